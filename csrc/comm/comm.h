@@ -1,0 +1,116 @@
+/* One rank's end of the job: messages to and from the other ranks.
+ *
+ * A message is a run of bytes (the header, written by the codec) and any number
+ * of blocks (tensor bytes).  A block lives in memory that the receiver reads in
+ * place where a transport allows it: the sender writes a tensor once and the
+ * receiver uses that memory as its tensor.
+ *
+ * Ownership  smp_comm_block() gives a block to the caller; smp_comm_send() takes
+ *            it, whatever it returns; smp_comm_receive() gives a message, with
+ *            its blocks, to the caller; smp_message_take_block() moves a block
+ *            out of it.  A block goes back by smp_block_release().
+ * Threads    send, block, release, wake: any.  receive: one at a time (the
+ *            server's baton guarantees it).  None of them needs the GIL, and no
+ *            callback runs under a lock.
+ * Order      Messages of one sender to one receiver arrive in the order of the
+ *            calls to smp_comm_send().
+ */
+#ifndef SMP_COMM_COMM_H
+#define SMP_COMM_COMM_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "common/status.h"
+
+/* Alignment of every block's data, in bytes. */
+#define SMP_BLOCK_ALIGN 64
+
+typedef struct smp_comm  smp_comm;
+typedef struct smp_block smp_block;
+
+typedef struct {
+    int    rank;           /* of this process */
+    int    size;           /* ranks in the job */
+    size_t pool_bytes;     /* this rank's arena of shared memory; 0: the default */
+    int    spin_us;        /* how long a waiter polls before it sleeps; -1: decide
+                              by the number of cores and local ranks */
+    const char *transports; /* comma-separated names in order of preference, or NULL:
+                               all that were compiled in */
+    char job[64];          /* same on all ranks of the job, unlike any other job's */
+} smp_comm_config;
+
+/* What smp_comm_counters() reports; counts since create. */
+typedef struct {
+    uint64_t messages;       /* sent */
+    uint64_t bytes;          /* sent, headers and blocks */
+    uint64_t pool_blocks;    /* blocks that came from the pool */
+    uint64_t pool_fallbacks; /* blocks that did not fit into the pool */
+    uint64_t pool_in_use;    /* bytes of the own arena handed out now */
+    uint64_t pool_high;      /* the most that pool_in_use has been */
+    uint64_t pool_size;      /* bytes of the own arena */
+} smp_comm_stats;
+
+/* Makes this rank's end and its address card (how others reach it; opaque bytes,
+ * owned by the comm, at most 4 KiB).  SMP_ERR_NO_MEMORY, SMP_ERR_SYSTEM. */
+smp_status smp_comm_create(const smp_comm_config *config, smp_comm **out);
+const void *smp_comm_card(const smp_comm *comm, size_t *bytes);
+
+/* Connects to every other rank; cards[r] is the card of rank r.  Collective: all
+ * ranks must call it.  SMP_ERR_UNREACHABLE: *failed is the first rank that no
+ * transport reaches.  SMP_ERR_TIMED_OUT: a rank did not answer within timeout_ms. */
+smp_status smp_comm_connect(smp_comm *comm, const void *const *cards,
+                            const size_t *card_bytes, int timeout_ms, int *failed);
+
+/* Stops the progress thread, unmaps, frees.  Messages and blocks that the caller
+ * still holds stay valid until they are released.  Takes NULL. */
+void smp_comm_destroy(smp_comm *comm);
+
+/* 64-byte aligned memory for `bytes` that will travel to `dest`.  A full pool is
+ * not an error: the block then travels by a slower way, and is counted. */
+smp_status smp_comm_block(smp_comm *comm, int dest, size_t bytes, smp_block **out);
+void      *smp_block_data(const smp_block *block);
+size_t     smp_block_bytes(const smp_block *block);
+
+/* Gives a block back: to its sender's arena, or to the heap.  Any thread, also
+ * after smp_comm_destroy(). */
+void smp_block_release(smp_block *block);
+
+/* Queues a message.  Copies `bytes`; takes the blocks.  Returns without waiting for
+ * the receiver to read, but may wait while the receiver's queue is full.
+ * SMP_ERR_PEER_LOST, SMP_ERR_CLOSED, SMP_ERR_NO_MEMORY. */
+smp_status smp_comm_send(smp_comm *comm, int dest, const void *bytes, size_t nbytes,
+                         smp_block *const *blocks, size_t nblocks);
+
+typedef struct smp_message {
+    int          source; /* rank that sent it */
+    uint8_t     *bytes;  /* owned by the message; 8-byte aligned */
+    size_t       nbytes;
+    smp_block  **blocks; /* owned by the message; NULL where taken */
+    size_t       nblocks;
+} smp_message;
+
+/* The next message.  timeout_ns < 0: no limit; 0: only what is there.
+ * SMP_ERR_TIMED_OUT; SMP_ERR_INTERRUPTED after smp_comm_wake() (once a call);
+ * SMP_ERR_PEER_LOST when a peer died (see smp_comm_lost); SMP_ERR_MALFORMED. */
+smp_status smp_comm_receive(smp_comm *comm, int64_t timeout_ns, smp_message **out);
+
+/* Moves block i out of the message; the caller releases it. */
+smp_block *smp_message_take_block(smp_message *message, size_t i);
+
+/* Frees the message and the blocks that are still in it.  Takes NULL. */
+void smp_message_free(smp_message *message);
+
+/* Makes the present or next smp_comm_receive() return SMP_ERR_INTERRUPTED. */
+void smp_comm_wake(smp_comm *comm);
+
+/* The rank that is gone, or -1.  Any thread. */
+int smp_comm_lost(const smp_comm *comm);
+
+void smp_comm_counters(const smp_comm *comm, smp_comm_stats *out);
+
+/* The name of the transport used to `rank` ("shm", "mpi"). */
+const char *smp_comm_transport(const smp_comm *comm, int rank);
+
+#endif
