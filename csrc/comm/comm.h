@@ -31,14 +31,14 @@ typedef struct smp_comm  smp_comm;
 typedef struct smp_block smp_block;
 
 typedef struct {
-    int    rank;           /* of this process */
-    int    size;           /* ranks in the job */
-    size_t pool_bytes;     /* this rank's arena of shared memory; 0: the default */
-    int    spin_us;        /* how long a waiter polls before it sleeps; -1: decide
-                              by the number of cores and local ranks */
+    int    rank;            /* of this process */
+    int    size;            /* ranks in the job */
+    size_t pool_bytes;      /* this rank's arena of shared memory; 0: the default */
+    int    spin_us;         /* how long a waiter polls before it sleeps; -1: decide
+                               by the number of cores and local ranks */
     const char *transports; /* comma-separated names in order of preference, or NULL:
                                all that were compiled in */
-    char job[64];          /* same on all ranks of the job, unlike any other job's */
+    char job[64];           /* same on all ranks of the job, unlike any other job's */
 } smp_comm_config;
 
 /* What smp_comm_counters() reports; counts since create. */
@@ -54,7 +54,7 @@ typedef struct {
 
 /* Makes this rank's end and its address card (how others reach it; opaque bytes,
  * owned by the comm, at most 4 KiB).  SMP_ERR_NO_MEMORY, SMP_ERR_SYSTEM. */
-smp_status smp_comm_create(const smp_comm_config *config, smp_comm **out);
+smp_status  smp_comm_create(const smp_comm_config *config, smp_comm **out);
 const void *smp_comm_card(const smp_comm *comm, size_t *bytes);
 
 /* Connects to every other rank; cards[r] is the card of rank r.  Collective: all
@@ -84,11 +84,11 @@ smp_status smp_comm_send(smp_comm *comm, int dest, const void *bytes, size_t nby
                          smp_block *const *blocks, size_t nblocks);
 
 typedef struct smp_message {
-    int          source; /* rank that sent it */
-    uint8_t     *bytes;  /* owned by the message; 8-byte aligned */
-    size_t       nbytes;
-    smp_block  **blocks; /* owned by the message; NULL where taken */
-    size_t       nblocks;
+    int         source; /* rank that sent it */
+    uint8_t    *bytes;  /* owned by the message; 8-byte aligned */
+    size_t      nbytes;
+    smp_block **blocks; /* owned by the message; NULL where taken */
+    size_t      nblocks;
 } smp_message;
 
 /* The next message.  timeout_ns < 0: no limit; 0: only what is there.

@@ -9,7 +9,7 @@ module_exec(PyObject *module)
 }
 
 static PyModuleDef_Slot module_slots[] = {
-    {Py_mod_exec, module_exec},
+    {Py_mod_exec, __extension__(void *) module_exec},
     {0, NULL},
 };
 

@@ -42,7 +42,7 @@ static inline int
 run_tests(const smp_test *tests, size_t ntests, int argc, char **argv)
 {
     int failed = 0;
-    int ran    = 0;
+    int ran = 0;
 
     for (size_t i = 0; i < ntests; i++) {
         if (argc > 1 && strstr(tests[i].name, argv[1]) == NULL) {
