@@ -1,0 +1,37 @@
+"""Runs the tests that are marked with ``on_ranks`` inside the ranks of a job."""
+
+import pytest
+import ranks
+
+SIZE = "ranks_of_job"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "markers", "on_ranks(*sizes, timeout_s): run on that many ranks (tests/ranks.py)"
+    )
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if mark := metafunc.definition.get_closest_marker("on_ranks"):
+        metafunc.fixturenames.append(SIZE)
+        metafunc.parametrize(SIZE, mark.args, ids=[f"{n}ranks" for n in mark.args])
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    mark = pyfuncitem.get_closest_marker("on_ranks")
+    if mark is None:
+        return None
+    names = pyfuncitem._fixtureinfo.argnames
+    kwargs = {name: pyfuncitem.funcargs[name] for name in names}
+    size = pyfuncitem.callspec.params[SIZE]
+    try:
+        ranks.call_on_ranks(size, pyfuncitem.obj, **mark.kwargs, **kwargs)
+    except ranks.RanksFailed as error:
+        raise pytest.fail.Exception(str(error), pytrace=False) from None
+    return True
+
+
+def pytest_unconfigure() -> None:
+    ranks.close_teams()

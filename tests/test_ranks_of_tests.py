@@ -1,0 +1,167 @@
+"""The test infrastructure itself: tests/ranks.py."""
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+from ranks import TEAMS, RanksFailed, call_on_ranks, mpirun, on_ranks
+
+
+def rank_and_size() -> tuple[int, int]:
+    return int(os.environ["OMPI_COMM_WORLD_RANK"]), int(os.environ["OMPI_COMM_WORLD_SIZE"])
+
+
+def own_pid() -> int:
+    return os.getpid()
+
+
+def fail_on(rank: int) -> None:
+    assert rank_and_size()[0] != rank, "told to fail"
+
+
+def wait_forever_on(rank: int) -> None:
+    if rank_and_size()[0] == rank:
+        threading.Event().wait()
+
+
+def kill_itself_on(rank: int) -> None:
+    if rank_and_size()[0] == rank:
+        os.kill(os.getpid(), signal.SIGKILL)
+    threading.Event().wait()
+
+
+def change_the_environment() -> None:
+    os.environ["LEFT_BEHIND"] = "1"
+
+
+def left_behind() -> bool:
+    return "LEFT_BEHIND" in os.environ
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("factor", [2, 3])
+def test_a_test_runs_in_ranks_with_its_arguments(factor, tmp_path):
+    rank, size = rank_and_size()
+
+    assert 0 <= rank < size and size in (1, 2)
+    assert factor in (2, 3) and tmp_path.is_dir()
+
+
+def test_results_come_back_by_rank():
+    assert call_on_ranks(2, rank_and_size) == [(0, 2), (1, 2)]
+
+
+def test_ranks_are_started_once_per_size():
+    assert call_on_ranks(2, own_pid) == call_on_ranks(2, own_pid)
+
+
+def test_a_failure_names_the_rank_and_its_values():
+    with pytest.raises(RanksFailed, match=r"(?s)rank 1 of 2:.*told to fail\nassert 1 != 1"):
+        call_on_ranks(2, fail_on, 1)
+
+
+def test_the_next_call_after_a_failure_works():
+    with pytest.raises(RanksFailed):
+        call_on_ranks(2, fail_on, 0)
+
+    assert len(call_on_ranks(2, own_pid)) == 2
+
+
+def test_a_hang_shows_the_stack_of_the_rank_that_hangs(capfd):
+    with pytest.raises(RanksFailed, match="rank 1: no answer within 1 s"):
+        call_on_ranks(2, wait_forever_on, 1, timeout_s=1)
+
+    assert "in wait_forever_on" in capfd.readouterr().out
+
+
+def test_a_hang_leaves_no_process():
+    pids = call_on_ranks(2, own_pid)
+    launcher = TEAMS[2].process
+
+    with pytest.raises(RanksFailed):
+        call_on_ranks(2, wait_forever_on, 0, timeout_s=1)
+
+    assert launcher.poll() is not None
+    assert not any(is_running(pid) for pid in pids)
+
+
+def test_a_dead_rank_is_noticed_long_before_the_deadline():
+    with pytest.raises(RanksFailed, match="rank 1 died"):
+        call_on_ranks(2, kill_itself_on, 1, timeout_s=600)
+
+
+def test_what_a_test_changes_in_the_environment_does_not_stay():
+    call_on_ranks(2, change_the_environment)
+
+    assert call_on_ranks(2, left_behind) == [False, False]
+
+
+def test_mpirun_gives_exit_code_and_output(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("import sys; print('hello'); sys.exit(3)")
+
+    done = mpirun(2, script)
+
+    assert done.returncode == 3
+    assert "hello" in done.stdout
+
+
+INTERRUPTED = """
+import os, signal
+from ranks import on_ranks
+
+def test_a():
+    from ranks import TEAMS, call_on_ranks
+    from test_ranks_of_tests import own_pid
+    print("pids", *call_on_ranks(2, own_pid), flush=True)
+    os.kill(os.getpid(), getattr(signal, os.environ["SIGNAL"]))
+"""
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGKILL"])
+def test_ranks_end_when_pytest_is(name, tmp_path):
+    (tmp_path / "conftest.py").write_text("from tests.conftest import *\n")
+    (tmp_path / "test_interrupted.py").write_text(INTERRUPTED)
+    here = os.path.dirname(__file__)
+
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-s", "-p", "no:cacheprovider", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={
+            **os.environ,
+            "SIGNAL": name,
+            "PYTHONPATH": os.pathsep.join([os.path.dirname(here), here]),
+        },
+        timeout=120,
+    )
+
+    [line] = [x for x in done.stdout.splitlines() if "pids" in x]
+    pids = [int(word) for word in line.split("pids")[1].split()]
+    assert len(pids) == 2
+    wait_until_gone(pids)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_until_gone(pids: list[int], timeout_s: float = 20) -> None:
+    """Wait for processes that are not our children; fails after ``timeout_s``."""
+    for pid in pids:
+        try:
+            pidfd = os.pidfd_open(pid)
+        except ProcessLookupError:
+            continue
+        with os.fdopen(pidfd) as readable:
+            gone, _, _ = select.select([readable], [], [], timeout_s)
+            assert gone or not is_running(pid), f"process {pid} is still there"
