@@ -1,0 +1,389 @@
+/* The tree partitioning algorithm, breadth first, without recursion.
+ *
+ * A node has a range of devices and sits on the first of them.  The range is divided
+ * among its children: cut into segments of nearly equal cost, devices shared among
+ * the segments, and again for a segment with several devices and nodes.  What the
+ * first device carries already (the node's own cost, and that of ancestors there)
+ * is the front of the row, as a load of the first segment.  [paper 4.5, C.4]
+ */
+#include "partition/place.h"
+
+#include <stdbool.h>
+#include <stddef.h>
+
+#include "partition/segment.h"
+#include "partition/share.h"
+
+void
+smp_place_lay_out(smp_place *place, const smp_partition_input *input,
+                  smp_scratch *scratch)
+{
+    size_t n = (size_t)input->nmodules; /* there are no more nodes than modules */
+    size_t devices = (size_t)input->devices;
+
+    place->device = smp_scratch_take(scratch, n, sizeof(int32_t));
+    place->own = smp_scratch_take(scratch, n, sizeof(int64_t));
+    place->load = smp_scratch_take(scratch, devices, sizeof(int64_t));
+    place->kind = smp_scratch_take(scratch, n, sizeof(uint8_t));
+    place->parameters = smp_scratch_take(scratch, n, sizeof(uint8_t));
+    place->pins = smp_scratch_take(scratch, n, sizeof(uint8_t));
+    place->host = smp_scratch_take(scratch, n, sizeof(int32_t));
+    place->capacity = smp_scratch_take(scratch, n, sizeof(int32_t));
+    place->free = smp_scratch_take(scratch, n, sizeof(int64_t));
+    place->first = smp_scratch_take(scratch, n, sizeof(int32_t));
+    place->ndevices = smp_scratch_take(scratch, n, sizeof(int32_t));
+    place->row = smp_scratch_take(scratch, n, sizeof(int32_t));
+    place->prefix = smp_scratch_take(scratch, n + 1, sizeof(int64_t));
+    place->jobs = smp_scratch_take(scratch, n, sizeof(smp_place_job));
+    place->preload = smp_scratch_take(scratch, devices, sizeof(int64_t));
+    place->segment_cost = smp_scratch_take(scratch, devices, sizeof(int64_t));
+    place->segment_capacity = smp_scratch_take(scratch, devices, sizeof(int32_t));
+    place->seats = smp_scratch_take(scratch, devices, sizeof(int32_t));
+    place->cut = smp_scratch_take(scratch, devices + 1, sizeof(int32_t));
+}
+
+/* Sums over the subtrees, children before parents: are there parameters, pins, and
+ * how many nodes with parameters that are not pinned. */
+static void
+look_below(smp_place *place, const smp_tree *tree)
+{
+    for (int32_t n = 0; n < tree->nnodes; n++) {
+        place->parameters[n] = tree->has_parameter[n];
+        place->pins[n] = tree->pin[n] >= 0;
+        place->capacity[n] = tree->has_parameter[n] && tree->pin[n] < 0;
+    }
+    for (int32_t n = tree->nnodes - 1; n > 0; n--) {
+        int32_t parent = tree->parent[n];
+
+        place->parameters[parent] |= place->parameters[n];
+        place->pins[parent] |= place->pins[n];
+        place->capacity[parent] += place->capacity[n];
+    }
+}
+
+/* Decides which nodes ride, and with whom: with the parent, or in a chain with the
+ * child before it, so that a chain does not go back to the parent for an activation
+ * function between two layers of another device. */
+static void
+find_hosts(smp_place *place, const smp_tree *tree)
+{
+    place->kind[0] = SMP_NODE_SHARED_OUT;
+    for (int32_t n = 0; n < tree->nnodes; n++) {
+        const int32_t *child = tree->children + tree->first_child[n];
+        int32_t        host = place->kind[n] == SMP_NODE_RIDES ? place->host[n] : n;
+
+        for (int32_t i = 0; i < tree->nchildren[n]; i++) {
+            int32_t c = child[i];
+
+            place->kind[c] = SMP_NODE_SHARED_OUT;
+            if (!place->parameters[c] && !place->pins[c]) {
+                place->kind[c] = SMP_NODE_RIDES;
+                place->host[c] = host;
+                place->own[host] += place->own[c];
+            } else if (tree->chain[n]) {
+                host = c;
+            }
+        }
+    }
+}
+
+/* The device of a node that has nothing to place below it: that of its first child,
+ * so that a container of pinned modules is called where they are. */
+static int32_t
+device_below(const smp_place *place, const smp_tree *tree, int32_t node)
+{
+    const int32_t *child = tree->children + tree->first_child[node];
+
+    for (int32_t i = 0; i < tree->nchildren[node]; i++) {
+        if (place->kind[child[i]] == SMP_NODE_PINNED) {
+            return place->device[child[i]];
+        }
+    }
+    return 0; /* not reached: there is a pin below, or the node would ride */
+}
+
+/* Sets the devices of the nodes that are pinned, and what is left to place. */
+static void
+settle_pins(smp_place *place, const smp_partition_input *input, const smp_tree *tree)
+{
+    for (int32_t d = 0; d < input->devices; d++) {
+        place->load[d] = 0;
+    }
+    for (int32_t n = 0; n < tree->nnodes; n++) {
+        place->free[n] = 0;
+    }
+    for (int32_t n = tree->nnodes - 1; n >= 0; n--) {
+        int32_t pin = tree->pin[n];
+
+        if (place->kind[n] == SMP_NODE_RIDES) {
+            continue;
+        }
+        if (pin < 0) {
+            if (input->default_device >= 0) {
+                pin = input->default_device;
+            } else if (n > 0 && place->capacity[n] == 0) {
+                pin = device_below(place, tree, n);
+            }
+        }
+        if (pin >= 0) {
+            place->kind[n] = SMP_NODE_PINNED;
+            place->device[n] = pin;
+            place->load[pin] += place->own[n];
+        } else {
+            place->free[n] += place->own[n];
+        }
+        if (n > 0) {
+            place->free[tree->parent[n]] += place->free[n];
+        }
+    }
+    if (input->default_device >= 0) {
+        for (int32_t n = 0; n < tree->nnodes; n++) {
+            place->capacity[n] = 0;
+        }
+    }
+}
+
+/* Sets the devices of a node, of which it takes as many as it can use. */
+static void
+set_devices(smp_place *place, int32_t node, int32_t device, int32_t ndevices)
+{
+    int32_t capacity = place->capacity[node];
+
+    place->first[node] = device;
+    place->ndevices[node] = ndevices < capacity ? ndevices : capacity;
+    if (place->kind[node] != SMP_NODE_PINNED) {
+        place->device[node] = device;
+    }
+}
+
+/* Gives devices to a node of the row.  With one only, its whole cost ends up there. */
+static void
+give(smp_place *place, int32_t node, int32_t device, int32_t ndevices)
+{
+    set_devices(place, node, device, ndevices);
+    if (place->ndevices[node] == 1) {
+        place->load[device] += place->free[node];
+    }
+}
+
+/* Puts row[first .. end) on one device. */
+static void
+give_all(smp_place *place, int32_t first, int32_t end, int32_t device)
+{
+    for (int32_t i = first; i < end; i++) {
+        give(place, place->row[i], device, 1);
+    }
+}
+
+/* What the job's device number s carries before the row is divided. */
+static int64_t
+load_before(const smp_place *place, const smp_place_job *job, int32_t s)
+{
+    return s > 0 || job->front ? place->load[job->device + s] : 0;
+}
+
+/* Cuts the job's row into a segment for each device, or for each node if these are
+ * fewer, and shares the devices among the segments.  `loads`: how many devices count
+ * with what they carry, from the first on.  Returns the number of segments. */
+static int32_t
+cut_and_share(smp_place *place, const smp_place_job *job, int32_t loads, int32_t *spare)
+{
+    const int64_t *prefix = place->prefix + job->first;
+    const int32_t *cut = place->cut;
+    int32_t        segments = job->count < job->ndevices ? job->count : job->ndevices;
+
+    for (int32_t s = 0; s < segments; s++) {
+        place->preload[s] = s < loads ? load_before(place, job, s) : 0;
+    }
+    if (job->count < job->ndevices) {
+        for (int32_t s = 0; s <= segments; s++) {
+            place->cut[s] = s;
+        }
+    } else {
+        smp_segment(prefix, job->count, place->preload, segments, place->cut);
+    }
+    for (int32_t s = 0; s < segments; s++) {
+        int64_t capacity = cut[s] == cut[s + 1]; /* for the load that is there */
+
+        for (int32_t i = cut[s]; i < cut[s + 1]; i++) {
+            capacity += place->capacity[place->row[job->first + i]];
+        }
+        place->segment_capacity[s] =
+            (int32_t)(capacity < job->ndevices ? capacity : job->ndevices);
+        place->segment_cost[s] =
+            place->preload[s] + prefix[cut[s + 1]] - prefix[cut[s]];
+    }
+    *spare = smp_share_devices(place->segment_cost, place->segment_capacity, segments,
+                               job->ndevices, place->seats);
+    return segments;
+}
+
+static bool
+one_each(const smp_place *place, int32_t segments)
+{
+    for (int32_t s = 0; s < segments; s++) {
+        if (place->seats[s] != 1) {
+            return false;
+        }
+    }
+    return true;
+}
+
+/* Takes devices from the front of the job that have their full share already. */
+static void
+skip_full_devices(const smp_place *place, smp_place_job *job)
+{
+    const int64_t *prefix = place->prefix + job->first;
+    int64_t        rest = prefix[job->count] - prefix[0];
+
+    while (job->front && job->ndevices > 1) {
+        int64_t front = place->load[job->device];
+
+        if (front == 0 || rest == 0 || front * job->ndevices < front + rest) {
+            break;
+        }
+        job->device++;
+        job->ndevices--;
+    }
+}
+
+/* Divides the devices of one job among its row.  A segment that gets none goes to
+ * the first device of the job; in a chain to that of the segment before it, where
+ * its input comes from.  Pushes what must be divided again, and returns the new
+ * height of the stack: that has fewer nodes, or as many and no front, so this comes
+ * to an end whatever the costs. */
+static int32_t
+divide(smp_place *place, smp_place_job job, bool chain, int32_t height)
+{
+    int32_t beside = job.device;
+    int32_t segments;
+    int32_t spare;
+    int32_t device;
+
+    skip_full_devices(place, &job);
+    if (job.ndevices == 1) {
+        give_all(place, job.first, job.first + job.count, job.device);
+        return height;
+    }
+    /* With one device for each segment, each counts with its load.  If a segment
+     * deserves two, it is open which device stands for which segment, and only the
+     * first load is certain. */
+    segments = cut_and_share(place, &job, job.ndevices, &spare);
+    if (!one_each(place, segments)) {
+        segments = cut_and_share(place, &job, 1, &spare);
+    }
+    device = job.device;
+    if (spare > 0 && place->preload[0] > 0 && place->cut[1] > 0) {
+        device++; /* nobody needs the first more than what is there already */
+    }
+    for (int32_t s = 0; s < segments; s++) {
+        int32_t first = job.first + place->cut[s];
+        int32_t end = job.first + place->cut[s + 1];
+        int32_t seats = place->seats[s];
+
+        if (seats == 0) {
+            give_all(place, first, end, beside);
+            continue;
+        }
+        if (end - first == 1) {
+            give(place, place->row[first], device, seats);
+        } else if (seats == 1) {
+            give_all(place, first, end, device);
+        } else {
+            place->jobs[height++] = (smp_place_job){
+                .first = first,
+                .count = end - first,
+                .device = device,
+                .ndevices = seats,
+                .front = end - first < job.count,
+            };
+        }
+        if (chain) {
+            beside = end - first == 1 ? device : device + seats - 1;
+        }
+        device += seats;
+    }
+    return height;
+}
+
+/* Lists the node's children that need a device; returns how many. */
+static int32_t
+fill_row(smp_place *place, const smp_tree *tree, int32_t node)
+{
+    const int32_t *child = tree->children + tree->first_child[node];
+    int32_t        count = 0;
+
+    place->prefix[0] = 0;
+    for (int32_t i = 0; i < tree->nchildren[node]; i++) {
+        int32_t c = child[i];
+
+        if (place->kind[c] == SMP_NODE_RIDES || place->capacity[c] == 0) {
+            continue;
+        }
+        place->row[count] = c;
+        place->prefix[count + 1] = place->prefix[count] + place->free[c];
+        count++;
+    }
+    return count;
+}
+
+/* Divides the node's set of devices among its children. */
+static void
+place_children(smp_place *place, const smp_tree *tree, int32_t node)
+{
+    int32_t device = place->first[node];
+    int32_t count = fill_row(place, tree, node);
+    int32_t height = 0;
+
+    if (place->ndevices[node] == 1) { /* the load was counted with the node's */
+        for (int32_t i = 0; i < count; i++) {
+            set_devices(place, place->row[i], device, 1);
+        }
+        return;
+    }
+    if (place->kind[node] != SMP_NODE_PINNED) { /* else it was counted before */
+        place->load[device] += place->own[node];
+    }
+    if (count > 0) {
+        place->jobs[height++] = (smp_place_job){
+            .first = 0,
+            .count = count,
+            .device = device,
+            .ndevices = place->ndevices[node],
+            .front = true,
+        };
+    }
+    while (height > 0) {
+        smp_place_job job = place->jobs[--height];
+
+        height = divide(place, job, tree->chain[node], height);
+    }
+}
+
+void
+smp_place_nodes(smp_place *place, const smp_partition_input *input,
+                const smp_tree *tree, const int64_t *module_units)
+{
+    for (int32_t n = 0; n < tree->nnodes; n++) {
+        place->own[n] = 0;
+    }
+    for (int32_t m = 0; m < input->nmodules; m++) {
+        place->own[tree->node_of[m]] += module_units[m];
+    }
+    look_below(place, tree);
+    find_hosts(place, tree);
+    settle_pins(place, input, tree);
+
+    place->first[0] = 0;
+    place->ndevices[0] = input->devices;
+    if (place->kind[0] != SMP_NODE_PINNED) {
+        place->device[0] = 0;
+    }
+    for (int32_t n = 0; n < tree->nnodes; n++) {
+        if (place->kind[n] == SMP_NODE_RIDES) {
+            place->device[n] = place->device[place->host[n]];
+        } else if (n == 0 || place->capacity[n] > 0) {
+            place_children(place, tree, n);
+        }
+    }
+}

@@ -1,0 +1,910 @@
+/* Spec: csrc/partition/partition.h, docs/partition.md, paper 4.5 and C. */
+#include "partition/partition.h"
+
+#include <stdbool.h>
+#include <stdlib.h>
+
+#include "check.h"
+#include "partition/segment.h"
+#include "partition/share.h"
+
+#define MOST_MODULES 64
+#define MOST_USES 96
+
+/* A small model: module m is a child of parent[m] and owns one parameter of
+ * bytes[m], if that is not 0. */
+typedef struct {
+    int32_t devices;
+    double  memory_weight;
+    int32_t default_device;
+    int32_t nmodules;
+    int32_t parent[MOST_MODULES];
+    int64_t bytes[MOST_MODULES];
+    int64_t first_run[MOST_MODULES];
+    int64_t activation_bytes[MOST_MODULES];
+    double  seconds[MOST_MODULES];
+    uint8_t chain[MOST_MODULES];
+    int32_t pin[MOST_MODULES];
+    int32_t nextra; /* parameters of other modules that a module uses */
+    int32_t extra_module[MOST_USES];
+    int32_t extra_owner[MOST_USES];
+} model;
+
+typedef struct {
+    int32_t device[MOST_MODULES];
+    int32_t node[MOST_MODULES];
+    double  own_cost[MOST_MODULES];
+    double  cost[MOST_MODULES];
+    int32_t conflict[2];
+} decision;
+
+static model
+new_model(int32_t devices)
+{
+    model m;
+
+    memset(&m, 0, sizeof(m));
+    m.devices = devices;
+    m.memory_weight = 1.0;
+    m.default_device = -1;
+    m.parent[0] = -1;
+    m.pin[0] = SMP_PIN_INHERIT;
+    m.nmodules = 1;
+    return m;
+}
+
+/* Adds a module, executed after those added before; returns its number. */
+static int32_t
+add(model *m, int32_t parent, int64_t bytes)
+{
+    int32_t n = m->nmodules++;
+
+    m->parent[n] = parent;
+    m->bytes[n] = bytes;
+    m->first_run[n] = n;
+    m->pin[n] = SMP_PIN_INHERIT;
+    return n;
+}
+
+static void
+uses(model *m, int32_t module, int32_t owner)
+{
+    m->extra_module[m->nextra] = module;
+    m->extra_owner[m->nextra++] = owner;
+}
+
+/* Decides with exactly `scratch_bytes` of scratch, or what is needed if that is -1. */
+static smp_status
+decide_with(const model *m, int64_t scratch_bytes, decision *d)
+{
+    int32_t edge_child[MOST_MODULES];
+    int32_t use_module[MOST_MODULES + MOST_USES];
+    int32_t use_parameter[MOST_MODULES + MOST_USES];
+    int32_t nuses = 0;
+    size_t  need;
+    void   *scratch;
+
+    for (int32_t i = 1; i < m->nmodules; i++) {
+        edge_child[i - 1] = i;
+    }
+    for (int32_t i = 0; i < m->nmodules; i++) {
+        if (m->bytes[i] > 0) {
+            use_module[nuses] = i;
+            use_parameter[nuses++] = i;
+        }
+    }
+    for (int32_t i = 0; i < m->nextra; i++) {
+        use_module[nuses] = m->extra_module[i];
+        use_parameter[nuses++] = m->extra_owner[i];
+    }
+    smp_partition_input input = {
+        .devices = m->devices,
+        .memory_weight = m->memory_weight,
+        .default_device = m->default_device,
+        .nmodules = m->nmodules,
+        .first_run = m->first_run,
+        .activation_bytes = m->activation_bytes,
+        .seconds = m->seconds,
+        .chain = m->chain,
+        .pin = m->pin,
+        .nedges = m->nmodules - 1,
+        .edge_parent = m->parent + 1,
+        .edge_child = edge_child,
+        .nparameters = m->nmodules,
+        .parameter_bytes = m->bytes,
+        .nuses = nuses,
+        .use_module = use_module,
+        .use_parameter = use_parameter,
+    };
+    smp_partition_output output = {d->device, d->node, d->own_cost, d->cost};
+
+    need =
+        scratch_bytes < 0 ? smp_partition_scratch_bytes(&input) : (size_t)scratch_bytes;
+    scratch = malloc(need); /* exact, so that the address sanitizer sees one too many */
+    smp_status status =
+        smp_partition_decide(&input, scratch, need, &output, d->conflict);
+    free(scratch);
+    return status;
+}
+
+static smp_status
+decide(const model *m, decision *d)
+{
+    return decide_with(m, -1, d);
+}
+
+/* "0 0 1 2": the devices of the modules from `first` on. */
+static const char *
+devices_of(const decision *d, int32_t first, int32_t count)
+{
+    static char text[MOST_MODULES * 12];
+    size_t      at = 0;
+
+    text[0] = '\0';
+    for (int32_t i = first; i < first + count; i++) {
+        at += (size_t)snprintf(text + at, sizeof(text) - at, i > first ? " %d" : "%d",
+                               d->device[i]);
+    }
+    return text;
+}
+
+#define CHECK_TEXT(got, want)                                                          \
+    do {                                                                               \
+        const char *got_ = (got);                                                      \
+        if (strcmp(got_, (want)) != 0) {                                               \
+            fprintf(stderr, "%s:%d: want \"%s\", got \"%s\"\n", __FILE__, __LINE__,    \
+                    want, got_);                                                       \
+            return 1;                                                                  \
+        }                                                                              \
+    } while (0)
+
+/* xorshift64*: the same numbers on every machine. */
+static uint64_t random_state = UINT64_C(88172645463325252);
+
+static uint32_t
+next_random(uint32_t limit)
+{
+    random_state ^= random_state >> 12;
+    random_state ^= random_state << 25;
+    random_state ^= random_state >> 27;
+    return (uint32_t)((random_state * UINT64_C(2685821657736338717)) >> 33) % limit;
+}
+
+/* The least greatest load over all cuts, by trying all of them. */
+static int64_t
+brute_force(const int64_t *prefix, int32_t items, int32_t at, const int64_t *preload,
+            int32_t segments)
+{
+    int64_t best = INT64_MAX;
+
+    if (segments == 1) {
+        return preload[0] + prefix[items] - prefix[at];
+    }
+    for (int32_t end = at; end <= items; end++) {
+        int64_t here = preload[0] + prefix[end] - prefix[at];
+        int64_t rest = brute_force(prefix, items, end, preload + 1, segments - 1);
+        int64_t worst = here > rest ? here : rest;
+
+        best = worst < best ? worst : best;
+    }
+    return best;
+}
+
+TEST(the_greatest_segment_is_as_small_as_brute_force_finds)
+{
+    for (int round = 0; round < 10000; round++) {
+        int32_t  items = (int32_t)next_random(9);
+        int32_t  segments = 1 + (int32_t)next_random(5);
+        uint32_t range = round % 3 == 0 ? 3 : 100; /* small: many ties and zeros */
+        int64_t  prefix[10] = {0};
+        int64_t  preload[5] = {0};
+        int32_t  cut[6];
+        int64_t  worst = 0;
+        int32_t  must = 0;
+
+        for (int32_t i = 0; i < items; i++) {
+            prefix[i + 1] = prefix[i] + next_random(range);
+        }
+        for (int32_t s = 0; s < segments; s++) {
+            preload[s] = round % 2 == 0 ? 0 : next_random(range);
+            must += preload[s] == 0;
+        }
+        int64_t bound = smp_segment(prefix, items, preload, segments, cut);
+
+        CHECK(bound == brute_force(prefix, items, 0, preload, segments));
+        CHECK(cut[0] == 0 && cut[segments] == items);
+        for (int32_t s = 0; s < segments; s++) {
+            int64_t load = preload[s] + prefix[cut[s + 1]] - prefix[cut[s]];
+
+            CHECK(cut[s] <= cut[s + 1]);
+            CHECK(cut[s] < cut[s + 1] || preload[s] > 0 || items < must);
+            worst = load > worst ? load : worst;
+        }
+        CHECK(worst == bound);
+    }
+    return 0;
+}
+
+TEST(segments_beyond_the_greatest_one_are_even_too)
+{
+    int64_t prefix[26];
+    int64_t preload[8] = {0};
+    int32_t cut[9];
+
+    for (int32_t i = 0; i <= 25; i++) {
+        prefix[i] = i;
+    }
+    CHECK(smp_segment(prefix, 25, preload, 8, cut) == 4);
+
+    for (int32_t s = 0; s < 8; s++) {
+        CHECK(cut[s + 1] - cut[s] >= 3);
+    }
+    return 0;
+}
+
+TEST(each_device_goes_to_the_highest_average)
+{
+    int64_t cost[2] = {8, 2};
+    int32_t capacity[2] = {8, 8};
+    int32_t seats[2];
+
+    CHECK(smp_share_devices(cost, capacity, 2, 8, seats) == 0);
+    CHECK(seats[0] == 7 && seats[1] == 1);
+    return 0;
+}
+
+TEST(the_first_segment_wins_a_tie_for_a_device)
+{
+    int64_t cost[3] = {5, 5, 5};
+    int32_t capacity[3] = {9, 9, 9};
+    int32_t seats[3];
+
+    CHECK(smp_share_devices(cost, capacity, 3, 4, seats) == 0);
+    CHECK(seats[0] == 2 && seats[1] == 1 && seats[2] == 1);
+    return 0;
+}
+
+TEST(devices_that_nobody_can_use_are_left_over)
+{
+    int64_t cost[3] = {5, 0, 1};
+    int32_t capacity[3] = {2, 9, 1};
+    int32_t seats[3];
+
+    CHECK(smp_share_devices(cost, capacity, 3, 8, seats) == 5);
+    CHECK(seats[0] == 2 && seats[1] == 0 && seats[2] == 1);
+    return 0;
+}
+
+TEST(equal_layers_are_spread_evenly_in_their_order)
+{
+    model    m = new_model(4);
+    decision d;
+
+    for (int i = 0; i < 8; i++) {
+        add(&m, 0, 10);
+    }
+    CHECK_STATUS(decide(&m, &d), SMP_OK);
+
+    CHECK_TEXT(devices_of(&d, 0, 9), "0 0 0 1 1 2 2 3 3");
+    for (int i = 0; i < 4; i++) {
+        CHECK(d.cost[i] > 0.2499 && d.cost[i] < 0.2501);
+    }
+    return 0;
+}
+
+TEST(children_are_cut_in_execution_order_and_those_never_run_come_last)
+{
+    model    m = new_model(2);
+    decision d;
+
+    add(&m, 0, 10); /* 1: never runs */
+    add(&m, 0, 10); /* 2: runs third */
+    add(&m, 0, 10); /* 3: runs first */
+    add(&m, 0, 10); /* 4: runs second */
+    m.first_run[1] = SMP_NEVER_RUN;
+    m.first_run[2] = 30;
+    m.first_run[3] = 10;
+    m.first_run[4] = 20;
+    CHECK_STATUS(decide(&m, &d), SMP_OK);
+
+    CHECK_TEXT(devices_of(&d, 1, 4), "1 1 0 0");
+    return 0;
+}
+
+TEST(a_container_that_is_never_called_runs_when_its_first_module_does)
+{
+    model   m = new_model(2);
+    int32_t head = add(&m, 0, 20);
+    int32_t list = add(&m, 0, 0);
+    int32_t layer = add(&m, list, 20);
+
+    m.first_run[list] = SMP_NEVER_RUN;
+    m.first_run[layer] = 1;
+    m.first_run[head] = 2;
+
+    decision d;
+    CHECK_STATUS(decide(&m, &d), SMP_OK);
+    CHECK(d.device[layer] == 0 && d.device[list] == 0 && d.device[head] == 1);
+    return 0;
+}
+
+TEST(what_a_parent_owns_counts_against_the_device_it_sits_on)
+{
+    model    m = new_model(2);
+    decision d;
+
+    m.bytes[0] = 30;
+    for (int i = 0; i < 7; i++) {
+        add(&m, 0, 10);
+    }
+    CHECK_STATUS(decide(&m, &d), SMP_OK);
+
+    CHECK_TEXT(devices_of(&d, 0, 8), "0 0 0 1 1 1 1 1");
+    return 0;
+}
+
+TEST(a_parent_with_its_full_share_keeps_its_device_for_itself)
+{
+    model    m = new_model(3);
+    decision d;
+
+    m.bytes[0] = 100;
+    for (int i = 0; i < 4; i++) {
+        add(&m, 0, 10);
+    }
+    CHECK_STATUS(decide(&m, &d), SMP_OK);
+
+    CHECK_TEXT(devices_of(&d, 0, 5), "0 1 1 2 2");
+    return 0;
+}
+
+TEST(a_part_too_small_for_a_device_sits_with_its_parent)
+{
+    model   m = new_model(4);
+    int32_t embedding = add(&m, 0, 1);
+    int32_t stack[2] = {add(&m, 0, 0), add(&m, 0, 0)};
+    int32_t layer[2][8];
+
+    for (int s = 0; s < 2; s++) {
+        for (int i = 0; i < 8; i++) {
+            layer[s][i] = add(&m, stack[s], 10);
+            m.first_run[layer[s][i]] = 100 * (s + 1) + i;
+        }
+    }
+    m.first_run[stack[0]] = 99;
+    m.first_run[stack[1]] = 199;
+
+    decision d;
+    CHECK_STATUS(decide(&m, &d), SMP_OK);
+    CHECK(d.device[embedding] == 0);
+    CHECK_TEXT(devices_of(&d, layer[0][0], 8), "0 0 0 0 1 1 1 1");
+    CHECK_TEXT(devices_of(&d, layer[1][0], 8), "2 2 2 2 3 3 3 3");
+    CHECK(d.device[stack[0]] == 0 && d.device[stack[1]] == 2);
+    return 0;
+}
+
+TEST(modules_that_share_a_parameter_sit_together)
+{
+    model   m = new_model(4);
+    int32_t embedding = add(&m, 0, 40);
+
+    for (int i = 0; i < 6; i++) {
+        add(&m, 0, 20);
+    }
+    int32_t head = add(&m, 0, 0);
+    uses(&m, head, embedding);
+
+    decision d;
+    CHECK_STATUS(decide(&m, &d), SMP_OK);
+    CHECK(d.node[head] == d.node[embedding]);
+    CHECK(d.device[head] == d.device[embedding]);
+    CHECK(d.device[head - 1] == 3);
+    return 0;
+}
+
+TEST(a_parent_that_uses_a_childs_weight_lands_beside_it)
+{
+    model   m = new_model(2);
+    int32_t first = add(&m, 0, 50);
+    int32_t layer = add(&m, 0, 0);
+    int32_t linear = add(&m, layer, 25);
+    int32_t other = add(&m, layer, 25);
+
+    uses(&m, layer, linear);
+
+    decision d;
+    CHECK_STATUS(decide(&m, &d), SMP_OK);
+    CHECK(d.device[first] == 0);
+    CHECK(d.device[layer] == 1 && d.device[linear] == 1 && d.device[other] == 1);
+    CHECK(d.node[layer] == d.node[linear] && d.node[layer] != d.node[other]);
+    return 0;
+}
+
+TEST(a_module_without_parameters_runs_where_its_parent_runs)
+{
+    model   m = new_model(2);
+    int32_t a = add(&m, 0, 10);
+    int32_t after_a = add(&m, 0, 0);
+    int32_t b = add(&m, 0, 10);
+    int32_t after_b = add(&m, 0, 0);
+    int32_t inside = add(&m, after_b, 0);
+
+    decision d;
+    CHECK_STATUS(decide(&m, &d), SMP_OK);
+    CHECK(d.device[a] == 0 && d.device[b] == 1);
+    CHECK(d.device[after_a] == 0 && d.device[after_b] == 0 && d.device[inside] == 0);
+    return 0;
+}
+
+TEST(in_a_chain_it_runs_with_the_module_before_it)
+{
+    model m = new_model(2);
+
+    m.chain[0] = 1;
+    add(&m, 0, 0);
+    add(&m, 0, 10);
+    add(&m, 0, 0);
+    add(&m, 0, 10);
+    int32_t last = add(&m, 0, 0);
+    int32_t inside = add(&m, last, 0);
+
+    decision d;
+    CHECK_STATUS(decide(&m, &d), SMP_OK);
+    CHECK_TEXT(devices_of(&d, 0, 6), "0 0 0 0 1 1");
+    CHECK(d.device[inside] == 1);
+    return 0;
+}
+
+TEST(a_container_goes_where_the_modules_it_holds_are)
+{
+    model   m = new_model(2);
+    int32_t a = add(&m, 0, 50);
+    int32_t box = add(&m, 0, 0);
+    int32_t b = add(&m, box, 50);
+
+    decision d;
+    CHECK_STATUS(decide(&m, &d), SMP_OK);
+    CHECK(d.device[a] == 0 && d.device[box] == 1 && d.device[b] == 1);
+
+    m.pin[b] = 0; /* now what it holds is pinned, not it */
+    CHECK_STATUS(decide(&m, &d), SMP_OK);
+    CHECK(d.device[box] == 0 && d.device[b] == 0 && d.device[a] == 1);
+    return 0;
+}
+
+TEST(a_pinned_subtree_sits_there_and_the_innermost_pin_wins)
+{
+    model   m = new_model(4);
+    int32_t box = add(&m, 0, 10);
+    int32_t inner = add(&m, box, 10);
+    int32_t leaf = add(&m, inner, 10);
+    int32_t beside = add(&m, box, 0);
+
+    for (int i = 0; i < 6; i++) {
+        add(&m, 0, 10);
+    }
+    m.pin[box] = 3;
+    m.pin[inner] = 2;
+
+    decision d;
+    CHECK_STATUS(decide(&m, &d), SMP_OK);
+    CHECK(d.device[box] == 3 && d.device[beside] == 3);
+    CHECK(d.device[inner] == 2 && d.device[leaf] == 2);
+    return 0;
+}
+
+TEST(what_is_pinned_to_a_device_leaves_less_room_for_the_rest)
+{
+    model   m = new_model(4);
+    int32_t head = add(&m, 0, 20);
+
+    for (int i = 0; i < 10; i++) {
+        add(&m, 0, 10);
+    }
+    m.pin[head] = 2;
+
+    decision d;
+    CHECK_STATUS(decide(&m, &d), SMP_OK);
+    CHECK_TEXT(devices_of(&d, head + 1, 10), "0 0 0 1 1 1 2 3 3 3");
+    return 0;
+}
+
+TEST(pins_that_contradict_a_shared_parameter_name_both_modules)
+{
+    model   m = new_model(4);
+    int32_t embedding = add(&m, 0, 40);
+    int32_t box = add(&m, 0, 10);
+    int32_t head = add(&m, box, 0);
+
+    uses(&m, head, embedding);
+    m.pin[embedding] = 0;
+    m.pin[box] = 1;
+
+    decision d;
+    memset(&d, 0x7f, sizeof(d));
+    CHECK_STATUS(decide(&m, &d), SMP_ERR_INVALID);
+    CHECK(d.conflict[0] == embedding && d.conflict[1] == head);
+    CHECK(d.device[0] == 0x7f7f7f7f);
+
+    m.pin[head] = 0;
+    CHECK_STATUS(decide(&m, &d), SMP_OK);
+    CHECK(d.device[head] == 0 && d.device[box] == 1);
+    return 0;
+}
+
+TEST(with_a_default_device_only_pins_move_a_module)
+{
+    model   m = new_model(4);
+    int32_t a = add(&m, 0, 40);
+    int32_t b = add(&m, 0, 40);
+    int32_t inside = add(&m, b, 40);
+    int32_t other = add(&m, b, 40);
+    int32_t act = add(&m, b, 0);
+
+    m.default_device = 1;
+    m.pin[b] = 3;
+    m.pin[other] = SMP_PIN_NONE;
+
+    decision d;
+    CHECK_STATUS(decide(&m, &d), SMP_OK);
+    CHECK(d.device[0] == 1 && d.device[a] == 1);
+    CHECK(d.device[b] == 3 && d.device[inside] == 3 && d.device[act] == 3);
+    CHECK(d.device[other] == 1);
+    return 0;
+}
+
+TEST(costs_of_zero_and_models_without_parameters_come_to_an_end)
+{
+    model m = new_model(8);
+
+    for (int i = 0; i < 20; i++) {
+        int32_t box = add(&m, 0, 0);
+
+        add(&m, box, 0);
+    }
+
+    decision d;
+    CHECK_STATUS(decide(&m, &d), SMP_OK);
+    for (int32_t i = 0; i < m.nmodules; i++) {
+        CHECK(d.device[i] == 0);
+        CHECK(d.own_cost[i] == 0);
+    }
+    /* Parameters, but alpha 0 and all of the time in one module. */
+    m.memory_weight = 0;
+    for (int32_t i = 1; i < m.nmodules; i++) {
+        m.bytes[i] = 1;
+    }
+    m.seconds[4] = 1.0;
+    CHECK_STATUS(decide(&m, &d), SMP_OK);
+    CHECK(d.cost[d.device[4]] == 1.0);
+    return 0;
+}
+
+TEST(more_devices_than_modules_leaves_some_empty)
+{
+    model    m = new_model(16);
+    decision d;
+
+    add(&m, 0, 30);
+    add(&m, 0, 30);
+    add(&m, 0, 1);
+    CHECK_STATUS(decide(&m, &d), SMP_OK);
+
+    CHECK_TEXT(devices_of(&d, 0, 4), "0 0 1 2");
+    return 0;
+}
+
+TEST(the_parts_of_the_cost_have_no_unit)
+{
+    model    m = new_model(1);
+    decision d;
+
+    m.memory_weight = 0.75;
+    add(&m, 0, 3000);
+    int32_t b = add(&m, 0, 1000);
+    m.activation_bytes[b] = 4000;
+    m.seconds[b] = 5e-6;
+    CHECK_STATUS(decide(&m, &d), SMP_OK);
+
+    CHECK(d.own_cost[1] > 0.28124 && d.own_cost[1] < 0.28126);
+    CHECK(d.own_cost[2] > 0.71874 && d.own_cost[2] < 0.71876);
+    return 0;
+}
+
+TEST(every_amount_of_scratch_below_the_need_is_refused_without_a_trace)
+{
+    model    m = new_model(3);
+    decision d;
+    int64_t  bytes = 0;
+
+    for (int i = 0; i < 10; i++) {
+        add(&m, i / 3, i);
+    }
+    for (;; bytes++) {
+        memset(&d, 0x7f, sizeof(d));
+        if (decide_with(&m, bytes, &d) == SMP_OK) {
+            break;
+        }
+        CHECK_STATUS(decide_with(&m, bytes, &d), SMP_ERR_NO_MEMORY);
+        CHECK(d.device[0] == 0x7f7f7f7f && d.node[0] == 0x7f7f7f7f);
+    }
+    CHECK(bytes > 0 && d.device[0] == 0);
+    return 0;
+}
+
+TEST(numbers_out_of_range_are_refused)
+{
+    model    good = new_model(2);
+    decision d;
+    model    m;
+
+    add(&good, 0, 1);
+    add(&good, 1, 1);
+    CHECK_STATUS(decide(&good, &d), SMP_OK);
+    m = good, m.devices = 0;
+    CHECK_STATUS(decide(&m, &d), SMP_ERR_INVALID);
+    m = good, m.memory_weight = 1.5;
+    CHECK_STATUS(decide(&m, &d), SMP_ERR_INVALID);
+    m = good, m.memory_weight = 0.0 / (double)m.nextra;
+    CHECK_STATUS(decide(&m, &d), SMP_ERR_INVALID);
+    m = good, m.default_device = 2;
+    CHECK_STATUS(decide(&m, &d), SMP_ERR_INVALID);
+    m = good, m.parent[2] = 3;
+    CHECK_STATUS(decide(&m, &d), SMP_ERR_INVALID);
+    m = good, m.parent[1] = 2; /* 1 and 2 hold each other, the root neither */
+    CHECK_STATUS(decide(&m, &d), SMP_ERR_INVALID);
+    m = good, m.pin[1] = 2;
+    CHECK_STATUS(decide(&m, &d), SMP_ERR_INVALID);
+    m = good, m.bytes[1] = 1, m.activation_bytes[1] = -1;
+    CHECK_STATUS(decide(&m, &d), SMP_ERR_INVALID);
+    m = good, m.seconds[1] = -1;
+    CHECK_STATUS(decide(&m, &d), SMP_ERR_INVALID);
+    m = good, uses(&m, 1, 7);
+    CHECK_STATUS(decide(&m, &d), SMP_ERR_INVALID);
+    CHECK(d.conflict[0] == -1);
+    return 0;
+}
+
+TEST(the_hash_changes_with_any_device_and_any_name)
+{
+    int32_t  device[3] = {0, 1, 2};
+    uint64_t hash = smp_partition_hash(device, 3, "a\0b", 4);
+
+    CHECK(hash == smp_partition_hash(device, 3, "a\0b", 4));
+    CHECK(hash != smp_partition_hash(device, 2, "a\0b", 4));
+    CHECK(hash != smp_partition_hash(device, 3, "a\0c", 4));
+    CHECK(hash != smp_partition_hash(device, 3, "a\0b\0", 5));
+    device[2] = 1;
+    CHECK(hash != smp_partition_hash(device, 3, "a\0b", 4));
+    return 0;
+}
+
+/* What must hold of any decision about any model. */
+static int
+check_decision(const model *m, const decision *d)
+{
+    double  sum = 0;
+    double  all[MOST_MODULES] = {0};
+    bool    holds[MOST_MODULES] = {false}; /* parameters in the subtree */
+    int32_t pin[MOST_MODULES];
+    bool    pinned_below[MOST_MODULES] = {false};
+
+    for (int32_t i = 0; i < m->nmodules; i++) {
+        CHECK(d->device[i] >= 0 && d->device[i] < m->devices);
+        CHECK(d->own_cost[i] >= 0);
+        all[d->device[i]] += d->own_cost[i];
+        sum += d->own_cost[i];
+        holds[i] = m->bytes[i] > 0;
+        pin[i] = m->pin[i] == SMP_PIN_INHERIT && i > 0 ? pin[m->parent[i]] : m->pin[i];
+        if (pin[i] >= 0) {
+            CHECK(d->device[i] == pin[i]);
+        }
+    }
+    for (int32_t i = 0; i < m->nextra; i++) {
+        CHECK(d->device[m->extra_module[i]] == d->device[m->extra_owner[i]]);
+        CHECK(d->node[m->extra_module[i]] == d->node[m->extra_owner[i]]);
+        holds[m->extra_module[i]] = true;
+    }
+    for (int32_t i = m->nmodules - 1; i > 0; i--) {
+        pinned_below[i] |= m->pin[i] >= 0;
+        holds[m->parent[i]] |= holds[i];
+        pinned_below[m->parent[i]] |= pinned_below[i];
+    }
+    for (int32_t i = 1; i < m->nmodules; i++) {
+        if (!holds[i] && !pinned_below[i] && pin[i] < 0 && !m->chain[m->parent[i]]) {
+            CHECK(d->device[i] == d->device[m->parent[i]]);
+        }
+    }
+    CHECK(sum == 0 || (sum > 0.999999 && sum < 1.000001));
+    for (int32_t i = 0; i < m->devices; i++) {
+        CHECK(all[i] - d->cost[i] < 1e-9 && d->cost[i] - all[i] < 1e-9);
+    }
+    return 0;
+}
+
+static model
+random_model(int32_t round)
+{
+    model    m = new_model(1 + (int32_t)next_random(9));
+    uint32_t modules = 1 + next_random(40);
+
+    m.memory_weight = next_random(11) / 10.0;
+    m.bytes[0] = next_random(3) == 0 ? next_random(100) : 0;
+    for (uint32_t i = 1; i < modules; i++) {
+        uint32_t depth = 1 + next_random(4);
+        int32_t  parent = (int32_t)(m.nmodules > 0 ? next_random(i) / depth : 0);
+        int32_t  n = add(&m, parent, next_random(3) == 0 ? 0 : next_random(100));
+
+        m.first_run[n] = (int64_t)next_random(modules + 1) - 1;
+        m.activation_bytes[n] = next_random(50);
+        m.chain[n] = next_random(4) == 0;
+        m.seconds[n] = round % 2 == 0 ? 0 : next_random(10);
+    }
+    for (uint32_t i = 0; round % 3 == 0 && i < next_random(5); i++) {
+        int32_t owner = (int32_t)next_random(modules);
+
+        if (m.bytes[owner] > 0) {
+            uses(&m, (int32_t)next_random(modules), owner);
+        }
+    }
+    for (uint32_t i = 0; round % 5 == 0 && i < next_random(4); i++) {
+        m.pin[next_random(modules)] = (int32_t)next_random((uint32_t)m.devices);
+    }
+    return m;
+}
+
+TEST(ten_thousand_random_models_are_decided_within_the_rules)
+{
+    int decided = 0;
+
+    for (int32_t round = 0; round < 10000; round++) {
+        model      m = random_model(round);
+        decision   d;
+        decision   again;
+        smp_status status = decide(&m, &d);
+
+        if (status == SMP_ERR_INVALID) { /* a pin against a shared parameter */
+            CHECK(m.nextra > 0 && d.conflict[0] >= 0);
+            CHECK(d.conflict[0] != d.conflict[1]);
+            continue;
+        }
+        CHECK_STATUS(status, SMP_OK);
+        CHECK(check_decision(&m, &d) == 0);
+        CHECK_STATUS(decide(&m, &again), SMP_OK);
+        CHECK(memcmp(d.device, again.device,
+                     (size_t)m.nmodules * sizeof(d.device[0])) == 0);
+        decided++;
+    }
+    CHECK(decided > 9000);
+    return 0;
+}
+
+/* Decides about a model of `n` modules, each with one parameter, made by parent(). */
+static smp_status
+decide_big(int32_t n, int32_t devices, int32_t (*parent)(int32_t), int32_t *device,
+           double *cost)
+{
+    int32_t *numbers = malloc((size_t)n * 3 * sizeof(*numbers));
+    int32_t *parents = numbers + (size_t)n * 2;
+    int64_t *bytes = malloc((size_t)n * sizeof(*bytes));
+
+    for (int32_t i = 0; i < n; i++) {
+        numbers[i] = i;
+        numbers[n + i] = i + 1 < n ? i + 1 : 0;
+        parents[i] = i + 1 < n ? parent(i + 1) : 0;
+        bytes[i] = 1;
+    }
+    smp_partition_input input = {
+        .devices = devices,
+        .memory_weight = 1.0,
+        .default_device = -1,
+        .nmodules = n,
+        .nedges = n - 1,
+        .edge_child = numbers + n,
+        .edge_parent = parents,
+        .nparameters = n,
+        .parameter_bytes = bytes,
+        .nuses = n,
+        .use_module = numbers,
+        .use_parameter = numbers,
+    };
+    smp_partition_output output = {.device = device, .cost = cost};
+    size_t               need = smp_partition_scratch_bytes(&input);
+    void                *scratch = malloc(need);
+    int32_t              conflict[2];
+    smp_status status = smp_partition_decide(&input, scratch, need, &output, conflict);
+
+    free(scratch);
+    free(bytes);
+    free(numbers);
+    return status;
+}
+
+static int32_t
+parent_in_a_chain(int32_t i)
+{
+    return i - 1;
+}
+
+static int32_t
+parent_root(int32_t i)
+{
+    (void)i;
+    return 0;
+}
+
+static int32_t
+parent_in_a_heap(int32_t i)
+{
+    return (i - 1) / 16;
+}
+
+TEST(a_hundred_thousand_modules_are_spread_evenly_deep_flat_or_bushy)
+{
+    enum { N = 100000, DEVICES = 8 };
+    static const struct {
+        int32_t (*parent)(int32_t);
+        double least;
+        double most; /* a subtree of the bushy one has 7 % of the modules */
+    } shapes[] = {
+        {parent_in_a_chain, 0.1249, 0.1251},
+        {parent_root, 0.1249, 0.1251},
+        {parent_in_a_heap, 0.08, 0.18},
+    };
+    static int32_t device[N];
+
+    for (size_t shape = 0; shape < 3; shape++) {
+        double cost[DEVICES];
+
+        CHECK_STATUS(decide_big(N, DEVICES, shapes[shape].parent, device, cost),
+                     SMP_OK);
+        for (int32_t i = 0; i < DEVICES; i++) {
+            CHECK(cost[i] > shapes[shape].least && cost[i] < shapes[shape].most);
+        }
+        for (int32_t i = 1; i < N; i++) {
+            CHECK(device[i] >= device[shapes[shape].parent(i)]);
+        }
+    }
+    return 0;
+}
+
+int
+main(int argc, char **argv)
+{
+#define T(name)                                                                        \
+    {                                                                                  \
+#        name, name                                                                    \
+    }
+    static const smp_test tests[] = {
+        T(the_greatest_segment_is_as_small_as_brute_force_finds),
+        T(segments_beyond_the_greatest_one_are_even_too),
+        T(each_device_goes_to_the_highest_average),
+        T(the_first_segment_wins_a_tie_for_a_device),
+        T(devices_that_nobody_can_use_are_left_over),
+        T(equal_layers_are_spread_evenly_in_their_order),
+        T(children_are_cut_in_execution_order_and_those_never_run_come_last),
+        T(a_container_that_is_never_called_runs_when_its_first_module_does),
+        T(what_a_parent_owns_counts_against_the_device_it_sits_on),
+        T(a_parent_with_its_full_share_keeps_its_device_for_itself),
+        T(a_part_too_small_for_a_device_sits_with_its_parent),
+        T(modules_that_share_a_parameter_sit_together),
+        T(a_parent_that_uses_a_childs_weight_lands_beside_it),
+        T(a_module_without_parameters_runs_where_its_parent_runs),
+        T(in_a_chain_it_runs_with_the_module_before_it),
+        T(a_container_goes_where_the_modules_it_holds_are),
+        T(a_pinned_subtree_sits_there_and_the_innermost_pin_wins),
+        T(what_is_pinned_to_a_device_leaves_less_room_for_the_rest),
+        T(pins_that_contradict_a_shared_parameter_name_both_modules),
+        T(with_a_default_device_only_pins_move_a_module),
+        T(costs_of_zero_and_models_without_parameters_come_to_an_end),
+        T(more_devices_than_modules_leaves_some_empty),
+        T(the_parts_of_the_cost_have_no_unit),
+        T(every_amount_of_scratch_below_the_need_is_refused_without_a_trace),
+        T(numbers_out_of_range_are_refused),
+        T(the_hash_changes_with_any_device_and_any_name),
+        T(ten_thousand_random_models_are_decided_within_the_rules),
+        T(a_hundred_thousand_modules_are_spread_evenly_deep_flat_or_bushy),
+    };
+#undef T
+    return run_tests(tests, sizeof(tests) / sizeof(tests[0]), argc, argv);
+}
