@@ -1,0 +1,740 @@
+/* The caller's side of a remote call.
+ *
+ *     token = Send(leaf, x...)      begin: the request goes out
+ *         ... the owner works; this rank runs other tasks ...
+ *     y...  = Recv(token)           end: the response is here
+ *
+ * In backward, Recv posts the request for the gradients and returns, and Send waits for
+ * them: between the two the engine runs what does not depend on them.  [design.md,
+ * section 3]
+ */
+#include "python/pack.h"
+#include "python/registry.h"
+#include "python/session.h"
+#include "python/unpack.h"
+
+/* One remote call, kept alive by its two nodes. */
+typedef struct {
+    PyObject  ob_base;
+    int32_t   entry;
+    int32_t   microbatch;
+    uint64_t  call;     /* of the forward */
+    uint64_t  backward; /* of the backward; 0: not begun */
+    bool      open;     /* the owner keeps a graph that nobody has used or released */
+    PyObject *outputs;  /* while Recv is built: list of fresh tensors */
+    PyObject *dirty;    /* while Recv is built: list of (argument, new data) or NULL */
+} call_object;
+
+PyTypeObject *smp_call_type;
+
+static const char *
+path_of(const smp_entry *entry)
+{
+    const char *path = PyUnicode_AsUTF8(entry->path);
+
+    return path == NULL ? "?" : path;
+}
+
+/* The caller of a call that can get no backward any more tells the owner. */
+static void
+release_graph(call_object *self)
+{
+    smp_session *session = &smp_the_session;
+    smp_envelope envelope;
+
+    if (!self->open || session->comm == NULL || !session->in_step) {
+        return;
+    }
+    self->open = false;
+    envelope   = (smp_envelope){.kind       = SMP_MSG_RELEASE,
+                                .microbatch = self->microbatch,
+                                .step       = session->step,
+                                .entry      = self->entry,
+                                .about      = self->call};
+    (void)smp_comm_send(session->comm, session->entries[self->entry].owner, &envelope,
+                        sizeof(envelope), NULL, 0);
+}
+
+static void
+call_dealloc(PyObject *object)
+{
+    call_object  *self = (call_object *)object;
+    PyTypeObject *type = Py_TYPE(object);
+
+    release_graph(self);
+    Py_XDECREF(self->outputs);
+    Py_XDECREF(self->dirty);
+    type->tp_free(object);
+    Py_DECREF(type);
+}
+
+/* -------------------------------------------------------------------- the nodes */
+
+static PyObject *name_call;
+static PyObject *name_materialize;
+
+/* ctx.call = call, and undefined gradients stay undefined. */
+static int
+remember(PyObject *ctx, PyObject *call)
+{
+    if (PyObject_SetAttr(ctx, name_call, call) < 0) {
+        return -1;
+    }
+    return PyObject_SetAttr(ctx, name_materialize, Py_False);
+}
+
+/* Send.forward(ctx, call, leaf, *tensors) -> token */
+static PyObject *
+send_forward(PyObject *unused, PyObject *const *args, Py_ssize_t nargs)
+{
+    static const int64_t   shape[1]   = {0};
+    static const int64_t   strides[1] = {1};
+    static const smp_tensor_meta meta = {.dtype = {2, 32, 1}, .ndim = 1};
+
+    (void)unused;
+    if (nargs < 3 || remember(args[0], args[1]) < 0) {
+        return NULL;
+    }
+    return smp_tensor_copy_of(&meta, shape, strides, NULL);
+}
+
+/* Recv.forward(ctx, call, token, *dirty) -> dirty and fresh outputs */
+static PyObject *
+recv_forward(PyObject *unused, PyObject *const *args, Py_ssize_t nargs)
+{
+    call_object *self;
+    Py_ssize_t   ndirty;
+    Py_ssize_t   nfresh;
+    PyObject    *outputs;
+
+    (void)unused;
+    if (nargs < 3 || remember(args[0], args[1]) < 0) {
+        return NULL;
+    }
+    self   = (call_object *)args[1];
+    ndirty = self->dirty == NULL ? 0 : PyList_GET_SIZE(self->dirty);
+    nfresh = PyList_GET_SIZE(self->outputs);
+    if (ndirty > 0) {
+        PyObject *mark = PyObject_GetAttrString(args[0], "mark_dirty");
+        PyObject *done =
+            mark == NULL ? NULL
+                         : PyObject_Vectorcall(mark, args + 3, (size_t)ndirty, NULL);
+
+        Py_XDECREF(mark);
+        if (done == NULL) {
+            return NULL;
+        }
+        Py_DECREF(done);
+    }
+    outputs = PyTuple_New(ndirty + nfresh);
+    if (outputs == NULL) {
+        return NULL;
+    }
+    for (Py_ssize_t i = 0; i < ndirty; i++) {
+        PyObject *copied = PyObject_CallMethodOneArg(args[3 + i], smp_names.copy_,
+                                                     PyList_GET_ITEM(self->dirty, i));
+
+        if (copied == NULL) {
+            Py_DECREF(outputs);
+            return NULL;
+        }
+        PyTuple_SET_ITEM(outputs, i, copied);
+    }
+    for (Py_ssize_t i = 0; i < nfresh; i++) {
+        PyTuple_SET_ITEM(outputs, ndirty + i,
+                         Py_NewRef(PyList_GET_ITEM(self->outputs, i)));
+    }
+    return outputs;
+}
+
+static int
+raise_for(const call_object *self, const char *what)
+{
+    PyErr_Format(PyExc_RuntimeError, "smp: %s: module '%s' runs on pp_rank %d", what,
+                 path_of(&smp_the_session.entries[self->entry]),
+                 smp_the_session.entries[self->entry].owner);
+    return -1;
+}
+
+static int
+check_backward(const call_object *self)
+{
+    if (smp_this_task == NULL || smp_this_task->backward_depth == 0) {
+        return raise_for(self,
+                         "a backward reached a module of another rank, and "
+                         "model.backward(loss) did not begin it; use model.backward "
+                         "inside the step, not loss.backward() or autograd.grad");
+    }
+    if (self->backward != 0) {
+        return raise_for(self,
+                         "a second backward through one call of a module of another rank "
+                         "(retain_graph and double backward do not cross ranks)");
+    }
+    return 0;
+}
+
+/* Recv.backward(ctx, *gradients) -> None, token's gradient, one per dirty argument */
+static PyObject *
+recv_backward(PyObject *unused, PyObject *const *args, Py_ssize_t nargs)
+{
+    smp_session *session = &smp_the_session;
+    call_object *self;
+    smp_envelope envelope;
+    smp_pack     pack;
+    Py_ssize_t   ndirty;
+    PyObject    *result;
+    int          failed = 0;
+
+    (void)unused;
+    self = (call_object *)PyObject_GetAttr(args[0], name_call);
+    if (self == NULL) {
+        return NULL;
+    }
+    Py_DECREF(self); /* ctx keeps it */
+    if (check_backward(self) < 0) {
+        return NULL;
+    }
+    smp_pack_init(&pack, session->comm, session->entries[self->entry].owner, NULL);
+    pack.graph = false;
+    failed     = smp_pack_u32(&pack, (uint32_t)(nargs - 1));
+    for (Py_ssize_t i = 1; failed == 0 && i < nargs; i++) {
+        failed = smp_pack_value(&pack, args[i]);
+    }
+    self->backward = smp_server_next_call(session->server);
+    envelope       = (smp_envelope){.kind       = SMP_MSG_BACKWARD,
+                                    .phase      = SMP_BACKWARD,
+                                    .microbatch = self->microbatch,
+                                    .step       = session->step,
+                                    .entry      = self->entry,
+                                    .call       = self->backward,
+                                    .about      = self->call,
+                                    .seed = (uint64_t)smp_this_task->backwards};
+    if (failed == 0) {
+        failed = smp_pack_send(&pack, &envelope);
+    }
+    smp_pack_fini(&pack);
+    if (failed < 0) {
+        return NULL;
+    }
+    self->open = false;
+    ndirty     = self->dirty == NULL ? 0 : PyList_GET_SIZE(self->dirty);
+    result     = PyTuple_New(2 + ndirty);
+    if (result == NULL) {
+        return NULL;
+    }
+    PyTuple_SET_ITEM(result, 0, Py_NewRef(Py_None));
+    /* The token's gradient has no data; it must be defined for Send to run. */
+    PyTuple_SET_ITEM(result, 1,
+                     send_forward(NULL, (PyObject *const[]){args[0], (PyObject *)self,
+                                                            Py_None},
+                                  3));
+    for (Py_ssize_t i = 0; i < ndirty; i++) {
+        PyTuple_SET_ITEM(result, 2 + i, Py_NewRef(Py_None));
+    }
+    if (PyTuple_GET_ITEM(result, 1) == NULL) {
+        Py_CLEAR(result);
+    }
+    return result;
+}
+
+/* Send.backward(ctx, token's gradient) -> None, None, one per tensor */
+static PyObject *
+send_backward(PyObject *unused, PyObject *const *args, Py_ssize_t nargs)
+{
+    call_object *self;
+    smp_message *response;
+    smp_unpack   unpack;
+    PyObject    *result = NULL;
+    uint32_t     count;
+
+    (void)unused;
+    (void)nargs;
+    self = (call_object *)PyObject_GetAttr(args[0], name_call);
+    if (self == NULL) {
+        return NULL;
+    }
+    Py_DECREF(self); /* ctx keeps it */
+    response = smp_session_wait(self->backward);
+    if (response == NULL) {
+        return NULL;
+    }
+    if (smp_unpack_init(&unpack, response, NULL, false, false) == 0 &&
+        smp_unpack_u32(&unpack, &count) == 0) {
+        result = PyTuple_New(2 + (Py_ssize_t)count);
+    }
+    if (result != NULL) {
+        PyTuple_SET_ITEM(result, 0, Py_NewRef(Py_None));
+        PyTuple_SET_ITEM(result, 1, Py_NewRef(Py_None));
+        for (uint32_t i = 0; i < count; i++) {
+            PyObject *gradient = smp_unpack_value(&unpack);
+
+            if (gradient == NULL) {
+                Py_CLEAR(result);
+                break;
+            }
+            PyTuple_SET_ITEM(result, 2 + (Py_ssize_t)i, gradient);
+        }
+    }
+    smp_unpack_fini(&unpack);
+    return result;
+}
+
+/* ------------------------------------------------------------------- the call */
+
+/* list[:n] of the request's tensors that require grad, behind `head` arguments. */
+static PyObject *
+apply_send(call_object *call, const smp_pack *pack)
+{
+    smp_session *session = &smp_the_session;
+    PyObject    *fixed[10];
+    PyObject   **args  = fixed;
+    size_t       nargs = 2;
+    PyObject    *token;
+
+    if (pack->ntensors + 2 > sizeof(fixed) / sizeof(fixed[0])) {
+        args = PyMem_Malloc((pack->ntensors + 2) * sizeof(*args));
+        if (args == NULL) {
+            return PyErr_NoMemory();
+        }
+    }
+    args[0] = (PyObject *)call;
+    args[1] = session->leaf;
+    for (size_t i = 0; i < pack->ntensors; i++) {
+        int requires_grad = smp_attr_true(pack->tensors[i], smp_names.requires_grad);
+
+        if (requires_grad < 0) {
+            if (args != fixed) {
+                PyMem_Free(args);
+            }
+            return NULL;
+        }
+        if (requires_grad) {
+            args[nargs++] = pack->tensors[i];
+        }
+    }
+    token = PyObject_Vectorcall(session->send_apply, args, nargs, NULL);
+    if (args != fixed) {
+        PyMem_Free(args);
+    }
+    return token;
+}
+
+static bool
+any_requires_grad(const smp_pack *pack)
+{
+    for (size_t i = 0; i < pack->ntensors; i++) {
+        if (smp_attr_true(pack->tensors[i], smp_names.requires_grad) > 0) {
+            return true;
+        }
+    }
+    return false;
+}
+
+/* Reads which arguments the callee changed in place: pairs of argument number and
+ * tensor number.  Those without grad are written back at once; the others are put into
+ * call->dirty and *dirty_args for Recv. */
+static int
+read_dirty(call_object *call, smp_unpack *unpack, const smp_pack *pack,
+           PyObject **dirty_args, uint32_t *ndirty_graph)
+{
+    uint32_t count;
+
+    *ndirty_graph = 0;
+    *dirty_args   = NULL;
+    if (smp_unpack_u32(unpack, &count) < 0) {
+        return -1;
+    }
+    for (uint32_t i = 0; i < count; i++) {
+        uint32_t  argument;
+        PyObject *data;
+        PyObject *done;
+
+        if (smp_unpack_u32(unpack, &argument) < 0 ||
+            (data = smp_unpack_value(unpack)) == NULL) {
+            return -1;
+        }
+        if (argument >= pack->ntensors || i >= unpack->ntensors ||
+            data != unpack->tensors[i]) {
+            Py_DECREF(data);
+            PyErr_SetString(PyExc_ValueError, "smp: malformed message: a changed argument "
+                                              "that is none");
+            return -1;
+        }
+        if (unpack->requires_grad[i]) {
+            if ((call->dirty == NULL && (call->dirty = PyList_New(0)) == NULL) ||
+                (*dirty_args == NULL && (*dirty_args = PyList_New(0)) == NULL) ||
+                PyList_Append(call->dirty, data) < 0 ||
+                PyList_Append(*dirty_args, pack->tensors[argument]) < 0) {
+                Py_DECREF(data);
+                return -1;
+            }
+            *ndirty_graph += 1;
+            Py_DECREF(data);
+            continue;
+        }
+        done = PyObject_CallMethodOneArg(pack->tensors[argument], smp_names.copy_, data);
+        Py_DECREF(data);
+        if (done == NULL) {
+            return -1;
+        }
+        Py_DECREF(done);
+    }
+    return 0;
+}
+
+/* Runs Recv and puts its outputs in the place of the tensors that require grad. */
+static int
+apply_recv(call_object *call, PyObject *token, smp_unpack *unpack, PyObject *dirty_args)
+{
+    smp_session *session = &smp_the_session;
+    Py_ssize_t   ndirty  = dirty_args == NULL ? 0 : PyList_GET_SIZE(dirty_args);
+    PyObject    *fixed[10];
+    PyObject   **args = fixed;
+    PyObject    *outputs;
+    Py_ssize_t   at = 0;
+    Py_ssize_t   dirty_left = ndirty;
+
+    call->outputs = PyList_New(0);
+    if (call->outputs == NULL) {
+        return -1;
+    }
+    for (size_t i = 0; i < unpack->ntensors; i++) {
+        if (!unpack->requires_grad[i]) {
+            continue;
+        }
+        if (dirty_left > 0) { /* the changed arguments come first */
+            dirty_left--;
+        } else if (PyList_Append(call->outputs, unpack->tensors[i]) < 0) {
+            return -1;
+        }
+    }
+    if (ndirty + PyList_GET_SIZE(call->outputs) == 0) {
+        Py_CLEAR(call->outputs);
+        return 0;
+    }
+    if (ndirty + 2 > (Py_ssize_t)(sizeof(fixed) / sizeof(fixed[0]))) {
+        args = PyMem_Malloc((size_t)(ndirty + 2) * sizeof(*args));
+        if (args == NULL) {
+            PyErr_NoMemory();
+            return -1;
+        }
+    }
+    args[0] = (PyObject *)call;
+    args[1] = token;
+    for (Py_ssize_t i = 0; i < ndirty; i++) {
+        args[2 + i] = PyList_GET_ITEM(dirty_args, i);
+    }
+    outputs = PyObject_Vectorcall(session->recv_apply, args, (size_t)(2 + ndirty), NULL);
+    if (args != fixed) {
+        PyMem_Free(args);
+    }
+    Py_CLEAR(call->outputs);
+    if (outputs == NULL) {
+        return -1;
+    }
+    call->open = true;
+    for (size_t i = 0; i < unpack->ntensors; i++) {
+        if (unpack->requires_grad[i]) {
+            Py_SETREF(unpack->tensors[i], Py_NewRef(PyTuple_GET_ITEM(outputs, at)));
+            at++;
+        }
+    }
+    Py_DECREF(outputs);
+    return 0;
+}
+
+/* Writes back what the callee changed in the caller's lists, dicts and objects. */
+static int
+apply_changes(smp_unpack *unpack, const smp_pack *pack)
+{
+    uint32_t count;
+
+    if (smp_unpack_u32(unpack, &count) < 0) {
+        return -1;
+    }
+    for (uint32_t i = 0; i < count; i++) {
+        uint32_t number;
+
+        if (smp_unpack_u32(unpack, &number) < 0) {
+            return -1;
+        }
+        if (number >= pack->nobjects) {
+            PyErr_SetString(PyExc_ValueError,
+                            "smp: malformed message: a changed object that is none");
+            return -1;
+        }
+        if (smp_unpack_contents_into(unpack, pack->objects[number]) < 0) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+/* Makes the caller's values of a response.  Takes the response. */
+static PyObject *
+finish(call_object *call, PyObject *token, const smp_pack *pack, smp_message *response)
+{
+    smp_unpack unpack;
+    PyObject  *dirty_args = NULL;
+    PyObject  *value      = NULL;
+    uint32_t   ndirty;
+
+    if (smp_unpack_init(&unpack, response, pack, false, false) < 0 ||
+        read_dirty(call, &unpack, pack, &dirty_args, &ndirty) < 0 ||
+        (token != NULL && apply_recv(call, token, &unpack, dirty_args) < 0)) {
+        goto done;
+    }
+    value = smp_unpack_value(&unpack);
+    if (value != NULL && apply_changes(&unpack, pack) < 0) {
+        Py_CLEAR(value);
+    }
+done:
+    Py_XDECREF(dirty_args);
+    smp_unpack_fini(&unpack);
+    return value;
+}
+
+static int
+pack_request(smp_pack *pack, PyObject *args, PyObject *kwargs, PyObject *state,
+             const smp_entry *entry)
+{
+    if (smp_pack_value(pack, args) == 0 &&
+        smp_pack_value(pack, kwargs == NULL ? Py_None : kwargs) == 0 &&
+        (state == NULL || smp_pack_value(pack, state) == 0)) {
+        return 0;
+    }
+    {
+        PyObject *type;
+        PyObject *value;
+        PyObject *traceback;
+
+        PyErr_Fetch(&type, &value, &traceback);
+        PyErr_Format(type == NULL ? PyExc_TypeError : type,
+                     "smp: an argument of module '%s' cannot go to pp_rank %d: %S",
+                     path_of(entry), entry->owner, value == NULL ? Py_None : value);
+        Py_XDECREF(type);
+        Py_XDECREF(value);
+        Py_XDECREF(traceback);
+    }
+    return -1;
+}
+
+static PyObject *
+call_entry(int32_t number, PyObject *args, PyObject *kwargs)
+{
+    smp_session *session = &smp_the_session;
+    smp_task    *task    = smp_this_task;
+    smp_entry   *entry   = &session->entries[number];
+    PyObject    *state   = NULL;
+    PyObject    *token   = NULL;
+    PyObject    *value   = NULL;
+    call_object *call    = NULL;
+    smp_message *response;
+    smp_envelope envelope;
+    smp_pack     pack;
+    int          grad;
+
+    grad = smp_torch_grad_enabled();
+    if (grad < 0 || (state = PyObject_CallNoArgs(session->capture_state)) == NULL) {
+        return NULL;
+    }
+    smp_pack_init(&pack, session->comm, entry->owner, NULL);
+    pack.graph = grad != 0;
+    if (pack_request(&pack, args, kwargs, state == Py_None ? NULL : state, entry) < 0) {
+        goto done;
+    }
+    call = (call_object *)smp_call_type->tp_alloc(smp_call_type, 0);
+    if (call == NULL) {
+        goto done;
+    }
+    call->entry      = number;
+    call->microbatch = task->microbatch;
+    call->call       = smp_server_next_call(session->server);
+    envelope         = (smp_envelope){
+                .kind       = SMP_MSG_FORWARD,
+                .phase      = (uint8_t)task->phase,
+                .flags      = (uint16_t)((grad ? SMP_FLAG_GRAD : 0) |
+                                 (state != Py_None ? SMP_FLAG_STATE : 0)),
+                .microbatch = task->microbatch,
+                .step       = session->step,
+                .entry      = number,
+                .call       = call->call,
+                .about      = ++task->count,
+    };
+    if (grad && (entry->trains || any_requires_grad(&pack))) {
+        envelope.flags |= SMP_FLAG_GRAPH;
+        token = apply_send(call, &pack);
+        if (token == NULL) {
+            goto done;
+        }
+    }
+    if (task->phase == SMP_BACKWARD) {
+        envelope.flags |= SMP_FLAG_RECOMPUTE;
+    }
+    if (smp_stream_draw(&envelope.seed) < 0 || smp_pack_send(&pack, &envelope) < 0) {
+        goto done;
+    }
+    response = smp_session_wait(call->call);
+    if (response == NULL) {
+        goto done;
+    }
+    task->count = smp_message_envelope(response)->about;
+    value       = finish(call, token, &pack, response);
+done:
+    smp_pack_fini(&pack);
+    Py_XDECREF(token);
+    Py_XDECREF(call);
+    Py_XDECREF(state);
+    return value;
+}
+
+/* The number of the entry that stands for the module, or -1 with an exception. */
+static int32_t
+entry_of(PyObject *module)
+{
+    smp_session *session = &smp_the_session;
+    int64_t      number  = smp_registry_find(session->entry_numbers, module);
+
+    if (number < 0) {
+        PyErr_Format(PyExc_RuntimeError,
+                     "smp: a %s that belongs to another rank was called after its "
+                     "DistributedModel was gone",
+                     Py_TYPE(module)->tp_name);
+        return -1;
+    }
+    if (smp_this_task == NULL) {
+        PyErr_Format(PyExc_RuntimeError,
+                     "smp: module '%s' runs on pp_rank %d and can only be called inside a "
+                     "function with @smp.step",
+                     path_of(&session->entries[number]), session->entries[number].owner);
+        return -1;
+    }
+    return (int32_t)number;
+}
+
+PyObject *
+smp_call_remote(PyObject *module, PyObject *args, PyObject *kwargs)
+{
+    int32_t number = entry_of(module);
+
+    return number < 0 ? NULL : call_entry(number, args, kwargs);
+}
+
+/* __call__ of a module that another rank owns: (module, *args, **kwargs). */
+static PyObject *
+module_call(PyObject *unused, PyObject *args, PyObject *kwargs)
+{
+    PyObject *module;
+    PyObject *rest;
+    PyObject *value;
+
+    (void)unused;
+    if (PyTuple_GET_SIZE(args) < 1) {
+        PyErr_SetString(PyExc_TypeError, "smp: __call__ needs its module");
+        return NULL;
+    }
+    module = PyTuple_GET_ITEM(args, 0);
+    rest   = PyTuple_GetSlice(args, 1, PyTuple_GET_SIZE(args));
+    if (rest == NULL) {
+        return NULL;
+    }
+    if (smp_has_hooks(module)) {
+        value = PyObject_CallFunctionObjArgs(smp_the_session.call_hooked, module, rest,
+                                             kwargs == NULL ? Py_None : kwargs, NULL);
+    } else {
+        value = smp_call_remote(module, rest, kwargs);
+    }
+    Py_DECREF(rest);
+    return value;
+}
+
+/* call_remote(module, args, kwargs or None): the call without its hooks. */
+static PyObject *
+py_call_remote(PyObject *unused, PyObject *const *args, Py_ssize_t nargs)
+{
+    (void)unused;
+    if (nargs != 3 || !PyTuple_Check(args[1])) {
+        PyErr_SetString(PyExc_TypeError, "call_remote(module, args, kwargs)");
+        return NULL;
+    }
+    return smp_call_remote(args[0], args[1], args[2] == Py_None ? NULL : args[2]);
+}
+
+/* call_entry(number, args): calls a run of nn.Sequential children. */
+static PyObject *
+py_call_entry(PyObject *unused, PyObject *const *args, Py_ssize_t nargs)
+{
+    long number;
+
+    (void)unused;
+    if (nargs != 2 || !PyTuple_Check(args[1])) {
+        PyErr_SetString(PyExc_TypeError, "call_entry(number, args)");
+        return NULL;
+    }
+    number = PyLong_AsLong(args[0]);
+    if (number < 0 || (size_t)number >= smp_the_session.nentries ||
+        smp_this_task == NULL) {
+        if (!PyErr_Occurred()) {
+            PyErr_SetString(PyExc_RuntimeError,
+                            "smp: modules of another rank can only be called inside a "
+                            "function with @smp.step");
+        }
+        return NULL;
+    }
+    return call_entry((int32_t)number, args[1], NULL);
+}
+
+static PyMethodDef call_functions[] = {
+    {"send_forward", __extension__(PyCFunction)(void (*)(void)) send_forward,
+     METH_FASTCALL, "Send.forward(ctx, call, leaf, *tensors) -> token"},
+    {"send_backward", __extension__(PyCFunction)(void (*)(void)) send_backward,
+     METH_FASTCALL, "Send.backward(ctx, gradient) -> gradients"},
+    {"recv_forward", __extension__(PyCFunction)(void (*)(void)) recv_forward,
+     METH_FASTCALL, "Recv.forward(ctx, call, token, *changed) -> outputs"},
+    {"recv_backward", __extension__(PyCFunction)(void (*)(void)) recv_backward,
+     METH_FASTCALL, "Recv.backward(ctx, *gradients) -> the token's gradient"},
+    {"call_remote", __extension__(PyCFunction)(void (*)(void)) py_call_remote,
+     METH_FASTCALL, "call_remote(module, args, kwargs): a remote call without hooks"},
+    {"call_entry", __extension__(PyCFunction)(void (*)(void)) py_call_entry,
+     METH_FASTCALL, "call_entry(number, args): a remote call by entry number"},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyMethodDef module_call_def = {
+    "__call__", __extension__(PyCFunction)(void (*)(void)) module_call,
+    METH_VARARGS | METH_KEYWORDS, "Runs the module on the rank that owns it."};
+
+static PyType_Slot call_slots[] = {
+    {Py_tp_dealloc, __extension__(void *) call_dealloc},
+    {0, NULL},
+};
+
+static PyType_Spec call_spec = {
+    .name      = "smp._core.Call",
+    .basicsize = sizeof(call_object),
+    .flags     = Py_TPFLAGS_DEFAULT,
+    .slots     = call_slots,
+};
+
+int
+smp_call_add(PyObject *module)
+{
+    PyObject *function;
+    PyObject *method;
+    int       failed;
+
+    name_call        = PyUnicode_InternFromString("call");
+    name_materialize = PyUnicode_InternFromString("materialize_grads");
+    smp_call_type    = (PyTypeObject *)PyType_FromSpec(&call_spec);
+    if (name_call == NULL || name_materialize == NULL || smp_call_type == NULL ||
+        PyModule_AddFunctions(module, call_functions) < 0) {
+        return -1;
+    }
+    /* A function of C that binds like a method, for the classes of remote modules. */
+    function = PyCFunction_New(&module_call_def, NULL);
+    method   = function == NULL ? NULL : PyInstanceMethod_New(function);
+    failed   = method == NULL || PyModule_AddObjectRef(module, "module_call", method) < 0;
+    Py_XDECREF(function);
+    Py_XDECREF(method);
+    return failed ? -1 : 0;
+}

@@ -1,0 +1,883 @@
+/* Python values into a message: one walk, no pickle for what the wire knows. */
+#include "python/pack.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "python/registry.h"
+#include "python/unpack.h"
+#include "python/wire.h"
+
+/* ------------------------------------------------------------------- buffers */
+
+static int
+reserve(smp_buffer *buffer, size_t more)
+{
+    if (buffer->size + more > buffer->room) {
+        size_t   room  = buffer->room == 0 ? 256 : 2 * buffer->room;
+        uint8_t *moved;
+
+        while (room < buffer->size + more) {
+            room *= 2;
+        }
+        moved = realloc(buffer->at, room);
+        if (moved == NULL) {
+            PyErr_NoMemory();
+            return -1;
+        }
+        buffer->at   = moved;
+        buffer->room = room;
+    }
+    return 0;
+}
+
+static int
+put(smp_buffer *buffer, const void *bytes, size_t nbytes)
+{
+    if (reserve(buffer, nbytes) < 0) {
+        return -1;
+    }
+    if (nbytes > 0) {
+        memcpy(buffer->at + buffer->size, bytes, nbytes);
+        buffer->size += nbytes;
+    }
+    return 0;
+}
+
+static int
+put_tag(smp_pack *pack, smp_tag tag)
+{
+    uint8_t byte = (uint8_t)tag;
+
+    return put(&pack->values, &byte, 1);
+}
+
+static int
+put_size(smp_pack *pack, smp_tag tag, size_t size)
+{
+    if (size > UINT32_MAX) {
+        PyErr_Format(PyExc_OverflowError,
+                     "smp: a value with %zu elements is too large to send", size);
+        return -1;
+    }
+    if (put_tag(pack, tag) < 0) {
+        return -1;
+    }
+    return smp_pack_u32(pack, (uint32_t)size);
+}
+
+int
+smp_pack_u32(smp_pack *pack, uint32_t number)
+{
+    return put(&pack->values, &number, sizeof(number));
+}
+
+/* Makes room for one more element in an array of pointers. */
+static int
+grow_array(void *array, size_t count, size_t *room)
+{
+    void **moved;
+
+    if (count < *room) {
+        return 0;
+    }
+    moved = realloc(*(void **)array, 2 * (*room + 8) * sizeof(void *));
+    if (moved == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    *(void **)array = moved;
+    *room           = 2 * (*room + 8);
+    return 0;
+}
+
+/* ------------------------------------------------------------------- tensors */
+
+/* Copies the span of `t` into a block, or into the message when it is small. */
+static int
+put_bytes(smp_pack *pack, const dl_tensor *t, smp_tensor_meta *meta)
+{
+    smp_block *block;
+    smp_status status;
+
+    if (pack->comm == NULL || meta->bytes <= SMP_INLINE_BYTES) {
+        if (pack->data.size > UINT32_MAX - meta->bytes) {
+            PyErr_SetString(PyExc_OverflowError, "smp: too many bytes in one message");
+            return -1;
+        }
+        meta->place = (uint32_t)pack->data.size;
+        return put(&pack->data, t->data, (size_t)meta->bytes);
+    }
+    if (grow_array(&pack->blocks, pack->nblocks, &pack->block_room) < 0) {
+        return -1;
+    }
+    status = smp_comm_block(pack->comm, pack->dest, (size_t)meta->bytes, &block);
+    if (status != SMP_OK) {
+        PyErr_Format(PyExc_MemoryError, "smp: %llu bytes for a tensor to rank %d: %s",
+                     (unsigned long long)meta->bytes, pack->dest,
+                     smp_status_text(status));
+        return -1;
+    }
+    if (meta->bytes >= 1 << 20) {
+        Py_BEGIN_ALLOW_THREADS;
+        memcpy(smp_block_data(block), t->data, (size_t)meta->bytes);
+        Py_END_ALLOW_THREADS;
+    } else {
+        memcpy(smp_block_data(block), t->data, (size_t)meta->bytes);
+    }
+    meta->in_block                = 1;
+    meta->place                   = (uint32_t)pack->nblocks;
+    pack->blocks[pack->nblocks++] = block;
+    return 0;
+}
+
+static int
+put_described(smp_pack *pack, const dl_tensor *t, dl_device device, bool requires_grad)
+{
+    smp_tensor_meta meta = {
+        .dtype         = t->dtype,
+        .device        = device,
+        .ndim          = (uint16_t)t->ndim,
+        .requires_grad = requires_grad,
+        .bytes         = smp_tensor_span(t),
+    };
+    size_t dims = (size_t)t->ndim * sizeof(int64_t);
+
+    if (t->ndim > SMP_MAX_NDIM) {
+        PyErr_Format(PyExc_ValueError, "smp: a tensor with %d dimensions", t->ndim);
+        return -1;
+    }
+    if (meta.bytes > 0 && t->data == NULL) {
+        PyErr_SetString(PyExc_RuntimeError,
+                        "smp: a tensor without data (a meta or fake tensor, or one whose "
+                        "storage was freed) cannot go to another rank");
+        return -1;
+    }
+    if (put_bytes(pack, t, &meta) < 0 || put(&pack->meta, &meta, sizeof(meta)) < 0 ||
+        put(&pack->meta, t->shape, dims) < 0 ||
+        put(&pack->meta, t->strides, dims) < 0) {
+        return -1;
+    }
+    return 0;
+}
+
+/* A span much larger than its elements (a column of a large matrix) is not worth
+ * sending whole. */
+static bool
+is_sparse_view(const dl_tensor *t)
+{
+    uint64_t elements = 1;
+    uint64_t element  = ((uint64_t)t->dtype.bits * t->dtype.lanes + 7) / 8;
+
+    for (int i = 0; i < t->ndim; i++) {
+        if (t->strides[i] != 0) {
+            elements *= (uint64_t)t->shape[i];
+        }
+    }
+    return smp_tensor_span(t) > 4 * elements * element + 4096;
+}
+
+/* Describes and copies the tensor as number ntensors. */
+static int
+put_tensor_data(smp_pack *pack, PyObject *tensor, bool requires_grad)
+{
+    dl_tensor t;
+    PyObject *held;
+    dl_device device;
+    int       failed;
+
+    if (smp_tensor_borrow(tensor, &t, &held) < 0) {
+        return -1;
+    }
+    device = t.device;
+    if (device.type != SMP_DL_CPU) {
+        PyObject *host = PyObject_CallOneArg(smp_registry.to_host, held);
+
+        Py_SETREF(held, host);
+        if (host == NULL || smp_torch.dlpack->borrow(host, &t) != 0) {
+            Py_XDECREF(held);
+            return -1;
+        }
+    } else if (is_sparse_view(&t)) {
+        PyObject *dense = PyObject_CallOneArg(smp_registry.to_host, held);
+
+        Py_SETREF(held, dense);
+        if (dense == NULL || smp_torch.dlpack->borrow(dense, &t) != 0) {
+            Py_XDECREF(held);
+            return -1;
+        }
+    }
+    failed = put_described(pack, &t, device, requires_grad);
+    Py_DECREF(held);
+    return failed;
+}
+
+/* Numbers a tensor that is not numbered yet, with its bytes. */
+static int
+add_tensor(smp_pack *pack, PyObject *tensor, uint32_t *number)
+{
+    int requires_grad = 0;
+
+    if (pack->graph) {
+        requires_grad = smp_attr_true(tensor, smp_names.requires_grad);
+        if (requires_grad < 0) {
+            return -1;
+        }
+    }
+    if (grow_array(&pack->tensors, pack->ntensors, &pack->tensor_room) < 0 ||
+        put_tensor_data(pack, tensor, requires_grad != 0) < 0) {
+        return -1;
+    }
+    *number = (uint32_t)pack->ntensors;
+    if (!smp_ptrmap_add(&pack->tensor_numbers, tensor, *number)) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    pack->tensors[pack->ntensors++] = Py_NewRef(tensor);
+    return 0;
+}
+
+/* A parameter that the receiver owns goes by number; one of a third rank cannot go. */
+static int
+put_parameter(smp_pack *pack, PyObject *tensor, bool *done)
+{
+    int64_t number = smp_registry_find(smp_registry.parameter_numbers, tensor);
+    long    owner;
+
+    *done = false;
+    if (number < 0) {
+        return 0;
+    }
+    owner = PyLong_AsLong(PyList_GET_ITEM(smp_registry.parameter_owners, number));
+    if (owner == pack->dest) {
+        *done = true;
+        if (put_tag(pack, TAG_PARAMETER) < 0) {
+            return -1;
+        }
+        return smp_pack_u32(pack, (uint32_t)number);
+    }
+    return 0;
+}
+
+/* When the tensor is an argument of the request that this answers, unchanged or to be
+ * written back, the caller uses its own. */
+static int
+put_argument_tensor(smp_pack *pack, PyObject *tensor, bool *done)
+{
+    *done = false;
+    if (pack->request == NULL) {
+        return 0;
+    }
+    for (size_t i = 0; i < pack->request->ntensors; i++) {
+        if (pack->request->tensors[i] == tensor) {
+            int needs_node = 0;
+            int version    = 0;
+
+            if (pack->graph) {
+                needs_node = smp_attr_true(tensor, smp_names.requires_grad);
+            }
+            if (needs_node > 0) { /* only when it is not written back anyhow */
+                version = smp_attr_true(tensor, smp_names._version);
+            }
+            if (needs_node < 0 || version < 0) {
+                return -1;
+            }
+            if (needs_node && !version) {
+                return 0;
+            }
+            *done = true;
+            if (put_tag(pack, TAG_ARGUMENT_TENSOR) < 0) {
+                return -1;
+            }
+            return smp_pack_u32(pack, (uint32_t)i);
+        }
+    }
+    return 0;
+}
+
+int
+smp_pack_new_tensor(smp_pack *pack, PyObject *tensor)
+{
+    uint32_t number;
+
+    if (!smp_ptrmap_get(&pack->tensor_numbers, tensor, &number) &&
+        add_tensor(pack, tensor, &number) < 0) {
+        return -1;
+    }
+    return put_size(pack, TAG_TENSOR, number);
+}
+
+static int
+put_tensor(smp_pack *pack, PyObject *tensor)
+{
+    bool done = false;
+
+    if (Py_TYPE(tensor) != smp_torch.tensor &&
+        smp_registry.parameter_numbers != NULL) {
+        if (put_parameter(pack, tensor, &done) < 0) {
+            return -1;
+        }
+    }
+    if (!done && put_argument_tensor(pack, tensor, &done) < 0) {
+        return -1;
+    }
+    return done ? 0 : smp_pack_new_tensor(pack, tensor);
+}
+
+/* ------------------------------------------------------------------- numbers */
+
+static int
+put_int(smp_pack *pack, PyObject *value)
+{
+    int       overflow;
+    long long number = PyLong_AsLongLongAndOverflow(value, &overflow);
+
+    if (overflow != 0) {
+        PyObject   *text = PyObject_Str(value);
+        Py_ssize_t  size;
+        const char *utf8 = text == NULL ? NULL : PyUnicode_AsUTF8AndSize(text, &size);
+        int         failed =
+            utf8 == NULL || put_size(pack, TAG_BIG_INT, (size_t)size) < 0 ||
+                    put(&pack->values, utf8, (size_t)size) < 0
+                        ? -1
+                        : 0;
+
+        Py_XDECREF(text);
+        return failed;
+    }
+    if (number == -1 && PyErr_Occurred()) {
+        return -1;
+    }
+    if (put_tag(pack, TAG_INT) < 0) {
+        return -1;
+    }
+    return put(&pack->values, &number, sizeof(number));
+}
+
+static int
+put_text(smp_pack *pack, smp_tag tag, PyObject *text)
+{
+    PyObject *bytes = PyUnicode_AsEncodedString(text, "utf-8", "surrogatepass");
+    int       failed;
+
+    if (bytes == NULL) {
+        return -1;
+    }
+    failed = put_size(pack, tag, (size_t)PyBytes_GET_SIZE(bytes)) < 0 ||
+             put(&pack->values, PyBytes_AS_STRING(bytes),
+                 (size_t)PyBytes_GET_SIZE(bytes)) < 0;
+    Py_DECREF(bytes);
+    return failed ? -1 : 0;
+}
+
+/* str(value) without its first `skip` characters. */
+static int
+put_str_of(smp_pack *pack, smp_tag tag, PyObject *value, Py_ssize_t skip)
+{
+    PyObject *text = PyObject_Str(value);
+    PyObject *tail;
+    int       failed;
+
+    if (text == NULL) {
+        return -1;
+    }
+    tail = PyUnicode_Substring(text, skip, PyUnicode_GET_LENGTH(text));
+    Py_DECREF(text);
+    if (tail == NULL) {
+        return -1;
+    }
+    failed = put_text(pack, tag, tail);
+    Py_DECREF(tail);
+    return failed;
+}
+
+/* ---------------------------------------------------------------- containers */
+
+static int
+put_class_name(smp_pack *pack, PyTypeObject *type)
+{
+    PyObject *module = PyObject_GetAttr((PyObject *)type, smp_names.module);
+    PyObject *name   = PyObject_GetAttr((PyObject *)type, smp_names.qualname);
+    int       failed = module == NULL || name == NULL || !PyUnicode_Check(module) ||
+                 put_text(pack, TAG_STR, module) < 0 || put_text(pack, TAG_STR, name) < 0;
+
+    Py_XDECREF(module);
+    Py_XDECREF(name);
+    return failed ? -1 : 0;
+}
+
+static int
+put_items(smp_pack *pack, PyObject *const *items, Py_ssize_t n)
+{
+    for (Py_ssize_t i = 0; i < n; i++) {
+        if (smp_pack_value(pack, items[i]) < 0) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+static int
+put_iterable(smp_pack *pack, PyObject *iterable)
+{
+    PyObject *iterator = PyObject_GetIter(iterable);
+    PyObject *item;
+
+    if (iterator == NULL) {
+        return -1;
+    }
+    while ((item = PyIter_Next(iterator)) != NULL) {
+        int failed = smp_pack_value(pack, item);
+
+        Py_DECREF(item);
+        if (failed < 0) {
+            break;
+        }
+    }
+    Py_DECREF(iterator);
+    return PyErr_Occurred() ? -1 : 0;
+}
+
+static int
+put_pairs(smp_pack *pack, PyObject *dict)
+{
+    Py_ssize_t at = 0;
+    PyObject  *key;
+    PyObject  *value;
+
+    if (smp_pack_u32(pack, (uint32_t)PyDict_GET_SIZE(dict)) < 0) {
+        return -1;
+    }
+    while (PyDict_Next(dict, &at, &key, &value)) {
+        if (smp_pack_value(pack, key) < 0 || smp_pack_value(pack, value) < 0) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+/* The instance's __dict__, a new reference; NULL without an exception when none. */
+static PyObject *
+instance_dict(PyObject *object)
+{
+    PyObject *dict = PyObject_GetAttr(object, smp_names.dict);
+
+    if (dict == NULL) {
+        PyErr_Clear();
+    } else if (!PyDict_Check(dict)) {
+        Py_CLEAR(dict);
+    }
+    return dict;
+}
+
+static int
+put_instance_dict(smp_pack *pack, PyObject *object)
+{
+    PyObject *dict = instance_dict(object);
+    int       failed;
+
+    if (dict == NULL) {
+        return put_tag(pack, TAG_NONE);
+    }
+    failed = put_tag(pack, TAG_DICT) < 0 || put_pairs(pack, dict) < 0;
+    Py_DECREF(dict);
+    return failed ? -1 : 0;
+}
+
+int
+smp_pack_contents(smp_pack *pack, PyObject *object)
+{
+    if (PyList_Check(object)) {
+        if (smp_pack_u32(pack, (uint32_t)PyList_GET_SIZE(object)) < 0 ||
+            put_iterable(pack, object) < 0) {
+            return -1;
+        }
+        return PyList_CheckExact(object) ? 0 : put_instance_dict(pack, object);
+    }
+    if (PyDict_Check(object)) {
+        if (put_pairs(pack, object) < 0) {
+            return -1;
+        }
+        return PyDict_CheckExact(object) ? 0 : put_instance_dict(pack, object);
+    }
+    if (PySet_Check(object)) {
+        if (smp_pack_u32(pack, (uint32_t)PySet_GET_SIZE(object)) < 0) {
+            return -1;
+        }
+        return put_iterable(pack, object);
+    }
+    return put_instance_dict(pack, object);
+}
+
+/* Whether a class is rebuilt from its __dict__ alone: it pickles as object does, keeps
+ * everything there, and is no container of C. */
+static bool
+is_plain_class(PyTypeObject *type)
+{
+    static PyObject *reduce_ex, *reduce, *base_reduce_ex, *base_reduce, *slots;
+    PyObject        *own;
+    bool             plain = true;
+
+    if (reduce_ex == NULL) {
+        reduce_ex      = PyUnicode_InternFromString("__reduce_ex__");
+        reduce         = PyUnicode_InternFromString("__reduce__");
+        slots          = PyUnicode_InternFromString("__slots__");
+        base_reduce_ex = PyObject_GetAttr((PyObject *)&PyBaseObject_Type, reduce_ex);
+        base_reduce    = PyObject_GetAttr((PyObject *)&PyBaseObject_Type, reduce);
+    }
+    if (type->tp_dictoffset == 0 || !(type->tp_flags & Py_TPFLAGS_HEAPTYPE) ||
+        type->tp_itemsize != 0) {
+        return false;
+    }
+    own   = PyObject_GetAttr((PyObject *)type, reduce_ex);
+    plain = own == base_reduce_ex;
+    Py_XDECREF(own);
+    if (plain) {
+        own   = PyObject_GetAttr((PyObject *)type, reduce);
+        plain = own == base_reduce;
+        Py_XDECREF(own);
+    }
+    for (PyTypeObject *t = type; plain && t != NULL && t != &PyBaseObject_Type;
+         t               = t->tp_base) {
+        PyObject *names = PyDict_GetItem(t->tp_dict, slots);
+
+        if (!(t->tp_flags & Py_TPFLAGS_HEAPTYPE) ||
+            (names != NULL && PyObject_IsTrue(names))) {
+            plain = false;
+        }
+    }
+    PyErr_Clear();
+    return plain;
+}
+
+/* Writes a mutable object once and numbers it; a second time its number. */
+static int
+put_object(smp_pack *pack, PyObject *object, smp_tag tag)
+{
+    uint32_t number;
+
+    if (smp_ptrmap_get(&pack->object_numbers, object, &number)) {
+        return put_size(pack, TAG_SEEN, number);
+    }
+    if (pack->request != NULL) {
+        for (size_t i = 0; i < pack->request->nobjects; i++) {
+            if (pack->request->objects[i] == object) {
+                return put_size(pack, TAG_ARGUMENT_OBJECT, i);
+            }
+        }
+    }
+    if (grow_array(&pack->objects, pack->nobjects, &pack->object_room) < 0) {
+        return -1;
+    }
+    if (!smp_ptrmap_add(&pack->object_numbers, object, (uint32_t)pack->nobjects)) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    pack->objects[pack->nobjects++] = Py_NewRef(object);
+    if (put_tag(pack, tag) < 0) {
+        return -1;
+    }
+    if ((tag == TAG_MAPPED || tag == TAG_LISTED || tag == TAG_OBJECT) &&
+        put_class_name(pack, Py_TYPE(object)) < 0) {
+        return -1;
+    }
+    return smp_pack_contents(pack, object);
+}
+
+static int
+put_tuple(smp_pack *pack, PyObject *value)
+{
+    PyTypeObject *type = Py_TYPE(value);
+    PyObject     *fields;
+
+    if (type == smp_torch.size) {
+        if (put_size(pack, TAG_SIZE, (size_t)PyTuple_GET_SIZE(value)) < 0) {
+            return -1;
+        }
+    } else if (type == &PyTuple_Type) {
+        if (put_size(pack, TAG_TUPLE, (size_t)PyTuple_GET_SIZE(value)) < 0) {
+            return -1;
+        }
+    } else {
+        fields = PyObject_GetAttr((PyObject *)type, smp_names._fields);
+        if (fields == NULL) {
+            PyErr_Clear();
+            fields = PyObject_GetAttrString((PyObject *)type, "n_sequence_fields");
+        }
+        if (fields == NULL) {
+            PyErr_Clear();
+            return 1; /* a tuple subclass that only pickle knows */
+        }
+        Py_DECREF(fields);
+        if (put_tag(pack, TAG_NAMED) < 0 || put_class_name(pack, type) < 0 ||
+            smp_pack_u32(pack, (uint32_t)PyTuple_GET_SIZE(value)) < 0) {
+            return -1;
+        }
+    }
+    return put_items(pack, &PyTuple_GET_ITEM(value, 0), PyTuple_GET_SIZE(value));
+}
+
+static int
+put_slice(smp_pack *pack, PyObject *value)
+{
+    PySliceObject *slice = (PySliceObject *)value;
+
+    if (put_tag(pack, TAG_SLICE) < 0 || smp_pack_value(pack, slice->start) < 0 ||
+        smp_pack_value(pack, slice->stop) < 0) {
+        return -1;
+    }
+    return smp_pack_value(pack, slice->step);
+}
+
+static int
+put_pickle(smp_pack *pack, PyObject *value)
+{
+    PyObject *pair;
+    PyObject *bytes;
+    PyObject *tensors;
+    int       failed;
+
+    if (smp_registry.dumps == NULL) {
+        PyErr_Format(PyExc_TypeError, "smp: cannot send a %s to another rank",
+                     Py_TYPE(value)->tp_name);
+        return -1;
+    }
+    pair = PyObject_CallOneArg(smp_registry.dumps, value);
+    if (pair == NULL) {
+        return -1;
+    }
+    bytes   = PyTuple_GET_ITEM(pair, 0);
+    tensors = PyTuple_GET_ITEM(pair, 1);
+    failed  = put_size(pack, TAG_PICKLE, (size_t)PyBytes_GET_SIZE(bytes)) < 0 ||
+             put(&pack->values, PyBytes_AS_STRING(bytes),
+                 (size_t)PyBytes_GET_SIZE(bytes)) < 0 ||
+             smp_pack_u32(pack, (uint32_t)PyList_GET_SIZE(tensors)) < 0 ||
+             put_iterable(pack, tensors) < 0;
+    Py_DECREF(pair);
+    return failed ? -1 : 0;
+}
+
+/* Values whose type is exactly one of Python's own; 1 when it is not. */
+static int
+put_builtin(smp_pack *pack, PyObject *value)
+{
+    PyTypeObject *type = Py_TYPE(value);
+
+    if (type == &PyLong_Type) {
+        return put_int(pack, value);
+    }
+    if (type == &PyFloat_Type) {
+        double number = PyFloat_AS_DOUBLE(value);
+
+        if (put_tag(pack, TAG_FLOAT) < 0) {
+            return -1;
+        }
+        return put(&pack->values, &number, sizeof(number));
+    }
+    if (type == &PyUnicode_Type) {
+        return put_text(pack, TAG_STR, value);
+    }
+    if (type == &PyList_Type) {
+        return put_object(pack, value, TAG_LIST);
+    }
+    if (type == &PyDict_Type) {
+        return put_object(pack, value, TAG_DICT);
+    }
+    if (type == &PySet_Type) {
+        return put_object(pack, value, TAG_SET);
+    }
+    if (type == &PyBytes_Type) {
+        if (put_size(pack, TAG_BYTES, (size_t)PyBytes_GET_SIZE(value)) < 0) {
+            return -1;
+        }
+        return put(&pack->values, PyBytes_AS_STRING(value),
+                   (size_t)PyBytes_GET_SIZE(value));
+    }
+    if (type == &PyComplex_Type) {
+        Py_complex number = PyComplex_AsCComplex(value);
+
+        if (put_tag(pack, TAG_COMPLEX) < 0) {
+            return -1;
+        }
+        return put(&pack->values, &number, sizeof(number));
+    }
+    if (type == &PyFrozenSet_Type) {
+        if (put_size(pack, TAG_FROZENSET, (size_t)PySet_GET_SIZE(value)) < 0) {
+            return -1;
+        }
+        return put_iterable(pack, value);
+    }
+    if (type == &PySlice_Type) {
+        return put_slice(pack, value);
+    }
+    return 1;
+}
+
+/* The rest: torch's types, classes, subclasses and plain objects; 1 when none. */
+static int
+put_known(smp_pack *pack, PyObject *value)
+{
+    PyTypeObject *type = Py_TYPE(value);
+
+    if (type == smp_torch.dtype) {
+        return put_str_of(pack, TAG_DTYPE, value, 6); /* behind "torch." */
+    }
+    if (type == smp_torch.device) {
+        return put_str_of(pack, TAG_DEVICE, value, 0);
+    }
+    if (PyTuple_Check(value)) {
+        return put_tuple(pack, value);
+    }
+    if (PyType_Check(value)) {
+        if (put_tag(pack, TAG_CLASS) < 0) {
+            return -1;
+        }
+        return put_class_name(pack, (PyTypeObject *)value);
+    }
+    if (PyObject_TypeCheck(value, smp_torch.module)) {
+        int64_t number = smp_registry_find(smp_registry.module_numbers, value);
+
+        return number < 0 ? 1 : put_size(pack, TAG_MODULE, (size_t)number);
+    }
+    if (PyDict_Check(value) && strcmp(type->tp_name, "collections.defaultdict") != 0) {
+        return put_object(pack, value, TAG_MAPPED);
+    }
+    if (PyList_Check(value)) {
+        return put_object(pack, value, TAG_LISTED);
+    }
+    if (is_plain_class(type)) {
+        return put_object(pack, value, TAG_OBJECT);
+    }
+    return 1;
+}
+
+int
+smp_pack_value(smp_pack *pack, PyObject *value)
+{
+    int result;
+
+    if (value == Py_None) {
+        return put_tag(pack, TAG_NONE);
+    }
+    if (value == Py_True || value == Py_False) {
+        return put_tag(pack, value == Py_True ? TAG_TRUE : TAG_FALSE);
+    }
+    if (value == Py_Ellipsis) {
+        return put_tag(pack, TAG_ELLIPSIS);
+    }
+    if (smp_is_tensor(value)) {
+        return put_tensor(pack, value);
+    }
+    if (++pack->depth > SMP_MAX_DEPTH) {
+        PyErr_Format(PyExc_RecursionError,
+                     "smp: a value nested deeper than %d cannot go to another rank",
+                     SMP_MAX_DEPTH);
+        return -1;
+    }
+    result = put_builtin(pack, value);
+    if (result == 1) {
+        result = put_known(pack, value);
+    }
+    if (result == 1) {
+        result = put_pickle(pack, value);
+    }
+    pack->depth--;
+    return result;
+}
+
+/* ------------------------------------------------------------------ lifetime */
+
+void
+smp_pack_init(smp_pack *pack, smp_comm *comm, int dest, const smp_unpack *request)
+{
+    *pack = (smp_pack){.comm = comm, .dest = dest, .request = request, .graph = true};
+    smp_ptrmap_init(&pack->tensor_numbers);
+    smp_ptrmap_init(&pack->object_numbers);
+}
+
+void
+smp_pack_fini(smp_pack *pack)
+{
+    for (size_t i = 0; i < pack->ntensors; i++) {
+        Py_DECREF(pack->tensors[i]);
+    }
+    for (size_t i = 0; i < pack->nobjects; i++) {
+        Py_DECREF(pack->objects[i]);
+    }
+    for (size_t i = 0; i < pack->nblocks; i++) {
+        smp_block_release(pack->blocks[i]);
+    }
+    smp_ptrmap_fini(&pack->tensor_numbers);
+    smp_ptrmap_fini(&pack->object_numbers);
+    free(pack->tensors);
+    free(pack->objects);
+    free(pack->blocks);
+    free(pack->meta.at);
+    free(pack->values.at);
+    free(pack->data.at);
+}
+
+/* Writes everything behind `head` bytes that are left free, into one buffer. */
+static int
+join(smp_pack *pack, size_t head, smp_buffer *out)
+{
+    smp_wire_sizes sizes = {
+        .tensors     = (uint32_t)pack->ntensors,
+        .meta_bytes  = (uint32_t)pack->meta.size,
+        .value_bytes = (uint32_t)pack->values.size,
+        .data_bytes  = pack->data.size,
+    };
+
+    *out = (smp_buffer){0};
+    if (pack->meta.size > UINT32_MAX || pack->values.size > UINT32_MAX) {
+        PyErr_SetString(PyExc_OverflowError, "smp: a value is too large to send");
+        return -1;
+    }
+    if (reserve(out, head + sizeof(sizes) + pack->meta.size + pack->values.size +
+                         pack->data.size) < 0) {
+        return -1;
+    }
+    out->size = head;
+    (void)put(out, &sizes, sizeof(sizes));
+    (void)put(out, pack->meta.at, pack->meta.size);
+    (void)put(out, pack->values.at, pack->values.size);
+    (void)put(out, pack->data.at, pack->data.size);
+    return 0;
+}
+
+int
+smp_pack_send(smp_pack *pack, const smp_envelope *envelope)
+{
+    smp_buffer whole;
+    smp_status status;
+    size_t     nblocks = pack->nblocks;
+
+    if (join(pack, sizeof(*envelope), &whole) < 0) {
+        return -1;
+    }
+    memcpy(whole.at, envelope, sizeof(*envelope));
+    pack->nblocks = 0; /* the comm takes them, whatever it returns */
+    status = smp_comm_send(pack->comm, pack->dest, whole.at, whole.size, pack->blocks,
+                           nblocks);
+    free(whole.at);
+    if (status != SMP_OK) {
+        PyErr_Format(PyExc_ConnectionError, "smp: sending to rank %d: %s [%s]",
+                     pack->dest, smp_status_text(status), smp_status_name(status));
+        return -1;
+    }
+    return 0;
+}
+
+PyObject *
+smp_pack_bytes(smp_pack *pack)
+{
+    smp_buffer whole;
+    PyObject  *bytes;
+
+    if (join(pack, 0, &whole) < 0) {
+        return NULL;
+    }
+    bytes = PyBytes_FromStringAndSize((const char *)whole.at, (Py_ssize_t)whole.size);
+    free(whole.at);
+    return bytes;
+}

@@ -1,0 +1,545 @@
+/* The owner's side of a remote call: running a module, and its backward, for others.
+ *
+ *     x... = Enter(leaf)     the request's tensors, as non-leaf, non-view tensors
+ *     y    = module(x...)
+ *
+ * A Context keeps y and Enter's gradients from the forward request to the backward
+ * request (or to the release).
+ */
+#include "python/pack.h"
+#include "python/registry.h"
+#include "python/session.h"
+#include "python/unpack.h"
+#include "python/gradients.h"
+
+typedef struct {
+    PyObject  ob_base;
+    int32_t   entry;
+    int32_t   microbatch;
+    uint64_t  order;
+    PyObject *inputs;    /* while Enter is built: list of the request's tensors */
+    PyObject *outputs;   /* tuple: the outputs that require grad */
+    PyObject *gradients; /* tuple: what arrived at Enter; NULL: nothing did */
+    size_t    ninputs;   /* tensors of the request that require grad */
+} context_object;
+
+static PyTypeObject *context_type;
+static PyObject     *name_context;
+static PyObject     *name_materialize;
+
+static void
+context_dealloc(PyObject *object)
+{
+    context_object *self = (context_object *)object;
+    PyTypeObject   *type = Py_TYPE(object);
+
+    Py_XDECREF(self->inputs);
+    Py_XDECREF(self->outputs);
+    Py_XDECREF(self->gradients);
+    type->tp_free(object);
+    Py_DECREF(type);
+}
+
+/* --------------------------------------------------------------------- the node */
+
+/* Enter.forward(ctx, context, leaf) -> the request's tensors */
+static PyObject *
+enter_forward(PyObject *unused, PyObject *const *args, Py_ssize_t nargs)
+{
+    (void)unused;
+    if (nargs != 3 || PyObject_SetAttr(args[0], name_context, args[1]) < 0 ||
+        PyObject_SetAttr(args[0], name_materialize, Py_False) < 0) {
+        return NULL;
+    }
+    return PyList_AsTuple(((context_object *)args[1])->inputs);
+}
+
+/* Enter.backward(ctx, *gradients) -> None, None */
+static PyObject *
+enter_backward(PyObject *unused, PyObject *const *args, Py_ssize_t nargs)
+{
+    context_object *self = (context_object *)PyObject_GetAttr(args[0], name_context);
+    PyObject       *gradients;
+
+    (void)unused;
+    if (self == NULL) {
+        return NULL;
+    }
+    gradients = PyTuple_New(nargs - 1);
+    for (Py_ssize_t i = 1; gradients != NULL && i < nargs; i++) {
+        PyTuple_SET_ITEM(gradients, i - 1, Py_NewRef(args[i]));
+    }
+    Py_XSETREF(self->gradients, gradients);
+    Py_DECREF(self);
+    return gradients == NULL ? NULL : PyTuple_Pack(2, Py_None, Py_None);
+}
+
+/* ------------------------------------------------------------------------ hooks */
+
+bool
+smp_has_hooks(PyObject *module)
+{
+    static PyObject *names[4];
+    PyObject        *dict;
+    bool             has = false;
+
+    if (module == NULL || module == Py_None) {
+        return false;
+    }
+    if (names[0] == NULL) {
+        names[0] = PyUnicode_InternFromString("_forward_hooks");
+        names[1] = PyUnicode_InternFromString("_forward_pre_hooks");
+        names[2] = PyUnicode_InternFromString("_backward_hooks");
+        names[3] = PyUnicode_InternFromString("_backward_pre_hooks");
+    }
+    dict = PyObject_GetAttr(module, smp_names.dict);
+    for (int i = 0; dict != NULL && i < 4; i++) {
+        PyObject *hooks = PyDict_GetItem(dict, names[i]);
+
+        has = has || (hooks != NULL && PyDict_Check(hooks) && PyDict_GET_SIZE(hooks) > 0);
+    }
+    Py_XDECREF(dict);
+    return has;
+}
+
+/* ---------------------------------------------------------------------- forward */
+
+/* Replaces the tensors that require grad by outputs of an Enter node. */
+static context_object *
+enter_graph(smp_unpack *unpack, const smp_envelope *envelope)
+{
+    context_object *self = (context_object *)context_type->tp_alloc(context_type, 0);
+    PyObject       *outputs;
+    Py_ssize_t      at = 0;
+
+    if (self == NULL) {
+        return NULL;
+    }
+    self->entry      = envelope->entry;
+    self->microbatch = envelope->microbatch;
+    self->order      = envelope->about;
+    self->inputs     = PyList_New(0);
+    if (self->inputs == NULL) {
+        goto err;
+    }
+    for (size_t i = 0; i < unpack->ntensors; i++) {
+        if (unpack->requires_grad[i] &&
+            PyList_Append(self->inputs, unpack->tensors[i]) < 0) {
+            goto err;
+        }
+    }
+    self->ninputs = (size_t)PyList_GET_SIZE(self->inputs);
+    if (self->ninputs == 0) {
+        Py_CLEAR(self->inputs);
+        return self;
+    }
+    outputs = PyObject_Vectorcall(
+        smp_the_session.enter_apply,
+        (PyObject *const[]){(PyObject *)self, smp_the_session.leaf}, 2, NULL);
+    Py_CLEAR(self->inputs);
+    if (outputs == NULL) {
+        goto err;
+    }
+    for (size_t i = 0; i < unpack->ntensors; i++) {
+        if (unpack->requires_grad[i]) {
+            Py_SETREF(unpack->tensors[i], Py_NewRef(PyTuple_GET_ITEM(outputs, at)));
+            at++;
+        }
+    }
+    Py_DECREF(outputs);
+    return self;
+
+err:
+    Py_DECREF(self);
+    return NULL;
+}
+
+/* Calls the entry, with the caller's thread state where it differs from a worker's. */
+static PyObject *
+run_entry(const smp_entry *entry, uint16_t flags, PyObject *state, PyObject *args,
+          PyObject *kwargs)
+{
+    PyObject *value;
+
+    if (!(flags & SMP_FLAG_GRAD) && smp_torch_set_grad(false) < 0) {
+        return NULL;
+    }
+    if (smp_has_hooks(entry->module)) {
+        PyObject *hooked =
+            PyTuple_Pack(3, entry->module, args, kwargs == NULL ? Py_None : kwargs);
+
+        value = hooked == NULL ? NULL
+                : state == NULL
+                    ? PyObject_Call(smp_the_session.serve_hooked, hooked, NULL)
+                    : PyObject_CallFunctionObjArgs(smp_the_session.with_state, state,
+                                                   smp_the_session.serve_hooked, hooked,
+                                                   Py_None, NULL);
+        Py_XDECREF(hooked);
+    } else if (state != NULL) {
+        value = PyObject_CallFunctionObjArgs(smp_the_session.with_state, state,
+                                             entry->callable, args,
+                                             kwargs == NULL ? Py_None : kwargs, NULL);
+    } else {
+        value = PyObject_Call(entry->callable, args, kwargs);
+    }
+    if (!(flags & SMP_FLAG_GRAD) && smp_torch_set_grad(true) < 0) {
+        Py_CLEAR(value);
+    }
+    return value;
+}
+
+/* Appends which of the request's tensors were changed in place, with their new data. */
+static int
+pack_dirty(smp_pack *pack, const smp_unpack *unpack)
+{
+    uint32_t count   = 0;
+    uint8_t  changed[256];
+    size_t   limit = unpack->ntensors < sizeof(changed) ? unpack->ntensors : 0;
+
+    /* More tensors than the array holds: every one travels back. */
+    for (size_t i = 0; i < limit; i++) {
+        int is = smp_attr_true(unpack->tensors[i], smp_names._version);
+
+        if (is < 0) {
+            return -1;
+        }
+        changed[i] = is != 0;
+        count += changed[i];
+    }
+    if (limit != unpack->ntensors) {
+        for (size_t i = 0; i < unpack->ntensors; i++) {
+            count += smp_attr_true(unpack->tensors[i], smp_names._version) == 1;
+        }
+    }
+    if (smp_pack_u32(pack, count) < 0) {
+        return -1;
+    }
+    for (size_t i = 0; count > 0 && i < unpack->ntensors; i++) {
+        bool is = limit != 0
+                      ? changed[i] != 0
+                      : smp_attr_true(unpack->tensors[i], smp_names._version) == 1;
+
+        if (is && (smp_pack_u32(pack, (uint32_t)i) < 0 ||
+                   smp_pack_new_tensor(pack, unpack->tensors[i]) < 0)) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+/* Appends the new contents of the request's objects that were changed in place. */
+static int
+pack_changes(smp_pack *pack, const smp_unpack *unpack)
+{
+    uint32_t count = 0;
+
+    for (size_t i = 0; i < unpack->nobjects; i++) {
+        int changed = smp_unpack_changed(unpack, i);
+
+        if (changed < 0) {
+            return -1;
+        }
+        count += (uint32_t)changed;
+    }
+    if (smp_pack_u32(pack, count) < 0) {
+        return -1;
+    }
+    for (size_t i = 0; count > 0 && i < unpack->nobjects; i++) {
+        if (smp_unpack_changed(unpack, i) == 1 &&
+            (smp_pack_u32(pack, (uint32_t)i) < 0 ||
+             smp_pack_contents(pack, unpack->objects[i]) < 0)) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+/* Keeps the outputs that require grad until the backward request. */
+static int
+keep_context(context_object *context, const smp_pack *pack, uint64_t call)
+{
+    PyObject *outputs = PyList_New(0);
+    PyObject *key;
+    int       failed = 0;
+
+    if (outputs == NULL) {
+        return -1;
+    }
+    for (size_t i = 0; i < pack->ntensors && failed == 0; i++) {
+        int requires_grad = smp_attr_true(pack->tensors[i], smp_names.requires_grad);
+
+        if (requires_grad < 0 ||
+            (requires_grad && PyList_Append(outputs, pack->tensors[i]) < 0)) {
+            failed = -1;
+        }
+    }
+    if (failed == 0 && PyList_GET_SIZE(outputs) > 0) {
+        context->outputs = PyList_AsTuple(outputs);
+        key              = PyLong_FromUnsignedLongLong(call);
+        failed           = context->outputs == NULL || key == NULL ||
+                         PyDict_SetItem(smp_the_session.contexts, key,
+                                        (PyObject *)context) < 0 ||
+                         smp_gradients_open(context->microbatch, context->order,
+                                         context->entry) < 0
+                               ? -1
+                               : 0;
+        Py_XDECREF(key);
+    }
+    Py_DECREF(outputs);
+    return failed;
+}
+
+/* Runs the module and sends the response; false with an exception. */
+static bool
+serve_forward(smp_message *request, smp_task *task)
+{
+    smp_session    *session  = &smp_the_session;
+    smp_envelope    envelope = *smp_message_envelope(request);
+    int             source   = request->source;
+    smp_entry      *entry;
+    context_object *context = NULL;
+    PyObject       *args    = NULL;
+    PyObject       *kwargs  = NULL;
+    PyObject       *state   = NULL;
+    PyObject       *value   = NULL;
+    bool            sent    = false;
+    smp_unpack      unpack  = {0};
+    smp_pack        pack;
+
+    if (envelope.entry < 0 || (size_t)envelope.entry >= session->nentries) {
+        PyErr_Format(PyExc_ValueError, "smp: malformed message: entry %d of %zu",
+                     envelope.entry, session->nentries);
+        smp_message_free(request);
+        return false;
+    }
+    entry = &session->entries[envelope.entry];
+    smp_pack_init(&pack, session->comm, source, &unpack);
+    pack.graph = (envelope.flags & SMP_FLAG_GRAPH) != 0;
+    if (smp_unpack_init(&unpack, request, NULL, true, false) < 0 ||
+        smp_stream_seed(task, envelope.seed) < 0) {
+        goto done;
+    }
+    if (pack.graph ? (context = enter_graph(&unpack, &envelope)) == NULL
+                   : smp_gradients_suspect(envelope.microbatch, envelope.entry) < 0) {
+        goto done;
+    }
+    args   = smp_unpack_value(&unpack);
+    kwargs = args == NULL ? NULL : smp_unpack_value(&unpack);
+    if (kwargs == NULL || !PyTuple_Check(args)) {
+        goto done;
+    }
+    if (kwargs == Py_None) {
+        Py_CLEAR(kwargs);
+    }
+    if (envelope.flags & SMP_FLAG_STATE) {
+        state = smp_unpack_value(&unpack);
+        if (state == NULL) {
+            goto done;
+        }
+    }
+    value = run_entry(entry, envelope.flags, state, args, kwargs);
+    if (value == NULL || pack_dirty(&pack, &unpack) < 0 ||
+        smp_pack_value(&pack, value) < 0 || pack_changes(&pack, &unpack) < 0) {
+        goto done;
+    }
+    if (context != NULL && keep_context(context, &pack, envelope.call) < 0) {
+        goto done;
+    }
+    envelope.kind  = SMP_MSG_RESPONSE;
+    envelope.about = task->count;
+    sent           = smp_pack_send(&pack, &envelope) == 0;
+done:
+    Py_XDECREF(context);
+    Py_XDECREF(args);
+    Py_XDECREF(kwargs);
+    Py_XDECREF(state);
+    Py_XDECREF(value);
+    smp_pack_fini(&pack);
+    smp_unpack_fini(&unpack);
+    return sent;
+}
+
+/* --------------------------------------------------------------------- backward */
+
+/* Removes and returns the context of a forward; NULL with an exception. */
+static context_object *
+take_context(uint64_t call)
+{
+    PyObject       *key = PyLong_FromUnsignedLongLong(call);
+    context_object *context;
+
+    if (key == NULL) {
+        return NULL;
+    }
+    context = (context_object *)Py_XNewRef(
+        PyDict_GetItem(smp_the_session.contexts, key));
+    if (context == NULL || PyDict_DelItem(smp_the_session.contexts, key) < 0) {
+        Py_CLEAR(context);
+        PyErr_Clear();
+        PyErr_Format(PyExc_RuntimeError,
+                     "smp: a backward asked for call %llu, whose graph is gone",
+                     (unsigned long long)call);
+    }
+    Py_DECREF(key);
+    return context;
+}
+
+/* Runs the engine from the outputs that got a gradient. */
+static int
+run_engine(context_object *context, smp_unpack *unpack)
+{
+    Py_ssize_t noutputs = PyTuple_GET_SIZE(context->outputs);
+    PyObject  *roots    = PyList_New(0);
+    PyObject  *grads    = PyList_New(0);
+    PyObject  *result   = NULL;
+    PyObject  *none     = PyTuple_New(0);
+    uint32_t   count;
+
+    if (roots == NULL || grads == NULL || none == NULL ||
+        smp_unpack_u32(unpack, &count) < 0) {
+        goto done;
+    }
+    if ((Py_ssize_t)count != noutputs) {
+        PyErr_Format(PyExc_ValueError,
+                     "smp: malformed message: %u gradients for %zd outputs", count,
+                     noutputs);
+        goto done;
+    }
+    for (Py_ssize_t i = 0; i < noutputs; i++) {
+        PyObject *gradient = smp_unpack_value(unpack);
+        int       failed   = 0;
+
+        if (gradient != NULL && gradient != Py_None) {
+            failed =
+                PyList_Append(roots, PyTuple_GET_ITEM(context->outputs, i)) < 0 ||
+                PyList_Append(grads, gradient) < 0;
+        }
+        Py_XDECREF(gradient);
+        if (gradient == NULL || failed) {
+            goto done;
+        }
+    }
+    if (PyList_GET_SIZE(roots) == 0) {
+        result = Py_NewRef(Py_None);
+        goto done;
+    }
+    Py_SETREF(roots, PyList_AsTuple(roots));
+    Py_SETREF(grads, PyList_AsTuple(grads));
+    Py_CLEAR(context->outputs); /* the roots alone keep the graph */
+    result = PyObject_CallFunctionObjArgs(smp_torch.run_backward, roots, grads, Py_False,
+                                          Py_False, none, Py_True, Py_True, NULL);
+done:
+    Py_XDECREF(roots);
+    Py_XDECREF(grads);
+    Py_XDECREF(none);
+    Py_XDECREF(result);
+    return result == NULL ? -1 : 0;
+}
+
+static bool
+serve_backward(smp_message *request, smp_task *task)
+{
+    smp_session    *session  = &smp_the_session;
+    smp_envelope    envelope = *smp_message_envelope(request);
+    int             source   = request->source;
+    context_object *context  = take_context(envelope.about);
+    bool            sent     = false;
+    smp_unpack      unpack;
+    smp_pack        pack;
+
+    if (context == NULL) {
+        smp_message_free(request);
+        return false;
+    }
+    task->order          = context->order;
+    task->entry          = context->entry;
+    task->backwards      = (int32_t)envelope.seed;
+    task->backward_depth = 1;
+    smp_pack_init(&pack, session->comm, source, NULL);
+    pack.graph = false;
+    if (smp_unpack_init(&unpack, request, NULL, false, false) < 0 ||
+        smp_stream_enter(task) < 0 ||
+        smp_gradients_backward(envelope.microbatch, task->backwards) < 0 ||
+        run_engine(context, &unpack) < 0 ||
+        smp_gradients_close(context->microbatch, context->order, context->entry) < 0 ||
+        smp_pack_u32(&pack, (uint32_t)context->ninputs) < 0) {
+        goto done;
+    }
+    for (size_t i = 0; i < context->ninputs; i++) {
+        PyObject *gradient = context->gradients == NULL
+                                 ? Py_None
+                                 : PyTuple_GET_ITEM(context->gradients, i);
+
+        if (smp_pack_value(&pack, gradient) < 0) {
+            goto done;
+        }
+    }
+    envelope.kind = SMP_MSG_RESPONSE;
+    sent          = smp_pack_send(&pack, &envelope) == 0;
+done:
+    Py_DECREF(context);
+    smp_pack_fini(&pack);
+    smp_unpack_fini(&unpack);
+    return sent;
+}
+
+void
+smp_serve_request(smp_message *request, smp_task *task)
+{
+    bool done = smp_message_envelope(request)->kind == SMP_MSG_FORWARD
+                    ? serve_forward(request, task)
+                    : serve_backward(request, task);
+
+    if (!done) {
+        smp_session_fail(task);
+    }
+}
+
+void
+smp_serve_release(uint64_t call)
+{
+    context_object *context = take_context(call);
+
+    if (context == NULL) { /* its step failed meanwhile */
+        PyErr_Clear();
+        return;
+    }
+    if (smp_gradients_close(context->microbatch, context->order, context->entry) < 0) {
+        PyErr_WriteUnraisable((PyObject *)context);
+    }
+    Py_DECREF(context);
+}
+
+/* ------------------------------------------------------------------ registration */
+
+static PyMethodDef serve_functions[] = {
+    {"enter_forward", __extension__(PyCFunction)(void (*)(void)) enter_forward,
+     METH_FASTCALL, "Enter.forward(ctx, context, leaf) -> tensors"},
+    {"enter_backward", __extension__(PyCFunction)(void (*)(void)) enter_backward,
+     METH_FASTCALL, "Enter.backward(ctx, *gradients)"},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyType_Slot context_slots[] = {
+    {Py_tp_dealloc, __extension__(void *) context_dealloc},
+    {0, NULL},
+};
+
+static PyType_Spec context_spec = {
+    .name      = "smp._core.Context",
+    .basicsize = sizeof(context_object),
+    .flags     = Py_TPFLAGS_DEFAULT,
+    .slots     = context_slots,
+};
+
+int
+smp_serve_add(PyObject *module)
+{
+    name_context     = PyUnicode_InternFromString("context");
+    name_materialize = PyUnicode_InternFromString("materialize_grads");
+    context_type     = (PyTypeObject *)PyType_FromSpec(&context_spec);
+    if (name_context == NULL || name_materialize == NULL || context_type == NULL) {
+        return -1;
+    }
+    return PyModule_AddFunctions(module, serve_functions);
+}

@@ -1,0 +1,948 @@
+/* One rank's session: its life, its steps, and how they fail. */
+#include "python/session.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "python/gradients.h"
+#include "python/pack.h"
+#include "python/registry.h"
+#include "python/unpack.h"
+
+smp_session             smp_the_session;
+_Thread_local smp_task *smp_this_task;
+
+/* The worker's Python thread state while it does not hold the GIL. */
+static _Thread_local PyThreadState *resting;
+
+/* --------------------------------------------------------- what the server calls */
+
+static void
+wake_python(void)
+{
+    PyEval_RestoreThread(resting);
+}
+
+static void
+rest_python(void)
+{
+    resting = PyEval_SaveThread();
+}
+
+static void
+op_worker_begin(void *ctx)
+{
+    PyObject *done;
+
+    (void)ctx;
+    (void)PyGILState_Ensure();
+    /* An accelerator's device thread must never wait for a response: it would hold up
+     * every other microbatch's backward.  [design.md, section 3] */
+    done = PyObject_CallOneArg(smp_torch.set_multithreading, Py_False);
+    Py_XDECREF(done);
+    if (done != NULL) {
+        done = PyObject_CallNoArgs(smp_the_session.worker_begin);
+        Py_XDECREF(done);
+    }
+    if (done == NULL) {
+        PyErr_WriteUnraisable(smp_the_session.worker_begin);
+    }
+    rest_python();
+}
+
+static void
+op_worker_end(void *ctx)
+{
+    (void)ctx;
+    wake_python();
+    PyGILState_Release(PyGILState_UNLOCKED);
+}
+
+/* Enters a copy of the main thread's context variables. */
+static PyObject *
+enter_context(void)
+{
+    PyObject *context = PyContext_Copy(smp_the_session.context_vars);
+
+    if (context != NULL && PyContext_Enter(context) < 0) {
+        Py_CLEAR(context);
+    }
+    if (context == NULL) {
+        PyErr_Clear();
+    }
+    return context;
+}
+
+static void
+exit_context(PyObject *context)
+{
+    PyObject *type;
+    PyObject *value;
+    PyObject *traceback;
+
+    if (context == NULL) {
+        return;
+    }
+    PyErr_Fetch(&type, &value, &traceback);
+    if (PyContext_Exit(context) < 0) {
+        PyErr_Clear();
+    }
+    PyErr_Restore(type, value, traceback);
+    Py_DECREF(context);
+}
+
+static void
+op_execute(void *ctx, smp_message *request)
+{
+    const smp_envelope *envelope = smp_message_envelope(request);
+    smp_task            task     = {.microbatch = envelope->microbatch,
+                                    .entry      = envelope->entry,
+                                    .order      = envelope->about,
+                                    .count      = envelope->about,
+                                    .phase      = (smp_phase)envelope->phase};
+    PyObject           *context;
+
+    (void)ctx;
+    wake_python();
+    smp_this_task = &task;
+    context       = enter_context();
+    smp_serve_request(request, &task);
+    exit_context(context);
+    smp_stream_leave(&task);
+    smp_this_task = NULL;
+    rest_python();
+}
+
+static void
+tell_others(const smp_envelope *envelope)
+{
+    smp_session *session = &smp_the_session;
+
+    for (int rank = 0; rank < session->size; rank++) {
+        if (rank != session->rank) {
+            (void)smp_comm_send(session->comm, rank, envelope, sizeof(*envelope), NULL,
+                                0);
+        }
+    }
+}
+
+static void
+op_run_root(void *ctx, int32_t microbatch)
+{
+    smp_session *session = &smp_the_session;
+    smp_task     task    = {.microbatch = microbatch, .entry = -1};
+    PyObject    *context;
+    PyObject    *done = NULL;
+
+    (void)ctx;
+    wake_python();
+    smp_this_task = &task;
+    context       = enter_context();
+    if (smp_stream_seed(&task, smp_stream_mix(session->step_seed,
+                                              (uint64_t)microbatch)) == 0 &&
+        smp_gradients_open(microbatch, 0, -1) == 0) {
+        done = PyObject_CallFunction(session->run_root, "i", (int)microbatch);
+    }
+    if (done != NULL && (smp_gradients_close(microbatch, 0, -1) < 0 ||
+                         smp_gradients_done(microbatch) < 0)) {
+        Py_CLEAR(done);
+    }
+    if (done == NULL) {
+        smp_session_fail(&task);
+    } else {
+        tell_others(&(smp_envelope){.kind       = SMP_MSG_CLOSED,
+                                    .microbatch = microbatch,
+                                    .step       = session->step});
+    }
+    Py_XDECREF(done);
+    exit_context(context);
+    smp_stream_leave(&task);
+    smp_this_task = NULL;
+    rest_python();
+}
+
+static void
+op_note(void *ctx, smp_message *note)
+{
+    smp_envelope envelope = *smp_message_envelope(note);
+
+    (void)ctx;
+    smp_message_free(note);
+    wake_python();
+    if (envelope.kind == SMP_MSG_RELEASE) {
+        smp_serve_release(envelope.about);
+    } else if (smp_gradients_done(envelope.microbatch) < 0) {
+        PyErr_WriteUnraisable(NULL);
+    }
+    rest_python();
+}
+
+/* A Python signal handler that raised, kept for the end of the step. */
+static PyObject *signal_type, *signal_value, *signal_traceback;
+
+static bool
+op_check_signals(void *ctx)
+{
+    PyGILState_STATE gil = PyGILState_Ensure();
+    bool             go  = PyErr_CheckSignals() == 0;
+
+    (void)ctx;
+    if (!go) {
+        PyErr_Fetch(&signal_type, &signal_value, &signal_traceback);
+    }
+    PyGILState_Release(gil);
+    return go;
+}
+
+static const smp_server_ops server_ops = {
+    .worker_begin  = op_worker_begin,
+    .worker_end    = op_worker_end,
+    .execute       = op_execute,
+    .run_root      = op_run_root,
+    .note          = op_note,
+    .check_signals = op_check_signals,
+};
+
+/* --------------------------------------------------------------------- failures */
+
+static PyObject *
+raise_status(smp_status status, const char *doing)
+{
+    smp_session *session = &smp_the_session;
+
+    if (status == SMP_ERR_PEER_LOST) {
+        PyErr_Format(PyExc_ConnectionError,
+                     "smp: %s: pp_rank %d is gone (its process ended or was killed) "
+                     "[SMP_ERR_PEER_LOST]",
+                     doing, smp_comm_lost(session->comm));
+    } else {
+        PyErr_Format(status == SMP_ERR_NO_MEMORY   ? PyExc_MemoryError
+                     : status == SMP_ERR_TIMED_OUT ? PyExc_TimeoutError
+                     : status == SMP_ERR_INVALID   ? PyExc_ValueError
+                                                   : PyExc_RuntimeError,
+                     "smp: %s: %s [%s]", doing, smp_status_text(status),
+                     smp_status_name(status));
+    }
+    return NULL;
+}
+
+smp_message *
+smp_session_wait(uint64_t call)
+{
+    smp_task    *task = smp_this_task;
+    smp_message *response;
+    smp_status   status;
+
+    Py_BEGIN_ALLOW_THREADS;
+    status = smp_server_wait(smp_the_session.server, call, &response);
+    Py_END_ALLOW_THREADS;
+    if (status != SMP_OK) {
+        PyErr_SetNone(smp_the_session.aborted);
+        return NULL;
+    }
+    if (smp_stream_enter(task) < 0) {
+        smp_message_free(response);
+        return NULL;
+    }
+    return response;
+}
+
+/* Sends `value` to every other rank.  0, or -1 with an exception. */
+static int
+send_to_all(smp_msg_kind kind, PyObject *value)
+{
+    smp_session *session = &smp_the_session;
+    smp_envelope envelope = {.kind = (uint8_t)kind, .step = session->step};
+
+    for (int rank = 0; rank < session->size; rank++) {
+        smp_pack pack;
+        int      failed;
+
+        if (rank == session->rank) {
+            continue;
+        }
+        smp_pack_init(&pack, session->comm, rank, NULL);
+        pack.graph = false;
+        failed = smp_pack_value(&pack, value) < 0 || smp_pack_send(&pack, &envelope) < 0;
+        smp_pack_fini(&pack);
+        if (failed) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+void
+smp_session_fail(smp_task *task)
+{
+    smp_session *session = &smp_the_session;
+    PyObject    *type;
+    PyObject    *value;
+    PyObject    *traceback;
+    PyObject    *path = Py_None;
+
+    PyErr_Fetch(&type, &value, &traceback);
+    PyErr_NormalizeException(&type, &value, &traceback);
+    if (traceback != NULL) {
+        (void)PyException_SetTraceback(value, traceback);
+    }
+    if (!smp_server_failed(session->server)) {
+        if (task->entry >= 0 && (size_t)task->entry < session->nentries) {
+            path = session->entries[task->entry].path;
+        }
+        Py_XSETREF(session->error,
+                   PyObject_CallFunction(session->describe_error, "OOii",
+                                         value == NULL ? Py_None : value, path,
+                                         task->microbatch, (int)task->phase));
+        if (session->error == NULL || send_to_all(SMP_MSG_ABORT, session->error) < 0) {
+            PyErr_WriteUnraisable(session->describe_error);
+        }
+        smp_server_fail(session->server);
+    }
+    Py_XDECREF(type);
+    Py_XDECREF(value);
+    Py_XDECREF(traceback);
+}
+
+/* --------------------------------------------------------------------- lifecycle */
+
+/* open(rank, size, pool_bytes, spin_us, transports, job) -> the address card */
+static PyObject *
+py_open(PyObject *module, PyObject *args)
+{
+    smp_session    *session = &smp_the_session;
+    smp_comm_config config  = {0};
+    Py_ssize_t      pool;
+    const char     *job;
+    smp_status      status;
+    size_t          bytes;
+    const void     *card;
+
+    (void)module;
+    if (!PyArg_ParseTuple(args, "iinizs", &config.rank, &config.size, &pool,
+                          &config.spin_us, &config.transports, &job)) {
+        return NULL;
+    }
+    if (session->comm != NULL) {
+        PyErr_SetString(PyExc_RuntimeError, "smp: the session is open already");
+        return NULL;
+    }
+    config.pool_bytes = (size_t)pool;
+    strncpy(config.job, job, sizeof(config.job) - 1);
+    status = smp_comm_create(&config, &session->comm);
+    if (status != SMP_OK) {
+        return raise_status(status, "preparing the communication");
+    }
+    status = smp_server_create(session->comm, config.rank,
+                               config.spin_us < 0 ? 0 : config.spin_us, &server_ops,
+                               session, &session->server);
+    if (status != SMP_OK) {
+        smp_comm_destroy(session->comm);
+        session->comm = NULL;
+        return raise_status(status, "preparing the module server");
+    }
+    session->rank     = config.rank;
+    session->size     = config.size;
+    session->step     = 0;
+    session->contexts = PyDict_New();
+    card              = smp_comm_card(session->comm, &bytes);
+    return PyBytes_FromStringAndSize(card, (Py_ssize_t)bytes);
+}
+
+/* connect(cards, timeout_ms) */
+static PyObject *
+py_connect(PyObject *module, PyObject *args)
+{
+    smp_session *session = &smp_the_session;
+    PyObject    *cards;
+    int          timeout_ms;
+    int          failed = -1;
+    smp_status   status = SMP_ERR_NO_MEMORY;
+    const void **at;
+    size_t      *sizes;
+
+    (void)module;
+    if (!PyArg_ParseTuple(args, "O!i", &PyList_Type, &cards, &timeout_ms)) {
+        return NULL;
+    }
+    if (session->comm == NULL || PyList_GET_SIZE(cards) != session->size) {
+        PyErr_Format(PyExc_ValueError, "smp: connect() needs the cards of %d ranks",
+                     session->size);
+        return NULL;
+    }
+    at    = calloc((size_t)session->size, sizeof(*at));
+    sizes = calloc((size_t)session->size, sizeof(*sizes));
+    if (at != NULL && sizes != NULL) {
+        for (int i = 0; i < session->size; i++) {
+            PyObject *card = PyList_GET_ITEM(cards, i);
+
+            if (!PyBytes_Check(card)) {
+                free(at);
+                free(sizes);
+                PyErr_SetString(PyExc_TypeError, "smp: cards are bytes");
+                return NULL;
+            }
+            at[i]    = PyBytes_AS_STRING(card);
+            sizes[i] = (size_t)PyBytes_GET_SIZE(card);
+        }
+        Py_BEGIN_ALLOW_THREADS;
+        status = smp_comm_connect(session->comm, at, sizes, timeout_ms, &failed);
+        Py_END_ALLOW_THREADS;
+    }
+    free(at);
+    free(sizes);
+    if (status == SMP_ERR_UNREACHABLE) {
+        PyErr_Format(PyExc_ConnectionError,
+                     "smp: no transport reaches pp_rank %d from pp_rank %d "
+                     "(comm_transports) [SMP_ERR_UNREACHABLE]",
+                     failed, session->rank);
+        return NULL;
+    }
+    if (status != SMP_OK) {
+        return raise_status(status, "connecting the ranks");
+    }
+    Py_RETURN_NONE;
+}
+
+static void
+forget_entries(smp_session *session)
+{
+    for (size_t i = 0; i < session->nentries; i++) {
+        Py_XDECREF(session->entries[i].callable);
+        Py_XDECREF(session->entries[i].module);
+        Py_XDECREF(session->entries[i].path);
+    }
+    free(session->entries);
+    session->entries  = NULL;
+    session->nentries = 0;
+    Py_CLEAR(session->entry_numbers);
+}
+
+/* close(): joins the workers and leaves the other ranks. */
+static PyObject *
+py_close(PyObject *module, PyObject *unused)
+{
+    smp_session *session = &smp_the_session;
+
+    (void)module;
+    (void)unused;
+    if (session->comm == NULL) {
+        Py_RETURN_NONE;
+    }
+    Py_CLEAR(session->contexts);
+    Py_CLEAR(session->error);
+    Py_CLEAR(session->run_root);
+    forget_entries(session);
+    Py_BEGIN_ALLOW_THREADS;
+    smp_server_destroy(session->server);
+    smp_comm_destroy(session->comm);
+    Py_END_ALLOW_THREADS;
+    session->server = NULL;
+    session->comm   = NULL;
+    Py_RETURN_NONE;
+}
+
+/* configure(name=object, ...): Python's side of the session and the codec. */
+static PyObject *
+py_configure(PyObject *module, PyObject *args, PyObject *kwargs)
+{
+    smp_session *session = &smp_the_session;
+    const struct {
+        const char *name;
+        PyObject  **slot;
+    } slots[] = {
+        {"send_apply", &session->send_apply},
+        {"recv_apply", &session->recv_apply},
+        {"enter_apply", &session->enter_apply},
+        {"leaf", &session->leaf},
+        {"seed_tensor", &session->seed_tensor},
+        {"describe_error", &session->describe_error},
+        {"call_hooked", &session->call_hooked},
+        {"serve_hooked", &session->serve_hooked},
+        {"capture_state", &session->capture_state},
+        {"with_state", &session->with_state},
+        {"worker_begin", &session->worker_begin},
+        {"aborted", &session->aborted},
+        {"dumps", &smp_registry.dumps},
+        {"loads", &smp_registry.loads},
+        {"to_host", &smp_registry.to_host},
+        {"to_device", &smp_registry.to_device},
+    };
+    PyObject  *key;
+    PyObject  *value;
+    Py_ssize_t at = 0;
+
+    (void)module;
+    if (PyTuple_GET_SIZE(args) != 0 || kwargs == NULL) {
+        PyErr_SetString(PyExc_TypeError, "configure(name=object, ...)");
+        return NULL;
+    }
+    while (PyDict_Next(kwargs, &at, &key, &value)) {
+        bool found = false;
+
+        for (size_t i = 0; i < sizeof(slots) / sizeof(slots[0]); i++) {
+            if (PyUnicode_CompareWithASCIIString(key, slots[i].name) == 0) {
+                Py_XSETREF(*slots[i].slot, Py_NewRef(value));
+                found = true;
+            }
+        }
+        if (!found) {
+            return PyErr_Format(PyExc_TypeError, "configure() has no '%U'", key);
+        }
+    }
+    if (session->seed_tensor != NULL) {
+        dl_tensor t;
+
+        if (smp_torch.dlpack->borrow(session->seed_tensor, &t) != 0) {
+            return NULL;
+        }
+        session->seed = t.data;
+    }
+    Py_RETURN_NONE;
+}
+
+/* set_entries([(callable, module or None, path, owner), ...]) */
+static PyObject *
+py_set_entries(PyObject *module, PyObject *list)
+{
+    smp_session *session = &smp_the_session;
+    Py_ssize_t   n;
+
+    (void)module;
+    if (!PyList_Check(list)) {
+        PyErr_SetString(PyExc_TypeError, "set_entries() takes a list");
+        return NULL;
+    }
+    forget_entries(session);
+    n                      = PyList_GET_SIZE(list);
+    session->entries       = calloc((size_t)n + 1, sizeof(*session->entries));
+    session->entry_numbers = PyDict_New();
+    if (session->entries == NULL || session->entry_numbers == NULL) {
+        return PyErr_NoMemory();
+    }
+    for (Py_ssize_t i = 0; i < n; i++) {
+        smp_entry *entry = &session->entries[i];
+        PyObject  *callable;
+        PyObject  *owner_module;
+        PyObject  *path;
+        int        owner;
+
+        if (!PyArg_ParseTuple(PyList_GET_ITEM(list, i), "OOUi", &callable, &owner_module,
+                              &path, &owner)) {
+            return NULL;
+        }
+        entry->callable   = Py_NewRef(callable);
+        entry->module     = Py_NewRef(owner_module);
+        entry->path       = Py_NewRef(path);
+        entry->owner      = owner;
+        session->nentries = (size_t)i + 1;
+        if (owner_module != Py_None) {
+            PyObject *key    = PyLong_FromVoidPtr(owner_module);
+            PyObject *number = PyLong_FromSsize_t(i);
+            int       failed =
+                key == NULL || number == NULL ||
+                PyDict_SetItem(session->entry_numbers, key, number) < 0;
+
+            Py_XDECREF(key);
+            Py_XDECREF(number);
+            if (failed) {
+                return NULL;
+            }
+        }
+    }
+    Py_RETURN_NONE;
+}
+
+/* Replaces *slot by a dict from address to position in `list`. */
+static int
+number_by_address(PyObject **slot, PyObject *list)
+{
+    PyObject *numbers = PyDict_New();
+
+    for (Py_ssize_t i = 0; numbers != NULL && i < PyList_GET_SIZE(list); i++) {
+        PyObject *key    = PyLong_FromVoidPtr(PyList_GET_ITEM(list, i));
+        PyObject *number = PyLong_FromSsize_t(i);
+
+        if (key == NULL || number == NULL || PyDict_SetItem(numbers, key, number) < 0) {
+            Py_CLEAR(numbers);
+        }
+        Py_XDECREF(key);
+        Py_XDECREF(number);
+    }
+    Py_XSETREF(*slot, numbers);
+    return numbers == NULL ? -1 : 0;
+}
+
+/* set_names(modules, parameters, owners, paths): what the codec sends by number. */
+static PyObject *
+py_set_names(PyObject *module, PyObject *args)
+{
+    PyObject *modules;
+    PyObject *parameters;
+    PyObject *owners;
+    PyObject *paths;
+
+    (void)module;
+    if (!PyArg_ParseTuple(args, "O!O!O!O!", &PyList_Type, &modules, &PyList_Type,
+                          &parameters, &PyList_Type, &owners, &PyList_Type, &paths)) {
+        return NULL;
+    }
+    Py_XSETREF(smp_registry.modules, Py_NewRef(modules));
+    Py_XSETREF(smp_registry.parameters, Py_NewRef(parameters));
+    Py_XSETREF(smp_registry.parameter_owners, Py_NewRef(owners));
+    Py_XSETREF(smp_registry.parameter_names, Py_NewRef(paths));
+    if (number_by_address(&smp_registry.module_numbers, modules) < 0 ||
+        number_by_address(&smp_registry.parameter_numbers, parameters) < 0) {
+        return NULL;
+    }
+    Py_RETURN_NONE;
+}
+
+/* ------------------------------------------------------------------------- steps */
+
+/* [(microbatch, phase), ...] into turns; NULL with an exception. */
+static smp_turn *
+read_turns(PyObject *list, Py_ssize_t *count)
+{
+    smp_turn *turns;
+
+    *count = PyList_GET_SIZE(list);
+    turns  = malloc(((size_t)*count + 1) * sizeof(*turns));
+    if (turns == NULL) {
+        PyErr_NoMemory();
+        return NULL;
+    }
+    for (Py_ssize_t i = 0; i < *count; i++) {
+        int microbatch;
+        int phase;
+
+        if (!PyArg_ParseTuple(PyList_GET_ITEM(list, i), "ii", &microbatch, &phase)) {
+            free(turns);
+            return NULL;
+        }
+        turns[i] = (smp_turn){.microbatch = microbatch, .phase = (smp_phase)phase};
+    }
+    return turns;
+}
+
+/* The value that an end or abort message carries. */
+static PyObject *
+read_end(smp_message *end)
+{
+    smp_unpack unpack;
+    PyObject  *value = NULL;
+
+    if (smp_unpack_init(&unpack, end, NULL, false, true) == 0) {
+        value = smp_unpack_value(&unpack);
+    }
+    smp_unpack_fini(&unpack);
+    return value;
+}
+
+/* step(kind, microbatches, active, turns, trains, run_root, seed) -> (ok, value)
+ *
+ * kind: 0 simple, 1 interleaved, 2 turns; -1 on ranks other than 0, which serve.  ok:
+ * value is what pp_rank 0 sent at the end (None on rank 0); not ok: value describes what
+ * failed.  trains: bytes, by entry. */
+static PyObject *
+py_step(PyObject *module, PyObject *args)
+{
+    smp_session       *session  = &smp_the_session;
+    smp_schedule      *schedule = NULL;
+    smp_turn          *turns    = NULL;
+    Py_ssize_t         nturns   = 0;
+    smp_message       *end;
+    smp_status         status = SMP_OK;
+    PyObject          *list;
+    PyObject          *run_root;
+    PyObject          *value;
+    Py_buffer          trains;
+    int                kind;
+    int                microbatches;
+    int                active;
+    unsigned long long seed;
+
+    (void)module;
+    if (!PyArg_ParseTuple(args, "iiiO!y*OK", &kind, &microbatches, &active, &PyList_Type,
+                          &list, &trains, &run_root, &seed)) {
+        return NULL;
+    }
+    for (size_t i = 0; i < session->nentries && i < (size_t)trains.len; i++) {
+        session->entries[i].trains = ((const char *)trains.buf)[i] != 0;
+    }
+    PyBuffer_Release(&trains);
+    if (session->in_step) {
+        PyErr_SetString(PyExc_RuntimeError,
+                        "smp: a function with @smp.step was called inside another");
+        return NULL;
+    }
+    if (kind >= 0) {
+        turns = read_turns(list, &nturns);
+        if (turns == NULL) {
+            return NULL;
+        }
+        status = smp_schedule_create((smp_schedule_kind)kind, microbatches, active, turns,
+                                     (int32_t)nturns, &schedule);
+        free(turns);
+        if (status != SMP_OK) {
+            return raise_status(status, "reading the schedule");
+        }
+    }
+    Py_XSETREF(session->run_root, Py_NewRef(run_root));
+    Py_XSETREF(session->context_vars, PyContext_CopyCurrent());
+    Py_CLEAR(session->error);
+    session->step_seed = seed;
+    session->step++;
+    session->in_step = true;
+    Py_BEGIN_ALLOW_THREADS;
+    status = smp_server_step(session->server, session->step, schedule, &end);
+    Py_END_ALLOW_THREADS;
+    session->in_step = false;
+    Py_CLEAR(session->run_root);
+    PyDict_Clear(session->contexts);
+    if (status == SMP_ERR_INTERRUPTED && signal_type != NULL) {
+        smp_message_free(end);
+        PyErr_Restore(signal_type, signal_value, signal_traceback);
+        signal_type = signal_value = signal_traceback = NULL;
+        return NULL;
+    }
+    if (status == SMP_ERR_CLOSED && session->error != NULL) {
+        smp_message_free(end);
+        value = Py_BuildValue("(OO)", Py_False, session->error);
+        Py_CLEAR(session->error);
+        return value;
+    }
+    if (status != SMP_OK && !(status == SMP_ERR_CLOSED && end != NULL)) {
+        smp_message_free(end);
+        return raise_status(status, "running a step");
+    }
+    value = end == NULL ? Py_NewRef(Py_None) : read_end(end);
+    if (value == NULL) {
+        return NULL;
+    }
+    return Py_BuildValue("(ON)", status == SMP_OK ? Py_True : Py_False, value);
+}
+
+/* send_end(value): the other ranks' steps return it. */
+static PyObject *
+py_send_end(PyObject *module, PyObject *value)
+{
+    (void)module;
+    if (send_to_all(SMP_MSG_STEP_END, value) < 0) {
+        return NULL;
+    }
+    Py_RETURN_NONE;
+}
+
+/* send_abort(value): the other ranks' steps fail with it. */
+static PyObject *
+py_send_abort(PyObject *module, PyObject *value)
+{
+    (void)module;
+    if (send_to_all(SMP_MSG_ABORT, value) < 0) {
+        return NULL;
+    }
+    Py_RETURN_NONE;
+}
+
+/* enter_backward(): the step function reached model.backward; waits for its turn.
+ * -> the microbatch */
+static PyObject *
+py_enter_backward(PyObject *module, PyObject *unused)
+{
+    smp_task  *task   = smp_this_task;
+    smp_status status = SMP_OK;
+
+    (void)module;
+    (void)unused;
+    if (task == NULL || task->entry >= 0) {
+        PyErr_SetString(PyExc_RuntimeError,
+                        task == NULL
+                            ? "smp: model.backward() can only be called inside a function "
+                              "with @smp.step"
+                            : "smp: model.backward() was called inside a module's forward; "
+                              "call it in the step function");
+        return NULL;
+    }
+    if (task->backward_depth != 0) {
+        PyErr_SetString(PyExc_RuntimeError,
+                        "smp: model.backward() was called inside a backward");
+        return NULL;
+    }
+    if (task->phase == SMP_FORWARD) {
+        Py_BEGIN_ALLOW_THREADS;
+        status = smp_server_backward_point(smp_the_session.server, task->microbatch);
+        Py_END_ALLOW_THREADS;
+        if (status != SMP_OK) {
+            PyErr_SetNone(smp_the_session.aborted);
+            return NULL;
+        }
+        task->phase = SMP_BACKWARD;
+        if (smp_stream_enter(task) < 0) {
+            return NULL;
+        }
+    }
+    task->backward_depth = 1;
+    if (smp_gradients_backward(task->microbatch, task->backwards) < 0) {
+        return NULL;
+    }
+    return PyLong_FromLong(task->microbatch);
+}
+
+static PyObject *
+py_leave_backward(PyObject *module, PyObject *unused)
+{
+    (void)module;
+    (void)unused;
+    if (smp_this_task != NULL) {
+        smp_this_task->backward_depth = 0;
+        smp_this_task->backwards++;
+    }
+    Py_RETURN_NONE;
+}
+
+/* current() -> (microbatch, entry) of this thread's task, or None */
+static PyObject *
+py_current(PyObject *module, PyObject *unused)
+{
+    (void)module;
+    (void)unused;
+    if (smp_this_task == NULL) {
+        Py_RETURN_NONE;
+    }
+    return Py_BuildValue("(ii)", smp_this_task->microbatch, smp_this_task->entry);
+}
+
+/* counters() -> dict of the comm's statistics */
+static PyObject *
+py_counters(PyObject *module, PyObject *unused)
+{
+    smp_comm_stats stats;
+
+    (void)module;
+    (void)unused;
+    if (smp_the_session.comm == NULL) {
+        return PyDict_New();
+    }
+    smp_comm_counters(smp_the_session.comm, &stats);
+    return Py_BuildValue("{s:K,s:K,s:K,s:K,s:K,s:K,s:K}", "messages", stats.messages,
+                         "bytes", stats.bytes, "pool_blocks", stats.pool_blocks,
+                         "pool_fallbacks", stats.pool_fallbacks, "pool_in_use",
+                         stats.pool_in_use, "pool_high", stats.pool_high, "pool_size",
+                         stats.pool_size);
+}
+
+/* timeline() -> [(time_ns, worker, kind, phase, microbatch, entry), ...] of the last
+ * step, oldest first */
+static PyObject *
+py_timeline(PyObject *module, PyObject *unused)
+{
+    const smp_timeline *timeline;
+    PyObject           *events = PyList_New(0);
+    uint64_t            first;
+
+    (void)module;
+    (void)unused;
+    if (events == NULL || smp_the_session.server == NULL) {
+        return events;
+    }
+    timeline = smp_server_timeline(smp_the_session.server);
+    first = timeline->count > SMP_TIMELINE_EVENTS ? timeline->count - SMP_TIMELINE_EVENTS
+                                                  : 0;
+    for (uint64_t i = first; i < timeline->count; i++) {
+        const smp_event *e = &timeline->events[i % SMP_TIMELINE_EVENTS];
+        PyObject        *event =
+            Py_BuildValue("(Kiiiii)", e->time_ns, (int)e->worker, (int)e->kind,
+                                 (int)e->phase, (int)e->microbatch, (int)e->entry);
+        int failed = event == NULL || PyList_Append(events, event) < 0;
+
+        Py_XDECREF(event);
+        if (failed) {
+            Py_DECREF(events);
+            return NULL;
+        }
+    }
+    return events;
+}
+
+/* pack(value) -> bytes, and back: the codec by itself, for tests and small exchanges. */
+static PyObject *
+py_pack(PyObject *module, PyObject *value)
+{
+    smp_pack  pack;
+    PyObject *bytes = NULL;
+
+    (void)module;
+    smp_pack_init(&pack, NULL, -1, NULL);
+    if (smp_pack_value(&pack, value) == 0) {
+        bytes = smp_pack_bytes(&pack);
+    }
+    smp_pack_fini(&pack);
+    return bytes;
+}
+
+static PyObject *
+py_unpack(PyObject *module, PyObject *bytes)
+{
+    smp_unpack unpack;
+    PyObject  *value = NULL;
+    Py_buffer  view;
+
+    (void)module;
+    if (PyObject_GetBuffer(bytes, &view, PyBUF_SIMPLE) < 0) {
+        return NULL;
+    }
+    if (smp_unpack_init_bytes(&unpack, view.buf, (size_t)view.len) == 0) {
+        value = smp_unpack_value(&unpack);
+    }
+    smp_unpack_fini(&unpack);
+    PyBuffer_Release(&view);
+    return value;
+}
+
+/* mix(a, b) -> int: how seeds are derived. */
+static PyObject *
+py_mix(PyObject *module, PyObject *args)
+{
+    unsigned long long a;
+    unsigned long long b;
+
+    (void)module;
+    if (!PyArg_ParseTuple(args, "KK", &a, &b)) {
+        return NULL;
+    }
+    return PyLong_FromUnsignedLongLong(smp_stream_mix(a, b));
+}
+
+static PyMethodDef functions[] = {
+    {"open", py_open, METH_VARARGS,
+     "open(rank, size, pool_bytes, spin_us, transports, job) -> card"},
+    {"connect", py_connect, METH_VARARGS, "connect(cards, timeout_ms)"},
+    {"close", py_close, METH_NOARGS, "Joins the workers and leaves the other ranks."},
+    {"configure", __extension__(PyCFunction)(void (*)(void)) py_configure,
+     METH_VARARGS | METH_KEYWORDS, "configure(name=object, ...)"},
+    {"set_entries", py_set_entries, METH_O,
+     "set_entries([(callable, module or None, path, owner), ...])"},
+    {"set_names", py_set_names, METH_VARARGS,
+     "set_names(modules, parameters, owners, paths)"},
+    {"step", py_step, METH_VARARGS,
+     "step(kind, microbatches, active, turns, trains, run_root, seed) -> (ok, value)"},
+    {"send_end", py_send_end, METH_O, "send_end(value)"},
+    {"send_abort", py_send_abort, METH_O, "send_abort(value)"},
+    {"enter_backward", py_enter_backward, METH_NOARGS, "-> the microbatch"},
+    {"leave_backward", py_leave_backward, METH_NOARGS, "The backward is over."},
+    {"current", py_current, METH_NOARGS, "-> (microbatch, entry) or None"},
+    {"counters", py_counters, METH_NOARGS, "-> dict of the comm's statistics"},
+    {"timeline", py_timeline, METH_NOARGS,
+     "-> [(time_ns, worker, kind, phase, microbatch, entry), ...]"},
+    {"pack", py_pack, METH_O, "pack(value) -> bytes"},
+    {"unpack", py_unpack, METH_O, "unpack(bytes) -> value"},
+    {"mix", py_mix, METH_VARARGS, "mix(a, b) -> int"},
+    {NULL, NULL, 0, NULL},
+};
+
+int
+smp_session_add_functions(PyObject *module)
+{
+    return PyModule_AddFunctions(module, functions);
+}

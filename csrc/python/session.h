@@ -1,0 +1,101 @@
+/* One rank's session: the comm, the server and what Python told them.
+ *
+ * There is one session a process.  Its fields are written on the main thread between
+ * steps, or by the worker that holds the baton; all with the GIL held.
+ */
+#ifndef SMP_PYTHON_SESSION_H
+#define SMP_PYTHON_SESSION_H
+
+#include "python/torch_api.h"
+#include "server/server.h"
+
+/* What can be called from another rank: a module, or a run of nn.Sequential children. */
+typedef struct {
+    PyObject *callable; /* owned; what the owner executes: called with (args, kwargs) */
+    PyObject *module;   /* owned; whose hooks count; None for a run */
+    PyObject *path;     /* owned; for messages */
+    int       owner;    /* pp_rank */
+    bool      trains;   /* has parameters that require grad; set at each step's begin */
+} smp_entry;
+
+/* A task under way on this rank: the step function of a microbatch, or a request.
+ * Lives on its worker's stack. */
+typedef struct smp_task {
+    int32_t   microbatch;
+    int32_t   entry;   /* -1: the step function */
+    uint64_t  order;   /* of this request within its microbatch, by begin */
+    uint64_t  count;   /* requests of the microbatch so far; travels with control */
+    smp_phase phase;
+    int       backward_depth; /* inside model.backward, or a backward request */
+    int32_t   backwards;      /* model.backward calls of the microbatch before this one */
+    PyObject *rng_state; /* owned; its stream while another task has the generator */
+} smp_task;
+
+typedef struct {
+    smp_comm   *comm;
+    smp_server *server;
+    int         rank; /* pp_rank */
+    int         size;
+    uint32_t    step;     /* number of the last one begun */
+    bool        in_step;
+    smp_entry  *entries;
+    size_t      nentries;
+    PyObject   *entry_numbers; /* dict: module address -> entry */
+    PyObject   *contexts;      /* dict: call -> Context; open forwards of this rank */
+    PyObject   *run_root;      /* microbatch -> None, during a step */
+    PyObject   *context_vars;  /* the main thread's, copied at the step's begin */
+    PyObject   *error;         /* what failed here first, as describe_error made it */
+    /* Python's side, given by configure(). */
+    PyObject *send_apply, *recv_apply, *enter_apply;
+    PyObject *leaf;           /* a tensor that requires grad, for nodes without another */
+    PyObject *seed_tensor;    /* int64, where seeds are drawn */
+    int64_t  *seed;           /* its data; borrowed from seed_tensor */
+    PyObject *describe_error; /* exception, path, microbatch, phase -> value */
+    PyObject *call_hooked;    /* module, args, kwargs: a remote call around hooks */
+    PyObject *serve_hooked;   /* module, args, kwargs: pre-hooks and forward */
+    PyObject *capture_state;  /* -> thread state to travel, or None */
+    PyObject *with_state;     /* state, callable, args, kwargs -> result */
+    PyObject *worker_begin;   /* -> None, on each new worker thread */
+    PyObject *aborted;        /* the exception type that unwinds workers */
+    uint64_t  step_seed;      /* seeds the microbatches' streams (pp_rank 0) */
+} smp_session;
+
+extern smp_session smp_the_session;
+
+/* The task of this thread; NULL outside a step. */
+extern _Thread_local smp_task *smp_this_task;
+
+/* Waits for a response with the GIL and the baton given away.  NULL: with an
+ * exception, which is `aborted` when the step failed. */
+smp_message *smp_session_wait(uint64_t call);
+
+/* Takes the exception that is set: ends the step on every rank. */
+void smp_session_fail(smp_task *task);
+
+int smp_session_add_functions(PyObject *module);
+
+/* ------------------------------------------------------------ call.c: the caller */
+extern PyTypeObject *smp_call_type;
+int       smp_call_add(PyObject *module);
+PyObject *smp_call_remote(PyObject *module, PyObject *args, PyObject *kwargs);
+
+/* ------------------------------------------------------------ serve.c: the owner */
+int  smp_serve_add(PyObject *module);
+void smp_serve_request(smp_message *request, smp_task *task); /* takes request */
+void smp_serve_release(uint64_t call);
+bool smp_has_hooks(PyObject *module);
+
+/* ------------------------------------------------------------ streams.c: random numbers */
+
+/* Makes the default generator this task's. 0, or -1 with an exception. */
+int smp_stream_enter(smp_task *task);
+int smp_stream_seed(smp_task *task, uint64_t seed);
+void smp_stream_leave(smp_task *task);
+
+/* Draws a request's seed from the stream of the running task. */
+int smp_stream_draw(uint64_t *seed);
+
+/* splitmix64's mixing of a and b, 63 bits. */
+uint64_t smp_stream_mix(uint64_t a, uint64_t b);
+
+#endif

@@ -1,0 +1,491 @@
+/* The order in which gradients are added. */
+#include "server/ledger.h"
+
+#include <stdbool.h>
+#include <stdlib.h>
+#include <string.h>
+
+/* A contribution that must wait for one of a later request. */
+typedef struct term {
+    void        *value; /* owned */
+    uint64_t     order;
+    struct term *next; /* lower order, or later arrival */
+} term;
+
+/* One parameter in one microbatch. */
+typedef struct slot {
+    int32_t      microbatch;
+    void        *sum;     /* owned; NULL: nothing yet */
+    term        *waiting; /* owned */
+    struct slot *next;    /* later microbatch */
+} slot;
+
+/* A forward whose graph is kept. */
+typedef struct open_forward {
+    uint64_t             order;
+    int32_t              entry;
+    struct open_forward *next; /* lower order */
+} open_forward;
+
+typedef struct {
+    open_forward *open; /* owned; highest order first */
+    int32_t       backwards;
+    bool          done;
+    bool         *suspect; /* owned, by parameter; NULL: none is */
+} microbatch_state;
+
+typedef struct {
+    slot   *slots; /* owned; by microbatch */
+    int32_t next;  /* the first microbatch that is not finished for this parameter */
+} parameter_state;
+
+struct smp_ledger {
+    smp_ledger_ops    ops;
+    void             *ctx; /* borrowed */
+    int32_t           nparameters;
+    int32_t           nentries;
+    int32_t          *first; /* owned: nentries + 1 */
+    int32_t          *uses;  /* owned */
+    parameter_state  *parameters;
+    microbatch_state *microbatches; /* owned: room for nmicrobatches */
+    int32_t           nmicrobatches;
+    int32_t           backwards;
+    size_t            held;
+};
+
+/* --------------------------------------------------------------- who may use what */
+
+static bool
+entry_uses(const smp_ledger *ledger, int32_t entry, int32_t parameter)
+{
+    int32_t low;
+    int32_t high;
+
+    if (entry < 0) {
+        return true;
+    }
+    low  = ledger->first[entry];
+    high = ledger->first[entry + 1];
+    while (low < high) {
+        int32_t middle = low + (high - low) / 2;
+
+        if (ledger->uses[middle] < parameter) {
+            low = middle + 1;
+        } else {
+            high = middle;
+        }
+    }
+    return low < ledger->first[entry + 1] && ledger->uses[low] == parameter;
+}
+
+/* Whether a forward of a later request than `order` is open and may use it. */
+static bool
+later_is_open(const smp_ledger *ledger, const microbatch_state *mb, uint64_t order,
+              int32_t parameter)
+{
+    for (open_forward *o = mb->open; o != NULL && o->order > order; o = o->next) {
+        if (entry_uses(ledger, o->entry, parameter)) {
+            return true;
+        }
+    }
+    return false;
+}
+
+static bool
+any_is_open(const smp_ledger *ledger, const microbatch_state *mb, int32_t parameter)
+{
+    for (open_forward *o = mb->open; o != NULL; o = o->next) {
+        if (entry_uses(ledger, o->entry, parameter)) {
+            return true;
+        }
+    }
+    return false;
+}
+
+static bool
+is_finished(const smp_ledger *ledger, int32_t microbatch, int32_t parameter)
+{
+    const microbatch_state *mb = &ledger->microbatches[microbatch];
+
+    if (mb->done) {
+        return true;
+    }
+    if (mb->backwards < ledger->backwards) {
+        return false;
+    }
+    if (mb->suspect != NULL && mb->suspect[parameter]) {
+        return false;
+    }
+    return !any_is_open(ledger, mb, parameter);
+}
+
+/* ------------------------------------------------------------------------- sums */
+
+/* Moves into the sum what waits for nothing any more. */
+static smp_status
+settle(smp_ledger *ledger, slot *s, int32_t parameter)
+{
+    const microbatch_state *mb = &ledger->microbatches[s->microbatch];
+
+    while (s->waiting != NULL) {
+        term      *t = s->waiting;
+        void      *value;
+        smp_status status;
+
+        if (later_is_open(ledger, mb, t->order, parameter)) {
+            return SMP_OK;
+        }
+        value      = t->value;
+        s->waiting = t->next;
+        free(t);
+        if (s->sum == NULL) {
+            s->sum = value;
+            continue;
+        }
+        ledger->held--;
+        status = ledger->ops.add(ledger->ctx, &s->sum, value);
+        if (status != SMP_OK) {
+            return status;
+        }
+    }
+    return SMP_OK;
+}
+
+/* Folds the sums of the microbatches that are finished, in order. */
+static smp_status
+advance(smp_ledger *ledger, int32_t parameter)
+{
+    parameter_state *p = &ledger->parameters[parameter];
+
+    while (p->next < ledger->nmicrobatches) {
+        slot      *s      = p->slots;
+        smp_status status = SMP_OK;
+        bool       here   = s != NULL && s->microbatch == p->next;
+
+        if (here) {
+            status = settle(ledger, s, parameter);
+            if (status != SMP_OK) {
+                return status;
+            }
+        }
+        if (!is_finished(ledger, p->next, parameter)) {
+            return SMP_OK;
+        }
+        p->next++;
+        if (here) {
+            void *sum = s->sum;
+
+            p->slots = s->next;
+            free(s);
+            if (sum != NULL) {
+                ledger->held--;
+                status = ledger->ops.fold(ledger->ctx, parameter, sum);
+            }
+            if (status != SMP_OK) {
+                return status;
+            }
+        }
+    }
+    return SMP_OK;
+}
+
+/* advance, and complete when that was the last microbatch. */
+static smp_status
+move_on(smp_ledger *ledger, int32_t parameter)
+{
+    bool       was_left = ledger->parameters[parameter].next < ledger->nmicrobatches;
+    smp_status status   = advance(ledger, parameter);
+
+    if (status == SMP_OK && was_left &&
+        ledger->parameters[parameter].next == ledger->nmicrobatches) {
+        status = ledger->ops.complete(ledger->ctx, parameter);
+    }
+    return status;
+}
+
+static smp_status
+move_on_all(smp_ledger *ledger, int32_t entry)
+{
+    int32_t    count = entry < 0 ? ledger->nparameters
+                                 : ledger->first[entry + 1] - ledger->first[entry];
+    smp_status status;
+
+    for (int32_t i = 0; i < count; i++) {
+        int32_t parameter = entry < 0 ? i : ledger->uses[ledger->first[entry] + i];
+
+        status = move_on(ledger, parameter);
+        if (status != SMP_OK) {
+            return status;
+        }
+    }
+    return SMP_OK;
+}
+
+/* ---------------------------------------------------------------------- lifetime */
+
+static int32_t *
+copy_of(const int32_t *numbers, size_t count)
+{
+    int32_t *copy = malloc((count + 1) * sizeof(*copy));
+
+    if (copy != NULL && count > 0) {
+        memcpy(copy, numbers, count * sizeof(*copy));
+    }
+    return copy;
+}
+
+smp_status
+smp_ledger_create(int32_t nparameters, int32_t nentries, const int32_t *first,
+                  const int32_t *uses, const smp_ledger_ops *ops, void *ctx,
+                  smp_ledger **out)
+{
+    smp_ledger *ledger = calloc(1, sizeof(*ledger));
+
+    if (ledger == NULL) {
+        return SMP_ERR_NO_MEMORY;
+    }
+    ledger->ops         = *ops;
+    ledger->ctx         = ctx;
+    ledger->nparameters = nparameters;
+    ledger->nentries    = nentries;
+    ledger->first       = copy_of(first, (size_t)nentries + 1);
+    ledger->uses        = copy_of(uses, (size_t)first[nentries]);
+    ledger->parameters = calloc((size_t)nparameters + 1, sizeof(*ledger->parameters));
+    if (ledger->first == NULL || ledger->uses == NULL || ledger->parameters == NULL) {
+        smp_ledger_destroy(ledger);
+        return SMP_ERR_NO_MEMORY;
+    }
+    *out = ledger;
+    return SMP_OK;
+}
+
+void
+smp_ledger_abandon(smp_ledger *ledger)
+{
+    for (int32_t p = 0; p < ledger->nparameters; p++) {
+        while (ledger->parameters[p].slots != NULL) {
+            slot *s = ledger->parameters[p].slots;
+
+            while (s->waiting != NULL) {
+                term *t    = s->waiting;
+                s->waiting = t->next;
+                ledger->ops.drop(ledger->ctx, t->value);
+                free(t);
+            }
+            if (s->sum != NULL) {
+                ledger->ops.drop(ledger->ctx, s->sum);
+            }
+            ledger->parameters[p].slots = s->next;
+            free(s);
+        }
+        ledger->parameters[p].next = 0;
+    }
+    for (int32_t m = 0; m < ledger->nmicrobatches; m++) {
+        while (ledger->microbatches[m].open != NULL) {
+            open_forward *o              = ledger->microbatches[m].open;
+            ledger->microbatches[m].open = o->next;
+            free(o);
+        }
+        free(ledger->microbatches[m].suspect);
+    }
+    free(ledger->microbatches);
+    ledger->microbatches  = NULL;
+    ledger->nmicrobatches = 0;
+    ledger->held          = 0;
+}
+
+void
+smp_ledger_destroy(smp_ledger *ledger)
+{
+    if (ledger == NULL) {
+        return;
+    }
+    if (ledger->parameters != NULL) {
+        smp_ledger_abandon(ledger);
+    }
+    free(ledger->parameters);
+    free(ledger->first);
+    free(ledger->uses);
+    free(ledger);
+}
+
+smp_status
+smp_ledger_begin(smp_ledger *ledger, int32_t microbatches, int32_t backwards)
+{
+    smp_ledger_abandon(ledger);
+    ledger->microbatches = calloc((size_t)microbatches, sizeof(*ledger->microbatches));
+    if (ledger->microbatches == NULL) {
+        return SMP_ERR_NO_MEMORY;
+    }
+    ledger->nmicrobatches = microbatches;
+    ledger->backwards     = backwards;
+    return SMP_OK;
+}
+
+/* ------------------------------------------------------------------------ events */
+
+static bool
+in_range(const smp_ledger *ledger, int32_t microbatch, int32_t entry)
+{
+    return microbatch >= 0 && microbatch < ledger->nmicrobatches && entry >= -1 &&
+           entry < ledger->nentries;
+}
+
+smp_status
+smp_ledger_open(smp_ledger *ledger, int32_t microbatch, uint64_t order, int32_t entry)
+{
+    open_forward  *opened;
+    open_forward **at;
+
+    if (!in_range(ledger, microbatch, entry)) {
+        return SMP_ERR_INVALID;
+    }
+    opened = malloc(sizeof(*opened));
+    if (opened == NULL) {
+        return SMP_ERR_NO_MEMORY;
+    }
+    *opened = (open_forward){.order = order, .entry = entry};
+    at      = &ledger->microbatches[microbatch].open;
+    while (*at != NULL && (*at)->order > order) {
+        at = &(*at)->next;
+    }
+    opened->next = *at;
+    *at          = opened;
+    return SMP_OK;
+}
+
+smp_status
+smp_ledger_close(smp_ledger *ledger, int32_t microbatch, uint64_t order, int32_t entry)
+{
+    open_forward **at;
+
+    if (!in_range(ledger, microbatch, entry)) {
+        return SMP_ERR_INVALID;
+    }
+    at = &ledger->microbatches[microbatch].open;
+    while (*at != NULL && ((*at)->order != order || (*at)->entry != entry)) {
+        at = &(*at)->next;
+    }
+    if (*at == NULL) {
+        return SMP_ERR_INVALID;
+    }
+    {
+        open_forward *closed = *at;
+
+        *at = closed->next;
+        free(closed);
+    }
+    return move_on_all(ledger, entry);
+}
+
+smp_status
+smp_ledger_suspect(smp_ledger *ledger, int32_t microbatch, int32_t entry)
+{
+    microbatch_state *mb;
+
+    if (!in_range(ledger, microbatch, entry) || entry < 0) {
+        return SMP_ERR_INVALID;
+    }
+    mb = &ledger->microbatches[microbatch];
+    if (mb->suspect == NULL) {
+        mb->suspect = calloc((size_t)ledger->nparameters + 1, sizeof(*mb->suspect));
+        if (mb->suspect == NULL) {
+            return SMP_ERR_NO_MEMORY;
+        }
+    }
+    for (int32_t i = ledger->first[entry]; i < ledger->first[entry + 1]; i++) {
+        mb->suspect[ledger->uses[i]] = true;
+    }
+    return SMP_OK;
+}
+
+smp_status
+smp_ledger_backward(smp_ledger *ledger, int32_t microbatch, int32_t backward)
+{
+    if (!in_range(ledger, microbatch, -1)) {
+        return SMP_ERR_INVALID;
+    }
+    if (ledger->microbatches[microbatch].backwards <= backward) {
+        ledger->microbatches[microbatch].backwards = backward + 1;
+    }
+    return SMP_OK;
+}
+
+smp_status
+smp_ledger_add(smp_ledger *ledger, int32_t microbatch, uint64_t order, int32_t parameter,
+               void *value)
+{
+    parameter_state *p;
+    slot           **at;
+    term           **behind;
+    term            *added;
+
+    if (!in_range(ledger, microbatch, -1) || parameter < 0 ||
+        parameter >= ledger->nparameters) {
+        ledger->ops.drop(ledger->ctx, value);
+        return SMP_ERR_INVALID;
+    }
+    p = &ledger->parameters[parameter];
+    if (microbatch < p->next) { /* finished, as far as anyone could know: still right
+                                   within rounding */
+        return ledger->ops.fold(ledger->ctx, parameter, value);
+    }
+    at = &p->slots;
+    while (*at != NULL && (*at)->microbatch < microbatch) {
+        at = &(*at)->next;
+    }
+    if (*at == NULL || (*at)->microbatch != microbatch) {
+        slot *fresh = calloc(1, sizeof(*fresh));
+
+        if (fresh == NULL) {
+            ledger->ops.drop(ledger->ctx, value);
+            return SMP_ERR_NO_MEMORY;
+        }
+        fresh->microbatch = microbatch;
+        fresh->next       = *at;
+        *at               = fresh;
+    }
+    added = malloc(sizeof(*added));
+    if (added == NULL) {
+        ledger->ops.drop(ledger->ctx, value);
+        return SMP_ERR_NO_MEMORY;
+    }
+    behind = &(*at)->waiting;
+    while (*behind != NULL && (*behind)->order >= order) {
+        behind = &(*behind)->next;
+    }
+    *added  = (term){.value = value, .order = order, .next = *behind};
+    *behind = added;
+    ledger->held++;
+    return settle(ledger, *at, parameter);
+}
+
+smp_status
+smp_ledger_done(smp_ledger *ledger, int32_t microbatch)
+{
+    if (!in_range(ledger, microbatch, -1)) {
+        return SMP_ERR_INVALID;
+    }
+    ledger->microbatches[microbatch].done = true;
+    return move_on_all(ledger, -1);
+}
+
+smp_status
+smp_ledger_end(smp_ledger *ledger)
+{
+    for (int32_t m = 0; m < ledger->nmicrobatches; m++) {
+        ledger->microbatches[m].done = true;
+        while (ledger->microbatches[m].open != NULL) { /* never asked for */
+            open_forward *o              = ledger->microbatches[m].open;
+            ledger->microbatches[m].open = o->next;
+            free(o);
+        }
+    }
+    return move_on_all(ledger, -1);
+}
+
+size_t
+smp_ledger_held(const smp_ledger *ledger)
+{
+    return ledger->held;
+}

@@ -1,0 +1,76 @@
+/* The order in which gradients are added: the same bits for every schedule and timing.
+ *
+ * Floating-point sums depend on their order, and requests finish in any order.  So a
+ * contribution to a parameter's gradient waits here until its turn:
+ *
+ *   1. a microbatch's contributions are summed by themselves, those of later requests
+ *      first (the order in which one process' engine would meet them);
+ *   2. the sums are added to the gradient in microbatch order, each when no request of
+ *      an earlier microbatch can contribute any more.
+ *
+ * A microbatch is finished for a parameter when its backward has begun and no forward
+ * that may use the parameter is open, or when pp_rank 0 says that it is done.
+ *
+ * Ownership  Terms are opaque; the ledger owns those it holds and gives them to
+ *            ops->add, ops->fold or ops->drop.
+ * Threads    The holder of the server's baton.
+ * Errors     SMP_ERR_NO_MEMORY, or what an op returned.
+ */
+#ifndef SMP_SERVER_LEDGER_H
+#define SMP_SERVER_LEDGER_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include "common/status.h"
+
+typedef struct smp_ledger smp_ledger;
+
+typedef struct {
+    /* *sum += term; takes term. */
+    smp_status (*add)(void *ctx, void **sum, void *term);
+    /* Adds sum to the parameter's gradient; takes sum. */
+    smp_status (*fold)(void *ctx, int32_t parameter, void *sum);
+    /* The parameter's gradient is complete for this step. */
+    smp_status (*complete)(void *ctx, int32_t parameter);
+    void (*drop)(void *ctx, void *term);
+} smp_ledger_ops;
+
+/* Entry e (0 <= e < nentries) may use the parameters uses[first[e]] ... uses[first[e+1]
+ * - 1], ascending.  Entry -1 is the step function, which may use all.  The arrays are
+ * copied, ops too; ctx is borrowed. */
+smp_status smp_ledger_create(int32_t nparameters, int32_t nentries, const int32_t *first,
+                             const int32_t *uses, const smp_ledger_ops *ops, void *ctx,
+                             smp_ledger **out);
+void       smp_ledger_destroy(smp_ledger *ledger);
+
+/* A step begins; backwards: how often the step function calls model.backward. */
+smp_status smp_ledger_begin(smp_ledger *ledger, int32_t microbatches, int32_t backwards);
+
+/* A forward of `entry` keeps a graph: its backward, or release, will close it. */
+smp_status smp_ledger_open(smp_ledger *ledger, int32_t microbatch, uint64_t order,
+                           int32_t entry);
+smp_status smp_ledger_close(smp_ledger *ledger, int32_t microbatch, uint64_t order,
+                            int32_t entry);
+
+/* A forward of `entry` without a graph: a checkpoint may run it again in backward. */
+smp_status smp_ledger_suspect(smp_ledger *ledger, int32_t microbatch, int32_t entry);
+
+/* Backward number `backward` (from 0) of the microbatch has begun. */
+smp_status smp_ledger_backward(smp_ledger *ledger, int32_t microbatch, int32_t backward);
+
+/* A term for the parameter from the request with this order; takes term. */
+smp_status smp_ledger_add(smp_ledger *ledger, int32_t microbatch, uint64_t order,
+                          int32_t parameter, void *term);
+
+/* The microbatch is done: nothing of it is to come. */
+smp_status smp_ledger_done(smp_ledger *ledger, int32_t microbatch);
+
+/* The step is over: folds what is left, in order; or drops it, after a failure. */
+smp_status smp_ledger_end(smp_ledger *ledger);
+void       smp_ledger_abandon(smp_ledger *ledger);
+
+/* Terms held now, for tests and reports. */
+size_t smp_ledger_held(const smp_ledger *ledger);
+
+#endif

@@ -1,0 +1,209 @@
+/* Which microbatch starts next: three orders over one small state per microbatch. */
+#include "server/schedule.h"
+
+#include <assert.h>
+#include <stdlib.h>
+#include <string.h>
+
+typedef enum {
+    MB_WAITING,
+    MB_FORWARD,
+    MB_READY,
+    MB_BACKWARD,
+    MB_DONE,
+} mb_state;
+
+struct smp_schedule {
+    smp_schedule_kind kind;
+    int32_t           microbatches;
+    int32_t           active_limit;
+    int32_t           active;       /* started and not done */
+    int32_t           next_forward; /* the lowest microbatch that is WAITING */
+    int32_t           done;
+    smp_turn         *turns; /* owned; LISTED only */
+    int32_t           nturns;
+    int32_t           next_turn;
+    mb_state          state[]; /* by microbatch */
+};
+
+/* Each forward once, before its backward, and no other microbatch. */
+static bool
+turns_are_valid(const smp_turn *turns, int32_t nturns, int32_t microbatches)
+{
+    bool *seen  = calloc((size_t)microbatches * 2, sizeof(*seen));
+    bool  valid = seen != NULL;
+
+    for (int32_t i = 0; valid && i < nturns; i++) {
+        int32_t mb = turns[i].microbatch;
+
+        if (mb < 0 || mb >= microbatches) {
+            valid = false;
+        } else if (turns[i].phase == SMP_FORWARD) {
+            valid        = !seen[2 * mb];
+            seen[2 * mb] = true;
+        } else {
+            valid            = seen[2 * mb] && !seen[2 * mb + 1];
+            seen[2 * mb + 1] = true;
+        }
+    }
+    for (int32_t mb = 0; valid && mb < microbatches; mb++) {
+        valid = seen[2 * mb] && seen[2 * mb + 1];
+    }
+    free(seen);
+    return valid;
+}
+
+static void
+start(smp_schedule *schedule, int32_t mb, smp_phase phase)
+{
+    if (phase == SMP_FORWARD) {
+        schedule->state[mb] = MB_FORWARD;
+        schedule->active++;
+    } else {
+        schedule->state[mb] = MB_BACKWARD;
+    }
+}
+
+/* The turn that a listed schedule stands at, past the backwards of runs that ended
+ * without one.  False at the end of the list. */
+static bool
+listed_turn(smp_schedule *schedule, smp_turn *turn)
+{
+    while (schedule->next_turn < schedule->nturns) {
+        *turn = schedule->turns[schedule->next_turn];
+        if (turn->phase == SMP_FORWARD || schedule->state[turn->microbatch] != MB_DONE) {
+            return true;
+        }
+        schedule->next_turn++;
+    }
+    return false;
+}
+
+static bool
+next_listed(smp_schedule *schedule, smp_phase phase, int32_t *microbatch)
+{
+    smp_turn turn;
+
+    if (!listed_turn(schedule, &turn) || turn.phase != phase) {
+        return false;
+    }
+    if (phase == SMP_BACKWARD && schedule->state[turn.microbatch] != MB_READY) {
+        return false;
+    }
+    if (phase == SMP_FORWARD && schedule->active >= schedule->active_limit) {
+        return false;
+    }
+    schedule->next_turn++;
+    *microbatch = turn.microbatch;
+    return true;
+}
+
+static bool
+next_backward(const smp_schedule *schedule, int32_t *microbatch)
+{
+    bool forwards_left = schedule->next_forward < schedule->microbatches;
+
+    for (int32_t mb = 0; mb < schedule->next_forward; mb++) {
+        if (schedule->state[mb] == MB_FORWARD) {
+            forwards_left = true;
+        }
+    }
+    if (schedule->kind == SMP_SCHEDULE_SIMPLE && forwards_left) {
+        return false;
+    }
+    for (int32_t mb = 0; mb < schedule->next_forward; mb++) {
+        if (schedule->state[mb] == MB_READY) {
+            *microbatch = mb;
+            return true;
+        }
+    }
+    return false;
+}
+
+smp_status
+smp_schedule_create(smp_schedule_kind kind, int32_t microbatches, int32_t active,
+                    const smp_turn *turns, int32_t nturns, smp_schedule **out)
+{
+    smp_schedule *schedule;
+
+    if (microbatches < 1 || active < 1) {
+        return SMP_ERR_INVALID;
+    }
+    if (kind == SMP_SCHEDULE_LISTED && !turns_are_valid(turns, nturns, microbatches)) {
+        return SMP_ERR_INVALID;
+    }
+    schedule =
+        calloc(1, sizeof(*schedule) + (size_t)microbatches * sizeof(schedule->state[0]));
+    if (schedule == NULL) {
+        return SMP_ERR_NO_MEMORY;
+    }
+    schedule->kind         = kind;
+    schedule->microbatches = microbatches;
+    schedule->active_limit = active;
+    if (kind == SMP_SCHEDULE_LISTED) {
+        schedule->turns = malloc((size_t)nturns * sizeof(*turns));
+        if (schedule->turns == NULL) {
+            free(schedule);
+            return SMP_ERR_NO_MEMORY;
+        }
+        memcpy(schedule->turns, turns, (size_t)nturns * sizeof(*turns));
+        schedule->nturns = nturns;
+    }
+    *out = schedule;
+    return SMP_OK;
+}
+
+void
+smp_schedule_destroy(smp_schedule *schedule)
+{
+    if (schedule == NULL) {
+        return;
+    }
+    free(schedule->turns);
+    free(schedule);
+}
+
+bool
+smp_schedule_next(smp_schedule *schedule, smp_phase phase, int32_t *microbatch)
+{
+    if (schedule->kind == SMP_SCHEDULE_LISTED) {
+        if (!next_listed(schedule, phase, microbatch)) {
+            return false;
+        }
+    } else if (phase == SMP_BACKWARD) {
+        if (!next_backward(schedule, microbatch)) {
+            return false;
+        }
+    } else {
+        if (schedule->next_forward >= schedule->microbatches ||
+            schedule->active >= schedule->active_limit) {
+            return false;
+        }
+        *microbatch = schedule->next_forward++;
+    }
+    start(schedule, *microbatch, phase);
+    return true;
+}
+
+void
+smp_schedule_ready(smp_schedule *schedule, int32_t microbatch)
+{
+    assert(schedule->state[microbatch] == MB_FORWARD);
+    schedule->state[microbatch] = MB_READY;
+}
+
+void
+smp_schedule_done(smp_schedule *schedule, int32_t microbatch)
+{
+    assert(schedule->state[microbatch] == MB_FORWARD ||
+           schedule->state[microbatch] == MB_BACKWARD);
+    schedule->state[microbatch] = MB_DONE;
+    schedule->active--;
+    schedule->done++;
+}
+
+bool
+smp_schedule_finished(const smp_schedule *schedule)
+{
+    return schedule->done == schedule->microbatches;
+}

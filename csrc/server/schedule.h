@@ -1,0 +1,60 @@
+/* Which microbatch's forward or backward the step's rank starts next.
+ *
+ * pp_rank 0 runs the step function once a microbatch.  Each run pauses where it
+ * calls model.backward and goes on when the schedule says so, so a schedule is an
+ * order of (microbatch, phase) pairs and nothing else.  [paper, section 4.3]
+ *
+ *     WAITING --> FORWARD --> READY --> BACKWARD --> DONE
+ *                    |                                ^
+ *                    +--------------------------------+   no model.backward
+ *
+ * Threads  None: the holder of the server's baton.
+ */
+#ifndef SMP_SERVER_SCHEDULE_H
+#define SMP_SERVER_SCHEDULE_H
+
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "common/status.h"
+
+typedef enum {
+    SMP_FORWARD  = 0,
+    SMP_BACKWARD = 1,
+} smp_phase;
+
+typedef enum {
+    SMP_SCHEDULE_SIMPLE,      /* all forwards, then all backwards */
+    SMP_SCHEDULE_INTERLEAVED, /* a backward that is ready, else the next forward */
+    SMP_SCHEDULE_LISTED,      /* the user's order, followed strictly */
+} smp_schedule_kind;
+
+typedef struct {
+    int32_t   microbatch;
+    smp_phase phase;
+} smp_turn;
+
+typedef struct smp_schedule smp_schedule;
+
+/* active: the most microbatches between the start of their forward and the end of
+ * their backward.  turns (LISTED only) is copied; it must name each microbatch's
+ * forward once and before its backward, else SMP_ERR_INVALID.  SMP_ERR_NO_MEMORY. */
+smp_status smp_schedule_create(smp_schedule_kind kind, int32_t microbatches,
+                               int32_t active, const smp_turn *turns, int32_t nturns,
+                               smp_schedule **out);
+void       smp_schedule_destroy(smp_schedule *schedule);
+
+/* What may start now: false when only waiting can help.  A true answer marks the
+ * turn as taken. */
+bool smp_schedule_next(smp_schedule *schedule, smp_phase phase, int32_t *microbatch);
+
+/* The run of `microbatch` reached model.backward. */
+void smp_schedule_ready(smp_schedule *schedule, int32_t microbatch);
+
+/* The run of `microbatch` returned. */
+void smp_schedule_done(smp_schedule *schedule, int32_t microbatch);
+
+/* Every microbatch is done. */
+bool smp_schedule_finished(const smp_schedule *schedule);
+
+#endif

@@ -1,0 +1,96 @@
+/* The module server: one rank's requests, workers and baton.
+ *
+ * During a step exactly one thread of the rank works: it holds the baton.  A worker
+ * whose remote call is under way hands the baton on; whoever holds it with nothing
+ * to run waits on the comm's doorbell itself, so no thread stands between a message
+ * and the worker that runs it.  [paper, section 4.2; design.md, section 4]
+ *
+ *     IDLE --task--> EXECUTING --remote call--> PENDING
+ *      ^                 |  ^                      |
+ *      +-----done--------+  +------response--------+
+ *
+ * Ownership  The server borrows the comm.  Messages handed to ops->execute and
+ *            returned by smp_server_wait() are the receiver's.
+ * Threads    create, step, destroy: the main thread.  wait, backward_point, fail,
+ *            next_call: the worker that holds the baton.  interrupt: any thread, also
+ *            a signal handler.  No function needs the GIL; those that block must be
+ *            called without it.
+ */
+#ifndef SMP_SERVER_SERVER_H
+#define SMP_SERVER_SERVER_H
+
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "comm/comm.h"
+#include "common/status.h"
+#include "server/envelope.h"
+#include "server/schedule.h"
+#include "server/timeline.h"
+
+typedef struct smp_server smp_server;
+
+/* What the server runs; called by the thread that holds the baton, with no lock. */
+typedef struct {
+    /* On a worker thread, before its first and after its last task. */
+    void (*worker_begin)(void *ctx);
+    void (*worker_end)(void *ctx);
+
+    /* Executes a request (SMP_MSG_FORWARD or SMP_MSG_BACKWARD); takes it. */
+    void (*execute)(void *ctx, smp_message *request);
+
+    /* Runs the step function for one microbatch (pp_rank 0). */
+    void (*run_root)(void *ctx, int32_t microbatch);
+
+    /* A note that starts no task (SMP_MSG_RELEASE, SMP_MSG_CLOSED); takes it. */
+    void (*note)(void *ctx, smp_message *note);
+
+    /* On the main thread, while it waits for the end of the step, after a signal.
+     * False ends the step. */
+    bool (*check_signals)(void *ctx);
+} smp_server_ops;
+
+/* ops is copied, ctx and comm are borrowed until destroy.  SMP_ERR_NO_MEMORY. */
+smp_status smp_server_create(smp_comm *comm, int rank, int spin_us,
+                             const smp_server_ops *ops, void *ctx, smp_server **out);
+
+/* Joins the workers.  Not during a step.  Takes NULL. */
+void smp_server_destroy(smp_server *server);
+
+/* Runs one step and returns when it ended.  schedule: pp_rank 0's, taken; NULL on the
+ * other ranks, which serve until SMP_MSG_STEP_END comes: *end is that message (the
+ * caller's).  step numbers the steps of the job, from 1, alike on all ranks.
+ *
+ * SMP_ERR_CLOSED  the step failed: smp_server_fail() here, or SMP_MSG_ABORT from
+ *                 another rank, which is *end then.
+ * SMP_ERR_INTERRUPTED  check_signals said so.
+ * SMP_ERR_PEER_LOST, SMP_ERR_MALFORMED, SMP_ERR_NO_THREAD.
+ * After a failure no worker is inside a task and the server can run the next step. */
+smp_status smp_server_step(smp_server *server, uint32_t step, smp_schedule *schedule,
+                           smp_message **end);
+
+/* A call's number: unique among this rank's. */
+uint64_t smp_server_next_call(smp_server *server);
+
+/* Waits for the response to `call`, with the baton given away.  SMP_ERR_CLOSED: the
+ * step failed, unwind. */
+smp_status smp_server_wait(smp_server *server, uint64_t call, smp_message **response);
+
+/* The step function of `microbatch` reached model.backward: waits for its turn.
+ * SMP_ERR_CLOSED: the step failed, unwind. */
+smp_status smp_server_backward_point(smp_server *server, int32_t microbatch);
+
+/* Ends the step; the worker that calls it then unwinds. */
+void smp_server_fail(smp_server *server);
+
+/* Whether the step under way has failed (the worker that holds the baton). */
+bool smp_server_failed(const smp_server *server);
+
+/* Counts hand-overs of the baton; a worker that finds it unchanged over a wait knows
+ * that no other task ran meanwhile. */
+uint64_t smp_server_switches(const smp_server *server);
+
+/* The record of the last step. */
+smp_timeline *smp_server_timeline(smp_server *server);
+
+#endif

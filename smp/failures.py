@@ -1,0 +1,55 @@
+"""How an exception on one rank becomes the same exception on every rank."""
+
+import pickle
+import traceback
+from typing import Any
+
+PHASES = ("forward", "backward")
+
+
+class StepAborted(BaseException):
+    """Unwinds a worker whose step failed elsewhere; user code does not see it.
+
+    Not an ``Exception``, so that ``except Exception`` in a model lets it pass.
+    """
+
+
+def describe(
+    error: BaseException, path: str | None, microbatch: int, phase: int, rank: int
+) -> tuple:
+    """What the other ranks need to raise the error: plain values, and a pickle of it."""
+    text = "".join(traceback.format_exception(error))
+    try:
+        pickled = pickle.dumps(error)
+        pickle.loads(pickled)
+    except Exception:  # noqa: BLE001 - an exception of any shape may come
+        pickled = b""
+    kind = f"{type(error).__module__}.{type(error).__qualname__}"
+    return rank, path, microbatch, phase, kind, str(error), text, pickled
+
+
+def rebuild(description: tuple, local: BaseException | None) -> BaseException:
+    """The exception to raise from the step: the original one, with a note.
+
+    Args:
+        description: what :func:`describe` made, on any rank.
+        local: the exception itself, on the rank where it was raised.
+    """
+    rank, path, microbatch, phase, kind, message, text, pickled = description
+    error: Any = local
+    if error is None and pickled:
+        try:
+            error = pickle.loads(pickled)
+        except Exception:  # noqa: BLE001 - a class that this rank cannot build
+            error = None
+    if error is None:
+        error = RuntimeError(f"{kind}: {message}")
+    where = "the step function" if path is None else f"module '{path}'"
+    note = f"raised on pp_rank {rank} in {where}, microbatch {microbatch}, {PHASES[phase]}"
+    if local is None:
+        note += f"; there:\n{text}"
+    if hasattr(error, "add_note"):
+        error.add_note(note)
+    else:
+        error.args = (f"{error}\n{note}",)
+    return error

@@ -1,0 +1,250 @@
+"""Cutting a step's arguments into microbatches, and putting its outputs together."""
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class StepOutput:
+    """The versions of one returned tensor, by microbatch.
+
+    Attributes:
+        outputs: list of tensors, one per microbatch, in order.
+    """
+
+    def __init__(self, outputs: list[Tensor], weights: list[float] | None = None):
+        self.outputs = list(outputs)
+        self._weights = weights
+
+    def reduce_mean(self) -> Tensor:
+        """The mean over microbatches, each weighted by its share of the samples."""
+        if self._weights is None or len(set(self._weights)) <= 1:
+            return self.reduce_sum() / len(self.outputs)
+        total = sum(self._weights)
+        parts = [o * (w / total) for o, w in zip(self.outputs, self._weights, strict=True)]
+        return _sum(parts)
+
+    def reduce_sum(self) -> Tensor:
+        """The sum over microbatches, in their order."""
+        return _sum(self.outputs)
+
+    def concat(self) -> Tensor:
+        """The outputs one behind the other along the first dimension."""
+        if all(o.dim() == 0 for o in self.outputs):
+            return torch.stack(self.outputs)
+        return torch.cat(self.outputs)
+
+    def stack(self) -> Tensor:
+        """The outputs along a new first dimension, one entry per microbatch."""
+        return torch.stack(self.outputs)
+
+    def detach(self) -> "StepOutput":
+        """The same without gradients."""
+        return StepOutput([o.detach() for o in self.outputs], self._weights)
+
+    def __len__(self) -> int:
+        return len(self.outputs)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self.outputs)
+
+    def __getitem__(self, index):
+        return self.outputs[index]
+
+    def __repr__(self) -> str:
+        return f"StepOutput({self.outputs!r})"
+
+
+def _sum(parts: list[Tensor]) -> Tensor:
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total
+
+
+def is_named_tuple(value: Any) -> bool:
+    """Whether it is an instance of a class that ``namedtuple`` made."""
+    return isinstance(value, tuple) and hasattr(type(value), "_fields")
+
+
+def rebuild_like(value: Any, parts: Mapping) -> Any:
+    """A dict subclass or dataclass like ``value`` with these values, its ``__init__`` not run."""
+    made = type(value).__new__(type(value))
+    if isinstance(value, dict):
+        for key in value:
+            made[key] = parts[key]
+    for key, old in vars(value).items() if hasattr(value, "__dict__") else ():
+        object.__setattr__(made, key, parts.get(key, old))
+    return made
+
+
+class Splitter:
+    """Cuts the arguments of one step function.
+
+    Args:
+        function: the step function; its argument names matter.
+        non_split_inputs: names of arguments that every microbatch gets whole.
+        input_split_axes: name -> axis to cut along, where it is not 0.
+
+    Source: SageMaker Python SDK documentation, ``smp.step``.
+    """
+
+    def __init__(
+        self,
+        function: Callable,
+        non_split_inputs: list[str] | None = None,
+        input_split_axes: dict[str, int] | None = None,
+    ):
+        self.signature = inspect.signature(function)
+        self.whole = set(non_split_inputs or ())
+        self.axes = dict(input_split_axes or {})
+        variadic = any(
+            p.kind is inspect.Parameter.VAR_KEYWORD for p in self.signature.parameters.values()
+        )
+        for name in [*self.whole, *self.axes]:
+            if name not in self.signature.parameters and not variadic:
+                raise ValueError(
+                    f"smp.step: '{name}' is no argument of {function.__name__}"
+                    f"{self.signature}"
+                )
+
+    def split(
+        self, microbatches: int, args: tuple, kwargs: dict
+    ) -> tuple[list[tuple[tuple, dict]], list[float]]:
+        """The arguments of each microbatch, and each one's number of samples.
+
+        Raises:
+            ValueError: a tensor has fewer samples than there are microbatches.
+        """
+        names = self._names(args)
+        samples: list[list[int]] = []
+        columns = [self._cut(a, microbatches, n, samples) for a, n in zip(args, names, strict=True)]
+        named = {k: self._cut(v, microbatches, k, samples) for k, v in kwargs.items()}
+        calls = [
+            (tuple(c[i] for c in columns), {k: v[i] for k, v in named.items()})
+            for i in range(microbatches)
+        ]
+        weights = [float(n) for n in samples[0]] if samples else [1.0] * microbatches
+        return calls, weights
+
+    def _names(self, args: tuple) -> list[str]:
+        names = []
+        parameters = list(self.signature.parameters.values())
+        for i in range(len(args)):
+            parameter = parameters[min(i, len(parameters) - 1)] if parameters else None
+            names.append(parameter.name if parameter is not None else f"argument {i}")
+        return names
+
+    def _cut(self, value: Any, count: int, name: str, samples: list) -> list:
+        if name in self.whole:
+            return [value] * count
+        return cut(value, count, self.axes.get(name, 0), name, samples)
+
+
+def cut(value: Any, count: int, axis: int, name: str, samples: list) -> list:
+    """``count`` pieces of a value; tensors at any depth are cut, the rest is shared."""
+    if isinstance(value, Tensor):
+        return _cut_tensor(value, count, axis, name, samples)
+    if hasattr(value, "smp_slice"):
+        return [value.smp_slice(count, i, axis) for i in range(count)]
+    if isinstance(value, torch.nn.Module):
+        return [value] * count
+
+    def inner(part: Any, at: Any) -> list:
+        return cut(part, count, axis, f"{name}[{at!r}]", samples)
+
+    if is_named_tuple(value):
+        columns = [inner(part, i) for i, part in enumerate(value)]
+        return [type(value)(*(c[i] for c in columns)) for i in range(count)]
+    if type(value) in (list, tuple, set, frozenset):
+        columns = [inner(part, i) for i, part in enumerate(value)]
+        return [type(value)(c[i] for c in columns) for i in range(count)]
+    if isinstance(value, dict):
+        columns_by_key = {key: inner(part, key) for key, part in value.items()}
+        return [_dict_like(value, {k: c[i] for k, c in columns_by_key.items()}) for i in range(count)]
+    if isinstance(value, Mapping) and hasattr(value, "data") and isinstance(value.data, dict):
+        # A UserDict such as transformers' BatchEncoding.
+        return cut(dict(value), count, axis, name, samples)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {f.name: inner(getattr(value, f.name), f.name) for f in dataclasses.fields(value)}
+        return [rebuild_like(value, {k: c[i] for k, c in fields.items()}) for i in range(count)]
+    return [value] * count
+
+
+def _dict_like(value: dict, parts: dict) -> dict:
+    return parts if type(value) is dict else rebuild_like(value, parts)
+
+
+def _cut_tensor(value: Tensor, count: int, axis: int, name: str, samples: list) -> list:
+    if value.dim() == 0:
+        return [value] * count
+    if axis >= value.dim() or axis < -value.dim():
+        raise ValueError(
+            f"smp.step: argument '{name}' with shape {tuple(value.shape)} has no axis {axis}; "
+            "name it in non_split_inputs or give its axis in input_split_axes"
+        )
+    if value.shape[axis] < count:
+        raise ValueError(
+            f"smp.step: argument '{name}' has {value.shape[axis]} samples on axis {axis} "
+            f"(shape {tuple(value.shape)}), which is fewer than the {count} microbatches; "
+            "use a larger batch or fewer microbatches, or name it in non_split_inputs"
+        )
+    pieces = list(torch.tensor_split(value, count, dim=axis))
+    samples.append([piece.shape[axis] for piece in pieces])
+    return pieces
+
+
+def merge(outputs: list, weights: list[float]) -> Any:
+    """One value out of the step function's value for each microbatch.
+
+    Tensors become :class:`StepOutput`, containers keep their type, ``None`` stays, any
+    other value becomes the list of its versions.
+    """
+    first = outputs[0]
+    if all(isinstance(o, Tensor) for o in outputs):
+        return StepOutput(outputs, weights)
+    if any(type(o) is not type(first) for o in outputs):
+        return list(outputs)
+    if first is None:
+        return None
+    if is_named_tuple(first):
+        return type(first)(*(merge(list(c), weights) for c in zip(*outputs, strict=True)))
+    if isinstance(first, list | tuple):
+        if len({len(o) for o in outputs}) > 1:
+            return list(outputs)
+        return type(first)(merge(list(c), weights) for c in zip(*outputs, strict=True))
+    if isinstance(first, dict):
+        if any(list(o) != list(first) for o in outputs):
+            return list(outputs)
+        return _dict_like(first, {k: merge([o[k] for o in outputs], weights) for k in first})
+    if dataclasses.is_dataclass(first) and not isinstance(first, type):
+        return rebuild_like(
+            first,
+            {
+                f.name: merge([getattr(o, f.name) for o in outputs], weights)
+                for f in dataclasses.fields(first)
+            },
+        )
+    return list(outputs)
+
+
+def map_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:
+    """The value with every tensor in it, at any depth, replaced by ``function(tensor)``."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if is_named_tuple(value):
+        return type(value)(*(map_tensors(v, function) for v in value))
+    if type(value) in (list, tuple):
+        return type(value)(map_tensors(v, function) for v in value)
+    if isinstance(value, dict):
+        return _dict_like(value, {k: map_tensors(v, function) for k, v in value.items()})
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return rebuild_like(
+            value,
+            {f.name: map_tensors(getattr(value, f.name), function) for f in dataclasses.fields(value)},
+        )
+    return value

@@ -1,0 +1,227 @@
+"""``DistributedModel``: the user's module, partitioned over the PP_GROUP."""
+
+import weakref
+from array import array
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from smp import _core, remote_modules, runtime
+
+
+class DistributedModel(nn.Module):
+    """Wraps a module so that its parts run on the ranks of the PP_GROUP.
+
+    It shares the module's parameters, buffers and children, so names are those of the
+    wrapped module.  The partition is made in the first step.
+
+    Attributes:
+        module: the wrapped module.
+        partitioned: whether the partition has been made.
+    """
+
+    module: nn.Module
+
+    def __init__(
+        self,
+        module: nn.Module,
+        trace_device: str = "gpu",
+        trace_execution_times: bool = False,
+        trace_memory_usage: bool = False,
+        overlapping_allreduce: bool = True,
+        backward_passes_per_step: int = 1,
+        average_grads_across_microbatches: bool = True,
+        bucket_cap_mb: float = 25,
+        broadcast_buffers: bool = True,
+        gradient_as_bucket_view: bool = False,
+        find_unused_parameters: bool = False,
+    ):
+        if not isinstance(module, nn.Module):
+            raise TypeError(
+                f"smp.DistributedModel wraps a torch.nn.Module, not a {type(module).__name__}"
+            )
+        super().__init__()
+        self.__dict__["module"] = module
+        # The same dicts: names, iteration, train() and zero_grad() are the module's own.
+        for shared in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+            self.__dict__[shared] = module.__dict__[shared]
+        self.training = module.training
+        self._runtime = runtime.get("smp.DistributedModel")
+        self.trace_device = trace_device
+        self.trace_execution_times = trace_execution_times
+        self.average_grads = average_grads_across_microbatches
+        self.partitioned = False
+        self.partition: Any = None
+        self._owners: dict[str, int] = {}
+        self._post_partition_hooks: dict[int, Callable] = {}
+        self._post_step_hooks: dict[int, Callable] = {}
+        self._runtime.models.append(weakref.ref(self))
+        self._entries: list[remote_modules.Entry] = []
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":
+                raise
+            return getattr(self.module, name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the wrapped module; with pipeline parallelism only inside a step."""
+        rt = self._runtime
+        if rt.pp_size > 1 and not rt.tracing and _core.current() is None:
+            raise RuntimeError(
+                "smp: the model was called outside a step: with pipeline_parallel_degree "
+                f"{rt.pp_size} call it inside a function with @smp.step"
+            )
+        return self.module(*args, **kwargs)
+
+    def backward(
+        self, tensors: Tensor | tuple[Tensor, ...], grad_tensors: Any = None
+    ) -> None:
+        """Run the backward of this microbatch, in place of ``loss.backward()``.
+
+        Args:
+            tensors: the loss (a scalar), or tensors of any shape with ``grad_tensors``.
+            grad_tensors: their gradients; None for scalars.
+
+        Raises:
+            RuntimeError: outside a step, with pipeline parallelism.
+        """
+        rt = self._runtime
+        if rt.tracing:
+            rt.traced_backwards += 1
+            return
+        tensors = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
+        if rt.pp_size == 1:
+            torch.autograd.backward(tensors, rt.seeds(tensors, grad_tensors, self.average_grads))
+            return
+        _core.enter_backward()
+        try:
+            torch.autograd.backward(tensors, rt.seeds(tensors, grad_tensors, self.average_grads))
+        finally:
+            _core.leave_backward()
+
+    def get_module(self) -> nn.Module:
+        """The wrapped module."""
+        return self.module
+
+    def train(self, mode: bool = True) -> "DistributedModel":
+        """Set training mode on the model and the wrapped module; returns self."""
+        self.module.train(mode)
+        self.training = mode
+        return self
+
+    def eval(self) -> "DistributedModel":
+        """Set evaluation mode; returns self."""
+        return self.train(False)
+
+    # ------------------------------------------------------------------ the partition
+
+    def apply_partition(self, partition: Any) -> None:
+        """Make this rank's part of a decided partition: classes, parameters, entries."""
+        rt = self._runtime
+        self.partition = partition
+        rank_of = partition.rank_of
+        self._owners = remote_modules.parameter_owners(self.module, rank_of)
+        self._entries, runs = remote_modules.make_entries(self.module, rank_of)
+        first = sum(len(m._entries) for m in rt.live_models() if m.partitioned)
+        remote_modules.swap_classes(self.module, rank_of, rt.pp_rank, runs, first)
+        remote_modules.free_remote_parameters(self.module, self._owners, rt.pp_rank)
+        self.partitioned = True
+
+    def local_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters that this rank owns, with their names; tied ones once."""
+        for name, parameter in self.module.named_parameters():
+            if not self.partitioned or self._owners[name] == self._runtime.pp_rank:
+                yield name, parameter
+
+    def local_parameters(self) -> Iterator[nn.Parameter]:
+        """The parameters that this rank owns."""
+        for _, parameter in self.local_named_parameters():
+            yield parameter
+
+    def local_named_modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """The modules that run on this rank, with their paths."""
+        for path, module in self.module.named_modules():
+            if not self.partitioned or self.partition.rank_of[path] == self._runtime.pp_rank:
+                yield path, module
+
+    def local_modules(self) -> Iterator[nn.Module]:
+        """The modules that run on this rank."""
+        for _, module in self.local_named_modules():
+            yield module
+
+    def local_named_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """The buffers of the modules that run on this rank, with their names."""
+        for path, module in self.local_named_modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    yield (f"{path}.{name}" if path else name), buffer
+
+    def local_buffers(self) -> Iterator[Tensor]:
+        """The buffers of the modules that run on this rank."""
+        for _, buffer in self.local_named_buffers():
+            yield buffer
+
+    def get_module_partition(self, module: str | nn.Module) -> int:
+        """The pp_rank on which a module runs, by path or by the module itself."""
+        if not self.partitioned:
+            raise RuntimeError("smp: the model is partitioned in its first step, not before")
+        for path, candidate in self.module.named_modules():
+            if path == module or candidate is module:
+                return self.partition.rank_of[path]
+        raise KeyError(f"smp: the model has no module {module!r}")
+
+    def num_parameters(self) -> int:
+        """Number of elements of all parameters, tied ones once."""
+        return sum(p.numel() for p in self.module.parameters())
+
+
+def install(rt: runtime.Runtime) -> None:
+    """Tell the core about the entries, parameters and gradients of all models."""
+    models = [m for m in rt.live_models() if m.partitioned]
+    modules: list[nn.Module] = []
+    parameters: list[nn.Parameter] = []
+    owners: list[int] = []
+    paths: list[str] = []
+    entries: list[tuple] = []
+    for model in models:
+        modules += list(model.module.modules())
+        named = dict(model.module.named_parameters())
+        for path, owner in model._owners.items():
+            parameters.append(named[path])
+            owners.append(owner)
+            paths.append(path)
+        entries += [tuple(entry) for entry in model._entries]
+    _core.set_entries(entries)
+    _core.set_names(modules, parameters, owners, paths)
+    install_gradients(rt, models)
+
+
+def install_gradients(rt: runtime.Runtime, models: list[DistributedModel]) -> None:
+    """Tell the core which local parameters each entry may give gradients to."""
+    local = [p for m in models for p in m.local_parameters() if p.requires_grad]
+    number = {id(p): i for i, p in enumerate(local)}
+    first = array("i", [0])
+    uses = array("i")
+    trains = bytearray()
+    for model in models:
+        for entry in model._entries:
+            members = (
+                entry.callable.children if entry.module is None else [entry.module]
+            )
+            inside = [p for m in members for p in m.parameters()]
+            trains.append(any(p.requires_grad for p in inside))
+            uses.extend(sorted({number[id(p)] for p in inside if id(p) in number}))
+            first.append(len(uses))
+    _core.gradients_setup(local, first, uses, torch.add)
+    rt.trains = bytes(trains)
+    rt.grad_flags = requires_grad_flags(models)
+
+
+def requires_grad_flags(models: list[DistributedModel]) -> bytes:
+    """One byte a parameter: whether it requires grad now."""
+    return bytes(p.requires_grad for m in models for p in m.module.parameters())

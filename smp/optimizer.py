@@ -1,0 +1,71 @@
+"""``DistributedOptimizer``: the user's optimizer, on the parameters of this rank."""
+
+from typing import Any
+
+import torch
+
+_OWN = {"optimizer", "step", "zero_grad", "overflow", "redefined_params", "loss_scale"}
+
+
+class DistributedOptimizer(torch.optim.Optimizer):
+    """Wraps an optimizer; attributes that it does not know are the optimizer's own.
+
+    Parameters of other ranks never get a gradient here, so the wrapped optimizer acts on
+    the local ones, and keeps state for these alone.
+
+    Args:
+        optimizer: any ``torch.optim.Optimizer``, made before or after the model was wrapped.
+        static_loss_scale, dynamic_loss_scale, dynamic_loss_args: for half precision.
+
+    Attributes:
+        optimizer: the wrapped one.
+        overflow: whether the last step was skipped (half precision only).
+    """
+
+    optimizer: Any
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        static_loss_scale: float | None = 1.0,
+        dynamic_loss_scale: bool = False,
+        dynamic_loss_args: dict | None = None,
+    ):
+        # Not super().__init__(): the groups and the state are the wrapped optimizer's.
+        self.__dict__["optimizer"] = optimizer
+        self.__dict__["overflow"] = False
+        self.__dict__["redefined_params"] = False
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "optimizer":
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _OWN:
+            self.__dict__[name] = value
+        else:
+            setattr(self.optimizer, name, value)
+
+    def __repr__(self) -> str:
+        return f"DistributedOptimizer({self.optimizer!r})"
+
+    def step(self, closure: Any = None) -> Any:
+        """Update the local parameters."""
+        return self.optimizer.step() if closure is None else self.optimizer.step(closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients of the parameters."""
+        self.optimizer.zero_grad(set_to_none=set_to_none)
+
+    def add_param_group(self, param_group: dict) -> None:
+        """Add a group to the wrapped optimizer."""
+        self.optimizer.add_param_group(param_group)
+
+    def state_dict(self) -> dict:
+        """The wrapped optimizer's state."""
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        """Load state into the wrapped optimizer."""
+        self.optimizer.load_state_dict(state_dict)

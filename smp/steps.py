@@ -1,0 +1,218 @@
+"""``@smp.step``: running a training step once per microbatch, pipelined.
+
+pp_rank 0 runs the step function; the others serve it.  Order, workers and messages are
+in ``csrc/server``.
+"""
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from smp import _core, failures, microbatches, model, runtime, thread_state
+from smp.runtime import Runtime
+
+_FORWARD, _BACKWARD = 0, 1
+_SIMPLE, _INTERLEAVED, _LISTED, _SERVE = 0, 1, 2, -1
+
+
+def is_tracing() -> bool:
+    """Whether the step function runs now to be traced, before the first real step."""
+    return runtime.current is not None and runtime.current.tracing
+
+
+def step(
+    function: Callable | None = None,
+    *,
+    non_split_inputs: list[str] | None = None,
+    input_split_axes: dict[str, int] | None = None,
+    detach_outputs: bool = True,
+) -> Callable:
+    """Decorate a training or evaluation step.
+
+    Every tensor in the arguments is cut along axis 0 into ``microbatches`` pieces, the
+    function runs once for each, and returned tensors become :class:`smp.StepOutput`.
+
+    Args:
+        function: the step function; calls the model and ``model.backward(loss)``.
+        non_split_inputs: names of arguments that every microbatch gets whole.
+        input_split_axes: name -> axis to cut along, where it is not 0.
+        detach_outputs: return tensors without their graph.
+
+    Raises:
+        ValueError: a batch is smaller than the number of microbatches.
+
+    Source: SageMaker Python SDK documentation, ``smp.step``.
+    """
+    if function is None:
+        return functools.partial(
+            step,
+            non_split_inputs=non_split_inputs,
+            input_split_axes=input_split_axes,
+            detach_outputs=detach_outputs,
+        )
+    splitter = microbatches.Splitter(function, non_split_inputs, input_split_axes)
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        rt = runtime.get(f"the @smp.step function {function.__name__}")
+        return Step(rt, function, splitter, detach_outputs).run(args, kwargs)
+
+    return run
+
+
+class Step:
+    """One call of a step function."""
+
+    def __init__(
+        self,
+        rt: Runtime,
+        function: Callable,
+        splitter: microbatches.Splitter,
+        detach_outputs: bool,
+    ):
+        self.rt = rt
+        self.function = function
+        self.splitter = splitter
+        self.detach = detach_outputs
+        self.count = rt.cfg.microbatches
+        self.calls: list[tuple[tuple, dict]] = []
+        self.outputs: list[Any] = [None] * self.count
+
+    def run(self, args: tuple, kwargs: dict) -> Any:
+        rt = self.rt
+        if rt.in_step:
+            raise RuntimeError(
+                f"smp: the step function {self.function.__name__} was called inside another"
+            )
+        rt.in_step = True
+        try:
+            if rt.pp_rank == 0:
+                self.calls, rt.weights = self.splitter.split(self.count, args, kwargs)
+            if rt.pp_size == 1:
+                return self._run_alone()
+            self._partition_new_models()
+            return self._run_pipelined()
+        finally:
+            rt.in_step = False
+            self.calls = []
+
+    # ------------------------------------------------------------- without a pipeline
+
+    def _run_alone(self) -> Any:
+        for i, (args, kwargs) in enumerate(self.calls):
+            self.rt.microbatch = i
+            self.outputs[i] = self._keep(self.function(*args, **kwargs))
+        return microbatches.merge(self.outputs, self.rt.weights)
+
+    def _keep(self, output: Any) -> Any:
+        return microbatches.map_tensors(output, Tensor.detach) if self.detach else output
+
+    # ------------------------------------------------------------------ the first step
+
+    def _partition_new_models(self) -> None:
+        rt = self.rt
+        new = [m for m in rt.live_models() if not m.partitioned]
+        if not new:
+            return
+        from smp import partitioning
+
+        partitioning.decide(rt, new, self._run_traced)
+        model.install(rt)
+
+    def _run_traced(self) -> None:
+        """Run the step function on the first microbatch, without backward."""
+        args, kwargs = self.calls[0]
+        self.rt.tracing = True
+        self.rt.traced_backwards = 0
+        try:
+            self.function(*args, **kwargs)
+        finally:
+            self.rt.tracing = False
+
+    # -------------------------------------------------------------------- the pipeline
+
+    def _run_pipelined(self) -> Any:
+        rt = self.rt
+        models = [m for m in rt.live_models() if m.partitioned]
+        if model.requires_grad_flags(models) != rt.grad_flags:
+            model.install_gradients(rt, models)
+        seed = int(torch.empty((), dtype=torch.int64).random_())
+        generator_state = torch.default_generator.get_state()
+        self.state = thread_state.capture()
+        self.grad = torch.is_grad_enabled()
+        _core.gradients_begin(self.count, rt.backwards, None)
+        succeeded = False
+        try:
+            kind, turns, active = self._schedule()
+            ok, value = _core.step(
+                kind, self.count, active, turns, rt.trains, self._run_microbatch, seed
+            )
+            if not ok:
+                local, rt.local_error = rt.local_error, None
+                raise failures.rebuild(value, local)
+            if rt.pp_rank == 0:
+                value = (self.outputs, rt.weights)
+                _core.send_end(value)
+            succeeded = True
+        except KeyboardInterrupt as error:
+            if not succeeded:
+                _core.send_abort(failures.describe(error, None, 0, 0, rt.pp_rank))
+            raise
+        finally:
+            _core.gradients_end(not succeeded)
+            torch.default_generator.set_state(generator_state)
+        outputs, weights = value
+        return microbatches.merge(list(outputs), list(weights))
+
+    def _schedule(self) -> tuple[int, list[tuple[int, int]], int]:
+        rt = self.rt
+        active = rt.cfg.active_microbatches or rt.pp_size + 2
+        if rt.pp_rank != 0:
+            return _SERVE, [], active
+        if rt.cfg.pipeline == "simple":
+            return _SIMPLE, [], self.count
+        if rt.cfg.pipeline == "interleaved":
+            return _INTERLEAVED, [], active
+        return _LISTED, read_turns(rt.cfg.pipeline, self.count), self.count
+
+    def _run_microbatch(self, microbatch: int) -> None:
+        """Called by the core, on a worker thread, for each microbatch."""
+        args, kwargs = self.calls[microbatch]
+        with torch.set_grad_enabled(self.grad):
+            if self.state is None:
+                output = self.function(*args, **kwargs)
+            else:
+                output = thread_state.with_state(self.state, self.function, args, kwargs)
+        self.outputs[microbatch] = self._keep(output)
+
+
+def read_turns(pipeline: Any, count: int) -> list[tuple[int, int]]:
+    """The user's schedule as (microbatch, phase) pairs with phase 0 or 1.
+
+    Args:
+        pipeline: a list of pairs, or a callable that gets the number of microbatches and
+            returns or yields them; phase is ``"forward"`` or ``"backward"``, or 0 or 1.
+
+    Raises:
+        ValueError: a pair is malformed; the core refuses an impossible order.
+    """
+    phases = {"forward": _FORWARD, "backward": _BACKWARD, _FORWARD: _FORWARD, _BACKWARD: _BACKWARD}
+    turns = []
+    for turn in pipeline(count) if callable(pipeline) else pipeline:
+        try:
+            microbatch, phase = turn
+            turns.append((int(microbatch), phases[phase]))
+        except (TypeError, ValueError, KeyError):
+            raise ValueError(
+                f"smp: the schedule holds {turn!r}; each entry is (microbatch, phase) with "
+                "phase 'forward' or 'backward'"
+            ) from None
+    if len(turns) != 2 * count:
+        warnings.warn(
+            f"smp: the schedule has {len(turns)} turns for {count} microbatches", stacklevel=2
+        )
+    return turns
