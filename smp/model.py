@@ -98,11 +98,11 @@ class DistributedModel(nn.Module):
         if rt.pp_size == 1:
             torch.autograd.backward(tensors, rt.seeds(tensors, grad_tensors, self.average_grads))
             return
-        _core.enter_backward()
+        _core.begin_backward()
         try:
             torch.autograd.backward(tensors, rt.seeds(tensors, grad_tensors, self.average_grads))
         finally:
-            _core.leave_backward()
+            _core.end_backward()
 
     def get_module(self) -> nn.Module:
         """The wrapped module."""

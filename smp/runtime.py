@@ -46,6 +46,7 @@ class Runtime:
         self.models: list[weakref.ref[DistributedModel]] = []
         self.local_error: BaseException | None = None
         self.tracing = False
+        self.in_step = False
         self.traced_backwards = 0  # model.backward calls while tracing
         self.backwards = 1  # ... that a step function makes, as far as known
         self.trains = b""  # by entry: has parameters that require grad

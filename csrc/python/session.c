@@ -745,10 +745,10 @@ py_send_abort(PyObject *module, PyObject *value)
     Py_RETURN_NONE;
 }
 
-/* enter_backward(): the step function reached model.backward; waits for its turn.
+/* begin_backward(): the step function reached model.backward; waits for its turn.
  * -> the microbatch */
 static PyObject *
-py_enter_backward(PyObject *module, PyObject *unused)
+py_begin_backward(PyObject *module, PyObject *unused)
 {
     smp_task  *task   = smp_this_task;
     smp_status status = SMP_OK;
@@ -790,7 +790,7 @@ py_enter_backward(PyObject *module, PyObject *unused)
 }
 
 static PyObject *
-py_leave_backward(PyObject *module, PyObject *unused)
+py_end_backward(PyObject *module, PyObject *unused)
 {
     (void)module;
     (void)unused;
@@ -929,8 +929,8 @@ static PyMethodDef functions[] = {
      "step(kind, microbatches, active, turns, trains, run_root, seed) -> (ok, value)"},
     {"send_end", py_send_end, METH_O, "send_end(value)"},
     {"send_abort", py_send_abort, METH_O, "send_abort(value)"},
-    {"enter_backward", py_enter_backward, METH_NOARGS, "-> the microbatch"},
-    {"leave_backward", py_leave_backward, METH_NOARGS, "The backward is over."},
+    {"begin_backward", py_begin_backward, METH_NOARGS, "-> the microbatch"},
+    {"end_backward", py_end_backward, METH_NOARGS, "The backward is over."},
     {"current", py_current, METH_NOARGS, "-> (microbatch, entry) or None"},
     {"counters", py_counters, METH_NOARGS, "-> dict of the comm's statistics"},
     {"timeline", py_timeline, METH_NOARGS,
