@@ -37,7 +37,7 @@ typedef struct {
     int    spin_us;         /* how long a waiter polls before it sleeps; -1: decide
                                by the number of cores and local ranks */
     const char *transports; /* comma-separated names in order of preference, or NULL:
-                               all that were compiled in */
+                               all that are registered */
     char job[64];           /* same on all ranks of the job, unlike any other job's */
 } smp_comm_config;
 
@@ -45,7 +45,7 @@ typedef struct {
 typedef struct {
     uint64_t messages;       /* sent */
     uint64_t bytes;          /* sent, headers and blocks */
-    uint64_t pool_blocks;    /* blocks that came from the pool */
+    uint64_t pool_blocks;    /* blocks that came from the pool (small ones need none) */
     uint64_t pool_fallbacks; /* blocks that did not fit into the pool */
     uint64_t pool_in_use;    /* bytes of the own arena handed out now */
     uint64_t pool_high;      /* the most that pool_in_use has been */
@@ -63,8 +63,10 @@ const void *smp_comm_card(const smp_comm *comm, size_t *bytes);
 smp_status smp_comm_connect(smp_comm *comm, const void *const *cards,
                             const size_t *card_bytes, int timeout_ms, int *failed);
 
-/* Stops the progress thread, unmaps, frees.  Messages and blocks that the caller
- * still holds stay valid until they are released.  Takes NULL. */
+/* Says goodbye to the peers (waits at most a second for what is queued), stops the
+ * progress thread, unmaps, frees.  Messages and blocks that the caller still holds stay
+ * valid until they are released.  No other call may be running.  Takes NULL; does
+ * nothing in a forked child. */
 void smp_comm_destroy(smp_comm *comm);
 
 /* 64-byte aligned memory for `bytes` that will travel to `dest`.  A full pool is
@@ -77,23 +79,28 @@ size_t     smp_block_bytes(const smp_block *block);
  * after smp_comm_destroy(). */
 void smp_block_release(smp_block *block);
 
-/* Queues a message.  Copies `bytes`; takes the blocks.  Returns without waiting for
- * the receiver to read, but may wait while the receiver's queue is full.
- * SMP_ERR_PEER_LOST, SMP_ERR_CLOSED, SMP_ERR_NO_MEMORY. */
+/* Queues a message.  Copies `bytes`; takes the blocks.  Never waits for the receiver:
+ * when its queue is full, the message waits in this process.
+ * SMP_ERR_PEER_LOST; SMP_ERR_CLOSED: it ended in order, or this is a forked child;
+ * SMP_ERR_NO_MEMORY; SMP_ERR_INVALID: no such rank, or not connected. */
 smp_status smp_comm_send(smp_comm *comm, int dest, const void *bytes, size_t nbytes,
                          smp_block *const *blocks, size_t nblocks);
 
 typedef struct smp_message {
-    int         source; /* rank that sent it */
-    uint8_t    *bytes;  /* owned by the message; 8-byte aligned */
-    size_t      nbytes;
-    smp_block **blocks; /* owned by the message; NULL where taken */
-    size_t      nblocks;
+    int                 source; /* rank that sent it */
+    uint8_t            *bytes;  /* owned by the message; 8-byte aligned */
+    size_t              nbytes;
+    smp_block         **blocks; /* owned by the message; NULL where taken */
+    size_t              nblocks;
+    struct smp_message *next; /* the comm's own; free for the message's holder */
 } smp_message;
 
 /* The next message.  timeout_ns < 0: no limit; 0: only what is there.
- * SMP_ERR_TIMED_OUT; SMP_ERR_INTERRUPTED after smp_comm_wake() (once a call);
- * SMP_ERR_PEER_LOST when a peer died (see smp_comm_lost); SMP_ERR_MALFORMED. */
+ * SMP_ERR_TIMED_OUT; SMP_ERR_INTERRUPTED after smp_comm_wake() (once a call).
+ * When nothing is there any more, and from then on:
+ * SMP_ERR_PEER_LOST when a peer died, SMP_ERR_MALFORMED or SMP_ERR_NO_MEMORY when what
+ * it sent cannot be read (smp_comm_lost names it); SMP_ERR_CLOSED when every peer has
+ * ended in order, or in a forked child. */
 smp_status smp_comm_receive(smp_comm *comm, int64_t timeout_ns, smp_message **out);
 
 /* Moves block i out of the message; the caller releases it. */
@@ -102,13 +109,17 @@ smp_block *smp_message_take_block(smp_message *message, size_t i);
 /* Frees the message and the blocks that are still in it.  Takes NULL. */
 void smp_message_free(smp_message *message);
 
-/* Makes the present or next smp_comm_receive() return SMP_ERR_INTERRUPTED. */
+/* Makes the present or next smp_comm_receive() return SMP_ERR_INTERRUPTED.
+ * Async-signal-safe. */
 void smp_comm_wake(smp_comm *comm);
 
-/* The rank that is gone, or -1.  Any thread. */
+/* The first rank that died or sent what cannot be read, or -1.  Any thread. */
 int smp_comm_lost(const smp_comm *comm);
 
-void smp_comm_counters(const smp_comm *comm, smp_comm_stats *out);
+/* Whether `rank` has ended in order (smp_comm_destroy): it answers nothing any more. */
+bool smp_comm_left(const smp_comm *comm, int rank);
+
+void smp_comm_counters(smp_comm *comm, smp_comm_stats *out);
 
 /* The name of the transport used to `rank` ("shm", "mpi"). */
 const char *smp_comm_transport(const smp_comm *comm, int rank);

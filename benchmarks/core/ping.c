@@ -1,0 +1,233 @@
+/* Two processes on one host: a small message there and back, a large block one way.
+ *
+ *     make -C benchmarks/core ping
+ *
+ * The baseline of the hand-over (allocate, memcpy in, send, the receiver reads every
+ * byte) is the work that cannot be avoided: one memcpy into warm memory and one
+ * reading of it.
+ */
+#define _GNU_SOURCE
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/utsname.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "comm/card.h"
+#include "comm/clock.h"
+#include "comm/comm.h"
+
+#define PINGS 20000
+#define HANDOVERS 40
+#define BLOCK ((size_t)16 << 20)
+#define SMALL 64
+#define TENSOR 256
+#define MAX_SAMPLES PINGS
+
+typedef struct {
+    _Alignas(8) uint8_t cards[2][SMP_CARD_BYTES];
+    size_t       bytes[2];
+    volatile int ready[2];
+} shared_cards;
+
+static double samples[MAX_SAMPLES];
+
+static int
+by_value(const void *a, const void *b)
+{
+    double x = *(const double *)a;
+    double y = *(const double *)b;
+
+    return (x > y) - (x < y);
+}
+
+static void
+print_row(const char *what, int n, const char *baseline)
+{
+    qsort(samples, (size_t)n, sizeof(samples[0]), by_value);
+    printf("%-46s%12.2f%12.2f   %s\n", what, samples[0], samples[n / 2], baseline);
+}
+
+static void
+check(smp_status status, const char *doing)
+{
+    if (status != SMP_OK) {
+        fprintf(stderr, "%s: %s\n", doing, smp_status_text(status));
+        exit(1);
+    }
+}
+
+static smp_comm *
+connect_pair(shared_cards *shared, int rank)
+{
+    smp_comm_config config = {.rank = rank, .size = 2, .spin_us = -1, .job = "ping"};
+    const void     *cards[2] = {shared->cards[0], shared->cards[1]};
+    smp_comm       *comm;
+    const void     *card;
+    int             failed;
+
+    check(smp_comm_create(&config, &comm), "create");
+    card = smp_comm_card(comm, &shared->bytes[rank]);
+    memcpy(shared->cards[rank], card, shared->bytes[rank]);
+    __sync_synchronize();
+    shared->ready[rank] = 1;
+    while (!shared->ready[1 - rank]) {
+        usleep(100);
+    }
+    __sync_synchronize();
+    check(smp_comm_connect(comm, cards, shared->bytes, 10000, &failed), "connect");
+    return comm;
+}
+
+static uint64_t
+sum(const void *data, size_t bytes)
+{
+    const uint64_t *words = data;
+    uint64_t        total = 0;
+
+    for (size_t i = 0; i < bytes / 8; i++) {
+        total += words[i];
+    }
+    return total;
+}
+
+/* Sends back what it gets (a block's sum instead of a block) until an empty message. */
+static void
+answer(smp_comm *comm)
+{
+    smp_message *message;
+    size_t       nbytes;
+
+    do {
+        uint64_t   total = 0;
+        smp_block *block = NULL;
+
+        check(smp_comm_receive(comm, -1, &message), "receive");
+        nbytes = message->nbytes;
+        if (message->nblocks == 1 && smp_block_bytes(message->blocks[0]) == TENSOR) {
+            block = smp_message_take_block(message, 0);
+            smp_block_release(block);
+            check(smp_comm_block(comm, 0, TENSOR, &block), "block");
+        } else if (message->nblocks == 1) {
+            total = sum(smp_block_data(message->blocks[0]),
+                        smp_block_bytes(message->blocks[0]));
+        }
+        memcpy(message->bytes, &total, nbytes < 8 ? nbytes : 8);
+        check(smp_comm_send(comm, 0, message->bytes, nbytes, &block, block != NULL),
+              "send");
+        smp_message_free(message);
+    } while (nbytes != 0);
+}
+
+static double
+exchange(smp_comm *comm, const void *bytes, size_t nbytes, smp_block *block,
+         uint64_t *total)
+{
+    int64_t      start = smp_clock_ns();
+    smp_message *message;
+
+    check(smp_comm_send(comm, 1, bytes, nbytes, &block, block != NULL), "send");
+    check(smp_comm_receive(comm, -1, &message), "receive");
+    memcpy(total, message->bytes, nbytes < 8 ? nbytes : 8);
+    smp_message_free(message);
+    return (double)(smp_clock_ns() - start) / 1e3;
+}
+
+static void
+measure(smp_comm *comm)
+{
+    uint8_t        small[SMALL] = {0};
+    uint8_t       *source = malloc(BLOCK);
+    uint8_t       *copy = malloc(BLOCK);
+    struct utsname machine;
+    uint64_t       total;
+    uint64_t       want;
+    smp_block     *block;
+
+    uname(&machine);
+    printf("%ld cores, %s, us per operation\n", sysconf(_SC_NPROCESSORS_ONLN),
+           machine.machine);
+    printf("%-46s%12s%12s\n", "", "best", "median");
+    for (int i = 0; i < PINGS; i++) {
+        samples[i] = exchange(comm, small, SMALL, NULL, &total);
+    }
+    print_row("64 B there and back", PINGS, "");
+    for (int i = 0; i < PINGS; i++) {
+        check(smp_comm_block(comm, 1, TENSOR, &block), "block");
+        memset(smp_block_data(block), i, TENSOR);
+        samples[i] = exchange(comm, small, SMALL, block, &total);
+    }
+    print_row("64 B and a block of 256 B there and back", PINGS, "");
+    for (int i = 0; i < PINGS; i++) {
+        int64_t start = smp_clock_ns();
+
+        check(smp_comm_block(comm, 1, 8192, &block), "block");
+        smp_block_release(block);
+        samples[i] = (double)(smp_clock_ns() - start) / 1e3;
+    }
+    print_row("allocate and release 8 KiB", PINGS, "");
+
+    for (size_t i = 0; i < BLOCK; i++) {
+        source[i] = (uint8_t)(i * 7);
+    }
+    memset(copy, 1, BLOCK);
+    want = sum(source, BLOCK);
+    for (int i = 0; i < HANDOVERS; i++) {
+        int64_t start = smp_clock_ns();
+
+        memcpy(copy, source, BLOCK);
+        samples[i] = (double)(smp_clock_ns() - start) / 1e3;
+    }
+    print_row("memcpy 16 MiB, warm", HANDOVERS, "");
+    for (int i = 0; i < HANDOVERS; i++) {
+        int64_t start = smp_clock_ns();
+
+        memcpy(copy, source, BLOCK);
+        if (sum(copy, BLOCK) != want) {
+            exit(1);
+        }
+        samples[i] = (double)(smp_clock_ns() - start) / 1e3;
+    }
+    print_row("memcpy 16 MiB and read it, one process", HANDOVERS, "baseline");
+    for (int i = 0; i < HANDOVERS; i++) {
+        int64_t start = smp_clock_ns();
+
+        check(smp_comm_block(comm, 1, BLOCK, &block), "block");
+        memcpy(smp_block_data(block), source, BLOCK);
+        exchange(comm, small, SMALL, block, &total);
+        samples[i] = (double)(smp_clock_ns() - start) / 1e3;
+        if (total != want) {
+            exit(1);
+        }
+    }
+    print_row("hand over 16 MiB, read it, answer", HANDOVERS, "");
+    exchange(comm, small, 0, NULL, &total);
+    free(source);
+    free(copy);
+}
+
+int
+main(void)
+{
+    shared_cards *shared = mmap(NULL, sizeof(*shared), PROT_READ | PROT_WRITE,
+                                MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    pid_t         pid = shared == MAP_FAILED ? -1 : fork();
+    smp_comm     *comm;
+    int           how = 1;
+
+    if (pid < 0) {
+        return 1;
+    }
+    comm = connect_pair(shared, pid == 0);
+    if (pid == 0) {
+        answer(comm);
+        smp_comm_destroy(comm);
+        return 0;
+    }
+    measure(comm);
+    smp_comm_destroy(comm);
+    waitpid(pid, &how, 0);
+    return how != 0;
+}

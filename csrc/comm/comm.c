@@ -1,0 +1,885 @@
+/* A comm: chooses a transport for each peer, keeps what has arrived, and waits.
+ *
+ * The receiving thread looks at the rings itself and sleeps on the segment's bell.  The
+ * progress thread does everything else; it rings the same bell.
+ */
+#define _GNU_SOURCE
+#include "comm/comm.h"
+
+#include <assert.h>
+#include <pthread.h>
+#include <sched.h>
+#include <signal.h>
+#include <stdatomic.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "comm/arena.h"
+#include "comm/bell.h"
+#include "comm/block.h"
+#include "comm/card.h"
+#include "comm/clock.h"
+#include "comm/fork.h"
+#include "comm/loop.h"
+#include "comm/message.h"
+#include "comm/segment.h"
+#include "comm/transport.h"
+#include "common/lock.h"
+
+#define MAX_TRANSPORTS SMP_CARD_SECTIONS
+
+#define DEFAULT_POOL_BYTES ((size_t)256 << 20)
+
+/* The default takes at most this part of the machine's memory. */
+#define POOL_MEMORY_SHARE 16
+
+/* How long a waiter looks before it sleeps, when it decides by itself: about as long
+ * as a sleep and a wake-up take. */
+#define LOOK_US 50
+
+/* Looks between two looks at the clock. */
+#define LOOKS 32
+
+/* The progress thread looks at what has no descriptor (forked children that have
+ * ended) this often, and more often while something waits for one. */
+#define IDLE_NS (1 * SMP_NS_PER_S)
+#define SWEEP_NS (20 * SMP_NS_PER_MS)
+
+/* How long destroy waits for what is queued, and how often it looks. */
+#define FINISH_NS (1 * SMP_NS_PER_S)
+#define FINISH_STEP_NS (1 * SMP_NS_PER_MS)
+
+/* A peer's life goes from left to right; only OPEN has two ways on. */
+typedef enum { PEER_UNKNOWN, PEER_OPEN, PEER_LEFT, PEER_LOST } peer_state;
+
+/* What a waiter does between two looks, before it sleeps. */
+typedef enum { WAIT_SPIN, WAIT_YIELD } wait_kind;
+
+typedef struct {
+    const smp_transport *ops;
+    void                *self; /* owned */
+} carrier;
+
+struct smp_comm {
+    int          rank; /* set at create, like all up to ncarriers */
+    int          size;
+    int          spin_us;
+    char         job[64];
+    uint32_t     generation; /* smp_fork_generation() of the process that made it */
+    smp_segment *segment;    /* owned: one reference */
+    smp_arena   *arena;      /* owned */
+    smp_loop     loop;
+    smp_host     host;
+    smp_card    *card; /* owned */
+    carrier      carriers[MAX_TRANSPORTS];
+    int          ncarriers;
+
+    carrier *
+        *routes; /* owned: [size] of borrowed; set by connect, like all up to thread */
+    wait_kind wait;
+    int64_t   look_ns;
+    bool      started; /* the thread runs */
+    pthread_t thread;
+
+    _Atomic uint8_t *states;      /* owned: [size] of peer_state */
+    _Atomic int      open;        /* how many are PEER_OPEN */
+    _Atomic uint64_t fault;       /* the first lost rank and why; see fault_of() */
+    _Atomic bool     woken;       /* smp_comm_wake() */
+    _Atomic bool     stopping;    /* the progress thread is to finish */
+    _Atomic bool     pages_asked; /* it has been told that the arena wants pages */
+
+    _Atomic uint64_t messages;
+    _Atomic uint64_t bytes;
+    _Atomic uint64_t pool_blocks;
+    _Atomic uint64_t pool_fallbacks;
+
+    _Atomic size_t inbox_count;
+    smp_lock       inbox_lock; /* guards all below */
+    smp_message   *inbox;      /* owned: first in, first out */
+    smp_message   *inbox_last;
+};
+
+static smp_lock             registry_lock = SMP_LOCK_INIT(SMP_LOCK_REGISTRY);
+static const smp_transport *registry[MAX_TRANSPORTS] = {&smp_transport_shm};
+static int                  nregistry = 1;
+
+/* A forked child has the struct, but neither the thread nor the descriptors. */
+static bool
+is_child(const smp_comm *comm)
+{
+    return comm->generation != smp_fork_generation();
+}
+
+/* --------------------------------------------------- what a comm does as a host */
+
+static uint64_t
+fault_of(int rank, smp_status why)
+{
+    return (uint64_t)why << 32 | ((uint64_t)rank + 1);
+}
+
+static int
+fault_rank(uint64_t fault)
+{
+    return (int)(fault & UINT32_MAX) - 1;
+}
+
+static smp_status
+fault_why(uint64_t fault)
+{
+    return (smp_status)(fault >> 32);
+}
+
+static void
+host_arrived(smp_comm *comm)
+{
+    smp_bell_ring(comm->segment->bell);
+}
+
+static void
+host_kick(smp_comm *comm)
+{
+    smp_loop_kick(&comm->loop);
+}
+
+/* Moves a peer out of PEER_OPEN; false if it was not there. */
+static bool
+close_peer(smp_comm *comm, int rank, peer_state to)
+{
+    uint8_t from = PEER_OPEN;
+
+    if (!atomic_compare_exchange_strong(&comm->states[rank], &from, (uint8_t)to)) {
+        return false;
+    }
+    atomic_fetch_sub(&comm->open, 1);
+    return true;
+}
+
+static void
+host_lost(smp_comm *comm, int rank, smp_status why)
+{
+    uint64_t none = 0;
+
+    if (close_peer(comm, rank, PEER_LOST)) {
+        atomic_compare_exchange_strong(&comm->fault, &none, fault_of(rank, why));
+    }
+    /* It may have died between clearing the bell and waking us. */
+    smp_bell_ring_hard(comm->segment->bell);
+}
+
+static void
+host_left(smp_comm *comm, int rank)
+{
+    close_peer(comm, rank, PEER_LEFT);
+    smp_bell_ring_hard(comm->segment->bell);
+}
+
+static void
+host_deliver(smp_comm *comm, smp_message *message)
+{
+    message->next = NULL;
+    smp_lock_acquire(&comm->inbox_lock);
+    if (comm->inbox == NULL) {
+        comm->inbox = message;
+    } else {
+        comm->inbox_last->next = message;
+    }
+    comm->inbox_last = message;
+    atomic_fetch_add(&comm->inbox_count, 1);
+    smp_lock_release(&comm->inbox_lock);
+    host_arrived(comm);
+}
+
+static smp_status
+host_block(smp_comm *comm, size_t bytes, smp_block **out)
+{
+    uint32_t   slot;
+    uint64_t   offset;
+    smp_status status;
+
+    if (!smp_arena_take(comm->arena, bytes, &slot, &offset)) {
+        status = smp_block_private(bytes, out);
+        if (status == SMP_OK) {
+            atomic_fetch_add_explicit(&comm->pool_fallbacks, 1, memory_order_relaxed);
+        }
+        return status;
+    }
+    status = smp_block_shared(comm->segment, slot, offset, bytes, out);
+    if (status != SMP_OK) {
+        atomic_store(&comm->segment->states[slot], SMP_SLOT_FREE);
+        return status;
+    }
+    atomic_fetch_add_explicit(&comm->pool_blocks, 1, memory_order_relaxed);
+    if (smp_arena_wants_pages(comm->arena) &&
+        !atomic_exchange(&comm->pages_asked, true)) {
+        host_kick(comm);
+    }
+    return SMP_OK;
+}
+
+static smp_status
+host_watch(smp_comm *comm, int fd, uint32_t events, smp_watch *watch)
+{
+    return smp_loop_watch(&comm->loop, fd, events, watch);
+}
+
+static void
+host_unwatch(smp_comm *comm, int fd)
+{
+    smp_loop_unwatch(&comm->loop, fd);
+}
+
+/* --------------------------------------------------------- the progress thread */
+
+/* What is to be done now; how long to wait then. */
+static int64_t
+progress(smp_comm *comm)
+{
+    int64_t wait = IDLE_NS;
+
+    atomic_store(&comm->pages_asked, false);
+    if (smp_arena_wants_pages(comm->arena)) {
+        smp_arena_make_pages(comm->arena);
+        wait = 0;
+    }
+    if (smp_fork_sweep() && wait > SWEEP_NS) {
+        wait = SWEEP_NS;
+    }
+    for (int i = 0; i < comm->ncarriers; i++) {
+        int64_t its = comm->carriers[i].ops->progress(comm->carriers[i].self);
+
+        if (its >= 0 && its < wait) {
+            wait = its;
+        }
+    }
+    return wait;
+}
+
+static bool
+finish(smp_comm *comm)
+{
+    bool done = true;
+
+    for (int i = 0; i < comm->ncarriers; i++) {
+        done = comm->carriers[i].ops->finish(comm->carriers[i].self) && done;
+    }
+    return done;
+}
+
+static void *
+progress_main(void *arg)
+{
+    smp_comm *comm = arg;
+    int64_t   deadline;
+
+    while (!atomic_load(&comm->stopping)) {
+        smp_loop_wait(&comm->loop, progress(comm));
+    }
+    deadline = smp_clock_ns() + FINISH_NS;
+    while (!finish(comm) && smp_clock_ns() < deadline) {
+        progress(comm);
+        smp_loop_wait(&comm->loop, FINISH_STEP_NS);
+    }
+    return NULL;
+}
+
+/* Signals are the other threads' business. */
+static smp_status
+start_thread(smp_comm *comm)
+{
+    sigset_t all;
+    sigset_t before;
+    int      error;
+
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    error = pthread_create(&comm->thread, NULL, progress_main, comm);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    if (error != 0) {
+        return SMP_ERR_NO_THREAD;
+    }
+    pthread_setname_np(comm->thread, "smp-progress");
+    comm->started = true;
+    return SMP_OK;
+}
+
+/* ----------------------------------------------------------- setup and teardown */
+
+static size_t
+default_pool_bytes(void)
+{
+    long   pages = sysconf(_SC_PHYS_PAGES);
+    long   page = sysconf(_SC_PAGESIZE);
+    size_t share = DEFAULT_POOL_BYTES;
+
+    if (pages > 0 && page > 0) {
+        share = (size_t)pages * (size_t)page / POOL_MEMORY_SHARE;
+    }
+    return share < DEFAULT_POOL_BYTES ? share : DEFAULT_POOL_BYTES;
+}
+
+/* The registered transport with the name [name, name + length), or NULL. */
+static const smp_transport *
+find_transport(const char *name, size_t length)
+{
+    const smp_transport *found = NULL;
+
+    smp_lock_acquire(&registry_lock);
+    for (int i = 0; i < nregistry && found == NULL; i++) {
+        if (strlen(registry[i]->name) == length &&
+            strncmp(registry[i]->name, name, length) == 0) {
+            found = registry[i];
+        }
+    }
+    smp_lock_release(&registry_lock);
+    return found;
+}
+
+/* Makes this rank's end of one transport and its section of the card. */
+static smp_status
+add_carrier(smp_comm *comm, const smp_transport *ops)
+{
+    carrier    *c = &comm->carriers[comm->ncarriers];
+    const void *section;
+    size_t      bytes;
+    smp_status  status;
+
+    assert(comm->ncarriers < (int)MAX_TRANSPORTS);
+    c->ops = ops;
+    status = ops->create(&comm->host, &c->self);
+    if (status != SMP_OK) {
+        return status;
+    }
+    comm->ncarriers++; /* destroy sees to it from here on */
+    section = ops->card(c->self, &bytes);
+    return smp_card_add(comm->card, ops->name, section, bytes) ? SMP_OK
+                                                               : SMP_ERR_INVALID;
+}
+
+/* Those that the user named, in that order: each must be there. */
+static smp_status
+add_named(smp_comm *comm, const char *names)
+{
+    while (*names != '\0') {
+        size_t               length = strcspn(names, ",");
+        const smp_transport *ops = find_transport(names, length);
+        smp_status           status;
+
+        if (ops == NULL || comm->ncarriers == (int)MAX_TRANSPORTS) {
+            return SMP_ERR_INVALID;
+        }
+        status = add_carrier(comm, ops);
+        if (status != SMP_OK) {
+            return status;
+        }
+        names += length + (names[length] == ',');
+    }
+    return SMP_OK;
+}
+
+/* All that are registered; one that cannot work here is left out. */
+static smp_status
+add_registered(smp_comm *comm)
+{
+    const smp_transport *all[MAX_TRANSPORTS];
+    int                  n;
+    smp_status           status = SMP_ERR_SYSTEM;
+
+    smp_lock_acquire(&registry_lock);
+    n = nregistry;
+    memcpy(all, registry, sizeof(all));
+    smp_lock_release(&registry_lock);
+    for (int i = 0; i < n; i++) {
+        smp_status its = add_carrier(comm, all[i]);
+
+        if (comm->ncarriers == 0) {
+            status = its;
+        }
+    }
+    return comm->ncarriers != 0 ? SMP_OK : status;
+}
+
+static void
+fill_host(smp_comm *comm)
+{
+    comm->host = (smp_host){
+        .comm = comm,
+        .rank = comm->rank,
+        .size = comm->size,
+        .job = comm->job,
+        .segment = comm->segment,
+        .block = host_block,
+        .block_data = smp_block_data,
+        .block_bytes = smp_block_bytes,
+        .block_release = smp_block_release,
+        .message = smp_message_create,
+        .message_free = smp_message_free,
+        .deliver = host_deliver,
+        .arrived = host_arrived,
+        .lost = host_lost,
+        .left = host_left,
+        .kick = host_kick,
+        .kick_fd = comm->loop.kick_fd,
+        .watch = host_watch,
+        .unwatch = host_unwatch,
+    };
+}
+
+smp_status
+smp_comm_create(const smp_comm_config *config, smp_comm **out)
+{
+    smp_comm *comm;
+    size_t pool = config->pool_bytes != 0 ? config->pool_bytes : default_pool_bytes();
+    smp_status status;
+
+    if (config->size < 1 || config->rank < 0 || config->rank >= config->size ||
+        memchr(config->job, '\0', sizeof(config->job)) == NULL) {
+        return SMP_ERR_INVALID;
+    }
+    status = smp_fork_init();
+    if (status != SMP_OK) {
+        return status;
+    }
+    comm = calloc(1, sizeof(*comm));
+    if (comm == NULL) {
+        return SMP_ERR_NO_MEMORY;
+    }
+    status = smp_loop_init(&comm->loop);
+    if (status != SMP_OK) {
+        free(comm);
+        return status;
+    }
+    smp_lock_init(&comm->inbox_lock, SMP_LOCK_INBOX);
+    comm->rank = config->rank;
+    comm->size = config->size;
+    comm->spin_us = config->spin_us;
+    comm->generation = smp_fork_generation();
+    memcpy(comm->job, config->job, sizeof(comm->job));
+    comm->routes = calloc((size_t)comm->size, sizeof(carrier *));
+    comm->states = calloc((size_t)comm->size, sizeof(*comm->states));
+    comm->card = malloc(SMP_CARD_BYTES);
+    if (comm->routes == NULL || comm->states == NULL || comm->card == NULL) {
+        status = SMP_ERR_NO_MEMORY;
+        goto err_destroy;
+    }
+    status = smp_segment_create(comm->size, pool, &comm->segment);
+    if (status != SMP_OK) {
+        goto err_destroy;
+    }
+    status = smp_arena_create(comm->segment, &comm->arena);
+    if (status != SMP_OK) {
+        goto err_destroy;
+    }
+    fill_host(comm);
+    smp_card_begin(comm->card, comm->rank, comm->size);
+    if (comm->size > 1) {
+        status = config->transports != NULL ? add_named(comm, config->transports)
+                                            : add_registered(comm);
+        if (status != SMP_OK) {
+            goto err_destroy;
+        }
+    }
+    *out = comm;
+    return SMP_OK;
+
+err_destroy:
+    smp_comm_destroy(comm);
+    return status;
+}
+
+const void *
+smp_comm_card(const smp_comm *comm, size_t *bytes)
+{
+    *bytes = comm->card->bytes;
+    return comm->card;
+}
+
+/* Connects by one transport to those ranks that have no route yet. */
+static smp_status
+connect_by(smp_comm *comm, carrier *c, const void *const *cards, int64_t deadline_ns,
+           int *failed)
+{
+    size_t       size = (size_t)comm->size;
+    const void **sections = calloc(size, sizeof(*sections));
+    size_t      *bytes = calloc(size, sizeof(*bytes));
+    bool        *wanted = calloc(size, sizeof(*wanted));
+    bool        *reached = calloc(size, sizeof(*reached));
+    smp_status   status = SMP_ERR_NO_MEMORY;
+
+    if (sections == NULL || bytes == NULL || wanted == NULL || reached == NULL) {
+        goto out;
+    }
+    for (int r = 0; r < comm->size; r++) {
+        wanted[r] = r != comm->rank && comm->routes[r] == NULL;
+        if (wanted[r]) {
+            sections[r] = smp_card_find(cards[r], c->ops->name, &bytes[r]);
+        }
+    }
+    status =
+        c->ops->connect(c->self, sections, bytes, wanted, deadline_ns, reached, failed);
+    for (int r = 0; r < comm->size; r++) {
+        if (status == SMP_OK && reached[r]) {
+            comm->routes[r] = c;
+            atomic_store(&comm->states[r], PEER_OPEN);
+            atomic_fetch_add(&comm->open, 1);
+        }
+    }
+
+out:
+    free(sections);
+    free(bytes);
+    free(wanted);
+    free(reached);
+    return status;
+}
+
+/* Spinning pays only where each rank of this machine has a core for itself: the waiter
+ * would keep the one from working for whom it waits. */
+static void
+decide_how_to_wait(smp_comm *comm, const void *const *cards)
+{
+    uint64_t cores[SMP_CARD_CORES / 64] = {0};
+    int      ncores = 0;
+    int      busy = 0; /* threads that may want a core */
+    bool     polls = false;
+
+    for (int r = 0; r < comm->size; r++) {
+        const smp_card *card = r == comm->rank ? comm->card : cards[r];
+
+        if (r != comm->rank && comm->routes[r]->ops->polls) {
+            polls = true;
+        }
+        if (r == comm->rank || comm->routes[r]->ops->same_host) {
+            busy++;
+            for (size_t i = 0; i < SMP_CARD_CORES / 64; i++) {
+                cores[i] |= card->cores[i];
+            }
+        }
+    }
+    for (size_t i = 0; i < SMP_CARD_CORES / 64; i++) {
+        ncores += __builtin_popcountll(cores[i]);
+    }
+    comm->wait = ncores >= (polls ? 2 * busy : busy) ? WAIT_SPIN : WAIT_YIELD;
+    comm->look_ns = LOOK_US * SMP_NS_PER_US;
+    if (comm->spin_us >= 0) {
+        comm->wait = WAIT_SPIN;
+        comm->look_ns = comm->spin_us * SMP_NS_PER_US;
+    }
+}
+
+smp_status
+smp_comm_connect(smp_comm *comm, const void *const *cards, const size_t *card_bytes,
+                 int timeout_ms, int *failed)
+{
+    int64_t    deadline = smp_clock_deadline(timeout_ms * SMP_NS_PER_MS);
+    smp_status status;
+
+    if (is_child(comm) || comm->started) {
+        return SMP_ERR_CLOSED;
+    }
+    for (int r = 0; r < comm->size; r++) {
+        if (r != comm->rank && !smp_card_ok(cards[r], card_bytes[r], r, comm->size)) {
+            *failed = r;
+            return SMP_ERR_MALFORMED;
+        }
+    }
+    for (int i = 0; i < comm->ncarriers; i++) {
+        status = connect_by(comm, &comm->carriers[i], cards, deadline, failed);
+        if (status != SMP_OK) {
+            return status;
+        }
+    }
+    for (int r = 0; r < comm->size; r++) {
+        if (r != comm->rank && comm->routes[r] == NULL) {
+            *failed = r;
+            return SMP_ERR_UNREACHABLE;
+        }
+    }
+    smp_segment_close_fd(comm->segment);
+    decide_how_to_wait(comm, cards);
+    return comm->size > 1 ? start_thread(comm) : SMP_OK;
+}
+
+void
+smp_comm_destroy(smp_comm *comm)
+{
+    if (comm == NULL || is_child(comm)) {
+        return;
+    }
+    if (comm->started) { /* 1. send what is queued, say goodbye */
+        atomic_store(&comm->stopping, true);
+        smp_loop_kick(&comm->loop);
+        pthread_join(comm->thread, NULL);
+    }
+    for (int i = comm->ncarriers; i-- > 0;) { /* 2. close what leads to the peers */
+        comm->carriers[i].ops->destroy(comm->carriers[i].self);
+    }
+    while (comm->inbox != NULL) { /* 3. nobody else sees the rest now */
+        smp_message *next = comm->inbox->next;
+
+        smp_message_free(comm->inbox);
+        comm->inbox = next;
+    }
+    smp_arena_destroy(comm->arena);
+    smp_segment_unref(comm->segment);
+    smp_loop_fini(&comm->loop);
+    smp_lock_fini(&comm->inbox_lock);
+    free(comm->card);
+    free(comm->states);
+    free(comm->routes);
+    free(comm);
+}
+
+/* --------------------------------------------------------- sending and receiving */
+
+/* Whether messages can go to `dest`. */
+static smp_status
+check_dest(const smp_comm *comm, int dest)
+{
+    if (is_child(comm)) {
+        return SMP_ERR_CLOSED;
+    }
+    if (dest < 0 || dest >= comm->size) {
+        return SMP_ERR_INVALID;
+    }
+    switch (
+        (peer_state)atomic_load_explicit(&comm->states[dest], memory_order_relaxed)) {
+    case PEER_OPEN:
+        return SMP_OK;
+    case PEER_LEFT:
+        return SMP_ERR_CLOSED;
+    case PEER_LOST:
+        return SMP_ERR_PEER_LOST;
+    case PEER_UNKNOWN:
+        break;
+    }
+    return SMP_ERR_INVALID;
+}
+
+smp_status
+smp_comm_block(smp_comm *comm, int dest, size_t bytes, smp_block **out)
+{
+    smp_status status = check_dest(comm, dest);
+
+    if (status != SMP_OK) {
+        return status;
+    }
+    return comm->routes[dest]->ops->block(comm->routes[dest]->self, dest, bytes, out);
+}
+
+smp_status
+smp_comm_send(smp_comm *comm, int dest, const void *bytes, size_t nbytes,
+              smp_block *const *blocks, size_t nblocks)
+{
+    smp_status status = check_dest(comm, dest);
+    uint64_t   total = nbytes;
+
+    if (status == SMP_OK && nblocks > INT32_MAX) {
+        status = SMP_ERR_INVALID;
+    }
+    if (status != SMP_OK) {
+        for (size_t i = 0; i < nblocks; i++) {
+            smp_block_release(blocks[i]);
+        }
+        return status;
+    }
+    for (size_t i = 0; i < nblocks; i++) {
+        total += blocks[i]->bytes;
+    }
+    status = comm->routes[dest]->ops->send(comm->routes[dest]->self, dest, bytes,
+                                           nbytes, blocks, nblocks);
+    if (status == SMP_OK) {
+        atomic_fetch_add_explicit(&comm->messages, 1, memory_order_relaxed);
+        atomic_fetch_add_explicit(&comm->bytes, total, memory_order_relaxed);
+    }
+    return status;
+}
+
+/* The oldest message of the inbox, or NULL. */
+static smp_message *
+take_delivered(smp_comm *comm)
+{
+    smp_message *message;
+
+    if (atomic_load(&comm->inbox_count) == 0) {
+        return NULL;
+    }
+    smp_lock_acquire(&comm->inbox_lock);
+    message = comm->inbox;
+    comm->inbox = message->next;
+    message->next = NULL;
+    atomic_fetch_sub(&comm->inbox_count, 1);
+    smp_lock_release(&comm->inbox_lock);
+    return message;
+}
+
+/* SMP_ERR_TIMED_OUT: nothing is there. */
+static smp_status
+look(smp_comm *comm, smp_message **out)
+{
+    /* Read before the queues: what an ended peer sent is in them by then. */
+    uint64_t fault = atomic_load(&comm->fault);
+    bool     alone = atomic_load(&comm->open) == 0 && comm->size > 1;
+
+    if (atomic_load(&comm->woken) && atomic_exchange(&comm->woken, false)) {
+        return SMP_ERR_INTERRUPTED;
+    }
+    for (int i = 0; i < comm->ncarriers; i++) {
+        const carrier *c = &comm->carriers[i];
+        smp_status     status = SMP_OK;
+        smp_message   *message = NULL;
+
+        if (c->ops->poll != NULL) {
+            status = c->ops->poll(c->self, &message);
+        }
+        if (status != SMP_OK) {
+            return status;
+        }
+        if (message != NULL) {
+            *out = message;
+            return SMP_OK;
+        }
+    }
+    *out = take_delivered(comm);
+    if (*out != NULL) {
+        return SMP_OK;
+    }
+    if (fault != 0) {
+        return fault_why(fault);
+    }
+    return alone ? SMP_ERR_CLOSED : SMP_ERR_TIMED_OUT;
+}
+
+static void
+pause_between_looks(wait_kind kind)
+{
+    if (kind == WAIT_YIELD) {
+        sched_yield();
+        return;
+    }
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
+/* Looks until something is there or `until_ns`. */
+static smp_status
+look_for_a_while(smp_comm *comm, int64_t until_ns, smp_message **out)
+{
+    smp_status status;
+
+    do {
+        for (int i = 0; i < LOOKS; i++) {
+            status = look(comm, out);
+            if (status != SMP_ERR_TIMED_OUT) {
+                return status;
+            }
+            pause_between_looks(comm->wait);
+        }
+    } while (smp_clock_ns() < until_ns);
+    return status;
+}
+
+smp_status
+smp_comm_receive(smp_comm *comm, int64_t timeout_ns, smp_message **out)
+{
+    smp_bell    *bell = comm->segment->bell;
+    smp_message *message = NULL;
+    smp_status   status;
+    int64_t      deadline;
+    int64_t      looked;
+
+    if (is_child(comm)) {
+        return SMP_ERR_CLOSED;
+    }
+    status = look(comm, &message);
+    if (status == SMP_ERR_TIMED_OUT && timeout_ns != 0) {
+        deadline = smp_clock_deadline(timeout_ns);
+        if (comm->look_ns != 0) {
+            looked = smp_clock_ns() + comm->look_ns;
+            status =
+                look_for_a_while(comm, looked < deadline ? looked : deadline, &message);
+        }
+        while (status == SMP_ERR_TIMED_OUT) {
+            smp_bell_lie_down(bell);
+            status = look(comm, &message);
+            if (status != SMP_ERR_TIMED_OUT || smp_clock_ns() >= deadline) {
+                break;
+            }
+            smp_bell_sleep(bell, deadline);
+        }
+        smp_bell_get_up(bell);
+    }
+    if (status == SMP_OK) {
+        *out = message;
+    }
+    return status;
+}
+
+void
+smp_comm_wake(smp_comm *comm)
+{
+    if (!is_child(comm)) {
+        atomic_store(&comm->woken, true);
+        smp_bell_ring(comm->segment->bell);
+    }
+}
+
+int
+smp_comm_lost(const smp_comm *comm)
+{
+    return fault_rank(atomic_load(&comm->fault));
+}
+
+bool
+smp_comm_left(const smp_comm *comm, int rank)
+{
+    return atomic_load(&comm->states[rank]) == PEER_LEFT;
+}
+
+void
+smp_comm_counters(smp_comm *comm, smp_comm_stats *out)
+{
+    smp_arena_use use;
+
+    smp_arena_measure(comm->arena, &use);
+    *out = (smp_comm_stats){
+        .messages = atomic_load(&comm->messages),
+        .bytes = atomic_load(&comm->bytes),
+        .pool_blocks = atomic_load(&comm->pool_blocks),
+        .pool_fallbacks = atomic_load(&comm->pool_fallbacks),
+        .pool_in_use = use.in_use,
+        .pool_high = use.high,
+        .pool_size = use.size,
+    };
+}
+
+const char *
+smp_comm_transport(const smp_comm *comm, int rank)
+{
+    const carrier *c = comm->routes[rank];
+
+    return c == NULL ? NULL : c->ops->name;
+}
+
+smp_status
+smp_transport_register(const smp_transport *transport)
+{
+    smp_status status = SMP_OK;
+
+    if (find_transport(transport->name, strlen(transport->name)) != NULL) {
+        return SMP_OK;
+    }
+    smp_lock_acquire(&registry_lock);
+    if (nregistry == (int)MAX_TRANSPORTS) {
+        status = SMP_ERR_INVALID;
+    } else {
+        registry[nregistry++] = transport;
+    }
+    smp_lock_release(&registry_lock);
+    return status;
+}

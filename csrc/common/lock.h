@@ -1,0 +1,40 @@
+/* Locks with a rank: the order in which a thread may take them is one list.
+ *
+ * Debug builds assert that a thread takes locks only downwards in the list, so a
+ * lock-order deadlock stops the first test that could run into it.
+ *
+ * Never hold one while calling Python, MPI, CUDA or a function out of a table.
+ */
+#ifndef SMP_COMMON_LOCK_H
+#define SMP_COMMON_LOCK_H
+
+#include <pthread.h>
+
+/* A thread holding one of these may take only those further down. */
+typedef enum {
+    SMP_LOCK_PEER,     /* comm: what is on its way to one peer          */
+    SMP_LOCK_ARENA,    /* comm: the own arena's books                   */
+    SMP_LOCK_INBOX,    /* comm: messages and blocks that have arrived   */
+    SMP_LOCK_OUTBOX,   /* comm: blocks that wait for a socket           */
+    SMP_LOCK_REGISTRY, /* comm: the list of transports                  */
+    SMP_LOCK_FORK,     /* comm: what a forked child must not touch      */
+    SMP_NLOCKS
+} smp_lock_rank;
+
+typedef struct {
+    pthread_mutex_t mutex;
+    smp_lock_rank   rank;
+} smp_lock;
+
+/* For locks with static storage. */
+#define SMP_LOCK_INIT(rank)                                                            \
+    {                                                                                  \
+        PTHREAD_MUTEX_INITIALIZER, rank                                                \
+    }
+
+void smp_lock_init(smp_lock *lock, smp_lock_rank rank);
+void smp_lock_fini(smp_lock *lock);
+void smp_lock_acquire(smp_lock *lock);
+void smp_lock_release(smp_lock *lock);
+
+#endif

@@ -1,0 +1,486 @@
+/* What every transport must do: one list of tests, run by comm_test.c over shared
+ * memory and by mpi_comm.c over MPI.  Spec: csrc/comm/comm.h. */
+#ifndef SMP_TESTS_COMM_LIST_H
+#define SMP_TESTS_COMM_LIST_H
+
+#include "world.h"
+
+/* Bytes that depend on a seed, so that a wrong, moved or late byte is seen. */
+static inline uint8_t
+byte_at(uint64_t seed, size_t i)
+{
+    uint64_t x = (seed + 1) * 0x9e3779b97f4a7c15u + i / 8 * 0xbf58476d1ce4e5b9u;
+
+    return (uint8_t)(x >> (8 * (i % 8)) ^ x >> 56);
+}
+
+static inline void
+fill(void *to, size_t bytes, uint64_t seed)
+{
+    for (size_t i = 0; i < bytes; i++) {
+        ((uint8_t *)to)[i] = byte_at(seed, i);
+    }
+}
+
+static inline bool
+filled(const void *from, size_t bytes, uint64_t seed)
+{
+    for (size_t i = 0; i < bytes; i++) {
+        if (((const uint8_t *)from)[i] != byte_at(seed, i)) {
+            fprintf(stderr, "byte %zu of %zu (seed %llu) is wrong\n", i, bytes,
+                    (unsigned long long)seed);
+            return false;
+        }
+    }
+    return true;
+}
+
+static inline uint64_t
+next_random(uint64_t *state)
+{
+    *state ^= *state << 13;
+    *state ^= *state >> 7;
+    *state ^= *state << 17;
+    return *state;
+}
+
+/* Sends a message of `nbytes` and blocks of the given sizes, all filled from seed. */
+static inline smp_status
+send_filled(world *w, int dest, uint64_t seed, size_t nbytes, const size_t *sizes,
+            size_t nblocks)
+{
+    smp_block **blocks = calloc(nblocks + 1, sizeof(*blocks));
+    uint8_t    *bytes = malloc(nbytes + 1);
+    smp_status  status = SMP_OK;
+
+    fill(bytes, nbytes, seed);
+    for (size_t i = 0; i < nblocks && status == SMP_OK; i++) {
+        status = smp_comm_block(w->comm, dest, sizes[i], &blocks[i]);
+        if (status == SMP_OK) {
+            fill(smp_block_data(blocks[i]), sizes[i], seed + i + 1);
+        }
+    }
+    if (status == SMP_OK) {
+        status = smp_comm_send(w->comm, dest, bytes, nbytes, blocks, nblocks);
+    }
+    free(bytes);
+    free(blocks);
+    return status;
+}
+
+/* Whether a message is what send_filled() sent. */
+static inline bool
+message_filled(const smp_message *message, uint64_t seed, size_t nbytes,
+               const size_t *sizes, size_t nblocks)
+{
+    if (message->nbytes != nbytes || message->nblocks != nblocks ||
+        (uintptr_t)message->bytes % 8 != 0 || !filled(message->bytes, nbytes, seed)) {
+        fprintf(stderr, "message of %zu bytes, %zu blocks; want %zu, %zu\n",
+                message->nbytes, message->nblocks, nbytes, nblocks);
+        return false;
+    }
+    for (size_t i = 0; i < nblocks; i++) {
+        const smp_block *block = message->blocks[i];
+
+        if (smp_block_bytes(block) != sizes[i] ||
+            (uintptr_t)smp_block_data(block) % SMP_BLOCK_ALIGN != 0 ||
+            !filled(smp_block_data(block), sizes[i], seed + i + 1)) {
+            fprintf(stderr, "block %zu: %zu bytes, want %zu\n", i,
+                    smp_block_bytes(block), sizes[i]);
+            return false;
+        }
+    }
+    return true;
+}
+
+/* All ranks but this one, in a ring: the first is the next rank. */
+static inline int
+other(const world *w, int i)
+{
+    return (w->rank + 1 + i) % w->size;
+}
+
+TEST_RANK(messages_arrive_in_the_order_of_their_sends)
+{
+    enum { COUNT = 3000 };
+    uint64_t     next[WORLD_RANKS] = {0};
+    smp_message *message;
+
+    for (uint64_t i = 0; i < COUNT; i++) {
+        for (int j = 0; j < w->size - 1; j++) {
+            uint8_t  bytes[8 + 700] = {0};
+            uint64_t extra = i * 37 % 700;
+
+            memcpy(bytes, &i, 8);
+            CHECK_STATUS(smp_comm_send(w->comm, other(w, j), bytes, 8 + extra, NULL, 0),
+                         SMP_OK);
+        }
+    }
+    for (int i = 0; i < COUNT * (w->size - 1); i++) {
+        uint64_t got;
+
+        CHECK_STATUS(smp_comm_receive(w->comm, WORLD_PATIENCE_NS, &message), SMP_OK);
+        memcpy(&got, message->bytes, 8);
+        CHECK(got == next[message->source]);
+        CHECK(message->nbytes == 8 + got * 37 % 700);
+        next[message->source]++;
+        smp_message_free(message);
+    }
+    CHECK_STATUS(smp_comm_receive(w->comm, 0, &message), SMP_ERR_TIMED_OUT);
+    w->barrier(w); /* nobody leaves while others look for more */
+    return 0;
+}
+
+TEST_RANK(every_size_arrives_whole)
+{
+    static const size_t sizes[] = {0,       1,          7,
+                                   8,       63,         64,
+                                   65,      1023,       1024,
+                                   1025,    4095,       4096,
+                                   4097,    16383,      16384,
+                                   16385,   65535,      65536,
+                                   65537,   1 << 20,    (1 << 20) + 1,
+                                   5 << 20, WORLD_POOL, WORLD_POOL + 1};
+    enum { COUNT = sizeof(sizes) / sizeof(sizes[0]) };
+    smp_message *message;
+
+    for (size_t i = 0; i < COUNT; i++) {
+        size_t head = sizes[i] < 200000 ? sizes[i] : 100;
+
+        CHECK_STATUS(send_filled(w, other(w, 0), i, head, &sizes[i], 1), SMP_OK);
+        CHECK_STATUS(smp_comm_receive(w->comm, WORLD_PATIENCE_NS, &message), SMP_OK);
+        CHECK(message->source == other(w, w->size - 2));
+        CHECK(message_filled(message, i, head, &sizes[i], 1));
+        smp_message_free(message);
+    }
+    CHECK_STATUS(send_filled(w, other(w, 0), 99, 10, sizes, COUNT), SMP_OK);
+    CHECK_STATUS(smp_comm_receive(w->comm, WORLD_PATIENCE_NS, &message), SMP_OK);
+    CHECK(message_filled(message, 99, 10, sizes, COUNT));
+    smp_message_free(message);
+    return 0;
+}
+
+TEST_RANK(a_message_may_have_thousands_of_blocks)
+{
+    enum { COUNT = 5000 };
+    size_t      *sizes = malloc(COUNT * sizeof(*sizes));
+    smp_message *message;
+
+    for (size_t i = 0; i < COUNT; i++) {
+        sizes[i] = i * 13 % 2100;
+    }
+    CHECK_STATUS(send_filled(w, other(w, 0), 5, 11, sizes, COUNT), SMP_OK);
+    CHECK_STATUS(smp_comm_receive(w->comm, WORLD_PATIENCE_NS, &message), SMP_OK);
+    CHECK(message_filled(message, 5, 11, sizes, COUNT));
+    smp_message_free(message);
+    free(sizes);
+    return 0;
+}
+
+/* Both ways at once, and nobody reads until everything is sent: no call may wait for
+ * the other side. */
+TEST_RANK(a_full_queue_and_a_full_pool_make_nobody_wait)
+{
+    enum { COUNT = 60 };
+    static const size_t sizes[] = {100, 3 << 10, 200 << 10};
+    smp_comm_stats      stats;
+    smp_message        *message;
+
+    for (uint64_t i = 0; i < COUNT; i++) {
+        CHECK_STATUS(send_filled(w, other(w, 0), i, 4000, sizes, 3), SMP_OK);
+    }
+    w->barrier(w);
+    for (uint64_t i = 0; i < COUNT; i++) {
+        CHECK_STATUS(smp_comm_receive(w->comm, WORLD_PATIENCE_NS, &message), SMP_OK);
+        CHECK(message_filled(message, i, 4000, sizes, 3));
+        smp_message_free(message);
+    }
+    smp_comm_counters(w->comm, &stats);
+    CHECK(stats.messages == COUNT);
+    CHECK(stats.bytes == COUNT * (4000 + sizes[0] + sizes[1] + sizes[2]));
+    CHECK(stats.pool_size == 1 << 20);
+    CHECK(stats.pool_fallbacks > 0);
+    CHECK(stats.pool_blocks > 0);
+    CHECK(stats.pool_high <= stats.pool_size);
+    return 0;
+}
+
+TEST_RANK(blocks_outlive_the_comm)
+{
+    enum { COUNT = 40 };
+    static const size_t sizes[] = {500, 5000, 500000};
+    smp_block          *kept[COUNT][3];
+    smp_message        *message;
+
+    for (uint64_t i = 0; i < COUNT; i++) {
+        CHECK_STATUS(send_filled(w, other(w, 0), i, 100, sizes, 3), SMP_OK);
+    }
+    for (uint64_t i = 0; i < COUNT; i++) {
+        CHECK_STATUS(smp_comm_receive(w->comm, WORLD_PATIENCE_NS, &message), SMP_OK);
+        for (size_t j = 0; j < 3; j++) {
+            kept[i][j] = smp_message_take_block(message, j);
+        }
+        smp_message_free(message);
+    }
+    smp_comm_destroy(w->comm);
+    w->comm = NULL;
+    w->barrier(w);
+    for (uint64_t i = 0; i < COUNT; i++) {
+        for (size_t j = 0; j < 3; j++) {
+            CHECK(filled(smp_block_data(kept[i][j]), sizes[j], i + j + 1));
+            smp_block_release(kept[i][j]);
+        }
+    }
+    return 0;
+}
+
+TEST_RANK(released_blocks_return_to_the_pool)
+{
+    static const size_t sizes[] = {300 << 10};
+    smp_comm_stats      stats;
+    smp_message        *message;
+    smp_block          *unsent;
+
+    for (uint64_t i = 0; i < 100; i++) { /* 30 MB through 1 MiB */
+        CHECK_STATUS(send_filled(w, other(w, 0), i, 8, sizes, 1), SMP_OK);
+        CHECK_STATUS(smp_comm_receive(w->comm, WORLD_PATIENCE_NS, &message), SMP_OK);
+        CHECK(message_filled(message, i, 8, sizes, 1));
+        smp_message_free(message);
+        w->barrier(w);
+    }
+    CHECK_STATUS(smp_comm_block(w->comm, other(w, 0), 5000, &unsent), SMP_OK);
+    smp_block_release(unsent);
+    w->barrier(w);
+    smp_comm_counters(w->comm, &stats);
+    CHECK(stats.pool_in_use == 0);
+    CHECK(stats.pool_fallbacks == 0);
+    CHECK(stats.pool_high >= sizes[0]);
+    return 0;
+}
+
+static inline void *
+wake_main(void *arg)
+{
+    smp_comm_wake(arg);
+    return NULL;
+}
+
+TEST_RANK(wake_interrupts_one_receive)
+{
+    smp_message *message;
+    pthread_t    waker;
+
+    for (int i = 0; i < 200; i++) {
+        CHECK(pthread_create(&waker, NULL, wake_main, w->comm) == 0);
+        CHECK_STATUS(smp_comm_receive(w->comm, WORLD_PATIENCE_NS, &message),
+                     SMP_ERR_INTERRUPTED);
+        pthread_join(waker, NULL);
+        CHECK_STATUS(smp_comm_receive(w->comm, 0, &message), SMP_ERR_TIMED_OUT);
+    }
+    w->barrier(w); /* nobody leaves while others are at it */
+    return 0;
+}
+
+TEST_RANK(a_receive_ends_at_its_timeout)
+{
+    smp_message *message;
+    int64_t      start = smp_clock_ns();
+
+    CHECK_STATUS(smp_comm_receive(w->comm, 0, &message), SMP_ERR_TIMED_OUT);
+    CHECK_STATUS(smp_comm_receive(w->comm, 5 * SMP_NS_PER_MS, &message),
+                 SMP_ERR_TIMED_OUT);
+    CHECK(smp_clock_ns() - start >= 5 * SMP_NS_PER_MS);
+    w->barrier(w);
+    return 0;
+}
+
+TEST_RANK(the_end_of_a_peer_is_not_its_loss)
+{
+    static const size_t sizes[] = {2 << 20};
+    smp_message        *message;
+    smp_status          status;
+    int                 received = 0;
+
+    if (w->rank != 0) { /* what was sent before the end arrives */
+        CHECK_STATUS(send_filled(w, 0, 1, 100, sizes, 1), SMP_OK);
+        return 0;
+    }
+    while ((status = smp_comm_receive(w->comm, WORLD_PATIENCE_NS, &message)) ==
+           SMP_OK) {
+        CHECK(message_filled(message, 1, 100, sizes, 1));
+        smp_message_free(message);
+        received++;
+    }
+    CHECK_STATUS(status, SMP_ERR_CLOSED);
+    CHECK(received == w->size - 1);
+    CHECK(smp_comm_lost(w->comm) == -1);
+    for (int r = 1; r < w->size; r++) {
+        CHECK(smp_comm_left(w->comm, r));
+        CHECK_STATUS(smp_comm_send(w->comm, r, "x", 1, NULL, 0), SMP_ERR_CLOSED);
+    }
+    return 0;
+}
+
+TEST_RANK(a_wrong_destination_is_refused_and_the_blocks_are_freed)
+{
+    smp_block *block;
+
+    CHECK_STATUS(smp_comm_block(w->comm, w->size, 8, &block), SMP_ERR_INVALID);
+    CHECK_STATUS(smp_comm_block(w->comm, w->rank, 8, &block), SMP_ERR_INVALID);
+    CHECK_STATUS(smp_comm_block(w->comm, other(w, 0), 4000, &block), SMP_OK);
+    CHECK_STATUS(smp_comm_send(w->comm, -1, "x", 1, &block, 1), SMP_ERR_INVALID);
+    w->barrier(w);
+    return 0;
+}
+
+typedef struct {
+    world *w;
+    int    number;
+    int    failed;
+} sender;
+
+enum { SENDERS = 4, SENDER_MESSAGES = 400 };
+
+static inline void *
+sender_main(void *arg)
+{
+    sender *s = arg;
+
+    for (uint64_t i = 0; i < SENDER_MESSAGES; i++) {
+        uint64_t   tag[2] = {(uint64_t)s->number, i};
+        smp_block *block;
+
+        if (smp_comm_block(s->w->comm, other(s->w, 0), i * 11 % 9000, &block) !=
+            SMP_OK) {
+            s->failed = 1;
+            break;
+        }
+        fill(smp_block_data(block), i * 11 % 9000, i + tag[0]);
+        if (smp_comm_send(s->w->comm, other(s->w, 0), tag, sizeof(tag), &block, 1) !=
+            SMP_OK) {
+            s->failed = 1;
+            break;
+        }
+    }
+    return NULL;
+}
+
+TEST_RANK(threads_may_send_at_once)
+{
+    pthread_t    threads[SENDERS];
+    sender       senders[SENDERS];
+    uint64_t     next[SENDERS] = {0};
+    smp_message *message;
+
+    for (int i = 0; i < SENDERS; i++) {
+        senders[i] = (sender){w, i, 0};
+        CHECK(pthread_create(&threads[i], NULL, sender_main, &senders[i]) == 0);
+    }
+    for (int i = 0; i < SENDERS * SENDER_MESSAGES; i++) {
+        uint64_t tag[2];
+
+        CHECK_STATUS(smp_comm_receive(w->comm, WORLD_PATIENCE_NS, &message), SMP_OK);
+        CHECK(message->nbytes == sizeof(tag) && message->nblocks == 1);
+        memcpy(tag, message->bytes, sizeof(tag));
+        CHECK(tag[0] < SENDERS && tag[1] == next[tag[0]]);
+        next[tag[0]]++;
+        CHECK(smp_block_bytes(message->blocks[0]) == tag[1] * 11 % 9000);
+        CHECK(filled(smp_block_data(message->blocks[0]), tag[1] * 11 % 9000,
+                     tag[1] + tag[0]));
+        smp_message_free(message);
+    }
+    for (int i = 0; i < SENDERS; i++) {
+        pthread_join(threads[i], NULL);
+        CHECK(senders[i].failed == 0);
+    }
+    w->barrier(w);
+    return 0;
+}
+
+/* Random sizes to random peers; the receiver keeps some blocks for a while and, with
+ * each message, checks bytes that only its sender and its number determine. */
+TEST_RANK(all_to_all_with_random_sizes)
+{
+    enum { COUNT = 1500, KEPT = 64 };
+    uint64_t     random = 88172645463325252u + (uint64_t)w->rank;
+    uint64_t     sent[WORLD_RANKS] = {0};
+    uint64_t     next[WORLD_RANKS] = {0};
+    smp_message *kept[KEPT] = {NULL};
+    int          done = 0;
+    int          ended = 0;
+
+    while (done < COUNT || ended < w->size - 1) {
+        smp_message *message;
+        smp_status   status;
+
+        if (done < COUNT) {
+            int dest = other(w, (int)(next_random(&random) % (uint64_t)(w->size - 1)));
+            uint64_t seed = (uint64_t)w->rank << 32 | sent[dest]++;
+            uint64_t dice = next_random(&random);
+            size_t   sizes[3];
+
+            for (int i = 0; i < 3; i++) {
+                uint64_t top = (uint64_t)1 << next_random(&random) % 18;
+
+                sizes[i] = next_random(&random) % top;
+            }
+            CHECK_STATUS(send_filled(w, dest, seed, 8 + sizes[0] / 8, sizes, dice % 4),
+                         SMP_OK);
+            done++;
+            if (done == COUNT) {
+                for (int i = 0; i < w->size - 1; i++) {
+                    CHECK_STATUS(smp_comm_send(w->comm, other(w, i), "end", 3, NULL, 0),
+                                 SMP_OK);
+                }
+            }
+        }
+        status =
+            smp_comm_receive(w->comm, done < COUNT ? 0 : WORLD_PATIENCE_NS, &message);
+        if (status == SMP_ERR_TIMED_OUT && done < COUNT) {
+            continue;
+        }
+        CHECK_STATUS(status, SMP_OK);
+        if (message->nbytes == 3) {
+            ended++;
+        } else {
+            uint64_t seed = (uint64_t)message->source << 32 | next[message->source]++;
+
+            CHECK(filled(message->bytes, message->nbytes, seed));
+            for (size_t i = 0; i < message->nblocks; i++) {
+                CHECK(filled(smp_block_data(message->blocks[i]),
+                             smp_block_bytes(message->blocks[i]), seed + i + 1));
+            }
+        }
+        smp_message_free(kept[done % KEPT]);
+        kept[done % KEPT] = message;
+    }
+    for (int i = 0; i < KEPT; i++) {
+        smp_message_free(kept[i]);
+    }
+    w->barrier(w);
+    return 0;
+}
+
+#define LISTED(name, pool)                                                             \
+    {                                                                                  \
+#        name, name, pool                                                              \
+    }
+
+static const world_test comm_list[] = {
+    LISTED(messages_arrive_in_the_order_of_their_sends, 0),
+    LISTED(every_size_arrives_whole, 0),
+    LISTED(a_message_may_have_thousands_of_blocks, 0),
+    LISTED(a_full_queue_and_a_full_pool_make_nobody_wait, 1 << 20),
+    LISTED(blocks_outlive_the_comm, 0),
+    LISTED(released_blocks_return_to_the_pool, 1 << 20),
+    LISTED(wake_interrupts_one_receive, 0),
+    LISTED(a_receive_ends_at_its_timeout, 0),
+    LISTED(the_end_of_a_peer_is_not_its_loss, 0),
+    LISTED(a_wrong_destination_is_refused_and_the_blocks_are_freed, 0),
+    LISTED(threads_may_send_at_once, 0),
+    LISTED(all_to_all_with_random_sizes, 0),
+};
+
+#define COMM_LIST_COUNT (sizeof(comm_list) / sizeof(comm_list[0]))
+
+#endif

@@ -1,0 +1,229 @@
+/* Several ranks for a test: forked processes, or threads of this one.
+ *
+ * A test of the list is one function that every rank runs.  It gets a connected comm
+ * and returns 0, or prints what is wrong and returns 1.  A rank that says nothing for
+ * WORLD_SECONDS is killed by its alarm, so no test waits for ever.
+ */
+#ifndef SMP_TESTS_WORLD_H
+#define SMP_TESTS_WORLD_H
+
+#ifndef _GNU_SOURCE
+#    error "define _GNU_SOURCE before the first include"
+#endif
+
+#include <pthread.h>
+#include <signal.h>
+#include <stdatomic.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "check.h"
+#include "comm/card.h"
+#include "comm/clock.h"
+#include "comm/comm.h"
+
+#define WORLD_RANKS 8
+#define WORLD_SECONDS 120
+
+/* How long a test waits for what must come. */
+#define WORLD_PATIENCE_NS (60 * SMP_NS_PER_S)
+
+typedef struct world world;
+
+/* One rank's part of a test. */
+#define TEST_RANK(name) static int name(world *w)
+
+typedef struct {
+    const char *name;
+    int (*rank)(world *w);
+    size_t pool_bytes; /* 0: WORLD_POOL */
+} world_test;
+
+#define WORLD_POOL ((size_t)32 << 20)
+
+/* Shared by the ranks of one test. */
+typedef struct {
+    pthread_barrier_t barrier;
+    _Alignas(8) uint8_t cards[WORLD_RANKS][SMP_CARD_BYTES];
+    size_t          card_bytes[WORLD_RANKS];
+    pid_t           pids[WORLD_RANKS];
+    int             failed[WORLD_RANKS];
+    _Atomic int64_t scratch[64]; /* for the test */
+} world_shared;
+
+struct world {
+    const world_test *test;
+    const char       *transports;
+    int               rank;
+    int               size;
+    size_t            pool_bytes;
+    smp_comm         *comm;
+    world_shared     *shared;
+    void (*barrier)(world *w);
+    /* Fills shared->cards; collective. */
+    void (*exchange)(world *w, const void *card, size_t bytes);
+};
+
+static inline void
+world_local_barrier(world *w)
+{
+    pthread_barrier_wait(&w->shared->barrier);
+}
+
+static inline void
+world_local_exchange(world *w, const void *card, size_t bytes)
+{
+    memcpy(w->shared->cards[w->rank], card, bytes);
+    w->shared->card_bytes[w->rank] = bytes;
+    world_local_barrier(w);
+}
+
+/* A connected comm in w->comm. */
+static inline smp_status
+world_connect(world *w)
+{
+    const void     *cards[WORLD_RANKS];
+    smp_comm_config config = {.rank = w->rank,
+                              .size = w->size,
+                              .pool_bytes = w->pool_bytes,
+                              .spin_us = -1,
+                              .transports = w->transports,
+                              .job = "world"};
+    const void     *card;
+    size_t          bytes;
+    int             failed;
+    smp_status      status = smp_comm_create(&config, &w->comm);
+
+    if (status != SMP_OK) {
+        return status;
+    }
+    card = smp_comm_card(w->comm, &bytes);
+    w->exchange(w, card, bytes);
+    for (int r = 0; r < w->size; r++) {
+        cards[r] = w->shared->cards[r];
+    }
+    return smp_comm_connect(w->comm, cards, w->shared->card_bytes, 30000, &failed);
+}
+
+static inline int
+world_run_rank(world *w)
+{
+    smp_status status = world_connect(w);
+    int        failed = 1;
+
+    if (status == SMP_OK) {
+        failed = w->test->rank(w);
+    } else {
+        fprintf(stderr, "rank %d: connect: %s\n", w->rank, smp_status_name(status));
+    }
+    if (failed != 0) {
+        fprintf(stderr, "rank %d of %s failed\n", w->rank, w->test->name);
+    }
+    smp_comm_destroy(w->comm);
+    return failed;
+}
+
+static inline world_shared *
+world_share(int size)
+{
+    world_shared         *shared = mmap(NULL, sizeof(*shared), PROT_READ | PROT_WRITE,
+                                        MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    pthread_barrierattr_t attributes;
+
+    if (shared == MAP_FAILED) {
+        abort();
+    }
+    pthread_barrierattr_init(&attributes);
+    pthread_barrierattr_setpshared(&attributes, PTHREAD_PROCESS_SHARED);
+    pthread_barrier_init(&shared->barrier, &attributes, (unsigned)size);
+    pthread_barrierattr_destroy(&attributes);
+    return shared;
+}
+
+/* Each rank a process.  A rank that a test kills with SIGKILL has not failed. */
+static inline int
+world_run_processes(const world_test *test, const char *transports, int size)
+{
+    world_shared *shared = world_share(size);
+    int           failed = 0;
+
+    fflush(NULL);
+    for (int r = 0; r < size; r++) {
+        pid_t pid = fork();
+
+        if (pid == 0) {
+            world w = {.test = test,
+                       .transports = transports,
+                       .rank = r,
+                       .size = size,
+                       .pool_bytes = test->pool_bytes ? test->pool_bytes : WORLD_POOL,
+                       .shared = shared,
+                       .barrier = world_local_barrier,
+                       .exchange = world_local_exchange};
+
+            alarm(WORLD_SECONDS);
+            shared->pids[r] = getpid();
+            exit(world_run_rank(&w)); /* exit: the leak check runs */
+        }
+        shared->pids[r] = pid;
+    }
+    for (int r = 0; r < size; r++) {
+        int how;
+
+        waitpid(shared->pids[r], &how, 0);
+        if (WIFSIGNALED(how) ? WTERMSIG(how) != SIGKILL : WEXITSTATUS(how) != 0) {
+            fprintf(stderr, "rank %d ended with %s %d\n", r,
+                    WIFSIGNALED(how) ? "signal" : "status",
+                    WIFSIGNALED(how) ? WTERMSIG(how) : WEXITSTATUS(how));
+            failed = 1;
+        }
+    }
+    munmap(shared, sizeof(*shared));
+    return failed;
+}
+
+static inline void *
+world_thread_main(void *arg)
+{
+    world *w = arg;
+
+    w->shared->failed[w->rank] = world_run_rank(w);
+    return NULL;
+}
+
+/* Each rank a thread: for the thread sanitizer, which sees one process. */
+static inline int
+world_run_threads(const world_test *test, const char *transports, int size)
+{
+    world_shared *shared = world_share(size);
+    pthread_t     threads[WORLD_RANKS];
+    world         worlds[WORLD_RANKS];
+    int           failed = 0;
+
+    for (int r = 0; r < size; r++) {
+        worlds[r] =
+            (world){.test = test,
+                    .transports = transports,
+                    .rank = r,
+                    .size = size,
+                    .pool_bytes = test->pool_bytes ? test->pool_bytes : WORLD_POOL,
+                    .shared = shared,
+                    .barrier = world_local_barrier,
+                    .exchange = world_local_exchange};
+        if (pthread_create(&threads[r], NULL, world_thread_main, &worlds[r]) != 0) {
+            abort();
+        }
+    }
+    for (int r = 0; r < size; r++) {
+        pthread_join(threads[r], NULL);
+        failed |= shared->failed[r];
+    }
+    munmap(shared, sizeof(*shared));
+    return failed;
+}
+
+#endif
