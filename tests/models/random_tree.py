@@ -811,7 +811,8 @@ def make_tree(
             builder.tie_far_leaves(model)
         model.to(dtype)
     two_calls = "two_calls" in features and builder.rng.random() < 0.15
-    two_backwards = "two_backwards" in features and builder.rng.random() < 0.15
+    two_backwards = "two_backwards" in features and builder.rng.random() < 0.2
+    both_forwards_first = builder.rng.random() < 0.5
 
     def make_batch(batch_size: int, generator: torch.Generator) -> tuple[Tensor, ...]:
         def rows() -> Tensor:
@@ -822,7 +823,11 @@ def make_tree(
     def step(model: nn.Module, x: Tensor, scale: Tensor, target: Tensor) -> dict:
         out = model(x, scale)
         loss = F.mse_loss(out, target)
-        if two_backwards:
+        if two_backwards and both_forwards_first:
+            second = model(x + 1, scale)
+            model.backward(loss)
+            loss = F.l1_loss(second, target)
+        elif two_backwards:
             model.backward(loss)
             loss = F.l1_loss(model(x + 1, scale), target)
         elif two_calls:

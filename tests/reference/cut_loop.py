@@ -10,10 +10,11 @@ remote call per run of consecutive children on the same other rank.  Then
    backward is a run of the autograd engine of its own, inside its caller's, so that
    the gradients of what it was given are summed by themselves;
 2. each request sees each parameter of its rank as a leaf of its own; what the leaf has
-   got when the request's backward ends is added to the microbatch's sum.  Backwards
-   end in decreasing order of the requests' begin (a checkpoint's second forward, which
-   begins requests in the middle of backward, excepted);
-3. the microbatches' sums are added to ``.grad`` in order;
+   got when the request's backward ends is added to the sum of that ``model.backward``.
+   Backwards end in decreasing order of the requests' begin (a checkpoint's second
+   forward, which begins requests in the middle of backward, excepted);
+3. the sums of a microbatch's ``model.backward`` calls (mostly one) are added up in
+   order, then the microbatches' sums are added to ``.grad`` in order;
 4. microbatch i's backward starts with its share of the samples (1 without averaging);
 5. random numbers follow ``streams.py``;
 6. pre-hooks of a remote module run as its owner, forward and full backward hooks as
@@ -166,7 +167,8 @@ class _Loop:
         self._current: Request | None = None
         self._weight: float | None = None
         self._in_backward = False
-        self._sums: dict[nn.Parameter, Tensor] = {}
+        self._call_sums: dict[nn.Parameter, Tensor] = {}  # of this model.backward
+        self._sums: dict[nn.Parameter, Tensor] = {}  # of this microbatch
 
     def _find_parameters(self) -> None:
         """Where each parameter is held, and which rank owns it.
@@ -241,6 +243,9 @@ class _Loop:
         finally:
             self._in_backward = False
         self._end_backward(self._current)
+        for parameter, total in self._call_sums.items():
+            _add_to(self._sums, parameter, total)
+        self._call_sums = {}
         self._check_nobody_bypassed_the_cut()
 
     def _check_nobody_bypassed_the_cut(self) -> None:
@@ -278,11 +283,10 @@ class _Loop:
             self._current = outer
 
     def _end_backward(self, request: Request) -> None:
-        """Adds what the request's leaves have got to the microbatch's sums."""
+        """Adds what the request's leaves have got."""
         for parameter, leaf in request.leaves.items():
             if leaf.grad is not None:
-                known = self._sums.get(parameter)
-                self._sums[parameter] = leaf.grad if known is None else known + leaf.grad
+                _add_to(self._call_sums, parameter, leaf.grad)
                 leaf.grad = None
 
     def _remote(self, rank: int, module: str, body: Callable, args: tuple, kwargs: dict) -> Any:
@@ -441,6 +445,10 @@ def _own_leaf(parameter: nn.Parameter) -> nn.Parameter:
     leaf = Tensor._make_subclass(type(parameter), parameter.detach(), parameter.requires_grad)
     vars(leaf).update(vars(parameter))
     return leaf
+
+
+def _add_to(sums: dict[nn.Parameter, Tensor], parameter: nn.Parameter, term: Tensor) -> None:
+    sums[parameter] = sums[parameter] + term if parameter in sums else term
 
 
 def _accumulate(gradient: Tensor | None, total: Tensor, parameter: Tensor) -> Tensor:

@@ -16,7 +16,14 @@ from tests.reference.compare import (
     gradients,
 )
 from tests.reference.crossing import copy_with_strides
-from tests.reference.cut_loop import Request, Result, _Loop, cut_loop, plain_loop
+from tests.reference.cut_loop import (
+    Request,
+    Result,
+    _add_to,
+    _Loop,
+    cut_loop,
+    plain_loop,
+)
 from tests.reference.objects import map_tensors, tensors_in
 from tests.reference.split import split_batch
 from tests.reference.streams import Streams
@@ -156,7 +163,7 @@ class _OneGraph(_Loop):
         loss.backward(torch.full_like(loss, self._weight))
         for parameter in self._owner:
             if parameter.grad is not None:
-                self._sums[parameter] = parameter.grad
+                _add_to(self._sums, parameter, parameter.grad)
                 parameter.grad = None
 
 
@@ -170,6 +177,7 @@ def test_it_is_the_loop_with_identity_nodes_bit_for_bit(first):
     """In float32, with skips, re-used modules and shared parameters."""
     features = "linear dropout recurrent skip reuse shared_module tied far_tied no_grad branch"
     features += " sequential child_weight direct_forward checkpoint batch_norm"
+    features += " two_backwards two_calls"
     cut_matters = 0
     for seed in range(first, first + 20):
         cut = Run(cut_loop, seed, features.split())
@@ -260,14 +268,17 @@ def test_microbatches_are_added_to_grad_in_order():
     assert held == 0
 
 
-def test_two_backwards_of_a_microbatch_are_one_sum():
+def test_the_sum_of_each_backward_is_made_by_itself():
+    """1, then -1e8 + 1e8 of the second backward's requests; added one by one to the 1,
+    they would swallow it."""
+
     def step(model, x):
-        model.backward(model(x[:1]).sum())
-        model.backward(model(x[1:]).sum())
+        first, second = model(x[:1]).sum(), model(x[1:2]).sum() + model(x[2:]).sum()
+        model.backward(first)
+        model.backward(second)
 
     model = Parts(lambda self, x: self.scale(x), scale=Scale())
-    model.scale.weight.grad = torch.tensor(1.0)
-    x = torch.tensor([1e8, -1e8])
+    x = torch.tensor([1.0, 1e8, -1e8])
 
     cut_loop(step, model, (x,), rank_of=partition(model, scale=1))
 
