@@ -300,15 +300,7 @@ apply_send(call_object *call, const smp_pack *pack)
     args[0] = (PyObject *)call;
     args[1] = session->leaf;
     for (size_t i = 0; i < pack->ntensors; i++) {
-        int requires_grad = smp_attr_true(pack->tensors[i], smp_names.requires_grad);
-
-        if (requires_grad < 0) {
-            if (args != fixed) {
-                PyMem_Free(args);
-            }
-            return NULL;
-        }
-        if (requires_grad) {
+        if (pack->in_graph[i]) {
             args[nargs++] = pack->tensors[i];
         }
     }
@@ -323,11 +315,27 @@ static bool
 any_requires_grad(const smp_pack *pack)
 {
     for (size_t i = 0; i < pack->ntensors; i++) {
-        if (smp_attr_true(pack->tensors[i], smp_names.requires_grad) > 0) {
+        if (pack->in_graph[i]) {
             return true;
         }
     }
     return false;
+}
+
+/* argument.copy_(data) without autograd: the callee changed it under no_grad. */
+static PyObject *
+write_back(PyObject *argument, PyObject *data, bool grad_is_on)
+{
+    PyObject *done;
+
+    if (grad_is_on && smp_torch_set_grad(false) < 0) {
+        return NULL;
+    }
+    done = PyObject_CallMethodOneArg(argument, smp_names.copy_, data);
+    if (grad_is_on && smp_torch_set_grad(true) < 0) {
+        Py_CLEAR(done);
+    }
+    return done;
 }
 
 /* Reads which arguments the callee changed in place: pairs of argument number and
@@ -372,7 +380,7 @@ read_dirty(call_object *call, smp_unpack *unpack, const smp_pack *pack,
             Py_DECREF(data);
             continue;
         }
-        done = PyObject_CallMethodOneArg(pack->tensors[argument], smp_names.copy_, data);
+        done = write_back(pack->tensors[argument], data, pack->graph);
         Py_DECREF(data);
         if (done == NULL) {
             return -1;

@@ -212,6 +212,26 @@ put_tensor_data(smp_pack *pack, PyObject *tensor, bool requires_grad)
     return failed;
 }
 
+static int
+grow_tensors(smp_pack *pack)
+{
+    uint8_t *flags;
+
+    if (pack->ntensors < pack->tensor_room) {
+        return 0;
+    }
+    if (grow_array(&pack->tensors, pack->ntensors, &pack->tensor_room) < 0) {
+        return -1;
+    }
+    flags = realloc(pack->in_graph, pack->tensor_room);
+    if (flags == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    pack->in_graph = flags;
+    return 0;
+}
+
 /* Numbers a tensor that is not numbered yet, with its bytes. */
 static int
 add_tensor(smp_pack *pack, PyObject *tensor, uint32_t *number)
@@ -224,8 +244,7 @@ add_tensor(smp_pack *pack, PyObject *tensor, uint32_t *number)
             return -1;
         }
     }
-    if (grow_array(&pack->tensors, pack->ntensors, &pack->tensor_room) < 0 ||
-        put_tensor_data(pack, tensor, requires_grad != 0) < 0) {
+    if (grow_tensors(pack) < 0 || put_tensor_data(pack, tensor, requires_grad != 0) < 0) {
         return -1;
     }
     *number = (uint32_t)pack->ntensors;
@@ -233,11 +252,12 @@ add_tensor(smp_pack *pack, PyObject *tensor, uint32_t *number)
         PyErr_NoMemory();
         return -1;
     }
+    pack->in_graph[pack->ntensors]  = requires_grad != 0;
     pack->tensors[pack->ntensors++] = Py_NewRef(tensor);
     return 0;
 }
 
-/* A parameter that the receiver owns goes by number; one of a third rank cannot go. */
+/* A parameter that this rank does not own goes by number: its data is elsewhere. */
 static int
 put_parameter(smp_pack *pack, PyObject *tensor, bool *done)
 {
@@ -249,7 +269,7 @@ put_parameter(smp_pack *pack, PyObject *tensor, bool *done)
         return 0;
     }
     owner = PyLong_AsLong(PyList_GET_ITEM(smp_registry.parameter_owners, number));
-    if (owner == pack->dest) {
+    if (owner != smp_registry.rank) {
         *done = true;
         if (put_tag(pack, TAG_PARAMETER) < 0) {
             return -1;
@@ -259,8 +279,8 @@ put_parameter(smp_pack *pack, PyObject *tensor, bool *done)
     return 0;
 }
 
-/* When the tensor is an argument of the request that this answers, unchanged or to be
- * written back, the caller uses its own. */
+/* When the tensor is an argument of the request that this answers, changed or not, the
+ * caller uses its own. */
 static int
 put_argument_tensor(smp_pack *pack, PyObject *tensor, bool *done)
 {
@@ -270,26 +290,8 @@ put_argument_tensor(smp_pack *pack, PyObject *tensor, bool *done)
     }
     for (size_t i = 0; i < pack->request->ntensors; i++) {
         if (pack->request->tensors[i] == tensor) {
-            int needs_node = 0;
-            int version    = 0;
-
-            if (pack->graph) {
-                needs_node = smp_attr_true(tensor, smp_names.requires_grad);
-            }
-            if (needs_node > 0) { /* only when it is not written back anyhow */
-                version = smp_attr_true(tensor, smp_names._version);
-            }
-            if (needs_node < 0 || version < 0) {
-                return -1;
-            }
-            if (needs_node && !version) {
-                return 0;
-            }
             *done = true;
-            if (put_tag(pack, TAG_ARGUMENT_TENSOR) < 0) {
-                return -1;
-            }
-            return smp_pack_u32(pack, (uint32_t)i);
+            return put_size(pack, TAG_ARGUMENT_TENSOR, i);
         }
     }
     return 0;
@@ -810,6 +812,7 @@ smp_pack_fini(smp_pack *pack)
     smp_ptrmap_fini(&pack->tensor_numbers);
     smp_ptrmap_fini(&pack->object_numbers);
     free(pack->tensors);
+    free(pack->in_graph);
     free(pack->objects);
     free(pack->blocks);
     free(pack->meta.at);

@@ -32,7 +32,8 @@ typedef struct {
     smp_buffer        data;
     smp_ptrmap        tensor_numbers;
     smp_ptrmap        object_numbers;
-    PyObject        **tensors; /* owned references, by number */
+    PyObject        **tensors;  /* owned references, by number */
+    uint8_t          *in_graph; /* owned, by number: written as requiring grad */
     size_t            ntensors;
     size_t            tensor_room;
     PyObject        **objects; /* owned references, by number */
@@ -42,9 +43,8 @@ typedef struct {
     size_t            nblocks;
     size_t            block_room;
     int               depth;
-    /* A tensor of this table, by number, is written as requiring grad or not, whatever
-     * it says itself: nothing travels with grad when grad mode is off. */
-    bool graph;
+    bool              graph; /* tensors that require grad are written as such; without
+                                it none is */
 } smp_pack;
 
 void smp_pack_init(smp_pack *pack, smp_comm *comm, int dest, const smp_unpack *request);

@@ -13,10 +13,11 @@
 #include <stdint.h>
 
 typedef struct {
+    int       rank;              /* this pp_rank */
     PyObject *modules;           /* list of modules, by number */
     PyObject *module_numbers;    /* dict: module address -> number */
     PyObject *parameters;        /* list of parameters, by number */
-    PyObject *parameter_owners;  /* list of ranks (global), by number */
+    PyObject *parameter_owners;  /* list of pp_ranks, by number */
     PyObject *parameter_numbers; /* dict: parameter address -> number */
     PyObject *parameter_names;   /* list of paths, by number */
     PyObject *dumps;             /* value -> (bytes, [tensors]) */

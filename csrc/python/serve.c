@@ -21,6 +21,9 @@ typedef struct {
     PyObject *outputs;   /* tuple: the outputs that require grad */
     PyObject *gradients; /* tuple: what arrived at Enter; NULL: nothing did */
     size_t    ninputs;   /* tensors of the request that require grad */
+    PyObject *node;      /* Enter's, while the forward runs */
+    uint64_t  count;     /* requests of the microbatch when the forward ended */
+    uint64_t  seed;      /* the request's */
 } context_object;
 
 static PyTypeObject *context_type;
@@ -36,6 +39,7 @@ context_dealloc(PyObject *object)
     Py_XDECREF(self->inputs);
     Py_XDECREF(self->outputs);
     Py_XDECREF(self->gradients);
+    Py_XDECREF(self->node);
     type->tp_free(object);
     Py_DECREF(type);
 }
@@ -118,6 +122,7 @@ enter_graph(smp_unpack *unpack, const smp_envelope *envelope)
     self->entry      = envelope->entry;
     self->microbatch = envelope->microbatch;
     self->order      = envelope->about;
+    self->seed       = envelope->seed;
     self->inputs     = PyList_New(0);
     if (self->inputs == NULL) {
         goto err;
@@ -146,7 +151,11 @@ enter_graph(smp_unpack *unpack, const smp_envelope *envelope)
             at++;
         }
     }
+    self->node = PyObject_GetAttr(PyTuple_GET_ITEM(outputs, 0), smp_names.grad_fn);
     Py_DECREF(outputs);
+    if (self->node == NULL) {
+        goto err;
+    }
     return self;
 
 err:
@@ -188,40 +197,63 @@ run_entry(const smp_entry *entry, uint16_t flags, PyObject *state, PyObject *arg
     return value;
 }
 
-/* Appends which of the request's tensors were changed in place, with their new data. */
+/* Whether the tensor was changed in place; *in_graph: so that autograd must know (a
+ * change under no_grad leaves its node as it was).  -1 with an exception. */
 static int
-pack_dirty(smp_pack *pack, const smp_unpack *unpack)
+is_changed(PyObject *tensor, PyObject *enter_node, bool *in_graph)
 {
-    uint32_t count   = 0;
-    uint8_t  changed[256];
-    size_t   limit = unpack->ntensors < sizeof(changed) ? unpack->ntensors : 0;
+    int       changed = smp_attr_true(tensor, smp_names._version);
+    PyObject *node;
 
-    /* More tensors than the array holds: every one travels back. */
-    for (size_t i = 0; i < limit; i++) {
-        int is = smp_attr_true(unpack->tensors[i], smp_names._version);
+    *in_graph = false;
+    if (changed <= 0) {
+        return changed;
+    }
+    node = PyObject_GetAttr(tensor, smp_names.grad_fn);
+    if (node == NULL) {
+        return -1;
+    }
+    *in_graph = node != Py_None && node != enter_node;
+    Py_DECREF(node);
+    return 1;
+}
 
-        if (is < 0) {
+/* Appends which of the request's tensors were changed in place, with their new data:
+ * those that autograd must know of first. */
+static int
+pack_dirty(smp_pack *pack, const smp_unpack *unpack, const context_object *context)
+{
+    PyObject *enter_node = context == NULL ? NULL : context->node;
+    uint32_t  count      = 0;
+    bool      in_graph;
+
+    for (size_t i = 0; i < unpack->ntensors; i++) {
+        int changed = is_changed(unpack->tensors[i], enter_node, &in_graph);
+
+        if (changed < 0) {
             return -1;
         }
-        changed[i] = is != 0;
-        count += changed[i];
-    }
-    if (limit != unpack->ntensors) {
-        for (size_t i = 0; i < unpack->ntensors; i++) {
-            count += smp_attr_true(unpack->tensors[i], smp_names._version) == 1;
-        }
+        count += (uint32_t)changed;
     }
     if (smp_pack_u32(pack, count) < 0) {
         return -1;
     }
-    for (size_t i = 0; count > 0 && i < unpack->ntensors; i++) {
-        bool is = limit != 0
-                      ? changed[i] != 0
-                      : smp_attr_true(unpack->tensors[i], smp_names._version) == 1;
+    for (int graph = 1; count > 0 && graph >= 0; graph--) {
+        for (size_t i = 0; i < unpack->ntensors; i++) {
+            bool keep = pack->graph;
+            int  failed;
 
-        if (is && (smp_pack_u32(pack, (uint32_t)i) < 0 ||
-                   smp_pack_new_tensor(pack, unpack->tensors[i]) < 0)) {
-            return -1;
+            if (is_changed(unpack->tensors[i], enter_node, &in_graph) != 1 ||
+                in_graph != (graph == 1)) {
+                continue;
+            }
+            pack->graph = keep && in_graph;
+            failed      = smp_pack_u32(pack, (uint32_t)i) < 0 ||
+                     smp_pack_new_tensor(pack, unpack->tensors[i]) < 0;
+            pack->graph = keep;
+            if (failed) {
+                return -1;
+            }
         }
     }
     return 0;
@@ -266,13 +298,11 @@ keep_context(context_object *context, const smp_pack *pack, uint64_t call)
         return -1;
     }
     for (size_t i = 0; i < pack->ntensors && failed == 0; i++) {
-        int requires_grad = smp_attr_true(pack->tensors[i], smp_names.requires_grad);
-
-        if (requires_grad < 0 ||
-            (requires_grad && PyList_Append(outputs, pack->tensors[i]) < 0)) {
+        if (pack->in_graph[i] && PyList_Append(outputs, pack->tensors[i]) < 0) {
             failed = -1;
         }
     }
+    Py_CLEAR(context->node); /* the outputs keep the graph, until their backward */
     if (failed == 0 && PyList_GET_SIZE(outputs) > 0) {
         context->outputs = PyList_AsTuple(outputs);
         key              = PyLong_FromUnsignedLongLong(call);
@@ -316,7 +346,7 @@ serve_forward(smp_message *request, smp_task *task)
     smp_pack_init(&pack, session->comm, source, &unpack);
     pack.graph = (envelope.flags & SMP_FLAG_GRAPH) != 0;
     if (smp_unpack_init(&unpack, request, NULL, true, false) < 0 ||
-        smp_stream_seed(task, envelope.seed) < 0) {
+        smp_stream_seed(task, smp_stream_mix(envelope.seed, 1)) < 0) {
         goto done;
     }
     if (pack.graph ? (context = enter_graph(&unpack, &envelope)) == NULL
@@ -338,12 +368,15 @@ serve_forward(smp_message *request, smp_task *task)
         }
     }
     value = run_entry(entry, envelope.flags, state, args, kwargs);
-    if (value == NULL || pack_dirty(&pack, &unpack) < 0 ||
+    if (value == NULL || pack_dirty(&pack, &unpack, context) < 0 ||
         smp_pack_value(&pack, value) < 0 || pack_changes(&pack, &unpack) < 0) {
         goto done;
     }
-    if (context != NULL && keep_context(context, &pack, envelope.call) < 0) {
-        goto done;
+    if (context != NULL) {
+        context->count = task->count;
+        if (keep_context(context, &pack, envelope.call) < 0) {
+            goto done;
+        }
     }
     envelope.kind  = SMP_MSG_RESPONSE;
     envelope.about = task->count;
@@ -452,13 +485,14 @@ serve_backward(smp_message *request, smp_task *task)
         return false;
     }
     task->order          = context->order;
+    task->count          = context->count;
     task->entry          = context->entry;
     task->backwards      = (int32_t)envelope.seed;
     task->backward_depth = 1;
     smp_pack_init(&pack, session->comm, source, NULL);
     pack.graph = false;
     if (smp_unpack_init(&unpack, request, NULL, false, false) < 0 ||
-        smp_stream_enter(task) < 0 ||
+        smp_stream_seed(task, smp_stream_mix(context->seed, 2)) < 0 ||
         smp_gradients_backward(envelope.microbatch, task->backwards) < 0 ||
         run_engine(context, &unpack) < 0 ||
         smp_gradients_close(context->microbatch, context->order, context->entry) < 0 ||

@@ -139,12 +139,10 @@ op_run_root(void *ctx, int32_t microbatch)
     smp_this_task = &task;
     context       = enter_context();
     if (smp_stream_seed(&task, smp_stream_mix(session->step_seed,
-                                              (uint64_t)microbatch)) == 0 &&
-        smp_gradients_open(microbatch, 0, -1) == 0) {
+                                              (uint64_t)microbatch)) == 0) {
         done = PyObject_CallFunction(session->run_root, "i", (int)microbatch);
     }
-    if (done != NULL && (smp_gradients_close(microbatch, 0, -1) < 0 ||
-                         smp_gradients_done(microbatch) < 0)) {
+    if (done != NULL && smp_gradients_done(microbatch) < 0) {
         Py_CLEAR(done);
     }
     if (done == NULL) {
@@ -342,6 +340,7 @@ py_open(PyObject *module, PyObject *args)
         return raise_status(status, "preparing the module server");
     }
     session->rank     = config.rank;
+    smp_registry.rank = config.rank;
     session->size     = config.size;
     session->step     = 0;
     session->contexts = PyDict_New();
@@ -783,7 +782,8 @@ py_begin_backward(PyObject *module, PyObject *unused)
         }
     }
     task->backward_depth = 1;
-    if (smp_gradients_backward(task->microbatch, task->backwards) < 0) {
+    if (smp_gradients_open(task->microbatch, 0, -1) < 0 ||
+        smp_gradients_backward(task->microbatch, task->backwards) < 0) {
         return NULL;
     }
     return PyLong_FromLong(task->microbatch);
@@ -797,6 +797,9 @@ py_end_backward(PyObject *module, PyObject *unused)
     if (smp_this_task != NULL) {
         smp_this_task->backward_depth = 0;
         smp_this_task->backwards++;
+        if (smp_gradients_close(smp_this_task->microbatch, 0, -1) < 0) {
+            return NULL;
+        }
     }
     Py_RETURN_NONE;
 }

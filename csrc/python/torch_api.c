@@ -78,6 +78,7 @@ load_names(void)
         {&smp_names.module, "__module__"},
         {&smp_names.qualname, "__qualname__"},
         {&smp_names.copy_, "copy_"},
+        {&smp_names.grad_fn, "grad_fn"},
         {&smp_names.clone, "clone"},
         {&smp_names.add_, "add_"},
         {&smp_names.detach, "detach"},

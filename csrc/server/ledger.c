@@ -78,12 +78,12 @@ entry_uses(const smp_ledger *ledger, int32_t entry, int32_t parameter)
     return low < ledger->first[entry + 1] && ledger->uses[low] == parameter;
 }
 
-/* Whether a forward of a later request than `order` is open and may use it. */
+/* Whether the request with this order, or a later one, is open and may use it. */
 static bool
-later_is_open(const smp_ledger *ledger, const microbatch_state *mb, uint64_t order,
-              int32_t parameter)
+not_before_is_open(const smp_ledger *ledger, const microbatch_state *mb, uint64_t order,
+                   int32_t parameter)
 {
-    for (open_forward *o = mb->open; o != NULL && o->order > order; o = o->next) {
+    for (open_forward *o = mb->open; o != NULL && o->order >= order; o = o->next) {
         if (entry_uses(ledger, o->entry, parameter)) {
             return true;
         }
@@ -132,7 +132,7 @@ settle(smp_ledger *ledger, slot *s, int32_t parameter)
         void      *value;
         smp_status status;
 
-        if (later_is_open(ledger, mb, t->order, parameter)) {
+        if (not_before_is_open(ledger, mb, t->order, parameter)) {
             return SMP_OK;
         }
         value      = t->value;
@@ -203,8 +203,10 @@ move_on(smp_ledger *ledger, int32_t parameter)
     return status;
 }
 
+/* For each parameter that the entry may use: settles what it has in the microbatch, and
+ * moves on. */
 static smp_status
-move_on_all(smp_ledger *ledger, int32_t entry)
+move_on_all(smp_ledger *ledger, int32_t microbatch, int32_t entry)
 {
     int32_t    count = entry < 0 ? ledger->nparameters
                                  : ledger->first[entry + 1] - ledger->first[entry];
@@ -212,8 +214,16 @@ move_on_all(smp_ledger *ledger, int32_t entry)
 
     for (int32_t i = 0; i < count; i++) {
         int32_t parameter = entry < 0 ? i : ledger->uses[ledger->first[entry] + i];
+        slot   *s         = ledger->parameters[parameter].slots;
 
-        status = move_on(ledger, parameter);
+        while (s != NULL && s->microbatch < microbatch) {
+            s = s->next;
+        }
+        status = s != NULL && s->microbatch == microbatch ? settle(ledger, s, parameter)
+                                                          : SMP_OK;
+        if (status == SMP_OK) {
+            status = move_on(ledger, parameter);
+        }
         if (status != SMP_OK) {
             return status;
         }
@@ -366,8 +376,8 @@ smp_ledger_close(smp_ledger *ledger, int32_t microbatch, uint64_t order, int32_t
     while (*at != NULL && ((*at)->order != order || (*at)->entry != entry)) {
         at = &(*at)->next;
     }
-    if (*at == NULL) {
-        return SMP_ERR_INVALID;
+    if (*at == NULL) { /* a graph that outlived its microbatch */
+        return ledger->microbatches[microbatch].done ? SMP_OK : SMP_ERR_INVALID;
     }
     {
         open_forward *closed = *at;
@@ -375,7 +385,7 @@ smp_ledger_close(smp_ledger *ledger, int32_t microbatch, uint64_t order, int32_t
         *at = closed->next;
         free(closed);
     }
-    return move_on_all(ledger, entry);
+    return move_on_all(ledger, microbatch, entry);
 }
 
 smp_status
@@ -445,19 +455,35 @@ smp_ledger_add(smp_ledger *ledger, int32_t microbatch, uint64_t order, int32_t p
         fresh->next       = *at;
         *at               = fresh;
     }
+    behind = &(*at)->waiting;
+    while (*behind != NULL && (*behind)->order > order) {
+        behind = &(*behind)->next;
+    }
+    if (*behind != NULL && (*behind)->order == order) { /* the same request's: one term */
+        return ledger->ops.add(ledger->ctx, &(*behind)->value, value);
+    }
     added = malloc(sizeof(*added));
     if (added == NULL) {
         ledger->ops.drop(ledger->ctx, value);
         return SMP_ERR_NO_MEMORY;
     }
-    behind = &(*at)->waiting;
-    while (*behind != NULL && (*behind)->order >= order) {
-        behind = &(*behind)->next;
-    }
     *added  = (term){.value = value, .order = order, .next = *behind};
     *behind = added;
     ledger->held++;
     return settle(ledger, *at, parameter);
+}
+
+/* Nothing is to come: forwards that are still open get no backward. */
+static void
+finish_microbatch(microbatch_state *mb)
+{
+    mb->done = true;
+    while (mb->open != NULL) {
+        open_forward *o = mb->open;
+
+        mb->open = o->next;
+        free(o);
+    }
 }
 
 smp_status
@@ -466,22 +492,18 @@ smp_ledger_done(smp_ledger *ledger, int32_t microbatch)
     if (!in_range(ledger, microbatch, -1)) {
         return SMP_ERR_INVALID;
     }
-    ledger->microbatches[microbatch].done = true;
-    return move_on_all(ledger, -1);
+    finish_microbatch(&ledger->microbatches[microbatch]);
+    return move_on_all(ledger, microbatch, -1);
 }
 
 smp_status
 smp_ledger_end(smp_ledger *ledger)
 {
     for (int32_t m = 0; m < ledger->nmicrobatches; m++) {
-        ledger->microbatches[m].done = true;
-        while (ledger->microbatches[m].open != NULL) { /* never asked for */
-            open_forward *o              = ledger->microbatches[m].open;
-            ledger->microbatches[m].open = o->next;
-            free(o);
-        }
+        finish_microbatch(&ledger->microbatches[m]);
     }
-    return move_on_all(ledger, -1);
+    return ledger->nmicrobatches == 0 ? SMP_OK
+                                      : move_on_all(ledger, ledger->nmicrobatches - 1, -1);
 }
 
 size_t

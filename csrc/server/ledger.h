@@ -3,9 +3,10 @@
  * Floating-point sums depend on their order, and requests finish in any order.  So a
  * contribution to a parameter's gradient waits here until its turn:
  *
- *   1. a microbatch's contributions are summed by themselves, those of later requests
- *      first (the order in which one process' engine would meet them);
- *   2. the sums are added to the gradient in microbatch order, each when no request of
+ *   1. a request's contributions are summed by themselves, as the engine does;
+ *   2. a microbatch's requests are summed by themselves, later ones first (the order in
+ *      which their backwards end in one process);
+ *   3. the sums are added to the gradient in microbatch order, each when no request of
  *      an earlier microbatch can contribute any more.
  *
  * A microbatch is finished for a parameter when its backward has begun and no forward
