@@ -1,0 +1,211 @@
+"""Taking back what a forward pass leaves behind.
+
+Tracing runs the user's model once before training begins, and nothing may tell
+afterwards that it did: random number generators, buffers, gradients, attributes of the
+modules, the containers that were passed in, and every tensor that an operator wrote
+into are put back.
+"""
+
+import collections
+import random
+import sys
+import types
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.lazy import LazyModuleMixin
+
+_DEEPEST = 8  # levels of nested containers that are looked at
+
+# Never looked into: they cannot change, or are put back by other means.
+_OPAQUE = (
+    Tensor,
+    nn.Module,
+    str,
+    bytes,
+    int,
+    float,
+    complex,
+    type,
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    types.MethodType,
+    types.ModuleType,
+    torch.Generator,
+    torch.dtype,
+    torch.device,
+)
+
+
+class Restore:
+    """A context; on leaving it, also by an exception, the state is as on entering.
+
+    Args:
+        roots: modules whose whole trees are watched.
+
+    Call :meth:`watch` for further objects and :meth:`before_write` before an operator
+    writes into tensors that existed before.
+    """
+
+    def __init__(self, roots: Iterable[nn.Module]):
+        self._modules = list({id(m): m for root in roots for m in root.modules()}.values())
+        self._containers: list[tuple[Any, Any]] = []
+        self._seen: dict[int, Any] = {}  # keeps the objects, so that ids stay theirs
+        self._written: list[tuple[Tensor, Tensor]] = []
+        self._writes: set[tuple] = set()
+        self._generators: dict[int, tuple[torch.Generator, Tensor]] = {}
+
+    def __enter__(self) -> "Restore":
+        self._random = _random_states()
+        self._grads = [
+            (p, p.grad) for m in self._modules for p in m._parameters.values() if p is not None
+        ]
+        self._buffers = [
+            (m, name, b, None if b.is_meta else b.detach().clone())
+            for m in self._modules
+            for name, b in m._buffers.items()
+            if b is not None
+        ]
+        for module in self._modules:
+            if not isinstance(module, LazyModuleMixin):  # materializing it must last
+                self.watch(module.__dict__)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for container, content in reversed(self._containers):
+            _put_back(container, content)
+        with torch.no_grad():
+            for tensor, content in reversed(self._written):
+                tensor.data.copy_(content)  # .data: the version counter stays out of it
+            for _, _, buffer, before in self._buffers:
+                if before is not None and not _same(buffer, before):
+                    buffer.data.copy_(before)
+        for parameter, gradient in self._grads:
+            if parameter.grad is not gradient:
+                parameter.grad = gradient
+        for generator, state in self._generators.values():
+            generator.set_state(state)
+        _set_random_states(self._random)
+
+    def changed_buffers(self, module: nn.Module) -> list[str]:
+        """Names of the module's own buffers that differ from those on entering."""
+        return [
+            name
+            for owner, name, buffer, before in self._buffers
+            if owner is module
+            and (
+                owner._buffers.get(name) is not buffer
+                or (before is not None and not _same(buffer, before))
+            )
+        ]
+
+    def watch(self, thing: Any, depth: int = 0) -> None:
+        """Remember the content of containers and plain objects, however nested."""
+        if thing is None or isinstance(thing, _OPAQUE) or id(thing) in self._seen:
+            return
+        if depth > _DEEPEST:
+            return
+        inner: Iterable[Any]
+        if isinstance(thing, dict):
+            content: Any = dict(thing)
+            inner = content.values()
+        elif isinstance(thing, (list, collections.deque, set)):
+            content = inner = list(thing)
+        elif isinstance(thing, tuple):
+            content, inner = None, thing
+        else:
+            state = getattr(thing, "__dict__", None)
+            if isinstance(state, dict):
+                self.watch(state, depth)
+            return
+        self._seen[id(thing)] = thing
+        if content is not None:
+            self._containers.append((thing, content))
+        for value in inner:
+            self.watch(value, depth + 1)
+
+    def before_write(self, tensor: Tensor) -> None:
+        """Keep a copy of a tensor that is about to be written into, the first time."""
+        if tensor.is_meta:
+            return
+        key = (
+            tensor.untyped_storage()._cdata,
+            tensor.storage_offset(),
+            tuple(tensor.shape),
+            tensor.stride(),
+        )
+        if key not in self._writes:
+            self._writes.add(key)
+            self._written.append((tensor, tensor.detach().clone()))
+
+    def expect(self, earlier: "Restore") -> None:
+        """Keep at once what an earlier, equal run wrote into or drew from."""
+        for tensor, _ in earlier._written:
+            self.before_write(tensor)
+        for generator, _ in earlier._generators.values():
+            self.keep_generator(generator)
+
+    def keep_generator(self, generator: torch.Generator) -> None:
+        """Remember the state of a generator of the model's own."""
+        if id(generator) not in self._generators:
+            self._generators[id(generator)] = (generator, generator.get_state())
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and torch.equal(
+        torch.nan_to_num(a) if a.is_floating_point() else a,
+        torch.nan_to_num(b) if b.is_floating_point() else b,
+    )
+
+
+def _put_back(container: Any, content: Any) -> None:
+    """Give a container its former content, unless it has it still."""
+    if isinstance(container, dict):
+        if len(container) == len(content) and all(
+            key is old_key and value is old_value
+            for (key, value), (old_key, old_value) in zip(
+                dict.items(container), content.items(), strict=True
+            )
+        ):
+            return
+        # The base's own methods: ModelOutput and others forbid theirs.
+        base = (
+            collections.OrderedDict
+            if isinstance(container, collections.OrderedDict)
+            else dict
+        )
+        base.clear(container)
+        for key, value in content.items():
+            base.__setitem__(container, key, value)
+        return
+    if len(container) == len(content) and all(
+        a is b for a, b in zip(container, content, strict=True)
+    ):
+        return
+    if isinstance(container, list):
+        list.__setitem__(container, slice(None), content)
+    else:
+        container.clear()
+        add = container.add if isinstance(container, set) else container.append
+        for value in content:
+            add(value)
+
+
+def _random_states() -> dict[str, Any]:
+    states: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    if "numpy" in sys.modules:
+        states["numpy"] = sys.modules["numpy"].random.get_state()
+    if torch.cuda.is_initialized():
+        states["cuda"] = torch.cuda.get_rng_state_all()
+    return states
+
+
+def _set_random_states(states: dict[str, Any]) -> None:
+    random.setstate(states["python"])
+    torch.set_rng_state(states["torch"])
+    if "numpy" in states:
+        sys.modules["numpy"].random.set_state(states["numpy"])
+    if "cuda" in states:
+        torch.cuda.set_rng_state_all(states["cuda"])

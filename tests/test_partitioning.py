@@ -1,0 +1,355 @@
+"""Spec: smp/partitioning.py; api.md 6; paper 4.5 and C."""
+
+import copy
+import pickle
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+import smp.partitioning
+from smp.partitioning import Partition, PartitionError, make_partition, set_partition
+from smp.tracing import trace
+
+
+def decide(model, *args, degree=2, **kwargs):
+    """A partition by parameters only, from a traced run if there are arguments."""
+    traced = trace(model, lambda: model(*args)) if args else None
+    return make_partition(
+        model, traced, degree=degree, memory_weight=kwargs.pop("memory_weight", 1.0), **kwargs
+    )
+
+
+def draw(partition):
+    """The tree as indented text, each module with its rank."""
+    lines = []
+    for path, rank in partition.rank_of.items():
+        depth = path.count(".") + 1 if path else 0
+        lines.append(f"{'  ' * depth}{path.rpartition('.')[2] or 'root'} {rank}")
+    return "\n".join(lines)
+
+
+class Stack(nn.Module):
+    def __init__(self, layers=4):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(layers))
+        self.act = nn.ReLU()
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = self.act(layer(x))
+        return x
+
+
+def test_layers_are_spread_in_order_and_activations_stay_with_their_parent():
+    assert draw(decide(Stack(), torch.randn(2, 8))) == """\
+root 0
+  layers 0
+    0 0
+    1 0
+    2 1
+    3 1
+  act 0"""
+
+
+def test_a_sequential_is_cut_into_runs_of_children():
+    """A child without parameters runs with the one before it."""
+    net = nn.Sequential(*(m for _ in range(4) for m in (nn.Linear(8, 8), nn.ReLU())))
+    assert draw(decide(net, torch.randn(2, 8))) == """\
+root 0
+  0 0
+  1 0
+  2 0
+  3 0
+  4 1
+  5 1
+  6 1
+  7 1"""
+
+
+def test_execution_order_counts_more_than_definition_order():
+    class Backwards(Stack):
+        def forward(self, x):
+            for layer in reversed(self.layers):
+                x = layer(x)
+            return x
+
+    assert decide(Backwards(), torch.randn(2, 8)).ranks.tolist()[2:6] == [1, 1, 0, 0]
+    assert decide(Backwards()).ranks.tolist()[2:6] == [0, 0, 1, 1]
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(10, 8)
+        self.body = Stack(6)
+        self.head = nn.Linear(8, 10, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids):
+        return self.head(self.body(self.embed(ids)))
+
+
+def test_tied_parameters_keep_their_users_together_and_count_once():
+    partition = decide(Tied(), torch.randint(0, 10, (2, 3)), degree=3)
+
+    assert partition.rank_of["embed"] == partition.rank_of["head"]
+    assert set(partition.ranks) == {0, 1, 2}
+    assert sum(partition.costs) == pytest.approx(1)
+    assert sum(partition.parameters) == sum(p.numel() for p in Tied().parameters())
+
+
+def test_two_parameters_over_the_same_memory_are_one():
+    net = Tied()
+    net.head.weight = nn.Parameter(net.embed.weight.detach())
+    assert net.head.weight is not net.embed.weight
+
+    partition = decide(net, degree=3)
+    assert partition.rank_of["embed"] == partition.rank_of["head"]
+
+
+def test_a_weight_used_by_an_operator_of_another_module_joins_them():
+    class Borrows(nn.Module):
+        def __init__(self, owner):
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+            self.__dict__["owner"] = owner
+
+        def forward(self, x):
+            return self.layer(x) @ self.owner.weight
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+            self.last = Borrows(self.first)
+
+        def forward(self, x):
+            return self.last(self.second(self.first(x)))
+
+    partition = decide(Net(), torch.randn(2, 8), degree=3)
+    assert partition.rank_of["last"] == partition.rank_of["first"]
+    assert partition.rank_of["last"] != partition.rank_of["second"]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: nn.MultiheadAttention(8, 2),
+        lambda: nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)),
+        lambda: nn.Sequential(nn.ParameterList([torch.ones(8), torch.ones(8)])),
+    ],
+)
+def test_without_tracing_known_uses_of_a_childs_parameters_count(make):
+    partition = decide(nn.Sequential(nn.Linear(40, 40), make()), degree=4)
+    assert len({r for p, r in partition.rank_of.items() if p.startswith("1")}) == 1
+
+
+def test_traced_activations_count_as_memory():
+    class Wide(Stack):
+        def forward(self, x):
+            a, *rest = self.layers
+            x = a(x[:1].expand(2000, 8))[:10]
+            for layer in rest:
+                x = layer(x)
+            return x
+
+    assert decide(Wide(), torch.randn(2, 8)).ranks.tolist()[2:6] == [0, 1, 1, 1]
+    assert decide(Wide()).ranks.tolist()[2:6] == [0, 0, 1, 1]
+
+
+def test_memory_weight_trades_parameters_against_modules():
+    net = nn.Sequential(nn.Linear(64, 64), *(nn.Linear(8, 8) for _ in range(7)))
+
+    memory = decide(net, memory_weight=1.0)
+    compute = decide(net, memory_weight=0.0)
+    assert memory.ranks.tolist() == [0, 0] + [1] * 7
+    assert compute.ranks.tolist() == [0] * 4 + [1] * 5
+
+
+# -------------------------------------------------------------------------------- pinning
+
+
+def test_set_partition_pins_the_subtree_and_the_innermost_wins():
+    net = Tied()
+    set_partition(net.body, 2)
+    set_partition(net.body.layers[1], 1)
+    partition = decide(net, degree=3)
+
+    assert {p: r for p, r in partition.rank_of.items() if p.startswith("body")} == {
+        "body": 2,
+        "body.layers": 2,
+        **{f"body.layers.{i}": 1 if i == 1 else 2 for i in range(6)},
+        "body.act": 2,
+    }
+
+
+def test_modules_created_in_a_context_are_pinned_and_the_innermost_wins():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            with smp.partitioning.partition(1):
+                self.a = Stack(1)
+                with smp.partitioning.partition(2):
+                    self.b = nn.Linear(8, 8)
+                self.c = nn.Linear(8, 8)
+            self.d = nn.Linear(8, 8)
+
+    partition = decide(Net(), degree=3)
+    assert [partition.rank_of[p] for p in ("a", "a.layers.0", "b", "c", "d")] == [1, 1, 2, 1, 0]
+
+
+def test_copies_and_unpickled_modules_count_as_created():
+    layer = nn.TransformerEncoderLayer(8, 2, 16)
+    with smp.partitioning.partition(1):
+        net = nn.Sequential(nn.TransformerEncoder(layer, 2), pickle.loads(pickle.dumps(layer)))
+    outside = nn.ModuleList([layer, net])
+
+    partition = decide(outside, degree=3)
+    ranks = {p: r for p, r in partition.rank_of.items() if p.startswith("1.")}
+    assert set(ranks.values()) == {1}
+    assert set(decide(copy.deepcopy(net), degree=3).ranks) == {1}
+
+
+def test_a_context_ends_and_concerns_its_own_thread_only():
+    plain = nn.Module.__init__, nn.Module.__setstate__
+    made = []
+    with smp.partitioning.partition(1):
+        thread = threading.Thread(target=lambda: made.append(nn.Linear(8, 8)))
+        thread.start()
+        thread.join()
+    made.append(nn.Linear(8, 8))
+
+    assert (nn.Module.__init__, nn.Module.__setstate__) == plain
+    for module in made:
+        assert decide(module, degree=1).ranks.tolist() == [0]
+        assert "_smp_partition" not in module.__dict__
+
+
+def test_without_auto_partition_the_rest_goes_to_the_default():
+    """A module not placed in any smp.partition context is in the default partition."""
+    outside = nn.Linear(8, 8)
+    with smp.partitioning.partition(2):
+        inside = nn.Sequential(nn.Linear(8, 8))
+    inside.append(outside)
+    net = nn.Sequential(inside, Stack(2))
+    set_partition(net[1].layers, 0)
+
+    partition = decide(net, degree=3, auto=False, default=1)
+    assert draw(partition) == """\
+root 1
+  0 2
+    0 2
+    1 1
+  1 1
+    layers 0
+      0 0
+      1 0
+    act 1"""
+
+
+def test_pins_that_contradict_a_tie_name_both_modules():
+    net = Tied()
+    set_partition(net.embed, 0)
+    set_partition(net.head, 1)
+    with pytest.raises(PartitionError) as error:
+        decide(net)
+    assert str(error.value).startswith(
+        "smp: modules 'embed' (pinned to partition 0) and 'head' (pinned to partition 1) "
+        "share the parameter 'embed.weight'"
+    )
+
+
+def test_an_inherited_pin_that_contradicts_a_tie_names_where_it_comes_from():
+    net = nn.Module()
+    net.tied, net.embed = Tied(), nn.Linear(8, 8)
+    net.tied.head.weight = net.embed.weight
+    set_partition(net.tied, 1)
+    set_partition(net.embed, 0)
+    with pytest.raises(PartitionError, match=r"'tied.head' \(pinned to .* 1 with 'tied'\)"):
+        decide(net)
+
+
+def test_a_pin_out_of_range_names_module_and_values():
+    net = Stack()
+    set_partition(net.layers[2], 5)
+    with pytest.raises(
+        PartitionError, match=r"'layers\.2' is pinned to partition 5, .*degree is 2"
+    ):
+        decide(net)
+
+
+@pytest.mark.parametrize("wrong", [-1, "0", 1.0, True, None])
+def test_what_is_no_partition_is_refused(wrong):
+    with pytest.raises((TypeError, ValueError), match="partition"):
+        set_partition(nn.Linear(1, 1), wrong)
+    with pytest.raises((TypeError, ValueError), match="partition"), smp.partitioning.partition(
+        wrong
+    ):
+        pass
+    with pytest.raises(TypeError, match="pins a torch.nn.Module, got a str"):
+        set_partition("fc", 0)
+
+
+def test_numbers_out_of_range_are_refused():
+    for wrong in ({"degree": 0}, {"memory_weight": 1.5}, {"auto": False, "default": 2}):
+        with pytest.raises(ValueError, match=next(reversed(wrong))):
+            decide(Stack(), **wrong)
+
+
+def test_idle_ranks_are_named():
+    with pytest.warns(UserWarning, match="no module of Stack is on partition 2, 3 of 4"):
+        partition = decide(Stack(2), degree=4)
+    assert set(partition.ranks) == {0, 1}
+
+
+# ------------------------------------------------------------------------- to other ranks
+
+
+def test_a_partition_travels_as_plain_numbers_and_strings():
+    partition = decide(Tied(), torch.randint(0, 10, (2, 3)), degree=3, memory_weight=0.3)
+    data = partition.to_bytes()
+    arrived = Partition.from_bytes(memoryview(data))
+
+    assert arrived.__dict__ == partition.__dict__
+    assert b"pickle" not in data and data.isascii()
+    assert arrived.first_difference(Tied()) is None
+
+
+def test_a_damaged_partition_is_refused():
+    data = decide(Stack()).to_bytes()
+    with pytest.raises(ValueError, match="no partition"):
+        Partition.from_bytes(b"{}")
+    with pytest.raises(ValueError, match="damaged"):
+        Partition.from_bytes(data[:-10])
+    with pytest.raises(ValueError, match="damaged: its hash"):
+        Partition.from_bytes(data.replace(b'"ranks":[0,0,0', b'"ranks":[0,0,1'))
+    with pytest.raises(ValueError, match="damaged"):
+        Partition.from_bytes(data.replace(b'"degree"', b'"degrees"'))
+
+
+def test_the_hash_tells_models_and_decisions_apart():
+    hashes = {
+        decide(Stack(4)).hash,
+        decide(Stack(4), degree=3).hash,
+        decide(Stack(5)).hash,
+        decide(nn.Sequential(*Stack(4).layers)).hash,
+    }
+    assert len(hashes) == 4
+    assert decide(Stack(4)).hash == decide(Stack(4)).hash
+
+
+def test_the_first_difference_between_two_models_is_named():
+    partition = decide(Stack(4))
+    other = Stack(4)
+    other.layers[2] = nn.Identity()
+
+    assert partition.first_difference(other) == (
+        "module 'layers.2' (Identity) here, 'layers.2' (Linear) where it was partitioned"
+    )
+    other.layers[2] = nn.Linear(8, 8)
+    other.more = nn.Linear(8, 8)
+    assert partition.first_difference(other) == (
+        "module 'more' (Linear) here, nothing where it was partitioned"
+    )

@@ -1,0 +1,392 @@
+"""Spec: smp/tracing.py, smp/restore.py; paper, C.1."""
+
+import collections
+import copy
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from smp.tracing import trace
+
+
+class Net(nn.Module):
+    """Two layers called out of order, one of them twice, one never."""
+
+    def __init__(self):
+        super().__init__()
+        self.second = nn.Linear(8, 8)
+        self.first = nn.Linear(8, 8)
+        self.never = nn.Linear(8, 8)
+        self.act = nn.ReLU()
+
+    def forward(self, x):
+        return self.second(self.act(self.second(self.first(x))))
+
+
+def run_of(model, *args):
+    return lambda: model(*args)
+
+
+def test_order_and_number_of_executions_are_those_of_the_run():
+    net = Net()
+    modules = trace(net, run_of(net, torch.randn(4, 8))).modules
+
+    assert {path: (m.first, m.executions) for path, m in modules.items()} == {
+        "": (0, 1),
+        "first": (1, 1),
+        "second": (2, 2),
+        "act": (3, 1),
+        "never": (-1, 0),
+    }
+
+
+def test_activation_bytes_are_what_operators_produce_anew():
+    """Views and the results of in-place operators are not new."""
+
+    class Body(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 16)
+
+        def forward(self, x):
+            y = self.layer(x)  # 4 x 16 floats, the layer's
+            z = y.view(-1).relu_().view(4, 16)  # nothing new
+            return z + z.exp()  # two times 4 x 16 floats
+
+    body = Body()
+    modules = trace(body, run_of(body, torch.randn(4, 8))).modules
+
+    assert modules["layer"].activation_bytes == 4 * 16 * 4
+    assert modules[""].activation_bytes == 2 * 4 * 16 * 4
+    assert modules["layer"].input_bytes == 4 * 8 * 4
+    assert modules["layer"].output_bytes == 4 * 16 * 4
+
+
+def test_only_an_operator_uses_a_parameter():
+    """Reading a child's weight.dtype or .shape is no use, computing with it is."""
+
+    class Parent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.called = nn.Linear(8, 8)
+            self.read = nn.Linear(8, 8)
+            self.taken = nn.Linear(8, 8, bias=False)
+
+        def forward(self, x):
+            x = self.called(x).to(self.read.weight.dtype)[:, : self.read.weight.shape[0]]
+            return torch.nn.functional.linear(x, self.taken.weight)
+
+    parent = Parent()
+    modules = trace(parent, run_of(parent, torch.randn(4, 8))).modules
+
+    assert modules[""].parameters == ("taken.weight",)
+    assert modules["called"].parameters == ("called.bias", "called.weight")
+    assert modules["read"].parameters == modules["taken"].parameters == ()
+
+
+def test_attention_and_the_fast_path_of_an_encoder_use_their_childrens_weights():
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    x = torch.randn(2, 3, 8)
+    modules = trace(layer, run_of(layer, x)).modules
+    assert "self_attn.out_proj.weight" in modules["self_attn"].parameters
+    assert modules[""].parameters == ()
+
+    layer.eval()
+    with torch.no_grad():
+        modules = trace(layer, run_of(layer, x)).modules
+    assert "linear1.weight" in modules[""].parameters
+    assert "forward" not in layer.__dict__
+
+
+def test_use_outside_every_module_is_kept_apart():
+    net = Net()
+
+    def run():
+        return net(torch.randn(4, 8)) + net.never.weight.sum()
+
+    traced = trace(net, run)
+    assert traced.parameters_outside == ("never.weight",)
+    assert traced.modules[""].parameters == ()
+
+
+@pytest.mark.parametrize("meta", [False, True])
+def test_drawing_is_noticed_and_not_drawing_too(meta):
+    net = nn.Sequential(nn.Dropout(0.5), nn.Dropout(0.0), nn.Sequential(nn.Dropout(0.1)))
+    x = torch.randn(4, 8, device="meta" if meta else "cpu")
+    modules = trace(net, run_of(net, x), meta=meta).modules
+    drew = {path for path, m in modules.items() if m.random}
+    assert {"", "0", "2", "2.0"} <= drew
+    if not meta:
+        assert "1" not in drew
+
+    net.eval()
+    assert not any(m.random for m in trace(net, run_of(net, x), meta=meta).modules.values())
+
+
+def test_times_add_up():
+    class Sleepless(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.child = nn.Linear(64, 64)
+
+        def forward(self, x):
+            return self.child(self.child(x)) @ x.mT
+
+    net = Sleepless()
+    modules = trace(net, run_of(net, torch.randn(64, 64)), times=True).modules
+
+    root, child = modules[""], modules["child"]
+    assert root.executions == 1 and child.executions == 2
+    assert child.seconds == child.total_seconds > 0
+    assert root.total_seconds == pytest.approx(root.seconds + child.total_seconds)
+    assert 0 < root.seconds < root.total_seconds
+
+
+def test_two_roots_are_traced_in_one_run():
+    from smp.tracing import trace_models
+
+    a, b = Net(), nn.Linear(8, 8)
+    x = torch.randn(4, 8)
+    first, second = trace_models([a, b], lambda: b(a(x)))
+
+    assert set(first.modules) == {"", "first", "second", "never", "act"}
+    assert set(second.modules) == {""}
+    assert second.modules[""].first == 5
+    assert second.modules[""].parameters == ("bias", "weight")
+
+
+# ------------------------------------------------------------------------ leaving no mark
+
+
+class Careless(nn.Module):
+    """Changes everything that a forward pass can reach."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+        self.drop = nn.Dropout(0.5)
+        self.register_buffer("ids", torch.zeros(3))
+        self.register_buffer("swapped", torch.ones(3))
+        self.plain = torch.zeros(3)
+        self.calls = 0
+        self.seen = {"all": []}
+        self.own = torch.Generator().manual_seed(5)
+
+    def forward(self, x, log, cache):
+        self.calls += 1
+        self.seen["all"].append(x)
+        self.late = x
+        self.plain.add_(1)
+        self.ids[1] = 7
+        self.swapped = torch.zeros(3)
+        log.append(1)
+        cache.count += 1
+        cache.layers[0].append(x)
+        x.mul_(2)
+        np.random.rand()
+        random.random()
+        torch.randn(3, generator=self.own)
+        return self.drop(self.norm(x))
+
+
+class Cache:
+    def __init__(self):
+        self.count = 0
+        self.layers = [[]]
+
+
+def state_of(net):
+    plain = {k: v for k, v in net.__dict__.items() if k not in ("own", "plain")}
+    return copy.deepcopy(plain), net.plain.clone(), net.own.get_state()
+
+
+def assert_same(a, b):
+    if isinstance(a, torch.Tensor):
+        assert torch.equal(a, b)
+    elif isinstance(a, dict):
+        assert list(a) == list(b)
+        for key in a:
+            assert_same(a[key], b[key])
+    elif isinstance(a, (list, tuple)):
+        assert len(a) == len(b)
+        for x, y in zip(a, b, strict=True):
+            assert_same(x, y)
+    elif isinstance(a, nn.Module):
+        assert_same(a.__dict__, b.__dict__)
+    else:
+        assert a == b
+
+
+def global_random_states():
+    return [random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()]
+
+
+@pytest.mark.parametrize("times", [False, True])
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_trace_leaves_no_mark(times, fails):
+    net = Careless()
+    net.norm.weight.grad = gradient = torch.ones(8)
+    x = torch.randn(4, 8)
+    log, cache = collections.deque([5]), Cache()
+    before = state_of(net), global_random_states(), x.clone(), gradient.clone()
+    buffer, layers = net.swapped, cache.layers
+
+    def run():
+        net(x, log=log, cache=cache)
+        if fails:
+            raise KeyError("after the fact")
+
+    if fails:
+        with pytest.raises(KeyError):
+            trace(net, run, times=times)
+    else:
+        traced = trace(net, run, times=times).modules
+        assert traced["norm"].changed_buffers == (
+            "running_mean",
+            "running_var",
+            "num_batches_tracked",
+        )
+        assert traced[""].changed_buffers == ("ids", "swapped")
+
+    assert_same((state_of(net), global_random_states(), x, net.norm.weight.grad), before)
+    assert net.swapped is buffer and net.norm.weight.grad is gradient
+    assert log == collections.deque([5]) and cache.count == 0
+    assert cache.layers is layers and layers == [[]]
+    assert not nn.modules.module._global_forward_hooks
+    assert not nn.modules.module._global_forward_pre_hooks
+
+
+def test_the_models_own_hooks_run_as_usual():
+    net = Net()
+    calls = []
+    net.first.register_forward_pre_hook(lambda m, args: calls.append("pre"))
+    net.first.register_forward_hook(lambda m, args, out: out * 0)
+    out = []
+    trace(net, lambda: out.append(net(torch.randn(4, 8))))
+
+    want = net.second(torch.relu(net.second(torch.zeros(4, 8))))
+    assert calls == ["pre"]
+    assert torch.equal(out[0], want)
+
+
+def test_the_grad_mode_is_the_users_and_nothing_is_saved():
+    net = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+    out = []
+    trace(net, lambda: out.append(net(torch.randn(4, 8))))
+    assert out[0].requires_grad
+    with pytest.raises(RuntimeError, match=r"model\.backward"):
+        out[0].sum().backward()
+
+    with torch.no_grad():
+        trace(net, lambda: out.append(net(torch.randn(4, 8))))
+    assert not out[1].requires_grad
+
+
+def test_checkpointed_modules_are_traced():
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x):
+            x = checkpoint(self.a, x, use_reentrant=False)
+            return checkpoint(self.b, x, use_reentrant=True)
+
+    net = Checkpointed()
+    modules = trace(net, run_of(net, torch.randn(4, 8, requires_grad=True))).modules
+    assert modules["a"].executions == modules["b"].executions == 1
+
+
+def test_a_compiled_module_is_run_as_written():
+    net = Net()
+    net.first = torch.compile(net.first, backend="eager")
+    modules = trace(net, run_of(net, torch.randn(4, 8))).modules
+    used = {p for m in modules.values() for p in m.parameters}
+    assert "first._orig_mod.weight" in used
+
+
+def test_a_caught_exception_in_a_module_does_not_confuse_the_record():
+    class Fails(nn.Module):
+        def forward(self, x):
+            raise ValueError
+
+    class Tries(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fails, self.layer = Fails(), nn.Linear(8, 8)
+
+        def forward(self, x):
+            try:
+                x = self.fails(x)
+            except ValueError:
+                x = self.layer(x)
+            return x.exp()
+
+    net = nn.Sequential(Tries(), nn.Linear(8, 8))
+    modules = trace(net, run_of(net, torch.randn(4, 8))).modules
+    assert modules["0.layer"].parameters == ("0.layer.bias", "0.layer.weight")
+    assert modules["1"].parameters == ("1.bias", "1.weight")
+
+
+# ------------------------------------------------------------------------------- on meta
+
+
+def test_a_trace_on_meta_tensors_sees_the_same_and_computes_nothing():
+    net = nn.Sequential(
+        nn.Embedding(50, 8), nn.LayerNorm(8), nn.LSTM(8, 8, batch_first=True)
+    )
+    ids = torch.randint(0, 50, (4, 6))
+    real, meta = trace(net, run_of(net, ids)), trace(net, run_of(net, ids), meta=True)
+    outputs = []
+    trace(net, lambda: outputs.append(net(ids)[0]), meta=True)
+
+    assert meta.meta and not real.meta
+    assert outputs[0].is_meta and outputs[0].shape == (4, 6, 8)
+    for path in ("0", "1"):
+        assert meta.modules[path] == real.modules[path]
+    assert all(not p.is_meta for p in net.parameters())
+
+
+def test_real_inputs_work_with_a_model_on_the_meta_device():
+    with torch.device("meta"):
+        net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
+    traced = trace(net, run_of(net, torch.randn(2, 3, 8, 8)), meta=True)
+    assert traced.modules["2"].activation_bytes == 2 * 4 * 6 * 6 * 4
+
+
+class Branches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x):
+        x = self.inner(x)
+        return x if x.sum() > 0 else -x
+
+
+def test_what_meta_tensors_do_not_allow_is_run_for_real_with_a_warning():
+    net = nn.Sequential(nn.Linear(8, 8), Branches())
+    with pytest.warns(UserWarning, match=r"1 cannot run on meta tensors .*; tracing on"):
+        traced = trace(net, run_of(net, torch.randn(4, 8)), meta=True)
+    assert not traced.meta and traced.modules["1.inner"].executions == 1
+
+
+def test_a_meta_model_that_cannot_run_names_the_module():
+    net = nn.Sequential(nn.Linear(8, 8), Branches()).to("meta")
+    with pytest.raises(RuntimeError, match="smp: 1 cannot run on meta tensors"):
+        trace(net, run_of(net, torch.randn(4, 8)), meta=True)
+
+
+def test_a_long_run_says_how_far_it_is(monkeypatch, capsys):
+    monkeypatch.setattr("smp.tracing._PATIENCE_S", 0.0)
+    monkeypatch.setattr("smp.tracing._NOTE_EVERY_S", 0.0)
+    net = Net()
+    trace(net, run_of(net, torch.randn(4, 8)))
+
+    error = capsys.readouterr().err
+    assert "tracing the model" in error and "(first)" in error
+    assert "traced the model in" in error
