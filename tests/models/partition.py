@@ -71,10 +71,14 @@ def weight_reads(model: nn.Module, run: Callable[[], Any]) -> list[tuple[str, st
                         reads[running[-1], holders[tensor]] = None
             return function(*args, **(kwargs or {}))
 
-    handles = []
-    for module, path in paths.items():
-        handles.append(module.register_forward_pre_hook(lambda *_, p=path: running.append(p)))
-        handles.append(module.register_forward_hook(lambda *_: running.pop() and None))
+    def begin(module: nn.Module, args: tuple) -> None:
+        running.append(paths[module])
+
+    def end(module: nn.Module, args: tuple, output: Any) -> None:
+        running.pop()
+
+    handles = [module.register_forward_pre_hook(begin) for module in paths]
+    handles += [module.register_forward_hook(end) for module in paths]
     try:
         with Reads():
             run()

@@ -18,12 +18,15 @@ remote call per run of consecutive children on the same other rank.  Then
 4. microbatch i's backward starts with its share of the samples (1 without averaging);
 5. random numbers follow ``streams.py``;
 6. pre-hooks of a remote module run as its owner, forward and full backward hooks as
-   its caller.
+   its caller; lists, dicts and sets in context variables are the caller's objects, as
+   arguments are: transformers' hooks inside a remote layer write what they collect
+   (attentions, router logits) into one.
 
 With one rank it is the plain loop: nothing is cut, gradients go straight to ``.grad``
 and the user's generator is used.
 """
 
+import contextvars
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,7 +41,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import BackwardHook
 
 from tests.reference.crossing import Crossing
-from tests.reference.objects import map_tensors
+from tests.reference.objects import map_tensors, tensors_in
 from tests.reference.split import Microbatch, seed_of, split_batch
 from tests.reference.streams import Streams, UserGenerator
 
@@ -309,12 +312,22 @@ class _Loop:
             self._end_backward(request)
 
         crossing = Crossing(run_backward)
-        reference = functools.partial(self._reference, caller, request)
-        args, kwargs = crossing.arrive((args, kwargs), reference)
-        with self._on(request), self._streams.forward(random):
+        context = _context_containers()
+        collected = {id(t) for t in tensors_in(context)} - {
+            id(t) for t in tensors_in(args, kwargs)
+        }
+
+        def reference(sender: Request, receiver: Request, tensor: Tensor) -> Tensor | None:
+            """What is collected already stays where it is."""
+            if id(tensor) in collected:
+                return tensor
+            return self._reference(sender, receiver, tensor)
+
+        there = functools.partial(reference, caller, request)
+        args, kwargs, context = crossing.arrive((args, kwargs, context), there)
+        with self._on(request), self._streams.forward(random), _context_set(context):
             result = body(*args, **kwargs)
-        reference = functools.partial(self._reference, request, caller)
-        return crossing.leave(result, reference)
+        return crossing.leave(result, functools.partial(reference, request, caller))
 
     def _reference(self, sender: Request, receiver: Request, tensor: Tensor) -> Tensor | None:
         """What a parameter that the sender does not own is to the receiver."""
@@ -445,6 +458,21 @@ def _own_leaf(parameter: nn.Parameter) -> nn.Parameter:
     leaf = Tensor._make_subclass(type(parameter), parameter.detach(), parameter.requires_grad)
     vars(leaf).update(vars(parameter))
     return leaf
+
+
+def _context_containers() -> dict[contextvars.ContextVar, Any]:
+    context = contextvars.copy_context()
+    return {var: value for var, value in context.items() if type(value) in (list, dict, set)}
+
+
+@contextmanager
+def _context_set(values: Mapping[contextvars.ContextVar, Any]) -> Iterator[None]:
+    tokens = [(variable, variable.set(value)) for variable, value in values.items()]
+    try:
+        yield
+    finally:
+        for variable, token in reversed(tokens):
+            variable.reset(token)
 
 
 def _add_to(sums: dict[nn.Parameter, Tensor], parameter: nn.Parameter, term: Tensor) -> None:

@@ -1,6 +1,7 @@
 """Spec: crossing.py; design.md, section 3, "Arguments are the caller's objects"."""
 
 from collections import OrderedDict, namedtuple
+from contextvars import ContextVar
 
 import pytest
 import torch
@@ -228,6 +229,27 @@ def test_a_cache_is_filled_for_the_caller_with_its_gradient():
     model = run_remote(call, function)
 
     assert (model.weight.grad, model.callee.weight.grad) == (2 * 15, 2 * 10)
+
+
+def test_what_is_collected_in_a_context_variable_is_the_callers():
+    collected: ContextVar[list] = ContextVar("collected")
+
+    def function(weight, x):
+        y = x * weight
+        collected.get().append(y)
+        return y
+
+    def call(remote, x):
+        states = [x]
+        token = collected.set(states)
+        remote(remote(x))
+        assert collected.get() is states and len(states) == 3
+        collected.reset(token)
+        return sum(state.sum() for state in states)
+
+    model = run_remote(call, function)
+
+    assert (model.weight.grad, model.callee.weight.grad) == (5 + 15 + 45, 10 + 60)
 
 
 def test_a_result_may_be_changed_in_place():
