@@ -12,10 +12,10 @@ from torch.utils.hooks import BackwardHook
 from smp import _core
 
 
-def serve_hooked(module: nn.Module, args: tuple, kwargs: dict | None) -> Any:
-    """Run the pre-hooks and the forward of a module, on its owner."""
+def serve_hooked(module: nn.Module, args: tuple, kwargs: dict | None, bare: bool) -> Any:
+    """Run the pre-hooks (unless ``bare``) and the forward of a module, on its owner."""
     kwargs = kwargs or {}
-    for key, hook in list(module._forward_pre_hooks.items()):
+    for key, hook in [] if bare else list(module._forward_pre_hooks.items()):
         if key in module._forward_pre_hooks_with_kwargs:
             changed = hook(module, args, kwargs)
             if changed is not None:
@@ -39,7 +39,7 @@ def call_hooked(module: nn.Module, args: tuple, kwargs: dict | None) -> Any:
     full = BackwardHook(module, backward_hooks, pre_hooks) if backward_hooks or pre_hooks else None
     if full is not None:
         args = full.setup_input_hook(args)
-    output = _core.call_remote(module, args, kwargs)
+    output = _core.call_remote(module, args, kwargs, False)
     for key, hook in list(module._forward_hooks.items()):
         if key in module._forward_hooks_with_kwargs:
             changed = hook(module, args, kwargs or {}, output)

@@ -128,7 +128,8 @@ class DistributedModel(nn.Module):
         self._owners = remote_modules.parameter_owners(self.module, rank_of)
         self._entries, runs = remote_modules.make_entries(self.module, rank_of)
         first = sum(len(m._entries) for m in rt.live_models() if m.partitioned)
-        remote_modules.swap_classes(self.module, rank_of, rt.pp_rank, runs, first)
+        gates = {path: rt.next_gate(count) for path, count in partition.stateful.items()}
+        remote_modules.swap_classes(self.module, rank_of, rt.pp_rank, runs, first, gates)
         remote_modules.free_remote_parameters(self.module, self._owners, rt.pp_rank)
         self.partitioned = True
 
@@ -197,6 +198,7 @@ def install(rt: runtime.Runtime) -> None:
             paths.append(path)
         entries += [tuple(entry) for entry in model._entries]
     _core.set_entries(entries)
+    _core.set_gates(rt.gates if len(rt.gates) else None)
     _core.set_names(modules, parameters, owners, paths)
     install_gradients(rt, models)
 

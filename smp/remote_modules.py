@@ -6,6 +6,7 @@ Modules that the rank does not own get a class of their own, whose ``__call__`` 
 but for ``nn.Sequential`` whose children span ranks.
 """
 
+import functools
 from collections.abc import Callable, Iterator
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ from smp import _core
 
 _remote_classes: dict[type, type] = {}
 _sequential_classes: dict[type, type] = {}
+_gated_classes: dict[type, type] = {}
 _parameter_homes: dict[int, tuple[str, int]] = {}
 
 
@@ -51,6 +53,10 @@ def remote_class(cls: type[nn.Module]) -> type[nn.Module]:
             copied.__dict__.update(self.__dict__)
             return cls.__reduce_ex__(copied, protocol)
 
+        @functools.wraps(cls.forward)
+        def forward(self, *args, **kwargs):
+            return _core.call_remote(self, args, kwargs, True)
+
         made = type(
             cls.__name__,
             (cls,),
@@ -59,6 +65,7 @@ def remote_class(cls: type[nn.Module]) -> type[nn.Module]:
                 "__qualname__": cls.__qualname__,
                 "__doc__": cls.__doc__,
                 "__call__": _core.module_call,
+                "forward": forward,
                 "__reduce_ex__": __reduce_ex__,
                 "_smp_original_class": cls,
             },
@@ -114,6 +121,35 @@ def sequential_class(cls: type[nn.Module]) -> type[nn.Module]:
             },
         )
         _sequential_classes[cls] = made
+    return made
+
+
+def gated_class(cls: type[nn.Module]) -> type[nn.Module]:
+    """A class like ``cls`` that microbatches call in their order: it changes buffers."""
+    made = _gated_classes.get(cls)
+    if made is None:
+
+        def __call__(self, *args, **kwargs):
+            gate = self._smp_gate
+            if not self.training or not _core.await_turn(gate):
+                return cls.__call__(self, *args, **kwargs)
+            try:
+                return cls.__call__(self, *args, **kwargs)
+            finally:
+                _core.left(gate)
+
+        made = type(
+            cls.__name__,
+            (cls,),
+            {
+                "__module__": cls.__module__,
+                "__qualname__": cls.__qualname__,
+                "__doc__": cls.__doc__,
+                "__call__": __call__,
+                "_smp_original_class": cls,
+            },
+        )
+        _gated_classes[cls] = made
     return made
 
 
@@ -245,11 +281,13 @@ def swap_classes(
     rank: int,
     runs: dict[str, list[tuple[int | None, list[nn.Module]]]],
     first_entry: int,
+    gates: dict[str, int],
 ) -> None:
     """Make the calls of other ranks' modules remote.
 
     Args:
         first_entry: number of this model's first entry among all entries of the job.
+        gates: by path, the number of the gate of a module that changes its buffers.
     """
     for path, module in root.named_modules():
         cls = original_class(module)
@@ -261,3 +299,6 @@ def swap_classes(
                 for number, modules in runs[path]
             ]
             module.__class__ = sequential_class(cls)
+        elif path in gates:
+            module.__dict__["_smp_gate"] = gates[path]
+            module.__class__ = gated_class(cls)

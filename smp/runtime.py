@@ -6,6 +6,7 @@
 import os
 import secrets
 import weakref
+from array import array
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -53,6 +54,7 @@ class Runtime:
         self.grad_flags = b""  # by parameter, when trains was made
         self.weights: list[float] = [1.0]  # samples by microbatch, of the step under way
         self.microbatch = 0  # under way, without pipeline parallelism
+        self.gates = array("i")  # by gate: calls a microbatch, 0 where not known
         self.threads = torch.get_num_threads()
         self.core_is_open = False
         if pp_size > 1:
@@ -123,6 +125,11 @@ class Runtime:
                 seed = torch.ones_like(tensor)
             seeds.append(seed * share if share != 1.0 else seed)
         return seeds
+
+    def next_gate(self, calls: int) -> int:
+        """The number of a new gate that a microbatch passes ``calls`` times."""
+        self.gates.append(calls)
+        return len(self.gates) - 1
 
     def live_models(self) -> list["DistributedModel"]:
         """The models that still exist, in order of creation: alike on all ranks."""

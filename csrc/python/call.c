@@ -528,7 +528,7 @@ pack_request(smp_pack *pack, PyObject *args, PyObject *kwargs, PyObject *state,
 }
 
 static PyObject *
-call_entry(int32_t number, PyObject *args, PyObject *kwargs)
+call_entry(int32_t number, PyObject *args, PyObject *kwargs, uint16_t flags)
 {
     smp_session *session = &smp_the_session;
     smp_task    *task    = smp_this_task;
@@ -561,7 +561,7 @@ call_entry(int32_t number, PyObject *args, PyObject *kwargs)
     envelope         = (smp_envelope){
                 .kind       = SMP_MSG_FORWARD,
                 .phase      = (uint8_t)task->phase,
-                .flags      = (uint16_t)((grad ? SMP_FLAG_GRAD : 0) |
+                .flags      = (uint16_t)(flags | (grad ? SMP_FLAG_GRAD : 0) |
                                  (state != Py_None ? SMP_FLAG_STATE : 0)),
                 .microbatch = task->microbatch,
                 .step       = session->step,
@@ -621,11 +621,12 @@ entry_of(PyObject *module)
 }
 
 PyObject *
-smp_call_remote(PyObject *module, PyObject *args, PyObject *kwargs)
+smp_call_remote(PyObject *module, PyObject *args, PyObject *kwargs, bool bare)
 {
     int32_t number = entry_of(module);
 
-    return number < 0 ? NULL : call_entry(number, args, kwargs);
+    return number < 0 ? NULL
+                      : call_entry(number, args, kwargs, bare ? SMP_FLAG_BARE : 0);
 }
 
 /* __call__ of a module that another rank owns: (module, *args, **kwargs). */
@@ -650,22 +651,24 @@ module_call(PyObject *unused, PyObject *args, PyObject *kwargs)
         value = PyObject_CallFunctionObjArgs(smp_the_session.call_hooked, module, rest,
                                              kwargs == NULL ? Py_None : kwargs, NULL);
     } else {
-        value = smp_call_remote(module, rest, kwargs);
+        value = smp_call_remote(module, rest, kwargs, false);
     }
     Py_DECREF(rest);
     return value;
 }
 
-/* call_remote(module, args, kwargs or None): the call without its hooks. */
+/* call_remote(module, args, kwargs or None, bare): the call without the caller's hooks;
+ * bare: without the owner's too. */
 static PyObject *
 py_call_remote(PyObject *unused, PyObject *const *args, Py_ssize_t nargs)
 {
     (void)unused;
-    if (nargs != 3 || !PyTuple_Check(args[1])) {
-        PyErr_SetString(PyExc_TypeError, "call_remote(module, args, kwargs)");
+    if (nargs != 4 || !PyTuple_Check(args[1])) {
+        PyErr_SetString(PyExc_TypeError, "call_remote(module, args, kwargs, bare)");
         return NULL;
     }
-    return smp_call_remote(args[0], args[1], args[2] == Py_None ? NULL : args[2]);
+    return smp_call_remote(args[0], args[1], args[2] == Py_None ? NULL : args[2],
+                           args[3] == Py_True);
 }
 
 /* call_entry(number, args): calls a run of nn.Sequential children. */
@@ -689,7 +692,7 @@ py_call_entry(PyObject *unused, PyObject *const *args, Py_ssize_t nargs)
         }
         return NULL;
     }
-    return call_entry((int32_t)number, args[1], NULL);
+    return call_entry((int32_t)number, args[1], NULL, 0);
 }
 
 static PyMethodDef call_functions[] = {
@@ -702,7 +705,7 @@ static PyMethodDef call_functions[] = {
     {"recv_backward", __extension__(PyCFunction)(void (*)(void)) recv_backward,
      METH_FASTCALL, "Recv.backward(ctx, *gradients) -> the token's gradient"},
     {"call_remote", __extension__(PyCFunction)(void (*)(void)) py_call_remote,
-     METH_FASTCALL, "call_remote(module, args, kwargs): a remote call without hooks"},
+     METH_FASTCALL, "call_remote(module, args, kwargs, bare): a remote call without hooks"},
     {"call_entry", __extension__(PyCFunction)(void (*)(void)) py_call_entry,
      METH_FASTCALL, "call_entry(number, args): a remote call by entry number"},
     {NULL, NULL, 0, NULL},

@@ -192,7 +192,8 @@ accumulated(PyObject *number, PyObject *parameter)
         Py_XDECREF(term);
         return NULL;
     }
-    if (raise_unless_ok(smp_ledger_add(gradients.ledger, task->microbatch, task->order,
+    if (raise_unless_ok(smp_ledger_add(gradients.ledger, task->microbatch,
+                                       task->backwards, task->order,
                                        (int32_t)PyLong_AsLong(number), term),
                         "adding up gradients") < 0) {
         return NULL;

@@ -169,7 +169,8 @@ op_note(void *ctx, smp_message *note)
     wake_python();
     if (envelope.kind == SMP_MSG_RELEASE) {
         smp_serve_release(envelope.about);
-    } else if (smp_gradients_done(envelope.microbatch) < 0) {
+    } else if (envelope.kind == SMP_MSG_CLOSED &&
+               smp_gradients_done(envelope.microbatch) < 0) {
         PyErr_WriteUnraisable(NULL);
     }
     rest_python();
@@ -436,6 +437,8 @@ py_close(PyObject *module, PyObject *unused)
     smp_server_destroy(session->server);
     smp_comm_destroy(session->comm);
     Py_END_ALLOW_THREADS;
+    smp_turns_destroy(session->turns);
+    session->turns  = NULL;
     session->server = NULL;
     session->comm   = NULL;
     Py_RETURN_NONE;
@@ -687,6 +690,13 @@ py_step(PyObject *module, PyObject *args)
             return raise_status(status, "reading the schedule");
         }
     }
+    if (session->turns != NULL) {
+        status = smp_turns_begin(session->turns, microbatches);
+        if (status != SMP_OK) {
+            smp_schedule_destroy(schedule);
+            return raise_status(status, "beginning a step");
+        }
+    }
     Py_XSETREF(session->run_root, Py_NewRef(run_root));
     Py_XSETREF(session->context_vars, PyContext_CopyCurrent());
     Py_CLEAR(session->error);
@@ -769,6 +779,11 @@ py_begin_backward(PyObject *module, PyObject *unused)
         return NULL;
     }
     if (task->phase == SMP_FORWARD) {
+        if (smp_the_session.turns != NULL) {
+            tell_others(&(smp_envelope){.kind       = SMP_MSG_FORWARD_DONE,
+                                        .microbatch = task->microbatch,
+                                        .step       = smp_the_session.step});
+        }
         Py_BEGIN_ALLOW_THREADS;
         status = smp_server_backward_point(smp_the_session.server, task->microbatch);
         Py_END_ALLOW_THREADS;
@@ -800,6 +815,75 @@ py_end_backward(PyObject *module, PyObject *unused)
         if (smp_gradients_close(smp_this_task->microbatch, 0, -1) < 0) {
             return NULL;
         }
+    }
+    Py_RETURN_NONE;
+}
+
+/* set_gates(expected): int32 buffer, by gate, how often a microbatch passes it; None: no
+ * gates in this job.  Alike on all ranks. */
+static PyObject *
+py_set_gates(PyObject *module, PyObject *expected)
+{
+    smp_session *session = &smp_the_session;
+    smp_turns   *turns   = NULL;
+
+    (void)module;
+    if (expected != Py_None) {
+        Py_buffer  view;
+        smp_status status;
+
+        if (PyObject_GetBuffer(expected, &view, PyBUF_SIMPLE) < 0) {
+            return NULL;
+        }
+        status = smp_turns_create((int32_t)(view.len / 4), view.buf, &turns);
+        PyBuffer_Release(&view);
+        if (status != SMP_OK) {
+            return raise_status(status, "preparing the gates");
+        }
+    }
+    smp_server_set_turns(session->server, turns);
+    smp_turns_destroy(session->turns);
+    session->turns = turns;
+    Py_RETURN_NONE;
+}
+
+/* await_turn(gate): the microbatch of this thread's task is at the gate.  -> whether it
+ * must say when it left. */
+static PyObject *
+py_await_turn(PyObject *module, PyObject *gate)
+{
+    smp_task  *task = smp_this_task;
+    smp_status status;
+    int32_t    number;
+
+    (void)module;
+    if (task == NULL || task->phase != SMP_FORWARD || smp_the_session.turns == NULL) {
+        Py_RETURN_FALSE;
+    }
+    number = (int32_t)PyLong_AsLong(gate);
+    if (number < 0) {
+        return PyErr_Occurred() ? NULL : Py_NewRef(Py_False);
+    }
+    Py_BEGIN_ALLOW_THREADS;
+    status = smp_server_await_turn(smp_the_session.server, number, task->microbatch);
+    Py_END_ALLOW_THREADS;
+    if (status != SMP_OK) {
+        PyErr_SetNone(smp_the_session.aborted);
+        return NULL;
+    }
+    if (smp_stream_enter(task) < 0) {
+        return NULL;
+    }
+    Py_RETURN_TRUE;
+}
+
+static PyObject *
+py_left(PyObject *module, PyObject *gate)
+{
+    (void)module;
+    if (smp_this_task != NULL && smp_the_session.turns != NULL) {
+        smp_turns_left(smp_the_session.turns, (int32_t)PyLong_AsLong(gate),
+                       smp_this_task->microbatch);
     }
     Py_RETURN_NONE;
 }
@@ -934,6 +1018,9 @@ static PyMethodDef functions[] = {
     {"send_abort", py_send_abort, METH_O, "send_abort(value)"},
     {"begin_backward", py_begin_backward, METH_NOARGS, "-> the microbatch"},
     {"end_backward", py_end_backward, METH_NOARGS, "The backward is over."},
+    {"set_gates", py_set_gates, METH_O, "set_gates(expected or None)"},
+    {"await_turn", py_await_turn, METH_O, "await_turn(gate) -> bool"},
+    {"left", py_left, METH_O, "left(gate)"},
     {"current", py_current, METH_NOARGS, "-> (microbatch, entry) or None"},
     {"counters", py_counters, METH_NOARGS, "-> dict of the comm's statistics"},
     {"timeline", py_timeline, METH_NOARGS,

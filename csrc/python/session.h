@@ -34,7 +34,8 @@ typedef struct smp_task {
 typedef struct {
     smp_comm   *comm;
     smp_server *server;
-    int         rank; /* pp_rank */
+    smp_turns  *turns; /* owned; NULL: this job has no gates */
+    int         rank;  /* pp_rank */
     int         size;
     uint32_t    step;     /* number of the last one begun */
     bool        in_step;
@@ -77,7 +78,7 @@ int smp_session_add_functions(PyObject *module);
 /* ------------------------------------------------------------ call.c: the caller */
 extern PyTypeObject *smp_call_type;
 int       smp_call_add(PyObject *module);
-PyObject *smp_call_remote(PyObject *module, PyObject *args, PyObject *kwargs);
+PyObject *smp_call_remote(PyObject *module, PyObject *args, PyObject *kwargs, bool bare);
 
 /* ------------------------------------------------------------ serve.c: the owner */
 int  smp_serve_add(PyObject *module);

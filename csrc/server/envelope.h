@@ -17,6 +17,7 @@ typedef enum {
     SMP_MSG_RESPONSE,    /* outputs, or gradients of the inputs */
     SMP_MSG_RELEASE,     /* the forward `call` will get no backward */
     SMP_MSG_CLOSED,      /* `microbatch` is done on pp_rank 0 */
+    SMP_MSG_FORWARD_DONE, /* the forward of `microbatch` is over on pp_rank 0 */
     SMP_MSG_STEP_END,    /* the step is over; carries its outputs */
     SMP_MSG_ABORT,       /* the step failed; carries the exception */
     SMP_MSG_LAST = SMP_MSG_ABORT,
@@ -29,8 +30,7 @@ enum {
     SMP_FLAG_GRAPH      = 1 << 2, /* the caller built Send and Recv: keep the graph */
     SMP_FLAG_STATE      = 1 << 3, /* more thread state follows in the payload */
     SMP_FLAG_RECOMPUTE  = 1 << 4, /* a forward that runs during the backward phase */
-    SMP_FLAG_CHECKPOINT = 1 << 5, /* runs again in backward; or under saved-tensor
-                                     hooks that recompute */
+    SMP_FLAG_BARE       = 1 << 5, /* module.forward, not module(): no hooks */
 };
 
 typedef struct {

@@ -15,8 +15,10 @@ typedef struct term {
 /* One parameter in one microbatch. */
 typedef struct slot {
     int32_t      microbatch;
-    void        *sum;     /* owned; NULL: nothing yet */
-    term        *waiting; /* owned */
+    int32_t      backward; /* the model.backward call that call_sum and waiting are of */
+    void        *sum;      /* owned; of the calls before; NULL: nothing yet */
+    void        *call_sum; /* owned; NULL: nothing yet */
+    term        *waiting;  /* owned */
     struct slot *next;    /* later microbatch */
 } slot;
 
@@ -121,9 +123,21 @@ is_finished(const smp_ledger *ledger, int32_t microbatch, int32_t parameter)
 
 /* ------------------------------------------------------------------------- sums */
 
-/* Moves into the sum what waits for nothing any more. */
+/* *sum += value; takes value. */
 static smp_status
-settle(smp_ledger *ledger, slot *s, int32_t parameter)
+add_to(smp_ledger *ledger, void **sum, void *value)
+{
+    if (*sum == NULL) {
+        *sum = value;
+        return SMP_OK;
+    }
+    ledger->held--;
+    return ledger->ops.add(ledger->ctx, sum, value);
+}
+
+/* Moves into the call's sum what waits for nothing any more, or all. */
+static smp_status
+settle(smp_ledger *ledger, slot *s, int32_t parameter, bool all)
 {
     const microbatch_state *mb = &ledger->microbatches[s->microbatch];
 
@@ -132,23 +146,32 @@ settle(smp_ledger *ledger, slot *s, int32_t parameter)
         void      *value;
         smp_status status;
 
-        if (not_before_is_open(ledger, mb, t->order, parameter)) {
+        if (!all && not_before_is_open(ledger, mb, t->order, parameter)) {
             return SMP_OK;
         }
         value      = t->value;
         s->waiting = t->next;
         free(t);
-        if (s->sum == NULL) {
-            s->sum = value;
-            continue;
-        }
-        ledger->held--;
-        status = ledger->ops.add(ledger->ctx, &s->sum, value);
+        status = add_to(ledger, &s->call_sum, value);
         if (status != SMP_OK) {
             return status;
         }
     }
     return SMP_OK;
+}
+
+/* The call that the slot stands at is over: its sum joins those before. */
+static smp_status
+end_call(smp_ledger *ledger, slot *s, int32_t parameter)
+{
+    smp_status status = settle(ledger, s, parameter, true);
+    void      *value  = s->call_sum;
+
+    if (status == SMP_OK && value != NULL) {
+        s->call_sum = NULL;
+        status      = add_to(ledger, &s->sum, value);
+    }
+    return status;
 }
 
 /* Folds the sums of the microbatches that are finished, in order. */
@@ -162,18 +185,18 @@ advance(smp_ledger *ledger, int32_t parameter)
         smp_status status = SMP_OK;
         bool       here   = s != NULL && s->microbatch == p->next;
 
-        if (here) {
-            status = settle(ledger, s, parameter);
-            if (status != SMP_OK) {
-                return status;
-            }
-        }
         if (!is_finished(ledger, p->next, parameter)) {
             return SMP_OK;
         }
         p->next++;
         if (here) {
-            void *sum = s->sum;
+            void *sum;
+
+            status = end_call(ledger, s, parameter);
+            if (status != SMP_OK) {
+                return status;
+            }
+            sum = s->sum;
 
             p->slots = s->next;
             free(s);
@@ -219,8 +242,8 @@ move_on_all(smp_ledger *ledger, int32_t microbatch, int32_t entry)
         while (s != NULL && s->microbatch < microbatch) {
             s = s->next;
         }
-        status = s != NULL && s->microbatch == microbatch ? settle(ledger, s, parameter)
-                                                          : SMP_OK;
+        status = s != NULL && s->microbatch == microbatch ? settle(ledger, s, parameter, false)
+                     : SMP_OK;
         if (status == SMP_OK) {
             status = move_on(ledger, parameter);
         }
@@ -284,6 +307,9 @@ smp_ledger_abandon(smp_ledger *ledger)
             }
             if (s->sum != NULL) {
                 ledger->ops.drop(ledger->ctx, s->sum);
+            }
+            if (s->call_sum != NULL) {
+                ledger->ops.drop(ledger->ctx, s->call_sum);
             }
             ledger->parameters[p].slots = s->next;
             free(s);
@@ -422,8 +448,8 @@ smp_ledger_backward(smp_ledger *ledger, int32_t microbatch, int32_t backward)
 }
 
 smp_status
-smp_ledger_add(smp_ledger *ledger, int32_t microbatch, uint64_t order, int32_t parameter,
-               void *value)
+smp_ledger_add(smp_ledger *ledger, int32_t microbatch, int32_t backward, uint64_t order,
+               int32_t parameter, void *value)
 {
     parameter_state *p;
     slot           **at;
@@ -452,8 +478,18 @@ smp_ledger_add(smp_ledger *ledger, int32_t microbatch, uint64_t order, int32_t p
             return SMP_ERR_NO_MEMORY;
         }
         fresh->microbatch = microbatch;
+        fresh->backward   = backward;
         fresh->next       = *at;
         *at               = fresh;
+    }
+    if ((*at)->backward < backward) {
+        smp_status status = end_call(ledger, *at, parameter);
+
+        if (status != SMP_OK) {
+            ledger->ops.drop(ledger->ctx, value);
+            return status;
+        }
+        (*at)->backward = backward;
     }
     behind = &(*at)->waiting;
     while (*behind != NULL && (*behind)->order > order) {
@@ -470,7 +506,7 @@ smp_ledger_add(smp_ledger *ledger, int32_t microbatch, uint64_t order, int32_t p
     *added  = (term){.value = value, .order = order, .next = *behind};
     *behind = added;
     ledger->held++;
-    return settle(ledger, *at, parameter);
+    return settle(ledger, *at, parameter, false);
 }
 
 /* Nothing is to come: forwards that are still open get no backward. */

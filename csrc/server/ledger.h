@@ -6,7 +6,8 @@
  *   1. a request's contributions are summed by themselves, as the engine does;
  *   2. a microbatch's requests are summed by themselves, later ones first (the order in
  *      which their backwards end in one process);
- *   3. the sums are added to the gradient in microbatch order, each when no request of
+ *   3. the model.backward calls of a microbatch (mostly one) are added up in order;
+ *   4. the sums are added to the gradient in microbatch order, each when no request of
  *      an earlier microbatch can contribute any more.
  *
  * A microbatch is finished for a parameter when its backward has begun and no forward
@@ -60,9 +61,10 @@ smp_status smp_ledger_suspect(smp_ledger *ledger, int32_t microbatch, int32_t en
 /* Backward number `backward` (from 0) of the microbatch has begun. */
 smp_status smp_ledger_backward(smp_ledger *ledger, int32_t microbatch, int32_t backward);
 
-/* A term for the parameter from the request with this order; takes term. */
-smp_status smp_ledger_add(smp_ledger *ledger, int32_t microbatch, uint64_t order,
-                          int32_t parameter, void *term);
+/* A term for the parameter from the request with this order, in this model.backward call
+ * of the microbatch; takes term. */
+smp_status smp_ledger_add(smp_ledger *ledger, int32_t microbatch, int32_t backward,
+                          uint64_t order, int32_t parameter, void *term);
 
 /* The microbatch is done: nothing of it is to come. */
 smp_status smp_ledger_done(smp_ledger *ledger, int32_t microbatch);

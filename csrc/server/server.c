@@ -29,6 +29,7 @@ typedef enum {
     WHY_ROOT,     /* run the step function for worker->microbatch */
     WHY_RESPONSE, /* worker->message answers what it waits for */
     WHY_BACKWARD, /* its model.backward may go on */
+    WHY_TURN,     /* its microbatch may pass the gate */
     WHY_FAILED,   /* the step failed: unwind */
     WHY_QUIT,     /* the server is being destroyed */
     WHY_SERVE,    /* a step began: look for work */
@@ -46,6 +47,7 @@ struct worker {
     int32_t      microbatch; /* of the task; with WHY_ROOT what to run */
     int32_t      entry;      /* of the task; -1: the step function */
     uint64_t     waits_for;  /* PENDING: a call, or 0 for its turn of backward */
+    int32_t      gate;       /* PENDING: the gate it waits at; -1: none */
     smp_phase    phase;
     uint16_t     number;
     worker      *next;      /* in server->workers */
@@ -75,6 +77,7 @@ struct smp_server {
     uint64_t arrivals;
 
     uint32_t      step;
+    smp_turns    *turns;    /* borrowed; NULL: no gates */
     smp_schedule *schedule; /* owned during a step; NULL but on pp_rank 0 */
     smp_message  *end;      /* STEP_END or ABORT */
     bool          failed;
@@ -203,6 +206,10 @@ sort_in(smp_server *server, smp_message *message)
     switch ((smp_msg_kind)e->kind) {
     case SMP_MSG_RELEASE:
     case SMP_MSG_CLOSED:
+    case SMP_MSG_FORWARD_DONE:
+        if (e->kind != SMP_MSG_RELEASE && server->turns != NULL) {
+            smp_turns_forward_done(server->turns, e->microbatch);
+        }
         server->ops.note(server->ctx, message);
         return;
     case SMP_MSG_STEP_END:
@@ -368,13 +375,29 @@ start_turn(worker *self, smp_phase phase)
         return false;
     }
     for (worker *w = server->workers; w != NULL; w = w->next) {
-        if (w->state == WORKER_PENDING && w->waits_for == 0 &&
+        if (w->state == WORKER_PENDING && w->waits_for == 0 && w->gate < 0 &&
             w->microbatch == microbatch) {
             return pass(self, w, WHY_BACKWARD);
         }
     }
     assert(!"a microbatch that is ready has a worker");
     return false;
+}
+
+/* The worker with the lowest microbatch of those whose gate has opened, or NULL. */
+static worker *
+at_open_gate(const smp_server *server)
+{
+    worker *best = NULL;
+
+    for (worker *w = server->workers; server->turns != NULL && w != NULL; w = w->next) {
+        if (w->state == WORKER_PENDING && w->gate >= 0 &&
+            (best == NULL || w->microbatch < best->microbatch) &&
+            smp_turns_may_enter(server->turns, w->gate, w->microbatch)) {
+            best = w;
+        }
+    }
+    return best;
 }
 
 /* Some worker that is inside a task, for unwinding; NULL: none. */
@@ -399,6 +422,7 @@ dispatch(worker *self)
 
     for (;;) {
         ptrdiff_t best;
+        worker   *entering;
 
         read_comm(server, block);
         block = false;
@@ -429,6 +453,11 @@ dispatch(worker *self)
             continue;
         }
         if (start_turn(self, SMP_BACKWARD)) {
+            return;
+        }
+        entering = at_open_gate(server);
+        if (entering != NULL) {
+            (void)pass(self, entering, WHY_TURN);
             return;
         }
         best = inbox_best(server, SMP_FORWARD);
@@ -464,6 +493,9 @@ run_task(worker *self)
         server->ops.run_root(server->ctx, self->microbatch);
         if (!server->failed) {
             smp_schedule_done(server->schedule, self->microbatch);
+        }
+        if (server->turns != NULL) {
+            smp_turns_forward_done(server->turns, self->microbatch);
         }
     } else {
         const smp_envelope *e = smp_message_envelope(message);
@@ -589,10 +621,11 @@ smp_server_next_call(smp_server *server)
 
 /* Leaves the baton until `why_wanted`.  SMP_ERR_CLOSED when the step failed. */
 static smp_status
-wait_for(worker *self, uint64_t call, reason why_wanted)
+wait_for(worker *self, uint64_t call, int32_t gate, reason why_wanted)
 {
     self->state     = WORKER_PENDING;
     self->waits_for = call;
+    self->gate      = gate;
     note_event(self, SMP_EVENT_WAIT);
     dispatch(self);
     self->state = WORKER_EXECUTING;
@@ -621,7 +654,7 @@ smp_server_wait(smp_server *server, uint64_t call, smp_message **response)
             return SMP_OK;
         }
     }
-    status = wait_for(self, call, WHY_RESPONSE);
+    status = wait_for(self, call, -1, WHY_RESPONSE);
     if (status == SMP_OK) {
         *response     = self->message;
         self->message = NULL;
@@ -639,11 +672,32 @@ smp_server_backward_point(smp_server *server, int32_t microbatch)
         return SMP_ERR_CLOSED;
     }
     smp_schedule_ready(server->schedule, microbatch);
-    status = wait_for(self, 0, WHY_BACKWARD);
+    if (server->turns != NULL) {
+        smp_turns_forward_done(server->turns, microbatch);
+    }
+    status = wait_for(self, 0, -1, WHY_BACKWARD);
     if (status == SMP_OK) {
         self->phase = SMP_BACKWARD;
     }
     return status;
+}
+
+void
+smp_server_set_turns(smp_server *server, smp_turns *turns)
+{
+    server->turns = turns;
+}
+
+smp_status
+smp_server_await_turn(smp_server *server, int32_t gate, int32_t microbatch)
+{
+    if (server->turns == NULL || smp_turns_may_enter(server->turns, gate, microbatch)) {
+        return SMP_OK;
+    }
+    if (server->failed) {
+        return SMP_ERR_CLOSED;
+    }
+    return wait_for(this_worker, 0, gate, WHY_TURN);
 }
 
 void

@@ -27,6 +27,7 @@
 #include "server/envelope.h"
 #include "server/schedule.h"
 #include "server/timeline.h"
+#include "server/turns.h"
 
 typedef struct smp_server smp_server;
 
@@ -42,7 +43,7 @@ typedef struct {
     /* Runs the step function for one microbatch (pp_rank 0). */
     void (*run_root)(void *ctx, int32_t microbatch);
 
-    /* A note that starts no task (SMP_MSG_RELEASE, SMP_MSG_CLOSED); takes it. */
+    /* A note that starts no task (SMP_MSG_RELEASE, _CLOSED, _FORWARD_DONE); takes it. */
     void (*note)(void *ctx, smp_message *note);
 
     /* On the main thread, while it waits for the end of the step, after a signal.
@@ -79,6 +80,12 @@ smp_status smp_server_wait(smp_server *server, uint64_t call, smp_message **resp
 /* The step function of `microbatch` reached model.backward: waits for its turn.
  * SMP_ERR_CLOSED: the step failed, unwind. */
 smp_status smp_server_backward_point(smp_server *server, int32_t microbatch);
+
+/* The gates of this rank's modules that change buffers; borrowed until replaced. */
+void smp_server_set_turns(smp_server *server, smp_turns *turns);
+
+/* Waits until the microbatch may pass the gate.  SMP_ERR_CLOSED: unwind. */
+smp_status smp_server_await_turn(smp_server *server, int32_t gate, int32_t microbatch);
 
 /* Ends the step; the worker that calls it then unwinds. */
 void smp_server_fail(smp_server *server);
