@@ -149,7 +149,14 @@ class Step:
         try:
             kind, turns, active = self._schedule()
             ok, value = _core.step(
-                kind, self.count, active, turns, rt.trains, self._run_microbatch, seed
+                kind,
+                self.count,
+                active,
+                turns,
+                rt.trains,
+                self._run_microbatch,
+                seed,
+                rt.backwards,
             )
             if not ok:
                 local, rt.local_error = rt.local_error, None

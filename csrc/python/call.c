@@ -576,7 +576,7 @@ call_entry(int32_t number, PyObject *args, PyObject *kwargs, uint16_t flags)
             goto done;
         }
     }
-    if (task->phase == SMP_BACKWARD) {
+    if (task->backward_depth > 0) {
         envelope.flags |= SMP_FLAG_RECOMPUTE;
     }
     if (smp_stream_draw(&envelope.seed) < 0 || smp_pack_send(&pack, &envelope) < 0) {

@@ -99,7 +99,9 @@ op_execute(void *ctx, smp_message *request)
                                     .entry      = envelope->entry,
                                     .order      = envelope->about,
                                     .count      = envelope->about,
-                                    .phase      = (smp_phase)envelope->phase};
+                                    .phase      = (smp_phase)envelope->phase,
+                                    .backward_depth =
+                                        (envelope->flags & SMP_FLAG_RECOMPUTE) != 0};
     PyObject           *context;
 
     (void)ctx;
@@ -641,7 +643,8 @@ read_end(smp_message *end)
     return value;
 }
 
-/* step(kind, microbatches, active, turns, trains, run_root, seed) -> (ok, value)
+/* step(kind, microbatches, active, turns, trains, run_root, seed, backwards)
+ * -> (ok, value)
  *
  * kind: 0 simple, 1 interleaved, 2 turns; -1 on ranks other than 0, which serve.  ok:
  * value is what pp_rank 0 sent at the end (None on rank 0); not ok: value describes what
@@ -662,11 +665,12 @@ py_step(PyObject *module, PyObject *args)
     int                kind;
     int                microbatches;
     int                active;
+    int                backwards;
     unsigned long long seed;
 
     (void)module;
-    if (!PyArg_ParseTuple(args, "iiiO!y*OK", &kind, &microbatches, &active, &PyList_Type,
-                          &list, &trains, &run_root, &seed)) {
+    if (!PyArg_ParseTuple(args, "iiiO!y*OKi", &kind, &microbatches, &active, &PyList_Type,
+                          &list, &trains, &run_root, &seed, &backwards)) {
         return NULL;
     }
     for (size_t i = 0; i < session->nentries && i < (size_t)trains.len; i++) {
@@ -701,6 +705,7 @@ py_step(PyObject *module, PyObject *args)
     Py_XSETREF(session->context_vars, PyContext_CopyCurrent());
     Py_CLEAR(session->error);
     session->step_seed = seed;
+    session->backwards = kind == SMP_SCHEDULE_INTERLEAVED ? backwards : 1;
     session->step++;
     session->in_step = true;
     Py_BEGIN_ALLOW_THREADS;
@@ -778,12 +783,15 @@ py_begin_backward(PyObject *module, PyObject *unused)
                         "smp: model.backward() was called inside a backward");
         return NULL;
     }
-    if (task->phase == SMP_FORWARD) {
+    if (task->backwards + 1 == smp_the_session.backwards) {
+        smp_server_forward_done(smp_the_session.server, task->microbatch);
         if (smp_the_session.turns != NULL) {
             tell_others(&(smp_envelope){.kind       = SMP_MSG_FORWARD_DONE,
                                         .microbatch = task->microbatch,
                                         .step       = smp_the_session.step});
         }
+    }
+    if (task->phase == SMP_FORWARD) {
         Py_BEGIN_ALLOW_THREADS;
         status = smp_server_backward_point(smp_the_session.server, task->microbatch);
         Py_END_ALLOW_THREADS;
@@ -857,7 +865,7 @@ py_await_turn(PyObject *module, PyObject *gate)
     int32_t    number;
 
     (void)module;
-    if (task == NULL || task->phase != SMP_FORWARD || smp_the_session.turns == NULL) {
+    if (task == NULL || task->backward_depth > 0 || smp_the_session.turns == NULL) {
         Py_RETURN_FALSE;
     }
     number = (int32_t)PyLong_AsLong(gate);
@@ -1013,7 +1021,7 @@ static PyMethodDef functions[] = {
     {"set_names", py_set_names, METH_VARARGS,
      "set_names(modules, parameters, owners, paths)"},
     {"step", py_step, METH_VARARGS,
-     "step(kind, microbatches, active, turns, trains, run_root, seed) -> (ok, value)"},
+     "step(kind, microbatches, active, turns, trains, run_root, seed, backwards)"},
     {"send_end", py_send_end, METH_O, "send_end(value)"},
     {"send_abort", py_send_abort, METH_O, "send_abort(value)"},
     {"begin_backward", py_begin_backward, METH_NOARGS, "-> the microbatch"},

@@ -26,7 +26,8 @@ typedef struct smp_task {
     uint64_t  order;   /* of this request within its microbatch, by begin */
     uint64_t  count;   /* requests of the microbatch so far; travels with control */
     smp_phase phase;
-    int       backward_depth; /* inside model.backward, or a backward request */
+    int       backward_depth; /* inside model.backward, a backward request, or a forward
+                                 that a checkpoint runs again */
     int32_t   backwards;      /* model.backward calls of the microbatch before this one */
     PyObject *rng_state; /* owned; its stream while another task has the generator */
 } smp_task;
@@ -58,6 +59,7 @@ typedef struct {
     PyObject *with_state;     /* state, callable, args, kwargs -> result */
     PyObject *worker_begin;   /* -> None, on each new worker thread */
     PyObject *aborted;        /* the exception type that unwinds workers */
+    int32_t   backwards;      /* model.backward calls before which forwards may begin */
     uint64_t  step_seed;      /* seeds the microbatches' streams (pp_rank 0) */
 } smp_session;
 

@@ -662,6 +662,14 @@ smp_server_wait(smp_server *server, uint64_t call, smp_message **response)
     return status;
 }
 
+void
+smp_server_forward_done(smp_server *server, int32_t microbatch)
+{
+    if (server->turns != NULL) {
+        smp_turns_forward_done(server->turns, microbatch);
+    }
+}
+
 smp_status
 smp_server_backward_point(smp_server *server, int32_t microbatch)
 {
@@ -672,9 +680,6 @@ smp_server_backward_point(smp_server *server, int32_t microbatch)
         return SMP_ERR_CLOSED;
     }
     smp_schedule_ready(server->schedule, microbatch);
-    if (server->turns != NULL) {
-        smp_turns_forward_done(server->turns, microbatch);
-    }
     status = wait_for(self, 0, -1, WHY_BACKWARD);
     if (status == SMP_OK) {
         self->phase = SMP_BACKWARD;

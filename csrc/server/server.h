@@ -77,6 +77,9 @@ uint64_t smp_server_next_call(smp_server *server);
  * step failed, unwind. */
 smp_status smp_server_wait(smp_server *server, uint64_t call, smp_message **response);
 
+/* The step function of `microbatch` calls no module for the first time any more. */
+void smp_server_forward_done(smp_server *server, int32_t microbatch);
+
 /* The step function of `microbatch` reached model.backward: waits for its turn.
  * SMP_ERR_CLOSED: the step failed, unwind. */
 smp_status smp_server_backward_point(smp_server *server, int32_t microbatch);
