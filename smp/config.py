@@ -439,3 +439,8 @@ def _warn_without_effect(values: Mapping[str, Any]) -> None:
     if names:
         _warned.update(names)
         warnings.warn(f"smp: no effect here: {', '.join(names)}", stacklevel=4)
+
+
+def forget_warnings() -> None:
+    """Let each warning that is given once be given again."""
+    _warned.clear()
