@@ -1,3 +1,49 @@
 """Model parallelism for PyTorch without rewriting the model."""
 
-__version__ = "0.1.0"
+from smp._version import __version__
+from smp.config import ConfigError
+from smp.initialization import init, is_initialized, reset, shutdown
+from smp.ranks import (
+    DP_GROUP,
+    DP_RANK,
+    MP_GROUP,
+    MP_RANK,
+    PP_GROUP,
+    PP_RANK,
+    RDP_GROUP,
+    RDP_RANK,
+    TP_GROUP,
+    TP_RANK,
+    WORLD,
+    WORLD_RANK,
+    CommGroup,
+    RankType,
+    dp_rank,
+    dp_size,
+    get_dp_group,
+    get_dp_process_group,
+    get_mp_group,
+    get_mp_process_group,
+    get_pp_group,
+    get_pp_process_group,
+    get_rdp_group,
+    get_rdp_process_group,
+    get_tp_group,
+    get_tp_process_group,
+    get_world_process_group,
+    instance_id,
+    is_multi_node,
+    local_rank,
+    local_size,
+    mp_rank,
+    mp_size,
+    pp_rank,
+    pp_size,
+    rank,
+    rdp_rank,
+    rdp_size,
+    size,
+    tp_rank,
+    tp_size,
+)
+from smp.state_mod import core, state

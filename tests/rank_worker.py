@@ -63,8 +63,7 @@ def run(module: str, name: str, args: tuple, kwargs: dict) -> Outcome:
             failure = traceback.format_exc()
         if failure is None:
             try:
-                if hasattr(smp, "reset"):
-                    smp.reset()
+                smp.reset()
                 pickle.dumps(value)
             except BaseException:
                 failure = "after the test: " + traceback.format_exc()

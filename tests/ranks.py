@@ -366,3 +366,23 @@ def read_from(file: Path, start: int) -> str:
     with file.open("rb") as stream:
         stream.seek(start)
         return stream.read().decode(errors="replace")
+
+
+def is_running(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_until_gone(pids: list[int], timeout_s: float = 20) -> None:
+    """Wait for processes that are not our children; fails after ``timeout_s``."""
+    for pid in pids:
+        try:
+            pidfd = os.pidfd_open(pid)
+        except ProcessLookupError:
+            continue
+        with os.fdopen(pidfd) as readable:
+            gone, _, _ = select.select([readable], [], [], timeout_s)
+            assert gone or not is_running(pid), f"process {pid} is still there"

@@ -1,14 +1,21 @@
 """The test infrastructure itself: tests/ranks.py."""
 
 import os
-import select
 import signal
 import subprocess
 import sys
 import threading
 
 import pytest
-from ranks import TEAMS, RanksFailed, call_on_ranks, mpirun, on_ranks
+from ranks import (
+    TEAMS,
+    RanksFailed,
+    call_on_ranks,
+    is_running,
+    mpirun,
+    on_ranks,
+    wait_until_gone,
+)
 
 
 def rank_and_size() -> tuple[int, int]:
@@ -145,23 +152,3 @@ def test_ranks_end_when_pytest_is(name, tmp_path):
     pids = [int(word) for word in line.split("pids")[1].split()]
     assert len(pids) == 2
     wait_until_gone(pids)
-
-
-def is_running(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/stat") as stat:
-            return stat.read().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def wait_until_gone(pids: list[int], timeout_s: float = 20) -> None:
-    """Wait for processes that are not our children; fails after ``timeout_s``."""
-    for pid in pids:
-        try:
-            pidfd = os.pidfd_open(pid)
-        except ProcessLookupError:
-            continue
-        with os.fdopen(pidfd) as readable:
-            gone, _, _ = select.select([readable], [], [], timeout_s)
-            assert gone or not is_running(pid), f"process {pid} is still there"

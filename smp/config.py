@@ -1,0 +1,446 @@
+"""The configuration: what may be set, from where it comes, and what is allowed.
+
+Each parameter is one field of `Config`, with its check beside it.  Values come, key by
+key, from the first of these that has the key:
+
+1. ``SMP_CONFIG``: JSON text, or the path of a .json, .toml or .yaml file;
+2. ``SMP_COMM_TRANSPORTS``, ``SMP_COMM_INTERFACE``, ``SMP_COMM_POOL_BYTES``;
+3. ``SM_HP_MP_PARAMETERS``: JSON, set by SageMaker;
+4. the dict given to ``smp.init``;
+5. the default.
+
+Source: SageMaker Python SDK docs, "Configuration Parameters for distribution".
+"""
+
+import dataclasses
+import difflib
+import itertools
+import json
+import os
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+TRANSPORTS = ("shm", "mpi")
+PIPELINES = ("interleaved", "simple", "zero_bubble")
+PLACEMENTS = ("cluster", "spread", *map("".join, itertools.permutations("DPT")))
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be: the text names key, value and what is allowed."""
+
+
+class _Wrong(Exception):
+    """Raised by a check; the text says what is allowed."""
+
+
+def whole(default: int | None, *, at_least: int = 0, scientific: bool = False) -> Any:
+    """An int; with ``scientific`` also ``5e8``, the float that JSON makes of it."""
+
+    def check(value: Any) -> int:
+        if scientific and isinstance(value, float) and value.is_integer():
+            value = int(value)
+        if type(value) is not int or value < at_least:
+            raise _Wrong(f"an int of at least {at_least}")
+        return value
+
+    return _parameter(default, check)
+
+
+def flag(default: bool = False) -> Any:
+    def check(value: Any) -> bool:
+        if type(value) is not bool:
+            raise _Wrong("True or False")
+        return value
+
+    return _parameter(default, check)
+
+
+def number(default: float | None, low: float, high: float = float("inf")) -> Any:
+    """A float, or an int that stands for one, in [low, high]."""
+
+    def check(value: Any) -> float:
+        if type(value) not in (int, float) or not low <= value <= high:
+            limits = f"from {low:g} to {high:g}" if high < float("inf") else f"from {low:g}"
+            raise _Wrong(f"a number {limits}")
+        return float(value)
+
+    return _parameter(default, check)
+
+
+def choice(default: str, *allowed: str) -> Any:
+    def check(value: Any) -> str:
+        if value not in allowed:
+            raise _Wrong(f"one of {', '.join(map(repr, allowed))}")
+        return value
+
+    return _parameter(default, check)
+
+
+def schedule(default: str) -> Any:
+    """A named schedule, a callable, or a list of (microbatch, phase)."""
+
+    def check(value: Any) -> Any:
+        if callable(value) or value in PIPELINES:
+            return value
+        try:
+            pairs = tuple((mb, phase) for mb, phase in value)
+        except (TypeError, ValueError):
+            pairs = ()
+        if not pairs or not all(type(mb) is int and type(ph) is str for mb, ph in pairs):
+            raise _Wrong(
+                f"one of {', '.join(map(repr, PIPELINES))}, a callable, "
+                "or a list of (microbatch, phase)"
+            )
+        return pairs
+
+    return _parameter(default, check)
+
+
+def transports(default: None) -> Any:
+    """Names in order of preference, or names to leave out, each with a leading ``^``."""
+
+    def check(value: Any) -> tuple[str, ...]:
+        names = tuple(value) if isinstance(value, list | tuple) else ()
+        bare = [name.removeprefix("^") for name in names if isinstance(name, str)]
+        forbidding = {name.startswith("^") for name in names if isinstance(name, str)}
+        if len(bare) != len(names) or len(forbidding) != 1 or set(bare) - set(TRANSPORTS):
+            raise _Wrong(
+                f"a list of {', '.join(map(repr, TRANSPORTS))}, in order of preference; "
+                "or each with a leading '^', to leave it out"
+            )
+        if forbidding == {True}:
+            return tuple(name for name in TRANSPORTS if name not in bare)
+        return names
+
+    return _parameter(default, check)
+
+
+def text(default: None) -> Any:
+    def check(value: Any) -> str:
+        if not isinstance(value, str) or not value:
+            raise _Wrong("a text")
+        return value
+
+    return _parameter(default, check)
+
+
+def no_effect(default: Any = None) -> Any:
+    """What the original accepts and this project has no use for: any value."""
+    return _parameter(default, lambda value: value, effect=False)
+
+
+def _parameter(default: Any, check: Callable[[Any], Any], effect: bool = True) -> Any:
+    return dataclasses.field(default=default, metadata={"check": check, "effect": effect})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """``smp.state.cfg``: an attribute for each parameter, read-only.
+
+    A default of None below is computed from other parameters by `_fill`, or means
+    "the library decides".
+    """
+
+    pipeline_parallel_degree: int = whole(1, at_least=1)
+    tensor_parallel_degree: int = whole(1, at_least=1)
+    ddp: bool = flag()
+    microbatches: int = whole(1, at_least=1)
+    active_microbatches: int = whole(None, at_least=1)
+    pipeline: Any = schedule("interleaved")
+    optimize: str = choice("memory", "memory", "speed")
+    placement_strategy: str = choice("cluster", *PLACEMENTS)
+    auto_partition: bool = flag(True)
+    default_partition: int = whole(0)
+    memory_weight: float = number(None, 0, 1)
+    deterministic_server: bool = flag()
+    static_mode: bool = flag()
+    static_mode_recording_steps: int = whole(5, at_least=1)
+    fast_mode: bool = flag()
+    skip_tracing: bool = flag()
+    offload_activations: bool = flag()
+    activation_loading_horizon: int = whole(4, at_least=1)
+    shard_optimizer_state: bool = flag()
+    prescaled_batch: bool = flag()
+    fp16: bool = flag()
+    bf16: bool = flag()
+    fp16_params: bool = flag()
+    sharded_data_parallel_degree: int = whole(1, at_least=1)
+    sdp_reduce_bucket_size: int = whole(500_000_000, at_least=1, scientific=True)
+    sdp_param_persistence_threshold: int = whole(1_000_000, scientific=True)
+    sdp_max_live_parameters: int = whole(1_000_000_000, at_least=1, scientific=True)
+    sdp_hierarchical_allgather: bool = flag(True)
+    sdp_gradient_clipping: float = number(1.0, 0)
+    comm_transports: tuple[str, ...] | None = transports(None)
+    comm_interface: str | None = text(None)
+    comm_pool_bytes: int = whole(0)  # 0: the library decides
+    ddp_dist_backend: str = choice("auto", "auto", "nccl", "gloo", "smddp")
+    ddp_port: Any = no_effect()
+    horovod: Any = no_effect(False)
+    contiguous: Any = no_effect(True)
+    xla: Any = no_effect(False)
+    partition_file: Any = no_effect()
+    load_partition: Any = no_effect(False)
+    checkpoint_attentions: Any = no_effect(True)
+    activation_checkpointing: Any = no_effect(False)
+    delayed_parameter_initialization: Any = no_effect(False)
+    _match_weights: Any = no_effect(False)
+    _fp32_grad_accumulation: Any = no_effect(False)
+    _shard_offloaded_activations: Any = no_effect(False)
+
+    @property
+    def partitions(self) -> int:
+        """The older name of ``pipeline_parallel_degree``."""
+        return self.pipeline_parallel_degree
+
+    def as_texts(self) -> dict[str, str]:
+        """Every parameter as text, to be compared across ranks.
+
+        ``comm_interface`` is left out: hosts may well name their networks differently.
+        """
+        return {
+            name: getattr(value, "__qualname__", None) or repr(value)
+            for name, value in vars(self).items()
+            if name != "comm_interface"
+        }
+
+
+FIELDS = {field.name: field for field in dataclasses.fields(Config)}
+ALIASES = {"partitions": "pipeline_parallel_degree"}
+
+# What is not built yet: (parameter, asks for it, what it would do).
+_NOT_BUILT: list[tuple[str, Callable[[Any], bool], str]] = [
+    ("tensor_parallel_degree", lambda v: v > 1, "tensor parallelism"),
+    ("sharded_data_parallel_degree", lambda v: v > 1, "sharded data parallelism"),
+    ("shard_optimizer_state", bool, "sharding of the optimizer state"),
+    ("offload_activations", bool, "offloading of activations"),
+    ("fp16", bool, "half precision training"),
+    ("bf16", bool, "half precision training"),
+    ("fp16_params", bool, "half precision training"),
+    ("static_mode", bool, "static mode"),
+    ("pipeline", lambda v: v == "zero_bubble", "the zero-bubble schedule"),
+    ("ddp_dist_backend", lambda v: v == "smddp", "the smddp backend"),
+]
+
+# Rules between parameters: (broken, message).  `c` is the Config with its defaults
+# filled in, `given` the names that were set, `size` the number of ranks.
+_Rule = tuple[Callable[[Config, frozenset[str], int], bool], str]
+_RULES: list[_Rule] = [
+    (
+        lambda c, given, size: size % _degrees(c) != 0,
+        "pipeline_parallel_degree={c.pipeline_parallel_degree} times tensor_parallel_degree="
+        "{c.tensor_parallel_degree} must divide the number of ranks, {size}",
+    ),
+    (
+        lambda c, given, size: (size // _degrees(c)) % c.sharded_data_parallel_degree != 0,
+        "sharded_data_parallel_degree={c.sharded_data_parallel_degree} must divide the "
+        "number of data-parallel ranks of {size} ranks",
+    ),
+    (
+        lambda c, given, size: not c.auto_partition and "default_partition" not in given,
+        "auto_partition=False needs default_partition, the partition for modules outside "
+        "any smp.partition: an int below pipeline_parallel_degree="
+        "{c.pipeline_parallel_degree}",
+    ),
+    (
+        lambda c, given, size: c.default_partition >= c.pipeline_parallel_degree,
+        "default_partition={c.default_partition} must be below pipeline_parallel_degree="
+        "{c.pipeline_parallel_degree}",
+    ),
+    (
+        lambda c, given, size: (
+            c.pipeline == "simple" and c.active_microbatches < c.microbatches
+        ),
+        "active_microbatches={c.active_microbatches} is too few for pipeline='simple', which "
+        "has all of microbatches={c.microbatches} in flight at once",
+    ),
+    (
+        lambda c, given, size: c.fast_mode and not c.static_mode,
+        "fast_mode=True needs static_mode=True",
+    ),
+    (
+        lambda c, given, size: c.fp16 and c.bf16,
+        "fp16=True and bf16=True: only one of them can be True",
+    ),
+]
+
+
+def _degrees(c: Config) -> int:
+    return c.pipeline_parallel_degree * c.tensor_parallel_degree
+
+
+def load(given: Mapping[str, Any] | None, size: int) -> Config:
+    """The configuration of a job of ``size`` ranks.
+
+    Args:
+        given: what the script passes to ``smp.init``.
+        size: number of ranks of the job.
+
+    Raises:
+        ConfigError: naming the key, its value and what is allowed.
+        NotImplementedError: naming the parameter that asks for what is not built.
+    """
+    values: dict[str, Any] = {}
+    for source, mapping in reversed(_sources(given)):
+        values.update(_checked(source, mapping))
+    config = _fill(values, size)
+    names = frozenset(values)
+    for broken, message in _RULES:
+        if broken(config, names, size):
+            raise ConfigError(message.format(c=config, size=size))
+    for name, asks_for_it, what in _NOT_BUILT:
+        if asks_for_it(value := getattr(config, name)):
+            raise NotImplementedError(f"{name}={value!r}: {what} is not built yet")
+    _warn_without_effect(values)
+    return config
+
+
+def _sources(given: Mapping[str, Any] | None) -> list[tuple[str, Mapping[str, Any]]]:
+    """Where values come from, the strongest first."""
+    if given is not None and not isinstance(given, Mapping):
+        raise ConfigError(f"smp.init takes a dict of parameters, got {given!r}")
+    return [
+        ("SMP_CONFIG", _text_or_file(os.environ.get("SMP_CONFIG", ""))),
+        ("the environment", _comm_environment()),
+        ("SM_HP_MP_PARAMETERS", _json_of_sagemaker()),
+        ("smp.init", given or {}),
+    ]
+
+
+def _text_or_file(value: str) -> Mapping[str, Any]:
+    if not value.strip():
+        return {}
+    if value.lstrip().startswith("{"):
+        return _parsed("SMP_CONFIG", value, json.loads)
+    path = Path(value)
+    parsers: dict[str, Callable[[str], Any]] = {
+        ".json": json.loads,
+        ".toml": _parse_toml,
+        ".yaml": _parse_yaml,
+        ".yml": _parse_yaml,
+    }
+    if path.suffix not in parsers:
+        raise ConfigError(
+            f"SMP_CONFIG={value!r} is neither a JSON object nor the path of a file that "
+            f"ends in {', '.join(parsers)}"
+        )
+    try:
+        content = path.read_text()
+    except OSError as error:
+        raise ConfigError(f"SMP_CONFIG={value!r} cannot be read: {error.strerror}") from None
+    return _parsed(f"SMP_CONFIG={value!r}", content, parsers[path.suffix])
+
+
+def _parse_toml(content: str) -> Any:
+    try:
+        import tomllib
+    except ModuleNotFoundError:  # Python 3.10
+        raise ConfigError("a .toml file needs Python 3.11 or later") from None
+    return tomllib.loads(content)
+
+
+def _parse_yaml(content: str) -> Any:
+    try:
+        import yaml
+    except ModuleNotFoundError:
+        raise ConfigError("a .yaml file needs PyYAML: pip install pyyaml") from None
+    try:
+        return yaml.safe_load(content)
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from None
+
+
+def _json_of_sagemaker() -> Mapping[str, Any]:
+    value = os.environ.get("SM_HP_MP_PARAMETERS", "")
+    return _parsed("SM_HP_MP_PARAMETERS", value, json.loads) if value.strip() else {}
+
+
+def _comm_environment() -> Mapping[str, Any]:
+    found: dict[str, Any] = {}
+    if names := os.environ.get("SMP_COMM_TRANSPORTS"):
+        found["comm_transports"] = [name.strip() for name in names.split(",")]
+    if interface := os.environ.get("SMP_COMM_INTERFACE"):
+        found["comm_interface"] = interface
+    if size := os.environ.get("SMP_COMM_POOL_BYTES"):
+        found["comm_pool_bytes"] = int(size) if size.isdecimal() else size
+    return found
+
+
+def _parsed(source: str, content: str, parse: Callable[[str], Any]) -> Mapping[str, Any]:
+    try:
+        value = parse(content)
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(f"{source} cannot be parsed: {error}") from None
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{source} must hold an object of parameters, got {value!r}")
+    return value
+
+
+def _checked(source: str, mapping: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of one source by parameter name, each checked.
+
+    None stands for "not given" where the library decides the default.
+    """
+    values: dict[str, Any] = {}
+    spelt: dict[str, str] = {}
+    for key, value in mapping.items():
+        name = ALIASES.get(key, key)
+        if name not in FIELDS:
+            raise ConfigError(_unknown(source, key, value))
+        field = FIELDS[name]
+        if value is None and field.default is None:
+            continue
+        try:
+            value = field.metadata["check"](value)
+        except _Wrong as allowed:
+            raise ConfigError(f"{key}={value!r} (in {source}): must be {allowed}") from None
+        if name in values and values[name] != value:
+            raise ConfigError(
+                f"{key}={value!r} and {spelt[name]}={values[name]!r} (in {source}) are two "
+                "names of one parameter with different values"
+            )
+        values[name], spelt[name] = value, key
+    return values
+
+
+def _unknown(source: str, key: Any, value: Any) -> str:
+    known = sorted([*FIELDS, *ALIASES])
+    nearest = difflib.get_close_matches(str(key), known, n=1)
+    hint = f"did you mean {nearest[0]!r}?" if nearest else f"known are {', '.join(known)}"
+    return f"{key}={value!r} (in {source}): there is no such parameter; {hint}"
+
+
+def _fill(values: dict[str, Any], size: int) -> Config:
+    """The defaults that depend on other parameters, and on the number of ranks."""
+    config = Config(**values)
+    computed: dict[str, Any] = {}
+    if config.active_microbatches is None:
+        computed["active_microbatches"] = (
+            config.microbatches
+            if config.pipeline == "simple"
+            else config.pipeline_parallel_degree + 2
+        )
+    if config.memory_weight is None:
+        computed["memory_weight"] = 0.8 if config.optimize == "memory" else 0.2
+    if size > config.pipeline_parallel_degree:
+        computed["ddp"] = True
+    return dataclasses.replace(config, **computed)
+
+
+_warned: set[str] = set()
+
+
+def _warn_without_effect(values: Mapping[str, Any]) -> None:
+    names = [n for n in values if not FIELDS[n].metadata["effect"] and n not in _warned]
+    if names:
+        _warned.update(names)
+        warnings.warn(f"smp: no effect here: {', '.join(names)}", stacklevel=4)
+
+
+def forget_warnings() -> None:
+    """Let each warning that is given once be given again."""
+    _warned.clear()

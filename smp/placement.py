@@ -1,0 +1,76 @@
+"""Which rank does what: the arithmetic of pipeline, tensor and data parallelism.
+
+A rank has three coordinates: rdp (which replica), pp (which partition) and tp (which
+slice).  The placement strategy is their order; its right-most letter runs over
+neighbouring ranks.  A group is the set of ranks that differ only in some coordinates:
+
+    PP_GROUP  pp          TP_GROUP  tp          RDP_GROUP  rdp
+    MP_GROUP  pp, tp      DP_GROUP  rdp, tp     WORLD      all of them
+
+Source: SageMaker Python SDK docs, "Ranking Basics".
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+AXES_OF_GROUP = {
+    "world": "DPT",
+    "mp": "PT",
+    "dp": "DT",
+    "pp": "P",
+    "tp": "T",
+    "rdp": "D",
+}
+STRATEGIES = {"cluster": "DPT", "spread": "TPD"}
+
+
+class Coordinates(NamedTuple):
+    rdp: int
+    pp: int
+    tp: int
+
+
+@dataclass(frozen=True)
+class Placement:
+    """``size`` ranks as rdp x pp x tp.
+
+    Args:
+        size: number of ranks; ``pp * tp`` divides it.
+        pp: pipeline parallel degree.
+        tp: tensor parallel degree.
+        strategy: ``"cluster"``, ``"spread"`` or a permutation of D, P and T.
+    """
+
+    size: int
+    pp: int = 1
+    tp: int = 1
+    strategy: str = "cluster"
+
+    @property
+    def rdp(self) -> int:
+        return self.size // (self.pp * self.tp)
+
+    @property
+    def order(self) -> str:
+        """The letters from the slowest to the fastest coordinate."""
+        return STRATEGIES.get(self.strategy, self.strategy)
+
+    def coordinates(self, rank: int) -> Coordinates:
+        extent = {"D": self.rdp, "P": self.pp, "T": self.tp}
+        at = {}
+        for letter in reversed(self.order):
+            rank, at[letter] = divmod(rank, extent[letter])
+        return Coordinates(at["D"], at["P"], at["T"])
+
+    def groups(self, kind: str) -> list[list[int]]:
+        """All groups of a kind (``"pp"``, ...), each in rank order, by lowest rank."""
+        fixed = [i for i, letter in enumerate("DPT") if letter not in AXES_OF_GROUP[kind]]
+        members: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(self.size):
+            at = self.coordinates(rank)
+            members.setdefault(tuple(at[i] for i in fixed), []).append(rank)
+        return list(members.values())
+
+    def group(self, kind: str, rank: int) -> list[int]:
+        """The group of a kind that holds ``rank``, in rank order."""
+        return next(group for group in self.groups(kind) if rank in group)

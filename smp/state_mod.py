@@ -1,0 +1,122 @@
+"""``smp.state``: what this rank knows about the job it is part of.
+
+Also reachable as ``smp.state_mod.state``, the name in the original.
+"""
+
+import os
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from smp.bootstrap import Bootstrap
+    from smp.config import Config
+    from smp.placement import Placement
+    from smp.process_groups import Groups
+
+
+@dataclass
+class Job:
+    """Everything that ``smp.init`` makes and ``smp.shutdown`` ends."""
+
+    cfg: "Config"
+    boot: "Bootstrap"
+    placement: "Placement"
+    groups: dict[str, list[int]]  # global ranks of this rank's group, by kind
+    torch_groups: "Groups"
+    undo: ExitStack = field(default_factory=ExitStack)  # what smp.shutdown has to do
+    pid: int = field(default_factory=os.getpid)  # a forked child is not a rank
+
+
+class ModuleManager:
+    """What Hugging Face's Trainer asks about the model's modules."""
+
+    def __init__(self) -> None:
+        # (smp -> hf, hf -> smp) pairs of functions between state dicts, one for each
+        # kind of Hugging Face model that tensor parallelism has replaced.
+        self.translate_functions: list[tuple[Callable, Callable]] = []
+
+
+class PatchManager:
+    """What scripts ask for the methods of their classes."""
+
+    def get_original_method(self, name: str, cls: type) -> Callable:
+        """The method as its class defines it: nothing here replaces methods of classes."""
+        return getattr(cls, name)
+
+
+class Core:
+    """``smp.core``: the job as the original's backend shows it."""
+
+    def __init__(self, state: "State") -> None:
+        self._state = state
+
+    def initialized(self) -> bool:
+        return self._state.is_initialized
+
+    def rank(self) -> int:
+        return self._state.job("smp.core.rank()").boot.rank
+
+    def size(self) -> int:
+        return self._state.job("smp.core.size()").boot.size
+
+    def local_rank(self) -> int:
+        return self._state.job("smp.core.local_rank()").boot.local_rank
+
+    def local_size(self) -> int:
+        return self._state.job("smp.core.local_size()").boot.local_size
+
+
+class State:
+    """One per process; empty until ``smp.init`` and after ``smp.shutdown``."""
+
+    def __init__(self) -> None:
+        self._job: Job | None = None
+        self.model: Any = None  # the latest DistributedModel
+        self.optimizer: Any = None  # the latest DistributedOptimizer
+        self.core = Core(self)
+        self.module_manager = ModuleManager()
+        self.patch_manager = PatchManager()
+
+    @property
+    def is_initialized(self) -> bool:
+        return self._job is not None
+
+    def job(self, caller: str) -> Job:
+        """The job, for a function that needs one.
+
+        Raises:
+            RuntimeError: before ``smp.init``; names what was called.
+        """
+        if self._job is None:
+            raise RuntimeError(f"{caller} needs smp.init(): call it at the start of the script")
+        return self._job
+
+    def begin(self, job: Job) -> None:
+        self._job = job
+
+    def end(self) -> None:
+        self._job = None
+        self.model = self.optimizer = None
+        self.module_manager = ModuleManager()
+
+    @property
+    def cfg(self) -> "Config":
+        return self.job("smp.state.cfg").cfg
+
+    @property
+    def param_index_to_name_tp_group(self) -> list[dict[int, str]]:
+        raise NotImplementedError(
+            "smp.state.param_index_to_name_tp_group: tensor parallelism is not built yet"
+        )
+
+    @property
+    def param_name_to_index_tp_group(self) -> list[dict[str, int]]:
+        raise NotImplementedError(
+            "smp.state.param_name_to_index_tp_group: tensor parallelism is not built yet"
+        )
+
+
+state = State()
+core = state.core

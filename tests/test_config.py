@@ -1,0 +1,416 @@
+"""Spec: docs of the parameters (api section 1): sources, checks, rules, defaults."""
+
+import dataclasses
+import json
+import sys
+import warnings
+
+import pytest
+
+from smp import config
+from smp.config import Config, ConfigError
+
+
+@pytest.fixture(autouse=True)
+def no_configuration_from_outside(monkeypatch):
+    for name in (
+        "SMP_CONFIG",
+        "SM_HP_MP_PARAMETERS",
+        "SMP_COMM_TRANSPORTS",
+        "SMP_COMM_INTERFACE",
+        "SMP_COMM_POOL_BYTES",
+    ):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(config, "_warned", set())
+
+
+def load(size: int = 1, **given) -> Config:
+    return config.load(given, size)
+
+
+def test_defaults():
+    cfg = config.load(None, 1)
+
+    assert dataclasses.asdict(cfg) == {
+        "pipeline_parallel_degree": 1,
+        "tensor_parallel_degree": 1,
+        "ddp": False,
+        "microbatches": 1,
+        "active_microbatches": 3,
+        "pipeline": "interleaved",
+        "optimize": "memory",
+        "placement_strategy": "cluster",
+        "auto_partition": True,
+        "default_partition": 0,
+        "memory_weight": 0.8,
+        "deterministic_server": False,
+        "static_mode": False,
+        "static_mode_recording_steps": 5,
+        "fast_mode": False,
+        "skip_tracing": False,
+        "offload_activations": False,
+        "activation_loading_horizon": 4,
+        "shard_optimizer_state": False,
+        "prescaled_batch": False,
+        "fp16": False,
+        "bf16": False,
+        "fp16_params": False,
+        "sharded_data_parallel_degree": 1,
+        "sdp_reduce_bucket_size": 500_000_000,
+        "sdp_param_persistence_threshold": 1_000_000,
+        "sdp_max_live_parameters": 1_000_000_000,
+        "sdp_hierarchical_allgather": True,
+        "sdp_gradient_clipping": 1.0,
+        "comm_transports": None,
+        "comm_interface": None,
+        "comm_pool_bytes": 0,
+        "ddp_dist_backend": "auto",
+        "ddp_port": None,
+        "horovod": False,
+        "contiguous": True,
+        "xla": False,
+        "partition_file": None,
+        "load_partition": False,
+        "checkpoint_attentions": True,
+        "activation_checkpointing": False,
+        "delayed_parameter_initialization": False,
+        "_match_weights": False,
+        "_fp32_grad_accumulation": False,
+        "_shard_offloaded_activations": False,
+    }
+
+
+def test_active_microbatches_is_two_more_than_the_degree():
+    assert load(4, pipeline_parallel_degree=4).active_microbatches == 6
+
+
+def test_active_microbatches_is_all_of_them_for_simple():
+    assert load(pipeline="simple", microbatches=7).active_microbatches == 7
+
+
+def test_memory_weight_follows_optimize():
+    assert load(optimize="memory").memory_weight == 0.8
+    assert load(optimize="speed").memory_weight == 0.2
+    assert load(optimize="speed", memory_weight=1).memory_weight == 1.0
+
+
+def test_ddp_turns_itself_on_where_the_degrees_need_it():
+    assert load(4, pipeline_parallel_degree=2).ddp is True
+    assert load(2, pipeline_parallel_degree=2).ddp is False
+
+
+def test_partitions_is_the_older_name_of_pipeline_parallel_degree():
+    cfg = load(2, partitions=2)
+
+    assert cfg.pipeline_parallel_degree == cfg.partitions == 2
+
+
+def test_two_names_of_one_parameter_must_agree():
+    assert load(2, partitions=2, pipeline_parallel_degree=2).partitions == 2
+    with pytest.raises(ConfigError, match="pipeline_parallel_degree=1 and partitions=2"):
+        load(2, partitions=2, pipeline_parallel_degree=1)
+
+
+def test_the_configuration_is_read_only():
+    cfg = load()
+
+    with pytest.raises(AttributeError):
+        cfg.microbatches = 2
+    assert cfg.microbatches == 1
+
+
+class TestSources:
+    """Precedence, key by key: SMP_CONFIG > SM_HP_MP_PARAMETERS > dict > defaults."""
+
+    def test_each_key_comes_from_the_strongest_source_that_has_it(self, monkeypatch):
+        monkeypatch.setenv("SMP_CONFIG", '{"microbatches": 8}')
+        monkeypatch.setenv("SM_HP_MP_PARAMETERS", '{"microbatches": 4, "optimize": "speed"}')
+
+        cfg = load(microbatches=2, optimize="memory", memory_weight=0.5)
+
+        assert (cfg.microbatches, cfg.optimize, cfg.memory_weight) == (8, "speed", 0.5)
+        assert cfg.skip_tracing is False
+
+    def test_an_alias_in_a_stronger_source_overrides(self, monkeypatch):
+        monkeypatch.setenv("SM_HP_MP_PARAMETERS", '{"partitions": 2}')
+
+        assert load(4, pipeline_parallel_degree=4).pipeline_parallel_degree == 2
+
+    @pytest.mark.parametrize(
+        "name, content",
+        [
+            ("c.json", '{"microbatches": 6, "ddp": true}'),
+            ("c.yaml", "microbatches: 6\nddp: true\n"),
+            ("c.yml", "microbatches: 6\nddp: true\n"),
+            pytest.param(
+                "c.toml",
+                "microbatches = 6\nddp = true\n",
+                marks=pytest.mark.skipif(sys.version_info < (3, 11), reason="no tomllib"),
+            ),
+        ],
+    )
+    def test_smp_config_may_be_a_file(self, monkeypatch, tmp_path, name, content):
+        if "y" in name.rpartition(".")[2]:
+            pytest.importorskip("yaml")
+        (tmp_path / name).write_text(content)
+        monkeypatch.setenv("SMP_CONFIG", str(tmp_path / name))
+
+        cfg = load()
+
+        assert (cfg.microbatches, cfg.ddp) == (6, True)
+
+    @pytest.mark.parametrize(
+        "value, said",
+        [
+            ("{", "SMP_CONFIG cannot be parsed"),
+            ("/nowhere/c.json", "c.json' cannot be read: No such file"),
+            ("settings.ini", "neither a JSON object nor the path"),
+            ("[1]", "neither a JSON object nor the path"),
+        ],
+    )
+    def test_a_wrong_smp_config_says_what_is_wrong(self, monkeypatch, value, said):
+        monkeypatch.setenv("SMP_CONFIG", value)
+
+        with pytest.raises(ConfigError, match=said):
+            load()
+
+    def test_a_file_must_hold_an_object(self, monkeypatch, tmp_path):
+        (tmp_path / "c.json").write_text("[1]")
+        monkeypatch.setenv("SMP_CONFIG", str(tmp_path / "c.json"))
+
+        with pytest.raises(ConfigError, match="must hold an object"):
+            load()
+
+    def test_wrong_json_of_sagemaker(self, monkeypatch):
+        monkeypatch.setenv("SM_HP_MP_PARAMETERS", "{partitions: 2}")
+
+        with pytest.raises(ConfigError, match="SM_HP_MP_PARAMETERS cannot be parsed"):
+            load()
+
+    def test_comm_keys_come_from_the_environment_too(self, monkeypatch):
+        monkeypatch.setenv("SMP_COMM_TRANSPORTS", "mpi, shm")
+        monkeypatch.setenv("SMP_COMM_INTERFACE", "eth1")
+        monkeypatch.setenv("SMP_COMM_POOL_BYTES", "1048576")
+        monkeypatch.setenv("SMP_CONFIG", '{"comm_interface": "eth2"}')
+
+        cfg = load(comm_pool_bytes=1)
+
+        assert cfg.comm_transports == ("mpi", "shm")
+        assert cfg.comm_interface == "eth2"
+        assert cfg.comm_pool_bytes == 1048576
+
+    def test_the_error_names_the_source(self, monkeypatch):
+        monkeypatch.setenv("SMP_COMM_POOL_BYTES", "much")
+
+        with pytest.raises(ConfigError, match=r"comm_pool_bytes='much' \(in the environment\)"):
+            load()
+
+    def test_init_takes_a_dict(self):
+        with pytest.raises(ConfigError, match="takes a dict of parameters, got 3"):
+            config.load(3, 1)
+
+
+INTS = [
+    "pipeline_parallel_degree",
+    "partitions",
+    "tensor_parallel_degree",
+    "microbatches",
+    "active_microbatches",
+    "static_mode_recording_steps",
+    "activation_loading_horizon",
+    "sharded_data_parallel_degree",
+    "sdp_reduce_bucket_size",
+    "sdp_max_live_parameters",
+]
+INTS_FROM_ZERO = ["default_partition", "sdp_param_persistence_threshold", "comm_pool_bytes"]
+BOOLS = [f.name for f in dataclasses.fields(Config) if f.type is bool]
+
+
+@pytest.mark.parametrize("name", INTS + INTS_FROM_ZERO)
+@pytest.mark.parametrize("value", ["2", 1.5, True, [1], -1])
+def test_an_int_is_an_int(name, value):
+    with pytest.raises(ConfigError) as caught:
+        load(**{name: value})
+
+    assert str(caught.value).startswith(f"{name}={value!r} (in smp.init): must be an int of")
+
+
+@pytest.mark.parametrize("name", INTS)
+def test_a_count_is_at_least_one(name):
+    with pytest.raises(ConfigError, match=f"{name}=0 .*: must be an int of at least 1"):
+        load(**{name: 0})
+
+
+@pytest.mark.parametrize("name", BOOLS)
+@pytest.mark.parametrize("value", ["true", 1, None])
+def test_a_bool_is_a_bool(name, value):
+    with pytest.raises(ConfigError, match=f"{name}={value!r} .*: must be True or False"):
+        load(**{name: value})
+
+
+def test_there_are_bools():
+    assert len(BOOLS) == 13
+
+
+def test_json_writes_large_ints_as_floats():
+    assert load(sdp_reduce_bucket_size=5e8).sdp_reduce_bucket_size == 500_000_000
+    assert type(load(sdp_max_live_parameters=1e9).sdp_max_live_parameters) is int
+    with pytest.raises(ConfigError):
+        load(microbatches=2.0)
+
+
+@pytest.mark.parametrize(
+    "name, value, allowed",
+    [
+        ("memory_weight", 1.1, "a number from 0 to 1"),
+        ("memory_weight", -0.1, "a number from 0 to 1"),
+        ("memory_weight", float("nan"), "a number from 0 to 1"),
+        ("memory_weight", "0.5", "a number from 0 to 1"),
+        ("memory_weight", True, "a number from 0 to 1"),
+        ("sdp_gradient_clipping", -1, "a number from 0"),
+        ("optimize", "size", "one of 'memory', 'speed'"),
+        ("ddp_dist_backend", "mpi", "one of 'auto', 'nccl', 'gloo', 'smddp'"),
+        ("placement_strategy", "DPD", "one of 'cluster', 'spread', 'DPT', 'DTP', 'PDT'"),
+        ("pipeline", "fast", "one of 'interleaved', 'simple', 'zero_bubble', a callable"),
+        ("pipeline", [(0, 1)], r"a list of \(microbatch, phase\)"),
+        ("pipeline", [], r"a list of \(microbatch, phase\)"),
+        ("pipeline", 3, r"a list of \(microbatch, phase\)"),
+        ("comm_transports", "shm", "a list of 'shm', 'mpi'"),
+        ("comm_transports", [], "a list of 'shm', 'mpi'"),
+        ("comm_transports", ["shm", 1], "a list of 'shm', 'mpi'"),
+        ("comm_transports", ["tcp"], "a list of 'shm', 'mpi'"),
+        ("comm_transports", ["shm", "^mpi"], "to leave it out"),
+        ("comm_interface", 3, "a text"),
+        ("comm_interface", "", "a text"),
+    ],
+)
+def test_a_wrong_value_is_named_with_what_is_allowed(name, value, allowed):
+    with pytest.raises(ConfigError, match=rf"^{name}=.*must be .*{allowed}"):
+        load(**{name: value})
+
+
+@pytest.mark.parametrize("strategy", config.PLACEMENTS)
+def test_every_placement_strategy_is_known(strategy):
+    assert load(placement_strategy=strategy).placement_strategy == strategy
+
+
+def test_there_are_eight_placement_strategies():
+    assert len(set(config.PLACEMENTS)) == 8
+
+
+def test_transports_can_be_forced_or_left_out():
+    assert load(comm_transports=["mpi"]).comm_transports == ("mpi",)
+    assert load(comm_transports=["^shm"]).comm_transports == ("mpi",)
+
+
+def test_a_schedule_may_be_a_list_or_a_callable():
+    pairs = [(0, "forward"), (0, "backward")]
+
+    assert load(pipeline=pairs).pipeline == tuple(pairs)
+    assert load(pipeline=sorted).pipeline is sorted
+
+
+def test_none_means_not_given_where_the_library_decides():
+    assert load(active_microbatches=None, memory_weight=None) == load()
+
+
+@pytest.mark.parametrize(
+    "key, nearest",
+    [("microbatch", "microbatches"), ("partition", "partitions"), ("Optimize", "optimize")],
+)
+def test_a_misspelt_key_names_the_nearest(key, nearest):
+    with pytest.raises(ConfigError, match=f"{key}=1 .*did you mean '{nearest}'"):
+        load(**{key: 1})
+
+
+def test_an_unknown_key_lists_the_known_ones():
+    with pytest.raises(ConfigError, match="zzz=1 .*known are .*microbatches"):
+        load(zzz=1)
+
+
+@pytest.mark.parametrize(
+    "size, given, said",
+    [
+        (3, {"pipeline_parallel_degree": 2}, "pipeline_parallel_degree=2 .* of ranks, 3"),
+        (1, {"tensor_parallel_degree": 2}, "tensor_parallel_degree=2 .* of ranks, 1"),
+        (4, {"pipeline_parallel_degree": 2, "tensor_parallel_degree": 4}, "of ranks, 4"),
+        (4, {"sharded_data_parallel_degree": 3}, "sharded_data_parallel_degree=3 must"),
+        (2, {"partitions": 2, "auto_partition": False}, "needs default_partition"),
+        (2, {"partitions": 2, "default_partition": 2}, "default_partition=2 must be below"),
+        (
+            1,
+            {"pipeline": "simple", "microbatches": 4, "active_microbatches": 3},
+            "active_microbatches=3 is too few",
+        ),
+        (1, {"fast_mode": True}, "needs static_mode"),
+        (1, {"fp16": True, "bf16": True}, "only one of them"),
+    ],
+)
+def test_impossible_combinations(size, given, said):
+    with pytest.raises(ConfigError, match=said):
+        config.load(given, size)
+
+
+def test_every_rule_has_a_combination_above():
+    broken = test_impossible_combinations.pytestmark[0].args[1]
+
+    assert len(broken) >= len(config._RULES)
+
+
+def test_manual_partition_with_its_default():
+    cfg = load(2, partitions=2, auto_partition=False, default_partition=1)
+
+    assert (cfg.auto_partition, cfg.default_partition) == (False, 1)
+
+
+@pytest.mark.parametrize(
+    "size, given",
+    [
+        (2, {"tensor_parallel_degree": 2}),
+        (2, {"sharded_data_parallel_degree": 2}),
+        (1, {"shard_optimizer_state": True}),
+        (1, {"offload_activations": True}),
+        (1, {"fp16": True}),
+        (1, {"bf16": True}),
+        (1, {"fp16_params": True}),
+        (1, {"static_mode": True}),
+        (1, {"pipeline": "zero_bubble"}),
+        (1, {"ddp_dist_backend": "smddp"}),
+    ],
+)
+def test_what_is_not_built_is_refused_by_name(size, given):
+    [(name, value)] = given.items()
+
+    with pytest.raises(NotImplementedError, match=f"{name}={value!r}: .* is not built yet"):
+        config.load(given, size)
+
+
+def test_every_parameter_that_is_not_built_has_a_value_above():
+    refused = test_what_is_not_built_is_refused_by_name.pytestmark[0].args[1]
+
+    assert {name for _, given in refused for name in given} == {
+        name for name, _, _ in config._NOT_BUILT
+    }
+
+
+def test_a_parameter_without_effect_warns_once():
+    with pytest.warns(UserWarning, match="no effect here: ddp_port, xla"):
+        load(ddp_port=1234, xla=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load(ddp_port=1234)
+
+
+def test_what_is_not_given_does_not_warn():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load(microbatches=2)
+
+
+def test_every_parameter_as_text():
+    texts = load(pipeline=sorted, comm_interface="eth0").as_texts()
+
+    assert texts["pipeline"] == "sorted"
+    assert texts["ddp"] == "False"
+    assert "comm_interface" not in texts
+    assert json.loads(json.dumps(texts)) == texts

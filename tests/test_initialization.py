@@ -1,0 +1,516 @@
+"""Spec: start and end of the job (api section 1; failures: start, uncaught, signals)."""
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import job, mpirun, on_ranks, rank_environment, wait_until_gone
+
+import smp
+from smp import bootstrap, config, process_groups
+from smp.placement import Placement
+
+LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@pytest.fixture(autouse=True)
+def not_initialised():
+    smp.reset()
+    yield
+    smp.reset()
+
+
+def test_one_rank_needs_no_launcher():
+    smp.init()
+
+    assert (smp.rank(), smp.size(), smp.local_rank(), smp.local_size()) == (0, 1, 0, 1)
+    assert (smp.instance_id(), smp.is_multi_node()) == (0, False)
+    for kind in ("pp", "tp", "dp", "rdp", "mp"):
+        assert getattr(smp, f"{kind}_rank")() == 0
+        assert getattr(smp, f"{kind}_size")() == 1
+        assert getattr(smp, f"get_{kind}_group")() == [0]
+    assert dist.get_world_size(smp.get_world_process_group()) == 1
+
+
+@on_ranks(2)
+def test_two_ranks_see_each_other():
+    smp.init({"pipeline_parallel_degree": 2})
+
+    assert smp.rank() == int(os.environ["OMPI_COMM_WORLD_RANK"])
+    assert (smp.size(), smp.local_size(), smp.local_rank()) == (2, 2, smp.rank())
+    assert (smp.pp_rank(), smp.pp_size(), smp.get_pp_group()) == (smp.rank(), 2, [0, 1])
+    assert (smp.dp_rank(), smp.dp_size(), smp.get_dp_group()) == (0, 1, [smp.rank()])
+    assert (smp.instance_id(), smp.is_multi_node()) == (0, False)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("strategy", ["cluster", "spread"])
+def test_groups_of_four_ranks(strategy):
+    smp.init({"pipeline_parallel_degree": 2, "placement_strategy": strategy})
+    rank = smp.rank()
+
+    near, far = [rank // 2 * 2, rank // 2 * 2 + 1], [rank % 2, rank % 2 + 2]
+    mp, dp = (near, far) if strategy == "cluster" else (far, near)
+    assert smp.get_mp_group() == smp.get_pp_group() == mp
+    assert smp.get_dp_group() == smp.get_rdp_group() == dp
+    assert smp.get_tp_group() == [rank]
+    assert smp.mp_rank() == smp.pp_rank() == mp.index(rank)
+    assert smp.dp_rank() == smp.rdp_rank() == dp.index(rank)
+    assert (smp.tp_rank(), smp.tp_size(), smp.state.cfg.ddp) == (0, 1, True)
+    for kind, members in [("mp", mp), ("pp", mp), ("dp", dp), ("rdp", dp), ("tp", [rank])]:
+        group = getattr(smp, f"get_{kind}_process_group")()
+        total = torch.tensor(float(rank + 1))
+        dist.all_reduce(total, group=group)
+        assert total.item() == sum(member + 1 for member in members)
+        assert dist.get_process_group_ranks(group) == members
+
+
+@on_ranks(2)
+def test_the_default_group_is_over_all_ranks():
+    smp.init()
+
+    assert (dist.get_rank(), dist.get_world_size()) == (smp.rank(), 2)
+    total = torch.ones(3)
+    dist.all_reduce(total)
+    assert total.tolist() == [2, 2, 2]
+    dist.barrier()
+
+
+@on_ranks(1, 2)
+def test_the_environment_stays_as_it_is():
+    before = dict(os.environ)
+
+    smp.init()
+
+    assert dict(os.environ) == before
+    assert not any(name in os.environ for name in LAUNCHER_VARIABLES)
+
+
+@on_ranks(2)
+def test_all_sockets_of_one_host_are_on_loopback():
+    bootstrap.connect()  # MPI has sockets of its own
+    before = listening()
+
+    smp.init({"pipeline_parallel_degree": 2})
+
+    ours = {at for inode, at in listening().items() if inode not in before}
+    assert ours == {"127.0.0.1"}
+
+
+def listening() -> dict[str, str]:
+    """The addresses on which this process listens, by inode; IPv6 as the kernel has it."""
+    inodes = set()
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            inodes.update(re.findall(r"socket:\[(\d+)\]", os.readlink(f"/proc/self/fd/{fd}")))
+    found = {}
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            address, state, inode = fields[1].partition(":")[0], fields[3], fields[9]
+            if state == "0A" and inode in inodes:
+                is_v4 = len(address) == 8
+                found[inode] = (
+                    socket.inet_ntoa(bytes.fromhex(address)[::-1]) if is_v4 else address
+                )
+    return found
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this host has a GPU")
+def test_cuda_is_left_alone_on_a_host_without(monkeypatch):
+    for name in ("_lazy_init", "set_device", "current_device", "device_count"):
+        monkeypatch.setattr(torch.cuda, name, lambda *a: pytest.fail("touched torch.cuda"))
+
+    smp.init()
+
+    assert dist.get_backend() == "gloo"
+
+
+def test_nccl_on_a_host_without_a_gpu_becomes_gloo(monkeypatch):
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)
+
+    with pytest.warns(UserWarning, match="ddp_dist_backend='nccl' needs a GPU"):
+        smp.init({"ddp_dist_backend": "nccl"})
+
+    assert dist.get_backend() == "gloo"
+
+
+NEEDS_INIT = [
+    *["rank", "size", "local_rank", "local_size", "instance_id", "is_multi_node"],
+    "get_world_process_group",
+    *(
+        name.format(kind)
+        for kind in ("pp", "tp", "dp", "rdp", "mp")
+        for name in ("{}_rank", "{}_size", "get_{}_group", "get_{}_process_group")
+    ),
+]
+
+
+@pytest.mark.parametrize("name", NEEDS_INIT)
+def test_before_init_the_missing_call_is_named(name):
+    with pytest.raises(RuntimeError, match=rf"smp\.{name}\(\) needs smp\.init\(\)"):
+        getattr(smp, name)()
+
+
+def test_the_state_needs_init_too():
+    with pytest.raises(RuntimeError, match=r"smp\.state\.cfg needs smp\.init\(\)"):
+        _ = smp.state.cfg
+    assert smp.core.initialized() is smp.is_initialized() is False
+
+
+def test_the_functions_of_a_kind_have_names_and_words():
+    assert smp.pp_rank.__name__ == "pp_rank"
+    assert smp.get_dp_group.__doc__ == ("The global ranks of this rank's DP_GROUP, in order.")
+
+
+def test_a_second_init_is_a_no_op():
+    smp.init({"microbatches": 2})
+    group = dist.group.WORLD
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        smp.init({"microbatches": 2})
+        smp.init()
+
+    assert smp.state.cfg.microbatches == 2
+    assert dist.group.WORLD is group
+
+
+def test_a_second_init_with_another_configuration_warns():
+    smp.init({"microbatches": 2})
+
+    with pytest.warns(UserWarning, match=r"microbatches=4 \(was 2\).* has no effect"):
+        smp.init({"microbatches": 4})
+
+    assert smp.state.cfg.microbatches == 2
+
+
+def test_shutdown_ends_it_and_init_may_follow():
+    smp.init({"microbatches": 2})
+
+    smp.shutdown()
+    smp.shutdown()
+
+    assert not smp.is_initialized() and not dist.is_initialized()
+    smp.init({"microbatches": 3})
+    assert smp.state.cfg.microbatches == 3
+
+
+def test_a_hundred_cycles_leave_nothing_behind():
+    smp.init()
+    smp.shutdown()
+    before = len(os.listdir("/proc/self/fd")), threading.active_count(), sys.excepthook
+
+    for count in range(100):
+        smp.init({"microbatches": count + 1})
+        assert smp.state.cfg.microbatches == count + 1
+        smp.shutdown()
+
+    assert (
+        len(os.listdir("/proc/self/fd")),
+        threading.active_count(),
+        sys.excepthook,
+    ) == before
+
+
+@on_ranks(2)
+def test_two_ranks_start_and_end_many_times():
+    hook = sys.excepthook
+    for count in range(5):
+        smp.init({"pipeline_parallel_degree": 1 + count % 2})
+        assert smp.pp_size() == 1 + count % 2
+        smp.shutdown()
+        assert sys.excepthook is hook
+
+
+@on_ranks(2)
+def test_a_failed_init_can_be_repeated():
+    with pytest.raises(smp.ConfigError):
+        smp.init({"pipeline_parallel_degree": 3})
+    assert not smp.is_initialized() and not dist.is_initialized()
+
+    smp.init({"pipeline_parallel_degree": 2})
+
+    assert smp.pp_size() == 2
+
+
+@on_ranks(2)
+def test_a_difference_between_the_configurations_is_named_on_every_rank():
+    rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
+
+    with pytest.raises(
+        smp.ConfigError,
+        match=r"differ: microbatches=2 on rank 0; microbatches=3 on rank 1$",
+    ):
+        smp.init({"microbatches": 2 + rank, "optimize": ["speed", "memory"][rank]})
+
+
+@on_ranks(4)
+def test_a_difference_lists_the_ranks_of_each_value():
+    rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
+
+    with pytest.raises(
+        smp.ConfigError,
+        match=r"skip_tracing=False on ranks 0, 1, 3; skip_tracing=True on rank 2",
+    ):
+        smp.init({"skip_tracing": rank == 2})
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    "given, kind, said",
+    [
+        ({"microbatches": "2"}, "ConfigError", "microbatches='2'"),
+        ({"fp16": True}, "NotImplementedError", "fp16=True"),
+    ],
+)
+def test_a_configuration_refused_on_one_rank_raises_on_every_rank(given, kind, said):
+    rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
+
+    with pytest.raises(getattr(smp, kind, NotImplementedError)) as caught:
+        smp.init(given if rank == 1 else {})
+
+    assert str(caught.value).startswith(said if rank == 1 else f"on rank 1: {said}")
+
+
+@on_ranks(2)
+def test_a_group_that_the_script_made_is_used_and_left_alone():
+    boot = bootstrap.connect()
+    address = boot.allgather_bytes(free_port() if boot.rank == 0 else b"")[0].decode()
+    dist.init_process_group(
+        "gloo", init_method=f"tcp://{address}", rank=boot.rank, world_size=2
+    )
+    group = dist.group.WORLD
+    try:
+        smp.init({"pipeline_parallel_degree": 2})
+        assert smp.get_world_process_group() is group
+        smp.shutdown()
+        assert dist.group.WORLD is group
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        assert total.item() == 2
+    finally:
+        dist.destroy_process_group()
+
+
+def free_port() -> bytes:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{sock.getsockname()[1]}".encode()
+
+
+@on_ranks(2)
+def test_a_group_of_other_ranks_is_refused():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(RuntimeError, match="rank 0 of 1, but this is rank . of 2"):
+            process_groups.form(bootstrap.over_mpi(), Placement(2), config.load(None, 2))
+    finally:
+        dist.destroy_process_group()
+
+
+def forked_child_status() -> int:
+    child = os.fork()
+    if child == 0:
+        smp.shutdown()
+        os._exit(0 if smp.is_initialized() else 1)
+    return os.waitpid(child, 0)[1]
+
+
+def test_a_forked_child_does_not_end_the_job():
+    smp.init()
+
+    assert forked_child_status() == 0
+    assert smp.is_initialized()
+
+
+TORCHRUN = """
+import os, sys
+import torch.distributed as dist
+import smp
+smp.init({"pipeline_parallel_degree": 2})
+assert type(smp.state.job("test").boot).__name__ == "OverStore"
+value = [None, None]
+dist.all_gather_object(value, smp.pp_rank())
+sees = smp.rank(), smp.size(), smp.local_rank(), smp.local_size(), value
+sys.stdout.write(f"sees {sees}\\n")  # in one piece: both ranks write into one pipe
+sys.stdout.flush()
+if "fail" in sys.argv:
+    if smp.rank() == 1:
+        raise KeyError("boom")
+    dist.barrier()
+"""
+
+
+def without_launcher() -> dict[str, str]:
+    return {k: v for k, v in rank_environment().items() if not k.startswith(("OMPI_", "PMI"))}
+
+
+@pytest.mark.parametrize("arguments", [[], ["fail"]])
+def test_torchrun_without_mpi(tmp_path, arguments):
+    (tmp_path / "script.py").write_text(TORCHRUN)
+
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+        + [str(tmp_path / "script.py"), *arguments],
+        env=without_launcher(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+    assert "sees (0, 2, 0, 2, [0, 1])" in done.stdout, done.stderr
+    assert "sees (1, 2, 1, 2, [0, 1])" in done.stdout
+    assert (done.returncode == 0) == (not arguments)
+    if arguments:
+        assert done.stderr.count("KeyError: 'boom'") == 1
+        assert "smp: rank 1 of 2: not caught; ending all ranks" in done.stderr
+
+
+def test_an_mpi_launcher_without_mpi4py_is_named(monkeypatch):
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    monkeypatch.setattr(bootstrap, "has_mpi4py", lambda: False)
+
+    with pytest.raises(RuntimeError, match="mpi4py is not installed: pip install mpi4py"):
+        smp.init()
+
+
+SCRIPT = """
+import os, signal, sys, threading
+import torch.distributed as dist
+import smp
+
+smp.init({{"pipeline_parallel_degree": 2}})
+print("started", smp.rank(), os.getpid(), flush=True)
+{body}
+"""
+FAILING = {
+    "while the other waits in torch": "dist.barrier() if smp.rank() == 0 else int('x')",
+    "while the other waits in MPI": (
+        "from mpi4py import MPI\nMPI.COMM_WORLD.recv(source=1) if smp.rank() == 0 else int('x')"
+    ),
+    "while the other waits for ever": (
+        "threading.Event().wait() if smp.rank() == 0 else int('x')"
+    ),
+    "on both": "dist.barrier(); int('x')",
+    "in a thread of ours": (
+        "def work(): dist.new_group([7])\n"
+        "if smp.rank() == 1: threading.Thread(target=work, name='mine').start()\n"
+        "threading.Event().wait()"
+    ),
+}
+
+
+@pytest.fixture
+def script(tmp_path):
+    def write(body: str) -> Path:
+        path = tmp_path / "script.py"
+        path.write_text(SCRIPT.format(body=body))
+        return path
+
+    return write
+
+
+@pytest.mark.parametrize("body", FAILING.values(), ids=FAILING)
+def test_what_nobody_catches_is_shown_once_and_ends_all_ranks(script, body):
+    done = mpirun(2, script(body))
+
+    assert done.returncode != 0
+    assert done.stderr.count("Traceback (most recent call last)") == 1, done.stderr
+    assert re.search(r"smp: rank \d of 2: not caught.*; ending all ranks", done.stderr)
+    assert no_process_of(done.stdout)
+
+
+def test_a_thread_that_has_nothing_to_do_with_other_ranks_may_fail(script):
+    body = """
+thread = threading.Thread(target=lambda: int("x"))
+thread.start()
+thread.join()
+dist.barrier()
+print("finished", flush=True)
+"""
+    done = mpirun(2, script(body))
+
+    assert done.returncode == 0
+    assert done.stdout.count("finished") == 2
+
+
+def test_an_exit_code_ends_the_job(script):
+    done = mpirun(2, script("dist.barrier() if smp.rank() == 0 else sys.exit(3)"))
+
+    assert done.returncode != 0
+    assert no_process_of(done.stdout)
+
+
+def test_a_script_that_ends_leaves_the_other_ranks_alone(script):
+    """A rank may finish long before the others; they are not disturbed."""
+    body = """
+if smp.rank() == 1:
+    sys.exit(0)
+import select
+fd = os.pidfd_open(int(open(f"/proc/{os.getpid()}/stat").read().split()[0]))
+select.select([fd], [], [], 0.5)
+print("rank 0 is done", flush=True)
+"""
+    done = mpirun(2, script(body))
+
+    assert done.returncode == 0, done.stderr
+    assert "rank 0 is done" in done.stdout
+
+
+def started(process: subprocess.Popen) -> list[int]:
+    """The process ids of both ranks, once both have started."""
+    pids = {}
+    while len(pids) < 2:
+        line = process.stdout.readline()
+        assert line, process.stderr.read()
+        if line.startswith("started"):
+            _, rank, pid = line.split()
+            pids[int(rank)] = int(pid)
+    return [pids[0], pids[1]]
+
+
+@pytest.mark.parametrize("body", ["dist.barrier()", "threading.Event().wait()"])
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+@pytest.mark.parametrize("to", ["mpirun", "rank 1"])
+def test_a_signal_ends_the_job(script, body, name, to):
+    body = f"{body} if smp.rank() == 0 else threading.Event().wait()"
+    with job(2, script(body)) as process:
+        pids = started(process)
+
+        os.kill(process.pid if to == "mpirun" else pids[1], signal.Signals[name])
+
+        out, err = process.communicate(timeout=60)
+    assert process.returncode != 0
+    assert err.count("Traceback (most recent call last)") <= 1, err
+    wait_until_gone(pids)
+
+
+def no_process_of(output: str) -> bool:
+    pids = [int(line.split()[2]) for line in output.splitlines() if "started" in line]
+    assert len(pids) == 2
+    wait_until_gone(pids)
+    return True
+
+
+def test_nothing_is_installed_at_a_prompt(tmp_path):
+    """In an interactive session an exception is an answer, not an end."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys\nsys.ps1 = '>>> '\nhook = sys.excepthook\nimport smp\nsmp.init()\n"
+        "assert sys.excepthook is hook\nprint('same hook')\n"
+    )
+
+    done = mpirun(2, script)
+
+    assert done.stdout.count("same hook") == 2, done.stderr
