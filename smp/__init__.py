@@ -3,6 +3,10 @@
 from smp._version import __version__
 from smp.config import ConfigError
 from smp.initialization import init, is_initialized, reset, shutdown
+from smp.microbatches import StepOutput
+from smp.model import DistributedModel
+from smp.optimizer import DistributedOptimizer
+from smp.partitioning import PartitionError, partition, set_partition
 from smp.ranks import (
     DP_GROUP,
     DP_RANK,
@@ -47,3 +51,4 @@ from smp.ranks import (
     tp_size,
 )
 from smp.state_mod import core, state
+from smp.steps import is_tracing, step

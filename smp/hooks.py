@@ -36,7 +36,9 @@ def call_hooked(module: nn.Module, args: tuple, kwargs: dict | None) -> Any:
             f"smp: register_backward_hook on a {type(module).__name__} of another rank; "
             "use register_full_backward_hook"
         )
-    full = BackwardHook(module, backward_hooks, pre_hooks) if backward_hooks or pre_hooks else None
+    full = (
+        BackwardHook(module, backward_hooks, pre_hooks) if backward_hooks or pre_hooks else None
+    )
     if full is not None:
         args = full.setup_input_hook(args)
     output = _core.call_remote(module, args, kwargs, False)

@@ -108,8 +108,7 @@ class Splitter:
         for name in [*self.whole, *self.axes]:
             if name not in self.signature.parameters and not variadic:
                 raise ValueError(
-                    f"smp.step: '{name}' is no argument of {function.__name__}"
-                    f"{self.signature}"
+                    f"smp.step: '{name}' is no argument of {function.__name__}{self.signature}"
                 )
 
     def split(
@@ -122,7 +121,9 @@ class Splitter:
         """
         names = self._names(args)
         samples: list[list[int]] = []
-        columns = [self._cut(a, microbatches, n, samples) for a, n in zip(args, names, strict=True)]
+        columns = [
+            self._cut(a, microbatches, n, samples) for a, n in zip(args, names, strict=True)
+        ]
         named = {k: self._cut(v, microbatches, k, samples) for k, v in kwargs.items()}
         calls = [
             (tuple(c[i] for c in columns), {k: v[i] for k, v in named.items()})
@@ -165,12 +166,17 @@ def cut(value: Any, count: int, axis: int, name: str, samples: list) -> list:
         return [type(value)(c[i] for c in columns) for i in range(count)]
     if isinstance(value, dict):
         columns_by_key = {key: inner(part, key) for key, part in value.items()}
-        return [_dict_like(value, {k: c[i] for k, c in columns_by_key.items()}) for i in range(count)]
+        return [
+            _dict_like(value, {k: c[i] for k, c in columns_by_key.items()})
+            for i in range(count)
+        ]
     if isinstance(value, Mapping) and hasattr(value, "data") and isinstance(value.data, dict):
         # A UserDict such as transformers' BatchEncoding.
         return cut(dict(value), count, axis, name, samples)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {f.name: inner(getattr(value, f.name), f.name) for f in dataclasses.fields(value)}
+        fields = {
+            f.name: inner(getattr(value, f.name), f.name) for f in dataclasses.fields(value)
+        }
         return [rebuild_like(value, {k: c[i] for k, c in fields.items()}) for i in range(count)]
     return [value] * count
 
@@ -245,6 +251,9 @@ def map_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return rebuild_like(
             value,
-            {f.name: map_tensors(getattr(value, f.name), function) for f in dataclasses.fields(value)},
+            {
+                f.name: map_tensors(getattr(value, f.name), function)
+                for f in dataclasses.fields(value)
+            },
         )
     return value

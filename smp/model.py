@@ -2,13 +2,20 @@
 
 import weakref
 from array import array
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from smp import _core, remote_modules, runtime
+from smp.partitioning import Partition
+from smp.state_mod import state
+
+if TYPE_CHECKING:
+    from smp.report import PartitionReport
 
 
 class DistributedModel(nn.Module):
@@ -53,10 +60,11 @@ class DistributedModel(nn.Module):
         self.trace_execution_times = trace_execution_times
         self.average_grads = average_grads_across_microbatches
         self.partitioned = False
-        self.partition: Any = None
+        self.partition: Partition | None = None
         self._owners: dict[str, int] = {}
-        self._post_partition_hooks: dict[int, Callable] = {}
-        self._post_step_hooks: dict[int, Callable] = {}
+        self._post_partition_hooks: OrderedDict[int, Callable] = OrderedDict()
+        self._post_step_hooks: dict[int, Callable] = OrderedDict()
+        state.model = self
         self._runtime.models.append(weakref.ref(self))
         self._entries: list[remote_modules.Entry] = []
 
@@ -78,9 +86,7 @@ class DistributedModel(nn.Module):
             )
         return self.module(*args, **kwargs)
 
-    def backward(
-        self, tensors: Tensor | tuple[Tensor, ...], grad_tensors: Any = None
-    ) -> None:
+    def backward(self, tensors: Tensor | tuple[Tensor, ...], grad_tensors: Any = None) -> None:
         """Run the backward of this microbatch, in place of ``loss.backward()``.
 
         Args:
@@ -96,11 +102,15 @@ class DistributedModel(nn.Module):
             return
         tensors = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
         if rt.pp_size == 1:
-            torch.autograd.backward(tensors, rt.seeds(tensors, grad_tensors, self.average_grads))
+            torch.autograd.backward(
+                tensors, rt.seeds(tensors, grad_tensors, self.average_grads)
+            )
             return
         _core.begin_backward()
         try:
-            torch.autograd.backward(tensors, rt.seeds(tensors, grad_tensors, self.average_grads))
+            torch.autograd.backward(
+                tensors, rt.seeds(tensors, grad_tensors, self.average_grads)
+            )
         finally:
             _core.end_backward()
 
@@ -120,18 +130,58 @@ class DistributedModel(nn.Module):
 
     # ------------------------------------------------------------------ the partition
 
-    def apply_partition(self, partition: Any) -> None:
-        """Make this rank's part of a decided partition: classes, parameters, entries."""
+    def apply_partition(self, partition: Partition, stateful: dict[str, int]) -> None:
+        """Make this rank's part of a decided partition: classes, parameters, entries.
+
+        Args:
+            stateful: modules that change their buffers: path -> calls a microbatch.
+        """
         rt = self._runtime
         self.partition = partition
         rank_of = partition.rank_of
         self._owners = remote_modules.parameter_owners(self.module, rank_of)
         self._entries, runs = remote_modules.make_entries(self.module, rank_of)
         first = sum(len(m._entries) for m in rt.live_models() if m.partitioned)
-        gates = {path: rt.next_gate(count) for path, count in partition.stateful.items()}
+        gates = {path: rt.next_gate(count) for path, count in stateful.items()}
         remote_modules.swap_classes(self.module, rank_of, rt.pp_rank, runs, first, gates)
         remote_modules.free_remote_parameters(self.module, self._owners, rt.pp_rank)
         self.partitioned = True
+
+    def run_post_partition_hooks(self) -> None:
+        """Call the hooks once, after the partition and before the first step computes."""
+        for hook in list(self._post_partition_hooks.values()):
+            hook(self, state.optimizer)
+
+    def run_post_step_hooks(self) -> None:
+        """Call the hooks once, after the first step."""
+        hooks, self._post_step_hooks = list(self._post_step_hooks.values()), {}
+        for hook in hooks:
+            hook(self, state.optimizer)
+
+    def register_post_partition_hook(self, hook: Callable) -> RemovableHandle:
+        """Register ``hook(model, optimizer)``, called once, right after the partition."""
+        handle = RemovableHandle(self._post_partition_hooks)
+        self._post_partition_hooks[handle.id] = hook
+        return handle
+
+    def register_post_step_hook(self, hook: Callable) -> RemovableHandle:
+        """Register ``hook(model, optimizer)``, called once, after the first step."""
+        handle = RemovableHandle(self._post_step_hooks)
+        self._post_step_hooks[handle.id] = hook
+        return handle
+
+    def partition_report(self) -> "PartitionReport":
+        """The partition as text, by rank, and as a picture.
+
+        Raises:
+            RuntimeError: before the first step.
+        """
+        if self.partition is None:
+            raise RuntimeError(
+                "smp: the model is partitioned in its first step, not before; use smp.plan to "
+                "look ahead"
+            )
+        return self.partition.report()
 
     def local_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters that this rank owns, with their names; tied ones once."""
@@ -212,9 +262,7 @@ def install_gradients(rt: runtime.Runtime, models: list[DistributedModel]) -> No
     trains = bytearray()
     for model in models:
         for entry in model._entries:
-            members = (
-                entry.callable.children if entry.module is None else [entry.module]
-            )
+            members = entry.callable.children if entry.module is None else [entry.module]
             inside = [p for m in members for p in m.parameters()]
             trains.append(any(p.requires_grad for p in inside))
             uses.extend(sorted({number[id(p)] for p in inside if id(p) in number}))

@@ -4,6 +4,8 @@ from typing import Any
 
 import torch
 
+from smp.state_mod import state
+
 _OWN = {"optimizer", "step", "zero_grad", "overflow", "redefined_params", "loss_scale"}
 
 
@@ -35,6 +37,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.__dict__["optimizer"] = optimizer
         self.__dict__["overflow"] = False
         self.__dict__["redefined_params"] = False
+        state.optimizer = self
 
     def __getattr__(self, name: str) -> Any:
         if name == "optimizer":

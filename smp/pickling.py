@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 
-
 def dumps(value: Any) -> tuple[bytes, list[torch.Tensor | nn.Module]]:
     """Pickle a value; tensors and modules inside it become numbers into the list."""
     outside: list[Any] = []
@@ -58,5 +57,3 @@ def to_device(tensor: torch.Tensor, device_type: int, index: int) -> torch.Tenso
     if accelerator is None:
         return tensor
     return tensor.to(accelerator)
-
-

@@ -215,7 +215,11 @@ class RemoteParameter(nn.Parameter):
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         name = getattr(func, "__name__", str(func))
         if name in _HARMLESS and name != "type":
-            if name == "__set__" and len(args) > 1 and getattr(func, "__self__", None) is Tensor.data:
+            if (
+                name == "__set__"
+                and len(args) > 1
+                and getattr(func, "__self__", None) is Tensor.data
+            ):
                 return None
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))

@@ -3,11 +3,9 @@
 ``smp.init`` starts it after the groups are formed, ``smp.shutdown`` stops it first.
 """
 
-import os
 import secrets
 import weakref
 from array import array
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,33 +15,30 @@ from smp import _core, autograd, failures, hooks, pickling, thread_state
 
 if TYPE_CHECKING:
     from smp.model import DistributedModel
+    from smp.state_mod import Job, State
 
 CONNECT_TIMEOUT_MS = 60_000
+SPIN_DECIDED_BY_CORE = -1
 
 
 class Runtime:
     """One rank's core and what Python keeps beside it.
 
     Args:
-        cfg: the configuration of :func:`smp.init`.
-        pp_rank: this rank in its PP_GROUP, which the core's messages stay within.
-        pp_size: number of ranks in the PP_GROUP.
-        exchange: gives each rank of the PP_GROUP the bytes of all, by pp_rank.
-        spin_us: how long a waiting thread polls; -1: the core decides.
+        job: what ``smp.init`` made.
     """
 
-    def __init__(
-        self,
-        cfg: Any,
-        pp_rank: int,
-        pp_size: int,
-        exchange: Callable[[bytes], list[bytes]],
-        spin_us: int = -1,
-    ):
-        self.cfg = cfg
-        self.pp_rank = pp_rank
-        self.pp_size = pp_size
-        self.exchange = exchange
+    def __init__(self, job: "Job"):
+        self.cfg = job.cfg
+        self.boot = job.boot
+        self.placement = job.placement
+        self.pp_group = job.groups["pp"]
+        self.pp_size = len(self.pp_group)
+        self.pp_rank = self.pp_group.index(job.boot.rank)
+        # One rank decides about the partition, so that all replicas have the same.
+        self._decider = next(
+            r for r in range(job.boot.size) if job.placement.coordinates(r).pp == 0
+        )
         self.models: list[weakref.ref[DistributedModel]] = []
         self.local_error: BaseException | None = None
         self.tracing = False
@@ -57,23 +52,37 @@ class Runtime:
         self.gates = array("i")  # by gate: calls a microbatch, 0 where not known
         self.threads = torch.get_num_threads()
         self.core_is_open = False
-        if pp_size > 1:
-            self._open_core(spin_us)
+        if self.pp_size > 1:
+            self._open_core()
 
-    def _open_core(self, spin_us: int) -> None:
-        job = self.exchange(secrets.token_hex(16).encode() if self.pp_rank == 0 else b"")[0]
-        transports = getattr(self.cfg, "comm_transports", None)
+    @property
+    def decides(self) -> bool:
+        """Whether this rank traces and partitions."""
+        return self.boot.rank == self._decider
+
+    def share_decision(self, mine: bytes) -> bytes:
+        """The deciding rank's bytes, on every rank.  Collective over all ranks."""
+        return self.boot.allgather_bytes(mine)[self._decider]
+
+    def _exchange(self, mine: bytes) -> list[bytes]:
+        """The bytes of each rank of the PP_GROUP, by pp_rank.  Collective over all ranks."""
+        everyone = self.boot.allgather_bytes(mine)
+        return [everyone[rank] for rank in self.pp_group]
+
+    def _open_core(self) -> None:
+        job = self._exchange(secrets.token_hex(16).encode() if self.pp_rank == 0 else b"")[0]
+        transports = self.cfg.comm_transports
         card = _core.open(
             self.pp_rank,
             self.pp_size,
-            int(getattr(self.cfg, "comm_pool_bytes", 0) or 0),
-            spin_us,
+            self.cfg.comm_pool_bytes or 0,
+            SPIN_DECIDED_BY_CORE,
             ",".join(transports) if transports else None,
             job.decode(),
         )
         self.core_is_open = True
-        _core.connect(self.exchange(card), CONNECT_TIMEOUT_MS)
-        self.exchange(b"")  # nobody sends before everybody listens
+        _core.connect(self._exchange(card), CONNECT_TIMEOUT_MS)
+        self._exchange(b"")  # nobody sends before everybody listens
         _core.configure(
             send_apply=autograd.apply_of(autograd.Send),
             recv_apply=autograd.apply_of(autograd.Recv),
@@ -143,7 +152,20 @@ class Runtime:
 
 
 current: Runtime | None = None
-_owner_pid = os.getpid()
+
+
+def start(state: "State") -> None:
+    """Start the core.  Collective over all ranks."""
+    global current
+    current = Runtime(state.job("smp.runtime.start()"))
+
+
+def stop() -> None:
+    """Stop the core on this rank; never waits for the others."""
+    global current
+    if current is not None:
+        running, current = current, None
+        running.close()
 
 
 def get(caller: str) -> Runtime:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from smp import _core, failures, microbatches, model, runtime, thread_state
+from smp import _core, failures, first_step, microbatches, model, runtime, thread_state
 from smp.runtime import Runtime
 
 _FORWARD, _BACKWARD = 0, 1
@@ -93,9 +93,13 @@ class Step:
             if rt.pp_rank == 0:
                 self.calls, rt.weights = self.splitter.split(self.count, args, kwargs)
             if rt.pp_size == 1:
-                return self._run_alone()
-            self._partition_new_models()
-            return self._run_pipelined()
+                output = self._run_alone()
+            else:
+                self._partition_new_models()
+                output = self._run_pipelined()
+            for one in rt.live_models():
+                one.run_post_step_hooks()
+            return output
         finally:
             rt.in_step = False
             self.calls = []
@@ -118,10 +122,7 @@ class Step:
         new = [m for m in rt.live_models() if not m.partitioned]
         if not new:
             return
-        from smp import partitioning
-
-        partitioning.decide(rt, new, self._run_traced)
-        model.install(rt)
+        first_step.partition_models(rt, new, self._run_traced)
 
     def _run_traced(self) -> None:
         """Run the step function on the first microbatch, without backward."""
@@ -207,7 +208,12 @@ def read_turns(pipeline: Any, count: int) -> list[tuple[int, int]]:
     Raises:
         ValueError: a pair is malformed; the core refuses an impossible order.
     """
-    phases = {"forward": _FORWARD, "backward": _BACKWARD, _FORWARD: _FORWARD, _BACKWARD: _BACKWARD}
+    phases = {
+        "forward": _FORWARD,
+        "backward": _BACKWARD,
+        _FORWARD: _FORWARD,
+        _BACKWARD: _BACKWARD,
+    }
     turns = []
     for turn in pipeline(count) if callable(pipeline) else pipeline:
         try:

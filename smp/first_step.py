@@ -1,0 +1,116 @@
+"""What happens before the first step of a model: tracing, partition, agreement.
+
+One rank traces and decides; every rank gets the decision, checks that it is about the
+same model, and applies it.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from smp import _core, failures, model, tracing
+from smp.partitioning import Partition, make_partition
+
+if TYPE_CHECKING:
+    from smp.model import DistributedModel
+    from smp.runtime import Runtime
+
+
+class PartitionMismatch(RuntimeError):
+    """The ranks built different models."""
+
+
+def partition_models(
+    rt: "Runtime", models: Sequence["DistributedModel"], run_traced: Callable[[], Any]
+) -> None:
+    """Partition the models and make this rank's part of it.  Collective over all ranks.
+
+    Args:
+        models: in order of creation.
+        run_traced: runs the step function on one microbatch, without backward.
+
+    Raises:
+        PartitionError: pins that cannot be met.
+        PartitionMismatch: a rank has another model; on every rank.
+        Exception: what the traced run raised; on every rank.
+    """
+    mine = b""
+    error: BaseException | None = None
+    if rt.decides:
+        try:
+            mine = _core.pack(_decide(rt, models, run_traced))
+        except Exception as raised:  # noqa: BLE001 - the others wait for the decision
+            error = raised
+            mine = _core.pack((failures.describe(raised, None, 0, 0, rt.pp_rank), None, 0))
+    packed, gates, backwards = _core.unpack(rt.share_decision(mine))
+    if gates is None:
+        raise failures.rebuild(packed, error)
+    partitions = [Partition.from_bytes(one) for one in packed]
+    _check_models(rt, models, partitions)
+    rt.backwards = max(1, backwards)
+    for one, partition, stateful in zip(models, partitions, gates, strict=True):
+        one.apply_partition(partition, stateful)
+    model.install(rt)
+    for one in models:
+        one.run_post_partition_hooks()
+
+
+def _decide(
+    rt: "Runtime", models: Sequence["DistributedModel"], run_traced: Callable[[], Any]
+) -> tuple[list[bytes], list[dict[str, int]], int]:
+    """The partition of each model, its stateful modules, and the backward calls of a step."""
+    cfg = rt.cfg
+    traces: Sequence[tracing.Trace | None] = [None] * len(models)
+    if not cfg.skip_tracing:
+        traces = tracing.trace_models(
+            [m.module for m in models],
+            run_traced,
+            times=any(m.trace_execution_times for m in models),
+            meta=any(p.is_meta for m in models for p in m.module.parameters()),
+        )
+    packed = [
+        make_partition(
+            m.module,
+            trace,
+            degree=rt.pp_size,
+            memory_weight=cfg.memory_weight,
+            default=cfg.default_partition,
+            auto=cfg.auto_partition,
+        ).to_bytes()
+        for m, trace in zip(models, traces, strict=True)
+    ]
+    gates = [_stateful(m, trace) for m, trace in zip(models, traces, strict=True)]
+    return packed, gates, rt.traced_backwards
+
+
+def _stateful(one: "DistributedModel", trace: tracing.Trace | None) -> dict[str, int]:
+    """Modules that microbatches must pass in order: path -> executions a microbatch.
+
+    Without a trace, every module with buffers, and the number is not known (0).  Buffers
+    that training changes may stay as they are in a traced evaluation, so BatchNorm and
+    the like count in any case.
+    """
+    out = {}
+    for path, module in one.module.named_modules():
+        if not module._buffers:
+            continue
+        if trace is None:
+            out[path] = 0
+        elif trace.modules[path].changed_buffers or hasattr(module, "track_running_stats"):
+            out[path] = trace.modules[path].executions
+    return out
+
+
+def _check_models(
+    rt: "Runtime", models: Sequence["DistributedModel"], partitions: Sequence[Partition]
+) -> None:
+    difference = ""
+    if len(models) != len(partitions):
+        difference = f"{len(models)} models here, {len(partitions)} where they were partitioned"
+    for one, partition in zip(models, partitions, strict=False):
+        difference = difference or partition.first_difference(one.module) or ""
+    for rank, said in enumerate(rt.boot.allgather_bytes(difference.encode())):
+        if said:
+            raise PartitionMismatch(
+                f"smp: rank {rank} built another model than the rank that partitioned it: "
+                f"{said.decode()}"
+            )
