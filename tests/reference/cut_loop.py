@@ -176,8 +176,8 @@ class _Loop:
     def _find_parameters(self) -> None:
         """Where each parameter is held, and which rank owns it.
 
-        A place is (container, key): an entry of ``_parameters``, or of a plain list,
-        such as the one by which ``nn.LSTM`` reads its weights.
+        A place is (container, key): an entry of ``_parameters``, or of a plain list in
+        which a module has some of its parameters again.
         """
         self._owner: dict[nn.Parameter, int] = {}
         self._name: dict[nn.Parameter, str] = {}

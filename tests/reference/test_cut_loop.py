@@ -420,6 +420,24 @@ def test_each_request_sees_each_parameter_of_its_rank_as_a_leaf_of_its_own():
     assert type(model.b.a) is Scale and model.b.a.weight.grad is not None
 
 
+def test_a_parameter_that_a_module_keeps_in_a_list_is_the_requests_leaf_too():
+    class Listed(Scale):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weights = [self.weight]
+
+        def forward(self, x: Tensor) -> Tensor:
+            assert self.weights[0] is self.weight
+            return x * self.weights[0]
+
+    model = Parts(lambda self, x: self.scale(x), scale=Listed())
+
+    cut_loop(train, model, (torch.ones(1),), rank_of=partition(model, scale=1))
+
+    assert model.scale.weight.grad == 1
+    assert model.scale.weights[0] is model.scale.weight
+
+
 def test_a_call_whose_outputs_nobody_uses_gives_no_gradient():
     model = Parts(
         lambda self, x: (self.unused(x), self.used(x))[1], unused=Scale(), used=Scale()
