@@ -1,9 +1,9 @@
 """What a remote call's objects look like on the other side, and what comes back.
 
-Tensors cross by value: a copy with the same strides that shares no memory with the
-original, is no view and is aligned as fresh memory is.  Their gradients pass through
-one node on each side: *Send* and *Recv* in the caller's graph, *Arrive* in the
-callee's, which is a graph of its own.
+Tensors, and their gradients on the way back, cross by value: a copy with the same
+strides that shares no memory with the original, is no view and is aligned as fresh
+memory is.  Gradients pass through one node on each side: *Send* and *Recv* in the
+caller's graph, *Arrive* in the callee's, which is a graph of its own.
 
     caller's graph                      callee's graph
     x ... -> Send -> token              Arrive -> copies of x ... -> module -> y ...
@@ -85,7 +85,9 @@ class _Arrive(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *gradients):
-        ctx.crossing.gradients = gradients
+        ctx.crossing.gradients = tuple(
+            None if gradient is None else copy_with_strides(gradient) for gradient in gradients
+        )
         return None, None, *(None for _ in gradients)
 
 
@@ -201,7 +203,7 @@ class Crossing:
         both = zip(self._leaving, gradients, strict=True)
         defined = [(t, g) for t, g in both if g is not None]
         if defined:
-            self._run([t for t, _ in defined], [g for _, g in defined])
+            self._run([t for t, _ in defined], [copy_with_strides(g) for _, g in defined])
 
     def argument_gradients(self) -> tuple[Tensor | None, ...]:
         return self.gradients or tuple(None for _ in self._sent)

@@ -61,6 +61,12 @@ class Result:
     outputs: list[Any]  # what the step function returned, by microbatch, detached
     requests: list[Request]  # in order of begin
 
+    def tensors(self) -> list[Tensor]:
+        """Each tensor of the outputs by microbatch, then the next tensor: the order of
+        the tensors in what a step function with ``smp.step`` returns."""
+        by_microbatch = [list(tensors_in(output)) for output in self.outputs]
+        return [tensor for tensors in zip(*by_microbatch, strict=True) for tensor in tensors]
+
 
 class StepModel:
     """What a step function gets as its model."""

@@ -174,7 +174,7 @@ def one_graph(step, model, args, rank_of, ranks, microbatches):
 
 @pytest.mark.parametrize("first", range(0, 60, 20))
 def test_it_is_the_loop_with_identity_nodes_bit_for_bit(first):
-    """In float32, with skips, re-used modules and shared parameters."""
+    """In float32, with skips, modules used again and shared parameters."""
     features = "linear dropout recurrent skip reuse shared_module tied far_tied no_grad branch"
     features += " sequential child_weight direct_forward checkpoint batch_norm"
     features += " two_backwards two_calls"
@@ -496,6 +496,22 @@ def test_a_pre_hook_that_makes_the_weight_runs_as_the_owner():
 
     assert model.linear.weight_g.grad is not None
     assert_same_bits(gradients(model), gradients(whole))
+
+
+def test_outputs_can_be_had_tensor_by_tensor():
+    model = Parts(lambda self, x: {"y": self.scale(x), "n": [len(x), -x]}, scale=Scale())
+    x = torch.tensor([1.0, 2.0])
+
+    result = cut_loop(
+        lambda model, x: model(x),
+        model,
+        (x,),
+        rank_of=partition(model, scale=1),
+        microbatches=2,
+    )
+
+    assert [tensor.item() for tensor in result.tensors()] == [1, 2, -1, -2]
+    assert not any(tensor.requires_grad for tensor in result.tensors())
 
 
 # Checkpoints.
