@@ -340,6 +340,12 @@ class _Observer(TorchDispatchMode):
         self.kinds: dict[Any, _Kind] = {}
         self.own: set[int] = set()  # storages that were made during the run
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Torch would load dynamo (two seconds) only to keep it away from this mode, which
+        compiled code never meets."""
+        return False
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         kwargs = kwargs or {}
         kind = self.kinds.get(func)

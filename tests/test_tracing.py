@@ -3,6 +3,8 @@
 import collections
 import copy
 import random
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -307,6 +309,16 @@ def test_a_compiled_module_is_run_as_written():
     modules = trace(net, run_of(net, torch.randn(4, 8))).modules
     used = {p for m in modules.values() for p in m.parameters}
     assert "first._orig_mod.weight" in used
+
+
+def test_a_trace_does_not_load_the_compiler():
+    """Loading dynamo takes longer than most traces."""
+    script = (
+        "import sys, torch; from smp.tracing import trace; "
+        "net = torch.nn.Linear(2, 2); trace(net, lambda: net(torch.ones(1, 2))); "
+        "sys.exit('torch._dynamo' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", script], timeout=120).returncode == 0
 
 
 def test_a_caught_exception_in_a_module_does_not_confuse_the_record():
