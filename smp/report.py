@@ -5,7 +5,7 @@ any rank, and without the model.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from smp.partition_picture import picture
 from smp.partition_tree import Part, collapse, rank_parameters, ranks_in_words, readable, tree
@@ -114,7 +114,7 @@ def _lines(root: Part, everything: bool) -> Iterator[tuple[str, Part]]:
             )
 
 
-def _columns(rows: list[tuple[str, ...]], right: set[int]) -> list[str]:
+def _columns(rows: Sequence[tuple[str, ...]], right: set[int]) -> list[str]:
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return [
         "  ".join(

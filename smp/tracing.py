@@ -42,7 +42,8 @@ class ModuleTrace:
         input_bytes, output_bytes: bytes of the tensors among its arguments, and in what
             it returned, for the execution that had most.
         parameters: names of the parameters that operators used while it was the
-            innermost running module (a read of ``weight.shape`` is no use).
+            innermost running module, or that it passed to modules it called.  A read of
+            ``weight.shape`` is no use, nor is what it was passed itself.
         random: it, or a module it called, drew random numbers.
         changed_buffers: names of its own buffers that the run changed.
     """
@@ -137,11 +138,12 @@ def trace_models(
 class _Frame:
     """One running module, or the code outside all of them."""
 
-    __slots__ = ("calls_s", "module", "number", "started")
+    __slots__ = ("calls_s", "module", "number", "started", "used")
 
     def __init__(self, number: int, module: nn.Module | None):
         self.number = number  # in _Recorder.records; -1: outside
         self.module = module
+        self.used: set[int] = set()  # ids of parameters
         self.calls_s = 0.0  # time of the modules it called
         self.started = 0.0
 
@@ -164,6 +166,8 @@ class _Recorder:
         self.records = [ModuleTrace() for _ in self.modules]
         self.used: list[set[int]] = [set() for _ in self.modules]
         self.used_outside: set[int] = set()
+        # By id, of itself or of its meta twin: the id of the parameter.
+        self.parameter = {id(p): id(p) for root in roots for p in root.parameters()}
         self.twins: list[nn.Parameter] = []
         self.frames = [_Frame(-1, None)]
         self.executions = 0
@@ -175,9 +179,11 @@ class _Recorder:
     def record(self, run: Callable[[], Any]) -> None:
         """Run once and record everything but times."""
         with Restore(self.roots) as self.restore, self._hooks():
-            observer = _Observer(self, self._put_on_meta() if self.meta else {})
-            with _drop_saved_tensors(), observer:
+            if self.meta:
+                self._put_on_meta()
+            with _drop_saved_tensors(), _Observer(self):
                 run()
+            self.used_outside = self.frames[0].used
             for module, record in zip(self.modules, self.records, strict=True):
                 if module._buffers:
                     record.changed_buffers = tuple(self.restore.changed_buffers(module))
@@ -191,11 +197,8 @@ class _Recorder:
             with self._hooks(), _drop_saved_tensors():
                 run()
 
-    def _put_on_meta(self) -> dict[int, int]:
-        """Give the modules meta tensors for parameters, until the state is restored.
-
-        Returns the id of the parameter that each stands for, by its own id.
-        """
+    def _put_on_meta(self) -> None:
+        """Give the modules meta tensors for parameters, until the state is restored."""
         twins: dict[int, nn.Parameter] = {}
         for module in self.modules:
             for name, parameter in list(module._parameters.items()):
@@ -204,7 +207,7 @@ class _Recorder:
                         twins[id(parameter)] = _meta_parameter(parameter)
                     setattr(module, name, twins[id(parameter)])  # nn.LSTM keeps a list too
         self.twins = list(twins.values())  # so that ids stay theirs
-        return {id(twin): original for original, twin in twins.items()}
+        self.parameter.update({id(twin): original for original, twin in twins.items()})
 
     @contextlib.contextmanager
     def _hooks(self) -> Iterator[None]:
@@ -275,7 +278,8 @@ class _Recorder:
         now = time.perf_counter()
         # A forward that raised, and whose caller caught it, left its frame behind.
         while self.frames[-1].module is not module:
-            self.frames.pop()
+            left = self.frames.pop()
+            self.used[left.number] |= left.used
         frame = self.frames.pop()
         record = self.records[number]
         if self.timing:
@@ -284,6 +288,15 @@ class _Recorder:
             record.seconds += elapsed - frame.calls_s
             self.frames[-1].calls_s += elapsed
         else:
+            # A parameter that was passed in is a value like any other: who passed it
+            # needs its data, not who was called.
+            passed = {
+                self.parameter[id(t)]
+                for t in tensors_in((args, kwargs))
+                if id(t) in self.parameter
+            }
+            self.used[number] |= frame.used - passed
+            self.frames[-1].used |= passed
             record.input_bytes = max(record.input_bytes, tensor_bytes((args, kwargs)))
             record.output_bytes = max(record.output_bytes, tensor_bytes(output))
 
@@ -331,12 +344,9 @@ def _call(func: Any, args: tuple, kwargs: dict) -> Any:
 class _Observer(TorchDispatchMode):
     """Sees every operator below autograd: arguments, results, draws, writes."""
 
-    def __init__(self, recorder: _Recorder, original: dict[int, int]):
+    def __init__(self, recorder: _Recorder):
         super().__init__()
         self.recorder = recorder
-        # By id, of itself or of its meta twin: the id of the parameter that is used.
-        self.parameter = {id(p): id(p) for root in recorder.roots for p in root.parameters()}
-        self.parameter.update(original)
         self.kinds: dict[Any, _Kind] = {}
         self.own: set[int] = set()  # storages that were made during the run
 
@@ -369,13 +379,11 @@ class _Observer(TorchDispatchMode):
         return output
 
     def _note_parameters(self, frame: _Frame, values: Any) -> None:
+        parameters = self.recorder.parameter
         for value in values:
-            parameter = self.parameter.get(id(value))
+            parameter = parameters.get(id(value))
             if parameter is not None:
-                recorder = self.recorder
-                inside = frame.number >= 0
-                used = recorder.used[frame.number] if inside else recorder.used_outside
-                used.add(parameter)
+                frame.used.add(parameter)
             elif type(value) in (list, tuple):
                 self._note_parameters(frame, value)
 
@@ -528,16 +536,22 @@ def _wait_for_device(module: nn.Module) -> None:
         torch.cuda.synchronize(parameter.device)
 
 
-def tensor_bytes(value: Any) -> int:
-    """Bytes of the tensors in ``value``: a tensor, or any nesting of lists, tuples, dicts
-    and dataclasses; anything else counts 0."""
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors in ``value``: a tensor, or any nesting of lists, tuples, dicts and
+    dataclasses; anything else holds none."""
     if isinstance(value, Tensor):
-        return value.numel() * value.element_size()
-    if isinstance(value, dict):
-        return sum(tensor_bytes(v) for v in value.values())
-    if isinstance(value, (list, tuple)):
-        return sum(tensor_bytes(v) for v in value)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = dataclasses.fields(value)
-        return sum(tensor_bytes(getattr(value, f.name, None)) for f in fields)
-    return 0
+        yield value
+    elif isinstance(value, dict):
+        for inner in value.values():
+            yield from tensors_in(inner)
+    elif isinstance(value, (list, tuple)):
+        for inner in value:
+            yield from tensors_in(inner)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, field.name, None))
+
+
+def tensor_bytes(value: Any) -> int:
+    """Bytes of the tensors in ``value``; see :func:`tensors_in`."""
+    return sum(t.numel() * t.element_size() for t in tensors_in(value))

@@ -90,6 +90,34 @@ def test_only_an_operator_uses_a_parameter():
     assert modules["read"].parameters == modules["taken"].parameters == ()
 
 
+@pytest.mark.parametrize("meta", [False, True])
+def test_a_parameter_that_is_passed_in_is_used_by_who_passes_it(meta):
+    class Scale(nn.Module):
+        def forward(self, x, by):
+            return x * by["factor"]
+
+    class Inner(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = Scale()
+
+        def forward(self, x, by):
+            return self.scale(x, by={"factor": by})
+
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.inner = nn.Linear(8, 8), Inner()
+
+        def forward(self, x):
+            return self.inner(self.layer(x), by=self.layer.bias)
+
+    outer = Outer()
+    modules = trace(outer, run_of(outer, torch.randn(4, 8)), meta=meta).modules
+    assert modules[""].parameters == ("layer.bias",)
+    assert modules["inner"].parameters == modules["inner.scale"].parameters == ()
+
+
 def test_attention_and_the_fast_path_of_an_encoder_use_their_childrens_weights():
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
     x = torch.randn(2, 3, 8)
