@@ -97,6 +97,7 @@ smp_ring_peek(smp_ring_consumer *consumer, const void **out, size_t *bytes)
     if (tail - consumer->head > SMP_RING_BYTES || tail % LINE != 0) {
         return SMP_ERR_MALFORMED;
     }
+    consumer->tail = tail;
     while (tail != consumer->head) {
         uint64_t at = consumer->head % SMP_RING_BYTES;
         uint64_t to_end = SMP_RING_BYTES - at;
@@ -131,5 +132,6 @@ smp_ring_advance(smp_ring_consumer *consumer)
 
     consumer->head = consumer->next;
     atomic_store(&ring->head, consumer->head);
-    return atomic_load(&ring->hungry) != 0 && atomic_exchange(&ring->hungry, 0) != 0;
+    return consumer->tail - consumer->head <= SMP_RING_BYTES / 2 &&
+           atomic_load(&ring->hungry) != 0 && atomic_exchange(&ring->hungry, 0) != 0;
 }

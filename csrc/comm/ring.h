@@ -25,8 +25,9 @@
 
 #define SMP_RING_BYTES 65536u
 
-/* The longest entry; a longer message goes into a block. */
-#define SMP_RING_ENTRY_BYTES (SMP_RING_BYTES / 4)
+/* The longest entry: with its mark a quarter of the ring, so that half a ring has room
+ * for any entry and the pad before it.  A longer message goes into a block. */
+#define SMP_RING_ENTRY_BYTES (SMP_RING_BYTES / 4 - 64)
 
 /* In shared memory; all zero is empty.  Each counter has a cache line of its own. */
 typedef struct {
@@ -47,6 +48,7 @@ typedef struct {
     smp_ring *ring; /* borrowed */
     uint64_t  head;
     uint64_t  next; /* head after the entry that was peeked */
+    uint64_t  tail; /* the producer's, as last seen */
 } smp_ring_consumer;
 
 /* Room for one entry of `bytes`, 8-byte aligned, until commit; NULL in *out when the
@@ -63,7 +65,8 @@ void smp_ring_ask_for_room(smp_ring_producer *producer);
  * can still change those bytes: copy before checking them. */
 smp_status smp_ring_peek(smp_ring_consumer *consumer, const void **out, size_t *bytes);
 
-/* Drops the peeked entry.  True: the producer has asked to be told of room. */
+/* Drops the peeked entry.  True: the producer has asked to be told of room, and there
+ * is enough for any entry (half the ring: a call per entry would be dear). */
 bool smp_ring_advance(smp_ring_consumer *consumer);
 
 #endif

@@ -1,0 +1,243 @@
+/* Spec: csrc/comm/arena.h. */
+#define _GNU_SOURCE
+#include "comm/arena.h"
+
+#include <pthread.h>
+#include <sched.h>
+#include <stdlib.h>
+
+#include "check.h"
+
+#define ARENA ((size_t)4 << 20)
+
+typedef struct {
+    smp_segment *segment;
+    smp_arena   *arena;
+} fixture;
+
+static fixture
+make_arena(size_t bytes)
+{
+    fixture f;
+
+    if (smp_segment_create(2, bytes, &f.segment) != SMP_OK ||
+        smp_arena_create(f.segment, &f.arena) != SMP_OK) {
+        abort();
+    }
+    return f;
+}
+
+static void
+drop_arena(fixture f)
+{
+    smp_arena_destroy(f.arena);
+    smp_segment_unref(f.segment);
+}
+
+static void
+give_back(fixture f, uint32_t slot)
+{
+    atomic_store_explicit(&f.segment->states[slot], SMP_SLOT_FREE,
+                          memory_order_release);
+}
+
+static uint64_t
+in_use(fixture f)
+{
+    smp_arena_use use;
+
+    smp_arena_measure(f.arena, &use);
+    return use.in_use;
+}
+
+typedef struct {
+    uint32_t slot;
+    uint64_t offset;
+    size_t   bytes;
+} held;
+
+TEST(blocks_never_overlap_and_all_come_back)
+{
+    enum { HELD = 600, ROUNDS = 100000 };
+    fixture  f = make_arena(ARENA);
+    held     list[HELD] = {{0}};
+    unsigned seed = 11;
+    int      refused = 0;
+    uint32_t slot;
+    uint64_t offset;
+
+    for (int i = 0; i < ROUNDS; i++) {
+        held *h = &list[rand_r(&seed) % HELD];
+
+        if (h->bytes != 0) {
+            const uint8_t *data = f.segment->arena + h->offset;
+
+            /* First and last byte tell of any block laid over this one. */
+            CHECK(data[0] == (uint8_t)h->slot &&
+                  data[h->bytes - 1] == (uint8_t)h->slot);
+            give_back(f, h->slot);
+            h->bytes = 0;
+        } else {
+            size_t bytes =
+                1 + (size_t)rand_r(&seed) % ((size_t)1 << rand_r(&seed) % 19);
+
+            if (!smp_arena_take(f.arena, bytes, &h->slot, &h->offset)) {
+                refused++;
+                continue;
+            }
+            h->bytes = bytes;
+            CHECK(h->offset % 64 == 0 && h->offset + bytes <= ARENA);
+            f.segment->arena[h->offset] = (uint8_t)h->slot;
+            f.segment->arena[h->offset + bytes - 1] = (uint8_t)h->slot;
+        }
+    }
+    CHECK(refused > 0);
+    CHECK(in_use(f) > 0);
+    for (int i = 0; i < HELD; i++) {
+        if (list[i].bytes != 0) {
+            give_back(f, list[i].slot);
+        }
+    }
+    CHECK(in_use(f) == 0);
+    CHECK(smp_arena_take(f.arena, ARENA, &slot, &offset)); /* all holes were joined */
+    CHECK(!smp_arena_take(f.arena, 1, &slot, &offset));
+    drop_arena(f);
+    return 0;
+}
+
+TEST(a_released_block_is_used_again_at_once)
+{
+    fixture  f = make_arena(ARENA);
+    uint32_t slot;
+    uint64_t first;
+    uint64_t offset;
+
+    CHECK(smp_arena_take(f.arena, 100000, &slot, &first));
+    for (int i = 0; i < 100; i++) {
+        give_back(f, slot);
+        CHECK(smp_arena_take(f.arena, 100000, &slot, &offset));
+        CHECK(offset == first);
+    }
+    drop_arena(f);
+    return 0;
+}
+
+TEST(too_much_is_refused)
+{
+    fixture  f = make_arena(ARENA);
+    uint32_t slot;
+    uint64_t offset;
+
+    CHECK(!smp_arena_take(f.arena, ARENA + 1, &slot, &offset));
+    CHECK(!smp_arena_take(f.arena, SIZE_MAX, &slot, &offset));
+    CHECK(in_use(f) == 0);
+    drop_arena(f);
+    return 0;
+}
+
+TEST(an_arena_out_of_slots_is_full_and_recovers)
+{
+    fixture  f = make_arena(ARENA);
+    uint32_t slots[5000];
+    uint64_t offset;
+    int      n = 0;
+
+    while (n < 5000 && smp_arena_take(f.arena, 64, &slots[n], &offset)) {
+        n++;
+    }
+    CHECK(n > 100 && n < 5000);
+    for (int i = 0; i < n; i++) {
+        give_back(f, slots[i]);
+    }
+    CHECK(in_use(f) == 0);
+    CHECK(smp_arena_take(f.arena, ARENA, &slots[0], &offset));
+    drop_arena(f);
+    return 0;
+}
+
+enum { SHARED = 20000, THREADS = 3 };
+
+/* Takes, writes, and gives back; the arena must never hand out the bytes meanwhile. */
+static void *
+take_and_give(void *arg)
+{
+    fixture *f = arg;
+
+    for (int i = 0; i < SHARED; i++) {
+        uint32_t slot;
+        uint64_t offset;
+        size_t   bytes = 64 + (size_t)(i * 37 % 30000);
+
+        if (smp_arena_take(f->arena, bytes, &slot, &offset)) {
+            uint8_t *data = f->segment->arena + offset;
+
+            data[0] = 1;
+            data[bytes - 1] = 2;
+            if (data[0] != 1) {
+                return "overwritten";
+            }
+            give_back(*f, slot);
+        }
+    }
+    return NULL;
+}
+
+TEST(threads_may_take_and_give_back_at_once)
+{
+    fixture   f = make_arena(ARENA);
+    pthread_t threads[THREADS];
+    void     *wrong;
+
+    for (int i = 0; i < THREADS; i++) {
+        CHECK(pthread_create(&threads[i], NULL, take_and_give, &f) == 0);
+    }
+    for (int i = 0; i < THREADS; i++) {
+        pthread_join(threads[i], &wrong);
+        CHECK(wrong == NULL);
+    }
+    CHECK(in_use(f) == 0);
+    drop_arena(f);
+    return 0;
+}
+
+TEST(pages_are_made_ahead_of_use_and_no_further)
+{
+    fixture  f = make_arena((size_t)64 << 20);
+    uint32_t slot;
+    uint64_t offset;
+    int      before = 0;
+    int      after = 0;
+
+    while (smp_arena_wants_pages(f.arena)) {
+        smp_arena_make_pages(f.arena);
+        before++;
+    }
+    CHECK(before > 0 && before < 32); /* not all 64 MiB */
+    CHECK(smp_arena_take(f.arena, (size_t)40 << 20, &slot, &offset));
+    while (smp_arena_wants_pages(f.arena)) {
+        smp_arena_make_pages(f.arena);
+        after++;
+    }
+    CHECK(after > 0 && before + after <= 32);
+    drop_arena(f);
+    return 0;
+}
+
+int
+main(int argc, char **argv)
+{
+    static const smp_test tests[] = {
+        {"blocks_never_overlap_and_all_come_back",
+         blocks_never_overlap_and_all_come_back},
+        {"a_released_block_is_used_again_at_once",
+         a_released_block_is_used_again_at_once},
+        {"too_much_is_refused", too_much_is_refused},
+        {"an_arena_out_of_slots_is_full_and_recovers",
+         an_arena_out_of_slots_is_full_and_recovers},
+        {"threads_may_take_and_give_back_at_once",
+         threads_may_take_and_give_back_at_once},
+        {"pages_are_made_ahead_of_use_and_no_further",
+         pages_are_made_ahead_of_use_and_no_further},
+    };
+    return run_tests(tests, sizeof(tests) / sizeof(tests[0]), argc, argv);
+}

@@ -1,0 +1,162 @@
+/* Spec: csrc/comm/record.h. */
+#define _GNU_SOURCE
+#include "comm/record.h"
+
+#include <stdlib.h>
+
+#include "check.h"
+
+#define ARENA ((size_t)1 << 20)
+
+/* A segment with one block of each kind: inline, in the arena, too large for both. */
+typedef struct {
+    smp_segment *segment;
+    smp_block   *blocks[3];
+} fixture;
+
+static fixture
+make_blocks(void)
+{
+    static const size_t sizes[] = {100, 5000, 200000};
+    fixture             f;
+
+    if (smp_segment_create(2, ARENA, &f.segment) != SMP_OK ||
+        smp_block_private(sizes[0], &f.blocks[0]) != SMP_OK ||
+        smp_block_shared(f.segment, 3, 640, sizes[1], &f.blocks[1]) != SMP_OK ||
+        smp_block_private(sizes[2], &f.blocks[2]) != SMP_OK) {
+        abort();
+    }
+    for (int i = 0; i < 3; i++) {
+        memset(smp_block_data(f.blocks[i]), 'a' + i, sizes[i]);
+    }
+    return f;
+}
+
+static void
+drop_blocks(fixture f)
+{
+    for (int i = 0; i < 3; i++) {
+        smp_block_release(f.blocks[i]);
+    }
+    smp_segment_unref(f.segment);
+}
+
+/* A record of nine bytes and the three blocks; the caller frees it. */
+static uint8_t *
+write_record(fixture f, size_t *bytes)
+{
+    uint8_t *record;
+
+    *bytes = smp_record_bytes(9, f.blocks, 3, f.segment);
+    record = malloc(*bytes);
+    memset(record, 0, *bytes);
+    smp_record_write(record, SMP_RECORD_WHOLE, "nine byte", 9, f.blocks, 3, f.segment);
+    return record;
+}
+
+TEST(what_was_written_is_read)
+{
+    fixture         f = make_blocks();
+    smp_message    *message;
+    smp_record_kind kind;
+    size_t          missing;
+    size_t          bytes;
+    uint8_t        *record = write_record(f, &bytes);
+
+    CHECK_STATUS(
+        smp_record_read(record, bytes, 1, f.segment, &message, &kind, &missing),
+        SMP_OK);
+
+    CHECK(kind == SMP_RECORD_WHOLE && missing == 1 && message->source == 1);
+    CHECK(message->nbytes == 9 && memcmp(message->bytes, "nine byte", 9) == 0);
+    CHECK(message->nblocks == 3 && message->blocks[2] == NULL);
+    CHECK(smp_block_bytes(message->blocks[0]) == 100);
+    CHECK(((uint8_t *)smp_block_data(message->blocks[0]))[99] == 'a');
+    CHECK(smp_block_data(message->blocks[1]) == smp_block_data(f.blocks[1]));
+    smp_message_free(message);
+    free(record);
+    drop_blocks(f);
+    return 0;
+}
+
+TEST(a_cut_record_is_malformed)
+{
+    fixture         f = make_blocks();
+    smp_message    *message;
+    smp_record_kind kind;
+    size_t          missing;
+    size_t          bytes;
+    uint8_t        *record = write_record(f, &bytes);
+
+    for (size_t n = 0; n < bytes; n++) {
+        uint8_t *cut = malloc(n + 1); /* its own memory: a read beyond it is seen */
+
+        memcpy(cut, record, n);
+        CHECK_STATUS(smp_record_read(cut, n, 1, f.segment, &message, &kind, &missing),
+                     SMP_ERR_MALFORMED);
+        free(cut);
+    }
+    free(record);
+    drop_blocks(f);
+    return 0;
+}
+
+/* Any change gives a status, or a message whose blocks lie where blocks may lie. */
+TEST(a_changed_record_never_leads_outside)
+{
+    fixture  f = make_blocks();
+    size_t   bytes;
+    uint8_t *record = write_record(f, &bytes);
+    uint8_t *changed = malloc(bytes);
+    unsigned seed = 3;
+    int      malformed = 0;
+    int      read = 0;
+
+    for (int i = 0; i < 200000; i++) {
+        smp_message    *message;
+        smp_record_kind kind;
+        size_t          missing;
+        smp_status      status;
+
+        memcpy(changed, record, bytes);
+        for (int j = 0; j <= i % 3; j++) { /* mostly in the head and the refs */
+            changed[(size_t)rand_r(&seed) % (i % 5 ? 96 : bytes)] =
+                (uint8_t)(rand_r(&seed) >> 3);
+        }
+        status =
+            smp_record_read(changed, bytes, 1, f.segment, &message, &kind, &missing);
+        if (status != SMP_OK) {
+            CHECK(status == SMP_ERR_MALFORMED);
+            malformed++;
+            continue;
+        }
+        read++;
+        for (size_t j = 0; j < message->nblocks; j++) {
+            const smp_block *block = message->blocks[j];
+
+            if (block != NULL && block->segment != NULL) {
+                CHECK((uint8_t *)block->data >= f.segment->arena);
+                CHECK((uint8_t *)block->data + block->bytes <=
+                      f.segment->arena + ARENA);
+                CHECK(block->slot < f.segment->nslots);
+            }
+        }
+        smp_message_free(message);
+    }
+    CHECK(malformed > 0 && read > 0);
+    free(changed);
+    free(record);
+    drop_blocks(f);
+    return 0;
+}
+
+int
+main(int argc, char **argv)
+{
+    static const smp_test tests[] = {
+        {"what_was_written_is_read", what_was_written_is_read},
+        {"a_cut_record_is_malformed", a_cut_record_is_malformed},
+        {"a_changed_record_never_leads_outside", a_changed_record_never_leads_outside},
+    };
+    return run_tests(tests, sizeof(tests) / sizeof(tests[0]), argc, argv);
+}

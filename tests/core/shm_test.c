@@ -1,0 +1,674 @@
+/* What is particular to shared memory: deaths, strangers, forks, what is left behind.
+ * Spec: csrc/comm/comm.h, csrc/comm/shm_meet.h, csrc/comm/fork.h. */
+#define _GNU_SOURCE
+#include <dirent.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <sched.h>
+#include <sys/eventfd.h>
+#include <sys/resource.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+
+#include "comm/segment.h"
+#include "comm/shm_meet.h"
+#include "comm/shm_stream.h"
+#include "traffic.h"
+
+/* ---------------------------------------------------------------------- deaths */
+
+static void *
+die_soon(void *arg)
+{
+    world   *w = arg;
+    uint64_t seed = (uint64_t)smp_clock_ns() | 1;
+    int64_t  when = smp_clock_ns() + (int64_t)(next_random(&seed) % 3000000);
+
+    while (smp_clock_ns() < when) {
+    }
+    atomic_store(&w->shared->scratch[0], smp_clock_ns());
+    kill(getpid(), SIGKILL);
+    return NULL;
+}
+
+/* Everybody talks to everybody, with blocks of all kinds; then rank 1 is gone. */
+TEST_RANK(a_killed_peer_is_named_to_all_others)
+{
+    static const size_t sizes[] = {100, 10000, 3 << 20};
+    pthread_t           killer;
+    smp_status          status = SMP_OK;
+    smp_message        *message;
+
+    if (w->rank == 1) {
+        CHECK(pthread_create(&killer, NULL, die_soon, w) == 0);
+    }
+    for (uint64_t i = 0; status == SMP_OK; i++) {
+        for (int j = 0; j < w->size - 1 && status == SMP_OK; j++) {
+            status = send_filled(w, other(w, j), i, 50, sizes, i % 16 == 0 ? 3 : i % 3);
+        }
+        while (status == SMP_OK) {
+            status = smp_comm_receive(w->comm, 0, &message);
+            if (status == SMP_OK) {
+                smp_message_free(message);
+            }
+        }
+        if (status == SMP_ERR_TIMED_OUT) {
+            status = SMP_OK;
+        }
+    }
+    CHECK(w->rank != 1);
+    CHECK_STATUS(status, SMP_ERR_PEER_LOST);
+    CHECK(smp_comm_lost(w->comm) == 1);
+    atomic_store(&w->shared->scratch[1 + w->rank],
+                 smp_clock_ns() - atomic_load(&w->shared->scratch[0]));
+    for (int j = 0; j < w->size - 1;
+         j++) { /* the others know it before anyone leaves */
+        if (other(w, j) != 1) {
+            while (atomic_load(&w->shared->scratch[1 + other(w, j)]) == 0) {
+                sched_yield();
+            }
+        }
+    }
+    return 0;
+}
+
+/* As above, but its forked child holds all that the rank had open. */
+TEST_RANK(a_killed_peer_is_noticed_although_its_child_lives)
+{
+    smp_message *message;
+    int          hold[2];
+
+    if (w->rank == 1) {
+        CHECK(pipe(hold) == 0);
+        if (fork() == 0) {
+            char end;
+
+            close(hold[1]);
+            /* Lives until rank 0 has seen the loss. */
+            while (atomic_load(&w->shared->scratch[0]) == 0) {
+                sched_yield();
+            }
+            (void)!read(hold[0], &end, 1);
+            _exit(0);
+        }
+        kill(getpid(), SIGKILL);
+    }
+    CHECK_STATUS(smp_comm_receive(w->comm, WORLD_PATIENCE_NS, &message),
+                 SMP_ERR_PEER_LOST);
+    CHECK(smp_comm_lost(w->comm) == 1);
+    CHECK_STATUS(smp_comm_send(w->comm, 1, "x", 1, NULL, 0), SMP_ERR_PEER_LOST);
+    atomic_store(&w->shared->scratch[0], 1);
+    return 0;
+}
+
+TEST_RANK(what_a_dead_peer_had_sent_arrives)
+{
+    static const size_t sizes[] = {3 << 20, 100, 40000};
+    smp_message        *message;
+
+    if (w->rank == 1) {
+        for (uint64_t i = 0; i < 5; i++) {
+            CHECK_STATUS(send_filled(w, 0, i, 20000, sizes, 3), SMP_OK);
+        }
+        /* Wait until the socket has taken what did not fit into the pool. */
+        CHECK_STATUS(smp_comm_receive(w->comm, WORLD_PATIENCE_NS, &message), SMP_OK);
+        kill(getpid(), SIGKILL);
+    }
+    for (uint64_t i = 0; i < 5; i++) {
+        CHECK_STATUS(smp_comm_receive(w->comm, WORLD_PATIENCE_NS, &message), SMP_OK);
+        CHECK(message_filled(message, i, 20000, sizes, 3));
+        smp_message_free(message);
+        if (i == 3) {
+            CHECK_STATUS(smp_comm_send(w->comm, 1, "go", 2, NULL, 0), SMP_OK);
+        }
+    }
+    CHECK_STATUS(smp_comm_receive(w->comm, WORLD_PATIENCE_NS, &message),
+                 SMP_ERR_PEER_LOST);
+    return 0;
+}
+
+/* ----------------------------------------------------------------------- forks */
+
+TEST_RANK(a_forked_child_can_do_nothing_and_breaks_nothing)
+{
+    static const size_t sizes[] = {5000};
+    smp_message        *message;
+    smp_block          *unsent;
+    pid_t               pid;
+    int                 how;
+
+    CHECK_STATUS(send_filled(w, other(w, 0), 4, 10, sizes, 1), SMP_OK);
+    CHECK_STATUS(smp_comm_receive(w->comm, WORLD_PATIENCE_NS, &message), SMP_OK);
+    CHECK_STATUS(smp_comm_block(w->comm, other(w, 0), 5000, &unsent), SMP_OK);
+    memset(smp_block_data(unsent), 7, 5000);
+    pid = fork();
+    if (pid == 0) {
+        smp_block   *block;
+        smp_message *none;
+        int          bad = !message_filled(message, 4, 10, sizes, 1);
+
+        bad |= smp_comm_send(w->comm, other(w, 0), "x", 1, NULL, 0) != SMP_ERR_CLOSED;
+        bad |= smp_comm_receive(w->comm, -1, &none) != SMP_ERR_CLOSED;
+        bad |= smp_comm_block(w->comm, other(w, 0), 8, &block) != SMP_ERR_CLOSED;
+        smp_comm_wake(w->comm);
+        smp_message_free(message);
+        smp_block_release(unsent);
+        smp_comm_destroy(w->comm);
+        _exit(bad);
+    }
+    CHECK(waitpid(pid, &how, 0) == pid && WIFEXITED(how) && WEXITSTATUS(how) == 0);
+    CHECK(message_filled(message, 4, 10, sizes, 1));
+    smp_message_free(message);
+    CHECK_STATUS(smp_comm_send(w->comm, other(w, 0), "y", 1, &unsent, 1), SMP_OK);
+    CHECK_STATUS(smp_comm_receive(w->comm, WORLD_PATIENCE_NS, &message), SMP_OK);
+    CHECK(((uint8_t *)smp_block_data(message->blocks[0]))[4999] == 7);
+    smp_message_free(message);
+    w->barrier(w);
+    return 0;
+}
+
+/* Shared memory is not copied on write: what a child can see stays as it is. */
+TEST_RANK(a_block_that_a_child_sees_is_not_used_again)
+{
+    static const size_t sizes[] = {60 << 10};
+    smp_comm_stats      stats;
+    smp_message        *message;
+    pid_t               pid;
+    int                 how;
+
+    CHECK_STATUS(send_filled(w, other(w, 0), 1, 8, sizes, 1), SMP_OK);
+    CHECK_STATUS(smp_comm_receive(w->comm, WORLD_PATIENCE_NS, &message), SMP_OK);
+    pid = fork();
+    if (pid == 0) { /* looks at the block after its parent has given it back */
+        while (atomic_load(&w->shared->scratch[w->rank]) == 0) {
+            sched_yield();
+        }
+        _exit(!message_filled(message, 1, 8, sizes, 1));
+    }
+    smp_message_free(message);
+    w->barrier(w);
+    for (uint64_t i = 2; i < 50; i++) { /* the pool of 1 MiB goes round several times */
+        CHECK_STATUS(send_filled(w, other(w, 0), i, 8, sizes, 1), SMP_OK);
+        CHECK_STATUS(smp_comm_receive(w->comm, WORLD_PATIENCE_NS, &message), SMP_OK);
+        smp_message_free(message);
+        w->barrier(w);
+    }
+    smp_comm_counters(w->comm, &stats);
+    CHECK(stats.pool_in_use >= sizes[0]);
+    w->barrier(w);
+    atomic_store(&w->shared->scratch[w->rank], 1);
+    CHECK(waitpid(pid, &how, 0) == pid && WIFEXITED(how) && WEXITSTATUS(how) == 0);
+    do { /* and comes back soon after the child's end */
+        smp_comm_counters(w->comm, &stats);
+        sched_yield();
+    } while (stats.pool_in_use != 0);
+    w->barrier(w);
+    return 0;
+}
+
+/* ------------------------------------------------------------------- strangers */
+
+static const smp_shm_card *
+shm_card_of(const void *card)
+{
+    size_t bytes;
+
+    return smp_card_find(card, "shm", &bytes);
+}
+
+TEST_RANK(the_socket_file_is_gone_once_all_have_met)
+{
+    w->barrier(w);
+    for (int r = 0; r < w->size; r++) {
+        const char *path = shm_card_of(w->shared->cards[r])->path;
+
+        CHECK(strncmp(path, "/dev/shm/smp-", 13) == 0);
+        CHECK(access(path, F_OK) != 0 && errno == ENOENT);
+    }
+    w->barrier(w);
+    return 0;
+}
+
+static smp_status
+create_comm(int rank, int size, const char *job, smp_comm **comm)
+{
+    smp_comm_config config = {.rank = rank,
+                              .size = size,
+                              .pool_bytes = 1 << 20,
+                              .spin_us = 0,
+                              .transports = "shm"};
+
+    snprintf(config.job, sizeof(config.job), "%s", job);
+    return smp_comm_create(&config, comm);
+}
+
+TEST(the_socket_file_of_a_killed_rank_is_removed_by_the_next)
+{
+    smp_shm_card *left = mmap(NULL, sizeof(*left), PROT_READ | PROT_WRITE,
+                              MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    smp_comm     *comm;
+    size_t        bytes;
+    int           how;
+    pid_t         pid = fork();
+
+    if (pid == 0) {
+        if (create_comm(0, 2, "dies", &comm) == SMP_OK) {
+            *left = *shm_card_of(smp_comm_card(comm, &bytes));
+        }
+        kill(getpid(), SIGKILL);
+    }
+    CHECK(waitpid(pid, &how, 0) == pid && WIFSIGNALED(how));
+    CHECK(access(left->path, F_OK) == 0);
+
+    pid = fork();
+    if (pid == 0) {
+        int ok = create_comm(0, 2, "next", &comm) == SMP_OK;
+
+        smp_comm_destroy(comm);
+        exit(!ok);
+    }
+    CHECK(waitpid(pid, &how, 0) == pid && WIFEXITED(how) && WEXITSTATUS(how) == 0);
+    CHECK(access(left->path, F_OK) != 0);
+    munmap(left, sizeof(*left));
+    return 0;
+}
+
+/* Two ranks, each a thread, that may have different ideas of the job. */
+typedef struct {
+    smp_comm   *comm;
+    const void *cards[2];
+    size_t      bytes[2];
+    int         timeout_ms;
+    int         failed;
+    smp_status  status;
+} meeter;
+
+static void *
+meet_main(void *arg)
+{
+    meeter *m = arg;
+
+    m->status =
+        smp_comm_connect(m->comm, m->cards, m->bytes, m->timeout_ms, &m->failed);
+    return NULL;
+}
+
+/* Rank 1's view of the job differs: it must not get in, and both are told. */
+static int
+refuse(const char *job_of_1, bool other_token)
+{
+    _Alignas(8) uint8_t forged[SMP_CARD_BYTES];
+    meeter              m[2] = {{.timeout_ms = 300, .failed = -1},
+                                {.timeout_ms = 300, .failed = -1}};
+    pthread_t           threads[2];
+
+    CHECK_STATUS(create_comm(0, 2, "job", &m[0].comm), SMP_OK);
+    CHECK_STATUS(create_comm(1, 2, job_of_1, &m[1].comm), SMP_OK);
+    for (int r = 0; r < 2; r++) {
+        m[0].cards[r] = smp_comm_card(m[r].comm, &m[0].bytes[r]);
+        m[1].cards[r] = m[0].cards[r];
+        m[1].bytes[r] = m[0].bytes[r];
+    }
+    if (other_token) {
+        memcpy(forged, m[0].cards[0], m[0].bytes[0]);
+        ((smp_shm_card *)(uintptr_t)shm_card_of(forged))->token[5] ^= 1;
+        m[1].cards[0] = forged;
+    }
+    for (int r = 0; r < 2; r++) {
+        CHECK(pthread_create(&threads[r], NULL, meet_main, &m[r]) == 0);
+    }
+    for (int r = 0; r < 2; r++) {
+        pthread_join(threads[r], NULL);
+        CHECK(m[r].failed == 1 - r);
+        smp_comm_destroy(m[r].comm);
+    }
+    CHECK_STATUS(m[0].status, SMP_ERR_TIMED_OUT);
+    CHECK_STATUS(m[1].status, SMP_ERR_UNREACHABLE);
+    return 0;
+}
+
+TEST(another_job_is_refused)
+{
+    return refuse("another job", false);
+}
+
+TEST(a_wrong_secret_is_refused)
+{
+    return refuse("job", true);
+}
+
+TEST(a_card_of_another_rank_or_size_is_malformed)
+{
+    smp_comm   *comms[3];
+    const void *cards[2];
+    size_t      bytes[2];
+    int         failed = -1;
+
+    CHECK_STATUS(create_comm(0, 2, "job", &comms[0]), SMP_OK);
+    CHECK_STATUS(create_comm(1, 3, "job", &comms[1]), SMP_OK);
+    cards[0] = smp_comm_card(comms[0], &bytes[0]);
+    cards[1] = smp_comm_card(comms[1], &bytes[1]);
+    CHECK_STATUS(smp_comm_connect(comms[0], cards, bytes, 100, &failed),
+                 SMP_ERR_MALFORMED);
+    CHECK(failed == 1);
+    cards[1] = cards[0];
+    CHECK_STATUS(smp_comm_connect(comms[0], cards, bytes, 100, &failed),
+                 SMP_ERR_MALFORMED);
+    smp_comm_destroy(comms[0]);
+    smp_comm_destroy(comms[1]);
+    return 0;
+}
+
+static int
+call_door(const smp_shm_card *card)
+{
+    struct sockaddr_un address = {.sun_family = AF_UNIX};
+    int                fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
+
+    snprintf(address.sun_path, sizeof(address.sun_path), "%s", card->path);
+    if (connect(fd, (struct sockaddr *)&address, sizeof(address)) != 0) {
+        close(fd);
+        return -1;
+    }
+    return fd;
+}
+
+/* One says nothing, one talks nonsense, one hangs up, one sends half a hello. */
+TEST(strangers_at_the_door_disturb_nobody)
+{
+    meeter    m[2] = {{.timeout_ms = 20000}, {.timeout_ms = 20000}};
+    pthread_t threads[2];
+    int       strangers[4];
+    char      nonsense[sizeof(smp_shm_hello)];
+
+    CHECK_STATUS(create_comm(0, 2, "job", &m[0].comm), SMP_OK);
+    CHECK_STATUS(create_comm(1, 2, "job", &m[1].comm), SMP_OK);
+    for (int r = 0; r < 2; r++) {
+        m[0].cards[r] = smp_comm_card(m[r].comm, &m[0].bytes[r]);
+        m[1].cards[r] = m[0].cards[r];
+        m[1].bytes[r] = m[0].bytes[r];
+    }
+    for (int i = 0; i < 4; i++) {
+        strangers[i] = call_door(shm_card_of(m[0].cards[0]));
+        CHECK(strangers[i] >= 0);
+    }
+    memset(nonsense, 'x', sizeof(nonsense));
+    CHECK(write(strangers[1], nonsense, sizeof(nonsense)) == sizeof(nonsense));
+    close(strangers[2]);
+    CHECK(write(strangers[3], nonsense, sizeof(nonsense) / 2) == sizeof(nonsense) / 2);
+    for (int r = 0; r < 2; r++) {
+        CHECK(pthread_create(&threads[r], NULL, meet_main, &m[r]) == 0);
+    }
+    for (int r = 0; r < 2; r++) {
+        pthread_join(threads[r], NULL);
+        CHECK_STATUS(m[r].status, SMP_OK);
+    }
+    for (int r = 0; r < 2; r++) {
+        smp_comm_destroy(m[r].comm);
+    }
+    close(strangers[0]);
+    close(strangers[1]);
+    close(strangers[3]);
+    return 0;
+}
+
+/* ----------------------------------- a peer that knows the secrets and goes wrong */
+
+typedef struct {
+    smp_comm     *comm; /* rank 0 */
+    smp_segment  *own;  /* rank 1, by hand */
+    smp_segment  *theirs;
+    smp_shm_door  door;
+    smp_shm_guest guest;
+    int           kick_fd;
+} impostor;
+
+static int
+make_impostor(impostor *im)
+{
+    _Alignas(8) static uint8_t buffer[SMP_CARD_BYTES];
+    smp_card                  *card = (smp_card *)(void *)buffer;
+    meeter                     m = {.timeout_ms = 20000};
+    const smp_shm_card        *cards[2] = {NULL, NULL};
+    smp_shm_guest              guests[2];
+    bool                       met[2] = {false, false};
+    pthread_t                  thread;
+    int                        failed;
+    smp_shm_self               self;
+
+    CHECK_STATUS(create_comm(0, 2, "job", &im->comm), SMP_OK);
+    CHECK_STATUS(smp_segment_create(2, 1 << 20, &im->own), SMP_OK);
+    CHECK_STATUS(smp_shm_door_open(1, &im->door), SMP_OK);
+    im->kick_fd = eventfd(0, EFD_CLOEXEC);
+    smp_card_begin(card, 1, 2);
+    CHECK(smp_card_add(card, "shm", &im->door.card, sizeof(im->door.card)));
+    m.comm = im->comm;
+    m.cards[0] = smp_comm_card(im->comm, &m.bytes[0]);
+    m.cards[1] = card;
+    m.bytes[1] = card->bytes;
+    CHECK(pthread_create(&thread, NULL, meet_main, &m) == 0);
+    self = (smp_shm_self){.rank = 1,
+                          .size = 2,
+                          .job = "job",
+                          .arena_bytes = 1 << 20,
+                          .segment_fd = im->own->fd,
+                          .kick_fd = im->kick_fd};
+    cards[0] = shm_card_of(m.cards[0]);
+    CHECK_STATUS(smp_shm_meet(&im->door, &self, cards,
+                              smp_clock_ns() + 20 * SMP_NS_PER_S, guests, met, &failed),
+                 SMP_OK);
+    CHECK(met[0]);
+    pthread_join(thread, NULL);
+    CHECK_STATUS(m.status, SMP_OK);
+    im->guest = guests[0];
+    return smp_segment_attach(im->guest.segment_fd, 2, 1 << 20, &im->theirs) != SMP_OK;
+}
+
+static void
+drop_impostor(impostor *im)
+{
+    smp_comm_destroy(im->comm);
+    close(im->guest.socket);
+    close(im->guest.segment_fd);
+    close(im->guest.kick_fd);
+    close(im->kick_fd);
+    smp_segment_unref(im->theirs);
+    smp_segment_unref(im->own);
+}
+
+TEST(garbage_in_the_ring_is_malformed)
+{
+    impostor     im = {0};
+    smp_message *message;
+
+    CHECK(make_impostor(&im) == 0);
+    memset(im.theirs->rings[1].data, 0xff, 4096);
+    atomic_store(&im.theirs->rings[1].tail, 4096);
+    CHECK_STATUS(smp_comm_receive(im.comm, WORLD_PATIENCE_NS, &message),
+                 SMP_ERR_MALFORMED);
+    CHECK(smp_comm_lost(im.comm) == 1);
+    CHECK_STATUS(smp_comm_receive(im.comm, WORLD_PATIENCE_NS, &message),
+                 SMP_ERR_MALFORMED);
+    drop_impostor(&im);
+    return 0;
+}
+
+static int
+send_frame(smp_frame frame, smp_status want)
+{
+    impostor     im = {0};
+    smp_message *message;
+
+    CHECK(make_impostor(&im) == 0);
+    CHECK(write(im.guest.socket, &frame, sizeof(frame)) == sizeof(frame));
+    CHECK_STATUS(smp_comm_receive(im.comm, WORLD_PATIENCE_NS, &message), want);
+    CHECK(smp_comm_lost(im.comm) == (want == SMP_ERR_CLOSED ? -1 : 1));
+    drop_impostor(&im);
+    return 0;
+}
+
+TEST(garbage_in_the_socket_is_malformed)
+{
+    return send_frame((smp_frame){.kind = 77, .bytes = 1}, SMP_ERR_MALFORMED);
+}
+
+TEST(a_block_larger_than_memory_is_no_memory)
+{
+    return send_frame((smp_frame){.kind = SMP_FRAME_BLOCK, .bytes = UINT64_MAX / 2 + 1},
+                      SMP_ERR_NO_MEMORY);
+}
+
+TEST(a_goodbye_is_the_end)
+{
+    return send_frame((smp_frame){.kind = SMP_FRAME_GOODBYE}, SMP_ERR_CLOSED);
+}
+
+/* A segment that its maker could cut off under us is not mapped. */
+TEST(a_segment_without_seals_is_refused)
+{
+    smp_segment *segment;
+    int          fd = memfd_create("loose", MFD_CLOEXEC);
+
+    CHECK(ftruncate(fd, 8 << 20) == 0);
+    CHECK_STATUS(smp_segment_attach(fd, 2, 1 << 20, &segment), SMP_ERR_MALFORMED);
+    close(fd);
+    return 0;
+}
+
+/* ------------------------------------------------------------ what can be missing */
+
+static int
+open_fds(void)
+{
+    DIR *folder = opendir("/proc/self/fd");
+    int  count = 0;
+
+    while (readdir(folder) != NULL) {
+        count++;
+    }
+    closedir(folder);
+    return count;
+}
+
+TEST(without_descriptors_create_fails_and_leaves_none)
+{
+    struct rlimit before;
+    struct rlimit low;
+    smp_comm     *comm;
+    int           fds = open_fds();
+    int           failures = 0;
+    smp_status    status = SMP_ERR_SYSTEM;
+
+    CHECK(getrlimit(RLIMIT_NOFILE, &before) == 0);
+    low = before;
+    for (low.rlim_cur = 3; status != SMP_OK; low.rlim_cur++) {
+        CHECK(low.rlim_cur < 100);
+        CHECK(setrlimit(RLIMIT_NOFILE, &low) == 0);
+        status = create_comm(0, 2, "job", &comm);
+        CHECK(setrlimit(RLIMIT_NOFILE, &before) == 0);
+        if (status != SMP_OK) {
+            CHECK_STATUS(status, SMP_ERR_SYSTEM);
+            CHECK(open_fds() == fds);
+            failures++;
+        }
+    }
+    CHECK(failures >= 4);
+    smp_comm_destroy(comm);
+    CHECK(open_fds() == fds);
+    return 0;
+}
+
+TEST(an_unknown_transport_is_invalid)
+{
+    smp_comm_config config = {.size = 2, .transports = "shm,pigeon", .job = "job"};
+    smp_comm       *comm;
+
+    CHECK_STATUS(smp_comm_create(&config, &comm), SMP_ERR_INVALID);
+    return 0;
+}
+
+TEST(a_job_of_one_needs_no_connection)
+{
+    smp_message *message;
+    smp_comm    *comm;
+    const void  *card;
+    size_t       bytes;
+    int          failed;
+
+    CHECK_STATUS(create_comm(0, 1, "job", &comm), SMP_OK);
+    card = smp_comm_card(comm, &bytes);
+    CHECK_STATUS(smp_comm_connect(comm, &card, &bytes, 100, &failed), SMP_OK);
+    CHECK_STATUS(smp_comm_receive(comm, 1000, &message), SMP_ERR_TIMED_OUT);
+    smp_comm_wake(comm);
+    CHECK_STATUS(smp_comm_receive(comm, -1, &message), SMP_ERR_INTERRUPTED);
+    smp_comm_destroy(comm);
+    return 0;
+}
+
+/* ------------------------------------------------------------------------- main */
+
+static int
+run_world(const char *name, int (*rank)(world *), int size, size_t pool)
+{
+    world_test test = {name, rank, pool};
+
+    return world_run_processes(&test, "shm", size);
+}
+
+#define IN_WORLD(name, size, pool)                                                     \
+    TEST(run_##name)                                                                   \
+    {                                                                                  \
+        return run_world(#name, name, size, pool);                                     \
+    }
+
+IN_WORLD(a_killed_peer_is_noticed_although_its_child_lives, 2, 0)
+IN_WORLD(what_a_dead_peer_had_sent_arrives, 2, 1 << 20)
+IN_WORLD(a_forked_child_can_do_nothing_and_breaks_nothing, 2, 0)
+IN_WORLD(a_block_that_a_child_sees_is_not_used_again, 2, 1 << 20)
+IN_WORLD(the_socket_file_is_gone_once_all_have_met, 4, 0)
+
+TEST(run_a_killed_peer_is_named_to_all_others)
+{
+    for (int i = 0; i < 40; i++) {
+        CHECK(run_world("a_killed_peer_is_named_to_all_others",
+                        a_killed_peer_is_named_to_all_others, 3, 1 << 20) == 0);
+    }
+    return 0;
+}
+
+int
+main(int argc, char **argv)
+{
+    /* Those in which this process has threads come last: the others fork. */
+    static const smp_test tests[] = {
+        {"the_socket_file_of_a_killed_rank_is_removed_by_the_next",
+         the_socket_file_of_a_killed_rank_is_removed_by_the_next},
+        {"a_killed_peer_is_named_to_all_others",
+         run_a_killed_peer_is_named_to_all_others},
+        {"a_killed_peer_is_noticed_although_its_child_lives",
+         run_a_killed_peer_is_noticed_although_its_child_lives},
+        {"what_a_dead_peer_had_sent_arrives", run_what_a_dead_peer_had_sent_arrives},
+        {"a_forked_child_can_do_nothing_and_breaks_nothing",
+         run_a_forked_child_can_do_nothing_and_breaks_nothing},
+        {"a_block_that_a_child_sees_is_not_used_again",
+         run_a_block_that_a_child_sees_is_not_used_again},
+        {"the_socket_file_is_gone_once_all_have_met",
+         run_the_socket_file_is_gone_once_all_have_met},
+        {"another_job_is_refused", another_job_is_refused},
+        {"a_wrong_secret_is_refused", a_wrong_secret_is_refused},
+        {"a_card_of_another_rank_or_size_is_malformed",
+         a_card_of_another_rank_or_size_is_malformed},
+        {"strangers_at_the_door_disturb_nobody", strangers_at_the_door_disturb_nobody},
+        {"garbage_in_the_ring_is_malformed", garbage_in_the_ring_is_malformed},
+        {"garbage_in_the_socket_is_malformed", garbage_in_the_socket_is_malformed},
+        {"a_block_larger_than_memory_is_no_memory",
+         a_block_larger_than_memory_is_no_memory},
+        {"a_goodbye_is_the_end", a_goodbye_is_the_end},
+        {"a_segment_without_seals_is_refused", a_segment_without_seals_is_refused},
+        {"without_descriptors_create_fails_and_leaves_none",
+         without_descriptors_create_fails_and_leaves_none},
+        {"an_unknown_transport_is_invalid", an_unknown_transport_is_invalid},
+        {"a_job_of_one_needs_no_connection", a_job_of_one_needs_no_connection},
+    };
+    return run_tests(tests, sizeof(tests) / sizeof(tests[0]), argc, argv);
+}
