@@ -289,8 +289,9 @@ def make_partition(
     model = _FlatModel(root, trace)
     pins = model.pins(degree, auto)
     timed = trace is not None and trace.timed
-    try:
-        device, _, own_cost, cost = _core.partition(
+
+    def decide() -> tuple:
+        return _core.partition(
             degree,
             memory_weight,
             default,
@@ -306,8 +307,16 @@ def make_partition(
             chain=model.chain,
             pin=pins,
         )
-    except _core.PartitionConflict as conflict:
-        raise PartitionError(model.explain_conflict(pins, *conflict.args)) from None
+
+    while True:
+        try:
+            device, _, own_cost, cost = decide()
+            break
+        except _core.PartitionConflict as conflict:
+            # A pin is the user's word, a use is what one traced run showed: a parameter
+            # that is passed as an argument is used by a module that can be elsewhere.
+            if not model.drop_uses(*conflict.args):
+                raise PartitionError(model.explain_conflict(pins, *conflict.args)) from None
     out = Partition(
         degree,
         memory_weight,
@@ -403,6 +412,25 @@ class _FlatModel:
             for name in traced.parameters:
                 if name in named and id(named[name]) not in own:
                     self._add_use(number, named[name])
+
+    def drop_uses(self, a: int, b: int) -> bool:
+        """Forget which parameters the two modules use without owning them; False: none."""
+        kept = [
+            (module, parameter)
+            for module, parameter in zip(self.use_module, self.use_parameter, strict=True)
+            if module not in (a, b) or self._owns(module, parameter)
+        ]
+        if len(kept) == len(self.use_module):
+            return False
+        self.use_module = array("i", (module for module, _ in kept))
+        self.use_parameter = array("i", (parameter for _, parameter in kept))
+        return True
+
+    def _owns(self, module: int, parameter: int) -> bool:
+        return any(
+            p is not None and self.parameter_of[id(p)] == parameter
+            for p in self.modules[module]._parameters.values()
+        )
 
     def pins(self, degree: int, auto: bool) -> array:
         """Each module's pin for the core.

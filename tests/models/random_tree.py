@@ -14,6 +14,7 @@ docstring of its class; features that change the whole tree or the step are in
 ``Root`` and ``make_tree``.
 """
 
+import contextvars
 import random
 from collections import namedtuple
 from collections.abc import Callable, Collection, Mapping
@@ -664,6 +665,11 @@ class PassThrough(nn.Module):
         return y * same
 
 
+#: What the hook of the ``Hooks`` under way writes into.  Not an attribute of the module:
+#: a rank works on several microbatches at once, and modules are one for all of them.
+_noted: contextvars.ContextVar[list[Tensor]] = contextvars.ContextVar("noted")
+
+
 class Hooks(nn.Module):
     """A child with a hook before, which sees its weights, and one after it, which
     writes down the output where the parent finds it."""
@@ -679,14 +685,17 @@ class Hooks(nn.Module):
     def _scale(child: nn.Linear, args: tuple[Tensor]) -> Tensor:
         return args[0] * child.weight.abs().mean()
 
-    def _note(self, child: nn.Linear, args: tuple[Tensor], output: Tensor) -> Tensor:
-        self.noted = [*getattr(self, "noted", ()), output]
+    @staticmethod
+    def _note(child: nn.Linear, args: tuple[Tensor], output: Tensor) -> Tensor:
+        _noted.get().append(output)
         return output * 2
 
     def forward(self, x: Tensor) -> Tensor:
-        self.noted: list[Tensor] = []
-        y = self.block(self.child(x))
-        return y + self.noted.pop()
+        noted: list[Tensor] = []
+        outer = _noted.set(noted)
+        y = self.child(x)
+        _noted.reset(outer)
+        return self.block(y) + noted.pop()
 
 
 LEAVES: dict[str, type] = {
