@@ -14,10 +14,10 @@ docstring of its class; features that change the whole tree or the step are in
 ``Root`` and ``make_tree``.
 """
 
-import contextvars
 import random
 from collections import namedtuple
 from collections.abc import Callable, Collection, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -667,7 +667,7 @@ class PassThrough(nn.Module):
 
 #: What the hook of the ``Hooks`` under way writes into.  Not an attribute of the module:
 #: a rank works on several microbatches at once, and modules are one for all of them.
-_noted: contextvars.ContextVar[list[Tensor]] = contextvars.ContextVar("noted")
+_noted: ContextVar[list[Tensor]] = ContextVar("noted")
 
 
 class Hooks(nn.Module):
@@ -692,10 +692,50 @@ class Hooks(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         noted: list[Tensor] = []
-        outer = _noted.set(noted)
-        y = self.child(x)
-        _noted.reset(outer)
+        token = _noted.set(noted)
+        try:
+            y = self.child(x)
+        finally:
+            _noted.reset(token)
         return self.block(y) + noted.pop()
+
+
+_collected: ContextVar[dict[str, list[Tensor]] | None] = ContextVar("collected", default=None)
+
+
+class Collected(nn.Module):
+    """Children whose inner hooks write into a context variable of their caller, as
+    transformers' hooks on routers and attentions do."""
+
+    class Child(nn.Module):
+        def __init__(self, inner: Callable[[], Block]) -> None:
+            super().__init__()
+            self.gate = nn.Linear(WIDTH, WIDTH)
+            self.block = inner()
+            self.gate.register_forward_hook(self._collect)
+
+        @staticmethod
+        def _collect(gate: nn.Linear, args: tuple[Tensor], output: Tensor) -> None:
+            collected = _collected.get()
+            if collected is not None:
+                collected["gates"].append(output)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.block(x) * torch.sigmoid(self.gate(x))
+
+    def __init__(self, inner: Callable[[], Block], rng: random.Random) -> None:
+        super().__init__()
+        self.first = self.Child(inner)
+        self.second = self.Child(inner)
+
+    def forward(self, x: Tensor) -> Tensor:
+        collected: dict[str, list[Tensor]] = {"gates": []}
+        token = _collected.set(collected)
+        try:
+            y = self.second(self.first(x))
+        finally:
+            _collected.reset(token)
+        return y + 0.1 * torch.stack(collected["gates"]).mean(0)
 
 
 LEAVES: dict[str, type] = {
@@ -736,6 +776,7 @@ COMPOSITES: dict[str, type] = {
     "same_twice": SameTwice,
     "pass_through": PassThrough,
     "hooks": Hooks,
+    "collected": Collected,
 }
 # Features of the whole tree: two far leaves share a weight; the step calls the model
 # twice; the step calls backward twice.
@@ -752,8 +793,8 @@ ONE_USE = frozenset(
     + ["sequential", "dict"]
 )
 
-# A checkpoint without re-entrance may compute a part again for the caller and again
-# for the owner of a remote module in it, so how often buffers change is not defined.
+# What a checkpoint computes again in backward changes buffers again: when is up to the
+# schedule, and how often, without re-entrance, to where the modules in it are.
 _NOT_IN_CHECKPOINT = frozenset(["batch_norm", "buffer"])
 
 
@@ -784,7 +825,8 @@ class _Builder:
         composites = sorted(self._features & set(COMPOSITES) - without)
         end = depth == 0 or self._left < 0 or (depth < DEPTH and self.rng.random() < 0.1)
         name = self.rng.choice(leaves if end or not composites else composites)
-        inside = without | _NOT_IN_CHECKPOINT if name == "checkpoint" else without
+        checkpoints = ("checkpoint", "reentrant_checkpoint")
+        inside = without | _NOT_IN_CHECKPOINT if name in checkpoints else without
         kind = {**LEAVES, **COMPOSITES}[name]
         return kind(lambda: self.block(depth - 1, inside), self.rng)
 
