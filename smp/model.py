@@ -67,6 +67,7 @@ class DistributedModel(nn.Module):
         state.model = self
         self._runtime.models.append(weakref.ref(self))
         self._entries: list[remote_modules.Entry] = []
+        self._stateful: list[nn.Module] = []
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -142,10 +143,19 @@ class DistributedModel(nn.Module):
         self._owners = remote_modules.parameter_owners(self.module, rank_of)
         self._entries, runs = remote_modules.make_entries(self.module, rank_of)
         first = sum(len(m._entries) for m in rt.live_models() if m.partitioned)
+        self._stateful = [
+            module
+            for path, module in self.module.named_modules()
+            if path in stateful and rank_of[path] == rt.pp_rank
+        ]
         gates = {path: rt.next_gate(count) for path, count in stateful.items()}
         remote_modules.swap_classes(self.module, rank_of, rt.pp_rank, runs, first, gates)
         remote_modules.free_remote_parameters(self.module, self._owners, rt.pp_rank)
         self.partitioned = True
+
+    def stateful_modules(self) -> list[nn.Module]:
+        """The modules on this rank whose forward changes their buffers."""
+        return self._stateful
 
     def run_post_partition_hooks(self) -> None:
         """Call the hooks once, after the partition and before the first step computes."""

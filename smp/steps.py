@@ -5,8 +5,7 @@ in ``csrc/server``.
 """
 
 import functools
-import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -90,19 +89,31 @@ class Step:
             )
         rt.in_step = True
         try:
-            if rt.pp_rank == 0:
-                self.calls, rt.weights = self.splitter.split(self.count, args, kwargs)
             if rt.pp_size == 1:
+                self._split(args, kwargs)
                 output = self._run_alone()
             else:
-                self._partition_new_models()
-                output = self._run_pipelined()
+                refused = self._split_or_refuse(args, kwargs)
+                self._partition_new_models(refused)
+                output = self._run_pipelined(refused)
             for one in rt.live_models():
                 one.run_post_step_hooks()
             return output
         finally:
             rt.in_step = False
             self.calls = []
+
+    def _split(self, args: tuple, kwargs: dict) -> None:
+        self.calls, self.rt.weights = self.splitter.split(self.count, args, kwargs)
+
+    def _split_or_refuse(self, args: tuple, kwargs: dict) -> Exception | None:
+        """Cut the arguments on pp_rank 0; what is wrong with them is for every rank."""
+        if self.rt.pp_rank == 0:
+            try:
+                self._split(args, kwargs)
+            except Exception as refused:  # noqa: BLE001 - the other ranks are waiting
+                return refused
+        return None
 
     # ------------------------------------------------------------- without a pipeline
 
@@ -117,15 +128,17 @@ class Step:
 
     # ------------------------------------------------------------------ the first step
 
-    def _partition_new_models(self) -> None:
+    def _partition_new_models(self, refused: Exception | None) -> None:
         rt = self.rt
         new = [m for m in rt.live_models() if not m.partitioned]
         if not new:
             return
-        first_step.partition_models(rt, new, self._run_traced)
+        first_step.partition_models(rt, new, lambda: self._run_traced(refused))
 
-    def _run_traced(self) -> None:
+    def _run_traced(self, refused: Exception | None) -> None:
         """Run the step function on the first microbatch, without backward."""
+        if refused is not None:
+            raise refused
         args, kwargs = self.calls[0]
         self.rt.tracing = True
         self.rt.traced_backwards = 0
@@ -136,45 +149,56 @@ class Step:
 
     # -------------------------------------------------------------------- the pipeline
 
-    def _run_pipelined(self) -> Any:
+    def _run_pipelined(self, refused: Exception | None) -> Any:
         rt = self.rt
         models = [m for m in rt.live_models() if m.partitioned]
         if model.requires_grad_flags(models) != rt.grad_flags:
             model.install_gradients(rt, models)
+        before = StepState(models)
+        try:
+            plan = self._plan(refused)
+        except Exception as error:
+            _core.skip_step(failures.describe(error, None, 0, 0, rt.pp_rank))
+            raise
         seed = int(torch.empty((), dtype=torch.int64).random_())
         generator_state = torch.default_generator.get_state()
         self.state = thread_state.capture()
         self.grad = torch.is_grad_enabled()
         _core.gradients_begin(self.count, rt.backwards, None)
-        succeeded = False
+        failed = True
         try:
-            kind, turns, active = self._schedule()
-            ok, value = _core.step(
-                kind,
-                self.count,
-                active,
-                turns,
-                rt.trains,
-                self._run_microbatch,
-                seed,
-                rt.backwards,
-            )
+            ok, value = _core.step(*plan, rt.trains, self._run_microbatch, seed, rt.backwards)
             if not ok:
                 local, rt.local_error = rt.local_error, None
                 raise failures.rebuild(value, local)
             if rt.pp_rank == 0:
                 value = (self.outputs, rt.weights)
                 _core.send_end(value)
-            succeeded = True
+            failed = False
         except KeyboardInterrupt as error:
-            if not succeeded:
-                _core.send_abort(failures.describe(error, None, 0, 0, rt.pp_rank))
+            _core.send_abort(failures.describe(error, None, 0, 0, rt.pp_rank))
             raise
         finally:
-            _core.gradients_end(not succeeded)
-            torch.default_generator.set_state(generator_state)
+            _core.gradients_end(failed)
+            if failed:
+                before.restore()
+            else:
+                torch.default_generator.set_state(generator_state)
         outputs, weights = value
         return microbatches.merge(list(outputs), list(weights))
+
+    def _plan(self, refused: Exception | None) -> tuple[int, int, int, list[tuple[int, int]]]:
+        """Kind, microbatches, active microbatches and turns of the schedule.
+
+        Raises:
+            ValueError: a schedule that cannot be followed; or what was refused before.
+        """
+        if refused is not None:
+            raise refused
+        kind, turns, active = self._schedule()
+        if kind == _LISTED:
+            _core.check_schedule(self.count, turns)
+        return kind, self.count, active, turns
 
     def _schedule(self) -> tuple[int, list[tuple[int, int]], int]:
         rt = self.rt
@@ -224,8 +248,26 @@ def read_turns(pipeline: Any, count: int) -> list[tuple[int, int]]:
                 f"smp: the schedule holds {turn!r}; each entry is (microbatch, phase) with "
                 "phase 'forward' or 'backward'"
             ) from None
-    if len(turns) != 2 * count:
-        warnings.warn(
-            f"smp: the schedule has {len(turns)} turns for {count} microbatches", stacklevel=2
-        )
     return turns
+
+
+class StepState:
+    """What a step that fails puts back: changed buffers and random numbers."""
+
+    def __init__(self, models: Sequence[model.DistributedModel]):
+        self.generator = torch.default_generator.get_state()
+        self.buffers = [
+            (module._buffers, name, buffer, buffer.clone())
+            for one in models
+            for module in one.stateful_modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+
+    def restore(self) -> None:
+        """Put everything back as it was."""
+        torch.default_generator.set_state(self.generator)
+        for owner, name, buffer, value in self.buffers:
+            owner[name] = buffer
+            with torch.no_grad():
+                buffer.copy_(value)

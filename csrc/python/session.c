@@ -759,6 +759,46 @@ py_send_abort(PyObject *module, PyObject *value)
     Py_RETURN_NONE;
 }
 
+/* skip_step(value): the step that is about to begin fails on every rank, with value. */
+static PyObject *
+py_skip_step(PyObject *module, PyObject *value)
+{
+    smp_the_session.step++;
+    return py_send_abort(module, value);
+}
+
+/* check_schedule(microbatches, turns): ValueError when they cannot be followed. */
+static PyObject *
+py_check_schedule(PyObject *module, PyObject *args)
+{
+    smp_schedule *schedule;
+    smp_turn     *turns;
+    smp_status    status;
+    PyObject     *list;
+    Py_ssize_t    nturns;
+    int           microbatches;
+
+    (void)module;
+    if (!PyArg_ParseTuple(args, "iO!", &microbatches, &PyList_Type, &list) ||
+        (turns = read_turns(list, &nturns)) == NULL) {
+        return NULL;
+    }
+    status = smp_schedule_create(SMP_SCHEDULE_LISTED, microbatches, microbatches, turns,
+                                 (int32_t)nturns, &schedule);
+    free(turns);
+    if (status == SMP_ERR_INVALID) {
+        return PyErr_Format(PyExc_ValueError,
+                            "smp: the schedule must hold (i, 'forward') and then (i, "
+                            "'backward') once for each of the %d microbatches, from 0",
+                            microbatches);
+    }
+    if (status != SMP_OK) {
+        return raise_status(status, "reading the schedule");
+    }
+    smp_schedule_destroy(schedule);
+    Py_RETURN_NONE;
+}
+
 /* begin_backward(): the step function reached model.backward; waits for its turn.
  * -> the microbatch */
 static PyObject *
@@ -1024,6 +1064,9 @@ static PyMethodDef functions[] = {
      "step(kind, microbatches, active, turns, trains, run_root, seed, backwards)"},
     {"send_end", py_send_end, METH_O, "send_end(value)"},
     {"send_abort", py_send_abort, METH_O, "send_abort(value)"},
+    {"skip_step", py_skip_step, METH_O, "skip_step(value)"},
+    {"check_schedule", py_check_schedule, METH_VARARGS,
+     "check_schedule(microbatches, turns)"},
     {"begin_backward", py_begin_backward, METH_NOARGS, "-> the microbatch"},
     {"end_backward", py_end_backward, METH_NOARGS, "The backward is over."},
     {"set_gates", py_set_gates, METH_O, "set_gates(expected or None)"},

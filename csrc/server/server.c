@@ -129,11 +129,14 @@ inbox_remove(smp_server *server, size_t i)
     return message;
 }
 
+/* Frees what belongs to steps up to `step`; a faster rank may have begun the next. */
 static void
-inbox_clear(smp_server *server)
+inbox_forget(smp_server *server, uint32_t step)
 {
-    while (server->ninbox > 0) {
-        smp_message_free(inbox_remove(server, server->ninbox - 1));
+    for (size_t i = server->ninbox; i-- > 0;) {
+        if (smp_message_envelope(server->inbox[i].message)->step <= step) {
+            smp_message_free(inbox_remove(server, i));
+        }
     }
 }
 
@@ -158,7 +161,7 @@ inbox_best(const smp_server *server, smp_phase phase)
     for (size_t i = 0; i < server->ninbox; i++) {
         const smp_envelope *e = smp_message_envelope(server->inbox[i].message);
 
-        if (e->phase != phase) {
+        if (e->phase != phase || e->step != server->step) {
             continue;
         }
         if (e->kind == SMP_MSG_RESPONSE &&
@@ -188,6 +191,15 @@ fail_with(smp_server *server, smp_status failure)
     }
 }
 
+static void
+keep(smp_server *server, smp_message *message)
+{
+    if (!inbox_add(server, message)) {
+        smp_message_free(message);
+        fail_with(server, SMP_ERR_NO_MEMORY);
+    }
+}
+
 /* Acts at once on what starts no task; keeps the rest for inbox_best. */
 static void
 sort_in(smp_server *server, smp_message *message)
@@ -201,6 +213,10 @@ sort_in(smp_server *server, smp_message *message)
     }
     if (e->step < server->step) { /* left over from a step that failed */
         smp_message_free(message);
+        return;
+    }
+    if (e->step > server->step) { /* this rank is behind: see sort_again() */
+        keep(server, message);
         return;
     }
     switch ((smp_msg_kind)e->kind) {
@@ -226,12 +242,25 @@ sort_in(smp_server *server, smp_message *message)
     case SMP_MSG_FORWARD:
     case SMP_MSG_BACKWARD:
     case SMP_MSG_RESPONSE:
-        if (!inbox_add(server, message)) {
-            smp_message_free(message);
-            fail_with(server, SMP_ERR_NO_MEMORY);
-        }
+        keep(server, message);
         return;
     }
+}
+
+/* A step begins: what came for it early is acted on now. */
+static void
+sort_again(smp_server *server)
+{
+    size_t   early   = server->ninbox;
+    waiting *entries = server->inbox;
+
+    server->inbox      = NULL;
+    server->ninbox     = 0;
+    server->inbox_room = 0;
+    for (size_t i = 0; i < early; i++) {
+        sort_in(server, entries[i].message);
+    }
+    free(entries);
 }
 
 /* Reads what has arrived; waits for the first message when `block`. */
@@ -420,6 +449,10 @@ dispatch(worker *self)
     smp_server *server = self->server;
     bool        block  = false;
 
+    if (self->why == WHY_SERVE) {
+        self->why = WHY_NOTHING;
+        sort_again(server);
+    }
     for (;;) {
         ptrdiff_t best;
         worker   *entering;
@@ -564,7 +597,7 @@ smp_server_destroy(smp_server *server)
         free(w);
         w = next;
     }
-    inbox_clear(server);
+    inbox_forget(server, UINT32_MAX);
     smp_message_free(server->end);
     free(server->inbox);
     free(server);
@@ -601,7 +634,7 @@ smp_server_step(smp_server *server, uint32_t step, smp_schedule *schedule,
     atomic_store(&server->interrupted, false);
     if (server->failed) {
         status = server->failure == SMP_OK ? SMP_ERR_CLOSED : server->failure;
-        inbox_clear(server);
+        inbox_forget(server, step);
     }
     if (interrupted) {
         status = SMP_ERR_INTERRUPTED;

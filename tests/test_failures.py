@@ -1,0 +1,265 @@
+"""Spec: what a user is promised when something goes wrong inside a step, and misuse."""
+
+import copy
+import re
+
+import pytest
+import torch
+from torch import nn
+
+import smp
+from tests.ranks import on_ranks
+from tests.reference.compare import assert_same_bits, gradients
+from tests.reference.cut_loop import cut_loop
+
+
+class Trouble(Exception):
+    """Raised by a model; a class that every rank knows."""
+
+
+class RaiseInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise Trouble("in backward")
+
+
+class Part(nn.Linear):
+    """A layer that raises when it is told to."""
+
+    trouble: str | None = None  # "forward" or "backward"
+
+    def forward(self, x):
+        if self.trouble == "forward":
+            raise Trouble(f"in forward of {self.in_features}")
+        y = torch.tanh(super().forward(x))
+        return RaiseInBackward.apply(y) if self.trouble == "backward" else y
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = Part(8, 8)
+        self.b = Part(8, 8)
+        self.norm = nn.BatchNorm1d(8)
+
+    def forward(self, x):
+        return self.norm(self.b(self.a(x)))
+
+
+RANK_OF = {"": 0, "a": 0, "b": 1, "norm": 1}
+
+
+def make(pipeline: str = "interleaved") -> tuple[Net, smp.DistributedModel]:
+    """The reference and the model, on two ranks."""
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": 3, "pipeline": pipeline})
+    net = Net()
+    reference = copy.deepcopy(net)
+    for path, module in net.named_modules():
+        smp.set_partition(module, RANK_OF[path])
+    return reference, smp.DistributedModel(net)
+
+
+def train(model, x):
+    out = model(x)
+    loss = out.pow(2).mean()
+    model.backward(loss)
+    return loss
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("where", ["a", "b"])
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+@pytest.mark.parametrize("pipeline", ["simple", "interleaved"])
+def test_an_exception_is_raised_on_every_rank_and_the_next_step_works(where, phase, pipeline):
+    """The original exception, with rank, module path, microbatch and phase; the queues
+    drain, and the next step equals a run that never failed."""
+    reference, model = make(pipeline)
+    step = smp.step(train)
+    x = torch.randn(6, 8)
+    part = getattr(model.module, where)
+    step(model, x)  # the partition is made while nothing fails
+    for p in model.parameters():
+        p.grad = None
+    cut_loop(train, reference, (x,), rank_of=RANK_OF, ranks=2, microbatches=3)
+    for p in reference.parameters():
+        p.grad = None
+
+    before = {n: b.clone() for n, b in model.local_named_buffers()}
+    generator = torch.random.get_rng_state()
+    part.trouble = phase
+    with pytest.raises(Trouble, match=f"in {phase}") as caught:
+        step(model, x)
+    part.trouble = None
+    note = "\n".join(caught.value.__notes__)
+    assert re.search(rf"pp_rank {RANK_OF[where]} .*microbatch \d, {phase}", note), note
+    assert where == "a" or "module 'b'" in note or phase == "backward", note
+    assert all(p.grad is None for p in model.local_parameters())
+    assert_same_bits(dict(model.local_named_buffers()), before)
+    assert torch.equal(torch.random.get_rng_state(), generator)
+
+    step(model, x)
+    cut_loop(train, reference, (x,), rank_of=RANK_OF, ranks=2, microbatches=3)
+    assert_same_bits({n: p.grad for n, p in model.local_named_parameters()}, gradients(reference))
+    assert_same_bits(dict(model.local_named_buffers()), dict(reference.named_buffers()))
+
+
+@on_ranks(2)
+def test_an_exception_of_a_class_that_cannot_travel_keeps_its_text():
+    """An exception that pickle cannot carry arrives as its class name and message."""
+    _, model = make()
+
+    class Local(Exception):
+        pass
+
+    def failing(model, x):
+        model(x)
+        raise Local("only here")
+
+    with pytest.raises(Exception, match="only here") as caught:
+        smp.step(failing)(model, torch.randn(6, 8))
+    assert smp.pp_rank() == 0 or "Local" in str(caught.value)
+
+
+@on_ranks(2)
+def test_an_exception_while_tracing_is_raised_on_every_rank():
+    """A model that fails in the traced run fails everywhere, not only where it was traced."""
+    _, model = make()
+    model.module.b.trouble = "forward"
+    with pytest.raises(Trouble, match="in forward of 8"):
+        smp.step(train)(model, torch.randn(6, 8))
+    model.module.b.trouble = None
+    smp.step(train)(model, torch.randn(6, 8))
+    assert model.partitioned
+
+
+@on_ranks(2)
+def test_except_exception_in_a_model_does_not_hold_up_the_end_of_a_step():
+    """A worker is unwound past the user's ``except Exception``."""
+    _, model = make()
+
+    def swallowing(model, x):
+        try:
+            return model(x)
+        except Exception:
+            return x
+
+    step = smp.step(swallowing)
+    step(model, torch.randn(6, 8))
+    model.module.b.trouble = "forward"
+    with pytest.raises(Trouble):
+        step(model, torch.randn(6, 8))
+
+
+# ------------------------------------------------------------------------------- misuse
+
+
+@on_ranks(2)
+def test_the_model_called_outside_a_step_says_so():
+    _, model = make()
+    with pytest.raises(RuntimeError, match="outside a step.*@smp.step"):
+        model(torch.randn(6, 8))
+    smp.step(train)(model, torch.randn(6, 8))
+    with pytest.raises(RuntimeError, match="outside a step.*@smp.step"):
+        model(torch.randn(6, 8))
+
+
+@on_ranks(2)
+def test_backward_outside_a_step_says_so():
+    _, model = make()
+    with pytest.raises(RuntimeError, match="model.backward.* inside a function with @smp.step"):
+        model.backward(torch.ones((), requires_grad=True))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("how", ["loss.backward", "autograd.grad"])
+def test_a_backward_past_model_backward_says_so(how):
+    """``loss.backward()`` and ``autograd.grad`` through a remote call are refused."""
+    _, model = make()
+    smp.step(train)(model, torch.randn(6, 8))
+
+    def wrong(model, x):
+        x.requires_grad_()
+        loss = model(x).sum()
+        if how == "loss.backward":
+            loss.backward()
+        else:
+            torch.autograd.grad(loss, x)
+
+    with pytest.raises(RuntimeError, match="use model.backward"):
+        smp.step(wrong)(model, torch.randn(6, 8))
+
+
+@on_ranks(2)
+def test_double_backward_through_a_remote_call_says_so():
+    _, model = make()
+    smp.step(train)(model, torch.randn(6, 8))
+
+    def twice(model, x):
+        loss = model(x).sum()
+        model.backward(loss)
+        model.backward(loss)
+
+    with pytest.raises(RuntimeError):
+        smp.step(twice)(model, torch.randn(6, 8))
+
+
+@on_ranks(2)
+def test_a_batch_smaller_than_the_microbatches_names_the_argument():
+    _, model = make()
+    if smp.pp_rank() == 0:
+        with pytest.raises(ValueError, match=r"'x' has 2 samples .* fewer than the 3 micro"):
+            smp.step(train)(model, torch.randn(2, 8))
+    else:
+        with pytest.raises(ValueError, match=r"'x' has 2 samples"):
+            smp.step(train)(model, torch.Tensor(0))
+
+
+@on_ranks(2)
+def test_a_parameter_of_another_rank_touched_names_owner_and_path():
+    _, model = make()
+    smp.step(train)(model, torch.randn(6, 8))
+    remote = model.module.b.weight if smp.pp_rank() == 0 else model.module.a.weight
+    path, owner = ("b.weight", 1) if smp.pp_rank() == 0 else ("a.weight", 0)
+    assert remote.shape == (8, 8) and remote.dtype == torch.float32 and remote.requires_grad
+    with pytest.raises(RuntimeError, match=rf"'{path}'.*pp_rank {owner}"):
+        remote + 1
+    with pytest.raises(RuntimeError, match=rf"'{path}'.*pp_rank {owner}"):
+        torch.nn.functional.linear(torch.randn(2, 8), remote)
+
+
+@on_ranks(2)
+def test_a_step_inside_a_step_says_so():
+    _, model = make()
+    inner = smp.step(train)
+
+    def outer(model, x):
+        inner(model, x)
+
+    with pytest.raises(RuntimeError, match="inside another"):
+        smp.step(outer)(model, torch.randn(6, 8))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    "turns", [[(0, "forward")], [(0, "backward")] * 6, [(7, "forward")], ["what"]]
+)
+def test_an_impossible_schedule_says_so(turns):
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": 3, "pipeline": lambda n: turns})
+    model = smp.DistributedModel(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))
+    with pytest.raises(ValueError, match="schedule"):
+        smp.step(train)(model, torch.randn(6, 8))
+
+
+def test_a_step_before_init_says_so():
+    @smp.step
+    def early(x):
+        return x
+
+    with pytest.raises(RuntimeError, match=r"early needs smp.init\(\)"):
+        early(torch.randn(4))
+    with pytest.raises(RuntimeError, match=r"smp.DistributedModel needs smp.init\(\)"):
+        smp.DistributedModel(nn.Linear(2, 2))
