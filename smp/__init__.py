@@ -5,6 +5,18 @@ from smp.config import ConfigError
 from smp.initialization import init, is_initialized, reset, shutdown
 from smp.microbatches import StepOutput
 from smp.model import DistributedModel
+from smp.objects import (
+    allgather,
+    barrier,
+    broadcast,
+    dp_barrier,
+    mp_barrier,
+    pp_barrier,
+    rdp_barrier,
+    recv_from,
+    send,
+    tp_barrier,
+)
 from smp.optimizer import DistributedOptimizer
 from smp.partitioning import PartitionError, partition, set_partition
 from smp.ranks import (

@@ -11,11 +11,9 @@ import os
 import warnings
 from collections.abc import Mapping
 from contextlib import ExitStack
-from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
-from smp import bootstrap, config, process_groups
+from smp import bootstrap, config, process_groups, runtime
 from smp._version import __version__
 from smp.bootstrap import Bootstrap
 from smp.config import Config, ConfigError
@@ -57,9 +55,8 @@ def init(config: Mapping[str, Any] | None = None) -> None:
         watch = Watch(boot)
         undo.callback(watch.stop)
         watch.start()
-        if (runtime := _runtime()) is not None:
-            undo.callback(runtime.stop)
-            runtime.start(state)
+        undo.callback(runtime.stop)
+        runtime.start(state)
         job.undo = undo.pop_all()
 
 
@@ -84,11 +81,6 @@ def reset() -> None:
     """For tests: shut down, and forget which warnings were given."""
     shutdown()
     config.forget_warnings()
-
-
-def _runtime() -> Any:
-    """The core's session (`smp.runtime`), where it is built."""
-    return import_module("smp.runtime") if find_spec("smp.runtime") else None
 
 
 def _warn_of_another(given: Mapping[str, Any] | None) -> None:

@@ -1,9 +1,15 @@
 """Runs the tests that are marked with ``on_ranks`` inside the ranks of a job."""
 
+import hypothesis
 import pytest
-import ranks
+
+from tests import ranks
 
 SIZE = "ranks_of_job"
+
+# A shared machine makes any example slow at times; a hang has its own deadline.
+hypothesis.settings.register_profile("smp", deadline=None)
+hypothesis.settings.load_profile("smp")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -21,7 +21,8 @@ from pathlib import Path
 
 from _pytest.assertion import install_importhook
 from _pytest.config import get_config
-from ranks import Outcome, die_with_parent
+
+from tests.ranks import Outcome, die_with_parent
 
 # Before any rank imports torch or a test module: a plain `assert` in a rank explains
 # itself as it does in pytest.

@@ -2,7 +2,7 @@
 
 A decorated test function runs on every rank at once::
 
-    from ranks import on_ranks
+    from tests.ranks import on_ranks
 
     @on_ranks(2)
     def test_every_rank_sees_the_sum():
@@ -109,14 +109,13 @@ def mpirun_command(size: int) -> list[str]:
 
 def rank_environment(extra: dict[str, str] | None = None) -> dict[str, str]:
     """The environment for ranks: this one, root allowed, one thread, our folders."""
-    ours = [str(TESTS.parent), str(TESTS)]
-    inherited = os.environ.get("PYTHONPATH")
+    root, inherited = str(TESTS.parent), os.environ.get("PYTHONPATH")
     return {
         **os.environ,
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([*ours, inherited] if inherited else ours),
+        "PYTHONPATH": f"{root}{os.pathsep}{inherited}" if inherited else root,
         **(extra or {}),
     }
 

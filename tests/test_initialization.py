@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import job, mpirun, on_ranks, rank_environment, wait_until_gone
 
 import smp
 from smp import bootstrap, config, process_groups
 from smp.placement import Placement
+from tests.ranks import job, mpirun, on_ranks, rank_environment, wait_until_gone
 
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 

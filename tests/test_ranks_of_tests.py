@@ -7,8 +7,10 @@ import sys
 import threading
 
 import pytest
-from ranks import (
+
+from tests.ranks import (
     TEAMS,
+    TESTS,
     RanksFailed,
     call_on_ranks,
     is_running,
@@ -119,11 +121,11 @@ def test_mpirun_gives_exit_code_and_output(tmp_path):
 
 INTERRUPTED = """
 import os, signal
-from ranks import on_ranks
+from tests.ranks import on_ranks
 
 def test_a():
-    from ranks import TEAMS, call_on_ranks
-    from test_ranks_of_tests import own_pid
+    from tests.ranks import TEAMS, call_on_ranks
+    from tests.test_ranks_of_tests import own_pid
     print("pids", *call_on_ranks(2, own_pid), flush=True)
     os.kill(os.getpid(), getattr(signal, os.environ["SIGNAL"]))
 """
@@ -133,8 +135,6 @@ def test_a():
 def test_ranks_end_when_pytest_is(name, tmp_path):
     (tmp_path / "conftest.py").write_text("from tests.conftest import *\n")
     (tmp_path / "test_interrupted.py").write_text(INTERRUPTED)
-    here = os.path.dirname(__file__)
-
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-s", "-p", "no:cacheprovider", str(tmp_path)],
         capture_output=True,
@@ -143,7 +143,7 @@ def test_ranks_end_when_pytest_is(name, tmp_path):
         env={
             **os.environ,
             "SIGNAL": name,
-            "PYTHONPATH": os.pathsep.join([os.path.dirname(here), here]),
+            "PYTHONPATH": str(TESTS.parent),
         },
         timeout=120,
     )

@@ -80,6 +80,7 @@ struct smp_comm {
         *routes; /* owned: [size] of borrowed; set by connect, like all up to thread */
     wait_kind wait;
     int64_t   look_ns;
+    bool      polls;   /* a route's transport does */
     bool      started; /* the thread runs */
     pthread_t thread;
 
@@ -217,6 +218,12 @@ host_block(smp_comm *comm, size_t bytes, smp_block **out)
         host_kick(comm);
     }
     return SMP_OK;
+}
+
+static bool
+host_waiting(const smp_comm *comm)
+{
+    return atomic_load(&comm->segment->bell->asleep) != 0;
 }
 
 static smp_status
@@ -420,6 +427,7 @@ fill_host(smp_comm *comm)
         .arrived = host_arrived,
         .lost = host_lost,
         .left = host_left,
+        .waiting = host_waiting,
         .kick = host_kick,
         .kick_fd = comm->loop.kick_fd,
         .watch = host_watch,
@@ -513,7 +521,7 @@ connect_by(smp_comm *comm, carrier *c, const void *const *cards, int64_t deadlin
     }
     for (int r = 0; r < comm->size; r++) {
         wanted[r] = r != comm->rank && comm->routes[r] == NULL;
-        if (wanted[r]) {
+        if (r != comm->rank) {
             sections[r] = smp_card_find(cards[r], c->ops->name, &bytes[r]);
         }
     }
@@ -543,13 +551,12 @@ decide_how_to_wait(smp_comm *comm, const void *const *cards)
     uint64_t cores[SMP_CARD_CORES / 64] = {0};
     int      ncores = 0;
     int      busy = 0; /* threads that may want a core */
-    bool     polls = false;
 
     for (int r = 0; r < comm->size; r++) {
         const smp_card *card = r == comm->rank ? comm->card : cards[r];
 
         if (r != comm->rank && comm->routes[r]->ops->polls) {
-            polls = true;
+            comm->polls = true;
         }
         if (r == comm->rank || comm->routes[r]->ops->same_host) {
             busy++;
@@ -561,7 +568,7 @@ decide_how_to_wait(smp_comm *comm, const void *const *cards)
     for (size_t i = 0; i < SMP_CARD_CORES / 64; i++) {
         ncores += __builtin_popcountll(cores[i]);
     }
-    comm->wait = ncores >= (polls ? 2 * busy : busy) ? WAIT_SPIN : WAIT_YIELD;
+    comm->wait = ncores >= (comm->polls ? 2 * busy : busy) ? WAIT_SPIN : WAIT_YIELD;
     comm->look_ns = LOOK_US * SMP_NS_PER_US;
     if (comm->spin_us >= 0) {
         comm->wait = WAIT_SPIN;
@@ -810,6 +817,9 @@ smp_comm_receive(smp_comm *comm, int64_t timeout_ns, smp_message **out)
             if (status != SMP_ERR_TIMED_OUT || smp_clock_ns() >= deadline) {
                 break;
             }
+            if (comm->polls) { /* it may use this thread's core now */
+                host_kick(comm);
+            }
             smp_bell_sleep(bell, deadline);
         }
         smp_bell_get_up(bell);
@@ -871,6 +881,9 @@ smp_transport_register(const smp_transport *transport)
 {
     smp_status status = SMP_OK;
 
+    if (transport->abi != SMP_TRANSPORT_ABI) {
+        return SMP_ERR_INVALID;
+    }
     if (find_transport(transport->name, strlen(transport->name)) != NULL) {
         return SMP_OK;
     }

@@ -695,6 +695,7 @@ out:
 }
 
 const smp_transport smp_transport_shm = {
+    .abi = SMP_TRANSPORT_ABI,
     .name = "shm",
     .same_host = true,
     .polls = false,

@@ -54,6 +54,9 @@ typedef struct {
     void (*lost)(smp_comm *comm, int rank, smp_status why);
     void (*left)(smp_comm *comm, int rank);
 
+    /* Whether a thread sleeps in smp_comm_receive(): nothing else runs on this rank. */
+    bool (*waiting)(const smp_comm *comm);
+
     /* Makes the progress thread call progress() soon.  Any thread, no lock needed. */
     void (*kick)(smp_comm *comm);
 
@@ -69,6 +72,7 @@ typedef struct {
 
 /* What a transport provides. */
 typedef struct {
+    int         abi;       /* SMP_TRANSPORT_ABI */
     const char *name;      /* "shm", "mpi" */
     bool        same_host; /* whom it reaches is on this machine */
     bool        polls;     /* its progress() keeps a core busy */
@@ -80,8 +84,9 @@ typedef struct {
     const void *(*card)(void *self, size_t *bytes);
 
     /* Connects to each rank r with wanted[r] that it reaches and sets reached[r].
-     * cards[r] is NULL for a rank without this transport.  Both ends of a pair come
-     * to the same answer.  SMP_ERR_TIMED_OUT with *failed; SMP_ERR_MALFORMED. */
+     * cards[r] is NULL for a rank without this transport.  Every rank of the job calls
+     * it, and both ends of a pair come to the same answer.  SMP_ERR_TIMED_OUT with
+     * *failed; SMP_ERR_MALFORMED. */
     smp_status (*connect)(void *self, const void *const *cards,
                           const size_t *card_bytes, const bool *wanted,
                           int64_t deadline_ns, bool *reached, int *failed);
@@ -109,7 +114,7 @@ typedef struct {
 
 /* Adds a transport to those that comms made later may use; the first registered is
  * preferred.  `transport` is borrowed for ever.  A second registration of a name does
- * nothing.  SMP_ERR_INVALID: too many. */
+ * nothing.  SMP_ERR_INVALID: too many, or built for another SMP_TRANSPORT_ABI. */
 smp_status smp_transport_register(const smp_transport *transport);
 
 /* The shared memory transport; always registered, first. */

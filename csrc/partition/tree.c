@@ -6,11 +6,11 @@
  */
 #include "partition/tree.h"
 
-#include <stdbool.h>
 #include <string.h>
 
-/* Shorter runs are sorted by insertion. */
-#define SHORT_RUN 16
+/* Of the radix sort. */
+#define DIGIT_BITS 11
+#define DIGIT_VALUES (1 << DIGIT_BITS)
 
 void
 smp_tree_lay_out(smp_tree *tree, const smp_partition_input *input, smp_scratch *scratch)
@@ -36,6 +36,7 @@ smp_tree_lay_out(smp_tree *tree, const smp_partition_input *input, smp_scratch *
     tree->module_pin = smp_scratch_take(scratch, n, sizeof(int32_t));
     tree->node_run = smp_scratch_take(scratch, n, sizeof(int64_t));
     tree->sort_buffer = smp_scratch_take(scratch, n, sizeof(int32_t));
+    tree->sort_other = smp_scratch_take(scratch, n, sizeof(int32_t));
 }
 
 /* The set's number: its smallest module. */
@@ -222,42 +223,58 @@ describe_nodes(smp_tree *tree, const smp_partition_input *input, int32_t conflic
     return SMP_OK;
 }
 
-/* Sorts `count` nodes by their first execution; equal ones keep their order. */
+/* Puts nodes into the order of one digit of their first execution; equal ones keep
+ * their order. */
 static void
-sort_by_run(int32_t *nodes, int32_t count, const int64_t *run, int32_t *buffer)
+sort_by_digit(const int32_t *from, int32_t *to, int32_t count, const int64_t *run,
+              int shift)
 {
-    for (int32_t first = 0; first < count; first += SHORT_RUN) {
-        int32_t end = first + SHORT_RUN < count ? first + SHORT_RUN : count;
+    int32_t start[DIGIT_VALUES + 1] = {0};
 
-        for (int32_t i = first + 1; i < end; i++) {
-            int32_t node = nodes[i];
-            int32_t at = i;
+    for (int32_t i = 0; i < count; i++) {
+        start[((run[from[i]] >> shift) & (DIGIT_VALUES - 1)) + 1]++;
+    }
+    for (int32_t d = 0; d < DIGIT_VALUES; d++) {
+        start[d + 1] += start[d];
+    }
+    for (int32_t i = 0; i < count; i++) {
+        to[start[(run[from[i]] >> shift) & (DIGIT_VALUES - 1)]++] = from[i];
+    }
+}
 
-            for (; at > first && run[nodes[at - 1]] > run[node]; at--) {
-                nodes[at] = nodes[at - 1];
-            }
-            nodes[at] = node;
+/* Lists all nodes by their first execution, those that never ran behind, each in
+ * definition order where that is equal; returns the list.  A radix sort, digit by
+ * digit from the lowest. */
+static int32_t *
+sort_by_run(smp_tree *tree)
+{
+    const int64_t *run = tree->node_run;
+    int32_t       *nodes = tree->sort_buffer;
+    int32_t       *other = tree->sort_other;
+    int32_t        ran = 0;
+    int32_t        rest;
+    int64_t        last = 0;
+
+    for (int32_t node = 0; node < tree->nnodes; node++) {
+        if (run[node] != INT64_MAX) {
+            nodes[ran++] = node;
+            last = run[node] > last ? run[node] : last;
         }
     }
-    for (int64_t width = SHORT_RUN; width < count; width *= 2) {
-        for (int64_t left = 0; left + width < count; left += 2 * width) {
-            int64_t middle = left + width;
-            int64_t end = middle + width < count ? middle + width : count;
-            int64_t a = left;
-            int64_t b = middle;
+    for (int shift = 0; shift < 63 && last >> shift > 0; shift += DIGIT_BITS) {
+        int32_t *swap = nodes;
 
-            if (run[nodes[middle - 1]] <= run[nodes[middle]]) {
-                continue;
-            }
-            for (int64_t i = left; i < end; i++) {
-                bool from_a =
-                    a < middle && (b == end || run[nodes[a]] <= run[nodes[b]]);
-
-                buffer[i] = from_a ? nodes[a++] : nodes[b++];
-            }
-            memcpy(nodes + left, buffer + left, (size_t)(end - left) * sizeof(*nodes));
+        sort_by_digit(nodes, other, ran, run, shift);
+        nodes = other;
+        other = swap;
+    }
+    rest = ran;
+    for (int32_t node = 0; node < tree->nnodes; node++) {
+        if (run[node] == INT64_MAX) {
+            nodes[rest++] = node;
         }
     }
+    return nodes;
 }
 
 /* Puts the children of every node into execution order; what never ran comes last,
@@ -267,6 +284,7 @@ static void
 order_children(smp_tree *tree, const smp_partition_input *input)
 {
     int64_t *run = tree->node_run;
+    int32_t *nodes;
 
     if (input->first_run == NULL) {
         return;
@@ -283,9 +301,17 @@ order_children(smp_tree *tree, const smp_partition_input *input)
             run[tree->parent[node]] = run[node];
         }
     }
+    /* Sorted all at once, then dealt out to the parents. */
+    nodes = sort_by_run(tree);
+    for (int32_t i = 0; i < tree->nnodes; i++) {
+        int32_t parent = tree->parent[nodes[i]];
+
+        if (parent >= 0) {
+            tree->children[tree->first_child[parent]++] = nodes[i];
+        }
+    }
     for (int32_t node = 0; node < tree->nnodes; node++) {
-        sort_by_run(tree->children + tree->first_child[node], tree->nchildren[node],
-                    run, tree->sort_buffer);
+        tree->first_child[node] -= tree->nchildren[node];
     }
 }
 

@@ -37,6 +37,7 @@ typedef struct {
     int32_t *module_pin;  /* [nmodules]: a device, or SMP_PIN_NONE */
     int64_t *node_run;    /* [nmodules]: first execution in the subtree */
     int32_t *sort_buffer; /* [nmodules] */
+    int32_t *sort_other;  /* [nmodules] */
 } smp_tree;
 
 /* Sets the arrays' places; writes nothing into them. */

@@ -146,8 +146,9 @@ TEST_RANK(released_blocks_return_to_the_pool)
     smp_comm_stats      stats;
     smp_message        *message;
     smp_block          *unsent;
+    int64_t             deadline = smp_clock_ns() + WORLD_PATIENCE_NS;
 
-    for (uint64_t i = 0; i < 100; i++) { /* 30 MB through 1 MiB */
+    for (uint64_t i = 0; i < 100; i++) { /* 30 MB through 2 MiB */
         CHECK_STATUS(send_filled(w, other(w, 0), i, 8, sizes, 1), SMP_OK);
         CHECK_STATUS(smp_comm_receive(w->comm, WORLD_PATIENCE_NS, &message), SMP_OK);
         CHECK(message_filled(message, i, 8, sizes, 1));
@@ -157,8 +158,10 @@ TEST_RANK(released_blocks_return_to_the_pool)
     CHECK_STATUS(smp_comm_block(w->comm, other(w, 0), 5000, &unsent), SMP_OK);
     smp_block_release(unsent);
     w->barrier(w);
-    smp_comm_counters(w->comm, &stats);
-    CHECK(stats.pool_in_use == 0);
+    do { /* a transport may hold the last one until it knows that it has arrived */
+        smp_comm_counters(w->comm, &stats);
+        CHECK(smp_clock_ns() < deadline);
+    } while (stats.pool_in_use != 0);
     CHECK(stats.pool_fallbacks == 0);
     CHECK(stats.pool_high >= sizes[0]);
     return 0;
@@ -381,7 +384,7 @@ static const world_test comm_list[] = {
     LISTED(a_message_may_have_thousands_of_blocks, 0),
     LISTED(a_full_queue_and_a_full_pool_make_nobody_wait, 1 << 20),
     LISTED(blocks_outlive_the_comm, 0),
-    LISTED(released_blocks_return_to_the_pool, 1 << 20),
+    LISTED(released_blocks_return_to_the_pool, 2 << 20),
     LISTED(wake_interrupts_one_receive, 0),
     LISTED(a_receive_ends_at_its_timeout, 0),
     LISTED(the_end_of_a_peer_is_not_its_loss, 0),

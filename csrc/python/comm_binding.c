@@ -1,0 +1,40 @@
+/* A transport comes as a capsule named "smp.transport" around its table. */
+#define PY_SSIZE_T_CLEAN
+#include "python/comm_binding.h"
+
+#include "comm/transport.h"
+
+/* register_transport(capsule): the sessions opened from now on may use it */
+static PyObject *
+register_transport(PyObject *module, PyObject *capsule)
+{
+    const smp_transport *transport = PyCapsule_GetPointer(capsule, "smp.transport");
+    smp_status           status;
+
+    (void)module;
+    if (transport == NULL) {
+        return NULL;
+    }
+    status = smp_transport_register(transport);
+    if (status != SMP_OK) {
+        PyErr_Format(PyExc_RuntimeError,
+                     "smp: the transport %s does not belong to this build of the core: "
+                     "build both again [%s]",
+                     transport->name, smp_status_name(status));
+        return NULL;
+    }
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef functions[] = {
+    {"register_transport", register_transport, METH_O,
+     "register_transport(capsule)\n--\n\n"
+     "Sessions opened from now on may use this transport (``smp._mpi.transport``)."},
+    {NULL, NULL, 0, NULL},
+};
+
+int
+smp_python_add_comm(PyObject *module)
+{
+    return PyModule_AddFunctions(module, functions);
+}

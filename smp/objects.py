@@ -1,0 +1,325 @@
+"""Sending objects between ranks: any object that can be pickled, tensors apart from it.
+
+A message is: two lengths; a pickle of the tensors' shapes and one of the object, in
+which each tensor is a number; then the bytes of each tensor, taken from and read into
+the tensor's own memory.  All of it goes over a torch group of its own (gloo), so a
+script's own ``torch.distributed.send`` never meets it.
+
+Messages from one rank to another arrive in the order in which they were sent.  Every
+call waits until it is matched; it takes part on the calling thread.
+"""
+
+import io
+import pickle
+import threading
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from smp.placement import AXES_OF_GROUP
+from smp.ranks import CommGroup, RankType
+from smp.state_mod import Job, state
+
+# Messages of one tag are in order; each collective has its own, so that it may run in
+# one thread while another sends.
+TAG_SEND = 0
+TAG_ALLGATHER = {kind: 1 + i for i, kind in enumerate(AXES_OF_GROUP)}
+TAG_BARRIER = {kind: 1 + len(AXES_OF_GROUP) + i for i, kind in enumerate(AXES_OF_GROUP)}
+
+
+def broadcast(obj: Any, group: CommGroup) -> None:
+    """Send ``obj`` to every other member of this rank's ``group``; they call `recv_from`.
+
+    Waits until all of them have it.
+    """
+    job, members = _members("smp.broadcast()", group)
+    parcel = Parcel.of(obj)
+    others = [member for member in members if member != job.boot.rank]
+    sends = [(other, _post(job, parcel, other, TAG_SEND)) for other in others]
+    for other, works in sends:
+        _wait(works, f"smp.broadcast(..., {group}): sending to rank {other}")
+
+
+def send(obj: Any, dest_rank: int, rank_type: RankType) -> None:
+    """Send ``obj`` to the rank ``dest_rank`` of this rank's group of that type.
+
+    Returns when the receiver has taken it.
+
+    Raises:
+        ValueError: no such rank, or this rank itself.
+        RuntimeError: the receiver is gone.
+    """
+    job, dest = _peer("smp.send()", dest_rank, rank_type)
+    works = _post(job, Parcel.of(obj), dest, TAG_SEND)
+    _wait(works, f"smp.send(..., {dest_rank}, {rank_type}): sending to rank {dest}")
+
+
+def recv_from(src_rank: int, rank_type: RankType) -> Any:
+    """The next object that rank ``src_rank`` of that type sends or broadcasts to this one.
+
+    A tensor that was on a GPU arrives on this rank's current one.
+
+    Raises:
+        ValueError: no such rank, or this rank itself.
+        RuntimeError: the sender is gone.
+    """
+    job, src = _peer("smp.recv_from()", src_rank, rank_type)
+    return _take(job, src, TAG_SEND, f"smp.recv_from({src_rank}, {rank_type})")
+
+
+def allgather(obj: Any, group: CommGroup) -> list[Any]:
+    """Every member's object, by its rank in the group.  Collective over the group.
+
+    What this rank gave comes back as a copy, like that of the others.
+    """
+    job, members = _members("smp.allgather()", group)
+    doing = f"smp.allgather(..., {group})"
+    tag = TAG_ALLGATHER[group.value]
+    parcel = Parcel.of(obj)
+    sends = [_post(job, parcel, m, tag) for m in members if m != job.boot.rank]
+    gathered = [
+        parcel.copy().open() if member == job.boot.rank else _take(job, member, tag, doing)
+        for member in members
+    ]
+    for works in sends:
+        _wait(works, doing)
+    return gathered
+
+
+def barrier(group: CommGroup = CommGroup.WORLD) -> None:
+    """Wait until every rank of ``group`` is here."""
+    job, members = _members("smp.barrier()", group)
+    tag, doing = TAG_BARRIER[group.value], f"smp.barrier({group})"
+    me, size = members.index(job.boot.rank), len(members)
+    # Dissemination: after round i each rank has heard, through others, of the 2^i
+    # ranks before it.
+    step = 1
+    while step < size:
+        after, before = members[(me + step) % size], members[(me - step) % size]
+        works = _post(job, NOTHING, after, tag)
+        _take(job, before, tag, doing)
+        _wait(works, doing)
+        step *= 2
+
+
+def pp_barrier() -> None:
+    """Wait until every rank of this PP_GROUP is here."""
+    barrier(CommGroup.PP_GROUP)
+
+
+def tp_barrier() -> None:
+    """Wait until every rank of this TP_GROUP is here."""
+    barrier(CommGroup.TP_GROUP)
+
+
+def dp_barrier() -> None:
+    """Wait until every rank of this DP_GROUP is here."""
+    barrier(CommGroup.DP_GROUP)
+
+
+def rdp_barrier() -> None:
+    """Wait until every rank of this RDP_GROUP is here."""
+    barrier(CommGroup.RDP_GROUP)
+
+
+def mp_barrier() -> None:
+    """Wait until every rank of this MP_GROUP is here."""
+    barrier(CommGroup.MP_GROUP)
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What a receiver needs to make a tensor's memory."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]  # in the order of memory: the last is contiguous
+    order: tuple[int, ...]  # the dimension at each place of that order
+    requires_grad: bool
+    is_parameter: bool
+    on_accelerator: bool
+
+    @staticmethod
+    def of(tensor: Tensor) -> "Spec":
+        order = memory_order(tensor)
+        return Spec(
+            tensor.dtype,
+            tuple(tensor.shape[i] for i in order),
+            order,
+            tensor.requires_grad,
+            isinstance(tensor, nn.Parameter),
+            tensor.device.type != "cpu",
+        )
+
+    def rebuild(self, flat: Tensor) -> Tensor:
+        tensor = flat.permute(inverse(self.order))
+        if self.on_accelerator and torch.accelerator.is_available():
+            tensor = tensor.to(torch.accelerator.current_accelerator())
+        if self.is_parameter:
+            return nn.Parameter(tensor, self.requires_grad)
+        return tensor.requires_grad_(self.requires_grad)
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """One message: the pickles, and the tensors' values in the order of their memory."""
+
+    specs: list[Spec]
+    pickled: bytes
+    values: list[Tensor]  # contiguous, on the CPU
+
+    @staticmethod
+    def of(obj: Any) -> "Parcel":
+        """Take the tensors out of an object; one that occurs twice travels once."""
+        tensors: list[Tensor] = []
+        numbers: dict[int, int] = {}
+
+        class Pickler(pickle.Pickler):
+            def persistent_id(self, value: Any) -> int | None:
+                if not travels_apart(value):
+                    return None
+                if id(value) not in numbers:
+                    numbers[id(value)] = len(tensors)
+                    tensors.append(value)
+                return numbers[id(value)]
+
+        buffer = io.BytesIO()
+        Pickler(buffer, protocol=pickle.HIGHEST_PROTOCOL).dump(obj)
+        specs = [Spec.of(tensor) for tensor in tensors]
+        values = [
+            tensor.detach().permute(spec.order).cpu().contiguous()
+            for tensor, spec in zip(tensors, specs, strict=True)
+        ]
+        return Parcel(specs, buffer.getvalue(), values)
+
+    def open(self) -> Any:
+        tensors = [
+            spec.rebuild(value) for spec, value in zip(self.specs, self.values, strict=True)
+        ]
+
+        class Unpickler(pickle.Unpickler):
+            def persistent_load(self, number: int) -> Tensor:
+                return tensors[number]
+
+        return Unpickler(io.BytesIO(self.pickled)).load()
+
+    def copy(self) -> "Parcel":
+        """The same, with memory of its own."""
+        return Parcel(self.specs, self.pickled, [value.clone() for value in self.values])
+
+    def parts(self) -> list[Tensor]:
+        """What goes over the wire, as bytes; nothing is copied but the pickles."""
+        specs = pickle.dumps(self.specs)
+        lengths = torch.tensor([len(specs), len(self.pickled)])
+        head = torch.frombuffer(bytearray(specs + self.pickled), dtype=torch.uint8)
+        return [as_bytes(lengths), head, *(as_bytes(v) for v in self.values if v.numel())]
+
+
+NOTHING = Parcel([], pickle.dumps(None), [])
+
+
+def travels_apart(value: Any) -> bool:
+    """A plain tensor with memory of its own; anything else is the pickle's affair."""
+    return (
+        type(value) in (Tensor, nn.Parameter)
+        and value.layout is torch.strided
+        and not value.is_quantized
+        and not value.is_meta
+        and not value.is_conj()
+        and not value.is_neg()
+        and not value.__dict__
+    )
+
+
+def memory_order(tensor: Tensor) -> tuple[int, ...]:
+    """The dimensions from the largest stride to the smallest, if they fill memory densely.
+
+    So a transposed tensor arrives transposed.  Others (expanded, strided) arrive
+    contiguous.
+    """
+    strides = tensor.stride()
+    order = tuple(sorted(range(tensor.dim()), key=lambda i: (-strides[i], i)))
+    is_dense = tensor.permute(order).is_contiguous()
+    return order if is_dense else tuple(range(tensor.dim()))
+
+
+def inverse(order: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(sorted(range(len(order)), key=order.__getitem__))
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The memory of a contiguous tensor, as bytes."""
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+# The parts of one message follow each other: a thread posts or takes all of them.
+_posting: defaultdict[tuple[int, int], threading.Lock] = defaultdict(threading.Lock)
+_taking: defaultdict[tuple[int, int], threading.Lock] = defaultdict(threading.Lock)
+
+
+def _post(job: Job, parcel: Parcel, dest: int, tag: int) -> list[dist.Work]:
+    """Start sending; the works hold the memory until they are done."""
+    group = job.torch_groups.objects
+    with _posting[dest, tag]:
+        return [dist.isend(part, dest, group, tag) for part in parcel.parts()]  # type: ignore[misc]
+
+
+def _take(job: Job, src: int, tag: int, doing: str) -> Any:
+    group = job.torch_groups.objects
+
+    def fill(tensor: Tensor) -> Tensor:
+        if tensor.numel():
+            try:
+                dist.recv(as_bytes(tensor), src, group, tag)
+            except RuntimeError as error:
+                raise _gone(f"{doing}: receiving from rank {src}", error) from error
+        return tensor
+
+    with _taking[src, tag]:
+        in_specs, in_pickle = fill(torch.empty(2, dtype=torch.int64)).tolist()
+        head = fill(torch.empty(in_specs + in_pickle, dtype=torch.uint8)).numpy().tobytes()
+        specs: list[Spec] = pickle.loads(head[:in_specs])
+        values = [fill(torch.empty(spec.shape, dtype=spec.dtype)) for spec in specs]
+    return Parcel(specs, head[in_specs:], values).open()
+
+
+def _wait(works: list[dist.Work], doing: str) -> None:
+    for work in works:
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise _gone(doing, error) from error
+
+
+def _gone(doing: str, error: RuntimeError) -> RuntimeError:
+    return RuntimeError(f"{doing}: the connection is lost, that rank has ended ({error})")
+
+
+def _members(caller: str, group: CommGroup) -> tuple[Job, list[int]]:
+    job = state.job(caller)
+    if not isinstance(group, CommGroup):
+        raise TypeError(f"{caller} takes a group such as smp.PP_GROUP, got {group!r}")
+    return job, job.groups[group.value]
+
+
+def _peer(caller: str, rank: int, rank_type: RankType) -> tuple[Job, int]:
+    """The global rank behind a rank of a type."""
+    job = state.job(caller)
+    if not isinstance(rank_type, RankType):
+        raise TypeError(
+            f"{caller} takes a type such as smp.RankType.PP_RANK, got {rank_type!r}"
+        )
+    members = job.groups[rank_type.value]
+    if type(rank) is not int or not 0 <= rank < len(members):
+        raise ValueError(
+            f"{caller}: there is no {rank_type.name} {rank!r}; "
+            f"the group has {len(members)} ranks, from 0"
+        )
+    if members[rank] == job.boot.rank:
+        raise ValueError(
+            f"{caller}: {rank_type.name} {rank} is this rank itself, which would wait for ever"
+        )
+    return job, members[rank]

@@ -1,0 +1,320 @@
+"""Spec: object communication (api section 2), with the payloads that scripts send."""
+
+import collections
+import threading
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import smp
+from smp.objects import Parcel
+from tests.ranks import mpirun, on_ranks
+
+Pair = collections.namedtuple("Pair", "first second")
+
+
+def payloads(rank: int) -> list:
+    """What clients.md lists, made to differ by rank."""
+    torch.manual_seed(rank)
+    return [
+        0.5 + rank,
+        torch.randn(3, 2),
+        torch.tensor(1.5 + rank),
+        [torch.randn(2), torch.arange(rank + 1)],
+        {"loss": torch.tensor(2.0), "step": rank, "nested": {"x": [None, torch.ones(1)]}},
+        rank % 2 == 0,
+        torch.randn(2 + rank, 4),
+        None,
+        "text",
+        Pair(torch.ones(2, dtype=torch.bool), (rank,)),
+        torch.randn(4, 3).t(),
+        torch.empty(0, 5),
+        torch.randn(2, 2).to(torch.bfloat16),
+        torch.complex(torch.ones(2), torch.ones(2)),
+        torch.randn(1, 3).expand(4, 3),
+        torch.randn(8)[::2],
+        nn.Parameter(torch.randn(2), requires_grad=False),
+        torch.eye(2).to_sparse(),
+        nn.Linear(2, 3),
+    ]
+
+
+def same(a, b) -> bool:
+    if isinstance(a, torch.Tensor):
+        return (
+            type(a) is type(b)
+            and a.dtype == b.dtype
+            and a.shape == b.shape
+            and a.requires_grad == b.requires_grad
+            and bool(torch.equal(a.to_dense(), b.to_dense()))
+        )
+    if isinstance(a, nn.Module):
+        return type(a) is type(b) and same(a.state_dict(), b.state_dict())
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, list | tuple):
+        return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
+    return type(a) is type(b) and a == b
+
+
+@on_ranks(2, 4)
+def test_allgather_gives_every_object_by_rank():
+    smp.init()
+
+    for i, mine in enumerate(payloads(smp.rank())):
+        gathered = smp.allgather(mine, smp.WORLD)
+        assert len(gathered) == smp.size()
+        for rank, theirs in enumerate(gathered):
+            assert same(theirs, payloads(rank)[i]), (rank, mine)
+
+
+@on_ranks(2, 4)
+def test_broadcast_reaches_every_other_member():
+    smp.init()
+    received = payloads(0)
+
+    for i, obj in enumerate(payloads(0)):
+        if smp.rank() == 0:
+            smp.broadcast(obj, smp.WORLD)
+        else:
+            received[i] = smp.recv_from(0, smp.RankType.WORLD_RANK)
+
+    assert all(map(same, received, payloads(0)))
+
+
+@on_ranks(4)
+def test_groups_are_apart_from_each_other():
+    smp.init({"pipeline_parallel_degree": 2})
+    rank = smp.rank()
+
+    assert smp.allgather(rank, smp.PP_GROUP) == [rank // 2 * 2, rank // 2 * 2 + 1]
+    assert smp.allgather(rank, smp.MP_GROUP) == smp.allgather(rank, smp.PP_GROUP)
+    assert smp.allgather(rank, smp.CommGroup.DP_GROUP) == [rank % 2, rank % 2 + 2]
+    assert smp.allgather(rank, smp.RDP_GROUP) == smp.allgather(rank, smp.DP_GROUP)
+    assert smp.allgather(rank, smp.TP_GROUP) == [rank]
+    if smp.pp_rank() == 1:
+        smp.broadcast(("from", rank), smp.PP_GROUP)
+    else:
+        assert smp.recv_from(1, smp.RankType.PP_RANK) == ("from", rank + 1)
+    if smp.dp_rank() == 0:
+        smp.send(rank, 1, smp.RankType.RDP_RANK)
+    else:
+        assert smp.recv_from(0, smp.RankType.DP_RANK) == rank - 2
+
+
+@on_ranks(2)
+def test_messages_of_one_rank_arrive_in_order():
+    smp.init()
+    other = 1 - smp.rank()
+
+    def send_all():
+        for i in range(200):
+            smp.send({"i": i, "t": torch.full((i % 5,), i)}, other, smp.RankType.WORLD_RANK)
+
+    sender = threading.Thread(target=send_all)
+    sender.start()
+    for i in range(200):
+        got = smp.recv_from(other, smp.RankType.WORLD_RANK)
+        assert got["i"] == i and got["t"].tolist() == [i] * (i % 5)
+    sender.join()
+
+
+@on_ranks(2)
+def test_a_script_may_send_tensors_itself_meanwhile():
+    smp.init()
+    import torch.distributed as dist
+
+    if smp.rank() == 0:
+        theirs = dist.isend(torch.full((4,), 7.0), 1)
+        smp.send("ours", 1, smp.RankType.WORLD_RANK)
+        theirs.wait()
+    else:
+        assert smp.recv_from(0, smp.RankType.WORLD_RANK) == "ours"
+        tensor = torch.zeros(4)
+        dist.recv(tensor, 0)
+        assert tensor.tolist() == [7.0] * 4
+
+
+@on_ranks(2)
+def test_a_collective_and_a_message_in_two_threads_do_not_meet():
+    smp.init()
+    other = 1 - smp.rank()
+    got = []
+
+    def gather():
+        for i in range(50):
+            got.append(smp.allgather((smp.rank(), i), smp.WORLD))
+
+    thread = threading.Thread(target=gather)
+    thread.start()
+    for i in range(50):
+        if smp.rank() == 0:
+            smp.send(i, other, smp.RankType.WORLD_RANK)
+        else:
+            assert smp.recv_from(other, smp.RankType.WORLD_RANK) == i
+    thread.join()
+    assert got == [[(0, i), (1, i)] for i in range(50)]
+
+
+@on_ranks(2)
+def test_send_returns_when_the_receiver_has_it():
+    """All of them block until matched."""
+    smp.init()
+    if smp.rank() == 0:
+        sent = threading.Event()
+
+        def work():
+            smp.send(torch.zeros(10), 1, smp.RankType.WORLD_RANK)
+            sent.set()
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        assert not sent.wait(0.2)
+        smp.barrier()
+        thread.join()
+        assert sent.is_set()
+    else:
+        smp.barrier()
+        assert smp.recv_from(0, smp.RankType.WORLD_RANK).shape == (10,)
+
+
+@on_ranks(2, 4)
+def test_nobody_leaves_a_barrier_before_everybody_is_there(tmp_path):
+    smp.init()
+
+    for i in range(10):
+        (tmp_path / f"{i}-{smp.rank()}").touch()
+        smp.barrier()
+        assert all((tmp_path / f"{i}-{rank}").exists() for rank in range(smp.size()))
+
+
+@on_ranks(4)
+def test_barriers_of_groups():
+    smp.init({"pipeline_parallel_degree": 2})
+
+    for barrier in (
+        smp.mp_barrier,
+        smp.dp_barrier,
+        smp.pp_barrier,
+        smp.tp_barrier,
+        smp.rdp_barrier,
+    ):
+        barrier()
+    if smp.pp_rank() == 0:
+        smp.dp_barrier()  # the others are not waited for
+    smp.barrier(smp.WORLD)
+
+
+@on_ranks(2)
+def test_a_tensor_that_occurs_twice_arrives_as_one():
+    smp.init()
+    tensor = torch.ones(2)
+
+    for first, second in smp.allgather([tensor, tensor], smp.WORLD):
+        assert first is second
+
+
+@on_ranks(2)
+def test_what_this_rank_gave_comes_back_as_a_copy():
+    smp.init()
+    mine = torch.zeros(2)
+
+    gathered = smp.allgather(mine, smp.WORLD)
+    gathered[smp.rank()] += 1
+
+    assert mine.tolist() == [0, 0]
+
+
+@on_ranks(2)
+def test_wrong_arguments_are_named():
+    smp.init()
+    itself, kind = smp.rank(), smp.RankType.WORLD_RANK
+
+    with pytest.raises(ValueError, match="no WORLD_RANK 2; the group has 2 ranks, from 0"):
+        smp.send(1, 2, kind)
+    with pytest.raises(ValueError, match="no WORLD_RANK -1"):
+        smp.recv_from(-1, kind)
+    with pytest.raises(ValueError, match="this rank itself, which would wait for ever"):
+        smp.recv_from(itself, kind)
+    with pytest.raises(TypeError, match=r"a type such as smp.RankType.PP_RANK, got 'PP'"):
+        smp.send(1, 0, "PP")
+    with pytest.raises(TypeError, match="a group such as smp.PP_GROUP, got 3"):
+        smp.allgather(1, 3)
+    with pytest.raises(TypeError, match="cannot pickle"):
+        smp.send(threading.Lock(), 1 - itself, kind)
+    smp.barrier()  # a refused object has sent nothing: the ranks still match
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: smp.send(1, 0, smp.RankType.WORLD_RANK),
+        lambda: smp.recv_from(0, smp.RankType.WORLD_RANK),
+        lambda: smp.broadcast(1, smp.WORLD),
+        lambda: smp.allgather(1, smp.WORLD),
+        lambda: smp.barrier(),
+    ],
+    ids=["send", "recv_from", "broadcast", "allgather", "barrier"],
+)
+def test_before_init_the_missing_call_is_named(call, request):
+    smp.reset()
+    name = request.node.callspec.id
+
+    with pytest.raises(RuntimeError, match=rf"smp\.{name}\(\) needs smp\.init\(\)"):
+        call()
+
+
+def test_one_rank_is_a_group_too():
+    smp.reset()
+    smp.init()
+
+    assert smp.allgather({"a": 1}, smp.WORLD) == [{"a": 1}]
+    smp.broadcast(1, smp.PP_GROUP)
+    smp.barrier()
+    smp.reset()
+
+
+def test_a_receiver_is_told_that_the_sender_has_ended(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import smp, sys\n"
+        "smp.init()\n"
+        "if smp.rank() == 0: smp.recv_from(1, smp.RankType.WORLD_RANK)\n"
+    )
+
+    done = mpirun(2, script)
+
+    assert done.returncode != 0
+    assert "smp.recv_from(1, RankType.WORLD_RANK): receiving from rank 1" in done.stderr
+    assert "that rank has ended" in done.stderr
+
+
+@st.composite
+def tensors(draw) -> torch.Tensor:
+    shape = draw(st.lists(st.integers(0, 4), max_size=4))
+    dtype = draw(st.sampled_from([torch.float32, torch.int16, torch.bool, torch.bfloat16]))
+    tensor = torch.arange(int(torch.Size(shape).numel())).reshape(shape).to(dtype)
+    tensor = tensor.permute(draw(st.permutations(range(tensor.dim()))))
+    if tensor.dim() and draw(st.booleans()):
+        tensor = tensor[:: draw(st.integers(1, 3))]
+    return tensor
+
+
+@given(st.recursive(tensors() | st.integers() | st.text(), st.lists, max_leaves=6))
+def test_a_parcel_opens_to_what_was_put_in(obj):
+    assert same(Parcel.of(obj).copy().open(), obj)
+
+
+@given(tensors())
+def test_a_dense_tensor_keeps_its_strides(tensor):
+    got = Parcel.of(tensor).copy().open()
+
+    dense = tensor.numel() > 1 and tensor.untyped_storage().nbytes() == (
+        tensor.numel() * tensor.element_size()
+    )
+    wide = [i for i in range(tensor.dim()) if tensor.shape[i] > 1]
+    if dense:
+        assert [got.stride(i) for i in wide] == [tensor.stride(i) for i in wide]
