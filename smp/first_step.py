@@ -7,7 +7,7 @@ same model, and applies it.
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from smp import _core, failures, model, tracing
+from smp import _core, failures, model, state_dicts, tracing
 from smp.partitioning import Partition, make_partition
 
 if TYPE_CHECKING:
@@ -50,6 +50,12 @@ def partition_models(
     for one, partition, stateful in zip(models, partitions, gates, strict=True):
         one.apply_partition(partition, stateful)
     model.install(rt)
+    for one in models:
+        state_dicts.load_deferred(one)
+    waiting = list(rt.after_partition)
+    rt.after_partition.clear()
+    for load in waiting:
+        load()
     for one in models:
         one.run_post_partition_hooks()
 

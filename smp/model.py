@@ -3,14 +3,14 @@
 import weakref
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from smp import _core, remote_modules, runtime
+from smp import _core, remote_modules, runtime, state_dicts
 from smp.partitioning import Partition
 from smp.state_mod import state
 
@@ -68,6 +68,7 @@ class DistributedModel(nn.Module):
         self._runtime.models.append(weakref.ref(self))
         self._entries: list[remote_modules.Entry] = []
         self._stateful: list[nn.Module] = []
+        self._deferred_loads: list[tuple] = []
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -192,6 +193,50 @@ class DistributedModel(nn.Module):
                 "look ahead"
             )
         return self.partition.report()
+
+    def state_dict(  # type: ignore[override]
+        self, gather_to_rank0: bool = False, cast_to_cpu: bool = True
+    ) -> "OrderedDict[str, Any]":
+        """The whole model's state dict, with the names of the wrapped module.
+
+        Collective over the MP_GROUP after the partition: one replica may call it alone.
+
+        Args:
+            gather_to_rank0: only mp_rank 0 gets it; the others get an empty dict.
+            cast_to_cpu: all tensors in host memory.
+        """
+        return state_dicts.full_state_dict(self, gather_to_rank0, cast_to_cpu)
+
+    def local_state_dict(self) -> "OrderedDict[str, Any]":
+        """What this rank owns; its key ``_smp_is_partial`` is True."""
+        return state_dicts.local_state_dict(self)
+
+    def load_state_dict(  # type: ignore[override]
+        self,
+        state_dict: Mapping[str, Any],
+        strict: bool = True,
+        same_partition_load: bool = False,
+        translate_function: Callable | None = None,
+    ) -> Any:
+        """Load a full dict, or a partial one on every rank of the MP_GROUP.
+
+        Before the partition, what depends on it waits until it is made.
+
+        Args:
+            state_dict: partial where its key ``_smp_is_partial`` is True.
+            same_partition_load: each rank's partial dict has just what it owns now;
+                otherwise entries go to the ranks that own them now.
+            translate_function: from the given dict to one with the module's names.
+
+        Returns:
+            ``missing_keys`` and ``unexpected_keys``, as torch does.
+
+        Raises:
+            RuntimeError: a missing or unexpected key, when ``strict``; another shape.
+        """
+        return state_dicts.load(
+            self, state_dict, strict, same_partition_load, translate_function
+        )
 
     def local_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters that this rank owns, with their names; tied ones once."""

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from smp import optimizer_state
 from smp.state_mod import state
 
 _OWN = {"optimizer", "step", "zero_grad", "overflow", "redefined_params", "loss_scale"}
@@ -66,9 +67,28 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.optimizer.add_param_group(param_group)
 
     def state_dict(self) -> dict:
-        """The wrapped optimizer's state."""
+        """The whole state; it loads into the plain optimizer of the plain model.
+
+        Collective over the MP_GROUP after the partition.
+        """
+        return optimizer_state.full_state_dict(self)
+
+    def local_state_dict(self, gather_if_shard: bool = True) -> dict:
+        """The state of this rank's parameters; its key ``_smp_is_partial`` is True.
+
+        Args:
+            gather_if_shard: whether a sharded state is gathered; without sharding there
+                is nothing to gather.
+        """
+        return optimizer_state.local_state_dict(self)
+
+    def orig_state_dict(self) -> dict:
+        """The wrapped optimizer's own state dict, of this rank alone."""
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict) -> None:
-        """Load state into the wrapped optimizer."""
-        self.optimizer.load_state_dict(state_dict)
+        """Load a full dict, or a partial one on every rank of the MP_GROUP.
+
+        Before the partition the groups are loaded at once and the state waits for it.
+        """
+        optimizer_state.load(self, state_dict)

@@ -6,7 +6,9 @@ Modules that the rank does not own get a class of their own, whose ``__call__`` 
 but for ``nn.Sequential`` whose children span ranks.
 """
 
+import contextlib
 import functools
+import threading
 from collections.abc import Callable, Iterator
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -208,12 +210,31 @@ _HARMLESS = {
 }
 
 
+class _Loading(threading.local):
+    depth = 0
+
+
+_loading = _Loading()
+
+
+@contextlib.contextmanager
+def loading() -> Iterator[None]:
+    """A state dict is loaded in this thread: remote parameters take no data, silently."""
+    _loading.depth += 1
+    try:
+        yield
+    finally:
+        _loading.depth -= 1
+
+
 class RemoteParameter(nn.Parameter):
     """A parameter whose data is on another rank: all attributes, no operators."""
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         name = getattr(func, "__name__", str(func))
+        if name == "copy_" and _loading.depth and isinstance(args[0], RemoteParameter):
+            return args[0]
         if name in _HARMLESS and name != "type":
             if (
                 name == "__set__"

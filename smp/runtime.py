@@ -6,6 +6,7 @@
 import secrets
 import weakref
 from array import array
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -40,6 +41,7 @@ class Runtime:
             r for r in range(job.boot.size) if job.placement.coordinates(r).pp == 0
         )
         self.models: list[weakref.ref[DistributedModel]] = []
+        self.after_partition: list[Callable[[], None]] = []  # loads that wait for it
         self.local_error: BaseException | None = None
         self.tracing = False
         self.in_step = False

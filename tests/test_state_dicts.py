@@ -1,0 +1,205 @@
+"""State dicts of models and optimizers whose parts live on several ranks."""
+
+from collections import OrderedDict
+
+import pytest
+import torch
+
+import smp
+from tests.models.trained import (
+    OPTIMIZERS,
+    PlainRun,
+    Run,
+    assert_same,
+    init,
+    make_model,
+    rank_of,
+    snapshot,
+)
+from tests.ranks import on_ranks
+
+EVERY_OPTIMIZER = pytest.mark.parametrize("name", OPTIMIZERS)
+
+
+@on_ranks(2, 3)
+def test_a_full_dict_is_that_of_the_plain_model():
+    """Names and order as of the wrapped module, values of the trained parts, any owner."""
+    init(smp.bootstrap.mpi_size())
+    run, plain = Run("sgd"), PlainRun("sgd")
+    assert_same(run.model.state_dict(), plain.model.state_dict())
+
+    run.train(0, 3)
+    plain.train(0, 3)
+    full = run.model.state_dict()
+
+    assert_same(full, plain.model.state_dict())
+    assert full["output.weight"] is full["embedding.weight"], "tied entries came apart"
+    assert full._metadata == plain.model.state_dict()._metadata
+    fresh = make_model(seed=5, pin=False)
+    assert str(fresh.load_state_dict(full)) == "<All keys matched successfully>"
+
+
+@on_ranks(2)
+def test_only_rank_0_gets_a_full_dict_that_is_gathered_to_it():
+    init(2)
+    run, plain = Run("sgd"), PlainRun("sgd")
+    run.train(0, 1)
+    plain.train(0, 1)
+
+    full = run.model.state_dict(gather_to_rank0=True)
+
+    assert_same(full, plain.model.state_dict() if smp.mp_rank() == 0 else OrderedDict())
+
+
+@on_ranks(2)
+def test_a_partial_dict_holds_what_the_rank_owns():
+    init(2)
+    run = Run("sgd")
+    run.evaluate()
+
+    partial = run.model.local_state_dict()
+
+    assert partial.pop("_smp_is_partial") is True
+    owned = [
+        name
+        for name in make_model(pin=False).state_dict()
+        if rank_of(2)[name.rpartition(".")[0]] == smp.pp_rank()
+    ]
+    assert list(partial) == owned
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("partial", [False, True])
+@pytest.mark.parametrize("when", ["before", "after"])
+@EVERY_OPTIMIZER
+def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(name, partial, when):
+    """Model, optimizer and scheduler state loaded before or after the partition."""
+    init(smp.bootstrap.mpi_size())
+    whole = Run(name)
+    whole.train(0, 3)
+    if partial:
+        model, optimizer = whole.model.local_state_dict(), whole.optimizer.local_state_dict()
+    else:
+        model, optimizer = whole.model.state_dict(), whole.optimizer.state_dict()
+    model, optimizer = snapshot(model), snapshot(optimizer)
+    scheduler = snapshot(whole.scheduler.state_dict())
+    whole.train(3, 6)
+
+    resumed = Run(name, seed=9, before_wrapping=True)
+    if when == "after":
+        resumed.evaluate()
+    resumed.model.load_state_dict(model)
+    resumed.optimizer.load_state_dict(optimizer)
+    resumed.scheduler.load_state_dict(scheduler)
+    resumed.train(3, 6)
+
+    assert_same(resumed.model.state_dict(), whole.model.state_dict())
+    assert_same(resumed.optimizer.state_dict(), whole.optimizer.state_dict())
+    assert_same(resumed.scheduler.state_dict(), whole.scheduler.state_dict())
+
+
+@on_ranks(2)
+@EVERY_OPTIMIZER
+def test_the_full_optimizer_state_continues_on_the_plain_model(name):
+    """Indices are those of the user's groups: it loads into the plain optimizer."""
+    init(2)
+    run, plain = Run(name), PlainRun(name)
+    run.train(0, 3)
+    plain.train(0, 3)
+    assert_same(run.optimizer.state_dict(), plain.optimizer.state_dict())
+
+    continued = PlainRun(name, seed=9)
+    continued.model.load_state_dict(run.model.state_dict())
+    continued.optimizer.load_state_dict(snapshot(run.optimizer.state_dict()))
+    continued.scheduler.load_state_dict(run.scheduler.state_dict())
+    continued.train(3, 5)
+    plain.train(3, 5)
+
+    assert_same(continued.model.state_dict(), plain.model.state_dict())
+
+
+@on_ranks(2)
+def test_optimizer_state_is_kept_for_the_parameters_of_this_rank_alone():
+    init(2)
+    run = Run("adamw")
+    run.train(0, 1)
+    local = {id(p) for p in run.model.local_parameters()}
+    numbered = [p for group in run.optimizer.param_groups for p in group["params"]]
+    mine = [number for number, p in enumerate(numbered) if id(p) in local]
+
+    partial = run.optimizer.local_state_dict()
+
+    assert partial["_smp_is_partial"] is True
+    assert sorted(partial["state"]) == mine
+    assert sorted(run.optimizer.orig_state_dict()["state"]) == mine
+    assert len(partial["param_groups"]) == 2
+
+
+@on_ranks(2)
+def test_a_partial_dict_of_another_partition_goes_to_the_owners():
+    """Entries travel to the rank that owns them now; with same_partition_load they do not."""
+    init(2)
+    want = make_model(seed=3, pin=False).state_dict()
+    run = Run("sgd")
+    run.evaluate()
+    swapped = {n: t for n, t in want.items() if ("second" in n) == (smp.pp_rank() == 0)}
+    swapped["_smp_is_partial"] = True
+
+    assert str(run.model.load_state_dict(swapped)) == "<All keys matched successfully>"
+
+    assert_same(run.model.state_dict(), want)
+    with pytest.raises(RuntimeError, match="Missing key"):
+        run.model.load_state_dict(swapped, same_partition_load=True)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_wrong_entries_are_named_on_every_rank(when):
+    """As torch does: keys that are missing or too many, and both shapes."""
+    init(2)
+    run = Run("sgd")
+    if when == "after":
+        run.evaluate()
+    full = make_model(pin=False).state_dict()
+    bias = full.pop("second.0.bias")
+    full["third.bias"] = bias
+
+    keys = run.model.load_state_dict(full, strict=False)
+    assert (keys.missing_keys, keys.unexpected_keys) == (["second.0.bias"], ["third.bias"])
+    with pytest.raises(RuntimeError, match=r"Missing key.*second\.0\.bias"):
+        run.model.load_state_dict(full)
+    full["second.0.bias"] = torch.zeros(7)
+    with pytest.raises(
+        RuntimeError, match=r"second\.0\.bias: .*torch\.Size\(\[7\]\).*torch\.Size\(\[6\]\)"
+    ):
+        run.model.load_state_dict(full, strict=False)
+
+
+@on_ranks(2)
+def test_a_full_dict_may_say_that_it_is_not_partial():
+    """``_smp_is_partial`` False, as Hugging Face's Trainer adds it, and names to translate."""
+    init(2)
+    run = Run("sgd")
+    run.evaluate()
+    want = make_model(seed=3, pin=False).state_dict()
+    renamed = {f"old.{name}": value for name, value in want.items()}
+    renamed["_smp_is_partial"] = False
+
+    run.model.load_state_dict(
+        renamed,
+        translate_function=lambda sd: {n.removeprefix("old."): t for n, t in sd.items()},
+    )
+
+    assert_same(run.model.state_dict(), want)
+    assert "_smp_is_partial" in renamed, "the user's dict was changed"
+
+
+@on_ranks(4)
+def test_one_replica_gathers_alone():
+    """state_dict() needs only the ranks of its own MP_GROUP."""
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": 2, "ddp": True})
+    run = Run("sgd")
+    run.evaluate()
+
+    if smp.rdp_rank() == 0:
+        assert_same(run.model.state_dict(), make_model(pin=False).state_dict())
