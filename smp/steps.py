@@ -162,6 +162,7 @@ class Step:
             raise
         seed = int(torch.empty((), dtype=torch.int64).random_())
         generator_state = torch.default_generator.get_state()
+        thread_state.begin_step()
         self.state = thread_state.capture()
         self.grad = torch.is_grad_enabled()
         _core.gradients_begin(self.count, rt.backwards, None)

@@ -192,8 +192,18 @@ run_entry(const smp_entry *entry, uint16_t flags, PyObject *state, PyObject *arg
     } else {
         value = PyObject_Call(entry->callable, args, kwargs);
     }
-    if (!(flags & SMP_FLAG_GRAD) && smp_torch_set_grad(true) < 0) {
-        Py_CLEAR(value);
+    if (!(flags & SMP_FLAG_GRAD)) {
+        PyObject *type;
+        PyObject *error;
+        PyObject *traceback;
+
+        PyErr_Fetch(&type, &error, &traceback); /* what the module raised comes first */
+        if (smp_torch_set_grad(true) < 0) {
+            Py_CLEAR(value);
+        }
+        if (type != NULL) {
+            PyErr_Restore(type, error, traceback);
+        }
     }
     return value;
 }
