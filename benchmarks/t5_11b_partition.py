@@ -1,6 +1,7 @@
 """Does the partition of T5-11B over 8 ranks look like the paper's Figures 9 and 10?
 
     python benchmarks/t5_11b_partition.py
+    python benchmarks/t5_11b_partition.py sweep    # which inputs give both figures
 
 The model is transformers' T5 with the sizes of T5-11B, on the meta device: nothing is
 downloaded, and it takes no memory.  The paper does not say for which input it traced, so
@@ -10,13 +11,14 @@ several are tried.
 import math
 import os
 import platform
+import sys
 import warnings
+from pathlib import Path
 
 import torch
 from transformers import T5Config, T5ForConditionalGeneration
 
 import smp
-from smp.planning import plan
 
 RANKS = 8
 LAYERS = 24
@@ -63,13 +65,18 @@ def ranks_of(report, stack: str) -> int:
     return len({report.rank_of(f"{stack}.block.{i}") for i in range(LAYERS)})
 
 
-def row(model: T5ForConditionalGeneration, shape: tuple | None, weight: float) -> str:
+def stacks(model: T5ForConditionalGeneration, shape: tuple | None, weight: float) -> tuple:
+    """The report, and the numbers of encoder and decoder ranks."""
     given = inputs(*shape) if shape else {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore" if shape is None else "default")
-        report = plan(model, **given, pipeline_parallel_degree=RANKS, memory_weight=weight)
+        report = smp.plan(model, **given, pipeline_parallel_degree=RANKS, memory_weight=weight)
     assert math.isclose(sum(report.costs), 1), report.costs
-    encoder, decoder = ranks_of(report, "encoder"), ranks_of(report, "decoder")
+    return report, (ranks_of(report, "encoder"), ranks_of(report, "decoder"))
+
+
+def row(model: T5ForConditionalGeneration, shape: tuple | None, weight: float) -> str:
+    report, (encoder, decoder) = stacks(model, shape, weight)
     same = "yes" if (encoder, decoder) == PAPER[weight][:2] else "no"
     cells = [
         "parameters only" if shape is None else " x ".join(map(str, shape)),
@@ -82,8 +89,26 @@ def row(model: T5ForConditionalGeneration, shape: tuple | None, weight: float) -
     return f"| {' | '.join(cells)} |"
 
 
+def sweep(model: T5ForConditionalGeneration) -> None:
+    """For each source length and number of samples, the targets that give both figures."""
+    for source in (128, 256, 512):
+        for samples in (1, 2, 4, 8):
+            targets = [
+                target
+                for target in range(source // 8, source + 1, source // 8)
+                if all(
+                    stacks(model, (samples, source, target), weight)[1] == PAPER[weight][:2]
+                    for weight in PAPER
+                )
+            ]
+            print(f"source {source}, samples {samples}: target {targets}")
+
+
 def main() -> None:
     model = t5_11b()
+    if sys.argv[1:] == ["sweep"]:
+        sweep(model)
+        return
     elements = sum(p.numel() for p in model.parameters())
     print(f"T5-11B ({elements / 1e9:.2f} B parameters) over {RANKS} ranks, {machine()}\n")
     head = ("samples x source x target", "memory_weight", "ranks", "as paper", "cost by rank")
@@ -95,8 +120,14 @@ def main() -> None:
 
 
 def machine() -> str:
+    """What a number was measured on, for the line above a table."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        name = next(line.partition(": ")[2] for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        name = platform.machine()
     return (
-        f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, "
+        f"{name}, {os.cpu_count()} cores, Python {platform.python_version()}, "
         f"torch {torch.__version__}, smp {smp.__version__}"
     )
 

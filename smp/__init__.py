@@ -19,6 +19,7 @@ from smp.objects import (
 )
 from smp.optimizer import DistributedOptimizer
 from smp.partitioning import PartitionError, partition, set_partition
+from smp.planning import plan
 from smp.ranks import (
     DP_GROUP,
     DP_RANK,
@@ -62,5 +63,6 @@ from smp.ranks import (
     tp_rank,
     tp_size,
 )
+from smp.report import PartitionReport
 from smp.state_mod import core, state
 from smp.steps import is_tracing, step

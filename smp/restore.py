@@ -7,6 +7,7 @@ into are put back.
 """
 
 import collections
+import operator
 import random
 import sys
 import types
@@ -19,8 +20,13 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 _DEEPEST = 8  # levels of nested containers that are looked at
 
+# How things are looked at, by type.
+_LEAF, _OBJECT, _TUPLE, _DICT, _LIST = range(1, 6)
+_kind_of_type: dict[type, int] = {}
+
 # Never looked into: they cannot change, or are put back by other means.
 _OPAQUE = (
+    type(None),
     Tensor,
     nn.Module,
     str,
@@ -103,28 +109,25 @@ class Restore:
 
     def watch(self, thing: Any, depth: int = 0) -> None:
         """Remember the content of containers and plain objects, however nested."""
-        if thing is None or isinstance(thing, _OPAQUE) or id(thing) in self._seen:
+        kind = _kind_of_type.get(type(thing)) or _learn_kind(type(thing))
+        if kind == _LEAF or depth > _DEEPEST:
             return
-        if depth > _DEEPEST:
-            return
-        inner: Iterable[Any]
-        if isinstance(thing, dict):
-            content: Any = dict(thing)
-            inner = content.values()
-        elif isinstance(thing, (list, collections.deque, set)):
-            content = inner = list(thing)
-        elif isinstance(thing, tuple):
-            content, inner = None, thing
-        else:
+        if kind == _OBJECT:
             state = getattr(thing, "__dict__", None)
             if isinstance(state, dict):
                 self.watch(state, depth)
             return
+        if id(thing) in self._seen:
+            return
         self._seen[id(thing)] = thing
-        if content is not None:
+        if kind == _TUPLE:
+            content: Any = thing
+        else:
+            content = dict(thing) if kind == _DICT else list(thing)
             self._containers.append((thing, content))
-        for value in inner:
-            self.watch(value, depth + 1)
+        for value in content.values() if kind == _DICT else content:
+            if _kind_of_type.get(type(value)) != _LEAF:
+                self.watch(value, depth + 1)
 
     def before_write(self, tensor: Tensor) -> None:
         """Keep a copy of a tensor that is about to be written into, the first time."""
@@ -153,6 +156,18 @@ class Restore:
             self._generators[id(generator)] = (generator, generator.get_state())
 
 
+def _learn_kind(type_: type) -> int:
+    kinds = (
+        (_OPAQUE, _LEAF),
+        (dict, _DICT),
+        ((list, collections.deque, set), _LIST),
+        (tuple, _TUPLE),
+    )
+    kind = next((kind for bases, kind in kinds if issubclass(type_, bases)), _OBJECT)
+    _kind_of_type[type_] = kind
+    return kind
+
+
 def _same(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and torch.equal(
         torch.nan_to_num(a) if a.is_floating_point() else a,
@@ -160,16 +175,22 @@ def _same(a: Tensor, b: Tensor) -> bool:
     )
 
 
+def _holds_still(container: Any, content: Any) -> bool:
+    """Whether a container has the very objects that it had."""
+    if len(container) != len(content):
+        return False
+    if not isinstance(container, dict):
+        return all(map(operator.is_, container, content))
+    return all(map(operator.is_, dict.__iter__(container), content)) and all(
+        map(operator.is_, dict.values(container), content.values())
+    )
+
+
 def _put_back(container: Any, content: Any) -> None:
     """Give a container its former content, unless it has it still."""
+    if _holds_still(container, content):
+        return
     if isinstance(container, dict):
-        if len(container) == len(content) and all(
-            key is old_key and value is old_value
-            for (key, value), (old_key, old_value) in zip(
-                dict.items(container), content.items(), strict=True
-            )
-        ):
-            return
         # The base's own methods: ModelOutput and others forbid theirs.
         base = (
             collections.OrderedDict
@@ -179,10 +200,6 @@ def _put_back(container: Any, content: Any) -> None:
         base.clear(container)
         for key, value in content.items():
             base.__setitem__(container, key, value)
-        return
-    if len(container) == len(content) and all(
-        a is b for a, b in zip(container, content, strict=True)
-    ):
         return
     if isinstance(container, list):
         list.__setitem__(container, slice(None), content)

@@ -476,33 +476,40 @@ def _meta_parameter(parameter: nn.Parameter) -> nn.Parameter:
 
 
 class _Progress:
-    """A line on stderr for a run that takes long."""
+    """A line on stderr for a run that takes long; in a log file it is written once."""
 
     def __init__(self, modules: int):
         self.modules = modules
         self.entered = 0
         self.started = self.noted = time.perf_counter()
         self.shown = False
+        self.terminal = sys.stderr.isatty()
 
     def enter(self, path: str) -> None:
         self.entered += 1
         now = time.perf_counter()
         if now - self.started < _PATIENCE_S or now - self.noted < _NOTE_EVERY_S:
             return
+        if self.shown and not self.terminal:
+            return
         self.noted = now
         self.shown = True
-        print(
-            f"\r\033[Ksmp: tracing the model, {now - self.started:.0f} s: execution "
-            f"{self.entered}, {self.modules} modules ({path})",
-            end="",
-            file=sys.stderr,
-            flush=True,
+        self._write(
+            f"smp: tracing the model, {now - self.started:.0f} s: execution {self.entered}, "
+            f"{self.modules} modules ({path})"
         )
 
     def finish(self) -> None:
         if self.shown:
-            elapsed = time.perf_counter() - self.started
-            print(f"\r\033[Ksmp: traced the model in {elapsed:.1f} s", file=sys.stderr)
+            self._write(f"smp: traced the model in {time.perf_counter() - self.started:.1f} s")
+            if self.terminal:
+                print(file=sys.stderr)
+
+    def _write(self, line: str) -> None:
+        if self.terminal:
+            print(f"\r\033[K{line}", end="", file=sys.stderr, flush=True)
+        else:
+            print(line, file=sys.stderr, flush=True)
 
 
 def _run_compiled_code_as_written() -> Any:

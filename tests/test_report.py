@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
+from smp import plan
 from smp.partition_picture import colour
 from smp.partitioning import Partition, set_partition
-from smp.planning import plan
 
 SVG = "{http://www.w3.org/2000/svg}"
 

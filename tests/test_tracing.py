@@ -421,12 +421,16 @@ def test_a_meta_model_that_cannot_run_names_the_module():
         trace(net, run_of(net, torch.randn(4, 8)), meta=True)
 
 
-def test_a_long_run_says_how_far_it_is(monkeypatch, capsys):
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_long_run_says_how_far_it_is(monkeypatch, capsys, terminal):
+    """On a terminal the line is renewed, in a log it is written once."""
     monkeypatch.setattr("smp.tracing._PATIENCE_S", 0.0)
     monkeypatch.setattr("smp.tracing._NOTE_EVERY_S", 0.0)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
     net = Net()
     trace(net, run_of(net, torch.randn(4, 8)))
 
     error = capsys.readouterr().err
-    assert "tracing the model" in error and "(first)" in error
-    assert "traced the model in" in error
+    assert error.count("tracing the model") == (5 if terminal else 1)
+    assert ("(second)" in error) == terminal
+    assert error.count("traced the model in") == 1 and error.endswith("\n")
