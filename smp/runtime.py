@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from smp import _core, autograd, failures, hooks, pickling, thread_state
+from smp import _core, autograd, failures, hooks, pickling, thread_state, transports
 
 if TYPE_CHECKING:
     from smp.model import DistributedModel
@@ -73,13 +73,14 @@ class Runtime:
 
     def _open_core(self) -> None:
         job = self._exchange(secrets.token_hex(16).encode() if self.pp_rank == 0 else b"")[0]
-        transports = self.cfg.comm_transports
+        wanted = self.cfg.comm_transports
+        transports.offer(self.boot, wanted)
         card = _core.open(
             self.pp_rank,
             self.pp_size,
             self.cfg.comm_pool_bytes or 0,
             SPIN_DECIDED_BY_CORE,
-            ",".join(transports) if transports else None,
+            ",".join(wanted) if wanted else None,
             job.decode(),
         )
         self.core_is_open = True

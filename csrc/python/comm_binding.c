@@ -2,7 +2,9 @@
 #define PY_SSIZE_T_CLEAN
 #include "python/comm_binding.h"
 
+#include "comm/comm.h"
 #include "comm/transport.h"
+#include "python/session.h"
 
 /* register_transport(capsule): the sessions opened from now on may use it */
 static PyObject *
@@ -26,10 +28,31 @@ register_transport(PyObject *module, PyObject *capsule)
     Py_RETURN_NONE;
 }
 
+/* transport_to(pp_rank) -> "shm", "mpi"; None for this rank itself */
+static PyObject *
+transport_to(PyObject *module, PyObject *arg)
+{
+    const smp_session *session = &smp_the_session;
+    long               rank = PyLong_AsLong(arg);
+
+    (void)module;
+    if (rank == -1 && PyErr_Occurred() != NULL) {
+        return NULL;
+    }
+    if (session->comm == NULL || rank < 0 || rank >= session->size) {
+        PyErr_Format(PyExc_ValueError, "smp: no connection to pp_rank %ld", rank);
+        return NULL;
+    }
+    return Py_BuildValue("z", smp_comm_transport(session->comm, (int)rank));
+}
+
 static PyMethodDef functions[] = {
     {"register_transport", register_transport, METH_O,
      "register_transport(capsule)\n--\n\n"
      "Sessions opened from now on may use this transport (``smp._mpi.transport``)."},
+    {"transport_to", transport_to, METH_O,
+     "transport_to(pp_rank)\n--\n\n"
+     "The name of the transport to that rank; None for this one."},
     {NULL, NULL, 0, NULL},
 };
 

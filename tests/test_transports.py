@@ -1,0 +1,118 @@
+"""Spec: comm_transports (api section 2): the ways between ranks, in order of preference.
+
+What each transport does with messages is tested in ``tests/core``; here the whole system
+runs over the MPI one.
+"""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import smp
+from smp import _core
+from tests.ranks import on_ranks
+from tests.reference.compare import assert_same_bits, gradients
+from tests.reference.cut_loop import cut_loop
+
+WIDTH = 64
+
+
+class Chain(nn.Module):
+    """Blocks that are called one after the other, the first one twice."""
+
+    def __init__(self, blocks: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(blocks))
+
+    def forward(self, x):
+        for block in [*self.blocks, self.blocks[0]]:
+            x = torch.tanh(block(x))
+        return x
+
+
+def begin(**config):
+    smp.init(
+        {
+            "pipeline_parallel_degree": smp.bootstrap.mpi_size(),
+            "microbatches": 3,
+            "active_microbatches": 3,
+            **config,
+        }
+    )
+
+
+def used() -> set[str | None]:
+    return {_core.transport_to(r) for r in range(smp.pp_size()) if r != smp.pp_rank()}
+
+
+def train_step(model, x):
+    loss = model(x).square().mean()
+    model.backward(loss)
+    return {"loss": loss}
+
+
+def check_against_the_cut_loop(rows: int) -> None:
+    """Two steps with batches of ``rows`` samples: the gradients have the same bits."""
+    model = Chain(smp.pp_size() + 1)
+    rank_of = {"": 0, "blocks": 0}
+    rank_of |= {f"blocks.{i}": (i + 1) % smp.pp_size() for i in range(smp.pp_size() + 1)}
+    reference = copy.deepcopy(model)
+    for path, module in model.named_modules():
+        smp.set_partition(module, rank_of[path])
+    model = smp.DistributedModel(model)
+    step = smp.step(train_step)
+    for _ in range(2):
+        batch = torch.randn(rows, WIDTH)
+        step(model, batch)
+        cut_loop(
+            train_step,
+            reference,
+            (batch,),
+            rank_of=rank_of,
+            ranks=smp.pp_size(),
+            microbatches=3,
+        )
+        mine = {name: p.grad for name, p in model.local_named_parameters()}
+        assert_same_bits(mine, gradients(reference))
+
+
+@on_ranks(2)
+def test_shared_memory_comes_first_on_one_host():
+    begin()
+
+    assert used() == {"shm"}
+    assert _core.transport_to(smp.pp_rank()) is None
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("rows", [3, 30, 3000])
+def test_over_mpi_the_results_have_the_same_bits(rows):
+    """Gradients are bit-equal to the cut loop on every transport."""
+    begin(comm_transports=["mpi"])
+
+    assert used() == {"mpi"}
+    check_against_the_cut_loop(rows)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("transport", ["shm", "mpi"])
+def test_a_small_pool_is_no_error(transport):
+    """A full pool is never an error."""
+    begin(comm_transports=[transport], comm_pool_bytes=1 << 20)
+
+    check_against_the_cut_loop(30000)
+
+
+@on_ranks(2)
+def test_mpi_can_be_used_again_after_the_end():
+    for _ in range(3):
+        begin(comm_transports=["mpi"])
+        assert used() == {"mpi"}
+        smp.reset()
+
+
+def test_mpi_without_an_mpi_launcher_is_refused():
+    with pytest.raises(RuntimeError, match="not started by an MPI launcher"):
+        smp.transports.offer(smp.bootstrap.Alone(), ("mpi",))
