@@ -124,7 +124,9 @@ class Step:
         return microbatches.merge(self.outputs, self.rt.weights)
 
     def _keep(self, output: Any) -> Any:
-        return microbatches.map_tensors(output, Tensor.detach) if self.detach else output
+        if not self.detach:
+            return output
+        return microbatches.map_tensors(output, _own)
 
     # ------------------------------------------------------------------ the first step
 
@@ -272,3 +274,10 @@ class StepState:
             owner[name] = buffer
             with torch.no_grad():
                 buffer.copy_(value)
+
+
+def _own(tensor: Tensor) -> Tensor:
+    """The tensor without its graph, in memory of its own: blocks of the pool go back."""
+    tensor = tensor.detach()
+    foreign = tensor.device.type == "cpu" and not tensor.untyped_storage().resizable()
+    return tensor.clone() if foreign else tensor

@@ -275,6 +275,9 @@ read_comm(smp_server *server, bool block)
 
         if (status == SMP_OK) {
             sort_in(server, message);
+            if (server->end != NULL) {
+                return; /* whoever sent it may leave: that is no failure of this step */
+            }
             timeout_ns = 0;
             continue;
         }

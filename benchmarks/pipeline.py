@@ -1,0 +1,183 @@
+"""How close to the ideal pipeline does a GPT come, against torch.distributed.pipelining?
+
+    mpirun -np 2 python benchmarks/pipeline.py [--stage-ms 20]
+
+p = 2 stages, m = 8 microbatches, the same split for all sides: embedding and half of the
+layers on rank 0, the other half, the head and the loss on rank 1.  The ideal is
+T1 (m + p - 1) / (m p), with T1 the time of one process for all microbatches, measured in
+the same run on rank 0 while rank 1 waits.
+"""
+
+import argparse
+import copy
+import warnings
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.nn import functional as F
+
+import smp
+from benchmarks.table import alternate, machine, timed
+
+MICROBATCHES = 8
+VOCAB = 256
+
+
+class Layer(nn.Module):
+    def __init__(self, width: int):
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        b, s, w = x.shape
+        q, k, v = self.qkv(self.norm1(x)).view(b, s, 3, 4, w // 4).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(y.transpose(1, 2).reshape(b, s, w))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class First(nn.Module):
+    def __init__(self, width: int, layers: int):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCAB, width)
+        self.layers = nn.Sequential(*(Layer(width) for _ in range(layers)))
+
+    def forward(self, ids):
+        return self.layers(self.embedding(ids))
+
+
+class Second(nn.Module):
+    def __init__(self, width: int, layers: int):
+        super().__init__()
+        self.layers = nn.Sequential(*(Layer(width) for _ in range(layers)))
+        self.head = nn.Linear(width, VOCAB)
+
+    def forward(self, x):
+        return self.head(self.layers(x))
+
+
+def loss_of(logits, ids):
+    return F.cross_entropy(logits.flatten(0, 1), ids.flatten())
+
+
+class WithLoss(nn.Module):
+    def __init__(self, second: Second):
+        super().__init__()
+        self.second = second
+
+    def forward(self, x, ids):
+        return loss_of(self.second(x), ids)
+
+
+class GPT(nn.Module):
+    def __init__(self, first: First, second: Second):
+        super().__init__()
+        self.first, self.last = first, WithLoss(second)
+
+    def forward(self, ids):
+        return self.last(self.first(ids), ids)
+
+
+def sizes_for(stage_ms: float) -> tuple[int, int, int, int]:
+    """Width, layers a stage, sequence and samples a microbatch for about that time."""
+    return (256, 3, 64, 4) if stage_ms >= 8 else (128, 1, 64, 2)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--stage-ms", type=float, default=20)
+    parser.add_argument("--rounds", type=int, default=11)
+    args = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    smp.init(
+        {
+            "pipeline_parallel_degree": 2,
+            "microbatches": MICROBATCHES,
+            "active_microbatches": MICROBATCHES,
+        }
+    )
+    torch.manual_seed(0)
+    width, layers, length, samples = sizes_for(args.stage_ms)
+    first, second = First(width, layers), Second(width, layers)
+    ids = torch.randint(VOCAB, (MICROBATCHES * samples, length))
+    alone = copy.deepcopy(GPT(first, second))
+    stage_module = copy.deepcopy((first, second)[smp.rank()])
+    net = GPT(first, second)
+    smp.set_partition(net, 0)
+    smp.set_partition(net.last, 1)
+    model = smp.DistributedModel(net)
+
+    @smp.step
+    def train(ids):
+        loss = model(ids)
+        model.backward(loss)
+        return loss
+
+    stages = {
+        kind: PipelineStage(stage_module, smp.rank(), 2, torch.device("cpu"))
+        for kind in (Schedule1F1B, ScheduleGPipe)
+    }
+    schedules = {k: k(s, MICROBATCHES, loss_fn=loss_of) for k, s in stages.items()}
+
+    def one_process() -> float:
+        """T1: all microbatches on rank 0 alone."""
+        dist.barrier()
+        seconds = 0.0
+        if smp.rank() == 0:
+
+            def loop():
+                for part in ids.chunk(MICROBATCHES):
+                    (alone(part) / MICROBATCHES).backward()
+
+            alone.zero_grad()
+            seconds = timed(loop)
+        dist.barrier()
+        return seconds
+
+    def ours() -> float:
+        model.zero_grad()
+        dist.barrier()
+        return timed(lambda: (train(ids), dist.barrier()))
+
+    def theirs(kind) -> float:
+        stage_module.zero_grad()
+        given = (ids,) if smp.rank() == 0 else ()
+        target = {"target": ids} if smp.rank() == 1 else {}
+        dist.barrier()
+        return timed(lambda: (schedules[kind].step(*given, **target), dist.barrier()))
+
+    sides = {
+        "one process (T1)": one_process,
+        "smp": ours,
+        "pipelining 1F1B": lambda: theirs(Schedule1F1B),
+        "pipelining GPipe": lambda: theirs(ScheduleGPipe),
+    }
+    for side in sides.values():
+        side(), side()
+    times = alternate(sides, args.rounds)
+    if smp.rank() == 0:
+        report(times)
+
+
+def report(times: dict[str, list[float]]) -> None:
+    m, p = MICROBATCHES, 2
+    t1 = times.pop("one process (T1)")
+    ideal = [t * (m + p - 1) / (m * p) for t in t1]
+    print(f"\nGPT, p = {p}, m = {m}, one stage takes {min(t1) / m / p * 1e3:.1f} ms")
+    print(f"{machine()}, torch {torch.__version__}\n")
+    print("| side | min (ms) | median (ms) | best / ideal | median of ideal reached |")
+    print("|---|---|---|---|---|")
+    for name, rounds in {"ideal": ideal, **times}.items():
+        reached = sorted(i / t for i, t in zip(ideal, rounds, strict=True))
+        print(
+            f"| {name} | {min(rounds) * 1e3:.1f} | {sorted(rounds)[len(rounds) // 2] * 1e3:.1f} "
+            f"| {min(ideal) / min(rounds):.3f} | {reached[len(reached) // 2]:.3f} |"
+        )
+
+
+main()
