@@ -1,5 +1,6 @@
 """Model parallelism for PyTorch without rewriting the model."""
 
+from smp import amp, optimizers
 from smp._version import __version__
 from smp.config import ConfigError
 from smp.initialization import init, is_initialized, reset, shutdown

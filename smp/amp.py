@@ -1,0 +1,63 @@
+"""``smp.amp.GradScaler``: loss scaling in which all ranks of a model agree."""
+
+import torch
+import torch.distributed as dist
+
+from smp.state_mod import state
+
+
+class GradScaler(torch.amp.GradScaler):
+    """torch's, with one answer to "did a gradient overflow?" for the MP_GROUP.
+
+    A rank sees the gradients of its own modules only; a step is skipped, and the scale
+    lowered, on all ranks of the MP_GROUP when one of them found an infinity.  So
+    `unscale_` and `step` are collective over it.
+
+    Args:
+        device: ``"cuda"``, ``"cpu"``; the accelerator that there is where None.
+        init_scale, growth_factor, backoff_factor, growth_interval, enabled: as in torch.
+    """
+
+    def __init__(
+        self,
+        device: str | None = None,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+    ) -> None:
+        if device is None:
+            found = torch.accelerator.current_accelerator(check_available=True)
+            device = "cpu" if found is None else found.type
+        super().__init__(
+            device, init_scale, growth_factor, backoff_factor, growth_interval, enabled
+        )
+
+    def _check_scale_growth_tracker(self, funcname: str) -> tuple[torch.Tensor, torch.Tensor]:
+        # Only the rank that runs the step function has called scale().
+        if self._scale is None:
+            self._lazy_init_scale_growth_tracker(torch.device(self._device))
+        return super()._check_scale_growth_tracker(funcname)
+
+    def _unscale_grads_(
+        self,
+        optimizer: torch.optim.Optimizer,
+        inv_scale: torch.Tensor,
+        found_inf: torch.Tensor,
+        allow_fp16: bool,
+    ) -> dict[torch.device, torch.Tensor]:
+        found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        for tensor in found.values():
+            torch.maximum(found_inf, tensor.to(found_inf.device), out=found_inf)
+        agree(found_inf)
+        # A rank without gradients has an entry too: torch refuses a step without any.
+        return {found_inf.device: found_inf, **{d: found_inf.to(d) for d in found}}
+
+
+def agree(found_inf: torch.Tensor) -> None:
+    """Make it the largest of the MP_GROUP's, in place."""
+    if state.is_initialized:
+        job = state.job("smp.amp.GradScaler")
+        if len(job.groups["mp"]) > 1:
+            dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=job.torch_groups.by_kind["mp"])

@@ -1,0 +1,310 @@
+"""Optimizers for large batches, each tensor list updated at once.
+
+``FusedAdam`` is PyTorch's own fused kernel; ``FusedLAMB`` and ``FusedNovoGrad`` use its
+multi-tensor operations.  Names and arguments are those of NVIDIA's apex, which scripts
+expect.  Parameters that live on other ranks have no gradient here and are left alone.
+
+Sources: LAMB, You et al. 2020, algorithm 2; NovoGrad, Ginsburg et al. 2019, algorithm 1.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from smp.state_mod import state
+
+Params = Iterable[Tensor] | Iterable[dict[str, Any]]
+
+
+class FusedAdam(torch.optim.Adam):
+    """Adam, with decoupled weight decay (AdamW) unless ``adam_w_mode`` is False.
+
+    Args:
+        params: parameters, or groups of them.
+        lr, betas, eps, weight_decay, amsgrad: as in ``torch.optim.AdamW``.
+        bias_correction: must be True.
+        adam_w_mode: decay the weights themselves, not through the gradient.
+        set_grad_none: what ``zero_grad`` does where it is not told.
+    """
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        adam_w_mode: bool = True,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        set_grad_none: bool = True,
+    ) -> None:
+        if not bias_correction:
+            raise NotImplementedError("FusedAdam: bias_correction=False is not built")
+        self.set_grad_none = set_grad_none
+        super().__init__(
+            params,
+            lr=lr,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            amsgrad=amsgrad,
+            fused=True,
+            decoupled_weight_decay=adam_w_mode,
+        )
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
+
+
+class _MultiTensor(torch.optim.Optimizer):
+    """The part that LAMB and NovoGrad share: a step over the gradients that are there."""
+
+    def __init__(self, params: Params, defaults: dict[str, Any], set_grad_none: bool) -> None:
+        if defaults["amsgrad"]:
+            raise ValueError(f"{type(self).__name__}: there is no AMSGrad variant")
+        self.set_grad_none = set_grad_none
+        super().__init__(params, defaults)
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Update the parameters; returns what ``closure`` returns."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        todo = [
+            (group, [p for p in group["params"] if p.grad is not None])
+            for group in self.param_groups
+        ]
+        self._prepare([p.grad for _, params in todo for p in params])
+        for group, params in todo:
+            group["step"] = group.get("step", 0) + 1
+            if params:
+                self._update(group, params, [wide(p.grad) for p in params])
+        return loss
+
+    def _prepare(self, grads: list[Tensor]) -> None:
+        """Look at all gradients of this rank before the first group is updated."""
+
+    def _update(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> None:
+        raise NotImplementedError
+
+    def _moments(self, params: list[Tensor], name: str) -> list[Tensor]:
+        """A state tensor for each parameter, zeros at first, never in half precision."""
+        for p in params:
+            if name not in self.state[p]:
+                self.state[p][name] = torch.zeros_like(wide(p))
+        return [self.state[p][name] for p in params]
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's, which however casts the state to its parameter's dtype."""
+        super().load_state_dict(state_dict)
+        saved = [i for group in state_dict["param_groups"] for i in group["params"]]
+        params = [p for group in self.param_groups for p in group["params"]]
+        for i, p in zip(saved, params, strict=True):
+            for name, value in state_dict["state"].get(i, {}).items():
+                self.state[p][name] = value.to(p.device, wide(p).dtype, copy=True)
+
+
+class FusedLAMB(_MultiTensor):
+    """LAMB: Adam's direction, with a step length in proportion to each tensor's norm.
+
+    Args:
+        params: parameters, or groups of them.
+        lr, betas, eps, weight_decay: as in AdamW.
+        bias_correction: correct the moments for their start at zero.
+        adam_w_mode: decay the weights themselves, not through the gradient.
+        grad_averaging: weigh a new gradient with ``1 - beta1`` in the first moment.
+        max_grad_norm: gradients are scaled so that the norm over the whole model is at
+            most this; 0 turns it off.  With ``smp`` running that norm is over the
+            MP_GROUP, so every rank of it must call ``step``.
+        use_nvlamb: scale the step of tensors without weight decay too.
+    """
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.01,
+        amsgrad: bool = False,
+        adam_w_mode: bool = True,
+        grad_averaging: bool = True,
+        set_grad_none: bool = True,
+        max_grad_norm: float = 1.0,
+        use_nvlamb: bool = False,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "bias_correction": bias_correction,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "amsgrad": amsgrad,
+            "adam_w_mode": adam_w_mode,
+            "grad_averaging": grad_averaging,
+            "max_grad_norm": max_grad_norm,
+            "use_nvlamb": use_nvlamb,
+        }
+        super().__init__(params, defaults, set_grad_none)
+
+    def _prepare(self, grads: list[Tensor]) -> None:
+        self._norm = norm_over_the_model(grads)
+
+    def _update(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> None:
+        beta1, beta2 = group["betas"]
+        decay, step = group["weight_decay"], group["step"]
+        first, second = self._moments(params, "exp_avg"), self._moments(params, "exp_avg_sq")
+        weights = [wide(p) for p in params]
+
+        if group["max_grad_norm"] > 0 and self._norm > group["max_grad_norm"]:
+            grads = list(torch._foreach_mul(grads, group["max_grad_norm"] / self._norm))
+        if decay and not group["adam_w_mode"]:
+            grads = list(torch._foreach_add(grads, weights, alpha=decay))
+        torch._foreach_mul_(first, beta1)
+        torch._foreach_add_(first, grads, alpha=1 - beta1 if group["grad_averaging"] else 1.0)
+        torch._foreach_mul_(second, beta2)
+        torch._foreach_addcmul_(second, grads, grads, value=1 - beta2)
+
+        correction1 = 1 - beta1**step if group["bias_correction"] else 1.0
+        correction2 = 1 - beta2**step if group["bias_correction"] else 1.0
+        below = torch._foreach_sqrt(torch._foreach_div(second, correction2))
+        torch._foreach_add_(below, group["eps"])
+        updates = torch._foreach_div(torch._foreach_div(first, correction1), below)
+        if decay and group["adam_w_mode"]:
+            torch._foreach_add_(updates, weights, alpha=decay)
+        if decay or group["use_nvlamb"]:
+            sizes = torch._foreach_norm(weights)
+            lengths = torch._foreach_norm(updates)
+            ratios = [
+                torch.where((size > 0) & (length > 0), size / length, 1.0)
+                for size, length in zip(sizes, lengths, strict=True)
+            ]
+            torch._foreach_mul_(updates, ratios)
+        apply(params, updates, group["lr"])
+
+
+class FusedNovoGrad(_MultiTensor):
+    """NovoGrad: the second moment is one number for each tensor, the norm of its gradient.
+
+    Args:
+        params: parameters, or groups of them.
+        lr, betas, eps, weight_decay: as in AdamW.
+        bias_correction: correct the moments for their start at zero.
+        reg_inside_moment: normalise and decay before the first moment, as the paper
+            does, instead of after.
+        grad_averaging: weigh a new gradient with ``1 - beta1`` in the first moment.
+        norm_type: 2, or 0 for the largest absolute value.
+        init_zero: start the second moment at zero, not at the first gradient's norm.
+    """
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        reg_inside_moment: bool = False,
+        grad_averaging: bool = True,
+        norm_type: int = 2,
+        init_zero: bool = False,
+        set_grad_none: bool = True,
+    ) -> None:
+        if norm_type not in (0, 2):
+            raise ValueError(f"FusedNovoGrad: norm_type must be 0 or 2, got {norm_type!r}")
+        defaults = {
+            "lr": lr,
+            "bias_correction": bias_correction,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "amsgrad": amsgrad,
+            "reg_inside_moment": reg_inside_moment,
+            "grad_averaging": grad_averaging,
+            "norm_type": norm_type,
+            "init_zero": init_zero,
+        }
+        super().__init__(params, defaults, set_grad_none)
+
+    def _update(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> None:
+        beta1, beta2 = group["betas"]
+        decay, step = group["weight_decay"], group["step"]
+        share = 1 - beta1 if group["grad_averaging"] else 1.0
+        correction1 = 1 - beta1**step if group["bias_correction"] else 1.0
+        correction2 = (1 - beta2**step) ** 0.5 if group["bias_correction"] else 1.0
+        first = self._moments(params, "exp_avg")
+        weights = [wide(p) for p in params]
+
+        below = torch._foreach_div(self._norms(group, params, grads), correction2)
+        torch._foreach_add_(below, group["eps"])
+        if group["reg_inside_moment"]:
+            grads = list(torch._foreach_div(grads, below))
+            torch._foreach_add_(grads, weights, alpha=decay)
+        torch._foreach_mul_(first, beta1)
+        torch._foreach_add_(first, grads, alpha=share)
+        updates = torch._foreach_div(first, correction1)
+        if not group["reg_inside_moment"]:
+            torch._foreach_div_(updates, below)
+            torch._foreach_add_(updates, weights, alpha=decay)
+        apply(params, updates, group["lr"])
+
+    def _norms(
+        self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]
+    ) -> list[Tensor]:
+        """The running norm of each tensor's gradient, this one's blended in."""
+        beta2 = group["betas"][1]
+        largest = group["norm_type"] == 0
+        now = torch._foreach_norm(grads, float("inf") if largest else 2)
+        for p, norm in zip(params, now, strict=True):
+            before = self.state[p].get("norm")
+            if before is None:
+                before = torch.zeros_like(norm) if group["init_zero"] else norm
+            self.state[p]["norm"] = (
+                beta2 * before + (1 - beta2) * norm
+                if largest
+                else (beta2 * before**2 + (1 - beta2) * norm**2).sqrt()
+            )
+        return [self.state[p]["norm"] for p in params]
+
+
+def wide(tensor: Tensor) -> Tensor:
+    """The tensor in at least float32."""
+    return tensor.float() if tensor.dtype.itemsize < 4 else tensor
+
+
+def apply(params: list[Tensor], updates: Iterable[Tensor], lr: float) -> None:
+    """``p -= lr * update``, in each parameter's dtype."""
+    for p, update in zip(params, updates, strict=True):
+        p.add_(update.to(p.dtype), alpha=-lr)
+
+
+def norm_over_the_model(grads: list[Tensor]) -> Tensor:
+    """The 2-norm of all gradients of the model, a scalar; over the MP_GROUP with smp."""
+    square = torch.zeros((), dtype=torch.float64)  # the same dtype on every rank
+    if grads:
+        norms = torch._foreach_norm([wide(grad) for grad in grads])
+        square = torch.stack([norm.to(norms[0].device) for norm in norms]).double()
+        square = square.square().sum()
+    if state.is_initialized:
+        job = state.job("smp.optimizers")
+        if len(job.groups["mp"]) > 1:
+            square = square.to(accelerator_or_cpu())
+            dist.all_reduce(square, group=job.torch_groups.by_kind["mp"])
+    return square.sqrt()
+
+
+def accelerator_or_cpu() -> torch.device:
+    """Where a collective's tensor lives: the GPU that there is, or the CPU."""
+    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")

@@ -1,0 +1,73 @@
+"""Spec: smp.amp.GradScaler has torch's interface and agrees on overflow."""
+
+import pytest
+import torch
+from torch import nn
+
+import smp
+from tests.ranks import on_ranks
+
+
+def one_step(scaler, overflow: bool, fused: bool = False) -> tuple[float, float]:
+    """The parameter and the scale after a step with gradient 1, or infinity."""
+    parameter = nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([parameter], lr=1.0, fused=fused)
+    loss = parameter.sum() * (float("inf") if overflow else 1.0)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    return parameter.item(), scaler.get_scale()
+
+
+@pytest.mark.parametrize("overflow", [False, True])
+def test_alone_it_is_torchs(overflow):
+    smp.reset()
+
+    ours = one_step(smp.amp.GradScaler(init_scale=8.0), overflow)
+
+    assert ours == one_step(torch.amp.GradScaler("cpu", init_scale=8.0), overflow)
+    assert ours == ((0.0, 4.0) if overflow else (-1.0, 8.0))
+
+
+def test_it_is_a_torch_scaler():
+    assert issubclass(smp.amp.GradScaler, torch.amp.GradScaler)
+    assert smp.amp.GradScaler().is_enabled()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("which", [0, 1])
+def test_an_overflow_on_one_rank_skips_the_step_on_all(which, fused):
+    smp.init({"pipeline_parallel_degree": 2})
+    scaler = smp.amp.GradScaler(init_scale=8.0)
+
+    assert one_step(scaler, overflow=smp.rank() == which, fused=fused) == (0.0, 4.0)
+    assert one_step(scaler, overflow=False, fused=fused) == (-1.0, 4.0)
+
+
+@on_ranks(2)
+def test_an_overflow_in_another_replica_is_its_own_affair():
+    smp.init()
+    scaler = smp.amp.GradScaler(init_scale=8.0)
+
+    got = one_step(scaler, overflow=smp.rank() == 1)
+
+    assert got == ((0.0, 4.0) if smp.rank() == 1 else (-1.0, 8.0))
+
+
+@on_ranks(2)
+def test_a_rank_without_gradients_takes_part():
+    """Only the rank that runs the step function has called scale()."""
+    smp.init({"pipeline_parallel_degree": 2})
+    scaler = smp.amp.GradScaler(init_scale=8.0)
+
+    if smp.rank() == 0:
+        got = one_step(scaler, overflow=True)[1]
+    else:
+        optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        got = scaler.get_scale()
+
+    assert got == 4.0

@@ -1,0 +1,280 @@
+"""Spec: smp.optimizers (api section 10), against plain loops over one tensor at a time."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import smp
+from smp.optimizers import FusedAdam, FusedLAMB, FusedNovoGrad, norm_over_the_model
+from tests.ranks import on_ranks
+
+STEPS = 5
+
+
+def model() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+
+
+def train(net: nn.Module, optimizer: torch.optim.Optimizer, scale: float = 1.0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    for _ in range(STEPS):
+        x = torch.randn(5, 3, generator=generator)
+        optimizer.zero_grad()
+        (net(x).square().mean() * scale).backward()
+        optimizer.step()
+    return [p.detach().clone() for p in net.parameters()]
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+@pytest.mark.parametrize("amsgrad", [False, True])
+@pytest.mark.parametrize("adam_w_mode", [True, False])
+def test_adam_equals_torchs(decay, amsgrad, adam_w_mode):
+    kind = torch.optim.AdamW if adam_w_mode else torch.optim.Adam
+    ours, theirs = model(), model()
+
+    got = train(
+        ours,
+        FusedAdam(
+            ours.parameters(),
+            lr=0.02,
+            weight_decay=decay,
+            amsgrad=amsgrad,
+            adam_w_mode=adam_w_mode,
+        ),
+    )
+
+    want = train(
+        theirs, kind(theirs.parameters(), lr=0.02, weight_decay=decay, amsgrad=amsgrad)
+    )
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-7)
+
+
+class Lamb(torch.optim.Optimizer):
+    """The definition: You et al., algorithm 2, one tensor at a time."""
+
+    def __init__(self, params, **settings):
+        super().__init__(params, {"averaging": True, "decoupled": True, **settings})
+
+    @torch.no_grad()
+    def step(self):
+        params = [p for g in self.param_groups for p in g["params"] if p.grad is not None]
+        norm = sum((p.grad**2).sum() for p in params) ** 0.5
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for p in group["params"]:
+                grad, st = p.grad, self.state[p]
+                limit = group["max_norm"]
+                if limit and norm > limit:
+                    grad = grad * limit / norm
+                if not group["decoupled"]:
+                    grad = grad + group["decay"] * p
+                st["t"] = st.get("t", 0) + 1
+                st["m"] = (
+                    beta1 * st.get("m", 0) + ((1 - beta1) if group["averaging"] else 1) * grad
+                )
+                st["v"] = beta2 * st.get("v", 0) + (1 - beta2) * grad**2
+                m, v = st["m"], st["v"]
+                if group["correct"]:
+                    m, v = m / (1 - beta1 ** st["t"]), v / (1 - beta2 ** st["t"])
+                update = m / (v.sqrt() + group["eps"])
+                if group["decoupled"]:
+                    update = update + group["decay"] * p
+                ratio = 1.0
+                if (group["decay"] or group["always"]) and p.norm() > 0 and update.norm() > 0:
+                    ratio = p.norm() / update.norm()
+                p -= group["lr"] * ratio * update
+
+
+@pytest.mark.parametrize(
+    "ours, theirs",
+    [
+        ({}, {}),
+        ({"weight_decay": 0.0}, {"decay": 0.0}),
+        ({"weight_decay": 0.0, "use_nvlamb": True}, {"decay": 0.0, "always": True}),
+        ({"bias_correction": False}, {"correct": False}),
+        ({"max_grad_norm": 0.01}, {"max_norm": 0.01}),
+        ({"max_grad_norm": 0}, {"max_norm": 0}),
+        ({"adam_w_mode": False}, {"decoupled": False}),
+        ({"grad_averaging": False}, {"averaging": False}),
+    ],
+)
+def test_lamb_equals_its_definition(ours, theirs):
+    a, b = model(), model()
+
+    got = train(a, FusedLAMB(a.parameters(), lr=0.05, **ours), scale=5.0)
+
+    settings = {
+        "betas": (0.9, 0.999),
+        "eps": 1e-6,
+        "decay": 0.01,
+        "max_norm": 1.0,
+        "correct": True,
+        "always": False,
+        **theirs,
+    }
+    want = train(b, Lamb(b.parameters(), lr=0.05, **settings), scale=5.0)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+
+
+class NovoGrad(torch.optim.Optimizer):
+    """The definition: Ginsburg et al., algorithm 1, one tensor at a time."""
+
+    def __init__(self, params, **settings):
+        super().__init__(params, settings)
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for p in group["params"]:
+                grad, st = p.grad, self.state[p]
+                st["t"] = t = st.get("t", 0) + 1
+                if group["largest"]:
+                    norm = grad.abs().max()
+                    v = st.get("v", 0 * norm if group["zero"] else norm)
+                    st["v"] = beta2 * v + (1 - beta2) * norm
+                else:
+                    norm = grad.norm()
+                    v = st.get("v", 0 * norm if group["zero"] else norm)
+                    st["v"] = (beta2 * v**2 + (1 - beta2) * norm**2) ** 0.5
+                below = st["v"] / (1 - beta2**t) ** 0.5 + group["eps"]
+                if group["inside"]:
+                    grad = grad / below + group["decay"] * p
+                st["m"] = beta1 * st.get("m", 0) + (1 - beta1) * grad
+                update = st["m"] / (1 - beta1**t)
+                if not group["inside"]:
+                    update = update / below + group["decay"] * p
+                p -= group["lr"] * update
+
+
+@pytest.mark.parametrize(
+    "ours, theirs",
+    [
+        ({}, {}),
+        ({"weight_decay": 0.1}, {"decay": 0.1}),
+        ({"weight_decay": 0.1, "reg_inside_moment": True}, {"decay": 0.1, "inside": True}),
+        ({"norm_type": 0}, {"largest": True}),
+        ({"init_zero": True}, {"zero": True}),
+    ],
+)
+def test_novograd_equals_its_definition(ours, theirs):
+    a, b = model(), model()
+
+    got = train(a, FusedNovoGrad(a.parameters(), lr=0.05, **ours))
+
+    settings = {
+        "betas": (0.9, 0.999),
+        "eps": 1e-8,
+        "decay": 0.0,
+        "inside": False,
+        "largest": False,
+        "zero": False,
+        **theirs,
+    }
+    want = train(b, NovoGrad(b.parameters(), lr=0.05, **settings))
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", [FusedAdam, FusedLAMB, FusedNovoGrad])
+class TestEach:
+    def test_a_parameter_without_gradient_is_left_alone(self, kind):
+        used, unused = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+        optimizer = kind([used, unused])
+
+        used.sum().backward()
+        optimizer.step()
+
+        assert unused.tolist() == [1, 1]
+        assert (used != 1).all()
+        assert unused not in optimizer.state
+
+    def test_nothing_at_all_is_a_step_too(self, kind):
+        kind([nn.Parameter(torch.ones(2))]).step()
+
+    def test_it_goes_on_from_its_state(self, kind):
+        net = model()
+        optimizer = kind(net.parameters(), lr=0.05)
+        train(net, optimizer)
+        other = copy.deepcopy(net)
+        resumed = kind(other.parameters(), lr=0.05)
+
+        resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+        assert all(map(torch.equal, train(net, optimizer), train(other, resumed)))
+
+    def test_a_scheduler_takes_it(self, kind):
+        optimizer = kind(model().parameters(), lr=1.0)
+
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        optimizer.step()
+        scheduler.step()
+
+        assert optimizer.param_groups[0]["lr"] == 0.5
+
+    def test_zero_grad_follows_set_grad_none(self, kind):
+        kept, dropped = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
+        for parameter, none in ((kept, False), (dropped, True)):
+            parameter.sum().backward()
+            kind([parameter], set_grad_none=none).zero_grad()
+
+        assert kept.grad.tolist() == [0]
+        assert dropped.grad is None
+
+
+@pytest.mark.parametrize("kind", [FusedLAMB, FusedNovoGrad])
+def test_half_precision_parameters_keep_float32_moments(kind):
+    parameter = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+    optimizer = kind([parameter], lr=0.1)
+
+    parameter.square().sum().backward()
+    optimizer.step()
+
+    resumed = kind([parameter], lr=0.1)
+    resumed.load_state_dict(optimizer.state_dict())
+
+    assert parameter.dtype == torch.bfloat16
+    for each in (optimizer, resumed):
+        assert each.state[parameter]["exp_avg"].dtype == torch.float32
+
+
+def test_what_apex_refuses_is_refused():
+    parameters = [nn.Parameter(torch.ones(1))]
+
+    with pytest.raises(ValueError, match="FusedLAMB: there is no AMSGrad"):
+        FusedLAMB(parameters, amsgrad=True)
+    with pytest.raises(ValueError, match="norm_type must be 0 or 2, got 1"):
+        FusedNovoGrad(parameters, norm_type=1)
+    with pytest.raises(NotImplementedError, match="bias_correction=False"):
+        FusedAdam(parameters, bias_correction=False)
+
+
+@on_ranks(2)
+def test_the_norm_is_over_the_whole_model():
+    smp.init({"pipeline_parallel_degree": 2})
+
+    norm = norm_over_the_model([torch.tensor([3.0, 4.0])[smp.rank() :][:1]])
+
+    assert norm.item() == pytest.approx(5.0)
+
+
+@on_ranks(2)
+def test_lamb_on_parts_of_a_model_equals_lamb_on_the_whole():
+    smp.init({"pipeline_parallel_degree": 2})
+    values = [torch.full((3,), 2.0), torch.full((2,), -1.0)]
+    grads = [torch.full((3,), 30.0), torch.full((2,), 40.0)]
+    parts = [nn.Parameter(v.clone()) for v in values]
+    parts[smp.rank()].grad = grads[smp.rank()].clone()
+    optimizer = FusedLAMB(parts, lr=0.1)
+    optimizer.step()
+    mine = parts[smp.rank()].detach()
+
+    smp.shutdown()
+    whole = [nn.Parameter(v.clone()) for v in values]
+    for parameter, grad in zip(whole, grads, strict=True):
+        parameter.grad = grad.clone()
+    FusedLAMB(whole, lr=0.1).step()
+    expected = whole[len(mine) == 2]  # the second tensor has two elements
+    torch.testing.assert_close(mine, expected.detach())
