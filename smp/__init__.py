@@ -1,6 +1,7 @@
 """Model parallelism for PyTorch without rewriting the model."""
 
-from smp import amp, optimizers
+from smp import amp, nn, optimizers
+from smp import script_names as utils
 from smp._version import __version__
 from smp.config import ConfigError
 from smp.initialization import init, is_initialized, reset, shutdown

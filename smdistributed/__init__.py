@@ -1,0 +1,1 @@
+"""The names under which existing scripts import this project: see `modelparallel`."""

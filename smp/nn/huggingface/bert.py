@@ -1,0 +1,8 @@
+"""BERT: the names that scripts import; see the package."""
+
+from smp import not_built
+
+translate_state_dict_to_hf_bert = not_built.function("translate_state_dict_to_hf_bert")
+translate_hf_state_dict_to_smdistributed_bert = not_built.function(
+    "translate_hf_state_dict_to_smdistributed_bert"
+)

@@ -1,0 +1,8 @@
+"""GPT-NeoX: the names that scripts import; see the package."""
+
+from smp import not_built
+
+translate_state_dict_to_hf_gptneox = not_built.function("translate_state_dict_to_hf_gptneox")
+translate_hf_state_dict_to_smdistributed_gptneox = not_built.function(
+    "translate_hf_state_dict_to_smdistributed_gptneox"
+)

@@ -1,0 +1,8 @@
+"""T5: the names that scripts import; see the package."""
+
+from smp import not_built
+
+translate_state_dict_to_hf_t5 = not_built.function("translate_state_dict_to_hf_t5")
+translate_hf_state_dict_to_smdistributed_t5 = not_built.function(
+    "translate_hf_state_dict_to_smdistributed_t5"
+)

@@ -1,0 +1,29 @@
+"""Small functions that existing scripts import from ``utils`` of the original.
+
+``smp.utils``, ``smdistributed.modelparallel.torch.utils`` and
+``smdistributed.modelparallel.test.torch.utils`` are this module.
+"""
+
+from torch import Tensor
+
+from smp import not_built
+from smp.state_mod import state
+
+dump_model = not_built.function("smdistributed.modelparallel.test.torch.utils.dump_model", "it")
+verify = not_built.function("smdistributed.modelparallel.test.torch.utils.verify", "it")
+
+
+def rmsg(message: str) -> str:
+    """The message with this rank before it, for logs."""
+    return f"[rank {state.job('utils.rmsg()').boot.rank}] {message}"
+
+
+def get_distribution_axis(param: Tensor) -> int | None:
+    """The axis along which tensor parallelism splits a parameter; None: it does not.
+
+    Raises:
+        NotImplementedError: under tensor parallelism, which is not built.
+    """
+    if state.job("utils.get_distribution_axis()").cfg.tensor_parallel_degree > 1:
+        raise NotImplementedError("utils.get_distribution_axis: not built yet")
+    return None
