@@ -3,6 +3,7 @@
 from smp import amp, nn, optimizers
 from smp import script_names as utils
 from smp._version import __version__
+from smp.checkpoints import resume_from_checkpoint, save_checkpoint
 from smp.config import ConfigError
 from smp.initialization import init, is_initialized, reset, shutdown
 from smp.microbatches import StepOutput
@@ -66,5 +67,6 @@ from smp.ranks import (
     tp_size,
 )
 from smp.report import PartitionReport
+from smp.saved_files import CheckpointError, load, save
 from smp.state_mod import core, state
 from smp.steps import is_tracing, step

@@ -1,0 +1,458 @@
+"""Saving and loading: files that are whole, checked, and load into what trains."""
+
+import io
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+import smp
+from tests.models.trained import (
+    OPTIMIZERS,
+    PlainRun,
+    Run,
+    assert_same,
+    init,
+    make_model,
+)
+from tests.ranks import call_on_ranks, job, on_ranks, rank_environment
+
+HERE = Path(__file__).parent
+KINDS = pytest.mark.parametrize("partial", [True, False], ids=["partial", "full"])
+
+
+def save(run: Run, path: Path, tag: str, partial: bool, **more) -> None:
+    content = {"step": 3, "scheduler": run.scheduler.state_dict()}
+    smp.save_checkpoint(
+        path,
+        tag,
+        partial=partial,
+        model=run.model,
+        optimizer=run.optimizer,
+        user_content=content,
+        **more,
+    )
+
+
+def listed(path: Path) -> list[str]:
+    return sorted(str(p.relative_to(path)) for p in path.rglob("*") if p.is_file())
+
+
+# ------------------------------------------------------------------------- checkpoints
+
+
+@on_ranks(2)
+@KINDS
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_run_resumes_with_the_bits_of_an_uninterrupted_one(partial, when, tmp_path):
+    """Model, optimizer, scheduler, before the first step and after it."""
+    init(2)
+    whole = Run("adamw")
+    whole.train(0, 3)
+    save(whole, tmp_path, "three", partial)
+    whole.train(3, 6)
+
+    resumed = Run("adamw", seed=9)
+    if when == "after":
+        resumed.evaluate()
+    content = smp.resume_from_checkpoint(tmp_path, partial=partial)
+    resumed.scheduler.load_state_dict(content["scheduler"])
+    resumed.train(content["step"], 6)
+
+    assert_same(resumed.model.state_dict(), whole.model.state_dict())
+    assert_same(resumed.optimizer.state_dict(), whole.optimizer.state_dict())
+
+
+@on_ranks(2)
+def test_the_files_have_the_names_of_the_original(tmp_path):
+    init(2)
+    run = Run("sgd")
+    run.train(0, 1)
+
+    save(run, tmp_path, "a", partial=True)
+    assert listed(tmp_path) == [
+        "a_partial/model_0_0.pt",
+        "a_partial/model_1_0.pt",
+        "a_partial/optimizer_0_0.pt",
+        "a_partial/optimizer_1_0.pt",
+        "a_partial/user_content.pt",
+        "newest",
+    ]
+    assert (tmp_path / "newest").read_text() == "a_partial"
+    smp.barrier()
+    save(run, tmp_path / "full", "model.pt", partial=False)
+    assert listed(tmp_path / "full") == [
+        "model.pt",
+        "newest",
+        "optimizer_model.pt",
+        "user_content_model.pt",
+    ]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_full_checkpoint_loads_into_the_plain_model(name, tmp_path):
+    """By torch.load with weights_only, without this library; the optimizer, too."""
+    init(2)
+    run, plain = Run(name), PlainRun(name)
+    run.train(0, 2)
+    save(run, tmp_path, "m", partial=False)
+
+    plain.model.load_state_dict(torch.load(tmp_path / "m", weights_only=True))
+    plain.optimizer.load_state_dict(torch.load(tmp_path / "optimizer_m", weights_only=True))
+    plain.train(2, 4)
+    run.train(2, 4)
+
+    assert_same(run.model.state_dict(), plain.model.state_dict())
+
+
+def _as_bytes(run: Run) -> bytes:
+    """Its full state dicts, as a rank can return them."""
+    file = io.BytesIO()
+    torch.save([run.model.state_dict(), run.optimizer.state_dict()], file)
+    return file.getvalue()
+
+
+def _save_trained(path: Path, ranks: int) -> bytes:
+    init(ranks)
+    run = Run("adamw")
+    run.train(0, 2)
+    save(run, path, "t", partial=True)
+    return _as_bytes(run)
+
+
+def _resume_and_show(path: Path, ranks: int, first: bool) -> bytes:
+    init(ranks)
+    run = Run("adamw", seed=4)
+    if first:
+        run.evaluate()
+    smp.resume_from_checkpoint(path)
+    run.evaluate()
+    return _as_bytes(run)
+
+
+@pytest.mark.parametrize("saved, loaded", [(2, 3), (3, 2), (2, 1), (1, 2)])
+def test_a_partial_checkpoint_loads_under_another_pipeline_degree(saved, loaded, tmp_path):
+    """Beyond the original: the parts go to the ranks that own them now."""
+    want = torch.load(io.BytesIO(call_on_ranks(saved, _save_trained, tmp_path, saved)[0]))
+
+    for first in (False, True):
+        for got in call_on_ranks(loaded, _resume_and_show, tmp_path, loaded, first):
+            assert_same(torch.load(io.BytesIO(got)), want)
+
+
+@on_ranks(2)
+def test_the_oldest_partial_checkpoints_are_removed(tmp_path):
+    init(2)
+    run = Run("sgd")
+    run.train(0, 1)
+
+    for tag in ("c", "b", "a"):
+        save(run, tmp_path, tag, partial=True, num_kept_partial_checkpoints=2)
+
+    kept = sorted(path.name for path in tmp_path.iterdir())
+    assert kept == ["a_partial", "b_partial", "newest"]
+    assert smp.resume_from_checkpoint(tmp_path)["step"] == 3
+    with pytest.raises(FileNotFoundError, match="c_partial"):
+        smp.resume_from_checkpoint(tmp_path, "c")
+
+
+@on_ranks(2)
+def test_a_bare_state_dict_with_empty_user_content_is_a_full_checkpoint(tmp_path):
+    """What Hugging Face's Trainer leaves: a state dict and an empty user_content.pt."""
+    init(2)
+    run = Run("sgd")
+    want = make_model(seed=3, pin=False).state_dict()
+    if smp.rank() == 0:
+        torch.save(want, tmp_path / "pytorch_model.bin")
+        (tmp_path / "user_content.pt").touch()
+    smp.barrier()
+
+    content = smp.resume_from_checkpoint(
+        tmp_path, tag="pytorch_model.bin", partial=False, load_optimizer=False
+    )
+    run.evaluate()
+
+    assert content == {}
+    assert_same(run.model.state_dict(), want)
+
+
+@on_ranks(2)
+def test_a_damaged_or_missing_part_is_an_error_on_every_rank(tmp_path):
+    """Rank 1's file has flipped bytes; rank 0 hears of it instead of waiting."""
+    init(2)
+    run = Run("sgd")
+    run.train(0, 1)
+    save(run, tmp_path, "a", partial=True)
+    part = tmp_path / "a_partial" / "model_1_0.pt"
+    bytes_of_weight = run.model.state_dict()["second.0.weight"].numpy().tobytes()
+    if smp.rank() == 0:
+        data = bytearray(part.read_bytes())
+        data[data.index(bytes_of_weight) + 5] ^= 4
+        part.write_bytes(data)
+    smp.barrier()
+
+    with pytest.raises(
+        smp.CheckpointError, match=r"model_1_0\.pt is damaged: tensor 'second\.0"
+    ):
+        smp.resume_from_checkpoint(tmp_path)
+    smp.barrier()
+    if smp.rank() == 0:
+        part.rename(part.with_name("model_2_0.pt"))
+    smp.barrier()
+    with pytest.raises(smp.CheckpointError, match=r"a_partial lacks model_1_0\.pt"):
+        smp.resume_from_checkpoint(tmp_path)
+
+
+@on_ranks(2)
+def test_a_wrong_kind_or_degree_is_said(tmp_path):
+    init(2)
+    run = Run("sgd")
+    run.train(0, 1)
+    save(run, tmp_path, "a", partial=False)
+
+    with pytest.raises(smp.CheckpointError, match="'a', a full one: pass partial=False"):
+        smp.resume_from_checkpoint(tmp_path)
+    with pytest.raises(FileNotFoundError, match="no file 'newest'"):
+        smp.resume_from_checkpoint(tmp_path / "nowhere")
+    if smp.rank() == 0:
+        folder = tmp_path / "b_partial"
+        folder.mkdir()
+        for tp in range(2):
+            for kind in ("model", "optimizer"):
+                torch.save({}, folder / f"{kind}_0_{tp}.pt")
+    smp.barrier()
+    with pytest.raises(smp.CheckpointError, match="degree 2, and here it is 1"):
+        smp.resume_from_checkpoint(tmp_path, "b")
+
+
+# ------------------------------------------------------------------ crashes and full disks
+
+
+@KINDS
+@pytest.mark.parametrize("tags", ["same", "other"])
+def test_a_crash_at_any_point_leaves_a_whole_checkpoint(partial, tags, tmp_path):
+    """The process ends at its first, second, third ... write until it gets through."""
+    kind = "partial" if partial else "full"
+    done = subprocess.run(
+        [sys.executable, HERE / "crashes_while_saving.py", tmp_path, kind, tags],
+        env=rank_environment(),
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+
+    assert done.returncode == 0, done.stderr
+    assert not done.stderr, done.stderr
+    assert int(done.stdout) > 50, "so few steps: were they counted?"
+
+
+@contextmanager
+def file_size_limit(size_bytes: int) -> Iterator[None]:
+    """Writes beyond that size fail, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@on_ranks(2)
+@KINDS
+def test_a_write_that_fails_is_an_error_on_every_rank_and_leaves_nothing(partial, tmp_path):
+    """Disk full: the file is named, the previous checkpoint is as it was."""
+    init(2)
+    run = Run("sgd")
+    run.train(0, 1)
+    save(run, tmp_path, "old", partial)
+    smp.barrier()
+    before = {name: (tmp_path / name).read_bytes() for name in listed(tmp_path)}
+    failing = 1 if partial else 0
+    smp.barrier()
+
+    expected = OSError if smp.rank() == failing else smp.CheckpointError
+    limit = file_size_limit(1000 if smp.rank() == failing else resource.RLIM_INFINITY)
+    with limit, pytest.raises(expected, match="File too large.*(model_1_0.pt|new)"):
+        save(run, tmp_path, "new", partial)
+
+    smp.barrier()
+    assert {name: (tmp_path / name).read_bytes() for name in listed(tmp_path)} == before
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+    smp.barrier()
+    save(run, tmp_path, "new", partial)
+    assert smp.resume_from_checkpoint(tmp_path, partial=partial)["step"] == 3
+
+
+def test_a_full_file_system_is_said_and_leaves_no_half_file(tmp_path):
+    """A tmpfs of 1 MiB in a mount namespace of its own; the file is named."""
+    script = (
+        "import os, sys, smp, torch\n"
+        "smp.init({})\n"
+        "smp.save({'w': torch.zeros(1000)}, 'small', partial=False)\n"
+        "try:\n"
+        "    smp.save({'w': torch.zeros(10**6)}, 'large', partial=False)\n"
+        "except OSError as error:\n"
+        "    print(error)\n"
+        "print(os.listdir('.'), smp.load('small', partial=False)['w'].numel())\n"
+    )
+    mount = f'mount -t tmpfs -o size=1m none "{tmp_path}" && cd "{tmp_path}" && exec "$0" "$@"'
+    done = subprocess.run(
+        ["unshare", "--mount", "--map-root-user"]
+        + ["sh", "-c", mount, sys.executable, "-c", script],
+        env=rank_environment(),
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == ("[Errno 28] No space left on device: 'large'\n['small'] 1000\n"), (
+        done.stderr
+    )
+
+
+KILLED = """
+import os, sys
+import smp, torch
+from tests.models.trained import Run, init
+init(2)
+run = Run("sgd")
+run.train(0, 1)
+smp.save_checkpoint(sys.argv[1], "old", model=run.model, user_content=1)
+real = os.fsync
+def die(fd):
+    if smp.rank() == 1:
+        os.kill(os.getpid(), 9)
+    return real(fd)
+os.fsync = die
+smp.save_checkpoint(sys.argv[1], "new", model=run.model, user_content=2)
+"""
+
+
+def test_a_rank_killed_while_it_writes_leaves_the_previous_checkpoint(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(KILLED)
+    with job(2, script, tmp_path / "saved") as running:
+        assert running.wait(60) != 0
+
+    assert (tmp_path / "saved" / "newest").read_text() == "old_partial"
+    assert call_on_ranks(2, _resume, tmp_path / "saved") == [1, 1]
+
+
+def _resume(path: Path) -> int:
+    init(2)
+    run = Run("sgd")
+    content = smp.resume_from_checkpoint(path)
+    run.evaluate()
+    return content
+
+
+# ------------------------------------------------------------------------ save and load
+
+
+@on_ranks(2)
+def test_every_rank_saves_a_file_of_its_own(tmp_path):
+    """Names of partial files, with v3, and of the first versions."""
+    init(2)
+    mine = {"rank": smp.rank(), "t": torch.arange(3)}
+
+    smp.save(mine, tmp_path / "s.pt")
+    smp.save(mine, str(tmp_path / "v.pt"), v3=True)
+    smp.save(mine, tmp_path / f"w.pt_{smp.mp_rank()}", partial=False)
+    smp.barrier()
+
+    assert listed(tmp_path) == [
+        f"{name}_{rank}{rest}"
+        for name, rest in [("s.pt", "_0"), ("v.pt", "_0_0"), ("w.pt", "")]
+        for rank in range(2)
+    ]
+    for name in ("s.pt", "v.pt", "w.pt"):
+        assert_same(smp.load(tmp_path / name), mine)
+    with pytest.raises(FileNotFoundError, match=r"x\.pt_\d_0"):
+        smp.load(tmp_path / "x.pt")
+
+
+@pytest.fixture
+def saved(tmp_path) -> Path:
+    """A file with a layer, an entry that shares its weight, and a list."""
+    sd = nn.Linear(5, 4).state_dict()
+    sd["tied"] = sd["weight"]
+    path = tmp_path / "file.pt"
+    smp.save({"model": sd, "more": [torch.arange(9.0)]}, path, partial=False)
+    return path
+
+
+def test_every_flipped_byte_is_noticed_or_harmless(saved):
+    """A file with a flipped bit is refused, by name, or has the values it had."""
+    data = saved.read_bytes()
+    want = smp.load(saved, partial=False)
+    refused = 0
+    for at in range(0, len(data), 7):
+        damaged = bytearray(data)
+        damaged[at] ^= 1 << at % 8
+        saved.write_bytes(damaged)
+        try:
+            got = smp.load(saved, partial=False)
+        except smp.CheckpointError as error:
+            assert "file.pt" in str(error)
+            refused += 1
+        else:
+            assert_same(got, want)
+    assert refused > len(data) // 7 / 4
+
+
+@pytest.mark.parametrize(
+    "tensor, name", [("weight", "model.weight"), ("bias", "model.bias"), (None, "more.0")]
+)
+def test_the_damaged_tensor_is_named(saved, tensor, name):
+    whole = smp.load(saved, partial=False)
+    values = whole["model"][tensor] if tensor else whole["more"][0]
+    data = bytearray(saved.read_bytes())
+    data[data.index(values.numpy().tobytes())] ^= 1
+    saved.write_bytes(data)
+
+    with pytest.raises(smp.CheckpointError, match=rf"file\.pt is damaged: tensor '{name}' "):
+        smp.load(saved, partial=False)
+
+
+@pytest.mark.parametrize("length", [0, 1, 100, 0.5, -1])
+def test_a_file_that_was_cut_is_refused(saved, length):
+    data = saved.read_bytes()
+    saved.write_bytes(data[: int(len(data) * length) if 0 < length < 1 else length])
+
+    with pytest.raises(smp.CheckpointError, match="file.pt"):
+        smp.load(saved, partial=False)
+
+
+def test_other_types_are_refused_with_what_to_do(tmp_path):
+    """Files load with weights_only: no code runs."""
+    path = tmp_path / "file.pt"
+    smp.save({"args": SimpleNamespace(lr=1)}, path, partial=False)
+
+    with pytest.raises(
+        smp.CheckpointError, match=r"file.pt holds a types.SimpleNamespace.*add_safe_globals"
+    ):
+        smp.load(path, partial=False)
+    assert smp.load(path, partial=False, weights_only=False)["args"].lr == 1
+
+
+def test_a_file_that_would_run_code_runs_none(tmp_path):
+    class Hostile:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "ran"),)
+
+    path = tmp_path / "file.pt"
+    torch.save(Hostile(), path)
+
+    with pytest.raises(smp.CheckpointError, match="could run code"):
+        smp.load(path, partial=False)
+    assert not (tmp_path / "ran").exists()
