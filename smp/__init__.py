@@ -70,3 +70,4 @@ from smp.report import PartitionReport
 from smp.saved_files import CheckpointError, load, save
 from smp.state_mod import core, state
 from smp.steps import is_tracing, step
+from smp.timeline import save_trace
