@@ -13,7 +13,7 @@ export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 export PRTE_MCA_rmaps_default_mapping_policy := :oversubscribe
 export OMP_NUM_THREADS := 1
 
-.PHONY: demo test core-test venv clean
+.PHONY: demo test core-test lint sanitize fuzz venv clean
 
 venv: $(VENV)/.ready
 
@@ -38,6 +38,27 @@ test: venv core-test
 # The C core's own tests.  SANITIZE=address,undefined or SANITIZE=thread.
 core-test:
 	$(MAKE) -C tests/core CC='$(CC)' SANITIZE='$(SANITIZE)' run
+
+# The core's tests under the sanitizers.
+sanitize:
+	$(MAKE) core-test SANITIZE=address,undefined
+	$(MAKE) core-test SANITIZE=thread
+
+C_FILES := $(wildcard csrc/*/*.[ch] tests/core/*.[ch] tests/fuzz/*.c benchmarks/core/*.c)
+INCLUDE  = $(shell $(BIN)/python -c 'import sysconfig; print(sysconfig.get_paths()["include"])')
+
+lint: venv
+	clang-format-14 --dry-run -Werror $(C_FILES)
+	clang-tidy-14 --quiet $(filter-out csrc/comm/mpi.c csrc/python/mpi_module.c,\
+	    $(wildcard csrc/*/*.c)) -- -std=c11 -Icsrc -isystem $(INCLUDE)
+	$(BIN)/ruff check smp smdistributed tests benchmarks examples setup.py
+	$(BIN)/mypy
+	$(BIN)/codespell README.md CHANGELOG.md docs smp csrc tests benchmarks examples
+
+# Random bytes against the decoders and random trees against the partitioner.
+SECONDS ?= 10
+fuzz: venv
+	$(MAKE) -C tests/fuzz SECONDS=$(SECONDS) PYTHON=$(CURDIR)/$(BIN)/python
 
 clean:
 	rm -rf build .venv *.egg-info smp/*.so

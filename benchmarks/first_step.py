@@ -43,10 +43,7 @@ def main() -> None:
         first = timed(lambda step=forward: step(x))
         later = timed(lambda step=forward: step(x))
         times["first step less a step"].append(first - later)
-        if smp.rank() == 0:
-            rank = 0
-        else:
-            rank = 1
+        rank = smp.rank()
         smp.reset()
     if rank == 0:
         show(f"Tracing and partition of {modules} modules", "ms", 1e3, times, "plain forward")

@@ -36,22 +36,28 @@ def machine() -> str:
     model = platform.machine()
     try:
         with open("/proc/cpuinfo") as info:
-            names = [line.split(":")[1].strip() for line in info if line.startswith("model name")]
-        model = f"{names[0]}, {len(names)} cores"
+            models = [line for line in info if line.startswith("model name")]
+        model = f"{models[0].split(':')[1].strip()}, {len(models)} cores"
     except (OSError, IndexError):
         pass
     return f"{model}, Python {platform.python_version()}"
 
 
-def show(title: str, unit: str, scale: float, times: Mapping[str, list[float]], base: str) -> None:
+def show(
+    title: str, unit: str, scale: float, times: Mapping[str, list[float]], base: str
+) -> None:
     """Print the table: minimum, median, and the median's ratio to the base side."""
     import torch
 
     print(f"\n{title}\n{machine()}, torch {torch.__version__}")
-    print(f"command: {' '.join(sys.orig_argv[1:] if hasattr(sys, 'orig_argv') else sys.argv)}\n")
+    print(
+        f"command: {' '.join(sys.orig_argv[1:] if hasattr(sys, 'orig_argv') else sys.argv)}\n"
+    )
     print(f"| side | min ({unit}) | median ({unit}) | {base} / side |")
     print("|---|---|---|---|")
     reference = best_and_median(times[base])[1]
     for name, rounds in times.items():
         low, middle = best_and_median(rounds)
-        print(f"| {name} | {low * scale:.2f} | {middle * scale:.2f} | {reference / middle:.2f} |")
+        print(
+            f"| {name} | {low * scale:.2f} | {middle * scale:.2f} | {reference / middle:.2f} |"
+        )

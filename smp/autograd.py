@@ -32,4 +32,4 @@ class Enter(Function):
 
 def apply_of(node: type[Function]):
     """``node.apply`` without the checks for functorch transforms, which cost 1 us."""
-    return super(Function, node).apply
+    return super(Function, node).apply  # type: ignore[misc]

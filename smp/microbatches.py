@@ -72,8 +72,9 @@ def is_named_tuple(value: Any) -> bool:
 
 
 def rebuild_like(value: Any, parts: Mapping) -> Any:
-    """A dict subclass or dataclass like ``value`` with these values, its ``__init__`` not run."""
-    made = type(value).__new__(type(value))
+    """A dict subclass or dataclass like ``value`` with these values, without ``__init__``."""
+    kind: Any = type(value)
+    made = kind.__new__(kind)
     if isinstance(value, dict):
         for key in value:
             made[key] = parts[key]

@@ -252,7 +252,7 @@ class DistributedModel(nn.Module):
     def local_named_modules(self) -> Iterator[tuple[str, nn.Module]]:
         """The modules that run on this rank, with their paths."""
         for path, module in self.module.named_modules():
-            if not self.partitioned or self.partition.rank_of[path] == self._runtime.pp_rank:
+            if self.partition is None or self.partition.rank_of[path] == self._runtime.pp_rank:
                 yield path, module
 
     def local_modules(self) -> Iterator[nn.Module]:
@@ -274,7 +274,7 @@ class DistributedModel(nn.Module):
 
     def get_module_partition(self, module: str | nn.Module) -> int:
         """The pp_rank on which a module runs, by path or by the module itself."""
-        if not self.partitioned:
+        if self.partition is None:
             raise RuntimeError("smp: the model is partitioned in its first step, not before")
         for path, candidate in self.module.named_modules():
             if path == module or candidate is module:

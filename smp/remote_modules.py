@@ -9,7 +9,7 @@ but for ``nn.Sequential`` whose children span ranks.
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -27,7 +27,7 @@ _parameter_homes: dict[int, tuple[str, int]] = {}
 class Entry(NamedTuple):
     """What other ranks can call: numbered alike on every rank."""
 
-    callable: Callable
+    callable: Any
     module: nn.Module | None
     path: str
     owner: int
@@ -250,13 +250,13 @@ class RemoteParameter(nn.Parameter):
                     path, owner = _parameter_homes.get(id(tensor), ("?", -1))
                     raise RuntimeError(
                         f"smp: {name} needs the data of parameter '{path}' "
-                        f"(shape {tuple(tensor.shape)}), which lives on pp_rank {owner}; use it "
-                        "inside its module, or place both together with smp.set_partition"
+                        f"(shape {tuple(tensor.shape)}), which lives on pp_rank {owner}; use "
+                        "it inside its module, or place both together with smp.set_partition"
                     )
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
-    def __repr__(self) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         path, owner = _parameter_homes.get(id(self), ("?", -1))
         return f"RemoteParameter('{path}', shape={tuple(self.shape)}, pp_rank={owner})"
 

@@ -37,6 +37,6 @@ def offer(boot: Bootstrap, wanted: tuple[str, ...] | None) -> None:
                 "with mpicc on PATH (SMP_WITH_MPI=1 says what is missing)"
             )
         return
-    from smp import _mpi
+    from smp import _mpi  # type: ignore[attr-defined]
 
     _core.register_transport(_mpi.transport)

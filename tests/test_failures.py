@@ -103,7 +103,9 @@ def test_an_exception_is_raised_on_every_rank_and_the_next_step_works(where, pha
 
     step(model, x)
     cut_loop(train, reference, (x,), rank_of=RANK_OF, ranks=2, microbatches=3)
-    assert_same_bits({n: p.grad for n, p in model.local_named_parameters()}, gradients(reference))
+    assert_same_bits(
+        {n: p.grad for n, p in model.local_named_parameters()}, gradients(reference)
+    )
     assert_same_bits(dict(model.local_named_buffers()), dict(reference.named_buffers()))
 
 

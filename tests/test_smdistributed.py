@@ -10,7 +10,6 @@ import torch
 from packaging.version import Version
 
 import smp
-from smp.nn.huggingface import gpt2
 from tests.ranks import rank_environment
 
 FROM_SCRIPTS = [

@@ -46,11 +46,11 @@ release_graph(call_object *self)
         return;
     }
     self->open = false;
-    envelope   = (smp_envelope){.kind       = SMP_MSG_RELEASE,
-                                .microbatch = self->microbatch,
-                                .step       = session->step,
-                                .entry      = self->entry,
-                                .about      = self->call};
+    envelope = (smp_envelope){.kind = SMP_MSG_RELEASE,
+                              .microbatch = self->microbatch,
+                              .step = session->step,
+                              .entry = self->entry,
+                              .about = self->call};
     (void)smp_comm_send(session->comm, session->entries[self->entry].owner, &envelope,
                         sizeof(envelope), NULL, 0);
 }
@@ -87,8 +87,8 @@ remember(PyObject *ctx, PyObject *call)
 static PyObject *
 send_forward(PyObject *unused, PyObject *const *args, Py_ssize_t nargs)
 {
-    static const int64_t   shape[1]   = {0};
-    static const int64_t   strides[1] = {1};
+    static const int64_t         shape[1] = {0};
+    static const int64_t         strides[1] = {1};
     static const smp_tensor_meta meta = {.dtype = {2, 32, 1}, .ndim = 1};
 
     (void)unused;
@@ -111,7 +111,7 @@ recv_forward(PyObject *unused, PyObject *const *args, Py_ssize_t nargs)
     if (nargs < 3 || remember(args[0], args[1]) < 0) {
         return NULL;
     }
-    self   = (call_object *)args[1];
+    self = (call_object *)args[1];
     ndirty = self->dirty == NULL ? 0 : PyList_GET_SIZE(self->dirty);
     nfresh = PyList_GET_SIZE(self->outputs);
     if (ndirty > 0) {
@@ -166,9 +166,9 @@ check_backward(const call_object *self)
                          "inside the step, not loss.backward() or autograd.grad");
     }
     if (self->backward != 0) {
-        return raise_for(self,
-                         "a second backward through one call of a module of another rank "
-                         "(retain_graph and double backward do not cross ranks)");
+        return raise_for(
+            self, "a second backward through one call of a module of another rank "
+                  "(retain_graph and double backward do not cross ranks)");
     }
     return 0;
 }
@@ -196,19 +196,19 @@ recv_backward(PyObject *unused, PyObject *const *args, Py_ssize_t nargs)
     }
     smp_pack_init(&pack, session->comm, session->entries[self->entry].owner, NULL);
     pack.graph = false;
-    failed     = smp_pack_u32(&pack, (uint32_t)(nargs - 1));
+    failed = smp_pack_u32(&pack, (uint32_t)(nargs - 1));
     for (Py_ssize_t i = 1; failed == 0 && i < nargs; i++) {
         failed = smp_pack_value(&pack, args[i]);
     }
     self->backward = smp_server_next_call(session->server);
-    envelope       = (smp_envelope){.kind       = SMP_MSG_BACKWARD,
-                                    .phase      = SMP_BACKWARD,
-                                    .microbatch = self->microbatch,
-                                    .step       = session->step,
-                                    .entry      = self->entry,
-                                    .call       = self->backward,
-                                    .about      = self->call,
-                                    .seed = (uint64_t)smp_this_task->backwards};
+    envelope = (smp_envelope){.kind = SMP_MSG_BACKWARD,
+                              .phase = SMP_BACKWARD,
+                              .microbatch = self->microbatch,
+                              .step = session->step,
+                              .entry = self->entry,
+                              .call = self->backward,
+                              .about = self->call,
+                              .seed = (uint64_t)smp_this_task->backwards};
     if (failed == 0) {
         failed = smp_pack_send(&pack, &envelope);
     }
@@ -217,17 +217,16 @@ recv_backward(PyObject *unused, PyObject *const *args, Py_ssize_t nargs)
         return NULL;
     }
     self->open = false;
-    ndirty     = self->dirty == NULL ? 0 : PyList_GET_SIZE(self->dirty);
-    result     = PyTuple_New(2 + ndirty);
+    ndirty = self->dirty == NULL ? 0 : PyList_GET_SIZE(self->dirty);
+    result = PyTuple_New(2 + ndirty);
     if (result == NULL) {
         return NULL;
     }
     PyTuple_SET_ITEM(result, 0, Py_NewRef(Py_None));
     /* The token's gradient has no data; it must be defined for Send to run. */
-    PyTuple_SET_ITEM(result, 1,
-                     send_forward(NULL, (PyObject *const[]){args[0], (PyObject *)self,
-                                                            Py_None},
-                                  3));
+    PyTuple_SET_ITEM(
+        result, 1,
+        send_forward(NULL, (PyObject *const[]){args[0], (PyObject *)self, Py_None}, 3));
     for (Py_ssize_t i = 0; i < ndirty; i++) {
         PyTuple_SET_ITEM(result, 2 + i, Py_NewRef(Py_None));
     }
@@ -287,7 +286,7 @@ apply_send(call_object *call, const smp_pack *pack)
 {
     smp_session *session = &smp_the_session;
     PyObject    *fixed[10];
-    PyObject   **args  = fixed;
+    PyObject   **args = fixed;
     size_t       nargs = 2;
     PyObject    *token;
 
@@ -348,7 +347,7 @@ read_dirty(call_object *call, smp_unpack *unpack, const smp_pack *pack,
     uint32_t count;
 
     *ndirty_graph = 0;
-    *dirty_args   = NULL;
+    *dirty_args = NULL;
     if (smp_unpack_u32(unpack, &count) < 0) {
         return -1;
     }
@@ -364,8 +363,9 @@ read_dirty(call_object *call, smp_unpack *unpack, const smp_pack *pack,
         if (argument >= pack->ntensors || i >= unpack->ntensors ||
             data != unpack->tensors[i]) {
             Py_DECREF(data);
-            PyErr_SetString(PyExc_ValueError, "smp: malformed message: a changed argument "
-                                              "that is none");
+            PyErr_SetString(PyExc_ValueError,
+                            "smp: malformed message: a changed argument "
+                            "that is none");
             return -1;
         }
         if (unpack->requires_grad[i]) {
@@ -395,7 +395,7 @@ static int
 apply_recv(call_object *call, PyObject *token, smp_unpack *unpack, PyObject *dirty_args)
 {
     smp_session *session = &smp_the_session;
-    Py_ssize_t   ndirty  = dirty_args == NULL ? 0 : PyList_GET_SIZE(dirty_args);
+    Py_ssize_t   ndirty = dirty_args == NULL ? 0 : PyList_GET_SIZE(dirty_args);
     PyObject    *fixed[10];
     PyObject   **args = fixed;
     PyObject    *outputs;
@@ -432,7 +432,8 @@ apply_recv(call_object *call, PyObject *token, smp_unpack *unpack, PyObject *dir
     for (Py_ssize_t i = 0; i < ndirty; i++) {
         args[2 + i] = PyList_GET_ITEM(dirty_args, i);
     }
-    outputs = PyObject_Vectorcall(session->recv_apply, args, (size_t)(2 + ndirty), NULL);
+    outputs =
+        PyObject_Vectorcall(session->recv_apply, args, (size_t)(2 + ndirty), NULL);
     if (args != fixed) {
         PyMem_Free(args);
     }
@@ -484,7 +485,7 @@ finish(call_object *call, PyObject *token, const smp_pack *pack, smp_message *re
 {
     smp_unpack unpack;
     PyObject  *dirty_args = NULL;
-    PyObject  *value      = NULL;
+    PyObject  *value = NULL;
     uint32_t   ndirty;
 
     if (smp_unpack_init(&unpack, response, pack, false, false) < 0 ||
@@ -531,12 +532,12 @@ static PyObject *
 call_entry(int32_t number, PyObject *args, PyObject *kwargs, uint16_t flags)
 {
     smp_session *session = &smp_the_session;
-    smp_task    *task    = smp_this_task;
-    smp_entry   *entry   = &session->entries[number];
-    PyObject    *state   = NULL;
-    PyObject    *token   = NULL;
-    PyObject    *value   = NULL;
-    call_object *call    = NULL;
+    smp_task    *task = smp_this_task;
+    smp_entry   *entry = &session->entries[number];
+    PyObject    *state = NULL;
+    PyObject    *token = NULL;
+    PyObject    *value = NULL;
+    call_object *call = NULL;
     smp_message *response;
     smp_envelope envelope;
     smp_pack     pack;
@@ -555,19 +556,19 @@ call_entry(int32_t number, PyObject *args, PyObject *kwargs, uint16_t flags)
     if (call == NULL) {
         goto done;
     }
-    call->entry      = number;
+    call->entry = number;
     call->microbatch = task->microbatch;
-    call->call       = smp_server_next_call(session->server);
-    envelope         = (smp_envelope){
-                .kind       = SMP_MSG_FORWARD,
-                .phase      = (uint8_t)task->phase,
-                .flags      = (uint16_t)(flags | (grad ? SMP_FLAG_GRAD : 0) |
-                                 (state != Py_None ? SMP_FLAG_STATE : 0)),
-                .microbatch = task->microbatch,
-                .step       = session->step,
-                .entry      = number,
-                .call       = call->call,
-                .about      = ++task->count,
+    call->call = smp_server_next_call(session->server);
+    envelope = (smp_envelope){
+        .kind = SMP_MSG_FORWARD,
+        .phase = (uint8_t)task->phase,
+        .flags = (uint16_t)(flags | (grad ? SMP_FLAG_GRAD : 0) |
+                            (state != Py_None ? SMP_FLAG_STATE : 0)),
+        .microbatch = task->microbatch,
+        .step = session->step,
+        .entry = number,
+        .call = call->call,
+        .about = ++task->count,
     };
     if (grad && (entry->trains || any_requires_grad(&pack))) {
         envelope.flags |= SMP_FLAG_GRAPH;
@@ -587,7 +588,7 @@ call_entry(int32_t number, PyObject *args, PyObject *kwargs, uint16_t flags)
         goto done;
     }
     task->count = smp_message_envelope(response)->about;
-    value       = finish(call, token, &pack, response);
+    value = finish(call, token, &pack, response);
 done:
     smp_pack_fini(&pack);
     Py_XDECREF(token);
@@ -601,7 +602,7 @@ static int32_t
 entry_of(PyObject *module)
 {
     smp_session *session = &smp_the_session;
-    int64_t      number  = smp_registry_find(session->entry_numbers, module);
+    int64_t      number = smp_registry_find(session->entry_numbers, module);
 
     if (number < 0) {
         PyErr_Format(PyExc_RuntimeError,
@@ -611,10 +612,11 @@ entry_of(PyObject *module)
         return -1;
     }
     if (smp_this_task == NULL) {
-        PyErr_Format(PyExc_RuntimeError,
-                     "smp: module '%s' runs on pp_rank %d and can only be called inside a "
-                     "function with @smp.step",
-                     path_of(&session->entries[number]), session->entries[number].owner);
+        PyErr_Format(
+            PyExc_RuntimeError,
+            "smp: module '%s' runs on pp_rank %d and can only be called inside a "
+            "function with @smp.step",
+            path_of(&session->entries[number]), session->entries[number].owner);
         return -1;
     }
     return (int32_t)number;
@@ -643,7 +645,7 @@ module_call(PyObject *unused, PyObject *args, PyObject *kwargs)
         return NULL;
     }
     module = PyTuple_GET_ITEM(args, 0);
-    rest   = PyTuple_GetSlice(args, 1, PyTuple_GET_SIZE(args));
+    rest = PyTuple_GetSlice(args, 1, PyTuple_GET_SIZE(args));
     if (rest == NULL) {
         return NULL;
     }
@@ -705,7 +707,8 @@ static PyMethodDef call_functions[] = {
     {"recv_backward", __extension__(PyCFunction)(void (*)(void)) recv_backward,
      METH_FASTCALL, "Recv.backward(ctx, *gradients) -> the token's gradient"},
     {"call_remote", __extension__(PyCFunction)(void (*)(void)) py_call_remote,
-     METH_FASTCALL, "call_remote(module, args, kwargs, bare): a remote call without hooks"},
+     METH_FASTCALL,
+     "call_remote(module, args, kwargs, bare): a remote call without hooks"},
     {"call_entry", __extension__(PyCFunction)(void (*)(void)) py_call_entry,
      METH_FASTCALL, "call_entry(number, args): a remote call by entry number"},
     {NULL, NULL, 0, NULL},
@@ -721,10 +724,10 @@ static PyType_Slot call_slots[] = {
 };
 
 static PyType_Spec call_spec = {
-    .name      = "smp._core.Call",
+    .name = "smp._core.Call",
     .basicsize = sizeof(call_object),
-    .flags     = Py_TPFLAGS_DEFAULT,
-    .slots     = call_slots,
+    .flags = Py_TPFLAGS_DEFAULT,
+    .slots = call_slots,
 };
 
 int
@@ -734,17 +737,17 @@ smp_call_add(PyObject *module)
     PyObject *method;
     int       failed;
 
-    name_call        = PyUnicode_InternFromString("call");
+    name_call = PyUnicode_InternFromString("call");
     name_materialize = PyUnicode_InternFromString("materialize_grads");
-    smp_call_type    = (PyTypeObject *)PyType_FromSpec(&call_spec);
+    smp_call_type = (PyTypeObject *)PyType_FromSpec(&call_spec);
     if (name_call == NULL || name_materialize == NULL || smp_call_type == NULL ||
         PyModule_AddFunctions(module, call_functions) < 0) {
         return -1;
     }
     /* A function of C that binds like a method, for the classes of remote modules. */
     function = PyCFunction_New(&module_call_def, NULL);
-    method   = function == NULL ? NULL : PyInstanceMethod_New(function);
-    failed   = method == NULL || PyModule_AddObjectRef(module, "module_call", method) < 0;
+    method = function == NULL ? NULL : PyInstanceMethod_New(function);
+    failed = method == NULL || PyModule_AddObjectRef(module, "module_call", method) < 0;
     Py_XDECREF(function);
     Py_XDECREF(method);
     return failed ? -1 : 0;

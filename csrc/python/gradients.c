@@ -9,11 +9,11 @@
 
 static struct {
     smp_ledger *ledger;
-    PyObject   *parameters; /* list: the local parameters, by number */
-    PyObject   *hooks;      /* list: what removes their hooks */
-    PyObject  **base;       /* owned, by number: the gradient outside the ledger */
-    bool       *had;        /* by number: there was a gradient when the step began */
-    bool       *complete;   /* by number: .grad is base again */
+    PyObject   *parameters;  /* list: the local parameters, by number */
+    PyObject   *hooks;       /* list: what removes their hooks */
+    PyObject  **base;        /* owned, by number: the gradient outside the ledger */
+    bool       *had;         /* by number: there was a gradient when the step began */
+    bool       *complete;    /* by number: .grad is base again */
     PyObject   *on_complete; /* parameter number -> None; NULL: nobody asked */
     PyObject   *mix_layouts; /* base, term -> sum, when one of them is sparse */
     bool        active;
@@ -51,7 +51,7 @@ add_tensors(PyObject **sum, PyObject *term)
 static smp_status
 op_add(void *ctx, void **sum, void *term)
 {
-    PyObject  *into   = *sum;
+    PyObject  *into = *sum;
     smp_status status = add_tensors(&into, term);
 
     (void)ctx;
@@ -75,7 +75,7 @@ static int
 restore(Py_ssize_t i)
 {
     PyObject *parameter = PyList_GET_ITEM(gradients.parameters, i);
-    int       failed    = 0;
+    int       failed = 0;
 
     if (gradients.base[i] != NULL) {
         failed = PyObject_SetAttr(parameter, smp_names.grad, gradients.base[i]);
@@ -201,21 +201,23 @@ accumulated(PyObject *number, PyObject *parameter)
     Py_RETURN_NONE;
 }
 
-static PyMethodDef accumulated_def = {"accumulated", accumulated, METH_O,
-                                      "Takes a parameter's new gradient into the ledger."};
+static PyMethodDef accumulated_def = {
+    "accumulated", accumulated, METH_O,
+    "Takes a parameter's new gradient into the ledger."};
 
 /* -------------------------------------------------------------------- the binding */
 
 static void
 forget(void)
 {
-    Py_ssize_t n = gradients.parameters == NULL ? 0 : PyList_GET_SIZE(gradients.parameters);
+    Py_ssize_t n =
+        gradients.parameters == NULL ? 0 : PyList_GET_SIZE(gradients.parameters);
 
     smp_ledger_destroy(gradients.ledger);
     gradients.ledger = NULL;
     for (Py_ssize_t i = 0; i < n; i++) {
-        PyObject *removed = PyObject_CallMethod(PyList_GET_ITEM(gradients.hooks, i),
-                                                "remove", NULL);
+        PyObject *removed =
+            PyObject_CallMethod(PyList_GET_ITEM(gradients.hooks, i), "remove", NULL);
 
         if (removed == NULL) {
             PyErr_Clear();
@@ -228,8 +230,8 @@ forget(void)
     free(gradients.base);
     free(gradients.had);
     free(gradients.complete);
-    gradients.base     = NULL;
-    gradients.had      = NULL;
+    gradients.base = NULL;
+    gradients.had = NULL;
     gradients.complete = NULL;
 }
 
@@ -277,9 +279,9 @@ py_setup(PyObject *module, PyObject *args)
         return NULL;
     }
     forget();
-    n                  = (size_t)PyList_GET_SIZE(parameters);
-    gradients.base     = calloc(n + 1, sizeof(PyObject *));
-    gradients.had      = calloc(n + 1, sizeof(bool));
+    n = (size_t)PyList_GET_SIZE(parameters);
+    gradients.base = calloc(n + 1, sizeof(PyObject *));
+    gradients.had = calloc(n + 1, sizeof(bool));
     gradients.complete = calloc(n + 1, sizeof(bool));
     Py_XSETREF(gradients.mix_layouts, Py_NewRef(mix));
     status = smp_ledger_create((int32_t)n, (int32_t)(first.len / 4) - 1, first.buf,
@@ -325,13 +327,13 @@ py_begin(PyObject *module, PyObject *args)
     }
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(gradients.parameters); i++) {
         PyObject *parameter = PyList_GET_ITEM(gradients.parameters, i);
-        PyObject *grad      = PyObject_GetAttr(parameter, smp_names.grad);
+        PyObject *grad = PyObject_GetAttr(parameter, smp_names.grad);
 
         if (grad == NULL) {
             return NULL;
         }
         gradients.complete[i] = false;
-        gradients.had[i]      = grad != Py_None;
+        gradients.had[i] = grad != Py_None;
         if (grad == Py_None) {
             Py_DECREF(grad);
             continue;
@@ -358,8 +360,8 @@ py_end(PyObject *module, PyObject *failed)
     }
     if (lost) {
         smp_ledger_abandon(gradients.ledger);
-    } else if (raise_unless_ok(smp_ledger_end(gradients.ledger), "adding up gradients") <
-               0) {
+    } else if (raise_unless_ok(smp_ledger_end(gradients.ledger),
+                               "adding up gradients") < 0) {
         return NULL;
     }
     gradients.active = false;
@@ -385,8 +387,8 @@ py_held(PyObject *module, PyObject *unused)
 {
     (void)module;
     (void)unused;
-    return PyLong_FromSize_t(gradients.ledger == NULL ? 0
-                                                      : smp_ledger_held(gradients.ledger));
+    return PyLong_FromSize_t(
+        gradients.ledger == NULL ? 0 : smp_ledger_held(gradients.ledger));
 }
 
 static PyMethodDef functions[] = {

@@ -13,8 +13,8 @@ module_exec(PyObject *module)
 {
     if (smp_torch_load() < 0 || smp_session_add_functions(module) < 0 ||
         smp_call_add(module) < 0 || smp_serve_add(module) < 0 ||
-        smp_gradients_add_functions(module) < 0 ||
-        smp_python_add_comm(module) < 0 || smp_python_add_partition(module) < 0) {
+        smp_gradients_add_functions(module) < 0 || smp_python_add_comm(module) < 0 ||
+        smp_python_add_partition(module) < 0) {
         return -1;
     }
     return PyModule_AddStringConstant(module, "__doc__", "The C core of smp.");
@@ -27,8 +27,8 @@ static PyModuleDef_Slot module_slots[] = {
 
 static struct PyModuleDef module_def = {
     PyModuleDef_HEAD_INIT,
-    .m_name  = "smp._core",
-    .m_size  = 0,
+    .m_name = "smp._core",
+    .m_size = 0,
     .m_slots = module_slots,
 };
 

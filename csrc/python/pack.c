@@ -14,7 +14,7 @@ static int
 reserve(smp_buffer *buffer, size_t more)
 {
     if (buffer->size + more > buffer->room) {
-        size_t   room  = buffer->room == 0 ? 256 : 2 * buffer->room;
+        size_t   room = buffer->room == 0 ? 256 : 2 * buffer->room;
         uint8_t *moved;
 
         while (room < buffer->size + more) {
@@ -25,7 +25,7 @@ reserve(smp_buffer *buffer, size_t more)
             PyErr_NoMemory();
             return -1;
         }
-        buffer->at   = moved;
+        buffer->at = moved;
         buffer->room = room;
     }
     return 0;
@@ -87,7 +87,7 @@ grow_array(void *array, size_t count, size_t *room)
         return -1;
     }
     *(void **)array = moved;
-    *room           = 2 * (*room + 8);
+    *room = 2 * (*room + 8);
     return 0;
 }
 
@@ -125,8 +125,8 @@ put_bytes(smp_pack *pack, const dl_tensor *t, smp_tensor_meta *meta)
     } else {
         memcpy(smp_block_data(block), t->data, (size_t)meta->bytes);
     }
-    meta->in_block                = 1;
-    meta->place                   = (uint32_t)pack->nblocks;
+    meta->in_block = 1;
+    meta->place = (uint32_t)pack->nblocks;
     pack->blocks[pack->nblocks++] = block;
     return 0;
 }
@@ -135,11 +135,11 @@ static int
 put_described(smp_pack *pack, const dl_tensor *t, dl_device device, bool requires_grad)
 {
     smp_tensor_meta meta = {
-        .dtype         = t->dtype,
-        .device        = device,
-        .ndim          = (uint16_t)t->ndim,
+        .dtype = t->dtype,
+        .device = device,
+        .ndim = (uint16_t)t->ndim,
         .requires_grad = requires_grad,
-        .bytes         = smp_tensor_span(t),
+        .bytes = smp_tensor_span(t),
     };
     size_t dims = (size_t)t->ndim * sizeof(int64_t);
 
@@ -148,9 +148,10 @@ put_described(smp_pack *pack, const dl_tensor *t, dl_device device, bool require
         return -1;
     }
     if (meta.bytes > 0 && t->data == NULL) {
-        PyErr_SetString(PyExc_RuntimeError,
-                        "smp: a tensor without data (a meta or fake tensor, or one whose "
-                        "storage was freed) cannot go to another rank");
+        PyErr_SetString(
+            PyExc_RuntimeError,
+            "smp: a tensor without data (a meta or fake tensor, or one whose "
+            "storage was freed) cannot go to another rank");
         return -1;
     }
     if (put_bytes(pack, t, &meta) < 0 || put(&pack->meta, &meta, sizeof(meta)) < 0 ||
@@ -167,7 +168,7 @@ static bool
 is_sparse_view(const dl_tensor *t)
 {
     uint64_t elements = 1;
-    uint64_t element  = ((uint64_t)t->dtype.bits * t->dtype.lanes + 7) / 8;
+    uint64_t element = ((uint64_t)t->dtype.bits * t->dtype.lanes + 7) / 8;
 
     for (int i = 0; i < t->ndim; i++) {
         if (t->strides[i] != 0) {
@@ -244,7 +245,8 @@ add_tensor(smp_pack *pack, PyObject *tensor, uint32_t *number)
             return -1;
         }
     }
-    if (grow_tensors(pack) < 0 || put_tensor_data(pack, tensor, requires_grad != 0) < 0) {
+    if (grow_tensors(pack) < 0 ||
+        put_tensor_data(pack, tensor, requires_grad != 0) < 0) {
         return -1;
     }
     *number = (uint32_t)pack->ntensors;
@@ -252,7 +254,7 @@ add_tensor(smp_pack *pack, PyObject *tensor, uint32_t *number)
         PyErr_NoMemory();
         return -1;
     }
-    pack->in_graph[pack->ntensors]  = requires_grad != 0;
+    pack->in_graph[pack->ntensors] = requires_grad != 0;
     pack->tensors[pack->ntensors++] = Py_NewRef(tensor);
     return 0;
 }
@@ -314,8 +316,7 @@ put_tensor(smp_pack *pack, PyObject *tensor)
 {
     bool done = false;
 
-    if (Py_TYPE(tensor) != smp_torch.tensor &&
-        smp_registry.parameter_numbers != NULL) {
+    if (Py_TYPE(tensor) != smp_torch.tensor && smp_registry.parameter_numbers != NULL) {
         if (put_parameter(pack, tensor, &done) < 0) {
             return -1;
         }
@@ -338,11 +339,10 @@ put_int(smp_pack *pack, PyObject *value)
         PyObject   *text = PyObject_Str(value);
         Py_ssize_t  size;
         const char *utf8 = text == NULL ? NULL : PyUnicode_AsUTF8AndSize(text, &size);
-        int         failed =
-            utf8 == NULL || put_size(pack, TAG_BIG_INT, (size_t)size) < 0 ||
-                    put(&pack->values, utf8, (size_t)size) < 0
-                        ? -1
-                        : 0;
+        int failed = utf8 == NULL || put_size(pack, TAG_BIG_INT, (size_t)size) < 0 ||
+                             put(&pack->values, utf8, (size_t)size) < 0
+                         ? -1
+                         : 0;
 
         Py_XDECREF(text);
         return failed;
@@ -399,9 +399,10 @@ static int
 put_class_name(smp_pack *pack, PyTypeObject *type)
 {
     PyObject *module = PyObject_GetAttr((PyObject *)type, smp_names.module);
-    PyObject *name   = PyObject_GetAttr((PyObject *)type, smp_names.qualname);
+    PyObject *name = PyObject_GetAttr((PyObject *)type, smp_names.qualname);
     int       failed = module == NULL || name == NULL || !PyUnicode_Check(module) ||
-                 put_text(pack, TAG_STR, module) < 0 || put_text(pack, TAG_STR, name) < 0;
+                 put_text(pack, TAG_STR, module) < 0 ||
+                 put_text(pack, TAG_STR, name) < 0;
 
     Py_XDECREF(module);
     Py_XDECREF(name);
@@ -521,26 +522,26 @@ is_plain_class(PyTypeObject *type)
     bool             plain = true;
 
     if (reduce_ex == NULL) {
-        reduce_ex      = PyUnicode_InternFromString("__reduce_ex__");
-        reduce         = PyUnicode_InternFromString("__reduce__");
-        slots          = PyUnicode_InternFromString("__slots__");
+        reduce_ex = PyUnicode_InternFromString("__reduce_ex__");
+        reduce = PyUnicode_InternFromString("__reduce__");
+        slots = PyUnicode_InternFromString("__slots__");
         base_reduce_ex = PyObject_GetAttr((PyObject *)&PyBaseObject_Type, reduce_ex);
-        base_reduce    = PyObject_GetAttr((PyObject *)&PyBaseObject_Type, reduce);
+        base_reduce = PyObject_GetAttr((PyObject *)&PyBaseObject_Type, reduce);
     }
     if (type->tp_dictoffset == 0 || !(type->tp_flags & Py_TPFLAGS_HEAPTYPE) ||
         type->tp_itemsize != 0) {
         return false;
     }
-    own   = PyObject_GetAttr((PyObject *)type, reduce_ex);
+    own = PyObject_GetAttr((PyObject *)type, reduce_ex);
     plain = own == base_reduce_ex;
     Py_XDECREF(own);
     if (plain) {
-        own   = PyObject_GetAttr((PyObject *)type, reduce);
+        own = PyObject_GetAttr((PyObject *)type, reduce);
         plain = own == base_reduce;
         Py_XDECREF(own);
     }
     for (PyTypeObject *t = type; plain && t != NULL && t != &PyBaseObject_Type;
-         t               = t->tp_base) {
+         t = t->tp_base) {
         PyObject *names = PyDict_GetItem(t->tp_dict, slots);
 
         if (!(t->tp_flags & Py_TPFLAGS_HEAPTYPE) ||
@@ -648,9 +649,9 @@ put_pickle(smp_pack *pack, PyObject *value)
     if (pair == NULL) {
         return -1;
     }
-    bytes   = PyTuple_GET_ITEM(pair, 0);
+    bytes = PyTuple_GET_ITEM(pair, 0);
     tensors = PyTuple_GET_ITEM(pair, 1);
-    failed  = put_size(pack, TAG_PICKLE, (size_t)PyBytes_GET_SIZE(bytes)) < 0 ||
+    failed = put_size(pack, TAG_PICKLE, (size_t)PyBytes_GET_SIZE(bytes)) < 0 ||
              put(&pack->values, PyBytes_AS_STRING(bytes),
                  (size_t)PyBytes_GET_SIZE(bytes)) < 0 ||
              smp_pack_u32(pack, (uint32_t)PyList_GET_SIZE(tensors)) < 0 ||
@@ -825,10 +826,10 @@ static int
 join(smp_pack *pack, size_t head, smp_buffer *out)
 {
     smp_wire_sizes sizes = {
-        .tensors     = (uint32_t)pack->ntensors,
-        .meta_bytes  = (uint32_t)pack->meta.size,
+        .tensors = (uint32_t)pack->ntensors,
+        .meta_bytes = (uint32_t)pack->meta.size,
         .value_bytes = (uint32_t)pack->values.size,
-        .data_bytes  = pack->data.size,
+        .data_bytes = pack->data.size,
     };
 
     *out = (smp_buffer){0};

@@ -8,7 +8,7 @@ static size_t
 slot_of(const smp_ptrmap *map, const void *key)
 {
     uint64_t hash = ((uint64_t)(uintptr_t)key >> 4) * 0x9E3779B97F4A7C15u;
-    size_t   i    = (size_t)(hash >> 32) & (map->room - 1);
+    size_t   i = (size_t)(hash >> 32) & (map->room - 1);
 
     while (map->slots[i].key != NULL && map->slots[i].key != key) {
         i = (i + 1) & (map->room - 1);
@@ -34,7 +34,7 @@ grow(smp_ptrmap *map)
         free(map->slots);
     }
     map->slots = bigger.slots;
-    map->room  = bigger.room;
+    map->room = bigger.room;
     return true;
 }
 
@@ -43,7 +43,7 @@ smp_ptrmap_init(smp_ptrmap *map)
 {
     memset(map->inline_slots, 0, sizeof(map->inline_slots));
     map->slots = map->inline_slots;
-    map->room  = SMP_PTRMAP_INLINE;
+    map->room = SMP_PTRMAP_INLINE;
     map->count = 0;
 }
 

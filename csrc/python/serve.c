@@ -6,11 +6,11 @@
  * A Context keeps y and Enter's gradients from the forward request to the backward
  * request (or to the release).
  */
+#include "python/gradients.h"
 #include "python/pack.h"
 #include "python/registry.h"
 #include "python/session.h"
 #include "python/unpack.h"
-#include "python/gradients.h"
 
 typedef struct {
     PyObject  ob_base;
@@ -100,7 +100,8 @@ smp_has_hooks(PyObject *module)
     for (int i = 0; dict != NULL && i < 4; i++) {
         PyObject *hooks = PyDict_GetItem(dict, names[i]);
 
-        has = has || (hooks != NULL && PyDict_Check(hooks) && PyDict_GET_SIZE(hooks) > 0);
+        has =
+            has || (hooks != NULL && PyDict_Check(hooks) && PyDict_GET_SIZE(hooks) > 0);
     }
     Py_XDECREF(dict);
     return has;
@@ -119,11 +120,11 @@ enter_graph(smp_unpack *unpack, const smp_envelope *envelope)
     if (self == NULL) {
         return NULL;
     }
-    self->entry      = envelope->entry;
+    self->entry = envelope->entry;
     self->microbatch = envelope->microbatch;
-    self->order      = envelope->about;
-    self->seed       = envelope->seed;
-    self->inputs     = PyList_New(0);
+    self->order = envelope->about;
+    self->seed = envelope->seed;
+    self->inputs = PyList_New(0);
     if (self->inputs == NULL) {
         goto err;
     }
@@ -235,7 +236,7 @@ static int
 pack_dirty(smp_pack *pack, const smp_unpack *unpack, const context_object *context)
 {
     PyObject *enter_node = context == NULL ? NULL : context->node;
-    uint32_t  count      = 0;
+    uint32_t  count = 0;
     bool      in_graph;
 
     for (size_t i = 0; i < unpack->ntensors; i++) {
@@ -259,7 +260,7 @@ pack_dirty(smp_pack *pack, const smp_unpack *unpack, const context_object *conte
                 continue;
             }
             pack->graph = keep && in_graph;
-            failed      = smp_pack_u32(pack, (uint32_t)i) < 0 ||
+            failed = smp_pack_u32(pack, (uint32_t)i) < 0 ||
                      smp_pack_new_tensor(pack, unpack->tensors[i]) < 0;
             pack->graph = keep;
             if (failed) {
@@ -316,14 +317,14 @@ keep_context(context_object *context, const smp_pack *pack, uint64_t call)
     Py_CLEAR(context->node); /* the outputs keep the graph, until their backward */
     if (failed == 0 && PyList_GET_SIZE(outputs) > 0) {
         context->outputs = PyList_AsTuple(outputs);
-        key              = PyLong_FromUnsignedLongLong(call);
-        failed           = context->outputs == NULL || key == NULL ||
+        key = PyLong_FromUnsignedLongLong(call);
+        failed = context->outputs == NULL || key == NULL ||
                          PyDict_SetItem(smp_the_session.contexts, key,
                                         (PyObject *)context) < 0 ||
                          smp_gradients_open(context->microbatch, context->order,
-                                         context->entry) < 0
-                               ? -1
-                               : 0;
+                                            context->entry) < 0
+                     ? -1
+                     : 0;
         Py_XDECREF(key);
     }
     Py_DECREF(outputs);
@@ -334,17 +335,17 @@ keep_context(context_object *context, const smp_pack *pack, uint64_t call)
 static bool
 serve_forward(smp_message *request, smp_task *task)
 {
-    smp_session    *session  = &smp_the_session;
+    smp_session    *session = &smp_the_session;
     smp_envelope    envelope = *smp_message_envelope(request);
-    int             source   = request->source;
+    int             source = request->source;
     smp_entry      *entry;
     context_object *context = NULL;
-    PyObject       *args    = NULL;
-    PyObject       *kwargs  = NULL;
-    PyObject       *state   = NULL;
-    PyObject       *value   = NULL;
-    bool            sent    = false;
-    smp_unpack      unpack  = {0};
+    PyObject       *args = NULL;
+    PyObject       *kwargs = NULL;
+    PyObject       *state = NULL;
+    PyObject       *value = NULL;
+    bool            sent = false;
+    smp_unpack      unpack = {0};
     smp_pack        pack;
 
     if (envelope.entry < 0 || (size_t)envelope.entry >= session->nentries) {
@@ -364,7 +365,7 @@ serve_forward(smp_message *request, smp_task *task)
                    : smp_gradients_suspect(envelope.microbatch, envelope.entry) < 0) {
         goto done;
     }
-    args   = smp_unpack_value(&unpack);
+    args = smp_unpack_value(&unpack);
     kwargs = args == NULL ? NULL : smp_unpack_value(&unpack);
     if (kwargs == NULL || !PyTuple_Check(args)) {
         goto done;
@@ -389,9 +390,9 @@ serve_forward(smp_message *request, smp_task *task)
             goto done;
         }
     }
-    envelope.kind  = SMP_MSG_RESPONSE;
+    envelope.kind = SMP_MSG_RESPONSE;
     envelope.about = task->count;
-    sent           = smp_pack_send(&pack, &envelope) == 0;
+    sent = smp_pack_send(&pack, &envelope) == 0;
 done:
     Py_XDECREF(context);
     Py_XDECREF(args);
@@ -415,8 +416,8 @@ take_context(uint64_t call)
     if (key == NULL) {
         return NULL;
     }
-    context = (context_object *)Py_XNewRef(
-        PyDict_GetItem(smp_the_session.contexts, key));
+    context =
+        (context_object *)Py_XNewRef(PyDict_GetItem(smp_the_session.contexts, key));
     if (context == NULL || PyDict_DelItem(smp_the_session.contexts, key) < 0) {
         Py_CLEAR(context);
         PyErr_Clear();
@@ -433,10 +434,10 @@ static int
 run_engine(context_object *context, smp_unpack *unpack)
 {
     Py_ssize_t noutputs = PyTuple_GET_SIZE(context->outputs);
-    PyObject  *roots    = PyList_New(0);
-    PyObject  *grads    = PyList_New(0);
-    PyObject  *result   = NULL;
-    PyObject  *none     = PyTuple_New(0);
+    PyObject  *roots = PyList_New(0);
+    PyObject  *grads = PyList_New(0);
+    PyObject  *result = NULL;
+    PyObject  *none = PyTuple_New(0);
     uint32_t   count;
 
     if (roots == NULL || grads == NULL || none == NULL ||
@@ -451,12 +452,11 @@ run_engine(context_object *context, smp_unpack *unpack)
     }
     for (Py_ssize_t i = 0; i < noutputs; i++) {
         PyObject *gradient = smp_unpack_value(unpack);
-        int       failed   = 0;
+        int       failed = 0;
 
         if (gradient != NULL && gradient != Py_None) {
-            failed =
-                PyList_Append(roots, PyTuple_GET_ITEM(context->outputs, i)) < 0 ||
-                PyList_Append(grads, gradient) < 0;
+            failed = PyList_Append(roots, PyTuple_GET_ITEM(context->outputs, i)) < 0 ||
+                     PyList_Append(grads, gradient) < 0;
         }
         Py_XDECREF(gradient);
         if (gradient == NULL || failed) {
@@ -470,8 +470,9 @@ run_engine(context_object *context, smp_unpack *unpack)
     Py_SETREF(roots, PyList_AsTuple(roots));
     Py_SETREF(grads, PyList_AsTuple(grads));
     Py_CLEAR(context->outputs); /* the roots alone keep the graph */
-    result = PyObject_CallFunctionObjArgs(smp_torch.run_backward, roots, grads, Py_False,
-                                          Py_False, none, Py_True, Py_True, NULL);
+    result =
+        PyObject_CallFunctionObjArgs(smp_torch.run_backward, roots, grads, Py_False,
+                                     Py_False, none, Py_True, Py_True, NULL);
 done:
     Py_XDECREF(roots);
     Py_XDECREF(grads);
@@ -483,11 +484,11 @@ done:
 static bool
 serve_backward(smp_message *request, smp_task *task)
 {
-    smp_session    *session  = &smp_the_session;
+    smp_session    *session = &smp_the_session;
     smp_envelope    envelope = *smp_message_envelope(request);
-    int             source   = request->source;
-    context_object *context  = take_context(envelope.about);
-    bool            sent     = false;
+    int             source = request->source;
+    context_object *context = take_context(envelope.about);
+    bool            sent = false;
     smp_unpack      unpack;
     smp_pack        pack;
 
@@ -495,10 +496,10 @@ serve_backward(smp_message *request, smp_task *task)
         smp_message_free(request);
         return false;
     }
-    task->order          = context->order;
-    task->count          = context->count;
-    task->entry          = context->entry;
-    task->backwards      = (int32_t)envelope.seed;
+    task->order = context->order;
+    task->count = context->count;
+    task->entry = context->entry;
+    task->backwards = (int32_t)envelope.seed;
     task->backward_depth = 1;
     smp_pack_init(&pack, session->comm, source, NULL);
     pack.graph = false;
@@ -520,7 +521,7 @@ serve_backward(smp_message *request, smp_task *task)
         }
     }
     envelope.kind = SMP_MSG_RESPONSE;
-    sent          = smp_pack_send(&pack, &envelope) == 0;
+    sent = smp_pack_send(&pack, &envelope) == 0;
 done:
     Py_DECREF(context);
     smp_pack_fini(&pack);
@@ -571,18 +572,18 @@ static PyType_Slot context_slots[] = {
 };
 
 static PyType_Spec context_spec = {
-    .name      = "smp._core.Context",
+    .name = "smp._core.Context",
     .basicsize = sizeof(context_object),
-    .flags     = Py_TPFLAGS_DEFAULT,
-    .slots     = context_slots,
+    .flags = Py_TPFLAGS_DEFAULT,
+    .slots = context_slots,
 };
 
 int
 smp_serve_add(PyObject *module)
 {
-    name_context     = PyUnicode_InternFromString("context");
+    name_context = PyUnicode_InternFromString("context");
     name_materialize = PyUnicode_InternFromString("materialize_grads");
-    context_type     = (PyTypeObject *)PyType_FromSpec(&context_spec);
+    context_type = (PyTypeObject *)PyType_FromSpec(&context_spec);
     if (name_context == NULL || name_materialize == NULL || context_type == NULL) {
         return -1;
     }

@@ -95,19 +95,18 @@ static void
 op_execute(void *ctx, smp_message *request)
 {
     const smp_envelope *envelope = smp_message_envelope(request);
-    smp_task            task     = {.microbatch = envelope->microbatch,
-                                    .entry      = envelope->entry,
-                                    .order      = envelope->about,
-                                    .count      = envelope->about,
-                                    .phase      = (smp_phase)envelope->phase,
-                                    .backward_depth =
-                                        (envelope->flags & SMP_FLAG_RECOMPUTE) != 0};
+    smp_task            task = {.microbatch = envelope->microbatch,
+                                .entry = envelope->entry,
+                                .order = envelope->about,
+                                .count = envelope->about,
+                                .phase = (smp_phase)envelope->phase,
+                                .backward_depth = (envelope->flags & SMP_FLAG_RECOMPUTE) != 0};
     PyObject           *context;
 
     (void)ctx;
     wake_python();
     smp_this_task = &task;
-    context       = enter_context();
+    context = enter_context();
     smp_serve_request(request, &task);
     exit_context(context);
     smp_stream_leave(&task);
@@ -132,16 +131,16 @@ static void
 op_run_root(void *ctx, int32_t microbatch)
 {
     smp_session *session = &smp_the_session;
-    smp_task     task    = {.microbatch = microbatch, .entry = -1};
+    smp_task     task = {.microbatch = microbatch, .entry = -1};
     PyObject    *context;
     PyObject    *done = NULL;
 
     (void)ctx;
     wake_python();
     smp_this_task = &task;
-    context       = enter_context();
-    if (smp_stream_seed(&task, smp_stream_mix(session->step_seed,
-                                              (uint64_t)microbatch)) == 0) {
+    context = enter_context();
+    if (smp_stream_seed(
+            &task, smp_stream_mix(session->step_seed, (uint64_t)microbatch)) == 0) {
         done = PyObject_CallFunction(session->run_root, "i", (int)microbatch);
     }
     if (done != NULL && smp_gradients_done(microbatch) < 0) {
@@ -150,9 +149,8 @@ op_run_root(void *ctx, int32_t microbatch)
     if (done == NULL) {
         smp_session_fail(&task);
     } else {
-        tell_others(&(smp_envelope){.kind       = SMP_MSG_CLOSED,
-                                    .microbatch = microbatch,
-                                    .step       = session->step});
+        tell_others(&(smp_envelope){
+            .kind = SMP_MSG_CLOSED, .microbatch = microbatch, .step = session->step});
     }
     Py_XDECREF(done);
     exit_context(context);
@@ -185,7 +183,7 @@ static bool
 op_check_signals(void *ctx)
 {
     PyGILState_STATE gil = PyGILState_Ensure();
-    bool             go  = PyErr_CheckSignals() == 0;
+    bool             go = PyErr_CheckSignals() == 0;
 
     (void)ctx;
     if (!go) {
@@ -196,11 +194,11 @@ op_check_signals(void *ctx)
 }
 
 static const smp_server_ops server_ops = {
-    .worker_begin  = op_worker_begin,
-    .worker_end    = op_worker_end,
-    .execute       = op_execute,
-    .run_root      = op_run_root,
-    .note          = op_note,
+    .worker_begin = op_worker_begin,
+    .worker_end = op_worker_end,
+    .execute = op_execute,
+    .run_root = op_run_root,
+    .note = op_note,
     .check_signals = op_check_signals,
 };
 
@@ -264,7 +262,8 @@ send_to_all(smp_msg_kind kind, PyObject *value)
         }
         smp_pack_init(&pack, session->comm, rank, NULL);
         pack.graph = false;
-        failed = smp_pack_value(&pack, value) < 0 || smp_pack_send(&pack, &envelope) < 0;
+        failed =
+            smp_pack_value(&pack, value) < 0 || smp_pack_send(&pack, &envelope) < 0;
         smp_pack_fini(&pack);
         if (failed) {
             return -1;
@@ -312,7 +311,7 @@ static PyObject *
 py_open(PyObject *module, PyObject *args)
 {
     smp_session    *session = &smp_the_session;
-    smp_comm_config config  = {0};
+    smp_comm_config config = {0};
     Py_ssize_t      pool;
     const char     *job;
     smp_status      status;
@@ -342,12 +341,12 @@ py_open(PyObject *module, PyObject *args)
         session->comm = NULL;
         return raise_status(status, "preparing the module server");
     }
-    session->rank     = config.rank;
+    session->rank = config.rank;
     smp_registry.rank = config.rank;
-    session->size     = config.size;
-    session->step     = 0;
+    session->size = config.size;
+    session->step = 0;
     session->contexts = PyDict_New();
-    card              = smp_comm_card(session->comm, &bytes);
+    card = smp_comm_card(session->comm, &bytes);
     return PyBytes_FromStringAndSize(card, (Py_ssize_t)bytes);
 }
 
@@ -372,7 +371,7 @@ py_connect(PyObject *module, PyObject *args)
                      session->size);
         return NULL;
     }
-    at    = calloc((size_t)session->size, sizeof(*at));
+    at = calloc((size_t)session->size, sizeof(*at));
     sizes = calloc((size_t)session->size, sizeof(*sizes));
     if (at != NULL && sizes != NULL) {
         for (int i = 0; i < session->size; i++) {
@@ -384,7 +383,7 @@ py_connect(PyObject *module, PyObject *args)
                 PyErr_SetString(PyExc_TypeError, "smp: cards are bytes");
                 return NULL;
             }
-            at[i]    = PyBytes_AS_STRING(card);
+            at[i] = PyBytes_AS_STRING(card);
             sizes[i] = (size_t)PyBytes_GET_SIZE(card);
         }
         Py_BEGIN_ALLOW_THREADS;
@@ -415,7 +414,7 @@ forget_entries(smp_session *session)
         Py_XDECREF(session->entries[i].path);
     }
     free(session->entries);
-    session->entries  = NULL;
+    session->entries = NULL;
     session->nentries = 0;
     Py_CLEAR(session->entry_numbers);
 }
@@ -440,9 +439,9 @@ py_close(PyObject *module, PyObject *unused)
     smp_comm_destroy(session->comm);
     Py_END_ALLOW_THREADS;
     smp_turns_destroy(session->turns);
-    session->turns  = NULL;
+    session->turns = NULL;
     session->server = NULL;
-    session->comm   = NULL;
+    session->comm = NULL;
     Py_RETURN_NONE;
 }
 
@@ -518,8 +517,8 @@ py_set_entries(PyObject *module, PyObject *list)
         return NULL;
     }
     forget_entries(session);
-    n                      = PyList_GET_SIZE(list);
-    session->entries       = calloc((size_t)n + 1, sizeof(*session->entries));
+    n = PyList_GET_SIZE(list);
+    session->entries = calloc((size_t)n + 1, sizeof(*session->entries));
     session->entry_numbers = PyDict_New();
     if (session->entries == NULL || session->entry_numbers == NULL) {
         return PyErr_NoMemory();
@@ -531,21 +530,20 @@ py_set_entries(PyObject *module, PyObject *list)
         PyObject  *path;
         int        owner;
 
-        if (!PyArg_ParseTuple(PyList_GET_ITEM(list, i), "OOUi", &callable, &owner_module,
-                              &path, &owner)) {
+        if (!PyArg_ParseTuple(PyList_GET_ITEM(list, i), "OOUi", &callable,
+                              &owner_module, &path, &owner)) {
             return NULL;
         }
-        entry->callable   = Py_NewRef(callable);
-        entry->module     = Py_NewRef(owner_module);
-        entry->path       = Py_NewRef(path);
-        entry->owner      = owner;
+        entry->callable = Py_NewRef(callable);
+        entry->module = Py_NewRef(owner_module);
+        entry->path = Py_NewRef(path);
+        entry->owner = owner;
         session->nentries = (size_t)i + 1;
         if (owner_module != Py_None) {
-            PyObject *key    = PyLong_FromVoidPtr(owner_module);
+            PyObject *key = PyLong_FromVoidPtr(owner_module);
             PyObject *number = PyLong_FromSsize_t(i);
-            int       failed =
-                key == NULL || number == NULL ||
-                PyDict_SetItem(session->entry_numbers, key, number) < 0;
+            int       failed = key == NULL || number == NULL ||
+                         PyDict_SetItem(session->entry_numbers, key, number) < 0;
 
             Py_XDECREF(key);
             Py_XDECREF(number);
@@ -564,7 +562,7 @@ number_by_address(PyObject **slot, PyObject *list)
     PyObject *numbers = PyDict_New();
 
     for (Py_ssize_t i = 0; numbers != NULL && i < PyList_GET_SIZE(list); i++) {
-        PyObject *key    = PyLong_FromVoidPtr(PyList_GET_ITEM(list, i));
+        PyObject *key = PyLong_FromVoidPtr(PyList_GET_ITEM(list, i));
         PyObject *number = PyLong_FromSsize_t(i);
 
         if (key == NULL || number == NULL || PyDict_SetItem(numbers, key, number) < 0) {
@@ -611,7 +609,7 @@ read_turns(PyObject *list, Py_ssize_t *count)
     smp_turn *turns;
 
     *count = PyList_GET_SIZE(list);
-    turns  = malloc(((size_t)*count + 1) * sizeof(*turns));
+    turns = malloc(((size_t)*count + 1) * sizeof(*turns));
     if (turns == NULL) {
         PyErr_NoMemory();
         return NULL;
@@ -647,15 +645,15 @@ read_end(smp_message *end)
  * -> (ok, value)
  *
  * kind: 0 simple, 1 interleaved, 2 turns; -1 on ranks other than 0, which serve.  ok:
- * value is what pp_rank 0 sent at the end (None on rank 0); not ok: value describes what
- * failed.  trains: bytes, by entry. */
+ * value is what pp_rank 0 sent at the end (None on rank 0); not ok: value describes
+ * what failed.  trains: bytes, by entry. */
 static PyObject *
 py_step(PyObject *module, PyObject *args)
 {
-    smp_session       *session  = &smp_the_session;
+    smp_session       *session = &smp_the_session;
     smp_schedule      *schedule = NULL;
-    smp_turn          *turns    = NULL;
-    Py_ssize_t         nturns   = 0;
+    smp_turn          *turns = NULL;
+    Py_ssize_t         nturns = 0;
     smp_message       *end;
     smp_status         status = SMP_OK;
     PyObject          *list;
@@ -669,8 +667,8 @@ py_step(PyObject *module, PyObject *args)
     unsigned long long seed;
 
     (void)module;
-    if (!PyArg_ParseTuple(args, "iiiO!y*OKi", &kind, &microbatches, &active, &PyList_Type,
-                          &list, &trains, &run_root, &seed, &backwards)) {
+    if (!PyArg_ParseTuple(args, "iiiO!y*OKi", &kind, &microbatches, &active,
+                          &PyList_Type, &list, &trains, &run_root, &seed, &backwards)) {
         return NULL;
     }
     for (size_t i = 0; i < session->nentries && i < (size_t)trains.len; i++) {
@@ -687,8 +685,8 @@ py_step(PyObject *module, PyObject *args)
         if (turns == NULL) {
             return NULL;
         }
-        status = smp_schedule_create((smp_schedule_kind)kind, microbatches, active, turns,
-                                     (int32_t)nturns, &schedule);
+        status = smp_schedule_create((smp_schedule_kind)kind, microbatches, active,
+                                     turns, (int32_t)nturns, &schedule);
         free(turns);
         if (status != SMP_OK) {
             return raise_status(status, "reading the schedule");
@@ -804,18 +802,19 @@ py_check_schedule(PyObject *module, PyObject *args)
 static PyObject *
 py_begin_backward(PyObject *module, PyObject *unused)
 {
-    smp_task  *task   = smp_this_task;
+    smp_task  *task = smp_this_task;
     smp_status status = SMP_OK;
 
     (void)module;
     (void)unused;
     if (task == NULL || task->entry >= 0) {
-        PyErr_SetString(PyExc_RuntimeError,
-                        task == NULL
-                            ? "smp: model.backward() can only be called inside a function "
-                              "with @smp.step"
-                            : "smp: model.backward() was called inside a module's forward; "
-                              "call it in the step function");
+        PyErr_SetString(
+            PyExc_RuntimeError,
+            task == NULL
+                ? "smp: model.backward() can only be called inside a function "
+                  "with @smp.step"
+                : "smp: model.backward() was called inside a module's forward; "
+                  "call it in the step function");
         return NULL;
     }
     if (task->backward_depth != 0) {
@@ -826,9 +825,9 @@ py_begin_backward(PyObject *module, PyObject *unused)
     if (task->backwards + 1 == smp_the_session.backwards) {
         smp_server_forward_done(smp_the_session.server, task->microbatch);
         if (smp_the_session.turns != NULL) {
-            tell_others(&(smp_envelope){.kind       = SMP_MSG_FORWARD_DONE,
+            tell_others(&(smp_envelope){.kind = SMP_MSG_FORWARD_DONE,
                                         .microbatch = task->microbatch,
-                                        .step       = smp_the_session.step});
+                                        .step = smp_the_session.step});
         }
     }
     if (task->phase == SMP_FORWARD) {
@@ -867,13 +866,13 @@ py_end_backward(PyObject *module, PyObject *unused)
     Py_RETURN_NONE;
 }
 
-/* set_gates(expected): int32 buffer, by gate, how often a microbatch passes it; None: no
- * gates in this job.  Alike on all ranks. */
+/* set_gates(expected): int32 buffer, by gate, how often a microbatch passes it; None:
+ * no gates in this job.  Alike on all ranks. */
 static PyObject *
 py_set_gates(PyObject *module, PyObject *expected)
 {
     smp_session *session = &smp_the_session;
-    smp_turns   *turns   = NULL;
+    smp_turns   *turns = NULL;
 
     (void)module;
     if (expected != Py_None) {
@@ -982,13 +981,14 @@ py_timeline(PyObject *module, PyObject *unused)
         return events;
     }
     timeline = smp_server_timeline(smp_the_session.server);
-    first = timeline->count > SMP_TIMELINE_EVENTS ? timeline->count - SMP_TIMELINE_EVENTS
-                                                  : 0;
+    first = timeline->count > SMP_TIMELINE_EVENTS
+                ? timeline->count - SMP_TIMELINE_EVENTS
+                : 0;
     for (uint64_t i = first; i < timeline->count; i++) {
         const smp_event *e = &timeline->events[i % SMP_TIMELINE_EVENTS];
         PyObject        *event =
             Py_BuildValue("(Kiiiii)", e->time_ns, (int)e->worker, (int)e->kind,
-                                 (int)e->phase, (int)e->microbatch, (int)e->entry);
+                          (int)e->phase, (int)e->microbatch, (int)e->entry);
         int failed = event == NULL || PyList_Append(events, event) < 0;
 
         Py_XDECREF(event);
@@ -1000,7 +1000,8 @@ py_timeline(PyObject *module, PyObject *unused)
     return events;
 }
 
-/* pack(value) -> bytes, and back: the codec by itself, for tests and small exchanges. */
+/* pack(value) -> bytes, and back: the codec by itself, for tests and small exchanges.
+ */
 static PyObject *
 py_pack(PyObject *module, PyObject *value)
 {

@@ -9,7 +9,8 @@
 #include "python/torch_api.h"
 #include "server/server.h"
 
-/* What can be called from another rank: a module, or a run of nn.Sequential children. */
+/* What can be called from another rank: a module, or a run of nn.Sequential children.
+ */
 typedef struct {
     PyObject *callable; /* owned; what the owner executes: called with (args, kwargs) */
     PyObject *module;   /* owned; whose hooks count; None for a run */
@@ -22,13 +23,13 @@ typedef struct {
  * Lives on its worker's stack. */
 typedef struct smp_task {
     int32_t   microbatch;
-    int32_t   entry;   /* -1: the step function */
-    uint64_t  order;   /* of this request within its microbatch, by begin */
-    uint64_t  count;   /* requests of the microbatch so far; travels with control */
+    int32_t   entry; /* -1: the step function */
+    uint64_t  order; /* of this request within its microbatch, by begin */
+    uint64_t  count; /* requests of the microbatch so far; travels with control */
     smp_phase phase;
     int       backward_depth; /* inside model.backward, a backward request, or a forward
                                  that a checkpoint runs again */
-    int32_t   backwards;      /* model.backward calls of the microbatch before this one */
+    int32_t   backwards; /* model.backward calls of the microbatch before this one */
     PyObject *rng_state; /* owned; its stream while another task has the generator */
 } smp_task;
 
@@ -38,7 +39,7 @@ typedef struct {
     smp_turns  *turns; /* owned; NULL: this job has no gates */
     int         rank;  /* pp_rank */
     int         size;
-    uint32_t    step;     /* number of the last one begun */
+    uint32_t    step; /* number of the last one begun */
     bool        in_step;
     smp_entry  *entries;
     size_t      nentries;
@@ -49,9 +50,9 @@ typedef struct {
     PyObject   *error;         /* what failed here first, as describe_error made it */
     /* Python's side, given by configure(). */
     PyObject *send_apply, *recv_apply, *enter_apply;
-    PyObject *leaf;           /* a tensor that requires grad, for nodes without another */
-    PyObject *seed_tensor;    /* int64, where seeds are drawn */
-    int64_t  *seed;           /* its data; borrowed from seed_tensor */
+    PyObject *leaf;        /* a tensor that requires grad, for nodes without another */
+    PyObject *seed_tensor; /* int64, where seeds are drawn */
+    int64_t  *seed;        /* its data; borrowed from seed_tensor */
     PyObject *describe_error; /* exception, path, microbatch, phase -> value */
     PyObject *call_hooked;    /* module, args, kwargs: a remote call around hooks */
     PyObject *serve_hooked;   /* module, args, kwargs: pre-hooks and forward */
@@ -79,8 +80,9 @@ int smp_session_add_functions(PyObject *module);
 
 /* ------------------------------------------------------------ call.c: the caller */
 extern PyTypeObject *smp_call_type;
-int       smp_call_add(PyObject *module);
-PyObject *smp_call_remote(PyObject *module, PyObject *args, PyObject *kwargs, bool bare);
+int                  smp_call_add(PyObject *module);
+PyObject            *smp_call_remote(PyObject *module, PyObject *args, PyObject *kwargs,
+                                     bool bare);
 
 /* ------------------------------------------------------------ serve.c: the owner */
 int  smp_serve_add(PyObject *module);
@@ -88,11 +90,12 @@ void smp_serve_request(smp_message *request, smp_task *task); /* takes request *
 void smp_serve_release(uint64_t call);
 bool smp_has_hooks(PyObject *module);
 
-/* ------------------------------------------------------------ streams.c: random numbers */
+/* ------------------------------------------------------------ streams.c: random
+ * numbers */
 
 /* Makes the default generator this task's. 0, or -1 with an exception. */
-int smp_stream_enter(smp_task *task);
-int smp_stream_seed(smp_task *task, uint64_t seed);
+int  smp_stream_enter(smp_task *task);
+int  smp_stream_seed(smp_task *task, uint64_t seed);
 void smp_stream_leave(smp_task *task);
 
 /* Draws a request's seed from the stream of the running task. */

@@ -27,7 +27,7 @@ uint64_t
 smp_tensor_span(const dl_tensor *t)
 {
     uint64_t element = ((uint64_t)t->dtype.bits * t->dtype.lanes + 7) / 8;
-    uint64_t last    = 0;
+    uint64_t last = 0;
 
     for (int i = 0; i < t->ndim; i++) {
         if (t->shape[i] == 0) {
@@ -56,7 +56,7 @@ static int
 says(PyObject *tensor, PyObject *name)
 {
     PyObject *answer = PyObject_CallMethodNoArgs(tensor, name);
-    int       is     = answer == Py_True;
+    int       is = answer == Py_True;
 
     Py_XDECREF(answer);
     return answer == NULL ? -1 : is;
@@ -68,7 +68,7 @@ smp_tensor_borrow(PyObject *tensor, dl_tensor *out, PyObject **held)
     int is;
 
     *held = Py_NewRef(tensor);
-    is    = says(tensor, smp_names.is_neg);
+    is = says(tensor, smp_names.is_neg);
     if (is < 0 || (is && resolve(held, smp_names.resolve_neg) < 0)) {
         goto err;
     }
@@ -106,7 +106,7 @@ make_holder(const smp_tensor_meta *meta, const int64_t *shape, const int64_t *st
             size_t extra)
 {
     size_t  dims = (size_t)meta->ndim * sizeof(int64_t);
-    holder *h    = malloc(sizeof(*h) + 2 * dims + extra);
+    holder *h = malloc(sizeof(*h) + 2 * dims + extra);
 
     if (h == NULL) {
         PyErr_NoMemory();
@@ -117,20 +117,21 @@ make_holder(const smp_tensor_meta *meta, const int64_t *shape, const int64_t *st
     h->managed = (dl_managed){
         .version = {SMP_DLPACK_MAJOR, 0},
         .deleter = delete_holder,
-        .tensor  = {.device  = {SMP_DL_CPU, 0},
-                    .ndim    = meta->ndim,
-                    .dtype   = meta->dtype,
-                    .shape   = h->dims,
-                    .strides = h->dims + meta->ndim},
+        .tensor = {.device = {SMP_DL_CPU, 0},
+                   .ndim = meta->ndim,
+                   .dtype = meta->dtype,
+                   .shape = h->dims,
+                   .strides = h->dims + meta->ndim},
     };
     h->release = NULL;
-    h->owner   = NULL;
+    h->owner = NULL;
     return h;
 }
 
 PyObject *
-smp_tensor_wrap(const smp_tensor_meta *meta, const int64_t *shape, const int64_t *strides,
-                void *data, void (*release)(void *owner), void *owner)
+smp_tensor_wrap(const smp_tensor_meta *meta, const int64_t *shape,
+                const int64_t *strides, void *data, void (*release)(void *owner),
+                void *owner)
 {
     holder   *h = make_holder(meta, shape, strides, 0);
     PyObject *tensor;
@@ -139,10 +140,10 @@ smp_tensor_wrap(const smp_tensor_meta *meta, const int64_t *shape, const int64_t
         release(owner);
         return NULL;
     }
-    h->release             = release;
-    h->owner               = owner;
+    h->release = release;
+    h->owner = owner;
     h->managed.tensor.data = data;
-    tensor                 = to_python(h);
+    tensor = to_python(h);
     if (tensor == NULL) {
         delete_holder(&h->managed);
     }
@@ -161,8 +162,8 @@ smp_tensor_copy_of(const smp_tensor_meta *meta, const int64_t *shape,
         return NULL;
     }
     if (meta->bytes > 0) {
-        uintptr_t end = (uintptr_t)(h->dims + 2 * meta->ndim);
-        void     *at  = (void *)((end + ALIGN - 1) & ~(uintptr_t)(ALIGN - 1));
+        uintptr_t end = (uintptr_t)(h->dims + 2 * (size_t)meta->ndim);
+        void     *at = (void *)((end + ALIGN - 1) & ~(uintptr_t)(ALIGN - 1));
 
         memcpy(at, data, (size_t)meta->bytes);
         h->managed.tensor.data = at;

@@ -32,7 +32,7 @@ int smp_tensor_borrow(PyObject *tensor, dl_tensor *out, PyObject **held);
 /* A new tensor over `data` (host memory), with the meta's shape and strides.  release(
  * owner) runs once, when the tensor is gone or when this fails. */
 PyObject *smp_tensor_wrap(const smp_tensor_meta *meta, const int64_t *shape,
-                          const int64_t *strides, void *data,
+                          const int64_t *strides, void       *data,
                           void (*release)(void *owner), void *owner);
 
 /* A new tensor with a copy of `data` in memory of its own. */

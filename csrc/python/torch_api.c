@@ -8,10 +8,10 @@ smp_names_table smp_names;
 static PyObject *
 walk(PyObject *root, const char *dotted)
 {
-    PyObject *at    = Py_NewRef(root);
+    PyObject *at = Py_NewRef(root);
     PyObject *parts = NULL;
-    PyObject *text  = PyUnicode_FromString(dotted);
-    PyObject *dot   = PyUnicode_FromString(".");
+    PyObject *text = PyUnicode_FromString(dotted);
+    PyObject *dot = PyUnicode_FromString(".");
 
     if (text != NULL && dot != NULL) {
         parts = PyUnicode_Split(text, dot, -1);
@@ -32,8 +32,8 @@ walk(PyObject *root, const char *dotted)
 static int
 load_exchange(void)
 {
-    PyObject *capsule =
-        PyObject_GetAttrString((PyObject *)smp_torch.tensor, "__dlpack_c_exchange_api__");
+    PyObject *capsule = PyObject_GetAttrString((PyObject *)smp_torch.tensor,
+                                               "__dlpack_c_exchange_api__");
 
     if (capsule == NULL) {
         PyErr_SetString(PyExc_ImportError,

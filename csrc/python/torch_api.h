@@ -51,8 +51,8 @@ smp_is_tensor(PyObject *object)
 /* Attribute and method names, interned once. */
 typedef struct {
     PyObject *requires_grad, *is_conj, *is_neg, *resolve_conj, *resolve_neg, *_version,
-        *get_state, *set_state, *manual_seed, *random_, *grad, *dict, *module, *qualname,
-        *copy_, *grad_fn, *clone, *add_, *detach, *device, *_fields;
+        *get_state, *set_state, *manual_seed, *random_, *grad, *dict, *module,
+        *qualname, *copy_, *grad_fn, *clone, *add_, *detach, *device, *_fields;
 } smp_names_table;
 
 extern smp_names_table smp_names;

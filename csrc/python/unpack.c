@@ -117,9 +117,8 @@ make_tensor(smp_unpack *unpack, const smp_tensor_meta *meta, const int64_t *shap
     if (!meta->in_block) {
         tensor = smp_tensor_copy_of(meta, shape, strides, unpack->data + meta->place);
     } else if (unpack->copy) {
-        tensor =
-            smp_tensor_copy_of(meta, shape, strides,
-                               smp_block_data(unpack->message->blocks[meta->place]));
+        tensor = smp_tensor_copy_of(
+            meta, shape, strides, smp_block_data(unpack->message->blocks[meta->place]));
     } else {
         smp_block *block = smp_message_take_block(unpack->message, meta->place);
 
@@ -146,7 +145,7 @@ read_tensors(smp_unpack *unpack, uint32_t ntensors, const uint8_t *meta_end)
     if (ntensors > (size_t)(meta_end - at) / sizeof(smp_tensor_meta)) {
         return malformed("more tensors than it describes");
     }
-    unpack->tensors       = calloc(ntensors, sizeof(*unpack->tensors));
+    unpack->tensors = calloc(ntensors, sizeof(*unpack->tensors));
     unpack->requires_grad = calloc(ntensors, 1);
     if (unpack->tensors == NULL || unpack->requires_grad == NULL) {
         PyErr_NoMemory();
@@ -178,7 +177,7 @@ read_tensors(smp_unpack *unpack, uint32_t ntensors, const uint8_t *meta_end)
             return -1;
         }
         unpack->requires_grad[i] = meta.requires_grad;
-        unpack->ntensors         = i + 1;
+        unpack->ntensors = i + 1;
     }
     return 0;
 }
@@ -198,10 +197,10 @@ open_bytes(smp_unpack *unpack, const uint8_t *bytes, size_t nbytes)
         sizes.data_bytes != nbytes - sizes.meta_bytes - sizes.value_bytes) {
         return malformed("its parts are not as long as it says");
     }
-    unpack->meta       = at;
-    unpack->values     = at + sizes.meta_bytes;
+    unpack->meta = at;
+    unpack->values = at + sizes.meta_bytes;
     unpack->values_end = unpack->values + sizes.value_bytes;
-    unpack->data       = unpack->values_end;
+    unpack->data = unpack->values_end;
     unpack->data_bytes = sizes.data_bytes;
     return read_tensors(unpack, sizes.tensors, unpack->values);
 }
@@ -250,24 +249,24 @@ static int
 add_object(smp_unpack *unpack, PyObject *object, size_t *number)
 {
     if (unpack->nobjects == unpack->object_room) {
-        size_t     room  = 2 * unpack->object_room + 8;
+        size_t     room = 2 * unpack->object_room + 8;
         PyObject **moved = realloc(unpack->objects, room * sizeof(*moved));
 
         if (moved != NULL) {
             unpack->objects = moved;
-            moved           = realloc(unpack->snapshots, room * sizeof(*moved));
+            moved = realloc(unpack->snapshots, room * sizeof(*moved));
         }
         if (moved == NULL) {
             PyErr_NoMemory();
             return -1;
         }
-        unpack->snapshots   = moved;
+        unpack->snapshots = moved;
         unpack->object_room = room;
     }
-    *number                      = unpack->nobjects;
-    unpack->objects[*number]     = Py_NewRef(object);
-    unpack->snapshots[*number]   = NULL;
-    unpack->nobjects            += 1;
+    *number = unpack->nobjects;
+    unpack->objects[*number] = Py_NewRef(object);
+    unpack->snapshots[*number] = NULL;
+    unpack->nobjects += 1;
     return 0;
 }
 
@@ -290,7 +289,7 @@ static PyObject *
 snapshot_of(PyObject *object)
 {
     PyObject *items = NULL;
-    PyObject *dict  = NULL;
+    PyObject *dict = NULL;
     PyObject *pair;
 
     if (PyList_Check(object)) {
@@ -369,7 +368,7 @@ same_items(PyObject *object, PyObject *items)
 int
 smp_unpack_changed(const smp_unpack *unpack, size_t i)
 {
-    PyObject *object   = unpack->objects[i];
+    PyObject *object = unpack->objects[i];
     PyObject *snapshot = unpack->snapshots[i];
     PyObject *before;
     PyObject *now;
@@ -386,7 +385,7 @@ smp_unpack_changed(const smp_unpack *unpack, size_t i)
     if (before == Py_None) {
         return 0;
     }
-    now  = instance_dict(object);
+    now = instance_dict(object);
     same = now != NULL && same_dict(now, before);
     Py_XDECREF(now);
     return !same;
@@ -401,9 +400,9 @@ take_class(smp_unpack *unpack)
 {
     static PyObject *known; /* (module, name) -> class */
     PyObject        *module_name = smp_unpack_value(unpack);
-    PyObject        *name        = module_name == NULL ? NULL : smp_unpack_value(unpack);
-    PyObject        *key         = NULL;
-    PyObject        *found       = NULL;
+    PyObject        *name = module_name == NULL ? NULL : smp_unpack_value(unpack);
+    PyObject        *key = NULL;
+    PyObject        *found = NULL;
 
     if (name == NULL || !PyUnicode_Check(module_name) || !PyUnicode_Check(name)) {
         if (!PyErr_Occurred()) {
@@ -427,7 +426,7 @@ take_class(smp_unpack *unpack)
         found = PyImport_Import(module_name);
     }
     if (found != NULL) {
-        PyObject *dot   = PyUnicode_FromString(".");
+        PyObject *dot = PyUnicode_FromString(".");
         PyObject *parts = dot == NULL ? NULL : PyUnicode_Split(name, dot, -1);
 
         Py_XDECREF(dot);
@@ -442,10 +441,11 @@ take_class(smp_unpack *unpack)
     }
     if (found == NULL || !PyType_Check(found)) {
         PyErr_Clear();
-        PyErr_Format(PyExc_TypeError,
-                     "smp: a value of class %U.%U came from another rank, and this rank "
-                     "cannot import that class; define it at the top level of a module",
-                     module_name, name);
+        PyErr_Format(
+            PyExc_TypeError,
+            "smp: a value of class %U.%U came from another rank, and this rank "
+            "cannot import that class; define it at the top level of a module",
+            module_name, name);
         Py_CLEAR(found);
         goto done;
     }
@@ -488,7 +488,7 @@ read_into_list(smp_unpack *unpack, PyObject *list)
         return -1;
     }
     for (uint32_t i = 0; i < count; i++) {
-        PyObject *item   = smp_unpack_value(unpack);
+        PyObject *item = smp_unpack_value(unpack);
         int       failed = item == NULL ? -1 : PyList_Append(list, item);
 
         Py_XDECREF(item);
@@ -529,8 +529,8 @@ read_into_dict(smp_unpack *unpack, PyObject *dict)
         return -1;
     }
     for (uint32_t i = 0; i < count; i++) {
-        PyObject *key    = smp_unpack_value(unpack);
-        PyObject *value  = key == NULL ? NULL : smp_unpack_value(unpack);
+        PyObject *key = smp_unpack_value(unpack);
+        PyObject *value = key == NULL ? NULL : smp_unpack_value(unpack);
         int       failed = value == NULL ? -1 : set_pair(dict, key, value);
 
         Py_XDECREF(key);
@@ -551,7 +551,7 @@ read_into_set(smp_unpack *unpack, PyObject *set)
         return -1;
     }
     for (uint32_t i = 0; i < count; i++) {
-        PyObject *item   = smp_unpack_value(unpack);
+        PyObject *item = smp_unpack_value(unpack);
         int       failed = item == NULL ? -1 : PySet_Add(set, item);
 
         Py_XDECREF(item);
@@ -608,7 +608,7 @@ smp_unpack_contents_into(smp_unpack *unpack, PyObject *object)
 static PyObject *
 take_object(smp_unpack *unpack, smp_tag tag)
 {
-    PyObject *cls    = NULL;
+    PyObject *cls = NULL;
     PyObject *object = NULL;
     size_t    number;
 
@@ -706,9 +706,9 @@ call_with(PyTypeObject *type, PyObject *items)
 static PyObject *
 take_named(smp_unpack *unpack)
 {
-    PyObject *cls   = take_class(unpack);
+    PyObject *cls = take_class(unpack);
     PyObject *items = cls == NULL ? NULL : take_tuple(unpack);
-    PyObject *made  = NULL;
+    PyObject *made = NULL;
 
     if (items != NULL) {
         if (!PyType_IsSubtype((PyTypeObject *)cls, &PyTuple_Type)) {
@@ -732,7 +732,7 @@ take_named(smp_unpack *unpack)
 static PyObject *
 take_dtype(smp_unpack *unpack)
 {
-    PyObject *name  = take_text(unpack);
+    PyObject *name = take_text(unpack);
     PyObject *dtype = name == NULL ? NULL : PyObject_GetAttr(smp_torch.torch, name);
 
     Py_XDECREF(name);
@@ -747,8 +747,8 @@ static PyObject *
 take_slice(smp_unpack *unpack)
 {
     PyObject *start = smp_unpack_value(unpack);
-    PyObject *stop  = start == NULL ? NULL : smp_unpack_value(unpack);
-    PyObject *step  = stop == NULL ? NULL : smp_unpack_value(unpack);
+    PyObject *stop = start == NULL ? NULL : smp_unpack_value(unpack);
+    PyObject *step = stop == NULL ? NULL : smp_unpack_value(unpack);
     PyObject *slice = step == NULL ? NULL : PySlice_New(start, stop, step);
 
     Py_XDECREF(start);
@@ -834,7 +834,7 @@ take_scalar(smp_unpack *unpack, smp_tag tag)
         return PyComplex_FromCComplex(number);
     }
     {
-        PyObject *text   = take_text(unpack);
+        PyObject *text = take_text(unpack);
         PyObject *number = text == NULL ? NULL : PyLong_FromUnicodeObject(text, 10);
 
         Py_XDECREF(text);

@@ -38,7 +38,8 @@ sleep_once(smp_seat *seat)
     if (atomic_load(&seat->word) != ASLEEP) {
         return true;
     }
-    if (syscall(SYS_futex, &seat->word, FUTEX_WAIT_PRIVATE, ASLEEP, NULL, NULL, 0) == 0) {
+    if (syscall(SYS_futex, &seat->word, FUTEX_WAIT_PRIVATE, ASLEEP, NULL, NULL, 0) ==
+        0) {
         return true;
     }
     return errno != EINTR;

@@ -12,25 +12,25 @@
 #include "comm/comm.h"
 
 typedef enum {
-    SMP_MSG_FORWARD = 1, /* request: run a module */
-    SMP_MSG_BACKWARD,    /* request: run the backward of an earlier forward */
-    SMP_MSG_RESPONSE,    /* outputs, or gradients of the inputs */
-    SMP_MSG_RELEASE,     /* the forward `call` will get no backward */
-    SMP_MSG_CLOSED,      /* `microbatch` is done on pp_rank 0 */
+    SMP_MSG_FORWARD = 1,  /* request: run a module */
+    SMP_MSG_BACKWARD,     /* request: run the backward of an earlier forward */
+    SMP_MSG_RESPONSE,     /* outputs, or gradients of the inputs */
+    SMP_MSG_RELEASE,      /* the forward `call` will get no backward */
+    SMP_MSG_CLOSED,       /* `microbatch` is done on pp_rank 0 */
     SMP_MSG_FORWARD_DONE, /* the forward of `microbatch` is over on pp_rank 0 */
-    SMP_MSG_STEP_END,    /* the step is over; carries its outputs */
-    SMP_MSG_ABORT,       /* the step failed; carries the exception */
+    SMP_MSG_STEP_END,     /* the step is over; carries its outputs */
+    SMP_MSG_ABORT,        /* the step failed; carries the exception */
     SMP_MSG_LAST = SMP_MSG_ABORT,
 } smp_msg_kind;
 
 /* Flags of a request: the caller's thread state, which threads do not inherit. */
 enum {
-    SMP_FLAG_GRAD       = 1 << 0, /* grad mode on */
-    SMP_FLAG_INFERENCE  = 1 << 1, /* inference mode on */
-    SMP_FLAG_GRAPH      = 1 << 2, /* the caller built Send and Recv: keep the graph */
-    SMP_FLAG_STATE      = 1 << 3, /* more thread state follows in the payload */
-    SMP_FLAG_RECOMPUTE  = 1 << 4, /* a forward that runs during the backward phase */
-    SMP_FLAG_BARE       = 1 << 5, /* module.forward, not module(): no hooks */
+    SMP_FLAG_GRAD = 1 << 0,      /* grad mode on */
+    SMP_FLAG_INFERENCE = 1 << 1, /* inference mode on */
+    SMP_FLAG_GRAPH = 1 << 2,     /* the caller built Send and Recv: keep the graph */
+    SMP_FLAG_STATE = 1 << 3,     /* more thread state follows in the payload */
+    SMP_FLAG_RECOMPUTE = 1 << 4, /* a forward that runs during the backward phase */
+    SMP_FLAG_BARE = 1 << 5,      /* module.forward, not module(): no hooks */
 };
 
 typedef struct {
@@ -43,8 +43,8 @@ typedef struct {
     uint64_t call;  /* the caller's number for this call; a backward's own */
     uint64_t about; /* BACKWARD, RELEASE: the forward's call.  RESPONSE, FORWARD: the
                        microbatch's count of requests so far */
-    uint64_t seed;  /* FORWARD: seeds the random numbers of this request.  BACKWARD: number
-                       of the model.backward call in its microbatch */
+    uint64_t seed;  /* FORWARD: seeds the random numbers of this request.  BACKWARD:
+                       number  of the model.backward call in its microbatch */
 } smp_envelope;
 
 /* NULL when the message is too short or of no known kind. */

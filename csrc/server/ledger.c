@@ -14,12 +14,12 @@ typedef struct term {
 
 /* One parameter in one microbatch. */
 typedef struct slot {
-    int32_t      microbatch;
-    int32_t      backward; /* the model.backward call that call_sum and waiting are of */
-    void        *sum;      /* owned; of the calls before; NULL: nothing yet */
-    void        *call_sum; /* owned; NULL: nothing yet */
-    term        *waiting;  /* owned */
-    struct slot *next;    /* later microbatch */
+    int32_t microbatch;
+    int32_t backward;  /* the model.backward call that call_sum and waiting are of */
+    void   *sum;       /* owned; of the calls before; NULL: nothing yet */
+    void   *call_sum;  /* owned; NULL: nothing yet */
+    term   *waiting;   /* owned */
+    struct slot *next; /* later microbatch */
 } slot;
 
 /* A forward whose graph is kept. */
@@ -66,7 +66,7 @@ entry_uses(const smp_ledger *ledger, int32_t entry, int32_t parameter)
     if (entry < 0) {
         return true;
     }
-    low  = ledger->first[entry];
+    low = ledger->first[entry];
     high = ledger->first[entry + 1];
     while (low < high) {
         int32_t middle = low + (high - low) / 2;
@@ -149,7 +149,7 @@ settle(smp_ledger *ledger, slot *s, int32_t parameter, bool all)
         if (!all && not_before_is_open(ledger, mb, t->order, parameter)) {
             return SMP_OK;
         }
-        value      = t->value;
+        value = t->value;
         s->waiting = t->next;
         free(t);
         status = add_to(ledger, &s->call_sum, value);
@@ -165,11 +165,11 @@ static smp_status
 end_call(smp_ledger *ledger, slot *s, int32_t parameter)
 {
     smp_status status = settle(ledger, s, parameter, true);
-    void      *value  = s->call_sum;
+    void      *value = s->call_sum;
 
     if (status == SMP_OK && value != NULL) {
         s->call_sum = NULL;
-        status      = add_to(ledger, &s->sum, value);
+        status = add_to(ledger, &s->sum, value);
     }
     return status;
 }
@@ -181,9 +181,9 @@ advance(smp_ledger *ledger, int32_t parameter)
     parameter_state *p = &ledger->parameters[parameter];
 
     while (p->next < ledger->nmicrobatches) {
-        slot      *s      = p->slots;
+        slot      *s = p->slots;
         smp_status status = SMP_OK;
-        bool       here   = s != NULL && s->microbatch == p->next;
+        bool       here = s != NULL && s->microbatch == p->next;
 
         if (!is_finished(ledger, p->next, parameter)) {
             return SMP_OK;
@@ -217,7 +217,7 @@ static smp_status
 move_on(smp_ledger *ledger, int32_t parameter)
 {
     bool       was_left = ledger->parameters[parameter].next < ledger->nmicrobatches;
-    smp_status status   = advance(ledger, parameter);
+    smp_status status = advance(ledger, parameter);
 
     if (status == SMP_OK && was_left &&
         ledger->parameters[parameter].next == ledger->nmicrobatches) {
@@ -237,12 +237,13 @@ move_on_all(smp_ledger *ledger, int32_t microbatch, int32_t entry)
 
     for (int32_t i = 0; i < count; i++) {
         int32_t parameter = entry < 0 ? i : ledger->uses[ledger->first[entry] + i];
-        slot   *s         = ledger->parameters[parameter].slots;
+        slot   *s = ledger->parameters[parameter].slots;
 
         while (s != NULL && s->microbatch < microbatch) {
             s = s->next;
         }
-        status = s != NULL && s->microbatch == microbatch ? settle(ledger, s, parameter, false)
+        status = s != NULL && s->microbatch == microbatch
+                     ? settle(ledger, s, parameter, false)
                      : SMP_OK;
         if (status == SMP_OK) {
             status = move_on(ledger, parameter);
@@ -277,12 +278,12 @@ smp_ledger_create(int32_t nparameters, int32_t nentries, const int32_t *first,
     if (ledger == NULL) {
         return SMP_ERR_NO_MEMORY;
     }
-    ledger->ops         = *ops;
-    ledger->ctx         = ctx;
+    ledger->ops = *ops;
+    ledger->ctx = ctx;
     ledger->nparameters = nparameters;
-    ledger->nentries    = nentries;
-    ledger->first       = copy_of(first, (size_t)nentries + 1);
-    ledger->uses        = copy_of(uses, (size_t)first[nentries]);
+    ledger->nentries = nentries;
+    ledger->first = copy_of(first, (size_t)nentries + 1);
+    ledger->uses = copy_of(uses, (size_t)first[nentries]);
     ledger->parameters = calloc((size_t)nparameters + 1, sizeof(*ledger->parameters));
     if (ledger->first == NULL || ledger->uses == NULL || ledger->parameters == NULL) {
         smp_ledger_destroy(ledger);
@@ -300,7 +301,7 @@ smp_ledger_abandon(smp_ledger *ledger)
             slot *s = ledger->parameters[p].slots;
 
             while (s->waiting != NULL) {
-                term *t    = s->waiting;
+                term *t = s->waiting;
                 s->waiting = t->next;
                 ledger->ops.drop(ledger->ctx, t->value);
                 free(t);
@@ -318,16 +319,16 @@ smp_ledger_abandon(smp_ledger *ledger)
     }
     for (int32_t m = 0; m < ledger->nmicrobatches; m++) {
         while (ledger->microbatches[m].open != NULL) {
-            open_forward *o              = ledger->microbatches[m].open;
+            open_forward *o = ledger->microbatches[m].open;
             ledger->microbatches[m].open = o->next;
             free(o);
         }
         free(ledger->microbatches[m].suspect);
     }
     free(ledger->microbatches);
-    ledger->microbatches  = NULL;
+    ledger->microbatches = NULL;
     ledger->nmicrobatches = 0;
-    ledger->held          = 0;
+    ledger->held = 0;
 }
 
 void
@@ -354,7 +355,7 @@ smp_ledger_begin(smp_ledger *ledger, int32_t microbatches, int32_t backwards)
         return SMP_ERR_NO_MEMORY;
     }
     ledger->nmicrobatches = microbatches;
-    ledger->backwards     = backwards;
+    ledger->backwards = backwards;
     return SMP_OK;
 }
 
@@ -381,12 +382,12 @@ smp_ledger_open(smp_ledger *ledger, int32_t microbatch, uint64_t order, int32_t 
         return SMP_ERR_NO_MEMORY;
     }
     *opened = (open_forward){.order = order, .entry = entry};
-    at      = &ledger->microbatches[microbatch].open;
+    at = &ledger->microbatches[microbatch].open;
     while (*at != NULL && (*at)->order > order) {
         at = &(*at)->next;
     }
     opened->next = *at;
-    *at          = opened;
+    *at = opened;
     return SMP_OK;
 }
 
@@ -478,9 +479,9 @@ smp_ledger_add(smp_ledger *ledger, int32_t microbatch, int32_t backward, uint64_
             return SMP_ERR_NO_MEMORY;
         }
         fresh->microbatch = microbatch;
-        fresh->backward   = backward;
-        fresh->next       = *at;
-        *at               = fresh;
+        fresh->backward = backward;
+        fresh->next = *at;
+        *at = fresh;
     }
     if ((*at)->backward < backward) {
         smp_status status = end_call(ledger, *at, parameter);
@@ -495,7 +496,8 @@ smp_ledger_add(smp_ledger *ledger, int32_t microbatch, int32_t backward, uint64_
     while (*behind != NULL && (*behind)->order > order) {
         behind = &(*behind)->next;
     }
-    if (*behind != NULL && (*behind)->order == order) { /* the same request's: one term */
+    if (*behind != NULL &&
+        (*behind)->order == order) { /* the same request's: one term */
         return ledger->ops.add(ledger->ctx, &(*behind)->value, value);
     }
     added = malloc(sizeof(*added));
@@ -503,7 +505,7 @@ smp_ledger_add(smp_ledger *ledger, int32_t microbatch, int32_t backward, uint64_
         ledger->ops.drop(ledger->ctx, value);
         return SMP_ERR_NO_MEMORY;
     }
-    *added  = (term){.value = value, .order = order, .next = *behind};
+    *added = (term){.value = value, .order = order, .next = *behind};
     *behind = added;
     ledger->held++;
     return settle(ledger, *at, parameter, false);
@@ -538,8 +540,9 @@ smp_ledger_end(smp_ledger *ledger)
     for (int32_t m = 0; m < ledger->nmicrobatches; m++) {
         finish_microbatch(&ledger->microbatches[m]);
     }
-    return ledger->nmicrobatches == 0 ? SMP_OK
-                                      : move_on_all(ledger, ledger->nmicrobatches - 1, -1);
+    return ledger->nmicrobatches == 0
+               ? SMP_OK
+               : move_on_all(ledger, ledger->nmicrobatches - 1, -1);
 }
 
 size_t

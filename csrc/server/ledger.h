@@ -41,13 +41,14 @@ typedef struct {
 /* Entry e (0 <= e < nentries) may use the parameters uses[first[e]] ... uses[first[e+1]
  * - 1], ascending.  Entry -1 is the step function, which may use all.  The arrays are
  * copied, ops too; ctx is borrowed. */
-smp_status smp_ledger_create(int32_t nparameters, int32_t nentries, const int32_t *first,
-                             const int32_t *uses, const smp_ledger_ops *ops, void *ctx,
-                             smp_ledger **out);
+smp_status smp_ledger_create(int32_t nparameters, int32_t nentries,
+                             const int32_t *first, const int32_t *uses,
+                             const smp_ledger_ops *ops, void *ctx, smp_ledger **out);
 void       smp_ledger_destroy(smp_ledger *ledger);
 
 /* A step begins; backwards: how often the step function calls model.backward. */
-smp_status smp_ledger_begin(smp_ledger *ledger, int32_t microbatches, int32_t backwards);
+smp_status smp_ledger_begin(smp_ledger *ledger, int32_t microbatches,
+                            int32_t backwards);
 
 /* A forward of `entry` keeps a graph: its backward, or release, will close it. */
 smp_status smp_ledger_open(smp_ledger *ledger, int32_t microbatch, uint64_t order,
@@ -59,10 +60,11 @@ smp_status smp_ledger_close(smp_ledger *ledger, int32_t microbatch, uint64_t ord
 smp_status smp_ledger_suspect(smp_ledger *ledger, int32_t microbatch, int32_t entry);
 
 /* Backward number `backward` (from 0) of the microbatch has begun. */
-smp_status smp_ledger_backward(smp_ledger *ledger, int32_t microbatch, int32_t backward);
+smp_status smp_ledger_backward(smp_ledger *ledger, int32_t microbatch,
+                               int32_t backward);
 
-/* A term for the parameter from the request with this order, in this model.backward call
- * of the microbatch; takes term. */
+/* A term for the parameter from the request with this order, in this model.backward
+ * call of the microbatch; takes term. */
 smp_status smp_ledger_add(smp_ledger *ledger, int32_t microbatch, int32_t backward,
                           uint64_t order, int32_t parameter, void *term);
 

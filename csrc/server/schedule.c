@@ -30,24 +30,28 @@ struct smp_schedule {
 static bool
 turns_are_valid(const smp_turn *turns, int32_t nturns, int32_t microbatches)
 {
-    bool *seen  = calloc((size_t)microbatches * 2, sizeof(*seen));
+    bool *seen = calloc((size_t)microbatches * 2, sizeof(*seen));
     bool  valid = seen != NULL;
 
     for (int32_t i = 0; valid && i < nturns; i++) {
         int32_t mb = turns[i].microbatch;
+        bool   *of; /* what was seen of it: forward, backward */
 
         if (mb < 0 || mb >= microbatches) {
             valid = false;
-        } else if (turns[i].phase == SMP_FORWARD) {
-            valid        = !seen[2 * mb];
-            seen[2 * mb] = true;
+            continue;
+        }
+        of = seen + 2 * (size_t)mb;
+        if (turns[i].phase == SMP_FORWARD) {
+            valid = !of[0];
+            of[0] = true;
         } else {
-            valid            = seen[2 * mb] && !seen[2 * mb + 1];
-            seen[2 * mb + 1] = true;
+            valid = of[0] && !of[1];
+            of[1] = true;
         }
     }
     for (int32_t mb = 0; valid && mb < microbatches; mb++) {
-        valid = seen[2 * mb] && seen[2 * mb + 1];
+        valid = seen[2 * (size_t)mb] && seen[2 * (size_t)mb + 1];
     }
     free(seen);
     return valid;
@@ -71,7 +75,8 @@ listed_turn(smp_schedule *schedule, smp_turn *turn)
 {
     while (schedule->next_turn < schedule->nturns) {
         *turn = schedule->turns[schedule->next_turn];
-        if (turn->phase == SMP_FORWARD || schedule->state[turn->microbatch] != MB_DONE) {
+        if (turn->phase == SMP_FORWARD ||
+            schedule->state[turn->microbatch] != MB_DONE) {
             return true;
         }
         schedule->next_turn++;
@@ -132,12 +137,12 @@ smp_schedule_create(smp_schedule_kind kind, int32_t microbatches, int32_t active
     if (kind == SMP_SCHEDULE_LISTED && !turns_are_valid(turns, nturns, microbatches)) {
         return SMP_ERR_INVALID;
     }
-    schedule =
-        calloc(1, sizeof(*schedule) + (size_t)microbatches * sizeof(schedule->state[0]));
+    schedule = calloc(1, sizeof(*schedule) +
+                             (size_t)microbatches * sizeof(schedule->state[0]));
     if (schedule == NULL) {
         return SMP_ERR_NO_MEMORY;
     }
-    schedule->kind         = kind;
+    schedule->kind = kind;
     schedule->microbatches = microbatches;
     schedule->active_limit = active;
     if (kind == SMP_SCHEDULE_LISTED) {

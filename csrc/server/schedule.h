@@ -19,7 +19,7 @@
 #include "common/status.h"
 
 typedef enum {
-    SMP_FORWARD  = 0,
+    SMP_FORWARD = 0,
     SMP_BACKWARD = 1,
 } smp_phase;
 

@@ -93,11 +93,12 @@ struct smp_server {
 static void
 note_event(worker *self, smp_event_kind kind)
 {
-    smp_timeline_add(&self->server->timeline, (smp_event){.microbatch = self->microbatch,
-                                                          .entry      = self->entry,
-                                                          .worker     = self->number,
-                                                          .kind       = (uint8_t)kind,
-                                                          .phase = (uint8_t)self->phase});
+    smp_timeline_add(&self->server->timeline,
+                     (smp_event){.microbatch = self->microbatch,
+                                 .entry = self->entry,
+                                 .worker = self->number,
+                                 .kind = (uint8_t)kind,
+                                 .phase = (uint8_t)self->phase});
 }
 
 /* ---------------------------------------------------------------- the inbox */
@@ -112,7 +113,7 @@ inbox_add(smp_server *server, smp_message *message)
         if (more == NULL) {
             return false;
         }
-        server->inbox      = more;
+        server->inbox = more;
         server->inbox_room = room;
     }
     server->inbox[server->ninbox++] =
@@ -251,11 +252,11 @@ sort_in(smp_server *server, smp_message *message)
 static void
 sort_again(smp_server *server)
 {
-    size_t   early   = server->ninbox;
+    size_t   early = server->ninbox;
     waiting *entries = server->inbox;
 
-    server->inbox      = NULL;
-    server->ninbox     = 0;
+    server->inbox = NULL;
+    server->ninbox = 0;
     server->inbox_room = 0;
     for (size_t i = 0; i < early; i++) {
         sort_in(server, entries[i].message);
@@ -323,7 +324,7 @@ idle_worker(smp_server *server)
         return NULL;
     }
     server->nworkers++;
-    w->next         = server->workers;
+    w->next = server->workers;
     server->workers = w;
     return w;
 }
@@ -346,7 +347,7 @@ pass(worker *self, worker *w, reason why)
         return true;
     }
     if (self->state == WORKER_IDLE) {
-        self->next_idle    = self->server->idle;
+        self->next_idle = self->server->idle;
         self->server->idle = self;
     }
     give(w, why);
@@ -364,7 +365,7 @@ assign(worker *self, reason why, smp_message *request, int32_t microbatch)
     if (w == NULL) {
         return false;
     }
-    w->message    = request;
+    w->message = request;
     w->microbatch = microbatch;
     return pass(self, w, why);
 }
@@ -373,7 +374,7 @@ static bool
 act_on(worker *self, smp_message *message)
 {
     smp_server         *server = self->server;
-    const smp_envelope *e      = smp_message_envelope(message);
+    const smp_envelope *e = smp_message_envelope(message);
 
     if (e->kind == SMP_MSG_RESPONSE) {
         worker *w = pending_on(server, e->call);
@@ -450,7 +451,7 @@ static void
 dispatch(worker *self)
 {
     smp_server *server = self->server;
-    bool        block  = false;
+    bool        block = false;
 
     if (self->why == WHY_SERVE) {
         self->why = WHY_NOTHING;
@@ -476,7 +477,7 @@ dispatch(worker *self)
         if (server->failed || step_is_over(server)) {
             assert(self->state == WORKER_IDLE);
             self->next_idle = server->idle;
-            server->idle    = self;
+            server->idle = self;
             smp_seat_give(&server->main_seat);
             smp_seat_wait(&self->seat, 0);
             return;
@@ -517,11 +518,11 @@ static _Thread_local worker *this_worker;
 static void
 run_task(worker *self)
 {
-    smp_server  *server  = self->server;
+    smp_server  *server = self->server;
     smp_message *message = self->message;
 
     self->message = NULL;
-    self->state   = WORKER_EXECUTING;
+    self->state = WORKER_EXECUTING;
     if (self->why == WHY_ROOT) {
         self->entry = -1;
         self->phase = SMP_FORWARD;
@@ -548,7 +549,7 @@ run_task(worker *self)
 static void *
 worker_main(void *arg)
 {
-    worker     *self   = arg;
+    worker     *self = arg;
     smp_server *server = self->server;
 
     this_worker = self;
@@ -577,12 +578,12 @@ smp_server_create(smp_comm *comm, int rank, int spin_us, const smp_server_ops *o
     if (server == NULL) {
         return SMP_ERR_NO_MEMORY;
     }
-    server->comm    = comm;
-    server->rank    = rank;
+    server->comm = comm;
+    server->rank = rank;
     server->spin_us = spin_us;
-    server->ops     = *ops;
-    server->ctx     = ctx;
-    *out            = server;
+    server->ops = *ops;
+    server->ctx = ctx;
+    *out = server;
     return SMP_OK;
 }
 
@@ -612,15 +613,15 @@ smp_server_step(smp_server *server, uint32_t step, smp_schedule *schedule,
 {
     worker    *first;
     bool       interrupted = false;
-    smp_status status      = SMP_OK;
+    smp_status status = SMP_OK;
 
-    *end                   = NULL;
-    server->step           = step;
-    server->schedule       = schedule;
-    server->failed         = false;
-    server->failure        = SMP_OK;
+    *end = NULL;
+    server->step = step;
+    server->schedule = schedule;
+    server->failed = false;
+    server->failure = SMP_OK;
     server->timeline.count = 0;
-    first                  = idle_worker(server);
+    first = idle_worker(server);
     if (first == NULL) {
         smp_schedule_destroy(schedule);
         server->schedule = NULL;
@@ -642,7 +643,7 @@ smp_server_step(smp_server *server, uint32_t step, smp_schedule *schedule,
     if (interrupted) {
         status = SMP_ERR_INTERRUPTED;
     }
-    *end        = server->end;
+    *end = server->end;
     server->end = NULL;
     smp_schedule_destroy(server->schedule);
     server->schedule = NULL;
@@ -659,9 +660,9 @@ smp_server_next_call(smp_server *server)
 static smp_status
 wait_for(worker *self, uint64_t call, int32_t gate, reason why_wanted)
 {
-    self->state     = WORKER_PENDING;
+    self->state = WORKER_PENDING;
     self->waits_for = call;
-    self->gate      = gate;
+    self->gate = gate;
     note_event(self, SMP_EVENT_WAIT);
     dispatch(self);
     self->state = WORKER_EXECUTING;
@@ -692,7 +693,7 @@ smp_server_wait(smp_server *server, uint64_t call, smp_message **response)
     }
     status = wait_for(self, call, -1, WHY_RESPONSE);
     if (status == SMP_OK) {
-        *response     = self->message;
+        *response = self->message;
         self->message = NULL;
     }
     return status;

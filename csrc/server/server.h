@@ -43,7 +43,8 @@ typedef struct {
     /* Runs the step function for one microbatch (pp_rank 0). */
     void (*run_root)(void *ctx, int32_t microbatch);
 
-    /* A note that starts no task (SMP_MSG_RELEASE, _CLOSED, _FORWARD_DONE); takes it. */
+    /* A note that starts no task (SMP_MSG_RELEASE, _CLOSED, _FORWARD_DONE); takes it.
+     */
     void (*note)(void *ctx, smp_message *note);
 
     /* On the main thread, while it waits for the end of the step, after a signal.

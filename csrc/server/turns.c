@@ -29,7 +29,7 @@ smp_turns_create(int32_t ngates, const int32_t *expected, smp_turns **out)
         memcpy(turns->expected, expected, (size_t)ngates * sizeof(*expected));
     }
     turns->ngates = ngates;
-    *out          = turns;
+    *out = turns;
     return SMP_OK;
 }
 
@@ -53,7 +53,8 @@ smp_turns_begin(smp_turns *turns, int32_t microbatches)
     turns->microbatches = 0;
     turns->calls =
         calloc((size_t)turns->ngates * (size_t)microbatches + 1, sizeof(*turns->calls));
-    turns->forward_done = calloc((size_t)microbatches + 1, sizeof(*turns->forward_done));
+    turns->forward_done =
+        calloc((size_t)microbatches + 1, sizeof(*turns->forward_done));
     if (turns->calls == NULL || turns->forward_done == NULL) {
         return SMP_ERR_NO_MEMORY;
     }
