@@ -59,10 +59,33 @@ op_add(void *ctx, void **sum, void *term)
     return status;
 }
 
+/* A contribution that nobody expected comes after the parameter was complete: takes the
+ * gradient back, until the end of the step. */
+static int
+reopen(int32_t i)
+{
+    PyObject *parameter = PyList_GET_ITEM(gradients.parameters, i);
+    PyObject *grad      = PyObject_GetAttr(parameter, smp_names.grad);
+
+    if (grad == NULL) {
+        return -1;
+    }
+    if (grad != Py_None) {
+        Py_XSETREF(gradients.base[i], Py_NewRef(grad));
+    }
+    Py_DECREF(grad);
+    gradients.complete[i] = false;
+    return PyObject_SetAttr(parameter, smp_names.grad, Py_None);
+}
+
 static smp_status
 op_fold(void *ctx, int32_t parameter, void *sum)
 {
     (void)ctx;
+    if (gradients.complete[parameter] && reopen(parameter) < 0) {
+        Py_DECREF((PyObject *)sum);
+        return SMP_ERR_INVALID;
+    }
     if (gradients.base[parameter] == NULL) {
         gradients.base[parameter] = sum;
         return SMP_OK;
@@ -374,7 +397,10 @@ py_end(PyObject *module, PyObject *failed)
                 return NULL;
             }
         }
-        if (!gradients.complete[i] && restore(i) < 0) {
+        if (gradients.complete[i]) {
+            continue;
+        }
+        if (lost ? restore(i) < 0 : op_complete(NULL, (int32_t)i) != SMP_OK) {
             return NULL;
         }
     }
