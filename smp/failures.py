@@ -48,8 +48,13 @@ def rebuild(description: tuple, local: BaseException | None) -> BaseException:
     note = f"raised on pp_rank {rank} in {where}, microbatch {microbatch}, {PHASES[phase]}"
     if local is None:
         note += f"; there:\n{text}"
+    add_note(error, note)
+    return error
+
+
+def add_note(error: BaseException, note: str) -> None:
+    """Show a sentence with the error's traceback."""
     if hasattr(error, "add_note"):
         error.add_note(note)
-    else:
+    else:  # before Python 3.11
         error.args = (f"{error}\n{note}",)
-    return error

@@ -51,6 +51,9 @@ def partition_models(
         one.apply_partition(partition, stateful)
     model.install(rt)
     for one in models:
+        if one.data_parallel is not None:
+            one.data_parallel.broadcast()
+    for one in models:
         state_dicts.load_deferred(one)
     waiting = list(rt.after_partition)
     rt.after_partition.clear()

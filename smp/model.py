@@ -4,13 +4,15 @@ import weakref
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from smp import _core, remote_modules, runtime, state_dicts
+from smp import _core, ranks, remote_modules, runtime, state_dicts
+from smp.data_parallel import DataParallel
 from smp.partitioning import Partition
 from smp.state_mod import state
 
@@ -69,6 +71,18 @@ class DistributedModel(nn.Module):
         self._entries: list[remote_modules.Entry] = []
         self._stateful: list[nn.Module] = []
         self._deferred_loads: list[tuple] = []
+        self.data_parallel: DataParallel | None = None
+        if ranks.dp_size() > 1:
+            self.data_parallel = DataParallel(
+                self,
+                overlapping_allreduce=overlapping_allreduce,
+                backward_passes_per_step=backward_passes_per_step,
+                bucket_cap_mb=bucket_cap_mb,
+                broadcast_buffers=broadcast_buffers,
+                gradient_as_bucket_view=gradient_as_bucket_view,
+            )
+            if self._runtime.pp_size == 1:
+                self.data_parallel.broadcast()
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -86,6 +100,8 @@ class DistributedModel(nn.Module):
                 "smp: the model was called outside a step: with pipeline_parallel_degree "
                 f"{rt.pp_size} call it inside a function with @smp.step"
             )
+        if self.data_parallel is not None and rt.pp_size == 1 and not rt.in_step:
+            return self.data_parallel.forward_outside_step(lambda: self.module(*args, **kwargs))
         return self.module(*args, **kwargs)
 
     def backward(self, tensors: Tensor | tuple[Tensor, ...], grad_tensors: Any = None) -> None:
@@ -102,6 +118,8 @@ class DistributedModel(nn.Module):
         if rt.tracing:
             rt.traced_backwards += 1
             return
+        rt.saw_backward = True
+        rt.backward_calls += 1
         tensors = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
         if rt.pp_size == 1:
             torch.autograd.backward(
@@ -115,6 +133,57 @@ class DistributedModel(nn.Module):
             )
         finally:
             _core.end_backward()
+
+    # ---------------------------------------------------------------- data parallelism
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Steps in the block do not exchange gradients with the other replicas.
+
+        They add up in ``.grad``; the next step outside the block averages the sums.
+        """
+        return nullcontext() if self.data_parallel is None else self.data_parallel.no_sync()
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> AbstractContextManager[None]:
+        """Replicas may have different numbers of batches in the block.
+
+        One that leaves it keeps the others company until all have, and then gets the
+        parameters and buffers of one that had inputs to the end.  Without a step, one
+        forward goes with one backward.
+
+        Args:
+            divide_by_initial_world_size: averages are over all replicas, not only those
+                that still have inputs.
+            enable: False: the block does nothing.
+            throw_on_early_termination: raise on every rank when one leaves the block
+                before the others.
+
+        Raises:
+            NotImplementedError: there are several DistributedModels.
+        """
+        if self.data_parallel is None or not enable:
+            return nullcontext()
+        return self.data_parallel.join(divide_by_initial_world_size, throw_on_early_termination)
+
+    def register_comm_hook(self, state: Any, callable: Callable) -> None:
+        """Have ``callable(state, bucket)`` exchange gradients, in place of the sum.
+
+        Args:
+            state: given to each call.
+            callable: gets a bucket like ``torch.distributed.GradBucket`` and returns a
+                future of the averaged buffer (it divides by itself).  What it raises on
+                one replica fails the step on all, if the others' hooks wait for a sum of
+                their buffers; other collectives are not completed.
+
+        Raises:
+            RuntimeError: there is one already.
+        """
+        if self.data_parallel is not None:
+            self.data_parallel.register_comm_hook(state, callable)
 
     def get_module(self) -> nn.Module:
         """The wrapped module."""
@@ -323,6 +392,7 @@ def install_gradients(rt: runtime.Runtime, models: list[DistributedModel]) -> No
             uses.extend(sorted({number[id(p)] for p in inside if id(p) in number}))
             first.append(len(uses))
     _core.gradients_setup(local, first, uses, torch.add)
+    rt.parameters = local
     rt.trains = bytes(trains)
     rt.grad_flags = requires_grad_flags(models)
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from smp import _core, autograd, failures, hooks, pickling, thread_state, transports
 
@@ -51,6 +51,9 @@ class Runtime:
         self.grad_flags = b""  # by parameter, when trains was made
         self.weights: list[float] = [1.0]  # samples by microbatch, of the step under way
         self.microbatch = 0  # under way, without pipeline parallelism
+        self.backward_calls = 0  # model.backward calls in it so far
+        self.saw_backward = False  # the step called backward
+        self.parameters: list[nn.Parameter] = []  # local ones, as the ledger numbers them
         self.gates = array("i")  # by gate: calls a microbatch, 0 where not known
         self.threads = torch.get_num_threads()
         self.core_is_open = False
@@ -137,6 +140,13 @@ class Runtime:
                 seed = torch.ones_like(tensor)
             seeds.append(seed * share if share != 1.0 else seed)
         return seeds
+
+    def in_last_backward(self) -> bool:
+        """Whether no later backward of the step is expected (pipeline degree 1)."""
+        if not self.in_step:
+            return True
+        last = self.microbatch == self.cfg.microbatches - 1
+        return last and self.backward_calls >= self.backwards
 
     def next_gate(self, calls: int) -> int:
         """The number of a new gate that a microbatch passes ``calls`` times."""

@@ -11,7 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from smp import _core, failures, first_step, microbatches, model, runtime, thread_state
+from smp import (
+    _core,
+    data_parallel,
+    failures,
+    first_step,
+    microbatches,
+    model,
+    runtime,
+    thread_state,
+)
+from smp.reduction import Reduction
 from smp.runtime import Runtime
 
 _FORWARD, _BACKWARD = 0, 1
@@ -80,6 +90,9 @@ class Step:
         self.count = rt.cfg.microbatches
         self.calls: list[tuple[tuple, dict]] = []
         self.outputs: list[Any] = [None] * self.count
+        self.reduction: Reduction | None = None  # gradients are exchanged after the step
+        self.before: StepState | None = None
+        self.description: tuple | None = None  # of the step's failure
 
     def run(self, args: tuple, kwargs: dict) -> Any:
         rt = self.rt
@@ -89,13 +102,13 @@ class Step:
             )
         rt.in_step = True
         try:
+            refused = self._split_or_refuse(args, kwargs)
             if rt.pp_size == 1:
-                self._split(args, kwargs)
-                output = self._run_alone()
+                run = self._run_alone
             else:
-                refused = self._split_or_refuse(args, kwargs)
                 self._partition_new_models(refused)
-                output = self._run_pipelined(refused)
+                run = self._run_pipelined
+            output = self._run_replicated(run, refused)
             for one in rt.live_models():
                 one.run_post_step_hooks()
             return output
@@ -115,12 +128,49 @@ class Step:
                 return refused
         return None
 
+    # ----------------------------------------------------------- with the other replicas
+
+    def _run_replicated(self, run: Callable, refused: Exception | None) -> Any:
+        """Run the step; its gradients are averaged over the replicas.
+
+        A step without a backward in evaluation mode is this replica's own.
+        """
+        rt = self.rt
+        rt.saw_backward = False
+        models = [m for m in rt.live_models() if m.data_parallel is not None]
+        trains = torch.is_grad_enabled() and any(m.training for m in models)
+        if trains:
+            self.reduction = data_parallel.begin(data_parallel.due(models))
+        try:
+            output = run(refused)
+        except BaseException as error:
+            if self.reduction is not None:
+                told = self.description or failures.describe(
+                    error, None, rt.microbatch, 0, rt.pp_rank
+                )
+                data_parallel.finish(self.reduction, error, told)
+            raise
+        if rt.saw_backward and not trains:
+            self.reduction = data_parallel.begin(data_parallel.due(models), with_buffers=False)
+        if self.reduction is not None:
+            try:
+                data_parallel.finish(self.reduction)
+            except BaseException:
+                if self.before is not None:
+                    self.before.restore()
+                raise
+        return output
+
     # ------------------------------------------------------------- without a pipeline
 
-    def _run_alone(self) -> Any:
+    def _run_alone(self, refused: Exception | None) -> Any:
+        if refused is not None:
+            raise refused
+        rt = self.rt
         for i, (args, kwargs) in enumerate(self.calls):
-            self.rt.microbatch = i
+            rt.microbatch, rt.backward_calls = i, 0
             self.outputs[i] = self._keep(self.function(*args, **kwargs))
+            rt.backwards = max(1, rt.backward_calls)
         return microbatches.merge(self.outputs, self.rt.weights)
 
     def _keep(self, output: Any) -> Any:
@@ -156,7 +206,7 @@ class Step:
         models = [m for m in rt.live_models() if m.partitioned]
         if model.requires_grad_flags(models) != rt.grad_flags:
             model.install_gradients(rt, models)
-        before = StepState(models)
+        before = self.before = StepState(models)
         try:
             plan = self._plan(refused)
         except Exception as error:
@@ -167,15 +217,16 @@ class Step:
         thread_state.begin_step()
         self.state = thread_state.capture()
         self.grad = torch.is_grad_enabled()
-        _core.gradients_begin(self.count, rt.backwards, None)
+        _core.gradients_begin(self.count, rt.backwards, self._on_complete())
         failed = True
         try:
             ok, value = _core.step(*plan, rt.trains, self._run_microbatch, seed, rt.backwards)
             if not ok:
+                self.description = value
                 local, rt.local_error = rt.local_error, None
                 raise failures.rebuild(value, local)
             if rt.pp_rank == 0:
-                value = (self.outputs, rt.weights)
+                value = (self.outputs, rt.weights, rt.saw_backward)
                 _core.send_end(value)
             failed = False
         except KeyboardInterrupt as error:
@@ -187,8 +238,16 @@ class Step:
                 before.restore()
             else:
                 torch.default_generator.set_state(generator_state)
-        outputs, weights = value
+        outputs, weights, rt.saw_backward = value
         return microbatches.merge(list(outputs), list(weights))
+
+    def _on_complete(self) -> Callable[[int], None] | None:
+        """What the ledger calls when a gradient is complete for this step."""
+        reduction = self.reduction
+        if reduction is None:
+            return None
+        parameters = self.rt.parameters
+        return lambda number: reduction.complete(parameters[number])
 
     def _plan(self, refused: Exception | None) -> tuple[int, int, int, list[tuple[int, int]]]:
         """Kind, microbatches, active microbatches and turns of the schedule.

@@ -1,0 +1,145 @@
+"""Buckets: parameters whose gradients the replicas exchange in one collective.
+
+A bucket has what a communication hook written for torch's DistributedDataParallel asks
+of its ``torch.distributed.GradBucket``.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+MEGABYTE = 1024 * 1024
+
+
+class Bucket:
+    """Gradients of one dtype on one device, one behind the other in one buffer.
+
+    Args:
+        parameters: in the order in which they lie in the buffer.
+        sparse: whether the gradient is sparse; then there is one parameter, and the
+            buffer is a new sparse tensor each time.
+    """
+
+    def __init__(self, parameters: list[nn.Parameter], sparse: bool):
+        self.sparse = sparse
+        self.is_launched = False
+        self._index = 0
+        self._is_last = False
+        self._parameters = parameters
+        self._layout = []  # by parameter: shape, strides, offset in elements
+        first, size = parameters[0], 0
+        for parameter in parameters:
+            dense = torch.empty_like(parameter, device="meta")
+            self._layout.append((dense.shape, dense.stride(), size))
+            size += dense.numel()
+        self._buffer = first.new_empty(0 if sparse else size).detach()
+        self._views = self._view(self._buffer)
+
+    # ------------------------------------------------- what a communication hook asks
+
+    def index(self) -> int:
+        """The number of the bucket in its model, in the order of the exchange."""
+        return self._index
+
+    def is_last(self) -> bool:
+        """Whether it is the last one of its model."""
+        return self._is_last
+
+    def buffer(self) -> Tensor:
+        """The gradients, shape ``[elements]``; sparse, of the parameter's shape."""
+        return self._buffer
+
+    def set_buffer(self, tensor: Tensor) -> None:
+        """Replace the values of the buffer."""
+        if self.sparse:
+            self._buffer = tensor
+        elif tensor is not self._buffer:
+            self._buffer.copy_(tensor)
+
+    def gradients(self) -> list[Tensor]:
+        """The gradients by parameter: views of the buffer."""
+        return [self._buffer] if self.sparse else list(self._views)
+
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters, in the order of the gradients."""
+        return list(self._parameters)
+
+    # --------------------------------------------------------------- to and from .grad
+
+    def fill(self, zeros: bool) -> None:
+        """Copy the parameters' gradients in; where there is none, zeros."""
+        if self.sparse:
+            parameter = self._parameters[0]
+            gradient = None if zeros else parameter.grad
+            if gradient is None:
+                gradient = torch.zeros_like(parameter, layout=torch.sparse_coo)
+            self._buffer = gradient.detach().to_sparse(1).coalesce().clone()
+            return
+        for parameter, view in zip(self._parameters, self._views, strict=True):
+            gradient = parameter.grad
+            if zeros or gradient is None:
+                view.zero_()
+            elif gradient is not view:
+                view.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
+
+    def write_back(self, used: Sequence[bool], as_views: bool) -> None:
+        """Copy the result into ``.grad`` of the used parameters.
+
+        Args:
+            used: by parameter, whether any replica has a gradient for it.
+            as_views: have ``.grad`` be part of the buffer instead.
+        """
+        for parameter, result, wanted in zip(
+            self._parameters, self.gradients(), used, strict=True
+        ):
+            if not wanted:
+                continue
+            held = parameter.grad
+            if self.sparse or as_views:
+                parameter.grad = result
+            elif held is None or held.is_sparse:
+                parameter.grad = torch.empty_like(parameter).copy_(result)
+            else:
+                held.copy_(result)
+
+    def _view(self, buffer: Tensor) -> list[Tensor]:
+        if self.sparse:
+            return []
+        return [buffer.as_strided(*place) for place in self._layout]
+
+
+def make_buckets(
+    module: nn.Module, parameters: Sequence[nn.Parameter], cap_mb: float
+) -> list[Bucket]:
+    """The buckets of a model, last parameters first: backward reaches these first.
+
+    Args:
+        module: tells which parameters get sparse gradients.
+        parameters: in order of definition.
+        cap_mb: a bucket that holds this many MiB or more takes no further parameter.
+    """
+    sparse = {
+        id(owner.weight)
+        for owner in module.modules()
+        if isinstance(owner, nn.Embedding | nn.EmbeddingBag) and owner.sparse
+    }
+    members: list[list[nn.Parameter]] = []
+    open_at: dict[Any, tuple[int, int]] = {}  # dtype and device -> place, bytes
+    for parameter in reversed(parameters):
+        if id(parameter) in sparse:
+            members.append([parameter])
+            continue
+        kind = parameter.dtype, parameter.device
+        place, held = open_at.get(kind, (-1, 0))
+        if place < 0 or held >= cap_mb * MEGABYTE:
+            place, held = len(members), 0
+            members.append([])
+        members[place].append(parameter)
+        open_at[kind] = place, held + parameter.numel() * parameter.element_size()
+    buckets = [Bucket(group, id(group[0]) in sparse) for group in members]
+    for number, bucket in enumerate(buckets):
+        bucket._index = number
+        bucket._is_last = number == len(buckets) - 1
+    return buckets

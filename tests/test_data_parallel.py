@@ -1,0 +1,657 @@
+"""Replicas of a model have the average of their gradients after each step.
+
+The reference is the cut loop of each replica, by itself, in this process; the replicas'
+gradients are summed in rank order and divided once.
+"""
+
+import copy
+import random
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+import smp
+from smp.dp_group import ReplicasDiffer
+from tests.models.random_tree import describe, make_tree, random_partition
+from tests.ranks import on_ranks
+from tests.reference.compare import assert_close, assert_same_bits, gradients
+from tests.reference.cut_loop import cut_loop
+from tests.test_equality import features_for
+
+WIDTH = 6
+
+
+class Branches(nn.Module):
+    """Replicas may take different branches; nobody takes the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(WIDTH, WIDTH)
+        self.branches = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor, branch: int) -> Tensor:
+        return self.branches[branch](torch.tanh(self.stem(x)))
+
+
+def plain_model() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(
+        nn.Linear(WIDTH, 7), nn.Tanh(), nn.Linear(7, WIDTH), nn.Linear(WIDTH, 3)
+    )
+
+
+def batch_of(rank: int, step: int = 0, rows: int = 4) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(rows, WIDTH, generator=generator)
+
+
+def averaged(replicas: list[nn.Module]) -> dict[str, Tensor | None]:
+    """The gradients' sum in rank order, divided once; None where no replica has one."""
+    out: dict[str, Tensor | None] = {}
+    for name, parameter in replicas[0].named_parameters():
+        total = None
+        for replica in replicas:
+            gradient = replica.get_parameter(name).grad
+            gradient = torch.zeros_like(parameter) if gradient is None else gradient
+            total = gradient if total is None else total + gradient
+        used = any(replica.get_parameter(name).grad is not None for replica in replicas)
+        out[name] = total / len(replicas) if used else None
+    return out
+
+
+def local_gradients(model: smp.DistributedModel) -> dict[str, Tensor | None]:
+    return {name: p.grad for name, p in model.local_named_parameters()}
+
+
+def mean_loss(model: nn.Module, x: Tensor) -> Tensor:
+    loss = model(x).square().mean()
+    model.backward(loss)
+    return loss
+
+
+# ------------------------------------------------------------------ equal to the reference
+
+
+def check_tree(seed: int, microbatches: int, options: dict) -> None:
+    """Two steps of a random tree, added up: the same bits as the replicas' cut loops."""
+    tree = make_tree(seed, features_for(seed, smp.state.cfg.pipeline))
+    rank_of = random_partition(tree.model, smp.pp_size(), seed)
+    references = [copy.deepcopy(tree.model) for _ in range(smp.dp_size())]
+    for path, module in tree.model.named_modules():
+        smp.set_partition(module, rank_of[path])
+    model = smp.DistributedModel(tree.model, **options)
+    step = smp.step(tree.step)
+    for number in range(2):
+        for replica in references[1:]:
+            for mine, first in zip(replica.buffers(), references[0].buffers(), strict=True):
+                mine.copy_(first)
+        for dp_rank, reference in enumerate(references):
+            generator = torch.Generator().manual_seed(seed + 10 * dp_rank + number)
+            batch = tree.make_batch(2 * microbatches, generator)
+            if dp_rank == smp.dp_rank():
+                torch.manual_seed(seed + dp_rank)
+                step(model, *batch)
+            torch.manual_seed(seed + dp_rank)
+            cut_loop(
+                tree.step,
+                reference,
+                batch,
+                rank_of=rank_of,
+                ranks=smp.pp_size(),
+                microbatches=microbatches,
+            )
+        want = averaged(references)
+        try:
+            assert_same_bits(local_gradients(model), want)
+            buffers = dict(references[smp.dp_rank()].named_buffers())
+            assert_same_bits(dict(model.local_named_buffers()), buffers)
+        except AssertionError as error:
+            raise AssertionError(
+                f"seed {seed}, step {number}: {error}\n{describe(references[0], rank_of)}"
+            ) from None
+        for reference in references:
+            for name, parameter in reference.named_parameters():
+                parameter.grad = None if want[name] is None else want[name].clone()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"bucket_cap_mb": 1e-4}, {"overlapping_allreduce": False}]
+    + [{"gradient_as_bucket_view": True, "bucket_cap_mb": 1e-4}],
+    ids=["one bucket", "small buckets", "after backward", "views"],
+)
+@on_ranks(2, timeout_s=120)
+def test_random_trees_on_two_replicas_equal_the_average_of_the_cut_loops(options):
+    """Gradients, buckets of any size: the sum of the replicas' gradients, divided once."""
+    smp.init({"microbatches": 2, "ddp": True})
+    first = random.Random(str(options)).randrange(10**6)
+    for seed in range(first, first + 6):
+        check_tree(seed, 2, options)
+
+
+@pytest.mark.parametrize("placement", ["cluster", "spread"])
+@pytest.mark.parametrize("pipeline", ["simple", "interleaved"])
+@on_ranks(4, timeout_s=150)
+def test_random_trees_on_two_pipelines_equal_the_average_of_the_cut_loops(placement, pipeline):
+    """The same with two pipeline ranks for each replica, in both placements."""
+    smp.init(
+        {
+            "pipeline_parallel_degree": 2,
+            "microbatches": 3,
+            "ddp": True,
+            "pipeline": pipeline,
+            "placement_strategy": placement,
+        }
+    )
+    first = random.Random(placement + pipeline).randrange(10**6)
+    options = [{}, {"bucket_cap_mb": 1e-4}, {"gradient_as_bucket_view": True}]
+    for seed in range(first, first + 5):
+        check_tree(seed, 3, options[seed % 3])
+
+
+@on_ranks(2)
+def test_training_equals_ddp():
+    """Losses and parameters are those of DistributedDataParallel."""
+    smp.init({"microbatches": 2, "ddp": True})
+    reference = DistributedDataParallel(plain_model(), process_group=smp.get_dp_process_group())
+    model = smp.DistributedModel(plain_model())
+    ours = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    theirs = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9)
+    step = smp.step(mean_loss)
+    for number in range(4):
+        x = batch_of(smp.dp_rank(), number)
+        ours.zero_grad()
+        theirs.zero_grad()
+        loss = step(model, x).reduce_mean()
+        want = reference(x).square().mean()
+        want.backward()
+        torch.testing.assert_close(loss, want.detach())
+        ours.step()
+        theirs.step()
+    assert_close(
+        dict(model.named_parameters()), dict(reference.module.named_parameters()), 1e-6
+    )
+
+
+@on_ranks(3)
+def test_three_replicas_have_the_same_bits():
+    """More replicas: within rounding of the reference, and alike on all of them."""
+    smp.init({"ddp": True})
+    model = smp.DistributedModel(plain_model())
+
+    smp.step(mean_loss)(model, batch_of(smp.dp_rank()))
+
+    replicas = [plain_model() for _ in range(3)]
+    for rank, replica in enumerate(replicas):
+        replica(batch_of(rank)).square().mean().backward()
+    assert_close(local_gradients(model), averaged(replicas), 1e-6)
+    everyones = smp.allgather(list(local_gradients(model).values()), smp.DP_GROUP)
+    for others in everyones:
+        for mine, theirs in zip(everyones[0], others, strict=True):
+            assert torch.equal(mine, theirs)
+
+
+# ------------------------------------------------------------------------ outside a step
+
+
+@on_ranks(2)
+def test_backward_outside_a_step_is_followed_by_the_exchange():
+    """Pipeline degree 1: the step is optional and loss.backward() works."""
+    smp.init({"ddp": True})
+    model = smp.DistributedModel(plain_model(), bucket_cap_mb=1e-4)
+
+    model(batch_of(smp.dp_rank())).square().mean().backward()
+
+    replicas = [plain_model(), plain_model()]
+    for rank, replica in enumerate(replicas):
+        replica(batch_of(rank)).square().mean().backward()
+    assert_same_bits(local_gradients(model), averaged(replicas))
+
+
+class Checkpointed(nn.Module):
+    """A reentrant checkpoint around a layer that is used outside it, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.stem = nn.Linear(WIDTH, WIDTH)
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layer(self.stem(x))
+        x = checkpoint(self.layer, torch.tanh(x), use_reentrant=True)
+        return checkpoint(self.layer, torch.tanh(x), use_reentrant=True)
+
+
+@pytest.mark.parametrize("in_step", [False, True])
+@on_ranks(2)
+def test_a_gradient_that_grows_after_its_bucket_was_sent_is_sent_again(in_step):
+    """A reentrant checkpoint accumulates in the middle of backward, several times."""
+    smp.init({"ddp": True})
+    model = smp.DistributedModel(Checkpointed(), bucket_cap_mb=1e-5)
+    x = batch_of(smp.dp_rank())
+
+    if in_step:
+        smp.step(mean_loss)(model, x)
+    else:
+        model(x).square().mean().backward()
+
+    replicas = [Checkpointed(), Checkpointed()]
+    for rank, replica in enumerate(replicas):
+        replica(batch_of(rank)).square().mean().backward()
+    assert_same_bits(local_gradients(model), averaged(replicas))
+
+
+# --------------------------------------------------------------------- unused, accumulated
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("overlap", [True, False])
+def test_parameters_that_not_all_replicas_use(overlap):
+    """Used by some: the others add zeros.  Used by none: the gradient stays None."""
+    smp.init({"ddp": True})
+    torch.manual_seed(3)
+    module = Branches()
+    replicas = [copy.deepcopy(module) for _ in range(2)]
+    model = smp.DistributedModel(module, overlapping_allreduce=overlap, bucket_cap_mb=1e-5)
+
+    @smp.step
+    def step(model: nn.Module, x: Tensor) -> None:
+        model.backward(model(x, smp.dp_rank()).sum())
+
+    step(model, batch_of(smp.dp_rank()))
+
+    for rank, replica in enumerate(replicas):
+        replica(batch_of(rank), rank).sum().backward()
+    want = averaged(replicas)
+    assert_same_bits(local_gradients(model), want)
+    assert model.branches[2].weight.grad is None
+    assert want["branches.0.weight"].abs().sum() > 0
+
+
+@on_ranks(4)
+def test_a_pipelined_parameter_that_one_replica_uses():
+    """The same where each replica has two pipeline ranks."""
+    smp.init({"pipeline_parallel_degree": 2, "ddp": True, "microbatches": 2})
+    torch.manual_seed(3)
+    module = Branches()
+    replicas = [copy.deepcopy(module) for _ in range(2)]
+    for branch in module.branches:
+        smp.set_partition(branch, 1)
+    model = smp.DistributedModel(module)
+
+    @smp.step
+    def step(model: nn.Module, x: Tensor) -> None:
+        model.backward(model(x, smp.dp_rank()).sum())
+
+    step(model, batch_of(smp.dp_rank()))
+
+    for rank, replica in enumerate(replicas):
+        for x in batch_of(rank).split(2):
+            (replica(x, rank).sum() / 2).backward()
+    assert_same_bits(local_gradients(model), averaged(replicas))
+
+
+@on_ranks(2, 4)
+def test_without_sync_gradients_add_up_until_the_next_step():
+    """Steps under no_sync() exchange nothing; the next one averages the sums."""
+    smp.init({"pipeline_parallel_degree": smp.bootstrap.mpi_size() // 2, "ddp": True})
+    model = smp.DistributedModel(plain_model())
+    step = smp.step(mean_loss)
+    replicas = [plain_model(), plain_model()]
+
+    with model.no_sync():
+        step(model, batch_of(smp.dp_rank(), 0))
+    for rank, replica in enumerate(replicas):
+        replica(batch_of(rank, 0)).square().mean().backward()
+    assert_same_bits(local_gradients(model), gradients(replicas[smp.dp_rank()]))
+
+    step(model, batch_of(smp.dp_rank(), 1))
+    for rank, replica in enumerate(replicas):
+        replica(batch_of(rank, 1)).square().mean().backward()
+    assert_same_bits(local_gradients(model), averaged(replicas))
+
+
+@pytest.mark.parametrize("in_step", [False, True])
+@on_ranks(2)
+def test_backward_passes_per_step_exchanges_every_second_time(in_step):
+    smp.init({"ddp": True})
+    model = smp.DistributedModel(plain_model(), backward_passes_per_step=2)
+    replicas = [plain_model(), plain_model()]
+    for number in range(4):
+        x = batch_of(smp.dp_rank(), number)
+        if in_step:
+            smp.step(mean_loss)(model, x)
+        else:
+            model(x).square().mean().backward()
+        for rank, replica in enumerate(replicas):
+            replica(batch_of(rank, number)).square().mean().backward()
+        if number % 2 == 0:
+            assert_same_bits(local_gradients(model), gradients(replicas[smp.dp_rank()]))
+            continue
+        want = averaged(replicas)
+        assert_same_bits(local_gradients(model), want)
+        for replica in replicas:
+            for name, parameter in replica.named_parameters():
+                parameter.grad = want[name].clone()
+
+
+@on_ranks(2)
+def test_sparse_gradients_are_averaged():
+    smp.init({"ddp": True})
+    torch.manual_seed(4)
+    module = nn.Sequential(nn.Embedding(10, WIDTH, sparse=True), nn.Linear(WIDTH, 2))
+    replicas = [copy.deepcopy(module) for _ in range(2)]
+    tokens = [torch.tensor([[1, 2, 2]]), torch.tensor([[2, 7, 9]])]
+    model = smp.DistributedModel(module)
+
+    smp.step(mean_loss)(model, tokens[smp.dp_rank()])
+
+    for replica, ids in zip(replicas, tokens, strict=True):
+        replica(ids).square().mean().backward()
+    table = model.get_parameter("0.weight").grad
+    want = (replicas[0][0].weight.grad + replicas[1][0].weight.grad).to_dense() / 2
+    assert table.is_sparse and torch.equal(table.to_dense(), want)
+    assert torch.equal(
+        model.get_parameter("1.bias").grad,
+        (replicas[0][1].bias.grad + replicas[1][1].bias.grad) / 2,
+    )
+
+
+# ------------------------------------------------------------- parameters and buffers alike
+
+
+@on_ranks(2, 4)
+def test_replicas_begin_with_the_parameters_and_buffers_of_the_first():
+    """Each step begins with its buffers, too."""
+    smp.init({"pipeline_parallel_degree": smp.bootstrap.mpi_size() // 2, "ddp": True})
+    torch.manual_seed(smp.rank())
+    model = smp.DistributedModel(nn.Sequential(nn.Linear(WIDTH, 4), nn.BatchNorm1d(4)))
+    step = smp.step(mean_loss)
+    model.module[1].running_mean.fill_(smp.dp_rank())
+    for number in range(2):
+        step(model, batch_of(smp.dp_rank(), number))
+
+    first = nn.BatchNorm1d(4)
+    torch.manual_seed(0)
+    linear = nn.Linear(WIDTH, 4)
+    for number in range(2):
+        expected_before = first.running_mean.clone()
+        first(linear(batch_of(0, number)))
+    if smp.dp_rank() == 0:
+        got = dict(model.local_named_buffers()).get("1.running_mean")
+        assert got is None or torch.equal(got, first.running_mean)
+    else:
+        other = nn.BatchNorm1d(4)
+        other.running_mean.copy_(expected_before)
+        other(linear(batch_of(1, 1)))
+        got = dict(model.local_named_buffers()).get("1.running_mean")
+        assert got is None or torch.equal(got, other.running_mean)
+    for name, parameter in model.local_named_parameters():
+        everyones = smp.allgather(parameter.detach(), smp.DP_GROUP)
+        assert torch.equal(everyones[0], everyones[1]), name
+
+
+@on_ranks(2)
+def test_replicas_with_different_models_are_refused():
+    """The error names the first difference, on every replica."""
+    smp.init({"ddp": True})
+    second = nn.Linear(7, 3 + smp.rank())
+    with pytest.raises(ReplicasDiffer, match=r"dp_rank 1 .*'1.weight' \[4, 7\].*not.*\[3, 7\]"):
+        smp.DistributedModel(nn.Sequential(nn.Linear(WIDTH, 7), second))
+
+
+@on_ranks(2)
+def test_replicas_that_freeze_different_parameters_are_refused():
+    """Noticed in the step, before any gradient is sent; the next step works."""
+    smp.init({"ddp": True})
+    model = smp.DistributedModel(plain_model())
+    step = smp.step(mean_loss)
+    model.module[2].bias.requires_grad_(smp.rank() == 0)
+    with pytest.raises(ReplicasDiffer, match="dp_rank 1 .*'3.weight' .* not '2.bias'"):
+        step(model, batch_of(smp.dp_rank()))
+    assert all(p.grad is None for p in model.parameters())
+    model.module[2].bias.requires_grad_(True)
+    step(model, batch_of(smp.dp_rank()))
+    assert model.module[2].bias.grad is not None
+
+
+@on_ranks(2, 4)
+def test_one_replica_evaluates_alone():
+    """Nothing is exchanged under no_grad, nor in evaluation mode without a backward."""
+    smp.init({"pipeline_parallel_degree": smp.bootstrap.mpi_size() // 2, "ddp": True})
+    model = smp.DistributedModel(plain_model())
+    step = smp.step(mean_loss)
+    evaluate = smp.step(lambda model, x: model(x).square().mean())
+    step(model, batch_of(smp.dp_rank()))
+    if smp.dp_rank() == 0:
+        with torch.no_grad():
+            evaluate(model, batch_of(0))
+        model.eval()
+        evaluate(model, batch_of(0))
+    model.eval()
+    model.zero_grad()
+
+    step(model, batch_of(smp.dp_rank(), 1))
+
+    replicas = [plain_model(), plain_model()]
+    for rank, replica in enumerate(replicas):
+        replica(batch_of(rank, 1)).square().mean().backward()
+    assert_same_bits(local_gradients(model), averaged(replicas))
+
+
+# ------------------------------------------------------------------------------ comm hooks
+
+
+@pytest.mark.parametrize("name", ["allreduce_hook", "fp16_compress_hook"])
+@on_ranks(2, 4)
+def test_hooks_made_for_ddp_exchange_the_gradients(name):
+    smp.init({"pipeline_parallel_degree": smp.bootstrap.mpi_size() // 2, "ddp": True})
+    model = smp.DistributedModel(plain_model(), bucket_cap_mb=1e-4)
+    model.register_comm_hook(smp.get_dp_process_group(), getattr(default_hooks, name))
+
+    smp.step(mean_loss)(model, batch_of(smp.dp_rank()))
+
+    replicas = [plain_model(), plain_model()]
+    for rank, replica in enumerate(replicas):
+        replica(batch_of(rank)).square().mean().backward()
+    within = 1e-6 if name == "allreduce_hook" else 2e-3
+    assert_close(local_gradients(model), averaged(replicas), within)
+
+
+@on_ranks(2)
+def test_a_hook_sees_every_bucket_in_order():
+    """Buckets go in reverse order of definition; gradients() are parts of buffer()."""
+    smp.init({"ddp": True})
+    model = smp.DistributedModel(plain_model(), bucket_cap_mb=1e-5)
+    seen = []
+
+    def hook(state, bucket):
+        assert state == "state"
+        assert sum(g.numel() for g in bucket.gradients()) == bucket.buffer().numel()
+        seen.append((bucket.index(), bucket.is_last(), bucket.parameters()))
+        future = torch.futures.Future()
+        future.set_result(torch.full_like(bucket.buffer(), 2.0))
+        return future
+
+    model.register_comm_hook("state", hook)
+    smp.step(mean_loss)(model, batch_of(smp.dp_rank()))
+
+    assert [index for index, _, _ in seen] == list(range(6))
+    assert [last for _, last, _ in seen] == [False] * 5 + [True]
+    order = [p for _, _, parameters in seen for p in parameters]
+    assert [id(p) for p in order] == [id(p) for p in reversed(list(model.parameters()))]
+    assert all((p.grad == 2).all() for p in model.parameters())
+    with pytest.raises(RuntimeError, match="hook already"):
+        model.register_comm_hook(None, hook)
+
+
+# -------------------------------------------------------------------------------- failures
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward", "split"])
+@pytest.mark.parametrize("failing", [0, 1])
+@on_ranks(2, 4)
+def test_a_failed_step_of_one_replica_fails_on_all(phase, failing):
+    """The original exception, on every rank; the next step equals one without failure."""
+    pp = smp.bootstrap.mpi_size() // 2
+    smp.init({"pipeline_parallel_degree": pp, "ddp": True, "microbatches": 2})
+    model = smp.DistributedModel(plain_model(), bucket_cap_mb=1e-4)
+    fails = [False]
+
+    def raise_error(gradient: Tensor) -> None:
+        raise LookupError("no such row")
+
+    @smp.step
+    def step(model: nn.Module, x: Tensor) -> Tensor:
+        out = model(x)
+        if fails[0] and phase == "forward":
+            raise_error(out)
+        if fails[0] and phase == "backward":
+            out.register_hook(raise_error)
+        loss = out.square().mean()
+        model.backward(loss)
+        return loss
+
+    step(model, batch_of(smp.dp_rank()))
+    model.zero_grad()
+    fails[0] = smp.dp_rank() == failing
+    rows = 1 if fails[0] and phase == "split" else 4
+    kind, text = (ValueError, "fewer") if phase == "split" else (LookupError, "no such row")
+    with pytest.raises(kind, match=text) as caught:
+        step(model, batch_of(smp.dp_rank(), 0, rows))
+    notes = "\n".join(getattr(caught.value, "__notes__", []))
+    if smp.dp_rank() != failing:
+        assert f"failed on dp_rank {failing}" in notes and "there:" in notes
+    assert all(p.grad is None for p in model.local_parameters())
+
+    fails[0] = False
+    step(model, batch_of(smp.dp_rank(), 1))
+    replicas = [plain_model(), plain_model()]
+    for rank, replica in enumerate(replicas):
+        for x in batch_of(rank, 1).split(2):
+            (replica(x).square().mean() / 2).backward()
+    assert_same_bits(local_gradients(model), averaged(replicas))
+
+
+@on_ranks(2)
+def test_a_failed_comm_hook_fails_the_step_on_all():
+    smp.init({"ddp": True})
+    model = smp.DistributedModel(plain_model(), bucket_cap_mb=1e-4)
+    group = smp.get_dp_process_group()
+
+    def hook(state, bucket):
+        if smp.rank() == 1 and bucket.index() == 1 and not state:
+            state.append(1)
+            raise LookupError("lost")
+        return default_hooks.allreduce_hook(group, bucket)
+
+    model.register_comm_hook([], hook)
+    step = smp.step(mean_loss)
+    with pytest.raises(LookupError, match="lost"):
+        step(model, batch_of(smp.dp_rank()))
+    assert all(p.grad is None for p in model.parameters())
+    step(model, batch_of(smp.dp_rank()))
+    assert all(p.grad is not None for p in model.parameters())
+
+
+# ----------------------------------------------------------------------------------- join
+
+
+@pytest.mark.parametrize("by_all", [True, False])
+@on_ranks(2, 4)
+def test_replicas_with_fewer_batches_join_the_others(by_all):
+    """Averages are over all replicas, or those that are left; all end alike."""
+    smp.init({"pipeline_parallel_degree": smp.bootstrap.mpi_size() // 2, "ddp": True})
+    model = smp.DistributedModel(plain_model(), bucket_cap_mb=1e-4)
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    step = smp.step(mean_loss)
+    batches = [2, 4]
+    with model.join(divide_by_initial_world_size=by_all):
+        for number in range(batches[smp.dp_rank()]):
+            optimizer.zero_grad()
+            step(model, batch_of(smp.dp_rank(), number))
+            optimizer.step()
+
+    reference = plain_model()
+    sgd = torch.optim.SGD(reference.parameters(), lr=0.1)
+    for number in range(4):
+        left = [rank for rank in (0, 1) if number < batches[rank]]
+        sgd.zero_grad()
+        for rank in left:
+            reference(batch_of(rank, number)).square().mean().backward()
+        for parameter in reference.parameters():
+            parameter.grad /= 2 if by_all else len(left)
+        sgd.step()
+    assert_close(dict(model.local_named_parameters()), dict(reference.named_parameters()), 1e-6)
+
+
+@on_ranks(2)
+def test_join_outside_a_step():
+    smp.init({"ddp": True})
+    model = smp.DistributedModel(plain_model())
+    seen = 0
+    with model.join():
+        for number in range(1 + smp.rank()):
+            model(batch_of(smp.rank(), number)).sum().backward()
+            seen += 1
+    assert seen == 1 + smp.rank()
+    replicas = [plain_model(), plain_model()]
+    for rank, replica in enumerate(replicas):
+        replica(batch_of(rank)).sum().backward()
+    if smp.rank() == 0:
+        assert_same_bits(local_gradients(model), averaged(replicas))
+
+
+@on_ranks(2)
+def test_join_can_stop_at_the_first_that_ran_out():
+    smp.init({"ddp": True})
+    model = smp.DistributedModel(plain_model())
+    with (
+        pytest.raises(RuntimeError, match="dp_rank 0 ran out of inputs"),
+        model.join(throw_on_early_termination=True),
+    ):
+        for number in range(1 + smp.rank()):
+            smp.step(mean_loss)(model, batch_of(smp.rank(), number))
+
+
+@on_ranks(2)
+def test_join_with_several_models_is_refused():
+    smp.init({"ddp": True})
+    models = [smp.DistributedModel(plain_model()) for _ in range(2)]
+    with (
+        pytest.raises(NotImplementedError, match="several DistributedModels"),
+        models[0].join(),
+    ):
+        pass
+
+
+@on_ranks(2, 4)
+def test_two_models_in_one_script():
+    """A step that uses one of them leaves the other without gradients."""
+    smp.init({"pipeline_parallel_degree": smp.bootstrap.mpi_size() // 2, "ddp": True})
+    first, second = (smp.DistributedModel(plain_model()) for _ in range(2))
+
+    @smp.step
+    def step(model: nn.Module, x: Tensor, twice: bool) -> None:
+        out = first(x)
+        if twice:
+            second.backward(F.pad(out, (0, 3)).sum() + second(x).sum())
+        else:
+            first.backward(out.sum())
+
+    step(first, batch_of(smp.dp_rank()), True)
+    first.zero_grad()
+    second.zero_grad()
+    step(first, batch_of(smp.dp_rank()), False)
+
+    replicas = [plain_model(), plain_model()]
+    for rank, replica in enumerate(replicas):
+        replica(batch_of(rank)).sum().backward()
+    assert_same_bits(local_gradients(first), averaged(replicas))
+    assert all(p.grad is None for p in second.local_parameters())
