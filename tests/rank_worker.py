@@ -2,8 +2,8 @@
 
     mpirun -np N python rank_worker.py SOCKET
 
-Output of this rank, and the stacks it dumps on SIGUSR1, go to ``rank<r>.out`` beside
-the socket.
+Output of this rank goes to ``rank<r>.out`` beside the socket, the stacks that it dumps
+on SIGUSR1 into the pipe ``rank<r>.stacks``.
 """
 
 import contextlib
@@ -74,14 +74,15 @@ def run(module: str, name: str, args: tuple, kwargs: dict) -> Outcome:
 
 def main(address: str) -> None:
     rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
-    output = os.open(
-        Path(address).parent / f"rank{rank}.out", os.O_CREAT | os.O_WRONLY | os.O_APPEND
-    )
+    folder = Path(address).parent
+    output = os.open(folder / f"rank{rank}.out", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
     sys.stdout.reconfigure(line_buffering=True)
     faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    # Open for reading too, so that neither opening nor writing needs a reader.
+    stacks = os.open(folder / f"rank{rank}.stacks", os.O_RDWR)
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     torch.set_num_threads(1)
     with socket.socket(socket.AF_UNIX) as sock:
         sock.connect(address)

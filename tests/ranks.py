@@ -66,7 +66,7 @@ import pytest
 TIMEOUT_S = 60.0
 START_TIMEOUT_S = 120.0
 GRACE_S = 5.0
-STACKS_TIMEOUT_S = 2.0
+STACKS_QUIET_S = 0.5
 TESTS = Path(__file__).resolve().parent
 PR_SET_PDEATHSIG = 1
 
@@ -209,6 +209,8 @@ class Team:
 
     def _start(self) -> None:
         address = str(self.folder / "socket")
+        for rank in range(self.size):
+            os.mkfifo(self.folder / f"rank{rank}.stacks")
         with socket.socket(socket.AF_UNIX) as listener, self._file("mpirun").open("wb") as log:
             listener.bind(address)
             listener.listen(self.size)
@@ -252,8 +254,7 @@ class Team:
             for connection in self.connections:
                 connection.send_bytes(message)
             outcomes, trouble = self._collect(timeout_s)
-            if trouble:
-                self._dump_stacks(outputs)
+            stacks = self._stacks() if trouble else {}
         except BaseException:
             self.kill()
             raise
@@ -261,6 +262,8 @@ class Team:
         for rank, text in enumerate(said):
             if text:
                 print(f"--- output of rank {rank} of {self.size} ---\n{text}")
+        for rank, text in stacks.items():
+            print(f"--- stacks of rank {rank} of {self.size} ---\n{text}")
         if trouble or any(outcome.failure for outcome in outcomes.values()):
             log = self._file("mpirun").read_text(errors="replace")
             self.kill()
@@ -289,26 +292,29 @@ class Team:
                     reason = f"still running {GRACE_S:g} s after rank {rank} failed"
         return outcomes, ""
 
-    def _dump_stacks(self, outputs: list[Path]) -> None:
-        """Have every rank that lives write its stacks, and wait until they are there."""
-        before = [file.stat().st_size for file in outputs]
-        asked = []
+    def _stacks(self) -> dict[int, str]:
+        """The Python stacks of every rank that lives.
+
+        faulthandler writes them from the signal handler, whatever holds the GIL, into a
+        pipe of the rank; silence for STACKS_QUIET_S is their end.
+        """
+        text: dict[int, str] = {}
+        pipes: dict[int, int] = {}
         for rank, pidfd in enumerate(self.pidfds):
-            try:
+            pipe = os.open(self.folder / f"rank{rank}.stacks", os.O_RDONLY | os.O_NONBLOCK)
+            pipes[pipe] = rank
+            with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(pidfd, signal.SIGUSR1)
-                asked.append(rank)
-            except ProcessLookupError:
-                pass
-        # faulthandler writes from the signal handler and tells nobody; a file that
-        # has begun to grow and then stayed as it is for one poll is complete.
-        deadline = time.monotonic() + STACKS_TIMEOUT_S
-        sizes: list[int] = []
-        while time.monotonic() < deadline:
-            select.select([], [], [], 0.1)
-            now = [outputs[rank].stat().st_size for rank in asked]
-            if now == sizes and all(n > before[r] for n, r in zip(now, asked, strict=True)):
-                return
-            sizes = now
+        while ready := select.select(list(pipes), [], [], STACKS_QUIET_S)[0]:
+            for pipe in ready:
+                if chunk := os.read(pipe, 1 << 16):
+                    text[pipes[pipe]] = text.get(pipes[pipe], "") + chunk.decode()
+                else:  # the rank is gone
+                    del pipes[pipe]
+                    os.close(pipe)
+        for pipe in pipes:
+            os.close(pipe)
+        return text
 
     def _report(self, outcomes: dict[int, Outcome], trouble: str, log: str) -> str:
         parts = [trouble] if trouble else []

@@ -172,11 +172,12 @@ def test_send_returns_when_the_receiver_has_it():
 
         thread = threading.Thread(target=work)
         thread.start()
-        assert not sent.wait(0.2)
+        smp.barrier()
+        assert not sent.is_set()  # the other rank receives after the next barrier
         smp.barrier()
         thread.join()
-        assert sent.is_set()
     else:
+        smp.barrier()
         smp.barrier()
         assert smp.recv_from(0, smp.RankType.WORLD_RANK).shape == (10,)
 
