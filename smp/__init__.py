@@ -3,11 +3,14 @@
 from smp import amp, nn, optimizers
 from smp import script_names as utils
 from smp._version import __version__
+from smp.activation_checkpointing import set_activation_checkpointing
 from smp.checkpoints import resume_from_checkpoint, save_checkpoint
 from smp.config import ConfigError
+from smp.delayed_init import delay_param_initialization
 from smp.initialization import init, is_initialized, reset, shutdown
 from smp.microbatches import StepOutput
 from smp.model import DistributedModel
+from smp.model_creation import model_creation, set_tensor_parallelism, tensor_parallelism
 from smp.objects import (
     allgather,
     barrier,

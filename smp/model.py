@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from smp import _core, ranks, remote_modules, runtime, state_dicts
+from smp import _core, delayed_init, ranks, remote_modules, runtime, state_dicts
 from smp.data_parallel import DataParallel
 from smp.partitioning import Partition
 from smp.state_mod import state
@@ -71,6 +71,8 @@ class DistributedModel(nn.Module):
         self._entries: list[remote_modules.Entry] = []
         self._stateful: list[nn.Module] = []
         self._deferred_loads: list[tuple] = []
+        if self._runtime.pp_size == 1:
+            delayed_init.materialize(module, lambda name: True, lambda path: True)
         self.data_parallel: DataParallel | None = None
         if ranks.dp_size() > 1:
             self.data_parallel = DataParallel(
@@ -211,6 +213,11 @@ class DistributedModel(nn.Module):
         self.partition = partition
         rank_of = partition.rank_of
         self._owners = remote_modules.parameter_owners(self.module, rank_of)
+        delayed_init.materialize(
+            self.module,
+            lambda name: self._owners[name] == rt.pp_rank,
+            lambda path: rank_of[path] == rt.pp_rank,
+        )
         self._entries, runs = remote_modules.make_entries(self.module, rank_of)
         first = sum(len(m._entries) for m in rt.live_models() if m.partitioned)
         self._stateful = [

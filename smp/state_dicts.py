@@ -131,10 +131,11 @@ def load(
     if waits and any(
         e.is_meta for e in _entries(model.module).values() if isinstance(e, Tensor)
     ):
-        model._deferred_loads.append((given, False, strict, same_partition_load))
         with warnings.catch_warnings():  # a meta tensor takes no data: keys and shapes only
             warnings.simplefilter("ignore")
-            return model.module.load_state_dict(given, strict)
+            keys = model.module.load_state_dict(given, strict)
+        model._deferred_loads.append((given, False, strict, same_partition_load))
+        return keys
     return _load_now(model, given, partial, strict, same_partition_load)
 
 
@@ -167,5 +168,7 @@ def _load_now(
         whole.update((n, v) for n, v in given.items() if n not in entries)
         whole._metadata = getattr(given, "_metadata", entries._metadata)  # type: ignore
         given = whole
-    with remote_modules.loading():
+    with remote_modules.loading(), warnings.catch_warnings():
+        # Buffers of other ranks' modules may have no memory.
+        warnings.filterwarnings("ignore", message=".*non-meta parameter.*meta")
         return module.load_state_dict(given, strict)

@@ -1,0 +1,1 @@
+"""What scripts import in place of PyTorch's own functions."""

@@ -1,0 +1,144 @@
+"""Checkpointed modules give the bits of plain ones, on any rank, and run again."""
+
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import smp
+from smp.patches.checkpoint import checkpoint, checkpoint_sequential
+from tests.models.trained import assert_same
+from tests.ranks import on_ranks
+
+STRATEGIES = ["each", "contiguous", "group_2", "group_3"]
+
+
+class Layer(nn.Module):
+    """A linear layer with dropout that counts how often it runs here."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.dropout = nn.Dropout(0.5)
+        self.runs = 0
+
+    def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        self.runs += 1
+        return self.dropout(self.linear(x)).tanh() * scale
+
+
+class Stack(nn.Module):
+    """A Sequential whose children are on both ranks, and a list of layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sequence = nn.Sequential(*[Layer() for _ in range(5)])
+        self.layers = nn.ModuleList([Layer(), Layer()])
+        for index, layer in enumerate(self.sequence):
+            smp.set_partition(layer, int(index in (1, 2)))
+        smp.set_partition(self.layers, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.sequence(x)
+        for layer in self.layers:
+            x = x + layer(x, scale=0.5)
+        return x
+
+
+def train(set_up) -> tuple[dict, int]:
+    """Gradients of one step of this rank's parameters, and runs of its layers."""
+    torch.manual_seed(1)
+    stack = Stack()
+    smp.set_partition(stack, 0)
+    model = smp.DistributedModel(stack)
+    set_up(stack)
+
+    @smp.step
+    def step(model, x):
+        loss = model(x).square().mean()
+        model.backward(loss)
+        return loss
+
+    model.train()
+    step(model, torch.randn(4, 4, generator=torch.Generator().manual_seed(2)))
+    counted = sum(m.runs for m in model.local_modules() if isinstance(m, Layer))
+    return {n: p.grad for n, p in model.local_named_parameters()}, counted
+
+
+def call_one_by_one(stack: Stack) -> None:
+    """Children of other ranks get a request each, and so the same random numbers."""
+    for layer in stack.sequence:
+        layer.register_forward_hook(lambda *call: None)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_gradients_are_those_without_checkpointing(strategy):
+    """With dropout, local and remote children; the layers run twice."""
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": 2})
+    want, once = train(call_one_by_one)
+
+    def set_up(stack: Stack) -> None:
+        smp.set_activation_checkpointing(stack.sequence, strategy=strategy)
+        smp.set_activation_checkpointing(stack.layers)
+
+    got, twice = train(set_up)
+
+    assert_same(got, want)
+    assert twice > once
+
+
+@on_ranks(2)
+def test_a_module_whose_subtree_spans_ranks_is_checkpointed():
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": 2})
+    want, _ = train(lambda stack: None)
+
+    got, _ = train(smp.set_activation_checkpointing)
+
+    assert_same(got, want)
+
+
+def test_the_functions_equal_a_plain_call():
+    """patches.checkpoint, without a job: output, gradients, arguments by name."""
+    torch.manual_seed(0)
+    sequence = nn.Sequential(*[Layer() for _ in range(4)]).eval()
+    x = torch.randn(2, 4, requires_grad=True)
+    want = torch.autograd.grad(sequence(x).sum(), list(sequence.parameters()))
+
+    for strategy in STRATEGIES:
+        out = checkpoint_sequential(sequence, x, strategy=strategy)
+        assert_same(torch.autograd.grad(out.sum(), list(sequence.parameters())), want)
+    out = checkpoint(sequence[0], x, scale=3.0)
+    assert torch.equal(out, sequence[0](x, scale=3.0))
+    with pytest.raises(TypeError, match="nn.Sequential, got a Layer"):
+        checkpoint_sequential(sequence[0], x)
+
+
+def test_a_checkpointed_module_keeps_its_class_and_is_pickled():
+    sequence = nn.Sequential(nn.Linear(2, 2))
+    smp.set_activation_checkpointing(sequence[0])
+
+    assert isinstance(sequence[0], nn.Linear)
+    assert type(sequence[0]).__name__ == "Linear"
+    loaded = pickle.loads(pickle.dumps(sequence))
+    assert torch.equal(loaded[0].weight, sequence[0].weight)
+
+
+def test_packed_arguments_reach_the_first_child_as_one():
+    class Pair(nn.Module):
+        def forward(self, pair):
+            return pair[0] + pair[1]
+
+    sequence = nn.Sequential(Pair())
+    smp.set_activation_checkpointing(sequence, pack_args_as_tuple=True)
+
+    assert torch.equal(sequence(torch.ones(2), torch.ones(2)), torch.full((2,), 2.0))
+
+
+@pytest.mark.parametrize("strategy", ["group_0", "group", "all", "group_x"])
+def test_an_unknown_strategy_is_refused(strategy):
+    with pytest.raises(ValueError, match=f"strategy '{strategy}': it is 'each'"):
+        smp.set_activation_checkpointing(nn.Sequential(), strategy=strategy)
+    with pytest.raises(ValueError, match="needs an nn.Sequential"):
+        smp.set_activation_checkpointing(nn.ModuleList(), strategy="group_2")

@@ -1,0 +1,214 @@
+"""Delayed construction: the values of undelayed construction, each rank its own."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import smp
+from tests.models.real import REAL
+from tests.models.trained import assert_same, batch_of, init, make_model, rank_of, train_step
+from tests.ranks import on_ranks
+
+
+class Odd(nn.Module):
+    """What constructors do besides plain layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.old = nn.Parameter(torch.Tensor(3, 4))
+        nn.init.kaiming_uniform_(self.old, a=math.sqrt(5))
+        self.scaled = nn.Parameter(torch.randn(4, 3) * 0.02 + torch.ones(3))
+        self.view = nn.Parameter(torch.rand(2, 6).t()[1:3])
+        self.orthogonal = nn.Parameter(torch.empty(5, 5))
+        nn.init.orthogonal_(self.orthogonal)
+        self.cut = nn.Parameter(nn.init.trunc_normal_(torch.empty(9), std=0.02))
+        with torch.no_grad():
+            self.cut[2:4].fill_(7)
+            self.cut.data.mul_(2)
+        rates = [x.item() for x in torch.linspace(0, 0.5, 3)]
+        self.drops = nn.ModuleList(nn.Dropout(rate) for rate in rates)
+        self.scale = nn.Parameter(torch.full((2,), torch.rand(1).item()))
+        self.register_buffer("mask", torch.tril(torch.ones(4, 4)).bool())
+        self.register_buffer("maybe", torch.bernoulli(torch.rand(6)))
+        self.positions = torch.arange(5)
+        self.half = nn.Linear(3, 3, dtype=torch.bfloat16)
+        self.norm = nn.LayerNorm(3)
+        self.attention = nn.MultiheadAttention(4, 2)
+        self.recurrent = nn.LSTM(3, 2)
+        self.embedding = nn.Embedding(6, 3, padding_idx=1)
+        self.output = nn.Linear(3, 6, bias=False)
+        self.output.weight = self.embedding.weight
+        self.weighted = nn.utils.parametrizations.weight_norm(nn.Linear(2, 3))
+
+
+def gpt2() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    return GPT2LMHeadModel(
+        GPT2Config(vocab_size=40, n_positions=16, n_embd=16, n_layer=4, n_head=2)
+    )
+
+
+def bert() -> nn.Module:
+    from transformers import BertConfig, BertForMaskedLM
+
+    return BertForMaskedLM(
+        BertConfig(
+            vocab_size=40,
+            hidden_size=16,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            intermediate_size=24,
+        )
+    )
+
+
+MODELS = {
+    "odd": Odd,
+    "gpt2": gpt2,
+    "bert": bert,
+    "transformer": lambda: nn.Transformer(8, 2, 1, 1),
+}
+
+
+def made(make, seed: int, delayed: bool) -> tuple[nn.Module, torch.Tensor]:
+    """The model, and what the generator gives next."""
+    torch.manual_seed(seed)
+    with smp.delay_param_initialization(enabled=delayed):
+        model = make()
+    return model, torch.rand(3)
+
+
+@on_ranks(1)
+@pytest.mark.parametrize("name", MODELS)
+def test_delayed_values_are_those_of_plain_construction(name):
+    """Bit for bit, and the generator is where it would have been."""
+    smp.init({})
+    want, want_next = made(MODELS[name], 3, delayed=False)
+    model, got_next = made(MODELS[name], 3, delayed=True)
+    assert all(p.is_meta for p in model.parameters()), "values were made at once"
+    parameters = list(model.parameters())
+    torch.manual_seed(77)
+
+    smp.DistributedModel(model)
+
+    assert torch.equal(got_next, want_next)
+    assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
+    assert_same(model.state_dict(), want.state_dict())
+    for (path, buffer), (_, other) in zip(
+        model.named_buffers(), want.named_buffers(), strict=True
+    ):
+        assert_same(buffer, other, path)
+    assert [p.requires_grad for p in model.parameters()] == [
+        p.requires_grad for p in want.parameters()
+    ]
+    if name == "odd":
+        assert_same(model.positions, want.positions)
+        assert model.output.weight is model.embedding.weight
+        assert [d.p for d in model.drops] == [d.p for d in want.drops]
+
+
+@on_ranks(2)
+def test_each_rank_makes_its_own_parameters_alone():
+    """After the partition: own values, no memory for others; training equals undelayed."""
+    init(2)
+    states = []
+    for delayed in (False, True):
+        torch.manual_seed(5)
+        with smp.delay_param_initialization(enabled=delayed):
+            module = type(make_model(pin=False))()
+        for path, part in module.named_modules():
+            smp.set_partition(part, rank_of(2)[path])
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        model = smp.DistributedModel(module)
+        step = smp.step(train_step)
+        for number in range(2):
+            optimizer.zero_grad()
+            step(model, batch_of(number))
+            optimizer.step()
+        local = {id(p) for p in model.local_parameters()}
+        for parameter in module.parameters():
+            with torch._C.DisableTorchFunctionSubclass():
+                held = parameter.untyped_storage().nbytes()
+            assert (held > 0) == (id(parameter) in local)
+            assert parameter.device.type == "cpu"
+        states.append(model.state_dict())
+    assert_same(states[1], states[0])
+
+
+@on_ranks(2)
+def test_gpt2_trains_from_delayed_values():
+    """transformers' own initialisation, tied weights, the automatic partition."""
+    init(2)
+    real = REAL["gpt2"](seed=0)
+    losses = []
+    for delayed in (False, True):
+        torch.manual_seed(2)
+        with smp.delay_param_initialization(enabled=delayed):
+            module = type(real.model)(real.model.config)
+        model = smp.DistributedModel(module)
+        batch = real.make_batch(4, torch.Generator().manual_seed(1))
+        torch.manual_seed(8)
+        loss, _ = smp.step(real.step)(model, *batch)
+        losses.append(loss.reduce_mean())
+    assert torch.equal(losses[0], losses[1])
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("partial", [False, True])
+def test_a_checkpoint_loads_into_a_delayed_model(partial, tmp_path):
+    """Before the partition: keys and shapes are checked at once, values come later."""
+    init(2)
+    model = smp.DistributedModel(make_model(seed=1))
+    step = smp.step(train_step)
+    step(model, batch_of(0))
+    saved = model.local_state_dict() if partial else model.state_dict()
+
+    with smp.delay_param_initialization():
+        module = make_model(seed=2)
+    other = smp.DistributedModel(module)
+    other.load_state_dict(saved)
+    if not partial:
+        with pytest.raises(RuntimeError, match="Missing key"):
+            other.load_state_dict({})
+    other.eval()
+    with torch.no_grad():
+        smp.step(lambda m, tokens: m(tokens))(other, batch_of(0))
+
+    assert_same(other.state_dict(), model.state_dict())
+
+
+def test_what_cannot_be_recorded_is_named():
+    """The operator and the module."""
+
+    class Strange(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.rand(4))
+            with torch.no_grad():
+                torch.nonzero(self.weight, out=torch.empty(0, dtype=torch.int64))
+
+    with (
+        pytest.raises(
+            RuntimeError, match=r"aten\.nonzero\.out in .*Strange cannot be recorded"
+        ),
+        smp.delay_param_initialization(),
+    ):
+        Strange()
+
+
+def test_model_creation_sets_the_dtype_and_takes_what_it_does_not_know():
+    with smp.model_creation(dtype=torch.bfloat16, zero_init=False, flash_attention=True):
+        inside = nn.Linear(2, 2)
+
+    assert inside.weight.dtype is torch.bfloat16
+    assert nn.Linear(2, 2).weight.dtype is torch.float32
+    with smp.tensor_parallelism(enabled=False, fused_softmax=True):
+        smp.set_tensor_parallelism(inside, False)
+    for enabling in (smp.model_creation(tensor_parallelism=True), smp.tensor_parallelism()):
+        with pytest.raises(NotImplementedError, match="tensor parallelism"), enabling:
+            pass
+    with pytest.raises(NotImplementedError, match="set_tensor_parallelism"):
+        smp.set_tensor_parallelism(inside)
