@@ -170,7 +170,7 @@ def write_some(model: nn.Module, length: int, count: int) -> list[bytes]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, default=Path("demo"))
-    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--steps", type=int, default=800)
     parser.add_argument("--batch", type=int, default=8, help="pieces in a step")
     parser.add_argument("--rate", type=float, default=3e-3, help="highest learning rate")
     options = parser.parse_args()
