@@ -5,9 +5,16 @@ of PyTorch's own parts.  The partition is the automatic one, from a traced step.
 """
 
 import copy
+import dataclasses
+import enum
+import functools
+from collections import defaultdict
+from collections.abc import Callable
 
 import pytest
 import torch
+from transformers import DynamicCache
+from transformers.modeling_outputs import BaseModelOutput
 
 import smp
 from tests.models.real import REAL, Real
@@ -264,3 +271,90 @@ def test_two_distributed_models_in_one_step_equal_the_cut_loop():
             mine = getattr(two, name).local_named_parameters()
             theirs = gradients(getattr(reference, name))
             assert_same_bits({n: p.grad for n, p in mine}, theirs)
+
+
+# What else real models are called with.
+
+
+class Mode(enum.Enum):
+    ADD = "add"
+    MULTIPLY = "multiply"
+
+
+@dataclasses.dataclass
+class Options:
+    mode: Mode
+    function: Callable
+    scales: dict[str, torch.Tensor]
+    seen: list = dataclasses.field(default_factory=list)
+
+
+def twice(x, factor=2.0):
+    return x * factor
+
+
+def logged(forward):
+    @functools.wraps(forward)
+    def run(self, *args, **kwargs):
+        self.calls = getattr(self, "calls", 0) + 1
+        return forward(self, *args, **kwargs)
+
+    return run
+
+
+class Flexible(torch.nn.Module):
+    """Takes and gives whatever Python has."""
+
+    def __init__(self, activation):
+        super().__init__()
+        self.linear = torch.nn.Linear(8, 8)
+        self.activation = activation  # one without parameters, which all layers share
+
+    @logged
+    def forward(self, x, *, options: Options, bag: defaultdict, window: slice, **rest):
+        y = self.activation(options.function(self.linear(x)))
+        other = options.scales["other"]
+        y = y + other if options.mode is Mode.ADD else y * other
+        options.seen.append(y[:, window])
+        bag["norms"].append(y.square().mean())
+        rest["cache"].update(y.unsqueeze(1).unsqueeze(1), y.unsqueeze(1).unsqueeze(1), 0)
+        return BaseModelOutput(last_hidden_state=y, hidden_states=(x, None))
+
+
+class FlexibleModel(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        activation = torch.nn.Dropout(0.2)
+        self.layers = torch.nn.ModuleList(Flexible(activation) for _ in range(4))
+        self.scale = torch.nn.Parameter(torch.full((8,), 0.5))
+
+    def forward(self, x):
+        options = Options(Mode.ADD, functools.partial(twice, factor=0.7), {"other": self.scale})
+        bag, cache = defaultdict(list), DynamicCache()
+        for layer in self.layers:
+            out = layer(x, options=options, bag=bag, window=slice(2, None, 2), cache=cache)
+            assert isinstance(out, BaseModelOutput) and list(out.keys()) == [
+                "last_hidden_state",
+                "hidden_states",
+            ]
+            x, options.mode, options.function = out.last_hidden_state, Mode.MULTIPLY, twice
+        keys = cache.layers[0].keys
+        losses = [t.square().mean() for t in options.seen] + bag["norms"] + [keys.sum()]
+        return sum(losses), len(options.seen), len(bag["norms"]), cache.get_seq_length()
+
+
+@on_ranks(2, 3, timeout_s=120)
+def test_arguments_of_many_kinds_arrive_and_come_back():
+    """Enumerations, partials, dataclasses, defaultdicts, caches and model outputs."""
+    start()
+
+    def step(model, x):
+        loss, *counts = model(x)
+        model.backward(loss)
+        return loss, *counts
+
+    torch.manual_seed(7)
+    pair = Pair(Real(FlexibleModel(), None, step, ()))
+    for rows in (4, 2):
+        _, *counts = pair.run((torch.randn(rows, 8),))
+        assert counts == [[4, 4], [4, 4], [4, 4]]

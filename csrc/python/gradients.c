@@ -65,7 +65,7 @@ static int
 reopen(int32_t i)
 {
     PyObject *parameter = PyList_GET_ITEM(gradients.parameters, i);
-    PyObject *grad      = PyObject_GetAttr(parameter, smp_names.grad);
+    PyObject *grad = PyObject_GetAttr(parameter, smp_names.grad);
 
     if (grad == NULL) {
         return -1;
