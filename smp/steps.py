@@ -13,6 +13,7 @@ from torch import Tensor
 
 from smp import (
     _core,
+    context_variables,
     data_parallel,
     failures,
     first_step,
@@ -214,7 +215,7 @@ class Step:
             raise
         seed = int(torch.empty((), dtype=torch.int64).random_())
         generator_state = torch.default_generator.get_state()
-        thread_state.begin_step()
+        context_variables.begin_step()
         self.state = thread_state.capture()
         self.grad = torch.is_grad_enabled()
         _core.gradients_begin(self.count, rt.backwards, self._on_complete())

@@ -528,13 +528,32 @@ pack_request(smp_pack *pack, PyObject *args, PyObject *kwargs, PyObject *state,
     return -1;
 }
 
+/* What the response changed in the containers of context variables, into their
+ * originals.  Takes value; NULL with an exception. */
+static PyObject *
+settle(PyObject *captured, PyObject *value)
+{
+    PyObject *after = captured == Py_None ? Py_None : PyTuple_GET_ITEM(captured, 1);
+    PyObject *done;
+
+    if (value == NULL || after == Py_None) {
+        return value;
+    }
+    done = PyObject_CallNoArgs(after);
+    if (done == NULL) {
+        Py_CLEAR(value);
+    }
+    Py_XDECREF(done);
+    return value;
+}
+
 static PyObject *
 call_entry(int32_t number, PyObject *args, PyObject *kwargs, uint16_t flags)
 {
     smp_session *session = &smp_the_session;
     smp_task    *task = smp_this_task;
     smp_entry   *entry = &session->entries[number];
-    PyObject    *state = NULL;
+    PyObject    *state = NULL; /* with what to call after */
     PyObject    *token = NULL;
     PyObject    *value = NULL;
     call_object *call = NULL;
@@ -549,7 +568,8 @@ call_entry(int32_t number, PyObject *args, PyObject *kwargs, uint16_t flags)
     }
     smp_pack_init(&pack, session->comm, entry->owner, NULL);
     pack.graph = grad != 0;
-    if (pack_request(&pack, args, kwargs, state == Py_None ? NULL : state, entry) < 0) {
+    if (pack_request(&pack, args, kwargs,
+                     state == Py_None ? NULL : PyTuple_GET_ITEM(state, 0), entry) < 0) {
         goto done;
     }
     call = (call_object *)smp_call_type->tp_alloc(smp_call_type, 0);
@@ -588,7 +608,7 @@ call_entry(int32_t number, PyObject *args, PyObject *kwargs, uint16_t flags)
         goto done;
     }
     task->count = smp_message_envelope(response)->about;
-    value = finish(call, token, &pack, response);
+    value = settle(state, finish(call, token, &pack, response));
 done:
     smp_pack_fini(&pack);
     Py_XDECREF(token);

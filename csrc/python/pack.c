@@ -580,9 +580,19 @@ put_object(smp_pack *pack, PyObject *object, smp_tag tag)
     if (put_tag(pack, tag) < 0) {
         return -1;
     }
-    if ((tag == TAG_MAPPED || tag == TAG_LISTED || tag == TAG_OBJECT) &&
+    if ((tag == TAG_MAPPED || tag == TAG_LISTED || tag == TAG_OBJECT ||
+         tag == TAG_DEFAULTED) &&
         put_class_name(pack, Py_TYPE(object)) < 0) {
         return -1;
+    }
+    if (tag == TAG_DEFAULTED) {
+        PyObject *factory = PyObject_GetAttr(object, smp_names.default_factory);
+        int       failed = factory == NULL ? -1 : smp_pack_value(pack, factory);
+
+        Py_XDECREF(factory);
+        if (failed < 0) {
+            return -1;
+        }
     }
     return smp_pack_contents(pack, object);
 }
@@ -742,8 +752,10 @@ put_known(smp_pack *pack, PyObject *value)
 
         return number < 0 ? 1 : put_size(pack, TAG_MODULE, (size_t)number);
     }
-    if (PyDict_Check(value) && strcmp(type->tp_name, "collections.defaultdict") != 0) {
-        return put_object(pack, value, TAG_MAPPED);
+    if (PyDict_Check(value)) {
+        bool defaulted = PyObject_TypeCheck(value, smp_torch.defaultdict);
+
+        return put_object(pack, value, defaulted ? TAG_DEFAULTED : TAG_MAPPED);
     }
     if (PyList_Check(value)) {
         return put_object(pack, value, TAG_LISTED);

@@ -56,7 +56,7 @@ typedef struct {
     PyObject *describe_error; /* exception, path, microbatch, phase -> value */
     PyObject *call_hooked;    /* module, args, kwargs: a remote call around hooks */
     PyObject *serve_hooked;   /* module, args, kwargs: pre-hooks and forward */
-    PyObject *capture_state;  /* -> thread state to travel, or None */
+    PyObject *capture_state;  /* -> (state to travel, called after or None), or None */
     PyObject *with_state;     /* state, callable, args, kwargs -> result */
     PyObject *worker_begin;   /* -> None, on each new worker thread */
     PyObject *aborted;        /* the exception type that unwinds workers */

@@ -84,6 +84,7 @@ load_names(void)
         {&smp_names.detach, "detach"},
         {&smp_names.device, "device"},
         {&smp_names._fields, "_fields"},
+        {&smp_names.default_factory, "default_factory"},
     };
 
     for (size_t i = 0; i < sizeof(names) / sizeof(names[0]); i++) {
@@ -93,6 +94,19 @@ load_names(void)
         }
     }
     return 0;
+}
+
+static int
+load_defaultdict(void)
+{
+    PyObject *collections = PyImport_ImportModule("collections");
+
+    if (collections == NULL) {
+        return -1;
+    }
+    smp_torch.defaultdict = (PyTypeObject *)walk(collections, "defaultdict");
+    Py_DECREF(collections);
+    return smp_torch.defaultdict == NULL ? -1 : 0;
 }
 
 int
@@ -134,7 +148,7 @@ smp_torch_load(void)
         }
         *wanted[i].slot = found;
     }
-    if (load_exchange() < 0 || load_names() < 0) {
+    if (load_exchange() < 0 || load_names() < 0 || load_defaultdict() < 0) {
         Py_DECREF(torch);
         return -1;
     }

@@ -16,10 +16,11 @@ typedef struct {
     const dl_exchange *dlpack;
     PyTypeObject      *tensor;
     PyTypeObject      *parameter;
-    PyTypeObject      *size;   /* torch.Size */
-    PyTypeObject      *dtype;  /* type(torch.float32) */
-    PyTypeObject      *device; /* torch.device */
-    PyTypeObject      *module; /* torch.nn.Module */
+    PyTypeObject      *size;        /* torch.Size */
+    PyTypeObject      *dtype;       /* type(torch.float32) */
+    PyTypeObject      *device;      /* torch.device */
+    PyTypeObject      *module;      /* torch.nn.Module */
+    PyTypeObject      *defaultdict; /* collections.defaultdict */
     PyObject          *torch;
     PyObject          *is_grad_enabled;
     PyObject          *set_grad_enabled;
@@ -52,7 +53,8 @@ smp_is_tensor(PyObject *object)
 typedef struct {
     PyObject *requires_grad, *is_conj, *is_neg, *resolve_conj, *resolve_neg, *_version,
         *get_state, *set_state, *manual_seed, *random_, *grad, *dict, *module,
-        *qualname, *copy_, *grad_fn, *clone, *add_, *detach, *device, *_fields;
+        *qualname, *copy_, *grad_fn, *clone, *add_, *detach, *device, *_fields,
+        *default_factory;
 } smp_names_table;
 
 extern smp_names_table smp_names;

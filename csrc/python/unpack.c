@@ -605,6 +605,22 @@ smp_unpack_contents_into(smp_unpack *unpack, PyObject *object)
     return read_instance_dict(unpack, object);
 }
 
+/* What a defaultdict calls for a key that it does not have. */
+static int
+read_factory(smp_unpack *unpack, PyObject *object)
+{
+    PyObject *factory = smp_unpack_value(unpack);
+    int       failed = -1;
+
+    if (factory != NULL && !PyObject_TypeCheck(object, smp_torch.defaultdict)) {
+        (void)malformed("a class of another kind");
+    } else if (factory != NULL) {
+        failed = PyObject_SetAttr(object, smp_names.default_factory, factory);
+    }
+    Py_XDECREF(factory);
+    return failed;
+}
+
 static PyObject *
 take_object(smp_unpack *unpack, smp_tag tag)
 {
@@ -627,7 +643,7 @@ take_object(smp_unpack *unpack, smp_tag tag)
         if (cls == NULL) {
             return NULL;
         }
-        if ((tag == TAG_MAPPED &&
+        if (((tag == TAG_MAPPED || tag == TAG_DEFAULTED) &&
              !PyType_IsSubtype((PyTypeObject *)cls, &PyDict_Type)) ||
             (tag == TAG_LISTED &&
              !PyType_IsSubtype((PyTypeObject *)cls, &PyList_Type))) {
@@ -641,6 +657,7 @@ take_object(smp_unpack *unpack, smp_tag tag)
         return NULL;
     }
     if (add_object(unpack, object, &number) < 0 ||
+        (tag == TAG_DEFAULTED && read_factory(unpack, object) < 0) ||
         smp_unpack_contents_into(unpack, object) < 0) {
         Py_DECREF(object);
         return NULL;
@@ -907,6 +924,7 @@ take_tagged(smp_unpack *unpack, smp_tag tag)
     case TAG_MAPPED:
     case TAG_LISTED:
     case TAG_OBJECT:
+    case TAG_DEFAULTED:
         return take_object(unpack, tag);
     case TAG_SEEN:
         return take_numbered(unpack, unpack->objects, unpack->nobjects, NULL);

@@ -37,13 +37,15 @@ typedef enum {
     TAG_PARAMETER, /* number of the parameter, which the receiver owns */
     TAG_PICKLE,    /* bytes, list of the tensors inside */
     /* What a callee may change in place; numbered in this order. */
-    TAG_LIST,   /* size, values */
-    TAG_DICT,   /* size, pairs */
-    TAG_SET,    /* size, values */
-    TAG_MAPPED, /* a subclass of dict: class, size, pairs, __dict__ or none */
-    TAG_LISTED, /* a subclass of list: class, size, values, __dict__ or none */
-    TAG_OBJECT, /* any class with a __dict__: class, __dict__ */
-    TAG_SEEN,   /* number of an object that stands earlier in this message */
+    TAG_LIST,      /* size, values */
+    TAG_DICT,      /* size, pairs */
+    TAG_SET,       /* size, values */
+    TAG_MAPPED,    /* a subclass of dict: class, size, pairs, __dict__ or none */
+    TAG_LISTED,    /* a subclass of list: class, size, values, __dict__ or none */
+    TAG_OBJECT,    /* any class with a __dict__: class, __dict__ */
+    TAG_DEFAULTED, /* collections.defaultdict or a subclass: class, default_factory,
+                      then as TAG_MAPPED */
+    TAG_SEEN,      /* number of an object that stands earlier in this message */
     /* In a response: the caller's own argument. */
     TAG_ARGUMENT_TENSOR, /* number of the tensor in the request */
     TAG_ARGUMENT_OBJECT, /* number of the object in the request */

@@ -1,0 +1,107 @@
+"""Spec: clients.md, section 6: Hugging Face's Trainer runs unchanged (4.17 to 4.26).
+
+``make test-hf`` runs it with the last of these versions, in an environment of its own.
+"""
+
+import importlib.metadata
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+SCRIPT = Path(__file__).with_name("train.py")
+REPOSITORY = SCRIPT.parents[2]
+LAST = (4, 26)  # later ones do not create the optimizer under model parallelism
+TIMEOUT_S = 300
+
+
+def trainer_knows_model_parallelism() -> bool:
+    try:
+        version = importlib.metadata.version("transformers")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return tuple(int(part) for part in version.split(".")[:2]) <= LAST
+
+
+pytestmark = pytest.mark.skipif(
+    not trainer_knows_model_parallelism(), reason="needs transformers 4.26: make test-hf"
+)
+
+
+def run(model: str, folder: Path, ranks: int = 0, resume: bool = False) -> list[dict]:
+    """Train, alone or on ``ranks`` ranks; what each rank wrote."""
+    folder.mkdir(exist_ok=True)
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("SM_")}
+    environment |= {
+        "PYTHONPATH": str(REPOSITORY),
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        # Trainer 4.26 reads its own state of random numbers with torch.load, which
+        # refuses what is no tensor since PyTorch 2.6.
+        "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1",
+    }
+    command = [sys.executable, str(SCRIPT), model, str(folder)]
+    if resume:
+        command.append("--resume")
+    if ranks:
+        parameters = {"partitions": ranks, "microbatches": 2, "ddp": True}
+        environment |= {
+            "SM_HP_MP_PARAMETERS": json.dumps(
+                parameters | {"pipeline": "interleaved", "optimize": "speed"}
+            ),
+            "SM_FRAMEWORK_PARAMS": '{"sagemaker_mpi_enabled": true}',
+            "OMPI_ALLOW_RUN_AS_ROOT": "1",
+            "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        }
+        mpirun = Path(sys.executable).with_name("mpirun")
+        mpirun = str(mpirun) if mpirun.exists() else shutil.which("mpirun")
+        command = [mpirun, "--oversubscribe", "-np", str(ranks), *command]
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S
+    )
+    assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-8000:]}"
+    return [torch.load(folder / f"result{rank}.pt") for rank in range(ranks or 1)]
+
+
+@pytest.mark.parametrize("model", ["gpt2", "bert"])
+def test_the_trainer_gives_on_two_ranks_what_it_gives_on_one(model, tmp_path):
+    """Train, evaluate, predict and save: equal within rounding; and it learns."""
+    (want,) = run(model, tmp_path / "plain")
+    got, other = run(model, tmp_path / "ranks", ranks=2)
+
+    assert got["steps"] == want["steps"] == 12
+    assert got["wrapped"] == "DistributedModel" != want["wrapped"]
+    assert sum(want["losses"][-3:]) < sum(want["losses"][:3])
+    assert got["losses"] == pytest.approx(want["losses"], rel=1e-3)
+    assert got["eval_loss"] == pytest.approx(want["eval_loss"], rel=1e-4)
+    assert other["eval_loss"] == got["eval_loss"]
+    torch.testing.assert_close(got["predictions"], want["predictions"], rtol=1e-3, atol=1e-3)
+    assert got["parameters"].keys() == want["parameters"].keys()
+    for name, parameter in want["parameters"].items():
+        torch.testing.assert_close(
+            got["parameters"][name],
+            parameter,
+            rtol=1e-3,
+            atol=1e-3,
+            msg=lambda said, name=name: f"{name}: {said}",
+        )
+
+
+@pytest.mark.parametrize("model", ["gpt2", "bert"])
+def test_a_resumed_training_goes_on_as_if_it_had_not_stopped(model, tmp_path):
+    """From the checkpoint half way: parameters, optimizer, schedule and data."""
+    whole, _ = run(model, tmp_path, ranks=2)
+    assert (tmp_path / "checkpoint-6" / "user_content.pt").exists()
+    assert len(list((tmp_path / "checkpoint-6").glob("optimizer.pt_*"))) == 2
+    resumed, _ = run(model, tmp_path, ranks=2, resume=True)
+
+    assert resumed["steps"] == whole["steps"]
+    assert resumed["eval_loss"] == whole["eval_loss"]
+    assert resumed["losses"][-6:] == whole["losses"][-6:]
+    for name, parameter in whole["parameters"].items():
+        assert torch.equal(resumed["parameters"][name], parameter), name
