@@ -1,0 +1,113 @@
+"""Rules of the source that no compiler or formatter checks."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).resolve()  # holds every pattern, and is left out
+ROOT = HERE.parent.parent
+CSRC = ROOT / "csrc"
+OURS = ["csrc", "smp", "smdistributed", "tests", "benchmarks", "examples", "docs", ".ci"]
+
+MAY_INCLUDE: dict[str, set[str]] = {
+    "common": set(),
+    "partition": {"common"},
+    "tp_kernels": {"common"},
+    "comm": {"common"},
+    "server": {"common", "comm", "partition"},
+    "python": {"common", "comm", "partition", "server", "tp_kernels"},
+}
+
+
+def files(*suffixes: str, under: list[str] = OURS) -> Iterator[tuple[Path, str]]:
+    """Our files with one of these suffixes, and their text; what is built is left out."""
+    for folder in under:
+        for path in sorted((ROOT / folder).rglob("*")):
+            ours = path.is_file() and "build" not in path.parts and path != HERE
+            if ours and path.suffix in suffixes:
+                yield path.relative_to(ROOT), path.read_text()
+
+
+def test_every_folder_of_the_core_has_its_place():
+    assert {path.name for path in CSRC.iterdir() if path.is_dir()} <= set(MAY_INCLUDE)
+
+
+@pytest.mark.parametrize("folder", MAY_INCLUDE)
+def test_a_folder_includes_only_folders_below_it(folder):
+    for path, text in files(".c", ".h", under=[f"csrc/{folder}"]):
+        used = set(re.findall(r'#include "(\w+)/', text))
+        assert used <= MAY_INCLUDE[folder] | {folder}, path
+
+
+def test_python_h_is_included_in_one_folder_only():
+    for path, text in files(".c", ".h", under=["csrc", "tests/core", "tests/fuzz"]):
+        if path.parts[:2] != ("csrc", "python"):
+            assert "Python.h" not in text, path
+
+
+def test_a_source_file_includes_its_own_header_first():
+    for path, text in files(".c", under=["csrc"]):
+        if (ROOT / path.with_suffix(".h")).exists():
+            first = re.search(r'#include "([^"]+)"', text)
+            want = str(path.with_suffix(".h").relative_to("csrc"))
+            assert first and first.group(1) == want, path
+
+
+def test_an_include_guard_is_named_for_its_file():
+    for path, text in files(".h", under=["csrc"]):
+        name = f"SMP_{'_'.join(path.with_suffix('').parts[1:]).upper()}_H"
+        assert f"#ifndef {name}\n#define {name}\n" in text, path
+
+
+SLEEPS = r"\b(?:time\.sleep|sleep|usleep|nanosleep|clock_nanosleep)\s*\((?!0\))"
+
+
+def test_no_test_sleeps():
+    """A test waits for an event with a deadline, or drives the thread step by step."""
+    for path, text in files(".py", ".c", ".h", under=["tests"]):
+        assert not re.search(SLEEPS, text), path
+
+
+def test_no_file_is_a_drawer():
+    """utils, helpers, common and misc are not names of modules."""
+    for path, _ in files(".py", ".c", ".h"):
+        assert not re.search(r"utils?$|helpers?$|common$|misc$", path.stem), path
+
+
+MACHINE_PATHS = re.compile(
+    r"/(?:home|Users|root|work|farm)/\w"
+    r"|/tmp/\w+/\w"
+    r"|\b(?:pypi|pythonhosted|npmjs|debian)\.(?:org|net)"
+)
+
+
+def test_no_path_of_a_machine_and_no_registry_is_named():
+    for path, text in files(".py", ".pyi", ".c", ".h", ".md", ".toml", ".sh", ""):
+        assert not (found := MACHINE_PATHS.search(text)), (path, found)
+
+
+def test_nothing_is_left_for_later_without_an_owner():
+    for path, text in files(".py", ".c", ".h"):
+        assert not re.search(r"\b(?:TODO|FIXME|XXX)\b", text), path
+
+
+def test_every_module_says_what_it_is():
+    for path, text in files(".py", under=["smp", "smdistributed", "tests", "benchmarks"]):
+        if text.strip():
+            assert text.startswith(('"""', 'r"""', "#!")), path
+
+
+@pytest.mark.parametrize(
+    "check, text",
+    [
+        (SLEEPS, "time.sleep(1)"),
+        (SLEEPS, "    usleep(100);"),
+        (MACHINE_PATHS, "see /home/someone/project"),
+        (MACHINE_PATHS, "/tmp/wt/ranks"),
+        (MACHINE_PATHS, "from pypi.org"),
+    ],
+)
+def test_the_patterns_find_what_they_are_for(check, text):
+    assert re.search(check, text)
