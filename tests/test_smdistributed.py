@@ -10,6 +10,7 @@ import torch
 from packaging.version import Version
 
 import smp
+from smp.nn.huggingface import gpt2
 from tests.ranks import rank_environment
 
 FROM_SCRIPTS = [
