@@ -67,9 +67,9 @@ class Collected:
             elif isinstance(original, list):
                 original[:] = map(self._back, made)
             else:
-                content = set(map(self._back, made))
+                members = set(map(self._back, made))
                 original.clear()
-                original |= content
+                original |= members
 
     def _travelling(self, value: Any) -> Any:
         if id(value) in self._made:
