@@ -95,7 +95,8 @@ def _class_like(cls: type[nn.Module]) -> type[nn.Module]:
             return run(functools.partial(cls.forward, self), preserve, args, kwargs)
 
         def __reduce_ex__(self, protocol):
-            return copyreg._reconstructor, (cls, object, None), dict(self.__dict__)
+            rebuild = copyreg._reconstructor  # type: ignore[attr-defined]
+            return rebuild, (cls, object, None), dict(self.__dict__)
 
         made = type(
             cls.__name__,

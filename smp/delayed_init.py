@@ -123,7 +123,7 @@ class Recorder(TorchDispatchMode):
     def ref(self, tensor: Tensor) -> _Ref:
         return _Ref(
             self.numbers[tensor.untyped_storage()._cdata],
-            tensor.storage_offset(),
+            int(tensor.storage_offset()),
             tuple(tensor.shape),
             tensor.stride(),
             tensor.dtype,
@@ -161,7 +161,7 @@ class Recorder(TorchDispatchMode):
         writes |= {self.ref(t).storage for t in written}
         reads = {r.storage for r in _refs_in(inputs)}
         self.tape.append(
-            _Op(
+            _Op(  # type: ignore[call-arg]
                 func,
                 *inputs,
                 refs,
@@ -274,13 +274,13 @@ def _as_then(op: _Op) -> Iterator[None]:
     dtype = torch.get_default_dtype()
     state = op.generator.get_state() if op.generator is not None else None
     torch.set_default_dtype(op.default_dtype)
-    if op.generator is not None:
+    if op.generator is not None and op.generator_state is not None:
         op.generator.set_state(op.generator_state)
     try:
         yield
     finally:
         torch.set_default_dtype(dtype)
-        if op.generator is not None:
+        if op.generator is not None and state is not None:
             op.generator.set_state(state)
 
 
@@ -359,7 +359,7 @@ def materialize(
         for key, tensor in holder.items()
         if isinstance(tensor, Tensor) and _recorder_of(tensor) is not None
     ]
-    mine = [p for name, p in parameters if owns_parameter(name)]
+    mine: list[Tensor] = [p for name, p in parameters if owns_parameter(name)]
     mine += [tensor for _, _, tensor in places]
     with _disable_current_modes(), torch.no_grad():
         values = _values_of(mine)

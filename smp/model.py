@@ -236,7 +236,8 @@ class DistributedModel(nn.Module):
 
     def run_post_partition_hooks(self) -> None:
         """Call the hooks once, after the partition and before the first step computes."""
-        for hook in list(self._post_partition_hooks.values()):
+        hooks, self._post_partition_hooks = self._post_partition_hooks, OrderedDict()
+        for hook in list(hooks.values()):
             hook(self, state.optimizer)
 
     def run_post_step_hooks(self) -> None:

@@ -7,6 +7,7 @@ but for ``nn.Sequential`` whose children span ranks.
 """
 
 import contextlib
+import copyreg
 import functools
 import threading
 from collections.abc import Iterator
@@ -51,9 +52,8 @@ def remote_class(cls: type[nn.Module]) -> type[nn.Module]:
     if made is None:
 
         def __reduce_ex__(self, protocol):
-            copied = cls.__new__(cls)
-            copied.__dict__.update(self.__dict__)
-            return cls.__reduce_ex__(copied, protocol)
+            rebuild = copyreg._reconstructor  # type: ignore[attr-defined]
+            return rebuild, (cls, object, None), dict(self.__dict__)
 
         @functools.wraps(cls.forward)
         def forward(self, *args, **kwargs):

@@ -105,6 +105,8 @@ class Step:
         try:
             refused = self._split_or_refuse(args, kwargs)
             if rt.pp_size == 1:
+                for one in rt.live_models():
+                    one.run_post_partition_hooks()
                 run = self._run_alone
             else:
                 self._partition_new_models(refused)
