@@ -135,6 +135,23 @@ TEST(a_counter_that_runs_ahead_is_malformed)
     return 0;
 }
 
+TEST(an_entry_longer_than_what_is_published_is_malformed)
+{
+    smp_ring         *ring = make_ring();
+    smp_ring_producer producer = {.ring = ring};
+    smp_ring_consumer consumer = {.ring = ring};
+    const void       *from;
+    size_t            bytes;
+    void             *to;
+
+    CHECK_STATUS(smp_ring_reserve(&producer, 1000, &to), SMP_OK);
+    smp_ring_commit(&producer);
+    atomic_store(&ring->tail, 64);
+    CHECK_STATUS(smp_ring_peek(&consumer, &from, &bytes), SMP_ERR_MALFORMED);
+    free(ring);
+    return 0;
+}
+
 /* Whatever the other side writes: a status, or an entry inside the ring. */
 TEST(random_bytes_in_the_ring_never_lead_outside)
 {
@@ -182,6 +199,8 @@ main(int argc, char **argv)
          a_hungry_producer_is_reported_when_there_is_room_for_any_entry},
         {"a_counter_that_runs_ahead_is_malformed",
          a_counter_that_runs_ahead_is_malformed},
+        {"an_entry_longer_than_what_is_published_is_malformed",
+         an_entry_longer_than_what_is_published_is_malformed},
         {"random_bytes_in_the_ring_never_lead_outside",
          random_bytes_in_the_ring_never_lead_outside},
     };

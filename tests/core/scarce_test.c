@@ -1,0 +1,227 @@
+/* Comm without memory: each allocation in turn fails, and the call says so, leaves
+ * nothing behind and works the next time.  The linker sends the core's allocations
+ * here (see the Makefile). */
+#define _GNU_SOURCE
+#include <errno.h>
+
+#include "comm/shm_meet.h"
+#include "traffic.h"
+
+void *__real_malloc(size_t bytes);
+void *__real_calloc(size_t count, size_t bytes);
+void *__real_realloc(void *old, size_t bytes);
+void *__wrap_malloc(size_t bytes);
+void *__wrap_calloc(size_t count, size_t bytes);
+void *__wrap_realloc(void *old, size_t bytes);
+
+/* How many more of this thread's allocations succeed; negative: all. */
+static _Thread_local int left = -1;
+
+static bool
+refused(void)
+{
+    if (left < 0) {
+        return false;
+    }
+    if (left == 0) {
+        errno = ENOMEM;
+        return true;
+    }
+    left--;
+    return false;
+}
+
+void *
+__wrap_malloc(size_t bytes)
+{
+    return refused() ? NULL : __real_malloc(bytes);
+}
+
+void *
+__wrap_calloc(size_t count, size_t bytes)
+{
+    return refused() ? NULL : __real_calloc(count, bytes);
+}
+
+void *
+__wrap_realloc(void *old, size_t bytes)
+{
+    return refused() ? NULL : __real_realloc(old, bytes);
+}
+
+static smp_status
+create_comm(int rank, smp_comm **comm)
+{
+    smp_comm_config config = {.rank = rank,
+                              .size = 2,
+                              .pool_bytes = 1 << 20,
+                              .spin_us = 0,
+                              .transports = "shm",
+                              .job = "scarce"};
+
+    return smp_comm_create(&config, comm);
+}
+
+TEST(create_without_memory)
+{
+    smp_comm  *comm;
+    smp_status status = SMP_ERR_NO_MEMORY;
+    int        failures = 0;
+
+    for (int n = 0; status != SMP_OK; n++) {
+        CHECK(n < 100);
+        left = n;
+        status = create_comm(0, &comm);
+        left = -1;
+        if (status != SMP_OK) {
+            /* Registering a descriptor with the fork handlers counts as the system's.
+             */
+            CHECK(status == SMP_ERR_NO_MEMORY || status == SMP_ERR_SYSTEM);
+            failures++;
+        }
+    }
+    CHECK(failures >= 6);
+    smp_comm_destroy(comm);
+    return 0;
+}
+
+typedef struct {
+    smp_comm   *comm;
+    const void *cards[2];
+    size_t      bytes[2];
+    int         scarce; /* for `left` of the connecting thread */
+    smp_status  status;
+    bool        plenty; /* not all of `scarce` was needed */
+} end;
+
+static void *
+connect_main(void *arg)
+{
+    end *e = arg;
+    int  failed;
+
+    left = e->scarce;
+    e->status = smp_comm_connect(e->comm, e->cards, e->bytes, 400, &failed);
+    e->plenty = left != 0;
+    left = -1;
+    return NULL;
+}
+
+/* Both ranks as threads; rank 0 may make `scarce` allocations while it connects. */
+static int
+connect_both(end ends[2], int scarce)
+{
+    pthread_t threads[2];
+
+    for (int r = 0; r < 2; r++) {
+        CHECK_STATUS(create_comm(r, &ends[r].comm), SMP_OK);
+        ends[r].scarce = r == 0 ? scarce : -1;
+    }
+    for (int r = 0; r < 2; r++) {
+        for (int other = 0; other < 2; other++) {
+            ends[r].cards[other] =
+                smp_comm_card(ends[other].comm, &ends[r].bytes[other]);
+        }
+    }
+    for (int r = 0; r < 2; r++) {
+        CHECK(pthread_create(&threads[r], NULL, connect_main, &ends[r]) == 0);
+    }
+    for (int r = 0; r < 2; r++) {
+        pthread_join(threads[r], NULL);
+    }
+    return 0;
+}
+
+static void
+drop_both(end ends[2])
+{
+    smp_comm_destroy(ends[0].comm);
+    smp_comm_destroy(ends[1].comm);
+}
+
+TEST(connect_without_memory)
+{
+    end  ends[2] = {{0}};
+    int  failures = 0;
+    bool plenty = false;
+
+    for (int n = 0; !plenty; n++) {
+        CHECK(n < 100);
+        CHECK(connect_both(ends, n) == 0);
+        plenty = ends[0].plenty;
+        if (ends[0].status != SMP_OK) {
+            CHECK_STATUS(ends[0].status, SMP_ERR_NO_MEMORY);
+            failures++;
+        }
+        drop_both(ends);
+    }
+    CHECK(failures >= 8);
+    CHECK_STATUS(ends[0].status, SMP_OK);
+    return 0;
+}
+
+/* A send of three blocks, one of each kind; then the same for the receive. */
+TEST(messages_without_memory)
+{
+    static const size_t sizes[] = {100, 5000, 2 << 20};
+    end                 ends[2] = {{0}};
+    world               w = {.rank = 0, .size = 2};
+    smp_message        *message;
+    smp_status          status = SMP_ERR_NO_MEMORY;
+    int                 failures = 0;
+
+    CHECK(connect_both(ends, -1) == 0);
+    CHECK(ends[0].status == SMP_OK && ends[1].status == SMP_OK);
+    w.comm = ends[0].comm;
+    for (int n = 0; status != SMP_OK; n++) {
+        smp_block *blocks[3];
+        uint8_t    bytes[20000];
+
+        CHECK(n < 20);
+        fill(bytes, sizeof(bytes), 9);
+        for (size_t i = 0; i < 3; i++) {
+            CHECK_STATUS(smp_comm_block(w.comm, 1, sizes[i], &blocks[i]), SMP_OK);
+            fill(smp_block_data(blocks[i]), sizes[i], 9 + i + 1);
+        }
+        left = n;
+        status = smp_comm_send(w.comm, 1, bytes, sizeof(bytes), blocks, 3);
+        left = -1;
+        failures += status != SMP_OK;
+        CHECK(status == SMP_OK || status == SMP_ERR_NO_MEMORY);
+    }
+    CHECK(failures >= 1);
+    for (int n = 0;; n++) { /* nothing of the failed sends, and nothing is lost */
+        CHECK(n < 100000000);
+        left = n % 8;
+        status = smp_comm_receive(ends[1].comm, 0, &message);
+        left = -1;
+        if (status == SMP_OK) {
+            break;
+        }
+        CHECK(status == SMP_ERR_NO_MEMORY || status == SMP_ERR_TIMED_OUT);
+    }
+    CHECK(message_filled(message, 9, 20000, sizes, 3));
+    smp_message_free(message);
+    CHECK_STATUS(smp_comm_receive(ends[1].comm, 0, &message), SMP_ERR_TIMED_OUT);
+
+    for (int n = 0; n < 3; n++) { /* a block for each place */
+        smp_block *block;
+
+        left = 0;
+        CHECK_STATUS(smp_comm_block(w.comm, 1, sizes[n], &block), SMP_ERR_NO_MEMORY);
+        left = -1;
+    }
+    drop_both(ends);
+    return 0;
+}
+
+int
+main(int argc, char **argv)
+{
+    static const smp_test tests[] = {
+        {"create_without_memory", create_without_memory},
+        {"connect_without_memory", connect_without_memory},
+        {"messages_without_memory", messages_without_memory},
+    };
+    return run_tests(tests, sizeof(tests) / sizeof(tests[0]), argc, argv);
+}
