@@ -11,8 +11,18 @@
 #include <stdbool.h>
 #include <stddef.h>
 
+#include "partition/pack.h"
 #include "partition/segment.h"
 #include "partition/share.h"
+
+static void
+lay_out_division(smp_division *division, size_t devices, smp_scratch *scratch)
+{
+    division->cut = smp_scratch_take(scratch, devices + 1, sizeof(int32_t));
+    division->seats = smp_scratch_take(scratch, devices, sizeof(int32_t));
+    division->cost = smp_scratch_take(scratch, devices, sizeof(int64_t));
+    division->capacity = smp_scratch_take(scratch, devices, sizeof(int32_t));
+}
 
 void
 smp_place_lay_out(smp_place *place, const smp_partition_input *input,
@@ -33,13 +43,12 @@ smp_place_lay_out(smp_place *place, const smp_partition_input *input,
     place->first = smp_scratch_take(scratch, n, sizeof(int32_t));
     place->ndevices = smp_scratch_take(scratch, n, sizeof(int32_t));
     place->row = smp_scratch_take(scratch, n, sizeof(int32_t));
+    place->row_capacity = smp_scratch_take(scratch, n, sizeof(int32_t));
     place->prefix = smp_scratch_take(scratch, n + 1, sizeof(int64_t));
     place->jobs = smp_scratch_take(scratch, n, sizeof(smp_place_job));
     place->preload = smp_scratch_take(scratch, devices, sizeof(int64_t));
-    place->segment_cost = smp_scratch_take(scratch, devices, sizeof(int64_t));
-    place->segment_capacity = smp_scratch_take(scratch, devices, sizeof(int32_t));
-    place->seats = smp_scratch_take(scratch, devices, sizeof(int32_t));
-    place->cut = smp_scratch_take(scratch, devices + 1, sizeof(int32_t));
+    lay_out_division(&place->shared, devices, scratch);
+    lay_out_division(&place->packed, devices, scratch);
 }
 
 /* Sums over the subtrees, children before parents: are there parameters, pins, and
@@ -182,51 +191,133 @@ load_before(const smp_place *place, const smp_place_job *job, int32_t s)
     return s > 0 || job->front ? place->load[job->device + s] : 0;
 }
 
-/* Cuts the job's row into a segment for each device, or for each node if these are
- * fewer, and shares the devices among the segments.  `loads`: how many devices count
- * with what they carry, from the first on.  Returns the number of segments. */
-static int32_t
-cut_and_share(smp_place *place, const smp_place_job *job, int32_t loads, int32_t *spare)
+/* Fills cost and capacity of the segments from the cuts.  `loads`: how many devices
+ * count with what they carry, from the first on. */
+static void
+weigh(const smp_place *place, const smp_place_job *job, int32_t loads, smp_division *d)
 {
     const int64_t *prefix = place->prefix + job->first;
-    const int32_t *cut = place->cut;
-    int32_t        segments = job->count < job->ndevices ? job->count : job->ndevices;
 
-    for (int32_t s = 0; s < segments; s++) {
+    for (int32_t s = 0; s < d->segments; s++) {
+        int64_t capacity = d->cut[s] == d->cut[s + 1]; /* for the load that is there */
+
+        for (int32_t i = d->cut[s]; i < d->cut[s + 1]; i++) {
+            capacity += place->row_capacity[job->first + i];
+        }
+        d->capacity[s] = (int32_t)(capacity < job->ndevices ? capacity : job->ndevices);
+        d->cost[s] = prefix[d->cut[s + 1]] - prefix[d->cut[s]] +
+                     (s < loads ? load_before(place, job, s) : 0);
+    }
+}
+
+/* Cuts the job's row into a segment for each device, or for each node if these are
+ * fewer, and shares the devices among the segments by highest averages. */
+static void
+cut_and_share(smp_place *place, const smp_place_job *job, int32_t loads)
+{
+    smp_division *d = &place->shared;
+
+    d->segments = job->count < job->ndevices ? job->count : job->ndevices;
+    for (int32_t s = 0; s < d->segments; s++) {
         place->preload[s] = s < loads ? load_before(place, job, s) : 0;
     }
     if (job->count < job->ndevices) {
-        for (int32_t s = 0; s <= segments; s++) {
-            place->cut[s] = s;
+        for (int32_t s = 0; s <= d->segments; s++) {
+            d->cut[s] = s;
         }
     } else {
-        smp_segment(prefix, job->count, place->preload, segments, place->cut);
+        smp_segment(place->prefix + job->first, job->count, place->preload, d->segments,
+                    d->cut);
     }
-    for (int32_t s = 0; s < segments; s++) {
-        int64_t capacity = cut[s] == cut[s + 1]; /* for the load that is there */
-
-        for (int32_t i = cut[s]; i < cut[s + 1]; i++) {
-            capacity += place->capacity[place->row[job->first + i]];
-        }
-        place->segment_capacity[s] =
-            (int32_t)(capacity < job->ndevices ? capacity : job->ndevices);
-        place->segment_cost[s] =
-            place->preload[s] + prefix[cut[s + 1]] - prefix[cut[s]];
-    }
-    *spare = smp_share_devices(place->segment_cost, place->segment_capacity, segments,
-                               job->ndevices, place->seats);
-    return segments;
+    weigh(place, job, loads, d);
+    d->spare =
+        smp_share_devices(d->cost, d->capacity, d->segments, job->ndevices, d->seats);
 }
 
 static bool
-one_each(const smp_place *place, int32_t segments)
+one_each(const smp_division *d)
 {
-    for (int32_t s = 0; s < segments; s++) {
-        if (place->seats[s] != 1) {
+    for (int32_t s = 0; s < d->segments; s++) {
+        if (d->seats[s] != 1) {
             return false;
         }
     }
     return true;
+}
+
+/* The greatest load of a device, if what has several devices divides evenly and what
+ * has none sits on the first. */
+static int64_t
+greatest_load(const smp_division *d)
+{
+    int64_t without = 0;
+    int64_t greatest = 0;
+    bool    first = true;
+
+    for (int32_t s = 0; s < d->segments; s++) {
+        without += d->seats[s] == 0 ? d->cost[s] : 0;
+    }
+    for (int32_t s = 0; s < d->segments; s++) {
+        if (d->seats[s] > 0) {
+            int64_t load = d->cost[s] / d->seats[s] + (first ? without : 0);
+
+            greatest = load > greatest ? load : greatest;
+            first = false;
+        }
+    }
+    return greatest;
+}
+
+/* What no division can be better than. */
+static int64_t
+least_load(const smp_place *place, const smp_place_job *job)
+{
+    const int64_t *prefix = place->prefix + job->first;
+    int64_t        front = load_before(place, job, 0);
+    int64_t        least = (front + prefix[job->count] - prefix[0]) / job->ndevices;
+
+    for (int32_t i = 0; i < job->count; i++) {
+        int64_t load =
+            (prefix[i + 1] - prefix[i]) / place->row_capacity[job->first + i];
+
+        least = load > least ? load : least;
+    }
+    return front > least ? front : least;
+}
+
+/* The division of the job's devices: by highest averages, unless these leave so much
+ * without a device that the first one would have a good deal more than it must. */
+static const smp_division *
+choose_division(smp_place *place, const smp_place_job *job)
+{
+    smp_division *d = &place->packed;
+    int64_t       greatest;
+
+    /* With one device for each segment, each counts with its load.  If a segment
+     * deserves two, it is open which device stands for which segment, and only the
+     * first load is certain. */
+    cut_and_share(place, job, job->ndevices);
+    if (one_each(&place->shared)) {
+        return &place->shared;
+    }
+    cut_and_share(place, job, 1);
+    greatest = greatest_load(&place->shared);
+    if (greatest - greatest / 8 <= least_load(place, job)) {
+        return &place->shared;
+    }
+    d->segments = smp_pack(place->prefix + job->first, place->row_capacity + job->first,
+                           job->count, load_before(place, job, 0), job->ndevices,
+                           d->cut, d->seats);
+    d->spare = job->ndevices;
+    for (int32_t s = 0; s < d->segments; s++) {
+        d->spare -= d->seats[s];
+    }
+    weigh(place, job, 1, d);
+    d->spare = smp_share_more(d->cost, d->capacity, d->segments, d->spare, d->seats);
+    if (d->segments == 1 || greatest_load(d) > greatest - greatest / 8) {
+        return &place->shared;
+    }
+    return d;
 }
 
 /* Takes devices from the front of the job that have their full share already. */
@@ -255,31 +346,24 @@ skip_full_devices(const smp_place *place, smp_place_job *job)
 static int32_t
 divide(smp_place *place, smp_place_job job, bool chain, int32_t height)
 {
-    int32_t beside = job.device;
-    int32_t segments;
-    int32_t spare;
-    int32_t device;
+    const smp_division *d;
+    int32_t             beside = job.device;
+    int32_t             device;
 
     skip_full_devices(place, &job);
     if (job.ndevices == 1) {
         give_all(place, job.first, job.first + job.count, job.device);
         return height;
     }
-    /* With one device for each segment, each counts with its load.  If a segment
-     * deserves two, it is open which device stands for which segment, and only the
-     * first load is certain. */
-    segments = cut_and_share(place, &job, job.ndevices, &spare);
-    if (!one_each(place, segments)) {
-        segments = cut_and_share(place, &job, 1, &spare);
-    }
+    d = choose_division(place, &job);
     device = job.device;
-    if (spare > 0 && place->preload[0] > 0 && place->cut[1] > 0) {
+    if (d->spare > 0 && load_before(place, &job, 0) > 0 && d->cut[1] > 0) {
         device++; /* nobody needs the first more than what is there already */
     }
-    for (int32_t s = 0; s < segments; s++) {
-        int32_t first = job.first + place->cut[s];
-        int32_t end = job.first + place->cut[s + 1];
-        int32_t seats = place->seats[s];
+    for (int32_t s = 0; s < d->segments; s++) {
+        int32_t first = job.first + d->cut[s];
+        int32_t end = job.first + d->cut[s + 1];
+        int32_t seats = d->seats[s];
 
         if (seats == 0) {
             give_all(place, first, end, beside);
@@ -321,6 +405,7 @@ fill_row(smp_place *place, const smp_tree *tree, int32_t node)
             continue;
         }
         place->row[count] = c;
+        place->row_capacity[count] = place->capacity[c];
         place->prefix[count + 1] = place->prefix[count] + place->free[c];
         count++;
     }

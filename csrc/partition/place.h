@@ -28,6 +28,16 @@ typedef struct {
     uint8_t front; /* what `device` carries already counts */
 } smp_place_job;
 
+/* One way to divide a row: into segments, each with a number of devices. */
+typedef struct {
+    int32_t  segments;
+    int32_t  spare;    /* devices that no segment can use */
+    int32_t *cut;      /* [devices + 1]: segment s is row[cut[s]] .. row[cut[s + 1]] */
+    int32_t *seats;    /* [devices]: devices of each segment */
+    int64_t *cost;     /* [devices]: units, with what its first device carries */
+    int32_t *capacity; /* [devices]: most devices of use to it */
+} smp_division;
+
 typedef struct {
     int32_t *device; /* [nnodes]: the result */
     int64_t *own;    /* [nnodes]: units of the node itself and of what rides with it */
@@ -42,15 +52,13 @@ typedef struct {
     int32_t *first;      /* [nnodes]: first device of its set */
     int32_t *ndevices;   /* [nnodes]: size of its set */
 
-    int32_t       *row;    /* [nnodes]: children among whom devices are divided */
-    int64_t       *prefix; /* [nnodes + 1]: sums of free[] along the row */
-    smp_place_job *jobs;   /* [nnodes]: stack */
-
-    int64_t *preload;          /* [devices] */
-    int64_t *segment_cost;     /* [devices] */
-    int32_t *segment_capacity; /* [devices] */
-    int32_t *seats;            /* [devices] */
-    int32_t *cut;              /* [devices + 1] */
+    int32_t       *row;          /* [nnodes]: children that share the devices */
+    int32_t       *row_capacity; /* [nnodes]: theirs */
+    int64_t       *prefix;       /* [nnodes + 1]: sums of free[] along the row */
+    smp_place_job *jobs;         /* [nnodes]: stack */
+    int64_t       *preload;      /* [devices]: of the segments */
+    smp_division   shared;       /* by highest averages */
+    smp_division   packed;       /* device after device */
 } smp_place;
 
 /* Sets the arrays' places; writes nothing into them. */

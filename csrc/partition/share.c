@@ -37,6 +37,13 @@ smp_share_devices(const int64_t *cost, const int32_t *capacity, int32_t segments
         seats[0] = devices < capacity[0] ? devices : capacity[0];
         return devices - seats[0];
     }
+    return smp_share_more(cost, capacity, segments, devices, seats);
+}
+
+int32_t
+smp_share_more(const int64_t *cost, const int32_t *capacity, int32_t segments,
+               int32_t devices, int32_t *seats)
+{
     for (; devices > 0; devices--) {
         int32_t best = next_segment(cost, capacity, segments, seats);
 

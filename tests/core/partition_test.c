@@ -5,6 +5,7 @@
 #include <stdlib.h>
 
 #include "check.h"
+#include "partition/pack.h"
 #include "partition/segment.h"
 #include "partition/share.h"
 
@@ -272,6 +273,111 @@ TEST(devices_that_nobody_can_use_are_left_over)
 
     CHECK(smp_share_devices(cost, capacity, 3, 8, seats) == 5);
     CHECK(seats[0] == 2 && seats[1] == 0 && seats[2] == 1);
+    return 0;
+}
+
+/* A row to pack, and whether it can be packed under a bound, by trying everything. */
+typedef struct {
+    int64_t prefix[8];
+    int32_t capacity[7];
+    int32_t items;
+    int64_t bound;
+} packing;
+
+static bool
+can_pack(const packing *p, int32_t at, int64_t load, int64_t devices)
+{
+    if (load > p->bound || devices < 0) {
+        return false;
+    }
+    if (at == p->items) {
+        return true;
+    }
+    int64_t cost = p->prefix[at + 1] - p->prefix[at];
+
+    if (can_pack(p, at + 1, load + cost, devices) ||
+        can_pack(p, at + 1, cost, devices - 1)) {
+        return true;
+    }
+    for (int64_t n = 2; n <= p->capacity[at] && n <= devices + 1; n++) {
+        /* Divided over n devices, with or without the one in use: then all full. */
+        if ((load + cost <= n * p->bound &&
+             can_pack(p, at + 1, p->bound, devices - n + 1)) ||
+            (cost <= n * p->bound && can_pack(p, at + 1, p->bound, devices - n))) {
+            return true;
+        }
+    }
+    return false;
+}
+
+TEST(a_row_is_packed_under_the_least_bound_that_trying_everything_finds)
+{
+    for (int round = 0; round < 10000; round++) {
+        packing p = {.items = 1 + (int32_t)next_random(7)};
+        int64_t front = next_random(3) == 0 ? 0 : next_random(60);
+        int32_t devices = 1 + (int32_t)next_random(6);
+        bool    limited = next_random(2) == 0;
+        int32_t cut[7];
+        int32_t seats[6];
+        int64_t bound = front;
+        int32_t used = 0;
+
+        for (int32_t i = 0; i < p.items; i++) {
+            p.prefix[i + 1] =
+                p.prefix[i] + next_random(round % 2 == 0 ? 4 : 1 + next_random(100));
+            p.capacity[i] = limited ? 1 + (int32_t)next_random(4) : devices;
+        }
+        int32_t segments =
+            smp_pack(p.prefix, p.capacity, p.items, front, devices, cut, seats);
+
+        CHECK(segments >= 1 && segments <= devices);
+        CHECK(cut[0] == 0 && cut[segments] == p.items);
+        for (int32_t s = 0; s < segments; s++) {
+            int64_t before = s == 0 ? front : 0; /* beside what is divided */
+            int64_t last = 0;
+            int32_t end = cut[s + 1];
+
+            CHECK(cut[s] < end || s == 0);
+            CHECK(seats[s] >= 1);
+            used += seats[s];
+            while (end > cut[s] && p.prefix[end] == p.prefix[end - 1]) {
+                end--; /* costs nothing, so it is not what is divided */
+            }
+            if (cut[s] < end) {
+                before += p.prefix[end - 1] - p.prefix[cut[s]];
+                last = p.prefix[end] - p.prefix[end - 1];
+                CHECK(seats[s] <= p.capacity[end - 1] || seats[s] == 1);
+            }
+            int64_t load = (before + last + seats[s] - 1) / seats[s];
+
+            load = before > load ? before : load;
+            bound = load > bound ? load : bound;
+        }
+        CHECK(used <= devices);
+        p.bound = bound;
+        CHECK(can_pack(&p, 0, front, devices - 1));
+        p.bound = bound - 1;
+        CHECK(bound <= 1 || limited || !can_pack(&p, 0, front, devices - 1));
+    }
+    return 0;
+}
+
+TEST(parts_of_some_size_do_not_pile_up_on_the_parents_device)
+{
+    model   m = new_model(8);
+    int32_t trunk = add(&m, 0, 0);
+    int32_t head[4];
+
+    for (int i = 0; i < 12; i++) {
+        add(&m, trunk, 5);
+    }
+    for (int i = 0; i < 4; i++) {
+        head[i] = add(&m, 0, 10);
+    }
+    decision d;
+    CHECK_STATUS(decide(&m, &d), SMP_OK);
+    CHECK_TEXT(devices_of(&d, trunk + 1, 12), "0 0 0 1 1 1 2 2 2 3 3 3");
+    CHECK_TEXT(devices_of(&d, head[0], 4), "4 5 6 7");
     return 0;
 }
 
@@ -881,6 +987,8 @@ main(int argc, char **argv)
         T(each_device_goes_to_the_highest_average),
         T(the_first_segment_wins_a_tie_for_a_device),
         T(devices_that_nobody_can_use_are_left_over),
+        T(a_row_is_packed_under_the_least_bound_that_trying_everything_finds),
+        T(parts_of_some_size_do_not_pile_up_on_the_parents_device),
         T(equal_layers_are_spread_evenly_in_their_order),
         T(children_are_cut_in_execution_order_and_those_never_run_come_last),
         T(a_container_that_is_never_called_runs_when_its_first_module_does),
