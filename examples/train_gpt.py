@@ -187,6 +187,7 @@ def main() -> None:
     places = torch.Generator().manual_seed(0)
     first, losses = 0, deque(maxlen=20)
 
+    options.output.mkdir(parents=True, exist_ok=True)
     checkpoints = options.output / "checkpoints"
     if (checkpoints / "newest").exists():
         saved = smp.resume_from_checkpoint(checkpoints)
@@ -244,6 +245,8 @@ def main() -> None:
 
 def report(model: smp.DistributedModel, folder: Path) -> None:
     """Leave how the model was partitioned, and the last step, in a folder."""
+    if smp.pp_size() == 1:
+        return  # one rank has everything and waits for nobody
     if smp.rank() == 0:
         partition = model.partition_report()
         (folder / "partition.txt").write_text(f"{partition}\n")
