@@ -7,13 +7,11 @@ answer is checked first.
 """
 
 import random
-import statistics
-import time
 from array import array
 from collections.abc import Callable
 
-from t5_11b_partition import inputs, machine, t5_11b
-
+from benchmarks.t5_11b_partition import inputs, t5_11b
+from benchmarks.table import best_and_median, machine, timed
 from smp import _core
 from smp.partitioning import _FlatModel
 from smp.tracing import trace
@@ -76,15 +74,8 @@ def main() -> None:
         costs = array("d", decide()[3])
         worst = max(costs) * len(costs)  # 1: perfectly even
         assert 0.999 < sum(costs) < 1.001 and worst < 2, (name, worst)
-        times = []
-        for _ in range(REPEATS):
-            start = time.perf_counter()
-            decide()
-            times.append((time.perf_counter() - start) * 1e3)
-        print(
-            f"| {name:<28} | {min(times):>8.3f} | {statistics.median(times):>9.3f} "
-            f"| {worst:>12.3f} |"
-        )
+        best, median = best_and_median([timed(decide) * 1e3 for _ in range(REPEATS)])
+        print(f"| {name:<28} | {best:>8.3f} | {median:>9.3f} | {worst:>12.3f} |")
 
 
 if __name__ == "__main__":

@@ -9,16 +9,14 @@ several are tried.
 """
 
 import math
-import os
-import platform
 import sys
 import warnings
-from pathlib import Path
 
 import torch
 from transformers import T5Config, T5ForConditionalGeneration
 
 import smp
+from benchmarks.table import machine
 
 RANKS = 8
 LAYERS = 24
@@ -110,26 +108,14 @@ def main() -> None:
         sweep(model)
         return
     elements = sum(p.numel() for p in model.parameters())
-    print(f"T5-11B ({elements / 1e9:.2f} B parameters) over {RANKS} ranks, {machine()}\n")
+    print(f"T5-11B ({elements / 1e9:.2f} B parameters) over {RANKS} ranks")
+    print(f"{machine()}, torch {torch.__version__}\n")
     head = ("samples x source x target", "memory_weight", "ranks", "as paper", "cost by rank")
     print(f"| {' | '.join(head)} | range |\n{'|---' * 6}|")
     for weight, (encoder, decoder, least, greatest) in PAPER.items():
         print(f"| paper | {weight:g} | {encoder} + {decoder} | | | {least}-{greatest} |")
         for shape in [*SHAPES, None]:
             print(row(model, shape, weight))
-
-
-def machine() -> str:
-    """What a number was measured on, for the line above a table."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        name = next(line.partition(": ")[2] for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        name = platform.machine()
-    return (
-        f"{name}, {os.cpu_count()} cores, Python {platform.python_version()}, "
-        f"torch {torch.__version__}, smp {smp.__version__}"
-    )
 
 
 if __name__ == "__main__":
