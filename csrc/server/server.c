@@ -413,7 +413,7 @@ start_turn(worker *self, smp_phase phase)
             return pass(self, w, WHY_BACKWARD);
         }
     }
-    assert(!"a microbatch that is ready has a worker");
+    assert(false && "a microbatch that is ready has a worker");
     return false;
 }
 
