@@ -47,7 +47,7 @@
 #define IDLE_NS (1 * SMP_NS_PER_S)
 #define SWEEP_NS (20 * SMP_NS_PER_MS)
 
-/* How long destroy waits for what is queued, and how often it looks. */
+/* How long destroy waits while nothing moves, and how often it looks. */
 #define FINISH_NS (1 * SMP_NS_PER_S)
 #define FINISH_STEP_NS (1 * SMP_NS_PER_MS)
 
@@ -90,6 +90,8 @@ struct smp_comm {
     _Atomic bool     woken;       /* smp_comm_wake() */
     _Atomic bool     stopping;    /* the progress thread is to finish */
     _Atomic bool     pages_asked; /* it has been told that the arena wants pages */
+
+    int64_t moved_ns; /* progress thread: when a transport moved something */
 
     _Atomic uint64_t messages;
     _Atomic uint64_t bytes;
@@ -220,6 +222,12 @@ host_block(smp_comm *comm, size_t bytes, smp_block **out)
     return SMP_OK;
 }
 
+static void
+host_moved(smp_comm *comm)
+{
+    comm->moved_ns = smp_clock_ns();
+}
+
 static bool
 host_waiting(const smp_comm *comm)
 {
@@ -279,13 +287,12 @@ static void *
 progress_main(void *arg)
 {
     smp_comm *comm = arg;
-    int64_t   deadline;
 
     while (!atomic_load(&comm->stopping)) {
         smp_loop_wait(&comm->loop, progress(comm));
     }
-    deadline = smp_clock_ns() + FINISH_NS;
-    while (!finish(comm) && smp_clock_ns() < deadline) {
+    host_moved(comm);
+    while (!finish(comm) && smp_clock_ns() < comm->moved_ns + FINISH_NS) {
         progress(comm);
         smp_loop_wait(&comm->loop, FINISH_STEP_NS);
     }
@@ -425,6 +432,7 @@ fill_host(smp_comm *comm)
         .message_free = smp_message_free,
         .deliver = host_deliver,
         .arrived = host_arrived,
+        .moved = host_moved,
         .lost = host_lost,
         .left = host_left,
         .waiting = host_waiting,

@@ -63,10 +63,10 @@ const void *smp_comm_card(const smp_comm *comm, size_t *bytes);
 smp_status smp_comm_connect(smp_comm *comm, const void *const *cards,
                             const size_t *card_bytes, int timeout_ms, int *failed);
 
-/* Says goodbye to the peers (waits at most a second for what is queued), stops the
- * progress thread, unmaps, frees.  Messages and blocks that the caller still holds stay
- * valid until they are released.  No other call may be running.  Takes NULL; does
- * nothing in a forked child. */
+/* Sends what is queued (gives up when nothing moves for a second), says goodbye to the
+ * peers, stops the progress thread, unmaps, frees.  Messages and blocks that the caller
+ * still holds stay valid until they are released.  No other call may be running.  Takes
+ * NULL; does nothing in a forked child. */
 void smp_comm_destroy(smp_comm *comm);
 
 /* 64-byte aligned memory for `bytes` that will travel to `dest`.  A full pool is

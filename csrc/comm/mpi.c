@@ -30,9 +30,10 @@
 #define MAGIC 0x49504d53u
 #define VERSION 1u
 
-/* MPI counts in int; a longer block travels in several pieces. */
+/* A longer block travels in several pieces: MPI counts in int, and says nothing of a
+ * message until it has arrived whole. */
 #ifndef SMP_MPI_PIECE
-#    define SMP_MPI_PIECE ((size_t)1 << 30)
+#    define SMP_MPI_PIECE ((size_t)32 << 20)
 #endif
 
 /* Blocks up to this size travel in the head. */
@@ -642,6 +643,7 @@ mpi_progress(void *arg)
     }
     if (moved) {
         self->moved_ns = now_ns();
+        self->host->moved(self->host->comm);
     }
     pause = pause_for(self);
     leave(self);

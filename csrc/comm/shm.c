@@ -431,9 +431,13 @@ static void
 write_stream(peer *p)
 {
     const smp_host  *host = p->self->host;
+    uint64_t         before = p->stream.out_total;
     smp_stream_event event = smp_stream_write(&p->stream);
     bool             wanted = event == SMP_STREAM_BLOCKED || event == SMP_STREAM_MORE;
 
+    if (p->stream.out_total != before) {
+        host->moved(host->comm);
+    }
     if (wanted != p->writable_wanted && !p->gone) {
         uint32_t events = EPOLLIN | (wanted ? (uint32_t)EPOLLOUT : 0);
 

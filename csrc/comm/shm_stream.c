@@ -210,6 +210,7 @@ smp_stream_write(smp_stream *stream)
             return SMP_STREAM_HUNG_UP;
         }
         stream->out_sent += (size_t)n;
+        stream->out_total += (uint64_t)n;
         moved += (size_t)n;
         if (stream->out_sent == sizeof(smp_frame) + bytes) {
             stream->out_sent = 0;

@@ -47,6 +47,7 @@ typedef struct {
 
     smp_frame out_frame; /* progress thread only, like all out_ */
     size_t    out_sent;  /* of frame and block together */
+    uint64_t  out_total; /* bytes written since init */
     bool      out_ended; /* the goodbye is sent, or cannot be */
 
     _Atomic size_t arrived; /* blocks in `in` */

@@ -16,7 +16,7 @@
 #include "common/status.h"
 
 /* Changes with every change of the two tables. */
-#define SMP_TRANSPORT_ABI 1
+#define SMP_TRANSPORT_ABI 2
 
 /* Called by the progress thread when a descriptor is ready; `events` are epoll's. */
 typedef struct {
@@ -48,6 +48,10 @@ typedef struct {
 
     /* There is something new for poll().  Any thread. */
     void (*arrived)(smp_comm *comm);
+
+    /* Something is on its way that was not before.  destroy waits for as long as it
+     * hears this.  The progress thread. */
+    void (*moved)(smp_comm *comm);
 
     /* Nothing more comes from `rank`: it died or broke the protocol (`why`), or ended
      * in order.  Only the first call for a rank counts.  Any thread. */

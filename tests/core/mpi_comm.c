@@ -1,4 +1,7 @@
-/* The list of tests for transports, over MPI: mpirun -np 4 mpi_comm [name] */
+/* The list of tests for transports, over MPI: mpirun -np 4 mpi_comm [name].
+ *
+ * SMP_TEST_TRANSPORTS=shm,mpi lets ranks that see the same /dev/shm use it; the last
+ * line says by which transports the ranks were connected. */
 #define _GNU_SOURCE
 #include <mpi.h>
 
@@ -28,10 +31,39 @@ mpi_exchange(world *w, const void *card, size_t bytes)
     }
 }
 
+/* A name of `names` for each peer, as a set of bits. */
+static int
+transports_used(const world *w)
+{
+    static const char *const names[] = {"shm", "mpi"};
+    int                      used = 0;
+
+    for (int r = 0; r < w->size; r++) {
+        for (int i = 0; i < 2 && r != w->rank; i++) {
+            used |= (strcmp(smp_comm_transport(w->comm, r), names[i]) == 0) << i;
+        }
+    }
+    return used;
+}
+
+static int used;
+
+TEST_RANK(remember_transports)
+{
+    used = transports_used(w);
+    w->barrier(w);
+    return 0;
+}
+
 int
 main(int argc, char **argv)
 {
-    world w = {.transports = "mpi", .barrier = mpi_barrier, .exchange = mpi_exchange};
+    static const world_test first = LISTED(remember_transports, 0);
+    const char             *transports = getenv("SMP_TEST_TRANSPORTS");
+
+    world w = {.transports = transports != NULL ? transports : "mpi",
+               .barrier = mpi_barrier,
+               .exchange = mpi_exchange};
     int   level = 0;
     int   ran = 0;
     int   failed = 0;
@@ -43,6 +75,9 @@ main(int argc, char **argv)
     if (smp_transport_register(&smp_transport_mpi) != SMP_OK || w.size > WORLD_RANKS) {
         return 1;
     }
+    w.test = &first;
+    w.pool_bytes = WORLD_POOL;
+    failed = world_run_rank(&w) != 0;
     for (size_t i = 0; i < COMM_LIST_COUNT; i++) {
         int mine;
         int worst;
@@ -61,7 +96,9 @@ main(int argc, char **argv)
         failed += worst != 0;
         ran++;
     }
+    MPI_Allreduce(MPI_IN_PLACE, &used, 1, MPI_INT, MPI_BOR, MPI_COMM_WORLD);
     if (w.rank == 0) {
+        printf("over%s%s: ", used & 1 ? " shm" : "", used & 2 ? " mpi" : "");
         printf("%d passed, %d failed\n", ran - failed, failed);
     }
     MPI_Finalize();
