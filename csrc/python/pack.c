@@ -101,7 +101,7 @@ put_bytes(smp_pack *pack, const dl_tensor *t, smp_tensor_meta *meta)
     smp_status status;
 
     if (pack->comm == NULL || meta->bytes <= SMP_INLINE_BYTES) {
-        if (pack->data.size > UINT32_MAX - meta->bytes) {
+        if (pack->data.size > UINT32_MAX) { /* place could not say where */
             PyErr_SetString(PyExc_OverflowError, "smp: too many bytes in one message");
             return -1;
         }
@@ -191,6 +191,13 @@ put_tensor_data(smp_pack *pack, PyObject *tensor, bool requires_grad)
         return -1;
     }
     device = t.device;
+    if (device.type != SMP_DL_CPU && smp_registry.to_host == NULL) {
+        PyErr_SetString(
+            PyExc_RuntimeError,
+            "smp: only tensors in host memory can be sent before smp.init()");
+        Py_DECREF(held);
+        return -1;
+    }
     if (device.type != SMP_DL_CPU) {
         PyObject *host = PyObject_CallOneArg(smp_registry.to_host, held);
 
@@ -199,7 +206,7 @@ put_tensor_data(smp_pack *pack, PyObject *tensor, bool requires_grad)
             Py_XDECREF(held);
             return -1;
         }
-    } else if (is_sparse_view(&t)) {
+    } else if (smp_registry.to_host != NULL && is_sparse_view(&t)) {
         PyObject *dense = PyObject_CallOneArg(smp_registry.to_host, held);
 
         Py_SETREF(held, dense);
@@ -336,7 +343,7 @@ put_int(smp_pack *pack, PyObject *value)
     long long number = PyLong_AsLongLongAndOverflow(value, &overflow);
 
     if (overflow != 0) {
-        PyObject   *text = PyObject_Str(value);
+        PyObject   *text = PyNumber_ToBase(value, 16); /* decimal has a limit */
         Py_ssize_t  size;
         const char *utf8 = text == NULL ? NULL : PyUnicode_AsUTF8AndSize(text, &size);
         int failed = utf8 == NULL || put_size(pack, TAG_BIG_INT, (size_t)size) < 0 ||
@@ -441,6 +448,27 @@ put_iterable(smp_pack *pack, PyObject *iterable)
     return PyErr_Occurred() ? -1 : 0;
 }
 
+/* An OrderedDict has an order of its own, which move_to_end changes. */
+static int
+put_ordered_pairs(smp_pack *pack, PyObject *dict)
+{
+    PyObject *keys = PyODict_Type.tp_iter(dict);
+    int       failed = keys == NULL;
+    PyObject *key;
+
+    while (!failed && (key = PyIter_Next(keys)) != NULL) {
+        PyObject *value = PyDict_GetItemWithError(dict, key); /* borrowed */
+
+        Py_XINCREF(value);
+        failed = value == NULL || smp_pack_value(pack, key) < 0 ||
+                 smp_pack_value(pack, value) < 0;
+        Py_XDECREF(value);
+        Py_DECREF(key);
+    }
+    Py_XDECREF(keys);
+    return failed || PyErr_Occurred() ? -1 : 0;
+}
+
 static int
 put_pairs(smp_pack *pack, PyObject *dict)
 {
@@ -450,6 +478,9 @@ put_pairs(smp_pack *pack, PyObject *dict)
 
     if (smp_pack_u32(pack, (uint32_t)PyDict_GET_SIZE(dict)) < 0) {
         return -1;
+    }
+    if (PyODict_Check(dict)) {
+        return put_ordered_pairs(pack, dict);
     }
     while (PyDict_Next(dict, &at, &key, &value)) {
         if (smp_pack_value(pack, key) < 0 || smp_pack_value(pack, value) < 0) {
@@ -512,10 +543,8 @@ smp_pack_contents(smp_pack *pack, PyObject *object)
     return put_instance_dict(pack, object);
 }
 
-/* Whether a class is rebuilt from its __dict__ alone: it pickles as object does, keeps
- * everything there, and is no container of C. */
-static bool
-is_plain_class(PyTypeObject *type)
+bool
+smp_is_plain_class(PyTypeObject *type)
 {
     static PyObject *reduce_ex, *reduce, *base_reduce_ex, *base_reduce, *slots;
     PyObject        *own;
@@ -542,12 +571,14 @@ is_plain_class(PyTypeObject *type)
     }
     for (PyTypeObject *t = type; plain && t != NULL && t != &PyBaseObject_Type;
          t = t->tp_base) {
-        PyObject *names = PyDict_GetItem(t->tp_dict, slots);
+        PyObject *names;
 
-        if (!(t->tp_flags & Py_TPFLAGS_HEAPTYPE) ||
-            (names != NULL && PyObject_IsTrue(names))) {
+        if (!(t->tp_flags & Py_TPFLAGS_HEAPTYPE)) { /* tp_dict may be NULL there */
             plain = false;
+            break;
         }
+        names = PyDict_GetItem(t->tp_dict, slots);
+        plain = names == NULL || !PyObject_IsTrue(names);
     }
     PyErr_Clear();
     return plain;
@@ -760,7 +791,7 @@ put_known(smp_pack *pack, PyObject *value)
     if (PyList_Check(value)) {
         return put_object(pack, value, TAG_LISTED);
     }
-    if (is_plain_class(type)) {
+    if (smp_is_plain_class(type)) {
         return put_object(pack, value, TAG_OBJECT);
     }
     return 1;

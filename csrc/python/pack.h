@@ -50,6 +50,10 @@ typedef struct {
 void smp_pack_init(smp_pack *pack, smp_comm *comm, int dest, const smp_unpack *request);
 void smp_pack_fini(smp_pack *pack);
 
+/* Whether a class is rebuilt from its __dict__ alone: it pickles as object does, keeps
+ * everything there, and is no container of C. */
+bool smp_is_plain_class(PyTypeObject *type);
+
 /* Appends a value.  0, or -1 with an exception. */
 int smp_pack_value(smp_pack *pack, PyObject *value);
 

@@ -9,7 +9,8 @@ typedef struct {
     dl_managed managed; /* first: the deleter gets its address */
     void (*release)(void *owner);
     void   *owner;
-    int64_t dims[]; /* shape, then strides */
+    bool   *deleted; /* told when it goes while a tensor is being made; else NULL */
+    int64_t dims[];  /* shape, then strides */
 } holder;
 
 static void
@@ -17,6 +18,9 @@ delete_holder(dl_managed *managed)
 {
     holder *h = (holder *)managed;
 
+    if (h->deleted != NULL) {
+        *h->deleted = true;
+    }
     if (h->release != NULL) {
         h->release(h->owner);
     }
@@ -90,14 +94,22 @@ err:
     return -1;
 }
 
+/* Takes the holder.  When torch refuses, it has called the deleter or has not: that
+ * depends on how far it came. */
 static PyObject *
 to_python(holder *h)
 {
     void *tensor;
+    bool  deleted = false;
 
+    h->deleted = &deleted;
     if (smp_torch.dlpack->to_python(&h->managed, &tensor) != 0) {
+        if (!deleted) {
+            delete_holder(&h->managed);
+        }
         return NULL;
     }
+    h->deleted = NULL;
     return tensor;
 }
 
@@ -125,6 +137,7 @@ make_holder(const smp_tensor_meta *meta, const int64_t *shape, const int64_t *st
     };
     h->release = NULL;
     h->owner = NULL;
+    h->deleted = NULL;
     return h;
 }
 
@@ -133,8 +146,7 @@ smp_tensor_wrap(const smp_tensor_meta *meta, const int64_t *shape,
                 const int64_t *strides, void *data, void (*release)(void *owner),
                 void *owner)
 {
-    holder   *h = make_holder(meta, shape, strides, 0);
-    PyObject *tensor;
+    holder *h = make_holder(meta, shape, strides, 0);
 
     if (h == NULL) {
         release(owner);
@@ -143,11 +155,7 @@ smp_tensor_wrap(const smp_tensor_meta *meta, const int64_t *shape,
     h->release = release;
     h->owner = owner;
     h->managed.tensor.data = data;
-    tensor = to_python(h);
-    if (tensor == NULL) {
-        delete_holder(&h->managed);
-    }
-    return tensor;
+    return to_python(h);
 }
 
 PyObject *
@@ -155,8 +163,7 @@ smp_tensor_copy_of(const smp_tensor_meta *meta, const int64_t *shape,
                    const int64_t *strides, const void *data)
 {
     enum { ALIGN = 64 }; /* what torch's own allocator gives */
-    holder   *h = make_holder(meta, shape, strides, (size_t)meta->bytes + ALIGN);
-    PyObject *tensor;
+    holder *h = make_holder(meta, shape, strides, (size_t)meta->bytes + ALIGN);
 
     if (h == NULL) {
         return NULL;
@@ -168,9 +175,5 @@ smp_tensor_copy_of(const smp_tensor_meta *meta, const int64_t *shape,
         memcpy(at, data, (size_t)meta->bytes);
         h->managed.tensor.data = at;
     }
-    tensor = to_python(h);
-    if (tensor == NULL) {
-        delete_holder(&h->managed);
-    }
-    return tensor;
+    return to_python(h);
 }

@@ -71,6 +71,8 @@ check_meta(const smp_unpack *unpack, const smp_tensor_meta *meta, int64_t *shape
     dl_tensor t = {
         .ndim = meta->ndim, .dtype = meta->dtype, .shape = shape, .strides = strides};
     uint64_t limit = (uint64_t)1 << 48;
+    int64_t  elements;
+    bool     empty = false;
 
     if (meta->dtype.bits == 0 || meta->dtype.lanes == 0) {
         return malformed("a tensor without a dtype");
@@ -85,6 +87,15 @@ check_meta(const smp_unpack *unpack, const smp_tensor_meta *meta, int64_t *shape
             if ((uint64_t)strides[i] > ((uint64_t)1 << 48) / (uint64_t)shape[i]) {
                 return malformed("a tensor's stride is out of range");
             }
+        }
+    }
+    for (int i = 0; i < meta->ndim; i++) {
+        empty = empty || shape[i] == 0;
+    }
+    elements = empty ? 0 : 1;
+    for (int i = 0; i < meta->ndim; i++) {
+        if (__builtin_mul_overflow(elements, shape[i], &elements)) {
+            return malformed("a tensor has more elements than can be counted");
         }
     }
     if (smp_tensor_span(&t) != meta->bytes) {
@@ -126,9 +137,14 @@ make_tensor(smp_unpack *unpack, const smp_tensor_meta *meta, const int64_t *shap
                                  release_block, block);
     }
     if (tensor != NULL && meta->device.type != SMP_DL_CPU) {
-        PyObject *moved = PyObject_CallFunction(smp_registry.to_device, "Oii", tensor,
-                                                meta->device.type, meta->device.id);
+        PyObject *moved = NULL;
 
+        if (smp_registry.to_device == NULL) {
+            (void)malformed("a tensor on a device where none is expected");
+        } else {
+            moved = PyObject_CallFunction(smp_registry.to_device, "Oii", tensor,
+                                          meta->device.type, meta->device.id);
+        }
         Py_SETREF(tensor, moved);
     }
     return tensor;
@@ -284,6 +300,26 @@ instance_dict(PyObject *object)
     return dict;
 }
 
+/* A dict with the pairs of an OrderedDict in its own order. */
+static PyObject *
+ordered_copy(PyObject *ordered)
+{
+    PyObject *keys = PyODict_Type.tp_iter(ordered);
+    PyObject *copy = keys == NULL ? NULL : PyDict_New();
+    PyObject *key;
+
+    while (copy != NULL && (key = PyIter_Next(keys)) != NULL) {
+        PyObject *value = PyDict_GetItemWithError(ordered, key);
+
+        if (value == NULL || PyDict_SetItem(copy, key, value) < 0) {
+            Py_CLEAR(copy);
+        }
+        Py_DECREF(key);
+    }
+    Py_XDECREF(keys);
+    return copy;
+}
+
 /* A shallow copy of what in-place changes would change: (items, __dict__). */
 static PyObject *
 snapshot_of(PyObject *object)
@@ -295,7 +331,7 @@ snapshot_of(PyObject *object)
     if (PyList_Check(object)) {
         items = PyList_AsTuple(object);
     } else if (PyDict_Check(object)) {
-        items = PyDict_Copy(object);
+        items = PyODict_Check(object) ? ordered_copy(object) : PyDict_Copy(object);
     } else if (PySet_Check(object)) {
         items = PyFrozenSet_New(object);
     } else {
@@ -355,6 +391,13 @@ same_items(PyObject *object, PyObject *items)
             }
         }
         return 1;
+    }
+    if (PyODict_Check(object)) {
+        PyObject *now = ordered_copy(object);
+        int       same = now == NULL ? -1 : same_dict(now, items);
+
+        Py_XDECREF(now);
+        return same;
     }
     if (PyDict_Check(object)) {
         return same_dict(object, items);
@@ -646,7 +689,10 @@ take_object(smp_unpack *unpack, smp_tag tag)
         if (((tag == TAG_MAPPED || tag == TAG_DEFAULTED) &&
              !PyType_IsSubtype((PyTypeObject *)cls, &PyDict_Type)) ||
             (tag == TAG_LISTED &&
-             !PyType_IsSubtype((PyTypeObject *)cls, &PyList_Type))) {
+             !PyType_IsSubtype((PyTypeObject *)cls, &PyList_Type)) ||
+            (tag == TAG_DEFAULTED &&
+             !PyType_IsSubtype((PyTypeObject *)cls, smp_torch.defaultdict)) ||
+            (tag == TAG_OBJECT && !smp_is_plain_class((PyTypeObject *)cls))) {
             (void)malformed("a class of another kind");
         } else {
             object = bare_instance(cls);
@@ -728,16 +774,18 @@ take_named(smp_unpack *unpack)
     PyObject *made = NULL;
 
     if (items != NULL) {
-        if (!PyType_IsSubtype((PyTypeObject *)cls, &PyTuple_Type)) {
-            (void)malformed("a named tuple of a class that is none");
-        } else if (PyObject_HasAttr(cls, smp_names._fields)) {
+        bool tuple = PyType_IsSubtype((PyTypeObject *)cls, &PyTuple_Type);
+
+        if (tuple && PyObject_HasAttr(cls, smp_names._fields)) {
             PyObject *args = PyTuple_Pack(1, items);
 
             made = args == NULL ? NULL
                                 : PyTuple_Type.tp_new((PyTypeObject *)cls, args, NULL);
             Py_XDECREF(args);
-        } else {
+        } else if (tuple && PyObject_HasAttrString(cls, "n_sequence_fields")) {
             made = PyObject_CallOneArg(cls, items);
+        } else {
+            (void)malformed("a named tuple of a class that is none");
         }
     }
     Py_XDECREF(cls);
@@ -852,7 +900,7 @@ take_scalar(smp_unpack *unpack, smp_tag tag)
     }
     {
         PyObject *text = take_text(unpack);
-        PyObject *number = text == NULL ? NULL : PyLong_FromUnicodeObject(text, 10);
+        PyObject *number = text == NULL ? NULL : PyLong_FromUnicodeObject(text, 16);
 
         Py_XDECREF(text);
         return number;

@@ -18,7 +18,7 @@ typedef enum {
     TAG_TRUE,
     TAG_FALSE,
     TAG_INT,       /* int64 */
-    TAG_BIG_INT,   /* decimal text */
+    TAG_BIG_INT,   /* hexadecimal text */
     TAG_FLOAT,     /* double */
     TAG_COMPLEX,   /* two doubles */
     TAG_STR,       /* size, UTF-8 with surrogates passed */

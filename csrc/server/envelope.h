@@ -10,6 +10,7 @@
 #include <stdint.h>
 
 #include "comm/comm.h"
+#include "server/schedule.h"
 
 typedef enum {
     SMP_MSG_FORWARD = 1,  /* request: run a module */
@@ -47,14 +48,14 @@ typedef struct {
                        number  of the model.backward call in its microbatch */
 } smp_envelope;
 
-/* NULL when the message is too short or of no known kind. */
+/* NULL when the message is too short, or of no known kind or phase. */
 static inline const smp_envelope *
 smp_message_envelope(const smp_message *message)
 {
     const smp_envelope *envelope = (const void *)message->bytes;
 
     if (message->nbytes < sizeof(*envelope) || envelope->kind < SMP_MSG_FORWARD ||
-        envelope->kind > SMP_MSG_LAST) {
+        envelope->kind > SMP_MSG_LAST || envelope->phase > SMP_BACKWARD) {
         return NULL;
     }
     return envelope;

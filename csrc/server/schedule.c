@@ -131,7 +131,8 @@ smp_schedule_create(smp_schedule_kind kind, int32_t microbatches, int32_t active
 {
     smp_schedule *schedule;
 
-    if (microbatches < 1 || active < 1) {
+    if (microbatches < 1 || active < 1 ||
+        (kind == SMP_SCHEDULE_SIMPLE && active < microbatches)) {
         return SMP_ERR_INVALID;
     }
     if (kind == SMP_SCHEDULE_LISTED && !turns_are_valid(turns, nturns, microbatches)) {

@@ -37,8 +37,9 @@ typedef struct {
 typedef struct smp_schedule smp_schedule;
 
 /* active: the most microbatches between the start of their forward and the end of
- * their backward.  turns (LISTED only) is copied; it must name each microbatch's
- * forward once and before its backward, else SMP_ERR_INVALID.  SMP_ERR_NO_MEMORY. */
+ * their backward; SIMPLE needs all.  turns (LISTED only) is copied; it must name each
+ * microbatch's forward once and before its backward, else SMP_ERR_INVALID.
+ * SMP_ERR_NO_MEMORY. */
 smp_status smp_schedule_create(smp_schedule_kind kind, int32_t microbatches,
                                int32_t active, const smp_turn *turns, int32_t nturns,
                                smp_schedule **out);

@@ -145,7 +145,7 @@ static worker *
 pending_on(smp_server *server, uint64_t call)
 {
     for (worker *w = server->workers; w != NULL; w = w->next) {
-        if (w->state == WORKER_PENDING && w->waits_for == call) {
+        if (call != 0 && w->state == WORKER_PENDING && w->waits_for == call) {
             return w;
         }
     }
@@ -465,6 +465,10 @@ dispatch(worker *self)
         block = false;
         if (atomic_exchange(&server->interrupted, false)) {
             fail_with(server, SMP_ERR_INTERRUPTED);
+        }
+        if (!server->failed && step_is_over(server) &&
+            (self->state == WORKER_PENDING || any_pending(server) != NULL)) {
+            fail_with(server, SMP_ERR_MALFORMED); /* an end that came too early */
         }
         if (server->failed) {
             worker *w = self->state == WORKER_PENDING ? self : any_pending(server);

@@ -84,7 +84,8 @@ smp_turns_may_enter(const smp_turns *turns, int32_t gate, int32_t microbatch)
 void
 smp_turns_left(smp_turns *turns, int32_t gate, int32_t microbatch)
 {
-    if (gate >= 0 && gate < turns->ngates && microbatch < turns->microbatches) {
+    if (gate >= 0 && gate < turns->ngates && microbatch >= 0 &&
+        microbatch < turns->microbatches) {
         turns->calls[(size_t)gate * (size_t)turns->microbatches + (size_t)microbatch]++;
     }
 }

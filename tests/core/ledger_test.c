@@ -1,0 +1,696 @@
+/* The order in which gradients are added, compared as the expression that it makes:
+ * "((G+(c2+c1))+d1)". */
+#define _POSIX_C_SOURCE 200809L
+#include <stdbool.h>
+#include <stdlib.h>
+
+#include "check.h"
+#include "server/ledger.h"
+
+#define PARAMETERS 3
+#define ENTRIES 3
+
+/* Entry 0 uses a and b, entry 1 b and c, entry 2 none. */
+static const int32_t first[] = {0, 2, 4, 4};
+static const int32_t uses[] = {0, 1, 1, 2};
+
+/* A parameter server of strings. */
+typedef struct {
+    char *gradient[PARAMETERS]; /* owned */
+    int   completed[PARAMETERS];
+    long  live;      /* terms that somebody owns */
+    int   calls;     /* of ops */
+    int   fail_call; /* the op that fails; -1: none */
+} book;
+
+static char *
+term_of(book *b, const char *text)
+{
+    b->live++;
+    return strdup(text);
+}
+
+static bool
+fails(book *b)
+{
+    return b->calls++ == b->fail_call;
+}
+
+/* "(left+right)", in place of left. */
+static void
+join(char **left, const char *right)
+{
+    size_t room = strlen(*left) + strlen(right) + 4;
+    char  *both = malloc(room);
+
+    snprintf(both, room, "(%s+%s)", *left, right);
+    free(*left);
+    *left = both;
+}
+
+static void
+drop(void *ctx, void *term)
+{
+    ((book *)ctx)->live--;
+    free(term);
+}
+
+static smp_status
+add(void *ctx, void **sum, void *term)
+{
+    bool failed = fails(ctx);
+
+    if (!failed) {
+        char *text = *sum;
+
+        join(&text, term);
+        *sum = text;
+    }
+    drop(ctx, term);
+    return failed ? SMP_ERR_SYSTEM : SMP_OK;
+}
+
+static smp_status
+fold(void *ctx, int32_t parameter, void *sum)
+{
+    book *b = ctx;
+    bool  failed = fails(b);
+
+    if (!failed) {
+        join(&b->gradient[parameter], sum);
+    }
+    drop(b, sum);
+    return failed ? SMP_ERR_SYSTEM : SMP_OK;
+}
+
+static smp_status
+complete(void *ctx, int32_t parameter)
+{
+    book *b = ctx;
+
+    b->completed[parameter]++;
+    return fails(b) ? SMP_ERR_SYSTEM : SMP_OK;
+}
+
+static const smp_ledger_ops ops = {add, fold, complete, drop};
+
+static smp_ledger *
+open_book(book *b, int32_t microbatches, int32_t backwards)
+{
+    smp_ledger *ledger;
+
+    *b = (book){.fail_call = -1};
+    for (int p = 0; p < PARAMETERS; p++) {
+        b->gradient[p] = strdup("G");
+    }
+    if (smp_ledger_create(PARAMETERS, ENTRIES, first, uses, &ops, b, &ledger) !=
+            SMP_OK ||
+        smp_ledger_begin(ledger, microbatches, backwards) != SMP_OK) {
+        abort();
+    }
+    return ledger;
+}
+
+static int
+close_book(book *b, smp_ledger *ledger)
+{
+    CHECK(smp_ledger_held(ledger) == (size_t)b->live);
+    smp_ledger_destroy(ledger);
+    for (int p = 0; p < PARAMETERS; p++) {
+        free(b->gradient[p]);
+    }
+    CHECK(b->live == 0);
+    return 0;
+}
+
+#define CHECK_GRADIENT(b, parameter, want)                                             \
+    do {                                                                               \
+        if (strcmp((b).gradient[parameter], want) != 0) {                              \
+            fprintf(stderr, "%s:%d: want %s, got %s\n", __FILE__, __LINE__, want,      \
+                    (b).gradient[parameter]);                                          \
+            return 1;                                                                  \
+        }                                                                              \
+    } while (0)
+
+/* Short hands: every test reads as a list of events. */
+#define OPEN(mb, order, entry)                                                         \
+    CHECK_STATUS(smp_ledger_open(l, mb, order, entry), SMP_OK)
+#define CLOSE(mb, order, entry)                                                        \
+    CHECK_STATUS(smp_ledger_close(l, mb, order, entry), SMP_OK)
+#define BACKWARD(mb, n) CHECK_STATUS(smp_ledger_backward(l, mb, n), SMP_OK)
+#define DONE(mb) CHECK_STATUS(smp_ledger_done(l, mb), SMP_OK)
+#define ADD(mb, n, order, parameter, text)                                             \
+    CHECK_STATUS(smp_ledger_add(l, mb, n, order, parameter, term_of(&b, text)), SMP_OK)
+#define END() CHECK_STATUS(smp_ledger_end(l), SMP_OK)
+
+TEST(terms_are_added_by_request_then_microbatch)
+{
+    book        b;
+    smp_ledger *l = open_book(&b, 2, 1);
+
+    OPEN(0, 1, 0);
+    OPEN(0, 2, 0);
+    OPEN(1, 1, 0);
+    BACKWARD(1, 0);
+    ADD(1, 0, 1, 0, "d1"); /* microbatch 1 is first */
+    CLOSE(1, 1, 0);
+    BACKWARD(0, 0);
+    ADD(0, 0, 1, 0, "c1"); /* and request 1 before request 2 */
+    CHECK_GRADIENT(b, 0, "G");
+    CLOSE(0, 1, 0);
+    ADD(0, 0, 2, 0, "c2");
+    CHECK_GRADIENT(b, 0, "G");
+    CLOSE(0, 2, 0);
+    CHECK_GRADIENT(b, 0, "((G+(c2+c1))+d1)");
+    CHECK(b.completed[0] == 1);
+    CHECK(smp_ledger_held(l) == 0);
+    END();
+    CHECK_GRADIENT(b, 0, "((G+(c2+c1))+d1)");
+    CHECK(b.completed[0] == 1);
+    return close_book(&b, l);
+}
+
+TEST(a_requests_own_terms_are_summed_by_themselves)
+{
+    book        b;
+    smp_ledger *l = open_book(&b, 1, 1);
+
+    OPEN(0, 1, 0);
+    OPEN(0, 2, 0);
+    BACKWARD(0, 0);
+    ADD(0, 0, 1, 0, "c1");
+    ADD(0, 0, 2, 0, "c2");
+    ADD(0, 0, 1, 0, "c1'"); /* it suspended in between */
+    ADD(0, 0, 2, 0, "c2'");
+    CLOSE(0, 2, 0);
+    CLOSE(0, 1, 0);
+    CHECK_GRADIENT(b, 0, "(G+((c2+c2')+(c1+c1')))");
+    END();
+    return close_book(&b, l);
+}
+
+TEST(an_entry_delays_only_what_it_may_use)
+{
+    book        b;
+    smp_ledger *l = open_book(&b, 2, 1);
+
+    OPEN(0, 1, 0);
+    OPEN(0, 2, 1);
+    OPEN(0, 3, 2);
+    BACKWARD(0, 0);
+    BACKWARD(1, 0);
+    ADD(0, 0, 1, 0, "a");
+    ADD(0, 0, 1, 1, "b");
+    CLOSE(0, 1, 0);
+    CHECK_GRADIENT(b, 0, "(G+a)");
+    CHECK(b.completed[0] == 1);
+    CHECK_GRADIENT(b, 1, "G");
+    ADD(0, 0, 2, 1, "b2");
+    CLOSE(0, 2, 1);
+    CHECK_GRADIENT(b, 1, "(G+(b2+b))");
+    CHECK(b.completed[1] == 1 && b.completed[2] == 1);
+    END();
+    return close_book(&b, l);
+}
+
+TEST(the_step_function_may_use_all)
+{
+    book        b;
+    smp_ledger *l = open_book(&b, 1, 1);
+
+    OPEN(0, 0, -1);
+    OPEN(0, 1, 1);
+    BACKWARD(0, 0);
+    ADD(0, 0, 0, 2, "root");
+    ADD(0, 0, 1, 2, "c1");
+    CLOSE(0, 1, 1);
+    CHECK_GRADIENT(b, 2, "G");
+    ADD(0, 0, 0, 2, "root'");
+    CLOSE(0, 0, -1);
+    CHECK_GRADIENT(b, 2, "(G+(c1+(root+root')))");
+    return close_book(&b, l);
+}
+
+TEST(a_released_request_lets_the_others_through)
+{
+    book        b;
+    smp_ledger *l = open_book(&b, 2, 1);
+
+    OPEN(0, 1, 0);
+    OPEN(0, 2, 0);
+    OPEN(1, 1, 0);
+    BACKWARD(0, 0);
+    BACKWARD(1, 0);
+    ADD(1, 0, 1, 0, "d1");
+    CLOSE(1, 1, 0);
+    ADD(0, 0, 1, 0, "c1");
+    CLOSE(0, 1, 0);
+    CHECK_GRADIENT(b, 0, "G");
+    CLOSE(0, 2, 0); /* its outputs never reached the loss */
+    CHECK_GRADIENT(b, 0, "((G+c1)+d1)");
+    return close_book(&b, l);
+}
+
+TEST(a_suspect_waits_until_its_microbatch_is_done)
+{
+    book        b;
+    smp_ledger *l = open_book(&b, 2, 1);
+
+    OPEN(0, 1, 0);
+    CHECK_STATUS(smp_ledger_suspect(l, 0, 0), SMP_OK); /* checkpointed: runs again */
+    BACKWARD(0, 0);
+    BACKWARD(1, 0);
+    ADD(0, 0, 1, 0, "c1");
+    CLOSE(0, 1, 0);
+    CHECK_GRADIENT(b, 0, "G");
+    OPEN(0, 2, 0); /* ... as a request of the backward */
+    ADD(0, 0, 2, 0, "again");
+    CLOSE(0, 2, 0);
+    CHECK_GRADIENT(b, 0, "G");
+    CHECK(b.completed[2] == 0);
+    DONE(0);
+    CHECK_GRADIENT(b, 0, "(G+(c1+again))");
+    CHECK(b.completed[0] == 1);
+    return close_book(&b, l);
+}
+
+TEST(done_closes_what_gets_no_backward)
+{
+    book        b;
+    smp_ledger *l = open_book(&b, 2, 1);
+
+    OPEN(0, 1, 0);
+    OPEN(1, 1, 0);
+    BACKWARD(1, 0);
+    ADD(1, 0, 1, 0, "d1");
+    CLOSE(1, 1, 0);
+    CHECK_GRADIENT(b, 0, "G");
+    DONE(0); /* without any model.backward */
+    CHECK_GRADIENT(b, 0, "(G+d1)");
+    CLOSE(0, 1, 0); /* the graph outlived its microbatch */
+    CHECK(b.completed[0] == 1);
+    return close_book(&b, l);
+}
+
+TEST(backward_calls_of_a_microbatch_are_added_in_order)
+{
+    book        b;
+    smp_ledger *l = open_book(&b, 2, 2);
+
+    OPEN(0, 1, 0);
+    OPEN(0, 2, 0);
+    OPEN(0, 3, 0);
+    BACKWARD(0, 0);
+    ADD(0, 0, 1, 0, "c1");
+    CLOSE(0, 1, 0);
+    ADD(0, 0, 3, 0, "c3");
+    CLOSE(0, 3, 0);
+    BACKWARD(0, 1);
+    ADD(0, 1, 2, 0, "e2");
+    CHECK_GRADIENT(b, 0, "G");
+    CLOSE(0, 2, 0);
+    CHECK_GRADIENT(b, 0, "(G+((c3+c1)+e2))");
+    BACKWARD(1, 0);
+    CHECK(b.completed[0] == 0); /* microbatch 1 has a second backward to come */
+    END();
+    CHECK(b.completed[0] == 1);
+    return close_book(&b, l);
+}
+
+TEST(a_late_term_is_still_added)
+{
+    book        b;
+    smp_ledger *l = open_book(&b, 2, 1);
+
+    DONE(0);
+    ADD(0, 0, 1, 0, "late");
+    CHECK_GRADIENT(b, 0, "(G+late)");
+    DONE(1);
+    ADD(1, 0, 1, 0, "later");
+    CHECK_GRADIENT(b, 0, "((G+late)+later)");
+    return close_book(&b, l);
+}
+
+TEST(the_end_of_a_step_folds_what_is_left_in_order)
+{
+    book        b;
+    smp_ledger *l = open_book(&b, 3, 1);
+
+    OPEN(0, 1, 0);
+    OPEN(2, 1, 0);
+    ADD(2, 0, 1, 0, "e1");
+    ADD(0, 0, 1, 0, "c1");
+    CHECK(smp_ledger_held(l) == 2);
+    END();
+    CHECK_GRADIENT(b, 0, "((G+c1)+e1)");
+    CHECK(b.completed[0] == 1 && b.completed[1] == 1 && b.completed[2] == 1);
+    CHECK(smp_ledger_held(l) == 0);
+    return close_book(&b, l);
+}
+
+TEST(a_step_that_failed_leaves_nothing)
+{
+    book        b;
+    smp_ledger *l = open_book(&b, 2, 1);
+
+    OPEN(0, 1, 0);
+    ADD(0, 0, 1, 0, "c1");
+    ADD(1, 0, 1, 1, "d1");
+    smp_ledger_abandon(l);
+    CHECK(smp_ledger_held(l) == 0 && b.live == 0);
+    CHECK_GRADIENT(b, 0, "G");
+    CHECK_STATUS(smp_ledger_begin(l, 1, 1), SMP_OK); /* the next one works */
+    OPEN(0, 1, 0);
+    BACKWARD(0, 0);
+    ADD(0, 0, 1, 0, "n");
+    CLOSE(0, 1, 0);
+    CHECK_GRADIENT(b, 0, "(G+n)");
+    CHECK(b.completed[0] == 1);
+    return close_book(&b, l);
+}
+
+TEST(numbers_that_name_nothing_are_invalid_and_their_terms_dropped)
+{
+    book        b;
+    smp_ledger *l = open_book(&b, 2, 1);
+
+    CHECK_STATUS(smp_ledger_open(l, 2, 1, 0), SMP_ERR_INVALID);
+    CHECK_STATUS(smp_ledger_open(l, -1, 1, 0), SMP_ERR_INVALID);
+    CHECK_STATUS(smp_ledger_open(l, 0, 1, ENTRIES), SMP_ERR_INVALID);
+    CHECK_STATUS(smp_ledger_close(l, 0, 1, 0), SMP_ERR_INVALID);
+    CHECK_STATUS(smp_ledger_suspect(l, 0, -1), SMP_ERR_INVALID);
+    CHECK_STATUS(smp_ledger_backward(l, 2, 0), SMP_ERR_INVALID);
+    CHECK_STATUS(smp_ledger_done(l, 2), SMP_ERR_INVALID);
+    CHECK_STATUS(smp_ledger_add(l, 2, 0, 1, 0, term_of(&b, "x")), SMP_ERR_INVALID);
+    CHECK_STATUS(smp_ledger_add(l, 0, 0, 1, PARAMETERS, term_of(&b, "x")),
+                 SMP_ERR_INVALID);
+    CHECK_STATUS(smp_ledger_add(l, 0, 0, 1, -1, term_of(&b, "x")), SMP_ERR_INVALID);
+    CHECK(b.live == 0);
+    return close_book(&b, l);
+}
+
+/* ------------------------------------------------------- any order, the same sum */
+
+#define MICROBATCHES 3
+#define REQUESTS 5
+#define TERMS 2
+
+static uint64_t
+next_random(uint64_t *state)
+{
+    *state ^= *state << 13;
+    *state ^= *state >> 7;
+    *state ^= *state << 17;
+    return *state;
+}
+
+static int
+below(uint64_t *state, int limit)
+{
+    return (int)((next_random(state) >> 11) % (unsigned)limit);
+}
+
+/* What a request will do; order 1 + its index.  The step function is request 0. */
+typedef struct {
+    int32_t entry;
+    int     backward; /* the model.backward call that reaches it; -1: released */
+    int     nterms;
+    int32_t parameter[TERMS];
+    /* How far it is. */
+    bool opened;
+    bool closed;
+    int  added;
+} request;
+
+typedef struct {
+    request requests[MICROBATCHES][REQUESTS];
+    int     backwards;
+    int     begun[MICROBATCHES]; /* model.backward calls */
+    bool    done[MICROBATCHES];
+} program;
+
+static void
+make_program(program *p, uint64_t seed)
+{
+    *p = (program){.backwards = 1 + below(&seed, 2)};
+    for (int m = 0; m < MICROBATCHES; m++) {
+        for (int r = 0; r < REQUESTS; r++) {
+            request *q = &p->requests[m][r];
+
+            q->entry = r == 0 ? -1 : below(&seed, ENTRIES);
+            q->backward =
+                r > 0 && below(&seed, 5) == 0 ? -1 : below(&seed, p->backwards);
+            if (r == 0) {
+                q->backward = p->backwards - 1;
+            }
+            for (int i = 0; i < TERMS && q->backward >= 0; i++) {
+                int32_t from = q->entry < 0 ? 0 : first[q->entry];
+                int32_t count = q->entry < 0 ? PARAMETERS : first[q->entry + 1] - from;
+
+                if (count > 0 && below(&seed, 3) > 0) {
+                    int32_t which = below(&seed, count);
+
+                    q->parameter[q->nterms++] =
+                        q->entry < 0 ? which : uses[from + which];
+                }
+            }
+        }
+    }
+}
+
+static void
+name_term(char *name, int m, int r, int i)
+{
+    sprintf(name, "m%dr%dt%d", m, r, i);
+}
+
+/* Adds text to a sum that may be empty; takes neither. */
+static void
+accumulate(char **sum, const char *text)
+{
+    if (text == NULL) {
+        return;
+    }
+    if (*sum == NULL) {
+        *sum = strdup(text);
+    } else {
+        join(sum, text);
+    }
+}
+
+/* Rules 1 to 4, written down once more, as one loop. */
+static char *
+expected(const program *p, int32_t parameter)
+{
+    char *gradient = strdup("G");
+
+    for (int m = 0; m < MICROBATCHES; m++) {
+        char *of_microbatch = NULL;
+
+        for (int n = 0; n < p->backwards; n++) {
+            char *of_call = NULL;
+
+            for (int r = REQUESTS; r-- > 0;) {
+                const request *q = &p->requests[m][r];
+                char          *of_request = NULL;
+                char           name[32];
+
+                for (int i = 0; i < q->nterms; i++) {
+                    if (q->backward == n && q->parameter[i] == parameter) {
+                        name_term(name, m, r, i);
+                        accumulate(&of_request, name);
+                    }
+                }
+                accumulate(&of_call, of_request);
+                free(of_request);
+            }
+            accumulate(&of_microbatch, of_call);
+            free(of_call);
+        }
+        accumulate(&gradient, of_microbatch);
+        free(of_microbatch);
+    }
+    return gradient;
+}
+
+/* Nothing of the calls before `n` is left to do in microbatch m. */
+static bool
+calls_before_are_over(const program *p, int m, int n)
+{
+    for (int r = 0; r < REQUESTS; r++) {
+        const request *q = &p->requests[m][r];
+
+        if (q->backward >= 0 && q->backward < n && !q->closed) {
+            return false;
+        }
+    }
+    return p->begun[m] == n;
+}
+
+static bool
+all_are_open(const program *p, int m)
+{
+    for (int r = 0; r < REQUESTS; r++) {
+        if (!p->requests[m][r].opened) {
+            return false;
+        }
+    }
+    return true;
+}
+
+static bool
+all_are_closed(const program *p, int m)
+{
+    for (int r = 0; r < REQUESTS; r++) {
+        if (!p->requests[m][r].closed && p->requests[m][r].backward >= 0) {
+            return false;
+        }
+    }
+    return true;
+}
+
+/* One event of microbatch m that may happen now, chosen by `choice`; *happened. */
+static smp_status
+one_event(program *p, book *b, smp_ledger *l, int m, uint64_t *random, bool *happened)
+{
+    request *q = &p->requests[m][below(random, REQUESTS)];
+    int      r = (int)(q - p->requests[m]);
+    char     name[32];
+
+    *happened = true;
+    if (!q->opened) {
+        q->opened = true;
+        return smp_ledger_open(l, m, (uint64_t)r, q->entry);
+    }
+    if (p->begun[m] < p->backwards && all_are_open(p, m) &&
+        calls_before_are_over(p, m, p->begun[m]) && below(random, 2) == 0) {
+        return smp_ledger_backward(l, m, p->begun[m]++);
+    }
+    if (!q->closed && q->backward < 0) { /* released at any time */
+        q->closed = true;
+        return smp_ledger_close(l, m, (uint64_t)r, q->entry);
+    }
+    if (!q->closed && p->begun[m] > q->backward) {
+        if (q->added < q->nterms) {
+            int i = q->added++;
+
+            name_term(name, m, r, i);
+            return smp_ledger_add(l, m, q->backward, (uint64_t)r, q->parameter[i],
+                                  term_of(b, name));
+        }
+        q->closed = true;
+        return smp_ledger_close(l, m, (uint64_t)r, q->entry);
+    }
+    if (!p->done[m] && p->begun[m] == p->backwards && all_are_closed(p, m) &&
+        below(random, 3) == 0) {
+        p->done[m] = true;
+        for (int i = 0; i < REQUESTS; i++) {
+            p->requests[m][i].closed = true;
+        }
+        return smp_ledger_done(l, m);
+    }
+    *happened = false;
+    return SMP_OK;
+}
+
+static smp_status
+run_program(program *p, book *b, smp_ledger *l, uint64_t order)
+{
+    int idle = 0;
+
+    while (idle < 2000) {
+        bool       happened;
+        smp_status status =
+            one_event(p, b, l, below(&order, MICROBATCHES), &order, &happened);
+
+        if (status != SMP_OK) {
+            return status;
+        }
+        idle = happened ? 0 : idle + 1;
+    }
+    return smp_ledger_end(l);
+}
+
+TEST(the_sum_never_depends_on_the_order_of_events)
+{
+    for (uint64_t seed = 1; seed <= 150; seed++) {
+        for (uint64_t order = 1; order <= 10; order++) {
+            program     p;
+            book        b;
+            smp_ledger *l;
+
+            make_program(&p, seed * 7919);
+            l = open_book(&b, MICROBATCHES, p.backwards);
+            CHECK_STATUS(run_program(&p, &b, l, order * 104729 + seed), SMP_OK);
+            for (int32_t i = 0; i < PARAMETERS; i++) {
+                char *want = expected(&p, i);
+                bool  same = strcmp(want, b.gradient[i]) == 0;
+
+                if (!same) {
+                    fprintf(stderr,
+                            "program %d, order %d, parameter %d\nwant %s\ngot  %s\n",
+                            (int)seed, (int)order, i, want, b.gradient[i]);
+                }
+                free(want);
+                CHECK(same && b.completed[i] == 1);
+            }
+            CHECK(smp_ledger_held(l) == 0 && b.live == 0);
+            CHECK(close_book(&b, l) == 0);
+        }
+    }
+    return 0;
+}
+
+TEST(an_op_that_fails_leaks_nothing_and_the_next_step_works)
+{
+    int failures = 0;
+
+    for (int fail_call = 0;; fail_call++) {
+        program     p;
+        book        b;
+        smp_ledger *l;
+        smp_status  status;
+
+        make_program(&p, 4242);
+        l = open_book(&b, MICROBATCHES, p.backwards);
+        b.fail_call = fail_call;
+        status = run_program(&p, &b, l, 99);
+        smp_ledger_abandon(l);
+        CHECK(b.live == 0);
+        if (status == SMP_OK) {
+            CHECK(close_book(&b, l) == 0);
+            break;
+        }
+        CHECK_STATUS(status, SMP_ERR_SYSTEM);
+        failures++;
+        make_program(&p, 4242);
+        CHECK_STATUS(smp_ledger_begin(l, MICROBATCHES, p.backwards), SMP_OK);
+        CHECK_STATUS(run_program(&p, &b, l, 7), SMP_OK);
+        CHECK(close_book(&b, l) == 0);
+    }
+    CHECK(failures > 10);
+    return 0;
+}
+
+int
+main(int argc, char **argv)
+{
+    static const smp_test tests[] = {
+        {"order", terms_are_added_by_request_then_microbatch},
+        {"request", a_requests_own_terms_are_summed_by_themselves},
+        {"uses", an_entry_delays_only_what_it_may_use},
+        {"root", the_step_function_may_use_all},
+        {"release", a_released_request_lets_the_others_through},
+        {"suspect", a_suspect_waits_until_its_microbatch_is_done},
+        {"done", done_closes_what_gets_no_backward},
+        {"backwards", backward_calls_of_a_microbatch_are_added_in_order},
+        {"late", a_late_term_is_still_added},
+        {"end", the_end_of_a_step_folds_what_is_left_in_order},
+        {"abandon", a_step_that_failed_leaves_nothing},
+        {"range", numbers_that_name_nothing_are_invalid_and_their_terms_dropped},
+        {"property", the_sum_never_depends_on_the_order_of_events},
+        {"failures", an_op_that_fails_leaks_nothing_and_the_next_step_works},
+    };
+
+    return run_tests(tests, sizeof(tests) / sizeof(tests[0]), argc, argv);
+}

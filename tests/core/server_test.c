@@ -1,0 +1,709 @@
+/* Module servers of one process, each with its own comm over shared memory.
+ *
+ * Modules are C functions: entry n > 0 calls entry n - 1 on the next rank and adds its
+ * own; entry 0 answers at once; GATED passes a gate in microbatch order; FAULTY fails
+ * the step.  A backward walks the same way back.  Each rank counts in a plain variable,
+ * so that the thread sanitizer sees whether the baton excludes.
+ */
+#define _GNU_SOURCE
+#include <sched.h>
+
+#include "server/server.h"
+#include "traffic.h"
+
+#define MICROBATCHES 4
+#define MOST_STEPS 1000
+
+enum { HOPS = 5, GATED = 100, FAULTY = 101, SILENT = 102 };
+
+typedef struct {
+    world       *w;
+    smp_server  *server;
+    smp_turns   *turns;
+    uint64_t     random;
+    uint32_t     step;
+    bool         delays;
+    int32_t      first_entry; /* what the step function calls first */
+    int32_t      faulty;      /* microbatch whose step function fails; -1: none */
+    bool         no_backward;
+    long         tasks; /* the baton's holder only */
+    int          inside;
+    int32_t      passed[MICROBATCHES]; /* the gate, in order */
+    int          npassed;
+    int          notes;
+    int          finished;     /* step functions that returned without an error */
+    int          unwound;      /* tasks that were told that the step failed */
+    int          begun, ended; /* workers */
+    _Atomic int  signals;
+    _Atomic bool in_gate;
+} rank;
+
+/* What entry n makes of a value, in one thread. */
+static uint64_t
+answer(int from, int size, int32_t entry, uint64_t value)
+{
+    if (entry <= 0) {
+        return value * 31 + (uint64_t)from;
+    }
+    return answer((from + 1) % size, size, entry - 1, value * 3 + (uint64_t)from) + 1;
+}
+
+static void
+wander(rank *self)
+{
+    if (self->delays) {
+        for (uint64_t n = next_random(&self->random) % 8; n > 0; n--) {
+            sched_yield();
+        }
+    }
+}
+
+static smp_status
+send_to(rank *self, int dest, smp_envelope envelope)
+{
+    envelope.step = self->step;
+    return smp_comm_send(self->w->comm, dest, &envelope, sizeof(envelope), NULL, 0);
+}
+
+static void
+send_to_all(rank *self, smp_envelope envelope)
+{
+    for (int i = 0; i + 1 < self->w->size; i++) {
+        (void)send_to(self, other(self->w, i), envelope);
+    }
+}
+
+/* The worker gives the baton away in between. */
+static smp_status
+call(rank *self, int dest, smp_envelope envelope, uint64_t *result)
+{
+    smp_message *response;
+    smp_status   status;
+
+    envelope.call = smp_server_next_call(self->server);
+    status = send_to(self, dest, envelope);
+    if (status != SMP_OK) {
+        return status;
+    }
+    wander(self);
+    self->inside--;
+    status = smp_server_wait(self->server, envelope.call, &response);
+    self->inside++;
+    if (status == SMP_OK) {
+        *result = smp_message_envelope(response)->seed;
+        smp_message_free(response);
+    }
+    return status;
+}
+
+/* A module, or its backward: the same walk. */
+static smp_status
+run_entry(rank *self, const smp_envelope *e, uint64_t *result)
+{
+    smp_envelope next = {.kind = e->kind,
+                         .phase = e->phase,
+                         .microbatch = e->microbatch,
+                         .entry = e->entry - 1,
+                         .seed = e->seed * 3 + (uint64_t)self->w->rank};
+    smp_status   status;
+
+    wander(self);
+    switch (e->entry) {
+    case 0:
+        *result = e->seed * 31 + (uint64_t)self->w->rank;
+        return SMP_OK;
+    case GATED:
+        self->inside--;
+        status = smp_server_await_turn(self->server, 0, e->microbatch);
+        self->inside++;
+        if (status != SMP_OK) {
+            return status;
+        }
+        self->passed[self->npassed++] = e->microbatch;
+        smp_turns_left(self->turns, 0, e->microbatch);
+        *result = e->seed;
+        return SMP_OK;
+    case FAULTY:
+        smp_server_fail(self->server);
+        return SMP_ERR_CLOSED;
+    default:
+        status = call(self, (self->w->rank + 1) % self->w->size, next, result);
+        *result += 1;
+        return status;
+    }
+}
+
+static void
+execute(void *ctx, smp_message *request)
+{
+    rank        *self = ctx;
+    smp_envelope e = *smp_message_envelope(request);
+    int          source = request->source;
+    uint64_t     result = 0;
+    smp_status   status;
+
+    smp_message_free(request);
+    self->tasks++;
+    self->inside++;
+    if (self->inside != 1) {
+        fprintf(stderr, "%d tasks at once\n", self->inside);
+        abort();
+    }
+    if (e.entry == SILENT) {
+        self->inside--;
+        return;
+    }
+    status = run_entry(self, &e, &result);
+    if (status == SMP_OK) {
+        (void)send_to(self, source,
+                      (smp_envelope){.kind = SMP_MSG_RESPONSE,
+                                     .phase = e.phase,
+                                     .microbatch = e.microbatch,
+                                     .call = e.call,
+                                     .seed = result});
+    } else {
+        self->unwound++;
+        smp_server_fail(self->server);
+    }
+    self->inside--;
+}
+
+static smp_status
+root(rank *self, int32_t mb)
+{
+    int          size = self->w->size;
+    uint64_t     value = (uint64_t)mb + 10;
+    uint64_t     got = 0;
+    smp_envelope e = {.kind = SMP_MSG_FORWARD, .microbatch = mb, .seed = value};
+    smp_status   status;
+
+    e.entry = self->first_entry;
+    status = call(self, 1, e, &got);
+    if (status == SMP_OK && self->first_entry == HOPS &&
+        got != answer(1, size, HOPS, value)) {
+        fprintf(stderr, "forward %d: another value\n", mb);
+        abort();
+    }
+    if (status == SMP_OK) {
+        e.entry = GATED;
+        status = call(self, 1, e, &got);
+    }
+    if (status != SMP_OK || self->faulty == mb) {
+        return status == SMP_OK ? SMP_ERR_INVALID : status;
+    }
+    smp_server_forward_done(self->server, mb);
+    send_to_all(self, (smp_envelope){.kind = SMP_MSG_FORWARD_DONE, .microbatch = mb});
+    if (self->no_backward) {
+        return SMP_OK;
+    }
+    self->inside--;
+    status = smp_server_backward_point(self->server, mb);
+    self->inside++;
+    if (status == SMP_OK) {
+        e = (smp_envelope){.kind = SMP_MSG_BACKWARD,
+                           .phase = SMP_BACKWARD,
+                           .microbatch = mb,
+                           .entry = HOPS - 1,
+                           .seed = value};
+        status = call(self, 1, e, &got);
+    }
+    if (status == SMP_OK && got != answer(1, size, HOPS - 1, value)) {
+        fprintf(stderr, "backward %d: another value\n", mb);
+        abort();
+    }
+    if (status == SMP_OK) {
+        (void)send_to(self, 1,
+                      (smp_envelope){.kind = SMP_MSG_RELEASE, .microbatch = mb});
+        send_to_all(self, (smp_envelope){.kind = SMP_MSG_CLOSED, .microbatch = mb});
+    }
+    return status;
+}
+
+static void
+run_root(void *ctx, int32_t mb)
+{
+    rank *self = ctx;
+
+    self->inside++;
+    if (self->inside != 1) {
+        abort();
+    }
+    if (root(self, mb) == SMP_OK) {
+        self->finished++;
+    } else {
+        self->unwound++;
+        smp_server_fail(self->server);
+    }
+    self->inside--;
+}
+
+static void
+take_note(void *ctx, smp_message *note)
+{
+    ((rank *)ctx)->notes++;
+    smp_message_free(note);
+}
+
+static void
+worker_begin(void *ctx)
+{
+    ((rank *)ctx)->begun++;
+}
+
+static void
+worker_end(void *ctx)
+{
+    ((rank *)ctx)->ended++;
+}
+
+static bool
+check_signals(void *ctx)
+{
+    atomic_fetch_add(&((rank *)ctx)->signals, 1);
+    return false;
+}
+
+static const smp_server_ops ops = {.worker_begin = worker_begin,
+                                   .worker_end = worker_end,
+                                   .execute = execute,
+                                   .run_root = run_root,
+                                   .note = take_note,
+                                   .check_signals = check_signals};
+
+static smp_status
+begin(rank *self, world *w)
+{
+    static const int32_t once[] = {1};
+
+    *self = (rank){
+        .w = w, .random = (uint64_t)w->rank + 77, .first_entry = HOPS, .faulty = -1};
+    if (smp_turns_create(1, once, &self->turns) != SMP_OK) {
+        return SMP_ERR_NO_MEMORY;
+    }
+    return smp_server_create(w->comm, w->rank, 0, &ops, self, &self->server);
+}
+
+/* Ends the servers; no rank leaves while another still works. */
+static int
+finish(rank *self)
+{
+    self->w->barrier(self->w);
+    smp_server_destroy(self->server);
+    smp_turns_destroy(self->turns);
+    CHECK(self->inside == 0);
+    CHECK(self->begun == self->ended); /* each worker that began has ended */
+    return 0;
+}
+
+/* One step as a rank of the job runs it: who fails tells the others. */
+static smp_status
+run_step(rank *self, smp_schedule_kind kind, int32_t active)
+{
+    smp_schedule *schedule = NULL;
+    smp_message  *end;
+    smp_status    status;
+
+    self->step++;
+    self->npassed = 0;
+    self->unwound = 0;
+    self->finished = 0;
+    status = smp_turns_begin(self->turns, MICROBATCHES);
+    smp_server_set_turns(self->server, self->turns);
+    if (status == SMP_OK && self->w->rank == 0) {
+        status = smp_schedule_create(kind, MICROBATCHES, active, NULL, 0, &schedule);
+    }
+    if (status != SMP_OK) {
+        return status;
+    }
+    status = smp_server_step(self->server, self->step, schedule, &end);
+    if (status == SMP_OK && self->w->rank == 0) {
+        send_to_all(self, (smp_envelope){.kind = SMP_MSG_STEP_END});
+    } else if (status != SMP_OK && end == NULL) {
+        send_to_all(self, (smp_envelope){.kind = SMP_MSG_ABORT});
+    }
+    smp_message_free(end);
+    return status;
+}
+
+static bool
+gate_was_in_order(const rank *self)
+{
+    for (int i = 0; i < self->npassed; i++) {
+        if (self->passed[i] != i) {
+            return false;
+        }
+    }
+    return self->npassed == MICROBATCHES;
+}
+
+/* ---------------------------------------------------------------------- steps */
+
+TEST_RANK(nested_calls_answer_on_every_schedule)
+{
+    static const smp_schedule_kind kinds[] = {SMP_SCHEDULE_SIMPLE,
+                                              SMP_SCHEDULE_INTERLEAVED};
+    rank                           self;
+
+    CHECK_STATUS(begin(&self, w), SMP_OK);
+    for (int kind = 0; kind < 2; kind++) {
+        int32_t least = kinds[kind] == SMP_SCHEDULE_SIMPLE ? MICROBATCHES : 1;
+
+        for (int32_t active = least; active <= MICROBATCHES; active++) {
+            CHECK_STATUS(run_step(&self, kinds[kind], active), SMP_OK);
+            CHECK(w->rank != 0 || self.finished == MICROBATCHES);
+            CHECK(w->rank != 1 || gate_was_in_order(&self));
+        }
+    }
+    CHECK(w->rank != 1 || self.notes == 5 * MICROBATCHES * 3);
+    CHECK(smp_server_timeline(self.server)->count > 0);
+    return finish(&self);
+}
+
+TEST_RANK(a_thousand_steps_with_random_delays)
+{
+    rank self;
+
+    CHECK_STATUS(begin(&self, w), SMP_OK);
+    self.delays = true;
+    for (int i = 0; i < MOST_STEPS; i++) {
+        CHECK_STATUS(run_step(&self, SMP_SCHEDULE_INTERLEAVED, MICROBATCHES), SMP_OK);
+        CHECK(w->rank != 1 || gate_was_in_order(&self));
+    }
+    /* Every thread was used again: there are no more than tasks of one step. */
+    CHECK(self.begun <= MICROBATCHES * (HOPS + 2));
+    return finish(&self);
+}
+
+TEST_RANK(runs_without_backward_end_the_step)
+{
+    rank self;
+
+    CHECK_STATUS(begin(&self, w), SMP_OK);
+    self.no_backward = true;
+    for (int i = 0; i < 20; i++) {
+        CHECK_STATUS(run_step(&self, SMP_SCHEDULE_INTERLEAVED, 2), SMP_OK);
+        CHECK(w->rank != 0 || self.finished == MICROBATCHES);
+    }
+    return finish(&self);
+}
+
+/* -------------------------------------------------------------------- failures */
+
+/* The step of every rank ends, and the next one works. */
+static int
+fail_once_then_work(rank *self)
+{
+    int tasks_left;
+
+    self->delays = true;
+    CHECK_STATUS(run_step(self, SMP_SCHEDULE_INTERLEAVED, MICROBATCHES),
+                 SMP_ERR_CLOSED);
+    tasks_left = self->inside;
+    CHECK(tasks_left == 0);
+    CHECK(self->finished < MICROBATCHES);
+    self->faulty = -1;
+    self->first_entry = HOPS;
+    CHECK_STATUS(run_step(self, SMP_SCHEDULE_INTERLEAVED, MICROBATCHES), SMP_OK);
+    CHECK(self->w->rank != 0 || self->finished == MICROBATCHES);
+    CHECK(self->w->rank != 1 || gate_was_in_order(self));
+    return 0;
+}
+
+TEST_RANK(a_failing_module_ends_the_step_everywhere)
+{
+    rank self;
+
+    CHECK_STATUS(begin(&self, w), SMP_OK);
+    for (int i = 0; i < 30; i++) {
+        self.first_entry = FAULTY;
+        CHECK(fail_once_then_work(&self) == 0);
+    }
+    return finish(&self);
+}
+
+TEST_RANK(a_failing_step_function_ends_the_step_everywhere)
+{
+    rank self;
+
+    CHECK_STATUS(begin(&self, w), SMP_OK);
+    for (int i = 0; i < 30; i++) {
+        self.faulty = i % MICROBATCHES;
+        CHECK(fail_once_then_work(&self) == 0);
+    }
+    return finish(&self);
+}
+
+static void
+no_action(int number)
+{
+    (void)number;
+}
+
+/* Sends SIGUSR1 to the thread until its check_signals has run. */
+typedef struct {
+    rank     *self;
+    pthread_t thread;
+} nagger;
+
+static void *
+nag(void *arg)
+{
+    nagger *n = arg;
+
+    while (atomic_load(&n->self->signals) == 0) {
+        pthread_kill(n->thread, SIGUSR1);
+        sched_yield();
+    }
+    return NULL;
+}
+
+TEST_RANK(a_signal_that_says_stop_ends_the_step)
+{
+    struct sigaction act = {.sa_handler = no_action};
+    rank             self;
+
+    sigaction(SIGUSR1, &act, NULL);
+    CHECK_STATUS(begin(&self, w), SMP_OK);
+    self.first_entry = SILENT; /* never answered: only the signal can end it */
+    if (w->rank == 1) {
+        nagger    n = {&self, pthread_self()};
+        pthread_t thread;
+
+        CHECK(pthread_create(&thread, NULL, nag, &n) == 0);
+        CHECK_STATUS(run_step(&self, SMP_SCHEDULE_INTERLEAVED, 1), SMP_ERR_INTERRUPTED);
+        pthread_join(thread, NULL);
+    } else {
+        CHECK_STATUS(run_step(&self, SMP_SCHEDULE_INTERLEAVED, 1), SMP_ERR_CLOSED);
+    }
+    CHECK(self.inside == 0);
+    self.first_entry = HOPS;
+    CHECK_STATUS(run_step(&self, SMP_SCHEDULE_INTERLEAVED, 1), SMP_OK);
+    return finish(&self);
+}
+
+TEST_RANK(a_step_ends_when_the_others_have_left)
+{
+    rank self;
+
+    if (w->rank != 0) {
+        smp_comm_destroy(w->comm);
+        w->comm = NULL;
+        return 0;
+    }
+    CHECK_STATUS(begin(&self, w), SMP_OK);
+    self.first_entry = SILENT;
+    CHECK_STATUS(run_step(&self, SMP_SCHEDULE_INTERLEAVED, 2), SMP_ERR_CLOSED);
+    CHECK(self.inside == 0 && self.finished == 0);
+    smp_server_destroy(self.server);
+    smp_turns_destroy(self.turns);
+    return 0;
+}
+
+/* ---------------------------------------------------- messages written by hand */
+
+static smp_status
+send_raw(world *w, smp_envelope envelope, size_t nbytes)
+{
+    return smp_comm_send(w->comm, 1, &envelope, nbytes, NULL, 0);
+}
+
+/* Rank 0 writes by hand; the other ranks serve. */
+static int
+serve_one(rank *self, smp_status want)
+{
+    CHECK_STATUS(run_step(self, SMP_SCHEDULE_INTERLEAVED, 1), want);
+    return 0;
+}
+
+/* The value of the next message to rank 0, which must be a response in `step`. */
+static int
+expect_response(world *w, uint32_t step, uint64_t call_number)
+{
+    smp_message *m;
+
+    CHECK_STATUS(smp_comm_receive(w->comm, WORLD_PATIENCE_NS, &m), SMP_OK);
+    CHECK(smp_message_envelope(m)->kind == SMP_MSG_RESPONSE);
+    CHECK(smp_message_envelope(m)->step == step);
+    CHECK(smp_message_envelope(m)->call == call_number);
+    smp_message_free(m);
+    return 0;
+}
+
+TEST_RANK(messages_of_the_next_step_wait_for_it)
+{
+    smp_envelope e = {.kind = SMP_MSG_FORWARD, .step = 2, .call = 22};
+    rank         self;
+
+    if (w->rank == 1) {
+        CHECK_STATUS(begin(&self, w), SMP_OK);
+        CHECK(serve_one(&self, SMP_OK) == 0);
+        CHECK(self.tasks == 1);
+        CHECK(serve_one(&self, SMP_OK) == 0);
+        CHECK(self.tasks == 2);
+        return finish(&self);
+    }
+    if (w->rank == 0) {
+        CHECK_STATUS(send_raw(w, e, sizeof(e)), SMP_OK); /* a step too early */
+        e.step = 1;
+        e.call = 11;
+        CHECK_STATUS(send_raw(w, e, sizeof(e)), SMP_OK);
+        CHECK(expect_response(w, 1, 11) == 0);
+        e.kind = SMP_MSG_STEP_END;
+        CHECK_STATUS(send_raw(w, e, sizeof(e)), SMP_OK);
+        CHECK(expect_response(w, 2, 22) == 0);
+        e.step = 2;
+        CHECK_STATUS(send_raw(w, e, sizeof(e)), SMP_OK);
+    }
+    w->barrier(w);
+    return 0;
+}
+
+TEST_RANK(messages_of_a_step_that_failed_are_dropped)
+{
+    smp_envelope e = {.kind = SMP_MSG_ABORT, .step = 1};
+    rank         self;
+
+    if (w->rank == 1) {
+        CHECK_STATUS(begin(&self, w), SMP_OK);
+        CHECK(serve_one(&self, SMP_ERR_CLOSED) == 0);
+        CHECK(serve_one(&self, SMP_OK) == 0);
+        CHECK(self.tasks == 1);
+        return finish(&self);
+    }
+    if (w->rank == 0) {
+        CHECK_STATUS(send_raw(w, e, sizeof(e)), SMP_OK);
+        e.kind = SMP_MSG_FORWARD; /* sent before the failure was known */
+        CHECK_STATUS(send_raw(w, e, sizeof(e)), SMP_OK);
+        e.kind = SMP_MSG_RESPONSE;
+        CHECK_STATUS(send_raw(w, e, sizeof(e)), SMP_OK);
+        e.kind = SMP_MSG_FORWARD;
+        e.step = 2;
+        CHECK_STATUS(send_raw(w, e, sizeof(e)), SMP_OK);
+        CHECK(expect_response(w, 2, 0) == 0);
+        e.kind = SMP_MSG_STEP_END;
+        CHECK_STATUS(send_raw(w, e, sizeof(e)), SMP_OK);
+    }
+    w->barrier(w);
+    return 0;
+}
+
+TEST_RANK(what_no_server_wrote_fails_the_step)
+{
+    smp_envelope e = {.kind = SMP_MSG_FORWARD, .step = 1};
+    rank         self;
+
+    if (w->rank == 1) {
+        CHECK_STATUS(begin(&self, w), SMP_OK);
+        for (int i = 0; i < 4; i++) {
+            CHECK(serve_one(&self, SMP_ERR_MALFORMED) == 0);
+        }
+        CHECK(serve_one(&self, SMP_OK) == 0);
+        CHECK(self.tasks == 0);
+        return finish(&self);
+    }
+    if (w->rank == 0) {
+        smp_message *m;
+
+        for (uint32_t step = 1; step <= 5; step++) {
+            e = (smp_envelope){.kind = SMP_MSG_FORWARD, .step = step};
+            if (step == 1) {
+                CHECK_STATUS(send_raw(w, e, sizeof(e) - 1), SMP_OK);
+            } else if (step == 2) {
+                e.kind = SMP_MSG_LAST + 1;
+                CHECK_STATUS(send_raw(w, e, sizeof(e)), SMP_OK);
+            } else if (step == 3) {
+                e.phase = 2; /* never chosen by inbox_best: it would lie there */
+                CHECK_STATUS(send_raw(w, e, sizeof(e)), SMP_OK);
+            } else if (step == 4) {
+                CHECK_STATUS(send_raw(w, e, 0), SMP_OK);
+            } else {
+                e.kind = SMP_MSG_RESPONSE; /* to a call that nobody made */
+                e.call = 0;
+                CHECK_STATUS(send_raw(w, e, sizeof(e)), SMP_OK);
+                e.kind = SMP_MSG_STEP_END;
+                CHECK_STATUS(send_raw(w, e, sizeof(e)), SMP_OK);
+                continue;
+            }
+            CHECK_STATUS(smp_comm_receive(w->comm, WORLD_PATIENCE_NS, &m), SMP_OK);
+            CHECK(smp_message_envelope(m)->kind == SMP_MSG_ABORT);
+            smp_message_free(m);
+        }
+    }
+    w->barrier(w);
+    return 0;
+}
+
+TEST_RANK(the_end_of_a_step_with_a_call_under_way_fails_it)
+{
+    smp_envelope e = {.kind = SMP_MSG_FORWARD, .entry = 1, .step = 1};
+    smp_message *m;
+    rank         self;
+
+    if (w->rank == 1) {
+        CHECK_STATUS(begin(&self, w), SMP_OK);
+        CHECK(serve_one(&self, SMP_ERR_MALFORMED) == 0);
+        CHECK(self.unwound == 1 && self.inside == 0);
+        return finish(&self);
+    }
+    if (w->rank == 0) {
+        e.entry = w->size - 1; /* its call comes back here in the end, or to rank 2 */
+        if (w->size == 2) {
+            CHECK_STATUS(send_raw(w, e, sizeof(e)), SMP_OK);
+            CHECK_STATUS(smp_comm_receive(w->comm, WORLD_PATIENCE_NS, &m), SMP_OK);
+            CHECK(smp_message_envelope(m)->kind == SMP_MSG_FORWARD);
+            smp_message_free(m);
+        } else {
+            CHECK_STATUS(send_raw(w, e, sizeof(e)), SMP_OK); /* rank 2 never answers */
+        }
+        e.kind = SMP_MSG_STEP_END;
+        e.entry = 0;
+        if (w->size == 2) {
+            CHECK_STATUS(send_raw(w, e, sizeof(e)), SMP_OK);
+        }
+    } else {
+        CHECK_STATUS(smp_comm_receive(w->comm, WORLD_PATIENCE_NS, &m), SMP_OK);
+        CHECK(smp_message_envelope(m)->kind == SMP_MSG_FORWARD);
+        smp_message_free(m);
+        e.kind = SMP_MSG_STEP_END;
+        CHECK_STATUS(send_raw(w, e, sizeof(e)), SMP_OK);
+    }
+    w->barrier(w);
+    return 0;
+}
+
+static const world_test tests[] = {
+    {"nested", nested_calls_answer_on_every_schedule, 0},
+    {"thousand", a_thousand_steps_with_random_delays, 0},
+    {"no_backward", runs_without_backward_end_the_step, 0},
+    {"faulty_module", a_failing_module_ends_the_step_everywhere, 0},
+    {"faulty_root", a_failing_step_function_ends_the_step_everywhere, 0},
+    {"signal", a_signal_that_says_stop_ends_the_step, 0},
+    {"left", a_step_ends_when_the_others_have_left, 0},
+    {"early", messages_of_the_next_step_wait_for_it, 0},
+    {"stale", messages_of_a_step_that_failed_are_dropped, 0},
+    {"malformed", what_no_server_wrote_fails_the_step, 0},
+    {"end_early", the_end_of_a_step_with_a_call_under_way_fails_it, 0},
+};
+
+int
+main(int argc, char **argv)
+{
+    int failed = 0;
+    int ran = 0;
+
+    alarm(280);
+    for (size_t i = 0; i < sizeof(tests) / sizeof(tests[0]); i++) {
+        if (argc > 1 && strstr(tests[i].name, argv[1]) == NULL) {
+            continue;
+        }
+        for (int size = 2; size <= 3; size++) {
+            ran++;
+            if (world_run_threads(&tests[i], "shm", size) != 0) {
+                printf("FAILED %s, %d ranks\n", tests[i].name, size);
+                failed++;
+            }
+        }
+    }
+    printf("%d passed, %d failed\n", ran - failed, failed);
+    return failed != 0 || ran == 0;
+}

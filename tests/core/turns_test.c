@@ -1,0 +1,89 @@
+/* The order in which microbatches pass a module that changes its buffers. */
+#include "check.h"
+#include "server/turns.h"
+
+/* Which microbatches may enter the gate now, drawn: "x.x". */
+static const char *
+draw(const smp_turns *turns, int32_t gate, int32_t microbatches)
+{
+    static char picture[16];
+
+    for (int32_t mb = 0; mb < microbatches; mb++) {
+        picture[mb] = smp_turns_may_enter(turns, gate, mb) ? 'x' : '.';
+    }
+    picture[microbatches] = '\0';
+    return picture;
+}
+
+TEST(a_microbatch_enters_when_every_earlier_one_has_called_as_often_as_traced)
+{
+    static const int32_t expected[] = {2};
+    smp_turns           *turns;
+
+    CHECK_STATUS(smp_turns_create(1, expected, &turns), SMP_OK);
+    CHECK_STATUS(smp_turns_begin(turns, 3), SMP_OK);
+    CHECK(strcmp(draw(turns, 0, 3), "x..") == 0);
+    smp_turns_left(turns, 0, 0);
+    CHECK(strcmp(draw(turns, 0, 3), "x..") == 0);
+    smp_turns_left(turns, 0, 0);
+    CHECK(strcmp(draw(turns, 0, 3), "xx.") == 0);
+    smp_turns_left(turns, 0, 1);
+    smp_turns_left(turns, 0, 1);
+    CHECK(strcmp(draw(turns, 0, 3), "xxx") == 0);
+    CHECK_STATUS(smp_turns_begin(turns, 3), SMP_OK); /* the next step starts anew */
+    CHECK(strcmp(draw(turns, 0, 3), "x..") == 0);
+    smp_turns_destroy(turns);
+    return 0;
+}
+
+TEST(a_forward_that_is_over_opens_every_gate)
+{
+    static const int32_t expected[] = {1, 0};
+    smp_turns           *turns;
+
+    CHECK_STATUS(smp_turns_create(2, expected, &turns), SMP_OK);
+    CHECK_STATUS(smp_turns_begin(turns, 3), SMP_OK);
+    smp_turns_left(turns, 1,
+                   0); /* not known how often: only the end of forward tells */
+    CHECK(strcmp(draw(turns, 1, 3), "x..") == 0);
+    smp_turns_forward_done(turns, 1);
+    CHECK(strcmp(draw(turns, 0, 3), "x..") == 0);
+    smp_turns_forward_done(turns, 0);
+    CHECK(strcmp(draw(turns, 0, 3), "xxx") == 0);
+    CHECK(strcmp(draw(turns, 1, 3), "xxx") == 0);
+    smp_turns_destroy(turns);
+    return 0;
+}
+
+TEST(numbers_that_name_nothing_change_nothing)
+{
+    static const int32_t expected[] = {1};
+    smp_turns           *turns;
+
+    CHECK_STATUS(smp_turns_create(1, expected, &turns), SMP_OK);
+    CHECK_STATUS(smp_turns_begin(turns, 2), SMP_OK);
+    smp_turns_left(turns, 0, -1);
+    smp_turns_left(turns, 0, 2);
+    smp_turns_left(turns, 1, 0);
+    smp_turns_left(turns, -1, 0);
+    smp_turns_forward_done(turns, -1);
+    smp_turns_forward_done(turns, 2);
+    CHECK(strcmp(draw(turns, 0, 2), "x.") == 0);
+    CHECK(smp_turns_may_enter(turns, 5, 1) && smp_turns_may_enter(turns, -1, 1));
+    smp_turns_destroy(turns);
+    smp_turns_destroy(NULL);
+    return 0;
+}
+
+int
+main(int argc, char **argv)
+{
+    static const smp_test tests[] = {
+        {"order",
+         a_microbatch_enters_when_every_earlier_one_has_called_as_often_as_traced},
+        {"forward_done", a_forward_that_is_over_opens_every_gate},
+        {"range", numbers_that_name_nothing_change_nothing},
+    };
+
+    return run_tests(tests, sizeof(tests) / sizeof(tests[0]), argc, argv);
+}
