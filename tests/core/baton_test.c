@@ -1,4 +1,4 @@
-/* Two threads hand one baton to and fro; a signal wakes a waiter without it. */
+/* Two threads hand one baton back and forth; a signal wakes a waiter without it. */
 #define _GNU_SOURCE
 #include <pthread.h>
 #include <sched.h>
