@@ -43,7 +43,7 @@ typedef struct {
     size_t pool_bytes; /* 0: WORLD_POOL */
 } world_test;
 
-#define WORLD_POOL ((size_t)32 << 20)
+#define WORLD_POOL ((size_t)8 << 20)
 
 /* Shared by the ranks of one test. */
 typedef struct {
