@@ -89,7 +89,7 @@ def schedule(default: str) -> Any:
             pairs = tuple((mb, phase) for mb, phase in value)
         except (TypeError, ValueError):
             pairs = ()
-        if not pairs or not all(type(mb) is int and type(ph) is str for mb, ph in pairs):
+        if not pairs or not all(type(mb) is int and type(ph) in (int, str) for mb, ph in pairs):
             raise _Wrong(
                 f"one of {', '.join(map(repr, PIPELINES))}, a callable, "
                 "or a list of (microbatch, phase)"
@@ -438,7 +438,7 @@ def _warn_without_effect(values: Mapping[str, Any]) -> None:
     names = [n for n in values if not FIELDS[n].metadata["effect"] and n not in _warned]
     if names:
         _warned.update(names)
-        warnings.warn(f"smp: no effect here: {', '.join(names)}", stacklevel=4)
+        warnings.warn(f"smp: no effect here: {', '.join(names)}", stacklevel=5)
 
 
 def forget_warnings() -> None:

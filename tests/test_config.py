@@ -272,7 +272,7 @@ def test_json_writes_large_ints_as_floats():
         ("ddp_dist_backend", "mpi", "one of 'auto', 'nccl', 'gloo', 'smddp'"),
         ("placement_strategy", "DPD", "one of 'cluster', 'spread', 'DPT', 'DTP', 'PDT'"),
         ("pipeline", "fast", "one of 'interleaved', 'simple', 'zero_bubble', a callable"),
-        ("pipeline", [(0, 1)], r"a list of \(microbatch, phase\)"),
+        ("pipeline", [(0, 1.5)], r"a list of \(microbatch, phase\)"),
         ("pipeline", [], r"a list of \(microbatch, phase\)"),
         ("pipeline", 3, r"a list of \(microbatch, phase\)"),
         ("comm_transports", "shm", "a list of 'shm', 'mpi'"),
