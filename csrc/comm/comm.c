@@ -39,7 +39,7 @@
  * as a sleep and a wake-up take. */
 #define LOOK_US 50
 
-/* Looks between two looks at the clock. */
+/* Looks between two looks at the clock, when they take no time to speak of. */
 #define LOOKS 32
 
 /* The progress thread looks at what has no descriptor (forked children that have
@@ -785,10 +785,11 @@ pause_between_looks(wait_kind kind)
 static smp_status
 look_for_a_while(smp_comm *comm, int64_t until_ns, smp_message **out)
 {
+    int        looks = comm->wait == WAIT_SPIN ? LOOKS : 1;
     smp_status status;
 
     do {
-        for (int i = 0; i < LOOKS; i++) {
+        for (int i = 0; i < looks; i++) {
             status = look(comm, out);
             if (status != SMP_ERR_TIMED_OUT) {
                 return status;

@@ -43,7 +43,7 @@
 #define TESTED 256
 #define PROBED 64
 
-/* Rounds without anything moving before progress() returns to the loop. */
+/* Rounds of progress(), while it polls hard, before it returns to the loop. */
 #define ROUNDS 16
 
 /* How long to poll hard after something moved; the same while the receiver sleeps; the
@@ -622,11 +622,13 @@ mpi_progress(void *arg)
     mpi    *self = arg;
     int64_t pause;
     bool    moved = false;
+    int     rounds;
 
     if (self->npeers == 0 || !enter(self)) {
         return -1;
     }
-    for (int round = 0; round < ROUNDS; round++) {
+    rounds = atomic_load(&self->awake) ? ROUNDS : 1;
+    for (int round = 0; round < rounds; round++) {
         bool now = false;
 
         for (int i = 0; i < PROBED && start_next(self); i++) {

@@ -101,9 +101,13 @@ connect_main(void *arg)
     int  failed;
 
     left = e->scarce;
-    e->status = smp_comm_connect(e->comm, e->cards, e->bytes, 400, &failed);
+    e->status = smp_comm_connect(e->comm, e->cards, e->bytes, 20000, &failed);
     e->plenty = left != 0;
     left = -1;
+    if (e->status != SMP_OK) { /* so that the other one does not wait for us */
+        smp_comm_destroy(e->comm);
+        e->comm = NULL;
+    }
     return NULL;
 }
 
