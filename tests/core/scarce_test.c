@@ -87,8 +87,9 @@ TEST(create_without_memory)
 
 typedef struct {
     smp_comm   *comm;
-    const void *cards[2];
+    const void *cards[2]; /* into copies */
     size_t      bytes[2];
+    uint64_t    copies[2][SMP_CARD_BYTES / 8];
     int         scarce; /* for `left` of the connecting thread */
     smp_status  status;
     bool        plenty; /* not all of `scarce` was needed */
@@ -123,8 +124,10 @@ connect_both(end ends[2], int scarce)
     }
     for (int r = 0; r < 2; r++) {
         for (int other = 0; other < 2; other++) {
-            ends[r].cards[other] =
-                smp_comm_card(ends[other].comm, &ends[r].bytes[other]);
+            const void *card = smp_comm_card(ends[other].comm, &ends[r].bytes[other]);
+
+            memcpy(ends[r].copies[other], card, ends[r].bytes[other]);
+            ends[r].cards[other] = ends[r].copies[other];
         }
     }
     for (int r = 0; r < 2; r++) {
