@@ -2,6 +2,7 @@
 
 import copy
 import re
+from collections import deque
 
 import pytest
 import torch
@@ -53,14 +54,18 @@ class Net(nn.Module):
 RANK_OF = {"": 0, "a": 0, "b": 1, "norm": 1}
 
 
+def pinned(net: nn.Module, rank_of: dict[str, int]) -> nn.Module:
+    for path, module in net.named_modules():
+        smp.set_partition(module, rank_of[path])
+    return net
+
+
 def make(pipeline: str = "interleaved") -> tuple[Net, smp.DistributedModel]:
     """The reference and the model, on two ranks."""
     smp.init({"pipeline_parallel_degree": 2, "microbatches": 3, "pipeline": pipeline})
     net = Net()
     reference = copy.deepcopy(net)
-    for path, module in net.named_modules():
-        smp.set_partition(module, RANK_OF[path])
-    return reference, smp.DistributedModel(net)
+    return reference, smp.DistributedModel(pinned(net, RANK_OF))
 
 
 def train(model, x):
@@ -265,3 +270,90 @@ def test_a_step_before_init_says_so():
         early(torch.randn(4))
     with pytest.raises(RuntimeError, match=r"smp.DistributedModel needs smp.init\(\)"):
         smp.DistributedModel(nn.Linear(2, 2))
+
+
+class Slotted:
+    """An argument that only pickle can take to another rank."""
+
+    __slots__ = ("items", "weight")
+
+    def __init__(self, weight):
+        self.items, self.weight = [1], weight
+
+
+class Changes(nn.Module):
+    """Changes its second argument in place, or only its tensor, or nothing."""
+
+    def forward(self, x, argument, how):
+        if how == "object":
+            argument.items.append(2)
+        elif how == "deque":
+            argument.append(2)
+        elif how == "tensor":
+            argument.weight += 1
+        return x + 1, argument
+
+
+class Hands(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.far = Changes()
+
+    def forward(self, x, how):
+        argument = deque([1]) if how == "deque" else Slotted(torch.zeros(2))
+        y, back = self.far(x, argument, how)
+        assert back is argument  # the caller's own, as in one process
+        return y, [] if how == "deque" else argument.weight
+
+
+@on_ranks(2)
+def test_a_change_that_cannot_travel_back_says_so():
+    """Slots, deques: what only pickle describes must not be changed by the callee."""
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": 1})
+    model = smp.DistributedModel(pinned(Hands(), {"": 0, "far": 1}))
+    step = smp.step(lambda model, x, how: model(x, how))
+    x = torch.zeros(2)
+    step(model, x, "nothing")
+    for how, name in (("deque", "deque"), ("object", "Slotted")):
+        with pytest.raises(TypeError, match=f"'far' .* changed an argument of type .*{name}"):
+            step(model, x, how)
+    got = step(model, x, "tensor")
+    if smp.pp_rank() == 0:
+        assert torch.equal(got[1].outputs[0], torch.ones(2))
+
+
+class Remembers(nn.Module):
+    """Keeps a tensor with grad from one call to the next."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.state = None
+
+    def forward(self, x):
+        if self.state is None:
+            self.state = self.linear(x)
+            return None
+        y, self.state = self.state * x, None
+        return y
+
+
+class CallsTwice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.far = Remembers()
+
+    def forward(self, x):
+        self.far(self.first(x))
+        return self.far(x)
+
+
+@on_ranks(2)
+def test_a_graph_that_a_module_keeps_between_calls_says_so():
+    """The gradient of the first call's argument would be lost without a word."""
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": 1})
+    net = pinned(CallsTwice(), {"": 0, "first": 0, "far": 1, "far.linear": 1})
+    model = smp.DistributedModel(net)
+    with pytest.raises(RuntimeError, match="'far' .* tensor with grad that the first one kept"):
+        smp.step(train)(model, torch.randn(2, 4))

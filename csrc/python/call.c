@@ -27,14 +27,6 @@ typedef struct {
 
 PyTypeObject *smp_call_type;
 
-static const char *
-path_of(const smp_entry *entry)
-{
-    const char *path = PyUnicode_AsUTF8(entry->path);
-
-    return path == NULL ? "?" : path;
-}
-
 /* The caller of a call that can get no backward any more tells the owner. */
 static void
 release_graph(call_object *self)
@@ -151,7 +143,7 @@ static int
 raise_for(const call_object *self, const char *what)
 {
     PyErr_Format(PyExc_RuntimeError, "smp: %s: module '%s' runs on pp_rank %d", what,
-                 path_of(&smp_the_session.entries[self->entry]),
+                 smp_entry_path(&smp_the_session.entries[self->entry]),
                  smp_the_session.entries[self->entry].owner);
     return -1;
 }
@@ -520,7 +512,8 @@ pack_request(smp_pack *pack, PyObject *args, PyObject *kwargs, PyObject *state,
         PyErr_Fetch(&type, &value, &traceback);
         PyErr_Format(type == NULL ? PyExc_TypeError : type,
                      "smp: an argument of module '%s' cannot go to pp_rank %d: %S",
-                     path_of(entry), entry->owner, value == NULL ? Py_None : value);
+                     smp_entry_path(entry), entry->owner,
+                     value == NULL ? Py_None : value);
         Py_XDECREF(type);
         Py_XDECREF(value);
         Py_XDECREF(traceback);
@@ -636,7 +629,7 @@ entry_of(PyObject *module)
             PyExc_RuntimeError,
             "smp: module '%s' runs on pp_rank %d and can only be called inside a "
             "function with @smp.step",
-            path_of(&session->entries[number]), session->entries[number].owner);
+            smp_entry_path(&session->entries[number]), session->entries[number].owner);
         return -1;
     }
     return (int32_t)number;

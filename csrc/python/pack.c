@@ -584,12 +584,14 @@ smp_is_plain_class(PyTypeObject *type)
     return plain;
 }
 
-/* Writes a mutable object once and numbers it; a second time its number. */
+/* Numbers an object that the callee could change; *done when it has a number already,
+ * which is then written. */
 static int
-put_object(smp_pack *pack, PyObject *object, smp_tag tag)
+number_object(smp_pack *pack, PyObject *object, bool *done)
 {
     uint32_t number;
 
+    *done = true;
     if (smp_ptrmap_get(&pack->object_numbers, object, &number)) {
         return put_size(pack, TAG_SEEN, number);
     }
@@ -600,6 +602,7 @@ put_object(smp_pack *pack, PyObject *object, smp_tag tag)
             }
         }
     }
+    *done = false;
     if (grow_array(&pack->objects, pack->nobjects, &pack->object_room) < 0) {
         return -1;
     }
@@ -608,6 +611,21 @@ put_object(smp_pack *pack, PyObject *object, smp_tag tag)
         return -1;
     }
     pack->objects[pack->nobjects++] = Py_NewRef(object);
+    return 0;
+}
+
+/* Writes a mutable object once, under a number; a second time its number. */
+static int
+put_object(smp_pack *pack, PyObject *object, smp_tag tag)
+{
+    bool done;
+
+    if (number_object(pack, object, &done) < 0) {
+        return -1;
+    }
+    if (done) {
+        return 0;
+    }
     if (put_tag(pack, tag) < 0) {
         return -1;
     }
@@ -679,12 +697,19 @@ put_pickle(smp_pack *pack, PyObject *value)
     PyObject *pair;
     PyObject *bytes;
     PyObject *tensors;
+    bool      done;
     int       failed;
 
     if (smp_registry.dumps == NULL) {
         PyErr_Format(PyExc_TypeError, "smp: cannot send a %s to another rank",
                      Py_TYPE(value)->tp_name);
         return -1;
+    }
+    if (number_object(pack, value, &done) < 0) {
+        return -1;
+    }
+    if (done) {
+        return 0;
     }
     pair = PyObject_CallOneArg(smp_registry.dumps, value);
     if (pair == NULL) {

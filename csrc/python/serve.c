@@ -24,6 +24,7 @@ typedef struct {
     PyObject *node;      /* Enter's, while the forward runs */
     uint64_t  count;     /* requests of the microbatch when the forward ended */
     uint64_t  seed;      /* the request's */
+    bool      running;   /* inside its own backward */
 } context_object;
 
 static PyTypeObject *context_type;
@@ -67,6 +68,20 @@ enter_backward(PyObject *unused, PyObject *const *args, Py_ssize_t nargs)
 
     (void)unused;
     if (self == NULL) {
+        return NULL;
+    }
+    if (!self->running) {
+        PyErr_Format(
+            PyExc_RuntimeError,
+            "smp: module '%s' on pp_rank %d was called twice from another rank, and "
+            "the "
+            "second call used a tensor with grad that the first one kept in the "
+            "module; "
+            "return it and pass it as an argument, or put the module and its caller on "
+            "one rank with smp.set_partition",
+            smp_entry_path(&smp_the_session.entries[self->entry]),
+            smp_the_session.entries[self->entry].owner);
+        Py_DECREF(self);
         return NULL;
     }
     gradients = PyTuple_New(nargs - 1);
@@ -273,7 +288,7 @@ pack_dirty(smp_pack *pack, const smp_unpack *unpack, const context_object *conte
 
 /* Appends the new contents of the request's objects that were changed in place. */
 static int
-pack_changes(smp_pack *pack, const smp_unpack *unpack)
+pack_changes(smp_pack *pack, const smp_unpack *unpack, const smp_entry *entry)
 {
     uint32_t count = 0;
 
@@ -281,6 +296,17 @@ pack_changes(smp_pack *pack, const smp_unpack *unpack)
         int changed = smp_unpack_changed(unpack, i);
 
         if (changed < 0) {
+            return -1;
+        }
+        if (changed == 1 && smp_unpack_is_pickled(unpack, i)) {
+            PyErr_Format(
+                PyExc_TypeError,
+                "smp: module '%s' on pp_rank %d changed an argument of type %s in "
+                "place; "
+                "the change cannot go back to its caller on another rank: return the "
+                "object, or use a list, dict, set or an object without __slots__",
+                smp_entry_path(entry), entry->owner,
+                Py_TYPE(unpack->objects[i])->tp_name);
             return -1;
         }
         count += (uint32_t)changed;
@@ -381,7 +407,7 @@ serve_forward(smp_message *request, smp_task *task)
     }
     value = run_entry(entry, envelope.flags, state, args, kwargs);
     if (value == NULL || pack_dirty(&pack, &unpack, context) < 0 ||
-        smp_pack_value(&pack, value) < 0 || pack_changes(&pack, &unpack) < 0) {
+        smp_pack_value(&pack, value) < 0 || pack_changes(&pack, &unpack, entry) < 0) {
         goto done;
     }
     if (context != NULL) {
@@ -467,6 +493,7 @@ run_engine(context_object *context, smp_unpack *unpack)
         result = Py_NewRef(Py_None);
         goto done;
     }
+    context->running = true;
     Py_SETREF(roots, PyList_AsTuple(roots));
     Py_SETREF(grads, PyList_AsTuple(grads));
     Py_CLEAR(context->outputs); /* the roots alone keep the graph */
@@ -474,6 +501,7 @@ run_engine(context_object *context, smp_unpack *unpack)
         PyObject_CallFunctionObjArgs(smp_torch.run_backward, roots, grads, Py_False,
                                      Py_False, none, Py_True, Py_True, NULL);
 done:
+    context->running = false;
     Py_XDECREF(roots);
     Py_XDECREF(grads);
     Py_XDECREF(none);

@@ -12,6 +12,14 @@
 smp_session             smp_the_session;
 _Thread_local smp_task *smp_this_task;
 
+const char *
+smp_entry_path(const smp_entry *entry)
+{
+    const char *path = PyUnicode_AsUTF8(entry->path);
+
+    return path == NULL ? "?" : path;
+}
+
 /* The worker's Python thread state while it does not hold the GIL. */
 static _Thread_local PyThreadState *resting;
 

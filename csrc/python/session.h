@@ -66,6 +66,9 @@ typedef struct {
 
 extern smp_session smp_the_session;
 
+/* The module path of an entry, for messages; borrowed. */
+const char *smp_entry_path(const smp_entry *entry);
+
 /* The task of this thread; NULL outside a step. */
 extern _Thread_local smp_task *smp_this_task;
 

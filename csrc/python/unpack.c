@@ -260,7 +260,8 @@ smp_unpack_fini(smp_unpack *unpack)
 
 /* ------------------------------------------------------------------- objects */
 
-/* Numbers a mutable object before its contents are read: they may refer to it. */
+/* Numbers a mutable object before its contents are read: they may refer to it.  NULL
+ * for one that is made of its contents. */
 static int
 add_object(smp_unpack *unpack, PyObject *object, size_t *number)
 {
@@ -280,7 +281,7 @@ add_object(smp_unpack *unpack, PyObject *object, size_t *number)
         unpack->object_room = room;
     }
     *number = unpack->nobjects;
-    unpack->objects[*number] = Py_NewRef(object);
+    unpack->objects[*number] = Py_XNewRef(object);
     unpack->snapshots[*number] = NULL;
     unpack->nobjects += 1;
     return 0;
@@ -408,6 +409,39 @@ same_items(PyObject *object, PyObject *items)
     return 1;
 }
 
+/* Whether the object pickles as it did, with the same tensors; those may have changed.
+ */
+static int
+same_pickle(PyObject *object, PyObject *before)
+{
+    PyObject *now = PyObject_CallOneArg(smp_registry.dumps, object);
+    PyObject *outside;
+    PyObject *outside_before = PyTuple_GET_ITEM(before, 1);
+    int       same;
+
+    if (now == NULL) {
+        return -1;
+    }
+    outside = PyTuple_GET_ITEM(now, 1);
+    same = PyObject_RichCompareBool(PyTuple_GET_ITEM(now, 0),
+                                    PyTuple_GET_ITEM(before, 0), Py_EQ);
+    if (same == 1 && PyList_GET_SIZE(outside) != PyList_GET_SIZE(outside_before)) {
+        same = 0;
+    }
+    for (Py_ssize_t i = 0; same == 1 && i < PyList_GET_SIZE(outside); i++) {
+        same = PyList_GET_ITEM(outside, i) == PyList_GET_ITEM(outside_before, i);
+    }
+    Py_DECREF(now);
+    return same;
+}
+
+bool
+smp_unpack_is_pickled(const smp_unpack *unpack, size_t i)
+{
+    return unpack->snapshots[i] != NULL &&
+           PyBytes_Check(PyTuple_GET_ITEM(unpack->snapshots[i], 0));
+}
+
 int
 smp_unpack_changed(const smp_unpack *unpack, size_t i)
 {
@@ -419,6 +453,10 @@ smp_unpack_changed(const smp_unpack *unpack, size_t i)
 
     if (snapshot == NULL) {
         return 0;
+    }
+    if (smp_unpack_is_pickled(unpack, i)) {
+        same = same_pickle(object, snapshot);
+        return same < 0 ? -1 : !same;
     }
     same = same_items(object, PyTuple_GET_ITEM(snapshot, 0));
     if (same <= 0) {
@@ -822,8 +860,9 @@ take_slice(smp_unpack *unpack)
     return slice;
 }
 
+/* What loads() makes of the bytes and what stands beside them. */
 static PyObject *
-take_pickle(smp_unpack *unpack)
+load_pickle(smp_unpack *unpack)
 {
     uint32_t    size;
     const void *bytes;
@@ -843,6 +882,26 @@ take_pickle(smp_unpack *unpack)
         }
     }
     Py_XDECREF(tensors);
+    return value;
+}
+
+static PyObject *
+take_pickle(smp_unpack *unpack)
+{
+    PyObject *value;
+    size_t    number;
+
+    if (add_object(unpack, NULL, &number) < 0 ||
+        (value = load_pickle(unpack)) == NULL) {
+        return NULL;
+    }
+    unpack->objects[number] = Py_NewRef(value);
+    if (unpack->watch) {
+        unpack->snapshots[number] = PyObject_CallOneArg(smp_registry.dumps, value);
+        if (unpack->snapshots[number] == NULL) {
+            Py_CLEAR(value);
+        }
+    }
     return value;
 }
 

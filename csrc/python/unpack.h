@@ -25,12 +25,13 @@ struct smp_unpack {
     uint8_t        *requires_grad; /* by number */
     size_t          ntensors;
     PyObject      **objects;   /* owned references, by number */
-    PyObject      **snapshots; /* shallow copies of objects' contents; may be NULL */
-    size_t          nobjects;
-    size_t          object_room;
-    bool            watch; /* take snapshots */
-    bool            copy;  /* no tensor may keep a block */
-    int             depth;
+    PyObject      **snapshots; /* shallow copies of objects' contents, or their pickles;
+                                  may be NULL */
+    size_t nobjects;
+    size_t object_room;
+    bool   watch; /* take snapshots */
+    bool   copy;  /* no tensor may keep a block */
+    int    depth;
 };
 
 /* Reads the tensors.  from: where the values start in the message (behind the
@@ -48,6 +49,9 @@ int       smp_unpack_u32(smp_unpack *unpack, uint32_t *number);
 
 /* Whether object i differs from its snapshot; -1 with an exception. */
 int smp_unpack_changed(const smp_unpack *unpack, size_t i);
+
+/* Whether object i came as a pickle: what changes in it cannot travel back. */
+bool smp_unpack_is_pickled(const smp_unpack *unpack, size_t i);
 
 /* Replaces the contents of `object` by the next contents in the message. */
 int smp_unpack_contents_into(smp_unpack *unpack, PyObject *object);

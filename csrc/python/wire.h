@@ -35,8 +35,8 @@ typedef enum {
     TAG_TENSOR,    /* number */
     TAG_MODULE,    /* number of the module on every rank */
     TAG_PARAMETER, /* number of the parameter, which the receiver owns */
-    TAG_PICKLE,    /* bytes, list of the tensors inside */
     /* What a callee may change in place; numbered in this order. */
+    TAG_PICKLE,    /* bytes, list of the tensors inside; a change cannot travel back */
     TAG_LIST,      /* size, values */
     TAG_DICT,      /* size, pairs */
     TAG_SET,       /* size, values */
