@@ -2,12 +2,15 @@
 
     mpirun -np 2 python benchmarks/remote_call.py
 
-An identity module on the other rank, one tensor of 4 floats.  The peer is a TensorPipe
-``rpc_sync`` echo of the same tensor between the same two processes.
+Modules on the other rank that return their argument, one tensor of 4 floats: ``Same``
+returns the tensor itself, which stays the caller's own; ``View`` returns a new tensor, with
+autograd's nodes on both ranks.  The peer is a TensorPipe ``rpc_sync`` echo of the same
+tensor between the same two processes.
 """
 
 import os
 import socket
+import threading
 
 import torch
 import torch.distributed.rpc as rpc
@@ -20,21 +23,35 @@ CALLS = 500
 ROUNDS = 15
 
 
+class View(nn.Module):
+    def forward(self, x):
+        return x.view_as(x)
+
+
 class Echo(nn.Module):
     """Calls a child of another rank ``calls`` times."""
 
     def __init__(self):
         super().__init__()
-        self.far = nn.Identity()
+        self.same = nn.Identity()
+        self.view = View()
 
-    def forward(self, x, calls):
+    def forward(self, x, calls, name):
+        far = getattr(self, name)
         for _ in range(calls):
-            x = self.far(x)
+            x = far(x)
         return x
 
 
 def echo(x):
     return x
+
+
+peer_done = threading.Event()
+
+
+def end_of_peer():
+    peer_done.set()
 
 
 def start_rpc() -> None:
@@ -49,7 +66,7 @@ def start_rpc() -> None:
         rank=smp.rank(),
         world_size=2,
         rpc_backend_options=rpc.TensorPipeRpcBackendOptions(
-            init_method=f"tcp://127.0.0.1:{port}", _transports=["uv"]
+            init_method=f"tcp://127.0.0.1:{port}"
         ),
     )
 
@@ -59,49 +76,54 @@ def main() -> None:
     smp.init({"pipeline_parallel_degree": 2, "microbatches": 1})
     net = Echo()
     smp.set_partition(net, 0)
-    smp.set_partition(net.far, 1)
+    smp.set_partition(net.same, 1)
+    smp.set_partition(net.view, 1)
     model = smp.DistributedModel(net)
     seconds = {}
 
     @smp.step(non_split_inputs=["x"])
-    def without_grad(x):
+    def without_grad(x, name):
         with torch.no_grad():
-            model(x, 10)
-            seconds["forward under no_grad"] = timed(lambda: model(x, CALLS))
+            model(x, 10, name)
+            seconds["forward"] = timed(lambda: model(x, CALLS, name))
 
     @smp.step(non_split_inputs=["x"])
-    def with_grad(x):
+    def with_grad(x, name):
         out = []
-        seconds["forward with grad"] = timed(lambda: out.append(model(x, CALLS)))
+        seconds["forward"] = timed(lambda: out.append(model(x, CALLS, name)))
         rest = timed(lambda: model.backward(out[0].sum()))
-        seconds["forward and backward"] = seconds["forward with grad"] + rest
+        seconds["both"] = seconds["forward"] + rest
 
     x = torch.randn(4, requires_grad=True)
     start_rpc()
 
-    def run(step, key):
-        step(x)
+    def run(step, name, key):
+        step(x, name)
         return seconds.get(key, 0.0) / CALLS
 
     def peer():
-        smp.barrier()
-        if smp.rank() == 0:
-            y = x.detach()
-            time = timed(lambda: [rpc.rpc_sync("rank1", echo, (y,)) for _ in range(CALLS // 5)])
-        smp.barrier()
-        return time / (CALLS // 5) if smp.rank() == 0 else 0.0
+        if smp.rank() == 1:  # waits without a core of its own
+            peer_done.wait()
+            peer_done.clear()
+            return 0.0
+        y = x.detach()
+        time = timed(lambda: [rpc.rpc_sync("rank1", echo, (y,)) for _ in range(CALLS // 5)])
+        rpc.rpc_sync("rank1", end_of_peer)
+        return time / (CALLS // 5)
 
     sides = {
         "rpc_sync echo": peer,
-        "forward under no_grad": lambda: run(without_grad, "forward under no_grad"),
-        "forward with grad": lambda: run(with_grad, "forward with grad"),
-        "forward and backward": lambda: run(with_grad, "forward and backward"),
+        "Same, no_grad": lambda: run(without_grad, "same", "forward"),
+        "View, no_grad": lambda: run(without_grad, "view", "forward"),
+        "Same, grad": lambda: run(with_grad, "same", "forward"),
+        "View, grad": lambda: run(with_grad, "view", "forward"),
+        "View, grad and backward": lambda: run(with_grad, "view", "both"),
     }
     for side in sides.values():
         side()
     times = alternate(sides, ROUNDS)
     if smp.rank() == 0:
-        show("Remote identity module, 4 floats", "us", 1e6, times, "rpc_sync echo")
+        show("Remote module that returns its argument, 4 floats", "us", 1e6, times, "rpc_sync echo")
     rpc.shutdown()
 
 
