@@ -1,8 +1,11 @@
 """Spec: what a user is promised when something goes wrong inside a step, and misuse."""
 
 import copy
+import os
 import re
+import time
 from collections import deque
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -32,8 +35,11 @@ class Part(nn.Linear):
     """A layer that raises when it is told to."""
 
     trouble: str | None = None  # "forward" or "backward"
+    before: Callable[[], None] | None = None  # called before each forward
 
     def forward(self, x):
+        if self.before is not None:
+            self.before()
         if self.trouble == "forward":
             raise Trouble(f"in forward of {self.in_features}")
         y = torch.tanh(super().forward(x))
@@ -159,6 +165,31 @@ def test_except_exception_in_a_model_does_not_hold_up_the_end_of_a_step():
     model.module.b.trouble = "forward"
     with pytest.raises(Trouble):
         step(model, torch.randn(6, 8))
+
+
+@on_ranks(2)
+def test_a_rank_that_is_busy_when_another_fails_and_leaves_hears_why():
+    """What a rank cannot send to one that has left is no failure of its own: it raises
+    what that one raised."""
+    _, model = make()
+    smp.step(train)(model, torch.randn(6, 8))
+
+    def stay_until_the_other_has_left():
+        deadline = time.monotonic() + 30
+        while smp._core.counters()["left"] == 0:
+            os.sched_yield()
+            assert time.monotonic() < deadline
+
+    def failing(model, x):
+        if x[0, 0] == 1:
+            raise Trouble("while another microbatch is in its module")
+        model(x)
+
+    if smp.pp_rank() == 1:
+        model.module.b.before = stay_until_the_other_has_left
+    x = torch.arange(3.0).repeat_interleave(2).unsqueeze(1).expand(6, 8)
+    with pytest.raises(Trouble, match="while another microbatch"):
+        smp.step(failing)(model, x)
 
 
 # ------------------------------------------------------------------------------- misuse

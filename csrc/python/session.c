@@ -254,7 +254,7 @@ smp_session_wait(uint64_t call)
     return response;
 }
 
-/* Sends `value` to every other rank.  0, or -1 with an exception. */
+/* Sends `value` to every other rank that is there.  0, or -1 with an exception. */
 static int
 send_to_all(smp_msg_kind kind, PyObject *value)
 {
@@ -273,7 +273,10 @@ send_to_all(smp_msg_kind kind, PyObject *value)
         failed =
             smp_pack_value(&pack, value) < 0 || smp_pack_send(&pack, &envelope) < 0;
         smp_pack_fini(&pack);
-        if (failed) {
+        if (failed && kind == SMP_MSG_ABORT &&
+            PyErr_ExceptionMatches(PyExc_ConnectionError)) {
+            PyErr_Clear(); /* it has gone, and needs no word any more */
+        } else if (failed) {
             return -1;
         }
     }
@@ -293,6 +296,15 @@ smp_session_fail(smp_task *task)
     PyErr_NormalizeException(&type, &value, &traceback);
     if (traceback != NULL) {
         (void)PyException_SetTraceback(value, traceback);
+    }
+    /* What failed here may follow from what failed on another rank, which has said so
+     * and then left. */
+    rest_python();
+    smp_server_hear(session->server);
+    wake_python();
+    if (smp_comm_lost(session->comm) >= 0 &&
+        PyErr_GivenExceptionMatches(value, PyExc_ConnectionError)) {
+        smp_server_fail(session->server); /* the step says who is gone */
     }
     if (!smp_server_failed(session->server)) {
         if (task->entry >= 0 && (size_t)task->entry < session->nentries) {
@@ -960,18 +972,22 @@ static PyObject *
 py_counters(PyObject *module, PyObject *unused)
 {
     smp_comm_stats stats;
+    int            left = 0;
 
     (void)module;
     (void)unused;
     if (smp_the_session.comm == NULL) {
         return PyDict_New();
     }
+    for (int rank = 0; rank < smp_the_session.size; rank++) {
+        left += smp_comm_left(smp_the_session.comm, rank);
+    }
     smp_comm_counters(smp_the_session.comm, &stats);
-    return Py_BuildValue("{s:K,s:K,s:K,s:K,s:K,s:K,s:K}", "messages", stats.messages,
-                         "bytes", stats.bytes, "pool_blocks", stats.pool_blocks,
-                         "pool_fallbacks", stats.pool_fallbacks, "pool_in_use",
-                         stats.pool_in_use, "pool_high", stats.pool_high, "pool_size",
-                         stats.pool_size);
+    return Py_BuildValue("{s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:i}", "messages",
+                         stats.messages, "bytes", stats.bytes, "pool_blocks",
+                         stats.pool_blocks, "pool_fallbacks", stats.pool_fallbacks,
+                         "pool_in_use", stats.pool_in_use, "pool_high", stats.pool_high,
+                         "pool_size", stats.pool_size, "left", left);
 }
 
 /* timeline() -> [(time_ns, worker, kind, phase, microbatch, entry), ...] of the last

@@ -747,6 +747,17 @@ smp_server_await_turn(smp_server *server, int32_t gate, int32_t microbatch)
 }
 
 void
+smp_server_hear(smp_server *server)
+{
+    smp_message *message;
+
+    while (server->end == NULL &&
+           smp_comm_receive(server->comm, 0, &message) == SMP_OK) {
+        sort_in(server, message);
+    }
+}
+
+void
 smp_server_fail(smp_server *server)
 {
     server->failed = true;

@@ -91,6 +91,9 @@ void smp_server_set_turns(smp_server *server, smp_turns *turns);
 /* Waits until the microbatch may pass the gate.  SMP_ERR_CLOSED: unwind. */
 smp_status smp_server_await_turn(smp_server *server, int32_t gate, int32_t microbatch);
 
+/* Reads what has arrived: the step may have failed elsewhere already. */
+void smp_server_hear(smp_server *server);
+
 /* Ends the step; the worker that calls it then unwinds. */
 void smp_server_fail(smp_server *server);
 
