@@ -18,7 +18,7 @@ from pathlib import Path
 from setuptools import Extension, setup
 
 WARNINGS = ["-Wall", "-Wextra", "-Wpedantic", "-Wconversion", "-Werror"]
-MPI_SOURCES = ["csrc/python/mpi_module.c", "csrc/comm/mpi.c"]
+MPI_SOURCES = ["csrc/python/mpi_module.c", "csrc/comm/mpi.c", "csrc/comm/mpi_group.c"]
 
 
 def flags() -> list[str]:

@@ -10,7 +10,7 @@
 #include "common/status.h"
 
 #define SMP_CARD_BYTES 4096u
-#define SMP_CARD_SECTIONS 8u
+#define SMP_CARD_SECTIONS 8u /* SMP_TRANSPORTS */
 #define SMP_CARD_CORES 1024u
 
 typedef struct {

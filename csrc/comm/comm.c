@@ -22,13 +22,11 @@
 #include "comm/card.h"
 #include "comm/clock.h"
 #include "comm/fork.h"
+#include "comm/inbox.h"
 #include "comm/loop.h"
 #include "comm/message.h"
 #include "comm/segment.h"
 #include "comm/transport.h"
-#include "common/lock.h"
-
-#define MAX_TRANSPORTS SMP_CARD_SECTIONS
 
 #define DEFAULT_POOL_BYTES ((size_t)256 << 20)
 
@@ -73,7 +71,7 @@ struct smp_comm {
     smp_loop     loop;
     smp_host     host;
     smp_card    *card; /* owned */
-    carrier      carriers[MAX_TRANSPORTS];
+    carrier      carriers[SMP_TRANSPORTS];
     int          ncarriers;
 
     carrier *
@@ -98,15 +96,8 @@ struct smp_comm {
     _Atomic uint64_t pool_blocks;
     _Atomic uint64_t pool_fallbacks;
 
-    _Atomic size_t inbox_count;
-    smp_lock       inbox_lock; /* guards all below */
-    smp_message   *inbox;      /* owned: first in, first out */
-    smp_message   *inbox_last;
+    smp_inbox inbox;
 };
-
-static smp_lock             registry_lock = SMP_LOCK_INIT(SMP_LOCK_REGISTRY);
-static const smp_transport *registry[MAX_TRANSPORTS] = {&smp_transport_shm};
-static int                  nregistry = 1;
 
 /* A forked child has the struct, but neither the thread nor the descriptors. */
 static bool
@@ -182,16 +173,7 @@ host_left(smp_comm *comm, int rank)
 static void
 host_deliver(smp_comm *comm, smp_message *message)
 {
-    message->next = NULL;
-    smp_lock_acquire(&comm->inbox_lock);
-    if (comm->inbox == NULL) {
-        comm->inbox = message;
-    } else {
-        comm->inbox_last->next = message;
-    }
-    comm->inbox_last = message;
-    atomic_fetch_add(&comm->inbox_count, 1);
-    smp_lock_release(&comm->inbox_lock);
+    smp_inbox_put(&comm->inbox, message);
     host_arrived(comm);
 }
 
@@ -334,23 +316,6 @@ default_pool_bytes(void)
     return share < DEFAULT_POOL_BYTES ? share : DEFAULT_POOL_BYTES;
 }
 
-/* The registered transport with the name [name, name + length), or NULL. */
-static const smp_transport *
-find_transport(const char *name, size_t length)
-{
-    const smp_transport *found = NULL;
-
-    smp_lock_acquire(&registry_lock);
-    for (int i = 0; i < nregistry && found == NULL; i++) {
-        if (strlen(registry[i]->name) == length &&
-            strncmp(registry[i]->name, name, length) == 0) {
-            found = registry[i];
-        }
-    }
-    smp_lock_release(&registry_lock);
-    return found;
-}
-
 /* Makes this rank's end of one transport and its section of the card. */
 static smp_status
 add_carrier(smp_comm *comm, const smp_transport *ops)
@@ -360,7 +325,7 @@ add_carrier(smp_comm *comm, const smp_transport *ops)
     size_t      bytes;
     smp_status  status;
 
-    assert(comm->ncarriers < (int)MAX_TRANSPORTS);
+    assert(comm->ncarriers < SMP_TRANSPORTS);
     c->ops = ops;
     status = ops->create(&comm->host, &c->self);
     if (status != SMP_OK) {
@@ -378,10 +343,10 @@ add_named(smp_comm *comm, const char *names)
 {
     while (*names != '\0') {
         size_t               length = strcspn(names, ",");
-        const smp_transport *ops = find_transport(names, length);
+        const smp_transport *ops = smp_transport_find(names, length);
         smp_status           status;
 
-        if (ops == NULL || comm->ncarriers == (int)MAX_TRANSPORTS) {
+        if (ops == NULL || comm->ncarriers == SMP_TRANSPORTS) {
             return SMP_ERR_INVALID;
         }
         status = add_carrier(comm, ops);
@@ -397,14 +362,10 @@ add_named(smp_comm *comm, const char *names)
 static smp_status
 add_registered(smp_comm *comm)
 {
-    const smp_transport *all[MAX_TRANSPORTS];
-    int                  n;
+    const smp_transport *all[SMP_TRANSPORTS];
+    int                  n = smp_transport_all(all);
     smp_status           status = SMP_ERR_SYSTEM;
 
-    smp_lock_acquire(&registry_lock);
-    n = nregistry;
-    memcpy(all, registry, sizeof(all));
-    smp_lock_release(&registry_lock);
     for (int i = 0; i < n; i++) {
         smp_status its = add_carrier(comm, all[i]);
 
@@ -467,7 +428,7 @@ smp_comm_create(const smp_comm_config *config, smp_comm **out)
         free(comm);
         return status;
     }
-    smp_lock_init(&comm->inbox_lock, SMP_LOCK_INBOX);
+    smp_inbox_init(&comm->inbox);
     comm->rank = config->rank;
     comm->size = config->size;
     comm->spin_us = config->spin_us;
@@ -631,16 +592,10 @@ smp_comm_destroy(smp_comm *comm)
     for (int i = comm->ncarriers; i-- > 0;) { /* 2. close what leads to the peers */
         comm->carriers[i].ops->destroy(comm->carriers[i].self);
     }
-    while (comm->inbox != NULL) { /* 3. nobody else sees the rest now */
-        smp_message *next = comm->inbox->next;
-
-        smp_message_free(comm->inbox);
-        comm->inbox = next;
-    }
+    smp_inbox_fini(&comm->inbox); /* 3. nobody else sees the rest now */
     smp_arena_destroy(comm->arena);
     smp_segment_unref(comm->segment);
     smp_loop_fini(&comm->loop);
-    smp_lock_fini(&comm->inbox_lock);
     free(comm->card);
     free(comm->states);
     free(comm->routes);
@@ -712,24 +667,6 @@ smp_comm_send(smp_comm *comm, int dest, const void *bytes, size_t nbytes,
     return status;
 }
 
-/* The oldest message of the inbox, or NULL. */
-static smp_message *
-take_delivered(smp_comm *comm)
-{
-    smp_message *message;
-
-    if (atomic_load(&comm->inbox_count) == 0) {
-        return NULL;
-    }
-    smp_lock_acquire(&comm->inbox_lock);
-    message = comm->inbox;
-    comm->inbox = message->next;
-    message->next = NULL;
-    atomic_fetch_sub(&comm->inbox_count, 1);
-    smp_lock_release(&comm->inbox_lock);
-    return message;
-}
-
 /* SMP_ERR_TIMED_OUT: nothing is there. */
 static smp_status
 look(smp_comm *comm, smp_message **out)
@@ -757,7 +694,7 @@ look(smp_comm *comm, smp_message **out)
             return SMP_OK;
         }
     }
-    *out = take_delivered(comm);
+    *out = smp_inbox_get(&comm->inbox);
     if (*out != NULL) {
         return SMP_OK;
     }
@@ -883,25 +820,4 @@ smp_comm_transport(const smp_comm *comm, int rank)
     const carrier *c = comm->routes[rank];
 
     return c == NULL ? NULL : c->ops->name;
-}
-
-smp_status
-smp_transport_register(const smp_transport *transport)
-{
-    smp_status status = SMP_OK;
-
-    if (transport->abi != SMP_TRANSPORT_ABI) {
-        return SMP_ERR_INVALID;
-    }
-    if (find_transport(transport->name, strlen(transport->name)) != NULL) {
-        return SMP_OK;
-    }
-    smp_lock_acquire(&registry_lock);
-    if (nregistry == (int)MAX_TRANSPORTS) {
-        status = SMP_ERR_INVALID;
-    } else {
-        registry[nregistry++] = transport;
-    }
-    smp_lock_release(&registry_lock);
-    return status;
 }

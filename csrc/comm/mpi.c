@@ -15,7 +15,6 @@
 #define _GNU_SOURCE
 #include <mpi.h>
 
-#include <pthread.h>
 #include <sched.h>
 #include <stdatomic.h>
 #include <stdio.h>
@@ -24,11 +23,11 @@
 #include <time.h>
 
 #include "comm/mpi.h"
+#include "comm/mpi_group.h"
 #include "comm/transport.h"
 #include "common/lock.h"
 
 #define MAGIC 0x49504d53u
-#define VERSION 1u
 
 /* A longer block travels in several pieces: MPI counts in int, and says nothing of a
  * message until it has arrived whole. */
@@ -56,13 +55,6 @@
 enum { TAG_HEAD = 1, TAG_BLOCK = 2 };
 
 typedef enum { HEAD_MESSAGE = 0x4d, HEAD_GOODBYE = 0x59 } head_kind;
-
-typedef struct {
-    uint32_t magic;
-    uint32_t version;
-    int32_t  world_rank;
-    int32_t  world_size;
-} mpi_card;
 
 /* Followed by one size per block, the bytes, the inline blocks; each padded to 8. */
 typedef struct {
@@ -93,7 +85,7 @@ typedef struct {
 
 typedef struct {
     const smp_host *host; /* borrowed */
-    mpi_card        card;
+    smp_mpi_card    card;
     MPI_Comm        comm;   /* MPI_COMM_NULL until connected */
     int             keyval; /* its deletion tells that MPI ends */
     int             npeers; /* set by connect, like peers */
@@ -756,9 +748,7 @@ mpi_create(const smp_host *host, void **out)
         goto err_free_keyval;
     }
     smp_lock_init(&self->lock, SMP_LOCK_OUTBOX);
-    self->card = (mpi_card){.magic = MAGIC, .version = VERSION};
-    MPI_Comm_rank(MPI_COMM_WORLD, &self->card.world_rank);
-    MPI_Comm_size(MPI_COMM_WORLD, &self->card.world_size);
+    smp_mpi_card_fill(&self->card);
     *out = self;
     return SMP_OK;
 
@@ -782,99 +772,6 @@ mpi_get_card(void *arg, size_t *bytes)
     return &self->card;
 }
 
-/* The world ranks of all ranks of the job, by rank; false when one is not in the same
- * world, so far as can be seen, or has no MPI. */
-static bool
-world_ranks(const mpi *self, const void *const *cards, const size_t *card_bytes,
-            int *ranks)
-{
-    const smp_host *host = self->host;
-
-    for (int r = 0; r < host->size; r++) {
-        mpi_card card = self->card;
-
-        if (r != host->rank) {
-            if (cards[r] == NULL || card_bytes[r] != sizeof(card)) {
-                return false;
-            }
-            memcpy(&card, cards[r], sizeof(card));
-        }
-        if (card.magic != MAGIC || card.version != VERSION ||
-            card.world_size != self->card.world_size || card.world_rank < 0 ||
-            card.world_rank >= card.world_size) {
-            return false;
-        }
-        ranks[r] = card.world_rank;
-        for (int other = 0; other < r; other++) {
-            if (ranks[other] == ranks[r]) {
-                return false;
-            }
-        }
-    }
-    return true;
-}
-
-/* A communicator of these ranks alone.  Its making waits for the others without limit,
- * so it has a thread of its own, which is left behind when the time is over. */
-typedef struct {
-    MPI_Comm comm;
-    int      result;
-    int      size;
-    int      ranks[];
-} making;
-
-static void *
-make_comm(void *arg)
-{
-    enum { TAG = 0x534d };
-    making   *m = arg;
-    MPI_Group world = MPI_GROUP_NULL;
-    MPI_Group group = MPI_GROUP_NULL;
-
-    m->result = MPI_Comm_group(MPI_COMM_WORLD, &world);
-    if (m->result == MPI_SUCCESS) {
-        m->result = MPI_Group_incl(world, m->size, m->ranks, &group);
-        MPI_Group_free(&world);
-    }
-    if (m->result == MPI_SUCCESS) {
-        m->result = MPI_Comm_create_group(MPI_COMM_WORLD, group, TAG, &m->comm);
-        MPI_Group_free(&group);
-    }
-    if (m->result == MPI_SUCCESS) {
-        m->result = MPI_Comm_set_errhandler(m->comm, MPI_ERRORS_RETURN);
-    }
-    return NULL;
-}
-
-/* deadline_ns counts from an unknown start, as CLOCK_MONOTONIC does; pthread's from
- * 1970. */
-static smp_status
-make_comm_until(making *m, int64_t deadline_ns)
-{
-    struct timespec until;
-    int64_t         left = deadline_ns - now_ns();
-    pthread_t       thread;
-
-    if (left < 0) {
-        left = 0;
-    }
-    clock_gettime(CLOCK_REALTIME, &until);
-    until.tv_sec += (time_t)(left / 1000000000);
-    until.tv_nsec += (long)(left % 1000000000);
-    if (until.tv_nsec >= 1000000000) {
-        until.tv_sec++;
-        until.tv_nsec -= 1000000000;
-    }
-    if (pthread_create(&thread, NULL, make_comm, m) != 0) {
-        return SMP_ERR_NO_THREAD;
-    }
-    if (pthread_timedjoin_np(thread, NULL, &until) != 0) {
-        pthread_detach(thread);
-        return SMP_ERR_TIMED_OUT;
-    }
-    return m->result == MPI_SUCCESS ? SMP_OK : SMP_ERR_SYSTEM;
-}
-
 /* Ranks on one host reach one another by shared memory or not at all, so either every
  * rank of the job wants somebody, or nobody does: all come to the same answer. */
 static smp_status
@@ -884,7 +781,7 @@ mpi_connect(void *arg, const void *const *cards, const size_t *card_bytes,
     mpi       *self = arg;
     int        size = self->host->size;
     int        wants = -1;
-    making    *m;
+    int       *ranks;
     smp_status status;
 
     for (int r = 0; r < size && wants < 0; r++) {
@@ -893,25 +790,21 @@ mpi_connect(void *arg, const void *const *cards, const size_t *card_bytes,
     if (wants < 0) {
         return SMP_OK;
     }
-    m = calloc(1, sizeof(*m) + (size_t)size * sizeof(int));
-    if (m == NULL) {
+    ranks = calloc((size_t)size, sizeof(*ranks));
+    if (ranks == NULL) {
         return SMP_ERR_NO_MEMORY;
     }
-    m->size = size;
-    if (!world_ranks(self, cards, card_bytes, m->ranks)) {
-        free(m);
+    if (!smp_mpi_world_ranks(&self->card, self->host->rank, size, cards, card_bytes,
+                             ranks)) {
+        free(ranks);
         return SMP_OK; /* reaches nobody */
     }
-    status = make_comm_until(m, deadline_ns);
+    status = smp_mpi_make_comm(ranks, size, deadline_ns - now_ns(), &self->comm);
+    free(ranks);
     if (status != SMP_OK) {
         *failed = wants;
-        if (status != SMP_ERR_TIMED_OUT) { /* else the thread still uses it */
-            free(m);
-        }
         return status;
     }
-    self->comm = m->comm;
-    free(m);
     for (int r = 0; r < size; r++) {
         reached[r] = wanted[r];
         self->peers[r] = wanted[r];

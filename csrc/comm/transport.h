@@ -18,6 +18,9 @@
 /* Changes with every change of the two tables. */
 #define SMP_TRANSPORT_ABI 2
 
+/* There are never more. */
+#define SMP_TRANSPORTS 8
+
 /* Called by the progress thread when a descriptor is ready; `events` are epoll's. */
 typedef struct {
     void (*ready)(void *arg, uint32_t events);
@@ -120,6 +123,12 @@ typedef struct {
  * preferred.  `transport` is borrowed for ever.  A second registration of a name does
  * nothing.  SMP_ERR_INVALID: too many, or built for another SMP_TRANSPORT_ABI. */
 smp_status smp_transport_register(const smp_transport *transport);
+
+/* The registered transport with the name name[0 .. length), or NULL. */
+const smp_transport *smp_transport_find(const char *name, size_t length);
+
+/* All of them, in order; how many. */
+int smp_transport_all(const smp_transport *out[SMP_TRANSPORTS]);
 
 /* The shared memory transport; always registered, first. */
 extern const smp_transport smp_transport_shm;

@@ -1,0 +1,33 @@
+/* Messages that the progress thread has received, for the receiving thread.
+ *
+ * Ownership  put takes a message, get gives it.
+ * Threads    put: any.  get: the receiving thread.
+ */
+#ifndef SMP_COMM_INBOX_H
+#define SMP_COMM_INBOX_H
+
+#include <stdatomic.h>
+#include <stddef.h>
+
+#include "comm/comm.h"
+#include "common/lock.h"
+
+typedef struct {
+    _Atomic size_t count; /* so that an empty one costs a load */
+    smp_lock       lock;  /* guards all below */
+    smp_message   *first; /* owned: linked by next */
+    smp_message   *last;
+} smp_inbox;
+
+void smp_inbox_init(smp_inbox *inbox);
+
+/* Frees what is left in it. */
+void smp_inbox_fini(smp_inbox *inbox);
+
+/* The count is seq_cst, so that a bell may be rung after it. */
+void smp_inbox_put(smp_inbox *inbox, smp_message *message);
+
+/* The oldest message, or NULL. */
+smp_message *smp_inbox_get(smp_inbox *inbox);
+
+#endif
