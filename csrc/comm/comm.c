@@ -788,7 +788,15 @@ smp_comm_wake(smp_comm *comm)
 int
 smp_comm_lost(const smp_comm *comm)
 {
-    return fault_rank(atomic_load(&comm->fault));
+    int rank = fault_rank(atomic_load(&comm->fault));
+
+    /* A sender may learn of the loss from the state, a moment earlier. */
+    for (int r = 0; rank < 0 && r < comm->size; r++) {
+        if (atomic_load(&comm->states[r]) == PEER_LOST) {
+            rank = r;
+        }
+    }
+    return rank;
 }
 
 bool
