@@ -123,7 +123,8 @@ def main() -> None:
         side()
     times = alternate(sides, ROUNDS)
     if smp.rank() == 0:
-        show("Remote module that returns its argument, 4 floats", "us", 1e6, times, "rpc_sync echo")
+        title = "Remote module that returns its argument, 4 floats"
+        show(title, "us", 1e6, times, "rpc_sync echo")
     rpc.shutdown()
 
 

@@ -21,12 +21,12 @@ def main() -> None:
     torch.set_num_threads(1)
     smp.init({"microbatches": 1})
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 512), nn.Linear(512, 64))
+    net = nn.Sequential(nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 64))
     plain = copy.deepcopy(net)
     model = smp.DistributedModel(net)
     optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters()))
     bare = torch.optim.AdamW(plain.parameters())
-    x, y = torch.randn(64, 256), torch.randn(64, 64)
+    x, y = torch.randn(32, 256), torch.randn(32, 64)
 
     @smp.step
     def train(x, y):

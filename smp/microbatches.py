@@ -103,6 +103,7 @@ class Splitter:
         self.signature = inspect.signature(function)
         self.whole = set(non_split_inputs or ())
         self.axes = dict(input_split_axes or {})
+        self.parameters = list(self.signature.parameters)
         variadic = any(
             p.kind is inspect.Parameter.VAR_KEYWORD for p in self.signature.parameters.values()
         )
@@ -120,6 +121,8 @@ class Splitter:
         Raises:
             ValueError: a tensor has fewer samples than there are microbatches.
         """
+        if microbatches == 1 and not kwargs and all(isinstance(a, Tensor) for a in args):
+            return [(args, kwargs)], [1.0]
         names = self._names(args)
         samples: list[list[int]] = []
         columns = [
@@ -134,12 +137,11 @@ class Splitter:
         return calls, weights
 
     def _names(self, args: tuple) -> list[str]:
-        names = []
-        parameters = list(self.signature.parameters.values())
-        for i in range(len(args)):
-            parameter = parameters[min(i, len(parameters) - 1)] if parameters else None
-            names.append(parameter.name if parameter is not None else f"argument {i}")
-        return names
+        known = self.parameters
+        if len(args) <= len(known):
+            return known[: len(args)]
+        rest = range(len(known), len(args))  # *args takes it
+        return known + [known[-1] if known else f"argument {i}" for i in rest]
 
     def _cut(self, value: Any, count: int, name: str, samples: list) -> list:
         if name in self.whole:
@@ -200,7 +202,7 @@ def _cut_tensor(value: Tensor, count: int, axis: int, name: str, samples: list) 
             f"(shape {tuple(value.shape)}), which is fewer than the {count} microbatches; "
             "use a larger batch or fewer microbatches, or name it in non_split_inputs"
         )
-    pieces = list(torch.tensor_split(value, count, dim=axis))
+    pieces = [value] if count == 1 else list(torch.tensor_split(value, count, dim=axis))
     samples.append([piece.shape[axis] for piece in pieces])
     return pieces
 

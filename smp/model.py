@@ -250,12 +250,14 @@ class DistributedModel(nn.Module):
         """Register ``hook(model, optimizer)``, called once, right after the partition."""
         handle = RemovableHandle(self._post_partition_hooks)
         self._post_partition_hooks[handle.id] = hook
+        self._runtime.hooks_wait = True
         return handle
 
     def register_post_step_hook(self, hook: Callable) -> RemovableHandle:
         """Register ``hook(model, optimizer)``, called once, after the first step."""
         handle = RemovableHandle(self._post_step_hooks)
         self._post_step_hooks[handle.id] = hook
+        self._runtime.hooks_wait = True
         return handle
 
     def partition_report(self) -> "PartitionReport":

@@ -35,6 +35,7 @@ class Runtime:
         self.placement = job.placement
         self.pp_group = job.groups["pp"]
         self.pp_size = len(self.pp_group)
+        self.alone = job.boot.size == 1
         self.pp_rank = self.pp_group.index(job.boot.rank)
         # One rank decides about the partition, so that all replicas have the same.
         self._decider = next(
@@ -53,6 +54,7 @@ class Runtime:
         self.microbatch = 0  # under way, without pipeline parallelism
         self.backward_calls = 0  # model.backward calls in it so far
         self.saw_backward = False  # the step called backward
+        self.hooks_wait = False  # a model has hooks for its next step
         self.parameters: list[nn.Parameter] = []  # local ones, as the ledger numbers them
         self.gates = array("i")  # by gate: calls a microbatch, 0 where not known
         self.threads = torch.get_num_threads()
@@ -118,7 +120,7 @@ class Runtime:
         return failures.describe(error, path, microbatch, phase, self.pp_rank)
 
     def seeds(self, tensors: tuple[Tensor, ...], given: Any, average: bool) -> list:
-        """The gradients that a backward starts with.
+        """The gradients that a backward starts with; None is a scalar's 1.
 
         With averaging, microbatch i starts with its share n_i/N of the samples, so that
         the gradients are those of the whole batch's mean.
@@ -137,8 +139,10 @@ class Runtime:
                         f"smp: model.backward got a tensor of shape {tuple(tensor.shape)}; "
                         "give a scalar loss, or grad_tensors"
                     )
-                seed = torch.ones_like(tensor)
-            seeds.append(seed * share if share != 1.0 else seed)
+                seed = None if share == 1.0 else torch.full_like(tensor, share)
+            elif share != 1.0:
+                seed = seed * share
+            seeds.append(seed)
         return seeds
 
     def in_last_backward(self) -> bool:

@@ -68,10 +68,60 @@ def step(
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
-        rt = runtime.get(f"the @smp.step function {function.__name__}")
+        rt = runtime.current
+        if rt is None:
+            rt = runtime.get(f"the @smp.step function {function.__name__}")
+        if rt.alone:
+            return _run_alone(rt, function, splitter, detach_outputs, args, kwargs)
         return Step(rt, function, splitter, detach_outputs).run(args, kwargs)
 
     return run
+
+
+def _begin(rt: Runtime, function: Callable) -> None:
+    if rt.in_step:
+        raise RuntimeError(
+            f"smp: the step function {function.__name__} was called inside another"
+        )
+    rt.in_step = True
+    rt.saw_backward = False
+
+
+def _run_alone(
+    rt: Runtime,
+    function: Callable,
+    splitter: microbatches.Splitter,
+    detach: bool,
+    args: tuple,
+    kwargs: dict,
+) -> Any:
+    """A step of a job of one rank; short, because it stands beside a bare loop."""
+    _begin(rt, function)
+    try:
+        hooked = rt.live_models() if rt.hooks_wait else ()
+        for one in hooked:
+            one.run_post_partition_hooks()
+        calls, rt.weights = splitter.split(rt.cfg.microbatches, args, kwargs)
+        output = _run_in_order(rt, function, detach, calls)
+        for one in hooked:
+            one.run_post_step_hooks()
+            rt.hooks_wait = False
+        return output
+    finally:
+        rt.in_step = False
+
+
+def _run_in_order(
+    rt: Runtime, function: Callable, detach: bool, calls: list[tuple[tuple, dict]]
+) -> Any:
+    """One microbatch after the other, without a pipeline."""
+    outputs = []
+    for i, (args, kwargs) in enumerate(calls):
+        rt.microbatch, rt.backward_calls = i, 0
+        output = function(*args, **kwargs)
+        outputs.append(microbatches.map_tensors(output, Tensor.detach) if detach else output)
+        rt.backwards = max(1, rt.backward_calls)
+    return microbatches.merge(outputs, rt.weights)
 
 
 class Step:
@@ -97,22 +147,23 @@ class Step:
 
     def run(self, args: tuple, kwargs: dict) -> Any:
         rt = self.rt
-        if rt.in_step:
-            raise RuntimeError(
-                f"smp: the step function {self.function.__name__} was called inside another"
-            )
-        rt.in_step = True
+        _begin(rt, self.function)
         try:
+            models = rt.live_models()
             refused = self._split_or_refuse(args, kwargs)
             if rt.pp_size == 1:
-                for one in rt.live_models():
+                for one in models:
                     one.run_post_partition_hooks()
-                run = self._run_alone
+                run = self._run_unpipelined
             else:
                 self._partition_new_models(refused)
                 run = self._run_pipelined
-            output = self._run_replicated(run, refused)
-            for one in rt.live_models():
+            replicated = [m for m in models if m.data_parallel is not None]
+            if replicated:
+                output = self._run_replicated(run, refused, replicated)
+            else:
+                output = run(refused)
+            for one in models:
                 one.run_post_step_hooks()
             return output
         finally:
@@ -133,14 +184,14 @@ class Step:
 
     # ----------------------------------------------------------- with the other replicas
 
-    def _run_replicated(self, run: Callable, refused: Exception | None) -> Any:
+    def _run_replicated(
+        self, run: Callable, refused: Exception | None, models: list[model.DistributedModel]
+    ) -> Any:
         """Run the step; its gradients are averaged over the replicas.
 
         A step without a backward in evaluation mode is this replica's own.
         """
         rt = self.rt
-        rt.saw_backward = False
-        models = [m for m in rt.live_models() if m.data_parallel is not None]
         trains = torch.is_grad_enabled() and any(m.training for m in models)
         if trains:
             self.reduction = data_parallel.begin(data_parallel.due(models))
@@ -166,15 +217,10 @@ class Step:
 
     # ------------------------------------------------------------- without a pipeline
 
-    def _run_alone(self, refused: Exception | None) -> Any:
+    def _run_unpipelined(self, refused: Exception | None) -> Any:
         if refused is not None:
             raise refused
-        rt = self.rt
-        for i, (args, kwargs) in enumerate(self.calls):
-            rt.microbatch, rt.backward_calls = i, 0
-            self.outputs[i] = self._keep(self.function(*args, **kwargs))
-            rt.backwards = max(1, rt.backward_calls)
-        return microbatches.merge(self.outputs, self.rt.weights)
+        return _run_in_order(self.rt, self.function, self.detach, self.calls)
 
     def _keep(self, output: Any) -> Any:
         if not self.detach:
