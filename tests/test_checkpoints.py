@@ -49,7 +49,7 @@ def listed(path: Path) -> list[str]:
 # ------------------------------------------------------------------------- checkpoints
 
 
-@on_ranks(2)
+@on_ranks(2, 4)  # one replica, two
 @KINDS
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_run_resumes_with_the_bits_of_an_uninterrupted_one(partial, when, tmp_path):

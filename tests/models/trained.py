@@ -103,7 +103,7 @@ class Run:
     def train(self, first: int, end: int) -> None:
         for number in range(first, end):
             self.optimizer.zero_grad()
-            self.step(self.model, batch_of(number))
+            self.step(self.model, batch_of(number + 100 * smp.dp_rank()))
             self.optimizer.step()
             self.scheduler.step()
 
