@@ -14,6 +14,7 @@ void
 smp_bell_ring_hard(smp_bell *bell)
 {
     atomic_store(&bell->asleep, 0);
+    smp_jitter();
     syscall(SYS_futex, &bell->asleep, FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
 }
 
@@ -25,6 +26,7 @@ smp_bell_sleep(smp_bell *bell, int64_t deadline_ns)
         .tv_nsec = (long)(deadline_ns % SMP_NS_PER_S),
     };
 
+    smp_jitter();
     /* The bitset form takes an absolute time, so an early return costs no drift. */
     syscall(SYS_futex, &bell->asleep, FUTEX_WAIT_BITSET, 1,
             deadline_ns == SMP_NEVER ? NULL : &until, NULL, FUTEX_BITSET_MATCH_ANY);

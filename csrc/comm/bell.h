@@ -17,6 +17,8 @@
 #include <stdatomic.h>
 #include <stdint.h>
 
+#include "common/jitter.h"
+
 typedef struct {
     _Atomic uint32_t asleep; /* 1: a thread sleeps here or is about to */
 } smp_bell;
@@ -28,6 +30,7 @@ void smp_bell_ring_hard(smp_bell *bell);
 static inline void
 smp_bell_ring(smp_bell *bell)
 {
+    smp_jitter();
     if (atomic_load(&bell->asleep) != 0 && atomic_exchange(&bell->asleep, 0) != 0) {
         smp_bell_ring_hard(bell);
     }
@@ -38,6 +41,7 @@ static inline void
 smp_bell_lie_down(smp_bell *bell)
 {
     atomic_store(&bell->asleep, 1);
+    smp_jitter();
 }
 
 static inline void

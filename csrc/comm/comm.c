@@ -27,6 +27,7 @@
 #include "comm/message.h"
 #include "comm/segment.h"
 #include "comm/transport.h"
+#include "common/jitter.h"
 
 #define DEFAULT_POOL_BYTES ((size_t)256 << 20)
 
@@ -272,6 +273,7 @@ progress_main(void *arg)
 
     while (!atomic_load(&comm->stopping)) {
         smp_loop_wait(&comm->loop, progress(comm));
+        smp_jitter();
     }
     host_moved(comm);
     while (!finish(comm) && smp_clock_ns() < comm->moved_ns + FINISH_NS) {
@@ -415,6 +417,7 @@ smp_comm_create(const smp_comm_config *config, smp_comm **out)
         memchr(config->job, '\0', sizeof(config->job)) == NULL) {
         return SMP_ERR_INVALID;
     }
+    smp_jitter_init();
     status = smp_fork_init();
     if (status != SMP_OK) {
         return status;
@@ -658,6 +661,7 @@ smp_comm_send(smp_comm *comm, int dest, const void *bytes, size_t nbytes,
     for (size_t i = 0; i < nblocks; i++) {
         total += blocks[i]->bytes;
     }
+    smp_jitter();
     status = comm->routes[dest]->ops->send(comm->routes[dest]->self, dest, bytes,
                                            nbytes, blocks, nblocks);
     if (status == SMP_OK) {

@@ -1,6 +1,8 @@
 /* A list under a lock, and its length outside. */
 #include "comm/inbox.h"
 
+#include "common/jitter.h"
+
 void
 smp_inbox_init(smp_inbox *inbox)
 {
@@ -24,6 +26,7 @@ void
 smp_inbox_put(smp_inbox *inbox, smp_message *message)
 {
     message->next = NULL;
+    smp_jitter();
     smp_lock_acquire(&inbox->lock);
     if (inbox->first == NULL) {
         inbox->first = message;
@@ -43,6 +46,7 @@ smp_inbox_get(smp_inbox *inbox)
     if (atomic_load(&inbox->count) == 0) {
         return NULL;
     }
+    smp_jitter();
     smp_lock_acquire(&inbox->lock);
     message = inbox->first;
     inbox->first = message->next;

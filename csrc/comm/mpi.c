@@ -25,6 +25,7 @@
 #include "comm/mpi.h"
 #include "comm/mpi_group.h"
 #include "comm/transport.h"
+#include "common/jitter.h"
 #include "common/lock.h"
 
 #define MAGIC 0x49504d53u
@@ -432,10 +433,12 @@ new_outgoing(int dest, size_t bytes, size_t nblocks)
 static void
 enqueue(mpi *self, transfer *t)
 {
+    smp_jitter();
     smp_lock_acquire(&self->lock);
     put_last(&self->queue, t);
     atomic_fetch_add(&self->queued, 1);
     smp_lock_release(&self->lock);
+    smp_jitter();
     if (!atomic_load(&self->awake)) {
         self->host->kick(self->host->comm);
     }
@@ -505,6 +508,7 @@ start_next(mpi *self)
     if (atomic_load(&self->queued) == 0) {
         return false;
     }
+    smp_jitter();
     smp_lock_acquire(&self->lock);
     t = take_first(&self->queue);
     atomic_fetch_sub(&self->queued, 1);
@@ -533,6 +537,7 @@ start_next(mpi *self)
 static void
 ended(mpi *self, transfer *t, bool failed)
 {
+    smp_jitter();
     t->pending--;
     if (failed) {
         give_up(self, t->rank, SMP_ERR_PEER_LOST);
@@ -602,6 +607,7 @@ pause_for(mpi *self)
         return 0;
     }
     atomic_store(&self->awake, false); /* from here on senders kick ... */
+    smp_jitter();
     if (atomic_load(&self->queued) != 0) {
         return 0; /* ... but one before may have relied on us */
     }
@@ -724,6 +730,7 @@ mpi_create(const smp_host *host, void **out)
     if (status != SMP_OK) {
         return status;
     }
+    smp_jitter_init(); /* this object has its own */
     self = calloc(1, sizeof(*self));
     if (self == NULL) {
         return SMP_ERR_NO_MEMORY;

@@ -4,6 +4,8 @@
 #include <assert.h>
 #include <string.h>
 
+#include "common/jitter.h"
+
 #define LINE 64u
 
 /* What stands before an entry's bytes. */
@@ -78,6 +80,7 @@ smp_ring_reserve(smp_ring_producer *producer, size_t bytes, void **out)
 void
 smp_ring_commit(smp_ring_producer *producer)
 {
+    smp_jitter();
     producer->tail = producer->next;
     atomic_store(&producer->ring->tail, producer->tail);
 }
@@ -86,6 +89,7 @@ void
 smp_ring_ask_for_room(smp_ring_producer *producer)
 {
     atomic_store(&producer->ring->hungry, 1);
+    smp_jitter();
 }
 
 smp_status
@@ -94,6 +98,7 @@ smp_ring_peek(smp_ring_consumer *consumer, const void **out, size_t *bytes)
     smp_ring *ring = consumer->ring;
     uint64_t  tail = atomic_load(&ring->tail);
 
+    smp_jitter();
     if (tail - consumer->head > SMP_RING_BYTES || tail % LINE != 0) {
         return SMP_ERR_MALFORMED;
     }
@@ -130,6 +135,7 @@ smp_ring_advance(smp_ring_consumer *consumer)
 {
     smp_ring *ring = consumer->ring;
 
+    smp_jitter();
     consumer->head = consumer->next;
     atomic_store(&ring->head, consumer->head);
     return consumer->tail - consumer->head <= SMP_RING_BYTES / 2 &&

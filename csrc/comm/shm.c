@@ -24,6 +24,7 @@
 #include "comm/shm_meet.h"
 #include "comm/shm_stream.h"
 #include "comm/transport.h"
+#include "common/jitter.h"
 #include "common/lock.h"
 
 /* A record that waits for room in the ring. */
@@ -126,6 +127,7 @@ flush_waiting(peer *p)
     if (status != SMP_OK) {
         p->self->host->lost(p->self->host->comm, p->rank, status);
     }
+    smp_jitter();
     if (moved != NULL) {
         smp_bell_ring(p->segment->bell);
     }
@@ -209,6 +211,7 @@ put_record(peer *p, smp_record_kind kind, const void *bytes, size_t nbytes,
         p->last = late;
     }
     smp_lock_release(&p->lock);
+    smp_jitter();
     if (late == NULL) {
         smp_bell_ring(p->segment->bell);
     }

@@ -8,6 +8,8 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "common/jitter.h"
+
 enum { AWAY = 0, GIVEN = 1, ASLEEP = 2 };
 
 static uint64_t
@@ -35,6 +37,7 @@ sleep_once(smp_seat *seat)
     uint32_t away = AWAY;
 
     atomic_compare_exchange_strong(&seat->word, &away, ASLEEP);
+    smp_jitter();
     if (atomic_load(&seat->word) != ASLEEP) {
         return true;
     }
@@ -48,6 +51,7 @@ sleep_once(smp_seat *seat)
 void
 smp_seat_wait(smp_seat *seat, int spin_us)
 {
+    smp_jitter();
     if (spin_us > 0) {
         uint64_t until = now_us() + (uint64_t)spin_us;
 
@@ -67,6 +71,7 @@ smp_seat_wait(smp_seat *seat, int spin_us)
 bool
 smp_seat_wait_signal(smp_seat *seat)
 {
+    smp_jitter();
     while (!take(seat)) {
         if (!sleep_once(seat) && !take(seat)) {
             uint32_t asleep = ASLEEP;
@@ -83,6 +88,7 @@ smp_seat_wait_signal(smp_seat *seat)
 void
 smp_seat_give(smp_seat *seat)
 {
+    smp_jitter();
     if (atomic_exchange_explicit(&seat->word, GIVEN, memory_order_release) == ASLEEP) {
         syscall(SYS_futex, &seat->word, FUTEX_WAKE_PRIVATE, 1, NULL, NULL, 0);
     }

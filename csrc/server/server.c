@@ -18,6 +18,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "common/jitter.h"
 #include "server/baton.h"
 
 typedef enum { WORKER_IDLE, WORKER_EXECUTING, WORKER_PENDING } worker_state;
@@ -106,6 +107,7 @@ note_event(worker *self, smp_event_kind kind)
 static bool
 inbox_add(smp_server *server, smp_message *message)
 {
+    smp_jitter();
     if (server->ninbox == server->inbox_room) {
         size_t   room = server->inbox_room == 0 ? 32 : 2 * server->inbox_room;
         waiting *more = realloc(server->inbox, room * sizeof(*more));
@@ -126,6 +128,7 @@ inbox_remove(smp_server *server, size_t i)
 {
     smp_message *message = server->inbox[i].message;
 
+    smp_jitter();
     server->inbox[i] = server->inbox[--server->ninbox];
     return message;
 }
@@ -695,6 +698,7 @@ smp_server_wait(smp_server *server, uint64_t call, smp_message **response)
             return SMP_OK;
         }
     }
+    smp_jitter();
     status = wait_for(self, call, -1, WHY_RESPONSE);
     if (status == SMP_OK) {
         *response = self->message;
