@@ -4,7 +4,8 @@ Each parameter is one field of `Config`, with its check beside it.  Values come,
 key, from the first of these that has the key:
 
 1. ``SMP_CONFIG``: JSON text, or the path of a .json, .toml or .yaml file;
-2. ``SMP_COMM_TRANSPORTS``, ``SMP_COMM_INTERFACE``, ``SMP_COMM_POOL_BYTES``;
+2. ``SMP_COMM_TRANSPORTS``, ``SMP_COMM_INTERFACE``, ``SMP_COMM_POOL_BYTES``,
+   ``SMP_WATCHDOG_REPORT_S``, ``SMP_WATCHDOG_END_S``;
 3. ``SM_HP_MP_PARAMETERS``: JSON, set by SageMaker;
 4. the dict given to ``smp.init``;
 5. the default.
@@ -176,6 +177,8 @@ class Config:
     comm_transports: tuple[str, ...] | None = transports(None)
     comm_interface: str | None = text(None)
     comm_pool_bytes: int = whole(0)  # 0: the library decides
+    watchdog_report_s: float = number(30.0, 0)  # 0: never
+    watchdog_end_s: float = number(0.0, 0)  # 0: never
     ddp_dist_backend: str = choice("auto", "auto", "nccl", "gloo", "smddp")
     ddp_port: Any = no_effect()
     horovod: Any = no_effect(False)
@@ -365,7 +368,17 @@ def _comm_environment() -> Mapping[str, Any]:
         found["comm_interface"] = interface
     if size := os.environ.get("SMP_COMM_POOL_BYTES"):
         found["comm_pool_bytes"] = int(size) if size.isdecimal() else size
+    for name in ("watchdog_report_s", "watchdog_end_s"):
+        if seconds := os.environ.get(f"SMP_{name.upper()}"):
+            found[name] = _number_or_text(seconds)
     return found
+
+
+def _number_or_text(value: str) -> float | str:
+    try:
+        return float(value)
+    except ValueError:
+        return value
 
 
 def _parsed(source: str, content: str, parse: Callable[[str], Any]) -> Mapping[str, Any]:

@@ -87,6 +87,8 @@ class Runtime:
             SPIN_DECIDED_BY_CORE,
             ",".join(wanted) if wanted else None,
             job.decode(),
+            self.cfg.watchdog_report_s,
+            self.cfg.watchdog_end_s,
         )
         self.core_is_open = True
         _core.connect(self._exchange(card), CONNECT_TIMEOUT_MS)

@@ -17,6 +17,7 @@ from smp import (
     data_parallel,
     failures,
     first_step,
+    interrupts,
     microbatches,
     model,
     runtime,
@@ -269,18 +270,12 @@ class Step:
         _core.gradients_begin(self.count, rt.backwards, self._on_complete())
         failed = True
         try:
-            ok, value = _core.step(*plan, rt.trains, self._run_microbatch, seed, rt.backwards)
+            ok, value = self._run_core(plan, seed)
             if not ok:
                 self.description = value
                 local, rt.local_error = rt.local_error, None
                 raise failures.rebuild(value, local)
-            if rt.pp_rank == 0:
-                value = (self.outputs, rt.weights, rt.saw_backward)
-                _core.send_end(value)
             failed = False
-        except KeyboardInterrupt as error:
-            _core.send_abort(failures.describe(error, None, 0, 0, rt.pp_rank))
-            raise
         finally:
             _core.gradients_end(failed)
             if failed:
@@ -289,6 +284,27 @@ class Step:
                 torch.default_generator.set_state(generator_state)
         outputs, weights, rt.saw_backward = value
         return microbatches.merge(list(outputs), list(weights))
+
+    def _run_core(self, plan: tuple, seed: int) -> tuple[bool, Any]:
+        """Whether the step went well, and what pp_rank 0 gave all ranks at its end.
+
+        What this rank's core finds, and Ctrl-C, is for every rank.
+        """
+        rt = self.rt
+        try:
+            with interrupts.heard():
+                ok, value = _core.step(
+                    *plan, rt.trains, self._run_microbatch, seed, rt.backwards
+                )
+            if ok and rt.pp_rank == 0:
+                value = (self.outputs, rt.weights, rt.saw_backward)
+                _core.send_end(value)
+            return ok, value
+        except ConnectionError:
+            raise  # each rank finds by itself that another is gone, and what it wanted of it
+        except BaseException as error:
+            _core.send_abort(failures.describe(error, None, 0, 0, rt.pp_rank))
+            raise
 
     def _on_complete(self) -> Callable[[int], None] | None:
         """What the ledger calls when a gradient is complete for this step."""

@@ -19,6 +19,8 @@ def no_configuration_from_outside(monkeypatch):
         "SMP_COMM_TRANSPORTS",
         "SMP_COMM_INTERFACE",
         "SMP_COMM_POOL_BYTES",
+        "SMP_WATCHDOG_REPORT_S",
+        "SMP_WATCHDOG_END_S",
     ):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(config, "_warned", set())
@@ -64,6 +66,8 @@ def test_defaults():
         "comm_transports": None,
         "comm_interface": None,
         "comm_pool_bytes": 0,
+        "watchdog_report_s": 30.0,
+        "watchdog_end_s": 0.0,
         "ddp_dist_backend": "auto",
         "ddp_port": None,
         "horovod": False,

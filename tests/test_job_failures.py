@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks import mpirun
+from tests.ranks import mpirun, wait_until_gone
 
 SCRIPT = """
 import ctypes, os, signal, sys, time
@@ -76,7 +76,62 @@ def test_every_rank_hears_of_the_end_of_one(tmp_path, ending):
     for rank, error in seen.items():
         assert f"rank {rank} saw {error}" in said, said
     if ending in ("killed", "crashed"):
-        assert "pp_rank 1 is gone" in said
+        assert re.search(
+            r"pp_rank 1 is gone .*on pp_rank 0: microbatch \d, (forward|backward): "
+            r"the step function waits for (the backward of )?module '1' on pp_rank 1",
+            said,
+        ), said
     if ending == "raised":
         assert re.search(r"raised on pp_rank 1 in module '1', microbatch \d, forward", said)
+    assert ours_in_shared_memory() <= before
+
+
+KILLED = """
+import os, random, signal, sys, threading
+import torch
+from torch import nn
+import smp
+
+victim, moment = map(int, sys.argv[1:])
+smp.init({"pipeline_parallel_degree": 2, "microbatches": 4})
+net = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
+for i, part in enumerate(net):
+    smp.set_partition(part, i % 2)
+model = smp.DistributedModel(net)
+
+@smp.step
+def train(model, x):
+    loss = model(x).pow(2).mean()
+    model.backward(loss)
+    return loss
+
+train(model, torch.randn(64, 64))
+print("pid", os.getpid(), flush=True)
+
+def kill():
+    for _ in range(random.Random(moment).randrange(100_000)):
+        pass
+    os.kill(os.getpid(), signal.SIGKILL)
+
+if smp.rank() == victim:
+    threading.Thread(target=kill, daemon=True).start()
+while True:
+    train(model, torch.randn(64, 64))
+"""
+
+
+@pytest.mark.parametrize("moment", range(4))
+def test_a_rank_killed_at_any_instant_leaves_nothing_behind(tmp_path, moment):
+    """The other says who died; no process and no shared memory is left."""
+    script = tmp_path / "train.py"
+    script.write_text(KILLED)
+    before = ours_in_shared_memory()
+    victim = moment % 2
+
+    done = mpirun(2, script, str(victim), str(moment), timeout_s=60)
+
+    said = done.stdout + done.stderr
+    assert done.returncode != 0
+    assert f"pp_rank {victim} is gone" in said, said
+    wait_until_gone([int(pid) for pid in re.findall(r"pid (\d+)", said)])
     assert ours_in_shared_memory() <= before

@@ -809,6 +809,18 @@ smp_comm_left(const smp_comm *comm, int rank)
     return atomic_load(&comm->states[rank]) == PEER_LEFT;
 }
 
+int
+smp_comm_size(const smp_comm *comm)
+{
+    return comm->size;
+}
+
+uint64_t
+smp_comm_sent(const smp_comm *comm)
+{
+    return atomic_load_explicit(&comm->messages, memory_order_relaxed);
+}
+
 void
 smp_comm_counters(smp_comm *comm, smp_comm_stats *out)
 {

@@ -119,7 +119,13 @@ int smp_comm_lost(const smp_comm *comm);
 /* Whether `rank` has ended in order (smp_comm_destroy): it answers nothing any more. */
 bool smp_comm_left(const smp_comm *comm, int rank);
 
+/* Ranks in the job. */
+int smp_comm_size(const smp_comm *comm);
+
 void smp_comm_counters(smp_comm *comm, smp_comm_stats *out);
+
+/* Messages sent so far; smp_comm_counters() without the rest. */
+uint64_t smp_comm_sent(const smp_comm *comm);
 
 /* The name of the transport used to `rank` ("shm", "mpi"). */
 const char *smp_comm_transport(const smp_comm *comm, int rank);

@@ -18,6 +18,8 @@ typedef enum {
     SMP_LOCK_OUTBOX,   /* comm: blocks that wait for a socket           */
     SMP_LOCK_REGISTRY, /* comm: the list of transports                  */
     SMP_LOCK_FORK,     /* comm: what a forked child must not touch      */
+    SMP_LOCK_WATCHDOG, /* server: the watchdog is to end                */
+    SMP_LOCK_BOARD,    /* server: what the rank does and waits for      */
     SMP_NLOCKS
 } smp_lock_rank;
 

@@ -15,6 +15,7 @@
     X(SMP_ERR_TIMED_OUT, "timed out")                                                  \
     X(SMP_ERR_INTERRUPTED, "interrupted")                                              \
     X(SMP_ERR_PEER_LOST, "a peer rank is gone")                                        \
+    X(SMP_ERR_DEADLOCK, "every rank waits")                                            \
     X(SMP_ERR_MALFORMED, "bytes that no rank of this job wrote")                       \
     X(SMP_ERR_INVALID, "invalid argument")                                             \
     X(SMP_ERR_UNREACHABLE, "no transport reaches that rank")                           \

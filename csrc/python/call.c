@@ -245,7 +245,7 @@ send_backward(PyObject *unused, PyObject *const *args, Py_ssize_t nargs)
         return NULL;
     }
     Py_DECREF(self); /* ctx keeps it */
-    response = smp_session_wait(self->backward);
+    response = smp_session_wait(self->backward, SMP_WAIT_GRADIENTS, self->entry);
     if (response == NULL) {
         return NULL;
     }
@@ -596,7 +596,7 @@ call_entry(int32_t number, PyObject *args, PyObject *kwargs, uint16_t flags)
     if (smp_stream_draw(&envelope.seed) < 0 || smp_pack_send(&pack, &envelope) < 0) {
         goto done;
     }
-    response = smp_session_wait(call->call);
+    response = smp_session_wait(call->call, SMP_WAIT_OUTPUTS, number);
     if (response == NULL) {
         goto done;
     }

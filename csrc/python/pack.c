@@ -932,8 +932,15 @@ smp_pack_send(smp_pack *pack, const smp_envelope *envelope)
     status = smp_comm_send(pack->comm, pack->dest, whole.at, whole.size, pack->blocks,
                            nblocks);
     free(whole.at);
+    if (status == SMP_ERR_CLOSED) {
+        PyErr_Format(PyExc_ConnectionError,
+                     "smp: pp_rank %d has left the job in order, and this rank still "
+                     "needs it: all ranks must make the same number of steps [%s]",
+                     pack->dest, smp_status_name(status));
+        return -1;
+    }
     if (status != SMP_OK) {
-        PyErr_Format(PyExc_ConnectionError, "smp: sending to rank %d: %s [%s]",
+        PyErr_Format(PyExc_ConnectionError, "smp: sending to pp_rank %d: %s [%s]",
                      pack->dest, smp_status_text(status), smp_status_name(status));
         return -1;
     }

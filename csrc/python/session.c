@@ -3,11 +3,16 @@
 
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #include "python/gradients.h"
 #include "python/pack.h"
 #include "python/registry.h"
 #include "python/unpack.h"
+#include "python/watch.h"
+
+/* What a shell reports for a program that Ctrl-C ended. */
+#define EXIT_INTERRUPTED 130
 
 smp_session             smp_the_session;
 _Thread_local smp_task *smp_this_task;
@@ -187,6 +192,16 @@ op_note(void *ctx, smp_message *note)
 /* A Python signal handler that raised, kept for the end of the step. */
 static PyObject *signal_type, *signal_value, *signal_traceback;
 
+/* The second that raises while the first waits for a worker to come to an end. */
+static void
+end_at_once(void)
+{
+    static const char said[] = "smp: interrupted twice; ends at once\n";
+
+    (void)!write(STDERR_FILENO, said, sizeof(said) - 1);
+    _exit(EXIT_INTERRUPTED);
+}
+
 static bool
 op_check_signals(void *ctx)
 {
@@ -195,6 +210,9 @@ op_check_signals(void *ctx)
 
     (void)ctx;
     if (!go) {
+        if (signal_type != NULL) {
+            end_at_once();
+        }
         PyErr_Fetch(&signal_type, &signal_value, &signal_traceback);
     }
     PyGILState_Release(gil);
@@ -210,6 +228,31 @@ static const smp_server_ops server_ops = {
     .check_signals = op_check_signals,
 };
 
+/* --------------------------------------------------------------------- signals */
+
+/* signal_fd() -> the descriptor for signal.set_wakeup_fd during steps */
+static PyObject *
+py_signal_fd(PyObject *module, PyObject *unused)
+{
+    (void)module;
+    (void)unused;
+    return PyLong_FromLong(smp_server_signal_fd(smp_the_session.server));
+}
+
+/* forward_signals(fd): where what comes to signal_fd() goes on to; -1: nowhere */
+static PyObject *
+py_forward_signals(PyObject *module, PyObject *fd)
+{
+    long to = PyLong_AsLong(fd);
+
+    (void)module;
+    if (to == -1 && PyErr_Occurred()) {
+        return NULL;
+    }
+    smp_server_forward_signals(smp_the_session.server, (int)to);
+    Py_RETURN_NONE;
+}
+
 /* --------------------------------------------------------------------- failures */
 
 static PyObject *
@@ -218,10 +261,32 @@ raise_status(smp_status status, const char *doing)
     smp_session *session = &smp_the_session;
 
     if (status == SMP_ERR_PEER_LOST) {
-        PyErr_Format(PyExc_ConnectionError,
-                     "smp: %s: pp_rank %d is gone (its process ended or was killed) "
-                     "[SMP_ERR_PEER_LOST]",
-                     doing, smp_comm_lost(session->comm));
+        const char *awaited =
+            session->server == NULL ? "" : smp_server_awaited(session->server);
+
+        PyErr_Format(
+            PyExc_ConnectionError,
+            "smp: %s: pp_rank %d is gone (its process ended or was killed); on "
+            "pp_rank %d: %s [SMP_ERR_PEER_LOST]",
+            doing, smp_comm_lost(session->comm), session->rank,
+            awaited[0] == '\0' ? "no task waited, it served the others" : awaited);
+    } else if (status == SMP_ERR_UNREACHABLE) {
+        PyErr_Format(
+            PyExc_ConnectionError,
+            "smp: %s: pp_rank %d has left the job in order, and pp_rank %d is in "
+            "step %u: all ranks must make the same number of steps "
+            "[SMP_ERR_UNREACHABLE]",
+            doing, smp_server_left(session->server), session->rank,
+            (unsigned)session->step);
+    } else if (status == SMP_ERR_DEADLOCK) {
+        char waits[8192];
+
+        (void)smp_server_write_deadlock(session->server, waits, sizeof(waits));
+        PyErr_Format(
+            PyExc_RuntimeError,
+            "smp: %s: a deadlock: no rank has anything to run, and no message is "
+            "under way [SMP_ERR_DEADLOCK]\n%s",
+            doing, waits);
     } else {
         PyErr_Format(status == SMP_ERR_NO_MEMORY   ? PyExc_MemoryError
                      : status == SMP_ERR_TIMED_OUT ? PyExc_TimeoutError
@@ -234,14 +299,15 @@ raise_status(smp_status status, const char *doing)
 }
 
 smp_message *
-smp_session_wait(uint64_t call)
+smp_session_wait(uint64_t call, smp_wait_kind kind, int32_t entry)
 {
     smp_task    *task = smp_this_task;
     smp_message *response;
     smp_status   status;
 
     Py_BEGIN_ALLOW_THREADS;
-    status = smp_server_wait(smp_the_session.server, call, &response);
+    status = smp_server_wait(smp_the_session.server, call, kind, entry,
+                             smp_the_session.entries[entry].owner, &response);
     Py_END_ALLOW_THREADS;
     if (status != SMP_OK) {
         PyErr_SetNone(smp_the_session.aborted);
@@ -326,7 +392,8 @@ smp_session_fail(smp_task *task)
 
 /* --------------------------------------------------------------------- lifecycle */
 
-/* open(rank, size, pool_bytes, spin_us, transports, job) -> the address card */
+/* open(rank, size, pool_bytes, spin_us, transports, job, report_s, end_s) -> the
+ * address card.  The last two are the watchdog's limits, 0 for none. */
 static PyObject *
 py_open(PyObject *module, PyObject *args)
 {
@@ -337,10 +404,13 @@ py_open(PyObject *module, PyObject *args)
     smp_status      status;
     size_t          bytes;
     const void     *card;
+    double          report_s;
+    double          end_s;
 
     (void)module;
-    if (!PyArg_ParseTuple(args, "iinizs", &config.rank, &config.size, &pool,
-                          &config.spin_us, &config.transports, &job)) {
+    if (!PyArg_ParseTuple(args, "iinizsdd", &config.rank, &config.size, &pool,
+                          &config.spin_us, &config.transports, &job, &report_s,
+                          &end_s)) {
         return NULL;
     }
     if (session->comm != NULL) {
@@ -364,6 +434,14 @@ py_open(PyObject *module, PyObject *args)
     session->rank = config.rank;
     smp_registry.rank = config.rank;
     session->size = config.size;
+    status = smp_watch_start(report_s, end_s);
+    if (status != SMP_OK) {
+        smp_server_destroy(session->server);
+        smp_comm_destroy(session->comm);
+        session->server = NULL;
+        session->comm = NULL;
+        return raise_status(status, "starting the watchdog");
+    }
     session->step = 0;
     session->contexts = PyDict_New();
     card = smp_comm_card(session->comm, &bytes);
@@ -455,6 +533,7 @@ py_close(PyObject *module, PyObject *unused)
     Py_CLEAR(session->run_root);
     forget_entries(session);
     Py_BEGIN_ALLOW_THREADS;
+    smp_watch_stop();
     smp_server_destroy(session->server);
     smp_comm_destroy(session->comm);
     Py_END_ALLOW_THREADS;
@@ -529,7 +608,9 @@ static PyObject *
 py_set_entries(PyObject *module, PyObject *list)
 {
     smp_session *session = &smp_the_session;
+    const char **paths;
     Py_ssize_t   n;
+    smp_status   status;
 
     (void)module;
     if (!PyList_Check(list)) {
@@ -571,6 +652,18 @@ py_set_entries(PyObject *module, PyObject *list)
                 return NULL;
             }
         }
+    }
+    paths = calloc((size_t)n + 1, sizeof(*paths));
+    if (paths == NULL) {
+        return PyErr_NoMemory();
+    }
+    for (Py_ssize_t i = 0; i < n; i++) {
+        paths[i] = smp_entry_path(&session->entries[i]);
+    }
+    status = smp_board_name(smp_server_board(session->server), paths, (size_t)n);
+    free(paths);
+    if (status != SMP_OK) {
+        return raise_status(status, "naming the modules");
     }
     Py_RETURN_NONE;
 }
@@ -1076,7 +1169,9 @@ py_mix(PyObject *module, PyObject *args)
 
 static PyMethodDef functions[] = {
     {"open", py_open, METH_VARARGS,
-     "open(rank, size, pool_bytes, spin_us, transports, job) -> card"},
+     "open(rank, size, pool_bytes, spin_us, transports, job, report_s, end_s) -> card"},
+    {"signal_fd", py_signal_fd, METH_NOARGS, "-> for signal.set_wakeup_fd"},
+    {"forward_signals", py_forward_signals, METH_O, "forward_signals(fd)"},
     {"connect", py_connect, METH_VARARGS, "connect(cards, timeout_ms)"},
     {"close", py_close, METH_NOARGS, "Joins the workers and leaves the other ranks."},
     {"configure", __extension__(PyCFunction)(void (*)(void)) py_configure,

@@ -72,9 +72,9 @@ const char *smp_entry_path(const smp_entry *entry);
 /* The task of this thread; NULL outside a step. */
 extern _Thread_local smp_task *smp_this_task;
 
-/* Waits for a response with the GIL and the baton given away.  NULL: with an
- * exception, which is `aborted` when the step failed. */
-smp_message *smp_session_wait(uint64_t call);
+/* Waits for a response with the GIL and the baton given away; kind and entry say what
+ * it is.  NULL: with an exception, which is `aborted` when the step failed. */
+smp_message *smp_session_wait(uint64_t call, smp_wait_kind kind, int32_t entry);
 
 /* Takes the exception that is set: ends the step on every rank. */
 void smp_session_fail(smp_task *task);

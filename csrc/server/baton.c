@@ -2,7 +2,6 @@
 #define _GNU_SOURCE
 #include "server/baton.h"
 
-#include <errno.h>
 #include <linux/futex.h>
 #include <sys/syscall.h>
 #include <time.h>
@@ -30,22 +29,17 @@ take(smp_seat *seat)
         &seat->word, &given, AWAY, memory_order_acquire, memory_order_relaxed);
 }
 
-/* False when a signal interrupted the sleep. */
-static bool
+/* May return early. */
+static void
 sleep_once(smp_seat *seat)
 {
     uint32_t away = AWAY;
 
     atomic_compare_exchange_strong(&seat->word, &away, ASLEEP);
     smp_jitter();
-    if (atomic_load(&seat->word) != ASLEEP) {
-        return true;
+    if (atomic_load(&seat->word) == ASLEEP) {
+        syscall(SYS_futex, &seat->word, FUTEX_WAIT_PRIVATE, ASLEEP, NULL, NULL, 0);
     }
-    if (syscall(SYS_futex, &seat->word, FUTEX_WAIT_PRIVATE, ASLEEP, NULL, NULL, 0) ==
-        0) {
-        return true;
-    }
-    return errno != EINTR;
 }
 
 void
@@ -64,25 +58,8 @@ smp_seat_wait(smp_seat *seat, int spin_us)
         } while (now_us() < until);
     }
     while (!take(seat)) {
-        (void)sleep_once(seat);
+        sleep_once(seat);
     }
-}
-
-bool
-smp_seat_wait_signal(smp_seat *seat)
-{
-    smp_jitter();
-    while (!take(seat)) {
-        if (!sleep_once(seat) && !take(seat)) {
-            uint32_t asleep = ASLEEP;
-
-            /* Withdraw, unless the baton came in between. */
-            if (atomic_compare_exchange_strong(&seat->word, &asleep, AWAY)) {
-                return false;
-            }
-        }
-    }
-    return true;
 }
 
 void

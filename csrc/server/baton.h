@@ -17,9 +17,6 @@ typedef struct {
 /* Waits until the baton is given, then takes it.  Spins for spin_us first. */
 void smp_seat_wait(smp_seat *seat, int spin_us);
 
-/* As wait, but returns false when a signal came first. */
-bool smp_seat_wait_signal(smp_seat *seat);
-
 /* Gives the baton to the one who waits, or will wait, in the seat. */
 void smp_seat_give(smp_seat *seat);
 

@@ -21,7 +21,9 @@ typedef enum {
     SMP_MSG_FORWARD_DONE, /* the forward of `microbatch` is over on pp_rank 0 */
     SMP_MSG_STEP_END,     /* the step is over; carries its outputs */
     SMP_MSG_ABORT,        /* the step failed; carries the exception */
-    SMP_MSG_LAST = SMP_MSG_ABORT,
+    SMP_MSG_PROBE,        /* pp_rank 0 is idle; are the others?  `call`: the round */
+    SMP_MSG_STILL,        /* the answer of one that is; carries an smp_still */
+    SMP_MSG_LAST = SMP_MSG_STILL,
 } smp_msg_kind;
 
 /* Flags of a request: the caller's thread state, which threads do not inherit. */

@@ -18,8 +18,15 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "comm/clock.h"
 #include "common/jitter.h"
 #include "server/baton.h"
+#include "server/rest.h"
+
+/* How long a rank has nothing to run before it looks why. */
+#define IDLE_NS (300 * SMP_NS_PER_MS)
+
+#define AWAITED_BYTES 512
 
 typedef enum { WORKER_IDLE, WORKER_EXECUTING, WORKER_PENDING } worker_state;
 
@@ -61,11 +68,28 @@ typedef struct {
     uint64_t     arrival;
 } waiting;
 
+/* What an idle rank answers to a probe, after the envelope. */
+typedef struct {
+    uint64_t     sent; /* messages, probes and their answers left out */
+    uint64_t     received;
+    smp_standing standing;
+} smp_still;
+
+/* The search for a deadlock, on pp_rank 0. */
+typedef struct {
+    uint64_t   round;   /* the last one asked about; 0: none in this step */
+    int        answers; /* to it */
+    bool       again;   /* the round before found no message under way, */
+    uint64_t   total;   /* ... and so many sent by all ranks so far */
+    smp_still *of;      /* owned, by rank: the answers */
+} search;
+
 struct smp_server {
     smp_comm      *comm; /* borrowed */
     smp_server_ops ops;
     void          *ctx; /* borrowed */
     int            rank;
+    int            size;
     int            spin_us;
 
     worker  *workers; /* owned: every worker there is */
@@ -86,8 +110,17 @@ struct smp_server {
     uint64_t      calls;
     uint64_t      switches;
 
+    uint64_t about_still; /* probes and answers sent */
+    uint64_t received;    /* messages but those */
+    uint64_t asked;       /* the round of the probe to answer; 0: none */
+    search   search;
+    int      left;                   /* the rank that has left; -1 */
+    char     awaited[AWAITED_BYTES]; /* when a rank was lost */
+
+    smp_board   *board;       /* owned */
     _Atomic bool interrupted; /* set by the main thread while a worker has the baton */
-    smp_seat     main_seat;
+    smp_rest     rest;        /* the main thread's */
+    int          forward;     /* where its signals go on to; -1: nowhere */
     smp_timeline timeline;
 };
 
@@ -191,6 +224,10 @@ fail_with(smp_server *server, smp_status failure)
 {
     server->failed = true;
     if (server->failure == SMP_OK) {
+        if (failure == SMP_ERR_PEER_LOST) {
+            smp_board_write_wait(server->board, smp_comm_lost(server->comm),
+                                 server->awaited, sizeof(server->awaited));
+        }
         server->failure = failure;
     }
 }
@@ -201,6 +238,22 @@ keep(smp_server *server, smp_message *message)
     if (!inbox_add(server, message)) {
         smp_message_free(message);
         fail_with(server, SMP_ERR_NO_MEMORY);
+    }
+}
+
+/* A rank answered a probe. */
+static void
+hear_still(smp_server *server, const smp_message *message)
+{
+    const smp_envelope *e = smp_message_envelope(message);
+    search             *search = &server->search;
+
+    if (server->rank == 0 && e->call == search->round && message->source > 0 &&
+        message->source < server->size &&
+        message->nbytes == sizeof(*e) + sizeof(smp_still)) {
+        memcpy(&search->of[message->source], message->bytes + sizeof(*e),
+               sizeof(smp_still));
+        search->answers++;
     }
 }
 
@@ -248,6 +301,14 @@ sort_in(smp_server *server, smp_message *message)
     case SMP_MSG_RESPONSE:
         keep(server, message);
         return;
+    case SMP_MSG_PROBE:
+        server->asked = e->call;
+        smp_message_free(message);
+        return;
+    case SMP_MSG_STILL:
+        hear_still(server, message);
+        smp_message_free(message);
+        return;
     }
 }
 
@@ -267,28 +328,158 @@ sort_again(smp_server *server)
     free(entries);
 }
 
-/* Reads what has arrived; waits for the first message when `block`. */
 static void
-read_comm(smp_server *server, bool block)
+count_in(smp_server *server, smp_message *message)
 {
-    int64_t timeout_ns = block ? -1 : 0;
+    const smp_envelope *e = smp_message_envelope(message);
+
+    if (e == NULL || (e->kind != SMP_MSG_PROBE && e->kind != SMP_MSG_STILL)) {
+        server->received++;
+    }
+    sort_in(server, message);
+}
+
+/* A rank that has left the job and that this step needs: pp_rank 0 needs all, the
+ * others need pp_rank 0.  -1: none. */
+static int
+who_left(const smp_server *server)
+{
+    int last = server->rank == 0 ? server->size - 1 : 0;
+
+    for (int rank = 0; rank <= last; rank++) {
+        if (rank != server->rank && smp_comm_left(server->comm, rank)) {
+            return rank;
+        }
+    }
+    return -1;
+}
+
+/* Reads what has arrived; waits up to timeout_ns for the first message.  False: none
+ * came in that time. */
+static bool
+read_comm(smp_server *server, int64_t timeout_ns)
+{
+    bool any = false;
 
     for (;;) {
         smp_message *message;
         smp_status   status = smp_comm_receive(server->comm, timeout_ns, &message);
 
         if (status == SMP_OK) {
-            sort_in(server, message);
+            any = true;
+            count_in(server, message);
             if (server->end != NULL) {
-                return; /* whoever sent it may leave: that is no failure of this step */
+                return true; /* its sender may leave: that is no failure of this step */
             }
             timeout_ns = 0;
             continue;
         }
-        if (status != SMP_ERR_TIMED_OUT && status != SMP_ERR_INTERRUPTED) {
+        if (status == SMP_ERR_TIMED_OUT ||
+            (status == SMP_ERR_CLOSED && who_left(server) >= 0)) {
+            return any;
+        }
+        if (status != SMP_ERR_INTERRUPTED) {
             fail_with(server, status);
         }
+        return true;
+    }
+}
+
+/* --------------------------------------------------------- when there is nothing */
+
+static void
+send_about_still(smp_server *server, int dest, smp_envelope envelope, bool with_still)
+{
+    struct {
+        smp_envelope envelope;
+        smp_still    still;
+    } message = {.envelope = envelope};
+
+    message.envelope.step = server->step;
+    if (with_still) {
+        message.still.sent = smp_comm_sent(server->comm) - server->about_still;
+        message.still.received = server->received;
+        smp_board_read(server->board, &message.still.standing);
+    }
+    if (smp_comm_send(server->comm, dest, &message,
+                      with_still ? sizeof(message) : sizeof(envelope), NULL,
+                      0) == SMP_OK) {
+        server->about_still++;
+    }
+}
+
+static void
+ask_all(smp_server *server)
+{
+    server->search.round++;
+    server->search.answers = 0;
+    for (int rank = 1; rank < server->size; rank++) {
+        send_about_still(
+            server, rank,
+            (smp_envelope){.kind = SMP_MSG_PROBE, .call = server->search.round}, false);
+    }
+}
+
+/* This rank, pp_rank 0, has nothing to run.  Whether none has, and no message is under
+ * way.  An idle rank runs again only when a message comes, so it is so when two rounds,
+ * in which each rank answered while it was idle, found as many messages received as
+ * sent, and no more in the second than in the first.  [the four-counter method] */
+static bool
+all_are_still(smp_server *server)
+{
+    search  *search = &server->search;
+    uint64_t sent = smp_comm_sent(server->comm) - server->about_still;
+    uint64_t received = server->received;
+
+    if (search->round == 0 || search->answers < server->size - 1) {
+        return false;
+    }
+    for (int rank = 1; rank < server->size; rank++) {
+        sent += search->of[rank].sent;
+        received += search->of[rank].received;
+    }
+    if (sent != received) {
+        search->again = false;
+        search->answers = 0; /* asks when it has been idle for long again */
+        return false;
+    }
+    if (search->again && search->total == sent) {
+        smp_board_read(server->board, &search->of[0].standing);
+        return true;
+    }
+    search->again = true;
+    search->total = sent;
+    ask_all(server);
+    return false;
+}
+
+/* Nothing can run here before a message comes.  Waits for one. */
+static void
+be_idle(smp_server *server)
+{
+    int left;
+
+    smp_board_idle(server->board);
+    if (server->asked != 0) {
+        send_about_still(server, 0,
+                         (smp_envelope){.kind = SMP_MSG_STILL, .call = server->asked},
+                         true);
+        server->asked = 0;
+    }
+    if (server->rank == 0 && server->size > 1 && all_are_still(server)) {
+        fail_with(server, SMP_ERR_DEADLOCK);
         return;
+    }
+    left = who_left(server);
+    if (read_comm(server, IDLE_NS)) {
+        return;
+    }
+    if (left >= 0) { /* and what it sent before has been read */
+        server->left = left;
+        fail_with(server, SMP_ERR_UNREACHABLE);
+    } else if (server->rank == 0 && server->size > 1) {
+        server->search.again = false;
+        ask_all(server);
     }
 }
 
@@ -454,7 +645,6 @@ static void
 dispatch(worker *self)
 {
     smp_server *server = self->server;
-    bool        block = false;
 
     if (self->why == WHY_SERVE) {
         self->why = WHY_NOTHING;
@@ -464,8 +654,7 @@ dispatch(worker *self)
         ptrdiff_t best;
         worker   *entering;
 
-        read_comm(server, block);
-        block = false;
+        (void)read_comm(server, 0);
         if (atomic_exchange(&server->interrupted, false)) {
             fail_with(server, SMP_ERR_INTERRUPTED);
         }
@@ -485,7 +674,7 @@ dispatch(worker *self)
             assert(self->state == WORKER_IDLE);
             self->next_idle = server->idle;
             server->idle = self;
-            smp_seat_give(&server->main_seat);
+            smp_rest_give(&server->rest);
             smp_seat_wait(&self->seat, 0);
             return;
         }
@@ -514,13 +703,29 @@ dispatch(worker *self)
         if (start_turn(self, SMP_FORWARD)) {
             return;
         }
-        block = !server->failed;
+        if (!server->failed) {
+            be_idle(server);
+        }
     }
 }
 
 /* --------------------------------------------------------------- the workers */
 
 static _Thread_local worker *this_worker;
+
+static smp_work
+work_of(const worker *self)
+{
+    return (smp_work){
+        .microbatch = self->microbatch, .entry = self->entry, .phase = self->phase};
+}
+
+static void
+begin_work(worker *self)
+{
+    note_event(self, SMP_EVENT_BEGIN);
+    smp_board_work(self->server->board, work_of(self));
+}
 
 static void
 run_task(worker *self)
@@ -533,7 +738,7 @@ run_task(worker *self)
     if (self->why == WHY_ROOT) {
         self->entry = -1;
         self->phase = SMP_FORWARD;
-        note_event(self, SMP_EVENT_BEGIN);
+        begin_work(self);
         server->ops.run_root(server->ctx, self->microbatch);
         if (!server->failed) {
             smp_schedule_done(server->schedule, self->microbatch);
@@ -546,7 +751,7 @@ run_task(worker *self)
 
         self->entry = e->entry;
         self->phase = (smp_phase)e->phase;
-        note_event(self, SMP_EVENT_BEGIN);
+        begin_work(self);
         server->ops.execute(server->ctx, message);
     }
     note_event(self, SMP_EVENT_END);
@@ -581,17 +786,42 @@ smp_server_create(smp_comm *comm, int rank, int spin_us, const smp_server_ops *o
                   void *ctx, smp_server **out)
 {
     smp_server *server = calloc(1, sizeof(*server));
+    smp_status  status;
 
     if (server == NULL) {
         return SMP_ERR_NO_MEMORY;
     }
     server->comm = comm;
     server->rank = rank;
+    server->size = smp_comm_size(comm);
+    server->left = -1;
+    server->forward = -1;
+    server->search.of = calloc((size_t)server->size, sizeof(*server->search.of));
+    if (server->search.of == NULL) {
+        status = SMP_ERR_NO_MEMORY;
+        goto err_free_server;
+    }
+    status = smp_board_create(rank, &server->board);
+    if (status != SMP_OK) {
+        goto err_free_search;
+    }
+    status = smp_rest_init(&server->rest);
+    if (status != SMP_OK) {
+        goto err_destroy_board;
+    }
     server->spin_us = spin_us;
     server->ops = *ops;
     server->ctx = ctx;
     *out = server;
     return SMP_OK;
+
+err_destroy_board:
+    smp_board_destroy(server->board);
+err_free_search:
+    free(server->search.of);
+err_free_server:
+    free(server);
+    return status;
 }
 
 void
@@ -611,6 +841,9 @@ smp_server_destroy(smp_server *server)
     inbox_forget(server, UINT32_MAX);
     smp_message_free(server->end);
     free(server->inbox);
+    smp_rest_fini(&server->rest);
+    smp_board_destroy(server->board);
+    free(server->search.of);
     free(server);
 }
 
@@ -628,21 +861,29 @@ smp_server_step(smp_server *server, uint32_t step, smp_schedule *schedule,
     server->failed = false;
     server->failure = SMP_OK;
     server->timeline.count = 0;
+    server->asked = 0;
+    server->search.round = 0;
+    server->search.answers = 0;
+    server->search.again = false;
+    server->left = -1;
+    server->awaited[0] = '\0';
     first = idle_worker(server);
     if (first == NULL) {
         smp_schedule_destroy(schedule);
         server->schedule = NULL;
         return SMP_ERR_NO_THREAD;
     }
+    smp_board_begin(server->board, step);
     give(first, WHY_SERVE);
-    while (!smp_seat_wait_signal(&server->main_seat)) {
-        if (!interrupted && !server->ops.check_signals(server->ctx)) {
+    while (!smp_rest_wait(&server->rest, server->forward)) {
+        if (!server->ops.check_signals(server->ctx) && !interrupted) {
             interrupted = true;
             atomic_store(&server->interrupted, true);
             smp_comm_wake(server->comm);
         }
     }
     atomic_store(&server->interrupted, false);
+    smp_board_end(server->board);
     if (server->failed) {
         status = server->failure == SMP_OK ? SMP_ERR_CLOSED : server->failure;
         inbox_forget(server, step);
@@ -665,13 +906,16 @@ smp_server_next_call(smp_server *server)
 
 /* Leaves the baton until `why_wanted`.  SMP_ERR_CLOSED when the step failed. */
 static smp_status
-wait_for(worker *self, uint64_t call, int32_t gate, reason why_wanted)
+wait_for(worker *self, uint64_t call, int32_t gate, smp_wait what, reason why_wanted)
 {
+    what.work = work_of(self);
     self->state = WORKER_PENDING;
     self->waits_for = call;
     self->gate = gate;
     note_event(self, SMP_EVENT_WAIT);
+    smp_board_wait(self->server->board, self->number, what);
     dispatch(self);
+    smp_board_go(self->server->board, self->number);
     self->state = WORKER_EXECUTING;
     if (self->why != why_wanted) {
         assert(self->why == WHY_FAILED);
@@ -682,7 +926,8 @@ wait_for(worker *self, uint64_t call, int32_t gate, reason why_wanted)
 }
 
 smp_status
-smp_server_wait(smp_server *server, uint64_t call, smp_message **response)
+smp_server_wait(smp_server *server, uint64_t call, smp_wait_kind kind, int32_t entry,
+                int owner, smp_message **response)
 {
     worker    *self = this_worker;
     smp_status status;
@@ -699,7 +944,10 @@ smp_server_wait(smp_server *server, uint64_t call, smp_message **response)
         }
     }
     smp_jitter();
-    status = wait_for(self, call, -1, WHY_RESPONSE);
+    status =
+        wait_for(self, call, -1,
+                 (smp_wait){.kind = (int32_t)kind, .wanted = entry, .asked = owner},
+                 WHY_RESPONSE);
     if (status == SMP_OK) {
         *response = self->message;
         self->message = NULL;
@@ -725,7 +973,7 @@ smp_server_backward_point(smp_server *server, int32_t microbatch)
         return SMP_ERR_CLOSED;
     }
     smp_schedule_ready(server->schedule, microbatch);
-    status = wait_for(self, 0, -1, WHY_BACKWARD);
+    status = wait_for(self, 0, -1, (smp_wait){.kind = SMP_WAIT_SCHEDULE}, WHY_BACKWARD);
     if (status == SMP_OK) {
         self->phase = SMP_BACKWARD;
     }
@@ -747,7 +995,7 @@ smp_server_await_turn(smp_server *server, int32_t gate, int32_t microbatch)
     if (server->failed) {
         return SMP_ERR_CLOSED;
     }
-    return wait_for(this_worker, 0, gate, WHY_TURN);
+    return wait_for(this_worker, 0, gate, (smp_wait){.kind = SMP_WAIT_GATE}, WHY_TURN);
 }
 
 void
@@ -757,7 +1005,7 @@ smp_server_hear(smp_server *server)
 
     while (server->end == NULL &&
            smp_comm_receive(server->comm, 0, &message) == SMP_OK) {
-        sort_in(server, message);
+        count_in(server, message);
     }
 }
 
@@ -777,6 +1025,48 @@ uint64_t
 smp_server_switches(const smp_server *server)
 {
     return server->switches;
+}
+
+smp_board *
+smp_server_board(smp_server *server)
+{
+    return server->board;
+}
+
+const char *
+smp_server_awaited(const smp_server *server)
+{
+    return server->awaited;
+}
+
+int
+smp_server_left(const smp_server *server)
+{
+    return server->left;
+}
+
+size_t
+smp_server_write_deadlock(smp_server *server, char *out, size_t room)
+{
+    size_t used = 0;
+
+    for (int rank = 0; rank < server->size; rank++) {
+        used += smp_board_write(server->board, rank, &server->search.of[rank].standing,
+                                out + used, room - used);
+    }
+    return used;
+}
+
+int
+smp_server_signal_fd(const smp_server *server)
+{
+    return server->rest.pipe[1];
+}
+
+void
+smp_server_forward_signals(smp_server *server, int forward)
+{
+    server->forward = forward;
 }
 
 smp_timeline *

@@ -12,9 +12,8 @@
  * Ownership  The server borrows the comm.  Messages handed to ops->execute and
  *            returned by smp_server_wait() are the receiver's.
  * Threads    create, step, destroy: the main thread.  wait, backward_point, fail,
- *            next_call: the worker that holds the baton.  interrupt: any thread, also
- *            a signal handler.  No function needs the GIL; those that block must be
- *            called without it.
+ *            next_call: the worker that holds the baton.  No function needs the GIL;
+ *            those that block must be called without it.
  */
 #ifndef SMP_SERVER_SERVER_H
 #define SMP_SERVER_SERVER_H
@@ -24,6 +23,7 @@
 
 #include "comm/comm.h"
 #include "common/status.h"
+#include "server/board.h"
 #include "server/envelope.h"
 #include "server/schedule.h"
 #include "server/timeline.h"
@@ -52,7 +52,8 @@ typedef struct {
     bool (*check_signals)(void *ctx);
 } smp_server_ops;
 
-/* ops is copied, ctx and comm are borrowed until destroy.  SMP_ERR_NO_MEMORY. */
+/* ops is copied, ctx and comm are borrowed until destroy.  SMP_ERR_NO_MEMORY,
+ * SMP_ERR_SYSTEM. */
 smp_status smp_server_create(smp_comm *comm, int rank, int spin_us,
                              const smp_server_ops *ops, void *ctx, smp_server **out);
 
@@ -66,17 +67,22 @@ void smp_server_destroy(smp_server *server);
  * SMP_ERR_CLOSED  the step failed: smp_server_fail() here, or SMP_MSG_ABORT from
  *                 another rank, which is *end then.
  * SMP_ERR_INTERRUPTED  check_signals said so.
- * SMP_ERR_PEER_LOST, SMP_ERR_MALFORMED, SMP_ERR_NO_THREAD.
- * After a failure no worker is inside a task and the server can run the next step. */
+ * SMP_ERR_PEER_LOST    a rank died; smp_server_awaited() says what was waited for.
+ * SMP_ERR_DEADLOCK     on pp_rank 0: no rank has anything to run and no message is
+ * under way; smp_server_write_deadlock() says who waits for what. SMP_ERR_UNREACHABLE
+ * smp_server_left() has left the job: it makes fewer steps. SMP_ERR_MALFORMED,
+ * SMP_ERR_NO_THREAD. After a failure no worker is inside a task and the server can run
+ * the next step. */
 smp_status smp_server_step(smp_server *server, uint32_t step, smp_schedule *schedule,
                            smp_message **end);
 
 /* A call's number: unique among this rank's. */
 uint64_t smp_server_next_call(smp_server *server);
 
-/* Waits for the response to `call`, with the baton given away.  SMP_ERR_CLOSED: the
- * step failed, unwind. */
-smp_status smp_server_wait(smp_server *server, uint64_t call, smp_message **response);
+/* Waits for the response to `call`, with the baton given away.  kind, entry and owner
+ * say on the board what that is.  SMP_ERR_CLOSED: the step failed, unwind. */
+smp_status smp_server_wait(smp_server *server, uint64_t call, smp_wait_kind kind,
+                           int32_t entry, int owner, smp_message **response);
 
 /* The step function of `microbatch` calls no module for the first time any more. */
 void smp_server_forward_done(smp_server *server, int32_t microbatch);
@@ -103,6 +109,23 @@ bool smp_server_failed(const smp_server *server);
 /* Counts hand-overs of the baton; a worker that finds it unchanged over a wait knows
  * that no other task ran meanwhile. */
 uint64_t smp_server_switches(const smp_server *server);
+
+/* What this rank does and waits for; lives as long as the server. */
+smp_board *smp_server_board(smp_server *server);
+
+/* What a task of the last step waited for when a rank was lost; "" for nothing. */
+const char *smp_server_awaited(const smp_server *server);
+
+/* Which rank had left, after SMP_ERR_UNREACHABLE. */
+int smp_server_left(const smp_server *server);
+
+/* After SMP_ERR_DEADLOCK: what each rank waits for, as smp_board_write(). */
+size_t smp_server_write_deadlock(smp_server *server, char *out, size_t room);
+
+/* Where a signal handler writes a byte for each signal (signal.set_wakeup_fd); those
+ * bytes go on to `forward`, -1 for nowhere.  The main thread, between steps. */
+int  smp_server_signal_fd(const smp_server *server);
+void smp_server_forward_signals(smp_server *server, int forward);
 
 /* The record of the last step. */
 smp_timeline *smp_server_timeline(smp_server *server);

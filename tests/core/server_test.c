@@ -26,7 +26,9 @@ typedef struct {
     int32_t      first_entry; /* what the step function calls first */
     int32_t      faulty;      /* microbatch whose step function fails; -1: none */
     bool         no_backward;
-    long         tasks; /* the baton's holder only */
+    bool         no_request;   /* the step function waits for what nobody was asked */
+    bool         until_signal; /* SILENT runs until a signal came */
+    long         tasks;        /* the baton's holder only */
     int          inside;
     int32_t      passed[MICROBATCHES]; /* the gate, in order */
     int          npassed;
@@ -81,13 +83,16 @@ call(rank *self, int dest, smp_envelope envelope, uint64_t *result)
     smp_status   status;
 
     envelope.call = smp_server_next_call(self->server);
-    status = send_to(self, dest, envelope);
+    status = self->no_request ? SMP_OK : send_to(self, dest, envelope);
     if (status != SMP_OK) {
         return status;
     }
     wander(self);
     self->inside--;
-    status = smp_server_wait(self->server, envelope.call, &response);
+    status = smp_server_wait(self->server, envelope.call,
+                             envelope.phase == SMP_FORWARD ? SMP_WAIT_OUTPUTS
+                                                           : SMP_WAIT_GRADIENTS,
+                             envelope.entry, dest, &response);
     self->inside++;
     if (status == SMP_OK) {
         *result = smp_message_envelope(response)->seed;
@@ -150,6 +155,9 @@ execute(void *ctx, smp_message *request)
         abort();
     }
     if (e.entry == SILENT) {
+        while (self->until_signal && atomic_load(&self->signals) == 0) {
+            sched_yield();
+        }
         self->inside--;
         return;
     }
@@ -465,6 +473,7 @@ TEST_RANK(a_signal_that_says_stop_ends_the_step)
     sigaction(SIGUSR1, &act, NULL);
     CHECK_STATUS(begin(&self, w), SMP_OK);
     self.first_entry = SILENT; /* never answered: only the signal can end it */
+    self.until_signal = true;
     if (w->rank == 1) {
         nagger    n = {&self, pthread_self()};
         pthread_t thread;
@@ -481,6 +490,44 @@ TEST_RANK(a_signal_that_says_stop_ends_the_step)
     return finish(&self);
 }
 
+TEST_RANK(a_deadlock_is_found_and_says_who_waits)
+{
+    rank self;
+    char said[4096];
+
+    CHECK_STATUS(begin(&self, w), SMP_OK);
+    CHECK_STATUS(run_step(&self, SMP_SCHEDULE_INTERLEAVED, 1), SMP_OK);
+    self.first_entry = SILENT; /* nobody answers, and nobody has anything to do */
+    if (w->rank == 0) {
+        CHECK_STATUS(run_step(&self, SMP_SCHEDULE_INTERLEAVED, 2), SMP_ERR_DEADLOCK);
+        CHECK(smp_server_write_deadlock(self.server, said, sizeof(said)) ==
+              strlen(said));
+        CHECK(strstr(said, "pp_rank 0: microbatch 0, forward: the step function waits "
+                           "for module '?' on pp_rank 1") != NULL);
+        CHECK(strstr(said, "pp_rank 1 has nothing to run") != NULL);
+    } else {
+        CHECK_STATUS(run_step(&self, SMP_SCHEDULE_INTERLEAVED, 2), SMP_ERR_CLOSED);
+    }
+    CHECK(self.inside == 0);
+    self.first_entry = HOPS;
+    CHECK_STATUS(run_step(&self, SMP_SCHEDULE_INTERLEAVED, 2), SMP_OK);
+    return finish(&self);
+}
+
+TEST_RANK(a_rank_that_is_slow_or_late_is_no_deadlock)
+{
+    int64_t until;
+    rank    self;
+
+    CHECK_STATUS(begin(&self, w), SMP_OK);
+    until = smp_clock_ns() + SMP_NS_PER_S; /* the others look why, meanwhile */
+    while (w->rank == w->size - 1 && smp_clock_ns() < until) {
+        sched_yield();
+    }
+    CHECK_STATUS(run_step(&self, SMP_SCHEDULE_INTERLEAVED, 2), SMP_OK);
+    return finish(&self);
+}
+
 TEST_RANK(a_step_ends_when_the_others_have_left)
 {
     rank self;
@@ -492,7 +539,14 @@ TEST_RANK(a_step_ends_when_the_others_have_left)
     }
     CHECK_STATUS(begin(&self, w), SMP_OK);
     self.first_entry = SILENT;
-    CHECK_STATUS(run_step(&self, SMP_SCHEDULE_INTERLEAVED, 2), SMP_ERR_CLOSED);
+    while (!smp_comm_left(w->comm, 1)) {
+        sched_yield();
+    }
+    CHECK_STATUS(run_step(&self, SMP_SCHEDULE_INTERLEAVED, 2),
+                 SMP_ERR_CLOSED); /* send */
+    self.no_request = true;
+    CHECK_STATUS(run_step(&self, SMP_SCHEDULE_INTERLEAVED, 2), SMP_ERR_UNREACHABLE);
+    CHECK(smp_server_left(self.server) >= 1);
     CHECK(self.inside == 0 && self.finished == 0);
     smp_server_destroy(self.server);
     smp_turns_destroy(self.turns);
@@ -678,6 +732,8 @@ static const world_test tests[] = {
     {"faulty_module", a_failing_module_ends_the_step_everywhere, 0},
     {"faulty_root", a_failing_step_function_ends_the_step_everywhere, 0},
     {"signal", a_signal_that_says_stop_ends_the_step, 0},
+    {"deadlock", a_deadlock_is_found_and_says_who_waits, 0},
+    {"slow", a_rank_that_is_slow_or_late_is_no_deadlock, 0},
     {"left", a_step_ends_when_the_others_have_left, 0},
     {"early", messages_of_the_next_step_wait_for_it, 0},
     {"stale", messages_of_a_step_that_failed_are_dropped, 0},

@@ -1,0 +1,92 @@
+/* The board: what this rank does and what it waits for, for any thread to read.
+ *
+ * The server writes on it as it goes; the watchdog, and whoever says why a step failed,
+ * read it.  Module paths are on it too, because Python cannot be asked then.
+ *
+ * Threads  All functions: any.  No lock is held on return.
+ */
+#ifndef SMP_SERVER_BOARD_H
+#define SMP_SERVER_BOARD_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "common/status.h"
+#include "server/schedule.h"
+
+typedef struct smp_board smp_board;
+
+/* What a task waits for. */
+typedef enum {
+    SMP_WAIT_OUTPUTS,   /* of module `wanted` on rank `asked` */
+    SMP_WAIT_GRADIENTS, /* the same, in backward */
+    SMP_WAIT_SCHEDULE,  /* its turn to begin backward */
+    SMP_WAIT_GATE,      /* earlier microbatches, at a module with buffers */
+} smp_wait_kind;
+
+/* A request that runs here, or the step function of a microbatch. */
+typedef struct {
+    int32_t microbatch;
+    int32_t entry; /* -1: the step function */
+    int32_t phase; /* smp_phase */
+} smp_work;
+
+typedef struct {
+    smp_work work; /* who waits */
+    int32_t  kind; /* smp_wait_kind */
+    int32_t  wanted;
+    int32_t  asked;
+    int64_t  since_ns; /* smp_clock_ns() of this rank */
+} smp_wait;
+
+/* Of those that wait, the board shows as many. */
+#define SMP_STANDING_WAITS 16
+
+/* A rank at one moment.  Travels between ranks as it is. */
+typedef struct {
+    int64_t  now_ns;   /* when it was read */
+    int64_t  moved_ns; /* when anything changed */
+    uint32_t step;
+    int32_t  in_step;
+    int32_t  works;   /* a task runs: work */
+    smp_work work;    /* since moved_ns */
+    int32_t  outside; /* waits outside a step, at what smp_board_place() says */
+    int32_t  nwaits;  /* all */
+    int32_t  nshown;  /* in waits[], those that wait longest first */
+    smp_wait waits[SMP_STANDING_WAITS];
+} smp_standing;
+
+/* SMP_ERR_NO_MEMORY. */
+smp_status smp_board_create(int rank, smp_board **out);
+void       smp_board_destroy(smp_board *board);
+
+/* Names entries 0 .. n-1; copied.  SMP_ERR_NO_MEMORY: the old names stay. */
+smp_status smp_board_name(smp_board *board, const char *const *paths, size_t n);
+
+void smp_board_begin(smp_board *board, uint32_t step);
+void smp_board_end(smp_board *board);
+
+/* The rank waits for other ranks outside a step, in `what`; NULL: not any more. */
+void smp_board_place(smp_board *board, const char *what);
+
+/* A task runs; or nothing does. */
+void smp_board_work(smp_board *board, smp_work work);
+void smp_board_idle(smp_board *board);
+
+/* A worker waits; since_ns is filled in.  Then it goes on. */
+void smp_board_wait(smp_board *board, uint16_t worker, smp_wait wait);
+void smp_board_go(smp_board *board, uint16_t worker);
+
+void smp_board_read(smp_board *board, smp_standing *out);
+
+/* What `rank` does and waits for, one line each, indented; at most `room` bytes with
+ * the final NUL.  The number of bytes without it. */
+size_t smp_board_write(smp_board *board, int rank, const smp_standing *standing,
+                       char *out, size_t room);
+
+/* What the task that waits longest for `rank` waits for; that which waits longest, when
+ * none waits for that rank.  Empty text: nothing waits. */
+void smp_board_write_wait(smp_board *board, int rank, char *out, size_t room);
+
+#endif

@@ -1,0 +1,157 @@
+/* The watchdog reports a rank that does not move, and only then. */
+#define _GNU_SOURCE
+#include <sched.h>
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <unistd.h>
+
+#include "check.h"
+#include "comm/clock.h"
+#include "server/watchdog.h"
+
+#define LIMIT_NS (20 * SMP_NS_PER_MS)
+
+typedef struct {
+    _Atomic int  reports;
+    _Atomic int  ends;
+    smp_standing first; /* written before reports */
+} listener;
+
+static void
+take_report(void *ctx, const smp_standing *standing, bool ends)
+{
+    listener *self = ctx;
+
+    if (atomic_load(&self->reports) == 0) {
+        self->first = *standing;
+    }
+    if (ends) {
+        atomic_fetch_add(&self->ends, 1);
+    }
+    atomic_fetch_add(&self->reports, 1);
+}
+
+static void
+wait_for_reports(listener *l, int n)
+{
+    while (atomic_load(&l->reports) < n) {
+        sched_yield(); /* the runner's alarm is the deadline */
+    }
+}
+
+TEST(a_rank_that_does_not_move_is_reported_with_what_it_waits_for)
+{
+    static const char *const paths[] = {"encoder", "decoder.0"};
+    listener                 l = {0};
+    smp_watchdog_config      config = {
+             .report_ns = LIMIT_NS, .report = take_report, .ctx = &l};
+    smp_watchdog *watchdog;
+    smp_board    *board;
+    char          said[1024];
+
+    CHECK_STATUS(smp_board_create(0, &board), SMP_OK);
+    CHECK_STATUS(smp_board_name(board, paths, 2), SMP_OK);
+    smp_board_begin(board, 7);
+    smp_board_work(board, (smp_work){.microbatch = 3, .entry = -1});
+    smp_board_wait(board, 0,
+                   (smp_wait){.work = {.microbatch = 3, .entry = -1},
+                              .kind = SMP_WAIT_OUTPUTS,
+                              .wanted = 1,
+                              .asked = 1});
+    smp_board_work(board,
+                   (smp_work){.microbatch = 2, .entry = 0, .phase = SMP_BACKWARD});
+    CHECK_STATUS(smp_watchdog_create(board, &config, &watchdog), SMP_OK);
+    wait_for_reports(&l, 2);
+    smp_watchdog_destroy(watchdog);
+    CHECK(l.first.step == 7 && l.first.nwaits == 1);
+    CHECK(l.first.now_ns - l.first.moved_ns >= LIMIT_NS);
+    CHECK(atomic_load(&l.ends) == 0);
+    (void)smp_board_write(board, 0, &l.first, said, sizeof(said));
+    CHECK(strstr(said, "microbatch 2, backward: module 'encoder' runs, since ") !=
+          NULL);
+    CHECK(strstr(said, "microbatch 3, forward: the step function waits for module "
+                       "'decoder.0' on pp_rank 1, since ") != NULL);
+    smp_board_write_wait(board, 1, said, sizeof(said));
+    CHECK(strstr(said, "microbatch 3, forward: the step function waits") == said);
+    smp_board_destroy(board);
+    return 0;
+}
+
+TEST(a_rank_that_moves_or_is_in_no_step_is_not_reported)
+{
+    listener            l = {0};
+    smp_watchdog_config config = {
+        .report_ns = SMP_NS_PER_S, .report = take_report, .ctx = &l};
+    smp_watchdog *watchdog;
+    smp_board    *board;
+    int64_t       until = smp_clock_ns() + 3 * SMP_NS_PER_S / 2;
+
+    CHECK_STATUS(smp_board_create(0, &board), SMP_OK);
+    CHECK_STATUS(smp_watchdog_create(board, &config, &watchdog), SMP_OK);
+    smp_board_begin(board, 1);
+    while (smp_clock_ns() < until) {
+        smp_board_work(board, (smp_work){.entry = -1});
+        smp_board_wait(board, 300, (smp_wait){.kind = SMP_WAIT_SCHEDULE});
+        smp_board_go(board, 300); /* a worker without a seat on the board */
+        sched_yield();
+    }
+    smp_board_end(board);
+    smp_watchdog_destroy(watchdog);
+    CHECK(atomic_load(&l.reports) == 0);
+    smp_board_destroy(board);
+    return 0;
+}
+
+TEST(the_end_comes_at_its_limit)
+{
+    listener            l = {0};
+    smp_watchdog_config config = {.end_ns = LIMIT_NS, .report = take_report, .ctx = &l};
+    smp_watchdog       *watchdog;
+    smp_board          *board;
+
+    CHECK_STATUS(smp_board_create(0, &board), SMP_OK);
+    smp_board_place(board, "smp.barrier()");
+    CHECK_STATUS(smp_watchdog_create(board, &config, &watchdog), SMP_OK);
+    wait_for_reports(&l, 1);
+    smp_watchdog_destroy(watchdog);
+    CHECK(atomic_load(&l.ends) >= 1);
+    smp_board_destroy(board);
+    return 0;
+}
+
+TEST(the_board_shows_those_that_wait_longest)
+{
+    smp_standing now;
+    smp_board   *board;
+
+    CHECK_STATUS(smp_board_create(0, &board), SMP_OK);
+    smp_board_begin(board, 1);
+    for (uint16_t i = 0; i < 40; i++) {
+        smp_board_wait(board, (uint16_t)(39 - i),
+                       (smp_wait){.work = {.microbatch = i, .entry = -1}});
+    }
+    smp_board_go(board, 39); /* microbatch 0 */
+    smp_board_read(board, &now);
+    CHECK(now.nwaits == 39 && now.nshown == SMP_STANDING_WAITS);
+    for (int32_t i = 0; i < now.nshown; i++) {
+        CHECK(i == 0 || now.waits[i - 1].since_ns <= now.waits[i].since_ns);
+        CHECK(now.waits[i].work.microbatch <= SMP_STANDING_WAITS + 4);
+    }
+    CHECK(now.works == 1 && now.work.microbatch == 0);
+    smp_board_destroy(board);
+    return 0;
+}
+
+int
+main(int argc, char **argv)
+{
+    static const smp_test tests[] = {
+        {"report", a_rank_that_does_not_move_is_reported_with_what_it_waits_for},
+        {"moving", a_rank_that_moves_or_is_in_no_step_is_not_reported},
+        {"end", the_end_comes_at_its_limit},
+        {"longest", the_board_shows_those_that_wait_longest},
+    };
+
+    alarm(240);
+    return run_tests(tests, sizeof(tests) / sizeof(tests[0]), argc, argv);
+}

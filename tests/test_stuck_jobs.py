@@ -1,0 +1,237 @@
+"""Spec: a stuck or deadlocked step says who waits for whom; signals reach a step."""
+
+import os
+import random
+import re
+import signal
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+import smp
+from tests.ranks import job, mpirun, on_ranks
+
+SIGNALS = 20
+
+STUCK = """
+import ctypes, os, signal, sys, time
+import torch
+from torch import nn
+import smp
+
+class Part(nn.Linear):
+    calls = 0
+    def forward(self, x):
+        self.calls += 1
+        if self.calls == 5 and smp.pp_rank() == 1:
+            {how}
+        return super().forward(x)
+
+smp.init({{"pipeline_parallel_degree": 2, "microbatches": 2, "watchdog_report_s": 0.5}})
+net = nn.Sequential(nn.Linear(16, 16), Part(16, 16))
+smp.set_partition(net[0], 0)
+smp.set_partition(net[1], 1)
+model = smp.DistributedModel(net)
+
+@smp.step
+def train(model, x):
+    loss = model(x).pow(2).mean()
+    model.backward(loss)
+    return loss
+
+for _ in range(100):
+    train(model, torch.randn(16, 16))
+print("finished")
+"""
+
+WAYS = {
+    "stopped": "os.kill(os.getpid(), signal.SIGSTOP)",
+    "in circles": "while True: pass",
+    "in C with the GIL": "ctypes.PyDLL(None).pause()",
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_watchdog_says_who_waits_for_whom_and_ends_the_job_when_told_to(tmp_path, way):
+    """Request, module path, microbatch, phase, since when, and stacks."""
+    script = tmp_path / "train.py"
+    script.write_text(STUCK.format(how=WAYS[way]))
+
+    done = mpirun(2, script, env={"SMP_WATCHDOG_END_S": "1.5"}, timeout_s=60)
+
+    said = done.stdout + done.stderr
+    assert done.returncode != 0
+    assert "finished" not in said
+    assert re.search(
+        r"pp_rank 0: microbatch \d, (forward|backward): the step function waits for "
+        r"(the backward of )?module '1' on pp_rank 1, since \d+\.\d s",
+        said,
+    ), said
+    assert "ends the job (watchdog_end_s)" in said
+    assert 'train.py", line' in said and "in train" in said  # the stack of a worker
+    if way != "stopped":
+        assert re.search(r"pp_rank 1: microbatch \d, forward: module '1' runs, since", said), (
+            said
+        )
+        assert re.search(r'train.py", line \d+ in forward', said), said
+
+
+@on_ranks(2)
+def test_a_deadlock_is_found_as_such():
+    """A schedule that ends microbatch 1 before it starts microbatch 0 cannot pass a module
+    with buffers, which microbatches pass in order."""
+    turns = [(1, "forward"), (1, "backward"), (0, "forward"), (0, "backward")]
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": 2, "pipeline": turns})
+    net = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+    smp.set_partition(net[0], 0)
+    smp.set_partition(net[1], 1)
+    model = smp.DistributedModel(net)
+
+    @smp.step
+    def train(model, x):
+        model.backward(model(x).sum())
+
+    with pytest.raises(RuntimeError, match="a deadlock") as caught:
+        train(model, torch.randn(8, 8))
+
+    said = str(caught.value)
+    assert "the step function waits for module '1' on pp_rank 1" in said
+    assert "module '1' waits for earlier microbatches to pass this module" in said
+    assert re.search(r"pp_rank 0 .*nothing to run", said)
+    assert re.search(r"pp_rank 1 .*nothing to run", said)
+
+
+class Enough(Exception):
+    """Ends the loop on every rank."""
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("interrupted", [0, 1])
+def test_ctrl_c_at_any_instant_interrupts_the_step_on_every_rank(interrupted):
+    """KeyboardInterrupt, whichever thread the signal came to; then the next step works."""
+    inside, caught, finished = threading.Event(), threading.Event(), threading.Event()
+
+    class Watched(nn.Linear):
+        def forward(self, x):
+            if finished.is_set():
+                raise Enough
+            inside.set()
+            return super().forward(x)
+
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": 2})
+    net = nn.Sequential(Watched(8, 8), Watched(8, 8))
+    smp.set_partition(net[0], 0)
+    smp.set_partition(net[1], 1)
+    model = smp.DistributedModel(net)
+
+    @smp.step
+    def train(model, x):
+        model.backward(model(x).sum())
+
+    def interrupt():
+        numbers = random.Random(1)
+        for _ in range(SIGNALS):
+            inside.wait()
+            for _ in range(numbers.randrange(3000)):  # to some moment of the step
+                pass
+            signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+            caught.wait()
+            caught.clear()
+        finished.set()
+
+    x = torch.randn(8, 8)
+    train(model, x)
+    times = 0
+    inside.clear()
+    if smp.pp_rank() == interrupted:
+        threading.Thread(target=interrupt, daemon=True).start()
+    while True:
+        try:
+            while True:
+                train(model, x)
+        except KeyboardInterrupt:
+            times += 1
+            inside.clear()
+            caught.set()
+        except Enough:
+            break
+    finished.clear()
+    train(model, x)
+    assert times == SIGNALS or smp.pp_rank() != interrupted
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("terminated", [0, 1])
+def test_sigterm_in_a_step_is_an_interrupt_as_well(terminated):
+    """... and outside a step it is what it was."""
+
+    class Terminated(nn.Linear):
+        now = False
+
+        def forward(self, x):
+            if self.now:
+                signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
+            return super().forward(x)
+
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": 2})
+    net = nn.Sequential(Terminated(8, 8), Terminated(8, 8))
+    smp.set_partition(net[0], 0)
+    smp.set_partition(net[1], 1)
+    model = smp.DistributedModel(net)
+    train = smp.step(lambda model, x: model.backward(model(x).sum()))
+    x = torch.randn(8, 8)
+    train(model, x)
+
+    net[smp.pp_rank()].now = smp.pp_rank() == terminated
+    with pytest.raises(KeyboardInterrupt, match="SIGTERM"):
+        train(model, x)
+    net[smp.pp_rank()].now = False
+    train(model, x)
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    assert signal.set_wakeup_fd(-1) == -1
+
+
+TWICE = """
+import os, signal, threading
+import torch
+from torch import nn
+import smp
+
+class Part(nn.Linear):
+    def forward(self, x):
+        if smp.pp_rank() == 1 and not smp.is_tracing():
+            print("waits", os.getpid(), flush=True)
+            threading.Event().wait()
+        return super().forward(x)
+
+def handler(number, frame):
+    print("interrupted", flush=True)
+    raise KeyboardInterrupt
+
+smp.init({"pipeline_parallel_degree": 2})
+signal.signal(signal.SIGINT, handler)
+net = nn.Sequential(nn.Linear(8, 8), Part(8, 8))
+smp.set_partition(net[0], 0)
+smp.set_partition(net[1], 1)
+model = smp.DistributedModel(net)
+smp.step(lambda model, x: model(x))(model, torch.randn(4, 8))
+"""
+
+
+def test_a_second_interrupt_ends_at_once(tmp_path):
+    """The first waits for the module that runs to come to its end; the second does not."""
+    script = tmp_path / "train.py"
+    script.write_text(TWICE)
+
+    with job(2, script) as process:
+        lines = iter(process.stdout.readline, "")
+        pid = next(int(line.split()[1]) for line in lines if line.startswith("waits"))
+        os.kill(pid, signal.SIGINT)
+        assert "interrupted" in next(lines)
+        os.kill(pid, signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+
+    assert process.returncode != 0
+    assert "smp: interrupted twice; ends at once" in errors
