@@ -4,6 +4,8 @@ import pickle
 import traceback
 from typing import Any
 
+import torch
+
 PHASES = ("forward", "backward")
 
 
@@ -12,6 +14,13 @@ class StepAborted(BaseException):
 
     Not an ``Exception``, so that ``except Exception`` in a model lets it pass.
     """
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out, on the host or on an accelerator."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
 
 
 def describe(

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from smp import _core
 from smp.placement import AXES_OF_GROUP
 from smp.ranks import CommGroup, RankType
 from smp.state_mod import Job, state
@@ -270,12 +271,17 @@ def _post(job: Job, parcel: Parcel, dest: int, tag: int) -> list[dist.Work]:
 def _take(job: Job, src: int, tag: int, doing: str) -> Any:
     group = job.torch_groups.objects
 
+    doing = f"{doing}: receiving from rank {src}"
+
     def fill(tensor: Tensor) -> Tensor:
         if tensor.numel():
+            _core.place(doing)  # the watchdog tells it, if this takes long
             try:
                 dist.recv(as_bytes(tensor), src, group, tag)
             except RuntimeError as error:
-                raise _gone(f"{doing}: receiving from rank {src}", error) from error
+                raise _gone(doing, error) from error
+            finally:
+                _core.place(None)
         return tensor
 
     with _taking[src, tag]:
@@ -288,10 +294,13 @@ def _take(job: Job, src: int, tag: int, doing: str) -> Any:
 
 def _wait(works: list[dist.Work], doing: str) -> None:
     for work in works:
+        _core.place(doing)
         try:
             work.wait()
         except RuntimeError as error:
             raise _gone(doing, error) from error
+        finally:
+            _core.place(None)
 
 
 def _gone(doing: str, error: RuntimeError) -> RuntimeError:

@@ -6,7 +6,7 @@
 import secrets
 import weakref
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -119,7 +119,24 @@ class Runtime:
         self, error: BaseException, path: str | None, microbatch: int, phase: int
     ) -> tuple:
         self.local_error = error
+        if failures.is_out_of_memory(error):
+            failures.add_note(error, self._memory())
         return failures.describe(error, path, microbatch, phase, self.pp_rank)
+
+    def _memory(self) -> str:
+        """What this rank's memory holds, by kind."""
+
+        def mib(tensors: Iterable[Tensor | None]) -> int:
+            return sum(t.nbytes for t in tensors if t is not None) >> 20
+
+        parameters = [p for m in self.live_models() for p in m.local_parameters()]
+        buffers = [b for m in self.live_models() for _, b in m.local_named_buffers()]
+        pool = _core.counters()
+        return (
+            f"memory of pp_rank {self.pp_rank}: parameters {mib(parameters)} MiB, gradients "
+            f"{mib(p.grad for p in parameters)} MiB, buffers {mib(buffers)} MiB, pool for "
+            f"messages {pool['pool_in_use'] >> 20} of {pool['pool_size'] >> 20} MiB in use"
+        )
 
     def seeds(self, tensors: tuple[Tensor, ...], given: Any, average: bool) -> list:
         """The gradients that a backward starts with; None is a scalar's 1.

@@ -78,6 +78,33 @@ def test_the_watchdog_says_who_waits_for_whom_and_ends_the_job_when_told_to(tmp_
         assert re.search(r'train.py", line \d+ in forward', said), said
 
 
+ORDERS = """
+import smp
+
+smp.init({"pipeline_parallel_degree": 2, "watchdog_report_s": 0.5, "watchdog_end_s": 1.5})
+if smp.rank() == 0:
+    smp.barrier()
+    smp.allgather(1, smp.PP_GROUP)
+else:
+    smp.allgather(1, smp.PP_GROUP)
+    smp.barrier()
+"""
+
+
+def test_collectives_in_different_orders_are_named_by_each_rank(tmp_path):
+    """Each rank says in which call it waits, and for whom."""
+    script = tmp_path / "train.py"
+    script.write_text(ORDERS)
+
+    done = mpirun(2, script, timeout_s=60)
+
+    said = done.stdout + done.stderr
+    assert done.returncode != 0
+    assert re.search(r"pp_rank 0 waits in smp.barrier\(.*receiving from rank 1, since", said)
+    assert re.search(r"pp_rank 1 waits in smp.allgather\(.*receiving from rank 0, since", said)
+    assert "ends the job (watchdog_end_s)" in said
+
+
 @on_ranks(2)
 def test_a_deadlock_is_found_as_such():
     """A schedule that ends microbatch 1 before it starts microbatch 0 cannot pass a module

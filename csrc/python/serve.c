@@ -45,6 +45,18 @@ context_dealloc(PyObject *object)
     Py_DECREF(type);
 }
 
+/* Takes the reference, and the graph that hangs on it: Enter's node leads back to the
+ * context, where no garbage collector sees it. */
+static void
+drop_context(context_object *context)
+{
+    if (context != NULL) {
+        Py_CLEAR(context->outputs);
+        Py_CLEAR(context->node);
+        Py_DECREF(context);
+    }
+}
+
 /* --------------------------------------------------------------------- the node */
 
 /* Enter.forward(ctx, context, leaf) -> the request's tensors */
@@ -175,7 +187,7 @@ enter_graph(smp_unpack *unpack, const smp_envelope *envelope)
     return self;
 
 err:
-    Py_DECREF(self);
+    drop_context(self);
     return NULL;
 }
 
@@ -420,7 +432,11 @@ serve_forward(smp_message *request, smp_task *task)
     envelope.about = task->count;
     sent = smp_pack_send(&pack, &envelope) == 0;
 done:
-    Py_XDECREF(context);
+    if (sent) {
+        Py_XDECREF(context);
+    } else {
+        drop_context(context);
+    }
     Py_XDECREF(args);
     Py_XDECREF(kwargs);
     Py_XDECREF(state);
@@ -551,7 +567,7 @@ serve_backward(smp_message *request, smp_task *task)
     envelope.kind = SMP_MSG_RESPONSE;
     sent = smp_pack_send(&pack, &envelope) == 0;
 done:
-    Py_DECREF(context);
+    drop_context(context);
     smp_pack_fini(&pack);
     smp_unpack_fini(&unpack);
     return sent;
@@ -581,7 +597,21 @@ smp_serve_release(uint64_t call)
     if (smp_gradients_close(context->microbatch, context->order, context->entry) < 0) {
         PyErr_WriteUnraisable((PyObject *)context);
     }
-    Py_DECREF(context);
+    drop_context(context);
+}
+
+void
+smp_serve_forget(void)
+{
+    PyObject  *contexts = PyDict_Values(smp_the_session.contexts);
+    Py_ssize_t n = contexts == NULL ? 0 : PyList_GET_SIZE(contexts);
+
+    PyErr_Clear();
+    PyDict_Clear(smp_the_session.contexts);
+    for (Py_ssize_t i = 0; i < n; i++) {
+        drop_context((context_object *)Py_NewRef(PyList_GET_ITEM(contexts, i)));
+    }
+    Py_XDECREF(contexts);
 }
 
 /* ------------------------------------------------------------------ registration */

@@ -824,7 +824,7 @@ py_step(PyObject *module, PyObject *args)
     Py_END_ALLOW_THREADS;
     session->in_step = false;
     Py_CLEAR(session->run_root);
-    PyDict_Clear(session->contexts);
+    smp_serve_forget();
     if (status == SMP_ERR_INTERRUPTED && signal_type != NULL) {
         smp_message_free(end);
         PyErr_Restore(signal_type, signal_value, signal_traceback);

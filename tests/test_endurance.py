@@ -1,0 +1,184 @@
+"""Spec: nothing grows over many steps, or starts and stops; forks, memory, uneven ranks."""
+
+import gc
+import os
+import resource
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import smp
+from tests.ranks import on_ranks
+
+WARM_UP, STEPS = 60, 300
+CYCLES = 25
+SOME = 12  # objects that may come and go; a step in 20 fails
+
+
+class Part(nn.Linear):
+    """A layer that raises, or takes too much memory, when it is told to."""
+
+    fails = False
+    bytes_wanted = 0
+
+    def forward(self, x):
+        if self.fails:
+            raise ArithmeticError("told to")
+        torch.empty(self.bytes_wanted, dtype=torch.uint8)
+        return torch.relu(super().forward(x))
+
+
+def make(**config) -> smp.DistributedModel:
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": 2, **config})
+    net = nn.Sequential(Part(16, 16), Part(16, 16), nn.BatchNorm1d(16))
+    for i, part in enumerate(net):
+        smp.set_partition(part, i % 2)
+    return smp.DistributedModel(net)
+
+
+@smp.step
+def train(model, x):
+    loss = model(x).pow(2).mean()
+    model.backward(loss)
+    return loss
+
+
+@smp.step
+def evaluate(model, x):
+    return model(x)
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def in_use() -> dict[str, int]:
+    """What must not grow."""
+    gc.collect()
+    objects = gc.get_objects()
+    return {
+        "objects": len(objects) // SOME,
+        "tensors": sum(issubclass(type(o), torch.Tensor) for o in objects),
+        "pool": smp._core.counters().get("pool_in_use", 0),
+        "threads": len(os.listdir("/proc/self/task")),
+        "descriptors": len(os.listdir("/proc/self/fd")),
+    }
+
+
+@on_ranks(2)
+def test_nothing_grows_over_many_steps():
+    """Steps that train, evaluate, and fail: resident memory, objects, tensors, threads."""
+    model = make()
+    x = torch.randn(8, 16)
+
+    def run(steps: int) -> None:
+        for step in range(steps):
+            model.module[1].fails = step % 20 == 19
+            try:
+                train(model, x).reduce_mean()
+            except ArithmeticError:
+                assert model.module[1].fails
+            model.module[1].fails = False
+            model.zero_grad()
+            if step % 10 == 0:
+                with torch.no_grad():
+                    evaluate(model, x).concat()
+
+    run(WARM_UP)
+    before, resident = in_use(), resident_bytes()
+    run(STEPS)
+
+    after = in_use()
+    assert all(after[kind] <= before[kind] + 1 for kind in before), (before, after)
+    assert resident_bytes() - resident < 4 << 20
+
+
+@on_ranks(2)
+def test_starting_and_stopping_leaves_nothing():
+    """init and shutdown in a loop, with a step now and then."""
+    for cycle in range(CYCLES):
+        model = make()
+        if cycle % 8 == 0:
+            train(model, torch.randn(8, 16))
+        del model
+        smp.reset()
+        if cycle == 8:
+            before, resident = in_use(), resident_bytes()
+    after = in_use()
+    assert all(after[kind] <= before[kind] + 1 for kind in before), (before, after)
+    assert resident_bytes() - resident < 8 << 20
+
+
+@on_ranks(2)
+def test_init_works_after_one_that_failed():
+    degree = 2 if smp_rank() == 0 else 1
+    with pytest.raises(ValueError, match="configurations differ.*pipeline_parallel_degree"):
+        smp.init({"pipeline_parallel_degree": degree})
+    assert not smp.is_initialized()
+
+    train(make(), torch.randn(8, 16))
+
+
+def smp_rank() -> int:
+    return int(os.environ["OMPI_COMM_WORLD_RANK"])
+
+
+@on_ranks(2)
+def test_workers_of_a_data_loader_fork_from_a_running_rank():
+    """A forked child has no threads or locks of ours; pool memory it sees is left alone."""
+    model = make()
+    x = torch.randn(64, 16)
+    loader = DataLoader(
+        TensorDataset(x), batch_size=8, num_workers=2, multiprocessing_context="fork"
+    )
+    alone = [train(model, part).reduce_mean() for part in x.split(8)]
+    seen = []
+    for _ in range(2):  # workers start in the middle of training, twice
+        for (batch,) in loader:
+            assert torch.equal(batch, x[8 * (len(seen) % 8) :][:8])
+            seen.append(train(model, batch).reduce_mean())
+    assert len(seen) == 16
+    assert torch.equal(torch.stack(seen[:8]), torch.stack(alone))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_out_of_memory_raises_on_every_rank_with_its_memory_by_kind(rank):
+    model = make()
+    x = torch.randn(8, 16)
+    train(model, x)
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    if smp.pp_rank() == rank:
+        mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (mapped + (256 << 20), hard))
+        model.module[rank].bytes_wanted = 8 << 30
+    try:
+        with pytest.raises(RuntimeError, match="allocate memory") as caught:
+            train(model, x)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+        model.module[rank].bytes_wanted = 0
+    notes = "\n".join(caught.value.__notes__)
+    assert f"memory of pp_rank {rank}: parameters" in notes
+    assert f"raised on pp_rank {rank} in " in notes
+    train(model, x)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("leaves", [0, 1])
+def test_a_rank_that_makes_fewer_steps_is_named(leaves):
+    """The others do not wait for it for ever."""
+    model = make()
+    x = torch.randn(8, 16)
+    train(model, x)
+    if smp.pp_rank() == leaves:
+        smp.reset()
+        return
+    with pytest.raises(
+        ConnectionError, match=f"pp_rank {leaves} has left .* the same number of steps"
+    ):
+        train(model, x)
