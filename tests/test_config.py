@@ -146,18 +146,16 @@ class TestSources:
             ("c.json", '{"microbatches": 6, "ddp": true}'),
             ("c.yaml", "microbatches: 6\nddp: true\n"),
             ("c.yml", "microbatches: 6\nddp: true\n"),
-            pytest.param(
-                "c.toml",
-                "microbatches = 6\nddp = true\n",
-                marks=pytest.mark.skipif(sys.version_info < (3, 11), reason="no tomllib"),
-            ),
+            ("c.toml", "microbatches = 6\nddp = true\n"),
         ],
     )
     def test_smp_config_may_be_a_file(self, monkeypatch, tmp_path, name, content):
-        if "y" in name.rpartition(".")[2]:
-            pytest.importorskip("yaml")
         (tmp_path / name).write_text(content)
         monkeypatch.setenv("SMP_CONFIG", str(tmp_path / name))
+        if name == "c.toml" and sys.version_info < (3, 11):
+            with pytest.raises(ConfigError, match=r"a \.toml file needs Python 3\.11"):
+                load()
+            return
 
         cfg = load()
 
