@@ -5,11 +5,12 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* A contribution that must wait for one of a later request. */
+/* A contribution that must wait for one of a later request; or the trace of one. */
 typedef struct term {
-    void        *value; /* owned */
+    void        *value; /* owned; NULL: it is in the sum */
     uint64_t     order;
-    struct term *next; /* lower order, or later arrival */
+    int32_t      backward; /* the model.backward call */
+    struct term *next;     /* lower order, or later arrival */
 } term;
 
 /* One parameter in one microbatch. */
@@ -19,6 +20,7 @@ typedef struct slot {
     void   *sum;       /* owned; of the calls before; NULL: nothing yet */
     void   *call_sum;  /* owned; NULL: nothing yet */
     term   *waiting;   /* owned */
+    term   *given;     /* owned; in no order: those that have left waiting */
     struct slot *next; /* later microbatch */
 } slot;
 
@@ -36,9 +38,15 @@ typedef struct {
     bool         *suspect; /* owned, by parameter; NULL: none is */
 } microbatch_state;
 
+/* How many terms a request gives for a parameter.  From NEW once, at the end of a step;
+ * to SEVERAL at any time. */
+typedef enum { TERMS_NEW, TERMS_ONE, TERMS_SEVERAL } term_count;
+
 typedef struct {
-    slot   *slots; /* owned; by microbatch */
-    int32_t next;  /* the first microbatch that is not finished for this parameter */
+    slot      *slots; /* owned; by microbatch */
+    int32_t    next;  /* the first microbatch that is not finished for this parameter */
+    term_count terms;
+    bool       had_terms; /* in this step */
 } parameter_state;
 
 struct smp_ledger {
@@ -80,32 +88,39 @@ entry_uses(const smp_ledger *ledger, int32_t entry, int32_t parameter)
     return low < ledger->first[entry + 1] && ledger->uses[low] == parameter;
 }
 
-/* Whether the request with this order, or a later one, is open and may use it. */
 static bool
-not_before_is_open(const smp_ledger *ledger, const microbatch_state *mb, uint64_t order,
-                   int32_t parameter)
+is_given(const term *terms, uint64_t order, int32_t backward)
 {
+    for (; terms != NULL; terms = terms->next) {
+        if (terms->order == order && terms->backward == backward) {
+            return true;
+        }
+    }
+    return false;
+}
+
+/* Whether an open request with this order, or a later one, may still give a term to the
+ * parameter in that model.backward call.  s: its slot; NULL: it has none. */
+static bool
+may_come(const smp_ledger *ledger, const microbatch_state *mb, const slot *s,
+         int32_t backward, uint64_t order, int32_t parameter)
+{
+    bool one = ledger->parameters[parameter].terms == TERMS_ONE && s != NULL;
+
     for (open_forward *o = mb->open; o != NULL && o->order >= order; o = o->next) {
-        if (entry_uses(ledger, o->entry, parameter)) {
+        if (entry_uses(ledger, o->entry, parameter) &&
+            !(one && (is_given(s->given, o->order, backward) ||
+                      is_given(s->waiting, o->order, backward)))) {
             return true;
         }
     }
     return false;
 }
 
+/* s: the parameter's slot in the microbatch; NULL: it has none. */
 static bool
-any_is_open(const smp_ledger *ledger, const microbatch_state *mb, int32_t parameter)
-{
-    for (open_forward *o = mb->open; o != NULL; o = o->next) {
-        if (entry_uses(ledger, o->entry, parameter)) {
-            return true;
-        }
-    }
-    return false;
-}
-
-static bool
-is_finished(const smp_ledger *ledger, int32_t microbatch, int32_t parameter)
+is_finished(const smp_ledger *ledger, int32_t microbatch, const slot *s,
+            int32_t parameter)
 {
     const microbatch_state *mb = &ledger->microbatches[microbatch];
 
@@ -118,10 +133,24 @@ is_finished(const smp_ledger *ledger, int32_t microbatch, int32_t parameter)
     if (mb->suspect != NULL && mb->suspect[parameter]) {
         return false;
     }
-    return !any_is_open(ledger, mb, parameter);
+    return !may_come(ledger, mb, s, mb->backwards - 1, 0, parameter);
 }
 
 /* ------------------------------------------------------------------------- sums */
+
+static void
+free_terms(const smp_ledger *ledger, term *terms)
+{
+    while (terms != NULL) {
+        term *t = terms;
+
+        terms = t->next;
+        if (t->value != NULL) {
+            ledger->ops.drop(ledger->ctx, t->value);
+        }
+        free(t);
+    }
+}
 
 /* *sum += value; takes value. */
 static smp_status
@@ -146,12 +175,14 @@ settle(smp_ledger *ledger, slot *s, int32_t parameter, bool all)
         void      *value;
         smp_status status;
 
-        if (!all && not_before_is_open(ledger, mb, t->order, parameter)) {
+        if (!all && may_come(ledger, mb, s, s->backward, t->order, parameter)) {
             return SMP_OK;
         }
         value = t->value;
         s->waiting = t->next;
-        free(t);
+        t->value = NULL;
+        t->next = s->given;
+        s->given = t;
         status = add_to(ledger, &s->call_sum, value);
         if (status != SMP_OK) {
             return status;
@@ -185,7 +216,7 @@ advance(smp_ledger *ledger, int32_t parameter)
         smp_status status = SMP_OK;
         bool       here = s != NULL && s->microbatch == p->next;
 
-        if (!is_finished(ledger, p->next, parameter)) {
+        if (!is_finished(ledger, p->next, here ? s : NULL, parameter)) {
             return SMP_OK;
         }
         p->next++;
@@ -199,6 +230,7 @@ advance(smp_ledger *ledger, int32_t parameter)
             sum = s->sum;
 
             p->slots = s->next;
+            free_terms(ledger, s->given);
             free(s);
             if (sum != NULL) {
                 ledger->held--;
@@ -300,12 +332,8 @@ smp_ledger_abandon(smp_ledger *ledger)
         while (ledger->parameters[p].slots != NULL) {
             slot *s = ledger->parameters[p].slots;
 
-            while (s->waiting != NULL) {
-                term *t = s->waiting;
-                s->waiting = t->next;
-                ledger->ops.drop(ledger->ctx, t->value);
-                free(t);
-            }
+            free_terms(ledger, s->waiting);
+            free_terms(ledger, s->given);
             if (s->sum != NULL) {
                 ledger->ops.drop(ledger->ctx, s->sum);
             }
@@ -316,6 +344,7 @@ smp_ledger_abandon(smp_ledger *ledger)
             free(s);
         }
         ledger->parameters[p].next = 0;
+        ledger->parameters[p].had_terms = false;
     }
     for (int32_t m = 0; m < ledger->nmicrobatches; m++) {
         while (ledger->microbatches[m].open != NULL) {
@@ -463,8 +492,10 @@ smp_ledger_add(smp_ledger *ledger, int32_t microbatch, int32_t backward, uint64_
         return SMP_ERR_INVALID;
     }
     p = &ledger->parameters[parameter];
+    p->had_terms = true;
     if (microbatch < p->next) { /* finished, as far as anyone could know: still right
                                    within rounding */
+        p->terms = TERMS_SEVERAL;
         return ledger->ops.fold(ledger->ctx, parameter, value);
     }
     at = &p->slots;
@@ -492,6 +523,10 @@ smp_ledger_add(smp_ledger *ledger, int32_t microbatch, int32_t backward, uint64_
         }
         (*at)->backward = backward;
     }
+    if (is_given((*at)->given, order, backward) ||
+        is_given((*at)->waiting, order, backward)) {
+        p->terms = TERMS_SEVERAL;
+    }
     behind = &(*at)->waiting;
     while (*behind != NULL && (*behind)->order > order) {
         behind = &(*behind)->next;
@@ -505,10 +540,16 @@ smp_ledger_add(smp_ledger *ledger, int32_t microbatch, int32_t backward, uint64_
         ledger->ops.drop(ledger->ctx, value);
         return SMP_ERR_NO_MEMORY;
     }
-    *added = (term){.value = value, .order = order, .next = *behind};
+    *added =
+        (term){.value = value, .order = order, .backward = backward, .next = *behind};
     *behind = added;
     ledger->held++;
-    return settle(ledger, *at, parameter, false);
+    {
+        smp_status status = settle(ledger, *at, parameter, false);
+
+        return status == SMP_OK && p->terms == TERMS_ONE ? move_on(ledger, parameter)
+                                                         : status;
+    }
 }
 
 /* Nothing is to come: forwards that are still open get no backward. */
@@ -537,6 +578,13 @@ smp_ledger_done(smp_ledger *ledger, int32_t microbatch)
 smp_status
 smp_ledger_end(smp_ledger *ledger)
 {
+    for (int32_t i = 0; i < ledger->nparameters; i++) {
+        parameter_state *p = &ledger->parameters[i];
+
+        if (p->terms == TERMS_NEW && p->had_terms) {
+            p->terms = TERMS_ONE;
+        }
+    }
     for (int32_t m = 0; m < ledger->nmicrobatches; m++) {
         finish_microbatch(&ledger->microbatches[m]);
     }

@@ -13,6 +13,15 @@
  * A microbatch is finished for a parameter when its backward has begun and no forward
  * that may use the parameter is open, or when pp_rank 0 says that it is done.
  *
+ * The engine adds up a request's contributions before it gives them away, so a request
+ * has one term for a parameter, and a term need not wait for the end of its own
+ * request: else a whole backward's gradients would wait here, as large as the
+ * parameters.  Only engines that run inside the request's (checkpoints that are entered
+ * again) give several.  What the first step with terms for a parameter shows is taken
+ * to hold: where each request gave one, later steps expect one.  A second one that
+ * comes all the same is added when it comes, right within rounding, and from then on
+ * both wait.
+ *
  * Ownership  Terms are opaque; the ledger owns those it holds and gives them to
  *            ops->add, ops->fold or ops->drop.
  * Threads    The holder of the server's baton.

@@ -189,6 +189,110 @@ TEST(a_requests_own_terms_are_summed_by_themselves)
     return close_book(&b, l);
 }
 
+/* The same events in two steps of one microbatch: a request gives one term. */
+TEST(after_the_first_step_a_single_term_does_not_wait_for_its_request)
+{
+    book        b;
+    smp_ledger *l = open_book(&b, 2, 1);
+
+    OPEN(0, 0, -1);
+    BACKWARD(0, 0);
+    ADD(0, 0, 0, 0, "c");
+    CHECK_GRADIENT(b, 0, "G"); /* who knows */
+    CLOSE(0, 0, -1);
+    DONE(0);
+    DONE(1);
+    END();
+    CHECK_STATUS(smp_ledger_begin(l, 2, 1), SMP_OK);
+    OPEN(0, 0, -1);
+    OPEN(1, 0, -1);
+    BACKWARD(1, 0);
+    ADD(1, 0, 0, 0, "e"); /* microbatch 0 comes first all the same */
+    CHECK_GRADIENT(b, 0, "(G+c)");
+    BACKWARD(0, 0);
+    ADD(0, 0, 0, 0, "d");
+    CHECK_GRADIENT(b, 0, "(((G+c)+d)+e)");
+    CHECK(smp_ledger_held(l) == 0);
+    CHECK(b.completed[0] == 2);
+    ADD(0, 0, 0, 1, "f"); /* of this one the first step showed nothing */
+    CHECK_GRADIENT(b, 1, "G");
+    CLOSE(0, 0, -1);
+    CLOSE(1, 0, -1);
+    DONE(0);
+    DONE(1);
+    END();
+    CHECK_GRADIENT(b, 1, "(G+f)");
+    return close_book(&b, l);
+}
+
+TEST(a_single_term_waits_for_other_requests)
+{
+    book        b;
+    smp_ledger *l = open_book(&b, 1, 1);
+
+    for (int step = 0; step < 2; step++) {
+        CHECK_STATUS(smp_ledger_begin(l, 1, 1), SMP_OK);
+        OPEN(0, 1, 0);
+        OPEN(0, 2, 0);
+        BACKWARD(0, 0);
+        ADD(0, 0, 1, 0, "c1");
+        CHECK_GRADIENT(b, 0, step == 0 ? "G" : "(G+(c2+c1))");
+        ADD(0, 0, 2, 0, "c2");
+        CHECK_GRADIENT(b, 0, step == 0 ? "G" : "((G+(c2+c1))+(c2+c1))");
+        CLOSE(0, 2, 0);
+        CLOSE(0, 1, 0);
+        DONE(0);
+        END();
+    }
+    CHECK_GRADIENT(b, 0, "((G+(c2+c1))+(c2+c1))");
+    return close_book(&b, l);
+}
+
+TEST(a_single_term_waits_for_the_last_backward_call)
+{
+    book        b;
+    smp_ledger *l = open_book(&b, 1, 2);
+
+    for (int step = 0; step < 2; step++) {
+        CHECK_STATUS(smp_ledger_begin(l, 1, 2), SMP_OK);
+        OPEN(0, 0, -1);
+        BACKWARD(0, 0);
+        ADD(0, 0, 0, 0, "c");
+        OPEN(0, 0, -1);
+        BACKWARD(0, 1);
+        CHECK_GRADIENT(b, 0, step == 0 ? "G" : "(G+(c+d))");
+        ADD(0, 1, 0, 0, "d");
+        CLOSE(0, 0, -1);
+        CLOSE(0, 0, -1);
+        DONE(0);
+        END();
+    }
+    CHECK_GRADIENT(b, 0, "((G+(c+d))+(c+d))");
+    return close_book(&b, l);
+}
+
+TEST(terms_that_come_twice_in_a_request_wait_ever_after)
+{
+    book        b;
+    smp_ledger *l = open_book(&b, 1, 1);
+
+    for (int step = 0; step < 4; step++) {
+        CHECK_STATUS(smp_ledger_begin(l, 1, 1), SMP_OK);
+        OPEN(0, 1, 0);
+        BACKWARD(0, 0);
+        ADD(0, 0, 1, 0, "c");
+        if (step > 0) {
+            ADD(0, 0, 1, 0, "d"); /* not in the first step */
+        }
+        CLOSE(0, 1, 0);
+        DONE(0);
+        END();
+    }
+    /* Step 1 did not expect the second one and lost nothing. */
+    CHECK_GRADIENT(b, 0, "(((((G+c)+c)+d)+(c+d))+(c+d))");
+    return close_book(&b, l);
+}
+
 TEST(an_entry_delays_only_what_it_may_use)
 {
     book        b;
@@ -611,30 +715,46 @@ run_program(program *p, book *b, smp_ledger *l, uint64_t order)
     return smp_ledger_end(l);
 }
 
+/* Runs the program in one order of events and compares the gradients. */
+static int
+check_program(uint64_t seed, uint64_t order, book *b, smp_ledger *l)
+{
+    program p;
+
+    make_program(&p, seed * 7919);
+    CHECK_STATUS(smp_ledger_begin(l, MICROBATCHES, p.backwards), SMP_OK);
+    for (int32_t i = 0; i < PARAMETERS; i++) {
+        free(b->gradient[i]);
+        b->gradient[i] = strdup("G");
+        b->completed[i] = 0;
+    }
+    CHECK_STATUS(run_program(&p, b, l, order * 104729 + seed), SMP_OK);
+    for (int32_t i = 0; i < PARAMETERS; i++) {
+        char *want = expected(&p, i);
+        bool  same = strcmp(want, b->gradient[i]) == 0;
+
+        if (!same) {
+            fprintf(stderr, "program %d, order %d, parameter %d\nwant %s\ngot  %s\n",
+                    (int)seed, (int)order, i, want, b->gradient[i]);
+        }
+        free(want);
+        CHECK(same && b->completed[i] == 1);
+    }
+    CHECK(smp_ledger_held(l) == 0 && b->live == 0);
+    return 0;
+}
+
+/* In the second and third step the ledger knows how many terms to expect. */
 TEST(the_sum_never_depends_on_the_order_of_events)
 {
     for (uint64_t seed = 1; seed <= 150; seed++) {
         for (uint64_t order = 1; order <= 10; order++) {
-            program     p;
             book        b;
-            smp_ledger *l;
+            smp_ledger *l = open_book(&b, MICROBATCHES, 1);
 
-            make_program(&p, seed * 7919);
-            l = open_book(&b, MICROBATCHES, p.backwards);
-            CHECK_STATUS(run_program(&p, &b, l, order * 104729 + seed), SMP_OK);
-            for (int32_t i = 0; i < PARAMETERS; i++) {
-                char *want = expected(&p, i);
-                bool  same = strcmp(want, b.gradient[i]) == 0;
-
-                if (!same) {
-                    fprintf(stderr,
-                            "program %d, order %d, parameter %d\nwant %s\ngot  %s\n",
-                            (int)seed, (int)order, i, want, b.gradient[i]);
-                }
-                free(want);
-                CHECK(same && b.completed[i] == 1);
+            for (uint64_t step = 0; step < 3; step++) {
+                CHECK(check_program(seed, order + 10 * step, &b, l) == 0);
             }
-            CHECK(smp_ledger_held(l) == 0 && b.live == 0);
             CHECK(close_book(&b, l) == 0);
         }
     }
@@ -678,6 +798,10 @@ main(int argc, char **argv)
     static const smp_test tests[] = {
         {"order", terms_are_added_by_request_then_microbatch},
         {"request", a_requests_own_terms_are_summed_by_themselves},
+        {"single", after_the_first_step_a_single_term_does_not_wait_for_its_request},
+        {"single_requests", a_single_term_waits_for_other_requests},
+        {"single_calls", a_single_term_waits_for_the_last_backward_call},
+        {"several", terms_that_come_twice_in_a_request_wait_ever_after},
         {"uses", an_entry_delays_only_what_it_may_use},
         {"root", the_step_function_may_use_all},
         {"release", a_released_request_lets_the_others_through},
