@@ -49,6 +49,7 @@ def partition_models(
     rt.backwards = max(1, backwards)
     for one, partition, stateful in zip(models, partitions, gates, strict=True):
         one.apply_partition(partition, stateful)
+    _core.trim_heap()
     model.install(rt)
     for one in models:
         if one.data_parallel is not None:

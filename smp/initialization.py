@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any
 
-from smp import bootstrap, config, process_groups, runtime
+from smp import _core, bootstrap, config, process_groups, runtime
 from smp._version import __version__
 from smp.bootstrap import Bootstrap
 from smp.config import Config, ConfigError
@@ -37,6 +37,7 @@ def init(config: Mapping[str, Any] | None = None) -> None:
     if state.is_initialized:
         _warn_of_another(config)
         return
+    _core.share_heap()  # before other threads allocate
     boot = bootstrap.connect()
     cfg = _agreed(boot, config)
     placement = Placement(

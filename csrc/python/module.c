@@ -4,6 +4,7 @@
 
 #include "python/comm_binding.h"
 #include "python/gradients.h"
+#include "python/heap.h"
 #include "python/partition_binding.h"
 #include "python/session.h"
 #include "python/torch_api.h"
@@ -15,7 +16,8 @@ module_exec(PyObject *module)
     if (smp_torch_load() < 0 || smp_session_add_functions(module) < 0 ||
         smp_call_add(module) < 0 || smp_serve_add(module) < 0 ||
         smp_gradients_add_functions(module) < 0 || smp_python_add_comm(module) < 0 ||
-        smp_python_add_partition(module) < 0 || smp_watch_add_functions(module) < 0) {
+        smp_python_add_partition(module) < 0 || smp_watch_add_functions(module) < 0 ||
+        smp_heap_add_functions(module) < 0) {
         return -1;
     }
     return PyModule_AddStringConstant(module, "__doc__", "The C core of smp.");

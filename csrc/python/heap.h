@@ -1,0 +1,13 @@
+/* The process's heap: where PyTorch's tensors on the CPU lie.
+ *
+ * Threads  any.
+ */
+#ifndef SMP_PYTHON_HEAP_H
+#define SMP_PYTHON_HEAP_H
+
+#include <Python.h>
+
+/* Adds share_heap() and trim_heap().  0, or -1 with an exception. */
+int smp_heap_add_functions(PyObject *module);
+
+#endif
