@@ -7,7 +7,7 @@ same model, and applies it.
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from smp import _core, failures, model, state_dicts, tracing
+from smp import _core, failures, model, pool, state_dicts, tracing
 from smp.partitioning import Partition, make_partition
 
 if TYPE_CHECKING:
@@ -40,8 +40,8 @@ def partition_models(
             mine = _core.pack(_decide(rt, models, run_traced))
         except Exception as raised:  # noqa: BLE001 - the others wait for the decision
             error = raised
-            mine = _core.pack((failures.describe(raised, None, 0, 0, rt.pp_rank), None, 0))
-    packed, gates, backwards = _core.unpack(rt.share_decision(mine))
+            mine = _core.pack((failures.describe(raised, None, 0, 0, rt.pp_rank), None, 0, 0))
+    packed, gates, backwards, pools = _core.unpack(rt.share_decision(mine))
     if gates is None:
         raise failures.rebuild(packed, error)
     partitions = [Partition.from_bytes(one) for one in packed]
@@ -50,6 +50,8 @@ def partition_models(
     for one, partition, stateful in zip(models, partitions, gates, strict=True):
         one.apply_partition(partition, stateful)
     _core.trim_heap()
+    rt.expected_in_pool += pools[rt.pp_rank]
+    _core.expect_in_pool(rt.expected_in_pool)
     model.install(rt)
     for one in models:
         if one.data_parallel is not None:
@@ -66,8 +68,9 @@ def partition_models(
 
 def _decide(
     rt: "Runtime", models: Sequence["DistributedModel"], run_traced: Callable[[], Any]
-) -> tuple[list[bytes], list[dict[str, int]], int]:
-    """The partition of each model, its stateful modules, and the backward calls of a step."""
+) -> tuple[list[bytes], list[dict[str, int]], int, list[int]]:
+    """The partition of each model, its stateful modules, the backward calls of a step, and
+    what each rank will have in its pool."""
     cfg = rt.cfg
     traces: Sequence[tracing.Trace | None] = [None] * len(models)
     if not cfg.skip_tracing:
@@ -77,7 +80,7 @@ def _decide(
             times=any(m.trace_execution_times for m in models),
             meta=any(p.is_meta for m in models for p in m.module.parameters()),
         )
-    packed = [
+    partitions = [
         make_partition(
             m.module,
             trace,
@@ -85,11 +88,18 @@ def _decide(
             memory_weight=cfg.memory_weight,
             default=cfg.default_partition,
             auto=cfg.auto_partition,
-        ).to_bytes()
+        )
         for m, trace in zip(models, traces, strict=True)
     ]
     gates = [_stateful(m, trace) for m, trace in zip(models, traces, strict=True)]
-    return packed, gates, rt.traced_backwards
+    pools = [0] * rt.pp_size
+    for m, trace, partition in zip(models, traces, partitions, strict=True):
+        if trace is not None:
+            more = pool.expected_bytes(
+                m.module, partition.rank_of, trace, rt.pp_size, rt.active_microbatches
+            )
+            pools = [a + b for a, b in zip(pools, more, strict=True)]
+    return [p.to_bytes() for p in partitions], gates, rt.traced_backwards, pools
 
 
 def _stateful(one: "DistributedModel", trace: tracing.Trace | None) -> dict[str, int]:

@@ -48,6 +48,7 @@ class Runtime:
         self.in_step = False
         self.traced_backwards = 0  # model.backward calls while tracing
         self.backwards = 1  # ... that a step function makes, as far as known
+        self.expected_in_pool = 0  # bytes of this rank's pool that the models need
         self.trains = b""  # by entry: has parameters that require grad
         self.grad_flags = b""  # by parameter, when trains was made
         self.weights: list[float] = [1.0]  # samples by microbatch, of the step under way
@@ -66,6 +67,13 @@ class Runtime:
     def decides(self) -> bool:
         """Whether this rank traces and partitions."""
         return self.boot.rank == self._decider
+
+    @property
+    def active_microbatches(self) -> int:
+        """How many microbatches may be under way at a time."""
+        if self.cfg.pipeline != "interleaved":
+            return self.cfg.microbatches
+        return min(self.cfg.active_microbatches or self.pp_size + 2, self.cfg.microbatches)
 
     def share_decision(self, mine: bytes) -> bytes:
         """The deciding rank's bytes, on every rank.  Collective over all ranks."""

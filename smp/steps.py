@@ -329,7 +329,7 @@ class Step:
 
     def _schedule(self) -> tuple[int, list[tuple[int, int]], int]:
         rt = self.rt
-        active = rt.cfg.active_microbatches or rt.pp_size + 2
+        active = rt.active_microbatches
         if rt.pp_rank != 0:
             return _SERVE, [], active
         if rt.cfg.pipeline == "simple":

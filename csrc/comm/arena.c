@@ -39,8 +39,7 @@
 /* How many runs of the bin below are tried before giving up. */
 #define TRIES 32
 
-/* Pages are made up to this far ahead of the highest use, in steps. */
-#define PAGES_AHEAD ((uint64_t)16 << 20)
+/* Pages are made in steps, one ahead of the highest use. */
 #define PAGES_STEP ((uint64_t)2 << 20)
 
 typedef enum { RUN_NONE, RUN_FREE, RUN_TAKEN } run_state;
@@ -56,13 +55,15 @@ typedef struct {
 } run;
 
 struct smp_arena {
-    smp_segment     *segment; /* owned: one reference */
-    _Atomic uint64_t touched; /* no block has ended above */
-    _Atomic uint64_t made;    /* pages below exist */
-    smp_lock         lock;    /* guards all below */
-    run             *runs;    /* owned: one per slot */
-    uint32_t         unused;  /* list of slots that describe nothing */
-    uint32_t         hand;    /* the taken slot to look at next */
+    smp_segment     *segment;  /* owned: one reference */
+    _Atomic uint64_t touched;  /* no block has ended above */
+    _Atomic uint64_t expected; /* by smp_arena_expect() */
+    _Atomic uint64_t made;     /* pages below exist */
+    smp_lock         lock;     /* guards all below */
+    run             *runs;     /* owned: one per slot */
+    uint32_t         unused;   /* list of slots that describe nothing any more */
+    uint32_t         fresh;    /* this slot and those above never described anything */
+    uint32_t         hand;     /* the taken slot to look at next */
     uint32_t         ntaken;
     uint64_t         in_use;
     uint64_t         high;
@@ -268,10 +269,16 @@ cut(smp_arena *arena, uint32_t slot, uint64_t bytes)
     run     *r = &arena->runs[slot];
     uint32_t rest = arena->unused;
 
-    if (r->bytes - bytes < MIN_REST || rest == NONE) {
+    if (r->bytes - bytes < MIN_REST) {
         return;
     }
-    arena->unused = arena->runs[rest].next;
+    if (rest != NONE) {
+        arena->unused = arena->runs[rest].next;
+    } else if (arena->fresh < arena->segment->nslots) {
+        rest = arena->fresh++;
+    } else {
+        return;
+    }
     arena->runs[rest] = (run){.offset = r->offset + bytes,
                               .bytes = r->bytes - bytes,
                               .below = slot,
@@ -306,9 +313,7 @@ smp_arena_create(smp_segment *segment, smp_arena **out)
         }
     }
     arena->unused = NONE;
-    for (uint32_t slot = segment->nslots; slot-- > 1;) {
-        slot_drop(arena, slot);
-    }
+    arena->fresh = 1;
     if (segment->arena_bytes != 0) {
         arena->runs[0] =
             (run){.bytes = segment->arena_bytes, .below = NONE, .above = NONE};
@@ -374,10 +379,26 @@ smp_arena_take(smp_arena *arena, size_t bytes, uint32_t *slot, uint64_t *offset)
 void
 smp_arena_measure(smp_arena *arena, smp_arena_use *use)
 {
+    uint64_t made;
+    uint64_t touched;
+
     smp_lock_acquire(&arena->lock);
     collect(arena, arena->ntaken);
-    *use = (smp_arena_use){arena->in_use, arena->high, arena->segment->arena_bytes};
+    made = atomic_load_explicit(&arena->made, memory_order_relaxed);
+    touched = atomic_load_explicit(&arena->touched, memory_order_relaxed);
+    *use = (smp_arena_use){
+        .in_use = arena->in_use,
+        .high = arena->high,
+        .made = made > touched ? made : touched,
+        .size = arena->segment->arena_bytes,
+    };
     smp_lock_release(&arena->lock);
+}
+
+void
+smp_arena_expect(smp_arena *arena, uint64_t bytes)
+{
+    atomic_store_explicit(&arena->expected, bytes, memory_order_relaxed);
 }
 
 bool
@@ -385,8 +406,10 @@ smp_arena_wants_pages(const smp_arena *arena)
 {
     uint64_t made = atomic_load_explicit(&arena->made, memory_order_relaxed);
     uint64_t touched = atomic_load_explicit(&arena->touched, memory_order_relaxed);
+    uint64_t expected = atomic_load_explicit(&arena->expected, memory_order_relaxed);
 
-    return made < arena->segment->arena_bytes && made < touched + PAGES_AHEAD;
+    return made < arena->segment->arena_bytes &&
+           (made < touched + PAGES_STEP || made < expected);
 }
 
 void

@@ -25,6 +25,7 @@ typedef struct smp_arena smp_arena;
 typedef struct {
     uint64_t in_use; /* bytes handed out and not given back */
     uint64_t high;   /* the most that in_use has been */
+    uint64_t made;   /* bytes that have pages: what the arena takes of the machine */
     uint64_t size;
 } smp_arena_use;
 
@@ -40,7 +41,10 @@ bool smp_arena_take(smp_arena *arena, size_t bytes, uint32_t *slot, uint64_t *of
 /* Looks at all blocks first, so that in_use is exact. */
 void smp_arena_measure(smp_arena *arena, smp_arena_use *use);
 
-/* Whether pages ahead of the highest use so far should be made now. */
+/* So many bytes will be in use: their pages are wanted. */
+void smp_arena_expect(smp_arena *arena, uint64_t bytes);
+
+/* Whether pages ahead of the highest use so far, or expected, should be made now. */
 bool smp_arena_wants_pages(const smp_arena *arena);
 
 /* Makes some of them; a thread with time on its hands calls it while it is wanted. */

@@ -29,10 +29,10 @@
 #include "comm/transport.h"
 #include "common/jitter.h"
 
+/* The pool's limit is this part of the machine's memory, if nobody says otherwise;
+ * and this where that is not known. */
+#define POOL_MEMORY_SHARE 4
 #define DEFAULT_POOL_BYTES ((size_t)256 << 20)
-
-/* The default takes at most this part of the machine's memory. */
-#define POOL_MEMORY_SHARE 16
 
 /* How long a waiter looks before it sleeps, when it decides by itself: about as long
  * as a sleep and a wake-up take. */
@@ -308,14 +308,13 @@ start_thread(smp_comm *comm)
 static size_t
 default_pool_bytes(void)
 {
-    long   pages = sysconf(_SC_PHYS_PAGES);
-    long   page = sysconf(_SC_PAGESIZE);
-    size_t share = DEFAULT_POOL_BYTES;
+    long pages = sysconf(_SC_PHYS_PAGES);
+    long page = sysconf(_SC_PAGESIZE);
 
-    if (pages > 0 && page > 0) {
-        share = (size_t)pages * (size_t)page / POOL_MEMORY_SHARE;
+    if (pages <= 0 || page <= 0) {
+        return DEFAULT_POOL_BYTES;
     }
-    return share < DEFAULT_POOL_BYTES ? share : DEFAULT_POOL_BYTES;
+    return (size_t)pages * (size_t)page / POOL_MEMORY_SHARE;
 }
 
 /* Makes this rank's end of one transport and its section of the card. */
@@ -822,6 +821,15 @@ smp_comm_sent(const smp_comm *comm)
 }
 
 void
+smp_comm_expect(smp_comm *comm, uint64_t bytes)
+{
+    smp_arena_expect(comm->arena, bytes);
+    if (!is_child(comm)) {
+        host_kick(comm);
+    }
+}
+
+void
 smp_comm_counters(smp_comm *comm, smp_comm_stats *out)
 {
     smp_arena_use use;
@@ -834,6 +842,7 @@ smp_comm_counters(smp_comm *comm, smp_comm_stats *out)
         .pool_fallbacks = atomic_load(&comm->pool_fallbacks),
         .pool_in_use = use.in_use,
         .pool_high = use.high,
+        .pool_made = use.made,
         .pool_size = use.size,
     };
 }

@@ -33,8 +33,9 @@ typedef struct smp_block smp_block;
 typedef struct {
     int    rank;            /* of this process */
     int    size;            /* ranks in the job */
-    size_t pool_bytes;      /* this rank's arena of shared memory; 0: the default */
-    int    spin_us;         /* how long a waiter polls before it sleeps; -1: decide
+    size_t pool_bytes;      /* this rank's arena of shared memory, at most; 0: a part of
+                               the machine's memory.  It takes only what it uses. */
+    int spin_us;            /* how long a waiter polls before it sleeps; -1: decide
                                by the number of cores and local ranks */
     const char *transports; /* comma-separated names in order of preference, or NULL:
                                all that are registered */
@@ -49,7 +50,8 @@ typedef struct {
     uint64_t pool_fallbacks; /* blocks that did not fit into the pool */
     uint64_t pool_in_use;    /* bytes of the own arena handed out now */
     uint64_t pool_high;      /* the most that pool_in_use has been */
-    uint64_t pool_size;      /* bytes of the own arena */
+    uint64_t pool_made;      /* bytes of the own arena that have pages */
+    uint64_t pool_size;      /* bytes of the own arena, at most */
 } smp_comm_stats;
 
 /* Makes this rank's end and its address card (how others reach it; opaque bytes,
@@ -68,6 +70,10 @@ smp_status smp_comm_connect(smp_comm *comm, const void *const *cards,
  * still holds stay valid until they are released.  No other call may be running.  Takes
  * NULL; does nothing in a forked child. */
 void smp_comm_destroy(smp_comm *comm);
+
+/* So many bytes of the own arena will be in use at a time: the progress thread makes
+ * their pages, so that nobody waits for fresh memory.  Any thread. */
+void smp_comm_expect(smp_comm *comm, uint64_t bytes);
 
 /* 64-byte aligned memory for `bytes` that will travel to `dest`.  A full pool is
  * not an error: the block then travels by a slower way, and is counted. */

@@ -1060,6 +1060,22 @@ py_current(PyObject *module, PyObject *unused)
     return Py_BuildValue("(ii)", smp_this_task->microbatch, smp_this_task->entry);
 }
 
+/* expect_in_pool(bytes): so much of the own pool will be in use at a time. */
+static PyObject *
+py_expect_in_pool(PyObject *module, PyObject *bytes)
+{
+    unsigned long long expected = PyLong_AsUnsignedLongLong(bytes);
+
+    (void)module;
+    if (PyErr_Occurred()) {
+        return NULL;
+    }
+    if (smp_the_session.comm != NULL) {
+        smp_comm_expect(smp_the_session.comm, expected);
+    }
+    Py_RETURN_NONE;
+}
+
 /* counters() -> dict of the comm's statistics */
 static PyObject *
 py_counters(PyObject *module, PyObject *unused)
@@ -1076,11 +1092,12 @@ py_counters(PyObject *module, PyObject *unused)
         left += smp_comm_left(smp_the_session.comm, rank);
     }
     smp_comm_counters(smp_the_session.comm, &stats);
-    return Py_BuildValue("{s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:i}", "messages",
+    return Py_BuildValue("{s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:i}", "messages",
                          stats.messages, "bytes", stats.bytes, "pool_blocks",
                          stats.pool_blocks, "pool_fallbacks", stats.pool_fallbacks,
                          "pool_in_use", stats.pool_in_use, "pool_high", stats.pool_high,
-                         "pool_size", stats.pool_size, "left", left);
+                         "pool_made", stats.pool_made, "pool_size", stats.pool_size,
+                         "left", left);
 }
 
 /* timeline() -> [(time_ns, worker, kind, phase, microbatch, entry), ...] of the last
@@ -1193,6 +1210,8 @@ static PyMethodDef functions[] = {
     {"await_turn", py_await_turn, METH_O, "await_turn(gate) -> bool"},
     {"left", py_left, METH_O, "left(gate)"},
     {"current", py_current, METH_NOARGS, "-> (microbatch, entry) or None"},
+    {"expect_in_pool", py_expect_in_pool, METH_O,
+     "expect_in_pool(bytes): so much of the own pool will be in use at a time"},
     {"counters", py_counters, METH_NOARGS, "-> dict of the comm's statistics"},
     {"timeline", py_timeline, METH_NOARGS,
      "-> [(time_ns, worker, kind, phase, microbatch, entry), ...]"},

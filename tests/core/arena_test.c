@@ -223,6 +223,29 @@ TEST(pages_are_made_ahead_of_use_and_no_further)
     return 0;
 }
 
+TEST(pages_that_are_expected_are_made_and_measured)
+{
+    const uint64_t expected = (uint64_t)20 << 20;
+    fixture        f = make_arena((size_t)64 << 20);
+    smp_arena_use  use;
+
+    smp_arena_expect(f.arena, expected);
+    while (smp_arena_wants_pages(f.arena)) {
+        smp_arena_make_pages(f.arena);
+    }
+    smp_arena_measure(f.arena, &use);
+    CHECK(use.made >= expected && use.made < expected + ((uint64_t)4 << 20));
+    CHECK(use.size == (size_t)64 << 20);
+    smp_arena_expect(f.arena, UINT64_MAX); /* no more than there is */
+    while (smp_arena_wants_pages(f.arena)) {
+        smp_arena_make_pages(f.arena);
+    }
+    smp_arena_measure(f.arena, &use);
+    CHECK(use.made == use.size && use.in_use == 0);
+    drop_arena(f);
+    return 0;
+}
+
 int
 main(int argc, char **argv)
 {
@@ -232,6 +255,8 @@ main(int argc, char **argv)
         {"a_released_block_is_used_again_at_once",
          a_released_block_is_used_again_at_once},
         {"too_much_is_refused", too_much_is_refused},
+        {"pages_that_are_expected_are_made_and_measured",
+         pages_that_are_expected_are_made_and_measured},
         {"an_arena_out_of_slots_is_full_and_recovers",
          an_arena_out_of_slots_is_full_and_recovers},
         {"threads_may_take_and_give_back_at_once",

@@ -1,0 +1,108 @@
+"""The pool of memory for messages: how large it is, and that nothing drains it."""
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+
+import smp
+from smp import _core, pool
+from smp.tracing import trace
+from tests.ranks import on_ranks
+
+WIDTH = 1024
+SAMPLES = 16
+ONE = 4 * WIDTH * SAMPLES  # bytes of one activation of a microbatch
+
+
+class Chain(nn.Module):
+    """One layer here, two there."""
+
+    def __init__(self):
+        super().__init__()
+        self.near = nn.Linear(WIDTH, WIDTH)
+        self.far = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x):
+        return self.far(torch.relu(self.near(x)))
+
+
+def begin(microbatches: int = 4, **config) -> smp.DistributedModel:
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": microbatches, **config})
+    torch.manual_seed(0)
+    net = Chain()
+    smp.set_partition(net, 0)
+    smp.set_partition(net.far, 1)
+    return smp.DistributedModel(net)
+
+
+@smp.step
+def train(model, x):
+    y = model(x)
+    model.backward(y.square().mean())
+    return y
+
+
+def in_use_on_both() -> list[int]:
+    """Bytes of each rank's pool that somebody holds; taken when no step is under way."""
+    gc.collect()
+    smp.barrier()
+    return smp.allgather(_core.counters()["pool_in_use"], smp.WORLD)
+
+
+@on_ranks(2)
+def test_outputs_that_are_kept_do_not_stay_in_the_pool():
+    model = begin()
+    kept = [train(model, torch.randn(4 * SAMPLES, WIDTH)) for _ in range(5)]
+
+    assert in_use_on_both() == [0, 0]
+    assert all(torch.isfinite(y.concat()).all() for y in kept)
+
+
+@on_ranks(2)
+def test_after_the_first_step_the_pool_is_large_enough_and_no_larger():
+    model = begin(microbatches=8, active_microbatches=3)
+    counters = []
+    for _ in range(4):
+        train(model, torch.randn(8 * SAMPLES, WIDTH))
+        counters.append(_core.counters())
+
+    assert [c["pool_fallbacks"] for c in counters] == [0] * 4
+    assert counters[-1]["pool_high"] >= ONE
+    assert counters[-1]["pool_made"] <= (1 + 3 + 1) * ONE + (4 << 20)
+
+
+@on_ranks(2)
+def test_shapes_that_grow_after_the_first_step_fit():
+    model = begin()
+    for factor in (1, 2, 16):
+        train(model, torch.randn(4 * SAMPLES * factor, WIDTH))
+
+    assert _core.counters()["pool_fallbacks"] == 0
+
+
+@on_ranks(2)
+def test_a_limit_is_kept_and_what_does_not_fit_is_counted():
+    model = begin(comm_pool_bytes=1 << 20)
+    for _ in range(2):
+        y = train(model, torch.randn(4 * 512, WIDTH))
+
+    assert y.concat().shape == (4 * 512, WIDTH)
+    counters = _core.counters()
+    assert counters["pool_fallbacks"] > 0
+    assert counters["pool_made"] <= counters["pool_size"] == 1 << 20
+
+
+@pytest.mark.parametrize("active", [1, 3])
+def test_the_expected_bytes_are_those_that_cross_by_the_microbatches_under_way(active):
+    """A Sequential sends consecutive children of one rank one request; gradients pass."""
+    net = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    seen = trace(net, lambda: net(torch.ones(2, 8)))
+    rank_of = {"": 0, "0": 0, "1": 1, "2": 1, "3": 0}
+    one = 2 * 8 * 4
+
+    assert pool.expected_bytes(net, rank_of, seen, 2, active) == [
+        active * one + one,
+        active * one + one,
+    ]
