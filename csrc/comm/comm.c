@@ -378,7 +378,7 @@ add_registered(smp_comm *comm)
 }
 
 static void
-fill_host(smp_comm *comm)
+fill_host(smp_comm *comm, const char *interface)
 {
     comm->host = (smp_host){
         .comm = comm,
@@ -386,6 +386,7 @@ fill_host(smp_comm *comm)
         .size = comm->size,
         .job = comm->job,
         .segment = comm->segment,
+        .interface = interface,
         .block = host_block,
         .block_data = smp_block_data,
         .block_bytes = smp_block_bytes,
@@ -451,7 +452,7 @@ smp_comm_create(const smp_comm_config *config, smp_comm **out)
     if (status != SMP_OK) {
         goto err_destroy;
     }
-    fill_host(comm);
+    fill_host(comm, config->interface);
     smp_card_begin(comm->card, comm->rank, comm->size);
     if (comm->size > 1) {
         status = config->transports != NULL ? add_named(comm, config->transports)
@@ -460,6 +461,7 @@ smp_comm_create(const smp_comm_config *config, smp_comm **out)
             goto err_destroy;
         }
     }
+    comm->host.interface = NULL;
     *out = comm;
     return SMP_OK;
 

@@ -39,7 +39,11 @@ typedef struct {
                                by the number of cores and local ranks */
     const char *transports; /* comma-separated names in order of preference, or NULL:
                                all that are registered */
-    char job[64];           /* same on all ranks of the job, unlike any other job's */
+    const char *interface;  /* for transports over a network: the name of an interface,
+                               an address of it or its subnet ("10.0.0.0/24"), or NULL:
+                               one that reaches the other hosts */
+    char job[64]; /* same on all ranks of the job, unlike any other job's, and secret:
+                     it is what they know each other by */
 } smp_comm_config;
 
 /* What smp_comm_counters() reports; counts since create. */
@@ -55,7 +59,8 @@ typedef struct {
 } smp_comm_stats;
 
 /* Makes this rank's end and its address card (how others reach it; opaque bytes,
- * owned by the comm, at most 4 KiB).  SMP_ERR_NO_MEMORY, SMP_ERR_SYSTEM. */
+ * owned by the comm, at most 4 KiB).  SMP_ERR_NO_MEMORY, SMP_ERR_SYSTEM,
+ * SMP_ERR_INVALID: no such transport, interface, rank or size. */
 smp_status  smp_comm_create(const smp_comm_config *config, smp_comm **out);
 const void *smp_comm_card(const smp_comm *comm, size_t *bytes);
 
@@ -133,7 +138,7 @@ void smp_comm_counters(smp_comm *comm, smp_comm_stats *out);
 /* Messages sent so far; smp_comm_counters() without the rest. */
 uint64_t smp_comm_sent(const smp_comm *comm);
 
-/* The name of the transport used to `rank` ("shm", "mpi"). */
+/* The name of the transport used to `rank` ("shm", "tcp", "mpi"). */
 const char *smp_comm_transport(const smp_comm *comm, int rank);
 
 #endif

@@ -16,7 +16,7 @@
 #include "common/status.h"
 
 /* Changes with every change of the two tables. */
-#define SMP_TRANSPORT_ABI 2
+#define SMP_TRANSPORT_ABI 3
 
 /* There are never more. */
 #define SMP_TRANSPORTS 8
@@ -34,6 +34,9 @@ typedef struct {
     int          size;
     const char  *job;     /* borrowed: lives as long as the comm */
     smp_segment *segment; /* borrowed: the own one */
+
+    /* Of the configuration, NULL for any; borrowed, during create() only. */
+    const char *interface;
 
     /* Memory for a block, in the own arena or (counted) in private memory.  Any
      * thread.  SMP_ERR_NO_MEMORY. */
@@ -80,7 +83,7 @@ typedef struct {
 /* What a transport provides. */
 typedef struct {
     int         abi;       /* SMP_TRANSPORT_ABI */
-    const char *name;      /* "shm", "mpi" */
+    const char *name;      /* "shm", "tcp", "mpi" */
     bool        same_host; /* whom it reaches is on this machine */
     bool        polls;     /* its progress() keeps a core busy */
 
@@ -130,7 +133,8 @@ const smp_transport *smp_transport_find(const char *name, size_t length);
 /* All of them, in order; how many. */
 int smp_transport_all(const smp_transport *out[SMP_TRANSPORTS]);
 
-/* The shared memory transport; always registered, first. */
+/* Always registered, in this order: shared memory, TCP. */
 extern const smp_transport smp_transport_shm;
+extern const smp_transport smp_transport_tcp;
 
 #endif

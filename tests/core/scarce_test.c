@@ -49,6 +49,9 @@ __wrap_realloc(void *old, size_t bytes)
     return refused() ? NULL : __real_realloc(old, bytes);
 }
 
+/* The transport under test. */
+static const char *transport = "shm";
+
 static smp_status
 create_comm(int rank, smp_comm **comm)
 {
@@ -56,7 +59,7 @@ create_comm(int rank, smp_comm **comm)
                               .size = 2,
                               .pool_bytes = 1 << 20,
                               .spin_us = 0,
-                              .transports = "shm",
+                              .transports = transport,
                               .job = "scarce"};
 
     return smp_comm_create(&config, comm);
@@ -89,6 +92,7 @@ typedef struct {
     smp_comm   *comm;
     const void *cards[2]; /* into copies */
     size_t      bytes[2];
+    int         timeout_ms;
     uint64_t    copies[2][SMP_CARD_BYTES / 8];
     int         scarce; /* for `left` of the connecting thread */
     smp_status  status;
@@ -102,7 +106,7 @@ connect_main(void *arg)
     int  failed;
 
     left = e->scarce;
-    e->status = smp_comm_connect(e->comm, e->cards, e->bytes, 20000, &failed);
+    e->status = smp_comm_connect(e->comm, e->cards, e->bytes, e->timeout_ms, &failed);
     e->plenty = left != 0;
     left = -1;
     if (e->status != SMP_OK) { /* so that the other one does not wait for us */
@@ -121,6 +125,7 @@ connect_both(end ends[2], int scarce)
     for (int r = 0; r < 2; r++) {
         CHECK_STATUS(create_comm(r, &ends[r].comm), SMP_OK);
         ends[r].scarce = r == 0 ? scarce : -1;
+        ends[r].timeout_ms = scarce < 0 || strcmp(transport, "tcp") != 0 ? 20000 : 1000;
     }
     for (int r = 0; r < 2; r++) {
         for (int other = 0; other < 2; other++) {
@@ -222,6 +227,22 @@ TEST(messages_without_memory)
     return 0;
 }
 
+/* Over TCP the other rank calls one that has failed until its time is over. */
+#define OVER_TCP(name)                                                                 \
+    TEST(name##_over_tcp)                                                              \
+    {                                                                                  \
+        int failed;                                                                    \
+                                                                                       \
+        transport = "tcp";                                                             \
+        failed = name();                                                               \
+        transport = "shm";                                                             \
+        return failed;                                                                 \
+    }
+
+OVER_TCP(create_without_memory)
+OVER_TCP(connect_without_memory)
+OVER_TCP(messages_without_memory)
+
 int
 main(int argc, char **argv)
 {
@@ -229,6 +250,9 @@ main(int argc, char **argv)
         {"create_without_memory", create_without_memory},
         {"connect_without_memory", connect_without_memory},
         {"messages_without_memory", messages_without_memory},
+        {"create_without_memory_over_tcp", create_without_memory_over_tcp},
+        {"connect_without_memory_over_tcp", connect_without_memory_over_tcp},
+        {"messages_without_memory_over_tcp", messages_without_memory_over_tcp},
     };
     return run_tests(tests, sizeof(tests) / sizeof(tests[0]), argc, argv);
 }

@@ -1,0 +1,164 @@
+/* Deaths and forks as every transport sees them that notices a death by itself: run by
+ * shm_test.c and tcp_test.c.  Spec: csrc/comm/comm.h, csrc/comm/fork.h. */
+#ifndef SMP_TESTS_DEATHS_H
+#define SMP_TESTS_DEATHS_H
+
+#include <dirent.h>
+#include <sched.h>
+
+#include "traffic.h"
+
+static inline void *
+die_soon(void *arg)
+{
+    world   *w = arg;
+    uint64_t seed = (uint64_t)smp_clock_ns() | 1;
+    int64_t  when = smp_clock_ns() + (int64_t)(next_random(&seed) % 3000000);
+
+    while (smp_clock_ns() < when) {
+    }
+    atomic_store(&w->shared->scratch[0], smp_clock_ns());
+    kill(getpid(), SIGKILL);
+    return NULL;
+}
+
+/* Everybody talks to everybody, with blocks of all kinds; then rank 1 is gone. */
+TEST_RANK(a_killed_peer_is_named_to_all_others)
+{
+    static const size_t sizes[] = {100, 10000, 3 << 20};
+    pthread_t           killer;
+    smp_status          status = SMP_OK;
+    smp_message        *message;
+
+    if (w->rank == 1) {
+        CHECK(pthread_create(&killer, NULL, die_soon, w) == 0);
+    }
+    for (uint64_t i = 0; status == SMP_OK; i++) {
+        for (int j = 0; j < w->size - 1 && status == SMP_OK; j++) {
+            status = send_filled(w, other(w, j), i, 50, sizes, i % 16 == 0 ? 3 : i % 3);
+        }
+        while (status == SMP_OK) {
+            status = smp_comm_receive(w->comm, 0, &message);
+            if (status == SMP_OK) {
+                smp_message_free(message);
+            }
+        }
+        if (status == SMP_ERR_TIMED_OUT) {
+            status = SMP_OK;
+        }
+    }
+    CHECK(w->rank != 1);
+    CHECK_STATUS(status, SMP_ERR_PEER_LOST);
+    CHECK(smp_comm_lost(w->comm) == 1);
+    atomic_store(&w->shared->scratch[1 + w->rank],
+                 smp_clock_ns() - atomic_load(&w->shared->scratch[0]));
+    for (int j = 0; j < w->size - 1;
+         j++) { /* the others know it before anyone leaves */
+        if (other(w, j) != 1) {
+            while (atomic_load(&w->shared->scratch[1 + other(w, j)]) == 0) {
+                sched_yield();
+            }
+        }
+    }
+    return 0;
+}
+
+/* Lives until the others have seen that its parent is gone. */
+static inline void
+child_main(world *w)
+{
+    while (atomic_load(&w->shared->scratch[0]) == 0) {
+        sched_yield();
+    }
+    _exit(0);
+}
+
+static inline int
+await_loss_of_rank_1(world *w)
+{
+    smp_message *message;
+
+    CHECK_STATUS(smp_comm_receive(w->comm, WORLD_PATIENCE_NS, &message),
+                 SMP_ERR_PEER_LOST);
+    CHECK(smp_comm_lost(w->comm) == 1);
+    CHECK_STATUS(smp_comm_send(w->comm, 1, "x", 1, NULL, 0), SMP_ERR_PEER_LOST);
+    atomic_store(&w->shared->scratch[0], 1);
+    return 0;
+}
+
+TEST_RANK(a_killed_peer_is_noticed_although_its_child_lives)
+{
+    if (w->rank == 1) {
+        if (fork() == 0) {
+            child_main(w);
+        }
+        kill(getpid(), SIGKILL);
+    }
+    return await_loss_of_rank_1(w);
+}
+
+static inline int
+open_fds(void)
+{
+    DIR *folder = opendir("/proc/self/fd");
+    int  count = 0;
+
+    while (readdir(folder) != NULL) {
+        count++;
+    }
+    closedir(folder);
+    return count;
+}
+
+TEST_RANK(a_forked_child_can_do_nothing_and_breaks_nothing)
+{
+    static const size_t sizes[] = {5000};
+    smp_message        *message;
+    smp_block          *unsent;
+    pid_t               pid;
+    int                 fds;
+    int                 how;
+
+    CHECK_STATUS(send_filled(w, other(w, 0), 4, 10, sizes, 1), SMP_OK);
+    CHECK_STATUS(smp_comm_receive(w->comm, WORLD_PATIENCE_NS, &message), SMP_OK);
+    CHECK_STATUS(smp_comm_block(w->comm, other(w, 0), 5000, &unsent), SMP_OK);
+    memset(smp_block_data(unsent), 7, 5000);
+    fds = open_fds();
+    pid = fork();
+    if (pid == 0) {
+        smp_block   *block;
+        smp_message *none;
+        int          bad = !message_filled(message, 4, 10, sizes, 1);
+
+        bad |= open_fds() >= fds;
+        bad |= smp_comm_send(w->comm, other(w, 0), "x", 1, NULL, 0) != SMP_ERR_CLOSED;
+        bad |= smp_comm_receive(w->comm, -1, &none) != SMP_ERR_CLOSED;
+        bad |= smp_comm_block(w->comm, other(w, 0), 8, &block) != SMP_ERR_CLOSED;
+        smp_comm_wake(w->comm);
+        smp_message_free(message);
+        smp_block_release(unsent);
+        smp_comm_destroy(w->comm);
+        _exit(bad);
+    }
+    CHECK(waitpid(pid, &how, 0) == pid && WIFEXITED(how) && WEXITSTATUS(how) == 0);
+    w->barrier(w);
+    for (uint64_t i = 0; i < 8; i++) { /* would lie where the child's copies lay */
+        CHECK_STATUS(send_filled(w, other(w, 0), 50 + i, 10, sizes, 1), SMP_OK);
+    }
+    w->barrier(w);
+    CHECK(message_filled(message, 4, 10, sizes, 1));
+    smp_message_free(message);
+    CHECK_STATUS(smp_comm_send(w->comm, other(w, 0), "y", 1, &unsent, 1), SMP_OK);
+    for (uint64_t i = 0; i < 8; i++) {
+        CHECK_STATUS(smp_comm_receive(w->comm, WORLD_PATIENCE_NS, &message), SMP_OK);
+        CHECK(message_filled(message, 50 + i, 10, sizes, 1));
+        smp_message_free(message);
+    }
+    CHECK_STATUS(smp_comm_receive(w->comm, WORLD_PATIENCE_NS, &message), SMP_OK);
+    CHECK(((uint8_t *)smp_block_data(message->blocks[0]))[4999] == 7);
+    smp_message_free(message);
+    w->barrier(w);
+    return 0;
+}
+
+#endif

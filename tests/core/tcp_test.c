@@ -1,0 +1,709 @@
+/* What is particular to TCP: who is let in, where it listens, peers that go wrong.
+ * Spec: csrc/comm/tcp_meet.h, tcp_address.h, tcp_frame.h. */
+#define _GNU_SOURCE
+#include <arpa/inet.h>
+#include <errno.h>
+#include <poll.h>
+#include <sys/socket.h>
+
+#include "comm/tcp_address.h"
+#include "comm/tcp_frame.h"
+#include "comm/tcp_meet.h"
+#include "deaths.h"
+#include "traffic.h"
+
+#define LOOPBACK "127.0.0.1"
+
+static smp_status
+create_comm(int rank, int size, const char *job, smp_comm **comm)
+{
+    smp_comm_config config = {.rank = rank,
+                              .size = size,
+                              .pool_bytes = 1 << 20,
+                              .spin_us = 0,
+                              .transports = "tcp",
+                              .interface = LOOPBACK};
+
+    snprintf(config.job, sizeof(config.job), "%s", job);
+    return smp_comm_create(&config, comm);
+}
+
+static const smp_tcp_card *
+tcp_card_of(const void *card)
+{
+    size_t bytes;
+
+    return smp_card_find(card, "tcp", &bytes);
+}
+
+/* ------------------------------------------------------------- where it listens */
+
+static smp_tcp_offer
+offer_of(uint64_t space, const char *const *addresses)
+{
+    smp_tcp_offer offer = {.network = {.boot = "boot", .space = space}};
+
+    for (; *addresses != NULL; addresses++) {
+        smp_tcp_address *address = &offer.addresses[offer.naddresses++];
+        char             text[64];
+
+        snprintf(text, sizeof(text), "%s", *addresses);
+        address->prefix = (uint8_t)atoi(strchr(text, '/') + 1);
+        *strchr(text, '/') = '\0';
+        address->family = strchr(text, ':') == NULL ? 4 : 6;
+        address->port = 1;
+        inet_pton(address->family == 4 ? AF_INET : AF_INET6, text, address->bytes);
+    }
+    return offer;
+}
+
+/* The choices of three ranks, of which the first two are on one host. */
+static int
+choices_are(const char *const *one, const char *const *two, int of_one, int of_two)
+{
+    smp_tcp_offer offers[3] = {offer_of(1, one), offer_of(1, one), offer_of(2, two)};
+    const smp_tcp_offer *all[3] = {&offers[0], &offers[1], &offers[2]};
+
+    CHECK(smp_tcp_choose(all, 3, 0) == of_one);
+    CHECK(smp_tcp_choose(all, 3, 1) == of_one);
+    CHECK(smp_tcp_choose(all, 3, 2) == of_two);
+    return 0;
+}
+
+#define LIST(...) ((const char *const[]){__VA_ARGS__, NULL})
+
+TEST(the_address_is_in_a_subnet_of_the_others)
+{
+    return choices_are(LIST("127.0.0.1/8", "192.168.1.4/24", "10.0.0.1/16"),
+                       LIST("127.0.0.1/8", "10.0.0.2/16", "192.168.2.4/24"), 2, 1);
+}
+
+TEST(a_bridge_that_every_host_has_leads_nowhere)
+{
+    return choices_are(LIST("127.0.0.1/8", "172.17.0.1/16", "10.0.0.1/24"),
+                       LIST("127.0.0.1/8", "172.17.0.1/16", "10.0.0.2/24"), 2, 2);
+}
+
+TEST(across_routers_the_first_address_is_taken)
+{
+    return choices_are(LIST("127.0.0.1/8", "10.1.0.1/24", "10.2.0.1/24"),
+                       LIST("127.0.0.1/8", "10.3.0.1/24"), 1, 1);
+}
+
+TEST(addresses_may_be_of_version_6)
+{
+    return choices_are(LIST("::1/128", "10.1.0.1/24", "fd00:1::7/64"),
+                       LIST("::1/128", "fd00:1::8/64", "10.3.0.1/24"), 2, 1);
+}
+
+TEST(loopback_serves_ranks_of_one_host_alone)
+{
+    smp_tcp_offer        offer = offer_of(1, LIST("10.0.0.1/24", "127.0.0.1/8"));
+    smp_tcp_offer        far = offer_of(2, LIST("127.0.0.1/8"));
+    const smp_tcp_offer *together[2] = {&offer, &offer};
+    const smp_tcp_offer *apart[2] = {&offer, &far};
+    const smp_tcp_offer *without[2] = {&offer, NULL};
+
+    CHECK(smp_tcp_choose(together, 2, 0) == 1);
+    CHECK(smp_tcp_choose(without, 2, 0) == 1);
+    CHECK(smp_tcp_choose(apart, 2, 0) == 0);
+    CHECK(smp_tcp_choose(apart, 2, 1) == -1);
+    offer.forced = 1;
+    CHECK(smp_tcp_choose(together, 2, 0) == 0);
+    return 0;
+}
+
+TEST(an_interface_is_a_name_an_address_or_a_subnet)
+{
+    static const char *const good[] = {"lo", "127.0.0.1", "127.0.0.1/32",
+                                       "127.0.0.0/8"};
+    static const char *const bad[] = {"none0",         "127.0.0.9",   "198.51.100.0/24",
+                                      "127.0.0.0/33",  "127.0.0.1/",  "127.0.0.1/8x",
+                                      "127.0.0.1.1/8", "/8",          "",
+                                      "127.0.0.0/-1",  "300.0.0.0/8", "::ffff/129"};
+    smp_tcp_address          found[SMP_TCP_ADDRESSES];
+    char                     texts[SMP_TCP_ADDRESSES][SMP_TCP_TEXT];
+    smp_comm_config          config = {.size = 2, .transports = "tcp", .job = "job"};
+    smp_comm                *comm;
+
+    for (size_t i = 0; i < sizeof(good) / sizeof(good[0]); i++) {
+        CHECK(smp_tcp_addresses(good[i], found, texts) >= 1);
+        CHECK(strcmp(texts[0], "lo 127.0.0.1/8") == 0);
+    }
+    for (size_t i = 0; i < sizeof(bad) / sizeof(bad[0]); i++) {
+        CHECK(smp_tcp_addresses(bad[i], found, NULL) == 0);
+        config.interface = bad[i];
+        CHECK_STATUS(smp_comm_create(&config, &comm), SMP_ERR_INVALID);
+    }
+    return 0;
+}
+
+/* A connection to the port of a card; -1 with errno. */
+static int
+call_port(const smp_tcp_card *card)
+{
+    struct sockaddr_storage to;
+    socklen_t bytes = smp_tcp_socket_address(&card->offer.addresses[0], &to);
+    int       fd = socket(to.ss_family, SOCK_STREAM | SOCK_CLOEXEC, 0);
+
+    if (fd >= 0 && connect(fd, (struct sockaddr *)&to, bytes) != 0) {
+        int why = errno;
+
+        close(fd);
+        errno = why;
+        return -1;
+    }
+    return fd;
+}
+
+TEST_RANK(nobody_listens_once_all_have_met)
+{
+    CHECK(strcmp(smp_comm_transport(w->comm, other(w, 0)), "tcp") == 0);
+    w->barrier(w);
+    for (int r = 0; r < w->size; r++) {
+        const smp_tcp_card *card = tcp_card_of(w->shared->cards[r]);
+
+        for (uint32_t i = 0; i < card->offer.naddresses; i++) {
+            smp_tcp_card one = *card;
+
+            one.offer.addresses[0] = card->offer.addresses[i];
+            CHECK(call_port(&one) < 0 && errno == ECONNREFUSED);
+        }
+    }
+    w->barrier(w);
+    return 0;
+}
+
+/* -------------------------------------------------------------- who is let in */
+
+/* Two ranks, each a thread, that may have different ideas of the job. */
+typedef struct {
+    smp_comm   *comm;
+    const void *cards[2];
+    size_t      bytes[2];
+    int         timeout_ms;
+    int         failed;
+    smp_status  status;
+} meeter;
+
+static void *
+meet_main(void *arg)
+{
+    meeter *m = arg;
+
+    m->status =
+        smp_comm_connect(m->comm, m->cards, m->bytes, m->timeout_ms, &m->failed);
+    return NULL;
+}
+
+static int
+create_pair(meeter m[2], const char *job_of_1, int timeout_ms)
+{
+    for (int r = 0; r < 2; r++) {
+        m[r] = (meeter){.timeout_ms = timeout_ms, .failed = -1};
+        CHECK_STATUS(create_comm(r, 2, r == 0 ? "job" : job_of_1, &m[r].comm), SMP_OK);
+    }
+    for (int r = 0; r < 2; r++) {
+        m[0].cards[r] = smp_comm_card(m[r].comm, &m[0].bytes[r]);
+        m[1].cards[r] = m[0].cards[r];
+        m[1].bytes[r] = m[0].bytes[r];
+    }
+    return 0;
+}
+
+static int
+meet_pair(meeter m[2])
+{
+    pthread_t threads[2];
+
+    for (int r = 0; r < 2; r++) {
+        CHECK(pthread_create(&threads[r], NULL, meet_main, &m[r]) == 0);
+    }
+    for (int r = 0; r < 2; r++) {
+        pthread_join(threads[r], NULL);
+    }
+    return 0;
+}
+
+static void
+drop_pair(meeter m[2])
+{
+    smp_comm_destroy(m[0].comm);
+    smp_comm_destroy(m[1].comm);
+}
+
+TEST(a_wrong_secret_is_refused)
+{
+    meeter m[2];
+
+    CHECK(create_pair(m, "another job", 400) == 0);
+    CHECK(meet_pair(m) == 0);
+    for (int r = 0; r < 2; r++) {
+        CHECK_STATUS(m[r].status, SMP_ERR_UNREACHABLE);
+        CHECK(m[r].failed == 1 - r);
+    }
+    drop_pair(m);
+    return 0;
+}
+
+TEST(a_rank_that_never_comes_is_not_reached)
+{
+    meeter m[2];
+
+    CHECK(create_pair(m, "job", 100) == 0);
+    meet_main(&m[0]);
+    CHECK_STATUS(m[0].status, SMP_ERR_UNREACHABLE);
+    CHECK(m[0].failed == 1);
+    drop_pair(m);
+    return 0;
+}
+
+TEST(a_card_that_no_rank_wrote_is_malformed)
+{
+    smp_tcp_card good = {.rank = 1};
+    smp_tcp_door door;
+    smp_tcp_card bad;
+
+    CHECK_STATUS(smp_tcp_door_open(1, LOOPBACK, &door), SMP_OK);
+    good = door.card;
+    smp_tcp_door_close(&door);
+    CHECK(smp_tcp_card_ok(&good, sizeof(good), 1));
+    CHECK(!smp_tcp_card_ok(&good, sizeof(good), 0));
+    CHECK(!smp_tcp_card_ok(&good, sizeof(good) - 1, 1));
+    bad = good;
+    bad.version++;
+    CHECK(!smp_tcp_card_ok(&bad, sizeof(bad), 1));
+    bad = good;
+    bad.offer.naddresses = SMP_TCP_ADDRESSES + 1;
+    CHECK(!smp_tcp_card_ok(&bad, sizeof(bad), 1));
+    bad = good;
+    bad.offer.addresses[0].prefix = 33;
+    CHECK(!smp_tcp_card_ok(&bad, sizeof(bad), 1));
+    bad = good;
+    bad.offer.addresses[0].family = 5;
+    CHECK(!smp_tcp_card_ok(&bad, sizeof(bad), 1));
+    return 0;
+}
+
+/* Waits until rank 0 listens. */
+static int
+call_rank_0(const meeter m[2])
+{
+    int64_t deadline = smp_clock_ns() + WORLD_PATIENCE_NS;
+    int     fd;
+
+    while ((fd = call_port(tcp_card_of(m[0].cards[0]))) < 0 &&
+           smp_clock_ns() < deadline) {
+        sched_yield();
+    }
+    return fd;
+}
+
+/* Whether the other side hangs up on us. */
+static bool
+is_hung_up(int fd)
+{
+    struct pollfd any = {.fd = fd, .events = POLLIN};
+    char          bytes[256];
+    ssize_t       n;
+
+    do {
+        if (poll(&any, 1, (int)(WORLD_PATIENCE_NS / SMP_NS_PER_MS)) <= 0) {
+            return false;
+        }
+        n = read(fd, bytes, sizeof(bytes));
+    } while (n > 0);
+    return true;
+}
+
+/* Says `bytes` to rank 0, which must hang up; `end`: and says nothing more. */
+static int
+say_to_rank_0(const meeter m[2], const void *bytes, size_t n, bool end)
+{
+    int fd = call_rank_0(m);
+
+    CHECK(fd >= 0);
+    CHECK(n == 0 || write(fd, bytes, n) == (ssize_t)n);
+    if (end) {
+        shutdown(fd, SHUT_WR);
+    }
+    CHECK(is_hung_up(fd));
+    close(fd);
+    return 0;
+}
+
+static smp_tcp_hello
+hello_to_rank_0(void)
+{
+    smp_tcp_door  door;
+    smp_tcp_hello hello;
+
+    (void)smp_tcp_door_open(1, LOOPBACK, &door);
+    smp_tcp_door_close(&door);
+    hello = (smp_tcp_hello){.magic = door.card.magic,
+                            .version = door.card.version,
+                            .from = 1,
+                            .to = 0,
+                            .size = 2,
+                            .nonce = "any sixteen byte"};
+    return hello;
+}
+
+/* Everything that is not the handshake, then one that is. */
+TEST(strangers_disturb_nobody)
+{
+    enum { SILENT = 100 }; /* more than there is room for */
+    meeter         m[2];
+    pthread_t      thread;
+    smp_tcp_hello  good = hello_to_rank_0();
+    smp_tcp_hello  bad[6];
+    int            silent[SILENT];
+    char           nonsense[5000];
+    int            fd;
+    smp_tcp_answer answer;
+    smp_tcp_self   impostor = {.rank = 1, .size = 2, .job = "guessed"};
+    uint8_t        proof[SMP_PROOF_BYTES];
+
+    CHECK(create_pair(m, "job", 60000) == 0);
+    CHECK(pthread_create(&thread, NULL, meet_main, &m[0]) == 0);
+
+    memset(nonsense, 'x', sizeof(nonsense));
+    CHECK(say_to_rank_0(m, nonsense, sizeof(nonsense), false) == 0); /* oversized */
+    CHECK(say_to_rank_0(m, &good, sizeof(good) / 2, true) == 0);     /* truncated */
+    CHECK(say_to_rank_0(m, NULL, 0, true) == 0);
+    CHECK(say_to_rank_0(m, &good, sizeof(good), true) == 0); /* and no proof */
+    for (size_t i = 0; i < 6; i++) {
+        bad[i] = good;
+    }
+    bad[0].version++;
+    bad[1].magic++;
+    bad[2].from = 2;
+    bad[3].from = 0;
+    bad[4].size = 3;
+    bad[5].to = 1;
+    for (size_t i = 0; i < 6; i++) {
+        CHECK(say_to_rank_0(m, &bad[i], sizeof(bad[i]), false) == 0);
+    }
+
+    fd = call_rank_0(m); /* a proof made without the secret */
+    CHECK(write(fd, &good, sizeof(good)) == sizeof(good));
+    CHECK(recv(fd, &answer, sizeof(answer), MSG_WAITALL) == sizeof(answer));
+    smp_tcp_prove(&impostor, true, &good, &answer.hello, proof);
+    CHECK(write(fd, proof, sizeof(proof)) == sizeof(proof));
+    CHECK(is_hung_up(fd));
+    close(fd);
+
+    fd = call_rank_0(m); /* its own proof sent back to it */
+    CHECK(write(fd, &good, sizeof(good)) == sizeof(good));
+    CHECK(recv(fd, &answer, sizeof(answer), MSG_WAITALL) == sizeof(answer));
+    CHECK(write(fd, answer.proof, sizeof(answer.proof)) == sizeof(answer.proof));
+    CHECK(is_hung_up(fd));
+    close(fd);
+
+    for (int i = 0; i < SILENT; i++) {
+        silent[i] = call_rank_0(m);
+        CHECK(silent[i] >= 0);
+    }
+    meet_main(&m[1]);
+    pthread_join(thread, NULL);
+    CHECK_STATUS(m[0].status, SMP_OK);
+    CHECK_STATUS(m[1].status, SMP_OK);
+    for (int i = 0; i < SILENT; i++) {
+        CHECK(is_hung_up(silent[i]));
+        close(silent[i]);
+    }
+    drop_pair(m);
+    return 0;
+}
+
+/* What one rank said in an earlier handshake is worth nothing in the next. */
+TEST(a_recorded_handshake_is_refused)
+{
+    meeter         m[2];
+    pthread_t      thread;
+    smp_tcp_hello  hello = hello_to_rank_0();
+    smp_tcp_self   self = {.rank = 1, .size = 2, .job = "job"};
+    smp_tcp_answer first;
+    smp_tcp_answer second;
+    uint8_t        proof[SMP_PROOF_BYTES];
+    int            fds[2];
+
+    CHECK(create_pair(m, "job", 60000) == 0);
+    CHECK(pthread_create(&thread, NULL, meet_main, &m[0]) == 0);
+    for (int i = 0; i < 2; i++) {
+        fds[i] = call_rank_0(m);
+        CHECK(write(fds[i], &hello, sizeof(hello)) == sizeof(hello));
+    }
+    CHECK(recv(fds[0], &first, sizeof(first), MSG_WAITALL) == sizeof(first));
+    CHECK(recv(fds[1], &second, sizeof(second), MSG_WAITALL) == sizeof(second));
+    smp_tcp_prove(&self, true, &hello, &first.hello, proof);
+    CHECK(write(fds[1], proof, sizeof(proof)) == sizeof(proof));
+    CHECK(is_hung_up(fds[1]));
+    CHECK(write(fds[0], proof, sizeof(proof)) == sizeof(proof));
+    pthread_join(thread, NULL);
+    CHECK_STATUS(m[0].status, SMP_OK);
+    close(fds[0]);
+    close(fds[1]);
+    drop_pair(m);
+    return 0;
+}
+
+/* ----------------------------------- a peer that knows the secret and goes wrong */
+
+typedef struct {
+    meeter m[2];
+    int    fd; /* to rank 0, from a rank 1 made by hand */
+} impostor;
+
+static int
+make_impostor(impostor *im)
+{
+    pthread_t           thread;
+    smp_tcp_self        self = {.rank = 1, .size = 2, .job = "job"};
+    smp_tcp_door        door = {.card = {.rank = 1}};
+    const smp_tcp_card *cards[2] = {NULL, NULL};
+    bool                wanted[2] = {true, false};
+    bool                met[2] = {false, false};
+    int                 fds[2];
+
+    CHECK(create_pair(im->m, "job", 60000) == 0);
+    CHECK(pthread_create(&thread, NULL, meet_main, &im->m[0]) == 0);
+    for (int i = 0; i < SMP_TCP_ADDRESSES; i++) {
+        door.fds[i] = -1;
+    }
+    cards[0] = tcp_card_of(im->m[0].cards[0]);
+    door.card = *tcp_card_of(im->m[0].cards[1]);
+    CHECK_STATUS(smp_tcp_meet(&door, &self, cards, wanted,
+                              smp_clock_ns() + WORLD_PATIENCE_NS, fds, met),
+                 SMP_OK);
+    CHECK(met[0]);
+    pthread_join(thread, NULL);
+    CHECK_STATUS(im->m[0].status, SMP_OK);
+    im->fd = fds[0];
+    return 0;
+}
+
+static void
+drop_impostor(impostor *im)
+{
+    close(im->fd);
+    drop_pair(im->m);
+}
+
+/* Rank 0 gets `bytes` and must come to `want`. */
+static int
+send_bytes(const void *bytes, size_t n, smp_status want)
+{
+    impostor     im;
+    smp_message *message;
+
+    CHECK(make_impostor(&im) == 0);
+    CHECK(write(im.fd, bytes, n) == (ssize_t)n);
+    if (want == SMP_ERR_PEER_LOST) {
+        shutdown(im.fd, SHUT_WR);
+    }
+    CHECK_STATUS(smp_comm_receive(im.m[0].comm, WORLD_PATIENCE_NS, &message), want);
+    CHECK(smp_comm_lost(im.m[0].comm) == (want == SMP_ERR_CLOSED ? -1 : 1));
+    if (want != SMP_ERR_CLOSED) {
+        CHECK(is_hung_up(im.fd));
+        CHECK_STATUS(smp_comm_send(im.m[0].comm, 1, "x", 1, NULL, 0),
+                     SMP_ERR_PEER_LOST);
+    }
+    drop_impostor(&im);
+    return 0;
+}
+
+typedef struct {
+    smp_tcp_header header;
+    uint64_t       sizes[2];
+    uint8_t        bytes[8 + 6 + 10];
+} small_frame;
+
+/* A message of 8 bytes and blocks of 6 and 10. */
+static small_frame
+frame_number(uint64_t sequence)
+{
+    return (small_frame){.header = {.kind = SMP_TCP_MESSAGE,
+                                    .sequence = sequence,
+                                    .nbytes = 8,
+                                    .nblocks = 2,
+                                    .total = 16 + 8 + 6 + 10},
+                         .sizes = {6, 10}};
+}
+
+static int
+send_small(small_frame frame, smp_status want)
+{
+    return send_bytes(&frame, sizeof(frame), want);
+}
+
+TEST(frames_that_no_rank_sends_are_malformed)
+{
+    small_frame frame = frame_number(0);
+
+    frame.header.kind = 77;
+    CHECK(send_small(frame, SMP_ERR_MALFORMED) == 0);
+    CHECK(send_small(frame_number(1), SMP_ERR_MALFORMED) == 0); /* reordered */
+    frame = frame_number(0);
+    frame.header.total++;
+    CHECK(send_small(frame, SMP_ERR_MALFORMED) == 0);
+    frame = frame_number(0);
+    frame.sizes[0]++;
+    CHECK(send_small(frame, SMP_ERR_MALFORMED) == 0);
+    frame = frame_number(0);
+    frame.sizes[1] = UINT64_MAX - 5; /* with the first one it wraps around */
+    CHECK(send_small(frame, SMP_ERR_MALFORMED) == 0);
+    frame = frame_number(0);
+    frame.header.nblocks = UINT64_MAX / 8 + 1;
+    CHECK(send_small(frame, SMP_ERR_MALFORMED) == 0);
+    frame = frame_number(0);
+    frame.header.kind = SMP_TCP_GOODBYE;
+    CHECK(send_small(frame, SMP_ERR_MALFORMED) == 0);
+    return 0;
+}
+
+TEST(a_message_larger_than_memory_is_no_memory)
+{
+    small_frame frame = frame_number(0);
+
+    frame.header.nbytes = UINT64_MAX / 4 + 1;
+    frame.header.total = UINT64_MAX - 100;
+    CHECK(send_small(frame, SMP_ERR_NO_MEMORY) == 0);
+    frame = frame_number(0);
+    frame.sizes[1] = UINT64_MAX / 2 + 1;
+    frame.header.total += frame.sizes[1] - 10;
+    CHECK(send_small(frame, SMP_ERR_NO_MEMORY) == 0);
+    return 0;
+}
+
+TEST(a_frame_that_ends_early_is_a_loss)
+{
+    small_frame frame = frame_number(0);
+
+    CHECK(send_bytes(&frame, sizeof(frame) - 1, SMP_ERR_PEER_LOST) == 0);
+    CHECK(send_bytes(&frame, 20, SMP_ERR_PEER_LOST) == 0);
+    return 0;
+}
+
+TEST(a_goodbye_is_the_end)
+{
+    smp_tcp_header header = {.kind = SMP_TCP_GOODBYE};
+
+    return send_bytes(&header, sizeof(header), SMP_ERR_CLOSED);
+}
+
+/* Whatever the pieces in which the network hands it over. */
+TEST(a_frame_may_come_byte_by_byte)
+{
+    enum { COUNT = 20 };
+    impostor     im;
+    smp_message *message;
+
+    CHECK(make_impostor(&im) == 0);
+    for (uint64_t i = 0; i < COUNT; i++) {
+        small_frame frame = frame_number(i);
+
+        memset(frame.bytes, (int)i, sizeof(frame.bytes));
+        for (size_t at = 0; at < sizeof(frame); at++) {
+            CHECK(write(im.fd, (uint8_t *)&frame + at, 1) == 1);
+        }
+        CHECK_STATUS(smp_comm_receive(im.m[0].comm, WORLD_PATIENCE_NS, &message),
+                     SMP_OK);
+        CHECK(message->source == 1 && message->nbytes == 8 && message->nblocks == 2);
+        CHECK(smp_block_bytes(message->blocks[0]) == 6);
+        CHECK(smp_block_bytes(message->blocks[1]) == 10);
+        CHECK(memcmp(smp_block_data(message->blocks[1]), frame.bytes, 10) == 0);
+        smp_message_free(message);
+    }
+    drop_impostor(&im);
+    return 0;
+}
+
+/* Its kernel still answers, and its buffers are full: it is stuck, not lost. */
+TEST_RANK(a_stopped_peer_is_not_lost)
+{
+    static const size_t sizes[] = {32 << 20};
+    smp_message        *message;
+
+    if (w->rank == 1) {
+        kill(getpid(), SIGSTOP);
+    } else {
+        CHECK_STATUS(send_filled(w, 1, 1, 10, sizes, 1), SMP_OK);
+        CHECK_STATUS(smp_comm_receive(w->comm, 5 * SMP_NS_PER_S, &message),
+                     SMP_ERR_TIMED_OUT);
+        CHECK(smp_comm_lost(w->comm) == -1);
+        CHECK(kill(w->shared->pids[1], SIGCONT) == 0);
+    }
+    if (w->rank == 1) {
+        CHECK_STATUS(smp_comm_receive(w->comm, WORLD_PATIENCE_NS, &message), SMP_OK);
+        CHECK(message_filled(message, 1, 10, sizes, 1));
+        smp_message_free(message);
+    }
+    w->barrier(w);
+    return 0;
+}
+
+/* ------------------------------------------------------------------------- main */
+
+static int
+run_world(const char *name, int (*rank)(world *), int size, size_t pool)
+{
+    world_test test = {name, rank, pool};
+
+    return world_run_processes(&test, "tcp", size);
+}
+
+#define IN_WORLD(name, size, pool)                                                     \
+    TEST(run_##name)                                                                   \
+    {                                                                                  \
+        return run_world(#name, name, size, pool);                                     \
+    }
+
+IN_WORLD(a_killed_peer_is_noticed_although_its_child_lives, 2, 0)
+IN_WORLD(a_forked_child_can_do_nothing_and_breaks_nothing, 2, 0)
+IN_WORLD(nobody_listens_once_all_have_met, 4, 0)
+IN_WORLD(a_stopped_peer_is_not_lost, 2, 0)
+
+TEST(run_a_killed_peer_is_named_to_all_others)
+{
+    for (int i = 0; i < 40; i++) {
+        CHECK(run_world("a_killed_peer_is_named_to_all_others",
+                        a_killed_peer_is_named_to_all_others, 3, 1 << 20) == 0);
+    }
+    return 0;
+}
+
+#define LISTED_TEST(name)                                                              \
+    {                                                                                  \
+#        name, name                                                                    \
+    }
+
+int
+main(int argc, char **argv)
+{
+    /* Those in which this process has threads come last: the others fork. */
+    static const smp_test tests[] = {
+        LISTED_TEST(run_a_killed_peer_is_named_to_all_others),
+        LISTED_TEST(run_a_killed_peer_is_noticed_although_its_child_lives),
+        LISTED_TEST(run_a_forked_child_can_do_nothing_and_breaks_nothing),
+        LISTED_TEST(run_nobody_listens_once_all_have_met),
+        LISTED_TEST(run_a_stopped_peer_is_not_lost),
+        LISTED_TEST(the_address_is_in_a_subnet_of_the_others),
+        LISTED_TEST(a_bridge_that_every_host_has_leads_nowhere),
+        LISTED_TEST(across_routers_the_first_address_is_taken),
+        LISTED_TEST(addresses_may_be_of_version_6),
+        LISTED_TEST(loopback_serves_ranks_of_one_host_alone),
+        LISTED_TEST(an_interface_is_a_name_an_address_or_a_subnet),
+        LISTED_TEST(a_wrong_secret_is_refused),
+        LISTED_TEST(a_rank_that_never_comes_is_not_reached),
+        LISTED_TEST(a_card_that_no_rank_wrote_is_malformed),
+        LISTED_TEST(strangers_disturb_nobody),
+        LISTED_TEST(a_recorded_handshake_is_refused),
+        LISTED_TEST(frames_that_no_rank_sends_are_malformed),
+        LISTED_TEST(a_message_larger_than_memory_is_no_memory),
+        LISTED_TEST(a_frame_that_ends_early_is_a_loss),
+        LISTED_TEST(a_goodbye_is_the_end),
+        LISTED_TEST(a_frame_may_come_byte_by_byte),
+    };
+    return run_tests(tests, sizeof(tests) / sizeof(tests[0]), argc, argv);
+}
