@@ -25,6 +25,7 @@
 #include "comm/inbox.h"
 #include "comm/loop.h"
 #include "comm/message.h"
+#include "comm/neighbour.h"
 #include "comm/segment.h"
 #include "comm/transport.h"
 #include "common/jitter.h"
@@ -855,4 +856,40 @@ smp_comm_transport(const smp_comm *comm, int rank)
     const carrier *c = comm->routes[rank];
 
     return c == NULL ? NULL : c->ops->name;
+}
+
+/* ------------------------------------------------------------------ neighbours */
+
+bool
+smp_comm_neighbour(const smp_comm *comm, int rank, smp_neighbour *out)
+{
+    const carrier *c = comm->routes[rank];
+
+    if (rank == comm->rank) {
+        *out = (smp_neighbour){comm->segment, getpid()};
+        return true;
+    }
+    if (c == NULL || c->ops->neighbour == NULL) {
+        return false;
+    }
+    c->ops->neighbour(c->self, rank, out);
+    return true;
+}
+
+bool
+smp_comm_gone(const smp_comm *comm, int rank)
+{
+    return rank != comm->rank && atomic_load(&comm->states[rank]) != PEER_OPEN;
+}
+
+int
+smp_comm_rank(const smp_comm *comm)
+{
+    return comm->rank;
+}
+
+bool
+smp_comm_spins(const smp_comm *comm)
+{
+    return comm->wait == WAIT_SPIN;
 }

@@ -56,7 +56,8 @@ shape(int ranks, size_t arena_bytes)
     segment->nslots = slots_for(arena_bytes);
     segment->arena_bytes = pages(arena_bytes);
     segment->bytes = PAGE + pages(segment->nslots * sizeof(uint32_t)) +
-                     pages((size_t)ranks * sizeof(smp_ring)) + segment->arena_bytes;
+                     pages((size_t)ranks * sizeof(smp_ring)) +
+                     pages(SMP_SHELVES * sizeof(smp_shelf)) + segment->arena_bytes;
     return segment;
 }
 
@@ -77,6 +78,8 @@ map(smp_segment *segment, int fd)
     at += pages(segment->nslots * sizeof(uint32_t));
     segment->rings = (smp_ring *)(void *)at;
     at += pages((size_t)segment->nrings * sizeof(smp_ring));
+    segment->shelves = (smp_shelf *)(void *)at;
+    at += pages(SMP_SHELVES * sizeof(smp_shelf));
     segment->arena = at;
     return SMP_OK;
 }

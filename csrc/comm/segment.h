@@ -1,7 +1,8 @@
-/* One rank's shared memory: its doorbell, the rings that lead to it, its arena.
+/* One rank's shared memory: its doorbell, the rings that lead to it, its shelves, its
+ * arena.
  *
  *   bell | states of the arena's blocks | ring from rank 0 | ring from rank 1 | ... |
- * arena
+ *   shelves of groups | arena
  *
  * Made by its owner, mapped by every peer on the host; never by name, so nothing is
  * left when the job is killed.  Sealed: nobody can cut it off under a reader.
@@ -19,6 +20,7 @@
 
 #include "comm/bell.h"
 #include "comm/ring.h"
+#include "comm/shelf.h"
 #include "common/status.h"
 
 /* State of a slot of the arena, in shared memory.  Giving a block back is one store of
@@ -35,6 +37,7 @@ typedef struct {
     uint32_t          nslots;
     smp_ring         *rings; /* rings[r]: from rank r to the owner */
     int               nrings;
+    smp_shelf        *shelves; /* SMP_SHELVES */
     uint8_t          *arena;
     size_t            arena_bytes;
 } smp_segment;

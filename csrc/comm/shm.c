@@ -39,6 +39,7 @@ typedef struct shm shm;
 typedef struct {
     shm         *self; /* borrowed */
     int          rank;
+    pid_t        pid;
     smp_segment *segment; /* owned: one reference; the peer's */
     int          pid_fd;  /* owned: readable when it is dead; -1: the kernel has none */
     int          kick_fd; /* owned: wakes its progress thread */
@@ -497,6 +498,14 @@ shm_progress(void *arg)
     return -1;
 }
 
+static void
+shm_neighbour(void *arg, int rank, smp_neighbour *out)
+{
+    const shm *self = arg;
+
+    *out = (smp_neighbour){self->peers[rank]->segment, self->peers[rank]->pid};
+}
+
 static bool
 shm_finish(void *arg)
 {
@@ -544,6 +553,7 @@ peer_create(shm *self, int rank, const smp_shm_guest *guest, peer **out)
     close(guest->segment_fd);
     p->self = self;
     p->rank = rank;
+    p->pid = guest->pid;
     p->kick_fd = guest->kick_fd;
     p->pid_fd = (int)syscall(SYS_pidfd_open, guest->pid, 0);
     p->consumer.ring = &host->segment->rings[rank];
@@ -713,6 +723,7 @@ const smp_transport smp_transport_shm = {
     .send = shm_send,
     .poll = shm_poll,
     .progress = shm_progress,
+    .neighbour = shm_neighbour,
     .finish = shm_finish,
     .destroy = shm_destroy,
 };

@@ -12,6 +12,7 @@
 #include <stdint.h>
 
 #include "comm/comm.h"
+#include "comm/neighbour.h"
 #include "comm/segment.h"
 #include "common/status.h"
 
@@ -113,6 +114,10 @@ typedef struct {
     /* Moves transfers on; never waits.  The progress thread, after every kick, every
      * ready descriptor, and after the time that it returned: nanoseconds, or -1. */
     int64_t (*progress)(void *self);
+
+    /* The memory of a rank that was reached.  Any thread.  NULL for a transport that
+     * maps none. */
+    void (*neighbour)(void *self, int rank, smp_neighbour *out);
 
     /* Called until true, with progress() in between: sends what is queued, then says
      * goodbye to every rank.  The progress thread. */

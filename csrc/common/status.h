@@ -18,6 +18,7 @@
     X(SMP_ERR_DEADLOCK, "every rank waits")                                            \
     X(SMP_ERR_MALFORMED, "bytes that no rank of this job wrote")                       \
     X(SMP_ERR_INVALID, "invalid argument")                                             \
+    X(SMP_ERR_MISMATCH, "the ranks do not call the same")                              \
     X(SMP_ERR_UNREACHABLE, "no transport reaches that rank")                           \
     X(SMP_ERR_SYSTEM, "the system refused")
 

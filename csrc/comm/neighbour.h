@@ -1,0 +1,30 @@
+/* What a comm knows of the ranks on this host, for what is faster than messages. */
+#ifndef SMP_COMM_NEIGHBOUR_H
+#define SMP_COMM_NEIGHBOUR_H
+
+#include <stdbool.h>
+#include <sys/types.h>
+
+#include "comm/comm.h"
+#include "comm/segment.h"
+
+typedef struct {
+    smp_segment *segment; /* borrowed from the comm; take a reference to keep it */
+    pid_t        pid;     /* as this process sees it; 0: it does not */
+} smp_neighbour;
+
+/* The rank's shared memory, also this rank's own; false: it is not mapped here.  A
+ * connected comm. */
+bool smp_comm_neighbour(const smp_comm *comm, int rank, smp_neighbour *out);
+
+/* Nothing more comes from `rank`: it died, broke the protocol or ended in order
+ * (smp_comm_left).  What it wrote before can be seen.  Any thread. */
+bool smp_comm_gone(const smp_comm *comm, int rank);
+
+/* The number of this rank. */
+int smp_comm_rank(const smp_comm *comm);
+
+/* Whether a waiter may keep its core from others: each rank of this host has one. */
+bool smp_comm_spins(const smp_comm *comm);
+
+#endif
