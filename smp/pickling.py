@@ -42,18 +42,3 @@ def loads(data: bytes, outside: list[Any]) -> Any:
             return outside[number]
 
     return Unpickler(io.BytesIO(data)).load()
-
-
-def to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's values in host memory, dense, with its order of dimensions."""
-    if tensor.device.type == "cpu":
-        return tensor.detach().clone(memory_format=torch.preserve_format)
-    return tensor.detach().cpu()
-
-
-def to_device(tensor: torch.Tensor, device_type: int, index: int) -> torch.Tensor:
-    """The tensor on the accelerator of this rank; DLPack's numbers name it."""
-    accelerator = torch.accelerator.current_accelerator()
-    if accelerator is None:
-        return tensor
-    return tensor.to(accelerator)

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
+from smp import accelerator
+
 _DEEPEST = 8  # levels of nested containers that are looked at
 
 # How things are looked at, by type.
@@ -211,18 +213,17 @@ def _put_back(container: Any, content: Any) -> None:
 
 
 def _random_states() -> dict[str, Any]:
-    states: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    states: dict[str, Any] = {
+        "python": random.getstate(),
+        "torch": accelerator.RandomState(every_device=True),
+    }
     if "numpy.random" in sys.modules:
         states["numpy"] = sys.modules["numpy.random"].get_state()
-    if torch.cuda.is_initialized():
-        states["cuda"] = torch.cuda.get_rng_state_all()
     return states
 
 
 def _set_random_states(states: dict[str, Any]) -> None:
     random.setstate(states["python"])
-    torch.set_rng_state(states["torch"])
+    states["torch"].restore()
     if "numpy" in states:
         sys.modules["numpy.random"].set_state(states["numpy"])
-    if "cuda" in states:
-        torch.cuda.set_rng_state_all(states["cuda"])

@@ -12,7 +12,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from smp import _core, autograd, failures, hooks, pickling, thread_state, transports
+from smp import (
+    _core,
+    accelerator,
+    autograd,
+    failures,
+    hooks,
+    pickling,
+    staging,
+    thread_state,
+    transports,
+)
 
 if TYPE_CHECKING:
     from smp.model import DistributedModel
@@ -59,6 +69,8 @@ class Runtime:
         self.parameters: list[nn.Parameter] = []  # local ones, as the ledger numbers them
         self.gates = array("i")  # by gate: calls a microbatch, 0 where not known
         self.threads = torch.get_num_threads()
+        self.place: accelerator.Place | None = None  # of the last step's caller
+        self.staging = staging.Staging()
         self.core_is_open = False
         if self.pp_size > 1:
             self._open_core()
@@ -105,8 +117,8 @@ class Runtime:
             send_apply=autograd.apply_of(autograd.Send),
             recv_apply=autograd.apply_of(autograd.Recv),
             enter_apply=autograd.apply_of(autograd.Enter),
-            leaf=torch.zeros((), requires_grad=True),
-            seed_tensor=torch.empty((), dtype=torch.int64),
+            leaf=torch.zeros((), requires_grad=True, device="cpu"),
+            seed_tensor=torch.empty((), dtype=torch.int64, device="cpu"),
             describe_error=self._describe,
             call_hooked=hooks.call_hooked,
             serve_hooked=hooks.serve_hooked,
@@ -116,9 +128,21 @@ class Runtime:
             aborted=failures.StepAborted,
             dumps=pickling.dumps,
             loads=pickling.loads,
-            to_host=pickling.to_host,
-            to_device=pickling.to_device,
+            dense=staging.dense,
+            stage_out=self.staging.out,
+            stage_wait=self.staging.wait,
+            stage_in=self.staging.into,
         )
+
+    def share_place(self) -> None:
+        """Have the workers use the calling thread's device, stream and generator."""
+        place = accelerator.place()
+        if place != self.place:
+            self.place = place
+            _core.configure(
+                enter_device=None if place is None else place.enter,
+                device_generator=accelerator.generator(),
+            )
 
     def _worker_begin(self) -> None:
         torch.set_num_threads(self.threads)  # OpenMP keeps this by thread
@@ -192,6 +216,7 @@ class Runtime:
         """Stop the core's threads and leave the other ranks; never waits for them."""
         if self.core_is_open:
             self.core_is_open = False
+            self.staging.end()
             _core.close()
 
 

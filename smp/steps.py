@@ -13,6 +13,7 @@ from torch import Tensor
 
 from smp import (
     _core,
+    accelerator,
     context_variables,
     data_parallel,
     failures,
@@ -262,8 +263,9 @@ class Step:
         except Exception as error:
             _core.skip_step(failures.describe(error, None, 0, 0, rt.pp_rank))
             raise
-        seed = int(torch.empty((), dtype=torch.int64).random_())
-        generator_state = torch.default_generator.get_state()
+        seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
+        random_state = accelerator.RandomState()
+        rt.share_place()
         context_variables.begin_step()
         self.state = thread_state.capture()
         self.grad = torch.is_grad_enabled()
@@ -281,7 +283,7 @@ class Step:
             if failed:
                 before.restore()
             else:
-                torch.default_generator.set_state(generator_state)
+                random_state.restore()
         outputs, weights, rt.saw_backward = value
         return microbatches.merge(list(outputs), list(weights))
 
@@ -382,7 +384,7 @@ class StepState:
     """What a step that fails puts back: changed buffers and random numbers."""
 
     def __init__(self, models: Sequence[model.DistributedModel]):
-        self.generator = torch.default_generator.get_state()
+        self.random = accelerator.RandomState()
         self.buffers = [
             (module._buffers, name, buffer, buffer.clone())
             for one in models
@@ -393,7 +395,7 @@ class StepState:
 
     def restore(self) -> None:
         """Put everything back as it was."""
-        torch.default_generator.set_state(self.generator)
+        self.random.restore()
         for owner, name, buffer, value in self.buffers:
             owner[name] = buffer
             with torch.no_grad():

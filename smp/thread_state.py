@@ -16,7 +16,8 @@ from smp import context_variables, hooks, runtime
 
 
 def _autocast_devices() -> list[str]:
-    return ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+    device = torch.accelerator.current_accelerator()
+    return ["cpu"] if device is None else ["cpu", device.type]
 
 
 _any_autocast = torch._C._is_any_autocast_enabled

@@ -539,8 +539,8 @@ def _drop_saved_tensors() -> Any:
 def _wait_for_device(module: nn.Module) -> None:
     """Let an accelerator finish, so that its time is charged to who caused it."""
     parameter = next(module.parameters(), None)
-    if parameter is not None and parameter.device.type == "cuda":
-        torch.cuda.synchronize(parameter.device)
+    if parameter is not None and parameter.device.type not in ("cpu", "meta"):
+        torch.accelerator.synchronize(parameter.device)
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

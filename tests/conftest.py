@@ -3,7 +3,7 @@
 import hypothesis
 import pytest
 
-from tests import ranks
+from tests import accelerator, ranks
 
 SIZE = "ranks_of_job"
 
@@ -32,8 +32,12 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     names = pyfuncitem._fixtureinfo.argnames
     kwargs = {name: pyfuncitem.funcargs[name] for name in names}
     size = pyfuncitem.callspec.params[SIZE]
+    # The pretended accelerator changes a process for good.
+    team = kwargs.get("device") if kwargs.get("device") == accelerator.NAME else ""
+    if team:
+        accelerator.build()  # here, so that the ranks need not wait for one another
     try:
-        ranks.call_on_ranks(size, pyfuncitem.obj, **mark.kwargs, **kwargs)
+        ranks.call_on_ranks(size, pyfuncitem.obj, team=team, **mark.kwargs, **kwargs)
     except ranks.RanksFailed as error:
         raise pytest.fail.Exception(str(error), pytrace=False) from None
     return True

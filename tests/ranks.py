@@ -88,14 +88,22 @@ def on_ranks(*sizes: int, timeout_s: float = TIMEOUT_S) -> pytest.MarkDecorator:
 
 
 def call_on_ranks(
-    size: int, function: Callable, *args: Any, timeout_s: float = TIMEOUT_S, **kwargs: Any
+    size: int,
+    function: Callable,
+    *args: Any,
+    timeout_s: float = TIMEOUT_S,
+    team: str = "",
+    **kwargs: Any,
 ) -> list[Any]:
     """Call a top-level function on ``size`` ranks; its results by rank.
+
+    Args:
+        team: a name for ranks of their own, whose processes other tests must not share.
 
     Raises:
         RanksFailed: it raised on a rank, a rank died, or ``timeout_s`` passed.
     """
-    return team_of(size).call(function, args, kwargs, timeout_s)
+    return team_of(size, team).call(function, args, kwargs, timeout_s)
 
 
 def mpirun_command(size: int) -> list[str]:
@@ -195,8 +203,9 @@ class Team:
     folder (mode 0700) and says which rank it is.  Its output goes to a file there.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, name: str = "") -> None:
         self.size = size
+        self.name = name
         self.folder = Path(tempfile.mkdtemp(prefix="smp-ranks-"))
         self.pidfds: list[int] = []
         self.connections: list[Connection] = []
@@ -345,17 +354,17 @@ class Team:
         if self.process is not None:
             end_mpirun(self.process)
         self.pidfds, self.connections = [], []
-        TEAMS.pop(self.size, None)
+        TEAMS.pop((self.size, self.name), None)
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-TEAMS: dict[int, Team] = {}
+TEAMS: dict[tuple[int, str], Team] = {}
 
 
-def team_of(size: int) -> Team:
-    if size not in TEAMS:
-        TEAMS[size] = Team(size)
-    return TEAMS[size]
+def team_of(size: int, name: str = "") -> Team:
+    if (size, name) not in TEAMS:
+        TEAMS[size, name] = Team(size, name)
+    return TEAMS[size, name]
 
 
 def close_teams() -> None:

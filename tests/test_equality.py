@@ -1,23 +1,32 @@
 """The system equals the cut loop, bit for bit: random module trees on 2 to 4 ranks.
 
+    SMP_TEST_TREES=5 python -m pytest tests/test_equality.py    # five times as many
+
 Each rank builds the same tree, runs smp's step with a partition that pins every module,
 and compares its parameters' gradients, its buffers and the outputs with the reference
 (``tests/reference/cut_loop.py``), which it computes by itself in its own process.
 """
 
 import copy
+import os
 import random
+from collections.abc import Callable
 
 import pytest
 import torch
 
 import smp
+from tests import accelerator
+from tests.devices import DEVICES, use
 from tests.models.random_tree import ALL, describe, make_tree, random_partition
 from tests.ranks import on_ranks
 from tests.reference.compare import assert_same_bits, assert_same_outputs, gradients
 from tests.reference.cut_loop import cut_loop
 
 STEPS = 2
+
+# How many times as many trees as in an ordinary run.
+TIMES = int(os.environ.get("SMP_TEST_TREES", "1"))
 
 # A second forward in backward updates running statistics at a time that depends on the
 # schedule, in one process too.
@@ -48,10 +57,11 @@ def features_for(seed: int, schedule: str) -> set[str]:
     return features
 
 
-def check_tree(seed: int, schedule: str, microbatches: int) -> None:
+def check_tree(seed: int, schedule: str, microbatches: int, device: torch.device) -> None:
     """One tree, ``STEPS`` steps: outputs, gradients and buffers have the same bits."""
     tree = make_tree(seed, features_for(seed, schedule))
     rank_of = random_partition(tree.model, smp.pp_size(), seed)
+    tree.model.to(device)
     reference = copy.deepcopy(tree.model)
     for path, module in tree.model.named_modules():
         smp.set_partition(module, rank_of[path])
@@ -60,6 +70,7 @@ def check_tree(seed: int, schedule: str, microbatches: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     for number in range(STEPS):
         batch = tree.make_batch(2 * microbatches + seed % 3, generator)
+        batch = tuple(tensor.to(device) for tensor in batch)
         torch.manual_seed(seed + number)
         got = step(model, *batch)
         torch.manual_seed(seed + number)
@@ -84,19 +95,62 @@ def check_tree(seed: int, schedule: str, microbatches: int) -> None:
             ) from None
 
 
-@on_ranks(2, 3, 4, timeout_s=200)
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("microbatches", [1, 2, 3, 4, 5])
-def test_random_trees_equal_the_cut_loop(schedule, microbatches):
-    """Outputs, gradients and buffers are bit-equal to the cut loop, on every schedule."""
+def check_trees(
+    trees: int,
+    schedule: str,
+    microbatches: int,
+    transport: str = "shm",
+    delays: bool = False,
+    device: str = "cpu",
+) -> None:
+    """That many trees; which ones follows from all the rest."""
+    what = f"{schedule} {microbatches} {transport} {delays} {device}"
+    first = random.Random(f"{what} {smp.bootstrap.mpi_size()}").randrange(10**6)
+    if delays:
+        os.environ["SMP_JITTER"] = str(first)  # csrc/common/jitter.h
     smp.init(
         {
             "pipeline_parallel_degree": int(smp.bootstrap.mpi_size()),
             "microbatches": microbatches,
             "active_microbatches": microbatches,
             "pipeline": SCHEDULES[schedule],
+            "comm_transports": [transport],
         }
     )
-    first = random.Random(f"{schedule} {microbatches} {smp.size()}").randrange(10**6)
-    for seed in range(first, first + 7):
-        check_tree(seed, schedule, microbatches)
+    on = use(device)
+    for seed in range(first, first + trees):
+        check_tree(seed, schedule, microbatches, on)
+
+
+def every_order(function: Callable) -> Callable:
+    """Run the test with each kind of schedule and 1 to 5 microbatches."""
+    function = pytest.mark.parametrize("schedule", SCHEDULES)(function)
+    return pytest.mark.parametrize("microbatches", [1, 2, 3, 4, 5])(function)
+
+
+@on_ranks(2, 3, 4, timeout_s=100 * TIMES)
+@every_order
+def test_random_trees_equal_the_cut_loop(schedule, microbatches):
+    """Outputs, gradients and buffers are bit-equal to the cut loop, on every schedule."""
+    check_trees(2 * TIMES, schedule, microbatches)
+
+
+@on_ranks(2, 3, 4, timeout_s=100 * TIMES)
+@every_order
+@pytest.mark.parametrize("transport", ["shm", "mpi"])
+def test_whatever_the_transport_and_the_timing(transport, schedule, microbatches):
+    """... for every transport and timing: with random delays at every hand-over."""
+    check_trees(TIMES, schedule, microbatches, transport, delays=True)
+
+
+@on_ranks(2, timeout_s=100 * TIMES)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("microbatches", [1, 2, 4])
+@pytest.mark.parametrize("device", DEVICES[1:])
+def test_on_an_accelerator(device, schedule, microbatches):
+    """... and on an accelerator, where autograd has threads of its own."""
+    transport = "mpi" if microbatches == 2 else "shm"
+
+    check_trees(TIMES, schedule, microbatches, transport, delays=True, device=device)
+    if device == accelerator.NAME:
+        assert accelerator.late_copies() > 0, "no copy was late: nothing was tried"

@@ -93,29 +93,52 @@ grow_array(void *array, size_t count, size_t *room)
 
 /* ------------------------------------------------------------------- tensors */
 
-/* Copies the span of `t` into a block, or into the message when it is small. */
 static int
-put_bytes(smp_pack *pack, const dl_tensor *t, smp_tensor_meta *meta)
+put_inside(smp_pack *pack, const void *data, smp_tensor_meta *meta)
+{
+    if (pack->data.size > UINT32_MAX) { /* place could not say where */
+        PyErr_SetString(PyExc_OverflowError, "smp: too many bytes in one message");
+        return -1;
+    }
+    meta->place = (uint32_t)pack->data.size;
+    return put(&pack->data, data, (size_t)meta->bytes);
+}
+
+/* A block for the tensor, which the pack owns. */
+static smp_block *
+add_block(smp_pack *pack, smp_tensor_meta *meta)
 {
     smp_block *block;
     smp_status status;
 
-    if (pack->comm == NULL || meta->bytes <= SMP_INLINE_BYTES) {
-        if (pack->data.size > UINT32_MAX) { /* place could not say where */
-            PyErr_SetString(PyExc_OverflowError, "smp: too many bytes in one message");
-            return -1;
-        }
-        meta->place = (uint32_t)pack->data.size;
-        return put(&pack->data, t->data, (size_t)meta->bytes);
-    }
     if (grow_array(&pack->blocks, pack->nblocks, &pack->block_room) < 0) {
-        return -1;
+        return NULL;
     }
     status = smp_comm_block(pack->comm, pack->dest, (size_t)meta->bytes, &block);
     if (status != SMP_OK) {
         PyErr_Format(PyExc_MemoryError, "smp: %llu bytes for a tensor to rank %d: %s",
                      (unsigned long long)meta->bytes, pack->dest,
                      smp_status_text(status));
+        return NULL;
+    }
+    meta->in_block = 1;
+    meta->place = (uint32_t)pack->nblocks;
+    pack->blocks[pack->nblocks++] = block;
+    return block;
+}
+
+/* Copies the span of `t`, in host memory, into a block, or into the message when it is
+ * small. */
+static int
+put_bytes(smp_pack *pack, const dl_tensor *t, smp_tensor_meta *meta)
+{
+    smp_block *block;
+
+    if (pack->comm == NULL || meta->bytes <= SMP_INLINE_BYTES) {
+        return put_inside(pack, t->data, meta);
+    }
+    block = add_block(pack, meta);
+    if (block == NULL) {
         return -1;
     }
     if (meta->bytes >= 1 << 20) {
@@ -125,18 +148,75 @@ put_bytes(smp_pack *pack, const dl_tensor *t, smp_tensor_meta *meta)
     } else {
         memcpy(smp_block_data(block), t->data, (size_t)meta->bytes);
     }
-    meta->in_block = 1;
-    meta->place = (uint32_t)pack->nblocks;
-    pack->blocks[pack->nblocks++] = block;
     return 0;
 }
 
+/* stage_out(tensor, host); takes host. */
 static int
-put_described(smp_pack *pack, const dl_tensor *t, dl_device device, bool requires_grad)
+stage_out(PyObject *tensor, PyObject *host)
+{
+    PyObject *done = host == NULL ? NULL
+                                  : PyObject_CallFunctionObjArgs(smp_registry.stage_out,
+                                                                 tensor, host, NULL);
+
+    Py_XDECREF(host);
+    Py_XDECREF(done);
+    return done == NULL ? -1 : 0;
+}
+
+/* Waits until the blocks hold what the device was told to write there. */
+static int
+stage_wait(smp_pack *pack)
+{
+    PyObject *done;
+
+    if (!pack->staged) {
+        return 0;
+    }
+    done = PyObject_CallNoArgs(smp_registry.stage_wait);
+    Py_XDECREF(done);
+    pack->staged = false;
+    return done == NULL ? -1 : 0;
+}
+
+/* The same for a tensor on a device: its copy into a block goes on until stage_wait(),
+ * so that one wait does for all tensors of a message. */
+static int
+put_device_bytes(smp_pack *pack, PyObject *tensor, smp_tensor_meta *meta)
+{
+    smp_block *block;
+    dl_tensor  copied;
+    PyObject  *host;
+    int        failed;
+
+    if (meta->bytes == 0) {
+        return 0;
+    }
+    if (pack->comm != NULL) {
+        block = add_block(pack, meta);
+        if (block == NULL) {
+            return -1;
+        }
+        pack->staged = true;
+        return stage_out(tensor,
+                         smp_tensor_wrap_span(meta, smp_block_data(block), NULL, NULL));
+    }
+    host = smp_tensor_copy_span(meta, NULL);
+    pack->staged = true;
+    failed = host == NULL || stage_out(tensor, Py_NewRef(host)) < 0 ||
+             stage_wait(pack) < 0 || smp_torch.dlpack->borrow(host, &copied) != 0 ||
+             put_inside(pack, copied.data, meta) < 0;
+    Py_XDECREF(host);
+    return failed ? -1 : 0;
+}
+
+/* `tensor` is what t describes. */
+static int
+put_described(smp_pack *pack, PyObject *tensor, const dl_tensor *t, bool requires_grad)
 {
     smp_tensor_meta meta = {
         .dtype = t->dtype,
-        .device = device,
+        .device = t->device,
         .ndim = (uint16_t)t->ndim,
         .requires_grad = requires_grad,
         .bytes = smp_tensor_span(t),
@@ -154,7 +234,9 @@ put_described(smp_pack *pack, const dl_tensor *t, dl_device device, bool require
             "storage was freed) cannot go to another rank");
         return -1;
     }
-    if (put_bytes(pack, t, &meta) < 0 || put(&pack->meta, &meta, sizeof(meta)) < 0 ||
+    if ((t->device.type == SMP_DL_CPU ? put_bytes(pack, t, &meta)
+                                      : put_device_bytes(pack, tensor, &meta)) < 0 ||
+        put(&pack->meta, &meta, sizeof(meta)) < 0 ||
         put(&pack->meta, t->shape, dims) < 0 ||
         put(&pack->meta, t->strides, dims) < 0) {
         return -1;
@@ -184,30 +266,20 @@ put_tensor_data(smp_pack *pack, PyObject *tensor, bool requires_grad)
 {
     dl_tensor t;
     PyObject *held;
-    dl_device device;
     int       failed;
 
     if (smp_tensor_borrow(tensor, &t, &held) < 0) {
         return -1;
     }
-    device = t.device;
-    if (device.type != SMP_DL_CPU && smp_registry.to_host == NULL) {
+    if (t.device.type != SMP_DL_CPU && smp_registry.stage_out == NULL) {
         PyErr_SetString(
             PyExc_RuntimeError,
             "smp: only tensors in host memory can be sent before smp.init()");
         Py_DECREF(held);
         return -1;
     }
-    if (device.type != SMP_DL_CPU) {
-        PyObject *host = PyObject_CallOneArg(smp_registry.to_host, held);
-
-        Py_SETREF(held, host);
-        if (host == NULL || smp_torch.dlpack->borrow(host, &t) != 0) {
-            Py_XDECREF(held);
-            return -1;
-        }
-    } else if (smp_registry.to_host != NULL && is_sparse_view(&t)) {
-        PyObject *dense = PyObject_CallOneArg(smp_registry.to_host, held);
+    if (smp_registry.dense != NULL && is_sparse_view(&t)) {
+        PyObject *dense = PyObject_CallOneArg(smp_registry.dense, held);
 
         Py_SETREF(held, dense);
         if (dense == NULL || smp_torch.dlpack->borrow(dense, &t) != 0) {
@@ -215,7 +287,7 @@ put_tensor_data(smp_pack *pack, PyObject *tensor, bool requires_grad)
             return -1;
         }
     }
-    failed = put_described(pack, &t, device, requires_grad);
+    failed = put_described(pack, held, &t, requires_grad);
     Py_DECREF(held);
     return failed;
 }
@@ -869,6 +941,17 @@ smp_pack_init(smp_pack *pack, smp_comm *comm, int dest, const smp_unpack *reques
 void
 smp_pack_fini(smp_pack *pack)
 {
+    if (pack->staged) { /* never sent: nobody may have the blocks before */
+        PyObject *type;
+        PyObject *value;
+        PyObject *traceback;
+
+        PyErr_Fetch(&type, &value, &traceback);
+        if (stage_wait(pack) < 0) {
+            PyErr_WriteUnraisable(smp_registry.stage_wait);
+        }
+        PyErr_Restore(type, value, traceback);
+    }
     for (size_t i = 0; i < pack->ntensors; i++) {
         Py_DECREF(pack->tensors[i]);
     }
@@ -925,6 +1008,10 @@ smp_pack_send(smp_pack *pack, const smp_envelope *envelope)
     size_t     nblocks = pack->nblocks;
 
     if (join(pack, sizeof(*envelope), &whole) < 0) {
+        return -1;
+    }
+    if (stage_wait(pack) < 0) {
+        free(whole.at);
         return -1;
     }
     memcpy(whole.at, envelope, sizeof(*envelope));

@@ -22,8 +22,10 @@ typedef struct {
     PyObject *parameter_names;   /* list of paths, by number */
     PyObject *dumps;             /* value -> (bytes, [tensors]) */
     PyObject *loads;             /* bytes, [tensors] -> value */
-    PyObject *to_host;           /* tensor -> tensor in host memory */
-    PyObject *to_device;         /* tensor, device type, index -> tensor there */
+    PyObject *dense;             /* tensor -> dense copy */
+    PyObject *stage_out;  /* tensor, host memory: begins to copy its span there */
+    PyObject *stage_wait; /* waits for what stage_out began */
+    PyObject *stage_in;   /* host memory, shape, strides -> tensor on the device */
 } smp_registry_table;
 
 extern smp_registry_table smp_registry;

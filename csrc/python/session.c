@@ -104,6 +104,23 @@ exit_context(PyObject *context)
     Py_DECREF(context);
 }
 
+/* The task's thread uses the device and stream of the thread that called the step. */
+static void
+enter_device(void)
+{
+    PyObject *enter = smp_the_session.enter_device;
+    PyObject *done;
+
+    if (enter == NULL || enter == Py_None) {
+        return;
+    }
+    done = PyObject_CallNoArgs(enter);
+    if (done == NULL) {
+        PyErr_WriteUnraisable(enter);
+    }
+    Py_XDECREF(done);
+}
+
 static void
 op_execute(void *ctx, smp_message *request)
 {
@@ -120,6 +137,7 @@ op_execute(void *ctx, smp_message *request)
     wake_python();
     smp_this_task = &task;
     context = enter_context();
+    enter_device();
     smp_serve_request(request, &task);
     exit_context(context);
     smp_stream_leave(&task);
@@ -152,6 +170,7 @@ op_run_root(void *ctx, int32_t microbatch)
     wake_python();
     smp_this_task = &task;
     context = enter_context();
+    enter_device();
     if (smp_stream_seed(
             &task, smp_stream_mix(session->step_seed, (uint64_t)microbatch)) == 0) {
         done = PyObject_CallFunction(session->run_root, "i", (int)microbatch);
@@ -564,11 +583,15 @@ py_configure(PyObject *module, PyObject *args, PyObject *kwargs)
         {"capture_state", &session->capture_state},
         {"with_state", &session->with_state},
         {"worker_begin", &session->worker_begin},
+        {"enter_device", &session->enter_device},
+        {"device_generator", &session->device_generator},
         {"aborted", &session->aborted},
         {"dumps", &smp_registry.dumps},
         {"loads", &smp_registry.loads},
-        {"to_host", &smp_registry.to_host},
-        {"to_device", &smp_registry.to_device},
+        {"dense", &smp_registry.dense},
+        {"stage_out", &smp_registry.stage_out},
+        {"stage_wait", &smp_registry.stage_wait},
+        {"stage_in", &smp_registry.stage_in},
     };
     PyObject  *key;
     PyObject  *value;

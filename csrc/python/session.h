@@ -59,9 +59,11 @@ typedef struct {
     PyObject *capture_state;  /* -> (state to travel, called after or None), or None */
     PyObject *with_state;     /* state, callable, args, kwargs -> result */
     PyObject *worker_begin;   /* -> None, on each new worker thread */
-    PyObject *aborted;        /* the exception type that unwinds workers */
-    int32_t   backwards;      /* model.backward calls before which forwards may begin */
-    uint64_t  step_seed;      /* seeds the microbatches' streams (pp_rank 0) */
+    PyObject *enter_device;   /* -> None, before each task; NULL or None: no device */
+    PyObject *device_generator; /* its random numbers; NULL or None likewise */
+    PyObject *aborted;          /* the exception type that unwinds workers */
+    int32_t   backwards; /* model.backward calls before which forwards may begin */
+    uint64_t  step_seed; /* seeds the microbatches' streams (pp_rank 0) */
 } smp_session;
 
 extern smp_session smp_the_session;

@@ -149,7 +149,9 @@ smp_tensor_wrap(const smp_tensor_meta *meta, const int64_t *shape,
     holder *h = make_holder(meta, shape, strides, 0);
 
     if (h == NULL) {
-        release(owner);
+        if (release != NULL) {
+            release(owner);
+        }
         return NULL;
     }
     h->release = release;
@@ -172,8 +174,43 @@ smp_tensor_copy_of(const smp_tensor_meta *meta, const int64_t *shape,
         uintptr_t end = (uintptr_t)(h->dims + 2 * (size_t)meta->ndim);
         void     *at = (void *)((end + ALIGN - 1) & ~(uintptr_t)(ALIGN - 1));
 
-        memcpy(at, data, (size_t)meta->bytes);
+        if (data != NULL) {
+            memcpy(at, data, (size_t)meta->bytes);
+        }
         h->managed.tensor.data = at;
     }
     return to_python(h);
+}
+
+/* The meta of the same span with one dimension; its stride is 1. */
+static smp_tensor_meta
+row_of(const smp_tensor_meta *meta, int64_t *length)
+{
+    uint64_t        element = ((uint64_t)meta->dtype.bits * meta->dtype.lanes + 7) / 8;
+    smp_tensor_meta row = *meta;
+
+    row.ndim = 1;
+    *length = (int64_t)(meta->bytes / element);
+    return row;
+}
+
+PyObject *
+smp_tensor_wrap_span(const smp_tensor_meta *meta, void  *data,
+                     void (*release)(void *owner), void *owner)
+{
+    const int64_t   stride = 1;
+    int64_t         length;
+    smp_tensor_meta row = row_of(meta, &length);
+
+    return smp_tensor_wrap(&row, &length, &stride, data, release, owner);
+}
+
+PyObject *
+smp_tensor_copy_span(const smp_tensor_meta *meta, const void *data)
+{
+    const int64_t   stride = 1;
+    int64_t         length;
+    smp_tensor_meta row = row_of(meta, &length);
+
+    return smp_tensor_copy_of(&row, &length, &stride, data);
 }

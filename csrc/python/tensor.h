@@ -24,9 +24,9 @@ typedef struct {
 /* Bytes of the elements' span: expanded dimensions count once. */
 uint64_t smp_tensor_span(const dl_tensor *t);
 
-/* The tensor's pointer, shape and strides, until control returns to Python.  `*held`
- * is a new reference to what `out` describes: `tensor`, or what resolves its conjugate
- * or negative view, or its copy in host memory.  0, or -1 with an exception. */
+/* The tensor's pointer (in its device's memory), shape and strides, until control
+ * returns to Python.  `*held` is a new reference to what `out` describes: `tensor`, or
+ * what resolves its conjugate or negative view.  0, or -1 with an exception. */
 int smp_tensor_borrow(PyObject *tensor, dl_tensor *out, PyObject **held);
 
 /* A new tensor over `data` (host memory), with the meta's shape and strides.  release(
@@ -35,7 +35,15 @@ PyObject *smp_tensor_wrap(const smp_tensor_meta *meta, const int64_t *shape,
                           const int64_t *strides, void       *data,
                           void (*release)(void *owner), void *owner);
 
-/* A new tensor with a copy of `data` in memory of its own. */
+/* A new one over `data` (host memory) with the elements of the meta's span in a row;
+ * release as for smp_tensor_wrap(), or NULL: the caller keeps `data` longer. */
+PyObject *smp_tensor_wrap_span(const smp_tensor_meta *meta, void  *data,
+                               void (*release)(void *owner), void *owner);
+
+/* The same with a copy of `data` in memory of its own; with NULL, room for it. */
+PyObject *smp_tensor_copy_span(const smp_tensor_meta *meta, const void *data);
+
+/* A new tensor with a copy of `data` in memory of its own; with NULL, room for it. */
 PyObject *smp_tensor_copy_of(const smp_tensor_meta *meta, const int64_t *shape,
                              const int64_t *strides, const void *data);
 

@@ -119,35 +119,76 @@ check_meta(const smp_unpack *unpack, const smp_tensor_meta *meta, int64_t *shape
     return 0;
 }
 
+/* Dimensions as a tuple of ints. */
+static PyObject *
+tuple_of(const int64_t *dims, uint16_t ndim)
+{
+    PyObject *tuple = PyTuple_New(ndim);
+
+    for (uint16_t i = 0; tuple != NULL && i < ndim; i++) {
+        PyObject *number = PyLong_FromLongLong(dims[i]);
+
+        if (number == NULL) {
+            Py_CLEAR(tuple);
+        } else {
+            PyTuple_SET_ITEM(tuple, i, number);
+        }
+    }
+    return tuple;
+}
+
+/* A tensor on this rank's device.  Its bytes stay in host memory, which stage_in keeps
+ * until the device has read them. */
+static PyObject *
+make_device_tensor(smp_unpack *unpack, const smp_tensor_meta *meta,
+                   const int64_t *shape, const int64_t *strides)
+{
+    PyObject *host;
+    PyObject *sizes = NULL;
+    PyObject *steps = NULL;
+    PyObject *tensor = NULL;
+
+    if (smp_registry.stage_in == NULL) {
+        (void)malformed("a tensor on a device where none is expected");
+        return NULL;
+    }
+    if (meta->in_block) {
+        smp_block *block = smp_message_take_block(unpack->message, meta->place);
+
+        host = smp_tensor_wrap_span(meta, smp_block_data(block), release_block, block);
+    } else {
+        host = smp_tensor_copy_span(meta, unpack->data + meta->place);
+    }
+    if (host != NULL && (sizes = tuple_of(shape, meta->ndim)) != NULL &&
+        (steps = tuple_of(strides, meta->ndim)) != NULL) {
+        tensor = PyObject_CallFunctionObjArgs(smp_registry.stage_in, host, sizes, steps,
+                                              NULL);
+    }
+    Py_XDECREF(host);
+    Py_XDECREF(sizes);
+    Py_XDECREF(steps);
+    return tensor;
+}
+
 static PyObject *
 make_tensor(smp_unpack *unpack, const smp_tensor_meta *meta, const int64_t *shape,
             const int64_t *strides)
 {
-    PyObject *tensor;
+    smp_block *block;
 
+    if (meta->device.type != SMP_DL_CPU) {
+        return make_device_tensor(unpack, meta, shape, strides);
+    }
     if (!meta->in_block) {
-        tensor = smp_tensor_copy_of(meta, shape, strides, unpack->data + meta->place);
-    } else if (unpack->copy) {
-        tensor = smp_tensor_copy_of(
-            meta, shape, strides, smp_block_data(unpack->message->blocks[meta->place]));
-    } else {
-        smp_block *block = smp_message_take_block(unpack->message, meta->place);
-
-        tensor = smp_tensor_wrap(meta, shape, strides, smp_block_data(block),
-                                 release_block, block);
+        return smp_tensor_copy_of(meta, shape, strides, unpack->data + meta->place);
     }
-    if (tensor != NULL && meta->device.type != SMP_DL_CPU) {
-        PyObject *moved = NULL;
-
-        if (smp_registry.to_device == NULL) {
-            (void)malformed("a tensor on a device where none is expected");
-        } else {
-            moved = PyObject_CallFunction(smp_registry.to_device, "Oii", tensor,
-                                          meta->device.type, meta->device.id);
-        }
-        Py_SETREF(tensor, moved);
+    if (unpack->copy) {
+        return smp_tensor_copy_of(meta, shape, strides,
+                                  smp_block_data(unpack->message->blocks[meta->place]));
     }
-    return tensor;
+    block = smp_message_take_block(unpack->message, meta->place);
+    return smp_tensor_wrap(meta, shape, strides, smp_block_data(block), release_block,
+                           block);
 }
 
 static int

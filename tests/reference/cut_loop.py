@@ -498,11 +498,13 @@ def _accumulate(gradient: Tensor | None, total: Tensor, parameter: Tensor) -> Te
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Sums in one order: more threads may divide a sum among them."""
+    """Sums in one order: more threads may divide a sum among them, and an accelerator's
+    thread runs its part of a backward when it gets to it."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        yield
+        with torch.autograd.set_multithreading_enabled(False):
+            yield
     finally:
         torch.set_num_threads(threads)
 

@@ -1,6 +1,8 @@
 """The rule for random numbers, as a small object that a loop can be given.
 
-Every stream is the default generator in a state of its own; nothing else draws.
+Every stream is the default generator in a state of its own; nothing else draws.  Where
+there is an accelerator, its generator goes with the default one: seeded alike, put aside
+together; all draws of our own are from the default one.
 
 * At the begin of a step, one int64 ``s`` is drawn from the user's generator.  After
   the step the user's generator goes on from right after that draw; after a step that
@@ -19,6 +21,7 @@ streams: the user's generator is used as it is.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import ModuleType
 
 import torch
 
@@ -45,12 +48,29 @@ def draw() -> int:
 
 @contextmanager
 def _stream(seed: int) -> Iterator[None]:
-    outer = torch.get_rng_state()
-    torch.default_generator.manual_seed(seed)
+    outer = _states()
+    for device in [torch.default_generator, *_accelerators()]:
+        device.manual_seed(seed)
     try:
         yield
     finally:
-        torch.set_rng_state(outer)
+        _put_back(outer)
+
+
+def _accelerators() -> list[ModuleType]:
+    """``torch.cuda`` or its like, where there is one."""
+    device = torch.accelerator.current_accelerator()
+    return [] if device is None else [torch.get_device_module(device)]
+
+
+def _states() -> list[torch.Tensor]:
+    return [torch.get_rng_state(), *(device.get_rng_state() for device in _accelerators())]
+
+
+def _put_back(states: list[torch.Tensor]) -> None:
+    torch.set_rng_state(states[0])
+    for device, state in zip(_accelerators(), states[1:], strict=True):
+        device.set_rng_state(state)
 
 
 class Streams:
@@ -58,15 +78,15 @@ class Streams:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        before = torch.get_rng_state()
+        before = _states()
         self._step_seed = draw()
-        after = torch.get_rng_state()
+        after = _states()
         try:
             yield
         except BaseException:
-            torch.set_rng_state(before)
+            _put_back(before)
             raise
-        torch.set_rng_state(after)
+        _put_back(after)
 
     @contextmanager
     def microbatch(self, index: int) -> Iterator[None]:

@@ -1,0 +1,78 @@
+"""Tensors of an accelerator on their way to another rank: through host memory.
+
+The codec (``csrc/python/pack.c``, ``unpack.c``) gives and takes host memory that both
+ranks can see; the device copies into it and out of it, in the order of its stream.
+Neither copy makes the thread wait: a message waits once, before it is sent, for all its
+tensors, and memory that is read goes back when the device has read it.
+"""
+
+from collections import deque
+
+import torch
+from torch import Tensor
+
+
+def dense(tensor: Tensor) -> Tensor:
+    """A copy where the tensor is, without gaps, with its order of dimensions."""
+    return tensor.detach().clone(memory_format=torch.preserve_format)
+
+
+class Staging:
+    """What is being copied between host memory and the devices of this rank.
+
+    Only the thread that holds the baton calls it, or the main thread between steps.
+    """
+
+    def __init__(self) -> None:
+        self._writing: set[torch.device] = set()  # devices that write into host memory
+        self._reading: deque[tuple[torch.Event, Tensor]] = deque()
+
+    def out(self, tensor: Tensor, host: Tensor) -> None:
+        """Begin to copy the tensor's memory.
+
+        Args:
+            tensor: on a device, shape and strides any.
+            host: shape ``[n]``, the same dtype: room for the ``n`` elements from the
+                tensor's first to its last, as they lie in memory.  It must stay until
+                :meth:`wait` returns.
+        """
+        span = tensor.detach().as_strided((host.numel(),), (1,))
+        host.copy_(span, non_blocking=True)
+        self._writing.add(tensor.device)
+
+    def wait(self) -> None:
+        """Wait until the devices have written what :meth:`out` began."""
+        for device in self._writing:
+            torch.accelerator.current_stream(device).record_event().synchronize()
+        self._writing.clear()
+        self._let_go()
+
+    def into(self, host: Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
+        """A new tensor on the current device; where there is none, in host memory.
+
+        Args:
+            host: shape ``[n]``: the elements as they shall lie in memory.
+            shape: of the result.
+            strides: of the result, in elements.
+        """
+        device = torch.accelerator.current_accelerator()
+        if device is None:
+            return host.as_strided(shape, strides).data
+        made = host.to(device, non_blocking=True)
+        event = torch.accelerator.current_stream(made.device).record_event()
+        self._reading.append((event, host))
+        self._let_go()
+        # .data is no view, and its version is 0: nobody has changed it.
+        return made.as_strided(shape, strides).data
+
+    def _let_go(self) -> None:
+        """Give back the memory that the devices have read."""
+        while self._reading and self._reading[0][0].query():
+            self._reading.popleft()
+
+    def end(self) -> None:
+        """Wait for everything, and give back what is held."""
+        self.wait()
+        while self._reading:
+            event, _ = self._reading.popleft()
+            event.synchronize()

@@ -1,0 +1,100 @@
+"""A pretended accelerator, for machines without a GPU: ``pretend.cpp`` beside this file.
+
+    accelerator.load()                      # once a process; cannot be undone
+    torch.ones(2, device="pretend")
+
+``build`` compiles it into ``build/accelerator``, once for each source and PyTorch; it
+needs a C++ compiler, nothing else.  A process that has loaded it has an accelerator as
+far as PyTorch is concerned, so the ranks that do are a team of their own
+(``tests/devices.py``).
+"""
+
+import contextlib
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+import warnings
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+NAME = "pretend"
+SOURCE = Path(__file__).with_name("pretend.cpp")
+BUILT = Path(__file__).resolve().parents[2] / "build" / "accelerator"
+
+
+def compiler() -> str | None:
+    """The C++ compiler, or None."""
+    return os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
+
+
+def library() -> Path:
+    """Where the compiled source is, or will be."""
+    said = SOURCE.read_bytes() + torch.__version__.encode()
+    return BUILT / f"pretend-{hashlib.sha256(said).hexdigest()[:16]}.so"
+
+
+def build() -> Path:
+    """Compile the source, unless it has been done.
+
+    Raises:
+        RuntimeError: there is no compiler, or it failed; with what it said.
+    """
+    made = library()
+    if made.exists():
+        return made
+    cxx = compiler()
+    if cxx is None:
+        raise RuntimeError("the pretended accelerator needs a C++ compiler (c++ on PATH)")
+    torch_at = Path(torch.__file__).parent
+    include, lib = torch_at / "include", torch_at / "lib"
+    made.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=made.parent) as folder:
+        fresh = Path(folder) / made.name
+        command = [cxx, "-std=c++20", "-O1", "-fPIC", "-shared", "-pthread"]
+        command += [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"]
+        command += [f"-I{include}", f"-I{include}/torch/csrc/api/include", str(SOURCE)]
+        command += ["-o", str(fresh), f"-L{lib}", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{lib}"]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode != 0:
+            raise RuntimeError(f"{' '.join(command)}\n{done.stderr}")
+        fresh.replace(made)  # at once: another process may be building it too
+    return made
+
+
+def load() -> torch.device:
+    """Make the device known to this process; the device."""
+    if not hasattr(torch, NAME):
+        torch.ops.load_library(build())
+        # The CPU's operators say so of outputs that the fallback has just made for them.
+        warnings.filterwarnings("ignore", "An output with one or more elements was resized")
+        torch.utils.rename_privateuse1_backend(NAME)
+        torch._register_device_module(NAME, _device_module())
+        torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+    return torch.device(NAME, 0)
+
+
+def late_copies() -> int:
+    """Copies so far that were made after the call that asked for them had returned."""
+    return torch.ops.pretend.late_copies()
+
+
+def _device_module() -> ModuleType:
+    """What ``torch.cuda`` is for CUDA: the part of it that PyTorch and smp use."""
+    module = ModuleType(f"torch.{NAME}")
+    module.is_available = lambda: True
+    module.is_initialized = lambda: True
+    module._initialized = True  # a checkpoint asks this before it keeps random states
+    module._is_in_bad_fork = lambda: False
+    module.device_count = lambda: 1
+    module.current_device = lambda: 0
+    module.set_device = lambda device: None
+    module.device = lambda device: contextlib.nullcontext()
+    module.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
+    module.manual_seed = module.manual_seed_all = torch.ops.pretend.manual_seed
+    module.get_rng_state = lambda device=None: torch.ops.pretend.get_rng_state()
+    module.set_rng_state = lambda state, device=None: torch.ops.pretend.set_rng_state(state)
+    return module

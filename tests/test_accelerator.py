@@ -1,0 +1,304 @@
+"""Models on an accelerator: what crosses between ranks, and what a rank's threads share.
+
+Spec: design.md, sections 3 (state that threads do not inherit) and 6 (staging).  Random
+trees on an accelerator are in ``tests/test_equality.py``.
+"""
+
+import pytest
+import torch
+from torch import nn
+
+import smp
+from smp import _core
+from tests import accelerator
+from tests.devices import DEVICES, use
+from tests.ranks import on_ranks
+
+WIDTH = 64
+
+on_accelerators = pytest.mark.parametrize("device", DEVICES[1:])
+
+
+class Giver(nn.Module):
+    """Returns tensors of many layouts, made of its parameter and its input."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(12.0).reshape(3, 4))
+
+    def forward(self, x):
+        wide = torch.arange(10_000, device=x.device, dtype=torch.float32).reshape(100, 100)
+        return {
+            "same": x,
+            "transposed": (x * self.weight).t(),
+            "expanded": self.weight.sum(0, keepdim=True).expand(5, 4),
+            "column": wide[:, 7],
+            "large": wide.t(),
+            "empty": x[:0],
+            "scalar": self.weight.sum(),
+            "bools": x > 0,
+            "halves": x.to(torch.bfloat16),
+            "integers": torch.arange(7, device=x.device),
+            "host": torch.ones(3),
+        }
+
+
+class Root(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.giver = Giver()
+
+    def forward(self, x):
+        return self.giver(x)
+
+
+class Chain(nn.Module):
+    """``first`` is beside its caller, ``second`` on the other rank."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.second = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.second(torch.tanh(self.first(x)))
+
+
+def begin(device: str, **config) -> torch.device:
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": 2, **config})
+    return use(device)
+
+
+def distributed(module: nn.Module, second: nn.Module) -> smp.DistributedModel:
+    """``second`` on pp_rank 1, all else on 0."""
+    smp.set_partition(module, 0)
+    smp.set_partition(second, 1)
+    return smp.DistributedModel(module)
+
+
+@on_ranks(2)
+@on_accelerators
+@pytest.mark.parametrize("transport", ["shm", "mpi"])
+def test_tensors_of_any_layout_arrive_as_they_were(device, transport):
+    """Every tensor carries dtype, shape and strides; one object arrives as one."""
+    on = begin(device, microbatches=1, comm_transports=[transport])
+    root = Root().to(on)
+    x = torch.randn(3, 4).to(on)
+    want = root(x)
+    model = distributed(root, root.giver)
+    got = {}
+
+    @smp.step
+    def step(model, x):
+        got.update(model(x), x=x)
+        return 0
+
+    step(model, x)
+
+    if smp.pp_rank() == 0:
+        assert got["same"] is got["x"]
+        for name, tensor in want.items():
+            mine = got[name]
+            assert mine.device == tensor.device and mine.dtype == tensor.dtype, name
+            assert mine.shape == tensor.shape, name
+            assert torch.equal(mine.cpu(), tensor.cpu()), name
+            if name != "column":  # one with gaps travels without them
+                assert mine.stride() == tensor.stride(), name
+            assert mine._version == 0 or name == "same", name
+
+
+@on_ranks(2)
+@on_accelerators
+def test_what_a_module_changes_in_place_comes_back(device):
+    """What the callee changes in place is written back to the caller's object."""
+    on = begin(device)
+
+    class Doubles(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x):
+            x.mul_(2)
+            return self.linear(x)
+
+    chain = Chain()
+    chain.second = Doubles()
+    chain.to(on)
+    model = distributed(chain, chain.second)
+
+    @smp.step
+    def step(model, x):
+        before = x.clone()
+        model.module.second(x)
+        return (x - 2 * before).abs().sum()
+
+    got = step(model, torch.randn(4, WIDTH).to(on))
+
+    assert all(one.item() == 0 for one in got)
+    assert all(one.device == on for one in got)
+
+
+@on_ranks(2)
+@on_accelerators
+def test_workers_use_the_stream_and_device_of_the_steps_caller(device):
+    """A thread does not inherit device and stream: its rank's tasks are given them."""
+    on = begin(device)
+    seen = []
+
+    class Looks(nn.Linear):
+        def forward(self, x):
+            seen.append(torch.accelerator.current_stream())
+            return super().forward(x)
+
+    chain = Chain()
+    chain.second = Looks(WIDTH, WIDTH)
+    chain.to(on)
+    model = distributed(chain, chain.second)
+
+    @smp.step
+    def step(model, x):
+        seen.append(torch.accelerator.current_stream())
+        return model(x).sum()
+
+    x = torch.randn(4, WIDTH).to(on)
+    step(model, x)
+    seen.clear()
+    before = torch.accelerator.current_stream()
+    mine = torch.Stream(on)
+    try:
+        torch.accelerator.set_stream(mine)
+        step(model, x)
+    finally:
+        torch.accelerator.set_stream(before)
+
+    assert mine != before
+    assert seen == [mine] * 2
+    seen.clear()
+    step(model, x)
+    assert seen == [before] * 2
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("setting", [True, False])
+def test_autograd_has_no_device_threads_in_a_step_and_the_users_setting_after_it(
+    device, setting
+):
+    """Workers call set_multithreading_enabled(False); the user's choice is the user's."""
+    on = begin(device)
+    seen = []
+
+    class Looks(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            seen.append((torch._C._is_multithreading_enabled(), _core.current() is not None))
+            return gradient
+
+    class Second(nn.Linear):
+        def forward(self, x):
+            return Looks.apply(super().forward(x))
+
+    chain = Chain()
+    chain.second = Second(WIDTH, WIDTH)
+    chain.to(on)
+    model = distributed(chain, chain.second)
+
+    @smp.step
+    def step(model, x):
+        loss = Looks.apply(model(x)).sum()
+        model.backward(loss)
+        return loss
+
+    with torch.autograd.set_multithreading_enabled(setting):
+        step(model, torch.randn(4, WIDTH).to(on))
+
+        assert torch._C._is_multithreading_enabled() is setting
+    # In a worker of this rank, not in a device's thread, which runs no task.
+    assert seen == [(False, True)] * 2
+
+
+@on_ranks(2)
+@on_accelerators
+def test_random_numbers_of_the_device_follow_the_microbatch(device):
+    """A microbatch has a stream of its own; the user's generators go on as after no step."""
+    on = begin(device, pipeline=[(1, 0), (0, 0), (1, 1), (0, 1)])
+    chain = Chain().to(on)
+    model = distributed(chain, chain.second)
+
+    def draw():
+        return nn.functional.dropout(torch.ones(WIDTH, device=on), 0.5).cpu()
+
+    @smp.step
+    def step(model, x):
+        first = draw()
+        model(x)  # other microbatches run meanwhile
+        return torch.stack([first, draw()])
+
+    torch.manual_seed(5)
+    users = draw()
+    torch.manual_seed(5)
+    seed = int(torch.empty((), dtype=torch.int64).random_())
+    want = []
+    for microbatch in range(2):
+        torch.manual_seed(_core.mix(seed, microbatch))
+        want.append(torch.stack([draw(), draw()]))
+    torch.manual_seed(5)
+
+    got = step(model, torch.randn(4, WIDTH, generator=torch.Generator()).to(on))
+
+    for mine, its in zip(got, want, strict=True):
+        assert torch.equal(mine, its)
+    assert torch.equal(draw(), users), "the step drew from the user's numbers"
+
+
+@on_ranks(2)
+@on_accelerators
+def test_host_memory_goes_back_when_the_device_has_read_it(device):
+    """Memory that a device still reads is held; nothing is held for longer."""
+    on = begin(device)
+    chain = Chain().to(on)
+    model = distributed(chain, chain.second)
+
+    @smp.step
+    def step(model, x):
+        loss = model(x).sum()
+        model.backward(loss)
+        return loss
+
+    for _ in range(3):
+        step(model, torch.randn(64, WIDTH).to(on))
+    smp.barrier()
+    smp.runtime.current.staging.end()
+    smp.barrier()
+
+    assert _core.counters()["pool_blocks"] > 0
+    assert _core.counters()["pool_in_use"] == 0
+
+
+@on_ranks(2)
+@on_accelerators
+def test_the_codec_by_itself_takes_tensors_of_a_device(device):
+    """Bytes of smp's codec hold a device's tensors too."""
+    on = begin(device)
+    value = [torch.arange(6.0).reshape(2, 3).t().to(on), torch.ones(5000).to(on)]
+    for tensor in value:
+        tensor.add_(1)
+
+    got = _core.unpack(_core.pack(value))
+
+    for mine, tensor in zip(got, value, strict=True):
+        assert mine.device == tensor.device and mine.stride() == tensor.stride()
+        assert torch.equal(mine.cpu(), tensor.cpu())
+
+
+def test_a_compiled_accelerator_is_compiled_once():
+    if accelerator.compiler() is None:
+        pytest.skip("no C++ compiler")
+    first = accelerator.build().stat().st_mtime_ns
+
+    assert accelerator.build().stat().st_mtime_ns == first
