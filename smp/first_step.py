@@ -105,15 +105,16 @@ def _decide(
 def _stateful(one: "DistributedModel", trace: tracing.Trace | None) -> dict[str, int]:
     """Modules that microbatches must pass in order: path -> executions a microbatch.
 
-    Without a trace, every module with buffers, and the number is not known (0).  Buffers
-    that training changes may stay as they are in a traced evaluation, so BatchNorm and
-    the like count in any case.
+    Without a trace, every module with buffers, and the number is not known (0); nor is it
+    for a module that the traced microbatch did not run: another may take its branch.
+    Buffers that training changes may stay as they are in a traced evaluation, so BatchNorm
+    and the like count in any case.
     """
     out = {}
     for path, module in one.module.named_modules():
         if not module._buffers:
             continue
-        if trace is None:
+        if trace is None or trace.modules[path].executions == 0:
             out[path] = 0
         elif trace.modules[path].changed_buffers or hasattr(module, "track_running_stats"):
             out[path] = trace.modules[path].executions

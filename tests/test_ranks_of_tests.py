@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from tests.ranks import (
-    TEAMS,
+    team_of,
     TESTS,
     RanksFailed,
     call_on_ranks,
@@ -89,7 +89,7 @@ def test_a_hang_shows_the_stack_of_the_rank_that_hangs(capfd):
 
 def test_a_hang_leaves_no_process():
     pids = call_on_ranks(2, own_pid)
-    launcher = TEAMS[2].process
+    launcher = team_of(2).process
 
     with pytest.raises(RanksFailed):
         call_on_ranks(2, wait_forever_on, 0, timeout_s=1)

@@ -84,9 +84,16 @@ smp_turns_may_enter(const smp_turns *turns, int32_t gate, int32_t microbatch)
 void
 smp_turns_left(smp_turns *turns, int32_t gate, int32_t microbatch)
 {
-    if (gate >= 0 && gate < turns->ngates && microbatch >= 0 &&
-        microbatch < turns->microbatches) {
-        turns->calls[(size_t)gate * (size_t)turns->microbatches + (size_t)microbatch]++;
+    int32_t *calls;
+
+    if (gate < 0 || gate >= turns->ngates || microbatch < 0 ||
+        microbatch >= turns->microbatches) {
+        return;
+    }
+    calls = turns->calls + (size_t)gate * (size_t)turns->microbatches + microbatch;
+    *calls += 1;
+    if (*calls > turns->expected[gate]) {
+        turns->expected[gate] = 0;
     }
 }
 

@@ -1,7 +1,9 @@
 /* The order in which microbatches pass modules that change their buffers (BatchNorm).
  *
  * Such a module has a gate.  A microbatch may enter when every earlier one is past: it
- * has called the module as often as the traced one did, or its forward is over.
+ * has called the module as often as the traced one did, or its forward is over.  Once a
+ * microbatch has called it more often (data decide how often), the trace's number is
+ * not believed any more.
  *
  * Threads  None: the holder of the server's baton.
  */

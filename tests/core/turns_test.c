@@ -55,6 +55,28 @@ TEST(a_forward_that_is_over_opens_every_gate)
     return 0;
 }
 
+/* Data may decide how often a module is called. */
+TEST(a_number_of_calls_that_was_exceeded_is_not_believed_again)
+{
+    static const int32_t expected[] = {1};
+    smp_turns           *turns;
+
+    CHECK_STATUS(smp_turns_create(1, expected, &turns), SMP_OK);
+    CHECK_STATUS(smp_turns_begin(turns, 3), SMP_OK);
+    smp_turns_left(turns, 0, 0);
+    CHECK(smp_turns_may_enter(turns, 0, 1));
+    smp_turns_left(turns, 0, 0);
+    CHECK(!smp_turns_may_enter(turns, 0, 1));
+    smp_turns_forward_done(turns, 0);
+    CHECK(smp_turns_may_enter(turns, 0, 1));
+
+    CHECK_STATUS(smp_turns_begin(turns, 3), SMP_OK);
+    smp_turns_left(turns, 0, 0);
+    CHECK(!smp_turns_may_enter(turns, 0, 1));
+    smp_turns_destroy(turns);
+    return 0;
+}
+
 TEST(numbers_that_name_nothing_change_nothing)
 {
     static const int32_t expected[] = {1};
@@ -82,6 +104,7 @@ main(int argc, char **argv)
         {"order",
          a_microbatch_enters_when_every_earlier_one_has_called_as_often_as_traced},
         {"forward_done", a_forward_that_is_over_opens_every_gate},
+        {"exceeded", a_number_of_calls_that_was_exceeded_is_not_believed_again},
         {"range", numbers_that_name_nothing_change_nothing},
     };
 
