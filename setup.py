@@ -59,6 +59,7 @@ def mpi_extension() -> list[Extension]:
             "smp._mpi",
             MPI_SOURCES + glob("csrc/common/*.c"),
             include_dirs=["csrc"],
+            depends=glob("csrc/*/*.h"),
             extra_compile_args=flags() + shown("--showme:compile"),
             extra_link_args=link_flags() + shown("--showme:link"),
         )

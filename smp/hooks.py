@@ -10,11 +10,15 @@ from torch import nn
 from torch.utils.hooks import BackwardHook
 
 from smp import _core
+from smp.remote_modules import through_gate
 
 
 def serve_hooked(module: nn.Module, args: tuple, kwargs: dict | None, bare: bool) -> Any:
     """Run the pre-hooks (unless ``bare``) and the forward of a module, on its owner."""
-    kwargs = kwargs or {}
+    return through_gate(module, _run_hooked, module, args, kwargs or {}, bare)
+
+
+def _run_hooked(module: nn.Module, args: tuple, kwargs: dict, bare: bool) -> Any:
     for key, hook in [] if bare else list(module._forward_pre_hooks.items()):
         if key in module._forward_pre_hooks_with_kwargs:
             changed = hook(module, args, kwargs)

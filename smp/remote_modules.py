@@ -10,7 +10,7 @@ import contextlib
 import copyreg
 import functools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -126,19 +126,45 @@ def sequential_class(cls: type[nn.Module]) -> type[nn.Module]:
     return made
 
 
+class _Passing(threading.local):
+    """The gates that this thread is in."""
+
+    def __init__(self) -> None:
+        self.gates: set[int] = set()
+
+
+_passing = _Passing()
+
+
+def through_gate(module: nn.Module, call: Callable, *args: Any, **kwargs: Any) -> Any:
+    """Call it when it is the microbatch's turn at the module's gate, if it has one."""
+    gate = module.__dict__.get("_smp_gate")
+    if gate is None or not module.training or gate in _passing.gates:
+        return call(*args, **kwargs)
+    if not _core.await_turn(gate):
+        return call(*args, **kwargs)
+    _passing.gates.add(gate)
+    try:
+        return call(*args, **kwargs)
+    finally:
+        _passing.gates.discard(gate)
+        _core.left(gate)
+
+
 def gated_class(cls: type[nn.Module]) -> type[nn.Module]:
-    """A class like ``cls`` that microbatches call in their order: it changes buffers."""
+    """A class like ``cls`` that microbatches call in their order: it changes buffers.
+
+    So do hooks before the forward (spectral norm), and the forward may be called alone.
+    """
     made = _gated_classes.get(cls)
     if made is None:
 
         def __call__(self, *args, **kwargs):
-            gate = self._smp_gate
-            if not self.training or not _core.await_turn(gate):
-                return cls.__call__(self, *args, **kwargs)
-            try:
-                return cls.__call__(self, *args, **kwargs)
-            finally:
-                _core.left(gate)
+            return through_gate(self, cls.__call__, self, *args, **kwargs)
+
+        @functools.wraps(cls.forward)
+        def forward(self, *args, **kwargs):
+            return through_gate(self, cls.forward, self, *args, **kwargs)
 
         made = type(
             cls.__name__,
@@ -148,6 +174,7 @@ def gated_class(cls: type[nn.Module]) -> type[nn.Module]:
                 "__qualname__": cls.__qualname__,
                 "__doc__": cls.__doc__,
                 "__call__": __call__,
+                "forward": forward,
                 "_smp_original_class": cls,
             },
         )

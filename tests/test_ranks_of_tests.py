@@ -9,13 +9,13 @@ import threading
 import pytest
 
 from tests.ranks import (
-    team_of,
     TESTS,
     RanksFailed,
     call_on_ranks,
     is_running,
     mpirun,
     on_ranks,
+    team_of,
     wait_until_gone,
 )
 

@@ -1,0 +1,76 @@
+"""Spec: design.md, section 3, "Order", rule 5: modules that change their buffers.
+
+Microbatches overtake one another on their way to such a module, and still pass it in
+order.
+"""
+
+import pytest
+import torch
+from torch import nn
+
+import smp
+from tests.ranks import on_ranks
+
+WIDTH = 16
+
+
+def begin(**config):
+    smp.init({"pipeline_parallel_degree": 2, **config})
+
+
+class Norm(nn.Module):
+    """A module that changes its buffer, behind a branch or a hook."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(0))
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        self.seen = torch.cat([self.seen, x.detach()[:1, 0]])
+        return x * self.scale
+
+
+class Gated(nn.Module):
+    """The first microbatch, which is traced, does not call ``norm``."""
+
+    def __init__(self, how: str):
+        super().__init__()
+        self.how = how
+        self.far = nn.Linear(WIDTH, WIDTH)
+        self.norm = Norm()
+        if how == "a hook":
+            self.norm.register_forward_pre_hook(lambda module, args: None)
+
+    def forward(self, x):
+        if self.how == "a branch" and x[0, 0] == 0:
+            return self.far(x)
+        call = self.norm.forward if self.how == "forward alone" else self.norm
+        if x[0, 0] != 2:
+            x = x + 0 * self.far(x)  # all but number 2 take a way round
+        return call(x)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("how", ["a call", "a branch", "a hook", "forward alone"])
+@pytest.mark.parametrize("owner", [0, 1])
+def test_buffers_change_in_the_order_of_microbatches(how, owner):
+    """Forward requests of a module with buffers run in microbatch order."""
+    begin(microbatches=4, active_microbatches=4)
+    gated = Gated(how)
+    smp.set_partition(gated, 0)
+    smp.set_partition(gated.far, 1)
+    smp.set_partition(gated.norm, owner)
+    model = smp.DistributedModel(gated)
+
+    @smp.step
+    def step(model, x):
+        loss = model(x).sum()
+        model.backward(loss)
+        return loss
+
+    step(model, torch.arange(4.0).repeat_interleave(2)[:, None].expand(8, WIDTH))
+
+    if smp.pp_rank() == owner:
+        want = [1.0, 2.0, 3.0] if how == "a branch" else [0.0, 1.0, 2.0, 3.0]
+        assert gated.norm.seen.tolist() == want
