@@ -3,9 +3,7 @@
  * glibc gives each new thread a heap of its own, up to eight for each core, so that
  * threads do not wait for each other.  Ours do not allocate at the same time; but a
  * tensor that one worker makes and another frees would leave its memory with the first,
- * unused: a rank then holds twice what it needs (benchmarks/memory.py).  MKL keeps some
- * 12 MiB of scratch memory for each thread that multiplied; if it is told not to, it
- * takes them from the heap each time, which is as fast.
+ * unused: a rank then holds twice what it needs (benchmarks/memory.py).
  */
 #include "python/heap.h"
 
@@ -14,9 +12,9 @@
 #    include <malloc.h>
 #endif
 
-/* share_heap(): all threads that begin to allocate from here on share one heap, and MKL
- * keeps no memory if it has not begun.  What the user chose (MALLOC_ARENA_MAX,
- * MKL_DISABLE_FAST_MM) stays; nothing happens where the C library is not glibc. */
+/* share_heap(): all threads that begin to allocate from here on share one heap.  A
+ * number that the user chose (MALLOC_ARENA_MAX) stays, and so does another C library's
+ * way. */
 static PyObject *
 py_share_heap(PyObject *module, PyObject *unused)
 {
@@ -27,7 +25,6 @@ py_share_heap(PyObject *module, PyObject *unused)
         (void)mallopt(M_ARENA_MAX, 1);
     }
 #endif
-    (void)setenv("MKL_DISABLE_FAST_MM", "1", 0);
     Py_RETURN_NONE;
 }
 
