@@ -35,9 +35,10 @@
 #define POOL_MEMORY_SHARE 4
 #define DEFAULT_POOL_BYTES ((size_t)256 << 20)
 
-/* How long a waiter looks before it sleeps, when it decides by itself: about as long
- * as a sleep and a wake-up take. */
-#define LOOK_US 50
+/* How long a waiter looks before it sleeps, when it decides by itself.  Several times a
+ * sleep and a wake-up (100 us on virtual machines): with less, ranks that have slept
+ * once find each other asleep for ever. */
+#define LOOK_US 1000
 
 /* Looks between two looks at the clock, when they take no time to speak of. */
 #define LOOKS 32
