@@ -29,7 +29,7 @@ struct smp_group {
     bool           agreed;     /* all members call the same */
     int64_t        started_ns; /* when somebody was found missing; 0: nobody was */
     smp_status     broken;     /* what every later call returns */
-    char           error[512];
+    char           error[640];
 };
 
 /* ------------------------------------------------------------------------- errors */
@@ -56,7 +56,7 @@ static smp_status
 give_up(smp_group *group, smp_status status, const char *why)
 {
     char call[96];
-    char text[384];
+    char text[512];
 
     describe_own(group, call, sizeof(call));
     snprintf(text, sizeof(text), "%s: %s", call, why);
@@ -92,15 +92,46 @@ list_missing(const smp_group *group, char *out, size_t bytes)
     }
 }
 
+/* "; rank 1 waits in group 'b' for barrier 3": what a missing member does instead, if
+ * it is seen to; groups entered in another order by others look like that. */
+static void
+describe_elsewhere(const smp_group *group, char *out, size_t bytes)
+{
+    const smp_lockstep *lockstep = &group->lockstep;
+
+    out[0] = '\0';
+    for (int m = 0; m < lockstep->size; m++) {
+        const smp_shelf *shelf = smp_lockstep_posted(lockstep, m)
+                                     ? NULL
+                                     : smp_lockstep_elsewhere(lockstep, m);
+
+        if (shelf != NULL) {
+            const smp_notice *a = &shelf->slots[0].notice;
+            const smp_notice *b = &shelf->slots[1].notice;
+            char              call[96];
+            char              name[sizeof(shelf->name)];
+
+            memcpy(name, shelf->name, sizeof(name));
+            name[sizeof(name) - 1] = '\0';
+            smp_notice_describe(a->sequence > b->sequence ? a : b, call, sizeof(call));
+            snprintf(out, bytes, "; rank %d waits in group '%s' for %s",
+                     lockstep->members[m].rank, name, call);
+            return;
+        }
+    }
+}
+
 static smp_status
 give_up_late(smp_group *group, int64_t waited_ns)
 {
-    char missing[160];
-    char text[224];
+    char missing[96];
+    char elsewhere[192];
+    char text[352];
 
     list_missing(group, missing, sizeof(missing));
-    snprintf(text, sizeof(text), "timed out after %.1f s without %s",
-             (double)waited_ns / (double)SMP_NS_PER_S, missing);
+    describe_elsewhere(group, elsewhere, sizeof(elsewhere));
+    snprintf(text, sizeof(text), "timed out after %.1f s without %s%s",
+             (double)waited_ns / (double)SMP_NS_PER_S, missing, elsewhere);
     return give_up(group, SMP_ERR_TIMED_OUT, text);
 }
 
@@ -110,16 +141,14 @@ give_up_without(smp_group *group, smp_status status, int member)
 {
     const smp_lockstep *lockstep = &group->lockstep;
     int                 rank = lockstep->members[member].rank;
-    char                text[224];
-    char                why[160];
+    char                text[256];
+    char                why[192];
 
-    if (status == SMP_ERR_PEER_LOST && smp_comm_gone(lockstep->comm, rank)) {
-        snprintf(text, sizeof(text), "rank %d is lost", rank);
-    } else if (status == SMP_ERR_CLOSED) {
-        snprintf(text, sizeof(text), "rank %d has left", rank);
-    } else {
-        smp_lockstep_why(lockstep, member, why, sizeof(why));
+    if (smp_lockstep_why(lockstep, member, why, sizeof(why))) {
         snprintf(text, sizeof(text), "rank %d gave up: %s", rank, why);
+    } else {
+        snprintf(text, sizeof(text), "rank %d %s", rank,
+                 status == SMP_ERR_PEER_LOST ? "is lost" : "has left");
     }
     return give_up(group, status, text);
 }
@@ -253,6 +282,8 @@ smp_group_create(smp_comm *comm, const smp_group_config *config, smp_group **out
     if (status != SMP_OK) {
         goto err_free;
     }
+    memcpy(group->lockstep.members[group->lockstep.self].shelf->name, group->name,
+           sizeof(group->name));
     status = smp_collective_init(&group->op, &group->lockstep);
     if (status != SMP_OK) {
         goto err_fini;
@@ -341,7 +372,7 @@ smp_group_wait(smp_group *group, int64_t until_ns, bool *over)
 
     while (status == SMP_OK && group->active) {
         status = take_steps(group, SMP_NEVER);
-        if (status == SMP_OK && group->active) {
+        if (status == SMP_OK && group->active && !smp_lockstep_look(&group->lockstep)) {
             status = check_waiting(group);
             if (status == SMP_OK) {
                 smp_lockstep_wait(&group->lockstep, wait_deadline(group, until_ns));

@@ -102,8 +102,9 @@ greetings(smp_shelf *shelf)
     return (_Atomic uint64_t *)(void *)shelf->slots[0].data;
 }
 
-/* Finds the member's shelf and greets it; whether it has greeted this one. */
-static bool
+/* Finds the member's shelf and greets it.  SMP_OK: it has greeted this one.
+ * SMP_ERR_TIMED_OUT: not yet.  SMP_ERR_MISMATCH. */
+static smp_status
 greet(smp_lockstep *lockstep, int member, uint64_t id)
 {
     smp_member *m = &lockstep->members[member];
@@ -111,28 +112,54 @@ greet(smp_lockstep *lockstep, int member, uint64_t id)
     smp_shelf  *shelf = smp_shelf_find(m->segment->shelves, id);
 
     if (shelf == NULL) {
-        return false;
+        return SMP_ERR_TIMED_OUT;
     }
     m->shelf = shelf;
+    if (shelf->digest != own->digest) {
+        return SMP_ERR_MISMATCH;
+    }
     m->nonce = atomic_load(&shelf->nonce);
     atomic_store(&greetings(own)[member], m->nonce);
-    return atomic_load(&greetings(shelf)[lockstep->self]) == lockstep->nonce;
+    return atomic_load(&greetings(shelf)[lockstep->self]) == lockstep->nonce
+               ? SMP_OK
+               : SMP_ERR_TIMED_OUT;
 }
 
-/* Whether all have greeted; *failed: one that has not. */
-static bool
+/* SMP_OK: all have greeted; else *failed is one that has not. */
+static smp_status
 greet_all(smp_lockstep *lockstep, uint64_t id, int *failed)
 {
-    bool all = true;
+    smp_status all = SMP_OK;
 
-    for (int m = 0; m < lockstep->size; m++) {
-        if (m != lockstep->self && !greet(lockstep, m, id)) {
+    for (int m = 0; m < lockstep->size && all != SMP_ERR_MISMATCH; m++) {
+        smp_status status = m != lockstep->self ? greet(lockstep, m, id) : SMP_OK;
+
+        if (status != SMP_OK) {
             *failed = m;
-            all = false;
+            all = status;
         }
     }
     ring_others(lockstep);
     return all;
+}
+
+/* After a mismatch: lets the others see it too, for at most a while. */
+static void
+linger(const smp_lockstep *lockstep, uint64_t id)
+{
+    int64_t until = smp_clock_ns() + READERS_NS;
+
+    for (int m = 0; m < lockstep->size; m++) {
+        const smp_member *other = &lockstep->members[m];
+        const smp_shelf  *shelf = NULL;
+
+        while (m != lockstep->self && smp_clock_ns() < until &&
+               !smp_comm_gone(lockstep->comm, other->rank) &&
+               (shelf == NULL || atomic_load(&shelf->failed) == SMP_OK)) {
+            shelf = smp_shelf_find(other->segment->shelves, id);
+            sched_yield();
+        }
+    }
 }
 
 static smp_status
@@ -145,6 +172,7 @@ meet(smp_lockstep *lockstep, uint64_t id, int64_t deadline_ns, int *failed)
     for (;;) {
         int64_t    now = smp_clock_ns();
         smp_status gone = SMP_OK;
+        smp_status status;
 
         /* Before the look at the shelves: what an ended one wrote is there by then. */
         for (int m = 0; m < lockstep->size && gone == SMP_OK; m++) {
@@ -157,9 +185,11 @@ meet(smp_lockstep *lockstep, uint64_t id, int64_t deadline_ns, int *failed)
             }
         }
         smp_bell_lie_down(bell);
-        if (greet_all(lockstep, id, &member)) {
+        status = greet_all(lockstep, id, &member);
+        if (status != SMP_ERR_TIMED_OUT) {
             smp_bell_get_up(bell);
-            return SMP_OK;
+            *failed = lockstep->members[member].rank;
+            return status;
         }
         if (gone != SMP_OK) {
             return gone;
@@ -311,12 +341,6 @@ smp_lockstep_init(smp_lockstep *lockstep, smp_comm *comm, const int *ranks, int 
     shelf->digest = digest_of(ranks, size);
     atomic_store(&shelf->id, id);
     status = meet(lockstep, id, deadline_ns, failed);
-    for (int m = 0; m < size && status == SMP_OK; m++) {
-        if (lockstep->members[m].shelf->digest != shelf->digest) {
-            *failed = lockstep->members[m].rank;
-            status = SMP_ERR_MISMATCH;
-        }
-    }
     if (status == SMP_OK) {
         status = agree_on_reading(lockstep, may_read, deadline_ns, failed);
     }
@@ -327,6 +351,9 @@ smp_lockstep_init(smp_lockstep *lockstep, smp_comm *comm, const int *ranks, int 
 
 err_forget_shelf:
     smp_lockstep_fail(lockstep, status, "could not make the group");
+    if (status == SMP_ERR_MISMATCH) {
+        linger(lockstep, id);
+    }
     smp_shelf_forget(shelf);
 err_forget:
     forget_members(lockstep);
@@ -398,12 +425,25 @@ look_for_a_while(smp_lockstep *lockstep, bool gives_way, int64_t until_ns)
     return smp_lockstep_arrived(lockstep);
 }
 
+bool
+smp_lockstep_look(smp_lockstep *lockstep)
+{
+    for (int i = 0; i < LOOKS && lockstep->spins; i++) {
+        if (smp_lockstep_arrived(lockstep)) {
+            return true;
+        }
+        relax();
+    }
+    return smp_lockstep_arrived(lockstep);
+}
+
 void
 smp_lockstep_wait(smp_lockstep *lockstep, int64_t until_ns)
 {
-    smp_bell *bell = &lockstep->members[lockstep->self].shelf->bell;
-    int64_t   start;
-    int       member;
+    smp_shelf *own = lockstep->members[lockstep->self].shelf;
+    smp_bell  *bell = &own->bell;
+    int64_t    start;
+    int        member;
 
     if (smp_lockstep_arrived(lockstep)) {
         return;
@@ -415,6 +455,7 @@ smp_lockstep_wait(smp_lockstep *lockstep, int64_t until_ns)
     if (look_for_a_while(lockstep, true, start + GIVE_WAY_NS)) {
         return;
     }
+    atomic_store(&own->waits, lockstep->step);
     while (smp_lockstep_trouble(lockstep, &member) == SMP_OK) {
         int64_t now = smp_clock_ns();
 
@@ -425,6 +466,22 @@ smp_lockstep_wait(smp_lockstep *lockstep, int64_t until_ns)
         smp_bell_sleep(bell, until_ns - now < SLEEP_NS ? until_ns : now + SLEEP_NS);
     }
     smp_bell_get_up(bell);
+    atomic_store(&own->waits, 0);
+}
+
+const smp_shelf *
+smp_lockstep_elsewhere(const smp_lockstep *lockstep, int member)
+{
+    const smp_shelf *shelves = lockstep->members[member].segment->shelves;
+
+    for (int i = 0; i < SMP_SHELVES; i++) {
+        uint64_t id = atomic_load(&shelves[i].id);
+
+        if (id != 0 && id != lockstep->id && atomic_load(&shelves[i].waits) != 0) {
+            return &shelves[i];
+        }
+    }
+    return NULL;
 }
 
 smp_status
@@ -469,14 +526,18 @@ smp_lockstep_fail(smp_lockstep *lockstep, smp_status status, const char *why)
     ring_others(lockstep);
 }
 
-void
+bool
 smp_lockstep_why(const smp_lockstep *lockstep, int member, char *out, size_t bytes)
 {
     const smp_shelf *shelf = lockstep->members[member].shelf;
     size_t           n = sizeof(shelf->why) < bytes ? sizeof(shelf->why) : bytes;
 
+    if (atomic_load(&shelf->failed) == SMP_OK) {
+        return false;
+    }
     memcpy(out, shelf->why, n);
     out[n - 1] = '\0';
+    return true;
 }
 
 smp_status

@@ -98,6 +98,12 @@ smp_lockstep_arrived(smp_lockstep *lockstep)
  */
 void smp_lockstep_wait(smp_lockstep *lockstep, int64_t until_ns);
 
+/* The same for a few microseconds, if a waiter may keep its core: without the clock. */
+bool smp_lockstep_look(smp_lockstep *lockstep);
+
+/* The shelf of another group for which the member sleeps, or NULL. */
+const smp_shelf *smp_lockstep_elsewhere(const smp_lockstep *lockstep, int member);
+
 /* Whether one that is missing will never come; *member is the first.
  * SMP_OK: none.  SMP_ERR_PEER_LOST; SMP_ERR_CLOSED: it has ended or left the group; any
  * other: it gave up with this status. */
@@ -109,8 +115,8 @@ void smp_lockstep_read(smp_lockstep *lockstep);
 /* Tells the others that this member has given up, and why. */
 void smp_lockstep_fail(smp_lockstep *lockstep, smp_status status, const char *why);
 
-/* What a member said when it gave up; at most `bytes`, with the NUL. */
-void smp_lockstep_why(const smp_lockstep *lockstep, int member, char *out,
+/* What a member said when it gave up, cut off at `bytes`; false: it has not. */
+bool smp_lockstep_why(const smp_lockstep *lockstep, int member, char *out,
                       size_t bytes);
 
 /* Copies from a member's memory; *bytes 0: nothing.  SMP_ERR_SYSTEM. */

@@ -52,7 +52,9 @@ typedef struct {
     uint64_t         digest;    /* of the list of members */
     _Alignas(64) smp_bell bell; /* written by all members */
     _Alignas(64) _Atomic uint64_t read; /* the last step whose reading is over */
-    _Atomic uint32_t failed;            /* smp_status: the member has given up */
+    _Atomic uint64_t waits;  /* the step for which the member sleeps; 0: it does not */
+    _Atomic uint32_t failed; /* smp_status: the member has given up */
+    char             name[64]; /* of the group, for errors */
     char             why[256];
     _Alignas(64) smp_slot slots[2];
 } smp_shelf;
