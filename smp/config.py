@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-TRANSPORTS = ("shm", "mpi")
+TRANSPORTS = ("shm", "tcp", "mpi")
 PIPELINES = ("interleaved", "simple", "zero_bubble")
 PLACEMENTS = ("cluster", "spread", *map("".join, itertools.permutations("DPT")))
 

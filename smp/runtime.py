@@ -100,12 +100,14 @@ class Runtime:
         job = self._exchange(secrets.token_hex(16).encode() if self.pp_rank == 0 else b"")[0]
         wanted = self.cfg.comm_transports
         transports.offer(self.boot, wanted)
+        transports.check_interface(self.cfg.comm_interface)
         card = _core.open(
             self.pp_rank,
             self.pp_size,
             self.cfg.comm_pool_bytes or 0,
             SPIN_DECIDED_BY_CORE,
             ",".join(wanted) if wanted else None,
+            self.cfg.comm_interface,
             job.decode(),
             self.cfg.watchdog_report_s,
             self.cfg.watchdog_end_s,

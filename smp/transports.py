@@ -1,4 +1,4 @@
-"""Which transports the core may use besides shared memory, which it always has.
+"""Which transports the core may use besides shared memory and TCP, which it always has.
 
 The MPI transport is an extension of its own (``csrc/comm/mpi.c``), built where there was
 an ``mpicc``; it works in jobs that an MPI launcher started.
@@ -8,6 +8,7 @@ from importlib.util import find_spec
 
 from smp import _core
 from smp.bootstrap import Bootstrap, OverMPI
+from smp.config import ConfigError
 
 
 def offer(boot: Bootstrap, wanted: tuple[str, ...] | None) -> None:
@@ -40,3 +41,20 @@ def offer(boot: Bootstrap, wanted: tuple[str, ...] | None) -> None:
     from smp import _mpi  # type: ignore[attr-defined]
 
     _core.register_transport(_mpi.transport)
+
+
+def check_interface(interface: str | None) -> None:
+    """Make sure that ``comm_interface`` names something of this host.
+
+    Args:
+        interface: the name of a network interface, an address of it, or its subnet
+            (``"10.0.0.0/24"``); None: the core chooses.
+
+    Raises:
+        ConfigError: it names nothing here; the text lists what it could name.
+    """
+    if interface is not None and not _core.addresses(interface):
+        raise ConfigError(
+            f"comm_interface={interface!r}: must be the name, an address or the subnet of a "
+            f"network interface of this host, which has {', '.join(_core.addresses(None))}"
+        )

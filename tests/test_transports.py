@@ -1,7 +1,7 @@
 """Spec: comm_transports (api section 2): the ways between ranks, in order of preference.
 
 What each transport does with messages is tested in ``tests/core``; here the whole system
-runs over the MPI one.
+runs over TCP and MPI.
 """
 
 import copy
@@ -12,6 +12,7 @@ from torch import nn
 
 import smp
 from smp import _core
+from smp.config import ConfigError
 from tests.ranks import on_ranks
 from tests.reference.compare import assert_same_bits, gradients
 from tests.reference.cut_loop import cut_loop
@@ -88,16 +89,24 @@ def test_shared_memory_comes_first_on_one_host():
 
 @on_ranks(2, 4)
 @pytest.mark.parametrize("rows", [3, 30, 3000])
-def test_over_mpi_the_results_have_the_same_bits(rows):
+@pytest.mark.parametrize("transport", ["tcp", "mpi"])
+def test_the_results_have_the_same_bits(transport, rows):
     """Gradients are bit-equal to the cut loop on every transport."""
-    begin(comm_transports=["mpi"])
+    begin(comm_transports=[transport])
 
-    assert used() == {"mpi"}
+    assert used() == {transport}
     check_against_the_cut_loop(rows)
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("transport", ["shm", "mpi"])
+def test_what_is_left_out_is_not_used():
+    begin(comm_transports=["^shm"])
+
+    assert used() == {"tcp"}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("transport", ["shm", "tcp", "mpi"])
 def test_a_small_pool_is_no_error(transport):
     """A full pool is never an error."""
     begin(comm_transports=[transport], comm_pool_bytes=1 << 20)
@@ -106,11 +115,26 @@ def test_a_small_pool_is_no_error(transport):
 
 
 @on_ranks(2)
-def test_mpi_can_be_used_again_after_the_end():
+@pytest.mark.parametrize("transport", ["tcp", "mpi"])
+def test_a_transport_can_be_used_again_after_the_end(transport):
     for _ in range(3):
-        begin(comm_transports=["mpi"])
-        assert used() == {"mpi"}
+        begin(comm_transports=[transport])
+        assert used() == {transport}
         smp.reset()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("interface", ["lo", "127.0.0.1", "127.0.0.0/8"])
+def test_an_interface_is_named_by_name_address_or_subnet(interface):
+    begin(comm_transports=["tcp"], comm_interface=interface)
+
+    check_against_the_cut_loop(3)
+
+
+@on_ranks(2)
+def test_an_interface_that_is_not_there_is_named_with_those_that_are():
+    with pytest.raises(ConfigError, match=r"comm_interface='none0'.*lo 127\.0\.0\.1/8"):
+        begin(comm_interface="none0")
 
 
 def test_mpi_without_an_mpi_launcher_is_refused():

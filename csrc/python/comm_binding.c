@@ -3,6 +3,7 @@
 #include "python/comm_binding.h"
 
 #include "comm/comm.h"
+#include "comm/tcp_address.h"
 #include "comm/transport.h"
 #include "python/session.h"
 
@@ -28,7 +29,38 @@ register_transport(PyObject *module, PyObject *capsule)
     Py_RETURN_NONE;
 }
 
-/* transport_to(pp_rank) -> "shm", "mpi"; None for this rank itself */
+/* addresses(interface) -> ["eth0 10.0.0.7/24", ...]; None: of all interfaces */
+static PyObject *
+addresses(PyObject *module, PyObject *arg)
+{
+    smp_tcp_address found[SMP_TCP_ADDRESSES];
+    char            texts[SMP_TCP_ADDRESSES][SMP_TCP_TEXT];
+    const char     *interface = NULL;
+    PyObject       *list;
+    int             n;
+
+    (void)module;
+    if (arg != Py_None) {
+        interface = PyUnicode_AsUTF8(arg);
+        if (interface == NULL) {
+            return NULL;
+        }
+    }
+    n = smp_tcp_addresses(interface, found, texts);
+    list = PyList_New(n);
+    for (int i = 0; list != NULL && i < n; i++) {
+        PyObject *text = PyUnicode_DecodeFSDefault(texts[i]);
+
+        if (text == NULL) {
+            Py_CLEAR(list);
+        } else {
+            PyList_SET_ITEM(list, i, text);
+        }
+    }
+    return list;
+}
+
+/* transport_to(pp_rank) -> "shm", "tcp", "mpi"; None for this rank itself */
 static PyObject *
 transport_to(PyObject *module, PyObject *arg)
 {
@@ -53,6 +85,9 @@ static PyMethodDef functions[] = {
     {"transport_to", transport_to, METH_O,
      "transport_to(pp_rank)\n--\n\n"
      "The name of the transport to that rank; None for this one."},
+    {"addresses", addresses, METH_O,
+     "addresses(interface)\n--\n\n"
+     "This host's addresses that comm_interface may name; None: all of them."},
     {NULL, NULL, 0, NULL},
 };
 

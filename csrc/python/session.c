@@ -411,8 +411,8 @@ smp_session_fail(smp_task *task)
 
 /* --------------------------------------------------------------------- lifecycle */
 
-/* open(rank, size, pool_bytes, spin_us, transports, job, report_s, end_s) -> the
- * address card.  The last two are the watchdog's limits, 0 for none. */
+/* open(rank, size, pool_bytes, spin_us, transports, interface, job, report_s, end_s) ->
+ * the address card.  The last two are the watchdog's limits, 0 for none. */
 static PyObject *
 py_open(PyObject *module, PyObject *args)
 {
@@ -427,9 +427,9 @@ py_open(PyObject *module, PyObject *args)
     double          end_s;
 
     (void)module;
-    if (!PyArg_ParseTuple(args, "iinizsdd", &config.rank, &config.size, &pool,
-                          &config.spin_us, &config.transports, &job, &report_s,
-                          &end_s)) {
+    if (!PyArg_ParseTuple(args, "iinizzsdd", &config.rank, &config.size, &pool,
+                          &config.spin_us, &config.transports, &config.interface, &job,
+                          &report_s, &end_s)) {
         return NULL;
     }
     if (session->comm != NULL) {
@@ -1209,7 +1209,9 @@ py_mix(PyObject *module, PyObject *args)
 
 static PyMethodDef functions[] = {
     {"open", py_open, METH_VARARGS,
-     "open(rank, size, pool_bytes, spin_us, transports, job, report_s, end_s) -> card"},
+     "open(rank, size, pool_bytes, spin_us, transports, interface, job, report_s, "
+     "end_s)"
+     " -> card"},
     {"signal_fd", py_signal_fd, METH_NOARGS, "-> for signal.set_wakeup_fd"},
     {"forward_signals", py_forward_signals, METH_O, "forward_signals(fd)"},
     {"connect", py_connect, METH_VARARGS, "connect(cards, timeout_ms)"},
