@@ -1,6 +1,7 @@
-/* Two processes on one host: a small message there and back, a large block one way.
+/* Two processes on one host: a small message there and back, blocks one way.
  *
- *     make -C benchmarks/core ping
+ *     make -C benchmarks/core ping              over shared memory, then over TCP
+ *     make -C benchmarks/core ping-mpi          over MPI, with mpirun's FLAGS
  *
  * The baseline of the hand-over (allocate, memcpy in, send, the receiver reads every
  * byte) is the work that cannot be avoided: one memcpy into warm memory and one
@@ -19,8 +20,15 @@
 #include "comm/clock.h"
 #include "comm/comm.h"
 
+#ifdef SMP_PING_MPI
+#    include <mpi.h>
+
+#    include "comm/mpi.h"
+#endif
+
 #define PINGS 20000
 #define HANDOVERS 40
+#define SMALL_HANDOVERS 2000
 #define BLOCK ((size_t)16 << 20)
 #define SMALL 64
 #define TENSOR 256
@@ -59,24 +67,45 @@ check(smp_status status, const char *doing)
     }
 }
 
-static smp_comm *
-connect_pair(shared_cards *shared, int rank)
+#ifdef SMP_PING_MPI
+static void
+exchange_cards(shared_cards *shared, int rank)
 {
-    smp_comm_config config = {.rank = rank, .size = 2, .spin_us = -1, .job = "ping"};
-    const void     *cards[2] = {shared->cards[0], shared->cards[1]};
-    smp_comm       *comm;
-    const void     *card;
-    int             failed;
+    uint64_t sizes[2] = {shared->bytes[0], shared->bytes[1]};
 
-    check(smp_comm_create(&config, &comm), "create");
-    card = smp_comm_card(comm, &shared->bytes[rank]);
-    memcpy(shared->cards[rank], card, shared->bytes[rank]);
+    MPI_Bcast(shared->cards[0], SMP_CARD_BYTES, MPI_BYTE, 0, MPI_COMM_WORLD);
+    MPI_Bcast(shared->cards[1], SMP_CARD_BYTES, MPI_BYTE, 1, MPI_COMM_WORLD);
+    MPI_Bcast(&sizes[0], 1, MPI_UINT64_T, 0, MPI_COMM_WORLD);
+    MPI_Bcast(&sizes[1], 1, MPI_UINT64_T, 1, MPI_COMM_WORLD);
+    shared->bytes[1 - rank] = sizes[1 - rank];
+}
+#else
+static void
+exchange_cards(shared_cards *shared, int rank)
+{
     __sync_synchronize();
     shared->ready[rank] = 1;
     while (!shared->ready[1 - rank]) {
         usleep(100);
     }
     __sync_synchronize();
+}
+#endif
+
+static smp_comm *
+connect_pair(shared_cards *shared, const char *transport, int rank)
+{
+    smp_comm_config config = {
+        .rank = rank, .size = 2, .spin_us = -1, .transports = transport, .job = "ping"};
+    const void *cards[2] = {shared->cards[0], shared->cards[1]};
+    smp_comm   *comm;
+    const void *card;
+    int         failed;
+
+    check(smp_comm_create(&config, &comm), "create");
+    card = smp_comm_card(comm, &shared->bytes[rank]);
+    memcpy(shared->cards[rank], card, shared->bytes[rank]);
+    exchange_cards(shared, rank);
     check(smp_comm_connect(comm, cards, shared->bytes, 10000, &failed), "connect");
     return comm;
 }
@@ -191,43 +220,91 @@ measure(smp_comm *comm)
         samples[i] = (double)(smp_clock_ns() - start) / 1e3;
     }
     print_row("memcpy 16 MiB and read it, one process", HANDOVERS, "baseline");
-    for (int i = 0; i < HANDOVERS; i++) {
-        int64_t start = smp_clock_ns();
+    for (size_t bytes = 512; bytes <= BLOCK; bytes *= 8) {
+        char what[64];
+        int  n = bytes < (1 << 20) ? SMALL_HANDOVERS : HANDOVERS;
 
-        check(smp_comm_block(comm, 1, BLOCK, &block), "block");
-        memcpy(smp_block_data(block), source, BLOCK);
-        exchange(comm, small, SMALL, block, &total);
-        samples[i] = (double)(smp_clock_ns() - start) / 1e3;
-        if (total != want) {
-            exit(1);
+        want = sum(source, bytes);
+        for (int i = 0; i < n; i++) {
+            int64_t start = smp_clock_ns();
+
+            check(smp_comm_block(comm, 1, bytes, &block), "block");
+            memcpy(smp_block_data(block), source, bytes);
+            exchange(comm, small, SMALL, block, &total);
+            samples[i] = (double)(smp_clock_ns() - start) / 1e3;
+            if (total != want) {
+                exit(1);
+            }
         }
+        snprintf(what, sizeof(what), "hand over %zu %s, read it, answer",
+                 bytes < (1 << 20) ? bytes : bytes >> 20,
+                 bytes < (1 << 20) ? "B" : "MiB");
+        print_row(what, n, "");
     }
-    print_row("hand over 16 MiB, read it, answer", HANDOVERS, "");
     exchange(comm, small, 0, NULL, &total);
     free(source);
     free(copy);
 }
 
+static void
+run_rank(shared_cards *shared, const char *transport, int rank)
+{
+    smp_comm *comm = connect_pair(shared, transport, rank);
+
+    if (rank == 1) {
+        answer(comm);
+    } else {
+        printf("over %s: ", smp_comm_transport(comm, 1));
+        measure(comm);
+    }
+    smp_comm_destroy(comm);
+}
+
+#ifdef SMP_PING_MPI
 int
-main(void)
+main(int argc, char **argv)
+{
+    static shared_cards cards;
+    int                 level;
+    int                 rank;
+
+    MPI_Init_thread(&argc, &argv, MPI_THREAD_MULTIPLE, &level);
+    MPI_Comm_rank(MPI_COMM_WORLD, &rank);
+    check(smp_transport_register(&smp_transport_mpi), "register");
+    run_rank(&cards, argc > 1 ? argv[1] : "mpi", rank);
+    MPI_Finalize();
+    return 0;
+}
+#else
+static int
+run_pair(const char *transport)
 {
     shared_cards *shared = mmap(NULL, sizeof(*shared), PROT_READ | PROT_WRITE,
                                 MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     pid_t         pid = shared == MAP_FAILED ? -1 : fork();
-    smp_comm     *comm;
     int           how = 1;
 
     if (pid < 0) {
         return 1;
     }
-    comm = connect_pair(shared, pid == 0);
+    run_rank(shared, transport, pid == 0);
     if (pid == 0) {
-        answer(comm);
-        smp_comm_destroy(comm);
-        return 0;
+        exit(0);
     }
-    measure(comm);
-    smp_comm_destroy(comm);
     waitpid(pid, &how, 0);
+    munmap(shared, sizeof(*shared));
     return how != 0;
 }
+
+int
+main(int argc, char **argv)
+{
+    int failed = 0;
+
+    for (int i = 1; i < argc; i++) {
+        failed = run_pair(argv[i]) || failed;
+        fflush(stdout);
+    }
+    return failed;
+}
+#endif
