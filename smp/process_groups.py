@@ -19,9 +19,11 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from smp import _core
 from smp.bootstrap import Bootstrap
 from smp.config import Config
 from smp.placement import AXES_OF_GROUP, Placement
+from smp.transports import check_interface
 
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 # smp.send, smp.recv_from and smp.allgather wait until they are matched, however long
@@ -154,7 +156,7 @@ def _interface(boot: Bootstrap, cfg: Config) -> str | None:
         return _name_of_interface("127.")
     cards = boot.allgather_bytes(f"{boot.host} {_address(boot, cfg)}".encode())
     if cfg.comm_interface is not None:
-        return cfg.comm_interface
+        return _chosen(cfg.comm_interface)[0]
     there = next(
         address
         for host, address in (card.decode().split() for card in cards)
@@ -176,12 +178,15 @@ def _address(boot: Bootstrap, cfg: Config) -> str:
         return "127.0.0.1"
     if cfg.comm_interface is None:
         return _own_address()
-    interfaces = _interfaces()
-    if cfg.comm_interface not in interfaces:
-        raise RuntimeError(
-            f"comm_interface={cfg.comm_interface!r}: this host has {', '.join(interfaces)}"
-        )
-    return interfaces[cfg.comm_interface]
+    return _chosen(cfg.comm_interface)[1]
+
+
+def _chosen(comm_interface: str) -> tuple[str, str]:
+    """Name and address of the interface that ``comm_interface`` names, IPv4 if it has one."""
+    check_interface(comm_interface)
+    found = [text.split() for text in _core.addresses(comm_interface)]
+    name, network = min(found, key=lambda each: ":" in each[1])
+    return name, network.split("/")[0]
 
 
 def _own_address() -> str:

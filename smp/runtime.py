@@ -97,7 +97,7 @@ class Runtime:
         return [everyone[rank] for rank in self.pp_group]
 
     def _open_core(self) -> None:
-        job = self._exchange(secrets.token_hex(16).encode() if self.pp_rank == 0 else b"")[0]
+        token = self._exchange(secrets.token_hex(16).encode() if self.pp_rank == 0 else b"")[0]
         wanted = self.cfg.comm_transports
         transports.offer(self.boot, wanted)
         transports.check_interface(self.cfg.comm_interface)
@@ -108,7 +108,7 @@ class Runtime:
             SPIN_DECIDED_BY_CORE,
             ",".join(wanted) if wanted else None,
             self.cfg.comm_interface,
-            job.decode(),
+            transports.job_secret(self.boot, token),
             self.cfg.watchdog_report_s,
             self.cfg.watchdog_end_s,
         )

@@ -4,10 +4,14 @@ The MPI transport is an extension of its own (``csrc/comm/mpi.c``), built where 
 an ``mpicc``; it works in jobs that an MPI launcher started.
 """
 
+import hashlib
+import os
+import warnings
 from importlib.util import find_spec
+from pathlib import Path
 
 from smp import _core
-from smp.bootstrap import Bootstrap, OverMPI
+from smp.bootstrap import Bootstrap, OverMPI, OverStore
 from smp.config import ConfigError
 
 
@@ -58,3 +62,37 @@ def check_interface(interface: str | None) -> None:
             f"comm_interface={interface!r}: must be the name, an address or the subnet of a "
             f"network interface of this host, which has {', '.join(_core.addresses(None))}"
         )
+
+
+def job_secret(boot: Bootstrap, token: bytes) -> str:
+    """What the ranks of this job know each other by, and nobody else knows.
+
+    Args:
+        boot: how the ranks found each other, and got the token.
+        token: random, the same on all of these ranks, of no other job.
+
+    Returns:
+        the token, hashed together with the file that ``SMP_SECRET_FILE`` names, if any.
+
+    Raises:
+        ConfigError: the file cannot be read, or is empty.
+    """
+    path = os.environ.get("SMP_SECRET_FILE")
+    if not path:
+        if isinstance(boot, OverStore) and boot.hosts > 1:
+            warnings.warn(
+                "smp: the job's secret came through torch's store, where whoever reaches "
+                "MASTER_PORT can read it; on a network that others use, let SMP_SECRET_FILE "
+                "name a file with a secret, the same on all hosts",
+                stacklevel=2,
+            )
+        return token.decode()
+    try:
+        secret = Path(path).read_bytes().strip()
+    except OSError as error:
+        raise ConfigError(
+            f"SMP_SECRET_FILE={path!r} cannot be read: {error.strerror}"
+        ) from None
+    if not secret:
+        raise ConfigError(f"SMP_SECRET_FILE={path!r} is empty")
+    return hashlib.sha256(token + b"\0" + secret).hexdigest()[:32]

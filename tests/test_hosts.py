@@ -6,6 +6,7 @@ its ranks to those of the other.  Needs root, ``ip`` and ``unshare``.
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -32,6 +33,43 @@ seen = (
 sys.stdout.write(f"seen {seen}\\n")
 sys.stdout.flush()
 smp.barrier()
+"""
+
+EQUAL_SCRIPT = """
+import json
+import sys
+import smp
+import torch
+from tests.test_transports import begin, check_against_the_cut_loop, used
+
+torch.manual_seed(0)
+begin(**json.loads(sys.argv[1]))
+check_against_the_cut_loop(30)
+sys.stdout.write(f"rank {smp.rank()} over {sorted(used())}\\n")
+sys.stdout.flush()
+smp.barrier()
+"""
+ENDLESS_SCRIPT = """
+import torch
+from torch import nn
+import smp
+
+smp.init({"pipeline_parallel_degree": 2, "microbatches": 2})
+net = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+smp.set_partition(net[0], 0)
+smp.set_partition(net[1], 1)
+model = smp.DistributedModel(net)
+
+@smp.step
+def train(model, x):
+    loss = model(x).square().mean()
+    model.backward(loss)
+    return loss
+
+train(model, torch.randn(4, 16))
+print("going", flush=True)
+while True:
+    train(model, torch.randn(4, 16))
 """
 
 
@@ -131,3 +169,68 @@ def test_two_hosts_with_two_ranks_each(agent, tmp_path, strategy, groups):
         [group] = [group for group in groups if rank in group]
         seen = (rank, rank % 2, 2, rank // 2, True, group, 6.0, [0, 1, 2, 3])
         assert f"seen {seen}\n" in out
+
+
+@pytest.mark.parametrize(
+    "config, over",
+    [
+        ("{}", ["shm", "tcp"]),
+        ('{"comm_transports": ["tcp"], "comm_interface": "10.77.0.0/24"}', ["tcp"]),
+        ('{"comm_transports": ["shm", "mpi"]}', ["mpi", "shm"]),
+    ],
+    ids=["default", "tcp", "mpi"],
+)
+def test_across_hosts_the_results_have_the_same_bits(agent, tmp_path, config, over):
+    """A pipeline of four ranks on two hosts equals the cut loop, bit for bit."""
+    script = tmp_path / "script.py"
+    script.write_text(EQUAL_SCRIPT)
+
+    out = mpirun_on_hosts(agent, 2, script, config)
+
+    for rank in range(4):
+        assert f"rank {rank} over {over}\n" in out
+
+
+def start_without_mpi(agent: Path, script: Path) -> list[subprocess.Popen]:
+    """One rank on each host, started as torchrun does."""
+    environment = {
+        k: v for k, v in rank_environment().items() if not k.startswith(("OMPI_", "PMI"))
+    }
+    return [
+        subprocess.Popen(
+            [str(agent), f"10.77.0.{rank + 1}", sys.executable, str(script)],
+            env={
+                **environment,
+                **{"RANK": str(rank), "WORLD_SIZE": str(HOSTS), "LOCAL_RANK": "0"},
+                **{"MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "29577"},
+            },
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        for rank in range(HOSTS)
+    ]
+
+
+def test_a_host_that_falls_silent_is_named(agent, tmp_path):
+    """Its cable is pulled in the middle of a step: no connection is closed, nothing comes."""
+    script = tmp_path / "script.py"
+    script.write_text(ENDLESS_SCRIPT)
+    switch = (agent.parent / "switch").read_text()
+    ranks = start_without_mpi(agent, script)
+    try:
+        for rank in ranks:
+            assert rank.stdout is not None
+            line = rank.stdout.readline()
+            assert line == "going\n", rank.communicate(timeout=60)
+        ip("-n", switch, "link", "set", "port2", "down")
+        said = [rank.communicate(timeout=90) for rank in ranks]
+    finally:
+        for rank in ranks:
+            if rank.poll() is None:
+                os.killpg(rank.pid, signal.SIGKILL)
+                rank.wait()
+    for i, rank in enumerate(ranks):
+        assert rank.returncode != 0
+        assert f"pp_rank {1 - i} is gone" in said[i][1], said

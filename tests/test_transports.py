@@ -5,6 +5,7 @@ runs over TCP and MPI.
 """
 
 import copy
+import os
 
 import pytest
 import torch
@@ -135,6 +136,56 @@ def test_an_interface_is_named_by_name_address_or_subnet(interface):
 def test_an_interface_that_is_not_there_is_named_with_those_that_are():
     with pytest.raises(ConfigError, match=r"comm_interface='none0'.*lo 127\.0\.0\.1/8"):
         begin(comm_interface="none0")
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_ranks_with_one_secret_file_meet(transport, tmp_path):
+    path = tmp_path / "secret"
+    if smp.bootstrap.over_mpi().rank == 0:
+        path.write_text("of the whole group\n")
+    smp.bootstrap.over_mpi().barrier()
+    os.environ["SMP_SECRET_FILE"] = str(path)
+    begin(comm_transports=[transport])
+
+    check_against_the_cut_loop(3)
+
+
+class TestSecret:
+    def test_it_depends_on_the_file(self, tmp_path, monkeypatch):
+        boot = smp.bootstrap.Alone()
+        path = tmp_path / "secret"
+        monkeypatch.setenv("SMP_SECRET_FILE", str(path))
+        path.write_text("one\n")
+        one = smp.transports.job_secret(boot, b"token")
+        path.write_text("two\n")
+
+        assert smp.transports.job_secret(boot, b"token") != one
+        path.write_text("one")
+        assert smp.transports.job_secret(boot, b"token") == one
+        assert smp.transports.job_secret(boot, b"other") != one
+
+    def test_without_a_file_it_is_the_token(self, monkeypatch):
+        monkeypatch.delenv("SMP_SECRET_FILE", raising=False)
+
+        assert smp.transports.job_secret(smp.bootstrap.Alone(), b"token") == "token"
+
+    def test_a_file_that_is_missing_or_empty_is_named(self, tmp_path, monkeypatch):
+        path = tmp_path / "secret"
+        monkeypatch.setenv("SMP_SECRET_FILE", str(path))
+        with pytest.raises(ConfigError, match="SMP_SECRET_FILE=.*cannot be read: No such"):
+            smp.transports.job_secret(smp.bootstrap.Alone(), b"token")
+        path.write_text("\n")
+        with pytest.raises(ConfigError, match="SMP_SECRET_FILE=.* is empty"):
+            smp.transports.job_secret(smp.bootstrap.Alone(), b"token")
+
+    def test_through_a_store_of_several_hosts_it_warns(self, monkeypatch):
+        monkeypatch.delenv("SMP_SECRET_FILE", raising=False)
+        boot = object.__new__(smp.bootstrap.OverStore)
+        boot.hosts = 2
+
+        with pytest.warns(UserWarning, match="SMP_SECRET_FILE"):
+            smp.transports.job_secret(boot, b"token")
 
 
 def test_mpi_without_an_mpi_launcher_is_refused():

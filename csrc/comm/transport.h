@@ -17,7 +17,7 @@
 #include "common/status.h"
 
 /* Changes with every change of the two tables. */
-#define SMP_TRANSPORT_ABI 3
+#define SMP_TRANSPORT_ABI 4
 
 /* There are never more. */
 #define SMP_TRANSPORTS 8

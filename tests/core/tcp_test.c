@@ -643,6 +643,34 @@ TEST_RANK(a_stopped_peer_is_not_lost)
     return 0;
 }
 
+/* What reaches a socket after its end makes the kernel forget what that had to say. */
+TEST_RANK(what_a_leaving_peer_said_arrives_although_it_is_talked_to)
+{
+    enum { COUNT = 50 };
+    static const size_t sizes[] = {200000};
+    smp_status          status = SMP_OK;
+    smp_message        *message;
+    uint64_t            count = 0;
+
+    for (uint64_t i = 0; w->rank == 0 && i < COUNT; i++) {
+        CHECK_STATUS(send_filled(w, 1, i, 100, sizes, 1), SMP_OK);
+    }
+    while (w->rank == 1 && status != SMP_ERR_CLOSED) {
+        status = send_filled(w, 0, 1, 1000, NULL, 0);
+        CHECK(status == SMP_OK || status == SMP_ERR_CLOSED);
+        status = smp_comm_receive(w->comm, 0, &message);
+        if (status == SMP_OK) {
+            CHECK(message_filled(message, count++, 100, sizes, 1));
+            smp_message_free(message);
+        } else {
+            CHECK(status == SMP_ERR_TIMED_OUT || status == SMP_ERR_CLOSED);
+        }
+    }
+    CHECK(w->rank == 0 || count == COUNT);
+    CHECK(smp_comm_lost(w->comm) == -1);
+    return 0;
+}
+
 /* ------------------------------------------------------------------------- main */
 
 static int
@@ -663,6 +691,16 @@ IN_WORLD(a_killed_peer_is_noticed_although_its_child_lives, 2, 0)
 IN_WORLD(a_forked_child_can_do_nothing_and_breaks_nothing, 2, 0)
 IN_WORLD(nobody_listens_once_all_have_met, 4, 0)
 IN_WORLD(a_stopped_peer_is_not_lost, 2, 0)
+
+TEST(run_what_a_leaving_peer_said_arrives_although_it_is_talked_to)
+{
+    for (int i = 0; i < 20; i++) {
+        CHECK(run_world("what_a_leaving_peer_said_arrives_although_it_is_talked_to",
+                        what_a_leaving_peer_said_arrives_although_it_is_talked_to, 2,
+                        0) == 0);
+    }
+    return 0;
+}
 
 TEST(run_a_killed_peer_is_named_to_all_others)
 {
@@ -688,6 +726,7 @@ main(int argc, char **argv)
         LISTED_TEST(run_a_forked_child_can_do_nothing_and_breaks_nothing),
         LISTED_TEST(run_nobody_listens_once_all_have_met),
         LISTED_TEST(run_a_stopped_peer_is_not_lost),
+        LISTED_TEST(run_what_a_leaving_peer_said_arrives_although_it_is_talked_to),
         LISTED_TEST(the_address_is_in_a_subnet_of_the_others),
         LISTED_TEST(a_bridge_that_every_host_has_leads_nowhere),
         LISTED_TEST(across_routers_the_first_address_is_taken),
