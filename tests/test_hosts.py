@@ -201,8 +201,11 @@ def start_without_mpi(agent: Path, script: Path) -> list[subprocess.Popen]:
             [str(agent), f"10.77.0.{rank + 1}", sys.executable, str(script)],
             env={
                 **environment,
-                **{"RANK": str(rank), "WORLD_SIZE": str(HOSTS), "LOCAL_RANK": "0"},
-                **{"MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "29577"},
+                "RANK": str(rank),
+                "WORLD_SIZE": str(HOSTS),
+                "LOCAL_RANK": "0",
+                "MASTER_ADDR": "10.77.0.1",
+                "MASTER_PORT": "29577",
             },
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
