@@ -51,10 +51,6 @@ def remote_class(cls: type[nn.Module]) -> type[nn.Module]:
     made = _remote_classes.get(cls)
     if made is None:
 
-        def __reduce_ex__(self, protocol):
-            rebuild = copyreg._reconstructor  # type: ignore[attr-defined]
-            return rebuild, (cls, object, None), dict(self.__dict__)
-
         @functools.wraps(cls.forward)
         def forward(self, *args, **kwargs):
             return _core.call_remote(self, args, kwargs, True)
@@ -68,7 +64,7 @@ def remote_class(cls: type[nn.Module]) -> type[nn.Module]:
                 "__doc__": cls.__doc__,
                 "__call__": _core.module_call,
                 "forward": forward,
-                "__reduce_ex__": __reduce_ex__,
+                "__reduce_ex__": _reduce_to(cls),
                 "_smp_original_class": cls,
             },
         )
@@ -97,6 +93,20 @@ def child_paths(module: nn.Module, path: str) -> Iterator[str]:
         yield f"{path}.{name}" if path else name
 
 
+def _reduce_to(cls: type[nn.Module]) -> Callable:
+    """``__reduce_ex__`` for a class that stands in for ``cls``: pickles hold an instance of
+    the user's class, without what belongs to this rank."""
+
+    def __reduce_ex__(self, protocol):
+        rebuild = copyreg._reconstructor  # type: ignore[attr-defined]
+        state = cls.__getstate__(self) if hasattr(cls, "__getstate__") else self.__dict__
+        if isinstance(state, dict):
+            state = {k: v for k, v in state.items() if k not in ("_smp_gate", "_smp_runs")}
+        return rebuild, (cls, object, None), state
+
+    return __reduce_ex__
+
+
 def sequential_class(cls: type[nn.Module]) -> type[nn.Module]:
     """A class like ``cls`` (an ``nn.Sequential``) that sends one request a run."""
     made = _sequential_classes.get(cls)
@@ -119,6 +129,7 @@ def sequential_class(cls: type[nn.Module]) -> type[nn.Module]:
                 "__qualname__": cls.__qualname__,
                 "__doc__": cls.__doc__,
                 "forward": forward,
+                "__reduce_ex__": _reduce_to(cls),
                 "_smp_original_class": cls,
             },
         )
@@ -175,6 +186,7 @@ def gated_class(cls: type[nn.Module]) -> type[nn.Module]:
                 "__doc__": cls.__doc__,
                 "__call__": __call__,
                 "forward": forward,
+                "__reduce_ex__": _reduce_to(cls),
                 "_smp_original_class": cls,
             },
         )

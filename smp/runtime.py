@@ -218,8 +218,10 @@ class Runtime:
         """Stop the core's threads and leave the other ranks; never waits for them."""
         if self.core_is_open:
             self.core_is_open = False
-            self.staging.end()
-            _core.close()
+            try:
+                self.staging.end()
+            finally:  # a device that failed must not keep the core's threads
+                _core.close()
 
 
 current: Runtime | None = None

@@ -42,9 +42,9 @@ class Staging:
 
     def wait(self) -> None:
         """Wait until the devices have written what :meth:`out` began."""
-        for device in self._writing:
+        writing, self._writing = self._writing, set()
+        for device in writing:
             torch.accelerator.current_stream(device).record_event().synchronize()
-        self._writing.clear()
         self._let_go()
 
     def into(self, host: Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:

@@ -302,8 +302,12 @@ class Step:
                 value = (self.outputs, rt.weights, rt.saw_backward)
                 _core.send_end(value)
             return ok, value
-        except ConnectionError:
-            raise  # each rank finds by itself that another is gone, and what it wanted of it
+        except ConnectionError as error:
+            # That a rank died each finds by itself, and what it wanted of it; that one has
+            # left in order only those find that need it.
+            if "[SMP_ERR_PEER_LOST]" not in str(error):
+                _core.send_abort(failures.describe(error, None, 0, 0, rt.pp_rank))
+            raise
         except BaseException as error:
             _core.send_abort(failures.describe(error, None, 0, 0, rt.pp_rank))
             raise

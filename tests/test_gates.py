@@ -4,6 +4,8 @@ Microbatches overtake one another on their way to such a module, and still pass 
 order.
 """
 
+import pickle
+
 import pytest
 import torch
 from torch import nn
@@ -74,3 +76,6 @@ def test_buffers_change_in_the_order_of_microbatches(how, owner):
     if smp.pp_rank() == owner:
         want = [1.0, 2.0, 3.0] if how == "a branch" else [0.0, 1.0, 2.0, 3.0]
         assert gated.norm.seen.tolist() == want
+        if how != "a hook":  # which is a lambda
+            copied = pickle.loads(pickle.dumps(gated.norm))
+            assert type(copied) is Norm and torch.equal(copied.seen, gated.norm.seen)

@@ -104,6 +104,24 @@ put_inside(smp_pack *pack, const void *data, smp_tensor_meta *meta)
     return put(&pack->data, data, (size_t)meta->bytes);
 }
 
+/* Raises for a rank that nothing can be sent to; 0 for another status. */
+static int
+raise_gone(const smp_pack *pack, smp_status status)
+{
+    if (status == SMP_ERR_CLOSED) {
+        PyErr_Format(PyExc_ConnectionError,
+                     "smp: pp_rank %d has left the job in order, and this rank still "
+                     "needs it: all ranks must make the same number of steps [%s]",
+                     pack->dest, smp_status_name(status));
+    } else if (status == SMP_ERR_PEER_LOST) {
+        PyErr_Format(PyExc_ConnectionError, "smp: sending to pp_rank %d: %s [%s]",
+                     pack->dest, smp_status_text(status), smp_status_name(status));
+    } else {
+        return 0;
+    }
+    return -1;
+}
+
 /* A block for the tensor, which the pack owns. */
 static smp_block *
 add_block(smp_pack *pack, smp_tensor_meta *meta)
@@ -115,6 +133,9 @@ add_block(smp_pack *pack, smp_tensor_meta *meta)
         return NULL;
     }
     status = smp_comm_block(pack->comm, pack->dest, (size_t)meta->bytes, &block);
+    if (raise_gone(pack, status) < 0) {
+        return NULL;
+    }
     if (status != SMP_OK) {
         PyErr_Format(PyExc_MemoryError, "smp: %llu bytes for a tensor to rank %d: %s",
                      (unsigned long long)meta->bytes, pack->dest,
@@ -1019,11 +1040,7 @@ smp_pack_send(smp_pack *pack, const smp_envelope *envelope)
     status = smp_comm_send(pack->comm, pack->dest, whole.at, whole.size, pack->blocks,
                            nblocks);
     free(whole.at);
-    if (status == SMP_ERR_CLOSED) {
-        PyErr_Format(PyExc_ConnectionError,
-                     "smp: pp_rank %d has left the job in order, and this rank still "
-                     "needs it: all ranks must make the same number of steps [%s]",
-                     pack->dest, smp_status_name(status));
+    if (raise_gone(pack, status) < 0) {
         return -1;
     }
     if (status != SMP_OK) {

@@ -315,8 +315,11 @@ pack_changes(smp_pack *pack, const smp_unpack *unpack, const smp_entry *entry)
                 PyExc_TypeError,
                 "smp: module '%s' on pp_rank %d changed an argument of type %s in "
                 "place; "
-                "the change cannot go back to its caller on another rank: return the "
-                "object, or use a list, dict, set or an object without __slots__",
+                "the change (a cache in it is one) cannot go back to its caller on "
+                "another "
+                "rank: return the object, or use a list, dict, set or an object "
+                "without "
+                "__slots__",
                 smp_entry_path(entry), entry->owner,
                 Py_TYPE(unpack->objects[i])->tp_name);
             return -1;

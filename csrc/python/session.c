@@ -5,6 +5,7 @@
 #include <string.h>
 #include <unistd.h>
 
+#include "comm/clock.h"
 #include "python/gradients.h"
 #include "python/pack.h"
 #include "python/registry.h"
@@ -13,6 +14,10 @@
 
 /* What a shell reports for a program that Ctrl-C ended. */
 #define EXIT_INTERRUPTED 130
+
+/* Signals that come so soon after the first are one wish: a terminal and a launcher may
+ * both pass on a Ctrl-C. */
+#define ONE_WISH_NS (300 * SMP_NS_PER_MS)
 
 smp_session             smp_the_session;
 _Thread_local smp_task *smp_this_task;
@@ -210,8 +215,9 @@ op_note(void *ctx, smp_message *note)
 
 /* A Python signal handler that raised, kept for the end of the step. */
 static PyObject *signal_type, *signal_value, *signal_traceback;
+static int64_t   signal_ns; /* when it raised */
 
-/* The second that raises while the first waits for a worker to come to an end. */
+/* The second Ctrl-C, while the first waits for a worker to come to an end. */
 static void
 end_at_once(void)
 {
@@ -229,10 +235,16 @@ op_check_signals(void *ctx)
 
     (void)ctx;
     if (!go) {
-        if (signal_type != NULL) {
+        if (signal_type == NULL) {
+            PyErr_Fetch(&signal_type, &signal_value, &signal_traceback);
+            signal_ns = smp_clock_ns();
+        } else if (smp_clock_ns() > signal_ns + ONE_WISH_NS &&
+                   PyErr_ExceptionMatches(PyExc_KeyboardInterrupt) &&
+                   PyErr_GivenExceptionMatches(signal_type, PyExc_KeyboardInterrupt)) {
             end_at_once();
+        } else {
+            PyErr_Clear(); /* the first is what the step raises */
         }
-        PyErr_Fetch(&signal_type, &signal_value, &signal_traceback);
     }
     PyGILState_Release(gil);
     return go;

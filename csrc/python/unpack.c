@@ -939,9 +939,7 @@ take_pickle(smp_unpack *unpack)
     unpack->objects[number] = Py_NewRef(value);
     if (unpack->watch) {
         unpack->snapshots[number] = PyObject_CallOneArg(smp_registry.dumps, value);
-        if (unpack->snapshots[number] == NULL) {
-            Py_CLEAR(value);
-        }
+        PyErr_Clear(); /* what cannot be pickled again is not watched */
     }
     return value;
 }

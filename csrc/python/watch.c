@@ -70,12 +70,19 @@ report_stuck(void *ctx, const smp_standing *standing, bool ends)
     }
 }
 
+/* Limits beyond a human's patience are none: inf, and what an int64 cannot hold. */
+static int64_t
+limit_ns(double seconds)
+{
+    return seconds < 1e9 ? (int64_t)(seconds * 1e9) : 0;
+}
+
 smp_status
 smp_watch_start(double report_s, double end_s)
 {
     smp_watchdog_config config = {
-        .report_ns = (int64_t)(report_s * 1e9),
-        .end_ns = (int64_t)(end_s * 1e9),
+        .report_ns = limit_ns(report_s),
+        .end_ns = limit_ns(end_s),
         .report = report_stuck,
     };
 

@@ -25,6 +25,7 @@
 
 /* How long a rank has nothing to run before it looks why. */
 #define IDLE_NS (300 * SMP_NS_PER_MS)
+#define MOST_PAUSE_NS (10 * SMP_NS_PER_S)
 
 #define AWAITED_BYTES 512
 
@@ -77,11 +78,13 @@ typedef struct {
 
 /* The search for a deadlock, on pp_rank 0. */
 typedef struct {
-    uint64_t   round;   /* the last one asked about; 0: none in this step */
-    int        answers; /* to it */
-    bool       again;   /* the round before found no message under way, */
-    uint64_t   total;   /* ... and so many sent by all ranks so far */
-    smp_still *of;      /* owned, by rank: the answers */
+    uint64_t   round;    /* the last one asked about; 0: none in this step */
+    int        answers;  /* to it */
+    bool       again;    /* the round before found no message under way, */
+    uint64_t   total;    /* ... and so many sent by all ranks so far */
+    smp_still *of;       /* owned, by rank: the answers */
+    int64_t    next_ns;  /* when to ask again */
+    int64_t    pause_ns; /* doubles while nobody answers: what is asked waits there */
 } search;
 
 struct smp_server {
@@ -254,6 +257,8 @@ hear_still(smp_server *server, const smp_message *message)
         memcpy(&search->of[message->source], message->bytes + sizeof(*e),
                sizeof(smp_still));
         search->answers++;
+        search->next_ns = 0;
+        search->pause_ns = IDLE_NS;
     }
 }
 
@@ -453,6 +458,21 @@ all_are_still(smp_server *server)
     return false;
 }
 
+static void
+ask_after_a_pause(smp_server *server)
+{
+    search *search = &server->search;
+    int64_t now = smp_clock_ns();
+
+    if (now >= search->next_ns) {
+        search->next_ns = now + search->pause_ns;
+        search->pause_ns = search->pause_ns < MOST_PAUSE_NS
+                               ? 2 * search->pause_ns + IDLE_NS
+                               : MOST_PAUSE_NS;
+        ask_all(server);
+    }
+}
+
 /* Nothing can run here before a message comes.  Waits for one. */
 static void
 be_idle(smp_server *server)
@@ -479,7 +499,7 @@ be_idle(smp_server *server)
         fail_with(server, SMP_ERR_UNREACHABLE);
     } else if (server->rank == 0 && server->size > 1) {
         server->search.again = false;
-        ask_all(server);
+        ask_after_a_pause(server);
     }
 }
 
@@ -861,7 +881,8 @@ smp_server_step(smp_server *server, uint32_t step, smp_schedule *schedule,
     server->failed = false;
     server->failure = SMP_OK;
     server->timeline.count = 0;
-    server->asked = 0;
+    server->search.next_ns = 0;
+    server->search.pause_ns = IDLE_NS;
     server->search.round = 0;
     server->search.answers = 0;
     server->search.again = false;
