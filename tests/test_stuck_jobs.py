@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import smp
+from smp import interrupts
 from tests.ranks import job, mpirun, on_ranks
 
 SIGNALS = 20
@@ -197,12 +198,20 @@ def test_ctrl_c_at_any_instant_interrupts_the_step_on_every_rank(interrupted):
 def test_sigterm_in_a_step_is_an_interrupt_as_well(terminated):
     """... and outside a step it is what it was."""
 
+    heard, raises = threading.Event(), interrupts._terminated
+
+    def handler(number, frame):
+        heard.set()
+        raises(number, frame)
+
     class Terminated(nn.Linear):
         now = False
 
         def forward(self, x):
             if self.now:
+                self.now = False
                 signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
+                assert heard.wait(30)  # else the step may be over by then
             return super().forward(x)
 
     smp.init({"pipeline_parallel_degree": 2, "microbatches": 2})
@@ -215,9 +224,12 @@ def test_sigterm_in_a_step_is_an_interrupt_as_well(terminated):
     train(model, x)
 
     net[smp.pp_rank()].now = smp.pp_rank() == terminated
-    with pytest.raises(KeyboardInterrupt, match="SIGTERM"):
-        train(model, x)
-    net[smp.pp_rank()].now = False
+    interrupts._terminated = handler
+    try:
+        with pytest.raises(KeyboardInterrupt, match="SIGTERM"):
+            train(model, x)
+    finally:
+        interrupts._terminated = raises
     train(model, x)
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     assert signal.set_wakeup_fd(-1) == -1
