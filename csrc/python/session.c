@@ -238,6 +238,7 @@ op_check_signals(void *ctx)
         if (signal_type == NULL) {
             PyErr_Fetch(&signal_type, &signal_value, &signal_traceback);
             signal_ns = smp_clock_ns();
+            smp_server_interrupt(smp_the_session.server);
         } else if (smp_clock_ns() > signal_ns + ONE_WISH_NS &&
                    PyErr_ExceptionMatches(PyExc_KeyboardInterrupt) &&
                    PyErr_GivenExceptionMatches(signal_type, PyExc_KeyboardInterrupt)) {

@@ -899,8 +899,7 @@ smp_server_step(smp_server *server, uint32_t step, smp_schedule *schedule,
     while (!smp_rest_wait(&server->rest, server->forward)) {
         if (!server->ops.check_signals(server->ctx) && !interrupted) {
             interrupted = true;
-            atomic_store(&server->interrupted, true);
-            smp_comm_wake(server->comm);
+            smp_server_interrupt(server);
         }
     }
     atomic_store(&server->interrupted, false);
@@ -1028,6 +1027,13 @@ smp_server_hear(smp_server *server)
            smp_comm_receive(server->comm, 0, &message) == SMP_OK) {
         count_in(server, message);
     }
+}
+
+void
+smp_server_interrupt(smp_server *server)
+{
+    atomic_store(&server->interrupted, true);
+    smp_comm_wake(server->comm);
 }
 
 void

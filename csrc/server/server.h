@@ -100,6 +100,11 @@ smp_status smp_server_await_turn(smp_server *server, int32_t gate, int32_t micro
 /* Reads what has arrived: the step may have failed elsewhere already. */
 void smp_server_hear(smp_server *server);
 
+/* Ends the step when the task that runs comes to its end or waits.  For check_signals
+ * to call before it gives back what workers need to go on; false does it too, later.
+ * The main thread, in a step. */
+void smp_server_interrupt(smp_server *server);
+
 /* Ends the step; the worker that calls it then unwinds. */
 void smp_server_fail(smp_server *server);
 
