@@ -235,6 +235,20 @@ def test_sigterm_in_a_step_is_an_interrupt_as_well(terminated):
     assert signal.set_wakeup_fd(-1) == -1
 
 
+@on_ranks(2)
+def test_a_limit_without_end_is_none():
+    """``inf`` means never: neither a report at once nor the end of the job."""
+    never = {"watchdog_report_s": float("inf"), "watchdog_end_s": float("inf")}
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": 2, **never})
+    net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    smp.set_partition(net[0], 0)
+    smp.set_partition(net[1], 1)
+    model = smp.DistributedModel(net)
+    train = smp.step(lambda model, x: model.backward(model(x).sum()))
+    for _ in range(100):  # longer than the watchdog's first looks
+        train(model, torch.randn(8, 8))
+
+
 TWICE = """
 import os, signal, threading
 import torch
