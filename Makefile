@@ -25,7 +25,9 @@ venv: $(VENV)/.ready
 
 # The CPU build of torch is pinned: a plain `torch` brings gigabytes of CUDA.  A torch
 # that this Python already has (with its GPU support) is used instead.
-$(VENV)/.ready: pyproject.toml setup.py $(wildcard csrc/*/*.c csrc/*/*.h)
+CSRC := $(shell find csrc -name '*.[ch]')
+
+$(VENV)/.ready: pyproject.toml setup.py $(CSRC)
 	test -x $(BIN)/python || $(PYTHON) -m venv \
 	    $$($(PYTHON) -c $(HAS_TORCH) 2>/dev/null && echo --system-site-packages) $(VENV)
 	$(BIN)/python -c $(HAS_TORCH) 2>/dev/null || $(BIN)/pip install -q torch==2.13.0
@@ -55,13 +57,13 @@ sanitize: venv
 	    MPICC=$(CURDIR)/$(BIN)/mpicc MPIRUN=$(CURDIR)/$(BIN)/mpirun mpi
 	$(MAKE) core-test SANITIZE=thread
 
-C_FILES := $(wildcard csrc/*/*.[ch] tests/core/*.[ch] tests/fuzz/*.c benchmarks/core/*.c)
+C_FILES := $(CSRC) $(wildcard tests/core/*.[ch] tests/fuzz/*.c benchmarks/core/*.c)
 INCLUDE  = $(shell $(BIN)/python -c 'import sysconfig; print(sysconfig.get_paths()["include"])')
 MPI_FLAGS = $(shell test -x $(BIN)/mpicc && $(BIN)/mpicc --showme:compile)
 
 lint: venv
 	clang-format-14 --dry-run -Werror $(C_FILES)
-	printf '%s\n' $(wildcard csrc/*/*.c) | xargs -P $$(nproc) -n 2 sh -c \
+	printf '%s\n' $(filter %.c,$(CSRC)) | xargs -P $$(nproc) -n 2 sh -c \
 	    'clang-tidy-14 --quiet "$$@" -- -std=c11 -Icsrc -isystem $(INCLUDE) $(MPI_FLAGS)' tidy
 	$(BIN)/ruff check smp smdistributed tests benchmarks examples setup.py
 	$(BIN)/mypy

@@ -18,7 +18,9 @@ from pathlib import Path
 from setuptools import Extension, setup
 
 WARNINGS = ["-Wall", "-Wextra", "-Wpedantic", "-Wconversion", "-Werror"]
-MPI_SOURCES = ["csrc/python/mpi_module.c", "csrc/comm/mpi.c", "csrc/comm/mpi_group.c"]
+SOURCES = glob("csrc/**/*.c", recursive=True)
+HEADERS = glob("csrc/**/*.h", recursive=True)
+MPI_SOURCES = ["csrc/python/mpi_module.c", *glob("csrc/comm/mpi/*.c")]
 
 
 def flags() -> list[str]:
@@ -59,7 +61,7 @@ def mpi_extension() -> list[Extension]:
             "smp._mpi",
             MPI_SOURCES + glob("csrc/common/*.c"),
             include_dirs=["csrc"],
-            depends=glob("csrc/*/*.h"),
+            depends=HEADERS,
             extra_compile_args=flags() + shown("--showme:compile"),
             extra_link_args=link_flags() + shown("--showme:link"),
         )
@@ -68,9 +70,9 @@ def mpi_extension() -> list[Extension]:
 
 core = Extension(
     "smp._core",
-    sorted(s for s in glob("csrc/*/*.c") if s not in MPI_SOURCES),
+    sorted(set(SOURCES) - set(MPI_SOURCES)),
     include_dirs=["csrc"],
-    depends=glob("csrc/*/*.h"),
+    depends=HEADERS,
     extra_compile_args=flags(),
     extra_link_args=link_flags(),
 )

@@ -1,6 +1,6 @@
 """Which transports the core may use besides shared memory and TCP, which it always has.
 
-The MPI transport is an extension of its own (``csrc/comm/mpi.c``), built where there was
+The MPI transport is an extension of its own (``csrc/comm/mpi/mpi.c``), built where there was
 an ``mpicc``; it works in jobs that an MPI launcher started.
 """
 

@@ -17,8 +17,8 @@
 
 #include "comm/card.h"
 #include "comm/clock.h"
+#include "comm/collective/group.h"
 #include "comm/comm.h"
-#include "comm/group.h"
 
 #define ROUNDS 15
 #define LARGE ((size_t)16 << 20)

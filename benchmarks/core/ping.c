@@ -23,7 +23,7 @@
 #ifdef SMP_PING_MPI
 #    include <mpi.h>
 
-#    include "comm/mpi.h"
+#    include "comm/mpi/mpi.h"
 #endif
 
 #define PINGS 20000

@@ -10,7 +10,7 @@
 #include <stdint.h>
 
 #include "comm/comm.h"
-#include "comm/segment.h"
+#include "comm/shm/segment.h"
 #include "common/status.h"
 
 struct smp_block {

@@ -16,8 +16,6 @@
 #include <string.h>
 #include <unistd.h>
 
-#include "comm/arena.h"
-#include "comm/bell.h"
 #include "comm/block.h"
 #include "comm/card.h"
 #include "comm/clock.h"
@@ -26,7 +24,9 @@
 #include "comm/loop.h"
 #include "comm/message.h"
 #include "comm/neighbour.h"
-#include "comm/segment.h"
+#include "comm/shm/arena.h"
+#include "comm/shm/bell.h"
+#include "comm/shm/segment.h"
 #include "comm/transport.h"
 #include "common/jitter.h"
 

@@ -6,7 +6,7 @@
 #include <sys/types.h>
 
 #include "comm/comm.h"
-#include "comm/segment.h"
+#include "comm/shm/segment.h"
 
 typedef struct {
     smp_segment *segment; /* borrowed from the comm; take a reference to keep it */

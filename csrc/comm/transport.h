@@ -13,7 +13,7 @@
 
 #include "comm/comm.h"
 #include "comm/neighbour.h"
-#include "comm/segment.h"
+#include "comm/shm/segment.h"
 #include "common/status.h"
 
 /* Changes with every change of the two tables. */

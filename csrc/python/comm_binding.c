@@ -3,7 +3,7 @@
 #include "python/comm_binding.h"
 
 #include "comm/comm.h"
-#include "comm/tcp_address.h"
+#include "comm/tcp/address.h"
 #include "comm/transport.h"
 #include "python/session.h"
 

@@ -1,6 +1,6 @@
-/* Spec: csrc/comm/arena.h. */
+/* Spec: csrc/comm/shm/arena.h. */
 #define _GNU_SOURCE
-#include "comm/arena.h"
+#include "comm/shm/arena.h"
 
 #include <pthread.h>
 #include <sched.h>

@@ -1,11 +1,11 @@
 /* Operations of groups, on ranks that are processes and threads.
- * Spec: csrc/comm/group.h, csrc/comm/reduce.h. */
+ * Spec: csrc/comm/collective/group.h, csrc/comm/collective/reduce.h. */
 #define _GNU_SOURCE
 #include <sched.h>
 
-#include "comm/group.h"
+#include "comm/collective/group.h"
 #include "comm/neighbour.h"
-#include "comm/shelf.h"
+#include "comm/shm/shelf.h"
 #include "reference.h"
 #include "traffic.h"
 #include "world.h"

@@ -5,7 +5,7 @@
 #define _GNU_SOURCE
 #include <mpi.h>
 
-#include "comm/mpi.h"
+#include "comm/mpi/mpi.h"
 #include "comm_list.h"
 
 static void

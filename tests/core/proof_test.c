@@ -1,6 +1,7 @@
-/* Spec: csrc/comm/proof.h; the cases of RFC 4231 and one at each edge of a block. */
+/* Spec: csrc/comm/tcp/proof.h; the cases of RFC 4231 and one at each edge of a block.
+ */
 #define _GNU_SOURCE
-#include "comm/proof.h"
+#include "comm/tcp/proof.h"
 
 #include "check.h"
 

@@ -1,6 +1,6 @@
-/* Spec: csrc/comm/record.h. */
+/* Spec: csrc/comm/shm/record.h. */
 #define _GNU_SOURCE
-#include "comm/record.h"
+#include "comm/shm/record.h"
 
 #include <stdlib.h>
 

@@ -13,8 +13,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "comm/group.h"
-#include "comm/reduce.h"
+#include "comm/collective/group.h"
+#include "comm/collective/reduce.h"
 
 #define REFERENCE_MEMBERS 8
 

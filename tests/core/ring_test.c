@@ -1,6 +1,6 @@
-/* Spec: csrc/comm/ring.h. */
+/* Spec: csrc/comm/shm/ring.h. */
 #define _GNU_SOURCE
-#include "comm/ring.h"
+#include "comm/shm/ring.h"
 
 #include <pthread.h>
 #include <sched.h>

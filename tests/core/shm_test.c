@@ -1,5 +1,5 @@
 /* What is particular to shared memory: deaths, strangers, forks, what is left behind.
- * Spec: csrc/comm/comm.h, csrc/comm/shm_meet.h, csrc/comm/fork.h. */
+ * Spec: csrc/comm/comm.h, csrc/comm/shm/meet.h, csrc/comm/fork.h. */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
@@ -8,9 +8,9 @@
 #include <sys/socket.h>
 #include <sys/un.h>
 
-#include "comm/segment.h"
-#include "comm/shm_meet.h"
-#include "comm/shm_stream.h"
+#include "comm/shm/meet.h"
+#include "comm/shm/segment.h"
+#include "comm/shm/stream.h"
 #include "deaths.h"
 #include "traffic.h"
 

@@ -1,14 +1,14 @@
 /* What is particular to TCP: who is let in, where it listens, peers that go wrong.
- * Spec: csrc/comm/tcp_meet.h, tcp_address.h, tcp_frame.h. */
+ * Spec: csrc/comm/tcp/meet.h, address.h, frame.h. */
 #define _GNU_SOURCE
 #include <arpa/inet.h>
 #include <errno.h>
 #include <poll.h>
 #include <sys/socket.h>
 
-#include "comm/tcp_address.h"
-#include "comm/tcp_frame.h"
-#include "comm/tcp_meet.h"
+#include "comm/tcp/address.h"
+#include "comm/tcp/frame.h"
+#include "comm/tcp/meet.h"
 #include "deaths.h"
 #include "traffic.h"
 

@@ -13,10 +13,10 @@
 #include <unistd.h>
 
 #include "comm/card.h"
-#include "comm/record.h"
-#include "comm/ring.h"
-#include "comm/shm_meet.h"
-#include "comm/shm_stream.h"
+#include "comm/shm/meet.h"
+#include "comm/shm/record.h"
+#include "comm/shm/ring.h"
+#include "comm/shm/stream.h"
 
 #define ARENA ((size_t)1 << 20)
 

@@ -13,9 +13,9 @@
 
 #include "comm/block.h"
 #include "comm/message.h"
-#include "comm/tcp_address.h"
-#include "comm/tcp_frame.h"
-#include "comm/tcp_meet.h"
+#include "comm/tcp/address.h"
+#include "comm/tcp/frame.h"
+#include "comm/tcp/meet.h"
 
 /* The reader would allocate anything that a header asks for. */
 #define MOST ((size_t)1 << 20)

@@ -1,0 +1,750 @@
+/* What the members put into their slots, and what they make of it. */
+#include "comm/collective/collective.h"
+
+#include <assert.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+/* An all-reduce is done in one step by everyone while all tensors together are at most
+ * this large: reading them all costs less than another step. */
+#define FLAT_BYTES ((size_t)64 << 10)
+
+/* From here on, members read each other's memory: the system calls pay. */
+#define MEMORY_BYTES ((size_t)128 << 10)
+
+/* What is fetched at a time to be reduced (from all members together, so that it stays
+ * in the second cache), or copied. */
+#define FETCH_BYTES ((size_t)256 << 10)
+#define COPY_BYTES ((size_t)1 << 20)
+
+/* The least that one member's piece of FETCH_BYTES has. */
+#define MIN_FETCH ((size_t)4 << 10)
+
+static bool
+reduces(smp_operation operation)
+{
+    return operation == SMP_ALL_REDUCE || operation == SMP_REDUCE ||
+           operation == SMP_REDUCE_SCATTER;
+}
+
+static bool
+has_root(smp_operation operation)
+{
+    return operation == SMP_REDUCE || operation == SMP_BROADCAST ||
+           operation == SMP_GATHER || operation == SMP_SCATTER;
+}
+
+static bool
+may_be_uneven(smp_operation operation)
+{
+    return operation == SMP_REDUCE_SCATTER || operation == SMP_ALL_GATHER ||
+           operation == SMP_ALL_TO_ALL;
+}
+
+static size_t
+count_of(const size_t *counts, size_t count, int member)
+{
+    return counts != NULL ? counts[member] : count;
+}
+
+/* ---------------------------------------------------------------------- planning */
+
+/* Elements of a member's piece of what is fetched. */
+static size_t
+fetch_elements(const smp_collective *op)
+{
+    size_t bytes = FETCH_BYTES / (size_t)op->lockstep->size;
+
+    return (bytes < MIN_FETCH ? MIN_FETCH : bytes) / 64 * 64 / op->element;
+}
+
+/* The part of an all-reduce of `count` elements that a member reduces; parts begin on
+ * cache lines of a slot. */
+static smp_range
+part_of(const smp_collective *op, size_t count, int member)
+{
+    size_t n = (size_t)op->lockstep->size;
+    size_t line = 64 / op->element;
+    size_t each = (count + n - 1) / n;
+    size_t first;
+    size_t end;
+
+    each = (each + line - 1) / line * line;
+    first = (size_t)member * each;
+    first = first < count ? first : count;
+    end = first + each < count ? first + each : count;
+    return (smp_range){first, first, end - first};
+}
+
+/* What goes from `source` to `receiver`; for SMP_ALL_TO_ALL with counts only where one
+ * of them is this member. */
+static smp_range
+range_between(const smp_collective *op, int source, int receiver)
+{
+    const smp_call *call = &op->call;
+    smp_range       range = {0, 0, 0};
+
+    switch (call->operation) {
+    case SMP_ALL_REDUCE:
+        range.count = call->count;
+        break;
+    case SMP_REDUCE:
+        range.count = receiver == call->root ? call->count : 0;
+        break;
+    case SMP_REDUCE_SCATTER:
+        for (int m = 0; m < receiver; m++) {
+            range.from += count_of(call->counts, call->count, m);
+        }
+        range.count = count_of(call->counts, call->count, receiver);
+        break;
+    case SMP_ALL_GATHER:
+        for (int m = 0; m < source; m++) {
+            range.to += count_of(call->counts, call->count, m);
+        }
+        range.count = count_of(call->counts, call->count, source);
+        break;
+    case SMP_BROADCAST:
+        range.count = source == call->root ? call->count : 0;
+        break;
+    case SMP_GATHER:
+        range.to = (size_t)source * call->count;
+        range.count = receiver == call->root ? call->count : 0;
+        break;
+    case SMP_SCATTER:
+        range.from = (size_t)receiver * call->count;
+        range.count = source == call->root ? call->count : 0;
+        break;
+    case SMP_ALL_TO_ALL:
+        for (int m = 0; m < receiver && source == op->lockstep->self; m++) {
+            range.from += count_of(call->counts, call->count, m);
+        }
+        for (int m = 0; m < source && receiver == op->lockstep->self; m++) {
+            range.to += count_of(call->out_counts, call->count, m);
+        }
+        range.count = source == op->lockstep->self
+                          ? count_of(call->counts, call->count, receiver)
+                          : count_of(call->out_counts, call->count, source);
+        if (call->counts == NULL) {
+            range.from = (size_t)receiver * call->count;
+        }
+        break;
+    case SMP_BARRIER:
+    case SMP_OPERATIONS:
+        break;
+    }
+    return range;
+}
+
+static void
+plan_ranges(smp_collective *op)
+{
+    int self = op->lockstep->self;
+
+    for (int m = 0; m < op->lockstep->size; m++) {
+        op->pulls[m] = range_between(op, m, self);
+        op->pushes[m] = range_between(op, self, m);
+    }
+}
+
+/* The most elements that go from one member to another; the same on all members. */
+static size_t
+longest(const smp_collective *op)
+{
+    const smp_call *call = &op->call;
+    size_t          most = call->count;
+
+    if (call->counts != NULL) {
+        most = 0;
+        for (int m = 0; m < op->lockstep->size; m++) {
+            most = call->counts[m] > most ? call->counts[m] : most;
+        }
+    }
+    return call->operation == SMP_BARRIER ? 0 : most;
+}
+
+/* Chooses the way for at most `most` elements between two members. */
+static void
+choose_way(smp_collective *op, size_t most)
+{
+    size_t n = (size_t)op->lockstep->size;
+    size_t cells = op->shared ? 1 : n;
+    size_t all = most * op->element * cells;
+    size_t elements;
+
+    op->cell = (SMP_SLOT_BYTES - op->header) / cells;
+    op->cell = op->cell >= 64 ? op->cell / 64 * 64 : op->cell / 8 * 8;
+    elements = op->cell / op->element;
+    if (op->lockstep->readable && all >= MEMORY_BYTES) {
+        op->way = SMP_BY_MEMORY;
+        op->steps = op->call.operation == SMP_ALL_REDUCE ? 3 : 2;
+    } else if (op->call.operation == SMP_ALL_REDUCE && n > 1 &&
+               (all > op->cell || all * n > FLAT_BYTES)) {
+        op->way = SMP_BY_SPLIT;
+        op->steps = 2 * ((most + elements - 1) / elements);
+    } else {
+        op->way = SMP_BY_SHELVES;
+        op->steps = op->data_step + (most + elements - 1) / elements;
+        op->steps += op->steps == 0;
+    }
+}
+
+/* ----------------------------------------------------------------------- filling */
+
+/* The window of a range that goes through the shelves in `round`. */
+static smp_range
+window(const smp_collective *op, smp_range range, size_t round)
+{
+    size_t elements = op->cell / op->element;
+    size_t skip = round * elements;
+
+    if (skip >= range.count) {
+        return (smp_range){range.from, range.to, 0};
+    }
+    range.count -= skip;
+    range.count = range.count < elements ? range.count : elements;
+    range.from += skip;
+    range.to += skip;
+    return range;
+}
+
+static uint8_t *
+cell_of(const smp_collective *op, smp_slot *slot, int member)
+{
+    return slot->data + op->header + (op->shared ? 0 : (size_t)member * op->cell);
+}
+
+/* Puts this step's data into `slot`. */
+static void
+fill(smp_collective *op, smp_slot *slot)
+{
+    const uint8_t *in = op->call.in;
+    size_t         round;
+
+    if (op->way == SMP_BY_MEMORY || op->step < op->data_step) {
+        return;
+    }
+    if (op->way == SMP_BY_SPLIT) {
+        if (op->step % 2 == 0) {
+            smp_range w = window(op, (smp_range){0, 0, op->call.count}, op->step / 2);
+
+            memcpy(slot->data, in + w.from * op->element, w.count * op->element);
+        }
+        return;
+    }
+    round = op->step - op->data_step;
+    for (int m = 0; m < op->lockstep->size; m++) {
+        smp_range w = window(op, op->pushes[m], round);
+
+        if (m != op->lockstep->self && w.count != 0) {
+            memcpy(cell_of(op, slot, m), in + w.from * op->element,
+                   w.count * op->element);
+            if (op->shared) {
+                return;
+            }
+        }
+    }
+}
+
+/* ------------------------------------------------------------------------ reading */
+
+/* Reduces terms, which were found, into out[to .. to + count). */
+static void
+reduce_terms(smp_collective *op, size_t to, size_t count)
+{
+    smp_reduce(op->kernels, op->call.reduction, op->call.dtype,
+               (uint8_t *)op->call.out + to * op->element, op->terms, op->factors,
+               op->lockstep->size, count, op->scratch);
+}
+
+static void
+collect_shelves(smp_collective *op)
+{
+    uint8_t       *out = op->call.out;
+    const uint8_t *in = op->call.in;
+    int            self = op->lockstep->self;
+    size_t         round = op->step - op->data_step;
+    smp_range      w = {0, 0, 0};
+
+    for (int m = 0; m < op->lockstep->size; m++) {
+        smp_slot *slot = smp_lockstep_slot(op->lockstep, m, op->lockstep->step);
+
+        w = window(op, op->pulls[m], round);
+        op->terms[m] = m == self ? in + w.from * op->element : cell_of(op, slot, self);
+        if (!reduces(op->call.operation) && w.count != 0 && out != NULL &&
+            out + w.to * op->element != (const uint8_t *)op->terms[m]) {
+            memmove(out + w.to * op->element, op->terms[m], w.count * op->element);
+        }
+    }
+    if (reduces(op->call.operation) && w.count != 0) {
+        reduce_terms(op, w.to, w.count);
+    }
+}
+
+static void
+collect_split(smp_collective *op)
+{
+    smp_lockstep *lockstep = op->lockstep;
+    uint8_t      *out = op->call.out;
+    smp_range     w = window(op, (smp_range){0, 0, op->call.count}, op->step / 2);
+
+    if (op->step % 2 == 0) {
+        smp_range part = part_of(op, w.count, lockstep->self);
+        smp_slot *next =
+            smp_lockstep_slot(lockstep, lockstep->self, lockstep->step + 1);
+        size_t skip = part.from * op->element;
+
+        for (int m = 0; m < lockstep->size; m++) {
+            op->terms[m] = smp_lockstep_slot(lockstep, m, lockstep->step)->data + skip;
+        }
+        if (part.count != 0) {
+            reduce_terms(op, w.to + part.to, part.count);
+            memcpy(next->data + skip, out + (w.to + part.to) * op->element,
+                   part.count * op->element);
+        }
+        return;
+    }
+    for (int m = 0; m < lockstep->size; m++) {
+        smp_range part = part_of(op, w.count, m);
+
+        if (m != lockstep->self && part.count != 0) {
+            memcpy(out + (w.to + part.to) * op->element,
+                   smp_lockstep_slot(lockstep, m, lockstep->step)->data +
+                       part.from * op->element,
+                   part.count * op->element);
+        }
+    }
+}
+
+/* Reduces the next piece of this member's pull. */
+static smp_status
+reduce_memory(smp_collective *op, smp_range range, bool *whole, int *member)
+{
+    const uint8_t *in = op->call.in;
+    size_t         piece = fetch_elements(op);
+    size_t         count = range.count - op->turn_offset;
+    uint8_t       *to = op->fetched;
+
+    count = count < piece ? count : piece;
+    for (int m = 0; m < op->lockstep->size && count != 0; m++) {
+        size_t     skip = (range.from + op->turn_offset) * op->element;
+        smp_status status;
+
+        if (m == op->lockstep->self) {
+            op->terms[m] = in + skip;
+            continue;
+        }
+        status = smp_lockstep_copy(op->lockstep, m, to, op->ins[m] + skip,
+                                   count * op->element);
+        if (status != SMP_OK) {
+            *member = m;
+            return status;
+        }
+        op->terms[m] = to;
+        to += piece * op->element;
+    }
+    if (count != 0) {
+        reduce_terms(op, range.to + op->turn_offset, count);
+    }
+    op->turn_offset += count;
+    *whole = op->turn_offset == range.count;
+    return SMP_OK;
+}
+
+/* Copies the next piece of what member `m` has at `from`; true: that was the last. */
+static smp_status
+copy_memory(smp_collective *op, int m, uint64_t from, smp_range range, bool *last)
+{
+    size_t     piece = COPY_BYTES / op->element;
+    size_t     count = range.count - op->turn_offset;
+    uint8_t   *to = op->call.out;
+    smp_status status = SMP_OK;
+
+    count = count < piece ? count : piece;
+    if (count != 0 && to != NULL) {
+        uint64_t at = from + (range.from + op->turn_offset) * op->element;
+
+        to += (range.to + op->turn_offset) * op->element;
+        if (m != op->lockstep->self) {
+            status = smp_lockstep_copy(op->lockstep, m, to, at, count * op->element);
+        } else if (at != (uint64_t)(uintptr_t)to) {
+            memmove(to, (const void *)(uintptr_t)at, count * op->element);
+        }
+    }
+    op->turn_offset += count;
+    *last = op->turn_offset == range.count;
+    return status;
+}
+
+/* One piece of the member whose turn it is; members begin with different ones. */
+static smp_status
+copy_turn(smp_collective *op, bool *whole, int *member)
+{
+    int        n = op->lockstep->size;
+    int        m = (op->lockstep->self + op->turn) % n;
+    bool       gathers = op->call.operation == SMP_ALL_REDUCE; /* the others' parts */
+    smp_range  range = gathers ? part_of(op, op->call.count, m) : op->pulls[m];
+    bool       last = true;
+    smp_status status = SMP_OK;
+
+    if (range.count != 0 && !(gathers && m == op->lockstep->self)) {
+        status = copy_memory(op, m, gathers ? op->outs[m] : op->ins[m], range, &last);
+    }
+    if (status != SMP_OK) {
+        *member = m;
+        return status;
+    }
+    if (last) {
+        op->turn++;
+        op->turn_offset = 0;
+    }
+    *whole = op->turn == n;
+    return SMP_OK;
+}
+
+static smp_status
+collect_memory(smp_collective *op, bool *whole, int *member)
+{
+    smp_range range;
+
+    *whole = true;
+    if (op->step + 1 == op->steps) { /* the last is only waiting */
+        return SMP_OK;
+    }
+    if (!reduces(op->call.operation) || op->step == 1) {
+        return copy_turn(op, whole, member);
+    }
+    range = op->call.operation == SMP_ALL_REDUCE
+                ? part_of(op, op->call.count, op->lockstep->self)
+                : op->pulls[op->lockstep->self];
+    return reduce_memory(op, range, whole, member);
+}
+
+/* ---------------------------------------------------------------------- agreement */
+
+static const uint64_t *
+slot_counts(const smp_collective *op, int member)
+{
+    const smp_slot *slot = smp_lockstep_slot(op->lockstep, member, op->lockstep->step);
+
+    return (const uint64_t *)(const void *)slot->data;
+}
+
+static const smp_notice *
+notice_of(const smp_collective *op, int member)
+{
+    return &smp_lockstep_slot(op->lockstep, member, op->lockstep->step)->notice;
+}
+
+static int
+rank_of(const smp_collective *op, int member)
+{
+    return op->lockstep->members[member].rank;
+}
+
+static bool
+same_call(const smp_notice *a, const smp_notice *b)
+{
+    return a->sequence == b->sequence && a->operation == b->operation &&
+           a->dtype == b->dtype && a->reduction == b->reduction &&
+           a->uneven == b->uneven && a->root == b->root && a->count == b->count;
+}
+
+/* Whether all have the split sizes of member 0. */
+static bool
+same_counts(const smp_collective *op, char *text, size_t bytes)
+{
+    int n = op->lockstep->size;
+
+    for (int m = 1; m < n; m++) {
+        for (int i = 0; i < n; i++) {
+            uint64_t first = slot_counts(op, 0)[i];
+            uint64_t its = slot_counts(op, m)[i];
+
+            if (its != first) {
+                snprintf(text, bytes,
+                         "split size %d is %llu on rank %d and %llu on rank %d", i,
+                         (unsigned long long)first, rank_of(op, 0),
+                         (unsigned long long)its, rank_of(op, m));
+                return false;
+            }
+        }
+    }
+    return true;
+}
+
+/* Whether each member expects what is sent to it; *most: the longest range. */
+static bool
+matching_counts(const smp_collective *op, char *text, size_t bytes, size_t *most)
+{
+    int n = op->lockstep->size;
+
+    *most = 0;
+    for (int m = 0; m < n; m++) {
+        for (int to = 0; to < n; to++) {
+            uint64_t sent = slot_counts(op, m)[to];
+            uint64_t expected = slot_counts(op, to)[n + m];
+
+            if (sent != expected) {
+                snprintf(text, bytes,
+                         "rank %d sends %llu elements to rank %d, which expects %llu",
+                         rank_of(op, m), (unsigned long long)sent, rank_of(op, to),
+                         (unsigned long long)expected);
+                return false;
+            }
+            *most = sent > *most ? sent : *most;
+        }
+    }
+    return true;
+}
+
+/* With the split sizes of all members, an all-to-all can be planned. */
+static void
+plan_all_to_all(smp_collective *op, size_t most)
+{
+    for (int m = 0; m < op->lockstep->size; m++) {
+        size_t from = 0;
+
+        for (int to = 0; to < op->lockstep->self; to++) {
+            from += slot_counts(op, m)[to];
+        }
+        op->pulls[m].from = from;
+    }
+    choose_way(op, most);
+}
+
+/* ------------------------------------------------------------------------- public */
+
+smp_status
+smp_collective_init(smp_collective *op, smp_lockstep *lockstep)
+{
+    size_t n = (size_t)lockstep->size;
+    size_t pieces = FETCH_BYTES / n < MIN_FETCH ? MIN_FETCH * n : FETCH_BYTES;
+
+    *op = (smp_collective){
+        .lockstep = lockstep,
+        .kernels = smp_kernels_best(),
+        .pulls = calloc(n, sizeof(smp_range)),
+        .pushes = calloc(n, sizeof(smp_range)),
+        .ins = calloc(n, sizeof(uint64_t)),
+        .outs = calloc(n, sizeof(uint64_t)),
+        .factors = calloc(n, sizeof(double)),
+        .terms = calloc(n, sizeof(void *)),
+        .scratch = aligned_alloc(64, SMP_REDUCE_SCRATCH),
+        .fetched = aligned_alloc(64, pieces),
+    };
+    if (op->pulls == NULL || op->pushes == NULL || op->ins == NULL ||
+        op->outs == NULL || op->factors == NULL || op->terms == NULL ||
+        op->scratch == NULL || op->fetched == NULL) {
+        smp_collective_fini(op);
+        return SMP_ERR_NO_MEMORY;
+    }
+    return SMP_OK;
+}
+
+void
+smp_collective_fini(smp_collective *op)
+{
+    free(op->pulls);
+    free(op->pushes);
+    free(op->ins);
+    free(op->outs);
+    free(op->factors);
+    free((void *)op->terms);
+    free(op->scratch);
+    free(op->fetched);
+}
+
+/* Whether a call makes sense by itself. */
+static bool
+is_valid(const smp_collective *op, const smp_call *call)
+{
+    size_t n = (size_t)op->lockstep->size;
+    size_t limit = SIZE_MAX / 16 / n;
+
+    if ((unsigned)call->operation >= SMP_OPERATIONS ||
+        (unsigned)call->dtype >= SMP_DTYPES || call->count > limit) {
+        return false;
+    }
+    if (reduces(call->operation) &&
+        ((unsigned)call->reduction >= SMP_REDUCTIONS ||
+         !smp_reduction_defined(call->reduction, call->dtype))) {
+        return false;
+    }
+    if (has_root(call->operation) &&
+        (call->root < 0 || call->root >= op->lockstep->size)) {
+        return false;
+    }
+    if (call->counts != NULL &&
+        (!may_be_uneven(call->operation) ||
+         (call->operation == SMP_ALL_TO_ALL) != (call->out_counts != NULL))) {
+        return false;
+    }
+    for (size_t m = 0; m < n && call->counts != NULL; m++) {
+        if (call->counts[m] > limit ||
+            (call->out_counts != NULL && call->out_counts[m] > limit)) {
+            return false;
+        }
+    }
+    return true;
+}
+
+/* Puts the split sizes at the head of the slot. */
+static void
+write_counts(const smp_collective *op, smp_slot *slot)
+{
+    uint64_t *to = (uint64_t *)(void *)slot->data;
+    int       n = op->lockstep->size;
+
+    for (int m = 0; m < n; m++) {
+        to[m] = op->call.counts[m];
+        if (op->call.out_counts != NULL) {
+            to[n + m] = op->call.out_counts[m];
+        }
+    }
+}
+
+smp_status
+smp_collective_begin(smp_collective *op, const smp_call *call, uint64_t sequence)
+{
+    smp_lockstep *lockstep = op->lockstep;
+    smp_slot *slot = smp_lockstep_slot(lockstep, lockstep->self, lockstep->step + 1);
+    size_t    lists;
+
+    if (!is_valid(op, call)) {
+        return SMP_ERR_INVALID;
+    }
+    op->call = *call;
+    if (!may_be_uneven(call->operation)) {
+        op->call.counts = NULL;
+    }
+    if (op->call.counts == NULL || call->operation != SMP_ALL_TO_ALL) {
+        op->call.out_counts = NULL;
+    }
+    lists =
+        (op->call.counts != NULL ? 1u : 0u) + (op->call.out_counts != NULL ? 1u : 0u);
+    op->element = smp_dtype_bytes(call->dtype);
+    op->first = lockstep->step + 1;
+    op->step = 0;
+    op->turn = 0;
+    op->turn_offset = 0;
+    op->header = (lists * (size_t)lockstep->size * sizeof(uint64_t) + 63) / 64 * 64;
+    op->shared = call->operation != SMP_REDUCE_SCATTER &&
+                 call->operation != SMP_SCATTER && call->operation != SMP_ALL_TO_ALL;
+    /* Until the other members' split sizes are there, nobody knows how many steps. */
+    op->data_step = op->call.out_counts != NULL;
+    plan_ranges(op);
+    choose_way(op, op->call.out_counts != NULL ? 0 : longest(op));
+    slot->notice.sequence = sequence;
+    slot->notice.operation = (uint8_t)call->operation;
+    slot->notice.dtype = (uint8_t)(call->operation == SMP_BARRIER ? 0 : call->dtype);
+    slot->notice.reduction = (uint8_t)(reduces(call->operation) ? call->reduction : 0);
+    slot->notice.uneven = (uint8_t)lists;
+    slot->notice.root = has_root(call->operation) ? call->root : 0;
+    slot->notice.count = lists != 0 || call->operation == SMP_BARRIER ? 0 : call->count;
+    slot->notice.factor = call->factor;
+    slot->notice.in = (uint64_t)(uintptr_t)call->in;
+    slot->notice.out = (uint64_t)(uintptr_t)call->out;
+    if (lists != 0) {
+        write_counts(op, slot);
+    }
+    fill(op, slot);
+    return SMP_OK;
+}
+
+bool
+smp_collective_agreed(smp_collective *op, char *text, size_t bytes)
+{
+    const smp_notice *first = notice_of(op, 0);
+    size_t            most = 0;
+
+    for (int m = 0; m < op->lockstep->size; m++) {
+        const smp_notice *its = notice_of(op, m);
+
+        if (!same_call(first, its)) {
+            char one[96];
+            char other[96];
+
+            smp_notice_describe(first, one, sizeof(one));
+            smp_notice_describe(its, other, sizeof(other));
+            snprintf(text, bytes, "rank %d calls %s, rank %d calls %s", rank_of(op, 0),
+                     one, rank_of(op, m), other);
+            return false;
+        }
+        op->ins[m] = its->in;
+        op->outs[m] = its->out;
+        op->factors[m] = its->factor;
+    }
+    if (op->call.out_counts != NULL) {
+        if (!matching_counts(op, text, bytes, &most)) {
+            return false;
+        }
+        plan_all_to_all(op, most);
+        return true;
+    }
+    return op->call.counts == NULL || same_counts(op, text, bytes);
+}
+
+smp_status
+smp_collective_collect(smp_collective *op, bool *whole, int *member)
+{
+    *whole = true;
+    switch (op->way) {
+    case SMP_BY_SHELVES:
+        if (op->step >= op->data_step) {
+            collect_shelves(op);
+        }
+        return SMP_OK;
+    case SMP_BY_SPLIT:
+        collect_split(op);
+        return SMP_OK;
+    case SMP_BY_MEMORY:
+        break;
+    }
+    return collect_memory(op, whole, member);
+}
+
+bool
+smp_collective_next(smp_collective *op)
+{
+    smp_lockstep *lockstep = op->lockstep;
+
+    if (op->step + 1 >= op->steps) {
+        return false;
+    }
+    op->step++;
+    op->turn = 0;
+    op->turn_offset = 0;
+    fill(op, smp_lockstep_slot(lockstep, lockstep->self, lockstep->step + 1));
+    return true;
+}
+
+void
+smp_notice_describe(const smp_notice *notice, char *out, size_t bytes)
+{
+    smp_operation operation = (smp_operation)notice->operation;
+    const char   *name = smp_operation_name(operation);
+    const char   *dtype = smp_dtype_name((smp_dtype)notice->dtype);
+    char          how[48] = "";
+    char          root[32] = "";
+
+    if (operation == SMP_BARRIER) {
+        snprintf(out, bytes, "%s %llu", name, (unsigned long long)notice->sequence);
+        return;
+    }
+    if (reduces(operation)) {
+        snprintf(how, sizeof(how), " (%s)",
+                 smp_reduction_name((smp_reduction)notice->reduction));
+    }
+    if (has_root(operation)) {
+        snprintf(root, sizeof(root), " with root %d", notice->root);
+    }
+    if (notice->uneven != 0) {
+        snprintf(out, bytes, "%s %llu%s of %s with split sizes%s", name,
+                 (unsigned long long)notice->sequence, how, dtype, root);
+    } else {
+        snprintf(out, bytes, "%s %llu%s of %llu %s%s", name,
+                 (unsigned long long)notice->sequence, how,
+                 (unsigned long long)notice->count, dtype, root);
+    }
+}

@@ -1,0 +1,563 @@
+/* Meeting, waiting, giving up. */
+#define _GNU_SOURCE
+#include "comm/collective/lockstep.h"
+
+#include <errno.h>
+#include <sched.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/random.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+#include "comm/clock.h"
+#include "comm/fork.h"
+#include "comm/neighbour.h"
+#include "common/jitter.h"
+
+#ifndef MADV_POPULATE_WRITE /* older C libraries */
+#    define MADV_POPULATE_WRITE 23
+#endif
+
+/* A waiter with a core of its own keeps it for this long; then, and from the beginning
+ * if it has none, it gives way to others for GIVE_WAY; then it sleeps. */
+#define SPIN_NS (50 * SMP_NS_PER_US)
+#define GIVE_WAY_NS (200 * SMP_NS_PER_US)
+
+/* Looks between two looks at the clock. */
+#define LOOKS 64
+
+/* A sleeper looks around this often: nobody rings for a dead member. */
+#define SLEEP_NS (20 * SMP_NS_PER_MS)
+#define MEETING_SLEEP_NS (1 * SMP_NS_PER_MS)
+
+/* How long fini waits for readers. */
+#define READERS_NS (1 * SMP_NS_PER_S)
+
+static void
+relax(void)
+{
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
+static void
+ring_others(const smp_lockstep *lockstep)
+{
+    for (int m = 0; m < lockstep->size; m++) {
+        smp_shelf *shelf = lockstep->members[m].shelf;
+
+        if (m != lockstep->self && shelf != NULL) {
+            smp_bell_ring(&shelf->bell);
+        }
+    }
+}
+
+/* Whether a member has ended, or shows its shelf to others now. */
+static bool
+is_away(const smp_lockstep *lockstep, int member)
+{
+    const smp_member *m = &lockstep->members[member];
+
+    return smp_comm_gone(lockstep->comm, m->rank) ||
+           atomic_load(&m->shelf->id) != lockstep->id ||
+           atomic_load(&m->shelf->nonce) != m->nonce;
+}
+
+/* ---------------------------------------------------------------------- meeting */
+
+/* FNV-1a over the members. */
+static uint64_t
+digest_of(const int *ranks, int size)
+{
+    uint64_t hash = 14695981039346656037u;
+
+    for (int i = 0; i < size; i++) {
+        hash = (hash ^ (uint64_t)(unsigned)ranks[i]) * 1099511628211u;
+    }
+    return hash;
+}
+
+static uint64_t
+new_nonce(const void *here)
+{
+    uint64_t nonce;
+
+    if (getrandom(&nonce, sizeof(nonce), GRND_NONBLOCK) != (ssize_t)sizeof(nonce)) {
+        nonce = (uint64_t)smp_clock_ns() * 1099511628211u ^ (uint64_t)(uintptr_t)here ^
+                (uint64_t)getpid() << 40;
+    }
+    return nonce | 1; /* a blank greeting is 0 */
+}
+
+/* While they meet, a member's first slot has a greeting for each other one: the nonce
+ * of its shelf.  A shelf of an earlier meeting with the same id greets nobody new. */
+static _Atomic uint64_t *
+greetings(smp_shelf *shelf)
+{
+    return (_Atomic uint64_t *)(void *)shelf->slots[0].data;
+}
+
+/* Finds the member's shelf and greets it.  SMP_OK: it has greeted this one.
+ * SMP_ERR_TIMED_OUT: not yet.  SMP_ERR_MISMATCH. */
+static smp_status
+greet(smp_lockstep *lockstep, int member, uint64_t id)
+{
+    smp_member *m = &lockstep->members[member];
+    smp_shelf  *own = lockstep->members[lockstep->self].shelf;
+    smp_shelf  *shelf = smp_shelf_find(m->segment->shelves, id);
+
+    if (shelf == NULL) {
+        return SMP_ERR_TIMED_OUT;
+    }
+    m->shelf = shelf;
+    if (shelf->digest != own->digest) {
+        return SMP_ERR_MISMATCH;
+    }
+    m->nonce = atomic_load(&shelf->nonce);
+    atomic_store(&greetings(own)[member], m->nonce);
+    return atomic_load(&greetings(shelf)[lockstep->self]) == lockstep->nonce
+               ? SMP_OK
+               : SMP_ERR_TIMED_OUT;
+}
+
+/* SMP_OK: all have greeted; else *failed is one that has not. */
+static smp_status
+greet_all(smp_lockstep *lockstep, uint64_t id, int *failed)
+{
+    smp_status all = SMP_OK;
+
+    for (int m = 0; m < lockstep->size && all != SMP_ERR_MISMATCH; m++) {
+        smp_status status = m != lockstep->self ? greet(lockstep, m, id) : SMP_OK;
+
+        if (status != SMP_OK) {
+            *failed = m;
+            all = status;
+        }
+    }
+    ring_others(lockstep);
+    return all;
+}
+
+/* After a mismatch: lets the others see it too, for at most a while. */
+static void
+linger(const smp_lockstep *lockstep, uint64_t id)
+{
+    int64_t until = smp_clock_ns() + READERS_NS;
+
+    for (int m = 0; m < lockstep->size; m++) {
+        const smp_member *other = &lockstep->members[m];
+        const smp_shelf  *shelf = NULL;
+
+        while (m != lockstep->self && smp_clock_ns() < until &&
+               !smp_comm_gone(lockstep->comm, other->rank) &&
+               (shelf == NULL || atomic_load(&shelf->failed) == SMP_OK)) {
+            shelf = smp_shelf_find(other->segment->shelves, id);
+            sched_yield();
+        }
+    }
+}
+
+static smp_status
+meet(smp_lockstep *lockstep, uint64_t id, int64_t deadline_ns, int *failed)
+{
+    smp_bell *bell = &lockstep->members[lockstep->self].shelf->bell;
+    int64_t   give_way = smp_clock_ns() + GIVE_WAY_NS;
+    int       member = lockstep->self;
+
+    for (;;) {
+        int64_t    now = smp_clock_ns();
+        smp_status gone = SMP_OK;
+        smp_status status;
+
+        /* Before the look at the shelves: what an ended one wrote is there by then. */
+        for (int m = 0; m < lockstep->size && gone == SMP_OK; m++) {
+            int rank = lockstep->members[m].rank;
+
+            if (smp_comm_gone(lockstep->comm, rank)) {
+                gone = smp_comm_left(lockstep->comm, rank) ? SMP_ERR_CLOSED
+                                                           : SMP_ERR_PEER_LOST;
+                *failed = rank;
+            }
+        }
+        smp_bell_lie_down(bell);
+        status = greet_all(lockstep, id, &member);
+        if (status != SMP_ERR_TIMED_OUT) {
+            smp_bell_get_up(bell);
+            *failed = lockstep->members[member].rank;
+            return status;
+        }
+        if (gone != SMP_OK) {
+            return gone;
+        }
+        if (now >= deadline_ns) {
+            *failed = lockstep->members[member].rank;
+            return SMP_ERR_TIMED_OUT;
+        }
+        if (now < give_way) {
+            sched_yield();
+        } else {
+            smp_bell_sleep(bell, now + MEETING_SLEEP_NS);
+        }
+        smp_bell_get_up(bell);
+    }
+}
+
+/* Whether this process can read what the member wrote in its own memory. */
+static bool
+can_read(const smp_lockstep *lockstep, int member)
+{
+    const smp_shelf *shelf = lockstep->members[member].shelf;
+    uint64_t         nonce = 0;
+
+    return smp_lockstep_copy(lockstep, member, &nonce, shelf->probe, sizeof(nonce)) ==
+               SMP_OK &&
+           nonce == lockstep->members[member].nonce;
+}
+
+/* Finds out together whether everyone can read everyone: the first step. */
+static smp_status
+agree_on_reading(smp_lockstep *lockstep, bool may_read, int64_t deadline_ns,
+                 int *failed)
+{
+    smp_slot  *own;
+    smp_status status;
+    int        member;
+
+    /* Even: the greetings are in the slot of the step after the next. */
+    lockstep->step = lockstep->members[0].nonce >> 16 << 1;
+    own = smp_lockstep_slot(lockstep, lockstep->self, lockstep->step + 1);
+
+    for (int m = 0; m < lockstep->size && may_read; m++) {
+        may_read = can_read(lockstep, m);
+    }
+    own->notice.uneven = may_read;
+    smp_lockstep_post(lockstep);
+    while (!smp_lockstep_arrived(lockstep)) {
+        status = smp_lockstep_trouble(lockstep, &member);
+        if (status == SMP_OK && smp_clock_ns() >= deadline_ns) {
+            status = SMP_ERR_TIMED_OUT;
+            member = lockstep->awaited;
+        }
+        if (status != SMP_OK) {
+            *failed = lockstep->members[member].rank;
+            return status;
+        }
+        smp_lockstep_wait(lockstep, deadline_ns);
+    }
+    lockstep->readable = true;
+    for (int m = 0; m < lockstep->size; m++) {
+        lockstep->readable =
+            lockstep->readable &&
+            smp_lockstep_slot(lockstep, m, lockstep->step)->notice.uneven;
+    }
+    smp_lockstep_read(lockstep);
+    return SMP_OK;
+}
+
+/* The members without their shelves; *failed as in init. */
+static smp_status
+list_members(smp_lockstep *lockstep, const int *ranks, int *failed)
+{
+    int me = smp_comm_rank(lockstep->comm);
+
+    lockstep->self = -1;
+    for (int m = 0; m < lockstep->size; m++) {
+        smp_neighbour neighbour;
+
+        *failed = ranks[m];
+        if (ranks[m] < 0 || ranks[m] >= smp_comm_size(lockstep->comm)) {
+            return SMP_ERR_INVALID;
+        }
+        for (int other = 0; other < m; other++) {
+            if (ranks[other] == ranks[m]) {
+                return SMP_ERR_INVALID;
+            }
+        }
+        if (!smp_comm_neighbour(lockstep->comm, ranks[m], &neighbour)) {
+            return SMP_ERR_UNREACHABLE;
+        }
+        smp_segment_ref(neighbour.segment);
+        lockstep->members[m] = (smp_member){
+            .rank = ranks[m], .pid = neighbour.pid, .segment = neighbour.segment};
+        if (ranks[m] == me) {
+            lockstep->self = m;
+        }
+    }
+    *failed = me;
+    return lockstep->self >= 0 ? SMP_OK : SMP_ERR_INVALID;
+}
+
+static void
+forget_members(smp_lockstep *lockstep)
+{
+    for (int m = 0; m < lockstep->size; m++) {
+        smp_segment_unref(lockstep->members[m].segment);
+    }
+    free(lockstep->members);
+}
+
+smp_status
+smp_lockstep_init(smp_lockstep *lockstep, smp_comm *comm, const int *ranks, int size,
+                  uint64_t id, bool may_read, int64_t deadline_ns, int *failed)
+{
+    smp_shelf *shelf;
+    smp_status status;
+
+    *failed = smp_comm_rank(comm);
+    if (size < 1 || size > SMP_SHELF_MEMBERS || id == 0) {
+        return SMP_ERR_INVALID;
+    }
+    *lockstep = (smp_lockstep){.comm = comm,
+                               .size = size,
+                               .spins = smp_comm_spins(comm),
+                               .id = id,
+                               .nonce = new_nonce(lockstep),
+                               .generation = smp_fork_generation()};
+    lockstep->members = calloc((size_t)size, sizeof(smp_member));
+    if (lockstep->members == NULL) {
+        return SMP_ERR_NO_MEMORY;
+    }
+    status = list_members(lockstep, ranks, failed);
+    if (status != SMP_OK) {
+        goto err_forget;
+    }
+    shelf = smp_shelf_take(lockstep->members[lockstep->self].segment->shelves);
+    if (shelf == NULL) {
+        status = SMP_ERR_NO_MEMORY;
+        goto err_forget;
+    }
+    /* Older kernels refuse, and then pages are made at first use. */
+    (void)madvise((void *)((uintptr_t)shelf->slots & ~(uintptr_t)4095),
+                  sizeof(shelf->slots), MADV_POPULATE_WRITE);
+    lockstep->members[lockstep->self].shelf = shelf;
+    lockstep->members[lockstep->self].nonce = lockstep->nonce;
+    atomic_store(&shelf->nonce, lockstep->nonce);
+    shelf->probe = (uint64_t)(uintptr_t)&lockstep->nonce;
+    shelf->digest = digest_of(ranks, size);
+    atomic_store(&shelf->id, id);
+    status = meet(lockstep, id, deadline_ns, failed);
+    if (status == SMP_OK) {
+        status = agree_on_reading(lockstep, may_read, deadline_ns, failed);
+    }
+    if (status != SMP_OK) {
+        goto err_forget_shelf;
+    }
+    return SMP_OK;
+
+err_forget_shelf:
+    smp_lockstep_fail(lockstep, status, "could not make the group");
+    if (status == SMP_ERR_MISMATCH) {
+        linger(lockstep, id);
+    }
+    smp_shelf_forget(shelf);
+err_forget:
+    forget_members(lockstep);
+    return status;
+}
+
+void
+smp_lockstep_fini(smp_lockstep *lockstep)
+{
+    smp_shelf *shelf = lockstep->members[lockstep->self].shelf;
+    int64_t    until = smp_clock_ns() + READERS_NS;
+    bool       read = true;
+
+    if (lockstep->generation == smp_fork_generation()) {
+        for (int m = 0; m < lockstep->size; m++) {
+            const smp_member *other = &lockstep->members[m];
+
+            while (m != lockstep->self &&
+                   atomic_load(&other->shelf->read) != lockstep->step &&
+                   atomic_load(&other->shelf->failed) == SMP_OK &&
+                   !is_away(lockstep, m) && read) {
+                read = smp_clock_ns() < until;
+                sched_yield();
+            }
+        }
+        if (read) {
+            smp_shelf_give_back(shelf);
+        } else {
+            smp_shelf_forget(shelf);
+        }
+    }
+    forget_members(lockstep);
+}
+
+/* ------------------------------------------------------------------------ steps */
+
+void
+smp_lockstep_post(smp_lockstep *lockstep)
+{
+    smp_slot *own;
+
+    lockstep->step++;
+    lockstep->awaited = 0;
+    own = smp_lockstep_slot(lockstep, lockstep->self, lockstep->step);
+    smp_jitter();
+    atomic_store(&own->notice.step, lockstep->step);
+    smp_jitter();
+    ring_others(lockstep);
+}
+
+/* Looks until `until_ns`, between the looks as `gives_way` says. */
+static bool
+look_for_a_while(smp_lockstep *lockstep, bool gives_way, int64_t until_ns)
+{
+    int looks = gives_way ? 1 : LOOKS;
+
+    do {
+        for (int i = 0; i < looks; i++) {
+            if (smp_lockstep_arrived(lockstep)) {
+                return true;
+            }
+            if (gives_way) {
+                sched_yield();
+            } else {
+                relax();
+            }
+        }
+    } while (smp_clock_ns() < until_ns);
+    return smp_lockstep_arrived(lockstep);
+}
+
+bool
+smp_lockstep_look(smp_lockstep *lockstep)
+{
+    for (int i = 0; i < LOOKS && lockstep->spins; i++) {
+        if (smp_lockstep_arrived(lockstep)) {
+            return true;
+        }
+        relax();
+    }
+    return smp_lockstep_arrived(lockstep);
+}
+
+void
+smp_lockstep_wait(smp_lockstep *lockstep, int64_t until_ns)
+{
+    smp_shelf *own = lockstep->members[lockstep->self].shelf;
+    smp_bell  *bell = &own->bell;
+    int64_t    start;
+    int        member;
+
+    if (smp_lockstep_arrived(lockstep)) {
+        return;
+    }
+    start = smp_clock_ns();
+    if (lockstep->spins && look_for_a_while(lockstep, false, start + SPIN_NS)) {
+        return;
+    }
+    if (look_for_a_while(lockstep, true, start + GIVE_WAY_NS)) {
+        return;
+    }
+    atomic_store(&own->waits, lockstep->step);
+    while (smp_lockstep_trouble(lockstep, &member) == SMP_OK) {
+        int64_t now = smp_clock_ns();
+
+        smp_bell_lie_down(bell);
+        if (smp_lockstep_arrived(lockstep) || now >= until_ns) {
+            break;
+        }
+        smp_bell_sleep(bell, until_ns - now < SLEEP_NS ? until_ns : now + SLEEP_NS);
+    }
+    smp_bell_get_up(bell);
+    atomic_store(&own->waits, 0);
+}
+
+const smp_shelf *
+smp_lockstep_elsewhere(const smp_lockstep *lockstep, int member)
+{
+    const smp_shelf *shelves = lockstep->members[member].segment->shelves;
+
+    for (int i = 0; i < SMP_SHELVES; i++) {
+        uint64_t id = atomic_load(&shelves[i].id);
+
+        if (id != 0 && id != lockstep->id && atomic_load(&shelves[i].waits) != 0) {
+            return &shelves[i];
+        }
+    }
+    return NULL;
+}
+
+smp_status
+smp_lockstep_trouble(const smp_lockstep *lockstep, int *member)
+{
+    for (int m = lockstep->awaited; m < lockstep->size; m++) {
+        const smp_member *other = &lockstep->members[m];
+        /* Before the look at its slot: what it posted is there by then. */
+        bool       gone = is_away(lockstep, m);
+        smp_status status = (smp_status)atomic_load(&other->shelf->failed);
+
+        if (m == lockstep->self || (!gone && status == SMP_OK) ||
+            smp_lockstep_posted(lockstep, m)) {
+            continue;
+        }
+        *member = m;
+        if (status != SMP_OK) {
+            return status;
+        }
+        return smp_comm_gone(lockstep->comm, other->rank) &&
+                       !smp_comm_left(lockstep->comm, other->rank)
+                   ? SMP_ERR_PEER_LOST
+                   : SMP_ERR_CLOSED;
+    }
+    return SMP_OK;
+}
+
+void
+smp_lockstep_read(smp_lockstep *lockstep)
+{
+    atomic_store_explicit(&lockstep->members[lockstep->self].shelf->read,
+                          lockstep->step, memory_order_release);
+}
+
+void
+smp_lockstep_fail(smp_lockstep *lockstep, smp_status status, const char *why)
+{
+    smp_shelf *shelf = lockstep->members[lockstep->self].shelf;
+
+    strncpy(shelf->why, why, sizeof(shelf->why) - 1);
+    atomic_store(&shelf->failed, (uint32_t)status);
+    ring_others(lockstep);
+}
+
+bool
+smp_lockstep_why(const smp_lockstep *lockstep, int member, char *out, size_t bytes)
+{
+    const smp_shelf *shelf = lockstep->members[member].shelf;
+    size_t           n = sizeof(shelf->why) < bytes ? sizeof(shelf->why) : bytes;
+
+    if (atomic_load(&shelf->failed) == SMP_OK) {
+        return false;
+    }
+    memcpy(out, shelf->why, n);
+    out[n - 1] = '\0';
+    return true;
+}
+
+smp_status
+smp_lockstep_copy(const smp_lockstep *lockstep, int member, void *to, uint64_t from,
+                  size_t bytes)
+{
+    pid_t    pid = lockstep->members[member].pid;
+    uint8_t *at = to;
+
+    while (bytes != 0) {
+        struct iovec local = {at, bytes};
+        struct iovec remote = {(void *)(uintptr_t)from, bytes};
+        ssize_t      n = process_vm_readv(pid, &local, 1, &remote, 1, 0);
+
+        if (n <= 0) {
+            return SMP_ERR_SYSTEM;
+        }
+        at += n;
+        from += (uint64_t)n;
+        bytes -= (size_t)n;
+    }
+    return SMP_OK;
+}

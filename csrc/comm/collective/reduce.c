@@ -1,0 +1,262 @@
+/* The tree, one piece of the tensors at a time, so that terms stay in the first cache.
+ *
+ * Terms are pushed on a stack and merged as in a binary counter: after term i, as many
+ * pairs are merged as i + 1 has trailing zero bits.  What is left at the end is merged
+ * from the right.  The last merge of all writes the result.
+ */
+#include "comm/collective/reduce.h"
+
+#include <assert.h>
+#include <stdint.h>
+#include <string.h>
+
+#include "comm/collective/reduce_kernels.h"
+
+#if defined(__x86_64__)
+#    include <cpuid.h>
+#endif
+
+/* Elements of a piece: at most 16 KiB. */
+#define PIECE 2048u
+#define LEVEL_BYTES (PIECE * sizeof(double))
+
+/* The stack never holds more: SMP_REDUCE_TENSORS is 2^10, and one that is merged. */
+#define LEVELS 12
+
+_Static_assert(LEVELS *LEVEL_BYTES == SMP_REDUCE_SCRATCH, "scratch is the stack");
+
+/* What is the same for all pieces. */
+typedef struct {
+    const smp_kernels  *kernels;
+    smp_reduction       reduction;
+    smp_dtype           dtype; /* of the tensors */
+    smp_dtype           term;  /* of the terms: f32 for f16 and bf16 */
+    smp_binary_kernel  *merge;
+    smp_scaling_kernel *divide;   /* NULL: not AVG */
+    smp_scaling_kernel *multiply; /* NULL: not PREMUL_SUM */
+    smp_convert_kernel *widen;    /* NULL: term is dtype */
+    const double       *factors;
+    int                 n;
+} reduction_plan;
+
+static smp_dtype
+term_of(smp_dtype dtype)
+{
+    return dtype == SMP_F16 || dtype == SMP_BF16 ? SMP_F32 : dtype;
+}
+
+/* Term i as the tree wants it: the tensor itself or, made in `level`, a copy. */
+static const void *
+leaf(const reduction_plan *plan, const void *in, int i, size_t count, void *level)
+{
+    if (plan->widen != NULL) {
+        plan->widen(level, in, count);
+        in = level;
+    }
+    if (plan->multiply != NULL) {
+        plan->multiply(level, in, plan->factors[i], count);
+        in = level;
+    }
+    return in;
+}
+
+/* Turns the root of the tree, which is in `root`, into the result. */
+static void
+finish(const reduction_plan *plan, void *out, const void *root, size_t count,
+       void *level)
+{
+    if (plan->divide != NULL) {
+        void *to = plan->widen != NULL ? level : out;
+
+        plan->divide(to, root, plan->n, count);
+        root = to;
+    }
+    if (plan->widen != NULL) {
+        plan->kernels->narrow[plan->dtype](out, root, count);
+    } else if (root != out) {
+        memcpy(out, root, count * smp_dtype_bytes(plan->dtype));
+    }
+}
+
+static void
+reduce_piece(const reduction_plan *plan, uint8_t *out, const void *const *in,
+             size_t start, size_t count, uint8_t *scratch)
+{
+    const void *stack[LEVELS];
+    size_t      skip = start * smp_dtype_bytes(plan->dtype);
+    int         depth = 0;
+
+    for (int i = 0; i < plan->n; i++) {
+        bool last = i + 1 == plan->n;
+
+        stack[depth] = leaf(plan, (const uint8_t *)in[i] + skip, i, count,
+                            scratch + (size_t)depth * LEVEL_BYTES);
+        depth++;
+        for (int pairs = i + 1; depth > 1 && (last || (pairs & 1) == 0); pairs >>= 1) {
+            void *to = scratch + (size_t)(depth - 2) * LEVEL_BYTES;
+
+            if (last && depth == 2 && plan->widen == NULL) {
+                to = out + skip;
+            }
+            plan->merge(to, stack[depth - 2], stack[depth - 1], count);
+            stack[depth - 2] = to;
+            depth--;
+        }
+    }
+    finish(plan, out + skip, stack[0], count, scratch);
+}
+
+/* Integers are divided by the plain kernels only. */
+static smp_scaling_kernel *
+divide_of(const smp_kernels *kernels, smp_dtype term)
+{
+    return kernels->divide[term] != NULL ? kernels->divide[term]
+                                         : smp_kernels_scalar.divide[term];
+}
+
+#if defined(__x86_64__)
+/* clang 14 has no name for it in __builtin_cpu_supports(). */
+static bool
+has_f16c(void)
+{
+    unsigned a;
+    unsigned b;
+    unsigned c;
+    unsigned d;
+
+    return __get_cpuid(1, &a, &b, &c, &d) != 0 && (c & bit_F16C) != 0;
+}
+#endif
+
+const smp_kernels *
+smp_kernels_of(smp_isa isa)
+{
+    switch (isa) {
+    case SMP_ISA_SCALAR:
+        return &smp_kernels_scalar;
+#if defined(__x86_64__)
+    case SMP_ISA_AVX2:
+        return __builtin_cpu_supports("avx2") && has_f16c() ? &smp_kernels_avx2 : NULL;
+    case SMP_ISA_AVX512:
+        return __builtin_cpu_supports("avx512f") &&
+                       __builtin_cpu_supports("avx512bw") &&
+                       __builtin_cpu_supports("avx512dq") &&
+                       __builtin_cpu_supports("avx512vl")
+                   ? &smp_kernels_avx512
+                   : NULL;
+#else
+    case SMP_ISA_AVX2:
+    case SMP_ISA_AVX512:
+#endif
+    case SMP_ISAS:
+        break;
+    }
+    return NULL;
+}
+
+const smp_kernels *
+smp_kernels_best(void)
+{
+    for (smp_isa isa = SMP_ISAS; isa-- > SMP_ISA_SCALAR;) {
+        const smp_kernels *kernels = smp_kernels_of(isa);
+
+        if (kernels != NULL) {
+            return kernels;
+        }
+    }
+    return &smp_kernels_scalar;
+}
+
+size_t
+smp_dtype_bytes(smp_dtype dtype)
+{
+    static const uint8_t bytes[SMP_DTYPES] = {
+        [SMP_U8] = 1,   [SMP_I8] = 1,  [SMP_I32] = 4, [SMP_I64] = 8,  [SMP_F16] = 2,
+        [SMP_BF16] = 2, [SMP_F32] = 4, [SMP_F64] = 8, [SMP_BOOL] = 1,
+    };
+
+    return bytes[dtype];
+}
+
+const char *
+smp_dtype_name(smp_dtype dtype)
+{
+    static const char *const names[SMP_DTYPES] = {
+        [SMP_U8] = "uint8",    [SMP_I8] = "int8",     [SMP_I32] = "int32",
+        [SMP_I64] = "int64",   [SMP_F16] = "float16", [SMP_BF16] = "bfloat16",
+        [SMP_F32] = "float32", [SMP_F64] = "float64", [SMP_BOOL] = "bool",
+    };
+
+    return (unsigned)dtype < SMP_DTYPES ? names[dtype] : "unknown";
+}
+
+const char *
+smp_reduction_name(smp_reduction reduction)
+{
+    static const char *const names[SMP_REDUCTIONS] = {
+        [SMP_SUM] = "sum",
+        [SMP_PRODUCT] = "product",
+        [SMP_MIN] = "min",
+        [SMP_MAX] = "max",
+        [SMP_BAND] = "band",
+        [SMP_BOR] = "bor",
+        [SMP_BXOR] = "bxor",
+        [SMP_AVG] = "avg",
+        [SMP_PREMUL_SUM] = "premultiplied sum",
+    };
+
+    return (unsigned)reduction < SMP_REDUCTIONS ? names[reduction] : "unknown";
+}
+
+bool
+smp_reduction_defined(smp_reduction reduction, smp_dtype dtype)
+{
+    const smp_kernels *kernels = &smp_kernels_scalar;
+    smp_dtype          term = term_of(dtype);
+
+    switch (reduction) {
+    case SMP_AVG:
+        return kernels->divide[term] != NULL;
+    case SMP_PREMUL_SUM:
+        return kernels->multiply[term] != NULL;
+    case SMP_SUM:
+    case SMP_PRODUCT:
+    case SMP_MIN:
+    case SMP_MAX:
+    case SMP_BAND:
+    case SMP_BOR:
+    case SMP_BXOR:
+        return kernels->binary[term][reduction] != NULL;
+    case SMP_REDUCTIONS:
+        break;
+    }
+    return false;
+}
+
+void
+smp_reduce(const smp_kernels *kernels, smp_reduction reduction, smp_dtype dtype,
+           void *out, const void *const *in, const double *factors, int n, size_t count,
+           void *scratch)
+{
+    smp_dtype      term = term_of(dtype);
+    reduction_plan plan = {
+        .kernels = kernels,
+        .reduction = reduction,
+        .dtype = dtype,
+        .term = term,
+        .merge = kernels->binary[term][reduction <= SMP_BXOR ? reduction : SMP_SUM],
+        .divide = reduction == SMP_AVG ? divide_of(kernels, term) : NULL,
+        .multiply = reduction == SMP_PREMUL_SUM ? kernels->multiply[term] : NULL,
+        .widen = kernels->widen[dtype],
+        .factors = factors,
+        .n = n,
+    };
+
+    assert(smp_reduction_defined(reduction, dtype));
+    assert(n >= 1 && n <= SMP_REDUCE_TENSORS);
+    for (size_t start = 0; start < count; start += PIECE) {
+        size_t left = count - start;
+
+        reduce_piece(&plan, out, in, start, left < PIECE ? left : PIECE, scratch);
+    }
+}

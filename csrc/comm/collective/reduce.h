@@ -1,0 +1,103 @@
+/* Adding up tensors element by element, always in the same order.
+ *
+ * n tensors are reduced along a binary tree over their numbers, which is the whole
+ * definition of the result, whatever computes it and in whatever pieces:
+ *
+ *     tree(i)      = in[i]
+ *     tree(a .. b) = tree(a .. a+p) op tree(a+p .. b)
+ *
+ * with p the largest power of two below b - a; for five: ((0+1)+(2+3))+4.
+ *
+ * Rounding   f32, f64: at each op, to nearest even.  f16, bf16: widened to f32 without
+ *            loss, every op (also AVG's division and PREMUL_SUM's factor) is one of
+ *            f32, and the root of the tree is rounded once.  Integers wrap around.
+ * SUM        of bool is or.  PRODUCT of bool is and.
+ * MIN, MAX   NaN if either is; of two zeros with different signs, the right one.
+ * BAND, BOR, BXOR  integers and bool.
+ * AVG        SUM, then one division by n (of integers: towards zero).  Not bool.
+ * PREMUL_SUM SUM of in[i] times the factor of i, in f32 (f64 for f64).  Floating types.
+ *
+ * The plain C kernels (comm/collective/reduce_scalar.c) are the definition; the others
+ * are chosen by the processor at run time and give the same bits, except which of two
+ * NaNs a sum or a product returns.
+ *
+ * Threads  any; the caller's memory.
+ */
+#ifndef SMP_COMM_REDUCE_H
+#define SMP_COMM_REDUCE_H
+
+#include <stdbool.h>
+#include <stddef.h>
+
+/* Of tensors; their values travel between ranks. */
+typedef enum {
+    SMP_U8,
+    SMP_I8,
+    SMP_I32,
+    SMP_I64,
+    SMP_F16,
+    SMP_BF16,
+    SMP_F32,
+    SMP_F64,
+    SMP_BOOL, /* one byte, 0 or 1 */
+    SMP_DTYPES
+} smp_dtype;
+
+typedef enum {
+    SMP_SUM,
+    SMP_PRODUCT,
+    SMP_MIN,
+    SMP_MAX,
+    SMP_BAND,
+    SMP_BOR,
+    SMP_BXOR,
+    SMP_AVG,
+    SMP_PREMUL_SUM,
+    SMP_REDUCTIONS
+} smp_reduction;
+
+/* Which processors a set of kernels needs. */
+typedef enum { SMP_ISA_SCALAR, SMP_ISA_AVX2, SMP_ISA_AVX512, SMP_ISAS } smp_isa;
+
+/* out[i] = left[i] op right[i]; out may be left or right. */
+typedef void smp_binary_kernel(void *out, const void *left, const void *right,
+                               size_t count);
+
+/* out[i] = in[i] op value (a factor or divisor); out may be in. */
+typedef void smp_scaling_kernel(void *out, const void *in, double value, size_t count);
+
+/* out[i] = in[i] in another type. */
+typedef void smp_convert_kernel(void *out, const void *in, size_t count);
+
+/* NULL where a dtype has no such kernel. */
+typedef struct {
+    smp_binary_kernel  *binary[SMP_DTYPES][SMP_BXOR + 1];
+    smp_scaling_kernel *multiply[SMP_DTYPES];
+    smp_scaling_kernel *divide[SMP_DTYPES];
+    smp_convert_kernel *widen[SMP_DTYPES];  /* to f32: f16 and bf16 */
+    smp_convert_kernel *narrow[SMP_DTYPES]; /* from f32 */
+} smp_kernels;
+
+/* NULL: this processor cannot run them. */
+const smp_kernels *smp_kernels_of(smp_isa isa);
+
+/* The fastest that this processor can run. */
+const smp_kernels *smp_kernels_best(void);
+
+size_t      smp_dtype_bytes(smp_dtype dtype);  /* of one element */
+const char *smp_dtype_name(smp_dtype dtype);   /* "float32"; static storage */
+const char *smp_reduction_name(smp_reduction); /* "sum"; static storage */
+bool        smp_reduction_defined(smp_reduction, smp_dtype);
+
+/* Bytes of scratch that smp_reduce() wants, and the most tensors that it takes. */
+#define SMP_REDUCE_SCRATCH ((size_t)192 << 10)
+#define SMP_REDUCE_TENSORS 1024
+
+/* out = tree(0 .. n), of `count` elements; a defined reduction, 1 <= n <=
+ * SMP_REDUCE_TENSORS.  factors[i] counts for PREMUL_SUM only, else NULL will do.  out
+ * may be one of in[]; scratch is 64-byte aligned and overlaps nothing. */
+void smp_reduce(const smp_kernels *kernels, smp_reduction reduction, smp_dtype dtype,
+                void *out, const void *const *in, const double *factors, int n,
+                size_t count, void *scratch);
+
+#endif

@@ -1,0 +1,53 @@
+/* Which bytes of the own segment's arena are handed out.
+ *
+ * A good-fit allocator in the manner of two-level segregated fit: constant time, free
+ * neighbours are joined, small holes are used first, so the pages in use stay few and
+ * warm.  Its books are private to the owner: nobody else's death or mistake can
+ * damage them.
+ *
+ * A block is given back by storing SMP_SLOT_FREE into its state in shared memory, from
+ * any process; the owner notices at later calls of take.
+ *
+ * Threads  any.
+ */
+#ifndef SMP_COMM_ARENA_H
+#define SMP_COMM_ARENA_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "comm/shm/segment.h"
+#include "common/status.h"
+
+typedef struct smp_arena smp_arena;
+
+typedef struct {
+    uint64_t in_use; /* bytes handed out and not given back */
+    uint64_t high;   /* the most that in_use has been */
+    uint64_t made;   /* bytes that have pages: what the arena takes of the machine */
+    uint64_t size;
+} smp_arena_use;
+
+/* Holds a reference to the segment.  SMP_ERR_NO_MEMORY. */
+smp_status smp_arena_create(smp_segment *segment, smp_arena **out);
+
+/* Blocks that are handed out stay valid.  Takes NULL. */
+void smp_arena_destroy(smp_arena *arena);
+
+/* `bytes` at segment->arena + *offset, aligned to 64; false: no room. */
+bool smp_arena_take(smp_arena *arena, size_t bytes, uint32_t *slot, uint64_t *offset);
+
+/* Looks at all blocks first, so that in_use is exact. */
+void smp_arena_measure(smp_arena *arena, smp_arena_use *use);
+
+/* So many bytes will be in use: their pages are wanted. */
+void smp_arena_expect(smp_arena *arena, uint64_t bytes);
+
+/* Whether pages ahead of the highest use so far, or expected, should be made now. */
+bool smp_arena_wants_pages(const smp_arena *arena);
+
+/* Makes some of them; a thread with time on its hands calls it while it is wanted. */
+void smp_arena_make_pages(smp_arena *arena);
+
+#endif

@@ -1,0 +1,75 @@
+/* Where the members of a group show each other what they do: one shelf each.
+ *
+ * A shelf lies in its member's segment; only the member writes it (but for the bell),
+ * and all other members read it.  Members go in steps (comm/collective/lockstep.h);
+ * step s uses slot s % 2.
+ *
+ * Threads  take, give_back: any.  A taken shelf is its group's.
+ */
+#ifndef SMP_COMM_SHELF_H
+#define SMP_COMM_SHELF_H
+
+#include <stdatomic.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "comm/shm/bell.h"
+
+/* How many groups a rank can be in at once. */
+#define SMP_SHELVES 64
+
+/* How many members a group can have. */
+#define SMP_SHELF_MEMBERS 1024
+
+#define SMP_SLOT_BYTES ((size_t)64 << 10)
+
+/* What a member says about one step: first what it calls (the same for all steps of an
+ * operation), then, last, the number of the step. */
+typedef struct {
+    _Atomic uint64_t step; /* everything else here and in the slot's data is written */
+    uint64_t         sequence; /* of the operation in the group; from 1 */
+    uint8_t          operation;
+    uint8_t          dtype;
+    uint8_t          reduction;
+    uint8_t          uneven; /* the slot's data begin with the counts */
+    int32_t          root;
+    uint64_t         count;
+    double           factor;
+    uint64_t         in; /* addresses in the member's memory */
+    uint64_t         out;
+} smp_notice;
+
+typedef struct {
+    _Alignas(64) smp_notice notice;
+    _Alignas(64) uint8_t data[SMP_SLOT_BYTES];
+} smp_slot;
+
+typedef struct {
+    _Alignas(64) _Atomic uint32_t taken;
+    _Atomic uint64_t id;        /* of the group; 0: nobody looks at this shelf */
+    _Atomic uint64_t nonce;     /* of this member's meeting */
+    uint64_t         probe;     /* address of the nonce in its own memory */
+    uint64_t         digest;    /* of the list of members */
+    _Alignas(64) smp_bell bell; /* written by all members */
+    _Alignas(64) _Atomic uint64_t read; /* the last step whose reading is over */
+    _Atomic uint64_t waits;  /* the step for which the member sleeps; 0: it does not */
+    _Atomic uint32_t failed; /* smp_status: the member has given up */
+    char             name[64]; /* of the group, for errors */
+    char             why[256];
+    _Alignas(64) smp_slot slots[2];
+} smp_shelf;
+
+_Static_assert(sizeof(smp_notice) <= 64, "a notice is one cache line");
+
+/* A shelf of `shelves`[SMP_SHELVES], blank, not yet with an id; NULL: all are taken. */
+smp_shelf *smp_shelf_take(smp_shelf *shelves);
+
+/* Others find it no more.  forget: it is not used again, because somebody may still
+ * look at it. */
+void smp_shelf_give_back(smp_shelf *shelf);
+void smp_shelf_forget(smp_shelf *shelf);
+
+/* The shelf with this id, or NULL. */
+smp_shelf *smp_shelf_find(smp_shelf *shelves, uint64_t id);
+
+#endif
