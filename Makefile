@@ -21,12 +21,12 @@ export OMP_NUM_THREADS := 1
 HAS_TORCH := 'import torch; major, minor = torch.__version__.split(".")[:2]; \
     exit((int(major), int(minor)) < (2, 10))'
 
+CSRC := $(shell find csrc -name '*.[ch]')
+
 venv: $(VENV)/.ready
 
 # The CPU build of torch is pinned: a plain `torch` brings gigabytes of CUDA.  A torch
 # that this Python already has (with its GPU support) is used instead.
-CSRC := $(shell find csrc -name '*.[ch]')
-
 $(VENV)/.ready: pyproject.toml setup.py $(CSRC)
 	test -x $(BIN)/python || $(PYTHON) -m venv \
 	    $$($(PYTHON) -c $(HAS_TORCH) 2>/dev/null && echo --system-site-packages) $(VENV)
