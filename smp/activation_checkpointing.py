@@ -6,7 +6,6 @@ makes to modules of other ranks are checkpointed with it.
 """
 
 import contextlib
-import copyreg
 import functools
 import re
 from collections.abc import Callable
@@ -16,10 +15,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from smp import runtime
-
-_classes: dict[type, type] = {}
-_OPTIONS = "_smp_checkpointing"
+from smp import runtime, stand_ins
+from smp.stand_ins import CHECKPOINTING
 
 
 def set_activation_checkpointing(
@@ -60,9 +57,9 @@ def set_activation_checkpointing(
         for child in module:
             set_activation_checkpointing(child, preserve_rng_state, pack_args_as_tuple)
         return
-    module.__dict__[_OPTIONS] = (preserve_rng_state, pack_args_as_tuple, strategy)
+    module.__dict__[CHECKPOINTING] = (preserve_rng_state, pack_args_as_tuple, strategy)
     if not hasattr(type(module), "_smp_checkpointed"):
-        module.__class__ = _class_like(type(module))
+        module.__class__ = stand_ins.stand_in(type(module), checkpointed)
 
 
 def group_size(strategy: str) -> int | None:
@@ -81,37 +78,40 @@ def group_size(strategy: str) -> int | None:
     return int(found[1]) if found else 1
 
 
-def _class_like(cls: type[nn.Module]) -> type[nn.Module]:
-    made = _classes.get(cls)
-    if made is None:
+def checkpointed(cls: type[nn.Module]) -> dict[str, Any]:
+    """The methods of a class like ``cls`` whose forward is checkpointed.
 
-        @functools.wraps(cls.forward)
-        def forward(self, *args, **kwargs):
-            preserve, pack, strategy = self.__dict__[_OPTIONS]
-            if isinstance(self, nn.Sequential) and cls.forward is nn.Sequential.forward:
-                if pack and len(args) > 1:
-                    args = (args,)
-                return run_sequential(self, *args, preserve=preserve, strategy=strategy)
-            return run(functools.partial(cls.forward, self), preserve, args, kwargs)
+    So are copies; a pickle holds a module as it was before.
+    """
 
-        def __reduce_ex__(self, protocol):
-            rebuild = copyreg._reconstructor  # type: ignore[attr-defined]
-            return rebuild, (cls, object, None), dict(self.__dict__)
+    @functools.wraps(cls.forward)
+    def forward(self, *args, **kwargs):
+        preserve, pack, strategy = self.__dict__[CHECKPOINTING]
+        if isinstance(self, nn.Sequential) and cls.forward is nn.Sequential.forward:
+            if pack and len(args) > 1:
+                args = (args,)
+            return run_sequential(self, *args, preserve=preserve, strategy=strategy)
+        return run(functools.partial(cls.forward, self), preserve, args, kwargs)
 
-        made = type(
-            cls.__name__,
-            (cls,),
-            {
-                "__module__": cls.__module__,
-                "__qualname__": cls.__qualname__,
-                "__doc__": cls.__doc__,
-                "forward": forward,
-                "__reduce_ex__": __reduce_ex__,
-                "_smp_checkpointed": cls,
-            },
-        )
-        _classes[cls] = made
-    return made
+    def again(module: nn.Module, copied: nn.Module) -> nn.Module:
+        if type(copied) is not stand_ins.users_class(cls):  # the class's own idea of a copy
+            return copied
+        copied.__dict__[CHECKPOINTING] = module.__dict__[CHECKPOINTING]
+        copied.__class__ = stand_ins.stand_in(cls, checkpointed)
+        return copied
+
+    def __copy__(self):
+        return again(self, stand_ins.shallow_copy(self))
+
+    def __deepcopy__(self, memo):
+        return again(self, stand_ins.deep_copy(self, memo))
+
+    return {
+        "forward": forward,
+        "__copy__": __copy__,
+        "__deepcopy__": __deepcopy__,
+        "_smp_checkpointed": cls,
+    }
 
 
 def run(function: Callable, preserve: bool, args: tuple, kwargs: dict[str, Any]) -> Any:

@@ -7,7 +7,6 @@ but for ``nn.Sequential`` whose children span ranks.
 """
 
 import contextlib
-import copyreg
 import functools
 import threading
 from collections.abc import Callable, Iterator
@@ -17,11 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from smp import _core
+from smp import _core, stand_ins
 
-_remote_classes: dict[type, type] = {}
-_sequential_classes: dict[type, type] = {}
-_gated_classes: dict[type, type] = {}
 _parameter_homes: dict[int, tuple[str, int]] = {}
 
 
@@ -46,34 +42,18 @@ class SequentialRun:
         return value
 
 
-def remote_class(cls: type[nn.Module]) -> type[nn.Module]:
-    """A class like ``cls`` whose calls go to the owner's rank."""
-    made = _remote_classes.get(cls)
-    if made is None:
+def remote(cls: type[nn.Module]) -> dict[str, Any]:
+    """The methods of a class like ``cls`` whose calls go to the owner's rank."""
 
-        @functools.wraps(cls.forward)
-        def forward(self, *args, **kwargs):
-            return _core.call_remote(self, args, kwargs, True)
+    @functools.wraps(cls.forward)
+    def forward(self, *args, **kwargs):
+        return _core.call_remote(self, args, kwargs, True)
 
-        made = type(
-            cls.__name__,
-            (cls,),
-            {
-                "__module__": cls.__module__,
-                "__qualname__": cls.__qualname__,
-                "__doc__": cls.__doc__,
-                "__call__": _core.module_call,
-                "forward": forward,
-                "__reduce_ex__": _reduce_to(cls),
-                "_smp_original_class": cls,
-            },
-        )
-        _remote_classes[cls] = made
-    return made
+    return {"__call__": _core.module_call, "forward": forward, "_smp_original_class": cls}
 
 
 def original_class(module: nn.Module) -> type[nn.Module]:
-    """The class that the user gave the module."""
+    """The class that the module had before its partition."""
     return getattr(type(module), "_smp_original_class", type(module))
 
 
@@ -93,48 +73,21 @@ def child_paths(module: nn.Module, path: str) -> Iterator[str]:
         yield f"{path}.{name}" if path else name
 
 
-def _reduce_to(cls: type[nn.Module]) -> Callable:
-    """``__reduce_ex__`` for a class that stands in for ``cls``: pickles hold an instance of
-    the user's class, without what belongs to this rank."""
+def in_runs(cls: type[nn.Module]) -> dict[str, Any]:
+    """The methods of a class like ``cls``, an ``nn.Sequential`` that sends one request a
+    run."""
 
-    def __reduce_ex__(self, protocol):
-        rebuild = copyreg._reconstructor  # type: ignore[attr-defined]
-        state = cls.__getstate__(self) if hasattr(cls, "__getstate__") else self.__dict__
-        if isinstance(state, dict):
-            state = {k: v for k, v in state.items() if k not in ("_smp_gate", "_smp_runs")}
-        return rebuild, (cls, object, None), state
+    @functools.wraps(cls.forward)
+    def forward(self, input):
+        for number, children in self.__dict__[stand_ins.RUNS]:
+            if number is None or any(c._forward_hooks for c in children):
+                for child in children:
+                    input = child(input)
+            else:
+                input = _core.call_entry(number, (input,))
+        return input
 
-    return __reduce_ex__
-
-
-def sequential_class(cls: type[nn.Module]) -> type[nn.Module]:
-    """A class like ``cls`` (an ``nn.Sequential``) that sends one request a run."""
-    made = _sequential_classes.get(cls)
-    if made is None:
-
-        def forward(self, input):
-            for number, children in self._smp_runs:
-                if number is None or any(c._forward_hooks for c in children):
-                    for child in children:
-                        input = child(input)
-                else:
-                    input = _core.call_entry(number, (input,))
-            return input
-
-        made = type(
-            cls.__name__,
-            (cls,),
-            {
-                "__module__": cls.__module__,
-                "__qualname__": cls.__qualname__,
-                "__doc__": cls.__doc__,
-                "forward": forward,
-                "__reduce_ex__": _reduce_to(cls),
-                "_smp_original_class": cls,
-            },
-        )
-        _sequential_classes[cls] = made
-    return made
+    return {"forward": forward, "_smp_original_class": cls}
 
 
 class _Passing(threading.local):
@@ -149,7 +102,7 @@ _passing = _Passing()
 
 def through_gate(module: nn.Module, call: Callable, *args: Any, **kwargs: Any) -> Any:
     """Call it when it is the microbatch's turn at the module's gate, if it has one."""
-    gate = module.__dict__.get("_smp_gate")
+    gate = module.__dict__.get(stand_ins.GATE)
     if gate is None or not module.training or gate in _passing.gates:
         return call(*args, **kwargs)
     if not _core.await_turn(gate):
@@ -162,36 +115,21 @@ def through_gate(module: nn.Module, call: Callable, *args: Any, **kwargs: Any) -
         _core.left(gate)
 
 
-def gated_class(cls: type[nn.Module]) -> type[nn.Module]:
-    """A class like ``cls`` that microbatches call in their order: it changes buffers.
+def gated(cls: type[nn.Module]) -> dict[str, Any]:
+    """The methods of a class like ``cls`` that microbatches call in their order: it changes
+    buffers.
 
     So do hooks before the forward (spectral norm), and the forward may be called alone.
     """
-    made = _gated_classes.get(cls)
-    if made is None:
 
-        def __call__(self, *args, **kwargs):
-            return through_gate(self, cls.__call__, self, *args, **kwargs)
+    def __call__(self, *args, **kwargs):
+        return through_gate(self, cls.__call__, self, *args, **kwargs)
 
-        @functools.wraps(cls.forward)
-        def forward(self, *args, **kwargs):
-            return through_gate(self, cls.forward, self, *args, **kwargs)
+    @functools.wraps(cls.forward)
+    def forward(self, *args, **kwargs):
+        return through_gate(self, cls.forward, self, *args, **kwargs)
 
-        made = type(
-            cls.__name__,
-            (cls,),
-            {
-                "__module__": cls.__module__,
-                "__qualname__": cls.__qualname__,
-                "__doc__": cls.__doc__,
-                "__call__": __call__,
-                "forward": forward,
-                "__reduce_ex__": _reduce_to(cls),
-                "_smp_original_class": cls,
-            },
-        )
-        _gated_classes[cls] = made
-    return made
+    return {"__call__": __call__, "forward": forward, "_smp_original_class": cls}
 
 
 def make_entries(
@@ -356,13 +294,13 @@ def swap_classes(
     for path, module in root.named_modules():
         cls = original_class(module)
         if rank_of[path] != rank:
-            module.__class__ = remote_class(cls)
+            module.__class__ = stand_ins.stand_in(cls, remote)
         elif path in runs:
-            module.__dict__["_smp_runs"] = [
+            module.__dict__[stand_ins.RUNS] = [
                 (None if number is None else number + first_entry, modules)
                 for number, modules in runs[path]
             ]
-            module.__class__ = sequential_class(cls)
+            module.__class__ = stand_ins.stand_in(cls, in_runs)
         elif path in gates:
-            module.__dict__["_smp_gate"] = gates[path]
-            module.__class__ = gated_class(cls)
+            module.__dict__[stand_ins.GATE] = gates[path]
+            module.__class__ = stand_ins.stand_in(cls, gated)

@@ -1,0 +1,127 @@
+"""Classes that stand in for the user's own.
+
+A module that runs on another rank, is checkpointed, or that microbatches pass in order
+gets a class like its own but for a few methods.  To the user it is still his class: it is
+a subclass of the same name, and what is copied or pickled is an instance of the class
+itself, made by that class's own ``__reduce_ex__``, ``__getstate__``, ``__copy__`` and
+``__deepcopy__`` if it has them.
+"""
+
+import copy
+import copyreg
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+# What a module with such a class has in its __dict__ for it.  It belongs to this job and
+# does not go into copies and pickles.
+GATE = "_smp_gate"
+RUNS = "_smp_runs"
+CHECKPOINTING = "_smp_checkpointing"
+_OURS = (GATE, RUNS, CHECKPOINTING)
+
+Members = Callable[[type[nn.Module]], dict[str, Any]]
+
+_made: dict[tuple[type, Members], type] = {}
+
+
+def stand_in(cls: type[nn.Module], members: Members) -> type[nn.Module]:
+    """The class that stands in for ``cls``; the same one each time.
+
+    Args:
+        cls: the user's class, or one that stands in for it already.
+        members: a top-level function that gives the methods that differ, for ``cls``.
+    """
+    made = _made.get((cls, members))
+    if made is None:
+        names: dict[str, Any] = {
+            "__module__": cls.__module__,
+            "__qualname__": cls.__qualname__,
+            "__doc__": cls.__doc__,
+            "__reduce_ex__": _reduce_ex,
+            "_smp_users_class": users_class(cls),
+        }
+        if cls is users_class(cls):
+            for name, method in (("__copy__", _copy), ("__deepcopy__", _deepcopy)):
+                if hasattr(cls, name):
+                    names[name] = method
+        # The user's class does not hear of it: it may keep a list of its subclasses, by name.
+        made = type(cls.__name__, (_Unheard, cls), {**names, **members(cls)})
+        made.__bases__ = (cls,)
+        _made[cls, members] = made
+    return made
+
+
+def users_class(cls: type[nn.Module]) -> type[nn.Module]:
+    """The class that the user wrote."""
+    return getattr(cls, "_smp_users_class", cls)
+
+
+class _Unheard(nn.Module):
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        pass
+
+
+def shallow_copy(module: nn.Module) -> nn.Module:
+    """What ``copy.copy`` gives for an instance of the user's class."""
+    if hasattr(users_class(type(module)), "__copy__"):
+        return _copy(module)
+    return copy._reconstruct(module, None, *module.__reduce_ex__(4))  # type: ignore
+
+
+def deep_copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """What ``copy.deepcopy`` gives for an instance of the user's class."""
+    if hasattr(users_class(type(module)), "__deepcopy__"):
+        return _deepcopy(module, memo)
+    return copy._reconstruct(module, memo, *module.__reduce_ex__(4))  # type: ignore
+
+
+def _reduce_ex(self: nn.Module, protocol: int) -> Any:
+    reduced = _Twin(self).call("__reduce_ex__", protocol)
+    if not isinstance(reduced, tuple):
+        return reduced
+    make, args, *state = reduced
+    # pickle takes these two only for an instance of the very class.
+    if make is copyreg.__newobj__:  # type: ignore[attr-defined]
+        make = args[0].__new__
+    elif make is copyreg.__newobj_ex__:  # type: ignore[attr-defined]
+        cls, positional, named = args
+        make, args = partial(cls.__new__, cls, *positional, **named), ()
+    return make, args, *state
+
+
+def _copy(self: nn.Module) -> Any:
+    return _Twin(self).call("__copy__")
+
+
+def _deepcopy(self: nn.Module, memo: dict[int, Any]) -> Any:
+    return _Twin(self).call("__deepcopy__", memo)
+
+
+class _Twin:
+    """An instance of the user's class with all that a module has, but for what is ours.
+
+    The module itself must keep its class meanwhile: another thread may call it.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        cls = users_class(type(module))
+        self.original = module
+        self.module = object.__new__(cls)
+        self.module.__dict__.update(
+            (name, value) for name, value in module.__dict__.items() if name not in _OURS
+        )
+        for name in copyreg._slotnames(cls):  # type: ignore[attr-defined]
+            if hasattr(module, name):
+                object.__setattr__(self.module, name, getattr(module, name))
+
+    def call(self, name: str, *args: Any) -> Any:
+        """What the user's method gives; the module where it gives the instance itself."""
+        try:
+            given = getattr(self.module, name)(*args)
+            return self.original if given is self.module else given
+        finally:
+            if hasattr(self.module, "__del__"):  # the module lives on
+                object.__setattr__(self.module, "__class__", nn.Module)
