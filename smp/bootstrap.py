@@ -86,13 +86,20 @@ class OverMPI(Bootstrap):
 
 
 class OverStore(Bootstrap):
-    """Ranks that share a torch store: torchrun's, or that of a group that is there."""
+    """Ranks that share a torch store: torchrun's, or that of a group that is there.
+
+    Args:
+        name: of the keys, used once; None: these are all ranks of the job.
+    """
 
     _generations = itertools.count()  # each bootstrap has keys of its own
 
-    def __init__(self, store: dist.Store, rank: int, size: int) -> None:
+    def __init__(
+        self, store: dist.Store, rank: int, size: int, name: str | None = None
+    ) -> None:
         self.rank, self.size = rank, size
-        self.store = dist.PrefixStore(f"smp-{next(self._generations)}", store)
+        prefix = name or f"smp-{next(self._generations)}"
+        self.store = dist.PrefixStore(prefix, store)
         self._calls = itertools.count()
         self._settle(self.allgather_bytes(host_identity()))
 

@@ -300,6 +300,11 @@ def load(given: Mapping[str, Any] | None, size: int) -> Config:
     return config
 
 
+def comm_environment() -> dict[str, Any]:
+    """What ``SMP_COMM_*`` set, checked, by parameter name."""
+    return _checked("the environment", _comm_environment())
+
+
 def _sources(given: Mapping[str, Any] | None) -> list[tuple[str, Mapping[str, Any]]]:
     """Where values come from, the strongest first."""
     if given is not None and not isinstance(given, Mapping):

@@ -10,7 +10,16 @@
 
 #define SMP_DLPACK_MAJOR 1
 
-enum { SMP_DL_CPU = 1, SMP_DL_COMPLEX = 5 };
+enum { SMP_DL_CPU = 1 };
+
+enum {
+    SMP_DL_INT = 0,
+    SMP_DL_UINT = 1,
+    SMP_DL_FLOAT = 2,
+    SMP_DL_BFLOAT = 4,
+    SMP_DL_COMPLEX = 5,
+    SMP_DL_BOOL = 6
+};
 
 typedef struct {
     uint32_t major;

@@ -2,6 +2,8 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
+#include "python/collective_comm.h"
+#include "python/collective_group.h"
 #include "python/comm_binding.h"
 #include "python/gradients.h"
 #include "python/heap.h"
@@ -16,6 +18,7 @@ module_exec(PyObject *module)
     if (smp_torch_load() < 0 || smp_session_add_functions(module) < 0 ||
         smp_call_add(module) < 0 || smp_serve_add(module) < 0 ||
         smp_gradients_add_functions(module) < 0 || smp_python_add_comm(module) < 0 ||
+        smp_comm_add(module) < 0 || smp_group_add(module) < 0 ||
         smp_python_add_partition(module) < 0 || smp_watch_add_functions(module) < 0 ||
         smp_heap_add_functions(module) < 0) {
         return -1;

@@ -1,0 +1,440 @@
+/* Queues, who carries them out, and who hears that an order is over. */
+#define _GNU_SOURCE
+#include "comm/collective/queue.h"
+
+#include <pthread.h>
+#include <signal.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+#include "comm/clock.h"
+#include "comm/fork.h"
+#include "common/lock.h"
+
+/* How long the carrier stays with one group whose members are missing: alone, and when
+ * other groups have orders too. */
+#define STAY_NS (1 * SMP_NS_PER_MS)
+#define SHARE_NS (100 * SMP_NS_PER_US)
+
+/* How often a waiter that drives a queue looks whether it closes. */
+#define LOOK_NS (20 * SMP_NS_PER_MS)
+
+struct smp_queue {
+    smp_carrier *carrier; /* borrowed */
+    smp_group   *group;   /* borrowed; used by whoever drives the queue */
+
+    /* Guarded by the carrier's lock. */
+    bool       driven; /* a thread carries out the head, and it alone takes it off */
+    bool       closing;
+    smp_order *head;
+    smp_order *tail;
+    smp_queue *next;    /* of the carrier's queues */
+    bool       carried; /* driven by the carrier */
+};
+
+struct smp_carrier {
+    uint32_t  generation; /* smp_fork_generation() */
+    pthread_t thread;     /* owned: joined by destroy */
+
+    smp_lock       lock;    /* guards all below, and the queues */
+    pthread_cond_t work;    /* a queue has orders and no driver, or ending */
+    pthread_cond_t changed; /* an order is over, or a queue is not driven any more */
+    pthread_cond_t news;    /* finished, closed */
+    int            waiters; /* for changed */
+    bool           ending;
+    bool           closed;
+    smp_queue     *queues;
+    smp_order     *finished;      /* announced orders that are over, */
+    smp_order    **finished_last; /* and where the next goes */
+};
+
+static bool
+is_child(const smp_carrier *carrier)
+{
+    return carrier->generation != smp_fork_generation();
+}
+
+static void
+wait_for(pthread_cond_t *what, smp_lock *lock, int64_t until_ns)
+{
+    struct timespec until = {.tv_sec = (time_t)(until_ns / SMP_NS_PER_S),
+                             .tv_nsec = (long)(until_ns % SMP_NS_PER_S)};
+
+    if (until_ns == SMP_NEVER) {
+        pthread_cond_wait(what, &lock->mutex);
+    } else {
+        pthread_cond_timedwait(what, &lock->mutex, &until);
+    }
+}
+
+/* ------------------------------------------------------- by the driver of a queue */
+
+/* Moves the order on until it is done or until_ns: true, it is. */
+static bool
+carry_out(smp_order *order, int64_t until_ns)
+{
+    smp_group *group = order->queue->group;
+
+    while (order->at < order->ncalls) {
+        bool over = false;
+
+        if (!order->begun) {
+            order->status = smp_group_start(group, &order->calls[order->at]);
+            order->begun = true;
+            order->sequence = smp_group_sequence(group);
+        }
+        if (order->status == SMP_OK) {
+            order->status = smp_group_wait(group, until_ns, &over);
+        }
+        if (order->status != SMP_OK) {
+            order->error = strdup(smp_group_error(group));
+            return true;
+        }
+        if (!over) {
+            return false;
+        }
+        order->begun = false;
+        order->at++;
+    }
+    return true;
+}
+
+/* Hands an order that is over to smp_carrier_finished(); the lock is held. */
+static void
+announce(smp_carrier *carrier, smp_order *order)
+{
+    *carrier->finished_last = order;
+    carrier->finished_last = &order->next;
+    pthread_cond_signal(&carrier->news);
+}
+
+/* Takes the head, which is done, off its queue.  The carrier's lock is held; the order
+ * may be gone when it is released. */
+static void
+finish_head(smp_queue *queue)
+{
+    smp_carrier *carrier = queue->carrier;
+    smp_order   *order = queue->head;
+
+    queue->head = order->next;
+    order->next = NULL;
+    if (order->announced) {
+        announce(carrier, order);
+    }
+    atomic_store_explicit(&order->over, true, memory_order_release);
+    if (carrier->waiters > 0) {
+        pthread_cond_broadcast(&carrier->changed);
+    }
+}
+
+/* The queue is free for others.  The carrier's lock is held. */
+static void
+stop_driving(smp_queue *queue)
+{
+    smp_carrier *carrier = queue->carrier;
+
+    queue->driven = false;
+    if (queue->head != NULL) {
+        pthread_cond_signal(&carrier->work);
+    }
+    if (carrier->waiters > 0) {
+        pthread_cond_broadcast(&carrier->changed);
+    }
+}
+
+/* Drives the order's queue until the order is over, the queue closes, or until_ns.  The
+ * lock is held, and nobody drives. */
+static void
+drive(smp_order *order, int64_t until_ns)
+{
+    smp_queue *queue = order->queue;
+    smp_lock  *lock = &queue->carrier->lock;
+    int64_t    now = smp_clock_ns();
+
+    queue->driven = true;
+    do {
+        smp_order *head = queue->head;
+        bool       done;
+
+        smp_lock_release(lock);
+        done = carry_out(head, until_ns - now < LOOK_NS ? until_ns : now + LOOK_NS);
+        smp_lock_acquire(lock);
+        if (done) {
+            finish_head(queue);
+        }
+    } while (!smp_order_is_over(order) && !queue->closing &&
+             (now = smp_clock_ns()) < until_ns);
+    stop_driving(queue);
+}
+
+/* ------------------------------------------------------------- the carrier's thread */
+
+/* Takes the queues that nobody drives, gives back those that are done.  How many there
+ * are; the lock is held. */
+static int
+choose_queues(smp_carrier *carrier)
+{
+    int n = 0;
+
+    for (smp_queue *queue = carrier->queues; queue != NULL; queue = queue->next) {
+        if (queue->carried && (queue->head == NULL || queue->closing)) {
+            queue->carried = false;
+            stop_driving(queue);
+        } else if (!queue->driven && queue->head != NULL && !queue->closing) {
+            queue->carried = queue->driven = true;
+        }
+        n += queue->carried;
+    }
+    return n;
+}
+
+static void *
+carrier_main(void *arg)
+{
+    smp_carrier *carrier = arg;
+
+    smp_lock_acquire(&carrier->lock);
+    for (;;) {
+        int n = choose_queues(carrier);
+
+        if (n == 0 && carrier->ending) {
+            break;
+        }
+        if (n == 0) {
+            wait_for(&carrier->work, &carrier->lock, SMP_NEVER);
+            continue;
+        }
+        /* One that is carried stays in the list: destroy waits for its driver. */
+        for (smp_queue *queue = carrier->queues; queue != NULL; queue = queue->next) {
+            bool done;
+
+            if (!queue->carried || queue->head == NULL) {
+                continue;
+            }
+            smp_lock_release(&carrier->lock);
+            done =
+                carry_out(queue->head, smp_clock_ns() + (n > 1 ? SHARE_NS : STAY_NS));
+            smp_lock_acquire(&carrier->lock);
+            if (done) {
+                finish_head(queue);
+            }
+        }
+    }
+    smp_lock_release(&carrier->lock);
+    return NULL;
+}
+
+/* --------------------------------------------------------------------------- public */
+
+smp_status
+smp_carrier_create(smp_carrier **out)
+{
+    smp_carrier       *carrier = calloc(1, sizeof(*carrier));
+    pthread_condattr_t monotonic;
+    sigset_t           all;
+    sigset_t           before;
+    int                error;
+
+    if (carrier == NULL) {
+        return SMP_ERR_NO_MEMORY;
+    }
+    carrier->generation = smp_fork_generation();
+    carrier->finished_last = &carrier->finished;
+    smp_lock_init(&carrier->lock, SMP_LOCK_ORDERS);
+    pthread_condattr_init(&monotonic);
+    pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
+    pthread_cond_init(&carrier->work, &monotonic);
+    pthread_cond_init(&carrier->changed, &monotonic);
+    pthread_cond_init(&carrier->news, &monotonic);
+    pthread_condattr_destroy(&monotonic);
+    sigfillset(&all); /* signals are the other threads' business */
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    error = pthread_create(&carrier->thread, NULL, carrier_main, carrier);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    if (error != 0) {
+        smp_lock_fini(&carrier->lock);
+        free(carrier);
+        return SMP_ERR_NO_THREAD;
+    }
+    pthread_setname_np(carrier->thread, "smp-carrier");
+    *out = carrier;
+    return SMP_OK;
+}
+
+void
+smp_carrier_close(smp_carrier *carrier)
+{
+    if (is_child(carrier)) {
+        return;
+    }
+    smp_lock_acquire(&carrier->lock);
+    carrier->closed = true;
+    pthread_cond_broadcast(&carrier->news);
+    smp_lock_release(&carrier->lock);
+}
+
+void
+smp_carrier_destroy(smp_carrier *carrier)
+{
+    if (carrier == NULL || is_child(carrier)) {
+        return; /* the child has no such thread, and may not trust the lock */
+    }
+    smp_lock_acquire(&carrier->lock); /* 1. wake it */
+    carrier->ending = true;
+    pthread_cond_signal(&carrier->work);
+    smp_lock_release(&carrier->lock);
+    pthread_join(carrier->thread, NULL); /* 2. nobody else uses it now */
+    pthread_cond_destroy(&carrier->work);
+    pthread_cond_destroy(&carrier->changed);
+    pthread_cond_destroy(&carrier->news);
+    smp_lock_fini(&carrier->lock);
+    free(carrier);
+}
+
+smp_status
+smp_carrier_finished(smp_carrier *carrier, smp_order **out)
+{
+    smp_status status = SMP_ERR_CLOSED;
+
+    if (is_child(carrier)) {
+        return status;
+    }
+    smp_lock_acquire(&carrier->lock);
+    while (carrier->finished == NULL && !carrier->closed) {
+        wait_for(&carrier->news, &carrier->lock, SMP_NEVER);
+    }
+    if (carrier->finished != NULL) {
+        *out = carrier->finished;
+        carrier->finished = (*out)->next;
+        if (carrier->finished == NULL) {
+            carrier->finished_last = &carrier->finished;
+        }
+        status = SMP_OK;
+    }
+    smp_lock_release(&carrier->lock);
+    return status;
+}
+
+smp_status
+smp_queue_create(smp_carrier *carrier, smp_group *group, smp_queue **out)
+{
+    smp_queue *queue = calloc(1, sizeof(*queue));
+
+    if (queue == NULL) {
+        return SMP_ERR_NO_MEMORY;
+    }
+    queue->carrier = carrier;
+    queue->group = group;
+    smp_lock_acquire(&carrier->lock);
+    queue->next = carrier->queues;
+    carrier->queues = queue;
+    smp_lock_release(&carrier->lock);
+    *out = queue;
+    return SMP_OK;
+}
+
+void
+smp_queue_destroy(smp_queue *queue)
+{
+    smp_carrier *carrier;
+    smp_queue  **at;
+
+    if (queue == NULL || is_child(queue->carrier)) {
+        return;
+    }
+    carrier = queue->carrier;
+    smp_lock_acquire(&carrier->lock);
+    queue->closing = true;
+    while (queue->driven) {
+        carrier->waiters++;
+        wait_for(&carrier->changed, &carrier->lock, SMP_NEVER);
+        carrier->waiters--;
+    }
+    while (queue->head != NULL) {
+        queue->head->status = SMP_ERR_CLOSED;
+        finish_head(queue);
+    }
+    for (at = &carrier->queues; *at != queue; at = &(*at)->next) {
+    }
+    *at = queue->next;
+    smp_lock_release(&carrier->lock);
+    free(queue);
+}
+
+void
+smp_order_issue(smp_order *order, smp_queue *queue, bool announced)
+{
+    smp_carrier *carrier = queue->carrier;
+
+    order->queue = queue;
+    order->announced = announced;
+    if (is_child(carrier)) {
+        order->status = SMP_ERR_CLOSED;
+        atomic_store(&order->over, true);
+        return;
+    }
+    smp_lock_acquire(&carrier->lock);
+    if (queue->head == NULL) {
+        queue->head = order;
+    } else {
+        queue->tail->next = order;
+    }
+    queue->tail = order;
+    if (announced && !queue->driven) {
+        pthread_cond_signal(&carrier->work);
+    }
+    smp_lock_release(&carrier->lock);
+}
+
+bool
+smp_order_wait(smp_order *order, int64_t until_ns)
+{
+    smp_carrier *carrier;
+
+    if (smp_order_is_over(order)) {
+        return true;
+    }
+    carrier = order->queue->carrier;
+    if (is_child(carrier)) {
+        order->status = SMP_ERR_CLOSED;
+        return true;
+    }
+    smp_lock_acquire(&carrier->lock);
+    while (!smp_order_is_over(order)) {
+        if (!order->queue->driven && !order->queue->closing) {
+            drive(order, until_ns);
+        } else {
+            carrier->waiters++;
+            wait_for(&carrier->changed, &carrier->lock, until_ns);
+            carrier->waiters--;
+        }
+        if (until_ns != SMP_NEVER && smp_clock_ns() >= until_ns) {
+            break;
+        }
+    }
+    smp_lock_release(&carrier->lock);
+    return smp_order_is_over(order);
+}
+
+void
+smp_order_leave(smp_order *order)
+{
+    smp_carrier *carrier = order->queue->carrier;
+
+    smp_lock_acquire(&carrier->lock);
+    order->announced = true;
+    if (smp_order_is_over(order)) {
+        announce(carrier, order);
+    } else if (!order->queue->driven) {
+        pthread_cond_signal(&carrier->work);
+    }
+    smp_lock_release(&carrier->lock);
+}
+
+void
+smp_order_fini(smp_order *order)
+{
+    free(order->error);
+    order->error = NULL;
+}

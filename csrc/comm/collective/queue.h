@@ -1,0 +1,84 @@
+/* Operations of groups, in the order in which they were issued.
+ *
+ * An order is a few calls of one group that are over together.  Each group has a queue
+ * of orders.  Who waits for an order carries out the queue up to there; what nobody
+ * waits for is done by the carrier, one thread for all groups of the process.  (It is
+ * not the comm's progress thread: that one answers other ranks within microseconds, and
+ * an operation adds up megabytes for milliseconds.)
+ *
+ * Ownership  An order and its calls are the caller's memory, borrowed from issue until
+ *            it is over, and if it is announced until smp_carrier_finished() gives it.
+ *            A queue borrows its group and its carrier: destroy it first.
+ * Threads    any.
+ * Errors     An order has its own: status and error.  In a forked child every order is
+ *            over at once, with SMP_ERR_CLOSED.
+ */
+#ifndef SMP_COMM_COLLECTIVE_QUEUE_H
+#define SMP_COMM_COLLECTIVE_QUEUE_H
+
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "comm/collective/group.h"
+#include "common/status.h"
+
+typedef struct smp_carrier smp_carrier;
+typedef struct smp_queue   smp_queue;
+
+typedef struct smp_order {
+    const smp_call *calls; /* set before issue, as ncalls */
+    size_t          ncalls;
+    smp_status      status;   /* once it is over */
+    char           *error;    /* owned: what smp_group_error() said, or NULL */
+    uint64_t        sequence; /* of its last call in the group, once that has begun */
+
+    _Atomic bool      over; /* the queue's own, like all below */
+    bool              announced;
+    bool              begun; /* call `at` is under way */
+    size_t            at;
+    smp_queue        *queue;
+    struct smp_order *next;
+} smp_order;
+
+/* SMP_ERR_NO_MEMORY, SMP_ERR_NO_THREAD. */
+smp_status smp_carrier_create(smp_carrier **out);
+
+/* Makes smp_carrier_finished() return. */
+void smp_carrier_close(smp_carrier *carrier);
+
+/* All queues are destroyed, and nobody waits in smp_carrier_finished().  Takes NULL. */
+void smp_carrier_destroy(smp_carrier *carrier);
+
+/* The next announced order that is over; waits for one.  SMP_ERR_CLOSED: the carrier is
+ * closed, and there is none. */
+smp_status smp_carrier_finished(smp_carrier *carrier, smp_order **out);
+
+/* SMP_ERR_NO_MEMORY. */
+smp_status smp_queue_create(smp_carrier *carrier, smp_group *group, smp_queue **out);
+
+/* What is still queued is over, with SMP_ERR_CLOSED.  Takes NULL. */
+void smp_queue_destroy(smp_queue *queue);
+
+/* Puts an order into the queue, all zero but for its calls.  Announced: the carrier
+ * sees to it, and smp_carrier_finished() gives it when it is over.  Else somebody waits
+ * for it. */
+void smp_order_issue(smp_order *order, smp_queue *queue, bool announced);
+
+/* Waits until it is over or until_ns (smp_clock_ns): true, it is. */
+bool smp_order_wait(smp_order *order, int64_t until_ns);
+
+/* Nobody waits for it any more: from now on it is announced. */
+void smp_order_leave(smp_order *order);
+
+static inline bool
+smp_order_is_over(const smp_order *order)
+{
+    return atomic_load_explicit(&order->over, memory_order_acquire);
+}
+
+/* Frees the error. */
+void smp_order_fini(smp_order *order);
+
+#endif

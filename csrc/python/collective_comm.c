@@ -1,0 +1,284 @@
+/* smp._core.Comm: connecting ranks for collectives, and hearing what is finished. */
+#include "python/collective_comm.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "python/collective_group.h"
+
+PyTypeObject *smp_comm_type;
+
+PyObject *
+smp_comm_raise(const smp_comm_object *comm, smp_status status, const char *what,
+               const char *why)
+{
+    PyErr_Format(status == SMP_ERR_NO_MEMORY ? PyExc_MemoryError
+                 : status == SMP_ERR_INVALID ? PyExc_ValueError
+                                             : comm->error,
+                 "smp: %s: %s [%s]", what, why != NULL ? why : smp_status_text(status),
+                 smp_status_name(status));
+    return NULL;
+}
+
+int
+smp_comm_check_open(const smp_comm_object *comm)
+{
+    if (comm->comm == NULL) {
+        PyErr_SetString(PyExc_RuntimeError, "smp: these ranks have been left");
+        return -1;
+    }
+    return 0;
+}
+
+/* Comm(rank, size, pool_bytes, transports, interface, job) */
+static PyObject *
+comm_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    smp_comm_config  config = {.spin_us = -1};
+    smp_comm_object *self;
+    PyObject        *torch_c;
+    Py_ssize_t       pool;
+    const char      *job;
+    smp_status       status;
+
+    (void)kwargs;
+    if (!PyArg_ParseTuple(args, "iinzzs", &config.rank, &config.size, &pool,
+                          &config.transports, &config.interface, &job)) {
+        return NULL;
+    }
+    config.pool_bytes = (size_t)pool;
+    strncpy(config.job, job, sizeof(config.job) - 1);
+    self = (smp_comm_object *)type->tp_alloc(type, 0);
+    if (self == NULL) {
+        return NULL;
+    }
+    self->rank = config.rank;
+    self->size = config.size;
+    torch_c = PyImport_ImportModule("torch._C");
+    self->error =
+        torch_c == NULL ? NULL : PyObject_GetAttrString(torch_c, "_DistBackendError");
+    Py_XDECREF(torch_c);
+    if (self->error == NULL) {
+        goto err;
+    }
+    status = smp_comm_create(&config, &self->comm);
+    if (status == SMP_OK) {
+        status = smp_carrier_create(&self->carrier);
+    }
+    if (status != SMP_OK) {
+        (void)smp_comm_raise(self, status, "preparing the collectives", NULL);
+        goto err;
+    }
+    return (PyObject *)self;
+
+err:
+    Py_DECREF(self);
+    return NULL;
+}
+
+/* Gives everything up; the GIL is held. */
+static void
+close_comm(smp_comm_object *self)
+{
+    smp_comm    *comm = self->comm;
+    smp_carrier *carrier = self->carrier;
+
+    self->comm = NULL;
+    self->carrier = NULL;
+    Py_BEGIN_ALLOW_THREADS;
+    smp_carrier_destroy(carrier);
+    smp_comm_destroy(comm);
+    Py_END_ALLOW_THREADS;
+}
+
+static void
+comm_dealloc(PyObject *object)
+{
+    smp_comm_object *self = (smp_comm_object *)object;
+    PyTypeObject    *type = Py_TYPE(object);
+
+    close_comm(self);
+    Py_XDECREF(self->error);
+    type->tp_free(object);
+    Py_DECREF(type);
+}
+
+/* card() -> bytes: how other ranks reach this one */
+static PyObject *
+comm_card(PyObject *object, PyObject *unused)
+{
+    smp_comm_object *self = (smp_comm_object *)object;
+    const void      *card;
+    size_t           bytes;
+
+    (void)unused;
+    if (smp_comm_check_open(self) < 0) {
+        return NULL;
+    }
+    card = smp_comm_card(self->comm, &bytes);
+    return PyBytes_FromStringAndSize(card, (Py_ssize_t)bytes);
+}
+
+/* connect(cards, timeout_ms) */
+static PyObject *
+comm_connect(PyObject *object, PyObject *args)
+{
+    smp_comm_object *self = (smp_comm_object *)object;
+    PyObject        *cards;
+    int              timeout_ms;
+    int              failed = -1;
+    const void     **at;
+    size_t          *bytes;
+    smp_status       status = SMP_ERR_NO_MEMORY;
+    char             who[64];
+
+    if (!PyArg_ParseTuple(args, "O!i", &PyList_Type, &cards, &timeout_ms) ||
+        smp_comm_check_open(self) < 0) {
+        return NULL;
+    }
+    if (PyList_GET_SIZE(cards) != self->size) {
+        return PyErr_Format(PyExc_ValueError, "smp: connect() needs %d cards",
+                            self->size);
+    }
+    at = calloc((size_t)self->size, sizeof(*at));
+    bytes = calloc((size_t)self->size, sizeof(*bytes));
+    if (at != NULL && bytes != NULL) {
+        status = SMP_OK;
+        for (int r = 0; r < self->size && status == SMP_OK; r++) {
+            char      *card;
+            Py_ssize_t n;
+
+            if (PyBytes_AsStringAndSize(PyList_GET_ITEM(cards, r), &card, &n) < 0) {
+                status = SMP_ERR_INVALID;
+            } else {
+                at[r] = card;
+                bytes[r] = (size_t)n;
+            }
+        }
+    }
+    if (status == SMP_OK) {
+        Py_BEGIN_ALLOW_THREADS;
+        status = smp_comm_connect(self->comm, at, bytes, timeout_ms, &failed);
+        Py_END_ALLOW_THREADS;
+    }
+    free(at);
+    free(bytes);
+    if (PyErr_Occurred() != NULL) {
+        return NULL;
+    }
+    if (status != SMP_OK) {
+        PyOS_snprintf(who, sizeof(who), "connecting rank %d to rank %d", self->rank,
+                      failed);
+        return smp_comm_raise(self, status, who, NULL);
+    }
+    Py_RETURN_NONE;
+}
+
+/* transport(rank) -> "shm", "tcp", "mpi"; None for this rank itself */
+static PyObject *
+comm_transport(PyObject *object, PyObject *arg)
+{
+    smp_comm_object *self = (smp_comm_object *)object;
+    long             rank = PyLong_AsLong(arg);
+
+    if ((rank == -1 && PyErr_Occurred() != NULL) || smp_comm_check_open(self) < 0) {
+        return NULL;
+    }
+    if (rank < 0 || rank >= self->size) {
+        return PyErr_Format(PyExc_ValueError, "smp: no rank %ld", rank);
+    }
+    return Py_BuildValue("z", smp_comm_transport(self->comm, (int)rank));
+}
+
+/* finished() -> the owner of the next order that is over; waits for one.  None: the
+ * comm is closing. */
+static PyObject *
+comm_finished(PyObject *object, PyObject *unused)
+{
+    smp_comm_object *self = (smp_comm_object *)object;
+
+    (void)unused;
+    for (;;) {
+        smp_order *order;
+        smp_status status;
+        PyObject  *owner;
+
+        if (smp_comm_check_open(self) < 0) {
+            return NULL;
+        }
+        Py_BEGIN_ALLOW_THREADS;
+        status = smp_carrier_finished(self->carrier, &order);
+        Py_END_ALLOW_THREADS;
+        if (status != SMP_OK) {
+            Py_RETURN_NONE;
+        }
+        owner = smp_order_owner(order);
+        if (owner != NULL) {
+            return owner;
+        }
+    }
+}
+
+/* stop(): finished() gives what is left, then None */
+static PyObject *
+comm_stop(PyObject *object, PyObject *unused)
+{
+    smp_comm_object *self = (smp_comm_object *)object;
+
+    (void)unused;
+    if (self->carrier != NULL) {
+        smp_carrier_close(self->carrier);
+    }
+    Py_RETURN_NONE;
+}
+
+/* close(): leaves the other ranks; after stop(), and when all groups are closed */
+static PyObject *
+comm_close(PyObject *object, PyObject *unused)
+{
+    smp_comm_object *self = (smp_comm_object *)object;
+
+    (void)unused;
+    if (self->groups > 0) {
+        return PyErr_Format(PyExc_RuntimeError, "smp: %zd groups are open",
+                            self->groups);
+    }
+    close_comm(self);
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef comm_methods[] = {
+    {"card", comm_card, METH_NOARGS, "How other ranks reach this one: bytes."},
+    {"connect", comm_connect, METH_VARARGS,
+     "connect(cards, timeout_ms)\n--\n\nTo all other ranks; collective."},
+    {"transport", comm_transport, METH_O,
+     "transport(rank)\n--\n\nThe name of the transport to that rank."},
+    {"finished", comm_finished, METH_NOARGS,
+     "Wait for the next order that is over, and return its owner; None: closing."},
+    {"stop", comm_stop, METH_NOARGS, "Let finished() come to its end."},
+    {"close", comm_close, METH_NOARGS, "Leave the other ranks."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyType_Slot comm_slots[] = {
+    {Py_tp_new, __extension__(void *) comm_new},
+    {Py_tp_dealloc, __extension__(void *) comm_dealloc},
+    {Py_tp_methods, comm_methods},
+    {Py_tp_doc, "Comm(rank, size, pool_bytes, transports, interface, job)\n--\n\n"
+                "One rank's end of a set of ranks that do collectives."},
+    {0, NULL},
+};
+
+static PyType_Spec comm_spec = {
+    .name = "smp._core.Comm",
+    .basicsize = sizeof(smp_comm_object),
+    .flags = Py_TPFLAGS_DEFAULT,
+    .slots = comm_slots,
+};
+
+int
+smp_comm_add(PyObject *module)
+{
+    smp_comm_type = (PyTypeObject *)PyType_FromSpec(&comm_spec);
+    return smp_comm_type == NULL ? -1 : PyModule_AddType(module, smp_comm_type);
+}

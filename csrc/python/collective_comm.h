@@ -1,0 +1,38 @@
+/* smp._core.Comm: a rank's end of a set of ranks that do collectives, with the carrier
+ * of their groups.
+ *
+ * Threads  Made, used and given up under the GIL, which is released to wait.
+ */
+#ifndef SMP_PYTHON_COLLECTIVE_COMM_H
+#define SMP_PYTHON_COLLECTIVE_COMM_H
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include "comm/collective/queue.h"
+#include "comm/comm.h"
+
+typedef struct {
+    PyObject_HEAD          /**/
+        smp_comm *comm;    /* owned; NULL once closed */
+    smp_carrier  *carrier; /* owned */
+    Py_ssize_t    groups;  /* that are open */
+    PyObject     *error;   /* owned: torch.distributed.DistBackendError */
+    int           rank;
+    int           size;
+} smp_comm_object;
+
+extern PyTypeObject *smp_comm_type;
+
+/* 0, or -1 with an exception: it is closed. */
+int smp_comm_check_open(const smp_comm_object *comm);
+
+/* Raises what the status stands for: "smp: `what`: `why`, or else the status's own text
+ * [name]".  NULL. */
+PyObject *smp_comm_raise(const smp_comm_object *comm, smp_status status,
+                         const char *what, const char *why);
+
+/* Adds the type.  0, or -1 with an exception. */
+int smp_comm_add(PyObject *module);
+
+#endif

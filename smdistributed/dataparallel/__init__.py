@@ -1,0 +1,1 @@
+"""``smdistributed.dataparallel``: the collectives of ``smp.collectives``."""

@@ -1,0 +1,46 @@
+"""What ``torch.distributed`` wants in the environment, for processes that mpirun started.
+
+torchrun sets RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; mpirun does not.
+"""
+
+import os
+import socket
+
+from smp import bootstrap
+
+WANTED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+# Keeps the port of the store from being given to anybody else until the store takes it.
+_reserved: list[socket.socket] = []
+
+
+def complete_environment() -> None:
+    """Set what is missing; nothing without an MPI launcher.  Collective if it sets any.
+
+    Raises:
+        RuntimeError: an MPI launcher without mpi4py.
+    """
+    if bootstrap.mpi_size() == 1 or all(name in os.environ for name in WANTED):
+        return
+    if not bootstrap.has_mpi4py():
+        raise RuntimeError(
+            "smddp: started by an MPI launcher, but mpi4py is not installed: pip install "
+            f"mpi4py, or set {', '.join(WANTED)}"
+        )
+    boot = bootstrap.over_mpi()
+    address, port = boot.allgather_bytes(_meeting_place(boot))[0].decode().split()
+    values = (boot.rank, boot.local_rank, boot.size, address, port)
+    for name, value in zip(WANTED, values, strict=True):
+        os.environ.setdefault(name, str(value))
+
+
+def _meeting_place(boot: bootstrap.Bootstrap) -> bytes:
+    """Address and port where rank 0 can serve the store."""
+    if boot.rank != 0:
+        return b""
+    listener = socket.socket()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind(("", 0))
+    _reserved.append(listener)
+    address = "127.0.0.1" if boot.hosts == 1 else socket.gethostname()
+    return f"{address} {listener.getsockname()[1]}".encode()

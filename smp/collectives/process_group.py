@@ -1,0 +1,505 @@
+"""The backend ``smddp`` of ``torch.distributed``: a process group over the C core.
+
+Collectives of tensors in host memory are the core's.  Those of CUDA tensors are handed
+to a NCCL group inside.  torch calls the methods under the names that it has for them;
+`opts` are its option objects.
+"""
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import wraps
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import AllgatherOptions
+
+from smp import _core
+from smp.collectives import dense
+from smp.collectives.ranks import Ranks
+from smp.collectives.work import AllOf, Over, Work
+
+BARRIER = _core.operations["barrier"]
+ALL_REDUCE = _core.operations["all-reduce"]
+REDUCE = _core.operations["reduce"]
+REDUCE_SCATTER = _core.operations["reduce-scatter"]
+ALL_GATHER = _core.operations["all-gather"]
+BROADCAST = _core.operations["broadcast"]
+GATHER = _core.operations["gather"]
+SCATTER = _core.operations["scatter"]
+ALL_TO_ALL = _core.operations["all-to-all"]
+
+RedOpType: Any = dist.ReduceOp.RedOpType
+PREMUL_SUM = RedOpType.PREMUL_SUM
+REDUCTIONS = {
+    PREMUL_SUM if name == "premultiplied sum" else getattr(RedOpType, name.upper()): number
+    for name, number in _core.reductions.items()
+}
+
+# What torch's options say where nobody set a timeout.
+UNSET = dist.AllreduceOptions().timeout
+
+
+def _first(value: Any) -> Tensor | None:
+    """The first tensor of a tensor or of nested lists."""
+    while isinstance(value, (list, tuple)):
+        if not value:
+            return None
+        value = value[0]
+    return value
+
+
+def _cuda_by_nccl(method: Callable) -> Callable:
+    """Have NCCL do it if the tensors, some of which come first or second, are CUDA's."""
+    name = method.__name__
+
+    @wraps(method)
+    def by_device(self: "ProcessGroup", *args: Any, **kwargs: Any) -> Any:
+        tensor = _first(args[0])
+        if tensor is None and len(args) > 1:
+            tensor = _first(args[1])
+        if tensor is not None and tensor.is_cuda:
+            return getattr(self.nccl(), name)(*args, **kwargs)
+        return method(self, *args, **kwargs)
+
+    return by_device
+
+
+class ProcessGroup(dist.ProcessGroup):
+    """Ranks of a ``torch.distributed`` group.
+
+    Args:
+        ranks: the connected processes.
+        members: which of them, in the order of the group.
+        rank: of this process in the group.
+        store: for keys that only this group uses.
+        timeout: of an operation, unless it says otherwise.
+        name: torch's, unlike that of any other group.
+    """
+
+    supports_splitting = False
+    supports_coalescing = False
+    supports_time_estimate = False
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        members: list[int],
+        rank: int,
+        store: dist.Store,
+        timeout: timedelta,
+        name: str,
+    ):
+        super().__init__(rank, len(members))  # type: ignore[call-arg]
+        self._ranks = ranks
+        self._members = members
+        self._store = store
+        self._timeout = timeout
+        self._limit_s = 0.0  # of one operation; 0: as the group was made
+        self._name = name
+        self._description = "undefined"
+        self._device: torch.device | None = None
+        self._nccl: Any = None
+        self._coalesced: list[dist.Work] | None = None
+        self._over = Over()
+        self._group = ranks.group(members, name, timeout)
+
+    # ------------------------------------------------------------------- operations
+
+    @_cuda_by_nccl
+    def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
+        opts = _options(dist.AllreduceOptions, opts, timeout)
+        tensors = [tensors] if isinstance(tensors, Tensor) else tensors
+        if tensors[0].is_sparse:
+            return self._sparse_allreduce(tensors, opts)
+        reduction, factor = _reduction(opts.reduceOp)
+        return self._call(ALL_REDUCE, None, tensors, opts, reduction, factor)
+
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
+        return self.allreduce(tensors, opts or dist.AllreduceCoalescedOptions())
+
+    @_cuda_by_nccl
+    def reduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
+        opts = opts or dist.ReduceOptions()
+        reduction, factor = _reduction(opts.reduceOp)
+        return self._call(REDUCE, None, tensors, opts, reduction, factor, opts.rootRank)
+
+    @_cuda_by_nccl
+    def broadcast(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
+        opts = opts or dist.BroadcastOptions()
+        return self._call(BROADCAST, None, tensors, opts, root=opts.rootRank)
+
+    @_cuda_by_nccl
+    def allgather(
+        self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
+    ) -> dist.Work:
+        opts = opts or AllgatherOptions()
+        works = [
+            self._fill_lists(ALL_GATHER, one, own, opts, counts=(dense.counts(one), None))
+            for one, own in zip(outputs, inputs, strict=True)
+        ]
+        return works[0] if len(works) == 1 else AllOf(works)
+
+    def allgather_coalesced(
+        self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
+    ) -> dist.Work:
+        """outputs[rank][i] is what that rank has in inputs[i]."""
+        by_input = [list(each) for each in zip(*outputs, strict=True)]
+        return self.allgather(by_input, inputs, opts)
+
+    def all_gather_single(self, output: Tensor, own: Tensor, opts: Any = None) -> dist.Work:
+        return self.all_gather_single_coalesced([output], [own], opts)
+
+    @_cuda_by_nccl
+    def all_gather_single_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
+    ) -> dist.Work:
+        return self._call(ALL_GATHER, inputs, outputs, opts or AllgatherOptions())
+
+    @_cuda_by_nccl
+    def reduce_scatter(
+        self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None
+    ) -> dist.Work:
+        opts = opts or dist.ReduceScatterOptions()
+        reduction, factor = _reduction(opts.reduceOp)
+        works = [
+            self._call(
+                REDUCE_SCATTER,
+                [dense.joined(terms)],
+                [output],
+                opts,
+                reduction,
+                factor,
+                counts=(dense.counts(terms), None),
+            )
+            for output, terms in zip(outputs, inputs, strict=True)
+        ]
+        return works[0] if len(works) == 1 else AllOf(works)
+
+    def reduce_scatter_single(
+        self, output: Tensor, terms: Tensor, opts: Any = None
+    ) -> dist.Work:
+        return self.reduce_scatter_single_coalesced([output], [terms], opts)
+
+    @_cuda_by_nccl
+    def reduce_scatter_single_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
+    ) -> dist.Work:
+        opts = opts or dist.ReduceScatterOptions()
+        reduction, factor = _reduction(opts.reduceOp)
+        return self._call(REDUCE_SCATTER, inputs, outputs, opts, reduction, factor)
+
+    @_cuda_by_nccl
+    def gather(
+        self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
+    ) -> dist.Work:
+        opts = opts or dist.GatherOptions()
+        if self.rank() == opts.rootRank:
+            return self._fill_lists(GATHER, outputs[0], inputs[0], opts, root=opts.rootRank)
+        return self._call(GATHER, inputs, None, opts, root=opts.rootRank)
+
+    @_cuda_by_nccl
+    def scatter(
+        self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None
+    ) -> dist.Work:
+        opts = opts or dist.ScatterOptions()
+        is_root = self.rank() == opts.rootRank
+        parts = [dense.joined(inputs[0])] if is_root else None
+        return self._call(SCATTER, parts, outputs, opts, root=opts.rootRank)
+
+    @_cuda_by_nccl
+    def all_to_all_single(
+        self,
+        output: Tensor,
+        own: Tensor,
+        output_splits: list[int],
+        input_splits: list[int],
+        opts: Any = None,
+    ) -> dist.Work:
+        """Splits are along the first axis; none: it is cut evenly."""
+        opts = opts or dist.AllToAllOptions()
+        counts: list[list[int] | None] = [None, None]
+        if input_splits or output_splits:
+            counts = [
+                _elements(self.size(), own, input_splits),
+                _elements(self.size(), output, output_splits),
+            ]
+        return self._call(ALL_TO_ALL, [own], [output], opts, counts=counts)
+
+    @_cuda_by_nccl
+    def alltoall(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
+    ) -> dist.Work:
+        counts = [[t.numel() for t in inputs], [t.numel() for t in outputs]]
+        room = dense.room_for(outputs)
+        return self._call(
+            ALL_TO_ALL,
+            [dense.joined(inputs)],
+            [room],
+            opts or dist.AllToAllOptions(),
+            counts=counts,
+            results=outputs,
+            finish=dense.parted(room, outputs),
+        )
+
+    def barrier(self, opts: Any = None) -> dist.Work:
+        opts = opts or dist.BarrierOptions()
+        if opts.device is not None and opts.device.type == "cuda":
+            return self.nccl().barrier(opts)
+        return self._call(BARRIER, None, None, opts)
+
+    # The names that older versions of torch know.
+    _allgather_base = all_gather_single  # type: ignore[assignment]
+    _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    alltoall_base = all_to_all_single
+
+    def _call(
+        self,
+        operation: int,
+        inputs: Sequence[Tensor] | None,
+        outputs: Sequence[Tensor] | None,
+        opts: Any,
+        reduction: int = 0,
+        factor: float = 1.0,
+        root: int = 0,
+        counts: Any = (None, None),
+        results: Sequence[Tensor] | None = None,
+        finish: Callable[[], None] | None = None,
+    ) -> dist.Work:
+        """Calls of the core, one for each of the tensors; without inputs: in place.
+
+        Args:
+            counts: of the elements from or to each rank; two lists for all-to-all.
+            results: what the caller sees filled, if not the outputs, by ``finish``.
+        """
+        limit_s = self._limit_s if opts.timeout == UNSET else opts.timeout.total_seconds()
+        rest = (reduction, root, factor, *counts, limit_s)
+        waits = not opts.asyncOp and self._coalesced is None
+        begin = self._group.run if waits else self._group.order
+        try:
+            order = begin(operation, inputs, outputs, *rest)
+        except BufferError:
+            given, outputs = outputs, outputs and [dense.dense(t) for t in outputs]
+            inputs = inputs and [dense.dense(t) for t in inputs]
+            order = begin(operation, inputs, outputs, *rest)
+            results = given if results is None else results
+            finish = dense.copied_back(outputs or (), given or (), finish)
+        if order is None:
+            if finish is not None:
+                finish()
+            return self._over
+        work = Work(order, (outputs if results is None else results) or (), finish)
+        self._ranks.issue(order, work)
+        if self._coalesced is not None:
+            self._coalesced.append(work)
+        return work
+
+    def _fill_lists(
+        self,
+        operation: int,
+        outputs: list[Tensor],
+        own: Tensor,
+        opts: Any,
+        root: int = 0,
+        counts: Any = (None, None),
+    ) -> dist.Work:
+        """Each rank's `own` in one of the outputs."""
+        room = dense.room_for(outputs)
+        finish = dense.parted(room, outputs)
+        return self._call(
+            operation,
+            [own],
+            [room],
+            opts,
+            root=root,
+            counts=counts,
+            results=outputs,
+            finish=finish,
+        )
+
+    def _sparse_allreduce(self, tensors: list[Tensor], opts: Any) -> dist.Work:
+        """The sum of sparse tensors, in the order of dense ones; over when this returns."""
+        if _reduction(opts.reduceOp)[0] != _core.reductions["sum"]:
+            raise ValueError("smp: all_reduce of sparse tensors is defined for SUM alone")
+        for tensor in tensors:
+            own = tensor.coalesce()
+            sizes = torch.empty(self.size(), dtype=torch.int64)
+            self._gather(torch.tensor([own._nnz()]), sizes, None)
+            terms = zip(
+                self._gather_rows(own.indices().T, sizes),
+                self._gather_rows(own.values(), sizes),
+                strict=True,
+            )
+            with torch.no_grad():
+                tensor.copy_(
+                    _tree(
+                        [
+                            torch.sparse_coo_tensor(indices.T, values, own.shape)
+                            for indices, values in terms
+                        ]
+                    )
+                )
+        return Over(tensors)
+
+    def _gather_rows(self, rows: Tensor, sizes: Tensor) -> tuple[Tensor, ...]:
+        """Every rank's rows, of which it has as many as `sizes` says."""
+        per_row = rows[0:1].numel() if len(rows) else rows.new_empty(1, *rows.shape[1:]).numel()
+        out = rows.new_empty(int(sizes.sum()), *rows.shape[1:])
+        self._gather(dense.dense(rows), out, (sizes * per_row).tolist())
+        return out.split(sizes.tolist())
+
+    def _gather(self, own: Tensor, out: Tensor, counts: list[int] | None) -> None:
+        self._group.run(ALL_GATHER, [own], [out], 0, 0, 1.0, counts, None, self._limit_s)
+
+    # --------------------------------------------------------- what torch asks a group
+
+    def name(self) -> str:
+        return "smddp"
+
+    getBackendName = name
+    _get_backend_name = name
+
+    def getGroupName(self) -> str:
+        return self._name
+
+    def setGroupName(self, name: str) -> None:
+        self._name = name
+
+    _set_group_name = setGroupName
+    group_name = property(getGroupName)
+
+    def getGroupDesc(self) -> str:
+        return self._description
+
+    def setGroupDesc(self, desc: str) -> None:
+        self._description = desc
+
+    _set_group_desc = setGroupDesc
+    group_desc = property(getGroupDesc)
+
+    def _get_backend(self, device: torch.device) -> Any:
+        return self.nccl()._get_backend(device) if device.type == "cuda" else self
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        has_cuda = torch.cuda.is_available() and dist.is_nccl_available()
+        return [torch.device(name) for name in (["cpu", "cuda"] if has_cuda else ["cpu"])]
+
+    @property
+    def bound_device_id(self) -> torch.device | None:
+        return self._device
+
+    @bound_device_id.setter
+    def bound_device_id(self, device: torch.device | None) -> None:
+        self._device = device
+
+    def get_group_store(self) -> dist.Store:
+        return self._store
+
+    def _set_sequence_number_for_group(self) -> None:
+        pass  # the core counts by itself
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self._group.sequence()
+
+    def _has_hooks(self) -> bool:
+        return False
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._timeout = timeout
+        self._limit_s = timeout.total_seconds()
+
+    _set_default_timeout = set_timeout
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self._coalesced = []
+
+    def _end_coalescing(self, device: torch.device) -> dist.Work:
+        works, self._coalesced = self._coalesced or [], None
+        return AllOf(works)
+
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
+        return False
+
+    def nccl(self) -> dist.ProcessGroup:
+        """The group that serves CUDA tensors, made when the first comes."""
+        if self._nccl is None:
+            store = dist.PrefixStore("nccl", self._store)
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = self._timeout
+            backend = dist.ProcessGroupNCCL(store, self.rank(), self.size(), options)
+            kind = dist.ProcessGroup.BackendType.NCCL
+            group = dist.ProcessGroup(store, self.rank(), self.size())
+            group._set_default_backend(kind)
+            group._register_backend(torch.device("cuda"), kind, backend)
+            group._set_group_name(self._name)  # type: ignore[arg-type]
+            self._nccl = group
+        return self._nccl
+
+    def shutdown(self) -> None:
+        if self._nccl is not None:
+            self._nccl.shutdown()
+        self._ranks.leave(self._group)
+
+    abort = shutdown
+
+
+def _options(kind: type, opts: Any, timeout: timedelta | None) -> Any:
+    """The options that torch's overloads spell (opts), (op, timeout) or not at all."""
+    is_op = isinstance(opts, (dist.ReduceOp, RedOpType))
+    if opts is not None and not is_op:
+        return opts
+    made = kind()
+    if is_op:
+        made.reduceOp = opts
+    if timeout is not None:
+        made.timeout = timeout
+    return made
+
+
+def _reduction(op: Any) -> tuple[int, float]:
+    """The core's number of a reduction, and the factor of a pre-multiplied sum."""
+    kind = op.op
+    if kind != PREMUL_SUM:
+        return REDUCTIONS[kind], 1.0
+    return REDUCTIONS[kind], float(op.__getstate__()[1])
+
+
+def _elements(size: int, tensor: Tensor, splits: list[int]) -> list[int]:
+    """How many elements of the tensor each rank gets or gives."""
+    rows = tensor.size(0)
+    per_row = tensor.numel() // rows if rows else 0
+    return [n * per_row for n in splits or [rows // size] * size]
+
+
+def _tree(terms: list[Tensor]) -> Tensor:
+    """The sum along the tree that csrc/comm/collective/reduce.h defines."""
+    if len(terms) == 1:
+        return terms[0].coalesce()
+    half = 1 << (len(terms) - 1).bit_length() - 1
+    return (_tree(terms[:half]) + _tree(terms[half:])).coalesce()
+
+
+_everyone: Ranks | None = None  # those of the default group, if it is one of ours
+
+
+def create(opts: Any, _: Any = None) -> ProcessGroup:
+    """What ``torch.distributed`` calls to make a group; collective over its members."""
+    global _everyone
+    rank, size, members = opts.group_rank, opts.group_size, opts.global_ranks_in_group
+    is_default = not members
+    if is_default or _everyone is None or not _everyone.is_open:
+        ranks, members = Ranks(opts.store, rank, size, opts.timeout), list(range(size))
+    else:
+        ranks = _everyone
+    if is_default:
+        _everyone = ranks
+    return ProcessGroup(ranks, list(members), rank, opts.store, opts.timeout, opts.group_id)
+
+
+def register() -> None:
+    """Make ``smddp`` known to ``torch.distributed``."""
+    dist.Backend.register_backend("smddp", create, extended_api=True, devices=["cpu", "cuda"])

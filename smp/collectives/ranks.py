@@ -1,0 +1,145 @@
+"""Processes that do collectives together, connected through a store.
+
+The ranks of the default group, if that is an ``smddp`` one, are connected once and serve
+all its sub-groups; a group beside a default group of another backend connects its own.
+"""
+
+import atexit
+import hashlib
+import secrets
+import socket
+import threading
+import weakref
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from smp import _core, transports
+from smp.bootstrap import OverStore
+from smp.config import comm_environment
+
+if TYPE_CHECKING:
+    from smp.collectives.work import Work
+
+ON_THIS_HOST = (None, "shm")  # transports
+
+
+class Ranks:
+    """This process's end.  Making one is collective over all of them.
+
+    Args:
+        store: of which these ranks, and nobody else, use the keys.
+        rank: of this process, among ``size``.
+        timeout: for connecting.
+    """
+
+    open: "weakref.WeakSet[Ranks]" = weakref.WeakSet()
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta):
+        environment = comm_environment()
+        wanted = environment.get("comm_transports")
+        interface = environment.get("comm_interface")
+        boot = OverStore(store, rank, size, "ranks")
+        transports.offer(boot, wanted)
+        transports.check_interface(interface)
+        token = boot.allgather_bytes(secrets.token_hex(16).encode() if rank == 0 else b"")[0]
+        self.comm = _core.Comm(
+            rank,
+            size,
+            environment.get("comm_pool_bytes", 0),
+            ",".join(wanted) if wanted else None,
+            interface,
+            transports.job_secret(boot, token),
+        )
+        self.hosts = [
+            name.decode() for name in boot.allgather_bytes(socket.gethostname().encode())
+        ]
+        cards = boot.allgather_bytes(self.comm.card())
+        self.comm.connect(cards, int(timeout.total_seconds() * 1000))
+        boot.barrier()  # nobody leaves the store before all have read it
+        self._groups: set[_core.Group] = set()
+        self._lock = threading.Lock()  # guards the two below
+        self._idle = 0  # threads that wait for the next operation to end
+        self._threads: list[threading.Thread] = []
+        Ranks.open.add(self)
+
+    def group(self, members: list[int], name: str, timeout: timedelta) -> _core.Group:
+        """Meet the other members.
+
+        Raises:
+            NotImplementedError: some are on another host.
+        """
+        far = [r for r in members if self.comm.transport(r) not in ON_THIS_HOST]
+        if far:
+            there = ", ".join(f"rank {r} on {self.hosts[r]}" for r in far)
+            raise NotImplementedError(
+                f"smp: group '{name}' has ranks on several hosts, which smddp cannot serve "
+                f"yet: this one is on {socket.gethostname()}; {there}"
+            )
+        digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
+        number = int.from_bytes(digest, "little")
+        group = _core.Group(self.comm, members, number or 1, name, timeout.total_seconds())
+        self._groups.add(group)
+        return group
+
+    @property
+    def is_open(self) -> bool:
+        return self in Ranks.open
+
+    def leave(self, group: _core.Group) -> None:
+        """What the group has under way ends with an error.  After the last, leave the ranks."""
+        group.close()
+        self._groups.discard(group)
+        if not self._groups:
+            self.close()
+
+    def issue(self, order: _core.Order, work: "Work") -> None:
+        """Begin; the work completes when the order is over, whoever waits for it."""
+        if not self._threads:
+            self._listen()
+        order.issue(work)
+
+    def close(self) -> None:
+        """Leave all groups and the other ranks."""
+        for group in self._groups:
+            group.close()
+        self._groups.clear()
+        self.comm.stop()
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join()
+        self.comm.close()
+        Ranks.open.discard(self)
+
+    def _listen(self) -> None:
+        with self._lock:
+            if self._idle:
+                return
+            self._idle += 1
+            thread = threading.Thread(target=self._complete, name="smp-complete", daemon=True)
+            self._threads.append(thread)
+        thread.start()
+
+    def _complete(self) -> None:
+        """Complete what is over; the C core carries it out and never takes the GIL.
+
+        What a script attached to a future may itself wait for another operation: while
+        one thread runs that, another listens.
+        """
+        while (work := self.comm.finished()) is not None:
+            with self._lock:
+                self._idle -= 1
+            if work.is_awaited:
+                self._listen()
+            work.complete()
+            del work  # with its tensors
+            with self._lock:
+                self._idle += 1
+
+
+@atexit.register
+def _close_all() -> None:
+    """Before the interpreter ends: no thread may wake up in it later."""
+    for ranks in list(Ranks.open):
+        ranks.close()

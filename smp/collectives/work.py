@@ -1,0 +1,150 @@
+"""What a collective returns: something to wait for."""
+
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from smp import _core
+
+
+class Work(dist.Work):
+    """An operation under way.
+
+    Args:
+        order: what the core carries out.
+        results: the tensors that it fills.
+        finish: what is left to do then, in Python: copies to where results belong.
+    """
+
+    def __init__(
+        self,
+        order: _core.Order,
+        results: Sequence[Tensor] = (),
+        finish: Callable[[], None] | None = None,
+    ):
+        super().__init__()
+        self._order = order
+        self._results = list(results)
+        self._finish = finish
+        self._lock = threading.RLock()  # guards all below, and finish
+        self._completed = False
+        self._future: torch.futures.Future[list[Tensor]] | None = None
+        self._pending: torch.futures.Future[None] | None = None  # completes the future
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether completing it runs what others attached to its future."""
+        return self._pending is not None
+
+    def complete(self) -> None:
+        """The order is over: put results in place and complete the future, once."""
+        with self._lock:
+            if not self._completed:
+                if self._finish is not None and self.exception() is None:
+                    self._finish()
+                self._finish = None
+                self._completed = True
+            pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.set_result(None)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Until it is over.
+
+        Raises:
+            torch.distributed.DistBackendError: it failed, or did not end in time.
+        """
+        limit_s = timeout.total_seconds() if timeout else 0
+        if not self._order.wait(limit_s):
+            raise dist.DistBackendError(f"smp: not over after {limit_s:g} s")
+        self.complete()
+        self._order.check()
+        return True
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        if self._order.is_over():
+            self.complete()
+        return self._completed
+
+    def is_success(self) -> bool:
+        return self.is_completed() and self.exception() is None
+
+    def exception(self) -> Exception | None:
+        """What went wrong; None while it is under way, too."""
+        if self._order.is_over():
+            try:
+                self._order.check()
+            except Exception as error:
+                return error
+        return None
+
+    def result(self) -> list[Tensor]:
+        return self._results
+
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
+        """Completes with the results, or with the error, although nobody waits."""
+        with self._lock:
+            if self._future is None:
+                self._pending = torch.futures.Future()
+                # Only an error that is raised in a callback is one for C++ too.
+                self._future = self._pending.then(self._value)
+            completed = self._completed
+        if completed:
+            self.complete()
+        return self._future
+
+    def _value(self, _: Any) -> list[Tensor]:
+        self._order.check()
+        return self._results
+
+
+class Over(Work):
+    """An operation that was over when the call returned."""
+
+    def __init__(self, results: Sequence[Tensor] = ()):
+        dist.Work.__init__(self)
+        self._results = list(results)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+    def exception(self) -> None:
+        return None
+
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
+        future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
+        future.set_result(self._results)
+        return future
+
+
+class AllOf(dist.Work):
+    """Several operations that were issued as one."""
+
+    def __init__(self, works: Sequence[dist.Work]):
+        super().__init__()
+        self._works = works
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        for work in self._works:
+            work.wait() if timeout is None else work.wait(timeout)
+        return True
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        return torch.futures.collect_all([work.get_future() for work in self._works])

@@ -1,0 +1,460 @@
+"""Spec: the backend smddp (api section 9): every operation of torch.distributed."""
+
+import os
+from contextlib import contextmanager
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import smdistributed.dataparallel.torch.torch_smddp  # noqa: F401
+from tests.ranks import on_ranks
+from tests.reference.collectives import drawn, reduced
+
+ON = (2, 4)
+NUMBERS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
+NUMBERS += [torch.uint8, torch.int8, torch.int32, torch.int64]
+COPIED = [torch.int16, torch.bool, torch.complex64, torch.complex128, torch.float8_e4m3fn]
+SHAPES = [(), (0, 3), (5, 4), (70_001,)]
+
+
+@contextmanager
+def job(folder, backend="smddp", timeout_s=30):
+    """The default group of the ranks that run the test; their number, and this rank's."""
+    rank, size = (int(os.environ[f"OMPI_COMM_WORLD_{name}"]) for name in ("RANK", "SIZE"))
+    store = dist.FileStore(str(folder / "store"), size)
+    dist.init_process_group(
+        backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s)
+    )
+    try:
+        yield rank, size
+    finally:
+        dist.destroy_process_group()
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Its bytes in a row; one NaN for all."""
+    if tensor.dtype in NUMBERS[:4]:
+        tensor = torch.where(tensor.isnan(), torch.nan, tensor)
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def same(got: torch.Tensor, want: torch.Tensor) -> bool:
+    alike = got.dtype == want.dtype and got.shape == want.shape
+    return alike and torch.equal(bits(got), bits(want))
+
+
+# -------------------------------------------------------------------------- reductions
+
+
+@on_ranks(*ON)
+@pytest.mark.parametrize("dtype", NUMBERS, ids=str)
+def test_all_reduce_is_the_tree_of_all_ranks(dtype, tmp_path):
+    names = ["SUM", "PRODUCT", "MIN", "MAX", "AVG"]
+    if not dtype.is_floating_point:
+        names += ["BAND", "BOR", "BXOR"]
+    with job(tmp_path) as (rank, size):
+        for name in names:
+            for shape in SHAPES:
+                terms = [drawn(r, shape, dtype) for r in range(size)]
+                tensor = terms[rank].clone()
+
+                dist.all_reduce(tensor, getattr(dist.ReduceOp, name))
+
+                assert same(tensor, reduced(name, terms)), (name, shape)
+
+
+@on_ranks(*ON)
+def test_bools_and_complex_numbers_are_summed(tmp_path):
+    with job(tmp_path) as (rank, size):
+        for dtype in (torch.bool, torch.complex64, torch.complex128):
+            terms = [drawn(r, (7, 3), dtype) for r in range(size)]
+            tensor = terms[rank].clone()
+
+            dist.all_reduce(tensor)
+
+            assert same(tensor, reduced("SUM", terms))
+
+
+@on_ranks(*ON)
+def test_nan_of_one_rank_reaches_all(tmp_path):
+    with job(tmp_path) as (rank, size):
+        for name in ("SUM", "PRODUCT", "MIN", "MAX", "AVG"):
+            for dtype in NUMBERS[:4]:
+                tensor = torch.ones(100, dtype=dtype)
+                if rank == size - 1:
+                    tensor[13] = torch.nan
+
+                dist.all_reduce(tensor, getattr(dist.ReduceOp, name))
+
+                assert tensor.isnan().nonzero().tolist() == [[13]]
+
+
+@on_ranks(*ON)
+def test_a_premultiplied_sum_takes_each_rank_s_factor(tmp_path):
+    with job(tmp_path) as (rank, size):
+        terms = [drawn(r, (33,), torch.float32) for r in range(size)]
+        tensor = terms[rank].clone()
+
+        dist.all_reduce(tensor, dist._make_nccl_premul_sum(0.5))
+
+        assert same(tensor, reduced("SUM", [0.5 * term for term in terms]))
+
+
+@on_ranks(*ON)
+def test_reduce_fills_the_root_and_leaves_the_others(tmp_path):
+    with job(tmp_path) as (rank, size):
+        terms = [drawn(r, (9, 2), torch.float32) for r in range(size)]
+        for root in range(size):
+            tensor = terms[rank].clone()
+
+            dist.reduce(tensor, root, dist.ReduceOp.MAX)
+
+            assert same(tensor, reduced("MAX", terms) if rank == root else terms[rank])
+
+
+@on_ranks(*ON)
+def test_reduce_scatter_in_all_its_forms(tmp_path):
+    with job(tmp_path) as (rank, size):
+        terms = [drawn(r, (size * 6, 5), torch.float32) for r in range(size)]
+        want = reduced("SUM", terms)[rank * 6 : (rank + 1) * 6]
+
+        whole = torch.empty(6, 5)
+        dist.reduce_scatter_tensor(whole, terms[rank].clone())
+        assert same(whole, want)
+
+        from_list = torch.empty(6, 5)
+        dist.reduce_scatter(from_list, list(terms[rank].clone().chunk(size)))
+        assert same(from_list, want)
+
+        many = [torch.empty(6, 5), torch.empty(6, 5)]
+        with dist._coalescing_manager():
+            for out in many:
+                dist.reduce_scatter_tensor(out, terms[rank].clone())
+        assert same(many[0], want)
+        assert same(many[1], want)
+
+
+@on_ranks(*ON)
+def test_reduce_scatter_of_unequal_parts(tmp_path):
+    with job(tmp_path) as (rank, size):
+        lengths = [3 * r + 1 for r in range(size)]
+        terms = [drawn(r, (sum(lengths),), torch.float32) for r in range(size)]
+        mine = torch.empty(lengths[rank])
+
+        dist.reduce_scatter(mine, list(terms[rank].split(lengths)))
+
+        assert same(mine, reduced("SUM", terms).split(lengths)[rank])
+
+
+@on_ranks(*ON)
+def test_many_tensors_are_reduced_as_one(tmp_path):
+    with job(tmp_path) as (rank, size):
+        tensors = [drawn(rank, (n,), torch.float32, n) for n in (1, 50, 3000)]
+
+        with dist._coalescing_manager(async_ops=True) as coalesced:
+            for tensor in tensors:
+                dist.all_reduce(tensor)
+        coalesced.wait()
+
+        for tensor in tensors:
+            n = len(tensor)
+            assert same(
+                tensor, reduced("SUM", [drawn(r, (n,), torch.float32, n) for r in range(size)])
+            )
+
+
+@on_ranks(*ON)
+def test_sparse_tensors_are_summed(tmp_path):
+    with job(tmp_path) as (rank, size):
+        terms = []
+        for r in range(size):
+            dense = drawn(r, (20, 3), torch.float32)
+            dense[torch.arange(20) % (r + 2) != 0] = 0
+            terms.append(dense)
+        sparse = terms[rank].to_sparse(1)
+
+        dist.all_reduce(sparse)
+
+        assert sparse.is_sparse
+        assert same(sparse.to_dense(), reduced("SUM", terms))
+
+
+# ----------------------------------------------------------------------------- copies
+
+
+@on_ranks(*ON)
+@pytest.mark.parametrize("dtype", NUMBERS + COPIED, ids=str)
+def test_broadcast_and_all_gather_of_every_dtype(dtype, tmp_path):
+    source = torch.float32 if dtype == torch.float8_e4m3fn else dtype
+    with job(tmp_path) as (rank, size):
+        for shape in SHAPES:
+            terms = [drawn(r, shape, source).to(dtype) for r in range(size)]
+            for root in (0, size - 1):
+                tensor = terms[rank].clone()
+                dist.broadcast(tensor, root)
+                assert same(tensor, terms[root])
+
+            listed = [torch.empty_like(term) for term in terms]
+            dist.all_gather(listed, terms[rank])
+            assert all(map(same, listed, terms))
+
+            if shape:
+                whole = torch.empty((size * shape[0], *shape[1:]), dtype=dtype)
+                dist.all_gather_into_tensor(whole, terms[rank])
+                assert all(map(same, whole.chunk(size) if whole.numel() else [], terms))
+
+
+@on_ranks(*ON)
+def test_all_gather_of_unequal_tensors(tmp_path):
+    with job(tmp_path) as (rank, size):
+        terms = [drawn(r, (r, 2), torch.float64) for r in range(size)]
+        got = [torch.empty_like(term) for term in terms]
+
+        dist.all_gather(got, terms[rank])
+
+        assert all(map(same, got, terms))
+
+
+@on_ranks(*ON)
+@pytest.mark.filterwarnings("ignore:.*all_gather_coalesced")
+def test_many_tensors_are_gathered_as_one(tmp_path):
+    with job(tmp_path) as (rank, size):
+
+        def terms(r):
+            return [drawn(r, (n, 3), torch.float32, n) for n in (1, 4)]
+
+        got = [[torch.empty_like(t) for t in terms(r)] for r in range(size)]
+        dist.all_gather_coalesced(got, terms(rank))
+        assert all(all(map(same, got[r], terms(r))) for r in range(size))
+
+        whole = [torch.empty(size * n, 3) for n in (1, 4)]
+        with dist._coalescing_manager():
+            for out, own in zip(whole, terms(rank), strict=True):
+                dist.all_gather_into_tensor(out, own)
+        for i, out in enumerate(whole):
+            assert same(out, torch.cat([terms(r)[i] for r in range(size)]))
+
+
+@on_ranks(*ON)
+def test_gather_and_scatter(tmp_path):
+    with job(tmp_path) as (rank, size):
+        terms = [drawn(r, (3, 4), torch.int64) for r in range(size)]
+        for root in (0, size - 1):
+            got = [torch.empty_like(terms[0]) for _ in terms] if rank == root else None
+            dist.gather(terms[rank], got, root)
+            assert got is None or all(map(same, got, terms))
+
+            mine = torch.empty_like(terms[0])
+            dist.scatter(mine, terms if rank == root else None, root)
+            assert same(mine, terms[rank])
+
+
+@on_ranks(*ON)
+def test_all_to_all_in_all_its_forms(tmp_path):
+    with job(tmp_path) as (rank, size):
+
+        def sent(r, to):
+            return drawn(r * size + to, (r + to, 2), torch.float32)
+
+        want = [sent(r, rank) for r in range(size)]
+
+        got = [torch.empty_like(t) for t in want]
+        dist.all_to_all(got, [sent(rank, to) for to in range(size)])
+        assert all(map(same, got, want))
+
+        out = torch.empty_like(torch.cat(want))
+        dist.all_to_all_single(
+            out,
+            torch.cat([sent(rank, to) for to in range(size)]),
+            [len(t) for t in want],
+            [rank + to for to in range(size)],
+        )
+        assert same(out, torch.cat(want))
+
+        even = torch.empty(size * 3)
+        dist.all_to_all_single(even, drawn(rank, (size * 3,), torch.float32))
+        assert same(
+            even,
+            torch.cat(
+                [drawn(r, (size * 3,), torch.float32).chunk(size)[rank] for r in range(size)]
+            ),
+        )
+
+
+@on_ranks(*ON)
+def test_tensors_with_gaps_are_filled_where_they_are(tmp_path):
+    with job(tmp_path) as (rank, size):
+
+        def strided(r):
+            return drawn(r, (8, 6), torch.float32).t()[::2]
+
+        terms = [strided(r) for r in range(size)]
+        total = reduced("SUM", [term.contiguous() for term in terms])
+
+        tensor = terms[rank]
+        dist.all_reduce(tensor)
+        assert same(tensor, total)
+        assert not tensor.is_contiguous()
+
+        work = dist.all_reduce(later := strided(rank), async_op=True)
+        work.wait()
+        assert same(later, total)
+
+        got = [torch.zeros(6, 8).t()[:, ::2] for _ in terms]
+        dist.all_gather(got, drawn(rank, (8, 3), torch.float32))
+        for r in range(size):
+            assert same(got[r], drawn(r, (8, 3), torch.float32))
+
+        negative = torch.full((3,), complex(0, rank)).conj().imag
+        assert negative.is_neg()
+        dist.broadcast(negative, 1)
+        assert negative.tolist() == [-1.0] * 3
+
+
+# ----------------------------------------------------------------- groups, order, works
+
+
+@on_ranks(4)
+def test_sub_groups_work_by_themselves(tmp_path):
+    with job(tmp_path) as (rank, size):
+        groups = [dist.new_group(members) for members in ([0, 2], [1, 3], [3, 0, 1])]
+        for members, group in zip(([0, 2], [1, 3], [0, 1, 3]), groups, strict=True):
+            if rank not in members:
+                continue
+            tensor = torch.tensor([float(2**rank)])
+            dist.all_reduce(tensor, group=group)
+            assert tensor.item() == sum(2**r for r in members)
+        dist.destroy_process_group(groups[0]) if rank in (0, 2) else None
+        tensor = torch.ones(1)
+        dist.all_reduce(tensor)
+        assert tensor.item() == size
+
+
+@on_ranks(2)
+def test_a_group_beside_a_default_group_of_another_backend(tmp_path):
+    with job(tmp_path, "gloo") as (rank, size):
+        group = dist.new_group(backend="smddp")
+        tensor = torch.ones(3)
+        dist.all_reduce(tensor, group=group)
+        assert tensor.tolist() == [size] * 3
+        assert dist.get_backend(group) == "smddp"
+
+
+@on_ranks(*ON)
+def test_asynchronous_calls_run_in_the_order_of_their_issue(tmp_path):
+    """... with synchronous ones in between."""
+    with job(tmp_path) as (rank, size):
+        tensor = torch.ones(50_000)
+        works = [dist.all_reduce(tensor, async_op=True) for _ in range(5)]
+        dist.all_reduce(tensor)
+        assert tensor[0].item() == size**6
+        assert all(work.is_completed() for work in works)
+        assert works[0].result()[0] is tensor
+
+
+@on_ranks(*ON)
+def test_a_future_completes_although_nobody_waits(tmp_path):
+    with job(tmp_path) as (rank, size):
+        tensor = torch.ones(10)
+        future = dist.all_reduce(tensor, async_op=True).get_future()
+        doubled = future.then(lambda f: f.value()[0] * 2)
+
+        assert torch.equal(doubled.wait(), torch.full((10,), 2.0 * size))
+
+
+@on_ranks(*ON)
+def test_what_follows_a_future_may_wait_for_another(tmp_path):
+    """As in DDP's PowerSGD hook."""
+    with job(tmp_path) as (rank, size):
+
+        def then_reduce(future):
+            tensor = future.value()[0]
+            return dist.all_reduce(tensor, async_op=True).get_future().wait()
+
+        first = dist.all_reduce(torch.ones(4), async_op=True).get_future()
+        assert first.then(then_reduce).then(then_reduce).wait()[0].tolist() == [size**3] * 4
+
+
+@on_ranks(*ON)
+def test_a_result_that_nobody_keeps_is_still_delivered(tmp_path):
+    with job(tmp_path) as (rank, size):
+        tensors = [torch.ones(1000) for _ in range(50)]
+        for tensor in tensors:
+            dist.all_reduce(tensor, async_op=True)
+        dist.barrier()
+        assert all(tensor[999].item() == size for tensor in tensors)
+
+
+# --------------------------------------------------------------------------- mismatches
+
+
+def refused(call) -> str:
+    with pytest.raises(RuntimeError) as raised:
+        call()
+    return str(raised.value)
+
+
+@on_ranks(2)
+def test_calls_that_differ_raise_on_both_sides_and_name_both(tmp_path):
+    with job(tmp_path) as (rank, size):
+
+        def differ(mine, theirs, *words):
+            said = refused(mine if rank == 0 else theirs)
+            assert all(word in said for word in ("group '0'", "rank 0", "rank 1", *words)), said
+
+        def all_reduce(*args, op=dist.ReduceOp.SUM):
+            return lambda: dist.all_reduce(torch.ones(*args), op)
+
+        differ(all_reduce(4), all_reduce(5), "(sum) of 4", "(sum) of 5")
+        differ(all_reduce(4), lambda: dist.barrier(), "all-reduce", "barrier")
+        differ(
+            all_reduce(4),
+            lambda: dist.all_reduce(torch.ones(4, dtype=torch.int32)),
+            "float32",
+            "int32",
+        )
+        differ(all_reduce(4), all_reduce(4, op=dist.ReduceOp.MAX), "(sum)", "(max)")
+        differ(
+            lambda: dist.broadcast(torch.ones(2), 0),
+            lambda: dist.broadcast(torch.ones(2), 1),
+            "root",
+        )
+        differ(
+            lambda: dist.all_to_all_single(torch.ones(4), torch.ones(4), [2, 2], [2, 2]),
+            lambda: dist.all_to_all_single(torch.ones(4), torch.ones(4), [1, 3], [3, 1]),
+        )
+        work = dist.all_reduce(torch.ones(3 + rank), async_op=True)
+        assert "(sum) of 3 float32" in refused(work.wait)
+        assert "(sum) of 4 float32" in str(work.exception())
+        future = dist.all_reduce(torch.ones(3 + rank), async_op=True).get_future()
+        refused(future.wait)
+
+        tensor = torch.ones(2)  # and the group goes on
+        dist.all_reduce(tensor)
+        assert tensor.tolist() == [2, 2]
+
+
+@on_ranks(2)
+def test_what_cannot_be_done_is_refused_before_anybody_waits(tmp_path):
+    with job(tmp_path) as (rank, size):
+        with pytest.raises(TypeError, match=r"all-reduce \(sum\) of torch.int16"):
+            dist.all_reduce(torch.ones(2, dtype=torch.int16))
+        with pytest.raises(ValueError, match="input of 3 and an output of 5"):
+            dist.all_gather_into_tensor(torch.empty(5), torch.empty(3))
+        with pytest.raises(ValueError, match="do not go together"):
+            dist.all_to_all_single(torch.ones(4), torch.ones(4), [2, 2], [1, 2])
+
+
+@on_ranks(2)
+def test_a_time_out_names_the_group_the_call_and_who_is_missing(tmp_path):
+    with job(tmp_path, timeout_s=1) as (rank, size):
+        if rank == 0:
+            said = refused(lambda: dist.all_reduce(torch.ones(3)))
+            assert "group '0': all-reduce 1 (sum) of 3 float32" in said
+            assert "timed out after 1." in said
+            assert "rank 1" in said
+            assert "SMP_ERR_TIMED_OUT" in said
+        dist.distributed_c10d._get_default_store().set(f"done{rank}", "")
+        dist.distributed_c10d._get_default_store().wait(["done0"])
