@@ -33,7 +33,7 @@ def flags() -> list[str]:
 
 def link_flags() -> list[str]:
     sanitize = os.environ.get("SMP_SANITIZE")
-    return ["-pthread", *([f"-fsanitize={sanitize}"] if sanitize else [])]
+    return ["-pthread", "-ldl", *([f"-fsanitize={sanitize}"] if sanitize else [])]
 
 
 def find_mpicc() -> str | None:

@@ -7,6 +7,7 @@
 
 #include "comm/clock.h"
 #include "python/gradients.h"
+#include "python/heap.h"
 #include "python/pack.h"
 #include "python/registry.h"
 #include "python/unpack.h"
@@ -44,6 +45,7 @@ wake_python(void)
 static void
 rest_python(void)
 {
+    smp_heap_give_scratch();
     resting = PyEval_SaveThread();
 }
 
@@ -337,6 +339,7 @@ smp_session_wait(uint64_t call, smp_wait_kind kind, int32_t entry)
     smp_message *response;
     smp_status   status;
 
+    smp_heap_give_scratch();
     Py_BEGIN_ALLOW_THREADS;
     status = smp_server_wait(smp_the_session.server, call, kind, entry,
                              smp_the_session.entries[entry].owner, &response);

@@ -3,11 +3,17 @@
  * Everything below is guarded by the baton: only the thread that holds it reads or
  * writes the server, so there is no lock.  The exceptions are atomic and say so.
  *
- * What runs next, first match first:
- *   1. what belongs to a backward, lowest microbatch first: it frees memory
- *   2. a backward that the schedule lets start
- *   3. what belongs to a forward, lowest microbatch first
- *   4. a forward that the schedule lets start
+ * What runs next, first match first, of several the lowest microbatch:
+ *   1. a response of a forward: what waits for it soon gives other ranks work
+ *   2. what belongs to a backward: it frees memory
+ *   3. a backward that the schedule lets start
+ *   4. a worker whose gate has opened
+ *   5. a request of a forward
+ *   6. a forward that the schedule lets start
+ * But one request of a forward may go before a request of a backward that is alone: the
+ * rank then still has that one while the answer to the forward is on its way to pp_rank
+ * 0 and becomes a backward.  (In half of the steps of benchmarks/pipeline.py a rank
+ * waited so for its last backward, a third of a slot.)
  */
 #define _GNU_SOURCE
 #include "server/server.h"
@@ -103,6 +109,7 @@ struct smp_server {
     size_t   ninbox;
     size_t   inbox_room;
     uint64_t arrivals;
+    bool     overtaken; /* a forward went before the backward that is next */
 
     uint32_t      step;
     smp_turns    *turns;    /* borrowed; NULL: no gates */
@@ -191,22 +198,32 @@ pending_on(smp_server *server, uint64_t call)
     return NULL;
 }
 
-/* Index of the message to act on next in `phase`, or -1.  A response that nobody waits
- * for yet stays: its worker will ask. */
+typedef enum { REQUESTS = 1, RESPONSES = 2 } either;
+
+/* The message to act on next of those of this phase and of these kinds: its index, or
+ * -1; and how many there are, unless `count` is NULL.  A response that nobody waits for
+ * yet stays: its worker will ask. */
 static ptrdiff_t
-inbox_best(const smp_server *server, smp_phase phase)
+inbox_best(const smp_server *server, smp_phase phase, either of, size_t *count)
 {
     ptrdiff_t best = -1;
 
+    if (count != NULL) {
+        *count = 0;
+    }
     for (size_t i = 0; i < server->ninbox; i++) {
         const smp_envelope *e = smp_message_envelope(server->inbox[i].message);
+        const bool          response = e->kind == SMP_MSG_RESPONSE;
 
-        if (e->phase != phase || e->step != server->step) {
+        if (e->phase != phase || e->step != server->step ||
+            (of & (response ? RESPONSES : REQUESTS)) == 0) {
             continue;
         }
-        if (e->kind == SMP_MSG_RESPONSE &&
-            pending_on((smp_server *)server, e->call) == NULL) {
+        if (response && pending_on((smp_server *)server, e->call) == NULL) {
             continue;
+        }
+        if (count != NULL) {
+            ++*count;
         }
         if (best >= 0) {
             const smp_envelope *b = smp_message_envelope(server->inbox[best].message);
@@ -659,6 +676,33 @@ any_pending(const smp_server *server)
     return NULL;
 }
 
+/* The message that goes before what the schedule or a gate lets start, or -1. */
+static ptrdiff_t
+best_message(smp_server *server)
+{
+    size_t    count;
+    ptrdiff_t best = inbox_best(server, SMP_FORWARD, RESPONSES, NULL);
+
+    if (best >= 0) {
+        return best;
+    }
+    best = inbox_best(server, SMP_BACKWARD, REQUESTS | RESPONSES, &count);
+    if (best < 0) {
+        return best;
+    }
+    if (count == 1 && !server->overtaken &&
+        smp_message_envelope(server->inbox[best].message)->kind == SMP_MSG_BACKWARD) {
+        ptrdiff_t forward = inbox_best(server, SMP_FORWARD, REQUESTS, NULL);
+
+        if (forward >= 0) {
+            server->overtaken = true;
+            return forward;
+        }
+    }
+    server->overtaken = false;
+    return best;
+}
+
 /* Self has nothing to do: finds who has.  Returns when self was given a reason to go
  * on (self->why). */
 static void
@@ -698,7 +742,7 @@ dispatch(worker *self)
             smp_seat_wait(&self->seat, 0);
             return;
         }
-        best = inbox_best(server, SMP_BACKWARD);
+        best = best_message(server);
         if (best >= 0) {
             if (act_on(self, inbox_remove(server, (size_t)best))) {
                 return;
@@ -713,7 +757,7 @@ dispatch(worker *self)
             (void)pass(self, entering, WHY_TURN);
             return;
         }
-        best = inbox_best(server, SMP_FORWARD);
+        best = inbox_best(server, SMP_FORWARD, REQUESTS, NULL);
         if (best >= 0) {
             if (act_on(self, inbox_remove(server, (size_t)best))) {
                 return;
@@ -877,6 +921,7 @@ smp_server_step(smp_server *server, uint32_t step, smp_schedule *schedule,
 
     *end = NULL;
     server->step = step;
+    server->overtaken = false;
     server->schedule = schedule;
     server->failed = false;
     server->failure = SMP_OK;
