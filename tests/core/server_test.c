@@ -612,6 +612,47 @@ TEST_RANK(messages_of_the_next_step_wait_for_it)
     return 0;
 }
 
+/* Four requests wait when step 2 begins; answers come in the order of the work. */
+TEST_RANK(one_forward_goes_before_a_backward_that_is_alone)
+{
+    static const struct {
+        smp_msg_kind kind;
+        int32_t      microbatch;
+    } sent[] = {{SMP_MSG_FORWARD, 2},
+                {SMP_MSG_FORWARD, 3},
+                {SMP_MSG_BACKWARD, 1},
+                {SMP_MSG_BACKWARD, 0}};
+    static const uint64_t order[] = {4, 1, 3, 2}; /* calls: places in `sent`, from 1 */
+    smp_envelope          e = {.step = 2};
+    rank                  self;
+
+    if (w->rank == 1) {
+        CHECK_STATUS(begin(&self, w), SMP_OK);
+        CHECK(serve_one(&self, SMP_OK) == 0);
+        CHECK(serve_one(&self, SMP_OK) == 0);
+        CHECK(self.tasks == 4);
+        return finish(&self);
+    }
+    if (w->rank == 0) {
+        for (uint64_t i = 0; i < 4; i++) {
+            e.kind = (uint8_t)sent[i].kind;
+            e.phase = e.kind == SMP_MSG_BACKWARD ? SMP_BACKWARD : SMP_FORWARD;
+            e.microbatch = sent[i].microbatch;
+            e.call = i + 1;
+            CHECK_STATUS(send_raw(w, e, sizeof(e)), SMP_OK);
+        }
+        e = (smp_envelope){.kind = SMP_MSG_STEP_END, .step = 1};
+        CHECK_STATUS(send_raw(w, e, sizeof(e)), SMP_OK);
+        for (int i = 0; i < 4; i++) {
+            CHECK(expect_response(w, 2, order[i]) == 0);
+        }
+        e.step = 2;
+        CHECK_STATUS(send_raw(w, e, sizeof(e)), SMP_OK);
+    }
+    w->barrier(w);
+    return 0;
+}
+
 TEST_RANK(messages_of_a_step_that_failed_are_dropped)
 {
     smp_envelope e = {.kind = SMP_MSG_ABORT, .step = 1};
@@ -736,6 +777,7 @@ static const world_test tests[] = {
     {"slow", a_rank_that_is_slow_or_late_is_no_deadlock, 0},
     {"left", a_step_ends_when_the_others_have_left, 0},
     {"early", messages_of_the_next_step_wait_for_it, 0},
+    {"overtaken", one_forward_goes_before_a_backward_that_is_alone, 0},
     {"stale", messages_of_a_step_that_failed_are_dropped, 0},
     {"malformed", what_no_server_wrote_fails_the_step, 0},
     {"end_early", the_end_of_a_step_with_a_call_under_way_fails_it, 0},
