@@ -120,6 +120,48 @@ def test_an_exception_is_raised_on_every_rank_and_the_next_step_works(where, pha
     assert_same_bits(dict(model.local_named_buffers()), dict(reference.named_buffers()))
 
 
+def use_far_once(model, x):
+    """Only microbatch 1 uses what 'b' gives; 0, whose backward is later, makes it wait."""
+    model.module.a(x)
+    unused = model.module.b(x)
+    loss = unused.sum() if x[0, 0] == 1 else model.module.a(x).sum()
+    model.backward(loss)
+    return loss
+
+
+def skip_far_once(model, x):
+    """Microbatch 0 does not call 'b', which nobody knows before it is done."""
+    loss = model.module.b(x).sum() if x[0, 0] == 1 else model.module.a(x).sum()
+    model.backward(loss)
+    return loss
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stepped", [use_far_once, skip_far_once])
+def test_a_gradient_that_cannot_be_added_up_fails_the_step(stepped):
+    """Also where that is tried for another reason than a request: a graph was released, a
+    microbatch ended."""
+    turns = [(0, 0), (1, 0), (2, 0), (1, 1), (0, 1), (2, 1)]
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": 3, "pipeline": turns})
+    model = smp.DistributedModel(pinned(Net(), RANK_OF))
+    step = smp.step(stepped)
+    x = torch.arange(3.0).repeat_interleave(2).unsqueeze(1).expand(6, 8)
+    step(model, x)
+    mine = dict(model.local_named_parameters())
+    if smp.pp_rank() == 1:
+        with torch.inference_mode():
+            mine["b.weight"].grad = torch.zeros(8, 8)  # which nothing may be added to
+
+    with pytest.raises(RuntimeError, match="Inplace update to inference tensor") as caught:
+        step(model, x)
+
+    assert re.search(r"pp_rank 1 .*microbatch \d, backward", "\n".join(caught.value.__notes__))
+    for parameter in mine.values():
+        parameter.grad = None
+    step(model, x)
+    assert smp.pp_rank() == 0 or mine["b.weight"].grad.abs().sum() > 0
+
+
 @on_ranks(2)
 def test_an_exception_of_a_class_that_cannot_travel_keeps_its_text():
     """An exception that pickle cannot carry arrives as its class name and message."""

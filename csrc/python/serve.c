@@ -588,19 +588,20 @@ smp_serve_request(smp_message *request, smp_task *task)
     }
 }
 
-void
+bool
 smp_serve_release(uint64_t call)
 {
     context_object *context = take_context(call);
+    bool            closed;
 
     if (context == NULL) { /* its step failed meanwhile */
         PyErr_Clear();
-        return;
+        return true;
     }
-    if (smp_gradients_close(context->microbatch, context->order, context->entry) < 0) {
-        PyErr_WriteUnraisable((PyObject *)context);
-    }
+    closed =
+        smp_gradients_close(context->microbatch, context->order, context->entry) == 0;
     drop_context(context);
+    return closed;
 }
 
 void

@@ -128,6 +128,90 @@ enter_device(void)
     Py_XDECREF(done);
 }
 
+/* --------------------------------------------------------------- a step that fails */
+
+/* Sends `value` to every other rank that is there.  0, or -1 with an exception. */
+static int
+send_to_all(smp_msg_kind kind, PyObject *value)
+{
+    smp_session *session = &smp_the_session;
+    smp_envelope envelope = {.kind = (uint8_t)kind, .step = session->step};
+
+    for (int rank = 0; rank < session->size; rank++) {
+        smp_pack pack;
+        int      failed;
+
+        if (rank == session->rank) {
+            continue;
+        }
+        smp_pack_init(&pack, session->comm, rank, NULL);
+        pack.graph = false;
+        failed =
+            smp_pack_value(&pack, value) < 0 || smp_pack_send(&pack, &envelope) < 0;
+        smp_pack_fini(&pack);
+        if (failed && kind == SMP_MSG_ABORT &&
+            PyErr_ExceptionMatches(PyExc_ConnectionError)) {
+            PyErr_Clear(); /* it has gone, and needs no word any more */
+        } else if (failed) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+/* Ends the step on every rank with the exception that is set.  hear: see what the other
+ * ranks have said before. */
+static void
+fail_step(const smp_task *task, bool hear)
+{
+    smp_session *session = &smp_the_session;
+    PyObject    *type;
+    PyObject    *value;
+    PyObject    *traceback;
+    PyObject    *path = Py_None;
+
+    PyErr_Fetch(&type, &value, &traceback);
+    PyErr_NormalizeException(&type, &value, &traceback);
+    if (traceback != NULL) {
+        (void)PyException_SetTraceback(value, traceback);
+    }
+    if (hear) {
+        rest_python();
+        smp_server_hear(session->server);
+        wake_python();
+    }
+    if (smp_comm_lost(session->comm) >= 0 &&
+        PyErr_GivenExceptionMatches(value, PyExc_ConnectionError)) {
+        smp_server_fail(session->server); /* the step says who is gone */
+    }
+    if (!smp_server_failed(session->server)) {
+        if (task->entry >= 0 && (size_t)task->entry < session->nentries) {
+            path = session->entries[task->entry].path;
+        }
+        Py_XSETREF(session->error,
+                   PyObject_CallFunction(session->describe_error, "OOii",
+                                         value == NULL ? Py_None : value, path,
+                                         task->microbatch, (int)task->phase));
+        if (session->error == NULL || send_to_all(SMP_MSG_ABORT, session->error) < 0) {
+            PyErr_WriteUnraisable(session->describe_error);
+        }
+        smp_server_fail(session->server);
+    }
+    Py_XDECREF(type);
+    Py_XDECREF(value);
+    Py_XDECREF(traceback);
+}
+
+void
+smp_session_fail(smp_task *task)
+{
+    /* What failed here may follow from what failed on another rank, which has said so
+     * and then left. */
+    fail_step(task, true);
+}
+
+/* ------------------------------------------------------------------------ the tasks */
+
 static void
 op_execute(void *ctx, smp_message *request)
 {
@@ -202,15 +286,22 @@ static void
 op_note(void *ctx, smp_message *note)
 {
     smp_envelope envelope = *smp_message_envelope(note);
+    smp_task     task = {.microbatch = envelope.microbatch,
+                         .entry = envelope.kind == SMP_MSG_RELEASE ? envelope.entry : -1,
+                         .phase = SMP_BACKWARD};
+    bool         done = true;
 
     (void)ctx;
     smp_message_free(note);
     wake_python();
     if (envelope.kind == SMP_MSG_RELEASE) {
-        smp_serve_release(envelope.about);
-    } else if (envelope.kind == SMP_MSG_CLOSED &&
-               smp_gradients_done(envelope.microbatch) < 0) {
-        PyErr_WriteUnraisable(NULL);
+        done = smp_serve_release(envelope.about);
+    } else if (envelope.kind == SMP_MSG_CLOSED) {
+        done = smp_gradients_done(envelope.microbatch) == 0;
+    }
+    if (!done) {
+        fail_step(&task,
+                  false); /* a message is being read: not another one inside it */
     }
     rest_python();
 }
@@ -353,76 +444,6 @@ smp_session_wait(uint64_t call, smp_wait_kind kind, int32_t entry)
         return NULL;
     }
     return response;
-}
-
-/* Sends `value` to every other rank that is there.  0, or -1 with an exception. */
-static int
-send_to_all(smp_msg_kind kind, PyObject *value)
-{
-    smp_session *session = &smp_the_session;
-    smp_envelope envelope = {.kind = (uint8_t)kind, .step = session->step};
-
-    for (int rank = 0; rank < session->size; rank++) {
-        smp_pack pack;
-        int      failed;
-
-        if (rank == session->rank) {
-            continue;
-        }
-        smp_pack_init(&pack, session->comm, rank, NULL);
-        pack.graph = false;
-        failed =
-            smp_pack_value(&pack, value) < 0 || smp_pack_send(&pack, &envelope) < 0;
-        smp_pack_fini(&pack);
-        if (failed && kind == SMP_MSG_ABORT &&
-            PyErr_ExceptionMatches(PyExc_ConnectionError)) {
-            PyErr_Clear(); /* it has gone, and needs no word any more */
-        } else if (failed) {
-            return -1;
-        }
-    }
-    return 0;
-}
-
-void
-smp_session_fail(smp_task *task)
-{
-    smp_session *session = &smp_the_session;
-    PyObject    *type;
-    PyObject    *value;
-    PyObject    *traceback;
-    PyObject    *path = Py_None;
-
-    PyErr_Fetch(&type, &value, &traceback);
-    PyErr_NormalizeException(&type, &value, &traceback);
-    if (traceback != NULL) {
-        (void)PyException_SetTraceback(value, traceback);
-    }
-    /* What failed here may follow from what failed on another rank, which has said so
-     * and then left. */
-    rest_python();
-    smp_server_hear(session->server);
-    wake_python();
-    if (smp_comm_lost(session->comm) >= 0 &&
-        PyErr_GivenExceptionMatches(value, PyExc_ConnectionError)) {
-        smp_server_fail(session->server); /* the step says who is gone */
-    }
-    if (!smp_server_failed(session->server)) {
-        if (task->entry >= 0 && (size_t)task->entry < session->nentries) {
-            path = session->entries[task->entry].path;
-        }
-        Py_XSETREF(session->error,
-                   PyObject_CallFunction(session->describe_error, "OOii",
-                                         value == NULL ? Py_None : value, path,
-                                         task->microbatch, (int)task->phase));
-        if (session->error == NULL || send_to_all(SMP_MSG_ABORT, session->error) < 0) {
-            PyErr_WriteUnraisable(session->describe_error);
-        }
-        smp_server_fail(session->server);
-    }
-    Py_XDECREF(type);
-    Py_XDECREF(value);
-    Py_XDECREF(traceback);
 }
 
 /* --------------------------------------------------------------------- lifecycle */

@@ -92,7 +92,7 @@ PyObject            *smp_call_remote(PyObject *module, PyObject *args, PyObject 
 /* ------------------------------------------------------------ serve.c: the owner */
 int  smp_serve_add(PyObject *module);
 void smp_serve_request(smp_message *request, smp_task *task); /* takes request */
-void smp_serve_release(uint64_t call);
+bool smp_serve_release(uint64_t call); /* false with an exception */
 void smp_serve_forget(void); /* forwards that wait for a backward: the step is over */
 bool smp_has_hooks(PyObject *module);
 

@@ -115,6 +115,8 @@ struct smp_server {
     smp_turns    *turns;    /* borrowed; NULL: no gates */
     smp_schedule *schedule; /* owned during a step; NULL but on pp_rank 0 */
     smp_message  *end;      /* STEP_END or ABORT */
+    bool          settling; /* pp_rank 0 has asked the others whether all is well */
+    int           settled;  /* how many have said so */
     bool          failed;
     smp_status    failure; /* why, when the comm or a thread failed */
     uint64_t      calls;
@@ -279,6 +281,17 @@ hear_still(smp_server *server, const smp_message *message)
     }
 }
 
+/* Tells `rank` that what it sent before has been acted on here without a failure. */
+static void
+settle(smp_server *server, int rank)
+{
+    smp_envelope answer = {.kind = SMP_MSG_SETTLED, .step = server->step};
+
+    if (!server->failed) {
+        (void)smp_comm_send(server->comm, rank, &answer, sizeof(answer), NULL, 0);
+    }
+}
+
 /* Acts at once on what starts no task; keeps the rest for inbox_best. */
 static void
 sort_in(smp_server *server, smp_message *message)
@@ -322,6 +335,14 @@ sort_in(smp_server *server, smp_message *message)
     case SMP_MSG_BACKWARD:
     case SMP_MSG_RESPONSE:
         keep(server, message);
+        return;
+    case SMP_MSG_SETTLE:
+        settle(server, message->source);
+        smp_message_free(message);
+        return;
+    case SMP_MSG_SETTLED:
+        server->settled += server->settling;
+        smp_message_free(message);
         return;
     case SMP_MSG_PROBE:
         server->asked = e->call;
@@ -561,12 +582,33 @@ idle_worker(smp_server *server)
 }
 
 static bool
-step_is_over(const smp_server *server)
+no_work_is_left(const smp_server *server)
 {
-    if (server->schedule != NULL) {
-        return smp_schedule_finished(server->schedule);
+    return server->schedule != NULL ? smp_schedule_finished(server->schedule)
+                                    : server->end != NULL;
+}
+
+/* pp_rank 0 returns when the others have acted on all that it sent: what it does not
+ * wait for (the end of a microbatch, a release) may fail too. */
+static bool
+step_is_over(smp_server *server)
+{
+    smp_envelope question = {.kind = SMP_MSG_SETTLE, .step = server->step};
+
+    if (!no_work_is_left(server)) {
+        return false;
     }
-    return server->end != NULL;
+    if (server->schedule == NULL) {
+        return true;
+    }
+    if (!server->settling) {
+        server->settling = true;
+        for (int rank = 1; rank < server->size; rank++) {
+            (void)smp_comm_send(server->comm, rank, &question, sizeof(question), NULL,
+                                0); /* to one that has gone: see be_idle() */
+        }
+    }
+    return server->settled == server->size - 1;
 }
 
 /* Hands the baton to `w`, or keeps it when that is self.  True: self has it. */
@@ -722,7 +764,7 @@ dispatch(worker *self)
         if (atomic_exchange(&server->interrupted, false)) {
             fail_with(server, SMP_ERR_INTERRUPTED);
         }
-        if (!server->failed && step_is_over(server) &&
+        if (!server->failed && no_work_is_left(server) &&
             (self->state == WORKER_PENDING || any_pending(server) != NULL)) {
             fail_with(server, SMP_ERR_MALFORMED); /* an end that came too early */
         }
@@ -923,6 +965,8 @@ smp_server_step(smp_server *server, uint32_t step, smp_schedule *schedule,
     server->step = step;
     server->overtaken = false;
     server->schedule = schedule;
+    server->settling = false;
+    server->settled = 0;
     server->failed = false;
     server->failure = SMP_OK;
     server->timeline.count = 0;
