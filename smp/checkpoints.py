@@ -24,7 +24,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from smp import saved_files
+from smp import objects, saved_files
+from smp.ranks import CommGroup
 from smp.saved_files import CheckpointError, staged_name
 from smp.state_dicts import IS_PARTIAL
 from smp.state_mod import Job, state
@@ -38,6 +39,7 @@ _SAVED = ".saved"
 _REMOVING = ".removing."
 _PARTIAL = "_partial"
 _USER_CONTENT = "user_content.pt"
+_SAVE, _RESUME = "smp.save_checkpoint", "smp.resume_from_checkpoint"
 
 
 def save_checkpoint(
@@ -85,9 +87,9 @@ def save_checkpoint(
         names += [f"user_content_{tag}"] + ([f"optimizer_{tag}"] if optimizer else [])
     folder = staged_name(os.path.join(root, name))
     if leads:
-        _together(job, lambda: _prepare(root, folder if partial else None))
+        _together(_SAVE, lambda: _prepare(root, folder if partial else None))
     else:
-        _together(job)
+        _together(_SAVE)
     try:
         if partial:
             content = _partial_files(job, model, optimizer)
@@ -99,7 +101,7 @@ def save_checkpoint(
             if leads:
                 values[f"user_content_{tag}"] = user_content
             files = {staged_name(os.path.join(root, file)): v for file, v in values.items()}
-        _together(job, lambda: _write_files(files))
+        _together(_SAVE, lambda: _write_files(files))
     except BaseException:
         if leads:
             _remove_leftovers(root)
@@ -117,7 +119,7 @@ def save_checkpoint(
         if partial and num_kept_partial_checkpoints is not None:
             _remove_oldest(root, num_kept_partial_checkpoints, name)
 
-    _together(job, publish if leads else None)
+    _together(_SAVE, publish if leads else None)
 
 
 def resume_from_checkpoint(
@@ -167,7 +169,7 @@ def resume_from_checkpoint(
         else:
             found.update(_read_full(root, name, wanted))
 
-    _together(job, read)
+    _together(_RESUME, read)
     translate = translate_function
     if translate is None and not partial:
         translate = _from_hugging_face
@@ -188,7 +190,7 @@ def _check_name(tag: str, kept: int | None) -> None:
         raise ValueError(f"smp: num_kept_partial_checkpoints is at least 1, got {kept}")
 
 
-def _together(job: Job, function: Callable[[], None] | None = None) -> None:
+def _together(what: str, function: Callable[[], None] | None = None) -> None:
     """Run it where there is something to do; if that fails on a rank, raise on all."""
     error: Exception | None = None
     if function is not None:
@@ -196,7 +198,7 @@ def _together(job: Job, function: Callable[[], None] | None = None) -> None:
             function()
         except Exception as raised:  # noqa: BLE001 - the others wait for the outcome
             error = raised
-    said = job.boot.allgather_bytes(str(error).encode() if error else b"")
+    said = objects.gather_bytes(what, CommGroup.WORLD, str(error).encode() if error else b"")
     if error is not None:
         raise error
     for rank, text in enumerate(said):

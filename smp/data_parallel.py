@@ -25,9 +25,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.variable import Variable
 
-from smp import microbatches
+from smp import microbatches, objects
 from smp.dp_group import Layout, Replicas
 from smp.gradient_buckets import Bucket, make_buckets
+from smp.ranks import CommGroup
 from smp.reduction import Reduction
 
 if TYPE_CHECKING:
@@ -102,6 +103,7 @@ class DataParallel:
         Raises:
             ReplicasDiffer: on every replica; names the first difference.
         """
+        objects.gather_bytes("smp.DistributedModel", CommGroup.DP_GROUP)
         named = [*self._model.local_named_parameters(), *self._model.local_named_buffers()]
         self.replicas.check_alike(Layout.of(named))
         self._broadcast_from(0)

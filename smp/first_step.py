@@ -4,11 +4,17 @@ One rank traces and decides; every rank gets the decision, checks that it is abo
 same model, and applies it.
 """
 
+import hashlib
+import itertools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from smp import _core, failures, model, pool, state_dicts, tracing
-from smp.partitioning import Partition, make_partition
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from smp import _core, failures, model, objects, pool, runtime, state_dicts, tracing
+from smp.partitioning import Partition, make_partition, pin_of
+from smp.ranks import CommGroup
 
 if TYPE_CHECKING:
     from smp.model import DistributedModel
@@ -45,7 +51,7 @@ def partition_models(
     if gates is None:
         raise failures.rebuild(packed, error)
     partitions = [Partition.from_bytes(one) for one in packed]
-    _check_models(rt, models, partitions)
+    _check_models(models, partitions, gates)
     rt.backwards = max(1, backwards)
     for one, partition, stateful in zip(models, partitions, gates, strict=True):
         one.apply_partition(partition, stateful)
@@ -122,16 +128,65 @@ def _stateful(one: "DistributedModel", trace: tracing.Trace | None) -> dict[str,
 
 
 def _check_models(
-    rt: "Runtime", models: Sequence["DistributedModel"], partitions: Sequence[Partition]
+    models: Sequence["DistributedModel"],
+    partitions: Sequence[Partition],
+    gates: Sequence[dict[str, int]],
 ) -> None:
-    difference = ""
-    if len(models) != len(partitions):
-        difference = f"{len(models)} models here, {len(partitions)} where they were partitioned"
-    for one, partition in zip(models, partitions, strict=False):
-        difference = difference or partition.first_difference(one.module) or ""
-    for rank, said in enumerate(rt.boot.allgather_bytes(difference.encode())):
-        if said:
-            raise PartitionMismatch(
-                f"smp: rank {rank} built another model than the rank that partitioned it: "
-                f"{said.decode()}"
-            )
+    """Compare what this rank has and will apply with the other ranks.
+
+    Raises:
+        PartitionMismatch: on every rank; names the first difference.
+    """
+    mine = _description(models, partitions, gates)
+    digest = hashlib.sha256("\n".join(mine).encode()).digest()
+    digests = objects.gather_bytes(runtime.FIRST_STEP, CommGroup.WORLD, digest)
+    if len(set(digests)) == 1:
+        return
+    everyone = [
+        told.decode().split("\n")
+        for told in objects.gather_bytes(
+            runtime.FIRST_STEP, CommGroup.WORLD, "\n".join(mine).encode()
+        )
+    ]
+    first = everyone[0]
+    rank, other = next((i, lines) for i, lines in enumerate(everyone) if lines != first)
+    pairs = itertools.zip_longest(first, other, fillvalue="nothing more")
+    here, there = next(pair for pair in pairs if pair[0] != pair[1])
+    raise PartitionMismatch(
+        f"smp: the ranks have different models: rank 0 has {here}; rank {rank} has {there}"
+    )
+
+
+def _description(
+    models: Sequence["DistributedModel"],
+    partitions: Sequence[Partition],
+    gates: Sequence[dict[str, int]],
+) -> list[str]:
+    """A line for each thing that all ranks must have alike."""
+    lines = [f"{len(models)} models to partition, {len(partitions)} partitions"]
+    for number, (one, partition, stateful) in enumerate(
+        zip(models, partitions, gates, strict=False)
+    ):
+        for path, module in one.module.named_modules():
+            where = f"on pp_rank {partition.rank_of.get(path, 'none')}"
+            if (pin := pin_of(module)) is not None:
+                where += f", pinned to {pin}"
+            if path in stateful:
+                where += ", passed in order"
+            lines.append(f"module '{path}' ({type(module).__name__}) {where}, model {number}")
+            lines += [_line("parameter", path, *one) for one in module._parameters.items()]
+            lines += [
+                _line("buffer", path, name, buffer)
+                for name, buffer in module._buffers.items()
+                if name not in module._non_persistent_buffers_set
+            ]
+    return lines
+
+
+def _line(kind: str, path: str, name: str, tensor: Tensor | None) -> str:
+    name = f"{path}.{name}" if path else name
+    if tensor is None or is_lazy(tensor):
+        return f"{kind} '{name}' without a value"
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    frozen = ", frozen" if isinstance(tensor, nn.Parameter) and not tensor.requires_grad else ""
+    return f"{kind} '{name}' {list(tensor.shape)} {dtype}{frozen}"

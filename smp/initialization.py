@@ -119,13 +119,15 @@ def _agreed(boot: Bootstrap, given: Mapping[str, Any] | None) -> Config:
             raise {"NotImplementedError": NotImplementedError}.get(kind, ConfigError)(
                 f"on rank {rank}: {said}"
             )
+    differences = []  # all of them: one value may follow from another
     for key in mine["texts"]:
         values: dict[str, list[int]] = {}
         for rank, other in enumerate(everyone):
             values.setdefault(other["texts"][key], []).append(rank)
         if len(values) > 1:
-            said = "; ".join(f"{key}={value} on {_ranks(on)}" for value, on in values.items())
-            raise ConfigError(f"the ranks' configurations differ: {said}")
+            differences += [f"{key}={value} on {_ranks(on)}" for value, on in values.items()]
+    if differences:
+        raise ConfigError(f"the ranks' configurations differ: {'; '.join(differences)}")
     return cfg
 
 

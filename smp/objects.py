@@ -6,14 +6,16 @@ the tensor's own memory.  All of it goes over a torch group of its own (gloo), s
 script's own ``torch.distributed.send`` never meets it.
 
 Messages from one rank to another arrive in the order in which they were sent.  Every
-call waits until it is matched; it takes part on the calling thread.
+call waits until it is matched; it takes part on the calling thread.  What all ranks of a
+group do together outside a step goes this way, checkpoints and the first step's agreement
+too: its messages say which call they belong to, and another one is refused.
 """
 
 import io
 import pickle
 import threading
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,15 +23,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from smp import _core
-from smp.placement import AXES_OF_GROUP
 from smp.ranks import CommGroup, RankType
 from smp.state_mod import Job, state
+from smp.together import Call, CallMismatch
 
-# Messages of one tag are in order; each collective has its own, so that it may run in
-# one thread while another sends.
+# Messages of one tag are in order.  One thread may send while another is in a collective;
+# all collectives share a tag, so that two different ones meet.
 TAG_SEND = 0
-TAG_ALLGATHER = {kind: 1 + i for i, kind in enumerate(AXES_OF_GROUP)}
-TAG_BARRIER = {kind: 1 + len(AXES_OF_GROUP) + i for i, kind in enumerate(AXES_OF_GROUP)}
+TAG_TOGETHER = 1
 
 
 def broadcast(obj: Any, group: CommGroup) -> None:
@@ -69,7 +70,7 @@ def recv_from(src_rank: int, rank_type: RankType) -> Any:
         RuntimeError: the sender is gone.
     """
     job, src = _peer("smp.recv_from()", src_rank, rank_type)
-    return _take(job, src, TAG_SEND, f"smp.recv_from({src_rank}, {rank_type})")
+    return _take(job, src, TAG_SEND, f"smp.recv_from({src_rank}, {rank_type})").open()
 
 
 def allgather(obj: Any, group: CommGroup) -> list[Any]:
@@ -79,32 +80,97 @@ def allgather(obj: Any, group: CommGroup) -> list[Any]:
     """
     job, members = _members("smp.allgather()", group)
     doing = f"smp.allgather(..., {group})"
-    tag = TAG_ALLGATHER[group.value]
-    parcel = Parcel.of(obj)
-    sends = [_post(job, parcel, m, tag) for m in members if m != job.boot.rank]
-    gathered = [
-        parcel.copy().open() if member == job.boot.rank else _take(job, member, tag, doing)
-        for member in members
+    parcels = _exchange(_Together(job, "smp.allgather", group, doing), Parcel.of(obj))
+    return [
+        (parcel.copy() if member == job.boot.rank else parcel).open()
+        for member, parcel in zip(members, parcels, strict=True)
     ]
-    for works in sends:
-        _wait(works, doing)
-    return gathered
+
+
+def gather_bytes(what: str, group: CommGroup, data: bytes = b"") -> list[bytes]:
+    """Every member's bytes, by its rank in the group.  Collective over the group.
+
+    Args:
+        what: the call of the script's that this is part of, for when another meets it.
+
+    Raises:
+        CallMismatch: that happened.
+    """
+    job, _ = _members(what, group)
+    together = _Together(job, what, group, what)
+    return [parcel.pickled for parcel in _exchange(together, Parcel([], data, []))]
+
+
+def _exchange(together: "_Together", parcel: "Parcel") -> list["Parcel"]:
+    """Every member's parcel."""
+    with together:
+        for member in together.others:
+            together.post(member, parcel)
+        return [
+            together.take(member) if member in together.others else parcel
+            for member in together.members
+        ]
 
 
 def barrier(group: CommGroup = CommGroup.WORLD) -> None:
     """Wait until every rank of ``group`` is here."""
     job, members = _members("smp.barrier()", group)
-    tag, doing = TAG_BARRIER[group.value], f"smp.barrier({group})"
     me, size = members.index(job.boot.rank), len(members)
     # Dissemination: after round i each rank has heard, through others, of the 2^i
     # ranks before it.
     step = 1
-    while step < size:
-        after, before = members[(me + step) % size], members[(me - step) % size]
-        works = _post(job, NOTHING, after, tag)
-        _take(job, before, tag, doing)
-        _wait(works, doing)
-        step *= 2
+    with _Together(job, "smp.barrier", group, f"smp.barrier({group})") as together:
+        while step < size:
+            together.post(members[(me + step) % size], NOTHING)
+            together.take(members[(me - step) % size])
+            step *= 2
+
+
+class _Together:
+    """One call that all members of a group make; on leaving, what was sent has arrived."""
+
+    def __init__(self, job: Job, what: str, group: CommGroup, doing: str) -> None:
+        self.job = job
+        self.call = job.calls.begin(what, group.name)
+        self.members = job.groups[group.value]
+        self.others = [member for member in self.members if member != job.boot.rank]
+        self.doing = doing
+        self._sent: dict[int, list[dist.Work]] = {}
+
+    def post(self, member: int, parcel: "Parcel") -> None:
+        """Begin to send."""
+        parcel = replace(parcel, call=self.call)
+        self._sent[member] = _post(self.job, parcel, member, TAG_TOGETHER)
+
+    def take(self, member: int) -> "Parcel":
+        """What the member has sent.
+
+        Raises:
+            CallMismatch: it makes another call.
+        """
+        parcel = _take(self.job, member, TAG_TOGETHER, self.doing)
+        assert parcel.call is not None
+        if not self.call.matches(parcel.call):
+            raise self.job.calls.refuse(self.call, self.job.boot.rank, parcel.call, member)
+        return parcel
+
+    def __enter__(self) -> "_Together":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        if kind is None:
+            for works in self._sent.values():
+                _wait(works, self.doing)
+            return
+        if kind is CallMismatch:
+            for member in self.others:  # it may wait for this rank, and raises then
+                if member not in self._sent:
+                    self.post(member, NOTHING)
+        _unmatched.extend(self._sent.values())
+
+
+# What was sent to ranks that may never take it: its memory must stay.
+_unmatched: list[list[dist.Work]] = []
 
 
 def pp_barrier() -> None:
@@ -171,6 +237,7 @@ class Parcel:
     specs: list[Spec]
     pickled: bytes
     values: list[Tensor]  # contiguous, on the CPU
+    call: Call | None = None  # of a collective
 
     @staticmethod
     def of(obj: Any) -> "Parcel":
@@ -209,11 +276,11 @@ class Parcel:
 
     def copy(self) -> "Parcel":
         """The same, with memory of its own."""
-        return Parcel(self.specs, self.pickled, [value.clone() for value in self.values])
+        return replace(self, values=[value.clone() for value in self.values])
 
     def parts(self) -> list[Tensor]:
         """What goes over the wire, as bytes; nothing is copied but the pickles."""
-        specs = pickle.dumps(self.specs)
+        specs = pickle.dumps((self.call, self.specs))
         lengths = torch.tensor([len(specs), len(self.pickled)])
         head = torch.frombuffer(bytearray(specs + self.pickled), dtype=torch.uint8)
         return [as_bytes(lengths), head, *(as_bytes(v) for v in self.values if v.numel())]
@@ -268,7 +335,7 @@ def _post(job: Job, parcel: Parcel, dest: int, tag: int) -> list[dist.Work]:
         return [dist.isend(part, dest, group, tag) for part in parcel.parts()]  # type: ignore[misc]
 
 
-def _take(job: Job, src: int, tag: int, doing: str) -> Any:
+def _take(job: Job, src: int, tag: int, doing: str) -> Parcel:
     group = job.torch_groups.objects
 
     doing = f"{doing}: receiving from rank {src}"
@@ -287,9 +354,9 @@ def _take(job: Job, src: int, tag: int, doing: str) -> Any:
     with _taking[src, tag]:
         in_specs, in_pickle = fill(torch.empty(2, dtype=torch.int64)).tolist()
         head = fill(torch.empty(in_specs + in_pickle, dtype=torch.uint8)).numpy().tobytes()
-        specs: list[Spec] = pickle.loads(head[:in_specs])
+        call, specs = pickle.loads(head[:in_specs])
         values = [fill(torch.empty(spec.shape, dtype=spec.dtype)) for spec in specs]
-    return Parcel(specs, head[in_specs:], values).open()
+    return Parcel(specs, head[in_specs:], values, call)
 
 
 def _wait(works: list[dist.Work], doing: str) -> None:

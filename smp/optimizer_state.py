@@ -80,7 +80,7 @@ def full_state_dict(optimizer: "DistributedOptimizer") -> dict[str, Any]:
     if not _is_torchs(out) or all(owner is None for owner in _owners(optimizer)):
         return out
     merged: dict[Any, Any] = {}
-    for part in Replica("state_dict").gather(_of_rank(optimizer, out["state"])) or []:
+    for part in Replica("optimizer.state_dict").gather(_of_rank(optimizer, out["state"])) or []:
         merged.update(part)
     numbers = sorted(key for key in merged if isinstance(key, int))
     others = [key for key in merged if not isinstance(key, int)]
@@ -129,6 +129,6 @@ def _load_by_number(
         rank = runtime.get("load_state_dict").pp_rank
         mine = [n for n, owner in enumerate(owners) if owner in (None, rank)]
         mine += [key for key in by_number if not isinstance(key, int)]
-        by_number = Replica("load_state_dict").route(by_number, mine)
+        by_number = Replica("optimizer.load_state_dict").route(by_number, mine)
     wrapped = optimizer.optimizer
     wrapped.load_state_dict({**wrapped.state_dict(), "state": _of_rank(optimizer, by_number)})

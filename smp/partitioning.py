@@ -7,7 +7,6 @@ Turns a model, and what tracing saw of it, into the flat arrays that
 import contextlib
 import contextvars
 import functools
-import itertools
 import json
 import threading
 import warnings
@@ -81,6 +80,12 @@ def set_partition(module: nn.Module, partition: int) -> None:
             f"smp.set_partition pins a torch.nn.Module, got a {type(module).__name__}"
         )
     module.__dict__[_PIN] = _Pin(_checked(partition), by_context=False)
+
+
+def pin_of(module: nn.Module) -> int | None:
+    """The partition that the module itself is pinned to."""
+    pin = module.__dict__.get(_PIN)
+    return None if pin is None else pin.partition
 
 
 @contextlib.contextmanager
@@ -236,20 +241,6 @@ class Partition:
                 f"smp: a partition arrived damaged: its hash is {out.hash:#x}, not {sent:#x}"
             )
         return out
-
-    def first_difference(self, root: nn.Module) -> str | None:
-        """What is different between the model here and the one that was partitioned.
-
-        Returns:
-            a sentence that names the first module in question, or None.
-        """
-        here = ((path, type(module).__name__) for path, module in root.named_modules())
-        there = zip(self.paths, self.classes, strict=True)
-        for pair in itertools.zip_longest(here, there):
-            if pair[0] != pair[1]:
-                a, b = ("nothing" if m is None else f"{m[0]!r} ({m[1]})" for m in pair)
-                return f"module {a} here, {b} where it was partitioned"
-        return None
 
 
 def make_partition(

@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from smp import _core
+from smp import _core, objects
+from smp.ranks import CommGroup
 from smp.state_mod import state
 
 Key = str | int
@@ -32,6 +33,7 @@ class Replica:
 
     def __init__(self, caller: str) -> None:
         job = state.job(caller)
+        self.caller = caller
         self.ranks = job.groups["mp"]
         self.group = job.torch_groups.by_kind["mp"]
         self.rank = self.ranks.index(job.boot.rank)
@@ -43,6 +45,7 @@ class Replica:
             mine: containers and tensors; what comes from others is in host memory.
             only_to: the mp_rank that gets the values; the others get None.
         """
+        objects.gather_bytes(self.caller, CommGroup.MP_GROUP)
         out: list[Any] = []
         for source in range(len(self.ranks)):
             if source == self.rank:
@@ -61,6 +64,7 @@ class Replica:
         Returns:
             what was found; a rank's own value comes before those of lower ranks.
         """
+        objects.gather_bytes(self.caller, CommGroup.MP_GROUP)
         wanted = list(wanted)
         found = {key: held[key] for key in wanted if key in held}
         missing = [key for key in wanted if key not in held]

@@ -18,11 +18,13 @@ from smp import (
     autograd,
     failures,
     hooks,
+    objects,
     pickling,
     staging,
     thread_state,
     transports,
 )
+from smp.ranks import CommGroup
 
 if TYPE_CHECKING:
     from smp.model import DistributedModel
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
 
 CONNECT_TIMEOUT_MS = 60_000
 SPIN_DECIDED_BY_CORE = -1
+FIRST_STEP = "the first step of a model"
 
 
 class Runtime:
@@ -89,7 +92,7 @@ class Runtime:
 
     def share_decision(self, mine: bytes) -> bytes:
         """The deciding rank's bytes, on every rank.  Collective over all ranks."""
-        return self.boot.allgather_bytes(mine)[self._decider]
+        return objects.gather_bytes(FIRST_STEP, CommGroup.WORLD, mine)[self._decider]
 
     def _exchange(self, mine: bytes) -> list[bytes]:
         """The bytes of each rank of the PP_GROUP, by pp_rank.  Collective over all ranks."""

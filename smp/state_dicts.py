@@ -83,7 +83,7 @@ def full_state_dict(
     mine = _owned(model)
     parts: list[Any] | None = [mine]
     if model.partitioned:
-        parts = Replica("state_dict").gather(mine, 0 if gather_to_rank0 else None)
+        parts = Replica("model.state_dict").gather(mine, 0 if gather_to_rank0 else None)
     out: OrderedDict[str, Any] = OrderedDict()
     if parts is None:
         return out
@@ -161,7 +161,9 @@ def _load_now(
         owners = owners_of_entries(model, entries)
         mine = [name for name in entries if owners[name] == model._runtime.pp_rank]
         known: dict[Any, Any] = {n: v for n, v in given.items() if n in entries}
-        found = known if same_partition_load else Replica("load_state_dict").route(known, mine)
+        found = known
+        if not same_partition_load:
+            found = Replica("model.load_state_dict").route(known, mine)
         # Entries of other ranks stand for themselves, so that torch checks only ours.
         whole = OrderedDict((n, v) for n, v in entries.items() if n not in set(mine))
         whole.update((n, found[n]) for n in mine if n in found)

@@ -9,6 +9,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from smp.together import Calls
+
 if TYPE_CHECKING:
     from smp.bootstrap import Bootstrap
     from smp.config import Config
@@ -25,6 +27,7 @@ class Job:
     placement: "Placement"
     groups: dict[str, list[int]]  # global ranks of this rank's group, by kind
     torch_groups: "Groups"
+    calls: Calls = field(default_factory=Calls)  # that ranks make together
     undo: ExitStack = field(default_factory=ExitStack)  # what smp.shutdown has to do
     pid: int = field(default_factory=os.getpid)  # a forked child is not a rank
 

@@ -314,7 +314,6 @@ def test_a_partition_travels_as_plain_numbers_and_strings():
 
     assert arrived.__dict__ == partition.__dict__
     assert b"pickle" not in data and data.isascii()
-    assert arrived.first_difference(Tied()) is None
 
 
 def test_a_damaged_partition_is_refused():
@@ -338,18 +337,3 @@ def test_the_hash_tells_models_and_decisions_apart():
     }
     assert len(hashes) == 4
     assert decide(Stack(4)).hash == decide(Stack(4)).hash
-
-
-def test_the_first_difference_between_two_models_is_named():
-    partition = decide(Stack(4))
-    other = Stack(4)
-    other.layers[2] = nn.Identity()
-
-    assert partition.first_difference(other) == (
-        "module 'layers.2' (Identity) here, 'layers.2' (Linear) where it was partitioned"
-    )
-    other.layers[2] = nn.Linear(8, 8)
-    other.more = nn.Linear(8, 8)
-    assert partition.first_difference(other) == (
-        "module 'more' (Linear) here, nothing where it was partitioned"
-    )

@@ -88,14 +88,14 @@ import smp
 smp.init({"pipeline_parallel_degree": 2, "watchdog_report_s": 0.5, "watchdog_end_s": 1.5})
 if smp.rank() == 0:
     smp.barrier()
-    smp.allgather(1, smp.PP_GROUP)
+    smp.send(1, 1, smp.RankType.WORLD_RANK)
 else:
-    smp.allgather(1, smp.PP_GROUP)
+    smp.recv_from(0, smp.RankType.WORLD_RANK)
     smp.barrier()
 """
 
 
-def test_collectives_in_different_orders_are_named_by_each_rank(tmp_path):
+def test_calls_that_wait_for_each_other_are_named_by_each_rank(tmp_path):
     """Each rank says in which call it waits, and for whom."""
     script = tmp_path / "train.py"
     script.write_text(ORDERS)
@@ -105,7 +105,7 @@ def test_collectives_in_different_orders_are_named_by_each_rank(tmp_path):
     said = done.stdout + done.stderr
     assert done.returncode != 0
     assert re.search(r"pp_rank 0 waits in smp.barrier\(.*receiving from rank 1, since", said)
-    assert re.search(r"pp_rank 1 waits in smp.allgather\(.*receiving from rank 0, since", said)
+    assert re.search(r"pp_rank 1 waits in smp.recv_from\(.*receiving from rank 0, since", said)
     assert "ends the job (watchdog_end_s)" in said
 
 
