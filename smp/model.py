@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -404,7 +405,8 @@ def install_gradients(rt: runtime.Runtime, models: list[DistributedModel]) -> No
     _core.gradients_setup(local, first, uses, torch.add)
     rt.parameters = local
     rt.trains = bytes(trains)
-    rt.grad_flags = requires_grad_flags(models)
+    rt.grad_flags = flags = requires_grad_flags(models)
+    rt.grad_told = f"{sum(flags)} of {len(flags)} parameters require grad ({crc32(flags):08x})"
 
 
 def requires_grad_flags(models: list[DistributedModel]) -> bytes:

@@ -64,6 +64,7 @@ class Runtime:
         self.expected_in_pool = 0  # bytes of this rank's pool that the models need
         self.trains = b""  # by entry: has parameters that require grad
         self.grad_flags = b""  # by parameter, when trains was made
+        self.grad_told = ""  # ... in words
         self.weights: list[float] = [1.0]  # samples by microbatch, of the step under way
         self.microbatch = 0  # under way, without pipeline parallelism
         self.backward_calls = 0  # model.backward calls in it so far

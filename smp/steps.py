@@ -5,6 +5,7 @@ in ``csrc/server``.
 """
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -67,6 +68,7 @@ def step(
             detach_outputs=detach_outputs,
         )
     splitter = microbatches.Splitter(function, non_split_inputs, input_split_axes)
+    name = _name_of(function)
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -75,9 +77,16 @@ def step(
             rt = runtime.get(f"the @smp.step function {function.__name__}")
         if rt.alone:
             return _run_alone(rt, function, splitter, detach_outputs, args, kwargs)
-        return Step(rt, function, splitter, detach_outputs).run(args, kwargs)
+        return Step(rt, function, name, splitter, detach_outputs).run(args, kwargs)
 
     return run
+
+
+def _name_of(function: Callable) -> str:
+    """A function's name and place, the same on every rank."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    name = getattr(function, "__qualname__", type(function).__name__)
+    return name if code is None else f"{name} (line {code.co_firstlineno})"
 
 
 def _begin(rt: Runtime, function: Callable) -> None:
@@ -133,11 +142,13 @@ class Step:
         self,
         rt: Runtime,
         function: Callable,
+        name: str,
         splitter: microbatches.Splitter,
         detach_outputs: bool,
     ):
         self.rt = rt
         self.function = function
+        self.name = name
         self.splitter = splitter
         self.detach = detach_outputs
         self.count = rt.cfg.microbatches
@@ -296,7 +307,12 @@ class Step:
         try:
             with interrupts.heard():
                 ok, value = _core.step(
-                    *plan, rt.trains, self._run_microbatch, seed, rt.backwards
+                    *plan,
+                    rt.trains,
+                    self._run_microbatch,
+                    seed,
+                    rt.backwards,
+                    self._described(),
                 )
             if ok and rt.pp_rank == 0:
                 value = (self.outputs, rt.weights, rt.saw_backward)
@@ -311,6 +327,13 @@ class Step:
         except BaseException as error:
             _core.send_abort(failures.describe(error, None, 0, 0, rt.pp_rank))
             raise
+
+    def _described(self) -> bytes:
+        """What all ranks must have alike in this step, for people to read."""
+        modes = {m.training for m in self.rt.live_models()}
+        mode = "a part of the models" if len(modes) > 1 else "models"
+        trains = "evaluation" if modes == {False} else "training"
+        return f"{self.name}, {mode} in {trains} mode, {self.rt.grad_told}".encode()
 
     def _on_complete(self) -> Callable[[int], None] | None:
         """What the ledger calls when a gradient is complete for this step."""

@@ -105,7 +105,8 @@ def test_a_rank_with_another_model_is_named_on_every_rank(change):
     model = smp.DistributedModel(net)
     first, other = map(re.escape, DIFFERENCES[change])
 
-    with pytest.raises(PartitionMismatch, match=f"rank 0 has .*{first}.*; rank 1 has .*{other}"):
+    told = f"rank 0 has .*{first}.*; rank 1 has .*{other}"
+    with pytest.raises(PartitionMismatch, match=told):
         smp.step(train)(model, torch.randn(2, WIDTH))
 
 
@@ -168,6 +169,32 @@ def smp_rank() -> int:
     from smp import bootstrap
 
     return bootstrap.connect().rank
+
+
+def evaluate(model, x):
+    return model(x).sum()
+
+
+@on_ranks(2)
+def test_ranks_that_run_different_step_functions_are_told_so():
+    """They are noticed by name; so is a model in another mode, or other frozen parameters."""
+    smp.init({"pipeline_parallel_degree": 2})
+    model = smp.DistributedModel(Net())
+    x = torch.randn(2, WIDTH)
+    step = smp.step(train)
+    step(model, x)
+
+    with pytest.raises(RuntimeError, match="pp_rank 0 runs train .*pp_rank 1 runs evaluate"):
+        (step if smp.rank() == 0 else smp.step(evaluate))(model, x)
+    model.train(smp.rank() == 0)
+    with pytest.raises(RuntimeError, match=r"pp_rank 0 runs .*training.*pp_rank 1 runs .*eval"):
+        step(model, x)
+    model.train()
+    model.module.second.requires_grad_(smp.rank() == 0)
+    with pytest.raises(RuntimeError, match=r"6 of 6 .*require grad.*4 of 6 .*require grad"):
+        step(model, x)
+    model.module.second.requires_grad_(True)
+    step(model, x)
 
 
 # ------------------------------------------------------------------- different calls

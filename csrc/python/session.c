@@ -282,6 +282,25 @@ op_run_root(void *ctx, int32_t microbatch)
     rest_python();
 }
 
+/* pp_rank 0 ran another step than this rank.  False. */
+static bool
+raise_other_step(const smp_message *note)
+{
+    size_t    n = note->nbytes - sizeof(smp_envelope);
+    PyObject *its = PyUnicode_DecodeUTF8(
+        (const char *)note->bytes + sizeof(smp_envelope), (Py_ssize_t)n, "replace");
+
+    if (its != NULL) {
+        PyErr_Format(
+            PyExc_RuntimeError,
+            "smp: the ranks are in different steps: pp_rank 0 runs %U; pp_rank "
+            "%d runs %s",
+            its, smp_the_session.rank, PyBytes_AS_STRING(smp_the_session.described));
+        Py_DECREF(its);
+    }
+    return false;
+}
+
 static void
 op_note(void *ctx, smp_message *note)
 {
@@ -292,8 +311,12 @@ op_note(void *ctx, smp_message *note)
     bool         done = true;
 
     (void)ctx;
-    smp_message_free(note);
     wake_python();
+    if (envelope.kind == SMP_MSG_SETTLE) {
+        task.phase = SMP_FORWARD;
+        done = raise_other_step(note);
+    }
+    smp_message_free(note);
     if (envelope.kind == SMP_MSG_RELEASE) {
         done = smp_serve_release(envelope.about);
     } else if (envelope.kind == SMP_MSG_CLOSED) {
@@ -814,12 +837,12 @@ read_end(smp_message *end)
     return value;
 }
 
-/* step(kind, microbatches, active, turns, trains, run_root, seed, backwards)
+/* step(kind, microbatches, active, turns, trains, run_root, seed, backwards, described)
  * -> (ok, value)
  *
  * kind: 0 simple, 1 interleaved, 2 turns; -1 on ranks other than 0, which serve.  ok:
  * value is what pp_rank 0 sent at the end (None on rank 0); not ok: value describes
- * what failed.  trains: bytes, by entry. */
+ * what failed.  trains: bytes, by entry.  described: bytes, alike on all ranks. */
 static PyObject *
 py_step(PyObject *module, PyObject *args)
 {
@@ -831,6 +854,7 @@ py_step(PyObject *module, PyObject *args)
     smp_status         status = SMP_OK;
     PyObject          *list;
     PyObject          *run_root;
+    PyObject          *described;
     PyObject          *value;
     Py_buffer          trains;
     int                kind;
@@ -840,8 +864,9 @@ py_step(PyObject *module, PyObject *args)
     unsigned long long seed;
 
     (void)module;
-    if (!PyArg_ParseTuple(args, "iiiO!y*OKi", &kind, &microbatches, &active,
-                          &PyList_Type, &list, &trains, &run_root, &seed, &backwards)) {
+    if (!PyArg_ParseTuple(args, "iiiO!y*OKiS", &kind, &microbatches, &active,
+                          &PyList_Type, &list, &trains, &run_root, &seed, &backwards,
+                          &described)) {
         return NULL;
     }
     for (size_t i = 0; i < session->nentries && i < (size_t)trains.len; i++) {
@@ -873,6 +898,9 @@ py_step(PyObject *module, PyObject *args)
         }
     }
     Py_XSETREF(session->run_root, Py_NewRef(run_root));
+    Py_XSETREF(session->described, Py_NewRef(described));
+    smp_server_describe(session->server, PyBytes_AS_STRING(described),
+                        (size_t)PyBytes_GET_SIZE(described));
     Py_XSETREF(session->context_vars, PyContext_CopyCurrent());
     Py_CLEAR(session->error);
     session->step_seed = seed;

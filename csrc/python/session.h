@@ -46,6 +46,7 @@ typedef struct {
     PyObject   *entry_numbers; /* dict: module address -> entry */
     PyObject   *contexts;      /* dict: call -> Context; open forwards of this rank */
     PyObject   *run_root;      /* microbatch -> None, during a step */
+    PyObject   *described;     /* bytes: what the step is; its server borrows them */
     PyObject   *context_vars;  /* the main thread's, copied at the step's begin */
     PyObject   *error;         /* what failed here first, as describe_error made it */
     /* Python's side, given by configure(). */

@@ -23,7 +23,8 @@ typedef enum {
     SMP_MSG_ABORT,        /* the step failed; carries the exception */
     SMP_MSG_PROBE,        /* pp_rank 0 is idle; are the others?  `call`: the round */
     SMP_MSG_STILL,        /* the answer of one that is; carries an smp_still */
-    SMP_MSG_SETTLE,       /* pp_rank 0 has done every microbatch: is all well? */
+    SMP_MSG_SETTLE,       /* pp_rank 0 has done every microbatch: is all well?  Carries
+                             what it ran */
     SMP_MSG_SETTLED,      /* the answer of a rank that has not failed */
     SMP_MSG_LAST = SMP_MSG_SETTLED,
 } smp_msg_kind;

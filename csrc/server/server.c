@@ -112,9 +112,11 @@ struct smp_server {
     bool     overtaken; /* a forward went before the backward that is next */
 
     uint32_t      step;
-    smp_turns    *turns;    /* borrowed; NULL: no gates */
-    smp_schedule *schedule; /* owned during a step; NULL but on pp_rank 0 */
-    smp_message  *end;      /* STEP_END or ABORT */
+    smp_turns    *turns;     /* borrowed; NULL: no gates */
+    smp_schedule *schedule;  /* owned during a step; NULL but on pp_rank 0 */
+    smp_message  *end;       /* STEP_END or ABORT */
+    const void   *described; /* borrowed during a step: what it is */
+    size_t        ndescribed;
     bool          settling; /* pp_rank 0 has asked the others whether all is well */
     int           settled;  /* how many have said so */
     bool          failed;
@@ -281,14 +283,24 @@ hear_still(smp_server *server, const smp_message *message)
     }
 }
 
-/* Tells `rank` that what it sent before has been acted on here without a failure. */
+/* pp_rank 0 hears whether what it sent before has been acted on here without a failure,
+ * in the same step.  Takes the message. */
 static void
-settle(smp_server *server, int rank)
+settle(smp_server *server, smp_message *message)
 {
     smp_envelope answer = {.kind = SMP_MSG_SETTLED, .step = server->step};
+    size_t       n = message->nbytes - sizeof(smp_envelope);
 
-    if (!server->failed) {
-        (void)smp_comm_send(server->comm, rank, &answer, sizeof(answer), NULL, 0);
+    if (server->failed) {
+        smp_message_free(message);
+    } else if (n != server->ndescribed ||
+               (n > 0 && memcmp(message->bytes + sizeof(smp_envelope),
+                                server->described, n) != 0)) {
+        server->ops.note(server->ctx, message);
+    } else {
+        (void)smp_comm_send(server->comm, message->source, &answer, sizeof(answer),
+                            NULL, 0);
+        smp_message_free(message);
     }
 }
 
@@ -337,8 +349,7 @@ sort_in(smp_server *server, smp_message *message)
         keep(server, message);
         return;
     case SMP_MSG_SETTLE:
-        settle(server, message->source);
-        smp_message_free(message);
+        settle(server, message);
         return;
     case SMP_MSG_SETTLED:
         server->settled += server->settling;
@@ -588,13 +599,34 @@ no_work_is_left(const smp_server *server)
                                     : server->end != NULL;
 }
 
+static void
+ask_whether_all_is_well(smp_server *server)
+{
+    smp_envelope question = {.kind = SMP_MSG_SETTLE, .step = server->step};
+    size_t       nbytes = sizeof(question) + server->ndescribed;
+    char        *bytes = malloc(nbytes);
+
+    server->settling = true;
+    if (bytes == NULL) {
+        fail_with(server, SMP_ERR_NO_MEMORY);
+        return;
+    }
+    memcpy(bytes, &question, sizeof(question));
+    if (server->ndescribed > 0) {
+        memcpy(bytes + sizeof(question), server->described, server->ndescribed);
+    }
+    for (int rank = 1; rank < server->size; rank++) {
+        /* To one that has gone: see be_idle(). */
+        (void)smp_comm_send(server->comm, rank, bytes, nbytes, NULL, 0);
+    }
+    free(bytes);
+}
+
 /* pp_rank 0 returns when the others have acted on all that it sent: what it does not
  * wait for (the end of a microbatch, a release) may fail too. */
 static bool
 step_is_over(smp_server *server)
 {
-    smp_envelope question = {.kind = SMP_MSG_SETTLE, .step = server->step};
-
     if (!no_work_is_left(server)) {
         return false;
     }
@@ -602,11 +634,7 @@ step_is_over(smp_server *server)
         return true;
     }
     if (!server->settling) {
-        server->settling = true;
-        for (int rank = 1; rank < server->size; rank++) {
-            (void)smp_comm_send(server->comm, rank, &question, sizeof(question), NULL,
-                                0); /* to one that has gone: see be_idle() */
-        }
+        ask_whether_all_is_well(server);
     }
     return server->settled == server->size - 1;
 }
@@ -1002,9 +1030,17 @@ smp_server_step(smp_server *server, uint32_t step, smp_schedule *schedule,
     }
     *end = server->end;
     server->end = NULL;
+    smp_server_describe(server, NULL, 0);
     smp_schedule_destroy(server->schedule);
     server->schedule = NULL;
     return status;
+}
+
+void
+smp_server_describe(smp_server *server, const void *bytes, size_t nbytes)
+{
+    server->described = bytes;
+    server->ndescribed = nbytes;
 }
 
 uint64_t

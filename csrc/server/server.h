@@ -44,7 +44,7 @@ typedef struct {
     void (*run_root)(void *ctx, int32_t microbatch);
 
     /* A note that starts no task (SMP_MSG_RELEASE, _CLOSED, _FORWARD_DONE); takes it.
-     */
+     * SMP_MSG_SETTLE: pp_rank 0 ran another step than smp_server_describe() said. */
     void (*note)(void *ctx, smp_message *note);
 
     /* On the main thread, while it waits for the end of the step, after a signal.
@@ -75,6 +75,10 @@ void smp_server_destroy(smp_server *server);
  * the next step. */
 smp_status smp_server_step(smp_server *server, uint32_t step, smp_schedule *schedule,
                            smp_message **end);
+
+/* What this rank's next step is, for comparison with pp_rank 0's; borrowed until it is
+ * over.  Without it the step is described by no bytes. */
+void smp_server_describe(smp_server *server, const void *bytes, size_t nbytes);
 
 /* A call's number: unique among this rank's. */
 uint64_t smp_server_next_call(smp_server *server);
