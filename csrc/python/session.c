@@ -1288,7 +1288,8 @@ static PyMethodDef functions[] = {
     {"set_names", py_set_names, METH_VARARGS,
      "set_names(modules, parameters, owners, paths)"},
     {"step", py_step, METH_VARARGS,
-     "step(kind, microbatches, active, turns, trains, run_root, seed, backwards)"},
+     "step(kind, microbatches, active, turns, trains, run_root, seed, backwards, "
+     "described)"},
     {"send_end", py_send_end, METH_O, "send_end(value)"},
     {"send_abort", py_send_abort, METH_O, "send_abort(value)"},
     {"skip_step", py_skip_step, METH_O, "skip_step(value)"},

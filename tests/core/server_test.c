@@ -33,6 +33,7 @@ typedef struct {
     int32_t      passed[MICROBATCHES]; /* the gate, in order */
     int          npassed;
     int          notes;
+    int          mismatches; /* pp_rank 0 was in another step */
     int          finished;     /* step functions that returned without an error */
     int          unwound;      /* tasks that were told that the step failed */
     int          begun, ended; /* workers */
@@ -248,7 +249,13 @@ run_root(void *ctx, int32_t mb)
 static void
 take_note(void *ctx, smp_message *note)
 {
-    ((rank *)ctx)->notes++;
+    rank *self = ctx;
+
+    self->notes++;
+    if (smp_message_envelope(note)->kind == SMP_MSG_SETTLE) {
+        self->mismatches++;
+        smp_server_fail(self->server);
+    }
     smp_message_free(note);
 }
 
@@ -766,6 +773,53 @@ TEST_RANK(the_end_of_a_step_with_a_call_under_way_fails_it)
     return 0;
 }
 
+TEST_RANK(ranks_that_describe_the_step_otherwise_fail_it)
+{
+    rank self;
+
+    CHECK_STATUS(begin(&self, w), SMP_OK);
+    smp_server_describe(self.server, w->rank == 1 ? "evaluate" : "train",
+                        w->rank == 1 ? 8 : 5);
+    CHECK_STATUS(run_step(&self, SMP_SCHEDULE_INTERLEAVED, 2), SMP_ERR_CLOSED);
+    CHECK(self.mismatches == (w->rank == 1));
+    smp_server_describe(self.server, "train", 5);
+    CHECK_STATUS(run_step(&self, SMP_SCHEDULE_INTERLEAVED, 2), SMP_OK);
+    CHECK_STATUS(run_step(&self, SMP_SCHEDULE_INTERLEAVED, 2), SMP_OK);
+    return finish(&self);
+}
+
+/* Rank 0 asks at 0.3 s, after 0.3 s more, after 0.9 s, ...; a slow machine only asks
+ * later. */
+TEST_RANK(a_rank_that_is_away_is_asked_less_and_less_often)
+{
+    enum { PROBES = 3 };
+    const int64_t at_least = 1500 * SMP_NS_PER_MS; /* 900 with pauses that stay short */
+    smp_message  *m;
+    rank          self;
+    int           probes = 0;
+
+    if (w->rank == 0) {
+        CHECK_STATUS(begin(&self, w), SMP_OK);
+        self.first_entry = SILENT;
+        atomic_store(&w->shared->scratch[0], smp_clock_ns());
+        CHECK_STATUS(run_step(&self, SMP_SCHEDULE_INTERLEAVED, 2), SMP_ERR_CLOSED);
+        return finish(&self);
+    }
+    while (w->rank == 1 && probes < PROBES) {
+        CHECK_STATUS(smp_comm_receive(w->comm, WORLD_PATIENCE_NS, &m), SMP_OK);
+        probes += smp_message_envelope(m)->kind == SMP_MSG_PROBE;
+        smp_message_free(m);
+    }
+    if (w->rank == 1) {
+        smp_envelope e = {.kind = SMP_MSG_ABORT, .step = 1};
+
+        CHECK(smp_clock_ns() - atomic_load(&w->shared->scratch[0]) >= at_least);
+        CHECK_STATUS(smp_comm_send(w->comm, 0, &e, sizeof(e), NULL, 0), SMP_OK);
+    }
+    w->barrier(w);
+    return 0;
+}
+
 static const world_test tests[] = {
     {"nested", nested_calls_answer_on_every_schedule, 0},
     {"thousand", a_thousand_steps_with_random_delays, 0},
@@ -780,6 +834,8 @@ static const world_test tests[] = {
     {"overtaken", one_forward_goes_before_a_backward_that_is_alone, 0},
     {"stale", messages_of_a_step_that_failed_are_dropped, 0},
     {"malformed", what_no_server_wrote_fails_the_step, 0},
+    {"described", ranks_that_describe_the_step_otherwise_fail_it, 0},
+    {"away", a_rank_that_is_away_is_asked_less_and_less_often, 0},
     {"end_early", the_end_of_a_step_with_a_call_under_way_fails_it, 0},
 };
 
