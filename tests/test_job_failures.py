@@ -135,3 +135,106 @@ def test_a_rank_killed_at_any_instant_leaves_nothing_behind(tmp_path, moment):
     assert f"pp_rank {victim} is gone" in said, said
     wait_until_gone([int(pid) for pid in re.findall(r"pid (\d+)", said)])
     assert ours_in_shared_memory() <= before
+
+
+TO_ONE_THAT_IS_GONE = """
+import os, signal, sys
+import torch
+from torch import nn
+import smp
+from smp import _core
+
+transport, floats = sys.argv[1], int(sys.argv[2])
+smp.init({"pipeline_parallel_degree": 2, "comm_pool_bytes": 1 << 22,
+          "comm_transports": [transport]})
+net = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16), nn.Tanh())
+for part, rank in zip(net, (0, 1, 1)):
+    smp.set_partition(part, rank)
+model = smp.DistributedModel(net)
+pids = smp.allgather(os.getpid(), smp.WORLD)
+
+@smp.step
+def step(model, x, large):
+    y = model(x)
+    if large:
+        os.kill(pids[1], signal.SIGKILL)
+        while _core.counters()["lost"] < 0:
+            os.sched_yield()
+        try:
+            model.module[2](torch.ones(floats))
+        except Exception as error:
+            print(f"the call raised {type(error).__name__}: {error}", flush=True)
+            raise
+    return y.sum()
+
+step(model, torch.randn(4, 16), False)
+step(model, torch.randn(4, 16), True)
+"""
+
+# More than what a message holds in itself, than the ring and than the pool.
+SIZES = {"small": 64, "1 MiB": 1 << 18, "16 MiB": 1 << 22}
+
+
+@pytest.mark.parametrize(
+    ("transport", "size"), [*(("shm", size) for size in SIZES), ("tcp", "16 MiB")]
+)
+def test_a_tensor_of_any_size_for_a_rank_that_was_killed_names_the_rank(
+    tmp_path, transport, size
+):
+    """There is no memory for a rank that is gone: that is not what the error says."""
+    script = tmp_path / "train.py"
+    script.write_text(TO_ONE_THAT_IS_GONE)
+
+    done = mpirun(2, script, transport, str(SIZES[size]), timeout_s=60)
+
+    said = done.stdout + done.stderr
+    assert done.returncode != 0
+    assert "the call raised ConnectionError: smp: sending to pp_rank 1: a peer rank is gone" in (
+        said
+    )
+    assert "MemoryError" not in said
+
+
+LEAVES = """
+import sys
+import torch
+from torch import nn
+import smp
+
+smp.init({"pipeline_parallel_degree": smp_size, "microbatches": 2})
+net = nn.Sequential(*(nn.Linear(16, 16) for _ in range(smp.size())))
+for rank, part in enumerate(net):
+    smp.set_partition(part, rank)
+model = smp.DistributedModel(net)
+
+@smp.step
+def train(model, x):
+    loss = model(x).pow(2).mean()
+    model.backward(loss)
+    return loss
+
+steps = 3
+if smp.rank() == int(sys.argv[1]):
+    steps = 2
+try:
+    for _ in range(steps):
+        train(model, torch.randn(16, 16))
+except ConnectionError as error:
+    print(f"rank {smp.rank()} saw {error}", flush=True)
+    sys.exit(1)
+"""
+
+
+@pytest.mark.parametrize(("size", "leaver"), [(3, 0), (3, 1), (4, 2)])
+def test_all_survivors_hear_which_rank_has_left(tmp_path, size, leaver):
+    """A rank that makes fewer steps is named on every other one, also where those have
+    nothing to do with it."""
+    script = tmp_path / "train.py"
+    script.write_text(LEAVES.replace("smp_size", str(size)))
+
+    done = mpirun(size, script, str(leaver), timeout_s=60)
+
+    said = done.stdout + done.stderr
+    assert done.returncode != 0
+    for rank in set(range(size)) - {leaver}:
+        assert re.search(rf"rank {rank} saw .*pp_rank {leaver} has left the job in order", said)

@@ -5,6 +5,7 @@ import random
 import re
 import signal
 import subprocess
+import sys
 import threading
 import time
 from contextlib import suppress
@@ -247,6 +248,52 @@ def test_a_limit_without_end_is_none():
     train = smp.step(lambda model, x: model.backward(model(x).sum()))
     for _ in range(100):  # longer than the watchdog's first looks
         train(model, torch.randn(8, 8))
+
+
+@on_ranks(2)
+def test_two_signals_right_after_each_other_are_one_wish():
+    """mpirun and a terminal both send Ctrl-C: the step ends in order, the process stays."""
+    first, both = threading.Event(), threading.Event()
+    handled = []
+    main = threading.main_thread().ident
+
+    class Waits(nn.Linear):
+        now = False
+
+        def forward(self, x):
+            if self.now:
+                self.now = False
+                signal.pthread_kill(main, signal.SIGINT)
+                assert first.wait(30)
+                while sys._current_frames()[main].f_code is handler.__code__:
+                    os.sched_yield()  # one that comes in the handler is handled inside it
+                signal.pthread_kill(main, signal.SIGINT)
+                assert both.wait(30)
+            return super().forward(x)
+
+    def handler(number, frame):
+        handled.append(number)
+        (both if first.is_set() else first).set()
+        raise KeyboardInterrupt(f"number {len(handled)}")
+
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": 2})
+    net = nn.Sequential(Waits(8, 8), Waits(8, 8))
+    smp.set_partition(net[0], 0)
+    smp.set_partition(net[1], 1)
+    model = smp.DistributedModel(net)
+    train = smp.step(lambda model, x: model.backward(model(x).sum()))
+    x = torch.randn(8, 8)
+    train(model, x)
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        net[smp.pp_rank()].now = smp.pp_rank() == 1
+        with pytest.raises(KeyboardInterrupt, match="number 1"):
+            train(model, x)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+    assert len(handled) == (2 if smp.pp_rank() == 1 else 0)
+    train(model, x)
 
 
 TWICE = """

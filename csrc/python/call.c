@@ -504,7 +504,8 @@ pack_request(smp_pack *pack, PyObject *args, PyObject *kwargs, PyObject *state,
         (state == NULL || smp_pack_value(pack, state) == 0)) {
         return 0;
     }
-    {
+    if (!PyErr_ExceptionMatches(
+            PyExc_ConnectionError)) { /* which is not the argument's */
         PyObject *type;
         PyObject *value;
         PyObject *traceback;

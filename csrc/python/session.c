@@ -1180,12 +1180,12 @@ py_counters(PyObject *module, PyObject *unused)
         left += smp_comm_left(smp_the_session.comm, rank);
     }
     smp_comm_counters(smp_the_session.comm, &stats);
-    return Py_BuildValue("{s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:i}", "messages",
+    return Py_BuildValue("{s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:i,s:i}", "messages",
                          stats.messages, "bytes", stats.bytes, "pool_blocks",
                          stats.pool_blocks, "pool_fallbacks", stats.pool_fallbacks,
                          "pool_in_use", stats.pool_in_use, "pool_high", stats.pool_high,
                          "pool_made", stats.pool_made, "pool_size", stats.pool_size,
-                         "left", left);
+                         "left", left, "lost", smp_comm_lost(smp_the_session.comm));
 }
 
 /* timeline() -> [(time_ns, worker, kind, phase, microbatch, entry), ...] of the last
