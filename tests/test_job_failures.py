@@ -189,9 +189,7 @@ def test_a_tensor_of_any_size_for_a_rank_that_was_killed_names_the_rank(
 
     said = done.stdout + done.stderr
     assert done.returncode != 0
-    assert "the call raised ConnectionError: smp: sending to pp_rank 1: a peer rank is gone" in (
-        said
-    )
+    assert "the call raised ConnectionError: smp: sending to pp_rank 1: a peer rank" in said
     assert "MemoryError" not in said
 
 

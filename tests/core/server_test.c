@@ -33,7 +33,7 @@ typedef struct {
     int32_t      passed[MICROBATCHES]; /* the gate, in order */
     int          npassed;
     int          notes;
-    int          mismatches; /* pp_rank 0 was in another step */
+    int          mismatches;   /* pp_rank 0 was in another step */
     int          finished;     /* step functions that returned without an error */
     int          unwound;      /* tasks that were told that the step failed */
     int          begun, ended; /* workers */
