@@ -404,6 +404,7 @@ def install_gradients(rt: runtime.Runtime, models: list[DistributedModel]) -> No
             first.append(len(uses))
     _core.gradients_setup(local, first, uses, torch.add)
     rt.parameters = local
+    rt.staging.live_with(t for m in models for t in (*m.local_parameters(), *m.local_buffers()))
     rt.trains = bytes(trains)
     rt.grad_flags = flags = requires_grad_flags(models)
     rt.grad_told = f"{sum(flags)} of {len(flags)} parameters require grad ({crc32(flags):08x})"

@@ -7,6 +7,7 @@ tensors, and memory that is read goes back when the device has read it.
 """
 
 from collections import deque
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -26,6 +27,22 @@ class Staging:
     def __init__(self) -> None:
         self._writing: set[torch.device] = set()  # devices that write into host memory
         self._reading: deque[tuple[torch.Event, Tensor]] = deque()
+        self._homes: list[torch.device] = []
+
+    def live_with(self, tensors: Iterable[Tensor]) -> None:
+        """What arrives goes to the accelerator of this rank's parameters.
+
+        To the current one where they are on several, it among them, or on none.
+        """
+        devices = dict.fromkeys(tensor.device for tensor in tensors)
+        self._homes = [device for device in devices if device.type not in ("cpu", "meta")]
+
+    def _home(self) -> torch.device | None:
+        device = torch.accelerator.current_accelerator()
+        if device is None or not self._homes:
+            return device
+        current = torch.device(device.type, torch.accelerator.current_device_index())
+        return current if current in self._homes else self._homes[0]
 
     def out(self, tensor: Tensor, host: Tensor) -> None:
         """Begin to copy the tensor's memory.
@@ -48,14 +65,14 @@ class Staging:
         self._let_go()
 
     def into(self, host: Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
-        """A new tensor on the current device; where there is none, in host memory.
+        """A new tensor on this rank's device; where there is none, in host memory.
 
         Args:
             host: shape ``[n]``: the elements as they shall lie in memory.
             shape: of the result.
             strides: of the result, in elements.
         """
-        device = torch.accelerator.current_accelerator()
+        device = self._home()
         if device is None:
             return host.as_strided(shape, strides).data
         made = host.to(device, non_blocking=True)

@@ -141,6 +141,48 @@ def test_what_a_module_changes_in_place_comes_back(device):
 
 @on_ranks(2)
 @on_accelerators
+def test_tensors_arrive_on_the_device_of_the_ranks_own_parameters(device):
+    """Device 1 of one rank is device 0 of another, and neither need be the current one."""
+    on = begin(device)
+    if torch.accelerator.device_count() < 2:
+        pytest.skip("there is one device")
+    mine = torch.device(on.type, 1 - smp.pp_rank())
+    seen = []
+
+    class Looks(nn.Linear):
+        def forward(self, x):
+            seen.append(x.device)
+            return super().forward(x)
+
+    chain = Chain()
+    chain.second = Looks(WIDTH, WIDTH)
+    chain.to(mine)
+    model = distributed(chain, chain.second)
+
+    @smp.step
+    def step(model, x):
+        x.requires_grad_()
+        loss = model(x).sum()
+        model.backward(loss)
+        assert smp.is_tracing() or x.grad.device == mine
+        return loss
+
+    before = torch.accelerator.current_device_index()
+    torch.accelerator.set_device_index(smp.pp_rank())  # the other one
+    try:
+        loss = step(model, torch.randn(4, WIDTH).to(mine))
+        seen.clear()
+        loss = step(model, torch.randn(4, WIDTH).to(mine))
+    finally:
+        torch.accelerator.set_device_index(before)
+
+    assert seen == [mine] * 2 if smp.pp_rank() == 1 else not seen
+    assert all(one.device == mine for one in loss)
+    assert all(p.grad.device == mine for p in model.local_parameters())
+
+
+@on_ranks(2)
+@on_accelerators
 def test_workers_use_the_stream_and_device_of_the_steps_caller(device):
     """A thread does not inherit device and stream: its rank's tasks are given them."""
     on = begin(device)

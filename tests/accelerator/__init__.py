@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import tempfile
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -82,6 +83,16 @@ def late_copies() -> int:
     return torch.ops.pretend.late_copies()
 
 
+@contextlib.contextmanager
+def _on_device(device: torch.device | int) -> Iterator[None]:
+    before = torch.accelerator.current_device_index()
+    torch.accelerator.set_device_index(device)
+    try:
+        yield
+    finally:
+        torch.accelerator.set_device_index(before)
+
+
 def _device_module() -> ModuleType:
     """What ``torch.cuda`` is for CUDA: the part of it that PyTorch and smp use."""
     module = ModuleType(f"torch.{NAME}")
@@ -89,10 +100,10 @@ def _device_module() -> ModuleType:
     module.is_initialized = lambda: True
     module._initialized = True  # a checkpoint asks this before it keeps random states
     module._is_in_bad_fork = lambda: False
-    module.device_count = lambda: 1
-    module.current_device = lambda: 0
-    module.set_device = lambda device: None
-    module.device = lambda device: contextlib.nullcontext()
+    module.device_count = lambda: 2
+    module.current_device = torch.accelerator.current_device_index
+    module.set_device = torch.accelerator.set_device_index
+    module.device = _on_device
     module.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
     module.manual_seed = module.manual_seed_all = torch.ops.pretend.manual_seed
     module.get_rng_state = lambda device=None: torch.ops.pretend.get_rng_state()

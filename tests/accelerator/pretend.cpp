@@ -25,6 +25,7 @@
 #include <ATen/ops/resize_native.h>
 #include <ATen/ops/set_native.h>
 #include <ATen/ops/view_native.h>
+#include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/core/impl/alloc_cpu.h>
 #include <torch/library.h>
@@ -37,7 +38,17 @@ namespace
 {
 
 constexpr c10::DeviceType TYPE = c10::DeviceType::PrivateUse1;
+constexpr int             DEVICES = 2; // they share the queue and the generator
 const c10::Device         DEVICE(TYPE, 0);
+
+thread_local c10::DeviceIndex device_here = 0;
+thread_local c10::StreamId    stream_here[DEVICES];
+
+c10::Device
+current()
+{
+    return c10::Device(TYPE, device_here);
+}
 
 // The queue.
 
@@ -109,7 +120,7 @@ struct Allocator final : c10::Allocator {
     {
         void *data = bytes == 0 ? nullptr : c10::alloc_cpu(bytes);
 
-        return {data, data, &give_back, DEVICE};
+        return {data, data, &give_back, current()};
     }
 
     c10::DeleterFnPtr
@@ -130,8 +141,6 @@ Allocator allocator;
 
 // Devices, streams, events.
 
-thread_local c10::StreamId stream_here = 0;
-
 struct Guard final : c10::impl::DeviceGuardImplInterface {
     c10::DeviceType
     type() const override
@@ -139,45 +148,50 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
         return TYPE;
     }
     c10::Device
-    exchangeDevice(c10::Device) const override
+    exchangeDevice(c10::Device device) const override
     {
-        return DEVICE;
+        c10::Device before = current();
+
+        device_here = device.index();
+        return before;
     }
     c10::Device
     getDevice() const override
     {
-        return DEVICE;
+        return current();
     }
     void
-    setDevice(c10::Device) const override
+    setDevice(c10::Device device) const override
     {
+        device_here = device.index();
     }
     void
-    uncheckedSetDevice(c10::Device) const noexcept override
+    uncheckedSetDevice(c10::Device device) const noexcept override
     {
+        device_here = device.index();
     }
     c10::DeviceIndex
     deviceCount() const noexcept override
     {
-        return 1;
+        return DEVICES;
     }
 
     c10::Stream
-    getStream(c10::Device) const override
+    getStream(c10::Device device) const override
     {
-        return c10::Stream(c10::Stream::UNSAFE, DEVICE, stream_here);
+        return c10::Stream(c10::Stream::UNSAFE, device, stream_here[device.index()]);
     }
     c10::Stream
-    getDefaultStream(c10::Device) const override
+    getDefaultStream(c10::Device device) const override
     {
-        return c10::Stream(c10::Stream::DEFAULT, DEVICE);
+        return c10::Stream(c10::Stream::DEFAULT, device);
     }
     c10::Stream
-    getNewStream(c10::Device, int) const override
+    getNewStream(c10::Device device, int) const override
     {
         static std::atomic<c10::StreamId> last{0};
 
-        return c10::Stream(c10::Stream::UNSAFE, DEVICE, ++last);
+        return c10::Stream(c10::Stream::UNSAFE, device, ++last);
     }
     c10::Stream
     getStreamFromGlobalPool(c10::Device device, bool) const override
@@ -187,9 +201,9 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     c10::Stream
     exchangeStream(c10::Stream stream) const override
     {
-        c10::Stream before = getStream(DEVICE);
+        c10::Stream before = getStream(stream.device());
 
-        stream_here = stream.id();
+        stream_here[stream.device_index()] = stream.id();
         return before;
     }
     bool
@@ -344,26 +358,30 @@ struct Hooks final : at::PrivateUse1HooksInterface {
     c10::DeviceIndex
     deviceCount() const override
     {
-        return 1;
+        return DEVICES;
     }
     c10::DeviceIndex
     getCurrentDevice() const override
     {
-        return 0;
+        return device_here;
     }
     void
-    setCurrentDevice(c10::DeviceIndex) const override
+    setCurrentDevice(c10::DeviceIndex index) const override
     {
+        device_here = index;
     }
     c10::DeviceIndex
-    exchangeDevice(c10::DeviceIndex) const override
+    exchangeDevice(c10::DeviceIndex index) const override
     {
-        return 0;
+        c10::DeviceIndex before = device_here;
+
+        device_here = index;
+        return before;
     }
     c10::DeviceIndex
-    maybeExchangeDevice(c10::DeviceIndex) const override
+    maybeExchangeDevice(c10::DeviceIndex index) const override
     {
-        return 0;
+        return exchangeDevice(index);
     }
     c10::Device
     getDeviceFromPtr(void *) const override
@@ -401,10 +419,12 @@ on_host(const at::Tensor &tensor)
 }
 
 at::Tensor
-empty_memory_format(c10::IntArrayRef size, std::optional<c10::ScalarType> dtype,
-                    std::optional<c10::Layout>, std::optional<c10::Device>,
-                    std::optional<bool>, std::optional<c10::MemoryFormat> format)
+empty_memory_format(c10::IntArrayRef size, std::optional<c10::ScalarType>  dtype,
+                    std::optional<c10::Layout>, std::optional<c10::Device> device,
+                    std::optional<bool>, std::optional<c10::MemoryFormat>  format)
 {
+    c10::OptionalDeviceGuard guard(device);
+
     return at::detail::empty_generic(size, &allocator,
                                      c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
                                      c10::dtype_or_default(dtype), format);
@@ -413,8 +433,10 @@ empty_memory_format(c10::IntArrayRef size, std::optional<c10::ScalarType> dtype,
 at::Tensor
 empty_strided(c10::IntArrayRef size, c10::IntArrayRef stride,
               std::optional<c10::ScalarType> dtype, std::optional<c10::Layout>,
-              std::optional<c10::Device>, std::optional<bool>)
+              std::optional<c10::Device>     device, std::optional<bool>)
 {
+    c10::OptionalDeviceGuard guard(device);
+
     return at::detail::empty_strided_generic(
         size, stride, &allocator, c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
         c10::dtype_or_default(dtype));
