@@ -1,6 +1,7 @@
 /* smp._core.Comm: connecting ranks for collectives, and hearing what is finished. */
 #include "python/collective_comm.h"
 
+#include <sched.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -18,6 +19,18 @@ smp_comm_raise(const smp_comm_object *comm, smp_status status, const char *what,
                  "smp: %s: %s [%s]", what, why != NULL ? why : smp_status_text(status),
                  smp_status_name(status));
     return NULL;
+}
+
+int64_t
+smp_python_deadline(PyObject *timeout_s)
+{
+    double seconds = PyFloat_AsDouble(timeout_s);
+
+    if (seconds == -1 && PyErr_Occurred() != NULL) {
+        return -1;
+    }
+    return seconds <= 0 || seconds > 1e9 ? SMP_NEVER
+                                         : smp_clock_ns() + (int64_t)(seconds * 1e9);
 }
 
 int
@@ -65,6 +78,9 @@ comm_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     if (status == SMP_OK) {
         status = smp_carrier_create(&self->carrier);
     }
+    if (status == SMP_OK) {
+        status = smp_mailbox_create(self->comm, &self->mailbox);
+    }
     if (status != SMP_OK) {
         (void)smp_comm_raise(self, status, "preparing the collectives", NULL);
         goto err;
@@ -82,11 +98,20 @@ close_comm(smp_comm_object *self)
 {
     smp_comm    *comm = self->comm;
     smp_carrier *carrier = self->carrier;
+    smp_mailbox *mailbox = self->mailbox;
 
     self->comm = NULL;
     self->carrier = NULL;
+    self->mailbox = NULL;
+    /* Whoever is inside looks around every SMP_SIGNALS_NS, and finds it closed. */
+    while (self->users > 0) {
+        Py_BEGIN_ALLOW_THREADS;
+        sched_yield();
+        Py_END_ALLOW_THREADS;
+    }
     Py_BEGIN_ALLOW_THREADS;
     smp_carrier_destroy(carrier);
+    smp_mailbox_destroy(mailbox);
     smp_comm_destroy(comm);
     Py_END_ALLOW_THREADS;
 }

@@ -9,17 +9,24 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
+#include "comm/clock.h"
+#include "comm/collective/mailbox.h"
 #include "comm/collective/queue.h"
 #include "comm/comm.h"
 
+/* Who waits hears signals this often. */
+#define SMP_SIGNALS_NS (50 * SMP_NS_PER_MS)
+
 typedef struct {
-    PyObject_HEAD          /**/
-        smp_comm *comm;    /* owned; NULL once closed */
-    smp_carrier  *carrier; /* owned */
-    Py_ssize_t    groups;  /* that are open */
-    PyObject     *error;   /* owned: torch.distributed.DistBackendError */
-    int           rank;
-    int           size;
+    PyObject     ob_base;
+    smp_comm    *comm;    /* owned; NULL once closed */
+    smp_carrier *carrier; /* owned */
+    smp_mailbox *mailbox; /* owned */
+    Py_ssize_t   groups;  /* that are open */
+    Py_ssize_t   users;   /* threads that are inside, without the GIL */
+    PyObject    *error;   /* owned: torch.distributed.DistBackendError */
+    int          rank;
+    int          size;
 } smp_comm_object;
 
 extern PyTypeObject *smp_comm_type;
@@ -31,6 +38,10 @@ int smp_comm_check_open(const smp_comm_object *comm);
  * [name]".  NULL. */
 PyObject *smp_comm_raise(const smp_comm_object *comm, smp_status status,
                          const char *what, const char *why);
+
+/* So many seconds from now; SMP_NEVER for 0 and for what nobody waits for; -1 with an
+ * exception. */
+int64_t smp_python_deadline(PyObject *timeout_s);
 
 /* Adds the type.  0, or -1 with an exception. */
 int smp_comm_add(PyObject *module);

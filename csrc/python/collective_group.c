@@ -1,9 +1,7 @@
 /* smp._core.Group and .Order: torch's tensors become calls of a group.
  *
- * Tensors must be in host memory, without gaps, in the order of their indices; others
- * raise BufferError, and the caller comes with copies (smp/collectives).  What an
- * operation needs of sizes and dtypes is checked here, because the core writes where it
- * is told to; whether the other members call the same is checked there.
+ * What an operation needs of sizes and dtypes is checked here, because the core writes
+ * where it is told to; whether the other members call the same is checked there.
  */
 #include "python/collective_group.h"
 
@@ -13,129 +11,32 @@
 
 #include "comm/clock.h"
 #include "python/collective_comm.h"
-#include "python/tensor.h"
-
-/* A waiter hears signals this often. */
-#define SIGNALS_NS (50 * SMP_NS_PER_MS)
+#include "python/collective_tensor.h"
 
 typedef struct {
-    PyObject_HEAD               /**/
-        smp_comm_object *comm;  /* owned */
-    smp_group           *group; /* owned; NULL once closed */
-    smp_queue           *queue; /* owned */
-    int                  size;
-    int                  member;
-    char                 name[64];
+    PyObject         ob_base;
+    smp_comm_object *comm;  /* owned */
+    smp_group       *group; /* owned; NULL once closed */
+    smp_queue       *queue; /* owned */
+    int              size;
+    int              member;
+    char             name[64];
 } group_object;
 
 typedef struct {
-    PyObject_HEAD            /**/
-        group_object *group; /* owned, like all below */
-    PyObject         *ins; /* tuple of tensors, or None; kept until the order is over */
-    PyObject         *outs;
-    PyObject         *owner;  /* who hears that it is over, or NULL */
-    size_t           *counts; /* [2 * size], or NULL */
-    smp_call         *calls;  /* `one`, or allocated */
-    smp_call          one;
-    smp_order         order;
-    bool              issued;
+    PyObject      ob_base;
+    group_object *group; /* owned, like all below */
+    PyObject     *ins;   /* tuple of tensors, or None; kept until the order is over */
+    PyObject     *outs;
+    PyObject     *owner;  /* who hears that it is over, or NULL */
+    size_t       *counts; /* [2 * size], or NULL */
+    smp_call     *calls;  /* `one`, or allocated */
+    smp_call      one;
+    smp_order     order;
+    bool          issued;
 } order_object;
 
 static PyTypeObject *order_type;
-
-/* ------------------------------------------------------------------------- tensors */
-
-/* How the core sees a tensor's elements. */
-typedef struct {
-    smp_dtype dtype;
-    size_t    per;  /* of these in one element of the tensor */
-    bool      sums; /* they may be added up, */
-    bool      all;  /* and all else be done with them */
-    void     *data;
-    size_t    count; /* of dtype */
-} row;
-
-/* What is not a number of ours travels as bytes, and two reals are a complex. */
-static void
-see_dtype(dl_dtype dtype, row *out)
-{
-    static const struct {
-        smp_dtype dtype;
-        uint8_t   code;
-        uint8_t   bits;
-        uint8_t   per;
-    } known[] = {
-        {SMP_F32, SMP_DL_FLOAT, 32, 1},    {SMP_BF16, SMP_DL_BFLOAT, 16, 1},
-        {SMP_F16, SMP_DL_FLOAT, 16, 1},    {SMP_F64, SMP_DL_FLOAT, 64, 1},
-        {SMP_I64, SMP_DL_INT, 64, 1},      {SMP_I32, SMP_DL_INT, 32, 1},
-        {SMP_U8, SMP_DL_UINT, 8, 1},       {SMP_I8, SMP_DL_INT, 8, 1},
-        {SMP_BOOL, SMP_DL_BOOL, 8, 1},     {SMP_F32, SMP_DL_COMPLEX, 64, 2},
-        {SMP_F64, SMP_DL_COMPLEX, 128, 2},
-    };
-
-    for (size_t i = 0; i < sizeof(known) / sizeof(known[0]); i++) {
-        if (known[i].code == dtype.code && known[i].bits == dtype.bits &&
-            dtype.lanes == 1) {
-            out->dtype = known[i].dtype;
-            out->per = known[i].per;
-            out->sums = true;
-            out->all = known[i].per == 1;
-            return;
-        }
-    }
-    out->dtype = SMP_U8;
-    out->per = ((size_t)dtype.bits * dtype.lanes + 7) / 8;
-    out->sums = out->all = false;
-}
-
-static bool
-is_dense(const dl_tensor *t)
-{
-    int64_t stride = 1;
-
-    for (int i = t->ndim - 1; i >= 0; i--) {
-        if (t->shape[i] == 0) {
-            return true;
-        }
-        if (t->shape[i] != 1 && t->strides[i] != stride) {
-            return false;
-        }
-        stride *= t->shape[i];
-    }
-    return true;
-}
-
-/* 0, or -1 with an exception. */
-static int
-see_tensor(PyObject *tensor, row *out)
-{
-    dl_tensor t;
-    PyObject *held;
-    bool      same;
-    size_t    count = 1;
-
-    if (!smp_is_tensor(tensor)) {
-        PyErr_Format(PyExc_TypeError, "smp: a tensor is wanted, not %s",
-                     Py_TYPE(tensor)->tp_name);
-        return -1;
-    }
-    if (smp_tensor_borrow(tensor, &t, &held) < 0) {
-        return -1;
-    }
-    same = held == tensor; /* else a copy, because the tensor has a conjugate bit */
-    Py_DECREF(held);
-    if (t.device.type != SMP_DL_CPU || !same || !is_dense(&t)) {
-        PyErr_SetString(PyExc_BufferError, "smp: not a dense tensor in host memory");
-        return -1;
-    }
-    for (int i = 0; i < t.ndim; i++) {
-        count *= (size_t)t.shape[i];
-    }
-    see_dtype(t.dtype, out);
-    out->data = t.data;
-    out->count = count * out->per;
-    return 0;
-}
 
 /* -------------------------------------------------------------------------- orders */
 
@@ -198,7 +99,7 @@ reduces(smp_operation operation)
 }
 
 static bool
-may_reduce(const row *r, smp_reduction reduction)
+may_reduce(const smp_row *r, smp_reduction reduction)
 {
     bool adds =
         reduction == SMP_SUM || reduction == SMP_AVG || reduction == SMP_PREMUL_SUM;
@@ -225,17 +126,17 @@ static int
 fill_call(order_object *self, smp_call *call, PyObject *in, PyObject *out)
 {
     group_object *group = self->group;
-    row           from;
-    row           to;
+    smp_row       from;
+    smp_row       to;
 
     if (call->operation == SMP_BARRIER) {
         return 0;
     }
-    if (see_tensor(in != NULL ? in : out, &from) < 0) {
+    if (smp_see_tensor(in != NULL ? in : out, &from) < 0) {
         return -1;
     }
     to = from;
-    if (in != NULL && out != NULL && in != out && see_tensor(out, &to) < 0) {
+    if (in != NULL && out != NULL && in != out && smp_see_tensor(out, &to) < 0) {
         return -1;
     }
     if (from.dtype != to.dtype || from.per != to.per) {
@@ -402,13 +303,17 @@ issue(order_object *self, bool announced)
 static int
 wait_until(order_object *self, int64_t until_ns)
 {
+    smp_comm_object *comm = self->group->comm;
+
     for (;;) {
-        int64_t look_ns = smp_clock_ns() + SIGNALS_NS;
+        int64_t look_ns = smp_clock_ns() + SMP_SIGNALS_NS;
         bool    over;
 
+        comm->users++;
         Py_BEGIN_ALLOW_THREADS;
         over = smp_order_wait(&self->order, look_ns < until_ns ? look_ns : until_ns);
         Py_END_ALLOW_THREADS;
+        comm->users--;
         if (over) {
             return 1;
         }
@@ -438,7 +343,11 @@ raise_error(const order_object *self)
     } else {
         PyErr_Format(order->status == SMP_ERR_INVALID ? PyExc_ValueError
                                                       : self->group->comm->error,
-                     "smp: %s [%s]", order->error, smp_status_name(order->status));
+                     "smp: %s%s [%s]", order->error,
+                     order->status == SMP_ERR_TIMED_OUT
+                         ? "; a longer timeout can be given to the group"
+                         : "",
+                     smp_status_name(order->status));
     }
     return -1;
 }
@@ -494,16 +403,9 @@ order_issue(PyObject *object, PyObject *owner)
 static PyObject *
 order_wait(PyObject *object, PyObject *timeout)
 {
-    order_object *self = (order_object *)object;
-    double        timeout_s = PyFloat_AsDouble(timeout);
-    int           over;
+    int64_t until_ns = smp_python_deadline(timeout);
+    int     over = until_ns < 0 ? -1 : wait_until((order_object *)object, until_ns);
 
-    if (timeout_s == -1 && PyErr_Occurred() != NULL) {
-        return NULL;
-    }
-    over = wait_until(self, timeout_s <= 0 || timeout_s > 1e9
-                                ? SMP_NEVER
-                                : smp_clock_ns() + (int64_t)(timeout_s * 1e9));
     return over < 0 ? NULL : PyBool_FromLong(over);
 }
 

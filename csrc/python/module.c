@@ -4,6 +4,7 @@
 
 #include "python/collective_comm.h"
 #include "python/collective_group.h"
+#include "python/collective_mail.h"
 #include "python/comm_binding.h"
 #include "python/gradients.h"
 #include "python/heap.h"
@@ -19,8 +20,8 @@ module_exec(PyObject *module)
         smp_call_add(module) < 0 || smp_serve_add(module) < 0 ||
         smp_gradients_add_functions(module) < 0 || smp_python_add_comm(module) < 0 ||
         smp_comm_add(module) < 0 || smp_group_add(module) < 0 ||
-        smp_python_add_partition(module) < 0 || smp_watch_add_functions(module) < 0 ||
-        smp_heap_add_functions(module) < 0) {
+        smp_mail_add(module) < 0 || smp_python_add_partition(module) < 0 ||
+        smp_watch_add_functions(module) < 0 || smp_heap_add_functions(module) < 0) {
         return -1;
     }
     return PyModule_AddStringConstant(module, "__doc__", "The C core of smp.");

@@ -10,6 +10,13 @@ import torch
 from torch import Tensor
 
 
+def listed(value: Tensor | Sequence) -> list[Tensor]:
+    """The tensors of nested lists, in a row."""
+    if isinstance(value, Tensor):
+        return [value]
+    return [tensor for each in value for tensor in listed(each)]
+
+
 def joined(tensors: Sequence[Tensor]) -> Tensor:
     """One row with the elements of all."""
     return torch.cat([tensor.reshape(-1) for tensor in tensors])
@@ -44,7 +51,9 @@ def counts(tensors: Sequence[Tensor]) -> list[int] | None:
 
 
 def copied_back(
-    copies: Sequence[Tensor], given: Sequence[Tensor], then: Callable[[], None] | None
+    copies: Sequence[Tensor],
+    given: Sequence[Tensor],
+    then: Callable[[], None] | None = None,
 ) -> Callable[[], None]:
     """What brings the copies' elements to the tensors that they stand for."""
 

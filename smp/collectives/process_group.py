@@ -5,6 +5,7 @@ to a NCCL group inside.  torch calls the methods under the names that it has for
 `opts` are its option objects.
 """
 
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import wraps
@@ -16,9 +17,9 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import AllgatherOptions
 
 from smp import _core
-from smp.collectives import dense
+from smp.collectives import dense, profile
 from smp.collectives.ranks import Ranks
-from smp.collectives.work import AllOf, Over, Work
+from smp.collectives.work import AllOf, Over, Received, Work
 
 BARRIER = _core.operations["barrier"]
 ALL_REDUCE = _core.operations["all-reduce"]
@@ -47,23 +48,34 @@ def _first(value: Any) -> Tensor | None:
         if not value:
             return None
         value = value[0]
-    return value
+    return value if isinstance(value, Tensor) else None
 
 
-def _cuda_by_nccl(method: Callable) -> Callable:
-    """Have NCCL do it if the tensors, some of which come first or second, are CUDA's."""
-    name = method.__name__
+def _operation(title: str) -> Callable[[Callable], Callable]:
+    """An operation of tensors, which come first; results before inputs.
 
-    @wraps(method)
-    def by_device(self: "ProcessGroup", *args: Any, **kwargs: Any) -> Any:
-        tensor = _first(args[0])
-        if tensor is None and len(args) > 1:
-            tensor = _first(args[1])
-        if tensor is not None and tensor.is_cuda:
-            return getattr(self.nccl(), name)(*args, **kwargs)
-        return method(self, *args, **kwargs)
+    NCCL does it if they are CUDA's.  A profile shows it as `title`.
+    """
 
-    return by_device
+    def decorated(method: Callable) -> Callable:
+        @wraps(method)
+        def operation(self: "ProcessGroup", *args: Any, **kwargs: Any) -> Any:
+            tensor = _first(args[0])
+            if tensor is None and len(args) > 1:
+                tensor = _first(args[1])
+            if tensor is not None and tensor.is_cuda:
+                return getattr(self.nccl(), method.__name__)(*args, **kwargs)
+            if not profile.is_on():
+                return method(self, *args, **kwargs)
+            has_inputs = len(args) > 1 and _first(args[1]) is not None
+            event = profile.Event(f"{self.name()}:{title}", dense.listed(args[has_inputs]))
+            work = method(self, *args, **kwargs)
+            work.ends(event)
+            return work
+
+        return operation
+
+    return decorated
 
 
 class ProcessGroup(dist.ProcessGroup):
@@ -101,13 +113,15 @@ class ProcessGroup(dist.ProcessGroup):
         self._description = "undefined"
         self._device: torch.device | None = None
         self._nccl: Any = None
-        self._coalesced: list[dist.Work] | None = None
+        self._coalesced: list[Work] | None = None
+        self._monitored = 0  # barriers
         self._over = Over()
+        self._number = ranks.number(name)
         self._group = ranks.group(members, name, timeout)
 
     # ------------------------------------------------------------------- operations
 
-    @_cuda_by_nccl
+    @_operation("all_reduce")
     def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
         opts = _options(dist.AllreduceOptions, opts, timeout)
         tensors = [tensors] if isinstance(tensors, Tensor) else tensors
@@ -119,18 +133,18 @@ class ProcessGroup(dist.ProcessGroup):
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         return self.allreduce(tensors, opts or dist.AllreduceCoalescedOptions())
 
-    @_cuda_by_nccl
+    @_operation("reduce")
     def reduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         opts = opts or dist.ReduceOptions()
         reduction, factor = _reduction(opts.reduceOp)
         return self._call(REDUCE, None, tensors, opts, reduction, factor, opts.rootRank)
 
-    @_cuda_by_nccl
+    @_operation("broadcast")
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         opts = opts or dist.BroadcastOptions()
         return self._call(BROADCAST, None, tensors, opts, root=opts.rootRank)
 
-    @_cuda_by_nccl
+    @_operation("all_gather")
     def allgather(
         self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
     ) -> dist.Work:
@@ -151,13 +165,13 @@ class ProcessGroup(dist.ProcessGroup):
     def all_gather_single(self, output: Tensor, own: Tensor, opts: Any = None) -> dist.Work:
         return self.all_gather_single_coalesced([output], [own], opts)
 
-    @_cuda_by_nccl
+    @_operation("all_gather_single")
     def all_gather_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> dist.Work:
         return self._call(ALL_GATHER, inputs, outputs, opts or AllgatherOptions())
 
-    @_cuda_by_nccl
+    @_operation("reduce_scatter")
     def reduce_scatter(
         self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None
     ) -> dist.Work:
@@ -182,7 +196,7 @@ class ProcessGroup(dist.ProcessGroup):
     ) -> dist.Work:
         return self.reduce_scatter_single_coalesced([output], [terms], opts)
 
-    @_cuda_by_nccl
+    @_operation("reduce_scatter_single")
     def reduce_scatter_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> dist.Work:
@@ -190,7 +204,7 @@ class ProcessGroup(dist.ProcessGroup):
         reduction, factor = _reduction(opts.reduceOp)
         return self._call(REDUCE_SCATTER, inputs, outputs, opts, reduction, factor)
 
-    @_cuda_by_nccl
+    @_operation("gather")
     def gather(
         self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
     ) -> dist.Work:
@@ -199,7 +213,7 @@ class ProcessGroup(dist.ProcessGroup):
             return self._fill_lists(GATHER, outputs[0], inputs[0], opts, root=opts.rootRank)
         return self._call(GATHER, inputs, None, opts, root=opts.rootRank)
 
-    @_cuda_by_nccl
+    @_operation("scatter")
     def scatter(
         self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None
     ) -> dist.Work:
@@ -208,7 +222,7 @@ class ProcessGroup(dist.ProcessGroup):
         parts = [dense.joined(inputs[0])] if is_root else None
         return self._call(SCATTER, parts, outputs, opts, root=opts.rootRank)
 
-    @_cuda_by_nccl
+    @_operation("all_to_all")
     def all_to_all_single(
         self,
         output: Tensor,
@@ -227,7 +241,7 @@ class ProcessGroup(dist.ProcessGroup):
             ]
         return self._call(ALL_TO_ALL, [own], [output], opts, counts=counts)
 
-    @_cuda_by_nccl
+    @_operation("all_to_all")
     def alltoall(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> dist.Work:
@@ -248,6 +262,88 @@ class ProcessGroup(dist.ProcessGroup):
         if opts.device is not None and opts.device.type == "cuda":
             return self.nccl().barrier(opts)
         return self._call(BARRIER, None, None, opts)
+
+    @_operation("send")
+    def send(self, tensors: list[Tensor], to: int, tag: int = 0) -> dist.Work:
+        for tensor in tensors:
+            self._ranks.send(self._number, self._members[to], tag, tensor)
+        return self._over
+
+    @_operation("recv")
+    def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> dist.Work:
+        works = [self._receive(tensor, source, tag) for tensor in tensors]
+        return works[0] if len(works) == 1 else AllOf(works)
+
+    @_operation("recvAnySource")
+    def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> dist.Work:
+        (tensor,) = tensors
+        return self._receive(tensor, None, tag)
+
+    def monitored_barrier(
+        self, timeout: timedelta | None = None, wait_all_ranks: bool = False
+    ) -> None:
+        """A barrier that tells rank 0 who did not come.
+
+        Raises:
+            torch.distributed.DistBackendError: on rank 0, naming the first rank that is
+                missing, or all with ``wait_all_ranks``; on others that rank 0 did not answer.
+        """
+        timeout = self._timeout if timeout is None else timeout
+        self._monitored += 1
+        tag = -self._monitored  # a script's own are not negative
+        sign = torch.empty(0)
+        if self.rank() != 0:
+            self.send([sign], 0, tag)
+            try:
+                self._receive(sign, 0, tag).wait(timeout)
+            except dist.DistBackendError as error:
+                raise dist.DistBackendError(
+                    f"Rank {self.rank()} successfully reached monitoredBarrier, but received "
+                    f"errors while waiting for send/recv from rank 0: {error}"
+                ) from error
+            return
+        missing = self._missing(sign, tag, timeout, wait_all_ranks)
+        if missing:
+            names = ", ".join(map(str, missing))
+            raise dist.DistBackendError(
+                f"{'Ranks' if wait_all_ranks else 'Rank'} {names} failed to pass "
+                f"monitoredBarrier in {_ms(timeout)} ms"
+            )
+        for rank in range(1, self.size()):
+            self.send([sign], rank, tag)
+
+    def _missing(self, sign: Tensor, tag: int, timeout: timedelta, all_of_them: bool) -> list:
+        """The ranks whose sign does not come in time: all, or the first."""
+        deadline = time.monotonic() + timeout.total_seconds()
+        missing: list[int] = []
+        for rank in range(1, self.size()):
+            left = deadline - time.monotonic()
+            if left <= 0 and not all_of_them:
+                raise dist.DistBackendError(
+                    f"Rank 0 timed out in monitoredBarrier after {_ms(timeout)} ms; ranks that "
+                    f"passed: {', '.join(map(str, range(1, rank))) or 'none'}"
+                )
+            try:
+                self._receive(sign, rank, tag).wait(timedelta(seconds=max(left, 1e-3)))
+            except dist.DistBackendError:
+                missing.append(rank)
+                if not all_of_them:
+                    break
+        return missing
+
+    def _receive(self, tensor: Tensor, source: int | None, tag: int) -> Received:
+        """From a member, or from any: None."""
+        where = _core.ANY_SOURCE if source is None else self._members[source]
+        receipt, filled = self._ranks.receive(self._number, where, tag, tensor)
+        return Received(
+            receipt,
+            tensor,
+            filled,
+            self._timeout,
+            f"group '{self._name}': receive (tag {tag}) from "
+            + ("any rank" if source is None else f"rank {where}"),
+            self._members,
+        )
 
     # The names that older versions of torch know.
     _allgather_base = all_gather_single  # type: ignore[assignment]
@@ -466,6 +562,10 @@ def _reduction(op: Any) -> tuple[int, float]:
     if kind != PREMUL_SUM:
         return REDUCTIONS[kind], 1.0
     return REDUCTIONS[kind], float(op.__getstate__()[1])
+
+
+def _ms(timeout: timedelta) -> int:
+    return int(timeout.total_seconds() * 1000)
 
 
 def _elements(size: int, tensor: Tensor, splits: list[int]) -> list[int]:

@@ -14,9 +14,11 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
+from torch import Tensor
 
 from smp import _core, transports
 from smp.bootstrap import OverStore
+from smp.collectives import dense
 from smp.config import comm_environment
 
 if TYPE_CHECKING:
@@ -64,6 +66,12 @@ class Ranks:
         self._threads: list[threading.Thread] = []
         Ranks.open.add(self)
 
+    @staticmethod
+    def number(name: str) -> int:
+        """By which the core knows a group; not 0."""
+        digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "little") or 1
+
     def group(self, members: list[int], name: str, timeout: timedelta) -> _core.Group:
         """Meet the other members.
 
@@ -77,9 +85,8 @@ class Ranks:
                 f"smp: group '{name}' has ranks on several hosts, which smddp cannot serve "
                 f"yet: this one is on {socket.gethostname()}; {there}"
             )
-        digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
-        number = int.from_bytes(digest, "little")
-        group = _core.Group(self.comm, members, number or 1, name, timeout.total_seconds())
+        number = self.number(name)
+        group = _core.Group(self.comm, members, number, name, timeout.total_seconds())
         self._groups.add(group)
         return group
 
@@ -99,6 +106,23 @@ class Ranks:
         if not self._threads:
             self._listen()
         order.issue(work)
+
+    def send(self, group: int, to: int, tag: int, tensor: Tensor) -> None:
+        """A copy, without waiting for the receiver."""
+        try:
+            _core.send(self.comm, to, group, tag, tensor)
+        except BufferError:
+            _core.send(self.comm, to, group, tag, dense.dense(tensor))
+
+    def receive(
+        self, group: int, source: int, tag: int, tensor: Tensor
+    ) -> tuple[_core.Receipt, Tensor]:
+        """Where to wait for it, and what it fills: the tensor, or a copy without gaps."""
+        try:
+            return _core.Receipt(self.comm, source, group, tag, tensor), tensor
+        except BufferError:
+            copy = dense.dense(tensor)
+            return _core.Receipt(self.comm, source, group, tag, copy), copy
 
     def close(self) -> None:
         """Leave all groups and the other ranks."""

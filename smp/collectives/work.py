@@ -1,5 +1,6 @@
 """What a collective returns: something to wait for."""
 
+import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from smp import _core
+from smp.collectives import dense, profile
 
 
 class Work(dist.Work):
@@ -23,7 +25,7 @@ class Work(dist.Work):
 
     def __init__(
         self,
-        order: _core.Order,
+        order: _core.Order | _core.Receipt,
         results: Sequence[Tensor] = (),
         finish: Callable[[], None] | None = None,
     ):
@@ -33,6 +35,7 @@ class Work(dist.Work):
         self._finish = finish
         self._lock = threading.RLock()  # guards all below, and finish
         self._completed = False
+        self._event: profile.Event | None = None
         self._future: torch.futures.Future[list[Tensor]] | None = None
         self._pending: torch.futures.Future[None] | None = None  # completes the future
 
@@ -49,9 +52,20 @@ class Work(dist.Work):
                     self._finish()
                 self._finish = None
                 self._completed = True
+            event, self._event = self._event, None
             pending, self._pending = self._pending, None
+        if event is not None:
+            event.end()
         if pending is not None:
             pending.set_result(None)
+
+    def ends(self, event: profile.Event) -> None:
+        """The profile's event ends when this completes."""
+        with self._lock:
+            self._event = event
+            completed = self._completed
+        if completed:
+            self.complete()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Until it is over.
@@ -106,12 +120,66 @@ class Work(dist.Work):
         return self._results
 
 
+class Received(Work):
+    """A tensor on its way.
+
+    Args:
+        receipt: where the core puts it.
+        tensor: what the script wants filled.
+        filled: what the core fills: the tensor, or a dense copy.
+        timeout: for waiting, unless the waiter says otherwise.
+        what: for errors.
+        members: of the group, as the core numbers them.
+    """
+
+    def __init__(
+        self,
+        receipt: _core.Receipt,
+        tensor: Tensor,
+        filled: Tensor,
+        timeout: timedelta,
+        what: str,
+        members: list[int],
+    ):
+        finish = None if filled is tensor else dense.copied_back([filled], [tensor])
+        super().__init__(receipt, [tensor], finish)
+        self._timeout = timeout
+        self._what = what
+        self._members = members
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        limit_s = (timeout or self._timeout).total_seconds()
+        if not self._order.wait(limit_s):
+            raise dist.DistBackendError(f"smp: {self._what}: timed out after {limit_s:g} s")
+        return super().wait()
+
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
+        """Completes by a thread of its own: messages are sorted in by who waits."""
+        future = super().get_future()
+        if not self._completed:
+            threading.Thread(target=self._wait_quietly, daemon=True).start()
+        return future
+
+    def _wait_quietly(self) -> None:
+        with contextlib.suppress(Exception):  # the future says it
+            self.wait()
+
+    def source_rank(self) -> int:
+        """In the group; it is over."""
+        return self._members.index(self._order.source())
+
+    _source_rank = source_rank
+
+
 class Over(Work):
     """An operation that was over when the call returned."""
 
     def __init__(self, results: Sequence[Tensor] = ()):
         dist.Work.__init__(self)
         self._results = list(results)
+
+    def ends(self, event: profile.Event) -> None:
+        event.end()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         return True
@@ -129,11 +197,14 @@ class Over(Work):
 
 
 class AllOf(dist.Work):
-    """Several operations that were issued as one."""
+    """Several operations that were issued as one: works of this module."""
 
-    def __init__(self, works: Sequence[dist.Work]):
+    def __init__(self, works: Sequence[Any]):
         super().__init__()
         self._works = works
+
+    def ends(self, event: profile.Event) -> None:
+        self._works[-1].ends(event)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         for work in self._works:

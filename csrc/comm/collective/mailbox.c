@@ -1,0 +1,329 @@
+/* Letterboxes that wait for letters, and letters that wait for letterboxes. */
+#define _GNU_SOURCE
+#include "comm/collective/mailbox.h"
+
+#include <pthread.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+#include "comm/clock.h"
+#include "comm/neighbour.h"
+#include "common/lock.h"
+
+/* A waiter looks this often whether its source has ended. */
+#define LOOK_NS (20 * SMP_NS_PER_MS)
+
+/* One that no letterbox wants yet. */
+typedef struct letter {
+    smp_address    address;
+    int            source;
+    void          *data;  /* in the block, or owned */
+    smp_block     *block; /* owned, or NULL */
+    struct letter *next;
+} letter;
+
+struct smp_mailbox {
+    smp_comm *comm; /* borrowed */
+
+    smp_lock        lock;    /* guards all below, and the letterboxes */
+    pthread_cond_t  changed; /* a letterbox is over, or nobody sorts any more */
+    bool            sorting; /* a thread is in smp_comm_receive() */
+    smp_letterbox  *boxes;   /* in the order in which they were put up */
+    smp_letterbox **boxes_last;
+    letter         *letters; /* in the order of their arrival */
+    letter        **letters_last;
+};
+
+static size_t
+bytes_of(const smp_address *address)
+{
+    return address->count * smp_dtype_bytes(address->dtype);
+}
+
+static bool
+is_for(const smp_letterbox *box, const smp_address *address, int source)
+{
+    return box->want.group == address->group && box->want.tag == address->tag &&
+           (box->source == SMP_ANY_SOURCE || box->source == source);
+}
+
+static void
+free_letter(letter *l)
+{
+    if (l->block != NULL) {
+        smp_block_release(l->block);
+    } else {
+        free(l->data);
+    }
+    free(l);
+}
+
+static void
+remove_box(smp_mailbox *mailbox, smp_letterbox *box)
+{
+    smp_letterbox **at = &mailbox->boxes;
+
+    while (*at != NULL && *at != box) {
+        at = &(*at)->next;
+    }
+    if (*at == box) {
+        *at = box->next;
+        if (*at == NULL) {
+            mailbox->boxes_last = at;
+        }
+    }
+}
+
+static void
+finish(smp_mailbox *mailbox, smp_letterbox *box, smp_status status, int from)
+{
+    remove_box(mailbox, box);
+    box->status = status;
+    box->from = from;
+    box->over = true;
+    pthread_cond_broadcast(&mailbox->changed);
+}
+
+static void
+fill(smp_mailbox *mailbox, smp_letterbox *box, const letter *l)
+{
+    bool fits =
+        box->want.dtype == l->address.dtype && box->want.count == l->address.count;
+
+    box->got = l->address;
+    if (fits && bytes_of(&l->address) != 0) {
+        memcpy(box->out, l->data, bytes_of(&l->address));
+    }
+    finish(mailbox, box, fits ? SMP_OK : SMP_ERR_MISMATCH, l->source);
+}
+
+/* Takes the letter; the lock is held. */
+static void
+deliver(smp_mailbox *mailbox, letter *l)
+{
+    for (smp_letterbox *box = mailbox->boxes; box != NULL; box = box->next) {
+        if (is_for(box, &l->address, l->source)) {
+            fill(mailbox, box, l);
+            free_letter(l);
+            return;
+        }
+    }
+    l->next = NULL;
+    *mailbox->letters_last = l;
+    mailbox->letters_last = &l->next;
+}
+
+/* Takes the message.  SMP_ERR_MALFORMED, SMP_ERR_NO_MEMORY. */
+static smp_status
+open_message(smp_message *message, letter **out)
+{
+    letter    *l = calloc(1, sizeof(*l));
+    smp_status status = SMP_OK;
+
+    if (l == NULL) {
+        status = SMP_ERR_NO_MEMORY;
+        goto out;
+    }
+    l->source = message->source;
+    if (message->nbytes != sizeof(l->address)) {
+        status = SMP_ERR_MALFORMED;
+        goto out;
+    }
+    memcpy(&l->address, message->bytes, sizeof(l->address));
+    if ((unsigned)l->address.dtype >= SMP_DTYPES ||
+        message->nblocks != (l->address.count != 0)) {
+        status = SMP_ERR_MALFORMED;
+    } else if (message->nblocks == 1) {
+        l->block = smp_message_take_block(message, 0);
+        l->data = smp_block_data(l->block);
+        status = smp_block_bytes(l->block) == bytes_of(&l->address) ? SMP_OK
+                                                                    : SMP_ERR_MALFORMED;
+    }
+
+out:
+    smp_message_free(message);
+    if (status != SMP_OK && l != NULL) {
+        free_letter(l);
+    } else {
+        *out = l;
+    }
+    return status;
+}
+
+/* Sorts in what arrives until something has, or until_ns.  The lock is held, and nobody
+ * sorts. */
+static void
+sort_in(smp_mailbox *mailbox, smp_letterbox *box, int64_t until_ns)
+{
+    int64_t limit_ns = until_ns - smp_clock_ns();
+    bool    left = box->source != SMP_ANY_SOURCE &&
+                box->source != smp_comm_rank(mailbox->comm) &&
+                smp_comm_left(mailbox->comm, box->source);
+    smp_message *message;
+    letter      *l = NULL;
+    smp_status   status;
+
+    mailbox->sorting = true;
+    smp_lock_release(&mailbox->lock);
+    status = smp_comm_receive(mailbox->comm,
+                              left || limit_ns <= 0 ? 0
+                              : limit_ns < LOOK_NS  ? limit_ns
+                                                    : LOOK_NS,
+                              &message);
+    if (status == SMP_OK) {
+        status = open_message(message, &l);
+    }
+    smp_lock_acquire(&mailbox->lock);
+    mailbox->sorting = false;
+    pthread_cond_broadcast(&mailbox->changed);
+    if (status == SMP_OK) {
+        deliver(mailbox, l);
+    } else if (status == SMP_ERR_TIMED_OUT && left) {
+        finish(mailbox, box, SMP_ERR_CLOSED, box->source);
+    } else if (status != SMP_ERR_TIMED_OUT && status != SMP_ERR_INTERRUPTED) {
+        finish(mailbox, box, status, smp_comm_lost(mailbox->comm));
+    }
+}
+
+smp_status
+smp_mailbox_create(smp_comm *comm, smp_mailbox **out)
+{
+    smp_mailbox       *mailbox = calloc(1, sizeof(*mailbox));
+    pthread_condattr_t monotonic;
+
+    if (mailbox == NULL) {
+        return SMP_ERR_NO_MEMORY;
+    }
+    mailbox->comm = comm;
+    mailbox->boxes_last = &mailbox->boxes;
+    mailbox->letters_last = &mailbox->letters;
+    smp_lock_init(&mailbox->lock, SMP_LOCK_MAILBOX);
+    pthread_condattr_init(&monotonic);
+    pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
+    pthread_cond_init(&mailbox->changed, &monotonic);
+    pthread_condattr_destroy(&monotonic);
+    *out = mailbox;
+    return SMP_OK;
+}
+
+void
+smp_mailbox_destroy(smp_mailbox *mailbox)
+{
+    if (mailbox == NULL) {
+        return;
+    }
+    while (mailbox->letters != NULL) {
+        letter *l = mailbox->letters;
+
+        mailbox->letters = l->next;
+        free_letter(l);
+    }
+    pthread_cond_destroy(&mailbox->changed);
+    smp_lock_fini(&mailbox->lock);
+    free(mailbox);
+}
+
+/* To this rank itself. */
+static smp_status
+keep(smp_mailbox *mailbox, const smp_address *address, const void *in)
+{
+    letter *l = calloc(1, sizeof(*l));
+    size_t  bytes = bytes_of(address);
+
+    if (l != NULL && bytes != 0) {
+        l->data = malloc(bytes);
+    }
+    if (l == NULL || (bytes != 0 && l->data == NULL)) {
+        free(l);
+        return SMP_ERR_NO_MEMORY;
+    }
+    if (bytes != 0) {
+        memcpy(l->data, in, bytes);
+    }
+    l->address = *address;
+    l->source = smp_comm_rank(mailbox->comm);
+    smp_lock_acquire(&mailbox->lock);
+    deliver(mailbox, l);
+    smp_lock_release(&mailbox->lock);
+    return SMP_OK;
+}
+
+smp_status
+smp_mailbox_send(smp_mailbox *mailbox, int dest, const smp_address *address,
+                 const void *in)
+{
+    smp_block *block = NULL;
+    size_t     bytes = bytes_of(address);
+
+    if (dest == smp_comm_rank(mailbox->comm)) {
+        return keep(mailbox, address, in);
+    }
+    if (bytes != 0) {
+        smp_status status = smp_comm_block(mailbox->comm, dest, bytes, &block);
+
+        if (status != SMP_OK) {
+            return status;
+        }
+        memcpy(smp_block_data(block), in, bytes);
+    }
+    return smp_comm_send(mailbox->comm, dest, address, sizeof(*address), &block,
+                         block != NULL);
+}
+
+void
+smp_letterbox_put_up(smp_mailbox *mailbox, smp_letterbox *box)
+{
+    letter **at;
+
+    box->over = false;
+    box->next = NULL;
+    smp_lock_acquire(&mailbox->lock);
+    *mailbox->boxes_last = box;
+    mailbox->boxes_last = &box->next;
+    for (at = &mailbox->letters; *at != NULL; at = &(*at)->next) {
+        letter *l = *at;
+
+        if (is_for(box, &l->address, l->source)) {
+            *at = l->next;
+            if (*at == NULL) {
+                mailbox->letters_last = at;
+            }
+            fill(mailbox, box, l);
+            free_letter(l);
+            break;
+        }
+    }
+    smp_lock_release(&mailbox->lock);
+}
+
+bool
+smp_letterbox_wait(smp_mailbox *mailbox, smp_letterbox *box, int64_t until_ns)
+{
+    struct timespec until = {.tv_sec = (time_t)(until_ns / SMP_NS_PER_S),
+                             .tv_nsec = (long)(until_ns % SMP_NS_PER_S)};
+    bool            over;
+
+    smp_lock_acquire(&mailbox->lock);
+    while (!box->over) {
+        if (!mailbox->sorting) {
+            sort_in(mailbox, box, until_ns);
+        } else {
+            pthread_cond_timedwait(&mailbox->changed, &mailbox->lock.mutex, &until);
+        }
+        if (smp_clock_ns() >= until_ns) {
+            break;
+        }
+    }
+    over = box->over;
+    smp_lock_release(&mailbox->lock);
+    return over;
+}
+
+void
+smp_letterbox_take_down(smp_mailbox *mailbox, smp_letterbox *box)
+{
+    smp_lock_acquire(&mailbox->lock);
+    remove_box(mailbox, box);
+    smp_lock_release(&mailbox->lock);
+}

@@ -1,0 +1,33 @@
+"""Operations in torch's profiles, under the names that its own backends use."""
+
+import threading
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.autograd import profiler
+
+
+def is_on() -> bool:
+    """Whether a profiler records."""
+    return profiler._is_profiler_enabled
+
+
+class Event:
+    """An operation in a profile, from now until `end`.
+
+    Args:
+        title: as in ``smddp:all_reduce``.
+        tensors: whose shapes are recorded.
+    """
+
+    def __init__(self, title: str, tensors: Sequence[Tensor]):
+        self._handle = torch.autograd._record_function_with_args_enter(title, *tensors)
+
+    def end(self) -> None:
+        """In another thread: so a profile knows what runs beside the script's own work."""
+        thread = threading.Thread(
+            target=torch.autograd._record_function_with_args_exit, args=(self._handle,)
+        )
+        thread.start()
+        thread.join()
