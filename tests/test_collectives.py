@@ -45,6 +45,12 @@ def same(got: torch.Tensor, want: torch.Tensor) -> bool:
     return alike and torch.equal(bits(got), bits(want))
 
 
+def refused(call) -> str:
+    with pytest.raises(RuntimeError) as raised:
+        call()
+    return str(raised.value)
+
+
 # -------------------------------------------------------------------------- reductions
 
 
@@ -313,6 +319,94 @@ def test_tensors_with_gaps_are_filled_where_they_are(tmp_path):
         assert negative.tolist() == [-1.0] * 3
 
 
+# ------------------------------------------------------------------- from rank to rank
+
+
+@on_ranks(*ON)
+@pytest.mark.parametrize("dtype", NUMBERS + COPIED, ids=str)
+def test_a_ring_of_sends(dtype, tmp_path):
+    source = torch.float32 if dtype == torch.float8_e4m3fn else dtype
+    with job(tmp_path) as (rank, size):
+        for shape in SHAPES:
+            tensor = torch.empty(shape, dtype=dtype)
+            dist.send(drawn(rank, shape, source).to(dtype), (rank + 1) % size)
+            dist.recv(tensor, (rank - 1) % size)
+            assert same(tensor, drawn((rank - 1) % size, shape, source).to(dtype))
+
+
+@on_ranks(*ON)
+def test_tags_and_sources_tell_messages_apart(tmp_path):
+    with job(tmp_path) as (rank, size):
+        if rank == 0:
+            for tag in (7, 0, 3):
+                dist.send(torch.full((2,), float(tag)), 1, tag=tag)
+        if rank == 1:
+            for tag in (3, 7, 0):
+                tensor = torch.empty(2)
+                dist.recv(tensor, 0, tag=tag)
+                assert tensor[0].item() == tag
+        if rank == 0:
+            heard = set()
+            for _ in range(1, size):
+                tensor = torch.empty(3)
+                source = dist.recv(tensor)
+                assert tensor.tolist() == [source] * 3
+                heard.add(source)
+            assert heard == set(range(1, size))
+        else:
+            dist.send(torch.full((3,), float(rank)), 0)
+
+
+@on_ranks(*ON)
+def test_receives_that_were_begun_before_the_sends(tmp_path):
+    with job(tmp_path) as (rank, size):
+        got = [torch.empty(4, 3).t() for _ in range(size)]
+        operations = [dist.P2POp(dist.irecv, got[r], r) for r in range(size) if r != rank]
+        operations += [
+            dist.P2POp(dist.isend, torch.full((3, 4), float(rank)), r)
+            for r in range(size)
+            if r != rank
+        ]
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+        assert all(got[r].eq(r).all() for r in range(size) if r != rank)
+
+        later = torch.empty(1)
+        future = dist.irecv(later, rank).get_future()  # from itself
+        dist.isend(torch.ones(1), rank)
+        assert future.wait()[0].item() == 1
+
+
+@on_ranks(2)
+def test_a_message_of_another_size_raises_and_says_both(tmp_path):
+    with job(tmp_path) as (rank, size):
+        if rank == 0:
+            dist.send(torch.ones(5), 1)
+            dist.send(torch.ones(4), 1)
+        else:
+            assert "rank 0 sent 5 float32, rank 1 wants 4 int32" in refused(
+                lambda: dist.recv(torch.empty(4, dtype=torch.int32), 0)
+            )
+            dist.recv(torch.empty(4), 0)
+        assert "timed out after 0.1 s" in refused(
+            lambda: dist.irecv(torch.empty(1), 1 - rank).wait(timedelta(seconds=0.1))
+        )
+        dist.barrier()
+
+
+@on_ranks(4)
+def test_a_monitored_barrier_names_who_is_missing(tmp_path):
+    with job(tmp_path) as (rank, size):
+        group = dist.group.WORLD
+        group.monitored_barrier()
+        short = timedelta(seconds=0.2)
+        if rank == 0:
+            said = refused(lambda: group.monitored_barrier(short, wait_all_ranks=True))
+            assert "Ranks 2, 3 failed to pass" in said
+        if rank == 1:
+            assert "from rank 0" in refused(lambda: group.monitored_barrier(short))
+
+
 # ----------------------------------------------------------------- groups, order, works
 
 
@@ -388,12 +482,6 @@ def test_a_result_that_nobody_keeps_is_still_delivered(tmp_path):
 
 
 # --------------------------------------------------------------------------- mismatches
-
-
-def refused(call) -> str:
-    with pytest.raises(RuntimeError) as raised:
-        call()
-    return str(raised.value)
 
 
 @on_ranks(2)

@@ -174,6 +174,9 @@ receipt_check(PyObject *object, PyObject *unused)
     }
     PyOS_snprintf(what, sizeof(what), "receive (tag %lld) on rank %d",
                   (long long)box->want.tag, self->comm->rank);
+    if (box->from == SMP_ANY_SOURCE) {
+        return smp_comm_raise(self->comm, box->status, what, "all ranks have left");
+    }
     PyOS_snprintf(why, sizeof(why), "rank %d %s", box->from,
                   box->status == SMP_ERR_CLOSED ? "has left" : "is lost");
     if (box->status == SMP_ERR_MISMATCH) {

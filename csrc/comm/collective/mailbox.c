@@ -179,7 +179,7 @@ sort_in(smp_mailbox *mailbox, smp_letterbox *box, int64_t until_ns)
     pthread_cond_broadcast(&mailbox->changed);
     if (status == SMP_OK) {
         deliver(mailbox, l);
-    } else if (status == SMP_ERR_TIMED_OUT && left) {
+    } else if (status == SMP_ERR_CLOSED || (status == SMP_ERR_TIMED_OUT && left)) {
         finish(mailbox, box, SMP_ERR_CLOSED, box->source);
     } else if (status != SMP_ERR_TIMED_OUT && status != SMP_ERR_INTERRUPTED) {
         finish(mailbox, box, status, smp_comm_lost(mailbox->comm));
