@@ -29,6 +29,7 @@ struct smp_mailbox {
     smp_lock        lock;    /* guards all below, and the letterboxes */
     pthread_cond_t  changed; /* a letterbox is over, or nobody sorts any more */
     bool            sorting; /* a thread is in smp_comm_receive() */
+    bool            ended;   /* nothing comes any more but from this rank itself */
     smp_letterbox  *boxes;   /* in the order in which they were put up */
     smp_letterbox **boxes_last;
     letter         *letters; /* in the order of their arrival */
@@ -67,7 +68,7 @@ remove_box(smp_mailbox *mailbox, smp_letterbox *box)
     while (*at != NULL && *at != box) {
         at = &(*at)->next;
     }
-    if (*at == box) {
+    if (*at != NULL) {
         *at = box->next;
         if (*at == NULL) {
             mailbox->boxes_last = at;
@@ -179,7 +180,9 @@ sort_in(smp_mailbox *mailbox, smp_letterbox *box, int64_t until_ns)
     pthread_cond_broadcast(&mailbox->changed);
     if (status == SMP_OK) {
         deliver(mailbox, l);
-    } else if (status == SMP_ERR_CLOSED || (status == SMP_ERR_TIMED_OUT && left)) {
+    } else if (status == SMP_ERR_CLOSED) {
+        mailbox->ended = true;
+    } else if (status == SMP_ERR_TIMED_OUT && left) {
         finish(mailbox, box, SMP_ERR_CLOSED, box->source);
     } else if (status != SMP_ERR_TIMED_OUT && status != SMP_ERR_INTERRUPTED) {
         finish(mailbox, box, status, smp_comm_lost(mailbox->comm));
@@ -306,7 +309,11 @@ smp_letterbox_wait(smp_mailbox *mailbox, smp_letterbox *box, int64_t until_ns)
 
     smp_lock_acquire(&mailbox->lock);
     while (!box->over) {
-        if (!mailbox->sorting) {
+        bool by_itself = box->source == smp_comm_rank(mailbox->comm);
+
+        if (mailbox->ended && !by_itself) {
+            finish(mailbox, box, SMP_ERR_CLOSED, box->source);
+        } else if (!mailbox->ended && !mailbox->sorting) {
             sort_in(mailbox, box, until_ns);
         } else {
             pthread_cond_timedwait(&mailbox->changed, &mailbox->lock.mutex, &until);
