@@ -5,6 +5,7 @@ from smp import script_names as utils
 from smp._version import __version__
 from smp.activation_checkpointing import set_activation_checkpointing
 from smp.checkpoints import resume_from_checkpoint, save_checkpoint
+from smp.comm_report import comm_report
 from smp.config import ConfigError
 from smp.delayed_init import delay_param_initialization
 from smp.initialization import init, is_initialized, reset, shutdown

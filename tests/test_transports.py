@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 import smp
-from smp import _core
 from smp.config import ConfigError
 from tests.ranks import on_ranks
 from tests.reference.compare import assert_same_bits, gradients
@@ -46,7 +45,7 @@ def begin(**config):
 
 
 def used() -> set[str | None]:
-    return {_core.transport_to(r) for r in range(smp.pp_size()) if r != smp.pp_rank()}
+    return {peer.transport for peer in smp.comm_report().peers}
 
 
 def train_step(model, x):
@@ -85,7 +84,36 @@ def test_shared_memory_comes_first_on_one_host():
     begin()
 
     assert used() == {"shm"}
-    assert _core.transport_to(smp.pp_rank()) is None
+
+
+@on_ranks(4)
+def test_the_report_counts_what_went_to_whom():
+    """Two pipelines of two ranks; each rank talks to the other one of its own."""
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": 2, "placement_strategy": "spread"})
+    (fresh,) = smp.comm_report().peers
+    net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    smp.set_partition(net[0], 0)
+    smp.set_partition(net[1], 1)
+    model = smp.DistributedModel(net)
+    smp.step(train_step)(model, torch.randn(2000, WIDTH))
+    report = smp.comm_report()
+    (peer,) = report.peers
+
+    other = 1 - smp.pp_rank()
+    assert (peer.pp_rank, peer.rank) == (other, smp.get_pp_group()[other])
+    assert peer.transport == "shm" and fresh.messages < peer.messages
+    assert peer.bytes - fresh.bytes >= 2000 * WIDTH * 4  # activations, or their gradients
+    assert report.pool_high <= report.pool_bytes and report.pool_fallbacks == 0
+    assert f"rank {smp.rank()} has sent" in str(report) and " shm " in str(report)
+
+
+def test_a_single_rank_has_nobody_to_report_on():
+    smp.init({})
+    try:
+        assert smp.comm_report().peers == ()
+        assert "no other" in str(smp.comm_report())
+    finally:
+        smp.shutdown()
 
 
 @on_ranks(2, 4)

@@ -63,6 +63,12 @@ typedef struct {
     void                *self; /* owned */
 } carrier;
 
+/* What was sent to a rank. */
+typedef struct {
+    _Atomic uint64_t messages;
+    _Atomic uint64_t bytes;
+} traffic;
+
 struct smp_comm {
     int          rank; /* set at create, like all up to ncarriers */
     int          size;
@@ -94,8 +100,7 @@ struct smp_comm {
 
     int64_t moved_ns; /* progress thread: when a transport moved something */
 
-    _Atomic uint64_t messages;
-    _Atomic uint64_t bytes;
+    traffic         *traffic; /* owned: [size] */
     _Atomic uint64_t pool_blocks;
     _Atomic uint64_t pool_fallbacks;
 
@@ -441,8 +446,10 @@ smp_comm_create(const smp_comm_config *config, smp_comm **out)
     memcpy(comm->job, config->job, sizeof(comm->job));
     comm->routes = calloc((size_t)comm->size, sizeof(carrier *));
     comm->states = calloc((size_t)comm->size, sizeof(*comm->states));
+    comm->traffic = calloc((size_t)comm->size, sizeof(*comm->traffic));
     comm->card = malloc(SMP_CARD_BYTES);
-    if (comm->routes == NULL || comm->states == NULL || comm->card == NULL) {
+    if (comm->routes == NULL || comm->states == NULL || comm->traffic == NULL ||
+        comm->card == NULL) {
         status = SMP_ERR_NO_MEMORY;
         goto err_destroy;
     }
@@ -607,6 +614,7 @@ smp_comm_destroy(smp_comm *comm)
     smp_segment_unref(comm->segment);
     smp_loop_fini(&comm->loop);
     free(comm->card);
+    free(comm->traffic);
     free(comm->states);
     free(comm->routes);
     free(comm);
@@ -672,8 +680,10 @@ smp_comm_send(smp_comm *comm, int dest, const void *bytes, size_t nbytes,
     status = comm->routes[dest]->ops->send(comm->routes[dest]->self, dest, bytes,
                                            nbytes, blocks, nblocks);
     if (status == SMP_OK) {
-        atomic_fetch_add_explicit(&comm->messages, 1, memory_order_relaxed);
-        atomic_fetch_add_explicit(&comm->bytes, total, memory_order_relaxed);
+        atomic_fetch_add_explicit(&comm->traffic[dest].messages, 1,
+                                  memory_order_relaxed);
+        atomic_fetch_add_explicit(&comm->traffic[dest].bytes, total,
+                                  memory_order_relaxed);
     }
     return status;
 }
@@ -822,10 +832,36 @@ smp_comm_size(const smp_comm *comm)
     return comm->size;
 }
 
+void
+smp_comm_sent_to(const smp_comm *comm, int rank, uint64_t *messages, uint64_t *bytes)
+{
+    const traffic *t = &comm->traffic[rank];
+
+    *messages = atomic_load_explicit(&t->messages, memory_order_relaxed);
+    *bytes = atomic_load_explicit(&t->bytes, memory_order_relaxed);
+}
+
+static void
+count_sent(const smp_comm *comm, uint64_t *messages, uint64_t *bytes)
+{
+    *messages = 0;
+    *bytes = 0;
+    for (int rank = 0; rank < comm->size; rank++) {
+        uint64_t m, b;
+
+        smp_comm_sent_to(comm, rank, &m, &b);
+        *messages += m;
+        *bytes += b;
+    }
+}
+
 uint64_t
 smp_comm_sent(const smp_comm *comm)
 {
-    return atomic_load_explicit(&comm->messages, memory_order_relaxed);
+    uint64_t messages, bytes;
+
+    count_sent(comm, &messages, &bytes);
+    return messages;
 }
 
 void
@@ -844,8 +880,6 @@ smp_comm_counters(smp_comm *comm, smp_comm_stats *out)
 
     smp_arena_measure(comm->arena, &use);
     *out = (smp_comm_stats){
-        .messages = atomic_load(&comm->messages),
-        .bytes = atomic_load(&comm->bytes),
         .pool_blocks = atomic_load(&comm->pool_blocks),
         .pool_fallbacks = atomic_load(&comm->pool_fallbacks),
         .pool_in_use = use.in_use,
@@ -853,6 +887,7 @@ smp_comm_counters(smp_comm *comm, smp_comm_stats *out)
         .pool_made = use.made,
         .pool_size = use.size,
     };
+    count_sent(comm, &out->messages, &out->bytes);
 }
 
 const char *

@@ -138,6 +138,10 @@ void smp_comm_counters(smp_comm *comm, smp_comm_stats *out);
 /* Messages sent so far; smp_comm_counters() without the rest. */
 uint64_t smp_comm_sent(const smp_comm *comm);
 
+/* What was sent to one rank so far. */
+void smp_comm_sent_to(const smp_comm *comm, int rank, uint64_t *messages,
+                      uint64_t *bytes);
+
 /* The name of the transport used to `rank` ("shm", "tcp", "mpi"). */
 const char *smp_comm_transport(const smp_comm *comm, int rank);
 

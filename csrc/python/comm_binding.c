@@ -60,31 +60,42 @@ addresses(PyObject *module, PyObject *arg)
     return list;
 }
 
-/* transport_to(pp_rank) -> "shm", "tcp", "mpi"; None for this rank itself */
+/* peers() -> [(transport or None, messages sent, bytes sent), ...] by pp_rank */
 static PyObject *
-transport_to(PyObject *module, PyObject *arg)
+peers(PyObject *module, PyObject *unused)
 {
     const smp_session *session = &smp_the_session;
-    long               rank = PyLong_AsLong(arg);
+    PyObject          *list;
 
     (void)module;
-    if (rank == -1 && PyErr_Occurred() != NULL) {
+    (void)unused;
+    list = PyList_New(session->comm == NULL ? 0 : session->size);
+    if (list == NULL) {
         return NULL;
     }
-    if (session->comm == NULL || rank < 0 || rank >= session->size) {
-        PyErr_Format(PyExc_ValueError, "smp: no connection to pp_rank %ld", rank);
-        return NULL;
+    for (int rank = 0; rank < PyList_GET_SIZE(list); rank++) {
+        uint64_t  messages, bytes;
+        PyObject *peer;
+
+        smp_comm_sent_to(session->comm, rank, &messages, &bytes);
+        peer = Py_BuildValue("zKK", smp_comm_transport(session->comm, rank), messages,
+                             bytes);
+        if (peer == NULL) {
+            Py_DECREF(list);
+            return NULL;
+        }
+        PyList_SET_ITEM(list, rank, peer);
     }
-    return Py_BuildValue("z", smp_comm_transport(session->comm, (int)rank));
+    return list;
 }
 
 static PyMethodDef functions[] = {
     {"register_transport", register_transport, METH_O,
      "register_transport(capsule)\n--\n\n"
      "Sessions opened from now on may use this transport (``smp._mpi.transport``)."},
-    {"transport_to", transport_to, METH_O,
-     "transport_to(pp_rank)\n--\n\n"
-     "The name of the transport to that rank; None for this one."},
+    {"peers", peers, METH_NOARGS,
+     "peers()\n--\n\n"
+     "By pp_rank: the transport's name, messages and bytes sent; None for this rank."},
     {"addresses", addresses, METH_O,
      "addresses(interface)\n--\n\n"
      "This host's addresses that comm_interface may name; None: all of them."},

@@ -1,0 +1,79 @@
+"""``smp.comm_report()``: who this rank talks to, by which transport, and how much."""
+
+from dataclasses import dataclass
+
+from smp import _core, ranks
+from smp.state_mod import state
+
+
+@dataclass(frozen=True)
+class Peer:
+    """Another rank of the PP_GROUP, and what this rank has sent to it since ``smp.init``."""
+
+    rank: int  # global
+    pp_rank: int
+    transport: str  # "shm", "tcp", "mpi"
+    messages: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class CommReport:
+    """What the module server of one rank has sent; ``print`` it.
+
+    The pool is the shared memory that this rank's large tensors travel in.  A fallback is
+    one that did not fit, and went by a slower way.
+    """
+
+    rank: int  # global
+    peers: tuple[Peer, ...]
+    pool_bytes: int  # at most
+    pool_high: int  # bytes in use, the most so far
+    pool_blocks: int  # tensors that travelled in it
+    pool_fallbacks: int
+
+    def __str__(self) -> str:
+        if not self.peers:
+            return f"rank {self.rank}: no other pipeline rank to talk to"
+        rows = [("to rank", "pp_rank", "by", "messages", "MiB")]
+        rows += [
+            (str(p.rank), str(p.pp_rank), p.transport, str(p.messages), _mib(p.bytes))
+            for p in self.peers
+        ]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(map(str.rjust, row, widths)) for row in rows]
+        return "\n".join(
+            [
+                f"rank {self.rank} has sent:",
+                *lines,
+                f"pool: {self.pool_blocks} tensors, at most {_mib(self.pool_high)} MiB at a "
+                f"time, of {_mib(self.pool_bytes)} MiB; {self.pool_fallbacks} did not fit",
+            ]
+        )
+
+
+def comm_report() -> CommReport:
+    """Who this rank talks to, how, and how much.  Not collective.
+
+    Raises:
+        RuntimeError: before ``smp.init``.
+    """
+    group = state.job("smp.comm_report()").groups["pp"]
+    counters = _core.counters()
+    peers = tuple(
+        Peer(group[pp_rank], pp_rank, transport, messages, sent)
+        for pp_rank, (transport, messages, sent) in enumerate(_core.peers())
+        if transport is not None
+    )
+    return CommReport(
+        rank=ranks.rank(),
+        peers=peers,
+        pool_bytes=counters.get("pool_size", 0),
+        pool_high=counters.get("pool_high", 0),
+        pool_blocks=counters.get("pool_blocks", 0),
+        pool_fallbacks=counters.get("pool_fallbacks", 0),
+    )
+
+
+def _mib(count: int) -> str:
+    return f"{count / (1 << 20):.1f}"
