@@ -1,0 +1,314 @@
+"""Spec: the backend smddp serves what torch builds on process groups (api section 9)."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from torch import nn
+from torch.distributed import checkpoint
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.algorithms.join import Join
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.ranks import on_ranks
+from tests.reference.collectives import tree
+from tests.test_collectives import job, same
+
+ON = (2, 4)
+STEPS = 3
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(6, 40), nn.ReLU(), nn.Linear(40, 40), nn.Linear(40, 3))
+
+
+class Branches(nn.Module):
+    """Uses one of two layers, by rank; and one that nobody uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers = nn.ModuleList(nn.Linear(6, 3) for _ in range(3))
+
+    def forward(self, x):
+        return self.layers[dist.get_rank() % 2](x)
+
+
+def batch(rank: int, step: int) -> torch.Tensor:
+    return torch.randn(5, 6, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def trained(model: nn.Module, rank: int, optimizer: torch.optim.Optimizer | None = None):
+    """Its parameters after some steps."""
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        model(batch(rank, step)).square().mean().backward()
+        optimizer.step()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def trained_by_hand(size: int) -> list[torch.Tensor]:
+    """What averaging the gradients of all ranks gives."""
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(STEPS):
+        by_rank = []
+        for rank in range(size):
+            model.zero_grad()
+            model(batch(rank, step)).square().mean().backward()
+            by_rank.append([p.grad.clone() for p in model.parameters()])
+        for parameter, grads in zip(
+            model.parameters(), zip(*by_rank, strict=True), strict=True
+        ):
+            parameter.grad = tree(torch.add, [grad / size for grad in grads])
+        optimizer.step()
+    return [p.detach() for p in model.parameters()]
+
+
+def all_close(got, want) -> bool:
+    return all(
+        torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(got, want, strict=True)
+    )
+
+
+# --------------------------------------------------------------------------------- DDP
+
+
+@on_ranks(*ON)
+def test_ddp_trains_as_if_gradients_were_averaged_by_hand(tmp_path):
+    """... with the same bits: DDP divides before it adds."""
+    with job(tmp_path) as (rank, size):
+        got = trained(DistributedDataParallel(make_model(), bucket_cap_mb=0.001), rank)
+
+        assert all(map(same, got, trained_by_hand(size)))
+
+
+def half_precision(ddp):
+    ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
+
+
+def power_sgd(ddp):
+    state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2)
+    ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+
+
+def all_reduce_hook(ddp):
+    ddp.register_comm_hook(None, default_hooks.allreduce_hook)
+
+
+@on_ranks(*ON)
+@pytest.mark.parametrize("hook", [half_precision, power_sgd, all_reduce_hook])
+def test_ddp_with_a_hook_is_what_it_is_on_gloo(hook, tmp_path):
+    with job(tmp_path) as (rank, size):
+        results = []
+        for backend in ("smddp", "gloo"):
+            group = dist.new_group(backend=backend)
+            ddp = DistributedDataParallel(make_model(), process_group=group)
+            hook(ddp)
+            torch.manual_seed(2)
+            results.append(trained(ddp, rank))
+
+        assert all_close(*results)
+
+
+@on_ranks(*ON)
+def test_ddp_finds_unused_parameters(tmp_path):
+    with job(tmp_path) as (rank, size):
+        results = []
+        for backend in ("smddp", "gloo"):
+            group = dist.new_group(backend=backend)
+            ddp = DistributedDataParallel(
+                Branches(), process_group=group, find_unused_parameters=True
+            )
+            results.append(trained(ddp, rank))
+
+        assert all_close(*results)
+
+
+@on_ranks(*ON)
+def test_ddp_joins_ranks_with_fewer_batches(tmp_path):
+    with job(tmp_path) as (rank, size):
+        ddp = DistributedDataParallel(make_model())
+        with Join([ddp]):
+            for step in range(1 + rank):
+                ddp(batch(rank, step)).sum().backward()
+        last = [p.detach().clone() for p in ddp.parameters()]
+        for parameter in last:
+            first = parameter.clone()
+            dist.broadcast(first, size - 1)
+            assert same(first, parameter)
+
+
+@on_ranks(*ON)
+def test_ddp_gathers_without_synchronising_and_sums_sparse_gradients(tmp_path):
+    with job(tmp_path) as (rank, size):
+        torch.manual_seed(1)
+        embedding = nn.Embedding(20, 4, sparse=True)
+        ddp = DistributedDataParallel(copy.deepcopy(embedding))
+        with ddp.no_sync():
+            ddp(torch.tensor([rank, 7])).sum().backward()
+        ddp(torch.tensor([rank, 3])).sum().backward()
+
+        dense = ddp.module.weight.grad.to_dense()
+        assert dense[7, 0].item() == pytest.approx(1)
+        assert dense[3, 0].item() == pytest.approx(1 + (2 / size if size > 3 else 0))
+
+
+@on_ranks(*ON)
+def test_zero_redundancy_optimizer(tmp_path):
+    with job(tmp_path) as (rank, size):
+        ddp = DistributedDataParallel(make_model())
+        optimizer = ZeroRedundancyOptimizer(
+            ddp.parameters(), optimizer_class=torch.optim.SGD, lr=0.1
+        )
+
+        assert all(map(same, trained(ddp, rank, optimizer), trained_by_hand(size)))
+
+
+# ------------------------------------------------------------------- FSDP2 and DTensor
+
+
+@on_ranks(*ON)
+def test_fully_shard_trains_as_if_gradients_were_averaged_by_hand(tmp_path):
+    with job(tmp_path) as (rank, size):
+        model = make_model()
+        mesh = init_device_mesh("cpu", (size,))
+        for layer in model:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        shards = trained(model, rank)
+
+        assert all(isinstance(shard, DTensor) for shard in shards)
+        assert all_close([shard.full_tensor() for shard in shards], trained_by_hand(size))
+
+
+@on_ranks(4)
+def test_hybrid_sharding_over_two_axes(tmp_path):
+    with job(tmp_path) as (rank, size):
+        model = make_model()
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        fully_shard(model, mesh=mesh)
+        shards = trained(model, rank)
+
+        assert all_close([shard.full_tensor() for shard in shards], trained_by_hand(size))
+
+
+@on_ranks(*ON)
+def test_tensor_parallelism(tmp_path):
+    with job(tmp_path) as (rank, size):
+        mesh = init_device_mesh("cpu", (size,))
+        model = make_model()
+        want = model(x := batch(0, 0))
+        parallel = parallelize_module(
+            copy.deepcopy(model), mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()}
+        )
+        got = parallel(x)
+        got.square().sum().backward()
+        want.square().sum().backward()
+
+        assert torch.allclose(got, want, atol=1e-5)
+        assert torch.allclose(
+            parallel[0].weight.grad.full_tensor(), model[0].weight.grad, atol=1e-4
+        )
+
+
+@on_ranks(*ON)
+def test_dtensors_change_their_placement(tmp_path):
+    with job(tmp_path) as (rank, size):
+        mesh = init_device_mesh("cpu", (size,))
+        whole = torch.arange(float(8 * 12)).view(8, 12)
+        rows = distribute_tensor(whole, mesh, [Shard(0)])
+
+        assert same(rows.to_local(), whole.chunk(size)[rank])
+        columns = rows.redistribute(mesh, [Shard(1)])
+        assert same(columns.to_local().contiguous(), whole.chunk(size, 1)[rank].contiguous())
+        assert same(columns.redistribute(mesh, [Replicate()]).to_local(), whole)
+        assert rows.sum().full_tensor().item() == whole.sum().item()
+
+
+@on_ranks(*ON)
+def test_functional_collectives(tmp_path):
+    with job(tmp_path) as (rank, size):
+        group = dist.group.WORLD
+        x = torch.full((size, 2), float(rank + 1))
+        total = size * (size + 1) / 2
+
+        assert functional.all_reduce(x, "sum", group).eq(total).all()
+        assert functional.all_gather_tensor(x, 0, group)[::size, 0].tolist() == [
+            float(r + 1) for r in range(size)
+        ]
+        assert functional.reduce_scatter_tensor(x, "sum", 0, group).eq(total).all()
+        assert functional.broadcast(x, 1, group).eq(2).all()
+        assert functional.all_to_all_single(x, None, None, group)[:, 0].tolist() == [
+            float(r + 1) for r in range(size)
+        ]
+        many = functional.all_reduce_coalesced([x, x[0].clone()], "avg", group)
+        assert all(tensor.eq(total / size).all() for tensor in many)
+
+
+# ------------------------------------------------------------- objects and checkpoints
+
+
+@on_ranks(*ON)
+def test_objects(tmp_path):
+    with job(tmp_path) as (rank, size):
+        mine = {"rank": rank, "payload": "x" * (1000 * rank)}
+        everyone = [{"rank": r, "payload": "x" * (1000 * r)} for r in range(size)]
+
+        got = [None] * size
+        dist.all_gather_object(got, mine)
+        assert got == everyone
+
+        gathered = [None] * size if rank == 1 else None
+        dist.gather_object(mine, gathered, 1)
+        assert gathered in (None, everyone)
+
+        shared = everyone[:2] if rank == 0 else [None, None]
+        dist.broadcast_object_list(shared, 0)
+        assert shared == everyone[:2]
+
+        one = [None]
+        dist.scatter_object_list(one, everyone if rank == 0 else None, 0)
+        assert one == [mine]
+
+        if rank == 0:
+            dist.send_object_list([mine, 3], 1)
+        if rank == 1:
+            received = [None, None]
+            dist.recv_object_list(received, 0)
+            assert received == [everyone[0], 3]
+
+
+@on_ranks(*ON)
+def test_a_checkpoint_is_saved_beside_training(tmp_path):
+    with job(tmp_path) as (rank, size):
+        model = make_model()
+        fully_shard(model, mesh=init_device_mesh("cpu", (size,)))
+        group = dist.new_group()
+        before = [p.full_tensor().detach().clone() for p in model.parameters()]
+        saving = checkpoint.async_save(
+            {"model": model.state_dict()},
+            checkpoint_id=tmp_path / "saved",
+            process_group=group,
+        )
+        trained(model, rank)
+        saving.result()
+
+        state = {"model": model.state_dict()}
+        checkpoint.load(state, checkpoint_id=tmp_path / "saved")
+        model.load_state_dict(state["model"])
+
+        assert all(map(same, [p.full_tensor() for p in model.parameters()], before))
