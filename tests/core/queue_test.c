@@ -1,0 +1,508 @@
+/* Orders of groups, and tensors from rank to rank, on ranks that are processes and
+ * threads.  Spec: csrc/comm/collective/queue.h, csrc/comm/collective/mailbox.h. */
+#define _GNU_SOURCE
+#include "comm/collective/queue.h"
+
+#include "comm/collective/mailbox.h"
+#include "world.h"
+
+/* ------------------------------------------------------------------------- queues */
+
+/* A group of all ranks, with its queue. */
+typedef struct {
+    smp_group *group;
+    smp_queue *queue;
+} line;
+
+static smp_status
+open_line(world *w, smp_carrier *carrier, uint64_t id, line *out)
+{
+    int              ranks[WORLD_RANKS];
+    int              failed;
+    smp_group_config config = {.ranks = ranks,
+                               .size = w->size,
+                               .id = id,
+                               .name = "test",
+                               .timeout_ns = WORLD_PATIENCE_NS};
+    smp_status       status;
+
+    for (int r = 0; r < w->size; r++) {
+        ranks[r] = r;
+    }
+    status = smp_group_create(w->comm, &config, &out->group, &failed);
+    return status == SMP_OK ? smp_queue_create(carrier, out->group, &out->queue)
+                            : status;
+}
+
+static void
+close_line(line *l)
+{
+    smp_queue_destroy(l->queue);
+    smp_group_destroy(l->group);
+}
+
+/* A sum of one number. */
+typedef struct {
+    smp_order order;
+    smp_call  call;
+    int32_t   value;
+} sum;
+
+static void
+issue_sum(sum *s, line *l, int32_t value, bool announced)
+{
+    s->value = value;
+    s->call = (smp_call){.operation = SMP_ALL_REDUCE,
+                         .dtype = SMP_I32,
+                         .count = 1,
+                         .in = &s->value,
+                         .out = &s->value};
+    s->order = (smp_order){.calls = &s->call, .ncalls = 1};
+    smp_order_issue(&s->order, l->queue, announced);
+}
+
+TEST_RANK(announced_orders_are_carried_out_in_the_order_of_issue)
+{
+    enum { COUNT = 50 };
+    smp_carrier *carrier;
+    line         l;
+    sum          sums[COUNT];
+
+    CHECK_STATUS(smp_carrier_create(&carrier), SMP_OK);
+    CHECK_STATUS(open_line(w, carrier, 7, &l), SMP_OK);
+    for (int i = 0; i < COUNT; i++) {
+        issue_sum(&sums[i], &l, i, true);
+    }
+    for (int i = 0; i < COUNT; i++) {
+        smp_order *order;
+
+        CHECK_STATUS(smp_carrier_finished(carrier, &order), SMP_OK);
+        CHECK(order == &sums[i].order);
+        CHECK(order->sequence == (uint64_t)i + 1);
+        CHECK_STATUS(order->status, SMP_OK);
+        CHECK(sums[i].value == i * w->size);
+    }
+    close_line(&l);
+    smp_carrier_close(carrier);
+    CHECK_STATUS(smp_carrier_finished(carrier, &(smp_order *){NULL}), SMP_ERR_CLOSED);
+    smp_carrier_destroy(carrier);
+    return 0;
+}
+
+TEST_RANK(a_waiter_gets_what_was_issued_before_too)
+{
+    smp_carrier *carrier;
+    line         l;
+    sum          first;
+    sum          second;
+    sum          last;
+
+    CHECK_STATUS(smp_carrier_create(&carrier), SMP_OK);
+    CHECK_STATUS(open_line(w, carrier, 7, &l), SMP_OK);
+    for (int i = 0; i < 200; i++) {
+        smp_order *order;
+
+        issue_sum(&first, &l, 1, true);
+        issue_sum(&second, &l, 2, false);
+        issue_sum(&last, &l, 3, false);
+        CHECK(smp_order_wait(&last.order, SMP_NEVER));
+        CHECK(smp_order_is_over(&first.order) && smp_order_is_over(&second.order));
+        CHECK(first.value == w->size && second.value == 2 * w->size &&
+              last.value == 3 * w->size);
+        CHECK_STATUS(smp_carrier_finished(carrier, &order), SMP_OK);
+        CHECK(order == &first.order);
+    }
+    close_line(&l);
+    smp_carrier_destroy(carrier);
+    return 0;
+}
+
+TEST_RANK(groups_do_not_wait_for_each_other)
+{
+    enum { GROUPS = 3 };
+    smp_carrier *carrier;
+    line         lines[GROUPS];
+    sum          sums[GROUPS];
+
+    CHECK_STATUS(smp_carrier_create(&carrier), SMP_OK);
+    for (int g = 0; g < GROUPS; g++) {
+        CHECK_STATUS(open_line(w, carrier, 7 + (uint64_t)g, &lines[g]), SMP_OK);
+    }
+    for (int i = 0; i < 100; i++) {
+        smp_order *order;
+
+        /* Each rank begins with another group: one queue for all would never end. */
+        for (int k = 0; k < GROUPS; k++) {
+            int g = (k + w->rank + i) % GROUPS;
+
+            issue_sum(&sums[g], &lines[g], g, true);
+        }
+        CHECK(smp_order_wait(&sums[i % GROUPS].order, SMP_NEVER));
+        for (int k = 0; k < GROUPS; k++) {
+            CHECK_STATUS(smp_carrier_finished(carrier, &order), SMP_OK);
+            CHECK_STATUS(order->status, SMP_OK);
+        }
+        for (int g = 0; g < GROUPS; g++) {
+            CHECK(sums[g].value == g * w->size);
+        }
+    }
+    for (int g = 0; g < GROUPS; g++) {
+        close_line(&lines[g]);
+    }
+    smp_carrier_destroy(carrier);
+    return 0;
+}
+
+TEST_RANK(an_order_that_its_waiter_leaves_is_finished_by_the_carrier)
+{
+    smp_carrier *carrier;
+    line         l;
+    sum          s;
+    smp_order   *order;
+
+    CHECK_STATUS(smp_carrier_create(&carrier), SMP_OK);
+    CHECK_STATUS(open_line(w, carrier, 7, &l), SMP_OK);
+    if (w->rank == 0) {
+        issue_sum(&s, &l, 1, false);
+        CHECK(!smp_order_wait(&s.order, smp_clock_ns() + SMP_NS_PER_MS));
+        smp_order_leave(&s.order);
+    }
+    w->barrier(w);
+    if (w->rank != 0) {
+        issue_sum(&s, &l, 1, true);
+    }
+    CHECK_STATUS(smp_carrier_finished(carrier, &order), SMP_OK);
+    CHECK(order == &s.order && s.value == w->size);
+    close_line(&l);
+    smp_carrier_destroy(carrier);
+    return 0;
+}
+
+TEST_RANK(an_order_stops_at_the_first_call_that_fails)
+{
+    smp_carrier *carrier;
+    line         l;
+    smp_call     calls[] = {{.operation = SMP_BARRIER},
+                            {.operation = SMP_BROADCAST, .root = w->rank},
+                            {.operation = SMP_BARRIER}};
+    smp_order    order = {.calls = calls, .ncalls = 3};
+    sum          after;
+
+    CHECK_STATUS(smp_carrier_create(&carrier), SMP_OK);
+    CHECK_STATUS(open_line(w, carrier, 7, &l), SMP_OK);
+    smp_order_issue(&order, l.queue, false);
+    CHECK(smp_order_wait(&order, SMP_NEVER));
+    CHECK_STATUS(order.status, SMP_ERR_MISMATCH);
+    CHECK(order.at == 1 && order.sequence == 2);
+    CHECK(strstr(order.error, "broadcast") != NULL);
+    smp_order_fini(&order);
+    issue_sum(&after, &l, 1, false);
+    CHECK(smp_order_wait(&after.order, SMP_NEVER) && after.value == w->size);
+    close_line(&l);
+    smp_carrier_destroy(carrier);
+    return 0;
+}
+
+TEST_RANK(what_a_destroyed_queue_still_had_is_over)
+{
+    smp_carrier *carrier;
+    line         l;
+    sum          sums[2];
+
+    CHECK_STATUS(smp_carrier_create(&carrier), SMP_OK);
+    CHECK_STATUS(open_line(w, carrier, 7, &l), SMP_OK);
+    if (w->rank == 0) { /* the others never come */
+        issue_sum(&sums[0], &l, 1, true);
+        issue_sum(&sums[1], &l, 1, true);
+    }
+    smp_queue_destroy(l.queue);
+    for (int i = 0; i < 2 && w->rank == 0; i++) {
+        CHECK(smp_order_is_over(&sums[i].order));
+        CHECK_STATUS(sums[i].order.status, SMP_ERR_CLOSED);
+    }
+    w->barrier(w);
+    smp_group_destroy(l.group);
+    smp_carrier_destroy(carrier);
+    return 0;
+}
+
+/* --------------------------------------------------------------------- mailboxes */
+
+static smp_address
+address_of(int64_t tag, size_t count)
+{
+    return (smp_address){.group = 7, .tag = tag, .dtype = SMP_I32, .count = count};
+}
+
+/* A letterbox for `count` numbers. */
+static smp_letterbox
+box_for(int source, int64_t tag, int32_t *out, size_t count)
+{
+    return (smp_letterbox){
+        .want = address_of(tag, count), .source = source, .out = out};
+}
+
+static bool
+arrives(smp_mailbox *mailbox, smp_letterbox *box)
+{
+    return smp_letterbox_wait(mailbox, box, smp_clock_ns() + WORLD_PATIENCE_NS);
+}
+
+TEST_RANK(letters_are_told_apart_by_tag_and_source)
+{
+    smp_mailbox  *mailbox;
+    int32_t       got[WORLD_RANKS][3];
+    smp_letterbox boxes[WORLD_RANKS][3];
+
+    CHECK_STATUS(smp_mailbox_create(w->comm, &mailbox), SMP_OK);
+    for (int32_t tag = 0; tag < 3; tag++) { /* half before they are sent, half after */
+        for (int r = 0; r < w->size; r += 2) {
+            boxes[r][tag] = box_for(r, tag, &got[r][tag], 1);
+            smp_letterbox_put_up(mailbox, &boxes[r][tag]);
+        }
+    }
+    for (int32_t tag = 2; tag >= 0; tag--) {
+        for (int r = 0; r < w->size; r++) {
+            smp_address address = address_of(tag, 1);
+            int32_t     value = 10 * w->rank + tag;
+
+            CHECK_STATUS(smp_mailbox_send(mailbox, r, &address, &value), SMP_OK);
+        }
+    }
+    for (int32_t tag = 0; tag < 3; tag++) {
+        for (int r = 0; r < w->size; r++) {
+            if (r % 2 != 0) {
+                boxes[r][tag] = box_for(r, tag, &got[r][tag], 1);
+                smp_letterbox_put_up(mailbox, &boxes[r][tag]);
+            }
+            CHECK(arrives(mailbox, &boxes[r][tag]));
+            CHECK_STATUS(boxes[r][tag].status, SMP_OK);
+            CHECK(boxes[r][tag].from == r && got[r][tag] == 10 * r + tag);
+        }
+    }
+    smp_mailbox_destroy(mailbox);
+    w->barrier(w);
+    return 0;
+}
+
+TEST_RANK(large_letters_from_anybody)
+{
+    enum { COUNT = 300000 };
+    smp_mailbox  *mailbox;
+    int32_t      *numbers = malloc(COUNT * sizeof(*numbers));
+    smp_letterbox box;
+    int           heard = 0;
+
+    CHECK(numbers != NULL);
+    CHECK_STATUS(smp_mailbox_create(w->comm, &mailbox), SMP_OK);
+    for (int i = 0; i < COUNT; i++) {
+        numbers[i] = w->rank * i;
+    }
+    for (int r = 0; r < w->size; r++) {
+        smp_address address = address_of(0, COUNT);
+
+        CHECK_STATUS(smp_mailbox_send(mailbox, r, &address, numbers), SMP_OK);
+    }
+    for (int n = 0; n < w->size; n++) {
+        box = box_for(SMP_ANY_SOURCE, 0, numbers, COUNT);
+        smp_letterbox_put_up(mailbox, &box);
+        CHECK(arrives(mailbox, &box));
+        CHECK_STATUS(box.status, SMP_OK);
+        CHECK(numbers[COUNT - 1] == box.from * (COUNT - 1));
+        heard |= 1 << box.from;
+    }
+    CHECK(heard == (1 << w->size) - 1);
+    w->barrier(w); /* one that nobody receives is freed */
+    CHECK_STATUS(smp_mailbox_send(mailbox, w->rank, &(smp_address){.group = 8}, NULL),
+                 SMP_OK);
+    smp_mailbox_destroy(mailbox);
+    free(numbers);
+    return 0;
+}
+
+TEST_RANK(a_letter_of_another_size_or_dtype_is_an_error_that_has_both)
+{
+    smp_mailbox  *mailbox;
+    int32_t       two[2] = {0};
+    smp_letterbox box = box_for(0, 0, two, 2);
+    smp_address   three = address_of(0, 3);
+    smp_address   bytes = {.group = 7, .dtype = SMP_U8, .count = 2};
+    int32_t       sent[3] = {1, 2, 3};
+
+    CHECK_STATUS(smp_mailbox_create(w->comm, &mailbox), SMP_OK);
+    for (int r = 0; r < w->size && w->rank == 0; r++) {
+        CHECK_STATUS(smp_mailbox_send(mailbox, r, &three, sent), SMP_OK);
+        CHECK_STATUS(smp_mailbox_send(mailbox, r, &bytes, sent), SMP_OK);
+    }
+    smp_letterbox_put_up(mailbox, &box);
+    CHECK(arrives(mailbox, &box));
+    CHECK_STATUS(box.status, SMP_ERR_MISMATCH);
+    CHECK(box.got.count == 3 && box.got.dtype == SMP_I32 && box.from == 0);
+    smp_letterbox_put_up(mailbox, &box);
+    CHECK(arrives(mailbox, &box));
+    CHECK_STATUS(box.status, SMP_ERR_MISMATCH);
+    CHECK(box.got.count == 2 && box.got.dtype == SMP_U8 && two[0] == 0);
+    smp_mailbox_destroy(mailbox);
+    w->barrier(w);
+    return 0;
+}
+
+TEST_RANK(nothing_goes_into_a_letterbox_that_was_taken_down)
+{
+    smp_mailbox  *mailbox;
+    int32_t       first = -1;
+    int32_t       second = -1;
+    int           from = (w->rank + 1) % w->size;
+    smp_letterbox down = box_for(from, 0, &first, 1);
+    smp_letterbox up = box_for(from, 0, &second, 1);
+    smp_address   address = address_of(0, 1);
+
+    CHECK_STATUS(smp_mailbox_create(w->comm, &mailbox), SMP_OK);
+    smp_letterbox_put_up(mailbox, &down);
+    smp_letterbox_put_up(mailbox, &up);
+    CHECK(!smp_letterbox_wait(mailbox, &down, smp_clock_ns() + SMP_NS_PER_MS));
+    smp_letterbox_take_down(mailbox, &down);
+    w->barrier(w);
+    for (int r = 0; r < w->size; r++) {
+        CHECK_STATUS(smp_mailbox_send(mailbox, r, &address, &w->rank), SMP_OK);
+    }
+    CHECK(arrives(mailbox, &up));
+    CHECK(first == -1 && second == from);
+    smp_mailbox_destroy(mailbox);
+    w->barrier(w);
+    return 0;
+}
+
+TEST_RANK(a_source_that_has_left_is_named_after_its_last_letter)
+{
+    smp_mailbox  *mailbox;
+    int32_t       value = 5;
+    smp_letterbox box = box_for(0, 0, &value, 1);
+    smp_address   address = address_of(0, 1);
+
+    CHECK_STATUS(smp_mailbox_create(w->comm, &mailbox), SMP_OK);
+    if (w->rank == 0) {
+        for (int r = 1; r < w->size; r++) {
+            CHECK_STATUS(smp_mailbox_send(mailbox, r, &address, &value), SMP_OK);
+        }
+        smp_mailbox_destroy(mailbox);
+        smp_comm_destroy(w->comm);
+        w->comm = NULL;
+        w->barrier(w);
+        return 0;
+    }
+    value = 0;
+    smp_letterbox_put_up(mailbox, &box);
+    CHECK(arrives(mailbox, &box));
+    CHECK_STATUS(box.status, SMP_OK);
+    CHECK(value == 5);
+    smp_letterbox_put_up(mailbox, &box);
+    CHECK(arrives(mailbox, &box));
+    CHECK_STATUS(box.status, SMP_ERR_CLOSED);
+    CHECK(box.from == 0);
+    smp_mailbox_destroy(mailbox);
+    w->barrier(w);
+    return 0;
+}
+
+/* Receives 1,000 letters of its own tag. */
+typedef struct {
+    smp_mailbox *mailbox;
+    int          from;
+    int64_t      tag;
+    int          failed;
+} reader;
+
+static void *
+read_letters(void *arg)
+{
+    reader *self = arg;
+
+    for (int32_t i = 0; i < 1000; i++) {
+        int32_t       got = -1;
+        smp_letterbox box = box_for(self->from, self->tag, &got, 1);
+
+        smp_letterbox_put_up(self->mailbox, &box);
+        if (!arrives(self->mailbox, &box) || got != i) {
+            self->failed = 1;
+            smp_letterbox_take_down(self->mailbox, &box);
+            return NULL;
+        }
+    }
+    return NULL;
+}
+
+TEST_RANK(threads_that_wait_sort_in_for_each_other)
+{
+    smp_mailbox *mailbox;
+    reader       readers[3];
+    pthread_t    threads[3];
+
+    CHECK_STATUS(smp_mailbox_create(w->comm, &mailbox), SMP_OK);
+    for (int t = 0; t < 3; t++) {
+        readers[t] = (reader){mailbox, (w->rank + 1) % w->size, t, 0};
+        CHECK(pthread_create(&threads[t], NULL, read_letters, &readers[t]) == 0);
+    }
+    for (int32_t i = 0; i < 3000; i++) {
+        smp_address address = address_of(i % 3, 1);
+        int32_t     value = i / 3;
+
+        CHECK_STATUS(smp_mailbox_send(mailbox, (w->rank + w->size - 1) % w->size,
+                                      &address, &value),
+                     SMP_OK);
+    }
+    for (int t = 0; t < 3; t++) {
+        pthread_join(threads[t], NULL);
+        CHECK(!readers[t].failed);
+    }
+    w->barrier(w);
+    smp_mailbox_destroy(mailbox);
+    return 0;
+}
+
+#define LISTED(name)                                                                   \
+    {                                                                                  \
+#        name, name, 0                                                                 \
+    }
+
+static const world_test list[] = {
+    LISTED(announced_orders_are_carried_out_in_the_order_of_issue),
+    LISTED(a_waiter_gets_what_was_issued_before_too),
+    LISTED(groups_do_not_wait_for_each_other),
+    LISTED(an_order_that_its_waiter_leaves_is_finished_by_the_carrier),
+    LISTED(an_order_stops_at_the_first_call_that_fails),
+    LISTED(what_a_destroyed_queue_still_had_is_over),
+    LISTED(letters_are_told_apart_by_tag_and_source),
+    LISTED(large_letters_from_anybody),
+    LISTED(a_letter_of_another_size_or_dtype_is_an_error_that_has_both),
+    LISTED(nothing_goes_into_a_letterbox_that_was_taken_down),
+    LISTED(a_source_that_has_left_is_named_after_its_last_letter),
+    LISTED(threads_that_wait_sort_in_for_each_other),
+};
+
+int
+main(int argc, char **argv)
+{
+    int failed = 0;
+    int ran = 0;
+
+    for (size_t i = 0; i < sizeof(list) / sizeof(list[0]); i++) {
+        if (argc > 1 && strstr(list[i].name, argv[1]) == NULL) {
+            continue;
+        }
+        for (int size = 2; size <= 4; size++) {
+            int wrong = world_run_processes(&list[i], "shm", size);
+
+            if (size <= 3) { /* as threads, for the thread sanitizer */
+                wrong += world_run_threads(&list[i], "shm", size);
+            }
+            if (wrong != 0) {
+                printf("FAILED %s, %d ranks\n", list[i].name, size);
+            }
+            failed += wrong != 0;
+            ran++;
+        }
+    }
+    printf("%d passed, %d failed\n", ran - failed, failed);
+    return failed != 0 || ran == 0;
+}
