@@ -250,7 +250,7 @@ def test_a_difference_between_the_configurations_is_named_on_every_rank():
 
     with pytest.raises(
         smp.ConfigError,
-        match=r"differ: microbatches=2 on rank 0; microbatches=3 on rank 1$",
+        match=r"differ: microbatches=2 on rank 0; microbatches=3 on rank 1;",
     ):
         smp.init({"microbatches": 2 + rank, "optimize": ["speed", "memory"][rank]})
 
