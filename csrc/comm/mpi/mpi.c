@@ -13,6 +13,8 @@
  * only through the host's table.
  */
 #define _GNU_SOURCE
+#include "comm/mpi/mpi.h"
+
 #include <mpi.h>
 
 #include <sched.h>
@@ -23,7 +25,6 @@
 #include <time.h>
 
 #include "comm/mpi/group.h"
-#include "comm/mpi/mpi.h"
 #include "comm/transport.h"
 #include "common/jitter.h"
 #include "common/lock.h"
