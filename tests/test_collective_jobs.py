@@ -1,0 +1,151 @@
+"""Spec: what a user of the backend smddp sees: how jobs start, and how they end."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.ranks import TESTS, mpirun, rank_environment
+
+EXAMPLE = TESTS.parent / "examples" / "train_ddp.py"
+
+
+def torchrun(size: int, *argv: str | Path) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(size), *argv],
+        env=rank_environment(),
+        capture_output=True,
+        text=True,
+        timeout=90,
+    )
+
+
+@pytest.mark.parametrize("launch", [mpirun, torchrun])
+def test_the_example_of_plain_ddp_runs_under_either_launcher(launch):
+    done = launch(2, EXAMPLE, "--steps", "100", "--width", "64")
+
+    assert done.returncode == 0, done.stderr
+    assert "2 ranks on smddp: " in done.stdout
+
+
+def lines_of(size: int, folder: Path, script: str) -> list[str]:
+    """What the ranks of a job that ends well print, sorted."""
+    path = folder / "script.py"
+    path.write_text(script)
+    done = mpirun(size, path)
+    assert done.returncode == 0, done.stderr
+    return sorted(done.stdout.splitlines())
+
+
+def test_under_mpirun_the_import_sets_what_is_missing(tmp_path):
+    """... and leaves what is there."""
+    said = lines_of(
+        2,
+        tmp_path,
+        """
+import os
+os.environ["LOCAL_RANK"] = "7"
+import smdistributed.dataparallel.torch.torch_smddp
+names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR")
+print(*(os.environ[name] for name in names), os.environ["MASTER_PORT"].isdecimal())
+""",
+    )
+    assert said == ["0 7 2 127.0.0.1 True", "1 7 2 127.0.0.1 True"]
+
+
+def test_smp_init_sets_nothing(tmp_path):
+    said = lines_of(
+        2,
+        tmp_path,
+        """
+import os, smp
+before = dict(os.environ)
+smp.init({"pipeline_parallel_degree": 2})
+print(sorted(set(os.environ.items()) ^ set(before.items())))
+""",
+    )
+    assert said == ["[]", "[]"]
+
+
+SCRIPT = """
+import os, signal, time
+import torch, torch.distributed as dist
+import smdistributed.dataparallel.torch.torch_smddp
+dist.init_process_group("smddp")
+rank = dist.get_rank()
+dist.barrier()
+"""
+
+
+def test_survivors_name_a_killed_rank_at_once(tmp_path):
+    """mpirun ends them after a quarter of a second."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        SCRIPT
+        + """
+if rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+try:
+    dist.all_reduce(torch.ones(4))
+except dist.DistBackendError as error:
+    print(error, flush=True)
+try:
+    dist.recv(torch.ones(4), 1)
+except dist.DistBackendError as error:
+    print(error, flush=True)
+"""
+    )
+
+    done = mpirun(3, script)
+
+    assert done.returncode != 0
+    for said in (
+        "smp: group '0': all-reduce 2 (sum) of 4 float32: rank 1 is lost [SMP_ERR_PEER_LOST]",
+        "rank 1 is lost [SMP_ERR_PEER_LOST]",
+    ):
+        assert done.stdout.count(said) >= 2, done.stdout + done.stderr
+
+
+def test_ctrl_c_ends_a_wait(tmp_path):
+    said = lines_of(
+        2,
+        tmp_path,
+        SCRIPT
+        + """
+import threading
+group = dist.new_group()
+if rank == 0:
+    for wait in (
+        lambda: dist.recv(torch.ones(1), 1),
+        lambda: dist.all_reduce(torch.ones(4), group=group),
+    ):
+        interrupt = threading.Thread(target=os.kill, args=(os.getpid(), signal.SIGINT))
+        try:
+            interrupt.start()
+            wait()
+        except KeyboardInterrupt:
+            print("interrupted")
+        interrupt.join()
+dist.barrier()
+dist.destroy_process_group()
+print("end")
+""",
+    )
+    assert said == ["end", "end", "interrupted", "interrupted"]
+
+
+def test_a_script_may_end_without_destroying_its_groups(tmp_path):
+    """... and with an operation under way in which nobody joins."""
+    said = lines_of(
+        2,
+        tmp_path,
+        SCRIPT
+        + """
+group = dist.new_group()
+if rank == 0:
+    dist.all_reduce(torch.ones(4), group=group, async_op=True).get_future()
+print("end")
+""",
+    )
+    assert said == ["end", "end"]
