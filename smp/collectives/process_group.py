@@ -32,9 +32,12 @@ SCATTER = _core.operations["scatter"]
 ALL_TO_ALL = _core.operations["all-to-all"]
 
 RedOpType: Any = dist.ReduceOp.RedOpType
-PREMUL_SUM = RedOpType.PREMUL_SUM
-REDUCTIONS = {
-    PREMUL_SUM if name == "premultiplied sum" else getattr(RedOpType, name.upper()): number
+_PREMUL_SUM = _core.reductions["premultiplied sum"]
+# The core's numbers of the reductions, by torch's.
+_REDUCTIONS = {
+    int(RedOpType.PREMUL_SUM if number == _PREMUL_SUM else getattr(RedOpType, name.upper())): (
+        number
+    )
     for name, number in _core.reductions.items()
 }
 
@@ -42,13 +45,11 @@ REDUCTIONS = {
 UNSET = dist.AllreduceOptions().timeout
 
 
-def _first(value: Any) -> Tensor | None:
-    """The first tensor of a tensor or of nested lists."""
+def _first(value: Any) -> Any:
+    """The first item of nested lists; None if there is none."""
     while isinstance(value, (list, tuple)):
-        if not value:
-            return None
-        value = value[0]
-    return value if isinstance(value, Tensor) else None
+        value = value[0] if value else None
+    return value
 
 
 def _operation(title: str) -> Callable[[Callable], Callable]:
@@ -67,7 +68,7 @@ def _operation(title: str) -> Callable[[Callable], Callable]:
                 return getattr(self.nccl(), method.__name__)(*args, **kwargs)
             if not profile.is_on():
                 return method(self, *args, **kwargs)
-            has_inputs = len(args) > 1 and _first(args[1]) is not None
+            has_inputs = len(args) > 1 and isinstance(_first(args[1]), Tensor)
             event = profile.Event(f"{self.name()}:{title}", dense.listed(args[has_inputs]))
             work = method(self, *args, **kwargs)
             work.ends(event)
@@ -123,8 +124,9 @@ class ProcessGroup(dist.ProcessGroup):
 
     @_operation("all_reduce")
     def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
-        opts = _options(dist.AllreduceOptions, opts, timeout)
-        tensors = [tensors] if isinstance(tensors, Tensor) else tensors
+        if not isinstance(opts, dist.AllreduceOptions):
+            opts = _options(dist.AllreduceOptions, opts, timeout)
+        tensors = tensors if isinstance(tensors, list) else [tensors]
         if tensors[0].is_sparse:
             return self._sparse_allreduce(tensors, opts)
         reduction, factor = _reduction(opts.reduceOp)
@@ -558,10 +560,8 @@ def _options(kind: type, opts: Any, timeout: timedelta | None) -> Any:
 
 def _reduction(op: Any) -> tuple[int, float]:
     """The core's number of a reduction, and the factor of a pre-multiplied sum."""
-    kind = op.op
-    if kind != PREMUL_SUM:
-        return REDUCTIONS[kind], 1.0
-    return REDUCTIONS[kind], float(op.__getstate__()[1])
+    number = _REDUCTIONS[int(op.op)]
+    return number, float(op.__getstate__()[1]) if number == _PREMUL_SUM else 1.0
 
 
 def _ms(timeout: timedelta) -> int:
