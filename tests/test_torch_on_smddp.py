@@ -11,7 +11,7 @@ from torch.distributed import checkpoint
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
@@ -182,17 +182,39 @@ def test_zero_redundancy_optimizer(tmp_path):
 
 
 @on_ranks(*ON)
-def test_fully_shard_trains_as_if_gradients_were_averaged_by_hand(tmp_path):
+@pytest.mark.parametrize("from_pool", [False, True])
+def test_fully_shard_trains_as_if_gradients_were_averaged_by_hand(from_pool, tmp_path):
     with job(tmp_path) as (rank, size):
         model = make_model()
         mesh = init_device_mesh("cpu", (size,))
         for layer in model:
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
+        if from_pool:
+            for module in (*model, model):
+                if isinstance(module, FSDPModule):
+                    module.set_allocate_memory_from_process_group_for_comm(True)
         shards = trained(model, rank)
 
         assert all(isinstance(shard, DTensor) for shard in shards)
         assert all_close([shard.full_tensor() for shard in shards], trained_by_hand(size))
+
+
+@on_ranks(2)
+def test_memory_of_the_group_is_used_again(tmp_path):
+    with job(tmp_path) as (rank, size):
+        group = dist.group.WORLD
+        places = set()
+        for _ in range(50):
+            out = group.allocate_tensor(size * 100_000, dtype=torch.float32)
+            dist.all_gather_into_tensor(out, torch.full((100_000,), float(rank)))
+            assert out.view(size, -1)[:, -1].tolist() == [0.0, 1.0]
+            places.add(out.data_ptr())
+            del out
+        assert len(places) < 5
+        assert group.allocate_tensor(0, dtype=torch.int8).numel() == 0
+        last = group.allocate_tensor(1000, dtype=torch.int64).fill_(3)
+    assert last.sum().item() == 3000  # also when the group is gone
 
 
 @on_ranks(4)

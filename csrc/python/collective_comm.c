@@ -6,6 +6,7 @@
 #include <string.h>
 
 #include "python/collective_group.h"
+#include "python/tensor.h"
 
 PyTypeObject *smp_comm_type;
 
@@ -215,6 +216,36 @@ comm_transport(PyObject *object, PyObject *arg)
     return Py_BuildValue("z", smp_comm_transport(self->comm, (int)rank));
 }
 
+static void
+release_block(void *owner)
+{
+    smp_block_release(owner);
+}
+
+/* allocate(bytes) -> a uint8 tensor over pages that others gave back before; over fresh
+ * ones when the pool is full */
+static PyObject *
+comm_allocate(PyObject *object, PyObject *arg)
+{
+    smp_comm_object *self = (smp_comm_object *)object;
+    size_t           bytes = PyLong_AsSize_t(arg);
+    smp_tensor_meta  meta = {
+         .dtype = {SMP_DL_UINT, 8, 1}, .device = {SMP_DL_CPU, 0}, .bytes = bytes};
+    smp_block *block;
+    smp_status status;
+
+    if ((bytes == (size_t)-1 && PyErr_Occurred() != NULL) ||
+        smp_comm_check_open(self) < 0) {
+        return NULL;
+    }
+    status =
+        smp_comm_block(self->comm, self->rank == 0 ? self->size - 1 : 0, bytes, &block);
+    if (status != SMP_OK) {
+        return smp_comm_raise(self, status, "allocating a tensor", NULL);
+    }
+    return smp_tensor_wrap_span(&meta, smp_block_data(block), release_block, block);
+}
+
 /* finished() -> the owner of the next order that is over; waits for one.  None: the
  * comm is closing. */
 static PyObject *
@@ -278,6 +309,8 @@ static PyMethodDef comm_methods[] = {
      "connect(cards, timeout_ms)\n--\n\nTo all other ranks; collective."},
     {"transport", comm_transport, METH_O,
      "transport(rank)\n--\n\nThe name of the transport to that rank."},
+    {"allocate", comm_allocate, METH_O,
+     "allocate(bytes)\n--\n\nA uint8 tensor in this rank's pool, where there is room."},
     {"finished", comm_finished, METH_NOARGS,
      "Wait for the next order that is over, and return its owner; None: closing."},
     {"stop", comm_stop, METH_NOARGS, "Let finished() come to its end."},

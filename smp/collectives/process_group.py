@@ -520,7 +520,21 @@ class ProcessGroup(dist.ProcessGroup):
         return AllOf(works)
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
-        return False
+        return device.type == "cpu" and self.size() > 1
+
+    def allocate_tensor(
+        self, size: int, *, dtype: torch.dtype, device: torch.device | str = "cpu"
+    ) -> Tensor:
+        """A row in memory that is re-used: the pages of fresh memory cost more than a copy.
+
+        FSDP2 gathers into such tensors if it is asked to
+        (``set_allocate_memory_from_process_group_for_comm``).
+        """
+        if torch.device(device).type != "cpu":
+            raise ValueError(f"smp: allocate_tensor() has memory of the host, not of {device}")
+        if size == 0:
+            return torch.empty(0, dtype=dtype)
+        return self._ranks.comm.allocate(size * dtype.itemsize).view(dtype)
 
     def nccl(self) -> dist.ProcessGroup:
         """The group that serves CUDA tensors, made when the first comes."""
