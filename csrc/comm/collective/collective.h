@@ -13,8 +13,8 @@
  *
  * Threads  one at a time.
  */
-#ifndef SMP_COMM_COLLECTIVE_H
-#define SMP_COMM_COLLECTIVE_H
+#ifndef SMP_COMM_COLLECTIVE_COLLECTIVE_H
+#define SMP_COMM_COLLECTIVE_COLLECTIVE_H
 
 #include <stdbool.h>
 #include <stddef.h>

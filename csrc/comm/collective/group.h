@@ -21,8 +21,8 @@
  *            says it in words, with the names of the group, the operation and the
  *            ranks.
  */
-#ifndef SMP_COMM_GROUP_H
-#define SMP_COMM_GROUP_H
+#ifndef SMP_COMM_COLLECTIVE_GROUP_H
+#define SMP_COMM_COLLECTIVE_GROUP_H
 
 #include <stdbool.h>
 #include <stddef.h>

@@ -10,8 +10,8 @@
  *          goes on from there.
  * Threads  one at a time.
  */
-#ifndef SMP_COMM_LOCKSTEP_H
-#define SMP_COMM_LOCKSTEP_H
+#ifndef SMP_COMM_COLLECTIVE_LOCKSTEP_H
+#define SMP_COMM_COLLECTIVE_LOCKSTEP_H
 
 #include <stdatomic.h>
 #include <stdbool.h>

@@ -23,8 +23,8 @@
  *
  * Threads  any; the caller's memory.
  */
-#ifndef SMP_COMM_REDUCE_H
-#define SMP_COMM_REDUCE_H
+#ifndef SMP_COMM_COLLECTIVE_REDUCE_H
+#define SMP_COMM_COLLECTIVE_REDUCE_H
 
 #include <stdbool.h>
 #include <stddef.h>

@@ -1,6 +1,6 @@
 /* The sets of kernels; see comm/collective/reduce.h. */
-#ifndef SMP_COMM_REDUCE_KERNELS_H
-#define SMP_COMM_REDUCE_KERNELS_H
+#ifndef SMP_COMM_COLLECTIVE_REDUCE_KERNELS_H
+#define SMP_COMM_COLLECTIVE_REDUCE_KERNELS_H
 
 #include "comm/collective/reduce.h"
 

@@ -5,8 +5,8 @@
  * `narrow_f16` before.  Each loop handles whole vectors; the plain C kernel does the
  * rest.
  */
-#ifndef SMP_COMM_REDUCE_VECTOR_H
-#define SMP_COMM_REDUCE_VECTOR_H
+#ifndef SMP_COMM_COLLECTIVE_REDUCE_VECTOR_H
+#define SMP_COMM_COLLECTIVE_REDUCE_VECTOR_H
 
 #include <stdint.h>
 

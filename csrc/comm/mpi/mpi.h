@@ -1,6 +1,6 @@
 /* The MPI transport; see comm/transport.h.  Lives in the extension smp._mpi. */
-#ifndef SMP_COMM_MPI_H
-#define SMP_COMM_MPI_H
+#ifndef SMP_COMM_MPI_MPI_H
+#define SMP_COMM_MPI_MPI_H
 
 #include "comm/transport.h"
 #include "common/status.h"

@@ -10,8 +10,8 @@
  *
  * Threads  any.
  */
-#ifndef SMP_COMM_ARENA_H
-#define SMP_COMM_ARENA_H
+#ifndef SMP_COMM_SHM_ARENA_H
+#define SMP_COMM_SHM_ARENA_H
 
 #include <stdbool.h>
 #include <stddef.h>

@@ -11,8 +11,8 @@
  * A ringer that is killed between clearing the word and the system call leaves the
  * sleeper asleep; whoever notices the death uses smp_bell_ring_hard().
  */
-#ifndef SMP_COMM_BELL_H
-#define SMP_COMM_BELL_H
+#ifndef SMP_COMM_SHM_BELL_H
+#define SMP_COMM_SHM_BELL_H
 
 #include <stdatomic.h>
 #include <stdint.h>

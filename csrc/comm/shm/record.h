@@ -8,8 +8,8 @@
  *
  * Both sides are processes of one machine: host byte order.
  */
-#ifndef SMP_COMM_RECORD_H
-#define SMP_COMM_RECORD_H
+#ifndef SMP_COMM_SHM_RECORD_H
+#define SMP_COMM_SHM_RECORD_H
 
 #include <stdbool.h>
 #include <stddef.h>

@@ -13,8 +13,8 @@
  *          thread at a time.
  * Errors   SMP_ERR_MALFORMED: the other end wrote what this code never writes.
  */
-#ifndef SMP_COMM_RING_H
-#define SMP_COMM_RING_H
+#ifndef SMP_COMM_SHM_RING_H
+#define SMP_COMM_SHM_RING_H
 
 #include <stdatomic.h>
 #include <stdbool.h>

@@ -11,8 +11,8 @@
  *            was received outlives the comm.
  * Threads    any.
  */
-#ifndef SMP_COMM_SEGMENT_H
-#define SMP_COMM_SEGMENT_H
+#ifndef SMP_COMM_SHM_SEGMENT_H
+#define SMP_COMM_SHM_SEGMENT_H
 
 #include <stdatomic.h>
 #include <stddef.h>

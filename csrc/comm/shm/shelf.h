@@ -6,8 +6,8 @@
  *
  * Threads  take, give_back: any.  A taken shelf is its group's.
  */
-#ifndef SMP_COMM_SHELF_H
-#define SMP_COMM_SHELF_H
+#ifndef SMP_COMM_SHM_SHELF_H
+#define SMP_COMM_SHM_SHELF_H
 
 #include <stdatomic.h>
 #include <stddef.h>

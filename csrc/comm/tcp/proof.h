@@ -1,7 +1,7 @@
 /* Proving that one knows the job's secret without saying it: HMAC-SHA256 (RFC 2104,
  * FIPS 180-4).  For handshakes: a few hundred bytes, once per connection. */
-#ifndef SMP_COMM_PROOF_H
-#define SMP_COMM_PROOF_H
+#ifndef SMP_COMM_TCP_PROOF_H
+#define SMP_COMM_TCP_PROOF_H
 
 #include <stdbool.h>
 #include <stddef.h>
