@@ -224,7 +224,6 @@ _NOT_BUILT: list[tuple[str, Callable[[Any], bool], str]] = [
     ("fp16_params", bool, "half precision training"),
     ("static_mode", bool, "static mode"),
     ("pipeline", lambda v: v == "zero_bubble", "the zero-bubble schedule"),
-    ("ddp_dist_backend", lambda v: v == "smddp", "the smddp backend"),
 ]
 
 # Rules between parameters: (broken, message).  `c` is the Config with its defaults

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from smp import _core
 from smp.bootstrap import Bootstrap
+from smp.collectives import process_group
 from smp.config import Config
 from smp.placement import AXES_OF_GROUP, Placement
 from smp.transports import check_interface
@@ -82,6 +83,9 @@ def backend_of(cfg: Config) -> str:
     """What init_process_group calls it; torch.cuda is left alone where there is none."""
     wanted = cfg.ddp_dist_backend
     has_cuda = torch.backends.cuda.is_built() and torch.cuda.is_available()
+    if wanted == "smddp":
+        process_group.register()
+        return wanted
     if has_cuda and wanted in ("auto", "nccl"):
         return "cpu:gloo,cuda:nccl"
     if wanted == "nccl":

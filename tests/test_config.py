@@ -379,7 +379,6 @@ def test_manual_partition_with_its_default():
         (1, {"fp16_params": True}),
         (1, {"static_mode": True}),
         (1, {"pipeline": "zero_bubble"}),
-        (1, {"ddp_dist_backend": "smddp"}),
     ],
 )
 def test_what_is_not_built_is_refused_by_name(size, given):

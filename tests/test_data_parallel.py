@@ -24,6 +24,7 @@ from tests.reference.cut_loop import cut_loop
 from tests.test_equality import features_for
 
 WIDTH = 6
+BACKENDS = ["gloo", "smddp"]  # what carries the gradients
 
 
 class Branches(nn.Module):
@@ -119,6 +120,7 @@ def check_tree(seed: int, microbatches: int, options: dict) -> None:
                 parameter.grad = None if want[name] is None else want[name].clone()
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     "options",
     [{}, {"bucket_cap_mb": 1e-4}, {"overlapping_allreduce": False}]
@@ -126,9 +128,9 @@ def check_tree(seed: int, microbatches: int, options: dict) -> None:
     ids=["one bucket", "small buckets", "after backward", "views"],
 )
 @on_ranks(2, timeout_s=120)
-def test_random_trees_on_two_replicas_equal_the_average_of_the_cut_loops(options):
+def test_random_trees_on_two_replicas_equal_the_average_of_the_cut_loops(options, backend):
     """Gradients, buckets of any size: the sum of the replicas' gradients, divided once."""
-    smp.init({"microbatches": 2, "ddp": True})
+    smp.init({"microbatches": 2, "ddp": True, "ddp_dist_backend": backend})
     first = random.Random(str(options)).randrange(10**6)
     for seed in range(first, first + 6):
         check_tree(seed, 2, options)
@@ -178,10 +180,11 @@ def test_training_equals_ddp():
     )
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @on_ranks(3)
-def test_three_replicas_have_the_same_bits():
+def test_three_replicas_have_the_same_bits(backend):
     """More replicas: within rounding of the reference, and alike on all of them."""
-    smp.init({"ddp": True})
+    smp.init({"ddp": True, "ddp_dist_backend": backend})
     model = smp.DistributedModel(plain_model())
 
     smp.step(mean_loss)(model, batch_of(smp.dp_rank()))
@@ -341,9 +344,10 @@ def test_backward_passes_per_step_exchanges_every_second_time(in_step):
                 parameter.grad = want[name].clone()
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @on_ranks(2)
-def test_sparse_gradients_are_averaged():
-    smp.init({"ddp": True})
+def test_sparse_gradients_are_averaged(backend):
+    smp.init({"ddp": True, "ddp_dist_backend": backend})
     torch.manual_seed(4)
     module = nn.Sequential(nn.Embedding(10, WIDTH, sparse=True), nn.Linear(WIDTH, 2))
     replicas = [copy.deepcopy(module) for _ in range(2)]
@@ -464,10 +468,11 @@ def test_hooks_made_for_ddp_exchange_the_gradients(name):
     assert_close(local_gradients(model), averaged(replicas), within)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @on_ranks(2)
-def test_a_hook_sees_every_bucket_in_order():
+def test_a_hook_sees_every_bucket_in_order(backend):
     """Buckets go in reverse order of definition; gradients() are parts of buffer()."""
-    smp.init({"ddp": True})
+    smp.init({"ddp": True, "ddp_dist_backend": backend})
     model = smp.DistributedModel(plain_model(), bucket_cap_mb=1e-5)
     seen = []
 
@@ -494,13 +499,21 @@ def test_a_hook_sees_every_bucket_in_order():
 # -------------------------------------------------------------------------------- failures
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("phase", ["forward", "backward", "split"])
 @pytest.mark.parametrize("failing", [0, 1])
 @on_ranks(2, 4)
-def test_a_failed_step_of_one_replica_fails_on_all(phase, failing):
+def test_a_failed_step_of_one_replica_fails_on_all(phase, failing, backend):
     """The original exception, on every rank; the next step equals one without failure."""
     pp = smp.bootstrap.mpi_size() // 2
-    smp.init({"pipeline_parallel_degree": pp, "ddp": True, "microbatches": 2})
+    smp.init(
+        {
+            "pipeline_parallel_degree": pp,
+            "ddp": True,
+            "ddp_dist_backend": backend,
+            "microbatches": 2,
+        }
+    )
     model = smp.DistributedModel(plain_model(), bucket_cap_mb=1e-4)
     fails = [False]
 
@@ -563,11 +576,18 @@ def test_a_failed_comm_hook_fails_the_step_on_all():
 # ----------------------------------------------------------------------------------- join
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("by_all", [True, False])
 @on_ranks(2, 4)
-def test_replicas_with_fewer_batches_join_the_others(by_all):
+def test_replicas_with_fewer_batches_join_the_others(by_all, backend):
     """Averages are over all replicas, or those that are left; all end alike."""
-    smp.init({"pipeline_parallel_degree": smp.bootstrap.mpi_size() // 2, "ddp": True})
+    smp.init(
+        {
+            "pipeline_parallel_degree": smp.bootstrap.mpi_size() // 2,
+            "ddp": True,
+            "ddp_dist_backend": backend,
+        }
+    )
     model = smp.DistributedModel(plain_model(), bucket_cap_mb=1e-4)
     optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     step = smp.step(mean_loss)
