@@ -149,3 +149,30 @@ print("end")
 """,
     )
     assert said == ["end", "end"]
+
+
+def test_a_forked_child_is_no_member(tmp_path):
+    """... and its end leaves the job alone.  (MPI's own end hangs in a forked child.)"""
+    script = tmp_path / "script.py"
+    script.write_text(
+        SCRIPT
+        + """
+dist.all_reduce(torch.ones(4), async_op=True).get_future().wait()
+child = os.fork()
+if child == 0:
+    try:
+        dist.all_reduce(torch.ones(4))
+    except dist.DistBackendError as error:
+        print("SMP_ERR_CLOSED" in str(error), flush=True)
+    raise SystemExit  # with what runs at exit
+assert os.waitpid(child, 0)[1] == 0
+tensor = torch.ones(4)
+dist.all_reduce(tensor)
+print(tensor.sum().item())
+dist.destroy_process_group()
+"""
+    )
+    done = torchrun(2, script)
+
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.split()) == ["8.0", "8.0", "True", "True"]

@@ -5,6 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "comm/fork.h"
 #include "python/collective_group.h"
 #include "python/tensor.h"
 
@@ -66,6 +67,7 @@ comm_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     if (self == NULL) {
         return NULL;
     }
+    self->generation = smp_fork_generation();
     self->rank = config.rank;
     self->size = config.size;
     torch_c = PyImport_ImportModule("torch._C");
@@ -105,7 +107,7 @@ close_comm(smp_comm_object *self)
     self->carrier = NULL;
     self->mailbox = NULL;
     /* Whoever is inside looks around every SMP_SIGNALS_NS, and finds it closed. */
-    while (self->users > 0) {
+    while (self->users > 0 && self->generation == smp_fork_generation()) {
         Py_BEGIN_ALLOW_THREADS;
         sched_yield();
         Py_END_ALLOW_THREADS;

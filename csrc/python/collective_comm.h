@@ -19,12 +19,13 @@
 
 typedef struct {
     PyObject     ob_base;
-    smp_comm    *comm;    /* owned; NULL once closed */
-    smp_carrier *carrier; /* owned */
-    smp_mailbox *mailbox; /* owned */
-    Py_ssize_t   groups;  /* that are open */
-    Py_ssize_t   users;   /* threads that are inside, without the GIL */
-    PyObject    *error;   /* owned: torch.distributed.DistBackendError */
+    smp_comm    *comm;       /* owned; NULL once closed */
+    smp_carrier *carrier;    /* owned */
+    smp_mailbox *mailbox;    /* owned */
+    Py_ssize_t   groups;     /* that are open */
+    Py_ssize_t   users;      /* threads that are inside, without the GIL */
+    uint32_t     generation; /* smp_fork_generation(): a child has no such threads */
+    PyObject    *error;      /* owned: torch.distributed.DistBackendError */
     int          rank;
     int          size;
 } smp_comm_object;

@@ -605,13 +605,16 @@ def create(opts: Any, _: Any = None) -> ProcessGroup:
     global _everyone
     rank, size, members = opts.group_rank, opts.group_size, opts.global_ranks_in_group
     is_default = not members
-    if is_default or _everyone is None or not _everyone.is_open:
+    ranks = _everyone
+    if is_default or ranks is None or not ranks.is_open:
         ranks, members = Ranks(opts.store, rank, size, opts.timeout), list(range(size))
-    else:
-        ranks = _everyone
     if is_default:
         _everyone = ranks
-    return ProcessGroup(ranks, list(members), rank, opts.store, opts.timeout, opts.group_id)
+    try:
+        return ProcessGroup(ranks, list(members), rank, opts.store, opts.timeout, opts.group_id)
+    except BaseException:
+        ranks.close_unused()
+        raise
 
 
 def register() -> None:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from smp.collectives.work import Work
 
 ON_THIS_HOST = (None, "shm")  # transports
+LONGEST_MS = 2**31 - 1
 
 
 class Ranks:
@@ -58,7 +59,7 @@ class Ranks:
             name.decode() for name in boot.allgather_bytes(socket.gethostname().encode())
         ]
         cards = boot.allgather_bytes(self.comm.card())
-        self.comm.connect(cards, int(timeout.total_seconds() * 1000))
+        self.comm.connect(cards, min(int(timeout.total_seconds() * 1000), LONGEST_MS))
         boot.barrier()  # nobody leaves the store before all have read it
         self._groups: set[_core.Group] = set()
         self._lock = threading.Lock()  # guards the two below
@@ -98,6 +99,10 @@ class Ranks:
         """What the group has under way ends with an error.  After the last, leave the ranks."""
         group.close()
         self._groups.discard(group)
+        self.close_unused()
+
+    def close_unused(self) -> None:
+        """Leave the other ranks if this one has no group with them."""
         if not self._groups:
             self.close()
 

@@ -35,6 +35,7 @@ class Work(dist.Work):
         self._finish = finish
         self._lock = threading.RLock()  # guards all below, and finish
         self._completed = False
+        self._failure: Exception | None = None  # of finish
         self._event: profile.Event | None = None
         self._future: torch.futures.Future[list[Tensor]] | None = None
         self._pending: torch.futures.Future[None] | None = None  # completes the future
@@ -49,7 +50,10 @@ class Work(dist.Work):
         with self._lock:
             if not self._completed:
                 if self._finish is not None and self.exception() is None:
-                    self._finish()
+                    try:
+                        self._finish()
+                    except Exception as error:
+                        self._failure = error
                 self._finish = None
                 self._completed = True
             event, self._event = self._event, None
@@ -77,7 +81,7 @@ class Work(dist.Work):
         if not self._order.wait(limit_s):
             raise dist.DistBackendError(f"smp: not over after {limit_s:g} s")
         self.complete()
-        self._order.check()
+        self._check()
         return True
 
     def synchronize(self) -> None:
@@ -95,7 +99,7 @@ class Work(dist.Work):
         """What went wrong; None while it is under way, too."""
         if self._order.is_over():
             try:
-                self._order.check()
+                self._check()
             except Exception as error:
                 return error
         return None
@@ -116,8 +120,14 @@ class Work(dist.Work):
         return self._future
 
     def _value(self, _: Any) -> list[Tensor]:
-        self._order.check()
+        self._check()
         return self._results
+
+    def _check(self) -> None:
+        """Raise what went wrong; it is over."""
+        self._order.check()
+        if self._failure is not None:
+            raise self._failure
 
 
 class Received(Work):
