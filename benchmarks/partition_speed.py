@@ -13,8 +13,8 @@ from collections.abc import Callable
 from benchmarks.t5_11b_partition import inputs, t5_11b
 from benchmarks.table import best_and_median, machine, timed
 from smp import _core
-from smp.partitioning import _FlatModel
-from smp.tracing import trace
+from smp.partitioning.partition import _FlatModel
+from smp.partitioning.tracing import trace
 
 REPEATS = 50
 MODULES = 100_000

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from benchmarks.table import alternate, show, timed
-from smp.tracing import trace
+from smp.partitioning.tracing import trace
 
 REPEATS = 15
 

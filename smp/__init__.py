@@ -3,16 +3,12 @@
 from smp import amp, nn, optimizers
 from smp import script_names as utils
 from smp._version import __version__
-from smp.activation_checkpointing import set_activation_checkpointing
-from smp.checkpoints import resume_from_checkpoint, save_checkpoint
-from smp.comm_report import comm_report
-from smp.config import ConfigError
-from smp.delayed_init import delay_param_initialization
-from smp.initialization import init, is_initialized, reset, shutdown
-from smp.microbatches import StepOutput
-from smp.model import DistributedModel
-from smp.model_creation import model_creation, set_tensor_parallelism, tensor_parallelism
-from smp.objects import (
+from smp.execution.microbatches import StepOutput
+from smp.execution.steps import is_tracing, step
+from smp.job.comm_report import comm_report
+from smp.job.config import ConfigError
+from smp.job.initialization import init, is_initialized, reset, shutdown
+from smp.job.objects import (
     allgather,
     barrier,
     broadcast,
@@ -24,9 +20,18 @@ from smp.objects import (
     send,
     tp_barrier,
 )
+from smp.model import DistributedModel
+from smp.modules.activation_checkpointing import set_activation_checkpointing
+from smp.modules.delayed_init import delay_param_initialization
+from smp.modules.model_creation import (
+    model_creation,
+    set_tensor_parallelism,
+    tensor_parallelism,
+)
 from smp.optimizer import DistributedOptimizer
-from smp.partitioning import PartitionError, partition, set_partition
-from smp.planning import plan
+from smp.partitioning.partition import PartitionError, partition, set_partition
+from smp.partitioning.planning import plan
+from smp.partitioning.report import PartitionReport
 from smp.ranks import (
     DP_GROUP,
     DP_RANK,
@@ -70,8 +75,7 @@ from smp.ranks import (
     tp_rank,
     tp_size,
 )
-from smp.report import PartitionReport
-from smp.saved_files import CheckpointError, load, save
+from smp.saving.checkpoints import resume_from_checkpoint, save_checkpoint
+from smp.saving.saved_files import CheckpointError, load, save
 from smp.state_mod import core, state
-from smp.steps import is_tracing, step
-from smp.timeline import save_trace
+from smp.timeline.timeline import save_trace

@@ -12,13 +12,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from smp import _core, delayed_init, ranks, remote_modules, runtime, state_dicts
-from smp.data_parallel import DataParallel
-from smp.partitioning import Partition
+from smp import _core, ranks
+from smp.data_parallel.data_parallel import DataParallel
+from smp.execution import runtime
+from smp.modules import delayed_init, remote_modules
+from smp.partitioning.partition import Partition
+from smp.saving import state_dicts
 from smp.state_mod import state
 
 if TYPE_CHECKING:
-    from smp.report import PartitionReport
+    from smp.partitioning.report import PartitionReport
 
 
 class DistributedModel(nn.Module):

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from smp import optimizer_state
+from smp.saving import optimizer_state
 from smp.state_mod import state
 
 _OWN = {"optimizer", "step", "zero_grad", "overflow", "redefined_params", "loss_scale"}

@@ -1,7 +1,7 @@
 """Who am I: ranks, sizes and groups, for the world and for pp, tp, dp, rdp and mp.
 
 All of them raise RuntimeError before ``smp.init``.  The arithmetic is in
-``smp.placement``.
+``smp.job.placement``.
 """
 
 from collections.abc import Callable

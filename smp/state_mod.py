@@ -9,13 +9,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from smp.together import Calls
+from smp.job.together import Calls
 
 if TYPE_CHECKING:
-    from smp.bootstrap import Bootstrap
-    from smp.config import Config
-    from smp.placement import Placement
-    from smp.process_groups import Groups
+    from smp.job.bootstrap import Bootstrap
+    from smp.job.config import Config
+    from smp.job.placement import Placement
+    from smp.job.process_groups import Groups
 
 
 @dataclass

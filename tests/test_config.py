@@ -7,8 +7,8 @@ import warnings
 
 import pytest
 
-from smp import config
-from smp.config import Config, ConfigError
+from smp.job import config
+from smp.job.config import Config, ConfigError
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import smp
-from smp.dp_group import ReplicasDiffer
+from smp.data_parallel.group import ReplicasDiffer
 from tests.models.random_tree import describe, make_tree, random_partition
 from tests.ranks import on_ranks
 from tests.reference.compare import assert_close, assert_same_bits, gradients
@@ -303,7 +303,7 @@ def test_a_pipelined_parameter_that_one_replica_uses():
 @on_ranks(2, 4)
 def test_without_sync_gradients_add_up_until_the_next_step():
     """Steps under no_sync() exchange nothing; the next one averages the sums."""
-    smp.init({"pipeline_parallel_degree": smp.bootstrap.mpi_size() // 2, "ddp": True})
+    smp.init({"pipeline_parallel_degree": smp.job.bootstrap.mpi_size() // 2, "ddp": True})
     model = smp.DistributedModel(plain_model())
     step = smp.step(mean_loss)
     replicas = [plain_model(), plain_model()]
@@ -373,7 +373,7 @@ def test_sparse_gradients_are_averaged(backend):
 @on_ranks(2, 4)
 def test_replicas_begin_with_the_parameters_and_buffers_of_the_first():
     """Each step begins with its buffers, too."""
-    smp.init({"pipeline_parallel_degree": smp.bootstrap.mpi_size() // 2, "ddp": True})
+    smp.init({"pipeline_parallel_degree": smp.job.bootstrap.mpi_size() // 2, "ddp": True})
     torch.manual_seed(smp.rank())
     model = smp.DistributedModel(nn.Sequential(nn.Linear(WIDTH, 4), nn.BatchNorm1d(4)))
     step = smp.step(mean_loss)
@@ -428,7 +428,7 @@ def test_replicas_that_freeze_different_parameters_are_refused():
 @on_ranks(2, 4)
 def test_one_replica_evaluates_alone():
     """Nothing is exchanged under no_grad, nor in evaluation mode without a backward."""
-    smp.init({"pipeline_parallel_degree": smp.bootstrap.mpi_size() // 2, "ddp": True})
+    smp.init({"pipeline_parallel_degree": smp.job.bootstrap.mpi_size() // 2, "ddp": True})
     model = smp.DistributedModel(plain_model())
     step = smp.step(mean_loss)
     evaluate = smp.step(lambda model, x: model(x).square().mean())
@@ -455,7 +455,7 @@ def test_one_replica_evaluates_alone():
 @pytest.mark.parametrize("name", ["allreduce_hook", "fp16_compress_hook"])
 @on_ranks(2, 4)
 def test_hooks_made_for_ddp_exchange_the_gradients(name):
-    smp.init({"pipeline_parallel_degree": smp.bootstrap.mpi_size() // 2, "ddp": True})
+    smp.init({"pipeline_parallel_degree": smp.job.bootstrap.mpi_size() // 2, "ddp": True})
     model = smp.DistributedModel(plain_model(), bucket_cap_mb=1e-4)
     model.register_comm_hook(smp.get_dp_process_group(), getattr(default_hooks, name))
 
@@ -505,7 +505,7 @@ def test_a_hook_sees_every_bucket_in_order(backend):
 @on_ranks(2, 4)
 def test_a_failed_step_of_one_replica_fails_on_all(phase, failing, backend):
     """The original exception, on every rank; the next step equals one without failure."""
-    pp = smp.bootstrap.mpi_size() // 2
+    pp = smp.job.bootstrap.mpi_size() // 2
     smp.init(
         {
             "pipeline_parallel_degree": pp,
@@ -583,7 +583,7 @@ def test_replicas_with_fewer_batches_join_the_others(by_all, backend):
     """Averages are over all replicas, or those that are left; all end alike."""
     smp.init(
         {
-            "pipeline_parallel_degree": smp.bootstrap.mpi_size() // 2,
+            "pipeline_parallel_degree": smp.job.bootstrap.mpi_size() // 2,
             "ddp": True,
             "ddp_dist_backend": backend,
         }
@@ -654,7 +654,7 @@ def test_join_with_several_models_is_refused():
 @on_ranks(2, 4)
 def test_two_models_in_one_script():
     """A step that uses one of them leaves the other without gradients."""
-    smp.init({"pipeline_parallel_degree": smp.bootstrap.mpi_size() // 2, "ddp": True})
+    smp.init({"pipeline_parallel_degree": smp.job.bootstrap.mpi_size() // 2, "ddp": True})
     first, second = (smp.DistributedModel(plain_model()) for _ in range(2))
 
     @smp.step

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import smp
-from smp.first_step import PartitionMismatch
-from smp.partitioning import Partition
-from smp.together import CallMismatch
+from smp.execution.first_step import PartitionMismatch
+from smp.job.together import CallMismatch
+from smp.partitioning.partition import Partition
 from tests.ranks import mpirun, on_ranks
 
 WIDTH = 4
@@ -166,7 +166,7 @@ def test_a_rank_with_another_configuration_is_named(key):
 
 def smp_rank() -> int:
     """This rank before ``smp.init``."""
-    from smp import bootstrap
+    from smp.job import bootstrap
 
     return bootstrap.connect().rank
 
@@ -255,7 +255,7 @@ def test_ranks_that_make_different_calls_raise_and_name_both(calls, tmp_path):
 
 def smp_size() -> int:
     """The number of ranks before ``smp.init``."""
-    from smp import bootstrap
+    from smp.job import bootstrap
 
     return bootstrap.connect().size
 

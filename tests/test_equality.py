@@ -113,12 +113,12 @@ def check_trees(
 ) -> None:
     """That many trees; which ones follows from all the rest."""
     what = f"{schedule} {microbatches} {transport} {delays} {device}"
-    first = random.Random(f"{what} {smp.bootstrap.mpi_size()}").randrange(10**6)
+    first = random.Random(f"{what} {smp.job.bootstrap.mpi_size()}").randrange(10**6)
     if delays:
         os.environ["SMP_JITTER"] = str(first)  # csrc/common/jitter.h
     smp.init(
         {
-            "pipeline_parallel_degree": int(smp.bootstrap.mpi_size()),
+            "pipeline_parallel_degree": int(smp.job.bootstrap.mpi_size()),
             "microbatches": microbatches,
             "active_microbatches": microbatches,
             "pipeline": SCHEDULES[schedule],

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 import smp
-from smp import bootstrap, config, process_groups
-from smp.placement import Placement
+from smp.job import bootstrap, config, process_groups
+from smp.job.placement import Placement
 from tests.ranks import job, mpirun, on_ranks, rank_environment, wait_until_gone
 
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import smp
-from smp.objects import Parcel
+from smp.job.objects import Parcel
 from tests.ranks import mpirun, on_ranks
 
 Pair = collections.namedtuple("Pair", "first second")

@@ -1,4 +1,4 @@
-"""Spec: smp/partitioning.py; api.md 6; paper 4.5 and C."""
+"""Spec: smp/partitioning/partition.py; api.md 6; paper 4.5 and C."""
 
 import copy
 import pickle
@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import smp.partitioning
-from smp.partitioning import Partition, PartitionError, make_partition, set_partition
-from smp.tracing import trace
+from smp.partitioning.partition import Partition, PartitionError, make_partition, set_partition
+from smp.partitioning.tracing import trace
 
 
 def decide(model, *args, degree=2, **kwargs):
@@ -43,7 +43,9 @@ class Stack(nn.Module):
 
 
 def test_layers_are_spread_in_order_and_activations_stay_with_their_parent():
-    assert draw(decide(Stack(), torch.randn(2, 8))) == """\
+    assert (
+        draw(decide(Stack(), torch.randn(2, 8)))
+        == """\
 root 0
   layers 0
     0 0
@@ -51,12 +53,15 @@ root 0
     2 1
     3 1
   act 0"""
+    )
 
 
 def test_a_sequential_is_cut_into_runs_of_children():
     """A child without parameters runs with the one before it."""
     net = nn.Sequential(*(m for _ in range(4) for m in (nn.Linear(8, 8), nn.ReLU())))
-    assert draw(decide(net, torch.randn(2, 8))) == """\
+    assert (
+        draw(decide(net, torch.randn(2, 8)))
+        == """\
 root 0
   0 0
   1 0
@@ -66,6 +71,7 @@ root 0
   5 1
   6 1
   7 1"""
+    )
 
 
 def test_execution_order_counts_more_than_definition_order():
@@ -237,7 +243,9 @@ def test_without_auto_partition_the_rest_goes_to_the_default():
     set_partition(net[1].layers, 0)
 
     partition = decide(net, degree=3, auto=False, default=1)
-    assert draw(partition) == """\
+    assert (
+        draw(partition)
+        == """\
 root 1
   0 2
     0 2
@@ -247,6 +255,7 @@ root 1
       0 0
       1 0
     act 1"""
+    )
 
 
 def test_pins_that_contradict_a_tie_name_both_modules():
@@ -284,8 +293,9 @@ def test_a_pin_out_of_range_names_module_and_values():
 def test_what_is_no_partition_is_refused(wrong):
     with pytest.raises((TypeError, ValueError), match="partition"):
         set_partition(nn.Linear(1, 1), wrong)
-    with pytest.raises((TypeError, ValueError), match="partition"), smp.partitioning.partition(
-        wrong
+    with (
+        pytest.raises((TypeError, ValueError), match="partition"),
+        smp.partitioning.partition(wrong),
     ):
         pass
     with pytest.raises(TypeError, match="pins a torch.nn.Module, got a str"):

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from smp.config import PLACEMENTS
-from smp.placement import AXES_OF_GROUP, Coordinates, Placement
+from smp.job.config import PLACEMENTS
+from smp.job.placement import AXES_OF_GROUP, Coordinates, Placement
 
 
 def drawn(placement: Placement) -> str:

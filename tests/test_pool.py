@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 import smp
-from smp import _core, pool
-from smp.tracing import trace
+from smp import _core
+from smp.execution import pool
+from smp.partitioning.tracing import trace
 from tests.ranks import on_ranks
 
 WIDTH = 1024

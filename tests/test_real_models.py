@@ -26,7 +26,7 @@ MICROBATCHES = 2
 
 
 def start(microbatches: int = MICROBATCHES, **more) -> None:
-    ranks = int(smp.bootstrap.mpi_size())
+    ranks = int(smp.job.bootstrap.mpi_size())
     smp.init({"pipeline_parallel_degree": ranks, "microbatches": microbatches, **more})
 
 

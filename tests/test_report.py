@@ -1,4 +1,4 @@
-"""Spec: smp/report.py, smp/planning.py; api.md 3 (smp.plan), 4 (partition_report)."""
+"""Spec: smp/partitioning/report.py, planning.py; api.md 3 (smp.plan), 4 (partition_report)."""
 
 import re
 import xml.etree.ElementTree as ElementTree
@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from smp import plan
-from smp.partition_picture import colour
-from smp.partitioning import Partition, set_partition
+from smp.partitioning.partition import Partition, set_partition
+from smp.partitioning.picture import colour
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -54,7 +54,9 @@ def without_numbers(text):
 
 def test_the_text_is_the_tree_down_to_what_sits_on_one_rank():
     """Modules alike that follow one another on one rank are one line."""
-    assert without_numbers(str(report_of())) == """\
+    assert (
+        without_numbers(str(report_of()))
+        == """\
 (root)     Model            1.4 K  0 (of 0-2)
 ├─ embed   Embedding          110  0
 ├─ layers  ModuleList       1.3 K  0 (of 0-2)
@@ -62,6 +64,7 @@ def test_the_text_is_the_tree_down_to_what_sits_on_one_rank():
 │  ├─ 2-3  2 x Block          440  1
 │  └─ 4-5  2 x Block          440  2
 └─ head    Linear               0  0"""
+    )
 
 
 def test_the_whole_text_goes_to_the_leaves():

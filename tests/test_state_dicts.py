@@ -24,7 +24,7 @@ EVERY_OPTIMIZER = pytest.mark.parametrize("name", OPTIMIZERS)
 @on_ranks(2, 3)
 def test_a_full_dict_is_that_of_the_plain_model():
     """Names and order as of the wrapped module, values of the trained parts, any owner."""
-    init(smp.bootstrap.mpi_size())
+    init(smp.job.bootstrap.mpi_size())
     run, plain = Run("sgd"), PlainRun("sgd")
     assert_same(run.model.state_dict(), plain.model.state_dict())
 
@@ -74,7 +74,7 @@ def test_a_partial_dict_holds_what_the_rank_owns():
 @EVERY_OPTIMIZER
 def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(name, partial, when):
     """Model, optimizer and scheduler state loaded before or after the partition."""
-    init(smp.bootstrap.mpi_size())
+    init(smp.job.bootstrap.mpi_size())
     whole = Run(name)
     whole.train(0, 3)
     if partial:

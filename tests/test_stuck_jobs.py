@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import smp
-from smp import interrupts
+from smp.job import interrupts
 from tests.ranks import job, mpirun, on_ranks
 
 SIGNALS = 20

@@ -1,4 +1,4 @@
-"""Spec: smp/timeline.py; the trace event format of Chrome."""
+"""Spec: smp/timeline/timeline.py; the trace event format of Chrome."""
 
 import json
 import re
@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import smp
-from smp.timeline import as_json, read_events, working
-from smp.timeline_picture import merged, picture, shade
+from smp.timeline.timeline import as_json, read_events, working
+from smp.timeline.timeline_picture import merged, picture, shade
 from tests.ranks import on_ranks
 
 BEGIN, WAIT, GO, END = range(4)

@@ -1,4 +1,4 @@
-"""Spec: smp/tracing.py, smp/restore.py; paper, C.1."""
+"""Spec: smp/partitioning/tracing.py, smp/partitioning/restore.py; paper, C.1."""
 
 import collections
 import copy
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from smp.tracing import trace
+from smp.partitioning.tracing import trace
 
 
 class Net(nn.Module):
@@ -177,7 +177,7 @@ def test_times_add_up():
 
 
 def test_two_roots_are_traced_in_one_run():
-    from smp.tracing import trace_models
+    from smp.partitioning.tracing import trace_models
 
     a, b = Net(), nn.Linear(8, 8)
     x = torch.randn(4, 8)
@@ -342,7 +342,7 @@ def test_a_compiled_module_is_run_as_written():
 def test_a_trace_does_not_load_the_compiler():
     """Loading dynamo takes longer than most traces."""
     script = (
-        "import sys, torch; from smp.tracing import trace; "
+        "import sys, torch; from smp.partitioning.tracing import trace; "
         "net = torch.nn.Linear(2, 2); trace(net, lambda: net(torch.ones(1, 2))); "
         "sys.exit('torch._dynamo' in sys.modules)"
     )
@@ -376,9 +376,7 @@ def test_a_caught_exception_in_a_module_does_not_confuse_the_record():
 
 
 def test_a_trace_on_meta_tensors_sees_the_same_and_computes_nothing():
-    net = nn.Sequential(
-        nn.Embedding(50, 8), nn.LayerNorm(8), nn.LSTM(8, 8, batch_first=True)
-    )
+    net = nn.Sequential(nn.Embedding(50, 8), nn.LayerNorm(8), nn.LSTM(8, 8, batch_first=True))
     ids = torch.randint(0, 50, (4, 6))
     real, meta = trace(net, run_of(net, ids)), trace(net, run_of(net, ids), meta=True)
     outputs = []
@@ -424,8 +422,8 @@ def test_a_meta_model_that_cannot_run_names_the_module():
 @pytest.mark.parametrize("terminal", [False, True])
 def test_a_long_run_says_how_far_it_is(monkeypatch, capsys, terminal):
     """On a terminal the line is renewed, in a log it is written once."""
-    monkeypatch.setattr("smp.tracing._PATIENCE_S", 0.0)
-    monkeypatch.setattr("smp.tracing._NOTE_EVERY_S", 0.0)
+    monkeypatch.setattr("smp.partitioning.tracing._PATIENCE_S", 0.0)
+    monkeypatch.setattr("smp.partitioning.tracing._NOTE_EVERY_S", 0.0)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
     net = Net()
     trace(net, run_of(net, torch.randn(4, 8)))

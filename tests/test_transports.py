@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import smp
-from smp.config import ConfigError
+from smp.job.config import ConfigError
 from tests.ranks import on_ranks
 from tests.reference.compare import assert_same_bits, gradients
 from tests.reference.cut_loop import cut_loop
@@ -36,7 +36,7 @@ class Chain(nn.Module):
 def begin(**config):
     smp.init(
         {
-            "pipeline_parallel_degree": smp.bootstrap.mpi_size(),
+            "pipeline_parallel_degree": smp.job.bootstrap.mpi_size(),
             "microbatches": 3,
             "active_microbatches": 3,
             **config,
@@ -170,9 +170,9 @@ def test_an_interface_that_is_not_there_is_named_with_those_that_are():
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_ranks_with_one_secret_file_meet(transport, tmp_path):
     path = tmp_path / "secret"
-    if smp.bootstrap.over_mpi().rank == 0:
+    if smp.job.bootstrap.over_mpi().rank == 0:
         path.write_text("of the whole group\n")
-    smp.bootstrap.over_mpi().barrier()
+    smp.job.bootstrap.over_mpi().barrier()
     os.environ["SMP_SECRET_FILE"] = str(path)
     begin(comm_transports=[transport])
 
@@ -181,41 +181,41 @@ def test_ranks_with_one_secret_file_meet(transport, tmp_path):
 
 class TestSecret:
     def test_it_depends_on_the_file(self, tmp_path, monkeypatch):
-        boot = smp.bootstrap.Alone()
+        boot = smp.job.bootstrap.Alone()
         path = tmp_path / "secret"
         monkeypatch.setenv("SMP_SECRET_FILE", str(path))
         path.write_text("one\n")
-        one = smp.transports.job_secret(boot, b"token")
+        one = smp.job.transports.job_secret(boot, b"token")
         path.write_text("two\n")
 
-        assert smp.transports.job_secret(boot, b"token") != one
+        assert smp.job.transports.job_secret(boot, b"token") != one
         path.write_text("one")
-        assert smp.transports.job_secret(boot, b"token") == one
-        assert smp.transports.job_secret(boot, b"other") != one
+        assert smp.job.transports.job_secret(boot, b"token") == one
+        assert smp.job.transports.job_secret(boot, b"other") != one
 
     def test_without_a_file_it_is_the_token(self, monkeypatch):
         monkeypatch.delenv("SMP_SECRET_FILE", raising=False)
 
-        assert smp.transports.job_secret(smp.bootstrap.Alone(), b"token") == "token"
+        assert smp.job.transports.job_secret(smp.job.bootstrap.Alone(), b"token") == "token"
 
     def test_a_file_that_is_missing_or_empty_is_named(self, tmp_path, monkeypatch):
         path = tmp_path / "secret"
         monkeypatch.setenv("SMP_SECRET_FILE", str(path))
         with pytest.raises(ConfigError, match="SMP_SECRET_FILE=.*cannot be read: No such"):
-            smp.transports.job_secret(smp.bootstrap.Alone(), b"token")
+            smp.job.transports.job_secret(smp.job.bootstrap.Alone(), b"token")
         path.write_text("\n")
         with pytest.raises(ConfigError, match="SMP_SECRET_FILE=.* is empty"):
-            smp.transports.job_secret(smp.bootstrap.Alone(), b"token")
+            smp.job.transports.job_secret(smp.job.bootstrap.Alone(), b"token")
 
     def test_through_a_store_of_several_hosts_it_warns(self, monkeypatch):
         monkeypatch.delenv("SMP_SECRET_FILE", raising=False)
-        boot = object.__new__(smp.bootstrap.OverStore)
+        boot = object.__new__(smp.job.bootstrap.OverStore)
         boot.hosts = 2
 
         with pytest.warns(UserWarning, match="SMP_SECRET_FILE"):
-            smp.transports.job_secret(boot, b"token")
+            smp.job.transports.job_secret(boot, b"token")
 
 
 def test_mpi_without_an_mpi_launcher_is_refused():
     with pytest.raises(RuntimeError, match="not started by an MPI launcher"):
-        smp.transports.offer(smp.bootstrap.Alone(), ("mpi",))
+        smp.job.transports.offer(smp.job.bootstrap.Alone(), ("mpi",))

@@ -6,7 +6,7 @@ torchrun sets RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; mpirun 
 import os
 import socket
 
-from smp import bootstrap
+from smp.job import bootstrap
 
 WANTED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 

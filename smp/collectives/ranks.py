@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 from torch import Tensor
 
-from smp import _core, transports
-from smp.bootstrap import OverStore
+from smp import _core
 from smp.collectives import dense
-from smp.config import comm_environment
+from smp.job import transports
+from smp.job.bootstrap import OverStore
+from smp.job.config import comm_environment
 
 if TYPE_CHECKING:
     from smp.collectives.work import Work

@@ -1,13 +1,13 @@
 """Activation checkpointing by call, in place of ``torch.utils.checkpoint``.
 
-``smp.patches.checkpoint``; the work is in ``smp.activation_checkpointing``.
+``smp.patches.checkpoint``; the work is in ``smp.modules.activation_checkpointing``.
 """
 
 from typing import Any
 
 from torch import nn
 
-from smp import activation_checkpointing
+from smp.modules import activation_checkpointing
 
 
 def checkpoint(

@@ -1,0 +1,300 @@
+"""Data parallelism: the replicas of a model compute the same gradients.
+
+What is exchanged, and in which order, is in ``smp.data_parallel.reduction``.  The semantics
+are those of torch's DistributedDataParallel:
+
+- before the first step all replicas get the parameters and buffers of the first one;
+- after a step, or after ``loss.backward()`` outside one (pipeline degree 1), the
+  ``.grad`` of each parameter is the average over the replicas.  *All* of ``.grad`` is
+  averaged: what steps under ``no_sync()`` left there, too.  What is already averaged is
+  alike on all replicas and so stays;
+- a replica whose step did not use a parameter adds zeros; where no replica did, ``.grad``
+  stays None;
+- steps under ``torch.no_grad()``, and steps in evaluation mode without a backward,
+  exchange nothing: one replica may evaluate alone.
+
+All replicas make the same steps, with the same models under ``no_sync()``.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.variable import Variable
+
+from smp.data_parallel.buckets import Bucket, make_buckets
+from smp.data_parallel.group import Layout, Replicas
+from smp.data_parallel.reduction import Reduction
+from smp.execution import microbatches
+from smp.job import objects
+from smp.ranks import CommGroup
+
+if TYPE_CHECKING:
+    from smp.model import DistributedModel
+
+CommHook = Callable[[Any, Bucket], "torch.futures.Future[Any]"]
+
+
+class DataParallel:
+    """One model's part in the exchange.
+
+    Args:
+        model: its local parameters and buffers are exchanged.
+        overlapping_allreduce: send gradients while backward still runs.
+        backward_passes_per_step: only each so many-th step is followed by an exchange,
+            of the sum of their gradients.
+        bucket_cap_mb: MiB of gradients that make a bucket.
+        broadcast_buffers: each exchange begins with the first replica's buffers.
+        gradient_as_bucket_view: ``.grad`` is part of a bucket's memory, which saves a
+            copy of the gradients; buckets are then sent after backward.
+
+    Attributes:
+        reduction: the exchange under way.
+        hook, hook_state: what was registered in place of the sum.
+        is_joining: inside ``join()``.
+    """
+
+    def __init__(
+        self,
+        model: "DistributedModel",
+        overlapping_allreduce: bool,
+        backward_passes_per_step: int,
+        bucket_cap_mb: float,
+        broadcast_buffers: bool,
+        gradient_as_bucket_view: bool,
+    ):
+        if backward_passes_per_step < 1:
+            raise ValueError(
+                "smp.DistributedModel: backward_passes_per_step is at least 1, not "
+                f"{backward_passes_per_step}"
+            )
+        if bucket_cap_mb <= 0:
+            raise ValueError(
+                f"smp.DistributedModel: bucket_cap_mb is above 0, not {bucket_cap_mb}"
+            )
+        # Weak, as the hooks below: a model ends with its last reference, on all replicas
+        # at the same place of the script.
+        self._model: DistributedModel = weakref.proxy(model)  # type: ignore[assignment]
+        self.replicas = Replicas()
+        self.overlaps = overlapping_allreduce and not gradient_as_bucket_view
+        self.broadcasts_buffers = broadcast_buffers
+        self.gradient_as_bucket_view = gradient_as_bucket_view
+        self.hook: CommHook | None = None
+        self.hook_state: Any = None
+        self.is_joining = False
+        self.reduction: Reduction | None = None
+        self._bucket_cap_mb = bucket_cap_mb
+        self._passes_per_step = backward_passes_per_step
+        self._passes = 0
+        self._synchronises = True
+        self._divides_by_all = True
+        self._buckets: list[Bucket] = []
+        self._built_for: list[tuple] | None = None
+        self._grad_hooks: list[Any] = []
+        self._last_active: int | None = None
+
+    # ---------------------------------------------------------------- what is exchanged
+
+    def broadcast(self) -> None:
+        """Give all replicas the first one's parameters and buffers.  Collective.
+
+        Raises:
+            ReplicasDiffer: on every replica; names the first difference.
+        """
+        objects.gather_bytes("smp.DistributedModel", CommGroup.DP_GROUP)
+        named = [*self._model.local_named_parameters(), *self._model.local_named_buffers()]
+        self.replicas.check_alike(Layout.of(named))
+        self._broadcast_from(0)
+
+    def _broadcast_from(self, source: int) -> None:
+        tensors = [*self._model.local_parameters(), *self.buffers()]
+        self.replicas.broadcast([t for t in tensors if not t.is_meta], source)
+
+    def buffers(self) -> list[Tensor]:
+        """The buffers that the replicas have alike."""
+        return [b for b in self._model.local_buffers() if not b.is_meta]
+
+    def buckets(self) -> list[Bucket]:
+        """The buckets of the parameters that require grad now."""
+        self._prepare()
+        return self._buckets
+
+    def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """The local parameters that require grad now, in order of definition."""
+        return [(n, p) for n, p in self._model.local_named_parameters() if p.requires_grad]
+
+    def divisor(self, active: int) -> int:
+        """What sums are divided by; ``active``: replicas that still have inputs."""
+        return self.replicas.size if self._divides_by_all else active
+
+    def _prepare(self) -> None:
+        parameters = [p for _, p in self.named_parameters()]
+        now = [(id(p), p.dtype, p.device) for p in parameters]
+        if now == self._built_for:
+            return
+        self._built_for = now
+        self._buckets = make_buckets(self._model.module, parameters, self._bucket_cap_mb)
+        if self._model._runtime.pp_size == 1:
+            for handle in self._grad_hooks:
+                handle.remove()
+            this = weakref.ref(self)
+
+            def accumulated(parameter: Tensor) -> None:
+                if (living := this()) is not None:
+                    living._accumulated(parameter)
+
+            self._grad_hooks = [
+                p.register_post_accumulate_grad_hook(accumulated) for p in parameters
+            ]
+
+    # ---------------------------------------------------------- without the C core's ledger
+
+    def _accumulated(self, parameter: Tensor) -> None:
+        """A backward added to ``.grad``; pipeline degree 1."""
+        rt = self._model._runtime
+        rt.saw_backward = True
+        if self.reduction is None:
+            return
+        if not rt.in_step:
+            self._finish_with_backward()
+        # In a step, gradients grow until the last backward of the last microbatch.
+        if self.reduction.is_launched(parameter) or rt.in_last_backward():
+            self.reduction.complete(parameter)
+
+    def forward_outside_step(self, forward: Callable[[], Any]) -> Any:
+        """Run a forward whose backward is followed by an exchange (pipeline degree 1)."""
+        if not torch.is_grad_enabled():
+            return forward()
+        with_buffers = self.broadcasts_buffers and self._model.training
+        if self.reduction is None:
+            if not self.takes_part():
+                return forward()
+            begin([self], with_buffers)
+        elif with_buffers and self._synchronises and not self.is_joining:
+            self.reduction.exchange_buffers()
+        return microbatches.map_tensors(forward(), self._watch)
+
+    def _watch(self, output: Tensor) -> Tensor:
+        """Note when backward comes to an output of the model.
+
+        From there the end of the whole backward can be seen; from a parameter it cannot:
+        a reentrant checkpoint runs a backward of its own.
+        """
+        if output.requires_grad:
+            output.register_hook(lambda gradient: self._finish_with_backward())
+        return output
+
+    def _finish_with_backward(self) -> None:
+        reduction = self.reduction
+        if reduction is None or reduction.finishes_with_backward:
+            return
+        reduction.finishes_with_backward = True
+        Variable._execution_engine.queue_callback(lambda: finish(reduction))
+
+    # ------------------------------------------------------------ what the user asks for
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Steps in the block leave ``.grad`` as it is; see DistributedModel.no_sync."""
+        before, self._synchronises = self._synchronises, False
+        try:
+            yield
+        finally:
+            self._synchronises = before
+
+    def register_comm_hook(self, state: Any, hook: CommHook) -> None:
+        """Have ``hook(state, bucket)`` exchange a bucket, in place of the sum."""
+        if not callable(hook):
+            raise TypeError(f"smp: a communication hook is a function, not {hook!r}")
+        if self.hook is not None:
+            raise RuntimeError("smp: the model has a communication hook already")
+        self.hook, self.hook_state = hook, state
+
+    @contextmanager
+    def join(self, divide_by_all: bool, raise_early: bool) -> Iterator[None]:
+        """Keep the others company when this replica has no inputs left."""
+        if sum(1 for m in self._model._runtime.live_models() if m.data_parallel) > 1:
+            raise NotImplementedError(
+                "smp: join() with several DistributedModels: which of them the other "
+                "replicas use in a step is not known here; give each replica as many batches"
+            )
+        self.is_joining, self._divides_by_all = True, divide_by_all
+        self._raises_early, self._last_active = raise_early, None
+        try:
+            yield
+            self._accompany()
+        finally:
+            self.is_joining, self._divides_by_all = False, True
+
+    def _accompany(self) -> None:
+        """Take part in the others' exchanges, with nothing to give, while there are any."""
+        while True:
+            reduction = Reduction([self], joined=True)
+            if self._raises_early:
+                self._stop(reduction)
+            if not reduction.active():
+                break
+            self._last_active = reduction.active()[0]
+            reduction.exchange_buffers()
+            reduction.finish()
+        if self._last_active is not None:
+            self._broadcast_from(self._last_active)
+
+    def note_active(self, reduction: Reduction) -> None:
+        """An exchange inside ``join`` begins: who takes part?"""
+        self._last_active = reduction.active()[0]
+        if self._raises_early and len(reduction.active()) < self.replicas.size:
+            self._stop(reduction)
+
+    def _stop(self, reduction: Reduction) -> None:
+        gone = sorted(set(range(self.replicas.size)) - set(reduction.active()))
+        raise RuntimeError(
+            f"smp: dp_rank {', '.join(map(str, gone))} ran out of inputs, and join() was "
+            "called with throw_on_early_termination=True"
+        )
+
+    def takes_part(self) -> bool:
+        """Whether the step that begins now is followed by an exchange; counts steps."""
+        if not self._synchronises:
+            return False
+        self._passes = (self._passes + 1) % self._passes_per_step
+        return self._passes == 0
+
+
+def due(models: Sequence["DistributedModel"]) -> list[DataParallel]:
+    """The models that exchange gradients after the step that begins now; counts steps."""
+    members = [m.data_parallel for m in models if m.data_parallel is not None]
+    return [member for member in members if member.takes_part()]
+
+
+def begin(members: Sequence[DataParallel], with_buffers: bool = True) -> Reduction | None:
+    """A step begins, after which the models exchange gradients.  Collective.
+
+    Args:
+        members: the models that take part, in order of creation; none: returns None.
+    """
+    if not members:
+        return None
+    reduction = Reduction(members)
+    for member in members:
+        if member.is_joining:
+            member.note_active(reduction)
+    if with_buffers:
+        reduction.exchange_buffers()
+    for member in members:
+        member.reduction = reduction
+    return reduction
+
+
+def finish(
+    reduction: Reduction,
+    error: BaseException | None = None,
+    description: tuple | None = None,
+) -> None:
+    """The step is over; see :meth:`Reduction.finish`."""
+    for member in reduction.members:
+        member.reduction = None
+    reduction.finish(error, description)

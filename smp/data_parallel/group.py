@@ -1,0 +1,129 @@
+"""The replicas of this rank's part of the model: the ranks of its DP_GROUP.
+
+Collectives on gradients are in ``smp.data_parallel.reduction``; here are those that come
+before.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from smp import ranks
+
+
+class Layout(NamedTuple):
+    """The tensors that replicas must have alike: name, shape and dtype of each."""
+
+    tensors: tuple[tuple[str, tuple[int, ...], str], ...]
+
+    @staticmethod
+    def of(named: Sequence[tuple[str, Tensor]]) -> "Layout":
+        words = [(name, tuple(t.shape), str(t.dtype)) for name, t in named]
+        return Layout(tuple((n, s, d.removeprefix("torch.")) for n, s, d in words))
+
+    def signature(self) -> int:
+        """56 bits that differ where layouts do."""
+        return int.from_bytes(hashlib.sha256(self.to_bytes()).digest()[:7], "little")
+
+    def to_bytes(self) -> bytes:
+        lines = ["\t".join((n, ",".join(map(str, s)), d)) for n, s, d in self.tensors]
+        return "\n".join(lines).encode()
+
+    @staticmethod
+    def from_bytes(data: bytes) -> "Layout":
+        tensors = []
+        for line in data.decode().splitlines():
+            name, shape, dtype = line.split("\t")
+            tensors.append((name, tuple(int(n) for n in shape.split(",") if n), dtype))
+        return Layout(tuple(tensors))
+
+    def first_difference(self, other: "Layout") -> str:
+        """What ``other`` has otherwise, as in "'a.weight' [4] float32, not ..."; or ""."""
+        for mine, theirs in zip(self.tensors, other.tensors, strict=False):
+            if mine != theirs:
+                return f"{_in_words(theirs)}, not {_in_words(mine)}"
+        if len(self.tensors) == len(other.tensors):
+            return ""
+        if len(self.tensors) < len(other.tensors):
+            return f"{_in_words(other.tensors[len(self.tensors)])}, which is one too many"
+        return f"no {_in_words(self.tensors[len(other.tensors)])}"
+
+
+def _in_words(tensor: tuple[str, tuple[int, ...], str]) -> str:
+    name, shape, dtype = tensor
+    return f"'{name}' {list(shape)} {dtype}"
+
+
+class ReplicasDiffer(RuntimeError):
+    """The replicas have different parameters."""
+
+
+class Replicas:
+    """The ranks of the DP_GROUP, by dp_rank.  All methods are collective over them."""
+
+    def __init__(self) -> None:
+        self.group = ranks.get_dp_process_group()
+        self.global_ranks = ranks.get_dp_group()
+        self.rank = ranks.dp_rank()
+        self.size = ranks.dp_size()
+        devices = {device.type for device in self.group._device_types}
+        # Small tensors of numbers; a group that was made for NCCL alone takes no others.
+        self.control_device = torch.device("cpu" if "cpu" in devices else "cuda")
+
+    def numbers(self, *shape: int) -> Tensor:
+        """Zeros to exchange, int64."""
+        return torch.zeros(shape, dtype=torch.int64, device=self.control_device)
+
+    def sum(self, tensor: Tensor) -> dist.Work:
+        """Begin to sum in place."""
+        work = dist.all_reduce(tensor, group=self.group, async_op=True)
+        assert work is not None
+        return work
+
+    def gather_bytes(self, mine: bytes) -> list[bytes]:
+        """Every replica's bytes, by dp_rank."""
+        lengths = self.numbers(self.size)
+        lengths[self.rank] = len(mine)
+        self.sum(lengths).wait()
+        sizes: list[int] = lengths.tolist()
+        longest = max(sizes)
+        if longest == 0:
+            return [b""] * self.size
+        padded = bytearray(mine.ljust(longest, b"\0"))
+        sent = torch.frombuffer(padded, dtype=torch.uint8).to(self.control_device)
+        got = [torch.empty_like(sent) for _ in sizes]
+        dist.all_gather(got, sent, group=self.group)
+        return [t[:size].cpu().numpy().tobytes() for t, size in zip(got, sizes, strict=True)]
+
+    def broadcast(self, tensors: Sequence[Tensor], source: int) -> None:
+        """Copy dp_rank ``source``'s values to all, a message for each dtype and device."""
+        kinds: dict[tuple, list[Tensor]] = {}
+        for tensor in tensors:
+            kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())
+        for alike in kinds.values():
+            flat = torch.cat([tensor.reshape(-1) for tensor in alike])
+            dist.broadcast(flat, src=self.global_ranks[source], group=self.group)
+            if source == self.rank:
+                continue
+            parts = flat.split([tensor.numel() for tensor in alike])
+            with torch.no_grad():
+                for tensor, part in zip(alike, parts, strict=True):
+                    tensor.copy_(part.view(tensor.shape))
+
+    def check_alike(self, layout: Layout) -> None:
+        """Compare what the replicas have.
+
+        Raises:
+            ReplicasDiffer: on every replica; names the first difference.
+        """
+        layouts = [Layout.from_bytes(one) for one in self.gather_bytes(layout.to_bytes())]
+        for dp_rank, other in enumerate(layouts):
+            if difference := layouts[0].first_difference(other):
+                raise ReplicasDiffer(
+                    f"smp: dp_rank {dp_rank} (rank {self.global_ranks[dp_rank]}) has another "
+                    f"model than dp_rank 0 (rank {self.global_ranks[0]}): it has {difference}"
+                )

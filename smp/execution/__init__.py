@@ -1,0 +1,1 @@
+"""A step: microbatches, what the server calls, what travels with a call."""

@@ -1,0 +1,196 @@
+"""What happens before the first step of a model: tracing, partition, agreement.
+
+One rank traces and decides; every rank gets the decision, checks that it is about the
+same model, and applies it.
+"""
+
+import hashlib
+import itertools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from smp import _core, model
+from smp.execution import failures, pool, runtime
+from smp.job import objects
+from smp.partitioning import tracing
+from smp.partitioning.partition import Partition, make_partition, pin_of
+from smp.ranks import CommGroup
+from smp.saving import state_dicts
+
+if TYPE_CHECKING:
+    from smp.execution.runtime import Runtime
+    from smp.model import DistributedModel
+
+
+class PartitionMismatch(RuntimeError):
+    """The ranks built different models."""
+
+
+def partition_models(
+    rt: "Runtime", models: Sequence["DistributedModel"], run_traced: Callable[[], Any]
+) -> None:
+    """Partition the models and make this rank's part of it.  Collective over all ranks.
+
+    Args:
+        models: in order of creation.
+        run_traced: runs the step function on one microbatch, without backward.
+
+    Raises:
+        PartitionError: pins that cannot be met.
+        PartitionMismatch: a rank has another model; on every rank.
+        Exception: what the traced run raised; on every rank.
+    """
+    mine = b""
+    error: BaseException | None = None
+    if rt.decides:
+        try:
+            mine = _core.pack(_decide(rt, models, run_traced))
+        except Exception as raised:  # noqa: BLE001 - the others wait for the decision
+            error = raised
+            mine = _core.pack((failures.describe(raised, None, 0, 0, rt.pp_rank), None, 0, 0))
+    packed, gates, backwards, pools = _core.unpack(rt.share_decision(mine))
+    if gates is None:
+        raise failures.rebuild(packed, error)
+    partitions = [Partition.from_bytes(one) for one in packed]
+    _check_models(models, partitions, gates)
+    rt.backwards = max(1, backwards)
+    for one, partition, stateful in zip(models, partitions, gates, strict=True):
+        one.apply_partition(partition, stateful)
+    _core.trim_heap()
+    rt.expected_in_pool += pools[rt.pp_rank]
+    _core.expect_in_pool(rt.expected_in_pool)
+    model.install(rt)
+    for one in models:
+        if one.data_parallel is not None:
+            one.data_parallel.broadcast()
+    for one in models:
+        state_dicts.load_deferred(one)
+    waiting = list(rt.after_partition)
+    rt.after_partition.clear()
+    for load in waiting:
+        load()
+    for one in models:
+        one.run_post_partition_hooks()
+
+
+def _decide(
+    rt: "Runtime", models: Sequence["DistributedModel"], run_traced: Callable[[], Any]
+) -> tuple[list[bytes], list[dict[str, int]], int, list[int]]:
+    """The partition of each model, its stateful modules, the backward calls of a step, and
+    what each rank will have in its pool."""
+    cfg = rt.cfg
+    traces: Sequence[tracing.Trace | None] = [None] * len(models)
+    if not cfg.skip_tracing:
+        traces = tracing.trace_models(
+            [m.module for m in models],
+            run_traced,
+            times=any(m.trace_execution_times for m in models),
+            meta=any(p.is_meta for m in models for p in m.module.parameters()),
+        )
+    partitions = [
+        make_partition(
+            m.module,
+            trace,
+            degree=rt.pp_size,
+            memory_weight=cfg.memory_weight,
+            default=cfg.default_partition,
+            auto=cfg.auto_partition,
+        )
+        for m, trace in zip(models, traces, strict=True)
+    ]
+    gates = [_stateful(m, trace) for m, trace in zip(models, traces, strict=True)]
+    pools = [0] * rt.pp_size
+    for m, trace, partition in zip(models, traces, partitions, strict=True):
+        if trace is not None:
+            more = pool.expected_bytes(
+                m.module, partition.rank_of, trace, rt.pp_size, rt.active_microbatches
+            )
+            pools = [a + b for a, b in zip(pools, more, strict=True)]
+    return [p.to_bytes() for p in partitions], gates, rt.traced_backwards, pools
+
+
+def _stateful(one: "DistributedModel", trace: tracing.Trace | None) -> dict[str, int]:
+    """Modules that microbatches must pass in order: path -> executions a microbatch.
+
+    Without a trace, every module with buffers, and the number is not known (0); nor is it
+    for a module that the traced microbatch did not run: another may take its branch.
+    Buffers that training changes may stay as they are in a traced evaluation, so BatchNorm
+    and the like count in any case.
+    """
+    out = {}
+    for path, module in one.module.named_modules():
+        if not module._buffers:
+            continue
+        if trace is None or trace.modules[path].executions == 0:
+            out[path] = 0
+        elif trace.modules[path].changed_buffers or hasattr(module, "track_running_stats"):
+            out[path] = trace.modules[path].executions
+    return out
+
+
+def _check_models(
+    models: Sequence["DistributedModel"],
+    partitions: Sequence[Partition],
+    gates: Sequence[dict[str, int]],
+) -> None:
+    """Compare what this rank has and will apply with the other ranks.
+
+    Raises:
+        PartitionMismatch: on every rank; names the first difference.
+    """
+    mine = _description(models, partitions, gates)
+    digest = hashlib.sha256("\n".join(mine).encode()).digest()
+    digests = objects.gather_bytes(runtime.FIRST_STEP, CommGroup.WORLD, digest)
+    if len(set(digests)) == 1:
+        return
+    everyone = [
+        told.decode().split("\n")
+        for told in objects.gather_bytes(
+            runtime.FIRST_STEP, CommGroup.WORLD, "\n".join(mine).encode()
+        )
+    ]
+    first = everyone[0]
+    rank, other = next((i, lines) for i, lines in enumerate(everyone) if lines != first)
+    pairs = itertools.zip_longest(first, other, fillvalue="nothing more")
+    here, there = next(pair for pair in pairs if pair[0] != pair[1])
+    raise PartitionMismatch(
+        f"smp: the ranks have different models: rank 0 has {here}; rank {rank} has {there}"
+    )
+
+
+def _description(
+    models: Sequence["DistributedModel"],
+    partitions: Sequence[Partition],
+    gates: Sequence[dict[str, int]],
+) -> list[str]:
+    """A line for each thing that all ranks must have alike."""
+    lines = [f"{len(models)} models to partition, {len(partitions)} partitions"]
+    for number, (one, partition, stateful) in enumerate(
+        zip(models, partitions, gates, strict=False)
+    ):
+        for path, module in one.module.named_modules():
+            where = f"on pp_rank {partition.rank_of.get(path, 'none')}"
+            if (pin := pin_of(module)) is not None:
+                where += f", pinned to {pin}"
+            if path in stateful:
+                where += ", passed in order"
+            lines.append(f"module '{path}' ({type(module).__name__}) {where}, model {number}")
+            lines += [_line("parameter", path, *one) for one in module._parameters.items()]
+            lines += [
+                _line("buffer", path, name, buffer)
+                for name, buffer in module._buffers.items()
+                if name not in module._non_persistent_buffers_set
+            ]
+    return lines
+
+
+def _line(kind: str, path: str, name: str, tensor: Tensor | None) -> str:
+    name = f"{path}.{name}" if path else name
+    if tensor is None or is_lazy(tensor):
+        return f"{kind} '{name}' without a value"
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    frozen = ", frozen" if isinstance(tensor, nn.Parameter) and not tensor.requires_grad else ""
+    return f"{kind} '{name}' {list(tensor.shape)} {dtype}{frozen}"

@@ -1,0 +1,248 @@
+"""The running system of one rank: the C core, the models it serves, the steps so far.
+
+``smp.init`` starts it after the groups are formed, ``smp.shutdown`` stops it first.
+"""
+
+import secrets
+import weakref
+from array import array
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from smp import _core
+from smp.execution import accelerator, autograd, failures, pickling, staging, thread_state
+from smp.job import objects, transports
+from smp.modules import hooks
+from smp.ranks import CommGroup
+
+if TYPE_CHECKING:
+    from smp.model import DistributedModel
+    from smp.state_mod import Job, State
+
+CONNECT_TIMEOUT_MS = 60_000
+SPIN_DECIDED_BY_CORE = -1
+FIRST_STEP = "the first step of a model"
+
+
+class Runtime:
+    """One rank's core and what Python keeps beside it.
+
+    Args:
+        job: what ``smp.init`` made.
+    """
+
+    def __init__(self, job: "Job"):
+        self.cfg = job.cfg
+        self.boot = job.boot
+        self.placement = job.placement
+        self.pp_group = job.groups["pp"]
+        self.pp_size = len(self.pp_group)
+        self.alone = job.boot.size == 1
+        self.pp_rank = self.pp_group.index(job.boot.rank)
+        # One rank decides about the partition, so that all replicas have the same.
+        self._decider = next(
+            r for r in range(job.boot.size) if job.placement.coordinates(r).pp == 0
+        )
+        self.models: list[weakref.ref[DistributedModel]] = []
+        self.after_partition: list[Callable[[], None]] = []  # loads that wait for it
+        self.local_error: BaseException | None = None
+        self.tracing = False
+        self.in_step = False
+        self.traced_backwards = 0  # model.backward calls while tracing
+        self.backwards = 1  # ... that a step function makes, as far as known
+        self.expected_in_pool = 0  # bytes of this rank's pool that the models need
+        self.trains = b""  # by entry: has parameters that require grad
+        self.grad_flags = b""  # by parameter, when trains was made
+        self.grad_told = ""  # ... in words
+        self.weights: list[float] = [1.0]  # samples by microbatch, of the step under way
+        self.microbatch = 0  # under way, without pipeline parallelism
+        self.backward_calls = 0  # model.backward calls in it so far
+        self.saw_backward = False  # the step called backward
+        self.hooks_wait = False  # a model has hooks for its next step
+        self.parameters: list[nn.Parameter] = []  # local ones, as the ledger numbers them
+        self.gates = array("i")  # by gate: calls a microbatch, 0 where not known
+        self.threads = torch.get_num_threads()
+        self.place: accelerator.Place | None = None  # of the last step's caller
+        self.staging = staging.Staging()
+        self.core_is_open = False
+        if self.pp_size > 1:
+            self._open_core()
+
+    @property
+    def decides(self) -> bool:
+        """Whether this rank traces and partitions."""
+        return self.boot.rank == self._decider
+
+    @property
+    def active_microbatches(self) -> int:
+        """How many microbatches may be under way at a time."""
+        if self.cfg.pipeline != "interleaved":
+            return self.cfg.microbatches
+        return min(self.cfg.active_microbatches or self.pp_size + 2, self.cfg.microbatches)
+
+    def share_decision(self, mine: bytes) -> bytes:
+        """The deciding rank's bytes, on every rank.  Collective over all ranks."""
+        return objects.gather_bytes(FIRST_STEP, CommGroup.WORLD, mine)[self._decider]
+
+    def _exchange(self, mine: bytes) -> list[bytes]:
+        """The bytes of each rank of the PP_GROUP, by pp_rank.  Collective over all ranks."""
+        everyone = self.boot.allgather_bytes(mine)
+        return [everyone[rank] for rank in self.pp_group]
+
+    def _open_core(self) -> None:
+        token = self._exchange(secrets.token_hex(16).encode() if self.pp_rank == 0 else b"")[0]
+        wanted = self.cfg.comm_transports
+        transports.offer(self.boot, wanted)
+        transports.check_interface(self.cfg.comm_interface)
+        card = _core.open(
+            self.pp_rank,
+            self.pp_size,
+            self.cfg.comm_pool_bytes or 0,
+            SPIN_DECIDED_BY_CORE,
+            ",".join(wanted) if wanted else None,
+            self.cfg.comm_interface,
+            transports.job_secret(self.boot, token),
+            self.cfg.watchdog_report_s,
+            self.cfg.watchdog_end_s,
+        )
+        self.core_is_open = True
+        _core.connect(self._exchange(card), CONNECT_TIMEOUT_MS)
+        self._exchange(b"")  # nobody sends before everybody listens
+        _core.configure(
+            send_apply=autograd.apply_of(autograd.Send),
+            recv_apply=autograd.apply_of(autograd.Recv),
+            enter_apply=autograd.apply_of(autograd.Enter),
+            leaf=torch.zeros((), requires_grad=True, device="cpu"),
+            seed_tensor=torch.empty((), dtype=torch.int64, device="cpu"),
+            describe_error=self._describe,
+            call_hooked=hooks.call_hooked,
+            serve_hooked=hooks.serve_hooked,
+            capture_state=thread_state.capture_for_call,
+            with_state=thread_state.serve_with_state,
+            worker_begin=self._worker_begin,
+            aborted=failures.StepAborted,
+            dumps=pickling.dumps,
+            loads=pickling.loads,
+            dense=staging.dense,
+            stage_out=self.staging.out,
+            stage_wait=self.staging.wait,
+            stage_in=self.staging.into,
+        )
+
+    def share_place(self) -> None:
+        """Have the workers use the calling thread's device, stream and generator."""
+        place = accelerator.place()
+        if place != self.place:
+            self.place = place
+            _core.configure(
+                enter_device=None if place is None else place.enter,
+                device_generator=accelerator.generator(),
+            )
+
+    def _worker_begin(self) -> None:
+        torch.set_num_threads(self.threads)  # OpenMP keeps this by thread
+
+    def _describe(
+        self, error: BaseException, path: str | None, microbatch: int, phase: int
+    ) -> tuple:
+        self.local_error = error
+        if failures.is_out_of_memory(error):
+            failures.add_note(error, self._memory())
+        return failures.describe(error, path, microbatch, phase, self.pp_rank)
+
+    def _memory(self) -> str:
+        """What this rank's memory holds, by kind."""
+
+        def mib(tensors: Iterable[Tensor | None]) -> int:
+            return sum(t.nbytes for t in tensors if t is not None) >> 20
+
+        parameters = [p for m in self.live_models() for p in m.local_parameters()]
+        buffers = [b for m in self.live_models() for _, b in m.local_named_buffers()]
+        pool = _core.counters()
+        return (
+            f"memory of pp_rank {self.pp_rank}: parameters {mib(parameters)} MiB, gradients "
+            f"{mib(p.grad for p in parameters)} MiB, buffers {mib(buffers)} MiB, pool for "
+            f"messages {pool['pool_in_use'] >> 20} of {pool['pool_size'] >> 20} MiB in use"
+        )
+
+    def seeds(self, tensors: tuple[Tensor, ...], given: Any, average: bool) -> list:
+        """The gradients that a backward starts with; None is a scalar's 1.
+
+        With averaging, microbatch i starts with its share n_i/N of the samples, so that
+        the gradients are those of the whole batch's mean.
+        """
+        if given is None or isinstance(given, Tensor):
+            given = [given] * len(tensors)
+        here = _core.current()
+        share = 1.0
+        if average and len(self.weights) > 1:
+            share = self.weights[here[0] if here else self.microbatch] / sum(self.weights)
+        seeds = []
+        for tensor, seed in zip(tensors, given, strict=True):
+            if seed is None:
+                if tensor.numel() != 1:
+                    raise RuntimeError(
+                        f"smp: model.backward got a tensor of shape {tuple(tensor.shape)}; "
+                        "give a scalar loss, or grad_tensors"
+                    )
+                seed = None if share == 1.0 else torch.full_like(tensor, share)
+            elif share != 1.0:
+                seed = seed * share
+            seeds.append(seed)
+        return seeds
+
+    def in_last_backward(self) -> bool:
+        """Whether no later backward of the step is expected (pipeline degree 1)."""
+        if not self.in_step:
+            return True
+        last = self.microbatch == self.cfg.microbatches - 1
+        return last and self.backward_calls >= self.backwards
+
+    def next_gate(self, calls: int) -> int:
+        """The number of a new gate that a microbatch passes ``calls`` times."""
+        self.gates.append(calls)
+        return len(self.gates) - 1
+
+    def live_models(self) -> list["DistributedModel"]:
+        """The models that still exist, in order of creation: alike on all ranks."""
+        return [m for m in (ref() for ref in self.models) if m is not None]
+
+    def close(self) -> None:
+        """Stop the core's threads and leave the other ranks; never waits for them."""
+        if self.core_is_open:
+            self.core_is_open = False
+            try:
+                self.staging.end()
+            finally:  # a device that failed must not keep the core's threads
+                _core.close()
+
+
+current: Runtime | None = None
+
+
+def start(state: "State") -> None:
+    """Start the core.  Collective over all ranks."""
+    global current
+    current = Runtime(state.job("smp.execution.runtime.start()"))
+
+
+def stop() -> None:
+    """Stop the core on this rank; never waits for the others."""
+    global current
+    if current is not None:
+        running, current = current, None
+        running.close()
+
+
+def get(caller: str) -> Runtime:
+    """The running system.
+
+    Raises:
+        RuntimeError: before ``smp.init``; names what was called.
+    """
+    if current is None:
+        raise RuntimeError(f"{caller} needs smp.init(): call it at the start of the script")
+    return current

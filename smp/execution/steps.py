@@ -1,0 +1,435 @@
+"""``@smp.step``: running a training step once per microbatch, pipelined.
+
+pp_rank 0 runs the step function; the others serve it.  Order, workers and messages are
+in ``csrc/server``.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from smp import _core, model
+from smp.data_parallel import data_parallel
+from smp.data_parallel.reduction import Reduction
+from smp.execution import (
+    accelerator,
+    context_variables,
+    failures,
+    first_step,
+    microbatches,
+    runtime,
+    thread_state,
+)
+from smp.execution.runtime import Runtime
+from smp.job import interrupts
+
+_FORWARD, _BACKWARD = 0, 1
+_SIMPLE, _INTERLEAVED, _LISTED, _SERVE = 0, 1, 2, -1
+
+
+def is_tracing() -> bool:
+    """Whether the step function runs now to be traced, before the first real step."""
+    return runtime.current is not None and runtime.current.tracing
+
+
+def step(
+    function: Callable | None = None,
+    *,
+    non_split_inputs: list[str] | None = None,
+    input_split_axes: dict[str, int] | None = None,
+    detach_outputs: bool = True,
+) -> Callable:
+    """Decorate a training or evaluation step.
+
+    Every tensor in the arguments is cut along axis 0 into ``microbatches`` pieces, the
+    function runs once for each, and returned tensors become :class:`smp.StepOutput`.
+
+    Args:
+        function: the step function; calls the model and ``model.backward(loss)``.
+        non_split_inputs: names of arguments that every microbatch gets whole.
+        input_split_axes: name -> axis to cut along, where it is not 0.
+        detach_outputs: return tensors without their graph.
+
+    Raises:
+        ValueError: a batch is smaller than the number of microbatches.
+
+    Source: SageMaker Python SDK documentation, ``smp.step``.
+    """
+    if function is None:
+        return functools.partial(
+            step,
+            non_split_inputs=non_split_inputs,
+            input_split_axes=input_split_axes,
+            detach_outputs=detach_outputs,
+        )
+    splitter = microbatches.Splitter(function, non_split_inputs, input_split_axes)
+    name = _name_of(function)
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        rt = runtime.current
+        if rt is None:
+            rt = runtime.get(f"the @smp.step function {function.__name__}")
+        if rt.alone:
+            return _run_alone(rt, function, splitter, detach_outputs, args, kwargs)
+        return Step(rt, function, name, splitter, detach_outputs).run(args, kwargs)
+
+    return run
+
+
+def _name_of(function: Callable) -> str:
+    """A function's name and place, the same on every rank."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    name = getattr(function, "__qualname__", type(function).__name__)
+    return name if code is None else f"{name} (line {code.co_firstlineno})"
+
+
+def _begin(rt: Runtime, function: Callable) -> None:
+    if rt.in_step:
+        raise RuntimeError(
+            f"smp: the step function {function.__name__} was called inside another"
+        )
+    rt.in_step = True
+    rt.saw_backward = False
+
+
+def _run_alone(
+    rt: Runtime,
+    function: Callable,
+    splitter: microbatches.Splitter,
+    detach: bool,
+    args: tuple,
+    kwargs: dict,
+) -> Any:
+    """A step of a job of one rank; short, because it stands beside a bare loop."""
+    _begin(rt, function)
+    try:
+        hooked = rt.live_models() if rt.hooks_wait else ()
+        for one in hooked:
+            one.run_post_partition_hooks()
+        calls, rt.weights = splitter.split(rt.cfg.microbatches, args, kwargs)
+        output = _run_in_order(rt, function, detach, calls)
+        for one in hooked:
+            one.run_post_step_hooks()
+            rt.hooks_wait = False
+        return output
+    finally:
+        rt.in_step = False
+
+
+def _run_in_order(
+    rt: Runtime, function: Callable, detach: bool, calls: list[tuple[tuple, dict]]
+) -> Any:
+    """One microbatch after the other, without a pipeline."""
+    outputs = []
+    for i, (args, kwargs) in enumerate(calls):
+        rt.microbatch, rt.backward_calls = i, 0
+        output = function(*args, **kwargs)
+        outputs.append(microbatches.map_tensors(output, Tensor.detach) if detach else output)
+        rt.backwards = max(1, rt.backward_calls)
+    return microbatches.merge(outputs, rt.weights)
+
+
+class Step:
+    """One call of a step function."""
+
+    def __init__(
+        self,
+        rt: Runtime,
+        function: Callable,
+        name: str,
+        splitter: microbatches.Splitter,
+        detach_outputs: bool,
+    ):
+        self.rt = rt
+        self.function = function
+        self.name = name
+        self.splitter = splitter
+        self.detach = detach_outputs
+        self.count = rt.cfg.microbatches
+        self.calls: list[tuple[tuple, dict]] = []
+        self.outputs: list[Any] = [None] * self.count
+        self.reduction: Reduction | None = None  # gradients are exchanged after the step
+        self.before: StepState | None = None
+        self.description: tuple | None = None  # of the step's failure
+
+    def run(self, args: tuple, kwargs: dict) -> Any:
+        rt = self.rt
+        _begin(rt, self.function)
+        try:
+            models = rt.live_models()
+            refused = self._split_or_refuse(args, kwargs)
+            if rt.pp_size == 1:
+                for one in models:
+                    one.run_post_partition_hooks()
+                run = self._run_unpipelined
+            else:
+                self._partition_new_models(refused)
+                run = self._run_pipelined
+            replicated = [m for m in models if m.data_parallel is not None]
+            if replicated:
+                output = self._run_replicated(run, refused, replicated)
+            else:
+                output = run(refused)
+            for one in models:
+                one.run_post_step_hooks()
+            return output
+        finally:
+            rt.in_step = False
+            self.calls = []
+
+    def _split(self, args: tuple, kwargs: dict) -> None:
+        self.calls, self.rt.weights = self.splitter.split(self.count, args, kwargs)
+
+    def _split_or_refuse(self, args: tuple, kwargs: dict) -> Exception | None:
+        """Cut the arguments on pp_rank 0; what is wrong with them is for every rank."""
+        if self.rt.pp_rank == 0:
+            try:
+                self._split(args, kwargs)
+            except Exception as refused:  # noqa: BLE001 - the other ranks are waiting
+                return refused
+        return None
+
+    # ----------------------------------------------------------- with the other replicas
+
+    def _run_replicated(
+        self, run: Callable, refused: Exception | None, models: list[model.DistributedModel]
+    ) -> Any:
+        """Run the step; its gradients are averaged over the replicas.
+
+        A step without a backward in evaluation mode is this replica's own.
+        """
+        rt = self.rt
+        trains = torch.is_grad_enabled() and any(m.training for m in models)
+        if trains:
+            self.reduction = data_parallel.begin(data_parallel.due(models))
+        try:
+            output = run(refused)
+        except BaseException as error:
+            if self.reduction is not None:
+                told = self.description or failures.describe(
+                    error, None, rt.microbatch, 0, rt.pp_rank
+                )
+                data_parallel.finish(self.reduction, error, told)
+            raise
+        if rt.saw_backward and not trains:
+            self.reduction = data_parallel.begin(data_parallel.due(models), with_buffers=False)
+        if self.reduction is not None:
+            try:
+                data_parallel.finish(self.reduction)
+            except BaseException:
+                if self.before is not None:
+                    self.before.restore()
+                raise
+        return output
+
+    # ------------------------------------------------------------- without a pipeline
+
+    def _run_unpipelined(self, refused: Exception | None) -> Any:
+        if refused is not None:
+            raise refused
+        return _run_in_order(self.rt, self.function, self.detach, self.calls)
+
+    def _keep(self, output: Any) -> Any:
+        if not self.detach:
+            return output
+        return microbatches.map_tensors(output, _own)
+
+    # ------------------------------------------------------------------ the first step
+
+    def _partition_new_models(self, refused: Exception | None) -> None:
+        rt = self.rt
+        new = [m for m in rt.live_models() if not m.partitioned]
+        if not new:
+            return
+        first_step.partition_models(rt, new, lambda: self._run_traced(refused))
+
+    def _run_traced(self, refused: Exception | None) -> None:
+        """Run the step function on the first microbatch, without backward."""
+        if refused is not None:
+            raise refused
+        args, kwargs = self.calls[0]
+        self.rt.tracing = True
+        self.rt.traced_backwards = 0
+        try:
+            self.function(*args, **kwargs)
+        finally:
+            self.rt.tracing = False
+
+    # -------------------------------------------------------------------- the pipeline
+
+    def _run_pipelined(self, refused: Exception | None) -> Any:
+        rt = self.rt
+        models = [m for m in rt.live_models() if m.partitioned]
+        if model.requires_grad_flags(models) != rt.grad_flags:
+            model.install_gradients(rt, models)
+        before = self.before = StepState(models)
+        try:
+            plan = self._plan(refused)
+        except Exception as error:
+            _core.skip_step(failures.describe(error, None, 0, 0, rt.pp_rank))
+            raise
+        seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
+        random_state = accelerator.RandomState()
+        rt.share_place()
+        context_variables.begin_step()
+        self.state = thread_state.capture()
+        self.grad = torch.is_grad_enabled()
+        _core.gradients_begin(self.count, rt.backwards, self._on_complete())
+        failed = True
+        try:
+            ok, value = self._run_core(plan, seed)
+            if not ok:
+                self.description = value
+                local, rt.local_error = rt.local_error, None
+                raise failures.rebuild(value, local)
+            failed = False
+        finally:
+            _core.gradients_end(failed)
+            if failed:
+                before.restore()
+            else:
+                random_state.restore()
+        outputs, weights, rt.saw_backward = value
+        return microbatches.merge(list(outputs), list(weights))
+
+    def _run_core(self, plan: tuple, seed: int) -> tuple[bool, Any]:
+        """Whether the step went well, and what pp_rank 0 gave all ranks at its end.
+
+        What this rank's core finds, and Ctrl-C, is for every rank.
+        """
+        rt = self.rt
+        try:
+            with interrupts.heard():
+                ok, value = _core.step(
+                    *plan,
+                    rt.trains,
+                    self._run_microbatch,
+                    seed,
+                    rt.backwards,
+                    self._described(),
+                )
+            if ok and rt.pp_rank == 0:
+                value = (self.outputs, rt.weights, rt.saw_backward)
+                _core.send_end(value)
+            return ok, value
+        except ConnectionError as error:
+            # That a rank died each finds by itself, and what it wanted of it; that one has
+            # left in order only those find that need it.
+            if "[SMP_ERR_PEER_LOST]" not in str(error):
+                _core.send_abort(failures.describe(error, None, 0, 0, rt.pp_rank))
+            raise
+        except BaseException as error:
+            _core.send_abort(failures.describe(error, None, 0, 0, rt.pp_rank))
+            raise
+
+    def _described(self) -> bytes:
+        """What all ranks must have alike in this step, for people to read."""
+        modes = {m.training for m in self.rt.live_models()}
+        mode = "a part of the models" if len(modes) > 1 else "models"
+        trains = "evaluation" if modes == {False} else "training"
+        return f"{self.name}, {mode} in {trains} mode, {self.rt.grad_told}".encode()
+
+    def _on_complete(self) -> Callable[[int], None] | None:
+        """What the ledger calls when a gradient is complete for this step."""
+        reduction = self.reduction
+        if reduction is None:
+            return None
+        parameters = self.rt.parameters
+        return lambda number: reduction.complete(parameters[number])
+
+    def _plan(self, refused: Exception | None) -> tuple[int, int, int, list[tuple[int, int]]]:
+        """Kind, microbatches, active microbatches and turns of the schedule.
+
+        Raises:
+            ValueError: a schedule that cannot be followed; or what was refused before.
+        """
+        if refused is not None:
+            raise refused
+        kind, turns, active = self._schedule()
+        if kind == _LISTED:
+            _core.check_schedule(self.count, turns)
+        return kind, self.count, active, turns
+
+    def _schedule(self) -> tuple[int, list[tuple[int, int]], int]:
+        rt = self.rt
+        active = rt.active_microbatches
+        if rt.pp_rank != 0:
+            return _SERVE, [], active
+        if rt.cfg.pipeline == "simple":
+            return _SIMPLE, [], self.count
+        if rt.cfg.pipeline == "interleaved":
+            return _INTERLEAVED, [], active
+        return _LISTED, read_turns(rt.cfg.pipeline, self.count), self.count
+
+    def _run_microbatch(self, microbatch: int) -> None:
+        """Called by the core, on a worker thread, for each microbatch."""
+        args, kwargs = self.calls[microbatch]
+        with torch.set_grad_enabled(self.grad):
+            if self.state is None:
+                output = self.function(*args, **kwargs)
+            else:
+                output = thread_state.with_state(self.state, self.function, args, kwargs)
+        self.outputs[microbatch] = self._keep(output)
+
+
+def read_turns(pipeline: Any, count: int) -> list[tuple[int, int]]:
+    """The user's schedule as (microbatch, phase) pairs with phase 0 or 1.
+
+    Args:
+        pipeline: a list of pairs, or a callable that gets the number of microbatches and
+            returns or yields them; phase is ``"forward"`` or ``"backward"``, or 0 or 1.
+
+    Raises:
+        ValueError: a pair is malformed; the core refuses an impossible order.
+    """
+    phases = {
+        "forward": _FORWARD,
+        "backward": _BACKWARD,
+        _FORWARD: _FORWARD,
+        _BACKWARD: _BACKWARD,
+    }
+    turns = []
+    for turn in pipeline(count) if callable(pipeline) else pipeline:
+        try:
+            microbatch, phase = turn
+            turns.append((int(microbatch), phases[phase]))
+        except (TypeError, ValueError, KeyError):
+            raise ValueError(
+                f"smp: the schedule holds {turn!r}; each entry is (microbatch, phase) with "
+                "phase 'forward' or 'backward'"
+            ) from None
+    return turns
+
+
+class StepState:
+    """What a step that fails puts back: changed buffers and random numbers."""
+
+    def __init__(self, models: Sequence[model.DistributedModel]):
+        self.random = accelerator.RandomState()
+        self.buffers = [
+            (module._buffers, name, buffer, buffer.clone())
+            for one in models
+            for module in one.stateful_modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+
+    def restore(self) -> None:
+        """Put everything back as it was."""
+        self.random.restore()
+        for owner, name, buffer, value in self.buffers:
+            owner[name] = buffer
+            with torch.no_grad():
+                buffer.copy_(value)
+
+
+def _own(tensor: Tensor) -> Tensor:
+    """The tensor without its graph, in memory of its own: blocks of the pool go back."""
+    tensor = tensor.detach()
+    foreign = tensor.device.type == "cpu" and not tensor.untyped_storage().resizable()
+    return tensor.clone() if foreign else tensor

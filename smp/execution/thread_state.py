@@ -1,0 +1,98 @@
+"""What PyTorch keeps by thread and a request must carry: see design.md, section 3.
+
+Grad mode travels in the envelope; the rest is rare and travels as a value.
+"""
+
+import contextvars
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _device
+
+from smp.execution import context_variables, runtime
+from smp.modules import hooks
+
+
+def _autocast_devices() -> list[str]:
+    device = torch.accelerator.current_accelerator()
+    return ["cpu"] if device is None else ["cpu", device.type]
+
+
+_any_autocast = torch._C._is_any_autocast_enabled
+_function_modes = torch._C._len_torch_function_stack
+_inference = torch.is_inference_mode_enabled
+_copy_context = contextvars.copy_context
+
+
+def capture() -> tuple | None:
+    """The thread's state where it differs from a fresh worker's; None where it does not.
+
+    Returns:
+        ``(inference mode, ((device, dtype, cache), ...), default device or None)``
+    """
+    if not (_any_autocast() or _function_modes() or _inference()):
+        return None
+    autocast = tuple(
+        (device, torch.get_autocast_dtype(device), torch.is_autocast_cache_enabled())
+        for device in _autocast_devices()
+        if torch.is_autocast_enabled(device)
+    )
+    default = None
+    for i in range(_function_modes()):
+        mode = torch._C._get_function_stack_at(i)
+        if isinstance(mode, _device.DeviceContext):
+            default = mode.device
+    if not autocast and default is None and not _inference():
+        return None
+    return _inference(), autocast, default
+
+
+def capture_for_call() -> tuple[tuple, Callable | None] | None:
+    """What a remote call carries: of :func:`capture`, and of the context variables.
+
+    Returns:
+        the state for :func:`serve_with_state`, and what to call after the response.
+    """
+    state = capture()
+    if not _copy_context():
+        return None if state is None else ((state, ()), None)
+    collected = context_variables.collect()
+    if collected is None:
+        return None if state is None else ((state, ()), None)
+    return (state, collected.values), collected.settle
+
+
+def serve_with_state(
+    carried: tuple, function: Callable, args: tuple, kwargs: dict | None
+) -> Any:
+    """Call the function as its caller would on another rank."""
+    state, collected = carried
+    tokens = []
+    if collected:
+        models = [] if runtime.current is None else runtime.current.live_models()
+        tokens = context_variables.set_collected(collected, [m.module for m in models])
+        if isinstance(function, nn.Module):  # it may have hooks now, which are the caller's
+            function, args = hooks.serve_hooked, (function, args, kwargs, False)
+            kwargs = None
+    try:
+        if state is None:
+            return function(*args, **(kwargs or {}))
+        return with_state(state, function, args, kwargs)
+    finally:
+        context_variables.reset(tokens)
+
+
+def with_state(state: tuple, function: Callable, args: tuple, kwargs: dict | None) -> Any:
+    """Call the function in the captured state."""
+    inference, autocast, default = state
+    with ExitStack() as stack:
+        if inference:
+            stack.enter_context(torch.inference_mode())
+        for device, dtype, cache in autocast:
+            stack.enter_context(torch.autocast(device, dtype=dtype, cache_enabled=cache))
+        if default is not None:
+            stack.enter_context(torch.device(default))
+        return function(*args, **(kwargs or {}))

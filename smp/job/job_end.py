@@ -1,0 +1,163 @@
+"""An exception that nobody catches ends the whole job.
+
+Without this, the other ranks would wait for the one that is gone: MPI's own clean-up at
+exit waits for them, and they wait for its messages.  The first rank of a host to fail
+prints its traceback; what then fails because of it (a connection that closed) prints
+one line.
+"""
+
+import fcntl
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+from smp.job.bootstrap import Bootstrap, OverMPI
+
+# A thread's exception ends the job when it came through one of these: then other ranks
+# may wait for the thread.  Other threads are the script's own affair.
+COLLECTIVE = ("smp", "torch.distributed", "mpi4py")
+EXIT_INTERRUPTED = 130  # what a shell reports for a program that Ctrl-C ended
+
+
+class FirstFailure:
+    """A flag that the ranks of a host share: who failed first.
+
+    It is a file without a name (memfd) that the host's first rank makes and the others
+    open through /proc, so nothing is left behind however the job ends.
+    """
+
+    def __init__(self, boot: Bootstrap) -> None:
+        self._fd: int | None = None
+        if boot.local_rank == 0 and hasattr(os, "memfd_create"):
+            self._fd = os.memfd_create("smp-first-failure")
+        mine = f"{boot.host} {os.getpid()} {-1 if self._fd is None else self._fd}"
+        for card in boot.allgather_bytes(mine.encode()):
+            host, pid, fd = map(int, card.split())
+            if self._fd is None and host == boot.host and fd >= 0:
+                try:
+                    self._fd = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+                except OSError:  # another user's process: every rank counts as first
+                    break
+        boot.barrier()  # the first rank's file stays open until all have it
+
+    def claim(self, rank: int) -> int:
+        """The rank that failed first: this one, when nobody claimed before."""
+        if self._fd is None:
+            return rank
+        fcntl.lockf(self._fd, fcntl.LOCK_EX)
+        try:
+            if said := os.pread(self._fd, 16, 0):
+                return int(said)
+            os.pwrite(self._fd, str(rank).encode(), 0)
+            return rank
+        finally:
+            fcntl.lockf(self._fd, fcntl.LOCK_UN)
+
+    def close(self) -> None:
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+
+class Watch:
+    """The exception hooks of this process, from `start` to `stop`."""
+
+    def __init__(self, boot: Bootstrap) -> None:
+        self.boot = boot
+        self.pid = os.getpid()
+        self.first = FirstFailure(boot)
+        self.previous: tuple[Callable, Callable] | None = None
+
+    def start(self) -> None:
+        if self.boot.size > 1 and not is_interactive():
+            self.previous = (sys.excepthook, threading.excepthook)
+            sys.excepthook = self._main_failed
+            threading.excepthook = self._thread_failed
+
+    def stop(self) -> None:
+        if self.previous is not None:
+            if sys.excepthook == self._main_failed:
+                sys.excepthook = self.previous[0]
+            if threading.excepthook == self._thread_failed:
+                threading.excepthook = self.previous[1]
+            self.previous = None
+        self.first.close()
+
+    def _main_failed(
+        self,
+        kind: type[BaseException],
+        error: BaseException,
+        trace: TracebackType | None,
+    ) -> None:
+        assert self.previous is not None
+        show = self.previous[0]
+        if os.getpid() != self.pid:  # a forked child is not a rank
+            show(kind, error, trace)
+            return
+        self._end(kind, error, lambda: show(kind, error, trace), "")
+
+    def _thread_failed(self, args: Any) -> None:
+        assert self.previous is not None
+        show = self.previous[1]
+        if os.getpid() != self.pid or not took_part(args.exc_traceback):
+            show(args)
+            return
+        name = args.thread.name if args.thread is not None else "?"
+        self._end(args.exc_type, args.exc_value, lambda: show(args), f" in thread {name!r}")
+
+    def _end(
+        self,
+        kind: type[BaseException],
+        error: BaseException,
+        show: Callable[[], None],
+        where: str,
+    ) -> None:
+        rank, size = self.boot.rank, self.boot.size
+        try:
+            first = self.first.claim(rank)
+            if first == rank:
+                show()
+                say(f"smp: rank {rank} of {size}: not caught{where}; ending all ranks")
+            else:
+                line = traceback.format_exception_only(kind, error)[-1].strip()
+                say(f"smp: rank {rank} of {size}, after rank {first} failed: {line}")
+        finally:
+            end_all_ranks(
+                self.boot, EXIT_INTERRUPTED if issubclass(kind, KeyboardInterrupt) else 1
+            )
+
+
+def end_all_ranks(boot: Bootstrap, code: int) -> None:
+    """End this process now, and with it the job.  Does not return."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError, AttributeError):  # closed, or none at all
+            continue
+    if isinstance(boot, OverMPI):
+        boot.comm.Abort(code)
+    os._exit(code)
+
+
+def took_part(trace: TracebackType | None) -> bool:
+    """Whether the exception passed through code that other ranks take part in."""
+    return any(
+        (frame.f_globals.get("__name__") or "").partition(".")[0] == name
+        or (frame.f_globals.get("__name__") or "").startswith(name + ".")
+        for frame, _ in traceback.walk_tb(trace)
+        for name in COLLECTIVE
+    )
+
+
+def is_interactive() -> bool:
+    """A prompt or a notebook: there an exception is an answer, not an end."""
+    return hasattr(sys, "ps1") or bool(sys.flags.interactive) or "ipykernel" in sys.modules
+
+
+def say(line: str) -> None:
+    if sys.stderr is not None:
+        print(line, file=sys.stderr, flush=True)

@@ -1,0 +1,401 @@
+"""Sending objects between ranks: any object that can be pickled, tensors apart from it.
+
+A message is: two lengths; a pickle of the tensors' shapes and one of the object, in
+which each tensor is a number; then the bytes of each tensor, taken from and read into
+the tensor's own memory.  All of it goes over a torch group of its own (gloo), so a
+script's own ``torch.distributed.send`` never meets it.
+
+Messages from one rank to another arrive in the order in which they were sent.  Every
+call waits until it is matched; it takes part on the calling thread.  What all ranks of a
+group do together outside a step goes this way, checkpoints and the first step's agreement
+too: its messages say which call they belong to, and another one is refused.
+"""
+
+import io
+import pickle
+import threading
+from collections import defaultdict
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from smp import _core
+from smp.job.together import Call, CallMismatch
+from smp.ranks import CommGroup, RankType
+from smp.state_mod import Job, state
+
+# Messages of one tag are in order.  One thread may send while another is in a collective;
+# all collectives share a tag, so that two different ones meet.
+TAG_SEND = 0
+TAG_TOGETHER = 1
+
+
+def broadcast(obj: Any, group: CommGroup) -> None:
+    """Send ``obj`` to every other member of this rank's ``group``; they call `recv_from`.
+
+    Waits until all of them have it.
+    """
+    job, members = _members("smp.broadcast()", group)
+    parcel = Parcel.of(obj)
+    others = [member for member in members if member != job.boot.rank]
+    sends = [(other, _post(job, parcel, other, TAG_SEND)) for other in others]
+    for other, works in sends:
+        _wait(works, f"smp.broadcast(..., {group}): sending to rank {other}")
+
+
+def send(obj: Any, dest_rank: int, rank_type: RankType) -> None:
+    """Send ``obj`` to the rank ``dest_rank`` of this rank's group of that type.
+
+    Returns when the receiver has taken it.
+
+    Raises:
+        ValueError: no such rank, or this rank itself.
+        RuntimeError: the receiver is gone.
+    """
+    job, dest = _peer("smp.send()", dest_rank, rank_type)
+    works = _post(job, Parcel.of(obj), dest, TAG_SEND)
+    _wait(works, f"smp.send(..., {dest_rank}, {rank_type}): sending to rank {dest}")
+
+
+def recv_from(src_rank: int, rank_type: RankType) -> Any:
+    """The next object that rank ``src_rank`` of that type sends or broadcasts to this one.
+
+    A tensor that was on a GPU arrives on this rank's current one.
+
+    Raises:
+        ValueError: no such rank, or this rank itself.
+        RuntimeError: the sender is gone.
+    """
+    job, src = _peer("smp.recv_from()", src_rank, rank_type)
+    return _take(job, src, TAG_SEND, f"smp.recv_from({src_rank}, {rank_type})").open()
+
+
+def allgather(obj: Any, group: CommGroup) -> list[Any]:
+    """Every member's object, by its rank in the group.  Collective over the group.
+
+    What this rank gave comes back as a copy, like that of the others.
+    """
+    job, members = _members("smp.allgather()", group)
+    doing = f"smp.allgather(..., {group})"
+    parcels = _exchange(_Together(job, "smp.allgather", group, doing), Parcel.of(obj))
+    return [
+        (parcel.copy() if member == job.boot.rank else parcel).open()
+        for member, parcel in zip(members, parcels, strict=True)
+    ]
+
+
+def gather_bytes(what: str, group: CommGroup, data: bytes = b"") -> list[bytes]:
+    """Every member's bytes, by its rank in the group.  Collective over the group.
+
+    Args:
+        what: the call of the script's that this is part of, for when another meets it.
+
+    Raises:
+        CallMismatch: that happened.
+    """
+    job, _ = _members(what, group)
+    together = _Together(job, what, group, what)
+    return [parcel.pickled for parcel in _exchange(together, Parcel([], data, []))]
+
+
+def _exchange(together: "_Together", parcel: "Parcel") -> list["Parcel"]:
+    """Every member's parcel."""
+    with together:
+        for member in together.others:
+            together.post(member, parcel)
+        return [
+            together.take(member) if member in together.others else parcel
+            for member in together.members
+        ]
+
+
+def barrier(group: CommGroup = CommGroup.WORLD) -> None:
+    """Wait until every rank of ``group`` is here."""
+    job, members = _members("smp.barrier()", group)
+    me, size = members.index(job.boot.rank), len(members)
+    # Dissemination: after round i each rank has heard, through others, of the 2^i
+    # ranks before it.
+    step = 1
+    with _Together(job, "smp.barrier", group, f"smp.barrier({group})") as together:
+        while step < size:
+            together.post(members[(me + step) % size], NOTHING)
+            together.take(members[(me - step) % size])
+            step *= 2
+
+
+class _Together:
+    """One call that all members of a group make; on leaving, what was sent has arrived."""
+
+    def __init__(self, job: Job, what: str, group: CommGroup, doing: str) -> None:
+        self.job = job
+        self.call = job.calls.begin(what, group.name)
+        self.members = job.groups[group.value]
+        self.others = [member for member in self.members if member != job.boot.rank]
+        self.doing = doing
+        self._sent: dict[int, list[dist.Work]] = {}
+
+    def post(self, member: int, parcel: "Parcel") -> None:
+        """Begin to send."""
+        parcel = replace(parcel, call=self.call)
+        self._sent[member] = _post(self.job, parcel, member, TAG_TOGETHER)
+
+    def take(self, member: int) -> "Parcel":
+        """What the member has sent.
+
+        Raises:
+            CallMismatch: it makes another call.
+        """
+        parcel = _take(self.job, member, TAG_TOGETHER, self.doing)
+        assert parcel.call is not None
+        if not self.call.matches(parcel.call):
+            raise self.job.calls.refuse(self.call, self.job.boot.rank, parcel.call, member)
+        return parcel
+
+    def __enter__(self) -> "_Together":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        if kind is None:
+            for works in self._sent.values():
+                _wait(works, self.doing)
+            return
+        if kind is CallMismatch:
+            for member in self.others:  # it may wait for this rank, and raises then
+                if member not in self._sent:
+                    self.post(member, NOTHING)
+        _unmatched.extend(self._sent.values())
+
+
+# What was sent to ranks that may never take it: its memory must stay.
+_unmatched: list[list[dist.Work]] = []
+
+
+def pp_barrier() -> None:
+    """Wait until every rank of this PP_GROUP is here."""
+    barrier(CommGroup.PP_GROUP)
+
+
+def tp_barrier() -> None:
+    """Wait until every rank of this TP_GROUP is here."""
+    barrier(CommGroup.TP_GROUP)
+
+
+def dp_barrier() -> None:
+    """Wait until every rank of this DP_GROUP is here."""
+    barrier(CommGroup.DP_GROUP)
+
+
+def rdp_barrier() -> None:
+    """Wait until every rank of this RDP_GROUP is here."""
+    barrier(CommGroup.RDP_GROUP)
+
+
+def mp_barrier() -> None:
+    """Wait until every rank of this MP_GROUP is here."""
+    barrier(CommGroup.MP_GROUP)
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What a receiver needs to make a tensor's memory."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]  # in the order of memory: the last is contiguous
+    order: tuple[int, ...]  # the dimension at each place of that order
+    requires_grad: bool
+    is_parameter: bool
+    on_accelerator: bool
+
+    @staticmethod
+    def of(tensor: Tensor) -> "Spec":
+        order = memory_order(tensor)
+        return Spec(
+            tensor.dtype,
+            tuple(tensor.shape[i] for i in order),
+            order,
+            tensor.requires_grad,
+            isinstance(tensor, nn.Parameter),
+            tensor.device.type != "cpu",
+        )
+
+    def rebuild(self, flat: Tensor) -> Tensor:
+        tensor = flat.permute(inverse(self.order))
+        if self.on_accelerator and torch.accelerator.is_available():
+            tensor = tensor.to(torch.accelerator.current_accelerator())
+        if self.is_parameter:
+            return nn.Parameter(tensor, self.requires_grad)
+        return tensor.requires_grad_(self.requires_grad)
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """One message: the pickles, and the tensors' values in the order of their memory."""
+
+    specs: list[Spec]
+    pickled: bytes
+    values: list[Tensor]  # contiguous, on the CPU
+    call: Call | None = None  # of a collective
+
+    @staticmethod
+    def of(obj: Any) -> "Parcel":
+        """Take the tensors out of an object; one that occurs twice travels once."""
+        tensors: list[Tensor] = []
+        numbers: dict[int, int] = {}
+
+        class Pickler(pickle.Pickler):
+            def persistent_id(self, value: Any) -> int | None:
+                if not travels_apart(value):
+                    return None
+                if id(value) not in numbers:
+                    numbers[id(value)] = len(tensors)
+                    tensors.append(value)
+                return numbers[id(value)]
+
+        buffer = io.BytesIO()
+        Pickler(buffer, protocol=pickle.HIGHEST_PROTOCOL).dump(obj)
+        specs = [Spec.of(tensor) for tensor in tensors]
+        values = [
+            tensor.detach().permute(spec.order).cpu().contiguous()
+            for tensor, spec in zip(tensors, specs, strict=True)
+        ]
+        return Parcel(specs, buffer.getvalue(), values)
+
+    def open(self) -> Any:
+        tensors = [
+            spec.rebuild(value) for spec, value in zip(self.specs, self.values, strict=True)
+        ]
+
+        class Unpickler(pickle.Unpickler):
+            def persistent_load(self, number: int) -> Tensor:
+                return tensors[number]
+
+        return Unpickler(io.BytesIO(self.pickled)).load()
+
+    def copy(self) -> "Parcel":
+        """The same, with memory of its own."""
+        return replace(self, values=[value.clone() for value in self.values])
+
+    def parts(self) -> list[Tensor]:
+        """What goes over the wire, as bytes; nothing is copied but the pickles."""
+        specs = pickle.dumps((self.call, self.specs))
+        lengths = torch.tensor([len(specs), len(self.pickled)])
+        head = torch.frombuffer(bytearray(specs + self.pickled), dtype=torch.uint8)
+        return [as_bytes(lengths), head, *(as_bytes(v) for v in self.values if v.numel())]
+
+
+NOTHING = Parcel([], pickle.dumps(None), [])
+
+
+def travels_apart(value: Any) -> bool:
+    """A plain tensor with memory of its own; anything else is the pickle's affair."""
+    return (
+        type(value) in (Tensor, nn.Parameter)
+        and value.layout is torch.strided
+        and not value.is_quantized
+        and not value.is_meta
+        and not value.is_conj()
+        and not value.is_neg()
+        and not value.__dict__
+    )
+
+
+def memory_order(tensor: Tensor) -> tuple[int, ...]:
+    """The dimensions from the largest stride to the smallest, if they fill memory densely.
+
+    So a transposed tensor arrives transposed.  Others (expanded, strided) arrive
+    contiguous.
+    """
+    strides = tensor.stride()
+    order = tuple(sorted(range(tensor.dim()), key=lambda i: (-strides[i], i)))
+    is_dense = tensor.permute(order).is_contiguous()
+    return order if is_dense else tuple(range(tensor.dim()))
+
+
+def inverse(order: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(sorted(range(len(order)), key=order.__getitem__))
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The memory of a contiguous tensor, as bytes."""
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+# The parts of one message follow each other: a thread posts or takes all of them.
+_posting: defaultdict[tuple[int, int], threading.Lock] = defaultdict(threading.Lock)
+_taking: defaultdict[tuple[int, int], threading.Lock] = defaultdict(threading.Lock)
+
+
+def _post(job: Job, parcel: Parcel, dest: int, tag: int) -> list[dist.Work]:
+    """Start sending; the works hold the memory until they are done."""
+    group = job.torch_groups.objects
+    with _posting[dest, tag]:
+        return [dist.isend(part, dest, group, tag) for part in parcel.parts()]  # type: ignore[misc]
+
+
+def _take(job: Job, src: int, tag: int, doing: str) -> Parcel:
+    group = job.torch_groups.objects
+
+    doing = f"{doing}: receiving from rank {src}"
+
+    def fill(tensor: Tensor) -> Tensor:
+        if tensor.numel():
+            _core.place(doing)  # the watchdog tells it, if this takes long
+            try:
+                dist.recv(as_bytes(tensor), src, group, tag)
+            except RuntimeError as error:
+                raise _gone(doing, error) from error
+            finally:
+                _core.place(None)
+        return tensor
+
+    with _taking[src, tag]:
+        in_specs, in_pickle = fill(torch.empty(2, dtype=torch.int64)).tolist()
+        head = fill(torch.empty(in_specs + in_pickle, dtype=torch.uint8)).numpy().tobytes()
+        call, specs = pickle.loads(head[:in_specs])
+        values = [fill(torch.empty(spec.shape, dtype=spec.dtype)) for spec in specs]
+    return Parcel(specs, head[in_specs:], values, call)
+
+
+def _wait(works: list[dist.Work], doing: str) -> None:
+    for work in works:
+        _core.place(doing)
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise _gone(doing, error) from error
+        finally:
+            _core.place(None)
+
+
+def _gone(doing: str, error: RuntimeError) -> RuntimeError:
+    return RuntimeError(f"{doing}: the connection is lost, that rank has ended ({error})")
+
+
+def _members(caller: str, group: CommGroup) -> tuple[Job, list[int]]:
+    job = state.job(caller)
+    if not isinstance(group, CommGroup):
+        raise TypeError(f"{caller} takes a group such as smp.PP_GROUP, got {group!r}")
+    return job, job.groups[group.value]
+
+
+def _peer(caller: str, rank: int, rank_type: RankType) -> tuple[Job, int]:
+    """The global rank behind a rank of a type."""
+    job = state.job(caller)
+    if not isinstance(rank_type, RankType):
+        raise TypeError(
+            f"{caller} takes a type such as smp.RankType.PP_RANK, got {rank_type!r}"
+        )
+    members = job.groups[rank_type.value]
+    if type(rank) is not int or not 0 <= rank < len(members):
+        raise ValueError(
+            f"{caller}: there is no {rank_type.name} {rank!r}; "
+            f"the group has {len(members)} ranks, from 0"
+        )
+    if members[rank] == job.boot.rank:
+        raise ValueError(
+            f"{caller}: {rank_type.name} {rank} is this rank itself, which would wait for ever"
+        )
+    return job, members[rank]

@@ -1,0 +1,1 @@
+"""What becomes of the user's modules: remote ones, hooks, late initialization."""

@@ -1,0 +1,58 @@
+"""Module hooks around a remote call.
+
+Pre-hooks run where the module runs (weight norm changes parameters there); forward and
+full backward hooks run where it is called (they write into the caller's objects).
+"""
+
+from typing import Any
+
+from torch import nn
+from torch.utils.hooks import BackwardHook
+
+from smp import _core
+from smp.modules.remote_modules import through_gate
+
+
+def serve_hooked(module: nn.Module, args: tuple, kwargs: dict | None, bare: bool) -> Any:
+    """Run the pre-hooks (unless ``bare``) and the forward of a module, on its owner."""
+    return through_gate(module, _run_hooked, module, args, kwargs or {}, bare)
+
+
+def _run_hooked(module: nn.Module, args: tuple, kwargs: dict, bare: bool) -> Any:
+    for key, hook in [] if bare else list(module._forward_pre_hooks.items()):
+        if key in module._forward_pre_hooks_with_kwargs:
+            changed = hook(module, args, kwargs)
+            if changed is not None:
+                args, kwargs = changed
+        else:
+            changed = hook(module, args)
+            if changed is not None:
+                args = changed if isinstance(changed, tuple) else (changed,)
+    return module.forward(*args, **kwargs)
+
+
+def call_hooked(module: nn.Module, args: tuple, kwargs: dict | None) -> Any:
+    """Call a module of another rank with its forward and backward hooks, on the caller."""
+    backward_hooks, non_full = module._get_backward_hooks()
+    pre_hooks = module._get_backward_pre_hooks()
+    if non_full:
+        raise NotImplementedError(
+            f"smp: register_backward_hook on a {type(module).__name__} of another rank; "
+            "use register_full_backward_hook"
+        )
+    full = (
+        BackwardHook(module, backward_hooks, pre_hooks) if backward_hooks or pre_hooks else None
+    )
+    if full is not None:
+        args = full.setup_input_hook(args)
+    output = _core.call_remote(module, args, kwargs, False)
+    for key, hook in list(module._forward_hooks.items()):
+        if key in module._forward_hooks_with_kwargs:
+            changed = hook(module, args, kwargs or {}, output)
+        else:
+            changed = hook(module, args, output)
+        if changed is not None:
+            output = changed
+    if full is not None:
+        output = full.setup_output_hook(output)
+    return output

@@ -1,0 +1,307 @@
+"""Applying a partition to a model on this rank.
+
+Modules that the rank does not own get a class of their own, whose ``__call__`` is in C
+(``csrc/python/call.c``) and sends a request; their parameters keep shape, dtype and
+``requires_grad`` and lose their storage.  Modules that the rank owns are not touched,
+but for ``nn.Sequential`` whose children span ranks.
+"""
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from smp import _core
+from smp.modules import stand_ins
+
+_parameter_homes: dict[int, tuple[str, int]] = {}
+
+
+class Entry(NamedTuple):
+    """What other ranks can call: numbered alike on every rank."""
+
+    callable: Any
+    module: nn.Module | None
+    path: str
+    owner: int
+
+
+class SequentialRun:
+    """Consecutive children of an ``nn.Sequential`` with one owner: one request."""
+
+    def __init__(self, children: list[nn.Module]):
+        self.children = children
+
+    def __call__(self, value: Any) -> Any:
+        for child in self.children:
+            value = child(value)
+        return value
+
+
+def remote(cls: type[nn.Module]) -> dict[str, Any]:
+    """The methods of a class like ``cls`` whose calls go to the owner's rank."""
+
+    @functools.wraps(cls.forward)
+    def forward(self, *args, **kwargs):
+        return _core.call_remote(self, args, kwargs, True)
+
+    return {"__call__": _core.module_call, "forward": forward, "_smp_original_class": cls}
+
+
+def original_class(module: nn.Module) -> type[nn.Module]:
+    """The class that the module had before its partition."""
+    return getattr(type(module), "_smp_original_class", type(module))
+
+
+def spans_ranks(module: nn.Module, path: str, rank_of: dict[str, int]) -> bool:
+    """Whether it is an ``nn.Sequential`` with plain forward and a child of another rank."""
+    if not isinstance(module, nn.Sequential):
+        return False
+    if original_class(module).forward is not nn.Sequential.forward:
+        return False
+    own = rank_of[path]
+    return any(rank_of[child_path] != own for child_path in child_paths(module, path))
+
+
+def child_paths(module: nn.Module, path: str) -> Iterator[str]:
+    """The paths of the direct children."""
+    for name in module._modules:
+        yield f"{path}.{name}" if path else name
+
+
+def in_runs(cls: type[nn.Module]) -> dict[str, Any]:
+    """The methods of a class like ``cls``, an ``nn.Sequential`` that sends one request a
+    run."""
+
+    @functools.wraps(cls.forward)
+    def forward(self, input):
+        for number, children in self.__dict__[stand_ins.RUNS]:
+            if number is None or any(c._forward_hooks for c in children):
+                for child in children:
+                    input = child(input)
+            else:
+                input = _core.call_entry(number, (input,))
+        return input
+
+    return {"forward": forward, "_smp_original_class": cls}
+
+
+class _Passing(threading.local):
+    """The gates that this thread is in."""
+
+    def __init__(self) -> None:
+        self.gates: set[int] = set()
+
+
+_passing = _Passing()
+
+
+def through_gate(module: nn.Module, call: Callable, *args: Any, **kwargs: Any) -> Any:
+    """Call it when it is the microbatch's turn at the module's gate, if it has one."""
+    gate = module.__dict__.get(stand_ins.GATE)
+    if gate is None or not module.training or gate in _passing.gates:
+        return call(*args, **kwargs)
+    if not _core.await_turn(gate):
+        return call(*args, **kwargs)
+    _passing.gates.add(gate)
+    try:
+        return call(*args, **kwargs)
+    finally:
+        _passing.gates.discard(gate)
+        _core.left(gate)
+
+
+def gated(cls: type[nn.Module]) -> dict[str, Any]:
+    """The methods of a class like ``cls`` that microbatches call in their order: it changes
+    buffers.
+
+    So do hooks before the forward (spectral norm), and the forward may be called alone.
+    """
+
+    def __call__(self, *args, **kwargs):
+        return through_gate(self, cls.__call__, self, *args, **kwargs)
+
+    @functools.wraps(cls.forward)
+    def forward(self, *args, **kwargs):
+        return through_gate(self, cls.forward, self, *args, **kwargs)
+
+    return {"__call__": __call__, "forward": forward, "_smp_original_class": cls}
+
+
+def make_entries(
+    root: nn.Module, rank_of: dict[str, int]
+) -> tuple[list[Entry], dict[str, list[tuple[int | None, list[nn.Module]]]]]:
+    """What can be called from another rank, and the runs of each spanning Sequential.
+
+    Returns:
+        the entries, each module's first and then the runs'; and, by path of a Sequential
+        whose children span ranks, its runs as (number among the entries, children).
+    """
+    entries: list[Entry] = []
+    seen: set[int] = set()
+    for path, module in root.named_modules():
+        if id(module) not in seen:
+            seen.add(id(module))
+            entries.append(Entry(module, module, path, rank_of[path]))
+    runs: dict[str, list[tuple[int | None, list[nn.Module]]]] = {}
+    for path, module in root.named_modules():
+        if not spans_ranks(module, path, rank_of):
+            continue
+        runs[path] = []
+        children = list(zip(child_paths(module, path), module._modules.values(), strict=True))
+        for rank, group in groupby(children, key=lambda item: rank_of[item[0]]):
+            members = list(group)
+            modules = [m for _, m in members if m is not None]
+            if rank == rank_of[path] or len(modules) < 2:
+                runs[path].append((None, modules))
+                continue
+            label = f"{members[0][0]} to {members[-1][0].rpartition('.')[2]}"
+            runs[path].append((len(entries), modules))
+            entries.append(Entry(SequentialRun(modules), None, label, rank))
+    return entries, runs
+
+
+# What may be asked of a parameter whose data another rank has.
+_HARMLESS = {
+    "__get__",
+    "__set__",
+    "__hash__",
+    "size",
+    "dim",
+    "numel",
+    "nelement",
+    "stride",
+    "is_floating_point",
+    "is_complex",
+    "element_size",
+    "ndimension",
+    "requires_grad_",
+    "register_hook",
+    "register_post_accumulate_grad_hook",
+    "type",
+    "__reduce_ex__",
+}
+
+
+class _Loading(threading.local):
+    depth = 0
+
+
+_loading = _Loading()
+
+
+@contextlib.contextmanager
+def loading() -> Iterator[None]:
+    """A state dict is loaded in this thread: remote parameters take no data, silently."""
+    _loading.depth += 1
+    try:
+        yield
+    finally:
+        _loading.depth -= 1
+
+
+class RemoteParameter(nn.Parameter):
+    """A parameter whose data is on another rank: all attributes, no operators."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        name = getattr(func, "__name__", str(func))
+        if name == "copy_" and _loading.depth and isinstance(args[0], RemoteParameter):
+            return args[0]
+        if name in _HARMLESS and name != "type":
+            if (
+                name == "__set__"
+                and len(args) > 1
+                and getattr(func, "__self__", None) is Tensor.data
+            ):
+                return None
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        for value in args:
+            for tensor in value if isinstance(value, list | tuple) else (value,):
+                if isinstance(tensor, RemoteParameter):
+                    path, owner = _parameter_homes.get(id(tensor), ("?", -1))
+                    raise RuntimeError(
+                        f"smp: {name} needs the data of parameter '{path}' "
+                        f"(shape {tuple(tensor.shape)}), which lives on pp_rank {owner}; use "
+                        "it inside its module, or place both together with smp.set_partition"
+                    )
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        path, owner = _parameter_homes.get(id(self), ("?", -1))
+        return f"RemoteParameter('{path}', shape={tuple(self.shape)}, pp_rank={owner})"
+
+    def __deepcopy__(self, memo):
+        raise RuntimeError(
+            "smp: a model cannot be copied after its partition; copy the module before it is "
+            "wrapped in DistributedModel"
+        )
+
+
+def parameter_owners(root: nn.Module, rank_of: dict[str, int]) -> dict[str, int]:
+    """The rank of each parameter, by its first path; tied ones count once."""
+    owners: dict[str, int] = {}
+    seen: set[int] = set()
+    for path, module in root.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and id(parameter) not in seen:
+                seen.add(id(parameter))
+                owners[f"{path}.{name}" if path else name] = rank_of[path]
+    return owners
+
+
+def free_remote_parameters(root: nn.Module, owners: dict[str, int], rank: int) -> None:
+    """Give back the memory of the parameters that this rank does not own."""
+    named = dict(root.named_parameters())
+    kept = {
+        named[path].untyped_storage().data_ptr()
+        for path, owner in owners.items()
+        if owner == rank and named[path].device.type != "meta"
+    }
+    for path, owner in owners.items():
+        if owner == rank:
+            continue
+        parameter = named[path]
+        _parameter_homes[id(parameter)] = (path, owner)
+        if parameter.device.type != "meta":
+            storage = parameter.untyped_storage()
+            if storage.data_ptr() not in kept:
+                storage.resize_(0)
+        parameter.grad = None
+        parameter.__class__ = RemoteParameter
+
+
+def swap_classes(
+    root: nn.Module,
+    rank_of: dict[str, int],
+    rank: int,
+    runs: dict[str, list[tuple[int | None, list[nn.Module]]]],
+    first_entry: int,
+    gates: dict[str, int],
+) -> None:
+    """Make the calls of other ranks' modules remote.
+
+    Args:
+        first_entry: number of this model's first entry among all entries of the job.
+        gates: by path, the number of the gate of a module that changes its buffers.
+    """
+    for path, module in root.named_modules():
+        cls = original_class(module)
+        if rank_of[path] != rank:
+            module.__class__ = stand_ins.stand_in(cls, remote)
+        elif path in runs:
+            module.__dict__[stand_ins.RUNS] = [
+                (None if number is None else number + first_entry, modules)
+                for number, modules in runs[path]
+            ]
+            module.__class__ = stand_ins.stand_in(cls, in_runs)
+        elif path in gates:
+            module.__dict__[stand_ins.GATE] = gates[path]
+            module.__class__ = stand_ins.stand_in(cls, gated)

@@ -1,0 +1,503 @@
+"""Deciding on which rank of the PP_GROUP each module of a model sits.
+
+Turns a model, and what tracing saw of it, into the flat arrays that
+``csrc/partition`` decides about, and holds what the user pinned.
+"""
+
+import contextlib
+import contextvars
+import functools
+import json
+import threading
+import warnings
+from array import array
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.nn.utils import parametrize
+
+from smp import _core
+from smp.partitioning.tracing import ModuleTrace, Trace
+
+_INHERIT, _NOT_PINNED = -1, -2  # SMP_PIN_INHERIT, SMP_PIN_NONE
+_MAGIC = b"smp partition 1\n"
+_NOT_TRACED = ModuleTrace()
+
+
+class PartitionError(ValueError):
+    """The user's pins cannot be met; the message names module paths and partitions."""
+
+
+# ------------------------------------------------------------------------------ pinning
+
+_PIN = "_smp_partition"  # in a module's __dict__: its pin, copied and pickled with it
+
+_innermost: contextvars.ContextVar[int | None] = contextvars.ContextVar(
+    "smp.partition", default=None
+)
+_patch_lock = threading.Lock()  # guards _patches and the two methods of nn.Module
+_patches = 0  # smp.partition contexts that are open, in all threads
+
+
+class _Pin:
+    """Where the user wants a module: by ``set_partition`` or by a context."""
+
+    __slots__ = ("by_context", "partition")
+
+    def __init__(self, partition: int, by_context: bool):
+        self.partition = partition
+        self.by_context = by_context
+
+
+def _checked(partition: Any) -> int:
+    if isinstance(partition, bool) or not isinstance(partition, int):
+        raise TypeError(f"smp: a partition is an int, got {partition!r}")
+    if partition < 0:
+        raise ValueError(f"smp: a partition is 0 or more, got {partition}")
+    return partition
+
+
+def set_partition(module: nn.Module, partition: int) -> None:
+    """Pin a module, with all it contains, to a partition.
+
+    A pin on a module inside it wins.  To be called before the first step.
+
+    Args:
+        module: any module of the model.
+        partition: a pp_rank, from 0.
+
+    Raises:
+        TypeError, ValueError: not a module, or not a partition.
+        PartitionError: in the first step, when ``partition`` is not below
+            ``pipeline_parallel_degree`` or the pin contradicts a shared parameter.
+
+    Source: SageMaker Python SDK documentation, ``smp.set_partition``.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(
+            f"smp.set_partition pins a torch.nn.Module, got a {type(module).__name__}"
+        )
+    module.__dict__[_PIN] = _Pin(_checked(partition), by_context=False)
+
+
+def pin_of(module: nn.Module) -> int | None:
+    """The partition that the module itself is pinned to."""
+    pin = module.__dict__.get(_PIN)
+    return None if pin is None else pin.partition
+
+
+@contextlib.contextmanager
+def partition(index: int) -> Iterator[None]:
+    """Pin the modules that are created inside to a partition; the innermost wins.
+
+    Copies and unpickled modules count as created.
+
+    Args:
+        index: a pp_rank, from 0.
+
+    Raises:
+        TypeError, ValueError: not a partition.
+        PartitionError: in the first step, as for :func:`set_partition`.
+
+    Source: SageMaker Python SDK documentation, ``smp.partition``.
+    """
+    token = _innermost.set(_checked(index))
+    _open_context()
+    try:
+        yield
+    finally:
+        _close_context()
+        _innermost.reset(token)
+
+
+def _pin_created(method: Any) -> Any:
+    """``method`` of nn.Module, pinning the module in the thread of an open context."""
+
+    @functools.wraps(method)
+    def pinning(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        result = method(self, *args, **kwargs)
+        index = _innermost.get()
+        if index is not None:
+            self.__dict__[_PIN] = _Pin(index, by_context=True)
+        return result
+
+    return pinning
+
+
+_plain_methods: dict[str, Any] = {}
+_pinning_methods: dict[str, Any] = {}
+
+
+def _open_context() -> None:
+    global _patches
+    with _patch_lock:
+        _patches += 1
+        if _patches == 1:
+            # __init__ makes a module, __setstate__ is what copies and pickles go through.
+            for name in ("__init__", "__setstate__"):
+                _plain_methods[name] = getattr(nn.Module, name)
+                _pinning_methods[name] = _pin_created(_plain_methods[name])
+                setattr(nn.Module, name, _pinning_methods[name])
+
+
+def _close_context() -> None:
+    global _patches
+    with _patch_lock:
+        _patches -= 1
+        if _patches == 0:
+            for name, pinning in _pinning_methods.items():
+                # Whoever patched it since keeps theirs; ours does nothing any more.
+                if getattr(nn.Module, name) is pinning:
+                    setattr(nn.Module, name, _plain_methods[name])
+
+
+# ------------------------------------------------------------------------- the decision
+
+
+class Partition:
+    """Which rank of the PP_GROUP each module sits on, and what each costs.
+
+    Attributes:
+        degree: number of partitions.
+        memory_weight: the paper's alpha.
+        paths: of all modules, as in ``named_modules()``.
+        ranks: pp_rank of each module, in the order of ``paths``.
+        classes: class name of each module.
+        parameters: number of elements of the parameters of each module itself, one
+            shared with an earlier module counting there.
+        own_costs: each module's part of the model's cost, which is 1, without the
+            modules in it.
+        order: position of each module's first execution; -1: not known.
+        costs: by rank, the cost of what sits there.
+        hash: 64 bits of paths and ranks, for the ranks to compare.
+    """
+
+    def __init__(
+        self,
+        degree: int,
+        memory_weight: float,
+        paths: list[str],
+        classes: list[str],
+        ranks: Iterable[int],
+        parameters: Iterable[int],
+        own_costs: Iterable[float],
+        order: Iterable[int],
+        costs: Iterable[float],
+    ):
+        self.degree = degree
+        self.memory_weight = memory_weight
+        self.paths = paths
+        self.classes = classes
+        self.ranks = array("i", ranks)
+        self.parameters = array("q", parameters)
+        self.own_costs = array("d", own_costs)
+        self.order = array("q", order)
+        self.costs = list(costs)
+        self.rank_of: dict[str, int] = dict(zip(paths, self.ranks, strict=True))
+        self.hash: int = _core.partition_hash(self.ranks, "\0".join(paths).encode())
+
+    def report(self) -> Any:
+        """A :class:`smp.partitioning.report.PartitionReport` of it."""
+        from smp.partitioning.report import PartitionReport
+
+        return PartitionReport(self)
+
+    def to_bytes(self) -> bytes:
+        """The partition as plain numbers and strings, for :meth:`from_bytes`."""
+        header = {
+            "degree": self.degree,
+            "memory_weight": self.memory_weight,
+            "hash": self.hash,
+            "costs": self.costs,
+            "paths": self.paths,
+            "classes": self.classes,
+            "ranks": self.ranks.tolist(),
+            "parameters": self.parameters.tolist(),
+            "own_costs": self.own_costs.tolist(),
+            "order": self.order.tolist(),
+        }
+        return _MAGIC + json.dumps(header, separators=(",", ":")).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes | bytearray | memoryview) -> "Partition":
+        """The partition that :meth:`to_bytes` wrote.
+
+        Raises:
+            ValueError: the bytes are something else, or were changed on the way.
+        """
+        data = bytes(data)
+        if not data.startswith(_MAGIC):
+            raise ValueError("smp: these bytes are no partition")
+        try:
+            fields = json.loads(data[len(_MAGIC) :])
+            sent = fields.pop("hash")
+            out = cls(**fields)
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
+            raise ValueError(f"smp: a partition arrived damaged: {error}") from error
+        if out.hash != sent:
+            raise ValueError(
+                f"smp: a partition arrived damaged: its hash is {out.hash:#x}, not {sent:#x}"
+            )
+        return out
+
+
+def make_partition(
+    root: nn.Module,
+    trace: Trace | None,
+    *,
+    degree: int,
+    memory_weight: float,
+    default: int | None = None,
+    auto: bool = True,
+) -> Partition:
+    """Decide about all modules of ``root``.
+
+    Args:
+        root: the model.
+        trace: what tracing saw of it, or None: then the order of definition counts, and
+            neither activations nor times do.
+        degree: number of partitions.
+        memory_weight: the paper's alpha: 1 balances memory, 0 computation.
+        default: partition of what is not pinned, when ``auto`` is false.
+        auto: decide about what is not pinned.
+
+    Raises:
+        PartitionError: pins that are out of range or contradict a shared parameter.
+        ValueError: ``degree``, ``memory_weight`` or ``default`` is out of range.
+    """
+    if degree < 1:
+        raise ValueError(f"smp: pipeline_parallel_degree must be at least 1, got {degree}")
+    if not 0 <= memory_weight <= 1:
+        raise ValueError(f"smp: memory_weight must be between 0 and 1, got {memory_weight}")
+    default = -1 if auto else default or 0
+    if default >= degree:
+        raise ValueError(
+            "smp: default_partition must be below pipeline_parallel_degree "
+            f"{degree}, got {default}"
+        )
+    model = _FlatModel(root, trace)
+    pins = model.pins(degree, auto)
+    timed = trace is not None and trace.timed
+
+    def decide() -> tuple:
+        return _core.partition(
+            degree,
+            memory_weight,
+            default,
+            len(model.paths),
+            model.edge_parent,
+            model.edge_child,
+            model.parameter_bytes,
+            model.use_module,
+            model.use_parameter,
+            first_run=model.order,
+            activation_bytes=model.activation_bytes,
+            seconds=model.seconds if timed else None,
+            chain=model.chain,
+            pin=pins,
+        )
+
+    while True:
+        try:
+            device, _, own_cost, cost = decide()
+            break
+        except _core.PartitionConflict as conflict:
+            # A pin is the user's word, a use is what one traced run showed: a parameter
+            # that is passed as an argument is used by a module that can be elsewhere.
+            if not model.drop_uses(*conflict.args):
+                raise PartitionError(model.explain_conflict(pins, *conflict.args)) from None
+    out = Partition(
+        degree,
+        memory_weight,
+        model.paths,
+        model.classes,
+        array("i", device),
+        model.own_elements,
+        array("d", own_cost),
+        model.order,
+        array("d", cost),
+    )
+    _warn_about_idle_ranks(out, root)
+    return out
+
+
+class _FlatModel:
+    """A model as the arrays of ``csrc/partition/partition.h``."""
+
+    def __init__(self, root: nn.Module, trace: Trace | None):
+        named = dict(root.named_modules())
+        self.paths = list(named)
+        self.modules = list(named.values())
+        self.classes = [type(m).__name__ for m in self.modules]
+        self.number_of = {id(m): i for i, m in enumerate(self.modules)}
+        self.edge_parent, self.edge_child = array("i"), array("i")
+        for number, module in enumerate(self.modules):
+            for child in module._modules.values():
+                if child is not None:
+                    self.edge_parent.append(number)
+                    self.edge_child.append(self.number_of[id(child)])
+        self.chain = array(
+            "b",
+            [
+                isinstance(m, nn.Sequential) and type(m).forward is nn.Sequential.forward
+                for m in self.modules
+            ],
+        )
+        self._collect_parameters()
+        self._collect_uses(root, trace)
+        traces = {} if trace is None else trace.modules
+        seen = [traces.get(path, _NOT_TRACED) for path in self.paths]
+        self.order = array("q", [t.first for t in seen])
+        self.activation_bytes = array("q", [t.activation_bytes for t in seen])
+        self.seconds = array("d", [t.seconds for t in seen])
+
+    def _collect_parameters(self) -> None:
+        """Number the parameters; one object, or one memory, has one number."""
+        self.parameter_of: dict[int, int] = {}  # id -> number
+        by_memory: dict[tuple[int, int], int] = {}
+        self.parameter_bytes = array("q")
+        self.own_elements = array("q", [0]) * len(self.modules)
+        self.use_module, self.use_parameter = array("i"), array("i")
+        for number, module in enumerate(self.modules):
+            for parameter in module._parameters.values():
+                if parameter is None:
+                    continue
+                if id(parameter) not in self.parameter_of:
+                    self._add_parameter(parameter, number, by_memory)
+                self._add_use(number, parameter)
+
+    def _add_parameter(
+        self, parameter: Tensor, module: int, by_memory: dict[tuple[int, int], int]
+    ) -> None:
+        elements = size = 0
+        if not is_lazy(parameter):
+            elements = parameter.numel()
+            size = elements * parameter.element_size()
+        number = len(self.parameter_bytes)
+        if size > 0 and not parameter.is_meta and type(parameter) is nn.Parameter:
+            number = by_memory.setdefault((parameter.data_ptr(), size), number)
+        self.parameter_of[id(parameter)] = number
+        if number == len(self.parameter_bytes):
+            self.parameter_bytes.append(size)
+            self.own_elements[module] += elements
+
+    def _add_use(self, module: int, parameter: Tensor) -> None:
+        self.use_module.append(module)
+        self.use_parameter.append(self.parameter_of[id(parameter)])
+
+    def _collect_uses(self, root: nn.Module, trace: Trace | None) -> None:
+        """Add who uses parameters that it does not own."""
+        for number, module in enumerate(self.modules):
+            for parameter in _used_without_a_call(module):
+                self._add_use(number, parameter)
+        if trace is None:
+            return
+        named = dict(root.named_parameters())
+        for number, path in enumerate(self.paths):
+            traced = trace.modules.get(path)
+            if traced is None or not traced.parameters:
+                continue
+            own = {id(p) for p in self.modules[number]._parameters.values()}
+            for name in traced.parameters:
+                if name in named and id(named[name]) not in own:
+                    self._add_use(number, named[name])
+
+    def drop_uses(self, a: int, b: int) -> bool:
+        """Forget which parameters the two modules use without owning them; False: none."""
+        kept = [
+            (module, parameter)
+            for module, parameter in zip(self.use_module, self.use_parameter, strict=True)
+            if module not in (a, b) or self._owns(module, parameter)
+        ]
+        if len(kept) == len(self.use_module):
+            return False
+        self.use_module = array("i", (module for module, _ in kept))
+        self.use_parameter = array("i", (parameter for _, parameter in kept))
+        return True
+
+    def _owns(self, module: int, parameter: int) -> bool:
+        return any(
+            p is not None and self.parameter_of[id(p)] == parameter
+            for p in self.modules[module]._parameters.values()
+        )
+
+    def pins(self, degree: int, auto: bool) -> array:
+        """Each module's pin for the core.
+
+        Without ``auto`` a module that was created outside every ``smp.partition``
+        belongs to the default partition, wherever it was registered later.
+        """
+        out = array("i")
+        inherited: dict[int, bool] = {0: False}  # by a set_partition above
+        for number, module in enumerate(self.modules):
+            pin = module.__dict__.get(_PIN)
+            if pin is not None and pin.partition >= degree:
+                raise PartitionError(
+                    f"smp: module {self.paths[number]!r} is pinned to partition "
+                    f"{pin.partition}, but pipeline_parallel_degree is {degree}"
+                )
+            below = inherited.get(number, False) if pin is None else not pin.by_context
+            for child in module._modules.values():
+                if child is not None:
+                    inherited.setdefault(self.number_of[id(child)], below)
+            if pin is not None:
+                out.append(pin.partition)
+            else:
+                out.append(_INHERIT if auto or below else _NOT_PINNED)
+        return out
+
+    def explain_conflict(self, pins: array, a: int, b: int) -> str:
+        """The message for two pinned modules that share a parameter."""
+        uses: dict[int, set[int]] = {a: set(), b: set()}
+        for module, parameter in zip(self.use_module, self.use_parameter, strict=True):
+            if module in uses:
+                uses[module].add(parameter)
+        shared = [
+            f"{path}.{name}" if path else name
+            for path, module in zip(self.paths, self.modules, strict=True)
+            for name, p in module._parameters.items()
+            if p is not None and self.parameter_of[id(p)] in uses[a] & uses[b]
+        ]
+        what = f"the parameter {shared[0]!r}" if shared else "parameters, by way of others"
+        return (
+            f"smp: modules {self._pinned(pins, a)} and {self._pinned(pins, b)} share {what} "
+            "and so sit on one rank; pin both to the same partition, or only one of them"
+        )
+
+    def _pinned(self, pins: array, module: int) -> str:
+        """A module with its pin, and with the module that it has it from."""
+        at = module
+        while pins[at] < 0:
+            at = next(
+                p for p, c in zip(self.edge_parent, self.edge_child, strict=True) if c == at
+            )
+        source = "" if at == module else f" with {self.paths[at]!r}"
+        return f"{self.paths[module]!r} (pinned to partition {pins[at]}{source})"
+
+
+def _used_without_a_call(module: nn.Module) -> list[Tensor]:
+    """Parameters of other modules that this one is known to use itself, so that a
+    partition without tracing keeps them together."""
+    out: list[Tensor] = []
+    for child in module._modules.values():
+        if isinstance(child, (nn.ParameterList, nn.ParameterDict)):
+            out += child.parameters(recurse=False)
+    if isinstance(module, nn.MultiheadAttention):
+        out += module.out_proj.parameters(recurse=False)
+    if parametrize.is_parametrized(module):
+        out += module.parametrizations.parameters()  # type: ignore[union-attr]
+    return out
+
+
+def _warn_about_idle_ranks(partition: Partition, root: nn.Module) -> None:
+    used = set(partition.ranks)
+    idle = [rank for rank in range(partition.degree) if rank not in used]
+    if idle:
+        warnings.warn(
+            f"smp: no module of {type(root).__name__} is on partition "
+            f"{', '.join(map(str, idle))} of {partition.degree}: it has too few modules with "
+            "parameters of their own, or all are pinned elsewhere",
+            stacklevel=3,
+        )

@@ -1,0 +1,77 @@
+"""Looking at a partition before running anything."""
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from smp.partitioning.partition import make_partition
+from smp.partitioning.report import PartitionReport
+from smp.partitioning.tracing import trace
+
+_MEMORY_WEIGHT = 0.8  # the default of optimize="memory"
+
+
+def plan(
+    module: nn.Module,
+    *args: Any,
+    pipeline_parallel_degree: int,
+    memory_weight: float = _MEMORY_WEIGHT,
+    microbatches: int = 1,
+    **kwargs: Any,
+) -> PartitionReport:
+    """How ``module`` would be partitioned, without ``smp.init`` and in this process alone.
+
+    Args:
+        module: the model; on the meta device it takes no memory, whatever its size.
+        *args, **kwargs: what it is called with, a whole batch; real or meta tensors.
+            Without any the model is not run: the order of definition counts then, and
+            activations do not.
+        pipeline_parallel_degree: number of partitions.
+        memory_weight: the paper's alpha: 1 balances memory, 0 computation.
+        microbatches: number of pieces that a step cuts the batch into; the model is
+            run on the first one.
+
+    Returns:
+        a :class:`smp.partitioning.report.PartitionReport`.
+
+    Raises:
+        PartitionError: pins that are out of range or contradict a shared parameter.
+        ValueError: a number is out of range, or the batch has fewer samples than
+            ``microbatches``.
+        RuntimeError: the model is on the meta device and cannot run there.
+    """
+    if microbatches < 1:
+        raise ValueError(f"smp: microbatches must be at least 1, got {microbatches}")
+    traced = None
+    if args or kwargs:
+        args, kwargs = pytree.tree_map_only(
+            Tensor, lambda t: _first_microbatch(t, microbatches), (args, kwargs)
+        )
+        meta = any(p.is_meta for p in module.parameters())
+        traced = trace(module, lambda: module(*args, **kwargs), meta=meta)
+    else:
+        warnings.warn(
+            "smp.plan: no inputs given, so the model is not run: its modules count in "
+            "definition order and without activations",
+            stacklevel=2,
+        )
+    return PartitionReport(
+        make_partition(
+            module, traced, degree=pipeline_parallel_degree, memory_weight=memory_weight
+        )
+    )
+
+
+def _first_microbatch(tensor: Tensor, microbatches: int) -> Tensor:
+    if tensor.dim() == 0 or microbatches == 1:
+        return tensor
+    samples = tensor.shape[0]
+    if samples < microbatches:
+        raise ValueError(
+            f"smp: a tensor of shape {tuple(tensor.shape)} cannot be cut along axis 0 into "
+            f"{microbatches} microbatches"
+        )
+    return torch.tensor_split(tensor, microbatches)[0]

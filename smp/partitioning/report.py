@@ -1,0 +1,132 @@
+"""Showing a partition: as text, as numbers, as a picture.
+
+A report is made of a :class:`smp.partitioning.partition.Partition` alone, so it can be
+printed on any rank, and without the model.
+"""
+
+import os
+from collections.abc import Iterator, Sequence
+
+from smp.partitioning.partition import Partition
+from smp.partitioning.picture import picture
+from smp.partitioning.tree import (
+    Part,
+    collapse,
+    rank_parameters,
+    ranks_in_words,
+    readable,
+    tree,
+)
+
+
+class PartitionReport:
+    """A partition to look at: ``print(report)``, ``report.svg("partition.svg")``.
+
+    Attributes:
+        partition: what is shown.
+        costs: by rank, the cost of what sits there; they add up to 1.
+    """
+
+    def __init__(self, partition: Partition):
+        self.partition = partition
+        self.costs: list[float] = list(partition.costs)
+
+    def rank_of(self, name: str) -> int:
+        """The pp_rank of the module with a path, as in ``named_modules()``.
+
+        Raises:
+            KeyError: there is no such module.
+        """
+        try:
+            return self.partition.rank_of[name]
+        except KeyError:
+            raise KeyError(f"smp: the partition has no module {name!r}") from None
+
+    def __str__(self) -> str:
+        """The tree down to what sits on one rank, and what each rank has."""
+        return self.text()
+
+    def text(self, everything: bool = False) -> str:
+        """The tree as text, a line for each module or run of modules alike.
+
+        Args:
+            everything: go into what sits on one rank, too.
+        """
+        root = tree(self.partition)
+        collapse(root)
+        rows = [("module", "class", "parameters", "cost", "rank")]
+        for prefix, part in _lines(root, everything):
+            kind = part.kind if part.count == 1 else f"{part.count} x {part.kind}"
+            rows.append(
+                (
+                    prefix + part.label,
+                    kind,
+                    readable(part.parameters),
+                    f"{part.cost:.4f}",
+                    _ranks(part),
+                )
+            )
+        partition = self.partition
+        lines = [
+            f"Partition over {ranks_in_words(partition)}, "
+            f"memory_weight {partition.memory_weight:g}",
+            "",
+            *_columns(rows, right={2, 3}),
+            "",
+            *_columns(self._rank_rows(), right={1, 2}),
+        ]
+        return "\n".join(lines)
+
+    def _rank_rows(self) -> list[tuple[str, ...]]:
+        parameters = rank_parameters(self.partition)
+        most = max(self.costs) or 1.0
+        rows: list[tuple[str, ...]] = [("rank", "parameters", "cost", "")]
+        for rank, cost in enumerate(self.costs):
+            bar = "█" * round(cost / most * 40)
+            rows.append((str(rank), readable(parameters[rank]), f"{cost:.4f}", bar))
+        return rows
+
+    def svg(self, path: str | os.PathLike) -> None:
+        """Write the tree as a picture: width is cost, colour is rank, top is the root."""
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(picture(self.partition, tree(self.partition)))
+
+
+def _ranks(part: Part) -> str:
+    """``3``, or ``0 (of 0-3)`` for a module that holds others on other ranks."""
+    if len(part.ranks) == 1:
+        return str(part.rank)
+    runs: list[list[int]] = []
+    for rank in sorted(part.ranks):
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    spelled = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+    return f"{part.rank} (of {spelled})"
+
+
+def _lines(root: Part, everything: bool) -> Iterator[tuple[str, Part]]:
+    """Depth first, each part with the branches drawn before its name."""
+    stack = [("", "", root)]
+    while stack:
+        prefix, below, part = stack.pop()
+        yield prefix, part
+        if not everything and len(part.ranks) == 1 and part is not root:
+            continue
+        for child in reversed(part.parts):
+            last = child is part.parts[-1]
+            stack.append(
+                (below + ("└─ " if last else "├─ "), below + ("   " if last else "│  "), child)
+            )
+
+
+def _columns(rows: Sequence[tuple[str, ...]], right: set[int]) -> list[str]:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return [
+        "  ".join(
+            cell.rjust(width) if i in right else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]

@@ -1,0 +1,227 @@
+"""Taking back what a forward pass leaves behind.
+
+Tracing runs the user's model once before training begins, and nothing may tell
+afterwards that it did: random number generators, buffers, gradients, attributes of the
+modules, the containers that were passed in, and every tensor that an operator wrote
+into are put back.
+"""
+
+import collections
+import operator
+import random
+import sys
+import types
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.lazy import LazyModuleMixin
+
+from smp.execution import accelerator
+
+_DEEPEST = 8  # levels of nested containers that are looked at
+
+# How things are looked at, by type.
+_LEAF, _OBJECT, _TUPLE, _DICT, _LIST = range(1, 6)
+_kind_of_type: dict[type, int] = {}
+
+# Never looked into: they cannot change, or are put back by other means.
+_OPAQUE = (
+    type(None),
+    Tensor,
+    nn.Module,
+    str,
+    bytes,
+    int,
+    float,
+    complex,
+    type,
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    types.MethodType,
+    types.ModuleType,
+    torch.Generator,
+    torch.dtype,
+    torch.device,
+)
+
+
+class Restore:
+    """A context; on leaving it, also by an exception, the state is as on entering.
+
+    Args:
+        roots: modules whose whole trees are watched.
+
+    Call :meth:`watch` for further objects and :meth:`before_write` before an operator
+    writes into tensors that existed before.
+    """
+
+    def __init__(self, roots: Iterable[nn.Module]):
+        self._modules = list({id(m): m for root in roots for m in root.modules()}.values())
+        self._containers: list[tuple[Any, Any]] = []
+        self._seen: dict[int, Any] = {}  # keeps the objects, so that ids stay theirs
+        self._written: list[tuple[Tensor, Tensor]] = []
+        self._writes: set[tuple] = set()
+        self._generators: dict[int, tuple[torch.Generator, Tensor]] = {}
+
+    def __enter__(self) -> "Restore":
+        self._random = _random_states()
+        self._grads = [
+            (p, p.grad) for m in self._modules for p in m._parameters.values() if p is not None
+        ]
+        self._buffers = [
+            (m, name, b, None if b.is_meta else b.detach().clone())
+            for m in self._modules
+            for name, b in m._buffers.items()
+            if b is not None
+        ]
+        for module in self._modules:
+            if not isinstance(module, LazyModuleMixin):  # materializing it must last
+                self.watch(module.__dict__)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for container, content in reversed(self._containers):
+            _put_back(container, content)
+        with torch.no_grad():
+            for tensor, content in reversed(self._written):
+                tensor.data.copy_(content)  # .data: the version counter stays out of it
+            for _, _, buffer, before in self._buffers:
+                if before is not None and not _same(buffer, before):
+                    buffer.data.copy_(before)
+        for parameter, gradient in self._grads:
+            if parameter.grad is not gradient:
+                parameter.grad = gradient
+        for generator, state in self._generators.values():
+            generator.set_state(state)
+        _set_random_states(self._random)
+
+    def changed_buffers(self, module: nn.Module) -> list[str]:
+        """Names of the module's own buffers that differ from those on entering."""
+        return [
+            name
+            for owner, name, buffer, before in self._buffers
+            if owner is module
+            and (
+                owner._buffers.get(name) is not buffer
+                or (before is not None and not _same(buffer, before))
+            )
+        ]
+
+    def watch(self, thing: Any, depth: int = 0) -> None:
+        """Remember the content of containers and plain objects, however nested."""
+        kind = _kind_of_type.get(type(thing)) or _learn_kind(type(thing))
+        if kind == _LEAF or depth > _DEEPEST:
+            return
+        if kind == _OBJECT:
+            state = getattr(thing, "__dict__", None)
+            if isinstance(state, dict):
+                self.watch(state, depth)
+            return
+        if id(thing) in self._seen:
+            return
+        self._seen[id(thing)] = thing
+        if kind == _TUPLE:
+            content: Any = thing
+        else:
+            content = dict(thing) if kind == _DICT else list(thing)
+            self._containers.append((thing, content))
+        for value in content.values() if kind == _DICT else content:
+            if _kind_of_type.get(type(value)) != _LEAF:
+                self.watch(value, depth + 1)
+
+    def before_write(self, tensor: Tensor) -> None:
+        """Keep a copy of a tensor that is about to be written into, the first time."""
+        if tensor.is_meta:
+            return
+        key = (
+            tensor.untyped_storage()._cdata,
+            tensor.storage_offset(),
+            tuple(tensor.shape),
+            tensor.stride(),
+        )
+        if key not in self._writes:
+            self._writes.add(key)
+            self._written.append((tensor, tensor.detach().clone()))
+
+    def expect(self, earlier: "Restore") -> None:
+        """Keep at once what an earlier, equal run wrote into or drew from."""
+        for tensor, _ in earlier._written:
+            self.before_write(tensor)
+        for generator, _ in earlier._generators.values():
+            self.keep_generator(generator)
+
+    def keep_generator(self, generator: torch.Generator) -> None:
+        """Remember the state of a generator of the model's own."""
+        if id(generator) not in self._generators:
+            self._generators[id(generator)] = (generator, generator.get_state())
+
+
+def _learn_kind(type_: type) -> int:
+    kinds = (
+        (_OPAQUE, _LEAF),
+        (dict, _DICT),
+        ((list, collections.deque, set), _LIST),
+        (tuple, _TUPLE),
+    )
+    kind = next((kind for bases, kind in kinds if issubclass(type_, bases)), _OBJECT)
+    _kind_of_type[type_] = kind
+    return kind
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and torch.equal(
+        torch.nan_to_num(a) if a.is_floating_point() else a,
+        torch.nan_to_num(b) if b.is_floating_point() else b,
+    )
+
+
+def _holds_still(container: Any, content: Any) -> bool:
+    """Whether a container has the very objects that it had."""
+    if len(container) != len(content):
+        return False
+    if not isinstance(container, dict):
+        return all(map(operator.is_, container, content))
+    return all(map(operator.is_, dict.__iter__(container), content)) and all(
+        map(operator.is_, dict.values(container), content.values())
+    )
+
+
+def _put_back(container: Any, content: Any) -> None:
+    """Give a container its former content, unless it has it still."""
+    if _holds_still(container, content):
+        return
+    if isinstance(container, dict):
+        # The base's own methods: ModelOutput and others forbid theirs.
+        base = (
+            collections.OrderedDict if isinstance(container, collections.OrderedDict) else dict
+        )
+        base.clear(container)
+        for key, value in content.items():
+            base.__setitem__(container, key, value)
+        return
+    if isinstance(container, list):
+        list.__setitem__(container, slice(None), content)
+    else:
+        container.clear()
+        add = container.add if isinstance(container, set) else container.append
+        for value in content:
+            add(value)
+
+
+def _random_states() -> dict[str, Any]:
+    states: dict[str, Any] = {
+        "python": random.getstate(),
+        "torch": accelerator.RandomState(every_device=True),
+    }
+    if "numpy.random" in sys.modules:
+        states["numpy"] = sys.modules["numpy.random"].get_state()
+    return states
+
+
+def _set_random_states(states: dict[str, Any]) -> None:
+    random.setstate(states["python"])
+    states["torch"].restore()
+    if "numpy" in states:
+        sys.modules["numpy.random"].set_state(states["numpy"])

@@ -1,0 +1,565 @@
+"""One forward run of a model that records what the partition needs to know.
+
+For each module: when and how often it ran, how long, how many bytes of activations it
+produced, which parameters operators used while it ran.  The run leaves no mark
+(``smp/partitioning/restore.py``), and can be made on meta tensors, without memory or
+arithmetic.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from smp.partitioning.restore import Restore
+
+_PATIENCE_S = 2.0  # a run that takes longer says how far it is
+_NOTE_EVERY_S = 0.5
+
+
+@dataclasses.dataclass(slots=True)
+class ModuleTrace:
+    """What one module did during the traced run.
+
+    Attributes:
+        first: position of its first execution among all executions; -1: it never ran.
+        executions: how often it ran.
+        seconds: time of its forward over all executions, without that of the modules
+            it called; 0.0 unless times were asked for.
+        total_seconds: the same with the modules it called.
+        activation_bytes: bytes of all tensors that operators produced anew while it was
+            the innermost running module, over all executions.  Views and the results of
+            in-place operators are not new.
+        input_bytes, output_bytes: bytes of the tensors among its arguments, and in what
+            it returned, for the execution that had most.
+        parameters: names of the parameters that operators used while it was the
+            innermost running module, or that it passed to modules it called.  A read of
+            ``weight.shape`` is no use, nor is what it was passed itself.
+        random: it, or a module it called, drew random numbers.
+        changed_buffers: names of its own buffers that the run changed.
+    """
+
+    first: int = -1
+    executions: int = 0
+    seconds: float = 0.0
+    total_seconds: float = 0.0
+    activation_bytes: int = 0
+    input_bytes: int = 0
+    output_bytes: int = 0
+    parameters: tuple[str, ...] = ()
+    random: bool = False
+    changed_buffers: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(slots=True)
+class Trace:
+    """A traced run of one root module.
+
+    Attributes:
+        modules: by path, as in ``root.named_modules()``.
+        parameters_outside: names of parameters that operators used while no module ran.
+        timed: times were measured.
+        meta: the run was made on meta tensors.
+    """
+
+    modules: dict[str, ModuleTrace]
+    parameters_outside: tuple[str, ...]
+    timed: bool
+    meta: bool
+
+
+def trace(
+    root: nn.Module, run: Callable[[], Any], times: bool = False, meta: bool = False
+) -> Trace:
+    """Trace ``root`` while ``run`` runs.
+
+    Args:
+        root: the model.
+        run: calls the model once, on one microbatch.
+        times: measure the modules' times too; makes a second run for that, in which
+            nothing else is recorded.
+        meta: replace parameters by meta tensors, so that nothing is computed; where the
+            model does not allow that, warn and run it on its own tensors.
+
+    Returns:
+        A :class:`Trace`.  The model, random number generators and the containers passed
+        to it are as before.
+
+    Raises:
+        RuntimeError: the model's parameters are meta tensors and it cannot run on them.
+        Exception: whatever ``run`` raises.
+
+    Source: paper, C.1.
+    """
+    return trace_models([root], run, times=times, meta=meta)[0]
+
+
+def trace_models(
+    roots: Sequence[nn.Module],
+    run: Callable[[], Any],
+    times: bool = False,
+    meta: bool = False,
+) -> list[Trace]:
+    """Trace several models in one run; see :func:`trace`.  Returns one trace for each."""
+    if meta:
+        recorder = _Recorder(roots, meta=True)
+        try:
+            recorder.record(run)
+            return recorder.traces(timed=False)
+        except Exception as error:
+            path = recorder.running_path()
+            if any(p.is_meta for root in roots for p in root.parameters()):
+                raise RuntimeError(
+                    f"smp: {path} cannot run on meta tensors ({type(error).__name__}: "
+                    f"{error}), and the model's parameters are meta tensors; give it real "
+                    "ones or set skip_tracing"
+                ) from error
+            warnings.warn(
+                f"smp: {path} cannot run on meta tensors ({type(error).__name__}: {error}); "
+                "tracing on the model's own tensors instead",
+                stacklevel=3,
+            )
+    recorder = _Recorder(roots, meta=False)
+    recorder.record(run)
+    if times:
+        recorder.measure(run)
+    return recorder.traces(timed=times)
+
+
+class _Frame:
+    """One running module, or the code outside all of them."""
+
+    __slots__ = ("calls_s", "module", "number", "started", "used")
+
+    def __init__(self, number: int, module: nn.Module | None):
+        self.number = number  # in _Recorder.records; -1: outside
+        self.module = module
+        self.used: set[int] = set()  # ids of parameters
+        self.calls_s = 0.0  # time of the modules it called
+        self.started = 0.0
+
+
+class _Recorder:
+    """Hooks and counters for the modules of all roots."""
+
+    def __init__(self, roots: Sequence[nn.Module], meta: bool):
+        self.roots = roots
+        self.meta = meta
+        self.number_of: dict[int, int] = {}  # id of a module -> its number
+        self.paths: list[str] = []
+        self.modules: list[nn.Module] = []
+        for root in roots:
+            for path, module in root.named_modules():
+                if id(module) not in self.number_of:
+                    self.number_of[id(module)] = len(self.modules)
+                    self.modules.append(module)
+                    self.paths.append(path or f"the root module {type(module).__name__}")
+        self.records = [ModuleTrace() for _ in self.modules]
+        self.used: list[set[int]] = [set() for _ in self.modules]
+        self.used_outside: set[int] = set()
+        # By id, of itself or of its meta twin: the id of the parameter.
+        self.parameter = {id(p): id(p) for root in roots for p in root.parameters()}
+        self.twins: list[nn.Parameter] = []
+        self.frames = [_Frame(-1, None)]
+        self.executions = 0
+        self.timing = False
+        self.restore: Restore
+
+    # ------------------------------------------------------------------------- running
+
+    def record(self, run: Callable[[], Any]) -> None:
+        """Run once and record everything but times."""
+        with Restore(self.roots) as self.restore, self._hooks():
+            if self.meta:
+                self._put_on_meta()
+            with _drop_saved_tensors(), _Observer(self):
+                run()
+            self.used_outside = self.frames[0].used
+            for module, record in zip(self.modules, self.records, strict=True):
+                if module._buffers:
+                    record.changed_buffers = tuple(self.restore.changed_buffers(module))
+
+    def measure(self, run: Callable[[], Any]) -> None:
+        """Run once more with nothing but clocks."""
+        self.timing = True
+        with Restore(self.roots) as restore:
+            restore.expect(self.restore)
+            self.restore = restore
+            with self._hooks(), _drop_saved_tensors():
+                run()
+
+    def _put_on_meta(self) -> None:
+        """Give the modules meta tensors for parameters, until the state is restored."""
+        twins: dict[int, nn.Parameter] = {}
+        for module in self.modules:
+            for name, parameter in list(module._parameters.items()):
+                if type(parameter) is nn.Parameter and not parameter.is_meta:
+                    if id(parameter) not in twins:
+                        twins[id(parameter)] = _meta_parameter(parameter)
+                    setattr(module, name, twins[id(parameter)])  # nn.LSTM keeps a list too
+        self.twins = list(twins.values())  # so that ids stay theirs
+        self.parameter.update({id(twin): original for original, twin in twins.items()})
+
+    @contextlib.contextmanager
+    def _hooks(self) -> Iterator[None]:
+        """Global hooks: outside the modules' own, which run as usual."""
+        self.frames = [_Frame(-1, None)]
+        self.progress = _Progress(len(self.modules))
+        with contextlib.ExitStack() as stack:
+            for root in self.roots:
+                self._take_arguments_of(root)
+            stack.callback(torch_module.register_module_forward_pre_hook(self._enter).remove)
+            handle = torch_module.register_module_forward_hook(self._leave, with_kwargs=True)
+            stack.callback(handle.remove)
+            stack.callback(self.progress.finish)
+            stack.enter_context(_run_compiled_code_as_written())
+            yield
+
+    def running_path(self) -> str:
+        """The innermost module that had begun and not ended."""
+        number = self.frames[-1].number
+        return "the code outside the model" if number < 0 else self.paths[number]
+
+    def _take_arguments_of(self, root: nn.Module) -> None:
+        """Watch what a root is given; on meta, give it meta tensors.
+
+        Integers stay: token ids and masks are what models look into.  Not by a hook of
+        the module: ``nn.TransformerEncoderLayer`` takes another path if it has one, and
+        global hooks do not see keyword arguments.
+        """
+        forward = root.forward
+
+        @functools.wraps(forward)
+        def taking(*args: Any, **kwargs: Any) -> Any:
+            self.restore.watch(args)
+            self.restore.watch(kwargs)
+            if self.meta:
+                args, kwargs = pytree.tree_map_only(
+                    Tensor,
+                    lambda t: t.to("meta") if t.is_floating_point() else t,
+                    (args, kwargs),
+                )
+            return forward(*args, **kwargs)
+
+        root.__dict__["forward"] = taking  # put back with all other attributes
+
+    def _enter(self, module: nn.Module, args: tuple) -> None:
+        number = self.number_of.get(id(module))
+        if number is None:
+            return
+        frame = _Frame(number, module)
+        self.frames.append(frame)
+        record = self.records[number]
+        if not self.timing:
+            if record.executions == 0:
+                record.first = self.executions
+            record.executions += 1
+            self.executions += 1
+        self.progress.enter(self.paths[number])
+        if self.timing:
+            _wait_for_device(module)
+        frame.started = time.perf_counter()
+
+    def _leave(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
+        number = self.number_of.get(id(module))
+        if number is None:
+            return
+        if self.timing:
+            _wait_for_device(module)
+        now = time.perf_counter()
+        # A forward that raised, and whose caller caught it, left its frame behind.
+        while self.frames[-1].module is not module:
+            left = self.frames.pop()
+            self.used[left.number] |= left.used
+        frame = self.frames.pop()
+        record = self.records[number]
+        if self.timing:
+            elapsed = now - frame.started
+            record.total_seconds += elapsed
+            record.seconds += elapsed - frame.calls_s
+            self.frames[-1].calls_s += elapsed
+        else:
+            # A parameter that was passed in is a value like any other: who passed it
+            # needs its data, not who was called.
+            passed = {
+                self.parameter[id(t)]
+                for t in tensors_in((args, kwargs))
+                if id(t) in self.parameter
+            }
+            self.used[number] |= frame.used - passed
+            self.frames[-1].used |= passed
+            record.input_bytes = max(record.input_bytes, tensor_bytes((args, kwargs)))
+            record.output_bytes = max(record.output_bytes, tensor_bytes(output))
+
+    # ------------------------------------------------------------------------- results
+
+    def traces(self, timed: bool) -> list[Trace]:
+        """The recorded run as one trace for each root."""
+        out = []
+        for root in self.roots:
+            names = {id(p): name for name, p in root.named_parameters()}
+
+            def name_all(used: set[int], names: dict[int, str] = names) -> tuple[str, ...]:
+                return tuple(sorted(names[p] for p in used if p in names))
+
+            modules = {}
+            for path, module in root.named_modules():
+                number = self.number_of[id(module)]
+                record = self.records[number]
+                record.parameters = name_all(self.used[number])
+                modules[path] = record
+            out.append(Trace(modules, name_all(self.used_outside), timed, self.meta))
+        return out
+
+
+class _Kind:
+    """What the schema of an operator says, looked up once."""
+
+    __slots__ = ("fresh", "random", "writes")
+
+    def __init__(self, func: Any):
+        schema = func._schema
+        self.fresh = any(r.alias_info is None for r in schema.returns)
+        self.writes = [
+            (i, a.name)
+            for i, a in enumerate(schema.arguments)
+            if a.alias_info is not None and a.alias_info.is_write
+        ]
+        self.random = torch.Tag.nondeterministic_seeded in func.tags
+
+
+def _call(func: Any, args: tuple, kwargs: dict) -> Any:
+    return func(*args, **kwargs)
+
+
+class _Observer(TorchDispatchMode):
+    """Sees every operator below autograd: arguments, results, draws, writes."""
+
+    def __init__(self, recorder: _Recorder):
+        super().__init__()
+        self.recorder = recorder
+        self.kinds: dict[Any, _Kind] = {}
+        self.own: set[int] = set()  # storages that were made during the run
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Torch would load dynamo (two seconds) only to keep it away from this mode, which
+        compiled code never meets."""
+        return False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        kwargs = kwargs or {}
+        kind = self.kinds.get(func)
+        if kind is None:
+            kind = self.kinds[func] = _Kind(func)
+        recorder = self.recorder
+        frame = recorder.frames[-1]
+        self._note_parameters(frame, args)
+        if kwargs:
+            self._note_parameters(frame, kwargs.values())
+        if kind.writes:
+            self._keep_written(kind, args, kwargs)
+        if recorder.meta:
+            args, kwargs, written = self._to_meta(args, kwargs)
+        call = self._run_random if kind.random else _call
+        output = call(func, args, kwargs)
+        if kind.fresh:
+            self._count(frame, output)
+        elif kind.writes and recorder.meta and written is not None:
+            return written
+        return output
+
+    def _note_parameters(self, frame: _Frame, values: Any) -> None:
+        parameters = self.recorder.parameter
+        for value in values:
+            parameter = parameters.get(id(value))
+            if parameter is not None:
+                frame.used.add(parameter)
+            elif type(value) in (list, tuple):
+                self._note_parameters(frame, value)
+
+    def _keep_written(self, kind: _Kind, args: tuple, kwargs: dict) -> None:
+        for position, name in kind.writes:
+            value = args[position] if position < len(args) else kwargs.get(name)
+            for tensor in value if isinstance(value, (list, tuple)) else (value,):
+                if isinstance(tensor, Tensor) and not self._made_here(tensor):
+                    self.recorder.restore.before_write(tensor)
+
+    def _made_here(self, tensor: Tensor) -> bool:
+        try:
+            return tensor.untyped_storage()._cdata in self.own
+        except NotImplementedError:  # sparse and other layouts without a storage
+            return True
+
+    def _count(self, frame: _Frame, output: Any) -> None:
+        """Add what an operator produced to the innermost module."""
+        for tensor in output if isinstance(output, (list, tuple)) else (output,):
+            if isinstance(tensor, Tensor):
+                if frame.number >= 0:
+                    self.recorder.records[frame.number].activation_bytes += (
+                        tensor.numel() * tensor.element_size()
+                    )
+                if tensor.layout is torch.strided:
+                    self.own.add(tensor.untyped_storage()._cdata)
+
+    def _run_random(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        """Run an operator that may draw, and mark the modules that run if it does."""
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, torch.Generator):
+                self.recorder.restore.keep_generator(value)
+        before = torch.default_generator.get_state()
+        output = func(*args, **kwargs)
+        drew = not torch.equal(before, torch.default_generator.get_state())
+        if not drew and self._drew_elsewhere(func, args, kwargs, output):
+            drew = True
+        if drew:
+            for frame in self.recorder.frames[1:]:
+                self.recorder.records[frame.number].random = True
+        return output
+
+    def _drew_elsewhere(self, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
+        """Whether another generator was used, as far as the arguments tell."""
+        first = output[0] if isinstance(output, (list, tuple)) and output else output
+        if not isinstance(first, Tensor):
+            return False
+        given = {
+            a.name: args[i] if i < len(args) else kwargs.get(a.name, a.default_value)
+            for i, a in enumerate(func._schema.arguments)
+        }
+        if isinstance(given.get("generator"), torch.Generator):
+            return True
+        if first.device.type == "cpu" or given.get("dropout_p") == 0.0:
+            return False
+        return first.numel() > 0
+
+    def _to_meta(self, args: tuple, kwargs: dict) -> tuple[tuple, dict, Tensor | None]:
+        """Replace tensors by meta tensors where one is among them; an operator on the
+        user's own numbers and on buffers alone is computed.
+
+        Returns the new arguments, and the first argument if it was replaced.
+        """
+        flat = [*args, *kwargs.values()]
+        flat += [v for value in flat if isinstance(value, (list, tuple)) for v in value]
+        if not any(isinstance(v, Tensor) and v.is_meta for v in flat):
+            return args, kwargs, None
+        new = tuple(_as_meta(v) for v in args)
+        new_kwargs = {
+            k: torch.device("meta") if k == "device" and v is not None else _as_meta(v)
+            for k, v in kwargs.items()
+        }
+        first = args[0] if args and isinstance(args[0], Tensor) else None
+        return new, new_kwargs, None if first is None or first.is_meta else first
+
+
+def _as_meta(value: Any) -> Any:
+    """A meta tensor like ``value``, also in a list; what is no tensor stays."""
+    if isinstance(value, Tensor) and not value.is_meta:
+        return torch.empty_strided(
+            value.shape, value.stride(), dtype=value.dtype, device="meta"
+        )
+    if type(value) in (list, tuple):
+        return type(value)(_as_meta(v) for v in value)
+    return value
+
+
+def _meta_parameter(parameter: nn.Parameter) -> nn.Parameter:
+    return nn.Parameter(_as_meta(parameter.detach()), requires_grad=parameter.requires_grad)
+
+
+class _Progress:
+    """A line on stderr for a run that takes long; in a log file it is written once."""
+
+    def __init__(self, modules: int):
+        self.modules = modules
+        self.entered = 0
+        self.started = self.noted = time.perf_counter()
+        self.shown = False
+        self.terminal = sys.stderr.isatty()
+
+    def enter(self, path: str) -> None:
+        self.entered += 1
+        now = time.perf_counter()
+        if now - self.started < _PATIENCE_S or now - self.noted < _NOTE_EVERY_S:
+            return
+        if self.shown and not self.terminal:
+            return
+        self.noted = now
+        self.shown = True
+        self._write(
+            f"smp: tracing the model, {now - self.started:.0f} s: execution {self.entered}, "
+            f"{self.modules} modules ({path})"
+        )
+
+    def finish(self) -> None:
+        if self.shown:
+            self._write(f"smp: traced the model in {time.perf_counter() - self.started:.1f} s")
+            if self.terminal:
+                print(file=sys.stderr)
+
+    def _write(self, line: str) -> None:
+        if self.terminal:
+            print(f"\r\033[K{line}", end="", file=sys.stderr, flush=True)
+        else:
+            print(line, file=sys.stderr, flush=True)
+
+
+def _run_compiled_code_as_written() -> Any:
+    """Hooks and operators of compiled modules are seen, and nothing is compiled for a run
+    that is thrown away.  Without dynamo there is nothing compiled; it is not loaded."""
+    stack = contextlib.ExitStack()
+    if "torch._dynamo" in sys.modules:
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", "Using `torch.compile.module.` when there are global")
+    return stack
+
+
+def _drop_saved_tensors() -> Any:
+    """Autograd runs, so that the model sees the grad mode it expects, but keeps nothing:
+    there will be no backward, and one microbatch of a whole model would not fit."""
+
+    def refuse(packed: None) -> Tensor:
+        raise RuntimeError(
+            "smp: a backward pass began while the model was being traced; use "
+            "model.backward(loss), which does nothing then"
+        )
+
+    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, refuse)
+
+
+def _wait_for_device(module: nn.Module) -> None:
+    """Let an accelerator finish, so that its time is charged to who caused it."""
+    parameter = next(module.parameters(), None)
+    if parameter is not None and parameter.device.type not in ("cpu", "meta"):
+        torch.accelerator.synchronize(parameter.device)
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors in ``value``: a tensor, or any nesting of lists, tuples, dicts and
+    dataclasses; anything else holds none."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for inner in value.values():
+            yield from tensors_in(inner)
+    elif isinstance(value, (list, tuple)):
+        for inner in value:
+            yield from tensors_in(inner)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, field.name, None))
+
+
+def tensor_bytes(value: Any) -> int:
+    """Bytes of the tensors in ``value``; see :func:`tensors_in`."""
+    return sum(t.numel() * t.element_size() for t in tensors_in(value))

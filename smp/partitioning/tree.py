@@ -1,0 +1,112 @@
+"""The modules of a partition as a tree, for those who show it."""
+
+import dataclasses
+
+from smp.partitioning.partition import Partition
+
+
+@dataclasses.dataclass(slots=True)
+class Part:
+    """A module in the tree of a report, or several alike that follow one another.
+
+    Attributes:
+        path: of the module; of the first one, if there are several.
+        label: last part of the path, ``"0-11"`` for twelve alike.
+        kind: class name.
+        rank: pp_rank it runs on.
+        ranks: of all modules in it.
+        parameters: elements of the parameters in it; one that is shared counts once,
+            where it is defined first.
+        cost: of all modules in it; the whole model's is 1.
+        order: position of the first execution in it; -1: not known.
+        count: how many modules alike this is.
+        parts: what it holds, in definition order.
+    """
+
+    path: str
+    label: str
+    kind: str
+    rank: int
+    ranks: set[int]
+    parameters: int
+    cost: float
+    order: int
+    count: int
+    parts: "list[Part]"
+
+    def shape(self) -> tuple:
+        """Equal for modules that differ in name, parameters and cost alone."""
+        return (self.kind, self.rank, tuple((p.label, p.shape()) for p in self.parts))
+
+
+def tree(partition: Partition) -> Part:
+    """The partition's modules as a tree; modules alike are not collapsed yet."""
+    by_path: dict[str, Part] = {}
+    for i, path in enumerate(partition.paths):
+        part = by_path[path] = Part(
+            path,
+            path.rpartition(".")[2] or "(root)",
+            partition.classes[i],
+            partition.ranks[i],
+            {partition.ranks[i]},
+            partition.parameters[i],
+            partition.own_costs[i],
+            partition.order[i],
+            1,
+            [],
+        )
+        if path:
+            by_path[path.rpartition(".")[0]].parts.append(part)
+    for path in reversed(partition.paths):  # children come after their parents
+        if path:
+            part, parent = by_path[path], by_path[path.rpartition(".")[0]]
+            parent.ranks |= part.ranks
+            parent.parameters += part.parameters
+            parent.cost += part.cost
+            orders = [o for o in (parent.order, part.order) if o >= 0]
+            parent.order = min(orders, default=-1)
+    return by_path[""]
+
+
+def collapse(part: Part) -> None:
+    """Join children with consecutive numbers for names that are alike, at every depth."""
+    parts: list[Part] = []
+    for child in part.parts:
+        collapse(child)
+        last = parts[-1] if parts else None
+        if last is not None and _follows(last, child):
+            last.label = f"{last.label.partition('-')[0]}-{child.label}"
+            last.count += 1
+            last.parameters += child.parameters
+            last.cost += child.cost
+        else:
+            parts.append(child)
+    part.parts = parts
+
+
+def _follows(last: Part, part: Part) -> bool:
+    first, _, end = last.label.rpartition("-")
+    if not (part.label.isdecimal() and end.isdecimal() and (not first or first.isdecimal())):
+        return False
+    return int(part.label) == int(end) + 1 and part.shape() == last.shape()
+
+
+def rank_parameters(partition: Partition) -> list[int]:
+    """By rank, the elements of the parameters that sit there."""
+    out = [0] * partition.degree
+    for rank, parameters in zip(partition.ranks, partition.parameters, strict=True):
+        out[rank] += parameters
+    return out
+
+
+def readable(count: int) -> str:
+    """``124.4 M`` for 124439808."""
+    for unit, size in (("B", 10**9), ("M", 10**6), ("K", 10**3)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return str(count)
+
+
+def ranks_in_words(partition: Partition) -> str:
+    """``8 ranks``."""
+    return "1 rank" if partition.degree == 1 else f"{partition.degree} ranks"

@@ -1,0 +1,1 @@
+"""State dicts over the ranks, and checkpoints of them."""

@@ -1,0 +1,439 @@
+"""``smp.save_checkpoint`` and ``smp.resume_from_checkpoint``.
+
+A partial checkpoint is a folder with a file from each rank, a full one is a few files::
+
+    path/{tag}_partial/model_{pp_rank}_{tp_rank}.pt
+                       optimizer_{pp_rank}_{tp_rank}.pt
+                       user_content.pt
+    path/{tag}                     the model, as torch.load and the plain model take it
+    path/optimizer_{tag}
+    path/user_content_{tag}
+    path/newest                    the name of the latest one
+
+All of it is written under names that begin with ``.saving.``; then ``.saved`` lists them,
+and from that moment they are the checkpoint: they are renamed, and whoever reads before
+that is done, after a crash, takes them under the first name.  ``newest`` comes last.
+``path`` is a folder that all ranks share.
+"""
+
+import os
+import re
+import shutil
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from smp.job import objects
+from smp.ranks import CommGroup
+from smp.saving import saved_files
+from smp.saving.saved_files import CheckpointError, staged_name
+from smp.saving.state_dicts import IS_PARTIAL
+from smp.state_mod import Job, state
+
+if TYPE_CHECKING:
+    from smp.model import DistributedModel
+    from smp.optimizer import DistributedOptimizer
+
+_NEWEST = "newest"
+_SAVED = ".saved"
+_REMOVING = ".removing."
+_PARTIAL = "_partial"
+_USER_CONTENT = "user_content.pt"
+_SAVE, _RESUME = "smp.save_checkpoint", "smp.resume_from_checkpoint"
+
+
+def save_checkpoint(
+    path: str | os.PathLike,
+    tag: str,
+    partial: bool = True,
+    model: "DistributedModel | None" = None,
+    optimizer: "DistributedOptimizer | None" = None,
+    user_content: Any = None,
+    translate_if_full: bool = True,
+    num_kept_partial_checkpoints: int | None = None,
+) -> None:
+    """Save a checkpoint.  Collective over all ranks.
+
+    A crash at any point leaves the previous one, or this one, whole.
+
+    Args:
+        path: folder for all checkpoints of the training, shared by all ranks.
+        tag: name of this one.
+        partial: each rank saves what it owns; else rank 0 saves everything.
+        model: the latest ``DistributedModel`` if None.
+        optimizer: not saved if None.
+        user_content: tensors and plain values; rank 0's is saved.
+        translate_if_full: whether a full one gets Hugging Face's names, for models whose
+            modules were replaced.
+        num_kept_partial_checkpoints: remove the oldest partial ones beyond that number.
+
+    Raises:
+        OSError: a file cannot be written; names it.  No part of the checkpoint is left.
+        CheckpointError: that happened on another rank.
+
+    Source: SageMaker Python SDK documentation, ``smp.save_checkpoint``.
+    """
+    job = state.job("smp.save_checkpoint")
+    root, tag = os.fspath(path), str(tag)
+    _check_name(tag, num_kept_partial_checkpoints)
+    if model is None:
+        model = state.model
+    if model is None:
+        raise ValueError("smp.save_checkpoint: there is no DistributedModel to save")
+    leads = job.boot.rank == 0
+    name = tag + _PARTIAL if partial else tag
+    names = [name]
+    if not partial:
+        names += [f"user_content_{tag}"] + ([f"optimizer_{tag}"] if optimizer else [])
+    folder = staged_name(os.path.join(root, name))
+    if leads:
+        _together(_SAVE, lambda: _prepare(root, folder if partial else None))
+    else:
+        _together(_SAVE)
+    try:
+        if partial:
+            content = _partial_files(job, model, optimizer)
+            if leads:
+                content[_USER_CONTENT] = user_content
+            files = {os.path.join(folder, file): value for file, value in content.items()}
+        else:
+            values = _full_files(job, model, optimizer, tag, translate_if_full)
+            if leads:
+                values[f"user_content_{tag}"] = user_content
+            files = {staged_name(os.path.join(root, file)): v for file, v in values.items()}
+        _together(_SAVE, lambda: _write_files(files))
+    except BaseException:
+        if leads:
+            _remove_leftovers(root)
+        raise
+
+    def publish() -> None:
+        try:
+            saved_files.sync_folder(folder if partial else root)
+            saved_files.write_text(os.path.join(root, _SAVED), "\n".join(names))
+        except OSError:
+            _remove_leftovers(root)
+            raise
+        _finish(root)
+        saved_files.write_text(os.path.join(root, _NEWEST), name)
+        if partial and num_kept_partial_checkpoints is not None:
+            _remove_oldest(root, num_kept_partial_checkpoints, name)
+
+    _together(_SAVE, publish if leads else None)
+
+
+def resume_from_checkpoint(
+    path: str | os.PathLike,
+    tag: str | None = None,
+    partial: bool = True,
+    strict: bool = True,
+    load_optimizer: bool = True,
+    load_sharded_optimizer_state: bool = True,
+    translate_function: Callable | None = None,
+) -> Any:
+    """Load a checkpoint into the latest model and optimizer.  Collective over all ranks.
+
+    Before the first step the state is kept until the model is partitioned.  A partial
+    checkpoint loads under another pipeline degree or partition, too.
+
+    Args:
+        path: the folder that was given to ``save_checkpoint``.
+        tag: which one; the newest if None.
+        strict: whether missing and unexpected keys of the model are an error.
+        load_optimizer: whether the optimizer's state is loaded, if it was saved.
+        load_sharded_optimizer_state: for sharded optimizer state.
+        translate_function: from the saved model's names to the module's.
+
+    Returns:
+        the user content; an empty dict where there was none.
+
+    Raises:
+        FileNotFoundError: there is no such checkpoint.
+        CheckpointError: a file is damaged or missing, on this or another rank; or the
+            tensor parallel degree was another.
+
+    Source: SageMaker Python SDK documentation, ``smp.resume_from_checkpoint``.
+    """
+    job = state.job("smp.resume_from_checkpoint")
+    root = os.fspath(path)
+    model, optimizer = state.model, state.optimizer
+    if model is None:
+        raise ValueError("smp.resume_from_checkpoint: make the DistributedModel before")
+    found: dict[str, Any] = {}
+
+    def read() -> None:
+        name = _name_of(root, tag, partial)
+        wanted = optimizer is not None and load_optimizer
+        if partial:
+            found.update(_read_partial(job, root, name, wanted))
+        else:
+            found.update(_read_full(root, name, wanted))
+
+    _together(_RESUME, read)
+    translate = translate_function
+    if translate is None and not partial:
+        translate = _from_hugging_face
+    model.load_state_dict(found["model"], strict=strict, translate_function=translate)
+    if optimizer is not None and load_optimizer:
+        if "optimizer" in found:
+            optimizer.load_state_dict(found["optimizer"])
+        else:
+            warnings.warn(f"smp: the checkpoint in {root} has no optimizer state", stacklevel=2)
+    content = found["user_content"]
+    return {} if content is None else content
+
+
+def _check_name(tag: str, kept: int | None) -> None:
+    if not tag or tag != os.path.basename(tag) or tag.startswith("."):
+        raise ValueError(f"smp: the tag of a checkpoint is a plain file name, not {tag!r}")
+    if kept is not None and kept < 1:
+        raise ValueError(f"smp: num_kept_partial_checkpoints is at least 1, got {kept}")
+
+
+def _together(what: str, function: Callable[[], None] | None = None) -> None:
+    """Run it where there is something to do; if that fails on a rank, raise on all."""
+    error: Exception | None = None
+    if function is not None:
+        try:
+            function()
+        except Exception as raised:  # noqa: BLE001 - the others wait for the outcome
+            error = raised
+    said = objects.gather_bytes(what, CommGroup.WORLD, str(error).encode() if error else b"")
+    if error is not None:
+        raise error
+    for rank, text in enumerate(said):
+        if text:
+            raise CheckpointError(f"on rank {rank}: {text.decode()}")
+
+
+# --------------------------------------------------------------------------------- files
+
+
+def _prepare(root: str, folder: str | None) -> None:
+    os.makedirs(root, exist_ok=True)
+    _finish(root)
+    _remove_leftovers(root)
+    if folder is not None:
+        os.mkdir(folder)
+
+
+def _write_files(files: dict[str, Any]) -> None:
+    for path, value in files.items():
+        saved_files.write_in_staged_folder(path, value)
+
+
+def _saved(root: str) -> list[str]:
+    """What is whole under its first name, because a crash came before it was renamed."""
+    try:
+        with open(os.path.join(root, _SAVED)) as listed:
+            return listed.read().splitlines()
+    except FileNotFoundError:
+        return []
+
+
+def _where(root: str, name: str) -> str:
+    """The path of a file or folder of a checkpoint."""
+    path = os.path.join(root, name)
+    if name in _saved(root) and os.path.exists(staged_name(path)):
+        return staged_name(path)
+    return path
+
+
+def _finish(root: str) -> None:
+    """Rename what is listed in ``.saved``; may be interrupted and called again."""
+    names = _saved(root)
+    if not names:
+        return
+    for name in names:
+        path = os.path.join(root, name)
+        if not os.path.exists(staged_name(path)):
+            continue
+        if os.path.isdir(path):
+            old = os.path.join(root, _REMOVING + name)
+            shutil.rmtree(old, ignore_errors=True)
+            os.rename(path, old)
+        os.replace(staged_name(path), path)
+    saved_files.sync_folder(root)
+    os.unlink(os.path.join(root, _SAVED))
+    _remove_leftovers(root)
+
+
+def _remove_leftovers(root: str) -> None:
+    """Remove what a crash left unfinished; only after ``_finish``."""
+    with suppress(FileNotFoundError):
+        for name in os.listdir(root):
+            if not name.startswith((staged_name(""), _REMOVING)):
+                continue
+            path = os.path.join(root, name)
+            if os.path.isdir(path):
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                with suppress(FileNotFoundError):
+                    os.unlink(path)
+
+
+def _remove_oldest(root: str, kept: int, newest: str) -> None:
+    def saved_at(name: str) -> tuple[bool, int, str]:
+        try:
+            stat = os.stat(os.path.join(root, name, _USER_CONTENT))
+        except FileNotFoundError:
+            return (False, 0, name)
+        return (name == newest, stat.st_mtime_ns, name)
+
+    folders = [name for name in os.listdir(root) if name.endswith(_PARTIAL)]
+    folders = [n for n in folders if not n.startswith(".") and os.path.isdir(f"{root}/{n}")]
+    for name in sorted(folders, key=saved_at)[:-kept]:
+        old = os.path.join(root, _REMOVING + name)
+        os.rename(os.path.join(root, name), old)
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def _name_of(root: str, tag: str | None, partial: bool) -> str:
+    """The name of the checkpoint's folder, or of its first file."""
+    if tag is not None:
+        name = f"{tag}{_PARTIAL}" if partial else tag
+    else:
+        try:
+            with open(os.path.join(root, _NEWEST)) as newest:
+                name = newest.read().strip()
+        except FileNotFoundError:
+            raise FileNotFoundError(
+                f"smp: {root} has no checkpoint: no file 'newest'"
+            ) from None
+        if partial != name.endswith(_PARTIAL):
+            raise CheckpointError(
+                f"smp: the newest checkpoint in {root} is {name!r}, a "
+                f"{'full' if partial else 'partial'} one: pass partial={not partial}, or a tag"
+            )
+    if not os.path.exists(_where(root, name)):
+        raise FileNotFoundError(f"smp: there is no checkpoint {os.path.join(root, name)}")
+    return name
+
+
+def _read_user_content(path: str) -> Any:
+    """The user content; an empty file, as Hugging Face's Trainer makes it, has none."""
+    if not os.path.exists(path) or os.path.getsize(path) == 0:
+        return None
+    return saved_files.read(path)
+
+
+# --------------------------------------------------------------------------- full, partial
+
+
+def _partial_files(
+    job: Job, model: "DistributedModel", optimizer: "DistributedOptimizer | None"
+) -> dict[str, Any]:
+    """What this rank writes, by file name: the first replica has everything."""
+    at = job.placement.coordinates(job.boot.rank)
+    if at.rdp != 0:
+        return {}
+    files: dict[str, Any] = {f"model_{at.pp}_{at.tp}.pt": model.local_state_dict()}
+    if optimizer is not None:
+        files[f"optimizer_{at.pp}_{at.tp}.pt"] = optimizer.local_state_dict()
+    return files
+
+
+def _full_files(
+    job: Job,
+    model: "DistributedModel",
+    optimizer: "DistributedOptimizer | None",
+    tag: str,
+    translate: bool,
+) -> dict[str, Any]:
+    if job.placement.coordinates(job.boot.rank).rdp != 0:
+        return {}
+    whole: Any = model.state_dict(gather_to_rank0=True)
+    states = optimizer.state_dict() if optimizer is not None else None
+    if job.boot.rank != 0:
+        return {}
+    if translate:
+        for to_hugging_face, _ in state.module_manager.translate_functions:
+            whole = to_hugging_face(whole)
+    files = {tag: whole}
+    if states is not None:
+        files[f"optimizer_{tag}"] = states
+    return files
+
+
+def _from_hugging_face(state_dict: Any) -> Any:
+    for _, from_hugging_face in state.module_manager.translate_functions:
+        state_dict = from_hugging_face(state_dict)
+    return state_dict
+
+
+def _read_full(root: str, name: str, with_optimizer: bool) -> dict[str, Any]:
+    found = {"model": saved_files.read(_where(root, name), "cpu")}
+    beside = _where(root, f"user_content_{name}")
+    if not os.path.exists(beside):
+        beside = os.path.join(root, _USER_CONTENT)
+    found["user_content"] = _read_user_content(beside)
+    states = _where(root, f"optimizer_{name}")
+    if with_optimizer and os.path.exists(states):
+        found["optimizer"] = saved_files.read(states, "cpu")
+    return found
+
+
+def _read_partial(job: Job, root: str, name: str, with_optimizer: bool) -> dict[str, Any]:
+    """This rank's share of the files; under another pipeline degree, some or none."""
+    folder = _where(root, name)
+    found = {
+        "model": _read_parts(job, folder, "model"),
+        "user_content": _read_user_content(os.path.join(folder, _USER_CONTENT)),
+    }
+    if found["model"] is None:
+        raise CheckpointError(f"smp: {folder} has no model_*_*.pt")
+    if with_optimizer and (states := _read_parts(job, folder, "optimizer")) is not None:
+        found["optimizer"] = states
+    return found
+
+
+def _read_parts(job: Job, folder: str, kind: str) -> dict[str, Any] | None:
+    """The parts that fall to this rank, as one partial dict; None: nothing was saved.
+
+    Raises:
+        CheckpointError: a part is missing; another tensor parallel degree.
+    """
+    parts = set()
+    for file in os.listdir(folder):
+        if match := re.fullmatch(rf"{kind}_(\d+)_(\d+)\.pt", file):
+            parts.add((int(match[1]), int(match[2])))
+    if not parts:
+        return None
+    saved_pp, saved_tp = (1 + max(numbers) for numbers in zip(*parts, strict=True))
+    missing = [
+        f"{kind}_{pp}_{tp}.pt"
+        for pp in range(saved_pp)
+        for tp in range(saved_tp)
+        if (pp, tp) not in parts
+    ]
+    if missing:
+        raise CheckpointError(f"smp: {folder} lacks {', '.join(missing)}")
+    if saved_tp != job.placement.tp:
+        raise CheckpointError(
+            f"smp: {folder} was saved with tensor_parallel_degree {saved_tp}, and here it is "
+            f"{job.placement.tp}: load it with the same, or save a full checkpoint"
+        )
+    at = job.placement.coordinates(job.boot.rank)
+    out: dict[str, Any] = {}
+    for pp in range(saved_pp):
+        if pp % job.placement.pp == at.pp:
+            part = saved_files.read(os.path.join(folder, f"{kind}_{pp}_{at.tp}.pt"), "cpu")
+            out = _merged(out, part)
+    if kind == "optimizer" and "param_groups" not in out:  # more ranks than parts
+        part = saved_files.read(os.path.join(folder, f"{kind}_0_{at.tp}.pt"), "cpu")
+        out = {**part, "state": {}}
+    out[IS_PARTIAL] = True
+    return out
+
+
+def _merged(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """Two partial dicts as one; of an optimizer's, the states by number."""
+    if not one:
+        return other
+    if isinstance(one.get("state"), dict) and "param_groups" in one:
+        return {**other, "state": {**one["state"], **other["state"]}}
+    metadata = {**getattr(one, "_metadata", {}), **getattr(other, "_metadata", {})}
+    one.update(other)
+    one._metadata = metadata  # type: ignore[attr-defined]
+    return one

@@ -1,0 +1,173 @@
+"""Values with tensors, between the ranks that hold one replica of the model.
+
+Parts of a model and of an optimizer's state are gathered, or sent to who needs them,
+over the MP_GROUP alone, so that one replica can save while another does not.  The shape
+of a value travels packed (``csrc/python/pack.h``, no pickle of tensors), its tensors as
+bytes, one after the other, so that no rank holds a second copy of everything.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from smp import _core
+from smp.job import objects
+from smp.ranks import CommGroup
+from smp.state_mod import state
+
+Key = str | int
+
+
+class TensorSlot(NamedTuple):
+    """Where a tensor stood in a value that is sent."""
+
+    number: int
+    dtype: torch.dtype
+    shape: torch.Size
+
+
+class Replica:
+    """The ranks of this rank's MP_GROUP.  All methods are collective over them."""
+
+    def __init__(self, caller: str) -> None:
+        job = state.job(caller)
+        self.caller = caller
+        self.ranks = job.groups["mp"]
+        self.group = job.torch_groups.by_kind["mp"]
+        self.rank = self.ranks.index(job.boot.rank)
+
+    def gather(self, mine: Any, only_to: int | None = None) -> list[Any] | None:
+        """Every rank's value, by mp_rank; tensors that occur twice stay one.
+
+        Args:
+            mine: containers and tensors; what comes from others is in host memory.
+            only_to: the mp_rank that gets the values; the others get None.
+        """
+        objects.gather_bytes(self.caller, CommGroup.MP_GROUP)
+        out: list[Any] = []
+        for source in range(len(self.ranks)):
+            if source == self.rank:
+                out.append(mine)
+                receivers = range(len(self.ranks)) if only_to is None else [only_to]
+                for receiver in receivers:
+                    if receiver != self.rank:
+                        self._send(mine, receiver)
+            elif only_to is None or only_to == self.rank:
+                out.append(self._receive(source))
+        return out if only_to is None or only_to == self.rank else None
+
+    def route(self, held: dict[Key, Any], wanted: Iterable[Key]) -> dict[Key, Any]:
+        """The values of the keys that this rank wants, from whoever holds them.
+
+        Returns:
+            what was found; a rank's own value comes before those of lower ranks.
+        """
+        objects.gather_bytes(self.caller, CommGroup.MP_GROUP)
+        wanted = list(wanted)
+        found = {key: held[key] for key in wanted if key in held}
+        missing = [key for key in wanted if key not in held]
+        holders: dict[Key, int] = {}
+        asked: list[list[Key]] = []
+        for rank, (keys, needs) in enumerate(self._share((list(held), missing))):
+            asked.append(needs)
+            for key in keys:
+                holders.setdefault(key, rank)
+        for source in range(len(self.ranks)):
+            for receiver, needs in enumerate(asked):
+                keys = [key for key in needs if holders.get(key) == source]
+                if not keys or source == receiver:
+                    continue
+                if source == self.rank:
+                    self._send({key: held[key] for key in keys}, receiver)
+                elif receiver == self.rank:
+                    found.update(self._receive(source))
+        return found
+
+    def _share(self, mine: Any) -> list[Any]:
+        """Every rank's value without tensors, by mp_rank."""
+        if len(self.ranks) == 1:
+            return [mine]
+        packed = _bytes_tensor(_core.pack(mine))
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in self.ranks]
+        dist.all_gather(sizes, torch.tensor([packed.numel()]), group=self.group)
+        out = []
+        for source, size in enumerate(sizes):
+            buffer = packed
+            if source != self.rank:
+                buffer = torch.empty(int(size), dtype=torch.uint8)
+            dist.broadcast(buffer, self.ranks[source], group=self.group)
+            out.append(_core.unpack(buffer.numpy().tobytes()))
+        return out
+
+    def _send(self, value: Any, receiver: int) -> None:
+        tensors: list[Tensor] = []
+        packed = _bytes_tensor(_core.pack(take_out(value, tensors)))
+        to = self.ranks[receiver]
+        dist.send(torch.tensor([packed.numel()]), to, group=self.group)
+        dist.send(packed, to, group=self.group)
+        for tensor in tensors:
+            if tensor.numel():
+                dense = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+                dist.send(dense.reshape(-1).view(torch.uint8), to, group=self.group)
+
+    def _receive(self, source: int) -> Any:
+        origin = self.ranks[source]
+        size = torch.zeros(1, dtype=torch.int64)
+        dist.recv(size, origin, group=self.group)
+        packed = torch.empty(int(size), dtype=torch.uint8)
+        dist.recv(packed, origin, group=self.group)
+        arrived: list[Tensor] = []
+
+        def put_in(slot: TensorSlot) -> Tensor:
+            if slot.number == len(arrived):
+                tensor = torch.empty(slot.shape, dtype=slot.dtype)
+                if tensor.numel():
+                    dist.recv(tensor.reshape(-1).view(torch.uint8), origin, group=self.group)
+                arrived.append(tensor)
+            return arrived[slot.number]
+
+        return _rebuild(_core.unpack(packed.numpy().tobytes()), TensorSlot, put_in)
+
+
+def take_out(value: Any, tensors: list[Tensor]) -> Any:
+    """The value with slots for its tensors, which are appended in order, each once."""
+    numbers: dict[int, int] = {}
+
+    def slot(tensor: Tensor) -> TensorSlot:
+        if id(tensor) not in numbers:
+            numbers[id(tensor)] = len(tensors)
+            tensors.append(tensor)
+        return TensorSlot(numbers[id(tensor)], tensor.dtype, tensor.shape)
+
+    return _rebuild(value, Tensor, slot)
+
+
+def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """The value with ``function`` of each tensor; one that occurs twice stays one."""
+    done: dict[int, Tensor] = {}
+
+    def once(tensor: Tensor) -> Tensor:
+        if id(tensor) not in done:
+            done[id(tensor)] = function(tensor)
+        return done[id(tensor)]
+
+    return _rebuild(value, Tensor, once)
+
+
+def _rebuild(value: Any, kind: type, function: Callable) -> Any:
+    """New containers, with ``function`` of what is of a kind, in order."""
+    if isinstance(value, kind):
+        return function(value)
+    if isinstance(value, dict):
+        items = [(key, _rebuild(one, kind, function)) for key, one in value.items()]
+        return type(value)(items) if type(value) is not dict else dict(items)
+    if type(value) in (list, tuple):
+        return type(value)(_rebuild(one, kind, function) for one in value)
+    return value
+
+
+def _bytes_tensor(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)

@@ -1,0 +1,176 @@
+"""State dicts of a model whose parts live on several ranks.
+
+Names are those of the wrapped module.  A *partial* dict has what this rank owns, and the
+key ``_smp_is_partial``; a *full* one has everything, and loads into the plain module.
+"""
+
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+from torch.nn.modules.module import _IncompatibleKeys
+
+from smp.modules import remote_modules
+from smp.saving.replica import Replica, map_tensors
+
+if TYPE_CHECKING:
+    from smp.model import DistributedModel
+
+IS_PARTIAL = "_smp_is_partial"
+
+
+def owners_of_entries(model: "DistributedModel", names: Mapping[str, Any]) -> dict[str, int]:
+    """The pp_rank of each entry of the module's state dict; alike on all ranks."""
+    by_parameter = {
+        id(parameter): model._owners[name]
+        for name, parameter in model.module.named_parameters()
+    }
+    assert model.partition is not None
+    rank_of = model.partition.rank_of
+    of_module: dict[int, int] = {}
+    of_path: dict[str, int] = {}
+    for path, module in model.module.named_modules(remove_duplicate=False):
+        of_path[path] = of_module.setdefault(id(module), rank_of.get(path, 0))
+    out = {}
+    for name, value in names.items():
+        owner = by_parameter.get(id(value))
+        if owner is None:  # a buffer, extra state, or what a hook added
+            path = name.rpartition(".")[0]
+            while path not in of_path:
+                path = path.rpartition(".")[0]
+            owner = of_path[path]
+        out[name] = owner
+    return out
+
+
+def _entries(module: nn.Module) -> "OrderedDict[str, Any]":
+    """The module's state dict of parameters and buffers themselves; no data is touched."""
+    return module.state_dict(keep_vars=True)  # type: ignore[return-value]
+
+
+def local_state_dict(model: "DistributedModel") -> "OrderedDict[str, Any]":
+    """What this rank owns, and ``_smp_is_partial``."""
+    out = _owned(model)
+    out[IS_PARTIAL] = True
+    return out
+
+
+def _owned(model: "DistributedModel") -> "OrderedDict[str, Any]":
+    entries = _entries(model.module)
+    mine = OrderedDict(entries)
+    if model.partitioned:
+        owners = owners_of_entries(model, entries)
+        rank = model._runtime.pp_rank
+        mine = OrderedDict((k, v) for k, v in entries.items() if owners[k] == rank)
+    out = map_tensors(mine, Tensor.detach)
+    out._metadata = entries._metadata  # type: ignore[attr-defined]
+    return out
+
+
+def full_state_dict(
+    model: "DistributedModel", gather_to_rank0: bool, cast_to_cpu: bool
+) -> "OrderedDict[str, Any]":
+    """Everything, in the order of the module's own state dict.
+
+    Collective over the MP_GROUP after the partition.
+
+    Args:
+        gather_to_rank0: only mp_rank 0 gets it; the others get an empty dict.
+        cast_to_cpu: tensors in host memory; those of other ranks are there in any case.
+    """
+    mine = _owned(model)
+    parts: list[Any] | None = [mine]
+    if model.partitioned:
+        parts = Replica("model.state_dict").gather(mine, 0 if gather_to_rank0 else None)
+    out: OrderedDict[str, Any] = OrderedDict()
+    if parts is None:
+        return out
+    merged: dict[str, Any] = {}
+    for part in parts:
+        merged.update(part)
+    for name in _entries(model.module):
+        if name in merged:
+            out[name] = merged.pop(name)
+    out.update(merged)  # what only its owner's hooks add
+    if cast_to_cpu:
+        out = map_tensors(out, Tensor.cpu)
+    out._metadata = mine._metadata  # type: ignore[attr-defined]
+    return out
+
+
+def load(
+    model: "DistributedModel",
+    state_dict: Mapping[str, Any],
+    strict: bool,
+    same_partition_load: bool,
+    translate_function: Callable | None,
+) -> _IncompatibleKeys:
+    """Load a full or partial dict; what cannot be done before the partition waits for it.
+
+    Returns:
+        missing and unexpected keys, as torch does; those of a partial dict that waits
+        are not known yet.
+
+    Raises:
+        RuntimeError: ``strict`` and other keys, or another shape: by name, both shapes.
+    """
+    metadata = getattr(state_dict, "_metadata", None)
+    given: OrderedDict[str, Any] = OrderedDict(state_dict)
+    partial = bool(given.pop(IS_PARTIAL, False))
+    if translate_function is not None:
+        given = OrderedDict(translate_function(given))
+        given.pop(IS_PARTIAL, None)
+    if metadata is not None:
+        given._metadata = metadata  # type: ignore[attr-defined]
+    waits = not model.partitioned and model._runtime.pp_size > 1
+    if waits and partial:
+        model._deferred_loads.append((given, True, strict, same_partition_load))
+        return _IncompatibleKeys([], [])
+    if waits and any(
+        e.is_meta for e in _entries(model.module).values() if isinstance(e, Tensor)
+    ):
+        with warnings.catch_warnings():  # a meta tensor takes no data: keys and shapes only
+            warnings.simplefilter("ignore")
+            keys = model.module.load_state_dict(given, strict)
+        model._deferred_loads.append((given, False, strict, same_partition_load))
+        return keys
+    return _load_now(model, given, partial, strict, same_partition_load)
+
+
+def load_deferred(model: "DistributedModel") -> None:
+    """Do the loads that waited for the partition, in their order."""
+    waiting, model._deferred_loads = model._deferred_loads, []
+    for given, partial, strict, same_partition_load in waiting:
+        _load_now(model, given, partial, strict, same_partition_load)
+
+
+def _load_now(
+    model: "DistributedModel",
+    given: "OrderedDict[str, Any]",
+    partial: bool,
+    strict: bool,
+    same_partition_load: bool,
+) -> _IncompatibleKeys:
+    module = model.module
+    if not model.partitioned:
+        return module.load_state_dict(given, strict)
+    if partial:
+        entries = _entries(module)
+        owners = owners_of_entries(model, entries)
+        mine = [name for name in entries if owners[name] == model._runtime.pp_rank]
+        known: dict[Any, Any] = {n: v for n, v in given.items() if n in entries}
+        found = known
+        if not same_partition_load:
+            found = Replica("model.load_state_dict").route(known, mine)
+        # Entries of other ranks stand for themselves, so that torch checks only ours.
+        whole = OrderedDict((n, v) for n, v in entries.items() if n not in set(mine))
+        whole.update((n, found[n]) for n in mine if n in found)
+        whole.update((n, v) for n, v in given.items() if n not in entries)
+        whole._metadata = getattr(given, "_metadata", entries._metadata)  # type: ignore
+        given = whole
+    with remote_modules.loading(), warnings.catch_warnings():
+        # Buffers of other ranks' modules may have no memory.
+        warnings.filterwarnings("ignore", message=".*non-meta parameter.*meta")
+        return module.load_state_dict(given, strict)

@@ -1,0 +1,1 @@
+"""What the ranks did in the last step."""

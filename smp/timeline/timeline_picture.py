@@ -1,0 +1,181 @@
+"""A step as an SVG picture: a row for each rank, time from left to right, colour is the
+microbatch, light is forward, dark is backward, white is idle.
+
+The file stands alone, and follows the reader's light or dark colour scheme.
+"""
+
+import colorsys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+from xml.sax.saxutils import escape
+
+from smp.partitioning.picture import colour
+
+if TYPE_CHECKING:
+    from smp.timeline.timeline import Task
+
+_WIDTH = 1200.0
+_MARGIN = 28.0
+_NAME = 64.0  # room for a rank's name
+_BUSY = 88.0  # room for its share of time at work
+_ROW = 34.0
+_GAP = 10.0
+_TOP = 104.0
+_NARROWEST = 0.4  # px; of what is drawn apart from its neighbour
+_LEGEND_STEP = 58.0
+_MOST_IN_LEGEND = 12
+
+_STYLE = """
+  text { font: 12px ui-sans-serif, system-ui, 'Segoe UI', 'DejaVu Sans', sans-serif; }
+  .page { fill: #ffffff; } .ink { fill: #1c2026; } .faint { fill: #6a7280; }
+  .idle { fill: #ffffff; stroke: #b9c0cb; } .tick { stroke: #d9dde4; }
+  .title { font-size: 18px; font-weight: 600; }
+  @media (prefers-color-scheme: dark) {
+    .page { fill: #16181d; } .ink { fill: #e6e9ee; } .faint { fill: #9aa3b2; }
+    .idle { fill: #050608; stroke: #4a515e; } .tick { stroke: #343a45; }
+  }
+"""
+
+
+class Bar(NamedTuple):
+    """A stretch of work on one microbatch in one phase."""
+
+    start_ns: int
+    end_ns: int
+    microbatch: int
+    phase: int
+
+
+def shade(microbatch: int, phase: int) -> str:
+    """The fill of a microbatch, ``#rrggbb``: light in forward, dark in backward."""
+    base = colour(microbatch)
+    rgb = (int(base[i : i + 2], 16) / 255 for i in (1, 3, 5))
+    hue, _, saturation = colorsys.rgb_to_hls(*rgb)
+    made = colorsys.hls_to_rgb(hue, (0.76, 0.40)[phase], saturation)
+    return "#" + "".join(f"{round(value * 255):02X}" for value in made)
+
+
+def picture(ranks: Sequence[list["Task"]]) -> str:
+    """The text of an SVG file.
+
+    Args:
+        ranks: the tasks of each pp_rank.
+    """
+    every = [task for tasks in ranks for task in tasks]
+    first = min((task.start_ns for task in every), default=0)
+    last = max((task.end_ns for task in every), default=first + 1)
+    count = len({task.microbatch for task in every})
+    rows = len(ranks) * (_ROW + _GAP)
+    height = _TOP + rows + 46
+    title = f"One step on {len(ranks)} rank{'s' * (len(ranks) != 1)}"
+    told = f"{count} microbatches, {(last - first) / 1e6:.1f} ms"
+    out = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH:g} {height:g}" '
+        f'width="{_WIDTH:g}" height="{height:g}" role="img">',
+        f"<title>{title}</title>",
+        f"<style>{_STYLE}</style>",
+        f'<rect class="page" width="{_WIDTH:g}" height="{height:g}" rx="10"/>',
+        _text(_MARGIN, _MARGIN + 14, "ink title", title),
+        _text(_MARGIN, _MARGIN + 34, "faint", told),
+        *_legend(sorted({task.microbatch for task in every})),
+        *_axis((last - first) / 1e6, _TOP + rows),
+    ]
+    scale = _plot_width() / (last - first)
+    for pp_rank, tasks in enumerate(ranks):
+        y = _TOP + pp_rank * (_ROW + _GAP)
+        out += _row(pp_rank, merged(tasks, _NARROWEST / scale), y, first, last)
+    return "\n".join([*out, "</svg>", ""])
+
+
+def merged(tasks: Sequence["Task"], gap_ns: float) -> list[Bar]:
+    """A rank's work in order; what belongs together and is nearly adjacent is one bar."""
+    spans = [
+        Bar(span.start_ns, span.end_ns, task.microbatch, span.phase)
+        for task in tasks
+        for span in task.spans
+        if not span.waiting
+    ]
+    bars: list[Bar] = []
+    for bar in sorted(spans):
+        before = bars[-1] if bars else None
+        if before and before[2:] == bar[2:] and bar.start_ns - before.end_ns <= gap_ns:
+            bars[-1] = before._replace(end_ns=bar.end_ns)
+        else:
+            bars.append(bar)
+    return bars
+
+
+def _plot_width() -> float:
+    return _WIDTH - 2 * _MARGIN - _NAME - _BUSY
+
+
+def _text(x: float, y: float, classes: str, text: str, more: str = "") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" class="{classes}"{more}>{escape(text)}</text>'
+
+
+def _legend(microbatches: Sequence[int]) -> list[str]:
+    shown = microbatches[:_MOST_IN_LEGEND]
+    x = _WIDTH - _MARGIN - _LEGEND_STEP * len(shown)
+    out = [
+        _text(x - 8, _MARGIN + 14, "faint", "microbatch", ' text-anchor="end"'),
+        _text(x - 8, _MARGIN + 34, "faint", "forward", ' text-anchor="end"'),
+        _text(x - 8, _MARGIN + 54, "faint", "backward", ' text-anchor="end"'),
+    ]
+    for microbatch in shown:
+        middle = x + (_LEGEND_STEP - 6) / 2
+        out.append(_text(middle, _MARGIN + 14, "ink", str(microbatch), ' text-anchor="middle"'))
+        for phase in (0, 1):
+            out.append(
+                f'<rect x="{x:.1f}" y="{_MARGIN + 23 + 20 * phase:.1f}" '
+                f'width="{_LEGEND_STEP - 6:g}" height="14" rx="2" '
+                f'fill="{shade(microbatch, phase)}"/>'
+            )
+        x += _LEGEND_STEP
+    return out
+
+
+def _axis(length_ms: float, bottom: float) -> list[str]:
+    """Lines at round times, their numbers below the rows."""
+    unit = 10.0 ** len(str(int(length_ms))) / 10
+    step = next(s for s in (unit / 5, unit / 2, unit, unit * 2) if length_ms / s <= 12)
+    out = []
+    for i in range(int(length_ms / step) + 1):
+        x = _MARGIN + _NAME + _plot_width() * i * step / length_ms
+        out.append(
+            f'<line class="tick" x1="{x:.1f}" y1="{_TOP - 6:g}" x2="{x:.1f}" y2="{bottom:g}"/>'
+        )
+        out.append(_text(x, bottom + 14, "faint", f"{i * step:g}", ' text-anchor="middle"'))
+    end = _WIDTH - _MARGIN
+    return [*out, _text(end, bottom + 14, "faint", "ms", ' text-anchor="end"')]
+
+
+def _row(pp_rank: int, bars: Sequence[Bar], y: float, first: int, last: int) -> list[str]:
+    left, scale = _MARGIN + _NAME, _plot_width() / (last - first)
+    at_work = sum(bar.end_ns - bar.start_ns for bar in bars) / (last - first)
+    out = [
+        _text(_MARGIN, y + 22, "ink", f"rank {pp_rank}"),
+        f'<rect class="idle" x="{left:g}" y="{y:g}" width="{_plot_width():g}" '
+        f'height="{_ROW:g}"/>',
+    ]
+    for bar in bars:
+        x, width = left + (bar.start_ns - first) * scale, (bar.end_ns - bar.start_ns) * scale
+        phase = ("forward", "backward")[bar.phase]
+        took = (bar.end_ns - bar.start_ns) / 1e6
+        out.append(
+            f'<rect x="{x:.2f}" y="{y:g}" width="{max(width, _NARROWEST):.2f}" '
+            f'height="{_ROW:g}" fill="{shade(bar.microbatch, bar.phase)}">'
+            f"<title>microbatch {bar.microbatch}, {phase}, {took:.3f} ms</title></rect>"
+        )
+        if width >= 18:
+            ink = "#ffffff" if bar.phase else "#16181d"
+            out.append(
+                _text(
+                    x + width / 2,
+                    y + 22,
+                    "",
+                    str(bar.microbatch),
+                    f' fill="{ink}" text-anchor="middle"',
+                )
+            )
+    busy = f"{at_work:.0%} busy"
+    return [*out, _text(_WIDTH - _MARGIN, y + 22, "faint", busy, ' text-anchor="end"')]
