@@ -195,9 +195,9 @@ def test_modules_created_in_a_context_are_pinned_and_the_innermost_wins():
     class Net(nn.Module):
         def __init__(self):
             super().__init__()
-            with smp.partitioning.partition(1):
+            with smp.partition(1):
                 self.a = Stack(1)
-                with smp.partitioning.partition(2):
+                with smp.partition(2):
                     self.b = nn.Linear(8, 8)
                 self.c = nn.Linear(8, 8)
             self.d = nn.Linear(8, 8)
@@ -208,7 +208,7 @@ def test_modules_created_in_a_context_are_pinned_and_the_innermost_wins():
 
 def test_copies_and_unpickled_modules_count_as_created():
     layer = nn.TransformerEncoderLayer(8, 2, 16)
-    with smp.partitioning.partition(1):
+    with smp.partition(1):
         net = nn.Sequential(nn.TransformerEncoder(layer, 2), pickle.loads(pickle.dumps(layer)))
     outside = nn.ModuleList([layer, net])
 
@@ -221,7 +221,7 @@ def test_copies_and_unpickled_modules_count_as_created():
 def test_a_context_ends_and_concerns_its_own_thread_only():
     plain = nn.Module.__init__, nn.Module.__setstate__
     made = []
-    with smp.partitioning.partition(1):
+    with smp.partition(1):
         thread = threading.Thread(target=lambda: made.append(nn.Linear(8, 8)))
         thread.start()
         thread.join()
@@ -236,7 +236,7 @@ def test_a_context_ends_and_concerns_its_own_thread_only():
 def test_without_auto_partition_the_rest_goes_to_the_default():
     """A module not placed in any smp.partition context is in the default partition."""
     outside = nn.Linear(8, 8)
-    with smp.partitioning.partition(2):
+    with smp.partition(2):
         inside = nn.Sequential(nn.Linear(8, 8))
     inside.append(outside)
     net = nn.Sequential(inside, Stack(2))
@@ -295,7 +295,7 @@ def test_what_is_no_partition_is_refused(wrong):
         set_partition(nn.Linear(1, 1), wrong)
     with (
         pytest.raises((TypeError, ValueError), match="partition"),
-        smp.partitioning.partition(wrong),
+        smp.partition(wrong),
     ):
         pass
     with pytest.raises(TypeError, match="pins a torch.nn.Module, got a str"):
