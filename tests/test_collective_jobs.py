@@ -175,4 +175,5 @@ dist.destroy_process_group()
     done = torchrun(2, script)
 
     assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.split()) == ["8.0", "8.0", "True", "True"]
+    # torchrun's ranks write into each other's lines.
+    assert (done.stdout.count("True"), done.stdout.count("8.0")) == (2, 2), done.stdout
