@@ -157,7 +157,7 @@ def test_a_module_with_a_class_of_ours_is_one_of_the_users(kind, cls):
         return
     assert type(inner) is not cls, "nothing stands in for it"
     assert isinstance(inner, cls) and type(inner).__bases__[0].__name__ == cls.__name__
-    assert Plain.heard == CLASSES[1:], "the user's class was told of a subclass"
+    assert Plain.heard == [*CLASSES[1:], Cyclic], "the user's class was told of a subclass"
     assert type(inner).__name__ == cls.__name__
     assert type(inner).__qualname__ == cls.__qualname__
     assert type(inner).__module__ == cls.__module__ and type(inner).__doc__ == cls.__doc__
@@ -191,3 +191,28 @@ def test_a_module_with_a_class_of_ours_is_one_of_the_users(kind, cls):
             assert name == other and torch.equal(buffer, its)
         del got, want
     assert len(Closing.closed) == (8 if cls is Closing else 0)  # as many as were made
+
+
+class Cyclic(Plain):
+    """Copies itself in the usual way, and is part of a cycle."""
+
+    def __init__(self, *modules: nn.Module) -> None:
+        super().__init__(*modules)
+        self.box = [self]
+
+    def __deepcopy__(self, memo):
+        made = type(self).__new__(type(self))
+        memo[id(self)] = made
+        made.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return made
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_deep_copy_of_a_cycle_leads_back_to_the_copy(kind):
+    inner = partitioned(kind, Cyclic)
+    memo: dict = {}
+    copied, again = copy.deepcopy([inner, inner], memo)
+
+    assert copied is again and copied is not inner
+    assert copied.box[0] is copied and memo[id(inner)] is copied

@@ -294,7 +294,9 @@ raise_other_step(const smp_message *note)
         PyErr_Format(
             PyExc_RuntimeError,
             "smp: the ranks are in different steps: pp_rank 0 runs %U; pp_rank "
-            "%d runs %s",
+            "%d runs %s.  All ranks run the same steps, in the same mode, and freeze "
+            "the "
+            "same parameters (of model.parameters(), not of local_parameters())",
             its, smp_the_session.rank, PyBytes_AS_STRING(smp_the_session.described));
         Py_DECREF(its);
     }

@@ -366,12 +366,26 @@ sort_in(smp_server *server, smp_message *message)
     }
 }
 
-/* A step begins: what came for it early is acted on now. */
+static int
+by_arrival(const void *a, const void *b)
+{
+    const waiting *left = a;
+    const waiting *right = b;
+
+    return (left->arrival > right->arrival) - (left->arrival < right->arrival);
+}
+
+/* A step begins: what came for it early is acted on now, in the order of its arrival.
+ */
 static void
 sort_again(smp_server *server)
 {
     size_t   early = server->ninbox;
     waiting *entries = server->inbox;
+
+    if (early > 0) {
+        qsort(entries, early, sizeof(*entries), by_arrival);
+    }
 
     server->inbox = NULL;
     server->ninbox = 0;
@@ -623,7 +637,8 @@ ask_whether_all_is_well(smp_server *server)
 }
 
 /* pp_rank 0 returns when the others have acted on all that it sent: what it does not
- * wait for (the end of a microbatch, a release) may fail too. */
+ * wait for (the end of a microbatch, a release) may fail too.  Not what such a message
+ * made one of them send to a third rank. */
 static bool
 step_is_over(smp_server *server)
 {

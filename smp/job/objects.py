@@ -15,6 +15,7 @@ import io
 import pickle
 import threading
 from collections import defaultdict
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -165,7 +166,8 @@ class _Together:
         if kind is CallMismatch:
             for member in self.others:  # it may wait for this rank, and raises then
                 if member not in self._sent:
-                    self.post(member, NOTHING)
+                    with suppress(RuntimeError):  # unless it has, and is gone
+                        self.post(member, NOTHING)
         _unmatched.extend(self._sent.values())
 
 

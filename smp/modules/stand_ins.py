@@ -97,7 +97,35 @@ def _copy(self: nn.Module) -> Any:
 
 
 def _deepcopy(self: nn.Module, memo: dict[int, Any]) -> Any:
-    return _Twin(self).call("__deepcopy__", memo)
+    twin = _Twin(self)
+    return twin.call("__deepcopy__", _Memo(memo, twin.module, self))
+
+
+class _Memo(dict[int, Any]):
+    """A deep copy's memo in which the twin's entry is the module's: cycles lead there."""
+
+    def __init__(self, memo: dict[int, Any], twin: nn.Module, original: nn.Module) -> None:
+        self._memo = memo
+        self._twin, self._original = id(twin), id(original)
+        memo.setdefault(id(memo), []).append(self)  # copy notes our own id in it, too
+
+    def _key(self, key: int) -> int:
+        return self._original if key == self._twin else key
+
+    def __getitem__(self, key: int) -> Any:
+        return self._memo[self._key(key)]
+
+    def __setitem__(self, key: int, value: Any) -> None:
+        self._memo[self._key(key)] = value
+
+    def __contains__(self, key: object) -> bool:
+        return self.get(key) is not None  # type: ignore[arg-type]
+
+    def get(self, key: int, default: Any = None) -> Any:
+        return self._memo.get(self._key(key), default)
+
+    def setdefault(self, key: int, default: Any = None) -> Any:
+        return self._memo.setdefault(self._key(key), default)
 
 
 class _Twin:
