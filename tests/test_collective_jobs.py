@@ -135,6 +135,40 @@ print("end")
     assert said == ["end", "end", "interrupted", "interrupted"]
 
 
+def test_a_signal_handler_may_leave_the_group_that_waits(tmp_path):
+    """... which is gone when the wait ends."""
+    said = lines_of(
+        2,
+        tmp_path,
+        SCRIPT
+        + """
+import sys, threading
+def leave(*_):
+    dist.destroy_process_group()
+    sys.exit()
+def interrupt():
+    while dist.group.WORLD._get_sequence_number_for_group() < 2:
+        os.sched_yield()
+    os.kill(os.getpid(), signal.SIGTERM)
+try:
+    if rank == 0:
+        signal.signal(signal.SIGTERM, leave)
+        threading.Thread(target=interrupt).start()
+        dist.all_reduce(torch.ones(4))
+    dist.recv(torch.ones(4), 0)
+except SystemExit:
+    print("left")
+except dist.DistBackendError as error:
+    print(error)
+    dist.destroy_process_group()
+""",
+    )
+    assert said == [
+        "left",
+        "smp: receive (tag 0) on rank 1: rank 0 has left [SMP_ERR_CLOSED]",
+    ]
+
+
 def test_a_script_may_end_without_destroying_its_groups(tmp_path):
     """... and with an operation under way in which nobody joins."""
     said = lines_of(

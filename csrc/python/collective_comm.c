@@ -103,15 +103,21 @@ close_comm(smp_comm_object *self)
     smp_carrier *carrier = self->carrier;
     smp_mailbox *mailbox = self->mailbox;
 
+    if (comm == NULL) {
+        return;
+    }
     self->comm = NULL;
-    self->carrier = NULL;
-    self->mailbox = NULL;
+    if (carrier != NULL) {
+        smp_carrier_close(carrier);
+    }
     /* Whoever is inside looks around every SMP_SIGNALS_NS, and finds it closed. */
     while (self->users > 0 && self->generation == smp_fork_generation()) {
         Py_BEGIN_ALLOW_THREADS;
         sched_yield();
         Py_END_ALLOW_THREADS;
     }
+    self->carrier = NULL;
+    self->mailbox = NULL;
     Py_BEGIN_ALLOW_THREADS;
     smp_carrier_destroy(carrier);
     smp_mailbox_destroy(mailbox);
@@ -185,9 +191,13 @@ comm_connect(PyObject *object, PyObject *args)
         }
     }
     if (status == SMP_OK) {
+        smp_comm *comm = self->comm;
+
+        self->users++;
         Py_BEGIN_ALLOW_THREADS;
-        status = smp_comm_connect(self->comm, at, bytes, timeout_ms, &failed);
+        status = smp_comm_connect(comm, at, bytes, timeout_ms, &failed);
         Py_END_ALLOW_THREADS;
+        self->users--;
     }
     free(at);
     free(bytes);
@@ -257,16 +267,19 @@ comm_finished(PyObject *object, PyObject *unused)
 
     (void)unused;
     for (;;) {
-        smp_order *order;
-        smp_status status;
-        PyObject  *owner;
+        smp_carrier *carrier = self->carrier;
+        smp_order   *order;
+        smp_status   status;
+        PyObject    *owner;
 
         if (smp_comm_check_open(self) < 0) {
             return NULL;
         }
+        self->users++;
         Py_BEGIN_ALLOW_THREADS;
-        status = smp_carrier_finished(self->carrier, &order);
+        status = smp_carrier_finished(carrier, &order);
         Py_END_ALLOW_THREADS;
+        self->users--;
         if (status != SMP_OK) {
             Py_RETURN_NONE;
         }

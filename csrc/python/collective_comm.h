@@ -20,7 +20,7 @@
 typedef struct {
     PyObject     ob_base;
     smp_comm    *comm;       /* owned; NULL once closed */
-    smp_carrier *carrier;    /* owned */
+    smp_carrier *carrier;    /* owned, until nobody is inside, like the mailbox */
     smp_mailbox *mailbox;    /* owned */
     Py_ssize_t   groups;     /* that are open */
     Py_ssize_t   users;      /* threads that are inside, without the GIL */

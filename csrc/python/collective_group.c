@@ -239,6 +239,17 @@ read_arguments(order_object *self, PyObject *const *args, smp_call *call)
     return 0;
 }
 
+/* 0, or -1 with an exception. */
+static int
+check_open(const group_object *group)
+{
+    if (group->group == NULL) {
+        PyErr_Format(group->comm->error, "smp: group '%s' was destroyed", group->name);
+        return -1;
+    }
+    return 0;
+}
+
 /* A new order, not yet issued; NULL with an exception. */
 static order_object *
 make_order(group_object *group, PyObject *const *args, Py_ssize_t nargs)
@@ -248,8 +259,7 @@ make_order(group_object *group, PyObject *const *args, Py_ssize_t nargs)
     Py_ssize_t    outs;
     size_t        n;
 
-    if (group->group == NULL) {
-        PyErr_Format(group->comm->error, "smp: group '%s' was destroyed", group->name);
+    if (check_open(group) < 0) {
         return NULL;
     }
     if (nargs != ARGUMENTS) {
@@ -281,6 +291,9 @@ make_order(group_object *group, PyObject *const *args, Py_ssize_t nargs)
                       item(self->outs, (Py_ssize_t)i)) < 0) {
             goto err;
         }
+    }
+    if (check_open(group) < 0) { /* again: torch was asked in between */
+        goto err;
     }
     return self;
 
@@ -462,19 +475,28 @@ meet(group_object *self, const int *ranks, uint64_t id, int64_t timeout_ns, int 
                                .id = id,
                                .name = self->name,
                                .timeout_ns = timeout_ns};
-    smp_comm        *comm = self->comm->comm;
+    smp_comm_object *object = self->comm;
+    smp_comm        *comm = object->comm;
+    smp_carrier     *carrier = object->carrier;
     smp_status       status;
 
+    object->users++;
     Py_BEGIN_ALLOW_THREADS;
     status = smp_group_create(comm, &config, &self->group, failed);
     if (status == SMP_OK) {
-        status = smp_queue_create(self->comm->carrier, self->group, &self->queue);
+        status = smp_queue_create(carrier, self->group, &self->queue);
     }
     Py_END_ALLOW_THREADS;
+    if (status == SMP_OK && object->comm == NULL) {
+        status = SMP_ERR_CLOSED; /* meanwhile, by another thread */
+    }
     if (status != SMP_OK) {
+        smp_queue_destroy(self->queue);
         smp_group_destroy(self->group);
+        self->queue = NULL;
         self->group = NULL;
     }
+    object->users--;
     return status;
 }
 
@@ -517,7 +539,7 @@ group_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
                       timeout_s > 1e9 ? -1 : (int64_t)(timeout_s * 1e9), &failed);
     }
     free(ranks);
-    if (PyErr_Occurred() != NULL) {
+    if (PyErr_Occurred() != NULL || smp_comm_check_open(comm) < 0) {
         goto err;
     }
     if (status != SMP_OK) {
@@ -548,10 +570,12 @@ close_group(group_object *self)
     self->group = NULL;
     self->queue = NULL;
     self->comm->groups--;
+    self->comm->users++;
     Py_BEGIN_ALLOW_THREADS;
     smp_queue_destroy(queue);
     smp_group_destroy(group);
     Py_END_ALLOW_THREADS;
+    self->comm->users--;
 }
 
 static void
@@ -586,9 +610,13 @@ group_run(PyObject *object, PyObject *const *args, Py_ssize_t nargs)
     }
     issue(order, false);
     over = wait_until(order, SMP_NEVER);
-    if (over < 0) { /* interrupted: the others may still read the tensors */
-        Py_INCREF(order);
-        smp_order_leave(&order->order);
+    if (over < 0) {
+        /* Interrupted: the others may still read the tensors.  If it is over, the
+         * signal's handler may have left the group and these ranks. */
+        if (!smp_order_is_over(&order->order)) {
+            Py_INCREF(order);
+            smp_order_leave(&order->order);
+        }
     } else if (raise_error(order) < 0) {
         over = -1;
     }

@@ -23,7 +23,7 @@ read_address(smp_comm_object *comm, PyObject *tensor, smp_address *out, void **d
 {
     smp_row row;
 
-    if (smp_comm_check_open(comm) < 0 || smp_see_tensor(tensor, &row) < 0) {
+    if (smp_see_tensor(tensor, &row) < 0 || smp_comm_check_open(comm) < 0) {
         return -1;
     }
     out->dtype = row.dtype;
@@ -43,6 +43,7 @@ py_send(PyObject *module, PyObject *args)
     int                rank;
     smp_address        address = {0};
     void              *data;
+    smp_mailbox       *mailbox;
     smp_status         status;
     char               what[64];
 
@@ -54,9 +55,10 @@ py_send(PyObject *module, PyObject *args)
     }
     address.group = group;
     address.tag = tag;
+    mailbox = comm->mailbox;
     comm->users++;
     Py_BEGIN_ALLOW_THREADS;
-    status = smp_mailbox_send(comm->mailbox, rank, &address, data);
+    status = smp_mailbox_send(mailbox, rank, &address, data);
     Py_END_ALLOW_THREADS;
     comm->users--;
     if (status != SMP_OK) {
@@ -119,14 +121,15 @@ static int
 wait_until(receipt_object *self, int64_t until_ns)
 {
     while (!self->over) {
-        int64_t look_ns = smp_clock_ns() + SMP_SIGNALS_NS;
+        int64_t      look_ns = smp_clock_ns() + SMP_SIGNALS_NS;
+        smp_mailbox *mailbox = self->comm->mailbox;
 
         if (smp_comm_check_open(self->comm) < 0) {
             return -1;
         }
         self->comm->users++;
         Py_BEGIN_ALLOW_THREADS;
-        self->over = smp_letterbox_wait(self->comm->mailbox, &self->box,
+        self->over = smp_letterbox_wait(mailbox, &self->box,
                                         look_ns < until_ns ? look_ns : until_ns);
         Py_END_ALLOW_THREADS;
         self->comm->users--;

@@ -8,6 +8,7 @@
 #include <time.h>
 
 #include "comm/clock.h"
+#include "comm/fork.h"
 #include "comm/neighbour.h"
 #include "common/lock.h"
 
@@ -24,7 +25,8 @@ typedef struct letter {
 } letter;
 
 struct smp_mailbox {
-    smp_comm *comm; /* borrowed */
+    smp_comm *comm;       /* borrowed */
+    uint32_t  generation; /* smp_fork_generation() */
 
     smp_lock        lock;    /* guards all below, and the letterboxes */
     pthread_cond_t  changed; /* a letterbox is over, or nobody sorts any more */
@@ -199,6 +201,7 @@ smp_mailbox_create(smp_comm *comm, smp_mailbox **out)
         return SMP_ERR_NO_MEMORY;
     }
     mailbox->comm = comm;
+    mailbox->generation = smp_fork_generation();
     mailbox->boxes_last = &mailbox->boxes;
     mailbox->letters_last = &mailbox->letters;
     smp_lock_init(&mailbox->lock, SMP_LOCK_MAILBOX);
@@ -213,8 +216,8 @@ smp_mailbox_create(smp_comm *comm, smp_mailbox **out)
 void
 smp_mailbox_destroy(smp_mailbox *mailbox)
 {
-    if (mailbox == NULL) {
-        return;
+    if (mailbox == NULL || mailbox->generation != smp_fork_generation()) {
+        return; /* the child may not trust the lock, nor `changed` with its waiters */
     }
     while (mailbox->letters != NULL) {
         letter *l = mailbox->letters;

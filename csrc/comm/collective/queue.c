@@ -368,6 +368,7 @@ smp_order_issue(smp_order *order, smp_queue *queue, bool announced)
     smp_carrier *carrier = queue->carrier;
 
     order->queue = queue;
+    order->carrier = carrier;
     order->announced = announced;
     if (is_child(carrier)) {
         order->status = SMP_ERR_CLOSED;
@@ -390,18 +391,17 @@ smp_order_issue(smp_order *order, smp_queue *queue, bool announced)
 bool
 smp_order_wait(smp_order *order, int64_t until_ns)
 {
-    smp_carrier *carrier;
+    smp_carrier *carrier = order->carrier;
 
     if (smp_order_is_over(order)) {
         return true;
     }
-    carrier = order->queue->carrier;
     if (is_child(carrier)) {
         order->status = SMP_ERR_CLOSED;
         return true;
     }
     smp_lock_acquire(&carrier->lock);
-    while (!smp_order_is_over(order)) {
+    while (!smp_order_is_over(order)) { /* so that its queue is still there */
         if (!order->queue->driven && !order->queue->closing) {
             drive(order, until_ns);
         } else {
@@ -420,8 +420,11 @@ smp_order_wait(smp_order *order, int64_t until_ns)
 void
 smp_order_leave(smp_order *order)
 {
-    smp_carrier *carrier = order->queue->carrier;
+    smp_carrier *carrier = order->carrier;
 
+    if (is_child(carrier)) {
+        return;
+    }
     smp_lock_acquire(&carrier->lock);
     order->announced = true;
     if (smp_order_is_over(order)) {

@@ -8,7 +8,8 @@
  *
  * Ownership  An order and its calls are the caller's memory, borrowed from issue until
  *            it is over, and if it is announced until smp_carrier_finished() gives it.
- *            A queue borrows its group and its carrier: destroy it first.
+ *            A queue borrows its group and its carrier: destroy it first.  Others may
+ *            wait for its orders meanwhile; the carrier outlives those waits.
  * Threads    any.
  * Errors     An order has its own: status and error.  In a forked child every order is
  *            over at once, with SMP_ERR_CLOSED.
@@ -38,7 +39,8 @@ typedef struct smp_order {
     bool              announced;
     bool              begun; /* call `at` is under way */
     size_t            at;
-    smp_queue        *queue;
+    smp_queue        *queue; /* may be gone once it is over */
+    smp_carrier      *carrier;
     struct smp_order *next;
 } smp_order;
 
@@ -69,7 +71,8 @@ void smp_order_issue(smp_order *order, smp_queue *queue, bool announced);
 /* Waits until it is over or until_ns (smp_clock_ns): true, it is. */
 bool smp_order_wait(smp_order *order, int64_t until_ns);
 
-/* Nobody waits for it any more: from now on it is announced. */
+/* Nobody waits for it any more: from now on it is announced.  Its carrier is still
+ * there: one that is over need not be left. */
 void smp_order_leave(smp_order *order);
 
 static inline bool
