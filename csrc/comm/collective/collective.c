@@ -21,33 +21,6 @@
 /* The least that one member's piece of FETCH_BYTES has. */
 #define MIN_FETCH ((size_t)4 << 10)
 
-static bool
-reduces(smp_operation operation)
-{
-    return operation == SMP_ALL_REDUCE || operation == SMP_REDUCE ||
-           operation == SMP_REDUCE_SCATTER;
-}
-
-static bool
-has_root(smp_operation operation)
-{
-    return operation == SMP_REDUCE || operation == SMP_BROADCAST ||
-           operation == SMP_GATHER || operation == SMP_SCATTER;
-}
-
-static bool
-may_be_uneven(smp_operation operation)
-{
-    return operation == SMP_REDUCE_SCATTER || operation == SMP_ALL_GATHER ||
-           operation == SMP_ALL_TO_ALL;
-}
-
-static size_t
-count_of(const size_t *counts, size_t count, int member)
-{
-    return counts != NULL ? counts[member] : count;
-}
-
 /* ---------------------------------------------------------------------- planning */
 
 /* Elements of a member's piece of what is fetched. */
@@ -77,90 +50,15 @@ part_of(const smp_collective *op, size_t count, int member)
     return (smp_range){first, first, end - first};
 }
 
-/* What goes from `source` to `receiver`; for SMP_ALL_TO_ALL with counts only where one
- * of them is this member. */
-static smp_range
-range_between(const smp_collective *op, int source, int receiver)
-{
-    const smp_call *call = &op->call;
-    smp_range       range = {0, 0, 0};
-
-    switch (call->operation) {
-    case SMP_ALL_REDUCE:
-        range.count = call->count;
-        break;
-    case SMP_REDUCE:
-        range.count = receiver == call->root ? call->count : 0;
-        break;
-    case SMP_REDUCE_SCATTER:
-        for (int m = 0; m < receiver; m++) {
-            range.from += count_of(call->counts, call->count, m);
-        }
-        range.count = count_of(call->counts, call->count, receiver);
-        break;
-    case SMP_ALL_GATHER:
-        for (int m = 0; m < source; m++) {
-            range.to += count_of(call->counts, call->count, m);
-        }
-        range.count = count_of(call->counts, call->count, source);
-        break;
-    case SMP_BROADCAST:
-        range.count = source == call->root ? call->count : 0;
-        break;
-    case SMP_GATHER:
-        range.to = (size_t)source * call->count;
-        range.count = receiver == call->root ? call->count : 0;
-        break;
-    case SMP_SCATTER:
-        range.from = (size_t)receiver * call->count;
-        range.count = source == call->root ? call->count : 0;
-        break;
-    case SMP_ALL_TO_ALL:
-        for (int m = 0; m < receiver && source == op->lockstep->self; m++) {
-            range.from += count_of(call->counts, call->count, m);
-        }
-        for (int m = 0; m < source && receiver == op->lockstep->self; m++) {
-            range.to += count_of(call->out_counts, call->count, m);
-        }
-        range.count = source == op->lockstep->self
-                          ? count_of(call->counts, call->count, receiver)
-                          : count_of(call->out_counts, call->count, source);
-        if (call->counts == NULL) {
-            range.from = (size_t)receiver * call->count;
-        }
-        break;
-    case SMP_BARRIER:
-    case SMP_OPERATIONS:
-        break;
-    }
-    return range;
-}
-
 static void
 plan_ranges(smp_collective *op)
 {
     int self = op->lockstep->self;
 
     for (int m = 0; m < op->lockstep->size; m++) {
-        op->pulls[m] = range_between(op, m, self);
-        op->pushes[m] = range_between(op, self, m);
+        op->pulls[m] = smp_call_range(&op->call, self, m, self);
+        op->pushes[m] = smp_call_range(&op->call, self, self, m);
     }
-}
-
-/* The most elements that go from one member to another; the same on all members. */
-static size_t
-longest(const smp_collective *op)
-{
-    const smp_call *call = &op->call;
-    size_t          most = call->count;
-
-    if (call->counts != NULL) {
-        most = 0;
-        for (int m = 0; m < op->lockstep->size; m++) {
-            most = call->counts[m] > most ? call->counts[m] : most;
-        }
-    }
-    return call->operation == SMP_BARRIER ? 0 : most;
 }
 
 /* Chooses the way for at most `most` elements between two members. */
@@ -248,10 +146,33 @@ fill(smp_collective *op, smp_slot *slot)
 
 /* ------------------------------------------------------------------------ reading */
 
+/* Reduces terms, which were found, to the partials' places. */
+static void
+reduce_partials(smp_collective *op, size_t to, size_t count)
+{
+    size_t bytes = smp_dtype_bytes(smp_term_dtype(op->call.dtype));
+
+    for (int i = 0; i < op->npartials; i++) {
+        const smp_partial *p = &op->partials[i];
+
+        if (p->n == 1) {
+            memcpy(p->out + to * op->element, op->terms[p->first], count * op->element);
+        } else {
+            smp_reduce_term(op->kernels, op->call.reduction, op->call.dtype,
+                            p->out + to * bytes, op->terms + p->first,
+                            op->factors + p->first, p->n, count, op->scratch);
+        }
+    }
+}
+
 /* Reduces terms, which were found, into out[to .. to + count). */
 static void
 reduce_terms(smp_collective *op, size_t to, size_t count)
 {
+    if (op->npartials != 0) {
+        reduce_partials(op, to, count);
+        return;
+    }
     smp_reduce(op->kernels, op->call.reduction, op->call.dtype,
                (uint8_t *)op->call.out + to * op->element, op->terms, op->factors,
                op->lockstep->size, count, op->scratch);
@@ -271,12 +192,12 @@ collect_shelves(smp_collective *op)
 
         w = window(op, op->pulls[m], round);
         op->terms[m] = m == self ? in + w.from * op->element : cell_of(op, slot, self);
-        if (!reduces(op->call.operation) && w.count != 0 && out != NULL &&
+        if (!smp_operation_reduces(op->call.operation) && w.count != 0 && out != NULL &&
             out + w.to * op->element != (const uint8_t *)op->terms[m]) {
             memmove(out + w.to * op->element, op->terms[m], w.count * op->element);
         }
     }
-    if (reduces(op->call.operation) && w.count != 0) {
+    if (smp_operation_reduces(op->call.operation) && w.count != 0) {
         reduce_terms(op, w.to, w.count);
     }
 }
@@ -411,7 +332,7 @@ collect_memory(smp_collective *op, bool *whole, int *member)
     if (op->step + 1 == op->steps) { /* the last is only waiting */
         return SMP_OK;
     }
-    if (!reduces(op->call.operation) || op->step == 1) {
+    if (!smp_operation_reduces(op->call.operation) || op->step == 1) {
         return copy_turn(op, whole, member);
     }
     range = op->call.operation == SMP_ALL_REDUCE
@@ -434,68 +355,6 @@ static const smp_notice *
 notice_of(const smp_collective *op, int member)
 {
     return &smp_lockstep_slot(op->lockstep, member, op->lockstep->step)->notice;
-}
-
-static int
-rank_of(const smp_collective *op, int member)
-{
-    return op->lockstep->members[member].rank;
-}
-
-static bool
-same_call(const smp_notice *a, const smp_notice *b)
-{
-    return a->sequence == b->sequence && a->operation == b->operation &&
-           a->dtype == b->dtype && a->reduction == b->reduction &&
-           a->uneven == b->uneven && a->root == b->root && a->count == b->count;
-}
-
-/* Whether all have the split sizes of member 0. */
-static bool
-same_counts(const smp_collective *op, char *text, size_t bytes)
-{
-    int n = op->lockstep->size;
-
-    for (int m = 1; m < n; m++) {
-        for (int i = 0; i < n; i++) {
-            uint64_t first = slot_counts(op, 0)[i];
-            uint64_t its = slot_counts(op, m)[i];
-
-            if (its != first) {
-                snprintf(text, bytes,
-                         "split size %d is %llu on rank %d and %llu on rank %d", i,
-                         (unsigned long long)first, rank_of(op, 0),
-                         (unsigned long long)its, rank_of(op, m));
-                return false;
-            }
-        }
-    }
-    return true;
-}
-
-/* Whether each member expects what is sent to it; *most: the longest range. */
-static bool
-matching_counts(const smp_collective *op, char *text, size_t bytes, size_t *most)
-{
-    int n = op->lockstep->size;
-
-    *most = 0;
-    for (int m = 0; m < n; m++) {
-        for (int to = 0; to < n; to++) {
-            uint64_t sent = slot_counts(op, m)[to];
-            uint64_t expected = slot_counts(op, to)[n + m];
-
-            if (sent != expected) {
-                snprintf(text, bytes,
-                         "rank %d sends %llu elements to rank %d, which expects %llu",
-                         rank_of(op, m), (unsigned long long)sent, rank_of(op, to),
-                         (unsigned long long)expected);
-                return false;
-            }
-            *most = sent > *most ? sent : *most;
-        }
-    }
-    return true;
 }
 
 /* With the split sizes of all members, an all-to-all can be planned. */
@@ -530,12 +389,13 @@ smp_collective_init(smp_collective *op, smp_lockstep *lockstep)
         .outs = calloc(n, sizeof(uint64_t)),
         .factors = calloc(n, sizeof(double)),
         .terms = calloc(n, sizeof(void *)),
+        .said = calloc(n, sizeof(smp_said)),
         .scratch = aligned_alloc(64, SMP_REDUCE_SCRATCH),
         .fetched = aligned_alloc(64, pieces),
     };
     if (op->pulls == NULL || op->pushes == NULL || op->ins == NULL ||
         op->outs == NULL || op->factors == NULL || op->terms == NULL ||
-        op->scratch == NULL || op->fetched == NULL) {
+        op->said == NULL || op->scratch == NULL || op->fetched == NULL) {
         smp_collective_fini(op);
         return SMP_ERR_NO_MEMORY;
     }
@@ -551,57 +411,20 @@ smp_collective_fini(smp_collective *op)
     free(op->outs);
     free(op->factors);
     free((void *)op->terms);
+    free(op->said);
     free(op->scratch);
     free(op->fetched);
 }
 
-/* Whether a call makes sense by itself. */
-static bool
-is_valid(const smp_collective *op, const smp_call *call)
-{
-    size_t n = (size_t)op->lockstep->size;
-    size_t limit = SIZE_MAX / 16 / n;
-
-    if ((unsigned)call->operation >= SMP_OPERATIONS ||
-        (unsigned)call->dtype >= SMP_DTYPES || call->count > limit) {
-        return false;
-    }
-    if (reduces(call->operation) &&
-        ((unsigned)call->reduction >= SMP_REDUCTIONS ||
-         !smp_reduction_defined(call->reduction, call->dtype))) {
-        return false;
-    }
-    if (has_root(call->operation) &&
-        (call->root < 0 || call->root >= op->lockstep->size)) {
-        return false;
-    }
-    if (call->counts != NULL &&
-        (!may_be_uneven(call->operation) ||
-         (call->operation == SMP_ALL_TO_ALL) != (call->out_counts != NULL))) {
-        return false;
-    }
-    for (size_t m = 0; m < n && call->counts != NULL; m++) {
-        if (call->counts[m] > limit ||
-            (call->out_counts != NULL && call->out_counts[m] > limit)) {
-            return false;
-        }
-    }
-    return true;
-}
-
-/* Puts the split sizes at the head of the slot. */
+/* What is the same for every way to begin. */
 static void
-write_counts(const smp_collective *op, smp_slot *slot)
+reset(smp_collective *op)
 {
-    uint64_t *to = (uint64_t *)(void *)slot->data;
-    int       n = op->lockstep->size;
-
-    for (int m = 0; m < n; m++) {
-        to[m] = op->call.counts[m];
-        if (op->call.out_counts != NULL) {
-            to[n + m] = op->call.out_counts[m];
-        }
-    }
+    op->element = smp_dtype_bytes(op->call.dtype);
+    op->first = op->lockstep->step + 1;
+    op->step = 0;
+    op->turn = 0;
+    op->turn_offset = 0;
 }
 
 smp_status
@@ -611,78 +434,99 @@ smp_collective_begin(smp_collective *op, const smp_call *call, uint64_t sequence
     smp_slot *slot = smp_lockstep_slot(lockstep, lockstep->self, lockstep->step + 1);
     size_t    lists;
 
-    if (!is_valid(op, call)) {
+    if (!smp_call_copy(call, lockstep->size, &op->call)) {
         return SMP_ERR_INVALID;
     }
-    op->call = *call;
-    if (!may_be_uneven(call->operation)) {
-        op->call.counts = NULL;
-    }
-    if (op->call.counts == NULL || call->operation != SMP_ALL_TO_ALL) {
-        op->call.out_counts = NULL;
-    }
-    lists =
-        (op->call.counts != NULL ? 1u : 0u) + (op->call.out_counts != NULL ? 1u : 0u);
-    op->element = smp_dtype_bytes(call->dtype);
-    op->first = lockstep->step + 1;
-    op->step = 0;
-    op->turn = 0;
-    op->turn_offset = 0;
+    lists = smp_call_lists(&op->call);
+    reset(op);
+    op->npartials = 0;
     op->header = (lists * (size_t)lockstep->size * sizeof(uint64_t) + 63) / 64 * 64;
     op->shared = call->operation != SMP_REDUCE_SCATTER &&
                  call->operation != SMP_SCATTER && call->operation != SMP_ALL_TO_ALL;
     /* Until the other members' split sizes are there, nobody knows how many steps. */
     op->data_step = op->call.out_counts != NULL;
     plan_ranges(op);
-    choose_way(op, op->call.out_counts != NULL ? 0 : longest(op));
-    slot->notice.sequence = sequence;
-    slot->notice.operation = (uint8_t)call->operation;
-    slot->notice.dtype = (uint8_t)(call->operation == SMP_BARRIER ? 0 : call->dtype);
-    slot->notice.reduction = (uint8_t)(reduces(call->operation) ? call->reduction : 0);
-    slot->notice.uneven = (uint8_t)lists;
-    slot->notice.root = has_root(call->operation) ? call->root : 0;
-    slot->notice.count = lists != 0 || call->operation == SMP_BARRIER ? 0 : call->count;
-    slot->notice.factor = call->factor;
-    slot->notice.in = (uint64_t)(uintptr_t)call->in;
-    slot->notice.out = (uint64_t)(uintptr_t)call->out;
-    if (lists != 0) {
-        write_counts(op, slot);
-    }
+    choose_way(op, op->call.out_counts != NULL
+                       ? 0
+                       : smp_call_longest(&op->call, lockstep->size));
+    smp_call_say(&op->call, lockstep->size, sequence, &slot->notice,
+                 (uint64_t *)(void *)slot->data);
     fill(op, slot);
     return SMP_OK;
+}
+
+/* All but its step. */
+static void
+copy_notice(smp_notice *to, const smp_notice *from)
+{
+    to->sequence = from->sequence;
+    to->operation = from->operation;
+    to->dtype = from->dtype;
+    to->reduction = from->reduction;
+    to->uneven = from->uneven;
+    to->root = from->root;
+    to->count = from->count;
+    to->factor = from->factor;
+}
+
+void
+smp_collective_begin_part(smp_collective *op, const smp_call *call,
+                          const smp_local_part *part, const smp_notice *notice)
+{
+    smp_lockstep *lockstep = op->lockstep;
+    smp_slot *slot = smp_lockstep_slot(lockstep, lockstep->self, lockstep->step + 1);
+    size_t    n = (size_t)lockstep->size;
+
+    op->call = (smp_call){.operation = part->operation,
+                          .dtype = call->dtype,
+                          .reduction = call->reduction,
+                          .in = part->in,
+                          .out = part->out};
+    reset(op);
+    op->partials = part->partials;
+    op->npartials = part->npartials;
+    op->header = 0;
+    op->shared = part->operation == SMP_ALL_GATHER;
+    op->data_step = 0;
+    memcpy(op->pulls, part->pulls, n * sizeof(smp_range));
+    memcpy(op->pushes, part->pushes, n * sizeof(smp_range));
+    choose_way(op, part->most);
+    copy_notice(&slot->notice, notice);
+    slot->notice.in = (uint64_t)(uintptr_t)part->in;
+    slot->notice.out = (uint64_t)(uintptr_t)part->out;
+    fill(op, slot);
+}
+
+void
+smp_collective_see(smp_collective *op)
+{
+    for (int m = 0; m < op->lockstep->size; m++) {
+        const smp_notice *its = notice_of(op, m);
+
+        op->ins[m] = its->in;
+        op->outs[m] = its->out;
+        op->factors[m] = its->factor;
+    }
 }
 
 bool
 smp_collective_agreed(smp_collective *op, char *text, size_t bytes)
 {
-    const smp_notice *first = notice_of(op, 0);
-    size_t            most = 0;
+    size_t most = 0;
 
     for (int m = 0; m < op->lockstep->size; m++) {
-        const smp_notice *its = notice_of(op, m);
-
-        if (!same_call(first, its)) {
-            char one[96];
-            char other[96];
-
-            smp_notice_describe(first, one, sizeof(one));
-            smp_notice_describe(its, other, sizeof(other));
-            snprintf(text, bytes, "rank %d calls %s, rank %d calls %s", rank_of(op, 0),
-                     one, rank_of(op, m), other);
-            return false;
-        }
-        op->ins[m] = its->in;
-        op->outs[m] = its->out;
-        op->factors[m] = its->factor;
+        op->said[m] = (smp_said){.rank = op->lockstep->members[m].rank,
+                                 .notice = notice_of(op, m),
+                                 .counts = slot_counts(op, m)};
     }
+    if (!smp_agreement(op->said, op->lockstep->size, &most, text, bytes)) {
+        return false;
+    }
+    smp_collective_see(op);
     if (op->call.out_counts != NULL) {
-        if (!matching_counts(op, text, bytes, &most)) {
-            return false;
-        }
         plan_all_to_all(op, most);
-        return true;
     }
-    return op->call.counts == NULL || same_counts(op, text, bytes);
+    return true;
 }
 
 smp_status
@@ -717,34 +561,4 @@ smp_collective_next(smp_collective *op)
     op->turn_offset = 0;
     fill(op, smp_lockstep_slot(lockstep, lockstep->self, lockstep->step + 1));
     return true;
-}
-
-void
-smp_notice_describe(const smp_notice *notice, char *out, size_t bytes)
-{
-    smp_operation operation = (smp_operation)notice->operation;
-    const char   *name = smp_operation_name(operation);
-    const char   *dtype = smp_dtype_name((smp_dtype)notice->dtype);
-    char          how[48] = "";
-    char          root[32] = "";
-
-    if (operation == SMP_BARRIER) {
-        snprintf(out, bytes, "%s %llu", name, (unsigned long long)notice->sequence);
-        return;
-    }
-    if (reduces(operation)) {
-        snprintf(how, sizeof(how), " (%s)",
-                 smp_reduction_name((smp_reduction)notice->reduction));
-    }
-    if (has_root(operation)) {
-        snprintf(root, sizeof(root), " with root %d", notice->root);
-    }
-    if (notice->uneven != 0) {
-        snprintf(out, bytes, "%s %llu%s of %s with split sizes%s", name,
-                 (unsigned long long)notice->sequence, how, dtype, root);
-    } else {
-        snprintf(out, bytes, "%s %llu%s of %llu %s%s", name,
-                 (unsigned long long)notice->sequence, how,
-                 (unsigned long long)notice->count, dtype, root);
-    }
 }

@@ -20,6 +20,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "comm/collective/agreement.h"
+#include "comm/collective/call.h"
 #include "comm/collective/group.h"
 #include "comm/collective/lockstep.h"
 #include "comm/collective/reduce.h"
@@ -27,12 +29,13 @@
 
 typedef enum { SMP_BY_SHELVES, SMP_BY_SPLIT, SMP_BY_MEMORY } smp_way;
 
-/* A range of elements, and where it goes. */
+/* A node of the tree over a larger group: its term goes to `out`, at the range's `to`.
+ * With one member below it, that one's tensor itself. */
 typedef struct {
-    size_t from; /* in the source's `in` */
-    size_t to;   /* in the receiver's `out` */
-    size_t count;
-} smp_range;
+    int      first; /* member, and how many from it */
+    int      n;
+    uint8_t *out; /* borrowed */
+} smp_partial;
 
 typedef struct {
     smp_lockstep      *lockstep; /* borrowed */
@@ -43,8 +46,12 @@ typedef struct {
     uint64_t          *outs;    /* [n] */
     double            *factors; /* [n] */
     const void       **terms;   /* [n] */
+    smp_said          *said;    /* [n] */
     uint8_t           *scratch; /* for smp_reduce() */
     uint8_t           *fetched; /* pieces of the members' memory */
+
+    const smp_partial *partials;  /* borrowed: what a reduction is to give instead of */
+    int                npartials; /* ... the reduced tensors; 0: those */
 
     smp_call call;    /* the operation under way, like all below */
     size_t   element; /* bytes */
@@ -69,6 +76,28 @@ void       smp_collective_fini(smp_collective *op);
 smp_status smp_collective_begin(smp_collective *op, const smp_call *call,
                                 uint64_t sequence);
 
+/* A part of an operation of a larger group, of which these members are on one host.
+ * They are known to call the same. */
+typedef struct {
+    smp_operation operation; /* SMP_ALL_GATHER: each has one range for others,
+                                SMP_ALL_TO_ALL: one for each other, and
+                                SMP_REDUCE_SCATTER: one that it reduces */
+    const void        *in;
+    void              *out;
+    const smp_range   *pulls;    /* [n]: from each member, */
+    const smp_range   *pushes;   /* [n]: and to each; borrowed until begin returns */
+    size_t             most;     /* elements of the longest range; the same on all */
+    const smp_partial *partials; /* of SMP_REDUCE_SCATTER; borrowed until it is over */
+    int                npartials;
+} smp_local_part;
+
+/* Begins it; `notice` is what the slots say of the larger operation. */
+void smp_collective_begin_part(smp_collective *op, const smp_call *call,
+                               const smp_local_part *part, const smp_notice *notice);
+
+/* What all said in the first step of a part, which they have posted. */
+void smp_collective_see(smp_collective *op);
+
 /* Whether all members call the same, once they have posted the first step; else says
  * who calls what. */
 bool smp_collective_agreed(smp_collective *op, char *text, size_t bytes);
@@ -79,8 +108,5 @@ smp_status smp_collective_collect(smp_collective *op, bool *whole, int *member);
 
 /* Goes to the next step and fills its slot; false: there is none. */
 bool smp_collective_next(smp_collective *op);
-
-/* "all-reduce (sum) of 8 float32", from a notice; cut off at `bytes`. */
-void smp_notice_describe(const smp_notice *notice, char *out, size_t bytes);
 
 #endif

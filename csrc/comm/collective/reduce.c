@@ -37,27 +37,48 @@ typedef struct {
     smp_convert_kernel *widen;    /* NULL: term is dtype */
     const double       *factors;
     int                 n;
+    bool                is_part; /* the result is a term of a larger tree */
 } reduction_plan;
-
-static smp_dtype
-term_of(smp_dtype dtype)
-{
-    return dtype == SMP_F16 || dtype == SMP_BF16 ? SMP_F32 : dtype;
-}
 
 /* Term i as the tree wants it: the tensor itself or, made in `level`, a copy. */
 static const void *
-leaf(const reduction_plan *plan, const void *in, int i, size_t count, void *level)
+leaf(const reduction_plan *plan, const void *in, double factor, size_t count,
+     void *level)
 {
     if (plan->widen != NULL) {
         plan->widen(level, in, count);
         in = level;
     }
     if (plan->multiply != NULL) {
-        plan->multiply(level, in, plan->factors[i], count);
+        plan->multiply(level, in, factor, count);
         in = level;
     }
     return in;
+}
+
+/* What is still to be merged. */
+typedef struct {
+    const void *terms[LEVELS];
+    int         depth;
+} term_stack;
+
+/* Merges the last terms on the stack: one pair for each zero bit at the end of `pairs`,
+ * or all, the last of which goes to `root` if that is not NULL. */
+static void
+merge(const reduction_plan *plan, term_stack *stack, int pairs, bool all, void *root,
+      size_t count, uint8_t *scratch)
+{
+    for (; stack->depth > 1 && (all || (pairs & 1) == 0); pairs >>= 1) {
+        const void **pair = &stack->terms[stack->depth - 2];
+        void        *to = scratch + (size_t)(stack->depth - 2) * LEVEL_BYTES;
+
+        if (all && stack->depth == 2 && root != NULL) {
+            to = root;
+        }
+        plan->merge(to, pair[0], pair[1], count);
+        pair[0] = to;
+        stack->depth--;
+    }
 }
 
 /* Turns the root of the tree, which is in `root`, into the result. */
@@ -82,28 +103,50 @@ static void
 reduce_piece(const reduction_plan *plan, uint8_t *out, const void *const *in,
              size_t start, size_t count, uint8_t *scratch)
 {
-    const void *stack[LEVELS];
-    size_t      skip = start * smp_dtype_bytes(plan->dtype);
-    int         depth = 0;
+    term_stack stack = {.depth = 0};
+    size_t     skip = start * smp_dtype_bytes(plan->dtype);
+    uint8_t   *to =
+        out + start * smp_dtype_bytes(plan->is_part ? plan->term : plan->dtype);
+    void *root = plan->is_part || plan->widen == NULL ? to : NULL;
 
     for (int i = 0; i < plan->n; i++) {
-        bool last = i + 1 == plan->n;
-
-        stack[depth] = leaf(plan, (const uint8_t *)in[i] + skip, i, count,
-                            scratch + (size_t)depth * LEVEL_BYTES);
-        depth++;
-        for (int pairs = i + 1; depth > 1 && (last || (pairs & 1) == 0); pairs >>= 1) {
-            void *to = scratch + (size_t)(depth - 2) * LEVEL_BYTES;
-
-            if (last && depth == 2 && plan->widen == NULL) {
-                to = out + skip;
-            }
-            plan->merge(to, stack[depth - 2], stack[depth - 1], count);
-            stack[depth - 2] = to;
-            depth--;
-        }
+        stack.terms[stack.depth] =
+            leaf(plan, (const uint8_t *)in[i] + skip,
+                 plan->factors != NULL ? plan->factors[i] : 1, count,
+                 scratch + (size_t)stack.depth * LEVEL_BYTES);
+        stack.depth++;
+        merge(plan, &stack, i + 1, i + 1 == plan->n, root, count, scratch);
     }
-    finish(plan, out + skip, stack[0], count, scratch);
+    if (!plan->is_part) {
+        finish(plan, to, stack.terms[0], count, scratch);
+    }
+}
+
+/* The same from terms; one that is not the last has a power of two of tensors. */
+static void
+reduce_terms_piece(const reduction_plan *plan, uint8_t *out, const smp_term *terms,
+                   int nterms, size_t start, size_t count, uint8_t *scratch)
+{
+    term_stack stack = {.depth = 0};
+    uint8_t   *to = out + start * smp_dtype_bytes(plan->dtype);
+    int        end = 0;
+
+    for (int i = 0; i < nterms; i++) {
+        const uint8_t *data = terms[i].data;
+
+        if (terms[i].n == 1) {
+            data =
+                leaf(plan, data + start * smp_dtype_bytes(plan->dtype), terms[i].factor,
+                     count, scratch + (size_t)stack.depth * LEVEL_BYTES);
+        } else {
+            data += start * smp_dtype_bytes(plan->term);
+        }
+        stack.terms[stack.depth++] = data;
+        end += terms[i].n;
+        merge(plan, &stack, end / terms[i].n, i + 1 == nterms,
+              plan->widen == NULL ? to : NULL, count, scratch);
+    }
+    finish(plan, to, stack.terms[0], count, scratch);
 }
 
 /* Integers are divided by the plain kernels only. */
@@ -208,11 +251,17 @@ smp_reduction_name(smp_reduction reduction)
     return (unsigned)reduction < SMP_REDUCTIONS ? names[reduction] : "unknown";
 }
 
+smp_dtype
+smp_term_dtype(smp_dtype dtype)
+{
+    return dtype == SMP_F16 || dtype == SMP_BF16 ? SMP_F32 : dtype;
+}
+
 bool
 smp_reduction_defined(smp_reduction reduction, smp_dtype dtype)
 {
     const smp_kernels *kernels = &smp_kernels_scalar;
-    smp_dtype          term = term_of(dtype);
+    smp_dtype          term = smp_term_dtype(dtype);
 
     switch (reduction) {
     case SMP_AVG:
@@ -233,13 +282,15 @@ smp_reduction_defined(smp_reduction reduction, smp_dtype dtype)
     return false;
 }
 
-void
-smp_reduce(const smp_kernels *kernels, smp_reduction reduction, smp_dtype dtype,
-           void *out, const void *const *in, const double *factors, int n, size_t count,
-           void *scratch)
+static reduction_plan
+make_plan(const smp_kernels *kernels, smp_reduction reduction, smp_dtype dtype,
+          const double *factors, int n, bool is_part)
 {
-    smp_dtype      term = term_of(dtype);
-    reduction_plan plan = {
+    smp_dtype term = smp_term_dtype(dtype);
+
+    assert(smp_reduction_defined(reduction, dtype));
+    assert(n >= 1 && n <= SMP_REDUCE_TENSORS);
+    return (reduction_plan){
         .kernels = kernels,
         .reduction = reduction,
         .dtype = dtype,
@@ -250,13 +301,58 @@ smp_reduce(const smp_kernels *kernels, smp_reduction reduction, smp_dtype dtype,
         .widen = kernels->widen[dtype],
         .factors = factors,
         .n = n,
+        .is_part = is_part,
     };
+}
 
-    assert(smp_reduction_defined(reduction, dtype));
-    assert(n >= 1 && n <= SMP_REDUCE_TENSORS);
+static void
+reduce(const reduction_plan *plan, void *out, const void *const *in, size_t count,
+       void *scratch)
+{
     for (size_t start = 0; start < count; start += PIECE) {
         size_t left = count - start;
 
-        reduce_piece(&plan, out, in, start, left < PIECE ? left : PIECE, scratch);
+        reduce_piece(plan, out, in, start, left < PIECE ? left : PIECE, scratch);
     }
+}
+
+void
+smp_reduce_term(const smp_kernels *kernels, smp_reduction reduction, smp_dtype dtype,
+                void *out, const void *const *in, const double *factors, int n,
+                size_t count, void *scratch)
+{
+    reduction_plan plan = make_plan(kernels, reduction, dtype, factors, n, true);
+
+    assert(n >= 2);
+    reduce(&plan, out, in, count, scratch);
+}
+
+void
+smp_reduce_terms(const smp_kernels *kernels, smp_reduction reduction, smp_dtype dtype,
+                 void *out, const smp_term *terms, int nterms, size_t count,
+                 void *scratch)
+{
+    reduction_plan plan;
+    int            n = 0;
+
+    for (int i = 0; i < nterms; i++) {
+        n += terms[i].n;
+    }
+    plan = make_plan(kernels, reduction, dtype, NULL, n, false);
+    for (size_t start = 0; start < count; start += PIECE) {
+        size_t left = count - start;
+
+        reduce_terms_piece(&plan, out, terms, nterms, start,
+                           left < PIECE ? left : PIECE, scratch);
+    }
+}
+
+void
+smp_reduce(const smp_kernels *kernels, smp_reduction reduction, smp_dtype dtype,
+           void *out, const void *const *in, const double *factors, int n, size_t count,
+           void *scratch)
+{
+    reduction_plan plan = make_plan(kernels, reduction, dtype, factors, n, false);
+
+    reduce(&plan, out, in, count, scratch);
 }

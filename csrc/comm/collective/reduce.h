@@ -93,6 +93,28 @@ bool        smp_reduction_defined(smp_reduction, smp_dtype);
 #define SMP_REDUCE_SCRATCH ((size_t)192 << 10)
 #define SMP_REDUCE_TENSORS 1024
 
+/* The type in which terms of the tree are kept, and travel: f32 for f16 and bf16. */
+smp_dtype smp_term_dtype(smp_dtype dtype);
+
+/* A node of the tree that is given: `n` tensors are below it. */
+typedef struct {
+    const void *data; /* n == 1: the tensor itself; else from smp_reduce_term() */
+    int         n;
+    double      factor; /* n == 1: its one, for PREMUL_SUM */
+} smp_term;
+
+/* out = tree(0 .. n) as a term of a larger tree: of smp_term_dtype(), not divided;
+ * n >= 2.  The rest as below. */
+void smp_reduce_term(const smp_kernels *kernels, smp_reduction reduction,
+                     smp_dtype dtype, void *out, const void *const *in,
+                     const double *factors, int n, size_t count, void *scratch);
+
+/* out = tree(0 .. all), from terms that are nodes of that tree and cover it, in order.
+ * out may be the data of a term with n == 1. */
+void smp_reduce_terms(const smp_kernels *kernels, smp_reduction reduction,
+                      smp_dtype dtype, void *out, const smp_term *terms, int nterms,
+                      size_t count, void *scratch);
+
 /* out = tree(0 .. n), of `count` elements; a defined reduction, 1 <= n <=
  * SMP_REDUCE_TENSORS.  factors[i] counts for PREMUL_SUM only, else NULL will do.  out
  * may be one of in[]; scratch is 64-byte aligned and overlaps nothing. */
