@@ -24,6 +24,7 @@
 #include "comm/loop.h"
 #include "comm/message.h"
 #include "comm/neighbour.h"
+#include "comm/post.h"
 #include "comm/shm/arena.h"
 #include "comm/shm/bell.h"
 #include "comm/shm/segment.h"
@@ -105,6 +106,7 @@ struct smp_comm {
     _Atomic uint64_t pool_fallbacks;
 
     smp_inbox inbox;
+    smp_post  post;
 };
 
 /* A forked child has the struct, but neither the thread nor the descriptors. */
@@ -181,6 +183,10 @@ host_left(smp_comm *comm, int rank)
 static void
 host_deliver(smp_comm *comm, smp_message *message)
 {
+    if (smp_post_is(message)) {
+        smp_post_put(&comm->post, message);
+        return;
+    }
     smp_inbox_put(&comm->inbox, message);
     host_arrived(comm);
 }
@@ -439,6 +445,7 @@ smp_comm_create(const smp_comm_config *config, smp_comm **out)
         return status;
     }
     smp_inbox_init(&comm->inbox);
+    smp_post_init(&comm->post);
     comm->rank = config->rank;
     comm->size = config->size;
     comm->spin_us = config->spin_us;
@@ -610,6 +617,7 @@ smp_comm_destroy(smp_comm *comm)
         comm->carriers[i].ops->destroy(comm->carriers[i].self);
     }
     smp_inbox_fini(&comm->inbox); /* 3. nobody else sees the rest now */
+    smp_post_fini(&comm->post);
     smp_arena_destroy(comm->arena);
     smp_segment_unref(comm->segment);
     smp_loop_fini(&comm->loop);
@@ -710,7 +718,9 @@ look(smp_comm *comm, smp_message **out)
         if (status != SMP_OK) {
             return status;
         }
-        if (message != NULL) {
+        if (message != NULL && smp_post_is(message)) {
+            smp_post_put(&comm->post, message);
+        } else if (message != NULL) {
             *out = message;
             return SMP_OK;
         }
@@ -899,6 +909,12 @@ smp_comm_transport(const smp_comm *comm, int rank)
 }
 
 /* ------------------------------------------------------------------ neighbours */
+
+smp_post *
+smp_comm_post(smp_comm *comm)
+{
+    return &comm->post;
+}
 
 bool
 smp_comm_neighbour(const smp_comm *comm, int rank, smp_neighbour *out)

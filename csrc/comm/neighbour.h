@@ -1,4 +1,5 @@
-/* What a comm knows of the ranks on this host, for what is faster than messages. */
+/* What a comm knows of the other ranks, for what is faster than messages through
+ * smp_comm_receive(). */
 #ifndef SMP_COMM_NEIGHBOUR_H
 #define SMP_COMM_NEIGHBOUR_H
 
@@ -6,6 +7,7 @@
 #include <sys/types.h>
 
 #include "comm/comm.h"
+#include "comm/post.h"
 #include "comm/shm/segment.h"
 
 typedef struct {
@@ -23,6 +25,10 @@ bool smp_comm_gone(const smp_comm *comm, int rank);
 
 /* The number of this rank. */
 int smp_comm_rank(const smp_comm *comm);
+
+/* Where messages for groups arrive: those of other hosts' ranks, without anybody
+ * waiting in smp_comm_receive(). */
+smp_post *smp_comm_post(smp_comm *comm);
 
 /* Whether a waiter may keep its core from others: each rank of this host has one. */
 bool smp_comm_spins(const smp_comm *comm);

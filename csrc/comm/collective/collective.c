@@ -475,7 +475,6 @@ smp_collective_begin_part(smp_collective *op, const smp_call *call,
 {
     smp_lockstep *lockstep = op->lockstep;
     smp_slot *slot = smp_lockstep_slot(lockstep, lockstep->self, lockstep->step + 1);
-    size_t    n = (size_t)lockstep->size;
 
     op->call = (smp_call){.operation = part->operation,
                           .dtype = call->dtype,
@@ -488,8 +487,6 @@ smp_collective_begin_part(smp_collective *op, const smp_call *call,
     op->header = 0;
     op->shared = part->operation == SMP_ALL_GATHER;
     op->data_step = 0;
-    memcpy(op->pulls, part->pulls, n * sizeof(smp_range));
-    memcpy(op->pushes, part->pushes, n * sizeof(smp_range));
     choose_way(op, part->most);
     copy_notice(&slot->notice, notice);
     slot->notice.in = (uint64_t)(uintptr_t)part->in;

@@ -84,14 +84,13 @@ typedef struct {
                                 SMP_REDUCE_SCATTER: one that it reduces */
     const void        *in;
     void              *out;
-    const smp_range   *pulls;    /* [n]: from each member, */
-    const smp_range   *pushes;   /* [n]: and to each; borrowed until begin returns */
     size_t             most;     /* elements of the longest range; the same on all */
     const smp_partial *partials; /* of SMP_REDUCE_SCATTER; borrowed until it is over */
     int                npartials;
 } smp_local_part;
 
-/* Begins it; `notice` is what the slots say of the larger operation. */
+/* Begins it, with op->pulls and op->pushes, which the caller has filled; `notice` is
+ * what the slots say of the larger operation. */
 void smp_collective_begin_part(smp_collective *op, const smp_call *call,
                                const smp_local_part *part, const smp_notice *notice);
 

@@ -10,6 +10,8 @@
 #include "comm/clock.h"
 #include "comm/collective/collective.h"
 #include "comm/collective/lockstep.h"
+#include "comm/collective/wide.h"
+#include "comm/collective/wire.h"
 #include "comm/fork.h"
 #include "comm/neighbour.h"
 
@@ -19,9 +21,26 @@
 /* What one call of progress may take, about. */
 #define PROGRESS_NS (1 * SMP_NS_PER_MS)
 
+/* Bytes of tensors that are on the way between hosts at a time, if nobody says. */
+#define ROUND_BYTES ((size_t)32 << 20)
+
+/* On several hosts, who waits for a member of its own host waits so much longer than
+ * the time-out: that one may itself wait for another host, and then knows whom to name.
+ */
+#define GRACE_NS (200 * SMP_NS_PER_MS)
+
+/* When other hosts are told who is missing here. */
+#define NOTE_NS (2 * SMP_NS_PER_MS)
+
 struct smp_group {
-    smp_lockstep   lockstep;
-    smp_collective op;
+    int            size;
+    int            self;
+    int           *ranks;    /* owned: [size] */
+    smp_lockstep   lockstep; /* of the members on this host */
+    smp_collective op;       /* theirs */
+    bool           is_wide;  /* there are others: */
+    smp_wire       wire;
+    smp_wide       wide;
     char           name[64];
     int64_t        timeout_ns;
     uint64_t       sequence;   /* of the last operation */
@@ -39,10 +58,32 @@ static void
 describe_own(const smp_group *group, char *out, size_t bytes)
 {
     const smp_lockstep *lockstep = &group->lockstep;
+    const smp_notice   *notice =
+        group->is_wide
+              ? &group->wide.notice
+              : &smp_lockstep_slot(lockstep, lockstep->self, group->op.first)->notice;
 
-    smp_notice_describe(
-        &smp_lockstep_slot(lockstep, lockstep->self, group->op.first)->notice, out,
-        bytes);
+    smp_notice_describe(notice, out, bytes);
+}
+
+/* Whether the operation waits for that member. */
+static bool
+is_missing(const smp_group *group, int member)
+{
+    return group->is_wide ? smp_wide_awaits(&group->wide, member)
+                          : !smp_lockstep_posted(&group->lockstep, member);
+}
+
+/* A member's place on this host; -1: it is on another. */
+static int
+place_of(const smp_group *group, int member)
+{
+    const smp_hosts *hosts = &group->wide.hosts;
+
+    if (!group->is_wide) {
+        return member;
+    }
+    return hosts->host_of[member] == group->wide.host ? hosts->place_of[member] : -1;
 }
 
 static void
@@ -62,6 +103,9 @@ give_up(smp_group *group, smp_status status, const char *why)
     snprintf(text, sizeof(text), "%s: %s", call, why);
     set_error(group, text);
     smp_lockstep_fail(&group->lockstep, status, text);
+    if (group->is_wide) {
+        smp_wire_fail(&group->wire, group->sequence, status, text);
+    }
     group->active = false;
     group->broken = status;
     return status;
@@ -74,14 +118,14 @@ list_missing(const smp_group *group, char *out, size_t bytes)
     size_t used = 0;
 
     out[0] = '\0';
-    for (int m = 0; m < group->lockstep.size; m++) {
+    for (int m = 0; m < group->size; m++) {
         int n;
 
-        if (smp_lockstep_posted(&group->lockstep, m)) {
+        if (!is_missing(group, m)) {
             continue;
         }
         n = snprintf(out + used, bytes - used, "%srank %d", used != 0 ? ", " : "",
-                     group->lockstep.members[m].rank);
+                     group->ranks[m]);
         if (n < 0 || (size_t)n >= bytes - used) {
             if (bytes >= 4) {
                 memcpy(out + bytes - 4, "...", 4);
@@ -100,10 +144,11 @@ describe_elsewhere(const smp_group *group, char *out, size_t bytes)
     const smp_lockstep *lockstep = &group->lockstep;
 
     out[0] = '\0';
-    for (int m = 0; m < lockstep->size; m++) {
-        const smp_shelf *shelf = smp_lockstep_posted(lockstep, m)
+    for (int m = 0; m < group->size; m++) {
+        int              place = place_of(group, m);
+        const smp_shelf *shelf = place < 0 || !is_missing(group, m)
                                      ? NULL
-                                     : smp_lockstep_elsewhere(lockstep, m);
+                                     : smp_lockstep_elsewhere(lockstep, place);
 
         if (shelf != NULL) {
             const smp_notice *a = &shelf->slots[0].notice;
@@ -115,7 +160,7 @@ describe_elsewhere(const smp_group *group, char *out, size_t bytes)
             name[sizeof(name) - 1] = '\0';
             smp_notice_describe(a->sequence > b->sequence ? a : b, call, sizeof(call));
             snprintf(out, bytes, "; rank %d waits in group '%s' for %s",
-                     lockstep->members[m].rank, name, call);
+                     group->ranks[m], name, call);
             return;
         }
     }
@@ -139,12 +184,14 @@ give_up_late(smp_group *group, int64_t waited_ns)
 static smp_status
 give_up_without(smp_group *group, smp_status status, int member)
 {
-    const smp_lockstep *lockstep = &group->lockstep;
-    int                 rank = lockstep->members[member].rank;
-    char                text[256];
-    char                why[192];
+    int  rank = group->ranks[member];
+    char text[256];
+    char why[192];
+    bool has_said = group->is_wide
+                        ? smp_wide_why(&group->wide, member, why, sizeof(why))
+                        : smp_lockstep_why(&group->lockstep, member, why, sizeof(why));
 
-    if (smp_lockstep_why(lockstep, member, why, sizeof(why))) {
+    if (has_said) {
         snprintf(text, sizeof(text), "rank %d gave up: %s", rank, why);
     } else {
         snprintf(text, sizeof(text), "rank %d %s", rank,
@@ -158,7 +205,7 @@ give_up_without(smp_group *group, smp_status status, int member)
 static smp_status
 give_up_reading(smp_group *group, int member)
 {
-    int     rank = group->lockstep.members[member].rank;
+    int     rank = group->ranks[member];
     int64_t until = smp_clock_ns() + NEWS_NS;
     char    text[96];
 
@@ -178,15 +225,27 @@ give_up_reading(smp_group *group, int member)
 
 /* ---------------------------------------------------------------------- operations */
 
+/* How long the operation may wait; < 0: for ever. */
+static int64_t
+time_limit(const smp_group *group)
+{
+    const smp_call *call = group->is_wide ? &group->wide.call : &group->op.call;
+    int64_t limit = call->timeout_ns != 0 ? call->timeout_ns : group->timeout_ns;
+
+    return limit >= 0 && group->is_wide && group->wide.waits_local ? limit + GRACE_NS
+                                                                   : limit;
+}
+
 /* Whether the operation can go on waiting. */
 static smp_status
 check_waiting(smp_group *group)
 {
-    int64_t limit =
-        group->op.call.timeout_ns != 0 ? group->op.call.timeout_ns : group->timeout_ns;
+    int64_t    limit = time_limit(group);
     int        member = 0;
     int64_t    now;
-    smp_status status = smp_lockstep_trouble(&group->lockstep, &member);
+    smp_status status = group->is_wide
+                            ? smp_wide_trouble(&group->wide, &member)
+                            : smp_lockstep_trouble(&group->lockstep, &member);
 
     if (status != SMP_OK) {
         return give_up_without(group, status, member);
@@ -197,6 +256,9 @@ check_waiting(smp_group *group)
     }
     if (limit >= 0 && now - group->started_ns >= limit) {
         return give_up_late(group, now - group->started_ns);
+    }
+    if (group->is_wide && now - group->started_ns >= NOTE_NS) {
+        smp_wide_note(&group->wide);
     }
     return SMP_OK;
 }
@@ -209,6 +271,45 @@ disagree(smp_group *group, const char *how)
     smp_lockstep_read(&group->lockstep);
     group->active = false;
     return SMP_ERR_MISMATCH;
+}
+
+/* Something on the way between hosts went wrong. */
+static smp_status
+give_up_wide(smp_group *group, smp_status status, int member)
+{
+    char text[96];
+
+    if (member >= 0 && (status == SMP_ERR_PEER_LOST || status == SMP_ERR_CLOSED)) {
+        return give_up_without(group, status, member);
+    }
+    if (member >= 0 && status == SMP_ERR_SYSTEM) {
+        return give_up_reading(group, member);
+    }
+    if (member >= 0 && status == SMP_ERR_MALFORMED) {
+        snprintf(text, sizeof(text), "what rank %d sent makes no sense",
+                 group->ranks[member]);
+        return give_up(group, status, text);
+    }
+    return give_up(group, status, smp_status_text(status));
+}
+
+/* What can be done now, on several hosts; *waits: nothing. */
+static smp_status
+take_wide_step(smp_group *group, bool *waits)
+{
+    int        member = -1;
+    smp_status status = smp_wide_go_on(&group->wide, waits, &member);
+
+    if (status != SMP_OK) {
+        return give_up_wide(group, status, member);
+    }
+    if (group->wide.phase == SMP_WIDE_REFUSED) {
+        set_error(group, group->wide.refusal);
+        group->active = false;
+        return SMP_ERR_MISMATCH;
+    }
+    group->active = group->wide.phase != SMP_WIDE_OVER;
+    return SMP_OK;
 }
 
 /* What can be done now that all have posted the step. */
@@ -239,16 +340,22 @@ take_step(smp_group *group)
     return SMP_OK;
 }
 
-/* Goes on until the operation is over or somebody is missing. */
+/* Goes on until the operation is over or somebody is missing: *waits. */
 static smp_status
-take_steps(smp_group *group, int64_t until_ns)
+take_steps(smp_group *group, int64_t until_ns, bool *waits)
 {
     smp_status status = SMP_OK;
 
-    while (status == SMP_OK && group->active &&
-           smp_lockstep_arrived(&group->lockstep)) {
-        status = take_step(group);
-        if (until_ns != SMP_NEVER && smp_clock_ns() >= until_ns) {
+    *waits = false;
+    while (status == SMP_OK && group->active) {
+        if (group->is_wide) {
+            status = take_wide_step(group, waits);
+        } else if (smp_lockstep_arrived(&group->lockstep)) {
+            status = take_step(group);
+        } else {
+            *waits = true;
+        }
+        if (*waits || (until_ns != SMP_NEVER && smp_clock_ns() >= until_ns)) {
             break;
         }
     }
@@ -259,6 +366,152 @@ static bool
 is_child(const smp_group *group)
 {
     return group->lockstep.generation != smp_fork_generation();
+}
+
+/* ------------------------------------------------------------------------- meeting */
+
+/* The members, and this one's number. */
+static smp_status
+list_ranks(smp_group *group, smp_comm *comm, const smp_group_config *config,
+           int *failed)
+{
+    size_t bytes = (size_t)(config->size > 0 ? config->size : 1) * sizeof(int);
+
+    if (config->size < 1 || config->size > SMP_SHELF_MEMBERS || config->id == 0) {
+        return SMP_ERR_INVALID;
+    }
+    group->self = -1;
+    for (int m = 0; m < config->size; m++) {
+        *failed = config->ranks[m];
+        if (*failed < 0 || *failed >= smp_comm_size(comm)) {
+            return SMP_ERR_INVALID;
+        }
+        for (int other = 0; other < m; other++) {
+            if (config->ranks[other] == *failed) {
+                return SMP_ERR_INVALID;
+            }
+        }
+        if (*failed == smp_comm_rank(comm)) {
+            group->self = m;
+        }
+    }
+    *failed = smp_comm_rank(comm);
+    if (group->self < 0) {
+        return SMP_ERR_INVALID;
+    }
+    group->ranks = malloc(bytes);
+    if (group->ranks == NULL) {
+        return SMP_ERR_NO_MEMORY;
+    }
+    memcpy(group->ranks, config->ranks, bytes);
+    group->size = config->size;
+    return SMP_OK;
+}
+
+/* Meets the members of this host. */
+static smp_status
+meet_host(smp_group *group, smp_comm *comm, const smp_group_config *config,
+          const bool *local, int64_t deadline_ns, int *failed)
+{
+    int       *ranks = calloc((size_t)group->size, sizeof(int));
+    int        n = 0;
+    smp_status status;
+
+    if (ranks == NULL) {
+        return SMP_ERR_NO_MEMORY;
+    }
+    for (int m = 0; m < group->size; m++) {
+        if (local[m]) {
+            ranks[n++] = group->ranks[m];
+        }
+    }
+    status = smp_lockstep_init(&group->lockstep, comm, ranks, n, config->id,
+                               !config->only_shelves, deadline_ns, failed);
+    free(ranks);
+    if (status == SMP_OK) {
+        memcpy(group->lockstep.members[group->lockstep.self].shelf->name, group->name,
+               sizeof(group->name));
+    }
+    return status;
+}
+
+/* Other hosts need not wait for this member.  Before the lockstep's end: the wire rings
+ * its bell. */
+static void
+leave_hosts(smp_group *group, smp_status status)
+{
+    if (group->is_wide) {
+        smp_wire_fail(&group->wire, 0, status, "could not make the group");
+        smp_wire_fini(&group->wire);
+    }
+}
+
+/* Meets all members: first says hello to other hosts, so that nobody there waits for a
+ * member that does not come to terms with its own. */
+static smp_status
+meet(smp_group *group, smp_comm *comm, const smp_group_config *config,
+     int64_t deadline_ns, int *failed)
+{
+    bool      *local = calloc((size_t)group->size, sizeof(bool));
+    smp_bell  *bell;
+    smp_status status = SMP_OK;
+
+    if (local == NULL) {
+        return SMP_ERR_NO_MEMORY;
+    }
+    for (int m = 0; m < group->size; m++) {
+        smp_neighbour neighbour;
+
+        local[m] = smp_comm_neighbour(comm, group->ranks[m], &neighbour);
+        group->is_wide = group->is_wide || !local[m];
+    }
+    if (group->is_wide) {
+        status = smp_wire_init(&group->wire, comm, group->ranks, local, group->size,
+                               group->self, config->id, failed);
+    }
+    if (status != SMP_OK) {
+        goto out;
+    }
+    status = meet_host(group, comm, config, local, deadline_ns, failed);
+    if (status != SMP_OK) {
+        goto err_leave;
+    }
+    if (group->is_wide) {
+        bell = &group->lockstep.members[group->lockstep.self].shelf->bell;
+        status = smp_wire_meet(&group->wire, bell, deadline_ns, failed);
+    }
+    if (status == SMP_OK) {
+        goto out;
+    }
+    smp_lockstep_fail(&group->lockstep, status, "could not make the group");
+    leave_hosts(group, status);
+    smp_lockstep_fini(&group->lockstep);
+    goto out;
+
+err_leave:
+    leave_hosts(group, status);
+out:
+    free(local);
+    return status;
+}
+
+/* What an operation across hosts needs. */
+static smp_status
+make_wide(smp_group *group, const smp_group_config *config)
+{
+    int       *lowest = calloc((size_t)group->size, sizeof(int));
+    size_t     bytes = config->round_bytes != 0 ? config->round_bytes : ROUND_BYTES;
+    smp_status status = SMP_ERR_NO_MEMORY;
+
+    if (lowest != NULL) {
+        for (int m = 0; m < group->size; m++) {
+            lowest[m] = group->wire.members[m].host;
+        }
+        status = smp_wide_init(&group->wide, &group->lockstep, &group->op, &group->wire,
+                               lowest, bytes);
+    }
+    free(lowest);
+    return status;
 }
 
 /* --------------------------------------------------------------------------- public */
@@ -277,14 +530,18 @@ smp_group_create(smp_comm *comm, const smp_group_config *config, smp_group **out
     }
     strncpy(group->name, config->name, sizeof(group->name) - 1);
     group->timeout_ns = config->timeout_ns;
-    status = smp_lockstep_init(&group->lockstep, comm, config->ranks, config->size,
-                               config->id, !config->only_shelves, deadline, failed);
+    status = list_ranks(group, comm, config, failed);
     if (status != SMP_OK) {
         goto err_free;
     }
-    memcpy(group->lockstep.members[group->lockstep.self].shelf->name, group->name,
-           sizeof(group->name));
+    status = meet(group, comm, config, deadline, failed);
+    if (status != SMP_OK) {
+        goto err_free;
+    }
     status = smp_collective_init(&group->op, &group->lockstep);
+    if (status == SMP_OK && group->is_wide) {
+        status = make_wide(group, config);
+    }
     if (status != SMP_OK) {
         goto err_fini;
     }
@@ -293,8 +550,11 @@ smp_group_create(smp_comm *comm, const smp_group_config *config, smp_group **out
 
 err_fini:
     smp_lockstep_fail(&group->lockstep, status, "could not make the group");
+    leave_hosts(group, status);
+    smp_collective_fini(&group->op);
     smp_lockstep_fini(&group->lockstep);
 err_free:
+    free(group->ranks);
     free(group);
     return status;
 }
@@ -302,11 +562,17 @@ err_free:
 void
 smp_group_destroy(smp_group *group)
 {
-    if (group != NULL) {
-        smp_lockstep_fini(&group->lockstep);
-        smp_collective_fini(&group->op);
-        free(group);
+    if (group == NULL) {
+        return;
     }
+    if (group->is_wide && !is_child(group)) { /* whose messages a child does not have */
+        smp_wire_fini(&group->wire);          /* first: it rings the shelf's bell */
+        smp_wide_fini(&group->wide);
+    }
+    smp_lockstep_fini(&group->lockstep);
+    smp_collective_fini(&group->op);
+    free(group->ranks);
+    free(group);
 }
 
 smp_status
@@ -322,7 +588,9 @@ smp_group_start(smp_group *group, const smp_call *call)
         return group->broken;
     }
     assert(!group->active);
-    status = smp_collective_begin(&group->op, call, group->sequence + 1);
+    status = group->is_wide
+                 ? smp_wide_begin(&group->wide, call, group->sequence + 1)
+                 : smp_collective_begin(&group->op, call, group->sequence + 1);
     if (status != SMP_OK) {
         set_error(group, "no such operation, reduction of that dtype, root or count");
         return status;
@@ -331,7 +599,9 @@ smp_group_start(smp_group *group, const smp_call *call)
     group->active = true;
     group->agreed = false;
     group->started_ns = 0;
-    smp_lockstep_post(&group->lockstep);
+    if (!group->is_wide) {
+        smp_lockstep_post(&group->lockstep);
+    }
     return SMP_OK;
 }
 
@@ -339,11 +609,11 @@ smp_status
 smp_group_progress(smp_group *group, bool *over)
 {
     smp_status status = group->broken;
+    bool       waits = false;
 
     if (group->active) {
-        status = take_steps(group, smp_clock_ns() + PROGRESS_NS);
-        if (status == SMP_OK && group->active &&
-            !smp_lockstep_arrived(&group->lockstep)) {
+        status = take_steps(group, smp_clock_ns() + PROGRESS_NS, &waits);
+        if (status == SMP_OK && waits) {
             status = check_waiting(group);
         }
     }
@@ -355,8 +625,7 @@ smp_group_progress(smp_group *group, bool *over)
 static int64_t
 wait_deadline(const smp_group *group, int64_t until_ns)
 {
-    int64_t limit =
-        group->op.call.timeout_ns != 0 ? group->op.call.timeout_ns : group->timeout_ns;
+    int64_t limit = time_limit(group);
 
     if (limit < 0 || limit > SMP_NEVER - group->started_ns) {
         return until_ns;
@@ -365,22 +634,43 @@ wait_deadline(const smp_group *group, int64_t until_ns)
     return limit < until_ns ? limit : until_ns;
 }
 
+/* Waits until something has changed, or until_ns. */
+static void
+wait_for_others(smp_group *group, int64_t until_ns)
+{
+    int64_t deadline = wait_deadline(group, until_ns);
+
+    if (!group->is_wide) {
+        smp_lockstep_wait(&group->lockstep, deadline);
+        return;
+    }
+    if (group->wide.place == 0 && group->wide.noted == 0 && group->wide.waits_local) {
+        int64_t note = smp_clock_ns() + NOTE_NS;
+
+        deadline = note < deadline ? note : deadline;
+    }
+    smp_wide_wait(&group->wide, deadline);
+}
+
 smp_status
 smp_group_wait(smp_group *group, int64_t until_ns, bool *over)
 {
     smp_status status = group->broken;
 
     while (status == SMP_OK && group->active) {
-        status = take_steps(group, SMP_NEVER);
-        if (status == SMP_OK && group->active && !smp_lockstep_look(&group->lockstep)) {
-            status = check_waiting(group);
-            if (status == SMP_OK) {
-                smp_lockstep_wait(&group->lockstep, wait_deadline(group, until_ns));
-            }
-            if (status == SMP_OK && !smp_lockstep_arrived(&group->lockstep) &&
-                until_ns != SMP_NEVER && smp_clock_ns() >= until_ns) {
-                break;
-            }
+        bool waits;
+
+        status = take_steps(group, SMP_NEVER, &waits);
+        if (status != SMP_OK || !group->active ||
+            (!group->is_wide && smp_lockstep_look(&group->lockstep))) {
+            continue;
+        }
+        status = check_waiting(group);
+        if (status == SMP_OK) {
+            wait_for_others(group, until_ns);
+        }
+        if (until_ns != SMP_NEVER && smp_clock_ns() >= until_ns) {
+            break;
         }
     }
     *over = !group->active;
@@ -405,13 +695,13 @@ smp_group_error(const smp_group *group)
 int
 smp_group_size(const smp_group *group)
 {
-    return group->lockstep.size;
+    return group->size;
 }
 
 int
 smp_group_member(const smp_group *group)
 {
-    return group->lockstep.self;
+    return group->self;
 }
 
 uint64_t
@@ -424,6 +714,18 @@ bool
 smp_group_reads_memory(const smp_group *group)
 {
     return group->lockstep.readable;
+}
+
+bool
+smp_group_is_on_one_host(const smp_group *group)
+{
+    return !group->is_wide;
+}
+
+void
+smp_group_wire(const smp_group *group, smp_wire_use *out)
+{
+    *out = group->is_wide ? group->wire.use : (smp_wire_use){0};
 }
 
 const char *

@@ -7,9 +7,10 @@
  * (comm/collective/reduce.h), so all members get the same bits, in every run, by
  * whatever way.
  *
- * Members are on one host.  Small tensors go through the members' shelves in shared
- * memory; large ones are read from each other's memory where the system allows that,
- * else they too go through the shelves, piece by piece.
+ * Inside a host, small tensors go through the members' shelves in shared memory; large
+ * ones are read from each other's memory where the system allows that, else they too go
+ * through the shelves, piece by piece.  Members on several hosts send each other
+ * messages of their comm (comm/collective/route.h), and sums keep their bits.
  *
  * Buffers    `in` and `out` are the caller's and borrowed until the operation is over;
  *            others read them until then, and no longer.  They are aligned to their
@@ -42,6 +43,8 @@ typedef struct {
     const char *name; /* for errors: borrowed, its first 63 bytes are kept */
     int64_t     timeout_ns; /* for one operation, and for the meeting; < 0: no limit */
     bool        only_shelves; /* do not read each other's memory */
+    size_t      round_bytes;  /* between hosts: of tensors on the way at a time; 0: 32
+                                 MiB; the same on all */
 } smp_group_config;
 
 /* n is the size of the group, m a member; counts are of elements. */
@@ -79,7 +82,7 @@ typedef struct {
 } smp_call;
 
 /* Meets the other members, all of which must call it.  SMP_ERR_INVALID;
- * SMP_ERR_UNREACHABLE: *failed is a rank whose memory this host does not see;
+ * SMP_ERR_UNREACHABLE: *failed is a rank that sees other hosts than this one;
  * SMP_ERR_NO_MEMORY: also when this rank is in SMP_SHELVES groups; with *failed:
  * SMP_ERR_TIMED_OUT, SMP_ERR_PEER_LOST, SMP_ERR_CLOSED, and SMP_ERR_MISMATCH when its
  * list of ranks is another. */
@@ -113,6 +116,18 @@ uint64_t smp_group_sequence(const smp_group *group); /* operations begun */
 
 /* Whether large tensors are read from each other's memory. */
 bool smp_group_reads_memory(const smp_group *group);
+
+/* Whether all members share memory. */
+bool smp_group_is_on_one_host(const smp_group *group);
+
+/* What this member has sent to other hosts. */
+typedef struct {
+    uint64_t tensor_bytes; /* of tensors, and of terms of their sums */
+    uint64_t other_bytes;  /* beside them */
+    uint64_t parcels;
+} smp_wire_use;
+
+void smp_group_wire(const smp_group *group, smp_wire_use *out);
 
 /* "all-reduce"; static storage. */
 const char *smp_operation_name(smp_operation operation);

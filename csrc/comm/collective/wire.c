@@ -1,0 +1,465 @@
+/* Hellos, and parcels that wait to be asked for. */
+#define _GNU_SOURCE
+#include "comm/collective/wire.h"
+
+#include <stdlib.h>
+#include <string.h>
+#include <sys/random.h>
+
+#include "comm/clock.h"
+#include "comm/neighbour.h"
+
+/* Who waits for hellos looks around this often: nobody rings for a dead member. */
+#define LOOK_NS (20 * SMP_NS_PER_MS)
+
+/* The most that a member says of why it gave up. */
+#define WHY_BYTES 512
+
+/* FNV-1a over the members. */
+static uint64_t
+digest_of(const int *ranks, int size)
+{
+    uint64_t hash = 14695981039346656037u;
+
+    for (int i = 0; i < size; i++) {
+        hash = (hash ^ (uint64_t)(unsigned)ranks[i]) * 1099511628211u;
+    }
+    return hash;
+}
+
+static uint64_t
+new_nonce(const void *here)
+{
+    uint64_t nonce;
+
+    if (getrandom(&nonce, sizeof(nonce), GRND_NONBLOCK) != (ssize_t)sizeof(nonce)) {
+        nonce = (uint64_t)smp_clock_ns() * 1099511628211u ^ (uint64_t)(uintptr_t)here
+                                                                << 20;
+    }
+    return nonce | 1;
+}
+
+static smp_parcel
+head_of(const smp_message *message)
+{
+    smp_parcel head;
+
+    memcpy(&head, message->bytes, sizeof(head));
+    return head;
+}
+
+/* ---------------------------------------------------------------------- sending */
+
+static smp_status
+send(smp_wire *wire, int member, smp_parcel *head, const void *rest, size_t bytes,
+     smp_block *block)
+{
+    size_t     nbytes = sizeof(*head) + bytes;
+    uint64_t   tensor = block != NULL ? smp_block_bytes(block) : 0;
+    uint8_t   *whole = malloc(nbytes);
+    smp_status status;
+
+    if (whole == NULL) {
+        if (block != NULL) {
+            smp_block_release(block);
+        }
+        return SMP_ERR_NO_MEMORY;
+    }
+    head->post.mark = SMP_POST_MARK;
+    head->post.address = wire->hole.address;
+    head->member = wire->self;
+    memcpy(whole, head, sizeof(*head));
+    if (bytes != 0) {
+        memcpy(whole + sizeof(*head), rest, bytes);
+    }
+    status = smp_comm_send(wire->comm, wire->members[member].rank, whole, nbytes,
+                           &block, block != NULL);
+    free(whole);
+    if (status == SMP_OK) {
+        wire->use.parcels++;
+        wire->use.tensor_bytes += tensor;
+        wire->use.other_bytes += nbytes;
+    }
+    return status;
+}
+
+static smp_status
+send_hello(smp_wire *wire, int member)
+{
+    smp_parcel hello = {
+        .kind = SMP_PARCEL_HELLO,
+        .nonce = wire->hole.nonce,
+        .known = wire->members[member].nonce,
+        .digest = wire->digest,
+        .host = (uint64_t)wire->host,
+    };
+
+    return send(wire, member, &hello, NULL, 0, NULL);
+}
+
+smp_status
+smp_wire_send(smp_wire *wire, int member, smp_parcel_kind kind, uint64_t sequence,
+              uint64_t tag, const void *rest, size_t bytes, smp_block *block)
+{
+    smp_parcel head = {
+        .post.nonce = wire->members[member].nonce,
+        .kind = kind,
+        .sequence = sequence,
+        .tag = tag,
+    };
+
+    return send(wire, member, &head, rest, bytes, block);
+}
+
+void
+smp_wire_fail(smp_wire *wire, uint64_t sequence, smp_status status, const char *why)
+{
+    for (int m = 0; m < wire->size; m++) {
+        const smp_far *far = &wire->members[m];
+
+        /* One that is gone needs no news. */
+        if (!far->local && far->nonce != 0) {
+            (void)smp_wire_send(wire, m, SMP_PARCEL_FAILED, sequence, status, why,
+                                strlen(why) + 1, NULL);
+        }
+    }
+}
+
+/* -------------------------------------------------------------------- receiving */
+
+/* A hello with news is answered.  SMP_ERR_MISMATCH. */
+static smp_status
+take_hello(smp_wire *wire, const smp_parcel *hello)
+{
+    smp_far *far = &wire->members[hello->member];
+    bool     is_new = far->nonce != hello->nonce;
+
+    if (hello->digest != wire->digest) {
+        return SMP_ERR_MISMATCH;
+    }
+    far->nonce = hello->nonce;
+    far->host = hello->host < (uint64_t)wire->size ? (int)hello->host : -1;
+    far->greeted = hello->known == wire->hole.nonce;
+    return is_new ? send_hello(wire, hello->member) : SMP_OK;
+}
+
+/* Whether it comes from the member that it names. */
+static bool
+is_genuine(const smp_wire *wire, const smp_message *message)
+{
+    smp_parcel head;
+
+    if (message->nbytes < sizeof(head)) {
+        return false;
+    }
+    head = head_of(message);
+    return head.kind < SMP_PARCELS && head.member >= 0 && head.member < wire->size &&
+           !wire->members[head.member].local &&
+           wire->members[head.member].rank == message->source;
+}
+
+static smp_status
+take_failure(smp_far *far, const smp_message *message)
+{
+    smp_parcel  head = head_of(message);
+    size_t      bytes;
+    const char *why = (const char *)smp_parcel_rest(message, &bytes);
+
+    if (head.tag == SMP_OK || head.tag > SMP_ERR_SYSTEM || bytes == 0 ||
+        bytes > WHY_BYTES || memchr(why, '\0', bytes) == NULL) {
+        return SMP_ERR_MALFORMED;
+    }
+    if (far->failed == SMP_OK) {
+        far->failed = (smp_status)head.tag;
+        far->failed_in = head.sequence;
+        far->why = strdup(why);
+    }
+    return SMP_OK;
+}
+
+static void
+keep(smp_wire *wire, smp_message *message)
+{
+    smp_message **at = &wire->arrived;
+
+    while (*at != NULL) {
+        at = &(*at)->next;
+    }
+    message->next = NULL;
+    *at = message;
+}
+
+static void
+drop_note(smp_wire *wire, int member)
+{
+    smp_message **at = &wire->arrived;
+
+    while (*at != NULL) {
+        smp_message *message = *at;
+        smp_parcel   head = head_of(message);
+
+        if (head.kind == SMP_PARCEL_NOTE && head.member == member) {
+            *at = message->next;
+            smp_message_free(message);
+        } else {
+            at = &message->next;
+        }
+    }
+}
+
+/* Takes the message. */
+static smp_status
+sort_in(smp_wire *wire, smp_message *message, int *member)
+{
+    smp_parcel head;
+    smp_status status = SMP_OK;
+
+    if (!is_genuine(wire, message)) {
+        for (*member = 0;
+             *member + 1 < wire->size && wire->members[*member].rank != message->source;
+             (*member)++) {
+        }
+        smp_message_free(message);
+        return SMP_ERR_MALFORMED;
+    }
+    head = head_of(message);
+    *member = head.member;
+    switch ((smp_parcel_kind)head.kind) {
+    case SMP_PARCEL_HELLO:
+        if (wire->members[head.member].greeted &&
+            wire->members[head.member].nonce != head.nonce) {
+            /* It has made this group, left it, and makes the next with that id. */
+            smp_post_keep(smp_comm_post(wire->comm), message);
+            return SMP_OK;
+        }
+        status = take_hello(wire, &head);
+        break;
+    case SMP_PARCEL_FAILED:
+        status = take_failure(&wire->members[head.member], message);
+        break;
+    case SMP_PARCEL_LEFT:
+        wire->members[head.member].left = true;
+        break;
+    case SMP_PARCEL_NOTE: /* the last of a member counts */
+        drop_note(wire, head.member);
+        keep(wire, message);
+        return SMP_OK;
+    case SMP_PARCEL_CALLS:
+    case SMP_PARCEL_DATA:
+        keep(wire, message);
+        return SMP_OK;
+    case SMP_PARCELS:
+        break;
+    }
+    smp_message_free(message);
+    return status;
+}
+
+smp_status
+smp_wire_receive(smp_wire *wire, int *member)
+{
+    smp_status   status = SMP_OK;
+    smp_message *message;
+
+    while (status == SMP_OK &&
+           (message = smp_hole_get(smp_comm_post(wire->comm), &wire->hole)) != NULL) {
+        status = sort_in(wire, message, member);
+    }
+    return status;
+}
+
+static bool
+is_wanted(const smp_message *message, smp_parcel_kind kind, int member,
+          uint64_t sequence, uint64_t tag)
+{
+    smp_parcel head = head_of(message);
+
+    return head.kind == kind && head.member == member && head.sequence == sequence &&
+           head.tag == tag;
+}
+
+const smp_message *
+smp_wire_find(const smp_wire *wire, smp_parcel_kind kind, int member, uint64_t sequence,
+              uint64_t tag)
+{
+    const smp_message *message = wire->arrived;
+
+    while (message != NULL && !is_wanted(message, kind, member, sequence, tag)) {
+        message = message->next;
+    }
+    return message;
+}
+
+smp_message *
+smp_wire_take(smp_wire *wire, smp_parcel_kind kind, int member, uint64_t sequence,
+              uint64_t tag)
+{
+    smp_message **at = &wire->arrived;
+    smp_message  *message;
+
+    while (*at != NULL && !is_wanted(*at, kind, member, sequence, tag)) {
+        at = &(*at)->next;
+    }
+    message = *at;
+    if (message != NULL) {
+        *at = message->next;
+        message->next = NULL;
+    }
+    return message;
+}
+
+/* ---------------------------------------------------------------------- meeting */
+
+smp_status
+smp_wire_init(smp_wire *wire, smp_comm *comm, const int *ranks, const bool *local,
+              int size, int self, uint64_t id, int *failed)
+{
+    smp_status status = SMP_OK;
+
+    *wire = (smp_wire){
+        .comm = comm,
+        .size = size,
+        .self = self,
+        .digest = digest_of(ranks, size),
+        .members = calloc((size_t)size, sizeof(smp_far)),
+        .hole = {.address = id, .nonce = new_nonce(wire)},
+    };
+    if (wire->members == NULL) {
+        return SMP_ERR_NO_MEMORY;
+    }
+    for (int m = size; m-- > 0;) {
+        wire->members[m] = (smp_far){.rank = ranks[m], .local = local[m]};
+        wire->host = local[m] ? m : wire->host;
+    }
+    smp_hole_open(smp_comm_post(comm), &wire->hole);
+    for (int m = 0; m < size && status == SMP_OK; m++) {
+        wire->members[m].host = wire->host;
+        if (!local[m]) {
+            status = send_hello(wire, m);
+            *failed = ranks[m];
+        }
+    }
+    if (status != SMP_OK) {
+        smp_wire_fini(wire);
+    }
+    return status;
+}
+
+/* A member that has not greeted and has ended, or -1. */
+static int
+find_gone(const smp_wire *wire)
+{
+    for (int m = 0; m < wire->size; m++) {
+        const smp_far *far = &wire->members[m];
+
+        if (!far->local && !far->greeted && smp_comm_gone(wire->comm, far->rank)) {
+            return m;
+        }
+    }
+    return -1;
+}
+
+/* SMP_OK: all have greeted; SMP_ERR_TIMED_OUT: not yet.  *failed is one of them. */
+static smp_status
+look_for_hellos(smp_wire *wire, int *failed)
+{
+    /* Before the look at what came: what an ended one sent is there by then. */
+    int        gone = find_gone(wire);
+    int        member = wire->self;
+    smp_status status = smp_wire_receive(wire, &member);
+
+    if (status != SMP_OK) {
+        *failed = wire->members[member].rank;
+        return status;
+    }
+    if (gone >= 0 && !wire->members[gone].greeted) {
+        *failed = wire->members[gone].rank;
+        return smp_comm_left(wire->comm, *failed) ? SMP_ERR_CLOSED : SMP_ERR_PEER_LOST;
+    }
+    for (int m = 0; m < wire->size; m++) {
+        const smp_far *far = &wire->members[m];
+
+        /* One that has greeted may have made the group, and left it. */
+        if (far->failed != SMP_OK && far->failed_in == 0) {
+            *failed = far->rank;
+            return far->failed;
+        }
+        if (far->left && !far->greeted) {
+            *failed = far->rank;
+            return SMP_ERR_CLOSED;
+        }
+        if (!far->local && !far->greeted) {
+            *failed = far->rank;
+            status = SMP_ERR_TIMED_OUT;
+        }
+    }
+    return status;
+}
+
+/* Whether all members see the same hosts. */
+static smp_status
+check_hosts(const smp_wire *wire, int *failed)
+{
+    for (int m = 0; m < wire->size; m++) {
+        const smp_far *far = &wire->members[m];
+        bool           here = far->host == wire->host;
+
+        if (far->host < 0 || far->local != here ||
+            wire->members[far->host].host != far->host) {
+            *failed = far->rank;
+            return SMP_ERR_UNREACHABLE;
+        }
+    }
+    return SMP_OK;
+}
+
+smp_status
+smp_wire_meet(smp_wire *wire, smp_bell *bell, int64_t deadline_ns, int *failed)
+{
+    smp_status status;
+
+    smp_hole_set_bell(smp_comm_post(wire->comm), &wire->hole, bell);
+    while ((status = look_for_hellos(wire, failed)) == SMP_ERR_TIMED_OUT) {
+        int64_t now = smp_clock_ns();
+
+        if (now >= deadline_ns) {
+            return status;
+        }
+        smp_bell_lie_down(bell);
+        if (!smp_wire_stirs(wire)) {
+            smp_bell_sleep(bell,
+                           now + LOOK_NS < deadline_ns ? now + LOOK_NS : deadline_ns);
+        }
+        smp_bell_get_up(bell);
+    }
+    if (status != SMP_OK) {
+        return status;
+    }
+    smp_hole_narrow(smp_comm_post(wire->comm), &wire->hole);
+    return check_hosts(wire, failed);
+}
+
+void
+smp_wire_fini(smp_wire *wire)
+{
+    if (wire->members == NULL) {
+        return;
+    }
+    for (int m = 0; m < wire->size; m++) {
+        smp_far *far = &wire->members[m];
+
+        if (!far->local && far->nonce != 0 && !far->left) {
+            (void)smp_wire_send(wire, m, SMP_PARCEL_LEFT, 0, 0, NULL, 0, NULL);
+        }
+        free(far->why);
+    }
+    smp_hole_close(smp_comm_post(wire->comm), &wire->hole);
+    while (wire->arrived != NULL) {
+        smp_message *message = wire->arrived;
+
+        wire->arrived = message->next;
+        smp_message_free(message);
+    }
+    free(wire->members);
+    wire->members = NULL;
+}

@@ -1,0 +1,80 @@
+/* Messages that do not go to smp_comm_receive(), but to whoever has opened a hole for
+ * them: those of groups, which are waited for by several threads at once.
+ *
+ * Such a message begins with an smp_post_head.  One without nonce waits until a hole
+ * with its address is open; one with a nonce is for that hole alone, and what comes
+ * when it is closed again is dropped.
+ *
+ * Ownership  put takes a message, get gives it.  A hole is its owner's memory, from
+ * open until close. Threads    put: any.  The rest: the hole's owner.
+ */
+#ifndef SMP_COMM_POST_H
+#define SMP_COMM_POST_H
+
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "comm/comm.h"
+#include "comm/shm/bell.h"
+#include "common/lock.h"
+
+#define SMP_POST_MARK 0x70756f7267706d73u
+
+typedef struct {
+    uint64_t mark;
+    uint64_t address;
+    uint64_t nonce; /* of the hole; 0: whichever is open to all */
+} smp_post_head;
+
+typedef struct smp_hole {
+    uint64_t address; /* set before open, like the nonce */
+    uint64_t nonce;   /* not 0 */
+
+    _Atomic size_t count;   /* messages in it */
+    bool           is_open; /* to messages without a nonce; the post's own, as below */
+    smp_bell      *bell;    /* borrowed: rung when something comes, or NULL */
+    smp_message   *first;   /* owned: linked by next */
+    smp_message   *last;
+    struct smp_hole *next;
+} smp_hole;
+
+typedef struct {
+    smp_lock     lock; /* guards all below, and the holes */
+    smp_hole    *holes;
+    smp_message *early; /* owned: for holes that are not open yet, linked by next */
+    smp_message *early_last;
+} smp_post;
+
+void smp_post_init(smp_post *post);
+
+/* All holes are closed.  Frees what is left. */
+void smp_post_fini(smp_post *post);
+
+/* Whether a message is for a hole. */
+bool smp_post_is(const smp_message *message);
+
+/* Takes a message that is. */
+void smp_post_put(smp_post *post, smp_message *message);
+
+/* Takes back a message without nonce that turned out to be for the next hole with its
+ * address. */
+void smp_post_keep(smp_post *post, smp_message *message);
+
+/* Opens a hole to all; what came early is in it. */
+void smp_hole_open(smp_post *post, smp_hole *hole);
+
+/* From now on only what has its nonce goes in. */
+void smp_hole_narrow(smp_post *post, smp_hole *hole);
+
+/* What is to be rung from now on; NULL: nothing. */
+void smp_hole_set_bell(smp_post *post, smp_hole *hole, smp_bell *bell);
+
+/* Frees what is left in it. */
+void smp_hole_close(smp_post *post, smp_hole *hole);
+
+/* The oldest message, or NULL. */
+smp_message *smp_hole_get(smp_post *post, smp_hole *hole);
+
+#endif

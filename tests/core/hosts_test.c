@@ -1,0 +1,251 @@
+/* Groups whose ranks are on several hosts: some pairs see each other by TCP alone.
+ * Spec: csrc/comm/collective/group.h, csrc/comm/collective/route.h. */
+#define _GNU_SOURCE
+#include "comm/collective/group.h"
+#include "groups.h"
+
+TEST_RANK(every_operation_gives_the_right_result)
+{
+    smp_group *group;
+
+    CHECK_STATUS(make_world_group(w, 9, w->size % 2 == 0, &group), SMP_OK);
+    CHECK(!smp_group_is_on_one_host(group));
+    for (int i = 0; i < COUNTS; i++) {
+        CHECK(all_operations(w, group, SMP_F32, counts[i], (uint64_t)i) == 0);
+    }
+    smp_group_destroy(group);
+    return 0;
+}
+
+/* Many rounds for tensors that otherwise go in one. */
+TEST_RANK(large_tensors_go_in_rounds)
+{
+    int              ranks[WORLD_RANKS] = {0, 1, 2, 3, 4, 5, 6, 7};
+    smp_group_config config = {.ranks = ranks,
+                               .size = w->size,
+                               .id = 1,
+                               .name = "rounds",
+                               .timeout_ns = WORLD_PATIENCE_NS,
+                               .round_bytes = 64 << 10};
+    int              failed;
+    smp_group       *group;
+
+    CHECK_STATUS(smp_group_create(w->comm, &config, &group, &failed), SMP_OK);
+    for (uint64_t i = 0; i < 4; i++) {
+        CHECK(all_operations(w, group, SMP_F32, 70001, i) == 0);
+        CHECK(all_operations(w, group, SMP_F16, 50000, 50 + i) == 0);
+    }
+    smp_group_destroy(group);
+    return 0;
+}
+
+/* ------------------------------------------------------------------- bytes on the wire
+ */
+
+/* How many nodes of the tree a host has to itself: for these layouts, as drawn. */
+typedef struct {
+    const char *hosts;
+    int         nodes[3]; /* of hosts a, b, c */
+} tree_cut;
+
+static const tree_cut cuts[] = {
+    {"ab", {1, 1, 0}},       /* a + b */
+    {"aabb", {1, 1, 0}},     /* (a + a) + (b + b): one sum each */
+    {"abab", {2, 2, 0}},     /* (a + b) + (a + b): nothing can be added before */
+    {"aabbcc", {1, 1, 1}},   /* ((aa + bb) + cc) */
+    {"aaaabbbb", {1, 1, 0}}, /* four ranks on each host */
+};
+
+static uint64_t
+ranks_of(const char *hosts, char host)
+{
+    uint64_t n = 0;
+
+    for (; *hosts != '\0'; hosts++) {
+        n += *hosts == host;
+    }
+    return n;
+}
+
+/* What the ranks of a host have sent of tensors in one operation. */
+static uint64_t
+sent_by_host(world *w, smp_group *group, smp_operation operation, size_t count,
+             uint64_t *parcels)
+{
+    smp_wire_use   before;
+    smp_wire_use   after;
+    reference_call r;
+    uint64_t       sum = 0;
+
+    *parcels = 0;
+    for (uint64_t seed = 0;; seed++) { /* one that makes member 0 the root */
+        if (!reference_make(&r, group, operation, SMP_F32, count, false, seed)) {
+            abort();
+        }
+        if (r.call.root == 0) {
+            break;
+        }
+        reference_free(&r);
+    }
+    smp_group_wire(group, &before);
+    if (smp_group_run(group, &r.call) != SMP_OK) {
+        abort();
+    }
+    smp_group_wire(group, &after);
+    reference_free(&r);
+    atomic_store(&w->shared->scratch[w->rank],
+                 (int64_t)(after.tensor_bytes - before.tensor_bytes));
+    atomic_store(&w->shared->scratch[16 + w->rank],
+                 (int64_t)(after.parcels - before.parcels));
+    w->barrier(w);
+    for (int r2 = 0; r2 < w->size; r2++) {
+        if (w->test->hosts[r2] == w->test->hosts[w->rank]) {
+            sum += (uint64_t)atomic_load(&w->shared->scratch[r2]);
+            *parcels += (uint64_t)atomic_load(&w->shared->scratch[16 + r2]);
+        }
+    }
+    w->barrier(w);
+    return sum;
+}
+
+/* The least that a host must send, if it sends to each other host what that needs: T
+ * nodes of the tree, N bytes of a tensor, H hosts, S the part of the tensor whose sums
+ * this host makes (S = N * ranks here / ranks).
+ *
+ *   all-gather      ranks here * N, to each other host
+ *   reduce-scatter  T terms of what is not for this host
+ *   all-reduce      the same, and S to each other host
+ *   broadcast       N to each other host, from the root's
+ *   reduce          T * N, to the root's host */
+TEST_RANK(each_byte_goes_over_the_wire_once)
+{
+    enum { COUNT = 65536 }; /* of 4 bytes: divides by all that occurs but 6 */
+    const char *hosts = w->test->hosts;
+    char        here = hosts[w->rank];
+    uint64_t    n = (uint64_t)w->size;
+    uint64_t    mine = ranks_of(hosts, here);
+    uint64_t    nhosts = hosts[w->size - 1] == 'c' ? 3 : 2;
+    uint64_t    bytes = (w->size == 6 ? 98304 : COUNT) * 4;
+    bool        is_root = here == hosts[0];
+    uint64_t    nodes = 0;
+    uint64_t    sent[SMP_OPERATIONS];
+    uint64_t    least[SMP_OPERATIONS] = {0};
+    uint64_t    parcels[SMP_OPERATIONS];
+    smp_group  *group;
+
+    for (size_t i = 0; i < sizeof(cuts) / sizeof(cuts[0]); i++) {
+        if (strcmp(cuts[i].hosts, hosts) == 0) {
+            nodes = (uint64_t)cuts[i].nodes[here - 'a'];
+        }
+    }
+    CHECK(nodes != 0);
+    CHECK_STATUS(make_world_group(w, 1, false, &group), SMP_OK);
+    for (smp_operation o = 0; o < SMP_OPERATIONS; o++) {
+        sent[o] = sent_by_host(w, group, o, (size_t)bytes / 4, &parcels[o]);
+    }
+    least[SMP_ALL_GATHER] = mine * bytes * (nhosts - 1);
+    least[SMP_REDUCE_SCATTER] = nodes * (n - mine) * bytes;
+    least[SMP_ALL_REDUCE] =
+        nodes * bytes * (n - mine) / n + (nhosts - 1) * bytes * mine / n;
+    least[SMP_BROADCAST] = is_root ? bytes * (nhosts - 1) : 0;
+    least[SMP_REDUCE] = is_root ? 0 : nodes * bytes;
+    least[SMP_GATHER] = is_root ? 0 : mine * bytes;
+    least[SMP_SCATTER] = is_root ? (n - mine) * bytes : 0;
+    least[SMP_ALL_TO_ALL] = mine * (n - mine) * bytes;
+    for (smp_operation o = 0; o < SMP_OPERATIONS; o++) {
+        if (getenv("SMP_TEST_TABLE") != NULL &&
+            (w->rank == 0 || hosts[w->rank - 1] != here)) {
+            fprintf(stderr,
+                    "%s host %c: %-14s %9llu bytes, least %9llu, %llu parcels\n", hosts,
+                    here, smp_operation_name(o), (unsigned long long)sent[o],
+                    (unsigned long long)least[o], (unsigned long long)parcels[o]);
+        }
+        CHECK(sent[o] == least[o]);
+    }
+    smp_group_destroy(group);
+    return 0;
+}
+
+/* The largest number of layouts of a test. */
+#define LAYOUTS 6
+
+typedef struct {
+    world_test  test;
+    const char *hosts[LAYOUTS]; /* a letter for each rank */
+    int         times;          /* 0: once */
+    bool        threads;        /* also with ranks as threads */
+} entry;
+
+#define ENTRY(name) .test = {#name, name, 0, NULL}
+
+/* Two hosts, whose ranks are neighbours in the tree of sums or are not; one rank on
+ * each; hosts of several sizes. */
+#define ALL(name)                                                                      \
+    {                                                                                  \
+        ENTRY(name), .hosts = {"ab", "aabb", "abab", "abbc", "cbbac"}, .threads = true \
+    }
+#define SOME(name)                                                                     \
+    {                                                                                  \
+        ENTRY(name), .hosts = {"ab", "aab"}, .threads = true                           \
+    }
+
+/* Those that need processes come first: a process that has had threads forks badly
+ * under the sanitizers. */
+static const entry list[] = {
+    {ENTRY(a_killed_member_is_named_to_all_others), .hosts = {"abb", "aab", "abc"},
+     .times = 6},
+    {ENTRY(a_killed_member_is_named_by_those_who_use_shelves), .hosts = {"aba"},
+     .times = 6},
+    {ENTRY(a_forked_child_is_no_member), .hosts = {"ab", "aab"}},
+    ALL(every_operation_gives_the_right_result),
+    ALL(every_dtype_is_moved_and_reduced),
+    ALL(any_sequence_of_calls_on_several_groups_is_right),
+    ALL(a_part_of_the_ranks_in_any_order_is_a_group),
+    ALL(large_tensors_go_in_rounds),
+    {ENTRY(each_byte_goes_over_the_wire_once),
+     .hosts = {"ab", "aabb", "abab", "aabbcc", "aaaabbbb"}},
+    SOME(nobody_leaves_a_barrier_before_all_have_come),
+    SOME(groups_come_and_go),
+    SOME(an_operation_can_be_moved_on_from_outside),
+    SOME(a_wait_that_ends_early_is_no_error),
+    SOME(different_calls_are_an_error_on_all),
+    SOME(what_makes_no_sense_is_refused_at_once),
+    SOME(a_member_that_has_left_is_named),
+};
+enum { LIST = sizeof(list) / sizeof(list[0]) };
+
+int
+main(int argc, char **argv)
+{
+    int failed = 0;
+    int ran = 0;
+
+    for (int threads = 0; threads < 2; threads++) {
+        for (size_t i = 0; i < LIST; i++) {
+            if ((argc > 1 && strstr(list[i].test.name, argv[1]) == NULL) ||
+                (threads != 0 && !list[i].threads)) {
+                continue;
+            }
+            for (int l = 0; l < LAYOUTS && list[i].hosts[l] != NULL; l++) {
+                world_test test = list[i].test;
+                int        size = (int)strlen(list[i].hosts[l]);
+
+                test.hosts = list[i].hosts[l];
+                for (int time = 0; time == 0 || time < list[i].times; time++) {
+                    int wrong = threads != 0
+                                    ? world_run_threads(&test, "shm,tcp", size)
+                                    : world_run_processes(&test, "shm,tcp", size);
+
+                    if (wrong != 0) {
+                        printf("FAILED %s, hosts %s, %s\n", test.name, test.hosts,
+                               threads != 0 ? "threads" : "processes");
+                    }
+                    failed += wrong != 0;
+                    ran++;
+                }
+            }
+        }
+    }
+    printf("%d passed, %d failed\n", ran - failed, failed);
+    return failed != 0 || ran == 0;
+}
