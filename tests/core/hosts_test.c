@@ -10,7 +10,7 @@ TEST_RANK(every_operation_gives_the_right_result)
 
     CHECK_STATUS(make_world_group(w, 9, w->size % 2 == 0, &group), SMP_OK);
     CHECK(!smp_group_is_on_one_host(group));
-    for (int i = 0; i < COUNTS; i++) {
+    for (int i = 0; i < COUNTS; i += 1 + i % 2) {
         CHECK(all_operations(w, group, SMP_F32, counts[i], (uint64_t)i) == 0);
     }
     smp_group_destroy(group);
@@ -31,9 +31,9 @@ TEST_RANK(large_tensors_go_in_rounds)
     smp_group       *group;
 
     CHECK_STATUS(smp_group_create(w->comm, &config, &group, &failed), SMP_OK);
-    for (uint64_t i = 0; i < 4; i++) {
-        CHECK(all_operations(w, group, SMP_F32, 70001, i) == 0);
-        CHECK(all_operations(w, group, SMP_F16, 50000, 50 + i) == 0);
+    for (uint64_t i = 0; i < 2; i++) {
+        CHECK(all_operations(w, group, SMP_F32, 50001, i) == 0);
+        CHECK(all_operations(w, group, SMP_F16, 40000, 50 + i) == 0);
     }
     smp_group_destroy(group);
     return 0;
@@ -182,11 +182,13 @@ typedef struct {
  * each; hosts of several sizes. */
 #define ALL(name)                                                                      \
     {                                                                                  \
-        ENTRY(name), .hosts = {"ab", "aabb", "abab", "abbc", "cbbac"}, .threads = true \
+        ENTRY(name), .hosts = {"ab", "aabb", "abab", "abbc", "cbbac"},                 \
     }
+
+/* Also with ranks as threads, for the thread sanitizer. */
 #define SOME(name)                                                                     \
     {                                                                                  \
-        ENTRY(name), .hosts = {"ab", "aab"}, .threads = true                           \
+        ENTRY(name), .hosts = {"ab", "aba"}, .threads = true                           \
     }
 
 /* Those that need processes come first: a process that has had threads forks badly
@@ -198,10 +200,13 @@ static const entry list[] = {
      .times = 6},
     {ENTRY(a_forked_child_is_no_member), .hosts = {"ab", "aab"}},
     ALL(every_operation_gives_the_right_result),
-    ALL(every_dtype_is_moved_and_reduced),
+    {ENTRY(every_dtype_is_moved_and_reduced), .hosts = {"aab", "abab"}},
     ALL(any_sequence_of_calls_on_several_groups_is_right),
+    SOME(any_sequence_of_calls_on_several_groups_is_right),
     ALL(a_part_of_the_ranks_in_any_order_is_a_group),
+    SOME(a_part_of_the_ranks_in_any_order_is_a_group),
     ALL(large_tensors_go_in_rounds),
+    SOME(large_tensors_go_in_rounds),
     {ENTRY(each_byte_goes_over_the_wire_once),
      .hosts = {"ab", "aabb", "abab", "aabbcc", "aaaabbbb"}},
     SOME(nobody_leaves_a_barrier_before_all_have_come),
