@@ -86,6 +86,7 @@ static void
 finish(const reduction_plan *plan, void *out, const void *root, size_t count,
        void *level)
 {
+    assert(out != NULL);
     if (plan->divide != NULL) {
         void *to = plan->widen != NULL ? level : out;
 

@@ -2,6 +2,7 @@
 #define _GNU_SOURCE
 #include "comm/collective/wide.h"
 
+#include <assert.h>
 #include <sched.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -111,6 +112,7 @@ tell_hosts(smp_wide *wide, int *member)
 
         bytes += said_bytes(wide, wide->said[m].notice);
     }
+    assert(bytes != 0); /* this member is one of them */
     all = at = malloc(bytes);
     if (all == NULL) {
         return SMP_ERR_NO_MEMORY;
