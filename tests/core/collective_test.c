@@ -183,7 +183,7 @@ typedef struct {
     bool       threads; /* also with ranks as threads */
 } entry;
 
-#define ENTRY(name) .test = {#name, name, 0}
+#define ENTRY(fn) .test = {.name = #fn, .rank = fn}
 #define SOME(name, from, to)                                                           \
     {                                                                                  \
         ENTRY(name), .first = from, .last = to, .threads = true                        \

@@ -373,9 +373,9 @@ TEST_RANK(all_to_all_with_random_sizes)
     return 0;
 }
 
-#define LISTED(name, pool)                                                             \
+#define LISTED(fn, pool)                                                               \
     {                                                                                  \
-#        name, name, pool                                                              \
+        .name = #fn, .rank = fn, .pool_bytes = pool                                    \
     }
 
 static const world_test comm_list[] = {

@@ -176,7 +176,7 @@ typedef struct {
     bool        threads;        /* also with ranks as threads */
 } entry;
 
-#define ENTRY(name) .test = {#name, name, 0, NULL}
+#define ENTRY(fn) .test = {.name = #fn, .rank = fn}
 
 /* Two hosts, whose ranks are neighbours in the tree of sums or are not; one rank on
  * each; hosts of several sizes. */

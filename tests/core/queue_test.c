@@ -460,9 +460,9 @@ TEST_RANK(threads_that_wait_sort_in_for_each_other)
     return 0;
 }
 
-#define LISTED(name)                                                                   \
+#define LISTED(fn)                                                                     \
     {                                                                                  \
-#        name, name, 0                                                                 \
+        .name = #fn, .rank = fn                                                        \
     }
 
 static const world_test list[] = {

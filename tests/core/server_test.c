@@ -821,22 +821,22 @@ TEST_RANK(a_rank_that_is_away_is_asked_less_and_less_often)
 }
 
 static const world_test tests[] = {
-    {"nested", nested_calls_answer_on_every_schedule, 0},
-    {"thousand", a_thousand_steps_with_random_delays, 0},
-    {"no_backward", runs_without_backward_end_the_step, 0},
-    {"faulty_module", a_failing_module_ends_the_step_everywhere, 0},
-    {"faulty_root", a_failing_step_function_ends_the_step_everywhere, 0},
-    {"signal", a_signal_that_says_stop_ends_the_step, 0},
-    {"deadlock", a_deadlock_is_found_and_says_who_waits, 0},
-    {"slow", a_rank_that_is_slow_or_late_is_no_deadlock, 0},
-    {"left", a_step_ends_when_the_others_have_left, 0},
-    {"early", messages_of_the_next_step_wait_for_it, 0},
-    {"overtaken", one_forward_goes_before_a_backward_that_is_alone, 0},
-    {"stale", messages_of_a_step_that_failed_are_dropped, 0},
-    {"malformed", what_no_server_wrote_fails_the_step, 0},
-    {"described", ranks_that_describe_the_step_otherwise_fail_it, 0},
-    {"away", a_rank_that_is_away_is_asked_less_and_less_often, 0},
-    {"end_early", the_end_of_a_step_with_a_call_under_way_fails_it, 0},
+    {.name = "nested", .rank = nested_calls_answer_on_every_schedule},
+    {.name = "thousand", .rank = a_thousand_steps_with_random_delays},
+    {.name = "no_backward", .rank = runs_without_backward_end_the_step},
+    {.name = "faulty_module", .rank = a_failing_module_ends_the_step_everywhere},
+    {.name = "faulty_root", .rank = a_failing_step_function_ends_the_step_everywhere},
+    {.name = "signal", .rank = a_signal_that_says_stop_ends_the_step},
+    {.name = "deadlock", .rank = a_deadlock_is_found_and_says_who_waits},
+    {.name = "slow", .rank = a_rank_that_is_slow_or_late_is_no_deadlock},
+    {.name = "left", .rank = a_step_ends_when_the_others_have_left},
+    {.name = "early", .rank = messages_of_the_next_step_wait_for_it},
+    {.name = "overtaken", .rank = one_forward_goes_before_a_backward_that_is_alone},
+    {.name = "stale", .rank = messages_of_a_step_that_failed_are_dropped},
+    {.name = "malformed", .rank = what_no_server_wrote_fails_the_step},
+    {.name = "described", .rank = ranks_that_describe_the_step_otherwise_fail_it},
+    {.name = "away", .rank = a_rank_that_is_away_is_asked_less_and_less_often},
+    {.name = "end_early", .rank = the_end_of_a_step_with_a_call_under_way_fails_it},
 };
 
 int

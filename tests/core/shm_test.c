@@ -522,7 +522,7 @@ TEST(a_job_of_one_needs_no_connection)
 static int
 run_world(const char *name, int (*rank)(world *), int size, size_t pool)
 {
-    world_test test = {name, rank, pool};
+    world_test test = {.name = name, .rank = rank, .pool_bytes = pool};
 
     return world_run_processes(&test, "shm", size);
 }

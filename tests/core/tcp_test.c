@@ -676,7 +676,7 @@ TEST_RANK(what_a_leaving_peer_said_arrives_although_it_is_talked_to)
 static int
 run_world(const char *name, int (*rank)(world *), int size, size_t pool)
 {
-    world_test test = {name, rank, pool};
+    world_test test = {.name = name, .rank = rank, .pool_bytes = pool};
 
     return world_run_processes(&test, "tcp", size);
 }
