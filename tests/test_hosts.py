@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks import RanksFailed, mpirun_command, rank_environment
+from tests.ranks import RanksFailed, mpirun, mpirun_command, rank_environment
 
 HOSTS = 2
 SCRIPT = """
@@ -70,6 +70,81 @@ train(model, torch.randn(4, 16))
 print("going", flush=True)
 while True:
     train(model, torch.randn(4, 16))
+"""
+
+COLLECTIVES_SCRIPT = """
+import hashlib
+import os
+import sys
+os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = sys.argv[1], sys.argv[2]
+import torch
+import torch.distributed as dist
+import smdistributed.dataparallel.torch.torch_smddp
+from torch import nn
+
+dist.init_process_group("smddp")
+rank, size = dist.get_rank(), dist.get_world_size()
+seen = hashlib.blake2b()
+
+
+def see(*tensors):
+    for tensor in tensors:
+        seen.update(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes())
+
+
+def mine(count, dtype=torch.float32):
+    torch.manual_seed(count * size + rank)
+    return torch.randn(count).mul_(torch.logspace(-3, 3, count)).to(dtype)
+
+
+dist.barrier()
+for count in (size, 1000 * size, 300_000 * size):
+    for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.MAX):
+        for dtype in (torch.float32, torch.bfloat16):
+            x = mine(count, dtype)
+            dist.all_reduce(x, op)
+            see(x)
+    part = torch.empty(count // size)
+    dist.reduce_scatter_tensor(part, mine(count))
+    whole = torch.empty(count)
+    dist.all_gather_into_tensor(whole, part)
+    see(whole)
+    for root in range(size):
+        x = mine(count)
+        dist.broadcast(x, root)
+        see(x)
+    dist.all_to_all_single(whole, mine(count))
+    parts = [torch.empty(count) for _ in range(size)]
+    dist.all_gather(parts, whole)
+    see(*parts)
+x = torch.tensor([float(rank)])
+dist.send(x, (rank + 1) % size)
+dist.recv(x, (rank - 1) % size)
+assert x.item() == (rank - 1) % size
+odd = dist.new_group([1, 3])
+if rank % 2:
+    x = mine(5000)
+    dist.all_reduce(x, group=odd)
+    parts = [torch.empty_like(x) for _ in range(2)]
+    dist.all_gather(parts, x, group=odd)
+    assert parts[0].equal(parts[1])
+    gathered = x
+else:
+    gathered = torch.zeros(5000)
+dist.broadcast(gathered, 1)
+see(gathered)
+
+torch.manual_seed(0)
+net = nn.Sequential(nn.Linear(40, 300), nn.Tanh(), nn.Linear(300, 1))
+model = nn.parallel.DistributedDataParallel(net, bucket_cap_mb=0.01)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+for step in range(10):
+    model(mine(40 * 16).view(16, 40)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+see(*net.parameters())
+print("digest", seen.hexdigest(), flush=True)
+dist.destroy_process_group()
 """
 
 
@@ -147,7 +222,7 @@ def mpirun_on_hosts(agent: Path, ranks: int, *argv: str | Path) -> str:
         text=True,
     )
     try:
-        out, err = process.communicate(timeout=120)
+        out, err = process.communicate(timeout=200)
     finally:
         process.terminate()  # mpirun takes its daemons and ranks with it
         process.wait()
@@ -189,6 +264,20 @@ def test_across_hosts_the_results_have_the_same_bits(agent, tmp_path, config, ov
 
     for rank in range(4):
         assert f"rank {rank} over {over}\n" in out
+
+
+def test_collectives_across_hosts_have_the_bits_of_one_host(agent, tmp_path):
+    """smddp on 2 hosts of 2 ranks: all operations, sub-groups and DDP."""
+    script = tmp_path / "script.py"
+    script.write_text(COLLECTIVES_SCRIPT)
+
+    on_one = mpirun(4, script, "127.0.0.1", "29578", timeout_s=200)
+    on_two = mpirun_on_hosts(agent, 2, script, "10.77.0.1", "29578")
+
+    assert on_one.returncode == 0, on_one.stderr
+    digests = [line for line in on_one.stdout.splitlines() if line.startswith("digest")]
+    assert len(digests) == 4 and len(set(digests)) == 1, on_one.stdout
+    assert sorted(on_two.splitlines()) == digests
 
 
 def start_without_mpi(agent: Path, script: Path) -> list[subprocess.Popen]:

@@ -7,7 +7,6 @@ all its sub-groups; a group beside a default group of another backend connects i
 import atexit
 import hashlib
 import secrets
-import socket
 import threading
 import weakref
 from datetime import timedelta
@@ -25,7 +24,6 @@ from smp.job.config import comm_environment
 if TYPE_CHECKING:
     from smp.collectives.work import Work
 
-ON_THIS_HOST = (None, "shm")  # transports
 LONGEST_MS = 2**31 - 1
 
 
@@ -56,9 +54,6 @@ class Ranks:
             interface,
             transports.job_secret(boot, token),
         )
-        self.hosts = [
-            name.decode() for name in boot.allgather_bytes(socket.gethostname().encode())
-        ]
         cards = boot.allgather_bytes(self.comm.card())
         self.comm.connect(cards, min(int(timeout.total_seconds() * 1000), LONGEST_MS))
         boot.barrier()  # nobody leaves the store before all have read it
@@ -75,18 +70,7 @@ class Ranks:
         return int.from_bytes(digest, "little") or 1
 
     def group(self, members: list[int], name: str, timeout: timedelta) -> _core.Group:
-        """Meet the other members.
-
-        Raises:
-            NotImplementedError: some are on another host.
-        """
-        far = [r for r in members if self.comm.transport(r) not in ON_THIS_HOST]
-        if far:
-            there = ", ".join(f"rank {r} on {self.hosts[r]}" for r in far)
-            raise NotImplementedError(
-                f"smp: group '{name}' has ranks on several hosts, which smddp cannot serve "
-                f"yet: this one is on {socket.gethostname()}; {there}"
-            )
+        """Meet the other members, which may be on several hosts."""
         number = self.number(name)
         group = _core.Group(self.comm, members, number, name, timeout.total_seconds())
         self._groups.add(group)
