@@ -1,6 +1,7 @@
 """Spec: the backend smddp (api section 9): every operation of torch.distributed."""
 
 import os
+import threading
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -9,6 +10,8 @@ import torch
 import torch.distributed as dist
 
 import smdistributed.dataparallel.torch.torch_smddp  # noqa: F401
+from smp.collectives.process_group import BARRIER
+from smp.collectives.work import Work
 from tests.ranks import on_ranks
 from tests.reference.collectives import drawn, reduced
 
@@ -392,6 +395,49 @@ def test_a_message_of_another_size_raises_and_says_both(tmp_path):
             lambda: dist.irecv(torch.empty(1), 1 - rank).wait(timedelta(seconds=0.1))
         )
         dist.barrier()
+
+
+def end_of(future) -> str:
+    """What went wrong; waits for it."""
+    over = threading.Event()
+    future.add_done_callback(lambda _: over.set())
+    assert over.wait(60)
+    return refused(future.value)
+
+
+@on_ranks(2)
+def test_the_future_of_a_receive_ends_with_a_time_out(tmp_path):
+    """... or when the ranks are left."""
+    with job(tmp_path) as (rank, size):
+        group = dist.group.WORLD
+        left = dist.irecv(torch.empty(1), rank).get_future()  # from itself
+        group.set_timeout(timedelta(seconds=0.1))
+        work = dist.irecv(torch.empty(1), 1 - rank)
+        assert "timed out after 0.1 s" in end_of(work.get_future())
+        assert work.is_completed() and not work.is_success()
+        assert "timed out after 0.1 s" in refused(work.wait)
+    assert "these ranks have been left" in end_of(left)
+
+
+class Failing(Work):
+    def complete(self) -> None:
+        raise ArithmeticError
+
+
+@on_ranks(2)
+def test_a_work_that_fails_to_complete_is_the_only_one(tmp_path, monkeypatch):
+    """... and is told as the error of a thread."""
+    with job(tmp_path) as (rank, size):
+        group = dist.group.WORLD
+        told = []
+        monkeypatch.setattr(threading, "excepthook", told.append)
+        order = group._group.order(BARRIER, None, None, 0, 0, 1.0, None, None, 0.0)
+        group._ranks.issue(order, Failing(order))
+        over = threading.Event()
+        future = dist.all_reduce(torch.ones(1), async_op=True).get_future()
+        future.add_done_callback(lambda _: over.set())
+        assert over.wait(60)
+        assert [args.exc_type for args in told] == [ArithmeticError]
 
 
 @on_ranks(4)

@@ -259,7 +259,7 @@ comm_allocate(PyObject *object, PyObject *arg)
 }
 
 /* finished() -> the owner of the next order that is over; waits for one.  None: the
- * comm is closing. */
+ * comm is closing, or closed. */
 static PyObject *
 comm_finished(PyObject *object, PyObject *unused)
 {
@@ -272,8 +272,8 @@ comm_finished(PyObject *object, PyObject *unused)
         smp_status   status;
         PyObject    *owner;
 
-        if (smp_comm_check_open(self) < 0) {
-            return NULL;
+        if (self->comm == NULL) {
+            Py_RETURN_NONE;
         }
         self->users++;
         Py_BEGIN_ALLOW_THREADS;

@@ -178,10 +178,14 @@ receipt_check(PyObject *object, PyObject *unused)
     PyOS_snprintf(what, sizeof(what), "receive (tag %lld) on rank %d",
                   (long long)box->want.tag, self->comm->rank);
     if (box->from == SMP_ANY_SOURCE) {
-        return smp_comm_raise(self->comm, box->status, what, "all ranks have left");
+        return smp_comm_raise(self->comm, box->status, what,
+                              box->status == SMP_ERR_CLOSED ? "all ranks have left"
+                                                            : NULL);
     }
     PyOS_snprintf(why, sizeof(why), "rank %d %s", box->from,
-                  box->status == SMP_ERR_CLOSED ? "has left" : "is lost");
+                  box->status == SMP_ERR_CLOSED      ? "has left"
+                  : box->status == SMP_ERR_PEER_LOST ? "is lost"
+                                                     : "sent what cannot be read");
     if (box->status == SMP_ERR_MISMATCH) {
         PyOS_snprintf(why, sizeof(why), "rank %d sent %zu %s, rank %d wants %zu %s",
                       box->from, box->got.count, smp_dtype_name(box->got.dtype),

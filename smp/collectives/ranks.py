@@ -7,6 +7,7 @@ all its sub-groups; a group beside a default group of another backend connects i
 import atexit
 import hashlib
 import secrets
+import sys
 import threading
 import weakref
 from datetime import timedelta
@@ -130,10 +131,10 @@ class Ranks:
         with self._lock:
             if self._idle:
                 return
-            self._idle += 1
             thread = threading.Thread(target=self._complete, name="smp-complete", daemon=True)
-            self._threads.append(thread)
-        thread.start()
+            thread.start()
+            self._threads.append(thread)  # which close() joins
+            self._idle += 1
 
     def _complete(self) -> None:
         """Complete what is over; the C core carries it out and never takes the GIL.
@@ -144,12 +145,18 @@ class Ranks:
         while (work := self.comm.finished()) is not None:
             with self._lock:
                 self._idle -= 1
-            if work.is_awaited:
-                self._listen()
-            work.complete()
-            del work  # with its tensors
-            with self._lock:
-                self._idle += 1
+            try:
+                if work.is_awaited:
+                    self._listen()
+                work.complete()
+            except Exception:  # of this work alone: others are over later
+                told = (*sys.exc_info(), threading.current_thread())
+                threading.excepthook(threading.ExceptHookArgs(told))
+                del told
+            finally:
+                del work  # with its tensors
+                with self._lock:
+                    self._idle += 1
 
 
 @atexit.register

@@ -1,6 +1,5 @@
 """What a collective returns: something to wait for."""
 
-import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -35,7 +34,7 @@ class Work(dist.Work):
         self._finish = finish
         self._lock = threading.RLock()  # guards all below, and finish
         self._completed = False
-        self._failure: Exception | None = None  # of finish
+        self._failure: Exception | None = None  # beside what the order says
         self._event: profile.Event | None = None
         self._future: torch.futures.Future[list[Tensor]] | None = None
         self._pending: torch.futures.Future[None] | None = None  # completes the future
@@ -88,7 +87,7 @@ class Work(dist.Work):
         self.wait()
 
     def is_completed(self) -> bool:
-        if self._order.is_over():
+        if not self._completed and self._order.is_over():
             self.complete()
         return self._completed
 
@@ -97,7 +96,7 @@ class Work(dist.Work):
 
     def exception(self) -> Exception | None:
         """What went wrong; None while it is under way, too."""
-        if self._order.is_over():
+        if self._failure is not None or self._order.is_over():
             try:
                 self._check()
             except Exception as error:
@@ -125,9 +124,9 @@ class Work(dist.Work):
 
     def _check(self) -> None:
         """Raise what went wrong; it is over."""
-        self._order.check()
-        if self._failure is not None:
+        if self._failure is not None:  # also one after which nobody waits for the order
             raise self._failure
+        self._order.check()
 
 
 class Received(Work):
@@ -158,21 +157,32 @@ class Received(Work):
         self._members = members
 
     def wait(self, timeout: timedelta | None = None) -> bool:
+        if self._failure is not None:
+            raise self._failure
         limit_s = (timeout or self._timeout).total_seconds()
         if not self._order.wait(limit_s):
             raise dist.DistBackendError(f"smp: {self._what}: timed out after {limit_s:g} s")
         return super().wait()
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
-        """Completes by a thread of its own: messages are sorted in by who waits."""
+        """Completes by a thread of its own: messages are sorted in by who waits.
+
+        If that waits in vain, for as long as the group's timeout or until the ranks are
+        left, the receive has failed: nobody else can wait for it any more.
+        """
         future = super().get_future()
         if not self._completed:
-            threading.Thread(target=self._wait_quietly, daemon=True).start()
+            threading.Thread(target=self._wait_for_future, daemon=True).start()
         return future
 
-    def _wait_quietly(self) -> None:
-        with contextlib.suppress(Exception):  # the future says it
+    def _wait_for_future(self) -> None:
+        try:
             self.wait()
+        except Exception as error:
+            with self._lock:
+                if not self._completed:
+                    self._failure = error
+            self.complete()
 
     def source_rank(self) -> int:
         """In the group; it is over."""

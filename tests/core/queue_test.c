@@ -405,6 +405,52 @@ TEST_RANK(a_source_that_has_left_is_named_after_its_last_letter)
     return 0;
 }
 
+/* Rank 0 hears that rank 1 is dead, then from the others. */
+TEST_RANK(a_dead_rank_keeps_nobody_from_hearing_the_living)
+{
+    smp_mailbox  *mailbox;
+    int32_t       value = 0;
+    smp_letterbox box = box_for(1, 0, &value, 1);
+    smp_address   address = address_of(0, 1);
+
+    CHECK_STATUS(smp_mailbox_create(w->comm, &mailbox), SMP_OK);
+    if (w->rank == 1) {
+        kill(getpid(), SIGKILL);
+    }
+    if (w->rank != 0) {
+        while (atomic_load(&w->shared->scratch[0]) < w->rank) {
+            sched_yield();
+        }
+        CHECK_STATUS(smp_mailbox_send(mailbox, 0, &address, &w->rank), SMP_OK);
+        smp_mailbox_destroy(mailbox);
+        return 0;
+    }
+    smp_letterbox_put_up(mailbox, &box);
+    CHECK(arrives(mailbox, &box));
+    CHECK_STATUS(box.status, SMP_ERR_PEER_LOST);
+    CHECK(box.from == 1);
+    for (int r = 2; r < w->size; r++) {
+        box = box_for(r, 0, &value, 1);
+        smp_letterbox_put_up(mailbox, &box);
+        CHECK(!smp_letterbox_wait(mailbox, &box, smp_clock_ns() + SMP_NS_PER_MS));
+        atomic_store(&w->shared->scratch[0], r);
+        CHECK(arrives(mailbox, &box));
+        CHECK_STATUS(box.status, SMP_OK);
+        CHECK(value == r);
+        smp_letterbox_put_up(mailbox, &box); /* it leaves, as it should */
+        CHECK(arrives(mailbox, &box));
+        CHECK_STATUS(box.status, SMP_ERR_CLOSED);
+        CHECK(box.from == r);
+    }
+    box = box_for(SMP_ANY_SOURCE, 0, &value, 1);
+    smp_letterbox_put_up(mailbox, &box);
+    CHECK(arrives(mailbox, &box));
+    CHECK_STATUS(box.status, SMP_ERR_PEER_LOST);
+    CHECK(box.from == 1);
+    smp_mailbox_destroy(mailbox);
+    return 0;
+}
+
 /* Receives 1,000 letters of its own tag. */
 typedef struct {
     smp_mailbox *mailbox;
@@ -465,7 +511,11 @@ TEST_RANK(threads_that_wait_sort_in_for_each_other)
         .name = #fn, .rank = fn                                                        \
     }
 
+/* The first need processes. */
+enum { BY_PROCESSES = 1 };
+
 static const world_test list[] = {
+    LISTED(a_dead_rank_keeps_nobody_from_hearing_the_living),
     LISTED(announced_orders_are_carried_out_in_the_order_of_issue),
     LISTED(a_waiter_gets_what_was_issued_before_too),
     LISTED(groups_do_not_wait_for_each_other),
@@ -493,7 +543,8 @@ main(int argc, char **argv)
         for (int size = 2; size <= 4; size++) {
             int wrong = world_run_processes(&list[i], "shm", size);
 
-            if (size <= 3) { /* as threads, for the thread sanitizer */
+            if (i >= BY_PROCESSES &&
+                size <= 3) { /* as threads, for the thread sanitizer */
                 wrong += world_run_threads(&list[i], "shm", size);
             }
             if (wrong != 0) {

@@ -15,6 +15,9 @@
 /* A waiter looks this often whether its source has ended. */
 #define LOOK_NS (20 * SMP_NS_PER_MS)
 
+/* ... and this often when a rank is lost: the comm says so and waits no more. */
+#define LOST_LOOK_NS (1 * SMP_NS_PER_MS)
+
 /* One that no letterbox wants yet. */
 typedef struct letter {
     smp_address    address;
@@ -154,27 +157,69 @@ out:
     return status;
 }
 
+/* Waits for what other threads do; the lock is held. */
+static void
+wait_for_others(smp_mailbox *mailbox, int64_t until_ns)
+{
+    struct timespec until = {.tv_sec = (time_t)(until_ns / SMP_NS_PER_S),
+                             .tv_nsec = (long)(until_ns % SMP_NS_PER_S)};
+
+    pthread_cond_timedwait(&mailbox->changed, &mailbox->lock.mutex, &until);
+}
+
+/* Nothing is there: SMP_ERR_TIMED_OUT, or why a rank is lost.  Nothing more comes for
+ * the letterbox if its source was gone before; if another rank is lost, the letterbox
+ * stays.  The lock is held. */
+static void
+look_for_source(smp_mailbox *mailbox, smp_letterbox *box, bool gone, smp_status status,
+                int64_t until_ns)
+{
+    int  lost = smp_comm_lost(mailbox->comm);
+    bool fault = status != SMP_ERR_TIMED_OUT;
+
+    if (box->over) { /* another thread has sent to this rank */
+        return;
+    }
+    if (gone) {
+        bool left = smp_comm_left(mailbox->comm, box->source);
+
+        finish(mailbox, box,
+               left                           ? SMP_ERR_CLOSED
+               : fault && lost == box->source ? status
+                                              : SMP_ERR_PEER_LOST,
+               box->source);
+    } else if (fault && (box->source == SMP_ANY_SOURCE || lost < 0)) {
+        finish(mailbox, box, status, lost);
+    } else if (fault) {
+        int64_t look_ns = smp_clock_ns() + LOST_LOOK_NS;
+
+        wait_for_others(mailbox, look_ns < until_ns ? look_ns : until_ns);
+    }
+}
+
 /* Sorts in what arrives until something has, or until_ns.  The lock is held, and nobody
  * sorts. */
 static void
 sort_in(smp_mailbox *mailbox, smp_letterbox *box, int64_t until_ns)
 {
     int64_t limit_ns = until_ns - smp_clock_ns();
-    bool    left = box->source != SMP_ANY_SOURCE &&
-                box->source != smp_comm_rank(mailbox->comm) &&
-                smp_comm_left(mailbox->comm, box->source);
+    /* Read before the messages: what it sent is among them by then. */
+    bool gone =
+        box->source != SMP_ANY_SOURCE && smp_comm_gone(mailbox->comm, box->source);
     smp_message *message;
     letter      *l = NULL;
+    int          sender = SMP_ANY_SOURCE;
     smp_status   status;
 
     mailbox->sorting = true;
     smp_lock_release(&mailbox->lock);
     status = smp_comm_receive(mailbox->comm,
-                              left || limit_ns <= 0 ? 0
+                              gone || limit_ns <= 0 ? 0
                               : limit_ns < LOOK_NS  ? limit_ns
                                                     : LOOK_NS,
                               &message);
     if (status == SMP_OK) {
+        sender = message->source;
         status = open_message(message, &l);
     }
     smp_lock_acquire(&mailbox->lock);
@@ -182,12 +227,14 @@ sort_in(smp_mailbox *mailbox, smp_letterbox *box, int64_t until_ns)
     pthread_cond_broadcast(&mailbox->changed);
     if (status == SMP_OK) {
         deliver(mailbox, l);
+    } else if (sender != SMP_ANY_SOURCE) { /* nobody knows for whom it was */
+        if (!box->over) {
+            finish(mailbox, box, status, sender);
+        }
     } else if (status == SMP_ERR_CLOSED) {
         mailbox->ended = true;
-    } else if (status == SMP_ERR_TIMED_OUT && left) {
-        finish(mailbox, box, SMP_ERR_CLOSED, box->source);
-    } else if (status != SMP_ERR_TIMED_OUT && status != SMP_ERR_INTERRUPTED) {
-        finish(mailbox, box, status, smp_comm_lost(mailbox->comm));
+    } else if (status != SMP_ERR_INTERRUPTED) {
+        look_for_source(mailbox, box, gone, status, until_ns);
     }
 }
 
@@ -306,9 +353,7 @@ smp_letterbox_put_up(smp_mailbox *mailbox, smp_letterbox *box)
 bool
 smp_letterbox_wait(smp_mailbox *mailbox, smp_letterbox *box, int64_t until_ns)
 {
-    struct timespec until = {.tv_sec = (time_t)(until_ns / SMP_NS_PER_S),
-                             .tv_nsec = (long)(until_ns % SMP_NS_PER_S)};
-    bool            over;
+    bool over;
 
     smp_lock_acquire(&mailbox->lock);
     while (!box->over) {
@@ -319,7 +364,7 @@ smp_letterbox_wait(smp_mailbox *mailbox, smp_letterbox *box, int64_t until_ns)
         } else if (!mailbox->ended && !mailbox->sorting) {
             sort_in(mailbox, box, until_ns);
         } else {
-            pthread_cond_timedwait(&mailbox->changed, &mailbox->lock.mutex, &until);
+            wait_for_others(mailbox, until_ns);
         }
         if (smp_clock_ns() >= until_ns) {
             break;

@@ -40,7 +40,7 @@ typedef struct smp_letterbox {
 
     smp_status  status; /* once it is over; SMP_ERR_MISMATCH: got.dtype, got.count */
     smp_address got;
-    int         from; /* the rank that sent it, or that is lost */
+    int         from; /* the rank that sent it, or that is lost; or SMP_ANY_SOURCE */
 
     bool                  over; /* the mailbox's own, like next */
     struct smp_letterbox *next;
@@ -60,7 +60,7 @@ void smp_letterbox_put_up(smp_mailbox *mailbox, smp_letterbox *box);
 
 /* Waits until it is over or until_ns (smp_clock_ns): true, it is.  Statuses:
  * SMP_ERR_MISMATCH; SMP_ERR_CLOSED: the source has ended; SMP_ERR_PEER_LOST and other
- * errors of smp_comm_receive(). */
+ * errors of smp_comm_receive(): it is lost, or any rank where any may send. */
 bool smp_letterbox_wait(smp_mailbox *mailbox, smp_letterbox *box, int64_t until_ns);
 
 /* Nothing more goes into it. */
