@@ -166,6 +166,67 @@ TEST_RANK(each_byte_goes_over_the_wire_once)
     return 0;
 }
 
+/* ------------------------------------------------------------------------ trouble */
+
+/* The last rank does not come.  Its host tells the other one, which would else have to
+ * blame all of it; all other ranks, whomever they wait for, name that rank alone. */
+TEST_RANK(a_time_out_names_the_rank_that_is_missing_on_another_host)
+{
+    smp_call    call = {.operation = SMP_ALL_REDUCE, .dtype = SMP_F32, .count = 1};
+    float       x = 1;
+    int         last = w->size - 1;
+    char        missing[40];
+    char        other[64];
+    const char *error;
+    smp_group  *group;
+
+    call.in = call.out = &x;
+    CHECK_STATUS(make_world_group(w, 3, false, &group), SMP_OK);
+    CHECK_STATUS(smp_group_run(group, &call), SMP_OK);
+    if (w->rank != last) {
+        call.timeout_ns = 300 * SMP_NS_PER_MS;
+        CHECK_STATUS(smp_group_run(group, &call), SMP_ERR_TIMED_OUT);
+        error = smp_group_error(group);
+        snprintf(missing, sizeof(missing), "s without rank %d", last);
+        snprintf(other, sizeof(other), "%s,", missing);
+        CHECK(says(group, "group 'test': all-reduce 2 (sum) of 1 float32: "));
+        CHECK(says(group, missing));
+        CHECK(strstr(error, other) == NULL);
+        CHECK_STATUS(smp_group_run(group, &call), SMP_ERR_TIMED_OUT);
+    }
+    w->barrier(w);
+    if (w->rank == last) {
+        CHECK_STATUS(smp_group_run(group, &call), SMP_ERR_TIMED_OUT);
+        CHECK(says(group, "gave up: all-reduce 2"));
+    }
+    w->barrier(w);
+    smp_group_destroy(group);
+    return 0;
+}
+
+TEST_RANK(hosts_that_list_other_ranks_are_told)
+{
+    int              ranks[WORLD_RANKS];
+    int              n = 0;
+    smp_group_config config = {
+        .ranks = ranks, .id = 3, .name = "test", .timeout_ns = WORLD_PATIENCE_NS};
+    int        failed = -1;
+    smp_group *group;
+
+    /* All ranks of host a list all; those of other hosts list them from the last. */
+    for (int r = 0; r < w->size; r++) {
+        ranks[n++] = w->test->hosts[w->rank] == 'a' ? r : w->size - 1 - r;
+    }
+    config.size = n;
+    CHECK_STATUS(smp_group_create(w->comm, &config, &group, &failed), SMP_ERR_MISMATCH);
+    CHECK(w->test->hosts[failed] != w->test->hosts[w->rank]);
+    w->barrier(w);
+    CHECK_STATUS(make_world_group(w, 4, false, &group), SMP_OK);
+    CHECK(random_calls(w, &group, 1, 5, 1) == 0);
+    smp_group_destroy(group);
+    return 0;
+}
+
 /* The largest number of layouts of a test. */
 #define LAYOUTS 6
 
@@ -216,6 +277,9 @@ static const entry list[] = {
     SOME(different_calls_are_an_error_on_all),
     SOME(what_makes_no_sense_is_refused_at_once),
     SOME(a_member_that_has_left_is_named),
+    {ENTRY(a_time_out_names_the_rank_that_is_missing_on_another_host),
+     .hosts = {"ab", "abb", "aabb", "abab"}, .threads = true},
+    {ENTRY(hosts_that_list_other_ranks_are_told), .hosts = {"ab", "aabb"}},
 };
 enum { LIST = sizeof(list) / sizeof(list[0]) };
 

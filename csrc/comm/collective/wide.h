@@ -70,6 +70,21 @@ typedef struct {
     int            noted;       /* how many were missing when other hosts were told */
 } smp_wide;
 
+/* The member that speaks for a host. */
+static inline int
+smp_wide_speaker(const smp_wide *wide, int host)
+{
+    return smp_hosts_member(&wide->hosts, host, 0);
+}
+
+/* This member's slot of the lockstep's next step. */
+static inline smp_slot *
+smp_wide_next_slot(const smp_wide *wide)
+{
+    return smp_lockstep_slot(wide->lockstep, wide->lockstep->self,
+                             wide->lockstep->step + 1);
+}
+
 /* lowest[m]: the lowest member on m's host.  SMP_ERR_NO_MEMORY.  fini takes one that is
  * all zero. */
 smp_status smp_wide_init(smp_wide *wide, smp_lockstep *lockstep, smp_collective *op,

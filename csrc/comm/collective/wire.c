@@ -127,25 +127,34 @@ smp_wire_fail(smp_wire *wire, uint64_t sequence, smp_status status, const char *
 
 /* -------------------------------------------------------------------- receiving */
 
-/* A hello with news is answered.  SMP_ERR_MISMATCH. */
+/* A hello with news is answered. */
 static smp_status
 take_hello(smp_wire *wire, const smp_parcel *hello)
 {
     smp_far *far = &wire->members[hello->member];
     bool     is_new = far->nonce != hello->nonce;
 
-    if (hello->digest != wire->digest) {
-        return SMP_ERR_MISMATCH;
-    }
     far->nonce = hello->nonce;
     far->host = hello->host < (uint64_t)wire->size ? (int)hello->host : -1;
     far->greeted = hello->known == wire->hole.nonce;
     return is_new ? send_hello(wire, hello->member) : SMP_OK;
 }
 
-/* Whether it comes from the member that it names. */
+/* The member of another host that a message comes from, or -1. */
+static int
+member_at(const smp_wire *wire, int rank)
+{
+    for (int m = 0; m < wire->size; m++) {
+        if (wire->members[m].rank == rank && !wire->members[m].local) {
+            return m;
+        }
+    }
+    return -1;
+}
+
+/* Whether the member has made this group, left it, and makes the next with its id. */
 static bool
-is_genuine(const smp_wire *wire, const smp_message *message)
+is_early(const smp_wire *wire, const smp_message *message, int member)
 {
     smp_parcel head;
 
@@ -153,9 +162,26 @@ is_genuine(const smp_wire *wire, const smp_message *message)
         return false;
     }
     head = head_of(message);
-    return head.kind < SMP_PARCELS && head.member >= 0 && head.member < wire->size &&
-           !wire->members[head.member].local &&
-           wire->members[head.member].rank == message->source;
+    return head.kind == SMP_PARCEL_HELLO && wire->members[member].greeted &&
+           wire->members[member].nonce != head.nonce;
+}
+
+/* Whether it is what that member sends; who has another list of members may give itself
+ * another number. */
+static smp_status
+check(const smp_wire *wire, const smp_message *message, int member)
+{
+    smp_parcel head;
+
+    if (message->nbytes < sizeof(head)) {
+        return SMP_ERR_MALFORMED;
+    }
+    head = head_of(message);
+    if (head.kind == SMP_PARCEL_HELLO && head.digest != wire->digest) {
+        return SMP_ERR_MISMATCH;
+    }
+    return head.kind < SMP_PARCELS && head.member == member ? SMP_OK
+                                                            : SMP_ERR_MALFORMED;
 }
 
 static smp_status
@@ -211,27 +237,27 @@ drop_note(smp_wire *wire, int member)
 static smp_status
 sort_in(smp_wire *wire, smp_message *message, int *member)
 {
+    int        source = member_at(wire, message->source);
     smp_parcel head;
-    smp_status status = SMP_OK;
+    smp_status status;
 
-    if (!is_genuine(wire, message)) {
-        for (*member = 0;
-             *member + 1 < wire->size && wire->members[*member].rank != message->source;
-             (*member)++) {
-        }
+    if (source < 0) { /* no member: it will not get an answer either */
         smp_message_free(message);
-        return SMP_ERR_MALFORMED;
+        return SMP_OK;
+    }
+    *member = source;
+    if (is_early(wire, message, source)) {
+        smp_post_keep(smp_comm_post(wire->comm), message);
+        return SMP_OK;
+    }
+    status = check(wire, message, source);
+    if (status != SMP_OK) {
+        smp_message_free(message);
+        return status;
     }
     head = head_of(message);
-    *member = head.member;
     switch ((smp_parcel_kind)head.kind) {
     case SMP_PARCEL_HELLO:
-        if (wire->members[head.member].greeted &&
-            wire->members[head.member].nonce != head.nonce) {
-            /* It has made this group, left it, and makes the next with that id. */
-            smp_post_keep(smp_comm_post(wire->comm), message);
-            return SMP_OK;
-        }
         status = take_hello(wire, &head);
         break;
     case SMP_PARCEL_FAILED:
