@@ -525,7 +525,7 @@ class ProcessGroup(dist.ProcessGroup):
     def allocate_tensor(
         self, size: int, *, dtype: torch.dtype, device: torch.device | str = "cpu"
     ) -> Tensor:
-        """A row in memory that is re-used: the pages of fresh memory cost more than a copy.
+        """A row in memory that is used again: the pages of fresh memory cost more than a copy.
 
         FSDP2 gathers into such tensors if it is asked to
         (``set_allocate_memory_from_process_group_for_comm``).

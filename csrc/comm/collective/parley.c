@@ -42,11 +42,11 @@ find_parts(smp_wide *wide)
         int             m = smp_hosts_member(&wide->hosts, wide->host, p);
         const smp_said *said = &wide->said[m];
 
-        wide->route.froms[p] = 0;
+        wide->route.starts[p] = 0;
         for (int to = 0; to < wide->size && said->notice->uneven == 2; to++) {
             size_t count = (size_t)said->counts[to];
 
-            wide->route.froms[p] += to < wide->self ? count : 0;
+            wide->route.starts[p] += to < wide->self ? count : 0;
             if (wide->hosts.host_of[to] == wide->host && count > wide->route.longest) {
                 wide->route.longest = count;
             }

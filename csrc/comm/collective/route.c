@@ -459,7 +459,7 @@ plan_gather(smp_route *route, const smp_call *call, uint64_t tag, size_t round)
 static size_t
 from_in(const smp_route *route, const smp_call *call, int place, size_t from)
 {
-    return call->out_counts != NULL ? route->froms[place] : from;
+    return call->out_counts != NULL ? route->starts[place] : from;
 }
 
 static smp_status
@@ -529,9 +529,9 @@ smp_route_init(smp_route *route, const smp_hosts *hosts, int self, size_t round_
         .self = self,
         .round_bytes = round_bytes,
         .parts = calloc((size_t)hosts->size, sizeof(smp_range)),
-        .froms = calloc((size_t)hosts->size, sizeof(size_t)),
+        .starts = calloc((size_t)hosts->size, sizeof(size_t)),
     };
-    return route->parts != NULL && route->froms != NULL ? SMP_OK : SMP_ERR_NO_MEMORY;
+    return route->parts != NULL && route->starts != NULL ? SMP_OK : SMP_ERR_NO_MEMORY;
 }
 
 void
@@ -540,7 +540,7 @@ smp_route_fini(smp_route *route)
     free(route->stages);
     free(route->ranges);
     free(route->parts);
-    free(route->froms);
+    free(route->starts);
 }
 
 size_t

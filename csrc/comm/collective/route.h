@@ -69,7 +69,7 @@ typedef struct {
     /* For an all-to-all with counts, set before plan: where this member's part begins
      * in the tensor of each member of this host (owned: [places]), and the longest
      * range between two of them. */
-    size_t *froms;
+    size_t *starts;
     size_t  longest;
 } smp_route;
 
