@@ -200,7 +200,9 @@ smp_gradients_done(int32_t microbatch)
                            "adding up gradients");
 }
 
-/* The hook of parameter number `number`, right after the engine accumulated. */
+/* The hook of parameter number `number`, right after the engine accumulated.  Nothing
+ * is there when the gradient was undefined, as behind a remote module that detached it.
+ */
 static PyObject *
 accumulated(PyObject *number, PyObject *parameter)
 {
@@ -211,6 +213,9 @@ accumulated(PyObject *number, PyObject *parameter)
         Py_RETURN_NONE;
     }
     term = PyObject_GetAttr(parameter, smp_names.grad);
+    if (term == Py_None) {
+        return term;
+    }
     if (term == NULL || PyObject_SetAttr(parameter, smp_names.grad, Py_None) < 0) {
         Py_XDECREF(term);
         return NULL;
