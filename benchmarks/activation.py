@@ -13,7 +13,7 @@ from mpi4py import MPI
 from torch import nn
 
 import smp
-from benchmarks.table import alternate, show, timed
+from table import alternate, show, timed
 
 BYTES = 16 << 20
 CALLS = 10

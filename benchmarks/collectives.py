@@ -17,7 +17,7 @@ from mpi4py import MPI
 from torch import Tensor
 
 import smdistributed.dataparallel.torch.torch_smddp  # noqa: F401
-from benchmarks.table import alternate, show, timed
+from table import alternate, show, timed
 
 ROUNDS = 15
 # Bytes of one rank's input -> calls in a round.

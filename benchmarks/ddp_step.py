@@ -18,7 +18,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hoo
 from torch.nn.parallel import DistributedDataParallel
 
 import smdistributed.dataparallel.torch.torch_smddp  # noqa: F401
-from benchmarks.table import alternate, best_and_median, show, timed
+from table import alternate, best_and_median, show, timed
 
 WIDTH, LAYERS = 1732, 10
 BATCHES = (16, 64, 256)

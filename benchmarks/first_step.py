@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import smp
-from benchmarks.table import show, timed
+from table import show, timed
 
 ROUNDS = 5
 

@@ -26,8 +26,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 
 import smp
-from benchmarks.table import machine
 from smp import _core
+from table import machine
 
 WIDTH, HEADS, LAYERS, VOCAB, LENGTH = 640, 10, 12, 4096, 128
 MICROBATCHES, SAMPLES = 8, 1

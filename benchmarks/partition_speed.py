@@ -10,11 +10,11 @@ import random
 from array import array
 from collections.abc import Callable
 
-from benchmarks.t5_11b_partition import inputs, t5_11b
-from benchmarks.table import best_and_median, machine, timed
 from smp import _core
 from smp.partitioning.partition import _FlatModel
 from smp.partitioning.tracing import trace
+from t5_11b_partition import inputs, t5_11b
+from table import best_and_median, machine, timed
 
 REPEATS = 50
 MODULES = 100_000

@@ -21,7 +21,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.nn import functional as F
 
 import smp
-from benchmarks.table import alternate, machine, timed
+from table import alternate, machine, timed
 
 MICROBATCHES = 8
 VOCAB = 256

@@ -17,7 +17,7 @@ import torch.distributed.rpc as rpc
 from torch import nn
 
 import smp
-from benchmarks.table import alternate, show, timed
+from table import alternate, show, timed
 
 CALLS = 500
 ROUNDS = 15

@@ -16,7 +16,7 @@ import torch
 from transformers import T5Config, T5ForConditionalGeneration
 
 import smp
-from benchmarks.table import machine
+from table import machine
 
 RANKS = 8
 LAYERS = 24

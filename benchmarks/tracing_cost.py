@@ -8,8 +8,8 @@ About 1000 modules whose forward takes about 100 ms; the trace is checked first.
 import torch
 from torch import nn
 
-from benchmarks.table import alternate, show, timed
 from smp.partitioning.tracing import trace
+from table import alternate, show, timed
 
 REPEATS = 15
 

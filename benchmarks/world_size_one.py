@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import smp
-from benchmarks.table import alternate, show, timed
+from table import alternate, show, timed
 
 STEPS = 200
 ROUNDS = 15
