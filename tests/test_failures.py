@@ -274,6 +274,17 @@ def test_a_backward_past_model_backward_says_so(how):
 
 
 @on_ranks(2)
+def test_loss_backward_in_the_first_step_says_so():
+    _, model = make()
+
+    def wrong(model, x):
+        model(x).sum().backward()
+
+    with pytest.raises(RuntimeError, match="write model.backward\\(loss\\), not loss.backward"):
+        smp.step(wrong)(model, torch.randn(6, 8))
+
+
+@on_ranks(2)
 def test_double_backward_through_a_remote_call_says_so():
     _, model = make()
     smp.step(train)(model, torch.randn(6, 8))
@@ -285,6 +296,14 @@ def test_double_backward_through_a_remote_call_says_so():
 
     with pytest.raises(RuntimeError):
         smp.step(twice)(model, torch.randn(6, 8))
+
+
+def test_an_output_used_as_a_tensor_says_what_makes_one():
+    output = smp.StepOutput([torch.zeros(()), torch.ones(())])
+    assert not hasattr(output, "item")
+    with pytest.raises(AttributeError, match=r"'item': it holds .* reduce_mean\(\)"):
+        output.item()
+    assert copy.copy(output).reduce_mean() == 0.5
 
 
 @on_ranks(2)

@@ -83,6 +83,7 @@ def test_every_rank_hears_of_the_end_of_one(tmp_path, ending):
         ), said
     if ending == "raised":
         assert re.search(r"raised on pp_rank 1 in module '1', microbatch \d, forward", said)
+        assert re.search(r"rank \d of 2, after rank \d failed: ValueError: no good\n", said)
     assert ours_in_shared_memory() <= before
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -57,6 +57,12 @@ class StepOutput:
 
     def __repr__(self) -> str:
         return f"StepOutput({self.outputs!r})"
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(
+            f"'StepOutput' object has no attribute {name!r}: it holds a tensor for each "
+            "microbatch; reduce_mean(), concat() and stack() make one of them"
+        )
 
 
 def _sum(parts: list[Tensor]) -> Tensor:

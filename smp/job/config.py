@@ -233,7 +233,8 @@ _RULES: list[_Rule] = [
     (
         lambda c, given, size: size % _degrees(c) != 0,
         "pipeline_parallel_degree={c.pipeline_parallel_degree} times tensor_parallel_degree="
-        "{c.tensor_parallel_degree} must divide the number of ranks, {size}",
+        "{c.tensor_parallel_degree} must divide the number of ranks, {size}; a launcher sets "
+        "that number: mpirun -np N python ..., or torchrun --nproc-per-node N ...",
     ),
     (
         lambda c, given, size: (size // _degrees(c)) % c.sharded_data_parallel_degree != 0,

@@ -123,8 +123,8 @@ class Watch:
                 show()
                 say(f"smp: rank {rank} of {size}: not caught{where}; ending all ranks")
             else:
-                line = traceback.format_exception_only(kind, error)[-1].strip()
-                say(f"smp: rank {rank} of {size}, after rank {first} failed: {line}")
+                text = f"{kind.__name__}: {error}".splitlines()[0]  # without its notes
+                say(f"smp: rank {rank} of {size}, after rank {first} failed: {text}")
         finally:
             end_all_ranks(
                 self.boot, EXIT_INTERRUPTED if issubclass(kind, KeyboardInterrupt) else 1

@@ -530,8 +530,9 @@ def _drop_saved_tensors() -> Any:
 
     def refuse(packed: None) -> Tensor:
         raise RuntimeError(
-            "smp: a backward pass began while the model was being traced; use "
-            "model.backward(loss), which does nothing then"
+            "smp: a backward began in the first run of a step function, where autograd keeps "
+            "nothing: write model.backward(loss), not loss.backward(); a module that calls "
+            "torch.autograd.grad itself needs skip_tracing=True"
         )
 
     return torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, refuse)
