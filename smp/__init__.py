@@ -20,7 +20,7 @@ from smp.job.objects import (
     send,
     tp_barrier,
 )
-from smp.model import DistributedModel
+from smp.model import DistributedModel, clip_grad_norm_
 from smp.modules.activation_checkpointing import set_activation_checkpointing
 from smp.modules.delayed_init import delay_param_initialization
 from smp.modules.model_creation import (

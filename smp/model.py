@@ -16,6 +16,7 @@ from smp import _core, ranks
 from smp.data_parallel.data_parallel import DataParallel
 from smp.execution import runtime
 from smp.modules import delayed_init, remote_modules
+from smp.optimizers import norm_over_the_model
 from smp.partitioning.partition import Partition
 from smp.saving import state_dicts
 from smp.state_mod import state
@@ -332,6 +333,25 @@ class DistributedModel(nn.Module):
         for _, parameter in self.local_named_parameters():
             yield parameter
 
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale this rank's gradients so that the whole model's have at most this norm.
+
+        As ``torch.nn.utils.clip_grad_norm_``, which sees the parameters of one rank.
+        Collective over the MP_GROUP.
+
+        Args:
+            max_norm: of all gradients of the model together.
+            norm_type: the p of the p-norm, above 0; ``float("inf")`` for the largest value.
+
+        Returns:
+            the norm before, a float64 scalar, the same on every rank.
+        """
+        parameters = [p for p in self.local_parameters() if p.grad is not None]
+        grads = [p.grad for p in parameters if p.grad is not None]
+        norm = norm_over_the_model(grads, float(norm_type))
+        nn.utils.clip_grads_with_norm_(parameters, float(max_norm), norm)
+        return norm
+
     def local_named_modules(self) -> Iterator[tuple[str, nn.Module]]:
         """The modules that run on this rank, with their paths."""
         for path, module in self.module.named_modules():
@@ -411,6 +431,11 @@ def install_gradients(rt: runtime.Runtime, models: list[DistributedModel]) -> No
     rt.trains = bytes(trains)
     rt.grad_flags = flags = requires_grad_flags(models)
     rt.grad_told = f"{sum(flags)} of {len(flags)} parameters require grad ({crc32(flags):08x})"
+
+
+def clip_grad_norm_(model: DistributedModel, max_norm: float, norm_type: float = 2.0) -> Tensor:
+    """The same as ``model.clip_grad_norm_(max_norm, norm_type)``."""
+    return model.clip_grad_norm_(max_norm, norm_type)
 
 
 def requires_grad_flags(models: list[DistributedModel]) -> bytes:

@@ -7,6 +7,7 @@ expect.  Parameters that live on other ranks have no gradient here and are left 
 Sources: LAMB, You et al. 2020, algorithm 2; NovoGrad, Ginsburg et al. 2019, algorithm 1.
 """
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -290,19 +291,21 @@ def apply(params: list[Tensor], updates: Iterable[Tensor], lr: float) -> None:
         p.add_(update.to(p.dtype), alpha=-lr)
 
 
-def norm_over_the_model(grads: list[Tensor]) -> Tensor:
-    """The 2-norm of all gradients of the model, a scalar; over the MP_GROUP with smp."""
-    square = torch.zeros((), dtype=torch.float64)  # the same dtype on every rank
+def norm_over_the_model(grads: list[Tensor], norm_type: float = 2.0) -> Tensor:
+    """The norm of all gradients of the model, a float64 scalar; over the MP_GROUP with smp."""
+    largest = math.isinf(norm_type)
+    total = torch.zeros((), dtype=torch.float64)  # the same dtype on every rank
     if grads:
-        norms = torch._foreach_norm([wide(grad) for grad in grads])
-        square = torch.stack([norm.to(norms[0].device) for norm in norms]).double()
-        square = square.square().sum()
+        norms = torch._foreach_norm([wide(grad) for grad in grads], norm_type)
+        each = torch.stack([norm.to(norms[0].device) for norm in norms]).double()
+        total = each.max() if largest else each.pow(norm_type).sum()
     if state.is_initialized:
         job = state.job("smp.optimizers")
         if len(job.groups["mp"]) > 1:
-            square = square.to(accelerator_or_cpu())
-            dist.all_reduce(square, group=job.torch_groups.by_kind["mp"])
-    return square.sqrt()
+            total = total.to(accelerator_or_cpu())
+            op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
+            dist.all_reduce(total, op, group=job.torch_groups.by_kind["mp"])
+    return total if largest else total.pow(1 / norm_type)
 
 
 def accelerator_or_cpu() -> torch.device:

@@ -278,3 +278,48 @@ def test_lamb_on_parts_of_a_model_equals_lamb_on_the_whole():
     FusedLAMB(whole, lr=0.1).step()
     expected = whole[len(mine) == 2]  # the second tensor has two elements
     torch.testing.assert_close(mine, expected.detach())
+
+
+class Tied(nn.Module):
+    """Two layers on different ranks, a weight that is used on both sides, one unused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.again = nn.Linear(4, 4)
+        self.again.weight = self.first.weight
+        self.unused = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.again(torch.tanh(self.second(torch.tanh(self.first(x)))))
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("norm_type", [1, 2.0, 3.0, float("inf")])
+@pytest.mark.parametrize("max_norm", [0.01, 1e3])
+def test_gradients_are_clipped_by_the_norm_of_the_whole_model(norm_type, max_norm):
+    """As torch's clip_grad_norm_ on the plain model, within rounding of float64."""
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": 2, "ddp": True})
+    torch.manual_seed(3)
+    net = Tied().double()
+    plain = copy.deepcopy(net)
+    for number, name in enumerate(("first", "again", "second")):
+        smp.set_partition(getattr(net, name), number // 2)
+    model = smp.DistributedModel(net)
+
+    @smp.step
+    def step(model, x):
+        loss = model(x).square().mean()
+        model.backward(loss)
+        return loss
+
+    x = torch.randn(8, 4, dtype=torch.float64)  # the same on all replicas
+    step(model, x)
+    norm = smp.clip_grad_norm_(model, max_norm, norm_type)
+
+    plain(x).square().mean().backward()
+    want = nn.utils.clip_grad_norm_(plain.parameters(), max_norm, norm_type)
+    torch.testing.assert_close(norm, want)
+    for name, parameter in model.local_named_parameters():
+        torch.testing.assert_close(parameter.grad, plain.get_parameter(name).grad)
+    assert {name for name, _ in model.local_named_parameters()} != set(plain.state_dict())
