@@ -306,26 +306,6 @@ class ChangedResult(nn.Module):
         return self.block(y)
 
 
-class DetachedInput(nn.Module):
-    """A child that detaches its argument: what made that gets no gradient."""
-
-    class Child(nn.Module):
-        def __init__(self, inner: Callable[[], Block]) -> None:
-            super().__init__()
-            self.block = inner()
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.block(x.detach())
-
-    def __init__(self, inner: Callable[[], Block], rng: random.Random) -> None:
-        super().__init__()
-        self.before = inner()
-        self.child = self.Child(inner)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.child(self.before(x))
-
-
 class NoGrad(nn.Module):
     """A part that runs without gradient."""
 
@@ -777,7 +757,6 @@ COMPOSITES: dict[str, type] = {
     "in_place_module": InPlaceModule,
     "in_place_argument": InPlaceArgument,
     "changed_result": ChangedResult,
-    "detached_input": DetachedInput,
     "no_grad": NoGrad,
     "branch": Branch,
     "changed_list": ChangedList,
