@@ -219,3 +219,38 @@ class TestSecret:
 def test_mpi_without_an_mpi_launcher_is_refused():
     with pytest.raises(RuntimeError, match="not started by an MPI launcher"):
         smp.job.transports.offer(smp.job.bootstrap.Alone(), ("mpi",))
+
+
+class Detaching(nn.Module):
+    """A part on the last rank detaches what a part on the first has made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.far = nn.Linear(WIDTH, WIDTH), Detach()
+
+    def forward(self, x):
+        return self.far(self.first(x))
+
+
+class Detach(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.linear(x.detach())
+
+
+@on_ranks(2)
+def test_a_gradient_that_a_remote_module_cut_off_is_none():
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": 2})
+    net = Detaching()
+    smp.set_partition(net, 0)
+    smp.set_partition(net.first, 0)
+    smp.set_partition(net.far, 1)
+    model = smp.DistributedModel(net)
+    smp.step(train_step)(model, torch.randn(4, WIDTH))
+
+    got = {name: p.grad is not None for name, p in model.local_named_parameters()}
+    owner, has = ("far.linear", True) if smp.pp_rank() else ("first", False)
+    assert got == {f"{owner}.weight": has, f"{owner}.bias": has}
