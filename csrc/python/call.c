@@ -4,6 +4,7 @@
  *         ... the owner works; this rank runs other tasks ...
  *     y...  = Recv(token)           end: the response is here
  *
+ * An argument that the owner changed in place gets its new values by Change(argument, y).
  * In backward, Recv posts the request for the gradients and returns, and Send waits for
  * them: between the two the engine runs what does not depend on them.  [design.md,
  * section 3]
@@ -21,8 +22,7 @@ typedef struct {
     uint64_t  call;     /* of the forward */
     uint64_t  backward; /* of the backward; 0: not begun */
     bool      open;     /* the owner keeps a graph that nobody has used or released */
-    PyObject *outputs;  /* while Recv is built: list of fresh tensors */
-    PyObject *dirty;    /* while Recv is built: list of (argument, new data) or NULL */
+    PyObject *outputs;  /* while Recv is built: list of the tensors it gives out */
 } call_object;
 
 PyTypeObject *smp_call_type;
@@ -55,7 +55,6 @@ call_dealloc(PyObject *object)
 
     release_graph(self);
     Py_XDECREF(self->outputs);
-    Py_XDECREF(self->dirty);
     type->tp_free(object);
     Py_DECREF(type);
 }
@@ -75,68 +74,38 @@ remember(PyObject *ctx, PyObject *call)
     return PyObject_SetAttr(ctx, name_materialize, Py_False);
 }
 
-/* Send.forward(ctx, call, leaf, *tensors) -> token */
+/* What stands for the call between its two nodes, and in backward for the gradient,
+ * which must be defined for Send to run: a float32 tensor without elements. */
 static PyObject *
-send_forward(PyObject *unused, PyObject *const *args, Py_ssize_t nargs)
+make_token(void)
 {
     static const int64_t         shape[1] = {0};
     static const int64_t         strides[1] = {1};
     static const smp_tensor_meta meta = {.dtype = {2, 32, 1}, .ndim = 1};
 
-    (void)unused;
-    if (nargs < 3 || remember(args[0], args[1]) < 0) {
-        return NULL;
-    }
     return smp_tensor_copy_of(&meta, shape, strides, NULL);
 }
 
-/* Recv.forward(ctx, call, token, *dirty) -> dirty and fresh outputs */
+/* Send.forward(ctx, call, leaf, *tensors) -> token */
 static PyObject *
-recv_forward(PyObject *unused, PyObject *const *args, Py_ssize_t nargs)
+send_forward(PyObject *unused, PyObject *const *args, Py_ssize_t nargs)
 {
-    call_object *self;
-    Py_ssize_t   ndirty;
-    Py_ssize_t   nfresh;
-    PyObject    *outputs;
-
     (void)unused;
     if (nargs < 3 || remember(args[0], args[1]) < 0) {
         return NULL;
     }
-    self = (call_object *)args[1];
-    ndirty = self->dirty == NULL ? 0 : PyList_GET_SIZE(self->dirty);
-    nfresh = PyList_GET_SIZE(self->outputs);
-    if (ndirty > 0) {
-        PyObject *mark = PyObject_GetAttrString(args[0], "mark_dirty");
-        PyObject *done =
-            mark == NULL ? NULL
-                         : PyObject_Vectorcall(mark, args + 3, (size_t)ndirty, NULL);
+    return make_token();
+}
 
-        Py_XDECREF(mark);
-        if (done == NULL) {
-            return NULL;
-        }
-        Py_DECREF(done);
-    }
-    outputs = PyTuple_New(ndirty + nfresh);
-    if (outputs == NULL) {
+/* Recv.forward(ctx, call, token) -> what the response brought */
+static PyObject *
+recv_forward(PyObject *unused, PyObject *const *args, Py_ssize_t nargs)
+{
+    (void)unused;
+    if (nargs != 3 || remember(args[0], args[1]) < 0) {
         return NULL;
     }
-    for (Py_ssize_t i = 0; i < ndirty; i++) {
-        PyObject *copied = PyObject_CallMethodOneArg(args[3 + i], smp_names.copy_,
-                                                     PyList_GET_ITEM(self->dirty, i));
-
-        if (copied == NULL) {
-            Py_DECREF(outputs);
-            return NULL;
-        }
-        PyTuple_SET_ITEM(outputs, i, copied);
-    }
-    for (Py_ssize_t i = 0; i < nfresh; i++) {
-        PyTuple_SET_ITEM(outputs, ndirty + i,
-                         Py_NewRef(PyList_GET_ITEM(self->outputs, i)));
-    }
-    return outputs;
+    return PyList_AsTuple(((call_object *)args[1])->outputs);
 }
 
 static int
@@ -165,7 +134,7 @@ check_backward(const call_object *self)
     return 0;
 }
 
-/* Recv.backward(ctx, *gradients) -> None, token's gradient, one per dirty argument */
+/* Recv.backward(ctx, *gradients) -> None, token's gradient */
 static PyObject *
 recv_backward(PyObject *unused, PyObject *const *args, Py_ssize_t nargs)
 {
@@ -173,8 +142,7 @@ recv_backward(PyObject *unused, PyObject *const *args, Py_ssize_t nargs)
     call_object *self;
     smp_envelope envelope;
     smp_pack     pack;
-    Py_ssize_t   ndirty;
-    PyObject    *result;
+    PyObject    *token;
     int          failed = 0;
 
     (void)unused;
@@ -209,23 +177,8 @@ recv_backward(PyObject *unused, PyObject *const *args, Py_ssize_t nargs)
         return NULL;
     }
     self->open = false;
-    ndirty = self->dirty == NULL ? 0 : PyList_GET_SIZE(self->dirty);
-    result = PyTuple_New(2 + ndirty);
-    if (result == NULL) {
-        return NULL;
-    }
-    PyTuple_SET_ITEM(result, 0, Py_NewRef(Py_None));
-    /* The token's gradient has no data; it must be defined for Send to run. */
-    PyTuple_SET_ITEM(
-        result, 1,
-        send_forward(NULL, (PyObject *const[]){args[0], (PyObject *)self, Py_None}, 3));
-    for (Py_ssize_t i = 0; i < ndirty; i++) {
-        PyTuple_SET_ITEM(result, 2 + i, Py_NewRef(Py_None));
-    }
-    if (PyTuple_GET_ITEM(result, 1) == NULL) {
-        Py_CLEAR(result);
-    }
-    return result;
+    token = make_token();
+    return token == NULL ? NULL : Py_BuildValue("(ON)", Py_None, token);
 }
 
 /* Send.backward(ctx, token's gradient) -> None, None, one per tensor */
@@ -330,18 +283,16 @@ write_back(PyObject *argument, PyObject *data, bool grad_is_on)
 }
 
 /* Reads which arguments the callee changed in place: pairs of argument number and
- * tensor number.  Those without grad are written back at once; the others are put into
- * call->dirty and *dirty_args for Recv. */
-static int
-read_dirty(call_object *call, smp_unpack *unpack, const smp_pack *pack,
-           PyObject **dirty_args, uint32_t *ndirty_graph)
+ * tensor, of which those that autograd must know are the response's first.  The others
+ * are written back at once.  Returns a list of the first kind's arguments (new). */
+static PyObject *
+read_dirty(smp_unpack *unpack, const smp_pack *pack)
 {
-    uint32_t count;
+    PyObject *dirty = PyList_New(0);
+    uint32_t  count;
 
-    *ndirty_graph = 0;
-    *dirty_args = NULL;
-    if (smp_unpack_u32(unpack, &count) < 0) {
-        return -1;
+    if (dirty == NULL || smp_unpack_u32(unpack, &count) < 0) {
+        goto fail;
     }
     for (uint32_t i = 0; i < count; i++) {
         uint32_t  argument;
@@ -350,85 +301,56 @@ read_dirty(call_object *call, smp_unpack *unpack, const smp_pack *pack,
 
         if (smp_unpack_u32(unpack, &argument) < 0 ||
             (data = smp_unpack_value(unpack)) == NULL) {
-            return -1;
+            goto fail;
         }
+        Py_DECREF(data); /* unpack has it too */
         if (argument >= pack->ntensors || i >= unpack->ntensors ||
             data != unpack->tensors[i]) {
-            Py_DECREF(data);
             PyErr_SetString(PyExc_ValueError,
                             "smp: malformed message: a changed argument "
                             "that is none");
-            return -1;
+            goto fail;
         }
         if (unpack->requires_grad[i]) {
-            if ((call->dirty == NULL && (call->dirty = PyList_New(0)) == NULL) ||
-                (*dirty_args == NULL && (*dirty_args = PyList_New(0)) == NULL) ||
-                PyList_Append(call->dirty, data) < 0 ||
-                PyList_Append(*dirty_args, pack->tensors[argument]) < 0) {
-                Py_DECREF(data);
-                return -1;
+            if (PyList_Append(dirty, pack->tensors[argument]) < 0) {
+                goto fail;
             }
-            *ndirty_graph += 1;
-            Py_DECREF(data);
             continue;
         }
         done = write_back(pack->tensors[argument], data, pack->graph);
-        Py_DECREF(data);
         if (done == NULL) {
-            return -1;
+            goto fail;
         }
         Py_DECREF(done);
     }
-    return 0;
+    return dirty;
+fail:
+    Py_XDECREF(dirty);
+    return NULL;
 }
 
 /* Runs Recv and puts its outputs in the place of the tensors that require grad. */
 static int
-apply_recv(call_object *call, PyObject *token, smp_unpack *unpack, PyObject *dirty_args)
+apply_recv(call_object *call, PyObject *token, smp_unpack *unpack)
 {
-    smp_session *session = &smp_the_session;
-    Py_ssize_t   ndirty = dirty_args == NULL ? 0 : PyList_GET_SIZE(dirty_args);
-    PyObject    *fixed[10];
-    PyObject   **args = fixed;
-    PyObject    *outputs;
-    Py_ssize_t   at = 0;
-    Py_ssize_t   dirty_left = ndirty;
+    PyObject  *args[] = {(PyObject *)call, token};
+    PyObject  *outputs;
+    Py_ssize_t at = 0;
 
     call->outputs = PyList_New(0);
     if (call->outputs == NULL) {
         return -1;
     }
     for (size_t i = 0; i < unpack->ntensors; i++) {
-        if (!unpack->requires_grad[i]) {
-            continue;
-        }
-        if (dirty_left > 0) { /* the changed arguments come first */
-            dirty_left--;
-        } else if (PyList_Append(call->outputs, unpack->tensors[i]) < 0) {
+        if (unpack->requires_grad[i] &&
+            PyList_Append(call->outputs, unpack->tensors[i]) < 0) {
             return -1;
         }
     }
-    if (ndirty + PyList_GET_SIZE(call->outputs) == 0) {
-        Py_CLEAR(call->outputs);
+    if (PyList_GET_SIZE(call->outputs) == 0) {
         return 0;
     }
-    if (ndirty + 2 > (Py_ssize_t)(sizeof(fixed) / sizeof(fixed[0]))) {
-        args = PyMem_Malloc((size_t)(ndirty + 2) * sizeof(*args));
-        if (args == NULL) {
-            PyErr_NoMemory();
-            return -1;
-        }
-    }
-    args[0] = (PyObject *)call;
-    args[1] = token;
-    for (Py_ssize_t i = 0; i < ndirty; i++) {
-        args[2 + i] = PyList_GET_ITEM(dirty_args, i);
-    }
-    outputs =
-        PyObject_Vectorcall(session->recv_apply, args, (size_t)(2 + ndirty), NULL);
-    if (args != fixed) {
-        PyMem_Free(args);
-    }
+    outputs = PyObject_Vectorcall(smp_the_session.recv_apply, args, 2, NULL);
     Py_CLEAR(call->outputs);
     if (outputs == NULL) {
         return -1;
@@ -441,6 +363,24 @@ apply_recv(call_object *call, PyObject *token, smp_unpack *unpack, PyObject *dir
         }
     }
     Py_DECREF(outputs);
+    return 0;
+}
+
+/* Gives the arguments that the callee changed their new values; from then on they, the
+ * caller's own objects, stand for the response's first tensors. */
+static int
+apply_dirty(PyObject *dirty, smp_unpack *unpack)
+{
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(dirty); i++) {
+        PyObject *args[] = {PyList_GET_ITEM(dirty, i), unpack->tensors[i]};
+        PyObject *changed =
+            PyObject_Vectorcall(smp_the_session.change_apply, args, 2, NULL);
+
+        if (changed == NULL) {
+            return -1;
+        }
+        Py_SETREF(unpack->tensors[i], changed);
+    }
     return 0;
 }
 
@@ -476,13 +416,13 @@ static PyObject *
 finish(call_object *call, PyObject *token, const smp_pack *pack, smp_message *response)
 {
     smp_unpack unpack;
-    PyObject  *dirty_args = NULL;
+    PyObject  *dirty = NULL;
     PyObject  *value = NULL;
-    uint32_t   ndirty;
 
     if (smp_unpack_init(&unpack, response, pack, false, false) < 0 ||
-        read_dirty(call, &unpack, pack, &dirty_args, &ndirty) < 0 ||
-        (token != NULL && apply_recv(call, token, &unpack, dirty_args) < 0)) {
+        (dirty = read_dirty(&unpack, pack)) == NULL ||
+        (token != NULL &&
+         (apply_recv(call, token, &unpack) < 0 || apply_dirty(dirty, &unpack) < 0))) {
         goto done;
     }
     value = smp_unpack_value(&unpack);
@@ -490,7 +430,7 @@ finish(call_object *call, PyObject *token, const smp_pack *pack, smp_message *re
         Py_CLEAR(value);
     }
 done:
-    Py_XDECREF(dirty_args);
+    Py_XDECREF(dirty);
     smp_unpack_fini(&unpack);
     return value;
 }
@@ -717,7 +657,7 @@ static PyMethodDef call_functions[] = {
     {"send_backward", __extension__(PyCFunction)(void (*)(void)) send_backward,
      METH_FASTCALL, "Send.backward(ctx, gradient) -> gradients"},
     {"recv_forward", __extension__(PyCFunction)(void (*)(void)) recv_forward,
-     METH_FASTCALL, "Recv.forward(ctx, call, token, *changed) -> outputs"},
+     METH_FASTCALL, "Recv.forward(ctx, call, token) -> outputs"},
     {"recv_backward", __extension__(PyCFunction)(void (*)(void)) recv_backward,
      METH_FASTCALL, "Recv.backward(ctx, *gradients) -> the token's gradient"},
     {"call_remote", __extension__(PyCFunction)(void (*)(void)) py_call_remote,

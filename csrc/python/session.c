@@ -636,6 +636,7 @@ py_configure(PyObject *module, PyObject *args, PyObject *kwargs)
     } slots[] = {
         {"send_apply", &session->send_apply},
         {"recv_apply", &session->recv_apply},
+        {"change_apply", &session->change_apply},
         {"enter_apply", &session->enter_apply},
         {"leaf", &session->leaf},
         {"seed_tensor", &session->seed_tensor},

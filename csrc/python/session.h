@@ -50,7 +50,7 @@ typedef struct {
     PyObject   *context_vars;  /* the main thread's, copied at the step's begin */
     PyObject   *error;         /* what failed here first, as describe_error made it */
     /* Python's side, given by configure(). */
-    PyObject *send_apply, *recv_apply, *enter_apply;
+    PyObject *send_apply, *recv_apply, *change_apply, *enter_apply;
     PyObject *leaf;        /* a tensor that requires grad, for nodes without another */
     PyObject *seed_tensor; /* int64, where seeds are drawn */
     int64_t  *seed;        /* its data; borrowed from seed_tensor */

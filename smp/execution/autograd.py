@@ -1,9 +1,10 @@
 """The autograd nodes of a remote call; their work is in ``csrc/python``.
 
-``Send`` and ``Recv`` stand on the caller, ``Enter`` on the owner: see the drawings in
+``Send``, ``Recv`` and ``Change`` stand on the caller, ``Enter`` on the owner: see the drawings in
 ``csrc/python/call.c`` and ``csrc/python/serve.c``.
 """
 
+import torch
 from torch.autograd import Function
 
 from smp import _core
@@ -21,6 +22,30 @@ class Recv(Function):
 
     forward = staticmethod(_core.recv_forward)
     backward = staticmethod(_core.recv_backward)
+
+
+class Change(Function):
+    """``Change.apply(argument, values)``: what a callee's change in place does to the
+    caller's tensor.  What it was before has no part in the result.
+
+    A view needs zeros for the part of its base that was overwritten: without a gradient
+    autograd leaves out the rest of the base too.  For all others, zeros would only be
+    added to what ``Send`` brings, and hand their strides on to the sum.
+    """
+
+    @staticmethod
+    def forward(ctx, argument, values):
+        ctx.mark_dirty(argument)
+        ctx.set_materialize_grads(False)
+        ctx.is_view = argument._is_view()
+        return argument.copy_(values)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        zeros = None
+        if ctx.is_view and gradient is not None:
+            zeros = torch.zeros_like(gradient)
+        return zeros, gradient
 
 
 class Enter(Function):

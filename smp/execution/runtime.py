@@ -114,6 +114,7 @@ class Runtime:
         _core.configure(
             send_apply=autograd.apply_of(autograd.Send),
             recv_apply=autograd.apply_of(autograd.Recv),
+            change_apply=autograd.apply_of(autograd.Change),
             enter_apply=autograd.apply_of(autograd.Enter),
             leaf=torch.zeros((), requires_grad=True, device="cpu"),
             seed_tensor=torch.empty((), dtype=torch.int64, device="cpu"),

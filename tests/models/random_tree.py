@@ -269,7 +269,8 @@ class InPlaceModule(nn.Module):
 
 
 class InPlaceArgument(nn.Module):
-    """A child that changes its argument in place and returns something else."""
+    """A child that changes its argument in place and returns something else; the
+    argument may be a view, as half of a buffer that its parent made."""
 
     class Child(nn.Module):
         def __init__(self, inner: Callable[[], Block]) -> None:
@@ -285,10 +286,14 @@ class InPlaceArgument(nn.Module):
     def __init__(self, inner: Callable[[], Block], rng: random.Random) -> None:
         super().__init__()
         self.child = self.Child(inner)
+        self.view = rng.random() < 0.3
 
     def forward(self, x: Tensor) -> Tensor:
         y = x * 0.75
-        total = self.child(y)
+        both = torch.cat([y, y], dim=1)
+        total = self.child(both[:, WIDTH:] if self.view else y)
+        if self.view:
+            y = both[:, :WIDTH] * both[:, WIDTH:]
         return y + torch.tanh(total) * 0.1
 
 
@@ -304,6 +309,26 @@ class ChangedResult(nn.Module):
         y = self.child(x)
         y /= 2
         return self.block(y)
+
+
+class DetachedInput(nn.Module):
+    """A child that detaches its argument: what made that gets no gradient."""
+
+    class Child(nn.Module):
+        def __init__(self, inner: Callable[[], Block]) -> None:
+            super().__init__()
+            self.block = inner()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.block(x.detach())
+
+    def __init__(self, inner: Callable[[], Block], rng: random.Random) -> None:
+        super().__init__()
+        self.before = inner()
+        self.child = self.Child(inner)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.child(self.before(x))
 
 
 class NoGrad(nn.Module):
@@ -757,6 +782,7 @@ COMPOSITES: dict[str, type] = {
     "in_place_module": InPlaceModule,
     "in_place_argument": InPlaceArgument,
     "changed_result": ChangedResult,
+    "detached_input": DetachedInput,
     "no_grad": NoGrad,
     "branch": Branch,
     "changed_list": ChangedList,

@@ -91,6 +91,25 @@ class _Arrive(torch.autograd.Function):
         return None, None, *(None for _ in gradients)
 
 
+class _Change(torch.autograd.Function):
+    """An argument gets the values that the callee gave it.  What it was before has no
+    part in them: ``copy_`` alone would send it a gradient of zeros, whose strides the
+    sum with what *Send* brings would take on.  A view does need them: without, autograd
+    leaves out the gradient of the rest of its base."""
+
+    @staticmethod
+    def forward(ctx, argument, data):
+        ctx.mark_dirty(argument)
+        ctx.set_materialize_grads(False)
+        ctx.is_view = argument._is_view()
+        return argument.copy_(data)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        known = ctx.is_view and gradient is not None
+        return torch.zeros_like(gradient) if known else None, gradient
+
+
 def _leaf() -> Tensor:
     return torch.zeros((), requires_grad=True)
 
@@ -179,9 +198,11 @@ class Crossing:
         for tensor, copy, _ in unchanged:
             outward.know(copy, tensor)
         for tensor, copy, grad_fn in changed:
-            # A change under no_grad left the callee's graph as it was.
-            with torch.set_grad_enabled(graph and copy.grad_fn is not grad_fn):
-                tensor.copy_(convert(copy))
+            if graph and copy.grad_fn is not grad_fn:
+                _Change.apply(tensor, convert(copy))
+            else:  # a change under no_grad left the callee's graph as it was
+                with torch.no_grad():
+                    tensor.copy_(convert(copy))
             outward.know(copy, tensor)
         for original, copy in containers:
             if not isinstance(copy, (tuple, frozenset)):
