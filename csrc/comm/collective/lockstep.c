@@ -456,11 +456,12 @@ smp_lockstep_wait(smp_lockstep *lockstep, int64_t until_ns)
         return;
     }
     atomic_store(&own->waits, lockstep->step);
-    while (smp_lockstep_trouble(lockstep, &member) == SMP_OK) {
+    for (;;) {
         int64_t now = smp_clock_ns();
 
-        smp_bell_lie_down(bell);
-        if (smp_lockstep_arrived(lockstep) || now >= until_ns) {
+        smp_bell_lie_down(bell); /* before both looks: who gives up rings too */
+        if (smp_lockstep_trouble(lockstep, &member) != SMP_OK ||
+            smp_lockstep_arrived(lockstep) || now >= until_ns) {
             break;
         }
         smp_bell_sleep(bell, until_ns - now < SLEEP_NS ? until_ns : now + SLEEP_NS);

@@ -283,6 +283,7 @@ keep(smp_mailbox *mailbox, const smp_address *address, const void *in)
 {
     letter *l = calloc(1, sizeof(*l));
     size_t  bytes = bytes_of(address);
+    bool    sorting;
 
     if (l != NULL && bytes != 0) {
         l->data = malloc(bytes);
@@ -298,7 +299,11 @@ keep(smp_mailbox *mailbox, const smp_address *address, const void *in)
     l->source = smp_comm_rank(mailbox->comm);
     smp_lock_acquire(&mailbox->lock);
     deliver(mailbox, l);
+    sorting = mailbox->sorting;
     smp_lock_release(&mailbox->lock);
+    if (sorting) { /* it may be the one who waits for this, asleep in its comm */
+        smp_comm_wake(mailbox->comm);
+    }
     return SMP_OK;
 }
 

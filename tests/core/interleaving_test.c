@@ -1,0 +1,1135 @@
+/* The hand-overs between ranks and threads, in every order of their steps: queue in
+ * shared memory, doorbell, kicks of the progress thread; members of a group in steps;
+ * orders; letterboxes.  Spec: csrc/comm/shm/ring.h, csrc/comm/shm/bell.h,
+ * csrc/comm/comm.h, csrc/comm/collective/lockstep.h, queue.h and mailbox.h.
+ *
+ * It is the core's own code that runs, with ranks that have memory and no sockets. Each
+ * kind of hand-over is also run with a mistake in it, which must be found. */
+#define _GNU_SOURCE
+#include "check.h"
+#include "comm/collective/lockstep.h"
+#include "comm/collective/mailbox.h"
+#include "comm/collective/queue.h"
+#include "comm/shm/arena.h"
+#include "explorer.h"
+
+/* There are no tensors in the pool here. */
+#define smp_arena_wants_pages(arena) ((void)(arena), false)
+#include "comm/comm.c"
+#include "comm/shm/shm.c"
+
+/* ------------------------------------------------------ ranks without their sockets */
+
+enum { RANKS = 3 };
+
+typedef struct {
+    smp_comm        comm;
+    shm             transport;
+    peer            peers[RANKS];
+    peer           *peer_list[RANKS];
+    carrier        *routes[RANKS];
+    _Atomic uint8_t states[RANKS];
+    traffic         sent[RANKS];
+    smp_segment     segment;
+    smp_bell        bell;
+} rank;
+
+static rank     ranks[RANKS];
+static smp_ring rings[RANKS][RANKS]; /* [to][from] */
+
+/* Where the kicks of a rank's progress thread go; its loop's descriptor is the next. */
+static int
+kick_fd_of(int r)
+{
+    return 2 * r;
+}
+
+static void
+make_rank(int r)
+{
+    rank     *self = &ranks[r];
+    smp_comm *comm = &self->comm;
+
+    memset(self, 0, sizeof(*self));
+    for (int from = 0; from < RANKS; from++) { /* not the data: 64 KiB each */
+        atomic_init(&rings[r][from].tail, 0);
+        atomic_init(&rings[r][from].head, 0);
+        atomic_init(&rings[r][from].hungry, 0);
+    }
+    self->segment.bell = &self->bell;
+    self->segment.rings = rings[r];
+    comm->rank = r;
+    comm->size = RANKS;
+    comm->generation = smp_fork_generation();
+    comm->segment = &self->segment;
+    comm->loop = (smp_loop){.epoll_fd = kick_fd_of(r) + 1, .kick_fd = kick_fd_of(r)};
+    comm->carriers[0] = (carrier){&smp_transport_shm, &self->transport};
+    comm->ncarriers = 1;
+    comm->routes = self->routes;
+    comm->wait = WAIT_SPIN;
+    comm->states = self->states;
+    comm->traffic = self->sent;
+    atomic_init(&comm->open, RANKS - 1);
+    smp_inbox_init(&comm->inbox);
+    smp_post_init(&comm->post);
+    fill_host(comm, NULL);
+    self->transport.host = &comm->host;
+    self->transport.peers = self->peer_list;
+    for (int other = 0; other < RANKS; other++) {
+        peer *p = &self->peers[other];
+
+        if (other != r) {
+            self->routes[other] = &comm->carriers[0];
+            atomic_init(&self->states[other], PEER_OPEN);
+            self->peer_list[other] = p;
+            p->self = &self->transport;
+            p->rank = other;
+            p->segment = &ranks[other].segment;
+            p->kick_fd = kick_fd_of(other);
+            p->consumer.ring = &rings[r][other];
+            p->producer.ring = &rings[other][r];
+            smp_lock_init(&p->lock, SMP_LOCK_PEER);
+            smp_stream_init(&p->stream, -1);
+        }
+    }
+}
+
+static void
+make_ranks(void)
+{
+    for (int r = 0; r < RANKS; r++) {
+        make_rank(r);
+    }
+}
+
+static void
+nothing(void)
+{
+}
+
+static void
+want(bool condition, const char *what)
+{
+    if (!condition) {
+        explore_wrong(what);
+    }
+}
+
+static void
+send_number(int from, int to, uint64_t number, size_t bytes)
+{
+    static uint64_t data[SMP_RING_ENTRY_BYTES / 8];
+
+    data[0] = number;
+    want(smp_comm_send(&ranks[from].comm, to, data, bytes, NULL, 0) == SMP_OK,
+         "cannot send");
+}
+
+/* The next number that rank 0 gets; the status where it gets none. */
+static smp_status
+receive_number(uint64_t *number, int *source)
+{
+    smp_message *message;
+    smp_status   status = smp_comm_receive(&ranks[0].comm, -1, &message);
+
+    if (status == SMP_OK) {
+        memcpy(number, message->bytes, sizeof(*number));
+        *source = message->source;
+        smp_message_free(message);
+    }
+    return status;
+}
+
+/* Rank 0 gets 1, 2, ... `last` from each of ranks 1 to `senders`. */
+static void
+receive_in_order(int senders, uint64_t last)
+{
+    uint64_t had[RANKS] = {0};
+
+    for (uint64_t i = 0; i < (uint64_t)senders * last; i++) {
+        uint64_t number = 0;
+        int      source = 0;
+
+        want(receive_number(&number, &source) == SMP_OK, "cannot receive");
+        want(number == ++had[source], "out of order");
+    }
+}
+
+/* ------------------------------------------------------------- looking for mistakes */
+
+static int
+all_right(const exploration *what, const char *name)
+{
+    explore_findings found;
+
+    explore(what, true, &found);
+    if (getenv("SMP_TEST_TIMES") != NULL) {
+        fprintf(stderr, "%-62s %8llu orders, %8llu redundant, %4zu steps\n", name,
+                (unsigned long long)found.runs, (unsigned long long)found.redundant,
+                found.longest);
+    }
+    CHECK(found.wrong[0] == '\0');
+    CHECK(found.runs > 1);
+    return 0;
+}
+
+static int
+finds(const exploration *what, const char *wrong)
+{
+    explore_findings found;
+
+    explore(what, false, &found);
+    if (strcmp(found.wrong, wrong) != 0) {
+        fprintf(stderr, "found '%s', not '%s', in %llu orders\n", found.wrong, wrong,
+                (unsigned long long)found.runs);
+        return 1;
+    }
+    return 0;
+}
+
+#define RIGHT(name, ...)                                                               \
+    TEST(name)                                                                         \
+    {                                                                                  \
+        static const exploration what = {__VA_ARGS__};                                 \
+                                                                                       \
+        return all_right(&what, #name);                                                \
+    }
+
+#define WRONG(name, text, ...)                                                         \
+    TEST(name)                                                                         \
+    {                                                                                  \
+        static const exploration what = {__VA_ARGS__};                                 \
+                                                                                       \
+        return finds(&what, text);                                                     \
+    }
+
+/* --------------------------------------------------------------------- the explorer */
+
+enum { WRITES = 3 };
+
+static _Atomic int words[2];
+
+static void
+make_words(void)
+{
+    atomic_init(&words[0], 0);
+    atomic_init(&words[1], 0);
+}
+
+static void
+add_to_word_0(void)
+{
+    for (int i = 0; i < WRITES; i++) {
+        atomic_fetch_add(&words[0], 1);
+    }
+}
+
+static void
+add_to_word_1(void)
+{
+    for (int i = 0; i < WRITES; i++) {
+        atomic_fetch_add(&words[1], 1);
+    }
+}
+
+/* Two threads that write one word three times each: 6! / (3! 3!) orders.  A third that
+ * writes another word adds none. */
+TEST(orders_that_differ_are_tried_once_each)
+{
+    static const exploration what = {.set_up = make_words,
+                                     .threads = {{"a", add_to_word_0, false},
+                                                 {"b", add_to_word_0, false},
+                                                 {"c", add_to_word_1, false}},
+                                     .check = nothing};
+    explore_findings         found;
+
+    explore(&what, true, &found);
+    CHECK(found.wrong[0] == '\0');
+    CHECK(found.runs == 20);
+    return 0;
+}
+
+static void
+add_in_two_steps(void)
+{
+    atomic_store(&words[0], atomic_load(&words[0]) + 1);
+}
+
+static void
+check_both_counted(void)
+{
+    want(words[0] == 2, "an addition is lost");
+}
+
+WRONG(a_lost_update_is_found, "an addition is lost", .set_up = make_words,
+      .threads = {{"a", add_in_two_steps, false}, {"b", add_in_two_steps, false}},
+      .check = check_both_counted)
+
+/* ----------------------------------------------------------- the queue and the bell */
+
+static void
+send_one(void)
+{
+    send_number(1, 0, 1, 8);
+}
+
+static void
+send_two(void)
+{
+    send_number(1, 0, 1, 8);
+    send_number(1, 0, 2, 8);
+}
+
+static void
+send_from_2(void)
+{
+    send_number(2, 0, 1, 8);
+}
+
+static void
+receive_one(void)
+{
+    receive_in_order(1, 1);
+}
+
+static void
+receive_two(void)
+{
+    receive_in_order(1, 2);
+}
+
+static void
+receive_from_both(void)
+{
+    receive_in_order(2, 1);
+}
+
+RIGHT(a_message_is_never_slept_through, .set_up = make_ranks,
+      .threads = {{"sender", send_one, false}, {"receiver", receive_one, false}},
+      .check = nothing)
+
+RIGHT(two_messages_come_in_order, .set_up = make_ranks,
+      .threads = {{"sender", send_two, false}, {"receiver", receive_two, false}},
+      .check = nothing)
+
+RIGHT(two_senders_are_both_heard, .set_up = make_ranks,
+      .threads = {{"sender 1", send_one, false},
+                  {"sender 2", send_from_2, false},
+                  {"receiver", receive_from_both, false}},
+      .check = nothing)
+
+/* Sleeps as smp_comm_receive() does, but for the look after it lies down. */
+static void
+receive_without_a_second_look(void)
+{
+    smp_message *message = NULL;
+    smp_bell    *bell = ranks[0].comm.segment->bell;
+
+    while (look(&ranks[0].comm, &message) == SMP_ERR_TIMED_OUT) {
+        smp_bell_lie_down(bell);
+        smp_bell_sleep(bell, SMP_NEVER);
+    }
+    smp_bell_get_up(bell);
+    smp_message_free(message);
+}
+
+WRONG(a_receiver_that_does_not_look_again_is_found, "receiver: sleeps for ever",
+      .set_up = make_ranks,
+      .threads = {{"sender", send_one, false},
+                  {"receiver", receive_without_a_second_look, false}},
+      .check = nothing)
+
+/* Rings, then publishes. */
+static void
+send_the_wrong_way_round(void)
+{
+    smp_ring_producer *producer = &ranks[1].peers[0].producer;
+    uint64_t           number = 1;
+    void              *to;
+
+    want(smp_ring_reserve(producer, smp_record_bytes(8, NULL, 0, NULL), &to) == SMP_OK,
+         "cannot reserve");
+    smp_record_write(to, SMP_RECORD_WHOLE, &number, 8, NULL, 0, NULL);
+    smp_bell_ring(ranks[0].segment.bell);
+    smp_ring_commit(producer);
+}
+
+WRONG(a_sender_that_rings_before_it_publishes_is_found, "receiver: sleeps for ever",
+      .set_up = make_ranks,
+      .threads = {{"sender", send_the_wrong_way_round, false},
+                  {"receiver", receive_one, false}},
+      .check = nothing)
+
+/* ----------------------------------------------------------------------- other news */
+
+static void
+wake_rank_0(void)
+{
+    smp_comm_wake(&ranks[0].comm);
+}
+
+static void
+receive_and_be_woken(void)
+{
+    int woken = 0;
+    int messages = 0;
+
+    for (int i = 0; i < 2; i++) {
+        uint64_t   number;
+        int        source;
+        smp_status status = receive_number(&number, &source);
+
+        woken += status == SMP_ERR_INTERRUPTED;
+        messages += status == SMP_OK;
+    }
+    want(woken == 1 && messages == 1, "not one message and one waking");
+}
+
+RIGHT(a_wake_up_call_is_heard_beside_a_message, .set_up = make_ranks,
+      .threads = {{"sender", send_one, false},
+                  {"waker", wake_rank_0, false},
+                  {"receiver", receive_and_be_woken, false}},
+      .check = nothing)
+
+/* As the progress thread does with what came through a socket. */
+static void
+deliver_one(void)
+{
+    uint64_t     number = 1;
+    smp_message *message;
+
+    want(smp_message_create(2, sizeof(number), 0, &message) == SMP_OK, "no memory");
+    memcpy(message->bytes, &number, sizeof(number));
+    host_deliver(&ranks[0].comm, message);
+}
+
+RIGHT(what_the_progress_thread_delivers_is_heard_beside_the_queues,
+      .set_up = make_ranks,
+      .threads = {{"sender", send_one, false},
+                  {"progress", deliver_one, false},
+                  {"receiver", receive_from_both, false}},
+      .check = nothing)
+
+/* ---------------------------------------------------------------------- a full ring */
+
+enum { FULL = 4 }; /* so many of the longest fill it */
+
+static void
+make_ranks_with_a_full_ring(void)
+{
+    make_ranks();
+    for (uint64_t i = 1; i <= FULL; i++) {
+        send_number(1, 0, i, SMP_RING_ENTRY_BYTES - 64);
+    }
+    want(rings[0][1].tail + SMP_RING_BYTES / 8 > SMP_RING_BYTES, "not full");
+    start_thread(&ranks[1].comm);
+}
+
+static void
+send_one_more(void)
+{
+    send_number(1, 0, FULL + 1, SMP_RING_ENTRY_BYTES - 64);
+}
+
+static void
+receive_all(void)
+{
+    receive_in_order(1, FULL + 1);
+}
+
+RIGHT(a_full_ring_is_refilled_when_there_is_room, .set_up = make_ranks_with_a_full_ring,
+      .threads = {{"sender", send_one_more, false},
+                  {"receiver", receive_all, false},
+                  {"progress", NULL, true}},
+      .check = nothing)
+
+/* A progress thread that does not reserve once more after it has asked. */
+static void
+ask_and_wait(void)
+{
+    peer *p = &ranks[1].peers[0];
+    void *to;
+
+    for (;;) {
+        want(smp_ring_reserve(&p->producer, SMP_RING_ENTRY_BYTES, &to) == SMP_OK,
+             "cannot reserve");
+        if (to != NULL) {
+            return;
+        }
+        smp_ring_ask_for_room(&p->producer);
+        smp_loop_wait(&ranks[1].comm.loop, -1);
+    }
+}
+
+static void
+receive_what_fills_it(void)
+{
+    receive_in_order(1, FULL);
+}
+
+WRONG(a_producer_that_asks_and_does_not_look_again_is_found,
+      "progress: sleeps for ever", .set_up = make_ranks_with_a_full_ring,
+      .threads = {{"progress", ask_and_wait, false},
+                  {"receiver", receive_what_fills_it, false},
+                  {"unused", NULL, true}},
+      .check = nothing)
+
+/* --------------------------------------------------------------------------- deaths */
+
+enum { SENDER, KILLER, RECEIVER };
+
+/* What rank 0's progress thread does when it learns of it. */
+static void
+kill_rank_1(void)
+{
+    explore_kill(SENDER);
+    host_lost(&ranks[0].comm, 1, SMP_ERR_PEER_LOST);
+}
+
+static void
+receive_until_the_loss(void)
+{
+    uint64_t   last = 0;
+    uint64_t   number = 0;
+    int        source;
+    smp_status status;
+
+    while ((status = receive_number(&number, &source)) == SMP_OK) {
+        want(number == ++last, "out of order");
+    }
+    want(status == SMP_ERR_PEER_LOST, "another status");
+    want(smp_comm_lost(&ranks[0].comm) == 1, "another rank is lost");
+}
+
+/* Nothing that was published is lost. */
+static void
+check_that_all_was_read(void)
+{
+    want(atomic_load(&rings[0][1].tail) == atomic_load(&rings[0][1].head),
+         "a message that was sent was not received");
+}
+
+RIGHT(a_sender_that_dies_at_any_step_is_noticed_after_its_messages,
+      .set_up = make_ranks,
+      .threads = {{"sender", send_one, false},
+                  {"killer", kill_rank_1, false},
+                  {"receiver", receive_until_the_loss, false}},
+      .check = check_that_all_was_read)
+
+/* One that died between clearing the bell and the system call. */
+static void
+kill_rank_1_and_ring_softly(void)
+{
+    uint64_t  none = 0;
+    smp_comm *comm = &ranks[0].comm;
+
+    explore_kill(SENDER);
+    if (close_peer(comm, 1, PEER_LOST)) {
+        atomic_compare_exchange_strong(&comm->fault, &none,
+                                       fault_of(1, SMP_ERR_PEER_LOST));
+    }
+    smp_bell_ring(comm->segment->bell);
+}
+
+WRONG(a_bell_that_is_not_rung_hard_after_a_death_is_found, "receiver: sleeps for ever",
+      .set_up = make_ranks,
+      .threads = {{"sender", send_one, false},
+                  {"killer", kill_rank_1_and_ring_softly, false},
+                  {"receiver", receive_until_the_loss, false}},
+      .check = nothing)
+
+static void
+make_ranks_without_rank_2(void)
+{
+    make_ranks();
+    host_left(&ranks[0].comm, 2);
+}
+
+static void
+say_one_thing_and_leave(void)
+{
+    send_one();
+    host_left(&ranks[0].comm, 1);
+}
+
+static void
+receive_until_it_has_left(void)
+{
+    uint64_t   number = 0;
+    uint64_t   last = 0;
+    int        source;
+    smp_status status;
+
+    while ((status = receive_number(&number, &source)) == SMP_OK) {
+        want(number == ++last, "out of order");
+    }
+    want(last == 1, "a message of a rank that has left is missing");
+    want(status == SMP_ERR_CLOSED, "another status");
+}
+
+RIGHT(the_last_words_of_who_leaves_are_heard, .set_up = make_ranks_without_rank_2,
+      .threads = {{"leaver", say_one_thing_and_leave, false},
+                  {"receiver", receive_until_it_has_left, false}},
+      .check = nothing)
+
+/* ----------------------------------------------------------------- members in steps */
+
+enum { GROUP = 77 };
+
+static smp_lockstep members[RANKS]; /* members[m]: as member m sees the group */
+static smp_shelf    shelves[RANKS];
+static smp_member   member_lists[RANKS][RANKS];
+
+static void
+make_members(int n)
+{
+    make_ranks();
+    for (int m = 0; m < n; m++) {
+        smp_shelf *shelf = &shelves[m];
+
+        atomic_init(&shelf->id, GROUP);
+        atomic_init(&shelf->nonce, (uint64_t)m + 1);
+        atomic_init(&shelf->bell.asleep, 0);
+        atomic_init(&shelf->read, 0);
+        atomic_init(&shelf->waits, 0);
+        atomic_init(&shelf->failed, SMP_OK);
+        atomic_init(&shelf->slots[0].notice.step, 0);
+        atomic_init(&shelf->slots[1].notice.step, 0);
+        for (int other = 0; other < n; other++) {
+            member_lists[m][other] = (smp_member){
+                .rank = other, .shelf = &shelves[other], .nonce = (uint64_t)other + 1};
+        }
+        members[m] = (smp_lockstep){.comm = &ranks[m].comm,
+                                    .size = n,
+                                    .self = m,
+                                    .members = member_lists[m],
+                                    .id = GROUP,
+                                    .generation = smp_fork_generation()};
+    }
+}
+
+static void
+make_two_members(void)
+{
+    make_members(2);
+}
+
+static void
+make_three_members(void)
+{
+    make_members(3);
+}
+
+/* Posts its number for this step. */
+static void
+post(int m)
+{
+    smp_lockstep *self = &members[m];
+
+    smp_lockstep_slot(self, m, self->step + 1)->notice.count =
+        100 * (self->step + 1) + (uint64_t)m;
+    smp_lockstep_post(self);
+}
+
+/* Waits for the others; what became of it. */
+static smp_status
+await(int m)
+{
+    smp_lockstep *self = &members[m];
+    smp_status    status = SMP_OK;
+    int           missing;
+
+    while (!smp_lockstep_arrived(self)) {
+        status = smp_lockstep_trouble(self, &missing);
+        if (status != SMP_OK) {
+            return status;
+        }
+        smp_lockstep_wait(self, SMP_NEVER);
+    }
+    for (int other = 0; other < self->size; other++) {
+        want(smp_lockstep_slot(self, other, self->step)->notice.count ==
+                 100 * self->step + (uint64_t)other,
+             "a slot has another step's number");
+    }
+    smp_lockstep_read(self);
+    return status;
+}
+
+static void
+go_in_steps(int m, int steps)
+{
+    for (int i = 0; i < steps; i++) {
+        post(m);
+        want(await(m) == SMP_OK, "trouble");
+    }
+}
+
+/* Both have posted step 1 and nobody has read it. */
+static void
+make_two_members_in_step_1(void)
+{
+    make_members(2);
+    post(0);
+    post(1);
+}
+
+static void
+read_step_1(void)
+{
+    want(await(0) == SMP_OK, "trouble");
+    post(0);
+}
+
+/* The slot of step 3 is that of step 1. */
+static void
+go_on_to_step_3(void)
+{
+    want(await(1) == SMP_OK, "trouble");
+    post(1);
+    want(await(1) == SMP_OK, "trouble");
+    post(1);
+}
+
+static void
+member_0_twice(void)
+{
+    go_in_steps(0, 2);
+}
+
+static void
+member_1_twice(void)
+{
+    go_in_steps(1, 2);
+}
+
+static void
+member_0_once(void)
+{
+    go_in_steps(0, 1);
+}
+
+static void
+member_1_once(void)
+{
+    go_in_steps(1, 1);
+}
+
+static void
+member_1_that_posts(void)
+{
+    post(1);
+}
+
+static void
+member_2_that_posts(void)
+{
+    post(2);
+}
+
+RIGHT(a_slot_is_filled_again_when_all_have_read_it,
+      .set_up = make_two_members_in_step_1,
+      .threads = {{"member 0", read_step_1, false},
+                  {"member 1", go_on_to_step_3, false}},
+      .check = nothing)
+
+RIGHT(two_members_never_miss_a_step, .set_up = make_two_members,
+      .threads = {{"member 0", member_0_twice, false},
+                  {"member 1", member_1_twice, false}},
+      .check = nothing)
+
+RIGHT(a_member_waits_for_the_last_of_two, .set_up = make_three_members,
+      .threads = {{"member 0", member_0_once, false},
+                  {"member 1", member_1_that_posts, false},
+                  {"member 2", member_2_that_posts, false}},
+      .check = nothing)
+
+static void
+give_up_in_step_2(void)
+{
+    go_in_steps(1, 1);
+    smp_lockstep_fail(&members[1], SMP_ERR_TIMED_OUT, "tired");
+}
+
+static void
+hear_of_it_in_step_2(void)
+{
+    char why[16] = "";
+
+    go_in_steps(0, 1);
+    post(0);
+    want(await(0) == SMP_ERR_TIMED_OUT, "another status");
+    want(smp_lockstep_why(&members[0], 1, why, sizeof(why)) &&
+             strcmp(why, "tired") == 0,
+         "another reason");
+}
+
+RIGHT(a_member_that_gives_up_is_heard, .set_up = make_two_members,
+      .threads = {{"member 0", hear_of_it_in_step_2, false},
+                  {"member 1", give_up_in_step_2, false}},
+      .check = nothing)
+
+/* Lies down and sleeps without looking whether the others have posted meanwhile. */
+static void
+member_0_without_a_second_look(void)
+{
+    smp_bell *bell = &shelves[0].bell;
+
+    post(0);
+    while (!smp_lockstep_arrived(&members[0])) {
+        smp_bell_lie_down(bell);
+        smp_bell_sleep(bell, SMP_NEVER);
+    }
+}
+
+WRONG(a_member_that_does_not_look_again_is_found, "member 0: sleeps for ever",
+      .set_up = make_two_members,
+      .threads = {{"member 0", member_0_without_a_second_look, false},
+                  {"member 1", member_1_once, false}},
+      .check = nothing)
+
+/* A step ahead of the others' reading: with one slot for all steps, that is. */
+static void
+member_1_that_does_not_wait(void)
+{
+    for (int i = 0; i < 3; i++) {
+        post(1);
+    }
+}
+
+WRONG(a_member_that_does_not_wait_for_the_readers_is_found,
+      "member 0: a slot has another step's number", .set_up = make_two_members,
+      .threads = {{"member 0", member_0_once, false},
+                  {"member 1", member_1_that_does_not_wait, false}},
+      .check = nothing)
+
+/* Nobody rings for the dead: the sleeper looks around every SLEEP_NS. */
+static void
+kill_member_0(void)
+{
+    explore_kill(0);
+    host_lost(&ranks[1].comm, 0, SMP_ERR_PEER_LOST);
+}
+
+static void
+member_1_until_the_loss(void)
+{
+    smp_status status = SMP_OK;
+
+    for (int i = 0; i < 2 && status == SMP_OK; i++) {
+        post(1);
+        status = await(1);
+    }
+    want(status == SMP_OK || status == SMP_ERR_PEER_LOST, "another status");
+    want(status == SMP_OK ||
+             atomic_load(&shelves[0].slots[members[1].step & 1].notice.step) !=
+                 members[1].step,
+         "it had posted this step");
+}
+
+RIGHT(a_member_that_dies_at_any_step_is_noticed, .set_up = make_two_members,
+      .threads = {{"member 0", member_0_once, false},
+                  {"killer", kill_member_0, false},
+                  {"member 1", member_1_until_the_loss, false}},
+      .check = nothing, .timers = true)
+
+/* --------------------------------------------------------------------------- orders */
+
+static smp_carrier *the_carrier;
+static smp_queue   *the_queue;
+static smp_order    orders[2];
+static int          carried_out; /* calls of the group that follows */
+
+/* A group whose operations are over at once, one at a time. */
+smp_status
+smp_group_start(smp_group *group, const smp_call *call)
+{
+    (void)group;
+    (void)call;
+    carried_out++;
+    return SMP_OK;
+}
+
+smp_status
+smp_group_wait(smp_group *group, int64_t until_ns, bool *over)
+{
+    (void)group;
+    (void)until_ns;
+    *over = true;
+    return SMP_OK;
+}
+
+uint64_t
+smp_group_sequence(const smp_group *group)
+{
+    (void)group;
+    return (uint64_t)carried_out;
+}
+
+const char *
+smp_group_error(const smp_group *group)
+{
+    (void)group;
+    return "";
+}
+
+static void
+make_carrier(void)
+{
+    static const smp_call call = {.operation = SMP_BARRIER};
+
+    carried_out = 0;
+    memset(orders, 0, sizeof(orders));
+    for (int i = 0; i < 2; i++) {
+        orders[i].calls = &call;
+        orders[i].ncalls = 1;
+    }
+    want(smp_carrier_create(&the_carrier) == SMP_OK, "no carrier");
+    want(smp_queue_create(the_carrier, NULL, &the_queue) == SMP_OK, "no queue");
+}
+
+static void
+issue_announced(void)
+{
+    smp_order_issue(&orders[0], the_queue, true);
+    smp_order_issue(&orders[1], the_queue, true);
+}
+
+static void
+hear_of_both(void)
+{
+    for (int i = 0; i < 2; i++) {
+        smp_order *finished = NULL;
+
+        want(smp_carrier_finished(the_carrier, &finished) == SMP_OK, "closed");
+        want(finished == &orders[i], "out of order");
+        want(smp_order_is_over(finished), "not over");
+    }
+}
+
+static void
+check_two_calls(void)
+{
+    want(carried_out == 2, "not two calls");
+}
+
+RIGHT(announced_orders_are_carried_out_and_heard_of, .set_up = make_carrier,
+      .threads = {{"issuer", issue_announced, false},
+                  {"listener", hear_of_both, false},
+                  {"carrier", NULL, true}},
+      .check = check_two_calls)
+
+static void
+issue_and_wait(void)
+{
+    smp_order_issue(&orders[0], the_queue, false);
+    want(smp_order_wait(&orders[0], SMP_NEVER), "not over");
+}
+
+static void
+issue_announced_and_wait(void)
+{
+    smp_order_issue(&orders[1], the_queue, true);
+    want(smp_order_wait(&orders[1], SMP_NEVER), "not over");
+}
+
+RIGHT(waiters_and_the_carrier_share_a_queue, .set_up = make_carrier,
+      .threads = {{"waiter", issue_and_wait, false},
+                  {"other", issue_announced_and_wait, false},
+                  {"carrier", NULL, true}},
+      .check = check_two_calls)
+
+static void
+issue_and_leave(void)
+{
+    smp_order_issue(&orders[0], the_queue, false);
+    smp_order_leave(&orders[0]);
+}
+
+static void
+hear_of_one(void)
+{
+    smp_order *finished;
+
+    want(smp_carrier_finished(the_carrier, &finished) == SMP_OK, "closed");
+}
+
+RIGHT(an_order_that_is_left_is_the_carriers, .set_up = make_carrier,
+      .threads = {{"leaver", issue_and_leave, false},
+                  {"listener", hear_of_one, false},
+                  {"carrier", NULL, true}},
+      .check = nothing)
+
+static void
+issue_one_announced(void)
+{
+    smp_order_issue(&orders[1], the_queue, true);
+}
+
+RIGHT(what_a_waiter_does_not_carry_out_is_the_carriers, .set_up = make_carrier,
+      .threads = {{"waiter", issue_and_wait, false},
+                  {"issuer", issue_one_announced, false},
+                  {"listener", hear_of_one, false},
+                  {"carrier", NULL, true}},
+      .check = check_two_calls)
+
+static void
+issue_and_end(void)
+{
+    smp_order_issue(&orders[0], the_queue, true);
+    smp_order_issue(&orders[1], the_queue, true);
+    smp_queue_destroy(the_queue);
+    want(smp_order_is_over(&orders[0]) && smp_order_is_over(&orders[1]), "not over");
+    smp_carrier_close(the_carrier);
+}
+
+static void
+hear_until_closed(void)
+{
+    smp_order *finished;
+    int        heard = 0;
+
+    while (smp_carrier_finished(the_carrier, &finished) == SMP_OK) {
+        heard++;
+    }
+    want(heard == 2, "not heard of both");
+}
+
+RIGHT(a_queue_ends_with_all_its_orders, .set_up = make_carrier,
+      .threads = {{"owner", issue_and_end, false},
+                  {"listener", hear_until_closed, false},
+                  {"carrier", NULL, true}},
+      .check = nothing)
+
+/* ---------------------------------------------------------------------- letterboxes */
+
+static smp_mailbox *mailboxes[2];
+
+static void
+make_mailboxes(void)
+{
+    make_ranks();
+    for (int r = 0; r < 2; r++) {
+        want(smp_mailbox_create(&ranks[r].comm, &mailboxes[r]) == SMP_OK, "no memory");
+    }
+}
+
+static void
+post_tag(int from, int64_t tag)
+{
+    smp_address address = {.group = 1, .tag = tag, .dtype = SMP_I64, .count = 1};
+
+    want(smp_mailbox_send(mailboxes[from], 0, &address, &tag) == SMP_OK, "cannot send");
+}
+
+static void
+get_tag(int source, int64_t tag)
+{
+    int64_t       got = 0;
+    smp_letterbox box = {.want = {.group = 1, .tag = tag, .dtype = SMP_I64, .count = 1},
+                         .source = source,
+                         .out = &got};
+
+    smp_letterbox_put_up(mailboxes[0], &box);
+    want(smp_letterbox_wait(mailboxes[0], &box, SMP_NEVER), "not over");
+    want(box.status == SMP_OK && got == tag, "another letter");
+}
+
+static void
+post_2_then_1(void)
+{
+    post_tag(1, 2);
+    post_tag(1, 1);
+}
+
+static void
+get_1(void)
+{
+    get_tag(1, 1);
+}
+
+static void
+get_2(void)
+{
+    get_tag(1, 2);
+}
+
+RIGHT(one_waiter_sorts_in_for_the_other, .set_up = make_mailboxes,
+      .threads = {{"sender", post_2_then_1, false},
+                  {"waiter 1", get_1, false},
+                  {"waiter 2", get_2, false}},
+      .check = nothing)
+
+/* Gives up; what the other one waits for comes later. */
+static void
+give_up_then_post_2(void)
+{
+    smp_letterbox box = {.want = {.group = 1, .tag = 9, .dtype = SMP_I64}, .source = 1};
+
+    smp_letterbox_put_up(mailboxes[0], &box);
+    want(!smp_letterbox_wait(mailboxes[0], &box, smp_clock_ns() + 5 * SMP_NS_PER_MS),
+         "a letter that nobody sent");
+    smp_letterbox_take_down(mailboxes[0], &box);
+    post_tag(1, 2);
+}
+
+RIGHT(who_gives_up_leaves_the_sorting_to_the_others, .set_up = make_mailboxes,
+      .threads = {{"waiter 1", give_up_then_post_2, false}, {"waiter 2", get_2, false}},
+      .check = nothing, .timers = true)
+
+static void
+post_to_itself(void)
+{
+    post_tag(0, 3);
+}
+
+static void
+get_from_itself(void)
+{
+    get_tag(0, 3);
+}
+
+RIGHT(a_letter_to_oneself_wakes_who_waits_for_it, .set_up = make_mailboxes,
+      .threads = {{"sender", post_to_itself, false},
+                  {"waiter", get_from_itself, false}},
+      .check = nothing)
+
+int
+main(int argc, char **argv)
+{
+#define ENTRY(name)                                                                    \
+    {                                                                                  \
+#        name, name                                                                    \
+    }
+    static const smp_test tests[] = {
+        ENTRY(orders_that_differ_are_tried_once_each),
+        ENTRY(a_lost_update_is_found),
+        ENTRY(a_message_is_never_slept_through),
+        ENTRY(two_messages_come_in_order),
+        ENTRY(two_senders_are_both_heard),
+        ENTRY(a_receiver_that_does_not_look_again_is_found),
+        ENTRY(a_sender_that_rings_before_it_publishes_is_found),
+        ENTRY(a_wake_up_call_is_heard_beside_a_message),
+        ENTRY(what_the_progress_thread_delivers_is_heard_beside_the_queues),
+        ENTRY(a_full_ring_is_refilled_when_there_is_room),
+        ENTRY(a_producer_that_asks_and_does_not_look_again_is_found),
+        ENTRY(a_sender_that_dies_at_any_step_is_noticed_after_its_messages),
+        ENTRY(a_bell_that_is_not_rung_hard_after_a_death_is_found),
+        ENTRY(the_last_words_of_who_leaves_are_heard),
+        ENTRY(a_slot_is_filled_again_when_all_have_read_it),
+        ENTRY(two_members_never_miss_a_step),
+        ENTRY(a_member_waits_for_the_last_of_two),
+        ENTRY(a_member_that_gives_up_is_heard),
+        ENTRY(a_member_that_does_not_look_again_is_found),
+        ENTRY(a_member_that_does_not_wait_for_the_readers_is_found),
+        ENTRY(a_member_that_dies_at_any_step_is_noticed),
+        ENTRY(announced_orders_are_carried_out_and_heard_of),
+        ENTRY(waiters_and_the_carrier_share_a_queue),
+        ENTRY(an_order_that_is_left_is_the_carriers),
+        ENTRY(what_a_waiter_does_not_carry_out_is_the_carriers),
+        ENTRY(a_queue_ends_with_all_its_orders),
+        ENTRY(one_waiter_sorts_in_for_the_other),
+        ENTRY(who_gives_up_leaves_the_sorting_to_the_others),
+        ENTRY(a_letter_to_oneself_wakes_who_waits_for_it),
+    };
+    return run_tests(tests, sizeof(tests) / sizeof(tests[0]), argc, argv);
+}
