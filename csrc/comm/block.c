@@ -29,9 +29,10 @@ smp_block_private(size_t bytes, smp_block **out)
     return SMP_OK;
 }
 
-smp_status
-smp_block_shared(smp_segment *segment, uint32_t slot, uint64_t offset, size_t bytes,
-                 smp_block **out)
+/* A handle on a slot of the segment; `data` is NULL for one of its device card. */
+static smp_status
+make_handle(smp_segment *segment, uint32_t slot, void *data, uint64_t offset,
+            size_t bytes, smp_block **out)
 {
     smp_block *block = malloc(sizeof(*block));
 
@@ -40,15 +41,30 @@ smp_block_shared(smp_segment *segment, uint32_t slot, uint64_t offset, size_t by
     }
     smp_segment_ref(segment);
     *block = (smp_block){
-        .data = segment->arena + offset,
+        .data = data,
         .bytes = bytes,
         .segment = segment,
         .slot = slot,
+        .offset = offset,
         .generation = smp_fork_generation(),
         .epoch = smp_fork_epoch(),
     };
     *out = block;
     return SMP_OK;
+}
+
+smp_status
+smp_block_shared(smp_segment *segment, uint32_t slot, uint64_t offset, size_t bytes,
+                 smp_block **out)
+{
+    return make_handle(segment, slot, segment->arena + offset, 0, bytes, out);
+}
+
+smp_status
+smp_block_on_device(smp_segment *segment, uint32_t slot, uint64_t offset, size_t bytes,
+                    smp_block **out)
+{
+    return make_handle(segment, slot, NULL, offset, bytes, out);
 }
 
 void
@@ -96,10 +112,11 @@ smp_block_forget(smp_block *block)
 static void
 give_back(void *arg)
 {
-    smp_block *block = arg;
+    smp_block        *block = arg;
+    _Atomic uint32_t *states =
+        block->data == NULL ? block->segment->device->states : block->segment->states;
 
-    atomic_store_explicit(&block->segment->states[block->slot], SMP_SLOT_FREE,
-                          memory_order_release);
+    atomic_store_explicit(&states[block->slot], SMP_SLOT_FREE, memory_order_release);
     smp_block_forget(block);
 }
 
@@ -112,8 +129,9 @@ smp_block_release(smp_block *block)
     if (block->segment == NULL) {
         free(block);
     } else if (block->generation != smp_fork_generation()) {
-        smp_block_forget(block); /* a child's copy; the parent holds the block */
-    } else if (block->epoch == smp_fork_epoch() ||
+        smp_block_forget(block);      /* a child's copy; the parent holds the block */
+    } else if (block->data == NULL || /* a child sees nothing of a device */
+               block->epoch == smp_fork_epoch() ||
                !smp_fork_defer(block->epoch, give_back, block)) {
         give_back(block);
     }

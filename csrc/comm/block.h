@@ -1,4 +1,5 @@
-/* Blocks from the inside: in a segment, or in this process's own memory.
+/* Blocks from the inside: in a segment, in this process's own memory, or in the device
+ * pool of a segment's owner.
  *
  * The public functions on blocks (comm/comm.h) are implemented in block.c.
  */
@@ -14,10 +15,11 @@
 #include "common/status.h"
 
 struct smp_block {
-    void        *data; /* in the segment, or behind this struct */
+    void        *data; /* in the segment, or behind this struct; NULL: on a device */
     size_t       bytes;
     smp_segment *segment;    /* owned: one reference; NULL: private memory */
-    uint32_t     slot;       /* of the segment */
+    uint32_t     slot;       /* of the segment, or of its device card */
+    uint64_t     offset;     /* in the device pool; 0 for others */
     uint32_t     generation; /* smp_fork_generation() when made */
     uint32_t     epoch;      /* smp_fork_epoch() when made */
     smp_block   *next;       /* in the list that owns it, else NULL */
@@ -36,6 +38,10 @@ smp_status smp_block_private(size_t bytes, smp_block **out);
  * failure (SMP_ERR_NO_MEMORY) the slot is still taken. */
 smp_status smp_block_shared(smp_segment *segment, uint32_t slot, uint64_t offset,
                             size_t bytes, smp_block **out);
+
+/* The same for a span of the device pool that the segment's device card shows. */
+smp_status smp_block_on_device(smp_segment *segment, uint32_t slot, uint64_t offset,
+                               size_t bytes, smp_block **out);
 
 void       smp_block_list_put(smp_block_list *list, smp_block *block);
 smp_block *smp_block_list_get(smp_block_list *list); /* NULL: empty */

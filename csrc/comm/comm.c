@@ -19,6 +19,7 @@
 #include "comm/block.h"
 #include "comm/card.h"
 #include "comm/clock.h"
+#include "comm/device/port.h"
 #include "comm/fork.h"
 #include "comm/inbox.h"
 #include "comm/loop.h"
@@ -71,18 +72,19 @@ typedef struct {
 } traffic;
 
 struct smp_comm {
-    int          rank; /* set at create, like all up to ncarriers */
-    int          size;
-    int          spin_us;
-    char         job[64];
-    uint32_t     generation; /* smp_fork_generation() of the process that made it */
-    smp_segment *segment;    /* owned: one reference */
-    smp_arena   *arena;      /* owned */
-    smp_loop     loop;
-    smp_host     host;
-    smp_card    *card; /* owned */
-    carrier      carriers[SMP_TRANSPORTS];
-    int          ncarriers;
+    int              rank; /* set at create, like all up to ncarriers */
+    int              size;
+    int              spin_us;
+    char             job[64];
+    uint32_t         generation; /* smp_fork_generation() of the process that made it */
+    smp_segment     *segment;    /* owned: one reference */
+    smp_arena       *arena;      /* owned */
+    smp_device_port *device;     /* owned */
+    smp_loop         loop;
+    smp_host         host;
+    smp_card        *card; /* owned */
+    carrier          carriers[SMP_TRANSPORTS];
+    int              ncarriers;
 
     carrier *
         *routes; /* owned: [size] of borrowed; set by connect, like all up to thread */
@@ -468,6 +470,12 @@ smp_comm_create(const smp_comm_config *config, smp_comm **out)
     if (status != SMP_OK) {
         goto err_destroy;
     }
+    comm->device = smp_device_port_create(comm, comm->segment, comm->rank, comm->size,
+                                          config->device_pool_bytes);
+    if (comm->device == NULL) {
+        status = SMP_ERR_NO_MEMORY;
+        goto err_destroy;
+    }
     fill_host(comm, config->interface);
     smp_card_begin(comm->card, comm->rank, comm->size);
     if (comm->size > 1) {
@@ -613,10 +621,11 @@ smp_comm_destroy(smp_comm *comm)
         smp_loop_kick(&comm->loop);
         pthread_join(comm->thread, NULL);
     }
-    for (int i = comm->ncarriers; i-- > 0;) { /* 2. close what leads to the peers */
+    smp_device_port_destroy(comm->device);    /* 2. end what the device does */
+    for (int i = comm->ncarriers; i-- > 0;) { /* 3. close what leads to the peers */
         comm->carriers[i].ops->destroy(comm->carriers[i].self);
     }
-    smp_inbox_fini(&comm->inbox); /* 3. nobody else sees the rest now */
+    smp_inbox_fini(&comm->inbox); /* 4. nobody else sees the rest now */
     smp_post_fini(&comm->post);
     smp_arena_destroy(comm->arena);
     smp_segment_unref(comm->segment);
@@ -682,6 +691,8 @@ smp_comm_send(smp_comm *comm, int dest, const void *bytes, size_t nbytes,
         return status;
     }
     for (size_t i = 0; i < nblocks; i++) {
+        /* A device pool is for those who have this rank's segment. */
+        assert(blocks[i]->data != NULL || comm->routes[dest]->ops->neighbour != NULL);
         total += blocks[i]->bytes;
     }
     smp_jitter();
@@ -906,6 +917,12 @@ smp_comm_transport(const smp_comm *comm, int rank)
     const carrier *c = comm->routes[rank];
 
     return c == NULL ? NULL : c->ops->name;
+}
+
+smp_device_port *
+smp_comm_device(smp_comm *comm)
+{
+    return comm->device;
 }
 
 /* ------------------------------------------------------------------ neighbours */

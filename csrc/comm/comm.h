@@ -31,17 +31,19 @@ typedef struct smp_comm  smp_comm;
 typedef struct smp_block smp_block;
 
 typedef struct {
-    int    rank;            /* of this process */
-    int    size;            /* ranks in the job */
-    size_t pool_bytes;      /* this rank's arena of shared memory, at most; 0: a part of
-                               the machine's memory.  It takes only what it uses. */
-    int spin_us;            /* how long a waiter polls before it sleeps; -1: decide
-                               by the number of cores and local ranks */
-    const char *transports; /* comma-separated names in order of preference, or NULL:
-                               all that are registered */
-    const char *interface;  /* for transports over a network: the name of an interface,
-                               an address of it or its subnet ("10.0.0.0/24"), or NULL:
-                               one that reaches the other hosts */
+    int    rank;       /* of this process */
+    int    size;       /* ranks in the job */
+    size_t pool_bytes; /* this rank's arena of shared memory, at most; 0: a part of
+                          the machine's memory.  It takes only what it uses. */
+    size_t device_pool_bytes; /* of the device pool, which is made when a tensor of a
+                                 device is sent first (comm/device/port.h); 0: none */
+    int spin_us;              /* how long a waiter polls before it sleeps; -1: decide
+                                 by the number of cores and local ranks */
+    const char *transports;   /* comma-separated names in order of preference, or NULL:
+                                 all that are registered */
+    const char *interface; /* for transports over a network: the name of an interface,
+                              an address of it or its subnet ("10.0.0.0/24"), or NULL:
+                              one that reaches the other hosts */
     char job[64]; /* same on all ranks of the job, unlike any other job's, and secret:
                      it is what they know each other by */
 } smp_comm_config;
@@ -83,7 +85,7 @@ void smp_comm_expect(smp_comm *comm, uint64_t bytes);
 /* 64-byte aligned memory for `bytes` that will travel to `dest`.  A full pool is
  * not an error: the block then travels by a slower way, and is counted. */
 smp_status smp_comm_block(smp_comm *comm, int dest, size_t bytes, smp_block **out);
-void      *smp_block_data(const smp_block *block);
+void      *smp_block_data(const smp_block *block); /* NULL: it is on a device */
 size_t     smp_block_bytes(const smp_block *block);
 
 /* Gives a block back: to its sender's arena, or to the heap.  Any thread, also

@@ -16,6 +16,7 @@ typedef enum {
     SMP_LOCK_MAILBOX,  /* comm: tensors from rank to rank               */
     SMP_LOCK_PEER,     /* comm: what is on its way to one peer          */
     SMP_LOCK_ARENA,    /* comm: the own arena's books                   */
+    SMP_LOCK_DEVICES,  /* comm: device pools that have ended             */
     SMP_LOCK_POST,     /* comm: messages for groups                     */
     SMP_LOCK_INBOX,    /* comm: messages and blocks that have arrived   */
     SMP_LOCK_OUTBOX,   /* comm: blocks that wait for a socket           */

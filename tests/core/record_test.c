@@ -8,10 +8,14 @@
 
 #define ARENA ((size_t)1 << 20)
 
-/* A segment with one block of each kind: inline, in the arena, too large for both. */
+#define DEVICE_POOL ((uint64_t)3 << 20)
+#define BLOCKS 4
+
+/* A segment with one block of each kind: inline, in the arena, too large for both, in
+ * the device pool. */
 typedef struct {
     smp_segment *segment;
-    smp_block   *blocks[3];
+    smp_block   *blocks[BLOCKS];
 } fixture;
 
 static fixture
@@ -23,9 +27,11 @@ make_blocks(void)
     if (smp_segment_create(2, ARENA, &f.segment) != SMP_OK ||
         smp_block_private(sizes[0], &f.blocks[0]) != SMP_OK ||
         smp_block_shared(f.segment, 3, 640, sizes[1], &f.blocks[1]) != SMP_OK ||
-        smp_block_private(sizes[2], &f.blocks[2]) != SMP_OK) {
+        smp_block_private(sizes[2], &f.blocks[2]) != SMP_OK ||
+        smp_block_on_device(f.segment, 5, 4096, 1 << 20, &f.blocks[3]) != SMP_OK) {
         abort();
     }
+    f.segment->device->bytes = DEVICE_POOL;
     for (int i = 0; i < 3; i++) {
         memset(smp_block_data(f.blocks[i]), 'a' + i, sizes[i]);
     }
@@ -35,22 +41,23 @@ make_blocks(void)
 static void
 drop_blocks(fixture f)
 {
-    for (int i = 0; i < 3; i++) {
+    for (int i = 0; i < BLOCKS; i++) {
         smp_block_release(f.blocks[i]);
     }
     smp_segment_unref(f.segment);
 }
 
-/* A record of nine bytes and the three blocks; the caller frees it. */
+/* A record of nine bytes and the blocks; the caller frees it. */
 static uint8_t *
 write_record(fixture f, size_t *bytes)
 {
     uint8_t *record;
 
-    *bytes = smp_record_bytes(9, f.blocks, 3, f.segment);
+    *bytes = smp_record_bytes(9, f.blocks, BLOCKS, f.segment);
     record = malloc(*bytes);
     memset(record, 0, *bytes);
-    smp_record_write(record, SMP_RECORD_WHOLE, "nine byte", 9, f.blocks, 3, f.segment);
+    smp_record_write(record, SMP_RECORD_WHOLE, "nine byte", 9, f.blocks, BLOCKS,
+                     f.segment);
     return record;
 }
 
@@ -69,10 +76,13 @@ TEST(what_was_written_is_read)
 
     CHECK(kind == SMP_RECORD_WHOLE && missing == 1 && message->source == 1);
     CHECK(message->nbytes == 9 && memcmp(message->bytes, "nine byte", 9) == 0);
-    CHECK(message->nblocks == 3 && message->blocks[2] == NULL);
+    CHECK(message->nblocks == BLOCKS && message->blocks[2] == NULL);
     CHECK(smp_block_bytes(message->blocks[0]) == 100);
     CHECK(((uint8_t *)smp_block_data(message->blocks[0]))[99] == 'a');
     CHECK(smp_block_data(message->blocks[1]) == smp_block_data(f.blocks[1]));
+    CHECK(smp_block_data(message->blocks[3]) == NULL);
+    CHECK(message->blocks[3]->slot == 5 && message->blocks[3]->offset == 4096);
+    CHECK(smp_block_bytes(message->blocks[3]) == 1 << 20);
     smp_message_free(message);
     free(record);
     drop_blocks(f);
@@ -120,7 +130,7 @@ TEST(a_changed_record_never_leads_outside)
 
         memcpy(changed, record, bytes);
         for (int j = 0; j <= i % 3; j++) { /* mostly in the head and the refs */
-            changed[(size_t)rand_r(&seed) % (i % 5 ? 96 : bytes)] =
+            changed[(size_t)rand_r(&seed) % (i % 5 ? 120 : bytes)] =
                 (uint8_t)(rand_r(&seed) >> 3);
         }
         status =
@@ -134,7 +144,11 @@ TEST(a_changed_record_never_leads_outside)
         for (size_t j = 0; j < message->nblocks; j++) {
             const smp_block *block = message->blocks[j];
 
-            if (block != NULL && block->segment != NULL) {
+            if (block != NULL && block->segment != NULL && block->data == NULL) {
+                CHECK(block->offset <= DEVICE_POOL);
+                CHECK(block->bytes <= DEVICE_POOL - block->offset);
+                CHECK(block->slot < SMP_DEVICE_SPANS);
+            } else if (block != NULL && block->segment != NULL) {
                 CHECK((uint8_t *)block->data >= f.segment->arena);
                 CHECK((uint8_t *)block->data + block->bytes <=
                       f.segment->arena + ARENA);

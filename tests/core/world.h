@@ -40,7 +40,8 @@ typedef struct world world;
 typedef struct {
     const char *name;
     int (*rank)(world *w);
-    size_t      pool_bytes; /* 0: WORLD_POOL */
+    size_t      pool_bytes;        /* 0: WORLD_POOL */
+    size_t      device_pool_bytes; /* 0: none */
     const char *hosts; /* a letter for each rank: those with the same see each other's
                           shared memory; NULL: all do */
 } world_test;
@@ -109,6 +110,7 @@ world_connect(world *w)
     smp_comm_config     config = {.rank = w->rank,
                                   .size = w->size,
                                   .pool_bytes = w->pool_bytes,
+                                  .device_pool_bytes = w->test->device_pool_bytes,
                                   .spin_us = -1,
                                   .transports = w->transports,
                                   .job = "world"};

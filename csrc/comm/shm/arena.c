@@ -56,6 +56,7 @@ typedef struct {
 
 struct smp_arena {
     smp_segment     *segment;  /* owned: one reference */
+    smp_arena_ground ground;   /* set at create; states lie in the segment */
     _Atomic uint64_t touched;  /* no block has ended above */
     _Atomic uint64_t expected; /* by smp_arena_expect() */
     _Atomic uint64_t made;     /* pages below exist */
@@ -218,7 +219,7 @@ collect(smp_arena *arena, uint32_t looks)
 
         arena->hand = arena->runs[slot].next;
         /* acquire: the reader's last loads come before our next stores */
-        if (atomic_load_explicit(&arena->segment->states[slot], memory_order_acquire) ==
+        if (atomic_load_explicit(&arena->ground.states[slot], memory_order_acquire) ==
             SMP_SLOT_FREE) {
             give_back(arena, slot);
         }
@@ -274,7 +275,7 @@ cut(smp_arena *arena, uint32_t slot, uint64_t bytes)
     }
     if (rest != NONE) {
         arena->unused = arena->runs[rest].next;
-    } else if (arena->fresh < arena->segment->nslots) {
+    } else if (arena->fresh < arena->ground.nslots) {
         rest = arena->fresh++;
     } else {
         return;
@@ -294,18 +295,33 @@ cut(smp_arena *arena, uint32_t slot, uint64_t bytes)
 smp_status
 smp_arena_create(smp_segment *segment, smp_arena **out)
 {
+    const smp_arena_ground ground = {
+        .states = segment->states,
+        .nslots = segment->nslots,
+        .bytes = segment->arena_bytes,
+        .memory = segment->arena,
+    };
+
+    return smp_arena_create_over(segment, &ground, out);
+}
+
+smp_status
+smp_arena_create_over(smp_segment *segment, const smp_arena_ground *ground,
+                      smp_arena **out)
+{
     smp_arena *arena = calloc(1, sizeof(*arena));
 
     if (arena == NULL) {
         return SMP_ERR_NO_MEMORY;
     }
-    arena->runs = calloc(segment->nslots, sizeof(*arena->runs));
+    arena->runs = calloc(ground->nslots, sizeof(*arena->runs));
     if (arena->runs == NULL) {
         free(arena);
         return SMP_ERR_NO_MEMORY;
     }
     smp_segment_ref(segment);
     arena->segment = segment;
+    arena->ground = *ground;
     smp_lock_init(&arena->lock, SMP_LOCK_ARENA);
     for (unsigned p = 0; p < POWERS; p++) {
         for (unsigned s = 0; s < STEPS; s++) {
@@ -314,9 +330,8 @@ smp_arena_create(smp_segment *segment, smp_arena **out)
     }
     arena->unused = NONE;
     arena->fresh = 1;
-    if (segment->arena_bytes != 0) {
-        arena->runs[0] =
-            (run){.bytes = segment->arena_bytes, .below = NONE, .above = NONE};
+    if (ground->bytes != 0) {
+        arena->runs[0] = (run){.bytes = ground->bytes, .below = NONE, .above = NONE};
         bin_put(arena, 0);
     }
     *out = arena;
@@ -342,7 +357,7 @@ smp_arena_take(smp_arena *arena, size_t bytes, uint32_t *slot, uint64_t *offset)
     uint64_t end;
     uint32_t found;
 
-    if (bytes > arena->segment->arena_bytes) {
+    if (bytes > arena->ground.bytes) {
         return false;
     }
     rounded = bytes < UNIT ? UNIT : (bytes + UNIT - 1) / UNIT * UNIT;
@@ -370,7 +385,7 @@ smp_arena_take(smp_arena *arena, size_t bytes, uint32_t *slot, uint64_t *offset)
     if (end > atomic_load_explicit(&arena->touched, memory_order_relaxed)) {
         atomic_store_explicit(&arena->touched, end, memory_order_relaxed);
     }
-    atomic_store_explicit(&arena->segment->states[found], SMP_SLOT_TAKEN,
+    atomic_store_explicit(&arena->ground.states[found], SMP_SLOT_TAKEN,
                           memory_order_relaxed);
     smp_lock_release(&arena->lock);
     return true;
@@ -390,7 +405,7 @@ smp_arena_measure(smp_arena *arena, smp_arena_use *use)
         .in_use = arena->in_use,
         .high = arena->high,
         .made = made > touched ? made : touched,
-        .size = arena->segment->arena_bytes,
+        .size = arena->ground.bytes,
     };
     smp_lock_release(&arena->lock);
 }
@@ -408,7 +423,7 @@ smp_arena_wants_pages(const smp_arena *arena)
     uint64_t touched = atomic_load_explicit(&arena->touched, memory_order_relaxed);
     uint64_t expected = atomic_load_explicit(&arena->expected, memory_order_relaxed);
 
-    return made < arena->segment->arena_bytes &&
+    return arena->ground.memory != NULL && made < arena->ground.bytes &&
            (made < touched + PAGES_STEP || made < expected);
 }
 
@@ -422,11 +437,11 @@ smp_arena_make_pages(smp_arena *arena)
     if (made < touched) {
         made = touched / PAGES_STEP * PAGES_STEP; /* made by their users meanwhile */
     }
-    left = arena->segment->arena_bytes - made;
+    left = arena->ground.bytes - made;
     if (left > PAGES_STEP) {
         left = PAGES_STEP;
     }
     /* Older kernels refuse, and then pages are made at first use: slower, no worse. */
-    (void)madvise(arena->segment->arena + made, left, MADV_POPULATE_WRITE);
+    (void)madvise(arena->ground.memory + made, left, MADV_POPULATE_WRITE);
     atomic_store_explicit(&arena->made, made + left, memory_order_relaxed);
 }

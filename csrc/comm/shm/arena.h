@@ -1,4 +1,5 @@
-/* Which bytes of the own segment's arena are handed out.
+/* Which bytes of the own segment's arena are handed out; or of a device's memory, whose
+ * states lie in the own segment.
  *
  * A good-fit allocator in the manner of two-level segregated fit: constant time, free
  * neighbours are joined, small holes are used first, so the pages in use stay few and
@@ -29,13 +30,25 @@ typedef struct {
     uint64_t size;
 } smp_arena_use;
 
-/* Holds a reference to the segment.  SMP_ERR_NO_MEMORY. */
+/* What an arena hands out, and where it is said who has it. */
+typedef struct {
+    _Atomic uint32_t *states; /* in the segment */
+    uint32_t          nslots;
+    uint64_t          bytes; /* a multiple of 64 */
+    uint8_t *memory;         /* NULL: not in this process's memory, it needs no pages */
+} smp_arena_ground;
+
+/* Over the segment's own memory.  Holds a reference to it.  SMP_ERR_NO_MEMORY. */
 smp_status smp_arena_create(smp_segment *segment, smp_arena **out);
+
+/* Over something else.  Holds a reference to the segment.  SMP_ERR_NO_MEMORY. */
+smp_status smp_arena_create_over(smp_segment *segment, const smp_arena_ground *ground,
+                                 smp_arena **out);
 
 /* Blocks that are handed out stay valid.  Takes NULL. */
 void smp_arena_destroy(smp_arena *arena);
 
-/* `bytes` at segment->arena + *offset, aligned to 64; false: no room. */
+/* `bytes` at *offset of the memory, aligned to 64; false: no room. */
 bool smp_arena_take(smp_arena *arena, size_t bytes, uint32_t *slot, uint64_t *offset);
 
 /* Looks at all blocks first, so that in_use is exact. */

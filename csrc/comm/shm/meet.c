@@ -26,7 +26,7 @@
 #define PREFIX "smp-"
 #define SUFFIX ".sock"
 #define MAGIC 0x53504d53u
-#define VERSION 2u
+#define VERSION 3u
 
 /* Connections that have not said who they are, beyond one per rank. */
 #define STRANGERS 16

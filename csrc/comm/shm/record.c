@@ -14,7 +14,7 @@ typedef struct {
 
 typedef struct {
     uint32_t place; /* smp_place */
-    uint32_t slot;  /* in the arena, else 0 */
+    uint32_t slot;  /* in the arena or on the device card, else 0 */
     uint64_t offset;
     uint64_t bytes;
 } ref;
@@ -29,7 +29,7 @@ smp_place
 smp_record_place(const smp_block *block, const smp_segment *own)
 {
     if (block->segment == own) {
-        return SMP_IN_ARENA;
+        return block->data == NULL ? SMP_ON_DEVICE : SMP_IN_ARENA;
     }
     return block->bytes <= SMP_INLINE_BYTES ? SMP_IN_RECORD : SMP_IN_STREAM;
 }
@@ -68,6 +68,9 @@ smp_record_write(void *to, smp_record_kind kind, const void *bytes, size_t nbyte
         if (refs[i].place == SMP_IN_ARENA) {
             refs[i].slot = block->slot;
             refs[i].offset = (uint64_t)((uint8_t *)block->data - own->arena);
+        } else if (refs[i].place == SMP_ON_DEVICE) {
+            refs[i].slot = block->slot;
+            refs[i].offset = block->offset;
         } else if (refs[i].place == SMP_IN_RECORD) {
             memcpy(at, block->data, block->bytes);
             at += padded(block->bytes);
@@ -80,6 +83,7 @@ static smp_status
 read_block(const ref *r, const uint8_t **inlined, size_t *left, smp_segment *theirs,
            smp_block **out, size_t *missing)
 {
+    uint64_t   pool;
     smp_status status;
 
     switch (r->place) {
@@ -101,6 +105,13 @@ read_block(const ref *r, const uint8_t **inlined, size_t *left, smp_segment *the
             return SMP_ERR_MALFORMED;
         }
         return smp_block_shared(theirs, r->slot, r->offset, r->bytes, out);
+    case SMP_ON_DEVICE:
+        pool = theirs->device->bytes;
+        if (r->slot >= SMP_DEVICE_SPANS || r->offset > pool ||
+            r->bytes > pool - r->offset) {
+            return SMP_ERR_MALFORMED;
+        }
+        return smp_block_on_device(theirs, r->slot, r->offset, r->bytes, out);
     case SMP_IN_STREAM:
         (*missing)++;
         return SMP_OK;

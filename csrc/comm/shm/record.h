@@ -34,6 +34,7 @@ typedef enum {
     SMP_IN_RECORD = 1, /* at the record's end */
     SMP_IN_ARENA = 2,  /* in the sender's arena */
     SMP_IN_STREAM = 3, /* they come separately, in order */
+    SMP_ON_DEVICE = 4, /* in the sender's device pool */
 } smp_place;
 
 /* The place from which a block will travel; `own` is the sender's segment. */

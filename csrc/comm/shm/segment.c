@@ -41,6 +41,12 @@ slots_for(size_t arena_bytes)
     return slots > MAX_SLOTS ? MAX_SLOTS : (uint32_t)slots;
 }
 
+static size_t
+device_card_bytes(int ranks)
+{
+    return pages(sizeof(smp_device_card) + (size_t)ranks * sizeof(uint32_t));
+}
+
 /* The struct for this shape, without a mapping. */
 static smp_segment *
 shape(int ranks, size_t arena_bytes)
@@ -57,7 +63,8 @@ shape(int ranks, size_t arena_bytes)
     segment->arena_bytes = pages(arena_bytes);
     segment->bytes = PAGE + pages(segment->nslots * sizeof(uint32_t)) +
                      pages((size_t)ranks * sizeof(smp_ring)) +
-                     pages(SMP_SHELVES * sizeof(smp_shelf)) + segment->arena_bytes;
+                     pages(SMP_SHELVES * sizeof(smp_shelf)) + device_card_bytes(ranks) +
+                     segment->arena_bytes;
     return segment;
 }
 
@@ -80,6 +87,8 @@ map(smp_segment *segment, int fd)
     at += pages((size_t)segment->nrings * sizeof(smp_ring));
     segment->shelves = (smp_shelf *)(void *)at;
     at += pages(SMP_SHELVES * sizeof(smp_shelf));
+    segment->device = (smp_device_card *)(void *)at;
+    at += device_card_bytes(segment->nrings);
     segment->arena = at;
     return SMP_OK;
 }

@@ -2,7 +2,7 @@
  * arena.
  *
  *   bell | states of the arena's blocks | ring from rank 0 | ring from rank 1 | ... |
- *   shelves of groups | arena
+ *   shelves of groups | card of the device pool | arena
  *
  * Made by its owner, mapped by every peer on the host; never by name, so nothing is
  * left when the job is killed.  Sealed: nobody can cut it off under a reader.
@@ -18,6 +18,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "comm/device/card.h"
 #include "comm/shm/bell.h"
 #include "comm/shm/ring.h"
 #include "comm/shm/shelf.h"
@@ -38,6 +39,7 @@ typedef struct {
     smp_ring         *rings; /* rings[r]: from rank r to the owner */
     int               nrings;
     smp_shelf        *shelves; /* SMP_SHELVES */
+    smp_device_card  *device;
     uint8_t          *arena;
     size_t            arena_bytes;
 } smp_segment;

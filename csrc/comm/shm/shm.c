@@ -191,6 +191,7 @@ put_record(peer *p, smp_record_kind kind, const void *bytes, size_t nbytes,
 
         switch (smp_record_place(block, host->segment)) {
         case SMP_IN_ARENA: /* the receiver has it now */
+        case SMP_ON_DEVICE:
             smp_block_forget(block);
             break;
         case SMP_IN_RECORD:

@@ -1,0 +1,103 @@
+/* Loading the driver's library, once a process. */
+#include "comm/device/driver.h"
+
+#include <dlfcn.h>
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define LIBRARY "libcuda.so.1"
+#define INSTEAD "SMP_CUDA_LIBRARY"
+
+static const struct {
+    const char *name;
+    size_t      at;
+} functions[] = {
+    {"cuInit", offsetof(smp_driver, init)},
+    {"cuDeviceGet", offsetof(smp_driver, device_get)},
+    {"cuDevicePrimaryCtxRetain", offsetof(smp_driver, context_retain)},
+    {"cuDevicePrimaryCtxRelease_v2", offsetof(smp_driver, context_release)},
+    {"cuCtxPushCurrent_v2", offsetof(smp_driver, context_push)},
+    {"cuCtxPopCurrent_v2", offsetof(smp_driver, context_pop)},
+    {"cuMemAlloc_v2", offsetof(smp_driver, alloc)},
+    {"cuMemFree_v2", offsetof(smp_driver, free)},
+    {"cuIpcGetMemHandle", offsetof(smp_driver, memory_export)},
+    {"cuIpcOpenMemHandle_v2", offsetof(smp_driver, memory_open)},
+    {"cuIpcCloseMemHandle", offsetof(smp_driver, memory_close)},
+    {"cuStreamCreate", offsetof(smp_driver, stream_create)},
+    {"cuStreamDestroy_v2", offsetof(smp_driver, stream_destroy)},
+    {"cuStreamWaitEvent", offsetof(smp_driver, stream_wait)},
+    {"cuStreamQuery", offsetof(smp_driver, stream_query)},
+    {"cuEventCreate", offsetof(smp_driver, event_create)},
+    {"cuEventDestroy_v2", offsetof(smp_driver, event_destroy)},
+    {"cuEventRecord", offsetof(smp_driver, event_record)},
+    {"cuEventQuery", offsetof(smp_driver, event_query)},
+    {"cuIpcGetEventHandle", offsetof(smp_driver, event_export)},
+    {"cuIpcOpenEventHandle", offsetof(smp_driver, event_open)},
+    {"cuMemcpyDtoDAsync_v2", offsetof(smp_driver, copy)},
+    {"cuGetErrorName", offsetof(smp_driver, error_name)},
+};
+
+/* Written by load() alone. */
+static pthread_once_t once = PTHREAD_ONCE_INIT;
+static smp_driver     table;
+static bool           loaded;
+static char           missing[SMP_DRIVER_TEXT];
+
+static void
+load(void)
+{
+    const char *named = getenv(INSTEAD);
+    const char *path = named != NULL ? named : LIBRARY;
+    void       *library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
+
+    if (library == NULL) {
+        snprintf(missing, sizeof(missing), "there is no %s", path);
+        return;
+    }
+    for (size_t i = 0; i < sizeof(functions) / sizeof(functions[0]); i++) {
+        void *found = dlsym(library, functions[i].name);
+
+        if (found == NULL) {
+            snprintf(missing, sizeof(missing), "%s has no %s", path, functions[i].name);
+            return;
+        }
+        memcpy((char *)&table + functions[i].at, &found, sizeof(found));
+    }
+    /* The library is never closed: the driver has threads of its own. */
+    loaded = smp_driver_ok(&table, "cuInit", table.init(0), missing);
+}
+
+const smp_driver *
+smp_driver_load(char why[SMP_DRIVER_TEXT])
+{
+    pthread_once(&once, load);
+    if (!loaded) {
+        memcpy(why, missing, sizeof(missing));
+        return NULL;
+    }
+    return &table;
+}
+
+bool
+smp_driver_is_stand_in(void)
+{
+    return getenv(INSTEAD) != NULL;
+}
+
+bool
+smp_driver_ok(const smp_driver *driver, const char *call, int result,
+              char why[SMP_DRIVER_TEXT])
+{
+    const char *name = NULL;
+
+    if (result == SMP_DRIVER_OK) {
+        return true;
+    }
+    if (driver->error_name(result, &name) != SMP_DRIVER_OK || name == NULL) {
+        name = "error";
+    }
+    snprintf(why, SMP_DRIVER_TEXT, "%s: %s (%d)", call, name, result);
+    return false;
+}

@@ -1,0 +1,75 @@
+/* The functions of the GPU's driver that the device pool calls, found at run time.
+ *
+ * The library is libcuda.so.1, or the one that SMP_CUDA_LIBRARY names: the tests'
+ * stand-in (tests/core/stand_in.c).  Nothing is linked, so the core works where there
+ * is no driver.
+ *
+ * Threads  any.
+ * Source   CUDA Driver API reference: names, types and values, the last as comments
+ * say.
+ */
+#ifndef SMP_COMM_DEVICE_DRIVER_H
+#define SMP_COMM_DEVICE_DRIVER_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+/* Room for what went wrong, in words. */
+#define SMP_DRIVER_TEXT 160
+
+/* A memory or event of this process, for another one (CUipcMemHandle). */
+typedef struct {
+    uint8_t bytes[64];
+} smp_driver_handle;
+
+/* CUresult, of which these are ours to know. */
+enum { SMP_DRIVER_OK = 0, SMP_DRIVER_NOT_READY = 600 };
+
+enum {
+    SMP_DRIVER_STREAM_ALONE = 1,    /* CU_STREAM_NON_BLOCKING */
+    SMP_DRIVER_EVENT_UNTIMED = 2,   /* CU_EVENT_DISABLE_TIMING */
+    SMP_DRIVER_EVENT_SHARED = 4,    /* CU_EVENT_INTERPROCESS */
+    SMP_DRIVER_OPEN_WITH_PEERS = 1, /* CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS */
+};
+
+/* CUcontext, CUstream and CUevent are pointers; CUdeviceptr is a uint64_t. */
+typedef struct {
+    int (*init)(unsigned flags);
+    int (*device_get)(int *device, int ordinal);
+    int (*context_retain)(void **context, int device);
+    int (*context_release)(int device);
+    int (*context_push)(void *context);
+    int (*context_pop)(void **context);
+    int (*alloc)(uint64_t *at, size_t bytes);
+    int (*free)(uint64_t at);
+    int (*memory_export)(smp_driver_handle *handle, uint64_t at);
+    int (*memory_open)(uint64_t *at, smp_driver_handle handle, unsigned flags);
+    int (*memory_close)(uint64_t at);
+    int (*stream_create)(void **stream, unsigned flags);
+    int (*stream_destroy)(void *stream);
+    int (*stream_wait)(void *stream, void *event, unsigned flags);
+    int (*stream_query)(void *stream);
+    int (*event_create)(void **event, unsigned flags);
+    int (*event_destroy)(void *event);
+    int (*event_record)(void *event, void *stream);
+    int (*event_query)(void *event);
+    int (*event_export)(smp_driver_handle *handle, void *event);
+    int (*event_open)(void **event, smp_driver_handle handle);
+    int (*copy)(uint64_t to, uint64_t from, size_t bytes, void *stream);
+    int (*error_name)(int result, const char **name);
+} smp_driver;
+
+/* The table; the first call loads the library and starts the driver.  NULL, then and
+ * ever after: there is none, and `why` says why. */
+const smp_driver *smp_driver_load(char why[SMP_DRIVER_TEXT]);
+
+/* Whether SMP_CUDA_LIBRARY names another library than the GPU's. */
+bool smp_driver_is_stand_in(void);
+
+/* True for SMP_DRIVER_OK; else `why` says "call: CUDA_ERROR_..." in the driver's words.
+ */
+bool smp_driver_ok(const smp_driver *driver, const char *call, int result,
+                   char why[SMP_DRIVER_TEXT]);
+
+#endif

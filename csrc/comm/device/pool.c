@@ -1,0 +1,259 @@
+/* The allocation, its events, and pools that are waiting for their readers to close. */
+#define _GNU_SOURCE
+#include "comm/device/pool.h"
+
+#include <errno.h>
+#include <signal.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "comm/device/card.h"
+#include "common/lock.h"
+
+/* Of every offset and of the size. */
+#define UNIT 64u
+
+struct smp_device_pool {
+    const smp_driver  *driver;
+    smp_segment       *own; /* owned: one reference */
+    smp_arena         *arena;
+    int                rank;
+    int                device;
+    void              *context;
+    uint64_t           base;
+    void              *events[SMP_DEVICE_SPANS]; /* owned; NULL: not made yet */
+    int                dests[SMP_DEVICE_SPANS];  /* who a taken slot was sent to */
+    smp_device_reader *readers;                  /* owned; of a retired pool */
+    int                nreaders;
+    smp_device_pool   *next; /* retired too */
+};
+
+static smp_lock         retired_lock = SMP_LOCK_INIT(SMP_LOCK_DEVICES);
+static smp_device_pool *retired; /* guarded by retired_lock; owned */
+
+/* ------------------------------------------------------------------ retirement */
+
+/* Whether a reader may still touch the memory of the pool of `rank`. */
+static bool
+has_it(const smp_device_reader *reader, int rank)
+{
+    uint32_t state;
+
+    if (reader->segment == NULL) {
+        return false;
+    }
+    state = atomic_load(&reader->segment->device->pools[rank]);
+    return (state == SMP_READER_OPENING || state == SMP_READER_OPEN) &&
+           (kill(reader->pid, 0) == 0 || errno != ESRCH);
+}
+
+static void
+drop_books(smp_device_pool *pool)
+{
+    for (int i = 0; i < pool->nreaders; i++) {
+        smp_segment_unref(pool->readers[i].segment);
+    }
+    free(pool->readers);
+    smp_arena_destroy(pool->arena);
+    smp_segment_unref(pool->own);
+    free(pool);
+}
+
+static void
+destroy(smp_device_pool *pool)
+{
+    const smp_driver *driver = pool->driver;
+    void             *before;
+
+    /* What fails here fails because the device does, and there is nobody to tell. */
+    if (driver->context_push(pool->context) == SMP_DRIVER_OK) {
+        for (uint32_t i = 0; i < SMP_DEVICE_SPANS; i++) {
+            if (pool->events[i] != NULL) {
+                (void)driver->event_destroy(pool->events[i]);
+            }
+        }
+        (void)driver->free(pool->base);
+        (void)driver->context_pop(&before);
+    }
+    (void)driver->context_release(pool->device);
+    drop_books(pool);
+}
+
+/* Destroys the retired pools that nobody reads. */
+static void
+sweep_retired(void)
+{
+    smp_device_pool  *done = NULL;
+    smp_device_pool **at = &retired;
+
+    smp_lock_acquire(&retired_lock);
+    while (*at != NULL) {
+        smp_device_pool *pool = *at;
+        bool             wanted = false;
+
+        for (int i = 0; i < pool->nreaders; i++) {
+            wanted = wanted || has_it(&pool->readers[i], pool->rank);
+        }
+        if (wanted) {
+            at = &pool->next;
+        } else {
+            *at = pool->next;
+            pool->next = done;
+            done = pool;
+        }
+    }
+    smp_lock_release(&retired_lock);
+    while (done != NULL) {
+        smp_device_pool *next = done->next;
+
+        destroy(done);
+        done = next;
+    }
+}
+
+/* -------------------------------------------------------------------- in use */
+
+/* The memory, and its handle on the card. */
+static bool
+make_memory(smp_device_pool *pool, size_t bytes, char why[SMP_DRIVER_TEXT])
+{
+    const smp_driver *driver = pool->driver;
+    void             *before;
+    bool              made;
+
+    if (!smp_driver_ok(driver, "cuCtxPushCurrent", driver->context_push(pool->context),
+                       why)) {
+        return false;
+    }
+    made = smp_driver_ok(driver, "cuMemAlloc", driver->alloc(&pool->base, bytes), why);
+    if (made &&
+        !smp_driver_ok(driver, "cuIpcGetMemHandle",
+                       driver->memory_export(&pool->own->device->memory, pool->base),
+                       why)) {
+        (void)driver->free(pool->base);
+        made = false;
+    }
+    (void)driver->context_pop(&before);
+    return made;
+}
+
+smp_device_pool *
+smp_device_pool_create(const smp_driver *driver, int device, size_t bytes, int rank,
+                       smp_segment *own, char why[SMP_DRIVER_TEXT])
+{
+    smp_device_pool       *pool = calloc(1, sizeof(*pool));
+    const smp_arena_ground ground = {
+        .states = own->device->states,
+        .nslots = SMP_DEVICE_SPANS,
+        .bytes = (bytes + UNIT - 1) / UNIT * UNIT,
+    };
+
+    sweep_retired();
+    if (pool == NULL || smp_arena_create_over(own, &ground, &pool->arena) != SMP_OK) {
+        memcpy(why, "out of memory", sizeof("out of memory"));
+        goto err_free;
+    }
+    if (!smp_driver_ok(driver, "cuDevicePrimaryCtxRetain",
+                       driver->context_retain(&pool->context, device), why)) {
+        goto err_arena;
+    }
+    smp_segment_ref(own);
+    pool->driver = driver;
+    pool->own = own;
+    pool->rank = rank;
+    pool->device = device;
+    if (!make_memory(pool, ground.bytes, why)) {
+        goto err_context;
+    }
+    own->device->bytes = ground.bytes;
+    atomic_store(&own->device->shown, SMP_POOL_SHOWN);
+    return pool;
+
+err_context:
+    (void)driver->context_release(device);
+    smp_segment_unref(own);
+err_arena:
+    smp_arena_destroy(pool->arena);
+err_free:
+    free(pool);
+    return NULL;
+}
+
+bool
+smp_device_pool_take(smp_device_pool *pool, size_t bytes, int dest,
+                     smp_device_span *out, bool *fault, char why[SMP_DRIVER_TEXT])
+{
+    const smp_driver *driver = pool->driver;
+    smp_driver_handle handle;
+
+    *fault = false;
+    if (!smp_arena_take(pool->arena, bytes, &out->slot, &out->offset)) {
+        return false;
+    }
+    if (pool->events[out->slot] == NULL) {
+        void *event;
+
+        if (!smp_driver_ok(driver, "cuEventCreate",
+                           driver->event_create(&event, SMP_DRIVER_EVENT_UNTIMED |
+                                                            SMP_DRIVER_EVENT_SHARED),
+                           why)) {
+            goto err_give_back;
+        }
+        if (!smp_driver_ok(driver, "cuIpcGetEventHandle",
+                           driver->event_export(&handle, event), why)) {
+            (void)driver->event_destroy(event);
+            goto err_give_back;
+        }
+        pool->own->device->events[out->slot] = handle;
+        pool->events[out->slot] = event;
+    }
+    pool->dests[out->slot] = dest;
+    out->at = pool->base + out->offset;
+    out->event = pool->events[out->slot];
+    return true;
+
+err_give_back:
+    *fault = true;
+    smp_device_pool_give_back(pool, out->slot);
+    return false;
+}
+
+void
+smp_device_pool_give_back(smp_device_pool *pool, uint32_t slot)
+{
+    atomic_store(&pool->own->device->states[slot], SMP_SLOT_FREE);
+}
+
+void
+smp_device_pool_reclaim(smp_device_pool *pool, int dest)
+{
+    for (uint32_t slot = 0; slot < SMP_DEVICE_SPANS; slot++) {
+        if (pool->dests[slot] == dest) {
+            smp_device_pool_give_back(pool, slot);
+        }
+    }
+}
+
+void
+smp_device_pool_measure(smp_device_pool *pool, smp_arena_use *use)
+{
+    smp_arena_measure(pool->arena, use);
+}
+
+void
+smp_device_pool_retire(smp_device_pool *pool, smp_device_reader *readers, int n,
+                       bool leave)
+{
+    atomic_store(&pool->own->device->shown, SMP_POOL_WITHDRAWN);
+    pool->readers = readers;
+    pool->nreaders = n;
+    if (leave) {
+        drop_books(pool);
+    } else {
+        smp_lock_acquire(&retired_lock);
+        pool->next = retired;
+        retired = pool;
+        smp_lock_release(&retired_lock);
+    }
+    sweep_retired();
+}

@@ -1,0 +1,65 @@
+/* A rank's device pool: memory on its device that the other ranks of the host can read.
+ *
+ * One allocation, made when the first tensor is to travel in it, exported once, shown
+ * on the segment's card.  It never is memory of PyTorch's allocator, whose expandable
+ * segments cannot be exported.
+ *
+ * Ownership  A span that was taken is the caller's until it is sent, then the
+ * receiver's, who gives it back by one store (a block's release, comm/block.h). Threads
+ * create, take, give_back, retire: one at a time.  measure: any. Errors     `why` in
+ * the driver's words.
+ */
+#ifndef SMP_COMM_DEVICE_POOL_H
+#define SMP_COMM_DEVICE_POOL_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <sys/types.h>
+
+#include "comm/device/driver.h"
+#include "comm/shm/arena.h"
+#include "comm/shm/segment.h"
+
+typedef struct smp_device_pool smp_device_pool;
+
+typedef struct {
+    uint32_t slot; /* of the card */
+    uint64_t offset;
+    uint64_t at;    /* its address on the device */
+    void    *event; /* borrowed: to be recorded when the bytes are there */
+} smp_device_span;
+
+/* Somebody who may have the pool open. */
+typedef struct {
+    smp_segment *segment; /* owned: one reference; NULL: nobody */
+    pid_t        pid;
+} smp_device_reader;
+
+/* Makes and shows it; `bytes` are rounded up to a multiple of 64.  Holds references to
+ * the device's primary context and to `own`, the segment of this rank.  NULL: no. */
+smp_device_pool *smp_device_pool_create(const smp_driver *driver, int device,
+                                        size_t bytes, int rank, smp_segment *own,
+                                        char why[SMP_DRIVER_TEXT]);
+
+/* Room for `bytes` that go to `dest`.  False: full, or (*fault) its event cannot be
+ * made.  The context is current. */
+bool smp_device_pool_take(smp_device_pool *pool, size_t bytes, int dest,
+                          smp_device_span *out, bool *fault, char why[SMP_DRIVER_TEXT]);
+
+/* A span that was not sent. */
+void smp_device_pool_give_back(smp_device_pool *pool, uint32_t slot);
+
+/* `dest` is dead: what it was sent comes back. */
+void smp_device_pool_reclaim(smp_device_pool *pool, int dest);
+
+void smp_device_pool_measure(smp_device_pool *pool, smp_arena_use *use);
+
+/* Takes the pool, and readers[0 .. n) with their references.  Its memory is freed when
+ * no reader has it open any more: now, or when the next pool of this process is made or
+ * retired; the end of the process frees it in any case.  With `leave` it is left to
+ * that: the device may still be working on it. */
+void smp_device_pool_retire(smp_device_pool *pool, smp_device_reader *readers, int n,
+                            bool leave);
+
+#endif

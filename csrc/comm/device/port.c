@@ -1,0 +1,642 @@
+/* Streams, events and the two copies; what is open of the other ranks' pools. */
+#include "comm/device/port.h"
+
+#include <sched.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "comm/block.h"
+#include "comm/clock.h"
+#include "comm/device/card.h"
+#include "comm/device/pool.h"
+#include "comm/fork.h"
+#include "comm/neighbour.h"
+
+/* How long destroy waits for copies. */
+#define FINISH_NS (1 * SMP_NS_PER_S)
+
+/* IDLE -> OPEN -> SHUT, or IDLE -> SHUT. */
+typedef enum { PORT_IDLE, PORT_OPEN, PORT_SHUT } port_state;
+
+/* Another rank of this host. */
+typedef struct {
+    smp_segment *segment; /* owned: one reference; NULL: not met */
+    pid_t        pid;
+    uint64_t     base; /* its pool, as this process sees it; 0: not open */
+    void        *events[SMP_DEVICE_SPANS]; /* owned; its spans'; NULL: not opened yet */
+} reader_of;
+
+/* A copy out of another's pool that is under way. */
+typedef struct reading {
+    struct reading *next;  /* owned; in the order of the copies */
+    void           *event; /* owned */
+    smp_block      *block; /* owned; NULL: this one is free to use */
+} reading;
+
+struct smp_device_port {
+    smp_comm    *comm; /* borrowed; set at create, like all up to peers */
+    smp_segment *own;  /* borrowed */
+    int          rank;
+    int          size;
+    size_t       bytes;
+    uint32_t     generation; /* smp_fork_generation() of the process that made it */
+    reader_of  **peers;      /* owned: [size]; NULL: not on this host, or not met */
+
+    const smp_driver *driver; /* set when the port opens, like all up to fence */
+    int               number; /* of the device */
+    int               device; /* as the driver calls it */
+    void             *context;
+    void             *stream; /* owned */
+    void             *fence;  /* owned: an event, for what the user's stream was told */
+
+    reading *first; /* owned */
+    reading *last;
+    reading *spare; /* owned */
+
+    _Atomic(smp_device_pool *) pool;  /* owned */
+    _Atomic int                state; /* port_state; `why` is written before SHUT */
+    char                       why[SMP_DRIVER_TEXT];
+    _Atomic uint64_t           tensors;
+    _Atomic uint64_t           sent;
+    _Atomic uint64_t           fallbacks;
+};
+
+static port_state
+state_of(const smp_device_port *port)
+{
+    return (port_state)atomic_load(&port->state);
+}
+
+/* Nothing is sent by it any more, and nobody sends to it; `why` is written. */
+static void
+shut(smp_device_port *port)
+{
+    for (int r = 0; r < port->size; r++) {
+        uint32_t open = SMP_READER_OPEN;
+
+        atomic_compare_exchange_strong(&port->own->device->pools[r], &open,
+                                       SMP_READER_OPENING);
+    }
+    atomic_store(&port->state, PORT_SHUT);
+}
+
+/* Makes the device's context the thread's; leave() undoes it. */
+static bool
+enter(const smp_device_port *port, char why[SMP_DRIVER_TEXT])
+{
+    return smp_driver_ok(port->driver, "cuCtxPushCurrent",
+                         port->driver->context_push(port->context), why);
+}
+
+static void
+leave(const smp_device_port *port)
+{
+    void *before;
+
+    (void)port->driver->context_pop(&before);
+}
+
+/* -------------------------------------------------------------------- opening */
+
+/* The driver, the context, the stream. */
+static bool
+open_device(smp_device_port *port, int number)
+{
+    const smp_driver *driver = smp_driver_load(port->why);
+    char             *why = port->why;
+
+    if (driver == NULL) {
+        return false;
+    }
+    port->driver = driver;
+    if (!smp_driver_ok(driver, "cuDeviceGet", driver->device_get(&port->device, number),
+                       why) ||
+        !smp_driver_ok(driver, "cuDevicePrimaryCtxRetain",
+                       driver->context_retain(&port->context, port->device), why)) {
+        return false;
+    }
+    if (!enter(port, why)) {
+        goto err_release;
+    }
+    if (!smp_driver_ok(driver, "cuStreamCreate",
+                       driver->stream_create(&port->stream, SMP_DRIVER_STREAM_ALONE),
+                       why)) {
+        goto err_leave;
+    }
+    if (!smp_driver_ok(driver, "cuEventCreate",
+                       driver->event_create(&port->fence, SMP_DRIVER_EVENT_UNTIMED),
+                       why)) {
+        goto err_stream;
+    }
+    leave(port);
+    port->number = number;
+    return true;
+
+err_stream:
+    (void)driver->stream_destroy(port->stream);
+    port->stream = NULL;
+err_leave:
+    leave(port);
+err_release:
+    (void)driver->context_release(port->device);
+    return false;
+}
+
+/* Whether the port is open on device `number`; opens it, the first time. */
+static bool
+is_open(smp_device_port *port, int number)
+{
+    smp_device_pool *pool;
+
+    if (state_of(port) == PORT_IDLE && port->bytes != 0) {
+        if (!open_device(port, number)) {
+            atomic_store(&port->state, PORT_SHUT);
+            return false;
+        }
+        atomic_store(&port->state, PORT_OPEN);
+        pool = smp_device_pool_create(port->driver, port->device, port->bytes,
+                                      port->rank, port->own, port->why);
+        if (pool == NULL) {
+            shut(port);
+            return false;
+        }
+        atomic_store(&port->pool, pool);
+    }
+    return state_of(port) == PORT_OPEN && port->number == number;
+}
+
+/* `rank` as a reader of this rank's pool and the other way round; NULL: it is on
+ * another host, or there is no memory. */
+static reader_of *
+peer_of(smp_device_port *port, int rank)
+{
+    smp_neighbour its;
+    reader_of    *peer;
+
+    if (port->peers[rank] == NULL && rank != port->rank &&
+        smp_comm_neighbour(port->comm, rank, &its)) {
+        peer = calloc(1, sizeof(*peer));
+        if (peer == NULL) {
+            return NULL;
+        }
+        smp_segment_ref(its.segment);
+        peer->segment = its.segment;
+        peer->pid = its.pid;
+        port->peers[rank] = peer;
+    }
+    return port->peers[rank];
+}
+
+/* Opens the pool of `rank` if it is shown and this was not tried yet. */
+static void
+open_pool(smp_device_port *port, int rank, reader_of *peer)
+{
+    _Atomic uint32_t *mine = &port->own->device->pools[rank];
+    smp_device_card  *its = peer->segment->device;
+    smp_driver_handle memory;
+    char              why[SMP_DRIVER_TEXT];
+
+    if (atomic_load(mine) != SMP_READER_NONE ||
+        atomic_load(&its->shown) != SMP_POOL_SHOWN) {
+        return;
+    }
+    /* It frees the memory when it sees no reader, after it has withdrawn it. */
+    atomic_store(mine, SMP_READER_OPENING);
+    if (atomic_load(&its->shown) != SMP_POOL_SHOWN) {
+        atomic_store(mine, SMP_READER_CLOSED);
+        return;
+    }
+    memory = its->memory;
+    if (!enter(port, port->why)) {
+        atomic_store(mine, SMP_READER_REFUSED);
+        shut(port);
+        return;
+    }
+    /* No way between the two devices: not a failure, and nothing that comes again. */
+    if (!smp_driver_ok(
+            port->driver, "cuIpcOpenMemHandle",
+            port->driver->memory_open(&peer->base, memory, SMP_DRIVER_OPEN_WITH_PEERS),
+            why)) {
+        peer->base = 0;
+    }
+    leave(port);
+    atomic_store(mine, peer->base != 0 ? SMP_READER_OPEN : SMP_READER_REFUSED);
+}
+
+void
+smp_device_meet(smp_device_port *port, int rank, int device)
+{
+    reader_of *peer = peer_of(port, rank);
+
+    if (peer != NULL && is_open(port, device)) {
+        open_pool(port, rank, peer);
+    }
+}
+
+int
+smp_device_number(const smp_device_port *port)
+{
+    return port->stream != NULL ? port->number : -1;
+}
+
+/* -------------------------------------------------------------------- copying */
+
+/* A copy between the device's memory and a pool, on the own stream: after what `user`
+ * was told so far and after `before` (NULL: nothing else), and before what `user` is
+ * told next.  Records `after` behind it.  False with `why`: *begun says whether the
+ * copy may be running all the same.  The context is current. */
+static bool
+copy_between(const smp_device_port *port, uint64_t to, uint64_t from, size_t bytes,
+             void *user, void *before, void *after, bool *begun,
+             char why[SMP_DRIVER_TEXT])
+{
+    const smp_driver *driver = port->driver;
+
+    *begun = false;
+    if (!smp_driver_ok(driver, "cuEventRecord", driver->event_record(port->fence, user),
+                       why) ||
+        !smp_driver_ok(driver, "cuStreamWaitEvent",
+                       driver->stream_wait(port->stream, port->fence, 0), why) ||
+        (before != NULL &&
+         !smp_driver_ok(driver, "cuStreamWaitEvent",
+                        driver->stream_wait(port->stream, before, 0), why))) {
+        return false;
+    }
+    *begun = true;
+    return smp_driver_ok(driver, "cuMemcpyDtoDAsync",
+                         driver->copy(to, from, bytes, port->stream), why) &&
+           smp_driver_ok(driver, "cuEventRecord",
+                         driver->event_record(after, port->stream), why) &&
+           smp_driver_ok(driver, "cuStreamWaitEvent",
+                         driver->stream_wait(user, after, 0), why);
+}
+
+/* Waits until the own stream has nothing to do; false: it does not come to that. */
+static bool
+drain(const smp_device_port *port)
+{
+    int64_t until = smp_clock_ns() + FINISH_NS;
+    int     result;
+
+    while ((result = port->driver->stream_query(port->stream)) ==
+               SMP_DRIVER_NOT_READY &&
+           smp_clock_ns() < until) {
+        sched_yield();
+    }
+    return result == SMP_DRIVER_OK;
+}
+
+/* Room in the pool; the pools of dead ranks' spans are looked through when it is full.
+ */
+static bool
+take_span(smp_device_port *port, int dest, size_t bytes, smp_device_span *span)
+{
+    smp_device_pool *pool = atomic_load(&port->pool);
+    bool             fault;
+
+    if (smp_device_pool_take(pool, bytes, dest, span, &fault, port->why)) {
+        return true;
+    }
+    for (int r = 0; r < port->size && !fault; r++) {
+        if (port->peers[r] != NULL && smp_comm_gone(port->comm, r) &&
+            !smp_comm_left(port->comm, r)) {
+            smp_device_pool_reclaim(pool, r);
+        }
+    }
+    if (!fault && smp_device_pool_take(pool, bytes, dest, span, &fault, port->why)) {
+        return true;
+    }
+    if (fault) {
+        shut(port);
+    }
+    return false;
+}
+
+/* The copy into the pool; the port is open on the right device. */
+static smp_block *
+copy_out(smp_device_port *port, int dest, uint64_t data, size_t bytes, void *stream)
+{
+    smp_block      *block = NULL;
+    smp_device_span span;
+    bool            begun;
+
+    if (!enter(port, port->why)) {
+        shut(port);
+        return NULL;
+    }
+    if (take_span(port, dest, bytes, &span)) {
+        if (!copy_between(port, span.at, data, bytes, stream, NULL, span.event, &begun,
+                          port->why)) {
+            if (!begun || drain(port)) { /* else the span is never used again */
+                smp_device_pool_give_back(atomic_load(&port->pool), span.slot);
+            }
+            shut(port);
+        } else if (smp_block_on_device(port->own, span.slot, span.offset, bytes,
+                                       &block) != SMP_OK) {
+            block = NULL;
+            /* The next copy there comes after this one, on the same stream. */
+            smp_device_pool_give_back(atomic_load(&port->pool), span.slot);
+        }
+    }
+    leave(port);
+    return block;
+}
+
+smp_block *
+smp_device_put(smp_device_port *port, int dest, int device, uint64_t data, size_t bytes,
+               void *stream)
+{
+    smp_block *block = NULL;
+    reader_of *peer;
+
+    if (port->bytes == 0 || port->generation != smp_fork_generation()) {
+        return NULL;
+    }
+    peer = peer_of(port, dest);
+    if (peer == NULL || smp_comm_gone(port->comm, dest)) {
+        return NULL;
+    }
+    smp_device_meet(port, dest, device);
+    smp_device_sweep(port);
+    if (is_open(port, device) &&
+        atomic_load(&peer->segment->device->pools[port->rank]) == SMP_READER_OPEN) {
+        block = copy_out(port, dest, data, bytes, stream);
+    }
+    if (block == NULL) {
+        atomic_fetch_add(&port->fallbacks, 1);
+    } else {
+        atomic_fetch_add(&port->tensors, 1);
+        atomic_fetch_add(&port->sent, bytes);
+    }
+    return block;
+}
+
+/* -------------------------------------------------------------------- reading */
+
+/* The event of the slot of a pool that is open. */
+static bool
+span_event(const smp_device_port *port, reader_of *peer, uint32_t slot,
+           char why[SMP_DRIVER_TEXT])
+{
+    smp_driver_handle handle;
+
+    if (peer->events[slot] != NULL) {
+        return true;
+    }
+    handle = peer->segment->device->events[slot];
+    return smp_driver_ok(port->driver, "cuIpcOpenEventHandle",
+                         port->driver->event_open(&peer->events[slot], handle), why);
+}
+
+/* One with an event and without a block; NULL with `why`. */
+static reading *
+spare_reading(smp_device_port *port, char why[SMP_DRIVER_TEXT])
+{
+    reading *r = port->spare;
+
+    if (r != NULL) {
+        port->spare = r->next;
+        return r;
+    }
+    r = calloc(1, sizeof(*r));
+    if (r == NULL) {
+        memcpy(why, "out of memory", sizeof("out of memory"));
+        return NULL;
+    }
+    if (!smp_driver_ok(port->driver, "cuEventCreate",
+                       port->driver->event_create(&r->event, SMP_DRIVER_EVENT_UNTIMED),
+                       why)) {
+        free(r);
+        return NULL;
+    }
+    return r;
+}
+
+static void
+put_spare(smp_device_port *port, reading *r)
+{
+    r->next = port->spare;
+    port->spare = r;
+}
+
+/* The copy out of the pool; the context is current.  *running: the block must be kept.
+ */
+static bool
+copy_in(smp_device_port *port, reader_of *peer, smp_block *block, uint64_t to,
+        void *stream, bool *running, char why[SMP_DRIVER_TEXT])
+{
+    reading *r;
+    bool     begun;
+
+    *running = false;
+    if (!span_event(port, peer, block->slot, why)) {
+        return false;
+    }
+    r = spare_reading(port, why);
+    if (r == NULL) {
+        return false;
+    }
+    if (!copy_between(port, to, peer->base + block->offset, block->bytes, stream,
+                      peer->events[block->slot], r->event, &begun, why)) {
+        *running = begun && !drain(port);
+        put_spare(port, r);
+        return false;
+    }
+    *running = true;
+    r->block = block;
+    r->next = NULL;
+    if (port->first == NULL) {
+        port->first = r;
+    } else {
+        port->last->next = r;
+    }
+    port->last = r;
+    return true;
+}
+
+smp_status
+smp_device_get(smp_device_port *port, int source, smp_block *block, uint64_t to,
+               void *stream, char why[SMP_DRIVER_TEXT])
+{
+    reader_of *peer = port->peers[source];
+    bool       running = false;
+    bool       done = false;
+
+    if (peer == NULL || peer->base == 0 || block->data != NULL ||
+        block->segment != peer->segment) {
+        memcpy(why, "its pool is not open here", sizeof("its pool is not open here"));
+    } else if (enter(port, why)) {
+        done = copy_in(port, peer, block, to, stream, &running, why);
+        leave(port);
+    }
+    if (!running) {
+        smp_block_release(block);
+    } else if (!done) {
+        smp_block_forget(block); /* the device may still read it */
+    }
+    if (!done && state_of(port) == PORT_OPEN) {
+        memcpy(port->why, why, SMP_DRIVER_TEXT);
+        shut(port);
+    }
+    smp_device_sweep(port);
+    return done ? SMP_OK : SMP_ERR_SYSTEM;
+}
+
+void
+smp_device_sweep(smp_device_port *port)
+{
+    reading *r;
+    char     why[SMP_DRIVER_TEXT];
+
+    if (port->first == NULL || !enter(port, why)) {
+        return;
+    }
+    while ((r = port->first) != NULL &&
+           port->driver->event_query(r->event) == SMP_DRIVER_OK) {
+        port->first = r->next;
+        smp_block_release(r->block);
+        r->block = NULL;
+        put_spare(port, r);
+    }
+    leave(port);
+}
+
+/* -------------------------------------------------------- setup, end, counters */
+
+smp_device_port *
+smp_device_port_create(smp_comm *comm, smp_segment *own, int rank, int size,
+                       size_t bytes)
+{
+    smp_device_port *port = calloc(1, sizeof(*port));
+
+    if (port == NULL) {
+        return NULL;
+    }
+    port->peers = calloc((size_t)size, sizeof(reader_of *));
+    if (port->peers == NULL) {
+        free(port);
+        return NULL;
+    }
+    port->comm = comm;
+    port->own = own;
+    port->rank = rank;
+    port->size = size;
+    port->bytes = bytes;
+    port->generation = smp_fork_generation();
+    return port;
+}
+
+/* Closes the pools of the others; the context is current. */
+static void
+close_pools(smp_device_port *port)
+{
+    for (int r = 0; r < port->size; r++) {
+        reader_of *peer = port->peers[r];
+
+        if (peer == NULL || peer->base == 0) {
+            continue;
+        }
+        for (uint32_t i = 0; i < SMP_DEVICE_SPANS; i++) {
+            if (peer->events[i] != NULL) {
+                (void)port->driver->event_destroy(peer->events[i]);
+            }
+        }
+        (void)port->driver->memory_close(peer->base);
+        atomic_store(&port->own->device->pools[r], SMP_READER_CLOSED);
+    }
+}
+
+static void
+free_readings(smp_device_port *port, reading *r, bool destroy)
+{
+    while (r != NULL) {
+        reading *next = r->next;
+
+        if (destroy) {
+            (void)port->driver->event_destroy(r->event);
+        }
+        if (r->block != NULL && destroy) {
+            smp_block_release(r->block);
+        } else if (r->block != NULL) {
+            smp_block_forget(r->block);
+        }
+        free(r);
+        r = next;
+    }
+}
+
+/* The own pool, with those who may have it open.  `leave`: nobody knows what the device
+ * is still doing. */
+static void
+retire_pool(smp_device_port *port, bool leave)
+{
+    smp_device_pool   *pool = atomic_load(&port->pool);
+    smp_device_reader *readers;
+
+    if (pool == NULL) {
+        return;
+    }
+    readers = calloc((size_t)port->size, sizeof(*readers));
+    for (int r = 0; r < port->size && readers != NULL; r++) {
+        if (port->peers[r] != NULL) {
+            readers[r] =
+                (smp_device_reader){port->peers[r]->segment, port->peers[r]->pid};
+            smp_segment_ref(readers[r].segment);
+        }
+    }
+    smp_device_pool_retire(pool, readers, readers == NULL ? 0 : port->size,
+                           leave || readers == NULL);
+}
+
+void
+smp_device_port_destroy(smp_device_port *port)
+{
+    char why[SMP_DRIVER_TEXT];
+    bool opened;
+    bool quiet;
+
+    if (port == NULL) {
+        return;
+    }
+    opened = port->stream != NULL;
+    quiet = opened && drain(port) && enter(port, why);
+    free_readings(port, port->first, quiet);
+    free_readings(port, port->spare, quiet);
+    if (quiet) {
+        close_pools(port);
+        (void)port->driver->event_destroy(port->fence);
+        (void)port->driver->stream_destroy(port->stream);
+        leave(port);
+        (void)port->driver->context_release(port->device);
+    }
+    retire_pool(port, !quiet);
+    for (int r = 0; r < port->size; r++) {
+        if (port->peers[r] != NULL) {
+            smp_segment_unref(port->peers[r]->segment);
+            free(port->peers[r]);
+        }
+    }
+    free(port->peers);
+    free(port);
+}
+
+void
+smp_device_measure(smp_device_port *port, smp_device_use *use)
+{
+    smp_device_pool *pool = atomic_load(&port->pool);
+    smp_arena_use    memory = {0};
+
+    if (pool != NULL) {
+        smp_device_pool_measure(pool, &memory);
+    }
+    *use = (smp_device_use){
+        .tensors = atomic_load(&port->tensors),
+        .bytes = atomic_load(&port->sent),
+        .fallbacks = atomic_load(&port->fallbacks),
+        .in_use = memory.in_use,
+        .high = memory.high,
+        .size = memory.size,
+        .why = state_of(port) == PORT_SHUT ? port->why : "",
+    };
+}

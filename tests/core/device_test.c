@@ -1,0 +1,668 @@
+/* Spec: csrc/comm/device/port.h, over the stand-in of the driver (stand_in.c): no GPU.
+ */
+#define _GNU_SOURCE
+#include "comm/device/port.h"
+
+#include <dlfcn.h>
+#include <sched.h>
+
+#include "comm/neighbour.h"
+#include "stand_in.h"
+#include "traffic.h"
+
+#define POOL ((size_t)1 << 20)
+#define ROUNDS 60
+#define LARGEST ((size_t)200000)
+
+/* Further calls than these are repetitions. */
+#define MOST_CALLS 80
+
+/* What PyTorch is for the port: a stream with work on it, and memory. */
+typedef struct {
+    smp_device_port      *port;
+    const smp_driver     *driver;
+    const stand_in_table *stand_in;
+    void                 *context;
+    void                 *stream; /* owned */
+    uint64_t              x;      /* owned: of LARGEST bytes, as y */
+    uint64_t              y;
+    _Atomic int           wrong; /* tensors that were not what they should be */
+    _Atomic int           right;
+} user;
+
+static char library[512];
+
+/* The stand-in lies beside this program. */
+static void
+find_library(void)
+{
+    ssize_t n = readlink("/proc/self/exe", library, sizeof(library) - 20);
+
+    library[n < 0 ? 0 : n] = '\0';
+    strcpy(strrchr(library, '/') + 1, "stand_in.so");
+    setenv("SMP_CUDA_LIBRARY", library, 1);
+}
+
+/* Memory, a stream and the context for this rank's thread, on device 0. */
+static int
+begin(world *w, user *u)
+{
+    char  why[SMP_DRIVER_TEXT];
+    void *loaded;
+    int   device;
+
+    memset(u, 0, sizeof(*u));
+    u->port = smp_comm_device(w->comm);
+    u->driver = smp_driver_load(why);
+    CHECK(u->driver != NULL);
+    loaded = dlopen(library, RTLD_NOW);
+    CHECK(loaded != NULL);
+    u->stand_in = dlsym(loaded, "stand_in");
+    CHECK(u->stand_in != NULL);
+    CHECK(u->driver->device_get(&device, 0) == 0);
+    CHECK(u->driver->context_retain(&u->context, device) == 0);
+    CHECK(u->driver->context_push(u->context) == 0);
+    CHECK(u->driver->stream_create(&u->stream, SMP_DRIVER_STREAM_ALONE) == 0);
+    CHECK(u->driver->alloc(&u->x, LARGEST) == 0 &&
+          u->driver->alloc(&u->y, LARGEST) == 0);
+    return 0;
+}
+
+static int
+settle(user *u)
+{
+    int64_t until = smp_clock_ns() + WORLD_PATIENCE_NS;
+
+    while (u->driver->stream_query(u->stream) != SMP_DRIVER_OK) {
+        CHECK(smp_clock_ns() < until);
+        sched_yield();
+    }
+    return 0;
+}
+
+static int
+end(user *u)
+{
+    void *before;
+    int   device;
+
+    CHECK(settle(u) == 0);
+    CHECK(u->wrong == 0);
+    CHECK(u->driver->stream_destroy(u->stream) == 0);
+    CHECK(u->driver->free(u->x) == 0 && u->driver->free(u->y) == 0);
+    CHECK(u->driver->context_pop(&before) == 0);
+    CHECK(u->driver->device_get(&device, 0) == 0);
+    CHECK(u->driver->context_release(device) == 0);
+    return 0;
+}
+
+/* ------------------------------------------------------------------- kernels */
+
+typedef struct {
+    user    *u;
+    uint64_t at;
+    size_t   bytes;
+    uint64_t seed;
+} job;
+
+static void
+fill_kernel(void *arg)
+{
+    job *j = arg;
+
+    fill((void *)(uintptr_t)j->at, j->bytes, j->seed);
+    free(j);
+}
+
+static void
+check_kernel(void *arg)
+{
+    job *j = arg;
+
+    atomic_fetch_add(filled((const void *)(uintptr_t)j->at, j->bytes, j->seed)
+                         ? &j->u->right
+                         : &j->u->wrong,
+                     1);
+    free(j);
+}
+
+static void
+launch(user *u, stand_in_kernel fn, uint64_t at, size_t bytes, uint64_t seed)
+{
+    job *j = malloc(sizeof(*j));
+
+    if (j == NULL) {
+        abort();
+    }
+    *j = (job){u, at, bytes, seed};
+    u->stand_in->launch(u->stream, fn, j);
+}
+
+/* ------------------------------------------------------------------- messages */
+
+typedef struct {
+    uint64_t seed;
+    uint64_t bytes;
+    uint64_t on_device;
+} letter;
+
+/* x is written, sent and written again, all on the user's stream.  A tensor that the
+ * port does not take is announced without its bytes. */
+static int
+send_x(world *w, user *u, int dest, uint64_t seed, size_t bytes, bool *taken)
+{
+    letter     l = {seed, bytes, 0};
+    smp_block *block;
+
+    launch(u, fill_kernel, u->x, bytes, seed);
+    block = smp_device_put(u->port, dest, 0, u->x, bytes, u->stream);
+    launch(u, fill_kernel, u->x, bytes, seed + 1000000);
+    l.on_device = block != NULL;
+    if (taken != NULL) {
+        *taken = block != NULL;
+    }
+    CHECK_STATUS(
+        smp_comm_send(w->comm, dest, &l, sizeof(l), &block, block == NULL ? 0 : 1),
+        SMP_OK);
+    return 0;
+}
+
+static int
+receive(world *w, smp_message **message, letter *l)
+{
+    CHECK_STATUS(smp_comm_receive(w->comm, WORLD_PATIENCE_NS, message), SMP_OK);
+    CHECK((*message)->nbytes == sizeof(*l));
+    memcpy(l, (*message)->bytes, sizeof(*l));
+    CHECK((*message)->nblocks == l->on_device);
+    return 0;
+}
+
+/* The bytes of a message go to y, which is in use before and after; they are looked at
+ * on the user's stream.  SMP_OK, or what get() says. */
+static smp_status
+read_y(user *u, smp_message *message, const letter *l, char why[SMP_DRIVER_TEXT])
+{
+    smp_status status = SMP_OK;
+
+    if (l->on_device) {
+        launch(u, fill_kernel, u->y, l->bytes, 7);
+        status =
+            smp_device_get(u->port, message->source, smp_message_take_block(message, 0),
+                           u->y, u->stream, why);
+        if (status == SMP_OK) {
+            launch(u, check_kernel, u->y, l->bytes, l->seed);
+            launch(u, fill_kernel, u->y, l->bytes, 8);
+        }
+    } else {
+        smp_device_meet(u->port, message->source, 0);
+    }
+    smp_message_free(message);
+    return status;
+}
+
+static int
+receive_y(world *w, user *u)
+{
+    char         why[SMP_DRIVER_TEXT];
+    smp_message *message;
+    letter       l;
+
+    CHECK(receive(w, &message, &l) == 0);
+    CHECK_STATUS(read_y(u, message, &l, why), SMP_OK);
+    return 0;
+}
+
+/* Both ranks have opened each other's pools after three tensors. */
+static int
+shake_hands(world *w, user *u)
+{
+    if (w->rank == 0) {
+        CHECK(send_x(w, u, 1, 1, 100, NULL) == 0);
+        CHECK(receive_y(w, u) == 0);
+        CHECK(send_x(w, u, 1, 2, 100, NULL) == 0);
+    } else {
+        CHECK(receive_y(w, u) == 0);
+        CHECK(send_x(w, u, 0, 3, 100, NULL) == 0);
+        CHECK(receive_y(w, u) == 0);
+    }
+    return 0;
+}
+
+static int
+expect_empty(user *u)
+{
+    int64_t        until = smp_clock_ns() + WORLD_PATIENCE_NS;
+    smp_device_use use;
+
+    do {
+        CHECK(smp_clock_ns() < until);
+        sched_yield();
+        smp_device_sweep(u->port);
+        smp_device_measure(u->port, &use);
+    } while (use.in_use != 0);
+    return 0;
+}
+
+/* ---------------------------------------------------------------------- tests */
+
+TEST_RANK(a_tensor_is_what_it_was_when_it_was_sent)
+{
+    uint64_t       random = (uint64_t)w->rank + 5;
+    smp_device_use use;
+    user           u;
+
+    CHECK(begin(w, &u) == 0);
+    for (int i = 0; i < ROUNDS; i++) {
+        size_t bytes = 1 + next_random(&random) % LARGEST;
+
+        for (int other = 0; other < w->size; other++) {
+            if (other != w->rank) {
+                CHECK(send_x(w, &u, other, (uint64_t)(i * 8 + w->rank), bytes, NULL) ==
+                      0);
+            }
+        }
+        for (int other = 0; other < w->size - 1; other++) {
+            CHECK(receive_y(w, &u) == 0);
+        }
+        if (i % 4 == 0) { /* or the thread is far ahead, and the pool full */
+            CHECK(settle(&u) == 0);
+        }
+    }
+    CHECK(settle(&u) == 0);
+    smp_device_measure(u.port, &use);
+    CHECK(strcmp(use.why, "") == 0);
+    CHECK(use.tensors + use.fallbacks == (uint64_t)(ROUNDS * (w->size - 1)));
+    CHECK(use.tensors >= ROUNDS / 2);
+    CHECK(use.high <= use.size && use.size == POOL && use.bytes > use.high);
+    CHECK(u.right > 0);
+    smp_device_sweep(u.port);
+    w->barrier(w); /* all have given back what they had */
+    smp_device_measure(u.port, &use);
+    CHECK(use.in_use == 0);
+    return end(&u);
+}
+
+/* The receiver has the message, and has told its stream what to do with it, before the
+ * sender's device has done anything. */
+TEST_RANK(a_message_does_not_wait_for_the_device)
+{
+    user u;
+
+    CHECK(begin(w, &u) == 0);
+    CHECK(shake_hands(w, &u) == 0);
+    CHECK(settle(&u) == 0);
+    w->barrier(w);
+    if (w->rank == 0) {
+        u.stand_in->hold(true);
+        CHECK(send_x(w, &u, 1, 77, 5000, NULL) == 0);
+        w->barrier(w);
+        u.stand_in->hold(false);
+    } else {
+        u.right = 0;
+        CHECK(receive_y(w, &u) == 0);
+        CHECK(u.driver->stream_query(u.stream) == SMP_DRIVER_NOT_READY);
+        CHECK(u.right == 0);
+        w->barrier(w);
+        CHECK(settle(&u) == 0);
+        CHECK(u.right == 1);
+    }
+    return end(&u);
+}
+
+TEST_RANK(a_full_pool_is_counted_and_empties_again)
+{
+    smp_message   *messages[8];
+    letter         l;
+    char           why[SMP_DRIVER_TEXT];
+    smp_device_use before;
+    smp_device_use use;
+    user           u;
+    bool           taken;
+
+    CHECK(begin(w, &u) == 0);
+    CHECK(shake_hands(w, &u) == 0);
+    if (w->rank == 0) {
+        w->barrier(w); /* rank 1 has read the last tensor */
+        CHECK(expect_empty(&u) == 0);
+        smp_device_measure(u.port, &before);
+        for (int i = 0; i < 8; i++) { /* 5 of 200,000 bytes fit into 1 MiB */
+            CHECK(send_x(w, &u, 1, (uint64_t)i, LARGEST, &taken) == 0);
+            CHECK(taken == (i < 5));
+        }
+        smp_device_measure(u.port, &use);
+        CHECK(use.fallbacks == before.fallbacks + 3);
+        CHECK(use.tensors == before.tensors + 5);
+        CHECK(use.in_use > POOL - LARGEST && use.high >= use.in_use);
+        w->barrier(w);
+        CHECK(expect_empty(&u) == 0);
+        CHECK(send_x(w, &u, 1, 9, LARGEST, &taken) == 0);
+        CHECK(taken);
+    } else {
+        CHECK(settle(&u) == 0);
+        smp_device_sweep(u.port);
+        w->barrier(w);
+        for (int i = 0; i < 8; i++) {
+            CHECK(receive(w, &messages[i], &l) == 0);
+        }
+        for (int i = 0; i < 8; i++) {
+            memcpy(&l, messages[i]->bytes, sizeof(l));
+            if (i % 2 == 0) {
+                CHECK_STATUS(read_y(&u, messages[i], &l, why), SMP_OK);
+            } else { /* as after a step that failed: nobody reads it */
+                smp_message_free(messages[i]);
+            }
+        }
+        CHECK(settle(&u) == 0);
+        smp_device_sweep(u.port);
+        w->barrier(w);
+        CHECK(receive_y(w, &u) == 0);
+    }
+    return end(&u);
+}
+
+TEST_RANK(what_a_dead_rank_had_comes_back)
+{
+    smp_device_use use;
+    smp_message   *message;
+    user           u;
+    letter         l;
+    bool           taken;
+
+    CHECK(begin(w, &u) == 0);
+    if (w->rank == 0) {
+        for (int r = 1; r < 3; r++) { /* two tensors: they have opened the pool */
+            CHECK(send_x(w, &u, r, 1, 100, NULL) == 0);
+            CHECK(receive_y(w, &u) == 0);
+        }
+        for (int i = 0; i < 5; i++) {
+            CHECK(send_x(w, &u, 1, 1, LARGEST, &taken) == 0);
+            CHECK(taken);
+        }
+        CHECK(send_x(w, &u, 2, 1, LARGEST, &taken) == 0);
+        CHECK(!taken);
+        CHECK(kill(w->shared->pids[1], SIGKILL) == 0);
+        CHECK_STATUS(smp_comm_receive(w->comm, WORLD_PATIENCE_NS, &message),
+                     SMP_ERR_PEER_LOST);
+        CHECK(smp_device_put(u.port, 1, 0, u.x, 100, u.stream) == NULL);
+        for (int i = 0; i < 5; i++) {
+            CHECK(send_x(w, &u, 2, 1, LARGEST, &taken) == 0);
+            CHECK(taken);
+        }
+        smp_device_measure(u.port, &use);
+        CHECK(use.in_use < POOL);
+        atomic_store(&w->shared->scratch[0], 1);
+        return end(&u);
+    }
+    CHECK(receive_y(w, &u) == 0);
+    CHECK(send_x(w, &u, 0, 1, 100, NULL) == 0);
+    while (w->rank == 1) {
+        CHECK(receive(w, &message, &l) == 0); /* and keeps it */
+    }
+    while (atomic_load(&w->shared->scratch[0]) == 0) {
+        sched_yield();
+    }
+    return end(&u);
+}
+
+TEST_RANK(another_device_of_the_rank_is_not_served)
+{
+    smp_device_use before;
+    smp_device_use use;
+    user           u;
+
+    CHECK(begin(w, &u) == 0);
+    CHECK(smp_device_number(u.port) == -1);
+    CHECK(shake_hands(w, &u) == 0);
+    CHECK(smp_device_number(u.port) == 0);
+    smp_device_measure(u.port, &before);
+    CHECK(smp_device_put(u.port, 1 - w->rank, 1, u.x, 100, u.stream) == NULL);
+    smp_device_measure(u.port, &use);
+    CHECK(use.fallbacks == before.fallbacks + 1);
+    CHECK(strcmp(use.why, "") == 0);
+    w->barrier(w);
+    return end(&u);
+}
+
+TEST_RANK(a_rank_of_another_host_is_not_served)
+{
+    smp_device_use use;
+    user           u;
+
+    CHECK(begin(w, &u) == 0);
+    for (int i = 0; i < 3; i++) {
+        CHECK(send_x(w, &u, 1 - w->rank, 1, 100, NULL) == 0);
+        CHECK(receive_y(w, &u) == 0);
+    }
+    smp_device_measure(u.port, &use);
+    CHECK(use.tensors == 0 && use.fallbacks == 0 && use.size == 0);
+    return end(&u);
+}
+
+TEST_RANK(without_a_driver_the_report_says_why)
+{
+    const char    *wanted = getenv("SMP_TEST_WHY");
+    uint64_t       memory[4] = {0};
+    smp_device_use use;
+
+    for (int i = 0; i < 3; i++) {
+        CHECK(smp_device_put(smp_comm_device(w->comm), 1 - w->rank, 0,
+                             (uint64_t)(uintptr_t)memory, sizeof(memory),
+                             NULL) == NULL);
+    }
+    smp_device_measure(smp_comm_device(w->comm), &use);
+    CHECK(strstr(use.why, wanted) != NULL);
+    CHECK(use.fallbacks == 3 && use.size == 0);
+    w->barrier(w);
+    return 0;
+}
+
+TEST_RANK(a_pool_of_no_bytes_is_no_pool)
+{
+    smp_device_use use;
+
+    CHECK(smp_device_put(smp_comm_device(w->comm), 1 - w->rank, 0, 64, 64, NULL) ==
+          NULL);
+    smp_device_measure(smp_comm_device(w->comm), &use);
+    CHECK(use.fallbacks == 0 && strcmp(use.why, "") == 0);
+    w->barrier(w);
+    return 0;
+}
+
+/* The call that fails, in which rank, and (shared by the ranks) whether it came to
+ * that. */
+static int           unlucky_call;
+static int           unlucky_rank;
+static _Atomic bool *unlucky;
+
+/* Whatever fails: what arrives is right, nobody waits for ever, and a get() that cannot
+ * be done says why. */
+TEST_RANK(every_failure_is_survived)
+{
+    char           why[SMP_DRIVER_TEXT] = "";
+    smp_message   *message;
+    letter         l;
+    smp_status     status;
+    smp_device_use use;
+    user           u;
+    int            lost = 0;
+
+    CHECK(begin(w, &u) == 0);
+    if (w->rank == unlucky_rank) {
+        u.stand_in->fail(NULL, unlucky_call, 2);
+    }
+    for (int i = 0; i < 6; i++) {
+        for (int turn = 0; turn < 2; turn++) {
+            if (turn == w->rank) {
+                CHECK(send_x(w, &u, 1 - w->rank, (uint64_t)i, 30000, NULL) == 0);
+            } else {
+                CHECK(receive(w, &message, &l) == 0);
+                status = read_y(&u, message, &l, why);
+                CHECK(status == SMP_OK || status == SMP_ERR_SYSTEM);
+                CHECK(status == SMP_OK ||
+                      strstr(why, "CUDA_ERROR_OUT_OF_MEMORY") != NULL);
+                lost += status != SMP_OK;
+            }
+        }
+    }
+    smp_device_measure(u.port, &use);
+    if (w->rank == unlucky_rank) {
+        atomic_store(unlucky, u.stand_in->failed());
+        u.stand_in->fail(NULL, 0, 0);
+        CHECK(lost <= 1);
+    } else {
+        CHECK(lost == 0);
+        CHECK(strcmp(use.why, "") == 0);
+    }
+    w->barrier(w);
+    return end(&u);
+}
+
+/* --------------------------------------------------------------- one process */
+
+static int
+alive(void)
+{
+    void                 *loaded = dlopen(library, RTLD_NOW);
+    const stand_in_table *table = dlsym(loaded, "stand_in");
+    int                   n = table->alive();
+
+    dlclose(loaded);
+    return n;
+}
+
+/* A comm ends while another one has its pool open: the pool ends with the last of both.
+ */
+TEST_RANK(a_pool_outlives_its_comm_while_it_is_open)
+{
+    user u;
+
+    CHECK(begin(w, &u) == 0);
+    CHECK(shake_hands(w, &u) == 0);
+    CHECK(settle(&u) == 0);
+    CHECK(end(&u) == 0);
+    w->barrier(w);
+    if (w->rank == 0) {
+        smp_comm_destroy(w->comm);
+        w->comm = NULL;
+        CHECK(alive() > 0);
+    }
+    w->barrier(w);
+    return 0;
+}
+
+/* ----------------------------------------------------------------------- main */
+
+static int
+run(const char *name, int (*rank)(world *), int size, size_t pool, const char *hosts,
+    bool threads)
+{
+    const world_test test = {
+        .name = name, .rank = rank, .device_pool_bytes = pool, .hosts = hosts};
+    const char *transports = hosts == NULL ? "shm" : "shm,tcp";
+
+    return threads ? world_run_threads(&test, transports, size)
+                   : world_run_processes(&test, transports, size);
+}
+
+#define PROCESSES(name, size)                                                          \
+    TEST(name##_processes)                                                             \
+    {                                                                                  \
+        return run(#name, name, size, POOL, NULL, false);                              \
+    }
+
+#define THREADS(name, size)                                                            \
+    TEST(name##_threads)                                                               \
+    {                                                                                  \
+        CHECK(run(#name, name, size, POOL, NULL, true) == 0);                          \
+        CHECK(alive() == 0);                                                           \
+        return 0;                                                                      \
+    }
+
+PROCESSES(a_tensor_is_what_it_was_when_it_was_sent, 2)
+PROCESSES(a_message_does_not_wait_for_the_device, 2)
+PROCESSES(a_full_pool_is_counted_and_empties_again, 2)
+PROCESSES(what_a_dead_rank_had_comes_back, 3)
+PROCESSES(another_device_of_the_rank_is_not_served, 2)
+THREADS(a_tensor_is_what_it_was_when_it_was_sent, 3)
+THREADS(a_full_pool_is_counted_and_empties_again, 2)
+THREADS(a_pool_outlives_its_comm_while_it_is_open, 2)
+
+TEST(ranks_of_other_hosts)
+{
+    return run("a_rank_of_another_host_is_not_served",
+               a_rank_of_another_host_is_not_served, 2, POOL, "ab", false);
+}
+
+TEST(no_pool)
+{
+    return run("a_pool_of_no_bytes_is_no_pool", a_pool_of_no_bytes_is_no_pool, 2, 0,
+               NULL, false);
+}
+
+/* What stands in for the driver, and what the report then says. */
+TEST(no_driver)
+{
+    static const char *const cases[][2] = {
+        {"/nowhere/libcuda.so", "there is no /nowhere/libcuda.so"},
+        {"libc.so.6", "libc.so.6 has no cuInit"},
+    };
+    int failed = 0;
+
+    for (size_t i = 0; i < 2; i++) {
+        setenv("SMP_CUDA_LIBRARY", cases[i][0], 1);
+        setenv("SMP_TEST_WHY", cases[i][1], 1);
+        failed |= run("without_a_driver_the_report_says_why",
+                      without_a_driver_the_report_says_why, 2, POOL, NULL, false);
+    }
+    setenv("SMP_CUDA_LIBRARY", library, 1);
+    return failed;
+}
+
+/* Each call of the driver in turn, first in the one rank, then in the other. */
+TEST(failures)
+{
+    unlucky = mmap(NULL, sizeof(*unlucky), PROT_READ | PROT_WRITE,
+                   MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    CHECK(unlucky != MAP_FAILED);
+    for (unlucky_rank = 0; unlucky_rank < 2; unlucky_rank++) {
+        unlucky_call = 0;
+        do {
+            unlucky_call++;
+            CHECK(run("every_failure_is_survived", every_failure_is_survived, 2, POOL,
+                      NULL, false) == 0);
+        } while (atomic_load(unlucky) && unlucky_call < MOST_CALLS);
+        CHECK(unlucky_call > 30);
+    }
+    munmap(unlucky, sizeof(*unlucky));
+    return 0;
+}
+
+int
+main(int argc, char **argv)
+{
+    /* Those in which this process has threads come last: the others fork. */
+    static const smp_test tests[] = {
+        {"a_tensor_is_what_it_was_when_it_was_sent",
+         a_tensor_is_what_it_was_when_it_was_sent_processes},
+        {"a_message_does_not_wait_for_the_device",
+         a_message_does_not_wait_for_the_device_processes},
+        {"a_full_pool_is_counted_and_empties_again",
+         a_full_pool_is_counted_and_empties_again_processes},
+        {"what_a_dead_rank_had_comes_back", what_a_dead_rank_had_comes_back_processes},
+        {"another_device_of_the_rank_is_not_served",
+         another_device_of_the_rank_is_not_served_processes},
+        {"a_rank_of_another_host_is_not_served", ranks_of_other_hosts},
+        {"a_pool_of_no_bytes_is_no_pool", no_pool},
+        {"without_a_driver_the_report_says_why", no_driver},
+        {"every_failure_is_survived", failures},
+        {"a_tensor_is_what_it_was_when_it_was_sent_in_threads",
+         a_tensor_is_what_it_was_when_it_was_sent_threads},
+        {"a_full_pool_is_counted_and_empties_again_in_threads",
+         a_full_pool_is_counted_and_empties_again_threads},
+        {"a_pool_outlives_its_comm_while_it_is_open_in_threads",
+         a_pool_outlives_its_comm_while_it_is_open_threads},
+    };
+
+    find_library();
+    return run_tests(tests, sizeof(tests) / sizeof(tests[0]), argc, argv);
+}

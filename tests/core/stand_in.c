@@ -1,0 +1,809 @@
+/* A stand-in for the GPU's driver, for machines without one: the functions that
+ * csrc/comm/device/driver.h names, over host memory that processes share.
+ *
+ * What makes it worth testing with is what it has in common with a driver:
+ *
+ *   - what a stream is told happens late, in a thread of the stand-in, after a random
+ *     number of yields (or not before a test says so): who reads without waiting for an
+ *     event reads old bytes;
+ *   - streams are in order by themselves and in none among each other;
+ *   - a wait for an event means its last record at the time of the call, also for an
+ *     event of another process;
+ *   - memory and events go to other processes by handles of 64 bytes;
+ *   - every function can fail.
+ *
+ * An address on the device is an address of the process.  There are two devices, with
+ * one context each.  Memory and events are descriptors of a memfd, which another
+ * process opens through /proc, so that nothing is left behind by one that is killed.
+ */
+#define _GNU_SOURCE
+#include "stand_in.h"
+
+#include <fcntl.h>
+#include <pthread.h>
+#include <sched.h>
+#include <stdatomic.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#define DEVICES 2
+#define HANDLE_MAGIC 0x534d504856u
+
+/* At most so many yields before each thing that a stream does. */
+#define YIELDS 40
+
+/* CUresult. */
+enum {
+    SUCCESS = 0,
+    INVALID_VALUE = 1,
+    OUT_OF_MEMORY = 2,
+    INVALID_DEVICE = 101,
+    INVALID_CONTEXT = 201,
+    INVALID_HANDLE = 400,
+    NOT_READY = 600,
+};
+
+typedef struct {
+    uint64_t magic;
+    int32_t  pid;
+    int32_t  fd;
+    uint64_t bytes;
+    uint8_t  rest[40];
+} handle64;
+
+/* Shared between the processes that have the event. */
+typedef struct {
+    _Atomic uint64_t recorded;
+    _Atomic uint64_t done;
+} moment;
+
+typedef struct {
+    moment    *at;
+    int        fd;    /* of the one that made it, when it can be exported; else -1 */
+    bool       mine;  /* not opened by a handle */
+    atomic_int users; /* its owner, until it destroys it, and work */
+} event;
+
+typedef enum { WORK_COPY, WORK_LAUNCH, WORK_RECORD, WORK_WAIT } work_kind;
+
+typedef struct work {
+    struct work    *next;
+    work_kind       kind;
+    void           *to;
+    const void     *from;
+    size_t          bytes;
+    stand_in_kernel fn;
+    void           *arg;
+    event          *event;
+    uint64_t        count;
+} work;
+
+typedef struct {
+    pthread_mutex_t lock; /* guards all below */
+    pthread_cond_t  changed;
+    work           *first;
+    work           *last;
+    bool            busy; /* with one that is out of the list */
+    bool            ending;
+    pthread_t       thread;
+} stream;
+
+/* An allocation of this process, or one of another that is mapped. */
+typedef struct memory {
+    struct memory *next;
+    void          *base;
+    size_t         bytes;
+    int            fd; /* -1: another's */
+} memory;
+
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER; /* guards all up to held */
+static memory         *memories;
+static stream         *null_stream;
+static const char     *failing;
+static int             countdown; /* 0: nothing fails */
+static int             failing_result;
+static bool            has_failed;
+static void (*drain_user)(void);
+
+static atomic_bool        held;
+static atomic_int         living;
+static atomic_bool        started;
+static _Thread_local int  context_depth;
+static _Thread_local long contexts[8];
+
+/* ------------------------------------------------------------------- failures */
+
+static int
+refused(const char *name)
+{
+    int result = SUCCESS;
+
+    pthread_mutex_lock(&lock);
+    if (countdown > 0 && (failing == NULL || strcmp(failing, name) == 0) &&
+        --countdown == 0) {
+        has_failed = true;
+        result = failing_result;
+    }
+    pthread_mutex_unlock(&lock);
+    return result;
+}
+
+/* The same, for functions that need a context. */
+static int
+refused_here(const char *name)
+{
+    return context_depth == 0 ? INVALID_CONTEXT : refused(name);
+}
+
+/* -------------------------------------------------------------------- streams */
+
+/* Of the last one it is freed: work outlives the call that destroys its event. */
+static void
+let_go(event *e)
+{
+    if (atomic_fetch_sub(&e->users, 1) != 1) {
+        return;
+    }
+    if (e->fd >= 0 || !e->mine) {
+        munmap(e->at, sizeof(moment));
+    } else {
+        free(e->at);
+    }
+    if (e->fd >= 0) {
+        close(e->fd);
+    }
+    free(e);
+}
+
+static void
+do_work(const work *w, uint64_t *seed)
+{
+    uint64_t yields;
+
+    *seed = *seed * 6364136223846793005u + 1442695040888963407u;
+    yields = (*seed >> 33) % YIELDS;
+    while (yields > 0 || atomic_load(&held)) {
+        yields -= yields > 0;
+        sched_yield();
+    }
+    switch (w->kind) {
+    case WORK_COPY:
+        memmove(w->to, w->from, w->bytes);
+        break;
+    case WORK_LAUNCH:
+        w->fn(w->arg);
+        break;
+    case WORK_RECORD:
+        atomic_store(&w->event->at->done, w->count);
+        let_go(w->event);
+        break;
+    case WORK_WAIT:
+        while (atomic_load(&w->event->at->done) < w->count) {
+            sched_yield();
+        }
+        let_go(w->event);
+        break;
+    }
+}
+
+static void *
+stream_main(void *arg)
+{
+    stream  *s = arg;
+    uint64_t seed = (uint64_t)(uintptr_t)s ^ (uint64_t)getpid();
+
+    pthread_mutex_lock(&s->lock);
+    for (;;) {
+        work *w = s->first;
+
+        if (w == NULL && s->ending) {
+            break;
+        }
+        if (w == NULL) {
+            pthread_cond_wait(&s->changed, &s->lock);
+            continue;
+        }
+        s->first = w->next;
+        s->busy = true;
+        pthread_mutex_unlock(&s->lock);
+        do_work(w, &seed);
+        free(w);
+        pthread_mutex_lock(&s->lock);
+        s->busy = false;
+        pthread_cond_broadcast(&s->changed);
+    }
+    pthread_mutex_unlock(&s->lock);
+    return NULL;
+}
+
+static stream *
+make_stream(void)
+{
+    stream *s = calloc(1, sizeof(*s));
+
+    if (s == NULL) {
+        return NULL;
+    }
+    pthread_mutex_init(&s->lock, NULL);
+    pthread_cond_init(&s->changed, NULL);
+    if (pthread_create(&s->thread, NULL, stream_main, s) != 0) {
+        abort();
+    }
+    return s;
+}
+
+/* Ends when it has done all. */
+static void
+end_stream(stream *s)
+{
+    pthread_mutex_lock(&s->lock);
+    s->ending = true;
+    pthread_cond_broadcast(&s->changed);
+    pthread_mutex_unlock(&s->lock);
+    pthread_join(s->thread, NULL);
+    pthread_mutex_destroy(&s->lock);
+    pthread_cond_destroy(&s->changed);
+    free(s);
+}
+
+static stream *
+stream_of(void *given)
+{
+    stream *s = given;
+
+    if (s == NULL) {
+        pthread_mutex_lock(&lock);
+        if (null_stream == NULL) {
+            null_stream = make_stream();
+        }
+        s = null_stream;
+        pthread_mutex_unlock(&lock);
+    }
+    return s;
+}
+
+static void
+put_work(stream *s, work w)
+{
+    work *made = malloc(sizeof(*made));
+
+    if (made == NULL) {
+        abort();
+    }
+    *made = w;
+    made->next = NULL;
+    pthread_mutex_lock(&s->lock);
+    if (s->first == NULL) {
+        s->first = made;
+    } else {
+        s->last->next = made;
+    }
+    s->last = made;
+    pthread_cond_broadcast(&s->changed);
+    pthread_mutex_unlock(&s->lock);
+}
+
+static bool
+is_idle(stream *s)
+{
+    bool idle;
+
+    pthread_mutex_lock(&s->lock);
+    idle = s->first == NULL && !s->busy;
+    pthread_mutex_unlock(&s->lock);
+    return idle;
+}
+
+__attribute__((destructor)) static void
+end_null_stream(void)
+{
+    if (null_stream != NULL && is_idle(null_stream)) { /* else it waits for the dead */
+        end_stream(null_stream);
+    }
+}
+
+/* --------------------------------------------------------------- shared memory */
+
+static void *
+map_new(size_t bytes, int *fd)
+{
+    void *base;
+
+    *fd = memfd_create("stand-in", MFD_CLOEXEC);
+    if (*fd < 0) {
+        return NULL;
+    }
+    if (ftruncate(*fd, (off_t)bytes) != 0) {
+        close(*fd);
+        return NULL;
+    }
+    base = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, *fd, 0);
+    if (base == MAP_FAILED) {
+        close(*fd);
+        return NULL;
+    }
+    return base;
+}
+
+static handle64
+handle_of(int fd, size_t bytes)
+{
+    return (handle64){.magic = HANDLE_MAGIC, .pid = getpid(), .fd = fd, .bytes = bytes};
+}
+
+static void *
+map_handle(const handle64 *handle)
+{
+    char  path[64];
+    void *base;
+    int   fd;
+
+    if (handle->magic != HANDLE_MAGIC) {
+        return NULL;
+    }
+    snprintf(path, sizeof(path), "/proc/%d/fd/%d", handle->pid, handle->fd);
+    fd = open(path, O_RDWR | O_CLOEXEC);
+    if (fd < 0) {
+        return NULL;
+    }
+    base = mmap(NULL, handle->bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    close(fd);
+    return base == MAP_FAILED ? NULL : base;
+}
+
+static void
+keep_memory(void *base, size_t bytes, int fd)
+{
+    memory *m = malloc(sizeof(*m));
+
+    if (m == NULL) {
+        abort();
+    }
+    pthread_mutex_lock(&lock);
+    *m = (memory){memories, base, bytes, fd};
+    memories = m;
+    pthread_mutex_unlock(&lock);
+    atomic_fetch_add(&living, 1);
+}
+
+static int
+drop_memory(uint64_t at, bool mine)
+{
+    memory **link;
+    memory  *m;
+
+    pthread_mutex_lock(&lock);
+    for (link = &memories; *link != NULL && ((uint64_t)(uintptr_t)(*link)->base != at ||
+                                             ((*link)->fd >= 0) != mine);
+         link = &(*link)->next) {
+    }
+    m = *link;
+    if (m != NULL) {
+        *link = m->next;
+    }
+    pthread_mutex_unlock(&lock);
+    if (m == NULL) {
+        return INVALID_VALUE;
+    }
+    munmap(m->base, m->bytes);
+    if (m->fd >= 0) {
+        close(m->fd);
+    }
+    free(m);
+    atomic_fetch_sub(&living, 1);
+    return SUCCESS;
+}
+
+/* --------------------------------------------------------- the driver's functions */
+
+/* No header declares them: they are looked up by name. */
+#pragma GCC diagnostic ignored "-Wmissing-prototypes"
+
+int
+cuInit(unsigned flags)
+{
+    int result = refused("cuInit");
+
+    (void)flags;
+    if (result == SUCCESS) {
+        atomic_store(&started, true);
+    }
+    return result;
+}
+
+int
+cuDeviceGet(int *device, int ordinal)
+{
+    if (!atomic_load(&started) || ordinal < 0 || ordinal >= DEVICES) {
+        return INVALID_DEVICE;
+    }
+    *device = 40 + ordinal; /* not the number: who mixes them up finds no device */
+    return refused("cuDeviceGet");
+}
+
+int
+cuDevicePrimaryCtxRetain(void **context, int device)
+{
+    int result = refused("cuDevicePrimaryCtxRetain");
+
+    if (device < 40 || device >= 40 + DEVICES) {
+        return INVALID_DEVICE;
+    }
+    if (result == SUCCESS) {
+        *context = (void *)(uintptr_t)(device - 39);
+        atomic_fetch_add(&living, 1);
+    }
+    return result;
+}
+
+int
+cuDevicePrimaryCtxRelease_v2(int device)
+{
+    if (device < 40 || device >= 40 + DEVICES) {
+        return INVALID_DEVICE;
+    }
+    atomic_fetch_sub(&living, 1);
+    return SUCCESS;
+}
+
+int
+cuCtxPushCurrent_v2(void *context)
+{
+    int result = refused("cuCtxPushCurrent_v2");
+
+    if (result == SUCCESS) {
+        contexts[context_depth++ % 8] = (long)(intptr_t)context;
+    }
+    return result;
+}
+
+int
+cuCtxPopCurrent_v2(void **context)
+{
+    if (context_depth == 0) {
+        return INVALID_CONTEXT;
+    }
+    *context = (void *)(intptr_t)contexts[--context_depth % 8];
+    return SUCCESS;
+}
+
+int
+cuMemAlloc_v2(uint64_t *at, size_t bytes)
+{
+    int   result = refused_here("cuMemAlloc_v2");
+    void *base;
+    int   fd;
+
+    if (result != SUCCESS) {
+        return result;
+    }
+    base = bytes == 0 ? NULL : map_new(bytes, &fd);
+    if (base == NULL) {
+        return OUT_OF_MEMORY;
+    }
+    keep_memory(base, bytes, fd);
+    *at = (uint64_t)(uintptr_t)base;
+    return SUCCESS;
+}
+
+int
+cuMemFree_v2(uint64_t at)
+{
+    return context_depth == 0 ? INVALID_CONTEXT : drop_memory(at, true);
+}
+
+int
+cuIpcGetMemHandle(handle64 *handle, uint64_t at)
+{
+    int result = refused_here("cuIpcGetMemHandle");
+
+    if (result != SUCCESS) {
+        return result;
+    }
+    result = INVALID_VALUE;
+    pthread_mutex_lock(&lock);
+    for (const memory *m = memories; m != NULL; m = m->next) {
+        if ((uint64_t)(uintptr_t)m->base == at && m->fd >= 0) {
+            *handle = handle_of(m->fd, m->bytes);
+            result = SUCCESS;
+        }
+    }
+    pthread_mutex_unlock(&lock);
+    return result;
+}
+
+int
+cuIpcOpenMemHandle_v2(uint64_t *at, handle64 handle, unsigned flags)
+{
+    int   result = refused_here("cuIpcOpenMemHandle_v2");
+    void *base;
+
+    (void)flags;
+    if (result != SUCCESS) {
+        return result;
+    }
+    base = map_handle(&handle);
+    if (base == NULL) {
+        return INVALID_HANDLE;
+    }
+    keep_memory(base, handle.bytes, -1);
+    *at = (uint64_t)(uintptr_t)base;
+    return SUCCESS;
+}
+
+int
+cuIpcCloseMemHandle(uint64_t at)
+{
+    return drop_memory(at, false);
+}
+
+int
+cuStreamCreate(void **made, unsigned flags)
+{
+    int result = refused_here("cuStreamCreate");
+
+    (void)flags;
+    if (result != SUCCESS) {
+        return result;
+    }
+    *made = make_stream();
+    if (*made == NULL) {
+        return OUT_OF_MEMORY;
+    }
+    atomic_fetch_add(&living, 1);
+    return SUCCESS;
+}
+
+int
+cuStreamDestroy_v2(void *s)
+{
+    end_stream(s);
+    atomic_fetch_sub(&living, 1);
+    return SUCCESS;
+}
+
+int
+cuStreamQuery(void *s)
+{
+    int result = refused("cuStreamQuery");
+
+    return result != SUCCESS ? result : is_idle(stream_of(s)) ? SUCCESS : NOT_READY;
+}
+
+int
+cuStreamSynchronize(void *given)
+{
+    stream *s = stream_of(given);
+
+    pthread_mutex_lock(&s->lock);
+    while (s->first != NULL || s->busy) {
+        pthread_cond_wait(&s->changed, &s->lock);
+    }
+    pthread_mutex_unlock(&s->lock);
+    return SUCCESS;
+}
+
+int
+cuStreamWaitEvent(void *s, void *given, unsigned flags)
+{
+    int    result = refused_here("cuStreamWaitEvent");
+    event *e = given;
+
+    (void)flags;
+    if (result == SUCCESS) {
+        atomic_fetch_add(&e->users, 1);
+        put_work(stream_of(s), (work){.kind = WORK_WAIT,
+                                      .event = e,
+                                      .count = atomic_load(&e->at->recorded)});
+    }
+    return result;
+}
+
+int
+cuEventCreate(void **made, unsigned flags)
+{
+    const unsigned untimed = 2, shared = 4;
+    int            result = refused_here("cuEventCreate");
+    event         *e;
+
+    if (result != SUCCESS) {
+        return result;
+    }
+    if ((flags & shared) != 0 && (flags & untimed) == 0) {
+        return INVALID_VALUE;
+    }
+    e = calloc(1, sizeof(*e));
+    if (e == NULL) {
+        return OUT_OF_MEMORY;
+    }
+    e->mine = true;
+    e->users = 1;
+    e->fd = -1;
+    e->at = (flags & shared) != 0 ? map_new(sizeof(moment), &e->fd)
+                                  : calloc(1, sizeof(moment));
+    if (e->at == NULL) {
+        free(e);
+        return OUT_OF_MEMORY;
+    }
+    atomic_fetch_add(&living, 1);
+    *made = e;
+    return SUCCESS;
+}
+
+int
+cuEventDestroy_v2(void *given)
+{
+    let_go(given);
+    atomic_fetch_sub(&living, 1);
+    return SUCCESS;
+}
+
+int
+cuEventRecord(void *given, void *s)
+{
+    int    result = refused_here("cuEventRecord");
+    event *e = given;
+
+    if (result != SUCCESS) {
+        return result;
+    }
+    if (!e->mine) {
+        return INVALID_HANDLE;
+    }
+    if (s == NULL && drain_user != NULL) {
+        drain_user();
+    }
+    atomic_fetch_add(&e->users, 1);
+    put_work(stream_of(s), (work){.kind = WORK_RECORD,
+                                  .event = e,
+                                  .count = atomic_fetch_add(&e->at->recorded, 1) + 1});
+    return SUCCESS;
+}
+
+int
+cuEventQuery(void *given)
+{
+    int          result = refused("cuEventQuery");
+    const event *e = given;
+
+    if (result != SUCCESS) {
+        return result;
+    }
+    return atomic_load(&e->at->done) < atomic_load(&e->at->recorded) ? NOT_READY
+                                                                     : SUCCESS;
+}
+
+int
+cuIpcGetEventHandle(handle64 *handle, void *given)
+{
+    int          result = refused_here("cuIpcGetEventHandle");
+    const event *e = given;
+
+    if (result == SUCCESS && e->fd < 0) {
+        result = INVALID_HANDLE;
+    }
+    if (result == SUCCESS) {
+        *handle = handle_of(e->fd, sizeof(moment));
+    }
+    return result;
+}
+
+int
+cuIpcOpenEventHandle(void **made, handle64 handle)
+{
+    int    result = refused_here("cuIpcOpenEventHandle");
+    event *e;
+
+    if (result != SUCCESS) {
+        return result;
+    }
+    e = calloc(1, sizeof(*e));
+    if (e == NULL) {
+        return OUT_OF_MEMORY;
+    }
+    e->users = 1;
+    e->fd = -1;
+    e->at = map_handle(&handle);
+    if (e->at == NULL) {
+        free(e);
+        return INVALID_HANDLE;
+    }
+    atomic_fetch_add(&living, 1);
+    *made = e;
+    return SUCCESS;
+}
+
+int
+cuMemcpyDtoDAsync_v2(uint64_t to, uint64_t from, size_t bytes, void *s)
+{
+    int result = refused_here("cuMemcpyDtoDAsync_v2");
+
+    if (result == SUCCESS) {
+        put_work(stream_of(s), (work){.kind = WORK_COPY,
+                                      .to = (void *)(uintptr_t)to,
+                                      .from = (const void *)(uintptr_t)from,
+                                      .bytes = bytes});
+    }
+    return result;
+}
+
+int
+cuGetErrorName(int result, const char **name)
+{
+    switch (result) {
+    case INVALID_VALUE:
+        *name = "CUDA_ERROR_INVALID_VALUE";
+        break;
+    case OUT_OF_MEMORY:
+        *name = "CUDA_ERROR_OUT_OF_MEMORY";
+        break;
+    case INVALID_CONTEXT:
+        *name = "CUDA_ERROR_INVALID_CONTEXT";
+        break;
+    case INVALID_DEVICE:
+        *name = "CUDA_ERROR_INVALID_DEVICE";
+        break;
+    case INVALID_HANDLE:
+        *name = "CUDA_ERROR_INVALID_HANDLE";
+        break;
+    case NOT_READY:
+        *name = "CUDA_ERROR_NOT_READY";
+        break;
+    default:
+        return INVALID_VALUE;
+    }
+    return SUCCESS;
+}
+
+/* ------------------------------------------------------------ what tests tell it */
+
+static void
+fail(const char *name, int nth, int result)
+{
+    pthread_mutex_lock(&lock);
+    failing = name;
+    countdown = nth;
+    failing_result = result;
+    has_failed = false;
+    pthread_mutex_unlock(&lock);
+}
+
+static bool
+failed(void)
+{
+    bool result;
+
+    pthread_mutex_lock(&lock);
+    result = has_failed;
+    pthread_mutex_unlock(&lock);
+    return result;
+}
+
+static void
+hold(bool now)
+{
+    atomic_store(&held, now);
+}
+
+static void
+launch(void *s, stand_in_kernel fn, void *arg)
+{
+    put_work(stream_of(s), (work){.kind = WORK_LAUNCH, .fn = fn, .arg = arg});
+}
+
+static void
+set_drain(void (*drain)(void))
+{
+    drain_user = drain;
+}
+
+static int
+alive(void)
+{
+    return atomic_load(&living);
+}
+
+const stand_in_table stand_in = {fail, failed, hold, launch, set_drain, alive};

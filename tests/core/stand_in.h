@@ -1,0 +1,41 @@
+/* What tests tell the stand-in of the GPU's driver (stand_in.c), beside the driver's
+ * own functions.  Found by dlsym, as those are.
+ *
+ * Threads  any.
+ */
+#ifndef SMP_TESTS_STAND_IN_H
+#define SMP_TESTS_STAND_IN_H
+
+#include <stdbool.h>
+#include <stdint.h>
+
+/* Runs on a stream, as a kernel does. */
+typedef void (*stand_in_kernel)(void *arg);
+
+typedef struct {
+    /* The call number `nth` from now (1: the next) of the function `name` (NULL: of any
+     * that can fail) returns `result` and does nothing.  0: none does. */
+    void (*fail)(const char *name, int nth, int result);
+
+    /* Whether the failure asked for has happened. */
+    bool (*failed)(void);
+
+    /* Streams of this process do nothing until it is taken back. */
+    void (*hold)(bool held);
+
+    /* fn(arg) on the stream, when what is before it is done. */
+    void (*launch)(void *stream, stand_in_kernel fn, void *arg);
+
+    /* Called before what an event on the null stream stands for counts as done: what a
+     * test has of a device's own queue. */
+    void (*set_drain)(void (*drain)(void));
+
+    /* Allocations, mappings, streams and events that this process has not given back.
+     */
+    int (*alive)(void);
+} stand_in_table;
+
+/* The symbol's name is "stand_in". */
+extern const stand_in_table stand_in;
+
+#endif
