@@ -15,7 +15,7 @@ export PRTE_MCA_rmaps_default_mapping_policy := :oversubscribe
 export OMPI_MCA_rmaps_base_oversubscribe := 1
 export OMP_NUM_THREADS := 1
 
-.PHONY: demo test core-test python-test hf-test lint sanitize fuzz venv clean
+.PHONY: demo test core-test python-test hf-test kills lint sanitize fuzz venv clean
 
 # Whether this Python has a torch that is new enough (2.10).
 HAS_TORCH := 'import torch; major, minor = torch.__version__.split(".")[:2]; \
@@ -49,6 +49,12 @@ python-test: venv
 # The C core's own tests.  SANITIZE=address,undefined or SANITIZE=thread.
 core-test:
 	$(MAKE) -C tests/core CC='$(CC)' SANITIZE='$(SANITIZE)' run
+
+# Ranks killed at random moments, more of them than the tests do.
+KILLS ?= 1000
+kills:
+	SMP_TEST_KILLS=$(KILLS) SMP_TEST_DEADLINE_MS=200 \
+	    $(MAKE) -C tests/core CC='$(CC)' SANITIZE='$(SANITIZE)' kills
 
 # The core's tests under the sanitizers, and the MPI transport's under the first two.
 sanitize: venv

@@ -955,6 +955,12 @@ smp_comm_gone(const smp_comm *comm, int rank)
     return rank != comm->rank && atomic_load(&comm->states[rank]) != PEER_OPEN;
 }
 
+void
+smp_comm_found_dead(smp_comm *comm, int rank)
+{
+    host_lost(comm, rank, SMP_ERR_PEER_LOST);
+}
+
 int
 smp_comm_rank(const smp_comm *comm)
 {

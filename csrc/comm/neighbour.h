@@ -23,6 +23,10 @@ bool smp_comm_neighbour(const smp_comm *comm, int rank, smp_neighbour *out);
  * (smp_comm_left).  What it wrote before can be seen.  Any thread. */
 bool smp_comm_gone(const smp_comm *comm, int rank);
 
+/* The rank's process has ended, which somebody has seen before the comm has.  Any
+ * thread. */
+void smp_comm_found_dead(smp_comm *comm, int rank);
+
 /* The number of this rank. */
 int smp_comm_rank(const smp_comm *comm);
 

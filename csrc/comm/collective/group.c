@@ -15,7 +15,8 @@
 #include "comm/fork.h"
 #include "comm/neighbour.h"
 
-/* How long the news of a death may take, when a member's memory cannot be read. */
+/* A member that ends unmaps its tensors before it is gone: for so long an address that
+ * cannot be read may be one of those. */
 #define NEWS_NS (200 * SMP_NS_PER_MS)
 
 /* What one call of progress may take, about. */
@@ -187,9 +188,15 @@ give_up_without(smp_group *group, smp_status status, int member)
     int  rank = group->ranks[member];
     char text[256];
     char why[192];
-    bool has_said = group->is_wide
-                        ? smp_wide_why(&group->wide, member, why, sizeof(why))
-                        : smp_lockstep_why(&group->lockstep, member, why, sizeof(why));
+    int  source;
+    bool has_said;
+
+    if (group->is_wide) { /* what it has said may have come just now */
+        (void)smp_wire_receive(&group->wire, &source);
+    }
+    has_said = group->is_wide
+                   ? smp_wide_why(&group->wide, member, why, sizeof(why))
+                   : smp_lockstep_why(&group->lockstep, member, why, sizeof(why));
 
     if (has_said) {
         snprintf(text, sizeof(text), "rank %d gave up: %s", rank, why);
@@ -200,19 +207,34 @@ give_up_without(smp_group *group, smp_status status, int member)
     return give_up(group, status, text);
 }
 
+/* Whether its tensors are its own again: it is gone, or gave up. */
+static bool
+has_ended(const smp_group *group, int member)
+{
+    char why[2];
+
+    return smp_comm_gone(group->lockstep.comm, group->ranks[member]) ||
+           (group->is_wide
+                ? smp_wide_why(&group->wide, member, why, sizeof(why))
+                : smp_lockstep_why(&group->lockstep, member, why, sizeof(why)));
+}
+
 /* A member's memory, which could be read when the group was made, cannot be read any
- * more: it has died, or the address was none. */
+ * more: it has died or is about to end, or the address was none. */
 static smp_status
-give_up_reading(smp_group *group, int member)
+give_up_reading(smp_group *group, smp_status status, int member)
 {
     int     rank = group->ranks[member];
     int64_t until = smp_clock_ns() + NEWS_NS;
     char    text[96];
 
-    while (!smp_comm_gone(group->lockstep.comm, rank) && smp_clock_ns() < until) {
+    if (status != SMP_ERR_SYSTEM) {
+        return give_up_without(group, status, member);
+    }
+    while (!has_ended(group, member) && smp_clock_ns() < until) {
         sched_yield();
     }
-    if (smp_comm_gone(group->lockstep.comm, rank)) {
+    if (has_ended(group, member)) {
         return give_up_without(group,
                                smp_comm_left(group->lockstep.comm, rank)
                                    ? SMP_ERR_CLOSED
@@ -283,7 +305,7 @@ give_up_wide(smp_group *group, smp_status status, int member)
         return give_up_without(group, status, member);
     }
     if (member >= 0 && status == SMP_ERR_SYSTEM) {
-        return give_up_reading(group, member);
+        return give_up_reading(group, status, member);
     }
     if (member >= 0 && status == SMP_ERR_MALFORMED) {
         snprintf(text, sizeof(text), "what rank %d sent makes no sense",
@@ -329,7 +351,7 @@ take_step(smp_group *group)
     }
     status = smp_collective_collect(&group->op, &whole, &member);
     if (status != SMP_OK) {
-        return give_up_reading(group, member);
+        return give_up_reading(group, status, member);
     }
     if (whole && smp_collective_next(&group->op)) {
         smp_lockstep_post(&group->lockstep);
@@ -438,10 +460,10 @@ meet_host(smp_group *group, smp_comm *comm, const smp_group_config *config,
 /* Other hosts need not wait for this member.  Before the lockstep's end: the wire rings
  * its bell. */
 static void
-leave_hosts(smp_group *group, smp_status status)
+leave_hosts(smp_group *group, smp_status status, const char *why)
 {
     if (group->is_wide) {
-        smp_wire_fail(&group->wire, 0, status, "could not make the group");
+        smp_wire_fail(&group->wire, 0, status, why);
         smp_wire_fini(&group->wire);
     }
 }
@@ -454,6 +476,7 @@ meet(smp_group *group, smp_comm *comm, const smp_group_config *config,
 {
     bool      *local = calloc((size_t)group->size, sizeof(bool));
     smp_bell  *bell;
+    char       why[96];
     smp_status status = SMP_OK;
 
     if (local == NULL) {
@@ -470,10 +493,12 @@ meet(smp_group *group, smp_comm *comm, const smp_group_config *config,
                                group->self, config->id, failed);
     }
     if (status != SMP_OK) {
+        status = smp_lockstep_blame(comm, status, failed, why, sizeof(why));
         goto out;
     }
     status = meet_host(group, comm, config, local, deadline_ns, failed);
     if (status != SMP_OK) {
+        status = smp_lockstep_blame(comm, status, failed, why, sizeof(why));
         goto err_leave;
     }
     if (group->is_wide) {
@@ -483,13 +508,14 @@ meet(smp_group *group, smp_comm *comm, const smp_group_config *config,
     if (status == SMP_OK) {
         goto out;
     }
-    smp_lockstep_fail(&group->lockstep, status, "could not make the group");
-    leave_hosts(group, status);
+    status = smp_lockstep_blame(comm, status, failed, why, sizeof(why));
+    smp_lockstep_fail(&group->lockstep, status, why);
+    leave_hosts(group, status, why);
     smp_lockstep_fini(&group->lockstep);
     goto out;
 
 err_leave:
-    leave_hosts(group, status);
+    leave_hosts(group, status, why);
 out:
     free(local);
     return status;
@@ -512,6 +538,23 @@ make_wide(smp_group *group, const smp_group_config *config)
     }
     free(lowest);
     return status;
+}
+
+/* Who leaves because a rank is lost says so: the others may not have heard of it. */
+static void
+say_who_is_lost(smp_group *group)
+{
+    int  lost = smp_comm_lost(group->lockstep.comm);
+    char text[32];
+
+    if (lost >= 0 && group->broken == SMP_OK && !is_child(group)) {
+        snprintf(text, sizeof(text), "rank %d is lost", lost);
+        smp_lockstep_fail(&group->lockstep, SMP_ERR_PEER_LOST, text);
+        if (group->is_wide) { /* what is over it does not undo */
+            smp_wire_fail(&group->wire, group->sequence + !group->active,
+                          SMP_ERR_PEER_LOST, text);
+        }
+    }
 }
 
 /* --------------------------------------------------------------------------- public */
@@ -549,8 +592,8 @@ smp_group_create(smp_comm *comm, const smp_group_config *config, smp_group **out
     return SMP_OK;
 
 err_fini:
-    smp_lockstep_fail(&group->lockstep, status, "could not make the group");
-    leave_hosts(group, status);
+    smp_lockstep_fail(&group->lockstep, status, smp_status_text(status));
+    leave_hosts(group, status, smp_status_text(status));
     smp_collective_fini(&group->op);
     smp_lockstep_fini(&group->lockstep);
 err_free:
@@ -565,6 +608,7 @@ smp_group_destroy(smp_group *group)
     if (group == NULL) {
         return;
     }
+    say_who_is_lost(group);
     if (group->is_wide && !is_child(group)) { /* whose messages a child does not have */
         smp_wire_fini(&group->wire);          /* first: it rings the shelf's bell */
         smp_wide_fini(&group->wide);

@@ -4,6 +4,7 @@
 
 #include <errno.h>
 #include <sched.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -31,6 +32,10 @@
 /* A sleeper looks around this often: nobody rings for a dead member. */
 #define SLEEP_NS (20 * SMP_NS_PER_MS)
 #define MEETING_SLEEP_NS (1 * SMP_NS_PER_MS)
+
+/* Who leaves or gives up while others meet has heard of a death earlier than they have:
+ * how long that news may take. */
+#define NEWS_NS (200 * SMP_NS_PER_MS)
 
 /* How long fini waits for readers. */
 #define READERS_NS (1 * SMP_NS_PER_S)
@@ -174,13 +179,14 @@ meet(smp_lockstep *lockstep, uint64_t id, int64_t deadline_ns, int *failed)
         smp_status gone = SMP_OK;
         smp_status status;
 
-        /* Before the look at the shelves: what an ended one wrote is there by then. */
-        for (int m = 0; m < lockstep->size && gone == SMP_OK; m++) {
-            int rank = lockstep->members[m].rank;
+        /* Before the look at the shelves: what an ended one wrote is there by then.
+         * One that died is named before those that go because of it. */
+        for (int m = 0; m < lockstep->size && gone != SMP_ERR_PEER_LOST; m++) {
+            int  rank = lockstep->members[m].rank;
+            bool left = smp_comm_left(lockstep->comm, rank);
 
-            if (smp_comm_gone(lockstep->comm, rank)) {
-                gone = smp_comm_left(lockstep->comm, rank) ? SMP_ERR_CLOSED
-                                                           : SMP_ERR_PEER_LOST;
+            if (smp_comm_gone(lockstep->comm, rank) && (!left || gone == SMP_OK)) {
+                gone = left ? SMP_ERR_CLOSED : SMP_ERR_PEER_LOST;
                 *failed = rank;
             }
         }
@@ -302,10 +308,36 @@ forget_members(smp_lockstep *lockstep)
 }
 
 smp_status
+smp_lockstep_blame(const smp_comm *comm, smp_status status, int *failed, char *why,
+                   size_t bytes)
+{
+    int64_t until = smp_clock_ns() + NEWS_NS;
+
+    if (status == SMP_ERR_CLOSED || status == SMP_ERR_PEER_LOST) {
+        while (smp_comm_lost(comm) < 0 && smp_clock_ns() < until) {
+            sched_yield();
+        }
+        if (smp_comm_lost(comm) >= 0) {
+            *failed = smp_comm_lost(comm);
+            status = SMP_ERR_PEER_LOST;
+        }
+    }
+    snprintf(why, bytes, "could not make the group: rank %d %s%s", *failed,
+             status == SMP_ERR_PEER_LOST ? "is lost"
+             : status == SMP_ERR_CLOSED  ? "has left"
+                                         : "fails: ",
+             status == SMP_ERR_PEER_LOST || status == SMP_ERR_CLOSED
+                 ? ""
+                 : smp_status_text(status));
+    return status;
+}
+
+smp_status
 smp_lockstep_init(smp_lockstep *lockstep, smp_comm *comm, const int *ranks, int size,
                   uint64_t id, bool may_read, int64_t deadline_ns, int *failed)
 {
     smp_shelf *shelf;
+    char       why[96];
     smp_status status;
 
     *failed = smp_comm_rank(comm);
@@ -350,7 +382,8 @@ smp_lockstep_init(smp_lockstep *lockstep, smp_comm *comm, const int *ranks, int 
     return SMP_OK;
 
 err_forget_shelf:
-    smp_lockstep_fail(lockstep, status, "could not make the group");
+    status = smp_lockstep_blame(comm, status, failed, why, sizeof(why));
+    smp_lockstep_fail(lockstep, status, why);
     if (status == SMP_ERR_MISMATCH) {
         linger(lockstep, id);
     }
@@ -488,6 +521,8 @@ smp_lockstep_elsewhere(const smp_lockstep *lockstep, int member)
 smp_status
 smp_lockstep_trouble(const smp_lockstep *lockstep, int *member)
 {
+    smp_status first = SMP_OK;
+
     for (int m = lockstep->awaited; m < lockstep->size; m++) {
         const smp_member *other = &lockstep->members[m];
         /* Before the look at its slot: what it posted is there by then. */
@@ -498,16 +533,18 @@ smp_lockstep_trouble(const smp_lockstep *lockstep, int *member)
             smp_lockstep_posted(lockstep, m)) {
             continue;
         }
-        *member = m;
-        if (status != SMP_OK) {
-            return status;
+        /* One that died is named before those that go because of it. */
+        if (smp_comm_gone(lockstep->comm, other->rank) &&
+            !smp_comm_left(lockstep->comm, other->rank)) {
+            *member = m;
+            return SMP_ERR_PEER_LOST;
         }
-        return smp_comm_gone(lockstep->comm, other->rank) &&
-                       !smp_comm_left(lockstep->comm, other->rank)
-                   ? SMP_ERR_PEER_LOST
-                   : SMP_ERR_CLOSED;
+        if (first == SMP_OK) {
+            *member = m;
+            first = status != SMP_OK ? status : SMP_ERR_CLOSED;
+        }
     }
-    return SMP_OK;
+    return first;
 }
 
 void
@@ -546,6 +583,7 @@ smp_lockstep_copy(const smp_lockstep *lockstep, int member, void *to, uint64_t f
                   size_t bytes)
 {
     pid_t    pid = lockstep->members[member].pid;
+    int      rank = lockstep->members[member].rank;
     uint8_t *at = to;
 
     while (bytes != 0) {
@@ -553,6 +591,11 @@ smp_lockstep_copy(const smp_lockstep *lockstep, int member, void *to, uint64_t f
         struct iovec remote = {(void *)(uintptr_t)from, bytes};
         ssize_t      n = process_vm_readv(pid, &local, 1, &remote, 1, 0);
 
+        if (n < 0 && errno == ESRCH) {
+            smp_comm_found_dead(lockstep->comm, rank);
+            return smp_comm_left(lockstep->comm, rank) ? SMP_ERR_CLOSED
+                                                       : SMP_ERR_PEER_LOST;
+        }
         if (n <= 0) {
             return SMP_ERR_SYSTEM;
         }

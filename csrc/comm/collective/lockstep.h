@@ -58,6 +58,11 @@ smp_status smp_lockstep_init(smp_lockstep *lockstep, smp_comm *comm, const int *
                              int size, uint64_t id, bool may_read, int64_t deadline_ns,
                              int *failed);
 
+/* Whom to blame that a meeting has failed with that status and *failed: who leaves or
+ * gives up may do so because another rank is lost.  Says it in words, too. */
+smp_status smp_lockstep_blame(const smp_comm *comm, smp_status status, int *failed,
+                              char *why, size_t bytes);
+
 /* Waits up to a second for those that still read this member's shelf. */
 void smp_lockstep_fini(smp_lockstep *lockstep);
 
@@ -104,8 +109,8 @@ bool smp_lockstep_look(smp_lockstep *lockstep);
 /* The shelf of another group for which the member sleeps, or NULL. */
 const smp_shelf *smp_lockstep_elsewhere(const smp_lockstep *lockstep, int member);
 
-/* Whether one that is missing will never come; *member is the first.
- * SMP_OK: none.  SMP_ERR_PEER_LOST; SMP_ERR_CLOSED: it has ended or left the group; any
+/* Whether one that is missing will never come; *member is the first that died, or the
+ * first.  SMP_OK: none.  SMP_ERR_PEER_LOST; SMP_ERR_CLOSED: it has ended or left the group; any
  * other: it gave up with this status. */
 smp_status smp_lockstep_trouble(const smp_lockstep *lockstep, int *member);
 
@@ -119,7 +124,8 @@ void smp_lockstep_fail(smp_lockstep *lockstep, smp_status status, const char *wh
 bool smp_lockstep_why(const smp_lockstep *lockstep, int member, char *out,
                       size_t bytes);
 
-/* Copies from a member's memory; *bytes 0: nothing.  SMP_ERR_SYSTEM. */
+/* Copies from a member's memory; bytes 0: nothing.  SMP_ERR_PEER_LOST, SMP_ERR_CLOSED:
+ * it has none any more; SMP_ERR_SYSTEM: it cannot be read there. */
 smp_status smp_lockstep_copy(const smp_lockstep *lockstep, int member, void *to,
                              uint64_t from, size_t bytes);
 

@@ -333,26 +333,39 @@ far_trouble(smp_wide *wide, int member)
     return wanted && (far->left || gone) ? SMP_ERR_CLOSED : SMP_OK;
 }
 
+/* Whether that is why: such a member is named before those that go because of it. */
+static bool
+is_death(const smp_wide *wide, smp_status status, int member)
+{
+    int rank = wide->wire->members[member].rank;
+
+    return status == SMP_ERR_PEER_LOST && smp_comm_gone(wide->wire->comm, rank) &&
+           !smp_comm_left(wide->wire->comm, rank);
+}
+
 smp_status
 smp_wide_trouble(smp_wide *wide, int *member)
 {
-    smp_status status = SMP_OK;
+    smp_status first = SMP_OK;
     int        place;
 
     if (wide->waits_local) {
-        status = smp_lockstep_trouble(wide->lockstep, &place);
-        if (status != SMP_OK) {
+        first = smp_lockstep_trouble(wide->lockstep, &place);
+        if (first != SMP_OK) {
             *member = smp_hosts_member(&wide->hosts, wide->host, place);
-            return status;
         }
     }
-    for (int m = 0; m < wide->size && status == SMP_OK; m++) {
+    for (int m = 0; m < wide->size && !is_death(wide, first, *member); m++) {
         if (wide->hosts.host_of[m] != wide->host) {
-            status = far_trouble(wide, m);
-            *member = m;
+            smp_status status = far_trouble(wide, m);
+
+            if (first == SMP_OK || is_death(wide, status, m)) {
+                first = status;
+                *member = m;
+            }
         }
     }
-    return status;
+    return first;
 }
 
 bool
@@ -413,6 +426,7 @@ smp_wide_wait(smp_wide *wide, int64_t until_ns)
     smp_shelf *own = wide->lockstep->members[wide->place].shelf;
     int64_t    now = smp_clock_ns();
     int64_t    give_way = now + GIVE_WAY_NS;
+    int        place;
 
     while (!stirs(wide) && now < give_way && now < until_ns) {
         sched_yield();
@@ -422,8 +436,9 @@ smp_wide_wait(smp_wide *wide, int64_t until_ns)
         return;
     }
     atomic_store(&own->waits, wide->lockstep->step);
-    smp_bell_lie_down(&own->bell);
-    if (!stirs(wide)) {
+    smp_bell_lie_down(&own->bell); /* before both looks: who gives up rings too */
+    if (!stirs(wide) && (!wide->waits_local ||
+                         smp_lockstep_trouble(wide->lockstep, &place) == SMP_OK)) {
         smp_bell_sleep(&own->bell,
                        until_ns - now < SLEEP_NS ? until_ns : now + SLEEP_NS);
     }
