@@ -15,7 +15,8 @@ export PRTE_MCA_rmaps_default_mapping_policy := :oversubscribe
 export OMPI_MCA_rmaps_base_oversubscribe := 1
 export OMP_NUM_THREADS := 1
 
-.PHONY: demo test core-test python-test hf-test kills lint sanitize fuzz venv clean
+.PHONY: demo test core-test ucx-test python-test hf-test kills lint sanitize fuzz venv \
+    clean
 
 # Whether this Python has a torch that is new enough (2.10).
 HAS_TORCH := 'import torch; major, minor = torch.__version__.split(".")[:2]; \
@@ -41,7 +42,7 @@ demo: venv
 	PATH="$(CURDIR)/$(BIN):$$PATH" mpirun -np $(RANKS) $(BIN)/python \
 	    examples/train_gpt.py --output demo
 
-test: core-test hf-test python-test
+test: core-test ucx-test hf-test python-test
 
 python-test: venv
 	$(BIN)/python -m pytest
@@ -56,11 +57,17 @@ kills:
 	SMP_TEST_KILLS=$(KILLS) SMP_TEST_DEADLINE_MS=200 \
 	    $(MAKE) -C tests/core CC='$(CC)' SANITIZE='$(SANITIZE)' kills
 
-# The core's tests under the sanitizers, and the MPI transport's under the first two.
+# The UCX transport's tests, with the library that the Python package has.
+UCX = $$($(BIN)/python -c 'from smp.job.transports import packaged_ucx; print(packaged_ucx())')
+ucx-test: venv
+	$(MAKE) -C tests/core CC='$(CC)' SANITIZE='$(SANITIZE)' UCX="$(UCX)" ucx
+
+# The core's tests under the sanitizers, and those of the MPI and UCX transports.
 sanitize: venv
 	$(MAKE) core-test SANITIZE=address,undefined
 	$(MAKE) -C tests/core CC='$(CC)' SANITIZE=address,undefined \
 	    MPICC=$(CURDIR)/$(BIN)/mpicc MPIRUN=$(CURDIR)/$(BIN)/mpirun mpi
+	$(MAKE) ucx-test SANITIZE=address,undefined
 	$(MAKE) core-test SANITIZE=thread
 
 C_FILES := $(CSRC) $(wildcard tests/core/*.[ch] tests/fuzz/*.c benchmarks/core/*.c)

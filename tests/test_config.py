@@ -277,11 +277,12 @@ def test_json_writes_large_ints_as_floats():
         ("pipeline", [(0, 1.5)], r"a list of \(microbatch, phase\)"),
         ("pipeline", [], r"a list of \(microbatch, phase\)"),
         ("pipeline", 3, r"a list of \(microbatch, phase\)"),
-        ("comm_transports", "shm", "a list of 'shm', 'tcp', 'mpi'"),
-        ("comm_transports", [], "a list of 'shm', 'tcp', 'mpi'"),
-        ("comm_transports", ["shm", 1], "a list of 'shm', 'tcp', 'mpi'"),
-        ("comm_transports", ["udp"], "a list of 'shm', 'tcp', 'mpi'"),
+        ("comm_transports", "shm", "a list of 'shm', 'ucx', 'tcp', 'mpi'"),
+        ("comm_transports", [], "a list of 'shm', 'ucx', 'tcp', 'mpi'"),
+        ("comm_transports", ["shm", 1], "a list of 'shm', 'ucx', 'tcp', 'mpi'"),
+        ("comm_transports", ["udp"], "a list of 'shm', 'ucx', 'tcp', 'mpi'"),
         ("comm_transports", ["shm", "^mpi"], "to leave it out"),
+        ("comm_transports", ["^shm", "^ucx", "^tcp", "^mpi"], "leaves at least one"),
         ("comm_interface", 3, "a text"),
         ("comm_interface", "", "a text"),
     ],
@@ -303,8 +304,10 @@ def test_there_are_eight_placement_strategies():
 def test_transports_can_be_forced_or_left_out():
     assert load(comm_transports=["mpi"]).comm_transports == ("mpi",)
     assert load(comm_transports=["tcp", "shm"]).comm_transports == ("tcp", "shm")
-    assert load(comm_transports=["^shm"]).comm_transports == ("tcp", "mpi")
-    assert load(comm_transports=["^shm", "^tcp"]).comm_transports == ("mpi",)
+    assert load(comm_transports=["ucx", "mpi"]).comm_transports == ("ucx", "mpi")
+    assert load(comm_transports=["^shm"]).comm_transports == ("^shm",)
+    assert load(comm_transports=["^shm", "^tcp"]).comm_transports == ("^shm", "^tcp")
+    assert load(comm_transports=["^shm", "^tcp", "^mpi"]).comm_transports == ("ucx",)
 
 
 def test_a_schedule_may_be_a_list_or_a_callable():

@@ -252,8 +252,10 @@ def test_two_hosts_with_two_ranks_each(agent, tmp_path, strategy, groups):
         ("{}", ["shm", "tcp"]),
         ('{"comm_transports": ["tcp"], "comm_interface": "10.77.0.0/24"}', ["tcp"]),
         ('{"comm_transports": ["shm", "mpi"]}', ["mpi", "shm"]),
+        ('{"comm_transports": ["shm", "ucx"]}', ["shm", "ucx"]),
+        ('{"comm_transports": ["ucx"], "comm_interface": "10.77.0.0/24"}', ["ucx"]),
     ],
-    ids=["default", "tcp", "mpi"],
+    ids=["default", "tcp", "mpi", "ucx", "ucx alone"],
 )
 def test_across_hosts_the_results_have_the_same_bits(agent, tmp_path, config, over):
     """A pipeline of four ranks on two hosts equals the cut loop, bit for bit."""

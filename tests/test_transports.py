@@ -6,6 +6,8 @@ runs over TCP and MPI.
 
 import copy
 import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from torch import nn
 
 import smp
 from smp.job.config import ConfigError
-from tests.ranks import on_ranks
+from tests.ranks import on_ranks, rank_environment
 from tests.reference.compare import assert_same_bits, gradients
 from tests.reference.cut_loop import cut_loop
 
@@ -118,7 +120,7 @@ def test_a_single_rank_has_nobody_to_report_on():
 
 @on_ranks(2, 4)
 @pytest.mark.parametrize("rows", [3, 30, 3000])
-@pytest.mark.parametrize("transport", ["tcp", "mpi"])
+@pytest.mark.parametrize("transport", ["tcp", "mpi", "ucx"])
 def test_the_results_have_the_same_bits(transport, rows):
     """Gradients are bit-equal to the cut loop on every transport."""
     begin(comm_transports=[transport])
@@ -135,7 +137,7 @@ def test_what_is_left_out_is_not_used():
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("transport", ["shm", "tcp", "mpi"])
+@pytest.mark.parametrize("transport", ["shm", "tcp", "mpi", "ucx"])
 def test_a_small_pool_is_no_error(transport):
     """A full pool is never an error."""
     begin(comm_transports=[transport], comm_pool_bytes=1 << 20)
@@ -144,7 +146,7 @@ def test_a_small_pool_is_no_error(transport):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("transport", ["tcp", "mpi"])
+@pytest.mark.parametrize("transport", ["tcp", "mpi", "ucx"])
 def test_a_transport_can_be_used_again_after_the_end(transport):
     for _ in range(3):
         begin(comm_transports=[transport])
@@ -161,13 +163,22 @@ def test_an_interface_is_named_by_name_address_or_subnet(interface):
 
 
 @on_ranks(2)
+def test_ucx_uses_the_interface_that_is_named():
+    name, _ = smp._core.addresses(None)[0].split()
+    begin(comm_transports=["ucx"], comm_interface=name)
+
+    assert used() == {"ucx"}
+    check_against_the_cut_loop(3)
+
+
+@on_ranks(2)
 def test_an_interface_that_is_not_there_is_named_with_those_that_are():
     with pytest.raises(ConfigError, match=r"comm_interface='none0'.*lo 127\.0\.0\.1/8"):
         begin(comm_interface="none0")
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("transport", ["shm", "tcp", "ucx"])
 def test_ranks_with_one_secret_file_meet(transport, tmp_path):
     path = tmp_path / "secret"
     if smp.job.bootstrap.over_mpi().rank == 0:
@@ -219,6 +230,32 @@ class TestSecret:
 def test_mpi_without_an_mpi_launcher_is_refused():
     with pytest.raises(RuntimeError, match="not started by an MPI launcher"):
         smp.job.transports.offer(smp.job.bootstrap.Alone(), ("mpi",))
+
+
+def test_ucx_without_its_library_is_refused_and_the_error_says_what_to_install(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import smp\n"
+        "smp.job.transports.offer(smp.job.bootstrap.Alone(), ('^ucx',))\n"
+        "smp.job.transports.offer(smp.job.bootstrap.Alone(), ('ucx',))\n"
+    )
+    environment = rank_environment({"SMP_UCX_LIBRARY": str(tmp_path / "none")})
+    ran = subprocess.run(
+        [sys.executable, script], env=environment, capture_output=True, text=True
+    )
+
+    assert ran.returncode == 1
+    assert "cannot be used here" in ran.stderr and "none: cannot open" in ran.stderr
+    assert "pip install libucx-cu12" in ran.stderr
+
+
+@on_ranks(2)
+def test_ucx_is_not_used_unasked_where_it_has_nothing_but_tcp():
+    if os.path.isdir("/sys/class/infiniband") and os.listdir("/sys/class/infiniband"):
+        pytest.skip("this machine has devices for which UCX is worth while")
+    begin(comm_transports=["^shm", "^mpi"])
+
+    assert used() == {"tcp"}
 
 
 class Detaching(nn.Module):

@@ -374,22 +374,54 @@ add_named(smp_comm *comm, const char *names)
     return SMP_OK;
 }
 
-/* All that are registered; one that cannot work here is left out. */
+/* Whether the list "^shm,^tcp" has the name. */
+static bool
+is_left_out(const char *names, const char *name)
+{
+    size_t length = strlen(name);
+
+    while (*names != '\0') {
+        size_t n = strcspn(names, ",");
+
+        if (n == length + 1 && names[0] == '^' &&
+            memcmp(names + 1, name, length) == 0) {
+            return true;
+        }
+        names += n + (names[n] == ',');
+    }
+    return false;
+}
+
+/* All that are registered, but those left out; one that cannot work here is passed
+ * over. */
 static smp_status
-add_registered(smp_comm *comm)
+add_registered(smp_comm *comm, const char *left_out)
 {
     const smp_transport *all[SMP_TRANSPORTS];
     int                  n = smp_transport_all(all);
-    smp_status           status = SMP_ERR_SYSTEM;
+    smp_status           status = SMP_ERR_INVALID;
 
     for (int i = 0; i < n; i++) {
-        smp_status its = add_carrier(comm, all[i]);
+        smp_status its;
 
+        if (is_left_out(left_out, all[i]->name)) {
+            continue;
+        }
+        its = add_carrier(comm, all[i]);
         if (comm->ncarriers == 0) {
             status = its;
         }
     }
     return comm->ncarriers != 0 ? SMP_OK : status;
+}
+
+/* Makes the transports that `names` stands for; see smp_comm_config. */
+static smp_status
+add_carriers(smp_comm *comm, const char *names)
+{
+    comm->host.named = names != NULL && names[0] != '^';
+    return comm->host.named ? add_named(comm, names)
+                            : add_registered(comm, names != NULL ? names : "");
 }
 
 static void
@@ -479,8 +511,7 @@ smp_comm_create(const smp_comm_config *config, smp_comm **out)
     fill_host(comm, config->interface);
     smp_card_begin(comm->card, comm->rank, comm->size);
     if (comm->size > 1) {
-        status = config->transports != NULL ? add_named(comm, config->transports)
-                                            : add_registered(comm);
+        status = add_carriers(comm, config->transports);
         if (status != SMP_OK) {
             goto err_destroy;
         }

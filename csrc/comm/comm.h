@@ -39,8 +39,9 @@ typedef struct {
                                  device is sent first (comm/device/port.h); 0: none */
     int spin_us;              /* how long a waiter polls before it sleeps; -1: decide
                                  by the number of cores and local ranks */
-    const char *transports;   /* comma-separated names in order of preference, or NULL:
-                                 all that are registered */
+    const char *transports;   /* comma-separated names in order of preference; or, each
+                                 with a leading '^', those not to be used; NULL: all that
+                                 are registered */
     const char *interface; /* for transports over a network: the name of an interface,
                               an address of it or its subnet ("10.0.0.0/24"), or NULL:
                               one that reaches the other hosts */
@@ -144,7 +145,7 @@ uint64_t smp_comm_sent(const smp_comm *comm);
 void smp_comm_sent_to(const smp_comm *comm, int rank, uint64_t *messages,
                       uint64_t *bytes);
 
-/* The name of the transport used to `rank` ("shm", "tcp", "mpi"). */
+/* The name of the transport used to `rank` ("shm", "ucx", "tcp", "mpi"). */
 const char *smp_comm_transport(const smp_comm *comm, int rank);
 
 #endif

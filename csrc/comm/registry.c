@@ -5,9 +5,9 @@
 #include "common/lock.h"
 
 static smp_lock lock = SMP_LOCK_INIT(SMP_LOCK_REGISTRY); /* guards all below */
-static const smp_transport *registered[SMP_TRANSPORTS] = {&smp_transport_shm,
-                                                          &smp_transport_tcp};
-static int                  nregistered = 2;
+static const smp_transport *registered[SMP_TRANSPORTS] = {
+    &smp_transport_shm, &smp_transport_ucx, &smp_transport_tcp};
+static int nregistered = 3;
 
 /* Caller holds the lock. */
 static const smp_transport *

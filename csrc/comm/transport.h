@@ -17,7 +17,7 @@
 #include "common/status.h"
 
 /* Changes with every change of the two tables. */
-#define SMP_TRANSPORT_ABI 4
+#define SMP_TRANSPORT_ABI 5
 
 /* There are never more. */
 #define SMP_TRANSPORTS 8
@@ -38,6 +38,10 @@ typedef struct {
 
     /* Of the configuration, NULL for any; borrowed, during create() only. */
     const char *interface;
+
+    /* The configuration names this transport, so it is to be used wherever it reaches;
+     * else only where it is worth while. */
+    bool named;
 
     /* Memory for a block, in the own arena or (counted) in private memory.  Any
      * thread.  SMP_ERR_NO_MEMORY. */
@@ -84,7 +88,7 @@ typedef struct {
 /* What a transport provides. */
 typedef struct {
     int         abi;       /* SMP_TRANSPORT_ABI */
-    const char *name;      /* "shm", "tcp", "mpi" */
+    const char *name;      /* "shm", "ucx", "tcp", "mpi" */
     bool        same_host; /* whom it reaches is on this machine */
     bool        polls;     /* its progress() keeps a core busy */
 
@@ -138,8 +142,9 @@ const smp_transport *smp_transport_find(const char *name, size_t length);
 /* All of them, in order; how many. */
 int smp_transport_all(const smp_transport *out[SMP_TRANSPORTS]);
 
-/* Always registered, in this order: shared memory, TCP. */
+/* Always registered, in this order: shared memory, UCX, TCP. */
 extern const smp_transport smp_transport_shm;
+extern const smp_transport smp_transport_ucx;
 extern const smp_transport smp_transport_tcp;
 
 #endif

@@ -5,6 +5,7 @@
 #include "comm/comm.h"
 #include "comm/tcp/address.h"
 #include "comm/transport.h"
+#include "comm/ucx/library.h"
 #include "python/session.h"
 
 /* register_transport(capsule): the sessions opened from now on may use it */
@@ -27,6 +28,35 @@ register_transport(PyObject *module, PyObject *capsule)
         return NULL;
     }
     Py_RETURN_NONE;
+}
+
+/* load_ucx(path) -> "1.22.0"; path: where a package has libucp.so.0, or None */
+static PyObject *
+load_ucx(PyObject *module, PyObject *arg)
+{
+    const smp_ucp *ucp;
+    const char    *path = NULL;
+    smp_status     status = SMP_OK;
+
+    (void)module;
+    if (arg != Py_None) {
+        path = PyUnicode_AsUTF8(arg);
+        if (path == NULL) {
+            return NULL;
+        }
+        status = smp_ucx_packaged(path);
+        if (status != SMP_OK) {
+            return PyErr_NoMemory();
+        }
+    }
+    Py_BEGIN_ALLOW_THREADS;
+    status = smp_ucx_library(&ucp);
+    Py_END_ALLOW_THREADS;
+    if (status != SMP_OK) {
+        PyErr_SetString(PyExc_OSError, smp_ucx_trouble());
+        return NULL;
+    }
+    return PyUnicode_FromString(ucp->ucp_get_version_string());
 }
 
 /* addresses(interface) -> ["eth0 10.0.0.7/24", ...]; None: of all interfaces */
@@ -93,6 +123,10 @@ static PyMethodDef functions[] = {
     {"register_transport", register_transport, METH_O,
      "register_transport(capsule)\n--\n\n"
      "Sessions opened from now on may use this transport (``smp._mpi.transport``)."},
+    {"load_ucx", load_ucx, METH_O,
+     "load_ucx(path)\n--\n\n"
+     "Loads libucp.so.0 and says its version; OSError says why it cannot be used.\n"
+     "path: where a package has it, looked at last, or None."},
     {"peers", peers, METH_NOARGS,
      "peers()\n--\n\n"
      "By pp_rank: the transport's name, messages and bytes sent; None for this rank."},

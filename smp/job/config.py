@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-TRANSPORTS = ("shm", "tcp", "mpi")
+TRANSPORTS = ("shm", "ucx", "tcp", "mpi")
 PIPELINES = ("interleaved", "simple", "zero_bubble")
 PLACEMENTS = ("cluster", "spread", *map("".join, itertools.permutations("DPT")))
 
@@ -112,8 +112,11 @@ def transports(default: None) -> Any:
                 f"a list of {', '.join(map(repr, TRANSPORTS))}, in order of preference; "
                 "or each with a leading '^', to leave it out"
             )
-        if forbidding == {True}:
-            return tuple(name for name in TRANSPORTS if name not in bare)
+        left = tuple(name for name in TRANSPORTS if name not in bare)
+        if forbidding == {True} and not left:
+            raise _Wrong("a list that leaves at least one transport")
+        if forbidding == {True} and len(left) == 1:
+            return left
         return names
 
     return _parameter(default, check)

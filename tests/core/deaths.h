@@ -1,5 +1,5 @@
 /* Deaths and forks as every transport sees them that notices a death by itself: run by
- * shm_test.c and tcp_test.c.  Spec: csrc/comm/comm.h, csrc/comm/fork.h. */
+ * shm_test.c, tcp_test.c and ucx_comm.c.  Spec: csrc/comm/comm.h, csrc/comm/fork.h. */
 #ifndef SMP_TESTS_DEATHS_H
 #define SMP_TESTS_DEATHS_H
 

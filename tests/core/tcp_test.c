@@ -10,6 +10,7 @@
 #include "comm/tcp/frame.h"
 #include "comm/tcp/meet.h"
 #include "deaths.h"
+#include "partings.h"
 #include "traffic.h"
 
 #define LOOPBACK "127.0.0.1"
@@ -616,58 +617,6 @@ TEST(a_frame_may_come_byte_by_byte)
         smp_message_free(message);
     }
     drop_impostor(&im);
-    return 0;
-}
-
-/* Its kernel still answers, and its buffers are full: it is stuck, not lost. */
-TEST_RANK(a_stopped_peer_is_not_lost)
-{
-    static const size_t sizes[] = {32 << 20};
-    smp_message        *message;
-
-    if (w->rank == 1) {
-        kill(getpid(), SIGSTOP);
-    } else {
-        CHECK_STATUS(send_filled(w, 1, 1, 10, sizes, 1), SMP_OK);
-        CHECK_STATUS(smp_comm_receive(w->comm, 5 * SMP_NS_PER_S, &message),
-                     SMP_ERR_TIMED_OUT);
-        CHECK(smp_comm_lost(w->comm) == -1);
-        CHECK(kill(w->shared->pids[1], SIGCONT) == 0);
-    }
-    if (w->rank == 1) {
-        CHECK_STATUS(smp_comm_receive(w->comm, WORLD_PATIENCE_NS, &message), SMP_OK);
-        CHECK(message_filled(message, 1, 10, sizes, 1));
-        smp_message_free(message);
-    }
-    w->barrier(w);
-    return 0;
-}
-
-/* What reaches a socket after its end makes the kernel forget what that had to say. */
-TEST_RANK(what_a_leaving_peer_said_arrives_although_it_is_talked_to)
-{
-    enum { COUNT = 50 };
-    static const size_t sizes[] = {200000};
-    smp_status          status = SMP_OK;
-    smp_message        *message;
-    uint64_t            count = 0;
-
-    for (uint64_t i = 0; w->rank == 0 && i < COUNT; i++) {
-        CHECK_STATUS(send_filled(w, 1, i, 100, sizes, 1), SMP_OK);
-    }
-    while (w->rank == 1 && status != SMP_ERR_CLOSED) {
-        status = send_filled(w, 0, 1, 1000, NULL, 0);
-        CHECK(status == SMP_OK || status == SMP_ERR_CLOSED);
-        status = smp_comm_receive(w->comm, 0, &message);
-        if (status == SMP_OK) {
-            CHECK(message_filled(message, count++, 100, sizes, 1));
-            smp_message_free(message);
-        } else {
-            CHECK(status == SMP_ERR_TIMED_OUT || status == SMP_ERR_CLOSED);
-        }
-    }
-    CHECK(w->rank == 0 || count == COUNT);
-    CHECK(smp_comm_lost(w->comm) == -1);
     return 0;
 }
 

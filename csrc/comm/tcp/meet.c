@@ -145,6 +145,44 @@ smp_tcp_card_ok(const void *bytes, size_t n, int rank)
            smp_tcp_offer_ok(&card.offer);
 }
 
+smp_status
+smp_tcp_cards_read(int size, const void *const *cards, const size_t *card_bytes,
+                   smp_tcp_cards *out, int *failed)
+{
+    smp_tcp_cards read = {.copies = calloc((size_t)size, sizeof(smp_tcp_card)),
+                          .readable = calloc((size_t)size, sizeof(smp_tcp_card *))};
+    smp_status    status = SMP_ERR_NO_MEMORY;
+
+    if (read.copies == NULL || read.readable == NULL) {
+        goto err_free;
+    }
+    for (int r = 0; r < size; r++) {
+        if (cards[r] == NULL) {
+            continue;
+        }
+        if (!smp_tcp_card_ok(cards[r], card_bytes[r], r)) {
+            *failed = r;
+            status = SMP_ERR_MALFORMED;
+            goto err_free;
+        }
+        memcpy(&read.copies[r], cards[r], sizeof(read.copies[r]));
+        read.readable[r] = &read.copies[r];
+    }
+    *out = read;
+    return SMP_OK;
+
+err_free:
+    smp_tcp_cards_free(&read);
+    return status;
+}
+
+void
+smp_tcp_cards_free(smp_tcp_cards *cards)
+{
+    free(cards->copies);
+    free(cards->readable);
+}
+
 bool
 smp_tcp_hello_ok(const smp_tcp_hello *hello, const smp_tcp_self *self, int rank)
 {
@@ -447,22 +485,34 @@ call_all(meeting *m, int64_t deadline_ns)
     return next;
 }
 
+/* What each rank offers, NULL for one without a card.  NULL: no memory. */
+static const smp_tcp_offer **
+offers_of(const smp_tcp_door *door, const smp_tcp_self *self,
+          const smp_tcp_card *const *cards)
+{
+    const smp_tcp_offer **offers = calloc((size_t)self->size, sizeof(smp_tcp_offer *));
+
+    for (int r = 0; r < self->size && offers != NULL; r++) {
+        offers[r] = cards[r] == NULL ? NULL : &cards[r]->offer;
+    }
+    if (offers != NULL) {
+        offers[self->rank] = &door->card.offer;
+    }
+    return offers;
+}
+
 /* Who is expected, where they listen, and where we do (-1: nowhere). */
 static smp_status
 appoint(meeting *m, const smp_tcp_door *door, const smp_tcp_card *const *cards,
         const bool *wanted, int *own)
 {
     int                   size = m->self->size;
-    const smp_tcp_offer **offers = calloc((size_t)size, sizeof(smp_tcp_offer *));
+    const smp_tcp_offer **offers = offers_of(door, m->self, cards);
     bool                  called = false;
 
     if (offers == NULL) {
         return SMP_ERR_NO_MEMORY;
     }
-    for (int r = 0; r < size; r++) {
-        offers[r] = cards[r] == NULL ? NULL : &cards[r]->offer;
-    }
-    offers[m->self->rank] = &door->card.offer;
     *own = smp_tcp_choose(offers, size, m->self->rank);
     for (int r = 0; r < size && *own >= 0; r++) {
         appointment *a = &m->appointments[r];
@@ -485,6 +535,20 @@ appoint(meeting *m, const smp_tcp_door *door, const smp_tcp_card *const *cards,
         *own = -1;
     }
     return SMP_OK;
+}
+
+bool
+smp_tcp_own_address(const smp_tcp_door *door, const smp_tcp_self *self,
+                    const smp_tcp_card *const *cards, smp_tcp_address *out)
+{
+    const smp_tcp_offer **offers = offers_of(door, self, cards);
+    int own = offers == NULL ? -1 : smp_tcp_choose(offers, self->size, self->rank);
+
+    free(offers);
+    if (own >= 0) {
+        *out = door->card.offer.addresses[own];
+    }
+    return own >= 0;
 }
 
 smp_status

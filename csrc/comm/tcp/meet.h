@@ -74,6 +74,23 @@ void smp_tcp_door_close(smp_tcp_door *door);
 /* Whether bytes are the card of `rank`. */
 bool smp_tcp_card_ok(const void *bytes, size_t n, int rank);
 
+/* Other ranks' cards, in a form that can be read. */
+typedef struct {
+    smp_tcp_card        *copies;   /* owned: [size] */
+    const smp_tcp_card **readable; /* owned: [size]; NULL where there is none */
+} smp_tcp_cards;
+
+/* From what the comm has: cards[r] is NULL for a rank without one.  SMP_ERR_NO_MEMORY;
+ * SMP_ERR_MALFORMED: what *failed has sent is no card. */
+smp_status smp_tcp_cards_read(int size, const void *const *cards,
+                              const size_t *card_bytes, smp_tcp_cards *out,
+                              int *failed);
+void       smp_tcp_cards_free(smp_tcp_cards *cards);
+
+/* The address at which this rank is met.  False: it has none. */
+bool smp_tcp_own_address(const smp_tcp_door *door, const smp_tcp_self *self,
+                         const smp_tcp_card *const *cards, smp_tcp_address *out);
+
 /* Whether a hello comes from `rank` of this job to us. */
 bool smp_tcp_hello_ok(const smp_tcp_hello *hello, const smp_tcp_self *self, int rank);
 

@@ -462,27 +462,6 @@ tcp_card(void *arg, size_t *bytes)
     return &self->door.card;
 }
 
-/* The cards in a form that can be read, NULL where there is none.  *failed: whose is
- * not a card. */
-static smp_status
-read_cards(int size, const void *const *cards, const size_t *card_bytes,
-           smp_tcp_card *copies, const smp_tcp_card **out, int *failed)
-{
-    for (int r = 0; r < size; r++) {
-        out[r] = NULL;
-        if (cards[r] == NULL) {
-            continue;
-        }
-        if (!smp_tcp_card_ok(cards[r], card_bytes[r], r)) {
-            *failed = r;
-            return SMP_ERR_MALFORMED;
-        }
-        memcpy(&copies[r], cards[r], sizeof(copies[r]));
-        out[r] = &copies[r];
-    }
-    return SMP_OK;
-}
-
 /* Half of the time, so that a network that swallows everything leaves the other half to
  * the transports that come after. */
 static int64_t
@@ -497,24 +476,23 @@ static smp_status
 tcp_connect(void *arg, const void *const *cards, const size_t *card_bytes,
             const bool *wanted, int64_t deadline_ns, bool *reached, int *failed)
 {
-    tcp                 *self = arg;
-    const smp_host      *host = self->host;
-    size_t               size = (size_t)host->size;
-    smp_tcp_card        *copies = calloc(size, sizeof(*copies));
-    const smp_tcp_card **readable = calloc(size, sizeof(smp_tcp_card *));
-    int                 *fds = calloc(size, sizeof(*fds));
-    smp_tcp_self me = {.rank = host->rank, .size = host->size, .job = host->job};
-    smp_status   status = SMP_ERR_NO_MEMORY;
+    tcp            *self = arg;
+    const smp_host *host = self->host;
+    int            *fds = calloc((size_t)host->size, sizeof(*fds));
+    smp_tcp_self    me = {.rank = host->rank, .size = host->size, .job = host->job};
+    smp_tcp_cards   others;
+    smp_status      status = SMP_ERR_NO_MEMORY;
 
-    if (copies == NULL || readable == NULL || fds == NULL) {
-        goto out;
+    if (fds == NULL) {
+        return SMP_ERR_NO_MEMORY;
     }
-    status = read_cards(host->size, cards, card_bytes, copies, readable, failed);
+    status = smp_tcp_cards_read(host->size, cards, card_bytes, &others, failed);
     if (status != SMP_OK) {
         goto out;
     }
-    status = smp_tcp_meet(&self->door, &me, readable, wanted, patience(deadline_ns),
-                          fds, reached);
+    status = smp_tcp_meet(&self->door, &me, others.readable, wanted,
+                          patience(deadline_ns), fds, reached);
+    smp_tcp_cards_free(&others);
     for (int r = 0; r < host->size; r++) {
         if (reached[r]) {
             smp_status made = peer_create(self, r, fds[r], &self->peers[r]);
@@ -527,8 +505,6 @@ tcp_connect(void *arg, const void *const *cards, const size_t *card_bytes,
     }
 
 out:
-    free(copies);
-    free(readable);
     free(fds);
     return status;
 }
