@@ -66,6 +66,7 @@ def test_defaults():
         "comm_transports": None,
         "comm_interface": None,
         "comm_pool_bytes": 0,
+        "comm_device_pool_bytes": 256 << 20,
         "watchdog_report_s": 30.0,
         "watchdog_end_s": 0.0,
         "ddp_dist_backend": "auto",
@@ -193,6 +194,7 @@ class TestSources:
         monkeypatch.setenv("SMP_COMM_TRANSPORTS", "mpi, shm")
         monkeypatch.setenv("SMP_COMM_INTERFACE", "eth1")
         monkeypatch.setenv("SMP_COMM_POOL_BYTES", "1048576")
+        monkeypatch.setenv("SMP_COMM_DEVICE_POOL_BYTES", "0")
         monkeypatch.setenv("SMP_CONFIG", '{"comm_interface": "eth2"}')
 
         cfg = load(comm_pool_bytes=1)
@@ -200,6 +202,7 @@ class TestSources:
         assert cfg.comm_transports == ("mpi", "shm")
         assert cfg.comm_interface == "eth2"
         assert cfg.comm_pool_bytes == 1048576
+        assert cfg.comm_device_pool_bytes == 0
 
     def test_the_error_names_the_source(self, monkeypatch):
         monkeypatch.setenv("SMP_COMM_POOL_BYTES", "much")
@@ -224,7 +227,12 @@ INTS = [
     "sdp_reduce_bucket_size",
     "sdp_max_live_parameters",
 ]
-INTS_FROM_ZERO = ["default_partition", "sdp_param_persistence_threshold", "comm_pool_bytes"]
+INTS_FROM_ZERO = [
+    "default_partition",
+    "sdp_param_persistence_threshold",
+    "comm_pool_bytes",
+    "comm_device_pool_bytes",
+]
 BOOLS = [f.name for f in dataclasses.fields(Config) if f.type is bool]
 
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import smp
+from smp import _core
 from tests import accelerator
 from tests.devices import DEVICES, use
 from tests.models.random_tree import ALL, describe, make_tree, random_partition
@@ -162,3 +163,17 @@ def test_on_an_accelerator(device, schedule, microbatches):
     check_trees(TIMES, schedule, microbatches, transport, delays=True, device=device)
     if device == accelerator.NAME:
         assert accelerator.late_copies() > 0, "no copy was late: nothing was tried"
+
+
+@on_ranks(2, 3, timeout_s=100 * TIMES)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("microbatches", [1, 3])
+@pytest.mark.parametrize("device", DEVICES[1:])
+def test_on_gpus_of_one_host(device, schedule, microbatches):
+    """... and when tensors go from GPU to GPU, through device pools."""
+    if device == accelerator.NAME:
+        accelerator.use_driver()
+
+    check_trees(2 * TIMES, schedule, microbatches, delays=True, device=device)
+    sent = smp.allgather(_core.counters()["device_tensors"], smp.WORLD)
+    assert sum(sent) > 0, "no tensor was in a device pool: nothing was tried"

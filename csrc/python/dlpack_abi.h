@@ -10,7 +10,7 @@
 
 #define SMP_DLPACK_MAJOR 1
 
-enum { SMP_DL_CPU = 1 };
+enum { SMP_DL_CPU = 1, SMP_DL_CUDA = 2, SMP_DL_OTHER = 12 /* kDLExtDev */ };
 
 enum {
     SMP_DL_INT = 0,

@@ -4,6 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "python/device.h"
 #include "python/registry.h"
 #include "python/unpack.h"
 #include "python/wire.h"
@@ -200,18 +201,46 @@ stage_wait(smp_pack *pack)
     return done == NULL ? -1 : 0;
 }
 
+/* Copies the span into the device pool, where both ranks have one: *done. */
+static int
+put_in_pool(smp_pack *pack, const dl_tensor *t, smp_tensor_meta *meta, bool *done)
+{
+    smp_block *block;
+
+    *done = false;
+    if (pack->comm == NULL) {
+        return 0;
+    }
+    if (grow_array(&pack->blocks, pack->nblocks, &pack->block_room) < 0 ||
+        smp_device_pack(pack->comm, pack->dest, t, meta->bytes, &block) < 0) {
+        return -1;
+    }
+    if (block != NULL) {
+        meta->in_block = 1;
+        meta->place = (uint32_t)pack->nblocks;
+        pack->blocks[pack->nblocks++] = block;
+        *done = true;
+    }
+    return 0;
+}
+
 /* The same for a tensor on a device: its copy into a block goes on until stage_wait(),
  * so that one wait does for all tensors of a message. */
 static int
-put_device_bytes(smp_pack *pack, PyObject *tensor, smp_tensor_meta *meta)
+put_device_bytes(smp_pack *pack, PyObject *tensor, const dl_tensor *t,
+                 smp_tensor_meta *meta)
 {
     smp_block *block;
     dl_tensor  copied;
     PyObject  *host;
+    bool       done;
     int        failed;
 
     if (meta->bytes == 0) {
         return 0;
+    }
+    if (put_in_pool(pack, t, meta, &done) < 0 || done) {
+        return done ? 0 : -1;
     }
     if (pack->comm != NULL) {
         block = add_block(pack, meta);
@@ -256,7 +285,7 @@ put_described(smp_pack *pack, PyObject *tensor, const dl_tensor *t, bool require
         return -1;
     }
     if ((t->device.type == SMP_DL_CPU ? put_bytes(pack, t, &meta)
-                                      : put_device_bytes(pack, tensor, &meta)) < 0 ||
+                                      : put_device_bytes(pack, tensor, t, &meta)) < 0 ||
         put(&pack->meta, &meta, sizeof(meta)) < 0 ||
         put(&pack->meta, t->shape, dims) < 0 ||
         put(&pack->meta, t->strides, dims) < 0) {

@@ -26,6 +26,8 @@ typedef struct {
     PyObject *stage_out;  /* tensor, host memory: begins to copy its span there */
     PyObject *stage_wait; /* waits for what stage_out began */
     PyObject *stage_in;   /* host memory, shape, strides -> tensor on the device */
+    PyObject
+        *stage_placed; /* elements in a row on a device, shape, strides -> tensor */
 } smp_registry_table;
 
 extern smp_registry_table smp_registry;

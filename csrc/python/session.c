@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include "comm/clock.h"
+#include "comm/device/port.h"
 #include "python/gradients.h"
 #include "python/heap.h"
 #include "python/pack.h"
@@ -473,7 +474,8 @@ smp_session_wait(uint64_t call, smp_wait_kind kind, int32_t entry)
 
 /* --------------------------------------------------------------------- lifecycle */
 
-/* open(rank, size, pool_bytes, spin_us, transports, interface, job, report_s, end_s) ->
+/* open(rank, size, pool_bytes, device_pool_bytes, spin_us, transports, interface, job,
+ * report_s, end_s) ->
  * the address card.  The last two are the watchdog's limits, 0 for none. */
 static PyObject *
 py_open(PyObject *module, PyObject *args)
@@ -481,6 +483,7 @@ py_open(PyObject *module, PyObject *args)
     smp_session    *session = &smp_the_session;
     smp_comm_config config = {0};
     Py_ssize_t      pool;
+    Py_ssize_t      device_pool;
     const char     *job;
     smp_status      status;
     size_t          bytes;
@@ -489,9 +492,9 @@ py_open(PyObject *module, PyObject *args)
     double          end_s;
 
     (void)module;
-    if (!PyArg_ParseTuple(args, "iinizzsdd", &config.rank, &config.size, &pool,
-                          &config.spin_us, &config.transports, &config.interface, &job,
-                          &report_s, &end_s)) {
+    if (!PyArg_ParseTuple(args, "iinnizzsdd", &config.rank, &config.size, &pool,
+                          &device_pool, &config.spin_us, &config.transports,
+                          &config.interface, &job, &report_s, &end_s)) {
         return NULL;
     }
     if (session->comm != NULL) {
@@ -499,6 +502,7 @@ py_open(PyObject *module, PyObject *args)
         return NULL;
     }
     config.pool_bytes = (size_t)pool;
+    config.device_pool_bytes = (size_t)device_pool;
     strncpy(config.job, job, sizeof(config.job) - 1);
     status = smp_comm_create(&config, &session->comm);
     if (status != SMP_OK) {
@@ -655,6 +659,7 @@ py_configure(PyObject *module, PyObject *args, PyObject *kwargs)
         {"stage_out", &smp_registry.stage_out},
         {"stage_wait", &smp_registry.stage_wait},
         {"stage_in", &smp_registry.stage_in},
+        {"stage_placed", &smp_registry.stage_placed},
     };
     PyObject  *key;
     PyObject  *value;
@@ -914,6 +919,7 @@ py_step(PyObject *module, PyObject *args)
     status = smp_server_step(session->server, session->step, schedule, &end);
     Py_END_ALLOW_THREADS;
     session->in_step = false;
+    smp_device_sweep(smp_comm_device(session->comm));
     Py_CLEAR(session->run_root);
     smp_serve_forget();
     if (status == SMP_ERR_INTERRUPTED && signal_type != NULL) {
@@ -1172,6 +1178,7 @@ static PyObject *
 py_counters(PyObject *module, PyObject *unused)
 {
     smp_comm_stats stats;
+    smp_device_use device;
     int            left = 0;
 
     (void)module;
@@ -1183,12 +1190,17 @@ py_counters(PyObject *module, PyObject *unused)
         left += smp_comm_left(smp_the_session.comm, rank);
     }
     smp_comm_counters(smp_the_session.comm, &stats);
-    return Py_BuildValue("{s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:i,s:i}", "messages",
-                         stats.messages, "bytes", stats.bytes, "pool_blocks",
-                         stats.pool_blocks, "pool_fallbacks", stats.pool_fallbacks,
-                         "pool_in_use", stats.pool_in_use, "pool_high", stats.pool_high,
-                         "pool_made", stats.pool_made, "pool_size", stats.pool_size,
-                         "left", left, "lost", smp_comm_lost(smp_the_session.comm));
+    smp_device_measure(smp_comm_device(smp_the_session.comm), &device);
+    return Py_BuildValue(
+        "{s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:i,s:i,s:K,s:K,s:K,s:K,s:K,s:K,s:s}",
+        "messages", stats.messages, "bytes", stats.bytes, "pool_blocks",
+        stats.pool_blocks, "pool_fallbacks", stats.pool_fallbacks, "pool_in_use",
+        stats.pool_in_use, "pool_high", stats.pool_high, "pool_made", stats.pool_made,
+        "pool_size", stats.pool_size, "left", left, "lost",
+        smp_comm_lost(smp_the_session.comm), "device_tensors", device.tensors,
+        "device_bytes", device.bytes, "device_fallbacks", device.fallbacks,
+        "device_in_use", device.in_use, "device_high", device.high, "device_size",
+        device.size, "device_why", device.why);
 }
 
 /* timeline() -> [(time_ns, worker, kind, phase, microbatch, entry), ...] of the last
@@ -1277,7 +1289,8 @@ py_mix(PyObject *module, PyObject *args)
 
 static PyMethodDef functions[] = {
     {"open", py_open, METH_VARARGS,
-     "open(rank, size, pool_bytes, spin_us, transports, interface, job, report_s, "
+     "open(rank, size, pool_bytes, device_pool_bytes, spin_us, transports, interface, "
+     "job, report_s, "
      "end_s)"
      " -> card"},
     {"signal_fd", py_signal_fd, METH_NOARGS, "-> for signal.set_wakeup_fd"},

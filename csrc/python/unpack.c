@@ -4,7 +4,9 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "python/device.h"
 #include "python/registry.h"
+#include "python/session.h"
 #include "python/wire.h"
 
 /* ------------------------------------------------------------------- reading */
@@ -137,16 +139,34 @@ tuple_of(const int64_t *dims, uint16_t ndim)
     return tuple;
 }
 
-/* A tensor on this rank's device.  Its bytes stay in host memory, which stage_in keeps
- * until the device has read them. */
+/* Calls stage_in or stage_placed; takes `row`. */
+static PyObject *
+lay_out(PyObject *stage, PyObject *row, const smp_tensor_meta *meta,
+        const int64_t *shape, const int64_t *strides)
+{
+    PyObject *sizes = NULL;
+    PyObject *steps = NULL;
+    PyObject *tensor = NULL;
+
+    if (row != NULL && (sizes = tuple_of(shape, meta->ndim)) != NULL &&
+        (steps = tuple_of(strides, meta->ndim)) != NULL) {
+        tensor = PyObject_CallFunctionObjArgs(stage, row, sizes, steps, NULL);
+    }
+    Py_XDECREF(row);
+    Py_XDECREF(sizes);
+    Py_XDECREF(steps);
+    return tensor;
+}
+
+/* A tensor on this rank's device, out of the sender's device pool, or through host
+ * memory, which stage_in keeps until the device has read it. */
 static PyObject *
 make_device_tensor(smp_unpack *unpack, const smp_tensor_meta *meta,
                    const int64_t *shape, const int64_t *strides)
 {
-    PyObject *host;
-    PyObject *sizes = NULL;
-    PyObject *steps = NULL;
-    PyObject *tensor = NULL;
+    smp_comm *comm = smp_the_session.comm;
+    PyObject *tensor;
+    PyObject *row;
 
     if (smp_registry.stage_in == NULL) {
         (void)malformed("a tensor on a device where none is expected");
@@ -155,18 +175,19 @@ make_device_tensor(smp_unpack *unpack, const smp_tensor_meta *meta,
     if (meta->in_block) {
         smp_block *block = smp_message_take_block(unpack->message, meta->place);
 
-        host = smp_tensor_wrap_span(meta, smp_block_data(block), release_block, block);
+        if (smp_block_data(block) == NULL) {
+            row = smp_device_unpack(comm, unpack->message->source, block, meta);
+            return lay_out(smp_registry.stage_placed, row, meta, shape, strides);
+        }
+        row = smp_tensor_wrap_span(meta, smp_block_data(block), release_block, block);
     } else {
-        host = smp_tensor_copy_span(meta, unpack->data + meta->place);
+        row = smp_tensor_copy_span(meta, unpack->data + meta->place);
     }
-    if (host != NULL && (sizes = tuple_of(shape, meta->ndim)) != NULL &&
-        (steps = tuple_of(strides, meta->ndim)) != NULL) {
-        tensor = PyObject_CallFunctionObjArgs(smp_registry.stage_in, host, sizes, steps,
-                                              NULL);
+    tensor = lay_out(smp_registry.stage_in, row, meta, shape, strides);
+    if (tensor != NULL && meta->in_block &&
+        smp_device_seen(comm, unpack->message->source, tensor) < 0) {
+        Py_CLEAR(tensor);
     }
-    Py_XDECREF(host);
-    Py_XDECREF(sizes);
-    Py_XDECREF(steps);
     return tensor;
 }
 
@@ -181,6 +202,10 @@ make_tensor(smp_unpack *unpack, const smp_tensor_meta *meta, const int64_t *shap
     }
     if (!meta->in_block) {
         return smp_tensor_copy_of(meta, shape, strides, unpack->data + meta->place);
+    }
+    if (smp_block_data(unpack->message->blocks[meta->place]) == NULL) {
+        (void)malformed("a tensor of the host in the pool of a device");
+        return NULL;
     }
     if (unpack->copy) {
         return smp_tensor_copy_of(meta, shape, strides,

@@ -101,6 +101,7 @@ class Runtime:
             self.pp_rank,
             self.pp_size,
             self.cfg.comm_pool_bytes or 0,
+            self.cfg.comm_device_pool_bytes,
             SPIN_DECIDED_BY_CORE,
             ",".join(wanted) if wanted else None,
             self.cfg.comm_interface,
@@ -131,6 +132,7 @@ class Runtime:
             stage_out=self.staging.out,
             stage_wait=self.staging.wait,
             stage_in=self.staging.into,
+            stage_placed=self.staging.placed,
         )
 
     def share_place(self) -> None:

@@ -1,5 +1,8 @@
 """Tensors of an accelerator on their way to another rank: through host memory.
 
+GPUs of one host do without, where they can: ``csrc/comm/device``, which leaves to this
+module only where a tensor ends up.
+
 The codec (``csrc/python/pack.c``, ``unpack.c``) gives and takes host memory that both
 ranks can see; the device copies into it and out of it, in the order of its stream.
 Neither copy makes the thread wait: a message waits once, before it is sent, for all its
@@ -81,6 +84,19 @@ class Staging:
         self._let_go()
         # .data is no view, and its version is 0: nobody has changed it.
         return made.as_strided(shape, strides).data
+
+    def placed(self, row: Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
+        """The tensor of elements that are on a device of this rank already.
+
+        Args:
+            row: shape ``[n]``: the elements as they shall lie in memory.
+            shape: of the result.
+            strides: of the result, in elements.
+        """
+        home = self._home()
+        if home is not None and home.index is not None:
+            row = row.to(home, non_blocking=True)
+        return row.as_strided(shape, strides).data
 
     def _let_go(self) -> None:
         """Give back the memory that the devices have read."""

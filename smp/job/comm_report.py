@@ -22,7 +22,9 @@ class CommReport:
     """What the module server of one rank has sent; ``print`` it.
 
     The pool is the shared memory that this rank's large tensors travel in.  A fallback is
-    one that did not fit, and went by a slower way.
+    one that did not fit, and went by a slower way.  The device pool is the same in the
+    memory of this rank's GPU, for GPUs of one host; a fallback there went through host
+    memory.
     """
 
     rank: int  # global
@@ -31,6 +33,11 @@ class CommReport:
     pool_high: int  # bytes in use, the most so far
     pool_blocks: int  # tensors that travelled in it
     pool_fallbacks: int
+    device_pool_bytes: int = 0  # 0: there is none (yet)
+    device_pool_high: int = 0
+    device_pool_tensors: int = 0
+    device_pool_fallbacks: int = 0
+    device_pool_why: str = ""  # why there is none, in the driver's words
 
     def __str__(self) -> str:
         if not self.peers:
@@ -48,8 +55,21 @@ class CommReport:
                 *lines,
                 f"pool: {self.pool_blocks} tensors, at most {_mib(self.pool_high)} MiB at a "
                 f"time, of {_mib(self.pool_bytes)} MiB; {self.pool_fallbacks} did not fit",
+                *self._of_device(),
             ]
         )
+
+    def _of_device(self) -> list[str]:
+        through_host = f"{self.device_pool_fallbacks} went through host memory"
+        if self.device_pool_why:
+            return [f"device pool: none ({self.device_pool_why}); {through_host}"]
+        if self.device_pool_bytes == 0:
+            return []
+        return [
+            f"device pool: {self.device_pool_tensors} tensors, at most "
+            f"{_mib(self.device_pool_high)} MiB at a time, of "
+            f"{_mib(self.device_pool_bytes)} MiB; {through_host}"
+        ]
 
 
 def comm_report() -> CommReport:
@@ -72,6 +92,11 @@ def comm_report() -> CommReport:
         pool_high=counters.get("pool_high", 0),
         pool_blocks=counters.get("pool_blocks", 0),
         pool_fallbacks=counters.get("pool_fallbacks", 0),
+        device_pool_bytes=counters.get("device_size", 0),
+        device_pool_high=counters.get("device_high", 0),
+        device_pool_tensors=counters.get("device_tensors", 0),
+        device_pool_fallbacks=counters.get("device_fallbacks", 0),
+        device_pool_why=counters.get("device_why", ""),
     )
 
 

@@ -23,6 +23,7 @@ from types import ModuleType
 import torch
 
 NAME = "pretend"
+DRIVER = "SMP_CUDA_LIBRARY"  # read by csrc/comm/device/driver.c
 SOURCE = Path(__file__).with_name("pretend.cpp")
 BUILT = Path(__file__).resolve().parents[2] / "build" / "accelerator"
 
@@ -52,18 +53,24 @@ def build() -> Path:
         raise RuntimeError("the pretended accelerator needs a C++ compiler (c++ on PATH)")
     torch_at = Path(torch.__file__).parent
     include, lib = torch_at / "include", torch_at / "lib"
+    command = [cxx, "-std=c++20", "-O1", "-pthread"]
+    command += [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"]
+    command += [f"-I{include}", f"-I{include}/torch/csrc/api/include"]
+    behind = [str(SOURCE), f"-L{lib}", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{lib}"]
+    _compile(made, command, behind)
+    return made
+
+
+def _compile(made: Path, command: list[str], behind: list[str]) -> None:
+    """A shared library: ``command`` is the compiler, ``behind`` what follows the output."""
     made.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=made.parent) as folder:
         fresh = Path(folder) / made.name
-        command = [cxx, "-std=c++20", "-O1", "-fPIC", "-shared", "-pthread"]
-        command += [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"]
-        command += [f"-I{include}", f"-I{include}/torch/csrc/api/include", str(SOURCE)]
-        command += ["-o", str(fresh), f"-L{lib}", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{lib}"]
+        command = [*command, "-fPIC", "-shared", "-o", str(fresh), *behind]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode != 0:
             raise RuntimeError(f"{' '.join(command)}\n{done.stderr}")
         fresh.replace(made)  # at once: another process may be building it too
-    return made
 
 
 def load() -> torch.device:
@@ -76,6 +83,28 @@ def load() -> torch.device:
         torch._register_device_module(NAME, _device_module())
         torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
     return torch.device(NAME, 0)
+
+
+def stand_in() -> Path:
+    """The stand-in of the GPU's driver, compiled; it needs a C compiler.
+
+    Raises:
+        RuntimeError: the compiler failed; with what it said.
+    """
+    source = SOURCE.parents[1] / "core" / "stand_in.c"
+    said = source.read_bytes() + source.with_suffix(".h").read_bytes()
+    made = BUILT / f"stand_in-{hashlib.sha256(said).hexdigest()[:16]}.so"
+    if not made.exists():
+        _compile(made, ["cc", "-std=c11", "-O1", "-pthread"], [str(source)])
+    return made
+
+
+def use_driver() -> None:
+    """``smp``'s device pool takes the pretended device for a GPU, whose driver is the
+    stand-in, while the environment says so: to the end of the test."""
+    load()
+    os.environ[DRIVER] = str(stand_in())
+    torch.ops.pretend.use_driver(os.environ[DRIVER])
 
 
 def late_copies() -> int:

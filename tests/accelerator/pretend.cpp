@@ -11,6 +11,10 @@
  *
  * Every operator runs on the CPU (at::native::cpu_fallback), so results have the CPU's
  * bits.  One device, whose streams share one queue.
+ *
+ * With the stand-in of the GPU's driver (use_driver) its streams are the driver's null
+ * stream too: what the driver is told on others comes before or after work here by events
+ * only.
  */
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
@@ -29,6 +33,8 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/core/impl/alloc_cpu.h>
 #include <torch/library.h>
+
+#include <dlfcn.h>
 
 #include <cstring>
 #include <deque>
@@ -64,10 +70,24 @@ uint64_t         enqueued; // work ever put into the queue
 uint64_t         done;     // ... and done
 uint64_t         copies;   // ... of which were copies
 
+// The stand-in's cuStreamSynchronize, once it is used.
+std::atomic<int (*)(void *)> driver_synchronize;
+
+// What the null stream has been told to wait for has happened.
+void
+wait_for_driver()
+{
+    if (auto synchronize = driver_synchronize.load()) {
+        synchronize(nullptr);
+    }
+}
+
 void
 run_one()
 {
     const Work work = queue.front();
+
+    wait_for_driver();
 
     if (work.to == nullptr) {
         c10::free_cpu(const_cast<void *>(work.from));
@@ -84,6 +104,7 @@ run_all()
 {
     std::lock_guard<std::mutex> guard(queue_lock);
 
+    wait_for_driver();
     while (!queue.empty()) {
         run_one();
     }
@@ -106,6 +127,7 @@ give_back(void *data)
 {
     std::lock_guard<std::mutex> guard(queue_lock);
 
+    wait_for_driver();
     if (queue.empty()) {
         c10::free_cpu(data);
     } else {
@@ -644,8 +666,29 @@ set_rng_state(const at::Tensor &state)
     default_generator().set_state(state);
 }
 
+// The stand-in at `path` (tests/core/stand_in.c) is this device's driver from now on.
+void
+use_driver(const std::string &path)
+{
+    struct Table { // as stand_in.h has it
+        void (*fail)(const char *, int, int);
+        bool (*failed)();
+        void (*hold)(bool);
+        void (*launch)(void *, void (*)(void *), void *);
+        void (*set_drain)(void (*)());
+        int (*alive)();
+    };
+    void *library = dlopen(path.c_str(), RTLD_NOW);
+
+    TORCH_CHECK(library != nullptr, path, ": ", dlerror());
+    driver_synchronize =
+        reinterpret_cast<int (*)(void *)>(dlsym(library, "cuStreamSynchronize"));
+    static_cast<const Table *>(dlsym(library, "stand_in"))->set_drain(&run_all);
+}
+
 TORCH_LIBRARY(pretend, m)
 {
+    m.def("use_driver(str path) -> ()", &use_driver);
     m.def("late_copies() -> int", &late_copies);
     m.def("manual_seed(int seed) -> ()", &manual_seed);
     m.def("get_rng_state() -> Tensor", &get_rng_state);

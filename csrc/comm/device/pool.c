@@ -113,7 +113,34 @@ sweep_retired(void)
 
 /* -------------------------------------------------------------------- in use */
 
-/* The memory, and its handle on the card. */
+/* The event of a slot, and its handle on the card, unless they are there. */
+static bool
+make_event(smp_device_pool *pool, uint32_t slot, char why[SMP_DRIVER_TEXT])
+{
+    const smp_driver *driver = pool->driver;
+    void             *event;
+
+    if (pool->events[slot] != NULL) {
+        return true;
+    }
+    if (!smp_driver_ok(driver, "cuEventCreate",
+                       driver->event_create(&event, SMP_DRIVER_EVENT_UNTIMED |
+                                                        SMP_DRIVER_EVENT_SHARED),
+                       why)) {
+        return false;
+    }
+    if (!smp_driver_ok(driver, "cuIpcGetEventHandle",
+                       driver->event_export(&pool->own->device->events[slot], event),
+                       why)) {
+        (void)driver->event_destroy(event);
+        return false;
+    }
+    pool->events[slot] = event;
+    return true;
+}
+
+/* The memory, and its handle on the card; and the first event, by which a reader sees
+ * whether events can be opened. */
 static bool
 make_memory(smp_device_pool *pool, size_t bytes, char why[SMP_DRIVER_TEXT])
 {
@@ -127,9 +154,10 @@ make_memory(smp_device_pool *pool, size_t bytes, char why[SMP_DRIVER_TEXT])
     }
     made = smp_driver_ok(driver, "cuMemAlloc", driver->alloc(&pool->base, bytes), why);
     if (made &&
-        !smp_driver_ok(driver, "cuIpcGetMemHandle",
-                       driver->memory_export(&pool->own->device->memory, pool->base),
-                       why)) {
+        (!smp_driver_ok(driver, "cuIpcGetMemHandle",
+                        driver->memory_export(&pool->own->device->memory, pool->base),
+                        why) ||
+         !make_event(pool, 0, why))) {
         (void)driver->free(pool->base);
         made = false;
     }
@@ -183,39 +211,19 @@ bool
 smp_device_pool_take(smp_device_pool *pool, size_t bytes, int dest,
                      smp_device_span *out, bool *fault, char why[SMP_DRIVER_TEXT])
 {
-    const smp_driver *driver = pool->driver;
-    smp_driver_handle handle;
-
     *fault = false;
     if (!smp_arena_take(pool->arena, bytes, &out->slot, &out->offset)) {
         return false;
     }
-    if (pool->events[out->slot] == NULL) {
-        void *event;
-
-        if (!smp_driver_ok(driver, "cuEventCreate",
-                           driver->event_create(&event, SMP_DRIVER_EVENT_UNTIMED |
-                                                            SMP_DRIVER_EVENT_SHARED),
-                           why)) {
-            goto err_give_back;
-        }
-        if (!smp_driver_ok(driver, "cuIpcGetEventHandle",
-                           driver->event_export(&handle, event), why)) {
-            (void)driver->event_destroy(event);
-            goto err_give_back;
-        }
-        pool->own->device->events[out->slot] = handle;
-        pool->events[out->slot] = event;
+    if (!make_event(pool, out->slot, why)) {
+        *fault = true;
+        smp_device_pool_give_back(pool, out->slot);
+        return false;
     }
     pool->dests[out->slot] = dest;
     out->at = pool->base + out->offset;
     out->event = pool->events[out->slot];
     return true;
-
-err_give_back:
-    *fault = true;
-    smp_device_pool_give_back(pool, out->slot);
-    return false;
 }
 
 void

@@ -188,6 +188,21 @@ peer_of(smp_device_port *port, int rank)
     return port->peers[rank];
 }
 
+/* The event of the slot of a pool that is open. */
+static bool
+span_event(const smp_device_port *port, reader_of *peer, uint32_t slot,
+           char why[SMP_DRIVER_TEXT])
+{
+    smp_driver_handle handle;
+
+    if (peer->events[slot] != NULL) {
+        return true;
+    }
+    handle = peer->segment->device->events[slot];
+    return smp_driver_ok(port->driver, "cuIpcOpenEventHandle",
+                         port->driver->event_open(&peer->events[slot], handle), why);
+}
+
 /* Opens the pool of `rank` if it is shown and this was not tried yet. */
 static void
 open_pool(smp_device_port *port, int rank, reader_of *peer)
@@ -213,11 +228,14 @@ open_pool(smp_device_port *port, int rank, reader_of *peer)
         shut(port);
         return;
     }
-    /* No way between the two devices: not a failure, and nothing that comes again. */
+    /* No way between the two devices or processes: not a failure. */
     if (!smp_driver_ok(
             port->driver, "cuIpcOpenMemHandle",
             port->driver->memory_open(&peer->base, memory, SMP_DRIVER_OPEN_WITH_PEERS),
             why)) {
+        peer->base = 0;
+    } else if (!span_event(port, peer, 0, why)) {
+        (void)port->driver->memory_close(peer->base);
         peer->base = 0;
     }
     leave(port);
@@ -373,21 +391,6 @@ smp_device_put(smp_device_port *port, int dest, int device, uint64_t data, size_
 }
 
 /* -------------------------------------------------------------------- reading */
-
-/* The event of the slot of a pool that is open. */
-static bool
-span_event(const smp_device_port *port, reader_of *peer, uint32_t slot,
-           char why[SMP_DRIVER_TEXT])
-{
-    smp_driver_handle handle;
-
-    if (peer->events[slot] != NULL) {
-        return true;
-    }
-    handle = peer->segment->device->events[slot];
-    return smp_driver_ok(port->driver, "cuIpcOpenEventHandle",
-                         port->driver->event_open(&peer->events[slot], handle), why);
-}
 
 /* One with an event and without a block; NULL with `why`. */
 static reading *

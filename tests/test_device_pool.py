@@ -1,0 +1,243 @@
+"""Tensors of a GPU between ranks of one host: the device pool, in the whole message path.
+
+Spec: design.md, section 6 (same host, GPU); ``csrc/comm/device/port.h``.  Without a GPU
+the pretended accelerator's driver is the stand-in of ``tests/core/stand_in.c``, whose
+copies are late; with one the same tests run on ``"cuda"``.  The C library by itself is in
+``tests/core/device_test.c``.
+"""
+
+import ctypes
+import os
+
+import pytest
+import torch
+from torch import nn
+
+import smp
+from smp import _core
+from tests import accelerator
+from tests.devices import DEVICES, use
+from tests.ranks import on_ranks
+
+WIDTH = 64
+BATCH = 256  # rows: tensors of 64 KiB
+
+on_gpus = pytest.mark.parametrize("device", DEVICES[1:])
+
+
+def begin(device: str, **config) -> torch.device:
+    if device == accelerator.NAME:
+        accelerator.use_driver()
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": 2, **config})
+    return use(device)
+
+
+class Chain(nn.Module):
+    """``first`` is beside its caller, ``second`` on the other rank."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.second = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.second(torch.tanh(self.first(x)))
+
+
+def distributed(module: nn.Module, second: nn.Module) -> smp.DistributedModel:
+    """``second`` on pp_rank 1, all else on 0."""
+    smp.set_partition(module, 0)
+    smp.set_partition(second, 1)
+    return smp.DistributedModel(module)
+
+
+@smp.step
+def train_step(model, x):
+    loss = model(x).square().mean()
+    model.backward(loss)
+    return loss.detach()
+
+
+def train(device: str, steps: int, **config) -> list[torch.Tensor]:
+    """Losses and then parameters of this rank, on the host."""
+    on = begin(device, **config)
+    torch.manual_seed(3)
+    chain = Chain().to(on)
+    model = distributed(chain, chain.second)
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    inputs = [torch.randn(BATCH, WIDTH) for _ in range(steps)]
+    got = []
+    for x in inputs:
+        optimizer.zero_grad()
+        got.append(train_step(model, x.to(on)).stack().cpu())
+        optimizer.step()
+    return got + [p.detach().cpu() for p in model.local_parameters()]
+
+
+def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return len(a) == len(b) and all(map(torch.equal, a, b))
+
+
+@on_ranks(2)
+@on_gpus
+def test_results_are_those_of_the_way_through_host_memory(device):
+    """The device pool moves bytes and changes none; the report says that it was used."""
+    through_host = train(device, steps=6, comm_device_pool_bytes=0)
+    assert _core.counters()["device_tensors"] == 0
+    assert "device pool" not in str(smp.comm_report())
+    smp.reset()
+
+    got = train(device, steps=6)
+
+    assert same(got, through_host)
+    report = smp.comm_report()
+    assert report.device_pool_why == ""
+    assert report.device_pool_tensors >= 8
+    assert report.device_pool_fallbacks <= 4  # before both know each other's pools
+    assert 0 < report.device_pool_high <= report.device_pool_bytes == 256 << 20
+    assert f"device pool: {report.device_pool_tensors} tensors" in str(report)
+
+
+@on_ranks(2)
+@on_gpus
+def test_a_full_pool_is_slower_and_counted(device):
+    through_host = train(device, steps=4, comm_device_pool_bytes=0)
+    smp.reset()
+
+    got = train(device, steps=4, comm_device_pool_bytes=10_000)
+
+    assert same(got, through_host)
+    report = smp.comm_report()
+    assert report.device_pool_high <= report.device_pool_bytes <= 10_048
+    assert report.device_pool_fallbacks >= 8
+
+
+class Layouts(nn.Module):
+    """Returns tensors of many layouts, made of its parameter and its input."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(12.0).reshape(3, 4))
+
+    def forward(self, x):
+        wide = torch.arange(10_000, device=x.device, dtype=torch.float32).reshape(100, 100)
+        return {
+            "transposed": (x * self.weight).t(),
+            "expanded": self.weight.sum(0, keepdim=True).expand(5, 4),
+            "column": wide[:, 7],
+            "large": wide.t(),
+            "offset": wide[3:50].clone()[2:, 5:],
+            "empty": x[:0],
+            "scalar": self.weight.sum(),
+            "bools": x > 0,
+            "halves": x.to(torch.bfloat16),
+            "integers": torch.arange(7, device=x.device),
+            "host": torch.ones(3000),
+        }
+
+
+class Root(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.giver = Layouts()
+
+    def forward(self, x):
+        return self.giver(x)
+
+
+@on_ranks(2)
+@on_gpus
+def test_tensors_of_any_layout_arrive_as_they_were(device):
+    """Every tensor carries dtype, shape and strides, on the device pool too."""
+    on = begin(device, microbatches=1)
+    root = Root().to(on)
+    x = torch.randn(3, 4).to(on)
+    want = root(x)
+    model = distributed(root, root.giver)
+    got = {}
+
+    @smp.step
+    def step(model, x):
+        got.update(model(x))
+        return 0
+
+    for _ in range(4):
+        step(model, x)
+
+    assert _core.counters()["device_tensors"] > 0
+    if smp.pp_rank() == 0:
+        for name, tensor in want.items():
+            mine = got[name]
+            assert mine.device == tensor.device and mine.dtype == tensor.dtype, name
+            assert mine.shape == tensor.shape, name
+            assert torch.equal(mine.cpu(), tensor.cpu()), name
+            assert mine._version == 0, name
+
+
+class Keeps(nn.Module):
+    """Gives back what it got the call before."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(1, 1)
+        self.kept = None
+
+    def forward(self, x):
+        before, self.kept = self.kept, x
+        return x.clone() if before is None else before
+
+
+@on_ranks(2)
+@on_gpus
+def test_neither_side_sees_what_the_other_writes(device):
+    """Zero copy never aliases."""
+    on = begin(device, microbatches=1)
+    chain = Chain()
+    chain.second = Keeps()
+    chain.to(on)
+    model = distributed(chain, chain.second)
+
+    @smp.step
+    def step(model, x):
+        seen = []
+        for i in range(6):
+            mine = x + i
+            seen.append(model.module.second(mine))
+            mine.fill_(-1)
+            if i > 1:
+                seen[-1].add_(0)  # what came back is this rank's own
+        return torch.stack([one.sum() for one in seen])
+
+    with torch.no_grad():
+        step(model, torch.zeros(BATCH, WIDTH).to(on))  # it keeps 5
+        sums = step(model, torch.zeros(BATCH, WIDTH).to(on)).outputs[0].cpu()
+
+    assert _core.counters()["device_tensors"] > 4
+    assert (sums / (BATCH * WIDTH)).tolist() == [5, 0, 1, 2, 3, 4]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("device", DEVICES[1:2])
+def test_a_failure_of_the_driver_is_raised_and_the_next_step_works(device):
+    """Never a wrong tensor: what cannot be read is an error in the driver's words."""
+    on = begin(device)
+    torch.manual_seed(3)
+    chain = Chain().to(on)
+    model = distributed(chain, chain.second)
+    x = torch.randn(BATCH, WIDTH)
+    want = train_step(model, x.to(on)).stack().cpu()
+    train_step(model, x.to(on))
+    stand_in = ctypes.CDLL(os.environ[accelerator.DRIVER])
+    table = (ctypes.c_void_p * 6).in_dll(stand_in, "stand_in")
+    fail = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_int, ctypes.c_int)(table[0])
+    name = b"cuMemcpyDtoDAsync_v2"  # kept by the stand-in
+    if smp.pp_rank() == 1:
+        fail(name, 1, 2)
+
+    with pytest.raises(RuntimeError, match="cuMemcpyDtoDAsync: CUDA_ERROR_OUT_OF_MEMORY"):
+        train_step(model, x.to(on))
+    smp.barrier()
+    assert torch.equal(train_step(model, x.to(on)).stack().cpu(), want)
+
+    report = smp.comm_report()
+    assert ("CUDA_ERROR_OUT_OF_MEMORY" in str(report)) == (smp.pp_rank() == 1)
