@@ -53,9 +53,10 @@ core-test:
 
 # Ranks killed at random moments, more of them than the tests do.
 KILLS ?= 1000
-kills:
+kills: venv
 	SMP_TEST_KILLS=$(KILLS) SMP_TEST_DEADLINE_MS=200 \
 	    $(MAKE) -C tests/core CC='$(CC)' SANITIZE='$(SANITIZE)' kills
+	$(BIN)/python -m tests.kill_ranks --kills 15
 
 # The UCX transport's tests, with the library that the Python package has.
 UCX = $$($(BIN)/python -c 'from smp.job.transports import packaged_ucx; print(packaged_ucx())')

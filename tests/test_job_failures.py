@@ -1,11 +1,14 @@
 """Spec: what a user sees when a rank dies or is interrupted in the middle of a step."""
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.ranks import mpirun, wait_until_gone
+from tests.ranks import mpirun, rank_environment, wait_until_gone
 
 SCRIPT = """
 import ctypes, os, signal, sys, time
@@ -136,6 +139,17 @@ def test_a_rank_killed_at_any_instant_leaves_nothing_behind(tmp_path, moment):
     assert f"pp_rank {victim} is gone" in said, said
     wait_until_gone([int(pid) for pid in re.findall(r"pid (\d+)", said)])
     assert ours_in_shared_memory() <= before
+
+
+@pytest.mark.parametrize("kind", ["ddp", "pipeline"])
+def test_ranks_killed_at_random_moments_are_named(kind):
+    """The same without a launcher that ends the others; `make kills` does more of it."""
+    kills = os.environ.get("SMP_TEST_KILLED_JOBS", "2")
+    program = [sys.executable, "-m", "tests.kill_ranks", "--kind", kind, "--kills", kills]
+    done = subprocess.run(
+        program, env=rank_environment(), capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 TO_ONE_THAT_IS_GONE = """
