@@ -8,20 +8,6 @@
 
 #include "traffic.h"
 
-static inline void *
-die_soon(void *arg)
-{
-    world   *w = arg;
-    uint64_t seed = (uint64_t)smp_clock_ns() | 1;
-    int64_t  when = smp_clock_ns() + (int64_t)(next_random(&seed) % 3000000);
-
-    while (smp_clock_ns() < when) {
-    }
-    atomic_store(&w->shared->scratch[0], smp_clock_ns());
-    kill(getpid(), SIGKILL);
-    return NULL;
-}
-
 /* Everybody talks to everybody, with blocks of all kinds; then rank 1 is gone. */
 TEST_RANK(a_killed_peer_is_named_to_all_others)
 {

@@ -118,21 +118,6 @@ says(const smp_group *group, const char *what)
     return 1;
 }
 
-/* Kills this process within 3 ms. */
-static inline void *
-die_soon(void *arg)
-{
-    world   *w = arg;
-    uint64_t seed = (uint64_t)smp_clock_ns() | 1;
-    int64_t  when = smp_clock_ns() + (int64_t)(next_random(&seed) % 3000000);
-
-    while (smp_clock_ns() < when) {
-    }
-    atomic_store(&w->shared->scratch[0], smp_clock_ns());
-    kill(getpid(), SIGKILL);
-    return NULL;
-}
-
 TEST_RANK(nobody_leaves_a_barrier_before_all_have_come)
 {
     enum { COUNT = 300 };

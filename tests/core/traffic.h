@@ -109,4 +109,19 @@ other(const world *w, int i)
     return (w->rank + 1 + i) % w->size;
 }
 
+/* A thread that kills this process within 3 ms, and notes when. */
+static inline void *
+die_soon(void *arg)
+{
+    world   *w = arg;
+    uint64_t seed = (uint64_t)smp_clock_ns() | 1;
+    int64_t  when = smp_clock_ns() + (int64_t)(next_random(&seed) % 3000000);
+
+    while (smp_clock_ns() < when) {
+    }
+    atomic_store(&w->shared->scratch[0], smp_clock_ns());
+    kill(getpid(), SIGKILL);
+    return NULL;
+}
+
 #endif

@@ -1,6 +1,19 @@
 /* What a call says, and what it moves. */
 #include "comm/collective/call.h"
 
+smp_range
+smp_range_window(smp_range range, size_t skip, size_t most)
+{
+    if (skip >= range.count) {
+        return (smp_range){range.from, range.to, 0};
+    }
+    range.count -= skip;
+    range.count = range.count < most ? range.count : most;
+    range.from += skip;
+    range.to += skip;
+    return range;
+}
+
 bool
 smp_operation_reduces(smp_operation operation)
 {

@@ -17,6 +17,9 @@ typedef struct {
     size_t count;
 } smp_range;
 
+/* What of it comes after `skip` elements, at most `most`. */
+smp_range smp_range_window(smp_range range, size_t skip, size_t most);
+
 bool smp_operation_reduces(smp_operation operation);
 bool smp_operation_has_root(smp_operation operation);
 

@@ -94,16 +94,8 @@ static smp_range
 window(const smp_collective *op, smp_range range, size_t round)
 {
     size_t elements = op->cell / op->element;
-    size_t skip = round * elements;
 
-    if (skip >= range.count) {
-        return (smp_range){range.from, range.to, 0};
-    }
-    range.count -= skip;
-    range.count = range.count < elements ? range.count : elements;
-    range.from += skip;
-    range.to += skip;
-    return range;
+    return smp_range_window(range, round * elements, elements);
 }
 
 static uint8_t *

@@ -8,11 +8,11 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
-#include <sys/random.h>
 #include <sys/uio.h>
 #include <unistd.h>
 
 #include "comm/clock.h"
+#include "comm/collective/identity.h"
 #include "comm/fork.h"
 #include "comm/neighbour.h"
 #include "common/jitter.h"
@@ -74,30 +74,6 @@ is_away(const smp_lockstep *lockstep, int member)
 }
 
 /* ---------------------------------------------------------------------- meeting */
-
-/* FNV-1a over the members. */
-static uint64_t
-digest_of(const int *ranks, int size)
-{
-    uint64_t hash = 14695981039346656037u;
-
-    for (int i = 0; i < size; i++) {
-        hash = (hash ^ (uint64_t)(unsigned)ranks[i]) * 1099511628211u;
-    }
-    return hash;
-}
-
-static uint64_t
-new_nonce(const void *here)
-{
-    uint64_t nonce;
-
-    if (getrandom(&nonce, sizeof(nonce), GRND_NONBLOCK) != (ssize_t)sizeof(nonce)) {
-        nonce = (uint64_t)smp_clock_ns() * 1099511628211u ^ (uint64_t)(uintptr_t)here ^
-                (uint64_t)getpid() << 40;
-    }
-    return nonce | 1; /* a blank greeting is 0 */
-}
 
 /* While they meet, a member's first slot has a greeting for each other one: the nonce
  * of its shelf.  A shelf of an earlier meeting with the same id greets nobody new. */
@@ -348,7 +324,7 @@ smp_lockstep_init(smp_lockstep *lockstep, smp_comm *comm, const int *ranks, int 
                                .size = size,
                                .spins = smp_comm_spins(comm),
                                .id = id,
-                               .nonce = new_nonce(lockstep),
+                               .nonce = smp_new_nonce(lockstep),
                                .generation = smp_fork_generation()};
     lockstep->members = calloc((size_t)size, sizeof(smp_member));
     if (lockstep->members == NULL) {
@@ -370,7 +346,7 @@ smp_lockstep_init(smp_lockstep *lockstep, smp_comm *comm, const int *ranks, int 
     lockstep->members[lockstep->self].nonce = lockstep->nonce;
     atomic_store(&shelf->nonce, lockstep->nonce);
     shelf->probe = (uint64_t)(uintptr_t)&lockstep->nonce;
-    shelf->digest = digest_of(ranks, size);
+    shelf->digest = smp_members_digest(ranks, size);
     atomic_store(&shelf->id, id);
     status = meet(lockstep, id, deadline_ns, failed);
     if (status == SMP_OK) {

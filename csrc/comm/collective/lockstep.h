@@ -110,8 +110,8 @@ bool smp_lockstep_look(smp_lockstep *lockstep);
 const smp_shelf *smp_lockstep_elsewhere(const smp_lockstep *lockstep, int member);
 
 /* Whether one that is missing will never come; *member is the first that died, or the
- * first.  SMP_OK: none.  SMP_ERR_PEER_LOST; SMP_ERR_CLOSED: it has ended or left the group; any
- * other: it gave up with this status. */
+ * first.  SMP_OK: none.  SMP_ERR_PEER_LOST; SMP_ERR_CLOSED: it has ended or left the
+ * group; any other: it gave up with this status. */
 smp_status smp_lockstep_trouble(const smp_lockstep *lockstep, int *member);
 
 /* This member reads nothing more of the present step. */

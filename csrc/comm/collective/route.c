@@ -120,19 +120,10 @@ static smp_range
 window(const smp_route *route, const smp_call *call, smp_range range, size_t round)
 {
     size_t elements = round_elements(route, call);
-    size_t skip = round * elements;
 
-    if (call->out_counts != NULL) {
-        return range;
-    }
-    if (skip >= range.count) {
-        return (smp_range){range.from, range.to, 0};
-    }
-    range.count -= skip;
-    range.count = range.count < elements ? range.count : elements;
-    range.from += skip;
-    range.to += skip;
-    return range;
+    return call->out_counts != NULL
+               ? range
+               : smp_range_window(range, round * elements, elements);
 }
 
 /* Piece i of n of a range, on cache lines. */

@@ -4,9 +4,9 @@
 
 #include <stdlib.h>
 #include <string.h>
-#include <sys/random.h>
 
 #include "comm/clock.h"
+#include "comm/collective/identity.h"
 #include "comm/neighbour.h"
 
 /* Who waits for hellos looks around this often: nobody rings for a dead member. */
@@ -14,30 +14,6 @@
 
 /* The most that a member says of why it gave up. */
 #define WHY_BYTES 512
-
-/* FNV-1a over the members. */
-static uint64_t
-digest_of(const int *ranks, int size)
-{
-    uint64_t hash = 14695981039346656037u;
-
-    for (int i = 0; i < size; i++) {
-        hash = (hash ^ (uint64_t)(unsigned)ranks[i]) * 1099511628211u;
-    }
-    return hash;
-}
-
-static uint64_t
-new_nonce(const void *here)
-{
-    uint64_t nonce;
-
-    if (getrandom(&nonce, sizeof(nonce), GRND_NONBLOCK) != (ssize_t)sizeof(nonce)) {
-        nonce = (uint64_t)smp_clock_ns() * 1099511628211u ^ (uint64_t)(uintptr_t)here
-                                                                << 20;
-    }
-    return nonce | 1;
-}
 
 static smp_parcel
 head_of(const smp_message *message)
@@ -346,9 +322,9 @@ smp_wire_init(smp_wire *wire, smp_comm *comm, const int *ranks, const bool *loca
         .comm = comm,
         .size = size,
         .self = self,
-        .digest = digest_of(ranks, size),
+        .digest = smp_members_digest(ranks, size),
         .members = calloc((size_t)size, sizeof(smp_far)),
-        .hole = {.address = id, .nonce = new_nonce(wire)},
+        .hole = {.address = id, .nonce = smp_new_nonce(wire)},
     };
     if (wire->members == NULL) {
         return SMP_ERR_NO_MEMORY;
