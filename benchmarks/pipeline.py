@@ -1,6 +1,6 @@
 """How close to the ideal pipeline does a GPT come, against torch.distributed.pipelining?
 
-    mpirun -np 2 python benchmarks/pipeline.py [--stage-ms 20]
+    mpirun -np 2 python benchmarks/pipeline.py [--stage-ms 20] [--active 4]
 
 p = 2 stages, m = 8 microbatches, the same split for all sides: embedding and half of the
 layers on rank 0, the other half, the head and the loss on rank 1.  The ideal is
@@ -93,6 +93,9 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--stage-ms", type=float, default=20)
     parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument(
+        "--active", type=int, default=MICROBATCHES, help="smp's active_microbatches"
+    )
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
@@ -100,7 +103,7 @@ def main() -> None:
         {
             "pipeline_parallel_degree": 2,
             "microbatches": MICROBATCHES,
-            "active_microbatches": MICROBATCHES,
+            "active_microbatches": args.active,
         }
     )
     torch.manual_seed(0)

@@ -133,16 +133,16 @@ def test_cuda_is_left_alone_on_a_host_without(monkeypatch):
 
     smp.init()
 
-    assert dist.get_backend() == "gloo"
+    assert dist.get_backend() == "smddp"
 
 
-def test_nccl_on_a_host_without_a_gpu_becomes_gloo(monkeypatch):
+def test_nccl_on_a_host_without_a_gpu_becomes_smddp(monkeypatch):
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)
 
     with pytest.warns(UserWarning, match="ddp_dist_backend='nccl' needs a GPU"):
         smp.init({"ddp_dist_backend": "nccl"})
 
-    assert dist.get_backend() == "gloo"
+    assert dist.get_backend() == "smddp"
 
 
 NEEDS_INIT = [

@@ -83,17 +83,17 @@ def backend_of(cfg: Config) -> str:
     """What init_process_group calls it; torch.cuda is left alone where there is none."""
     wanted = cfg.ddp_dist_backend
     has_cuda = torch.backends.cuda.is_built() and torch.cuda.is_available()
-    if wanted == "smddp":
-        process_group.register()
-        return wanted
     if has_cuda and wanted in ("auto", "nccl"):
         return "cpu:gloo,cuda:nccl"
     if wanted == "nccl":
         warnings.warn(
-            "smp: ddp_dist_backend='nccl' needs a GPU and there is none: using 'gloo'",
+            "smp: ddp_dist_backend='nccl' needs a GPU and there is none: using 'smddp'",
             stacklevel=2,
         )
-    return "gloo"
+    if wanted == "gloo":
+        return wanted
+    process_group.register()
+    return "smddp"
 
 
 def _form_default(boot: Bootstrap, cfg: Config, interface: str | None) -> None:
