@@ -54,6 +54,22 @@ print(*(os.environ[name] for name in names), os.environ["MASTER_PORT"].isdecimal
     assert said == ["0 7 2 127.0.0.1 True", "1 7 2 127.0.0.1 True"]
 
 
+def test_one_rank_under_mpirun_is_a_job_too(tmp_path):
+    said = lines_of(
+        1,
+        tmp_path,
+        """
+import torch, torch.distributed as dist
+import smdistributed.dataparallel.torch.torch_smddp
+dist.init_process_group("smddp")
+x = torch.ones(2)
+dist.all_reduce(x)
+print(dist.get_world_size(), x.tolist())
+""",
+    )
+    assert said == ["1 [1.0, 1.0]"]
+
+
 def test_smp_init_sets_nothing(tmp_path):
     said = lines_of(
         2,

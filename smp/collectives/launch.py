@@ -20,14 +20,15 @@ def complete_environment() -> None:
     Raises:
         RuntimeError: an MPI launcher without mpi4py.
     """
-    if bootstrap.mpi_size() == 1 or all(name in os.environ for name in WANTED):
+    if not bootstrap.has_mpi_launcher() or all(name in os.environ for name in WANTED):
         return
-    if not bootstrap.has_mpi4py():
+    is_alone = bootstrap.mpi_size() == 1
+    if not is_alone and not bootstrap.has_mpi4py():
         raise RuntimeError(
             "smddp: started by an MPI launcher, but mpi4py is not installed: pip install "
             f"mpi4py, or set {', '.join(WANTED)}"
         )
-    boot = bootstrap.over_mpi()
+    boot = bootstrap.Alone() if is_alone else bootstrap.over_mpi()
     address, port = boot.allgather_bytes(_meeting_place(boot))[0].decode().split()
     values = (boot.rank, boot.local_rank, boot.size, address, port)
     for name, value in zip(WANTED, values, strict=True):

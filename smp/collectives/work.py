@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -11,6 +11,9 @@ from torch import Tensor
 
 from smp import _core
 from smp.collectives import dense, profile
+
+if TYPE_CHECKING:
+    from smp.collectives.process_group import ProcessGroup
 
 
 class Work(dist.Work):
@@ -22,22 +25,24 @@ class Work(dist.Work):
         finish: what is left to do then, in Python: copies to where results belong.
     """
 
+    # Guarded by the lock of each, as _finish is.  Most works need none of them.
+    _completed = False
+    _failure: Exception | None = None  # beside what the order says
+    _event: profile.Event | None = None
+    _future: torch.futures.Future[list[Tensor]] | None = None
+    _pending: torch.futures.Future[None] | None = None  # completes the future
+
     def __init__(
         self,
         order: _core.Order | _core.Receipt,
         results: Sequence[Tensor] = (),
         finish: Callable[[], None] | None = None,
     ):
-        super().__init__()
+        dist.Work.__init__(self)
         self._order = order
-        self._results = list(results)
+        self._results = results
         self._finish = finish
-        self._lock = threading.RLock()  # guards all below, and finish
-        self._completed = False
-        self._failure: Exception | None = None  # beside what the order says
-        self._event: profile.Event | None = None
-        self._future: torch.futures.Future[list[Tensor]] | None = None
-        self._pending: torch.futures.Future[None] | None = None  # completes the future
+        self._lock = threading.RLock()
 
     @property
     def is_awaited(self) -> bool:
@@ -104,7 +109,7 @@ class Work(dist.Work):
         return None
 
     def result(self) -> list[Tensor]:
-        return self._results
+        return list(self._results)
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
         """Completes with the results, or with the error, although nobody waits."""
@@ -120,7 +125,7 @@ class Work(dist.Work):
 
     def _value(self, _: Any) -> list[Tensor]:
         self._check()
-        return self._results
+        return list(self._results)
 
     def _check(self) -> None:
         """Raise what went wrong; it is over."""
@@ -136,9 +141,8 @@ class Received(Work):
         receipt: where the core puts it.
         tensor: what the script wants filled.
         filled: what the core fills: the tensor, or a dense copy.
-        timeout: for waiting, unless the waiter says otherwise.
-        what: for errors.
-        members: of the group, as the core numbers them.
+        group: in which it was sent; its timeout is that of a wait without one.
+        source: the rank that sends it, as the core numbers them.
     """
 
     def __init__(
@@ -146,23 +150,30 @@ class Received(Work):
         receipt: _core.Receipt,
         tensor: Tensor,
         filled: Tensor,
-        timeout: timedelta,
-        what: str,
-        members: list[int],
+        group: "ProcessGroup",
+        source: int,
+        tag: int,
     ):
         finish = None if filled is tensor else dense.copied_back([filled], [tensor])
-        super().__init__(receipt, [tensor], finish)
-        self._timeout = timeout
-        self._what = what
-        self._members = members
+        Work.__init__(self, receipt, (tensor,), finish)
+        self._group = group
+        self._source = source
+        self._tag = tag
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         if self._failure is not None:
             raise self._failure
-        limit_s = (timeout or self._timeout).total_seconds()
+        limit_s = (timeout or self._group.timeout).total_seconds()
         if not self._order.wait(limit_s):
-            raise dist.DistBackendError(f"smp: {self._what}: timed out after {limit_s:g} s")
-        return super().wait()
+            anybody = self._source == _core.ANY_SOURCE
+            raise dist.DistBackendError(
+                f"smp: group '{self._group.getGroupName()}': receive (tag {self._tag}) from "
+                f"{'any rank' if anybody else f'rank {self._source}'}: "
+                f"timed out after {limit_s:g} s"
+            )
+        self.complete()
+        self._check()
+        return True
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
         """Completes by a thread of its own: messages are sorted in by who waits.
@@ -186,7 +197,7 @@ class Received(Work):
 
     def source_rank(self) -> int:
         """In the group; it is over."""
-        return self._members.index(self._order.source())
+        return self._group.members.index(self._order.source())
 
     _source_rank = source_rank
 

@@ -150,6 +150,10 @@ def mpi_size() -> int:
     return 1
 
 
+def has_mpi_launcher() -> bool:
+    return any(name in os.environ for name in (*MPI_SIZES, *MPI_MARKS))
+
+
 def has_mpi4py() -> bool:
     from importlib.util import find_spec
 
