@@ -207,7 +207,7 @@ class Over(Work):
 
     def __init__(self, results: Sequence[Tensor] = ()):
         dist.Work.__init__(self)
-        self._results = list(results)
+        self._results = results
 
     def ends(self, event: profile.Event) -> None:
         event.end()
@@ -223,7 +223,7 @@ class Over(Work):
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
         future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
-        future.set_result(self._results)
+        future.set_result(list(self._results))
         return future
 
 
