@@ -4,8 +4,9 @@
  *     make -C benchmarks/core collective RANKS=4 BIND=none   more ranks than cores
  *
  * One run, both sides in turn.  Inputs are written before every call, all-reduce is in
- * place, what arrives is read inside the timed part.  A time is that of the slowest
- * rank; the table has the best and the median of the rounds.
+ * place, what arrives is read inside the timed part.  "shelves": members do not read
+ * each other's memory; "pool": tensors lie in the ranks' pools.  A time is that of the
+ * slowest rank; the table has the best and the median of the rounds.
  */
 #define _GNU_SOURCE
 #include <mpi.h>
@@ -21,13 +22,16 @@
 #include "comm/comm.h"
 
 #define ROUNDS 15
+#define SIDES 4
 #define LARGE ((size_t)16 << 20)
 
 static int        rank;
 static int        size;
 static smp_group *by_memory;
 static smp_group *by_shelves;
-static float     *in;
+static float     *own[2]; /* in, out: private */
+static float     *pool[2];
+static float     *in; /* of the side whose turn it is */
 static float     *out;
 static float      sink;
 
@@ -47,7 +51,8 @@ connect_all(void)
                               .size = size,
                               .spin_us = -1,
                               .transports = "shm",
-                              .job = "collective"};
+                              .job = "collective",
+                              .pool_bytes = LARGE * (size_t)(size + 2)};
     uint64_t       *cards = calloc((size_t)size, SMP_CARD_BYTES);
     uint64_t        own[SMP_CARD_BYTES / 8] = {0};
     const void    **list = calloc((size_t)size, sizeof(void *));
@@ -153,10 +158,13 @@ output_bytes(smp_operation operation, size_t bytes)
 static double
 round_of(int side, smp_operation operation, size_t bytes, int calls)
 {
-    const float *result = operation == SMP_ALL_REDUCE ? in : out;
-    double       own = 0;
+    const float *result;
+    double       mine = 0;
     double       all;
 
+    in = side == 3 ? pool[0] : own[0];
+    out = side == 3 ? pool[1] : own[1];
+    result = operation == SMP_ALL_REDUCE ? in : out;
     for (int i = 0; i < calls; i++) {
         int64_t start;
 
@@ -170,13 +178,13 @@ round_of(int side, smp_operation operation, size_t bytes, int calls)
         if (side == 0) {
             run_mpi(operation, bytes);
         } else {
-            run_ours(side == 1 ? by_memory : by_shelves, operation, bytes);
+            run_ours(side == 2 ? by_shelves : by_memory, operation, bytes);
         }
         read_all(result, output_bytes(operation, bytes));
-        own += (double)(smp_clock_ns() - start) / 1e3;
+        mine += (double)(smp_clock_ns() - start) / 1e3;
     }
-    own /= calls;
-    MPI_Allreduce(&own, &all, 1, MPI_DOUBLE, MPI_MAX, MPI_COMM_WORLD);
+    mine /= calls;
+    MPI_Allreduce(&mine, &all, 1, MPI_DOUBLE, MPI_MAX, MPI_COMM_WORLD);
     return all;
 }
 
@@ -195,10 +203,12 @@ check_answer(smp_operation operation, size_t bytes)
 {
     size_t n = output_bytes(operation, bytes);
     float *want = malloc(n);
-    float *result = operation == SMP_ALL_REDUCE ? in : out;
 
-    for (int side = 0; side < 3; side++) {
+    for (int side = 0; side < SIDES; side++) {
+        float *result;
+
         round_of(side, operation, bytes, 1);
+        result = operation == SMP_ALL_REDUCE ? in : out;
         if (side == 0) {
             memcpy(want, result, n);
         } else if (memcmp(want, result, n) !=
@@ -214,12 +224,12 @@ check_answer(smp_operation operation, size_t bytes)
 static void
 compare(smp_operation operation, size_t bytes, const char *shown)
 {
-    double times[3][ROUNDS];
+    double times[SIDES][ROUNDS];
     int    calls = bytes >= LARGE / 16 ? 1 : 2000;
 
     check_answer(operation, bytes);
     for (int i = 0; i < ROUNDS; i++) {
-        for (int side = 0; side < 3; side++) {
+        for (int side = 0; side < SIDES; side++) {
             times[side][i] = round_of(side, operation, bytes, calls);
         }
     }
@@ -227,7 +237,7 @@ compare(smp_operation operation, size_t bytes, const char *shown)
         return;
     }
     printf("%-15s%8s", smp_operation_name(operation), shown);
-    for (int side = 0; side < 3; side++) {
+    for (int side = 0; side < SIDES; side++) {
         qsort(times[side], ROUNDS, sizeof(double), by_value);
         printf("%12.2f%11.2f", times[side][0], times[side][ROUNDS / 2]);
     }
@@ -242,12 +252,10 @@ main(int argc, char **argv)
     static const struct {
         size_t      bytes;
         const char *shown;
-    } sizes[] = {{8, "8 B"},
-                 {4096, "4 KiB"},
-                 {64 << 10, "64 KiB"},
-                 {1 << 20, "1 MiB"},
-                 {LARGE, "16 MiB"}};
+    } sizes[] = {{8, "8 B"},         {4096, "4 KiB"},    {64 << 10, "64 KiB"},
+                 {1 << 20, "1 MiB"}, {4 << 20, "4 MiB"}, {LARGE, "16 MiB"}};
     struct utsname machine;
+    smp_block     *blocks[2];
     smp_comm      *comm;
 
     MPI_Init(&argc, &argv);
@@ -256,19 +264,25 @@ main(int argc, char **argv)
     comm = connect_all();
     by_memory = make_group(comm, 1, false);
     by_shelves = make_group(comm, 2, true);
-    in = aligned_alloc(4096, LARGE);
-    out = aligned_alloc(4096, LARGE * (size_t)size);
-    memset(in, 0, LARGE);
-    memset(out, 0, LARGE * (size_t)size);
+    for (int i = 0; i < 2; i++) {
+        size_t bytes = i == 0 ? LARGE : LARGE * (size_t)size;
+
+        own[i] = aligned_alloc(4096, bytes);
+        check(smp_comm_block(comm, (rank + 1) % size, bytes, &blocks[i]), "block");
+        pool[i] = smp_block_data(blocks[i]);
+        memset(own[i], 0, bytes);
+        memset(pool[i], 0, bytes);
+    }
     uname(&machine);
     if (rank == 0) {
         printf("%d ranks, %ld cores, %s, members' memory %s, us per call\n", size,
                sysconf(_SC_NPROCESSORS_ONLN), machine.machine,
                smp_group_reads_memory(by_memory) ? "read" : "not readable");
-        printf("%-23s%12s%11s%12s%11s%12s%11s%10s%10s\n", "", "MPI best", "median",
-               "ours best", "median", "shelves", "median", "best", "median");
+        printf("%-23s%12s%11s%12s%11s%12s%11s%12s%11s%10s%10s\n", "", "MPI best",
+               "median", "ours best", "median", "shelves", "median", "pool", "median",
+               "best", "median");
     }
-    for (int i = 0; i < 5; i++) {
+    for (size_t i = 0; i < sizeof(sizes) / sizeof(sizes[0]); i++) {
         if (sizes[i].bytes / sizeof(float) >= (size_t)size) {
             compare(SMP_REDUCE_SCATTER, sizes[i].bytes, sizes[i].shown);
         }
@@ -277,9 +291,11 @@ main(int argc, char **argv)
     }
     smp_group_destroy(by_memory);
     smp_group_destroy(by_shelves);
+    for (int i = 0; i < 2; i++) {
+        smp_block_release(blocks[i]);
+        free(own[i]);
+    }
     smp_comm_destroy(comm);
     MPI_Finalize();
-    free(in);
-    free(out);
     return sink == 0.123f;
 }

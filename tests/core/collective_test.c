@@ -36,6 +36,63 @@ TEST_RANK(every_operation_gives_the_right_result_by_shelves)
     return every_operation(w, true);
 }
 
+/* Runs a call with its tensors in blocks of this rank's pool. */
+static int
+run_in_pool(world *w, smp_group *group, reference_call *r)
+{
+    size_t     element = smp_dtype_bytes(r->call.dtype);
+    size_t     in_bytes = r->in_elements * element;
+    size_t     out_bytes = r->out_elements * element;
+    void      *result = r->call.out;
+    smp_block *in;
+    smp_block *out;
+
+    CHECK_STATUS(smp_comm_block(w->comm, (w->rank + 1) % w->size, in_bytes, &in),
+                 SMP_OK);
+    CHECK_STATUS(smp_comm_block(w->comm, (w->rank + 1) % w->size, out_bytes, &out),
+                 SMP_OK);
+    memcpy(smp_block_data(in), r->call.in, in_bytes);
+    r->call.in = smp_block_data(in);
+    r->call.out = r->out == NULL ? smp_block_data(in) : smp_block_data(out);
+    CHECK_STATUS(smp_group_run(group, &r->call), SMP_OK);
+    memcpy(result, r->call.out, out_bytes);
+    r->call.out = result;
+    smp_block_release(in);
+    smp_block_release(out);
+    return 0;
+}
+
+/* Of all members, and of some. */
+TEST_RANK(tensors_in_pools_are_used_where_they_are)
+{
+    static const size_t sizes[] = {40000, 600001};
+    smp_group          *group;
+
+    CHECK_STATUS(make_world_group(w, 9, false, &group), SMP_OK);
+    for (uint64_t seed = 0; seed < 32; seed++) {
+        smp_operation  o = SMP_ALL_REDUCE + (smp_operation)(seed % 8);
+        bool           uneven = seed % 5 == 0;
+        reference_call r;
+
+        if (!reference_make(&r, group, o, SMP_F32, sizes[seed / 8 % 2], uneven, seed)) {
+            continue;
+        }
+        if (seed % 3 != 0 || w->rank % 2 == 0) {
+            CHECK(run_in_pool(w, group, &r) == 0);
+        } else {
+            CHECK_STATUS(smp_group_run(group, &r.call), SMP_OK);
+        }
+        if (!reference_right(&r)) {
+            fprintf(stderr, "rank %d: wrong %s, uneven %d, seed %d\n", w->rank,
+                    smp_operation_name(o), uneven, (int)seed);
+            return 1;
+        }
+        reference_free(&r);
+    }
+    smp_group_destroy(group);
+    return 0;
+}
+
 TEST_RANK(a_rank_is_in_at_most_so_many_groups)
 {
     static smp_group *groups[WORLD_RANKS][SMP_SHELVES];
@@ -203,6 +260,12 @@ static const entry list[] = {
     ALL(nobody_leaves_a_barrier_before_all_have_come),
     ALL(every_operation_gives_the_right_result_by_memory),
     ALL(every_operation_gives_the_right_result_by_shelves),
+    {.test = {.name = "tensors_in_pools_are_used_where_they_are",
+              .rank = tensors_in_pools_are_used_where_they_are,
+              .pool_bytes = (size_t)64 << 20},
+     .first = 2,
+     .last = 4,
+     .threads = true},
     SOME(every_dtype_is_moved_and_reduced, 2, 3),
     ALL(any_sequence_of_calls_on_several_groups_is_right),
     ALL(a_part_of_the_ranks_in_any_order_is_a_group),

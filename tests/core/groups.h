@@ -245,6 +245,8 @@ TEST_RANK(a_wait_that_ends_early_is_no_error)
 /* The last rank calls something else; all are told both sides, and go on. */
 TEST_RANK(different_calls_are_an_error_on_all)
 {
+    enum { LARGE = 1 << 18 };
+    static float   large[LARGE];
     float          in[64] = {1, 2};
     float          out[512] = {0};
     size_t         splits[WORLD_RANKS] = {1, 1, 1, 1, 1, 1, 1, 1};
@@ -273,7 +275,9 @@ TEST_RANK(different_calls_are_an_error_on_all)
     CHECK(refuse(w, group, &call, "of 8 float32", "of 7 float32") == 0);
     call.count = odd ? 0 : 8;
     CHECK(refuse(w, group, &call, odd_rank, "of 0 float32") == 0);
-    call.count = odd ? SIZE_MAX / 1024 : 8; /* large ones go another way */
+    call.count = odd ? LARGE : 8; /* large ones go another way */
+    call.in = odd ? large : in;
+    call.out = odd ? large : out;
     CHECK(refuse(w, group, &call, odd_rank, "of 8 float32") == 0);
     call = usual;
     call.dtype = odd ? SMP_I32 : SMP_F32;

@@ -25,6 +25,7 @@ typedef struct {
     uint64_t seed;
     size_t   in_counts[REFERENCE_MEMBERS]; /* call.counts, when uneven */
     size_t   out_counts[REFERENCE_MEMBERS];
+    size_t   in_elements;
     size_t   out_elements; /* that the operation writes on this member */
     uint8_t *in;           /* owned */
     uint8_t *out;          /* owned; NULL: in place */
@@ -436,6 +437,7 @@ reference_make(reference_call *r, const smp_group *group, smp_operation operatio
         break;
     }
     in_place = in_place && (operation == SMP_ALL_REDUCE || operation == SMP_REDUCE);
+    r->in_elements = in_elements;
     r->in = malloc(in_elements * bytes + 1);
     r->out = in_place ? NULL : malloc(r->out_elements * bytes + 1);
     if (r->in == NULL || (r->out == NULL && !in_place)) {

@@ -6,12 +6,22 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "comm/collective/copy.h"
+
 /* An all-reduce is done in one step by everyone while all tensors together are at most
  * this large: reading them all costs less than another step. */
 #define FLAT_BYTES ((size_t)64 << 10)
 
-/* From here on, members read each other's memory: the system calls pay. */
+/* From here on, members use each other's memory: the step that it takes pays, and the
+ * system calls where it is not mapped. */
 #define MEMORY_BYTES ((size_t)128 << 10)
+
+/* From here on (bytes that all members get), what they copy goes past the caches: who
+ * reads it would not find the beginning there. */
+#define UNCACHED_BYTES ((size_t)32 << 20)
+
+/* What is written to one member after the other while it is in the first cache. */
+#define WRITE_BYTES ((size_t)16 << 10)
 
 /* What is fetched at a time to be reduced (from all members together, so that it stays
  * in the second cache), or copied. */
@@ -61,6 +71,23 @@ plan_ranges(smp_collective *op)
     }
 }
 
+/* Whether reading memory that is not mapped is faster than the shelves.  Measured with
+ * benchmarks/core/collective.c: the shelves' slots stay in the caches, while the system
+ * walks through pages; but each of their steps waits for all members. */
+static bool
+system_calls_pay(const smp_collective *op)
+{
+    return op->lockstep->readable && op->lockstep->all_spin &&
+           op->call.operation != SMP_REDUCE_SCATTER;
+}
+
+static void
+take_memory(smp_collective *op)
+{
+    op->way = SMP_BY_MEMORY;
+    op->steps = op->call.operation == SMP_ALL_REDUCE ? 3 : 2;
+}
+
 /* Chooses the way for at most `most` elements between two members. */
 static void
 choose_way(smp_collective *op, size_t most)
@@ -73,9 +100,10 @@ choose_way(smp_collective *op, size_t most)
     op->cell = (SMP_SLOT_BYTES - op->header) / cells;
     op->cell = op->cell >= 64 ? op->cell / 64 * 64 : op->cell / 8 * 8;
     elements = op->cell / op->element;
-    if (op->lockstep->readable && all >= MEMORY_BYTES) {
-        op->way = SMP_BY_MEMORY;
-        op->steps = op->call.operation == SMP_ALL_REDUCE ? 3 : 2;
+    op->is_small = all < MEMORY_BYTES;
+    op->is_large = most * op->element * n * n >= UNCACHED_BYTES;
+    if (!op->is_small && system_calls_pay(op)) {
+        take_memory(op);
     } else if (op->call.operation == SMP_ALL_REDUCE && n > 1 &&
                (all > op->cell || all * n > FLAT_BYTES)) {
         op->way = SMP_BY_SPLIT;
@@ -233,22 +261,22 @@ collect_split(smp_collective *op)
 static smp_status
 reduce_memory(smp_collective *op, smp_range range, bool *whole, int *member)
 {
-    const uint8_t *in = op->call.in;
-    size_t         piece = fetch_elements(op);
-    size_t         count = range.count - op->turn_offset;
-    uint8_t       *to = op->fetched;
+    size_t   piece = fetch_elements(op);
+    size_t   count = range.count - op->turn_offset;
+    uint8_t *to = op->fetched;
 
     count = count < piece ? count : piece;
     for (int m = 0; m < op->lockstep->size && count != 0; m++) {
         size_t     skip = (range.from + op->turn_offset) * op->element;
+        uint64_t   at = op->ins[m] + skip;
+        size_t     bytes = count * op->element;
         smp_status status;
 
-        if (m == op->lockstep->self) {
-            op->terms[m] = in + skip;
+        op->terms[m] = smp_lockstep_mapped(op->lockstep, m, at, bytes);
+        if (op->terms[m] != NULL) {
             continue;
         }
-        status = smp_lockstep_copy(op->lockstep, m, to, op->ins[m] + skip,
-                                   count * op->element);
+        status = smp_lockstep_copy(op->lockstep, m, to, at, bytes);
         if (status != SMP_OK) {
             *member = m;
             return status;
@@ -264,6 +292,22 @@ reduce_memory(smp_collective *op, smp_range range, bool *whole, int *member)
     return SMP_OK;
 }
 
+static void
+copy_bytes(const smp_collective *op, uint8_t *to, const uint8_t *from, size_t bytes)
+{
+    uintptr_t a = (uintptr_t)to;
+    uintptr_t b = (uintptr_t)from;
+
+    if (a == b) {
+        return; /* in place */
+    }
+    if (op->is_large && (a + bytes <= b || b + bytes <= a)) {
+        smp_copy_uncached(to, from, bytes);
+    } else {
+        memmove(to, from, bytes);
+    }
+}
+
 /* Copies the next piece of what member `m` has at `from`; true: that was the last. */
 static smp_status
 copy_memory(smp_collective *op, int m, uint64_t from, smp_range range, bool *last)
@@ -275,13 +319,15 @@ copy_memory(smp_collective *op, int m, uint64_t from, smp_range range, bool *las
 
     count = count < piece ? count : piece;
     if (count != 0 && to != NULL) {
-        uint64_t at = from + (range.from + op->turn_offset) * op->element;
+        uint64_t       at = from + (range.from + op->turn_offset) * op->element;
+        size_t         bytes = count * op->element;
+        const uint8_t *here = smp_lockstep_mapped(op->lockstep, m, at, bytes);
 
         to += (range.to + op->turn_offset) * op->element;
-        if (m != op->lockstep->self) {
-            status = smp_lockstep_copy(op->lockstep, m, to, at, count * op->element);
-        } else if (at != (uint64_t)(uintptr_t)to) {
-            memmove(to, (const void *)(uintptr_t)at, count * op->element);
+        if (here != NULL) {
+            copy_bytes(op, to, here, bytes);
+        } else {
+            status = smp_lockstep_copy(op->lockstep, m, to, at, bytes);
         }
     }
     op->turn_offset += count;
@@ -315,6 +361,29 @@ copy_turn(smp_collective *op, bool *whole, int *member)
     return SMP_OK;
 }
 
+/* Writes the next piece of this member's `in` into all outputs. */
+static void
+write_turn(smp_collective *op, bool *whole)
+{
+    smp_range      range = op->pushes[op->lockstep->self];
+    size_t         piece = COPY_BYTES / op->element;
+    size_t         left = range.count - op->turn_offset;
+    const uint8_t *in = op->call.in;
+    size_t         to = (range.to + op->turn_offset) * op->element;
+    size_t         bytes = (left < piece ? left : piece) * op->element;
+
+    in += (range.from + op->turn_offset) * op->element;
+    for (size_t at = 0; at < bytes; at += WRITE_BYTES) {
+        size_t now = bytes - at < WRITE_BYTES ? bytes - at : WRITE_BYTES;
+
+        for (int m = 0; m < op->lockstep->size; m++) {
+            copy_bytes(op, op->targets[m] + to + at, in + at, now);
+        }
+    }
+    op->turn_offset += bytes / op->element;
+    *whole = op->turn_offset == range.count;
+}
+
 static smp_status
 collect_memory(smp_collective *op, bool *whole, int *member)
 {
@@ -322,6 +391,10 @@ collect_memory(smp_collective *op, bool *whole, int *member)
 
     *whole = true;
     if (op->step + 1 == op->steps) { /* the last is only waiting */
+        return SMP_OK;
+    }
+    if (op->writes) {
+        write_turn(op, whole);
         return SMP_OK;
     }
     if (!smp_operation_reduces(op->call.operation) || op->step == 1) {
@@ -347,6 +420,58 @@ static const smp_notice *
 notice_of(const smp_collective *op, int member)
 {
     return &smp_lockstep_slot(op->lockstep, member, op->lockstep->step)->notice;
+}
+
+static bool
+all_in_arenas(const smp_collective *op, const uint64_t *addresses, size_t bytes)
+{
+    for (int m = 0; m < op->lockstep->size; m++) {
+        if (!smp_lockstep_in_arena(op->lockstep, m, addresses[m], bytes)) {
+            return false;
+        }
+    }
+    return true;
+}
+
+/* Goes by memory if what the others need is mapped.  All members come to the same
+ * answer, for each knows where all tensors lie. */
+static void
+prefer_mapped(smp_collective *op)
+{
+    size_t all = 0;
+
+    if (op->is_small) {
+        return;
+    }
+    for (int m = 0; m < op->lockstep->size; m++) {
+        all += op->call.operation == SMP_REDUCE_SCATTER ? op->pushes[m].count
+                                                        : op->pulls[m].count;
+    }
+    all *= op->element;
+    switch (op->call.operation) {
+    case SMP_ALL_GATHER:
+        op->writes = all_in_arenas(op, op->outs, all);
+        for (int m = 0; op->writes && m < op->lockstep->size; m++) {
+            op->targets[m] = smp_lockstep_mapped(op->lockstep, m, op->outs[m], all);
+        }
+        if (op->writes) {
+            take_memory(op);
+        }
+        break;
+    case SMP_REDUCE_SCATTER:
+        if (all_in_arenas(op, op->ins, all)) {
+            take_memory(op);
+        }
+        break;
+    case SMP_ALL_REDUCE:
+        all = op->call.count * op->element;
+        if (all_in_arenas(op, op->ins, all) && all_in_arenas(op, op->outs, all)) {
+            take_memory(op);
+        }
+        break;
+    default:
+        break;
+    }
 }
 
 /* With the split sizes of all members, an all-to-all can be planned. */
@@ -379,6 +504,7 @@ smp_collective_init(smp_collective *op, smp_lockstep *lockstep)
         .pushes = calloc(n, sizeof(smp_range)),
         .ins = calloc(n, sizeof(uint64_t)),
         .outs = calloc(n, sizeof(uint64_t)),
+        .targets = calloc(n, sizeof(uint8_t *)),
         .factors = calloc(n, sizeof(double)),
         .terms = calloc(n, sizeof(void *)),
         .said = calloc(n, sizeof(smp_said)),
@@ -386,8 +512,9 @@ smp_collective_init(smp_collective *op, smp_lockstep *lockstep)
         .fetched = aligned_alloc(64, pieces),
     };
     if (op->pulls == NULL || op->pushes == NULL || op->ins == NULL ||
-        op->outs == NULL || op->factors == NULL || op->terms == NULL ||
-        op->said == NULL || op->scratch == NULL || op->fetched == NULL) {
+        op->outs == NULL || op->targets == NULL || op->factors == NULL ||
+        op->terms == NULL || op->said == NULL || op->scratch == NULL ||
+        op->fetched == NULL) {
         smp_collective_fini(op);
         return SMP_ERR_NO_MEMORY;
     }
@@ -401,6 +528,7 @@ smp_collective_fini(smp_collective *op)
     free(op->pushes);
     free(op->ins);
     free(op->outs);
+    free((void *)op->targets);
     free(op->factors);
     free((void *)op->terms);
     free(op->said);
@@ -417,6 +545,7 @@ reset(smp_collective *op)
     op->step = 0;
     op->turn = 0;
     op->turn_offset = 0;
+    op->writes = false;
 }
 
 smp_status
@@ -512,6 +641,7 @@ smp_collective_agreed(smp_collective *op, char *text, size_t bytes)
         return false;
     }
     smp_collective_see(op);
+    prefer_mapped(op);
     if (op->call.out_counts != NULL) {
         plan_all_to_all(op, most);
     }

@@ -9,7 +9,11 @@
  *           member reduces a part in one step, and takes the other parts in the next.
  *   MEMORY  A member reads the others' memory, at the addresses that came with the
  *           first step; the last step says that the reading is over.  All-reduce has
- *           one between: every member reduces a part, and takes the others'.
+ *           one between: every member reduces a part, and takes the others'.  What lies
+ *           in a pool is read where it is mapped, without system calls; and if all
+ *           outputs of an all-gather do, members write into them, which reads each
+ *           input once instead of once for each member.  Whether it does turns out in
+ *           the first step: what the shelves have by then is left there.
  *
  * Threads  one at a time.
  */
@@ -44,6 +48,7 @@ typedef struct {
     smp_range         *pushes;  /* [n]: to each member */
     uint64_t          *ins;     /* [n]: addresses in the members' memory */
     uint64_t          *outs;    /* [n] */
+    uint8_t          **targets; /* [n]: the members' outputs, if members write */
     double            *factors; /* [n] */
     const void       **terms;   /* [n] */
     smp_said          *said;    /* [n] */
@@ -60,6 +65,9 @@ typedef struct {
     bool     shared;      /* by shelves: all members get the same from one */
     size_t   header;      /* bytes of the counts in a slot */
     size_t   cell;        /* bytes for one member in a slot */
+    bool     writes;      /* by memory: members write into the targets */
+    bool     is_small;    /* so that only the shelves come into question */
+    bool     is_large;    /* so that what is copied goes past the caches */
     size_t   data_step;   /* by shelves: the first with data */
     size_t   steps;       /* of the operation */
     size_t   step;        /* now */

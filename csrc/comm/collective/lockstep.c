@@ -99,6 +99,7 @@ greet(smp_lockstep *lockstep, int member, uint64_t id)
     if (shelf->digest != own->digest) {
         return SMP_ERR_MISMATCH;
     }
+    m->arena = shelf->arena;
     m->nonce = atomic_load(&shelf->nonce);
     atomic_store(&greetings(own)[member], m->nonce);
     return atomic_load(&greetings(shelf)[lockstep->self]) == lockstep->nonce
@@ -201,7 +202,9 @@ can_read(const smp_lockstep *lockstep, int member)
            nonce == lockstep->members[member].nonce;
 }
 
-/* Finds out together whether everyone can read everyone: the first step. */
+/* Finds out together whether everyone can read everyone, and has a core: the first
+ * step.
+ */
 static smp_status
 agree_on_reading(smp_lockstep *lockstep, bool may_read, int64_t deadline_ns,
                  int *failed)
@@ -218,6 +221,7 @@ agree_on_reading(smp_lockstep *lockstep, bool may_read, int64_t deadline_ns,
         may_read = can_read(lockstep, m);
     }
     own->notice.uneven = may_read;
+    own->notice.reduction = lockstep->spins;
     smp_lockstep_post(lockstep);
     while (!smp_lockstep_arrived(lockstep)) {
         status = smp_lockstep_trouble(lockstep, &member);
@@ -232,10 +236,12 @@ agree_on_reading(smp_lockstep *lockstep, bool may_read, int64_t deadline_ns,
         smp_lockstep_wait(lockstep, deadline_ns);
     }
     lockstep->readable = true;
+    lockstep->all_spin = true;
     for (int m = 0; m < lockstep->size; m++) {
-        lockstep->readable =
-            lockstep->readable &&
-            smp_lockstep_slot(lockstep, m, lockstep->step)->notice.uneven;
+        const smp_notice *its = &smp_lockstep_slot(lockstep, m, lockstep->step)->notice;
+
+        lockstep->readable = lockstep->readable && its->uneven;
+        lockstep->all_spin = lockstep->all_spin && its->reduction;
     }
     smp_lockstep_read(lockstep);
     return SMP_OK;
@@ -312,9 +318,10 @@ smp_status
 smp_lockstep_init(smp_lockstep *lockstep, smp_comm *comm, const int *ranks, int size,
                   uint64_t id, bool may_read, int64_t deadline_ns, int *failed)
 {
-    smp_shelf *shelf;
-    char       why[96];
-    smp_status status;
+    smp_member *own;
+    smp_shelf  *shelf;
+    char        why[96];
+    smp_status  status;
 
     *failed = smp_comm_rank(comm);
     if (size < 1 || size > SMP_SHELF_MEMBERS || id == 0) {
@@ -334,7 +341,8 @@ smp_lockstep_init(smp_lockstep *lockstep, smp_comm *comm, const int *ranks, int 
     if (status != SMP_OK) {
         goto err_forget;
     }
-    shelf = smp_shelf_take(lockstep->members[lockstep->self].segment->shelves);
+    own = &lockstep->members[lockstep->self];
+    shelf = smp_shelf_take(own->segment->shelves);
     if (shelf == NULL) {
         status = SMP_ERR_NO_MEMORY;
         goto err_forget;
@@ -342,10 +350,12 @@ smp_lockstep_init(smp_lockstep *lockstep, smp_comm *comm, const int *ranks, int 
     /* Older kernels refuse, and then pages are made at first use. */
     (void)madvise((void *)((uintptr_t)shelf->slots & ~(uintptr_t)4095),
                   sizeof(shelf->slots), MADV_POPULATE_WRITE);
-    lockstep->members[lockstep->self].shelf = shelf;
-    lockstep->members[lockstep->self].nonce = lockstep->nonce;
+    own->shelf = shelf;
+    own->arena = (uint64_t)(uintptr_t)own->segment->arena;
+    own->nonce = lockstep->nonce;
     atomic_store(&shelf->nonce, lockstep->nonce);
     shelf->probe = (uint64_t)(uintptr_t)&lockstep->nonce;
+    shelf->arena = own->arena;
     shelf->digest = smp_members_digest(ranks, size);
     atomic_store(&shelf->id, id);
     status = meet(lockstep, id, deadline_ns, failed);
@@ -552,6 +562,31 @@ smp_lockstep_why(const smp_lockstep *lockstep, int member, char *out, size_t byt
     memcpy(out, shelf->why, n);
     out[n - 1] = '\0';
     return true;
+}
+
+bool
+smp_lockstep_in_arena(const smp_lockstep *lockstep, int member, uint64_t address,
+                      size_t bytes)
+{
+    const smp_member *m = &lockstep->members[member];
+    size_t            room = m->segment->arena_bytes;
+
+    return address >= m->arena && address - m->arena <= room &&
+           bytes <= room - (address - m->arena);
+}
+
+uint8_t *
+smp_lockstep_mapped(const smp_lockstep *lockstep, int member, uint64_t address,
+                    size_t bytes)
+{
+    const smp_member *m = &lockstep->members[member];
+
+    if (member == lockstep->self) {
+        return (uint8_t *)(uintptr_t)address;
+    }
+    return smp_lockstep_in_arena(lockstep, member, address, bytes)
+               ? m->segment->arena + (address - m->arena)
+               : NULL;
 }
 
 smp_status

@@ -29,6 +29,7 @@ typedef struct {
     pid_t        pid;
     smp_segment *segment; /* owned: one reference */
     smp_shelf   *shelf;   /* in the segment */
+    uint64_t     arena;   /* address of the segment's arena in its own memory */
     uint64_t     nonce;   /* of its meeting */
 } smp_member;
 
@@ -43,6 +44,7 @@ typedef struct {
                           that a shelf of another meeting is never taken for this one's */
     int      awaited;  /* all before this member have posted it */
     bool     spins;    /* a waiter may keep its core */
+    bool     all_spin; /* every member's may */
     bool     readable; /* every member can read every other's memory */
     uint32_t generation; /* smp_fork_generation() */
 } smp_lockstep;
@@ -124,8 +126,18 @@ void smp_lockstep_fail(smp_lockstep *lockstep, smp_status status, const char *wh
 bool smp_lockstep_why(const smp_lockstep *lockstep, int member, char *out,
                       size_t bytes);
 
-/* Copies from a member's memory; bytes 0: nothing.  SMP_ERR_PEER_LOST, SMP_ERR_CLOSED:
- * it has none any more; SMP_ERR_SYSTEM: it cannot be read there. */
+/* Whether these bytes of a member's memory are in its arena, which all members map. */
+bool smp_lockstep_in_arena(const smp_lockstep *lockstep, int member, uint64_t address,
+                           size_t bytes);
+
+/* Where this process sees bytes of a member's memory, if they are in that one's arena
+ * or are its own; else NULL. */
+uint8_t *smp_lockstep_mapped(const smp_lockstep *lockstep, int member, uint64_t address,
+                             size_t bytes);
+
+/* Copies from a member's memory that is not mapped; bytes 0: nothing.
+ * SMP_ERR_PEER_LOST, SMP_ERR_CLOSED: it has none any more; SMP_ERR_SYSTEM: it cannot be
+ * read there. */
 smp_status smp_lockstep_copy(const smp_lockstep *lockstep, int member, void *to,
                              uint64_t from, size_t bytes);
 

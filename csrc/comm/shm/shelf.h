@@ -49,6 +49,7 @@ typedef struct {
     _Atomic uint64_t id;        /* of the group; 0: nobody looks at this shelf */
     _Atomic uint64_t nonce;     /* of this member's meeting */
     uint64_t         probe;     /* address of the nonce in its own memory */
+    uint64_t         arena;     /* address of its segment's arena there */
     uint64_t         digest;    /* of the list of members */
     _Alignas(64) smp_bell bell; /* written by all members */
     _Alignas(64) _Atomic uint64_t read; /* the last step whose reading is over */
