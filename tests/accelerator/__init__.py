@@ -95,7 +95,8 @@ def stand_in() -> Path:
     said = source.read_bytes() + source.with_suffix(".h").read_bytes()
     made = BUILT / f"stand_in-{hashlib.sha256(said).hexdigest()[:16]}.so"
     if not made.exists():
-        _compile(made, ["cc", "-std=c11", "-O1", "-pthread"], [str(source)])
+        cc = os.environ.get("CC", "cc")
+        _compile(made, [cc, "-std=c11", "-O1", "-pthread"], [str(source)])
     return made
 
 
