@@ -70,6 +70,7 @@ sanitize: venv
 	    MPICC=$(CURDIR)/$(BIN)/mpicc MPIRUN=$(CURDIR)/$(BIN)/mpirun mpi
 	$(MAKE) ucx-test SANITIZE=address,undefined
 	$(MAKE) core-test SANITIZE=thread
+	$(MAKE) ucx-test SANITIZE=thread
 
 C_FILES := $(CSRC) $(wildcard tests/core/*.[ch] tests/fuzz/*.c benchmarks/core/*.c)
 INCLUDE  = $(shell $(BIN)/python -c 'import sysconfig; print(sysconfig.get_paths()["include"])')

@@ -1,8 +1,11 @@
 /* The list of tests for transports, over UCX, and what is particular to UCX: ucx_comm
  * [name].  Spec: csrc/comm/ucx. */
 #define _GNU_SOURCE
+#include "comm/tcp/meet.h"
+#include "comm/ucx/am.h"
 #include "comm/ucx/devices.h"
 #include "comm/ucx/library.h"
+#include "comm/ucx/lifeline.h"
 #include "comm_list.h"
 #include "deaths.h"
 #include "partings.h"
@@ -58,6 +61,344 @@ TEST(without_being_named_it_serves_only_devices_that_tcp_does_not)
     return 0;
 }
 
+/* ------------------------------------------------------------------- an impostor */
+
+#define LOOPBACK "127.0.0.1"
+
+/* A rank 0 that is one, and a rank 1 that says whatever a test makes it say. */
+typedef struct {
+    smp_comm   *comm; /* rank 0's */
+    const void *cards[2];
+    size_t      card_bytes[2];
+    _Alignas(8) uint8_t card[SMP_CARD_BYTES];
+    int            timeout_ms;
+    int            failed;
+    smp_status     status; /* of its connect */
+    pthread_t      thread;
+    _Atomic bool   connected; /* connect has returned */
+    const smp_ucp *ucp;
+    ucp_context   *context;
+    ucp_worker    *worker;
+    ucp_ep        *ep;
+    int            fd; /* the lifeline */
+    uint64_t       pass;
+} impostor;
+
+static void *
+connect_main(void *arg)
+{
+    impostor *im = arg;
+
+    im->status = smp_comm_connect(im->comm, im->cards, im->card_bytes, im->timeout_ms,
+                                  &im->failed);
+    atomic_store(&im->connected, true);
+    return NULL;
+}
+
+/* It listens to nothing. */
+static ucs_code
+ignore(void *arg, const void *header, size_t header_bytes, void *data, size_t n,
+       const ucp_am_recv_param *param)
+{
+    (void)arg;
+    (void)header;
+    (void)header_bytes;
+    (void)data;
+    (void)n;
+    (void)param;
+    return SMP_UCS_OK;
+}
+
+static int
+open_impostors_ucx(impostor *im)
+{
+    const ucp_am_handler_param handler = {.field_mask =
+                                              SMP_UCP_AM_HANDLER_PARAM_FIELD_ID |
+                                              SMP_UCP_AM_HANDLER_PARAM_FIELD_CB,
+                                          .id = SMP_UCX_AM_ID,
+                                          .cb = ignore};
+    const ucp_params           params = {.field_mask = SMP_UCP_PARAM_FIELD_FEATURES,
+                                         .features = SMP_UCP_FEATURE_AM};
+    ucp_worker_params          worker = {.field_mask = 0};
+    ucp_config                *config;
+
+    CHECK_STATUS(smp_ucx_library(&im->ucp), SMP_OK);
+    CHECK(im->ucp->ucp_config_read(NULL, NULL, &config) == SMP_UCS_OK);
+    CHECK(im->ucp->ucp_config_modify(config, "TLS", "^shm") == SMP_UCS_OK);
+    CHECK(im->ucp->ucp_init_version(SMP_UCP_MAJOR, SMP_UCP_MINOR, &params, config,
+                                    &im->context) == SMP_UCS_OK);
+    im->ucp->ucp_config_release(config);
+    CHECK(im->ucp->ucp_worker_create(im->context, &worker, &im->worker) == SMP_UCS_OK);
+    CHECK(im->ucp->ucp_worker_set_am_recv_handler(im->worker, &handler) == SMP_UCS_OK);
+    return 0;
+}
+
+/* Rank 1's side of the meeting, up to where it would say hello. */
+static int
+introduce_impostor(impostor *im)
+{
+    ucp_worker_attr attr = {.field_mask = SMP_UCP_WORKER_ATTR_FIELD_ADDRESS};
+    ucp_ep_params   params = {.field_mask = SMP_UCP_EP_PARAM_FIELD_REMOTE_ADDRESS |
+                                            SMP_UCP_EP_PARAM_FIELD_ERR_HANDLING_MODE,
+                              .err_mode = SMP_UCP_ERR_HANDLING_MODE_PEER};
+    void           *theirs;
+
+    CHECK(open_impostors_ucx(im) == 0);
+    CHECK(im->ucp->ucp_worker_query(im->worker, &attr) == SMP_UCS_OK);
+    CHECK(smp_ucx_lifeline_introduce(im->fd, 77, attr.address, attr.address_length));
+    im->ucp->ucp_worker_release_address(im->worker, attr.address);
+    CHECK_STATUS(smp_ucx_lifeline_meet(im->fd, smp_clock_ns() + WORLD_PATIENCE_NS,
+                                       &im->pass, &theirs),
+                 SMP_OK);
+    params.address = theirs;
+    CHECK(im->ucp->ucp_ep_create(im->worker, &params, &im->ep) == SMP_UCS_OK);
+    free(theirs);
+    return 0;
+}
+
+/* The secret of lifelines, from the job's. */
+static void
+lifeline_secret(const char *job, char secret[2 * SMP_PROOF_BYTES + 1])
+{
+    uint8_t proof[SMP_PROOF_BYTES];
+
+    smp_proof(job, "ucx", 4, proof);
+    for (size_t i = 0; i < SMP_PROOF_BYTES; i++) {
+        snprintf(secret + 2 * i, 3, "%02x", proof[i]);
+    }
+}
+
+static int
+make_impostor(impostor *im, int timeout_ms)
+{
+    smp_comm_config     config = {.size = 2,
+                                  .pool_bytes = 1 << 20,
+                                  .transports = "ucx",
+                                  .interface = LOOPBACK,
+                                  .job = "job"};
+    smp_card           *card = (smp_card *)(void *)im->card;
+    char                secret[2 * SMP_PROOF_BYTES + 1];
+    smp_tcp_self        self = {.rank = 1, .size = 2, .job = secret};
+    const smp_tcp_card *cards[2] = {NULL, NULL};
+    bool                wanted[2] = {true, false};
+    bool                met[2] = {false, false};
+    int                 fds[2];
+    smp_tcp_door        door;
+    size_t              bytes;
+
+    im->timeout_ms = timeout_ms;
+    lifeline_secret("job", secret);
+    CHECK_STATUS(smp_comm_create(&config, &im->comm), SMP_OK);
+    CHECK_STATUS(smp_tcp_door_open(1, LOOPBACK, &door), SMP_OK);
+    smp_card_begin(card, 1, 2);
+    CHECK(smp_card_add(card, "ucx", &door.card, sizeof(door.card)));
+    im->cards[0] = smp_comm_card(im->comm, &im->card_bytes[0]);
+    im->cards[1] = card;
+    im->card_bytes[1] = card->bytes;
+    cards[0] = smp_card_find(im->cards[0], "ucx", &bytes);
+    CHECK(pthread_create(&im->thread, NULL, connect_main, im) == 0);
+    CHECK_STATUS(smp_tcp_meet(&door, &self, cards, wanted,
+                              smp_clock_ns() + WORLD_PATIENCE_NS, fds, met),
+                 SMP_OK);
+    CHECK(met[0]);
+    im->fd = fds[0];
+    return introduce_impostor(im);
+}
+
+/* Sends one active message and waits until it is gone. */
+static int
+say(impostor *im, smp_ucx_am head, size_t head_bytes, const void *data, size_t n)
+{
+    ucp_request_param how = {0};
+    ucs_code_ptr      sent = im->ucp->ucp_am_send_nbx(im->ep, SMP_UCX_AM_ID, &head,
+                                                      head_bytes, data, n, &how);
+
+    CHECK(!smp_ucs_is_error(sent));
+    while (sent != NULL &&
+           im->ucp->ucp_request_check_status(sent) == SMP_UCS_INPROGRESS) {
+        im->ucp->ucp_worker_progress(im->worker);
+    }
+    if (sent != NULL) {
+        im->ucp->ucp_request_free(sent);
+    }
+    return 0;
+}
+
+static smp_ucx_am
+head_of(const impostor *im, smp_ucx_am_kind kind, uint64_t number, uint64_t nbytes)
+{
+    return (smp_ucx_am){.pass = im->pass,
+                        .kind = (uint32_t)kind,
+                        .from = 1,
+                        .number = number,
+                        .first = nbytes};
+}
+
+static int
+say_plainly(impostor *im, smp_ucx_am head, const void *data, size_t n)
+{
+    return say(im, head, sizeof(head), data, n);
+}
+
+/* Rank 0's connect comes to its end. */
+static int
+end_connect(impostor *im, smp_status want)
+{
+    while (!atomic_load(&im->connected)) {
+        im->ucp->ucp_worker_progress(im->worker);
+        sched_yield();
+    }
+    pthread_join(im->thread, NULL);
+    CHECK_STATUS(im->status, want);
+    return 0;
+}
+
+static int
+be_met(impostor *im)
+{
+    CHECK(make_impostor(im, 60000) == 0);
+    CHECK(say_plainly(im, head_of(im, SMP_UCX_AM_HELLO, 0, 0), NULL, 0) == 0);
+    CHECK(smp_ucx_lifeline_say(im->fd, SMP_UCX_AGREED));
+    return end_connect(im, SMP_OK);
+}
+
+static void
+drop_impostor(impostor *im)
+{
+    const ucp_request_param force = {.op_attr_mask = SMP_UCP_OP_ATTR_FIELD_FLAGS,
+                                     .flags = SMP_UCP_EP_CLOSE_FLAG_FORCE};
+    ucs_code_ptr            closing;
+
+    close(im->fd);
+    smp_comm_destroy(im->comm);
+    closing = im->ucp->ucp_ep_close_nbx(im->ep, &force);
+    if (closing != NULL && !smp_ucs_is_error(closing)) {
+        while (im->ucp->ucp_request_check_status(closing) == SMP_UCS_INPROGRESS) {
+            im->ucp->ucp_worker_progress(im->worker);
+        }
+        im->ucp->ucp_request_free(closing);
+    }
+    im->ucp->ucp_worker_destroy(im->worker);
+    im->ucp->ucp_cleanup(im->context);
+}
+
+TEST(who_does_not_know_the_pass_is_not_reached)
+{
+    impostor   im = {.fd = -1};
+    smp_ucx_am wrong;
+
+    CHECK(make_impostor(&im, 1000) == 0);
+    wrong = head_of(&im, SMP_UCX_AM_HELLO, 0, 0);
+    wrong.pass ^= 1;
+    CHECK(say_plainly(&im, wrong, NULL, 0) == 0);
+    CHECK(smp_ucx_lifeline_say(im.fd, SMP_UCX_AGREED));
+    CHECK(end_connect(&im, SMP_ERR_UNREACHABLE) == 0);
+    CHECK(im.failed == 1);
+    drop_impostor(&im);
+    return 0;
+}
+
+TEST(messages_without_the_pass_are_dropped)
+{
+    impostor     im = {.fd = -1};
+    smp_ucx_am   head;
+    smp_message *message;
+
+    CHECK(be_met(&im) == 0);
+    head = head_of(&im, SMP_UCX_AM_HEAD, 0, 8);
+    head.pass ^= (uint64_t)1 << 63;
+    CHECK(say_plainly(&im, head, "no pass.", 8) == 0);
+    head = head_of(&im, SMP_UCX_AM_GOODBYE, 0, 0);
+    head.pass = 0;
+    CHECK(say_plainly(&im, head, NULL, 0) == 0);
+    head = head_of(&im, SMP_UCX_AM_HEAD, 0, 8);
+    for (head.from = -1; head.from < 3; head.from += head.from == 0 ? 2 : 1) {
+        CHECK(say_plainly(&im, head, "another.", 8) == 0); /* -1, 0 and 2 */
+    }
+    head.from = 1;
+    CHECK(say(&im, head, sizeof(head) - 1, "too few.", 8) == 0);
+    CHECK(say_plainly(&im, head, "a rank's", 8) == 0);
+    CHECK_STATUS(smp_comm_receive(im.comm, WORLD_PATIENCE_NS, &message), SMP_OK);
+    CHECK(message->nbytes == 8 && memcmp(message->bytes, "a rank's", 8) == 0);
+    smp_message_free(message);
+    CHECK_STATUS(smp_comm_receive(im.comm, 0, &message), SMP_ERR_TIMED_OUT);
+    drop_impostor(&im);
+    return 0;
+}
+
+/* Whether rank 0 takes it as malformed and hangs up. */
+static int
+breaks(smp_ucx_am_kind kind, uint64_t number, uint64_t nbytes, size_t n)
+{
+    static const uint8_t zeros[1 << 16];
+    impostor             im = {.fd = -1};
+    smp_message         *message;
+    char                 what;
+
+    CHECK(be_met(&im) == 0);
+    CHECK(say_plainly(&im, head_of(&im, SMP_UCX_AM_HEAD, 0, 8), zeros, 8) == 0);
+    CHECK_STATUS(smp_comm_receive(im.comm, WORLD_PATIENCE_NS, &message), SMP_OK);
+    smp_message_free(message);
+    CHECK(say_plainly(&im, head_of(&im, kind, number, nbytes), zeros, n) == 0);
+    CHECK_STATUS(smp_comm_receive(im.comm, WORLD_PATIENCE_NS, &message),
+                 SMP_ERR_MALFORMED);
+    CHECK(smp_comm_lost(im.comm) == 1);
+    CHECK_STATUS(smp_comm_send(im.comm, 1, "x", 1, NULL, 0), SMP_ERR_PEER_LOST);
+    while (smp_ucx_lifeline_hear(im.fd, &what) != SMP_UCX_HUNG_UP) {
+        sched_yield();
+    }
+    drop_impostor(&im);
+    return 0;
+}
+
+TEST(what_no_rank_says_is_malformed)
+{
+    CHECK(breaks((smp_ucx_am_kind)99, 1, 0, 8) == 0);
+    CHECK(breaks(SMP_UCX_AM_HEAD, 0, 8, 8) == 0);  /* said before */
+    CHECK(breaks(SMP_UCX_AM_HEAD, 1, 16, 8) == 0); /* more than there is */
+    CHECK(breaks(SMP_UCX_AM_HEAD, 1, 8, 16) == 0);
+    CHECK(breaks(SMP_UCX_AM_BLOCK, 0, 0, 8) == 0);
+    CHECK(breaks(SMP_UCX_AM_GOODBYE, 0, 0, 0) == 0);
+    return 0;
+}
+
+TEST(a_lifeline_that_ends_without_goodbye_is_a_loss)
+{
+    impostor     im = {.fd = -1};
+    smp_message *message;
+
+    CHECK(be_met(&im) == 0);
+    shutdown(im.fd, SHUT_WR);
+    CHECK_STATUS(smp_comm_receive(im.comm, WORLD_PATIENCE_NS, &message),
+                 SMP_ERR_PEER_LOST);
+    CHECK(smp_comm_lost(im.comm) == 1);
+    drop_impostor(&im);
+    return 0;
+}
+
+TEST(a_goodbye_is_answered_when_all_before_it_has_arrived)
+{
+    impostor     im = {.fd = -1};
+    smp_message *message;
+    char         what = 0;
+
+    CHECK(be_met(&im) == 0);
+    CHECK(say_plainly(&im, head_of(&im, SMP_UCX_AM_GOODBYE, 1, 0), NULL, 0) == 0);
+    CHECK(say_plainly(&im, head_of(&im, SMP_UCX_AM_HEAD, 0, 8), "the rest", 8) == 0);
+    while (what != SMP_UCX_ARRIVED) {
+        CHECK(smp_ucx_lifeline_hear(im.fd, &what) != SMP_UCX_HUNG_UP);
+        im.ucp->ucp_worker_progress(im.worker);
+    }
+    CHECK_STATUS(smp_comm_receive(im.comm, WORLD_PATIENCE_NS, &message), SMP_OK);
+    CHECK(memcmp(message->bytes, "the rest", 8) == 0);
+    smp_message_free(message);
+    CHECK_STATUS(smp_comm_receive(im.comm, WORLD_PATIENCE_NS, &message),
+                 SMP_ERR_CLOSED);
+    CHECK(smp_comm_lost(im.comm) == -1 && smp_comm_left(im.comm, 1));
+    drop_impostor(&im);
+    return 0;
+}
+
 /* ---------------------------------------------------------------------------- main */
 
 /* Those that end ranks run as processes only. */
@@ -70,6 +411,9 @@ static const world_test partings[] = {
 };
 
 #define PARTINGS (sizeof(partings) / sizeof(partings[0]))
+
+/* Of ucx_abi.c. */
+extern const char smp_ucx_abi_checked[];
 
 static int ran;
 static int failed;
@@ -100,6 +444,11 @@ main(int argc, char **argv)
     static const smp_test tests[] = {
         LISTED_TEST(a_library_that_is_missing_or_no_ucx_is_refused_with_the_reason),
         LISTED_TEST(without_being_named_it_serves_only_devices_that_tcp_does_not),
+        LISTED_TEST(who_does_not_know_the_pass_is_not_reached),
+        LISTED_TEST(messages_without_the_pass_are_dropped),
+        LISTED_TEST(what_no_rank_says_is_malformed),
+        LISTED_TEST(a_lifeline_that_ends_without_goodbye_is_a_loss),
+        LISTED_TEST(a_goodbye_is_answered_when_all_before_it_has_arrived),
     };
     const char *only = argc > 1 ? argv[1] : NULL;
 
@@ -113,12 +462,15 @@ main(int argc, char **argv)
     for (size_t i = 0; i < sizeof(tests) / sizeof(tests[0]); i++) {
         if (only == NULL || strstr(tests[i].name, only) != NULL) {
             ran++;
-            failed += tests[i].run() != 0;
+            if (tests[i].run() != 0) {
+                failed++;
+                printf("FAILED %s\n", tests[i].name);
+            }
         }
     }
     for (size_t i = 0; i < 2 * COMM_LIST_COUNT; i++) {
         run_listed(&comm_list[i / 2], i % 2 ? 4 : 2, true, only);
     }
-    printf("%d passed, %d failed\n", ran - failed, failed);
+    printf("%s; %d passed, %d failed\n", smp_ucx_abi_checked, ran - failed, failed);
     return failed != 0 || ran == 0;
 }

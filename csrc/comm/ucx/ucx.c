@@ -29,15 +29,13 @@
 #include "comm/fork.h"
 #include "comm/tcp/meet.h"
 #include "comm/transport.h"
+#include "comm/ucx/am.h"
 #include "comm/ucx/arrivals.h"
 #include "comm/ucx/devices.h"
 #include "comm/ucx/library.h"
 #include "comm/ucx/lifeline.h"
 #include "common/jitter.h"
 #include "common/lock.h"
-
-/* The number of our active messages, of our choice. */
-#define AM_ID 7u
 
 /* Rounds of progress() before it returns to the loop. */
 #define ROUNDS 64
@@ -52,23 +50,6 @@
 /* The transports between two ranks that are looked at. */
 #define ENTRIES 16
 
-typedef enum {
-    KIND_HELLO = 1,   /* the first one of a connection */
-    KIND_MESSAGE = 2, /* a head: `first` bytes, `second` blocks */
-    KIND_BLOCK = 3,   /* block `first` */
-    KIND_GOODBYE = 4  /* the last one */
-} am_kind;
-
-/* The header of every active message. */
-typedef struct {
-    uint64_t pass; /* the receiver's: it told it over the lifeline */
-    uint32_t kind; /* am_kind */
-    int32_t  from; /* rank */
-    uint64_t number;
-    uint64_t first;
-    uint64_t second;
-} am_head;
-
 typedef struct ucx  ucx;
 typedef struct peer peer;
 
@@ -78,7 +59,7 @@ typedef struct outgoing {
     struct outgoing *previous;
     peer            *to;      /* borrowed */
     size_t           pending; /* active messages under way */
-    am_head         *heads;   /* owned: [1 + nblocks] */
+    smp_ucx_am      *heads;   /* owned: [1 + nblocks] */
     uint8_t         *body;    /* owned */
     size_t           body_bytes;
     smp_block      **blocks; /* owned: those not in the body */
@@ -90,7 +71,7 @@ typedef struct incoming {
     struct incoming *next;
     struct incoming *previous;
     peer            *from; /* borrowed */
-    am_head          head;
+    smp_ucx_am       head;
     smp_block       *block; /* owned: where they go, or ... */
     uint8_t         *body;  /* ... owned */
     size_t           body_bytes;
@@ -250,11 +231,11 @@ give_out(peer *p)
 
 /* The bytes of a head or a block are there; takes the block. */
 static void
-take_in(peer *p, const am_head *head, const void *body, size_t n, smp_block *block)
+take_in(peer *p, const smp_ucx_am *head, const void *body, size_t n, smp_block *block)
 {
     smp_status status;
 
-    if (head->kind == KIND_MESSAGE) {
+    if (head->kind == SMP_UCX_AM_HEAD) {
         status = smp_ucx_arrivals_head(&p->arrivals, head->number, body, n, head->first,
                                        head->second);
     } else {
@@ -298,7 +279,7 @@ on_fetched(void *request, ucs_code code, size_t length, void *arg)
 
 /* Memory for n bytes of a head or a block. */
 static incoming *
-new_incoming(peer *p, const am_head *head, size_t n)
+new_incoming(peer *p, const smp_ucx_am *head, size_t n)
 {
     const smp_host *host = p->self->host;
     incoming       *i = calloc(1, sizeof(*i));
@@ -308,7 +289,7 @@ new_incoming(peer *p, const am_head *head, size_t n)
     }
     i->from = p;
     i->head = *head;
-    if (head->kind == KIND_BLOCK) {
+    if (head->kind == SMP_UCX_AM_BLOCK) {
         if (host->block(host->comm, n, &i->block) != SMP_OK) {
             free(i);
             return NULL;
@@ -326,7 +307,7 @@ new_incoming(peer *p, const am_head *head, size_t n)
 
 /* Lets UCX fetch what it has announced. */
 static void
-fetch(peer *p, const am_head *head, void *announced, size_t n)
+fetch(peer *p, const smp_ucx_am *head, void *announced, size_t n)
 {
     ucx              *self = p->self;
     incoming         *i = new_incoming(p, head, n);
@@ -355,12 +336,12 @@ fetch(peer *p, const am_head *head, void *announced, size_t n)
 
 /* A head or a block that came with the active message itself. */
 static void
-copy_in(peer *p, const am_head *head, const void *data, size_t n)
+copy_in(peer *p, const smp_ucx_am *head, const void *data, size_t n)
 {
     const smp_host *host = p->self->host;
     smp_block      *block = NULL;
 
-    if (head->kind == KIND_BLOCK) {
+    if (head->kind == SMP_UCX_AM_BLOCK) {
         if (host->block(host->comm, n, &block) != SMP_OK) {
             blame(p, SMP_ERR_NO_MEMORY);
             return;
@@ -374,7 +355,7 @@ copy_in(peer *p, const am_head *head, const void *data, size_t n)
 
 /* Who may say this; NULL: nobody. */
 static peer *
-sender_of(const ucx *self, const am_head *head)
+sender_of(const ucx *self, const smp_ucx_am *head)
 {
     peer *p;
 
@@ -390,9 +371,9 @@ static ucs_code
 on_message(void *arg, const void *header, size_t header_bytes, void *data, size_t n,
            const ucp_am_recv_param *param)
 {
-    ucx    *self = arg;
-    am_head head;
-    peer   *p;
+    ucx       *self = arg;
+    smp_ucx_am head;
+    peer      *p;
 
     if (header_bytes != sizeof(head)) {
         return SMP_UCS_OK;
@@ -404,18 +385,18 @@ on_message(void *arg, const void *header, size_t header_bytes, void *data, size_
     }
     smp_jitter();
     switch (head.kind) {
-    case KIND_HELLO:
+    case SMP_UCX_AM_HELLO:
         p->heard = true;
         break;
-    case KIND_MESSAGE:
-    case KIND_BLOCK:
+    case SMP_UCX_AM_HEAD:
+    case SMP_UCX_AM_BLOCK:
         if ((param->recv_attr & SMP_UCP_AM_RECV_ATTR_FLAG_RNDV) != 0) {
             fetch(p, &head, data, n);
         } else {
             copy_in(p, &head, data, n);
         }
         break;
-    case KIND_GOODBYE:
+    case SMP_UCX_AM_GOODBYE:
         if (smp_ucx_arrivals_goodbye(&p->arrivals, head.number) != SMP_OK) {
             blame(p, SMP_ERR_MALFORMED);
         } else {
@@ -457,7 +438,8 @@ on_sent(void *request, ucs_code code, void *arg)
 }
 
 static void
-send_part(outgoing *o, const am_head *head, const void *data, size_t n, uint32_t flags)
+send_part(outgoing *o, const smp_ucx_am *head, const void *data, size_t n,
+          uint32_t flags)
 {
     const peer       *p = o->to;
     ucp_request_param how = {
@@ -472,8 +454,8 @@ send_part(outgoing *o, const am_head *head, const void *data, size_t n, uint32_t
     ucs_code_ptr started;
 
     o->pending++;
-    started =
-        p->self->ucp->ucp_am_send_nbx(p->ep, AM_ID, head, sizeof(*head), data, n, &how);
+    started = p->self->ucp->ucp_am_send_nbx(p->ep, SMP_UCX_AM_ID, head, sizeof(*head),
+                                            data, n, &how);
     if (started == NULL || smp_ucs_is_error(started)) {
         part_sent(o, started != NULL);
     }
@@ -519,7 +501,7 @@ start_next(ucx *self)
 
 /* A message with a body of n bytes, which is not filled, and room for nblocks. */
 static outgoing *
-new_outgoing(peer *to, am_kind kind, size_t n, size_t nblocks)
+new_outgoing(peer *to, smp_ucx_am_kind kind, size_t n, size_t nblocks)
 {
     outgoing *o = calloc(1, sizeof(*o));
 
@@ -527,7 +509,7 @@ new_outgoing(peer *to, am_kind kind, size_t n, size_t nblocks)
         return NULL;
     }
     o->to = to;
-    o->heads = calloc(nblocks + 1, sizeof(am_head));
+    o->heads = calloc(nblocks + 1, sizeof(smp_ucx_am));
     o->blocks = calloc(nblocks + 1, sizeof(smp_block *));
     o->body = malloc(n + 1);
     o->body_bytes = n;
@@ -594,7 +576,7 @@ ucx_send(void *arg, int dest, const void *bytes, size_t nbytes,
 {
     ucx            *self = arg;
     const smp_host *host = self->host;
-    outgoing       *o = new_outgoing(self->peers[dest], KIND_MESSAGE,
+    outgoing       *o = new_outgoing(self->peers[dest], SMP_UCX_AM_HEAD,
                                      body_bytes(host, nbytes, blocks, nblocks), nblocks);
     uint8_t        *at;
 
@@ -616,7 +598,7 @@ ucx_send(void *arg, int dest, const void *bytes, size_t nbytes,
             host->block_release(blocks[i]);
         } else {
             o->blocks[o->nblocks++] = blocks[i];
-            o->heads[o->nblocks].kind = KIND_BLOCK;
+            o->heads[o->nblocks].kind = SMP_UCX_AM_BLOCK;
             o->heads[o->nblocks].first = i;
         }
     }
@@ -802,7 +784,7 @@ ucx_finish(void *arg)
             continue;
         }
         if (!p->said_goodbye &&
-            (goodbye = new_outgoing(p, KIND_GOODBYE, 0, 0)) != NULL) {
+            (goodbye = new_outgoing(p, SMP_UCX_AM_GOODBYE, 0, 0)) != NULL) {
             enqueue(self, goodbye);
             p->said_goodbye = true;
         }
@@ -918,7 +900,7 @@ open_worker(ucx *self, const smp_tcp_address *address)
         .field_mask =
             SMP_UCP_AM_HANDLER_PARAM_FIELD_ID | SMP_UCP_AM_HANDLER_PARAM_FIELD_FLAGS |
             SMP_UCP_AM_HANDLER_PARAM_FIELD_CB | SMP_UCP_AM_HANDLER_PARAM_FIELD_ARG,
-        .id = AM_ID,
+        .id = SMP_UCX_AM_ID,
         .flags = SMP_UCP_AM_FLAG_WHOLE_MSG,
         .cb = on_message,
         .arg = self};
@@ -994,7 +976,7 @@ call_peer(ucx *self, peer *p, int64_t deadline_ns)
         p->ep = NULL;
         return false;
     }
-    hello = new_outgoing(p, KIND_HELLO, 0, 0);
+    hello = new_outgoing(p, SMP_UCX_AM_HELLO, 0, 0);
     if (hello == NULL) {
         return false;
     }
