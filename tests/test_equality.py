@@ -146,7 +146,7 @@ def test_random_trees_equal_the_cut_loop(schedule, microbatches):
 
 @on_ranks(2, 3, 4, timeout_s=100 * TIMES)
 @every_order
-@pytest.mark.parametrize("transport", ["shm", "mpi"])
+@pytest.mark.parametrize("transport", ["shm", "mpi", "ucx"])
 def test_whatever_the_transport_and_the_timing(transport, schedule, microbatches):
     """... for every transport and timing: with random delays at every hand-over."""
     check_trees(TIMES, schedule, microbatches, transport, delays=True)

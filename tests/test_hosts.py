@@ -282,7 +282,7 @@ def test_collectives_across_hosts_have_the_bits_of_one_host(agent, tmp_path):
     assert sorted(on_two.splitlines()) == digests
 
 
-def start_without_mpi(agent: Path, script: Path) -> list[subprocess.Popen]:
+def start_without_mpi(agent: Path, script: Path, transports: str) -> list[subprocess.Popen]:
     """One rank on each host, started as torchrun does."""
     environment = {
         k: v for k, v in rank_environment().items() if not k.startswith(("OMPI_", "PMI"))
@@ -297,6 +297,7 @@ def start_without_mpi(agent: Path, script: Path) -> list[subprocess.Popen]:
                 "LOCAL_RANK": "0",
                 "MASTER_ADDR": "10.77.0.1",
                 "MASTER_PORT": "29577",
+                "SMP_COMM_TRANSPORTS": transports,
             },
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -307,12 +308,13 @@ def start_without_mpi(agent: Path, script: Path) -> list[subprocess.Popen]:
     ]
 
 
-def test_a_host_that_falls_silent_is_named(agent, tmp_path):
+@pytest.mark.parametrize("transport", ["tcp", "ucx"])
+def test_a_host_that_falls_silent_is_named(agent, tmp_path, transport):
     """Its cable is pulled in the middle of a step: no connection is closed, nothing comes."""
     script = tmp_path / "script.py"
     script.write_text(ENDLESS_SCRIPT)
     switch = (agent.parent / "switch").read_text()
-    ranks = start_without_mpi(agent, script)
+    ranks = start_without_mpi(agent, script, transport)
     try:
         for rank in ranks:
             assert rank.stdout is not None
