@@ -151,6 +151,118 @@ print("end")
     assert said == ["end", "end", "interrupted", "interrupted"]
 
 
+def test_ctrl_c_ends_the_making_of_a_group(tmp_path):
+    """... in which the others do not join; the default group goes on."""
+    said = lines_of(
+        2,
+        tmp_path,
+        SCRIPT
+        + """
+import threading
+from smp.collectives.ranks import Ranks
+making = threading.Event()
+meet = Ranks.group
+def group(*args):
+    making.set()
+    return meet(*args)
+Ranks.group = group
+def interrupt():
+    making.wait()
+    os.kill(os.getpid(), signal.SIGINT)
+if rank == 0:
+    threading.Thread(target=interrupt).start()
+    try:
+        dist.new_group([0, 1])
+    except KeyboardInterrupt:
+        print("interrupted")
+tensor = torch.ones(1)
+dist.all_reduce(tensor)
+print(tensor.item())
+""",
+    )
+    assert said == ["2.0", "2.0", "interrupted"]
+
+
+def test_ctrl_c_ends_the_wait_for_ranks_that_do_not_connect(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        """
+import os, signal, threading
+from datetime import timedelta
+import torch.distributed as dist
+from smp.job import bootstrap
+store = dist.HashStore()
+waits = threading.Event()
+check = store.check
+pause = bootstrap.time.sleep
+def sleep(seconds):
+    waits.set()
+    pause(seconds)
+bootstrap.time.sleep = sleep
+def interrupt():
+    waits.wait()
+    os.kill(os.getpid(), signal.SIGINT)
+threading.Thread(target=interrupt).start()
+try:
+    bootstrap.OverStore(store, 0, 2)
+except KeyboardInterrupt:
+    print("interrupted")
+store.set_timeout(timedelta(seconds=0.1))
+try:
+    bootstrap.OverStore(store, 0, 3)
+except dist.DistStoreError as error:
+    print(error)
+"""
+    )
+    done = subprocess.run(
+        [sys.executable, script],
+        env=rank_environment(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stdout.splitlines() == [
+        "interrupted",
+        "smp: ranks [1, 2] of 3 have not come within 0.1 s",
+    ], done.stderr
+
+
+def test_what_ctrl_c_leaves_lets_its_tensors_go_when_it_is_over(tmp_path):
+    said = lines_of(
+        2,
+        tmp_path,
+        SCRIPT
+        + """
+import gc, threading, weakref
+store = dist.group.WORLD.get_group_store()
+tensor = torch.ones(4)
+if rank == 0:
+    def interrupt():
+        while dist.group.WORLD._get_sequence_number_for_group() < 2:
+            os.sched_yield()
+        os.kill(os.getpid(), signal.SIGINT)
+    threading.Thread(target=interrupt).start()
+    kept = weakref.ref(tensor)
+    try:
+        dist.all_reduce(tensor)
+    except KeyboardInterrupt:
+        print("interrupted")
+    del tensor
+    gc.collect()
+    print("kept", kept() is not None)
+    store.set("left", b"")
+    while kept() is not None:
+        os.sched_yield()
+    print("gone")
+else:
+    store.wait(["left"])
+    dist.all_reduce(tensor)
+dist.barrier()
+""",
+    )
+    assert said == ["gone", "interrupted", "kept True"]
+
+
 def test_a_signal_handler_may_leave_the_group_that_waits(tmp_path):
     """... which is gone when the wait ends."""
     said = lines_of(

@@ -293,6 +293,68 @@ def test_all_to_all_in_all_its_forms(tmp_path):
 
 
 @on_ranks(*ON)
+def test_split_sizes_on_one_rank_alone_are_an_error_that_names_both(tmp_path):
+    with job(tmp_path) as (rank, size):
+        own, out = torch.ones(size * 3), torch.empty(size * 3)
+        splits = [3] * size if rank == size - 1 else None
+
+        if size > 1:
+            with pytest.raises(dist.DistBackendError) as raised:
+                dist.all_to_all_single(out, own, splits, splits)
+            assert "rank 0 calls all-to-all 1 of 3 float32, " in str(raised.value)
+            assert f"rank {size - 1} calls all-to-all 1 of float32 with split sizes" in str(
+                raised.value
+            )
+        dist.all_to_all_single(out, own)  # the group goes on
+        assert same(out, own)
+
+
+class OnCuda(torch.Tensor):
+    """A tensor that says so."""
+
+    is_cuda = True
+
+
+class Recorder:
+    """In place of a NCCL group: what it is asked to do."""
+
+    def __init__(self):
+        self.asked = []
+
+    def __getattr__(self, name):
+        if not hasattr(dist.ProcessGroup, name):
+            raise AttributeError(name)
+
+        def method(*args):
+            self.asked.append(name)
+            done = torch.futures.Future()
+            done.set_result(None)
+            return torch._C._distributed_c10d._create_work_from_future(done)
+
+        return method
+
+
+@on_ranks(1)
+def test_operations_of_cuda_tensors_are_coalesced_by_nccl(tmp_path):
+    with job(tmp_path):
+        group = dist.group.WORLD
+        group._nccl = nccl = Recorder()
+        tensors = [torch.ones(3).as_subclass(OnCuda), torch.ones(4).as_subclass(OnCuda)]
+
+        with dist._coalescing_manager(device=torch.device("cuda")):
+            for tensor in tensors:
+                dist.all_reduce(tensor)
+        with dist._coalescing_manager(device=torch.device("cuda")):
+            dist.reduce(tensors[0], 0)
+
+        assert nccl.asked == [
+            *("_start_coalescing", "allreduce_coalesced", "_end_coalescing"),
+            *("_start_coalescing", "reduce", "_end_coalescing"),
+        ]
+        group._nccl = None
+
+
+@on_ranks(*ON)
 def test_tensors_with_gaps_are_filled_where_they_are(tmp_path):
     with job(tmp_path) as (rank, size):
 

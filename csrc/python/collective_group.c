@@ -466,27 +466,52 @@ static PyType_Spec order_spec = {
 
 /* -------------------------------------------------------------------------- groups */
 
+/* Whether a signal's handler has raised, asked without the GIL by whoever waits. */
+typedef struct {
+    PyThreadState *thread;
+    int64_t        next_ns;
+} signal_asker;
+
+static bool
+has_raised(void *arg)
+{
+    signal_asker *asker = arg;
+    bool          raised;
+
+    if (smp_clock_ns() < asker->next_ns) {
+        return false;
+    }
+    PyEval_RestoreThread(asker->thread);
+    raised = PyErr_CheckSignals() < 0;
+    asker->thread = PyEval_SaveThread();
+    asker->next_ns = smp_clock_ns() + SMP_SIGNALS_NS;
+    return raised;
+}
+
 /* Meets the other members; the GIL is held. */
 static smp_status
 meet(group_object *self, const int *ranks, uint64_t id, int64_t timeout_ns, int *failed)
 {
+    signal_asker     asker = {.next_ns = smp_clock_ns() + SMP_SIGNALS_NS};
     smp_group_config config = {.ranks = ranks,
                                .size = self->size,
                                .id = id,
                                .name = self->name,
-                               .timeout_ns = timeout_ns};
+                               .timeout_ns = timeout_ns,
+                               .gives_up = has_raised,
+                               .gives_up_arg = &asker};
     smp_comm_object *object = self->comm;
     smp_comm        *comm = object->comm;
     smp_carrier     *carrier = object->carrier;
     smp_status       status;
 
     object->users++;
-    Py_BEGIN_ALLOW_THREADS;
+    asker.thread = PyEval_SaveThread();
     status = smp_group_create(comm, &config, &self->group, failed);
     if (status == SMP_OK) {
         status = smp_queue_create(carrier, self->group, &self->queue);
     }
-    Py_END_ALLOW_THREADS;
+    PyEval_RestoreThread(asker.thread);
     if (status == SMP_OK && object->comm == NULL) {
         status = SMP_ERR_CLOSED; /* meanwhile, by another thread */
     }

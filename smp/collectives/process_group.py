@@ -126,6 +126,13 @@ class ProcessGroup(dist.ProcessGroup):
 
     @_operation("all_reduce")
     def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
+        return self._allreduce(tensors, opts, timeout)
+
+    @_operation("all_reduce")
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
+        return self._allreduce(tensors, opts or dist.AllreduceCoalescedOptions())
+
+    def _allreduce(self, tensors: Any, opts: Any, timeout: Any = None) -> dist.Work:
         if not isinstance(opts, dist.AllreduceOptions):
             opts = _options(dist.AllreduceOptions, opts, timeout)
         tensors = tensors if isinstance(tensors, list) else [tensors]
@@ -133,9 +140,6 @@ class ProcessGroup(dist.ProcessGroup):
             return self._sparse_allreduce(tensors, opts)
         reduction, factor = _reduction(opts.reduceOp)
         return self._call(ALL_REDUCE, None, tensors, opts, reduction, factor)
-
-    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
-        return self.allreduce(tensors, opts or dist.AllreduceCoalescedOptions())
 
     @_operation("reduce")
     def reduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
@@ -372,13 +376,19 @@ class ProcessGroup(dist.ProcessGroup):
         waits = not opts.asyncOp and self._coalesced is None
         begin = self._group.run if waits else self._group.order
         try:
-            order = begin(operation, inputs, outputs, *rest)
-        except BufferError:
-            given, outputs = outputs, outputs and [dense.dense(t) for t in outputs]
-            inputs = inputs and [dense.dense(t) for t in inputs]
-            order = begin(operation, inputs, outputs, *rest)
-            results = given if results is None else results
-            finish = dense.copied_back(outputs or (), given or (), finish)
+            try:
+                order = begin(operation, inputs, outputs, *rest)
+            except BufferError:
+                given, outputs = outputs, outputs and [dense.dense(t) for t in outputs]
+                inputs = inputs and [dense.dense(t) for t in inputs]
+                order = begin(operation, inputs, outputs, *rest)
+                results = given if results is None else results
+                finish = dense.copied_back(outputs or (), given or (), finish)
+        except dist.DistBackendError:
+            raise
+        except BaseException:  # of a signal's handler, perhaps
+            self._ranks.attend()
+            raise
         if order is None:
             if finish is not None:
                 finish()
@@ -511,9 +521,14 @@ class ProcessGroup(dist.ProcessGroup):
     _set_default_timeout = set_timeout
 
     def _start_coalescing(self, device: torch.device) -> None:
-        self._coalesced = []
+        if device.type == "cuda":
+            self.nccl()._start_coalescing(device)
+        else:
+            self._coalesced = []
 
     def _end_coalescing(self, device: torch.device) -> dist.Work:
+        if device.type == "cuda":
+            return self.nccl()._end_coalescing(device)
         works, self._coalesced = self._coalesced or [], None
         return AllOf(works)
 

@@ -98,6 +98,11 @@ class Ranks:
             self._listen()
         order.issue(work)
 
+    def attend(self) -> None:
+        """A signal has ended a wait: what is left of it is let go when it is over."""
+        if self.is_open and not self._threads:
+            self._listen()
+
     def send(self, group: int, to: int, tag: int, tensor: Tensor) -> None:
         """A copy, without waiting for the receiver."""
         try:

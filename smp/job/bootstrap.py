@@ -12,6 +12,7 @@ one is used follows from how the script was started:
 import itertools
 import os
 import socket
+import time
 from abc import ABC, abstractmethod
 from functools import cache
 from pathlib import Path
@@ -23,6 +24,10 @@ import torch.distributed as dist
 MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
 # How a launcher shows itself without saying that; srun's number of tasks goes with it.
 MPI_MARKS = ("PMIX_RANK", "PMI_RANK")
+
+# Between two looks at a store.
+SHORTEST_PAUSE_S = 1e-4
+LONGEST_PAUSE_S = 0.01
 
 
 class Bootstrap(ABC):
@@ -105,8 +110,28 @@ class OverStore(Bootstrap):
 
     def allgather_bytes(self, data: bytes) -> list[bytes]:
         call = next(self._calls)
-        self.store.set(f"{call}/{self.rank}", data)  # type: ignore[arg-type]
-        return [self.store.get(f"{call}/{rank}") for rank in range(self.size)]
+        keys = [f"{call}/{rank}" for rank in range(self.size)]
+        self.store.set(keys[self.rank], data)  # type: ignore[arg-type]
+        self._wait(keys)
+        return [self.store.get(key) for key in keys]
+
+    def _wait(self, keys: list[str]) -> None:
+        """Until every rank's key is there; unlike the store's own wait, Ctrl-C ends it.
+
+        Raises:
+            torch.distributed.DistStoreError: the store's time is over; names who is missing.
+        """
+        limit_s = self.store.timeout.total_seconds()
+        deadline = time.monotonic() + limit_s
+        pause_s = SHORTEST_PAUSE_S
+        while not self.store.check(keys):
+            if time.monotonic() > deadline:
+                missing = [r for r, key in enumerate(keys) if not self.store.check([key])]
+                raise dist.DistStoreError(
+                    f"smp: ranks {missing} of {self.size} have not come within {limit_s:g} s"
+                )
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
 
 def connect() -> Bootstrap:

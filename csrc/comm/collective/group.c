@@ -433,7 +433,7 @@ list_ranks(smp_group *group, smp_comm *comm, const smp_group_config *config,
 /* Meets the members of this host. */
 static smp_status
 meet_host(smp_group *group, smp_comm *comm, const smp_group_config *config,
-          const bool *local, int64_t deadline_ns, int *failed)
+          const bool *local, const smp_patience *patience, int *failed)
 {
     int       *ranks = calloc((size_t)group->size, sizeof(int));
     int        n = 0;
@@ -448,7 +448,7 @@ meet_host(smp_group *group, smp_comm *comm, const smp_group_config *config,
         }
     }
     status = smp_lockstep_init(&group->lockstep, comm, ranks, n, config->id,
-                               !config->only_shelves, deadline_ns, failed);
+                               !config->only_shelves, patience, failed);
     free(ranks);
     if (status == SMP_OK) {
         memcpy(group->lockstep.members[group->lockstep.self].shelf->name, group->name,
@@ -472,7 +472,7 @@ leave_hosts(smp_group *group, smp_status status, const char *why)
  * member that does not come to terms with its own. */
 static smp_status
 meet(smp_group *group, smp_comm *comm, const smp_group_config *config,
-     int64_t deadline_ns, int *failed)
+     const smp_patience *patience, int *failed)
 {
     bool      *local = calloc((size_t)group->size, sizeof(bool));
     smp_bell  *bell;
@@ -496,14 +496,14 @@ meet(smp_group *group, smp_comm *comm, const smp_group_config *config,
         status = smp_lockstep_blame(comm, status, failed, why, sizeof(why));
         goto out;
     }
-    status = meet_host(group, comm, config, local, deadline_ns, failed);
+    status = meet_host(group, comm, config, local, patience, failed);
     if (status != SMP_OK) {
         status = smp_lockstep_blame(comm, status, failed, why, sizeof(why));
         goto err_leave;
     }
     if (group->is_wide) {
         bell = &group->lockstep.members[group->lockstep.self].shelf->bell;
-        status = smp_wire_meet(&group->wire, bell, deadline_ns, failed);
+        status = smp_wire_meet(&group->wire, bell, patience, failed);
     }
     if (status == SMP_OK) {
         goto out;
@@ -563,9 +563,10 @@ smp_status
 smp_group_create(smp_comm *comm, const smp_group_config *config, smp_group **out,
                  int *failed)
 {
-    smp_group *group = calloc(1, sizeof(*group));
-    int64_t    deadline = smp_clock_deadline(config->timeout_ns);
-    smp_status status;
+    smp_group   *group = calloc(1, sizeof(*group));
+    smp_patience patience = {smp_clock_deadline(config->timeout_ns), config->gives_up,
+                             config->gives_up_arg};
+    smp_status   status;
 
     *failed = smp_comm_rank(comm);
     if (group == NULL) {
@@ -577,7 +578,7 @@ smp_group_create(smp_comm *comm, const smp_group_config *config, smp_group **out
     if (status != SMP_OK) {
         goto err_free;
     }
-    status = meet(group, comm, config, deadline, failed);
+    status = meet(group, comm, config, &patience, failed);
     if (status != SMP_OK) {
         goto err_free;
     }

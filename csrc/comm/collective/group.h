@@ -42,9 +42,13 @@ typedef struct {
                          one of them is in now; not 0 */
     const char *name; /* for errors: borrowed, its first 63 bytes are kept */
     int64_t     timeout_ns; /* for one operation, and for the meeting; < 0: no limit */
-    bool        only_shelves; /* do not read each other's memory */
-    size_t      round_bytes;  /* between hosts: of tensors on the way at a time; 0: 32
-                                 MiB; the same on all */
+    bool        only_shelves;    /* do not read each other's memory */
+    bool (*gives_up)(void *arg); /* or NULL; asked while members meet, every
+                                    SMP_PATIENCE_NS or more often, by the caller's
+                                    thread; true: SMP_ERR_INTERRUPTED */
+    void  *gives_up_arg;         /* borrowed during create */
+    size_t round_bytes; /* between hosts: of tensors on the way at a time; 0: 32
+                        MiB; the same on all */
 } smp_group_config;
 
 /* n is the size of the group, m a member; counts are of elements. */
@@ -84,8 +88,8 @@ typedef struct {
 /* Meets the other members, all of which must call it.  SMP_ERR_INVALID;
  * SMP_ERR_UNREACHABLE: *failed is a rank that sees other hosts than this one;
  * SMP_ERR_NO_MEMORY: also when this rank is in SMP_SHELVES groups; with *failed:
- * SMP_ERR_TIMED_OUT, SMP_ERR_PEER_LOST, SMP_ERR_CLOSED, and SMP_ERR_MISMATCH when its
- * list of ranks is another. */
+ * SMP_ERR_TIMED_OUT, SMP_ERR_INTERRUPTED, SMP_ERR_PEER_LOST, SMP_ERR_CLOSED, and
+ * SMP_ERR_MISMATCH when its list of ranks is another. */
 smp_status smp_group_create(smp_comm *comm, const smp_group_config *config,
                             smp_group **out, int *failed);
 

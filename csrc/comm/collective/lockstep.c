@@ -145,7 +145,7 @@ linger(const smp_lockstep *lockstep, uint64_t id)
 }
 
 static smp_status
-meet(smp_lockstep *lockstep, uint64_t id, int64_t deadline_ns, int *failed)
+meet(smp_lockstep *lockstep, uint64_t id, const smp_patience *patience, int *failed)
 {
     smp_bell *bell = &lockstep->members[lockstep->self].shelf->bell;
     int64_t   give_way = smp_clock_ns() + GIVE_WAY_NS;
@@ -177,9 +177,10 @@ meet(smp_lockstep *lockstep, uint64_t id, int64_t deadline_ns, int *failed)
         if (gone != SMP_OK) {
             return gone;
         }
-        if (now >= deadline_ns) {
+        status = smp_patience_left(patience, now);
+        if (status != SMP_OK) {
             *failed = lockstep->members[member].rank;
-            return SMP_ERR_TIMED_OUT;
+            return status;
         }
         if (now < give_way) {
             sched_yield();
@@ -206,7 +207,7 @@ can_read(const smp_lockstep *lockstep, int member)
  * step.
  */
 static smp_status
-agree_on_reading(smp_lockstep *lockstep, bool may_read, int64_t deadline_ns,
+agree_on_reading(smp_lockstep *lockstep, bool may_read, const smp_patience *patience,
                  int *failed)
 {
     smp_slot  *own;
@@ -224,16 +225,18 @@ agree_on_reading(smp_lockstep *lockstep, bool may_read, int64_t deadline_ns,
     own->notice.reduction = lockstep->spins;
     smp_lockstep_post(lockstep);
     while (!smp_lockstep_arrived(lockstep)) {
+        int64_t now = smp_clock_ns();
+
         status = smp_lockstep_trouble(lockstep, &member);
-        if (status == SMP_OK && smp_clock_ns() >= deadline_ns) {
-            status = SMP_ERR_TIMED_OUT;
+        if (status == SMP_OK) {
+            status = smp_patience_left(patience, now);
             member = lockstep->awaited;
         }
         if (status != SMP_OK) {
             *failed = lockstep->members[member].rank;
             return status;
         }
-        smp_lockstep_wait(lockstep, deadline_ns);
+        smp_lockstep_wait(lockstep, now + SMP_PATIENCE_NS);
     }
     lockstep->readable = true;
     lockstep->all_spin = true;
@@ -316,7 +319,7 @@ smp_lockstep_blame(const smp_comm *comm, smp_status status, int *failed, char *w
 
 smp_status
 smp_lockstep_init(smp_lockstep *lockstep, smp_comm *comm, const int *ranks, int size,
-                  uint64_t id, bool may_read, int64_t deadline_ns, int *failed)
+                  uint64_t id, bool may_read, const smp_patience *patience, int *failed)
 {
     smp_member *own;
     smp_shelf  *shelf;
@@ -358,9 +361,9 @@ smp_lockstep_init(smp_lockstep *lockstep, smp_comm *comm, const int *ranks, int 
     shelf->arena = own->arena;
     shelf->digest = smp_members_digest(ranks, size);
     atomic_store(&shelf->id, id);
-    status = meet(lockstep, id, deadline_ns, failed);
+    status = meet(lockstep, id, patience, failed);
     if (status == SMP_OK) {
-        status = agree_on_reading(lockstep, may_read, deadline_ns, failed);
+        status = agree_on_reading(lockstep, may_read, patience, failed);
     }
     if (status != SMP_OK) {
         goto err_forget_shelf;

@@ -20,6 +20,7 @@
 #include <sys/types.h>
 
 #include "comm/comm.h"
+#include "comm/patience.h"
 #include "comm/shm/segment.h"
 #include "comm/shm/shelf.h"
 #include "common/status.h"
@@ -54,11 +55,11 @@ typedef struct {
  * may_read: let members read each other's memory, if all of them say so and can.
  * SMP_ERR_INVALID; SMP_ERR_UNREACHABLE: *failed is a rank that is not on this host;
  * SMP_ERR_NO_MEMORY: also when this rank is in SMP_SHELVES groups; SMP_ERR_TIMED_OUT,
- * SMP_ERR_PEER_LOST, SMP_ERR_CLOSED, SMP_ERR_MISMATCH (another list of members): with
- * *failed. */
+ * SMP_ERR_INTERRUPTED, SMP_ERR_PEER_LOST, SMP_ERR_CLOSED, SMP_ERR_MISMATCH (another
+ * list of members): with *failed. */
 smp_status smp_lockstep_init(smp_lockstep *lockstep, smp_comm *comm, const int *ranks,
-                             int size, uint64_t id, bool may_read, int64_t deadline_ns,
-                             int *failed);
+                             int size, uint64_t id, bool may_read,
+                             const smp_patience *patience, int *failed);
 
 /* Whom to blame that a meeting has failed with that status and *failed: who leaves or
  * gives up may do so because another rank is lost.  Says it in words, too. */

@@ -9,9 +9,6 @@
 #include "comm/collective/identity.h"
 #include "comm/neighbour.h"
 
-/* Who waits for hellos looks around this often: nobody rings for a dead member. */
-#define LOOK_NS (20 * SMP_NS_PER_MS)
-
 /* The most that a member says of why it gave up. */
 #define WHY_BYTES 512
 
@@ -416,21 +413,22 @@ check_hosts(const smp_wire *wire, int *failed)
 }
 
 smp_status
-smp_wire_meet(smp_wire *wire, smp_bell *bell, int64_t deadline_ns, int *failed)
+smp_wire_meet(smp_wire *wire, smp_bell *bell, const smp_patience *patience, int *failed)
 {
     smp_status status;
+    smp_status left;
 
     smp_hole_set_bell(smp_comm_post(wire->comm), &wire->hole, bell);
     while ((status = look_for_hellos(wire, failed)) == SMP_ERR_TIMED_OUT) {
         int64_t now = smp_clock_ns();
 
-        if (now >= deadline_ns) {
-            return status;
+        left = smp_patience_left(patience, now);
+        if (left != SMP_OK) {
+            return left;
         }
         smp_bell_lie_down(bell);
-        if (!smp_wire_stirs(wire)) {
-            smp_bell_sleep(bell,
-                           now + LOOK_NS < deadline_ns ? now + LOOK_NS : deadline_ns);
+        if (!smp_wire_stirs(wire)) { /* nobody rings for a dead member */
+            smp_bell_sleep(bell, now + SMP_PATIENCE_NS);
         }
         smp_bell_get_up(bell);
     }

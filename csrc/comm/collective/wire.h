@@ -17,6 +17,7 @@
 
 #include "comm/collective/group.h"
 #include "comm/comm.h"
+#include "comm/patience.h"
 #include "comm/post.h"
 #include "common/status.h"
 
@@ -77,8 +78,9 @@ smp_status smp_wire_init(smp_wire *wire, smp_comm *comm, const int *ranks,
 
 /* Waits for the others' hellos, on a bell of its own until fini.  SMP_ERR_TIMED_OUT,
  * SMP_ERR_PEER_LOST, SMP_ERR_CLOSED, SMP_ERR_MISMATCH (another list of members),
- * SMP_ERR_UNREACHABLE (it does not see the same hosts), all with *failed. */
-smp_status smp_wire_meet(smp_wire *wire, smp_bell *bell, int64_t deadline_ns,
+ * SMP_ERR_UNREACHABLE (it does not see the same hosts), SMP_ERR_INTERRUPTED, all with
+ * *failed. */
+smp_status smp_wire_meet(smp_wire *wire, smp_bell *bell, const smp_patience *patience,
                          int *failed);
 
 /* Tells the others that this member is leaving.  Takes one that is all zero. */
