@@ -108,9 +108,9 @@ class ProcessGroup(dist.ProcessGroup):
         super().__init__(rank, len(members))  # type: ignore[call-arg]
         self._rank = rank
         self._ranks = ranks
-        self.members = members
+        self._members = members
         self._store = store
-        self.timeout = timeout
+        self._timeout = timeout
         self._limit_s = 0.0  # of one operation; 0: as the group was made
         self._name = name
         self._description = "undefined"
@@ -274,7 +274,7 @@ class ProcessGroup(dist.ProcessGroup):
     @_operation("send")
     def send(self, tensors: list[Tensor], to: int, tag: int = 0) -> dist.Work:
         for tensor in tensors:
-            self._ranks.send(self._number, self.members[to], tag, tensor)
+            self._ranks.send(self._number, self._members[to], tag, tensor)
         return self._over
 
     @_operation("recv")
@@ -296,7 +296,7 @@ class ProcessGroup(dist.ProcessGroup):
             torch.distributed.DistBackendError: on rank 0, naming the first rank that is
                 missing, or all with ``wait_all_ranks``; on others that rank 0 did not answer.
         """
-        timeout = self.timeout if timeout is None else timeout
+        timeout = self._timeout if timeout is None else timeout
         self._monitored += 1
         tag = -self._monitored  # a script's own are not negative
         sign = torch.empty(0)
@@ -341,9 +341,10 @@ class ProcessGroup(dist.ProcessGroup):
 
     def _receive(self, tensor: Tensor, source: int | None, tag: int) -> Received:
         """From a member, or from any: None."""
-        where = _core.ANY_SOURCE if source is None else self.members[source]
+        where = _core.ANY_SOURCE if source is None else self._members[source]
         receipt, filled = self._ranks.receive(self._number, where, tag, tensor)
-        return Received(receipt, tensor, filled, self, where, tag)
+        wanted = (self._name, where, tag)
+        return Received(receipt, tensor, filled, self._timeout, self._members, wanted)
 
     # The names that older versions of torch know.
     _allgather_base = all_gather_single  # type: ignore[assignment]
@@ -515,7 +516,7 @@ class ProcessGroup(dist.ProcessGroup):
         return False
 
     def set_timeout(self, timeout: timedelta) -> None:
-        self.timeout = timeout
+        self._timeout = timeout
         self._limit_s = timeout.total_seconds()
 
     _set_default_timeout = set_timeout
@@ -554,7 +555,7 @@ class ProcessGroup(dist.ProcessGroup):
         if self._nccl is None:
             store = dist.PrefixStore("nccl", self._store)
             options = dist.ProcessGroupNCCL.Options()
-            options._timeout = self.timeout
+            options._timeout = self._timeout
             backend = dist.ProcessGroupNCCL(store, self.rank(), self.size(), options)
             kind = dist.ProcessGroup.BackendType.NCCL
             group = dist.ProcessGroup(store, self.rank(), self.size())

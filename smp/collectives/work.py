@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,9 +11,6 @@ from torch import Tensor
 
 from smp import _core
 from smp.collectives import dense, profile
-
-if TYPE_CHECKING:
-    from smp.collectives.process_group import ProcessGroup
 
 
 class Work(dist.Work):
@@ -141,8 +138,9 @@ class Received(Work):
         receipt: where the core puts it.
         tensor: what the script wants filled.
         filled: what the core fills: the tensor, or a dense copy.
-        group: in which it was sent; its timeout is that of a wait without one.
-        source: the rank that sends it, as the core numbers them.
+        timeout: of a wait without one.
+        members: of the group, as the core numbers them.
+        wanted: the group's name, the source and the tag, for errors.
     """
 
     def __init__(
@@ -150,26 +148,26 @@ class Received(Work):
         receipt: _core.Receipt,
         tensor: Tensor,
         filled: Tensor,
-        group: "ProcessGroup",
-        source: int,
-        tag: int,
+        timeout: timedelta,
+        members: list[int],
+        wanted: tuple[str, int, int],
     ):
         finish = None if filled is tensor else dense.copied_back([filled], [tensor])
         Work.__init__(self, receipt, (tensor,), finish)
-        self._group = group
-        self._source = source
-        self._tag = tag
+        self._timeout = timeout
+        self._members = members
+        self._wanted = wanted
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         if self._failure is not None:
             raise self._failure
-        limit_s = (timeout or self._group.timeout).total_seconds()
+        limit_s = (timeout or self._timeout).total_seconds()
         if not self._order.wait(limit_s):
-            anybody = self._source == _core.ANY_SOURCE
+            group, source, tag = self._wanted
+            who = "any rank" if source == _core.ANY_SOURCE else f"rank {source}"
             raise dist.DistBackendError(
-                f"smp: group '{self._group.getGroupName()}': receive (tag {self._tag}) from "
-                f"{'any rank' if anybody else f'rank {self._source}'}: "
-                f"timed out after {limit_s:g} s"
+                f"smp: group '{group}': receive (tag {tag}) from {who}: timed out after "
+                f"{limit_s:g} s"
             )
         self.complete()
         self._check()
@@ -197,7 +195,7 @@ class Received(Work):
 
     def source_rank(self) -> int:
         """In the group; it is over."""
-        return self._group.members.index(self._order.source())
+        return self._members.index(self._order.source())
 
     _source_rank = source_rank
 

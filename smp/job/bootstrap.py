@@ -121,7 +121,7 @@ class OverStore(Bootstrap):
         Raises:
             torch.distributed.DistStoreError: the store's time is over; names who is missing.
         """
-        limit_s = self.store.timeout.total_seconds()
+        limit_s = self.store.timeout.total_seconds()  # type: ignore[attr-defined]
         deadline = time.monotonic() + limit_s
         pause_s = SHORTEST_PAUSE_S
         while not self.store.check(keys):
