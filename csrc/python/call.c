@@ -4,9 +4,9 @@
  *         ... the owner works; this rank runs other tasks ...
  *     y...  = Recv(token)           end: the response is here
  *
- * An argument that the owner changed in place gets its new values by Change(argument, y).
- * In backward, Recv posts the request for the gradients and returns, and Send waits for
- * them: between the two the engine runs what does not depend on them.  [design.md,
+ * An argument that the owner changed in place gets its new values by Change(argument,
+ * y). In backward, Recv posts the request for the gradients and returns, and Send waits
+ * for them: between the two the engine runs what does not depend on them.  [design.md,
  * section 3]
  */
 #include "python/pack.h"
