@@ -191,7 +191,8 @@ SIZES = {"small": 64, "1 MiB": 1 << 18, "16 MiB": 1 << 22}
 
 
 @pytest.mark.parametrize(
-    ("transport", "size"), [*(("shm", size) for size in SIZES), ("tcp", "16 MiB"), ("ucx", "16 MiB")]
+    ("transport", "size"),
+    [*(("shm", size) for size in SIZES), ("tcp", "16 MiB"), ("ucx", "16 MiB")],
 )
 def test_a_tensor_of_any_size_for_a_rank_that_was_killed_names_the_rank(
     tmp_path, transport, size
