@@ -149,6 +149,31 @@ smp_hole_set_bell(smp_post *post, smp_hole *hole, smp_bell *bell)
     smp_lock_release(&post->lock);
 }
 
+bool
+smp_post_elsewhere(smp_post *post, const smp_hole *here,
+                   bool (*look)(void *arg, const char *name,
+                                const smp_message *message),
+                   void *arg)
+{
+    bool found = false;
+
+    smp_lock_acquire(&post->lock);
+    for (const smp_hole *hole = post->holes; hole != NULL && !found;
+         hole = hole->next) {
+        const smp_message *lists[] = {hole->kept, hole->first};
+
+        for (int i = 0; i < 2 && hole != here; i++) {
+            const smp_message *message = lists[i];
+
+            for (; message != NULL && !found; message = message->next) {
+                found = look(arg, hole->name != NULL ? hole->name : "", message);
+            }
+        }
+    }
+    smp_lock_release(&post->lock);
+    return found;
+}
+
 void
 smp_hole_close(smp_post *post, smp_hole *hole)
 {

@@ -29,14 +29,17 @@ typedef struct {
 } smp_post_head;
 
 typedef struct smp_hole {
-    uint64_t address; /* set before open, like the nonce */
-    uint64_t nonce;   /* not 0 */
+    uint64_t    address; /* set before open, like the nonce */
+    uint64_t    nonce;   /* not 0 */
+    const char *name;    /* borrowed: for errors, or NULL */
 
     _Atomic size_t count;   /* messages in it */
     bool           is_open; /* to messages without a nonce; the post's own, as below */
     smp_bell      *bell;    /* borrowed: rung when something comes, or NULL */
     smp_message   *first;   /* owned: linked by next */
     smp_message   *last;
+    smp_message *kept; /* what its owner took and will look at later, linked by next; it
+                          alone changes them, under the lock */
     struct smp_hole *next;
 } smp_hole;
 
@@ -70,6 +73,13 @@ void smp_hole_narrow(smp_post *post, smp_hole *hole);
 
 /* What is to be rung from now on; NULL: nothing. */
 void smp_hole_set_bell(smp_post *post, smp_hole *hole, smp_bell *bell);
+
+/* Shows what has come into other holes and nobody has looked at, until `look` says
+ * true: true, it has.  The post is locked meanwhile. */
+bool smp_post_elsewhere(smp_post *post, const smp_hole *here,
+                        bool (*look)(void *arg, const char *name,
+                                     const smp_message *message),
+                        void *arg);
 
 /* Frees what is left in it. */
 void smp_hole_close(smp_post *post, smp_hole *hole);

@@ -204,6 +204,59 @@ TEST_RANK(a_time_out_names_the_rank_that_is_missing_on_another_host)
     return 0;
 }
 
+/* Rank 0 calls a, then b; the last one, on another host, calls b, then a. */
+TEST_RANK(groups_entered_in_another_order_are_named_across_hosts)
+{
+    int              ranks[] = {0, w->size - 1};
+    smp_group_config config = {.ranks = ranks,
+                               .size = 2,
+                               .id = 1,
+                               .name = "a",
+                               .timeout_ns = WORLD_PATIENCE_NS};
+    smp_call         call = {.operation = SMP_BARRIER};
+    char             other[96];
+    bool             over = false;
+    int              failed;
+    smp_message     *message;
+    smp_group       *a;
+    smp_group       *b;
+
+    if (w->rank != 0 && w->rank != w->size - 1) {
+        w->barrier(w);
+        return 0;
+    }
+    CHECK_STATUS(smp_group_create(w->comm, &config, &a, &failed), SMP_OK);
+    config.id = 2;
+    config.name = "b";
+    CHECK_STATUS(smp_group_create(w->comm, &config, &b, &failed), SMP_OK);
+    if (w->rank == 0) { /* its call in b comes before this message */
+        CHECK_STATUS(smp_comm_receive(w->comm, WORLD_PATIENCE_NS, &message), SMP_OK);
+        smp_message_free(message);
+        call.timeout_ns = SMP_NS_PER_MS;
+        CHECK_STATUS(smp_group_run(a, &call), SMP_ERR_TIMED_OUT);
+        snprintf(other, sizeof(other),
+                 "without rank %d; rank %d waits in group 'b' for barrier 1",
+                 w->size - 1, w->size - 1);
+        CHECK(says(a, "group 'a': barrier 1: timed out"));
+        CHECK(says(a, other));
+        call.timeout_ns = 0;
+        CHECK_STATUS(smp_group_run(b, &call), SMP_OK);
+    } else {
+        CHECK_STATUS(smp_group_start(b, &call), SMP_OK);
+        CHECK_STATUS(smp_group_progress(b, &over), SMP_OK);
+        CHECK(!over);
+        CHECK_STATUS(smp_comm_send(w->comm, 0, "b", 1, NULL, 0), SMP_OK);
+        CHECK_STATUS(smp_group_wait(b, SMP_NEVER, &over), SMP_OK);
+        CHECK_STATUS(smp_group_run(a, &call), SMP_OK); /* rank 0 has called it */
+        CHECK_STATUS(smp_group_run(a, &call), SMP_ERR_TIMED_OUT);
+        CHECK(says(a, "rank 0 gave up: barrier 1: timed out"));
+    }
+    smp_group_destroy(a);
+    smp_group_destroy(b);
+    w->barrier(w);
+    return 0;
+}
+
 TEST_RANK(hosts_that_list_other_ranks_are_told)
 {
     int              ranks[WORLD_RANKS];
@@ -279,6 +332,8 @@ static const entry list[] = {
     SOME(a_member_that_has_left_is_named),
     {ENTRY(a_time_out_names_the_rank_that_is_missing_on_another_host),
      .hosts = {"ab", "abb", "aabb", "abab"}, .threads = true},
+    {ENTRY(groups_entered_in_another_order_are_named_across_hosts),
+     .hosts = {"ab", "aab"}, .threads = true},
     {ENTRY(hosts_that_list_other_ranks_are_told), .hosts = {"ab", "aabb"}},
 };
 enum { LIST = sizeof(list) / sizeof(list[0]) };

@@ -137,29 +137,41 @@ list_missing(const smp_group *group, char *out, size_t bytes)
     }
 }
 
+/* For what a member of this host sleeps in another group. */
+static bool
+waits_beside(const smp_group *group, int member, char *name, size_t name_bytes,
+             char *call, size_t call_bytes)
+{
+    const smp_shelf *shelf =
+        smp_lockstep_elsewhere(&group->lockstep, place_of(group, member));
+    const smp_notice *a;
+    const smp_notice *b;
+
+    if (shelf == NULL) {
+        return false;
+    }
+    a = &shelf->slots[0].notice;
+    b = &shelf->slots[1].notice;
+    snprintf(name, name_bytes, "%.*s", (int)sizeof(shelf->name) - 1, shelf->name);
+    smp_notice_describe(a->sequence > b->sequence ? a : b, call, call_bytes);
+    return true;
+}
+
 /* "; rank 1 waits in group 'b' for barrier 3": what a missing member does instead, if
  * it is seen to; groups entered in another order by others look like that. */
 static void
 describe_elsewhere(const smp_group *group, char *out, size_t bytes)
 {
-    const smp_lockstep *lockstep = &group->lockstep;
-
     out[0] = '\0';
     for (int m = 0; m < group->size; m++) {
-        int              place = place_of(group, m);
-        const smp_shelf *shelf = place < 0 || !is_missing(group, m)
-                                     ? NULL
-                                     : smp_lockstep_elsewhere(lockstep, place);
+        char name[sizeof(group->name)];
+        char call[96];
 
-        if (shelf != NULL) {
-            const smp_notice *a = &shelf->slots[0].notice;
-            const smp_notice *b = &shelf->slots[1].notice;
-            char              call[96];
-            char              name[sizeof(shelf->name)];
-
-            memcpy(name, shelf->name, sizeof(name));
-            name[sizeof(name) - 1] = '\0';
-            smp_notice_describe(a->sequence > b->sequence ? a : b, call, sizeof(call));
+        if (is_missing(group, m) &&
+            (place_of(group, m) < 0
+                 ? smp_wire_elsewhere(&group->wire, m, name, sizeof(name), call,
+                                      sizeof(call))
+                 : waits_beside(group, m, name, sizeof(name), call, sizeof(call)))) {
             snprintf(out, bytes, "; rank %d waits in group '%s' for %s",
                      group->ranks[m], name, call);
             return;
@@ -490,7 +502,7 @@ meet(smp_group *group, smp_comm *comm, const smp_group_config *config,
     }
     if (group->is_wide) {
         status = smp_wire_init(&group->wire, comm, group->ranks, local, group->size,
-                               group->self, config->id, failed);
+                               group->self, config->id, group->name, failed);
     }
     if (status != SMP_OK) {
         status = smp_lockstep_blame(comm, status, failed, why, sizeof(why));

@@ -2,10 +2,12 @@
 #define _GNU_SOURCE
 #include "comm/collective/wire.h"
 
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "comm/clock.h"
+#include "comm/collective/agreement.h"
 #include "comm/collective/identity.h"
 #include "comm/neighbour.h"
 
@@ -176,32 +178,48 @@ take_failure(smp_far *far, const smp_message *message)
     return SMP_OK;
 }
 
+/* Other groups may look at what is kept. */
 static void
 keep(smp_wire *wire, smp_message *message)
 {
-    smp_message **at = &wire->arrived;
+    smp_lock     *lock = &smp_comm_post(wire->comm)->lock;
+    smp_message **at = &wire->hole.kept;
 
     while (*at != NULL) {
         at = &(*at)->next;
     }
     message->next = NULL;
+    smp_lock_acquire(lock);
     *at = message;
+    smp_lock_release(lock);
+}
+
+/* Takes it out of what is kept. */
+static smp_message *
+unkeep(smp_wire *wire, smp_message **at)
+{
+    smp_lock    *lock = &smp_comm_post(wire->comm)->lock;
+    smp_message *message = *at;
+
+    smp_lock_acquire(lock);
+    *at = message->next;
+    smp_lock_release(lock);
+    message->next = NULL;
+    return message;
 }
 
 static void
 drop_note(smp_wire *wire, int member)
 {
-    smp_message **at = &wire->arrived;
+    smp_message **at = &wire->hole.kept;
 
     while (*at != NULL) {
-        smp_message *message = *at;
-        smp_parcel   head = head_of(message);
+        smp_parcel head = head_of(*at);
 
         if (head.kind == SMP_PARCEL_NOTE && head.member == member) {
-            *at = message->next;
-            smp_message_free(message);
+            smp_message_free(unkeep(wire, at));
         } else {
-            at = &message->next;
+            at = &(*at)->next;
         }
     }
 }
@@ -281,7 +299,7 @@ const smp_message *
 smp_wire_find(const smp_wire *wire, smp_parcel_kind kind, int member, uint64_t sequence,
               uint64_t tag)
 {
-    const smp_message *message = wire->arrived;
+    const smp_message *message = wire->hole.kept;
 
     while (message != NULL && !is_wanted(message, kind, member, sequence, tag)) {
         message = message->next;
@@ -293,25 +311,59 @@ smp_message *
 smp_wire_take(smp_wire *wire, smp_parcel_kind kind, int member, uint64_t sequence,
               uint64_t tag)
 {
-    smp_message **at = &wire->arrived;
-    smp_message  *message;
+    smp_message **at = &wire->hole.kept;
 
     while (*at != NULL && !is_wanted(*at, kind, member, sequence, tag)) {
         at = &(*at)->next;
     }
-    message = *at;
-    if (message != NULL) {
-        *at = message->next;
-        message->next = NULL;
+    return *at != NULL ? unkeep(wire, at) : NULL;
+}
+
+/* What smp_wire_elsewhere() looks for, and where it goes. */
+typedef struct {
+    int    rank;
+    char  *name;
+    size_t name_bytes;
+    char  *call;
+    size_t call_bytes;
+} elsewhere;
+
+/* Who speaks for its host says first what it calls itself. */
+static bool
+is_call_of(void *arg, const char *name, const smp_message *message)
+{
+    const elsewhere *e = arg;
+    smp_notice       notice;
+    size_t           bytes;
+
+    if (message->source != e->rank || message->nbytes < sizeof(smp_parcel) ||
+        head_of(message).kind != SMP_PARCEL_CALLS) {
+        return false;
     }
-    return message;
+    (void)smp_parcel_rest(message, &bytes);
+    if (bytes < sizeof(notice)) {
+        return false;
+    }
+    memcpy(&notice, smp_parcel_rest(message, &bytes), sizeof(notice));
+    snprintf(e->name, e->name_bytes, "%s", name);
+    smp_notice_describe(&notice, e->call, e->call_bytes);
+    return true;
+}
+
+bool
+smp_wire_elsewhere(const smp_wire *wire, int member, char *name, size_t name_bytes,
+                   char *call, size_t call_bytes)
+{
+    elsewhere e = {wire->members[member].rank, name, name_bytes, call, call_bytes};
+
+    return smp_post_elsewhere(smp_comm_post(wire->comm), &wire->hole, is_call_of, &e);
 }
 
 /* ---------------------------------------------------------------------- meeting */
 
 smp_status
 smp_wire_init(smp_wire *wire, smp_comm *comm, const int *ranks, const bool *local,
-              int size, int self, uint64_t id, int *failed)
+              int size, int self, uint64_t id, const char *name, int *failed)
 {
     smp_status status = SMP_OK;
 
@@ -321,7 +373,7 @@ smp_wire_init(smp_wire *wire, smp_comm *comm, const int *ranks, const bool *loca
         .self = self,
         .digest = smp_members_digest(ranks, size),
         .members = calloc((size_t)size, sizeof(smp_far)),
-        .hole = {.address = id, .nonce = smp_new_nonce(wire)},
+        .hole = {.address = id, .nonce = smp_new_nonce(wire), .name = name},
     };
     if (wire->members == NULL) {
         return SMP_ERR_NO_MEMORY;
@@ -454,10 +506,10 @@ smp_wire_fini(smp_wire *wire)
         free(far->why);
     }
     smp_hole_close(smp_comm_post(wire->comm), &wire->hole);
-    while (wire->arrived != NULL) {
-        smp_message *message = wire->arrived;
+    while (wire->hole.kept != NULL) { /* nobody else sees them now */
+        smp_message *message = wire->hole.kept;
 
-        wire->arrived = message->next;
+        wire->hole.kept = message->next;
         smp_message_free(message);
     }
     free(wire->members);

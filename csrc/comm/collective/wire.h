@@ -64,17 +64,16 @@ typedef struct {
     int          host; /* the lowest member on this host */
     uint64_t     digest;
     smp_far     *members; /* owned: [size] */
-    smp_hole     hole;
-    smp_message *arrived; /* owned: linked by next, in order */
+    smp_hole     hole;    /* keeps parcels in the order of their arrival */
     smp_wire_use use;
 } smp_wire;
 
 /* Sends the hellos.  ranks[size] of a connected comm, this one's is ranks[self];
- * local[m]: it is on this host.  SMP_ERR_NO_MEMORY; errors of smp_comm_send() with
- * *failed, a rank. */
+ * local[m]: it is on this host; `name` is borrowed, for errors.  SMP_ERR_NO_MEMORY;
+ * errors of smp_comm_send() with *failed, a rank. */
 smp_status smp_wire_init(smp_wire *wire, smp_comm *comm, const int *ranks,
                          const bool *local, int size, int self, uint64_t id,
-                         int *failed);
+                         const char *name, int *failed);
 
 /* Waits for the others' hellos, on a bell of its own until fini.  SMP_ERR_TIMED_OUT,
  * SMP_ERR_PEER_LOST, SMP_ERR_CLOSED, SMP_ERR_MISMATCH (another list of members),
@@ -115,6 +114,11 @@ smp_message *smp_wire_take(smp_wire *wire, smp_parcel_kind kind, int member,
 /* The same, without taking it. */
 const smp_message *smp_wire_find(const smp_wire *wire, smp_parcel_kind kind, int member,
                                  uint64_t sequence, uint64_t tag);
+
+/* What a member of another host calls in another group, where this rank has not yet
+ * looked: the group's name and the call, in words.  False: nothing is known of it. */
+bool smp_wire_elsewhere(const smp_wire *wire, int member, char *name, size_t name_bytes,
+                        char *call, size_t call_bytes);
 
 /* What is behind the head. */
 static inline const uint8_t *
