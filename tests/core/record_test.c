@@ -112,6 +112,33 @@ TEST(a_cut_record_is_malformed)
 }
 
 /* Any change gives a status, or a message whose blocks lie where blocks may lie. */
+/* Who reads the record that lies in that block does not reach a device's memory. */
+TEST(a_spilled_record_does_not_lie_on_a_device)
+{
+    fixture         f = make_blocks();
+    uint64_t        record[16];
+    smp_message    *message;
+    smp_record_kind kind;
+    size_t          missing;
+    size_t          bytes;
+
+    for (int i = 1; i < BLOCKS; i += 2) { /* in the arena, on the device */
+        bytes = smp_record_bytes(0, &f.blocks[i], 1, f.segment);
+        CHECK(bytes <= sizeof(record));
+        smp_record_write(record, SMP_RECORD_SPILLED, NULL, 0, &f.blocks[i], 1,
+                         f.segment);
+        CHECK_STATUS(
+            smp_record_read(record, bytes, 1, f.segment, &message, &kind, &missing),
+            i == 1 ? SMP_OK : SMP_ERR_MALFORMED);
+        if (i == 1) {
+            smp_block_forget(smp_message_take_block(message, 0));
+            smp_message_free(message);
+        }
+    }
+    drop_blocks(f);
+    return 0;
+}
+
 TEST(a_changed_record_never_leads_outside)
 {
     fixture  f = make_blocks();
@@ -170,6 +197,8 @@ main(int argc, char **argv)
     static const smp_test tests[] = {
         {"what_was_written_is_read", what_was_written_is_read},
         {"a_cut_record_is_malformed", a_cut_record_is_malformed},
+        {"a_spilled_record_does_not_lie_on_a_device",
+         a_spilled_record_does_not_lie_on_a_device},
         {"a_changed_record_never_leads_outside", a_changed_record_never_leads_outside},
     };
     return run_tests(tests, sizeof(tests) / sizeof(tests[0]), argc, argv);

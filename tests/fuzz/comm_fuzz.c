@@ -50,6 +50,11 @@ read_record(const uint8_t *data, size_t size)
 
             if (block == NULL) {
                 absent++;
+            } else if (block->data == NULL) { /* on a device */
+                require(kind != SMP_RECORD_SPILLED);
+                require(block->slot < SMP_DEVICE_SPANS);
+                require(block->offset <= segment->device->bytes &&
+                        block->bytes <= segment->device->bytes - block->offset);
             } else if (block->segment != NULL) {
                 require((uint8_t *)block->data >= segment->arena);
                 require((uint8_t *)block->data + block->bytes <=

@@ -143,8 +143,9 @@ open_message(smp_message *message, letter **out)
     } else if (message->nblocks == 1) {
         l->block = smp_message_take_block(message, 0);
         l->data = smp_block_data(l->block);
-        status = smp_block_bytes(l->block) == bytes_of(&l->address) ? SMP_OK
-                                                                    : SMP_ERR_MALFORMED;
+        if (l->data == NULL || smp_block_bytes(l->block) != bytes_of(&l->address)) {
+            status = SMP_ERR_MALFORMED; /* NULL: on a device */
+        }
     }
 
 out:

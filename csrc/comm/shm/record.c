@@ -161,7 +161,9 @@ smp_record_read(const void *from, size_t n, int source, smp_segment *theirs,
         status =
             read_block(&refs[i], &inlined, &left, theirs, &message->blocks[i], missing);
     }
-    if (status == SMP_OK && left != 0) {
+    /* A record in a block is read by this process itself. */
+    if (status == SMP_OK && (left != 0 || (h.kind == SMP_RECORD_SPILLED &&
+                                           refs[0].place == SMP_ON_DEVICE))) {
         status = SMP_ERR_MALFORMED;
     }
     if (status != SMP_OK) {
