@@ -146,10 +146,17 @@ def test_random_trees_equal_the_cut_loop(schedule, microbatches):
 
 @on_ranks(2, 3, 4, timeout_s=100 * TIMES)
 @every_order
-@pytest.mark.parametrize("transport", ["shm", "mpi", "ucx"])
+@pytest.mark.parametrize("transport", ["shm", "mpi"])
 def test_whatever_the_transport_and_the_timing(transport, schedule, microbatches):
     """... for every transport and timing: with random delays at every hand-over."""
     check_trees(TIMES, schedule, microbatches, transport, delays=True)
+
+
+@on_ranks(2, 4, timeout_s=100 * TIMES)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_over_ucx(schedule):
+    """... also where the parts of messages may overtake each other."""
+    check_trees(TIMES, schedule, 3, "ucx", delays=True)
 
 
 @on_ranks(2, timeout_s=100 * TIMES)
