@@ -193,12 +193,11 @@ import torch.distributed as dist
 from smp.job import bootstrap
 store = dist.HashStore()
 waits = threading.Event()
-check = store.check
-pause = bootstrap.time.sleep
-def sleep(seconds):
+wait = bootstrap.OverStore._wait
+def told(self, keys):
     waits.set()
-    pause(seconds)
-bootstrap.time.sleep = sleep
+    wait(self, keys)
+bootstrap.OverStore._wait = told
 def interrupt():
     waits.wait()
     os.kill(os.getpid(), signal.SIGINT)

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 import smdistributed.dataparallel.torch.torch_smddp  # noqa: F401
+import smp
 from smp.collectives.process_group import BARRIER
 from smp.collectives.work import Work
 from tests.ranks import on_ranks
@@ -307,6 +308,26 @@ def test_split_sizes_on_one_rank_alone_are_an_error_that_names_both(tmp_path):
             )
         dist.all_to_all_single(out, own)  # the group goes on
         assert same(out, own)
+
+
+@on_ranks(1, 2)
+def test_the_report_says_what_was_done_in_each_group(tmp_path):
+    with job(tmp_path) as (rank, size):
+        group = dist.new_group()
+        for _ in range(3):
+            dist.all_reduce(torch.ones(1 << 18), group=group)
+        dist.barrier(group)
+
+        report = smp.comm_report()
+
+        (of_world, of_group) = sorted(report.groups, key=lambda use: use.operations)
+        assert of_world.ranks == of_group.ranks == tuple(range(size))
+        assert of_group.operations == of_world.operations + 4
+        assert of_group.bytes == of_world.bytes + 3 * (1 << 20)
+        assert of_group.to_hosts == () and of_group.messages == of_group.sent == 0
+        assert f"rank {rank} has done in groups of smddp:" in str(report)
+        way = "process_vm_readv" if of_group.reads_memory else "shared memory"
+        assert f"3.0  {way}" in str(report)
 
 
 class OnCuda(torch.Tensor):

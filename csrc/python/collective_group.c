@@ -663,6 +663,26 @@ group_sequence(PyObject *object, PyObject *unused)
         self->group == NULL ? 0 : smp_group_sequence(self->group));
 }
 
+/* use() -> (operations, bytes, messages to other hosts, bytes to other hosts, whether
+ * members read each other's memory); zeros once closed */
+static PyObject *
+group_use(PyObject *object, PyObject *unused)
+{
+    group_object *self = (group_object *)object;
+    smp_group_use use = {0};
+    bool          reads = false;
+
+    (void)unused;
+    if (self->group != NULL) {
+        smp_group_count(self->group, &use);
+        reads = smp_group_reads_memory(self->group);
+    }
+    return Py_BuildValue("KKKKN", (unsigned long long)use.operations,
+                         (unsigned long long)use.bytes, (unsigned long long)use.parcels,
+                         (unsigned long long)(use.tensor_bytes + use.other_bytes),
+                         PyBool_FromLong(reads));
+}
+
 /* close(): what is under way is over, with an error */
 static PyObject *
 group_close(PyObject *object, PyObject *unused)
@@ -682,6 +702,9 @@ static PyMethodDef group_methods[] = {
      "timeout_s)\n--\n\n"
      "Make such an order and wait until it is over."},
     {"sequence", group_sequence, METH_NOARGS, "How many operations have begun."},
+    {"use", group_use, METH_NOARGS,
+     "-> operations, their bytes, messages and bytes to other hosts, whether members "
+     "read each other's memory."},
     {"close", group_close, METH_NOARGS, "Leave the group."},
     {NULL, NULL, 0, NULL},
 };

@@ -10,6 +10,7 @@ import secrets
 import sys
 import threading
 import weakref
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -26,6 +27,20 @@ if TYPE_CHECKING:
     from smp.collectives.work import Work
 
 LONGEST_MS = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class GroupUse:
+    """What this rank has done in a group of the backend ``smddp``."""
+
+    name: str
+    ranks: tuple[int, ...]  # as they are connected: global ones, but for odd groups
+    operations: int  # begun
+    bytes: int  # of the tensors that this rank gave to them
+    reads_memory: bool  # of the ranks of its host, by process_vm_readv; else by a pool
+    to_hosts: tuple[str, ...]  # transports to other hosts
+    messages: int  # sent to other hosts
+    sent: int  # their bytes
 
 
 class Ranks:
@@ -56,9 +71,10 @@ class Ranks:
             transports.job_secret(boot, token),
         )
         cards = boot.allgather_bytes(self.comm.card())
+        self.rank = rank
         self.comm.connect(cards, min(int(timeout.total_seconds() * 1000), LONGEST_MS))
         boot.barrier()  # nobody leaves the store before all have read it
-        self._groups: set[_core.Group] = set()
+        self._groups: dict[_core.Group, tuple[str, list[int]]] = {}  # with name and members
         self._lock = threading.Lock()  # guards the two below
         self._idle = 0  # threads that wait for the next operation to end
         self._threads: list[threading.Thread] = []
@@ -74,7 +90,7 @@ class Ranks:
         """Meet the other members, which may be on several hosts."""
         number = self.number(name)
         group = _core.Group(self.comm, members, number, name, timeout.total_seconds())
-        self._groups.add(group)
+        self._groups[group] = (name, members)
         return group
 
     @property
@@ -84,7 +100,7 @@ class Ranks:
     def leave(self, group: _core.Group) -> None:
         """What the group has under way ends with an error.  After the last, leave the ranks."""
         group.close()
-        self._groups.discard(group)
+        self._groups.pop(group, None)
         self.close_unused()
 
     def close_unused(self) -> None:
@@ -119,6 +135,26 @@ class Ranks:
         except BufferError:
             copy = dense.dense(tensor)
             return _core.Receipt(self.comm, source, group, tag, copy), copy
+
+    def uses(self) -> list[GroupUse]:
+        """What this rank has done in each of the groups."""
+        uses = []
+        for group, (name, members) in list(self._groups.items()):
+            operations, moved, messages, sent, reads = group.use()
+            ways = {self.comm.transport(rank) for rank in members if rank != self.rank}
+            uses.append(
+                GroupUse(
+                    name,
+                    tuple(members),
+                    operations,
+                    moved,
+                    reads,
+                    tuple(sorted(ways - {"shm"})),
+                    messages,
+                    sent,
+                )
+            )
+        return uses
 
     def close(self) -> None:
         """Leave all groups and the other ranks."""

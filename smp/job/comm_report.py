@@ -1,9 +1,16 @@
 """``smp.comm_report()``: who this rank talks to, by which transport, and how much."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
 
 from smp import _core, ranks
 from smp.state_mod import state
+
+if TYPE_CHECKING:
+    from smp.collectives.ranks import GroupUse
 
 
 @dataclass(frozen=True)
@@ -38,26 +45,45 @@ class CommReport:
     device_pool_tensors: int = 0
     device_pool_fallbacks: int = 0
     device_pool_why: str = ""  # why there is none, in the driver's words
+    groups: tuple["GroupUse", ...] = ()  # of the backend smddp that this rank is in
 
     def __str__(self) -> str:
+        return "\n".join([*self._of_pipeline(), *self._of_groups()])
+
+    def _of_groups(self) -> list[str]:
+        if not self.groups:
+            return []
+        rows = [("group", "ranks", "operations", "MiB", "on this host by", "to other hosts")]
+        for use in self.groups:
+            by = ", ".join(use.to_hosts)
+            rows.append(
+                (
+                    use.name,
+                    str(len(use.ranks)),
+                    str(use.operations),
+                    _mib(use.bytes),
+                    "process_vm_readv" if use.reads_memory else "shared memory",
+                    f"{use.messages} messages, {_mib(use.sent)} MiB by {by}" if by else "none",
+                )
+            )
+        return [f"rank {self.rank} has done in groups of smddp:", *_table(rows)]
+
+    def _of_pipeline(self) -> list[str]:
         if not self.peers:
-            return f"rank {self.rank}: no other pipeline rank to talk to"
+            alone = f"rank {self.rank}: no other pipeline rank to talk to"
+            return [] if any(len(use.ranks) > 1 for use in self.groups) else [alone]
         rows = [("to rank", "pp_rank", "by", "messages", "MiB")]
         rows += [
             (str(p.rank), str(p.pp_rank), p.transport, str(p.messages), _mib(p.bytes))
             for p in self.peers
         ]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(map(str.rjust, row, widths)) for row in rows]
-        return "\n".join(
-            [
-                f"rank {self.rank} has sent:",
-                *lines,
-                f"pool: {self.pool_blocks} tensors, at most {_mib(self.pool_high)} MiB at a "
-                f"time, of {_mib(self.pool_bytes)} MiB; {self.pool_fallbacks} did not fit",
-                *self._of_device(),
-            ]
-        )
+        return [
+            f"rank {self.rank} has sent:",
+            *_table(rows),
+            f"pool: {self.pool_blocks} tensors, at most {_mib(self.pool_high)} MiB at a "
+            f"time, of {_mib(self.pool_bytes)} MiB; {self.pool_fallbacks} did not fit",
+            *self._of_device(),
+        ]
 
     def _of_device(self) -> list[str]:
         through_host = f"{self.device_pool_fallbacks} went through host memory"
@@ -76,8 +102,13 @@ def comm_report() -> CommReport:
     """Who this rank talks to, how, and how much.  Not collective.
 
     Raises:
-        RuntimeError: before ``smp.init``.
+        RuntimeError: before ``smp.init``, and without a group of the backend ``smddp``.
     """
+    from smp.collectives.ranks import Ranks
+
+    groups = tuple(use for each in list(Ranks.open) for use in each.uses())
+    if groups and not state.is_initialized:
+        return CommReport(dist.get_rank(), (), 0, 0, 0, 0, groups=groups)
     group = state.job("smp.comm_report()").groups["pp"]
     counters = _core.counters()
     peers = tuple(
@@ -97,7 +128,13 @@ def comm_report() -> CommReport:
         device_pool_tensors=counters.get("device_tensors", 0),
         device_pool_fallbacks=counters.get("device_fallbacks", 0),
         device_pool_why=counters.get("device_why", ""),
+        groups=groups,
     )
+
+
+def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(str.rjust, row, widths)) for row in rows]
 
 
 def _mib(count: int) -> str:

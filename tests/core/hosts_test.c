@@ -1,6 +1,7 @@
 /* Groups whose ranks are on several hosts: some pairs see each other by TCP alone.
  * Spec: csrc/comm/collective/group.h, csrc/comm/collective/route.h. */
 #define _GNU_SOURCE
+#include "comm/collective/call.h"
 #include "comm/collective/group.h"
 #include "groups.h"
 
@@ -72,8 +73,8 @@ static uint64_t
 sent_by_host(world *w, smp_group *group, smp_operation operation, size_t count,
              uint64_t *parcels)
 {
-    smp_wire_use   before;
-    smp_wire_use   after;
+    smp_group_use  before;
+    smp_group_use  after;
     reference_call r;
     uint64_t       sum = 0;
 
@@ -87,11 +88,15 @@ sent_by_host(world *w, smp_group *group, smp_operation operation, size_t count,
         }
         reference_free(&r);
     }
-    smp_group_wire(group, &before);
+    smp_group_count(group, &before);
     if (smp_group_run(group, &r.call) != SMP_OK) {
         abort();
     }
-    smp_group_wire(group, &after);
+    smp_group_count(group, &after);
+    if (after.operations != before.operations + 1 ||
+        after.bytes - before.bytes != smp_call_bytes(&r.call, w->size, w->rank)) {
+        abort();
+    }
     reference_free(&r);
     atomic_store(&w->shared->scratch[w->rank],
                  (int64_t)(after.tensor_bytes - before.tensor_bytes));

@@ -1,6 +1,26 @@
 /* What a call says, and what it moves. */
 #include "comm/collective/call.h"
 
+uint64_t
+smp_call_bytes(const smp_call *call, int n, int self)
+{
+    bool gives_all = call->operation == SMP_REDUCE_SCATTER ||
+                     call->operation == SMP_ALL_TO_ALL ||
+                     (call->operation == SMP_SCATTER && call->root == self);
+    size_t elements = call->count * (gives_all ? (size_t)n : 1);
+
+    if (call->operation == SMP_BARRIER) {
+        return 0;
+    }
+    if (call->counts != NULL) {
+        elements = 0;
+        for (int m = 0; m < n; m++) {
+            elements += gives_all || m == self ? call->counts[m] : 0;
+        }
+    }
+    return (uint64_t)elements * smp_dtype_bytes(call->dtype);
+}
+
 smp_range
 smp_range_window(smp_range range, size_t skip, size_t most)
 {

@@ -27,6 +27,9 @@ bool smp_operation_has_root(smp_operation operation);
  * is no such operation, reduction, root or count. */
 bool smp_call_copy(const smp_call *call, int n, smp_call *out);
 
+/* Bytes of the tensor that member `self` gives, or that it gets where it gives none. */
+uint64_t smp_call_bytes(const smp_call *call, int n, int self);
+
 /* How many lists of split sizes it has. */
 size_t smp_call_lists(const smp_call *call);
 

@@ -3,11 +3,13 @@
 
 #include <assert.h>
 #include <sched.h>
+#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "comm/clock.h"
+#include "comm/collective/call.h"
 #include "comm/collective/collective.h"
 #include "comm/collective/lockstep.h"
 #include "comm/collective/wide.h"
@@ -34,22 +36,24 @@
 #define NOTE_NS (2 * SMP_NS_PER_MS)
 
 struct smp_group {
-    int            size;
-    int            self;
-    int           *ranks;    /* owned: [size] */
-    smp_lockstep   lockstep; /* of the members on this host */
-    smp_collective op;       /* theirs */
-    bool           is_wide;  /* there are others: */
-    smp_wire       wire;
-    smp_wide       wide;
-    char           name[64];
-    int64_t        timeout_ns;
-    uint64_t       sequence;   /* of the last operation */
-    bool           active;     /* it is under way */
-    bool           agreed;     /* all members call the same */
-    int64_t        started_ns; /* when somebody was found missing; 0: nobody was */
-    smp_status     broken;     /* what every later call returns */
-    char           error[640];
+    int              size;
+    int              self;
+    int             *ranks;    /* owned: [size] */
+    smp_lockstep     lockstep; /* of the members on this host */
+    smp_collective   op;       /* theirs */
+    bool             is_wide;  /* there are others: */
+    smp_wire         wire;
+    smp_wide         wide;
+    char             name[64];
+    int64_t          timeout_ns;
+    uint64_t         sequence;   /* of the last operation */
+    bool             active;     /* it is under way */
+    bool             agreed;     /* all members call the same */
+    int64_t          started_ns; /* when somebody was found missing; 0: nobody was */
+    smp_status       broken;     /* what every later call returns */
+    _Atomic uint64_t operations; /* begun, for smp_group_count() */
+    _Atomic uint64_t bytes;
+    char             error[640];
 };
 
 /* ------------------------------------------------------------------------- errors */
@@ -653,6 +657,10 @@ smp_group_start(smp_group *group, const smp_call *call)
         return status;
     }
     group->sequence++;
+    atomic_store_explicit(&group->operations, group->sequence, memory_order_relaxed);
+    atomic_fetch_add_explicit(&group->bytes,
+                              smp_call_bytes(call, group->size, group->self),
+                              memory_order_relaxed);
     group->active = true;
     group->agreed = false;
     group->started_ns = 0;
@@ -780,9 +788,17 @@ smp_group_is_on_one_host(const smp_group *group)
 }
 
 void
-smp_group_wire(const smp_group *group, smp_wire_use *out)
+smp_group_count(const smp_group *group, smp_group_use *out)
 {
-    *out = group->is_wide ? group->wire.use : (smp_wire_use){0};
+    const smp_wire *wire = &group->wire; /* all zero on one host */
+
+    *out = (smp_group_use){
+        .operations = atomic_load_explicit(&group->operations, memory_order_relaxed),
+        .bytes = atomic_load_explicit(&group->bytes, memory_order_relaxed),
+        .tensor_bytes = atomic_load_explicit(&wire->tensor_bytes, memory_order_relaxed),
+        .other_bytes = atomic_load_explicit(&wire->other_bytes, memory_order_relaxed),
+        .parcels = atomic_load_explicit(&wire->parcels, memory_order_relaxed),
+    };
 }
 
 const char *

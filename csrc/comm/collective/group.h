@@ -124,14 +124,17 @@ bool smp_group_reads_memory(const smp_group *group);
 /* Whether all members share memory. */
 bool smp_group_is_on_one_host(const smp_group *group);
 
-/* What this member has sent to other hosts. */
+/* What this member has done so far. */
 typedef struct {
-    uint64_t tensor_bytes; /* of tensors, and of terms of their sums */
-    uint64_t other_bytes;  /* beside them */
+    uint64_t operations; /* begun */
+    uint64_t bytes; /* of the tensors that it gave to them: `in`, or what it gets */
+    uint64_t tensor_bytes; /* sent to other hosts: of tensors, and of terms of sums, */
+    uint64_t other_bytes;  /* ... and beside them */
     uint64_t parcels;
-} smp_wire_use;
+} smp_group_use;
 
-void smp_group_wire(const smp_group *group, smp_wire_use *out);
+/* Any thread. */
+void smp_group_count(const smp_group *group, smp_group_use *out);
 
 /* "all-reduce"; static storage. */
 const char *smp_operation_name(smp_operation operation);

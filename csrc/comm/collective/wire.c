@@ -51,9 +51,9 @@ send(smp_wire *wire, int member, smp_parcel *head, const void *rest, size_t byte
                            &block, block != NULL);
     free(whole);
     if (status == SMP_OK) {
-        wire->use.parcels++;
-        wire->use.tensor_bytes += tensor;
-        wire->use.other_bytes += nbytes;
+        atomic_fetch_add_explicit(&wire->parcels, 1, memory_order_relaxed);
+        atomic_fetch_add_explicit(&wire->tensor_bytes, tensor, memory_order_relaxed);
+        atomic_fetch_add_explicit(&wire->other_bytes, nbytes, memory_order_relaxed);
     }
     return status;
 }

@@ -11,6 +11,7 @@
 #ifndef SMP_COMM_COLLECTIVE_WIRE_H
 #define SMP_COMM_COLLECTIVE_WIRE_H
 
+#include <stdatomic.h>
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -58,14 +59,16 @@ typedef struct {
 } smp_far;
 
 typedef struct {
-    smp_comm    *comm; /* borrowed */
-    int          size;
-    int          self;
-    int          host; /* the lowest member on this host */
-    uint64_t     digest;
-    smp_far     *members; /* owned: [size] */
-    smp_hole     hole;    /* keeps parcels in the order of their arrival */
-    smp_wire_use use;
+    smp_comm        *comm; /* borrowed */
+    int              size;
+    int              self;
+    int              host; /* the lowest member on this host */
+    uint64_t         digest;
+    smp_far         *members;      /* owned: [size] */
+    smp_hole         hole;         /* keeps parcels in the order of their arrival */
+    _Atomic uint64_t tensor_bytes; /* sent, as in smp_group_use, like the two below */
+    _Atomic uint64_t other_bytes;
+    _Atomic uint64_t parcels;
 } smp_wire;
 
 /* Sends the hellos.  ranks[size] of a connected comm, this one's is ranks[self];
