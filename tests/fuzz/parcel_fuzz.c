@@ -278,7 +278,7 @@ be_member(input *in)
     require(smp_lockstep_init(&g.lockstep, comms[0], ranks, 1, GROUP, false, &patience,
                               &failed) == SMP_OK);
     require(smp_collective_init(&g.op, &g.lockstep) == SMP_OK);
-    require(smp_wire_init(&g.wire, comms[0], ranks, local, MEMBERS, 0, GROUP,
+    require(smp_wire_init(&g.wire, comms[0], ranks, local, MEMBERS, 0, GROUP, "fuzz",
                           &failed) == SMP_OK);
     for (int i = 0; i < parcels; i++) {
         put_parcel(&g, in);
