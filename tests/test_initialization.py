@@ -334,6 +334,36 @@ def test_a_forked_child_does_not_end_the_job():
     assert smp.is_initialized()
 
 
+class AskedStore:
+    """A store that counts the keys it is asked for; `late` is set after so many looks."""
+
+    def __init__(self, late: str, looks: int):
+        self.store = dist.HashStore()
+        self.timeout = self.store.timeout
+        self.late, self.looks, self.asked = late, looks, 0
+
+    def check(self, keys: list[str]) -> bool:
+        self.asked += len(keys)
+        self.looks -= self.late in keys
+        if self.looks == 0:
+            self.store.set(self.late, "here")
+        return self.store.check(keys)
+
+
+def test_waiting_for_one_rank_does_not_ask_for_all(monkeypatch):
+    """Else all ranks of a large job ask rank 0 for all ranks, 100 times a second."""
+    monkeypatch.setattr(bootstrap.time, "sleep", lambda seconds: None)
+    boot = bootstrap.OverStore(dist.HashStore(), 0, 1)
+    keys = [f"0/{rank}" for rank in range(100)]
+    store = boot.store = AskedStore(late=keys[50], looks=1000)
+    for key in set(keys) - {store.late}:
+        store.store.set(key, "here")
+
+    boot._wait(keys)
+
+    assert store.asked <= len(keys) + 1000
+
+
 TORCHRUN = """
 import os, sys
 import torch.distributed as dist

@@ -123,15 +123,17 @@ class OverStore(Bootstrap):
         """
         limit_s = self.store.timeout.total_seconds()  # type: ignore[attr-defined]
         deadline = time.monotonic() + limit_s
-        pause_s = SHORTEST_PAUSE_S
-        while not self.store.check(keys):
-            if time.monotonic() > deadline:
-                missing = [r for r, key in enumerate(keys) if not self.store.check([key])]
-                raise dist.DistStoreError(
-                    f"smp: ranks {missing} of {self.size} have not come within {limit_s:g} s"
-                )
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+        for key in keys:  # one at a time: all ranks ask one server, again and again
+            pause_s = SHORTEST_PAUSE_S
+            while not self.store.check([key]):
+                if time.monotonic() > deadline:
+                    missing = [r for r, k in enumerate(keys) if not self.store.check([k])]
+                    raise dist.DistStoreError(
+                        f"smp: ranks {missing} of {self.size} have not come within "
+                        f"{limit_s:g} s"
+                    )
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
 
 def connect() -> Bootstrap:
