@@ -177,6 +177,53 @@ TEST_RANK(a_time_out_names_group_operation_and_the_missing_ranks)
     return 0;
 }
 
+/* All but the last rank give up an operation on tensors in their pools and use them for
+ * something else; then the last one comes. */
+static int
+come_too_late(world *w, smp_operation operation, uint64_t id)
+{
+    enum { COUNT = 50000 };
+    size_t     bytes = (size_t)w->size * COUNT * sizeof(float);
+    bool       is_late = w->rank == w->size - 1;
+    smp_call   call = {.operation = operation, .dtype = SMP_F32, .count = COUNT};
+    smp_block *in;
+    smp_block *out;
+    smp_group *group;
+
+    CHECK_STATUS(make_world_group(w, id, false, &group), SMP_OK);
+    CHECK_STATUS(smp_comm_block(w->comm, (w->rank + 1) % w->size, bytes, &in), SMP_OK);
+    CHECK_STATUS(smp_comm_block(w->comm, (w->rank + 1) % w->size, bytes, &out), SMP_OK);
+    memset(smp_block_data(in), 0, bytes);
+    call.in = smp_block_data(in);
+    call.out = smp_block_data(out);
+    if (!is_late) {
+        call.timeout_ns = SMP_NS_PER_MS;
+        CHECK_STATUS(smp_group_run(group, &call), SMP_ERR_TIMED_OUT);
+        memset(smp_block_data(out), 7, bytes);
+    }
+    w->barrier(w);
+    if (is_late) {
+        CHECK_STATUS(smp_group_run(group, &call), SMP_ERR_TIMED_OUT);
+        CHECK(says(group, "rank 0 gave up: "));
+    }
+    w->barrier(w);
+    for (size_t i = 0; i < bytes && !is_late; i++) {
+        CHECK(((const uint8_t *)smp_block_data(out))[i] == 7);
+    }
+    smp_block_release(in);
+    smp_block_release(out);
+    smp_group_destroy(group);
+    return 0;
+}
+
+TEST_RANK(who_gave_up_has_its_tensors_for_itself)
+{
+    CHECK(w->size == 1 || come_too_late(w, SMP_ALL_GATHER, 3) == 0);
+    CHECK(w->size == 1 || come_too_late(w, SMP_REDUCE_SCATTER, 4) == 0);
+    CHECK(w->size == 1 || come_too_late(w, SMP_ALL_REDUCE, 5) == 0);
+    return 0;
+}
+
 /* Whether a rank sleeps in some group. */
 static bool
 sleeps(world *w, int rank)
@@ -278,6 +325,7 @@ static const entry list[] = {
     SOME(what_makes_no_sense_is_refused_at_once, 1, 2),
     SOME(a_group_needs_one_list_of_ranks_on_all, 1, 3),
     SOME(a_time_out_names_group_operation_and_the_missing_ranks, 2, 3),
+    SOME(who_gave_up_has_its_tensors_for_itself, 2, 3),
     SOME(groups_entered_in_another_order_are_named_at_the_time_out, 2, 2),
     SOME(a_member_that_has_left_is_named, 2, 3),
 };

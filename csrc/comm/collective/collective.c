@@ -387,11 +387,17 @@ write_turn(smp_collective *op, bool *whole)
 static smp_status
 collect_memory(smp_collective *op, bool *whole, int *member)
 {
-    smp_range range;
+    smp_status status;
+    smp_range  range;
 
     *whole = true;
     if (op->step + 1 == op->steps) { /* the last is only waiting */
         return SMP_OK;
+    }
+    /* Who gave up, perhaps before this member came, has its tensors for itself. */
+    status = smp_lockstep_given_up(op->lockstep, member);
+    if (status != SMP_OK) {
+        return status;
     }
     if (op->writes) {
         write_turn(op, whole);

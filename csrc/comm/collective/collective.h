@@ -110,7 +110,8 @@ void smp_collective_see(smp_collective *op);
 bool smp_collective_agreed(smp_collective *op, char *text, size_t bytes);
 
 /* Reads what the members posted; *whole: the step is done.  SMP_ERR_SYSTEM: *member's
- * memory cannot be read. */
+ * memory cannot be read.  SMP_ERR_PEER_LOST, SMP_ERR_CLOSED: it has none any more. What
+ * *member gave up with: it is not for others to use any more. */
 smp_status smp_collective_collect(smp_collective *op, bool *whole, int *member);
 
 /* Goes to the next step and fills its slot; false: there is none. */

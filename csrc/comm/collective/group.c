@@ -97,6 +97,23 @@ set_error(smp_group *group, const char *what)
     snprintf(group->error, sizeof(group->error), "group '%s': %s", group->name, what);
 }
 
+/* Others may be writing into this member's tensors, or reading them: waits until they
+ * have seen that it gave up.  Who has not begun yet will see it before. */
+static void
+take_back_tensors(smp_group *group)
+{
+    smp_collective *op = &group->op;
+    char            how[320];
+
+    if (!group->agreed && !(smp_lockstep_all_here(&group->lockstep) &&
+                            smp_collective_agreed(op, how, sizeof(how)))) {
+        return;
+    }
+    if (op->way == SMP_BY_MEMORY) {
+        smp_lockstep_retreat(&group->lockstep, op->first + op->steps - 1);
+    }
+}
+
 /* Ends the operation and the group. */
 static smp_status
 give_up(smp_group *group, smp_status status, const char *why)
@@ -110,6 +127,8 @@ give_up(smp_group *group, smp_status status, const char *why)
     smp_lockstep_fail(&group->lockstep, status, text);
     if (group->is_wide) {
         smp_wire_fail(&group->wire, group->sequence, status, text);
+    } else {
+        take_back_tensors(group);
     }
     group->active = false;
     group->broken = status;
@@ -317,9 +336,6 @@ give_up_wide(smp_group *group, smp_status status, int member)
 {
     char text[96];
 
-    if (member >= 0 && (status == SMP_ERR_PEER_LOST || status == SMP_ERR_CLOSED)) {
-        return give_up_without(group, status, member);
-    }
     if (member >= 0 && status == SMP_ERR_SYSTEM) {
         return give_up_reading(group, status, member);
     }
@@ -327,6 +343,10 @@ give_up_wide(smp_group *group, smp_status status, int member)
         snprintf(text, sizeof(text), "what rank %d sent makes no sense",
                  group->ranks[member]);
         return give_up(group, status, text);
+    }
+    if (member >= 0 && (status == SMP_ERR_PEER_LOST || status == SMP_ERR_CLOSED ||
+                        has_ended(group, member))) {
+        return give_up_without(group, status, member);
     }
     return give_up(group, status, smp_status_text(status));
 }

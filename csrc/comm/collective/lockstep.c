@@ -553,6 +553,51 @@ smp_lockstep_fail(smp_lockstep *lockstep, smp_status status, const char *why)
     ring_others(lockstep);
 }
 
+smp_status
+smp_lockstep_given_up(const smp_lockstep *lockstep, int *member)
+{
+    for (int m = 0; m < lockstep->size; m++) {
+        uint32_t failed = atomic_load(&lockstep->members[m].shelf->failed);
+
+        if (m != lockstep->self && failed != SMP_OK) {
+            *member = m;
+            return (smp_status)failed;
+        }
+    }
+    return SMP_OK;
+}
+
+bool
+smp_lockstep_all_here(const smp_lockstep *lockstep)
+{
+    for (int m = 0; m < lockstep->size; m++) {
+        const smp_slot *slot = smp_lockstep_slot(lockstep, m, lockstep->step);
+
+        /* Not only acquire: this load comes after the store of `failed`. */
+        if (atomic_load(&slot->notice.step) != lockstep->step) {
+            return false;
+        }
+    }
+    return true;
+}
+
+void
+smp_lockstep_retreat(const smp_lockstep *lockstep, uint64_t last)
+{
+    int64_t until = smp_clock_ns() + READERS_NS;
+
+    for (int m = 0; m < lockstep->size; m++) {
+        const smp_shelf *shelf = lockstep->members[m].shelf;
+        const smp_slot  *slot = smp_lockstep_slot(lockstep, m, last);
+
+        while (m != lockstep->self && atomic_load(&slot->notice.step) != last &&
+               atomic_load(&shelf->failed) == SMP_OK && !is_away(lockstep, m) &&
+               smp_clock_ns() < until) {
+            sched_yield();
+        }
+    }
+}
+
 bool
 smp_lockstep_why(const smp_lockstep *lockstep, int member, char *out, size_t bytes)
 {

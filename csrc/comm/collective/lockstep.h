@@ -123,6 +123,19 @@ void smp_lockstep_read(smp_lockstep *lockstep);
 /* Tells the others that this member has given up, and why. */
 void smp_lockstep_fail(smp_lockstep *lockstep, smp_status status, const char *why);
 
+/* Whether one of the others has done so: *member is the first.  Its status; SMP_OK:
+ * none has. */
+smp_status smp_lockstep_given_up(const smp_lockstep *lockstep, int *member);
+
+/* Whether all have posted the present step, for one who has given up: who posts it
+ * later sees that. */
+bool smp_lockstep_all_here(const smp_lockstep *lockstep);
+
+/* After a failure in an operation in which members use each other's memory, and which
+ * all have begun: waits for those that may still use this one's, until they post `last`
+ * or give up too; for a second at most. */
+void smp_lockstep_retreat(const smp_lockstep *lockstep, uint64_t last);
+
 /* What a member said when it gave up, cut off at `bytes`; false: it has not. */
 bool smp_lockstep_why(const smp_lockstep *lockstep, int member, char *out,
                       size_t bytes);
