@@ -59,7 +59,7 @@ kills: venv
 	$(BIN)/python -m tests.kill_ranks --kills 15
 
 # The UCX transport's tests, with the library that the Python package has.
-UCX = $$($(BIN)/python -c 'from smp.job.transports import packaged_ucx; print(packaged_ucx())')
+UCX = $$($(BIN)/python -c 'from smp.job.transports import packaged_ucx; print(packaged_ucx() or "")')
 ucx-test: venv
 	$(MAKE) -C tests/core CC='$(CC)' SANITIZE='$(SANITIZE)' UCX="$(UCX)" ucx
 
