@@ -69,7 +69,7 @@ TEST_RANK(tensors_in_pools_are_used_where_they_are)
     smp_group          *group;
 
     CHECK_STATUS(make_world_group(w, 9, false, &group), SMP_OK);
-    for (uint64_t seed = 0; seed < 32; seed++) {
+    for (uint64_t seed = 0; seed < 16; seed++) {
         smp_operation  o = SMP_ALL_REDUCE + (smp_operation)(seed % 8);
         bool           uneven = seed % 5 == 0;
         reference_call r;

@@ -337,9 +337,13 @@ far_trouble(smp_wide *wide, int member)
 static bool
 is_death(const smp_wide *wide, smp_status status, int member)
 {
-    int rank = wide->wire->members[member].rank;
+    int rank;
 
-    return status == SMP_ERR_PEER_LOST && smp_comm_gone(wide->wire->comm, rank) &&
+    if (status != SMP_ERR_PEER_LOST) {
+        return false;
+    }
+    rank = wide->wire->members[member].rank;
+    return smp_comm_gone(wide->wire->comm, rank) &&
            !smp_comm_left(wide->wire->comm, rank);
 }
 
