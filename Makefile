@@ -78,7 +78,7 @@ MPI_FLAGS = $(shell test -x $(BIN)/mpicc && $(BIN)/mpicc --showme:compile)
 
 lint: venv
 	clang-format-14 --dry-run -Werror $(C_FILES)
-	printf '%s\n' $(filter %.c,$(CSRC)) | xargs -P $$(nproc) -n 2 sh -c \
+	printf '%s\n' $(filter %.c,$(CSRC)) | xargs -P $$(nproc) -n 1 sh -c \
 	    'clang-tidy-14 --quiet "$$@" -- -std=c11 -Icsrc -isystem $(INCLUDE) $(MPI_FLAGS)' tidy
 	$(BIN)/ruff check smp smdistributed tests benchmarks examples setup.py
 	$(BIN)/mypy

@@ -679,7 +679,8 @@ group_use(PyObject *object, PyObject *unused)
     }
     return Py_BuildValue("KKKKN", (unsigned long long)use.operations,
                          (unsigned long long)use.bytes, (unsigned long long)use.parcels,
-                         (unsigned long long)(use.tensor_bytes + use.other_bytes),
+                         (unsigned long long)use.tensor_bytes +
+                             (unsigned long long)use.other_bytes,
                          PyBool_FromLong(reads));
 }
 

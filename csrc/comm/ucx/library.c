@@ -5,7 +5,6 @@
 #include <dlfcn.h>
 #include <limits.h>
 #include <link.h>
-#include <stdarg.h>
 #include <stdbool.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -21,16 +20,6 @@ static smp_ucp  functions;
 static bool     loaded;
 
 static _Thread_local char trouble[512];
-
-static void
-say(const char *format, ...)
-{
-    va_list arguments;
-
-    va_start(arguments, format);
-    vsnprintf(trouble, sizeof(trouble), format, arguments);
-    va_end(arguments);
-}
 
 /* Where this process has UCX already.  False: it has none.  Caller holds the lock, as
  * for all that follow. */
@@ -64,7 +53,7 @@ open_at(const char *path)
     void *library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
 
     if (library == NULL) {
-        say("%s", dlerror());
+        snprintf(trouble, sizeof(trouble), "%s", dlerror());
     }
     return library;
 }
@@ -125,7 +114,8 @@ look_up(void *library)
         void *found = dlsym(library, wanted[i].name);
 
         if (found == NULL) {
-            say("%s has no function %s", NAME, wanted[i].name);
+            snprintf(trouble, sizeof(trouble), "%s has no function %s", NAME,
+                     wanted[i].name);
             return false;
         }
         memcpy(wanted[i].to, &found, sizeof(found));
@@ -150,8 +140,9 @@ load(void)
     }
     functions.ucp_get_version(&major, &minor, &release);
     if (major != SMP_UCP_MAJOR || minor < SMP_UCP_MINOR) {
-        say("%s is UCX %u.%u.%u; needed is %d.%d or a later %d", NAME, major, minor,
-            release, SMP_UCP_MAJOR, SMP_UCP_MINOR, SMP_UCP_MAJOR);
+        snprintf(trouble, sizeof(trouble),
+                 "%s is UCX %u.%u.%u; needed is %d.%d or a later %d", NAME, major,
+                 minor, release, SMP_UCP_MAJOR, SMP_UCP_MINOR, SMP_UCP_MAJOR);
         dlclose(library);
         return false;
     }
