@@ -93,6 +93,51 @@ TEST_RANK(tensors_in_pools_are_used_where_they_are)
     return 0;
 }
 
+/* The last step that this rank has posted in the group with this id. */
+static uint64_t
+own_step(const world *w, uint64_t id)
+{
+    smp_neighbour    neighbour;
+    const smp_shelf *shelf;
+    uint64_t         steps[2];
+
+    if (!smp_comm_neighbour(w->comm, w->rank, &neighbour)) {
+        abort();
+    }
+    shelf = smp_shelf_find(neighbour.segment->shelves, id);
+    for (int i = 0; i < 2; i++) {
+        steps[i] = atomic_load(&shelf->slots[i].notice.step);
+    }
+    return steps[0] > steps[1] ? steps[0] : steps[1];
+}
+
+/* Two steps, also where members must not read each other's memory; through the shelves
+ * it takes one for every 64 KiB. */
+TEST_RANK(an_all_gather_between_pools_does_not_go_through_the_shelves)
+{
+    enum { ID = 9, COUNT = 300000 };
+    smp_group *group;
+
+    CHECK_STATUS(make_world_group(w, ID, true, &group), SMP_OK);
+    for (int pooled = 0; pooled < 2; pooled++) {
+        uint64_t       before = own_step(w, ID);
+        reference_call r;
+
+        CHECK(reference_make(&r, group, SMP_ALL_GATHER, SMP_F32, COUNT, false, 3));
+        if (pooled != 0) {
+            CHECK(run_in_pool(w, group, &r) == 0);
+            CHECK(own_step(w, ID) - before == 2);
+        } else {
+            CHECK_STATUS(smp_group_run(group, &r.call), SMP_OK);
+            CHECK(own_step(w, ID) - before > 10);
+        }
+        CHECK(reference_right(&r));
+        reference_free(&r);
+    }
+    smp_group_destroy(group);
+    return 0;
+}
+
 TEST_RANK(a_rank_is_in_at_most_so_many_groups)
 {
     static smp_group *groups[WORLD_RANKS][SMP_SHELVES];
@@ -308,6 +353,12 @@ static const entry list[] = {
     ALL(nobody_leaves_a_barrier_before_all_have_come),
     ALL(every_operation_gives_the_right_result_by_memory),
     ALL(every_operation_gives_the_right_result_by_shelves),
+    {.test = {.name = "an_all_gather_between_pools_does_not_go_through_the_shelves",
+              .rank = an_all_gather_between_pools_does_not_go_through_the_shelves,
+              .pool_bytes = (size_t)64 << 20},
+     .first = 2,
+     .last = 3,
+     .threads = true},
     {.test = {.name = "tensors_in_pools_are_used_where_they_are",
               .rank = tensors_in_pools_are_used_where_they_are,
               .pool_bytes = (size_t)64 << 20},

@@ -221,6 +221,7 @@ agree_on_reading(smp_lockstep *lockstep, bool may_read, const smp_patience *pati
     for (int m = 0; m < lockstep->size && may_read; m++) {
         may_read = can_read(lockstep, m);
     }
+    /* No operation yet: two fields of the notice say what this member can. */
     own->notice.uneven = may_read;
     own->notice.reduction = lockstep->spins;
     smp_lockstep_post(lockstep);
