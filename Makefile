@@ -49,6 +49,7 @@ python-test: venv
 
 # The C core's own tests.  SANITIZE=address,undefined or SANITIZE=thread.
 core-test:
+	$(MAKE) -C tests/core CC='$(CC)' SANITIZE='$(SANITIZE)' -j$$(nproc) build
 	$(MAKE) -C tests/core CC='$(CC)' SANITIZE='$(SANITIZE)' run
 
 # Ranks killed at random moments, more of them than the tests do.
@@ -72,7 +73,7 @@ sanitize: venv
 	$(MAKE) core-test SANITIZE=thread
 	$(MAKE) ucx-test SANITIZE=thread
 
-C_FILES := $(CSRC) $(wildcard tests/core/*.[ch] tests/fuzz/*.c benchmarks/core/*.c)
+C_FILES := $(CSRC) $(wildcard tests/core/*.[ch] tests/fuzz/*.[ch] benchmarks/core/*.c)
 INCLUDE  = $(shell $(BIN)/python -c 'import sysconfig; print(sysconfig.get_paths()["include"])')
 MPI_FLAGS = $(shell test -x $(BIN)/mpicc && $(BIN)/mpicc --showme:compile)
 

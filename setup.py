@@ -21,6 +21,12 @@ WARNINGS = ["-Wall", "-Wextra", "-Wpedantic", "-Wconversion", "-Werror"]
 SOURCES = glob("csrc/**/*.c", recursive=True)
 HEADERS = glob("csrc/**/*.h", recursive=True)
 MPI_SOURCES = ["csrc/python/mpi_module.c", *glob("csrc/comm/mpi/*.c")]
+IN_BOTH = [
+    "csrc/comm/body.c",
+    "csrc/comm/clock.c",
+    *(f"csrc/comm/tcp/{name}.c" for name in ("address", "lifeline", "meet", "proof")),
+    *glob("csrc/common/*.c"),
+]
 
 
 def flags() -> list[str]:
@@ -59,7 +65,7 @@ def mpi_extension() -> list[Extension]:
     return [
         Extension(
             "smp._mpi",
-            MPI_SOURCES + glob("csrc/common/*.c"),
+            MPI_SOURCES + IN_BOTH,
             include_dirs=["csrc"],
             depends=HEADERS,
             extra_compile_args=flags() + shown("--showme:compile"),

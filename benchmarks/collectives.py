@@ -5,11 +5,16 @@
 Each call finds its input just written, as a backward or an optimizer leaves it, and its
 result is read whole (a sum) inside the timed part; all-reduce works in place.  A size is
 that of one rank's input.  Open MPI is called through mpi4py, on the tensors' own memory.
+"By hand" is what the machine's memory allows: the inputs lie in memory that all ranks have,
+and each does the copies and sums of its part with torch, between barriers.
 """
 
 import argparse
+import shutil
+import tempfile
 import warnings
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -66,6 +71,66 @@ def over_mpi(comm: MPI.Comm) -> dict[str, Call]:
     }
 
 
+def shared_by_all(numel: int) -> list[Tensor]:
+    """A tensor of each rank, in memory that all of them have."""
+    folder = [tempfile.mkdtemp(dir="/dev/shm") if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(folder)
+    tensors = []
+    for rank in range(dist.get_world_size()):
+        file = f"{folder[0]}/{rank}"
+        tensors.append(torch.from_file(file, shared=True, size=numel))
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder[0])
+    return tensors
+
+
+def by_hand(inputs: list[Tensor]) -> dict[str, Call]:
+    """The same copies and sums by torch, between barriers of smddp.
+
+    Args:
+        inputs: of all ranks, in memory that all have; a call's ``x`` is this rank's.
+    """
+    ranks, rank = len(inputs), dist.get_rank()
+
+    def reduce_part(out: Tensor) -> None:
+        first, second, *others = (
+            x.chunk(ranks)[rank] for x in [inputs[rank], *inputs[:rank], *inputs[rank + 1 :]]
+        )
+        torch.add(first, second, out=out)
+        for other in others:
+            out += other
+
+    def all_reduce(x: Tensor, out: Tensor) -> Tensor:
+        dist.barrier()
+        reduce_part(x.chunk(ranks)[rank])
+        dist.barrier()
+        for other in range(ranks):
+            if other != rank:
+                x.chunk(ranks)[other].copy_(inputs[other].chunk(ranks)[other])
+        dist.barrier()
+        return x
+
+    def all_gather(x: Tensor, out: Tensor) -> Tensor:
+        dist.barrier()
+        for to, each in zip(out.chunk(ranks), inputs, strict=True):
+            to.copy_(each)
+        dist.barrier()
+        return out
+
+    def reduce_scatter(x: Tensor, out: Tensor) -> Tensor:
+        dist.barrier()
+        reduce_part(out)
+        dist.barrier()
+        return out
+
+    return {
+        "all-reduce": all_reduce,
+        "all-gather": all_gather,
+        "reduce-scatter": reduce_scatter,
+    }
+
+
 def output_bytes(operation: str, nbytes: int, ranks: int) -> int:
     """What a rank gets of inputs of ``nbytes``; all-reduce is in place."""
     return {"all-gather": nbytes * ranks, "reduce-scatter": nbytes // ranks}.get(operation, 0)
@@ -86,10 +151,13 @@ def main() -> None:
     for nbytes, calls in SIZES.items():
         fresh = torch.rand(nbytes // 4)
         x = torch.empty_like(fresh)
+        inputs = shared_by_all(x.numel())
+        own = inputs[dist.get_rank()]
+        ways["by hand"] = by_hand(inputs)
         for operation in ways["smddp"]:
             numel = output_bytes(operation, nbytes, ranks) // 4
 
-            def side(call: Call, out: Tensor, x=x, fresh=fresh, calls=calls) -> float:
+            def side(call: Call, x: Tensor, out: Tensor, fresh=fresh, calls=calls) -> float:
                 seconds = 0.0
                 dist.barrier()
                 for _ in range(calls):
@@ -99,13 +167,12 @@ def main() -> None:
 
             out = torch.empty(numel)
             sides = {
-                name: lambda call=way[operation], out=out: side(call, out)
+                name: partial(side, way[operation], own if name == "by hand" else x, out)
                 for name, way in ways.items()
             }
             if numel:
                 pool = ours.allocate_tensor(numel, dtype=x.dtype, device=x.device)
-                call = ways["smddp"][operation]
-                sides["smddp, pool"] = lambda call=call, pool=pool: side(call, pool)
+                sides["smddp, pool"] = partial(side, ways["smddp"][operation], x, pool)
             result = out if numel else x
             sides["the sum alone"] = lambda result=result: timed(result.sum)
             for one in sides.values():

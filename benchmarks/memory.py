@@ -31,7 +31,6 @@ from table import machine
 
 WIDTH, HEADS, LAYERS, VOCAB, LENGTH = 640, 10, 12, 4096, 128
 MICROBATCHES, SAMPLES = 8, 1
-STEPS = 6
 MIB = 1 << 20
 
 # Reads the PSS again and again; a line asks for the maximum and begins the next.
@@ -139,10 +138,10 @@ class Head(nn.Module):
 class GPT(nn.Module):
     """Token ids (samples, length) -> their loss; no positions, which weigh nothing."""
 
-    def __init__(self) -> None:
+    def __init__(self, layers: int) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCAB, WIDTH)
-        self.layers = nn.Sequential(*(Layer() for _ in range(LAYERS)))
+        self.layers = nn.Sequential(*(Layer() for _ in range(layers)))
         self.head = Head()
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -160,6 +159,8 @@ def load_torch() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--transport", choices=("shm", "mpi"))
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--layers", type=int, default=LAYERS)
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
@@ -174,7 +175,7 @@ def main() -> None:
     sampler.most()
     baseline = sampler.most()
 
-    net = GPT()
+    net = GPT(args.layers)
     model = smp.DistributedModel(net)
     optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-4))
     Kept.own = {p.untyped_storage().data_ptr() for p in net.parameters()}
@@ -187,7 +188,7 @@ def main() -> None:
 
     ids = torch.randint(VOCAB, (MICROBATCHES * SAMPLES, LENGTH))
     steps = []
-    for _ in range(STEPS):
+    for _ in range(args.steps):
         before = _core.counters()["pool_fallbacks"]
         dist.barrier()
         train(ids)
@@ -220,7 +221,8 @@ def report(model, optimizer, loaded: int, steps: list[tuple[int, int]]) -> None:
     if smp.rank() != 0:
         return
     pools = sum(pool for _, pool, _, _ in everyone) / len(everyone)
-    print(f"\nGPT of {model.num_parameters() / 1e6:.0f} M parameters, AdamW, {STEPS} steps")
+    size = model.num_parameters() / 1e6
+    print(f"\nGPT of {size:.0f} M parameters, AdamW, {len(steps)} steps")
     print(f"{machine()}, torch {torch.__version__}\n")
     print("| MiB | " + " | ".join(f"rank {r}" for r in range(len(everyone))) + " |")
     print("|---" * (len(everyone) + 1) + "|")
@@ -233,12 +235,12 @@ def report(model, optimizer, loaded: int, steps: list[tuple[int, int]]) -> None:
     row("half of both pools", [pools / MIB] * len(everyone))
     sums = [sum(c.values()) + pools for c, _, _, _ in everyone]
     row("counted", (s / MIB for s in sums))
-    for i in range(STEPS):
+    for i in range(len(steps)):
         row(f"measured, step {i + 1}", (s[i][0] / MIB for _, _, _, s in everyone))
     last = [s[-1][0] for _, _, _, s in everyone]
     row("last / counted", (m / s for m, s in zip(last, sums, strict=True)), ".3f")
     row("torch's own, at its first step", (x / MIB for _, _, x, _ in everyone))
-    for i in range(STEPS):
+    for i in range(len(steps)):
         row(f"pool fallbacks, step {i + 1}", (s[i][1] for _, _, _, s in everyone))
 
 

@@ -14,51 +14,13 @@ import argparse
 import json
 import os
 import subprocess
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from table import alternate, show
+from two_hosts import ADDRESSES, SPACES, on, output, two_hosts
 
 HERE = Path(__file__).parent
-SPACES = ("smp-bench-0", "smp-bench-1")
-ADDRESSES = ("10.78.0.1", "10.78.0.2")
 COUNT = 64  # messages in a round
-
-
-def ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], check=True)
-
-
-def output(*command: str | Path) -> str:
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
-
-
-@contextmanager
-def two_hosts() -> Iterator[None]:
-    try:
-        for space in SPACES:
-            ip("netns", "add", space)
-        near, far = SPACES
-        ip(*f"link add net netns {near} type veth peer name net netns {far}".split())
-        for space, address in zip(SPACES, ADDRESSES, strict=True):
-            ip("-n", space, "addr", "add", f"{address}/24", "dev", "net")
-            ip("-n", space, "link", "set", "net", "up")
-            ip("-n", space, "link", "set", "lo", "up")
-        for space in SPACES:  # the carrier comes a moment after both ends are up
-            deadline = time.monotonic() + 10
-            while "LOWER_UP" not in output("ip", "-n", space, "link", "show", "net"):
-                if time.monotonic() > deadline:
-                    raise SystemExit("the veth pair does not come up")
-        yield
-    finally:
-        for space in SPACES:
-            subprocess.run(["ip", "netns", "del", space], check=False)
-
-
-def on(host: int, *command: str | Path) -> list[str]:
-    return ["ip", "netns", "exec", SPACES[host], *map(str, command)]
 
 
 def with_server(server: list[str], client: list[str], ready: str) -> str:

@@ -8,6 +8,7 @@ autograd's nodes on both ranks.  The peer is a TensorPipe ``rpc_sync`` echo of t
 tensor between the same two processes.
 """
 
+import argparse
 import os
 import socket
 import threading
@@ -18,9 +19,6 @@ from torch import nn
 
 import smp
 from table import alternate, show, timed
-
-CALLS = 500
-ROUNDS = 15
 
 
 class View(nn.Module):
@@ -72,6 +70,11 @@ def start_rpc() -> None:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--calls", type=int, default=500, help="in each round")
+    options = parser.parse_args()
+    calls = options.calls
     torch.set_num_threads(1)
     smp.init({"pipeline_parallel_degree": 2, "microbatches": 1})
     net = Echo()
@@ -85,12 +88,12 @@ def main() -> None:
     def without_grad(x, name):
         with torch.no_grad():
             model(x, 10, name)
-            seconds["forward"] = timed(lambda: model(x, CALLS, name))
+            seconds["forward"] = timed(lambda: model(x, calls, name))
 
     @smp.step(non_split_inputs=["x"])
     def with_grad(x, name):
         out = []
-        seconds["forward"] = timed(lambda: out.append(model(x, CALLS, name)))
+        seconds["forward"] = timed(lambda: out.append(model(x, calls, name)))
         rest = timed(lambda: model.backward(out[0].sum()))
         seconds["both"] = seconds["forward"] + rest
 
@@ -99,7 +102,7 @@ def main() -> None:
 
     def run(step, name, key):
         step(x, name)
-        return seconds.get(key, 0.0) / CALLS
+        return seconds.get(key, 0.0) / calls
 
     def peer():
         if smp.rank() == 1:  # waits without a core of its own
@@ -107,9 +110,10 @@ def main() -> None:
             peer_done.clear()
             return 0.0
         y = x.detach()
-        time = timed(lambda: [rpc.rpc_sync("rank1", echo, (y,)) for _ in range(CALLS // 5)])
+        trips = max(1, calls // 5)
+        time = timed(lambda: [rpc.rpc_sync("rank1", echo, (y,)) for _ in range(trips)])
         rpc.rpc_sync("rank1", end_of_peer)
-        return time / (CALLS // 5)
+        return time / trips
 
     sides = {
         "rpc_sync echo": peer,
@@ -121,7 +125,7 @@ def main() -> None:
     }
     for side in sides.values():
         side()
-    times = alternate(sides, ROUNDS)
+    times = alternate(sides, options.rounds)
     if smp.rank() == 0:
         title = "Remote module that returns its argument, 4 floats"
         show(title, "us", 1e6, times, "rpc_sync echo")

@@ -4,7 +4,8 @@
 
 Half of a round trip: rank 0 sends a tensor that it has just written, rank 1 receives it
 into fresh memory, reads it (a sum) and sends 8 bytes back.  The trip back is part of the
-time, so the row of 8 bytes is two messages by two.
+time, so the row of 8 bytes is two messages by two.  "Memory and sum alone": half of what
+rank 1 takes for these, without a message.
 """
 
 import argparse
@@ -75,7 +76,14 @@ def main() -> None:
                 seconds += timed(out if dist.get_rank() == 0 else back)
             return seconds / trips / 2
 
+        def alone(fresh=fresh, trips=trips) -> float:
+            def read() -> None:
+                torch.empty_like(fresh).sum()
+
+            return sum(timed(read) for _ in range(trips)) / trips / 2
+
         sides = {name: lambda way=way: side(*way) for name, way in ways.items()}
+        sides["memory and sum alone"] = alone
         for one in sides.values():
             one()
         times = alternate(sides, args.rounds)

@@ -6,9 +6,9 @@ Prints, for each rank, resident memory, Python objects, tensors and bytes of the
 use, at ten moments.  After the first they must not grow.
 """
 
+import argparse
 import gc
 import os
-import sys
 
 import torch
 from torch import nn
@@ -51,7 +51,9 @@ def report(step: int) -> None:
 
 
 def main() -> None:
-    steps = int(sys.argv[1]) if len(sys.argv) > 1 else 10_000
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("steps", type=int, nargs="?", default=10_000)
+    steps = parser.parse_args().steps
     torch.set_num_threads(1)
     smp.init({"pipeline_parallel_degree": 2, "microbatches": 4})
     net = nn.Sequential(*(Part(64, 64) for _ in range(4)), nn.BatchNorm1d(64))

@@ -5,13 +5,13 @@
 About 1000 modules whose forward takes about 100 ms; the trace is checked first.
 """
 
+import argparse
+
 import torch
 from torch import nn
 
 from smp.partitioning.tracing import trace
 from table import alternate, show, timed
-
-REPEATS = 15
 
 
 class Block(nn.Module):
@@ -25,6 +25,9 @@ class Block(nn.Module):
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=15)
+    rounds = parser.parse_args().rounds
     model = nn.Sequential(*(Block(160) for _ in range(200)))
     x = torch.randn(64, 160)
     traced = trace(model, lambda: model(x))
@@ -35,7 +38,7 @@ def main() -> None:
         "on meta tensors": lambda: timed(lambda: trace(model, lambda: model(x), meta=True)),
         "with times": lambda: timed(lambda: trace(model, lambda: model(x), times=True)),
     }
-    times = alternate(sides, REPEATS)
+    times = alternate(sides, rounds)
     show(f"A forward pass of {len(traced.modules)} modules", "ms", 1e3, times, "plain")
 
 

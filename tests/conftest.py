@@ -1,5 +1,7 @@
 """Runs the tests that are marked with ``on_ranks`` inside the ranks of a job."""
 
+import signal
+
 import hypothesis
 import pytest
 
@@ -16,6 +18,9 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "on_ranks(*sizes, timeout_s): run on that many ranks (tests/ranks.py)"
     )
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        # A shell that starts pytest in the background has it ignored; scripts inherit that.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -2,12 +2,16 @@
 
 Ranks are forked from a process that has torch, so that a job starts in a second.  They
 train, with DistributedDataParallel on the backend ``smddp`` or with a pipeline; one gets
-SIGKILL; each of the others must say which one, and end.
+SIGKILL.  While all train, each of the others must say which one, and end.  While they start
+(``--moment start``), they may not know each other yet: they get SIGTERM a moment later, as
+launchers send it, and must end.  What is left in ``/dev/shm`` of a rank that was killed before
+it told the others where it is, the next job removes.
 """
 
 import argparse
 import atexit
 import errno
+import itertools
 import os
 import random
 import re
@@ -31,7 +35,9 @@ from torch import nn
 
 import smp  # before the ranks are forked: importing takes a second
 
+MOMENTS = ("training", "start")
 LATEST_S = 0.2  # of a kill, once all ranks train
+LAUNCHER_S = 0.25  # from the end of a rank to mpirun's SIGTERM for the others
 START_S = 60.0
 END_S = 30.0
 
@@ -41,6 +47,7 @@ class Plan(NamedTuple):
     size: int
     victim: int
     delay_s: float
+    moment: str
 
 
 def train_with_ddp(ready: Callable[[], None]) -> None:
@@ -112,9 +119,12 @@ def be_rank(plan: Plan, rank: int, port: int, ready: int, folder: Path) -> NoRet
         noticed = time.monotonic()
         (folder / f"{rank}.error").write_text(f"{noticed} {error}")
         traceback.print_exc()
-    atexit._run_exitfuncs()
-    sys.stderr.flush()
-    os._exit(1)
+    except KeyboardInterrupt:  # what SIGTERM is inside a step
+        traceback.print_exc()
+    finally:
+        atexit._run_exitfuncs()
+        sys.stderr.flush()
+        os._exit(1)
 
 
 def free_port() -> int:
@@ -125,7 +135,7 @@ def free_port() -> int:
 
 @contextmanager
 def started(plan: Plan, folder: Path) -> Iterator[list[int]]:
-    """The ranks' processes, all of which train; none outlives the block."""
+    """The ranks' processes, which start or all train; none outlives the block."""
     reads, writes = os.pipe()
     port = free_port()
     pids: list[int] = []
@@ -137,7 +147,7 @@ def started(plan: Plan, folder: Path) -> Iterator[list[int]]:
                 be_rank(plan, rank, port, writes, folder)
             pids.append(pid)
         os.close(writes)
-        for _ in range(plan.size):
+        for _ in range(plan.size if plan.moment == "training" else 0):
             if not select.select([reads], [], [], START_S)[0] or not os.read(reads, 1):
                 raise RuntimeError("a rank does not train")
         yield pids
@@ -169,6 +179,12 @@ def stale_files() -> set[str]:
     return stale
 
 
+def terminate(pid: int) -> None:
+    """As a launcher does with a rank that still runs."""
+    if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+        os.kill(pid, signal.SIGTERM)
+
+
 def kill_one(plan: Plan, folder: Path) -> tuple[list[str], float]:
     """What went wrong, and how many seconds it took until the last survivor knew."""
     wrong = []
@@ -178,7 +194,17 @@ def kill_one(plan: Plan, folder: Path) -> tuple[list[str], float]:
         threading.Event().wait(plan.delay_s)
         killed = time.monotonic()
         os.kill(pids[plan.victim], signal.SIGKILL)
+        if plan.moment == "start":
+            threading.Event().wait(LAUNCHER_S)
+            for pid in pids:
+                terminate(pid)
         codes = [end_of(pid) for pid in pids]
+    if plan.moment == "start":
+        for rank, code in enumerate(codes):
+            if rank != plan.victim and code not in (1, -signal.SIGTERM):
+                said = (folder / f"{rank}.output").read_text()
+                wrong.append(f"rank {rank} ended with {code}: {said}")
+        return wrong, time.monotonic() - killed
     for rank, code in enumerate(codes):
         if rank == plan.victim:
             continue
@@ -199,34 +225,67 @@ def kill_one(plan: Plan, folder: Path) -> tuple[list[str], float]:
     return wrong, slowest_s
 
 
+def start_s(kind: str, size: int) -> float:
+    """How long ranks take from the fork until all train; then they are killed."""
+    folder = Path(tempfile.mkdtemp())
+    begin = time.monotonic()
+    try:
+        with started(Plan(kind, size, 0, 0.0, "training"), folder):
+            return time.monotonic() - begin
+    finally:
+        shutil.rmtree(folder)
+
+
+def kill_and_report(plan: Plan) -> tuple[list[str], float]:
+    folder = Path(tempfile.mkdtemp())  # whose end is not the forked ranks' business
+    try:
+        wrong, took_s = kill_one(plan, folder)
+    finally:
+        shutil.rmtree(folder)
+    for what in wrong:
+        print(f"FAILED {plan}: {what}", flush=True)
+    return wrong, took_s
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kind", choices=KINDS, action="append")
-    parser.add_argument("--kills", type=int, default=15, help="of each kind")
+    parser.add_argument("--moment", choices=MOMENTS, action="append")
+    parser.add_argument("--kills", type=int, default=15, help="of each kind, at each moment")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     draw = random.Random(options.seed)
     failed = 0
-    for kind in options.kind or KINDS:
+    for kind, moment in itertools.product(options.kind or KINDS, options.moment or MOMENTS):
+        # Ranks meet at the end of their start; most of it is Python's imports.
+        early_s, late_s = 0.0, LATEST_S
+        if moment == "start":
+            start_s(kind, 3)  # warms the system's caches
+            late_s = start_s(kind, 3)
+            early_s = late_s / 2
+        before = stale_files()
         times = []
         for _ in range(options.kills):
             size = draw.choice([2, 3])
-            plan = Plan(kind, size, draw.randrange(size), draw.random() * LATEST_S)
-            folder = Path(tempfile.mkdtemp())  # whose end is not the forked ranks' business
-            try:
-                wrong, slowest_s = kill_one(plan, folder)
-            finally:
-                shutil.rmtree(folder)
-            times.append(slowest_s)
+            delay_s = draw.uniform(early_s, late_s)
+            wrong, took_s = kill_and_report(
+                Plan(kind, size, draw.randrange(size), delay_s, moment)
+            )
+            times.append(took_s)
             failed += bool(wrong)
-            for what in wrong:
-                print(f"FAILED {plan}: {what}")
+        until = "the last survivor knew it" if moment == "training" else "all had ended"
         print(
-            f"{kind}: {len(times)} kills; the last survivor knew it after "
+            f"{kind}, {moment}: {len(times)} kills; {until} after "
             f"{1000 * sorted(times)[len(times) // 2]:.1f} ms (median), "
             f"{1000 * max(times):.1f} ms (slowest)",
             flush=True,
         )
+        if moment == "start":
+            unknown = stale_files() - before
+            wrong, _ = kill_and_report(Plan(kind, 2, 1, 0.0, "training"))
+            left = stale_files() - before
+            print(f"... {len(unknown)} files left for the next job, {len(left)} after it")
+            failed += bool(left or wrong)
     print(f"{failed} failed")
     return failed != 0
 

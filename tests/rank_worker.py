@@ -19,14 +19,14 @@ from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from _pytest.assertion import install_importhook
-from _pytest.config import get_config
+import pytest
+from _pytest.config import _prepareconfig
 
 from tests.ranks import Outcome, die_with_parent
 
 # Before any rank imports torch or a test module: a plain `assert` in a rank explains
-# itself as it does in pytest.
-install_importhook(get_config())
+# itself as it does in pytest, whose own hook this installs.
+_prepareconfig(["--noconftest", "--capture=no", "-p", "no:cacheprovider", "-p", "no:warnings"])
 
 import torch  # noqa: E402
 
@@ -62,6 +62,9 @@ def run(module: str, name: str, args: tuple, kwargs: dict) -> Outcome:
             value = function(*args, **kwargs)
         except BaseException:
             failure = traceback.format_exc()
+        for given in (*args, *kwargs.values()):
+            if isinstance(given, pytest.MonkeyPatch):
+                given.undo()  # pytest has one of its own
         if failure is None:
             try:
                 smp.reset()

@@ -15,8 +15,8 @@ A decorated test function runs on every rank at once::
 
 The function is an ordinary top-level function of a ``tests/test_*.py`` file.  Its
 arguments (parameters, fixtures) are made in the pytest process and pickled to the
-ranks, so ``tmp_path`` works (one folder, the same on all ranks) and ``monkeypatch``
-does not.  The test passes when it returns on every rank.
+ranks, so ``tmp_path`` works (one folder, the same on all ranks), and ``monkeypatch`` is
+one for each rank.  The test passes when it returns on every rank.
 
 A test that wants results by rank, or draws its input with hypothesis, calls a
 top-level function itself::
@@ -122,6 +122,7 @@ def rank_environment(extra: dict[str, str] | None = None) -> dict[str, str]:
         **os.environ,
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "OMPI_MCA_btl": "^ofi",  # which looks for fabrics for a second in every MPI_Init
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": f"{root}{os.pathsep}{inherited}" if inherited else root,
         **(extra or {}),

@@ -1,20 +1,28 @@
 """Spec: what a user of the backend smddp sees: how jobs start, and how they end."""
 
+import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
+from smp.job import bootstrap
+from tests.namespaces import without_mpi
 from tests.ranks import TESTS, mpirun, rank_environment
 
 EXAMPLE = TESTS.parent / "examples" / "train_ddp.py"
 
 
-def torchrun(size: int, *argv: str | Path) -> subprocess.CompletedProcess:
+def torchrun(
+    size: int, *argv: str | Path, env: dict[str, str] | None = None
+) -> subprocess.CompletedProcess:
     return subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(size), *argv],
-        env=rank_environment(),
+        env=rank_environment(env),
         capture_output=True,
         text=True,
         timeout=90,
@@ -23,10 +31,45 @@ def torchrun(size: int, *argv: str | Path) -> subprocess.CompletedProcess:
 
 @pytest.mark.parametrize("launch", [mpirun, torchrun])
 def test_the_example_of_plain_ddp_runs_under_either_launcher(launch):
-    done = launch(2, EXAMPLE, "--steps", "100", "--width", "64")
+    done = launch(2, EXAMPLE, "--steps", "300", "--width", "128")
 
     assert done.returncode == 0, done.stderr
-    assert "2 ranks on smddp: " in done.stdout
+    said = re.search(r"2 ranks on smddp: ([\d.]+) % of the sums are right", done.stdout)
+    assert said and float(said[1]) > 50  # of 19 that there are
+
+
+@pytest.mark.parametrize(
+    "begins",
+    [
+        "import smdistributed.dataparallel.torch.torch_smddp; "
+        "torch.distributed.init_process_group('smddp')",
+        "import smp; smp.init({})",
+    ],
+    ids=["smddp", "smp.init"],
+)
+def test_torchrun_has_no_mpi_and_says_so(tmp_path, begins):
+    script = tmp_path / "script.py"
+    script.write_text(f"import torch\n{begins}")
+
+    done = torchrun(2, script, env={"SMP_COMM_TRANSPORTS": "shm,mpi"})
+
+    assert done.returncode != 0
+    assert (
+        "comm_transports names 'mpi', but the ranks were not started by an MPI launcher"
+        in done.stderr
+    )
+
+
+def test_mpi_that_started_fewer_processes_is_no_way_between_the_ranks(tmp_path):
+    """torchrun inside one process of mpirun: its ranks are not those that MPI knows."""
+    done = torchrun(
+        2,
+        EXAMPLE,
+        env={"SMP_COMM_TRANSPORTS": "shm,mpi", "OMPI_COMM_WORLD_SIZE": "1"},
+    )
+
+    assert done.returncode != 0
+    assert "the MPI launcher started 1 processes, which are not the 2 ranks" in done.stderr
 
 
 def lines_of(size: int, folder: Path, script: str) -> list[str]:
@@ -36,6 +79,41 @@ def lines_of(size: int, folder: Path, script: str) -> list[str]:
     done = mpirun(size, path)
     assert done.returncode == 0, done.stderr
     return sorted(done.stdout.splitlines())
+
+
+def test_groups_beside_another_default_connect_over_mpi(tmp_path):
+    """... each set of ranks on its own, also while some of them are making the next."""
+    path = tmp_path / "script.py"
+    path.write_text(
+        """
+import torch
+import torch.distributed as dist
+import smdistributed.dataparallel.torch.torch_smddp
+import smp
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+members = ([0, 1], [1, 2], [2, 3], [0, 3], [0, 1, 2, 3])
+groups = [dist.new_group(ranks, backend="smddp") for ranks in members]
+sums = []
+for ranks, group in zip(members, groups):
+    if rank in ranks:
+        x = torch.tensor(rank)
+        dist.all_reduce(x, group=group)
+        sums.append(x.item())
+over = {way for use in smp.comm_report().groups for way in use.to_hosts}
+print(rank, *sums, *over)
+dist.barrier()
+"""
+    )
+    done = mpirun(4, path, env={"SMP_COMM_TRANSPORTS": "mpi"})
+
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [
+        "0 1 3 6 mpi",
+        "1 1 3 6 mpi",
+        "2 3 5 6 mpi",
+        "3 5 3 6 mpi",
+    ]
 
 
 def test_under_mpirun_the_import_sets_what_is_missing(tmp_path):
@@ -54,6 +132,62 @@ print(*(os.environ[name] for name in names), os.environ["MASTER_PORT"].isdecimal
     assert said == ["0 7 2 127.0.0.1 True", "1 7 2 127.0.0.1 True"]
 
 
+def test_the_traceback_of_an_exception_that_nobody_catches_is_shown_once(tmp_path):
+    """... although torch's hook collects what hooks say, and the job ends before it ends."""
+    path = tmp_path / "script.py"
+    path.write_text(
+        """
+import torch.distributed as dist
+import smdistributed.dataparallel.torch.torch_smddp
+dist.init_process_group("smddp")
+dist.barrier()
+if dist.get_rank() == 1:
+    raise ArithmeticError("told to")
+dist.barrier()
+"""
+    )
+    done = mpirun(2, path)
+
+    assert done.returncode != 0
+    assert done.stderr.count("ArithmeticError: told to") == 1
+    assert "script.py" in done.stderr and "smp: rank 1 of 2: not caught" in done.stderr
+
+
+def test_ranks_meet_again_over_a_store_that_outlives_them(tmp_path):
+    """As torchrun's does."""
+    path = tmp_path / "script.py"
+    path.write_text(
+        """
+import torch, torch.distributed as dist
+import smdistributed.dataparallel.torch.torch_smddp
+for life in range(3):
+    dist.init_process_group("smddp")
+    x = torch.ones(3)
+    dist.all_reduce(x)
+    assert x.eq(2).all()
+    dist.destroy_process_group()
+"""
+    )
+    done = torchrun(2, path)
+
+    assert done.returncode == 0, done.stderr
+
+
+def test_each_life_of_each_set_of_ranks_has_keys_of_its_own():
+    """... in a store that outlives them all."""
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=10))
+    for life, members in enumerate(([0, 1], [0, 1, 2], [0, 1], [0, 1, 2], [0, 1])):
+
+        def meet(rank, life=life, members=members):
+            boot = bootstrap.OverStore(store, rank, len(members), "ranks", members)
+            return boot.allgather_bytes(f"{life} {rank}".encode())
+
+        with ThreadPoolExecutor(len(members)) as ranks:
+            for heard in ranks.map(meet, range(len(members))):
+                assert heard == [f"{life} {rank}".encode() for rank in range(len(members))]
+
+
 def test_one_rank_under_mpirun_is_a_job_too(tmp_path):
     said = lines_of(
         1,
@@ -68,6 +202,124 @@ print(dist.get_world_size(), x.tolist())
 """,
     )
     assert said == ["1 [1.0, 1.0]"]
+
+
+@pytest.mark.parametrize("given", [{}, {"RANK": "0"}, {"SMP_COMM_TRANSPORTS": "tcp"}], ids=str)
+def test_without_a_launcher_the_import_sets_nothing(given):
+    script = """
+import torch, os  # which sets some of its own
+before = dict(os.environ)
+import smdistributed.dataparallel.torch.torch_smddp
+assert dict(os.environ) == before
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env=without_mpi() | given,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+SECRET = """
+import sys
+import torch, torch.distributed as dist
+import smdistributed.dataparallel.torch.torch_smddp
+from smp.job import bootstrap, transports
+
+told, stored, tokens = transports.job_secret, [], []
+gather = bootstrap.OverStore.allgather_bytes
+
+def gather_and_tell(boot, data):
+    gathered = gather(boot, data)
+    stored.extend(gathered)
+    return gathered
+
+def secret_of(boot, token):
+    tokens.append(token)
+    return told(boot, token)
+
+bootstrap.OverStore.allgather_bytes, transports.job_secret = gather_and_tell, secret_of
+dist.init_process_group("gloo")
+for ranks in ([0, 1, 2], [1, 2]):
+    group = dist.new_group(ranks, backend="smddp")
+    if dist.get_rank() in ranks:
+        x = torch.ones(2)
+        dist.all_reduce(x, group=group)
+        assert x.eq(len(ranks)).all()
+everybody = [None] * 3
+dist.all_gather_object(everybody, tokens)
+assert len({*sum(everybody, [])}) == 2 == len(everybody[1])
+sys.stdout.write(f"{len(tokens)} {any(token in stored for token in tokens)}\\n")
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize(("launch", "in_store"), [(mpirun, False), (torchrun, True)])
+def test_under_mpirun_the_secret_does_not_go_through_the_store(tmp_path, launch, in_store):
+    """... also of a group of some of the ranks."""
+    script = tmp_path / "script.py"
+    script.write_text(SECRET)
+
+    done = launch(3, script)
+
+    assert done.returncode == 0, done.stderr
+    lines = [f"1 {in_store}", f"2 {in_store}", f"2 {in_store}"]
+    assert sorted(done.stdout.splitlines()) == lines
+
+
+def test_the_environment_settles_transports_and_pool_of_smddp_alone(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("""
+import sys
+import torch, torch.distributed as dist
+import smdistributed.dataparallel.torch.torch_smddp
+import smp
+dist.init_process_group("smddp")
+dist.barrier()
+report = smp.comm_report()
+[pool], [group] = report.group_pools, report.groups
+sys.stdout.write(f"{group.to_hosts} {pool.bytes}\\n")  # in one piece
+dist.barrier()
+""")
+    settings = {"SMP_COMM_TRANSPORTS": "tcp", "SMP_COMM_POOL_BYTES": str(3 << 20)}
+
+    done = torchrun(2, script, env=settings)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [f"('tcp',) {3 << 20}"] * 2
+
+    done = torchrun(2, script, env={"SMP_COMM_INTERFACE": "none0"})
+    assert done.returncode != 0
+    assert "comm_interface='none0': must be the name" in done.stderr
+
+
+@pytest.mark.parametrize("launch", [mpirun, torchrun])
+def test_a_rank_that_cannot_start_is_named_to_all(tmp_path, launch):
+    """... so that the others do not wait for it."""
+    script = tmp_path / "script.py"
+    script.write_text("""
+import os
+import torch, torch.distributed as dist
+import smdistributed.dataparallel.torch.torch_smddp
+if os.environ["RANK"] == "1":
+    os.environ["SMP_COMM_INTERFACE"] = "none0"
+try:
+    dist.init_process_group("smddp")
+except Exception as error:
+    os.write(1, f"{os.environ['RANK']} {type(error).__name__} {error}"[:70].encode() + b"\\n")
+""")
+
+    done = launch(3, script)
+
+    assert done.returncode == 0, done.stderr
+    refused = "ConfigError: comm_interface='none0': must be the name"
+    said = f"RuntimeError smp: rank 1 cannot start: {refused}"
+    assert sorted(line[:50] for line in done.stdout.splitlines()) == [
+        f"0 {said}"[:50],
+        f"1 {refused.replace(':', '', 1)}"[:50],
+        f"2 {said}"[:50],
+    ]
 
 
 def test_smp_init_sets_nothing(tmp_path):
@@ -292,7 +544,7 @@ except dist.DistBackendError as error:
     )
     assert said == [
         "left",
-        "smp: receive (tag 0) on rank 1: rank 0 has left [SMP_ERR_CLOSED]",
+        "smp: group '0': receive (tag 0) from rank 0: rank 0 has left [SMP_ERR_CLOSED]",
     ]
 
 

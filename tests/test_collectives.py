@@ -1,9 +1,14 @@
 """Spec: the backend smddp (api section 9): every operation of torch.distributed."""
 
+import ctypes
 import os
+import sys
 import threading
+import time
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,14 +17,15 @@ import torch.distributed as dist
 import smdistributed.dataparallel.torch.torch_smddp  # noqa: F401
 import smp
 from smp.collectives.process_group import BARRIER
-from smp.collectives.work import Work
+from smp.collectives.work import AllOf, Work
 from tests.ranks import on_ranks
 from tests.reference.collectives import drawn, reduced
 
 ON = (2, 4)
 NUMBERS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 NUMBERS += [torch.uint8, torch.int8, torch.int32, torch.int64]
-COPIED = [torch.int16, torch.bool, torch.complex64, torch.complex128, torch.float8_e4m3fn]
+EIGHTHS = [torch.float8_e4m3fn, torch.float8_e5m2]
+COPIED = [torch.int16, torch.bool, torch.complex64, torch.complex128, torch.float8_e4m3fnuz]
 SHAPES = [(), (0, 3), (5, 4), (70_001,)]
 
 
@@ -59,7 +65,7 @@ def refused(call) -> str:
 
 
 @on_ranks(*ON)
-@pytest.mark.parametrize("dtype", NUMBERS, ids=str)
+@pytest.mark.parametrize("dtype", NUMBERS + EIGHTHS, ids=str)
 def test_all_reduce_is_the_tree_of_all_ranks(dtype, tmp_path):
     names = ["SUM", "PRODUCT", "MIN", "MAX", "AVG"]
     if not dtype.is_floating_point:
@@ -76,15 +82,19 @@ def test_all_reduce_is_the_tree_of_all_ranks(dtype, tmp_path):
 
 
 @on_ranks(*ON)
-def test_bools_and_complex_numbers_are_summed(tmp_path):
+def test_bools_and_complex_numbers_are_reduced(tmp_path):
+    of_complex = ["SUM", "AVG"]
+    of_bool = ["SUM", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR"]
+    names = {torch.bool: of_bool, torch.complex64: of_complex, torch.complex128: of_complex}
     with job(tmp_path) as (rank, size):
-        for dtype in (torch.bool, torch.complex64, torch.complex128):
-            terms = [drawn(r, (7, 3), dtype) for r in range(size)]
-            tensor = terms[rank].clone()
+        for dtype in names:
+            for name in names[dtype]:
+                terms = [drawn(r, (7, 3), dtype) for r in range(size)]
+                tensor = terms[rank].clone()
 
-            dist.all_reduce(tensor)
+                dist.all_reduce(tensor, getattr(dist.ReduceOp, name))
 
-            assert same(tensor, reduced("SUM", terms))
+                assert same(tensor, reduced(name, terms)), (dtype, name)
 
 
 @on_ranks(*ON)
@@ -102,14 +112,20 @@ def test_nan_of_one_rank_reaches_all(tmp_path):
 
 
 @on_ranks(*ON)
-def test_a_premultiplied_sum_takes_each_rank_s_factor(tmp_path):
+@pytest.mark.parametrize("dtype", NUMBERS[:4] + EIGHTHS, ids=str)
+def test_a_premultiplied_sum_takes_each_rank_s_factor(dtype, tmp_path):
+    """Half types are multiplied and summed in float32, and rounded once."""
     with job(tmp_path) as (rank, size):
-        terms = [drawn(r, (33,), torch.float32) for r in range(size)]
-        tensor = terms[rank].clone()
+        factors = [0.5 + r / 4 for r in range(size)]
+        terms = [drawn(r, (33,), dtype) for r in range(size)]
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        products = [f * term.to(wide) for f, term in zip(factors, terms, strict=True)]
+        for factor in (factors[rank], torch.tensor([factors[rank]])):
+            tensor = terms[rank].clone()
 
-        dist.all_reduce(tensor, dist._make_nccl_premul_sum(0.5))
+            dist.all_reduce(tensor, dist._make_nccl_premul_sum(factor))
 
-        assert same(tensor, reduced("SUM", [0.5 * term for term in terms]))
+            assert same(tensor, reduced("SUM", products).to(dtype))
 
 
 @on_ranks(*ON)
@@ -191,13 +207,47 @@ def test_sparse_tensors_are_summed(tmp_path):
         assert same(sparse.to_dense(), reduced("SUM", terms))
 
 
+@on_ranks(2)
+def test_sparse_tensors_that_differ_raise_on_both_sides_and_name_both(tmp_path):
+    with job(tmp_path) as (rank, size):
+
+        def said(*tensors):
+            return refused(lambda: dist.all_reduce(tensors[rank].to_sparse(1)))
+
+        shapes = said(torch.ones(4), torch.ones(6))
+        assert "rank 0 calls sparse all-reduce 1 of a float32 of shape (4,)" in shapes
+        assert "rank 1 calls sparse all-reduce 1 of a float32 of shape (6,)" in shapes
+        dtypes = said(torch.ones(4), torch.ones(4, dtype=torch.float64))
+        assert "2 of a float32 of" in dtypes and "2 of a float64 of" in dtypes
+        dims = refused(lambda: dist.all_reduce(torch.ones(4, 2).to_sparse(1 + rank)))
+        assert "1 of its dimensions sparse" in dims and "2 of its dimensions" in dims
+
+        same_shape = torch.ones(4).to_sparse(1)  # and the group goes on
+        dist.all_reduce(same_shape)
+        assert same_shape.to_dense().tolist() == [2.0] * 4
+
+
+@on_ranks(2)
+def test_a_sparse_all_reduce_has_a_time_out(tmp_path):
+    with job(tmp_path) as (rank, size):
+        store = dist.distributed_c10d._get_default_store()
+        options = dist.AllreduceOptions()
+        options.timeout = timedelta(seconds=0.1)
+        if rank == 0:
+            call = partial(dist.group.WORLD.allreduce, [torch.ones(3).to_sparse(1)], options)
+            late = "group '0': sparse all-reduce 1 (sum): timed out after 0.1 s without rank 1"
+            assert late in refused(call)
+            store.set("said", "")
+        store.wait(["said"])
+
+
 # ----------------------------------------------------------------------------- copies
 
 
 @on_ranks(*ON)
 @pytest.mark.parametrize("dtype", NUMBERS + COPIED, ids=str)
 def test_broadcast_and_all_gather_of_every_dtype(dtype, tmp_path):
-    source = torch.float32 if dtype == torch.float8_e4m3fn else dtype
+    source = torch.float32 if dtype == torch.float8_e4m3fnuz else dtype
     with job(tmp_path) as (rank, size):
         for shape in SHAPES:
             terms = [drawn(r, shape, source).to(dtype) for r in range(size)]
@@ -245,6 +295,73 @@ def test_many_tensors_are_gathered_as_one(tmp_path):
                 dist.all_gather_into_tensor(out, own)
         for i, out in enumerate(whole):
             assert same(out, torch.cat([terms(r)[i] for r in range(size)]))
+
+
+@on_ranks(2)
+def test_methods_of_a_group_take_torch_s_names(tmp_path):
+    with job(tmp_path) as (rank, size):
+        group = dist.group.WORLD
+        own, total = torch.full((3,), float(rank)), torch.full((3,), float(rank))
+        both = torch.tensor([0.0] * 3 + [1.0] * 3)
+
+        group.allreduce(tensors=[total]).wait()
+        assert total.tolist() == [1.0] * 3
+        group.allreduce([total], op=dist.ReduceOp.MAX).wait()
+        group.allreduce(tensor=total, op=dist.ReduceOp.SUM).wait()
+        assert total.tolist() == [2.0] * 3
+
+        out = torch.empty(6)
+        group._allgather_base(output=out, input=own).wait()
+        assert torch.equal(out, both)
+        listed = [torch.empty(3), torch.empty(3)]
+        group.allgather(output_tensors=[listed], input_tensors=[own]).wait()
+        assert torch.equal(torch.cat(listed), both)
+
+        part = torch.empty(3)
+        group._reduce_scatter_base(outputTensor=part, inputTensor=both).wait()
+        assert part.tolist() == [2.0 * rank] * 3
+        group.all_to_all_single(
+            output=out, input=both, output_split_sizes=[], input_split_sizes=[]
+        ).wait()
+        assert torch.equal(out, torch.full((6,), float(rank)))
+
+        if rank == 0:
+            group.send(tensors=[own], dstRank=1, tag=3)
+        else:
+            group.recv(tensors=[own], srcRank=0, tag=3).wait()
+            assert own.tolist() == [0.0] * 3
+        with pytest.raises(TypeError, match="no_such"):
+            group.allreduce(tensors=[total], no_such=1)
+
+
+@on_ranks(*ON)
+def test_results_go_into_tensors_with_gaps(tmp_path):
+    """... and leave what lies between their elements."""
+
+    def gaps(*shape):
+        whole = torch.full((*shape[:-1], 2 * shape[-1]), -1.0)
+        return whole, whole[..., ::2]
+
+    with job(tmp_path) as (rank, size):
+        terms = [drawn(r, (2 * size, 3), torch.float32) for r in range(size)]
+        given = terms[rank].t().contiguous().t()
+        for asynchronous in (False, True):
+            whole, out = gaps(2 * size * size, 3)
+            work = dist.all_gather_into_tensor(out, given, async_op=asynchronous)
+            assert not asynchronous or work.wait()
+            assert same(out, torch.cat(terms)) and whole[..., 1::2].eq(-1).all()
+
+            whole, out = gaps(2, 3)
+            work = dist.reduce_scatter_tensor(out, given, async_op=asynchronous)
+            assert not asynchronous or work.wait()
+            assert same(out, reduced("SUM", terms).chunk(size)[rank])
+            assert whole[..., 1::2].eq(-1).all()
+
+            whole, out = gaps(2 * size, 3)
+            work = dist.all_to_all_single(out, given, async_op=asynchronous)
+            assert not asynchronous or work.wait()
+            assert same(out, torch.cat([term.chunk(size)[rank] for term in terms]))
+            assert whole[..., 1::2].eq(-1).all()
 
 
 @on_ranks(*ON)
@@ -326,14 +443,44 @@ def test_the_report_says_what_was_done_in_each_group(tmp_path):
         assert of_group.bytes == of_world.bytes + 3 * (1 << 20)
         assert of_group.to_hosts == () and of_group.messages == of_group.sent == 0
         assert f"rank {rank} has done in groups of smddp:" in str(report)
-        way = "process_vm_readv" if of_group.reads_memory else "shared memory"
-        assert f"3.0  {way}" in str(report)
+        way = of_group.on_host or "none"
+        assert way in ("process_vm_readv", "shared memory") if size > 1 else way == "none"
+        want = ["3.0", *way.split()]
+        lines = [line.split() for line in str(report).split("\n")]
+        assert any(line[3 : 3 + len(want)] == want for line in lines)
+
+
+@on_ranks(2)
+def test_the_report_says_what_was_sent_and_what_the_pool_had(tmp_path, monkeypatch):
+    monkeypatch.setenv("SMP_COMM_POOL_BYTES", str(4 << 20))
+    with job(tmp_path) as (rank, _):
+        before = smp.comm_report()
+        if rank == 0:
+            for _ in range(3):
+                dist.send(torch.ones(1 << 16), 1)
+        else:
+            for _ in range(3):
+                dist.recv(torch.empty(1 << 16), 0)
+        fits = dist.group.WORLD.allocate_tensor(1 << 19, dtype=torch.float32)
+        too_large = dist.group.WORLD.allocate_tensor(1 << 22, dtype=torch.float32)
+        report = smp.comm_report()
+        dist.barrier()  # who is left alone allocates nothing
+
+        ((was,), (peer,)) = before.group_peers, report.group_peers
+        assert (peer.rank, peer.transport) == (1 - rank, "shm")
+        assert peer.messages - was.messages == (3 if rank == 0 else 0)
+        assert peer.bytes - was.bytes >= (3 << 18 if rank == 0 else 0)
+        (pool,) = report.group_pools
+        assert fits.nbytes <= pool.high <= pool.bytes <= 5 << 20 < too_large.nbytes
+        assert pool.fallbacks == before.group_pools[0].fallbacks + 1
+        assert "1 did not fit" in str(report) and " shm " in str(report)
 
 
 class OnCuda(torch.Tensor):
     """A tensor that says so."""
 
     is_cuda = True
+    is_cpu = False
 
 
 class Recorder:
@@ -411,7 +558,7 @@ def test_tensors_with_gaps_are_filled_where_they_are(tmp_path):
 @on_ranks(*ON)
 @pytest.mark.parametrize("dtype", NUMBERS + COPIED, ids=str)
 def test_a_ring_of_sends(dtype, tmp_path):
-    source = torch.float32 if dtype == torch.float8_e4m3fn else dtype
+    source = torch.float32 if dtype == torch.float8_e4m3fnuz else dtype
     with job(tmp_path) as (rank, size):
         for shape in SHAPES:
             tensor = torch.empty(shape, dtype=dtype)
@@ -474,9 +621,47 @@ def test_a_message_of_another_size_raises_and_says_both(tmp_path):
                 lambda: dist.recv(torch.empty(4, dtype=torch.int32), 0)
             )
             dist.recv(torch.empty(4), 0)
+        eight = torch.tensor([1.5, 2.0]).to(torch.float8_e4m3fn)
+        if rank == 0:
+            dist.send(eight, 1)
+            dist.send(torch.ones(4, dtype=torch.int16), 1)
+        else:
+            assert "rank 0 sent 2 float8_e4m3fn, rank 1 wants 2 float8_e5m2" in refused(
+                lambda: dist.recv(torch.empty(2, dtype=torch.float8_e5m2), 0)
+            )
+            assert "rank 0 sent 4 int16, rank 1 wants 8 uint8" in refused(
+                lambda: dist.recv(torch.empty(8, dtype=torch.uint8), 0)
+            )
         assert "timed out after 0.1 s" in refused(
             lambda: dist.irecv(torch.empty(1), 1 - rank).wait(timedelta(seconds=0.1))
         )
+        dist.barrier()
+
+
+@on_ranks(2)
+def test_what_comes_after_a_time_out_is_for_the_next_receive(tmp_path):
+    """... also while somebody keeps the first one; a wait of its own time is tried again."""
+    with job(tmp_path) as (rank, size):
+        group = dist.group.WORLD
+        group.set_timeout(timedelta(seconds=0.1))
+        if rank == 0:
+            given_up, early = torch.zeros(2), torch.zeros(2)
+            work = dist.irecv(given_up, 1)
+            assert "timed out after 0.1 s" in refused(work.wait)
+            assert work.is_completed()
+            later = dist.irecv(early, 1)
+            assert "timed out after 0.05 s" in refused(
+                lambda: later.wait(timedelta(seconds=0.05))
+            )
+            group.set_timeout(timedelta(seconds=30))
+            dist.barrier()
+            later.wait(timedelta(seconds=30))
+            assert (given_up.tolist(), early.tolist()) == ([0, 0], [7, 7])
+            assert "timed out after 0.1 s" in refused(work.wait)
+        else:
+            group.set_timeout(timedelta(seconds=30))
+            dist.barrier()
+            dist.send(torch.full((2,), 7.0), 0)
         dist.barrier()
 
 
@@ -499,6 +684,8 @@ def test_the_future_of_a_receive_ends_with_a_time_out(tmp_path):
         assert "timed out after 0.1 s" in end_of(work.get_future())
         assert work.is_completed() and not work.is_success()
         assert "timed out after 0.1 s" in refused(work.wait)
+        group.set_timeout(timedelta(seconds=30))
+        dist.barrier()  # nobody leaves while the other's time is not over
     assert "these ranks have been left" in end_of(left)
 
 
@@ -525,15 +712,75 @@ def test_a_work_that_fails_to_complete_is_the_only_one(tmp_path, monkeypatch):
 
 @on_ranks(4)
 def test_a_monitored_barrier_names_who_is_missing(tmp_path):
+    """... and the next one, with all present, is passed: also by who came too late."""
     with job(tmp_path) as (rank, size):
         group = dist.group.WORLD
+        store = dist.distributed_c10d._get_default_store()
         group.monitored_barrier()
         short = timedelta(seconds=0.2)
-        if rank == 0:
-            said = refused(lambda: group.monitored_barrier(short, wait_all_ranks=True))
-            assert "Ranks 2, 3 failed to pass" in said
-        if rank == 1:
+        for time, missing in enumerate(("Ranks 2, 3", "Rank 2")):
+            if rank == 0:
+                call = partial(group.monitored_barrier, short, wait_all_ranks=time == 0)
+                said = refused(call)
+                assert missing in said
+                assert "failed to pass monitoredBarrier in 200 ms" in said
+                store.set(f"failed {time}", "")
+            if rank == 1:
+                said = refused(lambda: group.monitored_barrier())
+                assert "errors while waiting for send/recv from rank 0: it did not hear" in said
+            if rank >= 2:  # they come when it has failed
+                store.wait([f"failed {time}"])
+            group.monitored_barrier()
+        if rank == 3:  # nobody is in one, and the others do not fall behind
             assert "from rank 0" in refused(lambda: group.monitored_barrier(short))
+            store.set("alone", "")
+        store.wait(["alone"])
+        group.monitored_barrier()
+
+
+@on_ranks(2)
+def test_works_that_are_one_fail_as_one(tmp_path):
+    with job(tmp_path) as (rank, size):
+        group = dist.group.WORLD
+        for good in (True, False):
+            group._start_coalescing(torch.device("cpu"))
+            tensors = [torch.ones(2), torch.ones(3 if good else 3 + rank)]
+            for tensor in tensors:
+                dist.all_reduce(tensor, async_op=True)
+            work = group._end_coalescing(torch.device("cpu"))
+            if good:
+                assert work.wait() and work.is_completed() and work.is_success()
+                assert work.exception() is None
+                assert all(map(torch.equal, work.result(), tensors))
+            else:
+                assert "(sum) of 3 float32, rank 1" in refused(work.wait)
+                assert work.is_completed() and not work.is_success()
+                assert "(sum) of 3 float32, rank 1" in str(work.exception())
+
+
+@on_ranks(2)
+def test_works_that_are_one_have_one_time_out(tmp_path):
+    """Not each of them the whole of it."""
+    clock = [0.0]
+
+    class Late(Work):
+        def __init__(self, takes_s):
+            dist.Work.__init__(self)
+            self.takes_s = takes_s
+
+        def wait(self, timeout=None):
+            clock[0] += min(self.takes_s, timeout.total_seconds())
+            if timeout.total_seconds() < self.takes_s:
+                raise dist.DistBackendError(f"late after {clock[0]:g} s")
+            return True
+
+    assert AllOf([Late(1), Late(1)]).wait(timedelta(seconds=3))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("smp.collectives.work.time", SimpleNamespace(monotonic=lambda: clock[0]))
+        clock[0] = 0.0
+        assert "late after 3 s" in refused(
+            lambda: AllOf([Late(2), Late(2)]).wait(timedelta(seconds=3))
+        )
 
 
 # ----------------------------------------------------------------- groups, order, works
@@ -563,6 +810,29 @@ def test_a_group_beside_a_default_group_of_another_backend(tmp_path):
         dist.all_reduce(tensor, group=group)
         assert tensor.tolist() == [size] * 3
         assert dist.get_backend(group) == "smddp"
+
+
+@on_ranks(2)
+def test_bytes_move_while_nobody_can_run_python(tmp_path):
+    """A thread that keeps the GIL sees the result come."""
+    pause = ctypes.PyDLL(None).sched_yield  # keeps the GIL
+    with job(tmp_path) as (rank, size):
+        for count in (100, 5_000_000):
+            tensor = torch.ones(count)
+            last = ctypes.c_float.from_address(tensor.data_ptr() + 4 * (count - 1))
+            dist.barrier()
+            before = sys.getswitchinterval()
+            sys.setswitchinterval(1000)
+            try:
+                work = dist.all_reduce(tensor, async_op=True)
+                deadline = time.monotonic() + 60
+                while last.value != size and time.monotonic() < deadline:
+                    pause()
+                came = last.value
+            finally:
+                sys.setswitchinterval(before)
+            assert came == size
+            assert work.wait()
 
 
 @on_ranks(*ON)
@@ -613,6 +883,11 @@ def test_a_result_that_nobody_keeps_is_still_delivered(tmp_path):
 # --------------------------------------------------------------------------- mismatches
 
 
+def gathered_unevenly(rank, dtype):
+    got = [torch.zeros(1, dtype=dtype), torch.zeros(2, dtype=dtype)]
+    dist.all_gather(got, torch.ones(1 + rank, dtype=dtype))
+
+
 @on_ranks(2)
 def test_calls_that_differ_raise_on_both_sides_and_name_both(tmp_path):
     with job(tmp_path) as (rank, size):
@@ -642,6 +917,31 @@ def test_calls_that_differ_raise_on_both_sides_and_name_both(tmp_path):
             lambda: dist.all_to_all_single(torch.ones(4), torch.ones(4), [2, 2], [2, 2]),
             lambda: dist.all_to_all_single(torch.ones(4), torch.ones(4), [1, 3], [3, 1]),
         )
+
+        def broadcast(n, dtype):
+            return lambda: dist.broadcast(torch.ones(n).to(dtype), 0)
+
+        for own, other in (
+            ("4 int16", "8 uint8"),
+            ("4 uint16", "4 int16"),
+            ("3 float8_e4m3fn", "3 float8_e5m2"),
+            ("3 float8_e4m3fnuz", "3 float8_e8m0fnu"),
+            ("2 uint64", "2 int64"),
+        ):
+            calls = [(int(n), getattr(torch, name)) for n, name in map(str.split, (own, other))]
+            differ(*(broadcast(*call) for call in calls), f"of {own}", f"of {other}")
+        differ(  # dist.all_reduce() itself makes pairs of reals of complex numbers
+            lambda: dist.group.WORLD.allreduce([torch.ones(2, dtype=torch.complex64)]).wait(),
+            all_reduce(4),
+            "(sum) of 2 complex64",
+            "(sum) of 4 float32",
+        )
+        differ(
+            lambda: gathered_unevenly(rank, torch.int16),
+            lambda: gathered_unevenly(rank, torch.uint16),
+            "of int16 with split sizes",
+            "of uint16 with split sizes",
+        )
         work = dist.all_reduce(torch.ones(3 + rank), async_op=True)
         assert "(sum) of 3 float32" in refused(work.wait)
         assert "(sum) of 4 float32" in str(work.exception())
@@ -662,6 +962,63 @@ def test_what_cannot_be_done_is_refused_before_anybody_waits(tmp_path):
             dist.all_gather_into_tensor(torch.empty(5), torch.empty(3))
         with pytest.raises(ValueError, match="do not go together"):
             dist.all_to_all_single(torch.ones(4), torch.ones(4), [2, 2], [1, 2])
+
+
+@on_ranks(2)
+def test_arguments_that_make_no_sense_are_named(tmp_path):
+    with job(tmp_path) as (rank, size):
+        x = torch.ones(4)
+        with pytest.raises(ValueError, match="all-to-all: size 1 is -1, which is negative"):
+            dist.all_to_all_single(x, x.clone(), [2, 2], [5, -1])
+        with pytest.raises(ValueError, match="all-to-all: 3 sizes, one for each rank is"):
+            dist.group.WORLD.all_to_all_single(x, x.clone(), [2, 2], [2, 1, 1])
+        with pytest.raises(ValueError, match="all-reduce: an empty list"):
+            dist.group.WORLD.allreduce_coalesced([])
+        with pytest.raises(ValueError, match="an empty list, where a tensor for each rank"):
+            dist.all_gather([], x)
+        with pytest.raises(ValueError, match="the tag is -1, and must not be negative"):
+            dist.send(x, 1 - rank, tag=-1)
+
+
+@on_ranks(2)
+def test_what_is_only_read_need_not_be_writable(tmp_path):
+    with job(tmp_path) as (rank, _):
+        wide = torch.tensor([5.0]).expand(4) if rank == 0 else torch.zeros(4)
+        dist.broadcast(wide, 0)
+        assert wide.eq(5).all()
+        wide = torch.tensor([5.0]).expand(4) if rank == 1 else torch.ones(4)
+        dist.reduce(wide, 0)
+        assert wide.eq(5 if rank else 6).all()
+
+
+@on_ranks(2)
+def test_inference_tensors_are_filled_by_whoever_completes(tmp_path):
+    with job(tmp_path) as (rank, size), torch.inference_mode():
+        parts = [torch.empty(3) for _ in range(size)]
+        work = dist.all_gather(parts, torch.full((3,), float(rank)), async_op=True)
+        other = threading.Thread(target=work.wait)  # which is in no inference mode
+        other.start()
+        other.join()
+        assert torch.stack(parts)[:, 0].tolist() == [0, 1]
+
+
+@on_ranks(2)
+def test_messages_are_coalesced(tmp_path):
+    with job(tmp_path) as (rank, _):
+        x = torch.zeros(2)
+        with dist._coalescing_manager(device=torch.device("cpu")):
+            dist.isend(torch.full((2,), float(rank)), 1 - rank)
+            dist.irecv(x, 1 - rank)
+        assert x.eq(1 - rank).all()
+
+
+@on_ranks(2)
+def test_a_default_device_is_the_script_s_own(tmp_path):
+    with job(tmp_path), torch.device("meta"):
+        dist.group.WORLD.monitored_barrier()
+        sparse = torch.eye(2, device="cpu").to_sparse()
+        dist.all_reduce(sparse)
+        assert sparse.to_dense().trace() == 4
 
 
 @on_ranks(2)

@@ -67,6 +67,7 @@ def test_defaults():
         "comm_interface": None,
         "comm_pool_bytes": 0,
         "comm_device_pool_bytes": 256 << 20,
+        "comm_device_gather_bytes": 16 << 20,
         "watchdog_report_s": 30.0,
         "watchdog_end_s": 0.0,
         "ddp_dist_backend": "auto",

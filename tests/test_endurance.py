@@ -3,15 +3,18 @@
 import gc
 import os
 import resource
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import smp
 from tests.ranks import on_ranks
+from tests.test_collectives import job
 
 WARM_UP, STEPS = 60, 300
 CYCLES = 25
@@ -105,6 +108,44 @@ def test_starting_and_stopping_leaves_nothing():
             train(model, torch.randn(8, 16))
         del model
         smp.reset()
+        if cycle == 8:
+            before, resident = in_use(), resident_bytes()
+    after = in_use()
+    assert all(after[kind] <= before[kind] + 1 for kind in before), (before, after)
+    assert resident_bytes() - resident < 8 << 20
+
+
+@on_ranks(2)
+def test_nothing_grows_over_many_collectives_groups_and_starts(tmp_path):
+    """... of smddp alone, synchronous and not, with messages and mismatches between."""
+
+    def collectives(rounds: int) -> None:
+        x = torch.ones(100)
+        for i in range(rounds):
+            large = torch.ones(200_000)  # a new one, which nobody keeps
+            works = [dist.all_reduce(each, async_op=True) for each in (x, large)]
+            works[1].get_future().then(lambda _: None)
+            for work in works:
+                work.wait()
+            dist.all_reduce(x, dist.ReduceOp.MAX)
+            if dist.get_rank() == 0:
+                dist.send(large, 1, tag=i)
+            else:
+                dist.recv(large, 0, tag=i)
+            if i % 20 == 19:
+                with pytest.raises(dist.DistBackendError, match="rank 0 calls all-reduce"):
+                    dist.all_reduce(x[dist.get_rank() :])
+
+    hook = sys.excepthook
+    for cycle in range(CYCLES):
+        sys.excepthook = hook  # torch adds one each time
+        (tmp_path / str(cycle)).mkdir(exist_ok=True)
+        with job(tmp_path / str(cycle)):
+            collectives(60)
+            for _ in range(3):
+                group = dist.new_group([0, 1])
+                dist.barrier(group)
+                dist.destroy_process_group(group)
         if cycle == 8:
             before, resident = in_use(), resident_bytes()
     after = in_use()

@@ -1,22 +1,31 @@
 """Spec: a job on several hosts, which are network namespaces of this machine.
 
-Each host has its own network, host name and /dev/shm, so that only the network connects
-its ranks to those of the other.  Needs root, ``ip`` and ``unshare``.
+Each host has its own network, host name, System V memory and /dev/shm, so that only the
+network connects its ranks to those of the other.  Needs root, ``ip`` and ``unshare``.
 """
 
 import os
-import shutil
+import re
+import select
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
+from tests import endless
+from tests.namespaces import cannot, need, without_mpi
 from tests.ranks import RanksFailed, mpirun, mpirun_command, rank_environment
 
 HOSTS = 2
+PORT = "29577"  # of the store, in the network of a host
+ONE_SHM = "SMP_TEST_ONE_SHM"  # set: hosts share this machine's /dev/shm
+# Lost hosts are named after a few seconds; a busy machine may take longer.
+SOON_S = 15
 SCRIPT = """
 import sys
 import torch
@@ -49,37 +58,15 @@ sys.stdout.write(f"rank {smp.rank()} over {sorted(used())}\\n")
 sys.stdout.flush()
 smp.barrier()
 """
-ENDLESS_SCRIPT = """
-import torch
-from torch import nn
-import smp
-
-smp.init({"pipeline_parallel_degree": 2, "microbatches": 2})
-net = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
-smp.set_partition(net[0], 0)
-smp.set_partition(net[1], 1)
-model = smp.DistributedModel(net)
-
-@smp.step
-def train(model, x):
-    loss = model(x).square().mean()
-    model.backward(loss)
-    return loss
-
-train(model, torch.randn(4, 16))
-print("going", flush=True)
-while True:
-    train(model, torch.randn(4, 16))
-"""
-
 COLLECTIVES_SCRIPT = """
 import hashlib
-import os
 import sys
-os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = sys.argv[1], sys.argv[2]
+import warnings
+warnings.filterwarnings("error", message=".*SMP_SECRET_FILE")  # MPI brings the secret
 import torch
 import torch.distributed as dist
 import smdistributed.dataparallel.torch.torch_smddp
+import smp
 from torch import nn
 
 dist.init_process_group("smddp")
@@ -143,8 +130,69 @@ for step in range(10):
     optimizer.step()
     optimizer.zero_grad()
 see(*net.parameters())
-print("digest", seen.hexdigest(), flush=True)
+over = {way for group in smp.comm_report().groups for way in group.to_hosts}
+sys.stdout.write(" ".join(["digest", seen.hexdigest(), "over", *sorted(over)]) + "\\n")
+sys.stdout.flush()
 dist.destroy_process_group()
+"""
+
+BEGIN = """
+smp.init({"pipeline_parallel_degree": 2, "microbatches": 3, "active_microbatches": 3})
+assert (smp.local_rank(), smp.local_size(), smp.is_multi_node()) == (smp.rank(), 2, False)
+assert smp.allgather(smp.rank(), smp.WORLD) == [0, 1]
+"""
+
+# What the sockets of smddp are connected to.
+SOCKETS_SCRIPT = """
+import os
+import re
+import socket
+import torch.distributed as dist
+import smdistributed.dataparallel.torch.torch_smddp
+
+dist.init_process_group("smddp")
+links = (os.readlink(f"/proc/self/fd/{fd}") for fd in map(int, os.listdir("/proc/self/fd"))
+         if os.path.islink(f"/proc/self/fd/{fd}"))
+inodes = {inode for link in links for inode in re.findall(r"socket:.(\\d+)", link)}
+for line in open("/proc/net/tcp").read().splitlines()[1:]:
+    _, local, remote, state, *_, inode = line.split()[:10]
+    ports = {int(end.partition(":")[2], 16) for end in (local, remote)}
+    if state == "01" and inode in inodes and int(os.environ["MASTER_PORT"]) not in ports:
+        print(socket.inet_ntoa(bytes.fromhex(remote.partition(":")[0])[::-1]))
+dist.barrier()
+"""
+
+# Two replicas of two ranks each; the configuration is the job's, so the groups' too.
+REPLICAS_SCRIPT = """
+import hashlib
+import json
+import sys
+import smp
+import torch
+from tests.test_transports import Chain, begin, train_step, used
+
+transports = json.loads(sys.argv[1])
+begin(pipeline_parallel_degree=2, ddp=True, comm_transports=transports)
+torch.manual_seed(0)
+model = Chain(3)
+for i in range(3):
+    smp.set_partition(model.blocks[i], i % 2)
+model = smp.DistributedModel(model)
+optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+step = smp.step(train_step)
+for _ in range(3):
+    torch.manual_seed(10 + smp.dp_rank())
+    step(model, torch.randn(300, 64))
+    optimizer.step()
+    optimizer.zero_grad()
+seen = hashlib.blake2b()
+for name, parameter in model.local_named_parameters():
+    seen.update(name.encode() + parameter.detach().numpy().tobytes())
+groups = [group for group in smp.comm_report().groups if len(group.ranks) == 2]
+over = {way for group in groups for way in group.to_hosts}
+sys.stdout.write(f"{smp.rank()} {seen.hexdigest()} over {sorted(over)}, {used()}\\n")
+sys.stdout.flush()
+smp.barrier()
 """
 
 
@@ -155,8 +203,7 @@ def ip(*arguments: str) -> None:
 @pytest.fixture
 def agent(tmp_path) -> Iterator[Path]:
     """What mpirun starts its daemons with, in place of ssh: host i is 10.77.0.i."""
-    if os.geteuid() != 0 or not all(map(shutil.which, ("ip", "unshare"))):
-        pytest.skip("network namespaces need root, ip and unshare")
+    need("ip", "unshare")
     names = [f"smp-test-{os.getpid()}-{i}" for i in range(HOSTS + 1)]
     made = []
     try:
@@ -165,7 +212,7 @@ def agent(tmp_path) -> Iterator[Path]:
                 ip("netns", "add", name)
                 made.append(name)
         except subprocess.CalledProcessError:
-            pytest.skip("network namespaces are not permitted here")
+            cannot("network namespaces are not permitted here")
         switch, *hosts = names
         ip("-n", switch, "link", "set", "lo", "up")
         ip("-n", switch, "link", "add", "name", "switch", "type", "bridge")
@@ -193,8 +240,9 @@ def agent(tmp_path) -> Iterator[Path]:
         path.write_text(
             "#!/bin/sh\n"
             "host=$1; shift\n"
-            f"exec ip netns exec smp-test-{os.getpid()}-${{host##*.}} unshare -u -m sh -c '\n"
-            '    hostname "$1"; mount -t tmpfs tmpfs /dev/shm; eval "$2"\n'
+            f"exec ip netns exec smp-test-{os.getpid()}-${{host##*.}} unshare -uim sh -c '\n"
+            f'    hostname "$1"; [ -n "${ONE_SHM}" ] || mount -t tmpfs tmpfs /dev/shm\n'
+            '    eval "$2"\n'
             '\' sh host-${host##*.} "$*"\n'
         )
         path.chmod(0o755)
@@ -205,22 +253,36 @@ def agent(tmp_path) -> Iterator[Path]:
             ip("netns", "del", name)
 
 
-def mpirun_on_hosts(agent: Path, ranks: int, *argv: str | Path) -> str:
-    """What a job on all hosts prints, with ``ranks`` on each of them."""
+def start_on_hosts(
+    agent: Path, ranks: int, *argv: str | Path, env: dict[str, str] | None = None
+) -> subprocess.Popen:
+    """``mpirun`` of a job on all hosts, with ``ranks`` on each of them."""
+    passed = [
+        word
+        for name in ("PYTHONPATH", "OMP_NUM_THREADS", *(env or ()))
+        for word in ("-x", name)
+    ]
     switch = (agent.parent / "switch").read_text()
     where = ",".join(f"10.77.0.{i}:{ranks}" for i in range(1, HOSTS + 1))
     command = [
         *["ip", "netns", "exec", switch, *mpirun_command(ranks * HOSTS)],
         *["--prtemca", "plm_ssh_agent", str(agent), "--host", where],
-        *["-x", "PYTHONPATH", "-x", "OMP_NUM_THREADS", sys.executable, *map(str, argv)],
+        *[*passed, *map(str, argv)],
     ]
-    process = subprocess.Popen(
+    return subprocess.Popen(
         command,
-        env=rank_environment(),
+        env=rank_environment(env),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
+
+
+def mpirun_on_hosts(
+    agent: Path, ranks: int, *argv: str | Path, env: dict[str, str] | None = None
+) -> str:
+    """What a script prints on all hosts, with ``ranks`` on each of them."""
+    process = start_on_hosts(agent, ranks, sys.executable, *argv, env=env)
     try:
         out, err = process.communicate(timeout=200)
     finally:
@@ -268,36 +330,102 @@ def test_across_hosts_the_results_have_the_same_bits(agent, tmp_path, config, ov
         assert f"rank {rank} over {over}\n" in out
 
 
-def test_collectives_across_hosts_have_the_bits_of_one_host(agent, tmp_path):
+def on_one_host(folder: Path, script: str, *argv: str) -> list[str]:
+    """The lines that four ranks of this host print, sorted."""
+    path = folder / "script.py"
+    path.write_text(script)
+    done = mpirun(4, path, *argv, timeout_s=200)
+    assert done.returncode == 0, done.stderr
+    return sorted(done.stdout.splitlines())
+
+
+@pytest.fixture(scope="module")
+def collectives_of_one_host(tmp_path_factory) -> list[str]:
+    folder = tmp_path_factory.mktemp("collectives")
+    return on_one_host(folder, COLLECTIVES_SCRIPT)
+
+
+@pytest.fixture(scope="module")
+def replicas_of_one_host(tmp_path_factory) -> list[str]:
+    return on_one_host(tmp_path_factory.mktemp("replicas"), REPLICAS_SCRIPT, '["shm"]')
+
+
+@pytest.mark.parametrize("transports", ["shm,tcp", "shm,ucx", "shm,mpi", "mpi"])
+def test_collectives_across_hosts_have_the_bits_of_one_host(
+    agent, tmp_path, collectives_of_one_host, transports
+):
     """smddp on 2 hosts of 2 ranks: all operations, sub-groups and DDP."""
     script = tmp_path / "script.py"
     script.write_text(COLLECTIVES_SCRIPT)
+    over = transports.rpartition(",")[2]
 
-    on_one = mpirun(4, script, "127.0.0.1", "29578", timeout_s=200)
-    on_two = mpirun_on_hosts(agent, 2, script, "10.77.0.1", "29578")
+    on_two = mpirun_on_hosts(agent, 2, script, env={"SMP_COMM_TRANSPORTS": transports})
 
-    assert on_one.returncode == 0, on_one.stderr
-    digests = [line for line in on_one.stdout.splitlines() if line.startswith("digest")]
-    assert len(digests) == 4 and len(set(digests)) == 1, on_one.stdout
-    assert sorted(on_two.splitlines()) == digests
+    [digest] = set(collectives_of_one_host)
+    assert on_two.splitlines() == [f"{digest} {over}"] * 4
 
 
-def start_without_mpi(agent: Path, script: Path, transports: str) -> list[subprocess.Popen]:
-    """One rank on each host, started as torchrun does."""
-    environment = {
-        k: v for k, v in rank_environment().items() if not k.startswith(("OMPI_", "PMI"))
-    }
-    return [
+def test_torchrun_on_two_hosts_that_have_one_secret_file(
+    agent, tmp_path, collectives_of_one_host
+):
+    """Without the file, the warning of the store would end the script."""
+    script = tmp_path / "script.py"
+    script.write_text(COLLECTIVES_SCRIPT)
+    secret = tmp_path / "secret"
+    secret.touch(0o600)
+    secret.write_text("of the whole group")
+    torchrun = (
+        f"-m torch.distributed.run --nnodes={HOSTS} --nproc-per-node=2 --node-rank={{host}} "
+        f"--master-addr=10.77.0.1 --master-port={PORT}"
+    )
+
+    with started_without_mpi(agent, script, {"SMP_SECRET_FILE": str(secret)}, torchrun) as two:
+        said = [host.communicate(timeout=150) for host in two]
+
+    [digest] = set(collectives_of_one_host)
+    assert [out.splitlines() for out, _ in said] == [[f"{digest} tcp"] * 2] * 2, said
+
+
+@pytest.mark.parametrize("transport", ["tcp", "ucx", "mpi"])
+def test_replicas_on_other_hosts_have_the_bits_of_one_host(
+    agent, tmp_path, replicas_of_one_host, transport
+):
+    """Gradients are averaged between the hosts by the transport that smp.init was told."""
+    script = tmp_path / "script.py"
+    script.write_text(REPLICAS_SCRIPT)
+
+    on_two = mpirun_on_hosts(agent, 2, script, f'["shm", "{transport}"]')
+
+    lines = replicas_of_one_host
+    assert (
+        len(lines) == 4 and len({line.split()[1] for line in lines}) == 2
+    )  # the replicas are equal
+    assert sorted(on_two.splitlines()) == [
+        line.replace("over []", f"over ['{transport}']") for line in lines
+    ]
+
+
+@contextmanager
+def started_without_mpi(
+    agent: Path, script: Path, env: dict[str, str], launcher: str = ""
+) -> Iterator[list[subprocess.Popen]]:
+    """One rank on each host, or one launcher; what still runs at the end is killed.
+
+    Args:
+        launcher: python's arguments before the script; ``{host}``: the number of the host.
+    """
+    ranks = [
         subprocess.Popen(
-            [str(agent), f"10.77.0.{rank + 1}", sys.executable, str(script)],
+            [str(agent), f"10.77.0.{rank + 1}", sys.executable]
+            + [*launcher.format(host=rank).split(), str(script)],
             env={
-                **environment,
+                **without_mpi(),
                 "RANK": str(rank),
                 "WORLD_SIZE": str(HOSTS),
                 "LOCAL_RANK": "0",
                 "MASTER_ADDR": "10.77.0.1",
-                "MASTER_PORT": "29577",
-                "SMP_COMM_TRANSPORTS": transports,
+                "MASTER_PORT": PORT,
+                **env,
             },
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -306,27 +434,107 @@ def start_without_mpi(agent: Path, script: Path, transports: str) -> list[subpro
         )
         for rank in range(HOSTS)
     ]
+    try:
+        yield ranks
+    finally:
+        for rank in ranks:
+            with suppress(ProcessLookupError):  # torchrun may have left its workers
+                os.killpg(rank.pid, signal.SIGKILL)
+            rank.wait()
 
 
 @pytest.mark.parametrize("transport", ["tcp", "ucx"])
-def test_a_host_that_falls_silent_is_named(agent, tmp_path, transport):
-    """Its cable is pulled in the middle of a step: no connection is closed, nothing comes."""
+@pytest.mark.parametrize("kind", endless.SCRIPTS)
+def test_a_host_that_falls_silent_is_named(agent, tmp_path, kind, transport):
+    """Its cable is pulled while all work: no connection is closed, nothing comes."""
     script = tmp_path / "script.py"
-    script.write_text(ENDLESS_SCRIPT)
+    script.write_text(endless.SCRIPTS[kind])
     switch = (agent.parent / "switch").read_text()
-    ranks = start_without_mpi(agent, script, transport)
-    try:
+    with started_without_mpi(agent, script, {"SMP_COMM_TRANSPORTS": transport}) as ranks:
         for rank in ranks:
             assert rank.stdout is not None
             line = rank.stdout.readline()
             assert line == "going\n", rank.communicate(timeout=60)
+        pulled = time.monotonic()
         ip("-n", switch, "link", "set", "port2", "down")
         said = [rank.communicate(timeout=90) for rank in ranks]
-    finally:
-        for rank in ranks:
-            if rank.poll() is None:
-                os.killpg(rank.pid, signal.SIGKILL)
-                rank.wait()
     for i, rank in enumerate(ranks):
+        heard, errors = said[i]
         assert rank.returncode != 0
-        assert f"pp_rank {1 - i} is gone" in said[i][1], said
+        assert endless.LOST[kind].format(1 - i) in errors, said
+        assert heard and float(heard) - pulled < SOON_S, said
+
+
+def read_until(pipe: int, pattern: str, deadline: float) -> None:
+    """Reads until the pattern has come; fails at the deadline."""
+    text = ""
+    while not re.search(pattern, text, re.MULTILINE | re.DOTALL):
+        ready, _, _ = select.select([pipe], [], [], max(0.0, deadline - time.monotonic()))
+        assert ready, f"no {pattern!r} in {text!r}"
+        text += os.read(pipe, 1 << 16).decode()
+
+
+@pytest.mark.parametrize("kind", endless.SCRIPTS)
+def test_a_host_that_falls_silent_is_named_over_mpi(agent, tmp_path, kind):
+    """Each rank has a pipe of its own: what it prints reaches mpirun no more."""
+    script = tmp_path / "script.py"
+    script.write_text(endless.SCRIPTS[kind])
+    switch = (agent.parent / "switch").read_text()
+    pipes = []
+    for rank in range(HOSTS):
+        os.mkfifo(tmp_path / f"rank{rank}")
+        pipes.append(os.open(tmp_path / f"rank{rank}", os.O_RDWR))  # so that nobody waits
+    into_its_pipe = f'exec "$0" "$@" > {tmp_path}/rank$OMPI_COMM_WORLD_RANK 2>&1'
+    command = ["sh", "-c", into_its_pipe, sys.executable, script]
+    process = start_on_hosts(agent, 1, *command, env={"SMP_COMM_TRANSPORTS": "mpi"})
+    try:
+        for pipe in pipes:
+            read_until(pipe, "^going$", time.monotonic() + 60)
+        pulled = time.monotonic()
+        ip("-n", switch, "link", "set", "port2", "down")
+        for rank, pipe in enumerate(pipes):
+            lost = endless.LOST[kind].format(1 - rank)
+            read_until(pipe, lost, pulled + SOON_S)
+    finally:
+        process.kill()
+        for i in range(1, HOSTS + 1):  # mpirun does not reach the silent one
+            host = f"{switch.rpartition('-')[0]}-{i}"
+            pids = subprocess.run(["ip", "netns", "pids", host], capture_output=True, text=True)
+            for pid in map(int, pids.stdout.split()):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        process.communicate()
+        for pipe in pipes:
+            os.close(pipe)
+
+
+def test_containers_that_share_memory_but_no_network_are_one_host(agent, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(EQUAL_SCRIPT.replace("begin(**json.loads(sys.argv[1]))", BEGIN))
+    with started_without_mpi(agent, script, {ONE_SHM: "1"}) as ranks:
+        said = [rank.communicate(timeout=120) for rank in ranks]
+
+    for i, rank in enumerate(ranks):
+        assert rank.returncode == 0, said
+        assert said[i][0] == f"rank {i} over ['shm']\n"
+
+
+def test_mpirun_and_smddp_use_the_interface_that_the_environment_names(agent, tmp_path):
+    """Each host has a second address."""
+    switch = (agent.parent / "switch").read_text()
+    for i in range(1, HOSTS + 1):
+        host = f"{switch.rpartition('-')[0]}-{i}"
+        ip("-n", host, "addr", "add", f"10.88.0.{i}/24", "dev", "net")
+    named = {"SMP_COMM_INTERFACE": "10.88.0.0/24", "SMP_COMM_TRANSPORTS": "tcp"}
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, smdistributed.dataparallel.torch.torch_smddp\n"
+        "print(os.environ['MASTER_ADDR'], os.environ['LOCAL_RANK'])"
+    )
+
+    assert mpirun_on_hosts(agent, 1, script, env=named) == "10.88.0.1 0\n" * 2
+
+    script.write_text(SOCKETS_SCRIPT)
+    with started_without_mpi(agent, script, named) as ranks:
+        said = [rank.communicate(timeout=60) for rank in ranks]
+    assert [out for out, _ in said] == ["10.88.0.2\n", "10.88.0.1\n"], said

@@ -18,7 +18,8 @@ import torch.distributed as dist
 import smp
 from smp.job import bootstrap, config, process_groups
 from smp.job.placement import Placement
-from tests.ranks import job, mpirun, on_ranks, rank_environment, wait_until_gone
+from tests.namespaces import without_mpi
+from tests.ranks import job, mpirun, on_ranks, wait_until_gone
 
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -86,6 +87,28 @@ def test_the_default_group_is_over_all_ranks():
     dist.barrier()
 
 
+@on_ranks(2)
+@pytest.mark.parametrize("wanted", ["auto", "smddp", "gloo"])
+def test_beside_a_script_s_own_default_group_others_have_the_backend_that_is_named(
+    tmp_path, wanted
+):
+    """... or, by default, the one that the script chose, and are its own group then."""
+    store = dist.FileStore(str(tmp_path / "store"), 2)
+    dist.init_process_group("gloo", store=store, rank=bootstrap.connect().rank, world_size=2)
+    try:
+        smp.init({"ddp_dist_backend": wanted})
+
+        group = smp.get_dp_process_group()
+        assert dist.get_backend(group) == ("gloo" if wanted == "auto" else wanted)
+        assert (group is dist.group.WORLD) is (wanted != "smddp")
+        total = torch.ones(3)
+        dist.all_reduce(total, group=group)
+        assert total.tolist() == [2, 2, 2]
+    finally:
+        smp.reset()
+        dist.destroy_process_group()
+
+
 @on_ranks(1, 2)
 def test_the_environment_stays_as_it_is():
     before = dict(os.environ)
@@ -143,6 +166,18 @@ def test_nccl_on_a_host_without_a_gpu_becomes_smddp(monkeypatch):
         smp.init({"ddp_dist_backend": "nccl"})
 
     assert dist.get_backend() == "smddp"
+
+
+def test_a_gpu_is_served_by_smddp_unless_nccl_is_named(monkeypatch):
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+
+    def backend(name):
+        return process_groups.backend_of(config.load({"ddp_dist_backend": name}, 1))
+
+    assert backend("auto") == backend("smddp") == "smddp"
+    assert backend("nccl") == "cpu:gloo,cuda:nccl"
+    assert backend("gloo") == "gloo"
 
 
 NEEDS_INIT = [
@@ -382,10 +417,6 @@ if "fail" in sys.argv:
 """
 
 
-def without_launcher() -> dict[str, str]:
-    return {k: v for k, v in rank_environment().items() if not k.startswith(("OMPI_", "PMI"))}
-
-
 @pytest.mark.parametrize("arguments", [[], ["fail"]])
 def test_torchrun_without_mpi(tmp_path, arguments):
     (tmp_path / "script.py").write_text(TORCHRUN)
@@ -393,7 +424,7 @@ def test_torchrun_without_mpi(tmp_path, arguments):
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
         + [str(tmp_path / "script.py"), *arguments],
-        env=without_launcher(),
+        env=without_mpi(),
         capture_output=True,
         text=True,
         timeout=120,

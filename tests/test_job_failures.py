@@ -62,8 +62,11 @@ def ours_in_shared_memory() -> set[str]:
     return {p.name for p in Path("/dev/shm").iterdir() if "smp" in p.name}
 
 
-@pytest.mark.parametrize("ending", ENDINGS)
-def test_every_rank_hears_of_the_end_of_one(tmp_path, ending):
+@pytest.mark.parametrize(
+    ("ending", "transports"),
+    [*((ending, "shm") for ending in ENDINGS), ("killed", "mpi"), ("raised", "mpi")],
+)
+def test_every_rank_hears_of_the_end_of_one(tmp_path, ending, transports):
     """The others name what happened, all ranks end, the exit code is not 0, and nothing
     of ours is left in shared memory."""
     how, seen = ENDINGS[ending]
@@ -71,7 +74,7 @@ def test_every_rank_hears_of_the_end_of_one(tmp_path, ending):
     script.write_text(SCRIPT.format(how=how))
     before = ours_in_shared_memory()
 
-    done = mpirun(2, script, timeout_s=60)
+    done = mpirun(2, script, env={"SMP_COMM_TRANSPORTS": transports}, timeout_s=60)
 
     said = done.stdout + done.stderr
     assert done.returncode != 0
@@ -143,7 +146,9 @@ def test_a_rank_killed_at_any_instant_leaves_nothing_behind(tmp_path, moment):
 
 @pytest.mark.parametrize("kind", ["ddp", "pipeline"])
 def test_ranks_killed_at_random_moments_are_named(kind):
-    """The same without a launcher that ends the others; `make kills` does more of it."""
+    """The same without a launcher that ends the others, and while ranks start; `make kills`
+    does more of it.
+    """
     kills = os.environ.get("SMP_TEST_KILLED_JOBS", "2")
     program = [sys.executable, "-m", "tests.kill_ranks", "--kind", kind, "--kills", kills]
     done = subprocess.run(
@@ -192,7 +197,7 @@ SIZES = {"small": 64, "1 MiB": 1 << 18, "16 MiB": 1 << 22}
 
 @pytest.mark.parametrize(
     ("transport", "size"),
-    [*(("shm", size) for size in SIZES), ("tcp", "16 MiB"), ("ucx", "16 MiB")],
+    [*(("shm", size) for size in SIZES), *((net, "16 MiB") for net in ("tcp", "ucx", "mpi"))],
 )
 def test_a_tensor_of_any_size_for_a_rank_that_was_killed_names_the_rank(
     tmp_path, transport, size

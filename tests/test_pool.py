@@ -107,3 +107,45 @@ def test_the_expected_bytes_are_those_that_cross_by_the_microbatches_under_way(a
         active * one + one,
         active * one + one,
     ]
+
+
+class Trouble(Exception):
+    pass
+
+
+class Refuses(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise Trouble
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_a_failed_step_leaves_nothing_in_the_pool(phase):
+    """What was on its way to other microbatches is given back; what comes after the step's
+    end is, when the next one looks at its messages."""
+    model = begin()
+    train(model, torch.randn(4 * SAMPLES, WIDTH))
+    calls = []
+
+    def fail_later(module, inputs, output):
+        calls.append(None)
+        if len(calls) < 3:
+            return output
+        if phase == "forward":
+            raise Trouble
+        return Refuses.apply(output)
+
+    hook = model.module.far.register_forward_hook(fail_later)
+    for _ in range(3):
+        calls.clear()
+        with pytest.raises(Trouble):
+            train(model, torch.randn(4 * SAMPLES, WIDTH))
+    hook.remove()
+
+    train(model, torch.randn(4 * SAMPLES, WIDTH))
+    assert in_use_on_both() == [0, 0]

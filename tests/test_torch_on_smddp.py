@@ -7,11 +7,17 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import checkpoint
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import (
+    FSDPModule,
+    FullyShardedDataParallel,
+    ShardingStrategy,
+    fully_shard,
+)
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
@@ -21,6 +27,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
+from smp.collectives.process_group import ProcessGroup
 from tests.ranks import on_ranks
 from tests.reference.collectives import tree
 from tests.test_collectives import job, same
@@ -140,16 +147,52 @@ def test_ddp_finds_unused_parameters(tmp_path):
 
 @on_ranks(*ON)
 def test_ddp_joins_ranks_with_fewer_batches(tmp_path):
+    """... and trains them as on gloo: who is done stands in for its part."""
     with job(tmp_path) as (rank, size):
-        ddp = DistributedDataParallel(make_model())
-        with Join([ddp]):
-            for step in range(1 + rank):
-                ddp(batch(rank, step)).sum().backward()
-        last = [p.detach().clone() for p in ddp.parameters()]
-        for parameter in last:
+        results = []
+        for backend in ("smddp", "gloo"):
+            group = dist.new_group(backend=backend)
+            ddp = DistributedDataParallel(make_model(), process_group=group)
+            optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
+            with Join([ddp]):
+                for step in range(1 + rank):
+                    optimizer.zero_grad()
+                    ddp(batch(rank, step)).square().mean().backward()
+                    optimizer.step()
+            results.append([p.detach().clone() for p in ddp.parameters()])
+
+        assert not same(results[0][0], next(make_model().parameters()))
+        assert all_close(*results)
+        for parameter in results[0]:  # Join gives all what the last one has
             first = parameter.clone()
             dist.broadcast(first, size - 1)
             assert same(first, parameter)
+
+
+@on_ranks(2)
+def test_ddp_joins_where_c_plus_plus_waits_for_what_python_has_dropped(tmp_path):
+    """It divides by the ranks that are left, whose number a work in C++ brings."""
+    with job(tmp_path) as (rank, size):
+        ddp = DistributedDataParallel(make_model())
+        optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
+        with ddp.join(divide_by_initial_world_size=False):
+            for step in range(1 + 2 * rank):
+                optimizer.zero_grad()
+                ddp(batch(rank, step)).square().mean().backward()
+                optimizer.step()
+
+        for parameter in ddp.parameters():
+            first = parameter.detach().clone()
+            dist.broadcast(first, size - 1)
+            assert same(first, parameter)
+
+
+@on_ranks(2)
+def test_compiled_ddp(tmp_path):
+    with job(tmp_path) as (rank, size):
+        ddp = torch.compile(DistributedDataParallel(make_model()), backend="aot_eager")
+
+        assert all_close(trained(ddp, rank), trained_by_hand(size))
 
 
 @on_ranks(*ON)
@@ -178,13 +221,40 @@ def test_zero_redundancy_optimizer(tmp_path):
         assert all(map(same, trained(ddp, rank, optimizer), trained_by_hand(size)))
 
 
-# ------------------------------------------------------------------- FSDP2 and DTensor
+# -------------------------------------------------------------------- FSDP and DTensor
+
+
+@on_ranks(*ON)
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+def test_the_first_fsdp_trains_as_if_gradients_were_averaged_by_hand(strategy, tmp_path):
+    with job(tmp_path) as (rank, size):
+        model = FullyShardedDataParallel(
+            make_model(),
+            sharding_strategy=ShardingStrategy[strategy],
+            device_id=torch.device("cpu"),
+            use_orig_params=True,
+        )
+        trained(model, rank)
+
+        with FullyShardedDataParallel.summon_full_params(model):
+            got = [parameter.detach().clone() for parameter in model.parameters()]
+        assert all_close(got, trained_by_hand(size))
 
 
 @on_ranks(*ON)
 @pytest.mark.parametrize("from_pool", [False, True])
-def test_fully_shard_trains_as_if_gradients_were_averaged_by_hand(from_pool, tmp_path):
-    with job(tmp_path) as (rank, size):
+def test_fully_shard_trains_as_if_gradients_were_averaged_by_hand(
+    from_pool, tmp_path, monkeypatch
+):
+    given = []  # what FSDP2 asked the group for
+    allocate = ProcessGroup.allocate_tensor
+
+    def counted(*args, **kwargs):
+        given.append(allocate(*args, **kwargs))
+        return given[-1]
+
+    with pytest.MonkeyPatch.context() as patch, job(tmp_path) as (rank, size):
+        patch.setattr(ProcessGroup, "allocate_tensor", counted)
         model = make_model()
         mesh = init_device_mesh("cpu", (size,))
         for layer in model:
@@ -197,6 +267,8 @@ def test_fully_shard_trains_as_if_gradients_were_averaged_by_hand(from_pool, tmp
         shards = trained(model, rank)
 
         assert all(isinstance(shard, DTensor) for shard in shards)
+        assert (len(given) >= STEPS) == from_pool
+        given.clear()
         assert all_close([shard.full_tensor() for shard in shards], trained_by_hand(size))
 
 
@@ -281,7 +353,74 @@ def test_functional_collectives(tmp_path):
         assert all(tensor.eq(total / size).all() for tensor in many)
 
 
+@on_ranks(*ON)
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_functional_collectives_are_compiled(backend, tmp_path):
+    with job(tmp_path) as (rank, size):
+        group = dist.group.WORLD
+
+        @torch.compile(backend=backend, fullgraph=True)
+        def step(x):
+            total = functional.all_reduce(x * 2, "sum", group)
+            return functional.all_gather_tensor(total + x, 0, group)
+
+        for shift in (0, 5):
+            x = torch.full((3,), float(rank + shift))
+            total = sum(2.0 * (r + shift) for r in range(size))
+            want = torch.cat([torch.full((3,), total + r + shift) for r in range(size)])
+            assert same(step(x), want)
+
+
 # ------------------------------------------------------------- objects and checkpoints
+
+
+@on_ranks(2)
+def test_operations_are_called_by_compiled_code(tmp_path):
+    @torch.compile(backend="aot_eager")
+    def exchange(x, rank):
+        x = x * 2
+        work = dist.all_reduce(x, async_op=True)
+        work.wait()
+        dist.broadcast(x, 1)
+        dist.barrier()
+        if rank == 0:
+            dist.send(x + 1, 1)
+        else:
+            dist.recv(x, 0)
+        return x + 1
+
+    with job(tmp_path) as (rank, _):
+        assert exchange(torch.ones(3), rank).tolist() == [5.0 + rank] * 3
+
+
+@on_ranks(2)
+def test_tensors_that_wait_when_they_are_used_are_used(tmp_path):
+    with job(tmp_path) as (rank, size):
+        later = functional.all_reduce(torch.ones(2), "sum", dist.group.WORLD)
+        parts = [torch.empty(2) for _ in range(size)]
+        dist.all_gather(parts, later)
+        assert torch.stack(parts).eq(2).all()
+
+        x = torch.ones(2)
+        with functional.allow_inflight_collective_as_graph_input_ctx():
+            dist.all_reduce(x, async_op=True)
+        assert torch.ops._c10d_functional.wait_tensor(x).tolist() == [2, 2]
+
+
+@on_ranks(2)
+def test_tensors_without_memory_are_refused_or_only_pretended_with(tmp_path):
+    with job(tmp_path) as (rank, size):
+        mesh = init_device_mesh("cpu", (size,))
+        spread = DTensor.from_local(torch.ones(2), mesh, [Replicate()])
+        with pytest.raises(BufferError, match="DTensor has no memory of its own"):
+            dist.all_reduce(spread)
+
+        with FakeTensorMode():
+            fake = torch.ones(2)
+            dist.all_reduce(fake)
+            dist.send(fake, 1 - rank)
+        dist.all_reduce(torch.ones(2, device="meta"))
+        dist.barrier()
 
 
 @on_ranks(*ON)

@@ -143,6 +143,7 @@ def test_a_small_pool_is_no_error(transport):
     begin(comm_transports=[transport], comm_pool_bytes=1 << 20)
 
     check_against_the_cut_loop(30000)
+    assert smp.comm_report().pool_fallbacks > 0
 
 
 @on_ranks(2)
@@ -182,6 +183,7 @@ def test_an_interface_that_is_not_there_is_named_with_those_that_are():
 def test_ranks_with_one_secret_file_meet(transport, tmp_path):
     path = tmp_path / "secret"
     if smp.job.bootstrap.over_mpi().rank == 0:
+        path.touch(0o600)
         path.write_text("of the whole group\n")
     smp.job.bootstrap.over_mpi().barrier()
     os.environ["SMP_SECRET_FILE"] = str(path)
@@ -194,6 +196,7 @@ class TestSecret:
     def test_it_depends_on_the_file(self, tmp_path, monkeypatch):
         boot = smp.job.bootstrap.Alone()
         path = tmp_path / "secret"
+        path.touch(0o600)
         monkeypatch.setenv("SMP_SECRET_FILE", str(path))
         path.write_text("one\n")
         one = smp.job.transports.job_secret(boot, b"token")
@@ -214,17 +217,19 @@ class TestSecret:
         monkeypatch.setenv("SMP_SECRET_FILE", str(path))
         with pytest.raises(ConfigError, match="SMP_SECRET_FILE=.*cannot be read: No such"):
             smp.job.transports.job_secret(smp.job.bootstrap.Alone(), b"token")
+        path.touch(0o600)
         path.write_text("\n")
         with pytest.raises(ConfigError, match="SMP_SECRET_FILE=.* is empty"):
             smp.job.transports.job_secret(smp.job.bootstrap.Alone(), b"token")
 
-    def test_through_a_store_of_several_hosts_it_warns(self, monkeypatch):
-        monkeypatch.delenv("SMP_SECRET_FILE", raising=False)
-        boot = object.__new__(smp.job.bootstrap.OverStore)
-        boot.hosts = 2
-
-        with pytest.warns(UserWarning, match="SMP_SECRET_FILE"):
-            smp.job.transports.job_secret(boot, b"token")
+    @pytest.mark.parametrize("mode", [0o604, 0o640, 0o620])
+    def test_a_file_that_others_have_access_to_is_refused(self, tmp_path, monkeypatch, mode):
+        path = tmp_path / "secret"
+        path.write_text("one")
+        path.chmod(mode)
+        monkeypatch.setenv("SMP_SECRET_FILE", str(path))
+        with pytest.raises(ConfigError, match=f"SMP_SECRET_FILE=.* has mode {mode:04o}"):
+            smp.job.transports.job_secret(smp.job.bootstrap.Alone(), b"token")
 
 
 def test_mpi_without_an_mpi_launcher_is_refused():

@@ -1,4 +1,5 @@
-/* Two processes on one host: a small message there and back, blocks one way.
+/* Two processes on one host: a small message there and back, blocks one way, and blocks
+ * given away as they are, which tells the other one and moves no byte.
  *
  *     make -C benchmarks/core ping              over shared memory, then over TCP
  *     make -C benchmarks/core ping-mpi          over MPI, with mpirun's FLAGS
@@ -34,13 +35,18 @@
 #define TENSOR 256
 #define MAX_SAMPLES PINGS
 
+/* What the receiver does with a block: at byte ASK of the message. */
+#define ASK 8
+enum { ASK_SUM, ASK_NOTHING, ASK_NS_OF_SUM };
+
 typedef struct {
     _Alignas(8) uint8_t cards[2][SMP_CARD_BYTES];
     size_t       bytes[2];
     volatile int ready[2];
 } shared_cards;
 
-static double samples[MAX_SAMPLES];
+static double            samples[MAX_SAMPLES];
+static volatile uint64_t seen; /* so that a pass is not left out */
 
 static int
 by_value(const void *a, const void *b)
@@ -106,7 +112,11 @@ connect_pair(shared_cards *shared, const char *transport, int rank)
     card = smp_comm_card(comm, &shared->bytes[rank]);
     memcpy(shared->cards[rank], card, shared->bytes[rank]);
     exchange_cards(shared, rank);
-    check(smp_comm_connect(comm, cards, shared->bytes, 10000, &failed), "connect");
+    check(smp_comm_connect(
+              comm, cards, shared->bytes,
+              &(smp_patience){.deadline_ns = smp_clock_deadline(10000 * SMP_NS_PER_MS)},
+              &failed),
+          "connect");
     return comm;
 }
 
@@ -122,7 +132,25 @@ sum(const void *data, size_t bytes)
     return total;
 }
 
-/* Sends back what it gets (a block's sum instead of a block) until an empty message. */
+/* What a block is answered with. */
+static uint64_t
+answer_to(const smp_message *message)
+{
+    int64_t  start = smp_clock_ns();
+    uint64_t total = 0;
+
+    if (message->bytes[ASK] != ASK_NOTHING) {
+        total = sum(smp_block_data(message->blocks[0]),
+                    smp_block_bytes(message->blocks[0]));
+    }
+    if (message->bytes[ASK] == ASK_NS_OF_SUM) {
+        seen = total;
+        total = (uint64_t)(smp_clock_ns() - start);
+    }
+    return total;
+}
+
+/* Sends back what it gets (an answer instead of a block) until an empty message. */
 static void
 answer(smp_comm *comm)
 {
@@ -140,8 +168,7 @@ answer(smp_comm *comm)
             smp_block_release(block);
             check(smp_comm_block(comm, 0, TENSOR, &block), "block");
         } else if (message->nblocks == 1) {
-            total = sum(smp_block_data(message->blocks[0]),
-                        smp_block_bytes(message->blocks[0]));
+            total = answer_to(message);
         }
         memcpy(message->bytes, &total, nbytes < 8 ? nbytes : 8);
         check(smp_comm_send(comm, 0, message->bytes, nbytes, &block, block != NULL),
@@ -162,6 +189,36 @@ exchange(smp_comm *comm, const void *bytes, size_t nbytes, smp_block *block,
     memcpy(total, message->bytes, nbytes < 8 ? nbytes : 8);
     smp_message_free(message);
     return (double)(smp_clock_ns() - start) / 1e3;
+}
+
+/* Blocks that lie in the pool already, written, and that the sender gives up. */
+static void
+give_away(smp_comm *comm)
+{
+    uint8_t    small[SMALL] = {0};
+    smp_block *block;
+    uint64_t   ns;
+    char       what[64];
+
+    for (size_t bytes = (size_t)64 << 10; bytes <= BLOCK; bytes *= 16) {
+        for (int ask = ASK_NOTHING; ask <= ASK_NS_OF_SUM; ask++) {
+            small[ASK] = (uint8_t)ask;
+            for (int i = 0; i < HANDOVERS; i++) {
+                double us;
+
+                check(smp_comm_block(comm, 1, bytes, &block), "block");
+                memset(smp_block_data(block), i, bytes);
+                exchange(comm, small, SMALL, NULL, &ns); /* who waited long, slept */
+                us = exchange(comm, small, SMALL, block, &ns);
+                samples[i] = ask == ASK_NOTHING ? us / 2 : (double)ns / 1e3;
+            }
+            snprintf(what, sizeof(what),
+                     ask == ASK_NOTHING ? "give away %zu KiB, half of there and back"
+                                        : "... the receiver's first pass over %zu KiB",
+                     bytes >> 10);
+            print_row(what, HANDOVERS, "");
+        }
+    }
 }
 
 static void
@@ -241,6 +298,7 @@ measure(smp_comm *comm)
                  bytes < (1 << 20) ? "B" : "MiB");
         print_row(what, n, "");
     }
+    give_away(comm);
     exchange(comm, small, 0, NULL, &total);
     free(source);
     free(copy);

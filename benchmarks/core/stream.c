@@ -67,7 +67,11 @@ connect_pair(shared_cards *shared, const char *transport, int rank)
     while (atomic_load(&shared->ready) != 2) {
         sched_yield();
     }
-    check(smp_comm_connect(comm, cards, shared->bytes, 20000, &failed), "connect");
+    check(smp_comm_connect(
+              comm, cards, shared->bytes,
+              &(smp_patience){.deadline_ns = smp_clock_deadline(20000 * SMP_NS_PER_MS)},
+              &failed),
+          "connect");
     return comm;
 }
 

@@ -108,6 +108,14 @@ smp_block_forget(smp_block *block)
     free(block);
 }
 
+void
+smp_block_hand_over(smp_block *block)
+{
+    atomic_store_explicit(&block->segment->device->states[block->slot], SMP_SLOT_SENT,
+                          memory_order_release);
+    smp_block_forget(block);
+}
+
 /* The store: after it the sender may use the bytes again. */
 static void
 give_back(void *arg)

@@ -53,4 +53,8 @@ void smp_block_list_clear(smp_block_list *list);
  * job holds it now. */
 void smp_block_forget(smp_block *block);
 
+/* The same for one on a device, before the receiver can see it: from now on it comes
+ * back from there, or when that is dead (comm/device/pool.h). */
+void smp_block_hand_over(smp_block *block);
+
 #endif

@@ -62,7 +62,8 @@ typedef enum { WAIT_SPIN, WAIT_YIELD } wait_kind;
 
 typedef struct {
     const smp_transport *ops;
-    void                *self; /* owned */
+    void                *self;      /* owned */
+    bool                 connected; /* connect() has returned with whom it reaches */
 } carrier;
 
 /* What was sent to a rank. */
@@ -74,6 +75,7 @@ typedef struct {
 struct smp_comm {
     int              rank; /* set at create, like all up to ncarriers */
     int              size;
+    int             *names; /* owned: [size] */
     int              spin_us;
     char             job[64];
     uint32_t         generation; /* smp_fork_generation() of the process that made it */
@@ -150,27 +152,28 @@ host_kick(smp_comm *comm)
     smp_loop_kick(&comm->loop);
 }
 
-/* Moves a peer out of PEER_OPEN; false if it was not there. */
-static bool
-close_peer(smp_comm *comm, int rank, peer_state to)
+/* Moves a peer out of PEER_OPEN, if it is there.  `fault`: 0, or why it is lost. */
+static void
+close_peer(smp_comm *comm, int rank, peer_state to, uint64_t fault)
 {
-    uint8_t from = PEER_OPEN;
+    uint8_t  from = PEER_OPEN;
+    uint64_t none = 0;
 
     if (!atomic_compare_exchange_strong(&comm->states[rank], &from, (uint8_t)to)) {
-        return false;
+        return;
     }
+    if (fault != 0) {
+        atomic_compare_exchange_strong(&comm->fault, &none, fault);
+    }
+    smp_jitter();
+    /* Last: who sees that nobody is left sees why; look() reads them in this order. */
     atomic_fetch_sub(&comm->open, 1);
-    return true;
 }
 
 static void
 host_lost(smp_comm *comm, int rank, smp_status why)
 {
-    uint64_t none = 0;
-
-    if (close_peer(comm, rank, PEER_LOST)) {
-        atomic_compare_exchange_strong(&comm->fault, &none, fault_of(rank, why));
-    }
+    close_peer(comm, rank, PEER_LOST, fault_of(rank, why));
     /* It may have died between clearing the bell and waking us. */
     smp_bell_ring_hard(comm->segment->bell);
 }
@@ -178,7 +181,7 @@ host_lost(smp_comm *comm, int rank, smp_status why)
 static void
 host_left(smp_comm *comm, int rank)
 {
-    close_peer(comm, rank, PEER_LEFT);
+    close_peer(comm, rank, PEER_LEFT, 0);
     smp_bell_ring_hard(comm->segment->bell);
 }
 
@@ -261,7 +264,8 @@ progress(smp_comm *comm)
         wait = SWEEP_NS;
     }
     for (int i = 0; i < comm->ncarriers; i++) {
-        int64_t its = comm->carriers[i].ops->progress(comm->carriers[i].self);
+        const carrier *c = &comm->carriers[i];
+        int64_t        its = c->connected ? c->ops->progress(c->self) : -1;
 
         if (its >= 0 && its < wait) {
             wait = its;
@@ -276,9 +280,22 @@ finish(smp_comm *comm)
     bool done = true;
 
     for (int i = 0; i < comm->ncarriers; i++) {
-        done = comm->carriers[i].ops->finish(comm->carriers[i].self) && done;
+        const carrier *c = &comm->carriers[i];
+
+        done = (!c->connected || c->ops->finish(c->self)) && done;
     }
     return done;
+}
+
+/* Until all is sent and goodbye is said, or nothing moves any more. */
+static void
+finish_all(smp_comm *comm)
+{
+    host_moved(comm);
+    while (!finish(comm) && smp_clock_ns() < comm->moved_ns + FINISH_NS) {
+        progress(comm);
+        smp_loop_wait(&comm->loop, FINISH_STEP_NS);
+    }
 }
 
 static void *
@@ -290,11 +307,7 @@ progress_main(void *arg)
         smp_loop_wait(&comm->loop, progress(comm));
         smp_jitter();
     }
-    host_moved(comm);
-    while (!finish(comm) && smp_clock_ns() < comm->moved_ns + FINISH_NS) {
-        progress(comm);
-        smp_loop_wait(&comm->loop, FINISH_STEP_NS);
-    }
+    finish_all(comm);
     return NULL;
 }
 
@@ -450,6 +463,8 @@ fill_host(smp_comm *comm, const char *interface)
         .kick_fd = comm->loop.kick_fd,
         .watch = host_watch,
         .unwatch = host_unwatch,
+        .close_in_child = smp_fork_close_in_child,
+        .forget_fd = smp_fork_forget_fd,
     };
 }
 
@@ -489,10 +504,14 @@ smp_comm_create(const smp_comm_config *config, smp_comm **out)
     comm->states = calloc((size_t)comm->size, sizeof(*comm->states));
     comm->traffic = calloc((size_t)comm->size, sizeof(*comm->traffic));
     comm->card = malloc(SMP_CARD_BYTES);
+    comm->names = malloc((size_t)comm->size * sizeof(int));
     if (comm->routes == NULL || comm->states == NULL || comm->traffic == NULL ||
-        comm->card == NULL) {
+        comm->card == NULL || comm->names == NULL) {
         status = SMP_ERR_NO_MEMORY;
         goto err_destroy;
+    }
+    for (int r = 0; r < comm->size; r++) {
+        comm->names[r] = config->names != NULL ? config->names[r] : r;
     }
     status = smp_segment_create(comm->size, pool, &comm->segment);
     if (status != SMP_OK) {
@@ -532,10 +551,11 @@ smp_comm_card(const smp_comm *comm, size_t *bytes)
     return comm->card;
 }
 
-/* Connects by one transport to those ranks that have no route yet. */
+/* Connects by one transport to those ranks that have no route yet; lost: but this one.
+ */
 static smp_status
-connect_by(smp_comm *comm, carrier *c, const void *const *cards, int64_t deadline_ns,
-           int *failed)
+connect_by(smp_comm *comm, carrier *c, const void *const *cards,
+           const smp_patience *patience, int lost, int *failed)
 {
     size_t       size = (size_t)comm->size;
     const void **sections = calloc(size, sizeof(*sections));
@@ -548,15 +568,16 @@ connect_by(smp_comm *comm, carrier *c, const void *const *cards, int64_t deadlin
         goto out;
     }
     for (int r = 0; r < comm->size; r++) {
-        wanted[r] = r != comm->rank && comm->routes[r] == NULL;
+        wanted[r] = r != comm->rank && r != lost && comm->routes[r] == NULL;
         if (r != comm->rank) {
             sections[r] = smp_card_find(cards[r], c->ops->name, &bytes[r]);
         }
     }
     status =
-        c->ops->connect(c->self, sections, bytes, wanted, deadline_ns, reached, failed);
+        c->ops->connect(c->self, sections, bytes, wanted, patience, reached, failed);
+    c->connected = status == SMP_OK || status == SMP_ERR_PEER_LOST;
     for (int r = 0; r < comm->size; r++) {
-        if (status == SMP_OK && reached[r]) {
+        if (c->connected && reached[r]) {
             comm->routes[r] = c;
             atomic_store(&comm->states[r], PEER_OPEN);
             atomic_fetch_add(&comm->open, 1);
@@ -610,9 +631,9 @@ decide_how_to_wait(smp_comm *comm, const void *const *cards)
 
 smp_status
 smp_comm_connect(smp_comm *comm, const void *const *cards, const size_t *card_bytes,
-                 int timeout_ms, int *failed)
+                 const smp_patience *patience, int *failed)
 {
-    int64_t    deadline = smp_clock_deadline(timeout_ms * SMP_NS_PER_MS);
+    int        lost = -1;
     smp_status status;
 
     if (is_child(comm) || comm->started) {
@@ -625,10 +646,16 @@ smp_comm_connect(smp_comm *comm, const void *const *cards, const size_t *card_by
         }
     }
     for (int i = 0; i < comm->ncarriers; i++) {
-        status = connect_by(comm, &comm->carriers[i], cards, deadline, failed);
-        if (status != SMP_OK) {
+        status = connect_by(comm, &comm->carriers[i], cards, patience, lost, failed);
+        if (status == SMP_ERR_PEER_LOST && lost < 0) {
+            lost = *failed; /* the others are met all the same; see destroy */
+        } else if (status != SMP_OK && status != SMP_ERR_PEER_LOST) {
             return status;
         }
+    }
+    if (lost >= 0) {
+        *failed = lost;
+        return SMP_ERR_PEER_LOST;
     }
     for (int r = 0; r < comm->size; r++) {
         if (r != comm->rank && comm->routes[r] == NULL) {
@@ -651,6 +678,8 @@ smp_comm_destroy(smp_comm *comm)
         atomic_store(&comm->stopping, true);
         smp_loop_kick(&comm->loop);
         pthread_join(comm->thread, NULL);
+    } else if (atomic_load(&comm->open) != 0) { /* they must not take us for dead */
+        finish_all(comm);
     }
     smp_device_port_destroy(comm->device);    /* 2. end what the device does */
     for (int i = comm->ncarriers; i-- > 0;) { /* 3. close what leads to the peers */
@@ -665,6 +694,7 @@ smp_comm_destroy(smp_comm *comm)
     free(comm->traffic);
     free(comm->states);
     free(comm->routes);
+    free(comm->names);
     free(comm);
 }
 
@@ -743,8 +773,8 @@ static smp_status
 look(smp_comm *comm, smp_message **out)
 {
     /* Read before the queues: what an ended peer sent is in them by then. */
-    uint64_t fault = atomic_load(&comm->fault);
     bool     alone = atomic_load(&comm->open) == 0 && comm->size > 1;
+    uint64_t fault = atomic_load(&comm->fault);
 
     if (atomic_load(&comm->woken) && atomic_exchange(&comm->woken, false)) {
         return SMP_ERR_INTERRUPTED;
@@ -884,6 +914,12 @@ smp_comm_size(const smp_comm *comm)
     return comm->size;
 }
 
+int
+smp_comm_name(const smp_comm *comm, int rank)
+{
+    return rank >= 0 && rank < comm->size ? comm->names[rank] : rank;
+}
+
 void
 smp_comm_sent_to(const smp_comm *comm, int rank, uint64_t *messages, uint64_t *bytes)
 {
@@ -984,12 +1020,6 @@ bool
 smp_comm_gone(const smp_comm *comm, int rank)
 {
     return rank != comm->rank && atomic_load(&comm->states[rank]) != PEER_OPEN;
-}
-
-void
-smp_comm_found_dead(smp_comm *comm, int rank)
-{
-    host_lost(comm, rank, SMP_ERR_PEER_LOST);
 }
 
 int

@@ -22,6 +22,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "comm/patience.h"
 #include "common/status.h"
 
 /* Alignment of every block's data, in bytes. */
@@ -31,8 +32,10 @@ typedef struct smp_comm  smp_comm;
 typedef struct smp_block smp_block;
 
 typedef struct {
-    int    rank;       /* of this process */
-    int    size;       /* ranks in the job */
+    int        rank;   /* of this process */
+    int        size;   /* ranks in the job */
+    const int *names;  /* [size]: the numbers that people know the ranks by, for errors;
+                          borrowed during create; NULL: rank r is called r */
     size_t pool_bytes; /* this rank's arena of shared memory, at most; 0: a part of
                           the machine's memory.  It takes only what it uses. */
     size_t device_pool_bytes; /* of the device pool, which is made when a tensor of a
@@ -68,10 +71,13 @@ smp_status  smp_comm_create(const smp_comm_config *config, smp_comm **out);
 const void *smp_comm_card(const smp_comm *comm, size_t *bytes);
 
 /* Connects to every other rank; cards[r] is the card of rank r.  Collective: all
- * ranks must call it.  SMP_ERR_UNREACHABLE: *failed is the first rank that no
- * transport reaches.  SMP_ERR_TIMED_OUT: a rank did not answer within timeout_ms. */
+ * ranks must call it.  With *failed: SMP_ERR_UNREACHABLE: the first rank that no
+ * transport reaches; SMP_ERR_TIMED_OUT: it did not answer in time; SMP_ERR_PEER_LOST:
+ * it died or gave up meanwhile; SMP_ERR_MALFORMED.  SMP_ERR_INTERRUPTED: the caller
+ * gives up.  After any error only smp_comm_destroy() may follow. */
 smp_status smp_comm_connect(smp_comm *comm, const void *const *cards,
-                            const size_t *card_bytes, int timeout_ms, int *failed);
+                            const size_t *card_bytes, const smp_patience *patience,
+                            int *failed);
 
 /* Sends what is queued (gives up when nothing moves for a second), says goodbye to the
  * peers, stops the progress thread, unmaps, frees.  Messages and blocks that the caller
@@ -90,7 +96,7 @@ void      *smp_block_data(const smp_block *block); /* NULL: it is on a device */
 size_t     smp_block_bytes(const smp_block *block);
 
 /* Gives a block back: to its sender's arena, or to the heap.  Any thread, also
- * after smp_comm_destroy(). */
+ * after smp_comm_destroy().  Takes NULL. */
 void smp_block_release(smp_block *block);
 
 /* Queues a message.  Copies `bytes`; takes the blocks.  Never waits for the receiver:
@@ -135,6 +141,9 @@ bool smp_comm_left(const smp_comm *comm, int rank);
 
 /* Ranks in the job. */
 int smp_comm_size(const smp_comm *comm);
+
+/* What errors call `rank`; a number that is no rank is called itself.  Any thread. */
+int smp_comm_name(const smp_comm *comm, int rank);
 
 void smp_comm_counters(smp_comm *comm, smp_comm_stats *out);
 

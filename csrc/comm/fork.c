@@ -43,7 +43,8 @@ static size_t       fds_room;
 static living_fork *forks; /* owned: forks[0 .. nforks), room for forks_room */
 static size_t       nforks;
 static size_t       forks_room;
-static waiting     *waiters;                 /* owned */
+static uint32_t     unwatched; /* the last fork whose children's end nobody will see */
+static waiting     *waiters;   /* owned */
 static int          fork_pipe[2] = {-1, -1}; /* between prepare and parent or child */
 
 /* Makes room for one more element.  Caller holds the lock. */
@@ -82,10 +83,13 @@ reap_forks(void)
     nforks = kept;
 }
 
-/* Whether a child of a fork after `since` lives.  Caller holds the lock. */
+/* Whether a child of a fork after `since` lives, or may.  Caller holds the lock. */
 static bool
 child_sees(uint32_t since)
 {
+    if (unwatched > since) {
+        return true;
+    }
     for (size_t i = 0; i < nforks; i++) {
         if (forks[i].epoch > since) {
             return true;
@@ -150,6 +154,8 @@ after_fork_in_parent(void)
     if (fork_pipe[0] >= 0) {
         close(fork_pipe[1]);
         forks[nforks++] = (living_fork){.epoch = number, .hang_up = fork_pipe[0]};
+    } else if (nfds != 0) { /* no descriptor was left for a pipe, or no memory */
+        unwatched = number;
     }
     smp_lock_release(&lock);
 }

@@ -12,7 +12,8 @@
 
 typedef struct {
     smp_segment *segment; /* borrowed from the comm; take a reference to keep it */
-    pid_t        pid;     /* as this process sees it; 0: it does not */
+    pid_t        pid;     /* as this process sees it; 0: it does not (another pid
+                             namespace) */
 } smp_neighbour;
 
 /* The rank's shared memory, also this rank's own; false: it is not mapped here.  A
@@ -22,10 +23,6 @@ bool smp_comm_neighbour(const smp_comm *comm, int rank, smp_neighbour *out);
 /* Nothing more comes from `rank`: it died, broke the protocol or ended in order
  * (smp_comm_left).  What it wrote before can be seen.  Any thread. */
 bool smp_comm_gone(const smp_comm *comm, int rank);
-
-/* The rank's process has ended, which somebody has seen before the comm has.  Any
- * thread. */
-void smp_comm_found_dead(smp_comm *comm, int rank);
 
 /* The number of this rank. */
 int smp_comm_rank(const smp_comm *comm);

@@ -29,4 +29,30 @@ smp_patience_left(const smp_patience *patience, int64_t now_ns)
                : SMP_OK;
 }
 
+/* For poll(): how long to sleep until until_ns, or until it is time to look. */
+static inline int
+smp_patience_ms(const smp_patience *patience, int64_t until_ns)
+{
+    int64_t longest = patience->gives_up != NULL ? SMP_PATIENCE_NS : SMP_NS_PER_S;
+    int64_t now = smp_clock_ns();
+    int64_t until = until_ns < patience->deadline_ns ? until_ns : patience->deadline_ns;
+    int64_t left = until < now ? 0 : until - now;
+
+    return (int)((left < longest ? left : longest) / SMP_NS_PER_MS) + 1;
+}
+
+/* Half of the time, so that a network that swallows everything leaves the other half to
+ * the transports that come after. */
+static inline smp_patience
+smp_patience_half(const smp_patience *patience)
+{
+    smp_patience half = *patience;
+    int64_t      now = smp_clock_ns();
+
+    if (half.deadline_ns != SMP_NEVER) {
+        half.deadline_ns = now + (half.deadline_ns - now) / 2;
+    }
+    return half;
+}
+
 #endif

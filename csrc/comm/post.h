@@ -6,7 +6,8 @@
  * when it is closed again is dropped.
  *
  * Ownership  put takes a message, get gives it.  A hole is its owner's memory, from
- * open until close. Threads    put: any.  The rest: the hole's owner.
+ *            open until close.
+ * Threads    put: any.  The rest: the hole's owner.
  */
 #ifndef SMP_COMM_POST_H
 #define SMP_COMM_POST_H

@@ -4,16 +4,31 @@
 #include "comm/transport.h"
 #include "common/lock.h"
 
-static smp_lock lock = SMP_LOCK_INIT(SMP_LOCK_REGISTRY); /* guards all below */
-static const smp_transport *registered[SMP_TRANSPORTS] = {
-    &smp_transport_shm, &smp_transport_ucx, &smp_transport_tcp};
-static int nregistered = 3;
+static smp_lock lock = SMP_LOCK_INIT(SMP_LOCK_REGISTRY); /* guards what is below */
+static const smp_transport *registered[SMP_TRANSPORTS + 1] = {
+    /* and NULL */
+    &smp_transport_shm,
+    &smp_transport_ucx,
+    &smp_transport_tcp,
+};
+
+/* Caller holds the lock. */
+static int
+count(void)
+{
+    int n = 0;
+
+    while (registered[n] != NULL) {
+        n++;
+    }
+    return n;
+}
 
 /* Caller holds the lock. */
 static const smp_transport *
 find(const char *name, size_t length)
 {
-    for (int i = 0; i < nregistered; i++) {
+    for (int i = 0; registered[i] != NULL; i++) {
         if (strlen(registered[i]->name) == length &&
             strncmp(registered[i]->name, name, length) == 0) {
             return registered[i];
@@ -32,10 +47,12 @@ smp_transport_register(const smp_transport *transport)
     }
     smp_lock_acquire(&lock);
     if (find(transport->name, strlen(transport->name)) == NULL) {
-        if (nregistered == SMP_TRANSPORTS) {
+        int n = count();
+
+        if (n == SMP_TRANSPORTS) {
             status = SMP_ERR_INVALID;
         } else {
-            registered[nregistered++] = transport;
+            registered[n] = transport;
         }
     }
     smp_lock_release(&lock);
@@ -59,8 +76,8 @@ smp_transport_all(const smp_transport *out[SMP_TRANSPORTS])
     int n;
 
     smp_lock_acquire(&lock);
-    n = nregistered;
-    memcpy(out, registered, sizeof(registered));
+    n = count();
+    memcpy(out, registered, (size_t)n * sizeof(*registered));
     smp_lock_release(&lock);
     return n;
 }

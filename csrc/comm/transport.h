@@ -17,7 +17,7 @@
 #include "common/status.h"
 
 /* Changes with every change of the two tables. */
-#define SMP_TRANSPORT_ABI 5
+#define SMP_TRANSPORT_ABI 7
 
 /* There are never more. */
 #define SMP_TRANSPORTS 8
@@ -83,6 +83,10 @@ typedef struct {
      * SMP_ERR_SYSTEM. */
     smp_status (*watch)(smp_comm *comm, int fd, uint32_t events, smp_watch *watch);
     void (*unwatch)(smp_comm *comm, int fd);
+
+    /* See comm/fork.h. */
+    smp_status (*close_in_child)(int fd);
+    void (*forget_fd)(int fd);
 } smp_host;
 
 /* What a transport provides. */
@@ -100,11 +104,13 @@ typedef struct {
 
     /* Connects to each rank r with wanted[r] that it reaches and sets reached[r].
      * cards[r] is NULL for a rank without this transport.  Every rank of the job calls
-     * it, and both ends of a pair come to the same answer.  SMP_ERR_TIMED_OUT with
-     * *failed; SMP_ERR_MALFORMED. */
+     * it, and both ends of a pair come to the same answer.  With *failed:
+     * SMP_ERR_TIMED_OUT, SMP_ERR_UNREACHABLE, SMP_ERR_MALFORMED; SMP_ERR_PEER_LOST:
+     * that one has died or given up, the others were met all the same.
+     * SMP_ERR_INTERRUPTED. */
     smp_status (*connect)(void *self, const void *const *cards,
                           const size_t *card_bytes, const bool *wanted,
-                          int64_t deadline_ns, bool *reached, int *failed);
+                          const smp_patience *patience, bool *reached, int *failed);
 
     /* As smp_comm_block and smp_comm_send, for a rank that was reached.  Any thread. */
     smp_status (*block)(void *self, int dest, size_t bytes, smp_block **out);

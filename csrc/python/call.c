@@ -282,14 +282,51 @@ write_back(PyObject *argument, PyObject *data, bool grad_is_on)
     return done;
 }
 
+/* The call's number, its arguments, and what was sent. */
+typedef struct {
+    int32_t         entry;
+    PyObject       *args;   /* borrowed */
+    PyObject       *kwargs; /* borrowed; or NULL */
+    const smp_pack *pack;   /* borrowed */
+} sent_call;
+
+/* An error if another tensor of the call shares memory with the one that the callee
+ * has changed. */
+static int
+refuse_shared(const sent_call *sent, PyObject *changed)
+{
+    const smp_pack *pack = sent->pack;
+    PyObject       *tensors;
+    PyObject       *done;
+
+    if (pack->ntensors == 1) {
+        return 0;
+    }
+    tensors = PyList_New((Py_ssize_t)pack->ntensors);
+    if (tensors == NULL) {
+        return -1;
+    }
+    for (size_t i = 0; i < pack->ntensors; i++) {
+        PyList_SET_ITEM(tensors, (Py_ssize_t)i, Py_NewRef(pack->tensors[i]));
+    }
+    done = PyObject_CallFunction(
+        smp_the_session.refuse_changed, "sOOOO",
+        smp_entry_path(&smp_the_session.entries[sent->entry]), sent->args,
+        sent->kwargs == NULL ? Py_None : sent->kwargs, changed, tensors);
+    Py_DECREF(tensors);
+    Py_XDECREF(done);
+    return done == NULL ? -1 : 0;
+}
+
 /* Reads which arguments the callee changed in place: pairs of argument number and
  * tensor, of which those that autograd must know are the response's first.  The others
  * are written back at once.  Returns a list of the first kind's arguments (new). */
 static PyObject *
-read_dirty(smp_unpack *unpack, const smp_pack *pack)
+read_dirty(smp_unpack *unpack, const sent_call *sent)
 {
-    PyObject *dirty = PyList_New(0);
-    uint32_t  count;
+    const smp_pack *pack = sent->pack;
+    PyObject       *dirty = PyList_New(0);
+    uint32_t        count;
 
     if (dirty == NULL || smp_unpack_u32(unpack, &count) < 0) {
         goto fail;
@@ -309,6 +346,9 @@ read_dirty(smp_unpack *unpack, const smp_pack *pack)
             PyErr_SetString(PyExc_ValueError,
                             "smp: malformed message: a changed argument "
                             "that is none");
+            goto fail;
+        }
+        if (refuse_shared(sent, pack->tensors[argument]) < 0) {
             goto fail;
         }
         if (unpack->requires_grad[i]) {
@@ -413,14 +453,15 @@ apply_changes(smp_unpack *unpack, const smp_pack *pack)
 
 /* Makes the caller's values of a response.  Takes the response. */
 static PyObject *
-finish(call_object *call, PyObject *token, const smp_pack *pack, smp_message *response)
+finish(call_object *call, PyObject *token, const sent_call *sent, smp_message *response)
 {
-    smp_unpack unpack;
-    PyObject  *dirty = NULL;
-    PyObject  *value = NULL;
+    const smp_pack *pack = sent->pack;
+    smp_unpack      unpack;
+    PyObject       *dirty = NULL;
+    PyObject       *value = NULL;
 
     if (smp_unpack_init(&unpack, response, pack, false, false) < 0 ||
-        (dirty = read_dirty(&unpack, pack)) == NULL ||
+        (dirty = read_dirty(&unpack, sent)) == NULL ||
         (token != NULL &&
          (apply_recv(call, token, &unpack) < 0 || apply_dirty(dirty, &unpack) < 0))) {
         goto done;
@@ -542,7 +583,8 @@ call_entry(int32_t number, PyObject *args, PyObject *kwargs, uint16_t flags)
         goto done;
     }
     task->count = smp_message_envelope(response)->about;
-    value = settle(state, finish(call, token, &pack, response));
+    value = settle(state, finish(call, token, &(sent_call){number, args, kwargs, &pack},
+                                 response));
 done:
     smp_pack_fini(&pack);
     Py_XDECREF(token);

@@ -6,7 +6,9 @@
 #include <string.h>
 
 #include "comm/fork.h"
-#include "python/collective_group.h"
+#include "python/collective_order.h"
+#include "python/comm_binding.h"
+#include "python/signals.h"
 #include "python/tensor.h"
 
 PyTypeObject *smp_comm_type;
@@ -45,19 +47,42 @@ smp_comm_check_open(const smp_comm_object *comm)
     return 0;
 }
 
-/* Comm(rank, size, pool_bytes, transports, interface, job) */
+int
+smp_comm_object_name(const smp_comm_object *comm, int rank)
+{
+    return rank >= 0 && rank < comm->size ? comm->names[rank] : rank;
+}
+
+/* Keeps the names of a list.  0, or -1 with an exception. */
+static int
+keep_names(smp_comm_object *self, PyObject *list)
+{
+    self->size = (int)PyList_GET_SIZE(list);
+    self->names = calloc((size_t)self->size + 1, sizeof(*self->names));
+    if (self->names == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (int r = 0; r < self->size; r++) {
+        self->names[r] = (int)PyLong_AsLong(PyList_GET_ITEM(list, r));
+    }
+    return PyErr_Occurred() != NULL ? -1 : 0;
+}
+
+/* Comm(rank, names, pool_bytes, transports, interface, job) */
 static PyObject *
 comm_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     smp_comm_config  config = {.spin_us = -1};
     smp_comm_object *self;
     PyObject        *torch_c;
+    PyObject        *list;
     Py_ssize_t       pool;
     const char      *job;
     smp_status       status;
 
     (void)kwargs;
-    if (!PyArg_ParseTuple(args, "iinzzs", &config.rank, &config.size, &pool,
+    if (!PyArg_ParseTuple(args, "iO!nzzs", &config.rank, &PyList_Type, &list, &pool,
                           &config.transports, &config.interface, &job)) {
         return NULL;
     }
@@ -69,7 +94,11 @@ comm_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     }
     self->generation = smp_fork_generation();
     self->rank = config.rank;
-    self->size = config.size;
+    if (keep_names(self, list) < 0) {
+        goto err;
+    }
+    config.size = self->size;
+    config.names = self->names;
     torch_c = PyImport_ImportModule("torch._C");
     self->error =
         torch_c == NULL ? NULL : PyObject_GetAttrString(torch_c, "_DistBackendError");
@@ -133,6 +162,7 @@ comm_dealloc(PyObject *object)
 
     close_comm(self);
     Py_XDECREF(self->error);
+    free(self->names);
     type->tp_free(object);
     Py_DECREF(type);
 }
@@ -191,12 +221,15 @@ comm_connect(PyObject *object, PyObject *args)
         }
     }
     if (status == SMP_OK) {
-        smp_comm *comm = self->comm;
+        smp_comm        *comm = self->comm;
+        smp_signal_asker asker;
+        smp_patience     patience;
 
         self->users++;
-        Py_BEGIN_ALLOW_THREADS;
-        status = smp_comm_connect(comm, at, bytes, timeout_ms, &failed);
-        Py_END_ALLOW_THREADS;
+        patience =
+            smp_signals_begin(&asker, smp_clock_deadline(timeout_ms * SMP_NS_PER_MS));
+        status = smp_comm_connect(comm, at, bytes, &patience, &failed);
+        smp_signals_end(&asker);
         self->users--;
     }
     free(at);
@@ -205,8 +238,9 @@ comm_connect(PyObject *object, PyObject *args)
         return NULL;
     }
     if (status != SMP_OK) {
-        PyOS_snprintf(who, sizeof(who), "connecting rank %d to rank %d", self->rank,
-                      failed);
+        PyOS_snprintf(who, sizeof(who), "connecting rank %d to rank %d",
+                      smp_comm_object_name(self, self->rank),
+                      smp_comm_object_name(self, failed));
         return smp_comm_raise(self, status, who, NULL);
     }
     Py_RETURN_NONE;
@@ -226,6 +260,33 @@ comm_transport(PyObject *object, PyObject *arg)
         return PyErr_Format(PyExc_ValueError, "smp: no rank %ld", rank);
     }
     return Py_BuildValue("z", smp_comm_transport(self->comm, (int)rank));
+}
+
+/* peers() -> [(transport or None, messages sent, bytes sent), ...] by rank */
+static PyObject *
+comm_peers(PyObject *object, PyObject *unused)
+{
+    smp_comm_object *self = (smp_comm_object *)object;
+
+    (void)unused;
+    return smp_comm_check_open(self) < 0 ? NULL : smp_python_peers(self->comm);
+}
+
+/* pool() -> (bytes at most, most in use so far, blocks that came from it, blocks that
+ * did not fit) */
+static PyObject *
+comm_pool(PyObject *object, PyObject *unused)
+{
+    smp_comm_object *self = (smp_comm_object *)object;
+    smp_comm_stats   stats;
+
+    (void)unused;
+    if (smp_comm_check_open(self) < 0) {
+        return NULL;
+    }
+    smp_comm_counters(self->comm, &stats);
+    return Py_BuildValue("KKKK", stats.pool_size, stats.pool_high, stats.pool_blocks,
+                         stats.pool_fallbacks);
 }
 
 static void
@@ -303,6 +364,22 @@ comm_stop(PyObject *object, PyObject *unused)
     Py_RETURN_NONE;
 }
 
+/* report_after(seconds): before the first group; 0: never */
+static PyObject *
+comm_report_after(PyObject *object, PyObject *arg)
+{
+    smp_comm_object *self = (smp_comm_object *)object;
+    double           seconds = PyFloat_AsDouble(arg);
+
+    if ((seconds == -1 && PyErr_Occurred() != NULL) || smp_comm_check_open(self) < 0) {
+        return NULL;
+    }
+    smp_carrier_report_after(self->carrier, smp_comm_object_name(self, self->rank),
+                             seconds > 0 && seconds < 1e9 ? (int64_t)(seconds * 1e9)
+                                                          : 0);
+    Py_RETURN_NONE;
+}
+
 /* close(): leaves the other ranks; after stop(), and when all groups are closed */
 static PyObject *
 comm_close(PyObject *object, PyObject *unused)
@@ -324,10 +401,19 @@ static PyMethodDef comm_methods[] = {
      "connect(cards, timeout_ms)\n--\n\nTo all other ranks; collective."},
     {"transport", comm_transport, METH_O,
      "transport(rank)\n--\n\nThe name of the transport to that rank."},
+    {"peers", comm_peers, METH_NOARGS,
+     "peers()\n--\n\n"
+     "By rank: the transport's name, messages and bytes sent; None for this rank."},
+    {"pool", comm_pool, METH_NOARGS,
+     "pool()\n--\n\n"
+     "Bytes at most, the most in use so far, blocks from it, blocks that did not fit."},
     {"allocate", comm_allocate, METH_O,
      "allocate(bytes)\n--\n\nA uint8 tensor in this rank's pool, where there is room."},
     {"finished", comm_finished, METH_NOARGS,
      "Wait for the next order that is over, and return its owner; None: closing."},
+    {"report_after", comm_report_after, METH_O,
+     "report_after(seconds)\n--\n\nOperations that wait so long for ranks say so on "
+     "stderr; 0: none does."},
     {"stop", comm_stop, METH_NOARGS, "Let finished() come to its end."},
     {"close", comm_close, METH_NOARGS, "Leave the other ranks."},
     {NULL, NULL, 0, NULL},
@@ -337,8 +423,10 @@ static PyType_Slot comm_slots[] = {
     {Py_tp_new, __extension__(void *) comm_new},
     {Py_tp_dealloc, __extension__(void *) comm_dealloc},
     {Py_tp_methods, comm_methods},
-    {Py_tp_doc, "Comm(rank, size, pool_bytes, transports, interface, job)\n--\n\n"
-                "One rank's end of a set of ranks that do collectives."},
+    {Py_tp_doc,
+     "Comm(rank, names, pool_bytes, transports, interface, job)\n--\n\n"
+     "One rank's end of a set of ranks that do collectives; errors call rank r "
+     "names[r]."},
     {0, NULL},
 };
 

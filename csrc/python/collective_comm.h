@@ -14,9 +14,6 @@
 #include "comm/collective/queue.h"
 #include "comm/comm.h"
 
-/* Who waits hears signals this often. */
-#define SMP_SIGNALS_NS (50 * SMP_NS_PER_MS)
-
 typedef struct {
     PyObject     ob_base;
     smp_comm    *comm;       /* owned; NULL once closed */
@@ -28,12 +25,16 @@ typedef struct {
     PyObject    *error;      /* owned: torch.distributed.DistBackendError */
     int          rank;
     int          size;
+    int         *names; /* owned: [size], as smp_comm_name() */
 } smp_comm_object;
 
 extern PyTypeObject *smp_comm_type;
 
 /* 0, or -1 with an exception: it is closed. */
 int smp_comm_check_open(const smp_comm_object *comm);
+
+/* What errors call `rank`, also once the comm is closed. */
+int smp_comm_object_name(const smp_comm_object *comm, int rank);
 
 /* Raises what the status stands for: "smp: `what`: `why`, or else the status's own text
  * [name]".  NULL. */

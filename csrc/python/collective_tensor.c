@@ -3,7 +3,8 @@
 
 #include "python/tensor.h"
 
-/* What is not a number of ours travels as bytes, and two reals are a complex. */
+/* What is not a number of ours travels as bytes, and two reals are a complex: its kind
+ * tells it apart from those. */
 static void
 see_dtype(dl_dtype dtype, smp_row *out)
 {
@@ -13,26 +14,38 @@ see_dtype(dl_dtype dtype, smp_row *out)
         uint8_t   bits;
         uint8_t   per;
     } known[] = {
-        {SMP_F32, SMP_DL_FLOAT, 32, 1},    {SMP_BF16, SMP_DL_BFLOAT, 16, 1},
-        {SMP_F16, SMP_DL_FLOAT, 16, 1},    {SMP_F64, SMP_DL_FLOAT, 64, 1},
-        {SMP_I64, SMP_DL_INT, 64, 1},      {SMP_I32, SMP_DL_INT, 32, 1},
-        {SMP_U8, SMP_DL_UINT, 8, 1},       {SMP_I8, SMP_DL_INT, 8, 1},
-        {SMP_BOOL, SMP_DL_BOOL, 8, 1},     {SMP_F32, SMP_DL_COMPLEX, 64, 2},
+        {SMP_F32, SMP_DL_FLOAT, 32, 1},
+        {SMP_BF16, SMP_DL_BFLOAT, 16, 1},
+        {SMP_F16, SMP_DL_FLOAT, 16, 1},
+        {SMP_F64, SMP_DL_FLOAT, 64, 1},
+        {SMP_I64, SMP_DL_INT, 64, 1},
+        {SMP_I32, SMP_DL_INT, 32, 1},
+        {SMP_U8, SMP_DL_UINT, 8, 1},
+        {SMP_I8, SMP_DL_INT, 8, 1},
+        {SMP_BOOL, SMP_DL_BOOL, 8, 1},
+        {SMP_F16, SMP_DL_COMPLEX, 32, 2},
+        {SMP_F32, SMP_DL_COMPLEX, 64, 2},
         {SMP_F64, SMP_DL_COMPLEX, 128, 2},
+        {SMP_F8_E4M3FN, SMP_DL_FLOAT8_E4M3FN, 8, 1},
+        {SMP_F8_E5M2, SMP_DL_FLOAT8_E5M2, 8, 1},
     };
+
+    smp_kind kind = smp_kind_of(dtype.code, dtype.bits, dtype.lanes);
 
     for (size_t i = 0; i < sizeof(known) / sizeof(known[0]); i++) {
         if (known[i].code == dtype.code && known[i].bits == dtype.bits &&
             dtype.lanes == 1) {
             out->dtype = known[i].dtype;
             out->per = known[i].per;
+            out->kind = out->per == 1 ? 0 : kind;
             out->sums = true;
             out->all = known[i].per == 1;
             return;
         }
     }
     out->dtype = SMP_U8;
-    out->per = ((size_t)dtype.bits * dtype.lanes + 7) / 8;
+    out->kind = kind;
+    out->per = smp_kind_bytes(kind, SMP_U8);
     out->sums = out->all = false;
 }
 
@@ -53,8 +66,9 @@ is_dense(const dl_tensor *t)
     return true;
 }
 
-int
-smp_see_tensor(PyObject *tensor, smp_row *out)
+/* One that is on a device where `device` is wanted, in host memory where it is NULL. */
+static int
+see_tensor(PyObject *tensor, smp_row *out, dl_device *device)
 {
     dl_tensor t;
     PyObject *held;
@@ -71,15 +85,36 @@ smp_see_tensor(PyObject *tensor, smp_row *out)
     }
     same = held == tensor; /* else a copy, because the tensor has a conjugate bit */
     Py_DECREF(held);
-    if (t.device.type != SMP_DL_CPU || !same || !is_dense(&t)) {
-        PyErr_SetString(PyExc_BufferError, "smp: not a dense tensor in host memory");
+    if ((t.device.type != SMP_DL_CPU) != (device != NULL) || !same || !is_dense(&t)) {
+        PyErr_Format(PyExc_BufferError, "smp: not a dense tensor %s",
+                     device == NULL ? "in host memory" : "on a device");
         return -1;
+    }
+    if (device != NULL) {
+        *device = t.device;
     }
     for (int i = 0; i < t.ndim; i++) {
         count *= (size_t)t.shape[i];
+    }
+    if (t.data == NULL && count != 0) {
+        PyErr_Format(PyExc_BufferError, "smp: a %s has no memory of its own",
+                     Py_TYPE(tensor)->tp_name);
+        return -1;
     }
     see_dtype(t.dtype, out);
     out->data = t.data;
     out->count = count * out->per;
     return 0;
+}
+
+int
+smp_see_tensor(PyObject *tensor, smp_row *out)
+{
+    return see_tensor(tensor, out, NULL);
+}
+
+int
+smp_see_device_tensor(PyObject *tensor, smp_row *out, dl_device *device)
+{
+    return see_tensor(tensor, out, device);
 }

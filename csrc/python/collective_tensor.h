@@ -1,7 +1,8 @@
 /* Torch's tensors as rows of numbers, for collectives and messages.
  *
- * A tensor must be in host memory, without gaps, in the order of its indices; others
- * raise BufferError, and the caller comes with copies (smp/collectives/dense.py).
+ * A tensor must be in host memory (or on a device), without gaps, in the order of its
+ * indices; others raise BufferError, and the caller comes with copies
+ * (smp/collectives/dense.py).
  */
 #ifndef SMP_PYTHON_COLLECTIVE_TENSOR_H
 #define SMP_PYTHON_COLLECTIVE_TENSOR_H
@@ -12,11 +13,14 @@
 #include <stdbool.h>
 #include <stddef.h>
 
+#include "comm/collective/kind.h"
 #include "comm/collective/reduce.h"
+#include "python/dlpack_abi.h"
 
 typedef struct {
     smp_dtype dtype;
-    size_t    per;   /* of these in one element of the tensor */
+    smp_kind  kind;  /* what the tensor's elements are; 0: of dtype, */
+    size_t    per;   /* ... else so many of these */
     bool      sums;  /* they may be added up, */
     bool      all;   /* and all else be done with them */
     void     *data;  /* borrowed: lives as long as the tensor */
@@ -25,5 +29,8 @@ typedef struct {
 
 /* 0, or -1 with an exception. */
 int smp_see_tensor(PyObject *tensor, smp_row *out);
+
+/* The same for one on a device, *device, where its data are. */
+int smp_see_device_tensor(PyObject *tensor, smp_row *out, dl_device *device);
 
 #endif

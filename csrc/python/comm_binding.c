@@ -90,16 +90,11 @@ addresses(PyObject *module, PyObject *arg)
     return list;
 }
 
-/* peers() -> [(transport or None, messages sent, bytes sent), ...] by pp_rank */
-static PyObject *
-peers(PyObject *module, PyObject *unused)
+PyObject *
+smp_python_peers(smp_comm *comm)
 {
-    const smp_session *session = &smp_the_session;
-    PyObject          *list;
+    PyObject *list = PyList_New(comm == NULL ? 0 : smp_comm_size(comm));
 
-    (void)module;
-    (void)unused;
-    list = PyList_New(session->comm == NULL ? 0 : session->size);
     if (list == NULL) {
         return NULL;
     }
@@ -107,9 +102,8 @@ peers(PyObject *module, PyObject *unused)
         uint64_t  messages, bytes;
         PyObject *peer;
 
-        smp_comm_sent_to(session->comm, rank, &messages, &bytes);
-        peer = Py_BuildValue("zKK", smp_comm_transport(session->comm, rank), messages,
-                             bytes);
+        smp_comm_sent_to(comm, rank, &messages, &bytes);
+        peer = Py_BuildValue("zKK", smp_comm_transport(comm, rank), messages, bytes);
         if (peer == NULL) {
             Py_DECREF(list);
             return NULL;
@@ -117,6 +111,15 @@ peers(PyObject *module, PyObject *unused)
         PyList_SET_ITEM(list, rank, peer);
     }
     return list;
+}
+
+/* peers() -> [(transport or None, messages sent, bytes sent), ...] by pp_rank */
+static PyObject *
+peers(PyObject *module, PyObject *unused)
+{
+    (void)module;
+    (void)unused;
+    return smp_python_peers(smp_the_session.comm);
 }
 
 static PyMethodDef functions[] = {
@@ -136,8 +139,30 @@ static PyMethodDef functions[] = {
     {NULL, NULL, 0, NULL},
 };
 
+/* transports: the names of those that are always registered */
+static int
+add_transports(PyObject *module)
+{
+    const smp_transport *transports[SMP_TRANSPORTS];
+    int                  n = smp_transport_all(transports);
+    PyObject            *names = PyTuple_New(n);
+    int                  failed = names == NULL;
+
+    for (int i = 0; i < n && !failed; i++) {
+        PyObject *name = PyUnicode_FromString(transports[i]->name);
+
+        failed = name == NULL;
+        PyTuple_SET_ITEM(names, i, name);
+    }
+    failed = failed || PyModule_AddObjectRef(module, "transports", names) < 0;
+    Py_XDECREF(names);
+    return failed ? -1 : 0;
+}
+
 int
 smp_python_add_comm(PyObject *module)
 {
-    return PyModule_AddFunctions(module, functions);
+    return PyModule_AddFunctions(module, functions) < 0 || add_transports(module) < 0
+               ? -1
+               : 0;
 }

@@ -1,10 +1,16 @@
-/* Transports from other extensions: _core.register_transport(). */
+/* What Python sees of a comm, and transports from other extensions. */
 #ifndef SMP_PYTHON_COMM_BINDING_H
 #define SMP_PYTHON_COMM_BINDING_H
 
 #include <Python.h>
 
-/* Adds the function.  0, or -1 with an exception. */
+#include "comm/comm.h"
+
+/* [(transport or None, messages sent, bytes sent), ...] by rank; NULL: nobody.  New
+ * reference, or NULL with an exception. */
+PyObject *smp_python_peers(smp_comm *comm);
+
+/* Adds the functions.  0, or -1 with an exception. */
 int smp_python_add_comm(PyObject *module);
 
 #endif

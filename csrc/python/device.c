@@ -3,18 +3,15 @@
 
 #include "comm/device/port.h"
 
-/* Whether the driver has this device: CUDA's, or one that the tests have put beside the
- * driver's stand-in. */
-static bool
-is_drivers(dl_device device)
+bool
+smp_device_is_drivers(dl_device device)
 {
     return device.type == SMP_DL_CUDA ||
            (device.type == SMP_DL_OTHER && smp_driver_is_stand_in());
 }
 
-/* The stream that the calling thread tells its work on the device. */
-static int
-stream_of(dl_device device, void **stream)
+int
+smp_device_stream(dl_device device, void **stream)
 {
     *stream = NULL;
     if (device.type != SMP_DL_CUDA) {
@@ -30,10 +27,10 @@ smp_device_pack(smp_comm *comm, int dest, const dl_tensor *t, uint64_t bytes,
     void *stream;
 
     *out = NULL;
-    if (!is_drivers(t->device)) {
+    if (!smp_device_is_drivers(t->device)) {
         return 0;
     }
-    if (stream_of(t->device, &stream) != 0) {
+    if (smp_device_stream(t->device, &stream) != 0) {
         return -1;
     }
     *out = smp_device_put(smp_comm_device(comm), dest, t->device.id,
@@ -85,7 +82,7 @@ smp_device_unpack(smp_comm *comm, int source, smp_block *block,
     char       why[SMP_DRIVER_TEXT];
     smp_status status;
 
-    if (device.id < 0 || !is_drivers(device)) {
+    if (device.id < 0 || !smp_device_is_drivers(device)) {
         PyErr_SetString(PyExc_ValueError,
                         "smp: malformed message: a tensor in a pool of a device that "
                         "this rank does not have");
@@ -93,7 +90,7 @@ smp_device_unpack(smp_comm *comm, int source, smp_block *block,
     }
     row = make_row(meta, device);
     if (row == NULL || smp_torch.dlpack->borrow(row, &t) != 0 ||
-        stream_of(device, &stream) != 0) {
+        smp_device_stream(device, &stream) != 0) {
         goto err_release;
     }
     status = smp_device_get(port, source, block,
@@ -122,7 +119,7 @@ smp_device_seen(smp_comm *comm, int source, PyObject *tensor)
     if (smp_torch.dlpack->borrow(tensor, &t) != 0) {
         return -1;
     }
-    if (is_drivers(t.device)) {
+    if (smp_device_is_drivers(t.device)) {
         smp_device_meet(smp_comm_device(comm), source, t.device.id);
     }
     return 0;

@@ -9,6 +9,14 @@
 #include "comm/comm.h"
 #include "python/tensor.h"
 
+/* Whether the driver has this device: CUDA's, or one that the tests have put beside the
+ * driver's stand-in. */
+bool smp_device_is_drivers(dl_device device);
+
+/* The stream that the calling thread tells its work on the device.  0, or -1 with an
+ * exception. */
+int smp_device_stream(dl_device device, void **stream);
+
 /* A block with the meta's bytes of `t`, a tensor of a device, for `dest` in *out; NULL
  * there: they must go through host memory.  0, or -1 with an exception. */
 int smp_device_pack(smp_comm *comm, int dest, const dl_tensor *t, uint64_t bytes,

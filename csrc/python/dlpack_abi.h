@@ -18,7 +18,9 @@ enum {
     SMP_DL_FLOAT = 2,
     SMP_DL_BFLOAT = 4,
     SMP_DL_COMPLEX = 5,
-    SMP_DL_BOOL = 6
+    SMP_DL_BOOL = 6,
+    SMP_DL_FLOAT8_E4M3FN = 10,
+    SMP_DL_FLOAT8_E5M2 = 12
 };
 
 typedef struct {

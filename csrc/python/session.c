@@ -11,6 +11,7 @@
 #include "python/heap.h"
 #include "python/pack.h"
 #include "python/registry.h"
+#include "python/signals.h"
 #include "python/unpack.h"
 #include "python/watch.h"
 
@@ -537,13 +538,15 @@ py_open(PyObject *module, PyObject *args)
 static PyObject *
 py_connect(PyObject *module, PyObject *args)
 {
-    smp_session *session = &smp_the_session;
-    PyObject    *cards;
-    int          timeout_ms;
-    int          failed = -1;
-    smp_status   status = SMP_ERR_NO_MEMORY;
-    const void **at;
-    size_t      *sizes;
+    smp_session     *session = &smp_the_session;
+    PyObject        *cards;
+    int              timeout_ms;
+    int              failed = -1;
+    smp_status       status = SMP_ERR_NO_MEMORY;
+    const void     **at;
+    size_t          *sizes;
+    smp_signal_asker asker;
+    smp_patience     patience;
 
     (void)module;
     if (!PyArg_ParseTuple(args, "O!i", &PyList_Type, &cards, &timeout_ms)) {
@@ -569,17 +572,27 @@ py_connect(PyObject *module, PyObject *args)
             at[i] = PyBytes_AS_STRING(card);
             sizes[i] = (size_t)PyBytes_GET_SIZE(card);
         }
-        Py_BEGIN_ALLOW_THREADS;
-        status = smp_comm_connect(session->comm, at, sizes, timeout_ms, &failed);
-        Py_END_ALLOW_THREADS;
+        patience =
+            smp_signals_begin(&asker, smp_clock_deadline(timeout_ms * SMP_NS_PER_MS));
+        status = smp_comm_connect(session->comm, at, sizes, &patience, &failed);
+        smp_signals_end(&asker);
     }
     free(at);
     free(sizes);
+    if (PyErr_Occurred() != NULL) {
+        return NULL;
+    }
     if (status == SMP_ERR_UNREACHABLE) {
         PyErr_Format(PyExc_ConnectionError,
                      "smp: no transport reaches pp_rank %d from pp_rank %d "
                      "(comm_transports) [SMP_ERR_UNREACHABLE]",
                      failed, session->rank);
+        return NULL;
+    }
+    if (status != SMP_OK && failed >= 0) {
+        PyErr_Format(PyExc_ConnectionError,
+                     "smp: connecting pp_rank %d to pp_rank %d: %s [%s]", session->rank,
+                     failed, smp_status_text(status), smp_status_name(status));
         return NULL;
     }
     if (status != SMP_OK) {
@@ -645,6 +658,7 @@ py_configure(PyObject *module, PyObject *args, PyObject *kwargs)
         {"leaf", &session->leaf},
         {"seed_tensor", &session->seed_tensor},
         {"describe_error", &session->describe_error},
+        {"refuse_changed", &session->refuse_changed},
         {"call_hooked", &session->call_hooked},
         {"serve_hooked", &session->serve_hooked},
         {"capture_state", &session->capture_state},

@@ -55,6 +55,7 @@ typedef struct {
     PyObject *seed_tensor; /* int64, where seeds are drawn */
     int64_t  *seed;        /* its data; borrowed from seed_tensor */
     PyObject *describe_error; /* exception, path, microbatch, phase -> value */
+    PyObject *refuse_changed; /* path, args, kwargs, tensor, tensors: raises */
     PyObject *call_hooked;    /* module, args, kwargs: a remote call around hooks */
     PyObject *serve_hooked;   /* module, args, kwargs: pre-hooks and forward */
     PyObject *capture_state;  /* -> (state to travel, called after or None), or None */

@@ -4,10 +4,13 @@ The core wants tensors without gaps, in the order of their indices.  Lists of te
 an operation takes or gives as one are joined here, and parted again.
 """
 
+import sys
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 
 def listed(value: Tensor | Sequence) -> list[Tensor]:
@@ -19,11 +22,13 @@ def listed(value: Tensor | Sequence) -> list[Tensor]:
 
 def joined(tensors: Sequence[Tensor]) -> Tensor:
     """One row with the elements of all."""
+    _check_some(tensors)
     return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 
 def room_for(tensors: Sequence[Tensor]) -> Tensor:
     """One row, not yet filled, for the elements of all."""
+    _check_some(tensors)
     return tensors[0].new_empty(sum(tensor.numel() for tensor in tensors))
 
 
@@ -31,7 +36,7 @@ def parted(row: Tensor, tensors: Sequence[Tensor]) -> Callable[[], None]:
     """What copies a row into the tensors whose elements it has."""
 
     def copy() -> None:
-        with torch.no_grad():
+        with _changing(tensors):
             parts = row.split([tensor.numel() for tensor in tensors])
             for tensor, part in zip(tensors, parts, strict=True):
                 tensor.copy_(part.view(tensor.shape))
@@ -41,7 +46,25 @@ def parted(row: Tensor, tensors: Sequence[Tensor]) -> Callable[[], None]:
 
 def dense(tensor: Tensor) -> Tensor:
     """The tensor itself if the core takes it, else a copy that it takes."""
+    if isinstance(tensor, AsyncCollectiveTensor):
+        tensor = tensor.trigger_wait()
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
+
+
+def is_fake(tensor: Tensor | None) -> bool:
+    """Whether it only pretends to have elements, as those that a compiler traces with."""
+    module = sys.modules.get("torch._subclasses.fake_tensor")
+    return module is not None and isinstance(tensor, module.FakeTensor)
+
+
+def _check_some(tensors: Sequence[Tensor]) -> None:
+    if not tensors:
+        raise ValueError("smp: an empty list, where a tensor for each rank is wanted")
+
+
+def _changing(tensors: Sequence[Tensor]) -> AbstractContextManager:
+    """In which tensors are written to, on whatever thread, without autograd's knowing."""
+    return torch.inference_mode() if any(t.is_inference() for t in tensors) else torch.no_grad()
 
 
 def counts(tensors: Sequence[Tensor]) -> list[int] | None:
@@ -58,7 +81,7 @@ def copied_back(
     """What brings the copies' elements to the tensors that they stand for."""
 
     def copy() -> None:
-        with torch.no_grad():
+        with _changing(given):
             for tensor, filled in zip(given, copies, strict=True):
                 if tensor.data_ptr() != filled.data_ptr():
                     tensor.copy_(filled)

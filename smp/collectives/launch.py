@@ -1,12 +1,15 @@
 """What ``torch.distributed`` wants in the environment, for processes that mpirun started.
 
 torchrun sets RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; mpirun does not.
+Whatever else sets RANK, WORLD_SIZE and MASTER_ADDR may leave the port to us.
 """
 
 import os
 import socket
 
-from smp.job import bootstrap
+from smp.job import addresses, bootstrap
+from smp.job.config import comm_environment
+from smp.job.job_end import Watch
 
 WANTED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -15,12 +18,17 @@ _reserved: list[socket.socket] = []
 
 
 def complete_environment() -> None:
-    """Set what is missing; nothing without an MPI launcher.  Collective if it sets any.
+    """Set what is missing, for ranks that a launcher started.  Collective if MPI did.
 
     Raises:
         RuntimeError: an MPI launcher without mpi4py.
+        ConfigError: ``SMP_COMM_INTERFACE`` names nothing of this host.
     """
-    if not bootstrap.has_mpi_launcher() or all(name in os.environ for name in WANTED):
+    if all(name in os.environ for name in WANTED):
+        return
+    if not bootstrap.has_mpi_launcher():
+        if all(name in os.environ for name in bootstrap.STORE_NAMES):
+            os.environ.setdefault("MASTER_PORT", bootstrap.DEFAULT_PORT)
         return
     is_alone = bootstrap.mpi_size() == 1
     if not is_alone and not bootstrap.has_mpi4py():
@@ -29,7 +37,8 @@ def complete_environment() -> None:
             f"mpi4py, or set {', '.join(WANTED)}"
         )
     boot = bootstrap.Alone() if is_alone else bootstrap.over_mpi()
-    address, port = boot.allgather_bytes(_meeting_place(boot))[0].decode().split()
+    Watch(boot).start()  # else the others would wait for a rank that fails
+    address, port = boot.gather_made(lambda: _meeting_place(boot))[0].decode().split()
     values = (boot.rank, boot.local_rank, boot.size, address, port)
     for name, value in zip(WANTED, values, strict=True):
         os.environ.setdefault(name, str(value))
@@ -43,5 +52,5 @@ def _meeting_place(boot: bootstrap.Bootstrap) -> bytes:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.bind(("", 0))
     _reserved.append(listener)
-    address = "127.0.0.1" if boot.hosts == 1 else socket.gethostname()
+    address = addresses.address(boot, comm_environment().get("comm_interface"))
     return f"{address} {listener.getsockname()[1]}".encode()

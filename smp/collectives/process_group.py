@@ -1,25 +1,29 @@
 """The backend ``smddp`` of ``torch.distributed``: a process group over the C core.
 
-Collectives of tensors in host memory are the core's.  Those of CUDA tensors are handed
-to a NCCL group inside.  torch calls the methods under the names that it has for them;
-`opts` are its option objects.
+Collectives of tensors in host memory are the core's, and all-gathers of CUDA tensors where
+all ranks share a host.  The others of CUDA tensors are handed to a NCCL group inside.
+torch calls the methods under the names that it has for them; `opts` are its option objects.
 """
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import wraps
+from inspect import signature
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C import _distributed_c10d
 from torch.distributed.distributed_c10d import AllgatherOptions
 
 from smp import _core
-from smp.collectives import dense, profile
+from smp.collectives import dense, profile, sparse
+from smp.collectives.monitored_barrier import Monitor
 from smp.collectives.ranks import Ranks
-from smp.collectives.work import AllOf, Over, Received, Work
+from smp.collectives.work import AllOf, DeviceWork, Over, OverOnDevice, Received, Work
 
 BARRIER = _core.operations["barrier"]
 ALL_REDUCE = _core.operations["all-reduce"]
@@ -41,6 +45,11 @@ _REDUCTIONS = {
     for name, number in _core.reductions.items()
 }
 
+# Set where the driver of the tests' pretended accelerator stands in for a GPU's.
+DRIVER = "SMP_CUDA_LIBRARY"
+
+MONITOR_TAG = -1  # of what ranks say about monitored barriers; a script's own are not negative
+
 # What torch's options say where nobody set a timeout.
 UNSET = dist.AllreduceOptions().timeout
 
@@ -52,32 +61,87 @@ def _first(value: Any) -> Any:
     return value
 
 
-def _operation(title: str) -> Callable[[Callable], Callable]:
+def _operation(title: str, gathers: bool = False) -> Callable[[Callable], Callable]:
     """An operation of tensors, which come first; results before inputs.
 
-    NCCL does it if they are CUDA's.  A profile shows it as `title`.
+    Args:
+        title: under which a profile shows it.
+        gathers: it is an all-gather, which devices can do among themselves.  All else of
+            theirs is NCCL's.
     """
 
     def decorated(method: Callable) -> Callable:
         @wraps(method)
-        def operation(self: "ProcessGroup", tensors: Any, *args: Any, **kwargs: Any) -> Any:
-            tensor = _first(tensors)
-            if tensor is None and args:
-                tensor = _first(args[0])
-            if tensor is not None and tensor.is_cuda:
-                return getattr(self.nccl(), method.__name__)(tensors, *args, **kwargs)
+        def operation(self: "ProcessGroup", *args: Any, **kwargs: Any) -> Any:
+            if kwargs:
+                args = _in_order(method, self, args, kwargs)
+            tensor = _first(args[0])
+            if tensor is None and len(args) > 1:
+                tensor = _first(args[1])
+                tensor = tensor if isinstance(tensor, Tensor) else None
+            if tensor is not None and not tensor.is_cpu:
+                if tensor.is_meta:
+                    return self._over  # as for fake ones below: nobody calls, on any backend
+                if _is_driven(tensor):
+                    if gathers and self._devices_gather(tensor, *args):
+                        return self._gather_on_device(tensor.device, *args)
+                    return self._by_nccl(method.__name__, args)
+            if type(tensor) is not Tensor and dense.is_fake(tensor):
+                return self._over
             if not profile.is_on():
-                return method(self, tensors, *args, **kwargs)
-            has_inputs = bool(args) and isinstance(_first(args[0]), Tensor)
-            shown = args[0] if has_inputs else tensors
+                return method(self, *args)
+            has_inputs = len(args) > 1 and isinstance(_first(args[1]), Tensor)
+            shown = args[1] if has_inputs else args[0]
             event = profile.Event(f"{self.name()}:{title}", dense.listed(shown))
-            work = method(self, tensors, *args, **kwargs)
+            work = method(self, *args)
             work.ends(event)
             return work
 
-        return operation
+        return _not_traced(operation)
 
     return decorated
+
+
+def _not_traced(method: Callable) -> Callable:
+    """A method that torch.compile calls, and does not look into.
+
+    What torch.compiler.disable() does, but its wrapper, which takes longer than a small
+    operation, and the import of torch.compile's own modules.
+    """
+    method._torchdynamo_disable = True  # type: ignore[attr-defined]
+    method._torchdynamo_disable_msg = "an operation of smddp"  # type: ignore[attr-defined]
+    frames = torch._C._dynamo.eval_frame
+    if hasattr(frames, "set_code_exec_strategy"):  # torch's own, which may change
+        skip = frames._FrameAction.SKIP
+        frames.set_code_exec_strategy(method.__code__, frames._FrameExecStrategy(skip, skip))
+    return method
+
+
+def _in_order(method: Callable, group: "ProcessGroup", args: tuple, named: dict) -> tuple:
+    """The arguments of a call, some of them by torch's names or ours, by their place."""
+    ours = {_NAMES.get(name, name): value for name, value in named.items()}
+    bound = signature(method).bind(group, *args, **ours)
+    bound.apply_defaults()
+    return bound.args[1:]
+
+
+# What torch's own methods call their arguments; one name has ours.
+_NAMES = {
+    "tensor": "tensors",
+    "op": "opts",
+    "output_tensors": "outputs",
+    "input_tensors": "inputs",
+    "input": "own",
+    "output_split_sizes": "output_splits",
+    "input_split_sizes": "input_splits",
+    "dstRank": "to",
+    "srcRank": "source",
+}
+
+
+def _is_driven(tensor: Tensor) -> bool:
+    """Whether a tensor that is not in host memory is a GPU's, or stands for one in tests."""
+    return tensor.is_cuda or DRIVER in os.environ
 
 
 class ProcessGroup(dist.ProcessGroup):
@@ -90,6 +154,7 @@ class ProcessGroup(dist.ProcessGroup):
         store: for keys that only this group uses.
         timeout: of an operation, unless it says otherwise.
         name: torch's, unlike that of any other group.
+        nccl_options: for the group inside.
     """
 
     supports_splitting = False
@@ -104,22 +169,28 @@ class ProcessGroup(dist.ProcessGroup):
         store: dist.Store,
         timeout: timedelta,
         name: str,
+        nccl_options: Any = None,
     ):
         super().__init__(rank, len(members))  # type: ignore[call-arg]
         self._rank = rank
         self._ranks = ranks
         self._members = members
+        self.global_ranks = [ranks.global_ranks[member] for member in members]
         self._store = store
         self._timeout = timeout
+        self._timeout_s = timeout.total_seconds()
         self._limit_s = 0.0  # of one operation; 0: as the group was made
         self._name = name
         self._description = "undefined"
         self._device: torch.device | None = None
         self._nccl: Any = None
-        self._coalesced: list[Work] | None = None
-        self._monitored = 0  # barriers
+        self._nccl_options = nccl_options
+        self._nccl_waits: torch.device | None = None  # to be told that operations coalesce
+        self._nccl_coalesces = False
+        self._why_nccl: str | None = None  # gathers, too; "": it does not; None: not known
+        self._coalesced: list[dist.Work] | None = None
+        self._monitor = Monitor(name, rank, self.global_ranks)
         self._over = Over()
-        self._number = ranks.number(name)
         self._group = ranks.group(members, name, timeout)
 
     # ------------------------------------------------------------------- operations
@@ -136,6 +207,8 @@ class ProcessGroup(dist.ProcessGroup):
         if not isinstance(opts, dist.AllreduceOptions):
             opts = _options(dist.AllreduceOptions, opts, timeout)
         tensors = tensors if isinstance(tensors, list) else [tensors]
+        if not tensors:
+            raise ValueError("smp: all-reduce: an empty list of tensors")
         if tensors[0].is_sparse:
             return self._sparse_allreduce(tensors, opts)
         reduction, factor = _reduction(opts.reduceOp)
@@ -152,7 +225,7 @@ class ProcessGroup(dist.ProcessGroup):
         opts = opts or dist.BroadcastOptions()
         return self._call(BROADCAST, None, tensors, opts, root=opts.rootRank)
 
-    @_operation("all_gather")
+    @_operation("all_gather", gathers=True)
     def allgather(
         self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
     ) -> dist.Work:
@@ -164,16 +237,16 @@ class ProcessGroup(dist.ProcessGroup):
         return works[0] if len(works) == 1 else AllOf(works)
 
     def allgather_coalesced(
-        self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
+        self, output_lists: list[list[Tensor]], input_list: list[Tensor], opts: Any = None
     ) -> dist.Work:
-        """outputs[rank][i] is what that rank has in inputs[i]."""
-        by_input = [list(each) for each in zip(*outputs, strict=True)]
-        return self.allgather(by_input, inputs, opts)
+        """output_lists[rank][i] is what that rank has in input_list[i]."""
+        by_input = [list(each) for each in zip(*output_lists, strict=True)]
+        return self.allgather(by_input, input_list, opts)
 
-    def all_gather_single(self, output: Tensor, own: Tensor, opts: Any = None) -> dist.Work:
-        return self.all_gather_single_coalesced([output], [own], opts)
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
+        return self.all_gather_single_coalesced([output], [input], opts)
 
-    @_operation("all_gather_single")
+    @_operation("all_gather_single", gathers=True)
     def all_gather_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> dist.Work:
@@ -200,9 +273,9 @@ class ProcessGroup(dist.ProcessGroup):
         return works[0] if len(works) == 1 else AllOf(works)
 
     def reduce_scatter_single(
-        self, output: Tensor, terms: Tensor, opts: Any = None
+        self, outputTensor: Tensor, inputTensor: Tensor, opts: Any = None
     ) -> dist.Work:
-        return self.reduce_scatter_single_coalesced([output], [terms], opts)
+        return self.reduce_scatter_single_coalesced([outputTensor], [inputTensor], opts)
 
     @_operation("reduce_scatter_single")
     def reduce_scatter_single_coalesced(
@@ -265,6 +338,7 @@ class ProcessGroup(dist.ProcessGroup):
             finish=dense.parted(room, outputs),
         )
 
+    @_not_traced
     def barrier(self, opts: Any = None) -> dist.Work:
         opts = opts or dist.BarrierOptions()
         if opts.device is not None and opts.device.type == "cuda":
@@ -273,78 +347,47 @@ class ProcessGroup(dist.ProcessGroup):
 
     @_operation("send")
     def send(self, tensors: list[Tensor], to: int, tag: int = 0) -> dist.Work:
+        _check_tag(tag)
         for tensor in tensors:
-            self._ranks.send(self._number, self._members[to], tag, tensor)
+            self._ranks.send(self._group, self._members[to], tag, tensor)
         return self._over
 
     @_operation("recv")
     def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> dist.Work:
+        _check_tag(tag)
         works = [self._receive(tensor, source, tag) for tensor in tensors]
         return works[0] if len(works) == 1 else AllOf(works)
 
     @_operation("recvAnySource")
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> dist.Work:
+        _check_tag(tag)
         (tensor,) = tensors
         return self._receive(tensor, None, tag)
 
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
     ) -> None:
-        """A barrier that tells rank 0 who did not come.
-
-        Raises:
-            torch.distributed.DistBackendError: on rank 0, naming the first rank that is
-                missing, or all with ``wait_all_ranks``; on others that rank 0 did not answer.
-        """
+        """A barrier that tells rank 0 who did not come (`monitored_barrier.Monitor`)."""
         timeout = self._timeout if timeout is None else timeout
-        self._monitored += 1
-        tag = -self._monitored  # a script's own are not negative
-        sign = torch.empty(0)
-        if self.rank() != 0:
-            self.send([sign], 0, tag)
-            try:
-                self._receive(sign, 0, tag).wait(timeout)
-            except dist.DistBackendError as error:
-                raise dist.DistBackendError(
-                    f"Rank {self.rank()} successfully reached monitoredBarrier, but received "
-                    f"errors while waiting for send/recv from rank 0: {error}"
-                ) from error
-            return
-        missing = self._missing(sign, tag, timeout, wait_all_ranks)
-        if missing:
-            names = ", ".join(map(str, missing))
-            raise dist.DistBackendError(
-                f"{'Ranks' if wait_all_ranks else 'Rank'} {names} failed to pass "
-                f"monitoredBarrier in {_ms(timeout)} ms"
-            )
-        for rank in range(1, self.size()):
-            self.send([sign], rank, tag)
+        self._monitor.barrier(self, timeout, wait_all_ranks)
 
-    def _missing(self, sign: Tensor, tag: int, timeout: timedelta, all_of_them: bool) -> list:
-        """The ranks whose sign does not come in time: all, or the first."""
-        deadline = time.monotonic() + timeout.total_seconds()
-        missing: list[int] = []
-        for rank in range(1, self.size()):
-            left = deadline - time.monotonic()
-            if left <= 0 and not all_of_them:
-                raise dist.DistBackendError(
-                    f"Rank 0 timed out in monitoredBarrier after {_ms(timeout)} ms; ranks that "
-                    f"passed: {', '.join(map(str, range(1, rank))) or 'none'}"
-                )
-            try:
-                self._receive(sign, rank, tag).wait(timedelta(seconds=max(left, 1e-3)))
-            except dist.DistBackendError:
-                missing.append(rank)
-                if not all_of_them:
-                    break
-        return missing
+    def tell(self, rank: int, word: Tensor) -> None:
+        """For the monitor."""
+        self._ranks.send(self._group, self._members[rank], MONITOR_TAG, word)
+
+    def listen(self, rank: int, word: Tensor) -> Received:
+        """For the monitor."""
+        return self._receive(word, rank, MONITOR_TAG)
 
     def _receive(self, tensor: Tensor, source: int | None, tag: int) -> Received:
         """From a member, or from any: None."""
         where = _core.ANY_SOURCE if source is None else self._members[source]
-        receipt, filled = self._ranks.receive(self._number, where, tag, tensor)
-        wanted = (self._name, where, tag)
-        return Received(receipt, tensor, filled, self._timeout, self._members, wanted)
+        receipt, filled = self._ranks.receive(self._group, where, tag, tensor)
+        reporter = (self._ranks.global_rank, self._ranks.report_s)
+        work = Received(receipt, tensor, filled, self._timeout_s, self._members, reporter)
+        if self._coalesced is not None:
+            self._coalesced.append(work)
+        return work
 
     # The names that older versions of torch know.
     _allgather_base = all_gather_single  # type: ignore[assignment]
@@ -372,8 +415,7 @@ class ProcessGroup(dist.ProcessGroup):
             counts: of the elements from or to each rank; two lists for all-to-all.
             results: what the caller sees filled, if not the outputs, by ``finish``.
         """
-        limit_s = self._limit_s if opts.timeout == UNSET else opts.timeout.total_seconds()
-        rest = (reduction, root, factor, *counts, limit_s)
+        rest = (reduction, root, factor, *counts, self._limit(opts))
         waits = not opts.asyncOp and self._coalesced is None
         begin = self._group.run if waits else self._group.order
         try:
@@ -384,7 +426,8 @@ class ProcessGroup(dist.ProcessGroup):
                 inputs = inputs and [dense.dense(t) for t in inputs]
                 order = begin(operation, inputs, outputs, *rest)
                 results = given if results is None else results
-                finish = dense.copied_back(outputs or (), given or (), finish)
+                if not _only_reads(operation, root, self._rank):
+                    finish = dense.copied_back(outputs or (), given or (), finish)
         except dist.DistBackendError:
             raise
         except BaseException:  # of a signal's handler, perhaps
@@ -394,11 +437,96 @@ class ProcessGroup(dist.ProcessGroup):
             if finish is not None:
                 finish()
             return self._over
-        work = Work(order, (outputs if results is None else results) or (), finish)
+        return self._issue(
+            order, Work(order, (outputs if results is None else results) or (), finish)
+        )
+
+    def _issue(self, order: _core.Order, work: Work) -> Work:
+        """Begin what somebody waits for later."""
         self._ranks.issue(order, work)
         if self._coalesced is not None:
             self._coalesced.append(work)
+        if _distributed_c10d._allow_inflight_collective_as_graph_input():
+            for tensor in work.result():  # for torch.ops._c10d_functional.wait_tensor
+                _distributed_c10d._register_work(tensor, work)
         return work
+
+    def _devices_gather(
+        self, tensor: Tensor, outputs: Sequence, inputs: Sequence[Tensor], opts: Any = None
+    ) -> bool:
+        """Whether the ranks' devices gather among themselves, as all ranks know it.
+
+        The first call of the group settles that, on all ranks together.
+        """
+        if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
+            return False  # a graph has no calls of the host
+        if self._why_nccl is None:
+            self._why_nccl = self._meet_devices(outputs, inputs, opts)
+        return not self._why_nccl
+
+    def _meet_devices(self, outputs: Sequence, inputs: Sequence[Tensor], opts: Any) -> str:
+        """Why the devices do not gather; "": they do.  Waits for the other ranks."""
+        if not self._group.is_on_one_host():
+            return "the ranks are on several hosts"
+        meet = self._group.meet_devices
+        limit_s, memory = self._limit(opts), self._ranks.gather_bytes
+        try:
+            try:
+                return meet(inputs, _tuples(outputs), limit_s, memory)
+            except BufferError:
+                copies = [_each(dense.dense, out) for out in outputs]
+                return meet([dense.dense(own) for own in inputs], copies, limit_s, memory)
+        except dist.DistBackendError:
+            raise
+        except BaseException:  # of a signal's handler, perhaps
+            self._ranks.attend()
+            raise
+
+    def _gather_on_device(
+        self,
+        device: torch.device,
+        outputs: Sequence,
+        inputs: Sequence[Tensor],
+        opts: Any = None,
+    ) -> dist.Work:
+        """All-gathers between devices, one for each of the inputs.
+
+        Args:
+            outputs: for each a tensor, or a list of one for each rank.
+        """
+        waits = not getattr(opts, "asyncOp", False) and self._coalesced is None
+        limit_s = self._limit(opts)
+        try:
+            try:
+                order = self._group.gather(inputs, _tuples(outputs), limit_s, waits)
+            except BufferError:
+                # Copies back are for this stream, which must know where to wait.
+                copies = [_each(dense.dense, out) for out in outputs]
+                own = [dense.dense(tensor) for tensor in inputs]
+                self._group.gather(own, copies, limit_s, True)
+                dense.copied_back(dense.listed(copies), dense.listed(outputs))()
+                return OverOnDevice(device, dense.listed(outputs))
+        except dist.DistBackendError:
+            raise
+        except BaseException:  # of a signal's handler, perhaps
+            self._ranks.attend()
+            raise
+        if order is None:
+            return self._over
+        return self._issue(order, DeviceWork(order, device, dense.listed(outputs)))
+
+    def _by_nccl(self, name: str, args: tuple) -> dist.Work:
+        nccl = self.nccl()
+        if self._nccl_waits is not None:
+            nccl._start_coalescing(self._nccl_waits)
+            self._nccl_waits, self._nccl_coalesces = None, True
+        return getattr(nccl, name)(*args)
+
+    def _limit(self, opts: Any) -> float:
+        """Seconds for an operation; 0: as the group was made."""
+        if opts is None or opts.timeout == UNSET:
+            return self._limit_s
+        return opts.timeout.total_seconds()
 
     def _fill_lists(
         self,
@@ -424,38 +552,26 @@ class ProcessGroup(dist.ProcessGroup):
         )
 
     def _sparse_allreduce(self, tensors: list[Tensor], opts: Any) -> dist.Work:
-        """The sum of sparse tensors, in the order of dense ones; over when this returns."""
+        """The sum of sparse tensors, in the order of dense ones.
+
+        It is over when this returns, also where the caller wants to wait later: how many
+        elements travel depends on what the others have.
+        """
         if _reduction(opts.reduceOp)[0] != _core.reductions["sum"]:
             raise ValueError("smp: all_reduce of sparse tensors is defined for SUM alone")
+        deadline = time.monotonic() + (self._limit(opts) or self._timeout_s)
+
+        def gather(which: int, own: Tensor, out: Tensor, counts: Any = None) -> int:
+            left_s = max(deadline - time.monotonic(), 1e-3)
+            self._group.run(ALL_GATHER, [own], [out], 0, 0, 1.0, counts, None, left_s, which)
+            return self._group.sequence()
+
         for tensor in tensors:
-            own = tensor.coalesce()
-            sizes = torch.empty(self.size(), dtype=torch.int64)
-            self._gather(torch.tensor([own._nnz()]), sizes, None)
-            terms = zip(
-                self._gather_rows(own.indices().T, sizes),
-                self._gather_rows(own.values(), sizes),
-                strict=True,
-            )
             with torch.no_grad():
                 tensor.copy_(
-                    _tree(
-                        [
-                            torch.sparse_coo_tensor(indices.T, values, own.shape)
-                            for indices, values in terms
-                        ]
-                    )
+                    sparse.summed(tensor.coalesce(), self.global_ranks, gather, self._name)
                 )
         return Over(tensors)
-
-    def _gather_rows(self, rows: Tensor, sizes: Tensor) -> tuple[Tensor, ...]:
-        """Every rank's rows, of which it has as many as `sizes` says."""
-        per_row = rows[0:1].numel() if len(rows) else rows.new_empty(1, *rows.shape[1:]).numel()
-        out = rows.new_empty(int(sizes.sum()), *rows.shape[1:])
-        self._gather(dense.dense(rows), out, (sizes * per_row).tolist())
-        return out.split(sizes.tolist())
-
-    def _gather(self, own: Tensor, out: Tensor, counts: list[int] | None) -> None:
-        self._group.run(ALL_GATHER, [own], [out], 0, 0, 1.0, counts, None, self._limit_s)
 
     # --------------------------------------------------------- what torch asks a group
 
@@ -517,21 +633,23 @@ class ProcessGroup(dist.ProcessGroup):
 
     def set_timeout(self, timeout: timedelta) -> None:
         self._timeout = timeout
-        self._limit_s = timeout.total_seconds()
+        self._timeout_s = self._limit_s = timeout.total_seconds()
 
     _set_default_timeout = set_timeout
 
     def _start_coalescing(self, device: torch.device) -> None:
-        if device.type == "cuda":
-            self.nccl()._start_coalescing(device)
-        else:
-            self._coalesced = []
+        if self._nccl_coalesces:  # of a block that an exception has left
+            self.nccl()._end_coalescing(device).wait()
+        self._coalesced, self._nccl_coalesces = [], False
+        # NCCL hears of it when it gets an operation.
+        self._nccl_waits = None if device.type == "cpu" else device
 
     def _end_coalescing(self, device: torch.device) -> dist.Work:
-        if device.type == "cuda":
-            return self.nccl()._end_coalescing(device)
-        works, self._coalesced = self._coalesced or [], None
-        return AllOf(works)
+        works, self._coalesced, self._nccl_waits = self._coalesced or [], None, None
+        if self._nccl_coalesces:
+            self._nccl_coalesces = False
+            works.append(self.nccl()._end_coalescing(device))
+        return works[0] if len(works) == 1 else AllOf(works)
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
         return device.type == "cpu" and self.size() > 1
@@ -553,9 +671,13 @@ class ProcessGroup(dist.ProcessGroup):
     def nccl(self) -> dist.ProcessGroup:
         """The group that serves CUDA tensors, made when the first comes."""
         if self._nccl is None:
+            if not dist.is_nccl_available():
+                raise RuntimeError("smp: CUDA tensors need NCCL, which this torch has not")
             store = dist.PrefixStore("nccl", self._store)
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = self._timeout
+            options = self._nccl_options
+            if options is None:
+                options = dist.ProcessGroupNCCL.Options()
+                options._timeout = self._timeout
             backend = dist.ProcessGroupNCCL(store, self.rank(), self.size(), options)
             kind = dist.ProcessGroup.BackendType.NCCL
             group = dist.ProcessGroup(store, self.rank(), self.size())
@@ -570,7 +692,21 @@ class ProcessGroup(dist.ProcessGroup):
             self._nccl.shutdown()
         self._ranks.leave(self._group)
 
-    abort = shutdown
+    def abort(self) -> None:
+        """Leave, without waiting for what NCCL has under way."""
+        if self._nccl is not None:
+            self._nccl.abort()
+        self._ranks.leave(self._group)
+
+
+def _each(change: Callable[[Tensor], Tensor], out: Any) -> Any:
+    """Of a tensor, or of each of several: a tuple."""
+    return change(out) if isinstance(out, Tensor) else tuple(map(change, out))
+
+
+def _tuples(outputs: Sequence) -> list:
+    """Lists of tensors as tuples, which nobody changes."""
+    return [out if isinstance(out, Tensor) else tuple(out) for out in outputs]
 
 
 def _options(kind: type, opts: Any, timeout: timedelta | None) -> Any:
@@ -592,8 +728,16 @@ def _reduction(op: Any) -> tuple[int, float]:
     return number, float(op.__getstate__()[1]) if number == _PREMUL_SUM else 1.0
 
 
-def _ms(timeout: timedelta) -> int:
-    return int(timeout.total_seconds() * 1000)
+def _only_reads(operation: int, root: int, rank: int) -> bool:
+    """Whether the one tensor of such an operation is not written to on this rank."""
+    if operation == BROADCAST:
+        return rank == root
+    return operation == REDUCE and rank != root
+
+
+def _check_tag(tag: int) -> None:
+    if tag < 0:
+        raise ValueError(f"smp: the tag is {tag}, and must not be negative")
 
 
 def _elements(size: int, tensor: Tensor, splits: list[int]) -> list[int]:
@@ -603,29 +747,30 @@ def _elements(size: int, tensor: Tensor, splits: list[int]) -> list[int]:
     return [n * per_row for n in splits or [rows // size] * size]
 
 
-def _tree(terms: list[Tensor]) -> Tensor:
-    """The sum along the tree that csrc/comm/collective/reduce.h defines."""
-    if len(terms) == 1:
-        return terms[0].coalesce()
-    half = 1 << (len(terms) - 1).bit_length() - 1
-    return (_tree(terms[:half]) + _tree(terms[half:])).coalesce()
-
-
 _everyone: Ranks | None = None  # those of the default group, if it is one of ours
 
 
-def create(opts: Any, _: Any = None) -> ProcessGroup:
-    """What ``torch.distributed`` calls to make a group; collective over its members."""
+def create(opts: Any, options: Any = None) -> ProcessGroup:
+    """What ``torch.distributed`` calls to make a group; collective over its members.
+
+    Args:
+        options: what the script gave as ``pg_options``: NCCL's, for CUDA tensors.
+    """
     global _everyone
+    if not (dist.is_nccl_available() and isinstance(options, dist.ProcessGroupNCCL.Options)):
+        options = None
     rank, size, members = opts.group_rank, opts.group_size, opts.global_ranks_in_group
     is_default = not members
     ranks = _everyone
     if is_default or ranks is None or not ranks.is_open:
-        ranks, members = Ranks(opts.store, rank, size, opts.timeout), list(range(size))
+        ranks = Ranks(opts.store, rank, size, opts.timeout, members or range(size))
+        members = list(range(size))
     if is_default:
         _everyone = ranks
     try:
-        return ProcessGroup(ranks, list(members), rank, opts.store, opts.timeout, opts.group_id)
+        return ProcessGroup(
+            ranks, list(members), rank, opts.store, opts.timeout, opts.group_id, options
+        )
     except BaseException:
         ranks.close_unused()
         raise

@@ -10,23 +10,46 @@ import secrets
 import sys
 import threading
 import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from multiprocessing.queues import Queue
+from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from smp import _core
 from smp.collectives import dense
+from smp.collectives.work import Work, forget_dropped
 from smp.job import transports
-from smp.job.bootstrap import OverStore
-from smp.job.config import comm_environment
+from smp.job.bootstrap import Bootstrap, OverStore, running_mpi
+from smp.job.config import Config, comm_environment
 
-if TYPE_CHECKING:
-    from smp.collectives.work import Work
+_feed = getattr(Queue, "_feed", None)  # of the thread behind a queue: a data loader's, say
 
 LONGEST_MS = 2**31 - 1
+TOKEN_BYTES = 32  # hexadecimal digits
+
+
+class PeerUse(NamedTuple):
+    """What this rank has sent to another one by ``send``, and between hosts."""
+
+    rank: int  # global
+    transport: str  # "shm", "ucx", "tcp", "mpi"
+    messages: int
+    bytes: int
+
+
+class PoolUse(NamedTuple):
+    """The pool of this rank for groups of ``smddp``: ``allocate_tensor``, and messages."""
+
+    bytes: int  # at most
+    high: int  # in use, the most so far
+    blocks: int  # tensors that were in it
+    fallbacks: int  # that did not fit
 
 
 @dataclass(frozen=True)
@@ -34,13 +57,16 @@ class GroupUse:
     """What this rank has done in a group of the backend ``smddp``."""
 
     name: str
-    ranks: tuple[int, ...]  # as they are connected: global ones, but for odd groups
+    ranks: tuple[int, ...]  # global
     operations: int  # begun
     bytes: int  # of the tensors that this rank gave to them
-    reads_memory: bool  # of the ranks of its host, by process_vm_readv; else by a pool
+    on_host: str  # how with the ranks of its host: "process_vm_readv", "shared memory", ""
     to_hosts: tuple[str, ...]  # transports to other hosts
     messages: int  # sent to other hosts
     sent: int  # their bytes
+    device_operations: int = 0  # all-gathers between devices, of the operations
+    device_bytes: int = 0  # ... and of the bytes
+    device_why: str = ""  # why NCCL does those
 
 
 class Ranks:
@@ -50,30 +76,59 @@ class Ranks:
         store: of which these ranks, and nobody else, use the keys.
         rank: of this process, among ``size``.
         timeout: for connecting.
+        global_ranks: of these ranks, by which reports and errors name them.
+
+    Raises:
+        ConfigError: ``comm_interface`` or ``SMP_SECRET_FILE`` is wrong here.
+        RuntimeError: something is wrong on another rank, which is named.
     """
 
     open: "weakref.WeakSet[Ranks]" = weakref.WeakSet()
 
-    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta):
-        environment = comm_environment()
-        wanted = environment.get("comm_transports")
-        interface = environment.get("comm_interface")
-        boot = OverStore(store, rank, size, "ranks")
-        transports.offer(boot, wanted)
-        transports.check_interface(interface)
-        token = boot.allgather_bytes(secrets.token_hex(16).encode() if rank == 0 else b"")[0]
-        self.comm = _core.Comm(
-            rank,
-            size,
-            environment.get("comm_pool_bytes", 0),
-            ",".join(wanted) if wanted else None,
-            interface,
-            transports.job_secret(boot, token),
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        timeout: timedelta,
+        global_ranks: Sequence[int],
+    ):
+        given = comm_environment() if _settings is None else _settings
+        # Of each group's memory on this rank's GPU, for all-gathers.
+        self.gather_bytes: int = given.get(
+            "comm_device_gather_bytes", Config.comm_device_gather_bytes
         )
-        cards = boot.allgather_bytes(self.comm.card())
+        self.global_ranks = list(global_ranks)
+        boot = OverStore(store, rank, size, "ranks", self.global_ranks)
+        token, carrier = share_token(boot)
+
+        self.report_s: float = given.get("watchdog_report_s", Config.watchdog_report_s)
         self.rank = rank
-        self.comm.connect(cards, min(int(timeout.total_seconds() * 1000), LONGEST_MS))
-        boot.barrier()  # nobody leaves the store before all have read it
+        self.global_rank = self.global_ranks[rank]
+        with ExitStack() as on_failure:
+
+            def open_comm() -> bytes:
+                wanted = given.get("comm_transports")
+                interface = given.get("comm_interface")
+                transports.offer(boot, wanted)
+                transports.check_interface(interface)
+                self.comm = _core.Comm(
+                    rank,
+                    self.global_ranks,
+                    given.get("comm_pool_bytes") or 0,
+                    ",".join(wanted) if wanted else None,
+                    interface,
+                    transports.job_secret(carrier, token),
+                )
+                # And its file, though a traceback holds on to it.
+                on_failure.callback(self.comm.close)
+                return self.comm.card()
+
+            cards = boot.gather_made(open_comm)
+            self.comm.report_after(self.report_s)
+            self.comm.connect(cards, min(int(timeout.total_seconds() * 1000), LONGEST_MS))
+            boot.barrier()  # nobody leaves the store before all have read it
+            on_failure.pop_all()
         self._groups: dict[_core.Group, tuple[str, list[int]]] = {}  # with name and members
         self._lock = threading.Lock()  # guards the two below
         self._idle = 0  # threads that wait for the next operation to end
@@ -108,7 +163,7 @@ class Ranks:
         if not self._groups:
             self.close()
 
-    def issue(self, order: _core.Order, work: "Work") -> None:
+    def issue(self, order: _core.Order, work: Work) -> None:
         """Begin; the work completes when the order is over, whoever waits for it."""
         if not self._threads:
             self._listen()
@@ -119,42 +174,55 @@ class Ranks:
         if self.is_open and not self._threads:
             self._listen()
 
-    def send(self, group: int, to: int, tag: int, tensor: Tensor) -> None:
+    def send(self, group: _core.Group, to: int, tag: int, tensor: Tensor) -> None:
         """A copy, without waiting for the receiver."""
         try:
-            _core.send(self.comm, to, group, tag, tensor)
+            _core.send(group, to, tag, tensor)
         except BufferError:
-            _core.send(self.comm, to, group, tag, dense.dense(tensor))
+            _core.send(group, to, tag, dense.dense(tensor))
 
     def receive(
-        self, group: int, source: int, tag: int, tensor: Tensor
+        self, group: _core.Group, source: int, tag: int, tensor: Tensor
     ) -> tuple[_core.Receipt, Tensor]:
         """Where to wait for it, and what it fills: the tensor, or a copy without gaps."""
         try:
-            return _core.Receipt(self.comm, source, group, tag, tensor), tensor
+            return _core.receive(group, source, tag, tensor), tensor
         except BufferError:
             copy = dense.dense(tensor)
-            return _core.Receipt(self.comm, source, group, tag, copy), copy
+            return _core.receive(group, source, tag, copy), copy
 
     def uses(self) -> list[GroupUse]:
         """What this rank has done in each of the groups."""
         uses = []
         for group, (name, members) in list(self._groups.items()):
-            operations, moved, messages, sent, reads = group.use()
+            operations, moved, messages, sent, reads, *of_devices = group.use()
             ways = {self.comm.transport(rank) for rank in members if rank != self.rank}
+            here = "process_vm_readv" if reads else "shared memory"
             uses.append(
                 GroupUse(
                     name,
-                    tuple(members),
+                    tuple(self.global_ranks[rank] for rank in members),
                     operations,
                     moved,
-                    reads,
+                    here if "shm" in ways else "",
                     tuple(sorted(ways - {"shm"})),
                     messages,
                     sent,
+                    *of_devices,
                 )
             )
         return uses
+
+    def peers(self) -> list[PeerUse]:
+        """What this rank has sent to each of the others."""
+        return [
+            PeerUse(rank, *use)
+            for rank, use in zip(self.global_ranks, self.comm.peers(), strict=True)
+            if use[0] is not None
+        ]
+
+    def pool(self) -> PoolUse:
+        return PoolUse(*self.comm.pool())
 
     def close(self) -> None:
         """Leave all groups and the other ranks."""
@@ -166,6 +234,7 @@ class Ranks:
             if thread is not threading.current_thread():
                 thread.join()
         self.comm.close()
+        forget_dropped()
         Ranks.open.discard(self)
 
     def _listen(self) -> None:
@@ -198,6 +267,77 @@ class Ranks:
                 del work  # with its tensors
                 with self._lock:
                     self._idle += 1
+
+
+def share_token(boot: OverStore) -> tuple[bytes, Bootstrap]:
+    """A random token for these ranks, and what brought it.  Collective over them.
+
+    That is MPI where one job of it runs on all of them: nobody else can read it there.
+    Else it is the store.
+    """
+    token = secrets.token_hex(TOKEN_BYTES // 2).encode() if boot.rank == 0 else b""
+    mpi = running_mpi()
+    cards = boot.allgather_bytes(f"{mpi.job} {mpi.rank}".encode() if mpi else b"")
+    jobs = {card.split()[0] if card else b"" for card in cards}
+    if mpi is None or len(jobs) != 1:
+        return boot.allgather_bytes(token)[0], boot
+    return mpi.tell([int(card.split()[1]) for card in cards], token, TOKEN_BYTES), mpi
+
+
+_settings: Mapping[str, Any] | None = None  # None: what the environment says
+
+
+@contextmanager
+def with_settings(given: Mapping[str, Any]) -> Iterator[None]:
+    """Ranks made meanwhile take ``comm_transports`` and so on from here."""
+    global _settings
+    _settings = given
+    try:
+        yield
+    finally:
+        _settings = None
+
+
+def listeners() -> int:
+    """How many threads listen for operations that are over, if nobody else can begin one.
+
+    Asked by a thread that waits for an operation, from C: while it waits, all other threads
+    must be such, or of libraries that never begin one.  Threads of C++ run Python for other
+    backends, for RPC, and in a backward whose graph is on several devices.
+
+    Returns:
+        Their number; -1 if something else may begin an operation meanwhile.
+    """
+    rpc = sys.modules.get("torch.distributed.rpc.api")
+    in_backward = torch._C._current_graph_task_id() != -1
+    if (
+        not all(map(_runs_no_python, dist.distributed_c10d._world.pg_map.items()))
+        or (rpc is not None and rpc._is_current_rpc_agent_set())
+        or (in_backward and torch.accelerator.is_available())
+    ):
+        return -1
+    known = {thread.ident for ranks in list(Ranks.open) for thread in list(ranks._threads)}
+    harmless = {thread.ident for thread in threading.enumerate() if _begins_nothing(thread)}
+    others = set(sys._current_frames()) - {threading.get_ident()} - harmless
+    return len(others) if others <= known else -1
+
+
+# Groups of other backends whose operations nobody attaches a callback to.
+without_callbacks: "weakref.WeakSet[dist.ProcessGroup]" = weakref.WeakSet()
+
+
+def _runs_no_python(made: tuple[dist.ProcessGroup, tuple[str, Any]]) -> bool:
+    """Whether no thread of C++ of this group, which torch made, runs Python."""
+    group, (kind, _) = made
+    # "smddp", "cpu:smddp,cuda:nccl"; NCCL's futures complete in who waits for them.
+    backends = {each.rpartition(":")[2] for each in kind.split(",")}
+    return backends <= {"smddp", "nccl"} or group in without_callbacks
+
+
+def _begins_nothing(thread: threading.Thread) -> bool:
+    """Whether it is one of a library, which runs no function of the script."""
+    target = getattr(thread, "_target", None)
+    return target is _feed or type(thread).__module__ == "tqdm._monitor"
 
 
 @atexit.register

@@ -13,7 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from smp import _core
-from smp.execution import accelerator, autograd, failures, pickling, staging, thread_state
+from smp.execution import (
+    accelerator,
+    autograd,
+    failures,
+    pickling,
+    shared_memory,
+    staging,
+    thread_state,
+)
 from smp.job import objects, transports
 from smp.modules import hooks
 from smp.ranks import CommGroup
@@ -110,8 +118,12 @@ class Runtime:
             self.cfg.watchdog_end_s,
         )
         self.core_is_open = True
-        _core.connect(self._exchange(card), CONNECT_TIMEOUT_MS)
-        self._exchange(b"")  # nobody sends before everybody listens
+        try:
+            _core.connect(self._exchange(card), CONNECT_TIMEOUT_MS)
+            self._exchange(b"")  # nobody sends before everybody listens
+        except BaseException:
+            self.close()
+            raise
         _core.configure(
             send_apply=autograd.apply_of(autograd.Send),
             recv_apply=autograd.apply_of(autograd.Recv),
@@ -120,6 +132,7 @@ class Runtime:
             leaf=torch.zeros((), requires_grad=True, device="cpu"),
             seed_tensor=torch.empty((), dtype=torch.int64, device="cpu"),
             describe_error=self._describe,
+            refuse_changed=shared_memory.refuse_changed,
             call_hooked=hooks.call_hooked,
             serve_hooked=hooks.serve_hooked,
             capture_state=thread_state.capture_for_call,

@@ -4,16 +4,21 @@ A bootstrap knows who this rank is and can gather a few bytes from every rank.  
 one is used follows from how the script was started:
 
 - by ``mpirun`` or another MPI launcher: MPI, through mpi4py;
-- by torchrun, or with ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT`` set,
-  or in a process that already has a torch.distributed group: torch's store;
+- by torchrun, or with ``RANK``, ``WORLD_SIZE`` and ``MASTER_ADDR`` set (``MASTER_PORT`` is
+  29500 then, unless it is set too), or in a process that already has a torch.distributed
+  group: torch's store;
 - by hand: one rank, no communication.
 """
 
 import itertools
+import math
 import os
+import secrets
 import socket
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,10 +29,24 @@ import torch.distributed as dist
 MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
 # How a launcher shows itself without saying that; srun's number of tasks goes with it.
 MPI_MARKS = ("PMIX_RANK", "PMI_RANK")
+# What says how ranks that no MPI launcher started find each other.
+STORE_NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR")
+# torch's own where a launcher lets it choose.
+DEFAULT_PORT = "29500"
 
-# Between two looks at a store.
+# Ranks are on one host if they see each other's files there.
+SHARED_FOLDER = Path("/dev/shm")
+TOKEN_TAG = 1  # of messages on OverMPI's communicator
+
+# Before what a rank has made, or why it could not.
+MADE, FAILED = b"+", b"-"
+
+# Between two looks at a store, or at what MPI does.
 SHORTEST_PAUSE_S = 1e-4
+READ_S = 10.0  # for reading what all have said
 LONGEST_PAUSE_S = 0.01
+
+SIZE_BYTES = 8  # of a number of bytes, gathered first
 
 
 class Bootstrap(ABC):
@@ -39,95 +58,196 @@ class Bootstrap(ABC):
     local_size: int
     host: int  # number of this host, in order of the hosts' lowest ranks
     hosts: int
+    network: str  # the same on ranks of one network namespace
+    has_one_network: bool  # loopback reaches all ranks
+    names: Sequence[int]  # by rank, for errors
 
     @abstractmethod
     def allgather_bytes(self, data: bytes) -> list[bytes]:
         """Every rank's bytes, by rank; they may differ in length."""
 
+    def gather_made(self, make: Callable[[], bytes]) -> list[bytes]:
+        """What each rank makes, by rank; nobody waits for a rank that cannot.
+
+        Raises:
+            RuntimeError: ``make`` raised on another rank, which is named.  On that one, what
+                it raised.
+        """
+        failure = None
+        try:
+            mine = MADE + make()
+        except Exception as error:
+            failure = error
+            mine = FAILED + f"{type(error).__name__}: {error}".encode()
+        everyone = self.allgather_bytes(mine)
+        if failure is not None:
+            raise failure
+        for rank, theirs in zip(self.names, everyone, strict=True):
+            if theirs[:1] == FAILED:
+                raise RuntimeError(f"smp: rank {rank} cannot start: {theirs[1:].decode()}")
+        return [theirs[1:] for theirs in everyone]
+
     def barrier(self) -> None:
         self.allgather_bytes(b"")
 
-    def _settle(self, host_of_rank: list[Any]) -> None:
-        """Number the hosts, given anything by rank that is equal on the same host."""
-        names = list(dict.fromkeys(host_of_rank))
-        mine = host_of_rank[self.rank]
-        self.local_rank = host_of_rank[: self.rank].count(mine)
-        self.local_size = host_of_rank.count(mine)
-        self.host = names.index(mine)
+    def _find_hosts(self) -> None:
+        """Number the hosts: each is a set of ranks that see each other's socket files."""
+        with socket_file() as path:
+            paths = self.allgather_bytes(path.encode())
+            first = next(
+                rank
+                for rank, other in enumerate(paths)
+                if rank == self.rank or os.access(other, os.W_OK)
+            )
+            self.network = f"{first}/{network_namespace()}"  # numbers are those of one kernel
+            # Nobody removes its file before all have looked.
+            networks = [card.decode() for card in self.allgather_bytes(self.network.encode())]
+        first_of_host = [int(card.split("/")[0]) for card in networks]
+        names = list(dict.fromkeys(first_of_host))
+        self.local_rank = first_of_host[: self.rank].count(first)
+        self.local_size = first_of_host.count(first)
+        self.host = names.index(first)
         self.hosts = len(names)
+        self.has_one_network = len(set(networks)) == 1
 
 
 class Alone(Bootstrap):
     """One rank that was started by hand."""
 
     def __init__(self) -> None:
-        self.rank, self.size = 0, 1
-        self._settle([0])
+        self.rank, self.size, self.names = 0, 1, [0]
+        self._find_hosts()
 
     def allgather_bytes(self, data: bytes) -> list[bytes]:
         return [data]
 
 
 class OverMPI(Bootstrap):
-    """Ranks of an MPI job.  MPI stays initialised until the process ends."""
+    """Ranks of an MPI job.  MPI stays initialised until the process ends.
+
+    What waits for other ranks here looks again and again, so that Ctrl-C ends it.
+    """
 
     def __init__(self) -> None:
         from mpi4py import MPI
 
-        self.comm = MPI.COMM_WORLD.Dup()  # messages of the script's own MPI stay apart
+        # Messages of the script's own MPI stay apart.
+        self.comm, request = MPI.COMM_WORLD.Idup()
+        self._abandoned: list[Any] = []
+        self._wait(request)
+        self._byte = MPI.BYTE
         self.rank, self.size = self.comm.rank, self.comm.size
+        self.names = range(self.size)
         if self.size != (told := mpi_size() or self.size):
             raise RuntimeError(
                 f"the launcher started {told} ranks, but mpi4py sees {self.size}: it was "
                 f"built for another MPI than the launcher's ({MPI.Get_library_version()})"
             )
-        shared = self.comm.Split_type(MPI.COMM_TYPE_SHARED)
-        leader = shared.bcast(self.rank)
-        shared.Free()
-        self._settle(self.comm.allgather(leader))
+        token = secrets.token_hex(8).encode() if self.rank == 0 else b""
+        self.job = self.allgather_bytes(token)[0].decode()
+        self.is_for_any_thread = MPI.Query_thread() == MPI.THREAD_MULTIPLE
+        self._find_hosts()
 
     def allgather_bytes(self, data: bytes) -> list[bytes]:
-        return self.comm.allgather(data)
+        sizes = bytearray(SIZE_BYTES * self.size)
+        mine = len(data).to_bytes(SIZE_BYTES, "little")
+        self._wait(self.comm.Iallgather(mine, sizes), mine, sizes)
+        counts = [
+            int.from_bytes(sizes[at : at + SIZE_BYTES], "little")
+            for at in range(0, len(sizes), SIZE_BYTES)
+        ]
+        ends = list(itertools.accumulate(counts, initial=0))
+        everyone = bytearray(ends[-1])
+        parts = [everyone, counts, ends[:-1], self._byte]
+        self._wait(self.comm.Iallgatherv([data, self._byte], parts), data, everyone)
+        return [bytes(everyone[a:b]) for a, b in itertools.pairwise(ends)]
+
+    def _wait(self, request: Any, *buffers: Any) -> None:
+        """Until it is done; the buffers are MPI's until then, whatever ends the wait."""
+        pause_s = SHORTEST_PAUSE_S
+        try:
+            while not request.Test():
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+        except BaseException:
+            self._abandoned.append((request, buffers))
+            raise
+
+    def tell(self, members: list[int], data: bytes, size: int) -> bytes:
+        """The ``size`` bytes of the first of these ranks, on each; they alone call it."""
+        if self.rank != members[0]:
+            buffer = bytearray(size)
+            self._wait(self.comm.Irecv([buffer, self._byte], members[0], TOKEN_TAG), buffer)
+            return bytes(buffer)
+        for other in members[1:]:
+            self._wait(self.comm.Isend([data, self._byte], other, TOKEN_TAG), data)
+        return data
+
+
+def _name_of_life(name: str, store: dist.Store, size: int) -> str:
+    """Another one each time that these ranks meet over a store: torchrun's outlives groups."""
+    life = (store.add(f"{name} have come", 1) - 1) // size
+    return f"{name} {life}"
 
 
 class OverStore(Bootstrap):
     """Ranks that share a torch store: torchrun's, or that of a group that is there.
 
     Args:
-        name: of the keys, used once; None: these are all ranks of the job.
+        name: of the keys; None: these are all ranks of the job.
+        names: of the ranks, for errors, unless these are all ranks of the job.
     """
 
     _generations = itertools.count()  # each bootstrap has keys of its own
 
     def __init__(
-        self, store: dist.Store, rank: int, size: int, name: str | None = None
+        self,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        name: str | None = None,
+        names: Sequence[int] | None = None,
     ) -> None:
         self.rank, self.size = rank, size
-        prefix = name or f"smp-{next(self._generations)}"
+        self.names = range(size) if names is None else names
+        if name is None:
+            prefix = f"smp-{next(self._generations)}"
+        else:
+            prefix = _name_of_life(f"{name} {sorted(self.names)}", store, size)
         self.store = dist.PrefixStore(prefix, store)
         self._calls = itertools.count()
-        self._settle(self.allgather_bytes(host_identity()))
+        self._find_hosts()
 
     def allgather_bytes(self, data: bytes) -> list[bytes]:
         call = next(self._calls)
         keys = [f"{call}/{rank}" for rank in range(self.size)]
         self.store.set(keys[self.rank], data)  # type: ignore[arg-type]
         self._wait(keys)
-        return [self.store.get(key) for key in keys]
+        values = [self.store.get(key) for key in keys]
+        # The store may be in rank 0's process, which may now fail and end.
+        self.store.set(f"{call}/read/{self.rank}", b"")  # type: ignore[arg-type]
+        if self.rank == 0:
+            with suppress(dist.DistStoreError):  # of a rank that has died meanwhile
+                self._wait([f"{call}/read/{rank}" for rank in range(self.size)], READ_S)
+        return values
 
-    def _wait(self, keys: list[str]) -> None:
+    def _wait(self, keys: list[str], most_s: float = math.inf) -> None:
         """Until every rank's key is there; unlike the store's own wait, Ctrl-C ends it.
 
         Raises:
             torch.distributed.DistStoreError: the store's time is over; names who is missing.
         """
-        limit_s = self.store.timeout.total_seconds()  # type: ignore[attr-defined]
+        limit_s = min(self.store.timeout.total_seconds(), most_s)  # type: ignore[attr-defined]
         deadline = time.monotonic() + limit_s
         for key in keys:  # one at a time: all ranks ask one server, again and again
             pause_s = SHORTEST_PAUSE_S
             while not self.store.check([key]):
                 if time.monotonic() > deadline:
-                    missing = [r for r, k in enumerate(keys) if not self.store.check([k])]
+                    missing = [
+                        name
+                        for name, k in zip(self.names, keys, strict=True)
+                        if not self.store.check([k])
+                    ]
                     raise dist.DistStoreError(
                         f"smp: ranks {missing} of {self.size} have not come within "
                         f"{limit_s:g} s"
@@ -149,22 +269,37 @@ def connect() -> Bootstrap:
             if boot.rank == rank:
                 return boot
         return OverStore(dist.distributed_c10d._get_default_store(), rank, size)
-    has_torchrun = all(k in os.environ for k in ("RANK", "WORLD_SIZE", "MASTER_ADDR"))
+    has_store = all(name in os.environ for name in STORE_NAMES)
     if mpi_size() != 1:
         if has_mpi4py():
             return over_mpi()
-        if not has_torchrun:
+        if not has_store:
             raise RuntimeError(
                 "started by an MPI launcher, but mpi4py is not installed: pip install mpi4py"
             )
-    if has_torchrun:
-        return OverStore(*next(dist.rendezvous("env://")))
+    if has_store:
+        return OverStore(*next(dist.rendezvous(meeting_url())))
     return Alone()
+
+
+def meeting_url() -> str:
+    """Where torch's store is, as the environment says; nothing is written to that."""
+    if "MASTER_PORT" in os.environ:
+        return "env://"
+    rank, size, host = (os.environ[name] for name in STORE_NAMES)
+    host = f"[{host}]" if ":" in host else host
+    return f"tcp://{host}:{DEFAULT_PORT}?rank={rank}&world_size={size}"
 
 
 @cache
 def over_mpi() -> OverMPI:
     return OverMPI()
+
+
+def running_mpi() -> OverMPI | None:
+    """The job's MPI, if it runs and any thread may call it; it is not started for this."""
+    mpi = over_mpi() if over_mpi.cache_info().currsize else None
+    return mpi if mpi is not None and mpi.is_for_any_thread else None
 
 
 def mpi_size() -> int:
@@ -187,16 +322,32 @@ def has_mpi4py() -> bool:
     return find_spec("mpi4py") is not None
 
 
-def host_identity() -> bytes:
-    """Equal in processes of one host, which can share memory.
+@contextmanager
+def socket_file() -> Iterator[str]:
+    """The path of a file that the ranks of this host, and no others, see until the end.
 
-    Network namespaces of one machine share its boot id, so /dev/shm counts too.
+    Where none can be made there, nobody sees it.  A process that is killed leaves it; the
+    next job of this user removes it, since nobody listens (``csrc/comm/shm/meet.c``).
     """
-    boot_id = Path("/proc/sys/kernel/random/boot_id")
-    shm = Path("/dev/shm")
-    parts = [
-        socket.gethostname(),
-        boot_id.read_text().strip() if boot_id.exists() else "",
-        str(shm.stat().st_dev) if shm.exists() else "",
-    ]
-    return "|".join(parts).encode()
+    path = SHARED_FOLDER / f"smp-{secrets.token_hex(16)}.sock"
+    early = path.with_suffix(".new")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        try:
+            os.fchmod(listener.fileno(), 0o600)  # becomes the file's mode
+            listener.bind(str(early))
+            listener.listen()
+            early.rename(path)
+        except OSError:
+            early.unlink(missing_ok=True)
+        try:
+            yield str(path)
+        finally:
+            path.unlink(missing_ok=True)
+
+
+def network_namespace() -> int:
+    """Its number on this host; 0 where the kernel does not say."""
+    try:
+        return Path("/proc/self/ns/net").stat().st_ino
+    except OSError:
+        return 0

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
@@ -10,7 +10,7 @@ from smp import _core, ranks
 from smp.state_mod import state
 
 if TYPE_CHECKING:
-    from smp.collectives.ranks import GroupUse
+    from smp.collectives.ranks import GroupUse, PeerUse, PoolUse
 
 
 @dataclass(frozen=True)
@@ -19,14 +19,17 @@ class Peer:
 
     rank: int  # global
     pp_rank: int
-    transport: str  # "shm", "tcp", "mpi"
+    transport: str  # "shm", "ucx", "tcp", "mpi"
     messages: int
     bytes: int
 
 
 @dataclass(frozen=True)
 class CommReport:
-    """What the module server of one rank has sent; ``print`` it.
+    """What one rank has sent; ``print`` it.
+
+    The peers and pools are the module server's, unless they are called ``group_``: those
+    are of groups of the backend ``smddp``, whose ranks are connected by themselves.
 
     The pool is the shared memory that this rank's large tensors travel in.  A fallback is
     one that did not fit, and went by a slower way.  The device pool is the same in the
@@ -46,6 +49,8 @@ class CommReport:
     device_pool_fallbacks: int = 0
     device_pool_why: str = ""  # why there is none, in the driver's words
     groups: tuple["GroupUse", ...] = ()  # of the backend smddp that this rank is in
+    group_peers: tuple["PeerUse", ...] = ()  # sends, and what goes between hosts
+    group_pools: tuple["PoolUse", ...] = ()  # one, but for groups beside another backend
 
     def __str__(self) -> str:
         return "\n".join([*self._of_pipeline(), *self._of_groups()])
@@ -62,11 +67,24 @@ class CommReport:
                     str(len(use.ranks)),
                     str(use.operations),
                     _mib(use.bytes),
-                    "process_vm_readv" if use.reads_memory else "shared memory",
+                    use.on_host or "none",
                     f"{use.messages} messages, {_mib(use.sent)} MiB by {by}" if by else "none",
                 )
             )
-        return [f"rank {self.rank} has done in groups of smddp:", *_table(rows)]
+        return [
+            f"rank {self.rank} has done in groups of smddp:",
+            *_table(rows),
+            *(line for use in self.groups for line in _of_devices(use)),
+            *self._of_group_peers(),
+            *(_of_pool(*pool) for pool in self.group_pools),
+        ]
+
+    def _of_group_peers(self) -> list[str]:
+        rows = [("to rank", "by", "messages", "MiB")]
+        rows += [
+            (str(p.rank), p.transport, str(p.messages), _mib(p.bytes)) for p in self.group_peers
+        ]
+        return _table(rows) if self.group_peers else []
 
     def _of_pipeline(self) -> list[str]:
         if not self.peers:
@@ -80,8 +98,7 @@ class CommReport:
         return [
             f"rank {self.rank} has sent:",
             *_table(rows),
-            f"pool: {self.pool_blocks} tensors, at most {_mib(self.pool_high)} MiB at a "
-            f"time, of {_mib(self.pool_bytes)} MiB; {self.pool_fallbacks} did not fit",
+            _of_pool(self.pool_bytes, self.pool_high, self.pool_blocks, self.pool_fallbacks),
             *self._of_device(),
         ]
 
@@ -106,9 +123,14 @@ def comm_report() -> CommReport:
     """
     from smp.collectives.ranks import Ranks
 
-    groups = tuple(use for each in list(Ranks.open) for use in each.uses())
-    if groups and not state.is_initialized:
-        return CommReport(dist.get_rank(), (), 0, 0, 0, 0, groups=groups)
+    connected = list(Ranks.open)
+    of_groups: dict[str, Any] = {
+        "groups": tuple(use for each in connected for use in each.uses()),
+        "group_peers": tuple(use for each in connected for use in each.peers()),
+        "group_pools": tuple(each.pool() for each in connected),
+    }
+    if connected and not state.is_initialized:
+        return CommReport(dist.get_rank(), (), 0, 0, 0, 0, **of_groups)
     group = state.job("smp.comm_report()").groups["pp"]
     counters = _core.counters()
     peers = tuple(
@@ -128,8 +150,26 @@ def comm_report() -> CommReport:
         device_pool_tensors=counters.get("device_tensors", 0),
         device_pool_fallbacks=counters.get("device_fallbacks", 0),
         device_pool_why=counters.get("device_why", ""),
-        groups=groups,
+        **of_groups,
     )
+
+
+def _of_pool(size: int, high: int, blocks: int, fallbacks: int) -> str:
+    return (
+        f"pool: {blocks} tensors, at most {_mib(high)} MiB at a time, of {_mib(size)} MiB; "
+        f"{fallbacks} did not fit"
+    )
+
+
+def _of_devices(use: "GroupUse") -> list[str]:
+    if use.device_why:
+        return [f"group {use.name}: all-gathers of GPUs by NCCL ({use.device_why})"]
+    if not use.device_operations:
+        return []
+    return [
+        f"group {use.name}: {use.device_operations} all-gathers of {_mib(use.device_bytes)} "
+        "MiB by the GPUs' own copies"
+    ]
 
 
 def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:

@@ -5,7 +5,8 @@ key, from the first of these that has the key:
 
 1. ``SMP_CONFIG``: JSON text, or the path of a .json, .toml or .yaml file;
 2. ``SMP_COMM_TRANSPORTS``, ``SMP_COMM_INTERFACE``, ``SMP_COMM_POOL_BYTES``,
-   ``SMP_COMM_DEVICE_POOL_BYTES``, ``SMP_WATCHDOG_REPORT_S``, ``SMP_WATCHDOG_END_S``;
+   ``SMP_COMM_DEVICE_POOL_BYTES``, ``SMP_COMM_DEVICE_GATHER_BYTES``,
+   ``SMP_WATCHDOG_REPORT_S``, ``SMP_WATCHDOG_END_S``;
 3. ``SM_HP_MP_PARAMETERS``: JSON, set by SageMaker;
 4. the dict given to ``smp.init``;
 5. the default.
@@ -24,7 +25,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-TRANSPORTS = ("shm", "ucx", "tcp", "mpi")
+from smp import _core
+
+TRANSPORTS = (*_core.transports, "mpi")
 PIPELINES = ("interleaved", "simple", "zero_bubble")
 PLACEMENTS = ("cluster", "spread", *map("".join, itertools.permutations("DPT")))
 
@@ -181,6 +184,7 @@ class Config:
     comm_interface: str | None = text(None)
     comm_pool_bytes: int = whole(0)  # 0: the library decides
     comm_device_pool_bytes: int = whole(256 << 20)  # of each rank's GPU; 0: none
+    comm_device_gather_bytes: int = whole(16 << 20)  # of it, for each group; 0: none
     watchdog_report_s: float = number(30.0, 0)  # 0: never
     watchdog_end_s: float = number(0.0, 0)  # 0: never
     ddp_dist_backend: str = choice("auto", "auto", "nccl", "gloo", "smddp")
@@ -375,7 +379,7 @@ def _comm_environment() -> Mapping[str, Any]:
         found["comm_transports"] = [name.strip() for name in names.split(",")]
     if interface := os.environ.get("SMP_COMM_INTERFACE"):
         found["comm_interface"] = interface
-    for name in ("comm_pool_bytes", "comm_device_pool_bytes"):
+    for name in ("comm_pool_bytes", "comm_device_pool_bytes", "comm_device_gather_bytes"):
         if size := os.environ.get(f"SMP_{name.upper()}"):
             found[name] = int(size) if size.isdecimal() else size
     for name in ("watchdog_report_s", "watchdog_end_s"):

@@ -17,7 +17,7 @@ from smp import _core
 from smp._version import __version__
 from smp.execution import runtime
 from smp.job import bootstrap, config, process_groups
-from smp.job.bootstrap import Bootstrap
+from smp.job.bootstrap import Bootstrap, OverMPI
 from smp.job.config import Config, ConfigError
 from smp.job.job_end import Watch
 from smp.job.placement import AXES_OF_GROUP, Placement
@@ -48,16 +48,17 @@ def init(config: Mapping[str, Any] | None = None) -> None:
         cfg.tensor_parallel_degree,
         cfg.placement_strategy,
     )
+    _stop_failed()
     with ExitStack() as undo:
+        watch = Watch(boot)
+        undo.push(lambda kind, *_: _end_watch(watch, failed=kind is not None))
+        watch.start()
         torch_groups = process_groups.form(boot, placement, cfg)
         undo.callback(process_groups.destroy, torch_groups)
         groups = {kind: placement.group(kind, boot.rank) for kind in AXES_OF_GROUP}
         job = Job(cfg, boot, placement, groups, torch_groups)
         state.begin(job)
         undo.callback(state.end)
-        watch = Watch(boot)
-        undo.callback(watch.stop)
-        watch.start()
         undo.callback(runtime.stop)
         runtime.start(state)
         job.undo = undo.pop_all()
@@ -74,6 +75,7 @@ def shutdown() -> None:
     Also runs when the interpreter exits.  In a forked child it does nothing: the child
     is not a rank.
     """
+    _stop_failed()
     if state.is_initialized:
         job = state.job("smp.shutdown()")
         if job.pid == os.getpid():
@@ -84,6 +86,23 @@ def reset() -> None:
     """For tests: shut down, and forget which warnings were given."""
     shutdown()
     config.forget_warnings()
+
+
+# Of an init that failed: if nobody catches its exception, that ends the job, which MPI
+# would else hold up until all ranks are at their ends.
+_failed_watches: list[Watch] = []
+
+
+def _end_watch(watch: Watch, failed: bool) -> None:
+    if failed and isinstance(watch.boot, OverMPI):
+        _failed_watches.append(watch)
+    else:
+        watch.stop()
+
+
+def _stop_failed() -> None:
+    while _failed_watches:
+        _failed_watches.pop().stop()
 
 
 def _warn_of_another(given: Mapping[str, Any] | None) -> None:

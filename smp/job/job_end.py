@@ -7,11 +7,13 @@ one line.
 """
 
 import fcntl
+import io
 import os
 import sys
 import threading
 import traceback
 from collections.abc import Callable
+from contextlib import nullcontext, redirect_stderr
 from types import TracebackType
 from typing import Any
 
@@ -32,16 +34,15 @@ class FirstFailure:
 
     def __init__(self, boot: Bootstrap) -> None:
         self._fd: int | None = None
+        mine = ""
         if boot.local_rank == 0 and hasattr(os, "memfd_create"):
             self._fd = os.memfd_create("smp-first-failure")
-        mine = f"{boot.host} {os.getpid()} {-1 if self._fd is None else self._fd}"
+            mine = f"{boot.host} {os.getpid()} {self._fd} {_file_of(self._fd)}"
         for card in boot.allgather_bytes(mine.encode()):
-            host, pid, fd = map(int, card.split())
-            if self._fd is None and host == boot.host and fd >= 0:
-                try:
-                    self._fd = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
-                except OSError:  # another user's process: every rank counts as first
-                    break
+            host, _, rest = card.decode().partition(" ")
+            if self._fd is None and host == str(boot.host):
+                pid, fd, file = rest.split(maxsplit=2)
+                self._fd = _open_of(f"/proc/{pid}/fd/{fd}", file)
         boot.barrier()  # the first rank's file stays open until all have it
 
     def claim(self, rank: int) -> int:
@@ -61,6 +62,26 @@ class FirstFailure:
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
+
+
+def _file_of(which: int | str) -> str:
+    """By which a file is known on this machine."""
+    found = os.stat(which)
+    return f"{found.st_dev} {found.st_ino}"
+
+
+def _open_of(path: str, file: str) -> int | None:
+    """Open the other rank's file; None: it is not there, and every rank counts as first.
+
+    It may belong to another user; or the number of the process means another one here, in
+    another pid namespace, whose files are left alone.
+    """
+    try:
+        if _file_of(path) == file:
+            return os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        pass
+    return None
 
 
 class Watch:
@@ -117,14 +138,18 @@ class Watch:
         where: str,
     ) -> None:
         rank, size = self.boot.rank, self.boot.size
+        # torch's hook, around this one since init_process_group, collects what is said and
+        # would say it later.
+        is_collected = isinstance(sys.stderr, io.StringIO)
         try:
-            first = self.first.claim(rank)
-            if first == rank:
-                show()
-                say(f"smp: rank {rank} of {size}: not caught{where}; ending all ranks")
-            else:
-                text = f"{kind.__name__}: {error}".splitlines()[0]  # without its notes
-                say(f"smp: rank {rank} of {size}, after rank {first} failed: {text}")
+            with redirect_stderr(sys.__stderr__) if is_collected else nullcontext():
+                first = self.first.claim(rank)
+                if first == rank:
+                    show()
+                    say(f"smp: rank {rank} of {size}: not caught{where}; ending all ranks")
+                else:
+                    text = f"{kind.__name__}: {error}".splitlines()[0]  # without its notes
+                    say(f"smp: rank {rank} of {size}, after rank {first} failed: {text}")
         finally:
             end_all_ranks(
                 self.boot, EXIT_INTERRUPTED if issubclass(kind, KeyboardInterrupt) else 1

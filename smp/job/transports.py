@@ -1,12 +1,14 @@
 """Which transports the core may use besides shared memory and TCP, which it always has.
 
 The MPI transport is an extension of its own (``csrc/comm/mpi/mpi.c``), built where there was
-an ``mpicc``; it works in jobs that an MPI launcher started.  The UCX transport
+an ``mpicc``; it works in jobs that an MPI launcher started, also for ranks that found each
+other through torch's store.  The UCX transport
 (``csrc/comm/ucx/ucx.c``) looks for UCX's library when it is wanted.
 """
 
 import hashlib
 import os
+import stat
 import sys
 import warnings
 from collections.abc import Iterator
@@ -15,7 +17,14 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from smp import _core
-from smp.job.bootstrap import Bootstrap, OverMPI, OverStore
+from smp.job.bootstrap import (
+    Bootstrap,
+    OverMPI,
+    OverStore,
+    has_mpi4py,
+    has_mpi_launcher,
+    mpi_size,
+)
 from smp.job.config import ConfigError
 
 # Where the kernel lists what UCX drives better than TCP does: InfiniBand and RoCE.
@@ -41,23 +50,40 @@ def offer(boot: Bootstrap, wanted: tuple[str, ...] | None) -> None:
 
 
 def _offer_mpi(boot: Bootstrap, demanded: bool) -> None:
-    if not isinstance(boot, OverMPI):
+    if trouble := _no_mpi(boot, demanded):
         if demanded:
-            raise RuntimeError(
-                "comm_transports names 'mpi', but the ranks were not started by an MPI "
-                "launcher (mpirun)"
-            )
-        return
-    if find_spec("smp._mpi") is None:
-        if demanded:
-            raise RuntimeError(
-                "comm_transports names 'mpi', but smp was built without it: install again "
-                "with mpicc on PATH (SMP_WITH_MPI=1 says what is missing)"
-            )
+            raise RuntimeError(f"comm_transports names 'mpi', but {trouble}")
         return
     from smp import _mpi  # type: ignore[attr-defined]
 
     _core.register_transport(_mpi.transport)
+
+
+def _no_mpi(boot: Bootstrap, may_start: bool) -> str:
+    """Why these ranks cannot use MPI; nothing if they can, and MPI runs then."""
+    if not isinstance(boot, OverMPI):
+        if not has_mpi_launcher():
+            return "the ranks were not started by an MPI launcher (mpirun)"
+        if not has_mpi4py():
+            return "mpi4py is not installed: pip install mpi4py"
+        if 0 < mpi_size() < boot.size:
+            return (
+                f"the MPI launcher started {mpi_size()} processes, which are not the "
+                f"{boot.size} ranks"
+            )
+        if "mpi4py.MPI" not in sys.modules and not may_start:
+            return "it is not running"
+    if find_spec("smp._mpi") is None:
+        return (
+            "smp was built without it: install again with mpicc on PATH (SMP_WITH_MPI=1 "
+            "says what is missing)"
+        )
+    if not isinstance(boot, OverMPI):  # more than one set of ranks calls MPI
+        from mpi4py import MPI
+
+        if not MPI.Is_initialized() or MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+            return "MPI runs without MPI_THREAD_MULTIPLE (mpi4py.rc.thread_level)"
+    return ""
 
 
 def _offer_ucx(boot: Bootstrap, demanded: bool) -> None:
@@ -123,31 +149,42 @@ def job_secret(boot: Bootstrap, token: bytes) -> str:
     """What the ranks of this job know each other by, and nobody else knows.
 
     Args:
-        boot: how the ranks found each other, and got the token.
+        boot: what brought the token to these ranks.
         token: random, the same on all of these ranks, of no other job.
 
     Returns:
         the token, hashed together with the file that ``SMP_SECRET_FILE`` names, if any.
 
     Raises:
-        ConfigError: the file cannot be read, or is empty.
+        ConfigError: the file cannot be read, is empty, or others may read or write it.
     """
     path = os.environ.get("SMP_SECRET_FILE")
-    if not path:
-        if isinstance(boot, OverStore) and boot.hosts > 1:
-            warnings.warn(
-                "smp: the job's secret came through torch's store, where whoever reaches "
-                "MASTER_PORT can read it; on a network that others use, let SMP_SECRET_FILE "
-                "name a file with a secret, the same on all hosts",
-                stacklevel=2,
-            )
-        return token.decode()
+    if path:
+        return hashlib.sha256(token + b"\0" + _content_of_secret(path)).hexdigest()[:32]
+    if isinstance(boot, OverStore) and boot.hosts > 1 and boot.rank == 0:
+        warnings.warn(  # once, although a job has several such sets of ranks
+            "smp: the job's secret came through torch's store, where whoever reaches "
+            "MASTER_PORT can read it; on a network that others use, let SMP_SECRET_FILE "
+            "name a file with a secret, the same on all hosts",
+            stacklevel=1,
+        )
+    return token.decode()
+
+
+def _content_of_secret(path: str) -> bytes:
     try:
-        secret = Path(path).read_bytes().strip()
+        with open(path, "rb") as file:
+            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+            secret = file.read().strip()
     except OSError as error:
         raise ConfigError(
             f"SMP_SECRET_FILE={path!r} cannot be read: {error.strerror}"
         ) from None
+    if mode & (stat.S_IRWXG | stat.S_IRWXO):
+        raise ConfigError(
+            f"SMP_SECRET_FILE={path!r} has mode {mode:04o}, so that others have access to it: "
+            f"chmod 600 {path}"
+        )
     if not secret:
         raise ConfigError(f"SMP_SECRET_FILE={path!r} is empty")
-    return hashlib.sha256(token + b"\0" + secret).hexdigest()[:32]
+    return secret

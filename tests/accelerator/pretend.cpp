@@ -28,6 +28,7 @@
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/resize_native.h>
 #include <ATen/ops/set_native.h>
+#include <ATen/ops/view_as_real_native.h>
 #include <ATen/ops/view_native.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -618,6 +619,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m)
     m.impl("empty_strided", &empty_strided);
     m.impl("as_strided", &at::native::as_strided_tensorimpl);
     m.impl("view", &at::native::view);
+    m.impl("view_as_real", &at::native::view_as_real);
     m.impl("_reshape_alias", &at::native::_reshape_alias);
     m.impl("resize_", &at::native::resize_);
     m.impl("set_.source_Storage_storage_offset", &at::native::set_storage_cpu_);

@@ -31,6 +31,10 @@
         }                                                                              \
     } while (0)
 
+/* So long from now, for what takes a smp_patience (comm/patience.h). */
+#define PATIENCE_MS(ms)                                                                \
+    (&(smp_patience){.deadline_ns = smp_clock_deadline((ms)*SMP_NS_PER_MS)})
+
 typedef struct {
     const char *name;
     int (*run)(void);

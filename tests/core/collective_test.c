@@ -1,10 +1,16 @@
 /* Operations of groups, on ranks that are processes and threads.
  * Spec: csrc/comm/collective/group.h, csrc/comm/collective/reduce.h. */
 #define _GNU_SOURCE
+#include <errno.h>
 #include <sched.h>
+#include <sys/syscall.h>
+#include <sys/uio.h>
+#include <time.h>
 
 #include "comm/collective/group.h"
+#include "comm/collective/lockstep.h"
 #include "comm/neighbour.h"
+#include "comm/patience.h"
 #include "comm/shm/shelf.h"
 #include "groups.h"
 
@@ -93,6 +99,250 @@ TEST_RANK(tensors_in_pools_are_used_where_they_are)
     return 0;
 }
 
+/* --------------------------------------------------------- reading others' memory */
+
+/* What process_vm_readv answers: another pid namespace's process is not seen, a filter
+ * of system calls refuses, and a number may mean another process.  On one machine it is
+ * slow, on another so fast that a large read of a process's own memory takes no time.
+ */
+typedef enum { READS, REFUSED, UNSEEN, ANOTHER, SLOW, FAST } answer;
+
+/* Of this process's calls, from now on. */
+static answer planned;
+
+/* Larger than what members read of each other in these tests. */
+#define LARGE_READ ((size_t)2 << 20)
+
+/* In place of libc's. */
+ssize_t
+process_vm_readv(pid_t pid, const struct iovec *local, unsigned long nlocal,
+                 const struct iovec *remote, unsigned long nremote, unsigned long flags)
+{
+    switch (planned) {
+    case REFUSED:
+        errno = EPERM;
+        return -1;
+    case UNSEEN:
+        errno = ESRCH;
+        return -1;
+    case ANOTHER: /* has other bytes at that address */
+        memset(local->iov_base, 0x5a, local->iov_len);
+        return (ssize_t)local->iov_len;
+    case SLOW: /* as many reads as no other way of moving these bytes takes */
+        for (int i = 0; local->iov_len >= LARGE_READ && i < 20; i++) {
+            (void)syscall(SYS_process_vm_readv, pid, local, nlocal, remote, nremote,
+                          flags);
+        }
+        break;
+    case FAST:
+        if (local->iov_len >= LARGE_READ) {
+            return (ssize_t)local->iov_len;
+        }
+        break;
+    case READS:
+        break;
+    }
+    return syscall(SYS_process_vm_readv, pid, local, nlocal, remote, nremote, flags);
+}
+
+/* Each member finds out by itself; it takes all of them, and a core for each. */
+static int
+make_group_that_chooses(world *w, answer of_last, bool want)
+{
+    int              ranks[] = {0, 1};
+    smp_group_config config = {.ranks = ranks,
+                               .size = 2,
+                               .id = 11,
+                               .name = "test",
+                               .timeout_ns = WORLD_PATIENCE_NS};
+    smp_group       *group;
+    int              failed;
+
+    planned = w->rank == w->size - 1 ? of_last : FAST;
+    CHECK_STATUS(smp_group_create(w->comm, &config, &group, &failed), SMP_OK);
+    CHECK(smp_group_reads_memory(group) == want);
+    for (int i = 0; i < COUNTS; i++) {
+        CHECK(all_operations(w, group, SMP_F32, counts[i], (uint64_t)i) == 0);
+    }
+    smp_group_destroy(group);
+    return 0;
+}
+
+TEST_RANK(members_read_where_that_is_faster)
+{
+    return make_group_that_chooses(w, FAST, smp_comm_spins(w->comm));
+}
+
+TEST_RANK(members_do_not_read_where_one_finds_it_slow)
+{
+    return make_group_that_chooses(w, SLOW, false);
+}
+
+/* The last rank alone cannot read; all agree on it, and nobody counts as lost. */
+TEST_RANK(members_that_cannot_be_read_go_by_the_shelves)
+{
+    for (answer a = READS; a <= ANOTHER; a++) {
+        smp_group *group;
+
+        planned = w->rank == w->size - 1 ? a : READS;
+        CHECK_STATUS(make_world_group(w, 10 + (uint64_t)a, false, &group), SMP_OK);
+        CHECK(smp_group_reads_memory(group) == (a == READS));
+        for (int i = 0; i < COUNTS; i++) {
+            CHECK(all_operations(w, group, SMP_F32, counts[i], (uint64_t)i) == 0);
+        }
+        CHECK(smp_comm_lost(w->comm) < 0);
+        smp_group_destroy(group);
+    }
+    return 0;
+}
+
+/* Once it could be read: what the system says of the number alone kills nobody. */
+TEST_RANK(a_member_that_is_not_seen_any_more_has_not_died)
+{
+    static const int ranks[] = {0, 1};
+    uint64_t         mine = 4711;
+    uint64_t         its = 0;
+    smp_patience     patience = {.deadline_ns = smp_clock_ns() + WORLD_PATIENCE_NS};
+    smp_lockstep     lockstep;
+    int              failed;
+
+    CHECK_STATUS(smp_lockstep_init(&lockstep, w->comm, ranks, 2, 5, SMP_READ_ALWAYS,
+                                   &patience, &failed, NULL),
+                 SMP_OK);
+    CHECK(lockstep.reads);
+    atomic_store(&w->shared->scratch[w->rank], (int64_t)(uintptr_t)&mine);
+    w->barrier(w);
+    for (answer a = REFUSED; a <= UNSEEN; a++) {
+        uint64_t from = (uint64_t)atomic_load(&w->shared->scratch[1 - w->rank]);
+
+        planned = READS;
+        CHECK_STATUS(smp_lockstep_copy(&lockstep, 1 - w->rank, &its, from, sizeof(its)),
+                     SMP_OK);
+        CHECK(its == 4711);
+        planned = a;
+        CHECK_STATUS(smp_lockstep_copy(&lockstep, 1 - w->rank, &its, from, sizeof(its)),
+                     SMP_ERR_SYSTEM);
+    }
+    CHECK(smp_comm_lost(w->comm) < 0);
+    w->barrier(w); /* nobody reads any more */
+    smp_lockstep_fini(&lockstep);
+    return 0;
+}
+
+/* ... and one that has died is named by what watches it. */
+TEST_RANK(a_member_that_died_is_lost_when_it_is_read)
+{
+    static const int ranks[] = {0, 1};
+    uint64_t         its = 0;
+    smp_patience     patience = {.deadline_ns = smp_clock_ns() + WORLD_PATIENCE_NS};
+    smp_lockstep     lockstep;
+    int              failed;
+
+    CHECK_STATUS(smp_lockstep_init(&lockstep, w->comm, ranks, 2, 5, SMP_READ_ALWAYS,
+                                   &patience, &failed, NULL),
+                 SMP_OK);
+    atomic_store(&w->shared->scratch[w->rank], (int64_t)(uintptr_t)&its);
+    w->barrier(w);
+    if (w->rank == 1) {
+        kill(getpid(), SIGKILL);
+    }
+    for (smp_status status = SMP_OK; status != SMP_ERR_PEER_LOST;) {
+        uint64_t from = (uint64_t)atomic_load(&w->shared->scratch[1]);
+
+        status = smp_lockstep_copy(&lockstep, 1, &its, from, sizeof(its));
+        CHECK(status == SMP_OK || status == SMP_ERR_PEER_LOST);
+    }
+    CHECK(smp_comm_lost(w->comm) == 1);
+    smp_lockstep_fini(&lockstep);
+    return 0;
+}
+
+/* How a member ends what it does with another's memory. */
+typedef enum { POSTS_THE_LAST, GIVES_UP, LEAVES, ENDS } its_end;
+
+/* What a process has run, on all of its threads. */
+static int64_t
+run_by(pid_t pid)
+{
+    clockid_t       clock;
+    struct timespec ran = {0};
+
+    if (clock_getcpuclockid(pid, &clock) != 0 || clock_gettime(clock, &ran) != 0) {
+        abort();
+    }
+    return ran.tv_sec * SMP_NS_PER_S + ran.tv_nsec;
+}
+
+/* Member 1 uses the memory of member 0, which gives up and wants it back. */
+static int
+retreat(world *w, its_end end)
+{
+    static const int ranks[] = {0, 1};
+    _Atomic int64_t *asks = &w->shared->scratch[2 * end];
+    _Atomic int64_t *has = &w->shared->scratch[2 * end + 1];
+    smp_patience     patience = {.deadline_ns = smp_clock_ns() + WORLD_PATIENCE_NS};
+    uint64_t         last;
+    int64_t          ran;
+    smp_lockstep     lockstep;
+    int              failed;
+
+    CHECK_STATUS(smp_lockstep_init(&lockstep, w->comm, ranks, 2, 20 + (uint64_t)end,
+                                   SMP_READ_ALWAYS, &patience, &failed, NULL),
+                 SMP_OK);
+    smp_lockstep_post(&lockstep);
+    while (!smp_lockstep_arrived(&lockstep)) {
+        smp_lockstep_wait(&lockstep, SMP_NEVER);
+    }
+    smp_lockstep_read(&lockstep);
+    last = lockstep.step + 1;
+    if (w->rank == 0) {
+        smp_lockstep_fail(&lockstep, SMP_ERR_TIMED_OUT, "a test");
+        atomic_store(asks, 1);
+        smp_lockstep_retreat(&lockstep, last);
+        atomic_store(has, 1);
+    } else {
+        while (atomic_load(asks) == 0) {
+            sched_yield();
+        }
+        /* It runs, and does not come back with the memory. */
+        ran = run_by(w->shared->pids[0]);
+        while (run_by(w->shared->pids[0]) < ran + 300 * SMP_NS_PER_US &&
+               atomic_load(has) == 0) {
+            sched_yield();
+        }
+        CHECK(atomic_load(has) == 0);
+        if (end == POSTS_THE_LAST) {
+            smp_lockstep_post(&lockstep);
+        } else if (end == GIVES_UP) {
+            smp_lockstep_fail(&lockstep, SMP_ERR_TIMED_OUT, "a test");
+        }
+        while (end != LEAVES && atomic_load(has) == 0) {
+            sched_yield();
+        }
+    }
+    if (end == LEAVES && w->rank == 1) {
+        smp_lockstep_fini(&lockstep);
+        while (atomic_load(has) == 0) {
+            sched_yield();
+        }
+    }
+    w->barrier(w);
+    if (end != LEAVES || w->rank == 0) {
+        smp_lockstep_fini(&lockstep);
+    }
+    return 0;
+}
+
+TEST_RANK(who_gives_up_leaves_its_memory_to_those_who_use_it)
+{
+    for (its_end end = 0; end < ENDS; end++) {
+        CHECK(retreat(w, end) == 0);
+    }
+    return 0;
+}
+
+/* ------------------------------------------------------------------------- groups */
+
 /* The last step that this rank has posted in the group with this id. */
 static uint64_t
 own_step(const world *w, uint64_t id)
@@ -147,7 +397,7 @@ TEST_RANK(a_rank_is_in_at_most_so_many_groups)
     for (uint64_t i = 0; i < SMP_SHELVES; i++) {
         CHECK_STATUS(make_world_group(w, 1 + i, true, &mine[i]), SMP_OK);
     }
-    CHECK_STATUS(make_world_group(w, 1000, true, &more), SMP_ERR_NO_MEMORY);
+    CHECK_STATUS(make_world_group(w, 1000, true, &more), SMP_ERR_LIMIT);
     CHECK(random_calls(w, mine, SMP_SHELVES, 100, 3) == 0);
     for (int i = 0; i < SMP_SHELVES; i++) {
         smp_group_destroy(mine[i]);
@@ -192,6 +442,7 @@ TEST_RANK(a_group_needs_one_list_of_ranks_on_all)
 TEST_RANK(a_time_out_names_group_operation_and_the_missing_ranks)
 {
     smp_call   call = {.operation = SMP_BARRIER};
+    smp_call   reduce = {.operation = SMP_ALL_REDUCE, .dtype = SMP_F32};
     char       missing[32];
     smp_group *group;
 
@@ -210,7 +461,10 @@ TEST_RANK(a_time_out_names_group_operation_and_the_missing_ranks)
         CHECK(says(group, "group 'test': barrier 2: "));
         CHECK(says(group, "timed out after 0.0"));
         CHECK(says(group, missing));
-        CHECK_STATUS(smp_group_run(group, &call), SMP_ERR_TIMED_OUT);
+        CHECK_STATUS(smp_group_run(group, &reduce), SMP_ERR_TIMED_OUT);
+        CHECK(says(group,
+                   "group 'test': all-reduce 3 (sum) of 0 float32: the group ended "
+                   "before: barrier 2: timed out after 0.0"));
     }
     w->barrier(w);
     if (w->rank == w->size - 1) { /* the others' slots are there, but no more */
@@ -339,6 +593,15 @@ typedef struct {
         ENTRY(name), .first = from, .last = to, .threads = true                        \
     }
 #define ALL(name) SOME(name, 1, 5)
+#define POOLED(fn, from, to)                                                           \
+    {                                                                                  \
+        .test = {.name = #fn, .rank = fn, .pool_bytes = (size_t)64 << 20},             \
+        .first = from, .last = to, .threads = true                                     \
+    }
+#define FORKED(name, from, to)                                                         \
+    {                                                                                  \
+        ENTRY(name), .first = from, .last = to                                         \
+    }
 #define KILLED(name, size)                                                             \
     {                                                                                  \
         ENTRY(name), .first = size, .last = size, .times = 12                          \
@@ -349,22 +612,12 @@ typedef struct {
 static const entry list[] = {
     KILLED(a_killed_member_is_named_to_all_others, 3),
     KILLED(a_killed_member_is_named_by_those_who_use_shelves, 3),
-    {ENTRY(a_forked_child_is_no_member), .first = 2, .last = 2},
+    FORKED(a_forked_child_is_no_member, 2, 2),
     ALL(nobody_leaves_a_barrier_before_all_have_come),
     ALL(every_operation_gives_the_right_result_by_memory),
     ALL(every_operation_gives_the_right_result_by_shelves),
-    {.test = {.name = "an_all_gather_between_pools_does_not_go_through_the_shelves",
-              .rank = an_all_gather_between_pools_does_not_go_through_the_shelves,
-              .pool_bytes = (size_t)64 << 20},
-     .first = 2,
-     .last = 3,
-     .threads = true},
-    {.test = {.name = "tensors_in_pools_are_used_where_they_are",
-              .rank = tensors_in_pools_are_used_where_they_are,
-              .pool_bytes = (size_t)64 << 20},
-     .first = 2,
-     .last = 4,
-     .threads = true},
+    POOLED(an_all_gather_between_pools_does_not_go_through_the_shelves, 2, 3),
+    POOLED(tensors_in_pools_are_used_where_they_are, 2, 4),
     SOME(every_dtype_is_moved_and_reduced, 2, 3),
     ALL(any_sequence_of_calls_on_several_groups_is_right),
     ALL(a_part_of_the_ranks_in_any_order_is_a_group),
@@ -379,6 +632,12 @@ static const entry list[] = {
     SOME(who_gave_up_has_its_tensors_for_itself, 2, 3),
     SOME(groups_entered_in_another_order_are_named_at_the_time_out, 2, 2),
     SOME(a_member_that_has_left_is_named, 2, 3),
+    FORKED(members_read_where_that_is_faster, 2, 2),
+    FORKED(members_do_not_read_where_one_finds_it_slow, 2, 2),
+    FORKED(members_that_cannot_be_read_go_by_the_shelves, 2, 3),
+    FORKED(a_member_that_is_not_seen_any_more_has_not_died, 2, 2),
+    FORKED(a_member_that_died_is_lost_when_it_is_read, 2, 2),
+    FORKED(who_gives_up_leaves_its_memory_to_those_who_use_it, 2, 2),
 };
 enum { LIST = sizeof(list) / sizeof(list[0]) };
 
@@ -393,7 +652,7 @@ main(int argc, char **argv)
             const world_test *test = &list[i].test;
 
             if ((argc > 1 && strstr(test->name, argv[1]) == NULL) ||
-                (threads != 0 && !list[i].threads)) {
+                !world_learns(threads != 0, list[i].threads)) {
                 continue;
             }
             /* As threads, for the thread sanitizer: up to three are enough. */

@@ -374,6 +374,48 @@ TEST_RANK(all_to_all_with_random_sizes)
     return 0;
 }
 
+/* One that asks for so long that the others wait by then. */
+static inline bool
+gives_up_in_the_end(void *arg)
+{
+    int *asked = arg;
+
+    return ++*asked > 5;
+}
+
+/* The last rank does not connect; the others would wait for it, for a minute. */
+TEST_RANK(who_waits_for_a_rank_that_does_not_connect_may_give_up)
+{
+    int          asked = 0;
+    int          failed = -1;
+    char         path[64];
+    smp_patience patience = {smp_clock_deadline(WORLD_PATIENCE_NS), gives_up_in_the_end,
+                             &asked};
+    world_end    end;
+    smp_message *message;
+
+    CHECK_STATUS(world_prepare(w, "with one missing", &end), SMP_OK);
+    if (w->rank != w->size - 1) {
+        CHECK_STATUS(
+            smp_comm_connect(end.comm, end.cards, end.card_bytes, &patience, &failed),
+            SMP_ERR_INTERRUPTED);
+        CHECK(asked > 5);
+    }
+    w->barrier(w);
+    if (w->rank == w->size - 1 && strstr(w->transports, "mpi") != NULL) {
+        /* MPI cannot be told that we give up: it waits for the last in threads. */
+        (void)smp_comm_connect(end.comm, end.cards, end.card_bytes, PATIENCE_MS(100),
+                               &failed);
+    }
+    smp_comm_destroy(end.comm);
+    CHECK(!world_socket_file(&end, w->rank, path) || access(path, F_OK) != 0);
+    CHECK_STATUS(smp_comm_send(w->comm, other(w, 0), "on", 2, NULL, 0), SMP_OK);
+    CHECK_STATUS(smp_comm_receive(w->comm, WORLD_PATIENCE_NS, &message), SMP_OK);
+    smp_message_free(message);
+    w->barrier(w);
+    return 0;
+}
+
 #define LISTED(fn, pool)                                                               \
     {                                                                                  \
         .name = #fn, .rank = fn, .pool_bytes = pool                                    \
@@ -392,6 +434,7 @@ static const world_test comm_list[] = {
     LISTED(a_wrong_destination_is_refused_and_the_blocks_are_freed, 0),
     LISTED(threads_may_send_at_once, 0),
     LISTED(all_to_all_with_random_sizes, 0),
+    LISTED(who_waits_for_a_rank_that_does_not_connect_may_give_up, 0),
 };
 
 #define COMM_LIST_COUNT (sizeof(comm_list) / sizeof(comm_list[0]))

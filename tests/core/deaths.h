@@ -1,11 +1,13 @@
 /* Deaths and forks as every transport sees them that notices a death by itself: run by
- * shm_test.c, tcp_test.c and ucx_comm.c.  Spec: csrc/comm/comm.h, csrc/comm/fork.h. */
+ * shm_test.c, tcp_test.c, ucx_comm.c and mpi_comm.c.  Spec: csrc/comm/comm.h,
+ * csrc/comm/fork.h. */
 #ifndef SMP_TESTS_DEATHS_H
 #define SMP_TESTS_DEATHS_H
 
 #include <dirent.h>
 #include <sched.h>
 
+#include "comm/neighbour.h"
 #include "traffic.h"
 
 /* Everybody talks to everybody, with blocks of all kinds; then rank 1 is gone. */
@@ -16,6 +18,7 @@ TEST_RANK(a_killed_peer_is_named_to_all_others)
     smp_status          status = SMP_OK;
     smp_message        *message;
 
+    w->barrier(w); /* who dies while others still connect is named by connect */
     if (w->rank == 1) {
         CHECK(pthread_create(&killer, NULL, die_soon, w) == 0);
     }
@@ -53,6 +56,7 @@ TEST_RANK(a_killed_peer_is_named_to_all_others)
 static inline void
 child_main(world *w)
 {
+    alarm(WORLD_SECONDS); /* its parent's is not its own */
     while (atomic_load(&w->shared->scratch[0]) == 0) {
         sched_yield();
     }
@@ -74,6 +78,7 @@ await_loss_of_rank_1(world *w)
 
 TEST_RANK(a_killed_peer_is_noticed_although_its_child_lives)
 {
+    w->barrier(w);
     if (w->rank == 1) {
         if (fork() == 0) {
             child_main(w);
@@ -81,6 +86,35 @@ TEST_RANK(a_killed_peer_is_noticed_although_its_child_lives)
         kill(getpid(), SIGKILL);
     }
     return await_loss_of_rank_1(w);
+}
+
+/* Rank 1 is dead when the others connect: whoever shares its memory is told at once,
+ * others when it has not come by half of their time.  Nothing of it is left. */
+TEST_RANK(a_rank_that_dies_before_it_connects_is_named)
+{
+    bool       is_shm = strcmp(w->transports, "shm") == 0;
+    int        failed = -1;
+    char       path[64];
+    world_end  end;
+    smp_status status;
+
+    CHECK_STATUS(world_prepare(w, "with one dead", &end), SMP_OK);
+    if (w->rank == 1) {
+        kill(getpid(), SIGKILL);
+    }
+    while (!smp_comm_gone(w->comm, 1)) {
+        sched_yield();
+    }
+    status = smp_comm_connect(end.comm, end.cards, end.card_bytes,
+                              PATIENCE_MS(is_shm ? 60000 : 4000), &failed);
+    CHECK_STATUS(status, is_shm ? SMP_ERR_PEER_LOST : SMP_ERR_UNREACHABLE);
+    CHECK(failed == 1);
+    smp_comm_destroy(end.comm);
+    for (int r = 0; r <= 1; r++) {
+        CHECK(!world_socket_file(&end, r == 0 ? 1 : w->rank, path) ||
+              access(path, F_OK) != 0);
+    }
+    return 0;
 }
 
 static inline int

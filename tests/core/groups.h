@@ -20,7 +20,8 @@ make_group(world *w, const int *ranks, int size, uint64_t id, bool only_shelves,
                                .id = id,
                                .name = "test",
                                .timeout_ns = WORLD_PATIENCE_NS,
-                               .only_shelves = only_shelves};
+                               .reading =
+                                   only_shelves ? SMP_READ_NEVER : SMP_READ_ALWAYS};
     int              failed;
 
     return smp_group_create(w->comm, &config, out, &failed);
@@ -283,6 +284,16 @@ TEST_RANK(different_calls_are_an_error_on_all)
     call.dtype = odd ? SMP_I32 : SMP_F32;
     CHECK(refuse(w, group, &call, "float32", "int32") == 0);
     call = usual;
+    call.operation = SMP_BROADCAST; /* what the core moves as bytes, or as two reals */
+    call.dtype = SMP_U8;
+    call.kind = odd ? 0 : smp_kind_of(0, 16, 1);
+    CHECK(refuse(w, group, &call, "of 4 int16", "of 8 uint8") == 0);
+    call.kind = smp_kind_of(odd ? 11 : 13, 8, 1);
+    CHECK(refuse(w, group, &call, "of 8 float8_e5m2fnuz", "of 8 float8_e4m3fnuz") == 0);
+    call = usual;
+    call.kind = odd ? 0 : smp_kind_of(5, 64, 1);
+    CHECK(refuse(w, group, &call, "(sum) of 4 complex64", "(sum) of 8 float32") == 0);
+    call = usual;
     call.reduction = odd ? SMP_MAX : SMP_SUM;
     CHECK(refuse(w, group, &call, "(sum)", "(max)") == 0);
     call = usual;
@@ -296,6 +307,10 @@ TEST_RANK(different_calls_are_an_error_on_all)
     call.operation = SMP_ALL_GATHER;
     call.counts = odd ? others : splits;
     CHECK(refuse(w, group, &call, "split size 0 is 1 on rank 0", "and 2 on rank") == 0);
+    call.counts = splits;
+    call.kind = smp_kind_of(odd ? 5 : 4, 64, 1);
+    CHECK(refuse(w, group, &call, "of bfloat64 with", "of complex64 with") == 0);
+    call.kind = 0;
     call.counts = odd ? NULL : splits;
     CHECK(refuse(w, group, &call, "with split sizes", "of 8 float32") == 0);
     call.operation = SMP_ALL_TO_ALL;
@@ -405,6 +420,7 @@ run_until_rank_1_dies(world *w, bool only_shelves)
     smp_group *group;
 
     CHECK_STATUS(make_world_group(w, 3, only_shelves, &group), SMP_OK);
+    w->barrier(w); /* a transport may lose what it has not sent when its process dies */
     if (w->rank == 1) {
         pthread_t killer;
 

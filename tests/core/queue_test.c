@@ -3,7 +3,11 @@
 #define _GNU_SOURCE
 #include "comm/collective/queue.h"
 
+#include <sched.h>
+
 #include "comm/collective/mailbox.h"
+#include "comm/neighbour.h"
+#include "comm/shm/shelf.h"
 #include "world.h"
 
 /* ------------------------------------------------------------------------- queues */
@@ -15,23 +19,29 @@ typedef struct {
 } line;
 
 static smp_status
+open_line_of(world *w, smp_carrier *carrier, const smp_group_config *config, line *out)
+{
+    int        failed;
+    smp_status status = smp_group_create(w->comm, config, &out->group, &failed);
+
+    return status == SMP_OK ? smp_queue_create(carrier, out->group, &out->queue)
+                            : status;
+}
+
+static smp_status
 open_line(world *w, smp_carrier *carrier, uint64_t id, line *out)
 {
     int              ranks[WORLD_RANKS];
-    int              failed;
     smp_group_config config = {.ranks = ranks,
                                .size = w->size,
                                .id = id,
                                .name = "test",
                                .timeout_ns = WORLD_PATIENCE_NS};
-    smp_status       status;
 
     for (int r = 0; r < w->size; r++) {
         ranks[r] = r;
     }
-    status = smp_group_create(w->comm, &config, &out->group, &failed);
-    return status == SMP_OK ? smp_queue_create(carrier, out->group, &out->queue)
-                            : status;
+    return open_line_of(w, carrier, &config, out);
 }
 
 static void
@@ -226,6 +236,248 @@ TEST_RANK(what_a_destroyed_queue_still_had_is_over)
     return 0;
 }
 
+/* ------------------------------------------------------------------------- deadlocks
+ */
+
+/* Groups in a ring: group r has ranks r and r + 1, and each rank is in two, `own` with
+ * the next rank and `before` with the one before. */
+typedef struct {
+    smp_carrier *carrier;
+    line         own;
+    line         before;
+} ring;
+
+static smp_status
+open_ring(world *w, ring *out)
+{
+    smp_status status = smp_carrier_create(&out->carrier);
+
+    for (int g = 0; g < w->size && status == SMP_OK; g++) {
+        int              ranks[] = {g, (g + 1) % w->size};
+        char             name[32];
+        smp_group_config config = {.ranks = ranks,
+                                   .size = 2,
+                                   .id = 7 + (uint64_t)g,
+                                   .name = name,
+                                   .timeout_ns = WORLD_PATIENCE_NS};
+
+        snprintf(name, sizeof(name), "ring %d", g);
+        if (w->rank == ranks[0] || w->rank == ranks[1]) {
+            status = open_line_of(w, out->carrier, &config,
+                                  w->rank == g ? &out->own : &out->before);
+        }
+    }
+    return status;
+}
+
+static void
+close_ring(ring *r)
+{
+    close_line(&r->own);
+    close_line(&r->before);
+    smp_carrier_destroy(r->carrier);
+}
+
+/* Whether that rank shows that it is stuck. */
+static bool
+shows_stuck(world *w, int rank)
+{
+    smp_neighbour neighbour;
+
+    if (!smp_comm_neighbour(w->comm, rank, &neighbour)) {
+        abort();
+    }
+    for (int i = 0; i < SMP_SHELVES; i++) {
+        if (atomic_load(&neighbour.segment->shelves[i].stuck) != 0) {
+            return true;
+        }
+    }
+    return false;
+}
+
+/* All wait for the next rank, in another group than that does; by themselves, or for
+ * the carrier. */
+static int
+wait_in_a_ring(world *w, bool announced)
+{
+    int        next = (w->rank + 1) % w->size;
+    char       want[96];
+    sum        s;
+    smp_order *order;
+    ring       r;
+
+    CHECK_STATUS(open_ring(w, &r), SMP_OK);
+    issue_sum(&s, &r.own, 1, announced);
+    while (!smp_order_wait_alone(&s.order, smp_clock_ns() + 50 * SMP_NS_PER_MS, 0)) {
+    }
+    CHECK_STATUS(s.order.status, SMP_ERR_DEADLOCK);
+    snprintf(want, sizeof(want),
+             "group 'ring %d': all-reduce 1 (sum) of 1 int32: deadlock: waits for "
+             "rank %d,",
+             w->rank, next);
+    CHECK(strstr(s.order.error, want) != NULL);
+    snprintf(want, sizeof(want), "which waits in group 'ring %d' (all-reduce 1", next);
+    CHECK(strstr(s.order.error, want) != NULL);
+    snprintf(want, sizeof(want), "for rank %d", w->rank);
+    CHECK(strstr(s.order.error, want) != NULL);
+    if (announced) {
+        CHECK_STATUS(smp_carrier_finished(r.carrier, &order), SMP_OK);
+    }
+    smp_order_fini(&s.order);
+    w->barrier(w);
+    close_ring(&r);
+    return 0;
+}
+
+TEST_RANK(ranks_that_wait_in_a_ring_of_groups_are_told_the_ring)
+{
+    return wait_in_a_ring(w, false);
+}
+
+TEST_RANK(ranks_whose_carriers_wait_in_a_ring_are_told_the_ring)
+{
+    return wait_in_a_ring(w, true);
+}
+
+/* What breaks the ring at its last rank. */
+typedef enum { ANOTHER_THREAD, ANOTHER_ORDER, A_LISTENER } breaker;
+
+typedef struct {
+    world *w;
+    ring  *r;
+    sum    s;
+    int    failed;
+} latecomer;
+
+/* Comes when rank 0 has been stuck for longer than it takes to be sure of a ring. */
+static void *
+come_late(void *arg)
+{
+    latecomer *late = arg;
+    int64_t    until;
+
+    while (!shows_stuck(late->w, 0)) {
+        sched_yield();
+    }
+    until = smp_clock_ns() + 600 * SMP_NS_PER_MS;
+    while (smp_clock_ns() < until) {
+        sched_yield();
+    }
+    issue_sum(&late->s, &late->r->before, 2, false);
+    late->failed =
+        !smp_order_wait(&late->s.order, SMP_NEVER) || late->s.order.status != SMP_OK;
+    return NULL;
+}
+
+/* The ring, but the last rank comes to the others by itself: nobody may be told that it
+ * waits for ever. */
+static int
+wait_in_no_ring(world *w, breaker how)
+{
+    bool       is_last = w->rank == w->size - 1;
+    latecomer  late = {.w = w};
+    int        listeners = is_last && how == A_LISTENER ? 1 : 0;
+    bool       alone = !is_last || how != ANOTHER_THREAD;
+    bool       over = false;
+    sum        own;
+    sum        before;
+    smp_order *order;
+    pthread_t  thread;
+    ring       r;
+
+    CHECK_STATUS(open_ring(w, &r), SMP_OK);
+    late.r = &r;
+    if (is_last && how == ANOTHER_ORDER) {
+        issue_sum(&before, &r.before, 2, true);
+    }
+    issue_sum(&own, &r.own, 1, false);
+    if (is_last && how != ANOTHER_ORDER) { /* a listener that is not there, but here */
+        CHECK(pthread_create(&thread, NULL, come_late, &late) == 0);
+    }
+    while (!over) {
+        int64_t until_ns = smp_clock_ns() + 50 * SMP_NS_PER_MS;
+
+        over = alone ? smp_order_wait_alone(&own.order, until_ns, listeners)
+                     : smp_order_wait(&own.order, until_ns);
+    }
+    CHECK_STATUS(own.order.status, SMP_OK);
+    if (is_last && how != ANOTHER_ORDER) {
+        pthread_join(thread, NULL);
+        CHECK(!late.failed);
+    } else if (is_last) {
+        CHECK_STATUS(smp_carrier_finished(r.carrier, &order), SMP_OK);
+        CHECK_STATUS(order->status, SMP_OK);
+    } else {
+        issue_sum(&before, &r.before, 2, false);
+        CHECK(smp_order_wait(&before.order, SMP_NEVER));
+        CHECK_STATUS(before.order.status, SMP_OK);
+    }
+    w->barrier(w);
+    close_ring(&r);
+    return 0;
+}
+
+TEST_RANK(a_rank_with_another_thread_is_in_no_ring)
+{
+    return wait_in_no_ring(w, ANOTHER_THREAD);
+}
+
+TEST_RANK(a_rank_with_another_order_is_in_no_ring)
+{
+    return wait_in_no_ring(w, ANOTHER_ORDER);
+}
+
+TEST_RANK(a_rank_whose_listener_is_busy_is_in_no_ring)
+{
+    return wait_in_no_ring(w, A_LISTENER);
+}
+
+TEST_RANK(an_order_says_what_it_waits_for)
+{
+    smp_carrier *carrier;
+    smp_order   *order;
+    line         l;
+    sum          first;
+    sum          second;
+    const char  *others = w->size == 2   ? "rank 1"
+                          : w->size == 3 ? "ranks 1, 2"
+                                         : "ranks 1 to ";
+    char         text[SMP_GROUP_TEXT];
+    char         want[160];
+
+    CHECK_STATUS(smp_carrier_create(&carrier), SMP_OK);
+    CHECK_STATUS(open_line(w, carrier, 7, &l), SMP_OK);
+    if (w->rank == 0) {
+        issue_sum(&first, &l, 1, true);
+        issue_sum(&second, &l, 1, true);
+        do { /* the carrier begins when it comes to that */
+            CHECK(smp_order_describe(&first.order, text, sizeof(text)));
+        } while (strstr(text, "waits for") == NULL);
+        snprintf(want, sizeof(want),
+                 "group 'test': all-reduce 1 (sum) of 1 int32 waits for %s", others);
+        CHECK(strstr(text, want) == text);
+        CHECK(smp_order_describe(&second.order, text, sizeof(text)));
+        snprintf(want, sizeof(want),
+                 "group 'test': all-reduce 2 (sum) of 1 int32 stands behind "
+                 "all-reduce 1 (sum) of 1 int32, which waits for %s",
+                 others);
+        CHECK(strstr(text, want) == text);
+    }
+    w->barrier(w);
+    if (w->rank != 0) {
+        issue_sum(&first, &l, 1, true);
+        issue_sum(&second, &l, 1, true);
+    }
+    CHECK(smp_order_wait(&second.order, SMP_NEVER));
+    CHECK(!smp_order_describe(&second.order, text, sizeof(text)));
+    for (int i = 0; i < 2; i++) {
+        CHECK_STATUS(smp_carrier_finished(carrier, &order), SMP_OK);
+    }
+    close_line(&l);
+    smp_carrier_destroy(carrier);
+    return 0;
+}
+
 /* --------------------------------------------------------------------- mailboxes */
 
 static smp_address
@@ -327,12 +579,15 @@ TEST_RANK(a_letter_of_another_size_or_dtype_is_an_error_that_has_both)
     smp_letterbox box = box_for(0, 0, two, 2);
     smp_address   three = address_of(0, 3);
     smp_address   bytes = {.group = 7, .dtype = SMP_U8, .count = 2};
-    int32_t       sent[3] = {1, 2, 3};
+    smp_address   odd = {
+          .group = 7, .dtype = SMP_I32, .kind = smp_kind_of(1, 32, 1), .count = 2};
+    int32_t sent[3] = {1, 2, 3};
 
     CHECK_STATUS(smp_mailbox_create(w->comm, &mailbox), SMP_OK);
     for (int r = 0; r < w->size && w->rank == 0; r++) {
         CHECK_STATUS(smp_mailbox_send(mailbox, r, &three, sent), SMP_OK);
         CHECK_STATUS(smp_mailbox_send(mailbox, r, &bytes, sent), SMP_OK);
+        CHECK_STATUS(smp_mailbox_send(mailbox, r, &odd, sent), SMP_OK);
     }
     smp_letterbox_put_up(mailbox, &box);
     CHECK(arrives(mailbox, &box));
@@ -342,6 +597,10 @@ TEST_RANK(a_letter_of_another_size_or_dtype_is_an_error_that_has_both)
     CHECK(arrives(mailbox, &box));
     CHECK_STATUS(box.status, SMP_ERR_MISMATCH);
     CHECK(box.got.count == 2 && box.got.dtype == SMP_U8 && two[0] == 0);
+    smp_letterbox_put_up(mailbox, &box);
+    CHECK(arrives(mailbox, &box));
+    CHECK_STATUS(box.status, SMP_ERR_MISMATCH);
+    CHECK(box.got.kind == smp_kind_of(1, 32, 1) && two[0] == 0);
     smp_mailbox_destroy(mailbox);
     w->barrier(w);
     return 0;
@@ -414,6 +673,7 @@ TEST_RANK(a_dead_rank_keeps_nobody_from_hearing_the_living)
     smp_address   address = address_of(0, 1);
 
     CHECK_STATUS(smp_mailbox_create(w->comm, &mailbox), SMP_OK);
+    w->barrier(w); /* who dies while others still connect is named by connect */
     if (w->rank == 1) {
         kill(getpid(), SIGKILL);
     }
@@ -522,6 +782,12 @@ static const world_test list[] = {
     LISTED(an_order_that_its_waiter_leaves_is_finished_by_the_carrier),
     LISTED(an_order_stops_at_the_first_call_that_fails),
     LISTED(what_a_destroyed_queue_still_had_is_over),
+    LISTED(ranks_that_wait_in_a_ring_of_groups_are_told_the_ring),
+    LISTED(ranks_whose_carriers_wait_in_a_ring_are_told_the_ring),
+    LISTED(a_rank_with_another_thread_is_in_no_ring),
+    LISTED(a_rank_with_another_order_is_in_no_ring),
+    LISTED(a_rank_whose_listener_is_busy_is_in_no_ring),
+    LISTED(an_order_says_what_it_waits_for),
     LISTED(letters_are_told_apart_by_tag_and_source),
     LISTED(large_letters_from_anybody),
     LISTED(a_letter_of_another_size_or_dtype_is_an_error_that_has_both),
@@ -541,10 +807,13 @@ main(int argc, char **argv)
             continue;
         }
         for (int size = 2; size <= 4; size++) {
-            int wrong = world_run_processes(&list[i], "shm", size);
+            bool threads = i >= BY_PROCESSES && size <= 3;
+            int  wrong = 0;
 
-            if (i >= BY_PROCESSES &&
-                size <= 3) { /* as threads, for the thread sanitizer */
+            if (world_learns(false, threads)) {
+                wrong += world_run_processes(&list[i], "shm", size);
+            }
+            if (world_learns(true, threads)) {
                 wrong += world_run_threads(&list[i], "shm", size);
             }
             if (wrong != 0) {

@@ -26,6 +26,9 @@ special(smp_dtype dtype, uint64_t x)
     static const uint32_t f32[] = {0x7fc00000, 0xffc00001, 0x7f800000, 0xff800000,
                                    0,          0x80000000, 1,          0x807fffff,
                                    0x7f7fffff, 0xff7fffff};
+    static const uint64_t e4m3[] = {0x7f, 0xff, 0, 0x80, 1, 0x87, 0x7e, 0xfe};
+    static const uint64_t e5m2[] = {0x7e, 0xfd, 0x7c, 0xfc, 0,
+                                    0x80, 1,    0x83, 0x7b, 0xfb};
     float                 value;
     double                wide;
     uint64_t              bits;
@@ -45,6 +48,10 @@ special(smp_dtype dtype, uint64_t x)
         return bits;
     case SMP_BOOL:
         return x & 1;
+    case SMP_F8_E4M3FN:
+        return e4m3[x % 8];
+    case SMP_F8_E5M2:
+        return e5m2[x % 10];
     case SMP_U8:
     case SMP_I8:
     case SMP_I32:
@@ -83,6 +90,10 @@ is_nan(smp_dtype dtype, uint64_t bits)
         return (bits & 0x7fffffff) > 0x7f800000;
     case SMP_F64:
         return (bits & INT64_MAX) > 0x7ff0000000000000;
+    case SMP_F8_E4M3FN:
+        return (bits & 0x7f) == 0x7f;
+    case SMP_F8_E5M2:
+        return (bits & 0x7f) > 0x7c;
     case SMP_U8:
     case SMP_I8:
     case SMP_I32:
@@ -197,10 +208,12 @@ TEST(every_set_of_kernels_gives_the_bits_of_plain_c)
 
 TEST(nan_propagates_through_min_and_max_from_any_rank)
 {
-    static const smp_dtype dtypes[] = {SMP_F16, SMP_BF16, SMP_F32, SMP_F64};
+    static const smp_dtype dtypes[] = {SMP_F16, SMP_BF16,      SMP_F32,
+                                       SMP_F64, SMP_F8_E4M3FN, SMP_F8_E5M2};
+    enum { N = sizeof(dtypes) / sizeof(dtypes[0]) };
 
     for (smp_isa isa = 0; isa < SMP_ISAS; isa++) {
-        for (int d = 0; d < 4 && smp_kernels_of(isa) != NULL; d++) {
+        for (int d = 0; d < N && smp_kernels_of(isa) != NULL; d++) {
             for (int bad = 0; bad < 5; bad++) {
                 size_t   bytes = smp_dtype_bytes(dtypes[d]);
                 uint64_t nan = special(dtypes[d], 0);
@@ -293,6 +306,49 @@ TEST(floats_are_rounded_to_the_nearest_half_and_to_even)
     return 0;
 }
 
+/* All of them, exactly and back; between two, the nearer one, or the even one. */
+TEST(floats_of_eight_bits_are_converted_as_they_are_defined)
+{
+    static const smp_dtype dtypes[] = {SMP_F8_E4M3FN, SMP_F8_E5M2};
+
+    for (int d = 0; d < 2; d++) {
+        smp_convert_kernel *widen = smp_kernels_of(SMP_ISA_SCALAR)->widen[dtypes[d]];
+        smp_convert_kernel *narrow = smp_kernels_of(SMP_ISA_SCALAR)->narrow[dtypes[d]];
+        uint64_t            largest = d == 0 ? 0x7e : 0x7b;
+
+        for (unsigned i = 0; i < 256; i++) {
+            uint8_t bits = (uint8_t)i;
+            uint8_t back;
+            double  want = reference_eighth(dtypes[d], i);
+            float   wide;
+
+            widen(&wide, &bits, 1);
+            CHECK(isnan(want) ? isnan(wide) : (double)wide == want);
+            narrow(&back, &wide, 1);
+            CHECK(isnan(want) ? is_nan(dtypes[d], back) : back == bits);
+        }
+        for (uint64_t i = 0; i <= largest; i++) {
+            double low = reference_eighth(dtypes[d], i);
+            double high = i < largest ? reference_eighth(dtypes[d], i + 1)
+                                      : 2 * low - reference_eighth(dtypes[d], i - 1);
+            float  middle = (float)((low + high) / 2);
+            float  near[] = {nextafterf(middle, 0), middle,
+                             nextafterf(middle, INFINITY)};
+
+            for (int k = 0; k < 6; k++) {
+                float    value = k < 3 ? near[k] : -near[k - 3];
+                uint64_t want = reference_to_eighth(dtypes[d], (double)value);
+                uint8_t  got;
+
+                narrow(&got, &value, 1);
+                CHECK(got == want ||
+                      (is_nan(dtypes[d], got) && is_nan(dtypes[d], want)));
+            }
+        }
+    }
+    return 0;
+}
+
 TEST(the_result_may_take_the_place_of_any_tensor)
 {
     for (int n = 1; n <= 5; n++) {
@@ -339,6 +395,8 @@ main(int argc, char **argv)
          all_halves_are_widened_exactly_and_come_back},
         {"floats_are_rounded_to_the_nearest_half_and_to_even",
          floats_are_rounded_to_the_nearest_half_and_to_even},
+        {"floats_of_eight_bits_are_converted_as_they_are_defined",
+         floats_of_eight_bits_are_converted_as_they_are_defined},
         {"the_result_may_take_the_place_of_any_tensor",
          the_result_may_take_the_place_of_any_tensor},
         {"what_is_not_defined_is_said_to_be_so", what_is_not_defined_is_said_to_be_so},

@@ -66,6 +66,10 @@ reference_input(uint64_t seed, smp_dtype dtype, int m, size_t i)
         return bits >> 16;
     case SMP_BOOL:
         return x >> 40 & 1;
+    case SMP_F8_E4M3FN: /* any below 2^-1 */
+        return (x >> 20 & 0x87u) | (x >> 32) % 6 << 3;
+    case SMP_F8_E5M2: /* the same, also subnormals */
+        return (x >> 20 & 0x83u) | (x >> 32) % 14 << 2;
     case SMP_U8:
     case SMP_I8:
     case SMP_I32:
@@ -94,6 +98,22 @@ reference_half(uint64_t bits, int exponent_bits, int fraction_bits)
     return sign * ldexp(ldexp(fraction, -fraction_bits) + 1, (int)(exponent - bias));
 }
 
+/* The same for floats of 8 bits, of which one has no infinities. */
+static inline double
+reference_eighth(smp_dtype dtype, uint64_t bits)
+{
+    if (dtype == SMP_F8_E5M2) {
+        return reference_half(bits, 5, 2);
+    }
+    if ((bits & 0x7f) == 0x7f) {
+        return (double)NAN;
+    }
+    if ((bits & 0x78) == 0x78) { /* as if it went on */
+        return (bits & 0x80 ? -256.0 : 256.0) * (1 + (double)(bits & 7) / 8);
+    }
+    return reference_half(bits, 4, 3);
+}
+
 /* The nearest half of a finite float; ties to the even one. */
 static inline uint64_t
 reference_to_half(double value, int exponent_bits, int fraction_bits)
@@ -118,6 +138,22 @@ reference_to_half(double value, int exponent_bits, int fraction_bits)
     return sign | whole;
 }
 
+static inline uint64_t
+reference_to_eighth(smp_dtype dtype, double value)
+{
+    uint64_t sign = signbit(value) ? 0x80 : 0;
+
+    if (dtype == SMP_F8_E5M2) {
+        return reference_to_half(value, 5, 2);
+    }
+    if (fabs(value) >= 256) { /* the last of the powers of two: by 32 up to 448 */
+        double steps = nearbyint((fabs(value) - 256) / 32);
+
+        return sign | (steps > 6 ? 0x7f : 0x78 + (uint64_t)steps);
+    }
+    return reference_to_half(value, 4, 3);
+}
+
 /* A term: an integer, or a float in f64 (which holds every f32). */
 typedef struct {
     double  value;
@@ -128,7 +164,7 @@ static inline bool
 reference_is_float(smp_dtype dtype)
 {
     return dtype == SMP_F16 || dtype == SMP_BF16 || dtype == SMP_F32 ||
-           dtype == SMP_F64;
+           dtype == SMP_F64 || dtype == SMP_F8_E4M3FN || dtype == SMP_F8_E5M2;
 }
 
 /* Wraps an integer, rounds a float to what terms have. */
@@ -148,6 +184,8 @@ reference_fit(smp_dtype dtype, reference_term t)
         break;
     case SMP_F16:
     case SMP_BF16:
+    case SMP_F8_E4M3FN:
+    case SMP_F8_E5M2:
     case SMP_F32:
         t.value = (double)(float)t.value;
         break;
@@ -174,6 +212,8 @@ reference_leaf(smp_dtype dtype, uint64_t bits)
         t.value = reference_half(bits, 5, 10);
     } else if (dtype == SMP_BF16) {
         t.value = reference_half(bits & 0xffff, 8, 7);
+    } else if (dtype == SMP_F8_E4M3FN || dtype == SMP_F8_E5M2) {
+        t.value = reference_eighth(dtype, bits & 0xff);
     }
     return reference_is_float(dtype) ? t : reference_fit(dtype, t);
 }
@@ -271,6 +311,9 @@ reference_bits(smp_dtype dtype, reference_term t)
         return reference_to_half(t.value, 5, 10);
     case SMP_BF16:
         return reference_to_half(t.value, 8, 7);
+    case SMP_F8_E4M3FN:
+    case SMP_F8_E5M2:
+        return reference_to_eighth(dtype, t.value);
     case SMP_U8:
     case SMP_I8:
     case SMP_I32:

@@ -106,7 +106,8 @@ connect_main(void *arg)
     int  failed;
 
     left = e->scarce;
-    e->status = smp_comm_connect(e->comm, e->cards, e->bytes, e->timeout_ms, &failed);
+    e->status = smp_comm_connect(e->comm, e->cards, e->bytes,
+                                 PATIENCE_MS(e->timeout_ms), &failed);
     e->plenty = left != 0;
     left = -1;
     if (e->status != SMP_OK) { /* so that the other one does not wait for us */

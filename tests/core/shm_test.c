@@ -6,6 +6,7 @@
 #include <sys/eventfd.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
+#include <sys/stat.h>
 #include <sys/un.h>
 
 #include "comm/shm/meet.h"
@@ -19,6 +20,7 @@
 /* _Fork() runs no handlers, so this child keeps all that the rank had open. */
 TEST_RANK(a_killed_peer_is_noticed_although_its_child_holds_its_descriptors)
 {
+    w->barrier(w);
     if (w->rank == 1) {
         if (_Fork() == 0) {
             child_main(w);
@@ -33,6 +35,7 @@ TEST_RANK(what_a_dead_peer_had_sent_arrives)
     static const size_t sizes[] = {300000, 100, 40000};
     smp_message        *message;
 
+    w->barrier(w);
     if (w->rank == 1) {
         for (uint64_t i = 0; i < 3; i++) {
             CHECK_STATUS(send_filled(w, 0, i, 3000 + 9000 * i, sizes, 3), SMP_OK);
@@ -89,6 +92,47 @@ TEST_RANK(a_block_that_a_child_sees_is_not_used_again)
         smp_comm_counters(w->comm, &stats);
         sched_yield();
     } while (stats.pool_in_use != 0);
+    w->barrier(w);
+    return 0;
+}
+
+/* So too when no descriptor is left by which the parent would see the child's end: then
+ * it never is. */
+TEST_RANK(a_block_that_a_child_sees_is_not_used_again_without_descriptors)
+{
+    static const size_t sizes[] = {60 << 10};
+    struct rlimit       limit;
+    struct rlimit       none;
+    smp_comm_stats      stats;
+    smp_message        *message;
+    pid_t               pid;
+    int                 how;
+
+    CHECK_STATUS(send_filled(w, other(w, 0), 1, 8, sizes, 1), SMP_OK);
+    CHECK_STATUS(smp_comm_receive(w->comm, WORLD_PATIENCE_NS, &message), SMP_OK);
+    CHECK(getrlimit(RLIMIT_NOFILE, &limit) == 0);
+    none = (struct rlimit){.rlim_cur = 0, .rlim_max = limit.rlim_max};
+    CHECK(setrlimit(RLIMIT_NOFILE, &none) == 0);
+    pid = fork();
+    CHECK(setrlimit(RLIMIT_NOFILE, &limit) == 0);
+    if (pid == 0) {
+        while (atomic_load(&w->shared->scratch[w->rank]) == 0) {
+            sched_yield();
+        }
+        _exit(!message_filled(message, 1, 8, sizes, 1));
+    }
+    smp_message_free(message);
+    w->barrier(w);
+    for (uint64_t i = 2; i < 50; i++) {
+        CHECK_STATUS(send_filled(w, other(w, 0), i, 8, sizes, 1), SMP_OK);
+        CHECK_STATUS(smp_comm_receive(w->comm, WORLD_PATIENCE_NS, &message), SMP_OK);
+        smp_message_free(message);
+        w->barrier(w);
+    }
+    atomic_store(&w->shared->scratch[w->rank], 1);
+    CHECK(waitpid(pid, &how, 0) == pid && WIFEXITED(how) && WEXITSTATUS(how) == 0);
+    smp_comm_counters(w->comm, &stats);
+    CHECK(stats.pool_in_use >= sizes[0]);
     w->barrier(w);
     return 0;
 }
@@ -175,8 +219,8 @@ meet_main(void *arg)
 {
     meeter *m = arg;
 
-    m->status =
-        smp_comm_connect(m->comm, m->cards, m->bytes, m->timeout_ms, &m->failed);
+    m->status = smp_comm_connect(m->comm, m->cards, m->bytes,
+                                 PATIENCE_MS(m->timeout_ms), &m->failed);
     return NULL;
 }
 
@@ -209,8 +253,45 @@ refuse(const char *job_of_1, bool other_token)
         CHECK(m[r].failed == 1 - r);
         smp_comm_destroy(m[r].comm);
     }
-    CHECK_STATUS(m[0].status, SMP_ERR_TIMED_OUT);
+    CHECK_STATUS(m[0].status, SMP_ERR_PEER_LOST); /* it has given up */
     CHECK_STATUS(m[1].status, SMP_ERR_UNREACHABLE);
+    return 0;
+}
+
+TEST(nobody_else_can_call_at_the_door)
+{
+    mode_t       before = umask(0);
+    smp_shm_door door;
+    struct stat  file;
+
+    CHECK_STATUS(smp_shm_door_open(0, &door), SMP_OK);
+    umask(before);
+    CHECK(lstat(door.card.path, &file) == 0);
+    CHECK(S_ISSOCK(file.st_mode) && (file.st_mode & 07777) == 0600);
+    smp_shm_door_close(&door);
+    CHECK(lstat(door.card.path, &file) != 0);
+    return 0;
+}
+
+/* A rank that was killed before it listened. */
+TEST(a_file_that_never_got_its_name_is_removed_after_a_while)
+{
+    static const struct timespec long_ago[] = {{.tv_sec = 1}, {.tv_sec = 1}};
+    struct sockaddr_un           address = {.sun_family = AF_UNIX};
+    char                        *path = address.sun_path;
+    int                          fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    smp_shm_door                 door;
+
+    snprintf(path, sizeof(address.sun_path), "/dev/shm/smp-test-%d.new", (int)getpid());
+    CHECK(fd >= 0 && bind(fd, (struct sockaddr *)&address, sizeof(address)) == 0);
+    close(fd);
+    CHECK_STATUS(smp_shm_door_open(0, &door), SMP_OK);
+    smp_shm_door_close(&door);
+    CHECK(access(path, F_OK) == 0); /* its owner may be about to rename it */
+    CHECK(utimensat(AT_FDCWD, path, long_ago, 0) == 0);
+    CHECK_STATUS(smp_shm_door_open(0, &door), SMP_OK);
+    smp_shm_door_close(&door);
+    CHECK(access(path, F_OK) != 0);
     return 0;
 }
 
@@ -235,11 +316,11 @@ TEST(a_card_of_another_rank_or_size_is_malformed)
     CHECK_STATUS(create_comm(1, 3, "job", &comms[1]), SMP_OK);
     cards[0] = smp_comm_card(comms[0], &bytes[0]);
     cards[1] = smp_comm_card(comms[1], &bytes[1]);
-    CHECK_STATUS(smp_comm_connect(comms[0], cards, bytes, 100, &failed),
+    CHECK_STATUS(smp_comm_connect(comms[0], cards, bytes, PATIENCE_MS(100), &failed),
                  SMP_ERR_MALFORMED);
     CHECK(failed == 1);
     cards[1] = cards[0];
-    CHECK_STATUS(smp_comm_connect(comms[0], cards, bytes, 100, &failed),
+    CHECK_STATUS(smp_comm_connect(comms[0], cards, bytes, PATIENCE_MS(100), &failed),
                  SMP_ERR_MALFORMED);
     smp_comm_destroy(comms[0]);
     smp_comm_destroy(comms[1]);
@@ -341,9 +422,9 @@ make_impostor(impostor *im)
                           .segment_fd = im->own->fd,
                           .kick_fd = im->kick_fd};
     cards[0] = shm_card_of(m.cards[0]);
-    CHECK_STATUS(smp_shm_meet(&im->door, &self, cards,
-                              smp_clock_ns() + 20 * SMP_NS_PER_S, guests, met, &failed),
-                 SMP_OK);
+    CHECK_STATUS(
+        smp_shm_meet(&im->door, &self, cards, PATIENCE_MS(20000), guests, met, &failed),
+        SMP_OK);
     CHECK(met[0]);
     pthread_join(thread, NULL);
     CHECK_STATUS(m.status, SMP_OK);
@@ -509,7 +590,8 @@ TEST(a_job_of_one_needs_no_connection)
 
     CHECK_STATUS(create_comm(0, 1, "job", &comm), SMP_OK);
     card = smp_comm_card(comm, &bytes);
-    CHECK_STATUS(smp_comm_connect(comm, &card, &bytes, 100, &failed), SMP_OK);
+    CHECK_STATUS(smp_comm_connect(comm, &card, &bytes, PATIENCE_MS(100), &failed),
+                 SMP_OK);
     CHECK_STATUS(smp_comm_receive(comm, 1000, &message), SMP_ERR_TIMED_OUT);
     smp_comm_wake(comm);
     CHECK_STATUS(smp_comm_receive(comm, -1, &message), SMP_ERR_INTERRUPTED);
@@ -536,8 +618,10 @@ run_world(const char *name, int (*rank)(world *), int size, size_t pool)
 IN_WORLD(a_killed_peer_is_noticed_although_its_child_lives, 2, 0)
 IN_WORLD(a_killed_peer_is_noticed_although_its_child_holds_its_descriptors, 2, 0)
 IN_WORLD(what_a_dead_peer_had_sent_arrives, 2, 0)
+IN_WORLD(a_rank_that_dies_before_it_connects_is_named, 3, 0)
 IN_WORLD(a_forked_child_can_do_nothing_and_breaks_nothing, 2, 0)
 IN_WORLD(a_block_that_a_child_sees_is_not_used_again, 2, 1 << 20)
+IN_WORLD(a_block_that_a_child_sees_is_not_used_again_without_descriptors, 2, 1 << 20)
 IN_WORLD(the_socket_file_is_gone_once_all_have_met, 4, 0)
 
 TEST(run_a_killed_peer_is_named_to_all_others)
@@ -563,12 +647,19 @@ main(int argc, char **argv)
         {"a_killed_peer_is_noticed_although_its_child_holds_its_descriptors",
          run_a_killed_peer_is_noticed_although_its_child_holds_its_descriptors},
         {"what_a_dead_peer_had_sent_arrives", run_what_a_dead_peer_had_sent_arrives},
+        {"a_rank_that_dies_before_it_connects_is_named",
+         run_a_rank_that_dies_before_it_connects_is_named},
         {"a_forked_child_can_do_nothing_and_breaks_nothing",
          run_a_forked_child_can_do_nothing_and_breaks_nothing},
         {"a_block_that_a_child_sees_is_not_used_again",
          run_a_block_that_a_child_sees_is_not_used_again},
+        {"a_block_that_a_child_sees_is_not_used_again_without_descriptors",
+         run_a_block_that_a_child_sees_is_not_used_again_without_descriptors},
         {"the_socket_file_is_gone_once_all_have_met",
          run_the_socket_file_is_gone_once_all_have_met},
+        {"nobody_else_can_call_at_the_door", nobody_else_can_call_at_the_door},
+        {"a_file_that_never_got_its_name_is_removed_after_a_while",
+         a_file_that_never_got_its_name_is_removed_after_a_while},
         {"another_job_is_refused", another_job_is_refused},
         {"a_wrong_secret_is_refused", a_wrong_secret_is_refused},
         {"a_card_of_another_rank_or_size_is_malformed",

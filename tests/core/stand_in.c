@@ -10,7 +10,9 @@
  *   - a wait for an event means its last record at the time of the call, also for an
  *     event of another process;
  *   - memory and events go to other processes by handles of 64 bytes;
- *   - every function can fail.
+ *   - while a stream is captured, allocations and queries of threads that have not said
+ *     that they may spoil the capture and fail;
+ *   - every function can fail, but for those that only tell or undo.
  *
  * An address on the device is an address of the process.  There are two devices, with
  * one context each.  Memory and events are descriptors of a memfd, which another
@@ -44,7 +46,11 @@ enum {
     INVALID_CONTEXT = 201,
     INVALID_HANDLE = 400,
     NOT_READY = 600,
+    CAPTURE_UNSUPPORTED = 900,
 };
+
+/* CUstreamCaptureMode. */
+enum { CAPTURE_GLOBAL = 0, CAPTURE_RELAXED = 2 };
 
 typedef struct {
     uint64_t magic;
@@ -111,6 +117,10 @@ static void (*drain_user)(void);
 static atomic_bool        held;
 static atomic_int         living;
 static atomic_bool        started;
+static atomic_bool        capturing;
+static atomic_bool        capture_spoilt;
+static void *_Atomic      captured;
+static _Thread_local int  capture_mode = CAPTURE_GLOBAL;
 static _Thread_local int  context_depth;
 static _Thread_local long contexts[8];
 
@@ -129,6 +139,17 @@ refused(const char *name)
     }
     pthread_mutex_unlock(&lock);
     return result;
+}
+
+/* The same, for what may not be called beside a capture. */
+static int
+refused_beside_capture(const char *name)
+{
+    if (atomic_load(&capturing) && capture_mode != CAPTURE_RELAXED) {
+        atomic_store(&capture_spoilt, true);
+        return CAPTURE_UNSUPPORTED;
+    }
+    return refused(name);
 }
 
 /* The same, for functions that need a context. */
@@ -461,6 +482,16 @@ cuCtxPushCurrent_v2(void *context)
 }
 
 int
+cuThreadExchangeStreamCaptureMode(int *mode)
+{
+    int before = capture_mode;
+
+    capture_mode = *mode;
+    *mode = before;
+    return SUCCESS;
+}
+
+int
 cuCtxPopCurrent_v2(void **context)
 {
     if (context_depth == 0) {
@@ -473,7 +504,8 @@ cuCtxPopCurrent_v2(void **context)
 int
 cuMemAlloc_v2(uint64_t *at, size_t bytes)
 {
-    int   result = refused_here("cuMemAlloc_v2");
+    int result =
+        context_depth == 0 ? INVALID_CONTEXT : refused_beside_capture("cuMemAlloc_v2");
     void *base;
     int   fd;
 
@@ -568,9 +600,16 @@ cuStreamDestroy_v2(void *s)
 int
 cuStreamQuery(void *s)
 {
-    int result = refused("cuStreamQuery");
+    int result = refused_beside_capture("cuStreamQuery");
 
     return result != SUCCESS ? result : is_idle(stream_of(s)) ? SUCCESS : NOT_READY;
+}
+
+int
+cuStreamIsCapturing(void *s, int *status)
+{
+    *status = s != NULL && atomic_load(&captured) == s;
+    return SUCCESS;
 }
 
 int
@@ -666,7 +705,7 @@ cuEventRecord(void *given, void *s)
 int
 cuEventQuery(void *given)
 {
-    int          result = refused("cuEventQuery");
+    int          result = refused_beside_capture("cuEventQuery");
     const event *e = given;
 
     if (result != SUCCESS) {
@@ -800,10 +839,27 @@ set_drain(void (*drain)(void))
     drain_user = drain;
 }
 
+static void
+begin_capture(void *of)
+{
+    atomic_store(&captured, of);
+    atomic_store(&capture_spoilt, false);
+    atomic_store(&capturing, true);
+}
+
+static bool
+end_capture(void)
+{
+    atomic_store(&capturing, false);
+    atomic_store(&captured, NULL);
+    return !atomic_load(&capture_spoilt);
+}
+
 static int
 alive(void)
 {
     return atomic_load(&living);
 }
 
-const stand_in_table stand_in = {fail, failed, hold, launch, set_drain, alive};
+const stand_in_table stand_in = {fail,      failed, hold,          launch,
+                                 set_drain, alive,  begin_capture, end_capture};

@@ -33,6 +33,12 @@ typedef struct {
     /* Allocations, mappings, streams and events that this process has not given back.
      */
     int (*alive)(void);
+
+    /* A capture begins, of this stream or of one that nobody here knows (NULL), or
+     * ends: whether it is whole, because nobody has allocated or asked meanwhile
+     * without having said that it may. */
+    void (*begin_capture)(void *stream);
+    bool (*end_capture)(void);
 } stand_in_table;
 
 /* The symbol's name is "stand_in". */

@@ -101,33 +101,71 @@ world_card(const world *w, int rank, uint8_t *copy)
     return copy;
 }
 
+/* A comm of this rank, and the cards of all. */
+typedef struct {
+    smp_comm *comm;
+    _Alignas(8) uint8_t copies[WORLD_RANKS][SMP_CARD_BYTES];
+    const void *cards[WORLD_RANKS];
+    size_t      card_bytes[WORLD_RANKS];
+} world_end;
+
+/* Makes a comm that can be connected; collective. */
+static inline smp_status
+world_prepare(world *w, const char *job, world_end *end)
+{
+    smp_comm_config config = {.rank = w->rank,
+                              .size = w->size,
+                              .pool_bytes = w->pool_bytes,
+                              .device_pool_bytes = w->test->device_pool_bytes,
+                              .spin_us = -1,
+                              .transports = w->transports};
+    const void     *card;
+    size_t          bytes;
+    smp_status      status;
+
+    snprintf(config.job, sizeof(config.job), "%s", job);
+    status = smp_comm_create(&config, &end->comm);
+    if (status != SMP_OK) {
+        return status;
+    }
+    card = smp_comm_card(end->comm, &bytes);
+    w->exchange(w, card, bytes);
+    for (int r = 0; r < w->size; r++) {
+        end->cards[r] = world_card(w, r, end->copies[r]);
+        end->card_bytes[r] = w->shared->card_bytes[r];
+    }
+    return SMP_OK;
+}
+
+/* The socket file of a rank's shared memory; false: it has none on its card. */
+static inline bool
+world_socket_file(const world_end *end, int rank, char path[64])
+{
+    const char *at = (const char *)end->copies[rank];
+
+    for (size_t i = 0; i + 64 < SMP_CARD_BYTES; i++) {
+        if (memcmp(at + i, "/dev/shm/", 9) == 0) {
+            snprintf(path, 64, "%s", at + i);
+            return true;
+        }
+    }
+    return false;
+}
+
 /* A connected comm in w->comm. */
 static inline smp_status
 world_connect(world *w)
 {
-    _Alignas(8) uint8_t copies[WORLD_RANKS][SMP_CARD_BYTES];
-    const void         *cards[WORLD_RANKS];
-    smp_comm_config     config = {.rank = w->rank,
-                                  .size = w->size,
-                                  .pool_bytes = w->pool_bytes,
-                                  .device_pool_bytes = w->test->device_pool_bytes,
-                                  .spin_us = -1,
-                                  .transports = w->transports,
-                                  .job = "world"};
-    const void         *card;
-    size_t              bytes;
-    int                 failed;
-    smp_status          status = smp_comm_create(&config, &w->comm);
+    world_end  end;
+    int        failed;
+    smp_status status = world_prepare(w, "world", &end);
 
     if (status != SMP_OK) {
         return status;
     }
-    card = smp_comm_card(w->comm, &bytes);
-    w->exchange(w, card, bytes);
-    for (int r = 0; r < w->size; r++) {
-        cards[r] = world_card(w, r, copies[r]);
-    }
-    return smp_comm_connect(w->comm, cards, w->shared->card_bytes, 30000, &failed);
+    w->comm = end.comm;
+    return smp_comm_connect(w->comm, end.cards, end.card_bytes, PATIENCE_MS(30000),
+                            &failed);
 }
 
 static inline int
@@ -205,6 +243,23 @@ world_run_processes(const world_test *test, const char *transports, int size)
     }
     munmap(shared, sizeof(*shared));
     return failed;
+}
+
+/* Whether this build can learn from running a test's ranks as threads, or as processes.
+ * The thread sanitizer sees one process, so that what can run as threads does, with as
+ * many ranks as its list says; the address sanitizer sees no more in threads than in
+ * processes. */
+static inline bool
+world_learns(bool as_threads, bool can_be_threads)
+{
+#if defined(__SANITIZE_THREAD__)
+    return as_threads == can_be_threads;
+#elif defined(__SANITIZE_ADDRESS__)
+    (void)can_be_threads;
+    return !as_threads;
+#else
+    return can_be_threads || !as_threads;
+#endif
 }
 
 static inline void *

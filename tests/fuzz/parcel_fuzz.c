@@ -48,8 +48,10 @@ connect_end(void *arg)
     const end *e = arg;
     int        failed;
 
-    require(smp_comm_connect(comms[e->rank], e->cards, e->bytes, 10000, &failed) ==
-            SMP_OK);
+    require(smp_comm_connect(comms[e->rank], e->cards, e->bytes,
+                             &(smp_patience){.deadline_ns = smp_clock_deadline(
+                                                 10000 * SMP_NS_PER_MS)},
+                             &failed) == SMP_OK);
     return NULL;
 }
 
@@ -275,8 +277,8 @@ be_member(input *in)
     smp_bell           *bell;
 
     memset(&g, 0, sizeof(g));
-    require(smp_lockstep_init(&g.lockstep, comms[0], ranks, 1, GROUP, false, &patience,
-                              &failed) == SMP_OK);
+    require(smp_lockstep_init(&g.lockstep, comms[0], ranks, 1, GROUP, SMP_READ_NEVER,
+                              &patience, &failed, NULL) == SMP_OK);
     require(smp_collective_init(&g.op, &g.lockstep) == SMP_OK);
     require(smp_wire_init(&g.wire, comms[0], ranks, local, MEMBERS, 0, GROUP, "fuzz",
                           &failed) == SMP_OK);

@@ -11,66 +11,26 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
-#include "comm/block.h"
-#include "comm/message.h"
 #include "comm/tcp/address.h"
 #include "comm/tcp/frame.h"
 #include "comm/tcp/meet.h"
-
-/* The reader would allocate anything that a header asks for. */
-#define MOST ((size_t)1 << 20)
+#include "modest_host.h"
 
 static size_t delivered; /* bytes and blocks' bytes */
 
-static void
-require(int condition)
-{
-    if (!condition) {
-        abort();
-    }
-}
-
-static smp_status
-make_message(int source, size_t nbytes, size_t nblocks, smp_message **out)
-{
-    return nbytes > MOST || nblocks > MOST
-               ? SMP_ERR_NO_MEMORY
-               : smp_message_create(source, nbytes, nblocks, out);
-}
-
-static smp_status
-make_block(smp_comm *comm, size_t bytes, smp_block **out)
-{
-    (void)comm;
-    return bytes > MOST ? SMP_ERR_NO_MEMORY : smp_block_private(bytes, out);
-}
-
-/* Reads every byte, so that one that was not written is noticed. */
 static void
 deliver(smp_comm *comm, smp_message *message)
 {
     (void)comm;
     require(message->source == 1);
-    delivered += message->nbytes;
     for (size_t i = 0; i < message->nblocks; i++) {
-        const smp_block *block = message->blocks[i];
-
-        require(block != NULL);
-        delivered += smp_block_bytes(block);
+        require(message->blocks[i] != NULL);
     }
+    delivered += weigh(message);
     smp_message_free(message);
 }
 
-static const smp_host host = {
-    .size = 2,
-    .block = make_block,
-    .block_data = smp_block_data,
-    .block_bytes = smp_block_bytes,
-    .block_release = smp_block_release,
-    .message = make_message,
-    .message_free = smp_message_free,
-    .deliver = deliver,
-};
+static const smp_host host = {MODEST_HOST, .deliver = deliver};
 
 /* `cuts` says after how many bytes the reader looks. */
 static void

@@ -52,6 +52,7 @@ def run(model: str, folder: Path, ranks: int = 0, resume: bool = False) -> list[
             "SM_FRAMEWORK_PARAMS": '{"sagemaker_mpi_enabled": true}',
             "OMPI_ALLOW_RUN_AS_ROOT": "1",
             "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+            "OMPI_MCA_btl": "^ofi",  # as in tests/ranks.py
         }
         mpirun = Path(sys.executable).with_name("mpirun")
         mpirun = str(mpirun) if mpirun.exists() else shutil.which("mpirun")

@@ -6,7 +6,7 @@ Every rank computes what all ranks put in (`drawn`), and from that what it has t
 import torch
 from torch import Tensor
 
-HALF = (torch.float16, torch.bfloat16)
+WIDENED = (torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def drawn(rank: int, shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Tensor:
@@ -38,9 +38,9 @@ def tree(op, terms: list[Tensor]) -> Tensor:
 
 
 def reduced(name: str, terms: list[Tensor]) -> Tensor:
-    """What every rank gets from all-reduce; half types are rounded once."""
+    """What every rank gets from all-reduce; types below float32 are rounded once."""
     dtype = terms[0].dtype
-    wide = [term.float() for term in terms] if dtype in HALF else terms
+    wide = [term.float() for term in terms] if dtype in WIDENED else terms
     if dtype == torch.bool:
         ops = {"SUM": torch.logical_or, "PRODUCT": torch.logical_and}
     else:

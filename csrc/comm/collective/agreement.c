@@ -4,14 +4,23 @@
 #include <stdio.h>
 
 #include "comm/collective/call.h"
-#include "comm/collective/group.h"
+#include "comm/collective/kind.h"
 
 static bool
 same_call(const smp_notice *a, const smp_notice *b)
 {
     return a->sequence == b->sequence && a->operation == b->operation &&
-           a->dtype == b->dtype && a->reduction == b->reduction &&
-           a->uneven == b->uneven && a->root == b->root && a->count == b->count;
+           a->dtype == b->dtype && a->kind == b->kind && a->reduction == b->reduction &&
+           a->uneven == b->uneven && a->root == b->root && a->count == b->count &&
+           a->on_device == b->on_device && a->sparse == b->sparse;
+}
+
+/* How many of the caller's elements these are. */
+static unsigned long long
+elements(const smp_notice *notice, uint64_t count)
+{
+    return (unsigned long long)smp_kind_count(notice->kind, (smp_dtype)notice->dtype,
+                                              count);
 }
 
 /* Whether all have the split sizes of member 0. */
@@ -24,10 +33,13 @@ same_counts(const smp_said *said, int n, char *text, size_t bytes)
             uint64_t its = said[m].counts[i];
 
             if (its != first) {
+                char call[96];
+
+                smp_notice_describe(said[0].notice, call, sizeof(call));
                 snprintf(text, bytes,
-                         "split size %d is %llu on rank %d and %llu on rank %d", i,
-                         (unsigned long long)first, said[0].rank,
-                         (unsigned long long)its, said[m].rank);
+                         "%s: split size %d is %llu on rank %d and %llu on rank %d",
+                         call, i, elements(said[0].notice, first), said[0].name,
+                         elements(said[0].notice, its), said[m].name);
                 return false;
             }
         }
@@ -46,10 +58,14 @@ matching_counts(const smp_said *said, int n, char *text, size_t bytes, size_t *m
             uint64_t expected = said[to].counts[n + m];
 
             if (sent != expected) {
+                char call[96];
+
+                smp_notice_describe(said[0].notice, call, sizeof(call));
                 snprintf(text, bytes,
-                         "rank %d sends %llu elements to rank %d, which expects %llu",
-                         said[m].rank, (unsigned long long)sent, said[to].rank,
-                         (unsigned long long)expected);
+                         "%s: rank %d sends %llu elements to rank %d, which expects "
+                         "%llu",
+                         call, said[m].name, elements(said[m].notice, sent),
+                         said[to].name, elements(said[m].notice, expected));
                 return false;
             }
             *most = sent > *most ? sent : *most;
@@ -69,8 +85,8 @@ smp_agreement(const smp_said *said, int n, size_t *most, char *text, size_t byte
 
             smp_notice_describe(said[0].notice, one, sizeof(one));
             smp_notice_describe(said[m].notice, other, sizeof(other));
-            snprintf(text, bytes, "rank %d calls %s, rank %d calls %s", said[0].rank,
-                     one, said[m].rank, other);
+            snprintf(text, bytes, "rank %d calls %s, rank %d calls %s", said[0].name,
+                     one, said[m].name, other);
             return false;
         }
     }
@@ -85,14 +101,25 @@ smp_notice_describe(const smp_notice *notice, char *out, size_t bytes)
 {
     smp_operation operation = (smp_operation)notice->operation;
     const char   *name = smp_operation_name(operation);
-    const char   *dtype = smp_dtype_name((smp_dtype)notice->dtype);
+    char          dtype[32];
     char          how[48] = "";
     char          root[32] = "";
+    const char   *where = notice->on_device == SMP_NOTICE_MEETS
+                              ? " on a device for the first time"
+                          : notice->on_device != 0 ? " on a device"
+                                                   : "";
 
     if (operation == SMP_BARRIER) {
         snprintf(out, bytes, "%s %llu", name, (unsigned long long)notice->sequence);
         return;
     }
+    if (notice->sparse != 0) {
+        uint64_t first = notice->sequence - notice->sparse + 1;
+
+        snprintf(out, bytes, "sparse all-reduce %llu (sum)", (unsigned long long)first);
+        return;
+    }
+    smp_kind_name(notice->kind, (smp_dtype)notice->dtype, dtype, sizeof(dtype));
     if (smp_operation_reduces(operation)) {
         snprintf(how, sizeof(how), " (%s)",
                  smp_reduction_name((smp_reduction)notice->reduction));
@@ -101,11 +128,11 @@ smp_notice_describe(const smp_notice *notice, char *out, size_t bytes)
         snprintf(root, sizeof(root), " with root %d", notice->root);
     }
     if (notice->uneven != 0) {
-        snprintf(out, bytes, "%s %llu%s of %s with split sizes%s", name,
-                 (unsigned long long)notice->sequence, how, dtype, root);
+        snprintf(out, bytes, "%s %llu%s of %s with split sizes%s%s", name,
+                 (unsigned long long)notice->sequence, how, dtype, root, where);
     } else {
-        snprintf(out, bytes, "%s %llu%s of %llu %s%s", name,
+        snprintf(out, bytes, "%s %llu%s of %llu %s%s%s", name,
                  (unsigned long long)notice->sequence, how,
-                 (unsigned long long)notice->count, dtype, root);
+                 elements(notice, notice->count), dtype, root, where);
     }
 }

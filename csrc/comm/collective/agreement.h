@@ -13,7 +13,7 @@
 
 /* What one member says; all borrowed. */
 typedef struct {
-    int               rank; /* of the comm */
+    int               name; /* of its rank: smp_comm_name() */
     const smp_notice *notice;
     const uint64_t   *counts; /* [uneven * n]: its lists of split sizes */
 } smp_said;
@@ -22,7 +22,8 @@ typedef struct {
  * another, of an all-to-all with split sizes. */
 bool smp_agreement(const smp_said *said, int n, size_t *most, char *text, size_t bytes);
 
-/* "all-reduce 3 (sum) of 8 float32", from a notice; cut off at `bytes`. */
+/* "all-reduce 3 (sum) of 8 float32", "sparse all-reduce 3 (sum)", from a notice; cut
+ * off at `bytes`. */
 void smp_notice_describe(const smp_notice *notice, char *out, size_t bytes);
 
 #endif

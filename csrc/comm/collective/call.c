@@ -34,6 +34,20 @@ smp_range_window(smp_range range, size_t skip, size_t most)
     return range;
 }
 
+const char *
+smp_operation_name(smp_operation operation)
+{
+    static const char *const names[SMP_OPERATIONS] = {
+        [SMP_BARRIER] = "barrier",       [SMP_ALL_REDUCE] = "all-reduce",
+        [SMP_REDUCE] = "reduce",         [SMP_REDUCE_SCATTER] = "reduce-scatter",
+        [SMP_ALL_GATHER] = "all-gather", [SMP_BROADCAST] = "broadcast",
+        [SMP_GATHER] = "gather",         [SMP_SCATTER] = "scatter",
+        [SMP_ALL_TO_ALL] = "all-to-all",
+    };
+
+    return (unsigned)operation < SMP_OPERATIONS ? names[operation] : "unknown";
+}
+
 bool
 smp_operation_reduces(smp_operation operation)
 {
@@ -84,6 +98,10 @@ is_valid(const smp_call *call, int size)
     if (call->counts != NULL &&
         (!may_be_uneven(call->operation) ||
          (call->operation == SMP_ALL_TO_ALL) != (call->out_counts != NULL))) {
+        return false;
+    }
+    if (call->operation != SMP_ALL_GATHER &&
+        (call->gather != NULL || call->offer != NULL || call->sparse != 0)) {
         return false;
     }
     for (size_t m = 0; m < n && call->counts != NULL; m++) {
@@ -196,9 +214,14 @@ smp_call_say(const smp_call *call, int n, uint64_t sequence, smp_notice *notice,
     notice->sequence = sequence;
     notice->operation = (uint8_t)call->operation;
     notice->dtype = (uint8_t)(is_barrier ? 0 : call->dtype);
+    notice->kind = is_barrier ? 0 : call->kind;
     notice->reduction =
         (uint8_t)(smp_operation_reduces(call->operation) ? call->reduction : 0);
     notice->uneven = (uint8_t)lists;
+    notice->on_device = (uint8_t)(call->gather != NULL  ? SMP_NOTICE_GATHERS
+                                  : call->offer != NULL ? SMP_NOTICE_MEETS
+                                                        : 0);
+    notice->sparse = call->sparse;
     notice->root = smp_operation_has_root(call->operation) ? call->root : 0;
     notice->count = lists != 0 || is_barrier ? 0 : call->count;
     notice->factor = call->factor;

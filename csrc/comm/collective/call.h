@@ -1,5 +1,5 @@
-/* One member's call of an operation: whether it makes sense by itself, what it moves,
- * and what the other members are told of it. */
+/* Operations, and one member's call of one: whether it makes sense by itself, what it
+ * moves, and what the other members are told of it. */
 #ifndef SMP_COMM_COLLECTIVE_CALL_H
 #define SMP_COMM_COLLECTIVE_CALL_H
 
@@ -7,8 +7,59 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#include "comm/collective/group.h"
+#include "comm/collective/kind.h"
+#include "comm/collective/reduce.h"
+#include "comm/device/exchange.h"
 #include "comm/shm/shelf.h"
+
+/* n is the size of the group, m a member; counts are of elements. */
+typedef enum {
+    SMP_BARRIER,        /* nothing but waiting for all */
+    SMP_ALL_REDUCE,     /* in: count.  out: count */
+    SMP_REDUCE,         /* in: count.  out: count, at the root */
+    SMP_REDUCE_SCATTER, /* in: n * count, out: count; or in: counts[0 .. n), out:
+                           counts[m] */
+    SMP_ALL_GATHER,     /* in: count, out: n * count; or in: counts[m], out: counts[0 ..
+                           n) */
+    SMP_BROADCAST,  /* in: count, at the root.  out: count; at the root may be NULL */
+    SMP_GATHER,     /* in: count.  out: n * count, at the root */
+    SMP_SCATTER,    /* in: n * count, at the root.  out: count */
+    SMP_ALL_TO_ALL, /* in: n * count, out: n * count; or in: counts[0 .. n), out:
+                       out_counts[0 .. n) */
+    SMP_OPERATIONS
+} smp_operation;
+
+/* What one member calls.  What an operation does not use is ignored.  out may be in, or
+ * the part of in (or in the part of out) that belongs to this member; not for
+ * SMP_ALL_TO_ALL. */
+typedef struct {
+    smp_operation operation;
+    smp_dtype     dtype;
+    smp_kind      kind; /* what the elements are to the caller; the same on all */
+    smp_reduction reduction;
+    int           root;   /* a member, not a rank */
+    size_t        count;  /* where counts is NULL */
+    const size_t *counts; /* uneven: one for each member; borrowed like the buffers */
+    const size_t *out_counts; /* SMP_ALL_TO_ALL with counts */
+    double        factor;     /* SMP_PREMUL_SUM: of this member's `in` */
+    uint8_t sparse; /* SMP_ALL_GATHER: which of those that make up an all-reduce of
+                       sparse tensors, from 1; 0: of none.  Errors name that. */
+    const void *in;
+    void       *out;
+    int64_t     timeout_ns; /* 0: the group's; < 0: no limit */
+
+    /* SMP_ALL_GATHER of tensors on devices: in the place of `in` and `out`.  After
+     * smp_group_exchange() has become one. */
+    const smp_device_gather
+        *gather; /* borrowed like the buffers; NULL: in host memory */
+
+    /* Before that, of the first such: moves nothing, but has all members show each
+     * other memory of their devices. */
+    const smp_device_offer *offer; /* the same */
+} smp_call;
+
+/* "all-reduce"; static storage. */
+const char *smp_operation_name(smp_operation operation);
 
 /* A range of elements, and where it goes. */
 typedef struct {

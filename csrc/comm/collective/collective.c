@@ -71,14 +71,30 @@ plan_ranges(smp_collective *op)
     }
 }
 
-/* Whether reading memory that is not mapped is faster than the shelves.  Measured with
- * benchmarks/core/collective.c: the shelves' slots stay in the caches, while the system
- * walks through pages; but each of their steps waits for all members. */
+/* Whether members read memory that is not mapped.  Never to reduce-scatter: shelves
+ * were faster wherever benchmarks/core/collective.c has measured it. */
 static bool
-system_calls_pay(const smp_collective *op)
+reads(const smp_collective *op)
 {
-    return op->lockstep->readable && op->lockstep->all_spin &&
-           op->call.operation != SMP_REDUCE_SCATTER;
+    return op->lockstep->reads && op->call.operation != SMP_REDUCE_SCATTER;
+}
+
+/* Between devices, all steps have the same way. */
+static void
+choose_device_way(smp_collective *op, size_t most)
+{
+    size_t half;
+
+    op->is_small = true; /* no address in the notices */
+    if (op->call.offer != NULL) {
+        op->way = SMP_BY_MEETING;
+        op->steps = 2;
+        return;
+    }
+    half = smp_exchange_half(op->devices.exchange);
+    op->way = SMP_BY_DEVICE;
+    op->steps = (most * op->element + half - 1) / half;
+    op->steps += op->steps == 0;
 }
 
 static void
@@ -102,7 +118,7 @@ choose_way(smp_collective *op, size_t most)
     elements = op->cell / op->element;
     op->is_small = all < MEMORY_BYTES;
     op->is_large = most * op->element * n * n >= UNCACHED_BYTES;
-    if (!op->is_small && system_calls_pay(op)) {
+    if (!op->is_small && reads(op)) {
         take_memory(op);
     } else if (op->call.operation == SMP_ALL_REDUCE && n > 1 &&
                (all > op->cell || all * n > FLAT_BYTES)) {
@@ -126,6 +142,24 @@ window(const smp_collective *op, smp_range range, size_t round)
     return smp_range_window(range, round * elements, elements);
 }
 
+/* Bytes of a member's tensor before the present round, and in it. */
+static size_t
+round_skip(const smp_collective *op)
+{
+    return op->step * smp_exchange_half(op->devices.exchange);
+}
+
+static size_t
+round_bytes(const smp_collective *op, int member)
+{
+    size_t half = smp_exchange_half(op->devices.exchange);
+    size_t all = op->pulls[member].count * op->element;
+    size_t skip = round_skip(op);
+    size_t left = all > skip ? all - skip : 0;
+
+    return left < half ? left : half;
+}
+
 static uint8_t *
 cell_of(const smp_collective *op, smp_slot *slot, int member)
 {
@@ -139,7 +173,7 @@ fill(smp_collective *op, smp_slot *slot)
     const uint8_t *in = op->call.in;
     size_t         round;
 
-    if (op->way == SMP_BY_MEMORY || op->step < op->data_step) {
+    if (op->way >= SMP_BY_MEMORY || op->step < op->data_step) {
         return;
     }
     if (op->way == SMP_BY_SPLIT) {
@@ -412,6 +446,32 @@ collect_memory(smp_collective *op, bool *whole, int *member)
     return reduce_memory(op, range, whole, member);
 }
 
+static smp_status
+collect_device(smp_collective *op, int *member)
+{
+    for (int m = 0; m < op->lockstep->size; m++) {
+        op->lengths[m] = round_bytes(op, m);
+    }
+    if (!smp_exchange_drain(op->devices.exchange, op->call.gather, round_skip(op),
+                            op->lengths, op->why) ||
+        (op->step + 1 == op->steps &&
+         !smp_exchange_finish(op->devices.exchange, op->call.gather, op->why))) {
+        *member = op->lockstep->self;
+        return SMP_ERR_SYSTEM;
+    }
+    return SMP_OK;
+}
+
+static void
+collect_meeting(smp_collective *op)
+{
+    if (op->step == 0) {
+        smp_devices_open(&op->devices);
+    } else {
+        smp_devices_decide(&op->devices);
+    }
+}
+
 /* ---------------------------------------------------------------------- agreement */
 
 static const uint64_t *
@@ -514,13 +574,15 @@ smp_collective_init(smp_collective *op, smp_lockstep *lockstep)
         .factors = calloc(n, sizeof(double)),
         .terms = calloc(n, sizeof(void *)),
         .said = calloc(n, sizeof(smp_said)),
+        .lengths = calloc(n, sizeof(size_t)),
+        .devices = {.lockstep = lockstep},
         .scratch = aligned_alloc(64, SMP_REDUCE_SCRATCH),
         .fetched = aligned_alloc(64, pieces),
     };
     if (op->pulls == NULL || op->pushes == NULL || op->ins == NULL ||
         op->outs == NULL || op->targets == NULL || op->factors == NULL ||
-        op->terms == NULL || op->said == NULL || op->scratch == NULL ||
-        op->fetched == NULL) {
+        op->terms == NULL || op->said == NULL || op->lengths == NULL ||
+        op->scratch == NULL || op->fetched == NULL) {
         smp_collective_fini(op);
         return SMP_ERR_NO_MEMORY;
     }
@@ -538,6 +600,7 @@ smp_collective_fini(smp_collective *op)
     free(op->factors);
     free((void *)op->terms);
     free(op->said);
+    free(op->lengths);
     free(op->scratch);
     free(op->fetched);
 }
@@ -561,7 +624,8 @@ smp_collective_begin(smp_collective *op, const smp_call *call, uint64_t sequence
     smp_slot *slot = smp_lockstep_slot(lockstep, lockstep->self, lockstep->step + 1);
     size_t    lists;
 
-    if (!smp_call_copy(call, lockstep->size, &op->call)) {
+    if (!smp_call_copy(call, lockstep->size, &op->call) ||
+        (op->call.gather != NULL && !op->devices.met)) {
         return SMP_ERR_INVALID;
     }
     lists = smp_call_lists(&op->call);
@@ -573,13 +637,45 @@ smp_collective_begin(smp_collective *op, const smp_call *call, uint64_t sequence
     /* Until the other members' split sizes are there, nobody knows how many steps. */
     op->data_step = op->call.out_counts != NULL;
     plan_ranges(op);
-    choose_way(op, op->call.out_counts != NULL
-                       ? 0
-                       : smp_call_longest(&op->call, lockstep->size));
+    if (op->call.gather != NULL || op->call.offer != NULL) {
+        choose_device_way(op, smp_call_longest(&op->call, lockstep->size));
+    } else {
+        choose_way(op, op->call.out_counts != NULL
+                           ? 0
+                           : smp_call_longest(&op->call, lockstep->size));
+    }
     smp_call_say(&op->call, lockstep->size, sequence, &slot->notice,
                  (uint64_t *)(void *)slot->data);
     fill(op, slot);
     return SMP_OK;
+}
+
+smp_status
+smp_collective_prepare(smp_collective *op)
+{
+    smp_lockstep *lockstep = op->lockstep;
+
+    if (op->way == SMP_BY_MEETING && op->step == 0) {
+        op->devices.skip = op->header;
+        smp_devices_offer(&op->devices, op->call.offer);
+    }
+    if (op->way != SMP_BY_DEVICE ||
+        smp_exchange_fill(op->devices.exchange, op->call.gather, round_skip(op),
+                          round_bytes(op, lockstep->self), op->why)) {
+        return SMP_OK;
+    }
+    return SMP_ERR_SYSTEM;
+}
+
+void
+smp_collective_finish(smp_collective *op)
+{
+    char why[SMP_DRIVER_TEXT];
+
+    /* If that fails, the mark is never over. */
+    if (op->way == SMP_BY_DEVICE && op->devices.exchange != NULL) {
+        (void)smp_exchange_finish(op->devices.exchange, op->call.gather, why);
+    }
 }
 
 /* All but its step. */
@@ -589,10 +685,12 @@ copy_notice(smp_notice *to, const smp_notice *from)
     to->sequence = from->sequence;
     to->operation = from->operation;
     to->dtype = from->dtype;
+    to->kind = from->kind;
     to->reduction = from->reduction;
     to->uneven = from->uneven;
     to->root = from->root;
     to->count = from->count;
+    to->sparse = from->sparse;
     to->factor = from->factor;
 }
 
@@ -639,9 +737,10 @@ smp_collective_agreed(smp_collective *op, char *text, size_t bytes)
     size_t most = 0;
 
     for (int m = 0; m < op->lockstep->size; m++) {
-        op->said[m] = (smp_said){.rank = op->lockstep->members[m].rank,
-                                 .notice = notice_of(op, m),
-                                 .counts = slot_counts(op, m)};
+        op->said[m] = (smp_said){
+            .name = smp_comm_name(op->lockstep->comm, op->lockstep->members[m].rank),
+            .notice = notice_of(op, m),
+            .counts = slot_counts(op, m)};
     }
     if (!smp_agreement(op->said, op->lockstep->size, &most, text, bytes)) {
         return false;
@@ -666,6 +765,11 @@ smp_collective_collect(smp_collective *op, bool *whole, int *member)
         return SMP_OK;
     case SMP_BY_SPLIT:
         collect_split(op);
+        return SMP_OK;
+    case SMP_BY_DEVICE:
+        return collect_device(op, member);
+    case SMP_BY_MEETING:
+        collect_meeting(op);
         return SMP_OK;
     case SMP_BY_MEMORY:
         break;

@@ -1,7 +1,7 @@
 /* One operation of a group, as steps of its members (comm/collective/lockstep.h).
  *
  * Every operation is a set of pulls: each member takes ranges of the others' `in` and
- * copies or reduces them into its `out`.  There are three ways.
+ * copies or reduces them into its `out`.  There are four ways.
  *
  *   SHELVES  In each step a member puts the next piece of its `in` into its slot: one
  *           for all, or a cell for each member.  Data come with the first step.
@@ -15,6 +15,10 @@
  *           input once instead of once for each member.  Whether it does turns out in
  *           the first step: what the shelves have by then is left there.
  *
+ *   DEVICE  An all-gather of tensors on devices: steps are the rounds of
+ *           comm/device/exchange.h.  MEETING: the operation before the first such
+ *           (comm/collective/devices.h).
+ *
  * Threads  one at a time.
  */
 #ifndef SMP_COMM_COLLECTIVE_COLLECTIVE_H
@@ -26,12 +30,18 @@
 
 #include "comm/collective/agreement.h"
 #include "comm/collective/call.h"
-#include "comm/collective/group.h"
+#include "comm/collective/devices.h"
 #include "comm/collective/lockstep.h"
 #include "comm/collective/reduce.h"
 #include "common/status.h"
 
-typedef enum { SMP_BY_SHELVES, SMP_BY_SPLIT, SMP_BY_MEMORY } smp_way;
+typedef enum {
+    SMP_BY_SHELVES,
+    SMP_BY_SPLIT,
+    SMP_BY_MEMORY,
+    SMP_BY_DEVICE,
+    SMP_BY_MEETING
+} smp_way;
 
 /* A node of the tree over a larger group: its term goes to `out`, at the range's `to`.
  * With one member below it, that one's tensor itself. */
@@ -52,8 +62,12 @@ typedef struct {
     double            *factors; /* [n] */
     const void       **terms;   /* [n] */
     smp_said          *said;    /* [n] */
+    size_t            *lengths; /* [n]: bytes of the members' pieces in a round */
     uint8_t           *scratch; /* for smp_reduce() */
     uint8_t           *fetched; /* pieces of the members' memory */
+
+    smp_devices devices;
+    char        why[SMP_DRIVER_TEXT]; /* a device failed, in the driver's words */
 
     const smp_partial *partials;  /* borrowed: what a reduction is to give instead of */
     int                npartials; /* ... the reduced tensors; 0: those */
@@ -84,6 +98,13 @@ void       smp_collective_fini(smp_collective *op);
 smp_status smp_collective_begin(smp_collective *op, const smp_call *call,
                                 uint64_t sequence);
 
+/* By device: tells it what belongs to the present step, before that is posted.
+ * SMP_ERR_SYSTEM, with op->why. */
+smp_status smp_collective_prepare(smp_collective *op);
+
+/* By device: the operation is over before its time, perhaps. */
+void smp_collective_finish(smp_collective *op);
+
 /* A part of an operation of a larger group, of which these members are on one host.
  * They are known to call the same. */
 typedef struct {
@@ -110,8 +131,9 @@ void smp_collective_see(smp_collective *op);
 bool smp_collective_agreed(smp_collective *op, char *text, size_t bytes);
 
 /* Reads what the members posted; *whole: the step is done.  SMP_ERR_SYSTEM: *member's
- * memory cannot be read.  SMP_ERR_PEER_LOST, SMP_ERR_CLOSED: it has none any more. What
- * *member gave up with: it is not for others to use any more. */
+ * memory cannot be read; if that is this one, its device failed (op->why).
+ * SMP_ERR_PEER_LOST, SMP_ERR_CLOSED: it has none any more. What *member gave up with:
+ * it is not for others to use any more. */
 smp_status smp_collective_collect(smp_collective *op, bool *whole, int *member);
 
 /* Goes to the next step and fills its slot; false: there is none. */

@@ -11,7 +11,10 @@
 #include "comm/clock.h"
 #include "comm/collective/call.h"
 #include "comm/collective/collective.h"
+#include "comm/collective/deadlock.h"
 #include "comm/collective/lockstep.h"
+#include "comm/collective/roll.h"
+#include "comm/collective/standoff.h"
 #include "comm/collective/wide.h"
 #include "comm/collective/wire.h"
 #include "comm/fork.h"
@@ -39,21 +42,27 @@ struct smp_group {
     int              size;
     int              self;
     int             *ranks;    /* owned: [size] */
+    int             *scratch;  /* owned: [size], for lists of ranks */
     smp_lockstep     lockstep; /* of the members on this host */
     smp_collective   op;       /* theirs */
     bool             is_wide;  /* there are others: */
     smp_wire         wire;
     smp_wide         wide;
+    smp_deadlock     deadlock;
+    smp_standoff     standoff; /* of a wide one */
     char             name[64];
     int64_t          timeout_ns;
     uint64_t         sequence;   /* of the last operation */
     bool             active;     /* it is under way */
     bool             agreed;     /* all members call the same */
     int64_t          started_ns; /* when somebody was found missing; 0: nobody was */
-    smp_status       broken;     /* what every later call returns */
-    _Atomic uint64_t operations; /* begun, for smp_group_count() */
+    smp_status       broken;     /* what every later call returns, */
+    char             end[SMP_WHY_BYTES]; /* ... and what it was, in words */
+    _Atomic uint64_t operations;         /* begun, for smp_group_count() */
     _Atomic uint64_t bytes;
-    char             error[640];
+    _Atomic uint64_t device_operations;
+    _Atomic uint64_t device_bytes;
+    char             error[SMP_GROUP_TEXT];
 };
 
 /* ------------------------------------------------------------------------- errors */
@@ -69,6 +78,13 @@ describe_own(const smp_group *group, char *out, size_t bytes)
               : &smp_lockstep_slot(lockstep, lockstep->self, group->op.first)->notice;
 
     smp_notice_describe(notice, out, bytes);
+}
+
+/* What errors call a member. */
+static int
+name_of(const smp_group *group, int member)
+{
+    return smp_comm_name(group->lockstep.comm, group->ranks[member]);
 }
 
 /* Whether the operation waits for that member. */
@@ -114,69 +130,101 @@ take_back_tensors(smp_group *group)
     }
 }
 
+/* "barrier 3: timed out": words of so many bytes that do not fit end with "...". */
+static void
+join_words(char *out, size_t bytes, const char *what, const char *why)
+{
+    int n = snprintf(out, bytes, "%s: %s", what, why);
+
+    if (n < 0 || (size_t)n >= bytes) {
+        memcpy(out + bytes - 4, "...", 4);
+    }
+}
+
 /* Ends the operation and the group. */
 static smp_status
 give_up(smp_group *group, smp_status status, const char *why)
 {
     char call[96];
-    char text[512];
 
     describe_own(group, call, sizeof(call));
-    snprintf(text, sizeof(text), "%s: %s", call, why);
-    set_error(group, text);
-    smp_lockstep_fail(&group->lockstep, status, text);
+    join_words(group->end, sizeof(group->end), call, why);
+    set_error(group, group->end);
+    smp_lockstep_fail(&group->lockstep, status, group->end);
     if (group->is_wide) {
-        smp_wire_fail(&group->wire, group->sequence, status, text);
+        smp_wire_fail(&group->wire, group->sequence, status, group->end);
     } else {
         take_back_tensors(group);
+        smp_collective_finish(&group->op);
     }
     group->active = false;
     group->broken = status;
     return status;
 }
 
-/* "rank 2, rank 3": the members that are missing; as many as there is room for. */
+/* The next call, of a group that has ended. */
+static smp_status
+refuse_after_end(smp_group *group, const smp_call *next)
+{
+    smp_notice notice = {0};
+    char       call[96];
+    char       text[SMP_WHY_BYTES + 128];
+
+    smp_call_say(next, 0, group->sequence + 1, &notice, NULL);
+    smp_notice_describe(&notice, call, sizeof(call));
+    snprintf(text, sizeof(text), "%s: the group ended before: %s", call, group->end);
+    set_error(group, text);
+    return group->broken;
+}
+
+/* "ranks 2, 3": the members that are missing; "": none. */
 static void
 list_missing(const smp_group *group, char *out, size_t bytes)
 {
-    size_t used = 0;
+    smp_roll missing = {.names = group->scratch};
 
-    out[0] = '\0';
     for (int m = 0; m < group->size; m++) {
-        int n;
-
-        if (!is_missing(group, m)) {
-            continue;
+        if (is_missing(group, m)) {
+            smp_roll_add(&missing, name_of(group, m));
         }
-        n = snprintf(out + used, bytes - used, "%srank %d", used != 0 ? ", " : "",
-                     group->ranks[m]);
-        if (n < 0 || (size_t)n >= bytes - used) {
-            if (bytes >= 4) {
-                memcpy(out + bytes - 4, "...", 4);
-            }
-            return;
-        }
-        used += (size_t)n;
     }
+    smp_roll_say(&missing, out, bytes);
 }
 
-/* For what a member of this host sleeps in another group. */
+/* What a member of this host does in another group: "waits in group 'b' for barrier 3".
+ */
 static bool
-waits_beside(const smp_group *group, int member, char *name, size_t name_bytes,
-             char *call, size_t call_bytes)
+is_beside(const smp_group *group, int member, char *out, size_t bytes)
 {
     const smp_shelf *shelf =
         smp_lockstep_elsewhere(&group->lockstep, place_of(group, member));
-    const smp_notice *a;
-    const smp_notice *b;
+    bool has_failed;
+    char name[sizeof(group->name)];
+    char call[96];
 
-    if (shelf == NULL) {
+    if (shelf == NULL ||
+        !smp_shelf_describe(shelf, name, sizeof(name), call, sizeof(call))) {
         return false;
     }
-    a = &shelf->slots[0].notice;
-    b = &shelf->slots[1].notice;
-    snprintf(name, name_bytes, "%.*s", (int)sizeof(shelf->name) - 1, shelf->name);
-    smp_notice_describe(a->sequence > b->sequence ? a : b, call, call_bytes);
+    has_failed = atomic_load(&shelf->failed) != SMP_OK;
+    snprintf(out, bytes,
+             has_failed ? "gave up in group '%s': %s" : "waits in group '%s' for %s",
+             name, call);
+    return true;
+}
+
+/* The same of a member of another host. */
+static bool
+is_far_beside(const smp_group *group, int member, char *out, size_t bytes)
+{
+    char name[sizeof(group->name)];
+    char call[96];
+
+    if (!smp_wire_elsewhere(&group->wire, member, name, sizeof(name), call,
+                            sizeof(call))) {
+        return false;
+    }
+    snprintf(out, bytes, "waits in group '%s' for %s", name, call);
     return true;
 }
 
@@ -187,16 +235,12 @@ describe_elsewhere(const smp_group *group, char *out, size_t bytes)
 {
     out[0] = '\0';
     for (int m = 0; m < group->size; m++) {
-        char name[sizeof(group->name)];
-        char call[96];
+        char what[208];
 
         if (is_missing(group, m) &&
-            (place_of(group, m) < 0
-                 ? smp_wire_elsewhere(&group->wire, m, name, sizeof(name), call,
-                                      sizeof(call))
-                 : waits_beside(group, m, name, sizeof(name), call, sizeof(call)))) {
-            snprintf(out, bytes, "; rank %d waits in group '%s' for %s",
-                     group->ranks[m], name, call);
+            (place_of(group, m) < 0 ? is_far_beside(group, m, what, sizeof(what))
+                                    : is_beside(group, m, what, sizeof(what)))) {
+            snprintf(out, bytes, "; rank %d %s", name_of(group, m), what);
             return;
         }
     }
@@ -205,9 +249,9 @@ describe_elsewhere(const smp_group *group, char *out, size_t bytes)
 static smp_status
 give_up_late(smp_group *group, int64_t waited_ns)
 {
-    char missing[96];
-    char elsewhere[192];
-    char text[352];
+    char missing[SMP_ROLL_TEXT];
+    char elsewhere[240];
+    char text[SMP_WHY_BYTES];
 
     list_missing(group, missing, sizeof(missing));
     describe_elsewhere(group, elsewhere, sizeof(elsewhere));
@@ -220,9 +264,9 @@ give_up_late(smp_group *group, int64_t waited_ns)
 static smp_status
 give_up_without(smp_group *group, smp_status status, int member)
 {
-    int  rank = group->ranks[member];
-    char text[256];
-    char why[192];
+    int  rank = name_of(group, member);
+    char text[SMP_WHY_BYTES + 32];
+    char why[SMP_WHY_BYTES];
     int  source;
     bool has_said;
 
@@ -240,6 +284,16 @@ give_up_without(smp_group *group, smp_status status, int member)
                  status == SMP_ERR_PEER_LOST ? "is lost" : "has left");
     }
     return give_up(group, status, text);
+}
+
+/* The members wait for each other in a ring of groups. */
+static smp_status
+give_up_in_ring(smp_group *group, const char *ring)
+{
+    char why[320];
+
+    snprintf(why, sizeof(why), "deadlock: %s", ring);
+    return give_up(group, SMP_ERR_DEADLOCK, why);
 }
 
 /* Whether its tensors are its own again: it is gone, or gave up. */
@@ -266,6 +320,9 @@ give_up_reading(smp_group *group, smp_status status, int member)
     if (status != SMP_ERR_SYSTEM) {
         return give_up_without(group, status, member);
     }
+    if (member == group->self && group->op.way == SMP_BY_DEVICE) {
+        return give_up(group, status, group->op.why);
+    }
     while (!has_ended(group, member) && smp_clock_ns() < until) {
         sched_yield();
     }
@@ -276,7 +333,8 @@ give_up_reading(smp_group *group, smp_status status, int member)
                                    : SMP_ERR_PEER_LOST,
                                member);
     }
-    snprintf(text, sizeof(text), "the tensor of rank %d cannot be read", rank);
+    snprintf(text, sizeof(text), "the tensor of rank %d cannot be read",
+             name_of(group, member));
     return give_up(group, SMP_ERR_SYSTEM, text);
 }
 
@@ -304,6 +362,14 @@ check_waiting(smp_group *group)
                             ? smp_wide_trouble(&group->wide, &member)
                             : smp_lockstep_trouble(&group->lockstep, &member);
 
+    if (status == SMP_ERR_CLOSED && group->deadlock.is_sure) {
+        /* It has left because of that, too. */
+        return give_up_in_ring(group, group->deadlock.text);
+    }
+    if (status == SMP_ERR_CLOSED && group->is_wide &&
+        smp_standoff_look_again(&group->standoff, &group->wide)) {
+        return give_up_in_ring(group, group->standoff.text);
+    }
     if (status != SMP_OK) {
         return give_up_without(group, status, member);
     }
@@ -325,6 +391,7 @@ static smp_status
 disagree(smp_group *group, const char *how)
 {
     set_error(group, how);
+    smp_collective_finish(&group->op);
     smp_lockstep_read(&group->lockstep);
     group->active = false;
     return SMP_ERR_MISMATCH;
@@ -341,7 +408,7 @@ give_up_wide(smp_group *group, smp_status status, int member)
     }
     if (member >= 0 && status == SMP_ERR_MALFORMED) {
         snprintf(text, sizeof(text), "what rank %d sent makes no sense",
-                 group->ranks[member]);
+                 name_of(group, member));
         return give_up(group, status, text);
     }
     if (member >= 0 && (status == SMP_ERR_PEER_LOST || status == SMP_ERR_CLOSED ||
@@ -370,6 +437,19 @@ take_wide_step(smp_group *group, bool *waits)
     return SMP_OK;
 }
 
+/* Begins a step, of which the slot is filled. */
+static smp_status
+post(smp_group *group)
+{
+    smp_status status = smp_collective_prepare(&group->op);
+
+    if (status != SMP_OK) {
+        return give_up(group, status, group->op.why);
+    }
+    smp_lockstep_post(&group->lockstep);
+    return SMP_OK;
+}
+
 /* What can be done now that all have posted the step. */
 static smp_status
 take_step(smp_group *group)
@@ -390,8 +470,9 @@ take_step(smp_group *group)
         return give_up_reading(group, status, member);
     }
     if (whole && smp_collective_next(&group->op)) {
-        smp_lockstep_post(&group->lockstep);
-    } else if (whole) {
+        return post(group);
+    }
+    if (whole) {
         smp_lockstep_read(&group->lockstep);
         group->active = false;
     }
@@ -458,7 +539,8 @@ list_ranks(smp_group *group, smp_comm *comm, const smp_group_config *config,
         return SMP_ERR_INVALID;
     }
     group->ranks = malloc(bytes);
-    if (group->ranks == NULL) {
+    group->scratch = malloc(bytes);
+    if (group->ranks == NULL || group->scratch == NULL) {
         return SMP_ERR_NO_MEMORY;
     }
     memcpy(group->ranks, config->ranks, bytes);
@@ -469,7 +551,8 @@ list_ranks(smp_group *group, smp_comm *comm, const smp_group_config *config,
 /* Meets the members of this host. */
 static smp_status
 meet_host(smp_group *group, smp_comm *comm, const smp_group_config *config,
-          const bool *local, const smp_patience *patience, int *failed)
+          const bool *local, const smp_patience *patience, int *failed,
+          smp_roll *absent)
 {
     int       *ranks = calloc((size_t)group->size, sizeof(int));
     int        n = 0;
@@ -484,7 +567,7 @@ meet_host(smp_group *group, smp_comm *comm, const smp_group_config *config,
         }
     }
     status = smp_lockstep_init(&group->lockstep, comm, ranks, n, config->id,
-                               !config->only_shelves, patience, failed);
+                               config->reading, patience, failed, absent);
     free(ranks);
     if (status == SMP_OK) {
         memcpy(group->lockstep.members[group->lockstep.self].shelf->name, group->name,
@@ -504,11 +587,23 @@ leave_hosts(smp_group *group, smp_status status, const char *why)
     }
 }
 
+/* The members of other hosts that have not come. */
+static void
+list_far(smp_group *group, smp_roll *absent)
+{
+    int member;
+
+    if (group->is_wide) {
+        (void)smp_wire_receive(&group->wire, &member); /* it may have come just now */
+        smp_wire_absent(&group->wire, absent);
+    }
+}
+
 /* Meets all members: first says hello to other hosts, so that nobody there waits for a
  * member that does not come to terms with its own. */
 static smp_status
 meet(smp_group *group, smp_comm *comm, const smp_group_config *config,
-     const smp_patience *patience, int *failed)
+     const smp_patience *patience, int *failed, smp_roll *absent)
 {
     bool      *local = calloc((size_t)group->size, sizeof(bool));
     smp_bell  *bell;
@@ -532,8 +627,9 @@ meet(smp_group *group, smp_comm *comm, const smp_group_config *config,
         status = smp_lockstep_blame(comm, status, failed, why, sizeof(why));
         goto out;
     }
-    status = meet_host(group, comm, config, local, patience, failed);
+    status = meet_host(group, comm, config, local, patience, failed, absent);
     if (status != SMP_OK) {
+        list_far(group, absent);
         status = smp_lockstep_blame(comm, status, failed, why, sizeof(why));
         goto err_leave;
     }
@@ -544,6 +640,7 @@ meet(smp_group *group, smp_comm *comm, const smp_group_config *config,
     if (status == SMP_OK) {
         goto out;
     }
+    list_far(group, absent);
     status = smp_lockstep_blame(comm, status, failed, why, sizeof(why));
     smp_lockstep_fail(&group->lockstep, status, why);
     leave_hosts(group, status, why);
@@ -576,15 +673,45 @@ make_wide(smp_group *group, const smp_group_config *config)
     return status;
 }
 
+/* Why there is no group, for people. */
+static void
+explain(const smp_comm *comm, const smp_group_config *config, smp_status status,
+        int failed, smp_roll *absent, int64_t waited_ns)
+{
+    char missing[SMP_ROLL_TEXT];
+    char why[SMP_ROLL_TEXT + 64];
+
+    if (config->why == NULL) {
+        return;
+    }
+    if (status == SMP_ERR_TIMED_OUT && absent->n != 0) {
+        smp_roll_say(absent, missing, sizeof(missing));
+        snprintf(why, sizeof(why), "timed out after %.1f s without %s",
+                 (double)waited_ns / (double)SMP_NS_PER_S, missing);
+    } else if (status == SMP_ERR_LIMIT) {
+        snprintf(why, sizeof(why), "rank %d is in %d groups, and cannot be in more",
+                 smp_comm_name(comm, failed), SMP_SHELVES);
+    } else {
+        snprintf(why, sizeof(why), "rank %d %s", smp_comm_name(comm, failed),
+                 status == SMP_ERR_PEER_LOST  ? "is lost"
+                 : status == SMP_ERR_CLOSED   ? "has left"
+                 : status == SMP_ERR_MISMATCH ? "has another list of ranks"
+                                              : smp_status_text(status));
+    }
+    snprintf(config->why, SMP_GROUP_TEXT, "group '%s': could not make the group: %s",
+             config->name, why);
+}
+
 /* Who leaves because a rank is lost says so: the others may not have heard of it. */
 static void
 say_who_is_lost(smp_group *group)
 {
-    int  lost = smp_comm_lost(group->lockstep.comm);
-    char text[32];
+    const smp_comm *comm = group->lockstep.comm;
+    int             lost = smp_comm_lost(comm);
+    char            text[32];
 
     if (lost >= 0 && group->broken == SMP_OK && !is_child(group)) {
-        snprintf(text, sizeof(text), "rank %d is lost", lost);
+        snprintf(text, sizeof(text), "rank %d is lost", smp_comm_name(comm, lost));
         smp_lockstep_fail(&group->lockstep, SMP_ERR_PEER_LOST, text);
         if (group->is_wide) { /* what is over it does not undo */
             smp_wire_fail(&group->wire, group->sequence + !group->active,
@@ -602,6 +729,8 @@ smp_group_create(smp_comm *comm, const smp_group_config *config, smp_group **out
     smp_group   *group = calloc(1, sizeof(*group));
     smp_patience patience = {smp_clock_deadline(config->timeout_ns), config->gives_up,
                              config->gives_up_arg};
+    smp_roll     absent = {0};
+    int64_t      began = smp_clock_ns();
     smp_status   status;
 
     *failed = smp_comm_rank(comm);
@@ -614,11 +743,18 @@ smp_group_create(smp_comm *comm, const smp_group_config *config, smp_group **out
     if (status != SMP_OK) {
         goto err_free;
     }
-    status = meet(group, comm, config, &patience, failed);
+    absent.names = group->scratch;
+    status = meet(group, comm, config, &patience, failed, &absent);
     if (status != SMP_OK) {
         goto err_free;
     }
     status = smp_collective_init(&group->op, &group->lockstep);
+    if (status == SMP_OK) {
+        status = smp_deadlock_init(&group->deadlock, comm);
+    }
+    if (status == SMP_OK && group->is_wide) {
+        status = smp_standoff_init(&group->standoff, group->size);
+    }
     if (status == SMP_OK && group->is_wide) {
         status = make_wide(group, config);
     }
@@ -632,9 +768,13 @@ err_fini:
     smp_lockstep_fail(&group->lockstep, status, smp_status_text(status));
     leave_hosts(group, status, smp_status_text(status));
     smp_collective_fini(&group->op);
+    smp_deadlock_fini(&group->deadlock);
+    smp_standoff_fini(&group->standoff);
     smp_lockstep_fini(&group->lockstep);
 err_free:
+    explain(comm, config, status, *failed, &absent, smp_clock_ns() - began);
     free(group->ranks);
+    free(group->scratch);
     free(group);
     return status;
 }
@@ -650,10 +790,37 @@ smp_group_destroy(smp_group *group)
         smp_wire_fini(&group->wire);          /* first: it rings the shelf's bell */
         smp_wide_fini(&group->wide);
     }
+    smp_devices_fini(&group->op.devices); /* the lockstep says when the others have */
     smp_lockstep_fini(&group->lockstep);
     smp_collective_fini(&group->op);
+    smp_deadlock_fini(&group->deadlock);
+    smp_standoff_fini(&group->standoff);
     free(group->ranks);
+    free(group->scratch);
     free(group);
+}
+
+static void
+add(_Atomic uint64_t *counter, uint64_t n)
+{
+    atomic_fetch_add_explicit(counter, n, memory_order_relaxed);
+}
+
+/* A meeting moves nothing, and nobody has called it. */
+static void
+count_call(smp_group *group, const smp_call *call)
+{
+    uint64_t bytes = smp_call_bytes(call, group->size, group->self);
+
+    if (call->offer != NULL) {
+        return;
+    }
+    add(&group->operations, 1);
+    add(&group->bytes, bytes);
+    if (call->gather != NULL) {
+        add(&group->device_operations, 1);
+        add(&group->device_bytes, bytes);
+    }
 }
 
 smp_status
@@ -666,9 +833,13 @@ smp_group_start(smp_group *group, const smp_call *call)
         return SMP_ERR_CLOSED;
     }
     if (group->broken != SMP_OK) {
-        return group->broken;
+        return refuse_after_end(group, call);
     }
     assert(!group->active);
+    if (group->is_wide && (call->gather != NULL || call->offer != NULL)) {
+        set_error(group, "tensors of devices are gathered inside one host");
+        return SMP_ERR_INVALID;
+    }
     status = group->is_wide
                  ? smp_wide_begin(&group->wide, call, group->sequence + 1)
                  : smp_collective_begin(&group->op, call, group->sequence + 1);
@@ -677,17 +848,13 @@ smp_group_start(smp_group *group, const smp_call *call)
         return status;
     }
     group->sequence++;
-    atomic_store_explicit(&group->operations, group->sequence, memory_order_relaxed);
-    atomic_fetch_add_explicit(&group->bytes,
-                              smp_call_bytes(call, group->size, group->self),
-                              memory_order_relaxed);
+    count_call(group, call);
     group->active = true;
     group->agreed = false;
     group->started_ns = 0;
-    if (!group->is_wide) {
-        smp_lockstep_post(&group->lockstep);
-    }
-    return SMP_OK;
+    smp_deadlock_forget(&group->deadlock);
+    smp_standoff_forget(&group->standoff);
+    return group->is_wide ? SMP_OK : post(group);
 }
 
 smp_status
@@ -771,6 +938,59 @@ smp_group_run(smp_group *group, const smp_call *call)
     return status == SMP_OK ? smp_group_wait(group, SMP_NEVER, &over) : status;
 }
 
+int64_t
+smp_group_waited_ns(const smp_group *group)
+{
+    return group->active && group->started_ns != 0 ? smp_clock_ns() - group->started_ns
+                                                   : 0;
+}
+
+void
+smp_group_describe(const smp_group *group, const smp_call *next, uint64_t after,
+                   char *out, size_t bytes)
+{
+    char call[96];
+    char missing[SMP_ROLL_TEXT];
+    char elsewhere[240];
+    char queued[120] = "";
+
+    if (next != NULL) {
+        smp_notice notice = {0};
+
+        smp_call_say(next, 0, group->sequence + after, &notice, NULL);
+        smp_notice_describe(&notice, call, sizeof(call));
+        snprintf(queued, sizeof(queued), "%s stands behind ", call);
+    }
+    if (!group->active) {
+        snprintf(out, bytes, "group '%s': %sothers", group->name, queued);
+        return;
+    }
+    describe_own(group, call, sizeof(call));
+    list_missing(group, missing, sizeof(missing));
+    describe_elsewhere(group, elsewhere, sizeof(elsewhere));
+    snprintf(out, bytes, "group '%s': %s%s%s%s%s%s", group->name, queued, call,
+             next != NULL ? ", which " : " ",
+             missing[0] != '\0' ? "waits for " : "is being done", missing, elsewhere);
+}
+
+void
+smp_group_show_stuck(smp_group *group, uint64_t token)
+{
+    atomic_store(&group->lockstep.members[group->lockstep.self].shelf->stuck, token);
+}
+
+smp_status
+smp_group_look_around(smp_group *group, uint64_t token)
+{
+    if (smp_deadlock_look(&group->deadlock, group->lockstep.comm)) {
+        return give_up_in_ring(group, group->deadlock.text);
+    }
+    if (group->is_wide && smp_standoff_look(&group->standoff, &group->wide, token)) {
+        return give_up_in_ring(group, group->standoff.text);
+    }
+    return SMP_OK;
+}
+
 const char *
 smp_group_error(const smp_group *group)
 {
@@ -798,7 +1018,28 @@ smp_group_sequence(const smp_group *group)
 bool
 smp_group_reads_memory(const smp_group *group)
 {
-    return group->lockstep.readable;
+    return group->lockstep.reads;
+}
+
+smp_exchange *
+smp_group_exchange(const smp_group *group, const char **why)
+{
+    const smp_devices *devices = &group->op.devices;
+
+    *why = "";
+    if (!atomic_load(&devices->decided)) {
+        return NULL;
+    }
+    *why = devices->why;
+    return devices->met ? devices->exchange : NULL;
+}
+
+bool
+smp_group_rest(const smp_group *group)
+{
+    const smp_exchange *exchange = group->op.devices.exchange;
+
+    return exchange == NULL || smp_exchange_rest(exchange);
 }
 
 bool
@@ -815,22 +1056,12 @@ smp_group_count(const smp_group *group, smp_group_use *out)
     *out = (smp_group_use){
         .operations = atomic_load_explicit(&group->operations, memory_order_relaxed),
         .bytes = atomic_load_explicit(&group->bytes, memory_order_relaxed),
+        .device_operations =
+            atomic_load_explicit(&group->device_operations, memory_order_relaxed),
+        .device_bytes =
+            atomic_load_explicit(&group->device_bytes, memory_order_relaxed),
         .tensor_bytes = atomic_load_explicit(&wire->tensor_bytes, memory_order_relaxed),
         .other_bytes = atomic_load_explicit(&wire->other_bytes, memory_order_relaxed),
         .parcels = atomic_load_explicit(&wire->parcels, memory_order_relaxed),
     };
-}
-
-const char *
-smp_operation_name(smp_operation operation)
-{
-    static const char *const names[SMP_OPERATIONS] = {
-        [SMP_BARRIER] = "barrier",       [SMP_ALL_REDUCE] = "all-reduce",
-        [SMP_REDUCE] = "reduce",         [SMP_REDUCE_SCATTER] = "reduce-scatter",
-        [SMP_ALL_GATHER] = "all-gather", [SMP_BROADCAST] = "broadcast",
-        [SMP_GATHER] = "gather",         [SMP_SCATTER] = "scatter",
-        [SMP_ALL_TO_ALL] = "all-to-all",
-    };
-
-    return (unsigned)operation < SMP_OPERATIONS ? names[operation] : "unknown";
 }

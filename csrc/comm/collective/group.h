@@ -18,9 +18,9 @@
  * Ownership  A group borrows its comm: destroy it first.
  * Threads    A group: one at a time.  Different groups: at the same time.
  * Errors     After SMP_ERR_MISMATCH, SMP_ERR_INVALID the group is as before.  After any
- *            other it is broken: each later call returns the same.  smp_group_error()
+ *            other it has ended: each later call returns the same.  smp_group_error()
  *            says it in words, with the names of the group, the operation and the
- *            ranks.
+ *            ranks (smp_comm_name()), and of a later call also what ended the group.
  */
 #ifndef SMP_COMM_COLLECTIVE_GROUP_H
 #define SMP_COMM_COLLECTIVE_GROUP_H
@@ -29,9 +29,14 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#include "comm/collective/reduce.h"
+#include "comm/collective/call.h"
+#include "comm/collective/reading.h"
 #include "comm/comm.h"
+#include "comm/device/exchange.h"
 #include "common/status.h"
+
+/* Bytes of the longest that a group says. */
+#define SMP_GROUP_TEXT 1024
 
 typedef struct smp_group smp_group;
 
@@ -42,52 +47,20 @@ typedef struct {
                          one of them is in now; not 0 */
     const char *name; /* for errors: borrowed, its first 63 bytes are kept */
     int64_t     timeout_ns; /* for one operation, and for the meeting; < 0: no limit */
-    bool        only_shelves;    /* do not read each other's memory */
+    smp_reading reading;    /* of each other's memory; all members decide */
     bool (*gives_up)(void *arg); /* or NULL; asked while members meet, every
                                     SMP_PATIENCE_NS or more often, by the caller's
                                     thread; true: SMP_ERR_INTERRUPTED */
     void  *gives_up_arg;         /* borrowed during create */
     size_t round_bytes; /* between hosts: of tensors on the way at a time; 0: 32
                         MiB; the same on all */
+    char *why; /* [SMP_GROUP_TEXT], or NULL; borrowed during create, which says there
+                  why it fails, in words */
 } smp_group_config;
-
-/* n is the size of the group, m a member; counts are of elements. */
-typedef enum {
-    SMP_BARRIER,        /* nothing but waiting for all */
-    SMP_ALL_REDUCE,     /* in: count.  out: count */
-    SMP_REDUCE,         /* in: count.  out: count, at the root */
-    SMP_REDUCE_SCATTER, /* in: n * count, out: count; or in: counts[0 .. n), out:
-                           counts[m] */
-    SMP_ALL_GATHER,     /* in: count, out: n * count; or in: counts[m], out: counts[0 ..
-                           n) */
-    SMP_BROADCAST,  /* in: count, at the root.  out: count; at the root may be NULL */
-    SMP_GATHER,     /* in: count.  out: n * count, at the root */
-    SMP_SCATTER,    /* in: n * count, at the root.  out: count */
-    SMP_ALL_TO_ALL, /* in: n * count, out: n * count; or in: counts[0 .. n), out:
-                       out_counts[0 .. n) */
-    SMP_OPERATIONS
-} smp_operation;
-
-/* What one member calls.  What an operation does not use is ignored.  out may be in, or
- * the part of in (or in the part of out) that belongs to this member; not for
- * SMP_ALL_TO_ALL. */
-typedef struct {
-    smp_operation operation;
-    smp_dtype     dtype;
-    smp_reduction reduction;
-    int           root;   /* a member, not a rank */
-    size_t        count;  /* where counts is NULL */
-    const size_t *counts; /* uneven: one for each member; borrowed like the buffers */
-    const size_t *out_counts; /* SMP_ALL_TO_ALL with counts */
-    double        factor;     /* SMP_PREMUL_SUM: of this member's `in` */
-    const void   *in;
-    void         *out;
-    int64_t       timeout_ns; /* 0: the group's; < 0: no limit */
-} smp_call;
 
 /* Meets the other members, all of which must call it.  SMP_ERR_INVALID;
  * SMP_ERR_UNREACHABLE: *failed is a rank that sees other hosts than this one;
- * SMP_ERR_NO_MEMORY: also when this rank is in SMP_SHELVES groups; with *failed:
+ * SMP_ERR_NO_MEMORY; SMP_ERR_LIMIT: this rank is in SMP_SHELVES groups; with *failed:
  * SMP_ERR_TIMED_OUT, SMP_ERR_INTERRUPTED, SMP_ERR_PEER_LOST, SMP_ERR_CLOSED, and
  * SMP_ERR_MISMATCH when its list of ranks is another. */
 smp_status smp_group_create(smp_comm *comm, const smp_group_config *config,
@@ -111,6 +84,22 @@ smp_status smp_group_wait(smp_group *group, int64_t until_ns, bool *over);
 /* start, and wait until it is over. */
 smp_status smp_group_run(smp_group *group, const smp_call *call);
 
+/* For how long the operation under way has waited for others; 0: it has not. */
+int64_t smp_group_waited_ns(const smp_group *group);
+
+/* What the operation under way waits for, for people: "group 'a': barrier 3 waits for
+ * rank 1".  With a `next` call, so many `after` it: what that one stands behind. */
+void smp_group_describe(const smp_group *group, const smp_call *next, uint64_t after,
+                        char *out, size_t bytes);
+
+/* Shows the others whether this rank is stuck in the operation under way: a token, or 0
+ * (comm/collective/deadlock.h).  Any thread, while it is under way. */
+void smp_group_show_stuck(smp_group *group, uint64_t token);
+
+/* It is, with that token: looks whether those that it waits for wait for it.
+ * SMP_ERR_DEADLOCK: they do, and the operation is over. */
+smp_status smp_group_look_around(smp_group *group, uint64_t token);
+
 /* The last error, for people: the group's, until its next call that fails. */
 const char *smp_group_error(const smp_group *group);
 
@@ -121,6 +110,15 @@ uint64_t smp_group_sequence(const smp_group *group); /* operations begun */
 /* Whether large tensors are read from each other's memory. */
 bool smp_group_reads_memory(const smp_group *group);
 
+/* What gathers tensors of devices, once an operation with an offer is over; NULL: not
+ * yet, or (*why is not "") never, for what one of the members has against it.  The
+ * same on all members. */
+smp_exchange *smp_group_exchange(const smp_group *group, const char **why);
+
+/* Waits (for a second at most) for copies of devices that are under way; no operation
+ * is.  False: they do not end, and use the tensors for as long as the process lives. */
+bool smp_group_rest(const smp_group *group);
+
 /* Whether all members share memory. */
 bool smp_group_is_on_one_host(const smp_group *group);
 
@@ -128,6 +126,8 @@ bool smp_group_is_on_one_host(const smp_group *group);
 typedef struct {
     uint64_t operations; /* begun */
     uint64_t bytes; /* of the tensors that it gave to them: `in`, or what it gets */
+    uint64_t device_operations; /* those of them that were between devices */
+    uint64_t device_bytes;
     uint64_t tensor_bytes; /* sent to other hosts: of tensors, and of terms of sums, */
     uint64_t other_bytes;  /* ... and beside them */
     uint64_t parcels;
@@ -135,8 +135,5 @@ typedef struct {
 
 /* Any thread. */
 void smp_group_count(const smp_group *group, smp_group_use *out);
-
-/* "all-reduce"; static storage. */
-const char *smp_operation_name(smp_operation operation);
 
 #endif

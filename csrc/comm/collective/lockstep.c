@@ -8,11 +8,11 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
-#include <sys/uio.h>
 #include <unistd.h>
 
 #include "comm/clock.h"
 #include "comm/collective/identity.h"
+#include "comm/collective/reading.h"
 #include "comm/fork.h"
 #include "comm/neighbour.h"
 #include "common/jitter.h"
@@ -36,6 +36,10 @@
 /* Who leaves or gives up while others meet has heard of a death earlier than they have:
  * how long that news may take. */
 #define NEWS_NS (200 * SMP_NS_PER_MS)
+
+/* How long a process whose memory is gone may take to end: the system frees the memory
+ * first, then closes the sockets. */
+#define END_NS (3 * SMP_NS_PER_S)
 
 /* How long fini waits for readers. */
 #define READERS_NS (1 * SMP_NS_PER_S)
@@ -116,6 +120,7 @@ greet_all(smp_lockstep *lockstep, uint64_t id, int *failed)
     for (int m = 0; m < lockstep->size && all != SMP_ERR_MISMATCH; m++) {
         smp_status status = m != lockstep->self ? greet(lockstep, m, id) : SMP_OK;
 
+        lockstep->members[m].greeted = status == SMP_OK;
         if (status != SMP_OK) {
             *failed = m;
             all = status;
@@ -144,8 +149,21 @@ linger(const smp_lockstep *lockstep, uint64_t id)
     }
 }
 
+/* All that have not greeted. */
+static void
+list_absent(const smp_lockstep *lockstep, smp_roll *absent)
+{
+    for (int m = 0; m < lockstep->size && absent != NULL; m++) {
+        if (!lockstep->members[m].greeted) {
+            smp_roll_add(absent,
+                         smp_comm_name(lockstep->comm, lockstep->members[m].rank));
+        }
+    }
+}
+
 static smp_status
-meet(smp_lockstep *lockstep, uint64_t id, const smp_patience *patience, int *failed)
+meet(smp_lockstep *lockstep, uint64_t id, const smp_patience *patience, int *failed,
+     smp_roll *absent)
 {
     smp_bell *bell = &lockstep->members[lockstep->self].shelf->bell;
     int64_t   give_way = smp_clock_ns() + GIVE_WAY_NS;
@@ -179,6 +197,7 @@ meet(smp_lockstep *lockstep, uint64_t id, const smp_patience *patience, int *fai
         }
         status = smp_patience_left(patience, now);
         if (status != SMP_OK) {
+            list_absent(lockstep, absent);
             *failed = lockstep->members[member].rank;
             return status;
         }
@@ -191,24 +210,39 @@ meet(smp_lockstep *lockstep, uint64_t id, const smp_patience *patience, int *fai
     }
 }
 
-/* Whether this process can read what the member wrote in its own memory. */
+/* Whether this process can read what the member wrote in its own memory.  Where it
+ * cannot, the member may live all the same: in another pid namespace, under another
+ * user's capabilities, behind a filter of system calls. */
 static bool
 can_read(const smp_lockstep *lockstep, int member)
 {
-    const smp_shelf *shelf = lockstep->members[member].shelf;
-    uint64_t         nonce = 0;
+    const smp_member *m = &lockstep->members[member];
+    uint64_t          nonce = 0;
 
-    return smp_lockstep_copy(lockstep, member, &nonce, shelf->probe, sizeof(nonce)) ==
-               SMP_OK &&
-           nonce == lockstep->members[member].nonce;
+    return smp_read_process(m->pid, &nonce, m->shelf->probe, sizeof(nonce)) == 0 &&
+           nonce == m->nonce;
 }
 
-/* Finds out together whether everyone can read everyone, and has a core: the first
- * step.
- */
+/* Whether this member is to read the others' memory, as far as it is concerned. */
+static bool
+wants_to_read(const smp_lockstep *lockstep, smp_reading reading)
+{
+    if (reading == SMP_READ_NEVER || (reading == SMP_READ_WHERE_FASTER &&
+                                      (!lockstep->spins || lockstep->size == 1))) {
+        return false;
+    }
+    for (int m = 0; m < lockstep->size; m++) {
+        if (!can_read(lockstep, m)) {
+            return false;
+        }
+    }
+    return reading == SMP_READ_ALWAYS || smp_reading_pays();
+}
+
+/* Finds out together whether everyone reads everyone: the first step. */
 static smp_status
-agree_on_reading(smp_lockstep *lockstep, bool may_read, const smp_patience *patience,
-                 int *failed)
+agree_on_reading(smp_lockstep *lockstep, smp_reading reading,
+                 const smp_patience *patience, int *failed, smp_roll *absent)
 {
     smp_slot  *own;
     smp_status status;
@@ -218,12 +252,8 @@ agree_on_reading(smp_lockstep *lockstep, bool may_read, const smp_patience *pati
     lockstep->step = lockstep->members[0].nonce >> 16 << 1;
     own = smp_lockstep_slot(lockstep, lockstep->self, lockstep->step + 1);
 
-    for (int m = 0; m < lockstep->size && may_read; m++) {
-        may_read = can_read(lockstep, m);
-    }
-    /* No operation yet: two fields of the notice say what this member can. */
-    own->notice.uneven = may_read;
-    own->notice.reduction = lockstep->spins;
+    /* No operation yet: a field of the notice says it. */
+    own->notice.uneven = wants_to_read(lockstep, reading);
     smp_lockstep_post(lockstep);
     while (!smp_lockstep_arrived(lockstep)) {
         int64_t now = smp_clock_ns();
@@ -234,18 +264,20 @@ agree_on_reading(smp_lockstep *lockstep, bool may_read, const smp_patience *pati
             member = lockstep->awaited;
         }
         if (status != SMP_OK) {
+            for (int m = 0; m < lockstep->size; m++) {
+                lockstep->members[m].greeted = smp_lockstep_posted(lockstep, m);
+            }
+            list_absent(lockstep, absent);
             *failed = lockstep->members[member].rank;
             return status;
         }
         smp_lockstep_wait(lockstep, now + SMP_PATIENCE_NS);
     }
-    lockstep->readable = true;
-    lockstep->all_spin = true;
+    lockstep->reads = true;
     for (int m = 0; m < lockstep->size; m++) {
         const smp_notice *its = &smp_lockstep_slot(lockstep, m, lockstep->step)->notice;
 
-        lockstep->readable = lockstep->readable && its->uneven;
-        lockstep->all_spin = lockstep->all_spin && its->reduction;
+        lockstep->reads = lockstep->reads && its->uneven;
     }
     smp_lockstep_read(lockstep);
     return SMP_OK;
@@ -308,7 +340,8 @@ smp_lockstep_blame(const smp_comm *comm, smp_status status, int *failed, char *w
             status = SMP_ERR_PEER_LOST;
         }
     }
-    snprintf(why, bytes, "could not make the group: rank %d %s%s", *failed,
+    snprintf(why, bytes, "could not make the group: rank %d %s%s",
+             smp_comm_name(comm, *failed),
              status == SMP_ERR_PEER_LOST ? "is lost"
              : status == SMP_ERR_CLOSED  ? "has left"
                                          : "fails: ",
@@ -320,7 +353,8 @@ smp_lockstep_blame(const smp_comm *comm, smp_status status, int *failed, char *w
 
 smp_status
 smp_lockstep_init(smp_lockstep *lockstep, smp_comm *comm, const int *ranks, int size,
-                  uint64_t id, bool may_read, const smp_patience *patience, int *failed)
+                  uint64_t id, smp_reading reading, const smp_patience *patience,
+                  int *failed, smp_roll *absent)
 {
     smp_member *own;
     smp_shelf  *shelf;
@@ -348,7 +382,7 @@ smp_lockstep_init(smp_lockstep *lockstep, smp_comm *comm, const int *ranks, int 
     own = &lockstep->members[lockstep->self];
     shelf = smp_shelf_take(own->segment->shelves);
     if (shelf == NULL) {
-        status = SMP_ERR_NO_MEMORY;
+        status = SMP_ERR_LIMIT;
         goto err_forget;
     }
     /* Older kernels refuse, and then pages are made at first use. */
@@ -362,9 +396,9 @@ smp_lockstep_init(smp_lockstep *lockstep, smp_comm *comm, const int *ranks, int 
     shelf->arena = own->arena;
     shelf->digest = smp_members_digest(ranks, size);
     atomic_store(&shelf->id, id);
-    status = meet(lockstep, id, patience, failed);
+    status = meet(lockstep, id, patience, failed, absent);
     if (status == SMP_OK) {
-        status = agree_on_reading(lockstep, may_read, patience, failed);
+        status = agree_on_reading(lockstep, reading, patience, failed, absent);
     }
     if (status != SMP_OK) {
         goto err_forget_shelf;
@@ -402,7 +436,7 @@ smp_lockstep_fini(smp_lockstep *lockstep)
                 sched_yield();
             }
         }
-        if (read) {
+        if (read && atomic_load(&shelf->holds) == 0) {
             smp_shelf_give_back(shelf);
         } else {
             smp_shelf_forget(shelf);
@@ -493,19 +527,38 @@ smp_lockstep_wait(smp_lockstep *lockstep, int64_t until_ns)
     atomic_store(&own->waits, 0);
 }
 
+/* How much an operation on a shelf says about what its owner waits for: it sleeps for
+ * it, it has not finished it, it gave up; 0: nothing. */
+static int
+weight(const smp_shelf *shelf)
+{
+    uint64_t a = atomic_load(&shelf->slots[0].notice.step);
+    uint64_t b = atomic_load(&shelf->slots[1].notice.step);
+
+    if (atomic_load(&shelf->failed) != SMP_OK) {
+        return 1;
+    }
+    if ((a > b ? a : b) == atomic_load(&shelf->read)) {
+        return 0;
+    }
+    return atomic_load(&shelf->waits) != 0 ? 3 : 2;
+}
+
 const smp_shelf *
 smp_lockstep_elsewhere(const smp_lockstep *lockstep, int member)
 {
     const smp_shelf *shelves = lockstep->members[member].segment->shelves;
+    const smp_shelf *best = NULL;
 
     for (int i = 0; i < SMP_SHELVES; i++) {
         uint64_t id = atomic_load(&shelves[i].id);
 
-        if (id != 0 && id != lockstep->id && atomic_load(&shelves[i].waits) != 0) {
-            return &shelves[i];
+        if (id != 0 && id != lockstep->id && weight(&shelves[i]) != 0 &&
+            (best == NULL || weight(&shelves[i]) > weight(best))) {
+            best = &shelves[i];
         }
     }
-    return NULL;
+    return best;
 }
 
 smp_status
@@ -638,30 +691,30 @@ smp_lockstep_mapped(const smp_lockstep *lockstep, int member, uint64_t address,
                : NULL;
 }
 
+/* A process that could be read has no memory any more: its pidfd or its socket, which
+ * the comm watches, tells whether it has ended. */
+static smp_status
+await_end(const smp_lockstep *lockstep, int rank)
+{
+    int64_t until = smp_clock_ns() + END_NS;
+
+    while (!smp_comm_gone(lockstep->comm, rank)) {
+        if (smp_clock_ns() >= until) {
+            return SMP_ERR_SYSTEM;
+        }
+        sched_yield();
+    }
+    return smp_comm_left(lockstep->comm, rank) ? SMP_ERR_CLOSED : SMP_ERR_PEER_LOST;
+}
+
 smp_status
 smp_lockstep_copy(const smp_lockstep *lockstep, int member, void *to, uint64_t from,
                   size_t bytes)
 {
-    pid_t    pid = lockstep->members[member].pid;
-    int      rank = lockstep->members[member].rank;
-    uint8_t *at = to;
+    const smp_member *m = &lockstep->members[member];
+    int               why = smp_read_process(m->pid, to, from, bytes);
 
-    while (bytes != 0) {
-        struct iovec local = {at, bytes};
-        struct iovec remote = {(void *)(uintptr_t)from, bytes};
-        ssize_t      n = process_vm_readv(pid, &local, 1, &remote, 1, 0);
-
-        if (n < 0 && errno == ESRCH) {
-            smp_comm_found_dead(lockstep->comm, rank);
-            return smp_comm_left(lockstep->comm, rank) ? SMP_ERR_CLOSED
-                                                       : SMP_ERR_PEER_LOST;
-        }
-        if (n <= 0) {
-            return SMP_ERR_SYSTEM;
-        }
-        at += n;
-        from += (uint64_t)n;
-        bytes -= (size_t)n;
-    }
-    return SMP_OK;
+    return why == 0       ? SMP_OK
+           : why == ESRCH ? await_end(lockstep, m->rank)
+                          : SMP_ERR_SYSTEM;
 }

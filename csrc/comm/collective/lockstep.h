@@ -19,6 +19,8 @@
 #include <stdint.h>
 #include <sys/types.h>
 
+#include "comm/collective/reading.h"
+#include "comm/collective/roll.h"
 #include "comm/comm.h"
 #include "comm/patience.h"
 #include "comm/shm/segment.h"
@@ -32,6 +34,7 @@ typedef struct {
     smp_shelf   *shelf;   /* in the segment */
     uint64_t     arena;   /* address of the segment's arena in its own memory */
     uint64_t     nonce;   /* of its meeting */
+    bool         greeted; /* while members meet: it has come */
 } smp_member;
 
 typedef struct {
@@ -45,21 +48,22 @@ typedef struct {
                           that a shelf of another meeting is never taken for this one's */
     int      awaited;  /* all before this member have posted it */
     bool     spins;    /* a waiter may keep its core */
-    bool     all_spin; /* every member's may */
-    bool     readable; /* every member can read every other's memory */
+    bool     reads;    /* members read each other's memory */
     uint32_t generation; /* smp_fork_generation() */
 } smp_lockstep;
 
 /* Meets the other members; ranks[size] of a connected comm, this one among them, the
  * same on all members, `id` unlike that of any other meeting that one of them is in.
- * may_read: let members read each other's memory, if all of them say so and can.
+ * Members read each other's memory if that is so for all of them, as `reading` says.
  * SMP_ERR_INVALID; SMP_ERR_UNREACHABLE: *failed is a rank that is not on this host;
- * SMP_ERR_NO_MEMORY: also when this rank is in SMP_SHELVES groups; SMP_ERR_TIMED_OUT,
+ * SMP_ERR_NO_MEMORY; SMP_ERR_LIMIT: this rank is in SMP_SHELVES groups;
+ * SMP_ERR_TIMED_OUT: all that are missing are added to `absent`, if that is not NULL;
  * SMP_ERR_INTERRUPTED, SMP_ERR_PEER_LOST, SMP_ERR_CLOSED, SMP_ERR_MISMATCH (another
  * list of members): with *failed. */
 smp_status smp_lockstep_init(smp_lockstep *lockstep, smp_comm *comm, const int *ranks,
-                             int size, uint64_t id, bool may_read,
-                             const smp_patience *patience, int *failed);
+                             int size, uint64_t id, smp_reading reading,
+                             const smp_patience *patience, int *failed,
+                             smp_roll *absent);
 
 /* Whom to blame that a meeting has failed with that status and *failed: who leaves or
  * gives up may do so because another rank is lost.  Says it in words, too. */
@@ -109,7 +113,8 @@ void smp_lockstep_wait(smp_lockstep *lockstep, int64_t until_ns);
 /* The same for a few microseconds, if a waiter may keep its core: without the clock. */
 bool smp_lockstep_look(smp_lockstep *lockstep);
 
-/* The shelf of another group for which the member sleeps, or NULL. */
+/* The shelf of another group in which the member has an operation that is not over, one
+ * for which it sleeps if there is such; else of one that it gave up; or NULL. */
 const smp_shelf *smp_lockstep_elsewhere(const smp_lockstep *lockstep, int member);
 
 /* Whether one that is missing will never come; *member is the first that died, or the

@@ -94,8 +94,9 @@ finish(smp_mailbox *mailbox, smp_letterbox *box, smp_status status, int from)
 static void
 fill(smp_mailbox *mailbox, smp_letterbox *box, const letter *l)
 {
-    bool fits =
-        box->want.dtype == l->address.dtype && box->want.count == l->address.count;
+    bool fits = box->want.dtype == l->address.dtype &&
+                box->want.kind == l->address.kind &&
+                box->want.count == l->address.count;
 
     box->got = l->address;
     if (fits && bytes_of(&l->address) != 0) {
@@ -381,10 +382,14 @@ smp_letterbox_wait(smp_mailbox *mailbox, smp_letterbox *box, int64_t until_ns)
     return over;
 }
 
-void
+bool
 smp_letterbox_take_down(smp_mailbox *mailbox, smp_letterbox *box)
 {
+    bool over;
+
     smp_lock_acquire(&mailbox->lock);
     remove_box(mailbox, box);
+    over = box->over;
     smp_lock_release(&mailbox->lock);
+    return over;
 }

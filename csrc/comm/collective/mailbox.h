@@ -17,6 +17,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "comm/collective/kind.h"
 #include "comm/collective/reduce.h"
 #include "comm/comm.h"
 #include "common/status.h"
@@ -30,7 +31,8 @@ typedef struct {
     uint64_t  group; /* its id */
     int64_t   tag;
     smp_dtype dtype;
-    size_t    count;
+    smp_kind  kind;
+    size_t    count; /* of dtype */
 } smp_address;
 
 typedef struct smp_letterbox {
@@ -38,7 +40,7 @@ typedef struct smp_letterbox {
     int         source; /* rank of the comm, or SMP_ANY_SOURCE */
     void       *out;
 
-    smp_status  status; /* once it is over; SMP_ERR_MISMATCH: got.dtype, got.count */
+    smp_status  status; /* once it is over; SMP_ERR_MISMATCH: as `got` says */
     smp_address got;
     int         from; /* the rank that sent it, or that is lost; or SMP_ANY_SOURCE */
 
@@ -63,7 +65,8 @@ void smp_letterbox_put_up(smp_mailbox *mailbox, smp_letterbox *box);
  * errors of smp_comm_receive(): it is lost, or any rank where any may send. */
 bool smp_letterbox_wait(smp_mailbox *mailbox, smp_letterbox *box, int64_t until_ns);
 
-/* Nothing more goes into it. */
-void smp_letterbox_take_down(smp_mailbox *mailbox, smp_letterbox *box);
+/* Nothing more goes into it.  Whether it is over.  Also of one that is over, or down.
+ */
+bool smp_letterbox_take_down(smp_mailbox *mailbox, smp_letterbox *box);
 
 #endif

@@ -18,6 +18,12 @@ slot_counts(const smp_slot *slot)
     return (const uint64_t *)(const void *)slot->data;
 }
 
+static int
+name_of(const smp_wide *wide, int member)
+{
+    return smp_comm_name(wide->wire->comm, wide->wire->members[member].rank);
+}
+
 /* What this host's members have shown. */
 static void
 hear_host(smp_wide *wide)
@@ -26,7 +32,7 @@ hear_host(smp_wide *wide)
         int       m = smp_hosts_member(&wide->hosts, wide->host, p);
         smp_slot *slot = smp_lockstep_slot(wide->lockstep, p, wide->lockstep->step);
 
-        wide->said[m] = (smp_said){.rank = wide->wire->members[m].rank,
+        wide->said[m] = (smp_said){.name = name_of(wide, m),
                                    .notice = &slot->notice,
                                    .counts = slot_counts(slot)};
     }
@@ -124,7 +130,7 @@ hear(smp_wide *wide, int host, const smp_message *message)
             return false;
         }
         wide->said[m] = (smp_said){
-            .rank = wide->wire->members[m].rank,
+            .name = name_of(wide, m),
             .notice = notice,
             .counts = (const uint64_t *)(const void *)(at + sizeof(*notice)),
         };

@@ -4,9 +4,11 @@
 
 #include <pthread.h>
 #include <signal.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
+#include <unistd.h>
 
 #include "comm/clock.h"
 #include "comm/fork.h"
@@ -17,8 +19,19 @@
 #define STAY_NS (1 * SMP_NS_PER_MS)
 #define SHARE_NS (100 * SMP_NS_PER_US)
 
-/* How often a waiter that drives a queue looks whether it closes. */
-#define LOOK_NS (20 * SMP_NS_PER_MS)
+/* How often a waiter that drives a queue looks whether it closes; and who has waited
+ * for so long for other ranks looks whether they wait for this one.  A test has less
+ * patience, as in deadlock.c and standoff.c. */
+#ifdef SMP_HASTY
+#    define LOOK_NS (20 * SMP_NS_PER_US)
+#    define PATIENT_NS 0
+#else
+#    define LOOK_NS (20 * SMP_NS_PER_MS)
+#    define PATIENT_NS (400 * SMP_NS_PER_MS)
+#endif
+
+/* How long a question waits for the driver of a queue. */
+#define ANSWER_NS (1 * SMP_NS_PER_S)
 
 struct smp_queue {
     smp_carrier *carrier; /* borrowed */
@@ -31,11 +44,25 @@ struct smp_queue {
     smp_order *tail;
     smp_queue *next;    /* of the carrier's queues */
     bool       carried; /* driven by the carrier */
+    uint64_t   token;   /* that its group shows the others, or 0 */
+
+    int64_t report_ns; /* the driver's own: the wait after which it says so */
 };
+
+/* Somebody asks for what an order waits. */
+typedef struct question {
+    const smp_order *order;
+    char            *out;
+    size_t           bytes;
+    bool             answered;
+    struct question *next;
+} question;
 
 struct smp_carrier {
     uint32_t  generation; /* smp_fork_generation() */
     pthread_t thread;     /* owned: joined by destroy */
+    int       name;       /* of this rank; set before the first queue, as report_ns */
+    int64_t   report_ns;
 
     smp_lock       lock;    /* guards all below, and the queues */
     pthread_cond_t work;    /* a queue has orders and no driver, or ending */
@@ -44,6 +71,10 @@ struct smp_carrier {
     int            waiters; /* for changed */
     bool           ending;
     bool           closed;
+    uint64_t       issued;    /* orders, so far */
+    int            listening; /* threads in smp_carrier_finished() */
+    int            alone; /* -1; else a thread waits alone, with so many listeners */
+    question      *questions;
     smp_queue     *queues;
     smp_order     *finished;      /* announced orders that are over, */
     smp_order    **finished_last; /* and where the next goes */
@@ -70,6 +101,75 @@ wait_for(pthread_cond_t *what, smp_lock *lock, int64_t until_ns)
 
 /* ------------------------------------------------------- by the driver of a queue */
 
+/* Says on stderr for what the group waits, if it has for long. */
+static void
+report(smp_queue *queue, int64_t waited_ns)
+{
+    char what[SMP_GROUP_TEXT];
+    char line[SMP_GROUP_TEXT + 64];
+    int  n;
+
+    if (queue->report_ns == 0 || waited_ns < queue->report_ns) {
+        return;
+    }
+    queue->report_ns = 2 * waited_ns;
+    smp_group_describe(queue->group, NULL, 0, what, sizeof(what));
+    n = snprintf(line, sizeof(line), "smp: rank %d: %s; for %.1f s so far\n",
+                 queue->carrier->name, what, (double)waited_ns / (double)SMP_NS_PER_S);
+    if (n > 0 && write(STDERR_FILENO, line, (size_t)n) < 0) {
+        queue->report_ns = 0; /* nobody reads it */
+    }
+}
+
+/* Whether nothing can happen in this process before others have come on in the queue's
+ * group (comm/collective/deadlock.h).  The carrier's lock is held. */
+static bool
+is_stuck(const smp_queue *queue)
+{
+    const smp_carrier *carrier = queue->carrier;
+
+    if (carrier->alone < 0 || carrier->finished != NULL ||
+        carrier->listening != carrier->alone) {
+        return false;
+    }
+    for (const smp_queue *q = carrier->queues; q != NULL; q = q->next) {
+        if (q != queue && q->head != NULL) {
+            return false;
+        }
+    }
+    return true;
+}
+
+/* The group shows whether this rank is stuck in it.  The carrier's lock is held. */
+static void
+show_stuck(smp_queue *queue, uint64_t token)
+{
+    if (token != queue->token) {
+        smp_group_show_stuck(queue->group, token);
+    }
+    queue->token = token;
+}
+
+/* In a wait: reports, and finds out that it will never end. */
+static smp_status
+look_around(smp_queue *queue)
+{
+    int64_t  waited_ns = smp_group_waited_ns(queue->group);
+    uint64_t token = 0;
+
+    report(queue, waited_ns);
+    if (waited_ns < PATIENT_NS) {
+        return SMP_OK;
+    }
+    smp_lock_acquire(&queue->carrier->lock);
+    if (is_stuck(queue)) {
+        token = queue->carrier->issued;
+    }
+    show_stuck(queue, token);
+    smp_lock_release(&queue->carrier->lock);
+    return token != 0 ? smp_group_look_around(queue->group, token) : SMP_OK;
+}
+
 /* Moves the order on until it is done or until_ns: true, it is. */
 static bool
 carry_out(smp_order *order, int64_t until_ns)
@@ -83,6 +183,9 @@ carry_out(smp_order *order, int64_t until_ns)
             order->status = smp_group_start(group, &order->calls[order->at]);
             order->begun = true;
             order->sequence = smp_group_sequence(group);
+            order->queue->report_ns = order->queue->carrier->report_ns;
+        } else {
+            order->status = look_around(order->queue);
         }
         if (order->status == SMP_OK) {
             order->status = smp_group_wait(group, until_ns, &over);
@@ -109,6 +212,45 @@ announce(smp_carrier *carrier, smp_order *order)
     pthread_cond_signal(&carrier->news);
 }
 
+/* What an order waits for.  The carrier's lock is held, by the driver of its queue or
+ * while there is none. */
+static void
+describe(const smp_order *order, char *out, size_t bytes)
+{
+    const smp_queue *queue = order->queue;
+    uint64_t         ahead = 0;
+
+    for (const smp_order *o = queue->head; o != order; o = o->next) {
+        ahead += o->ncalls - o->at - o->begun;
+    }
+    if (order->begun || order->at == order->ncalls) {
+        smp_group_describe(queue->group, NULL, 0, out, bytes);
+    } else {
+        smp_group_describe(queue->group, &order->calls[order->at], ahead + 1, out,
+                           bytes);
+    }
+}
+
+/* Answers who asks about the queue's orders.  The carrier's lock is held, by the
+ * driver.
+ */
+static void
+answer(const smp_queue *queue)
+{
+    bool any = false;
+
+    for (question *q = queue->carrier->questions; q != NULL; q = q->next) {
+        /* Of one that is over the queue may be gone. */
+        if (!q->answered && !smp_order_is_over(q->order) && q->order->queue == queue) {
+            describe(q->order, q->out, q->bytes);
+            q->answered = any = true;
+        }
+    }
+    if (any) {
+        pthread_cond_broadcast(&queue->carrier->changed);
+    }
+}
+
 /* Takes the head, which is done, off its queue.  The carrier's lock is held; the order
  * may be gone when it is released. */
 static void
@@ -117,6 +259,7 @@ finish_head(smp_queue *queue)
     smp_carrier *carrier = queue->carrier;
     smp_order   *order = queue->head;
 
+    show_stuck(queue, 0);
     queue->head = order->next;
     order->next = NULL;
     if (order->announced) {
@@ -163,6 +306,7 @@ drive(smp_order *order, int64_t until_ns)
         if (done) {
             finish_head(queue);
         }
+        answer(queue);
     } while (!smp_order_is_over(order) && !queue->closing &&
              (now = smp_clock_ns()) < until_ns);
     stop_driving(queue);
@@ -219,6 +363,7 @@ carrier_main(void *arg)
             if (done) {
                 finish_head(queue);
             }
+            answer(queue);
         }
     }
     smp_lock_release(&carrier->lock);
@@ -241,6 +386,7 @@ smp_carrier_create(smp_carrier **out)
     }
     carrier->generation = smp_fork_generation();
     carrier->finished_last = &carrier->finished;
+    carrier->alone = -1;
     smp_lock_init(&carrier->lock, SMP_LOCK_ORDERS);
     pthread_condattr_init(&monotonic);
     pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
@@ -260,6 +406,13 @@ smp_carrier_create(smp_carrier **out)
     pthread_setname_np(carrier->thread, "smp-carrier");
     *out = carrier;
     return SMP_OK;
+}
+
+void
+smp_carrier_report_after(smp_carrier *carrier, int name, int64_t wait_ns)
+{
+    carrier->name = name;
+    carrier->report_ns = wait_ns;
 }
 
 void
@@ -301,9 +454,11 @@ smp_carrier_finished(smp_carrier *carrier, smp_order **out)
         return status;
     }
     smp_lock_acquire(&carrier->lock);
+    carrier->listening++;
     while (carrier->finished == NULL && !carrier->closed) {
         wait_for(&carrier->news, &carrier->lock, SMP_NEVER);
     }
+    carrier->listening--;
     if (carrier->finished != NULL) {
         *out = carrier->finished;
         carrier->finished = (*out)->next;
@@ -382,14 +537,15 @@ smp_order_issue(smp_order *order, smp_queue *queue, bool announced)
         queue->tail->next = order;
     }
     queue->tail = order;
+    carrier->issued++;
     if (announced && !queue->driven) {
         pthread_cond_signal(&carrier->work);
     }
     smp_lock_release(&carrier->lock);
 }
 
-bool
-smp_order_wait(smp_order *order, int64_t until_ns)
+static bool
+wait_order(smp_order *order, int64_t until_ns, int alone)
 {
     smp_carrier *carrier = order->carrier;
 
@@ -401,6 +557,7 @@ smp_order_wait(smp_order *order, int64_t until_ns)
         return true;
     }
     smp_lock_acquire(&carrier->lock);
+    carrier->alone = alone;
     while (!smp_order_is_over(order)) { /* so that its queue is still there */
         if (!order->queue->driven && !order->queue->closing) {
             drive(order, until_ns);
@@ -413,8 +570,55 @@ smp_order_wait(smp_order *order, int64_t until_ns)
             break;
         }
     }
+    carrier->alone = -1;
+    if (alone >= 0 && !smp_order_is_over(order)) {
+        show_stuck(order->queue, 0);
+    }
     smp_lock_release(&carrier->lock);
     return smp_order_is_over(order);
+}
+
+bool
+smp_order_wait(smp_order *order, int64_t until_ns)
+{
+    return wait_order(order, until_ns, -1);
+}
+
+bool
+smp_order_wait_alone(smp_order *order, int64_t until_ns, int listeners)
+{
+    return wait_order(order, until_ns, listeners);
+}
+
+bool
+smp_order_describe(smp_order *order, char *out, size_t bytes)
+{
+    smp_carrier *carrier = order->carrier;
+    int64_t      until_ns = smp_clock_ns() + ANSWER_NS;
+    question     asked = {.order = order, .out = out, .bytes = bytes};
+    question   **at = &carrier->questions;
+
+    if (is_child(carrier)) {
+        return false;
+    }
+    smp_lock_acquire(&carrier->lock);
+    asked.next = carrier->questions;
+    carrier->questions = &asked;
+    carrier->waiters++;
+    while (!asked.answered && !smp_order_is_over(order) && smp_clock_ns() < until_ns) {
+        if (order->queue->driven) {
+            wait_for(&carrier->changed, &carrier->lock, until_ns);
+        } else {
+            answer(order->queue);
+        }
+    }
+    carrier->waiters--;
+    while (*at != &asked) {
+        at = &(*at)->next;
+    }
+    *at = asked.next;
+    smp_lock_release(&carrier->lock);
+    return asked.answered;
 }
 
 void

@@ -47,6 +47,11 @@ typedef struct smp_order {
 /* SMP_ERR_NO_MEMORY, SMP_ERR_NO_THREAD. */
 smp_status smp_carrier_create(smp_carrier **out);
 
+/* Has every operation that has waited for so long for other ranks say so on stderr, and
+ * again after twice, four times as long ...; 0, at first: none does.  `name` is this
+ * rank's (smp_comm_name()).  Before the first queue. */
+void smp_carrier_report_after(smp_carrier *carrier, int name, int64_t wait_ns);
+
 /* Makes smp_carrier_finished() return. */
 void smp_carrier_close(smp_carrier *carrier);
 
@@ -70,6 +75,17 @@ void smp_order_issue(smp_order *order, smp_queue *queue, bool announced);
 
 /* Waits until it is over or until_ns (smp_clock_ns): true, it is. */
 bool smp_order_wait(smp_order *order, int64_t until_ns);
+
+/* The same, by the only thread of the process that can issue orders: all others sleep,
+ * `listeners` of them in smp_carrier_finished(), or never issue any.  And it waits on
+ * when until_ns has passed.  So nothing happens here until the order is over, and if
+ * the ranks that it waits for wait for this one in the same way, it is over after about
+ * a second, with SMP_ERR_DEADLOCK (comm/collective/deadlock.h). */
+bool smp_order_wait_alone(smp_order *order, int64_t until_ns, int listeners);
+
+/* For what it waits, for people, cut off at `bytes`: "group 'a': barrier 3 waits for
+ * rank 1".  False: it is over, or its queue does not answer. */
+bool smp_order_describe(smp_order *order, char *out, size_t bytes);
 
 /* Nobody waits for it any more: from now on it is announced.  Its carrier is still
  * there: one that is over need not be left. */

@@ -30,11 +30,12 @@ typedef struct {
     const smp_kernels  *kernels;
     smp_reduction       reduction;
     smp_dtype           dtype; /* of the tensors */
-    smp_dtype           term;  /* of the terms: f32 for f16 and bf16 */
+    smp_dtype           term;  /* of the terms: smp_term_dtype() */
     smp_binary_kernel  *merge;
     smp_scaling_kernel *divide;   /* NULL: not AVG */
     smp_scaling_kernel *multiply; /* NULL: not PREMUL_SUM */
     smp_convert_kernel *widen;    /* NULL: term is dtype */
+    smp_convert_kernel *narrow;   /* the same */
     const double       *factors;
     int                 n;
     bool                is_part; /* the result is a term of a larger tree */
@@ -94,7 +95,7 @@ finish(const reduction_plan *plan, void *out, const void *root, size_t count,
         root = to;
     }
     if (plan->widen != NULL) {
-        plan->kernels->narrow[plan->dtype](out, root, count);
+        plan->narrow(out, root, count);
     } else if (root != out) {
         memcpy(out, root, count * smp_dtype_bytes(plan->dtype));
     }
@@ -150,12 +151,26 @@ reduce_terms_piece(const reduction_plan *plan, uint8_t *out, const smp_term *ter
     finish(plan, to, stack.terms[0], count, scratch);
 }
 
-/* Integers are divided by the plain kernels only. */
+/* Integers are divided, and floats of 8 bits converted, by the plain kernels only. */
 static smp_scaling_kernel *
 divide_of(const smp_kernels *kernels, smp_dtype term)
 {
     return kernels->divide[term] != NULL ? kernels->divide[term]
                                          : smp_kernels_scalar.divide[term];
+}
+
+static smp_convert_kernel *
+widen_of(const smp_kernels *kernels, smp_dtype dtype)
+{
+    return kernels->widen[dtype] != NULL ? kernels->widen[dtype]
+                                         : smp_kernels_scalar.widen[dtype];
+}
+
+static smp_convert_kernel *
+narrow_of(const smp_kernels *kernels, smp_dtype dtype)
+{
+    return kernels->narrow[dtype] != NULL ? kernels->narrow[dtype]
+                                          : smp_kernels_scalar.narrow[dtype];
 }
 
 #if defined(__x86_64__)
@@ -215,8 +230,9 @@ size_t
 smp_dtype_bytes(smp_dtype dtype)
 {
     static const uint8_t bytes[SMP_DTYPES] = {
-        [SMP_U8] = 1,   [SMP_I8] = 1,  [SMP_I32] = 4, [SMP_I64] = 8,  [SMP_F16] = 2,
-        [SMP_BF16] = 2, [SMP_F32] = 4, [SMP_F64] = 8, [SMP_BOOL] = 1,
+        [SMP_U8] = 1,   [SMP_I8] = 1,        [SMP_I32] = 4,     [SMP_I64] = 8,
+        [SMP_F16] = 2,  [SMP_BF16] = 2,      [SMP_F32] = 4,     [SMP_F64] = 8,
+        [SMP_BOOL] = 1, [SMP_F8_E4M3FN] = 1, [SMP_F8_E5M2] = 1,
     };
 
     return bytes[dtype];
@@ -226,9 +242,17 @@ const char *
 smp_dtype_name(smp_dtype dtype)
 {
     static const char *const names[SMP_DTYPES] = {
-        [SMP_U8] = "uint8",    [SMP_I8] = "int8",     [SMP_I32] = "int32",
-        [SMP_I64] = "int64",   [SMP_F16] = "float16", [SMP_BF16] = "bfloat16",
-        [SMP_F32] = "float32", [SMP_F64] = "float64", [SMP_BOOL] = "bool",
+        [SMP_U8] = "uint8",
+        [SMP_I8] = "int8",
+        [SMP_I32] = "int32",
+        [SMP_I64] = "int64",
+        [SMP_F16] = "float16",
+        [SMP_BF16] = "bfloat16",
+        [SMP_F32] = "float32",
+        [SMP_F64] = "float64",
+        [SMP_BOOL] = "bool",
+        [SMP_F8_E4M3FN] = "float8_e4m3fn",
+        [SMP_F8_E5M2] = "float8_e5m2",
     };
 
     return (unsigned)dtype < SMP_DTYPES ? names[dtype] : "unknown";
@@ -255,7 +279,7 @@ smp_reduction_name(smp_reduction reduction)
 smp_dtype
 smp_term_dtype(smp_dtype dtype)
 {
-    return dtype == SMP_F16 || dtype == SMP_BF16 ? SMP_F32 : dtype;
+    return smp_kernels_scalar.widen[dtype] != NULL ? SMP_F32 : dtype;
 }
 
 bool
@@ -299,7 +323,8 @@ make_plan(const smp_kernels *kernels, smp_reduction reduction, smp_dtype dtype,
         .merge = kernels->binary[term][reduction <= SMP_BXOR ? reduction : SMP_SUM],
         .divide = reduction == SMP_AVG ? divide_of(kernels, term) : NULL,
         .multiply = reduction == SMP_PREMUL_SUM ? kernels->multiply[term] : NULL,
-        .widen = kernels->widen[dtype],
+        .widen = widen_of(kernels, dtype),
+        .narrow = narrow_of(kernels, dtype),
         .factors = factors,
         .n = n,
         .is_part = is_part,

@@ -8,9 +8,10 @@
  *
  * with p the largest power of two below b - a; for five: ((0+1)+(2+3))+4.
  *
- * Rounding   f32, f64: at each op, to nearest even.  f16, bf16: widened to f32 without
- *            loss, every op (also AVG's division and PREMUL_SUM's factor) is one of
- *            f32, and the root of the tree is rounded once.  Integers wrap around.
+ * Rounding   f32, f64: at each op, to nearest even.  f16, bf16, f8: widened to f32
+ *            without loss, every op (also AVG's division and PREMUL_SUM's factor) is
+ *            one of f32, and the root of the tree is rounded once.  Integers wrap
+ *            around.
  * SUM        of bool is or.  PRODUCT of bool is and.
  * MIN, MAX   NaN if either is; of two zeros with different signs, the right one.
  * BAND, BOR, BXOR  integers and bool.
@@ -39,7 +40,9 @@ typedef enum {
     SMP_BF16,
     SMP_F32,
     SMP_F64,
-    SMP_BOOL, /* one byte, 0 or 1 */
+    SMP_BOOL,      /* one byte, 0 or 1 */
+    SMP_F8_E4M3FN, /* without infinities: what is too large becomes NaN */
+    SMP_F8_E5M2,
     SMP_DTYPES
 } smp_dtype;
 
@@ -69,12 +72,12 @@ typedef void smp_scaling_kernel(void *out, const void *in, double value, size_t 
 /* out[i] = in[i] in another type. */
 typedef void smp_convert_kernel(void *out, const void *in, size_t count);
 
-/* NULL where a dtype has no such kernel. */
+/* NULL where a dtype has no such kernel, or only the one in plain C. */
 typedef struct {
     smp_binary_kernel  *binary[SMP_DTYPES][SMP_BXOR + 1];
     smp_scaling_kernel *multiply[SMP_DTYPES];
     smp_scaling_kernel *divide[SMP_DTYPES];
-    smp_convert_kernel *widen[SMP_DTYPES];  /* to f32: f16 and bf16 */
+    smp_convert_kernel *widen[SMP_DTYPES];  /* to f32: f16, bf16, f8 */
     smp_convert_kernel *narrow[SMP_DTYPES]; /* from f32 */
 } smp_kernels;
 
@@ -93,7 +96,7 @@ bool        smp_reduction_defined(smp_reduction, smp_dtype);
 #define SMP_REDUCE_SCRATCH ((size_t)192 << 10)
 #define SMP_REDUCE_TENSORS 1024
 
-/* The type in which terms of the tree are kept, and travel: f32 for f16 and bf16. */
+/* The type in which terms of the tree are kept, and travel: f32 for f16, bf16, f8. */
 smp_dtype smp_term_dtype(smp_dtype dtype);
 
 /* A node of the tree that is given: `n` tensors are below it. */

@@ -159,6 +159,63 @@ f32_to_bf16(float value)
     return (uint16_t)((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
 }
 
+static float
+e5m2_to_f32(uint8_t eighth) /* the upper half of an f16 */
+{
+    return f16_to_f32((uint16_t)(eighth << 8));
+}
+
+static uint8_t
+f32_to_e5m2(float value)
+{
+    uint32_t bits = bits_of(value);
+    uint32_t sign = bits >> 24 & 0x80u;
+    uint32_t x = bits & 0x7fffffffu;
+
+    if (x > 0x7f800000u) {
+        return (uint8_t)(sign | 0x7fu);
+    }
+    if (x >= 0x47700000u) { /* 61440 and more round to infinity */
+        return (uint8_t)(sign | 0x7cu);
+    }
+    if (x < 0x38800000u) { /* below 2^-14: the sum with 128 is rounded to 2^-16 */
+        return (uint8_t)(sign | (bits_of(float_of(x) + 128.0f) - 0x43000000u));
+    }
+    return (uint8_t)(sign | (x + 0xfffffu + (x >> 21 & 1u) - 0x38000000u) >> 21);
+}
+
+static float
+e4m3fn_to_f32(uint8_t eighth)
+{
+    uint32_t sign = (uint32_t)(eighth & 0x80u) << 24;
+    uint32_t exponent = (uint32_t)eighth >> 3 & 15;
+    uint32_t fraction = eighth & 7u;
+
+    if ((eighth & 0x7fu) == 0x7fu) {
+        return float_of(sign | 0x7fc00000u);
+    }
+    if (exponent != 0) {
+        return float_of(sign | (exponent + 120) << 23 | fraction << 20);
+    }
+    return float_of(sign | bits_of((float)fraction * 0x1p-9f));
+}
+
+static uint8_t
+f32_to_e4m3fn(float value)
+{
+    uint32_t bits = bits_of(value);
+    uint32_t sign = bits >> 24 & 0x80u;
+    uint32_t x = bits & 0x7fffffffu;
+
+    if (x > 0x43e80000u) { /* NaN, and what is above 464, which rounds to 448 */
+        return (uint8_t)(sign | 0x7fu);
+    }
+    if (x < 0x3c800000u) { /* below 2^-6: the sum with 2^14 is rounded to 2^-9 */
+        return (uint8_t)(sign | (bits_of(float_of(x) + 0x1p14f) - 0x46800000u));
+    }
+    return (uint8_t)(sign | (x + 0x7ffffu + (x >> 20 & 1u) - 0x3c000000u) >> 20);
+}
+
 #define CONVERT(name, to, from, function)                                              \
     static void name(void *out, const void *in, size_t count)                          \
     {                                                                                  \
@@ -174,6 +231,10 @@ CONVERT(widen_f16, float, uint16_t, f16_to_f32)
 CONVERT(widen_bf16, float, uint16_t, bf16_to_f32)
 CONVERT(narrow_f16, uint16_t, float, f32_to_f16)
 CONVERT(narrow_bf16, uint16_t, float, f32_to_bf16)
+CONVERT(widen_e4m3fn, float, uint8_t, e4m3fn_to_f32)
+CONVERT(widen_e5m2, float, uint8_t, e5m2_to_f32)
+CONVERT(narrow_e4m3fn, uint8_t, float, f32_to_e4m3fn)
+CONVERT(narrow_e5m2, uint8_t, float, f32_to_e5m2)
 
 /* NOLINTEND(bugprone-macro-parentheses) */
 
@@ -197,6 +258,12 @@ const smp_kernels smp_kernels_scalar = {
                [SMP_I64] = divide_i64,
                [SMP_F32] = divide_f32,
                [SMP_F64] = divide_f64},
-    .widen = {[SMP_F16] = widen_f16, [SMP_BF16] = widen_bf16},
-    .narrow = {[SMP_F16] = narrow_f16, [SMP_BF16] = narrow_bf16},
+    .widen = {[SMP_F16] = widen_f16,
+              [SMP_BF16] = widen_bf16,
+              [SMP_F8_E4M3FN] = widen_e4m3fn,
+              [SMP_F8_E5M2] = widen_e5m2},
+    .narrow = {[SMP_F16] = narrow_f16,
+               [SMP_BF16] = narrow_bf16,
+               [SMP_F8_E4M3FN] = narrow_e4m3fn,
+               [SMP_F8_E5M2] = narrow_e5m2},
 };

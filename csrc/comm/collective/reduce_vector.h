@@ -163,7 +163,7 @@ narrow_bf16(void *out, const void *in, size_t count)
     smp_kernels_scalar.narrow[SMP_BF16](o + whole, x + whole, count - whole);
 }
 
-/* The division of integers has no vector form, and is rare. */
+/* The division of integers and floats of 8 bits have no vector form, and are rare. */
 #define SMP_VECTOR_KERNELS                                                             \
     {                                                                                  \
         .binary =                                                                      \

@@ -7,6 +7,13 @@
 /* A member's range of one round is never shorter than this. */
 #define MIN_ROUND 4096
 
+/* Rounds that are on the way at a time: phase 0 of SMP_ROUTE_SLOTS, and what other
+ * hosts have sent of the next phases. */
+#define ROUNDS_ON_THE_WAY 8
+
+/* Of an all-reduce, which has the most. */
+#define PHASES 3
+
 /* Tags of parcels of one round: a pair sends at most one of each. */
 enum { TAG_TERMS, TAG_RESULTS, TAGS };
 
@@ -44,7 +51,11 @@ add_stage(smp_route *route, smp_stage_kind kind)
         route->stages = stages;
         route->stages_room = room;
     }
-    route->stages[route->nstages] = (smp_stage){.kind = kind, .peer = -1, .taker = -1};
+    route->stages[route->nstages] = (smp_stage){.kind = kind,
+                                                .phase = route->phase,
+                                                .slot = route->slot,
+                                                .peer = -1,
+                                                .taker = -1};
     return &route->stages[route->nstages++];
 }
 
@@ -202,6 +213,7 @@ take_parts(smp_route *route, uint64_t tag, uint8_t *out)
     int              n = places(route);
     smp_status       status = SMP_OK;
 
+    route->phase++;
     for (int k = 1; k < hosts->nhosts; k++) {
         int host = (own_host(route) + k) % hosts->nhosts;
         int there = smp_hosts_count(hosts, host);
@@ -277,9 +289,12 @@ reduce_parts(smp_route *route, uint64_t tag, const uint8_t *in, uint8_t *out)
     smp_range        own = route->parts[route->self];
     smp_status       status = SMP_OK;
 
-    for (int k = 1; k <= hosts->nhosts && status == SMP_OK; k++) {
+    int last = places(route) > 1 ? hosts->nhosts : hosts->nhosts - 1;
+
+    for (int k = 1; k <= last && status == SMP_OK; k++) { /* the own host comes last */
         status = reduce_for(route, (own_host(route) + k) % hosts->nhosts, tag, in);
     }
+    route->phase++;
     for (int k = 1; k < hosts->nhosts && status == SMP_OK; k++) {
         int host = (own_host(route) + k) % hosts->nhosts;
         int place = own_place(route) % smp_hosts_count(hosts, host);
@@ -289,7 +304,7 @@ reduce_parts(smp_route *route, uint64_t tag, const uint8_t *in, uint8_t *out)
                          smp_hosts_member(hosts, host, place), tag, own, NULL, NULL);
     }
     return status == SMP_OK
-               ? add_transfer(route, SMP_STAGE_MERGE, route->self, tag, own, NULL, out)
+               ? add_transfer(route, SMP_STAGE_MERGE, route->self, tag, own, in, out)
                : status;
 }
 
@@ -437,6 +452,7 @@ plan_gather(smp_route *route, const smp_call *call, uint64_t tag, size_t round)
     }
     status = add_share(route, own_host(route), 0, hosts->place_of[call->root], call->in,
                        call->out);
+    route->phase++;
     for (int m = 0; m < hosts->size && route->self == call->root; m++) {
         if (hosts->host_of[m] != own_host(route) && status == SMP_OK) {
             status = add_transfer(route, SMP_STAGE_RECEIVE, m, tag + TAG_RESULTS,
@@ -498,6 +514,7 @@ plan_pairs(smp_route *route, const smp_call *call, uint64_t tag, size_t round)
                              hosts->host_of[call->root] == own_host(route))) {
         status = add_exchange(route, call, round);
     }
+    route->phase++;
     for (int k = 1; k < hosts->size && status == SMP_OK; k++) {
         int m = (route->self + hosts->size - k) % hosts->size;
 
@@ -510,65 +527,14 @@ plan_pairs(smp_route *route, const smp_call *call, uint64_t tag, size_t round)
     return status;
 }
 
-/* ------------------------------------------------------------------------- public */
-
-smp_status
-smp_route_init(smp_route *route, const smp_hosts *hosts, int self, size_t round_bytes)
-{
-    *route = (smp_route){
-        .hosts = hosts,
-        .self = self,
-        .round_bytes = round_bytes,
-        .parts = calloc((size_t)hosts->size, sizeof(smp_range)),
-        .starts = calloc((size_t)hosts->size, sizeof(size_t)),
-    };
-    return route->parts != NULL && route->starts != NULL ? SMP_OK : SMP_ERR_NO_MEMORY;
-}
-
-void
-smp_route_fini(smp_route *route)
-{
-    free(route->stages);
-    free(route->ranges);
-    free(route->parts);
-    free(route->starts);
-}
-
-size_t
-smp_route_rounds(const smp_route *route, const smp_call *call)
-{
-    size_t elements = round_elements(route, call);
-    size_t most;
-
-    if (call->operation == SMP_BARRIER) {
-        return 0;
-    }
-    most = call->out_counts != NULL ? 1 : smp_call_longest(call, route->hosts->size);
-    return (most + elements - 1) / elements;
-}
-
-size_t
-smp_route_result(const smp_route *route, const smp_call *call)
-{
-    smp_range whole = {0, 0, call->count};
-
-    if (call->operation != SMP_REDUCE || route->self == call->root ||
-        route->hosts->host_of[call->root] != own_host(route)) {
-        return 0;
-    }
-    return cut(window(route, call, whole, 0), 0, places(route),
-               smp_dtype_bytes(call->dtype))
-        .count;
-}
-
-smp_status
-smp_route_plan(smp_route *route, const smp_call *call, size_t round, uint8_t *result)
+static smp_status
+plan_round(smp_route *route, const smp_call *call, size_t round, uint8_t *result)
 {
     uint64_t  tag = (uint64_t)round * TAGS;
     smp_range whole = window(route, call, (smp_range){0, 0, call->count}, round);
 
-    route->nstages = 0;
-    route->nranges = 0;
+    route->phase = 0;
+    route->slot = (int)(round % SMP_ROUTE_SLOTS);
     switch (call->operation) {
     case SMP_ALL_REDUCE:
         return plan_all_reduce(route, call, tag, whole);
@@ -590,4 +556,104 @@ smp_route_plan(smp_route *route, const smp_call *call, size_t round, uint8_t *re
         break;
     }
     return SMP_OK;
+}
+
+/* ------------------------------------------------------------------ rounds and beats
+ */
+
+static size_t
+rounds_of(const smp_route *route, const smp_call *call)
+{
+    size_t elements = round_elements(route, call);
+    size_t most;
+
+    if (call->operation == SMP_BARRIER) {
+        return 0;
+    }
+    most = call->out_counts != NULL ? 1 : smp_call_longest(call, route->hosts->size);
+    return (most + elements - 1) / elements;
+}
+
+/* Of the stages from `first` on, those of a phase. */
+static void
+keep_phase(smp_route *route, size_t first, int phase)
+{
+    size_t n = first;
+
+    for (size_t i = first; i < route->nstages; i++) {
+        if (route->stages[i].phase == phase) {
+            route->stages[n++] = route->stages[i];
+        }
+    }
+    route->nstages = n;
+}
+
+/* ------------------------------------------------------------------------- public */
+
+smp_status
+smp_route_init(smp_route *route, const smp_hosts *hosts, int self, size_t bytes)
+{
+    *route = (smp_route){
+        .hosts = hosts,
+        .self = self,
+        .round_bytes = bytes / ROUNDS_ON_THE_WAY,
+        .parts = calloc((size_t)hosts->size, sizeof(smp_range)),
+        .starts = calloc((size_t)hosts->size, sizeof(size_t)),
+    };
+    return route->parts != NULL && route->starts != NULL ? SMP_OK : SMP_ERR_NO_MEMORY;
+}
+
+void
+smp_route_fini(smp_route *route)
+{
+    free(route->stages);
+    free(route->ranges);
+    free(route->parts);
+    free(route->starts);
+}
+
+size_t
+smp_route_beats(const smp_route *route, const smp_call *call)
+{
+    size_t rounds = rounds_of(route, call);
+    size_t waits = call->operation == SMP_ALL_REDUCE ? 2 : 1;
+
+    return rounds > 1 ? rounds + waits * SMP_ROUTE_AHEAD : rounds;
+}
+
+size_t
+smp_route_result(const smp_route *route, const smp_call *call)
+{
+    smp_range whole = {0, 0, call->count};
+
+    if (call->operation != SMP_REDUCE || route->self == call->root ||
+        route->hosts->host_of[call->root] != own_host(route)) {
+        return 0;
+    }
+    return cut(window(route, call, whole, 0), 0, places(route),
+               smp_dtype_bytes(call->dtype))
+        .count;
+}
+
+smp_status
+smp_route_plan(smp_route *route, const smp_call *call, size_t beat, uint8_t *result)
+{
+    size_t     rounds = rounds_of(route, call);
+    smp_status status = SMP_OK;
+
+    route->nstages = 0;
+    route->nranges = 0;
+    if (rounds <= 1) {
+        return plan_round(route, call, beat, result);
+    }
+    for (size_t p = 0; p < PHASES && status == SMP_OK; p++) {
+        size_t round = beat - p * SMP_ROUTE_AHEAD;
+        size_t first = route->nstages;
+
+        if (p * SMP_ROUTE_AHEAD <= beat && round < rounds) {
+            status = plan_round(route, call, round, result);
+            keep_phase(route, first, (int)p);
+        }
+    }
+    return status;
 }

@@ -151,7 +151,7 @@ step_local(smp_wide *wide, const smp_stage *stage, bool *done, int *member)
     } else if (whole) {
         *done = true;
         if (stage->kind == SMP_STAGE_REDUCE && stage->peer == wide->self) {
-            wide->own = wide->made;
+            wide->own[stage->slot] = wide->made;
             wide->made = NULL;
         }
     }
@@ -217,17 +217,22 @@ receive_stage(smp_wide *wide, const smp_stage *stage, bool *done)
     return SMP_OK;
 }
 
-/* Finds the terms of a host in its block. */
+/* Finds the terms of a host in its block; those of a member that is alone on its host
+ * are its tensor. */
 static void
-find_terms(smp_wide *wide, int host, size_t count)
+find_terms(smp_wide *wide, const smp_stage *stage, int host)
 {
-    const uint8_t *at;
-    const double  *factors = wide->factors;
-    size_t         rest;
-    int            n = 0;
+    size_t         count = stage->range.count;
+    const uint8_t *at =
+        stage->in + stage->range.from * smp_dtype_bytes(wide->call.dtype);
+    const double *factors = wide->factors;
+    size_t        rest;
+    int           n = 0;
 
     if (host == wide->host) {
-        at = smp_block_data(wide->own);
+        if (wide->own[stage->slot] != NULL) {
+            at = smp_block_data(wide->own[stage->slot]);
+        }
     } else {
         at = smp_block_data(wide->terms[host]->blocks[0]);
         factors =
@@ -244,21 +249,26 @@ find_terms(smp_wide *wide, int host, size_t count)
     }
 }
 
-void
-smp_wide_forget_terms(smp_wide *wide)
+/* Drops the terms of a round. */
+static void
+forget_round(smp_wide *wide, int slot)
 {
     for (int h = 0; h < wide->hosts.nhosts; h++) {
         smp_message_free(wide->terms[h]);
         wide->terms[h] = NULL;
     }
-    if (wide->own != NULL) {
-        smp_block_release(wide->own);
-        wide->own = NULL;
+    smp_block_release(wide->own[slot]);
+    wide->own[slot] = NULL;
+}
+
+void
+smp_wide_forget_terms(smp_wide *wide)
+{
+    for (int slot = 0; slot < SMP_ROUTE_SLOTS; slot++) {
+        forget_round(wide, slot);
     }
-    if (wide->made != NULL) {
-        smp_block_release(wide->made);
-        wide->made = NULL;
-    }
+    smp_block_release(wide->made);
+    wide->made = NULL;
 }
 
 /* Merges the next piece; *done: it was the last. */
@@ -274,7 +284,7 @@ merge_stage(smp_wide *wide, const smp_stage *stage, bool *done)
 
     count = count < piece ? count : piece;
     for (int h = 0; h < wide->hosts.nhosts; h++) {
-        find_terms(wide, h, stage->range.count);
+        find_terms(wide, stage, h);
     }
     for (int i = 0; i < wide->hosts.nnodes; i++) {
         const uint8_t *data = wide->merged[i].data;
@@ -288,7 +298,7 @@ merge_stage(smp_wide *wide, const smp_stage *stage, bool *done)
     if (wide->merged_to == stage->range.count) {
         *done = true;
         wide->merged_to = 0;
-        smp_wide_forget_terms(wide);
+        forget_round(wide, stage->slot);
     }
 }
 

@@ -32,21 +32,23 @@ post_empty(smp_wide *wide)
     slot->notice.sequence = wide->notice.sequence;
     slot->notice.operation = wide->notice.operation;
     slot->notice.dtype = wide->notice.dtype;
+    slot->notice.kind = wide->notice.kind;
     slot->notice.reduction = wide->notice.reduction;
     slot->notice.uneven = wide->notice.uneven;
     slot->notice.root = wide->notice.root;
     slot->notice.count = wide->notice.count;
+    slot->notice.sparse = wide->notice.sparse;
     smp_lockstep_post(wide->lockstep);
 }
 
 /* ------------------------------------------------------------------------- stages */
 
 static smp_status
-plan_round(smp_wide *wide)
+plan_beat(smp_wide *wide)
 {
     wide->stage = 0;
     wide->begun = false;
-    return smp_route_plan(&wide->route, &wide->call, wide->round,
+    return smp_route_plan(&wide->route, &wide->call, wide->beat,
                           wide->result != NULL ? smp_block_data(wide->result) : NULL);
 }
 
@@ -57,9 +59,9 @@ set_out(smp_wide *wide)
     size_t elements = smp_route_result(&wide->route, &wide->call);
 
     wide->phase = SMP_WIDE_ON_ROUTE;
-    wide->rounds = smp_route_rounds(&wide->route, &wide->call);
-    wide->round = 0;
-    if (wide->rounds == 0) {
+    wide->beats = smp_route_beats(&wide->route, &wide->call);
+    wide->beat = 0;
+    if (wide->beats == 0) {
         wide->route.nstages = 0;
         return SMP_OK;
     }
@@ -71,7 +73,7 @@ set_out(smp_wide *wide)
             return status;
         }
     }
-    return plan_round(wide);
+    return plan_beat(wide);
 }
 
 /* The next stage of the route, or its end. */
@@ -90,9 +92,9 @@ step_route(smp_wide *wide, bool *waits, int *member)
         }
         return status;
     }
-    if (wide->round + 1 < wide->rounds) {
-        wide->round++;
-        return plan_round(wide);
+    if (wide->beat + 1 < wide->beats) {
+        wide->beat++;
+        return plan_beat(wide);
     }
     smp_lockstep_read(wide->lockstep);
     if (wide->result != NULL) {
@@ -187,6 +189,7 @@ smp_wide_begin(smp_wide *wide, const smp_call *call, uint64_t sequence)
     wide->begun = false;
     wide->merged_to = 0;
     wide->noted = 0;
+    wide->factors[0] = wide->call.factor; /* alone on its host, no other step says it */
     smp_lockstep_post(wide->lockstep);
     return SMP_OK;
 }

@@ -57,17 +57,18 @@ typedef struct {
     uint64_t       sequence;
     smp_wide_phase phase;
     char           refusal[320];
-    size_t         rounds;
-    size_t         round;
+    size_t         beats;
+    size_t         beat;
     size_t         stage;     /* of the route */
     bool           begun;     /* the stage is under way */
     bool           seen;      /* its first step has been looked at */
     size_t         merged_to; /* elements */
     smp_block     *made;      /* owned: the last terms, until they are sent */
-    smp_block     *own;       /* owned: this member's part of the terms to be merged */
-    smp_block     *result;    /* owned, or NULL */
-    bool           waits_local; /* somebody on this host is missing */
-    int            noted;       /* how many were missing when other hosts were told */
+    smp_block     *own[SMP_ROUTE_SLOTS]; /* owned: this host's terms of this member's
+                                            part, until they are merged */
+    smp_block *result;                   /* owned, or NULL */
+    bool       waits_local;              /* somebody on this host is missing */
+    int        noted; /* how many were missing when other hosts were told */
 } smp_wide;
 
 /* The member that speaks for a host. */

@@ -11,9 +11,6 @@
 #include "comm/collective/identity.h"
 #include "comm/neighbour.h"
 
-/* The most that a member says of why it gave up. */
-#define WHY_BYTES 512
-
 static smp_parcel
 head_of(const smp_message *message)
 {
@@ -167,7 +164,7 @@ take_failure(smp_far *far, const smp_message *message)
     const char *why = (const char *)smp_parcel_rest(message, &bytes);
 
     if (head.tag == SMP_OK || head.tag > SMP_ERR_SYSTEM || bytes == 0 ||
-        bytes > WHY_BYTES || memchr(why, '\0', bytes) == NULL) {
+        bytes > SMP_WHY_BYTES || memchr(why, '\0', bytes) == NULL) {
         return SMP_ERR_MALFORMED;
     }
     if (far->failed == SMP_OK) {
@@ -256,6 +253,8 @@ sort_in(smp_wire *wire, smp_message *message, int *member)
         break;
     case SMP_PARCEL_LEFT:
         wire->members[head.member].left = true;
+        break;
+    case SMP_PARCEL_STUCK: /* not any more: here this rank is */
         break;
     case SMP_PARCEL_NOTE: /* the last of a member counts */
         drop_note(wire, head.member);
@@ -445,6 +444,18 @@ look_for_hellos(smp_wire *wire, int *failed)
         }
     }
     return status;
+}
+
+void
+smp_wire_absent(const smp_wire *wire, smp_roll *absent)
+{
+    for (int m = 0; m < wire->size; m++) {
+        const smp_far *far = &wire->members[m];
+
+        if (!far->local && !far->greeted) {
+            smp_roll_add(absent, smp_comm_name(wire->comm, far->rank));
+        }
+    }
 }
 
 /* Whether all members see the same hosts. */

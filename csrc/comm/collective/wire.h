@@ -5,8 +5,8 @@
  * an earlier one.  Parcels are kept until somebody asks for them.
  *
  * Ownership  A wire borrows its comm.  A parcel that was taken is its taker's, who
- * gives it back by smp_message_free(). Threads    one at a time; parcels are received
- * by the comm's progress thread.
+ *            gives it back by smp_message_free().
+ * Threads    one at a time; parcels are received by the comm's progress thread.
  */
 #ifndef SMP_COMM_COLLECTIVE_WIRE_H
 #define SMP_COMM_COLLECTIVE_WIRE_H
@@ -16,7 +16,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#include "comm/collective/group.h"
+#include "comm/collective/call.h"
+#include "comm/collective/roll.h"
 #include "comm/comm.h"
 #include "comm/patience.h"
 #include "comm/post.h"
@@ -29,6 +30,8 @@ typedef enum {
     SMP_PARCEL_DATA,
     SMP_PARCEL_FAILED, /* its sender gives up: status, and why in words */
     SMP_PARCEL_LEFT,   /* its sender has destroyed the group */
+    SMP_PARCEL_STUCK,  /* its sender waits for the receiver: comm/collective/standoff.h
+                        */
     SMP_PARCELS
 } smp_parcel_kind;
 
@@ -84,6 +87,9 @@ smp_status smp_wire_init(smp_wire *wire, smp_comm *comm, const int *ranks,
  * *failed. */
 smp_status smp_wire_meet(smp_wire *wire, smp_bell *bell, const smp_patience *patience,
                          int *failed);
+
+/* Adds the members of other hosts that have not come to a meeting. */
+void smp_wire_absent(const smp_wire *wire, smp_roll *absent);
 
 /* Tells the others that this member is leaving.  Takes one that is all zero. */
 void smp_wire_fini(smp_wire *wire);

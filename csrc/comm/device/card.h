@@ -6,8 +6,8 @@
  * owner's number, how that went: in this order both know what the other can do, and
  * nobody has to wait.
  *
- *   owner's shown    NONE -> SHOWN -> WITHDRAWN (its comm has ended, or its device
- * fails) reader's card    NONE -> OPENING -> OPEN -> CLOSED    (pools[owner])
+ *   owner's shown    NONE -> SHOWN -> WITHDRAWN   (its comm or device has ended)
+ *   reader's card    NONE -> OPENING -> OPEN -> CLOSED   (pools[owner])
  *                                  \-> REFUSED
  *
  * A reader at OPENING or OPEN may touch the pool's memory; the owner sends to a reader
@@ -41,7 +41,7 @@ typedef struct {
     smp_driver_handle memory;
     smp_driver_handle
                      events[SMP_DEVICE_SPANS]; /* written before the slot's first use */
-    _Atomic uint32_t states[SMP_DEVICE_SPANS]; /* SMP_SLOT_FREE, SMP_SLOT_TAKEN */
+    _Atomic uint32_t states[SMP_DEVICE_SPANS]; /* SMP_SLOT_* */
     _Atomic uint32_t pools[];                  /* by rank: SMP_READER_* of this rank */
 } smp_device_card;
 

@@ -20,6 +20,7 @@ static const struct {
     {"cuDevicePrimaryCtxRelease_v2", offsetof(smp_driver, context_release)},
     {"cuCtxPushCurrent_v2", offsetof(smp_driver, context_push)},
     {"cuCtxPopCurrent_v2", offsetof(smp_driver, context_pop)},
+    {"cuThreadExchangeStreamCaptureMode", offsetof(smp_driver, capture_exchange)},
     {"cuMemAlloc_v2", offsetof(smp_driver, alloc)},
     {"cuMemFree_v2", offsetof(smp_driver, free)},
     {"cuIpcGetMemHandle", offsetof(smp_driver, memory_export)},
@@ -29,6 +30,7 @@ static const struct {
     {"cuStreamDestroy_v2", offsetof(smp_driver, stream_destroy)},
     {"cuStreamWaitEvent", offsetof(smp_driver, stream_wait)},
     {"cuStreamQuery", offsetof(smp_driver, stream_query)},
+    {"cuStreamIsCapturing", offsetof(smp_driver, stream_capturing)},
     {"cuEventCreate", offsetof(smp_driver, event_create)},
     {"cuEventDestroy_v2", offsetof(smp_driver, event_destroy)},
     {"cuEventRecord", offsetof(smp_driver, event_record)},
@@ -44,6 +46,10 @@ static pthread_once_t once = PTHREAD_ONCE_INIT;
 static smp_driver     table;
 static bool           loaded;
 static char           missing[SMP_DRIVER_TEXT];
+
+/* Of smp_driver_enter(). */
+static _Thread_local int depth;
+static _Thread_local int capture_before; /* the outermost found this */
 
 static void
 load(void)
@@ -100,4 +106,36 @@ smp_driver_ok(const smp_driver *driver, const char *call, int result,
     }
     snprintf(why, SMP_DRIVER_TEXT, "%s: %s (%d)", call, name, result);
     return false;
+}
+
+bool
+smp_driver_enter(const smp_driver *driver, void *context, char why[SMP_DRIVER_TEXT])
+{
+    int mode = SMP_DRIVER_CAPTURE_RELAXED;
+
+    if (!smp_driver_ok(driver, "cuCtxPushCurrent", driver->context_push(context),
+                       why)) {
+        return false;
+    }
+    if (depth == 0) {
+        if (!smp_driver_ok(driver, "cuThreadExchangeStreamCaptureMode",
+                           driver->capture_exchange(&mode), why)) {
+            (void)driver->context_pop(&context);
+            return false;
+        }
+        capture_before = mode;
+    }
+    depth++;
+    return true;
+}
+
+void
+smp_driver_leave(const smp_driver *driver)
+{
+    void *context;
+
+    if (--depth == 0) {
+        (void)driver->capture_exchange(&capture_before);
+    }
+    (void)driver->context_pop(&context);
 }

@@ -31,6 +31,7 @@ enum {
     SMP_DRIVER_EVENT_UNTIMED = 2,   /* CU_EVENT_DISABLE_TIMING */
     SMP_DRIVER_EVENT_SHARED = 4,    /* CU_EVENT_INTERPROCESS */
     SMP_DRIVER_OPEN_WITH_PEERS = 1, /* CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS */
+    SMP_DRIVER_CAPTURE_RELAXED = 2, /* CU_STREAM_CAPTURE_MODE_RELAXED */
 };
 
 /* CUcontext, CUstream and CUevent are pointers; CUdeviceptr is a uint64_t. */
@@ -41,6 +42,7 @@ typedef struct {
     int (*context_release)(int device);
     int (*context_push)(void *context);
     int (*context_pop)(void **context);
+    int (*capture_exchange)(int *mode);
     int (*alloc)(uint64_t *at, size_t bytes);
     int (*free)(uint64_t at);
     int (*memory_export)(smp_driver_handle *handle, uint64_t at);
@@ -50,6 +52,7 @@ typedef struct {
     int (*stream_destroy)(void *stream);
     int (*stream_wait)(void *stream, void *event, unsigned flags);
     int (*stream_query)(void *stream);
+    int (*stream_capturing)(void *stream, int *status); /* 0: it is not */
     int (*event_create)(void **event, unsigned flags);
     int (*event_destroy)(void *event);
     int (*event_record)(void *event, void *stream);
@@ -63,6 +66,15 @@ typedef struct {
 /* The table; the first call loads the library and starts the driver.  NULL, then and
  * ever after: there is none, and `why` says why. */
 const smp_driver *smp_driver_load(char why[SMP_DRIVER_TEXT]);
+
+/* Makes the context the thread's, and its calls no concern of a capture (of a CUDA
+ * graph): that would end at an allocation or a query from here, also in another thread.
+ * smp_driver_leave(), by the same thread, undoes both; pairs may be nested.  False:
+ * `why` says what failed, and there is nothing to leave. */
+bool smp_driver_enter(const smp_driver *driver, void *context,
+                      char why[SMP_DRIVER_TEXT]);
+
+void smp_driver_leave(const smp_driver *driver);
 
 /* Whether SMP_CUDA_LIBRARY names another library than the GPU's. */
 bool smp_driver_is_stand_in(void);

@@ -23,6 +23,7 @@ struct smp_device_pool {
     uint64_t           base;
     void              *events[SMP_DEVICE_SPANS]; /* owned; NULL: not made yet */
     int                dests[SMP_DEVICE_SPANS];  /* who a taken slot was sent to */
+    bool               empty;                    /* it has no memory any more */
     smp_device_reader *readers;                  /* owned; of a retired pool */
     int                nreaders;
     smp_device_pool   *next; /* retired too */
@@ -33,7 +34,8 @@ static smp_device_pool *retired; /* guarded by retired_lock; owned */
 
 /* ------------------------------------------------------------------ retirement */
 
-/* Whether a reader may still touch the memory of the pool of `rank`. */
+/* Whether a reader may still touch the memory of the pool of `rank`.  One of another
+ * pid namespace (pid 0) is taken to live. */
 static bool
 has_it(const smp_device_reader *reader, int rank)
 {
@@ -59,23 +61,33 @@ drop_books(smp_device_pool *pool)
     free(pool);
 }
 
+/* Events, memory, context. */
 static void
-destroy(smp_device_pool *pool)
+give_memory_back(smp_device_pool *pool)
 {
     const smp_driver *driver = pool->driver;
-    void             *before;
+    char              why[SMP_DRIVER_TEXT];
 
     /* What fails here fails because the device does, and there is nobody to tell. */
-    if (driver->context_push(pool->context) == SMP_DRIVER_OK) {
+    if (smp_driver_enter(driver, pool->context, why)) {
         for (uint32_t i = 0; i < SMP_DEVICE_SPANS; i++) {
             if (pool->events[i] != NULL) {
                 (void)driver->event_destroy(pool->events[i]);
             }
         }
         (void)driver->free(pool->base);
-        (void)driver->context_pop(&before);
+        smp_driver_leave(driver);
     }
     (void)driver->context_release(pool->device);
+    pool->empty = true;
+}
+
+static void
+destroy(smp_device_pool *pool)
+{
+    if (!pool->empty) {
+        give_memory_back(pool);
+    }
     drop_books(pool);
 }
 
@@ -145,11 +157,9 @@ static bool
 make_memory(smp_device_pool *pool, size_t bytes, char why[SMP_DRIVER_TEXT])
 {
     const smp_driver *driver = pool->driver;
-    void             *before;
     bool              made;
 
-    if (!smp_driver_ok(driver, "cuCtxPushCurrent", driver->context_push(pool->context),
-                       why)) {
+    if (!smp_driver_enter(driver, pool->context, why)) {
         return false;
     }
     made = smp_driver_ok(driver, "cuMemAlloc", driver->alloc(&pool->base, bytes), why);
@@ -161,7 +171,7 @@ make_memory(smp_device_pool *pool, size_t bytes, char why[SMP_DRIVER_TEXT])
         (void)driver->free(pool->base);
         made = false;
     }
-    (void)driver->context_pop(&before);
+    smp_driver_leave(driver);
     return made;
 }
 
@@ -212,7 +222,7 @@ smp_device_pool_take(smp_device_pool *pool, size_t bytes, int dest,
                      smp_device_span *out, bool *fault, char why[SMP_DRIVER_TEXT])
 {
     *fault = false;
-    if (!smp_arena_take(pool->arena, bytes, &out->slot, &out->offset)) {
+    if (pool->empty || !smp_arena_take(pool->arena, bytes, &out->slot, &out->offset)) {
         return false;
     }
     if (!make_event(pool, out->slot, why)) {
@@ -236,9 +246,22 @@ void
 smp_device_pool_reclaim(smp_device_pool *pool, int dest)
 {
     for (uint32_t slot = 0; slot < SMP_DEVICE_SPANS; slot++) {
+        uint32_t sent = SMP_SLOT_SENT;
+
+        /* What was packed and not sent is still its packer's, who gives it back. */
         if (pool->dests[slot] == dest) {
-            smp_device_pool_give_back(pool, slot);
+            atomic_compare_exchange_strong(&pool->own->device->states[slot], &sent,
+                                           SMP_SLOT_FREE);
         }
+    }
+}
+
+void
+smp_device_pool_withdraw(smp_device_pool *pool)
+{
+    if (!pool->empty) {
+        atomic_store(&pool->own->device->shown, SMP_POOL_WITHDRAWN);
+        give_memory_back(pool);
     }
 }
 

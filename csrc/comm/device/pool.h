@@ -5,9 +5,10 @@
  * segments cannot be exported.
  *
  * Ownership  A span that was taken is the caller's until it is sent, then the
- * receiver's, who gives it back by one store (a block's release, comm/block.h). Threads
- * create, take, give_back, retire: one at a time.  measure: any. Errors     `why` in
- * the driver's words.
+ *            receiver's, who gives it back by one store (a block's release).
+ * Threads    create, take, give_back, withdraw, retire: one at a time.
+ *            measure: any.
+ * Errors     `why` in the driver's words.
  */
 #ifndef SMP_COMM_DEVICE_POOL_H
 #define SMP_COMM_DEVICE_POOL_H
@@ -52,6 +53,10 @@ void smp_device_pool_give_back(smp_device_pool *pool, uint32_t slot);
 
 /* `dest` is dead: what it was sent comes back. */
 void smp_device_pool_reclaim(smp_device_pool *pool, int dest);
+
+/* Nobody can read it: gives its memory back.  Nothing was sent, and nothing is from now
+ * on. */
+void smp_device_pool_withdraw(smp_device_pool *pool);
 
 void smp_device_pool_measure(smp_device_pool *pool, smp_arena_use *use);
 

@@ -57,6 +57,7 @@ struct smp_device_port {
     _Atomic(smp_device_pool *) pool;  /* owned */
     _Atomic int                state; /* port_state; `why` is written before SHUT */
     char                       why[SMP_DRIVER_TEXT];
+    _Atomic bool               useless; /* nobody can open the pool: it has no memory */
     _Atomic uint64_t           tensors;
     _Atomic uint64_t           sent;
     _Atomic uint64_t           fallbacks;
@@ -81,22 +82,6 @@ shut(smp_device_port *port)
     atomic_store(&port->state, PORT_SHUT);
 }
 
-/* Makes the device's context the thread's; leave() undoes it. */
-static bool
-enter(const smp_device_port *port, char why[SMP_DRIVER_TEXT])
-{
-    return smp_driver_ok(port->driver, "cuCtxPushCurrent",
-                         port->driver->context_push(port->context), why);
-}
-
-static void
-leave(const smp_device_port *port)
-{
-    void *before;
-
-    (void)port->driver->context_pop(&before);
-}
-
 /* -------------------------------------------------------------------- opening */
 
 /* The driver, the context, the stream. */
@@ -116,7 +101,7 @@ open_device(smp_device_port *port, int number)
                        driver->context_retain(&port->context, port->device), why)) {
         return false;
     }
-    if (!enter(port, why)) {
+    if (!smp_driver_enter(port->driver, port->context, why)) {
         goto err_release;
     }
     if (!smp_driver_ok(driver, "cuStreamCreate",
@@ -129,7 +114,7 @@ open_device(smp_device_port *port, int number)
                        why)) {
         goto err_stream;
     }
-    leave(port);
+    smp_driver_leave(port->driver);
     port->number = number;
     return true;
 
@@ -137,7 +122,7 @@ err_stream:
     (void)driver->stream_destroy(port->stream);
     port->stream = NULL;
 err_leave:
-    leave(port);
+    smp_driver_leave(port->driver);
 err_release:
     (void)driver->context_release(port->device);
     return false;
@@ -223,7 +208,7 @@ open_pool(smp_device_port *port, int rank, reader_of *peer)
         return;
     }
     memory = its->memory;
-    if (!enter(port, port->why)) {
+    if (!smp_driver_enter(port->driver, port->context, port->why)) {
         atomic_store(mine, SMP_READER_REFUSED);
         shut(port);
         return;
@@ -238,7 +223,7 @@ open_pool(smp_device_port *port, int rank, reader_of *peer)
         (void)port->driver->memory_close(peer->base);
         peer->base = 0;
     }
-    leave(port);
+    smp_driver_leave(port->driver);
     atomic_store(mine, peer->base != 0 ? SMP_READER_OPEN : SMP_READER_REFUSED);
 }
 
@@ -339,7 +324,7 @@ copy_out(smp_device_port *port, int dest, uint64_t data, size_t bytes, void *str
     smp_device_span span;
     bool            begun;
 
-    if (!enter(port, port->why)) {
+    if (!smp_driver_enter(port->driver, port->context, port->why)) {
         shut(port);
         return NULL;
     }
@@ -357,8 +342,38 @@ copy_out(smp_device_port *port, int dest, uint64_t data, size_t bytes, void *str
             smp_device_pool_give_back(atomic_load(&port->pool), span.slot);
         }
     }
-    leave(port);
+    smp_driver_leave(port->driver);
     return block;
+}
+
+/* Whether every other rank of this host has tried to open the own pool, in vain. */
+static bool
+all_refuse(smp_device_port *port)
+{
+    for (int r = 0; r < port->size; r++) {
+        const reader_of *peer = peer_of(port, r);
+
+        if (peer != NULL && atomic_load(&peer->segment->device->pools[port->rank]) !=
+                                SMP_READER_REFUSED) {
+            return false;
+        }
+    }
+    return true;
+}
+
+static bool
+is_captured(const smp_device_port *port, void *stream)
+{
+    char why[SMP_DRIVER_TEXT];
+    int  status = 0;
+    bool known;
+
+    if (!smp_driver_enter(port->driver, port->context, why)) {
+        return true;
+    }
+    known = port->driver->stream_capturing(stream, &status) == SMP_DRIVER_OK;
+    smp_driver_leave(port->driver);
+    return !known || status != 0;
 }
 
 smp_block *
@@ -377,9 +392,20 @@ smp_device_put(smp_device_port *port, int dest, int device, uint64_t data, size_
     }
     smp_device_meet(port, dest, device);
     smp_device_sweep(port);
-    if (is_open(port, device) &&
-        atomic_load(&peer->segment->device->pools[port->rank]) == SMP_READER_OPEN) {
-        block = copy_out(port, dest, data, bytes, stream);
+    if (is_open(port, device) && !is_captured(port, stream)) {
+        switch (atomic_load(&peer->segment->device->pools[port->rank])) {
+        case SMP_READER_OPEN:
+            block = copy_out(port, dest, data, bytes, stream);
+            break;
+        case SMP_READER_REFUSED:
+            if (all_refuse(port)) {
+                smp_device_pool_withdraw(atomic_load(&port->pool));
+                atomic_store(&port->useless, true);
+            }
+            break;
+        default:
+            break;
+        }
     }
     if (block == NULL) {
         atomic_fetch_add(&port->fallbacks, 1);
@@ -469,9 +495,9 @@ smp_device_get(smp_device_port *port, int source, smp_block *block, uint64_t to,
     if (peer == NULL || peer->base == 0 || block->data != NULL ||
         block->segment != peer->segment) {
         memcpy(why, "its pool is not open here", sizeof("its pool is not open here"));
-    } else if (enter(port, why)) {
+    } else if (smp_driver_enter(port->driver, port->context, why)) {
         done = copy_in(port, peer, block, to, stream, &running, why);
-        leave(port);
+        smp_driver_leave(port->driver);
     }
     if (!running) {
         smp_block_release(block);
@@ -492,7 +518,7 @@ smp_device_sweep(smp_device_port *port)
     reading *r;
     char     why[SMP_DRIVER_TEXT];
 
-    if (port->first == NULL || !enter(port, why)) {
+    if (port->first == NULL || !smp_driver_enter(port->driver, port->context, why)) {
         return;
     }
     while ((r = port->first) != NULL &&
@@ -502,7 +528,7 @@ smp_device_sweep(smp_device_port *port)
         r->block = NULL;
         put_spare(port, r);
     }
-    leave(port);
+    smp_driver_leave(port->driver);
 }
 
 /* -------------------------------------------------------- setup, end, counters */
@@ -596,21 +622,26 @@ void
 smp_device_port_destroy(smp_device_port *port)
 {
     char why[SMP_DRIVER_TEXT];
-    bool opened;
+    bool entered;
     bool quiet;
 
     if (port == NULL) {
         return;
     }
-    opened = port->stream != NULL;
-    quiet = opened && drain(port) && enter(port, why);
+    entered =
+        port->stream != NULL && smp_driver_enter(port->driver, port->context, why);
+    quiet = entered && drain(port);
     free_readings(port, port->first, quiet);
     free_readings(port, port->spare, quiet);
     if (quiet) {
         close_pools(port);
         (void)port->driver->event_destroy(port->fence);
         (void)port->driver->stream_destroy(port->stream);
-        leave(port);
+    }
+    if (entered) {
+        smp_driver_leave(port->driver);
+    }
+    if (quiet) {
         (void)port->driver->context_release(port->device);
     }
     retire_pool(port, !quiet);
@@ -633,6 +664,9 @@ smp_device_measure(smp_device_port *port, smp_device_use *use)
     if (pool != NULL) {
         smp_device_pool_measure(pool, &memory);
     }
+    if (atomic_load(&port->useless)) {
+        memory.size = 0;
+    }
     *use = (smp_device_use){
         .tensors = atomic_load(&port->tensors),
         .bytes = atomic_load(&port->sent),
@@ -640,6 +674,8 @@ smp_device_measure(smp_device_port *port, smp_device_use *use)
         .in_use = memory.in_use,
         .high = memory.high,
         .size = memory.size,
-        .why = state_of(port) == PORT_SHUT ? port->why : "",
+        .why = state_of(port) == PORT_SHUT   ? port->why
+               : atomic_load(&port->useless) ? "no rank of this host can open it"
+                                             : "",
     };
 }

@@ -71,7 +71,8 @@ void smp_device_meet(smp_device_port *port, int rank, int device);
 
 /* A block for `dest` with the `bytes` at `data`, on device number `device`, as they are
  * when what `stream` has been told is done.  What `stream` is told from now on comes
- * after the copy.  NULL: no. */
+ * after the copy.  NULL: no; so for a stream that is captured, whose copies are made
+ * when the graph runs, not when the message leaves. */
 smp_block *smp_device_put(smp_device_port *port, int dest, int device, uint64_t data,
                           size_t bytes, void *stream);
 

@@ -1,9 +1,17 @@
 /* The MPI transport: point-to-point messages, all of them by the progress thread.
  *
- * A message travels as one MPI message with the head (sizes of all blocks, the bytes,
- * the bytes of small blocks), then one per larger block, in order.  MPI keeps the order
- * of messages with one tag between two ranks, so the receiver, which posts the receives
- * for the blocks of one head after the other, gets each into its place.
+ * A message travels as one MPI message with the head (head.h: sizes of all blocks, the
+ * bytes, the bytes of small blocks), then one per larger block, in order.  MPI keeps
+ * the order of messages with one tag between two ranks, so the receiver, which posts
+ * the receives for the blocks of one head after the other, gets each into its place.
+ *
+ * MPI does not tell who died, so beside it there is a lifeline to each rank
+ * (comm/tcp/lifeline.h).  Who ends says goodbye over MPI, and the other says over the
+ * lifeline that all before it has arrived.  After a loss this rank calls MPI no more:
+ * Open MPI, when it sees a connection of its own end, ends the process that sees it.
+ * So the lifelines are looked at before every round of calls.  The other ranks hear of
+ * the loss by themselves; who then ends before they have tells them over the lifeline
+ * that it is not the one to name.
  *
  * MPI has no descriptor to sleep on.  The progress thread polls hard for a moment after
  * something has moved, and longer while the receiving thread sleeps (this rank's core
@@ -22,14 +30,17 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
+#include <sys/epoll.h>
+#include <sys/socket.h>
+#include <unistd.h>
 
+#include "comm/clock.h"
 #include "comm/mpi/group.h"
+#include "comm/mpi/head.h"
+#include "comm/tcp/lifeline.h"
 #include "comm/transport.h"
 #include "common/jitter.h"
 #include "common/lock.h"
-
-#define MAGIC 0x49504d53u
 
 /* A longer block travels in several pieces: MPI counts in int, and says nothing of a
  * message until it has arrived whole. */
@@ -37,12 +48,12 @@
 #    define SMP_MPI_PIECE ((size_t)32 << 20)
 #endif
 
-/* Blocks up to this size travel in the head. */
-#define INLINE_BYTES ((size_t)2048)
-
 /* Requests looked at in one go, and new messages in one round. */
 #define TESTED 256
 #define PROBED 64
+
+/* Lifelines heard in one go. */
+#define EVENTS 16
 
 /* Rounds of progress(), while it polls hard, before it returns to the loop. */
 #define ROUNDS 16
@@ -56,15 +67,7 @@
 
 enum { TAG_HEAD = 1, TAG_BLOCK = 2 };
 
-typedef enum { HEAD_MESSAGE = 0x4d, HEAD_GOODBYE = 0x59 } head_kind;
-
-/* Followed by one size per block, the bytes, the inline blocks; each padded to 8. */
-typedef struct {
-    uint32_t magic;
-    uint32_t kind; /* head_kind */
-    uint64_t nbytes;
-    uint64_t nblocks;
-} head;
+typedef struct mpi mpi;
 
 /* A message on its way out or in. */
 typedef struct transfer {
@@ -85,25 +88,44 @@ typedef struct {
     transfer *last;
 } transfers;
 
+/* What is under way. */
 typedef struct {
+    MPI_Request *under_way; /* owned: [n], room for `room` */
+    transfer   **owners;    /* owned: [n] of borrowed: whose they are */
+    size_t       n;
+    size_t       room;
+    size_t       tested; /* where the next test begins */
+} requests;
+
+/* Another rank.  The progress thread's, once connected. */
+typedef struct {
+    mpi      *self; /* borrowed */
+    int       rank;
+    int       fd; /* owned: the lifeline; -1: not reached by us */
+    transfers incoming;
+    size_t    sending;      /* outgoing transfers under way */
+    bool      said_goodbye; /* it is queued */
+    bool      left;         /* its goodbye has come */
+    bool      arrived;      /* it has all up to ours */
+    bool      gone;         /* the lifeline has ended */
+} peer;
+
+struct mpi {
     const smp_host *host; /* borrowed */
     smp_mpi_card    card;
+    smp_tcp_door    door;
     MPI_Comm        comm;   /* MPI_COMM_NULL until connected */
     int             keyval; /* its deletion tells that MPI ends */
-    int             npeers; /* set by connect, like peers */
-    bool           *peers;  /* owned: [size]: reached by us */
+    int             npeers; /* set by connect: how many are reached */
+    peer           *peers;  /* owned: [size] */
+    int             epoll;  /* owned: all lifelines; -1 */
+    smp_watch       watch;  /* of that */
 
-    transfers   *incoming; /* owned: [size]; progress thread only, up to `lost` */
-    MPI_Request *requests; /* owned: [nrequests] under way, room for `room` */
-    transfer   **owners;   /* owned: [nrequests] of borrowed: whose they are */
-    size_t       nrequests;
-    size_t       room;
-    size_t       tested;   /* where the next test begins */
-    size_t       nsending; /* outgoing transfers under way */
-    int64_t      moved_ns;
-    bool         goodbye; /* ours is under way or sent */
-    bool        *left;    /* owned: [size]: its goodbye has come */
-    bool        *lost;    /* owned: [size]: given up */
+    /* The progress thread's, up to `over`. */
+    requests sends;
+    requests receives; /* apart: they must not wait behind any number of sends */
+    int64_t  moved_ns;
+    bool     over; /* a rank is lost: no more calls */
 
     _Atomic bool busy;  /* the progress thread is inside MPI */
     _Atomic bool ended; /* MPI_Finalize has begun: no more calls */
@@ -112,22 +134,7 @@ typedef struct {
     _Atomic size_t queued; /* messages in queue */
     smp_lock       lock;   /* guards queue */
     transfers      queue;  /* owned: not yet given to MPI */
-} mpi;
-
-static size_t
-padded(size_t bytes)
-{
-    return (bytes + 7) / 8 * 8;
-}
-
-static int64_t
-now_ns(void)
-{
-    struct timespec now;
-
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
-}
+};
 
 static void
 put_last(transfers *list, transfer *t)
@@ -177,12 +184,12 @@ free_all(const smp_host *host, transfers *list)
 
 /* ------------------------------------------------------------------- inside MPI */
 
-/* False: MPI has ended.  Else leave() must follow. */
+/* False: MPI has ended, or is not to be called.  Else leave() must follow. */
 static bool
 enter(mpi *self)
 {
     atomic_store(&self->busy, true);
-    if (atomic_load(&self->ended)) {
+    if (self->over || atomic_load(&self->ended)) {
         atomic_store(&self->busy, false);
         return false;
     }
@@ -195,38 +202,105 @@ leave(mpi *self)
     atomic_store(&self->busy, false);
 }
 
-/* Nothing more comes from that rank, or goes there. */
+/* Nothing more comes from it or goes there. */
+static void
+peer_gone(peer *p)
+{
+    p->gone = true;
+    epoll_ctl(p->self->epoll, EPOLL_CTL_DEL, p->fd, NULL);
+}
+
+/* That rank is lost. */
 static void
 give_up(mpi *self, int rank, smp_status why)
 {
-    if (!self->lost[rank]) {
-        self->lost[rank] = true;
+    peer *p = &self->peers[rank];
+
+    self->over = true;
+    if (!p->gone) {
         self->host->lost(self->host->comm, rank, why);
+        peer_gone(p);
+        shutdown(p->fd, SHUT_RDWR); /* so that it knows too */
     }
+}
+
+/* A request of t has failed.  What was on its way to one that has left is no loss. */
+static void
+request_failed(mpi *self, const transfer *t)
+{
+    if (t->incoming || !self->peers[t->rank].gone) {
+        give_up(self, t->rank, SMP_ERR_PEER_LOST);
+    }
+}
+
+static void
+hear(peer *p)
+{
+    const smp_host *host = p->self->host;
+    char            what;
+
+    switch (smp_lifeline_hear(p->fd, &what)) {
+    case SMP_LIFELINE_QUIET:
+        break;
+    case SMP_LIFELINE_SAID:
+        if (what == SMP_MPI_ARRIVED) {
+            p->arrived = true;
+        } else if (what == SMP_MPI_LEFT) {
+            host->left(host->comm, p->rank);
+            peer_gone(p);
+        }
+        break;
+    case SMP_LIFELINE_HUNG_UP:
+        if (p->left) {
+            peer_gone(p);
+        } else {
+            give_up(p->self, p->rank, SMP_ERR_PEER_LOST);
+        }
+        break;
+    }
+}
+
+static void
+look_at_lifelines(mpi *self)
+{
+    struct epoll_event events[EVENTS];
+    int                n = epoll_wait(self->epoll, events, EVENTS, 0);
+
+    for (int i = 0; i < n; i++) {
+        hear(events[i].data.ptr);
+    }
+}
+
+/* progress() follows, and looks. */
+static void
+lifelines_ready(void *arg, uint32_t events)
+{
+    (void)arg;
+    (void)events;
 }
 
 /* Room for `more` requests. */
 static bool
-make_room(mpi *self, size_t more)
+make_room(requests *all, size_t more)
 {
-    size_t       room = 2 * (self->nrequests + more);
-    MPI_Request *requests;
+    size_t       room = 2 * (all->n + more);
+    MPI_Request *under_way;
     transfer   **owners;
 
-    if (self->nrequests + more <= self->room) {
+    if (all->n + more <= all->room) {
         return true;
     }
-    requests = realloc(self->requests, room * sizeof(MPI_Request));
-    if (requests == NULL) {
+    under_way = realloc(all->under_way, room * sizeof(MPI_Request));
+    if (under_way == NULL) {
         return false;
     }
-    self->requests = requests;
-    owners = realloc(self->owners, room * sizeof(transfer *));
+    all->under_way = under_way;
+    owners = realloc(all->owners, room * sizeof(transfer *));
     if (owners == NULL) {
         return false;
     }
-    self->owners = owners;
-    self->room = room;
+    all->owners = owners;
+    all->room = room;
     return true;
 }
 
@@ -234,7 +308,8 @@ make_room(mpi *self, size_t more)
 static bool
 start(mpi *self, transfer *t, void *data, size_t bytes, int tag)
 {
-    MPI_Request *request = &self->requests[self->nrequests];
+    requests    *all = t->incoming ? &self->receives : &self->sends;
+    MPI_Request *request = &all->under_way[all->n];
     int          result;
 
     if (t->incoming) {
@@ -245,10 +320,10 @@ start(mpi *self, transfer *t, void *data, size_t bytes, int tag)
             MPI_Isend(data, (int)bytes, MPI_BYTE, t->rank, tag, self->comm, request);
     }
     if (result != MPI_SUCCESS) {
-        give_up(self, t->rank, SMP_ERR_PEER_LOST);
+        request_failed(self, t);
         return false;
     }
-    self->owners[self->nrequests++] = t;
+    all->owners[all->n++] = t;
     t->pending++;
     return true;
 }
@@ -260,7 +335,8 @@ start_block(mpi *self, transfer *t, const smp_block *block)
     uint8_t *data = self->host->block_data(block);
     size_t   bytes = self->host->block_bytes(block);
 
-    if (!make_room(self, bytes / SMP_MPI_PIECE + 1)) {
+    if (!make_room(t->incoming ? &self->receives : &self->sends,
+                   bytes / SMP_MPI_PIECE + 1)) {
         give_up(self, t->rank, SMP_ERR_NO_MEMORY);
         return false;
     }
@@ -278,91 +354,51 @@ start_block(mpi *self, transfer *t, const smp_block *block)
 /* --------------------------------------------------------------------- receiving */
 
 /* What the head of t says: its message, and receives for the blocks that follow. */
-static smp_status
+static void
 parse(mpi *self, transfer *t)
 {
-    const smp_host *host = self->host;
-    size_t          left = t->head_bytes;
-    const uint8_t  *at;
-    const uint64_t *sizes;
-    head            h;
-    smp_status      status;
+    smp_status status =
+        smp_mpi_head_read(self->host, t->rank, t->head, t->head_bytes, &t->message);
 
-    if (left < sizeof(h)) {
-        return SMP_ERR_MALFORMED;
-    }
-    memcpy(&h, t->head, sizeof(h));
-    left -= sizeof(h);
-    sizes = (const uint64_t *)(const void *)(t->head + sizeof(h));
-    if (h.magic != MAGIC || (h.kind != HEAD_MESSAGE && h.kind != HEAD_GOODBYE) ||
-        h.nblocks > left / sizeof(uint64_t) ||
-        h.nbytes > left - h.nblocks * sizeof(uint64_t) ||
-        padded(h.nbytes) > left - h.nblocks * sizeof(uint64_t)) {
-        return SMP_ERR_MALFORMED;
-    }
-    if (h.kind == HEAD_GOODBYE) {
-        return SMP_OK;
-    }
-    status = host->message(t->rank, h.nbytes, h.nblocks, &t->message);
     if (status != SMP_OK) {
-        return status;
+        give_up(self, t->rank, status);
+        return;
     }
-    at = (const uint8_t *)(sizes + h.nblocks);
-    memcpy(t->message->bytes, at, h.nbytes);
-    at += padded(h.nbytes);
-    left -= h.nblocks * sizeof(uint64_t) + padded(h.nbytes);
-    for (size_t i = 0; i < h.nblocks; i++) {
-        smp_block **block = &t->message->blocks[i];
+    t->parsed = true;
+    for (size_t i = 0; t->message != NULL && i < t->message->nblocks; i++) {
+        const smp_block *block = t->message->blocks[i];
 
-        if (sizes[i] > SIZE_MAX / 2 ||
-            (sizes[i] <= INLINE_BYTES && padded(sizes[i]) > left)) {
-            return SMP_ERR_MALFORMED;
-        }
-        status = host->block(host->comm, sizes[i], block);
-        if (status != SMP_OK) {
-            return status;
-        }
-        if (sizes[i] <= INLINE_BYTES) {
-            memcpy(host->block_data(*block), at, sizes[i]);
-            at += padded(sizes[i]);
-            left -= padded(sizes[i]);
-        } else if (!start_block(self, t, *block)) {
-            return SMP_ERR_PEER_LOST; /* it has been given up already */
+        if (smp_mpi_follows(self->host, block) && !start_block(self, t, block)) {
+            return;
         }
     }
-    return left == 0 ? SMP_OK : SMP_ERR_MALFORMED;
 }
 
 /* Parses heads and delivers messages of one rank, both in order. */
 static void
 advance(mpi *self, int rank)
 {
-    transfers *list = &self->incoming[rank];
+    peer      *p = &self->peers[rank];
+    transfers *list = &p->incoming;
 
-    for (transfer *t = list->first; t != NULL && !self->lost[rank]; t = t->next) {
+    for (transfer *t = list->first; t != NULL && !self->over; t = t->next) {
         if (!t->parsed) {
-            smp_status status;
-
             if (t->pending != 0) {
                 break;
             }
-            status = parse(self, t);
-            if (status != SMP_OK) {
-                give_up(self, rank, status);
-                return;
-            }
-            t->parsed = true;
+            parse(self, t);
         }
     }
     while (list->first != NULL && list->first->parsed && list->first->pending == 0 &&
-           !self->lost[rank]) {
+           !self->over) {
         transfer *t = take_first(list);
 
         if (t->message != NULL) {
             self->host->deliver(self->host->comm, t->message);
             t->message = NULL;
         } else {
-            self->left[rank] = true;
+            p->left = true;
+            smp_lifeline_say(p->fd, SMP_MPI_ARRIVED);
             self->host->left(self->host->comm, rank);
         }
         transfer_free(self->host, t);
@@ -373,6 +409,7 @@ advance(mpi *self, int rank)
 static bool
 probe(mpi *self)
 {
+    requests   *all = &self->receives;
     MPI_Message message;
     MPI_Status  found;
     transfer   *t;
@@ -386,7 +423,7 @@ probe(mpi *self)
     }
     MPI_Get_count(&found, MPI_BYTE, &bytes);
     t = calloc(1, sizeof(*t));
-    if (t == NULL || bytes < 0 || !make_room(self, 1) ||
+    if (t == NULL || bytes < 0 || !make_room(all, 1) ||
         (t->head = malloc((size_t)bytes + 1)) == NULL) {
         free(t);
         give_up(self, found.MPI_SOURCE, SMP_ERR_NO_MEMORY);
@@ -395,15 +432,15 @@ probe(mpi *self)
     t->rank = found.MPI_SOURCE;
     t->incoming = true;
     t->head_bytes = (size_t)bytes;
-    if (MPI_Imrecv(t->head, bytes, MPI_BYTE, &message,
-                   &self->requests[self->nrequests]) != MPI_SUCCESS) {
+    if (MPI_Imrecv(t->head, bytes, MPI_BYTE, &message, &all->under_way[all->n]) !=
+        MPI_SUCCESS) {
         transfer_free(self->host, t);
         give_up(self, found.MPI_SOURCE, SMP_ERR_PEER_LOST);
         return false;
     }
-    self->owners[self->nrequests++] = t;
+    all->owners[all->n++] = t;
     t->pending = 1;
-    put_last(&self->incoming[t->rank], t);
+    put_last(&self->peers[t->rank].incoming, t);
     return true;
 }
 
@@ -451,16 +488,9 @@ mpi_send(void *arg, int dest, const void *bytes, size_t nbytes,
 {
     mpi            *self = arg;
     const smp_host *host = self->host;
-    size_t          total = sizeof(head) + nblocks * sizeof(uint64_t) + padded(nbytes);
+    size_t          total = smp_mpi_head_bytes(host, nbytes, blocks, nblocks);
     transfer       *t = NULL;
-    uint64_t       *sizes;
-    uint8_t        *at;
 
-    for (size_t i = 0; i < nblocks; i++) {
-        size_t size = host->block_bytes(blocks[i]);
-
-        total += size <= INLINE_BYTES ? padded(size) : 0;
-    }
     if (total <= INT32_MAX) { /* more cannot be one MPI message */
         t = new_outgoing(dest, total, nblocks);
     }
@@ -470,21 +500,12 @@ mpi_send(void *arg, int dest, const void *bytes, size_t nbytes,
         }
         return SMP_ERR_NO_MEMORY;
     }
-    *(head *)(void *)t->head = (head){MAGIC, HEAD_MESSAGE, nbytes, nblocks};
-    sizes = (uint64_t *)(void *)(t->head + sizeof(head));
-    at = (uint8_t *)(sizes + nblocks);
-    if (nbytes != 0) {
-        memcpy(at, bytes, nbytes);
-    }
-    at += padded(nbytes);
+    smp_mpi_head_write(host, t->head, bytes, nbytes, blocks, nblocks);
     for (size_t i = 0; i < nblocks; i++) {
-        sizes[i] = host->block_bytes(blocks[i]);
-        if (sizes[i] <= INLINE_BYTES) {
-            memcpy(at, host->block_data(blocks[i]), sizes[i]);
-            at += padded(sizes[i]);
-            host->block_release(blocks[i]);
-        } else {
+        if (smp_mpi_follows(host, blocks[i])) {
             t->blocks[t->nblocks++] = blocks[i];
+        } else {
+            host->block_release(blocks[i]);
         }
     }
     enqueue(self, t);
@@ -505,6 +526,7 @@ static bool
 start_next(mpi *self)
 {
     transfer *t;
+    peer     *p;
 
     if (atomic_load(&self->queued) == 0) {
         return false;
@@ -514,22 +536,37 @@ start_next(mpi *self)
     t = take_first(&self->queue);
     atomic_fetch_sub(&self->queued, 1);
     smp_lock_release(&self->lock);
-    if (self->lost[t->rank]) {
+    p = &self->peers[t->rank];
+    if (p->gone) {
         transfer_free(self->host, t);
         return true;
     }
-    self->nsending++;
-    if (!make_room(self, 1)) {
+    p->sending++;
+    if (!make_room(&self->sends, 1)) {
         give_up(self, t->rank, SMP_ERR_NO_MEMORY);
     } else if (start(self, t, t->head, t->head_bytes, TAG_HEAD)) {
         for (size_t i = 0; i < t->nblocks && start_block(self, t, t->blocks[i]); i++) {
         }
     }
     if (t->pending == 0) {
-        self->nsending--;
+        p->sending--;
         transfer_free(self->host, t);
     }
     return true;
+}
+
+/* What is queued goes nowhere any more. */
+static void
+drop_queue(mpi *self)
+{
+    transfers all;
+
+    smp_lock_acquire(&self->lock);
+    all = self->queue;
+    self->queue = (transfers){0};
+    atomic_store(&self->queued, 0);
+    smp_lock_release(&self->lock);
+    free_all(self->host, &all);
 }
 
 /* ---------------------------------------------------------------------- progress */
@@ -541,53 +578,53 @@ ended(mpi *self, transfer *t, bool failed)
     smp_jitter();
     t->pending--;
     if (failed) {
-        give_up(self, t->rank, SMP_ERR_PEER_LOST);
+        request_failed(self, t);
     }
     if (t->incoming) {
         advance(self, t->rank);
     } else if (t->pending == 0) {
-        self->nsending--;
+        self->peers[t->rank].sending--;
         transfer_free(self->host, t);
     }
 }
 
 /* Tests some requests, in turn; true: some have ended. */
 static bool
-test_some(mpi *self)
+test_some(mpi *self, requests *all)
 {
     int        indices[TESTED];
     MPI_Status statuses[TESTED];
     transfer  *owners[TESTED];
-    size_t     first = self->tested < self->nrequests ? self->tested : 0;
-    size_t     n = self->nrequests - first;
+    size_t     first = all->tested < all->n ? all->tested : 0;
+    size_t     n = all->n - first;
     int        count = 0;
     int        result;
-    size_t     kept;
 
     if (n == 0) {
         return false;
     }
     n = n < TESTED ? n : TESTED;
-    self->tested = first + n;
+    all->tested = first + n;
     for (size_t i = 0; i < n; i++) {
         statuses[i].MPI_ERROR = MPI_SUCCESS;
     }
-    result = MPI_Testsome((int)n, self->requests + first, &count, indices, statuses);
+    result = MPI_Testsome((int)n, all->under_way + first, &count, indices, statuses);
     if (count == MPI_UNDEFINED || count == 0) {
         return false;
     }
     for (int i = 0; i < count; i++) {
-        owners[i] = self->owners[first + (size_t)indices[i]];
-        self->owners[first + (size_t)indices[i]] = NULL;
+        owners[i] = all->owners[first + (size_t)indices[i]];
+        all->owners[first + (size_t)indices[i]] = NULL;
     }
-    kept = first; /* close the gaps before the owners start new requests */
-    for (size_t i = first; i < self->nrequests; i++) {
-        if (self->owners[i] != NULL) {
-            self->owners[kept] = self->owners[i];
-            self->requests[kept++] = self->requests[i];
+    for (size_t i = first; i < first + n && i < all->n;) {
+        if (all->owners[i] == NULL) { /* its place is for the last one */
+            all->n--;
+            all->owners[i] = all->owners[all->n];
+            all->under_way[i] = all->under_way[all->n];
+        } else {
+            i++;
         }
     }
-    self->nrequests = kept;
     for (int i = 0; i < count; i++) {
         ended(self, owners[i],
               result == MPI_ERR_IN_STATUS && statuses[i].MPI_ERROR != MPI_SUCCESS);
@@ -600,7 +637,7 @@ static int64_t
 pause_for(mpi *self)
 {
     bool    waiting = self->host->waiting(self->host->comm);
-    int64_t idle = now_ns() - self->moved_ns;
+    int64_t idle = smp_clock_ns() - self->moved_ns;
     int64_t longest = waiting ? PAUSE_WAITING_NS : PAUSE_NS;
 
     if (idle < (waiting ? HARD_WAITING_NS : HARD_NS)) {
@@ -623,27 +660,35 @@ mpi_progress(void *arg)
     bool    moved = false;
     int     rounds;
 
-    if (self->npeers == 0 || !enter(self)) {
+    if (self->npeers == 0) {
+        return -1;
+    }
+    look_at_lifelines(self);
+    if (!enter(self)) {
+        atomic_store(&self->awake, false);
+        drop_queue(self);
         return -1;
     }
     rounds = atomic_load(&self->awake) ? ROUNDS : 1;
-    for (int round = 0; round < rounds; round++) {
+    for (int round = 0; round < rounds && !self->over; round++) {
         bool now = false;
 
-        for (int i = 0; i < PROBED && start_next(self); i++) {
+        for (int i = 0; i < PROBED && !self->over && start_next(self); i++) {
             now = true;
         }
-        for (int i = 0; i < PROBED && probe(self); i++) {
+        for (int i = 0; i < PROBED && !self->over && probe(self); i++) {
             now = true;
         }
-        now = test_some(self) || now;
+        now = (!self->over && test_some(self, &self->receives)) || now;
+        now = (!self->over && test_some(self, &self->sends)) || now;
         moved = moved || now;
         if (!now) {
             sched_yield(); /* the core may be this rank's only one */
         }
+        look_at_lifelines(self);
     }
     if (moved) {
-        self->moved_ns = now_ns();
+        self->moved_ns = smp_clock_ns();
         self->host->moved(self->host->comm);
     }
     pause = pause_for(self);
@@ -654,37 +699,42 @@ mpi_progress(void *arg)
 static bool
 say_goodbye(mpi *self, int rank)
 {
-    transfer *t = new_outgoing(rank, sizeof(head), 0);
+    transfer *t = new_outgoing(rank, SMP_MPI_GOODBYE_BYTES, 0);
 
     if (t == NULL) {
         return false;
     }
-    *(head *)(void *)t->head = (head){.magic = MAGIC, .kind = HEAD_GOODBYE};
+    smp_mpi_goodbye_write(t->head);
     enqueue(self, t);
     return true;
 }
 
-/* Done when all is sent and the others have said goodbye too: only then nothing can
- * arrive for a communicator that does not exist any more. */
+/* Nothing is on its way between us any more, so nothing can arrive for a communicator
+ * that does not exist. */
+static bool
+is_parted(const peer *p)
+{
+    return p->fd < 0 || (p->left && p->arrived && p->sending == 0);
+}
+
 static bool
 mpi_finish(void *arg)
 {
     mpi *self = arg;
-    bool done = self->goodbye;
+    bool done = true;
 
-    if (self->npeers == 0 || atomic_load(&self->ended)) {
+    if (self->npeers == 0 || self->over || atomic_load(&self->ended)) {
         return true;
     }
-    for (int r = 0; r < self->host->size && !self->goodbye; r++) {
-        if (self->peers[r] && !self->lost[r]) {
-            say_goodbye(self, r);
+    for (int r = 0; r < self->host->size; r++) {
+        peer *p = &self->peers[r];
+
+        if (p->fd >= 0 && !p->gone) {
+            p->said_goodbye = p->said_goodbye || say_goodbye(self, r);
+            done = done && is_parted(p);
         }
     }
-    self->goodbye = true;
-    for (int r = 0; r < self->host->size; r++) {
-        done = done && (!self->peers[r] || self->left[r] || self->lost[r]);
-    }
-    return done && self->nsending == 0 && atomic_load(&self->queued) == 0;
+    return done;
 }
 
 /* ------------------------------------------------------------ setup and teardown */
@@ -724,7 +774,6 @@ smp_mpi_usable(void)
 static smp_status
 mpi_create(const smp_host *host, void **out)
 {
-    size_t     size = (size_t)host->size;
     smp_status status = smp_mpi_usable();
     mpi       *self;
 
@@ -738,35 +787,42 @@ mpi_create(const smp_host *host, void **out)
     }
     self->host = host;
     self->comm = MPI_COMM_NULL;
-    self->peers = calloc(size, sizeof(bool));
-    self->left = calloc(size, sizeof(bool));
-    self->lost = calloc(size, sizeof(bool));
-    self->incoming = calloc(size, sizeof(transfers));
-    status = SMP_ERR_NO_MEMORY;
-    if (self->peers == NULL || self->left == NULL || self->lost == NULL ||
-        self->incoming == NULL) {
+    self->epoll = -1;
+    self->watch = (smp_watch){lifelines_ready, self};
+    self->peers = calloc((size_t)host->size, sizeof(peer));
+    if (self->peers == NULL) {
+        status = SMP_ERR_NO_MEMORY;
+        goto err_free;
+    }
+    for (int r = 0; r < host->size; r++) {
+        peer *p = &self->peers[r];
+
+        *p = (peer){.self = self, .rank = r, .fd = -1};
+    }
+    status = smp_tcp_door_open(host->rank, host->interface, &self->door);
+    if (status != SMP_OK) {
         goto err_free;
     }
     status = SMP_ERR_SYSTEM;
     if (MPI_Comm_create_keyval(MPI_COMM_NULL_COPY_FN, mpi_ends, &self->keyval, NULL) !=
         MPI_SUCCESS) {
-        goto err_free;
+        goto err_close_door;
     }
     if (MPI_Comm_set_attr(MPI_COMM_SELF, self->keyval, self) != MPI_SUCCESS) {
         goto err_free_keyval;
     }
     smp_lock_init(&self->lock, SMP_LOCK_OUTBOX);
     smp_mpi_card_fill(&self->card);
+    self->card.door = self->door.card;
     *out = self;
     return SMP_OK;
 
 err_free_keyval:
     MPI_Comm_free_keyval(&self->keyval);
+err_close_door:
+    smp_tcp_door_close(&self->door);
 err_free:
     free(self->peers);
-    free(self->left);
-    free(self->lost);
-    free(self->incoming);
     free(self);
     return status;
 }
@@ -780,46 +836,128 @@ mpi_get_card(void *arg, size_t *bytes)
     return &self->card;
 }
 
+/* Makes the lifelines ours, whatever it returns. */
+static smp_status
+take_lifelines(mpi *self, const int *fds, int *failed)
+{
+    const smp_host *host = self->host;
+    smp_status      status = SMP_OK;
+
+    for (int r = 0; r < host->size; r++) {
+        smp_status its = SMP_OK;
+
+        if (fds[r] < 0) {
+            continue;
+        }
+        self->peers[r].fd = fds[r];
+        if (!smp_lifeline_watch_over(fds[r])) {
+            its = SMP_ERR_SYSTEM;
+        } else {
+            its = host->close_in_child(fds[r]);
+        }
+        if (its != SMP_OK && status == SMP_OK) {
+            *failed = r;
+            status = its;
+        }
+    }
+    return status;
+}
+
+/* Lifelines to those that are wanted, and a communicator of all. */
+static smp_status
+meet(mpi *self, const void *const *cards, const int *ranks, const bool *wanted,
+     const smp_patience *patience, int *failed)
+{
+    const smp_host *host = self->host;
+    smp_patience    half = smp_patience_half(patience);
+    int            *fds = calloc((size_t)host->size, sizeof(*fds));
+    smp_status      status;
+    smp_status      taken;
+
+    if (fds == NULL) {
+        return SMP_ERR_NO_MEMORY;
+    }
+    for (int r = 0; r < host->size; r++) {
+        fds[r] = -1;
+    }
+    status = smp_mpi_meet(&self->door, host->job, host->rank, host->size, cards, wanted,
+                          &half, fds, failed);
+    taken = take_lifelines(self, fds, failed);
+    status = status == SMP_OK ? taken : status;
+    if (status == SMP_OK) {
+        status = smp_mpi_make_comm(host->job, ranks, host->size, fds, patience,
+                                   &self->comm, failed);
+    }
+    free(fds);
+    return status;
+}
+
+static smp_status
+watch_lifelines(mpi *self)
+{
+    const smp_host *host = self->host;
+    smp_status      status;
+
+    self->epoll = epoll_create1(EPOLL_CLOEXEC);
+    if (self->epoll < 0) {
+        return SMP_ERR_SYSTEM;
+    }
+    status = host->close_in_child(self->epoll);
+    for (int r = 0; r < host->size && status == SMP_OK; r++) {
+        peer              *p = &self->peers[r];
+        struct epoll_event event = {.events = EPOLLIN, .data.ptr = p};
+
+        if (p->fd >= 0 && epoll_ctl(self->epoll, EPOLL_CTL_ADD, p->fd, &event) != 0) {
+            status = SMP_ERR_SYSTEM;
+        }
+    }
+    return status == SMP_OK
+               ? host->watch(host->comm, self->epoll, EPOLLIN, &self->watch)
+               : status;
+}
+
 /* Ranks on one host reach one another by shared memory or not at all, so either every
  * rank of the job wants somebody, or nobody does: all come to the same answer. */
 static smp_status
 mpi_connect(void *arg, const void *const *cards, const size_t *card_bytes,
-            const bool *wanted, int64_t deadline_ns, bool *reached, int *failed)
+            const bool *wanted, const smp_patience *patience, bool *reached,
+            int *failed)
 {
-    mpi       *self = arg;
-    int        size = self->host->size;
-    int        wants = -1;
-    int       *ranks;
-    smp_status status;
+    mpi            *self = arg;
+    const smp_host *host = self->host;
+    int             size = host->size;
+    int             wants = -1;
+    int            *ranks;
+    smp_status      status;
 
     for (int r = 0; r < size && wants < 0; r++) {
         wants = wanted[r] ? r : -1;
     }
     if (wants < 0) {
+        smp_tcp_door_close(&self->door);
         return SMP_OK;
     }
     ranks = calloc((size_t)size, sizeof(*ranks));
     if (ranks == NULL) {
         return SMP_ERR_NO_MEMORY;
     }
-    if (!smp_mpi_world_ranks(&self->card, self->host->rank, size, cards, card_bytes,
-                             ranks)) {
+    if (!smp_mpi_world_ranks(&self->card, host->rank, size, cards, card_bytes, ranks)) {
         free(ranks);
+        smp_tcp_door_close(&self->door);
         return SMP_OK; /* reaches nobody */
     }
-    status = smp_mpi_make_comm(ranks, size, deadline_ns - now_ns(), &self->comm);
+    *failed = wants;
+    status = meet(self, cards, ranks, wanted, patience, failed);
     free(ranks);
-    if (status != SMP_OK) {
-        *failed = wants;
-        return status;
+    if (status == SMP_OK) {
+        status = watch_lifelines(self);
     }
-    for (int r = 0; r < size; r++) {
+    for (int r = 0; r < size && status == SMP_OK; r++) {
         reached[r] = wanted[r];
-        self->peers[r] = wanted[r];
         self->npeers += wanted[r];
     }
-    self->moved_ns = now_ns();
-    return SMP_OK;
+    self->moved_ns = smp_clock_ns();
+    return status;
 }
 
 /* Frees those that MPI does not know any more; it may still write into the others. */
@@ -836,31 +974,59 @@ free_idle(const smp_host *host, transfers *list)
 }
 
 static void
+requests_fini(requests *all)
+{
+    free(all->under_way);
+    free(all->owners);
+}
+
+static void
+end_lifeline(peer *p)
+{
+    const mpi *self = p->self;
+
+    if (p->fd < 0) {
+        return;
+    }
+    if (!p->gone) {
+        smp_lifeline_say(p->fd, SMP_MPI_LEFT);
+    }
+    self->host->forget_fd(p->fd);
+    close(p->fd);
+}
+
+static void
 mpi_destroy(void *arg)
 {
     mpi *self = arg;
-    bool all_left = true;
+    bool parted =
+        self->comm != MPI_COMM_NULL && self->sends.n == 0 && self->receives.n == 0;
 
     for (int r = 0; r < self->host->size; r++) {
-        free_idle(self->host, &self->incoming[r]);
-        all_left = all_left && (!self->peers[r] || self->left[r]);
+        free_idle(self->host, &self->peers[r].incoming);
+        parted = parted && is_parted(&self->peers[r]);
     }
     free_all(self->host, &self->queue);
-    if (enter(self)) {
-        if (self->comm != MPI_COMM_NULL && all_left && self->nrequests == 0) {
-            MPI_Comm_free(&self->comm);
-        }
+    if (parted && enter(self)) {
+        MPI_Comm_free(&self->comm);
         leave(self);
+    }
+    if (!atomic_load(&self->ended)) {                      /* these speak to nobody */
         MPI_Comm_delete_attr(MPI_COMM_SELF, self->keyval); /* runs mpi_ends */
         MPI_Comm_free_keyval(&self->keyval);
     }
+    for (int r = 0; r < self->host->size; r++) {
+        end_lifeline(&self->peers[r]);
+    }
+    if (self->epoll >= 0) {
+        self->host->forget_fd(self->epoll);
+        close(self->epoll);
+    }
+    smp_tcp_door_close(&self->door);
     smp_lock_fini(&self->lock);
-    free(self->requests);
-    free(self->owners);
-    free(self->incoming);
+    requests_fini(&self->sends);
+    requests_fini(&self->receives);
     free(self->peers);
-    free(self->left);
-    free(self->lost);
     free(self);
 }
 

@@ -20,6 +20,7 @@
 #include <stdint.h>
 #include <sys/types.h>
 
+#include "comm/patience.h"
 #include "common/status.h"
 
 #define SMP_TOKEN_BYTES 16
@@ -64,7 +65,7 @@ typedef struct {
     int      socket; /* owned by the receiver of this struct, as all descriptors */
     int      segment_fd;
     int      kick_fd;
-    pid_t    pid;
+    pid_t    pid; /* 0: this pid namespace does not see the process */
     uint64_t arena_bytes;
 } smp_shm_guest;
 
@@ -75,6 +76,9 @@ smp_status smp_shm_door_open(int rank, smp_shm_door *door);
 /* Removes the file.  Twice is fine. */
 void smp_shm_door_close(smp_shm_door *door);
 
+/* Removes a rank's file if nobody listens there any more: it has died. */
+void smp_shm_remove_dead(const char *path);
+
 /* Whether bytes are the card of `rank`. */
 bool smp_shm_card_ok(const void *bytes, size_t n, int rank);
 
@@ -83,10 +87,11 @@ bool smp_shm_hello_ok(const smp_shm_hello *hello, const smp_shm_self *self, int 
                       const smp_shm_card *own, const smp_shm_card *theirs);
 
 /* Meets each rank r whose cards[r] is not NULL and whose file is reachable; fills
- * guests[r] and sets met[r].  SMP_ERR_TIMED_OUT with *failed, SMP_ERR_NO_MEMORY;
- * what was met before a failure is in guests all the same. */
+ * guests[r] and sets met[r].  With *failed: SMP_ERR_TIMED_OUT; SMP_ERR_PEER_LOST: it
+ * has died or given up, and its file is gone.  SMP_ERR_INTERRUPTED, SMP_ERR_NO_MEMORY.
+ * What was met before a failure is in guests all the same. */
 smp_status smp_shm_meet(smp_shm_door *door, const smp_shm_self *self,
-                        const smp_shm_card *const *cards, int64_t deadline_ns,
+                        const smp_shm_card *const *cards, const smp_patience *patience,
                         smp_shm_guest *guests, bool *met, int *failed);
 
 #endif

@@ -26,7 +26,11 @@
 
 /* State of a slot of the arena, in shared memory.  Giving a block back is one store of
  * SMP_SLOT_FREE, by whoever holds it; all other stores are the owner's. */
-enum { SMP_SLOT_FREE = 0, SMP_SLOT_TAKEN = 1 };
+enum {
+    SMP_SLOT_FREE = 0,
+    SMP_SLOT_TAKEN = 1,
+    SMP_SLOT_SENT = 2 /* of a device card: it is not its owner's any more */
+};
 
 typedef struct {
     _Atomic uint32_t  references;

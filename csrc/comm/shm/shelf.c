@@ -13,9 +13,14 @@ smp_shelf_take(smp_shelf *shelves)
         if (atomic_compare_exchange_strong(&shelf->taken, &free, 1)) {
             atomic_store(&shelf->read, 0);
             atomic_store(&shelf->failed, 0);
+            atomic_store(&shelf->holds, 0);
             atomic_store(&shelf->waits, 0);
+            atomic_store(&shelf->stuck, 0);
+            atomic_store(&shelf->sure, 0);
             atomic_store(&shelf->slots[0].notice.step, 0);
             atomic_store(&shelf->slots[1].notice.step, 0);
+            shelf->slots[0].notice.sequence = 0; /* no operation yet */
+            shelf->slots[1].notice.sequence = 0;
             memset(shelf->slots[0].data, 0, SMP_SHELF_MEMBERS * sizeof(uint64_t));
             smp_bell_get_up(&shelf->bell);
             return shelf;

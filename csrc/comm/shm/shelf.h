@@ -16,10 +16,13 @@
 #include "comm/shm/bell.h"
 
 /* How many groups a rank can be in at once. */
-#define SMP_SHELVES 64
+#define SMP_SHELVES 256
 
 /* How many members a group can have. */
 #define SMP_SHELF_MEMBERS 1024
+
+/* Of what a member says when it gives up. */
+#define SMP_WHY_BYTES 704
 
 #define SMP_SLOT_BYTES ((size_t)64 << 10)
 
@@ -37,7 +40,12 @@ typedef struct {
     double           factor;
     uint64_t         in; /* addresses in the member's memory */
     uint64_t         out;
+    uint32_t         kind;      /* smp_kind: what the elements are to the caller */
+    uint8_t          on_device; /* SMP_NOTICE_*, or 0 */
+    uint8_t          sparse;    /* as in smp_call */
 } smp_notice;
+
+enum { SMP_NOTICE_GATHERS = 1, SMP_NOTICE_MEETS };
 
 typedef struct {
     _Alignas(64) smp_notice notice;
@@ -54,9 +62,12 @@ typedef struct {
     _Alignas(64) smp_bell bell; /* written by all members */
     _Alignas(64) _Atomic uint64_t read; /* the last step whose reading is over */
     _Atomic uint64_t waits;  /* the step for which the member sleeps; 0: it does not */
+    _Atomic uint64_t stuck;  /* comm/collective/deadlock.h: a token, or 0, */
+    _Atomic uint64_t sure;   /* ... and one with which it has found a ring */
     _Atomic uint32_t failed; /* smp_status: the member has given up */
+    _Atomic uint32_t holds;  /* 1: it may have the other members' device memory open */
     char             name[64]; /* of the group, for errors */
-    char             why[256];
+    char             why[SMP_WHY_BYTES];
     _Alignas(64) smp_slot slots[2];
 } smp_shelf;
 

@@ -12,20 +12,28 @@
  * of the sends, and the receiver takes both in that order.
  */
 #define _GNU_SOURCE
+#include <poll.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/epoll.h>
+#include <sys/socket.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
 #include "comm/block.h"
 #include "comm/fork.h"
+#include "comm/neighbour.h"
 #include "comm/shm/meet.h"
 #include "comm/shm/record.h"
 #include "comm/shm/stream.h"
 #include "comm/transport.h"
 #include "common/jitter.h"
 #include "common/lock.h"
+
+#ifndef SO_PEERPIDFD /* older C libraries */
+#    define SO_PEERPIDFD 77
+#endif
 
 /* A record that waits for room in the ring. */
 typedef struct waiting {
@@ -34,15 +42,19 @@ typedef struct waiting {
     uint64_t        record[];
 } waiting;
 
+/* How long a process may take to end once it has closed its connections. */
+#define DYING_MS 1000
+
 typedef struct shm shm;
 
 typedef struct {
     shm         *self; /* borrowed */
     int          rank;
-    pid_t        pid;
-    smp_segment *segment; /* owned: one reference; the peer's */
-    int          pid_fd;  /* owned: readable when it is dead; -1: the kernel has none */
-    int          kick_fd; /* owned: wakes its progress thread */
+    pid_t        pid;      /* 0: not seen from this pid namespace */
+    char         file[64]; /* which it removes when it has met all, if it lives */
+    smp_segment *segment;  /* owned: one reference; the peer's */
+    int          pid_fd;   /* owned: readable when it is dead; -1: the socket tells */
+    int          kick_fd;  /* owned: wakes its progress thread */
     smp_stream   stream;
 
     smp_ring_consumer consumer; /* receiving thread only, like all up to `broken` */
@@ -191,8 +203,10 @@ put_record(peer *p, smp_record_kind kind, const void *bytes, size_t nbytes,
 
         switch (smp_record_place(block, host->segment)) {
         case SMP_IN_ARENA: /* the receiver has it now */
-        case SMP_ON_DEVICE:
             smp_block_forget(block);
+            break;
+        case SMP_ON_DEVICE:
+            smp_block_hand_over(block);
             break;
         case SMP_IN_RECORD:
             smp_block_release(block);
@@ -534,9 +548,24 @@ shm_finish(void *arg)
 
 /* -------------------------------------------------------- setup and teardown */
 
+/* A descriptor that is readable when the process at the other end is dead; -1: there is
+ * none.  Asking the socket works across pid namespaces (Linux 6.5). */
+static int
+open_pidfd(const smp_shm_guest *guest)
+{
+    int       fd;
+    socklen_t bytes = sizeof(fd);
+
+    if (getsockopt(guest->socket, SOL_SOCKET, SO_PEERPIDFD, &fd, &bytes) == 0) {
+        return fd;
+    }
+    return guest->pid == 0 ? -1 : (int)syscall(SYS_pidfd_open, guest->pid, 0);
+}
+
 /* Takes the guest's descriptors, whatever it returns. */
 static smp_status
-peer_create(shm *self, int rank, const smp_shm_guest *guest, peer **out)
+peer_create(shm *self, int rank, const smp_shm_guest *guest, const char *file,
+            peer **out)
 {
     const smp_host *host = self->host;
     smp_status      status;
@@ -555,8 +584,9 @@ peer_create(shm *self, int rank, const smp_shm_guest *guest, peer **out)
     p->self = self;
     p->rank = rank;
     p->pid = guest->pid;
+    snprintf(p->file, sizeof(p->file), "%s", file);
     p->kick_fd = guest->kick_fd;
-    p->pid_fd = (int)syscall(SYS_pidfd_open, guest->pid, 0);
+    p->pid_fd = open_pidfd(guest);
     p->consumer.ring = &host->segment->rings[rank];
     p->producer.ring = &p->segment->rings[host->rank];
     p->socket_watch = (smp_watch){socket_ready, p};
@@ -591,6 +621,23 @@ err_close:
     return status;
 }
 
+/* A rank that was killed before it had met all has left its file.  Its connection to us
+ * may end a moment before it stops to listen. */
+static void
+remove_file_of_dead(const peer *p)
+{
+    struct pollfd hung_up = {.fd = p->stream.fd, .events = POLLRDHUP};
+    struct pollfd dead = {.fd = p->pid_fd, .events = POLLIN};
+
+    if (access(p->file, F_OK) == 0 &&
+        (smp_comm_gone(p->self->host->comm, p->rank) || poll(&hung_up, 1, 0) > 0)) {
+        if (p->pid_fd >= 0) {
+            poll(&dead, 1, DYING_MS);
+        }
+        smp_shm_remove_dead(p->file);
+    }
+}
+
 static void
 shm_destroy(void *arg)
 {
@@ -598,6 +645,9 @@ shm_destroy(void *arg)
 
     if (self->peers != NULL) {
         for (int r = 0; r < self->host->size; r++) {
+            if (self->peers[r] != NULL) {
+                remove_file_of_dead(self->peers[r]);
+            }
             peer_destroy(self->peers[r]);
         }
     }
@@ -666,7 +716,8 @@ read_cards(int size, const void *const *cards, const size_t *card_bytes,
 
 static smp_status
 shm_connect(void *arg, const void *const *cards, const size_t *card_bytes,
-            const bool *wanted, int64_t deadline_ns, bool *reached, int *failed)
+            const bool *wanted, const smp_patience *patience, bool *reached,
+            int *failed)
 {
     shm                 *self = arg;
     const smp_host      *host = self->host;
@@ -693,10 +744,11 @@ shm_connect(void *arg, const void *const *cards, const size_t *card_bytes,
         goto out;
     }
     status =
-        smp_shm_meet(&self->door, &me, readable, deadline_ns, guests, reached, failed);
+        smp_shm_meet(&self->door, &me, readable, patience, guests, reached, failed);
     for (int r = 0; r < host->size; r++) {
         if (reached[r]) {
-            smp_status made = peer_create(self, r, &guests[r], &self->peers[r]);
+            smp_status made =
+                peer_create(self, r, &guests[r], readable[r]->path, &self->peers[r]);
 
             if (made != SMP_OK && status == SMP_OK) {
                 status = made;

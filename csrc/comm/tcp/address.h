@@ -4,8 +4,8 @@
  * The choice is made from the cards of all ranks, so that every rank makes the same:
  *
  *   1. Loopback, when all ranks have one network (the same network namespace).
- *   2. Else the address that most of the ranks of other networks have a neighbour of
- * (an address in the same subnet, and not the same one: every host has a bridge
+ *   2. Else the address that most of the ranks of other networks have a neighbour of:
+ *      an address in the same subnet, and not the same one (every host has a bridge
  *      172.17.0.1).  Among equals, the one that leads to the world, then the first.
  *
  * With comm_interface a rank offers only what that names, and 1. does not apply.

@@ -54,6 +54,7 @@ typedef struct {
 
 typedef struct {
     const smp_tcp_self *self;
+    const smp_patience *patience;
     int                 listening; /* -1: nobody calls us */
     int                *fds;
     bool               *met;
@@ -439,8 +440,7 @@ attend_talk(meeting *m, int i)
 static void
 attend(meeting *m, int64_t until_ns)
 {
-    int     n = m->ntalks;
-    int64_t wait_ms = (until_ns - smp_clock_ns()) / SMP_NS_PER_MS + 1;
+    int n = m->ntalks;
 
     for (int i = 0; i < n; i++) {
         short events = m->talks[i].step == TALK_CALLING ? POLLOUT : POLLIN;
@@ -448,8 +448,7 @@ attend(meeting *m, int64_t until_ns)
         m->polled[i] = (struct pollfd){.fd = m->talks[i].fd, .events = events};
     }
     m->polled[n] = (struct pollfd){.fd = m->listening, .events = POLLIN};
-    if (poll(m->polled, (nfds_t)n + 1,
-             wait_ms < 0 ? 0 : (wait_ms < 1000 ? (int)wait_ms : 1000)) <= 0) {
+    if (poll(m->polled, (nfds_t)n + 1, smp_patience_ms(m->patience, until_ns)) <= 0) {
         return;
     }
     for (int i = n; i-- > 0;) { /* backwards: a removed one is replaced by the last */
@@ -464,9 +463,9 @@ attend(meeting *m, int64_t until_ns)
 
 /* Calls those whose time has come; when the next one's comes. */
 static int64_t
-call_all(meeting *m, int64_t deadline_ns)
+call_all(meeting *m)
 {
-    int64_t next = deadline_ns;
+    int64_t next = m->patience->deadline_ns;
     int64_t now = smp_clock_ns();
 
     for (int r = 0; r < m->self->rank; r++) {
@@ -553,14 +552,15 @@ smp_tcp_own_address(const smp_tcp_door *door, const smp_tcp_self *self,
 
 smp_status
 smp_tcp_meet(smp_tcp_door *door, const smp_tcp_self *self,
-             const smp_tcp_card *const *cards, const bool *wanted, int64_t deadline_ns,
-             int *fds, bool *met)
+             const smp_tcp_card *const *cards, const bool *wanted,
+             const smp_patience *patience, int *fds, bool *met)
 {
     size_t     room = (size_t)self->size + STRANGERS;
     smp_status status = SMP_ERR_NO_MEMORY;
     int        own = -1;
     meeting    m = {
            .self = self,
+           .patience = patience,
            .listening = -1,
            .fds = fds,
            .met = met,
@@ -585,8 +585,14 @@ smp_tcp_meet(smp_tcp_door *door, const smp_tcp_self *self,
             goto out;
         }
     }
-    while (m.nexpected != 0 && smp_clock_ns() < deadline_ns) {
-        attend(&m, call_all(&m, deadline_ns));
+    while (m.nexpected != 0 && status == SMP_OK) {
+        status = smp_patience_left(patience, smp_clock_ns());
+        if (status == SMP_OK) {
+            attend(&m, call_all(&m));
+        }
+    }
+    if (status == SMP_ERR_TIMED_OUT) { /* who has not come is not met */
+        status = SMP_OK;
     }
     while (m.ntalks != 0) {
         drop_talk(&m, m.ntalks - 1);

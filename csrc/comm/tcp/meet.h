@@ -22,6 +22,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "comm/patience.h"
 #include "comm/tcp/address.h"
 #include "comm/tcp/proof.h"
 #include "common/status.h"
@@ -100,11 +101,11 @@ void smp_tcp_prove(const smp_tcp_self *self, bool calls, const smp_tcp_hello *ca
 
 /* Meets each rank r with wanted[r] whose cards[r] is not NULL; the card of self->rank
  * is the door's.  Fills fds[r] with a connected socket that does not block, the
- * caller's, and sets met[r].  A rank that does not answer until deadline_ns is not met.
- * SMP_ERR_NO_MEMORY, SMP_ERR_SYSTEM; what was met before a failure is in fds all the
- * same. */
+ * caller's, and sets met[r].  A rank that does not answer in time is not met.
+ * SMP_ERR_NO_MEMORY, SMP_ERR_SYSTEM, SMP_ERR_INTERRUPTED; what was met before a failure
+ * is in fds all the same. */
 smp_status smp_tcp_meet(smp_tcp_door *door, const smp_tcp_self *self,
                         const smp_tcp_card *const *cards, const bool *wanted,
-                        int64_t deadline_ns, int *fds, bool *met);
+                        const smp_patience *patience, int *fds, bool *met);
 
 #endif

@@ -462,24 +462,16 @@ tcp_card(void *arg, size_t *bytes)
     return &self->door.card;
 }
 
-/* Half of the time, so that a network that swallows everything leaves the other half to
- * the transports that come after. */
-static int64_t
-patience(int64_t deadline_ns)
-{
-    int64_t now = smp_clock_ns();
-
-    return deadline_ns == SMP_NEVER ? SMP_NEVER : now + (deadline_ns - now) / 2;
-}
-
 static smp_status
 tcp_connect(void *arg, const void *const *cards, const size_t *card_bytes,
-            const bool *wanted, int64_t deadline_ns, bool *reached, int *failed)
+            const bool *wanted, const smp_patience *patience, bool *reached,
+            int *failed)
 {
     tcp            *self = arg;
     const smp_host *host = self->host;
     int            *fds = calloc((size_t)host->size, sizeof(*fds));
     smp_tcp_self    me = {.rank = host->rank, .size = host->size, .job = host->job};
+    smp_patience    half = smp_patience_half(patience);
     smp_tcp_cards   others;
     smp_status      status = SMP_ERR_NO_MEMORY;
 
@@ -490,8 +482,8 @@ tcp_connect(void *arg, const void *const *cards, const size_t *card_bytes,
     if (status != SMP_OK) {
         goto out;
     }
-    status = smp_tcp_meet(&self->door, &me, others.readable, wanted,
-                          patience(deadline_ns), fds, reached);
+    status =
+        smp_tcp_meet(&self->door, &me, others.readable, wanted, &half, fds, reached);
     smp_tcp_cards_free(&others);
     for (int r = 0; r < host->size; r++) {
         if (reached[r]) {

@@ -16,7 +16,7 @@ typedef enum {
 } smp_ucx_am_kind;
 
 typedef struct {
-    uint64_t pass; /* the receiver's; see lifeline.h */
+    uint64_t pass; /* the receiver's; see introduction.h */
     uint32_t kind; /* smp_ucx_am_kind */
     int32_t  from; /* rank */
     uint64_t

@@ -3,7 +3,8 @@
 
 #include <stdbool.h>
 #include <stdlib.h>
-#include <string.h>
+
+#include "comm/body.h"
 
 /* A block that arrived before its message's head. */
 typedef struct early {
@@ -91,44 +92,6 @@ place(const smp_host *host, smp_ucx_arrival *m, uint64_t index, smp_block *block
     return SMP_OK;
 }
 
-/* Fills in the bytes and the blocks that are in the body. */
-static smp_status
-unpack(const smp_host *host, smp_ucx_arrival *m, const uint8_t *at, size_t left)
-{
-    smp_message *message = m->message;
-
-    if (message->nbytes > left || smp_ucx_padded(message->nbytes) > left) {
-        return SMP_ERR_MALFORMED;
-    }
-    if (message->nbytes != 0) {
-        memcpy(message->bytes, at, message->nbytes);
-    }
-    at += smp_ucx_padded(message->nbytes);
-    left -= smp_ucx_padded(message->nbytes);
-    for (size_t i = 0; i < message->nblocks; i++) {
-        size_t     size = m->sizes[i];
-        smp_status status;
-
-        if (size > SMP_UCX_INLINE) {
-            m->missing++;
-            continue;
-        }
-        if (smp_ucx_padded(size) > left) {
-            return SMP_ERR_MALFORMED;
-        }
-        status = host->block(host->comm, size, &message->blocks[i]);
-        if (status != SMP_OK) {
-            return status;
-        }
-        if (size != 0) {
-            memcpy(host->block_data(message->blocks[i]), at, size);
-        }
-        at += smp_ucx_padded(size);
-        left -= smp_ucx_padded(size);
-    }
-    return left == 0 ? SMP_OK : SMP_ERR_MALFORMED;
-}
-
 static smp_status
 place_early(const smp_host *host, smp_ucx_arrival *m)
 {
@@ -173,24 +136,22 @@ smp_ucx_arrivals_head(smp_ucx_arrivals *a, uint64_t number, const void *body, si
     if (status != SMP_OK) {
         return status;
     }
-    if (m->message != NULL || m->goodbye || nblocks > n / sizeof(uint64_t) ||
-        nbytes > n) {
+    if (m->message != NULL || m->goodbye) {
         return SMP_ERR_MALFORMED;
+    }
+    status = smp_body_read(a->host, a->rank, body, n, nbytes, nblocks, &m->message);
+    if (status != SMP_OK) {
+        return status;
     }
     m->sizes = malloc(nblocks * sizeof(uint64_t) + 1);
     if (m->sizes == NULL) {
         return SMP_ERR_NO_MEMORY;
     }
-    if (nblocks != 0) {
-        memcpy(m->sizes, body, nblocks * sizeof(uint64_t));
+    for (size_t i = 0; i < nblocks; i++) {
+        m->sizes[i] = smp_body_size(body, i);
+        m->missing += m->message->blocks[i] == NULL;
     }
-    status = a->host->message(a->rank, nbytes, nblocks, &m->message);
-    if (status != SMP_OK) {
-        return status;
-    }
-    status = unpack(a->host, m, (const uint8_t *)body + nblocks * sizeof(uint64_t),
-                    n - nblocks * sizeof(uint64_t));
-    return status == SMP_OK ? place_early(a->host, m) : status;
+    return place_early(a->host, m);
 }
 
 smp_status

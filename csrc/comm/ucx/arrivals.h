@@ -1,13 +1,8 @@
 /* Messages of one sender put together from parts, which may arrive in any order.
  *
- * A message has a number, a head and its larger blocks, each of which arrives by
- * itself.  The head's body is
- *
- *   u64 sizes[nblocks]     of all blocks
- *   the message's bytes    padded to 8
- *   the blocks of at most SMP_UCX_INLINE bytes, each padded to 8
- *
- * Messages come out in the order of their numbers, and a goodbye in its turn.
+ * A message has a number, a head with its body (comm/body.h) and its larger blocks,
+ * each of which arrives by itself.  Messages come out in the order of their numbers,
+ * and a goodbye in its turn.
  *
  * Ownership  What is put in belongs to the arrivals; what next() gives, to the caller.
  * Threads    one at a time.
@@ -21,8 +16,6 @@
 
 #include "comm/transport.h"
 #include "common/status.h"
-
-#define SMP_UCX_INLINE ((size_t)2048)
 
 typedef struct smp_ucx_arrival smp_ucx_arrival;
 
@@ -51,11 +44,5 @@ smp_status smp_ucx_arrivals_goodbye(smp_ucx_arrivals *a, uint64_t number);
 
 /* What comes next, if all of it is there. */
 smp_ucx_next smp_ucx_arrivals_next(smp_ucx_arrivals *a, smp_message **out);
-
-static inline size_t
-smp_ucx_padded(size_t bytes)
-{
-    return (bytes + 7) / 8 * 8;
-}
 
 #endif

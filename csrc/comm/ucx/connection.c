@@ -14,9 +14,10 @@
 
 #include "comm/clock.h"
 #include "comm/fork.h"
+#include "comm/tcp/lifeline.h"
 #include "comm/ucx/am.h"
 #include "comm/ucx/devices.h"
-#include "comm/ucx/lifeline.h"
+#include "comm/ucx/introduction.h"
 #include "comm/ucx/transfer.h"
 
 /* How long the end lets UCX close its connections. */
@@ -44,13 +45,13 @@ lifeline_ready(void *arg, uint32_t events)
     char          what;
 
     (void)events;
-    switch (smp_ucx_lifeline_hear(p->fd, &what)) {
-    case SMP_UCX_QUIET:
+    switch (smp_lifeline_hear(p->fd, &what)) {
+    case SMP_LIFELINE_QUIET:
         break;
-    case SMP_UCX_SAID:
+    case SMP_LIFELINE_SAID:
         p->arrived = p->arrived || what == SMP_UCX_ARRIVED;
         break;
-    case SMP_UCX_HUNG_UP:
+    case SMP_LIFELINE_HUNG_UP:
         p->ended = true;
         p->self->news = true;
         break;
@@ -83,7 +84,7 @@ peer_create(smp_ucx *self, int rank, int fd, smp_ucx_peer **out)
         goto err_destroy;
     }
     status = SMP_ERR_SYSTEM;
-    if (!smp_ucx_lifeline_watch_over(fd) ||
+    if (!smp_lifeline_watch_over(fd) ||
         getrandom(&p->our_pass, sizeof(p->our_pass), 0) != sizeof(p->our_pass)) {
         goto err_destroy;
     }
@@ -207,8 +208,8 @@ introduce(smp_ucx *self)
         smp_ucx_peer *p = self->peers[r];
 
         if (p != NULL && (attr.address_length > SMP_UCX_ADDRESS_BYTES ||
-                          !smp_ucx_lifeline_introduce(p->fd, p->our_pass, attr.address,
-                                                      attr.address_length))) {
+                          !smp_ucx_introduce(p->fd, p->our_pass, attr.address,
+                                             attr.address_length))) {
             drop_peer(p);
         }
     }
@@ -216,9 +217,10 @@ introduce(smp_ucx *self)
     return SMP_OK;
 }
 
-/* Hears where a peer's worker is and says hello to it. */
-static bool
-call_peer(smp_ucx *self, smp_ucx_peer *p, int64_t deadline_ns)
+/* Hears where a peer's worker is and says hello to it.  SMP_ERR_INTERRUPTED; after any
+ * other error it is not to be reached. */
+static smp_status
+call_peer(smp_ucx *self, smp_ucx_peer *p, const smp_patience *patience)
 {
     ucp_ep_params params = {.field_mask = SMP_UCP_EP_PARAM_FIELD_REMOTE_ADDRESS |
                                           SMP_UCP_EP_PARAM_FIELD_ERR_HANDLING_MODE |
@@ -227,18 +229,20 @@ call_peer(smp_ucx *self, smp_ucx_peer *p, int64_t deadline_ns)
                             .err_handler = {on_fault, p}};
     void         *address;
     ucs_code      code;
+    smp_status    status =
+        smp_ucx_be_introduced(p->fd, patience, &p->their_pass, &address);
 
-    if (smp_ucx_lifeline_meet(p->fd, deadline_ns, &p->their_pass, &address) != SMP_OK) {
-        return false;
+    if (status != SMP_OK) {
+        return status;
     }
     params.address = address;
     code = self->ucp->ucp_ep_create(self->worker, &params, &p->ep);
     free(address);
     if (code != SMP_UCS_OK) {
         p->ep = NULL;
-        return false;
+        return SMP_ERR_SYSTEM;
     }
-    return smp_ucx_say_hello(p);
+    return smp_ucx_say_hello(p) ? SMP_OK : SMP_ERR_SYSTEM;
 }
 
 /* Whether UCX reaches it by something else than the kernel's TCP. */
@@ -276,20 +280,19 @@ attend(const smp_ucx *self, smp_ucx_peer *p)
     }
     if (p->heard && !p->told) {
         p->told = true;
-        if ((!self->named && !is_fast(p)) ||
-            !smp_ucx_lifeline_say(p->fd, SMP_UCX_AGREED)) {
+        if ((!self->named && !is_fast(p)) || !smp_lifeline_say(p->fd, SMP_UCX_AGREED)) {
             drop_peer(p);
             return;
         }
     }
     if (!p->agreed) {
-        switch (smp_ucx_lifeline_hear(p->fd, &what)) {
-        case SMP_UCX_QUIET:
+        switch (smp_lifeline_hear(p->fd, &what)) {
+        case SMP_LIFELINE_QUIET:
             break;
-        case SMP_UCX_SAID:
+        case SMP_LIFELINE_SAID:
             p->agreed = what == SMP_UCX_AGREED;
             break;
-        case SMP_UCX_HUNG_UP:
+        case SMP_LIFELINE_HUNG_UP:
             drop_peer(p);
             return;
         }
@@ -299,10 +302,10 @@ attend(const smp_ucx *self, smp_ucx_peer *p)
 
 /* Sleeps until something happens at UCX or at a lifeline of those not yet met. */
 static void
-sleep_until_news(const smp_ucx *self, struct pollfd *polled, int64_t deadline_ns)
+sleep_until_news(const smp_ucx *self, struct pollfd *polled,
+                 const smp_patience *patience)
 {
-    int64_t left_ms = (deadline_ns - smp_clock_ns()) / SMP_NS_PER_MS + 1;
-    nfds_t  n = 0;
+    nfds_t n = 0;
 
     polled[n++] = (struct pollfd){.fd = self->efd, .events = POLLIN};
     for (int r = 0; r < self->host->size; r++) {
@@ -312,20 +315,22 @@ sleep_until_news(const smp_ucx *self, struct pollfd *polled, int64_t deadline_ns
             polled[n++] = (struct pollfd){.fd = p->fd, .events = POLLIN};
         }
     }
-    poll(polled, n, left_ms < 0 ? 0 : (left_ms < 1000 ? (int)left_ms : 1000));
+    poll(polled, n, smp_patience_ms(patience, SMP_NEVER));
 }
 
-/* Until each peer is met or dropped. */
+/* Until each peer is met or dropped, or the time is over.  SMP_ERR_INTERRUPTED,
+ * SMP_ERR_NO_MEMORY. */
 static smp_status
-attend_all(smp_ucx *self, int64_t deadline_ns)
+attend_all(smp_ucx *self, const smp_patience *patience)
 {
     struct pollfd *polled = calloc((size_t)self->host->size + 1, sizeof(*polled));
     bool           pending = true;
+    smp_status     status = SMP_OK;
 
     if (polled == NULL) {
         return SMP_ERR_NO_MEMORY;
     }
-    while (pending && smp_clock_ns() < deadline_ns) {
+    while (pending && status == SMP_OK) {
         while (self->ucp->ucp_worker_progress(self->worker) != 0) {
         }
         pending = false;
@@ -338,11 +343,14 @@ attend_all(smp_ucx *self, int64_t deadline_ns)
             }
         }
         if (pending && self->ucp->ucp_worker_arm(self->worker) == SMP_UCS_OK) {
-            sleep_until_news(self, polled, deadline_ns);
+            sleep_until_news(self, polled, patience);
+        }
+        if (pending) {
+            status = smp_patience_left(patience, smp_clock_ns());
         }
     }
     free(polled);
-    return SMP_OK;
+    return status == SMP_ERR_TIMED_OUT ? SMP_OK : status;
 }
 
 /* Watches what was met, drops what was not. */
@@ -391,20 +399,10 @@ take_lifelines(smp_ucx *self, const int *fds, const bool *met, int *failed)
     return status;
 }
 
-/* Half of the time, so that a network that swallows everything leaves the other half to
- * the transports that come after. */
-static int64_t
-patience(int64_t deadline_ns)
-{
-    int64_t now = smp_clock_ns();
-
-    return deadline_ns == SMP_NEVER ? SMP_NEVER : now + (deadline_ns - now) / 2;
-}
-
 /* UCX between us and those at the other end of the lifelines.  Where it does not work
  * nobody is reached, and the others hear at once that we hung up. */
 static smp_status
-meet_over_ucx(smp_ucx *self, const smp_tcp_address *own, int64_t deadline_ns)
+meet_over_ucx(smp_ucx *self, const smp_tcp_address *own, const smp_patience *patience)
 {
     if (open_worker(self, own) != SMP_OK || introduce(self) != SMP_OK) {
         return SMP_OK;
@@ -412,18 +410,26 @@ meet_over_ucx(smp_ucx *self, const smp_tcp_address *own, int64_t deadline_ns)
     for (int r = 0; r < self->host->size; r++) {
         smp_ucx_peer *p = self->peers[r];
 
-        if (p != NULL && !p->gone && !call_peer(self, p, deadline_ns)) {
-            drop_peer(p);
+        if (p != NULL && !p->gone) {
+            smp_status status = call_peer(self, p, patience);
+
+            if (status == SMP_ERR_INTERRUPTED) {
+                return status;
+            }
+            if (status != SMP_OK) {
+                drop_peer(p);
+            }
         }
     }
-    return attend_all(self, deadline_ns);
+    return attend_all(self, patience);
 }
 
 /* --------------------------------------------------------------------------- public */
 
 smp_status
 smp_ucx_connect(void *arg, const void *const *cards, const size_t *card_bytes,
-                const bool *wanted, int64_t deadline_ns, bool *reached, int *failed)
+                const bool *wanted, const smp_patience *patience, bool *reached,
+                int *failed)
 {
     smp_ucx        *self = arg;
     const smp_host *host = self->host;
@@ -431,11 +437,11 @@ smp_ucx_connect(void *arg, const void *const *cards, const size_t *card_bytes,
     smp_tcp_self    me = {.rank = host->rank, .size = host->size, .job = self->secret};
     smp_tcp_cards   others;
     smp_tcp_address own;
+    smp_patience    half = smp_patience_half(patience);
     int            *fds = calloc(size, sizeof(*fds));
     bool           *met = calloc(size, sizeof(*met));
     smp_status      status = SMP_ERR_NO_MEMORY;
 
-    deadline_ns = patience(deadline_ns);
     if (fds == NULL || met == NULL) {
         goto out;
     }
@@ -444,16 +450,24 @@ smp_ucx_connect(void *arg, const void *const *cards, const size_t *card_bytes,
         goto out;
     }
     if (smp_tcp_own_address(&self->door, &me, others.readable, &own)) {
-        status = smp_tcp_meet(&self->door, &me, others.readable, wanted, deadline_ns,
-                              fds, met);
+        status =
+            smp_tcp_meet(&self->door, &me, others.readable, wanted, &half, fds, met);
     }
     smp_tcp_cards_free(&others);
     if (status == SMP_OK) {
         status = take_lifelines(self, fds, met, failed);
+    } else {
+        for (int r = 0; r < host->size; r++) {
+            if (met[r]) {
+                close(fds[r]);
+            }
+        }
     }
     for (int r = 0; r < host->size && status == SMP_OK; r++) {
         if (self->peers[r] != NULL) {
-            status = meet_over_ucx(self, &own, deadline_ns);
+            half =
+                smp_patience_half(patience); /* of what is left, for those who came */
+            status = meet_over_ucx(self, &own, &half);
             break;
         }
     }

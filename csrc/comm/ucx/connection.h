@@ -1,8 +1,8 @@
 /* How two ranks come to be connected over UCX, and how that ends.
  *
  * They meet over TCP (comm/tcp/meet.h), tell each other where their workers are
- * (lifeline.h) and say hello over UCX.  A rank is reached when each side has heard the
- * other's hello and told so.
+ * (introduction.h) and say hello over UCX.  A rank is reached when each side has heard
+ * the other's hello and told so.
  *
  * Threads  whichever may call UCX; see transfer.h.
  */
@@ -14,7 +14,7 @@
 /* As smp_transport's. */
 smp_status smp_ucx_connect(void *self, const void *const *cards,
                            const size_t *card_bytes, const bool *wanted,
-                           int64_t deadline_ns, bool *reached, int *failed);
+                           const smp_patience *patience, bool *reached, int *failed);
 
 /* Closes UCX's connection, with all that is on its way.  Again: does nothing. */
 void smp_ucx_close_connection(smp_ucx_peer *p);

@@ -7,6 +7,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "comm/tcp/lifeline.h"
 #include "comm/tcp/meet.h"
 #include "comm/transport.h"
 #include "comm/ucx/arrivals.h"
@@ -49,7 +50,7 @@ struct smp_ucx {
     const smp_ucp  *ucp;   /* the library's */
     bool            only;  /* comm_interface names what may be used */
     bool            named; /* comm_transports asks for it */
-    char            secret[2 * SMP_PROOF_BYTES + 1];
+    char            secret[SMP_LIFELINE_SECRET];
     smp_tcp_door    door;
     ucp_context    *context; /* owned; NULL: nobody is wanted */
     ucp_worker     *worker;  /* owned */

@@ -4,6 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "comm/body.h"
 #include "comm/ucx/am.h"
 #include "common/jitter.h"
 
@@ -366,32 +367,6 @@ enqueue(smp_ucx *self, smp_ucx_outgoing *o)
     }
 }
 
-/* Bytes of the body of a message. */
-static size_t
-body_bytes(const smp_host *host, size_t nbytes, smp_block *const *blocks,
-           size_t nblocks)
-{
-    size_t total = nblocks * sizeof(uint64_t) + smp_ucx_padded(nbytes);
-
-    for (size_t i = 0; i < nblocks; i++) {
-        size_t size = host->block_bytes(blocks[i]);
-
-        total += size <= SMP_UCX_INLINE ? smp_ucx_padded(size) : 0;
-    }
-    return total;
-}
-
-/* Writes n bytes and, up to a multiple of 8, zeros. */
-static uint8_t *
-write_padded(uint8_t *at, const void *bytes, size_t n)
-{
-    if (n != 0) {
-        memcpy(at, bytes, n);
-    }
-    memset(at + n, 0, smp_ucx_padded(n) - n);
-    return at + smp_ucx_padded(n);
-}
-
 /* ------------------------------------------------------------------------- public */
 
 void
@@ -519,8 +494,7 @@ smp_ucx_send(void *arg, int dest, const void *bytes, size_t nbytes,
     const smp_host   *host = self->host;
     smp_ucx_outgoing *o =
         new_outgoing(self->peers[dest], SMP_UCX_AM_HEAD,
-                     body_bytes(host, nbytes, blocks, nblocks), nblocks);
-    uint8_t *at;
+                     smp_body_bytes(host, nbytes, blocks, nblocks), nblocks);
 
     if (o == NULL) {
         for (size_t i = 0; i < nblocks; i++) {
@@ -530,13 +504,9 @@ smp_ucx_send(void *arg, int dest, const void *bytes, size_t nbytes,
     }
     o->heads[0].first = nbytes;
     o->heads[0].second = nblocks;
-    at = write_padded(o->body + nblocks * sizeof(uint64_t), bytes, nbytes);
+    smp_body_write(host, o->body, bytes, nbytes, blocks, nblocks);
     for (size_t i = 0; i < nblocks; i++) {
-        uint64_t size = host->block_bytes(blocks[i]);
-
-        memcpy(o->body + i * sizeof(size), &size, sizeof(size));
-        if (size <= SMP_UCX_INLINE) {
-            at = write_padded(at, host->block_data(blocks[i]), size);
+        if (host->block_bytes(blocks[i]) <= SMP_BODY_INLINE) {
             host->block_release(blocks[i]);
         } else {
             o->blocks[o->nblocks++] = blocks[i];

@@ -5,23 +5,23 @@
  * UCX announces first (rendezvous), so that its bytes go straight into a block of the
  * receiver's.  UCX may deliver them in another order.
  *
- * Beside UCX there is a lifeline to each rank (see lifeline.h).  A rank is reached when
- * each side has heard the other over UCX.  Who ends says goodbye over UCX and waits
- * until the other says over the lifeline that all before it has arrived: closing a
- * connection of UCX may throw away what is on its way.
+ * Beside UCX there is a lifeline to each rank (comm/tcp/lifeline.h).  A rank is reached
+ * when each side has heard the other over UCX.  Who ends says goodbye over UCX and
+ * waits until the other says over the lifeline that all before it has arrived: closing
+ * a connection of UCX may throw away what is on its way.
  *
  * The progress thread sleeps on the worker's descriptor.  UCX has threads of its own,
  * which see to new connections.
  */
-#include <stdio.h>
 #include <stdlib.h>
 #include <sys/socket.h>
 
+#include "comm/tcp/lifeline.h"
 #include "comm/transport.h"
 #include "comm/ucx/connection.h"
 #include "comm/ucx/devices.h"
+#include "comm/ucx/introduction.h"
 #include "comm/ucx/library.h"
-#include "comm/ucx/lifeline.h"
 #include "comm/ucx/state.h"
 #include "comm/ucx/transfer.h"
 #include "common/jitter.h"
@@ -66,7 +66,7 @@ see_to(smp_ucx_peer *p)
         return;
     }
     if (p->goodbye_came) {
-        smp_ucx_lifeline_say(p->fd, SMP_UCX_ARRIVED);
+        smp_lifeline_say(p->fd, SMP_UCX_ARRIVED);
         host->left(host->comm, p->rank);
         peer_gone(p);
     } else if (p->fault != SMP_OK || p->ended) {
@@ -180,20 +180,6 @@ ucx_destroy(void *arg)
     free(self);
 }
 
-/* The lifelines' secret follows from the job's, so that nothing that is said at a port
- * of the TCP transport proves anything here. */
-static void
-derive_secret(const char *job, char secret[2 * SMP_PROOF_BYTES + 1])
-{
-    static const char purpose[] = "ucx";
-    uint8_t           proof[SMP_PROOF_BYTES];
-
-    smp_proof(job, purpose, sizeof(purpose), proof);
-    for (size_t i = 0; i < SMP_PROOF_BYTES; i++) {
-        snprintf(secret + 2 * i, 3, "%02x", proof[i]);
-    }
-}
-
 /* SMP_ERR_SYSTEM, as without the library: nobody asked for UCX by name, and this host
  * has no device for which it is worth while. */
 static smp_status
@@ -229,7 +215,7 @@ ucx_create(const smp_host *host, void **out)
     if (status != SMP_OK) {
         goto err_free;
     }
-    derive_secret(host->job, self->secret);
+    smp_lifeline_secret(host->job, "ucx", self->secret);
     smp_lock_init(&self->lock, SMP_LOCK_OUTBOX);
     *out = self;
     return SMP_OK;

@@ -1,0 +1,651 @@
+/* Halves, streams, events; and exchanges that wait for their readers to close. */
+#define _GNU_SOURCE
+#include "comm/device/exchange.h"
+
+#include <errno.h>
+#include <sched.h>
+#include <signal.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "comm/clock.h"
+#include "comm/fork.h"
+#include "common/lock.h"
+
+/* Halves begin, and are cut, at multiples of it. */
+#define UNIT ((size_t)64)
+
+/* The driver shares memory with other processes in blocks of this size: what is smaller
+ * would take others' allocations along.  [CUDA programming guide, interprocess
+ * communication] */
+#define BLOCK ((size_t)2 << 20)
+
+/* How long close waits for copies. */
+#define FINISH_NS (1 * SMP_NS_PER_S)
+
+/* What of a member is open here; of this one, what it has made itself. */
+typedef struct {
+    uint64_t base; /* both halves; 0: not open */
+    void    *filled[2];
+    void    *read[2];
+} member;
+
+struct smp_exchange {
+    const smp_driver *driver; /* set at create, like all up to members */
+    uint32_t          generation;
+    int               number; /* of the device */
+    int               device; /* as the driver calls it */
+    void             *context;
+    int               size;
+    int               self;
+    void             *fill; /* owned: streams */
+    void             *drain;
+    member           *members; /* owned: [size] */
+
+    size_t           half;   /* bytes */
+    uint64_t         round;  /* to be filled or drained next */
+    _Atomic bool     failed; /* nobody knows what the device does */
+    smp_device_mark *marks;  /* owned: all of them */
+    smp_device_mark *spare;
+
+    smp_exchange_reader *readers; /* owned; of a retired one, like all below */
+    int                  nreaders;
+    bool                 left; /* to the end of the process */
+    smp_exchange        *next;
+};
+
+static smp_lock      retired_lock = SMP_LOCK_INIT(SMP_LOCK_DEVICES);
+static smp_exchange *retired; /* guarded by retired_lock; owned */
+
+static bool
+is_child(const smp_exchange *x)
+{
+    return x->generation != smp_fork_generation();
+}
+
+/* -------------------------------------------------------------------- retirement */
+
+/* Whether a reader may still touch the memory. */
+static bool
+has_it(const smp_exchange_reader *reader)
+{
+    return reader->segment != NULL &&
+           atomic_load(&reader->shelf->nonce) == reader->nonce &&
+           atomic_load(&reader->shelf->holds) != 0 &&
+           (kill(reader->pid, 0) == 0 || errno != ESRCH);
+}
+
+static void
+forget_readers(smp_exchange *x)
+{
+    for (int i = 0; i < x->nreaders; i++) {
+        smp_segment_unref(x->readers[i].segment);
+    }
+    free(x->readers);
+    x->readers = NULL;
+    x->nreaders = 0;
+}
+
+static void
+drop_books(smp_exchange *x)
+{
+    forget_readers(x);
+    while (x->marks != NULL) {
+        smp_device_mark *mark = x->marks;
+
+        x->marks = mark->every;
+        free(mark);
+    }
+    free(x->members);
+    free(x);
+}
+
+static void
+destroy_event(const smp_driver *driver, void *event)
+{
+    if (event != NULL) {
+        (void)driver->event_destroy(event);
+    }
+}
+
+static void
+destroy_events(const smp_driver *driver, const member *m)
+{
+    for (int h = 0; h < 2; h++) {
+        destroy_event(driver, m->filled[h]);
+        destroy_event(driver, m->read[h]);
+    }
+}
+
+/* What fails here fails because the device does, and there is nobody to tell. */
+static void
+destroy(smp_exchange *x)
+{
+    const smp_driver *driver = x->driver;
+    char              why[SMP_DRIVER_TEXT];
+
+    if (smp_driver_enter(x->driver, x->context, why)) {
+        for (const smp_device_mark *mark = x->marks; mark != NULL; mark = mark->every) {
+            destroy_event(driver, mark->begin);
+            destroy_event(driver, mark->end);
+        }
+        destroy_events(driver, &x->members[x->self]);
+        if (x->members[x->self].base != 0) {
+            (void)driver->free(x->members[x->self].base);
+        }
+        if (x->fill != NULL) {
+            (void)driver->stream_destroy(x->fill);
+        }
+        if (x->drain != NULL) {
+            (void)driver->stream_destroy(x->drain);
+        }
+        smp_driver_leave(x->driver);
+    }
+    (void)driver->context_release(x->device);
+    drop_books(x);
+}
+
+/* Destroys the retired ones that nobody reads. */
+static void
+sweep_retired(void)
+{
+    smp_exchange  *done = NULL;
+    smp_exchange **at = &retired;
+
+    smp_lock_acquire(&retired_lock);
+    while (*at != NULL) {
+        smp_exchange *x = *at;
+        bool          wanted = x->left || is_child(x);
+
+        for (int i = 0; i < x->nreaders && !wanted; i++) {
+            wanted = has_it(&x->readers[i]);
+        }
+        if (wanted) {
+            at = &x->next;
+        } else {
+            *at = x->next;
+            x->next = done;
+            done = x;
+        }
+    }
+    smp_lock_release(&retired_lock);
+    while (done != NULL) {
+        smp_exchange *next = done->next;
+
+        destroy(done);
+        done = next;
+    }
+}
+
+void
+smp_exchange_retire(smp_exchange *x, smp_exchange_reader *readers, int n, bool leave_it)
+{
+    x->readers = readers;
+    x->nreaders = n;
+    x->left = leave_it;
+    if (is_child(x)) {
+        drop_books(x);
+        return;
+    }
+    if (leave_it) {
+        forget_readers(x);
+    }
+    smp_lock_acquire(&retired_lock);
+    x->next = retired;
+    retired = x;
+    smp_lock_release(&retired_lock);
+    sweep_retired();
+}
+
+/* ------------------------------------------------------------------------ setup */
+
+static bool
+make_shared_event(const smp_exchange *x, void **event, smp_driver_handle *handle,
+                  char why[SMP_DRIVER_TEXT])
+{
+    const smp_driver *driver = x->driver;
+
+    if (!smp_driver_ok(driver, "cuEventCreate",
+                       driver->event_create(event, SMP_DRIVER_EVENT_UNTIMED |
+                                                       SMP_DRIVER_EVENT_SHARED),
+                       why)) {
+        *event = NULL;
+        return false;
+    }
+    return smp_driver_ok(driver, "cuIpcGetEventHandle",
+                         driver->event_export(handle, *event), why);
+}
+
+static bool
+make_stream(const smp_exchange *x, void **stream, char why[SMP_DRIVER_TEXT])
+{
+    if (!smp_driver_ok(x->driver, "cuStreamCreate",
+                       x->driver->stream_create(stream, SMP_DRIVER_STREAM_ALONE),
+                       why)) {
+        *stream = NULL;
+        return false;
+    }
+    return true;
+}
+
+/* The context is current. */
+static bool
+make_halves(smp_exchange *x, smp_exchange_card *card, char why[SMP_DRIVER_TEXT])
+{
+    const smp_driver *driver = x->driver;
+    member           *own = &x->members[x->self];
+    size_t            bytes = (2 * x->half + BLOCK - 1) / BLOCK * BLOCK;
+
+    if (!smp_driver_ok(driver, "cuMemAlloc", driver->alloc(&own->base, bytes), why)) {
+        own->base = 0;
+        return false;
+    }
+    card->bytes = x->half;
+    return smp_driver_ok(driver, "cuIpcGetMemHandle",
+                         driver->memory_export(&card->memory, own->base), why) &&
+           make_shared_event(x, &own->filled[0], &card->filled[0], why) &&
+           make_shared_event(x, &own->filled[1], &card->filled[1], why) &&
+           make_shared_event(x, &own->read[0], &card->read[0], why) &&
+           make_shared_event(x, &own->read[1], &card->read[1], why) &&
+           make_stream(x, &x->fill, why) && make_stream(x, &x->drain, why);
+}
+
+smp_exchange *
+smp_exchange_create(int number, size_t bytes, int size, int self,
+                    smp_exchange_card *card, char why[SMP_DRIVER_TEXT])
+{
+    const smp_driver *driver = smp_driver_load(why);
+    smp_exchange     *x;
+    bool              made = false;
+
+    sweep_retired();
+    if (driver == NULL) {
+        return NULL;
+    }
+    x = calloc(1, sizeof(*x));
+    if (x != NULL) {
+        x->members = calloc((size_t)size, sizeof(member));
+    }
+    if (x == NULL || x->members == NULL) {
+        memcpy(why, "out of memory", sizeof("out of memory"));
+        goto err_free;
+    }
+    x->driver = driver;
+    x->generation = smp_fork_generation();
+    x->number = number;
+    x->size = size;
+    x->self = self;
+    x->half = bytes / 2 / UNIT * UNIT;
+    if (!smp_driver_ok(driver, "cuDeviceGet", driver->device_get(&x->device, number),
+                       why) ||
+        !smp_driver_ok(driver, "cuDevicePrimaryCtxRetain",
+                       driver->context_retain(&x->context, x->device), why)) {
+        goto err_free;
+    }
+    if (smp_driver_enter(x->driver, x->context, why)) {
+        made = make_halves(x, card, why);
+        smp_driver_leave(x->driver);
+    }
+    if (!made) {
+        destroy(x);
+        return NULL;
+    }
+    return x;
+
+err_free:
+    if (x != NULL) {
+        free(x->members);
+    }
+    free(x);
+    return NULL;
+}
+
+/* The context is current. */
+static bool
+open_member(smp_exchange *x, member *m, const smp_exchange_card *card,
+            char why[SMP_DRIVER_TEXT])
+{
+    const smp_driver *driver = x->driver;
+
+    if (!smp_driver_ok(
+            driver, "cuIpcOpenMemHandle",
+            driver->memory_open(&m->base, card->memory, SMP_DRIVER_OPEN_WITH_PEERS),
+            why)) {
+        m->base = 0;
+        return false;
+    }
+    for (int h = 0; h < 2; h++) {
+        if (!smp_driver_ok(driver, "cuIpcOpenEventHandle",
+                           driver->event_open(&m->filled[h], card->filled[h]), why)) {
+            m->filled[h] = NULL;
+            return false;
+        }
+        if (!smp_driver_ok(driver, "cuIpcOpenEventHandle",
+                           driver->event_open(&m->read[h], card->read[h]), why)) {
+            m->read[h] = NULL;
+            return false;
+        }
+    }
+    return true;
+}
+
+bool
+smp_exchange_open(smp_exchange *x, const smp_exchange_card *cards,
+                  char why[SMP_DRIVER_TEXT])
+{
+    bool opened = smp_driver_enter(x->driver, x->context, why);
+
+    if (!opened) {
+        return false;
+    }
+    for (int m = 0; m < x->size; m++) {
+        x->half = cards[m].bytes < x->half ? (size_t)cards[m].bytes : x->half;
+        if (m != x->self && opened) {
+            opened = open_member(x, &x->members[m], &cards[m], why);
+        }
+    }
+    smp_driver_leave(x->driver);
+    return opened;
+}
+
+/* Whether the stream has nothing more to do; waits until `until_ns`. */
+static bool
+comes_to_rest(const smp_exchange *x, void *stream, int64_t until_ns)
+{
+    int result;
+
+    while ((result = x->driver->stream_query(stream)) == SMP_DRIVER_NOT_READY &&
+           smp_clock_ns() < until_ns) {
+        sched_yield();
+    }
+    return result == SMP_DRIVER_OK;
+}
+
+bool
+smp_exchange_rest(const smp_exchange *x)
+{
+    int64_t until = smp_clock_ns() + FINISH_NS;
+    char    why[SMP_DRIVER_TEXT];
+    bool    rests;
+
+    if (is_child(x) || !smp_driver_enter(x->driver, x->context, why)) {
+        return false;
+    }
+    rests = comes_to_rest(x, x->fill, until) && comes_to_rest(x, x->drain, until);
+    smp_driver_leave(x->driver);
+    return rests;
+}
+
+bool
+smp_exchange_close(smp_exchange *x)
+{
+    char why[SMP_DRIVER_TEXT];
+
+    if (!smp_exchange_rest(x) || !smp_driver_enter(x->driver, x->context, why)) {
+        return false;
+    }
+    for (int m = 0; m < x->size; m++) {
+        member *other = &x->members[m];
+
+        if (m == x->self) {
+            continue;
+        }
+        destroy_events(x->driver, other);
+        if (other->base != 0) {
+            (void)x->driver->memory_close(other->base);
+        }
+        *other = (member){0};
+    }
+    smp_driver_leave(x->driver);
+    return true;
+}
+
+int
+smp_exchange_device(const smp_exchange *x)
+{
+    return x->number;
+}
+
+size_t
+smp_exchange_half(const smp_exchange *x)
+{
+    return x->half;
+}
+
+/* ------------------------------------------------------------------- an operation */
+
+static bool
+wait_for(const smp_exchange *x, void *stream, void *event, char why[SMP_DRIVER_TEXT])
+{
+    return smp_driver_ok(x->driver, "cuStreamWaitEvent",
+                         x->driver->stream_wait(stream, event, 0), why);
+}
+
+static bool
+record(const smp_exchange *x, void *event, void *stream, char why[SMP_DRIVER_TEXT])
+{
+    return smp_driver_ok(x->driver, "cuEventRecord",
+                         x->driver->event_record(event, stream), why);
+}
+
+static bool
+copy(const smp_exchange *x, uint64_t to, uint64_t from, size_t bytes, void *stream,
+     char why[SMP_DRIVER_TEXT])
+{
+    return bytes == 0 || to == from ||
+           smp_driver_ok(x->driver, "cuMemcpyDtoDAsync",
+                         x->driver->copy(to, from, bytes, stream), why);
+}
+
+/* Where a member's half of the present round is. */
+static uint64_t
+half_of(const smp_exchange *x, int m)
+{
+    return x->members[m].base + x->round % 2 * x->half;
+}
+
+/* The context is current, as below. */
+static bool
+fill(const smp_exchange *x, const smp_device_gather *gather, size_t skip, size_t bytes,
+     char why[SMP_DRIVER_TEXT])
+{
+    const size_t h = x->round % 2;
+
+    if (!wait_for(x, x->fill, gather->mark->begin, why)) {
+        return false;
+    }
+    for (int m = 0; m < x->size && x->round >= 2; m++) {
+        if (m != x->self && !wait_for(x, x->fill, x->members[m].read[h], why)) {
+            return false;
+        }
+    }
+    return copy(x, half_of(x, x->self), gather->in + skip, bytes, x->fill, why) &&
+           record(x, x->members[x->self].filled[h], x->fill, why);
+}
+
+static bool
+drain(const smp_exchange *x, const smp_device_gather *gather, size_t skip,
+      const size_t *bytes, char why[SMP_DRIVER_TEXT])
+{
+    const size_t h = x->round % 2;
+
+    /* The outputs may have been in use before, like the tensor. */
+    if (!wait_for(x, x->drain, gather->mark->begin, why) ||
+        !copy(x, gather->outs[x->self] + skip, gather->in + skip, bytes[x->self],
+              x->drain, why)) {
+        return false;
+    }
+    for (int i = 1; i < x->size; i++) { /* each begins with another one */
+        int m = (x->self + i) % x->size;
+
+        if (bytes[m] != 0 && (!wait_for(x, x->drain, x->members[m].filled[h], why) ||
+                              !copy(x, gather->outs[m] + skip, half_of(x, m), bytes[m],
+                                    x->drain, why))) {
+            return false;
+        }
+    }
+    return record(x, x->members[x->self].read[h], x->drain, why);
+}
+
+/* Both streams have done what they were told: the last fill is filled[0] or [1], and
+ * the drain's own stream is in order. */
+static bool
+finish(const smp_exchange *x, const smp_device_gather *gather,
+       char why[SMP_DRIVER_TEXT])
+{
+    const member *own = &x->members[x->self];
+
+    return wait_for(x, x->drain, own->filled[0], why) &&
+           wait_for(x, x->drain, own->filled[1], why) &&
+           record(x, gather->mark->end, x->drain, why);
+}
+
+static bool
+note(smp_exchange *x, bool done)
+{
+    if (!done) {
+        atomic_store(&x->failed, true);
+    }
+    return done;
+}
+
+bool
+smp_exchange_fill(smp_exchange *x, const smp_device_gather *gather, size_t skip,
+                  size_t bytes, char why[SMP_DRIVER_TEXT])
+{
+    bool done = smp_driver_enter(x->driver, x->context, why);
+
+    if (done) {
+        done = fill(x, gather, skip, bytes, why);
+        smp_driver_leave(x->driver);
+    }
+    return note(x, done);
+}
+
+bool
+smp_exchange_drain(smp_exchange *x, const smp_device_gather *gather, size_t skip,
+                   const size_t *bytes, char why[SMP_DRIVER_TEXT])
+{
+    bool done = smp_driver_enter(x->driver, x->context, why);
+
+    if (done) {
+        done = drain(x, gather, skip, bytes, why);
+        smp_driver_leave(x->driver);
+    }
+    x->round++;
+    return note(x, done);
+}
+
+bool
+smp_exchange_finish(smp_exchange *x, const smp_device_gather *gather,
+                    char why[SMP_DRIVER_TEXT])
+{
+    bool done = smp_driver_enter(x->driver, x->context, why);
+
+    if (done) {
+        done = finish(x, gather, why);
+        smp_driver_leave(x->driver);
+    }
+    return note(x, done);
+}
+
+/* ------------------------------------------------------------------------- marks */
+
+static bool
+make_event(const smp_exchange *x, void **event, char why[SMP_DRIVER_TEXT])
+{
+    return smp_driver_ok(x->driver, "cuEventCreate",
+                         x->driver->event_create(event, SMP_DRIVER_EVENT_UNTIMED), why);
+}
+
+/* The context is current. */
+static smp_device_mark *
+make_mark(smp_exchange *x, char why[SMP_DRIVER_TEXT])
+{
+    smp_device_mark *mark = calloc(1, sizeof(*mark));
+
+    if (mark == NULL) {
+        memcpy(why, "out of memory", sizeof("out of memory"));
+        return NULL;
+    }
+    if (!make_event(x, &mark->begin, why)) {
+        goto err_free;
+    }
+    if (!make_event(x, &mark->end, why)) {
+        goto err_begin;
+    }
+    mark->every = x->marks;
+    x->marks = mark;
+    return mark;
+
+err_begin:
+    (void)x->driver->event_destroy(mark->begin);
+err_free:
+    free(mark);
+    return NULL;
+}
+
+smp_device_mark *
+smp_exchange_mark(smp_exchange *x, char why[SMP_DRIVER_TEXT])
+{
+    smp_device_mark *mark = x->spare;
+
+    if (mark != NULL) {
+        x->spare = mark->next;
+        return mark;
+    }
+    if (smp_driver_enter(x->driver, x->context, why)) {
+        mark = make_mark(x, why);
+        smp_driver_leave(x->driver);
+    }
+    return mark;
+}
+
+void
+smp_exchange_put_mark(smp_exchange *x, smp_device_mark *mark)
+{
+    mark->next = x->spare;
+    x->spare = mark;
+}
+
+bool
+smp_exchange_begin(const smp_exchange *x, const smp_device_mark *mark, void *stream,
+                   char why[SMP_DRIVER_TEXT])
+{
+    bool done = smp_driver_enter(x->driver, x->context, why);
+
+    if (done) {
+        done = record(x, mark->begin, stream, why);
+        smp_driver_leave(x->driver);
+    }
+    return done;
+}
+
+bool
+smp_exchange_join(const smp_exchange *x, const smp_device_mark *mark, void *stream,
+                  char why[SMP_DRIVER_TEXT])
+{
+    bool done = smp_driver_enter(x->driver, x->context, why);
+
+    if (done) {
+        done = wait_for(x, stream, mark->end, why);
+        smp_driver_leave(x->driver);
+    }
+    return done;
+}
+
+bool
+smp_exchange_is_over(const smp_exchange *x, const smp_device_mark *mark)
+{
+    char why[SMP_DRIVER_TEXT];
+    bool over;
+
+    if (is_child(x) || atomic_load(&x->failed) ||
+        !smp_driver_enter(x->driver, x->context, why)) {
+        return false;
+    }
+    over = x->driver->event_query(mark->end) == SMP_DRIVER_OK;
+    smp_driver_leave(x->driver);
+    return over;
+}

@@ -1,0 +1,144 @@
+/* All-gathers between the devices of a host's ranks: by copies that the devices make,
+ * through memory that the ranks export to each other.
+ *
+ * Each member has two *halves* of device memory, and two streams.  One operation is a
+ * number of rounds, each of at most smp_exchange_half() bytes of every member's tensor:
+ *
+ *     own stream "fill"    tensor -> own half            | event filled[half]
+ *     own stream "drain"   others' halves -> their places | event read[half]
+ *
+ * Round k uses half k % 2, counted over all operations.  fill waits for all others'
+ * read[half] of round k - 2, drain for their filled[half] of round k, both on the
+ * device. The host only has to see to it that a call that waits for an event is made
+ * after the call that records it, and before the one that records it again, since a
+ * wait means the last record at the time of the call.  Steps that all members make
+ * together do it: a member goes from fill() of round k to drain() of round k when all
+ * have come back from fill() of round k (comm/collective/lockstep.h).
+ *
+ *   - drain(k) waits for filled[half] of round k: fill(k) of all has returned.  None
+ *     has begun fill(k + 2), which comes after step k + 1, to which this member comes
+ *     only after its drain(k).
+ *   - fill(k) waits for read[half] of round k - 2: all have been through drain(k - 2),
+ *     or would not have come to step k - 1, which lies behind this member.  None has
+ *     begun drain(k), which comes after this member's fill(k).
+ *
+ * So what a device waits for has always been told to the other device before, and host
+ * threads wait for each other's calls alone: nothing can wait in a circle.  (The order
+ * of the streams of one rank is that of its operations, which is the same on all.)
+ *
+ * Ownership  Tensors are borrowed until the end of the operation's mark.
+ * Threads    fill, drain, finish, open, close: one at a time.  mark, begin, join,
+ *            is_over, put_mark: one at a time, beside those.
+ * Errors     False, with `why` in the driver's words.  After a failure of fill, drain
+ *            or finish nobody knows what the device still does: its marks are never
+ *            over.  In a forked child nothing is done.
+ */
+#ifndef SMP_COMM_DEVICE_EXCHANGE_H
+#define SMP_COMM_DEVICE_EXCHANGE_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <sys/types.h>
+
+#include "comm/device/driver.h"
+#include "comm/shm/segment.h"
+#include "comm/shm/shelf.h"
+
+typedef struct smp_exchange smp_exchange;
+
+/* What a member shows the others, opaque but for bytes. */
+typedef struct {
+    uint64_t          bytes; /* of a half */
+    smp_driver_handle memory;
+    smp_driver_handle filled[2];
+    smp_driver_handle read[2];
+} smp_exchange_card;
+
+/* Where an operation lies in the time of its caller's stream. */
+typedef struct smp_device_mark {
+    void                   *begin; /* owned: from here on its tensors may be used */
+    void                   *end;   /* owned: from here on they are the caller's again */
+    struct smp_device_mark *next;  /* of those that are free */
+    struct smp_device_mark *every; /* of all */
+} smp_device_mark;
+
+/* One operation; addresses are the device's. */
+typedef struct {
+    const smp_device_mark *mark; /* borrowed, like the tensors, until it is over */
+    uint64_t               in;
+    const uint64_t        *outs; /* [size]: where each member's tensor goes */
+} smp_device_gather;
+
+/* What a member is asked to make of its device. */
+typedef struct {
+    int    number; /* the device's */
+    size_t bytes;  /* of memory, for two halves; 0: none */
+} smp_device_offer;
+
+/* A member that may have this one's memory open. */
+typedef struct {
+    smp_segment     *segment; /* owned: one reference; NULL: nobody */
+    const smp_shelf *shelf;   /* in the segment: says whether it has */
+    uint64_t         nonce;   /* of its meeting */
+    pid_t            pid;
+} smp_exchange_reader;
+
+/* Memory of two halves, together `bytes` or a little less, on device `number`, for
+ * `self` of `size` members.  NULL: no. */
+smp_exchange *smp_exchange_create(int number, size_t bytes, int size, int self,
+                                  smp_exchange_card *card, char why[SMP_DRIVER_TEXT]);
+
+/* Opens what the others have shown: cards[size].  Halves are as large as the smallest.
+ */
+bool smp_exchange_open(smp_exchange *exchange, const smp_exchange_card *cards,
+                       char why[SMP_DRIVER_TEXT]);
+
+/* Waits (for a second at most) for the copies under way.  False: they do not end. */
+bool smp_exchange_rest(const smp_exchange *exchange);
+
+/* Closes what it has open, after such a wait.  False: it stays open. */
+bool smp_exchange_close(smp_exchange *exchange);
+
+/* Takes it, after close, and readers[0 .. n) with their references.  Its memory is
+ * freed when none has it open any more: now, or when another of this process is retired
+ * or made; the end of the process frees it in any case, and it alone where a reader has
+ * died whose process could not be seen from here.  With `leave` it is left to that. */
+void smp_exchange_retire(smp_exchange *exchange, smp_exchange_reader *readers, int n,
+                         bool leave);
+
+int    smp_exchange_device(const smp_exchange *exchange); /* its number */
+size_t smp_exchange_half(const smp_exchange *exchange);   /* bytes */
+
+/* Fills this member's half of the present round with bytes [skip .. skip + bytes) of
+ * the operation's tensor.  May be done again before the round's drain(). */
+bool smp_exchange_fill(smp_exchange *exchange, const smp_device_gather *gather,
+                       size_t skip, size_t bytes, char why[SMP_DRIVER_TEXT]);
+
+/* Copies what the others have filled, and the own part, to its places: bytes[m] of
+ * member m, to skip bytes behind the beginning of its output.  Ends the round. */
+bool smp_exchange_drain(smp_exchange *exchange, const smp_device_gather *gather,
+                        size_t skip, const size_t *bytes, char why[SMP_DRIVER_TEXT]);
+
+/* No round of the operation follows: its mark ends behind what has been begun. */
+bool smp_exchange_finish(smp_exchange *exchange, const smp_device_gather *gather,
+                         char why[SMP_DRIVER_TEXT]);
+
+/* A mark of the exchange's, which goes back by put_mark and ends with the exchange.
+ * NULL: no. */
+smp_device_mark *smp_exchange_mark(smp_exchange *exchange, char why[SMP_DRIVER_TEXT]);
+void             smp_exchange_put_mark(smp_exchange *exchange, smp_device_mark *mark);
+
+/* The tensors are as they should be when what `stream` has been told so far is done. */
+bool smp_exchange_begin(const smp_exchange *exchange, const smp_device_mark *mark,
+                        void *stream, char why[SMP_DRIVER_TEXT]);
+
+/* What `stream` is told from now on comes after the operation, of which the host's part
+ * is over. */
+bool smp_exchange_join(const smp_exchange *exchange, const smp_device_mark *mark,
+                       void *stream, char why[SMP_DRIVER_TEXT]);
+
+/* Whether the device has done the operation, of which the host's part is over. */
+bool smp_exchange_is_over(const smp_exchange *exchange, const smp_device_mark *mark);
+
+#endif

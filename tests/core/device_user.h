@@ -1,0 +1,146 @@
+/* What PyTorch is for the device pool and for exchanges: memory, and a stream with work
+ * on it, on the stand-in of the driver. */
+#ifndef SMP_TESTS_DEVICE_USER_H
+#define SMP_TESTS_DEVICE_USER_H
+
+#include <dlfcn.h>
+#include <sched.h>
+
+#include "comm/device/port.h"
+#include "stand_in.h"
+#include "traffic.h"
+
+#define USER_BYTES ((size_t)200000)
+
+typedef struct {
+    smp_device_port      *port;
+    const smp_driver     *driver;
+    const stand_in_table *stand_in;
+    void                 *context;
+    void                 *stream; /* owned */
+    uint64_t              x;      /* owned: of USER_BYTES bytes, as y */
+    uint64_t              y;
+    _Atomic int           wrong; /* tensors that were not what they should be */
+    _Atomic int           right;
+} user;
+
+static char library[512]; /* the stand-in */
+
+/* The stand-in lies beside this program. */
+static inline void
+find_library(void)
+{
+    ssize_t n = readlink("/proc/self/exe", library, sizeof(library) - 20);
+
+    library[n < 0 ? 0 : n] = '\0';
+    strcpy(strrchr(library, '/') + 1, "stand_in.so");
+    setenv("SMP_CUDA_LIBRARY", library, 1);
+}
+
+/* Memory, a stream and the context for this rank's thread, on device 0. */
+static inline int
+begin(world *w, user *u)
+{
+    char  why[SMP_DRIVER_TEXT];
+    void *loaded;
+    int   device;
+
+    memset(u, 0, sizeof(*u));
+    u->port = smp_comm_device(w->comm);
+    u->driver = smp_driver_load(why);
+    CHECK(u->driver != NULL);
+    loaded = dlopen(library, RTLD_NOW);
+    CHECK(loaded != NULL);
+    u->stand_in = dlsym(loaded, "stand_in");
+    CHECK(u->stand_in != NULL);
+    CHECK(u->driver->device_get(&device, 0) == 0);
+    CHECK(u->driver->context_retain(&u->context, device) == 0);
+    CHECK(u->driver->context_push(u->context) == 0);
+    CHECK(u->driver->stream_create(&u->stream, SMP_DRIVER_STREAM_ALONE) == 0);
+    CHECK(u->driver->alloc(&u->x, USER_BYTES) == 0 &&
+          u->driver->alloc(&u->y, USER_BYTES) == 0);
+    return 0;
+}
+
+static inline int
+settle(user *u)
+{
+    int64_t until = smp_clock_ns() + WORLD_PATIENCE_NS;
+
+    while (u->driver->stream_query(u->stream) != SMP_DRIVER_OK) {
+        CHECK(smp_clock_ns() < until);
+        sched_yield();
+    }
+    return 0;
+}
+
+static inline int
+end(user *u)
+{
+    void *before;
+    int   device;
+
+    CHECK(settle(u) == 0);
+    CHECK(u->wrong == 0);
+    CHECK(u->driver->stream_destroy(u->stream) == 0);
+    CHECK(u->driver->free(u->x) == 0 && u->driver->free(u->y) == 0);
+    CHECK(u->driver->context_pop(&before) == 0);
+    CHECK(u->driver->device_get(&device, 0) == 0);
+    CHECK(u->driver->context_release(device) == 0);
+    return 0;
+}
+
+/* ------------------------------------------------------------------- kernels */
+
+typedef struct {
+    user    *u;
+    uint64_t at;
+    size_t   bytes;
+    uint64_t seed;
+} job;
+
+static inline void
+fill_kernel(void *arg)
+{
+    job *j = arg;
+
+    fill((void *)(uintptr_t)j->at, j->bytes, j->seed);
+    free(j);
+}
+
+static inline void
+check_kernel(void *arg)
+{
+    job *j = arg;
+
+    atomic_fetch_add(filled((const void *)(uintptr_t)j->at, j->bytes, j->seed)
+                         ? &j->u->right
+                         : &j->u->wrong,
+                     1);
+    free(j);
+}
+
+static inline void
+launch(user *u, stand_in_kernel fn, uint64_t at, size_t bytes, uint64_t seed)
+{
+    job *j = malloc(sizeof(*j));
+
+    if (j == NULL) {
+        abort();
+    }
+    *j = (job){u, at, bytes, seed};
+    u->stand_in->launch(u->stream, fn, j);
+}
+
+static inline int
+alive(void)
+{
+    void                 *loaded = dlopen(library, RTLD_NOW);
+    const stand_in_table *table = dlsym(loaded, "stand_in");
+    int                   n = table->alive();
+
+    dlclose(loaded);
+    return n;
+}
+
+#endif

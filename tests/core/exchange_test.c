@@ -1,0 +1,630 @@
+/* Spec: csrc/comm/device/exchange.h and collective/devices.h: all-gathers between
+ * devices, over the stand-in of the driver (stand_in.c), whose copies are late. */
+#define _GNU_SOURCE
+#include "comm/device/exchange.h"
+
+#include <sched.h>
+
+#include "comm/collective/group.h"
+#include "device_user.h"
+
+#define ROUNDS 40
+#define MOST_CALLS 120
+
+/* Of two halves: many rounds of a small tensor. */
+#define SMALL ((size_t)4096)
+
+/* So long a tensor of one member may be. */
+#define LARGEST (USER_BYTES / WORLD_RANKS)
+
+/* Operations that are under way at a time in one test. */
+#define AT_ONCE 5
+
+/* One operation of a member. */
+typedef struct {
+    uint64_t          seed;
+    uint64_t          x;
+    uint64_t          y;
+    size_t            counts[WORLD_RANKS]; /* bytes */
+    bool              uneven;
+    uint64_t          outs[WORLD_RANKS];
+    smp_device_mark  *mark;
+    smp_device_gather gather;
+} task;
+
+static uint64_t
+seed_of(const task *t, int member)
+{
+    return t->seed * WORLD_RANKS + (uint64_t)member;
+}
+
+/* Of all ranks, in order. */
+static smp_status
+make_world_group(world *w, smp_group **out)
+{
+    static const int ranks[WORLD_RANKS] = {0, 1, 2, 3, 4, 5, 6, 7};
+    smp_group_config config = {.ranks = ranks,
+                               .size = w->size,
+                               .id = 7,
+                               .name = "test",
+                               .timeout_ns = WORLD_PATIENCE_NS};
+    int              failed;
+
+    return smp_group_create(w->comm, &config, out, &failed);
+}
+
+static bool
+says(const smp_group *group, const char *words)
+{
+    return strstr(smp_group_error(group), words) != NULL;
+}
+
+/* Meets; *exchange is NULL if one of the members will not. */
+static smp_status
+meet(smp_group *group, size_t bytes, smp_exchange **exchange, const char **why)
+{
+    const smp_device_offer offer = {.number = 0, .bytes = bytes};
+    const smp_call         call = {
+                .operation = SMP_ALL_GATHER, .dtype = SMP_U8, .count = 1, .offer = &offer};
+    smp_status status = smp_group_run(group, &call);
+
+    *exchange = smp_group_exchange(group, why);
+    return status;
+}
+
+/* A task on x and y, the same on all members; uneven: of random lengths. */
+static void
+plan(task *t, int size, uint64_t seed, uint64_t x, uint64_t y, size_t most, bool uneven)
+{
+    uint64_t random = seed * 77 + 5;
+
+    memset(t, 0, sizeof(*t));
+    t->seed = seed;
+    t->x = x;
+    t->y = y;
+    t->uneven = uneven;
+    for (int m = 0; m < size; m++) {
+        t->counts[m] =
+            uneven || m == 0 ? next_random(&random) % (most + 1) : t->counts[0];
+        t->outs[m] = y;
+        y += t->counts[m];
+    }
+}
+
+/* The script's stream fills x; the host's part of the operation, which reads it, is
+ * over then.  What the group says. */
+static smp_status
+run_task(user *u, smp_group *group, smp_exchange *exchange, task *t, bool *begun)
+{
+    int      self = smp_group_member(group);
+    char     why[SMP_DRIVER_TEXT];
+    smp_call call = {.operation = SMP_ALL_GATHER,
+                     .dtype = SMP_U8,
+                     .count = t->counts[self],
+                     .counts = t->uneven ? t->counts : NULL};
+
+    launch(u, fill_kernel, t->x, t->counts[self], seed_of(t, self));
+    t->mark = smp_exchange_mark(exchange, why);
+    *begun = t->mark != NULL && smp_exchange_begin(exchange, t->mark, u->stream, why);
+    if (!*begun) {
+        return SMP_ERR_SYSTEM;
+    }
+    t->gather = (smp_device_gather){.mark = t->mark, .in = t->x, .outs = t->outs};
+    call.gather = &t->gather;
+    return smp_group_run(group, &call);
+}
+
+/* The script's stream waits for the operation, looks at all of y, and uses both again.
+ */
+static int
+look_at(user *u, smp_group *group, smp_exchange *exchange, const task *t)
+{
+    char why[SMP_DRIVER_TEXT];
+    int  size = smp_group_size(group);
+
+    CHECK(smp_exchange_join(exchange, t->mark, u->stream, why));
+    for (int m = 0; m < size; m++) {
+        launch(u, check_kernel, t->outs[m], t->counts[m], seed_of(t, m));
+        launch(u, fill_kernel, t->outs[m], t->counts[m], 8);
+    }
+    launch(u, fill_kernel, t->x, t->counts[smp_group_member(group)], 9);
+    smp_exchange_put_mark(exchange, t->mark); /* its next user comes after the join */
+    return 0;
+}
+
+static int
+gather(user *u, smp_group *group, smp_exchange *exchange, task *t)
+{
+    bool begun;
+
+    CHECK_STATUS(run_task(u, group, exchange, t, &begun), SMP_OK);
+    return look_at(u, group, exchange, t);
+}
+
+/* A group of all ranks that has met. */
+static int
+begin_group(world *w, user *u, size_t bytes, smp_group **group, smp_exchange **exchange)
+{
+    const char *why;
+
+    CHECK(begin(w, u) == 0);
+    CHECK_STATUS(make_world_group(w, group), SMP_OK);
+    CHECK(smp_group_exchange(*group, &why) == NULL && strcmp(why, "") == 0);
+    CHECK_STATUS(meet(*group, bytes, exchange, &why), SMP_OK);
+    CHECK(*exchange != NULL && strcmp(why, "") == 0);
+    CHECK(smp_exchange_device(*exchange) == 0);
+    return 0;
+}
+
+/* ------------------------------------------------------------------------- tests */
+
+TEST_RANK(every_member_gets_what_all_had)
+{
+    uint64_t      random = 3;
+    smp_exchange *exchange;
+    smp_group    *group;
+    smp_group_use use;
+    task          t;
+    user          u;
+
+    CHECK(begin_group(w, &u, SMALL, &group, &exchange) == 0);
+    CHECK(smp_exchange_half(exchange) == SMALL / 2);
+    for (int i = 0; i < ROUNDS; i++) {
+        size_t most = i % 3 == 0 ? 100 : i % 3 == 1 ? 9000 : LARGEST;
+
+        plan(&t, w->size, next_random(&random) % 1000, u.x, u.y, most, i % 2 == 1);
+        CHECK(gather(&u, group, exchange, &t) == 0);
+        if (i % 8 == 0) { /* or the thread is far ahead */
+            CHECK(settle(&u) == 0);
+        }
+    }
+    CHECK(settle(&u) == 0);
+    CHECK(u.right == ROUNDS * w->size);
+    smp_group_count(group, &use);
+    CHECK(use.operations == ROUNDS && use.device_operations == ROUNDS);
+    CHECK(use.bytes == use.device_bytes && use.bytes > 0);
+    smp_group_destroy(group);
+    return end(&u);
+}
+
+/* In place, and of nothing. */
+TEST_RANK(the_own_part_may_lie_in_the_output)
+{
+    smp_exchange *exchange;
+    smp_group    *group;
+    task          t;
+    user          u;
+
+    CHECK(begin_group(w, &u, SMALL, &group, &exchange) == 0);
+    for (uint64_t i = 0; i < 12; i++) {
+        plan(&t, w->size, i, u.x, u.y, 7000, i % 2 == 1);
+        t.x = t.outs[w->rank];
+        CHECK(gather(&u, group, exchange, &t) == 0);
+    }
+    plan(&t, w->size, 0, u.x, u.y, 0, false);
+    CHECK(gather(&u, group, exchange, &t) == 0);
+    CHECK(settle(&u) == 0);
+    smp_group_destroy(group);
+    return end(&u);
+}
+
+/* Several are under way, and are waited for in another order; host tensors go between
+ * them. */
+TEST_RANK(operations_overlap)
+{
+    const size_t  room = USER_BYTES / AT_ONCE;
+    smp_exchange *exchange;
+    smp_group    *group;
+    task          tasks[AT_ONCE];
+    user          u;
+    bool          begun;
+
+    CHECK(begin_group(w, &u, SMALL, &group, &exchange) == 0);
+    for (uint64_t round = 0; round < 6; round++) {
+        for (size_t i = 0; i < AT_ONCE; i++) {
+            float    in = (float)w->rank;
+            float    out = -1;
+            smp_call call = {.operation = SMP_ALL_REDUCE,
+                             .dtype = SMP_F32,
+                             .count = 1,
+                             .in = &in,
+                             .out = &out};
+
+            plan(&tasks[i], w->size, round * AT_ONCE + i, u.x + i * room,
+                 u.y + i * room, room / WORLD_RANKS, (i + round) % 2 == 1);
+            CHECK_STATUS(run_task(&u, group, exchange, &tasks[i], &begun), SMP_OK);
+            CHECK_STATUS(smp_group_run(group, &call), SMP_OK);
+            CHECK(out == (float)(w->size * (w->size - 1) / 2));
+        }
+        for (size_t i = AT_ONCE; i-- > 0;) {
+            CHECK(look_at(&u, group, exchange, &tasks[i]) == 0);
+        }
+    }
+    CHECK(settle(&u) == 0);
+    CHECK(u.right == 6 * AT_ONCE * w->size);
+    smp_group_destroy(group);
+    return end(&u);
+}
+
+/* Operations of many rounds are over on the hosts before the device of rank 0 has done
+ * anything. */
+TEST_RANK(nobody_waits_for_a_device)
+{
+    smp_exchange *exchange;
+    smp_group    *group;
+    task          t;
+    user          u;
+    bool          begun;
+
+    CHECK(begin_group(w, &u, SMALL, &group, &exchange) == 0);
+    w->barrier(w);
+    if (w->rank == 0) {
+        u.stand_in->hold(true);
+    }
+    w->barrier(w);
+    plan(&t, w->size, 1, u.x, u.y, LARGEST, false);
+    CHECK(t.counts[0] > 3 * SMALL / 2); /* four rounds and more */
+    CHECK_STATUS(run_task(&u, group, exchange, &t, &begun), SMP_OK);
+    CHECK(!smp_exchange_is_over(exchange, t.mark));
+    CHECK(u.driver->stream_query(u.stream) == SMP_DRIVER_NOT_READY || w->rank != 0);
+    w->barrier(w);
+    u.stand_in->hold(false);
+    CHECK(look_at(&u, group, exchange, &t) == 0);
+    CHECK(settle(&u) == 0);
+    CHECK(smp_exchange_is_over(exchange, t.mark));
+    CHECK(u.right == w->size);
+    smp_group_destroy(group);
+    return end(&u);
+}
+
+/* Who calls something else is named with what it calls, and the group goes on. */
+TEST_RANK(calls_that_differ_are_an_error_on_all)
+{
+    smp_exchange  *exchange;
+    smp_group     *group;
+    char           why[SMP_DRIVER_TEXT];
+    uint8_t        in = 0;
+    uint8_t        out[WORLD_RANKS];
+    task           t;
+    user           u;
+    bool           begun;
+    bool           last = w->rank == w->size - 1;
+    bool           is_process = w->shared->pids[w->rank] == getpid();
+    const smp_call on_host = {.operation = SMP_ALL_GATHER,
+                              .dtype = SMP_U8,
+                              .count = 1,
+                              .in = &in,
+                              .out = out};
+
+    CHECK(begin_group(w, &u, SMALL, &group, &exchange) == 0);
+    for (uint64_t i = 0; i < 6; i++) {
+        plan(&t, w->size, i, u.x, u.y, 9000, false);
+        CHECK(gather(&u, group, exchange, &t) == 0);
+
+        plan(&t, w->size, i, u.x, u.y, 0, false);
+        for (int m = 0; m < w->size; m++) {
+            t.counts[m] = i % 2 == 0 ? 1 : last ? 5001 : 5000;
+        }
+        if (i % 2 == 0 && last) {
+            CHECK_STATUS(smp_group_run(group, &on_host), SMP_ERR_MISMATCH);
+        } else {
+            /* Nobody uses the tensor, but the own half may be filled from it. */
+            CHECK(!is_process || settle(&u) == 0);
+            u.stand_in->hold(is_process);
+            CHECK_STATUS(run_task(&u, group, exchange, &t, &begun), SMP_ERR_MISMATCH);
+            CHECK(!is_process || !smp_exchange_is_over(exchange, t.mark));
+            u.stand_in->hold(false);
+            CHECK(smp_exchange_join(exchange, t.mark, u.stream, why));
+            launch(&u, fill_kernel, t.x, t.counts[w->rank], 9);
+            smp_exchange_put_mark(exchange, t.mark);
+        }
+        CHECK(says(group, " uint8 on a device"));
+    }
+    CHECK(settle(&u) == 0);
+    CHECK(u.right == 6 * w->size);
+    smp_group_destroy(group);
+    return end(&u);
+}
+
+/* In the meeting, too: the next one is another. */
+TEST_RANK(a_meeting_can_be_tried_again)
+{
+    const char   *why;
+    smp_exchange *exchange;
+    smp_group    *group;
+    task          t;
+    user          u;
+
+    CHECK(begin(w, &u) == 0);
+    CHECK_STATUS(make_world_group(w, &group), SMP_OK);
+    if (w->rank == 0) {
+        CHECK_STATUS(smp_group_run(group, &(smp_call){.operation = SMP_BARRIER}),
+                     SMP_ERR_MISMATCH);
+    } else {
+        CHECK_STATUS(meet(group, SMALL, &exchange, &why), SMP_ERR_MISMATCH);
+        CHECK(exchange == NULL && strcmp(why, "") == 0);
+    }
+    CHECK_STATUS(meet(group, SMALL, &exchange, &why), SMP_OK);
+    CHECK(exchange != NULL);
+    plan(&t, w->size, 1, u.x, u.y, 9000, true);
+    CHECK(gather(&u, group, exchange, &t) == 0);
+    CHECK(settle(&u) == 0);
+    smp_group_destroy(group);
+    return end(&u);
+}
+
+/* All have the same answer, and the same words for it. */
+TEST_RANK(one_that_will_not_is_enough)
+{
+    const char   *why;
+    smp_exchange *exchange;
+    smp_group    *group;
+    user          u;
+
+    CHECK(begin(w, &u) == 0);
+    CHECK_STATUS(make_world_group(w, &group), SMP_OK);
+    CHECK_STATUS(meet(group, w->rank == 1 ? 0 : SMALL, &exchange, &why), SMP_OK);
+    CHECK(exchange == NULL);
+    CHECK(strcmp(why, "rank 1: comm_device_gather_bytes is 0") == 0);
+    smp_group_destroy(group);
+    return end(&u);
+}
+
+/* Halves are as large as the smallest of all members' is. */
+TEST_RANK(members_may_have_halves_of_other_sizes)
+{
+    const char   *why;
+    smp_exchange *exchange;
+    smp_group    *group;
+    task          t;
+    user          u;
+
+    CHECK(begin(w, &u) == 0);
+    CHECK_STATUS(make_world_group(w, &group), SMP_OK);
+    CHECK_STATUS(meet(group, SMALL + (size_t)w->rank * 1000, &exchange, &why), SMP_OK);
+    CHECK(exchange != NULL && smp_exchange_half(exchange) == SMALL / 2);
+    for (uint64_t i = 0; i < 5; i++) {
+        plan(&t, w->size, i, u.x, u.y, 9000, true);
+        CHECK(gather(&u, group, exchange, &t) == 0);
+    }
+    CHECK(settle(&u) == 0);
+    smp_group_destroy(group);
+    return end(&u);
+}
+
+/* One leaves early: its memory stays until the others have left, too. */
+TEST_RANK(one_may_leave_before_the_others)
+{
+    char              why[SMP_DRIVER_TEXT];
+    smp_exchange_card card;
+    smp_exchange     *exchange;
+    smp_group        *group;
+    task              t;
+    user              u;
+    int               before;
+
+    CHECK(begin(w, &u) == 0);
+    before = u.stand_in->alive();
+    CHECK(end(&u) == 0);
+    CHECK(begin_group(w, &u, SMALL, &group, &exchange) == 0);
+    plan(&t, w->size, 1, u.x, u.y, LARGEST, false);
+    CHECK(gather(&u, group, exchange, &t) == 0);
+    CHECK(settle(&u) == 0);
+    w->barrier(w);
+    if (w->rank == 0) {
+        smp_group_destroy(group);
+        CHECK(u.stand_in->alive() > before);
+        w->barrier(w);
+        w->barrier(w);
+        /* Whatever is made looks after what was left; there is no device 7. */
+        CHECK(smp_exchange_create(7, SMALL, 2, 0, &card, why) == NULL);
+        CHECK(u.stand_in->alive() == before);
+    } else {
+        w->barrier(w);
+        smp_group_destroy(group);
+        CHECK(u.stand_in->alive() == before);
+        w->barrier(w);
+    }
+    CHECK(u.right == w->size);
+    return end(&u);
+}
+
+/* The call that fails, in which rank, and (shared by the ranks) whether it came to
+ * that. */
+static int           unlucky_call;
+static int           unlucky_rank;
+static _Atomic bool *unlucky;
+
+/* What the unlucky rank and the others may say of an operation. */
+static int
+expect_one_to_blame(const world *w, smp_group *group, smp_status status, bool begun)
+{
+    char who[64];
+
+    if (w->rank == unlucky_rank) {
+        CHECK_STATUS(status, SMP_ERR_SYSTEM);
+        CHECK(!begun || says(group, "CUDA_ERROR_OUT_OF_MEMORY"));
+        return 0;
+    }
+    snprintf(who, sizeof(who), "rank %d ", unlucky_rank);
+    CHECK(status == SMP_ERR_SYSTEM || status == SMP_ERR_CLOSED);
+    CHECK(says(group, who));
+    return 0;
+}
+
+/* Whatever fails: either nobody uses devices, or what arrives is right and who failed
+ * is named. */
+TEST_RANK(every_failure_is_survived)
+{
+    const char   *why;
+    smp_exchange *exchange;
+    smp_group    *group;
+    smp_status    status = SMP_OK;
+    task          t;
+    user          u;
+    bool          begun;
+
+    CHECK(begin(w, &u) == 0);
+    CHECK_STATUS(make_world_group(w, &group), SMP_OK);
+    if (w->rank == unlucky_rank) {
+        u.stand_in->fail(NULL, unlucky_call, 2);
+    }
+    CHECK_STATUS(meet(group, SMALL, &exchange, &why), SMP_OK);
+    if (exchange == NULL) {
+        char who[32];
+
+        snprintf(who, sizeof(who), "rank %d: cu", unlucky_rank);
+        CHECK(strstr(why, who) == why);
+        CHECK(strstr(why, "CUDA_ERROR_OUT_OF_MEMORY") != NULL);
+    }
+    for (uint64_t i = 0; i < 4 && exchange != NULL && status == SMP_OK; i++) {
+        plan(&t, w->size, i, u.x, u.y, 7000, i % 2 == 1);
+        status = run_task(&u, group, exchange, &t, &begun);
+        if (status != SMP_OK) {
+            CHECK(expect_one_to_blame(w, group, status, begun) == 0);
+        } else if (smp_exchange_join(exchange, t.mark, u.stream, (char[160]){0})) {
+            for (int m = 0; m < w->size; m++) {
+                launch(&u, check_kernel, t.outs[m], t.counts[m], seed_of(&t, m));
+            }
+            CHECK(settle(&u) == 0 || w->rank == unlucky_rank);
+        } else {
+            CHECK(w->rank == unlucky_rank);
+            status = SMP_ERR_SYSTEM; /* it leaves, as a script does */
+        }
+    }
+    if (w->rank == unlucky_rank) {
+        atomic_store(unlucky, u.stand_in->failed());
+        u.stand_in->fail(NULL, 0, 0);
+    }
+    smp_group_destroy(group);
+    return end(&u);
+}
+
+/* A member is killed while devices exchange: all others name it, at once, though theirs
+ * may wait for its copies for ever. */
+TEST_RANK(a_killed_member_is_named)
+{
+    smp_status    status = SMP_OK;
+    smp_exchange *exchange;
+    smp_group    *group;
+    pthread_t     thread;
+    task          t;
+    user          u;
+    bool          begun;
+
+    CHECK(begin_group(w, &u, SMALL, &group, &exchange) == 0);
+    if (w->rank == 1) {
+        CHECK(pthread_create(&thread, NULL, die_soon, w) == 0);
+    }
+    for (uint64_t i = 0; status == SMP_OK; i++) {
+        plan(&t, w->size, i, u.x, u.y, 9000, true);
+        status = run_task(&u, group, exchange, &t, &begun);
+        smp_exchange_put_mark(exchange, t.mark);
+    }
+    CHECK_STATUS(status, SMP_ERR_PEER_LOST);
+    CHECK(says(group, "rank 1 is lost"));
+    smp_group_destroy(group);
+    return 0;
+}
+
+/* --------------------------------------------------------------------------- main */
+
+static int
+run(const char *name, int (*rank)(world *), int size, bool threads)
+{
+    const world_test test = {.name = name, .rank = rank};
+
+    if (!threads) {
+        return world_run_processes(&test, "shm", size);
+    }
+    CHECK(world_run_threads(&test, "shm", size) == 0);
+    CHECK(alive() == 0);
+    return 0;
+}
+
+#define PROCESSES(name, size)                                                          \
+    TEST(name##_processes)                                                             \
+    {                                                                                  \
+        return run(#name, name, size, false);                                          \
+    }
+
+#define THREADS(name, size)                                                            \
+    TEST(name##_threads)                                                               \
+    {                                                                                  \
+        return run(#name, name, size, true);                                           \
+    }
+
+PROCESSES(every_member_gets_what_all_had, 4)
+PROCESSES(the_own_part_may_lie_in_the_output, 3)
+PROCESSES(operations_overlap, 3)
+PROCESSES(nobody_waits_for_a_device, 2)
+PROCESSES(calls_that_differ_are_an_error_on_all, 3)
+PROCESSES(a_meeting_can_be_tried_again, 3)
+PROCESSES(one_that_will_not_is_enough, 3)
+PROCESSES(members_may_have_halves_of_other_sizes, 3)
+PROCESSES(one_may_leave_before_the_others, 2)
+PROCESSES(a_killed_member_is_named, 3)
+THREADS(every_member_gets_what_all_had, 3)
+THREADS(operations_overlap, 2)
+THREADS(calls_that_differ_are_an_error_on_all, 2)
+THREADS(a_meeting_can_be_tried_again, 2)
+THREADS(one_that_will_not_is_enough, 2)
+
+TEST(alone)
+{
+    return run("every_member_gets_what_all_had", every_member_gets_what_all_had, 1,
+               true);
+}
+
+/* Each call of the driver in turn, first in the one rank, then in the other. */
+TEST(failures)
+{
+    unlucky = mmap(NULL, sizeof(*unlucky), PROT_READ | PROT_WRITE,
+                   MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    CHECK(unlucky != MAP_FAILED);
+    for (unlucky_rank = 0; unlucky_rank < 2; unlucky_rank++) {
+        unlucky_call = 0;
+        do {
+            unlucky_call++;
+            CHECK(run("every_failure_is_survived", every_failure_is_survived, 2,
+                      false) == 0);
+        } while (atomic_load(unlucky) && unlucky_call < MOST_CALLS);
+        CHECK(unlucky_call > 60);
+    }
+    munmap(unlucky, sizeof(*unlucky));
+    return 0;
+}
+
+int
+main(int argc, char **argv)
+{
+    /* Those in which this process has threads come last: the others fork. */
+    static const smp_test tests[] = {
+        {"every_member_gets_what_all_had", every_member_gets_what_all_had_processes},
+        {"the_own_part_may_lie_in_the_output",
+         the_own_part_may_lie_in_the_output_processes},
+        {"operations_overlap", operations_overlap_processes},
+        {"nobody_waits_for_a_device", nobody_waits_for_a_device_processes},
+        {"calls_that_differ_are_an_error_on_all",
+         calls_that_differ_are_an_error_on_all_processes},
+        {"a_meeting_can_be_tried_again", a_meeting_can_be_tried_again_processes},
+        {"one_that_will_not_is_enough", one_that_will_not_is_enough_processes},
+        {"members_may_have_halves_of_other_sizes",
+         members_may_have_halves_of_other_sizes_processes},
+        {"one_may_leave_before_the_others", one_may_leave_before_the_others_processes},
+        {"a_killed_member_is_named", a_killed_member_is_named_processes},
+        {"every_failure_is_survived", failures},
+        {"every_member_gets_what_all_had_in_threads",
+         every_member_gets_what_all_had_threads},
+        {"every_member_gets_what_all_had_alone", alone},
+        {"operations_overlap_in_threads", operations_overlap_threads},
+        {"calls_that_differ_are_an_error_on_all_in_threads",
+         calls_that_differ_are_an_error_on_all_threads},
+        {"a_meeting_can_be_tried_again_in_threads",
+         a_meeting_can_be_tried_again_threads},
+        {"one_that_will_not_is_enough_in_threads", one_that_will_not_is_enough_threads},
+    };
+
+    find_library();
+    return run_tests(tests, sizeof(tests) / sizeof(tests[0]), argc, argv);
+}

@@ -1,0 +1,190 @@
+/* Ranks that look for deadlocks all the time, in programs that come to their end, and
+ * then in one that does not.  Spec: csrc/comm/collective/deadlock.h, standoff.h. */
+#define _GNU_SOURCE
+#include "comm/collective/queue.h"
+#include "traffic.h"
+#include "world.h"
+
+enum { GROUPS = 4, CALLS = 400, PROGRAMS = 20, PENDING = 6 };
+
+/* A group of some of the ranks, with its queue; no queue: this rank is not in it. */
+typedef struct {
+    smp_group *group;
+    smp_queue *queue;
+    int32_t    sum; /* of its ranks' numbers */
+} line;
+
+typedef struct {
+    smp_order order;
+    smp_call  call;
+    int32_t   value;
+    int32_t   want;
+    bool      announced;
+} sum;
+
+/* All ranks, all but the first, all but the last, the first and the last. */
+static bool
+is_in(const world *w, int group, int rank)
+{
+    switch (group) {
+    case 0:
+        return true;
+    case 1:
+        return rank != 0 || w->size == 2;
+    case 2:
+        return rank != w->size - 1 || w->size == 2;
+    default:
+        return rank == 0 || rank == w->size - 1;
+    }
+}
+
+static int
+open_lines(world *w, smp_carrier *carrier, line *lines)
+{
+    for (int g = 0; g < GROUPS; g++) {
+        int              ranks[WORLD_RANKS];
+        int              failed;
+        smp_group_config config = {.ranks = ranks,
+                                   .id = 1 + (uint64_t)g,
+                                   .name = "hasty",
+                                   .timeout_ns = WORLD_PATIENCE_NS};
+
+        lines[g] = (line){0};
+        for (int r = 0; r < w->size; r++) {
+            if (is_in(w, g, r)) {
+                ranks[config.size++] = r;
+                lines[g].sum += r + 1;
+            }
+        }
+        if (is_in(w, g, w->rank)) {
+            CHECK_STATUS(smp_group_create(w->comm, &config, &lines[g].group, &failed),
+                         SMP_OK);
+            CHECK_STATUS(smp_queue_create(carrier, lines[g].group, &lines[g].queue),
+                         SMP_OK);
+        }
+    }
+    return 0;
+}
+
+static void
+issue(const world *w, const line *l, sum *s, bool announced)
+{
+    *s = (sum){.value = w->rank + 1, .want = l->sum, .announced = announced};
+    s->call = (smp_call){.operation = SMP_ALL_REDUCE,
+                         .dtype = SMP_I32,
+                         .count = 1,
+                         .in = &s->value,
+                         .out = &s->value};
+    s->order.calls = &s->call;
+    s->order.ncalls = 1;
+    smp_order_issue(&s->order, l->queue, announced);
+}
+
+/* By the only thread of the rank; what is announced is heard of by it, too. */
+static smp_status
+finish(smp_carrier *carrier, sum *s)
+{
+    smp_order *heard;
+
+    while (!smp_order_wait_alone(&s->order, smp_clock_ns() + SMP_NS_PER_MS, 0)) {
+    }
+    if (s->announced) {
+        (void)smp_carrier_finished(carrier, &heard);
+    }
+    if (s->order.status != SMP_OK) {
+        fprintf(stderr, "%s\n", s->order.error != NULL ? s->order.error : "");
+        smp_order_fini(&s->order);
+    }
+    return s->order.status;
+}
+
+/* The same calls on all ranks, in one order; what is waited for when is each rank's
+ * own business. */
+static int
+run_program(world *w, smp_carrier *carrier, line *lines, uint64_t seed)
+{
+    uint64_t own = seed * 100 + (uint64_t)w->rank;
+    sum      sums[CALLS]; /* none is used twice: another may be heard of in its place */
+    sum     *pending[PENDING];
+    int      n = 0;
+
+    for (int i = 0; i < CALLS; i++) {
+        line *l = &lines[next_random(&seed) % GROUPS];
+        bool  announced = n < PENDING && next_random(&own) % 2 == 0;
+
+        if (l->queue == NULL) {
+            continue;
+        }
+        issue(w, l, &sums[i], announced);
+        if (announced) {
+            pending[n++] = &sums[i];
+        } else {
+            CHECK_STATUS(finish(carrier, &sums[i]), SMP_OK);
+            CHECK(sums[i].value == sums[i].want);
+        }
+        while (n != 0 && next_random(&own) % 3 == 0) {
+            CHECK_STATUS(finish(carrier, pending[--n]), SMP_OK);
+            CHECK(pending[n]->value == pending[n]->want);
+        }
+    }
+    while (n != 0) {
+        CHECK_STATUS(finish(carrier, pending[--n]), SMP_OK);
+    }
+    return 0;
+}
+
+TEST_RANK(programs_that_come_to_their_end_are_left_to_it)
+{
+    line         lines[GROUPS];
+    smp_carrier *carrier;
+    sum          last;
+
+    CHECK_STATUS(smp_carrier_create(&carrier), SMP_OK);
+    CHECK(open_lines(w, carrier, lines) == 0);
+    for (uint64_t seed = 1; seed <= PROGRAMS; seed++) {
+        CHECK(run_program(w, carrier, lines, seed) == 0);
+    }
+    /* All of two groups have come to an end: the first and the last rank enter them in
+     * opposite order. */
+    if (w->rank == 0 || w->rank == w->size - 1) {
+        issue(w, &lines[w->rank == 0 ? 0 : 3], &last, false);
+        while (!smp_order_wait_alone(&last.order, smp_clock_ns() + SMP_NS_PER_MS, 0)) {
+        }
+        CHECK_STATUS(last.order.status, SMP_ERR_DEADLOCK);
+        CHECK(strstr(last.order.error, "deadlock: waits for rank ") != NULL);
+        smp_order_fini(&last.order);
+    }
+    w->barrier(w);
+    for (int g = 0; g < GROUPS; g++) {
+        smp_queue_destroy(lines[g].queue);
+        smp_group_destroy(lines[g].group);
+    }
+    smp_carrier_destroy(carrier);
+    return 0;
+}
+
+int
+main(void)
+{
+    static const char *const hosts[] = {NULL, "ab", NULL, "abb", NULL};
+    static const int         sizes[] = {2, 2, 3, 3, 4};
+    int                      failed = 0;
+    int                      ran = 0;
+
+    for (size_t i = 0; i < sizeof(sizes) / sizeof(sizes[0]); i++) {
+        world_test test = {.name = "programs_that_come_to_their_end_are_left_to_it",
+                           .rank = programs_that_come_to_their_end_are_left_to_it,
+                           .hosts = hosts[i]};
+
+        if (world_learns(false, sizes[i] <= 3)) {
+            failed += world_run_processes(&test, "shm,tcp", sizes[i]) != 0;
+            ran++;
+        }
+        if (world_learns(true, sizes[i] <= 3)) {
+            failed += world_run_threads(&test, "shm,tcp", sizes[i]) != 0;
+            ran++;
+        }
+    }
+    printf("%d passed, %d failed\n", ran - failed, failed);
+    return failed != 0;
+}

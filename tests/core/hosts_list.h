@@ -1,0 +1,468 @@
+/* What groups whose ranks are on several hosts must do, whatever the transport between
+ * them: run by hosts_test.c over TCP, by mpi_comm.c over MPI, by ucx_comm.c over UCX.
+ * Spec: csrc/comm/collective/group.h, csrc/comm/collective/route.h. */
+#ifndef SMP_TESTS_HOSTS_LIST_H
+#define SMP_TESTS_HOSTS_LIST_H
+
+#include "comm/collective/call.h"
+#include "comm/collective/group.h"
+#include "comm/collective/queue.h"
+#include "groups.h"
+
+TEST_RANK(every_operation_gives_the_right_result)
+{
+    smp_group *group;
+
+    CHECK_STATUS(make_world_group(w, 9, w->size % 2 == 0, &group), SMP_OK);
+    CHECK(!smp_group_is_on_one_host(group));
+    for (int i = 0; i < COUNTS; i += 1 + i % 2) {
+        CHECK(all_operations(w, group, SMP_F32, counts[i], (uint64_t)i) == 0);
+    }
+    smp_group_destroy(group);
+    return 0;
+}
+
+/* Many rounds for tensors that otherwise go in one. */
+TEST_RANK(large_tensors_go_in_rounds)
+{
+    int              ranks[WORLD_RANKS] = {0, 1, 2, 3, 4, 5, 6, 7};
+    smp_group_config config = {.ranks = ranks,
+                               .size = w->size,
+                               .id = 1,
+                               .name = "rounds",
+                               .timeout_ns = WORLD_PATIENCE_NS,
+                               .round_bytes = 64 << 10};
+    int              failed;
+    smp_group       *group;
+
+    CHECK_STATUS(smp_group_create(w->comm, &config, &group, &failed), SMP_OK);
+    for (uint64_t i = 0; i < 2; i++) {
+        CHECK(all_operations(w, group, SMP_F32, 50001, i) == 0);
+        CHECK(all_operations(w, group, SMP_F16, 40000, 50 + i) == 0);
+    }
+    smp_group_destroy(group);
+    return 0;
+}
+
+/* ------------------------------------------------------------------- bytes on the wire
+ */
+
+/* How many nodes of the tree a host has to itself: for these layouts, as drawn. */
+typedef struct {
+    const char *hosts;
+    int         nodes[3]; /* of hosts a, b, c */
+} tree_cut;
+
+static const tree_cut cuts[] = {
+    {"ab", {1, 1, 0}},       /* a + b */
+    {"aabb", {1, 1, 0}},     /* (a + a) + (b + b): one sum each */
+    {"abab", {2, 2, 0}},     /* (a + b) + (a + b): nothing can be added before */
+    {"aabbcc", {1, 1, 1}},   /* ((aa + bb) + cc) */
+    {"aaaabbbb", {1, 1, 0}}, /* four ranks on each host */
+};
+
+static uint64_t
+ranks_of(const char *hosts, char host)
+{
+    uint64_t n = 0;
+
+    for (; *hosts != '\0'; hosts++) {
+        n += *hosts == host;
+    }
+    return n;
+}
+
+/* What the ranks of a host have sent of tensors in one operation. */
+static uint64_t
+sent_by_host(world *w, smp_group *group, smp_operation operation, size_t count,
+             uint64_t *parcels)
+{
+    smp_group_use  before;
+    smp_group_use  after;
+    reference_call r;
+    uint64_t       sum = 0;
+
+    *parcels = 0;
+    for (uint64_t seed = 0;; seed++) { /* one that makes member 0 the root */
+        if (!reference_make(&r, group, operation, SMP_F32, count, false, seed)) {
+            abort();
+        }
+        if (r.call.root == 0) {
+            break;
+        }
+        reference_free(&r);
+    }
+    smp_group_count(group, &before);
+    if (smp_group_run(group, &r.call) != SMP_OK) {
+        abort();
+    }
+    smp_group_count(group, &after);
+    if (after.operations != before.operations + 1 ||
+        after.bytes - before.bytes != smp_call_bytes(&r.call, w->size, w->rank)) {
+        abort();
+    }
+    reference_free(&r);
+    atomic_store(&w->shared->scratch[w->rank],
+                 (int64_t)(after.tensor_bytes - before.tensor_bytes));
+    atomic_store(&w->shared->scratch[16 + w->rank],
+                 (int64_t)(after.parcels - before.parcels));
+    w->barrier(w);
+    for (int r2 = 0; r2 < w->size; r2++) {
+        if (w->test->hosts[r2] == w->test->hosts[w->rank]) {
+            sum += (uint64_t)atomic_load(&w->shared->scratch[r2]);
+            *parcels += (uint64_t)atomic_load(&w->shared->scratch[16 + r2]);
+        }
+    }
+    w->barrier(w);
+    return sum;
+}
+
+/* The least that a host must send, if it sends to each other host what that needs: T
+ * nodes of the tree, N bytes of a tensor, H hosts, S the part of the tensor whose sums
+ * this host makes (S = N * ranks here / ranks).
+ *
+ *   all-gather      ranks here * N, to each other host
+ *   reduce-scatter  T terms of what is not for this host
+ *   all-reduce      the same, and S to each other host
+ *   broadcast       N to each other host, from the root's
+ *   reduce          T * N, to the root's host */
+TEST_RANK(each_byte_goes_over_the_wire_once)
+{
+    enum { COUNT = 65536 }; /* of 4 bytes: divides by all that occurs but 6 */
+    const char *hosts = w->test->hosts;
+    char        here = hosts[w->rank];
+    uint64_t    n = (uint64_t)w->size;
+    uint64_t    mine = ranks_of(hosts, here);
+    uint64_t    nhosts = hosts[w->size - 1] == 'c' ? 3 : 2;
+    uint64_t    bytes = (w->size == 6 ? 98304 : COUNT) * 4;
+    bool        is_root = here == hosts[0];
+    uint64_t    nodes = 0;
+    uint64_t    sent[SMP_OPERATIONS];
+    uint64_t    least[SMP_OPERATIONS] = {0};
+    uint64_t    parcels[SMP_OPERATIONS];
+    smp_group  *group;
+
+    for (size_t i = 0; i < sizeof(cuts) / sizeof(cuts[0]); i++) {
+        if (strcmp(cuts[i].hosts, hosts) == 0) {
+            nodes = (uint64_t)cuts[i].nodes[here - 'a'];
+        }
+    }
+    CHECK(nodes != 0);
+    CHECK_STATUS(make_world_group(w, 1, false, &group), SMP_OK);
+    for (smp_operation o = 0; o < SMP_OPERATIONS; o++) {
+        sent[o] = sent_by_host(w, group, o, (size_t)bytes / 4, &parcels[o]);
+    }
+    least[SMP_ALL_GATHER] = mine * bytes * (nhosts - 1);
+    least[SMP_REDUCE_SCATTER] = nodes * (n - mine) * bytes;
+    least[SMP_ALL_REDUCE] =
+        nodes * bytes * (n - mine) / n + (nhosts - 1) * bytes * mine / n;
+    least[SMP_BROADCAST] = is_root ? bytes * (nhosts - 1) : 0;
+    least[SMP_REDUCE] = is_root ? 0 : nodes * bytes;
+    least[SMP_GATHER] = is_root ? 0 : mine * bytes;
+    least[SMP_SCATTER] = is_root ? (n - mine) * bytes : 0;
+    least[SMP_ALL_TO_ALL] = mine * (n - mine) * bytes;
+    for (smp_operation o = 0; o < SMP_OPERATIONS; o++) {
+        if (getenv("SMP_TEST_TABLE") != NULL &&
+            (w->rank == 0 || hosts[w->rank - 1] != here)) {
+            fprintf(stderr,
+                    "%s host %c: %-14s %9llu bytes, least %9llu, %llu parcels\n", hosts,
+                    here, smp_operation_name(o), (unsigned long long)sent[o],
+                    (unsigned long long)least[o], (unsigned long long)parcels[o]);
+        }
+        CHECK(sent[o] == least[o]);
+    }
+    smp_group_destroy(group);
+    return 0;
+}
+
+/* ------------------------------------------------------------------------ trouble */
+
+/* The last rank does not come.  Its host tells the other one, which would else have to
+ * blame all of it; all other ranks, whomever they wait for, name that rank alone. */
+TEST_RANK(a_time_out_names_the_rank_that_is_missing_on_another_host)
+{
+    smp_call    call = {.operation = SMP_ALL_REDUCE, .dtype = SMP_F32, .count = 1};
+    float       x = 1;
+    int         last = w->size - 1;
+    char        missing[40];
+    char        other[64];
+    const char *error;
+    smp_group  *group;
+
+    call.in = call.out = &x;
+    CHECK_STATUS(make_world_group(w, 3, false, &group), SMP_OK);
+    CHECK_STATUS(smp_group_run(group, &call), SMP_OK);
+    if (w->rank != last) {
+        call.timeout_ns = 300 * SMP_NS_PER_MS;
+        CHECK_STATUS(smp_group_run(group, &call), SMP_ERR_TIMED_OUT);
+        error = smp_group_error(group);
+        snprintf(missing, sizeof(missing), "s without rank %d", last);
+        snprintf(other, sizeof(other), "%s,", missing);
+        CHECK(says(group, "group 'test': all-reduce 2 (sum) of 1 float32: "));
+        CHECK(says(group, missing));
+        CHECK(strstr(error, other) == NULL);
+        CHECK_STATUS(smp_group_run(group, &call), SMP_ERR_TIMED_OUT);
+    }
+    w->barrier(w);
+    if (w->rank == last) {
+        CHECK_STATUS(smp_group_run(group, &call), SMP_ERR_TIMED_OUT);
+        CHECK(says(group, "gave up: all-reduce 2"));
+    }
+    w->barrier(w);
+    smp_group_destroy(group);
+    return 0;
+}
+
+/* Rank 0 calls a, then b; the last one, on another host, calls b, then a. */
+TEST_RANK(groups_entered_in_another_order_are_named_across_hosts)
+{
+    int              ranks[] = {0, w->size - 1};
+    smp_group_config config = {.ranks = ranks,
+                               .size = 2,
+                               .id = 1,
+                               .name = "a",
+                               .timeout_ns = WORLD_PATIENCE_NS};
+    smp_call         call = {.operation = SMP_BARRIER};
+    char             other[96];
+    bool             over = false;
+    int              failed;
+    smp_message     *message;
+    smp_group       *a;
+    smp_group       *b;
+
+    if (w->rank != 0 && w->rank != w->size - 1) {
+        w->barrier(w);
+        return 0;
+    }
+    CHECK_STATUS(smp_group_create(w->comm, &config, &a, &failed), SMP_OK);
+    config.id = 2;
+    config.name = "b";
+    CHECK_STATUS(smp_group_create(w->comm, &config, &b, &failed), SMP_OK);
+    if (w->rank == 0) { /* its call in b comes before this message */
+        CHECK_STATUS(smp_comm_receive(w->comm, WORLD_PATIENCE_NS, &message), SMP_OK);
+        smp_message_free(message);
+        call.timeout_ns = SMP_NS_PER_MS;
+        CHECK_STATUS(smp_group_run(a, &call), SMP_ERR_TIMED_OUT);
+        snprintf(other, sizeof(other),
+                 "without rank %d; rank %d waits in group 'b' for barrier 1",
+                 w->size - 1, w->size - 1);
+        CHECK(says(a, "group 'a': barrier 1: timed out"));
+        CHECK(says(a, other));
+        call.timeout_ns = 0;
+        CHECK_STATUS(smp_group_run(b, &call), SMP_OK);
+    } else {
+        CHECK_STATUS(smp_group_start(b, &call), SMP_OK);
+        CHECK_STATUS(smp_group_progress(b, &over), SMP_OK);
+        CHECK(!over);
+        CHECK_STATUS(smp_comm_send(w->comm, 0, "b", 1, NULL, 0), SMP_OK);
+        CHECK_STATUS(smp_group_wait(b, SMP_NEVER, &over), SMP_OK);
+        CHECK_STATUS(smp_group_run(a, &call), SMP_OK); /* rank 0 has called it */
+        CHECK_STATUS(smp_group_run(a, &call), SMP_ERR_TIMED_OUT);
+        CHECK(says(a, "rank 0 gave up: barrier 1: timed out"));
+    }
+    smp_group_destroy(a);
+    smp_group_destroy(b);
+    w->barrier(w);
+    return 0;
+}
+
+/* Rank 0 and the last one, on another host, each in a group of its own of the two, with
+ * nothing else to do; `comes`: the last one has issued its part of the other group. */
+static inline int
+wait_for_each_other(world *w, bool comes)
+{
+    int              ranks[] = {0, w->size - 1};
+    bool             is_first = w->rank == 0;
+    smp_group_config config = {
+        .ranks = ranks, .size = 2, .timeout_ns = WORLD_PATIENCE_NS};
+    smp_call     call = {.operation = SMP_BARRIER};
+    smp_order    own = {.calls = &call, .ncalls = 1};
+    smp_order    other = {.calls = &call, .ncalls = 1};
+    smp_order   *finished;
+    char         want[160];
+    int          failed;
+    smp_carrier *carrier;
+    smp_group   *groups[2];
+    smp_queue   *queues[2];
+
+    if (!is_first && w->rank != w->size - 1) {
+        w->barrier(w);
+        return 0;
+    }
+    CHECK_STATUS(smp_carrier_create(&carrier), SMP_OK);
+    for (int g = 0; g < 2; g++) {
+        config.id = 1 + (uint64_t)g;
+        config.name = g == 0 ? "a" : "b";
+        CHECK_STATUS(smp_group_create(w->comm, &config, &groups[g], &failed), SMP_OK);
+        CHECK_STATUS(smp_queue_create(carrier, groups[g], &queues[g]), SMP_OK);
+    }
+    if (comes && !is_first) {
+        smp_order_issue(&other, queues[0], true);
+    }
+    smp_order_issue(&own, queues[is_first ? 0 : 1], false);
+    while (!smp_order_wait_alone(&own, smp_clock_ns() + 50 * SMP_NS_PER_MS, 0)) {
+    }
+    if (comes && is_first) {
+        smp_order_issue(&other, queues[1], false);
+        CHECK(smp_order_wait(&other, SMP_NEVER));
+    }
+    CHECK_STATUS(own.status, comes ? SMP_OK : SMP_ERR_DEADLOCK);
+    if (comes && !is_first) {
+        CHECK_STATUS(smp_carrier_finished(carrier, &finished), SMP_OK);
+    }
+    CHECK_STATUS(other.status, SMP_OK);
+    if (!comes) {
+        snprintf(want, sizeof(want),
+                 "group '%s': barrier 1: deadlock: waits for rank %d, which waits in "
+                 "group '%s' (barrier 1) for rank %d",
+                 is_first ? "a" : "b", ranks[is_first ? 1 : 0], is_first ? "b" : "a",
+                 w->rank);
+        if (strcmp(own.error, want) != 0) {
+            fprintf(stderr, "'%s' is not '%s'\n", own.error, want);
+            return 1;
+        }
+    }
+    smp_order_fini(&own);
+    w->barrier(w);
+    for (int g = 0; g < 2; g++) {
+        smp_queue_destroy(queues[g]);
+        smp_group_destroy(groups[g]);
+    }
+    smp_carrier_destroy(carrier);
+    return 0;
+}
+
+TEST_RANK(ranks_of_two_hosts_that_wait_for_each_other_are_both_told)
+{
+    return wait_for_each_other(w, false);
+}
+
+TEST_RANK(ranks_of_two_hosts_that_come_are_told_nothing)
+{
+    return wait_for_each_other(w, true);
+}
+
+TEST_RANK(hosts_that_list_other_ranks_are_told)
+{
+    int              ranks[WORLD_RANKS];
+    int              n = 0;
+    smp_group_config config = {
+        .ranks = ranks, .id = 3, .name = "test", .timeout_ns = WORLD_PATIENCE_NS};
+    int        failed = -1;
+    smp_group *group;
+
+    /* All ranks of host a list all; those of other hosts list them from the last. */
+    for (int r = 0; r < w->size; r++) {
+        ranks[n++] = w->test->hosts[w->rank] == 'a' ? r : w->size - 1 - r;
+    }
+    config.size = n;
+    CHECK_STATUS(smp_group_create(w->comm, &config, &group, &failed), SMP_ERR_MISMATCH);
+    CHECK(w->test->hosts[failed] != w->test->hosts[w->rank]);
+    w->barrier(w);
+    CHECK_STATUS(make_world_group(w, 4, false, &group), SMP_OK);
+    CHECK(random_calls(w, &group, 1, 5, 1) == 0);
+    smp_group_destroy(group);
+    return 0;
+}
+
+/* The largest number of layouts of a test. */
+#define LAYOUTS 6
+
+/* So many ranks as threads are enough for the thread sanitizer. */
+enum { HOSTS_THREADS = 4 };
+
+typedef struct {
+    world_test  test;
+    const char *hosts[LAYOUTS]; /* a letter for each rank */
+    int         times;          /* 0: once */
+    bool        threads;        /* also as threads, where they are few */
+    bool        forks;          /* or ends ranks: they must be processes of ours */
+} hosts_entry;
+
+#define ENTRY(fn) .test = {.name = #fn, .rank = fn}
+
+/* Two hosts, whose ranks are neighbours in the tree of sums or are not; one rank on
+ * each; hosts of several sizes. */
+#define ALL(name)                                                                      \
+    {                                                                                  \
+        ENTRY(name), .hosts = {"ab", "aba", "aabb", "abab", "abbc", "cbbac"},          \
+                     .threads = true                                                   \
+    }
+
+#define SOME(name)                                                                     \
+    {                                                                                  \
+        ENTRY(name), .hosts = {"ab", "aba"}, .threads = true                           \
+    }
+
+/* Those that need processes come first: a process that has had threads forks badly
+ * under the sanitizers. */
+static const hosts_entry hosts_list[] = {
+    {ENTRY(a_killed_member_is_named_to_all_others), .hosts = {"abb", "aab", "abc"},
+     .times = 6, .forks = true},
+    {ENTRY(a_killed_member_is_named_by_those_who_use_shelves), .hosts = {"aba"},
+     .times = 6, .forks = true},
+    {ENTRY(a_forked_child_is_no_member), .hosts = {"ab", "aab"}, .forks = true},
+    ALL(every_operation_gives_the_right_result),
+    {ENTRY(every_dtype_is_moved_and_reduced), .hosts = {"aab", "abab"},
+     .threads = true},
+    ALL(any_sequence_of_calls_on_several_groups_is_right),
+    ALL(a_part_of_the_ranks_in_any_order_is_a_group),
+    ALL(large_tensors_go_in_rounds),
+    {ENTRY(each_byte_goes_over_the_wire_once),
+     .hosts = {"ab", "aabb", "abab", "aabbcc", "aaaabbbb"}, .threads = true},
+    SOME(nobody_leaves_a_barrier_before_all_have_come),
+    SOME(groups_come_and_go),
+    SOME(an_operation_can_be_moved_on_from_outside),
+    SOME(a_wait_that_ends_early_is_no_error),
+    SOME(different_calls_are_an_error_on_all),
+    SOME(what_makes_no_sense_is_refused_at_once),
+    SOME(a_member_that_has_left_is_named),
+    {ENTRY(a_time_out_names_the_rank_that_is_missing_on_another_host),
+     .hosts = {"ab", "abb", "aabb", "abab"}, .threads = true},
+    {ENTRY(groups_entered_in_another_order_are_named_across_hosts),
+     .hosts = {"ab", "aab"}, .threads = true},
+    {ENTRY(ranks_of_two_hosts_that_wait_for_each_other_are_both_told),
+     .hosts = {"ab", "aab"}, .threads = true},
+    {ENTRY(ranks_of_two_hosts_that_come_are_told_nothing), .hosts = {"ab"},
+     .threads = true},
+    {ENTRY(hosts_that_list_other_ranks_are_told), .hosts = {"ab", "aabb"}},
+};
+enum { HOSTS_LIST = sizeof(hosts_list) / sizeof(hosts_list[0]) };
+
+/* All of them on ranks of this process's own, that run `as_threads` or as processes;
+ * only: a part of the name, or NULL.  Adds to what ran and what failed. */
+static inline void
+run_hosts_list(const char *transports, bool as_threads, const char *only, int *ran,
+               int *failed)
+{
+    for (size_t i = 0; i < HOSTS_LIST; i++) {
+        const hosts_entry *listed = &hosts_list[i];
+
+        if ((only != NULL && strstr(listed->test.name, only) == NULL) ||
+            !world_learns(as_threads, listed->threads)) {
+            continue;
+        }
+        for (int l = 0; l < LAYOUTS && listed->hosts[l] != NULL; l++) {
+            world_test test = listed->test;
+            int        size = (int)strlen(listed->hosts[l]);
+
+            test.hosts = listed->hosts[l];
+            if (as_threads && size > HOSTS_THREADS) {
+                continue;
+            }
+            for (int time = 0; time == 0 || time < listed->times; time++) {
+                int wrong = as_threads ? world_run_threads(&test, transports, size)
+                                       : world_run_processes(&test, transports, size);
+
+                if (wrong != 0) {
+                    printf("FAILED %s, hosts %s, %s, %s\n", test.name, test.hosts,
+                           transports, as_threads ? "threads" : "processes");
+                }
+                *failed += wrong != 0;
+                ++*ran;
+            }
+        }
+    }
+}
+
+#endif

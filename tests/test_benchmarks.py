@@ -1,0 +1,45 @@
+"""Spec: benchmarks can be run short, and say how (docs/benchmarks.md)."""
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.ranks import TESTS, mpirun, rank_environment
+
+BENCHMARKS = TESTS.parent / "benchmarks"
+
+
+@pytest.mark.parametrize(
+    "name, options, shows",
+    [
+        ("remote_call", ["--rounds", "1", "--calls", "5"], "rpc_sync echo"),
+        ("memory", ["--steps", "1", "--layers", "1"], "| measured, step 1 |"),
+        ("soak", ["10"], "10 steps"),
+    ],
+)
+def test_benchmarks_of_two_ranks_run_short(name, options, shows):
+    done = mpirun(2, BENCHMARKS / f"{name}.py", *options, timeout_s=120)
+
+    assert done.returncode == 0, done.stderr
+    assert shows in done.stdout
+
+
+@pytest.mark.parametrize(
+    "argv, shows",
+    [
+        (["tracing_cost.py", "--rounds", "1"], "with times"),
+        (["soak.py", "--help"], "steps"),
+        (["remote_call.py", "--help"], "--calls"),
+    ],
+)
+def test_benchmarks_of_one_process_run_short(argv, shows):
+    done = subprocess.run(
+        [sys.executable, BENCHMARKS / argv[0], *argv[1:]],
+        env=rank_environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert shows in done.stdout

@@ -1,0 +1,228 @@
+"""Spec: ranks that wait for one that never connects, and signals that come meanwhile.
+
+No launcher here that would end the others: three processes, and their store.
+"""
+
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from tests.ranks import mpirun, rank_environment
+
+DEADLINE_S = 60
+
+# Rank 2 comes so far that the others know how to reach it, and stays there until its
+# input ends.  Others send themselves a signal when they sleep in the core's connect().
+SCRIPT = """
+import os, re, signal, sys, threading
+from pathlib import Path
+import torch.distributed as dist
+import smp
+import smdistributed.dataparallel.torch.torch_smddp
+from smp import _core
+from smp.collectives import ranks
+from smp.execution import runtime
+
+kind, sender = sys.argv[1], int(sys.argv[2])
+sent = getattr(signal, sys.argv[3])
+rank = int(os.environ["RANK"])
+POLL = {"7", "73", "271"}  # x86-64, arm64: poll, ppoll
+connects = threading.Event()
+seen = {}
+
+
+def open_sockets():
+    links = []
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            links.append(os.readlink(f"/proc/self/fd/{fd}"))
+        except FileNotFoundError:
+            pass  # the listing's own
+    return sum(link.startswith("socket:") for link in links)
+
+
+def signal_when_it_sleeps():
+    connects.wait()
+    main = Path(f"/proc/self/task/{threading.main_thread().native_id}/syscall")
+    while main.read_text().split()[0] not in POLL:
+        os.sched_yield()
+    os.kill(os.getpid(), sent)
+
+
+def begin(connect, card):
+    seen["file"] = re.search(rb"/dev/shm/smp-[0-9a-f]+[.]sock", card)
+    if rank == 2:
+        print("absent", flush=True)
+        sys.stdin.read()
+        return
+    connects.set()
+    connect()
+
+
+class Comm:
+    def __init__(self, *args):
+        seen["sockets"] = open_sockets()
+        self.comm = _core.Comm(*args)
+
+    def __getattr__(self, name):
+        return getattr(self.comm, name)
+
+    def connect(self, *args):
+        begin(lambda: self.comm.connect(*args), self.card())
+
+
+class Core:
+    Comm = Comm
+
+    def __getattr__(self, name):
+        return getattr(_core, name)
+
+    def open(self, *args):
+        seen["sockets"] = open_sockets()
+        self.card = _core.open(*args)
+        return self.card
+
+    def connect(self, *args):
+        begin(lambda: _core.connect(*args), self.card)
+
+
+ranks._core = runtime._core = Core()
+if rank == sender or (sender < 0 and rank != 2):
+    threading.Thread(target=signal_when_it_sleeps, daemon=True).start()
+try:
+    if kind == "smddp":
+        dist.init_process_group("smddp")
+    else:
+        smp.init({"pipeline_parallel_degree": 3, "ddp_dist_backend": "gloo"})
+except KeyboardInterrupt:
+    assert connects.is_set()
+    left = open_sockets() - seen["sockets"]
+    file = seen["file"]
+    print("interrupted", left, file is not None and Path(file[0].decode()).exists(), flush=True)
+    raise
+"""
+
+
+@contextmanager
+def started(tmp_path: Path, transport: str, *argv: str) -> Iterator[list[subprocess.Popen]]:
+    """The three ranks; rank 2 is where it stays.  None outlives the block."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(script), *argv],
+            env=rank_environment(
+                {
+                    "RANK": str(rank),
+                    "LOCAL_RANK": str(rank),
+                    "WORLD_SIZE": "3",
+                    "MASTER_ADDR": "127.0.0.1",
+                    "MASTER_PORT": str(port),
+                    "SMP_COMM_TRANSPORTS": transport,
+                }
+            ),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(3)
+    ]
+    try:
+        absent = processes[2].stdout
+        assert absent is not None
+        assert absent.readline() == "absent\n", processes[2].communicate(timeout=DEADLINE_S)
+        yield processes
+    finally:
+        for process in reversed(processes):
+            assert process.stdin is not None
+            if not process.stdin.closed:
+                process.stdin.close()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(DEADLINE_S)
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def is_stale(path: Path) -> bool:
+    """Nobody listens at this socket's file."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        return probe.connect_ex(str(path)) != 0
+
+
+def stale() -> set[Path]:
+    return {path for path in Path("/dev/shm").glob("smp-*") if is_stale(path)}
+
+
+@pytest.mark.parametrize(
+    "transport, kind",
+    [("shm", "smddp"), ("shm", "smp.init"), ("tcp", "smddp"), ("ucx", "smp.init")],
+)
+def test_ctrl_c_ends_the_wait_for_a_rank_that_never_connects(tmp_path, transport, kind):
+    before = stale()
+    with started(tmp_path, transport, kind, "-1", "SIGINT") as ranks:
+        said = [rank.communicate(timeout=DEADLINE_S) for rank in ranks[:2]]
+
+    for rank, (out, err) in zip(ranks, said, strict=False):
+        assert out == "interrupted 0 False\n", err
+        assert "KeyboardInterrupt" in err
+        assert rank.returncode in (130, -signal.SIGINT)
+    assert stale() <= before
+
+
+def test_sigterm_ends_a_rank_that_connects_and_the_others_name_it(tmp_path):
+    """They do not wait for the third one, and remove the file that it has left."""
+    before = stale()
+    with started(tmp_path, "shm", "smddp", "1", "SIGTERM") as ranks:
+        ended = ranks[1].wait(DEADLINE_S)
+        _, err = ranks[0].communicate(timeout=DEADLINE_S)
+
+    assert ended == -signal.SIGTERM
+    assert "connecting rank 0 to rank 1" in err and "SMP_ERR_PEER_LOST" in err, err
+    assert stale() <= before
+
+
+@pytest.mark.parametrize("begin", ["smp.init({})", "dist.init_process_group('smddp')"])
+def test_under_mpirun_a_rank_that_is_interrupted_there_ends_the_job(tmp_path, begin):
+    """The other one never comes, and MPI would wait for it at the end."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        f"""
+import os, signal, sys, threading
+import torch.distributed as dist
+import smp
+import smdistributed.dataparallel.torch.torch_smddp
+from smp.job import bootstrap
+waits = threading.Event()
+def told(wait):
+    def waiting(self, *args):
+        waits.set()
+        wait(self, *args)
+    return waiting
+def interrupt():
+    waits.wait()
+    os.kill(os.getpid(), signal.SIGINT)
+for boot in (bootstrap.OverMPI, bootstrap.OverStore):
+    if os.environ["RANK"] == "0":
+        boot._wait = told(boot._wait)
+    else:
+        boot.allgather_bytes = lambda *args: signal.pause()
+if os.environ["RANK"] == "0":
+    threading.Thread(target=interrupt, daemon=True).start()
+{begin}
+"""
+    )
+    done = mpirun(2, script, timeout_s=DEADLINE_S)
+
+    assert done.returncode != 0
+    assert "KeyboardInterrupt" in done.stderr

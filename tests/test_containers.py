@@ -1,0 +1,248 @@
+"""Spec: ranks of one host whose namespaces differ, as those of containers do.
+
+They share ``/dev/shm``, and so are on one host, whatever else they see of each other.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+
+import pytest
+
+from smp.job import job_end
+from tests import endless
+from tests.namespaces import need, outputs, own, process_of, ranks_behind, without_mpi
+
+OWN_PIDS = ("--pid", "--fork", "--mount-proc")
+OWN_SHARED_MEMORY = "mount -t tmpfs tmpfs /dev/shm"
+
+COLLECTIVES = """
+import torch, torch.distributed as dist
+import smdistributed.dataparallel.torch.torch_smddp
+import smp
+
+dist.init_process_group("smddp")
+rank, size = dist.get_rank(), dist.get_world_size()
+for count in (1, 1000, 3_000_000):
+    x = torch.arange(count, dtype=torch.float64) + rank
+    dist.all_reduce(x)
+    assert x.equal(size * torch.arange(count, dtype=torch.float64) + sum(range(size)))
+    parts = [torch.empty(count) for _ in range(size)]
+    dist.all_gather(parts, torch.full((count,), float(rank)))
+    assert all(part.eq(r).all() for r, part in enumerate(parts))
+    whole = torch.empty(count * size)
+    dist.all_to_all_single(whole, torch.full((count * size,), float(rank)))
+    assert whole.view(size, count).eq(torch.arange(size).view(size, 1)).all()
+    x = torch.full((count,), float(rank))
+    dist.broadcast(x, 1)
+    assert x.eq(1).all()
+[group] = smp.comm_report().groups
+print(group.on_host, *group.to_hosts, flush=True)
+dist.destroy_process_group()
+"""
+
+PIPELINE = """
+import smp
+import torch
+from tests.test_transports import check_against_the_cut_loop, used
+
+smp.init({"pipeline_parallel_degree": 2, "microbatches": 3, "active_microbatches": 3})
+torch.manual_seed(0)
+check_against_the_cut_loop(3)
+check_against_the_cut_loop(3000)
+print(smp.local_size(), smp.is_multi_node(), *used(), flush=True)
+smp.barrier()
+"""
+
+
+@pytest.fixture(params=["one", "both"])
+def pids(request) -> list[list[str]]:
+    """One of two ranks, or both, in a pid namespace of its own."""
+    apart = own(*OWN_PIDS)
+    return [apart if request.param == "both" else [], apart]
+
+
+def test_collectives_of_ranks_that_do_not_see_each_others_processes(tmp_path, pids):
+    script = tmp_path / "script.py"
+    script.write_text(COLLECTIVES)
+
+    with ranks_behind(pids, script) as ranks:
+        assert outputs(ranks) == ["shared memory\n"] * 2
+
+
+def test_a_pipeline_of_ranks_that_do_not_see_each_others_processes(tmp_path, pids):
+    script = tmp_path / "script.py"
+    script.write_text(PIPELINE)
+
+    with ranks_behind(pids, script) as ranks:
+        assert outputs(ranks) == ["2 False shm\n"] * 2
+
+
+class SecondOfTwo:
+    """A bootstrap that gathers what a first rank of this host has told."""
+
+    rank = local_rank = 1
+    host = 0
+
+    def __init__(self, card: str) -> None:
+        self.card = card
+
+    def allgather_bytes(self, data: bytes) -> list[bytes]:
+        return [self.card.encode(), data]
+
+    def barrier(self) -> None:
+        pass
+
+
+def test_files_of_a_process_whose_number_means_another_are_left_alone(tmp_path):
+    """The flag of who failed first is found by the number of a process."""
+    with open(tmp_path / "file", "w+b") as file:
+        at = f"0 {os.getpid()} {file.fileno()}"
+        found = os.fstat(file.fileno())
+
+        other = job_end.FirstFailure(SecondOfTwo(f"{at} {found.st_dev} {found.st_ino + 1}"))
+        assert other.claim(1) == 1
+        assert file.read() == b""
+
+        same = job_end.FirstFailure(SecondOfTwo(f"{at} {found.st_dev} {found.st_ino}"))
+        assert (same.claim(1), same.claim(0)) == (1, 1)
+        assert file.read() == b"1"
+        same.close()
+
+
+@pytest.mark.parametrize("kind", endless.SCRIPTS)
+def test_a_rank_of_another_pid_namespace_that_is_killed_is_named(tmp_path, pids, kind):
+    script = tmp_path / "script.py"
+    script.write_text(endless.SCRIPTS[kind])
+
+    with ranks_behind(pids, script) as ranks:
+        for rank in ranks:
+            assert rank.stdout.readline() == "going\n", rank.communicate(timeout=60)
+        os.kill(process_of(ranks[1], is_behind=True), signal.SIGKILL)
+        _, said = ranks[0].communicate(timeout=60)
+
+    assert ranks[0].returncode != 0 and endless.LOST[kind].format(1) in said, said
+
+
+STARTS = {
+    "smddp": """
+import warnings
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("default")  # once a process
+    import torch, torch.distributed as dist
+    import smdistributed.dataparallel.torch.torch_smddp
+    dist.init_process_group("smddp")
+x = torch.ones(1000)
+dist.all_reduce(x)
+assert x.eq(2).all()
+import smp
+[group] = smp.comm_report().groups
+print(*group.to_hosts or ["shm"], end=" ")
+print(sum("SMP_SECRET_FILE" in str(each.message) for each in caught), flush=True)
+""",
+    "smp.init": """
+import warnings
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("default")  # once a process
+    import smp
+    smp.init({"pipeline_parallel_degree": 2})
+assert smp.allgather(smp.rank(), smp.WORLD) == [0, 1]
+over = [peer.transport for peer in smp.comm_report().peers]
+hosts = smp.instance_id(), smp.is_multi_node()
+print(smp.local_rank(), smp.local_size(), *hosts, *over, end=" ")
+print(sum("SMP_SECRET_FILE" in str(each.message) for each in caught), flush=True)
+""",
+}
+
+
+@pytest.mark.parametrize(
+    ("start", "said"),
+    [("smddp", ["shm 0\n"] * 2), ("smp.init", ["0 2 0 False shm 0\n", "1 2 0 False shm 0\n"])],
+)
+def test_another_host_name_is_not_another_host(tmp_path, start, said):
+    script = tmp_path / "script.py"
+    script.write_text(STARTS[start])
+    renamed = own("--uts", first="hostname elsewhere")
+
+    with ranks_behind([[], renamed], script) as ranks:
+        assert outputs(ranks) == said
+
+
+@pytest.mark.parametrize(
+    ("start", "said"),
+    [
+        ("smddp", ["tcp 1\n", "tcp 0\n"]),
+        ("smp.init", ["0 1 0 True tcp 1\n", "0 1 1 True tcp 0\n"]),
+    ],
+)
+def test_other_shared_memory_is_another_host(tmp_path, start, said):
+    """... whatever name it has; rank 0 warns once of a secret that came through the store."""
+    script = tmp_path / "script.py"
+    script.write_text(STARTS[start])
+    apart = own("--mount", first=OWN_SHARED_MEMORY)
+
+    with ranks_behind([apart, apart], script) as ranks:
+        assert outputs(ranks) == said
+
+
+@pytest.mark.parametrize(
+    ("start", "said"),
+    [("smddp", ["tcp 0\n"] * 2), ("smp.init", ["0 1 0 True tcp 0\n", "0 1 1 True tcp 0\n"])],
+)
+def test_with_a_secret_file_there_is_nothing_to_warn_of(tmp_path, start, said):
+    script = tmp_path / "script.py"
+    script.write_text(STARTS[start])
+    secret = tmp_path / "secret"
+    secret.touch(0o600)
+    secret.write_text("of the whole group")
+    apart = own("--mount", first=OWN_SHARED_MEMORY)
+
+    with ranks_behind([apart, apart], script, env={"SMP_SECRET_FILE": str(secret)}) as ranks:
+        assert outputs(ranks) == said
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_a_secret_file_that_others_may_read_is_refused(tmp_path, start):
+    script = tmp_path / "script.py"
+    script.write_text(STARTS[start])
+    secret = tmp_path / "secret"
+    secret.write_text("of the whole group")
+    secret.chmod(0o644)
+
+    with ranks_behind([[], []], script, env={"SMP_SECRET_FILE": str(secret)}) as ranks:
+        said = [rank.communicate(timeout=60)[1] for rank in ranks]
+
+    for rank, text in zip(ranks, said, strict=True):
+        assert rank.returncode != 0
+        assert f"SMP_SECRET_FILE='{secret}' has mode 0644" in text, text
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_ranks_that_know_no_port_meet_at_torchs_own(tmp_path, start):
+    """RANK, WORLD_SIZE and MASTER_ADDR are enough.  In a network of their own."""
+    need("ip")
+    script = tmp_path / "script.py"
+    script.write_text(STARTS[start])
+    both = 'RANK=1 "$@" & RANK=0 "$@"; first=$?; wait $! && (exit $first)'
+    network = own("--net", first=f"ip link set lo up && eval '{both}' && exec true")
+    environment = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    inherited = {k: v for k, v in without_mpi().items() if k != "MASTER_PORT"}
+
+    with subprocess.Popen(
+        [*network, sys.executable, script],
+        env={**inherited, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as both_ranks:
+        try:
+            printed, said = both_ranks.communicate(timeout=90)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(both_ranks.pid, signal.SIGKILL)
+
+    assert both_ranks.returncode == 0, said
+    assert len(printed.splitlines()) == 2
