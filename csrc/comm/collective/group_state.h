@@ -1,0 +1,48 @@
+/* What a group is made of: for the files of the group alone. */
+#ifndef SMP_COMM_COLLECTIVE_GROUP_STATE_H
+#define SMP_COMM_COLLECTIVE_GROUP_STATE_H
+
+#include "comm/collective/collective.h"
+#include "comm/collective/deadlock.h"
+#include "comm/collective/group.h"
+#include "comm/collective/lockstep.h"
+#include "comm/collective/standoff.h"
+#include "comm/collective/wide.h"
+#include "comm/collective/wire.h"
+#include "comm/fork.h"
+
+struct smp_group {
+    int              size;
+    int              self;
+    int             *ranks;    /* owned: [size] */
+    int             *scratch;  /* owned: [size], for lists of ranks */
+    smp_lockstep     lockstep; /* of the members on this host */
+    smp_collective   op;       /* theirs */
+    bool             is_wide;  /* there are others: */
+    smp_wire         wire;
+    smp_wide         wide;
+    smp_deadlock     deadlock;
+    smp_standoff     standoff; /* of a wide one */
+    char             name[64];
+    int64_t          timeout_ns;
+    uint64_t         sequence;   /* of the last operation */
+    bool             active;     /* it is under way */
+    bool             agreed;     /* all members call the same */
+    int64_t          started_ns; /* when somebody was found missing; 0: nobody was */
+    smp_status       broken;     /* what every later call returns, */
+    char             end[SMP_WHY_BYTES]; /* ... and what it was, in words */
+    _Atomic uint64_t operations;         /* begun, for smp_group_count() */
+    _Atomic uint64_t bytes;
+    _Atomic uint64_t device_operations;
+    _Atomic uint64_t device_bytes;
+    char             error[SMP_GROUP_TEXT];
+};
+
+/* Whether this process is forked from the one that is the member. */
+static inline bool
+smp_group_is_child(const smp_group *group)
+{
+    return group->lockstep.generation != smp_fork_generation();
+}
+
+#endif

@@ -1,0 +1,329 @@
+/* What a group says, and how it ends. */
+#include "comm/collective/group_words.h"
+
+#include <sched.h>
+#include <stdatomic.h>
+#include <stdio.h>
+#include <string.h>
+
+#include "comm/clock.h"
+#include "comm/collective/group_state.h"
+#include "comm/collective/roll.h"
+#include "comm/neighbour.h"
+
+/* A member that ends unmaps its tensors before it is gone: for so long an address that
+ * cannot be read may be one of those. */
+#define NEWS_NS (200 * SMP_NS_PER_MS)
+
+/* The own call in words. */
+static void
+describe_own(const smp_group *group, char *out, size_t bytes)
+{
+    const smp_lockstep *lockstep = &group->lockstep;
+    const smp_notice   *notice =
+        group->is_wide
+              ? &group->wide.notice
+              : &smp_lockstep_slot(lockstep, lockstep->self, group->op.first)->notice;
+
+    smp_notice_describe(notice, out, bytes);
+}
+
+/* What errors call a member. */
+static int
+name_of(const smp_group *group, int member)
+{
+    return smp_comm_name(group->lockstep.comm, group->ranks[member]);
+}
+
+/* Whether the operation waits for that member. */
+static bool
+is_missing(const smp_group *group, int member)
+{
+    return group->is_wide ? smp_wide_awaits(&group->wide, member)
+                          : !smp_lockstep_posted(&group->lockstep, member);
+}
+
+/* A member's place on this host; -1: it is on another. */
+static int
+place_of(const smp_group *group, int member)
+{
+    const smp_hosts *hosts = &group->wide.hosts;
+
+    if (!group->is_wide) {
+        return member;
+    }
+    return hosts->host_of[member] == group->wide.host ? hosts->place_of[member] : -1;
+}
+
+void
+smp_group_set_error(smp_group *group, const char *what)
+{
+    snprintf(group->error, sizeof(group->error), "group '%s': %s", group->name, what);
+}
+
+/* Others may be writing into this member's tensors, or reading them: waits until they
+ * have seen that it gave up.  Who has not begun yet will see it before. */
+static void
+take_back_tensors(smp_group *group)
+{
+    smp_collective *op = &group->op;
+    char            how[320];
+
+    if (!group->agreed && !(smp_lockstep_all_here(&group->lockstep) &&
+                            smp_collective_agreed(op, how, sizeof(how)))) {
+        return;
+    }
+    if (op->way == SMP_BY_MEMORY) {
+        smp_lockstep_retreat(&group->lockstep, op->first + op->steps - 1);
+    }
+}
+
+/* "barrier 3: timed out": words of so many bytes that do not fit end with "...". */
+static void
+join_words(char *out, size_t bytes, const char *what, const char *why)
+{
+    int n = snprintf(out, bytes, "%s: %s", what, why);
+
+    if (n < 0 || (size_t)n >= bytes) {
+        memcpy(out + bytes - 4, "...", 4);
+    }
+}
+
+smp_status
+smp_group_give_up(smp_group *group, smp_status status, const char *why)
+{
+    char call[96];
+
+    describe_own(group, call, sizeof(call));
+    join_words(group->end, sizeof(group->end), call, why);
+    smp_group_set_error(group, group->end);
+    smp_lockstep_fail(&group->lockstep, status, group->end);
+    if (group->is_wide) {
+        smp_wire_fail(&group->wire, group->sequence, status, group->end);
+    } else {
+        take_back_tensors(group);
+        smp_collective_finish(&group->op);
+    }
+    group->active = false;
+    group->broken = status;
+    return status;
+}
+
+smp_status
+smp_group_refuse(smp_group *group, const smp_call *next)
+{
+    smp_notice notice = {0};
+    char       call[96];
+    char       text[SMP_WHY_BYTES + 128];
+
+    smp_call_say(next, 0, group->sequence + 1, &notice, NULL);
+    smp_notice_describe(&notice, call, sizeof(call));
+    snprintf(text, sizeof(text), "%s: the group ended before: %s", call, group->end);
+    smp_group_set_error(group, text);
+    return group->broken;
+}
+
+/* "ranks 2, 3": the members that are missing; "": none. */
+static void
+list_missing(const smp_group *group, char *out, size_t bytes)
+{
+    smp_roll missing = {.names = group->scratch};
+
+    for (int m = 0; m < group->size; m++) {
+        if (is_missing(group, m)) {
+            smp_roll_add(&missing, name_of(group, m));
+        }
+    }
+    smp_roll_say(&missing, out, bytes);
+}
+
+/* What a member of this host does in another group: "waits in group 'b' for barrier 3".
+ */
+static bool
+is_beside(const smp_group *group, int member, char *out, size_t bytes)
+{
+    const smp_shelf *shelf =
+        smp_lockstep_elsewhere(&group->lockstep, place_of(group, member));
+    bool has_failed;
+    char name[sizeof(group->name)];
+    char call[96];
+
+    if (shelf == NULL ||
+        !smp_shelf_describe(shelf, name, sizeof(name), call, sizeof(call))) {
+        return false;
+    }
+    has_failed = atomic_load(&shelf->failed) != SMP_OK;
+    snprintf(out, bytes,
+             has_failed ? "gave up in group '%s': %s" : "waits in group '%s' for %s",
+             name, call);
+    return true;
+}
+
+/* The same of a member of another host. */
+static bool
+is_far_beside(const smp_group *group, int member, char *out, size_t bytes)
+{
+    char name[sizeof(group->name)];
+    char call[96];
+
+    if (!smp_wire_elsewhere(&group->wire, member, name, sizeof(name), call,
+                            sizeof(call))) {
+        return false;
+    }
+    snprintf(out, bytes, "waits in group '%s' for %s", name, call);
+    return true;
+}
+
+/* "; rank 1 waits in group 'b' for barrier 3": what a missing member does instead, if
+ * it is seen to; groups entered in another order by others look like that. */
+static void
+describe_elsewhere(const smp_group *group, char *out, size_t bytes)
+{
+    out[0] = '\0';
+    for (int m = 0; m < group->size; m++) {
+        char what[208];
+
+        if (is_missing(group, m) &&
+            (place_of(group, m) < 0 ? is_far_beside(group, m, what, sizeof(what))
+                                    : is_beside(group, m, what, sizeof(what)))) {
+            snprintf(out, bytes, "; rank %d %s", name_of(group, m), what);
+            return;
+        }
+    }
+}
+
+smp_status
+smp_group_give_up_late(smp_group *group, int64_t waited_ns)
+{
+    char missing[SMP_ROLL_TEXT];
+    char elsewhere[240];
+    char text[SMP_WHY_BYTES];
+
+    list_missing(group, missing, sizeof(missing));
+    describe_elsewhere(group, elsewhere, sizeof(elsewhere));
+    snprintf(text, sizeof(text), "timed out after %.1f s without %s%s",
+             (double)waited_ns / (double)SMP_NS_PER_S, missing, elsewhere);
+    return smp_group_give_up(group, SMP_ERR_TIMED_OUT, text);
+}
+
+smp_status
+smp_group_give_up_without(smp_group *group, smp_status status, int member)
+{
+    int  rank = name_of(group, member);
+    char text[SMP_WHY_BYTES + 32];
+    char why[SMP_WHY_BYTES];
+    int  source;
+    bool has_said;
+
+    if (group->is_wide) { /* what it has said may have come just now */
+        (void)smp_wire_receive(&group->wire, &source);
+    }
+    has_said = group->is_wide
+                   ? smp_wide_why(&group->wide, member, why, sizeof(why))
+                   : smp_lockstep_why(&group->lockstep, member, why, sizeof(why));
+
+    if (has_said) {
+        snprintf(text, sizeof(text), "rank %d gave up: %s", rank, why);
+    } else {
+        snprintf(text, sizeof(text), "rank %d %s", rank,
+                 status == SMP_ERR_PEER_LOST ? "is lost" : "has left");
+    }
+    return smp_group_give_up(group, status, text);
+}
+
+smp_status
+smp_group_give_up_in_ring(smp_group *group, const char *ring)
+{
+    char why[320];
+
+    snprintf(why, sizeof(why), "deadlock: %s", ring);
+    return smp_group_give_up(group, SMP_ERR_DEADLOCK, why);
+}
+
+/* Whether its tensors are its own again: it is gone, or gave up. */
+static bool
+has_ended(const smp_group *group, int member)
+{
+    char why[2];
+
+    return smp_comm_gone(group->lockstep.comm, group->ranks[member]) ||
+           (group->is_wide
+                ? smp_wide_why(&group->wide, member, why, sizeof(why))
+                : smp_lockstep_why(&group->lockstep, member, why, sizeof(why)));
+}
+
+smp_status
+smp_group_give_up_reading(smp_group *group, smp_status status, int member)
+{
+    int     rank = group->ranks[member];
+    int64_t until = smp_clock_ns() + NEWS_NS;
+    char    text[96];
+
+    if (status != SMP_ERR_SYSTEM) {
+        return smp_group_give_up_without(group, status, member);
+    }
+    if (member == group->self && group->op.way == SMP_BY_DEVICE) {
+        return smp_group_give_up(group, status, group->op.why);
+    }
+    while (!has_ended(group, member) && smp_clock_ns() < until) {
+        sched_yield();
+    }
+    if (has_ended(group, member)) {
+        return smp_group_give_up_without(group,
+                                         smp_comm_left(group->lockstep.comm, rank)
+                                             ? SMP_ERR_CLOSED
+                                             : SMP_ERR_PEER_LOST,
+                                         member);
+    }
+    snprintf(text, sizeof(text), "the tensor of rank %d cannot be read",
+             name_of(group, member));
+    return smp_group_give_up(group, SMP_ERR_SYSTEM, text);
+}
+
+smp_status
+smp_group_give_up_wide(smp_group *group, smp_status status, int member)
+{
+    char text[96];
+
+    if (member >= 0 && status == SMP_ERR_SYSTEM) {
+        return smp_group_give_up_reading(group, status, member);
+    }
+    if (member >= 0 && status == SMP_ERR_MALFORMED) {
+        snprintf(text, sizeof(text), "what rank %d sent makes no sense",
+                 name_of(group, member));
+        return smp_group_give_up(group, status, text);
+    }
+    if (member >= 0 && (status == SMP_ERR_PEER_LOST || status == SMP_ERR_CLOSED ||
+                        has_ended(group, member))) {
+        return smp_group_give_up_without(group, status, member);
+    }
+    return smp_group_give_up(group, status, smp_status_text(status));
+}
+
+void
+smp_group_describe(const smp_group *group, const smp_call *next, uint64_t after,
+                   char *out, size_t bytes)
+{
+    char call[96];
+    char missing[SMP_ROLL_TEXT];
+    char elsewhere[240];
+    char queued[120] = "";
+
+    if (next != NULL) {
+        smp_notice notice = {0};
+
+        smp_call_say(next, 0, group->sequence + after, &notice, NULL);
+        smp_notice_describe(&notice, call, sizeof(call));
+        snprintf(queued, sizeof(queued), "%s stands behind ", call);
+    }
+    if (!group->active) {
+        snprintf(out, bytes, "group '%s': %sothers", group->name, queued);
+        return;
+    }
+    describe_own(group, call, sizeof(call));
+    list_missing(group, missing, sizeof(missing));
+    describe_elsewhere(group, elsewhere, sizeof(elsewhere));
+    snprintf(out, bytes, "group '%s': %s%s%s%s%s%s", group->name, queued, call,
+             next != NULL ? ", which " : " ",
+             missing[0] != '\0' ? "waits for " : "is being done", missing, elsewhere);
+}

@@ -1,0 +1,43 @@
+/* What a group says: for whom it waits, what went wrong, and the ends that it comes to.
+ *
+ * Every smp_group_give_up...() ends the operation under way and the group: the others
+ * hear why, the tensors are the caller's again, later calls get the status that it
+ * returns.  All are for the thread that has the group.
+ */
+#ifndef SMP_COMM_COLLECTIVE_GROUP_WORDS_H
+#define SMP_COMM_COLLECTIVE_GROUP_WORDS_H
+
+#include <stdint.h>
+
+#include "comm/collective/call.h"
+#include "comm/collective/group.h"
+#include "common/status.h"
+
+/* What smp_group_error() says from now on, behind the group's name.  `what` is copied.
+ */
+void smp_group_set_error(smp_group *group, const char *what);
+
+/* Returns `status`; `why` in words, copied. */
+smp_status smp_group_give_up(smp_group *group, smp_status status, const char *why);
+
+/* SMP_ERR_TIMED_OUT: names the members that are missing after so long. */
+smp_status smp_group_give_up_late(smp_group *group, int64_t waited_ns);
+
+/* A member will not come: `status` of smp_lockstep_trouble(). */
+smp_status smp_group_give_up_without(smp_group *group, smp_status status, int member);
+
+/* SMP_ERR_DEADLOCK: the members wait for each other in a ring of groups, in words. */
+smp_status smp_group_give_up_in_ring(smp_group *group, const char *ring);
+
+/* A member's memory, which could be read when the group was made, cannot be read any
+ * more: it has died or is about to end, or the address was none.  Waits for the news,
+ * 0.2 s at most. */
+smp_status smp_group_give_up_reading(smp_group *group, smp_status status, int member);
+
+/* Something on the way between hosts went wrong; member: with whom, or -1. */
+smp_status smp_group_give_up_wide(smp_group *group, smp_status status, int member);
+
+/* The next call, of a group that has ended: what it returns. */
+smp_status smp_group_refuse(smp_group *group, const smp_call *next);
+
+#endif
