@@ -37,6 +37,7 @@
 #include "comm/clock.h"
 #include "comm/mpi/group.h"
 #include "comm/mpi/head.h"
+#include "comm/mpi/requests.h"
 #include "comm/tcp/lifeline.h"
 #include "comm/transport.h"
 #include "common/jitter.h"
@@ -48,8 +49,7 @@
 #    define SMP_MPI_PIECE ((size_t)32 << 20)
 #endif
 
-/* Requests looked at in one go, and new messages in one round. */
-#define TESTED 256
+/* New messages in one round. */
 #define PROBED 64
 
 /* Lifelines heard in one go. */
@@ -69,45 +69,17 @@ enum { TAG_HEAD = 1, TAG_BLOCK = 2 };
 
 typedef struct mpi mpi;
 
-/* A message on its way out or in. */
-typedef struct transfer {
-    struct transfer *next; /* owned: in the list that holds this one */
-    int              rank; /* the other side */
-    bool             incoming;
-    bool         parsed;  /* incoming: message is there and its receives are posted */
-    size_t       pending; /* requests under way */
-    uint8_t     *head;    /* owned */
-    size_t       head_bytes;
-    smp_block  **blocks; /* owned, outgoing: those not in the head */
-    size_t       nblocks;
-    smp_message *message; /* owned, incoming */
-} transfer;
-
-typedef struct {
-    transfer *first; /* owned */
-    transfer *last;
-} transfers;
-
-/* What is under way. */
-typedef struct {
-    MPI_Request *under_way; /* owned: [n], room for `room` */
-    transfer   **owners;    /* owned: [n] of borrowed: whose they are */
-    size_t       n;
-    size_t       room;
-    size_t       tested; /* where the next test begins */
-} requests;
-
 /* Another rank.  The progress thread's, once connected. */
 typedef struct {
-    mpi      *self; /* borrowed */
-    int       rank;
-    int       fd; /* owned: the lifeline; -1: not reached by us */
-    transfers incoming;
-    size_t    sending;      /* outgoing transfers under way */
-    bool      said_goodbye; /* it is queued */
-    bool      left;         /* its goodbye has come */
-    bool      arrived;      /* it has all up to ours */
-    bool      gone;         /* the lifeline has ended */
+    mpi              *self; /* borrowed */
+    int               rank;
+    int               fd; /* owned: the lifeline; -1: not reached by us */
+    smp_mpi_transfers incoming;
+    size_t            sending;      /* outgoing transfers under way */
+    bool              said_goodbye; /* it is queued */
+    bool              left;         /* its goodbye has come */
+    bool              arrived;      /* it has all up to ours */
+    bool              gone;         /* the lifeline has ended */
 } peer;
 
 struct mpi {
@@ -122,65 +94,19 @@ struct mpi {
     smp_watch       watch;  /* of that */
 
     /* The progress thread's, up to `over`. */
-    requests sends;
-    requests receives; /* apart: they must not wait behind any number of sends */
-    int64_t  moved_ns;
-    bool     over; /* a rank is lost: no more calls */
+    smp_mpi_requests sends;
+    smp_mpi_requests receives; /* apart: they must not wait behind sends */
+    int64_t          moved_ns;
+    bool             over; /* a rank is lost: no more calls */
 
     _Atomic bool busy;  /* the progress thread is inside MPI */
     _Atomic bool ended; /* MPI_Finalize has begun: no more calls */
     _Atomic bool awake; /* the progress thread polls: no kick needed */
 
-    _Atomic size_t queued; /* messages in queue */
-    smp_lock       lock;   /* guards queue */
-    transfers      queue;  /* owned: not yet given to MPI */
+    _Atomic size_t    queued; /* messages in queue */
+    smp_lock          lock;   /* guards queue */
+    smp_mpi_transfers queue;  /* owned: not yet given to MPI */
 };
-
-static void
-put_last(transfers *list, transfer *t)
-{
-    t->next = NULL;
-    if (list->first == NULL) {
-        list->first = t;
-    } else {
-        list->last->next = t;
-    }
-    list->last = t;
-}
-
-static transfer *
-take_first(transfers *list)
-{
-    transfer *t = list->first;
-
-    if (t != NULL) {
-        list->first = t->next;
-        t->next = NULL;
-    }
-    return t;
-}
-
-static void
-transfer_free(const smp_host *host, transfer *t)
-{
-    for (size_t i = 0; i < t->nblocks; i++) {
-        host->block_release(t->blocks[i]);
-    }
-    host->message_free(t->message);
-    free(t->blocks);
-    free(t->head);
-    free(t);
-}
-
-static void
-free_all(const smp_host *host, transfers *list)
-{
-    transfer *t;
-
-    while ((t = take_first(list)) != NULL) {
-        transfer_free(host, t);
-    }
-}
 
 /* ------------------------------------------------------------------- inside MPI */
 
@@ -226,7 +152,7 @@ give_up(mpi *self, int rank, smp_status why)
 
 /* A request of t has failed.  What was on its way to one that has left is no loss. */
 static void
-request_failed(mpi *self, const transfer *t)
+request_failed(mpi *self, const smp_mpi_transfer *t)
 {
     if (t->incoming || !self->peers[t->rank].gone) {
         give_up(self, t->rank, SMP_ERR_PEER_LOST);
@@ -279,64 +205,27 @@ lifelines_ready(void *arg, uint32_t events)
     (void)events;
 }
 
-/* Room for `more` requests. */
-static bool
-make_room(requests *all, size_t more)
-{
-    size_t       room = 2 * (all->n + more);
-    MPI_Request *under_way;
-    transfer   **owners;
-
-    if (all->n + more <= all->room) {
-        return true;
-    }
-    under_way = realloc(all->under_way, room * sizeof(MPI_Request));
-    if (under_way == NULL) {
-        return false;
-    }
-    all->under_way = under_way;
-    owners = realloc(all->owners, room * sizeof(transfer *));
-    if (owners == NULL) {
-        return false;
-    }
-    all->owners = owners;
-    all->room = room;
-    return true;
-}
-
 /* Starts one request of t; there is room. */
 static bool
-start(mpi *self, transfer *t, void *data, size_t bytes, int tag)
+start(mpi *self, smp_mpi_transfer *t, void *data, size_t bytes, int tag)
 {
-    requests    *all = t->incoming ? &self->receives : &self->sends;
-    MPI_Request *request = &all->under_way[all->n];
-    int          result;
-
-    if (t->incoming) {
-        result =
-            MPI_Irecv(data, (int)bytes, MPI_BYTE, t->rank, tag, self->comm, request);
-    } else {
-        result =
-            MPI_Isend(data, (int)bytes, MPI_BYTE, t->rank, tag, self->comm, request);
-    }
-    if (result != MPI_SUCCESS) {
+    if (!smp_mpi_start(t->incoming ? &self->receives : &self->sends, self->comm, t,
+                       data, bytes, tag)) {
         request_failed(self, t);
         return false;
     }
-    all->owners[all->n++] = t;
-    t->pending++;
     return true;
 }
 
 /* Starts the requests for one block. */
 static bool
-start_block(mpi *self, transfer *t, const smp_block *block)
+start_block(mpi *self, smp_mpi_transfer *t, const smp_block *block)
 {
     uint8_t *data = self->host->block_data(block);
     size_t   bytes = self->host->block_bytes(block);
 
-    if (!make_room(t->incoming ? &self->receives : &self->sends,
-                   bytes / SMP_MPI_PIECE + 1)) {
+    if (!smp_mpi_make_room(t->incoming ? &self->receives : &self->sends,
+                           bytes / SMP_MPI_PIECE + 1)) {
         give_up(self, t->rank, SMP_ERR_NO_MEMORY);
         return false;
     }
@@ -355,7 +244,7 @@ start_block(mpi *self, transfer *t, const smp_block *block)
 
 /* What the head of t says: its message, and receives for the blocks that follow. */
 static void
-parse(mpi *self, transfer *t)
+parse(mpi *self, smp_mpi_transfer *t)
 {
     smp_status status =
         smp_mpi_head_read(self->host, t->rank, t->head, t->head_bytes, &t->message);
@@ -378,10 +267,10 @@ parse(mpi *self, transfer *t)
 static void
 advance(mpi *self, int rank)
 {
-    peer      *p = &self->peers[rank];
-    transfers *list = &p->incoming;
+    peer              *p = &self->peers[rank];
+    smp_mpi_transfers *list = &p->incoming;
 
-    for (transfer *t = list->first; t != NULL && !self->over; t = t->next) {
+    for (smp_mpi_transfer *t = list->first; t != NULL && !self->over; t = t->next) {
         if (!t->parsed) {
             if (t->pending != 0) {
                 break;
@@ -391,7 +280,7 @@ advance(mpi *self, int rank)
     }
     while (list->first != NULL && list->first->parsed && list->first->pending == 0 &&
            !self->over) {
-        transfer *t = take_first(list);
+        smp_mpi_transfer *t = smp_mpi_take_first(list);
 
         if (t->message != NULL) {
             self->host->deliver(self->host->comm, t->message);
@@ -401,7 +290,7 @@ advance(mpi *self, int rank)
             smp_lifeline_say(p->fd, SMP_MPI_ARRIVED);
             self->host->left(self->host->comm, rank);
         }
-        transfer_free(self->host, t);
+        smp_mpi_transfer_free(self->host, t);
     }
 }
 
@@ -409,12 +298,12 @@ advance(mpi *self, int rank)
 static bool
 probe(mpi *self)
 {
-    requests   *all = &self->receives;
-    MPI_Message message;
-    MPI_Status  found;
-    transfer   *t;
-    int         there = 0;
-    int         bytes = 0;
+    smp_mpi_requests *all = &self->receives;
+    MPI_Message       message;
+    MPI_Status        found;
+    smp_mpi_transfer *t;
+    int               there = 0;
+    int               bytes = 0;
 
     if (MPI_Improbe(MPI_ANY_SOURCE, TAG_HEAD, self->comm, &there, &message, &found) !=
             MPI_SUCCESS ||
@@ -423,7 +312,7 @@ probe(mpi *self)
     }
     MPI_Get_count(&found, MPI_BYTE, &bytes);
     t = calloc(1, sizeof(*t));
-    if (t == NULL || bytes < 0 || !make_room(all, 1) ||
+    if (t == NULL || bytes < 0 || !smp_mpi_make_room(all, 1) ||
         (t->head = malloc((size_t)bytes + 1)) == NULL) {
         free(t);
         give_up(self, found.MPI_SOURCE, SMP_ERR_NO_MEMORY);
@@ -432,48 +321,23 @@ probe(mpi *self)
     t->rank = found.MPI_SOURCE;
     t->incoming = true;
     t->head_bytes = (size_t)bytes;
-    if (MPI_Imrecv(t->head, bytes, MPI_BYTE, &message, &all->under_way[all->n]) !=
-        MPI_SUCCESS) {
-        transfer_free(self->host, t);
+    if (!smp_mpi_start_matched(all, &message, t)) {
+        smp_mpi_transfer_free(self->host, t);
         give_up(self, found.MPI_SOURCE, SMP_ERR_PEER_LOST);
         return false;
     }
-    all->owners[all->n++] = t;
-    t->pending = 1;
-    put_last(&self->peers[t->rank].incoming, t);
+    smp_mpi_put_last(&self->peers[t->rank].incoming, t);
     return true;
 }
 
 /* ----------------------------------------------------------------------- sending */
 
-/* A transfer with a head of `bytes`; the head is not filled. */
-static transfer *
-new_outgoing(int dest, size_t bytes, size_t nblocks)
-{
-    transfer *t = calloc(1, sizeof(*t));
-
-    if (t == NULL) {
-        return NULL;
-    }
-    t->rank = dest;
-    t->head_bytes = bytes;
-    t->head = malloc(bytes);
-    t->blocks = calloc(nblocks + 1, sizeof(smp_block *));
-    if (t->head == NULL || t->blocks == NULL) {
-        free(t->head);
-        free(t->blocks);
-        free(t);
-        return NULL;
-    }
-    return t;
-}
-
 static void
-enqueue(mpi *self, transfer *t)
+enqueue(mpi *self, smp_mpi_transfer *t)
 {
     smp_jitter();
     smp_lock_acquire(&self->lock);
-    put_last(&self->queue, t);
+    smp_mpi_put_last(&self->queue, t);
     atomic_fetch_add(&self->queued, 1);
     smp_lock_release(&self->lock);
     smp_jitter();
@@ -486,13 +350,13 @@ static smp_status
 mpi_send(void *arg, int dest, const void *bytes, size_t nbytes,
          smp_block *const *blocks, size_t nblocks)
 {
-    mpi            *self = arg;
-    const smp_host *host = self->host;
-    size_t          total = smp_mpi_head_bytes(host, nbytes, blocks, nblocks);
-    transfer       *t = NULL;
+    mpi              *self = arg;
+    const smp_host   *host = self->host;
+    size_t            total = smp_mpi_head_bytes(host, nbytes, blocks, nblocks);
+    smp_mpi_transfer *t = NULL;
 
     if (total <= INT32_MAX) { /* more cannot be one MPI message */
-        t = new_outgoing(dest, total, nblocks);
+        t = smp_mpi_new_outgoing(dest, total, nblocks);
     }
     if (t == NULL) {
         for (size_t i = 0; i < nblocks; i++) {
@@ -525,24 +389,24 @@ mpi_block(void *arg, int dest, size_t bytes, smp_block **out)
 static bool
 start_next(mpi *self)
 {
-    transfer *t;
-    peer     *p;
+    smp_mpi_transfer *t;
+    peer             *p;
 
     if (atomic_load(&self->queued) == 0) {
         return false;
     }
     smp_jitter();
     smp_lock_acquire(&self->lock);
-    t = take_first(&self->queue);
+    t = smp_mpi_take_first(&self->queue);
     atomic_fetch_sub(&self->queued, 1);
     smp_lock_release(&self->lock);
     p = &self->peers[t->rank];
     if (p->gone) {
-        transfer_free(self->host, t);
+        smp_mpi_transfer_free(self->host, t);
         return true;
     }
     p->sending++;
-    if (!make_room(&self->sends, 1)) {
+    if (!smp_mpi_make_room(&self->sends, 1)) {
         give_up(self, t->rank, SMP_ERR_NO_MEMORY);
     } else if (start(self, t, t->head, t->head_bytes, TAG_HEAD)) {
         for (size_t i = 0; i < t->nblocks && start_block(self, t, t->blocks[i]); i++) {
@@ -550,7 +414,7 @@ start_next(mpi *self)
     }
     if (t->pending == 0) {
         p->sending--;
-        transfer_free(self->host, t);
+        smp_mpi_transfer_free(self->host, t);
     }
     return true;
 }
@@ -559,21 +423,21 @@ start_next(mpi *self)
 static void
 drop_queue(mpi *self)
 {
-    transfers all;
+    smp_mpi_transfers all;
 
     smp_lock_acquire(&self->lock);
     all = self->queue;
-    self->queue = (transfers){0};
+    self->queue = (smp_mpi_transfers){0};
     atomic_store(&self->queued, 0);
     smp_lock_release(&self->lock);
-    free_all(self->host, &all);
+    smp_mpi_transfers_free(self->host, &all);
 }
 
 /* ---------------------------------------------------------------------- progress */
 
 /* One request of t has ended. */
 static void
-ended(mpi *self, transfer *t, bool failed)
+ended(mpi *self, smp_mpi_transfer *t, bool failed)
 {
     smp_jitter();
     t->pending--;
@@ -584,52 +448,8 @@ ended(mpi *self, transfer *t, bool failed)
         advance(self, t->rank);
     } else if (t->pending == 0) {
         self->peers[t->rank].sending--;
-        transfer_free(self->host, t);
+        smp_mpi_transfer_free(self->host, t);
     }
-}
-
-/* Tests some requests, in turn; true: some have ended. */
-static bool
-test_some(mpi *self, requests *all)
-{
-    int        indices[TESTED];
-    MPI_Status statuses[TESTED];
-    transfer  *owners[TESTED];
-    size_t     first = all->tested < all->n ? all->tested : 0;
-    size_t     n = all->n - first;
-    int        count = 0;
-    int        result;
-
-    if (n == 0) {
-        return false;
-    }
-    n = n < TESTED ? n : TESTED;
-    all->tested = first + n;
-    for (size_t i = 0; i < n; i++) {
-        statuses[i].MPI_ERROR = MPI_SUCCESS;
-    }
-    result = MPI_Testsome((int)n, all->under_way + first, &count, indices, statuses);
-    if (count == MPI_UNDEFINED || count == 0) {
-        return false;
-    }
-    for (int i = 0; i < count; i++) {
-        owners[i] = all->owners[first + (size_t)indices[i]];
-        all->owners[first + (size_t)indices[i]] = NULL;
-    }
-    for (size_t i = first; i < first + n && i < all->n;) {
-        if (all->owners[i] == NULL) { /* its place is for the last one */
-            all->n--;
-            all->owners[i] = all->owners[all->n];
-            all->under_way[i] = all->under_way[all->n];
-        } else {
-            i++;
-        }
-    }
-    for (int i = 0; i < count; i++) {
-        ended(self, owners[i],
-              result == MPI_ERR_IN_STATUS && statuses[i].MPI_ERROR != MPI_SUCCESS);
-    }
-    return true;
 }
 
 /* How long to wait until the next look. */
@@ -650,6 +470,20 @@ pause_for(mpi *self)
         return 0; /* ... but one before may have relied on us */
     }
     return idle / 8 < longest ? idle / 8 : longest;
+}
+
+/* True: some have ended. */
+static bool
+test_some(mpi *self, smp_mpi_requests *all)
+{
+    smp_mpi_transfer *owners[SMP_MPI_TESTED];
+    bool              failed[SMP_MPI_TESTED];
+    size_t            n = smp_mpi_test(all, owners, failed);
+
+    for (size_t i = 0; i < n; i++) {
+        ended(self, owners[i], failed[i]);
+    }
+    return n != 0;
 }
 
 static int64_t
@@ -699,7 +533,7 @@ mpi_progress(void *arg)
 static bool
 say_goodbye(mpi *self, int rank)
 {
-    transfer *t = new_outgoing(rank, SMP_MPI_GOODBYE_BYTES, 0);
+    smp_mpi_transfer *t = smp_mpi_new_outgoing(rank, SMP_MPI_GOODBYE_BYTES, 0);
 
     if (t == NULL) {
         return false;
@@ -960,26 +794,6 @@ mpi_connect(void *arg, const void *const *cards, const size_t *card_bytes,
     return status;
 }
 
-/* Frees those that MPI does not know any more; it may still write into the others. */
-static void
-free_idle(const smp_host *host, transfers *list)
-{
-    transfer *t;
-
-    while ((t = take_first(list)) != NULL) {
-        if (t->pending == 0) {
-            transfer_free(host, t);
-        }
-    }
-}
-
-static void
-requests_fini(requests *all)
-{
-    free(all->under_way);
-    free(all->owners);
-}
-
 static void
 end_lifeline(peer *p)
 {
@@ -1003,10 +817,10 @@ mpi_destroy(void *arg)
         self->comm != MPI_COMM_NULL && self->sends.n == 0 && self->receives.n == 0;
 
     for (int r = 0; r < self->host->size; r++) {
-        free_idle(self->host, &self->peers[r].incoming);
+        smp_mpi_free_idle(self->host, &self->peers[r].incoming);
         parted = parted && is_parted(&self->peers[r]);
     }
-    free_all(self->host, &self->queue);
+    smp_mpi_transfers_free(self->host, &self->queue);
     if (parted && enter(self)) {
         MPI_Comm_free(&self->comm);
         leave(self);
@@ -1024,8 +838,8 @@ mpi_destroy(void *arg)
     }
     smp_tcp_door_close(&self->door);
     smp_lock_fini(&self->lock);
-    requests_fini(&self->sends);
-    requests_fini(&self->receives);
+    smp_mpi_requests_fini(&self->sends);
+    smp_mpi_requests_fini(&self->receives);
     free(self->peers);
     free(self);
 }
