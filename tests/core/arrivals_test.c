@@ -216,11 +216,6 @@ TEST(parts_that_do_not_fit_are_malformed)
     return 0;
 }
 
-#define LISTED_TEST(name)                                                              \
-    {                                                                                  \
-#        name, name                                                                    \
-    }
-
 int
 main(int argc, char **argv)
 {

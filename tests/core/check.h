@@ -40,6 +40,12 @@ typedef struct {
     int (*run)(void);
 } smp_test;
 
+/* An entry of main()'s list. */
+#define LISTED_TEST(name)                                                              \
+    {                                                                                  \
+#        name, name                                                                    \
+    }
+
 /* Runs the tests whose name contains argv[1] (all without one).  The exit status of
  * the program: 0 when all passed. */
 static inline int

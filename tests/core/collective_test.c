@@ -196,19 +196,26 @@ TEST_RANK(members_that_cannot_be_read_go_by_the_shelves)
     return 0;
 }
 
+/* The steps of ranks 0 and 1, who read each other's memory. */
+static smp_status
+step_with_the_other(world *w, uint64_t id, smp_lockstep *lockstep)
+{
+    static const int ranks[] = {0, 1};
+    smp_patience     patience = {.deadline_ns = smp_clock_ns() + WORLD_PATIENCE_NS};
+    int              failed;
+
+    return smp_lockstep_init(lockstep, w->comm, ranks, 2, id, SMP_READ_ALWAYS,
+                             &patience, &failed, NULL);
+}
+
 /* Once it could be read: what the system says of the number alone kills nobody. */
 TEST_RANK(a_member_that_is_not_seen_any_more_has_not_died)
 {
-    static const int ranks[] = {0, 1};
-    uint64_t         mine = 4711;
-    uint64_t         its = 0;
-    smp_patience     patience = {.deadline_ns = smp_clock_ns() + WORLD_PATIENCE_NS};
-    smp_lockstep     lockstep;
-    int              failed;
+    uint64_t     mine = 4711;
+    uint64_t     its = 0;
+    smp_lockstep lockstep;
 
-    CHECK_STATUS(smp_lockstep_init(&lockstep, w->comm, ranks, 2, 5, SMP_READ_ALWAYS,
-                                   &patience, &failed, NULL),
-                 SMP_OK);
+    CHECK_STATUS(step_with_the_other(w, 5, &lockstep), SMP_OK);
     CHECK(lockstep.reads);
     atomic_store(&w->shared->scratch[w->rank], (int64_t)(uintptr_t)&mine);
     w->barrier(w);
@@ -232,15 +239,10 @@ TEST_RANK(a_member_that_is_not_seen_any_more_has_not_died)
 /* ... and one that has died is named by what watches it. */
 TEST_RANK(a_member_that_died_is_lost_when_it_is_read)
 {
-    static const int ranks[] = {0, 1};
-    uint64_t         its = 0;
-    smp_patience     patience = {.deadline_ns = smp_clock_ns() + WORLD_PATIENCE_NS};
-    smp_lockstep     lockstep;
-    int              failed;
+    uint64_t     its = 0;
+    smp_lockstep lockstep;
 
-    CHECK_STATUS(smp_lockstep_init(&lockstep, w->comm, ranks, 2, 5, SMP_READ_ALWAYS,
-                                   &patience, &failed, NULL),
-                 SMP_OK);
+    CHECK_STATUS(step_with_the_other(w, 5, &lockstep), SMP_OK);
     atomic_store(&w->shared->scratch[w->rank], (int64_t)(uintptr_t)&its);
     w->barrier(w);
     if (w->rank == 1) {
@@ -277,18 +279,13 @@ run_by(pid_t pid)
 static int
 retreat(world *w, its_end end)
 {
-    static const int ranks[] = {0, 1};
     _Atomic int64_t *asks = &w->shared->scratch[2 * end];
     _Atomic int64_t *has = &w->shared->scratch[2 * end + 1];
-    smp_patience     patience = {.deadline_ns = smp_clock_ns() + WORLD_PATIENCE_NS};
     uint64_t         last;
     int64_t          ran;
     smp_lockstep     lockstep;
-    int              failed;
 
-    CHECK_STATUS(smp_lockstep_init(&lockstep, w->comm, ranks, 2, 20 + (uint64_t)end,
-                                   SMP_READ_ALWAYS, &patience, &failed, NULL),
-                 SMP_OK);
+    CHECK_STATUS(step_with_the_other(w, 20 + (uint64_t)end, &lockstep), SMP_OK);
     smp_lockstep_post(&lockstep);
     while (!smp_lockstep_arrived(&lockstep)) {
         smp_lockstep_wait(&lockstep, SMP_NEVER);

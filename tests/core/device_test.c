@@ -412,12 +412,6 @@ TEST_RANK(a_pool_of_no_bytes_is_no_pool)
     return 0;
 }
 
-/* The call that fails, in which rank, and (shared by the ranks) whether it came to
- * that. */
-static int           unlucky_call;
-static int           unlucky_rank;
-static _Atomic bool *unlucky;
-
 /* Whatever fails: what arrives is right, nobody waits for ever, and a get() that cannot
  * be done says why. */
 TEST_RANK(every_failure_is_survived)
@@ -553,23 +547,16 @@ TEST(no_driver)
     return failed;
 }
 
-/* Each call of the driver in turn, first in the one rank, then in the other. */
+static int
+fail_once(void)
+{
+    return run("every_failure_is_survived", every_failure_is_survived, 2, POOL, NULL,
+               false);
+}
+
 TEST(failures)
 {
-    unlucky = mmap(NULL, sizeof(*unlucky), PROT_READ | PROT_WRITE,
-                   MAP_SHARED | MAP_ANONYMOUS, -1, 0);
-    CHECK(unlucky != MAP_FAILED);
-    for (unlucky_rank = 0; unlucky_rank < 2; unlucky_rank++) {
-        unlucky_call = 0;
-        do {
-            unlucky_call++;
-            CHECK(run("every_failure_is_survived", every_failure_is_survived, 2, POOL,
-                      NULL, false) == 0);
-        } while (atomic_load(unlucky) && unlucky_call < MOST_CALLS);
-        CHECK(unlucky_call > 30);
-    }
-    munmap(unlucky, sizeof(*unlucky));
-    return 0;
+    return fail_each_call(fail_once, 30, MOST_CALLS);
 }
 
 int

@@ -143,4 +143,32 @@ alive(void)
     return n;
 }
 
+/* ------------------------------------------------------------------ failures */
+
+/* The call of the driver that fails, in which rank, and (shared by the ranks) whether
+ * it came to that. */
+static int           unlucky_call;
+static int           unlucky_rank;
+static _Atomic bool *unlucky;
+
+/* Each call in turn, first in the one rank, then in the other; more than `most` calls
+ * are repetitions, and fewer than `least` are too few to be all. */
+static inline int
+fail_each_call(int (*run_once)(void), int least, int most)
+{
+    unlucky = mmap(NULL, sizeof(*unlucky), PROT_READ | PROT_WRITE,
+                   MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    CHECK(unlucky != MAP_FAILED);
+    for (unlucky_rank = 0; unlucky_rank < 2; unlucky_rank++) {
+        unlucky_call = 0;
+        do {
+            unlucky_call++;
+            CHECK(run_once() == 0);
+        } while (atomic_load(unlucky) && unlucky_call < most);
+        CHECK(unlucky_call > least);
+    }
+    munmap(unlucky, sizeof(*unlucky));
+    return 0;
+}
+
 #endif

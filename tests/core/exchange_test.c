@@ -9,6 +9,8 @@
 #include "device_user.h"
 
 #define ROUNDS 40
+
+/* Further calls of the driver than these are repetitions. */
 #define MOST_CALLS 120
 
 /* Of two halves: many rounds of a small tensor. */
@@ -429,12 +431,6 @@ TEST_RANK(one_may_leave_before_the_others)
     return end(&u);
 }
 
-/* The call that fails, in which rank, and (shared by the ranks) whether it came to
- * that. */
-static int           unlucky_call;
-static int           unlucky_rank;
-static _Atomic bool *unlucky;
-
 /* What the unlucky rank and the others may say of an operation. */
 static int
 expect_one_to_blame(const world *w, smp_group *group, smp_status status, bool begun)
@@ -576,23 +572,15 @@ TEST(alone)
                true);
 }
 
-/* Each call of the driver in turn, first in the one rank, then in the other. */
+static int
+fail_once(void)
+{
+    return run("every_failure_is_survived", every_failure_is_survived, 2, false);
+}
+
 TEST(failures)
 {
-    unlucky = mmap(NULL, sizeof(*unlucky), PROT_READ | PROT_WRITE,
-                   MAP_SHARED | MAP_ANONYMOUS, -1, 0);
-    CHECK(unlucky != MAP_FAILED);
-    for (unlucky_rank = 0; unlucky_rank < 2; unlucky_rank++) {
-        unlucky_call = 0;
-        do {
-            unlucky_call++;
-            CHECK(run("every_failure_is_survived", every_failure_is_survived, 2,
-                      false) == 0);
-        } while (atomic_load(unlucky) && unlucky_call < MOST_CALLS);
-        CHECK(unlucky_call > 60);
-    }
-    munmap(unlucky, sizeof(*unlucky));
-    return 0;
+    return fail_each_call(fail_once, 60, MOST_CALLS);
 }
 
 int

@@ -130,19 +130,14 @@ TEST(wrong_words_are_refused)
     return 0;
 }
 
-#define LISTED(name)                                                                   \
-    {                                                                                  \
-#        name, name                                                                    \
-    }
-
 int
 main(int argc, char **argv)
 {
     static const smp_test tests[] = {
-        LISTED(a_head_comes_back_with_room_for_what_follows),
-        LISTED(a_goodbye_is_no_message),
-        LISTED(a_head_that_is_cut_or_too_long_is_malformed),
-        LISTED(wrong_words_are_refused),
+        LISTED_TEST(a_head_comes_back_with_room_for_what_follows),
+        LISTED_TEST(a_goodbye_is_no_message),
+        LISTED_TEST(a_head_that_is_cut_or_too_long_is_malformed),
+        LISTED_TEST(wrong_words_are_refused),
     };
 
     return run_tests(tests, sizeof(tests) / sizeof(tests[0]), argc, argv);

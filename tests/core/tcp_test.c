@@ -676,11 +676,6 @@ TEST(run_a_killed_peer_is_named_to_all_others)
     return 0;
 }
 
-#define LISTED_TEST(name)                                                              \
-    {                                                                                  \
-#        name, name                                                                    \
-    }
-
 int
 main(int argc, char **argv)
 {

@@ -420,11 +420,6 @@ run_listed(const world_test *test, int size, bool as_threads, bool can_be_thread
     }
 }
 
-#define LISTED_TEST(name)                                                              \
-    {                                                                                  \
-#        name, name                                                                    \
-    }
-
 int
 main(int argc, char **argv)
 {
