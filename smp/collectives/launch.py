@@ -13,8 +13,11 @@ from smp.job.job_end import Watch
 
 WANTED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
-# Keeps the port of the store from being given to anybody else until the store takes it.
+# Keeps the ports of the store from being given to anybody else until the store takes them.
 _reserved: list[socket.socket] = []
+
+# The value of MASTER_PORT, if it is ours, and what it will be next.
+_ports: list[str] = []
 
 
 def complete_environment() -> None:
@@ -38,19 +41,33 @@ def complete_environment() -> None:
         )
     boot = bootstrap.Alone() if is_alone else bootstrap.over_mpi()
     Watch(boot).start()  # else the others would wait for a rank that fails
-    address, port = boot.gather_made(lambda: _meeting_place(boot))[0].decode().split()
-    values = (boot.rank, boot.local_rank, boot.size, address, port)
+    address, *ports = boot.gather_made(lambda: _meeting_place(boot))[0].decode().split()
+    if "MASTER_PORT" not in os.environ:
+        _ports[:] = ports
+    values = (boot.rank, boot.local_rank, boot.size, address, ports[0])
     for name, value in zip(WANTED, values, strict=True):
         os.environ.setdefault(name, str(value))
 
 
+def take_next_port() -> None:
+    """Let the next ``init_process_group`` have a store at another port, if the port is ours.
+
+    Else a rank that is back early would find the last store, which rank 0 is about to end.
+    """
+    if _ports and os.environ.get("MASTER_PORT") == _ports[0]:
+        _ports.reverse()
+        os.environ["MASTER_PORT"] = _ports[0]
+
+
 def _meeting_place(boot: bootstrap.Bootstrap) -> bytes:
-    """Address and port where rank 0 can serve the store."""
+    """Address and two ports where rank 0 can serve the store."""
     if boot.rank != 0:
         return b""
-    listener = socket.socket()
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.bind(("", 0))
-    _reserved.append(listener)
+    for _ in range(2):
+        listener = socket.socket()
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(("", 0))
+        _reserved.append(listener)
+    ports = [str(listener.getsockname()[1]) for listener in _reserved]
     address = addresses.address(boot, comm_environment().get("comm_interface"))
-    return f"{address} {listener.getsockname()[1]}".encode()
+    return " ".join([address, *ports]).encode()

@@ -20,7 +20,7 @@ from torch._C import _distributed_c10d
 from torch.distributed.distributed_c10d import AllgatherOptions
 
 from smp import _core
-from smp.collectives import dense, profile, sparse
+from smp.collectives import dense, launch, profile, sparse
 from smp.collectives.monitored_barrier import Monitor
 from smp.collectives.ranks import Ranks
 from smp.collectives.work import AllOf, DeviceWork, Over, OverOnDevice, Received, Work
@@ -690,13 +690,19 @@ class ProcessGroup(dist.ProcessGroup):
     def shutdown(self) -> None:
         if self._nccl is not None:
             self._nccl.shutdown()
-        self._ranks.leave(self._group)
+        self._leave()
 
     def abort(self) -> None:
         """Leave, without waiting for what NCCL has under way."""
         if self._nccl is not None:
             self._nccl.abort()
+        self._leave()
+
+    def _leave(self) -> None:
+        was_open = self._ranks.is_open
         self._ranks.leave(self._group)
+        if self._ranks is _everyone and was_open and not self._ranks.is_open:
+            launch.take_next_port()
 
 
 def _each(change: Callable[[Tensor], Tensor], out: Any) -> Any:
