@@ -17,11 +17,12 @@ static int
 module_exec(PyObject *module)
 {
     if (smp_torch_load() < 0 || smp_session_add_functions(module) < 0 ||
-        smp_call_add(module) < 0 || smp_serve_add(module) < 0 ||
-        smp_gradients_add_functions(module) < 0 || smp_python_add_comm(module) < 0 ||
-        smp_comm_add(module) < 0 || smp_group_add(module) < 0 ||
-        smp_mail_add(module) < 0 || smp_python_add_partition(module) < 0 ||
-        smp_watch_add_functions(module) < 0 || smp_heap_add_functions(module) < 0) {
+        smp_step_add(module) < 0 || smp_call_add(module) < 0 ||
+        smp_serve_add(module) < 0 || smp_gradients_add_functions(module) < 0 ||
+        smp_python_add_comm(module) < 0 || smp_comm_add(module) < 0 ||
+        smp_group_add(module) < 0 || smp_mail_add(module) < 0 ||
+        smp_python_add_partition(module) < 0 || smp_watch_add_functions(module) < 0 ||
+        smp_heap_add_functions(module) < 0) {
         return -1;
     }
     return PyModule_AddStringConstant(module, "__doc__", "The C core of smp.");

@@ -73,6 +73,14 @@ extern smp_session smp_the_session;
 /* The module path of an entry, for messages; borrowed. */
 const char *smp_entry_path(const smp_entry *entry);
 
+/* Raises what the status says of `doing`.  NULL. */
+PyObject *smp_session_raise(smp_status status, const char *doing);
+
+int smp_session_add_functions(PyObject *module);
+
+/* -------------------------------------------------- tasks.c: what the server calls */
+extern const smp_server_ops smp_session_ops;
+
 /* The task of this thread; NULL outside a step. */
 extern _Thread_local smp_task *smp_this_task;
 
@@ -83,7 +91,16 @@ smp_message *smp_session_wait(uint64_t call, smp_wait_kind kind, int32_t entry);
 /* Takes the exception that is set: ends the step on every rank. */
 void smp_session_fail(smp_task *task);
 
-int smp_session_add_functions(PyObject *module);
+/* To every other rank that is there: a value; 0, or -1 with an exception.  An envelope
+ * alone. */
+int  smp_session_send_to_all(smp_msg_kind kind, PyObject *value);
+void smp_session_tell_others(const smp_envelope *envelope);
+
+/* Raises what a signal's handler raised during the step.  False: there is none. */
+bool smp_session_raise_signal(void);
+
+/* ------------------------------------------------------- step.c: from begin to end */
+int smp_step_add(PyObject *module);
 
 /* ------------------------------------------------------------ call.c: the caller */
 extern PyTypeObject *smp_call_type;
