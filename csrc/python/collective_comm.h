@@ -9,42 +9,6 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
-#include "comm/clock.h"
-#include "comm/collective/mailbox.h"
-#include "comm/collective/queue.h"
-#include "comm/comm.h"
-
-typedef struct {
-    PyObject     ob_base;
-    smp_comm    *comm;       /* owned; NULL once closed */
-    smp_carrier *carrier;    /* owned, until nobody is inside, like the mailbox */
-    smp_mailbox *mailbox;    /* owned */
-    Py_ssize_t   groups;     /* that are open */
-    Py_ssize_t   users;      /* threads that are inside, without the GIL */
-    uint32_t     generation; /* smp_fork_generation(): a child has no such threads */
-    PyObject    *error;      /* owned: torch.distributed.DistBackendError */
-    int          rank;
-    int          size;
-    int         *names; /* owned: [size], as smp_comm_name() */
-} smp_comm_object;
-
-extern PyTypeObject *smp_comm_type;
-
-/* 0, or -1 with an exception: it is closed. */
-int smp_comm_check_open(const smp_comm_object *comm);
-
-/* What errors call `rank`, also once the comm is closed. */
-int smp_comm_object_name(const smp_comm_object *comm, int rank);
-
-/* Raises what the status stands for: "smp: `what`: `why`, or else the status's own text
- * [name]".  NULL. */
-PyObject *smp_comm_raise(const smp_comm_object *comm, smp_status status,
-                         const char *what, const char *why);
-
-/* So many seconds from now; SMP_NEVER for 0 and for what nobody waits for; -1 with an
- * exception. */
-int64_t smp_python_deadline(PyObject *timeout_s);
-
 /* Adds the type.  0, or -1 with an exception. */
 int smp_comm_add(PyObject *module);
 

@@ -7,18 +7,6 @@
 #include "python/collective_order.h"
 #include "python/signals.h"
 
-PyTypeObject *smp_group_type;
-
-int
-smp_group_check_open(const smp_group_object *group)
-{
-    if (group->group == NULL) {
-        PyErr_Format(group->comm->error, "smp: group '%s' was destroyed", group->name);
-        return -1;
-    }
-    return 0;
-}
-
 /* Meets the other members; the GIL is held. */
 static smp_status
 meet(smp_group_object *self, const int *ranks, int64_t timeout_ns, char *why)

@@ -5,8 +5,7 @@
 #include <string.h>
 
 #include "comm/clock.h"
-#include "python/collective_comm.h"
-#include "python/collective_group.h"
+#include "python/collective_objects.h"
 #include "python/collective_tensor.h"
 #include "python/signals.h"
 

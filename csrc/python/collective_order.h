@@ -15,7 +15,7 @@
 #include "comm/collective/queue.h"
 #include "python/collective_call.h"
 #include "python/collective_device.h"
-#include "python/collective_group.h"
+#include "python/collective_objects.h"
 
 typedef struct {
     PyObject          ob_base;
