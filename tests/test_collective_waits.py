@@ -114,7 +114,9 @@ def test_equal_time_outs_name_where_the_other_is_on_both_sides(tmp_path):
         tmp_path,
         2,
         """
-a, b = (dist.new_group(timeout=timedelta(seconds=0.2)) for _ in "ab")
+a, b = (dist.new_group() for _ in "ab")
+a.set_timeout(timedelta(seconds=0.2))
+b.set_timeout(timedelta(seconds=0.2))
 group, x = (a if rank == 0 else b), torch.ones(3)
 print(rank, error_of(lambda: dist.all_reduce(x, group=group)), flush=True)
 store = dist.distributed_c10d._get_default_store()
@@ -125,7 +127,7 @@ store.wait(["said 0", "said 1"])  # nobody enters another group, or leaves, befo
 
     for rank, line in enumerate(lines):
         other = 1 - rank
-        assert f"{rank} smp: group '{rank + 1}': {CALL}: timed out after 0.2 s" in line
+        assert f"{rank} smp: group '{rank + 1}': {CALL}: timed out after " in line
         assert re.search(
             f"; rank {other} (waits in group '{other + 1}' for |"
             f"gave up in group '{other + 1}': )" + re.escape(CALL),

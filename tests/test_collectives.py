@@ -30,12 +30,12 @@ SHAPES = [(), (0, 3), (5, 4), (70_001,)]
 
 
 @contextmanager
-def job(folder, backend="smddp", timeout_s=30):
+def job(folder, backend="smddp"):
     """The default group of the ranks that run the test; their number, and this rank's."""
     rank, size = (int(os.environ[f"OMPI_COMM_WORLD_{name}"]) for name in ("RANK", "SIZE"))
     store = dist.FileStore(str(folder / "store"), size)
     dist.init_process_group(
-        backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s)
+        backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=30)
     )
     try:
         yield rank, size
@@ -235,8 +235,9 @@ def test_a_sparse_all_reduce_has_a_time_out(tmp_path):
         options.timeout = timedelta(seconds=0.1)
         if rank == 0:
             call = partial(dist.group.WORLD.allreduce, [torch.ones(3).to_sparse(1)], options)
-            late = "group '0': sparse all-reduce 1 (sum): timed out after 0.1 s without rank 1"
-            assert late in refused(call)
+            late = refused(call)
+            assert "group '0': sparse all-reduce 1 (sum): timed out after " in late
+            assert "without rank 1" in late
             store.set("said", "")
         store.wait(["said"])
 
@@ -1023,11 +1024,12 @@ def test_a_default_device_is_the_script_s_own(tmp_path):
 
 @on_ranks(2)
 def test_a_time_out_names_the_group_the_call_and_who_is_missing(tmp_path):
-    with job(tmp_path, timeout_s=1) as (rank, size):
+    with job(tmp_path) as (rank, size):
+        dist.group.WORLD.set_timeout(timedelta(seconds=0.5))
         if rank == 0:
             said = refused(lambda: dist.all_reduce(torch.ones(3)))
             assert "group '0': all-reduce 1 (sum) of 3 float32" in said
-            assert "timed out after 1." in said
+            assert "timed out after " in said
             assert "rank 1" in said
             assert "SMP_ERR_TIMED_OUT" in said
         dist.distributed_c10d._get_default_store().set(f"done{rank}", "")

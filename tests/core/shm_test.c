@@ -229,7 +229,7 @@ static int
 refuse(const char *job_of_1, bool other_token)
 {
     _Alignas(8) uint8_t forged[SMP_CARD_BYTES];
-    meeter              m[2] = {{.timeout_ms = 300, .failed = -1},
+    meeter              m[2] = {{.timeout_ms = 60000, .failed = -1},
                                 {.timeout_ms = 300, .failed = -1}};
     pthread_t           threads[2];
 

@@ -73,6 +73,15 @@ typedef struct {
     atomic_int users; /* its owner, until it destroys it, and work */
 } event;
 
+/* An allocation of this process, or one of another that is mapped. */
+typedef struct memory {
+    struct memory *next;
+    void          *base;
+    size_t         bytes;
+    int            fd;    /* -1: another's */
+    int            users; /* its owner, until it frees it, and copies */
+} memory;
+
 typedef enum { WORK_COPY, WORK_LAUNCH, WORK_RECORD, WORK_WAIT } work_kind;
 
 typedef struct work {
@@ -81,6 +90,7 @@ typedef struct work {
     void           *to;
     const void     *from;
     size_t          bytes;
+    memory         *uses[2]; /* of a copy: where from and to, if they are ours */
     stand_in_kernel fn;
     void           *arg;
     event          *event;
@@ -96,14 +106,6 @@ typedef struct {
     bool            ending;
     pthread_t       thread;
 } stream;
-
-/* An allocation of this process, or one of another that is mapped. */
-typedef struct memory {
-    struct memory *next;
-    void          *base;
-    size_t         bytes;
-    int            fd; /* -1: another's */
-} memory;
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER; /* guards all up to held */
 static memory         *memories;
@@ -179,6 +181,28 @@ let_go(event *e)
     free(e);
 }
 
+/* Of the last one it is unmapped: the driver's cuMemFree waits for the copies. */
+static void
+let_go_of_memory(memory *m)
+{
+    bool is_last;
+
+    if (m == NULL) {
+        return;
+    }
+    pthread_mutex_lock(&lock);
+    is_last = --m->users == 0;
+    pthread_mutex_unlock(&lock);
+    if (!is_last) {
+        return;
+    }
+    munmap(m->base, m->bytes);
+    if (m->fd >= 0) {
+        close(m->fd);
+    }
+    free(m);
+}
+
 static void
 do_work(const work *w, uint64_t *seed)
 {
@@ -193,6 +217,8 @@ do_work(const work *w, uint64_t *seed)
     switch (w->kind) {
     case WORK_COPY:
         memmove(w->to, w->from, w->bytes);
+        let_go_of_memory(w->uses[0]);
+        let_go_of_memory(w->uses[1]);
         break;
     case WORK_LAUNCH:
         w->fn(w->arg);
@@ -384,7 +410,7 @@ keep_memory(void *base, size_t bytes, int fd)
         abort();
     }
     pthread_mutex_lock(&lock);
-    *m = (memory){memories, base, bytes, fd};
+    *m = (memory){memories, base, bytes, fd, 1};
     memories = m;
     pthread_mutex_unlock(&lock);
     atomic_fetch_add(&living, 1);
@@ -409,13 +435,26 @@ drop_memory(uint64_t at, bool mine)
     if (m == NULL) {
         return INVALID_VALUE;
     }
-    munmap(m->base, m->bytes);
-    if (m->fd >= 0) {
-        close(m->fd);
-    }
-    free(m);
+    let_go_of_memory(m);
     atomic_fetch_sub(&living, 1);
     return SUCCESS;
+}
+
+/* What holds that address, for a copy; NULL: it is not ours. */
+static memory *
+use_memory(uint64_t at)
+{
+    memory *m;
+
+    pthread_mutex_lock(&lock);
+    for (m = memories; m != NULL && at - (uint64_t)(uintptr_t)m->base >= m->bytes;
+         m = m->next) {
+    }
+    if (m != NULL) {
+        m->users++;
+    }
+    pthread_mutex_unlock(&lock);
+    return m;
 }
 
 /* --------------------------------------------------------- the driver's functions */
@@ -764,7 +803,8 @@ cuMemcpyDtoDAsync_v2(uint64_t to, uint64_t from, size_t bytes, void *s)
         put_work(stream_of(s), (work){.kind = WORK_COPY,
                                       .to = (void *)(uintptr_t)to,
                                       .from = (const void *)(uintptr_t)from,
-                                      .bytes = bytes});
+                                      .bytes = bytes,
+                                      .uses = {use_memory(from), use_memory(to)}});
     }
     return result;
 }
