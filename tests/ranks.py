@@ -63,7 +63,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = 180.0
 START_TIMEOUT_S = 120.0
 GRACE_S = 5.0
 STACKS_QUIET_S = 0.5

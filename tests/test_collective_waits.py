@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+from itertools import pairwise
 
 import pytest
 
@@ -31,7 +32,7 @@ def said_by(folder, size: int, script: str, **env: str) -> list[str]:
     """What the ranks of a job that ends well print, by rank."""
     path = folder / "script.py"
     path.write_text(BEGIN + script)
-    done = mpirun(size, path, env=env, timeout_s=90)
+    done = mpirun(size, path, env=env)
     assert done.returncode == 0, done.stderr
     assert "so far" not in done.stderr
     return sorted(done.stdout.splitlines())
@@ -109,14 +110,15 @@ print(rank, error_of(lambda: dist.barrier(groups[rank])))
 
 
 def test_equal_time_outs_name_where_the_other_is_on_both_sides(tmp_path):
-    """Too short for anything else; whoever comes second sees that the first gave up."""
+    """A thread might come to its help, so nothing is proved before the time is over."""
     lines = said_by(
         tmp_path,
         2,
         """
 a, b = (dist.new_group() for _ in "ab")
-a.set_timeout(timedelta(seconds=0.2))
-b.set_timeout(timedelta(seconds=0.2))
+threading.Thread(target=threading.Event().wait, daemon=True).start()
+a.set_timeout(timedelta(seconds=2))
+b.set_timeout(timedelta(seconds=2))
 group, x = (a if rank == 0 else b), torch.ones(3)
 print(rank, error_of(lambda: dist.all_reduce(x, group=group)), flush=True)
 store = dist.distributed_c10d._get_default_store()
@@ -250,9 +252,11 @@ def test_the_time_out_of_a_work_names_group_call_and_missing_ranks(tmp_path):
         """
 dist.barrier()
 x = torch.ones(3)
-short = timedelta(seconds=0.2)
+short = timedelta(seconds=1)
 if rank == 0:
     works = [dist.all_reduce(x, async_op=True) for _ in range(2)]
+    while dist.group.WORLD._get_sequence_number_for_group() < 2:
+        os.sched_yield()  # the first has not begun
     for work in works:
         print(rank, error_of(lambda: work.wait(short)), flush=True)
     dist.distributed_c10d._get_default_store().set("said", "")
@@ -265,7 +269,7 @@ for work in works:
     )
 
     call = "all-reduce %d (sum) of 3 float32"
-    missing = "waits for ranks 1, 2; not over after 0.2 s"
+    missing = "waits for ranks 1, 2; not over after 1 s"
     assert lines == [
         f"0 smp: group '0': {call % 2} {missing}",
         f"0 smp: group '0': {call % 3} stands behind {call % 2}, which {missing}",
@@ -311,4 +315,5 @@ print("done")
         printed, _ = process.communicate(timeout=60)
 
     assert printed.splitlines() == ["done", "done"]
-    assert waits[1] >= 2 * waits[0] and waits[2] >= 2 * waits[1]
+    # Each is told with one decimal.
+    assert all(after >= 2 * before - 0.15 for before, after in pairwise(waits))

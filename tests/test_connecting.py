@@ -44,7 +44,7 @@ def open_sockets():
             links.append(os.readlink(f"/proc/self/fd/{fd}"))
         except FileNotFoundError:
             pass  # the listing's own
-    return sum(link.startswith("socket:") for link in links)
+    return {link for link in links if link.startswith("socket:")}
 
 
 def signal_when_it_sleeps():
@@ -102,7 +102,7 @@ try:
         smp.init({"pipeline_parallel_degree": 3, "ddp_dist_backend": "gloo"})
 except KeyboardInterrupt:
     assert connects.is_set()
-    left = open_sockets() - seen["sockets"]
+    left = len(open_sockets() - seen["sockets"])
     file = seen["file"]
     print("interrupted", left, file is not None and Path(file[0].decode()).exists(), flush=True)
     raise

@@ -276,7 +276,7 @@ def test_a_call_that_only_some_ranks_make_ends_the_job_with_both_lines(tmp_path)
     script = tmp_path / "train.py"
     script.write_text(ONLY_SOME)
 
-    done = mpirun(2, script, timeout_s=60)
+    done = mpirun(2, script)
 
     said = done.stdout + done.stderr
     assert done.returncode != 0 and "finished" not in said

@@ -25,7 +25,7 @@ HOSTS = 2
 PORT = "29577"  # of the store, in the network of a host
 ONE_SHM = "SMP_TEST_ONE_SHM"  # set: hosts share this machine's /dev/shm
 # Lost hosts are named after a few seconds; a busy machine may take longer.
-SOON_S = 15
+SOON_S = 40
 SCRIPT = """
 import sys
 import torch

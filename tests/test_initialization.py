@@ -411,6 +411,7 @@ sees = smp.rank(), smp.size(), smp.local_rank(), smp.local_size(), value
 sys.stdout.write(f"sees {sees}\\n")  # in one piece: both ranks write into one pipe
 sys.stdout.flush()
 if "fail" in sys.argv:
+    dist.barrier()  # else the other may be ended before it has said that
     if smp.rank() == 1:
         raise KeyError("boom")
     dist.barrier()
@@ -453,6 +454,7 @@ import smp
 
 smp.init({{"pipeline_parallel_degree": 2}})
 print("started", smp.rank(), os.getpid(), flush=True)
+smp.barrier()  # who fails ends the others
 {body}
 """
 FAILING = {

@@ -11,7 +11,8 @@ import pytest
 from tests.ranks import mpirun, rank_environment, wait_until_gone
 
 SCRIPT = """
-import ctypes, os, signal, sys, time
+import ctypes, os, signal, sys, threading, time
+from pathlib import Path
 import torch
 from torch import nn
 import smp
@@ -42,6 +43,11 @@ try:
         train(model, torch.randn(16, 16))
 except BaseException as error:
     print(f"rank {{smp.rank()}} saw {{type(error).__name__}} at", time.time(), flush=True)
+    folder = Path(sys.argv[0]).parent
+    (folder / f"saw {{smp.rank()}}").touch()
+    until = time.monotonic() + 20
+    while len(list(folder.glob("saw *"))) < {seen} and time.monotonic() < until:
+        threading.Event().wait(0.01)  # who is first ends the other
     raise
 print("finished")
 """
@@ -71,10 +77,10 @@ def test_every_rank_hears_of_the_end_of_one(tmp_path, ending, transports):
     of ours is left in shared memory."""
     how, seen = ENDINGS[ending]
     script = tmp_path / "train.py"
-    script.write_text(SCRIPT.format(how=how))
+    script.write_text(SCRIPT.format(how=how, seen=len(seen)))
     before = ours_in_shared_memory()
 
-    done = mpirun(2, script, env={"SMP_COMM_TRANSPORTS": transports}, timeout_s=60)
+    done = mpirun(2, script, env={"SMP_COMM_TRANSPORTS": transports})
 
     said = done.stdout + done.stderr
     assert done.returncode != 0
@@ -135,7 +141,7 @@ def test_a_rank_killed_at_any_instant_leaves_nothing_behind(tmp_path, moment):
     before = ours_in_shared_memory()
     victim = moment % 2
 
-    done = mpirun(2, script, str(victim), str(moment), timeout_s=60)
+    done = mpirun(2, script, str(victim), str(moment))
 
     said = done.stdout + done.stderr
     assert done.returncode != 0
@@ -206,7 +212,7 @@ def test_a_tensor_of_any_size_for_a_rank_that_was_killed_names_the_rank(
     script = tmp_path / "train.py"
     script.write_text(TO_ONE_THAT_IS_GONE)
 
-    done = mpirun(2, script, transport, str(SIZES[size]), timeout_s=60)
+    done = mpirun(2, script, transport, str(SIZES[size]))
 
     said = done.stdout + done.stderr
     assert done.returncode != 0
@@ -251,7 +257,7 @@ def test_all_survivors_hear_which_rank_has_left(tmp_path, size, leaver):
     script = tmp_path / "train.py"
     script.write_text(LEAVES.replace("smp_size", str(size)))
 
-    done = mpirun(size, script, str(leaver), timeout_s=60)
+    done = mpirun(size, script, str(leaver))
 
     said = done.stdout + done.stderr
     assert done.returncode != 0
