@@ -454,8 +454,15 @@ import smp
 
 smp.init({{"pipeline_parallel_degree": 2}})
 print("started", smp.rank(), os.getpid(), flush=True)
-smp.barrier()  # who fails ends the others
 {body}
+"""
+# Before a rank fails, which ends the other.
+BOTH_HAVE_STARTED = """
+from pathlib import Path
+folder = Path(sys.argv[0]).parent
+(folder / f"started {smp.rank()}").touch()
+while len(list(folder.glob("started *"))) < 2:
+    threading.Event().wait(0.01)
 """
 FAILING = {
     "while the other waits in torch": "dist.barrier() if smp.rank() == 0 else int('x')",
@@ -486,7 +493,7 @@ def script(tmp_path):
 
 @pytest.mark.parametrize("body", FAILING.values(), ids=FAILING)
 def test_what_nobody_catches_is_shown_once_and_ends_all_ranks(script, body):
-    done = mpirun(2, script(body))
+    done = mpirun(2, script(BOTH_HAVE_STARTED + body))
 
     assert done.returncode != 0
     assert done.stderr.count("Traceback (most recent call last)") == 1, done.stderr
@@ -509,7 +516,8 @@ print("finished", flush=True)
 
 
 def test_an_exit_code_ends_the_job(script):
-    done = mpirun(2, script("dist.barrier() if smp.rank() == 0 else sys.exit(3)"))
+    ends = "dist.barrier() if smp.rank() == 0 else sys.exit(3)"
+    done = mpirun(2, script(BOTH_HAVE_STARTED + ends))
 
     assert done.returncode != 0
     assert no_process_of(done.stdout)
