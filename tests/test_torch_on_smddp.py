@@ -85,6 +85,18 @@ def trained_by_hand(size: int) -> list[torch.Tensor]:
     return [p.detach() for p in model.parameters()]
 
 
+def on_smddp_and_gloo(folder, train) -> list[list[torch.Tensor]]:
+    """What ``train(group, rank, size)`` gives on a group of each.
+
+    The groups outlive what it makes.  Whoever drops a group of gloo's last waits for its
+    threads, and they may wait for the GIL, to drop what a work holds of Python: DDP's
+    reducer would keep it (pytorch issue 56297), a group's own object gives it away.
+    """
+    with job(folder) as (rank, size):
+        groups = [dist.new_group(backend=backend) for backend in ("smddp", "gloo")]
+        return [train(group, rank, size) for group in groups]
+
+
 def all_close(got, want) -> bool:
     return all(
         torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(got, want, strict=True)
@@ -119,54 +131,48 @@ def all_reduce_hook(ddp):
 @on_ranks(*ON)
 @pytest.mark.parametrize("hook", [half_precision, power_sgd, all_reduce_hook])
 def test_ddp_with_a_hook_is_what_it_is_on_gloo(hook, tmp_path):
-    with job(tmp_path) as (rank, size):
-        results = []
-        for backend in ("smddp", "gloo"):
-            group = dist.new_group(backend=backend)
-            ddp = DistributedDataParallel(make_model(), process_group=group)
-            hook(ddp)
-            torch.manual_seed(2)
-            results.append(trained(ddp, rank))
+    def train(group, rank, size):
+        ddp = DistributedDataParallel(make_model(), process_group=group)
+        hook(ddp)
+        torch.manual_seed(2)
+        return trained(ddp, rank)
 
-        assert all_close(*results)
+    assert all_close(*on_smddp_and_gloo(tmp_path, train))
 
 
 @on_ranks(*ON)
 def test_ddp_finds_unused_parameters(tmp_path):
-    with job(tmp_path) as (rank, size):
-        results = []
-        for backend in ("smddp", "gloo"):
-            group = dist.new_group(backend=backend)
-            ddp = DistributedDataParallel(
-                Branches(), process_group=group, find_unused_parameters=True
-            )
-            results.append(trained(ddp, rank))
+    def train(group, rank, size):
+        ddp = DistributedDataParallel(
+            Branches(), process_group=group, find_unused_parameters=True
+        )
+        return trained(ddp, rank)
 
-        assert all_close(*results)
+    assert all_close(*on_smddp_and_gloo(tmp_path, train))
 
 
 @on_ranks(*ON)
 def test_ddp_joins_ranks_with_fewer_batches(tmp_path):
     """... and trains them as on gloo: who is done stands in for its part."""
-    with job(tmp_path) as (rank, size):
-        results = []
-        for backend in ("smddp", "gloo"):
-            group = dist.new_group(backend=backend)
-            ddp = DistributedDataParallel(make_model(), process_group=group)
-            optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
-            with Join([ddp]):
-                for step in range(1 + rank):
-                    optimizer.zero_grad()
-                    ddp(batch(rank, step)).square().mean().backward()
-                    optimizer.step()
-            results.append([p.detach().clone() for p in ddp.parameters()])
 
-        assert not same(results[0][0], next(make_model().parameters()))
-        assert all_close(*results)
-        for parameter in results[0]:  # Join gives all what the last one has
+    def train(group, rank, size):
+        ddp = DistributedDataParallel(make_model(), process_group=group)
+        optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
+        with Join([ddp]):
+            for step in range(1 + rank):
+                optimizer.zero_grad()
+                ddp(batch(rank, step)).square().mean().backward()
+                optimizer.step()
+        parameters = [p.detach().clone() for p in ddp.parameters()]
+        for parameter in parameters:  # Join gives all what the last one has
             first = parameter.clone()
             dist.broadcast(first, size - 1)
             assert same(first, parameter)
+        return parameters
+
+    results = on_smddp_and_gloo(tmp_path, train)
+    assert not same(results[0][0], next(make_model().parameters()))
+    assert all_close(*results)
 
 
 @on_ranks(2)
