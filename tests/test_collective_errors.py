@@ -59,7 +59,7 @@ def test_who_is_killed_goes_by_its_global_number(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(KILLED)
 
-    said = mpirun(4, script).stdout
+    said = mpirun(4, script, go_on=True).stdout
 
     lost = "rank 3 is lost [SMP_ERR_PEER_LOST]"
     for operation in (

@@ -348,8 +348,7 @@ dist.barrier()
 """
 
 
-def test_survivors_name_a_killed_rank_at_once(tmp_path):
-    """mpirun ends them after a quarter of a second."""
+def test_survivors_name_a_killed_rank(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
         SCRIPT
@@ -367,9 +366,8 @@ except dist.DistBackendError as error:
 """
     )
 
-    done = mpirun(3, script)
+    done = mpirun(3, script, go_on=True)
 
-    assert done.returncode != 0
     for said in (
         "smp: group '0': all-reduce 2 (sum) of 4 float32: rank 1 is lost [SMP_ERR_PEER_LOST]",
         "rank 1 is lost [SMP_ERR_PEER_LOST]",
