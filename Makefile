@@ -44,8 +44,11 @@ demo: venv
 
 test: core-test ucx-test hf-test python-test
 
+# PYTEST=--last-failed: those that failed the last time.
+PYTEST ?=
+
 python-test: venv
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(PYTEST)
 
 # The C core's own tests.  SANITIZE=address,undefined or SANITIZE=thread.
 core-test:
@@ -95,7 +98,7 @@ fuzz: venv
 HF := build/hf
 
 hf-test: $(HF)/.ready
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(HF)/bin/python -m pytest tests/hf_trainer
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(HF)/bin/python -m pytest $(PYTEST) tests/hf_trainer
 
 FOLDERS := 'import sys; print(*(p for p in sys.path if p.endswith("-packages")), sep="\n")'
 

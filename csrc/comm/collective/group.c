@@ -14,7 +14,7 @@
 /* On several hosts, who waits for a member of its own host waits so much longer than
  * the time-out: that one may itself wait for another host, and then knows whom to name.
  */
-#define GRACE_NS (200 * SMP_NS_PER_MS)
+#define GRACE_NS (1 * SMP_NS_PER_S)
 
 /* When other hosts are told who is missing here. */
 #define NOTE_NS (2 * SMP_NS_PER_MS)

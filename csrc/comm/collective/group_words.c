@@ -13,7 +13,7 @@
 
 /* A member that ends unmaps its tensors before it is gone: for so long an address that
  * cannot be read may be one of those. */
-#define NEWS_NS (200 * SMP_NS_PER_MS)
+#define NEWS_NS (1 * SMP_NS_PER_S)
 
 /* The own call in words. */
 static void

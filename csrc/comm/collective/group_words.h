@@ -31,7 +31,7 @@ smp_status smp_group_give_up_in_ring(smp_group *group, const char *ring);
 
 /* A member's memory, which could be read when the group was made, cannot be read any
  * more: it has died or is about to end, or the address was none.  Waits for the news,
- * 0.2 s at most. */
+ * 1 s at most. */
 smp_status smp_group_give_up_reading(smp_group *group, smp_status status, int member);
 
 /* Something on the way between hosts went wrong; member: with whom, or -1. */
