@@ -151,12 +151,11 @@ world_socket_file(const world_end *end, int rank, char path[64])
     return false;
 }
 
-/* A connected comm in w->comm. */
+/* A connected comm in w->comm; *failed: the rank that is the reason. */
 static inline smp_status
-world_connect(world *w)
+world_connect(world *w, int *failed)
 {
     world_end  end;
-    int        failed;
     smp_status status = world_prepare(w, "world", &end);
 
     if (status != SMP_OK) {
@@ -164,19 +163,21 @@ world_connect(world *w)
     }
     w->comm = end.comm;
     return smp_comm_connect(w->comm, end.cards, end.card_bytes, PATIENCE_MS(30000),
-                            &failed);
+                            failed);
 }
 
 static inline int
 world_run_rank(world *w)
 {
-    smp_status status = world_connect(w);
+    int        other = -1;
+    smp_status status = world_connect(w, &other);
     int        failed = 1;
 
     if (status == SMP_OK) {
         failed = w->test->rank(w);
     } else {
-        fprintf(stderr, "rank %d: connect: %s\n", w->rank, smp_status_name(status));
+        fprintf(stderr, "rank %d: connect to %d: %s\n", w->rank, other,
+                smp_status_name(status));
     }
     if (failed != 0) {
         fprintf(stderr, "rank %d of %s failed\n", w->rank, w->test->name);
