@@ -10,9 +10,21 @@ import pytest
 
 from tests.ranks import mpirun, rank_environment, wait_until_gone
 
-SCRIPT = """
-import ctypes, os, signal, sys, threading, time
+# A rank that ends with an error ends the others: first all say what they saw.
+SAID = """
+import sys, threading, time
 from pathlib import Path
+
+def wait_until_all_have_said(rank, ranks):
+    folder = Path(sys.argv[0]).parent
+    (folder / f"said {rank}").touch()
+    until = time.monotonic() + 20
+    while len(list(folder.glob("said *"))) < ranks and time.monotonic() < until:
+        threading.Event().wait(0.01)
+"""
+
+SCRIPT = """
+import ctypes, os, signal, sys, time
 import torch
 from torch import nn
 import smp
@@ -43,11 +55,7 @@ try:
         train(model, torch.randn(16, 16))
 except BaseException as error:
     print(f"rank {{smp.rank()}} saw {{type(error).__name__}} at", time.time(), flush=True)
-    folder = Path(sys.argv[0]).parent
-    (folder / f"saw {{smp.rank()}}").touch()
-    until = time.monotonic() + 20
-    while len(list(folder.glob("saw *"))) < {seen} and time.monotonic() < until:
-        threading.Event().wait(0.01)  # who is first ends the other
+    wait_until_all_have_said(smp.rank(), {seen})
     raise
 print("finished")
 """
@@ -78,7 +86,7 @@ def test_every_rank_hears_of_the_end_of_one(tmp_path, ending, transports):
     how, seen = ENDINGS[ending]
     by_signal = ending in ("killed", "crashed")
     script = tmp_path / "train.py"
-    script.write_text(SCRIPT.format(how=how, seen=len(seen)))
+    script.write_text(SAID + SCRIPT.format(how=how, seen=len(seen)))
     before = ours_in_shared_memory()
 
     done = mpirun(2, script, env={"SMP_COMM_TRANSPORTS": transports}, go_on=by_signal)
@@ -245,6 +253,7 @@ try:
         train(model, torch.randn(16, 16))
 except ConnectionError as error:
     print(f"rank {smp.rank()} saw {error}", flush=True)
+    wait_until_all_have_said(smp.rank(), smp.size() - 1)
     sys.exit(1)
 """
 
@@ -254,10 +263,11 @@ def test_all_survivors_hear_which_rank_has_left(tmp_path, size, leaver):
     """A rank that makes fewer steps is named on every other one, also where those have
     nothing to do with it."""
     script = tmp_path / "train.py"
-    script.write_text(LEAVES.replace("smp_size", str(size)))
+    script.write_text(SAID + LEAVES.replace("smp_size", str(size)))
 
-    done = mpirun(size, script, str(leaver), go_on=True)
+    done = mpirun(size, script, str(leaver))
 
     said = done.stdout + done.stderr
+    assert done.returncode != 0
     for rank in set(range(size)) - {leaver}:
         assert re.search(rf"rank {rank} saw .*pp_rank {leaver} has left the job in order", said)
