@@ -13,7 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.ranks import mpirun, on_ranks
+from tests.namespaces import ranks_behind
+from tests.ranks import on_ranks
 from tests.test_collectives import job, refused
 
 
@@ -51,7 +52,6 @@ for call in calls if rank == 2 else ():
         call()
     except dist.DistBackendError as error:
         print(error, flush=True)
-os._exit(0)  # MPI's own end would wait for the one who has none
 """
 
 
@@ -60,7 +60,8 @@ def test_who_is_killed_goes_by_its_global_number(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(KILLED)
 
-    said = mpirun(4, script, go_on=True).stdout
+    with ranks_behind([[]] * 4, script) as started:
+        said, errors = started[2].communicate(timeout=120)
 
     lost = "rank 3 is lost [SMP_ERR_PEER_LOST]"
     for operation in (
@@ -68,7 +69,8 @@ def test_who_is_killed_goes_by_its_global_number(tmp_path):
         "receive (tag 0) from rank 3",
         "send (tag 0) to rank 3",
     ):
-        assert re.search(rf"smp: group '\d+': {re.escape(operation)}: {re.escape(lost)}", said)
+        told = rf"smp: group '\d+': {re.escape(operation)}: {re.escape(lost)}"
+        assert re.search(told, said), said + errors
 
 
 @on_ranks(4)
