@@ -15,8 +15,8 @@ export PRTE_MCA_rmaps_default_mapping_policy := :oversubscribe
 export OMPI_MCA_rmaps_base_oversubscribe := 1
 export OMP_NUM_THREADS := 1
 
-.PHONY: demo test core-test ucx-test python-test hf-test kills lint sanitize fuzz venv \
-    clean
+.PHONY: demo test core-test python-test stress sanitize core-stress ucx-test mpi-test \
+    python-stress hf-test kills fuzz lint under-load venv clean
 
 # Whether this Python has a torch that is new enough (2.10).
 HAS_TORCH := 'import torch; major, minor = torch.__version__.split(".")[:2]; \
@@ -42,18 +42,33 @@ demo: venv
 	PATH="$(CURDIR)/$(BIN):$$PATH" mpirun -np $(RANKS) $(BIN)/python \
 	    examples/train_gpt.py --output demo
 
-test: core-test ucx-test hf-test python-test
-
-# PYTEST=--last-failed: those that failed the last time.
-PYTEST ?=
+# The gate: what every change passes (CONTRIBUTING.md).
+test: core-test python-test
 
 python-test: venv
-	$(BIN)/python -m pytest $(PYTEST)
+	$(BIN)/python -m pytest
 
-# The C core's own tests.  SANITIZE=address,undefined or SANITIZE=thread.
+# The C core's own tests.
 core-test:
-	$(MAKE) -C tests/core CC='$(CC)' SANITIZE='$(SANITIZE)' -j$$(nproc) build
-	$(MAKE) -C tests/core CC='$(CC)' SANITIZE='$(SANITIZE)' run
+	$(MAKE) -C tests/core CC='$(CC)' -j$$(nproc) build
+	$(MAKE) -C tests/core CC='$(CC)' run
+
+# The gate on a machine that is busy and stalls.
+under-load: venv
+	$(BIN)/python -m tests.under_load $(MAKE) -k test
+
+# Everything else, for `make -k`.  A test that fails is tried AGAIN times more, by itself.
+# SEEDS=5: five times as many random inputs.
+stress: sanitize python-stress hf-test kills fuzz
+
+AGAIN ?= 0
+SEEDS ?= 1
+export AGAIN SEEDS
+
+PYTEST_STRESS := -m stress --reruns $(AGAIN) -rR
+
+python-stress: venv
+	$(BIN)/python -m pytest $(PYTEST_STRESS)
 
 # Ranks killed at random moments, more of them than the tests do.
 KILLS ?= 1000
@@ -67,13 +82,23 @@ UCX = $$($(BIN)/python -c 'from smp.job.transports import packaged_ucx; print(pa
 ucx-test: venv
 	$(MAKE) -C tests/core CC='$(CC)' SANITIZE='$(SANITIZE)' UCX="$(UCX)" ucx
 
+# The MPI transport's tests.
+mpi-test: venv
+	$(MAKE) -C tests/core CC='$(CC)' SANITIZE='$(SANITIZE)' \
+	    MPICC=$(CURDIR)/$(BIN)/mpicc MPIRUN=$(CURDIR)/$(BIN)/mpirun mpi
+
+# All tests of the core, those that are no part of the gate too.  SANITIZE=address,undefined
+# or SANITIZE=thread.
+core-stress:
+	$(MAKE) -C tests/core CC='$(CC)' SANITIZE='$(SANITIZE)' -j$$(nproc) build
+	$(MAKE) -C tests/core CC='$(CC)' SANITIZE='$(SANITIZE)' stress
+
 # The core's tests under the sanitizers, and those of the MPI and UCX transports.
 sanitize: venv
-	$(MAKE) core-test SANITIZE=address,undefined
-	$(MAKE) -C tests/core CC='$(CC)' SANITIZE=address,undefined \
-	    MPICC=$(CURDIR)/$(BIN)/mpicc MPIRUN=$(CURDIR)/$(BIN)/mpirun mpi
+	$(MAKE) core-stress SANITIZE=address,undefined
+	$(MAKE) mpi-test SANITIZE=address,undefined
 	$(MAKE) ucx-test SANITIZE=address,undefined
-	$(MAKE) core-test SANITIZE=thread
+	$(MAKE) core-stress SANITIZE=thread
 	$(MAKE) ucx-test SANITIZE=thread
 
 C_FILES := $(CSRC) $(wildcard tests/core/*.[ch] tests/fuzz/*.[ch] benchmarks/core/*.c)
@@ -98,7 +123,7 @@ fuzz: venv
 HF := build/hf
 
 hf-test: $(HF)/.ready
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(HF)/bin/python -m pytest $(PYTEST) tests/hf_trainer
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(HF)/bin/python -m pytest $(PYTEST_STRESS) tests/hf_trainer
 
 FOLDERS := 'import sys; print(*(p for p in sys.path if p.endswith("-packages")), sep="\n")'
 

@@ -18,6 +18,7 @@ from typing import NoReturn
 
 import pytest
 
+from tests import spent
 from tests.ranks import rank_environment
 
 STRICT = "SMP_TEST_NO_SKIPS"
@@ -98,7 +99,8 @@ def ranks_behind(
                     start_new_session=True,
                 )
             )
-        yield started
+        with spent.on("jobs"):
+            yield started
     finally:
         for process in started:
             if process.poll() is None:

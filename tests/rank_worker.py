@@ -14,6 +14,7 @@ import pickle
 import signal
 import socket
 import sys
+import time
 import traceback
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
@@ -54,6 +55,7 @@ def as_it_was() -> Iterator[None]:
 def run(module: str, name: str, args: tuple, kwargs: dict) -> Outcome:
     """Call it, and leave this rank ready for the next call."""
     failure = value = None
+    begin_s = time.process_time()
     with as_it_was():
         try:
             function = importlib.import_module(module)
@@ -72,7 +74,7 @@ def run(module: str, name: str, args: tuple, kwargs: dict) -> Outcome:
             except BaseException:
                 failure = "after the test: " + traceback.format_exc()
                 value = None
-    return Outcome(failure, value)
+    return Outcome(failure, value, time.process_time() - begin_s)
 
 
 def main(address: str) -> None:

@@ -40,13 +40,15 @@ A test of what a user sees (exit codes, output, killed ranks) starts a job of it
     done = mpirun(2, script_path, env={"SMP_CONFIG": "{}"}, timeout_s=60)
     assert done.returncode != 0 and "rank 1" in done.stderr
 
-``job`` does the same for a job that is still running, to send it signals.  However a
-test ends, and however pytest ends, no process started here outlives it.
+``job`` does the same for a job that is still running, to send it signals.  Its ranks are
+forked from a process that has torch (tests/fork_server.py).  However a test ends, and however
+pytest ends, no process started here outlives it.
 """
 
 import ctypes
 import os
 import pickle
+import re
 import select
 import shutil
 import signal
@@ -62,6 +64,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+
+from tests import spent
+
+# How many times as many random inputs as in an ordinary run.
+SEEDS = int(os.environ.get("SEEDS", "1"))
 
 TIMEOUT_S = 180.0
 START_TIMEOUT_S = 120.0
@@ -80,6 +87,7 @@ class Outcome(NamedTuple):
 
     failure: str | None  # the traceback, or None
     value: Any
+    processor_s: float
 
 
 def on_ranks(*sizes: int, timeout_s: float = TIMEOUT_S) -> pytest.MarkDecorator:
@@ -144,17 +152,73 @@ def die_with_parent(sig: int = signal.SIGKILL) -> None:
 LIBC = ctypes.CDLL(None)
 
 
+class ForkServer:
+    """The process of tests/fork_server.py: started by the first job, ended with pytest."""
+
+    def __init__(self) -> None:
+        self.process: subprocess.Popen | None = None
+        self.folder: Path | None = None
+
+    def command(self) -> list[str]:
+        """What runs in place of ``python``."""
+        if self.process is None or self.process.poll() is not None:
+            self.close()
+            self._start()
+        program = str(TESTS / "fork_server.py")
+        return [sys.executable, "-IS", program, "--ask", str(self.folder / "socket")]
+
+    def _start(self) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="smp-forks-"))
+        # Its standard input is how it learns that pytest has gone.
+        self.process = subprocess.Popen(
+            [sys.executable, TESTS / "fork_server.py", self.folder / "socket"],
+            env=rank_environment(),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+        )
+        if not select.select([self.process.stdout], [], [], START_TIMEOUT_S)[0]:
+            raise RanksFailed(f"no fork server after {START_TIMEOUT_S:g} s")
+
+    def close(self) -> None:
+        if self.process is not None:
+            self.process.stdin.close()
+            self.process.wait()
+            self.process.stdout.close()
+            shutil.rmtree(self.folder, ignore_errors=True)
+            self.process = None
+
+
+FORK_SERVER = ForkServer()
+
+# Read when the interpreter starts or torch is imported: not what a forked rank can change.
+READ_AT_START = re.compile("PYTHON|LD_|OMP_|MKL_|TORCH_|MALLOC_")
+
+
 @contextmanager
 def job(
-    size: int, *argv: str | Path, env: dict[str, str] | None = None, go_on: bool = False
+    size: int,
+    *argv: str | Path,
+    env: dict[str, str] | None = None,
+    go_on: bool = False,
+    fresh: bool = False,
 ) -> Iterator[subprocess.Popen]:
     """A job of its own: ``python argv...`` on ``size`` ranks, outputs as pipes.
 
     Leaving the block ends what is left of it: ``mpirun`` is asked first, because it
     takes its ranks and its session folder with it.
+
+    Args:
+        argv: a script and its arguments.
+        go_on: see `mpirun_command`.
+        fresh: each rank is an interpreter of its own, as users start it; for tests of how
+            a process starts.  So it is, too, if ``env`` has what is read at the start.
     """
+    fresh = fresh or any(READ_AT_START.match(name) for name in env or {})
+    with spent.on("starting"):
+        python = [sys.executable] if fresh else FORK_SERVER.command()
     process = subprocess.Popen(
-        [*mpirun_command(size, go_on), sys.executable, *map(str, argv)],
+        [*mpirun_command(size, go_on), *python, *map(str, argv)],
         env=rank_environment(env),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -163,12 +227,13 @@ def job(
         start_new_session=True,
         preexec_fn=lambda: die_with_parent(signal.SIGTERM),
     )
-    try:
-        yield process
-    finally:
-        end_mpirun(process)
-        for stream in (process.stdout, process.stderr):
-            stream.close()
+    with spent.on("jobs"):
+        try:
+            yield process
+        finally:
+            end_mpirun(process)
+            for stream in (process.stdout, process.stderr):
+                stream.close()
 
 
 def mpirun(
@@ -177,16 +242,17 @@ def mpirun(
     env: dict[str, str] | None = None,
     timeout_s: float = TIMEOUT_S,
     go_on: bool = False,
+    fresh: bool = False,
 ) -> subprocess.CompletedProcess:
     """Run a job to its end: ``returncode``, ``stdout`` and ``stderr`` of all ranks.
 
     Args:
-        go_on: see `mpirun_command`.
+        go_on, fresh: see `job`.
 
     Raises:
         RanksFailed: it was still running after ``timeout_s``.
     """
-    with job(size, *argv, env=env, go_on=go_on) as process:
+    with job(size, *argv, env=env, go_on=go_on, fresh=fresh) as process:
         try:
             out, err = process.communicate(timeout=timeout_s)
         except subprocess.TimeoutExpired:
@@ -272,9 +338,13 @@ class Team:
         outputs = [self._file(f"rank{rank}") for rank in range(self.size)]
         seen = [file.stat().st_size if file.exists() else 0 for file in outputs]
         try:
+            begin = time.monotonic()
             for connection in self.connections:
                 connection.send_bytes(message)
             outcomes, trouble = self._collect(timeout_s)
+            busy_s = max((outcome.processor_s for outcome in outcomes.values()), default=0.0)
+            spent.add("computing", busy_s)
+            spent.add("waiting", time.monotonic() - begin - busy_s)
             stacks = self._stacks() if trouble else {}
         except BaseException:
             self.kill()
@@ -375,7 +445,8 @@ TEAMS: dict[tuple[int, str], Team] = {}
 
 def team_of(size: int, name: str = "") -> Team:
     if (size, name) not in TEAMS:
-        TEAMS[size, name] = Team(size, name)
+        with spent.on("starting"):
+            TEAMS[size, name] = Team(size, name)
     return TEAMS[size, name]
 
 
@@ -383,6 +454,7 @@ def close_teams() -> None:
     """End all ranks; called when pytest ends, whatever the reason."""
     for team in list(TEAMS.values()):
         team.close()
+    FORK_SERVER.close()
 
 
 def read_from(file: Path, start: int) -> str:

@@ -7,6 +7,8 @@ import pytest
 
 from tests.ranks import TESTS, mpirun, rank_environment
 
+pytestmark = pytest.mark.stress
+
 BENCHMARKS = TESTS.parent / "benchmarks"
 
 

@@ -220,7 +220,7 @@ def check(work, x, want):
     work.wait()
     assert x.eq(want).all()
 
-for seed in range(int(os.environ.get("SMP_TEST_PROGRAMS", 4))):
+for seed in range(4 * int(os.environ.get("SEEDS", 1))):
     same = random.Random(seed)
     program = [(same.randrange(4), same.randrange(24)) for _ in range(40)]
     own = random.Random(100 * seed + rank)

@@ -120,6 +120,7 @@ def check_tree(seed: int, microbatches: int, options: dict) -> None:
                 parameter.grad = None if want[name] is None else want[name].clone()
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     "options",
@@ -136,6 +137,7 @@ def test_random_trees_on_two_replicas_equal_the_average_of_the_cut_loops(options
         check_tree(seed, 2, options)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("placement", ["cluster", "spread"])
 @pytest.mark.parametrize("pipeline", ["simple", "interleaved"])
 @on_ranks(4, timeout_s=150)

@@ -17,6 +17,8 @@ import smp
 from tests.ranks import on_ranks
 from tests.test_collectives import job
 
+pytestmark = pytest.mark.stress
+
 WARM_UP, STEPS = 60, 300
 CYCLES = 25
 MAY_GROW = 4 << 20  # bytes

@@ -1,6 +1,6 @@
 """The system equals the cut loop, bit for bit: random module trees on 2 to 4 ranks.
 
-    SMP_TEST_TREES=5 python -m pytest tests/test_equality.py    # five times as many
+    SEEDS=5 python -m pytest -m "" tests/test_equality.py    # all, and five times as many
 
 Each rank builds the same tree, runs smp's step with a partition that pins every module,
 and compares its parameters' gradients, its buffers and the outputs with the reference
@@ -20,14 +20,11 @@ from smp import _core
 from tests import accelerator
 from tests.devices import DEVICES, use
 from tests.models.random_tree import ALL, describe, make_tree, random_partition
-from tests.ranks import on_ranks
+from tests.ranks import SEEDS, on_ranks
 from tests.reference.compare import assert_same_bits, assert_same_outputs, gradients
 from tests.reference.cut_loop import cut_loop
 
 STEPS = 2
-
-# How many times as many trees as in an ordinary run.
-TIMES = int(os.environ.get("SMP_TEST_TREES", "1"))
 
 # A second forward in backward updates running statistics at a time that depends on the
 # schedule, in one process too.
@@ -137,29 +134,33 @@ def every_order(function: Callable) -> Callable:
     return pytest.mark.parametrize("microbatches", [1, 2, 3, 4, 5])(function)
 
 
-@on_ranks(2, 3, 4, timeout_s=100 * TIMES)
+@pytest.mark.sample(9)
+@on_ranks(2, 3, 4, timeout_s=100 * SEEDS)
 @every_order
 def test_random_trees_equal_the_cut_loop(schedule, microbatches):
     """Outputs, gradients and buffers are bit-equal to the cut loop, on every schedule."""
-    check_trees(2 * TIMES, schedule, microbatches)
+    check_trees(2 * SEEDS, schedule, microbatches)
 
 
-@on_ranks(2, 3, 4, timeout_s=100 * TIMES)
+@pytest.mark.sample(9)
+@on_ranks(2, 3, 4, timeout_s=100 * SEEDS)
 @every_order
 @pytest.mark.parametrize("transport", ["shm", "mpi"])
 def test_whatever_the_transport_and_the_timing(transport, schedule, microbatches):
     """... for every transport and timing: with random delays at every hand-over."""
-    check_trees(TIMES, schedule, microbatches, transport, delays=True)
+    check_trees(SEEDS, schedule, microbatches, transport, delays=True)
 
 
-@on_ranks(2, 4, timeout_s=100 * TIMES)
+@pytest.mark.sample(2)
+@on_ranks(2, 4, timeout_s=100 * SEEDS)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_over_ucx(schedule):
     """... also where the parts of messages may overtake each other."""
-    check_trees(TIMES, schedule, 3, "ucx", delays=True)
+    check_trees(SEEDS, schedule, 3, "ucx", delays=True)
 
 
-@on_ranks(2, timeout_s=100 * TIMES)
+@pytest.mark.sample(3)
+@on_ranks(2, timeout_s=100 * SEEDS)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("microbatches", [1, 2, 4])
 @pytest.mark.parametrize("device", DEVICES[1:])
@@ -167,12 +168,13 @@ def test_on_an_accelerator(device, schedule, microbatches):
     """... and on an accelerator, where autograd has threads of its own."""
     transport = "mpi" if microbatches == 2 else "shm"
 
-    check_trees(TIMES, schedule, microbatches, transport, delays=True, device=device)
+    check_trees(SEEDS, schedule, microbatches, transport, delays=True, device=device)
     if device == accelerator.NAME:
         assert accelerator.late_copies() > 0, "no copy was late: nothing was tried"
 
 
-@on_ranks(2, 3, timeout_s=100 * TIMES)
+@pytest.mark.sample(3)
+@on_ranks(2, 3, timeout_s=100 * SEEDS)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("microbatches", [1, 3])
 @pytest.mark.parametrize("device", DEVICES[1:])
@@ -181,6 +183,6 @@ def test_on_gpus_of_one_host(device, schedule, microbatches):
     if device == accelerator.NAME:
         accelerator.use_driver()
 
-    check_trees(2 * TIMES, schedule, microbatches, delays=True, device=device)
+    check_trees(2 * SEEDS, schedule, microbatches, delays=True, device=device)
     sent = smp.allgather(_core.counters()["device_tensors"], smp.WORLD)
     assert sum(sent) > 0, "no tensor was in a device pool: nothing was tried"

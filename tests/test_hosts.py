@@ -21,6 +21,8 @@ from tests import endless
 from tests.namespaces import cannot, need, without_mpi
 from tests.ranks import RanksFailed, mpirun, mpirun_command, rank_environment
 
+pytestmark = pytest.mark.stress
+
 HOSTS = 2
 PORT = "29577"  # of the store, in the network of a host
 ONE_SHM = "SMP_TEST_ONE_SHM"  # set: hosts share this machine's /dev/shm

@@ -158,19 +158,6 @@ def test_a_rank_killed_at_any_instant_leaves_nothing_behind(tmp_path, moment):
     assert ours_in_shared_memory() <= before
 
 
-@pytest.mark.parametrize("kind", ["ddp", "pipeline"])
-def test_ranks_killed_at_random_moments_are_named(kind):
-    """The same without a launcher that ends the others, and while ranks start; `make kills`
-    does more of it.
-    """
-    kills = os.environ.get("SMP_TEST_KILLED_JOBS", "2")
-    program = [sys.executable, "-m", "tests.kill_ranks", "--kind", kind, "--kills", kills]
-    done = subprocess.run(
-        program, env=rank_environment(), capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
 TO_ONE_THAT_IS_GONE = """
 import os, signal, sys
 import torch

@@ -90,6 +90,7 @@ def test_a_real_model_equals_the_cut_loop(name):
         pair.run(real.make_batch(rows, generator))
 
 
+@pytest.mark.sample(3)
 @on_ranks(3, 4, timeout_s=200)
 @pytest.mark.parametrize("name", ["gpt2", "t5", "mixtral", "mixture_of_experts", "unet"])
 def test_a_real_model_equals_the_cut_loop_on_more_ranks(name):
@@ -106,6 +107,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.sample(2)
 @on_ranks(2, timeout_s=200)
 @pytest.mark.parametrize(
     ("name", "optimizer"),
@@ -151,6 +153,7 @@ def language_step(**options):
     return step
 
 
+@pytest.mark.sample(3)
 @on_ranks(2, timeout_s=120)
 @pytest.mark.parametrize("return_dict", [True, False], ids=["dict", "tuple"])
 @pytest.mark.parametrize("name", ["gpt2", "bert", "llama"])
@@ -171,6 +174,7 @@ def test_all_states_and_attentions_are_collected(name, return_dict):
     assert len(collected) == (layers + 1) + layers
 
 
+@pytest.mark.sample(4)
 @on_ranks(2, 3, timeout_s=120)
 @pytest.mark.parametrize("reentrant", [False, True], ids=["nonreentrant", "reentrant"])
 @pytest.mark.parametrize("name", ["gpt2", "t5", "llama"])
@@ -194,6 +198,7 @@ def test_every_step_may_have_another_shape():
         pair.run((torch.randint(3, 40, (rows, length)),))
 
 
+@pytest.mark.sample(3)
 @on_ranks(2, 3, timeout_s=120)
 @pytest.mark.parametrize("name", ["gpt2", "llama", "t5"])
 def test_generate_gives_the_tokens_of_the_plain_model(name):

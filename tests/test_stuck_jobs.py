@@ -61,6 +61,7 @@ WAYS = {
 }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("way", WAYS)
 def test_the_watchdog_says_who_waits_for_whom_and_ends_the_job_when_told_to(tmp_path, way):
     """Request, module path, microbatch, phase, since when, and stacks."""

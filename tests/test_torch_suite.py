@@ -13,6 +13,8 @@ import pytest
 
 from tests.ranks import rank_environment
 
+pytestmark = pytest.mark.stress
+
 HERE = Path(__file__).parent
 ON_GLOO = HERE / "reference" / "torch_suite_gloo.txt"
 ALL_TO_ALL = [

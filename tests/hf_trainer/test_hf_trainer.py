@@ -1,7 +1,7 @@
 """Spec: clients.md, section 6: Hugging Face's Trainer runs unchanged (4.17 to 4.26).
 
 ``make hf-test`` runs it with the last of these versions, in an environment of its own;
-``make test`` does too, and a plain ``pytest`` leaves it out.
+``make stress`` does too, and a plain ``pytest`` leaves it out.
 """
 
 import importlib.metadata
@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 import torch
+
+pytestmark = pytest.mark.stress
 
 SCRIPT = Path(__file__).with_name("train.py")
 REPOSITORY = SCRIPT.parents[2]
