@@ -56,7 +56,9 @@ def receive(connection: socket.socket) -> tuple[list[str], dict[str, str], str, 
     return (*marshal.loads(wish), streams)
 
 
-def become(argv: list[str], environment: dict[str, str], folder: str, streams: list[int]) -> None:
+def become(
+    argv: list[str], environment: dict[str, str], folder: str, streams: list[int]
+) -> None:
     """Make this child what ``python argv...`` would be when its script begins."""
     os.setsid()
     os.chdir(folder)

@@ -19,7 +19,7 @@ from typing import NoReturn
 import pytest
 
 from tests import spent
-from tests.ranks import rank_environment
+from tests.ranks import FORK_SERVER, rank_environment
 
 STRICT = "SMP_TEST_NO_SKIPS"
 
@@ -77,12 +77,13 @@ def ranks_behind(
         before: for each rank, what comes before ``python argv...``.
     """
     port = str(free_port())
+    python = FORK_SERVER.command()  # of a rank that stays where it is
     started: list[subprocess.Popen] = []
     try:
         for rank, command in enumerate(before):
             started.append(
                 subprocess.Popen(
-                    [*command, sys.executable, *map(str, argv)],
+                    [*([*command, sys.executable] if command else python), *map(str, argv)],
                     env={
                         **without_mpi(),
                         "RANK": str(rank),

@@ -46,6 +46,7 @@ pytest ends, no process started here outlives it.
 """
 
 import ctypes
+import importlib.util
 import os
 import pickle
 import re
@@ -160,10 +161,11 @@ class ForkServer:
         self.folder: Path | None = None
 
     def command(self) -> list[str]:
-        """What runs in place of ``python``."""
+        """What runs a script in place of ``python``."""
         if self.process is None or self.process.poll() is not None:
             self.close()
-            self._start()
+            with spent.on("starting"):
+                self._start()
         program = str(TESTS / "fork_server.py")
         return [sys.executable, "-IS", program, "--ask", str(self.folder / "socket")]
 
@@ -215,8 +217,7 @@ def job(
             a process starts.  So it is, too, if ``env`` has what is read at the start.
     """
     fresh = fresh or any(READ_AT_START.match(name) for name in env or {})
-    with spent.on("starting"):
-        python = [sys.executable] if fresh else FORK_SERVER.command()
+    python = [sys.executable] if fresh else FORK_SERVER.command()
     process = subprocess.Popen(
         [*mpirun_command(size, go_on), *python, *map(str, argv)],
         env=rank_environment(env),
@@ -272,6 +273,30 @@ def end_mpirun(process: subprocess.Popen) -> None:
             process.wait(GRACE_S)
         except subprocess.TimeoutExpired:
             continue
+
+
+def torchrun(
+    size: int,
+    *argv: str | Path,
+    env: dict[str, str] | None = None,
+    timeout_s: float = TIMEOUT_S,
+) -> subprocess.CompletedProcess:
+    """The same with ``torchrun``, which is forked as well.
+
+    Raises:
+        subprocess.TimeoutExpired: it was still running after ``timeout_s``.
+    """
+    launcher = importlib.util.find_spec("torch.distributed.run").origin
+    python = FORK_SERVER.command()
+    with spent.on("jobs"):
+        return subprocess.run(
+            [*python, launcher, "--standalone", "--nproc-per-node", str(size), "--no-python"]
+            + [*python, *map(str, argv)],
+            env=rank_environment(env),
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+        )
 
 
 class Team:

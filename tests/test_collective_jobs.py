@@ -12,21 +12,9 @@ import torch.distributed as dist
 
 from smp.job import bootstrap
 from tests.namespaces import ranks_behind, without_mpi
-from tests.ranks import TESTS, mpirun, rank_environment
+from tests.ranks import TESTS, mpirun, rank_environment, torchrun
 
 EXAMPLE = TESTS.parent / "examples" / "train_ddp.py"
-
-
-def torchrun(
-    size: int, *argv: str | Path, env: dict[str, str] | None = None
-) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(size), *argv],
-        env=rank_environment(env),
-        capture_output=True,
-        text=True,
-        timeout=90,
-    )
 
 
 @pytest.mark.parametrize("launch", [mpirun, torchrun])

@@ -18,8 +18,7 @@ import torch.distributed as dist
 import smp
 from smp.job import bootstrap, config, process_groups
 from smp.job.placement import Placement
-from tests.namespaces import without_mpi
-from tests.ranks import job, mpirun, on_ranks, wait_until_gone
+from tests.ranks import job, mpirun, on_ranks, torchrun, wait_until_gone
 
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -422,14 +421,7 @@ if "fail" in sys.argv:
 def test_torchrun_without_mpi(tmp_path, arguments):
     (tmp_path / "script.py").write_text(TORCHRUN)
 
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-        + [str(tmp_path / "script.py"), *arguments],
-        env=without_mpi(),
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = torchrun(2, tmp_path / "script.py", *arguments)
 
     assert "sees (0, 2, 0, 2, [0, 1])" in done.stdout, done.stderr
     assert "sees (1, 2, 1, 2, [0, 1])" in done.stdout

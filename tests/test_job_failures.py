@@ -1,14 +1,11 @@
 """Spec: what a user sees when a rank dies or is interrupted in the middle of a step."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.ranks import mpirun, rank_environment, wait_until_gone
+from tests.ranks import mpirun, wait_until_gone
 
 # A rank that ends with an error ends the others: first all say what they saw.
 SAID = """

@@ -1,4 +1,4 @@
-"""Runs a command on a machine that is busy and stalls: ``python -m tests.under_load make test``.
+"""Runs a command on a busy machine that stalls: ``python -m tests.under_load make test``.
 
 Beside it run two busy loops.  At random moments one of the command's processes is stopped for
 up to 0.3 s, as an overcommitted machine stops a virtual core.  What the gate says must not
