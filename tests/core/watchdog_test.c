@@ -1,5 +1,6 @@
 /* The watchdog reports a rank that does not move, and only then. */
 #define _GNU_SOURCE
+#include <pthread.h>
 #include <sched.h>
 #include <stdatomic.h>
 #include <stdbool.h>
@@ -10,6 +11,41 @@
 #include "server/watchdog.h"
 
 #define LIMIT_NS (20 * SMP_NS_PER_MS)
+
+/* The clock, for the core as well: 0, or what it shows until the test moves it.  Its
+ * times have long passed by the machine's clock, so the watchdog does not sleep. */
+static _Atomic int64_t shown_ns;
+static pthread_t       mover;
+static _Atomic int     asked; /* by another thread than the one that moves it */
+
+int64_t __real_smp_clock_ns(void);
+int64_t __wrap_smp_clock_ns(void);
+
+int64_t
+__wrap_smp_clock_ns(void)
+{
+    if (atomic_load(&shown_ns) == 0) {
+        return __real_smp_clock_ns();
+    }
+    if (!pthread_equal(pthread_self(), mover)) {
+        atomic_fetch_add(&asked, 1);
+    }
+    return atomic_load(&shown_ns);
+}
+
+/* Moves it, and returns when the watchdog has looked.  It asks for the time twice a
+ * look, so that of five times four are within two whole looks. */
+static void
+move_clock(int64_t to_ns)
+{
+    int before;
+
+    atomic_store(&shown_ns, to_ns);
+    before = atomic_load(&asked);
+    while (atomic_load(&asked) < before + 5) {
+        sched_yield(); /* the runner's alarm is the deadline */
+    }
+}
 
 typedef struct {
     _Atomic int  reports;
@@ -119,6 +155,48 @@ TEST(the_end_comes_at_its_limit)
     return 0;
 }
 
+TEST(reports_come_after_twice_the_time_each_until_the_rank_moves)
+{
+    const int64_t       limit = 10 * SMP_NS_PER_S;
+    listener            l = {0};
+    smp_watchdog_config config = {
+        .report_ns = limit, .end_ns = 9 * limit, .report = take_report, .ctx = &l};
+    smp_watchdog *watchdog;
+    smp_board    *board;
+    int64_t       moved_ns = 1;
+    int           reports = 0;
+
+    mover = pthread_self();
+    atomic_store(&shown_ns, moved_ns);
+    CHECK_STATUS(smp_board_create(0, &board), SMP_OK);
+    CHECK_STATUS(smp_watchdog_create(board, &config, &watchdog), SMP_OK);
+    move_clock(moved_ns + 5 * limit); /* in no step, as long as it likes */
+    CHECK(atomic_load(&l.reports) == 0);
+    for (int times = 0; times < 3; times++) {
+        moved_ns = atomic_load(&shown_ns);
+        if (times == 0) {
+            smp_board_begin(board, 1);
+        } else {
+            smp_board_work(board, (smp_work){.entry = -1});
+        }
+        for (int64_t after = limit; after <= 8 * limit; after *= 2) {
+            move_clock(moved_ns + after - 1);
+            CHECK(atomic_load(&l.reports) == reports);
+            move_clock(moved_ns + after);
+            CHECK(atomic_load(&l.reports) == ++reports);
+        }
+        CHECK(atomic_load(&l.ends) == 0);
+    }
+    move_clock(moved_ns + 9 * limit - 1);
+    CHECK(atomic_load(&l.reports) == reports);
+    move_clock(moved_ns + 9 * limit);
+    CHECK(atomic_load(&l.ends) > 0);
+    smp_watchdog_destroy(watchdog);
+    smp_board_destroy(board);
+    atomic_store(&shown_ns, 0);
+    return 0;
+}
+
 TEST(the_board_shows_those_that_wait_longest)
 {
     smp_standing now;
@@ -149,6 +227,7 @@ main(int argc, char **argv)
         {"report", a_rank_that_does_not_move_is_reported_with_what_it_waits_for},
         {"moving", a_rank_that_moves_or_is_in_no_step_is_not_reported},
         {"end", the_end_comes_at_its_limit},
+        {"twice", reports_come_after_twice_the_time_each_until_the_rank_moves},
         {"longest", the_board_shows_those_that_wait_longest},
     };
 
