@@ -1018,6 +1018,7 @@ smp_server_step(smp_server *server, uint32_t step, smp_schedule *schedule,
     server->search.round = 0;
     server->search.answers = 0;
     server->search.again = false;
+    server->asked = 0; /* in the last step, whose rounds had the same numbers */
     server->left = -1;
     server->awaited[0] = '\0';
     first = idle_worker(server);

@@ -820,6 +820,232 @@ TEST_RANK(a_rank_that_is_away_is_asked_less_and_less_often)
     return 0;
 }
 
+/* Whatever it says, also if the step that it is about has gone well. */
+TEST_RANK(messages_of_the_last_step_change_nothing_in_the_next)
+{
+    static const smp_msg_kind late[] = {
+        SMP_MSG_RELEASE, SMP_MSG_CLOSED,   SMP_MSG_FORWARD_DONE,
+        SMP_MSG_PROBE,   SMP_MSG_STILL,    SMP_MSG_SETTLE,
+        SMP_MSG_SETTLED, SMP_MSG_STEP_END, SMP_MSG_ABORT,
+    };
+    smp_envelope e = {.kind = SMP_MSG_STEP_END, .step = 1};
+    rank         self;
+
+    if (w->rank == 1) {
+        CHECK_STATUS(begin(&self, w), SMP_OK);
+        CHECK(serve_one(&self, SMP_OK) == 0);
+        CHECK(serve_one(&self, SMP_OK) == 0);
+        CHECK(self.tasks == 2);
+        CHECK(self.notes == 1); /* of its own step */
+        return finish(&self);
+    }
+    if (w->rank == 0) {
+        CHECK_STATUS(send_raw(w, e, sizeof(e)), SMP_OK);
+        for (size_t i = 0; i < sizeof(late) / sizeof(late[0]); i++) {
+            e.kind = (uint8_t)late[i];
+            CHECK_STATUS(send_raw(w, e, sizeof(e)), SMP_OK);
+        }
+        e = (smp_envelope){.kind = SMP_MSG_FORWARD, .step = 2};
+        e.entry = GATED; /* which microbatch 0 of this step has not passed */
+        e.microbatch = 1;
+        e.call = 11;
+        CHECK_STATUS(send_raw(w, e, sizeof(e)), SMP_OK);
+        e.entry = 0;
+        e.microbatch = 2;
+        e.call = 22;
+        CHECK_STATUS(send_raw(w, e, sizeof(e)), SMP_OK);
+        CHECK(expect_response(w, 2, 22) == 0);
+        e = (smp_envelope){.kind = SMP_MSG_FORWARD_DONE, .step = 2};
+        CHECK_STATUS(send_raw(w, e, sizeof(e)), SMP_OK);
+        CHECK(expect_response(w, 2, 11) == 0);
+        e.kind = SMP_MSG_STEP_END;
+        CHECK_STATUS(send_raw(w, e, sizeof(e)), SMP_OK);
+    }
+    w->barrier(w);
+    return 0;
+}
+
+/* To rank 0. */
+static smp_status
+send_home(world *w, smp_envelope envelope)
+{
+    return smp_comm_send(w->comm, 0, &envelope, sizeof(envelope), NULL, 0);
+}
+
+/* Answers forwards until a message of `kind` comes, which it returns; 0: ABORT came, or
+ * nothing. */
+static smp_envelope
+answer_until(world *w, smp_msg_kind kind)
+{
+    smp_message *m;
+
+    while (smp_comm_receive(w->comm, WORLD_PATIENCE_NS, &m) == SMP_OK) {
+        smp_envelope e = *smp_message_envelope(m);
+
+        smp_message_free(m);
+        if (e.kind == kind) {
+            return e;
+        }
+        if (e.kind == SMP_MSG_ABORT) {
+            break;
+        }
+        if (e.kind == SMP_MSG_FORWARD) {
+            e.kind = SMP_MSG_RESPONSE;
+            (void)send_home(w, e);
+        }
+    }
+    return (smp_envelope){0};
+}
+
+/* While rank 0 waits for those of this step it serves: rank 1 asks it for something. */
+TEST_RANK(a_late_word_that_all_is_well_is_not_of_this_step)
+{
+    enum { STEPS = 3 };
+    rank self;
+
+    if (w->rank == 0) {
+        CHECK_STATUS(begin(&self, w), SMP_OK);
+        self.first_entry = 0;
+        self.no_backward = true;
+        for (int step = 1; step <= STEPS; step++) {
+            CHECK_STATUS(run_step(&self, SMP_SCHEDULE_INTERLEAVED, 2), SMP_OK);
+            CHECK(self.tasks == step);
+        }
+        return finish(&self);
+    }
+    for (uint32_t step = 1; step <= STEPS; step++) {
+        smp_envelope e = answer_until(w, SMP_MSG_SETTLE);
+
+        CHECK(e.kind == SMP_MSG_SETTLE && e.step == step);
+        e.kind = SMP_MSG_SETTLED;
+        if (w->rank == 1) {
+            while (atomic_load(&w->shared->scratch[0]) != (w->size - 2) * (int)step) {
+                sched_yield(); /* the others have said so: rank 0 lacks only one */
+            }
+            e.step = step - 1;
+            CHECK_STATUS(send_home(w, e), SMP_OK);
+            e = (smp_envelope){.kind = SMP_MSG_FORWARD, .step = step, .call = 7};
+            CHECK_STATUS(send_home(w, e), SMP_OK);
+            CHECK(expect_response(w, step, 7) == 0);
+            e.kind = SMP_MSG_SETTLED;
+        }
+        CHECK_STATUS(send_home(w, e), SMP_OK);
+        atomic_fetch_add(&w->shared->scratch[0], w->rank != 1);
+    }
+    w->barrier(w);
+    return 0;
+}
+
+/* ------------------------------------------------- the search for a deadlock, by hand
+ */
+
+/* As server.c sends it. */
+typedef struct {
+    smp_envelope envelope;
+    uint64_t     sent;
+    uint64_t     received;
+    smp_standing standing;
+} still;
+
+static smp_status
+send_still(world *w, uint32_t step, uint64_t round, uint64_t sent, uint64_t received)
+{
+    still s = {.envelope = {.kind = SMP_MSG_STILL, .step = step, .call = round},
+               .sent = sent,
+               .received = received};
+
+    return smp_comm_send(w->comm, 0, &s, sizeof(s), NULL, 0);
+}
+
+/* Rank 0 has sent one message, and waits for its answer.  What rank 1 says of itself it
+ * can have done with ranks that are not here. */
+TEST_RANK(a_message_under_way_is_no_deadlock)
+{
+    static const struct {
+        uint64_t sent, received;
+    } rounds[] = {
+        {0, 0}, /* the message to rank 1 is under way */
+        {0, 1}, /* it was read: nothing is under way, at last */
+        {2, 3}, /* but something was done in between */
+        {3, 3}, /* and the answer comes: just before this */
+    };
+    enum { ROUNDS = sizeof(rounds) / sizeof(rounds[0]) };
+    smp_envelope request;
+    rank         self;
+
+    if (w->rank == 0) {
+        CHECK_STATUS(begin(&self, w), SMP_OK);
+        self.first_entry = 0;
+        self.no_backward = true;
+        CHECK_STATUS(run_step(&self, SMP_SCHEDULE_INTERLEAVED, 1), SMP_OK);
+        CHECK(self.finished == MICROBATCHES);
+        return finish(&self);
+    }
+    if (w->rank == 1) {
+        smp_message *m;
+
+        CHECK_STATUS(smp_comm_receive(w->comm, WORLD_PATIENCE_NS, &m), SMP_OK);
+        request = *smp_message_envelope(m);
+        smp_message_free(m);
+        CHECK(request.kind == SMP_MSG_FORWARD);
+    }
+    for (uint64_t round = 1; round <= ROUNDS; round++) {
+        uint64_t     sent = w->rank == 1 ? rounds[round - 1].sent : 0;
+        uint64_t     received = w->rank == 1 ? rounds[round - 1].received : 0;
+        smp_envelope probe = answer_until(w, SMP_MSG_PROBE);
+
+        CHECK(probe.kind == SMP_MSG_PROBE && probe.call == round);
+        if (w->rank == 1 && round == ROUNDS) {
+            request.kind = SMP_MSG_RESPONSE;
+            CHECK_STATUS(send_home(w, request), SMP_OK);
+        }
+        CHECK_STATUS(send_still(w, probe.step, round, sent, received), SMP_OK);
+        if (round == 1) { /* nothing was under way in another step, or round */
+            CHECK_STATUS(send_still(w, probe.step - 1, round, 0, w->rank == 1), SMP_OK);
+            CHECK_STATUS(send_still(w, probe.step, round - 1, 0, w->rank == 1), SMP_OK);
+        }
+    }
+    CHECK(answer_until(w, SMP_MSG_SETTLE).kind == SMP_MSG_SETTLE);
+    CHECK_STATUS(send_home(w, (smp_envelope){.kind = SMP_MSG_SETTLED, .step = 1}),
+                 SMP_OK);
+    w->barrier(w);
+    return 0;
+}
+
+TEST_RANK(a_rank_that_was_asked_in_the_last_step_does_not_answer_in_the_next)
+{
+    smp_envelope e = {.kind = SMP_MSG_PROBE, .step = 1, .call = 1};
+    smp_message *m;
+    rank         self;
+
+    if (w->rank == 0) { /* before rank 1 looks: it never has nothing to do in step 1 */
+        CHECK_STATUS(send_raw(w, e, sizeof(e)), SMP_OK);
+        e.kind = SMP_MSG_ABORT;
+        CHECK_STATUS(send_raw(w, e, sizeof(e)), SMP_OK);
+    }
+    w->barrier(w);
+    if (w->rank == 1) {
+        CHECK_STATUS(begin(&self, w), SMP_OK);
+        CHECK(serve_one(&self, SMP_ERR_CLOSED) == 0);
+        CHECK(serve_one(&self, SMP_OK) == 0);
+        return finish(&self);
+    }
+    if (w->rank == 0) {
+        CHECK_STATUS(smp_comm_receive(w->comm, 300 * SMP_NS_PER_MS, &m),
+                     SMP_ERR_TIMED_OUT);
+        e = (smp_envelope){.kind = SMP_MSG_PROBE, .step = 2, .call = 2};
+        CHECK_STATUS(send_raw(w, e, sizeof(e)), SMP_OK);
+        CHECK_STATUS(smp_comm_receive(w->comm, WORLD_PATIENCE_NS, &m), SMP_OK);
+        CHECK(smp_message_envelope(m)->kind == SMP_MSG_STILL);
+        CHECK(smp_message_envelope(m)->call == 2);
+        smp_message_free(m);
+        e.kind = SMP_MSG_STEP_END;
+        CHECK_STATUS(send_raw(w, e, sizeof(e)), SMP_OK);
+    }
+    w->barrier(w);
+    return 0;
+}
+
 static const world_test tests[] = {
     {.name = "nested", .rank = nested_calls_answer_on_every_schedule},
     {.name = "thousand", .rank = a_thousand_steps_with_random_delays},
@@ -833,6 +1059,11 @@ static const world_test tests[] = {
     {.name = "early", .rank = messages_of_the_next_step_wait_for_it},
     {.name = "overtaken", .rank = one_forward_goes_before_a_backward_that_is_alone},
     {.name = "stale", .rank = messages_of_a_step_that_failed_are_dropped},
+    {.name = "last_step", .rank = messages_of_the_last_step_change_nothing_in_the_next},
+    {.name = "all_well", .rank = a_late_word_that_all_is_well_is_not_of_this_step},
+    {.name = "under_way", .rank = a_message_under_way_is_no_deadlock},
+    {.name = "asked",
+     .rank = a_rank_that_was_asked_in_the_last_step_does_not_answer_in_the_next},
     {.name = "malformed", .rank = what_no_server_wrote_fails_the_step},
     {.name = "described", .rank = ranks_that_describe_the_step_otherwise_fail_it},
     {.name = "away", .rank = a_rank_that_is_away_is_asked_less_and_less_often},
