@@ -1,7 +1,9 @@
 /* Ranks that look for deadlocks all the time, in programs that come to their end, and
  * then in one that does not.  Spec: csrc/comm/collective/deadlock.h, standoff.h. */
 #define _GNU_SOURCE
+#include "comm/collective/deadlock.h"
 #include "comm/collective/queue.h"
+#include "comm/neighbour.h"
 #include "traffic.h"
 #include "world.h"
 
@@ -163,9 +165,116 @@ TEST_RANK(programs_that_come_to_their_end_are_left_to_it)
     return 0;
 }
 
+/* ------------------------------------------------------- a ring of shelves, by hand */
+
+enum { STEP = 5, TOKEN = 9 };
+
+/* One that shows `step` of the group. */
+static smp_shelf *
+put_shelf(const world *w, int rank, uint64_t id, uint64_t step)
+{
+    smp_neighbour neighbour;
+    smp_shelf    *shelf;
+
+    if (!smp_comm_neighbour(w->comm, rank, &neighbour) ||
+        (shelf = smp_shelf_take(neighbour.segment->shelves)) == NULL) {
+        abort();
+    }
+    atomic_store(&shelf->slots[step & 1].notice.step, step);
+    shelf->slots[step & 1].notice.sequence = 1;
+    atomic_store(&shelf->id, id);
+    return shelf;
+}
+
+/* What rank 0 finds of the ring in one look more. */
+static bool
+is_sure_after_a_look(smp_deadlock *deadlock, const world *w)
+{
+    (void)smp_deadlock_look(deadlock, w->comm);
+    return deadlock->is_sure;
+}
+
+/* Whether it leaves with one look more; not because it was sure for long. */
+static bool
+leaves_after_a_look(smp_deadlock *deadlock, const world *w)
+{
+    deadlock->first_ns = smp_clock_ns() + WORLD_PATIENCE_NS;
+    return smp_deadlock_look(deadlock, w->comm);
+}
+
+/* Each rank is stuck in a group of its own, where the next one has not come. */
+static int
+look_at_rings(const world *w)
+{
+    smp_shelf   *stuck[WORLD_RANKS];
+    smp_shelf   *absent[WORLD_RANKS];
+    smp_deadlock deadlock;
+
+    CHECK_STATUS(smp_deadlock_init(&deadlock, w->comm), SMP_OK);
+    for (int r = 0; r < w->size; r++) {
+        stuck[r] = put_shelf(w, r, 1 + (uint64_t)r, STEP);
+        absent[r] = put_shelf(w, (r + 1) % w->size, 1 + (uint64_t)r, STEP - 1);
+        atomic_store(&stuck[r]->stuck, TOKEN);
+    }
+    for (int r = 0; r < w->size; r++) {
+        /* It has gone on, to another step of the same call. */
+        smp_deadlock_forget(&deadlock);
+        CHECK(!is_sure_after_a_look(&deadlock, w));
+        atomic_store(&stuck[r]->slots[(STEP + 1) & 1].notice.step, STEP + 1);
+        CHECK(!is_sure_after_a_look(&deadlock, w));
+        CHECK(is_sure_after_a_look(&deadlock, w));
+        atomic_store(&stuck[r]->slots[(STEP + 1) & 1].notice.step, STEP - 1);
+        CHECK(!is_sure_after_a_look(&deadlock, w));
+
+        /* It has issued another call meanwhile. */
+        smp_deadlock_forget(&deadlock);
+        CHECK(!is_sure_after_a_look(&deadlock, w));
+        atomic_store(&stuck[r]->stuck, TOKEN + 1);
+        CHECK(!is_sure_after_a_look(&deadlock, w));
+        atomic_store(&stuck[r]->stuck, TOKEN);
+
+        /* The next one has come. */
+        smp_deadlock_forget(&deadlock);
+        atomic_store(&absent[r]->slots[STEP & 1].notice.step, STEP);
+        CHECK(!is_sure_after_a_look(&deadlock, w));
+        CHECK(!is_sure_after_a_look(&deadlock, w));
+        atomic_store(&absent[r]->slots[STEP & 1].notice.step, 0);
+    }
+    /* All are told, or none: the others are to be sure, too, of this wait of theirs. */
+    smp_deadlock_forget(&deadlock);
+    CHECK(!is_sure_after_a_look(&deadlock, w));
+    CHECK(is_sure_after_a_look(&deadlock, w));
+    for (int r = 1; r < w->size; r++) {
+        CHECK(!leaves_after_a_look(&deadlock, w));
+        atomic_store(&stuck[r]->sure, TOKEN - 1);
+        CHECK(!leaves_after_a_look(&deadlock, w));
+        atomic_store(&stuck[r]->sure, TOKEN);
+    }
+    CHECK(atomic_load(&stuck[0]->sure) == TOKEN);
+    CHECK(leaves_after_a_look(&deadlock, w));
+    CHECK(deadlock.n == w->size);
+    for (int r = 0; r < w->size; r++) {
+        CHECK(deadlock.ring[r].rank == r);
+    }
+    CHECK(strncmp(deadlock.text, "waits for rank 1, ", 18) == 0);
+    smp_deadlock_fini(&deadlock);
+    return 0;
+}
+
+TEST_RANK(a_ring_is_one_when_each_is_seen_twice_in_the_same_wait)
+{
+    int failed = w->rank == 0 ? look_at_rings(w) : 0;
+
+    w->barrier(w);
+    return failed;
+}
+
 int
 main(void)
 {
+    static const world_test by_hand = {
+        .name = "a_ring_is_one_when_each_is_seen_twice_in_the_same_wait",
+        .rank = a_ring_is_one_when_each_is_seen_twice_in_the_same_wait};
     static const char *const hosts[] = {NULL, "ab", NULL, "abb", NULL};
     static const int         sizes[] = {2, 2, 3, 3, 4};
     int                      failed = 0;
@@ -184,6 +293,10 @@ main(void)
             failed += world_run_threads(&test, "shm,tcp", sizes[i]) != 0;
             ran++;
         }
+    }
+    for (int size = 2; size <= 4; size++) {
+        failed += world_run_processes(&by_hand, "shm", size) != 0;
+        ran++;
     }
     printf("%d passed, %d failed\n", ran - failed, failed);
     return failed != 0;
