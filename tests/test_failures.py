@@ -3,7 +3,10 @@
 import copy
 import os
 import re
+import signal
+import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable
 
@@ -21,6 +24,14 @@ class Trouble(Exception):
     """Raised by a model; a class that every rank knows."""
 
 
+raised: list[Trouble] = []  # by this rank
+
+
+def fail(text: str) -> None:
+    raised.append(Trouble(text))
+    raise raised[-1]
+
+
 class RaiseInBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
@@ -28,7 +39,7 @@ class RaiseInBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        raise Trouble("in backward")
+        fail("in backward")
 
 
 class Part(nn.Linear):
@@ -41,7 +52,7 @@ class Part(nn.Linear):
         if self.before is not None:
             self.before()
         if self.trouble == "forward":
-            raise Trouble(f"in forward of {self.in_features}")
+            fail(f"in forward of {self.in_features}")
         y = torch.tanh(super().forward(x))
         return RaiseInBackward.apply(y) if self.trouble == "backward" else y
 
@@ -118,6 +129,164 @@ def test_an_exception_is_raised_on_every_rank_and_the_next_step_works(where, pha
         {n: p.grad for n, p in model.local_named_parameters()}, gradients(reference)
     )
     assert_same_bits(dict(model.local_named_buffers()), dict(reference.named_buffers()))
+
+
+def equals_a_run_that_never_failed(model, reference, x) -> None:
+    """One step of both: gradients and buffers have the same bits."""
+    smp.step(train)(model, x)
+    cut_loop(train, reference, (x,), rank_of=RANK_OF, ranks=2, microbatches=3)
+    assert_same_bits(
+        {n: p.grad for n, p in model.local_named_parameters()}, gradients(reference)
+    )
+    assert_same_bits(dict(model.local_named_buffers()), dict(reference.named_buffers()))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("where", ["a", "b"])
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_the_rank_that_raised_raises_the_very_object(where, phase):
+    """... with the frames of the user's code; the other rank has their text in a note."""
+    _, model = make()
+    step = smp.step(train)
+    x = torch.randn(6, 8)
+    step(model, x)
+    part = getattr(model.module, where)
+    part.trouble = phase
+    for _ in range(2):  # the second one is not the first
+        raised.clear()
+        with pytest.raises(Trouble) as caught:
+            step(model, x)
+
+        frames = traceback.extract_tb(caught.value.__traceback__)
+        note = "\n".join(caught.value.__notes__)
+        if smp.pp_rank() == RANK_OF[where]:
+            assert caught.value is raised[-1]
+            assert {phase, "fail"} <= {f.name for f in frames if f.filename == __file__}
+            assert "there:" not in note
+        else:
+            assert not raised and type(caught.value) is Trouble
+            for name in (phase, "fail"):
+                assert re.search(rf'{__file__}", line \d+, in {name}\n', note), note
+
+
+def by_number(x: torch.Tensor) -> int:
+    """The microbatch that it is, of `numbered`."""
+    return int(x[0, 0])
+
+
+def numbered() -> torch.Tensor:
+    return torch.arange(3.0).repeat_interleave(2).unsqueeze(1).expand(6, 8)
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        os.sched_yield()
+        assert time.monotonic() < deadline
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("first", [0, 1])
+def test_of_two_ranks_that_fail_the_first_is_heard_everywhere(first, tmp_path):
+    """pp_rank 0 fails in the step function, 1 in its module; the second one does so when
+    the first one's step is over."""
+    reference, model = make()
+    x = torch.randn(6, 8)
+    equals_a_run_that_never_failed(model, reference, x)
+    both_at_it, over = tmp_path / "both at it", tmp_path / "over"
+    raised.clear()
+
+    def fail_in_turn():
+        if smp.pp_rank() == first:
+            wait_for(both_at_it.exists)
+            fail(f"on pp_rank {first}")
+        both_at_it.touch()
+        wait_for(over.exists)
+        fail("what follows")
+
+    def failing(model, x):
+        if by_number(x) == 1:
+            fail_in_turn()
+        model(x)
+
+    if smp.pp_rank() == 1:
+        model.module.b.before = fail_in_turn
+    with pytest.raises(Trouble, match=f"on pp_rank {first}") as caught:
+        smp.step(failing)(model, numbered())
+    over.touch()
+
+    assert len(raised) == 1  # each has failed
+    assert (caught.value is raised[0]) == (smp.pp_rank() == first)
+    model.module.b.before = None
+    equals_a_run_that_never_failed(model, reference, x)
+
+
+class Together(Trouble):
+    """On its way to the other ranks it waits for that of the other rank."""
+
+    def __reduce__(self):
+        folder, rank = self.args
+        (folder / str(rank)).touch()
+        wait_for((folder / str(1 - rank)).exists)
+        return super().__reduce__()
+
+
+@on_ranks(2)
+def test_two_ranks_that_fail_at_once_raise_what_they_know(tmp_path):
+    """Neither has heard of the other, whose word comes later, perhaps in the next step."""
+    reference, model = make()
+    x = torch.randn(6, 8)
+    equals_a_run_that_never_failed(model, reference, x)
+
+    def fail_together():
+        raise Together(tmp_path, smp.pp_rank())
+
+    def failing(model, x):
+        if by_number(x) == 1:
+            fail_together()
+        model(x)
+
+    if smp.pp_rank() == 1:
+        model.module.b.before = fail_together
+    with pytest.raises(Together) as caught:
+        smp.step(failing)(model, numbered())
+    assert caught.value.args == (tmp_path, smp.pp_rank())
+    model.module.b.before = None
+    for _ in range(3):
+        equals_a_run_that_never_failed(model, reference, x)
+
+
+@on_ranks(2)
+def test_an_error_beside_ctrl_c_is_not_that_of_a_later_step():
+    """The interrupted step raises KeyboardInterrupt; the error that its module raised then
+    is not raised when another rank fails."""
+    _, model = make()
+    x = torch.randn(6, 8)
+    smp.step(train)(model, x)
+    heard = threading.Event()
+
+    def handler(number, frame):
+        heard.set()
+        raise KeyboardInterrupt
+
+    def interrupted():
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        assert heard.wait(60)
+        fail("beside Ctrl-C")
+
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        if smp.pp_rank() == 1:
+            model.module.b.before = interrupted
+        with pytest.raises((KeyboardInterrupt, Trouble)) as caught:
+            smp.step(train)(model, x)
+        assert smp.pp_rank() == 0 or caught.type is KeyboardInterrupt
+    finally:
+        signal.signal(signal.SIGINT, before)
+    model.module.b.before = None
+    model.module.a.trouble = "forward"
+    with pytest.raises(Trouble, match="in forward of 8"):
+        smp.step(train)(model, x)
 
 
 def use_far_once(model, x):

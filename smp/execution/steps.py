@@ -279,6 +279,7 @@ class Step:
         context_variables.begin_step()
         self.state = thread_state.capture()
         self.grad = torch.is_grad_enabled()
+        rt.local_error = None  # of a step that raised something else, Ctrl-C for example
         _core.gradients_begin(self.count, rt.backwards, self._on_complete())
         failed = True
         try:
