@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 import smdistributed.dataparallel.torch.torch_smddp  # noqa: F401
 import smp
+from smp.collectives import monitored_barrier
 from smp.collectives.process_group import BARRIER
 from smp.collectives.work import AllOf, Work
 from tests.ranks import on_ranks
@@ -736,6 +737,67 @@ def test_a_monitored_barrier_names_who_is_missing(tmp_path):
             assert "from rank 0" in refused(lambda: group.monitored_barrier(short))
             store.set("alone", "")
         store.wait(["alone"])
+        group.monitored_barrier()
+
+
+class WordsOfRank0:
+    """A line to rank 0, which has said already all that it will say."""
+
+    def __init__(self, *words: tuple[int, int]):
+        self.words = list(words)
+        self.told: list[tuple[int, ...]] = []
+
+    def tell(self, rank, word):
+        self.told.append((rank, *word.tolist()))
+
+    def listen(self, rank, word):
+        return SimpleNamespace(wait=lambda timeout: self.next(word))
+
+    def next(self, word):
+        if not self.words:
+            raise dist.DistBackendError("silence")
+        word.copy_(torch.tensor(self.words.pop(0)))
+
+
+@pytest.mark.parametrize("late", ["_ANSWERED", "_PASSED", "_FAILED", "_MISSED"])
+def test_how_an_older_monitored_barrier_ended_is_nothing_to_a_newer_one(late):
+    """Rank 0's word on the older one comes when this rank has given that up."""
+    asked, answered, passed = (
+        getattr(monitored_barrier, name) for name in ("_ASKED", "_ANSWERED", "_PASSED")
+    )
+    older = (getattr(monitored_barrier, late), 1)
+    limits = timedelta(seconds=60), False
+    for words in ([older, (asked, 2)], [(asked, 2), older]):
+        monitor = monitored_barrier.Monitor("g", 1, [0, 1])
+        line = WordsOfRank0((asked, 1))
+        assert "silence" in refused(lambda: monitor.barrier(line, *limits))
+        line.words = [*words]
+        assert "monitored barrier 2: " in refused(lambda: monitor.barrier(line, *limits))
+        line.words = [older, (asked, 3), older, (passed, 2), (passed, 3)]
+        monitor.barrier(line, *limits)
+        assert line.told == [(0, answered, number) for number in (1, 2, 3)]
+
+
+@on_ranks(4)
+def test_a_late_word_of_an_older_monitored_barrier_releases_nobody(tmp_path):
+    """Rank 1 has given up the older one, and waits in the next one for rank 0."""
+    with job(tmp_path) as (rank, size):
+        group = dist.group.WORLD
+        store = dist.distributed_c10d._get_default_store()
+        short = timedelta(seconds=0.3)
+        if rank == 1:
+            assert "from rank 0" in refused(lambda: group.monitored_barrier(short))
+            store.set("given up", "")
+        if rank == 3:
+            store.wait(["given up"])
+        if rank != 1:
+            group.monitored_barrier()
+        store.set(f"passed {rank}", "")
+        store.wait(["passed 0"])
+        if rank == 1:
+            assert "from rank 0" in refused(lambda: group.monitored_barrier(short))
+            store.set("not released", "")
+        store.wait(["not released"])
         group.monitored_barrier()
 
 
