@@ -770,11 +770,12 @@ def test_how_an_older_monitored_barrier_ended_is_nothing_to_a_newer_one(late):
     for words in ([older, (asked, 2)], [(asked, 2), older]):
         monitor = monitored_barrier.Monitor("g", 1, [0, 1])
         line = WordsOfRank0((asked, 1))
-        assert "silence" in refused(lambda: monitor.barrier(line, *limits))
+        barrier = partial(monitor.barrier, line, *limits)
+        assert "silence" in refused(barrier)
         line.words = [*words]
-        assert "monitored barrier 2: " in refused(lambda: monitor.barrier(line, *limits))
+        assert "monitored barrier 2: " in refused(barrier)
         line.words = [older, (asked, 3), older, (passed, 2), (passed, 3)]
-        monitor.barrier(line, *limits)
+        barrier()
         assert line.told == [(0, answered, number) for number in (1, 2, 3)]
 
 
