@@ -560,6 +560,29 @@ TEST_RANK(a_step_ends_when_the_others_have_left)
     return 0;
 }
 
+/* pp_rank 0 needs all of them: here the last one is missing. */
+TEST_RANK(a_step_ends_when_one_of_the_others_has_left)
+{
+    const int last = w->size - 1;
+    rank      self;
+
+    if (w->rank == last) {
+        smp_comm_destroy(w->comm);
+        w->comm = NULL;
+    } else if (w->rank == 0) {
+        CHECK_STATUS(begin(&self, w), SMP_OK);
+        self.no_request = true;
+        while (!smp_comm_left(w->comm, last)) {
+            sched_yield();
+        }
+        CHECK_STATUS(run_step(&self, SMP_SCHEDULE_INTERLEAVED, 2), SMP_ERR_UNREACHABLE);
+        CHECK(smp_server_left(self.server) == last);
+        return finish(&self);
+    }
+    w->barrier(w);
+    return 0;
+}
+
 /* ---------------------------------------------------- messages written by hand */
 
 static smp_status
@@ -865,6 +888,43 @@ TEST_RANK(messages_of_the_last_step_change_nothing_in_the_next)
     return 0;
 }
 
+/* What was not yet acted on is let go: its sender has its memory back. */
+TEST_RANK(a_step_that_fails_keeps_no_memory_of_its_messages)
+{
+    smp_envelope e = {.kind = SMP_MSG_FORWARD, .step = 1, .entry = SILENT};
+    rank         self;
+
+    if (w->rank == 1) {
+        CHECK_STATUS(begin(&self, w), SMP_OK);
+        w->barrier(w); /* sent: both are read before one is acted on */
+        CHECK(serve_one(&self, SMP_ERR_CLOSED) == 0);
+        CHECK(self.tasks == 0);
+        w->barrier(w); /* rank 0 has its memory */
+        return finish(&self);
+    }
+    if (w->rank == 0) {
+        int64_t        deadline = smp_clock_ns() + WORLD_PATIENCE_NS;
+        smp_comm_stats stats;
+        smp_block     *block;
+
+        CHECK_STATUS(smp_comm_block(w->comm, 1, 1 << 20, &block), SMP_OK);
+        CHECK_STATUS(smp_comm_send(w->comm, 1, &e, sizeof(e), &block, 1), SMP_OK);
+        e.kind = SMP_MSG_ABORT;
+        CHECK_STATUS(send_raw(w, e, sizeof(e)), SMP_OK);
+        w->barrier(w);
+        do {
+            sched_yield();
+            smp_comm_counters(w->comm, &stats);
+            CHECK(smp_clock_ns() < deadline);
+        } while (stats.pool_in_use != 0);
+    } else {
+        w->barrier(w);
+    }
+    w->barrier(w);
+    w->barrier(w);
+    return 0;
+}
+
 /* To rank 0. */
 static smp_status
 send_home(world *w, smp_envelope envelope)
@@ -1056,6 +1116,9 @@ static const world_test tests[] = {
     {.name = "deadlock", .rank = a_deadlock_is_found_and_says_who_waits},
     {.name = "slow", .rank = a_rank_that_is_slow_or_late_is_no_deadlock},
     {.name = "left", .rank = a_step_ends_when_the_others_have_left},
+    {.name = "one_left", .rank = a_step_ends_when_one_of_the_others_has_left},
+    {.name = "keeps_nothing",
+     .rank = a_step_that_fails_keeps_no_memory_of_its_messages},
     {.name = "early", .rank = messages_of_the_next_step_wait_for_it},
     {.name = "overtaken", .rank = one_forward_goes_before_a_backward_that_is_alone},
     {.name = "stale", .rank = messages_of_a_step_that_failed_are_dropped},
