@@ -28,12 +28,14 @@ typedef struct {
     bool         no_backward;
     bool         no_request;   /* the step function waits for what nobody was asked */
     bool         until_signal; /* SILENT runs until a signal came */
+    bool         says_late;    /* check_signals answers when the step is over */
     long         tasks;        /* the baton's holder only */
     int          inside;
     int32_t      passed[MICROBATCHES]; /* the gate, in order */
     int          npassed;
     int          notes;
-    int          mismatches;   /* pp_rank 0 was in another step */
+    int32_t      noted[MICROBATCHES]; /* of the first notes */
+    int          mismatches;          /* pp_rank 0 was in another step */
     int          finished;     /* step functions that returned without an error */
     int          unwound;      /* tasks that were told that the step failed */
     int          begun, ended; /* workers */
@@ -156,6 +158,7 @@ execute(void *ctx, smp_message *request)
         abort();
     }
     if (e.entry == SILENT) {
+        atomic_store(&self->w->shared->scratch[0], 1);
         while (self->until_signal && atomic_load(&self->signals) == 0) {
             sched_yield();
         }
@@ -251,6 +254,9 @@ take_note(void *ctx, smp_message *note)
 {
     rank *self = ctx;
 
+    if (self->notes < MICROBATCHES) {
+        self->noted[self->notes] = smp_message_envelope(note)->microbatch;
+    }
     self->notes++;
     if (smp_message_envelope(note)->kind == SMP_MSG_SETTLE) {
         self->mismatches++;
@@ -274,7 +280,14 @@ worker_end(void *ctx)
 static bool
 check_signals(void *ctx)
 {
-    atomic_fetch_add(&((rank *)ctx)->signals, 1);
+    rank   *self = ctx;
+    int64_t until = smp_clock_ns() + 100 * SMP_NS_PER_MS;
+
+    atomic_fetch_add(&self->signals, 1);
+    while (self->says_late && smp_clock_ns() < until) {
+        sched_yield(); /* on a slow machine the step is not over then: nothing is seen
+                        */
+    }
     return false;
 }
 
@@ -465,6 +478,9 @@ nag(void *arg)
 {
     nagger *n = arg;
 
+    while (n->self->says_late && atomic_load(&n->self->w->shared->scratch[1]) == 0) {
+        sched_yield(); /* the end of the step is there */
+    }
     while (atomic_load(&n->self->signals) == 0) {
         pthread_kill(n->thread, SIGUSR1);
         sched_yield();
@@ -642,6 +658,41 @@ TEST_RANK(messages_of_the_next_step_wait_for_it)
     return 0;
 }
 
+TEST_RANK(what_came_early_is_acted_on_in_the_order_of_its_arrival)
+{
+    smp_envelope e = {.kind = SMP_MSG_FORWARD, .step = 1};
+    rank         self;
+
+    if (w->rank == 0) {
+        CHECK_STATUS(send_raw(w, e, sizeof(e)), SMP_OK); /* leaves a gap before them */
+        e = (smp_envelope){.kind = SMP_MSG_RELEASE, .step = 2};
+        for (; e.microbatch < MICROBATCHES; e.microbatch++) {
+            CHECK_STATUS(send_raw(w, e, sizeof(e)), SMP_OK);
+        }
+    }
+    w->barrier(w); /* rank 1 reads them at once */
+    if (w->rank == 1) {
+        CHECK_STATUS(begin(&self, w), SMP_OK);
+        CHECK(serve_one(&self, SMP_OK) == 0);
+        CHECK(self.notes == 0);
+        CHECK(serve_one(&self, SMP_OK) == 0);
+        CHECK(self.notes == MICROBATCHES);
+        for (int32_t i = 0; i < MICROBATCHES; i++) {
+            CHECK(self.noted[i] == i);
+        }
+        return finish(&self);
+    }
+    if (w->rank == 0) {
+        CHECK(expect_response(w, 1, 0) == 0);
+        for (uint32_t step = 1; step <= 2; step++) {
+            e = (smp_envelope){.kind = SMP_MSG_STEP_END, .step = step};
+            CHECK_STATUS(send_raw(w, e, sizeof(e)), SMP_OK);
+        }
+    }
+    w->barrier(w);
+    return 0;
+}
+
 /* Four requests wait when step 2 begins; answers come in the order of the work. */
 TEST_RANK(one_forward_goes_before_a_backward_that_is_alone)
 {
@@ -777,6 +828,11 @@ TEST_RANK(the_end_of_a_step_with_a_call_under_way_fails_it)
             CHECK_STATUS(smp_comm_receive(w->comm, WORLD_PATIENCE_NS, &m), SMP_OK);
             CHECK(smp_message_envelope(m)->kind == SMP_MSG_FORWARD);
             smp_message_free(m);
+            e.entry =
+                0; /* another worker looks for work then, not the one that waits */
+            e.call = 7;
+            CHECK_STATUS(send_raw(w, e, sizeof(e)), SMP_OK);
+            CHECK(expect_response(w, 1, 7) == 0);
         } else {
             CHECK_STATUS(send_raw(w, e, sizeof(e)), SMP_OK); /* rank 2 never answers */
         }
@@ -857,6 +913,7 @@ TEST_RANK(messages_of_the_last_step_change_nothing_in_the_next)
     if (w->rank == 1) {
         CHECK_STATUS(begin(&self, w), SMP_OK);
         CHECK(serve_one(&self, SMP_OK) == 0);
+        w->barrier(w); /* now they come */
         CHECK(serve_one(&self, SMP_OK) == 0);
         CHECK(self.tasks == 2);
         CHECK(self.notes == 1); /* of its own step */
@@ -864,6 +921,7 @@ TEST_RANK(messages_of_the_last_step_change_nothing_in_the_next)
     }
     if (w->rank == 0) {
         CHECK_STATUS(send_raw(w, e, sizeof(e)), SMP_OK);
+        w->barrier(w);
         for (size_t i = 0; i < sizeof(late) / sizeof(late[0]); i++) {
             e.kind = (uint8_t)late[i];
             CHECK_STATUS(send_raw(w, e, sizeof(e)), SMP_OK);
@@ -883,6 +941,8 @@ TEST_RANK(messages_of_the_last_step_change_nothing_in_the_next)
         CHECK(expect_response(w, 2, 11) == 0);
         e.kind = SMP_MSG_STEP_END;
         CHECK_STATUS(send_raw(w, e, sizeof(e)), SMP_OK);
+    } else {
+        w->barrier(w);
     }
     w->barrier(w);
     return 0;
@@ -919,6 +979,46 @@ TEST_RANK(a_step_that_fails_keeps_no_memory_of_its_messages)
         } while (stats.pool_in_use != 0);
     } else {
         w->barrier(w);
+    }
+    w->barrier(w);
+    w->barrier(w);
+    return 0;
+}
+
+/* It is heard of when no worker looks any more. */
+TEST_RANK(a_signal_at_the_end_of_a_step_does_not_end_the_next)
+{
+    struct sigaction act = {.sa_handler = no_action};
+    smp_envelope     e = {.kind = SMP_MSG_FORWARD, .step = 1, .entry = SILENT};
+    rank             self;
+
+    if (w->rank == 0) {
+        CHECK_STATUS(send_raw(w, e, sizeof(e)), SMP_OK);
+    }
+    if (w->rank == 1) {
+        nagger    n = {&self, pthread_self()};
+        pthread_t thread;
+
+        sigaction(SIGUSR1, &act, NULL);
+        CHECK_STATUS(begin(&self, w), SMP_OK);
+        self.until_signal = true;
+        self.says_late = true;
+        CHECK(pthread_create(&thread, NULL, nag, &n) == 0);
+        CHECK(serve_one(&self, SMP_ERR_INTERRUPTED) == 0);
+        pthread_join(thread, NULL);
+        w->barrier(w);
+        CHECK(serve_one(&self, SMP_OK) == 0);
+        return finish(&self);
+    }
+    if (w->rank == 0) {
+        while (atomic_load(&w->shared->scratch[0]) == 0) {
+            sched_yield(); /* else the end would come before the request is run */
+        }
+        e.kind = SMP_MSG_STEP_END;
+        CHECK_STATUS(send_raw(w, e, sizeof(e)), SMP_OK);
+        atomic_store(&w->shared->scratch[1], 1);
+        e.step = 2;
+        CHECK_STATUS(send_raw(w, e, sizeof(e)), SMP_OK);
     }
     w->barrier(w);
     w->barrier(w);
@@ -1120,6 +1220,10 @@ static const world_test tests[] = {
     {.name = "keeps_nothing",
      .rank = a_step_that_fails_keeps_no_memory_of_its_messages},
     {.name = "early", .rank = messages_of_the_next_step_wait_for_it},
+    {.name = "arrival",
+     .rank = what_came_early_is_acted_on_in_the_order_of_its_arrival},
+    {.name = "late_signal",
+     .rank = a_signal_at_the_end_of_a_step_does_not_end_the_next},
     {.name = "overtaken", .rank = one_forward_goes_before_a_backward_that_is_alone},
     {.name = "stale", .rank = messages_of_a_step_that_failed_are_dropped},
     {.name = "last_step", .rank = messages_of_the_last_step_change_nothing_in_the_next},
