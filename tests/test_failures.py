@@ -1,12 +1,14 @@
 """Spec: what a user is promised when something goes wrong inside a step, and misuse."""
 
 import copy
+import gc
 import os
 import re
 import signal
 import threading
 import time
 import traceback
+import weakref
 from collections import deque
 from collections.abc import Callable
 
@@ -33,8 +35,11 @@ def fail(text: str) -> None:
 
 
 class RaiseInBackward(torch.autograd.Function):
+    graphs: list[weakref.ref] = []  # of which it is a part, on this rank
+
     @staticmethod
     def forward(ctx, x):
+        RaiseInBackward.graphs.append(weakref.ref(ctx))
         return x.clone()
 
     @staticmethod
@@ -219,6 +224,27 @@ def test_of_two_ranks_that_fail_the_first_is_heard_everywhere(first, tmp_path):
     assert (caught.value is raised[0]) == (smp.pp_rank() == first)
     model.module.b.before = None
     equals_a_run_that_never_failed(model, reference, x)
+
+
+@on_ranks(2)
+def test_a_step_that_failed_leaves_no_graph_on_the_other_rank():
+    """The forwards of its module get no backward any more."""
+    _, model = make("simple")  # which has all forwards behind it before a backward
+    smp.step(train)(model, torch.randn(6, 8))
+    graphs = RaiseInBackward.graphs = []
+
+    def failing(model, x):
+        loss = model(x).sum()
+        if by_number(x) == 2:  # 'norm' has let the others pass before
+            fail("behind the modules")
+        model.backward(loss)
+
+    model.module.b.trouble = "backward"
+    with pytest.raises(Trouble, match="behind the modules"):
+        smp.step(failing)(model, numbered())
+    gc.collect()
+    assert len(graphs) == (3 if smp.pp_rank() == 1 else 0)
+    assert all(graph() is None for graph in graphs)
 
 
 class Together(Trouble):
