@@ -1,0 +1,467 @@
+"""Spec: design.md, section 3: a call of a module on another rank is a call.
+
+What the module does to its arguments, what it draws, and what its hooks see is as in one
+process.  Most tests run one step function three times: with smp, as the cut loop (the same
+bits), and as the plain loop (the same numbers).
+"""
+
+import copy
+import random
+from contextvars import ContextVar
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import smp
+from smp import _core
+from tests.models.partition import partition_by_path
+from tests.ranks import on_ranks
+from tests.reference.compare import (
+    assert_close,
+    assert_same_bits,
+    assert_same_outputs,
+    gradients,
+)
+from tests.reference.cut_loop import cut_loop, plain_loop
+from tests.reference.objects import tensors_in
+
+WIDTH = 8
+SCHEDULES = ["simple", "interleaved"]
+
+
+class Pair(nn.Module):
+    """A layer here and a module there."""
+
+    def __init__(self, far: nn.Module) -> None:
+        super().__init__()
+        self.near = nn.Linear(WIDTH, WIDTH)
+        self.far = far
+
+
+class Run:
+    """A Pair with smp, whose ``far`` is on pp_rank 1, and copies for the reference loops.
+
+    Args:
+        average: ``average_grads_across_microbatches``.
+        config: of ``smp.init``; 3 microbatches, all under way, where it does not say.
+    """
+
+    def __init__(self, far: nn.Module, average: bool = True, **config) -> None:
+        config = {"microbatches": 3, "active_microbatches": 3} | config
+        smp.init({"pipeline_parallel_degree": 2, **config})
+        net = Pair(far).double()
+        self.cut, self.plain = copy.deepcopy(net), copy.deepcopy(net)
+        rank_of = partition_by_path(net, {"far": 1})
+        self.options = {
+            "rank_of": rank_of,
+            "ranks": 2,
+            "microbatches": config["microbatches"],
+            "average": average,
+        }
+        for path, module in net.named_modules():
+            smp.set_partition(module, rank_of[path])
+        self.model = smp.DistributedModel(net, average_grads_across_microbatches=average)
+
+    def check(self, step, *batch, seed: int = 1, plain: bool = True) -> None:
+        """One step, whose outputs are a dict, equals that of both loops.
+
+        Args:
+            plain: False where a backward draws: only the cut loop has the same numbers.
+        """
+        torch.manual_seed(seed)
+        got = smp.step(step)(self.model, *batch)
+        state = torch.get_rng_state()
+        torch.manual_seed(seed)
+        cut = cut_loop(step, self.cut, batch, **self.options)
+        assert torch.equal(state, torch.get_rng_state())
+        mine = {name: p.grad for name, p in self.model.local_named_parameters()}
+        assert_same_bits(mine, gradients(self.cut))
+        count = range(self.options["microbatches"])
+        outputs = [{name: values[i] for name, values in got.items()} for i in count]
+        assert_same_outputs(outputs, cut.outputs)
+        if plain:
+            torch.manual_seed(seed)
+            want = plain_loop(step, self.plain, batch, **self.options).outputs
+            assert_close(mine, gradients(self.plain), relative=1e-12)
+            numbered = [dict(enumerate(tensors_in(each))) for each in (outputs, want)]
+            assert_close(*numbered, relative=1e-12)
+
+
+def rows(count: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(count, WIDTH, generator=generator, dtype=torch.float64)
+
+
+# ------------------------------------------------------------------------ arguments
+
+
+class Changes(nn.Module):
+    """Changes one argument so that autograd does not see it, and one so that it does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, hidden, seen=None):
+        with torch.no_grad():
+            hidden.mul_(3).add_(1)
+        if seen is not None:
+            seen.add_(self.linear(hidden))
+        return self.linear(hidden).tanh()
+
+
+ARGUMENTS = {
+    "a leaf": lambda near, x: x.clone().requires_grad_(),
+    "a result": lambda near, x: near(x),
+    "a view": lambda near, x: torch.cat([near(x), x], dim=1)[:, WIDTH // 2 : -WIDTH // 2],
+    "without gradient": lambda near, x: near(x).detach(),
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kind", ARGUMENTS)
+@pytest.mark.parametrize("others", [0, 1], ids=["alone", "with one that autograd sees"])
+def test_an_argument_changed_under_no_grad_keeps_its_gradient(kind, others):
+    """The caller sees the values; the gradient is as if nothing had changed them."""
+
+    def step(model, x):
+        near = model.module.near
+        argument = ARGUMENTS[kind](near, x)
+        seen = [near(x + 1)] * others
+        out = model.module.far(argument, *seen)
+        has_its_own = argument.requires_grad and not argument._is_view()
+        if has_its_own:
+            argument.retain_grad()
+        model.backward((out * argument).sum() + sum(s.square().sum() for s in seen))
+        seen += [argument.grad] * has_its_own
+        return {"out": out, "argument": argument} | dict(enumerate(seen))
+
+    run = Run(Changes())
+    for seed in range(2):
+        run.check(step, rows(7, seed))
+
+
+class Twofold(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.linear(x), self.linear(x).tanh()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("average", [True, False])
+@pytest.mark.parametrize("given", ["a tensor", "a tuple", "None among them"])
+def test_given_gradients_count_by_the_samples_of_their_microbatch(given, average):
+    """With averaging, means of uneven microbatches make the mean of the batch."""
+
+    def step(model, x):
+        y, z = model.module.far(model.module.near(x))
+        mean = torch.full_like(y, 1 / len(y))
+        if given == "a tensor":
+            model.backward(y, mean)
+        elif given == "a tuple":
+            model.backward((y, z), (mean, 2 * mean))
+        else:
+            model.backward([y, z.sum(1).mean()], [mean, None])
+        return {"y": y}
+
+    run = Run(Twofold(), average)
+    run.check(step, rows(7))
+
+    if average:
+        whole = copy.deepcopy(run.plain)
+        whole.zero_grad()
+        y, z = whole.far(whole.near(rows(7)))
+        factor = {"a tensor": 0, "a tuple": 2, "None among them": 1}[given]
+        (y + factor * z).sum(1).mean().backward()
+        assert_close(gradients(run.plain), gradients(whole), relative=1e-12)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("by", ["argument", "result", "gradient"])
+def test_of_a_column_of_a_large_tensor_the_column_alone_is_sent(by):
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": 1})
+    size = 4096
+    large = {rank: torch.empty(size, size) for rank in range(2)}
+
+    class Column(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def forward(self, x):
+            y = x * self.scale
+            if by != "result":
+                return y
+            large[1][:, 3] = y.detach()
+            return y + 0, large[1][:, 3]
+
+    class InColumn(torch.autograd.Function):
+        """Gives its gradient as a column."""
+
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            large[0][:, 3] = gradient
+            return large[0][:, 3]
+
+    net = nn.Sequential(Column())
+    smp.set_partition(net, 0)
+    smp.set_partition(net[0], 1)
+    model = smp.DistributedModel(net)
+
+    @smp.step(non_split_inputs=["x"])
+    def step(model, x):
+        large[0][:, 3] = x
+        out = model.module[0](large[0][:, 3] if by == "argument" else x)
+        y, same = out if by == "result" else (out, out)
+        if by == "gradient":
+            y = InColumn.apply(y)
+        model.backward((y * x).sum())
+        return same
+
+    def sent() -> int:
+        return sum(each[2] for each in _core.peers() if each is not None)
+
+    x = torch.randn(size)
+    step(model, x)  # the first one sends the partition too
+    before = sent()
+    got = step(model, x)
+    grew = sent() - before
+
+    assert torch.equal(got[0], x)
+    assert grew < 5 * size * x.element_size()
+    if smp.pp_rank() == 1:
+        assert model.module[0].scale.grad == 2 * x.square().sum()
+
+
+# ------------------------------------------------------------------------ gradients
+
+
+class Rounded(torch.autograd.Function):
+    """Rounds a gradient up or down at random: right on average."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x + torch.rand_like(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        steps = gradient * 64
+        up = torch.bernoulli(steps - steps.floor())
+        return (steps.floor() + up) / 64 + torch.rand(()) / 1024
+
+
+class Rounds(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return Rounded.apply(self.linear(x).tanh())
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    "schedule, active", [("simple", 3), ("interleaved", 1), ("interleaved", 3)]
+)
+def test_a_backward_that_draws_gets_the_numbers_of_its_request(schedule, active):
+    """Not of its turn, nor of its worker: each call's backward has a stream of its own."""
+
+    def step(model, x):
+        net = model.module
+        for _ in range(3):
+            x = Rounded.apply(net.near(net.far(x)))
+        loss = (x + torch.rand_like(x)).square().sum()
+        model.backward(loss)
+        return {"loss": loss, "after": torch.rand(4)}
+
+    run = Run(Rounds(), pipeline=schedule, active_microbatches=active)
+    for seed in range(3):
+        run.check(step, rows(6, seed), seed=seed, plain=False)
+
+
+class Repeats(nn.Module):
+    """Uses its weight several times, now and then so that each use is a term of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(WIDTH) / 3)
+        self.bias = nn.Parameter(torch.zeros(WIDTH))
+
+    def forward(self, x, uses, computed_again):
+        for _ in range(uses):
+            x = checkpoint(self.one, x, use_reentrant=True) if computed_again else self.one(x)
+        return x
+
+    def one(self, x):
+        return torch.tanh(x @ self.weight + self.bias)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("seed", range(2))
+def test_gradients_add_up_over_steps_with_other_numbers_of_terms(schedule, seed):
+    """``.grad`` is kept: each step adds to it, however often a microbatch uses a parameter."""
+    rng = random.Random(seed)
+    run = Run(Repeats(), pipeline=schedule)
+
+    for number in range(8):
+        plans = [
+            [(rng.randrange(1, 4), rng.random() < 0.5) for _ in range(rng.randrange(3))]
+            for _ in range(3)
+        ]
+
+        def step(model, x, which, plans=plans):
+            x = model.module.near(x)
+            for uses, computed_again in plans[int(which[0])]:
+                x = model.module.far(x, uses, computed_again)
+            model.backward(x.square().sum())
+            return {"x": x}
+
+        run.check(step, rows(6, number), torch.arange(3).repeat_interleave(2))
+
+
+# ---------------------------------------------------------------------------- hooks
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x, *more, scale=1.0, offset=None):
+        y = self.linear(x) * scale
+        for each in more:
+            y = y + each
+        return y if offset is None else y + offset
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("bare", [False, True], ids=["after others", "alone"])
+def test_a_pre_hook_with_kwargs_replaces_the_arguments(bare):
+    """On the module's rank; the next hook and the forward get what it returns."""
+
+    def scale(module, args, kwargs):
+        assert kwargs == {"scale": 2.0} or bare
+        x, *more = args
+        return (x * module.linear.weight.mean(), *more, x), {"offset": x.mean(), "scale": 3.0}
+
+    far = Scaled()
+    if not bare:
+        far.register_forward_pre_hook(lambda module, args: args[0] + 1)
+        far.register_forward_pre_hook(lambda module, args, kwargs: None, with_kwargs=True)
+    far.register_forward_pre_hook(scale, with_kwargs=True)
+    if not bare:
+        far.register_forward_pre_hook(lambda module, args: (args[0] * 2, *args[1:]))
+
+    def step(model, x):
+        net = model.module
+        out = net.far(net.near(x), **({} if bare else {"scale": 2.0}))
+        model.backward(out.square().mean())
+        return {"out": out}
+
+    Run(far).check(step, rows(7))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("which", ["both", "after", "before"])
+@pytest.mark.parametrize("replaces", [False, True])
+def test_full_backward_hooks_see_each_microbatch_once(which, replaces):
+    """On the caller's rank, with the gradients of one process, which they may replace."""
+    far = Scaled()
+    seen: list[tuple] = []
+
+    def before(module, grad_output):
+        seen.append(("before", _core.current(), *grad_output))
+        return (grad_output[0] * 2,) if replaces else None
+
+    def after(module, grad_input, grad_output):
+        seen.append(("after", _core.current(), *grad_input, *grad_output))
+        return (grad_input[0] * 3, *grad_input[1:]) if replaces else None
+
+    if which != "after":
+        far.register_full_backward_pre_hook(before)
+    if which != "before":
+        far.register_full_backward_hook(after)
+
+    def step(model, x):
+        net = model.module
+        out = net.far(net.near(x), net.near(x + 1), x.detach(), scale=2.0)
+        model.backward(out.square().mean())
+        return {"out": out}
+
+    run = Run(far)
+    smp.step(step)(run.model, rows(7))
+    mine, seen[:] = seen[:], []
+    plain_loop(step, run.plain, (rows(7),), **run.options)
+
+    got = {(name, here[0]): values for name, here, *values in mine}
+    each = len(seen) // 3
+    want = {(name, i // each): values for i, (name, _, *values) in enumerate(seen)}
+    assert len(mine) == len(got) == (0 if smp.pp_rank() else len(want))
+    for key, values in got.items():
+        assert_same_bits(dict(enumerate(values)), dict(enumerate(want[key])))
+    owned = {name: p.grad for name, p in run.model.local_named_parameters()}
+    assert_close(owned, gradients(run.plain), relative=1e-12)
+
+
+_noted: ContextVar[list] = ContextVar("noted")
+
+
+class Notes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        _noted.get().append((smp.pp_rank(), int(x[0, 0])))
+        return self.linear(x)
+
+
+@on_ranks(2)
+def test_a_list_that_a_context_variable_has_from_outside_stays_on_its_rank():
+    """One that the step sets goes with the call, and is as before when it is over."""
+    outside: list = []
+    token = _noted.set(outside)
+    given: dict[int, list] = {}
+
+    def step(model, x):
+        near, far = model.module.near, model.module.far
+        assert _noted.get() is outside
+        outside.append((smp.pp_rank(), int(x[0, 0])))
+        y = far(x)
+        inside = [len(outside)]
+        inner = _noted.set(inside)
+        far(x + 10)
+        assert _noted.get() is inside
+        _noted.reset(inner)
+        assert _noted.get() is outside
+        given[int(x[0, 0])] = inside[1:]
+        far(x + 20)
+        model.backward(near(y).sum())
+        return {"y": y}
+
+    try:
+        run = Run(Notes())
+        x = torch.arange(3.0, dtype=torch.float64)[:, None].expand(3, WIDTH)
+        smp.step(step)(run.model, x)  # is traced first, on one rank
+        for _ in range(2):
+            outside.clear()
+            given.clear()
+            smp.step(step)(run.model, x)
+            assert _noted.get() is outside
+            if smp.pp_rank() == 0:
+                assert sorted(outside) == [(0, i) for i in range(3)]
+                assert given == {i: [(1, i + 10)] for i in range(3)}
+            else:
+                assert sorted(outside) == [(1, i + j) for j in (0, 20) for i in range(3)]
+    finally:
+        _noted.reset(token)
