@@ -74,6 +74,10 @@ def child_paths(module: nn.Module, path: str) -> Iterator[str]:
         yield f"{path}.{name}" if path else name
 
 
+def _has_hooks_of_caller(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._backward_hooks or module._backward_pre_hooks)
+
+
 def in_runs(cls: type[nn.Module]) -> dict[str, Any]:
     """The methods of a class like ``cls``, an ``nn.Sequential`` that sends one request a
     run."""
@@ -81,7 +85,7 @@ def in_runs(cls: type[nn.Module]) -> dict[str, Any]:
     @functools.wraps(cls.forward)
     def forward(self, input):
         for number, children in self.__dict__[stand_ins.RUNS]:
-            if number is None or any(c._forward_hooks for c in children):
+            if number is None or any(map(_has_hooks_of_caller, children)):
                 for child in children:
                     input = child(input)
             else:

@@ -441,10 +441,14 @@ class _Loop:
         return result
 
     def _run_children(self, sequential: nn.Sequential, input: Any) -> Any:
-        """``nn.Sequential.forward``: one call per run of children on another rank."""
+        """``nn.Sequential.forward``: one call per run of children on another rank, unless
+        one of them has hooks that run as the caller."""
         for rank, group in itertools.groupby(sequential, key=self._ranks.__getitem__):
             children = list(group)
-            if rank == self._current.rank or len(children) == 1:
+            hooked = any(
+                c._forward_hooks or c._backward_hooks or c._backward_pre_hooks for c in children
+            )
+            if rank == self._current.rank or len(children) == 1 or hooked:
                 for child in children:
                     input = child(input)
                 continue
