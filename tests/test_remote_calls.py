@@ -7,6 +7,7 @@ bits), and as the plain loop (the same numbers).
 
 import copy
 import random
+import weakref
 from contextvars import ContextVar
 
 import pytest
@@ -130,21 +131,21 @@ ARGUMENTS = {
 
 @on_ranks(2)
 @pytest.mark.parametrize("kind", ARGUMENTS)
-@pytest.mark.parametrize("others", [0, 1], ids=["alone", "with one that autograd sees"])
+@pytest.mark.parametrize("others", [0, 1], ids=["alone", "with a view that autograd sees"])
 def test_an_argument_changed_under_no_grad_keeps_its_gradient(kind, others):
     """The caller sees the values; the gradient is as if nothing had changed them."""
 
     def step(model, x):
         near = model.module.near
         argument = ARGUMENTS[kind](near, x)
-        seen = [near(x + 1)] * others
-        out = model.module.far(argument, *seen)
+        bases = [torch.cat([near(x + 1), near(x - 1)], dim=1)] * others
+        out = model.module.far(argument, *(base[:, WIDTH:] for base in bases))
         has_its_own = argument.requires_grad and not argument._is_view()
         if has_its_own:
             argument.retain_grad()
-        model.backward((out * argument).sum() + sum(s.square().sum() for s in seen))
-        seen += [argument.grad] * has_its_own
-        return {"out": out, "argument": argument} | dict(enumerate(seen))
+        model.backward((out * argument).sum() + sum(base.square().sum() for base in bases))
+        more = bases + [argument.grad] * has_its_own
+        return {"out": out, "argument": argument} | dict(enumerate(more))
 
     run = Run(Changes())
     for seed in range(2):
@@ -187,6 +188,38 @@ def test_given_gradients_count_by_the_samples_of_their_microbatch(given, average
         factor = {"a tensor": 0, "a tuple": 2, "None among them": 1}[given]
         (y + factor * z).sum(1).mean().backward()
         assert_close(gradients(run.plain), gradients(whole), relative=1e-12)
+
+
+class Noted:
+    latest: torch.Tensor | None = None
+
+
+class NotedDict(dict):
+    latest: torch.Tensor | None = None
+
+
+class Fills(nn.Module):
+    """Sets an attribute of what it is given, and nothing else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x, note):
+        note.latest = self.linear(x)
+        return x.mean()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kind", [Noted, NotedDict])
+def test_an_attribute_that_the_module_sets_is_set_for_the_caller(kind):
+    def step(model, x):
+        note = kind()
+        mean = model.module.far(model.module.near(x), note)
+        model.backward(note.latest.square().mean() + mean)
+        return {"latest": note.latest}
+
+    Run(Fills()).check(step, rows(7))
 
 
 @on_ranks(2)
@@ -296,6 +329,109 @@ def test_a_backward_that_draws_gets_the_numbers_of_its_request(schedule, active)
         run.check(step, rows(6, seed), seed=seed, plain=False)
 
 
+def train(model, x):
+    out = model.module.far(model.module.near(x))
+    model.backward(out.square().mean())
+    return {"out": out}
+
+
+@on_ranks(2)
+def test_gradients_pass_a_frozen_module():
+    run = Run(nn.Linear(WIDTH, WIDTH).requires_grad_(False))
+    for number in range(2):
+        run.check(train, rows(7, number))
+
+
+class Turning(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x, far):
+        return far(x * self.scale).tanh()
+
+
+class Nested(nn.Module):
+    """``one`` on the other rank calls ``here``, which calls ``shared`` on the other rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = nn.Linear(WIDTH, WIDTH)
+        self.here = Turning()
+        self.one = Calls()
+
+    def forward(self, x):
+        for _ in range(2):
+            x = self.shared(self.one(x, self.here, self.shared)).tanh()
+        return x
+
+
+class Calls(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x, here, shared):
+        return here(self.linear(x), shared)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_terms_of_calls_in_calls_are_summed_in_the_order_of_one_process(schedule):
+    run = Run(Nested(), ("far.one", "far.shared"), pipeline=schedule)
+    for number in range(3):
+        run.check(train, rows(60, number))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpoint_around_a_module_with_buffers_passes_it_again(reentrant):
+    """What is computed again waits for no turn: its microbatch has had it."""
+
+    def step(model, x):
+        y = checkpoint(model.module.far, model.module.near(x), use_reentrant=reentrant)
+        model.backward(y.square().mean())
+        return {"y": y}
+
+    run = Run(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)))
+    for number in range(2):
+        run.check(step, rows(7, number))
+
+
+class Kept(nn.Module):
+    """Notes how many of its results are still there, each kept by its graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.results: list[weakref.ref] = []
+        self.alive: list[int] = []
+
+    def forward(self, x):
+        self.alive.append(sum(result() is not None for result in self.results))
+        y = self.linear(x).exp()
+        self.results.append(weakref.ref(y))
+        return y.sum()
+
+
+@on_ranks(2)
+def test_a_call_whose_result_is_dropped_keeps_no_graph_on_the_other_rank():
+    def step(model, x):
+        for _ in range(8):
+            model.module.far(x)
+        model.backward(model.module.far(x))
+        return {}
+
+    run = Run(Kept(), microbatches=1, active_microbatches=1)
+    far = run.model.module.far
+    for _ in range(2):
+        far.alive.clear()
+        smp.step(step)(run.model, rows(2))
+
+    if smp.pp_rank() == 1:
+        assert len(far.alive) == 9 and max(far.alive) <= 1
+
+
 class Repeats(nn.Module):
     """Uses its weight several times, now and then so that each use is a term of its own."""
 
@@ -389,6 +525,25 @@ def test_a_pre_hook_with_kwargs_replaces_the_arguments(bare):
     def step(model, x):
         net = model.module
         out = net.far(net.near(x), **({} if bare else {"scale": 2.0}))
+        model.backward(out.square().mean())
+        return {"out": out}
+
+    Run(far).check(step, rows(7))
+
+
+def refused(*args):
+    raise AssertionError("a hook of a module whose forward was called alone")
+
+
+@on_ranks(2)
+def test_forward_called_alone_runs_no_hook():
+    far = nn.Linear(WIDTH, WIDTH)
+    far.register_forward_pre_hook(refused)
+    far.register_forward_hook(refused)
+    far.register_full_backward_hook(refused)
+
+    def step(model, x):
+        out = model.module.far.forward(model.module.near(x))
         model.backward(out.square().mean())
         return {"out": out}
 
