@@ -409,9 +409,9 @@ class Kept(nn.Module):
 
     def forward(self, x):
         self.alive.append(sum(result() is not None for result in self.results))
-        y = self.linear(x).exp()
+        y = self.linear(x)
         self.results.append(weakref.ref(y))
-        return y.sum()
+        return y.square().sum()
 
 
 @on_ranks(2)
