@@ -1,7 +1,10 @@
 """Spec: object communication (api section 2), with the payloads that scripts send."""
 
 import collections
+import os
 import threading
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import smp
+from smp import _core
 from smp.job.objects import Parcel
 from tests.ranks import mpirun, on_ranks
 
@@ -182,31 +186,76 @@ def test_send_returns_when_the_receiver_has_it():
         assert smp.recv_from(0, smp.RankType.WORLD_RANK).shape == (10,)
 
 
-@on_ranks(2, 4)
-def test_nobody_leaves_a_barrier_before_everybody_is_there(tmp_path):
-    smp.init()
+# So long a barrier has to let somebody go who should wait.
+LEAVE_S = 0.02
 
-    for i in range(10):
-        (tmp_path / f"{i}-{smp.rank()}").touch()
-        smp.barrier()
-        assert all((tmp_path / f"{i}-{rank}").exists() for rank in range(smp.size()))
+
+def come_late(barrier, members: list[int], late: int, folder: Path, patch) -> None:
+    """One barrier; a member comes to it when all others wait in it, or have left it."""
+    folder.mkdir(exist_ok=True)
+    mine = folder / str(smp.rank())
+    place = _core.place
+
+    def tell(doing: str | None) -> None:
+        if doing is not None and "receiving from rank" in doing:
+            mine.with_suffix(".waits").touch()
+        place(doing)
+
+    if smp.rank() == late:
+        others = [folder / str(member) for member in members if member != late]
+        deadline = time.monotonic() + 60
+        while not all(
+            other.with_suffix(".waits").exists() or other.with_suffix(".left").exists()
+            for other in others
+        ):
+            os.sched_yield()
+            assert time.monotonic() < deadline, "the others do not come to the barrier"
+        threading.Event().wait(LEAVE_S)
+        assert not [other for other in others if other.with_suffix(".left").exists()]
+    mine.touch()
+    with patch.context() as inside:
+        inside.setattr(_core, "place", tell)
+        barrier()
+    missing = [member for member in members if not (folder / str(member)).exists()]
+    mine.with_suffix(".left").touch()
+    assert not missing
+
+
+@on_ranks(2, 4)
+def test_nobody_leaves_a_barrier_before_everybody_is_there(tmp_path, monkeypatch):
+    smp.init()
+    members = list(range(smp.size()))
+
+    for late in members:
+        come_late(smp.barrier, members, late, tmp_path / str(late), monkeypatch)
+
+
+PIPELINES = [[0, 1], [2, 3]]
+REPLICAS = [[0, 2], [1, 3]]
 
 
 @on_ranks(4)
-def test_barriers_of_groups():
+@pytest.mark.parametrize(
+    ("name", "groups"),
+    [
+        ("mp_barrier", PIPELINES),
+        ("pp_barrier", PIPELINES),
+        ("dp_barrier", REPLICAS),
+        ("rdp_barrier", REPLICAS),
+        ("tp_barrier", [[0], [1], [2], [3]]),
+    ],
+)
+def test_barriers_of_groups(name, groups, tmp_path, monkeypatch):
+    """All members are waited for, and nobody else: who is in another group is already in
+    another call of all, which refuses to meet a barrier."""
     smp.init({"pipeline_parallel_degree": 2})
 
-    for barrier in (
-        smp.mp_barrier,
-        smp.dp_barrier,
-        smp.pp_barrier,
-        smp.tp_barrier,
-        smp.rdp_barrier,
-    ):
-        barrier()
-    if smp.pp_rank() == 0:
-        smp.dp_barrier()  # the others are not waited for
-    smp.barrier(smp.WORLD)
+    for members in groups:
+        for late in members:
+            if smp.rank() in members:
+                folder = tmp_path / f"{members} {late}"
+                come_late(getattr(smp, name), members, late, folder, monkeypatch)
+            smp.allgather(late, smp.WORLD)
 
 
 @on_ranks(2)
