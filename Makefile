@@ -70,12 +70,14 @@ PYTEST_STRESS := -m stress --reruns $(AGAIN) -rR
 python-stress: venv
 	$(BIN)/python -m pytest $(PYTEST_STRESS)
 
-# Ranks killed at random moments, more of them than the tests do.
-KILLS ?= 1000
+# Ranks killed at random moments, more of them than the tests do; how soon that and other
+# trouble is told, with what is promised.
+KILLS  ?= 1000
+ROUNDS ?= 20
 kills: venv
 	SMP_TEST_KILLS=$(KILLS) SMP_TEST_DEADLINE_MS=200 \
 	    $(MAKE) -C tests/core CC='$(CC)' SANITIZE='$(SANITIZE)' kills
-	$(BIN)/python -m tests.kill_ranks --kills 15
+	$(BIN)/python -m tests.kill_ranks --kills $(ROUNDS) --rounds $(ROUNDS)
 
 # The UCX transport's tests, with the library that the Python package has.
 UCX = $$($(BIN)/python -c 'from smp.job.transports import packaged_ucx; print(packaged_ucx() or "")')

@@ -6,6 +6,9 @@ SIGKILL.  While all train, each of the others must say which one, and end.  Whil
 (``--moment start``), they may not know each other yet: they get SIGTERM a moment later, as
 launchers send it, and must end.  What is left in ``/dev/shm`` of a rank that was killed before
 it told the others where it is, the next job removes.
+
+With ``--rounds`` the times are judged, and what else is promised in time is measured too
+(``tests/promises.py``): at the end stands a table of what was kept.
 """
 
 import argparse
@@ -34,9 +37,13 @@ import torch.distributed as dist
 from torch import nn
 
 import smp  # before the ranks are forked: importing takes a second
+from tests import promises
+from tests.promises import Promise
+from tests.ranks import close_teams
 
 MOMENTS = ("training", "start")
 LATEST_S = 0.2  # of a kill, once all ranks train
+NAMED_S = 0.2  # as promised
 LAUNCHER_S = 0.25  # from the end of a rank to mpirun's SIGTERM for the others
 START_S = 60.0
 END_S = 30.0
@@ -252,10 +259,14 @@ def main() -> int:
     parser.add_argument("--kind", choices=KINDS, action="append")
     parser.add_argument("--moment", choices=MOMENTS, action="append")
     parser.add_argument("--kills", type=int, default=15, help="of each kind, at each moment")
+    parser.add_argument(
+        "--rounds", type=int, default=0, help="of each promise without kills; 0: none is judged"
+    )
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     draw = random.Random(options.seed)
     failed = 0
+    kept = []
     for kind, moment in itertools.product(options.kind or KINDS, options.moment or MOMENTS):
         # Ranks meet at the end of their start; most of it is Python's imports.
         early_s, late_s = 0.0, LATEST_S
@@ -273,6 +284,8 @@ def main() -> int:
             )
             times.append(took_s)
             failed += bool(wrong)
+        if moment == "training":
+            kept.append(Promise(f"rank killed, {kind}: all others name it", NAMED_S, times))
         until = "the last survivor knew it" if moment == "training" else "all had ended"
         print(
             f"{kind}, {moment}: {len(times)} kills; {until} after "
@@ -286,6 +299,11 @@ def main() -> int:
             left = stale_files() - before
             print(f"... {len(unknown)} files left for the next job, {len(left)} after it")
             failed += bool(left or wrong)
+    if options.rounds > 0:
+        kept += promises.measured(options.rounds)
+        close_teams()
+        print(promises.HEAD, *kept, sep="\n")
+        failed += sum(not promise.is_kept() for promise in kept)
     print(f"{failed} failed")
     return failed != 0
 

@@ -31,7 +31,6 @@ class Part(nn.Linear):
     def forward(self, x):
         self.calls += 1
         if self.calls == 20 and smp.rank() == 1:
-            print("ends at", time.time(), flush=True)
             {how}
         return super().forward(x)
 
@@ -51,7 +50,7 @@ try:
     for _ in range(100):
         train(model, torch.randn(16, 16))
 except BaseException as error:
-    print(f"rank {{smp.rank()}} saw {{type(error).__name__}} at", time.time(), flush=True)
+    print(f"rank {{smp.rank()}} saw {{type(error).__name__}}", flush=True)
     wait_until_all_have_said(smp.rank(), {seen})
     raise
 print("finished")

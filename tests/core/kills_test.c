@@ -6,8 +6,9 @@
  * process and no file stays.  Spec: csrc/comm/comm.h, csrc/comm/collective/group.h.
  *
  * SMP_TEST_KILLS: how many (50).  SMP_TEST_SEED: another sequence of them.
- * SMP_TEST_DEADLINE_MS: how soon each must be named, if all are connected; without it,
- * some time.  SMP_TEST_NETWORK: the transport between hosts (tcp). */
+ * SMP_TEST_DEADLINE_MS: how soon one must be named, if all are connected, in the median
+ * of all kills (a machine may stall); without it, some time.  SMP_TEST_NETWORK: the
+ * transport between hosts (tcp). */
 #define _GNU_SOURCE
 #include <sched.h>
 
@@ -372,6 +373,26 @@ number_from(const char *name, int64_t otherwise)
 /* Not allocated: ranks are forked. */
 static int64_t times[MOST_KILLS];
 
+/* Whether the median is within the limit, if there is one; says so in a row, as
+ * tests/promises.py. */
+static bool
+keeps(int64_t limit_ns, int counted)
+{
+    bool kept;
+
+    qsort(times, (size_t)counted, sizeof(*times), compare);
+    kept = limit_ns == 0 || times[counted / 2] <= limit_ns;
+    printf("%-50s%7s%11s%10s%10s\n", "promise", "rounds", "median, ms", "worst",
+           "limit");
+    printf("%-50s%7d%11.1f%10.1f%10.0f  %s\n", "rank killed, core: all others name it",
+           counted, (double)times[counted / 2] / SMP_NS_PER_MS,
+           (double)times[counted - 1] / SMP_NS_PER_MS, (double)limit_ns / SMP_NS_PER_MS,
+           limit_ns == 0 ? "not judged"
+           : kept        ? "kept"
+                         : "NOT KEPT");
+    return kept;
+}
+
 int
 main(void)
 {
@@ -391,7 +412,6 @@ main(void)
         bool      wrong = kill_by_plan(&plan, &took);
 
         if (!plan.connecting) {
-            wrong = wrong || (deadline_ms != 0 && took > deadline_ms * SMP_NS_PER_MS);
             times[counted++] = took;
         }
         if (wrong) {
@@ -404,10 +424,9 @@ main(void)
         }
         failed += wrong;
     }
-    qsort(times, (size_t)counted, sizeof(*times), compare);
-    printf("%lld kills, %d failed; %d of connected ranks, whose last survivor knew it "
-           "after %.2f ms (median), %.2f ms (slowest)\n",
-           (long long)kills, failed, counted, (double)times[counted / 2] / 1e6,
-           (double)times[counted > 0 ? counted - 1 : 0] / 1e6);
+    printf("%lld kills, %d failed\n", (long long)kills, failed);
+    if (counted > 0) {
+        failed += !keeps(deadline_ms * SMP_NS_PER_MS, counted);
+    }
     return failed != 0;
 }
