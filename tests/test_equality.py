@@ -124,6 +124,7 @@ def check_trees(
         }
     )
     on = use(device)
+    assert {peer.transport for peer in smp.comm_report().peers} == {transport}
     for seed in range(first, first + trees):
         check_tree(seed, schedule, microbatches, on)
 

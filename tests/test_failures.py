@@ -489,7 +489,7 @@ def test_double_backward_through_a_remote_call_says_so():
         model.backward(loss)
         model.backward(loss)
 
-    with pytest.raises(RuntimeError):
+    with pytest.raises(RuntimeError, match="a second backward through one call of a module"):
         smp.step(twice)(model, torch.randn(6, 8))
 
 

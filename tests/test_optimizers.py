@@ -192,7 +192,9 @@ class TestEach:
         assert unused not in optimizer.state
 
     def test_nothing_at_all_is_a_step_too(self, kind):
-        kind([nn.Parameter(torch.ones(2))]).step()
+        parameter = nn.Parameter(torch.ones(2))
+        kind([parameter]).step()
+        assert parameter.tolist() == [1, 1] and parameter.grad is None
 
     def test_it_goes_on_from_its_state(self, kind):
         net = model()

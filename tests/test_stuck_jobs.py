@@ -241,8 +241,9 @@ def test_sigterm_in_a_step_is_an_interrupt_as_well(terminated):
 
 
 @on_ranks(2)
-def test_a_limit_without_end_is_none():
+def test_a_limit_without_end_is_none(tmp_path):
     """``inf`` means never: neither a report at once nor the end of the job."""
+    told = tmp_path / f"told {os.environ['OMPI_COMM_WORLD_RANK']}"
     never = {"watchdog_report_s": float("inf"), "watchdog_end_s": float("inf")}
     smp.init({"pipeline_parallel_degree": 2, "microbatches": 2, **never})
     net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
@@ -250,8 +251,16 @@ def test_a_limit_without_end_is_none():
     smp.set_partition(net[1], 1)
     model = smp.DistributedModel(net)
     train = smp.step(lambda model, x: model.backward(model(x).sum()))
-    for _ in range(100):  # longer than the watchdog's first looks
-        train(model, torch.randn(8, 8))
+    errors = os.dup(sys.stderr.fileno())
+    try:
+        with told.open("wb") as file:
+            os.dup2(file.fileno(), sys.stderr.fileno())
+        for _ in range(100):  # longer than the watchdog's first looks
+            train(model, torch.randn(8, 8))
+    finally:
+        os.dup2(errors, sys.stderr.fileno())
+        os.close(errors)
+    assert told.read_text() == ""
 
 
 @on_ranks(2)

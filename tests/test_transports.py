@@ -160,6 +160,7 @@ def test_a_transport_can_be_used_again_after_the_end(transport):
 def test_an_interface_is_named_by_name_address_or_subnet(interface):
     begin(comm_transports=["tcp"], comm_interface=interface)
 
+    assert used() == {"tcp"}
     check_against_the_cut_loop(3)
 
 
@@ -189,6 +190,7 @@ def test_ranks_with_one_secret_file_meet(transport, tmp_path):
     os.environ["SMP_SECRET_FILE"] = str(path)
     begin(comm_transports=[transport])
 
+    assert used() == {transport}
     check_against_the_cut_loop(3)
 
 
