@@ -1085,12 +1085,18 @@ def test_a_default_device_is_the_script_s_own(tmp_path):
         assert sparse.to_dense().trace() == 4
 
 
-@on_ranks(2)
-def test_a_time_out_names_the_group_the_call_and_who_is_missing(tmp_path):
+@on_ranks(2, timeout_s=60)
+@pytest.mark.parametrize("whose", ["group", "call"])
+def test_a_time_out_names_the_group_the_call_and_who_is_missing(tmp_path, whose):
+    """The group's limit, or one of the call alone."""
     with job(tmp_path) as (rank, size):
-        dist.group.WORLD.set_timeout(timedelta(seconds=0.5))
+        limits = {"group": timedelta(hours=1), "call": None, whose: timedelta(seconds=0.5)}
+        group, opts = dist.group.WORLD, dist.AllreduceOptions()
+        group.set_timeout(limits["group"])
+        if limits["call"] is not None:
+            opts.timeout = limits["call"]
         if rank == 0:
-            said = refused(lambda: dist.all_reduce(torch.ones(3)))
+            said = refused(lambda: group.allreduce([torch.ones(3)], opts).wait())
             assert "group '0': all-reduce 1 (sum) of 3 float32" in said
             assert "timed out after " in said
             assert "rank 1" in said
