@@ -5,6 +5,7 @@ import os
 import sys
 import threading
 import time
+import weakref
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -592,6 +593,32 @@ def test_tags_and_sources_tell_messages_apart(tmp_path):
             dist.send(torch.full((3,), float(rank)), 0)
 
 
+@on_ranks(4)
+def test_the_source_of_a_message_in_a_part_of_the_ranks(tmp_path):
+    """torch's call says its global rank; the work, its rank in the group."""
+    members = [3, 0, 2]  # whose order is the group's own
+    with job(tmp_path) as (rank, _):
+        group = dist.new_group(members)
+        for other in set(members) - {rank}:
+            if rank in members:
+                for _ in range(2):
+                    dist.send(torch.tensor([float(rank)]), other, group=group)
+        heard = []
+        for i in range(4 if rank in members else 0):
+            x = torch.empty(1)
+            if i % 2:
+                source = dist.recv(x, group=group)
+            else:
+                work = dist.irecv(x, group=group)
+                work.wait()
+                source = dist.get_global_rank(group, work.source_rank())
+            assert source == x.item()
+            heard.append(source)
+        others = [member for member in members for _ in range(2) if rank in members]
+        assert sorted(heard) == sorted(other for other in others if other != rank)
+        dist.barrier()
+
+
 @on_ranks(*ON)
 def test_receives_that_were_begun_before_the_sends(tmp_path):
     with job(tmp_path) as (rank, size):
@@ -1067,6 +1094,41 @@ def test_inference_tensors_are_filled_by_whoever_completes(tmp_path):
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_leaves_that_require_grad_are_filled_without_autograd(tmp_path, asynchronous):
+    """Tensors in which results are put in Python: of a list, and with gaps."""
+    with job(tmp_path) as (rank, size):
+        parts = [torch.zeros(3, requires_grad=True) for _ in range(size)]
+        work = dist.all_gather(parts, torch.full((3,), float(rank)), async_op=asynchronous)
+        assert not asynchronous or work.wait()
+        gaps = torch.full((2, 3), float(rank)).t().requires_grad_()
+        work = dist.broadcast(gaps, 1, async_op=asynchronous)
+        assert not asynchronous or work.wait()
+        assert torch.stack(parts)[:, 0].tolist() == [0, 1]
+        assert gaps.eq(1).all()
+        assert all(tensor.is_leaf for tensor in (*parts, gaps))
+
+
+@on_ranks(2)
+def test_a_conjugate_or_negative_view_travels_by_its_values(tmp_path):
+    """... and takes results as such."""
+    with job(tmp_path) as (rank, _):
+        group = dist.group.WORLD
+        own = torch.complex(torch.ones(4), torch.full((4,), 1.0 + rank))
+        views = [own.conj(), torch._neg_view(torch.full((4,), 1.0 + rank))]
+        wants = [torch.complex(torch.tensor(2.0), torch.tensor(-3.0)), torch.tensor(-3.0)]
+        for view, want in zip(views, wants, strict=True):
+            assert view.is_conj() or view.is_neg()
+            group.send([view], 1 - rank)
+            got = torch.empty(4, dtype=view.dtype)
+            group.recv([got], 1 - rank).wait()
+            mine = view.clone()
+            group.allreduce([view]).wait()
+            assert view.eq(want).all() and (got + mine).eq(want).all()
+        assert own.imag.eq(3).all()  # the view's own memory
+
+
+@on_ranks(2)
 def test_messages_are_coalesced(tmp_path):
     with job(tmp_path) as (rank, _):
         x = torch.zeros(2)
@@ -1074,6 +1136,12 @@ def test_messages_are_coalesced(tmp_path):
             dist.isend(torch.full((2,), float(rank)), 1 - rank)
             dist.irecv(x, 1 - rank)
         assert x.eq(1 - rank).all()
+        # What comes after them is no part of them, which would keep it.
+        large = torch.ones(10_000)
+        memory = weakref.ref(large)
+        dist.all_reduce(large)
+        del large
+        assert memory() is None
 
 
 @on_ranks(2)
