@@ -454,6 +454,45 @@ def test_the_report_says_what_was_done_in_each_group(tmp_path):
 
 
 @on_ranks(2)
+def test_the_report_counts_the_bytes_that_this_rank_gives_or_gets(tmp_path):
+    with job(tmp_path) as (rank, size):
+
+        def moved() -> int:
+            (group,) = smp.comm_report().groups
+            return group.bytes
+
+        x, wide = torch.zeros(100), torch.zeros(size * 100)
+        parts = list(wide.chunk(size))
+        root = rank == 1
+        for call, elements in (
+            (lambda: dist.broadcast(x, 1), 100),
+            (lambda: dist.reduce(x, 1), 100),
+            (lambda: dist.all_gather_into_tensor(wide, x), 100),
+            (lambda: dist.gather(x, parts if root else None, 1), 100),
+            (lambda: dist.scatter(x, parts if root else None, 1), 100 * size if root else 100),
+            (lambda: dist.reduce_scatter_tensor(x, wide), 100 * size),
+            (lambda: dist.all_to_all_single(wide, wide.clone()), 100 * size),
+            (lambda: dist.barrier(), 0),
+        ):
+            before = moved()
+            call()
+            assert moved() - before == 4 * elements
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_profile_shows_operations_by_their_names(tmp_path, asynchronous):
+    with job(tmp_path), torch.profiler.profile(record_shapes=True) as profile:
+        x = torch.ones(2, 3)
+        work = dist.all_reduce(x, async_op=asynchronous)
+        assert not asynchronous or work.wait()
+        work = dist.broadcast(x, 0, async_op=asynchronous)
+        assert not asynchronous or work.wait()
+    shown = {e.name: e.input_shapes for e in profile.events() if e.name.startswith("smddp:")}
+    assert shown == {"smddp:all_reduce": [[2, 3]], "smddp:broadcast": [[2, 3]]}
+
+
+@on_ranks(2)
 def test_the_report_says_what_was_sent_and_what_the_pool_had(tmp_path, monkeypatch):
     monkeypatch.setenv("SMP_COMM_POOL_BYTES", str(4 << 20))
     with job(tmp_path) as (rank, _):
