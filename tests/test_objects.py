@@ -75,6 +75,19 @@ def test_allgather_gives_every_object_by_rank():
             assert same(theirs, payloads(rank)[i]), (rank, mine)
 
 
+@on_ranks(2)
+def test_the_default_device_is_the_scripts_own():
+    """What carries objects is in host memory whatever torch.set_default_device says."""
+    smp.init()
+    mine = {"rank": smp.rank(), "tensor": torch.full((2, 3), float(smp.rank()))}
+
+    with torch.device("meta"):
+        gathered = smp.allgather(mine, smp.WORLD)
+
+    for rank, theirs in enumerate(gathered):
+        assert same(theirs, {"rank": rank, "tensor": torch.full((2, 3), float(rank))})
+
+
 @on_ranks(2, 4)
 def test_broadcast_reaches_every_other_member():
     smp.init()

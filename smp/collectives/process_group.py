@@ -665,7 +665,7 @@ class ProcessGroup(dist.ProcessGroup):
         if torch.device(device).type != "cpu":
             raise ValueError(f"smp: allocate_tensor() has memory of the host, not of {device}")
         if size == 0:
-            return torch.empty(0, dtype=dtype)
+            return torch.empty(0, dtype=dtype, device="cpu")
         return self._ranks.comm.allocate(size * dtype.itemsize).view(dtype)
 
     def nccl(self) -> dist.ProcessGroup:

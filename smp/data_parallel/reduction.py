@@ -209,13 +209,13 @@ class Reduction:
         """Whose step failed, by dp_rank; what is used, by bucket; buckets to send again."""
         size, nbuckets = self.replicas.size, len(self._buckets)
         everything = [p for _, bucket in self._buckets for p in bucket.parameters()]
-        mine = torch.zeros(size + nbuckets + len(everything), dtype=torch.int32)
+        mine = torch.zeros(size + nbuckets + len(everything), dtype=torch.int32, device="cpu")
         mine[self.replicas.rank] = error is not None
         for place in self._late:
             mine[size + place] = 1
         if not self._joined:
             flags = [p.grad is not None for p in everything]
-            mine[size + nbuckets :] = torch.tensor(flags, dtype=torch.int32)
+            mine[size + nbuckets :] = torch.tensor(flags, dtype=torch.int32, device="cpu")
         shared = mine.to(self.replicas.control_device)
         self.replicas.sum(shared).wait()
         numbers: list[int] = shared.tolist()

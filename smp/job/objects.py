@@ -283,7 +283,7 @@ class Parcel:
     def parts(self) -> list[Tensor]:
         """What goes over the wire, as bytes; nothing is copied but the pickles."""
         specs = pickle.dumps((self.call, self.specs))
-        lengths = torch.tensor([len(specs), len(self.pickled)])
+        lengths = torch.tensor([len(specs), len(self.pickled)], device="cpu")
         head = torch.frombuffer(bytearray(specs + self.pickled), dtype=torch.uint8)
         return [as_bytes(lengths), head, *(as_bytes(v) for v in self.values if v.numel())]
 
@@ -337,6 +337,11 @@ def _post(job: Job, parcel: Parcel, dest: int, tag: int) -> list[dist.Work]:
         return [dist.isend(part, dest, group, tag) for part in parcel.parts()]  # type: ignore[misc]
 
 
+def _on_host(shape: int | torch.Size, dtype: torch.dtype) -> Tensor:
+    """Memory to receive into, whatever the script's default device is."""
+    return torch.empty(shape, dtype=dtype, device="cpu")
+
+
 def _take(job: Job, src: int, tag: int, doing: str) -> Parcel:
     group = job.torch_groups.objects
 
@@ -354,10 +359,10 @@ def _take(job: Job, src: int, tag: int, doing: str) -> Parcel:
         return tensor
 
     with _taking[src, tag]:
-        in_specs, in_pickle = fill(torch.empty(2, dtype=torch.int64)).tolist()
-        head = fill(torch.empty(in_specs + in_pickle, dtype=torch.uint8)).numpy().tobytes()
+        in_specs, in_pickle = fill(_on_host(2, torch.int64)).tolist()
+        head = fill(_on_host(in_specs + in_pickle, torch.uint8)).numpy().tobytes()
         call, specs = pickle.loads(head[:in_specs])
-        values = [fill(torch.empty(spec.shape, dtype=spec.dtype)) for spec in specs]
+        values = [fill(_on_host(spec.shape, spec.dtype)) for spec in specs]
     return Parcel(specs, head[in_specs:], values, call)
 
 

@@ -91,13 +91,13 @@ class Replica:
         if len(self.ranks) == 1:
             return [mine]
         packed = _bytes_tensor(_core.pack(mine))
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in self.ranks]
-        dist.all_gather(sizes, torch.tensor([packed.numel()]), group=self.group)
+        sizes = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in self.ranks]
+        dist.all_gather(sizes, _size_of(packed), group=self.group)
         out = []
         for source, size in enumerate(sizes):
             buffer = packed
             if source != self.rank:
-                buffer = torch.empty(int(size), dtype=torch.uint8)
+                buffer = torch.empty(int(size), dtype=torch.uint8, device="cpu")
             dist.broadcast(buffer, self.ranks[source], group=self.group)
             out.append(_core.unpack(buffer.numpy().tobytes()))
         return out
@@ -106,7 +106,7 @@ class Replica:
         tensors: list[Tensor] = []
         packed = _bytes_tensor(_core.pack(take_out(value, tensors)))
         to = self.ranks[receiver]
-        dist.send(torch.tensor([packed.numel()]), to, group=self.group)
+        dist.send(_size_of(packed), to, group=self.group)
         dist.send(packed, to, group=self.group)
         for tensor in tensors:
             if tensor.numel():
@@ -115,15 +115,15 @@ class Replica:
 
     def _receive(self, source: int) -> Any:
         origin = self.ranks[source]
-        size = torch.zeros(1, dtype=torch.int64)
+        size = torch.zeros(1, dtype=torch.int64, device="cpu")
         dist.recv(size, origin, group=self.group)
-        packed = torch.empty(int(size), dtype=torch.uint8)
+        packed = torch.empty(int(size), dtype=torch.uint8, device="cpu")
         dist.recv(packed, origin, group=self.group)
         arrived: list[Tensor] = []
 
         def put_in(slot: TensorSlot) -> Tensor:
             if slot.number == len(arrived):
-                tensor = torch.empty(slot.shape, dtype=slot.dtype)
+                tensor = torch.empty(slot.shape, dtype=slot.dtype, device="cpu")
                 if tensor.numel():
                     dist.recv(tensor.reshape(-1).view(torch.uint8), origin, group=self.group)
                 arrived.append(tensor)
@@ -171,3 +171,7 @@ def _rebuild(value: Any, kind: type, function: Callable) -> Any:
 
 def _bytes_tensor(data: bytes) -> Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _size_of(packed: Tensor) -> Tensor:
+    return torch.tensor([packed.numel()], device="cpu")
