@@ -142,6 +142,7 @@ recv_backward(PyObject *unused, PyObject *const *args, Py_ssize_t nargs)
     call_object *self;
     smp_envelope envelope;
     smp_pack     pack;
+    PyObject    *state;
     PyObject    *token;
     int          failed = 0;
 
@@ -151,7 +152,8 @@ recv_backward(PyObject *unused, PyObject *const *args, Py_ssize_t nargs)
         return NULL;
     }
     Py_DECREF(self); /* ctx keeps it */
-    if (check_backward(self) < 0) {
+    if (check_backward(self) < 0 ||
+        (state = PyObject_CallNoArgs(session->capture_backward)) == NULL) {
         return NULL;
     }
     smp_pack_init(&pack, session->comm, session->entries[self->entry].owner, NULL);
@@ -160,9 +162,13 @@ recv_backward(PyObject *unused, PyObject *const *args, Py_ssize_t nargs)
     for (Py_ssize_t i = 1; failed == 0 && i < nargs; i++) {
         failed = smp_pack_value(&pack, args[i]);
     }
+    if (failed == 0 && state != Py_None) {
+        failed = smp_pack_value(&pack, state);
+    }
     self->backward = smp_server_next_call(session->server);
     envelope = (smp_envelope){.kind = SMP_MSG_BACKWARD,
                               .phase = SMP_BACKWARD,
+                              .flags = state == Py_None ? 0 : SMP_FLAG_STATE,
                               .microbatch = self->microbatch,
                               .step = session->step,
                               .entry = self->entry,
@@ -173,6 +179,7 @@ recv_backward(PyObject *unused, PyObject *const *args, Py_ssize_t nargs)
         failed = smp_pack_send(&pack, &envelope);
     }
     smp_pack_fini(&pack);
+    Py_DECREF(state);
     if (failed < 0) {
         return NULL;
     }

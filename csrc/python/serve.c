@@ -474,15 +474,18 @@ take_context(uint64_t call)
     return context;
 }
 
-/* Runs the engine from the outputs that got a gradient. */
+/* Runs the engine from the outputs that got a gradient, in the modes of the thread that
+ * began the backward. */
 static int
-run_engine(context_object *context, smp_unpack *unpack)
+run_engine(context_object *context, smp_unpack *unpack, uint16_t flags)
 {
     Py_ssize_t noutputs = PyTuple_GET_SIZE(context->outputs);
     PyObject  *roots = PyList_New(0);
     PyObject  *grads = PyList_New(0);
     PyObject  *result = NULL;
     PyObject  *none = PyTuple_New(0);
+    PyObject  *state = NULL;
+    PyObject  *call = NULL;
     uint32_t   count;
 
     if (roots == NULL || grads == NULL || none == NULL ||
@@ -508,6 +511,9 @@ run_engine(context_object *context, smp_unpack *unpack)
             goto done;
         }
     }
+    if ((flags & SMP_FLAG_STATE) && (state = smp_unpack_value(unpack)) == NULL) {
+        goto done;
+    }
     if (PyList_GET_SIZE(roots) == 0) {
         result = Py_NewRef(Py_None);
         goto done;
@@ -516,14 +522,21 @@ run_engine(context_object *context, smp_unpack *unpack)
     Py_SETREF(roots, PyList_AsTuple(roots));
     Py_SETREF(grads, PyList_AsTuple(grads));
     Py_CLEAR(context->outputs); /* the roots alone keep the graph */
-    result =
-        PyObject_CallFunctionObjArgs(smp_torch.run_backward, roots, grads, Py_False,
-                                     Py_False, none, Py_True, Py_True, NULL);
+    call = PyTuple_Pack(7, roots, grads, Py_False, Py_False, none, Py_True, Py_True);
+    if (call == NULL) {
+        goto done;
+    }
+    result = state == NULL ? PyObject_CallObject(smp_torch.run_backward, call)
+                           : PyObject_CallFunctionObjArgs(smp_the_session.with_state,
+                                                          state, smp_torch.run_backward,
+                                                          call, Py_None, NULL);
 done:
     context->running = false;
     Py_XDECREF(roots);
     Py_XDECREF(grads);
     Py_XDECREF(none);
+    Py_XDECREF(state);
+    Py_XDECREF(call);
     Py_XDECREF(result);
     return result == NULL ? -1 : 0;
 }
@@ -553,7 +566,7 @@ serve_backward(smp_message *request, smp_task *task)
     if (smp_unpack_init(&unpack, request, NULL, false, false) < 0 ||
         smp_stream_seed(task, smp_stream_mix(context->seed, 2)) < 0 ||
         smp_gradients_backward(envelope.microbatch, task->backwards) < 0 ||
-        run_engine(context, &unpack) < 0 ||
+        run_engine(context, &unpack, envelope.flags) < 0 ||
         smp_gradients_close(context->microbatch, context->order, context->entry) < 0 ||
         smp_pack_u32(&pack, (uint32_t)context->ninputs) < 0) {
         goto done;

@@ -252,6 +252,7 @@ py_configure(PyObject *module, PyObject *args, PyObject *kwargs)
         {"call_hooked", &session->call_hooked},
         {"serve_hooked", &session->serve_hooked},
         {"capture_state", &session->capture_state},
+        {"capture_backward", &session->capture_backward},
         {"with_state", &session->with_state},
         {"worker_begin", &session->worker_begin},
         {"enter_device", &session->enter_device},

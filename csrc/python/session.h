@@ -59,9 +59,10 @@ typedef struct {
     PyObject *call_hooked;    /* module, args, kwargs: a remote call around hooks */
     PyObject *serve_hooked;   /* module, args, kwargs: pre-hooks and forward */
     PyObject *capture_state;  /* -> (state to travel, called after or None), or None */
-    PyObject *with_state;     /* state, callable, args, kwargs -> result */
-    PyObject *worker_begin;   /* -> None, on each new worker thread */
-    PyObject *enter_device;   /* -> None, before each task; NULL or None: no device */
+    PyObject *capture_backward; /* -> state to travel with a backward, or None */
+    PyObject *with_state;       /* state, callable, args, kwargs -> result */
+    PyObject *worker_begin;     /* -> None, on each new worker thread */
+    PyObject *enter_device;     /* -> None, before each task; NULL or None: no device */
     PyObject *device_generator; /* its random numbers; NULL or None likewise */
     PyObject *aborted;          /* the exception type that unwinds workers */
     int32_t   backwards; /* model.backward calls before which forwards may begin */

@@ -1,7 +1,9 @@
 """Cutting a step's arguments into microbatches, and putting its outputs together."""
 
+import copy
 import dataclasses
 import inspect
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
@@ -77,10 +79,40 @@ def is_named_tuple(value: Any) -> bool:
     return isinstance(value, tuple) and hasattr(type(value), "_fields")
 
 
+def is_sequence(value: Any) -> bool:
+    """Whether it is a list or tuple, of any subclass, that may hold tensors."""
+    return isinstance(value, list | tuple) and not isinstance(value, torch.Size)
+
+
+def is_set(value: Any) -> bool:
+    """Whether it is a plain set."""
+    return type(value) in (set, frozenset)
+
+
+def collection_like(value: Any, parts: list) -> Any:
+    """A sequence or set of the type of ``value``, with these parts, without ``__init__``."""
+    kind: Any = type(value)
+    plain = kind in (list, tuple) or is_set(value)
+    if plain or hasattr(kind, "n_sequence_fields"):  # as of torch.return_types
+        return kind(parts)
+    if is_named_tuple(value):
+        return kind(*parts)
+    if isinstance(value, list):
+        made = copy.copy(value)
+        list.__setitem__(made, slice(None), parts)
+        return made
+    made = tuple.__new__(kind, parts)
+    if hasattr(value, "__dict__"):
+        vars(made).update(vars(value))
+    return made
+
+
 def rebuild_like(value: Any, parts: Mapping) -> Any:
     """A dict subclass or dataclass like ``value`` with these values, without ``__init__``."""
     kind: Any = type(value)
     made = kind.__new__(kind)
+    if isinstance(value, defaultdict):
+        made.default_factory = value.default_factory
     if isinstance(value, dict):
         for key in value:
             made[key] = parts[key]
@@ -167,12 +199,9 @@ def cut(value: Any, count: int, axis: int, name: str, samples: list) -> list:
     def inner(part: Any, at: Any) -> list:
         return cut(part, count, axis, f"{name}[{at!r}]", samples)
 
-    if is_named_tuple(value):
+    if is_sequence(value) or is_set(value):
         columns = [inner(part, i) for i, part in enumerate(value)]
-        return [type(value)(*(c[i] for c in columns)) for i in range(count)]
-    if type(value) in (list, tuple, set, frozenset):
-        columns = [inner(part, i) for i, part in enumerate(value)]
-        return [type(value)(c[i] for c in columns) for i in range(count)]
+        return [collection_like(value, [c[i] for c in columns]) for i in range(count)]
     if isinstance(value, dict):
         columns_by_key = {key: inner(part, key) for key, part in value.items()}
         return [
@@ -226,12 +255,11 @@ def merge(outputs: list, weights: list[float]) -> Any:
         return list(outputs)
     if first is None:
         return None
-    if is_named_tuple(first):
-        return type(first)(*(merge(list(c), weights) for c in zip(*outputs, strict=True)))
-    if isinstance(first, list | tuple):
+    if is_sequence(first):
         if len({len(o) for o in outputs}) > 1:
             return list(outputs)
-        return type(first)(merge(list(c), weights) for c in zip(*outputs, strict=True))
+        columns = [merge(list(c), weights) for c in zip(*outputs, strict=True)]
+        return collection_like(first, columns)
     if isinstance(first, dict):
         if any(list(o) != list(first) for o in outputs):
             return list(outputs)
@@ -251,10 +279,8 @@ def map_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:
     """The value with every tensor in it, at any depth, replaced by ``function(tensor)``."""
     if isinstance(value, Tensor):
         return function(value)
-    if is_named_tuple(value):
-        return type(value)(*(map_tensors(v, function) for v in value))
-    if type(value) in (list, tuple):
-        return type(value)(map_tensors(v, function) for v in value)
+    if is_sequence(value) or is_set(value):
+        return collection_like(value, [map_tensors(v, function) for v in value])
     if isinstance(value, dict):
         return _dict_like(value, {k: map_tensors(v, function) for k, v in value.items()})
     if dataclasses.is_dataclass(value) and not isinstance(value, type):

@@ -136,6 +136,7 @@ class Runtime:
             call_hooked=hooks.call_hooked,
             serve_hooked=hooks.serve_hooked,
             capture_state=thread_state.capture_for_call,
+            capture_backward=thread_state.capture_for_backward,
             with_state=thread_state.serve_with_state,
             worker_begin=self._worker_begin,
             aborted=failures.StepAborted,

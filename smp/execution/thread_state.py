@@ -65,6 +65,15 @@ def capture_for_call() -> tuple[tuple, Callable | None] | None:
     return (state, collected.values), collected.settle
 
 
+def capture_for_backward() -> tuple | None:
+    """What a remote backward carries, for :func:`serve_with_state`.
+
+    Autograd runs a graph in the modes of the thread that began the backward.
+    """
+    state = capture()
+    return None if state is None else (state, ())
+
+
 def serve_with_state(
     carried: tuple, function: Callable, args: tuple, kwargs: dict | None
 ) -> Any:
@@ -90,7 +99,9 @@ def with_state(state: tuple, function: Callable, args: tuple, kwargs: dict | Non
     inference, autocast, default = state
     with ExitStack() as stack:
         if inference:
-            stack.enter_context(torch.inference_mode())
+            grad = torch.is_grad_enabled()
+            stack.enter_context(torch.inference_mode())  # which turns grad mode off
+            stack.enter_context(torch.set_grad_enabled(grad))
         for device, dtype, cache in autocast:
             stack.enter_context(torch.autocast(device, dtype=dtype, cache_enabled=cache))
         if default is not None:

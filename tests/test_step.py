@@ -1,0 +1,493 @@
+"""Spec: api.md, section 3: what goes into a step, what comes out, and the modes it runs in.
+
+Everything goes through the real ``@smp.step``, and equals the same model in plain PyTorch
+in one process.
+"""
+
+import copy
+from collections import OrderedDict, UserDict, defaultdict, namedtuple
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import smp
+from tests.ranks import on_ranks
+from tests.reference.compare import (
+    assert_close,
+    assert_same_bits,
+    assert_same_outputs,
+    gradients,
+)
+from tests.reference.split import split_sizes
+
+WIDTH = 6
+
+MODES = {
+    "nothing": nullcontext,
+    "no_grad": torch.no_grad,
+    "enable_grad": torch.enable_grad,
+    "inference_mode": torch.inference_mode,
+    "no inference_mode": partial(torch.inference_mode, False),
+    "bfloat16": partial(torch.autocast, "cpu", torch.bfloat16),
+    "float16": partial(torch.autocast, "cpu", torch.float16),
+    "uncached": partial(torch.autocast, "cpu", torch.float16, cache_enabled=False),
+    "no autocast": partial(torch.autocast, "cpu", enabled=False),
+    "meta": partial(torch.device, "meta"),
+}
+
+
+def modes() -> dict[str, Any]:
+    """What PyTorch keeps for the thread that asks."""
+    return {
+        "grad": torch.is_grad_enabled(),
+        "inference": torch.is_inference_mode_enabled(),
+        "autocast": torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu"),
+        "device": torch.empty(()).device.type,
+    }
+
+
+class Noted(torch.autograd.Function):
+    """The identity; its backward notes the modes that it runs in."""
+
+    @staticmethod
+    def forward(ctx, x, notes):
+        ctx.notes = notes
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.notes.append(modes())
+        return gradient, None
+
+
+class Layer(nn.Linear):
+    """A layer that notes, on the rank where it runs, the modes it runs in."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.notes: list[dict[str, Any]] = []
+        self.backward_notes: list[dict[str, Any]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(super().forward(x.clone().to(self.weight.dtype)))
+        if smp.is_tracing():
+            return y
+        self.notes.append(modes() | {"dtype": y.dtype, "graph": y.requires_grad})
+        return Noted.apply(y, self.backward_notes)
+
+
+class Far(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.there = Layer()
+        self.back = Layer()
+
+    def forward(self, x: Tensor, mode: str = "nothing") -> Tensor:
+        x = self.there(x)
+        with MODES[mode]():
+            return self.back(x)
+
+
+class Net(nn.Module):
+    """``far`` may be on another rank; its child ``back`` is on rank 0 again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.near = Layer()
+        self.far = Far()
+
+    def forward(self, x: Tensor, mode: str = "nothing") -> Tensor:
+        return self.far(self.near(x), mode)
+
+
+class Alone:
+    """The model of a step function in plain PyTorch."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.share = 1.0
+
+    def __call__(self, *args: Any) -> Any:
+        return self.module(*args)
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward(torch.full_like(loss, self.share))
+
+
+def make(degree: int, dtype: torch.dtype = torch.float32, **config: Any):
+    """The model with that many pipeline ranks, and its reference; replicas are alike."""
+    replicated = degree < smp.job.bootstrap.mpi_size()
+    smp.init({"pipeline_parallel_degree": degree, "ddp": replicated, **config})
+    torch.manual_seed(0)
+    net = Net().to(dtype)
+    reference = copy.deepcopy(net)
+    for path, module in net.named_modules():
+        smp.set_partition(module, degree - 1 if path in ("far", "far.there") else 0)
+    return smp.DistributedModel(net), reference
+
+
+def each_degree() -> Iterator[int]:
+    """Pipeline degree 1 (with replicas, where there are ranks for them), and all ranks."""
+    for degree in sorted({1, smp.job.bootstrap.mpi_size()}):
+        yield degree
+        smp.reset()
+
+
+# ------------------------------------------------------------------------- outputs
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("microbatches", [1, 4])
+@pytest.mark.parametrize("rows", [8, 10, 11])
+def test_outputs_of_microbatches_make_those_of_the_batch(rows, microbatches):
+    """reduce_mean weights each microbatch by its samples; so do the gradients."""
+
+    @smp.step
+    def train(model, x):
+        y = model(x)
+        loss = y.pow(2).mean()
+        model.backward(loss)
+        return {"loss": loss, "total": y.sum(), "y": y, "rows": len(x)}
+
+    x = torch.randn(rows, WIDTH, dtype=torch.float64)
+    for degree in each_degree():
+        model, reference = make(degree, torch.float64, microbatches=microbatches)
+        y = reference(x)
+        loss = y.pow(2).mean()
+        loss.backward()
+        sizes = split_sizes(rows, microbatches)
+        losses = [part.pow(2).mean() for part in y.split(sizes)]
+
+        out = train(model, x)
+
+        want = {"mean": loss, "detached": loss, "sum": sum(losses), "total": y.sum(), "y": y}
+        got = {
+            "mean": out["loss"].reduce_mean(),
+            "detached": out["loss"].detach().reduce_mean(),
+            "sum": out["loss"].reduce_sum(),
+            "total": out["total"].reduce_sum(),
+            "y": out["y"].concat(),
+        }
+        assert_close(got, want, 1e-12)
+        assert_close({"losses": out["loss"].stack()}, {"losses": torch.stack(losses)}, 1e-12)
+        assert torch.equal(out["loss"].concat(), out["loss"].stack())
+        assert type(out["rows"]) is list and out["rows"] == sizes
+        assert [len(part) for part in out["y"]] == sizes and len(out["y"]) == microbatches
+        assert out["y"][-1] is out["y"].outputs[microbatches - 1]
+        mine = {name: p.grad for name, p in model.local_named_parameters()}
+        assert_close(mine, gradients(reference), 1e-12)
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("detach", [True, False])
+def test_outputs_keep_their_types_and_have_a_graph_if_asked_for(detach):
+    """Every rank gets them; a graph ends where another rank's modules begin."""
+    scale = torch.ones((), dtype=torch.float64, requires_grad=True)
+
+    @smp.step(detach_outputs=detach)
+    def evaluate(model, x):
+        y = (x * scale).pow(3)
+        seen = Output(rows=y, label="text", nothing=None)
+        seen["inner"] = Batch(y, "label", labelled([y.max(1)], "best"))
+        return [Pair(y, {"y": (y, {y})}), seen, y.shape, len(x), model(x)]
+
+    x = torch.randn(5, WIDTH, dtype=torch.float64)
+    for degree in each_degree():
+        model, reference = make(degree, torch.float64, microbatches=2)
+        scale.grad = None
+        here = smp.pp_rank() == 0  # where the graph is
+
+        out = evaluate(model, x)
+
+        (one, two), seen, shapes, sizes, of_model = out
+        assert type(out) is list and type(out[0]) is Pair and type(seen) is Output
+        assert shapes == [(3, WIDTH), (2, WIDTH)] and sizes == [3, 2]
+        assert list(seen) == ["rows", "label", "nothing", "inner"] and seen.rows is seen["rows"]
+        assert seen.label == ["text"] * 2 and seen.nothing is None
+        inner = seen["inner"]
+        assert type(inner) is Batch and inner.label == ["label"] * 2
+        assert type(inner.more) is Rows and inner.more.label == "best"
+        best = inner.more[0]
+        assert type(best) is type(x.max(1))
+        ((y, sets),) = two.values()
+        alike = [one, y, seen.rows, inner.rows]
+        alike.append(smp.StepOutput([only for each in sets for only in each]))
+        for output in alike:
+            assert type(output) is smp.StepOutput and torch.equal(output.concat(), x.pow(3))
+        assert torch.equal(best.values.concat(), x.pow(3).max(1).values)
+        assert torch.equal(best.indices.concat(), x.max(1).indices)
+        assert torch.allclose(of_model.concat(), reference(x))
+
+        of_step = [*alike, best.values]
+        for output in [*of_step, of_model]:
+            kept = not detach and here
+            assert all(tensor.requires_grad == kept for tensor in output), output
+            assert not any(tensor.requires_grad for tensor in output.detach())
+        if not detach and here:
+            sum(output.concat().sum() for output in of_step).backward()
+            want = 5 * 3 * x.pow(3).sum() + 3 * x.pow(3).max(1).values.sum()
+            assert torch.allclose(scale.grad, want)
+        if not detach and degree == 1:
+            of_model.concat().pow(2).mean().backward()
+            reference(x).pow(2).mean().backward()
+            assert_close(gradients(model.module), gradients(reference), 1e-12)
+        elif not detach and here:
+            with pytest.raises(RuntimeError, match=r"use model.backward inside the step"):
+                of_model.concat().sum().backward()
+
+
+# -------------------------------------------------------------------------- inputs
+
+
+class Sliced:
+    """Slices itself, and says how it was asked to."""
+
+    def __init__(self, asked: tuple | None = None) -> None:
+        self.asked = asked
+
+    def smp_slice(self, num_mb: int, mb: int, axis: int) -> "Sliced":
+        return Sliced((num_mb, mb, axis))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sliced) and self.asked == other.asked
+
+    def __repr__(self) -> str:
+        return f"Sliced({self.asked})"
+
+
+Pair = namedtuple("Pair", "one two")
+
+
+class Output(OrderedDict):
+    """A dict that has its items as attributes too, as transformers' ModelOutput."""
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        super().__setitem__(name, value)
+        setattr(self, name, value)
+
+
+class Rows(list):
+    """A list with an attribute."""
+
+    label = ""
+
+
+@dataclass(frozen=True)
+class Batch:
+    rows: Tensor
+    label: str
+    more: Any = field(default=None)
+
+
+def labelled(items: list, label: str) -> Rows:
+    made = Rows(items)
+    made.label = label
+    return made
+
+
+def rows(number: int, *shape: int) -> Tensor:
+    """Tensors of which no two have an element in common."""
+    shape = shape or (5,)
+    return 100.0 * number + torch.arange(float(torch.Size(shape).numel())).reshape(shape)
+
+
+def taken(value: Any, number: int, axis: int = 0) -> Any:
+    """What microbatch ``number`` of two gets of a batch of five."""
+    if isinstance(value, Tensor):
+        return value if value.dim() == 0 else value.tensor_split(2, axis)[number]
+    if isinstance(value, Sliced):
+        return Sliced((2, number, axis))
+    if isinstance(value, UserDict):
+        return taken(dict(value), number, axis)
+    if isinstance(value, defaultdict):
+        return defaultdict(value.default_factory, taken(dict(value), number, axis))
+    if isinstance(value, dict):
+        return type(value)((k, taken(v, number, axis)) for k, v in value.items())
+    if isinstance(value, Pair):
+        return Pair(*(taken(v, number, axis) for v in value))
+    if isinstance(value, Rows):
+        return labelled(taken(list(value), number, axis), value.label)
+    if isinstance(value, torch.Size):
+        return value
+    if isinstance(value, list | tuple | set):
+        return type(value)(taken(v, number, axis) for v in value)
+    if isinstance(value, Batch):
+        return Batch(
+            taken(value.rows, number, axis), value.label, taken(value.more, number, axis)
+        )
+    return value
+
+
+def assert_alike(got: Any, want: Any, where: str) -> None:
+    """The same types and tensors; Sliced, and what has no tensors, is equal."""
+    assert type(got) is type(want), f"{where}: {got} instead of {want}"
+    if isinstance(want, Tensor):
+        assert torch.equal(got, want), f"{where}: {got} instead of {want}"
+    elif isinstance(want, set):
+        assert_alike(sorted(got, key=torch.sum), sorted(want, key=torch.sum), where)
+    elif isinstance(want, Batch):
+        assert_alike(vars(got), vars(want), where)
+    elif isinstance(want, dict):
+        assert list(got) == list(want), where
+        if isinstance(want, defaultdict):
+            assert got.default_factory is want.default_factory, where
+        if isinstance(want, Output):
+            assert_alike(vars(got), vars(want), where)
+        for key in want:
+            assert_alike(got[key], want[key], f"{where}[{key!r}]")
+    elif isinstance(want, list | tuple):
+        assert len(got) == len(want), where
+        if isinstance(want, Rows):
+            assert got.label == want.label, where
+        for i, (one, other) in enumerate(zip(got, want, strict=True)):
+            assert_alike(one, other, f"{where}[{i}]")
+    else:
+        assert got == want, f"{where}: {got!r} instead of {want!r}"
+
+
+def inputs(axis: int) -> Any:
+    """Tensors with five entries on that axis, in everything that is looked into."""
+    shape = (5, 3) if axis == 0 else (2, 5)
+    return {
+        "tensor": rows(1, *shape),
+        "list": [rows(2, *shape), (rows(3, *shape), "text"), None],
+        "set": {rows(4, *shape), rows(5, *shape)},
+        "pair": Pair(rows(6, *shape), 7),
+        "ordered": OrderedDict(b=rows(8, *shape), a=rows(9, *shape)),
+        "output": Output(x=rows(10, *shape), y=Sliced()),
+        "default": defaultdict(list, x=rows(15, *shape)),
+        "rows": labelled([rows(16, *shape)], "label"),
+        "best": rows(17, *shape, 2).max(2),
+        "size": torch.Size([2, 5]),
+        "user": UserDict(x=rows(11, *shape)),
+        "batch": Batch(rows(12, *shape), "label", [rows(13, *shape)]),
+        "scalar": rows(14).sum(),
+        "sliced": Sliced(),
+        "number": 3.5,
+    }
+
+
+def both(model, x, columns, whole, *rest, keyword, last=None, **more):
+    """Two microbatches, noted in ``GOT`` as they are."""
+    GOT.append(
+        {
+            "model": model,
+            "x": x,
+            "columns": columns,
+            "whole": whole,
+            "rest": rest,
+            "keyword": keyword,
+            "last": last,
+            "more": more,
+        }
+    )
+
+
+GOT: list[dict[str, Any]] = []
+
+
+@on_ranks(1, 2)
+def test_every_argument_is_cut_as_its_name_says():
+    """By position or keyword, at any depth; what ranks other than pp_rank 0 give is not
+    looked at."""
+    step = smp.step(
+        both,
+        non_split_inputs=["whole", "kept"],
+        input_split_axes={"columns": 1, "rest": 1, "keyword": -1, "extra": 1},
+    )
+    for degree in each_degree():
+        model, _ = make(degree, microbatches=2)
+        given = {"columns": inputs(1), "keyword": inputs(1), "extra": inputs(1)}
+        given |= {"x": inputs(0), "whole": inputs(0), "kept": inputs(0), "other": inputs(0)}
+        rest = (inputs(1), rows(20, 2, 5))
+        fed = given if smp.pp_rank() == 0 else {name: torch.zeros(0) for name in given}
+        called = {
+            "x": fed["x"],
+            "columns": fed["columns"],
+            "whole": fed["whole"],
+        }
+        named = {name: fed[name] for name in ("keyword", "extra", "kept", "other")}
+
+        for _ in range(2):  # the first step is traced
+            GOT.clear()
+            step(model, *called.values(), *rest, **named)
+        got = GOT[-2:]
+
+        assert len(got) == (2 if smp.pp_rank() == 0 else 0)
+        for number, one in enumerate(got):
+            assert one.pop("model") is model and one.pop("last") is None
+            want = {
+                "x": taken(given["x"], number),
+                "columns": taken(given["columns"], number, 1),
+                "whole": given["whole"],
+                "rest": taken(rest, number, 1),
+                "keyword": taken(given["keyword"], number, -1),
+                "more": {
+                    "extra": taken(given["extra"], number, 1),
+                    "kept": given["kept"],
+                    "other": taken(given["other"], number),
+                },
+            }
+            assert_alike(one, want, f"microbatch {number}")
+
+
+# --------------------------------------------------------------------------- modes
+
+
+def in_mode(model: Any, x: Tensor, inner: str, deep: str) -> Tensor:
+    with MODES[inner]():
+        y = model(x, deep)
+    loss = y.clone().float().pow(2).mean()
+    if loss.requires_grad:
+        model.backward(loss)
+    return y
+
+
+def notes_of(net: Net) -> dict[str, list]:
+    layers = {"near": net.near, "far.there": net.far.there, "far.back": net.far.back}
+    return {
+        f"{path}, {phase}": notes
+        for path, layer in layers.items()
+        for phase, notes in (("forward", layer.notes), ("backward", layer.backward_notes))
+    }
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("outer", MODES)
+def test_modules_of_every_rank_run_in_the_callers_modes(outer):
+    """Around the step, around the call in it, and around a call in a module elsewhere."""
+    step = smp.step(in_mode)
+    x = torch.randn(5, WIDTH)
+    for degree in each_degree():
+        model, reference = make(degree, microbatches=2)
+        net, alone = model.module, Alone(reference)
+        for number, inner in enumerate(MODES):
+            deep = [*MODES][(3 * number + [*MODES].index(outer)) % len(MODES)]
+            with MODES[outer](), MODES[inner]():
+                grad = torch.is_grad_enabled()
+                with MODES[deep]():
+                    deep = deep if grad or not torch.is_grad_enabled() else "nothing"
+            where = f"{outer}, {inner}, {deep}"
+            outputs = []
+            with MODES[outer]():
+                before = modes()
+                got = step(model, x, inner, deep)
+                assert modes() == before, where
+                for part in x.split([3, 2]):
+                    alone.share = len(part) / len(x)
+                    outputs.append(in_mode(alone, part, inner, deep))
+            assert_same_outputs([y.detach() for y in got], [y.detach() for y in outputs])
+            want = notes_of(reference)
+            for name, notes in notes_of(net).items():
+                there = degree == 1 or smp.pp_rank() == (name.startswith("far.there"))
+                assert notes == (want[name] if there else []), f"{where}: {name}"
+                notes.clear()
+                want[name].clear()
+            mine = {name: p.grad for name, p in model.local_named_parameters()}
+            assert_same_bits(mine, gradients(reference))
