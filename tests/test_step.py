@@ -47,7 +47,8 @@ def modes() -> dict[str, Any]:
     return {
         "grad": torch.is_grad_enabled(),
         "inference": torch.is_inference_mode_enabled(),
-        "autocast": torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu"),
+        "autocast": torch.is_autocast_enabled("cpu")
+        and (torch.get_autocast_dtype("cpu"), torch.is_autocast_cache_enabled()),
         "device": torch.empty(()).device.type,
     }
 
@@ -146,10 +147,14 @@ def each_degree() -> Iterator[int]:
 @pytest.mark.parametrize("microbatches", [1, 4])
 @pytest.mark.parametrize("rows", [8, 10, 11])
 def test_outputs_of_microbatches_make_those_of_the_batch(rows, microbatches):
-    """reduce_mean weights each microbatch by its samples; so do the gradients."""
+    """reduce_mean weights each microbatch by its samples; so do the gradients.
 
-    @smp.step
-    def train(model, x):
+    The first tensor that is cut has the samples.
+    """
+
+    @smp.step(non_split_inputs=["first"], input_split_axes={"columns": 1})
+    def train(model, first, columns, other):
+        x = columns.T
         y = model(x)
         loss = y.pow(2).mean()
         model.backward(loss)
@@ -164,7 +169,7 @@ def test_outputs_of_microbatches_make_those_of_the_batch(rows, microbatches):
         sizes = split_sizes(rows, microbatches)
         losses = [part.pow(2).mean() for part in y.split(sizes)]
 
-        out = train(model, x)
+        out = train(model, x[:7], x.T, x[:4])
 
         want = {"mean": loss, "detached": loss, "sum": sum(losses), "total": y.sum(), "y": y}
         got = {
@@ -195,7 +200,9 @@ def test_outputs_keep_their_types_and_have_a_graph_if_asked_for(detach):
         y = (x * scale).pow(3)
         seen = Output(rows=y, label="text", nothing=None)
         seen["inner"] = Batch(y, "label", labelled([y.max(1)], "best"))
-        return [Pair(y, {"y": (y, {y})}), seen, y.shape, len(x), model(x)]
+        rows = len(x)  # 3, 2
+        differ = [[y] * rows, {f"{rows} rows": y}, y if rows == 3 else None]
+        return [Pair(y, {"y": (y, {y})}), seen, differ, y.shape, rows, model(x)]
 
     x = torch.randn(5, WIDTH, dtype=torch.float64)
     for degree in each_degree():
@@ -205,11 +212,14 @@ def test_outputs_keep_their_types_and_have_a_graph_if_asked_for(detach):
 
         out = evaluate(model, x)
 
-        (one, two), seen, shapes, sizes, of_model = out
+        (one, two), seen, differ, shapes, sizes, of_model = out
         assert type(out) is list and type(out[0]) is Pair and type(seen) is Output
         assert shapes == [(3, WIDTH), (2, WIDTH)] and sizes == [3, 2]
         assert list(seen) == ["rows", "label", "nothing", "inner"] and seen.rows is seen["rows"]
         assert seen.label == ["text"] * 2 and seen.nothing is None
+        assert all(type(each) is list for each in differ)
+        assert [len(part) for part in differ[0]] == [3, 2] and differ[2][1] is None
+        assert [list(part) for part in differ[1]] == [["3 rows"], ["2 rows"]]
         inner = seen["inner"]
         assert type(inner) is Batch and inner.label == ["label"] * 2
         assert type(inner.more) is Rows and inner.more.label == "best"
@@ -297,30 +307,35 @@ def rows(number: int, *shape: int) -> Tensor:
     return 100.0 * number + torch.arange(float(torch.Size(shape).numel())).reshape(shape)
 
 
-def taken(value: Any, number: int, axis: int = 0) -> Any:
-    """What microbatch ``number`` of two gets of a batch of five."""
+def taken(value: Any, number: int, axis: int = 0, count: int = 2) -> Any:
+    """What microbatch ``number`` gets of a batch of five."""
+
+    def part(value: Any) -> Any:
+        return taken(value, number, axis, count)
+
     if isinstance(value, Tensor):
-        return value if value.dim() == 0 else value.tensor_split(2, axis)[number]
+        return value if value.dim() == 0 else value.tensor_split(count, axis)[number]
     if isinstance(value, Sliced):
-        return Sliced((2, number, axis))
+        return Sliced((count, number, axis))
     if isinstance(value, UserDict):
-        return taken(dict(value), number, axis)
+        return part(dict(value))
     if isinstance(value, defaultdict):
-        return defaultdict(value.default_factory, taken(dict(value), number, axis))
+        return defaultdict(value.default_factory, part(dict(value)))
     if isinstance(value, dict):
-        return type(value)((k, taken(v, number, axis)) for k, v in value.items())
+        made = type(value)((k, part(v)) for k, v in value.items())
+        if isinstance(value, Output):
+            made.note = value.note
+        return made
     if isinstance(value, Pair):
-        return Pair(*(taken(v, number, axis) for v in value))
+        return Pair(*map(part, value))
     if isinstance(value, Rows):
-        return labelled(taken(list(value), number, axis), value.label)
+        return labelled(part(list(value)), value.label)
     if isinstance(value, torch.Size):
         return value
     if isinstance(value, list | tuple | set):
-        return type(value)(taken(v, number, axis) for v in value)
+        return type(value)(map(part, value))
     if isinstance(value, Batch):
-        return Batch(
-            taken(value.rows, number, axis), value.label, taken(value.more, number, axis)
-        )
+        return Batch(part(value.rows), value.label, part(value.more))
     return value
 
 
@@ -354,13 +369,15 @@ def assert_alike(got: Any, want: Any, where: str) -> None:
 def inputs(axis: int) -> Any:
     """Tensors with five entries on that axis, in everything that is looked into."""
     shape = (5, 3) if axis == 0 else (2, 5)
+    output = Output(x=rows(10, *shape), y=Sliced())
+    output.note = "an attribute that is no item"
     return {
         "tensor": rows(1, *shape),
         "list": [rows(2, *shape), (rows(3, *shape), "text"), None],
         "set": {rows(4, *shape), rows(5, *shape)},
         "pair": Pair(rows(6, *shape), 7),
         "ordered": OrderedDict(b=rows(8, *shape), a=rows(9, *shape)),
-        "output": Output(x=rows(10, *shape), y=Sliced()),
+        "output": output,
         "default": defaultdict(list, x=rows(15, *shape)),
         "rows": labelled([rows(16, *shape)], "label"),
         "best": rows(17, *shape, 2).max(2),
@@ -373,9 +390,12 @@ def inputs(axis: int) -> Any:
     }
 
 
-def both(model, x, columns, whole, *rest, keyword, last=None, **more):
-    """Two microbatches, noted in ``GOT`` as they are."""
-    GOT.append(
+NOTED: list[dict[str, Any]] = []
+
+
+def noted(model, x, columns, whole, *rest, keyword, last=None, **more):
+    """Notes what each microbatch gets."""
+    NOTED.append(
         {
             "model": model,
             "x": x,
@@ -389,51 +409,51 @@ def both(model, x, columns, whole, *rest, keyword, last=None, **more):
     )
 
 
-GOT: list[dict[str, Any]] = []
-
-
 @on_ranks(1, 2)
-def test_every_argument_is_cut_as_its_name_says():
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_every_argument_is_cut_as_its_name_says(microbatches):
     """By position or keyword, at any depth; what ranks other than pp_rank 0 give is not
     looked at."""
     step = smp.step(
-        both,
+        noted,
         non_split_inputs=["whole", "kept"],
-        input_split_axes={"columns": 1, "rest": 1, "keyword": -1, "extra": 1},
+        input_split_axes={"columns": 1, "rest": 1, "keyword": -2, "extra": 1},
     )
     for degree in each_degree():
-        model, _ = make(degree, microbatches=2)
-        given = {"columns": inputs(1), "keyword": inputs(1), "extra": inputs(1)}
-        given |= {"x": inputs(0), "whole": inputs(0), "kept": inputs(0), "other": inputs(0)}
-        rest = (inputs(1), rows(20, 2, 5))
-        fed = given if smp.pp_rank() == 0 else {name: torch.zeros(0) for name in given}
-        called = {
-            "x": fed["x"],
-            "columns": fed["columns"],
-            "whole": fed["whole"],
+        model, _ = make(degree, microbatches=microbatches)
+        given = {"x": inputs(0), "columns": inputs(1), "whole": inputs(0)}
+        named = {
+            "keyword": inputs(0),
+            "extra": inputs(1),
+            "kept": inputs(0),
+            "other": inputs(0),
         }
-        named = {name: fed[name] for name in ("keyword", "extra", "kept", "other")}
+        rest = (inputs(1), rows(20, 2, 5))
+        if smp.pp_rank() != 0:
+            empty = torch.zeros(0)
+            given, named = dict.fromkeys(given, empty), dict.fromkeys(named, empty)
 
         for _ in range(2):  # the first step is traced
-            GOT.clear()
-            step(model, *called.values(), *rest, **named)
-        got = GOT[-2:]
+            NOTED.clear()
+            step(model, *given.values(), *rest, **named)
 
-        assert len(got) == (2 if smp.pp_rank() == 0 else 0)
+        got = NOTED[-microbatches:]
+        assert len(got) == (microbatches if smp.pp_rank() == 0 else 0)
         for number, one in enumerate(got):
-            assert one.pop("model") is model and one.pop("last") is None
+            taken_here = partial(taken, number=number, count=microbatches)
             want = {
-                "x": taken(given["x"], number),
-                "columns": taken(given["columns"], number, 1),
+                "x": taken_here(given["x"]),
+                "columns": taken_here(given["columns"], axis=1),
                 "whole": given["whole"],
-                "rest": taken(rest, number, 1),
-                "keyword": taken(given["keyword"], number, -1),
+                "rest": taken_here(rest, axis=1),
+                "keyword": taken_here(named["keyword"], axis=-2),
                 "more": {
-                    "extra": taken(given["extra"], number, 1),
-                    "kept": given["kept"],
-                    "other": taken(given["other"], number),
+                    "extra": taken_here(named["extra"], axis=1),
+                    "kept": named["kept"],
+                    "other": taken_here(named["other"]),
                 },
             }
+            assert one.pop("model") is model and one.pop("last") is None
             assert_alike(one, want, f"microbatch {number}")
 
 

@@ -141,10 +141,13 @@ class Splitter:
         self.signature = inspect.signature(function)
         self.whole = set(non_split_inputs or ())
         self.axes = dict(input_split_axes or {})
-        self.parameters = list(self.signature.parameters)
-        variadic = any(
-            p.kind is inspect.Parameter.VAR_KEYWORD for p in self.signature.parameters.values()
-        )
+        by_kind: dict[Any, list[str]] = defaultdict(list)
+        for parameter in self.signature.parameters.values():
+            by_kind[parameter.kind].append(parameter.name)
+        kind = inspect.Parameter
+        self.positional = by_kind[kind.POSITIONAL_ONLY] + by_kind[kind.POSITIONAL_OR_KEYWORD]
+        self.rest = by_kind[kind.VAR_POSITIONAL]
+        variadic = bool(by_kind[kind.VAR_KEYWORD])
         for name in [*self.whole, *self.axes]:
             if name not in self.signature.parameters and not variadic:
                 raise ValueError(
@@ -175,11 +178,11 @@ class Splitter:
         return calls, weights
 
     def _names(self, args: tuple) -> list[str]:
-        known = self.parameters
+        known = self.positional
         if len(args) <= len(known):
             return known[: len(args)]
-        rest = range(len(known), len(args))  # *args takes it
-        return known + [known[-1] if known else f"argument {i}" for i in rest]
+        beyond = range(len(known), len(args))  # *args takes them
+        return known + [self.rest[0] if self.rest else f"argument {i}" for i in beyond]
 
     def _cut(self, value: Any, count: int, name: str, samples: list) -> list:
         if name in self.whole:
