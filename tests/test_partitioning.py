@@ -2,15 +2,19 @@
 
 import copy
 import pickle
+import random
 import threading
+from array import array
 
 import pytest
 import torch
 from torch import nn
 
 import smp.partitioning
+from smp import _core
 from smp.partitioning.partition import Partition, PartitionError, make_partition, set_partition
 from smp.partitioning.tracing import trace
+from tests.reference import partition as reference
 
 
 def decide(model, *args, degree=2, **kwargs):
@@ -172,6 +176,88 @@ def test_memory_weight_trades_parameters_against_modules():
     compute = decide(net, memory_weight=0.0)
     assert memory.ranks.tolist() == [0, 0] + [1] * 7
     assert compute.ranks.tolist() == [0] * 4 + [1] * 5
+
+
+# --------------------------------------------------------------------- the plain reference
+
+
+def random_tree(draw):
+    """Small numbers, so that costs of 0 and ties are frequent; or some very large ones."""
+    n, most = draw.randint(1, 24), draw.choice([3, 10, 100])
+    uneven, boxes = draw.choice([1, 1, 8]), draw.randint(1, 6)
+    parents = draw.choice(
+        [
+            lambda child: draw.randrange(child),
+            lambda child: draw.randrange(min(child, 3)),
+            lambda child: draw.randrange(max(0, child - 4), child),
+            lambda child: draw.randint(1, boxes) if child > boxes else 0,
+        ]
+    )
+
+    def numbers(share, most):
+        return [
+            int(most * draw.random() ** uneven) if draw.random() < share else 0
+            for _ in range(n)
+        ]
+
+    tree = reference.Tree(
+        parent=[-1, *(parents(child) for child in range(1, n))],
+        parameter=numbers(0.7, most**uneven),
+        uses=[],
+        first_run=draw.choice([list(range(n)), [draw.randrange(-1, n) for _ in range(n)]]),
+        activation=numbers(draw.choice([0, 0.3]), 50),
+        seconds=[float(s) for s in numbers(draw.choice([0, 1]), 10)],
+        chain=[draw.random() < 0.4 for _ in range(n)],
+        pin=[reference.INHERIT] * n,
+    )
+    owners = [module for module, size in enumerate(tree.parameter) if size]
+    if owners and draw.random() < 0.3:
+        users = [draw.randrange(n) for _ in range(draw.randrange(3))]
+        tree.uses += [(user, draw.choice(owners)) for user in users]
+    if draw.random() < 0.3:
+        for _ in range(draw.randrange(4)):
+            tree.pin[draw.randrange(n)] = draw.choice([reference.NONE, 0, 1])
+        tree.default = draw.choice([-1, -1, -1, 1])
+    return tree
+
+
+def core_decides(tree, devices, memory_weight):
+    n = len(tree.parent)
+    uses = [(module, module) for module in range(n) if tree.parameter[module]] + tree.uses
+    device, *_ = _core.partition(
+        devices,
+        memory_weight,
+        tree.default,
+        n,
+        array("i", tree.parent[1:]),
+        array("i", range(1, n)),
+        array("q", tree.parameter),
+        array("i", [module for module, _ in uses]),
+        array("i", [owner for _, owner in uses]),
+        first_run=array("q", tree.first_run),
+        activation_bytes=array("q", tree.activation),
+        seconds=array("d", tree.seconds),
+        chain=array("b", tree.chain),
+        pin=array("i", tree.pin),
+    )
+    return array("i", device).tolist()
+
+
+def test_random_trees_are_divided_as_the_plain_reference_divides_them():
+    """The device of each module: spare devices, chains, pins, shared parameters, ties."""
+    contradictions = 0
+    for seed in range(500):
+        draw = random.Random(seed)
+        tree = random_tree(draw)
+        devices, memory_weight = draw.randint(2, 9), draw.choice([0.0, 0.3, 0.8, 1.0])
+        try:
+            got = core_decides(tree, devices, memory_weight)
+        except _core.PartitionConflict:  # a pin against a shared parameter
+            contradictions += 1
+            continue
+        want = reference.partition(tree, devices, memory_weight)
+        assert got == want, f"seed {seed}, {devices} devices, {memory_weight}: {tree}"
+    assert contradictions < 20
 
 
 # -------------------------------------------------------------------------------- pinning

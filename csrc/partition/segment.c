@@ -111,12 +111,13 @@ nearest(const int64_t *prefix, int32_t start, int32_t low, int32_t high, int64_t
             first = middle + 1;
         }
     }
-    if (first > low && goal - prefix[first - 1] <= prefix[first] - goal) {
-        int64_t sum = prefix[first - 1];
+    int64_t sum = prefix[first];
 
-        while (first > low && prefix[first - 1] == sum) {
-            first--;
-        }
+    if (first > low && goal - prefix[first - 1] <= prefix[first] - goal) {
+        sum = prefix[first - 1];
+    }
+    while (first > low && prefix[first - 1] == sum) {
+        first--;
     }
     return first;
 }
