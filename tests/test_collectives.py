@@ -594,6 +594,37 @@ def test_tensors_with_gaps_are_filled_where_they_are(tmp_path):
         assert negative.tolist() == [-1.0] * 3
 
 
+@on_ranks(*ON)
+def test_tensors_that_require_grad_are_filled_outside_autograd(tmp_path):
+    """Leaves, with gaps too, and what has a graph: the values change, and nothing else."""
+
+    def gaps(r):
+        return drawn(r, (8, 6), torch.float32).t()[::2]
+
+    def dense(r):
+        return gaps(r).contiguous()
+
+    with job(tmp_path) as (rank, size):
+        for term in (gaps, dense):
+            terms = [term(r) for r in range(size)]
+            leaf = term(rank).requires_grad_()
+            parameter = torch.nn.Parameter(term(rank))
+            inner = leaf.mul(1)
+            for tensor in (parameter, inner, leaf):
+                dist.broadcast(tensor, size - 1)
+                assert same(tensor.detach(), terms[-1])
+            assert leaf.is_leaf and parameter.is_leaf and leaf.requires_grad
+            assert inner.grad_fn is not None and inner.requires_grad
+            (leaf.square().sum() + parameter.sum()).backward()
+            assert torch.equal(leaf.grad, 2 * terms[-1])
+            assert parameter.grad.eq(1).all()
+
+            listed = [torch.zeros(t.shape).requires_grad_() for t in terms]
+            dist.all_gather(listed, term(rank).requires_grad_())
+            assert all(map(same, [t.detach() for t in listed], terms))
+            assert all(t.is_leaf and t.requires_grad for t in listed)
+
+
 # ------------------------------------------------------------------- from rank to rank
 
 

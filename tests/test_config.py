@@ -1,6 +1,7 @@
 """Spec: docs of the parameters (api section 1): sources, checks, rules, defaults."""
 
 import dataclasses
+import itertools
 import json
 import sys
 import warnings
@@ -19,6 +20,8 @@ def no_configuration_from_outside(monkeypatch):
         "SMP_COMM_TRANSPORTS",
         "SMP_COMM_INTERFACE",
         "SMP_COMM_POOL_BYTES",
+        "SMP_COMM_DEVICE_POOL_BYTES",
+        "SMP_COMM_DEVICE_GATHER_BYTES",
         "SMP_WATCHDOG_REPORT_S",
         "SMP_WATCHDOG_END_S",
     ):
@@ -136,6 +139,35 @@ class TestSources:
 
         assert (cfg.microbatches, cfg.optimize, cfg.memory_weight) == (8, "speed", 0.5)
         assert cfg.skip_tracing is False
+
+    @pytest.mark.parametrize("held", list(itertools.product([False, True], repeat=4)))
+    def test_a_key_in_some_sources_hides_no_other_key_of_theirs(self, monkeypatch, held):
+        """One key in some of the sources, another in the rest; each from its strongest."""
+        config_text, environment, sagemaker, given = (
+            {"comm_pool_bytes" if has else "comm_device_pool_bytes": place}
+            for place, has in enumerate(held, start=1)
+        )
+        monkeypatch.setenv("SMP_CONFIG", json.dumps({**config_text, "microbatches": 5}))
+        for name, value in environment.items():
+            monkeypatch.setenv(f"SMP_{name.upper()}", str(value))
+        monkeypatch.setenv("SM_HP_MP_PARAMETERS", json.dumps({**sagemaker, "ddp": True}))
+
+        cfg = load(**given, skip_tracing=True)
+
+        first = {has: place for place, has in reversed(list(enumerate(held, start=1)))}
+        assert cfg.comm_pool_bytes == first.get(True, 0)
+        assert cfg.comm_device_pool_bytes == first.get(False, 256 << 20)
+        assert (cfg.microbatches, cfg.ddp, cfg.skip_tracing) == (5, True, True)
+
+    def test_what_the_library_shall_decide_hides_no_weaker_source(self, monkeypatch):
+        """None is "not given", of what defaults to None; rules look at all sources."""
+        monkeypatch.setenv("SMP_CONFIG", '{"memory_weight": null, "default_partition": 1}')
+        monkeypatch.setenv("SM_HP_MP_PARAMETERS", '{"auto_partition": false}')
+
+        cfg = load(2, partitions=2, memory_weight=0.5)
+
+        assert (cfg.memory_weight, cfg.auto_partition) == (0.5, False)
+        assert cfg.default_partition == 1
 
     def test_an_alias_in_a_stronger_source_overrides(self, monkeypatch):
         monkeypatch.setenv("SM_HP_MP_PARAMETERS", '{"partitions": 2}')

@@ -323,6 +323,46 @@ def test_without_sync_gradients_add_up_until_the_next_step():
 
 
 @pytest.mark.parametrize("in_step", [False, True])
+@pytest.mark.parametrize("passes", [1, 2])
+@on_ranks(2)
+def test_a_block_without_sync_ends_with_the_outermost(passes, in_step):
+    """Steps in it are not counted as passes, and neither is an error that leaves one."""
+    smp.init({"ddp": True})
+    model = smp.DistributedModel(plain_model(), backward_passes_per_step=passes)
+    replicas = [plain_model(), plain_model()]
+    numbers = iter(range(100))
+
+    def step() -> None:
+        number = next(numbers)
+        x = batch_of(smp.dp_rank(), number)
+        if in_step:
+            smp.step(mean_loss)(model, x)
+        else:
+            model(x).square().mean().backward()
+        for rank, replica in enumerate(replicas):
+            replica(batch_of(rank, number)).square().mean().backward()
+
+    def without_exchange() -> None:
+        step()
+        assert_same_bits(local_gradients(model), gradients(replicas[smp.dp_rank()]))
+
+    with model.no_sync():
+        without_exchange()
+        with model.no_sync():
+            without_exchange()
+        without_exchange()
+        with pytest.raises(LookupError), model.no_sync():
+            raise LookupError
+        without_exchange()
+    for _ in range(passes - 1):
+        without_exchange()
+        with model.no_sync():
+            without_exchange()
+    step()
+    assert_same_bits(local_gradients(model), averaged(replicas))
+
+
+@pytest.mark.parametrize("in_step", [False, True])
 @on_ranks(2)
 def test_backward_passes_per_step_exchanges_every_second_time(in_step):
     smp.init({"ddp": True})

@@ -41,6 +41,9 @@ def payloads(rank: int) -> list:
         torch.randn(1, 3).expand(4, 3),
         torch.randn(8)[::2],
         nn.Parameter(torch.randn(2), requires_grad=False),
+        nn.Parameter(torch.randn(2)),
+        torch.randn(3, requires_grad=True),
+        torch.randn(3, 2, requires_grad=True).t(),
         torch.eye(2).to_sparse(),
         nn.Linear(2, 3),
     ]

@@ -219,6 +219,24 @@ def test_a_plan_runs_the_first_microbatch():
         plan(Spy(), ids, pipeline_parallel_degree=2, microbatches=0)
 
 
+@pytest.mark.parametrize("memory_weight", [0, 0.25, 1, None])
+def test_a_plan_weighs_memory_against_computation(memory_weight):
+    """Costs by hand: bytes of parameters and outputs; the root is a fourth module."""
+    net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 24), nn.ReLU())
+    given = {} if memory_weight is None else {"memory_weight": memory_weight}
+
+    report = plan(net, torch.zeros(8, 8), pipeline_parallel_degree=2, microbatches=2, **given)
+
+    weight = 0.8 if memory_weight is None else memory_weight
+    outputs = [0, 4 * 8, 4 * 24, 4 * 24]  # of four rows of the batch
+    elements = [out + own for out, own in zip(outputs, [0, 72, 216, 0], strict=True)]
+    want = [weight * n / sum(elements) + (1 - weight) / 4 for n in elements]
+    assert report.partition.own_costs.tolist() == pytest.approx(want)
+    assert report.costs == pytest.approx([sum(want[:2]), sum(want[2:])])
+    assert report.partition.ranks.tolist() == [0, 0, 1, 1]
+    assert f"memory_weight {weight:g}" in str(report)
+
+
 def test_a_plan_without_inputs_says_what_is_missing():
     with pytest.warns(UserWarning, match="the model is not run"):
         report = plan(Model(), pipeline_parallel_degree=2)
