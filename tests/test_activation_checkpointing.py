@@ -89,6 +89,75 @@ def test_gradients_are_those_without_checkpointing(strategy):
     assert twice > once
 
 
+class Noted(nn.Linear):
+    """A layer that notes its number each time that it runs here."""
+
+    def __init__(self, number: int, runs: list[int]) -> None:
+        super().__init__(4, 4)
+        self.number, self.runs = number, runs
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.runs.append(self.number)
+        return super().forward(x).tanh()
+
+
+# What runs again in backward: the last group first, each from its front.
+AGAIN = {
+    "each": [5, 4, 3, 2, 1, 0],
+    "group_2": [4, 5, 2, 3, 0, 1],
+    "group_3": [3, 4, 5, 0, 1, 2],
+    "group_4": [4, 5, 0, 1, 2, 3],
+    "group_9": [0, 1, 2, 3, 4, 5],
+}
+
+
+@pytest.mark.parametrize("strategy", [*AGAIN, "contiguous"])
+@pytest.mark.parametrize("by_call", [False, True])
+def test_a_strategy_makes_its_groups(strategy, by_call):
+    smp.reset()
+    runs: list[int] = []
+    sequence = nn.Sequential(*[Noted(number, runs) for number in range(6)])
+
+    if by_call:
+        out = checkpoint_sequential(sequence, torch.ones(2, 4), strategy=strategy)
+    else:
+        smp.set_activation_checkpointing(sequence, strategy=strategy)
+        out = sequence(torch.ones(2, 4))
+    assert runs == list(range(6))
+    out.sum().backward()
+
+    assert runs[6:] == AGAIN.get(strategy, [0, 1, 2, 3, 4, 5])
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("strategy", [*AGAIN, "contiguous"])
+def test_a_strategy_makes_its_groups_where_ranks_share_the_children(strategy):
+    """Contiguous: those of one rank.  The rank that owns the Sequential runs its own again."""
+    smp.init({"pipeline_parallel_degree": 2})
+    runs: list[int] = []
+    layers = [Noted(number, runs) for number in range(6)]
+    sequence = nn.Sequential(*layers)
+    smp.set_partition(sequence, 0)
+    for layer in layers[1:4]:
+        smp.set_partition(layer, 1)
+    smp.set_activation_checkpointing(sequence, strategy=strategy)
+    model = smp.DistributedModel(sequence)
+
+    @smp.step
+    def step(model: nn.Module, x: torch.Tensor) -> None:
+        model.backward(model(x).sum())
+
+    step(model, torch.ones(2, 4))  # the first is preceded by tracing
+    runs.clear()
+    step(model, torch.ones(2, 4))
+
+    if smp.rank() == 1:
+        assert runs[:3] == [1, 2, 3]
+    else:
+        again = AGAIN.get(strategy, [4, 5, 1, 2, 3, 0])
+        assert runs == [0, 4, 5] + [number for number in again if number in (0, 4, 5)]
+
+
 @on_ranks(2)
 def test_a_module_whose_subtree_spans_ranks_is_checkpointed():
     smp.init({"pipeline_parallel_degree": 2, "microbatches": 2})
