@@ -29,6 +29,26 @@ def test_alone_it_is_torchs(overflow):
     assert ours == ((0.0, 4.0) if overflow else (-1.0, 8.0))
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"growth_interval": 2},
+        {"growth_interval": 1, "growth_factor": 3.0},
+        {"backoff_factor": 0.25},
+        {"enabled": False},
+    ],
+)
+def test_its_settings_are_torchs(settings):
+    smp.reset()
+    ours = smp.amp.GradScaler("cpu", init_scale=8.0, **settings)
+    theirs = torch.amp.GradScaler("cpu", init_scale=8.0, **settings)
+
+    for overflow in (False, False, True, False):
+        got, want = one_step(ours, overflow), one_step(theirs, overflow)
+        assert got == want
+    assert ours.is_enabled() == theirs.is_enabled()
+
+
 def test_it_is_a_torch_scaler():
     assert issubclass(smp.amp.GradScaler, torch.amp.GradScaler)
     assert smp.amp.GradScaler().is_enabled()

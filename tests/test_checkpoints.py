@@ -152,6 +152,33 @@ def test_a_partial_checkpoint_loads_under_another_pipeline_degree(saved, loaded,
 
 
 @on_ranks(2)
+@KINDS
+def test_what_is_loaded_may_be_a_part(partial, tmp_path):
+    """Without the optimizer's state; by other names, and not by all of them."""
+    init(2)
+    saved = Run("sgd")
+    saved.train(0, 1)
+    save(saved, tmp_path, "m", partial)
+    run = Run("sgd", seed=9)
+    run.evaluate()
+    want = snapshot(saved.model.state_dict())
+    want["first.0.bias"] = snapshot(run.model.state_dict())["first.0.bias"]
+
+    def without_a_bias(loaded):
+        return {name: value for name, value in loaded.items() if name != "first.0.bias"}
+
+    smp.resume_from_checkpoint(
+        tmp_path,
+        partial=partial,
+        strict=False,
+        load_optimizer=False,
+        translate_function=without_a_bias,
+    )
+    assert_same(run.model.state_dict(), want)
+    assert run.optimizer.state_dict()["state"] == {}
+
+
+@on_ranks(2)
 def test_the_oldest_partial_checkpoints_are_removed(tmp_path):
     init(2)
     run = Run("sgd")
@@ -379,6 +406,11 @@ def test_every_rank_saves_a_file_of_its_own(tmp_path):
     ]
     for name in ("s.pt", "v.pt", "w.pt"):
         assert_same(smp.load(tmp_path / name), mine)
+        assert smp.load(tmp_path / name, map_location="meta")["t"].is_meta
+    smp.save("of the first version", tmp_path / f"s.pt_{smp.mp_rank()}", partial=False)
+    assert_same(smp.load(tmp_path / "s.pt"), mine)
+    assert smp.load(tmp_path / "s.pt", back_compat=True) == "of the first version"
+    assert_same(smp.load(tmp_path / "v.pt", back_compat=True), mine)
     with pytest.raises(FileNotFoundError, match=r"x\.pt_\d_0"):
         smp.load(tmp_path / "x.pt")
 

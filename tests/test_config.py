@@ -237,6 +237,26 @@ class TestSources:
         assert cfg.comm_pool_bytes == 1048576
         assert cfg.comm_device_pool_bytes == 0
 
+    @pytest.mark.parametrize(
+        "key, text, value",
+        [
+            ("comm_transports", "^mpi,^ucx", ("^mpi", "^ucx")),
+            ("comm_interface", "eth1", "eth1"),
+            ("comm_pool_bytes", "7", 7),
+            ("comm_device_pool_bytes", "7", 7),
+            ("comm_device_gather_bytes", "7", 7),
+            ("watchdog_report_s", "2.5", 2.5),
+            ("watchdog_end_s", "2.5", 2.5),
+        ],
+    )
+    def test_a_variable_of_the_environment_sets_its_own_key(
+        self, monkeypatch, key, text, value
+    ):
+        others = dataclasses.asdict(load())
+        monkeypatch.setenv(f"SMP_{key.upper()}", text)
+
+        assert dataclasses.asdict(load()) == {**others, key: value}
+
     def test_the_error_names_the_source(self, monkeypatch):
         monkeypatch.setenv("SMP_COMM_POOL_BYTES", "much")
 

@@ -443,6 +443,56 @@ def test_replicas_begin_with_the_parameters_and_buffers_of_the_first():
         assert torch.equal(everyones[0], everyones[1]), name
 
 
+@pytest.mark.parametrize("broadcasts", [False, True])
+@pytest.mark.parametrize("in_step", [False, True])
+@on_ranks(2)
+def test_buffers_may_stay_a_replicas_own(broadcasts, in_step):
+    """broadcast_buffers=False: alike at the start, then each has its own statistics."""
+    smp.init({"ddp": True})
+    module = nn.BatchNorm1d(WIDTH)
+    module.running_mean.fill_(smp.dp_rank() + 5)
+    model = smp.DistributedModel(module, broadcast_buffers=broadcasts)
+    reference = nn.BatchNorm1d(WIDTH)
+    reference.running_mean.fill_(5)
+
+    for number in range(2):
+        x = batch_of(smp.dp_rank(), number)
+        if in_step:
+            smp.step(mean_loss)(model, x)
+        else:
+            model(x).square().mean().backward()
+        if not broadcasts:
+            reference(x)
+        elif number == 0:  # the second step begins with the first replica's
+            reference(batch_of(0, 0))
+        else:
+            reference(x)
+    assert_same_bits(dict(module.named_buffers()), dict(reference.named_buffers()))
+
+
+@on_ranks(2)
+def test_a_gradient_that_the_script_keeps_is_not_written_again():
+    """Of an earlier step; a parameter that is thawed in between takes part from then on."""
+    smp.init({"ddp": True})
+    model = smp.DistributedModel(plain_model())
+    step = smp.step(mean_loss)
+    replicas = [plain_model(), plain_model()]
+    for net in (model.module, *replicas):
+        net[3].requires_grad_(False)
+    kept = []
+    for number in range(3):
+        step(model, batch_of(smp.dp_rank(), number))
+        for rank, replica in enumerate(replicas):
+            replica(batch_of(rank, number)).square().mean().backward()
+        kept.append((local_gradients(model), averaged(replicas)))
+        model.zero_grad()
+        for net in (model.module, *replicas):
+            net.zero_grad()
+            net[3].requires_grad_(True)
+    for got, want in kept:
+        assert_same_bits(got, want)
+
+
 @on_ranks(2)
 def test_replicas_with_different_models_are_refused():
     """The error names the first difference, on every replica."""

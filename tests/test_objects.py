@@ -43,7 +43,7 @@ def payloads(rank: int) -> list:
         nn.Parameter(torch.randn(2), requires_grad=False),
         nn.Parameter(torch.randn(2)),
         torch.randn(3, requires_grad=True),
-        torch.randn(3, 2, requires_grad=True).t(),
+        torch.randn(3, 2).t().requires_grad_(),
         torch.eye(2).to_sparse(),
         nn.Linear(2, 3),
     ]
@@ -56,6 +56,7 @@ def same(a, b) -> bool:
             and a.dtype == b.dtype
             and a.shape == b.shape
             and a.requires_grad == b.requires_grad
+            and a.is_leaf
             and bool(torch.equal(a.to_dense(), b.to_dense()))
         )
     if isinstance(a, nn.Module):

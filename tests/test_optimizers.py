@@ -1,4 +1,6 @@
-"""Spec: smp.optimizers (api section 10), against plain loops over one tensor at a time."""
+"""Spec: smp.optimizers (api section 10), against plain loops over one tensor at a time;
+smp.DistributedOptimizer, which is the optimizer that it wraps.
+"""
 
 import copy
 
@@ -31,7 +33,8 @@ def train(net: nn.Module, optimizer: torch.optim.Optimizer, scale: float = 1.0) 
 @pytest.mark.parametrize("decay", [0.0, 0.1])
 @pytest.mark.parametrize("amsgrad", [False, True])
 @pytest.mark.parametrize("adam_w_mode", [True, False])
-def test_adam_equals_torchs(decay, amsgrad, adam_w_mode):
+@pytest.mark.parametrize("more", [{}, {"betas": (0.6, 0.7), "eps": 0.1}], ids=["", "betas"])
+def test_adam_equals_torchs(decay, amsgrad, adam_w_mode, more):
     kind = torch.optim.AdamW if adam_w_mode else torch.optim.Adam
     ours, theirs = model(), model()
 
@@ -43,11 +46,12 @@ def test_adam_equals_torchs(decay, amsgrad, adam_w_mode):
             weight_decay=decay,
             amsgrad=amsgrad,
             adam_w_mode=adam_w_mode,
+            **more,
         ),
     )
 
     want = train(
-        theirs, kind(theirs.parameters(), lr=0.02, weight_decay=decay, amsgrad=amsgrad)
+        theirs, kind(theirs.parameters(), lr=0.02, weight_decay=decay, amsgrad=amsgrad, **more)
     )
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-7)
 
@@ -99,6 +103,7 @@ class Lamb(torch.optim.Optimizer):
         ({"max_grad_norm": 0}, {"max_norm": 0}),
         ({"adam_w_mode": False}, {"decoupled": False}),
         ({"grad_averaging": False}, {"averaging": False}),
+        ({"betas": (0.6, 0.7), "eps": 0.1}, {"betas": (0.6, 0.7), "eps": 0.1}),
     ],
 )
 def test_lamb_equals_its_definition(ours, theirs):
@@ -140,11 +145,13 @@ class NovoGrad(torch.optim.Optimizer):
                     norm = grad.norm()
                     v = st.get("v", 0 * norm if group["zero"] else norm)
                     st["v"] = (beta2 * v**2 + (1 - beta2) * norm**2) ** 0.5
-                below = st["v"] / (1 - beta2**t) ** 0.5 + group["eps"]
+                correct = group["correct"]
+                below = st["v"] / ((1 - beta2**t) ** 0.5 if correct else 1) + group["eps"]
                 if group["inside"]:
                     grad = grad / below + group["decay"] * p
-                st["m"] = beta1 * st.get("m", 0) + (1 - beta1) * grad
-                update = st["m"] / (1 - beta1**t)
+                share = 1 - beta1 if group["averaging"] else 1
+                st["m"] = beta1 * st.get("m", 0) + share * grad
+                update = st["m"] / (1 - beta1**t if correct else 1)
                 if not group["inside"]:
                     update = update / below + group["decay"] * p
                 p -= group["lr"] * update
@@ -158,6 +165,9 @@ class NovoGrad(torch.optim.Optimizer):
         ({"weight_decay": 0.1, "reg_inside_moment": True}, {"decay": 0.1, "inside": True}),
         ({"norm_type": 0}, {"largest": True}),
         ({"init_zero": True}, {"zero": True}),
+        ({"bias_correction": False}, {"correct": False}),
+        ({"grad_averaging": False}, {"averaging": False}),
+        ({"betas": (0.6, 0.7), "eps": 0.1}, {"betas": (0.6, 0.7), "eps": 0.1}),
     ],
 )
 def test_novograd_equals_its_definition(ours, theirs):
@@ -172,6 +182,8 @@ def test_novograd_equals_its_definition(ours, theirs):
         "inside": False,
         "largest": False,
         "zero": False,
+        "correct": True,
+        "averaging": True,
         **theirs,
     }
     want = train(b, NovoGrad(b.parameters(), lr=0.05, **settings))
@@ -251,6 +263,38 @@ def test_what_apex_refuses_is_refused():
         FusedNovoGrad(parameters, norm_type=1)
     with pytest.raises(NotImplementedError, match="bias_correction=False"):
         FusedAdam(parameters, bias_correction=False)
+
+
+def test_a_wrapped_optimizer_does_what_it_does_itself():
+    """Closures, groups that are added or replaced, gradients that are kept as zeros."""
+    results = []
+    for wrap in (lambda optimizer: optimizer, smp.DistributedOptimizer):
+        first, second = (nn.Parameter(torch.full((2,), value)) for value in (1.0, 2.0))
+        sgd = torch.optim.SGD([first], lr=0.5, momentum=0.5)
+        optimizer = wrap(sgd)
+
+        def closure(optimizer=optimizer, first=first):
+            optimizer.zero_grad(set_to_none=False)
+            loss = first.square().sum()
+            loss.backward()
+            return loss.detach()
+
+        losses = [optimizer.step(closure).item() for _ in range(2)]
+        optimizer.add_param_group({"params": [second], "lr": 0.25})
+        assert sgd.param_groups[1]["params"] == [second]
+        second.sum().backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        kept = [p.grad.tolist() for p in (first, second)]
+        optimizer.zero_grad()
+        assert first.grad is None and second.grad is None
+        optimizer.param_groups = optimizer.param_groups[1:]
+        assert sgd.param_groups is optimizer.param_groups
+        results.append((losses, first.tolist(), second.tolist(), kept))
+
+    assert results[0] == results[1]
+    assert results[0][3] == [[0, 0], [0, 0]]
+    smp.reset()
 
 
 @on_ranks(2)

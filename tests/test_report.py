@@ -7,9 +7,11 @@ import pytest
 import torch
 from torch import nn
 
+import smp
 from smp import plan
 from smp.partitioning.partition import Partition, set_partition
 from smp.partitioning.picture import colour
+from tests.ranks import on_ranks
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -235,6 +237,27 @@ def test_a_plan_weighs_memory_against_computation(memory_weight):
     assert report.costs == pytest.approx([sum(want[:2]), sum(want[2:])])
     assert report.partition.ranks.tolist() == [0, 0, 1, 1]
     assert f"memory_weight {weight:g}" in str(report)
+
+
+@pytest.mark.parametrize("memory_weight", [0.0, 0.7])
+@pytest.mark.parametrize("times", [False, True])
+@on_ranks(2)
+def test_the_first_step_decides_as_the_plan_says(memory_weight, times):
+    """With the configuration's memory_weight; measured times are no plan's."""
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": 2, "memory_weight": memory_weight})
+    torch.manual_seed(0)
+    net, x = Block(8), torch.ones(4, 8)
+    planned = plan(
+        net, x, pipeline_parallel_degree=2, microbatches=2, memory_weight=memory_weight
+    ).partition
+    model = smp.DistributedModel(net, trace_execution_times=times)
+
+    smp.step(lambda model, x: model.backward(model(x).sum()))(model, x)
+
+    assert model.partition.memory_weight == memory_weight
+    same = model.partition.own_costs == planned.own_costs
+    assert same != times
+    assert times or model.partition.hash == planned.hash
 
 
 def test_a_plan_without_inputs_says_what_is_missing():
