@@ -276,6 +276,7 @@ for work in works:
     ]
 
 
+@pytest.mark.stress
 @pytest.mark.parametrize(
     ("call", "said"),
     [
