@@ -92,8 +92,9 @@ def run_script(path: str) -> None:
 
 
 def serve(address: str) -> None:
-    """Fork for whoever asks until the parent is gone; returns in each child, ready to run."""
+    """Fork for whoever asks until pytest is gone; returns in each child, ready to run."""
     import selectors
+    from contextlib import suppress
 
     waiting = selectors.DefaultSelector()
     listener = socket.socket(socket.AF_UNIX)
@@ -103,46 +104,59 @@ def serve(address: str) -> None:
     waiting.register(sys.stdin.fileno(), selectors.EVENT_READ)
     os.write(sys.stdout.fileno(), b"ready")
     asked: dict[int, tuple[int, socket.socket]] = {}  # by pidfd: the child, who asked
+
+    def fork(connection: socket.socket) -> bool:
+        """Whether this is the child."""
+        if (child := os.fork()) == 0:
+            waiting.close()
+            for each in (listener, connection, *(other for _, other in asked.values())):
+                each.close()
+            for pidfd in asked:
+                os.close(pidfd)
+            return True
+        pidfd = os.pidfd_open(child)
+        asked[pidfd] = child, connection
+        waiting.register(pidfd, selectors.EVENT_READ)
+        waiting.register(connection, selectors.EVENT_READ, pidfd)
+        tell(connection, child)
+        return False
+
+    def tell(connection: socket.socket, number: int) -> None:
+        with suppress(OSError):  # it may have been killed
+            connection.sendall(number.to_bytes(8, "little"))
+
+    def child_is_over(pidfd: int) -> None:
+        child, connection = asked.pop(pidfd)
+        waiting.unregister(pidfd)
+        os.close(pidfd)
+        _, status = os.waitpid(child, 0)
+        if connection.fileno() >= 0:
+            waiting.unregister(connection)
+            tell(connection, status)
+            connection.close()
+
     while True:
         for key, _ in waiting.select():
             if key.fileobj is listener:
                 connection, _ = listener.accept()
                 try:
                     *wish, streams = receive(connection)
-                except (OSError, EOFError):
+                except (OSError, EOFError):  # it was killed before it had asked
                     connection.close()
                     continue
-                if (child := os.fork()) == 0:
-                    waiting.close()
-                    listener.close()
-                    connection.close()
-                    for pidfd, (_, other) in asked.items():
-                        os.close(pidfd)
-                        other.close()
+                if fork(connection):
                     become(*wish, streams)
                     return
                 for stream in streams:
                     os.close(stream)
-                pidfd = os.pidfd_open(child)
-                asked[pidfd] = child, connection
-                connection.sendall(child.to_bytes(8, "little"))
-                waiting.register(pidfd, selectors.EVENT_READ)
-                waiting.register(connection, selectors.EVENT_READ, pidfd)
-            elif key.fileobj in asked:  # a child is over
-                child, connection = asked.pop(key.fileobj)
-                _, status = os.waitpid(child, 0)
-                waiting.unregister(key.fileobj)
-                os.close(key.fileobj)
-                if connection.fileno() >= 0:
-                    waiting.unregister(connection)
-                    connection.sendall(status.to_bytes(8, "little"))
-                    connection.close()
-            elif key.data is not None:  # who asked was killed, and its child is with it
+            elif key.fileobj in asked:
+                child_is_over(key.fileobj)
+            elif key.data in asked:  # who asked was killed, and its child is with it
                 child, connection = asked[key.data]
                 waiting.unregister(connection)
                 connection.close()
                 os.kill(child, signal.SIGKILL)
-            else:  # pytest has gone
+            elif key.fileobj == sys.stdin.fileno():  # pytest has gone
                 for child, _ in asked.values():
                     os.kill(child, signal.SIGKILL)
                 os._exit(0)
