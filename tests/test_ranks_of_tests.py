@@ -1,14 +1,18 @@
 """The test infrastructure itself: tests/ranks.py."""
 
+import itertools
 import os
 import signal
 import subprocess
 import sys
 import threading
+from types import SimpleNamespace
 
 import pytest
 
+from tests.conftest import sample
 from tests.ranks import (
+    FORK_SERVER,
     TESTS,
     RanksFailed,
     call_on_ranks,
@@ -117,6 +121,64 @@ def test_mpirun_gives_exit_code_and_output(tmp_path):
 
     assert done.returncode == 3
     assert "hello" in done.stdout
+
+
+SEEN = """
+import os, sys
+print(sys.argv[1:], __name__, os.environ["GIVEN"], os.getcwd(), sys.path[0], flush=True)
+raise ValueError("nobody catches this")
+"""
+
+
+def test_a_forked_rank_sees_and_shows_what_one_of_its_own_would(tmp_path):
+    """Arguments, environment, folders; a traceback does not tell of the fork."""
+    script = tmp_path / "script.py"
+    script.write_text(SEEN)
+
+    forked, own = (
+        mpirun(1, script, "a", "b", env={"GIVEN": "x"}, fresh=fresh) for fresh in (False, True)
+    )
+
+    assert forked.stdout == own.stdout == f"['a', 'b'] __main__ x {os.getcwd()} {tmp_path}\n"
+    assert forked.returncode == own.returncode != 0
+    assert "fork_server" not in forked.stderr
+    assert forked.stderr.count("ValueError: nobody catches this") == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL, signal.SIGUSR1])
+def test_a_forked_process_and_the_one_that_asked_for_it_end_by_the_same_signal(
+    number, tmp_path
+):
+    script = tmp_path / "script.py"
+    script.write_text("import os, signal\nprint(os.getpid(), flush=True)\nsignal.pause()")
+    for signal_the_child in (False, True):
+        with subprocess.Popen(
+            [*FORK_SERVER.command(), script], stdout=subprocess.PIPE, text=True
+        ) as asks:
+            child = int(asks.stdout.readline())
+            os.kill(child if signal_the_child else asks.pid, number)
+            assert asks.wait(60) == -number
+        wait_until_gone([child])
+
+
+class Case:
+    """What `sample` looks at in a case."""
+
+    def __init__(self, **params) -> None:
+        self.callspec = SimpleNamespace(params=params)
+
+
+def test_a_sample_of_cases_has_every_value_and_more_pairs_than_it_must():
+    values = {"size": [1, 2, 3], "over": ["shm", "tcp"], "late": [False, True]}
+    every = itertools.product(*values.values())
+    cases = [Case(**dict(zip(values, case, strict=True))) for case in every]
+
+    chosen = [case.callspec.params for case in sample(cases, 6)]
+
+    assert len(chosen) == 6
+    for name, own in values.items():
+        assert {case[name] for case in chosen} == set(own)
+    assert len({(case["size"], case["over"]) for case in chosen}) == 6
 
 
 INTERRUPTED = """
