@@ -201,7 +201,7 @@ def test_outputs_keep_their_types_and_have_a_graph_if_asked_for(detach):
         seen = Output(rows=y, label="text", nothing=None)
         seen["inner"] = Batch(y, "label", labelled([y.max(1)], "best"))
         rows = len(x)  # 3, 2
-        differ = [[y] * rows, {f"{rows} rows": y}, y if rows == 3 else None]
+        differ = [[y] * rows, {f"{rows} rows": y}, None if rows == 3 else y]
         return [Pair(y, {"y": (y, {y})}), seen, differ, y.shape, rows, model(x)]
 
     x = torch.randn(5, WIDTH, dtype=torch.float64)
@@ -218,7 +218,7 @@ def test_outputs_keep_their_types_and_have_a_graph_if_asked_for(detach):
         assert list(seen) == ["rows", "label", "nothing", "inner"] and seen.rows is seen["rows"]
         assert seen.label == ["text"] * 2 and seen.nothing is None
         assert all(type(each) is list for each in differ)
-        assert [len(part) for part in differ[0]] == [3, 2] and differ[2][1] is None
+        assert [len(part) for part in differ[0]] == [3, 2] and differ[2][0] is None
         assert [list(part) for part in differ[1]] == [["3 rows"], ["2 rows"]]
         inner = seen["inner"]
         assert type(inner) is Batch and inner.label == ["label"] * 2
@@ -487,6 +487,7 @@ def test_modules_of_every_rank_run_in_the_callers_modes(outer):
     for degree in each_degree():
         model, reference = make(degree, microbatches=2)
         net, alone = model.module, Alone(reference)
+        net.far.back.register_forward_pre_hook(lambda module, args: None)
         for number, inner in enumerate(MODES):
             deep = [*MODES][(3 * number + [*MODES].index(outer)) % len(MODES)]
             with MODES[outer](), MODES[inner]():
@@ -511,3 +512,98 @@ def test_modules_of_every_rank_run_in_the_callers_modes(outer):
                 want[name].clear()
             mine = {name: p.grad for name, p in model.local_named_parameters()}
             assert_same_bits(mine, gradients(reference))
+
+
+# ---------------------------------------------------------------- from step to step
+
+
+def train(model: Any, x: Tensor) -> Tensor:
+    loss = model(x).pow(2).mean()
+    if loss.requires_grad:
+        model.backward(loss)
+    return loss.detach()
+
+
+@on_ranks(1, 2)
+def test_what_is_frozen_between_steps_gets_no_gradient_until_it_is_thawed():
+    """Also when a whole module of another rank is, so that its calls have no graph."""
+    step = smp.step(train)
+    x = torch.randn(5, WIDTH, dtype=torch.float64)
+    for degree in each_degree():
+        model, reference = make(degree, torch.float64, microbatches=2)
+        for frozen in ["", "near", "far", "far.there.weight", "far.back", "nothing"]:
+            for module in (model.module, reference):
+                module.zero_grad(set_to_none=True)
+                for name, parameter in module.named_parameters():
+                    parameter.requires_grad_(not name.startswith(frozen))
+            step(model, x)
+            loss = reference(x).pow(2).mean()
+            if loss.requires_grad:
+                loss.backward()
+            mine = {name: p.grad for name, p in model.local_named_parameters()}
+            assert_close(mine, gradients(reference), 1e-12)
+
+
+class Draws(nn.Linear):
+    """A layer that draws random numbers."""
+
+    def forward(self, x: Tensor, count: int) -> Tensor:
+        return super().forward(x) + sum(torch.rand_like(x) for _ in range(count))
+
+
+@on_ranks(2)
+def test_a_step_leaves_the_scripts_random_numbers_alike_whatever_its_modules_draw():
+    """Data that are drawn after it are the same on every rank, wherever modules are."""
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": 2})
+    net = nn.ModuleList([Draws(WIDTH, WIDTH), Draws(WIDTH, WIDTH)])
+    smp.set_partition(net[0], 0)
+    smp.set_partition(net[1], 1)
+    model = smp.DistributedModel(net)
+
+    @smp.step
+    def step(model, x, counts):
+        for layer, count in zip(model.module, counts, strict=True):
+            x = layer(x, count)
+        return x
+
+    after, outputs = [], []
+    for counts in [(1, 1), (1, 1), (3, 1), (1, 4), (2, 2)]:
+        torch.manual_seed(3)
+        outputs.append(step(model, torch.zeros(4, WIDTH), counts).concat())
+        after.append(torch.rand(3))
+
+    everyone = smp.allgather(after, smp.WORLD)
+    assert all(torch.equal(one, after[1]) for each in everyone for one in each)
+    assert torch.equal(outputs[0], outputs[1]) and not torch.equal(outputs[1], outputs[2])
+    assert not torch.equal(step(model, torch.zeros(4, WIDTH), (2, 2)).concat(), outputs[-1])
+
+
+@on_ranks(1, 2)
+def test_a_step_in_a_step_is_an_error_and_the_next_step_works():
+    inner = smp.step(train)
+
+    @smp.step
+    def outer(model, x):
+        inner(model, x)
+
+    for degree in each_degree():
+        model, reference = make(degree, microbatches=2)
+        x = torch.randn(4, WIDTH)
+        with pytest.raises(RuntimeError, match="train was called inside another"):
+            outer(model, x)
+        loss = inner(model, x).reduce_mean()
+        assert torch.allclose(loss, reference(x).pow(2).mean())
+
+
+def test_a_decorated_function_is_known_by_its_name():
+    decorated = smp.step(non_split_inputs=["x"])(train)
+
+    assert decorated.__wrapped__ is train and decorated.__name__ == "train"
+
+
+@pytest.mark.parametrize("how", [{"non_split_inputs": ["y"]}, {"input_split_axes": {"y": 1}}])
+def test_a_name_that_is_no_argument_is_refused(how):
+    with pytest.raises(ValueError, match=r"'y' is no argument of train\(model"):
+        smp.step(train, **how)
+
+    smp.step(lambda model, **arguments: None, **how)  # which may have it
