@@ -56,6 +56,10 @@ class DistributedModel(nn.Module):
             raise TypeError(
                 f"smp.DistributedModel wraps a torch.nn.Module, not a {type(module).__name__}"
             )
+        if isinstance(module, DistributedModel):
+            raise TypeError(
+                "smp.DistributedModel: the module is a DistributedModel already; wrap it once"
+            )
         super().__init__()
         self.__dict__["module"] = module
         # The same dicts: names, iteration, train() and zero_grad() are the module's own.
@@ -70,7 +74,7 @@ class DistributedModel(nn.Module):
         self.partition: Partition | None = None
         self._owners: dict[str, int] = {}
         self._post_partition_hooks: OrderedDict[int, Callable] = OrderedDict()
-        self._post_step_hooks: dict[int, Callable] = OrderedDict()
+        self._post_step_hooks: OrderedDict[int, Callable] = OrderedDict()
         state.model = self
         self._runtime.models.append(weakref.ref(self))
         self._entries: list[remote_modules.Entry] = []
@@ -246,9 +250,9 @@ class DistributedModel(nn.Module):
             hook(self, state.optimizer)
 
     def run_post_step_hooks(self) -> None:
-        """Call the hooks once, after the first step."""
-        hooks, self._post_step_hooks = list(self._post_step_hooks.values()), {}
-        for hook in hooks:
+        """Call the hooks once, after the step."""
+        hooks, self._post_step_hooks = self._post_step_hooks, OrderedDict()
+        for hook in list(hooks.values()):
             hook(self, state.optimizer)
 
     def register_post_partition_hook(self, hook: Callable) -> RemovableHandle:
@@ -259,7 +263,7 @@ class DistributedModel(nn.Module):
         return handle
 
     def register_post_step_hook(self, hook: Callable) -> RemovableHandle:
-        """Register ``hook(model, optimizer)``, called once, after the first step."""
+        """Register ``hook(model, optimizer)``, called once, after the first step that ends."""
         handle = RemovableHandle(self._post_step_hooks)
         self._post_step_hooks[handle.id] = hook
         self._runtime.hooks_wait = True

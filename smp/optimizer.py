@@ -82,6 +82,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         return optimizer_state.local_state_dict(self)
 
+    def save_optimizer_backcompat(self, gather_if_shard: bool = True) -> dict:
+        """What `local_state_dict` gives; an older name of the original."""
+        return self.local_state_dict(gather_if_shard)
+
+    def load_optimizer_backcompat(self, state_dict: dict) -> None:
+        """What `load_state_dict` does; an older name of the original."""
+        self.load_state_dict(state_dict)
+
     def orig_state_dict(self) -> dict:
         """The wrapped optimizer's own state dict, of this rank alone."""
         return self.optimizer.state_dict()

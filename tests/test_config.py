@@ -469,6 +469,20 @@ def test_a_parameter_without_effect_warns_once():
         load(ddp_port=1234)
 
 
+def test_what_the_original_accepts_in_the_configuration_is_accepted():
+    """An argument of the model, a private name, and a schedule without backwards."""
+    with pytest.warns(UserWarning, match="no effect here: overlapping_allreduce"):
+        more = {"_prescaled_batch": True, "pipeline": "_only_forward"}
+        given = load(overlapping_allreduce=True, **more)
+    assert given.prescaled_batch and given.pipeline == "interleaved"
+
+
+def test_a_schedule_of_ones_own_may_have_all_microbatches_in_flight():
+    turns = [(0, "forward"), (0, "backward")]
+    assert load(pipeline=turns, microbatches=9).active_microbatches == 9
+    assert load(2, microbatches=9, pipeline_parallel_degree=2).active_microbatches == 4
+
+
 def test_what_is_not_given_does_not_warn():
     with warnings.catch_warnings():
         warnings.simplefilter("error")

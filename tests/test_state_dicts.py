@@ -136,6 +136,21 @@ def test_optimizer_state_is_kept_for_the_parameters_of_this_rank_alone():
 
 
 @on_ranks(2)
+def test_the_older_names_of_an_optimizers_state_do_the_same():
+    init(2)
+    run = Run("adamw")
+    run.train(0, 1)
+    older = run.optimizer.save_optimizer_backcompat(gather_if_shard=False)
+    assert_same(older, run.optimizer.local_state_dict())
+
+    continued = Run("adamw")
+    continued.train(0, 1)
+    continued.train(1, 2)
+    continued.optimizer.load_optimizer_backcompat(older)
+    assert_same(continued.optimizer.local_state_dict(), older)
+
+
+@on_ranks(2)
 def test_a_partial_dict_of_another_partition_goes_to_the_owners():
     """Entries travel to the rank that owns them now; with same_partition_load they do not."""
     init(2)

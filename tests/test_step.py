@@ -607,3 +607,69 @@ def test_a_name_that_is_no_argument_is_refused(how):
         smp.step(train, **how)
 
     smp.step(lambda model, **arguments: None, **how)  # which may have it
+
+
+class Trainer:
+    """A script's own, whose step functions are attributes of the class."""
+
+    scale = 2.0
+
+    plain = smp.step(lambda x: x + 1)
+
+    @smp.step
+    def decorated(x):
+        return x + 2
+
+    @smp.step(non_split_inputs=["y"])
+    def method(self, x, y):
+        return self.scale * x + y
+
+
+@on_ranks(1)
+def test_a_step_function_may_be_an_attribute_of_a_class():
+    """It gets the instance if its first parameter is ``self``, and not otherwise."""
+    smp.init({})
+    trainer, x = Trainer(), torch.ones(2)
+
+    assert torch.equal(trainer.plain(x).concat(), x + 1)
+    assert torch.equal(trainer.decorated(x).concat(), x + 2)
+    assert torch.equal(Trainer.decorated(x).concat(), x + 2)
+    assert torch.equal(trainer.method(x, x).concat(), 2 * x + x)
+    assert Trainer.decorated.__name__ == "decorated"
+
+
+@on_ranks(1, 2)
+def test_hooks_after_a_step_run_once_each_also_those_that_come_later():
+    size = smp.job.bootstrap.mpi_size()
+    model, _ = make(size)
+    heard = []
+    step = smp.step(lambda model, x: model(x))
+
+    for number in range(3):
+        handle = model.register_post_step_hook(lambda model, _, n=number: heard.append(n))
+        removed = model.register_post_step_hook(lambda model, _: heard.append("removed"))
+        removed.remove()
+        step(model, rows(0, 2, WIDTH))
+        assert heard == list(range(number + 1))
+        handle.remove()
+
+
+@on_ranks(1)
+def test_a_model_is_wrapped_once():
+    model, _ = make(1)
+
+    with pytest.raises(TypeError, match="a DistributedModel already; wrap it once"):
+        smp.DistributedModel(model)
+
+
+@on_ranks(2)
+def test_a_schedule_that_needs_more_microbatches_in_flight_than_may_be_is_refused():
+    turns = [(0, "forward"), (1, "forward"), (2, "forward")]
+    turns += [(i, "backward") for i in range(3)]
+    for pipeline in (turns, lambda count: turns):
+        for active in (2, 3):
+            model, _ = make(2, microbatches=3, active_microbatches=active, pipeline=pipeline)
+            refused = pytest.raises(smp.ConfigError, match="active_microbatches=2 is too few")
+            with refused if active == 2 else nullcontext():
+                smp.step(train)(model, rows(0, 3, WIDTH))
+            smp.reset()

@@ -87,9 +87,7 @@ class Runtime:
     @property
     def active_microbatches(self) -> int:
         """How many microbatches may be under way at a time."""
-        if self.cfg.pipeline != "interleaved":
-            return self.cfg.microbatches
-        return min(self.cfg.active_microbatches or self.pp_size + 2, self.cfg.microbatches)
+        return min(self.cfg.active_microbatches, self.cfg.microbatches)
 
     def share_decision(self, mine: bytes) -> bytes:
         """The deciding rank's bytes, on every rank.  Collective over all ranks."""

@@ -26,6 +26,7 @@ from smp.execution import (
 )
 from smp.execution.runtime import Runtime
 from smp.job import interrupts
+from smp.job.config import ConfigError
 
 _FORWARD, _BACKWARD = 0, 1
 _SIMPLE, _INTERLEAVED, _LISTED, _SERVE = 0, 1, 2, -1
@@ -78,7 +79,10 @@ def step(
             return _run_alone(rt, function, splitter, detach_outputs, args, kwargs)
         return Step(rt, function, name, splitter, detach_outputs).run(args, kwargs)
 
-    return run
+    if next(iter(splitter.signature.parameters), None) == "self":
+        return run
+    # As an attribute of a class it takes what it is given, and not the instance before it.
+    return staticmethod(run)
 
 
 def _name_of(function: Callable) -> str:
@@ -365,7 +369,13 @@ class Step:
             return _SIMPLE, [], self.count
         if rt.cfg.pipeline == "interleaved":
             return _INTERLEAVED, [], active
-        return _LISTED, read_turns(rt.cfg.pipeline, self.count), self.count
+        turns = read_turns(rt.cfg.pipeline, self.count)
+        if (most := most_in_flight(turns)) > active:
+            raise ConfigError(
+                f"active_microbatches={active} is too few for the schedule, which has {most} "
+                "microbatches in flight at once"
+            )
+        return _LISTED, turns, self.count
 
     def _run_microbatch(self, microbatch: int) -> None:
         """Called by the core, on a worker thread, for each microbatch."""
@@ -405,6 +415,19 @@ def read_turns(pipeline: Any, count: int) -> list[tuple[int, int]]:
                 "phase 'forward' or 'backward'"
             ) from None
     return turns
+
+
+def most_in_flight(turns: list[tuple[int, int]]) -> int:
+    """How many microbatches are between their forward and their last backward at once."""
+    last = {microbatch: at for at, (microbatch, _) in enumerate(turns)}
+    begun: set[int] = set()
+    most = 0
+    for at, (microbatch, _) in enumerate(turns):
+        begun.add(microbatch)
+        most = max(most, len(begun))
+        if last[microbatch] == at:
+            begun.discard(microbatch)
+    return most
 
 
 class StepState:

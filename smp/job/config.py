@@ -29,6 +29,7 @@ from smp import _core
 
 TRANSPORTS = (*_core.transports, "mpi")
 PIPELINES = ("interleaved", "simple", "zero_bubble")
+ONLY_FORWARD = "_only_forward"  # of the original: steps without a backward
 PLACEMENTS = ("cluster", "spread", *map("".join, itertools.permutations("DPT")))
 
 
@@ -87,6 +88,8 @@ def schedule(default: str) -> Any:
     """A named schedule, a callable, or a list of (microbatch, phase)."""
 
     def check(value: Any) -> Any:
+        if value == ONLY_FORWARD:
+            return default  # a step without a backward needs no schedule of its own
         if callable(value) or value in PIPELINES:
             return value
         try:
@@ -197,6 +200,7 @@ class Config:
     checkpoint_attentions: Any = no_effect(True)
     activation_checkpointing: Any = no_effect(False)
     delayed_parameter_initialization: Any = no_effect(False)
+    overlapping_allreduce: Any = no_effect(True)  # an argument of smp.DistributedModel
     _match_weights: Any = no_effect(False)
     _fp32_grad_accumulation: Any = no_effect(False)
     _shard_offloaded_activations: Any = no_effect(False)
@@ -219,7 +223,7 @@ class Config:
 
 
 FIELDS = {field.name: field for field in dataclasses.fields(Config)}
-ALIASES = {"partitions": "pipeline_parallel_degree"}
+ALIASES = {"partitions": "pipeline_parallel_degree", "_prescaled_batch": "prescaled_batch"}
 
 # What is not built yet: (parameter, asks for it, what it would do).
 _NOT_BUILT: list[tuple[str, Callable[[Any], bool], str]] = [
@@ -447,9 +451,9 @@ def _fill(values: dict[str, Any], size: int) -> Config:
     computed: dict[str, Any] = {}
     if config.active_microbatches is None:
         computed["active_microbatches"] = (
-            config.microbatches
-            if config.pipeline == "simple"
-            else config.pipeline_parallel_degree + 2
+            config.pipeline_parallel_degree + 2
+            if config.pipeline in ("interleaved", "zero_bubble")
+            else config.microbatches
         )
     if config.memory_weight is None:
         computed["memory_weight"] = 0.8 if config.optimize == "memory" else 0.2

@@ -19,8 +19,6 @@ from torch import Tensor, nn
 from smp import _core
 from smp.modules import stand_ins
 
-_parameter_homes: dict[int, tuple[str, int]] = {}
-
 
 class Entry(NamedTuple):
     """What other ranks can call: numbered alike on every rank."""
@@ -187,9 +185,10 @@ _HARMLESS = {
     "requires_grad_",
     "register_hook",
     "register_post_accumulate_grad_hook",
-    "type",
-    "__reduce_ex__",
 }
+
+# Attributes that are views of the data.
+_VIEWS = {"T", "mT", "H", "mH", "real", "imag"}
 
 
 class _Loading(threading.local):
@@ -209,27 +208,31 @@ def loading() -> Iterator[None]:
         _loading.depth -= 1
 
 
-class RemoteParameter(nn.Parameter):
-    """A parameter whose data is on another rank: all attributes, no operators."""
+class RemoteTensor(Tensor):
+    """A parameter's ``data`` on a rank that does not have it: attributes, no operators."""
+
+    _smp_home: tuple[str, int]  # path of the parameter, and the pp_rank that owns it
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         name = getattr(func, "__name__", str(func))
-        if name == "copy_" and _loading.depth and isinstance(args[0], RemoteParameter):
+        if name == "copy_" and _loading.depth and isinstance(args[0], RemoteTensor):
             return args[0]
-        if name in _HARMLESS and name != "type":
-            if (
-                name == "__set__"
-                and len(args) > 1
-                and getattr(func, "__self__", None) is Tensor.data
-            ):
+        if name in ("__get__", "__set__"):
+            attribute = getattr(func.__self__, "__name__", name)
+            if name == "__set__" and attribute == "data":
                 return None
+            if attribute == "data":
+                return _data_of(args[0])
+            if attribute in _VIEWS:
+                name = attribute
+        if name in _HARMLESS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         for value in args:
             for tensor in value if isinstance(value, list | tuple) else (value,):
-                if isinstance(tensor, RemoteParameter):
-                    path, owner = _parameter_homes.get(id(tensor), ("?", -1))
+                if isinstance(tensor, RemoteTensor):
+                    path, owner = tensor._smp_home
                     raise RuntimeError(
                         f"smp: {name} needs the data of parameter '{path}' "
                         f"(shape {tuple(tensor.shape)}), which lives on pp_rank {owner}; use "
@@ -239,14 +242,34 @@ class RemoteParameter(nn.Parameter):
             return func(*args, **(kwargs or {}))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        path, owner = _parameter_homes.get(id(self), ("?", -1))
-        return f"RemoteParameter('{path}', shape={tuple(self.shape)}, pp_rank={owner})"
+        path, owner = self._smp_home
+        kind = type(self).__name__
+        return f"{kind}('{path}', shape={tuple(self.shape)}, pp_rank={owner})"
+
+    def __reduce_ex__(self, protocol):
+        path, owner = self._smp_home
+        raise RuntimeError(
+            f"smp: parameter '{path}' lives on pp_rank {owner} and cannot be pickled here: "
+            "save model.state_dict(), which has the whole model, or call smp.save_checkpoint"
+        )
+
+
+class RemoteParameter(RemoteTensor, nn.Parameter):
+    """A parameter whose data is on another rank."""
 
     def __deepcopy__(self, memo):
         raise RuntimeError(
             "smp: a model cannot be copied after its partition; copy the module before it is "
             "wrapped in DistributedModel"
         )
+
+
+def _data_of(remote: RemoteTensor) -> RemoteTensor:
+    with torch._C.DisableTorchFunctionSubclass():
+        data = remote.data
+    data.__class__ = RemoteTensor
+    data._smp_home = remote._smp_home  # type: ignore[attr-defined]
+    return data  # type: ignore[return-value]
 
 
 def parameter_owners(root: nn.Module, rank_of: dict[str, int]) -> dict[str, int]:
@@ -273,13 +296,13 @@ def free_remote_parameters(root: nn.Module, owners: dict[str, int], rank: int) -
         if owner == rank:
             continue
         parameter = named[path]
-        _parameter_homes[id(parameter)] = (path, owner)
         if parameter.device.type != "meta":
             storage = parameter.untyped_storage()
             if storage.data_ptr() not in kept:
                 storage.resize_(0)
         parameter.grad = None
         parameter.__class__ = RemoteParameter
+        parameter._smp_home = (path, owner)
 
 
 def swap_classes(
