@@ -270,6 +270,21 @@ def test_a_wrong_kind_or_degree_is_said(tmp_path):
         smp.resume_from_checkpoint(tmp_path, "b")
 
 
+@on_ranks(3)
+def test_ranks_may_write_the_same_file(tmp_path):
+    """One of the values that they wrote stands, whole; nothing else is left."""
+    init(3)
+    value = torch.full((100_000,), float(smp.rank()))
+    for _ in range(10):
+        smp.barrier()
+        smp.save({"value": value}, tmp_path / "same", partial=False)
+    smp.barrier()
+
+    read = smp.load(tmp_path / "same", partial=False)["value"]
+    assert read.shape == value.shape and read.unique().tolist() in ([0.0], [1.0], [2.0])
+    assert os.listdir(tmp_path) == ["same"]
+
+
 # ------------------------------------------------------------------ crashes and full disks
 
 

@@ -181,7 +181,10 @@ def _write_all(fd: int, data: bytes) -> None:
 
 @contextlib.contextmanager
 def _replaced(path: str) -> Iterator[int]:
-    staged = staged_name(path)
+    # Other ranks may write the same file: each its own, and the last whole one stands.
+    rank = _rank() if state.is_initialized else 0
+    folder, name = os.path.split(path)
+    staged = staged_name(os.path.join(folder, f"{rank}.{os.getpid()}.{name}"))
     with _written(staged, path) as fd:
         yield fd
     os.replace(staged, path)
