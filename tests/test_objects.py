@@ -2,6 +2,7 @@
 
 import collections
 import os
+import re
 import threading
 import time
 from pathlib import Path
@@ -385,3 +386,35 @@ def test_a_dense_tensor_keeps_its_strides(tensor):
     wide = [i for i in range(tensor.dim()) if tensor.shape[i] > 1]
     if dense:
         assert [got.stride(i) for i in wide] == [tensor.stride(i) for i in wide]
+
+
+COLLECTIVES = {
+    "barrier": lambda: smp.barrier(),
+    "broadcast": lambda: smp.broadcast(1, smp.WORLD),
+    "allgather": lambda: smp.allgather(1, smp.WORLD),
+    "send": lambda: smp.send(1, 1 - smp.rank(), smp.RankType.WORLD_RANK),
+    "recv_from": lambda: smp.recv_from(1 - smp.rank(), smp.RankType.WORLD_RANK),
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_a_forked_child_is_no_rank(name):
+    """Nobody would answer it; what needs no other rank works there."""
+    smp.init({"pipeline_parallel_degree": 2})
+    reads, writes = os.pipe()
+    if (child := os.fork()) == 0:
+        try:
+            COLLECTIVES[name]()
+        except RuntimeError as error:
+            os.write(writes, f"{smp.rank()}: {error}".encode())
+        finally:
+            os._exit(0)
+    os.close(writes)
+    with os.fdopen(reads) as pipe:
+        said = pipe.read()
+    os.waitpid(child, 0)
+
+    rank = smp.rank()
+    assert re.match(rf"{rank}: smp.{name}.*: this process was forked from rank {rank}", said)
+    assert smp.allgather(rank, smp.WORLD) == [0, 1]

@@ -382,7 +382,7 @@ def _gone(doing: str, error: RuntimeError) -> RuntimeError:
 
 
 def _members(caller: str, group: CommGroup) -> tuple[Job, list[int]]:
-    job = state.job(caller)
+    job = state.job_of_this_process(caller)
     if not isinstance(group, CommGroup):
         raise TypeError(f"{caller} takes a group such as smp.PP_GROUP, got {group!r}")
     return job, job.groups[group.value]
@@ -390,7 +390,7 @@ def _members(caller: str, group: CommGroup) -> tuple[Job, list[int]]:
 
 def _peer(caller: str, rank: int, rank_type: RankType) -> tuple[Job, int]:
     """The global rank behind a rank of a type."""
-    job = state.job(caller)
+    job = state.job_of_this_process(caller)
     if not isinstance(rank_type, RankType):
         raise TypeError(
             f"{caller} takes a type such as smp.RankType.PP_RANK, got {rank_type!r}"
