@@ -6,14 +6,13 @@ No launcher here that would end the others: three processes, and their store.
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
-from tests.ranks import mpirun, rank_environment
+from tests.ranks import FORK_SERVER, mpirun, rank_environment
 
 DEADLINE_S = 60
 
@@ -49,7 +48,7 @@ def open_sockets():
 
 def signal_when_it_sleeps():
     connects.wait()
-    main = Path(f"/proc/self/task/{threading.main_thread().native_id}/syscall")
+    main = Path(f"/proc/self/task/{os.getpid()}/syscall")  # of the main thread
     while main.read_text().split()[0] not in POLL:
         os.sched_yield()
     os.kill(os.getpid(), sent)
@@ -117,9 +116,10 @@ def started(tmp_path: Path, transport: str, *argv: str) -> Iterator[list[subproc
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
+    python = FORK_SERVER.command()
     processes = [
         subprocess.Popen(
-            [sys.executable, str(script), *argv],
+            [*python, str(script), *argv],
             env=rank_environment(
                 {
                     "RANK": str(rank),
