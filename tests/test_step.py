@@ -5,6 +5,8 @@ in one process.
 """
 
 import copy
+import gc
+import weakref
 from collections import OrderedDict, UserDict, defaultdict, namedtuple
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -24,6 +26,7 @@ from tests.reference.compare import (
     assert_same_outputs,
     gradients,
 )
+from tests.reference.cut_loop import cut_loop
 from tests.reference.split import split_sizes
 
 WIDTH = 6
@@ -576,6 +579,125 @@ def test_a_step_leaves_the_scripts_random_numbers_alike_whatever_its_modules_dra
     assert all(torch.equal(one, after[1]) for each in everyone for one in each)
     assert torch.equal(outputs[0], outputs[1]) and not torch.equal(outputs[1], outputs[2])
     assert not torch.equal(step(model, torch.zeros(4, WIDTH), (2, 2)).concat(), outputs[-1])
+
+
+class Shared(nn.Module):
+    """``near`` is called by the root, and by ``far`` on another rank."""
+
+    class Far(nn.Module):
+        def __init__(self, near: nn.Module) -> None:
+            super().__init__()
+            self.there = nn.Linear(WIDTH, WIDTH)
+            self.near = near
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.near(torch.tanh(self.there(x)))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.near = nn.Linear(WIDTH, WIDTH)
+        self.far = self.Far(self.near)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.far(torch.tanh(self.near(x)))
+
+
+def several_backwards(model: Any, x: Tensor) -> None:
+    for factor in (1.0, 0.3, 0.07):
+        model.backward(model(factor * x).pow(2).mean())
+
+
+@on_ranks(2)
+def test_gradients_of_each_backward_of_a_microbatch_are_summed_by_themselves():
+    """Bit by bit as the cut loop, for parameters of both ranks."""
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": 2})
+    net = Shared()
+    reference = copy.deepcopy(net)
+    rank_of = {"": 0, "near": 0, "far": 1, "far.there": 1}
+    for path, rank in rank_of.items():
+        smp.set_partition(net.get_submodule(path), rank)
+    model = smp.DistributedModel(net)
+    step = smp.step(several_backwards)
+    for _ in range(3):  # into gradients that are there
+        x = torch.randn(5, WIDTH)
+        step(model, x)
+        cut_loop(several_backwards, reference, (x,), rank_of=rank_of, microbatches=2)
+
+        mine = {name: p.grad for name, p in model.local_named_parameters()}
+        assert_same_bits(mine, gradients(reference))
+
+
+class Kept(torch.autograd.Function):
+    """The identity; tells who keeps its graph."""
+
+    graphs: list[weakref.ref] = []
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.marker = nn.Module()
+        Kept.graphs.append(weakref.ref(ctx.marker))
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+class Keeping(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return Kept.apply(super().forward(x))
+
+
+@on_ranks(2)
+def test_a_graph_whose_backward_never_came_is_gone_after_the_step():
+    """Even if the script keeps the output, on whose other rank the graph was."""
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": 2})
+    net = nn.Sequential(nn.Linear(WIDTH, WIDTH), Keeping(WIDTH, WIDTH))
+    smp.set_partition(net[0], 0)
+    smp.set_partition(net[1], 1)
+    model = smp.DistributedModel(net)
+    outputs = []
+
+    @smp.step(detach_outputs=False)
+    def step(model, x):
+        outputs.append(model(x))
+        return outputs[-1]
+
+    kept = [step(model, torch.randn(4, WIDTH)) for _ in range(2)]
+
+    assert len(kept) == 2 and (smp.pp_rank() == 1 or outputs[-1].requires_grad)
+    assert len(Kept.graphs) >= 4 or smp.pp_rank() == 0
+    gc.collect()
+    assert smp.pp_rank() == 0 or not any(graph() for graph in Kept.graphs)
+    Kept.graphs.clear()
+
+
+class CallsBackward(torch.autograd.Function):
+    """Its backward calls ``model.backward``."""
+
+    @staticmethod
+    def forward(ctx, x, model):
+        ctx.model = model
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.model.backward(torch.ones((), requires_grad=True))
+        return gradient, None
+
+
+@on_ranks(2)
+def test_a_backward_in_a_backward_is_an_error_and_the_next_step_works():
+    model, _ = make(2, microbatches=2)
+    x = torch.randn(4, WIDTH)
+
+    @smp.step
+    def nested(model, x):
+        model.backward(CallsBackward.apply(model(x).sum(), model))
+
+    with pytest.raises(RuntimeError, match="model.backward\\(\\) was called inside a backward"):
+        nested(model, x)
+    assert len(smp.step(train)(model, x)) == 2
 
 
 @on_ranks(1, 2)
