@@ -113,7 +113,7 @@ lint: venv
 	    'clang-tidy-14 --quiet "$$@" -- -std=c11 -Icsrc -isystem $(INCLUDE) $(MPI_FLAGS)' tidy
 	$(BIN)/ruff check smp smdistributed tests benchmarks examples setup.py
 	$(BIN)/mypy
-	$(BIN)/codespell README.md CHANGELOG.md docs smp csrc tests benchmarks examples
+	$(BIN)/codespell README.md CHANGELOG.md CONTRIBUTING.md docs smp csrc tests benchmarks examples
 
 # Random bytes against the decoders and random trees against the partitioner.
 SECONDS ?= 10

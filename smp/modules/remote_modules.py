@@ -302,7 +302,7 @@ def free_remote_parameters(root: nn.Module, owners: dict[str, int], rank: int) -
                 storage.resize_(0)
         parameter.grad = None
         parameter.__class__ = RemoteParameter
-        parameter._smp_home = (path, owner)
+        parameter._smp_home = (path, owner)  # type: ignore[attr-defined]
 
 
 def swap_classes(
