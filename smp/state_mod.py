@@ -96,20 +96,6 @@ class State:
             raise RuntimeError(f"{caller} needs smp.init(): call it at the start of the script")
         return self._job
 
-    def job_of_this_process(self, caller: str) -> Job:
-        """The job, for a call that ranks make together.
-
-        Raises:
-            RuntimeError: there is none, or this process was forked from a rank.
-        """
-        job = self.job(caller)
-        if os.getpid() != job.pid:
-            raise RuntimeError(
-                f"{caller}: this process was forked from rank {job.boot.rank} and is no rank: "
-                "only the process that called smp.init takes part in calls between ranks"
-            )
-        return job
-
     def begin(self, job: Job) -> None:
         self._job = job
 

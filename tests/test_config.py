@@ -83,6 +83,7 @@ def test_defaults():
         "checkpoint_attentions": True,
         "activation_checkpointing": False,
         "delayed_parameter_initialization": False,
+        "overlapping_allreduce": True,
         "_match_weights": False,
         "_fp32_grad_accumulation": False,
         "_shard_offloaded_activations": False,

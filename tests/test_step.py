@@ -6,6 +6,7 @@ in one process.
 
 import copy
 import gc
+import inspect
 import weakref
 from collections import OrderedDict, UserDict, defaultdict, namedtuple
 from collections.abc import Iterator
@@ -720,7 +721,8 @@ def test_a_step_in_a_step_is_an_error_and_the_next_step_works():
 def test_a_decorated_function_is_known_by_its_name():
     decorated = smp.step(non_split_inputs=["x"])(train)
 
-    assert decorated.__wrapped__ is train and decorated.__name__ == "train"
+    assert inspect.unwrap(decorated) is train and decorated.__name__ == "train"
+    assert inspect.signature(decorated) == inspect.signature(train)
 
 
 @pytest.mark.parametrize("how", [{"non_split_inputs": ["y"]}, {"input_split_axes": {"y": 1}}])

@@ -12,6 +12,7 @@ too: its messages say which call they belong to, and another one is refused.
 """
 
 import io
+import os
 import pickle
 import threading
 from collections import defaultdict
@@ -382,15 +383,18 @@ def _gone(doing: str, error: RuntimeError) -> RuntimeError:
 
 
 def _members(caller: str, group: CommGroup) -> tuple[Job, list[int]]:
-    job = state.job_of_this_process(caller)
+    job = state.job(caller)
     if not isinstance(group, CommGroup):
         raise TypeError(f"{caller} takes a group such as smp.PP_GROUP, got {group!r}")
-    return job, job.groups[group.value]
+    members = job.groups[group.value]
+    if len(members) > 1:
+        _refuse_if_forked(caller, job)
+    return job, members
 
 
 def _peer(caller: str, rank: int, rank_type: RankType) -> tuple[Job, int]:
     """The global rank behind a rank of a type."""
-    job = state.job_of_this_process(caller)
+    job = state.job(caller)
     if not isinstance(rank_type, RankType):
         raise TypeError(
             f"{caller} takes a type such as smp.RankType.PP_RANK, got {rank_type!r}"
@@ -405,4 +409,14 @@ def _peer(caller: str, rank: int, rank_type: RankType) -> tuple[Job, int]:
         raise ValueError(
             f"{caller}: {rank_type.name} {rank} is this rank itself, which would wait for ever"
         )
+    _refuse_if_forked(caller, job)
     return job, members[rank]
+
+
+def _refuse_if_forked(caller: str, job: Job) -> None:
+    """Nobody answers a process that was forked from a rank."""
+    if os.getpid() != job.pid:
+        raise RuntimeError(
+            f"{caller}: this process was forked from rank {job.boot.rank} and is no rank: only "
+            "the process that called smp.init takes part in calls between ranks"
+        )
