@@ -426,6 +426,7 @@ def test_every_rank_saves_a_file_of_its_own(tmp_path):
         for name, rest in [("s.pt", "_0"), ("v.pt", "_0_0"), ("w.pt", "")]
         for rank in range(2)
     ]
+    smp.barrier()  # both have looked
     for name in ("s.pt", "v.pt", "w.pt"):
         assert_same(smp.load(tmp_path / name), mine)
         assert smp.load(tmp_path / name, map_location="meta")["t"].is_meta
