@@ -11,12 +11,15 @@ import traceback
 import weakref
 from collections import deque
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import smp
+from smp import _core
 from tests.ranks import on_ranks
 from tests.reference.compare import assert_same_bits, gradients
 from tests.reference.cut_loop import cut_loop
@@ -313,6 +316,65 @@ def test_an_error_beside_ctrl_c_is_not_that_of_a_later_step():
     model.module.a.trouble = "forward"
     with pytest.raises(Trouble, match="in forward of 8"):
         smp.step(train)(model, x)
+
+
+def interrupted_by(other: Path, monkeypatch) -> Callable[[Any], None]:
+    """Rank 1 has said that all went well; only then it is interrupted, and rank 0 tells
+    that the step is over when rank 1's handler has run."""
+    send_end = _core.send_end
+    if smp.rank() == 1:
+        (other / "pid").write_text(str(os.getpid()))
+
+    def send(value):
+        monkeypatch.setattr(_core, "send_end", send_end)
+        os.kill(int((other / "pid").read_text()), signal.SIGINT)
+        until = time.monotonic() + 60
+        while not (other / "heard").exists() and time.monotonic() < until:
+            time.sleep(0.001)
+        time.sleep(0.05)  # what rank 1 does wrong next, it may do before the end comes
+        send_end(value)
+
+    return send
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("noticed", ["in the step", "after it"])
+def test_ctrl_c_at_the_end_of_a_step_ends_the_next_one(tmp_path, monkeypatch, noticed):
+    """The step is over on the other rank, so it is on this one: its gradients count.  The
+    interrupted rank raises at once; the other one in its next step."""
+    reference, model = make()
+    x = torch.randn(6, 8)
+    step = smp.step(train)
+    run_core = _core.step
+
+    def interrupted(*args):
+        monkeypatch.setattr(_core, "step", run_core)
+        run_core(*args)
+        raise KeyboardInterrupt
+
+    def handler(number, frame):
+        (tmp_path / "heard").touch()
+        raise KeyboardInterrupt
+
+    step(model, x)
+    if noticed == "after it":
+        if smp.rank() == 1:
+            monkeypatch.setattr(_core, "step", interrupted)
+    else:
+        send_end = interrupted_by(tmp_path, monkeypatch)
+        monkeypatch.setattr(_core, "send_end", send_end)
+        signal.signal(signal.SIGINT, handler)
+    smp.barrier()
+    try:
+        if smp.rank() == 0:
+            step(model, x)
+        with pytest.raises(KeyboardInterrupt):
+            step(model, x)
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    for _ in range(2):
+        cut_loop(train, reference, (x,), rank_of=RANK_OF, ranks=2, microbatches=3)
+    equals_a_run_that_never_failed(model, reference, x)
 
 
 def use_far_once(model, x):

@@ -41,6 +41,7 @@ typedef struct {
     int         size;
     uint32_t    step; /* number of the last one begun */
     bool        in_step;
+    bool        ended_well; /* the last one begun, on every rank */
     smp_entry  *entries;
     size_t      nentries;
     PyObject   *entry_numbers; /* dict: module address -> entry */

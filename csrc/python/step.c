@@ -112,9 +112,13 @@ py_step(PyObject *module, PyObject *args)
                         (size_t)PyBytes_GET_SIZE(described));
     Py_XSETREF(session->context_vars, PyContext_CopyCurrent());
     Py_CLEAR(session->error);
+    if (smp_session_raise_signal()) { /* late in a step that failed afterwards */
+        PyErr_Clear();
+    }
     session->step_seed = seed;
     session->backwards = kind == SMP_SCHEDULE_INTERLEAVED ? backwards : 1;
     session->step++;
+    session->ended_well = false;
     session->in_step = true;
     Py_BEGIN_ALLOW_THREADS;
     status = smp_server_step(session->server, session->step, schedule, &end);
@@ -123,6 +127,7 @@ py_step(PyObject *module, PyObject *args)
     smp_device_sweep(smp_comm_device(session->comm));
     Py_CLEAR(session->run_root);
     smp_serve_forget();
+    session->ended_well = status == SMP_OK && kind < 0;
     if (status == SMP_ERR_INTERRUPTED && smp_session_raise_signal()) {
         smp_message_free(end);
         return NULL;
@@ -152,14 +157,37 @@ py_send_end(PyObject *module, PyObject *value)
     if (smp_session_send_to_all(SMP_MSG_STEP_END, value) < 0) {
         return NULL;
     }
+    smp_the_session.ended_well = true;
     Py_RETURN_NONE;
 }
 
-/* send_abort(value): the other ranks' steps fail with it. */
+/* ended_well(): whether the last step that began is over, and well, on every rank. */
+static PyObject *
+py_ended_well(PyObject *module, PyObject *unused)
+{
+    (void)module;
+    (void)unused;
+    return PyBool_FromLong(smp_the_session.ended_well);
+}
+
+/* raise_signal(): raises what a signal's handler raised while the last step ended. */
+static PyObject *
+py_raise_signal(PyObject *module, PyObject *unused)
+{
+    (void)module;
+    (void)unused;
+    return smp_session_raise_signal() ? NULL : Py_NewRef(Py_None);
+}
+
+/* send_abort(value): the other ranks' steps fail with it: the one under way, or where
+ * that has ended well the next, which this rank then leaves out. */
 static PyObject *
 py_send_abort(PyObject *module, PyObject *value)
 {
     (void)module;
+    if (smp_the_session.ended_well) {
+        smp_the_session.step++;
+    }
     if (smp_session_send_to_all(SMP_MSG_ABORT, value) < 0) {
         return NULL;
     }
@@ -170,6 +198,7 @@ py_send_abort(PyObject *module, PyObject *value)
 static PyObject *
 py_skip_step(PyObject *module, PyObject *value)
 {
+    smp_the_session.ended_well = false;
     smp_the_session.step++;
     return py_send_abort(module, value);
 }
@@ -396,6 +425,8 @@ static PyMethodDef functions[] = {
      "described)"},
     {"send_end", py_send_end, METH_O, "send_end(value)"},
     {"send_abort", py_send_abort, METH_O, "send_abort(value)"},
+    {"ended_well", py_ended_well, METH_NOARGS, "-> bool"},
+    {"raise_signal", py_raise_signal, METH_NOARGS, "Raises a late signal's exception."},
     {"skip_step", py_skip_step, METH_O, "skip_step(value)"},
     {"check_schedule", py_check_schedule, METH_VARARGS,
      "check_schedule(microbatches, turns)"},

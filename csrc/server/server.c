@@ -119,10 +119,11 @@ struct smp_server {
     size_t        ndescribed;
     bool          settling; /* pp_rank 0 has asked the others whether all is well */
     int           settled;  /* how many have said so */
-    bool          failed;
-    smp_status    failure; /* why, when the comm or a thread failed */
-    uint64_t      calls;
-    uint64_t      switches;
+    bool       promised; /* this rank has said so: pp_rank 0 alone may end the step */
+    bool       failed;
+    smp_status failure; /* why, when the comm or a thread failed */
+    uint64_t   calls;
+    uint64_t   switches;
 
     uint64_t about_still; /* probes and answers sent */
     uint64_t received;    /* messages but those */
@@ -300,6 +301,7 @@ settle(smp_server *server, smp_message *message)
     } else {
         (void)smp_comm_send(server->comm, message->source, &answer, sizeof(answer),
                             NULL, 0);
+        server->promised = true;
         smp_message_free(message);
     }
 }
@@ -804,7 +806,7 @@ dispatch(worker *self)
         worker   *entering;
 
         (void)read_comm(server, 0);
-        if (atomic_exchange(&server->interrupted, false)) {
+        if (atomic_exchange(&server->interrupted, false) && !server->promised) {
             fail_with(server, SMP_ERR_INTERRUPTED);
         }
         if (!server->failed && no_work_is_left(server) &&
@@ -1010,6 +1012,7 @@ smp_server_step(smp_server *server, uint32_t step, smp_schedule *schedule,
     server->schedule = schedule;
     server->settling = false;
     server->settled = 0;
+    server->promised = false;
     server->failed = false;
     server->failure = SMP_OK;
     server->timeline.count = 0;
@@ -1041,7 +1044,7 @@ smp_server_step(smp_server *server, uint32_t step, smp_schedule *schedule,
         status = server->failure == SMP_OK ? SMP_ERR_CLOSED : server->failure;
         inbox_forget(server, step);
     }
-    if (interrupted) {
+    if (interrupted && (server->failed || server->end == NULL)) {
         status = SMP_ERR_INTERRUPTED;
     }
     *end = server->end;

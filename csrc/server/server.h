@@ -66,7 +66,8 @@ void smp_server_destroy(smp_server *server);
  *
  * SMP_ERR_CLOSED  the step failed: smp_server_fail() here, or SMP_MSG_ABORT from
  *                 another rank, which is *end then.
- * SMP_ERR_INTERRUPTED  check_signals said so.
+ * SMP_ERR_INTERRUPTED  check_signals said so.  Not when pp_rank 0 had ended the step by
+ *                 then: SMP_OK, it went well on every rank.
  * SMP_ERR_PEER_LOST    a rank died; smp_server_awaited() says what was waited for.
  * SMP_ERR_DEADLOCK     on pp_rank 0: no rank has anything to run and no message is
  * under way; smp_server_write_deadlock() says who waits for what. SMP_ERR_UNREACHABLE

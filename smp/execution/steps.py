@@ -181,6 +181,8 @@ class Step:
                 output = run(refused)
             for one in models:
                 one.run_post_step_hooks()
+            if rt.pp_size > 1:
+                self._raise_late_signal()
             return output
         finally:
             rt.in_step = False
@@ -285,20 +287,19 @@ class Step:
         self.grad = torch.is_grad_enabled()
         rt.local_error = None  # of a step that raised something else, Ctrl-C for example
         _core.gradients_begin(self.count, rt.backwards, self._on_complete())
-        failed = True
         try:
             ok, value = self._run_core(plan, seed)
             if not ok:
                 self.description = value
                 local, rt.local_error = rt.local_error, None
                 raise failures.rebuild(value, local)
-            failed = False
         finally:
-            _core.gradients_end(failed)
-            if failed:
-                before.restore()
-            else:
+            went_well = _core.ended_well()
+            _core.gradients_end(not went_well)
+            if went_well:
                 random_state.restore()
+            else:
+                before.restore()
         outputs, weights, rt.saw_backward = value
         return microbatches.merge(list(outputs), list(weights))
 
@@ -330,6 +331,14 @@ class Step:
             raise
         except BaseException as error:
             _core.send_abort(failures.describe(error, None, 0, 0, rt.pp_rank))
+            raise
+
+    def _raise_late_signal(self) -> None:
+        """Ctrl-C that came when this step was over elsewhere: it is for the next one."""
+        try:
+            _core.raise_signal()
+        except BaseException as error:
+            _core.send_abort(failures.describe(error, None, 0, 0, self.rt.pp_rank))
             raise
 
     def _described(self) -> bytes:

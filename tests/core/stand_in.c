@@ -23,19 +23,22 @@
 
 #include <fcntl.h>
 #include <pthread.h>
-#include <sched.h>
 #include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <time.h>
 #include <unistd.h>
 
 #define DEVICES 2
 #define HANDLE_MAGIC 0x534d504856u
 
-/* At most so many yields before each thing that a stream does. */
-#define YIELDS 40
+/* A stream rests before one in so many of the things that it does. */
+#define RESTS 8
+/* At most for so long; and while it waits.  It does not yield: on a busy machine a thread
+ * that yields is gone for milliseconds, one that wakes up runs at once. */
+#define REST_NS 20000
 
 /* CUresult. */
 enum {
@@ -204,15 +207,23 @@ let_go_of_memory(memory *m)
 }
 
 static void
+rest(long ns)
+{
+    nanosleep(&(struct timespec){.tv_nsec = ns}, NULL);
+}
+
+static void
 do_work(const work *w, uint64_t *seed)
 {
-    uint64_t yields;
+    uint64_t number;
 
     *seed = *seed * 6364136223846793005u + 1442695040888963407u;
-    yields = (*seed >> 33) % YIELDS;
-    while (yields > 0 || atomic_load(&held)) {
-        yields -= yields > 0;
-        sched_yield();
+    number = *seed >> 33;
+    if (number % RESTS == 0) {
+        rest((long)(number / RESTS % REST_NS));
+    }
+    while (atomic_load(&held)) {
+        rest(REST_NS);
     }
     switch (w->kind) {
     case WORK_COPY:
@@ -229,7 +240,7 @@ do_work(const work *w, uint64_t *seed)
         break;
     case WORK_WAIT:
         while (atomic_load(&w->event->at->done) < w->count) {
-            sched_yield();
+            rest(REST_NS);
         }
         let_go(w->event);
         break;
