@@ -36,8 +36,8 @@
 
 /* A stream rests before one in so many of the things that it does. */
 #define RESTS 8
-/* At most for so long; and while it waits.  It does not yield: on a busy machine a thread
- * that yields is gone for milliseconds, one that wakes up runs at once. */
+/* At most for so long; and while it waits.  It does not yield: on a busy machine a
+ * thread that yields is gone for milliseconds, one that wakes up runs at once. */
 #define REST_NS 20000
 
 /* CUresult. */
