@@ -20,7 +20,7 @@ import smp
 from tests.models.real import REAL, Real
 from tests.ranks import on_ranks
 from tests.reference.compare import assert_same_bits, assert_same_outputs, gradients
-from tests.reference.cut_loop import cut_loop
+from tests.reference.cut_loop import cut_loop, without_state
 
 MICROBATCHES = 2
 
@@ -67,6 +67,7 @@ class Pair:
             rank_of=self.model.partition.rank_of,
             ranks=smp.pp_size(),
             microbatches=self.microbatches,
+            anywhere=without_state(self.reference),
         )
         assert {request.rank for request in want.requests} == set(range(smp.pp_size()))
         outputs = [by_microbatch(got, i) for i in range(self.microbatches)]

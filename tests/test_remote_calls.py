@@ -683,3 +683,136 @@ def test_a_list_that_a_context_variable_has_from_outside_stays_on_its_rank():
                 assert sorted(outside) == [(1, i + j) for j in (0, 20) for i in range(3)]
     finally:
         _noted.reset(token)
+
+
+# ------------------------------------------------------- modules that own nothing, and parts
+
+
+class Doubles(nn.Module):
+    """Has nothing that a rank could own."""
+
+    ran_on: list[int] = []  # pp_ranks
+
+    def forward(self, x):
+        self.ran_on.append(smp.pp_rank())
+        return 2 * x
+
+
+class Doubled(nn.Module):
+    def __init__(self, doubles: nn.Module) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.doubles = doubles
+
+    def forward(self, x):
+        return self.doubles(self.linear(x))
+
+
+class ByBoth(nn.Module):
+    """``doubles`` is first found in ``far``; ``near`` and this module call it, too."""
+
+    def __init__(self, doubles: nn.Module) -> None:
+        super().__init__()
+        self.far = Doubled(doubles)
+        self.near = Doubled(doubles)
+        self.last = nn.Sequential(nn.Linear(WIDTH, WIDTH), doubles, nn.Dropout(0.0))
+
+    def forward(self, x):
+        return self.near.doubles(self.last(self.near(self.far(x))))
+
+
+def squares(model, x):
+    loss = model(x).square().mean()
+    model.backward(loss)
+    return loss
+
+
+def equals_a_plain_run(net: nn.Module, there: tuple[str, ...]) -> None:
+    """Two steps with smp, the modules of these paths on pp_rank 1, and without."""
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": 2})
+    plain = copy.deepcopy(net)
+    for path, module in net.named_modules():
+        if path in ("", "near") or path in there:
+            smp.set_partition(module, int(path in there))
+    model = smp.DistributedModel(net)
+    for seed in range(2):
+        losses = smp.step(squares)(model, rows(4, seed)).outputs
+        for part, loss in zip(rows(4, seed).split(2), losses, strict=True):
+            want = plain(part).square().mean()
+            (want / 2).backward()
+            assert torch.allclose(loss, want, rtol=1e-12)
+    mine = {name: p.grad for name, p in model.local_named_parameters()}
+    assert_close(mine, gradients(plain), relative=1e-12)
+    owners = {model.partition.rank_of[path] for path in there}
+    assert owners == {1}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("there", [("far",), ("far", "last"), ("far", "last.0")])
+def test_a_module_that_owns_nothing_runs_where_it_is_called(there):
+    """It is nobody's: a model that is not distributed may have it, too."""
+    doubles = Doubles()
+    Doubles.ran_on.clear()
+    equals_a_plain_run(ByBoth(doubles).double(), there)
+    assert set(Doubles.ran_on) == {smp.pp_rank()}
+    assert type(doubles) is Doubles
+    assert doubles(1) == Doubled(doubles).doubles(1) == 2
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("owner", [0, 1])
+def test_a_module_that_owns_nothing_stays_where_it_is_pinned(owner):
+    """... the user's word."""
+    doubles = Doubles()
+    net = ByBoth(doubles).double()
+    smp.set_partition(doubles, owner)
+    Doubles.ran_on.clear()
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": 2})
+    smp.set_partition(net.far, 1)
+    smp.set_partition(net.near, 0)
+    smp.step(squares)(smp.DistributedModel(net), rows(4))
+    calls = 4 * 2  # of two microbatches; pp_rank 0 has traced one more
+    assert len(Doubles.ran_on) == (calls if smp.pp_rank() == owner else 0) + (
+        4 if smp.pp_rank() == 0 else 0
+    )
+
+
+class InParts(nn.Module):
+    """Slices of a Sequential, and one that has a child twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+        twice = nn.Linear(WIDTH, WIDTH)
+        self.again = nn.Sequential(twice, nn.Tanh(), twice, nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x):
+        assert len(self.parts[1:]) == 3
+        return self.again(self.parts[2:](self.parts[:2](x)))
+
+
+class HasParts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.near = nn.Linear(WIDTH, WIDTH)
+        self.far = InParts()
+
+    def forward(self, x):
+        return self.near(self.far(x)) + self.far.parts[-1:](x)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    "there",
+    [
+        ("far",),
+        ("far.parts",),
+        ("far.parts.1", "far.parts.2"),
+        ("far.again",),
+        ("far.again.0",),
+        ("far.again.3", "far.parts.3"),
+    ],
+    ids=" ".join,
+)
+def test_parts_of_a_sequential_and_a_child_that_it_has_twice(there):
+    equals_a_plain_run(HasParts().double(), there)

@@ -38,9 +38,7 @@ def is_stopped(pid: int) -> bool:
 
 def main(command: list[str]) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # by way of what is to be undone
-    loops = [
-        subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(LOOPS)
-    ]
+    loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(LOOPS)]
     process = subprocess.Popen(command)
     over = os.pidfd_open(process.pid)
     stops = 0

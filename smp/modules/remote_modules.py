@@ -3,12 +3,14 @@
 Modules that the rank does not own get a class of their own, whose ``__call__`` is in C
 (``csrc/python/call.c``) and sends a request; their parameters keep shape, dtype and
 ``requires_grad`` and lose their storage.  Modules that the rank owns are not touched,
-but for ``nn.Sequential`` whose children span ranks.
+but for ``nn.Sequential`` whose children span ranks; nor are modules that have nothing to
+own, such as an activation, which may be of other models, too: they run where they are called.
 """
 
 import contextlib
 import functools
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -18,6 +20,7 @@ from torch import Tensor, nn
 
 from smp import _core
 from smp.modules import stand_ins
+from smp.partitioning.partition import pin_of
 
 
 class Entry(NamedTuple):
@@ -48,7 +51,26 @@ def remote(cls: type[nn.Module]) -> dict[str, Any]:
     def forward(self, *args, **kwargs):
         return _core.call_remote(self, args, kwargs, True)
 
-    return {"__call__": _core.module_call, "forward": forward, "_smp_original_class": cls}
+    return {
+        "__call__": _core.module_call,
+        "forward": forward,
+        "_smp_original_class": cls,
+        **_slices_of(cls),
+    }
+
+
+def runs_where_called(module: nn.Module) -> bool:
+    """Whether it has no parameter, buffer, child or hook, and no pin of its own."""
+    held = (module._parameters, module._buffers, module._modules)
+    if any(thing is not None for things in held for thing in things.values()):
+        return False
+    hooks = (
+        module._forward_pre_hooks,
+        module._forward_hooks,
+        module._backward_pre_hooks,
+        module._backward_hooks,
+    )
+    return not any(hooks) and pin_of(module) is None
 
 
 def original_class(module: nn.Module) -> type[nn.Module]:
@@ -56,24 +78,32 @@ def original_class(module: nn.Module) -> type[nn.Module]:
     return getattr(type(module), "_smp_original_class", type(module))
 
 
-def spans_ranks(module: nn.Module, path: str, rank_of: dict[str, int]) -> bool:
+def spans_ranks(module: nn.Module, ranks: dict[int, int]) -> bool:
     """Whether it is an ``nn.Sequential`` with plain forward and a child of another rank."""
     if not isinstance(module, nn.Sequential):
         return False
     if original_class(module).forward is not nn.Sequential.forward:
         return False
-    own = rank_of[path]
-    return any(rank_of[child_path] != own for child_path in child_paths(module, path))
-
-
-def child_paths(module: nn.Module, path: str) -> Iterator[str]:
-    """The paths of the direct children."""
-    for name in module._modules:
-        yield f"{path}.{name}" if path else name
+    children = (child for child in module._modules.values() if child is not None)
+    return any(ranks[id(child)] != ranks[id(module)] for child in children)
 
 
 def _has_hooks_of_caller(module: nn.Module) -> bool:
     return bool(module._forward_hooks or module._backward_hooks or module._backward_pre_hooks)
+
+
+def _slices_of(cls: type[nn.Module]) -> dict[str, Any]:
+    """A part of an ``nn.Sequential`` is one of the user's class, made where it is wanted."""
+    if getattr(cls, "__getitem__", None) is not nn.Sequential.__getitem__:
+        return {}
+
+    def __getitem__(self, index):
+        if isinstance(index, slice):
+            children = OrderedDict(list(self._modules.items())[index])
+            return stand_ins.users_class(type(self))(children)
+        return nn.Sequential.__getitem__(self, index)
+
+    return {"__getitem__": __getitem__}
 
 
 def in_runs(cls: type[nn.Module]) -> dict[str, Any]:
@@ -90,7 +120,7 @@ def in_runs(cls: type[nn.Module]) -> dict[str, Any]:
                 input = _core.call_entry(number, (input,))
         return input
 
-    return {"forward": forward, "_smp_original_class": cls}
+    return {"forward": forward, "_smp_original_class": cls, **_slices_of(cls)}
 
 
 class _Passing(threading.local):
@@ -144,26 +174,24 @@ def make_entries(
         the entries, each module's first and then the runs'; and, by path of a Sequential
         whose children span ranks, its runs as (number among the entries, children).
     """
-    entries: list[Entry] = []
-    seen: set[int] = set()
-    for path, module in root.named_modules():
-        if id(module) not in seen:
-            seen.add(id(module))
-            entries.append(Entry(module, module, path, rank_of[path]))
+    named = dict(root.named_modules())
+    ranks = {id(module): rank_of[path] for path, module in named.items()}
+    entries = [Entry(module, module, path, rank_of[path]) for path, module in named.items()]
     runs: dict[str, list[tuple[int | None, list[nn.Module]]]] = {}
-    for path, module in root.named_modules():
-        if not spans_ranks(module, path, rank_of):
+    for path, module in named.items():
+        if not spans_ranks(module, ranks):
             continue
         runs[path] = []
-        children = list(zip(child_paths(module, path), module._modules.values(), strict=True))
-        for rank, group in groupby(children, key=lambda item: rank_of[item[0]]):
-            members = list(group)
-            modules = [m for _, m in members if m is not None]
+        children = [item for item in module._modules.items() if item[1] is not None]
+        for rank, group in groupby(children, key=lambda item: ranks[id(item[1])]):
+            names, modules = map(list, zip(*group, strict=True))
             if rank == rank_of[path] or len(modules) < 2:
                 runs[path].append((None, modules))
                 continue
-            label = f"{members[0][0]} to {members[-1][0].rpartition('.')[2]}"
-            runs[path].append((len(entries), modules))
+            label = f"{path}.{names[0]} to {names[-1]}".lstrip(".")
+            # The entry is there in any case: hooks may differ between ranks, numbers may not.
+            here = all(map(runs_where_called, modules))
+            runs[path].append((None if here else len(entries), modules))
             entries.append(Entry(SequentialRun(modules), None, label, rank))
     return entries, runs
 
@@ -321,6 +349,8 @@ def swap_classes(
     """
     for path, module in root.named_modules():
         cls = original_class(module)
+        if runs_where_called(module):
+            continue
         if rank_of[path] != rank:
             module.__class__ = stand_ins.stand_in(cls, remote)
         elif path in runs:

@@ -29,7 +29,7 @@ and the user's generator is used.
 import contextvars
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -105,12 +105,15 @@ def cut_loop(
     average: bool = True,
     non_split_inputs: Sequence[str] = (),
     input_split_axes: Mapping[str, int] | None = None,
+    anywhere: Collection[str] = (),
 ) -> Result:
     """Runs ``step(model, *args, **kwargs)`` as the cut loop; adds to ``.grad``.
 
     Args:
         rank_of: the rank of each module, by its first path in ``named_modules()``
             (the root's path is ``""``, its rank 0).
+        anywhere: paths of modules that run where they are called; among the children of an
+            ``nn.Sequential`` they still belong to a run of their rank.
         ranks: pipeline ranks, 1 more than the largest of ``rank_of`` if not given.
         average: ``average_grads_across_microbatches``.
 
@@ -121,7 +124,8 @@ def cut_loop(
             ``model.backward`` did not begin.
     """
     ranks = ranks or 1 + max(rank_of.values(), default=0)
-    loop = _Loop(model, rank_of, UserGenerator() if ranks == 1 else Streams(), ranks > 1)
+    streams = UserGenerator() if ranks == 1 else Streams()
+    loop = _Loop(model, rank_of, streams, ranks > 1, anywhere)
     batch = split_batch(
         step, model, args, kwargs or {}, microbatches, non_split_inputs, input_split_axes
     )
@@ -159,7 +163,12 @@ class _Loop:
     """One step.  Modules are intercepted while it runs and as before afterwards."""
 
     def __init__(
-        self, model: nn.Module, rank_of: Mapping[str, int], streams: Streams, cut: bool
+        self,
+        model: nn.Module,
+        rank_of: Mapping[str, int],
+        streams: Streams,
+        cut: bool,
+        anywhere: Collection[str] = (),
     ) -> None:
         self._model = model
         self._streams = streams
@@ -171,6 +180,7 @@ class _Loop:
         if rank_of[""] != 0:
             raise ValueError(f"the root must be on rank 0, not {rank_of['']}")
         self._ranks = {module: rank_of[path] for module, path in self._paths.items()}
+        self._anywhere = {m for m, path in self._paths.items() if path in anywhere}
         self._find_parameters()
         self._requests: list[Request] = []
         self._current: Request | None = None
@@ -416,7 +426,7 @@ class _Loop:
         return type(cls.__name__, (cls,), {**names, "__call__": call, "forward": forward})
 
     def _is_here(self, module: nn.Module) -> bool:
-        return self._ranks[module] == self._current.rank
+        return self._ranks[module] == self._current.rank or module in self._anywhere
 
     def _call_with_hooks(self, cls: type, module: nn.Module, args: tuple, kwargs: dict) -> Any:
         """A remote ``module(*args, **kwargs)``, hooks where they belong."""
@@ -448,7 +458,8 @@ class _Loop:
             hooked = any(
                 c._forward_hooks or c._backward_hooks or c._backward_pre_hooks for c in children
             )
-            if rank == self._current.rank or len(children) == 1 or hooked:
+            here = all(map(self._is_here, children))
+            if here or len(children) == 1 or hooked:
                 for child in children:
                     input = child(input)
                 continue
@@ -461,6 +472,19 @@ class _Loop:
             name = f"{self._paths[children[0]]}:{self._paths[children[-1]]}"
             input = self._remote(rank, name, body, (input,), {})
         return input
+
+
+def without_state(model: nn.Module) -> set[str]:
+    """The paths of modules without parameters, buffers, children and hooks."""
+    return {
+        path
+        for path, module in model.named_modules()
+        if not any(True for _ in module.children())
+        and not any(True for _ in module.parameters())
+        and not any(True for _ in module.buffers())
+        and not (module._forward_pre_hooks or module._forward_hooks)
+        and not (module._backward_pre_hooks or module._backward_hooks)
+    }
 
 
 def _own_leaf(parameter: nn.Parameter) -> nn.Parameter:
