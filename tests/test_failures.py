@@ -330,8 +330,8 @@ def interrupted_by(other: Path, monkeypatch) -> Callable[[Any], None]:
         os.kill(int((other / "pid").read_text()), signal.SIGINT)
         until = time.monotonic() + 60
         while not (other / "heard").exists() and time.monotonic() < until:
-            time.sleep(0.001)
-        time.sleep(0.05)  # what rank 1 does wrong next, it may do before the end comes
+            threading.Event().wait(0.001)
+        threading.Event().wait(0.05)  # for what rank 1 may do wrong before the end comes
         send_end(value)
 
     return send

@@ -64,10 +64,14 @@ def test_an_include_guard_is_named_for_its_file():
 SLEEPS = r"\b(?:time\.sleep|sleep|usleep|nanosleep|clock_nanosleep)\s*\((?!0\))"
 
 
+# Random delays of what others run beside; nothing depends on their length.
+MAY_REST = {Path("tests/core/server_test.c"), Path("tests/core/stand_in.c")}
+
+
 def test_no_test_sleeps():
     """A test waits for an event with a deadline, or drives the thread step by step."""
     for path, text in files(".py", ".c", ".h", under=["tests"]):
-        assert not re.search(SLEEPS, text), path
+        assert path in MAY_REST or not re.search(SLEEPS, text), path
 
 
 def test_no_file_is_a_drawer():

@@ -23,7 +23,7 @@ from smp.execution import (
     thread_state,
 )
 from smp.job import objects, transports
-from smp.modules import hooks
+from smp.modules import changes, hooks
 from smp.ranks import CommGroup
 
 if TYPE_CHECKING:
@@ -76,6 +76,7 @@ class Runtime:
         self.place: accelerator.Place | None = None  # of the last step's caller
         self.staging = staging.Staging()
         self.core_is_open = False
+        changes.forget()
         if self.pp_size > 1:
             self._open_core()
 

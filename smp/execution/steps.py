@@ -27,6 +27,7 @@ from smp.execution import (
 from smp.execution.runtime import Runtime
 from smp.job import interrupts
 from smp.job.config import ConfigError
+from smp.modules import changes
 
 _FORWARD, _BACKWARD = 0, 1
 _SIMPLE, _INTERLEAVED, _LISTED, _SERVE = 0, 1, 2, -1
@@ -294,13 +295,18 @@ class Step:
                 local, rt.local_error = rt.local_error, None
                 raise failures.rebuild(value, local)
         finally:
+            changes.finish()
             went_well = _core.ended_well()
             _core.gradients_end(not went_well)
             if went_well:
                 random_state.restore()
             else:
                 before.restore()
-        outputs, weights, rt.saw_backward = value
+        outputs, weights, rt.saw_backward, (modes, made) = value
+        if rt.pp_rank != 0:
+            changes.make(made)
+            for one, mode in zip(rt.live_models(), modes, strict=False):
+                one.training = mode
         return microbatches.merge(list(outputs), list(weights))
 
     def _run_core(self, plan: tuple, seed: int) -> tuple[bool, Any]:
@@ -320,7 +326,9 @@ class Step:
                     self._described(),
                 )
             if ok and rt.pp_rank == 0:
-                value = (self.outputs, rt.weights, rt.saw_backward)
+                changes.finish()
+                made = (tuple(m.training for m in rt.live_models()), changes.told())
+                value = (self.outputs, rt.weights, rt.saw_backward, made)
                 _core.send_end(value)
             return ok, value
         except ConnectionError as error:
@@ -395,6 +403,7 @@ class Step:
             else:
                 output = thread_state.with_state(self.state, self.function, args, kwargs)
         self.outputs[microbatch] = self._keep(output)
+        changes.returned(microbatch)
 
 
 def read_turns(pipeline: Any, count: int) -> list[tuple[int, int]]:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils import _device
 
 from smp.execution import context_variables, runtime
-from smp.modules import hooks
+from smp.modules import changes, hooks
 
 
 def _autocast_devices() -> list[str]:
@@ -51,18 +51,19 @@ def capture() -> tuple | None:
 
 
 def capture_for_call() -> tuple[tuple, Callable | None] | None:
-    """What a remote call carries: of :func:`capture`, and of the context variables.
+    """What a remote call carries: :func:`capture`, the context variables, and what the
+    caller has changed on modules of other ranks.
 
     Returns:
         the state for :func:`serve_with_state`, and what to call after the response.
     """
-    state = capture()
-    if not _copy_context():
-        return None if state is None else ((state, ()), None)
-    collected = context_variables.collect()
-    if collected is None:
-        return None if state is None else ((state, ()), None)
-    return (state, collected.values), collected.settle
+    state, made = capture(), changes.travelling()
+    collected = context_variables.collect() if _copy_context() else None
+    if collected is not None:
+        return (state, collected.values, made), collected.settle
+    if state is None and not made:
+        return None
+    return (state, (), made), None
 
 
 def capture_for_backward() -> tuple | None:
@@ -70,15 +71,20 @@ def capture_for_backward() -> tuple | None:
 
     Autograd runs a graph in the modes of the thread that began the backward.
     """
-    state = capture()
-    return None if state is None else (state, ())
+    state, made = capture(), changes.travelling()
+    return None if state is None and not made else (state, (), made)
 
 
 def serve_with_state(
     carried: tuple, function: Callable, args: tuple, kwargs: dict | None
 ) -> Any:
     """Call the function as its caller would on another rank."""
-    state, collected = carried
+    state, collected, made = carried
+    if made:
+        if runtime.current is not None and runtime.current.cfg.pipeline != "simple":
+            changes.check_frozen(made, function)
+        with changes.made(made):
+            return serve_with_state((state, collected, ()), function, args, kwargs)
     tokens = []
     if collected:
         models = [] if runtime.current is None else runtime.current.live_models()

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from smp import _core
-from smp.modules import stand_ins
+from smp.modules import changes, stand_ins
 from smp.partitioning.partition import pin_of
 
 
@@ -56,6 +56,7 @@ def remote(cls: type[nn.Module]) -> dict[str, Any]:
         "forward": forward,
         "_smp_original_class": cls,
         **_slices_of(cls),
+        **changes.watched(cls),
     }
 
 
@@ -256,7 +257,12 @@ class RemoteTensor(Tensor):
                 name = attribute
         if name in _HARMLESS:
             with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
+                required = args[0].requires_grad
+                result = func(*args, **(kwargs or {}))
+                if isinstance(args[0], nn.Parameter) and name in ("__set__", "requires_grad_"):
+                    flag = args[0].requires_grad
+                    changes.note(args[0], changes.REQUIRES_GRAD, flag, before=required)
+            return result
         for value in args:
             for tensor in value if isinstance(value, list | tuple) else (value,):
                 if isinstance(tensor, RemoteTensor):

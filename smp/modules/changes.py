@@ -1,0 +1,149 @@
+"""What code in a step changes on modules of other ranks: flags, attributes, ``requires_grad``.
+
+The change is made here at once, on what stands for the module, and travels with every
+later call and backward of the same microbatch, to whichever rank: for as long as the request
+runs, that rank has it, too.  Other microbatches are under way meanwhile, and see it when the
+step function has returned.  At the end of the step all ranks get what the step function
+changed; what a module's forward changed goes on with its rank's calls.  Between steps every
+rank runs the script, and makes the change itself.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from smp import _core
+
+# A module or parameter, the attribute's name, the value.  The codec sends the first as its
+# number, which is the same on all ranks.
+Change = tuple[nn.Module | nn.Parameter, str, Any]
+
+REQUIRES_GRAD = "requires_grad"
+_ABSENT = object()
+
+Changes = dict[tuple[int, str], Change]  # by id of the object, and name
+
+_made: dict[int, Changes] = {}  # by microbatch under way
+_kept: Changes = {}  # of microbatches, and by modules in steps, that are over
+_names: set[tuple[int, str]] = set()  # what _made has, or had in this step
+
+
+def note(target: nn.Module | nn.Parameter, name: str, value: Any, before: Any) -> None:
+    """An attribute of something of another rank was set, by the code of a task."""
+    key = (id(target), name)
+    at = _core.current()
+    if at is None:
+        _kept.pop(key, None)
+        return
+    if value is before and key not in _names and key not in _kept:
+        return
+    _names.add(key)
+    _made.setdefault(at[0], {})[key] = (target, name, value)
+
+
+def travelling() -> tuple[Change, ...]:
+    """What goes with a call of the task that asks."""
+    at = _core.current() if _made or _kept else None
+    if at is None:
+        return ()
+    return tuple((_kept | _made.get(at[0], {})).values())
+
+
+def returned(microbatch: int) -> None:
+    """The step function has returned; tensors of its graph are not for others."""
+    for key, change in _made.pop(microbatch, {}).items():
+        if not _holds_tensors(change[2]):
+            _kept[key] = change
+
+
+def forget() -> None:
+    """A job begins."""
+    _made.clear()
+    _kept.clear()
+    _names.clear()
+
+
+def finish() -> None:
+    """The step is over."""
+    for microbatch in sorted(_made):
+        returned(microbatch)
+    _names.clear()
+
+
+def told() -> tuple[Change, ...]:
+    """What all ranks are to know with the end of the step; ``finish`` comes before."""
+    changes = tuple(_kept.values())
+    _kept.clear()
+    return changes
+
+
+def make(changes: Iterable[Change]) -> None:
+    """Make changes that have arrived; those on a third rank's modules travel on."""
+    for target, name, value in changes:
+        if getattr(target, name, _ABSENT) is not value:
+            setattr(target, name, value)
+
+
+@contextmanager
+def made(changes: Iterable[Change]) -> Iterator[None]:
+    """Changes that a request brought, until it is done."""
+    before = [(target, name, getattr(target, name, _ABSENT)) for target, name, _ in changes]
+    make(changes)
+    try:
+        yield
+    finally:
+        for (target, name, old), (_, _, new) in zip(before, changes, strict=True):
+            if getattr(target, name, _ABSENT) is not new:
+                continue  # the request's own code has set it
+            if old is _ABSENT:
+                delattr(target, name)
+            else:
+                setattr(target, name, old)
+
+
+def check_frozen(changes: Iterable[Change], called: object) -> None:
+    """Refuse what would lose gradients without a word.
+
+    Autograd drops the gradient of a parameter that does not require grad at the time.  While
+    a call waits for another rank, backwards of other microbatches run here.
+
+    Raises:
+        RuntimeError: a change of ``requires_grad`` came with a call that may wait.
+    """
+    frozen = next((target for target, name, _ in changes if name == REQUIRES_GRAD), None)
+    if frozen is None or not isinstance(called, nn.Module):
+        return
+    for path, module in called.named_modules():
+        if type(module).__dict__.get("__call__") is _core.module_call:
+            raise RuntimeError(
+                f"smp: requires_grad was changed in the step, and then {type(called).__name__} "
+                f"was called, whose module '{path}' is on another rank: with "
+                "pipeline='interleaved' the gradients of other microbatches would be lost; use "
+                "pipeline='simple', or place the module's parts together with "
+                "smp.set_partition"
+            )
+
+
+def _holds_tensors(value: Any) -> bool:
+    leaves = torch.utils._pytree.tree_leaves(value)
+    return any(isinstance(leaf, Tensor) for leaf in leaves)
+
+
+def watched(cls: type[nn.Module]) -> dict[str, Any]:
+    """The methods of a class like ``cls`` whose instances another rank has."""
+
+    def __setattr__(self, name, value):
+        if isinstance(value, nn.Module | nn.Parameter) and _core.current() is not None:
+            raise RuntimeError(
+                f"smp: {type(self).__name__}.{name} is a {type(value).__name__} that is set "
+                "in a step, on a module of another rank; set it before the first step, or in "
+                "that module's own forward"
+            )
+        before = self.__dict__.get(name, _ABSENT)
+        cls.__setattr__(self, name, value)
+        note(self, name, value, before)
+
+    return {"__setattr__": __setattr__}

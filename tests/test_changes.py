@@ -1,0 +1,231 @@
+"""What a step function, or a module's forward, changes on modules of other ranks: as in one
+process, these have it when they run next."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import smp
+from tests.ranks import on_ranks
+from tests.reference.compare import assert_close, gradients
+
+WIDTH = 4
+FIRST = 1.5  # only the first step's batch begins with more
+WHERE = [{"b": 1}, {"b": 1, "b.deep": 0}, {"b.deep": 1}, {"b": 1, "b.deep": 2}]
+
+
+class Deep(nn.Module):
+    """Each kind of state that a mode changes, and a plain attribute."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.scale = 1.0
+        self.seen = []
+
+    def forward(self, x):
+        self.seen.append((self.training, self.scale))
+        return self.scale * torch.tanh(self.linear(self.norm(x)))
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.deep = Deep()
+
+    def forward(self, x, scale=None):
+        if scale is not None:
+            self.deep.scale = scale
+        return self.linear(self.deep(x))
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(WIDTH, WIDTH)
+        self.b = Block()
+
+    def forward(self, x, scale=None):
+        return self.b(self.a(x), scale)
+
+
+def in_evaluation_for_a_call(model, x):
+    block = model.module.b
+    loss = block(x).square().mean()
+    block.eval()
+    loss = loss + model(x).square().mean()
+    block.train()
+    loss = loss + block(x).square().mean()
+    model.backward(loss)
+    return loss
+
+
+def all_in_evaluation_for_a_call(model, x):
+    model.eval()
+    with torch.no_grad():
+        kept = model(x)
+    model.train()
+    loss = (model(x) - kept).square().mean()
+    model.backward(loss)
+    return loss
+
+
+def frozen_for_a_call(model, x):
+    block = model.module.b
+    block.requires_grad_(False)
+    loss = model(x).square().mean()
+    for parameter in block.parameters():
+        parameter.requires_grad = True
+    block.deep.linear.weight.requires_grad_(False)
+    loss = loss + block(x).square().mean()
+    block.deep.linear.weight.requires_grad_(True)
+    model.backward(loss)
+    return loss
+
+
+def an_attribute_by_the_parent(model, x):
+    loss = model(x, scale=2.0).square().mean() + model(x, scale=0.5).square().mean()
+    model.backward(loss)
+    return loss
+
+
+def an_attribute_by_the_step(model, x):
+    model.module.b.deep.scale = float(x[0, 0])  # each microbatch its own
+    loss = model(x).square().mean()
+    model.backward(loss)
+    return loss
+
+
+def left_as_it_is(model, x):
+    loss = model(x).square().mean()
+    model.module.b.deep.norm.eval()
+    model.module.b.deep.scale = 3.0
+    loss = loss + model(x).square().mean()
+    model.module.b.deep.scale = 5.0
+    model.backward(loss)
+    return loss
+
+
+def an_attribute_by_the_parent_once(model, x):
+    """What the parent sets in one step is there in the next."""
+    scale = 7.0 if x[0, 0] > FIRST else None
+    loss = model(x, scale=scale).square().mean() + model(x).square().mean()
+    model.backward(loss)
+    return loss
+
+
+STEPS = [
+    in_evaluation_for_a_call,
+    all_in_evaluation_for_a_call,
+    frozen_for_a_call,
+    an_attribute_by_the_parent,
+    an_attribute_by_the_parent_once,
+    an_attribute_by_the_step,
+    left_as_it_is,
+]
+
+LASTING = [an_attribute_by_the_parent_once, left_as_it_is]
+
+
+class Plain:
+    """What a step function gets for the model without smp."""
+
+    def __init__(self, module, count):
+        self.module, self.count = module, count
+
+    def __call__(self, *args, **kwargs):
+        return self.module(*args, **kwargs)
+
+    def train(self, mode=True):
+        self.module.train(mode)
+
+    def eval(self):
+        self.module.eval()
+
+    def backward(self, loss):
+        (loss / self.count).backward()
+
+
+def equals_a_plain_loop(step, net: nn.Module, rank_of: dict[str, int], **config) -> None:
+    """Outputs, gradients, statistics and attributes, also in the steps after."""
+    smp.init({"pipeline_parallel_degree": 3, **config})
+    plain = Plain(copy.deepcopy(net), config["microbatches"])
+    for path, module in net.named_modules():
+        above = [rank for prefix, rank in rank_of.items() if f"{path}.".startswith(prefix)]
+        smp.set_partition(module, above[-1] if above else 0)
+    model = smp.DistributedModel(net)
+    for seed in range(3):
+        x = torch.randn(6, WIDTH, dtype=torch.float64, generator=torch.manual_seed(seed))
+        got = smp.step(step)(model, x).outputs
+        want = [step(plain, part).detach() for part in x.chunk(config["microbatches"])]
+        assert_close(dict(enumerate(got)), dict(enumerate(want)), relative=1e-12)
+        mine = {name: p.grad for name, p in model.local_named_parameters()}
+        expected = {name: g for name, g in gradients(plain.module).items() if name in mine}
+        assert_close(mine, expected, relative=1e-12)
+        buffers = dict(plain.module.named_buffers())
+        statistics = {name: buffers[name] for name, _ in model.local_named_buffers()}
+        assert_close(dict(model.local_named_buffers()), statistics, relative=1e-12)
+        if model.get_module_partition("b.deep") == smp.pp_rank():
+            for path, module in plain.module.b.deep.named_modules():
+                assert net.b.deep.get_submodule(path).training == module.training
+            if not step.__name__.startswith(
+                "an_attribute_by_the_parent"
+            ):  # whose rank keeps it
+                assert net.b.deep.scale == plain.module.b.deep.scale
+            seen = plain.module.b.deep.seen
+            assert sorted(net.b.deep.seen[-len(seen) :]) == sorted(seen)
+
+
+@pytest.mark.sample(10)
+@on_ranks(3)
+@pytest.mark.parametrize("rank_of", WHERE, ids=str)
+@pytest.mark.parametrize("step", STEPS)
+def test_what_a_step_changes_elsewhere_is_changed_when_it_runs(step, rank_of):
+    spans = step is frozen_for_a_call and len(set(rank_of.values())) > 1
+    pipeline = "simple" if spans else "interleaved"
+    equals_a_plain_loop(step, Net().double(), rank_of, microbatches=1, pipeline=pipeline)
+
+
+@on_ranks(3)
+@pytest.mark.parametrize("pipeline", ["simple", "interleaved"])
+@pytest.mark.parametrize("step", [s for s in STEPS if s not in LASTING])
+def test_each_microbatch_has_its_own_changes(step, pipeline):
+    """... while others are under way; of a module that does not wait when it runs.  What one
+    leaves changed, those that have begun do not see."""
+    net = Net()
+    net.b.deep.norm = nn.Identity()
+    equals_a_plain_loop(step, net.double(), {"b": 1}, microbatches=2, pipeline=pipeline)
+
+
+@on_ranks(2)
+def test_parameters_are_not_frozen_under_a_call_that_waits():
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": 2})
+    net = Net()
+    for path, module in net.named_modules():
+        smp.set_partition(module, int(path == "b" or path.startswith("b.linear")))
+    model = smp.DistributedModel(net)
+    with pytest.raises(RuntimeError, match="whose module 'deep.*' is on another rank"):
+        smp.step(frozen_for_a_call)(model, torch.randn(6, WIDTH))
+
+
+def a_module_in_a_step(model, x):
+    model.module.b.deep.linear = nn.Linear(WIDTH, WIDTH)
+    loss = model(x).square().mean()
+    model.backward(loss)
+    return loss
+
+
+@on_ranks(2)
+def test_a_module_of_another_rank_gets_no_module_in_a_step():
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": 2})
+    net = Net()
+    smp.set_partition(net.b, 1)
+    smp.set_partition(net.a, 0)
+    model = smp.DistributedModel(net)
+    smp.step(left_as_it_is)(model, torch.randn(6, WIDTH))
+    with pytest.raises(RuntimeError, match="Deep.linear is a Linear that is set in a step"):
+        smp.step(a_module_in_a_step)(model, torch.randn(6, WIDTH))
