@@ -128,6 +128,7 @@ STEPS = [
     left_as_it_is,
 ]
 
+BY_THE_PARENT = [an_attribute_by_the_parent, an_attribute_by_the_parent_once]
 LASTING = [an_attribute_by_the_parent_once, left_as_it_is]
 
 
