@@ -436,6 +436,55 @@ def test_an_exception_of_a_class_that_cannot_travel_keeps_its_text():
     assert smp.pp_rank() == 0 or "Local" in str(caught.value)
 
 
+class Three(nn.Module):
+    """Layers, each on a rank of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x):
+        for part in self.parts:
+            x = part(x)
+        return x
+
+
+class FailsAtFirst:
+    """What cannot be packed the first time; then it is a string."""
+
+    def __init__(self, *then: str):
+        self.then = iter(then)
+        self.failed = False
+
+    def __reduce__(self):
+        if not self.failed:
+            self.failed = True
+            raise Trouble("on the way to pp_rank 1")
+        return str, (next(self.then),)
+
+
+@on_ranks(3)
+def test_a_rank_that_cannot_be_told_of_a_failure_does_not_keep_it_from_the_others():
+    """The failure reaches pp_rank 2, though not 1; what went wrong is raised."""
+    smp.init({"pipeline_parallel_degree": 3, "microbatches": 3})
+    net = Three()
+    pinned(net, {"": 0, "parts": 0, "parts.0": 0, "parts.1": 1, "parts.2": 2})
+    model = smp.DistributedModel(net)
+    step = smp.step(train)
+    step(model, torch.randn(6, 8))
+    if smp.pp_rank() == 0:
+        text = FailsAtFirst("at once", "later", "later")
+        failed = (0, None, 0, 0, "Trouble", text, "", b"")
+        with pytest.raises(Trouble, match="on the way to pp_rank 1"):
+            _core.skip_step(failed)
+        _core.send_abort(failed)
+    else:
+        when = "later" if smp.pp_rank() == 1 else "at once"
+        with pytest.raises(RuntimeError, match=f"Trouble: {when}"):
+            step(model, torch.randn(6, 8))
+    step(model, torch.randn(6, 8))
+
+
 @on_ranks(2)
 def test_an_exception_while_tracing_is_raised_on_every_rank():
     """A model that fails in the traced run fails everywhere, not only where it was traced."""

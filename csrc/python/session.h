@@ -93,8 +93,9 @@ smp_message *smp_session_wait(uint64_t call, smp_wait_kind kind, int32_t entry);
 /* Takes the exception that is set: ends the step on every rank. */
 void smp_session_fail(smp_task *task);
 
-/* To every other rank that is there: a value; 0, or -1 with an exception.  An envelope
- * alone. */
+/* To every other rank: a value; 0, or -1 with the first exception.  An ABORT goes to
+ * all that are there, whatever happens on the way to one of them.  An envelope alone.
+ */
 int  smp_session_send_to_all(smp_msg_kind kind, PyObject *value);
 void smp_session_tell_others(const smp_envelope *envelope);
 

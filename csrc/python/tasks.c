@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include "comm/clock.h"
+#include "comm/neighbour.h"
 #include "python/gradients.h"
 #include "python/heap.h"
 #include "python/pack.h"
@@ -116,30 +117,44 @@ enter_device(void)
 
 /* --------------------------------------------------------------- a step that fails */
 
+static int
+send_to_one(int rank, const smp_envelope *envelope, PyObject *value)
+{
+    smp_pack pack;
+    int      failed;
+
+    smp_pack_init(&pack, smp_the_session.comm, rank, NULL);
+    pack.graph = false;
+    failed = smp_pack_value(&pack, value) < 0 || smp_pack_send(&pack, envelope) < 0;
+    smp_pack_fini(&pack);
+    return failed ? -1 : 0;
+}
+
 int
 smp_session_send_to_all(smp_msg_kind kind, PyObject *value)
 {
     smp_session *session = &smp_the_session;
     smp_envelope envelope = {.kind = (uint8_t)kind, .step = session->step};
+    PyObject    *type = NULL; /* the first exception, kept while others are told */
+    PyObject    *error = NULL;
+    PyObject    *traceback = NULL;
 
     for (int rank = 0; rank < session->size; rank++) {
-        smp_pack pack;
-        int      failed;
-
-        if (rank == session->rank) {
+        if (rank == session->rank || send_to_one(rank, &envelope, value) == 0) {
             continue;
         }
-        smp_pack_init(&pack, session->comm, rank, NULL);
-        pack.graph = false;
-        failed =
-            smp_pack_value(&pack, value) < 0 || smp_pack_send(&pack, &envelope) < 0;
-        smp_pack_fini(&pack);
-        if (failed && kind == SMP_MSG_ABORT &&
-            PyErr_ExceptionMatches(PyExc_ConnectionError)) {
-            PyErr_Clear(); /* it has gone, and needs no word any more */
-        } else if (failed) {
+        if (kind != SMP_MSG_ABORT) {
             return -1;
         }
+        if (type == NULL && !smp_comm_gone(session->comm, rank)) {
+            PyErr_Fetch(&type, &error, &traceback);
+        } else {
+            PyErr_Clear(); /* who has gone needs no word any more */
+        }
+    }
+    if (type != NULL) {
+        PyErr_Restore(type, error, traceback);
+        return -1;
     }
     return 0;
 }
