@@ -755,3 +755,55 @@ def test_a_graph_that_a_module_keeps_between_calls_says_so():
     model = smp.DistributedModel(net)
     with pytest.raises(RuntimeError, match="'far' .* tensor with grad that the first one kept"):
         smp.step(train)(model, torch.randn(2, 4))
+
+
+def keep_graphs(model, x) -> list[torch.Tensor]:
+    """The outputs of a step without a backward; none but on pp_rank 0."""
+    kept = []
+
+    @smp.step
+    def step(model, x):
+        kept.append(model(x))
+
+    step(model, x)
+    return kept
+
+
+@on_ranks(2)
+def test_a_graph_that_outlives_its_session_is_dropped_without_a_word():
+    """Its call has the number of one that a step of the next session is about."""
+    _, model = make()
+    x = torch.randn(6, 8)
+    kept = keep_graphs(model, x)
+    smp.reset()
+    reference, model = make()
+
+    def drops(model, x):
+        loss = model(x).pow(2).mean()
+        if model.partitioned:  # not while it is traced
+            kept.clear()
+        model.backward(loss)
+        return loss
+
+    smp.step(drops)(model, x)
+    cut_loop(train, reference, (x,), rank_of=RANK_OF, ranks=2, microbatches=3)
+    assert_same_bits(
+        {n: p.grad for n, p in model.local_named_parameters()}, gradients(reference)
+    )
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("how", ["loss.backward", "model.backward"])
+def test_a_backward_into_a_graph_of_an_earlier_session_says_so(how):
+    """The session's table of modules has gone, or is another one."""
+    kept = keep_graphs(make()[1], torch.randn(6, 8))
+    smp.reset()
+    if how == "loss.backward":
+        for output in kept[1:]:  # the first was traced
+            with pytest.raises(RuntimeError, match="module 'norm' runs on pp_rank 1"):
+                output.sum().backward()
+        return
+    _, model = make()
+    step = smp.step(lambda model, x: model.backward(kept[-1].sum() + model(x).sum()))
+    with pytest.raises(RuntimeError, match="earlier step made; .*'norm' runs on pp_rank 1"):
+        step(model, torch.randn(6, 8))

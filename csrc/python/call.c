@@ -14,10 +14,15 @@
 #include "python/session.h"
 #include "python/unpack.h"
 
-/* One remote call, kept alive by its two nodes. */
+/* One remote call, kept alive by its two nodes, which the script may keep for longer
+ * than the session's entries live. */
 typedef struct {
     PyObject  ob_base;
+    uint32_t  opened; /* session and step that made it */
+    uint32_t  step;
     int32_t   entry;
+    int       owner;
+    PyObject *path; /* owned; the entry's */
     int32_t   microbatch;
     uint64_t  call;     /* of the forward */
     uint64_t  backward; /* of the backward; 0: not begun */
@@ -27,6 +32,17 @@ typedef struct {
 
 PyTypeObject *smp_call_type;
 
+/* Whether the step that made the call is under way.  After it the owner has no graph,
+ * and the call's numbers may be another one's. */
+static bool
+is_of_this_step(const call_object *self)
+{
+    const smp_session *session = &smp_the_session;
+
+    return session->in_step && self->opened == session->opened &&
+           self->step == session->step;
+}
+
 /* The caller of a call that can get no backward any more tells the owner. */
 static void
 release_graph(call_object *self)
@@ -34,7 +50,7 @@ release_graph(call_object *self)
     smp_session *session = &smp_the_session;
     smp_envelope envelope;
 
-    if (!self->open || session->comm == NULL || !session->in_step) {
+    if (!self->open || !is_of_this_step(self)) {
         return;
     }
     self->open = false;
@@ -43,8 +59,8 @@ release_graph(call_object *self)
                               .step = session->step,
                               .entry = self->entry,
                               .about = self->call};
-    (void)smp_comm_send(session->comm, session->entries[self->entry].owner, &envelope,
-                        sizeof(envelope), NULL, 0);
+    (void)smp_comm_send(session->comm, self->owner, &envelope, sizeof(envelope), NULL,
+                        0);
 }
 
 static void
@@ -54,6 +70,7 @@ call_dealloc(PyObject *object)
     PyTypeObject *type = Py_TYPE(object);
 
     release_graph(self);
+    Py_XDECREF(self->path);
     Py_XDECREF(self->outputs);
     type->tp_free(object);
     Py_DECREF(type);
@@ -111,9 +128,8 @@ recv_forward(PyObject *unused, PyObject *const *args, Py_ssize_t nargs)
 static int
 raise_for(const call_object *self, const char *what)
 {
-    PyErr_Format(PyExc_RuntimeError, "smp: %s: module '%s' runs on pp_rank %d", what,
-                 smp_entry_path(&smp_the_session.entries[self->entry]),
-                 smp_the_session.entries[self->entry].owner);
+    PyErr_Format(PyExc_RuntimeError, "smp: %s: module '%U' runs on pp_rank %d", what,
+                 self->path, self->owner);
     return -1;
 }
 
@@ -125,6 +141,11 @@ check_backward(const call_object *self)
                          "a backward reached a module of another rank, and "
                          "model.backward(loss) did not begin it; use model.backward "
                          "inside the step, not loss.backward() or autograd.grad");
+    }
+    if (!is_of_this_step(self)) {
+        return raise_for(self,
+                         "a backward reached a call of a module of another rank that "
+                         "an earlier step made; detach what is kept between steps");
     }
     if (self->backward != 0) {
         return raise_for(
@@ -156,7 +177,7 @@ recv_backward(PyObject *unused, PyObject *const *args, Py_ssize_t nargs)
         (state = PyObject_CallNoArgs(session->capture_backward)) == NULL) {
         return NULL;
     }
-    smp_pack_init(&pack, session->comm, session->entries[self->entry].owner, NULL);
+    smp_pack_init(&pack, session->comm, self->owner, NULL);
     pack.graph = false;
     failed = smp_pack_u32(&pack, (uint32_t)(nargs - 1));
     for (Py_ssize_t i = 1; failed == 0 && i < nargs; i++) {
@@ -558,7 +579,11 @@ call_entry(int32_t number, PyObject *args, PyObject *kwargs, uint16_t flags)
     if (call == NULL) {
         goto done;
     }
+    call->opened = session->opened;
+    call->step = session->step;
     call->entry = number;
+    call->owner = entry->owner;
+    call->path = Py_NewRef(entry->path);
     call->microbatch = task->microbatch;
     call->call = smp_server_next_call(session->server);
     envelope = (smp_envelope){

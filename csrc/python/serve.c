@@ -15,6 +15,7 @@
 typedef struct {
     PyObject  ob_base;
     int32_t   entry;
+    PyObject *path; /* owned; the entry's, which the graph may outlive */
     int32_t   microbatch;
     uint64_t  order;
     PyObject *inputs;    /* while Enter is built: list of the request's tensors */
@@ -37,6 +38,7 @@ context_dealloc(PyObject *object)
     context_object *self = (context_object *)object;
     PyTypeObject   *type = Py_TYPE(object);
 
+    Py_XDECREF(self->path);
     Py_XDECREF(self->inputs);
     Py_XDECREF(self->outputs);
     Py_XDECREF(self->gradients);
@@ -85,14 +87,13 @@ enter_backward(PyObject *unused, PyObject *const *args, Py_ssize_t nargs)
     if (!self->running) {
         PyErr_Format(
             PyExc_RuntimeError,
-            "smp: module '%s' on pp_rank %d was called twice from another rank, and "
+            "smp: module '%U' on pp_rank %d was called twice from another rank, and "
             "the "
             "second call used a tensor with grad that the first one kept in the "
             "module; "
             "return it and pass it as an argument, or put the module and its caller on "
             "one rank with smp.set_partition",
-            smp_entry_path(&smp_the_session.entries[self->entry]),
-            smp_the_session.entries[self->entry].owner);
+            self->path, smp_the_session.rank);
         Py_DECREF(self);
         return NULL;
     }
@@ -148,6 +149,7 @@ enter_graph(smp_unpack *unpack, const smp_envelope *envelope)
         return NULL;
     }
     self->entry = envelope->entry;
+    self->path = Py_NewRef(smp_the_session.entries[envelope->entry].path);
     self->microbatch = envelope->microbatch;
     self->order = envelope->about;
     self->seed = envelope->seed;

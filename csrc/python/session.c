@@ -118,6 +118,7 @@ py_open(PyObject *module, PyObject *args)
         session->comm = NULL;
         return smp_session_raise(status, "starting the watchdog");
     }
+    session->opened++;
     session->step = 0;
     session->contexts = PyDict_New();
     card = smp_comm_card(session->comm, &bytes);

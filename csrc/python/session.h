@@ -39,7 +39,8 @@ typedef struct {
     smp_turns  *turns; /* owned; NULL: this job has no gates */
     int         rank;  /* pp_rank */
     int         size;
-    uint32_t    step; /* number of the last one begun */
+    uint32_t    opened; /* how often the session has been */
+    uint32_t    step;   /* number of the last one begun */
     bool        in_step;
     bool        ended_well; /* the last one begun, on every rank */
     smp_entry  *entries;
