@@ -486,6 +486,26 @@ def test_a_rank_that_cannot_be_told_of_a_failure_does_not_keep_it_from_the_other
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("where", [0, 1])
+def test_a_worker_that_cannot_begin_fails_the_step(where):
+    """Without autograd's threads turned off in it, a later backward could lock up."""
+    reference, model = make()
+    x = torch.randn(6, 8)
+    refused = iter([True])
+
+    def begin():
+        if next(refused, False):
+            fail("at a worker's begin")
+
+    if smp.pp_rank() == where:
+        _core.configure(worker_begin=begin)
+    with pytest.raises(Trouble, match="at a worker's begin"):
+        smp.step(train)(model, x)
+    assert next(refused, None) is (None if smp.pp_rank() == where else True)
+    equals_a_run_that_never_failed(model, reference, x)
+
+
+@on_ranks(2)
 def test_an_exception_while_tracing_is_raised_on_every_rank():
     """A model that fails in the traced run fails everywhere, not only where it was traced."""
     _, model = make()

@@ -21,6 +21,9 @@ _Thread_local smp_task *smp_this_task;
 /* The worker's Python thread state while it does not hold the GIL. */
 static _Thread_local PyThreadState *resting;
 
+/* Whether prepare_thread() has gone well on this worker. */
+static _Thread_local bool prepared;
+
 /* --------------------------------------------------------- what the server calls */
 
 static void
@@ -39,21 +42,8 @@ rest_python(void)
 static void
 op_worker_begin(void *ctx)
 {
-    PyObject *done;
-
     (void)ctx;
     (void)PyGILState_Ensure();
-    /* An accelerator's device thread must never wait for a response: it would hold up
-     * every other microbatch's backward.  [design.md, section 3] */
-    done = PyObject_CallOneArg(smp_torch.set_multithreading, Py_False);
-    Py_XDECREF(done);
-    if (done != NULL) {
-        done = PyObject_CallNoArgs(smp_the_session.worker_begin);
-        Py_XDECREF(done);
-    }
-    if (done == NULL) {
-        PyErr_WriteUnraisable(smp_the_session.worker_begin);
-    }
     rest_python();
 }
 
@@ -63,6 +53,27 @@ op_worker_end(void *ctx)
     (void)ctx;
     wake_python();
     PyGILState_Release(PyGILState_UNLOCKED);
+}
+
+/* Before a task: what the worker's thread needs once.  0, or -1 with an exception; the
+ * next task tries again. */
+static int
+prepare_thread(void)
+{
+    PyObject *done;
+
+    if (prepared) {
+        return 0;
+    }
+    /* An accelerator's device thread must never wait for a response: it would hold up
+     * every other microbatch's backward.  [design.md, section 3] */
+    done = PyObject_CallOneArg(smp_torch.set_multithreading, Py_False);
+    if (done != NULL) {
+        Py_SETREF(done, PyObject_CallNoArgs(smp_the_session.worker_begin));
+    }
+    prepared = done != NULL;
+    Py_XDECREF(done);
+    return prepared ? 0 : -1;
 }
 
 /* Enters a copy of the main thread's context variables. */
@@ -230,7 +241,12 @@ op_execute(void *ctx, smp_message *request)
     smp_this_task = &task;
     context = enter_context();
     enter_device();
-    smp_serve_request(request, &task);
+    if (prepare_thread() == 0) {
+        smp_serve_request(request, &task);
+    } else {
+        smp_message_free(request);
+        smp_session_fail(&task);
+    }
     exit_context(context);
     smp_stream_leave(&task);
     smp_this_task = NULL;
@@ -263,7 +279,8 @@ op_run_root(void *ctx, int32_t microbatch)
     smp_this_task = &task;
     context = enter_context();
     enter_device();
-    if (smp_stream_seed(
+    if (prepare_thread() == 0 &&
+        smp_stream_seed(
             &task, smp_stream_mix(session->step_seed, (uint64_t)microbatch)) == 0) {
         done = PyObject_CallFunction(session->run_root, "i", (int)microbatch);
     }
