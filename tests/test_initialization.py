@@ -42,6 +42,14 @@ def test_one_rank_needs_no_launcher():
     assert dist.get_world_size(smp.get_world_process_group()) == 1
 
 
+def test_a_folder_for_shared_memory_that_cannot_be_written_shows_no_file(tmp_path, monkeypatch):
+    """A removal fails there, too: not for want of the file alone."""
+    monkeypatch.setattr(bootstrap, "SHARED_FOLDER", tmp_path / "no folder")
+    bootstrap.SHARED_FOLDER.touch()
+    with bootstrap.socket_file() as path:
+        assert not os.path.exists(path)
+
+
 @on_ranks(2)
 def test_two_ranks_see_each_other():
     smp.init({"pipeline_parallel_degree": 2})

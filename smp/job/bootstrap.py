@@ -338,11 +338,17 @@ def socket_file() -> Iterator[str]:
             listener.listen()
             early.rename(path)
         except OSError:
-            early.unlink(missing_ok=True)
+            _remove(early)
         try:
             yield str(path)
         finally:
-            path.unlink(missing_ok=True)
+            _remove(path)
+
+
+def _remove(path: Path) -> None:
+    """Where the folder cannot be written, there is nothing to remove."""
+    with suppress(OSError):
+        path.unlink()
 
 
 def network_namespace() -> int:
