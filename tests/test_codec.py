@@ -191,6 +191,63 @@ def test_values_that_hold_themselves_travel():
     assert arrived.layers[0] is arrived
 
 
+class Meddling(type):
+    """A class that calls a function when it is asked for its name."""
+
+    meddle = None
+
+    def __getattribute__(cls, name):
+        if name == "__qualname__" and Meddling.meddle is not None:
+            Meddling.meddle()
+        return super().__getattribute__(name)
+
+
+class Meddler(metaclass=Meddling):
+    pass
+
+
+@pytest.mark.parametrize("shared", [dict, collections.OrderedDict])
+@pytest.mark.parametrize("change", ["shrinks", "grows", "replaces"])
+def test_a_dict_that_changes_while_it_is_packed_is_an_error(shared, change, monkeypatch):
+    """Its items stay alive meanwhile; one of the same size has the values it had."""
+    key = Meddler()
+    table = shared({key: list("a value that only the table holds"), "last": 1})
+
+    def meddle():
+        if change == "shrinks":
+            table.pop("last", None)
+        elif change == "grows":
+            table["more"] = 1
+        else:
+            table[key] = None
+
+    monkeypatch.setattr(Meddling, "meddle", meddle)
+    if change != "replaces":
+        with pytest.raises(RuntimeError, match="changed its size|mutated"):
+            pack(table)
+        return
+    packed = pack(table)
+    monkeypatch.setattr(Meddling, "meddle", None)
+    assert list(unpack(packed).values()) == [list("a value that only the table holds"), 1]
+
+
+@pytest.mark.parametrize("shared", [list, set])
+@pytest.mark.parametrize("change", ["shrinks", "grows"])
+def test_a_list_or_set_that_changes_while_it_is_packed_is_an_error(shared, change, monkeypatch):
+    things = shared([Meddler(), Meddler()])
+    take, add = (things.pop, things.append) if shared is list else (things.pop, things.add)
+
+    def meddle():
+        if change == "grows":
+            add(len(things))
+        elif len(things) > 1:
+            take()
+
+    monkeypatch.setattr(Meddling, "meddle", meddle)
+    with pytest.raises(RuntimeError, match="changed (its )?size"):
+        pack(things)
+
+
 def test_values_nested_too_deeply_are_refused_by_name():
     deep: list = []
     for _ in range(1000):

@@ -410,22 +410,54 @@ put_parameter(smp_pack *pack, PyObject *tensor, bool *done)
     return 0;
 }
 
+/* An object that is there twice keeps the first number. */
+static int
+number_all(smp_ptrmap *numbers, PyObject *const *objects, size_t n)
+{
+    uint32_t number;
+
+    for (size_t i = 0; i < n; i++) {
+        if (objects[i] != NULL && !smp_ptrmap_get(numbers, objects[i], &number) &&
+            !smp_ptrmap_add(numbers, objects[i], (uint32_t)i)) {
+            PyErr_NoMemory();
+            return -1;
+        }
+    }
+    return 0;
+}
+
+/* Before what the request holds is looked up.  All of it has been read by now. */
+static int
+know_arguments(smp_pack *pack)
+{
+    const smp_unpack *request = pack->request;
+
+    if (request == NULL || pack->knows_arguments) {
+        return 0;
+    }
+    pack->knows_arguments = true;
+    if (number_all(&pack->argument_tensors, request->tensors, request->ntensors) < 0) {
+        return -1;
+    }
+    return number_all(&pack->argument_objects, request->objects, request->nobjects);
+}
+
 /* When the tensor is an argument of the request that this answers, changed or not, the
  * caller uses its own. */
 static int
 put_argument_tensor(smp_pack *pack, PyObject *tensor, bool *done)
 {
+    uint32_t number;
+
     *done = false;
-    if (pack->request == NULL) {
+    if (know_arguments(pack) < 0) {
+        return -1;
+    }
+    if (!smp_ptrmap_get(&pack->argument_tensors, tensor, &number)) {
         return 0;
     }
-    for (size_t i = 0; i < pack->request->ntensors; i++) {
-        if (pack->request->tensors[i] == tensor) {
-            *done = true;
-            return put_size(pack, TAG_ARGUMENT_TENSOR, i);
-        }
-    }
-    return 0;
+    *done = true;
+    return put_size(pack, TAG_ARGUMENT_TENSOR, number);
 }
 
 int
@@ -549,11 +581,23 @@ put_items(smp_pack *pack, PyObject *const *items, Py_ssize_t n)
     return 0;
 }
 
+/* To pack an item can run Python, which may change what holds it. */
 static int
-put_iterable(smp_pack *pack, PyObject *iterable)
+raise_resized(PyObject *container)
 {
-    PyObject *iterator = PyObject_GetIter(iterable);
-    PyObject *item;
+    PyErr_Format(PyExc_RuntimeError,
+                 "smp: a %s changed its size while it was packed for another rank",
+                 Py_TYPE(container)->tp_name);
+    return -1;
+}
+
+/* n: how many items it has, as has been written. */
+static int
+put_iterable(smp_pack *pack, PyObject *iterable, Py_ssize_t n)
+{
+    PyObject  *iterator = PyObject_GetIter(iterable);
+    PyObject  *item;
+    Py_ssize_t packed = 0;
 
     if (iterator == NULL) {
         return -1;
@@ -562,12 +606,16 @@ put_iterable(smp_pack *pack, PyObject *iterable)
         int failed = smp_pack_value(pack, item);
 
         Py_DECREF(item);
-        if (failed < 0) {
+        packed++;
+        if (failed < 0 || packed > n) {
             break;
         }
     }
     Py_DECREF(iterator);
-    return PyErr_Occurred() ? -1 : 0;
+    if (PyErr_Occurred()) {
+        return -1;
+    }
+    return packed == n ? 0 : raise_resized(iterable);
 }
 
 /* An OrderedDict has an order of its own, which move_to_end changes. */
@@ -594,20 +642,36 @@ put_ordered_pairs(smp_pack *pack, PyObject *dict)
 static int
 put_pairs(smp_pack *pack, PyObject *dict)
 {
+    Py_ssize_t n = PyDict_GET_SIZE(dict);
     Py_ssize_t at = 0;
+    Py_ssize_t packed = 0;
     PyObject  *key;
     PyObject  *value;
 
-    if (smp_pack_u32(pack, (uint32_t)PyDict_GET_SIZE(dict)) < 0) {
+    if (smp_pack_u32(pack, (uint32_t)n) < 0) {
         return -1;
     }
     if (PyODict_Check(dict)) {
         return put_ordered_pairs(pack, dict);
     }
     while (PyDict_Next(dict, &at, &key, &value)) {
-        if (smp_pack_value(pack, key) < 0 || smp_pack_value(pack, value) < 0) {
+        int failed;
+
+        Py_INCREF(key);
+        Py_INCREF(value);
+        failed = smp_pack_value(pack, key) < 0 || smp_pack_value(pack, value) < 0;
+        Py_DECREF(key);
+        Py_DECREF(value);
+        if (failed) {
             return -1;
         }
+        packed++;
+        if (PyDict_GET_SIZE(dict) != n) {
+            break;
+        }
+    }
+    if (packed != n || PyDict_GET_SIZE(dict) != n) {
+        return raise_resized(dict);
     }
     return 0;
 }
@@ -645,7 +709,7 @@ smp_pack_contents(smp_pack *pack, PyObject *object)
 {
     if (PyList_Check(object)) {
         if (smp_pack_u32(pack, (uint32_t)PyList_GET_SIZE(object)) < 0 ||
-            put_iterable(pack, object) < 0) {
+            put_iterable(pack, object, PyList_GET_SIZE(object)) < 0) {
             return -1;
         }
         return PyList_CheckExact(object) ? 0 : put_instance_dict(pack, object);
@@ -660,7 +724,7 @@ smp_pack_contents(smp_pack *pack, PyObject *object)
         if (smp_pack_u32(pack, (uint32_t)PySet_GET_SIZE(object)) < 0) {
             return -1;
         }
-        return put_iterable(pack, object);
+        return put_iterable(pack, object, PySet_GET_SIZE(object));
     }
     return put_instance_dict(pack, object);
 }
@@ -717,12 +781,11 @@ number_object(smp_pack *pack, PyObject *object, bool *done)
     if (smp_ptrmap_get(&pack->object_numbers, object, &number)) {
         return put_size(pack, TAG_SEEN, number);
     }
-    if (pack->request != NULL) {
-        for (size_t i = 0; i < pack->request->nobjects; i++) {
-            if (pack->request->objects[i] == object) {
-                return put_size(pack, TAG_ARGUMENT_OBJECT, i);
-            }
-        }
+    if (know_arguments(pack) < 0) {
+        return -1;
+    }
+    if (smp_ptrmap_get(&pack->argument_objects, object, &number)) {
+        return put_size(pack, TAG_ARGUMENT_OBJECT, number);
     }
     *done = false;
     if (grow_array(&pack->objects, pack->nobjects, &pack->object_room) < 0) {
@@ -843,7 +906,7 @@ put_pickle(smp_pack *pack, PyObject *value)
              put(&pack->values, PyBytes_AS_STRING(bytes),
                  (size_t)PyBytes_GET_SIZE(bytes)) < 0 ||
              smp_pack_u32(pack, (uint32_t)PyList_GET_SIZE(tensors)) < 0 ||
-             put_iterable(pack, tensors) < 0;
+             put_iterable(pack, tensors, PyList_GET_SIZE(tensors)) < 0;
     Py_DECREF(pair);
     return failed ? -1 : 0;
 }
@@ -896,7 +959,7 @@ put_builtin(smp_pack *pack, PyObject *value)
         if (put_size(pack, TAG_FROZENSET, (size_t)PySet_GET_SIZE(value)) < 0) {
             return -1;
         }
-        return put_iterable(pack, value);
+        return put_iterable(pack, value, PySet_GET_SIZE(value));
     }
     if (type == &PySlice_Type) {
         return put_slice(pack, value);
@@ -986,6 +1049,8 @@ smp_pack_init(smp_pack *pack, smp_comm *comm, int dest, const smp_unpack *reques
     *pack = (smp_pack){.comm = comm, .dest = dest, .request = request, .graph = true};
     smp_ptrmap_init(&pack->tensor_numbers);
     smp_ptrmap_init(&pack->object_numbers);
+    smp_ptrmap_init(&pack->argument_tensors);
+    smp_ptrmap_init(&pack->argument_objects);
 }
 
 void
@@ -1013,6 +1078,8 @@ smp_pack_fini(smp_pack *pack)
     }
     smp_ptrmap_fini(&pack->tensor_numbers);
     smp_ptrmap_fini(&pack->object_numbers);
+    smp_ptrmap_fini(&pack->argument_tensors);
+    smp_ptrmap_fini(&pack->argument_objects);
     free(pack->tensors);
     free(pack->in_graph);
     free(pack->objects);

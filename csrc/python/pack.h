@@ -32,8 +32,11 @@ typedef struct {
     smp_buffer        data;
     smp_ptrmap        tensor_numbers;
     smp_ptrmap        object_numbers;
-    PyObject        **tensors;  /* owned references, by number */
-    uint8_t          *in_graph; /* owned, by number: written as requiring grad */
+    smp_ptrmap        argument_tensors; /* the request's, by number; */
+    smp_ptrmap        argument_objects;
+    bool              knows_arguments; /* ... filled when first asked for */
+    PyObject        **tensors;         /* owned references, by number */
+    uint8_t          *in_graph;        /* owned, by number: written as requiring grad */
     size_t            ntensors;
     size_t            tensor_room;
     PyObject        **objects; /* owned references, by number */

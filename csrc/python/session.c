@@ -92,6 +92,10 @@ py_open(PyObject *module, PyObject *args)
         PyErr_SetString(PyExc_RuntimeError, "smp: the session is open already");
         return NULL;
     }
+    Py_XSETREF(session->contexts, PyDict_New());
+    if (session->contexts == NULL) {
+        return NULL;
+    }
     config.pool_bytes = (size_t)pool;
     config.device_pool_bytes = (size_t)device_pool;
     strncpy(config.job, job, sizeof(config.job) - 1);
@@ -120,7 +124,6 @@ py_open(PyObject *module, PyObject *args)
     }
     session->opened++;
     session->step = 0;
-    session->contexts = PyDict_New();
     card = smp_comm_card(session->comm, &bytes);
     return PyBytes_FromStringAndSize(card, (Py_ssize_t)bytes);
 }

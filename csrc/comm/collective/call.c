@@ -234,3 +234,18 @@ smp_call_say(const smp_call *call, int n, uint64_t sequence, smp_notice *notice,
         }
     }
 }
+
+void
+smp_call_say_again(const smp_notice *said, smp_notice *notice)
+{
+    notice->sequence = said->sequence;
+    notice->operation = said->operation;
+    notice->dtype = said->dtype;
+    notice->kind = said->kind;
+    notice->reduction = said->reduction;
+    notice->uneven = said->uneven;
+    notice->root = said->root;
+    notice->count = said->count;
+    notice->sparse = said->sparse;
+    notice->factor = said->factor;
+}

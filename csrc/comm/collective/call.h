@@ -96,4 +96,7 @@ size_t smp_call_longest(const smp_call *call, int n);
 void smp_call_say(const smp_call *call, int n, uint64_t sequence, smp_notice *notice,
                   uint64_t *counts);
 
+/* The same in another step, whose step and addresses are its own. */
+void smp_call_say_again(const smp_notice *said, smp_notice *notice);
+
 #endif

@@ -678,22 +678,6 @@ smp_collective_finish(smp_collective *op)
     }
 }
 
-/* All but its step. */
-static void
-copy_notice(smp_notice *to, const smp_notice *from)
-{
-    to->sequence = from->sequence;
-    to->operation = from->operation;
-    to->dtype = from->dtype;
-    to->kind = from->kind;
-    to->reduction = from->reduction;
-    to->uneven = from->uneven;
-    to->root = from->root;
-    to->count = from->count;
-    to->sparse = from->sparse;
-    to->factor = from->factor;
-}
-
 void
 smp_collective_begin_part(smp_collective *op, const smp_call *call,
                           const smp_local_part *part, const smp_notice *notice)
@@ -713,7 +697,7 @@ smp_collective_begin_part(smp_collective *op, const smp_call *call,
     op->shared = part->operation == SMP_ALL_GATHER;
     op->data_step = 0;
     choose_way(op, part->most);
-    copy_notice(&slot->notice, notice);
+    smp_call_say_again(notice, &slot->notice);
     slot->notice.in = (uint64_t)(uintptr_t)part->in;
     slot->notice.out = (uint64_t)(uintptr_t)part->out;
     fill(op, slot);

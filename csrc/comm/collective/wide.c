@@ -27,17 +27,7 @@ is_speaker(const smp_wide *wide)
 static void
 post_empty(smp_wide *wide)
 {
-    smp_slot *slot = smp_wide_next_slot(wide);
-
-    slot->notice.sequence = wide->notice.sequence;
-    slot->notice.operation = wide->notice.operation;
-    slot->notice.dtype = wide->notice.dtype;
-    slot->notice.kind = wide->notice.kind;
-    slot->notice.reduction = wide->notice.reduction;
-    slot->notice.uneven = wide->notice.uneven;
-    slot->notice.root = wide->notice.root;
-    slot->notice.count = wide->notice.count;
-    slot->notice.sparse = wide->notice.sparse;
+    smp_call_say_again(&wide->notice, &smp_wide_next_slot(wide)->notice);
     smp_lockstep_post(wide->lockstep);
 }
 
