@@ -246,3 +246,27 @@ def test_ranks_that_know_no_port_meet_at_torchs_own(tmp_path, start):
 
     assert both_ranks.returncode == 0, said
     assert len(printed.splitlines()) == 2
+
+
+MANY_ADDRESSES = (
+    "ip link set lo up && "
+    "for i in $(seq 20); do ip address add 10.9.0.$i/24 dev lo; done && "
+    "ip route add default dev lo src 10.9.0.20"
+)
+
+
+def test_of_many_addresses_the_one_that_leads_to_the_world_is_offered():
+    """It is the first of 16, though the kernel names it as the last of 21."""
+    need("ip")
+    network = own("--net", first=MANY_ADDRESSES)
+    program = "from smp import _core; print(*_core.addresses(None), sep=',')"
+    done = subprocess.run(
+        [*network, sys.executable, "-c", program],
+        env=without_mpi(),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    addresses = done.stdout.strip().split(",")
+    assert len(addresses) == 16
+    assert addresses[:3] == ["lo 10.9.0.20/24", "lo 127.0.0.1/8", "lo 10.9.0.1/24"]

@@ -16,6 +16,7 @@
 /* Addresses of documentation (RFC 5737, 3849): routed like any other of the world. */
 #define WORLD_4 "203.0.113.1"
 #define WORLD_6 "2001:db8::1"
+#define WORLDS 2
 
 static size_t
 length_of(const smp_tcp_address *address)
@@ -177,28 +178,26 @@ describe(const smp_tcp_address *address, const char *name, char text[SMP_TCP_TEX
     snprintf(text, SMP_TCP_TEXT, "%s %s/%d", name, printed, address->prefix);
 }
 
-/* Makes the address at `i` the first; the others keep their order. */
-static void
-put_first(int i, smp_tcp_address *addresses, char (*texts)[SMP_TCP_TEXT])
+/* Of what leads to the world, v4 and then v6, and of the others: the number of the
+ * group that the address belongs to. */
+static size_t
+group_of(const smp_tcp_address *address, const smp_tcp_address world[WORLDS])
 {
-    smp_tcp_address address = addresses[i];
-    char            text[SMP_TCP_TEXT];
+    size_t group = 0;
 
-    memmove(addresses + 1, addresses, (size_t)i * sizeof(*addresses));
-    addresses[0] = address;
-    if (texts != NULL) {
-        memcpy(text, texts[i], sizeof(text));
-        memmove(texts + 1, texts, (size_t)i * sizeof(*texts));
-        memcpy(texts[0], text, sizeof(text));
+    while (group < WORLDS && !same_bytes(&world[group], address)) {
+        group++;
     }
+    return group;
 }
 
 int
 smp_tcp_addresses(const char *interface, smp_tcp_address out[SMP_TCP_ADDRESSES],
                   char (*texts)[SMP_TCP_TEXT])
 {
-    static const char *const worlds[] = {WORLD_6, WORLD_4};
+    static const char *const worlds[WORLDS] = {WORLD_4, WORLD_6};
     struct ifaddrs          *all;
+    smp_tcp_address          world[WORLDS] = {0}; /* family 0: nothing leads there */
     smp_tcp_address          wanted = {0};
     smp_tcp_address          here;
     int                      n = 0;
@@ -206,34 +205,32 @@ smp_tcp_addresses(const char *interface, smp_tcp_address out[SMP_TCP_ADDRESSES],
     if (getifaddrs(&all) != 0) {
         return 0;
     }
+    for (size_t w = 0; w < WORLDS; w++) {
+        if (!leads_to(worlds[w], &world[w])) {
+            world[w].family = 0;
+        }
+    }
     if (interface != NULL && !parse_subnet(interface, &wanted)) {
         wanted.family = 0;
     }
-    for (const struct ifaddrs *one = all; one != NULL && n < SMP_TCP_ADDRESSES;
-         one = one->ifa_next) {
-        if ((one->ifa_flags & IFF_UP) == 0 || !from_socket(one->ifa_addr, &here)) {
-            continue;
-        }
-        here.prefix = prefix_of(one->ifa_netmask);
-        if (interface == NULL || strcmp(one->ifa_name, interface) == 0 ||
-            in_subnet(&here, &wanted, wanted.prefix)) {
-            if (texts != NULL) {
-                describe(&here, one->ifa_name, texts[n]);
+    for (size_t group = 0; group <= WORLDS; group++) {
+        for (const struct ifaddrs *one = all; one != NULL && n < SMP_TCP_ADDRESSES;
+             one = one->ifa_next) {
+            if ((one->ifa_flags & IFF_UP) == 0 || !from_socket(one->ifa_addr, &here) ||
+                group_of(&here, world) != group) {
+                continue;
             }
-            out[n++] = here;
+            here.prefix = prefix_of(one->ifa_netmask);
+            if (interface == NULL || strcmp(one->ifa_name, interface) == 0 ||
+                in_subnet(&here, &wanted, wanted.prefix)) {
+                if (texts != NULL) {
+                    describe(&here, one->ifa_name, texts[n]);
+                }
+                out[n++] = here;
+            }
         }
     }
     freeifaddrs(all);
-    for (size_t w = 0; w < sizeof(worlds) / sizeof(worlds[0]); w++) {
-        if (!leads_to(worlds[w], &here)) {
-            continue;
-        }
-        for (int i = 0; i < n; i++) {
-            if (same_bytes(&out[i], &here)) {
-                put_first(i, out, texts);
-            }
-        }
-    }
     return n;
 }
 

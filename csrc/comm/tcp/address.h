@@ -45,8 +45,9 @@ typedef struct {
 #define SMP_TCP_TEXT 80
 
 /* The addresses of this host's interfaces that are up, the one that leads to the world
- * first; how many.  `interface` leaves those with that name, or address, or with an
- * address in that subnet ("10.0.0.0/24"); NULL: all.  Link-local ones are left out.
+ * first; how many.  Of more than there is room for, the last are left out.
+ * `interface` leaves those with that name, or address, or with an address in that
+ * subnet ("10.0.0.0/24"); NULL: all.  Link-local ones are left out.
  * texts: NULL, or room for as many texts as addresses. */
 int smp_tcp_addresses(const char *interface, smp_tcp_address out[SMP_TCP_ADDRESSES],
                       char (*texts)[SMP_TCP_TEXT]);
