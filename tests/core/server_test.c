@@ -28,6 +28,7 @@ typedef struct {
     int32_t      faulty;      /* microbatch whose step function fails; -1: none */
     bool         no_backward;
     bool         no_request;   /* the step function waits for what nobody was asked */
+    bool         interrupts;   /* it interrupts the step, between two barriers */
     bool         until_signal; /* SILENT runs until a signal came */
     bool         says_late;    /* check_signals answers when the step is over */
     long         tasks;        /* the baton's holder only */
@@ -241,6 +242,11 @@ run_root(void *ctx, int32_t mb)
     self->inside++;
     if (self->inside != 1) {
         abort();
+    }
+    if (self->interrupts) {
+        self->w->barrier(self->w);
+        self->w->barrier(self->w);
+        smp_server_interrupt(self->server);
     }
     if (root(self, mb) == SMP_OK) {
         self->finished++;
@@ -811,6 +817,30 @@ TEST_RANK(what_no_server_wrote_fails_the_step)
     return 0;
 }
 
+/* What no server wrote is there when the step has been interrupted, and is read while
+ * its tasks unwind. */
+TEST_RANK(of_two_failures_the_first_is_told)
+{
+    const smp_envelope e = {.kind = SMP_MSG_LAST + 1, .step = 1};
+    rank               self;
+
+    if (w->rank == 0) {
+        CHECK_STATUS(begin(&self, w), SMP_OK);
+        self.no_request = true;
+        self.interrupts = true;
+        CHECK_STATUS(run_step(&self, SMP_SCHEDULE_INTERLEAVED, 1), SMP_ERR_INTERRUPTED);
+        CHECK(self.unwound == 1);
+        return finish(&self);
+    }
+    w->barrier(w);
+    if (w->rank == 1) {
+        CHECK_STATUS(smp_comm_send(w->comm, 0, &e, sizeof(e), NULL, 0), SMP_OK);
+    }
+    w->barrier(w);
+    w->barrier(w);
+    return 0;
+}
+
 TEST_RANK(the_end_of_a_step_with_a_call_under_way_fails_it)
 {
     smp_envelope e = {.kind = SMP_MSG_FORWARD, .entry = 1, .step = 1};
@@ -1236,6 +1266,7 @@ static const world_test tests[] = {
     {.name = "under_way", .rank = a_message_under_way_is_no_deadlock},
     {.name = "asked",
      .rank = a_rank_that_was_asked_in_the_last_step_does_not_answer_in_the_next},
+    {.name = "first_failure", .rank = of_two_failures_the_first_is_told},
     {.name = "malformed", .rank = what_no_server_wrote_fails_the_step},
     {.name = "described", .rank = ranks_that_describe_the_step_otherwise_fail_it},
     {.name = "away", .rank = a_rank_that_is_away_is_asked_less_and_less_often},
