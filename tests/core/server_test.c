@@ -45,6 +45,23 @@ typedef struct {
     _Atomic bool in_gate;
 } rank;
 
+/* A clock that a test moves; 0: the real one. */
+static _Atomic int64_t    clock_at;
+static _Atomic long       looks_at_clock; /* of workers that ran a step function */
+static _Thread_local bool looks_count;
+
+int64_t __real_smp_clock_ns(void);
+int64_t __wrap_smp_clock_ns(void);
+
+int64_t
+__wrap_smp_clock_ns(void)
+{
+    int64_t at = atomic_load(&clock_at);
+
+    atomic_fetch_add(&looks_at_clock, looks_count);
+    return at != 0 ? at : __real_smp_clock_ns();
+}
+
 /* What entry n makes of a value, in one thread. */
 static uint64_t
 answer(int from, int size, int32_t entry, uint64_t value)
@@ -243,6 +260,7 @@ run_root(void *ctx, int32_t mb)
     if (self->inside != 1) {
         abort();
     }
+    looks_count = true;
     if (self->interrupts) {
         self->w->barrier(self->w);
         self->w->barrier(self->w);
@@ -1207,6 +1225,74 @@ TEST_RANK(a_message_under_way_is_no_deadlock)
     return 0;
 }
 
+/* Moves the clock by as long as a rank rests before it looks, and waits until the
+ * worker that rests has looked, and rests again: it looks at the clock all the time. */
+static void
+tick(void)
+{
+    const long enough = atomic_load(&looks_at_clock) + 32;
+
+    atomic_fetch_add(&clock_at, 300 * SMP_NS_PER_MS);
+    while (atomic_load(&looks_at_clock) < enough) {
+        sched_yield();
+    }
+}
+
+/* How many ticks it takes until rank 0 asks in this round. */
+static int
+ticks_until_asked(world *w, uint64_t round)
+{
+    enum { MOST_TICKS = 40 };
+    uint64_t asked = 0;
+    int      ticks = 0;
+
+    while (asked < round && ticks < MOST_TICKS) {
+        smp_message *m;
+
+        tick();
+        ticks++;
+        while (smp_comm_receive(w->comm, 0, &m) == SMP_OK) {
+            if (smp_message_envelope(m)->kind == SMP_MSG_PROBE) {
+                asked = smp_message_envelope(m)->call;
+            }
+            smp_message_free(m);
+        }
+    }
+    return ticks;
+}
+
+TEST_RANK(an_answer_and_a_new_step_have_all_asked_often_again)
+{
+    rank self;
+
+    if (w->rank == 0) {
+        CHECK_STATUS(begin(&self, w), SMP_OK);
+        self.first_entry = SILENT;
+        atomic_store(&clock_at, __real_smp_clock_ns());
+        for (int step = 1; step <= 2; step++) {
+            CHECK_STATUS(run_step(&self, SMP_SCHEDULE_INTERLEAVED, 1), SMP_ERR_CLOSED);
+        }
+        atomic_store(&clock_at, 0);
+        return finish(&self);
+    }
+    for (uint32_t step = 1; w->rank == 1 && step <= 2; step++) {
+        const smp_envelope e = {.kind = SMP_MSG_ABORT, .step = step};
+        smp_message       *m;
+
+        CHECK_STATUS(smp_comm_receive(w->comm, SMP_NEVER, &m), SMP_OK);
+        CHECK(smp_message_envelope(m)->kind == SMP_MSG_FORWARD);
+        smp_message_free(m);
+        CHECK(ticks_until_asked(w, 2) <= 4); /* after pauses of one tick, */
+        CHECK(ticks_until_asked(w, 3) > 2);  /* ... three, seven and so on */
+        CHECK_STATUS(send_still(w, step, 3, 0, 0), SMP_OK);
+        CHECK(ticks_until_asked(w, 5) <= 4);
+        CHECK(ticks_until_asked(w, 6) > 2);
+        CHECK_STATUS(smp_comm_send(w->comm, 0, &e, sizeof(e), NULL, 0), SMP_OK);
+    }
+    w->barrier(w);
+    return 0;
+}
+
 TEST_RANK(a_rank_that_was_asked_in_the_last_step_does_not_answer_in_the_next)
 {
     smp_envelope e = {.kind = SMP_MSG_PROBE, .step = 1, .call = 1};
@@ -1270,6 +1356,8 @@ static const world_test tests[] = {
     {.name = "malformed", .rank = what_no_server_wrote_fails_the_step},
     {.name = "described", .rank = ranks_that_describe_the_step_otherwise_fail_it},
     {.name = "away", .rank = a_rank_that_is_away_is_asked_less_and_less_often},
+    {.name = "often_again",
+     .rank = an_answer_and_a_new_step_have_all_asked_often_again},
     {.name = "end_early", .rank = the_end_of_a_step_with_a_call_under_way_fails_it},
 };
 
