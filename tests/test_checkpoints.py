@@ -11,9 +11,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy
 import pytest
 import torch
 from torch import nn
+from transformers import GPT2Config
 
 import smp
 from tests.models.trained import (
@@ -183,6 +185,53 @@ def test_what_is_loaded_may_be_a_part(partial, tmp_path):
         )
     assert_same(run.model.state_dict(), want)
     assert run.optimizer.state_dict()["state"] == {}
+
+
+@on_ranks(2)
+@KINDS
+def test_user_content_may_hold_numpys_values_and_configurations(partial, tmp_path):
+    init(2)
+    config = GPT2Config(n_layer=3)
+    arrays = [numpy.arange(6.0).reshape(2, 3), numpy.zeros(0), numpy.array(["a", None])]
+    scalars = [numpy.float32(0.1), numpy.int64(7), numpy.bool_(True), numpy.str_("ab")]
+    content = {"best": scalars, "dtype": numpy.dtype(">i2"), "config": config, "rest": b""}
+
+    smp.save_checkpoint(
+        tmp_path,
+        "a",
+        partial=partial,
+        model=Run("sgd").model,
+        user_content={**content, "arrays": arrays},
+    )
+    read = smp.resume_from_checkpoint(tmp_path, partial=partial, load_optimizer=False)
+
+    for got, want in zip(read.pop("arrays"), arrays, strict=True):
+        assert got.dtype == want.dtype
+        numpy.testing.assert_array_equal(got, want)
+    assert read["config"].to_dict() == config.to_dict()
+    assert {**read, "config": config} == content
+    assert [type(one) for one in read["best"]] == [type(one) for one in scalars]
+
+
+@on_ranks(2)
+@KINDS
+def test_what_could_not_be_read_back_is_refused_when_saved(partial, tmp_path):
+    init(2)
+    run = Run("sgd")
+    save(run, tmp_path, "old", partial)
+
+    content = {"args": SimpleNamespace(lr=1)}
+    name = "user_content.pt" if partial else "user_content_new"
+    with pytest.raises(smp.CheckpointError, match=rf"{name} holds a types.SimpleNamespace"):
+        smp.save_checkpoint(tmp_path, "new", partial, run.model, user_content=content)
+
+    assert smp.resume_from_checkpoint(tmp_path, partial=partial)["step"] == 3
+    assert not [name for name in listed(tmp_path) if "new_" in name or name[0] == "."]
+    smp.barrier()
+    with torch.serialization.safe_globals([SimpleNamespace]):
+        smp.save_checkpoint(tmp_path, "new", partial, run.model, user_content=content)
+        read = smp.resume_from_checkpoint(tmp_path, partial=partial, load_optimizer=False)
+    assert read == content
 
 
 @on_ranks(2)
@@ -500,6 +549,35 @@ def test_other_types_are_refused_with_what_to_do(tmp_path):
     ):
         smp.load(path, partial=False)
     assert smp.load(path, partial=False, weights_only=False)["args"].lr == 1
+
+
+def test_torchs_switch_for_files_that_one_trusts_is_heard(tmp_path, monkeypatch):
+    path = tmp_path / "file.pt"
+    smp.save({"args": SimpleNamespace(lr=1)}, path, partial=False)
+
+    with pytest.raises(smp.CheckpointError, match="TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1"):
+        smp.load(path, partial=False)
+    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
+    with pytest.warns(UserWarning, match="TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"):
+        assert smp.load(path, partial=False)["args"].lr == 1
+
+
+def test_a_configuration_is_named_where_transformers_is_not(tmp_path, monkeypatch):
+    path = tmp_path / "file.pt"
+    smp.save(GPT2Config(), path, partial=False)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+
+    with pytest.raises(smp.CheckpointError, match=r"file.pt holds a transformers\.\S*GPT2Con"):
+        smp.load(path, partial=False)
+
+
+def test_the_state_of_a_numpy_dtype_is_not_read(tmp_path):
+    """It would let a file say that bytes are addresses of objects."""
+    path = tmp_path / "file.pt"
+    torch.save(numpy.float64(1), path)
+
+    with pytest.raises(smp.CheckpointError, match="holds a numpy.dtypes.Float64DType"):
+        smp.load(path, partial=False)
 
 
 def test_a_file_that_would_run_code_runs_none(tmp_path):

@@ -63,14 +63,16 @@ def save_checkpoint(
         partial: each rank saves what it owns; else rank 0 saves everything.
         model: the latest ``DistributedModel`` if None.
         optimizer: not saved if None.
-        user_content: tensors and plain values; rank 0's is saved.
+        user_content: tensors, plain values, NumPy's scalars and arrays, configurations of
+            transformers; rank 0's is saved.
         translate_if_full: whether a full one gets Hugging Face's names, for models whose
             modules were replaced.
         num_kept_partial_checkpoints: remove the oldest partial ones beyond that number.
 
     Raises:
         OSError: a file cannot be written; names it.  No part of the checkpoint is left.
-        CheckpointError: that happened on another rank.
+        CheckpointError: a file holds what could not be read back; names both.  Or another
+            rank could not save.
 
     Source: SageMaker Python SDK documentation, ``smp.save_checkpoint``.
     """
@@ -221,6 +223,7 @@ def _prepare(root: str, folder: str | None) -> None:
 def _write_files(files: dict[str, Any]) -> None:
     for path, value in files.items():
         saved_files.write_in_staged_folder(path, value)
+        saved_files.check_kinds(path, saved_files.final_name(path))
 
 
 def _saved(root: str) -> list[str]:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from smp.saving import contents
 from smp.state_mod import state
 
 _LEGACY_TORCH = b"\x80\x02\x8a\x0a"  # files of torch.save before torch 1.6, without CRCs
@@ -133,6 +134,11 @@ def staged_name(path: str) -> str:
     return os.path.join(folder, _SAVING + name)
 
 
+def final_name(path: str) -> str:
+    """What a staged file, or one in a staged folder, will be called."""
+    return os.sep.join(part.removeprefix(_SAVING) for part in path.split(os.sep))
+
+
 def write(path: str, value: Any, pickle_module: Any = pickle, protocol: int = 2) -> None:
     """``torch.save`` to a file that is replaced when the new one is whole and on disk."""
     with _replaced(path) as fd:
@@ -165,7 +171,8 @@ def _save_to(fd: int, value: Any, pickle_module: Any, protocol: int) -> None:
     crc = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(True)
     try:
-        torch.save(value, writer, pickle_module, protocol)  # type: ignore[arg-type]
+        module = contents if pickle_module is pickle else pickle_module
+        torch.save(value, writer, module, protocol)  # type: ignore[arg-type]
     finally:
         torch.serialization.set_crc32_options(crc)
     if writer.error is not None:
@@ -220,23 +227,53 @@ def read(path: str | Path, map_location: Any = None, **load_args: Any) -> Any:
     """
     path = os.fspath(path)
     _check(path)
-    load_args.setdefault("weights_only", True)
     try:
-        return torch.load(path, map_location, **load_args)
-    except pickle.UnpicklingError as error:
-        found = re.search(
-            r"unsupported (?:global|class)\S* (?:GLOBAL )?([\w.]+)", str(error), re.I
-        )
-        if found is None:
-            raise CheckpointError(f"smp: {path} is damaged: {error}") from error
-        kind = found[1]
-        raise CheckpointError(
-            f"smp: {path} holds a {kind}, which is not read because it could run code: save "
-            "tensors and plain values (numbers, strings, lists, dicts) instead, or, if you "
-            f"trust the file, call torch.serialization.add_safe_globals([{kind}]) before"
-        ) from error
+        return _load(path, path, map_location, **load_args)
+    except CheckpointError:
+        raise
     except (RuntimeError, EOFError, KeyError, ValueError) as error:
         raise CheckpointError(f"smp: {path} is damaged: {error}") from error
+
+
+def check_kinds(path: str, shown: str) -> None:
+    """See that what a file holds is of kinds that are read; its tensors' data stays there.
+
+    Args:
+        shown: the name that the file will have.
+
+    Raises:
+        CheckpointError: it is not.
+    """
+    try:
+        _load(path, shown, "meta")
+    except CheckpointError:
+        raise
+    except (RuntimeError, NotImplementedError):  # not every tensor can be without data
+        return
+
+
+def _load(path: str, shown: str, map_location: Any, **load_args: Any) -> Any:
+    """``torch.load``, which says in our words what it does not read."""
+    try:
+        with contents.trusted(path):
+            return torch.load(path, map_location, **load_args)
+    except pickle.UnpicklingError as error:
+        found = re.search(
+            r"(?:unsupported (?:global|class)\S* (?:GLOBAL )?|but got <class ')([\w.]+)",
+            str(error),
+            re.I,
+        )
+        if found is None:
+            raise CheckpointError(
+                f"smp: {shown} is damaged, or holds what torch.load does not read: {error}"
+            ) from error
+        kind = found[1]
+        raise CheckpointError(
+            f"smp: {shown} holds a {kind}, which is not read because it could run code: save "
+            "tensors and plain values (numbers, strings, lists, dicts) instead, or, if you "
+            f"trust the file, call torch.serialization.add_safe_globals([{kind}]) before, or "
+            "set TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1"
+        ) from error
 
 
 def _check(path: str) -> None:
