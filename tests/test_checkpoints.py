@@ -88,6 +88,7 @@ def test_the_files_have_the_names_of_the_original(tmp_path):
         "a_partial/model_1_0.pt",
         "a_partial/optimizer_0_0.pt",
         "a_partial/optimizer_1_0.pt",
+        "a_partial/parts",
         "a_partial/user_content.pt",
         "newest",
     ]
@@ -298,6 +299,62 @@ def test_a_damaged_or_missing_part_is_an_error_on_every_rank(tmp_path):
 
 
 @on_ranks(2)
+def test_the_last_part_is_missed_too(tmp_path):
+    """No gap in the numbers shows it; what is not loaded may be missing."""
+    init(2)
+    run = Run("adamw")
+    run.train(0, 1)
+    save(run, tmp_path, "a", partial=True)
+    folder = tmp_path / "a_partial"
+
+    def remove(name):
+        smp.barrier()
+        if smp.rank() == 0:
+            (folder / name).unlink()
+        smp.barrier()
+
+    remove("optimizer_1_0.pt")
+    with pytest.raises(smp.CheckpointError, match=r"a_partial lacks optimizer_1_0\.pt"):
+        smp.resume_from_checkpoint(tmp_path)
+    assert smp.resume_from_checkpoint(tmp_path, load_optimizer=False)["step"] == 3
+    remove("user_content.pt")
+    with pytest.raises(smp.CheckpointError, match=r"a_partial lacks user_content\.pt$"):
+        smp.resume_from_checkpoint(tmp_path, load_optimizer=False)
+    remove("model_1_0.pt")
+    with pytest.raises(smp.CheckpointError, match=r"lacks model_1_0\.pt, user_content\.pt"):
+        smp.resume_from_checkpoint(tmp_path, load_optimizer=False)
+
+
+@on_ranks(2)
+def test_a_checkpoint_that_does_not_list_its_parts_loads(tmp_path):
+    init(2)
+    run = Run("sgd")
+    run.train(0, 1)
+    save(run, tmp_path, "a", partial=True)
+    if smp.rank() == 0:
+        (tmp_path / "a_partial" / "parts").unlink()
+    smp.barrier()
+
+    assert smp.resume_from_checkpoint(tmp_path)["step"] == 3
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("text", [b"\xff\xfea", b"", b"a_parti", b"../a_partial", b"a\0"])
+def test_a_damaged_newest_is_named(text, tmp_path):
+    init(2)
+    run = Run("sgd")
+    save(run, tmp_path, "a", partial=True)
+    if smp.rank() == 0:
+        (tmp_path / "newest").write_bytes(text)
+    smp.barrier()
+
+    for partial in (True, False):
+        with pytest.raises(smp.CheckpointError, match="newest (is damaged|names .*pass a tag)"):
+            smp.resume_from_checkpoint(tmp_path, partial=partial)
+    assert smp.resume_from_checkpoint(tmp_path, "a")["step"] == 3
+
+
+@on_ranks(2)
 def test_a_wrong_kind_or_degree_is_said(tmp_path):
     init(2)
     run = Run("sgd")
@@ -353,6 +410,24 @@ def test_a_crash_at_any_point_leaves_a_whole_checkpoint(partial, tags, tmp_path)
     assert done.returncode == 0, done.stderr
     assert not done.stderr, done.stderr
     assert int(done.stdout) > 50, "so few steps: were they counted?"
+
+
+def test_two_jobs_do_not_save_into_one_folder_at_once(tmp_path):
+    done = subprocess.run(
+        [sys.executable, HERE / "two_jobs_save.py", tmp_path],
+        env=rank_environment(),
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+
+    assert (done.returncode, done.stderr) == (0, "")
+    refused, *rest = done.stdout.splitlines()
+    assert refused.startswith(f"smp: another job saves into {tmp_path}: process PID on ")
+    assert rest == [
+        "{'tag': 'first'}",
+        "{'tag': 'second'} ['first_partial', 'newest', 'second_partial']",
+    ]
 
 
 @contextmanager

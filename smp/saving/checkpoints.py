@@ -5,6 +5,7 @@ A partial checkpoint is a folder with a file from each rank, a full one is a few
     path/{tag}_partial/model_{pp_rank}_{tp_rank}.pt
                        optimizer_{pp_rank}_{tp_rank}.pt
                        user_content.pt
+                       parts               the names of these files
     path/{tag}                     the model, as torch.load and the plain model take it
     path/optimizer_{tag}
     path/user_content_{tag}
@@ -13,7 +14,7 @@ A partial checkpoint is a folder with a file from each rank, a full one is a few
 All of it is written under names that begin with ``.saving.``; then ``.saved`` lists them,
 and from that moment they are the checkpoint: they are renamed, and whoever reads before
 that is done, after a crash, takes them under the first name.  ``newest`` comes last.
-``path`` is a folder that all ranks share.
+``path`` is a folder that all ranks share, and one job at a time saves into it.
 """
 
 import os
@@ -21,12 +22,12 @@ import re
 import shutil
 import warnings
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Any
 
 from smp.job import objects
 from smp.ranks import CommGroup
-from smp.saving import saved_files
+from smp.saving import folder_lock, saved_files
 from smp.saving.saved_files import CheckpointError, staged_name
 from smp.saving.state_dicts import IS_PARTIAL
 from smp.state_mod import Job, state
@@ -40,6 +41,7 @@ _SAVED = ".saved"
 _REMOVING = ".removing."
 _PARTIAL = "_partial"
 _USER_CONTENT = "user_content.pt"
+_PARTS = "parts"
 _SAVE, _RESUME = "smp.save_checkpoint", "smp.resume_from_checkpoint"
 
 
@@ -72,7 +74,7 @@ def save_checkpoint(
     Raises:
         OSError: a file cannot be written; names it.  No part of the checkpoint is left.
         CheckpointError: a file holds what could not be read back; names both.  Or another
-            rank could not save.
+            job saves into this folder, or another rank could not save.
 
     Source: SageMaker Python SDK documentation, ``smp.save_checkpoint``.
     """
@@ -89,40 +91,43 @@ def save_checkpoint(
     if not partial:
         names += [f"user_content_{tag}"] + ([f"optimizer_{tag}"] if optimizer else [])
     folder = staged_name(os.path.join(root, name))
-    if leads:
-        _together(_SAVE, lambda: _prepare(root, folder if partial else None))
-    else:
-        _together(_SAVE)
-    try:
-        if partial:
-            content = _partial_files(job, model, optimizer)
-            if leads:
-                content[_USER_CONTENT] = user_content
-            files = {os.path.join(folder, file): value for file, value in content.items()}
-        else:
-            values = _full_files(job, model, optimizer, tag, translate_if_full)
-            if leads:
-                values[f"user_content_{tag}"] = user_content
-            files = {staged_name(os.path.join(root, file)): v for file, v in values.items()}
-        _together(_SAVE, lambda: _write_files(files))
-    except BaseException:
+    with ExitStack() as held:
         if leads:
-            _remove_leftovers(root)
-        raise
-
-    def publish() -> None:
+            _together(_SAVE, lambda: _prepare(root, folder if partial else None, held))
+        else:
+            _together(_SAVE)
         try:
-            saved_files.sync_folder(folder if partial else root)
-            saved_files.write_text(os.path.join(root, _SAVED), "\n".join(names))
-        except OSError:
-            _remove_leftovers(root)
+            if partial:
+                content = _partial_files(job, model, optimizer)
+                if leads:
+                    content[_USER_CONTENT] = user_content
+                files = {os.path.join(folder, file): value for file, value in content.items()}
+            else:
+                values = _full_files(job, model, optimizer, tag, translate_if_full)
+                if leads:
+                    values[f"user_content_{tag}"] = user_content
+                files = {staged_name(os.path.join(root, file)): v for file, v in values.items()}
+            _together(_SAVE, lambda: _write_files(files))
+        except BaseException:
+            if leads:
+                _remove_leftovers(root)
             raise
-        _finish(root)
-        saved_files.write_text(os.path.join(root, _NEWEST), name)
-        if partial and num_kept_partial_checkpoints is not None:
-            _remove_oldest(root, num_kept_partial_checkpoints, name)
 
-    _together(_SAVE, publish if leads else None)
+        def publish() -> None:
+            try:
+                if partial:
+                    _list_parts(folder, _names_of_parts(job, optimizer is not None))
+                saved_files.sync_folder(folder if partial else root)
+                saved_files.write_text(os.path.join(root, _SAVED), "\n".join(names))
+            except (OSError, CheckpointError):
+                _remove_leftovers(root)
+                raise
+            _finish(root)
+            saved_files.write_text(os.path.join(root, _NEWEST), name)
+            if partial and num_kept_partial_checkpoints is not None:
+                _remove_oldest(root, num_kept_partial_checkpoints, name)
+
+        _together(_SAVE, publish if leads else None)
 
 
 def resume_from_checkpoint(
@@ -212,8 +217,9 @@ def _together(what: str, function: Callable[[], None] | None = None) -> None:
 # --------------------------------------------------------------------------------- files
 
 
-def _prepare(root: str, folder: str | None) -> None:
+def _prepare(root: str, folder: str | None, held: ExitStack) -> None:
     os.makedirs(root, exist_ok=True)
+    held.enter_context(folder_lock.held(root))
     _finish(root)
     _remove_leftovers(root)
     if folder is not None:
@@ -229,8 +235,7 @@ def _write_files(files: dict[str, Any]) -> None:
 def _saved(root: str) -> list[str]:
     """What is whole under its first name, because a crash came before it was renamed."""
     try:
-        with open(os.path.join(root, _SAVED)) as listed:
-            return listed.read().splitlines()
+        return saved_files.read_text(os.path.join(root, _SAVED)).splitlines()
     except FileNotFoundError:
         return []
 
@@ -297,13 +302,7 @@ def _name_of(root: str, tag: str | None, partial: bool) -> str:
     if tag is not None:
         name = f"{tag}{_PARTIAL}" if partial else tag
     else:
-        try:
-            with open(os.path.join(root, _NEWEST)) as newest:
-                name = newest.read().strip()
-        except FileNotFoundError:
-            raise FileNotFoundError(
-                f"smp: {root} has no checkpoint: no file 'newest'"
-            ) from None
+        name = _newest(root)
         if partial != name.endswith(_PARTIAL):
             raise CheckpointError(
                 f"smp: the newest checkpoint in {root} is {name!r}, a "
@@ -311,6 +310,20 @@ def _name_of(root: str, tag: str | None, partial: bool) -> str:
             )
     if not os.path.exists(_where(root, name)):
         raise FileNotFoundError(f"smp: there is no checkpoint {os.path.join(root, name)}")
+    return name
+
+
+def _newest(root: str) -> str:
+    path = os.path.join(root, _NEWEST)
+    try:
+        name = saved_files.read_text(path).strip()
+    except FileNotFoundError:
+        raise FileNotFoundError(f"smp: {root} has no checkpoint: no file 'newest'") from None
+    is_name = name and name == os.path.basename(name) and not name.startswith(".")
+    if not is_name or not os.path.exists(_where(root, name)):
+        raise CheckpointError(
+            f"smp: {path} names {name!r}, and there is no such checkpoint: pass a tag"
+        )
     return name
 
 
@@ -322,6 +335,39 @@ def _read_user_content(path: str) -> Any:
 
 
 # --------------------------------------------------------------------------- full, partial
+
+
+def _names_of_parts(job: Job, with_optimizer: bool) -> list[str]:
+    kinds = ["model", "optimizer"] if with_optimizer else ["model"]
+    degrees = job.placement
+    parts = [f"{pp}_{tp}.pt" for pp in range(degrees.pp) for tp in range(degrees.tp)]
+    return [f"{kind}_{part}" for kind in kinds for part in parts] + [_USER_CONTENT]
+
+
+def _list_parts(folder: str, names: list[str]) -> None:
+    """Write down what must be there, after a look whether it is.
+
+    Raises:
+        CheckpointError: a part is missing.
+    """
+    _refuse_missing(folder, names)
+    saved_files.write_text(os.path.join(folder, _PARTS), "\n".join(names))
+
+
+def _listed_parts(folder: str) -> list[str]:
+    """What must be there; for older checkpoints, which do not say it, what is."""
+    try:
+        return saved_files.read_text(os.path.join(folder, _PARTS)).splitlines()
+    except FileNotFoundError:
+        return os.listdir(folder)
+
+
+def _refuse_missing(folder: str, names: list[str]) -> None:
+    missing = [name for name in names if not os.path.exists(os.path.join(folder, name))]
+    if missing:
+        raise CheckpointError(
+            f"smp: {saved_files.final_name(folder)} lacks {', '.join(missing)}"
+        )
 
 
 def _partial_files(
@@ -380,25 +426,28 @@ def _read_full(root: str, name: str, with_optimizer: bool) -> dict[str, Any]:
 def _read_partial(job: Job, root: str, name: str, with_optimizer: bool) -> dict[str, Any]:
     """This rank's share of the files; under another pipeline degree, some or none."""
     folder = _where(root, name)
+    names = _listed_parts(folder)
+    wanted = [n for n in names if with_optimizer or not n.startswith("optimizer_")]
+    _refuse_missing(folder, wanted)
     found = {
-        "model": _read_parts(job, folder, "model"),
+        "model": _read_parts(job, folder, names, "model"),
         "user_content": _read_user_content(os.path.join(folder, _USER_CONTENT)),
     }
     if found["model"] is None:
         raise CheckpointError(f"smp: {folder} has no model_*_*.pt")
-    if with_optimizer and (states := _read_parts(job, folder, "optimizer")) is not None:
+    if with_optimizer and (states := _read_parts(job, folder, names, "optimizer")) is not None:
         found["optimizer"] = states
     return found
 
 
-def _read_parts(job: Job, folder: str, kind: str) -> dict[str, Any] | None:
+def _read_parts(job: Job, folder: str, names: list[str], kind: str) -> dict[str, Any] | None:
     """The parts that fall to this rank, as one partial dict; None: nothing was saved.
 
     Raises:
         CheckpointError: a part is missing; another tensor parallel degree.
     """
     parts = set()
-    for file in os.listdir(folder):
+    for file in names:
         if match := re.fullmatch(rf"{kind}_(\d+)_(\d+)\.pt", file):
             parts.add((int(match[1]), int(match[2])))
     if not parts:

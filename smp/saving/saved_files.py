@@ -219,6 +219,20 @@ def _written(path: str, shown: str | None = None) -> Iterator[int]:
 # ---------------------------------------------------------------------------------- read
 
 
+def read_text(path: str) -> str:
+    """What `write_text` wrote.
+
+    Raises:
+        CheckpointError: it is no text.
+        FileNotFoundError: there is none.
+    """
+    try:
+        with open(path, encoding="utf-8") as file:
+            return file.read()
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"smp: {path} is damaged: {error}") from None
+
+
 def read(path: str | Path, map_location: Any = None, **load_args: Any) -> Any:
     """``torch.load`` of a file after its checksums have been compared.
 
