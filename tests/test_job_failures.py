@@ -210,6 +210,51 @@ def test_a_tensor_of_any_size_for_a_rank_that_was_killed_names_the_rank(
     assert "MemoryError" not in said
 
 
+DIES_WHILE_SAVING = """
+import os, signal, sys
+import torch
+from torch import nn
+import smp
+
+partial = sys.argv[1] == "partial"
+smp.init({"pipeline_parallel_degree": 3, "ddp_dist_backend": sys.argv[2]})
+net = nn.Sequential(*(nn.Linear(16, 16) for _ in range(3)))
+for rank, part in enumerate(net):
+    smp.set_partition(part, rank)
+model = smp.DistributedModel(net)
+smp.step(lambda model, x: model(x))(model, torch.zeros(1, 16))
+
+def die(*args, **named):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+if smp.rank() == 1:
+    if partial:
+        os.fsync = die
+    else:
+        torch.distributed.send = die
+try:
+    smp.save_checkpoint(sys.argv[3], "a", partial=partial)
+except ConnectionError as error:
+    print(f"rank {smp.rank()} saw {error}", flush=True)
+    wait_until_all_have_said(smp.rank(), 2)
+    sys.exit(1)
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "backend"), [("partial", "smddp"), ("partial", "gloo"), ("full", "smddp")]
+)
+def test_who_saves_hears_which_rank_has_died(kind, backend, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(SAID + DIES_WHILE_SAVING)
+
+    done = mpirun(3, script, kind, backend, str(tmp_path / "saved"), go_on=True)
+
+    said = done.stdout + done.stderr
+    for rank in (0, 2):
+        assert re.search(rf"rank {rank} saw smp: .*: rank 1 is gone ", said), said
+
+
 LEAVES = """
 import sys
 import torch

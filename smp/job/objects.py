@@ -16,7 +16,8 @@ import os
 import pickle
 import threading
 from collections import defaultdict
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -43,9 +44,10 @@ def broadcast(obj: Any, group: CommGroup) -> None:
     job, members = _members("smp.broadcast()", group)
     parcel = Parcel.of(obj)
     others = [member for member in members if member != job.boot.rank]
-    sends = [(other, _post(job, parcel, other, TAG_SEND)) for other in others]
+    doing = f"smp.broadcast(..., {group})"
+    sends = [(other, _post(job, parcel, other, TAG_SEND, doing)) for other in others]
     for other, works in sends:
-        _wait(works, f"smp.broadcast(..., {group}): sending to rank {other}")
+        _wait(works, other, doing)
 
 
 def send(obj: Any, dest_rank: int, rank_type: RankType) -> None:
@@ -55,11 +57,11 @@ def send(obj: Any, dest_rank: int, rank_type: RankType) -> None:
 
     Raises:
         ValueError: no such rank, or this rank itself.
-        RuntimeError: the receiver is gone.
+        ConnectionError: the receiver is gone.
     """
     job, dest = _peer("smp.send()", dest_rank, rank_type)
-    works = _post(job, Parcel.of(obj), dest, TAG_SEND)
-    _wait(works, f"smp.send(..., {dest_rank}, {rank_type}): sending to rank {dest}")
+    doing = f"smp.send(..., {dest_rank}, {rank_type})"
+    _wait(_post(job, Parcel.of(obj), dest, TAG_SEND, doing), dest, doing)
 
 
 def recv_from(src_rank: int, rank_type: RankType) -> Any:
@@ -69,7 +71,7 @@ def recv_from(src_rank: int, rank_type: RankType) -> Any:
 
     Raises:
         ValueError: no such rank, or this rank itself.
-        RuntimeError: the sender is gone.
+        ConnectionError: the sender is gone.
     """
     job, src = _peer("smp.recv_from()", src_rank, rank_type)
     return _take(job, src, TAG_SEND, f"smp.recv_from({src_rank}, {rank_type})").open()
@@ -97,6 +99,7 @@ def gather_bytes(what: str, group: CommGroup, data: bytes = b"") -> list[bytes]:
 
     Raises:
         CallMismatch: that happened.
+        ConnectionError: a member is gone.
     """
     job, _ = _members(what, group)
     together = _Together(job, what, group, what)
@@ -128,6 +131,34 @@ def barrier(group: CommGroup = CommGroup.WORLD) -> None:
             step *= 2
 
 
+class PeerLost(ConnectionError):
+    """Another rank has ended, or was killed, in the middle of a call."""
+
+    def __init__(self, doing: str, rank: int) -> None:
+        super().__init__(f"smp: {doing}: rank {rank} is gone (its process ended or was killed)")
+        self.rank = rank
+
+
+@contextmanager
+def naming(doing: str, rank: int) -> Iterator[None]:
+    """torch's exchange with one other rank, which its errors do not name.
+
+    The watchdog tells it meanwhile, if it takes long.
+
+    Raises:
+        PeerLost: the other rank is gone.
+    """
+    _core.place(doing)
+    try:
+        yield
+    except RuntimeError as error:
+        if "timed out" in str(error).lower():
+            raise TimeoutError(f"{doing}: {error}") from error
+        raise PeerLost(doing, rank) from error
+    finally:
+        _core.place(None)
+
+
 class _Together:
     """One call that all members of a group make; on leaving, what was sent has arrived."""
 
@@ -142,15 +173,18 @@ class _Together:
     def post(self, member: int, parcel: "Parcel") -> None:
         """Begin to send."""
         parcel = replace(parcel, call=self.call)
-        self._sent[member] = _post(self.job, parcel, member, TAG_TOGETHER)
+        self._sent[member] = _post(self.job, parcel, member, TAG_TOGETHER, self.doing)
 
     def take(self, member: int) -> "Parcel":
         """What the member has sent.
 
         Raises:
             CallMismatch: it makes another call.
+            ConnectionError: it, or who it waits for, is gone.
         """
         parcel = _take(self.job, member, TAG_TOGETHER, self.doing)
+        if parcel.lost is not None:
+            raise PeerLost(self.doing, parcel.lost)
         assert parcel.call is not None
         if not self.call.matches(parcel.call):
             raise self.job.calls.refuse(self.call, self.job.boot.rank, parcel.call, member)
@@ -159,16 +193,17 @@ class _Together:
     def __enter__(self) -> "_Together":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        if kind is None:
-            for works in self._sent.values():
-                _wait(works, self.doing)
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is None:
+            for member, works in self._sent.items():
+                _wait(works, member, self.doing)
             return
-        if kind is CallMismatch:
+        if isinstance(error, CallMismatch | PeerLost):
+            lost = error.rank if isinstance(error, PeerLost) else None
             for member in self.others:  # it may wait for this rank, and raises then
                 if member not in self._sent:
-                    with suppress(RuntimeError):  # unless it has, and is gone
-                        self.post(member, NOTHING)
+                    with suppress(PeerLost):  # unless it has, and is gone
+                        self.post(member, replace(NOTHING, lost=lost))
         _unmatched.extend(self._sent.values())
 
 
@@ -241,6 +276,7 @@ class Parcel:
     pickled: bytes
     values: list[Tensor]  # contiguous, on the CPU
     call: Call | None = None  # of a collective
+    lost: int | None = None  # the rank for want of which there will be no answer
 
     @staticmethod
     def of(obj: Any) -> "Parcel":
@@ -283,7 +319,7 @@ class Parcel:
 
     def parts(self) -> list[Tensor]:
         """What goes over the wire, as bytes; nothing is copied but the pickles."""
-        specs = pickle.dumps((self.call, self.specs))
+        specs = pickle.dumps((self.call, self.lost, self.specs))
         lengths = torch.tensor([len(specs), len(self.pickled)], device="cpu")
         head = torch.frombuffer(bytearray(specs + self.pickled), dtype=torch.uint8)
         return [as_bytes(lengths), head, *(as_bytes(v) for v in self.values if v.numel())]
@@ -331,10 +367,10 @@ _posting: defaultdict[tuple[int, int], threading.Lock] = defaultdict(threading.L
 _taking: defaultdict[tuple[int, int], threading.Lock] = defaultdict(threading.Lock)
 
 
-def _post(job: Job, parcel: Parcel, dest: int, tag: int) -> list[dist.Work]:
+def _post(job: Job, parcel: Parcel, dest: int, tag: int, doing: str) -> list[dist.Work]:
     """Start sending; the works hold the memory until they are done."""
     group = job.torch_groups.objects
-    with _posting[dest, tag]:
+    with _posting[dest, tag], naming(f"{doing}: sending to rank {dest}", dest):
         return [dist.isend(part, dest, group, tag) for part in parcel.parts()]  # type: ignore[misc]
 
 
@@ -350,36 +386,22 @@ def _take(job: Job, src: int, tag: int, doing: str) -> Parcel:
 
     def fill(tensor: Tensor) -> Tensor:
         if tensor.numel():
-            _core.place(doing)  # the watchdog tells it, if this takes long
-            try:
+            with naming(doing, src):
                 dist.recv(as_bytes(tensor), src, group, tag)
-            except RuntimeError as error:
-                raise _gone(doing, error) from error
-            finally:
-                _core.place(None)
         return tensor
 
     with _taking[src, tag]:
         in_specs, in_pickle = fill(_on_host(2, torch.int64)).tolist()
         head = fill(_on_host(in_specs + in_pickle, torch.uint8)).numpy().tobytes()
-        call, specs = pickle.loads(head[:in_specs])
+        call, lost, specs = pickle.loads(head[:in_specs])
         values = [fill(_on_host(spec.shape, spec.dtype)) for spec in specs]
-    return Parcel(specs, head[in_specs:], values, call)
+    return Parcel(specs, head[in_specs:], values, call, lost)
 
 
-def _wait(works: list[dist.Work], doing: str) -> None:
-    for work in works:
-        _core.place(doing)
-        try:
+def _wait(works: list[dist.Work], dest: int, doing: str) -> None:
+    with naming(f"{doing}: sending to rank {dest}", dest):
+        for work in works:
             work.wait()
-        except RuntimeError as error:
-            raise _gone(doing, error) from error
-        finally:
-            _core.place(None)
-
-
-def _gone(doing: str, error: RuntimeError) -> RuntimeError:
-    return RuntimeError(f"{doing}: the connection is lost, that rank has ended ({error})")
 
 
 def _members(caller: str, group: CommGroup) -> tuple[Job, list[int]]:

@@ -26,6 +26,8 @@ from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Any
 
 from smp.job import objects
+from smp.job.objects import PeerLost
+from smp.job.together import CallMismatch
 from smp.ranks import CommGroup
 from smp.saving import folder_lock, saved_files
 from smp.saving.saved_files import CheckpointError, staged_name
@@ -96,7 +98,8 @@ def save_checkpoint(
             _together(_SAVE, lambda: _prepare(root, folder if partial else None, held))
         else:
             _together(_SAVE)
-        try:
+
+        def stage() -> None:
             if partial:
                 content = _partial_files(job, model, optimizer)
                 if leads:
@@ -107,7 +110,10 @@ def save_checkpoint(
                 if leads:
                     values[f"user_content_{tag}"] = user_content
                 files = {staged_name(os.path.join(root, file)): v for file, v in values.items()}
-            _together(_SAVE, lambda: _write_files(files))
+            _write_files(files)
+
+        try:
+            _together(_SAVE, stage)
         except BaseException:
             if leads:
                 _remove_leftovers(root)
@@ -206,7 +212,13 @@ def _together(what: str, function: Callable[[], None] | None = None) -> None:
             function()
         except Exception as raised:  # noqa: BLE001 - the others wait for the outcome
             error = raised
-    said = objects.gather_bytes(what, CommGroup.WORLD, str(error).encode() if error else b"")
+    try:
+        said = objects.gather_bytes(
+            what, CommGroup.WORLD, str(error).encode() if error else b""
+        )
+    except (CallMismatch, PeerLost):
+        if not isinstance(error, CallMismatch | PeerLost):  # which says more than its sequel
+            raise
     if error is not None:
         raise error
     for rank, text in enumerate(said):

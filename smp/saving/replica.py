@@ -65,7 +65,6 @@ class Replica:
         Returns:
             what was found; a rank's own value comes before those of lower ranks.
         """
-        objects.gather_bytes(self.caller, CommGroup.MP_GROUP)
         wanted = list(wanted)
         found = {key: held[key] for key in wanted if key in held}
         missing = [key for key in wanted if key not in held]
@@ -88,44 +87,43 @@ class Replica:
 
     def _share(self, mine: Any) -> list[Any]:
         """Every rank's value without tensors, by mp_rank."""
-        if len(self.ranks) == 1:
-            return [mine]
-        packed = _bytes_tensor(_core.pack(mine))
-        sizes = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in self.ranks]
-        dist.all_gather(sizes, _size_of(packed), group=self.group)
-        out = []
-        for source, size in enumerate(sizes):
-            buffer = packed
-            if source != self.rank:
-                buffer = torch.empty(int(size), dtype=torch.uint8, device="cpu")
-            dist.broadcast(buffer, self.ranks[source], group=self.group)
-            out.append(_core.unpack(buffer.numpy().tobytes()))
-        return out
+        packed = objects.gather_bytes(self.caller, CommGroup.MP_GROUP, _core.pack(mine))
+        return [_core.unpack(each) for each in packed]
 
     def _send(self, value: Any, receiver: int) -> None:
         tensors: list[Tensor] = []
         packed = _bytes_tensor(_core.pack(take_out(value, tensors)))
         to = self.ranks[receiver]
-        dist.send(_size_of(packed), to, group=self.group)
-        dist.send(packed, to, group=self.group)
+
+        def send(data: Tensor) -> None:
+            with objects.naming(f"{self.caller}: sending to rank {to}", to):
+                dist.send(data, to, group=self.group)
+
+        send(_size_of(packed))
+        send(packed)
         for tensor in tensors:
             if tensor.numel():
                 dense = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-                dist.send(dense.reshape(-1).view(torch.uint8), to, group=self.group)
+                send(dense.reshape(-1).view(torch.uint8))
 
     def _receive(self, source: int) -> Any:
         origin = self.ranks[source]
+
+        def receive(into: Tensor) -> None:
+            with objects.naming(f"{self.caller}: receiving from rank {origin}", origin):
+                dist.recv(into, origin, group=self.group)
+
         size = torch.zeros(1, dtype=torch.int64, device="cpu")
-        dist.recv(size, origin, group=self.group)
+        receive(size)
         packed = torch.empty(int(size), dtype=torch.uint8, device="cpu")
-        dist.recv(packed, origin, group=self.group)
+        receive(packed)
         arrived: list[Tensor] = []
 
         def put_in(slot: TensorSlot) -> Tensor:
             if slot.number == len(arrived):
                 tensor = torch.empty(slot.shape, dtype=slot.dtype, device="cpu")
                 if tensor.numel():
-                    dist.recv(tensor.reshape(-1).view(torch.uint8), origin, group=self.group)
+                    receive(tensor.reshape(-1).view(torch.uint8))
                 arrived.append(tensor)
             return arrived[slot.number]
 
