@@ -586,3 +586,16 @@ def test_nothing_is_installed_at_a_prompt(tmp_path):
     done = mpirun(2, script)
 
     assert done.stdout.count("same hook") == 2, done.stderr
+
+
+@on_ranks(4)
+def test_errors_call_the_jobs_groups_by_their_names():
+    smp.init({"pipeline_parallel_degree": 2})
+
+    for name, group in [
+        ("WORLD", smp.get_world_process_group()),
+        ("MP_GROUP", smp.get_pp_process_group()),  # the same ranks
+        ("DP_GROUP", smp.get_dp_process_group()),
+    ]:
+        with pytest.raises(RuntimeError, match=f"smp: group '{name}': .*all-reduce 1"):
+            torch.distributed.all_reduce(torch.zeros(2 + smp.rank()), group=group)

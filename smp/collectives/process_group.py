@@ -7,7 +7,8 @@ torch calls the methods under the names that it has for them; `opts` are its opt
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import wraps
 from inspect import signature
@@ -154,6 +155,7 @@ class ProcessGroup(dist.ProcessGroup):
         store: for keys that only this group uses.
         timeout: of an operation, unless it says otherwise.
         name: torch's, unlike that of any other group.
+        shown: what errors and reports call it; the name if None.
         nccl_options: for the group inside.
     """
 
@@ -170,6 +172,7 @@ class ProcessGroup(dist.ProcessGroup):
         timeout: timedelta,
         name: str,
         nccl_options: Any = None,
+        shown: str | None = None,
     ):
         super().__init__(rank, len(members))  # type: ignore[call-arg]
         self._rank = rank
@@ -181,6 +184,7 @@ class ProcessGroup(dist.ProcessGroup):
         self._timeout_s = timeout.total_seconds()
         self._limit_s = 0.0  # of one operation; 0: as the group was made
         self._name = name
+        self._shown = shown or name
         self._description = "undefined"
         self._device: torch.device | None = None
         self._nccl: Any = None
@@ -189,9 +193,9 @@ class ProcessGroup(dist.ProcessGroup):
         self._nccl_coalesces = False
         self._why_nccl: str | None = None  # gathers, too; "": it does not; None: not known
         self._coalesced: list[dist.Work] | None = None
-        self._monitor = Monitor(name, rank, self.global_ranks)
+        self._monitor = Monitor(self._shown, rank, self.global_ranks)
         self._over = Over()
-        self._group = ranks.group(members, name, timeout)
+        self._group = ranks.group(members, name, timeout, self._shown)
 
     # ------------------------------------------------------------------- operations
 
@@ -569,7 +573,7 @@ class ProcessGroup(dist.ProcessGroup):
         for tensor in tensors:
             with torch.no_grad():
                 tensor.copy_(
-                    sparse.summed(tensor.coalesce(), self.global_ranks, gather, self._name)
+                    sparse.summed(tensor.coalesce(), self.global_ranks, gather, self._shown)
                 )
         return Over(tensors)
 
@@ -775,11 +779,25 @@ def create(opts: Any, options: Any = None) -> ProcessGroup:
         _everyone = ranks
     try:
         return ProcessGroup(
-            ranks, list(members), rank, opts.store, opts.timeout, opts.group_id, options
+            ranks, list(members), rank, opts.store, opts.timeout, opts.group_id, options, _shown
         )
     except BaseException:
         ranks.close_unused()
         raise
+
+
+_shown: str | None = None
+
+
+@contextmanager
+def called(shown: str) -> Iterator[None]:
+    """Errors and reports call a group that is made meanwhile so, not by torch's number."""
+    global _shown
+    _shown = shown
+    try:
+        yield
+    finally:
+        _shown = None
 
 
 def register() -> None:

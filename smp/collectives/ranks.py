@@ -141,11 +141,18 @@ class Ranks:
         digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
         return int.from_bytes(digest, "little") or 1
 
-    def group(self, members: list[int], name: str, timeout: timedelta) -> _core.Group:
-        """Meet the other members, which may be on several hosts."""
+    def group(
+        self, members: list[int], name: str, timeout: timedelta, shown: str
+    ) -> _core.Group:
+        """Meet the other members, which may be on several hosts.
+
+        Args:
+            name: unlike that of any other group.
+            shown: what errors and reports call it.
+        """
         number = self.number(name)
-        group = _core.Group(self.comm, members, number, name, timeout.total_seconds())
-        self._groups[group] = (name, members)
+        group = _core.Group(self.comm, members, number, shown, timeout.total_seconds())
+        self._groups[group] = (shown, members)
         return group
 
     @property

@@ -99,7 +99,8 @@ def _form_default(
     boot: Bootstrap, cfg: Config, interface: str | None, backend: str | None
 ) -> None:
     hook = sys.excepthook
-    with _gloo_on(interface), ranks.with_settings(vars(cfg)):
+    settings = ranks.with_settings(vars(cfg))
+    with _gloo_on(interface), settings, process_group.called("WORLD"):
         dist.init_process_group(
             backend, store=_store(boot, cfg), rank=boot.rank, world_size=boot.size
         )
@@ -143,7 +144,8 @@ def _form_kinds(
     for kind in AXES_OF_GROUP:
         for members in map(tuple, placement.groups(kind)):
             if members not in made:
-                made[members] = dist.new_group(list(members), backend=backend)
+                with process_group.called(f"{kind.upper()}_GROUP"):
+                    made[members] = dist.new_group(list(members), backend=backend)
             if boot.rank in members:
                 by_kind[kind] = made[members]
     return by_kind
