@@ -255,6 +255,43 @@ def test_who_saves_hears_which_rank_has_died(kind, backend, tmp_path):
         assert re.search(rf"rank {rank} saw smp: .*: rank 1 is gone ", said), said
 
 
+HOOK_THAT_TAKES_LONG = """
+import sys, threading
+from pathlib import Path
+import smp
+from smp.job.job_end import FirstFailure
+
+other_is_ending = Path(__file__).with_name("ending")
+
+def tell(kind, error, trace):
+    while not other_is_ending.exists():
+        threading.Event().wait(0.01)
+    threading.Event().wait(1)  # in which the other would end the job
+    print(f"the script's own hook: {error}", file=sys.stderr, flush=True)
+
+sys.excepthook = tell
+real = FirstFailure.claim
+def claim(self, rank):
+    first = real(self, rank)
+    if first != rank:
+        other_is_ending.touch()
+    return first
+FirstFailure.claim = claim
+smp.init({"pipeline_parallel_degree": 2})
+raise ValueError("no good")
+"""
+
+
+def test_the_first_failure_is_shown_before_the_others_end_the_job(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(HOOK_THAT_TAKES_LONG)
+
+    done = mpirun(2, script)
+
+    assert done.returncode != 0
+    assert "the script's own hook: no good" in done.stderr
+
+
 LEAVES = """
 import sys
 import torch

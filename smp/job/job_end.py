@@ -11,9 +11,10 @@ import io
 import os
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
-from contextlib import nullcontext, redirect_stderr
+from contextlib import nullcontext, redirect_stderr, suppress
 from types import TracebackType
 from typing import Any
 
@@ -22,6 +23,9 @@ from smp.job.bootstrap import Bootstrap, OverMPI
 # A thread's exception ends the job when it came through one of these: then other ranks
 # may wait for the thread.  Other threads are the script's own affair.
 COLLECTIVE = ("smp", "torch.distributed", "mpi4py")
+CLAIM, TELLING = range(2)  # bytes of the first failure's file, each with a lock of its own
+TELLING_S = 10.0  # the most that an exception hook of the script's may hold up the end
+POLL_S = 0.01
 EXIT_INTERRUPTED = 130  # what a shell reports for a program that Ctrl-C ended
 
 
@@ -46,17 +50,36 @@ class FirstFailure:
         boot.barrier()  # the first rank's file stays open until all have it
 
     def claim(self, rank: int) -> int:
-        """The rank that failed first: this one, when nobody claimed before."""
+        """The rank that failed first: this one, when nobody claimed before.
+
+        That one holds up the others in `wait_until_told` until it calls `told`, or ends.
+        """
         if self._fd is None:
             return rank
-        fcntl.lockf(self._fd, fcntl.LOCK_EX)
+        fcntl.lockf(self._fd, fcntl.LOCK_EX, 1, CLAIM)
         try:
             if said := os.pread(self._fd, 16, 0):
                 return int(said)
             os.pwrite(self._fd, str(rank).encode(), 0)
+            fcntl.lockf(self._fd, fcntl.LOCK_EX, 1, TELLING)
             return rank
         finally:
-            fcntl.lockf(self._fd, fcntl.LOCK_UN)
+            fcntl.lockf(self._fd, fcntl.LOCK_UN, 1, CLAIM)
+
+    def told(self) -> None:
+        """The first failure has been shown."""
+        if self._fd is not None:
+            fcntl.lockf(self._fd, fcntl.LOCK_UN, 1, TELLING)
+
+    def wait_until_told(self) -> None:
+        """Until the rank that failed first has shown why, or for TELLING_S."""
+        until = time.monotonic() + TELLING_S
+        while self._fd is not None and time.monotonic() < until:
+            with suppress(OSError):  # it is held
+                fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, TELLING)
+                self.told()
+                return
+            time.sleep(POLL_S)
 
     def close(self) -> None:
         if self._fd is not None:
@@ -147,9 +170,11 @@ class Watch:
                 if first == rank:
                     show()
                     say(f"smp: rank {rank} of {size}: not caught{where}; ending all ranks")
+                    self.first.told()
                 else:
                     text = f"{kind.__name__}: {error}".splitlines()[0]  # without its notes
                     say(f"smp: rank {rank} of {size}, after rank {first} failed: {text}")
+                    self.first.wait_until_told()
         finally:
             end_all_ranks(
                 self.boot, EXIT_INTERRUPTED if issubclass(kind, KeyboardInterrupt) else 1
