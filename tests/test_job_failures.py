@@ -292,6 +292,59 @@ def test_the_first_failure_is_shown_before_the_others_end_the_job(tmp_path):
     assert "the script's own hook: no good" in done.stderr
 
 
+EXITS = """
+import sys
+import torch
+from torch import nn
+import smp
+
+pipeline, at = map(int, sys.argv[1:])
+
+class Part(nn.Linear):
+    calls = 0
+    def forward(self, x):
+        self.calls += 1
+        if self.calls == at and smp.rank() == smp.size() - 1 - (at == 1):
+            sys.exit(0)
+        return super().forward(x)
+
+smp.init({"pipeline_parallel_degree": pipeline, "microbatches": 2})
+net = nn.Sequential(*(Part(16, 16) for _ in range(pipeline)))
+for rank, part in enumerate(net):
+    smp.set_partition(part, rank)
+model = smp.DistributedModel(net)
+
+@smp.step
+def train(model, x):
+    loss = model(x).pow(2).mean()
+    model.backward(loss)
+    return loss
+
+try:
+    for _ in range(3):
+        train(model, torch.randn(16, 16))
+except RuntimeError as error:
+    print(f"rank {smp.rank()} saw {error}", flush=True)
+    wait_until_all_have_said(smp.rank(), 2)
+    raise
+"""
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "at"), [(2, 3), (2, 1), (1, 3)], ids=["pipeline", "first step", "replicas"]
+)
+def test_an_exit_inside_a_step_is_an_error_on_every_rank(pipeline, at, tmp_path):
+    """Also ``sys.exit(0)``, for which a job would end as if all had gone well."""
+    script = tmp_path / "train.py"
+    script.write_text(SAID + EXITS)
+
+    done = mpirun(2, script, str(pipeline), str(at))
+
+    assert done.returncode != 0
+    for rank in range(2):
+        assert f"rank {rank} saw smp: sys.exit(0) inside a step" in done.stdout, done.stderr
+
+
 LEAVES = """
 import sys
 import torch

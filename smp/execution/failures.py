@@ -23,6 +23,18 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
 
 
+def as_failure(error: BaseException) -> BaseException:
+    """What a step fails with: an exit that would pass for success is an error."""
+    if not isinstance(error, SystemExit) or error.code:
+        return error
+    failure = RuntimeError(
+        f"smp: sys.exit({'' if error.code is None else error.code}) inside a step, which the "
+        "other ranks are in, too: end the script after the step"
+    )
+    failure.__cause__ = error
+    return failure
+
+
 def describe(
     error: BaseException, path: str | None, microbatch: int, phase: int, rank: int
 ) -> tuple:

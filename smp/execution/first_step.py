@@ -48,9 +48,9 @@ def partition_models(
     if rt.decides:
         try:
             mine = _core.pack(_decide(rt, models, run_traced))
-        except Exception as raised:  # noqa: BLE001 - the others wait for the decision
-            error = raised
-            mine = _core.pack((failures.describe(raised, None, 0, 0, rt.pp_rank), None, 0, 0))
+        except (Exception, SystemExit) as raised:  # the others wait for the decision
+            error = failures.as_failure(raised)
+            mine = _core.pack((failures.describe(error, None, 0, 0, rt.pp_rank), None, 0, 0))
     packed, gates, backwards, pools = _core.unpack(rt.share_decision(mine))
     if gates is None:
         raise failures.rebuild(packed, error)

@@ -164,7 +164,7 @@ class Runtime:
     def _describe(
         self, error: BaseException, path: str | None, microbatch: int, phase: int
     ) -> tuple:
-        self.local_error = error
+        self.local_error = error = failures.as_failure(error)
         if failures.is_out_of_memory(error):
             failures.add_note(error, self._memory())
         return failures.describe(error, path, microbatch, phase, self.pp_rank)

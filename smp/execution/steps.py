@@ -217,11 +217,14 @@ class Step:
         try:
             output = run(refused)
         except BaseException as error:
+            failure = failures.as_failure(error)
             if self.reduction is not None:
                 told = self.description or failures.describe(
-                    error, None, rt.microbatch, 0, rt.pp_rank
+                    failure, None, rt.microbatch, 0, rt.pp_rank
                 )
-                data_parallel.finish(self.reduction, error, told)
+                data_parallel.finish(self.reduction, failure, told)
+            if failure is not error:
+                raise failure from error
             raise
         if rt.saw_backward and not trains:
             self.reduction = data_parallel.begin(data_parallel.due(models), with_buffers=False)
