@@ -101,7 +101,15 @@ class DistributedModel(nn.Module):
         except AttributeError:
             if name == "module":
                 raise
+        try:
             return getattr(self.module, name)
+        except AttributeError as error:
+            kind = type(self.module).__name__
+            if str(error) != f"'{kind}' object has no attribute '{name}'":
+                raise
+        raise AttributeError(
+            f"neither smp.DistributedModel nor its module, of type {kind}, has {name!r}"
+        )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the wrapped module; with pipeline parallelism only inside a step."""

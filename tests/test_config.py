@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import re
 import sys
 import warnings
 
@@ -390,6 +391,13 @@ def test_none_means_not_given_where_the_library_decides():
 def test_a_misspelt_key_names_the_nearest(key, nearest):
     with pytest.raises(ConfigError, match=f"{key}=1 .*did you mean '{nearest}'"):
         load(**{key: 1})
+
+
+@pytest.mark.parametrize("key", ["_match_weight", "prescaled", "zzz"])
+def test_a_private_key_is_not_proposed(key):
+    with pytest.raises(ConfigError) as error:
+        load(**{key: 1})
+    assert not re.search(r"[ ']_", str(error.value).removeprefix(key))
 
 
 def test_an_unknown_key_lists_the_known_ones():

@@ -827,3 +827,29 @@ def test_a_backward_into_a_graph_of_an_earlier_session_says_so(how):
     step = smp.step(lambda model, x: model.backward(kept[-1].sum() + model(x).sum()))
     with pytest.raises(RuntimeError, match="earlier step made; .*'norm' runs on pp_rank 1"):
         step(model, torch.randn(6, 8))
+
+
+@on_ranks(2)
+def test_a_pin_out_of_range_has_not_failed_in_the_step_function():
+    smp.init({"pipeline_parallel_degree": 2})
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    smp.set_partition(net[1], 7)
+    model = smp.DistributedModel(net)
+
+    with pytest.raises(smp.PartitionError, match="'1' is pinned to partition 7") as error:
+        smp.step(lambda model, x: model(x))(model, torch.zeros(1, 2))
+
+    told = "".join(traceback.format_exception(error.value))
+    assert "raised on pp_rank 0 in the partition of the model" in told
+    assert "the step function" not in told
+
+
+@on_ranks(2)
+def test_a_name_that_a_model_lacks_is_said_of_the_model_and_of_the_module():
+    smp.init({"pipeline_parallel_degree": 2})
+    model = smp.DistributedModel(nn.Linear(2, 2))
+
+    with pytest.raises(
+        AttributeError, match="neither smp.DistributedModel nor its .* Linear, has 'partitoned'"
+    ):
+        _ = model.partitoned

@@ -501,6 +501,32 @@ def test_what_nobody_catches_is_shown_once_and_ends_all_ranks(script, body):
     assert no_process_of(done.stdout)
 
 
+IN_ONE_LINE = {
+    "configuration": (
+        "smp.init({'partition': 2})",
+        r"ConfigError: partition=2 .* \(at .*:\d+\)",
+    ),
+    "Ctrl-C": (
+        "if smp.rank() == 1: os.kill(os.getpid(), signal.SIGINT)\nthreading.Event().wait()",
+        r"interrupted at .*script.py:\d+",
+    ),
+}
+
+
+@pytest.mark.parametrize(("body", "line"), IN_ONE_LINE.values(), ids=IN_ONE_LINE)
+def test_what_needs_no_traceback_is_said_in_one_line(script, body, line):
+    written = script(BOTH_HAVE_STARTED + body)
+    if "smp.init" in body:
+        written.write_text(f"import smp\n{body}\n")
+
+    done = mpirun(2, written)
+
+    assert done.returncode != 0
+    assert "Traceback" not in done.stderr
+    assert len(re.findall(rf"smp: rank \d of 2: {line}\n", done.stderr)) == 1, done.stderr
+    assert len(re.findall("ConfigError|interrupted", done.stderr)) == 1, done.stderr
+
+
 def test_a_thread_that_has_nothing_to_do_with_other_ranks_may_fail(script):
     body = """
 thread = threading.Thread(target=lambda: int("x"))
@@ -530,8 +556,8 @@ if smp.rank() == 1:
     sys.exit(0)
 try:
     smp.recv_from(1, smp.RankType.WORLD_RANK)
-except RuntimeError as error:
-    assert "has ended" in str(error)
+except ConnectionError as error:
+    assert "rank 1 is gone" in str(error)
 print("rank 0 is done", flush=True)
 """
     done = mpirun(2, script(body))

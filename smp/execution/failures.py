@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 PHASES = ("forward", "backward")
+IN_PARTITION = -1  # in place of a microbatch
 
 
 class StepAborted(BaseException):
@@ -66,7 +67,10 @@ def rebuild(description: tuple, local: BaseException | None) -> BaseException:
     if error is None:
         error = RuntimeError(f"{kind}: {message}")
     where = "the step function" if path is None else f"module '{path}'"
-    note = f"raised on pp_rank {rank} in {where}, microbatch {microbatch}, {PHASES[phase]}"
+    where += f", microbatch {microbatch}, {PHASES[phase]}"
+    if microbatch == IN_PARTITION:
+        where = "the partition of the model"
+    note = f"raised on pp_rank {rank} in {where}"
     if local is None:
         note += f"; there:\n{text}"
     add_note(error, note)

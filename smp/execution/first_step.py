@@ -16,7 +16,7 @@ from smp import _core, model
 from smp.execution import failures, pool, runtime
 from smp.job import objects
 from smp.partitioning import tracing
-from smp.partitioning.partition import Partition, make_partition, pin_of
+from smp.partitioning.partition import Partition, PartitionError, make_partition, pin_of
 from smp.ranks import CommGroup
 from smp.saving import state_dicts
 
@@ -50,7 +50,9 @@ def partition_models(
             mine = _core.pack(_decide(rt, models, run_traced))
         except (Exception, SystemExit) as raised:  # the others wait for the decision
             error = failures.as_failure(raised)
-            mine = _core.pack((failures.describe(error, None, 0, 0, rt.pp_rank), None, 0, 0))
+            microbatch = failures.IN_PARTITION if isinstance(error, PartitionError) else 0
+            told = failures.describe(error, None, microbatch, 0, rt.pp_rank)
+            mine = _core.pack((told, None, 0, 0))
     packed, gates, backwards, pools = _core.unpack(rt.share_decision(mine))
     if gates is None:
         raise failures.rebuild(packed, error)

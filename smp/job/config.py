@@ -439,7 +439,7 @@ def _checked(source: str, mapping: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _unknown(source: str, key: Any, value: Any) -> str:
-    known = sorted([*FIELDS, *ALIASES])
+    known = sorted(name for name in [*FIELDS, *ALIASES] if not name.startswith("_"))
     nearest = difflib.get_close_matches(str(key), known, n=1)
     hint = f"did you mean {nearest[0]!r}?" if nearest else f"known are {', '.join(known)}"
     return f"{key}={value!r} (in {source}): there is no such parameter; {hint}"

@@ -41,18 +41,18 @@ def init(config: Mapping[str, Any] | None = None) -> None:
         return
     _core.share_heap()  # before other threads allocate
     boot = bootstrap.connect()
-    cfg = _agreed(boot, config)
-    placement = Placement(
-        boot.size,
-        cfg.pipeline_parallel_degree,
-        cfg.tensor_parallel_degree,
-        cfg.placement_strategy,
-    )
     _stop_failed()
     with ExitStack() as undo:
         watch = Watch(boot)
-        undo.push(lambda kind, *_: _end_watch(watch, failed=kind is not None))
+        undo.push(lambda kind, *_: _end_watch(watch, kind))
         watch.start()
+        cfg = _agreed(boot, config)
+        placement = Placement(
+            boot.size,
+            cfg.pipeline_parallel_degree,
+            cfg.tensor_parallel_degree,
+            cfg.placement_strategy,
+        )
         torch_groups = process_groups.form(boot, placement, cfg)
         undo.callback(process_groups.destroy, torch_groups)
         groups = {kind: placement.group(kind, boot.rank) for kind in AXES_OF_GROUP}
@@ -89,12 +89,13 @@ def reset() -> None:
 
 
 # Of an init that failed: if nobody catches its exception, that ends the job, which MPI
-# would else hold up until all ranks are at their ends.
+# would else hold up until all ranks are at their ends.  And of what all ranks find wrong in
+# the configuration, one tells.
 _failed_watches: list[Watch] = []
 
 
-def _end_watch(watch: Watch, failed: bool) -> None:
-    if failed and isinstance(watch.boot, OverMPI):
+def _end_watch(watch: Watch, failed: type[BaseException] | None) -> None:
+    if failed and (isinstance(watch.boot, OverMPI) or issubclass(failed, ConfigError)):
         _failed_watches.append(watch)
     else:
         watch.stop()

@@ -19,6 +19,7 @@ from types import TracebackType
 from typing import Any
 
 from smp.job.bootstrap import Bootstrap, OverMPI
+from smp.job.config import ConfigError
 
 # A thread's exception ends the job when it came through one of these: then other ranks
 # may wait for the thread.  Other threads are the script's own affair.
@@ -142,7 +143,8 @@ class Watch:
         if os.getpid() != self.pid:  # a forked child is not a rank
             show(kind, error, trace)
             return
-        self._end(kind, error, lambda: show(kind, error, trace), "")
+        brief = _brief(error, trace) if show is sys.__excepthook__ else ""
+        self._end(kind, error, lambda: show(kind, error, trace), "", brief)
 
     def _thread_failed(self, args: Any) -> None:
         assert self.previous is not None
@@ -159,6 +161,7 @@ class Watch:
         error: BaseException,
         show: Callable[[], None],
         where: str,
+        brief: str = "",
     ) -> None:
         rank, size = self.boot.rank, self.boot.size
         # torch's hook, around this one since init_process_group, collects what is said and
@@ -168,9 +171,14 @@ class Watch:
             with redirect_stderr(sys.__stderr__) if is_collected else nullcontext():
                 first = self.first.claim(rank)
                 if first == rank:
-                    show()
-                    say(f"smp: rank {rank} of {size}: not caught{where}; ending all ranks")
+                    if brief:
+                        say(f"smp: rank {rank} of {size}: {brief}")
+                    else:
+                        show()
+                        say(f"smp: rank {rank} of {size}: not caught{where}; ending all ranks")
                     self.first.told()
+                elif brief:  # it is the same for all
+                    self.first.wait_until_told()
                 else:
                     text = f"{kind.__name__}: {error}".splitlines()[0]  # without its notes
                     say(f"smp: rank {rank} of {size}, after rank {first} failed: {text}")
@@ -179,6 +187,19 @@ class Watch:
             end_all_ranks(
                 self.boot, EXIT_INTERRUPTED if issubclass(kind, KeyboardInterrupt) else 1
             )
+
+
+def _brief(error: BaseException, trace: TracebackType | None) -> str:
+    """What says enough without a traceback: the line, and where the script was; or nothing."""
+    if not isinstance(error, ConfigError | KeyboardInterrupt):
+        return ""
+    at = ""
+    for frame, line in traceback.walk_tb(trace):
+        if not at or frame.f_globals.get("__name__") == "__main__":
+            at = f"{frame.f_code.co_filename}:{line}"
+    if isinstance(error, KeyboardInterrupt):
+        return f"interrupted at {at}"
+    return f"ConfigError: {error} (at {at})"
 
 
 def end_all_ranks(boot: Bootstrap, code: int) -> None:
