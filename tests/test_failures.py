@@ -850,6 +850,7 @@ def test_a_name_that_a_model_lacks_is_said_of_the_model_and_of_the_module():
     model = smp.DistributedModel(nn.Linear(2, 2))
 
     with pytest.raises(
-        AttributeError, match="neither smp.DistributedModel nor its .* Linear, has 'partitoned'"
+        AttributeError,
+        match="neither smp.DistributedModel nor its .* Linear, has 'no_such_name'",
     ):
-        _ = model.partitoned
+        _ = model.no_such_name
