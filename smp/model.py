@@ -31,12 +31,11 @@ class DistributedModel(nn.Module):
     It shares the module's parameters, buffers and children, so names are those of the
     wrapped module.  The partition is made in the first step.
 
-    Attributes:
-        module: the wrapped module.
-        partitioned: whether the partition has been made.
+    What it keeps for itself begins with ``_smp_``: an attribute of the wrapped module may
+    have any other name.
     """
 
-    module: nn.Module
+    _smp_module: nn.Module
 
     def __init__(
         self,
@@ -61,30 +60,29 @@ class DistributedModel(nn.Module):
                 "smp.DistributedModel: the module is a DistributedModel already; wrap it once"
             )
         super().__init__()
-        self.__dict__["module"] = module
+        self.__dict__["_smp_module"] = module
         # The same dicts: names, iteration, train() and zero_grad() are the module's own.
         for shared in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
             self.__dict__[shared] = module.__dict__[shared]
         self.training = module.training
-        self._runtime = runtime.get("smp.DistributedModel")
-        self.trace_device = trace_device
-        self.trace_execution_times = trace_execution_times
-        self.average_grads = average_grads_across_microbatches
-        self.partitioned = False
-        self.partition: Partition | None = None
-        self._owners: dict[str, int] = {}
-        self._post_partition_hooks: OrderedDict[int, Callable] = OrderedDict()
-        self._post_step_hooks: OrderedDict[int, Callable] = OrderedDict()
+        self._smp_runtime = runtime.get("smp.DistributedModel")
+        self._smp_trace_times = trace_execution_times
+        self._smp_average_grads = average_grads_across_microbatches
+        self._smp_decision: Partition | None = None
+        self._smp_owners: dict[str, int] = {}
+        self._smp_post_partition_hooks: OrderedDict[int, Callable] = OrderedDict()
+        self._smp_post_step_hooks: OrderedDict[int, Callable] = OrderedDict()
         state.model = self
-        self._runtime.models.append(weakref.ref(self))
-        self._entries: list[remote_modules.Entry] = []
-        self._stateful: list[nn.Module] = []
-        self._deferred_loads: list[tuple] = []
-        if self._runtime.pp_size == 1:
+        self._smp_runtime.models.append(weakref.ref(self))
+        self._smp_entries: list[remote_modules.Entry] = []
+        # Modules on this rank whose forward changes their buffers.
+        self._smp_stateful: list[nn.Module] = []
+        self._smp_deferred_loads: list[tuple] = []
+        if self._smp_runtime.pp_size == 1:
             delayed_init.materialize(module, lambda name: True, lambda path: True)
-        self.data_parallel: DataParallel | None = None
+        self._smp_data_parallel: DataParallel | None = None
         if ranks.dp_size() > 1:
-            self.data_parallel = DataParallel(
+            self._smp_data_parallel = DataParallel(
                 self,
                 overlapping_allreduce=overlapping_allreduce,
                 backward_passes_per_step=backward_passes_per_step,
@@ -92,36 +90,48 @@ class DistributedModel(nn.Module):
                 broadcast_buffers=broadcast_buffers,
                 gradient_as_bucket_view=gradient_as_bucket_view,
             )
-            if self._runtime.pp_size == 1:
-                self.data_parallel.broadcast()
+            if self._smp_runtime.pp_size == 1:
+                self._smp_data_parallel.broadcast()
 
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name == "module":
+            if name.startswith("_smp_"):
                 raise
         try:
-            return getattr(self.module, name)
+            return getattr(self._smp_module, name)
         except AttributeError as error:
-            kind = type(self.module).__name__
+            kind = type(self._smp_module).__name__
             if str(error) != f"'{kind}' object has no attribute '{name}'":
                 raise
         raise AttributeError(
             f"neither smp.DistributedModel nor its module, of type {kind}, has {name!r}"
         )
 
+    @property
+    def module(self) -> nn.Module:
+        """The wrapped module."""
+        return self._smp_module
+
+    @property
+    def partitioned(self) -> bool:
+        """Whether the partition has been made."""
+        return self._smp_decision is not None
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the wrapped module; with pipeline parallelism only inside a step."""
-        rt = self._runtime
+        rt = self._smp_runtime
         if rt.pp_size > 1 and not rt.tracing and _core.current() is None:
             raise RuntimeError(
                 "smp: the model was called outside a step: with pipeline_parallel_degree "
                 f"{rt.pp_size} call it inside a function with @smp.step"
             )
-        if self.data_parallel is not None and rt.pp_size == 1 and not rt.in_step:
-            return self.data_parallel.forward_outside_step(lambda: self.module(*args, **kwargs))
-        return self.module(*args, **kwargs)
+        if self._smp_data_parallel is not None and rt.pp_size == 1 and not rt.in_step:
+            return self._smp_data_parallel.forward_outside_step(
+                lambda: self._smp_module(*args, **kwargs)
+            )
+        return self._smp_module(*args, **kwargs)
 
     def backward(self, tensors: Tensor | tuple[Tensor, ...], grad_tensors: Any = None) -> None:
         """Run the backward of this microbatch, in place of ``loss.backward()``.
@@ -133,7 +143,7 @@ class DistributedModel(nn.Module):
         Raises:
             RuntimeError: outside a step, with pipeline parallelism.
         """
-        rt = self._runtime
+        rt = self._smp_runtime
         if rt.tracing:
             rt.traced_backwards += 1
             return
@@ -142,13 +152,13 @@ class DistributedModel(nn.Module):
         tensors = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
         if rt.pp_size == 1:
             torch.autograd.backward(
-                tensors, rt.seeds(tensors, grad_tensors, self.average_grads)
+                tensors, rt.seeds(tensors, grad_tensors, self._smp_average_grads)
             )
             return
         _core.begin_backward()
         try:
             torch.autograd.backward(
-                tensors, rt.seeds(tensors, grad_tensors, self.average_grads)
+                tensors, rt.seeds(tensors, grad_tensors, self._smp_average_grads)
             )
         finally:
             _core.end_backward()
@@ -160,7 +170,8 @@ class DistributedModel(nn.Module):
 
         They add up in ``.grad``; the next step outside the block averages the sums.
         """
-        return nullcontext() if self.data_parallel is None else self.data_parallel.no_sync()
+        replicas = self._smp_data_parallel
+        return nullcontext() if replicas is None else replicas.no_sync()
 
     def join(
         self,
@@ -184,9 +195,11 @@ class DistributedModel(nn.Module):
         Raises:
             NotImplementedError: there are several DistributedModels.
         """
-        if self.data_parallel is None or not enable:
+        if self._smp_data_parallel is None or not enable:
             return nullcontext()
-        return self.data_parallel.join(divide_by_initial_world_size, throw_on_early_termination)
+        return self._smp_data_parallel.join(
+            divide_by_initial_world_size, throw_on_early_termination
+        )
 
     def register_comm_hook(self, state: Any, callable: Callable) -> None:
         """Have ``callable(state, bucket)`` exchange gradients, in place of the sum.
@@ -201,16 +214,26 @@ class DistributedModel(nn.Module):
         Raises:
             RuntimeError: there is one already.
         """
-        if self.data_parallel is not None:
-            self.data_parallel.register_comm_hook(state, callable)
+        if self._smp_data_parallel is not None:
+            self._smp_data_parallel.register_comm_hook(state, callable)
 
     def get_module(self) -> nn.Module:
         """The wrapped module."""
-        return self.module
+        return self._smp_module
+
+    def get_submodule(self, target: str) -> nn.Module:
+        """The wrapped module's, as `get_parameter`, `get_buffer`: names there are its own."""
+        return self._smp_module.get_submodule(target)
+
+    def get_parameter(self, target: str) -> nn.Parameter:
+        return self._smp_module.get_parameter(target)
+
+    def get_buffer(self, target: str) -> Tensor:
+        return self._smp_module.get_buffer(target)
 
     def train(self, mode: bool = True) -> "DistributedModel":
         """Set training mode on the model and the wrapped module; returns self."""
-        self.module.train(mode)
+        self._smp_module.train(mode)
         self.training = mode
         return self
 
@@ -220,61 +243,56 @@ class DistributedModel(nn.Module):
 
     # ------------------------------------------------------------------ the partition
 
-    def apply_partition(self, partition: Partition, stateful: dict[str, int]) -> None:
+    def _smp_apply_partition(self, partition: Partition, stateful: dict[str, int]) -> None:
         """Make this rank's part of a decided partition: classes, parameters, entries.
 
         Args:
             stateful: modules that change their buffers: path -> calls a microbatch.
         """
-        rt = self._runtime
-        self.partition = partition
+        rt = self._smp_runtime
         rank_of = partition.rank_of
-        self._owners = remote_modules.parameter_owners(self.module, rank_of)
+        self._smp_owners = remote_modules.parameter_owners(self._smp_module, rank_of)
         delayed_init.materialize(
-            self.module,
-            lambda name: self._owners[name] == rt.pp_rank,
+            self._smp_module,
+            lambda name: self._smp_owners[name] == rt.pp_rank,
             lambda path: rank_of[path] == rt.pp_rank,
         )
-        self._entries, runs = remote_modules.make_entries(self.module, rank_of)
-        first = sum(len(m._entries) for m in rt.live_models() if m.partitioned)
-        self._stateful = [
+        self._smp_entries, runs = remote_modules.make_entries(self._smp_module, rank_of)
+        first = sum(len(m._smp_entries) for m in rt.live_models() if m.partitioned)
+        self._smp_stateful = [
             module
-            for path, module in self.module.named_modules()
+            for path, module in self._smp_module.named_modules()
             if path in stateful and rank_of[path] == rt.pp_rank
         ]
         gates = {path: rt.next_gate(count) for path, count in stateful.items()}
-        remote_modules.swap_classes(self.module, rank_of, rt.pp_rank, runs, first, gates)
-        remote_modules.free_remote_parameters(self.module, self._owners, rt.pp_rank)
-        self.partitioned = True
+        remote_modules.swap_classes(self._smp_module, rank_of, rt.pp_rank, runs, first, gates)
+        remote_modules.free_remote_parameters(self._smp_module, self._smp_owners, rt.pp_rank)
+        self._smp_decision = partition
 
-    def stateful_modules(self) -> list[nn.Module]:
-        """The modules on this rank whose forward changes their buffers."""
-        return self._stateful
-
-    def run_post_partition_hooks(self) -> None:
+    def _smp_run_post_partition_hooks(self) -> None:
         """Call the hooks once, after the partition and before the first step computes."""
-        hooks, self._post_partition_hooks = self._post_partition_hooks, OrderedDict()
+        hooks, self._smp_post_partition_hooks = self._smp_post_partition_hooks, OrderedDict()
         for hook in list(hooks.values()):
             hook(self, state.optimizer)
 
-    def run_post_step_hooks(self) -> None:
+    def _smp_run_post_step_hooks(self) -> None:
         """Call the hooks once, after the step."""
-        hooks, self._post_step_hooks = self._post_step_hooks, OrderedDict()
+        hooks, self._smp_post_step_hooks = self._smp_post_step_hooks, OrderedDict()
         for hook in list(hooks.values()):
             hook(self, state.optimizer)
 
     def register_post_partition_hook(self, hook: Callable) -> RemovableHandle:
         """Register ``hook(model, optimizer)``, called once, right after the partition."""
-        handle = RemovableHandle(self._post_partition_hooks)
-        self._post_partition_hooks[handle.id] = hook
-        self._runtime.hooks_wait = True
+        handle = RemovableHandle(self._smp_post_partition_hooks)
+        self._smp_post_partition_hooks[handle.id] = hook
+        self._smp_runtime.hooks_wait = True
         return handle
 
     def register_post_step_hook(self, hook: Callable) -> RemovableHandle:
         """Register ``hook(model, optimizer)``, called once, after the first step that ends."""
-        handle = RemovableHandle(self._post_step_hooks)
-        self._post_step_hooks[handle.id] = hook
-        self._runtime.hooks_wait = True
+        handle = RemovableHandle(self._smp_post_step_hooks)
+        self._smp_post_step_hooks[handle.id] = hook
+        self._smp_runtime.hooks_wait = True
         return handle
 
     def partition_report(self) -> "PartitionReport":
@@ -283,12 +301,12 @@ class DistributedModel(nn.Module):
         Raises:
             RuntimeError: before the first step.
         """
-        if self.partition is None:
+        if self._smp_decision is None:
             raise RuntimeError(
                 "smp: the model is partitioned in its first step, not before; use smp.plan to "
                 "look ahead"
             )
-        return self.partition.report()
+        return self._smp_decision.report()
 
     def state_dict(  # type: ignore[override]
         self, gather_to_rank0: bool = False, cast_to_cpu: bool = True
@@ -336,8 +354,8 @@ class DistributedModel(nn.Module):
 
     def local_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters that this rank owns, with their names; tied ones once."""
-        for name, parameter in self.module.named_parameters():
-            if not self.partitioned or self._owners[name] == self._runtime.pp_rank:
+        for name, parameter in self._smp_module.named_parameters():
+            if not self.partitioned or self._smp_owners[name] == self._smp_runtime.pp_rank:
                 yield name, parameter
 
     def local_parameters(self) -> Iterator[nn.Parameter]:
@@ -366,8 +384,11 @@ class DistributedModel(nn.Module):
 
     def local_named_modules(self) -> Iterator[tuple[str, nn.Module]]:
         """The modules that run on this rank, with their paths."""
-        for path, module in self.module.named_modules():
-            if self.partition is None or self.partition.rank_of[path] == self._runtime.pp_rank:
+        for path, module in self._smp_module.named_modules():
+            if (
+                self._smp_decision is None
+                or self._smp_decision.rank_of[path] == self._smp_runtime.pp_rank
+            ):
                 yield path, module
 
     def local_modules(self) -> Iterator[nn.Module]:
@@ -389,16 +410,16 @@ class DistributedModel(nn.Module):
 
     def get_module_partition(self, module: str | nn.Module) -> int:
         """The pp_rank on which a module runs, by path or by the module itself."""
-        if self.partition is None:
+        if self._smp_decision is None:
             raise RuntimeError("smp: the model is partitioned in its first step, not before")
-        for path, candidate in self.module.named_modules():
+        for path, candidate in self._smp_module.named_modules():
             if path == module or candidate is module:
-                return self.partition.rank_of[path]
+                return self._smp_decision.rank_of[path]
         raise KeyError(f"smp: the model has no module {module!r}")
 
     def num_parameters(self) -> int:
         """Number of elements of all parameters, tied ones once."""
-        return sum(p.numel() for p in self.module.parameters())
+        return sum(p.numel() for p in self._smp_module.parameters())
 
 
 def install(rt: runtime.Runtime) -> None:
@@ -410,13 +431,13 @@ def install(rt: runtime.Runtime) -> None:
     paths: list[str] = []
     entries: list[tuple] = []
     for model in models:
-        modules += list(model.module.modules())
-        named = dict(model.module.named_parameters())
-        for path, owner in model._owners.items():
+        modules += list(model._smp_module.modules())
+        named = dict(model._smp_module.named_parameters())
+        for path, owner in model._smp_owners.items():
             parameters.append(named[path])
             owners.append(owner)
             paths.append(path)
-        entries += [tuple(entry) for entry in model._entries]
+        entries += [tuple(entry) for entry in model._smp_entries]
     _core.set_entries(entries)
     _core.set_gates(rt.gates if len(rt.gates) else None)
     _core.set_names(modules, parameters, owners, paths)
@@ -431,7 +452,7 @@ def install_gradients(rt: runtime.Runtime, models: list[DistributedModel]) -> No
     uses = array("i")
     trains = bytearray()
     for model in models:
-        for entry in model._entries:
+        for entry in model._smp_entries:
             members = entry.callable.children if entry.module is None else [entry.module]
             inside = [p for m in members for p in m.parameters()]
             trains.append(any(p.requires_grad for p in inside))
@@ -452,4 +473,4 @@ def clip_grad_norm_(model: DistributedModel, max_norm: float, norm_type: float =
 
 def requires_grad_flags(models: list[DistributedModel]) -> bytes:
     """One byte a parameter: whether it requires grad now."""
-    return bytes(p.requires_grad for m in models for p in m.module.parameters())
+    return bytes(p.requires_grad for m in models for p in m._smp_module.parameters())

@@ -64,7 +64,7 @@ class Pair:
             self.function,
             self.reference,
             batch,
-            rank_of=self.model.partition.rank_of,
+            rank_of=self.model.partition_report().partition.rank_of,
             ranks=smp.pp_size(),
             microbatches=self.microbatches,
             anywhere=without_state(self.reference),
@@ -265,7 +265,7 @@ def test_two_distributed_models_in_one_step_equal_the_cut_loop():
         got = smp.step(step)(two, x)
         rank_of = {"": 0}
         for name in ("first", "second"):
-            own = getattr(two, name).partition.rank_of
+            own = getattr(two, name).partition_report().partition.rank_of
             rank_of |= {f"{name}.{path}".rstrip("."): rank for path, rank in own.items()}
         torch.manual_seed(number)
         want = cut_loop(

@@ -136,8 +136,8 @@ class DataParallel:
         if now == self._built_for:
             return
         self._built_for = now
-        self._buckets = make_buckets(self._model.module, parameters, self._bucket_cap_mb)
-        if self._model._runtime.pp_size == 1:
+        self._buckets = make_buckets(self._model._smp_module, parameters, self._bucket_cap_mb)
+        if self._model._smp_runtime.pp_size == 1:
             for handle in self._grad_hooks:
                 handle.remove()
             this = weakref.ref(self)
@@ -154,7 +154,7 @@ class DataParallel:
 
     def _accumulated(self, parameter: Tensor) -> None:
         """A backward added to ``.grad``; pipeline degree 1."""
-        rt = self._model._runtime
+        rt = self._model._smp_runtime
         rt.saw_backward = True
         if self.reduction is None:
             return
@@ -216,7 +216,7 @@ class DataParallel:
     @contextmanager
     def join(self, divide_by_all: bool, raise_early: bool) -> Iterator[None]:
         """Keep the others company when this replica has no inputs left."""
-        if sum(1 for m in self._model._runtime.live_models() if m.data_parallel) > 1:
+        if sum(1 for m in self._model._smp_runtime.live_models() if m._smp_data_parallel) > 1:
             raise NotImplementedError(
                 "smp: join() with several DistributedModels: which of them the other "
                 "replicas use in a step is not known here; give each replica as many batches"
@@ -266,7 +266,7 @@ class DataParallel:
 
 def due(models: Sequence["DistributedModel"]) -> list[DataParallel]:
     """The models that exchange gradients after the step that begins now; counts steps."""
-    members = [m.data_parallel for m in models if m.data_parallel is not None]
+    members = [m._smp_data_parallel for m in models if m._smp_data_parallel is not None]
     return [member for member in members if member.takes_part()]
 
 

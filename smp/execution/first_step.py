@@ -60,14 +60,14 @@ def partition_models(
     _check_models(models, partitions, gates)
     rt.backwards = max(1, backwards)
     for one, partition, stateful in zip(models, partitions, gates, strict=True):
-        one.apply_partition(partition, stateful)
+        one._smp_apply_partition(partition, stateful)
     _core.trim_heap()
     rt.expected_in_pool += pools[rt.pp_rank]
     _core.expect_in_pool(rt.expected_in_pool)
     model.install(rt)
     for one in models:
-        if one.data_parallel is not None:
-            one.data_parallel.broadcast()
+        if one._smp_data_parallel is not None:
+            one._smp_data_parallel.broadcast()
     for one in models:
         state_dicts.load_deferred(one)
     waiting = list(rt.after_partition)
@@ -75,7 +75,7 @@ def partition_models(
     for load in waiting:
         load()
     for one in models:
-        one.run_post_partition_hooks()
+        one._smp_run_post_partition_hooks()
 
 
 def _decide(
@@ -87,14 +87,14 @@ def _decide(
     traces: Sequence[tracing.Trace | None] = [None] * len(models)
     if not cfg.skip_tracing:
         traces = tracing.trace_models(
-            [m.module for m in models],
+            [m._smp_module for m in models],
             run_traced,
-            times=any(m.trace_execution_times for m in models),
-            meta=any(p.is_meta for m in models for p in m.module.parameters()),
+            times=any(m._smp_trace_times for m in models),
+            meta=any(p.is_meta for m in models for p in m._smp_module.parameters()),
         )
     partitions = [
         make_partition(
-            m.module,
+            m._smp_module,
             trace,
             degree=rt.pp_size,
             memory_weight=cfg.memory_weight,
@@ -108,7 +108,7 @@ def _decide(
     for m, trace, partition in zip(models, traces, partitions, strict=True):
         if trace is not None:
             more = pool.expected_bytes(
-                m.module, partition.rank_of, trace, rt.pp_size, rt.active_microbatches
+                m._smp_module, partition.rank_of, trace, rt.pp_size, rt.active_microbatches
             )
             pools = [a + b for a, b in zip(pools, more, strict=True)]
     return [p.to_bytes() for p in partitions], gates, rt.traced_backwards, pools
@@ -123,7 +123,7 @@ def _stateful(one: "DistributedModel", trace: tracing.Trace | None) -> dict[str,
     and the like count in any case.
     """
     out = {}
-    for path, module in one.module.named_modules():
+    for path, module in one._smp_module.named_modules():
         if not module._buffers:
             continue
         if trace is None or trace.modules[path].executions == 0:
@@ -173,7 +173,7 @@ def _description(
     for number, (one, partition, stateful) in enumerate(
         zip(models, partitions, gates, strict=False)
     ):
-        for path, module in one.module.named_modules():
+        for path, module in one._smp_module.named_modules():
             where = f"on pp_rank {partition.rank_of.get(path, 'none')}"
             if (pin := pin_of(module)) is not None:
                 where += f", pinned to {pin}"

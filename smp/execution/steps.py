@@ -115,11 +115,11 @@ def _run_alone(
     try:
         hooked = rt.live_models() if rt.hooks_wait else ()
         for one in hooked:
-            one.run_post_partition_hooks()
+            one._smp_run_post_partition_hooks()
         calls, rt.weights = splitter.split(rt.cfg.microbatches, args, kwargs)
         output = _run_in_order(rt, function, detach, calls)
         for one in hooked:
-            one.run_post_step_hooks()
+            one._smp_run_post_step_hooks()
             rt.hooks_wait = False
         return output
     finally:
@@ -170,18 +170,18 @@ class Step:
             refused = self._split_or_refuse(args, kwargs)
             if rt.pp_size == 1:
                 for one in models:
-                    one.run_post_partition_hooks()
+                    one._smp_run_post_partition_hooks()
                 run = self._run_unpipelined
             else:
                 self._partition_new_models(refused)
                 run = self._run_pipelined
-            replicated = [m for m in models if m.data_parallel is not None]
+            replicated = [m for m in models if m._smp_data_parallel is not None]
             if replicated:
                 output = self._run_replicated(run, refused, replicated)
             else:
                 output = run(refused)
             for one in models:
-                one.run_post_step_hooks()
+                one._smp_run_post_step_hooks()
             if rt.pp_size > 1:
                 self._raise_late_signal()
             return output
@@ -459,7 +459,7 @@ class StepState:
         self.buffers = [
             (module._buffers, name, buffer, buffer.clone())
             for one in models
-            for module in one.stateful_modules()
+            for module in one._smp_stateful
             for name, buffer in module._buffers.items()
             if buffer is not None
         ]

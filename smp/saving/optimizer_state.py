@@ -25,8 +25,8 @@ def _owners(optimizer: "DistributedOptimizer") -> list[int | None]:
     owner_of: dict[int, int] = {}
     for model in runtime.get("DistributedOptimizer").live_models():
         if model.partitioned:
-            for name, parameter in model.module.named_parameters():
-                owner_of[id(parameter)] = model._owners[name]
+            for name, parameter in model._smp_module.named_parameters():
+                owner_of[id(parameter)] = model._smp_owners[name]
     return [owner_of.get(id(p)) for group in optimizer.param_groups for p in group["params"]]
 
 
@@ -40,7 +40,7 @@ def _waits(optimizer: "DistributedOptimizer") -> bool:
         id(p) in mine
         for model in rt.live_models()
         if not model.partitioned
-        for p in model.module.parameters()
+        for p in model._smp_module.parameters()
     )
 
 

@@ -24,14 +24,14 @@ IS_PARTIAL = "_smp_is_partial"
 def owners_of_entries(model: "DistributedModel", names: Mapping[str, Any]) -> dict[str, int]:
     """The pp_rank of each entry of the module's state dict; alike on all ranks."""
     by_parameter = {
-        id(parameter): model._owners[name]
-        for name, parameter in model.module.named_parameters()
+        id(parameter): model._smp_owners[name]
+        for name, parameter in model._smp_module.named_parameters()
     }
-    assert model.partition is not None
-    rank_of = model.partition.rank_of
+    assert model._smp_decision is not None
+    rank_of = model._smp_decision.rank_of
     of_module: dict[int, int] = {}
     of_path: dict[str, int] = {}
-    for path, module in model.module.named_modules(remove_duplicate=False):
+    for path, module in model._smp_module.named_modules(remove_duplicate=False):
         of_path[path] = of_module.setdefault(id(module), rank_of.get(path, 0))
     out = {}
     for name, value in names.items():
@@ -58,11 +58,11 @@ def local_state_dict(model: "DistributedModel") -> "OrderedDict[str, Any]":
 
 
 def _owned(model: "DistributedModel") -> "OrderedDict[str, Any]":
-    entries = _entries(model.module)
+    entries = _entries(model._smp_module)
     mine = OrderedDict(entries)
     if model.partitioned:
         owners = owners_of_entries(model, entries)
-        rank = model._runtime.pp_rank
+        rank = model._smp_runtime.pp_rank
         mine = OrderedDict((k, v) for k, v in entries.items() if owners[k] == rank)
     out = map_tensors(mine, Tensor.detach)
     out._metadata = entries._metadata  # type: ignore[attr-defined]
@@ -90,7 +90,7 @@ def full_state_dict(
     merged: dict[str, Any] = {}
     for part in parts:
         merged.update(part)
-    for name in _entries(model.module):
+    for name in _entries(model._smp_module):
         if name in merged:
             out[name] = merged.pop(name)
     out.update(merged)  # what only its owner's hooks add
@@ -124,24 +124,24 @@ def load(
         given.pop(IS_PARTIAL, None)
     if metadata is not None:
         given._metadata = metadata  # type: ignore[attr-defined]
-    waits = not model.partitioned and model._runtime.pp_size > 1
+    waits = not model.partitioned and model._smp_runtime.pp_size > 1
     if waits and partial:
-        model._deferred_loads.append((given, True, strict, same_partition_load))
+        model._smp_deferred_loads.append((given, True, strict, same_partition_load))
         return _IncompatibleKeys([], [])
     if waits and any(
-        e.is_meta for e in _entries(model.module).values() if isinstance(e, Tensor)
+        e.is_meta for e in _entries(model._smp_module).values() if isinstance(e, Tensor)
     ):
         with warnings.catch_warnings():  # a meta tensor takes no data: keys and shapes only
             warnings.simplefilter("ignore")
-            keys = model.module.load_state_dict(given, strict)
-        model._deferred_loads.append((given, False, strict, same_partition_load))
+            keys = model._smp_module.load_state_dict(given, strict)
+        model._smp_deferred_loads.append((given, False, strict, same_partition_load))
         return keys
     return _load_now(model, given, partial, strict, same_partition_load)
 
 
 def load_deferred(model: "DistributedModel") -> None:
     """Do the loads that waited for the partition, in their order."""
-    waiting, model._deferred_loads = model._deferred_loads, []
+    waiting, model._smp_deferred_loads = model._smp_deferred_loads, []
     for given, partial, strict, same_partition_load in waiting:
         _load_now(model, given, partial, strict, same_partition_load)
 
@@ -153,13 +153,13 @@ def _load_now(
     strict: bool,
     same_partition_load: bool,
 ) -> _IncompatibleKeys:
-    module = model.module
+    module = model._smp_module
     if not model.partitioned:
         return module.load_state_dict(given, strict)
     if partial:
         entries = _entries(module)
         owners = owners_of_entries(model, entries)
-        mine = [name for name in entries if owners[name] == model._runtime.pp_rank]
+        mine = [name for name in entries if owners[name] == model._smp_runtime.pp_rank]
         known: dict[Any, Any] = {n: v for n, v in given.items() if n in entries}
         found = known
         if not same_partition_load:

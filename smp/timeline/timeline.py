@@ -73,7 +73,7 @@ def save_trace(path: str | os.PathLike) -> None:
     # Clocks of different hosts are compared by reading them when a collective ends.
     hosts = allgather(rt.boot.host, CommGroup.PP_GROUP)
     now = time.monotonic_ns()
-    paths = [entry.path for model in rt.live_models() for entry in model._entries]
+    paths = [entry.path for model in rt.live_models() for entry in model._smp_entries]
     everyone = allgather((now, list(_core.timeline()), paths), CommGroup.PP_GROUP)
     if rank() != 0:
         return
