@@ -1,5 +1,6 @@
 """``DistributedModel``: the user's module, partitioned over the PP_GROUP."""
 
+import functools
 import weakref
 from array import array
 from collections import OrderedDict
@@ -15,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from smp import _core, ranks
 from smp.data_parallel.data_parallel import DataParallel
 from smp.execution import runtime
-from smp.modules import delayed_init, remote_modules
+from smp.modules import delayed_init, inner_module, remote_modules
 from smp.optimizers import norm_over_the_model
 from smp.partitioning.partition import Partition
 from smp.saving import state_dicts
@@ -109,10 +110,13 @@ class DistributedModel(nn.Module):
             f"neither smp.DistributedModel nor its module, of type {kind}, has {name!r}"
         )
 
-    @property
+    @functools.cached_property
     def module(self) -> nn.Module:
-        """The wrapped module."""
-        return self._smp_module
+        """The wrapped module, by an object that equals it and whose ``module`` it is.
+
+        See `smp.modules.inner_module`.  `get_module` gives the wrapped module itself.
+        """
+        return inner_module.inner(self._smp_module)
 
     @property
     def partitioned(self) -> bool:
@@ -218,7 +222,7 @@ class DistributedModel(nn.Module):
             self._smp_data_parallel.register_comm_hook(state, callable)
 
     def get_module(self) -> nn.Module:
-        """The wrapped module."""
+        """The wrapped module itself."""
         return self._smp_module
 
     def get_submodule(self, target: str) -> nn.Module:
@@ -412,8 +416,9 @@ class DistributedModel(nn.Module):
         """The pp_rank on which a module runs, by path or by the module itself."""
         if self._smp_decision is None:
             raise RuntimeError("smp: the model is partitioned in its first step, not before")
+        wanted = module if isinstance(module, str) else inner_module.itself(module)
         for path, candidate in self._smp_module.named_modules():
-            if path == module or candidate is module:
+            if path == wanted or candidate is wanted:
                 return self._smp_decision.rank_of[path]
         raise KeyError(f"smp: the model has no module {module!r}")
 
