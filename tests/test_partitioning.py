@@ -14,6 +14,7 @@ import smp.partitioning
 from smp import _core
 from smp.partitioning.partition import Partition, PartitionError, make_partition, set_partition
 from smp.partitioning.tracing import trace
+from tests.ranks import on_ranks
 from tests.reference import partition as reference
 
 
@@ -433,3 +434,22 @@ def test_the_hash_tells_models_and_decisions_apart():
     }
     assert len(hashes) == 4
     assert decide(Stack(4)).hash == decide(Stack(4)).hash
+
+
+@on_ranks(2)
+def test_a_pin_after_the_partition_is_refused():
+    smp.init({"pipeline_parallel_degree": 2})
+    model = smp.DistributedModel(Stack())
+    set_partition(model.module.layers[3], 1)
+    smp.step(lambda model, x: model.backward(model(x).sum()))(model, torch.ones(2, 8))
+
+    for module in (model.module.layers[3], model.module):
+        path, owner = ("layers.3", 1) if module is not model.module else ("", 0)
+        with pytest.raises(PartitionError) as error:
+            set_partition(module, 0)
+        assert str(error.value) == (
+            f"smp.set_partition: too late to pin module '{path}' ({type(module).__name__}) to "
+            f"partition 0: its model was partitioned in its first step, and it is on partition "
+            f"{owner}; call it before the first step"
+        )
+    set_partition(nn.Linear(1, 1), 0)

@@ -23,7 +23,7 @@ from smp.execution import (
     thread_state,
 )
 from smp.job import objects, transports
-from smp.modules import changes, hooks
+from smp.modules import changes, hooks, inner_module
 from smp.ranks import CommGroup
 
 if TYPE_CHECKING:
@@ -225,6 +225,15 @@ class Runtime:
     def live_models(self) -> list["DistributedModel"]:
         """The models that still exist, in order of creation: alike on all ranks."""
         return [m for m in (ref() for ref in self.models) if m is not None]
+
+    def home_of(self, module: nn.Module) -> tuple[str, int] | None:
+        """Path and pp_rank of a module of a model that has been partitioned."""
+        for model in self.live_models():
+            if model._smp_decision is not None:
+                for path, candidate in model._smp_module.named_modules():
+                    if candidate is inner_module.itself(module):
+                        return path, model._smp_decision.rank_of[path]
+        return None
 
     def close(self) -> None:
         """Stop the core's threads and leave the other ranks; never waits for them."""

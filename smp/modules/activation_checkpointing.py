@@ -5,7 +5,6 @@ which runs under ``torch.utils.checkpoint`` on the rank that owns the module.  C
 makes to modules of other ranks are checkpointed with it.
 """
 
-import contextlib
 import functools
 import re
 from collections.abc import Callable
@@ -153,11 +152,8 @@ def _groups(children: list[nn.Module], size: int | None) -> list[list[nn.Module]
 
 def _owner(module: nn.Module) -> int | None:
     """The pp_rank of a module; None where nothing is partitioned."""
-    for model in runtime.current.live_models() if runtime.current else []:
-        if model.partitioned:
-            with contextlib.suppress(KeyError):
-                return model.get_module_partition(module)
-    return None
+    home = runtime.current.home_of(module) if runtime.current else None
+    return None if home is None else home[1]
 
 
 def _run_all(children: list[nn.Module], value: Any) -> Any:

@@ -19,6 +19,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
 from smp import _core
+from smp.execution import runtime
 from smp.partitioning.tracing import ModuleTrace, Trace
 
 _INHERIT, _NOT_PINNED = -1, -2  # SMP_PIN_INHERIT, SMP_PIN_NONE
@@ -62,7 +63,8 @@ def _checked(partition: Any) -> int:
 def set_partition(module: nn.Module, partition: int) -> None:
     """Pin a module, with all it contains, to a partition.
 
-    A pin on a module inside it wins.  To be called before the first step.
+    A pin on a module inside it wins.  To be called before the first step, after
+    ``DistributedModel`` or before.
 
     Args:
         module: any module of the model.
@@ -70,8 +72,9 @@ def set_partition(module: nn.Module, partition: int) -> None:
 
     Raises:
         TypeError, ValueError: not a module, or not a partition.
-        PartitionError: in the first step, when ``partition`` is not below
-            ``pipeline_parallel_degree`` or the pin contradicts a shared parameter.
+        PartitionError: the partition has been made; or in the first step, when
+            ``partition`` is not below ``pipeline_parallel_degree`` or the pin contradicts a
+            shared parameter.
 
     Source: SageMaker Python SDK documentation, ``smp.set_partition``.
     """
@@ -79,7 +82,16 @@ def set_partition(module: nn.Module, partition: int) -> None:
         raise TypeError(
             f"smp.set_partition pins a torch.nn.Module, got a {type(module).__name__}"
         )
-    module.__dict__[_PIN] = _Pin(_checked(partition), by_context=False)
+    partition = _checked(partition)
+    home = runtime.current.home_of(module) if runtime.current else None
+    if home is not None:
+        path, owner = home
+        raise PartitionError(
+            f"smp.set_partition: too late to pin module '{path}' ({type(module).__name__}) to "
+            f"partition {partition}: its model was partitioned in its first step, and it is on "
+            f"partition {owner}; call it before the first step"
+        )
+    module.__dict__[_PIN] = _Pin(partition, by_context=False)
 
 
 def pin_of(module: nn.Module) -> int | None:
