@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from smp import _core, ranks
 from smp.data_parallel.data_parallel import DataParallel
 from smp.execution import runtime
-from smp.modules import delayed_init, inner_module, remote_modules
+from smp.modules import conversion, delayed_init, inner_module, remote_modules
 from smp.optimizers import norm_over_the_model
 from smp.partitioning.partition import Partition
 from smp.saving import state_dicts
@@ -166,6 +166,14 @@ class DistributedModel(nn.Module):
             )
         finally:
             _core.end_backward()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        if self._smp_decision is None:
+            return super()._apply(fn, recurse)
+        rt = self._smp_runtime
+        conversion.convert(self._smp_module, fn, set(self.local_modules()))
+        install_gradients(rt, [m for m in rt.live_models() if m.partitioned])
+        return self
 
     # ---------------------------------------------------------------- data parallelism
 

@@ -1,0 +1,56 @@
+"""``model.to(...)``, ``half()``, ``cpu()`` and the like after the partition.
+
+Each rank converts what it has, and notes the new dtype and device of what others have: all
+ranks see a model of the same dtypes.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from smp.modules.remote_modules import RemoteTensor
+
+
+def convert(
+    module: nn.Module, function: Callable[[Tensor], Tensor], local: set[nn.Module]
+) -> None:
+    """What ``module._apply(function)`` does on the plain module.
+
+    Args:
+        local: the modules that are on this rank.
+    """
+    if all(inside in local for inside in module.modules()):
+        module._apply(function)  # its class may have an idea of its own
+        return
+    for child in module.children():
+        convert(child, function, local)
+    if module in local:
+        module._apply(function, recurse=False)
+        return
+    for parameter in module._parameters.values():
+        if isinstance(parameter, RemoteTensor):
+            with torch._C.DisableTorchFunctionSubclass():
+                parameter.data = _without_memory(parameter, function)
+    for name, buffer in module._buffers.items():
+        if buffer is None:
+            continue
+        if buffer.is_meta:
+            module._buffers[name] = buffer.to(_converted_kind(buffer, function).dtype)
+        else:
+            module._buffers[name] = function(buffer)
+
+
+def _converted_kind(tensor: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+    """An empty tensor of the dtype and on the device that the conversion gives."""
+    device = "cpu" if tensor.is_meta else tensor.device
+    return function(torch.empty([0] * tensor.dim(), dtype=tensor.dtype, device=device))
+
+
+def _without_memory(tensor: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+    like = _converted_kind(tensor, function)
+    out = torch.empty_strided(
+        tensor.shape, tensor.stride(), dtype=like.dtype, device=like.device
+    )
+    out.untyped_storage().resize_(0)
+    return out

@@ -1,0 +1,108 @@
+"""``model.to(...)`` and the like, before and after the partition."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import smp
+from tests.ranks import on_ranks
+
+CONVERSIONS = {
+    "half": lambda m: m.half(),
+    "double": lambda m: m.double(),
+    "bfloat16": lambda m: m.bfloat16(),
+    "float": lambda m: m.float(),
+    "cpu": lambda m: m.cpu(),
+    "to a dtype": lambda m: m.to(torch.float64),
+    "to a device": lambda m: m.to("cpu"),
+    "to both": lambda m: m.to("cpu", torch.bfloat16),
+    "type": lambda m: m.type(torch.float64),
+    "as a tensor": lambda m: m.to(torch.ones(1, dtype=torch.float64)),
+    "to a layout": lambda m: m.to(memory_format=torch.channels_last),
+    "back": lambda m: m.half().float(),
+}
+
+
+class Own(nn.Module):
+    """Keeps a tensor of its own, and converts it in a method of an older signature."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.ones(4)
+
+    def _apply(self, fn):
+        super()._apply(fn)
+        self.scale = fn(self.scale)
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 4, 1)
+        self.second = nn.Sequential(nn.BatchNorm2d(4), nn.Conv2d(4, 4, 1))
+        self.recurrent, self.own = nn.LSTM(4, 4), Own()
+        self.tied = nn.Linear(4, 4)
+        self.tied.weight = nn.Parameter(torch.ones(4, 4))
+        self.last = nn.Linear(4, 4)
+        self.last.weight = self.tied.weight
+        self.again = nn.ModuleList([self.first, self.recurrent])
+        self.weight = nn.Parameter(torch.full((4,), 2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.second(self.first(x)).mean((2, 3))
+        x = self.own(self.recurrent(x)[0])
+        return self.last(self.tied(x)) * self.weight
+
+
+def kinds(module: nn.Module) -> dict[str, tuple]:
+    named = [*module.named_parameters(), *module.named_buffers()]
+    return {name: (t.dtype, t.device, tuple(t.shape), t.requires_grad) for name, t in named}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("when", ["before", "after", "twice"])
+@pytest.mark.parametrize("name", CONVERSIONS)
+@pytest.mark.sample(15)
+def test_a_conversion_is_that_of_the_plain_model(name, when):
+    """On all ranks, for parameters and buffers of all ranks; and the model trains on."""
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": 2})
+    plain, net = Net(), Net()
+    net.load_state_dict(plain.state_dict())
+    for far in (net.second[1], net.recurrent, net.own):
+        smp.set_partition(far, 1)
+    model = smp.DistributedModel(net)
+    x = torch.randn(4, 3, 2, 2)
+
+    @smp.step
+    def step(model: smp.DistributedModel, x: Tensor) -> Tensor:
+        loss = model(x).float().mean()
+        model.backward(loss)
+        return loss
+
+    def train(x: Tensor) -> None:
+        plain.zero_grad()
+        model.zero_grad()
+        for microbatch in x.split(2):
+            (plain(microbatch).float().mean() / 2).backward()
+        step(model, x)
+        mine = {n: p.grad for n, p in model.local_named_parameters()}
+        for name, parameter in plain.named_parameters():
+            assert name not in mine or torch.equal(mine[name], parameter.grad), name
+
+    if when != "before":
+        train(x)
+    for _ in range(2 if when == "twice" else 1):
+        CONVERSIONS[name](plain)
+        assert CONVERSIONS[name](model) is model
+    assert kinds(model) == kinds(net) == kinds(plain)
+
+    train(x.to(plain.weight.dtype))
+
+    assert kinds(model) == kinds(plain)
+    full = model.state_dict()
+    for key, value in plain.state_dict().items():
+        assert torch.equal(full[key], value), key
