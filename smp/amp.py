@@ -34,6 +34,12 @@ class GradScaler(torch.amp.GradScaler):
             device, init_scale, growth_factor, backoff_factor, growth_interval, enabled
         )
 
+    def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
+        # A model of smp.delay_param_initialization is traced with tensors without values.
+        super()._lazy_init_scale_growth_tracker(
+            torch.device(self._device) if dev.type == "meta" else dev
+        )
+
     def _check_scale_growth_tracker(self, funcname: str) -> tuple[torch.Tensor, torch.Tensor]:
         # Only the rank that runs the step function has called scale().
         if self._scale is None:

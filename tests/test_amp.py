@@ -91,3 +91,31 @@ def test_a_rank_without_gradients_takes_part():
         got = scaler.get_scale()
 
     assert got == 4.0
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("listed", [False, True])
+def test_a_delayed_model_is_traced_with_a_scaled_loss(listed):
+    """Its first run has no values; the scale has."""
+    smp.init({"pipeline_parallel_degree": 2})
+    scaler = smp.amp.GradScaler(init_scale=8.0)
+    with smp.delay_param_initialization():
+        net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    smp.set_partition(net[0], 0)
+    smp.set_partition(net[1], 1)
+    model = smp.DistributedModel(net)
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0))
+
+    @smp.step
+    def step(model, x):
+        loss = model(x).sum()
+        model.backward(scaler.scale([loss])[0] if listed else scaler.scale(loss))
+        return loss
+
+    step(model, torch.ones(2, 3))
+    assert smp.pp_rank() == 0 or torch.equal(net[1].bias.grad, torch.full((3,), 16.0))
+    scaler.step(optimizer)
+    scaler.update()
+
+    assert scaler.get_scale() == 8.0
+    assert smp.pp_rank() == 0 or torch.equal(net[1].bias.grad, torch.full((3,), 2.0))
