@@ -3,6 +3,8 @@
 from smp import amp, nn, optimizers
 from smp import script_names as utils
 from smp._version import __version__
+from smp.data_parallel.group import ReplicasDiffer
+from smp.execution.first_step import PartitionMismatch
 from smp.execution.microbatches import StepOutput
 from smp.execution.steps import is_tracing, step
 from smp.job.comm_report import comm_report
@@ -20,6 +22,7 @@ from smp.job.objects import (
     send,
     tp_barrier,
 )
+from smp.job.together import CallMismatch
 from smp.model import DistributedModel, clip_grad_norm_
 from smp.modules.activation_checkpointing import set_activation_checkpointing
 from smp.modules.delayed_init import delay_param_initialization
@@ -27,6 +30,8 @@ from smp.modules.model_creation import (
     model_creation,
     set_tensor_parallelism,
     tensor_parallelism,
+    tp_register,
+    tp_register_with_module,
 )
 from smp.optimizer import DistributedOptimizer
 from smp.partitioning.partition import PartitionError, partition, set_partition

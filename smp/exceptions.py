@@ -1,6 +1,17 @@
 """The exceptions of the library, under the name that launchers import them from."""
 
+from smp.data_parallel.group import ReplicasDiffer
+from smp.execution.first_step import PartitionMismatch
 from smp.job.config import ConfigError
+from smp.job.together import CallMismatch
 from smp.partitioning.partition import PartitionError
+from smp.saving.saved_files import CheckpointError
 
-__all__ = ["ConfigError", "PartitionError"]
+__all__ = [
+    "CallMismatch",
+    "CheckpointError",
+    "ConfigError",
+    "PartitionError",
+    "PartitionMismatch",
+    "ReplicasDiffer",
+]

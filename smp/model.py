@@ -17,7 +17,7 @@ from smp import _core, ranks
 from smp.data_parallel.data_parallel import DataParallel
 from smp.execution import runtime
 from smp.modules import conversion, delayed_init, inner_module, remote_modules
-from smp.optimizers import norm_over_the_model
+from smp.optimizers import clip_by_the_models_norm
 from smp.partitioning.partition import Partition
 from smp.saving import state_dicts
 from smp.state_mod import state
@@ -388,11 +388,7 @@ class DistributedModel(nn.Module):
         Returns:
             the norm before, a float64 scalar, the same on every rank.
         """
-        parameters = [p for p in self.local_parameters() if p.grad is not None]
-        grads = [p.grad for p in parameters if p.grad is not None]
-        norm = norm_over_the_model(grads, float(norm_type))
-        nn.utils.clip_grads_with_norm_(parameters, float(max_norm), norm)
-        return norm
+        return clip_by_the_models_norm(self.local_parameters(), max_norm, norm_type)
 
     def local_named_modules(self) -> Iterator[tuple[str, nn.Module]]:
         """The modules that run on this rank, with their paths."""
@@ -429,6 +425,43 @@ class DistributedModel(nn.Module):
             if path == wanted or candidate is wanted:
                 return self._smp_decision.rank_of[path]
         raise KeyError(f"smp: the model has no module {module!r}")
+
+    def virtual_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters as the optimizer has them, with their names.
+
+        They are the module's own, as long as `DistributedOptimizer.redefined_params` is False.
+        """
+        return self.named_parameters()
+
+    # ------------------------------------------- tensor parallelism: nothing is distributed
+
+    def distributed_modules(self) -> Iterator[nn.Module]:
+        """The modules that tensor parallelism has replaced: none, it is not built yet."""
+        return iter(())
+
+    def is_distributed_parameter(self, parameter: nn.Parameter) -> bool:
+        """Whether the ranks of the TP_GROUP have different parts of it."""
+        return False
+
+    def is_distributed_buffer(self, buffer: Tensor) -> bool:
+        """Whether the ranks of the TP_GROUP have different parts of it."""
+        return False
+
+    def is_scaled_batch_parameter(self, parameter: nn.Parameter) -> bool:
+        """Whether its gradient is of the whole TP_GROUP's batch."""
+        return False
+
+    def is_scaled_batch_buffer(self, buffer: Tensor) -> bool:
+        """Whether it is made of the whole TP_GROUP's batch."""
+        return False
+
+    def default_reducer_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters whose gradients are averaged over the DP_GROUP: all."""
+        return self.named_parameters()
+
+    def scaled_batch_reducer_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters whose gradients are averaged over the RDP_GROUP: none."""
+        return iter(())
 
     def num_parameters(self) -> int:
         """Number of elements of all parameters, tied ones once."""

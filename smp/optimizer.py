@@ -4,10 +4,11 @@ from typing import Any
 
 import torch
 
+from smp.optimizers import clip_by_the_models_norm
 from smp.saving import optimizer_state
 from smp.state_mod import state
 
-_OWN = {"optimizer", "step", "zero_grad", "overflow", "redefined_params", "loss_scale"}
+_OWN = {"optimizer", "step", "zero_grad", "overflow", "redefined_params"}
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -23,6 +24,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     Attributes:
         optimizer: the wrapped one.
         overflow: whether the last step was skipped (half precision only).
+        redefined_params: whether its parameters are others than the module's: no.
     """
 
     optimizer: Any
@@ -61,6 +63,25 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of the parameters."""
         self.optimizer.zero_grad(set_to_none=set_to_none)
+
+    @property
+    def loss_scale(self) -> float:
+        """What the loss is multiplied by: the wrapped optimizer's, or 1."""
+        return getattr(self.optimizer, "loss_scale", 1.0)
+
+    def clip_master_grads(self, max_norm: float, norm_type: float = 2.0) -> Any:
+        """Clip the gradients that the update is made of, by the norm over the whole model.
+
+        Those of the master weights where the wrapped optimizer has them; else the local
+        parameters', which is collective over the MP_GROUP.
+
+        Returns:
+            the norm before.
+        """
+        if hasattr(self.optimizer, "clip_master_grads"):
+            return self.optimizer.clip_master_grads(max_norm, norm_type)
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        return clip_by_the_models_norm(parameters, max_norm, norm_type)
 
     def add_param_group(self, param_group: dict) -> None:
         """Add a group to the wrapped optimizer."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from smp.state_mod import state
 
@@ -306,6 +306,21 @@ def norm_over_the_model(grads: list[Tensor], norm_type: float = 2.0) -> Tensor:
             op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
             dist.all_reduce(total, op, group=job.torch_groups.by_kind["mp"])
     return total if largest else total.pow(1 / norm_type)
+
+
+def clip_by_the_models_norm(
+    parameters: Iterable[Tensor], max_norm: float, norm_type: float
+) -> Tensor:
+    """Scale the parameters' gradients so that the whole model's have at most this norm.
+
+    Returns:
+        the norm before; see `norm_over_the_model`.
+    """
+    with_grad = [p for p in parameters if p.grad is not None]
+    grads = [p.grad for p in with_grad if p.grad is not None]
+    norm = norm_over_the_model(grads, float(norm_type))
+    nn.utils.clip_grads_with_norm_(with_grad, float(max_norm), norm)
+    return norm
 
 
 def accelerator_or_cpu() -> torch.device:

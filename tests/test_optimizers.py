@@ -340,10 +340,30 @@ class Tied(nn.Module):
         return self.again(torch.tanh(self.second(torch.tanh(self.first(x)))))
 
 
+def test_what_an_optimizer_for_half_precision_has_is_its_own():
+    """... as scripts wrap their own: loss_scale, and master weights that are clipped."""
+
+    class Scaled(torch.optim.SGD):
+        loss_scale = 8.0
+
+        def clip_master_grads(self, max_norm, norm_type=2.0):
+            return max_norm, norm_type
+
+    wrapped = Scaled([torch.ones(1)])
+    optimizer = smp.DistributedOptimizer(wrapped)
+    assert optimizer.loss_scale == 8.0 and optimizer.clip_master_grads(3.0) == (3.0, 2.0)
+    optimizer.loss_scale = 4.0
+    assert wrapped.loss_scale == optimizer.loss_scale == 4.0
+    assert smp.DistributedOptimizer(torch.optim.SGD([torch.ones(1)])).loss_scale == 1.0
+    smp.reset()
+
+
 @on_ranks(2, 4)
+@pytest.mark.parametrize("by", ["smp", "optimizer"])
 @pytest.mark.parametrize("norm_type", [1, 2.0, 3.0, float("inf")])
 @pytest.mark.parametrize("max_norm", [0.01, 1e3])
-def test_gradients_are_clipped_by_the_norm_of_the_whole_model(norm_type, max_norm):
+@pytest.mark.sample(8)
+def test_gradients_are_clipped_by_the_norm_of_the_whole_model(norm_type, max_norm, by):
     """As torch's clip_grad_norm_ on the plain model, within rounding of float64."""
     smp.init({"pipeline_parallel_degree": 2, "microbatches": 2, "ddp": True})
     torch.manual_seed(3)
@@ -361,7 +381,11 @@ def test_gradients_are_clipped_by_the_norm_of_the_whole_model(norm_type, max_nor
 
     x = torch.randn(8, 4, dtype=torch.float64)  # the same on all replicas
     step(model, x)
-    norm = smp.clip_grad_norm_(model, max_norm, norm_type)
+    if by == "smp":
+        norm = smp.clip_grad_norm_(model, max_norm, norm_type)
+    else:
+        optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0))
+        norm = optimizer.clip_master_grads(max_norm, norm_type)
 
     plain(x).square().mean().backward()
     want = nn.utils.clip_grad_norm_(plain.parameters(), max_norm, norm_type)

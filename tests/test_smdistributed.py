@@ -10,6 +10,8 @@ import torch
 from packaging.version import Version
 
 import smp
+import smp.exceptions
+import smp.nn.utils
 from smp.nn.huggingface import gpt2
 from tests.ranks import rank_environment
 
@@ -17,6 +19,11 @@ FROM_SCRIPTS = [
     ("smdistributed.modelparallel.torch.nn", "FusedLayerNorm", "smp.nn"),
     ("smdistributed.modelparallel.torch.nn", "DistributedTransformerLayer", "smp.nn"),
     ("smdistributed.modelparallel.torch.nn", "FlashAttentionLayer", "smp.nn"),
+    *(
+        ("smdistributed.modelparallel.torch.nn.utils", name, "smp.nn.utils")
+        for name in vars(smp.nn.utils)
+        if "partition" in name or "_tp" in name
+    ),
     ("smdistributed.modelparallel.torch.state_mod", "state", "smp.state_mod"),
     ("smdistributed.modelparallel.torch.utils", "get_distribution_axis", "smp.script_names"),
     ("smdistributed.modelparallel.torch.utils", "rmsg", "smp.script_names"),
@@ -142,6 +149,13 @@ def test_importing_touches_no_gpu():
         lambda: smp.nn.FlashAttentionLayer(),
         lambda: gpt2.translate_state_dict_to_hf_gpt2({}),
         lambda: smp.utils.verify(),
+        lambda: smp.tp_register(smp.nn.DistributedLinear),
+        lambda: smp.tp_register_with_module(torch.nn.Linear, smp.nn.DistributedLinear),
+        lambda: smp.tensor_parallelism().__enter__(),
+        lambda: smp.set_tensor_parallelism(torch.nn.Linear(1, 1)),
+        lambda: smp.model_creation(tensor_parallelism=True).__enter__(),
+        lambda: smp.nn.utils.parameter_creation_scope(torch.nn.Linear(1, 1)),
+        lambda: smp.nn.utils.get_start_pos_for_slicing(4),
         lambda: smp.state.param_index_to_name_tp_group[0],
         lambda: smp.state.param_name_to_index_tp_group[0],
     ],
@@ -178,3 +192,25 @@ def test_state_as_scripts_read_it():
     assert smp.state.patch_manager.get_original_method("forward", linear) is linear.forward
     assert smp.utils.rmsg("hello") == "[rank 0] hello"
     assert smp.utils.get_distribution_axis(torch.ones(1)) is None
+
+
+def test_a_model_of_which_nothing_is_distributed():
+    """What scripts ask of each parameter, whether tensor parallelism is on or not."""
+    smp.init()
+    net = torch.nn.BatchNorm1d(2)
+    model = smp.DistributedModel(net)
+
+    assert dict(model.virtual_named_parameters()) == dict(net.named_parameters())
+    assert dict(model.default_reducer_named_parameters()) == dict(net.named_parameters())
+    assert [*model.scaled_batch_reducer_named_parameters(), *model.distributed_modules()] == []
+    assert not model.is_distributed_parameter(net.weight)
+    assert not model.is_scaled_batch_parameter(net.weight)
+    assert not model.is_distributed_buffer(net.running_mean)
+    assert not model.is_scaled_batch_buffer(net.running_mean)
+
+
+def test_errors_by_the_names_that_the_manual_has():
+    told = ["CallMismatch", "CheckpointError", "ConfigError", "PartitionError"]
+    for name in [*told, "PartitionMismatch", "ReplicasDiffer"]:
+        assert issubclass(getattr(smp, name), Exception)
+        assert getattr(smp.exceptions, name) is getattr(smp, name)

@@ -1,6 +1,7 @@
 """Contexts in which scripts create their model: dtype, and which parts are distributed.
 
-``smp.modules.model_creation`` and its older spelling ``smp.tensor_parallelism``.
+``smp.modules.model_creation`` and its older spelling ``smp.tensor_parallelism``; and which
+classes have a distributed form.
 """
 
 import contextlib
@@ -9,6 +10,8 @@ from typing import Any
 
 import torch
 from torch import nn
+
+from smp import not_built
 
 
 @contextlib.contextmanager
@@ -55,6 +58,10 @@ def set_tensor_parallelism(module: nn.Module, enabled: bool = True, **config: An
         NotImplementedError: ``enabled``.
     """
     _refuse("smp.set_tensor_parallelism(module, True)", enabled)
+
+
+tp_register = not_built.function("smp.tp_register")
+tp_register_with_module = not_built.function("smp.tp_register_with_module")
 
 
 def _refuse(what: str, wanted: bool) -> None:

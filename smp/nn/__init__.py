@@ -3,6 +3,7 @@
 from torch import nn
 
 from smp import not_built
+from smp.nn import utils as utils
 
 
 class FusedLayerNorm(nn.LayerNorm):
