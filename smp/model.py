@@ -16,7 +16,13 @@ from torch.utils.hooks import RemovableHandle
 from smp import _core, ranks
 from smp.data_parallel.data_parallel import DataParallel
 from smp.execution import runtime
-from smp.modules import conversion, delayed_init, inner_module, remote_modules
+from smp.modules import (
+    conversion,
+    delayed_init,
+    inner_module,
+    late_modules,
+    remote_modules,
+)
 from smp.optimizers import clip_by_the_models_norm
 from smp.partitioning.partition import Partition
 from smp.saving import state_dicts
@@ -279,6 +285,8 @@ class DistributedModel(nn.Module):
         gates = {path: rt.next_gate(count) for path, count in stateful.items()}
         remote_modules.swap_classes(self._smp_module, rank_of, rt.pp_rank, runs, first, gates)
         remote_modules.free_remote_parameters(self._smp_module, self._smp_owners, rt.pp_rank)
+        late_modules.refuse_from_now(self._smp_module)
+        late_modules.refuse_from_now(self)  # the same children
         self._smp_decision = partition
 
     def _smp_run_post_partition_hooks(self) -> None:
@@ -392,11 +400,10 @@ class DistributedModel(nn.Module):
 
     def local_named_modules(self) -> Iterator[tuple[str, nn.Module]]:
         """The modules that run on this rank, with their paths."""
+        rank_of = None if self._smp_decision is None else self._smp_decision.rank_of
         for path, module in self._smp_module.named_modules():
-            if (
-                self._smp_decision is None
-                or self._smp_decision.rank_of[path] == self._smp_runtime.pp_rank
-            ):
+            # One that came later has no rank; it has no parameters either.
+            if rank_of is None or rank_of.get(path) == self._smp_runtime.pp_rank:
                 yield path, module
 
     def local_modules(self) -> Iterator[nn.Module]:

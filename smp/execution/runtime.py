@@ -23,7 +23,7 @@ from smp.execution import (
     thread_state,
 )
 from smp.job import objects, transports
-from smp.modules import changes, hooks, inner_module
+from smp.modules import changes, hooks, inner_module, late_modules
 from smp.ranks import CommGroup
 
 if TYPE_CHECKING:
@@ -259,6 +259,7 @@ def stop() -> None:
     global current
     if current is not None:
         running, current = current, None
+        late_modules.forget()
         running.close()
 
 

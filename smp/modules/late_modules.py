@@ -1,0 +1,58 @@
+"""Modules that a script puts into a model after its partition.
+
+Nobody has decided about them: their parameters would be on every rank, trained on the one
+that runs them, and saved from another.  What has neither parameters nor buffers runs where
+it is called, and another name for a module of the model is just that; both are let through.
+"""
+
+from weakref import WeakKeyDictionary
+
+from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.utils.hooks import RemovableHandle
+
+_paths: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()  # of partitioned models
+_hooks: list[RemovableHandle] = []
+
+
+def refuse_from_now(root: nn.Module) -> None:
+    """Refuse modules with parameters or buffers that are put into ``root``, or taken out."""
+    _paths.update((module, path) for path, module in root.named_modules())
+    if not _hooks:
+        _hooks.append(register_module_module_registration_hook(_check))
+
+
+def forget() -> None:
+    """Refuse nothing any more."""
+    _paths.clear()
+    while _hooks:
+        _hooks.pop().remove()
+
+
+def _check(parent: nn.Module, name: str, module: nn.Module | None) -> None:
+    """Called by torch before ``parent`` gets the module by that name.
+
+    Raises:
+        RuntimeError: it has, or what it replaces, parameters or buffers.
+    """
+    if parent not in _paths:
+        return
+    path = f"{_paths[parent]}.{name}".lstrip(".")
+    before = parent._modules.get(name)
+    if module is before:
+        return
+    if before is not None and _paths.get(before) == path and _has_values(before):
+        by = "None" if module is None else f"a {type(module).__name__}"
+        what = f"({type(before).__name__}) cannot be replaced by {by}"
+    elif module is not None and module not in _paths and _has_values(module):
+        what = f"({type(module).__name__}) cannot be added"
+    else:
+        return
+    raise RuntimeError(
+        f"smp: module '{path}' {what} after the partition, which decided about the modules "
+        "that the model had: change it before its first step"
+    )
+
+
+def _has_values(module: nn.Module) -> bool:
+    return any(inside._parameters or inside._buffers for inside in module.modules())

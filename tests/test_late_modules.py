@@ -1,0 +1,123 @@
+"""Modules that are put into a model after its partition."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import smp
+from tests.ranks import on_ranks
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.near, self.act, self.far = nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3)
+        self.blocks = nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            self.now = block  # another name for it
+            x = self.now(x)
+        return self.far(self.act(self.near(x)))
+
+
+REFUSED = {
+    "replaced": (
+        lambda m: setattr(m.module, "far", nn.Linear(3, 3)),
+        "'far' (Linear) cannot be replaced by a Linear",
+    ),
+    "a wrapper": (
+        lambda m: setattr(m.module, "far", nn.Sequential(m.module.far)),
+        "'far' (Linear) cannot be replaced by a Sequential",
+    ),
+    "taken out": (
+        lambda m: setattr(m.module, "near", None),
+        "'near' (Linear) cannot be replaced by None",
+    ),
+    "into a list": (
+        lambda m: m.module.blocks.append(nn.BatchNorm1d(3)),
+        "'blocks.2' (BatchNorm1d) cannot be added",
+    ),
+    "on the wrapper": (
+        lambda m: setattr(m, "more", nn.Linear(1, 1)),
+        "'more' (Linear) cannot be added",
+    ),
+    "on the module": (
+        lambda m: m.get_module().add_module("more", nn.Linear(1, 1)),
+        "'more' (Linear) cannot be added",
+    ),
+    "moved": (
+        lambda m: setattr(m.module, "far", m.module.near),
+        "'far' (Linear) cannot be replaced by a Linear",
+    ),
+}
+
+LET_THROUGH = {
+    "without parameters": lambda m: setattr(m.module, "act", nn.Tanh()),
+    "new, without parameters": lambda m: setattr(m.module, "more", nn.Tanh()),
+    "the same": lambda m: setattr(m.module, "far", m.module.far),
+    "another name": lambda m: setattr(m.module, "alias", m.module.far),
+    "another model": lambda m: nn.Sequential().add_module("far", m.module.far),
+}
+
+
+@smp.step
+def step(model: smp.DistributedModel, x: Tensor) -> Tensor:
+    loss = model(x).sum()
+    model.backward(loss)
+    return loss
+
+
+def partitioned() -> smp.DistributedModel:
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": 2})
+    net = Net()
+    for far in (net.far, net.act, net.blocks[1]):
+        smp.set_partition(far, 1)
+    model = smp.DistributedModel(net)
+    model.register_buffer("before", torch.ones(1))
+    step(model, torch.ones(2, 3))
+    return model
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_nobody_decided_about_is_refused(name):
+    """On every rank, by its path; and the model goes on as it was."""
+    change, told = REFUSED[name]
+    model = partitioned()
+    before = list(model.state_dict())
+
+    with pytest.raises(RuntimeError) as error:
+        change(model)
+
+    assert str(error.value) == (
+        f"smp: module {told} after the partition, which decided about the modules that the "
+        "model had: change it before its first step"
+    )
+    step(model, torch.ones(2, 3))
+    assert list(model.state_dict()) == before
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", LET_THROUGH)
+def test_what_needs_no_decision_is_let_through(name):
+    model = partitioned()
+    before = {n: p.detach().clone() for n, p in model.local_named_parameters()}
+
+    LET_THROUGH[name](model)
+
+    step(model, torch.ones(2, 3))
+    assert dict(model.local_named_parameters()).keys() == before.keys()
+    assert list(model.local_buffers()) in ([], [model.module.before])
+    assert [path for path, _ in model.local_named_modules()]
+    if "without" in name:
+        attribute = "more" if "new" in name else "act"
+        assert isinstance(getattr(model.module, attribute), nn.Tanh)
+
+
+@on_ranks(2)
+def test_modules_are_free_again_after_the_end():
+    model = partitioned()
+    net = model.get_module()
+    smp.shutdown()
+    net.more = nn.Linear(1, 1)
