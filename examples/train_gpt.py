@@ -176,8 +176,8 @@ def main() -> None:
     options = parser.parse_args()
 
     torch.set_num_threads(1)  # for each rank; the model is small
-    ranks = int(os.environ.get("OMPI_COMM_WORLD_SIZE", 1))
-    smp.init({"pipeline_parallel_degree": ranks, "microbatches": 4})
+    smp.init({"pipeline_parallel_degree": -1, "microbatches": 4})  # over all ranks
+    ranks = smp.pp_size()
     torch.manual_seed(0)
     model = smp.DistributedModel(GPT())
     optimizer = smp.DistributedOptimizer(

@@ -95,6 +95,29 @@ def test_active_microbatches_is_two_more_than_the_degree():
     assert load(4, pipeline_parallel_degree=4).active_microbatches == 6
 
 
+@pytest.mark.parametrize("size", [1, 2, 3, 12])
+def test_a_degree_of_minus_1_is_what_the_others_leave(size, monkeypatch):
+    monkeypatch.setattr(config, "_NOT_BUILT", [])
+    cfg = load(size, pipeline_parallel_degree=-1)
+    assert (cfg.pipeline_parallel_degree, cfg.partitions, cfg.ddp) == (size, size, False)
+    assert cfg.active_microbatches == size + 2
+    assert load(size, partitions=-1) == cfg
+    if size == 12:
+        assert load(size, partitions=-1, tensor_parallel_degree=3).partitions == 4
+        more = load(
+            size, partitions=-1, tensor_parallel_degree=3, sharded_data_parallel_degree=2
+        )
+        assert more.partitions == 2 and more.ddp
+
+
+def test_a_degree_of_minus_1_where_the_others_do_not_divide():
+    for size in (1, 3):
+        with pytest.raises(ConfigError, match="tensor_parallel_degree=2 must divide .* ranks"):
+            load(size, pipeline_parallel_degree=-1, tensor_parallel_degree=2)
+    with pytest.raises(ConfigError, match="=-2 .* at least 1, or -1: as many ranks as"):
+        load(4, pipeline_parallel_degree=-2)
+
+
 def test_active_microbatches_is_all_of_them_for_simple():
     assert load(pipeline="simple", microbatches=7).active_microbatches == 7
 
@@ -292,7 +315,7 @@ BOOLS = [f.name for f in dataclasses.fields(Config) if f.type is bool]
 
 
 @pytest.mark.parametrize("name", INTS + INTS_FROM_ZERO)
-@pytest.mark.parametrize("value", ["2", 1.5, True, [1], -1])
+@pytest.mark.parametrize("value", ["2", 1.5, True, [1], -2])
 def test_an_int_is_an_int(name, value):
     with pytest.raises(ConfigError) as caught:
         load(**{name: value})

@@ -30,6 +30,7 @@ from smp import _core
 TRANSPORTS = (*_core.transports, "mpi")
 PIPELINES = ("interleaved", "simple", "zero_bubble")
 ONLY_FORWARD = "_only_forward"  # of the original: steps without a backward
+REST = -1  # a degree that follows from the number of ranks
 PLACEMENTS = ("cluster", "spread", *map("".join, itertools.permutations("DPT")))
 
 
@@ -49,6 +50,19 @@ def whole(default: int | None, *, at_least: int = 0, scientific: bool = False) -
             value = int(value)
         if type(value) is not int or value < at_least:
             raise _Wrong(f"an int of at least {at_least}")
+        return value
+
+    return _parameter(default, check)
+
+
+def degree_or_rest(default: int) -> Any:
+    """An int, or `REST`: what the other degrees leave of the ranks."""
+
+    def check(value: Any) -> int:
+        if type(value) is not int or value < 1 and value != REST:
+            raise _Wrong(
+                "an int of at least 1, or -1: as many ranks as the other degrees leave"
+            )
         return value
 
     return _parameter(default, check)
@@ -154,7 +168,7 @@ class Config:
     "the library decides".
     """
 
-    pipeline_parallel_degree: int = whole(1, at_least=1)
+    pipeline_parallel_degree: int = degree_or_rest(1)
     tensor_parallel_degree: int = whole(1, at_least=1)
     ddp: bool = flag()
     microbatches: int = whole(1, at_least=1)
@@ -446,8 +460,12 @@ def _unknown(source: str, key: Any, value: Any) -> str:
 
 
 def _fill(values: dict[str, Any], size: int) -> Config:
-    """The defaults that depend on other parameters, and on the number of ranks."""
+    """What depends on other parameters, and on the number of ranks."""
     config = Config(**values)
+    if config.pipeline_parallel_degree == REST:
+        others = config.tensor_parallel_degree * config.sharded_data_parallel_degree
+        rest = max(1, size // others)
+        config = dataclasses.replace(config, pipeline_parallel_degree=rest)
     computed: dict[str, Any] = {}
     if config.active_microbatches is None:
         computed["active_microbatches"] = (
