@@ -1,6 +1,10 @@
 """The pool of memory for messages: how large it is, and that nothing drains it."""
 
+import contextlib
 import gc
+import resource
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -149,3 +153,35 @@ def test_a_failed_step_leaves_nothing_in_the_pool(phase):
 
     train(model, torch.randn(4 * SAMPLES, WIDTH))
     assert in_use_on_both() == [0, 0]
+
+
+@contextlib.contextmanager
+def address_space_left(room: int) -> Iterator[None]:
+    """Only so many bytes more can be mapped inside, as after ``ulimit -v``."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (mapped + room, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+@on_ranks(2)
+def test_pools_fit_into_a_limited_address_space():
+    """All that a rank maps, and leave room for its tensors."""
+    room = 2 << 30
+    with address_space_left(room):
+        model = begin()
+        smp.step(lambda model, x: model(x))(model, torch.ones(4 * SAMPLES, WIDTH))
+        torch.distributed.all_reduce(torch.ones(1 << 20))
+
+        assert 1 << 20 <= _core.counters()["pool_size"] <= room / 8 / 2
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("mib, doing", [(3 << 20, "preparing"), (1400, "connecting")])
+def test_a_pool_that_finds_no_room_is_named_with_its_size(mib, doing):
+    told = rf"{doing} .* {mib} MiB here.*comm_pool_bytes"
+    with address_space_left(2 << 30), pytest.raises(MemoryError, match=told):
+        begin(comm_pool_bytes=mib << 20)

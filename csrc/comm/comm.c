@@ -14,6 +14,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
 #include "comm/block.h"
@@ -36,6 +37,11 @@
  * and this where that is not known. */
 #define POOL_MEMORY_SHARE 4
 #define DEFAULT_POOL_BYTES ((size_t)256 << 20)
+
+/* All pools that a comm maps take at most this part of an address space that is
+ * limited: the process has several comms, and more to map than them. */
+#define POOL_ADDRESS_SHARE 8
+#define LEAST_POOL_BYTES ((size_t)1 << 20)
 
 /* How long a waiter looks before it sleeps, when it decides by itself.  Several times a
  * sleep and a wake-up (100 us on virtual machines): with less, ranks that have slept
@@ -333,16 +339,50 @@ start_thread(smp_comm *comm)
 
 /* ----------------------------------------------------------- setup and teardown */
 
+/* What this process may still map (ulimit -v); SIZE_MAX: no limit. */
 static size_t
-default_pool_bytes(void)
+address_space_left(void)
 {
-    long pages = sysconf(_SC_PHYS_PAGES);
-    long page = sysconf(_SC_PAGESIZE);
+    struct rlimit limit;
+    char          statm[64]; /* begins with the pages that are mapped */
+    FILE         *file;
+    size_t        mapped = 0;
 
-    if (pages <= 0 || page <= 0) {
-        return DEFAULT_POOL_BYTES;
+    if (getrlimit(RLIMIT_AS, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) {
+        return SIZE_MAX;
     }
-    return (size_t)pages * (size_t)page / POOL_MEMORY_SHARE;
+    file = fopen("/proc/self/statm", "re");
+    if (file != NULL) {
+        if (fgets(statm, sizeof(statm), file) != NULL) {
+            mapped = strtoull(statm, NULL, 10) * (size_t)sysconf(_SC_PAGESIZE);
+        }
+        fclose(file);
+    }
+    return mapped < limit.rlim_cur ? (size_t)limit.rlim_cur - mapped : 0;
+}
+
+static size_t
+default_pool_bytes(int ranks)
+{
+    long   pages = sysconf(_SC_PHYS_PAGES);
+    long   page = sysconf(_SC_PAGESIZE);
+    size_t room = address_space_left() / POOL_ADDRESS_SHARE / (size_t)ranks;
+    size_t bytes = DEFAULT_POOL_BYTES;
+
+    if (pages > 0 && page > 0) {
+        bytes = (size_t)pages * (size_t)page / POOL_MEMORY_SHARE;
+    }
+    if (room < LEAST_POOL_BYTES) {
+        room = LEAST_POOL_BYTES;
+    }
+    return bytes < room ? bytes : room;
+}
+
+size_t
+smp_comm_pool_bytes(const smp_comm_config *config)
+{
+    return config->pool_bytes != 0 ? config->pool_bytes
+                                   : default_pool_bytes(config->size);
 }
 
 /* Makes this rank's end of one transport and its section of the card. */
@@ -471,8 +511,7 @@ fill_host(smp_comm *comm, const char *interface)
 smp_status
 smp_comm_create(const smp_comm_config *config, smp_comm **out)
 {
-    smp_comm *comm;
-    size_t pool = config->pool_bytes != 0 ? config->pool_bytes : default_pool_bytes();
+    smp_comm  *comm;
     smp_status status;
 
     if (config->size < 1 || config->rank < 0 || config->rank >= config->size ||
@@ -513,7 +552,8 @@ smp_comm_create(const smp_comm_config *config, smp_comm **out)
     for (int r = 0; r < comm->size; r++) {
         comm->names[r] = config->names != NULL ? config->names[r] : r;
     }
-    status = smp_segment_create(comm->size, pool, &comm->segment);
+    status =
+        smp_segment_create(comm->size, smp_comm_pool_bytes(config), &comm->segment);
     if (status != SMP_OK) {
         goto err_destroy;
     }

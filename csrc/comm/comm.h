@@ -37,7 +37,8 @@ typedef struct {
     const int *names;  /* [size]: the numbers that people know the ranks by, for errors;
                           borrowed during create; NULL: rank r is called r */
     size_t pool_bytes; /* this rank's arena of shared memory, at most; 0: a part of
-                          the machine's memory.  It takes only what it uses. */
+                          the machine's memory, and of the address space where that is
+                          limited.  It takes only what it uses. */
     size_t device_pool_bytes; /* of the device pool, which is made when a tensor of a
                                  device is sent first (comm/device/port.h); 0: none */
     int spin_us;              /* how long a waiter polls before it sleeps; -1: decide
@@ -63,6 +64,9 @@ typedef struct {
     uint64_t pool_made;      /* bytes of the own arena that have pages */
     uint64_t pool_size;      /* bytes of the own arena, at most */
 } smp_comm_stats;
+
+/* The pool that a comm of this configuration gets, at most.  Any thread. */
+size_t smp_comm_pool_bytes(const smp_comm_config *config);
 
 /* Makes this rank's end and its address card (how others reach it; opaque bytes,
  * owned by the comm, at most 4 KiB).  SMP_ERR_NO_MEMORY, SMP_ERR_SYSTEM,

@@ -73,7 +73,11 @@ comm_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
         status = smp_mailbox_create(self->comm, &self->mailbox);
     }
     if (status != SMP_OK) {
-        (void)smp_comm_raise(self, status, "preparing the collectives", NULL);
+        const char *doing = "preparing the collectives";
+
+        (void)(status == SMP_ERR_NO_MEMORY
+                   ? smp_python_no_room(doing, smp_comm_pool_bytes(&config))
+                   : smp_comm_raise(self, status, doing, NULL));
         goto err;
     }
     return (PyObject *)self;
@@ -200,6 +204,12 @@ comm_connect(PyObject *object, PyObject *args)
         PyOS_snprintf(who, sizeof(who), "connecting rank %d to rank %d",
                       smp_comm_object_name(self, self->rank),
                       smp_comm_object_name(self, failed));
+        if (status == SMP_ERR_NO_MEMORY) {
+            smp_comm_stats stats;
+
+            smp_comm_counters(self->comm, &stats);
+            return smp_python_no_room(who, (size_t)stats.pool_size);
+        }
         return smp_comm_raise(self, status, who, NULL);
     }
     Py_RETURN_NONE;

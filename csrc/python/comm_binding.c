@@ -8,6 +8,17 @@
 #include "comm/ucx/library.h"
 #include "python/session.h"
 
+PyObject *
+smp_python_no_room(const char *doing, size_t pool)
+{
+    return PyErr_Format(
+        PyExc_MemoryError,
+        "smp: %s: out of memory: the pools of the ranks of this host, of %zu MiB here, "
+        "have to fit into the address space (ulimit -v): set comm_pool_bytes to less "
+        "[%s]",
+        doing, pool >> 20, smp_status_name(SMP_ERR_NO_MEMORY));
+}
+
 /* register_transport(capsule): the sessions opened from now on may use it */
 static PyObject *
 register_transport(PyObject *module, PyObject *capsule)

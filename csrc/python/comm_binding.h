@@ -10,6 +10,10 @@
  * reference, or NULL with an exception. */
 PyObject *smp_python_peers(smp_comm *comm);
 
+/* Raises the MemoryError of a comm whose pools, of `pool` bytes here, find no room.
+ * NULL. */
+PyObject *smp_python_no_room(const char *doing, size_t pool);
+
 /* Adds the functions.  0, or -1 with an exception. */
 int smp_python_add_comm(PyObject *module);
 

@@ -6,6 +6,7 @@
 
 #include "comm/clock.h"
 #include "comm/device/port.h"
+#include "python/comm_binding.h"
 #include "python/pack.h"
 #include "python/registry.h"
 #include "python/signals.h"
@@ -100,6 +101,10 @@ py_open(PyObject *module, PyObject *args)
     config.device_pool_bytes = (size_t)device_pool;
     strncpy(config.job, job, sizeof(config.job) - 1);
     status = smp_comm_create(&config, &session->comm);
+    if (status == SMP_ERR_NO_MEMORY) {
+        return smp_python_no_room("preparing the communication",
+                                  smp_comm_pool_bytes(&config));
+    }
     if (status != SMP_OK) {
         return smp_session_raise(status, "preparing the communication");
     }
@@ -182,6 +187,12 @@ py_connect(PyObject *module, PyObject *args)
                      "(comm_transports) [SMP_ERR_UNREACHABLE]",
                      failed, session->rank);
         return NULL;
+    }
+    if (status == SMP_ERR_NO_MEMORY) {
+        smp_comm_stats stats;
+
+        smp_comm_counters(session->comm, &stats);
+        return smp_python_no_room("connecting the ranks", (size_t)stats.pool_size);
     }
     if (status != SMP_OK && failed >= 0) {
         PyErr_Format(PyExc_ConnectionError,
