@@ -11,7 +11,6 @@ from packaging.version import Version
 
 import smp
 import smp.exceptions
-import smp.nn.utils
 from smp.nn.huggingface import gpt2
 from tests.ranks import rank_environment
 
@@ -20,7 +19,7 @@ FROM_SCRIPTS = [
     ("smdistributed.modelparallel.torch.nn", "DistributedTransformerLayer", "smp.nn"),
     ("smdistributed.modelparallel.torch.nn", "FlashAttentionLayer", "smp.nn"),
     *(
-        ("smdistributed.modelparallel.torch.nn.utils", name, "smp.nn.utils")
+        ("smdistributed.modelparallel.torch.nn.utils", name, "smp.nn.building_blocks")
         for name in vars(smp.nn.utils)
         if "partition" in name or "_tp" in name
     ),

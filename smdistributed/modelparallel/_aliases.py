@@ -20,6 +20,7 @@ EMPTY = ""  # a package that only holds others
 MODULES = {
     TORCH: "smp",
     f"{TORCH}.utils": "smp.script_names",
+    f"{TORCH}.nn.utils": "smp.nn.building_blocks",
     f"{ROOT}.backend": EMPTY,
     f"{ROOT}.backend.exceptions": "smp.exceptions",
     f"{ROOT}.test": EMPTY,

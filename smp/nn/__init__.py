@@ -3,7 +3,9 @@
 from torch import nn
 
 from smp import not_built
-from smp.nn import utils as utils
+from smp.nn import building_blocks
+
+utils = building_blocks
 
 
 class FusedLayerNorm(nn.LayerNorm):

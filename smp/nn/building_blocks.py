@@ -1,4 +1,7 @@
-"""``smp.nn.utils``: what users' own distributed modules are made of, by name."""
+"""What users' own distributed modules are made of, by the names of the original.
+
+``smp.nn.utils`` and ``smdistributed.modelparallel.torch.nn.utils`` are this module.
+"""
 
 from smp import not_built
 
