@@ -1,6 +1,5 @@
 """``DistributedModel``: the user's module, partitioned over the PP_GROUP."""
 
-import functools
 import weakref
 from array import array
 from collections import OrderedDict
@@ -19,7 +18,6 @@ from smp.execution import runtime
 from smp.modules import (
     conversion,
     delayed_init,
-    inner_module,
     late_modules,
     remote_modules,
 )
@@ -116,13 +114,10 @@ class DistributedModel(nn.Module):
             f"neither smp.DistributedModel nor its module, of type {kind}, has {name!r}"
         )
 
-    @functools.cached_property
+    @property
     def module(self) -> nn.Module:
-        """The wrapped module, by an object that equals it and whose ``module`` it is.
-
-        See `smp.modules.inner_module`.  `get_module` gives the wrapped module itself.
-        """
-        return inner_module.inner(self._smp_module)
+        """The wrapped module."""
+        return self._smp_module
 
     @property
     def partitioned(self) -> bool:
@@ -427,9 +422,8 @@ class DistributedModel(nn.Module):
         """The pp_rank on which a module runs, by path or by the module itself."""
         if self._smp_decision is None:
             raise RuntimeError("smp: the model is partitioned in its first step, not before")
-        wanted = module if isinstance(module, str) else inner_module.itself(module)
         for path, candidate in self._smp_module.named_modules():
-            if path == wanted or candidate is wanted:
+            if path == module or candidate is module:
                 return self._smp_decision.rank_of[path]
         raise KeyError(f"smp: the model has no module {module!r}")
 

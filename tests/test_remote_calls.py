@@ -743,7 +743,7 @@ def equals_a_plain_run(net: nn.Module, there: tuple[str, ...]) -> None:
             assert torch.allclose(loss, want, rtol=1e-12)
     mine = {name: p.grad for name, p in model.local_named_parameters()}
     assert_close(mine, gradients(plain), relative=1e-12)
-    owners = {model.partition.rank_of[path] for path in there}
+    owners = {model.get_module_partition(path) for path in there}
     assert owners == {1}
 
 

@@ -23,7 +23,7 @@ from smp.execution import (
     thread_state,
 )
 from smp.job import objects, transports
-from smp.modules import changes, hooks, inner_module, late_modules
+from smp.modules import changes, hooks, late_modules
 from smp.ranks import CommGroup
 
 if TYPE_CHECKING:
@@ -231,7 +231,7 @@ class Runtime:
         for model in self.live_models():
             if model._smp_decision is not None:
                 for path, candidate in model._smp_module.named_modules():
-                    if candidate is inner_module.itself(module):
+                    if candidate is module:
                         return path, model._smp_decision.rank_of[path]
         return None
 

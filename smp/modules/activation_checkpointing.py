@@ -16,7 +16,6 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from smp.execution import runtime
 from smp.modules import stand_ins
-from smp.modules.inner_module import itself
 from smp.modules.stand_ins import CHECKPOINTING
 
 
@@ -48,7 +47,6 @@ def set_activation_checkpointing(
             "smp.set_activation_checkpointing takes a torch.nn.Module, got a "
             f"{type(module).__name__}"
         )
-    module = itself(module)
     group_size(strategy)
     if isinstance(module, nn.ModuleList):
         if strategy != "each":
