@@ -816,3 +816,36 @@ class HasParts(nn.Module):
 )
 def test_parts_of_a_sequential_and_a_child_that_it_has_twice(there):
     equals_a_plain_run(HasParts().double(), there)
+
+
+class HasSlopes(nn.Module):
+    """``far`` needs gradients inside its forward."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.near = nn.Linear(WIDTH, WIDTH)
+        self.far = Slopes(how)
+
+    def forward(self, x):
+        return self.far(self.near(x))
+
+
+class Slopes(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.inner = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+        self.outer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        if self.how == "jacrev":
+            return self.outer(torch.func.jacrev(lambda v: self.inner(v).square().sum())(x))
+        x = x if x.requires_grad else x.clone().requires_grad_()
+        (slopes,) = torch.autograd.grad(self.inner(x).square().sum(), x, create_graph=True)
+        return self.outer(slopes)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("how", ["autograd.grad", "jacrev"])
+def test_a_module_may_differentiate_what_is_on_its_rank(how):
+    equals_a_plain_run(HasSlopes(how).double(), ("far",))

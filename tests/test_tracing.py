@@ -316,6 +316,49 @@ def test_the_grad_mode_is_the_users_and_nothing_is_saved():
     assert not out[1].requires_grad
 
 
+class Penalised(nn.Module):
+    """Its forward runs a backward of its own, through another module and through itself."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how = how
+        self.inner = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+        self.outer = nn.Linear(8, 8)
+
+    def forward(self, x):
+        if self.how == "jacrev":
+            slope = torch.func.jacrev(lambda v: self.inner(v).square().sum())(x)
+        else:
+            x = x.detach().requires_grad_()
+            value = self.inner(x).square().sum()
+            if self.how == "grad":
+                (slope,) = torch.autograd.grad(value, x, create_graph=True)
+            else:
+                value.backward()
+                slope = x.grad
+        return self.outer(slope)
+
+
+@pytest.mark.parametrize("meta", [False, True])
+@pytest.mark.parametrize("how", ["grad", "jacrev", "backward"])
+def test_a_module_may_run_a_backward_of_its_own(how, meta):
+    net = Penalised(how)
+    parameters = {n: (p, p.detach().clone()) for n, p in net.named_parameters()}
+    traced = trace(net, run_of(net, torch.randn(4, 8)), meta=meta)
+    assert {path: m.executions for path, m in traced.modules.items()} == {
+        "": 1,
+        "inner": 1,
+        "inner.0": 1,
+        "inner.1": 1,
+        "outer": 1,
+    }
+    assert traced.modules["inner.0"].parameters == ("inner.0.bias", "inner.0.weight")
+    assert traced.meta == meta
+    for name, parameter in net.named_parameters():
+        kept, value = parameters[name]
+        assert parameter is kept and torch.equal(parameter, value) and parameter.grad is None
+
+
 def test_checkpointed_modules_are_traced():
     class Checkpointed(nn.Module):
         def __init__(self):

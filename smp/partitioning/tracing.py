@@ -136,6 +136,10 @@ def trace_models(
     return recorder.traces(timed=times)
 
 
+class _BackwardInModule(RuntimeError):
+    """A module's forward needs what autograd saved."""
+
+
 class _Frame:
     """One running module, or the code outside all of them."""
 
@@ -164,25 +168,40 @@ class _Recorder:
                     self.number_of[id(module)] = len(self.modules)
                     self.modules.append(module)
                     self.paths.append(path or f"the root module {type(module).__name__}")
-        self.records = [ModuleTrace() for _ in self.modules]
-        self.used: list[set[int]] = [set() for _ in self.modules]
-        self.used_outside: set[int] = set()
         # By id, of itself or of its meta twin: the id of the parameter.
         self.parameter = {id(p): id(p) for root in roots for p in root.parameters()}
         self.twins: list[nn.Parameter] = []
-        self.frames = [_Frame(-1, None)]
-        self.executions = 0
+        self.keeps_saved = False  # what autograd saves in the run
         self.timing = False
         self.restore: Restore
+        self._begin()
+
+    def _begin(self) -> None:
+        self.records = [ModuleTrace() for _ in self.modules]
+        self.used: list[set[int]] = [set() for _ in self.modules]
+        self.used_outside: set[int] = set()
+        self.frames = [_Frame(-1, None)]
+        self.executions = 0
 
     # ------------------------------------------------------------------------- running
 
     def record(self, run: Callable[[], Any]) -> None:
-        """Run once and record everything but times."""
+        """Run once and record everything but times; again, where a module needs a backward."""
+        try:
+            self._record(run)
+        except RuntimeError as error:
+            # torch.func's transforms refuse hooks on what is saved, in these words.
+            if type(error) is not _BackwardInModule and "saved tensor hooks" not in str(error):
+                raise
+            self.keeps_saved = True
+            self._begin()
+            self._record(run)
+
+    def _record(self, run: Callable[[], Any]) -> None:
         with Restore(self.roots) as self.restore, self._hooks():
             if self.meta:
                 self._put_on_meta()
-            with _drop_saved_tensors(), _Observer(self):
+            with self._saved_tensors(), _Observer(self):
                 run()
             self.used_outside = self.frames[0].used
             for module, record in zip(self.modules, self.records, strict=True):
@@ -195,8 +214,26 @@ class _Recorder:
         with Restore(self.roots) as restore:
             restore.expect(self.restore)
             self.restore = restore
-            with self._hooks(), _drop_saved_tensors():
+            with self._hooks(), self._saved_tensors():
                 run()
+
+    def _saved_tensors(self) -> Any:
+        """Autograd runs, so that the model sees the grad mode it expects, but keeps nothing:
+        there will be no backward, and one microbatch of a whole model would not fit.
+
+        A module may run a backward of its own (gradient penalties); then all is kept.
+        """
+        if self.keeps_saved:
+            return contextlib.nullcontext()
+
+        def refuse(packed: None) -> Tensor:
+            kind = RuntimeError if self.frames[-1].number < 0 else _BackwardInModule
+            raise kind(
+                "smp: a backward began in the first run of a step function, where autograd "
+                "keeps nothing: write model.backward(loss), not loss.backward()"
+            )
+
+        return torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, refuse)
 
     def _put_on_meta(self) -> None:
         """Give the modules meta tensors for parameters, until the state is restored."""
@@ -522,20 +559,6 @@ def _run_compiled_code_as_written() -> Any:
         stack.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", "Using `torch.compile.module.` when there are global")
     return stack
-
-
-def _drop_saved_tensors() -> Any:
-    """Autograd runs, so that the model sees the grad mode it expects, but keeps nothing:
-    there will be no backward, and one microbatch of a whole model would not fit."""
-
-    def refuse(packed: None) -> Tensor:
-        raise RuntimeError(
-            "smp: a backward began in the first run of a step function, where autograd keeps "
-            "nothing: write model.backward(loss), not loss.backward(); a module that calls "
-            "torch.autograd.grad itself needs skip_tracing=True"
-        )
-
-    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, refuse)
 
 
 def _wait_for_device(module: nn.Module) -> None:
