@@ -8,6 +8,7 @@ bits), and as the plain loop (the same numbers).
 import copy
 import random
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 
 import pytest
@@ -849,3 +850,40 @@ class Slopes(nn.Module):
 @pytest.mark.parametrize("how", ["autograd.grad", "jacrev"])
 def test_a_module_may_differentiate_what_is_on_its_rank(how):
     equals_a_plain_run(HasSlopes(how).double(), ("far",))
+
+
+class InThreads(nn.Module):
+    """Runs its children side by side."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x):
+        with ThreadPoolExecutor(3) as pool:
+            return sum(pool.map(lambda part: part(x), self.parts))
+
+
+class HasThreads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.near = nn.Linear(WIDTH, WIDTH)
+        self.far = InThreads()
+
+    def forward(self, x):
+        return self.near(self.far(self.near(x)))
+
+
+@on_ranks(2)
+def test_a_module_may_run_what_is_on_its_rank_in_threads_of_its_own():
+    equals_a_plain_run(HasThreads().double(), ("far",))
+
+
+@on_ranks(2)
+def test_a_call_of_another_rank_by_a_thread_of_the_script_says_so():
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": 2})
+    net = HasThreads().double()
+    smp.set_partition(net.far, 0)
+    smp.set_partition(net.far.parts[1], 1)
+    with pytest.raises(RuntimeError, match=r"'far.parts.1' runs on pp_rank 1 .* by a thread"):
+        smp.step(squares)(smp.DistributedModel(net), rows(4))

@@ -642,8 +642,12 @@ entry_of(PyObject *module)
     if (smp_this_task == NULL) {
         PyErr_Format(
             PyExc_RuntimeError,
-            "smp: module '%s' runs on pp_rank %d and can only be called inside a "
-            "function with @smp.step",
+            session->in_step
+                ? "smp: module '%s' runs on pp_rank %d and was called by a thread of "
+                  "the script; put it and its caller on one rank with "
+                  "smp.set_partition"
+                : "smp: module '%s' runs on pp_rank %d and can only be called inside a "
+                  "function with @smp.step",
             smp_entry_path(&session->entries[number]), session->entries[number].owner);
         return -1;
     }

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -172,6 +173,7 @@ class _Recorder:
         self.parameter = {id(p): id(p) for root in roots for p in root.parameters()}
         self.twins: list[nn.Parameter] = []
         self.keeps_saved = False  # what autograd saves in the run
+        self.thread = threading.get_ident()
         self.timing = False
         self.restore: Restore
         self._begin()
@@ -294,14 +296,16 @@ class _Recorder:
         number = self.number_of.get(id(module))
         if number is None:
             return
-        frame = _Frame(number, module)
-        self.frames.append(frame)
-        record = self.records[number]
         if not self.timing:
+            record = self.records[number]
             if record.executions == 0:
                 record.first = self.executions
             record.executions += 1
             self.executions += 1
+        if threading.get_ident() != self.thread:
+            return  # of a module's own, where no operators are seen: they come in no order
+        frame = _Frame(number, module)
+        self.frames.append(frame)
         self.progress.enter(self.paths[number])
         if self.timing:
             _wait_for_device(module)
@@ -309,7 +313,7 @@ class _Recorder:
 
     def _leave(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
         number = self.number_of.get(id(module))
-        if number is None:
+        if number is None or threading.get_ident() != self.thread:
             return
         if self.timing:
             _wait_for_device(module)
