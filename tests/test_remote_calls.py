@@ -887,3 +887,37 @@ def test_a_call_of_another_rank_by_a_thread_of_the_script_says_so():
     smp.set_partition(net.far.parts[1], 1)
     with pytest.raises(RuntimeError, match=r"'far.parts.1' runs on pp_rank 1 .* by a thread"):
         smp.step(squares)(smp.DistributedModel(net), rows(4))
+
+
+NOT_PLAIN = {
+    "sparse": (lambda far, y: far(y.to_sparse()), "layout torch.sparse_coo .*to_dense"),
+    "rows": (lambda far, y: far(y.to_sparse_csr()), "layout torch.sparse_csr"),
+    "nested": (
+        lambda far, y: far(torch.nested.nested_tensor([y, y[:1]], layout=torch.jagged)),
+        "a nested tensor",
+    ),
+    "vmap": (lambda far, y: torch.vmap(far)(y), "a transform of torch.func"),
+    "quantized": (
+        lambda far, y: far(torch.quantize_per_tensor(y.float(), 0.1, 0, torch.qint8)),
+        "quantized .*dequantize",
+    ),
+}
+
+
+@on_ranks(2)
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", NOT_PLAIN)
+def test_a_tensor_that_cannot_be_sent_is_named(kind):
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": 1, "skip_tracing": True})
+    net = Pair(nn.Linear(WIDTH, WIDTH)).double()
+    smp.set_partition(net.near, 0)
+    smp.set_partition(net.far, 1)
+    model = smp.DistributedModel(net)
+    call, said = NOT_PLAIN[kind]
+
+    @smp.step
+    def step(model, x):
+        call(model.module.far, model.module.near(x).detach())
+
+    with pytest.raises(TypeError, match=f"module 'far' cannot go to pp_rank 1: .*{said}"):
+        step(model, rows(3))

@@ -310,6 +310,31 @@ is_sparse_view(const dl_tensor *t)
     return smp_tensor_span(t) > 4 * elements * element + 4096;
 }
 
+/* PyTorch's own error is about pointers and sizes.  A keyboard interrupt and the like
+ * stay. */
+static int
+raise_unsendable(PyObject *tensor)
+{
+    if (smp_registry.unsendable != NULL && PyErr_ExceptionMatches(PyExc_Exception)) {
+        PyObject *type;
+        PyObject *error;
+        PyObject *traceback;
+        PyObject *said;
+
+        PyErr_Fetch(&type, &error, &traceback);
+        said = PyObject_CallFunctionObjArgs(smp_registry.unsendable, tensor,
+                                            error == NULL ? Py_None : error, NULL);
+        if (said != NULL) {
+            PyErr_SetObject(PyExc_TypeError, said);
+        }
+        Py_XDECREF(said);
+        Py_XDECREF(type);
+        Py_XDECREF(error);
+        Py_XDECREF(traceback);
+    }
+    return -1;
+}
+
 /* Describes and copies the tensor as number ntensors. */
 static int
 put_tensor_data(smp_pack *pack, PyObject *tensor, bool requires_grad)
@@ -319,7 +344,7 @@ put_tensor_data(smp_pack *pack, PyObject *tensor, bool requires_grad)
     int       failed;
 
     if (smp_tensor_borrow(tensor, &t, &held) < 0) {
-        return -1;
+        return raise_unsendable(tensor);
     }
     if (t.device.type != SMP_DL_CPU && smp_registry.stage_out == NULL) {
         PyErr_SetString(

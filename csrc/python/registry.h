@@ -23,6 +23,7 @@ typedef struct {
     PyObject *dumps;             /* value -> (bytes, [tensors]) */
     PyObject *loads;             /* bytes, [tensors] -> value */
     PyObject *dense;             /* tensor -> dense copy */
+    PyObject *unsendable;        /* tensor, PyTorch's error -> what to say of it */
     PyObject *stage_out;  /* tensor, host memory: begins to copy its span there */
     PyObject *stage_wait; /* waits for what stage_out began */
     PyObject *stage_in;   /* host memory, shape, strides -> tensor on the device */

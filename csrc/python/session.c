@@ -276,6 +276,7 @@ py_configure(PyObject *module, PyObject *args, PyObject *kwargs)
         {"dumps", &smp_registry.dumps},
         {"loads", &smp_registry.loads},
         {"dense", &smp_registry.dense},
+        {"unsendable", &smp_registry.unsendable},
         {"stage_out", &smp_registry.stage_out},
         {"stage_wait", &smp_registry.stage_wait},
         {"stage_in", &smp_registry.stage_in},

@@ -142,6 +142,7 @@ class Runtime:
             dumps=pickling.dumps,
             loads=pickling.loads,
             dense=staging.dense,
+            unsendable=staging.unsendable,
             stage_out=self.staging.out,
             stage_wait=self.staging.wait,
             stage_in=self.staging.into,

@@ -21,6 +21,25 @@ def dense(tensor: Tensor) -> Tensor:
     return tensor.detach().clone(memory_format=torch.preserve_format)
 
 
+def unsendable(tensor: Tensor, error: object) -> str:
+    """What to say of a tensor that has no plain memory to send."""
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        what, instead = "a tensor inside a transform of torch.func", "call it outside of that"
+    elif tensor.is_nested:
+        what, instead = "a nested tensor", "pad it (to_padded_tensor), or send its parts"
+    elif tensor.is_quantized:
+        what, instead = "a quantized tensor", "send tensor.dequantize()"
+    elif tensor.layout is not torch.strided:
+        what, instead = f"a tensor of layout {tensor.layout}", "send tensor.to_dense()"
+    else:
+        what = f"a tensor of shape {tuple(tensor.shape)} and {tensor.dtype}"
+        return f"{what} cannot be sent to another rank: {str(error).splitlines()[0]}"
+    return (
+        f"{what} cannot be sent to another rank: {instead}, or put the module and its caller "
+        "on one rank with smp.set_partition"
+    )
+
+
 class Staging:
     """What is being copied between host memory and the devices of this rank.
 
