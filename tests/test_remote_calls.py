@@ -921,3 +921,57 @@ def test_a_tensor_that_cannot_be_sent_is_named(kind):
 
     with pytest.raises(TypeError, match=f"module 'far' cannot go to pp_rank 1: .*{said}"):
         step(model, rows(3))
+
+
+class Keeps(nn.Module):
+    """Its buffer grows, in place or not, or is sparse."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        eye = torch.eye(WIDTH, dtype=torch.float64)
+        self.register_buffer("kept", eye.to_sparse() if kind == "sparse" else eye)
+
+    def forward(self, x):
+        row = x.detach().mean(0, keepdim=True)
+        if self.kind == "resized":
+            self.kept.resize_(len(self.kept) + 1, WIDTH)
+            self.kept[-1:] = row
+        elif self.kind == "replaced":
+            self.kept = torch.cat([self.kept, row])
+        else:
+            return self.linear((self.kept @ x.T).T)
+        return self.linear(x) * self.kept.sum(0)
+
+
+class HasKept(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.near = Keeps(kind)
+        self.far = Keeps(kind)
+
+    def forward(self, x):
+        return self.far(self.near(x))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kind", ["resized", "replaced", "sparse"])
+def test_buffers_may_grow_or_be_sparse(kind):
+    """... in the traced run, which leaves no mark, and in steps that fail."""
+    net = HasKept(kind).double()
+    equals_a_plain_run(net, ("far",))
+    module = net.far if smp.pp_rank() == 1 else net.near
+    before = module.kept.to_dense().clone()
+    bad = rows(4)
+    bad[-1] = float("nan")
+
+    @smp.step
+    def step(model, x):
+        model(x)
+        assert not x.isnan().any()
+
+    with pytest.raises(AssertionError):
+        step(smp.state.model, bad)
+    assert torch.equal(module.kept.to_dense(), before)
+    assert len(before) == WIDTH + (4 if kind in ("resized", "replaced") else 0)

@@ -28,6 +28,7 @@ from smp.execution.runtime import Runtime
 from smp.job import interrupts
 from smp.job.config import ConfigError
 from smp.modules import changes
+from smp.partitioning.restore import write_back
 
 _FORWARD, _BACKWARD = 0, 1
 _SIMPLE, _INTERLEAVED, _LISTED, _SERVE = 0, 1, 2, -1
@@ -470,7 +471,7 @@ class StepState:
         for owner, name, buffer, value in self.buffers:
             owner[name] = buffer
             with torch.no_grad():
-                buffer.copy_(value)
+                write_back(buffer, value)
 
 
 def _own(tensor: Tensor) -> Tensor:

@@ -86,10 +86,10 @@ class Restore:
             _put_back(container, content)
         with torch.no_grad():
             for tensor, content in reversed(self._written):
-                tensor.data.copy_(content)  # .data: the version counter stays out of it
+                write_back(tensor, content)
             for _, _, buffer, before in self._buffers:
                 if before is not None and not _same(buffer, before):
-                    buffer.data.copy_(before)
+                    write_back(buffer, before)
         for parameter, gradient in self._grads:
             if parameter.grad is not gradient:
                 parameter.grad = gradient
@@ -135,12 +135,14 @@ class Restore:
         """Keep a copy of a tensor that is about to be written into, the first time."""
         if tensor.is_meta:
             return
-        key = (
-            tensor.untyped_storage()._cdata,
-            tensor.storage_offset(),
-            tuple(tensor.shape),
-            tensor.stride(),
-        )
+        key: tuple = (id(tensor),)  # _written keeps it, so that the id stays its own
+        if tensor.layout is torch.strided:
+            key = (
+                tensor.untyped_storage()._cdata,
+                tensor.storage_offset(),
+                tuple(tensor.shape),
+                tensor.stride(),
+            )
         if key not in self._writes:
             self._writes.add(key)
             self._written.append((tensor, tensor.detach().clone()))
@@ -170,11 +172,37 @@ def _learn_kind(type_: type) -> int:
     return kind
 
 
+def write_back(tensor: Tensor, content: Tensor) -> None:
+    """Give a tensor its former shape and content, outside of autograd."""
+    if tensor.shape != content.shape:
+        tensor.resize_(content.shape)
+    tensor.data.copy_(content)  # .data: the version counter stays out of it
+
+
 def _same(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and torch.equal(
-        torch.nan_to_num(a) if a.is_floating_point() else a,
-        torch.nan_to_num(b) if b.is_floating_point() else b,
+    if a.shape != b.shape or a.layout is not b.layout:
+        return False
+    pairs = zip(_plain_parts(a), _plain_parts(b), strict=True)
+    return all(
+        torch.equal(
+            torch.nan_to_num(x) if x.is_floating_point() else x,
+            torch.nan_to_num(y) if y.is_floating_point() else y,
+        )
+        for x, y in pairs
     )
+
+
+def _plain_parts(tensor: Tensor) -> tuple[Tensor, ...]:
+    """The strided tensors that hold what a tensor has."""
+    if tensor.layout is torch.strided:
+        return (tensor,)
+    if tensor.layout is torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    return (tensor.to_dense(),)
 
 
 def _holds_still(container: Any, content: Any) -> bool:
