@@ -527,6 +527,14 @@ def test_what_needs_no_traceback_is_said_in_one_line(script, body, line):
     assert len(re.findall("ConfigError|interrupted", done.stderr)) == 1, done.stderr
 
 
+def test_what_differs_between_ranks_is_said_by_each(script):
+    done = mpirun(2, script(BOTH_HAVE_STARTED + 'raise smp.ConfigError(f"of {smp.rank()}")'))
+
+    assert done.returncode != 0
+    assert re.search("ConfigError: of 0", done.stderr), done.stderr
+    assert re.search("ConfigError: of 1", done.stderr), done.stderr
+
+
 def test_a_thread_that_has_nothing_to_do_with_other_ranks_may_fail(script):
     body = """
 thread = threading.Thread(target=lambda: int("x"))

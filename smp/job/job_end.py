@@ -17,6 +17,7 @@ from collections.abc import Callable
 from contextlib import nullcontext, redirect_stderr, suppress
 from types import TracebackType
 from typing import Any
+from zlib import crc32
 
 from smp.job.bootstrap import Bootstrap, OverMPI
 from smp.job.config import ConfigError
@@ -50,20 +51,25 @@ class FirstFailure:
                 self._fd = _open_of(f"/proc/{pid}/fd/{fd}", file)
         boot.barrier()  # the first rank's file stays open until all have it
 
-    def claim(self, rank: int) -> int:
+    def claim(self, rank: int, what: str) -> tuple[int, bool]:
         """The rank that failed first: this one, when nobody claimed before.
 
         That one holds up the others in `wait_until_told` until it calls `told`, or ends.
+
+        Returns:
+            that rank, and whether it failed by the same thing.
         """
         if self._fd is None:
-            return rank
+            return rank, True
+        mine = f"{rank} {crc32(what.encode())}"
         fcntl.lockf(self._fd, fcntl.LOCK_EX, 1, CLAIM)
         try:
-            if said := os.pread(self._fd, 16, 0):
-                return int(said)
-            os.pwrite(self._fd, str(rank).encode(), 0)
+            if said := os.pread(self._fd, 64, 0).decode():
+                first, _, same = said.partition(" ")
+                return int(first), same == mine.split()[1]
+            os.pwrite(self._fd, mine.encode(), 0)
             fcntl.lockf(self._fd, fcntl.LOCK_EX, 1, TELLING)
-            return rank
+            return rank, True
         finally:
             fcntl.lockf(self._fd, fcntl.LOCK_UN, 1, CLAIM)
 
@@ -169,7 +175,8 @@ class Watch:
         is_collected = isinstance(sys.stderr, io.StringIO)
         try:
             with redirect_stderr(sys.__stderr__) if is_collected else nullcontext():
-                first = self.first.claim(rank)
+                what = kind.__name__ if issubclass(kind, KeyboardInterrupt) else brief
+                first, same = self.first.claim(rank, what)
                 if first == rank:
                     if brief:
                         say(f"smp: rank {rank} of {size}: {brief}")
@@ -177,7 +184,7 @@ class Watch:
                         show()
                         say(f"smp: rank {rank} of {size}: not caught{where}; ending all ranks")
                     self.first.told()
-                elif brief:  # it is the same for all
+                elif brief and same:
                     self.first.wait_until_told()
                 else:
                     text = f"{kind.__name__}: {error}".splitlines()[0]  # without its notes
