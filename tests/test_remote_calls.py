@@ -686,6 +686,37 @@ def test_a_list_that_a_context_variable_has_from_outside_stays_on_its_rank():
         _noted.reset(token)
 
 
+_dial: ContextVar[int] = ContextVar("dial")
+
+
+class Dialled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.linear(x) * _dial.get()
+
+
+@on_ranks(2)
+def test_modules_see_the_context_variables_of_this_step():
+    """... on every rank, as the script has set them there since the last one."""
+
+    def step(model, x):
+        y = model.module.far(model.module.near(x)) * _dial.get()
+        model.backward(y.sum())
+        return {"y": y, "dial": torch.tensor(float(_dial.get()))}
+
+    token = _dial.set(2)
+    try:
+        run = Run(Dialled())
+        for value in (2, 3, 5):
+            _dial.set(value)
+            run.check(step, rows(6, value))
+    finally:
+        _dial.reset(token)
+
+
 # ------------------------------------------------------- modules that own nothing, and parts
 
 
