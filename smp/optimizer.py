@@ -4,11 +4,25 @@ from typing import Any
 
 import torch
 
+from smp import ranks
 from smp.optimizers import clip_by_the_models_norm
 from smp.saving import optimizer_state
 from smp.state_mod import state
 
 _OWN = {"optimizer", "step", "zero_grad", "overflow", "redefined_params"}
+
+
+def _refuse(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer that cannot act on a part of the parameters.
+
+    Raises:
+        NotImplementedError: it looks at all of them as one vector.
+    """
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise NotImplementedError(
+            "smp: torch.optim.LBFGS takes all parameters as one vector, and with pipeline "
+            "parallelism no rank has all of them; use an optimizer that updates each by itself"
+        )
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -36,6 +50,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         dynamic_loss_scale: bool = False,
         dynamic_loss_args: dict | None = None,
     ):
+        if state.is_initialized and ranks.pp_size() > 1:
+            _refuse(optimizer)
         # Not super().__init__(): the groups and the state are the wrapped optimizer's.
         self.__dict__["optimizer"] = optimizer
         self.__dict__["overflow"] = False

@@ -393,3 +393,16 @@ def test_gradients_are_clipped_by_the_norm_of_the_whole_model(norm_type, max_nor
     for name, parameter in model.local_named_parameters():
         torch.testing.assert_close(parameter.grad, plain.get_parameter(name).grad)
     assert {name for name, _ in model.local_named_parameters()} != set(plain.state_dict())
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("degree", [1, 2])
+def test_an_optimizer_of_all_parameters_at_once_needs_them_on_one_rank(degree):
+    smp.init({"pipeline_parallel_degree": degree, "ddp": True})
+    model = smp.DistributedModel(torch.nn.Linear(2, 2))
+    optimizer = torch.optim.LBFGS(model.parameters())
+    if degree == 1:
+        assert smp.DistributedOptimizer(optimizer).optimizer is optimizer
+        return
+    with pytest.raises(NotImplementedError, match="LBFGS takes all parameters as one vector"):
+        smp.DistributedOptimizer(optimizer)

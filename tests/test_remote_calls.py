@@ -1006,3 +1006,50 @@ def test_buffers_may_grow_or_be_sparse(kind):
         step(smp.state.model, bad)
     assert torch.equal(module.kept.to_dense(), before)
     assert len(before) == WIDTH + (4 if kind in ("resized", "replaced") else 0)
+
+
+# ------------------------------------------------------------ modules of a kind of their own
+
+
+class Middle(nn.Module):
+    def __init__(self, middle: nn.Module) -> None:
+        super().__init__()
+        self.near = nn.Linear(WIDTH, WIDTH)
+        self.far = middle
+
+    def forward(self, x):
+        return self.far(self.near(x))
+
+
+def prepared_for_quantization() -> nn.Module:
+    module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU())
+    module.qconfig = torch.ao.quantization.get_default_qat_qconfig("fbgemm")
+    return torch.ao.quantization.prepare_qat(module.train())
+
+
+@on_ranks(2)
+@pytest.mark.filterwarnings("ignore")
+def test_a_module_prepared_for_quantization_aware_training():
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": 1})
+    net = Middle(prepared_for_quantization())
+    plain = copy.deepcopy(net)
+    for path, module in net.named_modules():
+        smp.set_partition(module, int(path.startswith("far")))
+    model = smp.DistributedModel(net)
+    for seed in range(2):
+        x = rows(4, seed).float()
+        (loss,) = smp.step(squares)(model, x).outputs
+        want = plain(x).square().mean()
+        want.backward()
+        assert torch.allclose(loss, want)
+    mine = {name: p.grad for name, p in model.local_named_parameters()}
+    assert_close(mine, {n: g for n, g in gradients(plain).items() if n in mine}, relative=1e-6)
+
+
+@on_ranks(2)
+@pytest.mark.filterwarnings("ignore")
+def test_a_script_module_is_refused_by_its_path():
+    smp.init({"pipeline_parallel_degree": 2})
+    model = smp.DistributedModel(Middle(torch.jit.script(nn.Linear(WIDTH, WIDTH))).double())
+    with pytest.raises(NotImplementedError, match="'far' is a torch.jit.ScriptModule .Linear"):
+        smp.step(squares)(model, rows(4))

@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
@@ -84,6 +85,8 @@ def _decide(
     """The partition of each model, its stateful modules, the backward calls of a step, and
     what each rank will have in its pool."""
     cfg = rt.cfg
+    for one in models:
+        _refuse_compiled_modules(one.module)
     traces: Sequence[tracing.Trace | None] = [None] * len(models)
     if not cfg.skip_tracing:
         traces = tracing.trace_models(
@@ -112,6 +115,21 @@ def _decide(
             )
             pools = [a + b for a, b in zip(pools, more, strict=True)]
     return [p.to_bytes() for p in partitions], gates, rt.traced_backwards, pools
+
+
+def _refuse_compiled_modules(root: nn.Module) -> None:
+    """A ScriptModule runs in C++, which cannot be asked to call another rank.
+
+    Raises:
+        NotImplementedError: ``root`` is one, or has one.
+    """
+    for path, module in root.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise NotImplementedError(
+                f"smp: module {path!r} is a torch.jit.ScriptModule ({module.original_name}), "
+                "which cannot be part of a pipeline; wrap the plain module, or compile it with "
+                "torch.compile"
+            )
 
 
 def _stateful(one: "DistributedModel", trace: tracing.Trace | None) -> dict[str, int]:

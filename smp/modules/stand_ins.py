@@ -47,9 +47,14 @@ def stand_in(cls: type[nn.Module], members: Members) -> type[nn.Module]:
             for name, method in (("__copy__", _copy), ("__deepcopy__", _deepcopy)):
                 if hasattr(cls, name):
                     names[name] = method
-        # The user's class does not hear of it: it may keep a list of its subclasses, by name.
-        made = type(cls.__name__, (_Unheard, cls), {**names, **members(cls)})
-        made.__bases__ = (cls,)
+        names |= members(cls)
+        if hasattr(cls.__init_subclass__, "__func__"):
+            # The user's class does not hear of it: it may keep a list of its subclasses, by
+            # name.
+            made = type(cls.__name__, (_Unheard, cls), names)
+            made.__bases__ = (cls,)
+        else:
+            made = type(cls.__name__, (cls,), names)
         _made[cls, members] = made
     return made
 
