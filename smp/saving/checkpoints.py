@@ -120,6 +120,10 @@ def save_checkpoint(
             raise
 
         def publish() -> None:
+            with held:  # free again before another rank returns
+                publish_staged()
+
+        def publish_staged() -> None:
             try:
                 if partial:
                     _list_parts(folder, _names_of_parts(job, optimizer is not None))
