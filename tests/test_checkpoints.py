@@ -18,6 +18,7 @@ from torch import nn
 from transformers import GPT2Config
 
 import smp
+from smp.job import objects
 from tests.models.trained import (
     OPTIMIZERS,
     PlainRun,
@@ -233,6 +234,24 @@ def test_what_could_not_be_read_back_is_refused_when_saved(partial, tmp_path):
         smp.save_checkpoint(tmp_path, "new", partial, run.model, user_content=content)
         read = smp.resume_from_checkpoint(tmp_path, partial=partial, load_optimizer=False)
     assert read == content
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("partial", [True, False])
+def test_the_lock_of_a_save_is_gone_before_any_rank_returns(tmp_path, monkeypatch, partial):
+    """No rank returns before the last exchange, in which rank 0 takes part."""
+    smp.init({"pipeline_parallel_degree": 2})
+    model = smp.DistributedModel(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Tanh()))
+    gather, held = objects.gather_bytes, []
+
+    def looks(*args):
+        held.append((tmp_path / ".lock").exists())
+        return gather(*args)
+
+    if smp.rank() == 0:
+        monkeypatch.setattr(objects, "gather_bytes", looks)
+    smp.save_checkpoint(tmp_path, "a", partial=partial, model=model)
+    assert smp.rank() != 0 or (any(held) and not held[-1])
 
 
 @on_ranks(2)

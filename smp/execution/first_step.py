@@ -86,7 +86,7 @@ def _decide(
     what each rank will have in its pool."""
     cfg = rt.cfg
     for one in models:
-        _refuse_compiled_modules(one.module)
+        _refuse_compiled_modules(one._smp_module)
     traces: Sequence[tracing.Trace | None] = [None] * len(models)
     if not cfg.skip_tracing:
         traces = tracing.trace_models(
