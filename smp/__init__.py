@@ -26,13 +26,7 @@ from smp.job.together import CallMismatch
 from smp.model import DistributedModel, clip_grad_norm_
 from smp.modules.activation_checkpointing import set_activation_checkpointing
 from smp.modules.delayed_init import delay_param_initialization
-from smp.modules.model_creation import (
-    model_creation,
-    set_tensor_parallelism,
-    tensor_parallelism,
-    tp_register,
-    tp_register_with_module,
-)
+from smp.modules.model_creation import model_creation
 from smp.optimizer import DistributedOptimizer
 from smp.partitioning.partition import PartitionError, partition, set_partition
 from smp.partitioning.planning import plan
@@ -83,4 +77,6 @@ from smp.ranks import (
 from smp.saving.checkpoints import resume_from_checkpoint, save_checkpoint
 from smp.saving.saved_files import CheckpointError, load, save
 from smp.state_mod import core, state
+from smp.tensor_parallel.marking import set_tensor_parallelism, tensor_parallelism
+from smp.tensor_parallel.replacement import tp_register, tp_register_with_module
 from smp.timeline.timeline import save_trace

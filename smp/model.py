@@ -5,6 +5,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from math import prod
 from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
@@ -25,6 +26,8 @@ from smp.optimizers import clip_by_the_models_norm
 from smp.partitioning.partition import Partition
 from smp.saving import state_dicts
 from smp.state_mod import state
+from smp.tensor_parallel import gradients, group, in_place
+from smp.tensor_parallel.slices import is_scaled_batch, slices_of
 
 if TYPE_CHECKING:
     from smp.partitioning.report import PartitionReport
@@ -85,6 +88,10 @@ class DistributedModel(nn.Module):
         self._smp_deferred_loads: list[tuple] = []
         if self._smp_runtime.pp_size == 1:
             delayed_init.materialize(module, lambda name: True, lambda path: True)
+        # What became of the modules that tensor parallelism was to split.
+        self._smp_split: list[in_place.Outcome] = []
+        if group.size() > 1:
+            self._smp_split_over_the_tp_group()
         self._smp_data_parallel: DataParallel | None = None
         if ranks.dp_size() > 1:
             self._smp_data_parallel = DataParallel(
@@ -97,6 +104,16 @@ class DistributedModel(nn.Module):
             )
             if self._smp_runtime.pp_size == 1:
                 self._smp_data_parallel.broadcast()
+
+    def _smp_split_over_the_tp_group(self) -> None:
+        self._smp_split = in_place.split(self._smp_module)
+        if self._smp_runtime.pp_size > 1 and any(not one.reason for one in self._smp_split):
+            raise NotImplementedError(
+                "smp: tensor parallelism together with pipeline parallelism is not built yet: "
+                "set pipeline_parallel_degree to 1, or tensor_parallel_degree"
+            )
+        if not self._smp_runtime.cfg.prescaled_batch:
+            gradients.scale(self._smp_module)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -434,39 +451,50 @@ class DistributedModel(nn.Module):
         """
         return self.named_parameters()
 
-    # ------------------------------------------- tensor parallelism: nothing is distributed
+    # -------------------------------------------------------------- tensor parallelism
 
     def distributed_modules(self) -> Iterator[nn.Module]:
-        """The modules that tensor parallelism has replaced: none, it is not built yet."""
-        return iter(())
+        """The modules of this rank with slices of parameters of their own."""
+        for module in self.local_modules():
+            if any(slices_of(p) is not None for p in module.parameters(recurse=False)):
+                yield module
 
     def is_distributed_parameter(self, parameter: nn.Parameter) -> bool:
         """Whether the ranks of the TP_GROUP have different parts of it."""
-        return False
+        return slices_of(parameter) is not None
 
     def is_distributed_buffer(self, buffer: Tensor) -> bool:
         """Whether the ranks of the TP_GROUP have different parts of it."""
-        return False
+        return slices_of(buffer) is not None
 
     def is_scaled_batch_parameter(self, parameter: nn.Parameter) -> bool:
         """Whether its gradient is of the whole TP_GROUP's batch."""
-        return False
+        return is_scaled_batch(parameter)
 
     def is_scaled_batch_buffer(self, buffer: Tensor) -> bool:
         """Whether it is made of the whole TP_GROUP's batch."""
-        return False
+        return is_scaled_batch(buffer)
 
     def default_reducer_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters whose gradients are averaged over the DP_GROUP: all."""
-        return self.named_parameters()
+        """The parameters whose gradients are averaged over the DP_GROUP."""
+        for name, parameter in self.named_parameters():
+            if not is_scaled_batch(parameter):
+                yield name, parameter
 
     def scaled_batch_reducer_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters whose gradients are averaged over the RDP_GROUP: none."""
-        return iter(())
+        """The parameters whose gradients are averaged over the RDP_GROUP."""
+        for name, parameter in self.named_parameters():
+            if is_scaled_batch(parameter):
+                yield name, parameter
 
     def num_parameters(self) -> int:
-        """Number of elements of all parameters, tied ones once."""
-        return sum(p.numel() for p in self._smp_module.parameters())
+        """Number of elements of all parameters, tied ones once and split ones whole."""
+        return sum(_whole_size(p) for p in self._smp_module.parameters())
+
+
+def _whole_size(parameter: nn.Parameter) -> int:
+    slices = slices_of(parameter)
+    return parameter.numel() if slices is None else prod(slices.full_shape(parameter.shape))
 
 
 def install(rt: runtime.Runtime) -> None:

@@ -15,7 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from smp import ranks
 from smp.state_mod import state
+from smp.tensor_parallel.slices import slices_of
 
 Params = Iterable[Tensor] | Iterable[dict[str, Any]]
 
@@ -84,14 +86,14 @@ class _MultiTensor(torch.optim.Optimizer):
             (group, [p for p in group["params"] if p.grad is not None])
             for group in self.param_groups
         ]
-        self._prepare([p.grad for _, params in todo for p in params])
+        self._prepare([p for _, params in todo for p in params])
         for group, params in todo:
             group["step"] = group.get("step", 0) + 1
             if params:
                 self._update(group, params, [wide(p.grad) for p in params])
         return loss
 
-    def _prepare(self, grads: list[Tensor]) -> None:
+    def _prepare(self, params: list[Tensor]) -> None:
         """Look at all gradients of this rank before the first group is updated."""
 
     def _update(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> None:
@@ -158,8 +160,8 @@ class FusedLAMB(_MultiTensor):
         }
         super().__init__(params, defaults, set_grad_none)
 
-    def _prepare(self, grads: list[Tensor]) -> None:
-        self._norm = norm_over_the_model(grads)
+    def _prepare(self, params: list[Tensor]) -> None:
+        self._norm = norm_over_the_model(params)
 
     def _update(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> None:
         beta1, beta2 = group["betas"]
@@ -291,9 +293,18 @@ def apply(params: list[Tensor], updates: Iterable[Tensor], lr: float) -> None:
         p.add_(update.to(p.dtype), alpha=-lr)
 
 
-def norm_over_the_model(grads: list[Tensor], norm_type: float = 2.0) -> Tensor:
-    """The norm of all gradients of the model, a float64 scalar; over the MP_GROUP with smp."""
+def norm_over_the_model(parameters: list[Tensor], norm_type: float = 2.0) -> Tensor:
+    """The norm of all gradients of the model, a float64 scalar; over the MP_GROUP with smp.
+
+    What every rank of a TP_GROUP has counts once, on tp_rank 0.
+    """
     largest = math.isinf(norm_type)
+    counts_here = not state.is_initialized or ranks.tp_rank() == 0
+    grads = [
+        p.grad
+        for p in parameters
+        if p.grad is not None and (counts_here or slices_of(p) is not None)
+    ]
     total = torch.zeros((), dtype=torch.float64)  # the same dtype on every rank
     if grads:
         norms = torch._foreach_norm([wide(grad) for grad in grads], norm_type)
@@ -317,8 +328,7 @@ def clip_by_the_models_norm(
         the norm before; see `norm_over_the_model`.
     """
     with_grad = [p for p in parameters if p.grad is not None]
-    grads = [p.grad for p in with_grad if p.grad is not None]
-    norm = norm_over_the_model(grads, float(norm_type))
+    norm = norm_over_the_model(with_grad, float(norm_type))
     nn.utils.clip_grads_with_norm_(with_grad, float(max_norm), norm)
     return norm
 

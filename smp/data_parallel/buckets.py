@@ -4,11 +4,16 @@ A bucket has what a communication hook written for torch's DistributedDataParall
 of its ``torch.distributed.GradBucket``.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+
+from smp.data_parallel.group import Holders
+from smp.tensor_parallel.slices import slices_of
 
 MEGABYTE = 1024 * 1024
 
@@ -20,10 +25,13 @@ class Bucket:
         parameters: in the order in which they lie in the buffer.
         sparse: whether the gradient is sparse; then there is one parameter, and the
             buffer is a new sparse tensor each time.
+        holders: the ranks that exchange it: those of the DP_GROUP, or of the RDP_GROUP for
+            parameters that see the samples of the whole TP_GROUP.
     """
 
-    def __init__(self, parameters: list[nn.Parameter], sparse: bool):
+    def __init__(self, parameters: list[nn.Parameter], sparse: bool, holders: Holders):
         self.sparse = sparse
+        self.holders = holders
         self.is_launched = False
         self._index = 0
         self._is_last = False
@@ -46,6 +54,10 @@ class Bucket:
     def is_last(self) -> bool:
         """Whether it is the last one of its model."""
         return self._is_last
+
+    def process_group(self) -> dist.ProcessGroup:
+        """The ranks that average these gradients; a hook's collectives are theirs."""
+        return self.holders.group
 
     def buffer(self) -> Tensor:
         """The gradients, shape ``[elements]``; sparse, of the parameter's shape."""
@@ -111,14 +123,19 @@ class Bucket:
 
 
 def make_buckets(
-    module: nn.Module, parameters: Sequence[nn.Parameter], cap_mb: float
+    module: nn.Module,
+    parameters: Sequence[nn.Parameter],
+    cap_mb: float,
+    holders_of: Callable[[nn.Parameter], Holders],
 ) -> list[Bucket]:
     """The buckets of a model, last parameters first: backward reaches these first.
 
     Args:
         module: tells which parameters get sparse gradients.
         parameters: in order of definition.
-        cap_mb: a bucket that holds this many MiB or more takes no further parameter.
+        cap_mb: a bucket that holds this many MiB or more takes no further parameter; slices
+            count alike on all tp_ranks.
+        holders_of: the ranks that exchange a parameter's gradient.
     """
     sparse = {
         id(owner.weight)
@@ -131,15 +148,24 @@ def make_buckets(
         if id(parameter) in sparse:
             members.append([parameter])
             continue
-        kind = parameter.dtype, parameter.device
+        kind = parameter.dtype, parameter.device, tuple(holders_of(parameter).ranks)
         place, held = open_at.get(kind, (-1, 0))
         if place < 0 or held >= cap_mb * MEGABYTE:
             place, held = len(members), 0
             members.append([])
         members[place].append(parameter)
-        open_at[kind] = place, held + parameter.numel() * parameter.element_size()
-    buckets = [Bucket(group, id(group[0]) in sparse) for group in members]
+        open_at[kind] = place, held + _bytes_alike(parameter)
+    buckets = [Bucket(group, id(group[0]) in sparse, holders_of(group[0])) for group in members]
     for number, bucket in enumerate(buckets):
         bucket._index = number
         bucket._is_last = number == len(buckets) - 1
     return buckets
+
+
+def _bytes_alike(parameter: nn.Parameter) -> int:
+    """A parameter's bytes; of slices the mean, so that buckets are alike on all tp_ranks."""
+    slices = slices_of(parameter)
+    if slices is None:
+        return parameter.numel() * parameter.element_size()
+    whole = math.prod(slices.full_shape(parameter.shape))
+    return whole * parameter.element_size() // len(slices.ranges)

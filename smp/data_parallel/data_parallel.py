@@ -26,11 +26,12 @@ from torch import Tensor, nn
 from torch.autograd.variable import Variable
 
 from smp.data_parallel.buckets import Bucket, make_buckets
-from smp.data_parallel.group import Layout, Replicas
+from smp.data_parallel.group import Holders, Layout, Replicas
 from smp.data_parallel.reduction import Reduction
 from smp.execution import microbatches
 from smp.job import objects
 from smp.ranks import CommGroup
+from smp.tensor_parallel.slices import is_scaled_batch
 
 if TYPE_CHECKING:
     from smp.model import DistributedModel
@@ -136,7 +137,9 @@ class DataParallel:
         if now == self._built_for:
             return
         self._built_for = now
-        self._buckets = make_buckets(self._model._smp_module, parameters, self._bucket_cap_mb)
+        self._buckets = make_buckets(
+            self._model._smp_module, parameters, self._bucket_cap_mb, self._holders_of
+        )
         if self._model._smp_runtime.pp_size == 1:
             for handle in self._grad_hooks:
                 handle.remove()
@@ -149,6 +152,11 @@ class DataParallel:
             self._grad_hooks = [
                 p.register_post_accumulate_grad_hook(accumulated) for p in parameters
             ]
+
+    def _holders_of(self, parameter: nn.Parameter) -> Holders:
+        if is_scaled_batch(parameter):
+            return self.replicas.of_slices
+        return self.replicas.of_all
 
     # ---------------------------------------------------------- without the C core's ledger
 

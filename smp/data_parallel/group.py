@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from smp import ranks
+from smp.tensor_parallel.slices import slices_of
 
 
 class Layout(NamedTuple):
@@ -22,8 +23,7 @@ class Layout(NamedTuple):
 
     @staticmethod
     def of(named: Sequence[tuple[str, Tensor]]) -> "Layout":
-        words = [(name, tuple(t.shape), str(t.dtype)) for name, t in named]
-        return Layout(tuple((n, s, d.removeprefix("torch.")) for n, s, d in words))
+        return Layout(tuple(_described(name, tensor) for name, tensor in named))
 
     def signature(self) -> int:
         """56 bits that differ where layouts do."""
@@ -53,6 +53,17 @@ class Layout(NamedTuple):
         return f"no {_in_words(self.tensors[len(other.tensors)])}"
 
 
+def _described(name: str, tensor: Tensor) -> tuple[str, tuple[int, ...], str]:
+    """Name, shape and dtype; of a slice, the whole's shape and how it is cut."""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    slices = slices_of(tensor)
+    if slices is None:
+        return name, tuple(tensor.shape), dtype
+    blocks = len(slices.ranges[0])
+    cut = f"{dtype} cut along axis {slices.axis}" + (f" in {blocks} blocks" * (blocks > 1))
+    return name, tuple(slices.full_shape(tensor.shape)), cut
+
+
 def _in_words(tensor: tuple[str, tuple[int, ...], str]) -> str:
     name, shape, dtype = tensor
     return f"'{name}' {list(shape)} {dtype}"
@@ -62,14 +73,27 @@ class ReplicasDiffer(RuntimeError):
     """The replicas have different parameters."""
 
 
+class Holders(NamedTuple):
+    """The ranks that average the gradients of a parameter."""
+
+    group: dist.ProcessGroup
+    ranks: list[int]  # global
+
+
 class Replicas:
-    """The ranks of the DP_GROUP, by dp_rank.  All methods are collective over them."""
+    """The ranks of the DP_GROUP, by dp_rank.  All methods are collective over them.
+
+    Attributes:
+        of_slices: the ranks of the RDP_GROUP, which hold the same slices of parameters.
+    """
 
     def __init__(self) -> None:
         self.group = ranks.get_dp_process_group()
         self.global_ranks = ranks.get_dp_group()
         self.rank = ranks.dp_rank()
         self.size = ranks.dp_size()
+        self.of_slices = Holders(ranks.get_rdp_process_group(), ranks.get_rdp_group())
+        self.of_all = Holders(self.group, self.global_ranks)
         devices = {device.type for device in self.group._device_types}
         # Small tensors of numbers; a group that was made for NCCL alone takes no others.
         self.control_device = torch.device("cpu" if "cpu" in devices else "cuda")
@@ -100,14 +124,27 @@ class Replicas:
         return [t[:size].cpu().numpy().tobytes() for t, size in zip(got, sizes, strict=True)]
 
     def broadcast(self, tensors: Sequence[Tensor], source: int) -> None:
-        """Copy dp_rank ``source``'s values to all, a message for each dtype and device."""
+        """Copy dp_rank ``source``'s values to all; of slices, those of its RDP_GROUP's peers.
+
+        A message for each dtype and device.
+        """
+        whole = [t for t in tensors if slices_of(t) is None]
+        self._broadcast(whole, self.of_all, self.global_ranks[source])
+        slices = [t for t in tensors if slices_of(t) is not None]
+        # A TP_GROUP begins and ends as one: the source has a peer in each RDP_GROUP.
+        replica = ranks.state.job("smp").placement.coordinates(self.global_ranks[source]).rdp
+        self._broadcast(slices, self.of_slices, self.of_slices.ranks[replica])
+
+    def _broadcast(self, tensors: Sequence[Tensor], holders: "Holders", source: int) -> None:
+        if len(holders.ranks) == 1:
+            return
         kinds: dict[tuple, list[Tensor]] = {}
         for tensor in tensors:
             kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())
         for alike in kinds.values():
             flat = torch.cat([tensor.reshape(-1) for tensor in alike])
-            dist.broadcast(flat, src=self.global_ranks[source], group=self.group)
-            if source == self.rank:
+            dist.broadcast(flat, src=source, group=holders.group)
+            if source == self.global_ranks[self.rank]:
                 continue
             parts = flat.split([tensor.numel() for tensor in alike])
             with torch.no_grad():

@@ -141,8 +141,10 @@ class Reduction:
                 self._sum(bucket).wait()
                 raise
 
-    def _sum(self, bucket: Bucket) -> dist.Work:
-        work = dist.all_reduce(bucket.buffer(), group=self.replicas.group, async_op=True)
+    def _sum(self, bucket: Bucket) -> Any:
+        if len(bucket.holders.ranks) == 1:
+            return _Nothing()
+        work = dist.all_reduce(bucket.buffer(), group=bucket.process_group(), async_op=True)
         assert work is not None
         return work
 
@@ -244,8 +246,13 @@ class Reduction:
                 if not any(wanted):
                     continue
                 if member.hook is None:
-                    bucket.buffer().div_(member.divisor(len(self.active())))
+                    bucket.buffer().div_(self._divisor(member, bucket))
                 bucket.write_back(wanted, member.gradient_as_bucket_view)
+
+    def _divisor(self, member: "DataParallel", bucket: Bucket) -> int:
+        """How many ranks' gradients the sum has: a TP_GROUP's slices are one gradient."""
+        in_a_sum = self.replicas.size // len(bucket.holders.ranks)
+        return member.divisor(len(self.active())) // in_a_sum
 
     # ------------------------------------------------------------------------- failures
 
@@ -274,3 +281,10 @@ class Reduction:
             "zero_grad()",
         )
         raise raised
+
+
+class _Nothing:
+    """The exchange of a bucket that one rank alone holds."""
+
+    def wait(self) -> None:
+        pass

@@ -241,7 +241,6 @@ ALIASES = {"partitions": "pipeline_parallel_degree", "_prescaled_batch": "presca
 
 # What is not built yet: (parameter, asks for it, what it would do).
 _NOT_BUILT: list[tuple[str, Callable[[Any], bool], str]] = [
-    ("tensor_parallel_degree", lambda v: v > 1, "tensor parallelism"),
     ("sharded_data_parallel_degree", lambda v: v > 1, "sharded data parallelism"),
     ("shard_optimizer_state", bool, "sharding of the optimizer state"),
     ("offload_activations", bool, "offloading of activations"),

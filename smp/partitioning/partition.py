@@ -6,9 +6,7 @@ Turns a model, and what tracing saw of it, into the flat arrays that
 
 import contextlib
 import contextvars
-import functools
 import json
-import threading
 import warnings
 from array import array
 from collections.abc import Iterable, Iterator
@@ -20,6 +18,7 @@ from torch.nn.utils import parametrize
 
 from smp import _core
 from smp.execution import runtime
+from smp.modules import creation
 from smp.partitioning.tracing import ModuleTrace, Trace
 
 _INHERIT, _NOT_PINNED = -1, -2  # SMP_PIN_INHERIT, SMP_PIN_NONE
@@ -38,8 +37,6 @@ _PIN = "_smp_partition"  # in a module's __dict__: its pin, copied and pickled w
 _innermost: contextvars.ContextVar[int | None] = contextvars.ContextVar(
     "smp.partition", default=None
 )
-_patch_lock = threading.Lock()  # guards _patches and the two methods of nn.Module
-_patches = 0  # smp.partition contexts that are open, in all threads
 
 
 class _Pin:
@@ -116,53 +113,17 @@ def partition(index: int) -> Iterator[None]:
     Source: SageMaker Python SDK documentation, ``smp.partition``.
     """
     token = _innermost.set(_checked(index))
-    _open_context()
     try:
-        yield
+        with creation.noticed(_pin_created):
+            yield
     finally:
-        _close_context()
         _innermost.reset(token)
 
 
-def _pin_created(method: Any) -> Any:
-    """``method`` of nn.Module, pinning the module in the thread of an open context."""
-
-    @functools.wraps(method)
-    def pinning(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        result = method(self, *args, **kwargs)
-        index = _innermost.get()
-        if index is not None:
-            self.__dict__[_PIN] = _Pin(index, by_context=True)
-        return result
-
-    return pinning
-
-
-_plain_methods: dict[str, Any] = {}
-_pinning_methods: dict[str, Any] = {}
-
-
-def _open_context() -> None:
-    global _patches
-    with _patch_lock:
-        _patches += 1
-        if _patches == 1:
-            # __init__ makes a module, __setstate__ is what copies and pickles go through.
-            for name in ("__init__", "__setstate__"):
-                _plain_methods[name] = getattr(nn.Module, name)
-                _pinning_methods[name] = _pin_created(_plain_methods[name])
-                setattr(nn.Module, name, _pinning_methods[name])
-
-
-def _close_context() -> None:
-    global _patches
-    with _patch_lock:
-        _patches -= 1
-        if _patches == 0:
-            for name, pinning in _pinning_methods.items():
-                # Whoever patched it since keeps theirs; ours does nothing any more.
-                if getattr(nn.Module, name) is pinning:
-                    setattr(nn.Module, name, _plain_methods[name])
+def _pin_created(module: nn.Module) -> None:
+    index = _innermost.get()
+    if index is not None:
+        module.__dict__[_PIN] = _Pin(index, by_context=True)
 
 
 # ------------------------------------------------------------------------- the decision

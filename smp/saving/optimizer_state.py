@@ -6,11 +6,17 @@ of the plain model.
 """
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch import Tensor
 
 from smp.execution import runtime
+from smp.ranks import CommGroup
 from smp.saving.replica import Replica
 from smp.saving.state_dicts import IS_PARTIAL
+from smp.tensor_parallel import group
+from smp.tensor_parallel.slices import Slices, slices_of
 
 if TYPE_CHECKING:
     from smp.optimizer import DistributedOptimizer
@@ -77,14 +83,72 @@ def full_state_dict(optimizer: "DistributedOptimizer") -> dict[str, Any]:
     Collective over the MP_GROUP after the partition.
     """
     out = dict(optimizer.optimizer.state_dict())
-    if not _is_torchs(out) or all(owner is None for owner in _owners(optimizer)):
+    if not _is_torchs(out):
         return out
+    cut = _slices(optimizer)
+    if not cut and all(owner is None for owner in _owners(optimizer)):
+        return out
+    mine = _of_rank(optimizer, out["state"])
+    if group.rank() > 0:
+        mine = {number: one for number, one in mine.items() if number in cut}
+    replica = Replica("optimizer.state_dict")
+    parts = replica.gather(mine) or []
     merged: dict[Any, Any] = {}
-    for part in Replica("optimizer.state_dict").gather(_of_rank(optimizer, out["state"])) or []:
+    for part in parts:
         merged.update(part)
+    by_rank = sorted(zip(replica.tp_ranks(), parts, strict=True), key=itemgetter(0))
+    for number, one in cut.items():
+        if number in merged:
+            merged[number] = _joined([p[number] for _, p in by_rank if number in p], one)
     numbers = sorted(key for key in merged if isinstance(key, int))
     others = [key for key in merged if not isinstance(key, int)]
     out["state"] = {key: merged[key] for key in numbers + others}
+    return out
+
+
+class _Cut(NamedTuple):
+    """A parameter of which this rank has a slice."""
+
+    slices: Slices
+    shape: list[int]  # of the whole
+
+    def is_like(self, value: Any) -> bool:
+        """Whether a tensor is a slice of the same kind."""
+        if not isinstance(value, Tensor) or value.dim() != len(self.shape):
+            return False
+        return self.slices.full_shape(value.shape) == self.shape
+
+
+def _slices(optimizer: "DistributedOptimizer") -> dict[int, _Cut]:
+    """The parameters of which this rank has a slice, by number."""
+    parameters = [p for members in optimizer.param_groups for p in members["params"]]
+    cut = ((n, slices_of(p), p) for n, p in enumerate(parameters))
+    return {n: _Cut(s, s.full_shape(p.shape)) for n, s, p in cut if s is not None}
+
+
+def _joined(parts: list[Any], cut: _Cut) -> Any:
+    """One parameter's state from every tp_rank's: what has its shape is cut as it is."""
+    if not isinstance(parts[0], dict):
+        return parts[0]
+    return {
+        key: cut.slices.join([part[key].cpu() for part in parts])
+        if cut.is_like(value)
+        else value
+        for key, value in parts[0].items()
+    }
+
+
+def _own_slices(optimizer: "DistributedOptimizer", by_number: Mapping[Any, Any]) -> dict:
+    """A full state with this tp_rank's slices."""
+    out = dict(by_number)
+    for number, (slices, shape) in _slices(optimizer).items():
+        if isinstance(out.get(number), dict):
+            out[number] = {
+                key: slices.take(value, group.rank())
+                if isinstance(value, Tensor) and list(value.shape) == shape
+                else value
+                for key, value in out[number].items()
+            }
     return out
 
 
@@ -129,6 +193,9 @@ def _load_by_number(
         rank = runtime.get("load_state_dict").pp_rank
         mine = [n for n, owner in enumerate(owners) if owner in (None, rank)]
         mine += [key for key in by_number if not isinstance(key, int)]
-        by_number = Replica("optimizer.load_state_dict").route(by_number, mine)
+        replica = Replica("optimizer.load_state_dict", CommGroup.PP_GROUP)
+        by_number = replica.route(by_number, mine)
+    else:
+        by_number = _own_slices(optimizer, by_number)
     wrapped = optimizer.optimizer
     wrapped.load_state_dict({**wrapped.state_dict(), "state": _of_rank(optimizer, by_number)})

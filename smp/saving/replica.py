@@ -1,7 +1,8 @@
 """Values with tensors, between the ranks that hold one replica of the model.
 
-Parts of a model and of an optimizer's state are gathered, or sent to who needs them,
-over the MP_GROUP alone, so that one replica can save while another does not.  The shape
+Parts of a model and of an optimizer's state are gathered over the MP_GROUP, or sent to who
+needs them over the PP_GROUP, whose ranks hold the same slices; so one replica can save while
+another does not.  The shape
 of a value travels packed (``csrc/python/pack.h``, no pickle of tensors), its tensors as
 bytes, one after the other, so that no rank holds a second copy of everything.
 """
@@ -30,14 +31,20 @@ class TensorSlot(NamedTuple):
 
 
 class Replica:
-    """The ranks of this rank's MP_GROUP.  All methods are collective over them."""
+    """The ranks of this rank's MP_GROUP, or PP_GROUP.  All methods are collective over them."""
 
-    def __init__(self, caller: str) -> None:
+    def __init__(self, caller: str, kind: CommGroup = CommGroup.MP_GROUP) -> None:
         job = state.job(caller)
         self.caller = caller
-        self.ranks = job.groups["mp"]
-        self.group = job.torch_groups.by_kind["mp"]
+        self.kind = kind
+        self.ranks = job.groups[kind.value]
+        self.group = job.torch_groups.by_kind[kind.value]
         self.rank = self.ranks.index(job.boot.rank)
+
+    def tp_ranks(self) -> list[int]:
+        """The tp_rank of each rank."""
+        place = state.job(self.caller).placement
+        return [place.coordinates(rank).tp for rank in self.ranks]
 
     def gather(self, mine: Any, only_to: int | None = None) -> list[Any] | None:
         """Every rank's value, by mp_rank; tensors that occur twice stay one.
@@ -46,7 +53,7 @@ class Replica:
             mine: containers and tensors; what comes from others is in host memory.
             only_to: the mp_rank that gets the values; the others get None.
         """
-        objects.gather_bytes(self.caller, CommGroup.MP_GROUP)
+        objects.gather_bytes(self.caller, self.kind)
         out: list[Any] = []
         for source in range(len(self.ranks)):
             if source == self.rank:
@@ -87,7 +94,7 @@ class Replica:
 
     def _share(self, mine: Any) -> list[Any]:
         """Every rank's value without tensors, by mp_rank."""
-        packed = objects.gather_bytes(self.caller, CommGroup.MP_GROUP, _core.pack(mine))
+        packed = objects.gather_bytes(self.caller, self.kind, _core.pack(mine))
         return [_core.unpack(each) for each in packed]
 
     def _send(self, value: Any, receiver: int) -> None:

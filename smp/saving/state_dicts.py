@@ -7,13 +7,17 @@ key ``_smp_is_partial``; a *full* one has everything, and loads into the plain m
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from smp.modules import remote_modules
+from smp.ranks import CommGroup
 from smp.saving.replica import Replica, map_tensors
+from smp.tensor_parallel import group
+from smp.tensor_parallel.slices import Slices, slices_of
 
 if TYPE_CHECKING:
     from smp.model import DistributedModel
@@ -81,22 +85,60 @@ def full_state_dict(
         cast_to_cpu: tensors in host memory; those of other ranks are there in any case.
     """
     mine = _owned(model)
+    entries = _entries(model._smp_module)
+    slices = slices_by_name(entries)
     parts: list[Any] | None = [mine]
-    if model.partitioned:
-        parts = Replica("model.state_dict").gather(mine, 0 if gather_to_rank0 else None)
+    if model.partitioned or slices:
+        replica = Replica("model.state_dict")
+        sent = mine if group.rank() == 0 else {n: v for n, v in mine.items() if n in slices}
+        parts = replica.gather(sent, 0 if gather_to_rank0 else None)
     out: OrderedDict[str, Any] = OrderedDict()
     if parts is None:
         return out
     merged: dict[str, Any] = {}
     for part in parts:
         merged.update(part)
-    for name in _entries(model._smp_module):
+    if slices:
+        by_rank = sorted(zip(replica.tp_ranks(), parts, strict=True), key=itemgetter(0))
+        for name, cut in slices.items():
+            merged[name] = cut.join([part[name].cpu() for _, part in by_rank if name in part])
+    for name in entries:
         if name in merged:
             out[name] = merged.pop(name)
     out.update(merged)  # what only its owner's hooks add
     if cast_to_cpu:
         out = map_tensors(out, Tensor.cpu)
     out._metadata = mine._metadata  # type: ignore[attr-defined]
+    return out
+
+
+def slices_by_name(entries: Mapping[str, Any]) -> dict[str, Slices]:
+    """How entries of a module's state dict are cut; those that are not have none."""
+    cut = ((n, slices_of(v)) for n, v in entries.items() if isinstance(v, Tensor))
+    return {name: slices for name, slices in cut if slices is not None}
+
+
+def _own_slices(entries: Mapping[str, Any], given: "OrderedDict[str, Any]") -> Any:
+    """A full dict with this tp_rank's slices in place of whole parameters.
+
+    Raises:
+        RuntimeError: one has another shape than the whole parameter.
+    """
+    wrong = []
+    out = OrderedDict(given)
+    for name, slices in slices_by_name(entries).items():
+        whole = given.get(name)
+        if not isinstance(whole, Tensor):
+            continue
+        shape = slices.full_shape(entries[name].shape)
+        if list(whole.shape) == shape:
+            out[name] = slices.take(whole, group.rank())
+        else:
+            wrong.append(f"{name}: {list(whole.shape)}, where the model has {shape}")
+    if wrong:
+        raise RuntimeError(f"smp: load_state_dict: other shapes: {'; '.join(wrong)}")
+    if hasattr(given, "_metadata"):
+        out._metadata = given._metadata  # type: ignore[attr-defined]
     return out
 
 
@@ -154,6 +196,8 @@ def _load_now(
     same_partition_load: bool,
 ) -> _IncompatibleKeys:
     module = model._smp_module
+    if not partial:
+        given = _own_slices(_entries(module), given)
     if not model.partitioned:
         return module.load_state_dict(given, strict)
     if partial:
@@ -163,7 +207,8 @@ def _load_now(
         known: dict[Any, Any] = {n: v for n, v in given.items() if n in entries}
         found = known
         if not same_partition_load:
-            found = Replica("model.load_state_dict").route(known, mine)
+            replica = Replica("model.load_state_dict", CommGroup.PP_GROUP)
+            found = replica.route(known, mine)
         # Entries of other ranks stand for themselves, so that torch checks only ours.
         whole = OrderedDict((n, v) for n, v in entries.items() if n not in set(mine))
         whole.update((n, found[n]) for n in mine if n in found)

@@ -1,5 +1,1 @@
-"""Hugging Face models: the functions between their state dicts and distributed ones.
-
-They translate what tensor parallelism replaces, which is not built: a model that is
-only partitioned keeps Hugging Face's names.
-"""
+"""Families of transformers: how each is split, one file a family."""

@@ -1,0 +1,1 @@
+"""Modules split over the TP_GROUP, whose ranks work on different samples."""

@@ -1,0 +1,32 @@
+"""Gradients of parameters that see the samples of the whole TP_GROUP.
+
+The loss of a job is the mean over its ranks of each rank's own.  Such a parameter's gradient
+is the sum over a TP_GROUP already, so it is divided by tp_size, and then averaged over the
+RDP_GROUP alone.  It is divided before it is added to ``.grad``, which may hold the average of
+earlier steps.
+"""
+
+from torch import Tensor, nn
+
+from smp.tensor_parallel import group
+from smp.tensor_parallel.slices import is_scaled_batch
+
+_SCALES = "_smp_scales"
+
+
+def scale(module: nn.Module) -> None:
+    """Divide the gradients of such parameters, from the next backward on."""
+    factor = 1.0 / group.size()
+
+    def divided(gradient: Tensor) -> Tensor:
+        return gradient * factor
+
+    for parameter in module.parameters():
+        if is_scaled_batch(parameter) and not hasattr(parameter, _SCALES):
+            frozen = not parameter.requires_grad
+            parameter.requires_grad_(
+                True
+            )  # a hook is for a parameter that trains, now or later
+            parameter.register_hook(divided)
+            parameter.requires_grad_(not frozen)
+            setattr(parameter, _SCALES, True)

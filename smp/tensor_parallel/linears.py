@@ -1,0 +1,106 @@
+"""Linears of a region that hold slices of their weights, in the user's own class.
+
+The first ones are cut by their outputs: each tp_rank computes some of the channels (or heads)
+for all samples.  The last one is cut by its inputs: the sum over the tp_ranks goes back to
+each sample's own rank, where the whole bias is added.
+"""
+
+import functools
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from smp.modules.stand_ins import stand_in
+from smp.tensor_parallel import group, primitives
+from smp.tensor_parallel.regions import rows_to_give_back
+from smp.tensor_parallel.slices import Slices, mark
+
+PATH = "_smp_tensor_parallel_path"  # in a module's __dict__
+
+
+def is_transposed(linear: nn.Module) -> bool:
+    """Whether the weight is ``[in, out]``, as in transformers' Conv1D."""
+    return not isinstance(linear, nn.Linear)
+
+
+def keep_slice(module: nn.Module, name: str, slices: Slices | None) -> None:
+    """Have a parameter be this tp_rank's slice of tp_rank 0's, seeing all samples.
+
+    It stays the same object, for an optimizer that holds it.  Collective over the TP_GROUP.
+
+    Args:
+        slices: None: every tp_rank keeps all of it.
+
+    Raises:
+        ValueError: a tp_rank would hold nothing.
+    """
+    parameter = module.get_parameter(name)
+    if slices is not None:
+        if not all(slices.local_size(rank) for rank in range(group.size())):
+            raise ValueError(
+                f"smp: '{name}' of {type(module).__name__} has shape {list(parameter.shape)}, "
+                f"and axis {slices.axis} is too short to be split over "
+                f"tensor_parallel_degree={group.size()} ranks"
+            )
+        with torch.no_grad():
+            whole = parameter.data.contiguous()
+            group.broadcast(whole)
+            parameter.data = slices.take(whole, group.rank())
+    mark(parameter, slices, scaled_batch=True)
+
+
+def cut_outputs(linear: Any, unit: int = 1, blocks: int = 1) -> None:
+    """Keep this tp_rank's output channels.
+
+    Args:
+        linear: an ``nn.Linear`` or a Conv1D of transformers.
+        unit: channels that stay together: the size of a head.
+        blocks: parts of the output that are cut each by itself (3 for q|k|v).
+    """
+    axis = 1 if is_transposed(linear) else 0
+    size = linear.weight.size(axis)
+    slices = Slices.even(axis, size, group.size(), unit, blocks)
+    keep_slice(linear, "weight", slices)
+    if linear.bias is not None:
+        keep_slice(linear, "bias", slices._replace(axis=0))
+    setattr(
+        linear,
+        "nf" if is_transposed(linear) else "out_features",
+        slices.local_size(group.rank()),
+    )
+
+
+def cut_inputs(linear: Any, path: str, unit: int = 1) -> None:
+    """Keep this tp_rank's input channels; the sum goes back to the samples' own ranks.
+
+    Args:
+        linear: an ``nn.Linear`` or a Conv1D of transformers.
+        path: of the linear, for errors.
+        unit: channels that stay together: the size of a head.
+    """
+    axis = 0 if is_transposed(linear) else 1
+    size = linear.weight.size(axis)
+    slices = Slices.even(axis, size, group.size(), unit)
+    keep_slice(linear, "weight", slices)
+    setattr(
+        linear,
+        "nx" if is_transposed(linear) else "in_features",
+        slices.local_size(group.rank()),
+    )
+    linear.__dict__[PATH] = path
+    linear.__class__ = stand_in(type(linear), _leads_out)
+
+
+def _leads_out(cls: type[nn.Module]) -> dict[str, Any]:
+    @functools.wraps(cls.forward)
+    def forward(self: Any, x: Tensor) -> Tensor:
+        rows = rows_to_give_back(self.__dict__[PATH])
+        weight = self.weight.t() if is_transposed(self) else self.weight
+        y = primitives.reduce_scatter(F.linear(x, weight), 0, rows.counts)
+        if rows.positions is not None:
+            y = y.narrow(1, 0, rows.positions)
+        return y if self.bias is None else y + self.bias
+
+    return {"forward": forward}

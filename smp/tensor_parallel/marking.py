@@ -1,0 +1,76 @@
+"""Which modules the user wants split over the TP_GROUP.
+
+A mark goes to the modules that a context sees created, or to all modules below one that is
+given; the last mark wins.
+"""
+
+import contextlib
+import contextvars
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from smp.modules import creation
+
+_MARK = "_smp_tensor_parallelism"  # in a module's __dict__: copied and pickled with it
+
+_OUTSIDE: dict[str, Any] = {}  # by identity: there is no context
+
+# The configuration of the innermost context; None: it is off.
+_innermost: contextvars.ContextVar[dict[str, Any] | None] = contextvars.ContextVar(
+    "smp.tensor_parallelism", default=_OUTSIDE
+)
+
+
+@contextlib.contextmanager
+def tensor_parallelism(enabled: bool = True, **config: Any) -> Iterator[None]:
+    """Modules created inside are split over the TP_GROUP; the innermost context wins.
+
+    They are split when they come to ``smp.DistributedModel``, and keep their weights: those
+    of tp_rank 0.
+
+    Args:
+        enabled: False: modules created inside are not split.
+        config: for the distributed modules that take the place of the user's.
+
+    Source: SageMaker Python SDK documentation, ``smp.tensor_parallelism``.
+    """
+    token = _innermost.set(config if enabled else None)
+    try:
+        with creation.noticed(_mark_created):
+            yield
+    finally:
+        _innermost.reset(token)
+
+
+def set_tensor_parallelism(module: nn.Module, enabled: bool = True, **config: Any) -> None:
+    """Have a module and all modules in it split over the TP_GROUP.
+
+    Args:
+        module: any; to be called before ``smp.DistributedModel``.
+        enabled: False: they are not split.
+        config: for the distributed modules that take the place of the user's.
+
+    Raises:
+        TypeError: not a module.
+
+    Source: SageMaker Python SDK documentation, ``smp.set_tensor_parallelism``.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(
+            f"smp.set_tensor_parallelism takes a torch.nn.Module, not a {type(module).__name__}"
+        )
+    for one in module.modules():
+        one.__dict__[_MARK] = dict(config) if enabled else None
+
+
+def configuration(module: nn.Module) -> dict[str, Any] | None:
+    """What a marked module was marked with; None: it is not marked."""
+    return module.__dict__.get(_MARK)
+
+
+def _mark_created(module: nn.Module) -> None:
+    config = _innermost.get()
+    if config is not _OUTSIDE:
+        module.__dict__[_MARK] = config

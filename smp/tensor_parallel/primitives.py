@@ -1,0 +1,209 @@
+"""Tensors moved between the ranks of the TP_GROUP: each operation is a true adjoint.
+
+Ranks may have different lengths along the axis that is cut or joined.  Sources: the
+SageMaker paper, section 5 and appendix E.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import Function
+
+from smp import ranks
+from smp.tensor_parallel import group
+
+Lengths = list[int]  # by tp_rank
+
+
+def lengths_of(tensor: Tensor, axis: int) -> Lengths:
+    """Every tp_rank's length along an axis."""
+    return [n for (n,) in group.gather_numbers([tensor.size(axis)], tensor.device)]
+
+
+def _all_gather(x: Tensor, lengths: Lengths) -> Tensor:
+    """The ranks' rows, one rank behind the other."""
+    out = x.new_empty((sum(lengths), *x.shape[1:]))
+    if out.numel():
+        dist.all_gather(list(out.split(lengths)), x.contiguous(), ranks.get_tp_process_group())
+    return out
+
+
+def _reduce_scatter(x: Tensor, lengths: Lengths) -> Tensor:
+    """This rank's rows of the sum."""
+    out = x.new_empty((lengths[group.rank()], *x.shape[1:]))
+    if x.numel():
+        rows = list(x.contiguous().split(lengths))
+        dist.reduce_scatter(out, rows, group=ranks.get_tp_process_group())
+    return out
+
+
+def _all_to_all(pieces: list[Tensor], shapes: list[torch.Size]) -> list[Tensor]:
+    """Piece i goes to rank i; what comes from rank i has shape i."""
+    sent = [piece.contiguous() for piece in pieces]
+    out = [sent[0].new_empty(shape) for shape in shapes]
+    dist.all_to_all(out, sent, group=ranks.get_tp_process_group())
+    return out
+
+
+class _Gather(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: int, lengths: Lengths) -> Tensor:
+        ctx.axis, ctx.lengths = axis, lengths
+        if not x.is_floating_point() and not x.is_complex():
+            out = _all_gather(x.movedim(axis, 0), lengths).movedim(0, axis)
+            ctx.mark_non_differentiable(out)
+            return out
+        return _all_gather(x.movedim(axis, 0), lengths).movedim(0, axis)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        rows = gradient.movedim(ctx.axis, 0)
+        return _reduce_scatter(rows, ctx.lengths).movedim(0, ctx.axis), None, None
+
+
+class _ReduceScatter(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: int, lengths: Lengths) -> Tensor:
+        ctx.axis, ctx.lengths = axis, lengths
+        return _reduce_scatter(x.movedim(axis, 0), lengths).movedim(0, axis)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        rows = gradient.movedim(ctx.axis, 0)
+        return _all_gather(rows, ctx.lengths).movedim(0, ctx.axis), None, None
+
+
+class _ScatterAndMerge(Function):
+    """Piece i along ``split`` goes to rank i; what comes is joined along ``merge``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, split: int, merge: int, cut: Lengths, joined: Lengths
+    ) -> Tensor:
+        ctx.arguments = merge, split, joined, cut
+        return _scatter_and_merge(x, split, merge, cut, joined)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple:  # type: ignore[override]
+        return _scatter_and_merge(gradient, *ctx.arguments), None, None, None, None
+
+
+def _scatter_and_merge(
+    x: Tensor, split: int, merge: int, cut: Lengths, joined: Lengths
+) -> Tensor:
+    shapes = []
+    for length in joined:
+        shape = list(x.shape)
+        shape[split], shape[merge] = cut[group.rank()], length
+        shapes.append(torch.Size(shape))
+    return torch.cat(_all_to_all(list(x.split(cut, split)), shapes), merge)
+
+
+class _BackwardAllReduce(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return _sum(gradient)
+
+
+class _ForwardAllReduce(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return _sum(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient
+
+
+def _sum(x: Tensor) -> Tensor:
+    out = x.clone(memory_format=torch.contiguous_format)
+    if out.numel():
+        dist.all_reduce(out, group=ranks.get_tp_process_group())
+    return out
+
+
+# --------------------------------------------------------------------- what users call
+
+
+def gather(x: Tensor, axis: int, lengths: Lengths) -> Tensor:
+    """``fused_allgather_for_tp`` of known lengths along the axis, by tp_rank."""
+    return _Gather.apply(x, axis, lengths) if group.size() > 1 else x
+
+
+def reduce_scatter(x: Tensor, axis: int, lengths: Lengths) -> Tensor:
+    """``reduce_scatter_for_tp`` into known lengths along the axis, by tp_rank."""
+    return _ReduceScatter.apply(x, axis, lengths) if group.size() > 1 else x
+
+
+def fused_allgather_for_tp(tensor: Tensor, dim: int) -> Tensor:
+    """All tp_ranks' tensors, joined along an axis in their order.
+
+    Backward sums the ranks' gradients and gives each its slice; integers have none.
+
+    Args:
+        tensor: alike on all tp_ranks but for the length of ``dim``.
+        dim: the axis.
+    """
+    if group.size() == 1:
+        return tensor
+    dim %= tensor.dim()
+    return gather(tensor, dim, lengths_of(tensor, dim))
+
+
+def reduce_scatter_for_tp(tensor: Tensor, dim: int) -> Tensor:
+    """This rank's slice along an axis of the sum of all tp_ranks' tensors.
+
+    Backward gathers the slices' gradients.
+
+    Args:
+        tensor: of one shape on all tp_ranks.
+        dim: the axis; cut as ``torch.tensor_split`` does.
+    """
+    dim %= tensor.dim()
+    return reduce_scatter(tensor, dim, group.shares(tensor.size(dim)))
+
+
+def scatter_and_merge_for_tp(tensor: Tensor, split_dim: int, merge_dim: int) -> Tensor:
+    """Slice i along ``split_dim`` goes to tp_rank i; what comes is joined along ``merge_dim``.
+
+    Backward does the same with the axes swapped.
+
+    Args:
+        tensor: alike on all tp_ranks but for the length of ``merge_dim``.
+        split_dim: the axis that is cut, as ``torch.tensor_split`` does.
+        merge_dim: another axis.
+
+    Raises:
+        ValueError: the axes are the same.
+    """
+    split, merge = split_dim % tensor.dim(), merge_dim % tensor.dim()
+    if split == merge:
+        raise ValueError(
+            f"scatter_and_merge_for_tp: split_dim and merge_dim are the same axis, {split_dim}"
+        )
+    if group.size() == 1:
+        return tensor
+    cut = group.shares(tensor.size(split))
+    return _ScatterAndMerge.apply(tensor, split, merge, cut, lengths_of(tensor, merge))
+
+
+def bwd_allreduce_for_tp(tensor: Tensor) -> Tensor:
+    """The tensor; backward sums the tp_ranks' gradients.
+
+    For a value that is the same on all tp_ranks and enters what is split over them.
+    """
+    return _BackwardAllReduce.apply(tensor) if group.size() > 1 else tensor
+
+
+def fwd_allreduce_for_tp(tensor: Tensor) -> Tensor:
+    """The sum of the tp_ranks' tensors; backward passes the gradient on.
+
+    For what leaves such a part of a model: its result is the same on all tp_ranks.
+    """
+    return _ForwardAllReduce.apply(tensor) if group.size() > 1 else tensor

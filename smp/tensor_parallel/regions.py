@@ -1,0 +1,330 @@
+"""Regions: modules of the user's own class that run on the samples of the whole TP_GROUP.
+
+A region's ``forward`` stays the user's.  On its way in, arguments that belong to samples are
+gathered from all tp_ranks; inside, linears hold slices of their weights; the linear that
+leads out sums over the tp_ranks and gives each its own samples back.
+
+Sequences may be of different lengths on the tp_ranks: they are padded to the longest, with
+the padding masked, and cut back on the way out.
+"""
+
+import functools
+import inspect
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from smp.modules.stand_ins import stand_in, users_class
+from smp.tensor_parallel import group, primitives
+
+REGION = "_smp_region"  # in a module's __dict__: its Region
+
+
+class Region(NamedTuple):
+    """What is gathered on the way into a module.
+
+    Attributes:
+        samples: names of arguments with a row for each sample, or one row for all; the
+            first is the hidden state, ``[samples, positions, ...]`` or ``[samples, ...]``.
+        masks: names of arguments that mask positions, ``[samples, ..., positions]``, each with
+            that of the argument whose positions it masks.
+        causal: whether without a mask a position sees the earlier ones only.
+    """
+
+    samples: tuple[str, ...]
+    masks: tuple[tuple[str, str], ...] = ()
+    causal: bool = False
+
+
+class Rows(NamedTuple):
+    """Whose rows a gathered tensor has.
+
+    Attributes:
+        counts: samples of each tp_rank.
+        positions: of this tp_rank's sequences; None: as gathered.
+    """
+
+    counts: list[int]
+    positions: int | None
+
+
+class _InThisThread(threading.local):
+    rows: Rows | None = None
+
+
+# A task has a thread of its own until it ends, and a region leads out in the order of its
+# calls, so the rows that were gathered last in this thread are those that lead out next.
+_gathered = _InThisThread()
+
+
+def rows_to_give_back(path: str) -> Rows:
+    """The rows that the region of this call gathered.
+
+    Raises:
+        RuntimeError: the linear at ``path`` was called outside of its region.
+    """
+    if _gathered.rows is None:
+        raise RuntimeError(
+            f"smp: '{path}' holds a slice of its weights and was called outside of the module "
+            "whose forward it belongs to; call that module, or leave it whole: "
+            "smp.set_tensor_parallelism(module, False)"
+        )
+    return _gathered.rows
+
+
+def make_region(module: nn.Module, region: Region, path: str) -> None:
+    """Have a module gather its arguments from now on."""
+    module.__dict__[REGION] = region, path, inspect.signature(users_class(type(module)).forward)
+    module.__class__ = stand_in(type(module), _members)
+
+
+def _members(cls: type[nn.Module]) -> dict[str, Any]:
+    users_forward = cls.forward
+
+    @functools.wraps(users_forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return _run(self, functools.partial(users_forward, self), args, kwargs)
+
+    return {"forward": forward}
+
+
+def _run(module: nn.Module, forward: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    region, path, signature = module.__dict__[REGION]
+    bound = signature.bind(module, *args, **kwargs)
+    named = bound.arguments
+    extra = next(
+        (p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD), None
+    )
+    names = [*region.samples, *(mask for mask, _ in region.masks)]
+    others = named.get(extra, {}) if extra else {}
+    given = {n: named.get(n, others.get(n)) for n in names}
+    gathered, _gathered.rows = _gather(region, path, given)
+    for name, value in gathered.items():
+        if name in signature.parameters:
+            named[name] = value
+        elif extra and (value is not None or name in others):
+            named.setdefault(extra, {})[name] = value
+    return forward(*bound.args[1:], **bound.kwargs)
+
+
+# ------------------------------------------------------------------------------ gathering
+
+_DTYPES = [
+    torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.bool,
+    torch.int64, torch.int32, torch.uint8, torch.int8, torch.int16,
+]  # fmt: skip
+_AXES = 6
+_WORDS = 2 + _AXES  # of a tensor in the header: number of axes, dtype, sizes
+
+
+def _in_words(tensor: Tensor | None, path: str) -> list[int]:
+    if tensor is None:
+        return [-1] * _WORDS
+    if tensor.dim() > _AXES or tensor.dtype not in _DTYPES:
+        raise NotImplementedError(
+            f"smp: '{path}' got a tensor of shape {list(tensor.shape)} and {tensor.dtype}, "
+            "which tensor parallelism does not gather"
+        )
+    sizes = [*tensor.shape, *[0] * (_AXES - tensor.dim())]
+    return [tensor.dim(), _DTYPES.index(tensor.dtype), *sizes]
+
+
+class _Argument(NamedTuple):
+    """A tensor among the arguments, as each tp_rank has it."""
+
+    path: str  # of the region
+    name: str
+    mine: Tensor | None
+    shapes: list[list[int] | None]  # by tp_rank; None: it has none
+    dtypes: list[torch.dtype | None]
+
+    def sizes(self, axis: int) -> list[int]:
+        """Along an axis, by tp_rank; of those that have it."""
+        return [shape[axis] for shape in self.shapes if shape is not None]
+
+    def is_uneven(self) -> bool:
+        """Whether the tp_ranks have different numbers of positions, axis 1."""
+        shape = next((s for s in self.shapes if s is not None), None)
+        return shape is not None and len(shape) > 1 and len(set(self.sizes(1))) > 1
+
+    def check_alike(self, but: tuple[int, ...]) -> None:
+        """That the tp_ranks' tensors can be joined.
+
+        Args:
+            but: axes along which they may differ.
+
+        Raises:
+            ValueError: on every tp_rank alike; names both shapes.
+        """
+        having = [rank for rank, shape in enumerate(self.shapes) if shape is not None]
+
+        def compared(rank: int) -> Any:
+            shape = self.shapes[rank] or []
+            sizes = [n for axis, n in enumerate(shape) if axis not in but]
+            return len(shape), sizes, self.dtypes[rank]
+
+        for rank in having[1:]:
+            if compared(rank) != compared(having[0]):
+                a, b = (
+                    f"{self.shapes[r]} {str(self.dtypes[r]).removeprefix('torch.')}"
+                    for r in (having[0], rank)
+                )
+                raise ValueError(
+                    f"smp: '{self.path}' got {self.name} of shape {a} on tp_rank {having[0]} "
+                    f"and {b} on tp_rank {rank}: the ranks of a TP_GROUP work on it together"
+                )
+
+
+def _gather(region: Region, path: str, given: dict[str, Any]) -> tuple[dict[str, Any], Rows]:
+    """The arguments with all tp_ranks' samples.  Collective over the TP_GROUP."""
+    flat = {name: tree_flatten(value) for name, value in given.items()}
+    tensors = {
+        name: [leaf if isinstance(leaf, Tensor) else None for leaf in leaves or [None]]
+        for name, (leaves, _) in flat.items()
+    }
+    hidden = tensors[region.samples[0]][0]
+    if hidden is None:
+        raise TypeError(f"smp: '{path}' got no tensor as {region.samples[0]}")
+    arguments = _compare(path, tensors, hidden.device)
+    first = arguments[region.samples[0]][0]
+    counts = first.sizes(0)
+    own_positions = hidden.size(1) if first.is_uneven() else None
+    masked = dict(region.masks)
+    out: dict[str, Any] = {}
+    for name, (leaves, spec) in flat.items():
+        new: list[Any] = []
+        for argument, leaf in zip(arguments[name], leaves or [None], strict=True):
+            if leaf is not None and not isinstance(leaf, Tensor):
+                new.append(leaf)
+            elif name in masked:
+                keys = arguments[masked[name]][0]
+                causal = region.causal and keys is first
+                new.append(_gather_mask(argument, first, keys, causal, hidden, counts))
+            else:
+                new.append(_gather_samples(argument, counts))
+        out[name] = tree_unflatten(new, spec) if leaves else given[name]
+    return out, Rows(counts, own_positions)
+
+
+def _compare(
+    path: str, tensors: dict[str, list[Tensor | None]], device: torch.device
+) -> dict[str, list[_Argument]]:
+    """What the tp_ranks have, by argument.  Collective over the TP_GROUP."""
+    mine = [word for leaves in tensors.values() for t in leaves for word in _in_words(t, path)]
+    everyone = group.gather_numbers(mine, device)
+    out: dict[str, list[_Argument]] = {}
+    at = 0
+    for name, leaves in tensors.items():
+        out[name] = []
+        for leaf in leaves:
+            shapes: list[list[int] | None] = []
+            dtypes: list[torch.dtype | None] = []
+            for words in everyone:
+                axes, dtype, *sizes = words[at : at + _WORDS]
+                shapes.append(sizes[:axes] if axes >= 0 else None)
+                dtypes.append(_DTYPES[dtype] if axes >= 0 else None)
+            out[name].append(_Argument(path, name, leaf, shapes, dtypes))
+            at += _WORDS
+    return out
+
+
+def _gather_samples(argument: _Argument, counts: list[int]) -> Tensor | None:
+    """All tp_ranks' rows; positions padded with zeros."""
+    absent = [shape is None for shape in argument.shapes]
+    if all(absent):
+        return None
+    if any(absent):
+        has, has_not = absent.index(False), absent.index(True)
+        raise ValueError(
+            f"smp: '{argument.path}' got {argument.name} on tp_rank {has} and not on tp_rank "
+            f"{has_not}: the ranks of a TP_GROUP work on it together"
+        )
+    x = argument.mine
+    assert x is not None
+    uneven = argument.is_uneven()
+    argument.check_alike(but=(0, 1) if uneven else (0,))
+    x = _a_row_for_each(argument, x, counts[group.rank()])
+    if uneven:
+        x = F.pad(x, [0, 0] * (x.dim() - 2) + [0, max(argument.sizes(1)) - x.size(1)])
+    return primitives.gather(x, 0, counts)
+
+
+def _a_row_for_each(argument: _Argument, x: Tensor, samples: int) -> Tensor:
+    if x.size(0) == samples:
+        return x
+    if x.size(0) != 1:
+        raise ValueError(
+            f"smp: '{argument.path}' got {argument.name} of shape {list(x.shape)} for "
+            f"{samples} samples"
+        )
+    return x.expand(samples, *x.shape[1:])
+
+
+def _gather_mask(
+    argument: _Argument,
+    queries: _Argument,
+    keys: _Argument,
+    causal: bool,
+    hidden: Tensor,
+    counts: list[int],
+) -> Tensor | None:
+    """All tp_ranks' masks; where a tp_rank has none, one that masks nothing more.
+
+    Args:
+        queries, keys: the arguments whose positions see, and are seen.
+        causal: what no mask means: positions see earlier ones only.
+    """
+    rank = group.rank()
+    having = [tp_rank for tp_rank, shape in enumerate(argument.shapes) if shape is not None]
+    longest = max(keys.sizes(1), default=0)
+    if not having:
+        if causal or not keys.is_uneven():
+            return None
+        own = hidden.new_zeros(counts[rank], 1, 1, keys.sizes(1)[rank])
+        return primitives.gather(_hide_behind(own, longest), 0, counts)
+    model, dtype = argument.shapes[having[0]], argument.dtypes[having[0]]
+    assert model is not None and dtype is not None
+    mask = argument.mine
+    if mask is None:
+        seen_here = keys.sizes(1)[rank] if keys.is_uneven() else model[-1]
+        mask = _nothing_masked(len(model), dtype, hidden.size(1), seen_here, causal, hidden)
+    mask = _a_row_for_each(argument, mask, counts[rank])
+    if keys.is_uneven():
+        mask = _hide_behind(mask, max(longest, *argument.sizes(-1)))
+    else:
+        argument.check_alike(but=(0, 1, 2) if len(model) == 4 else (0,))
+    if len(model) == 4:
+        rows = max([mask.size(2), *argument.sizes(2)])
+        if rows > 1 and queries.is_uneven():
+            rows = max(queries.sizes(1))
+        if rows > mask.size(2) > 1:
+            # A padded position sees what the last one sees: one that sees nothing gives nan.
+            last = mask[:, :, -1:].expand(-1, -1, rows - mask.size(2), -1)
+            mask = torch.cat([mask, last], 2)
+        mask = mask.expand(-1, max([mask.size(1), *argument.sizes(1)]), rows, -1)
+    return primitives.gather(mask, 0, counts)
+
+
+def _nothing_masked(
+    axes: int, dtype: torch.dtype, queries: int, keys: int, causal: bool, like: Tensor
+) -> Tensor:
+    """What another tp_rank's mask would be here, for one sample: causal, or all seen."""
+    if axes == 2:  # 1 where a position is seen
+        return torch.ones(1, keys, dtype=dtype, device=like.device)
+    seen = torch.ones(1, 1, queries, keys, dtype=torch.bool, device=like.device)
+    if causal and queries > 1:
+        seen = seen.tril(keys - queries)
+    if not dtype.is_floating_point:
+        return seen.to(dtype)
+    return torch.zeros_like(seen, dtype=dtype).masked_fill(~seen, torch.finfo(dtype).min)
+
+
+def _hide_behind(mask: Tensor, keys: int) -> Tensor:
+    """With further positions, which nobody sees."""
+    hidden = torch.finfo(mask.dtype).min if mask.is_floating_point() else 0
+    return F.pad(mask, [0, keys - mask.size(-1)], value=hidden)

@@ -1,0 +1,110 @@
+"""Which part of a parameter each rank of the TP_GROUP holds.
+
+A slice is one or more ranges of one axis: one where the axis is cut as it is, several where
+it holds blocks that are cut each by itself (the query, key and value columns of a packed
+linear).  Axis and ranges are kept with the parameter and serve saving and loading.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+Range = tuple[int, int]  # first, one past the last
+
+
+def share(count: int, parts: int) -> list[int]:
+    """How many of ``count`` each part gets, as ``torch.tensor_split``: the first ones more."""
+    least, more = divmod(count, parts)
+    return [least + (i < more) for i in range(parts)]
+
+
+class Slices(NamedTuple):
+    """How an axis is cut.
+
+    Attributes:
+        axis: of the parameter.
+        size: of the whole axis.
+        ranges: by tp_rank, what the rank holds, in its order there.
+    """
+
+    axis: int
+    size: int
+    ranges: tuple[tuple[Range, ...], ...]
+
+    @staticmethod
+    def even(axis: int, size: int, parts: int, unit: int = 1, blocks: int = 1) -> "Slices":
+        """Cut each of ``blocks`` equal blocks into ``parts``, in whole units.
+
+        Args:
+            axis: of the parameter.
+            size: of the whole axis; ``unit * blocks`` divides it.
+            parts: tp_size.
+            unit: elements that stay together, the size of a head for example.
+            blocks: equal parts of the axis that are cut each by itself.
+        """
+        width = size // blocks
+        counts = share(width // unit, parts)
+        ranges = []
+        for part in range(parts):
+            first = sum(counts[:part]) * unit
+            last = first + counts[part] * unit
+            ranges.append(tuple((b * width + first, b * width + last) for b in range(blocks)))
+        return Slices(axis, size, tuple(ranges))
+
+    def local_size(self, part: int) -> int:
+        """The length of a rank's axis."""
+        return sum(last - first for first, last in self.ranges[part])
+
+    def full_shape(self, local: Sequence[int]) -> list[int]:
+        """The shape of the whole, from a part's."""
+        shape = list(local)
+        shape[self.axis] = self.size
+        return shape
+
+    def take(self, whole: Tensor, part: int) -> Tensor:
+        """A rank's part, contiguous, in memory of its own."""
+        pieces = [whole.narrow(self.axis, a, b - a) for a, b in self.ranges[part]]
+        return (
+            torch.cat(pieces, self.axis)
+            if len(pieces) > 1
+            else pieces[0].clone(memory_format=torch.contiguous_format)
+        )
+
+    def join(self, parts: Sequence[Tensor]) -> Tensor:
+        """The whole, from every rank's part."""
+        whole = parts[0].new_empty(self.full_shape(parts[0].shape))
+        for part, ranges in zip(parts, self.ranges, strict=True):
+            at = 0
+            for first, last in ranges:
+                piece = part.narrow(self.axis, at, last - first)
+                whole.narrow(self.axis, first, last - first).copy_(piece)
+                at += last - first
+        return whole
+
+
+_SLICES = "_smp_slices"
+_SCALED = "_smp_scaled_batch"
+
+
+def mark(parameter: Tensor, slices: Slices | None, scaled_batch: bool) -> None:
+    """Note what of a parameter (or buffer) this rank holds, and whose samples it sees.
+
+    Args:
+        parameter: in its local shape.
+        slices: None: all of it.
+        scaled_batch: it sees the samples of the whole TP_GROUP.
+    """
+    setattr(parameter, _SLICES, slices)
+    setattr(parameter, _SCALED, scaled_batch)
+
+
+def slices_of(parameter: Tensor) -> Slices | None:
+    """How a parameter or buffer is cut; None: every rank of the TP_GROUP has all of it."""
+    return getattr(parameter, _SLICES, None)
+
+
+def is_scaled_batch(parameter: Tensor) -> bool:
+    """Whether a parameter sees the samples of the whole TP_GROUP."""
+    return getattr(parameter, _SCALED, False)
