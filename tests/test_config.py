@@ -467,7 +467,6 @@ def test_manual_partition_with_its_default():
 @pytest.mark.parametrize(
     "size, given",
     [
-        (2, {"tensor_parallel_degree": 2}),
         (2, {"sharded_data_parallel_degree": 2}),
         (1, {"shard_optimizer_state": True}),
         (1, {"offload_activations": True}),

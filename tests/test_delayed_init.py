@@ -207,8 +207,3 @@ def test_model_creation_sets_the_dtype_and_takes_what_it_does_not_know():
     assert nn.Linear(2, 2).weight.dtype is torch.float32
     with smp.tensor_parallelism(enabled=False, fused_softmax=True):
         smp.set_tensor_parallelism(inside, False)
-    for enabling in (smp.model_creation(tensor_parallelism=True), smp.tensor_parallelism()):
-        with pytest.raises(NotImplementedError, match="tensor parallelism"), enabling:
-            pass
-    with pytest.raises(NotImplementedError, match="set_tensor_parallelism"):
-        smp.set_tensor_parallelism(inside)

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from smp import not_built
 from smp.tensor_parallel import group
 from smp.tensor_parallel.linears import cut_inputs, cut_outputs
 from smp.tensor_parallel.regions import Region, make_region
@@ -37,3 +38,18 @@ def split_mlp(mlp: Any, path: str) -> None:
 
 
 IN_PLACE = {"GPT2Attention": split_attention, "GPT2MLP": split_mlp}
+
+translate_state_dict_to_hf_gpt2 = not_built.function("translate_state_dict_to_hf_gpt2")
+translate_hf_state_dict_to_smdistributed_gpt2 = not_built.function(
+    "translate_hf_state_dict_to_smdistributed_gpt2"
+)
+translate_hf_state_dict_to_smdistributed = not_built.function(
+    "translate_hf_state_dict_to_smdistributed"
+)
+get_hf_gpt2_transformer_layer_hooks = not_built.function("get_hf_gpt2_transformer_layer_hooks")
+translate_hf_block_state_dict_to_smdistributed = not_built.function(
+    "translate_hf_block_state_dict_to_smdistributed"
+)
+translate_layer_state_dict_to_hf_gpt2_block = not_built.function(
+    "translate_layer_state_dict_to_hf_gpt2_block"
+)

@@ -1,0 +1,116 @@
+"""The plain model in one process over all ranks' samples: what a split model must equal.
+
+The loss is the mean over the ranks of each rank's own.  Everything is in float64.
+"""
+
+import copy
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import smp
+from smp.tensor_parallel.slices import slices_of
+
+Loss = Callable[..., Tensor]  # (model, *batch) -> a rank's own loss
+Batch = Callable[[int, int], tuple]  # (dp_rank, step) -> arguments of the loss
+
+TOLERANCE = 1e-10  # of the largest element
+
+
+def split_over_all_ranks(**config: Any) -> None:
+    """``smp.init`` with one TP_GROUP."""
+    smp.init({"tensor_parallel_degree": int(os.environ["OMPI_COMM_WORLD_SIZE"]), **config})
+
+
+class WholeJob:
+    """A split model and its reference, side by side.
+
+    Args:
+        net: the user's module, marked; the reference is a copy of it.
+        loss: of a rank's own samples.
+        batch: every rank's arguments, known to all.
+        optimizer: makes one for a model's parameters.
+        options: for ``smp.DistributedModel``.
+    """
+
+    def __init__(
+        self,
+        net: nn.Module,
+        loss: Loss,
+        batch: Batch,
+        optimizer: Callable[[Any], torch.optim.Optimizer] | None = None,
+        **options: Any,
+    ) -> None:
+        self.net, self.loss, self.batch = net, loss, batch
+        self.plain = copy.deepcopy(net)
+        self.model = smp.DistributedModel(net, **options)
+        make = optimizer or (lambda parameters: torch.optim.AdamW(parameters, lr=1e-2))
+        self.optimizer = smp.DistributedOptimizer(make(self.model.parameters()))
+        self.plain_optimizer = make(self.plain.parameters())
+
+        @smp.step
+        def train(model: smp.DistributedModel, *batch: Any) -> Tensor:
+            loss = self.loss(model, *batch)
+            model.backward(loss)
+            return loss
+
+        self._train = train
+
+    def train(self, step: int) -> None:
+        """Forward and backward of one step on both; losses must be equal."""
+        loss = self._train(self.model, *self.batch(smp.dp_rank(), step)).reduce_mean()
+        count = smp.dp_size()
+        own = [self.loss(self.plain, *self.batch(rank, step)) for rank in range(count)]
+        (torch.stack(own).sum() / count).backward()
+        assert_near(loss, own[smp.dp_rank()].detach(), f"loss of step {step}")
+
+    def check_gradients(self) -> None:
+        """Each local gradient is the reference's, or this rank's slice of it."""
+        wanted = dict(self.plain.named_parameters())
+        for name, parameter in self.model.local_named_parameters():
+            compare_slice(parameter.grad, wanted[name].grad, parameter, f"gradient of {name}")
+
+    def check_parameters(self) -> None:
+        """Likewise for the parameters themselves, and the buffers."""
+        wanted = dict(self.plain.named_parameters())
+        for name, parameter in self.model.local_named_parameters():
+            compare_slice(parameter.detach(), wanted[name].detach(), parameter, name)
+        buffers = dict(self.plain.named_buffers())
+        for name, buffer in self.model.local_named_buffers():
+            if buffer.is_floating_point():
+                compare_slice(buffer, buffers[name], buffer, name)
+
+    def step(self, step: int, max_norm: float | None = None) -> None:
+        """One whole step with its checks; gradients clipped to a norm, if one is given."""
+        self.optimizer.zero_grad()
+        self.plain_optimizer.zero_grad()
+        self.train(step)
+        self.check_gradients()
+        if max_norm is not None:
+            want = nn.utils.clip_grad_norm_(self.plain.parameters(), max_norm)
+            assert_near(self.model.clip_grad_norm_(max_norm), want, f"norm of step {step}")
+        self.optimizer.step()
+        self.plain_optimizer.step()
+
+
+def compare_slice(got: Tensor | None, whole: Tensor | None, like: Tensor, what: str) -> None:
+    """What a rank has is its slice (as ``like`` is cut) of the whole."""
+    if got is None or whole is None:
+        assert got is whole, f"{what}: {'none' if got is None else 'one'}"
+        return
+    slices = slices_of(like)
+    want = whole if slices is None else slices.take(whole, smp.tp_rank())
+    assert got.shape == want.shape, f"{what}: {got.shape}, not {want.shape}"
+    scale = whole.abs().max().item() if whole.numel() else 0.0
+    assert_near(got, want, what, scale)
+
+
+def assert_near(got: Tensor, want: Tensor, what: str, scale: float | None = None) -> None:
+    """Equal but for rounding."""
+    got, want = got.detach().double(), want.detach().double()
+    scale = max(want.abs().max().item() if scale is None else scale, 1e-3)
+    worst = (got - want).abs().max().item() if want.numel() else 0.0
+    assert worst <= TOLERANCE * scale, f"{what}: {worst:.2e} off, of {scale:.2e}"

@@ -1,0 +1,265 @@
+"""A model split over the TP_GROUP equals the plain one over all ranks' samples.
+
+The reference is ``tests/reference/whole_job.py``, in float64.
+"""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import smp
+from smp.tensor_parallel.slices import Slices, slices_of
+from tests.ranks import on_ranks
+from tests.reference.whole_job import WholeJob, assert_near, split_over_all_ranks
+
+VOCABULARY = 61
+
+
+def small_gpt2(heads: int = 3, **options: Any) -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(3)
+    config = GPT2Config(
+        vocab_size=VOCABULARY,
+        n_positions=16,
+        n_embd=8 * heads,
+        n_layer=2,
+        n_head=heads,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        bos_token_id=0,
+        eos_token_id=0,
+        **options,
+    )
+    with smp.tensor_parallelism():
+        return GPT2LMHeadModel(config)
+
+
+def tokens(rank: int, step: int, uneven: bool = True, masked: bool = True) -> tuple:
+    """Ids and mask; other numbers of samples, lengths and padding on each rank."""
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    samples, length = (2 + rank, 6 + 2 * rank) if uneven else (2, 6)
+    ids = torch.randint(0, VOCABULARY, (samples, length), generator=generator)
+    mask = torch.ones_like(ids)
+    if masked and rank % 2:
+        mask[:, -2:] = 0
+    return ids, mask
+
+
+def next_token_loss(model: nn.Module, ids: Tensor, mask: Tensor) -> Tensor:
+    logits = model(input_ids=ids, attention_mask=mask).logits[:, :-1]
+    return F.cross_entropy(logits.reshape(-1, VOCABULARY), ids[:, 1:].reshape(-1))
+
+
+# ----------------------------------------------------------------------------- equality
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@on_ranks(2, 3, timeout_s=120)
+def test_gpt2_equals_the_plain_model(attention):
+    """Losses, gradients, norms and parameters; uneven samples, lengths, heads, padding."""
+    split_over_all_ranks()
+    job = WholeJob(small_gpt2(attn_implementation=attention), next_token_loss, tokens)
+    split = [one.path for one in job.model._smp_split if not one.reason]
+    assert split == [f"transformer.h.{i}.{part}" for i in (0, 1) for part in ("attn", "mlp")]
+    for step in range(3):
+        job.step(step, max_norm=0.3)
+    job.check_parameters()
+
+
+@pytest.mark.parametrize("placement", ["cluster", "spread"])
+@on_ranks(4, timeout_s=120)
+def test_replicas_of_a_split_model_equal_the_plain_one(placement):
+    """T 2, R 2; microbatches, and gradients that add up over steps and without exchange."""
+    smp.init({"tensor_parallel_degree": 2, "microbatches": 2, "placement_strategy": placement})
+    job = WholeJob(
+        small_gpt2(),
+        next_token_loss,
+        lambda rank, step: tokens(rank, step, uneven=False),
+    )
+    with job.model.no_sync():
+        job.train(0)
+    job.train(1)
+    job.check_gradients()
+    job.train(2)
+    job.check_gradients()
+
+
+@on_ranks(2, timeout_s=120)
+def test_ten_steps_of_adamw():
+    smp.init({"tensor_parallel_degree": 2})
+    job = WholeJob(small_gpt2(), next_token_loss, tokens)
+    for step in range(10):
+        job.step(step)
+    job.check_parameters()
+
+
+@on_ranks(2, timeout_s=120)
+def test_frozen_parameters_stay_and_train_later():
+    smp.init({"tensor_parallel_degree": 2})
+    net = small_gpt2()
+    net.transformer.h[0].requires_grad_(False)
+    job = WholeJob(net, next_token_loss, tokens)
+    job.step(0)
+    for model in (job.net, job.plain):
+        model.requires_grad_(True)
+    job.step(1)
+    job.check_parameters()
+
+
+# ------------------------------------------------------------------------ what a user asks
+
+
+@on_ranks(2, timeout_s=120)
+def test_which_parameters_are_split():
+    smp.init({"tensor_parallel_degree": 2})
+    net = small_gpt2()
+    total = sum(p.numel() for p in net.parameters())
+    model = smp.DistributedModel(net)
+    mlp = net.transformer.h[0].mlp
+    assert model.is_distributed_parameter(mlp.c_fc.weight)
+    assert model.is_scaled_batch_parameter(mlp.c_fc.bias)
+    assert not model.is_distributed_parameter(mlp.c_proj.bias)
+    assert not model.is_scaled_batch_parameter(mlp.c_proj.bias)
+    assert mlp.c_fc in list(model.distributed_modules())
+    names = {n for n, _ in model.scaled_batch_reducer_named_parameters()}
+    assert "transformer.h.0.attn.c_attn.weight" in names
+    assert names | {n for n, _ in model.default_reducer_named_parameters()} == {
+        n for n, _ in net.named_parameters()
+    }
+    assert model.num_parameters() == total
+    assert type(mlp).__name__ == "GPT2MLP" and isinstance(mlp.c_fc, nn.Module)
+
+
+@on_ranks(2, timeout_s=120)
+def test_every_rank_has_the_weights_of_tp_rank_0():
+    """Scripts seed by rank; the model that is split is tp_rank 0's."""
+    smp.init({"tensor_parallel_degree": 2})
+    net = small_gpt2()
+    first = copy.deepcopy(net.state_dict())
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter += smp.tp_rank()
+    whole = smp.DistributedModel(net).state_dict()
+    for name, value in first.items():
+        assert torch.equal(whole[name], value), name
+
+
+@on_ranks(2, timeout_s=120)
+def test_a_module_that_is_not_marked_stays_whole():
+    smp.init({"tensor_parallel_degree": 2})
+    net = small_gpt2()
+    smp.set_tensor_parallelism(net, False)
+    smp.set_tensor_parallelism(net.transformer.h[1].mlp)
+    job = WholeJob(net, next_token_loss, tokens)
+    assert [one.path for one in job.model._smp_split] == ["transformer.h.1.mlp"]
+    job.step(0)
+
+
+@on_ranks(2, timeout_s=120)
+def test_a_shared_parameter_leaves_the_module_whole():
+    smp.init({"tensor_parallel_degree": 2})
+    net = small_gpt2()
+    net.transformer.extra = nn.Linear(1, 1)
+    net.transformer.extra.weight = net.transformer.h[0].mlp.c_fc.weight
+    model = smp.DistributedModel(net)
+    reasons = {one.path: one.reason for one in model._smp_split}
+    assert "'c_fc.weight' is shared" in reasons["transformer.h.0.mlp"]
+    assert reasons["transformer.h.1.mlp"] == ""
+
+
+# ------------------------------------------------------------------------------- state
+
+
+@on_ranks(2, 3, timeout_s=120)
+def test_the_state_is_the_plain_models():
+    """Full dicts of model and optimizer load into the plain ones, and back."""
+    split_over_all_ranks()
+    job = WholeJob(small_gpt2(), next_token_loss, tokens)
+    job.step(0)
+    job.step(1)
+    whole = job.model.state_dict()
+    plain = job.plain.state_dict()
+    assert list(whole) == list(plain)
+    for name, value in plain.items():
+        assert_near(whole[name], value, name)
+    state = job.optimizer.state_dict()
+    wanted = job.plain_optimizer.state_dict()
+    for number, moments in wanted["state"].items():
+        for key, value in moments.items():
+            assert_near(state["state"][number][key], value, f"{key} of {number}")
+    other = small_gpt2()
+    other.load_state_dict(whole)
+    torch.optim.AdamW(other.parameters()).load_state_dict(state)
+
+    again = WholeJob(small_gpt2(), next_token_loss, tokens)
+    again.model.load_state_dict(plain)
+    again.plain.load_state_dict(plain)
+    again.optimizer.load_state_dict(copy.deepcopy(wanted))
+    again.plain_optimizer.load_state_dict(copy.deepcopy(wanted))
+    again.step(2)
+    again.check_parameters()
+    partial, moments = again.model.local_state_dict(), again.optimizer.local_state_dict()
+    once_more = WholeJob(small_gpt2(), next_token_loss, tokens)
+    once_more.model.load_state_dict(partial)
+    once_more.optimizer.load_state_dict(copy.deepcopy(moments))
+    once_more.plain.load_state_dict(again.plain.state_dict())
+    once_more.plain_optimizer.load_state_dict(copy.deepcopy(again.plain_optimizer.state_dict()))
+    once_more.step(3)
+    once_more.check_parameters()
+
+
+@on_ranks(2, timeout_s=120)
+def test_another_shape_is_refused_by_name():
+    smp.init({"tensor_parallel_degree": 2})
+    model = smp.DistributedModel(small_gpt2())
+    state = model.state_dict()
+    name = "transformer.h.0.mlp.c_fc.weight"
+    state[name] = state[name][:, 1:]
+    with pytest.raises(
+        RuntimeError, match=rf"{name}: \[24, 95\], where the model has \[24, 96\]"
+    ):
+        model.load_state_dict(state)
+
+
+# ------------------------------------------------------------------------ when it goes wrong
+
+
+@on_ranks(2, timeout_s=120)
+def test_batches_that_cannot_be_joined_are_named_on_both_ranks():
+    smp.init({"tensor_parallel_degree": 2})
+    model = smp.DistributedModel(small_gpt2())
+    width = 24 if smp.rank() == 0 else 12
+    mlp = model.get_module().transformer.h[0].mlp
+    with pytest.raises(ValueError, match=r"'transformer.h.0.mlp' got hidden_states of shape"):
+        mlp(torch.zeros(2, 3, width))
+
+
+@on_ranks(2, timeout_s=120)
+def test_fewer_heads_than_ranks_are_refused():
+    smp.init({"tensor_parallel_degree": 2})
+    with pytest.raises(ValueError, match="too short to be split over tensor_parallel_degree=2"):
+        smp.DistributedModel(small_gpt2(heads=1))
+
+
+# ------------------------------------------------------------------------------- slices
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 4])
+@pytest.mark.parametrize(("unit", "blocks"), [(1, 1), (3, 1), (2, 3)])
+def test_slices_join_to_the_whole(parts, unit, blocks):
+    size = unit * blocks * 5
+    for axis in (0, 1):
+        whole = torch.randn((size, 4) if axis == 0 else (4, size))
+        slices = Slices.even(axis, size, parts, unit, blocks)
+        local = [slices.take(whole, part) for part in range(parts)]
+        assert torch.equal(slices.join(local), whole)
+        assert [t.size(axis) for t in local] == [slices.local_size(p) for p in range(parts)]
+        assert all(t.size(axis) % (unit * blocks) == 0 for t in local)
+        assert slices_of(whole) is None
