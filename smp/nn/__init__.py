@@ -4,6 +4,10 @@ from torch import nn
 
 from smp import not_built
 from smp.nn import building_blocks
+from smp.nn.distributed_module import DistributedModule
+from smp.nn.embedding import DistributedEmbedding
+from smp.nn.linear import DistributedLinear
+from smp.tensor_parallel import in_place
 
 utils = building_blocks
 
@@ -16,9 +20,6 @@ class FusedLayerNorm(nn.LayerNorm):
     """
 
 
-DistributedModule = not_built.class_of(nn.Module, "smp.nn.DistributedModule")
-DistributedLinear = not_built.class_of(DistributedModule, "smp.nn.DistributedLinear")
-DistributedEmbedding = not_built.class_of(DistributedModule, "smp.nn.DistributedEmbedding")
 DistributedLayerNorm = not_built.class_of(DistributedModule, "smp.nn.DistributedLayerNorm")
 DistributedAttentionLayer = not_built.class_of(
     DistributedModule, "smp.nn.DistributedAttentionLayer"
@@ -34,3 +35,6 @@ DistributedTransformerLMHead = not_built.class_of(
     DistributedModule, "smp.nn.DistributedTransformerLMHead"
 )
 FlashAttentionLayer = not_built.class_of(nn.Module, "smp.nn.FlashAttentionLayer")
+
+in_place.register_leaf(nn.Linear, DistributedLinear.take_over)
+in_place.register_leaf(nn.Embedding, DistributedEmbedding.take_over)

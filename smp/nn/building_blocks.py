@@ -4,19 +4,25 @@
 """
 
 from smp import not_built
+from smp.nn import parameter_creation
+from smp.tensor_parallel import group, primitives
 
-parameter_creation_scope = not_built.function("smp.nn.utils.parameter_creation_scope")
-initialize_with_input_partition = not_built.function(
-    "smp.nn.utils.initialize_with_input_partition"
-)
-initialize_with_output_partition = not_built.function(
-    "smp.nn.utils.initialize_with_output_partition"
-)
-fused_allgather_for_tp = not_built.function("smp.nn.utils.fused_allgather_for_tp")
-fwd_allreduce_for_tp = not_built.function("smp.nn.utils.fwd_allreduce_for_tp")
-bwd_allreduce_for_tp = not_built.function("smp.nn.utils.bwd_allreduce_for_tp")
-scatter_and_merge_for_tp = not_built.function("smp.nn.utils.scatter_and_merge_for_tp")
-reduce_scatter_for_tp = not_built.function("smp.nn.utils.reduce_scatter_for_tp")
+parameter_creation_scope = parameter_creation.parameter_creation_scope
+initialize_with_input_partition = parameter_creation.initialize_with_input_partition
+initialize_with_output_partition = parameter_creation.initialize_with_output_partition
+fused_allgather_for_tp = primitives.fused_allgather_for_tp
+reduce_scatter_for_tp = primitives.reduce_scatter_for_tp
+scatter_and_merge_for_tp = primitives.scatter_and_merge_for_tp
+fwd_allreduce_for_tp = primitives.fwd_allreduce_for_tp
+bwd_allreduce_for_tp = primitives.bwd_allreduce_for_tp
 shard_sequence = not_built.function("smp.nn.utils.shard_sequence")
-get_local_channels = not_built.function("smp.nn.utils.get_local_channels")
-get_start_pos_for_slicing = not_built.function("smp.nn.utils.get_start_pos_for_slicing")
+
+
+def get_local_channels(n: int) -> int:
+    """How many of ``n`` channels this tp_rank has, as ``torch.tensor_split`` cuts them."""
+    return group.shares(n)[group.rank()]
+
+
+def get_start_pos_for_slicing(n: int) -> int:
+    """The first of ``n`` channels that this tp_rank has."""
+    return sum(group.shares(n)[: group.rank()])

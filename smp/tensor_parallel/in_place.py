@@ -1,18 +1,20 @@
-"""Splitting a user's model where it stands: classes, ``forward`` and names stay.
+"""Splitting a user's model: where it stands, or with a distributed form in its place.
 
-What of a module is cut, a *plan* of its family says (``smp/nn/huggingface``, one file a
-family): a function that cuts a module's linears and makes it a region.
+What of a module is cut in place, a *plan* of its family says (``smp/nn/huggingface``, one file
+a family): a function that cuts a module's linears and makes it a region.  A registered class
+is replaced (``smp.tensor_parallel.replacement``).  Of models without either, each linear and
+embedding is split by itself.
 """
 
 import importlib
 import importlib.util
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable
 from typing import NamedTuple
 
 from torch import nn
 
-from smp.tensor_parallel import marking
+from smp.tensor_parallel import marking, replacement
 
 FAMILIES = "smp.nn.huggingface"
 
@@ -27,53 +29,136 @@ class Outcome(NamedTuple):
     reason: str  # why it was left whole; "": it was split
 
 
+# Splits one module by itself; with True by rows, as tied embeddings and linears are.
+_leaves: dict[type[nn.Module], Callable[..., None]] = {}
+
+# Modules that look at their children's weights themselves.
+_USE_CHILDRENS_WEIGHTS = (nn.TransformerEncoderLayer, nn.MultiheadAttention)
+
+
+def register_leaf(cls: type[nn.Module], split: Callable[..., None]) -> None:
+    """Have marked modules of just this class split by ``split(module, by_rows)``."""
+    _leaves[cls] = split
+
+
 def split(model: nn.Module) -> list[Outcome]:
-    """Split the marked modules that have a plan.  Collective over the TP_GROUP.
+    """Split the marked modules.  Collective over the TP_GROUP.
 
     Returns:
         what became of each marked module that could be split by itself.
     """
-    users = _users_of_parameters(model)
-    out: list[Outcome] = []
-    _split_below(model, "", users, out)
-    return out
+    return _Splitting(model).run()
 
 
-def _split_below(module: nn.Module, path: str, users: Counter[int], out: list[Outcome]) -> None:
-    plan = plan_of(type(module)) if marking.configuration(module) is not None else None
-    if plan is not None:
-        reason = _shares_outside(module, users)
-        if not reason:
-            plan(module, path)
-        out.append(Outcome(path, type(module).__name__, reason))
-        return
-    for name, child in module.named_children():
-        _split_below(child, f"{path}.{name}" if path else name, users, out)
+class _Splitting:
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.owners: dict[int, list[nn.Module]] = defaultdict(list)  # of a parameter, by id
+        for module in model.modules():
+            for parameter in module._parameters.values():
+                if parameter is not None:
+                    self.owners[id(parameter)].append(module)
+        self.out: list[Outcome] = []
+        self.done: set[int] = set()
+
+    def run(self) -> list[Outcome]:
+        self._visit(self.model, "", None, in_family=False)
+        return self.out
+
+    def _visit(
+        self, module: nn.Module, path: str, parent: nn.Module | None, in_family: bool
+    ) -> None:
+        if id(module) in self.done:
+            return
+        self.done.add(id(module))
+        cls = type(module)
+        if marking.configuration(module) is not None:
+            plan = plan_of(cls)
+            if replacement.registration_of(module) is not None:
+                self._replace(module, path, parent)
+                return
+            if plan is not None:
+                if not self._left_whole(module, path, self._shared_outside(module)):
+                    plan(module, path)
+                return
+            if cls in _leaves:
+                self._split_leaf(module, path, parent, in_family)
+                return
+        in_family = in_family or family_of(cls) is not None
+        for name, child in module.named_children():
+            self._visit(child, f"{path}.{name}" if path else name, module, in_family)
+
+    def _left_whole(self, module: nn.Module, path: str, reason: str) -> bool:
+        self.out.append(Outcome(path, type(module).__name__, reason))
+        return bool(reason)
+
+    def _replace(self, module: nn.Module, path: str, parent: nn.Module | None) -> None:
+        reason = self._shared_outside(module)
+        if parent is None:
+            reason = "it is the whole model: wrap it in a module, or mark what is in it"
+        new = reason or replacement.replace(module, path)
+        if isinstance(new, nn.Module):
+            assert parent is not None
+            for holder in self.model.modules():
+                for name, child in holder._modules.items():
+                    if child is module:
+                        holder._modules[name] = new
+            new.__dict__.update({marking.MARK: module.__dict__.get(marking.MARK)})
+            reason = ""
+        else:
+            reason = new
+        self._left_whole(module, path, reason)
+
+    def _split_leaf(
+        self, module: nn.Module, path: str, parent: nn.Module | None, in_family: bool
+    ) -> None:
+        config = marking.configuration(module) or {}
+        others = [one for one in self.owners[id(module.weight)] if one is not module]
+        tied = self._is_tied_vocabulary(module, others)
+        if in_family:
+            vocabulary = tied or isinstance(module, nn.Embedding)
+            if not (vocabulary and config.get("distribute_embedding")):
+                return  # the family's plan says what is split
+        reason = ""
+        if others and not tied:
+            reason = "its parameter 'weight' is shared with a module outside of it"
+        elif isinstance(parent, _USE_CHILDRENS_WEIGHTS):
+            reason = f"{type(parent).__name__} uses its weight without calling it"
+        if not self._left_whole(module, path, reason):
+            _leaves[type(module)](module, tied)
+
+    def _is_tied_vocabulary(self, module: nn.Module, others: list[nn.Module]) -> bool:
+        """Whether an embedding and a linear, both marked, share their weight."""
+        kinds = {type(one) for one in (module, *others)}
+        kinds |= {
+            base for one in others for base in type(one).__bases__
+        }  # one is split already
+        marked = all(marking.configuration(one) is not None for one in others)
+        return len(others) == 1 and {nn.Embedding, nn.Linear} <= kinds and marked
+
+    def _shared_outside(self, module: nn.Module) -> str:
+        """Why a module cannot be split alone: the parameter that others own, too; or ""."""
+        inside = set(module.modules())
+        for name, parameter in module.named_parameters():
+            if not set(self.owners[id(parameter)]) <= inside:
+                return f"its parameter '{name}' is shared with a module outside of it"
+        return ""
+
+
+def family_of(cls: type[nn.Module]) -> str | None:
+    """The module with the plans for a class of transformers, or what inherits from it."""
+    for base in cls.__mro__:
+        if base.__module__.startswith("transformers.models."):
+            name = f"{FAMILIES}.{base.__module__.split('.')[2]}"
+            if importlib.util.find_spec(name) is not None:
+                return name
+    return None
 
 
 def plan_of(cls: type[nn.Module]) -> Plan | None:
     """The plan for a class, or for the class that it inherits from."""
-    for base in cls.__mro__:
-        if base.__module__.startswith("transformers.models."):
-            family = base.__module__.split(".")[2]
-            name = f"{FAMILIES}.{family}"
-            if importlib.util.find_spec(name) is not None:
-                plans: dict[str, Plan] = importlib.import_module(name).IN_PLACE
-                if base.__name__ in plans:
-                    return plans[base.__name__]
-    return None
-
-
-def _users_of_parameters(model: nn.Module) -> Counter[int]:
-    """How many modules own each parameter, by its id."""
-    modules = set(model.modules())
-    return Counter(id(p) for m in modules for p in m._parameters.values() if p is not None)
-
-
-def _shares_outside(module: nn.Module, users: Counter[int]) -> str:
-    """Why a module cannot be split alone: the parameter that others own, too; or ""."""
-    inside = _users_of_parameters(module)
-    for name, parameter in module.named_parameters():
-        if users[id(parameter)] > inside[id(parameter)]:
-            return f"its parameter '{name}' is shared with a module outside of it"
-    return ""
+    family = family_of(cls)
+    if family is None:
+        return None
+    plans: dict[str, Plan] = getattr(importlib.import_module(family), "IN_PLACE", {})
+    return next((plans[b.__name__] for b in cls.__mro__ if b.__name__ in plans), None)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from smp.modules.stand_ins import stand_in
 from smp.tensor_parallel import group, primitives
 from smp.tensor_parallel.regions import rows_to_give_back
-from smp.tensor_parallel.slices import Slices, mark
+from smp.tensor_parallel.slices import Slices, mark, slices_of
 
 PATH = "_smp_tensor_parallel_path"  # in a module's __dict__
 
@@ -37,6 +37,8 @@ def keep_slice(module: nn.Module, name: str, slices: Slices | None) -> None:
         ValueError: a tp_rank would hold nothing.
     """
     parameter = module.get_parameter(name)
+    if slices is not None and slices_of(parameter) == slices:
+        return  # tied, and cut with the other module
     if slices is not None:
         if not all(slices.local_size(rank) for rank in range(group.size())):
             raise ValueError(
@@ -46,9 +48,17 @@ def keep_slice(module: nn.Module, name: str, slices: Slices | None) -> None:
             )
         with torch.no_grad():
             whole = parameter.data.contiguous()
-            group.broadcast(whole)
+            if group.size() > 1:
+                group.broadcast(whole)
             parameter.data = slices.take(whole, group.rank())
     mark(parameter, slices, scaled_batch=True)
+
+
+def cut_weights(module: Any, slices: Slices, cut_bias: bool = False) -> None:
+    """Keep this tp_rank's slice of a module's weight, and of its bias if that is cut alike."""
+    keep_slice(module, "weight", slices)
+    if cut_bias and module.bias is not None:
+        keep_slice(module, "bias", slices._replace(axis=0))
 
 
 def cut_outputs(linear: Any, unit: int = 1, blocks: int = 1) -> None:
@@ -62,9 +72,7 @@ def cut_outputs(linear: Any, unit: int = 1, blocks: int = 1) -> None:
     axis = 1 if is_transposed(linear) else 0
     size = linear.weight.size(axis)
     slices = Slices.even(axis, size, group.size(), unit, blocks)
-    keep_slice(linear, "weight", slices)
-    if linear.bias is not None:
-        keep_slice(linear, "bias", slices._replace(axis=0))
+    cut_weights(linear, slices, cut_bias=True)
     setattr(
         linear,
         "nf" if is_transposed(linear) else "out_features",

@@ -13,7 +13,7 @@ from torch import nn
 
 from smp.modules import creation
 
-_MARK = "_smp_tensor_parallelism"  # in a module's __dict__: copied and pickled with it
+MARK = "_smp_tensor_parallelism"  # in a module's __dict__: copied and pickled with it
 
 _OUTSIDE: dict[str, Any] = {}  # by identity: there is no context
 
@@ -62,15 +62,15 @@ def set_tensor_parallelism(module: nn.Module, enabled: bool = True, **config: An
             f"smp.set_tensor_parallelism takes a torch.nn.Module, not a {type(module).__name__}"
         )
     for one in module.modules():
-        one.__dict__[_MARK] = dict(config) if enabled else None
+        one.__dict__[MARK] = dict(config) if enabled else None
 
 
 def configuration(module: nn.Module) -> dict[str, Any] | None:
     """What a marked module was marked with; None: it is not marked."""
-    return module.__dict__.get(_MARK)
+    return module.__dict__.get(MARK)
 
 
 def _mark_created(module: nn.Module) -> None:
     config = _innermost.get()
     if config is not _OUTSIDE:
-        module.__dict__[_MARK] = config
+        module.__dict__[MARK] = config

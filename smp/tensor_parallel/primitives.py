@@ -18,7 +18,9 @@ Lengths = list[int]  # by tp_rank
 
 
 def lengths_of(tensor: Tensor, axis: int) -> Lengths:
-    """Every tp_rank's length along an axis."""
+    """Every tp_rank's length along an axis.  Collective over the TP_GROUP."""
+    if group.size() == 1:
+        return [tensor.size(axis)]
     return [n for (n,) in group.gather_numbers([tensor.size(axis)], tensor.device)]
 
 
@@ -141,6 +143,15 @@ def reduce_scatter(x: Tensor, axis: int, lengths: Lengths) -> Tensor:
     return _ReduceScatter.apply(x, axis, lengths) if group.size() > 1 else x
 
 
+def scatter_and_merge(
+    x: Tensor, split: int, merge: int, cut: Lengths, joined: Lengths
+) -> Tensor:
+    """``scatter_and_merge_for_tp`` into and out of known lengths, by tp_rank."""
+    if group.size() == 1:
+        return x
+    return _ScatterAndMerge.apply(x, split % x.dim(), merge % x.dim(), cut, joined)
+
+
 def fused_allgather_for_tp(tensor: Tensor, dim: int) -> Tensor:
     """All tp_ranks' tensors, joined along an axis in their order.
 
@@ -187,10 +198,8 @@ def scatter_and_merge_for_tp(tensor: Tensor, split_dim: int, merge_dim: int) -> 
         raise ValueError(
             f"scatter_and_merge_for_tp: split_dim and merge_dim are the same axis, {split_dim}"
         )
-    if group.size() == 1:
-        return tensor
     cut = group.shares(tensor.size(split))
-    return _ScatterAndMerge.apply(tensor, split, merge, cut, lengths_of(tensor, merge))
+    return scatter_and_merge(tensor, split, merge, cut, lengths_of(tensor, merge))
 
 
 def bwd_allreduce_for_tp(tensor: Tensor) -> Tensor:

@@ -1,6 +1,205 @@
-"""Which classes have a distributed form that takes their place."""
+"""Which classes have a distributed form that takes their place.
 
-from smp import not_built
+``smp.tp_register`` and ``smp.tp_register_with_module`` are for users' own classes.  What an
+instance was made with is recorded from then on, so that its distributed form can be made
+with the same.
+"""
 
-tp_register = not_built.function("smp.tp_register")
-tp_register_with_module = not_built.function("smp.tp_register_with_module")
+import functools
+import inspect
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from smp.tensor_parallel import group, marking
+from smp.tensor_parallel.slices import slices_of
+
+_MADE_WITH = "_smp_made_with"  # in a module's __dict__: (args, kwargs) of its __init__
+
+Hook = Callable[..., Any]
+
+
+class Registration(NamedTuple):
+    """What takes the place of a class."""
+
+    dist_module: type[nn.Module]
+    init_hook: Hook | None
+    forward_hook: Hook | None
+    return_hook: Hook | None
+
+
+_registered: dict[type[nn.Module], Registration] = {}
+
+
+def tp_register(
+    dist_module: type[nn.Module],
+    init_hook: Hook | None = None,
+    forward_hook: Hook | None = None,
+    return_hook: Hook | None = None,
+) -> Callable[[type[nn.Module]], type[nn.Module]]:
+    """Decorate a module class: ``dist_module`` takes its place under tensor parallelism.
+
+    See `tp_register_with_module`.
+    """
+
+    def decorate(module_cls: type[nn.Module]) -> type[nn.Module]:
+        tp_register_with_module(module_cls, dist_module, init_hook, forward_hook, return_hook)
+        return module_cls
+
+    return decorate
+
+
+def tp_register_with_module(
+    module_cls: type[nn.Module],
+    dist_module: type[nn.Module],
+    init_hook: Hook | None = None,
+    forward_hook: Hook | None = None,
+    return_hook: Hook | None = None,
+) -> None:
+    """Have ``dist_module`` take the place of a class's marked instances.
+
+    Its parameters of the same names keep the instance's weights, which are tp_rank 0's.
+    Instances made before the registration stay as they are.
+
+    Args:
+        module_cls: the user's class.
+        dist_module: a subclass of ``smp.nn.DistributedModule``.
+        init_hook: from the arguments of the class's ``__init__`` to ``(args, kwargs)`` of
+            ``dist_module``'s; None: they are the same.
+        forward_hook: likewise for ``forward``.
+        return_hook: from what ``dist_module`` returns to what the class returns.
+
+    Raises:
+        TypeError: a hook's parameters (names, order, defaults) are not those of the method
+            whose arguments it gets, or ``dist_module`` is not distributed.
+
+    Source: the SageMaker paper, appendix I.4.
+    """
+    for name, cls in (("module_cls", module_cls), ("dist_module", dist_module)):
+        if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
+            raise TypeError(f"smp.tp_register: {name} is a class of modules, not {cls!r}")
+    _check_hook("init_hook", init_hook, module_cls, "__init__")
+    _check_hook("forward_hook", forward_hook, module_cls, "forward")
+    _registered[module_cls] = Registration(dist_module, init_hook, forward_hook, return_hook)
+    _record_arguments(module_cls)
+
+
+def _check_hook(kind: str, hook: Hook | None, cls: type[nn.Module], method: str) -> None:
+    if hook is None:
+        return
+    wanted = list(inspect.signature(getattr(cls, method)).parameters.values())[1:]
+    given = list(inspect.signature(hook).parameters.values())
+
+    def in_words(parameters: list[inspect.Parameter]) -> str:
+        plain = [p.replace(annotation=inspect.Parameter.empty) for p in parameters]
+        return "(" + ", ".join(map(str, plain)) + ")"
+
+    if in_words(wanted) != in_words(given):
+        raise TypeError(
+            f"smp.tp_register: {kind} of {cls.__name__} takes {in_words(given)}; it gets the "
+            f"arguments of {cls.__name__}.{method} and must take the same: {in_words(wanted)}"
+        )
+
+
+def _record_arguments(cls: type[nn.Module]) -> None:
+    init = cls.__init__
+    if getattr(init, "_smp_records", None) is cls:
+        return
+
+    @functools.wraps(init)
+    def recording(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        if type(self) is cls:
+            object.__setattr__(self, _MADE_WITH, (args, kwargs))
+        init(self, *args, **kwargs)
+        if type(self) is cls:
+            object.__setattr__(self, _MADE_WITH, (args, kwargs))
+
+    recording._smp_records = cls  # type: ignore[attr-defined]
+    cls.__init__ = recording  # type: ignore[method-assign]
+
+
+def registration_of(module: nn.Module) -> Registration | None:
+    """What takes the place of a module of this very class."""
+    return _registered.get(type(module))
+
+
+def replace(module: nn.Module, path: str) -> nn.Module | str:
+    """The distributed form of a registered module, with its weights; or why there is none.
+
+    Collective over the TP_GROUP.
+    """
+    entry = _registered[type(module)]
+    made_with = module.__dict__.get(_MADE_WITH)
+    if made_with is None:
+        return f"it was made before {type(module).__name__} was registered"
+    args, kwargs = made_with
+    if entry.init_hook is not None:
+        args, kwargs = _called(entry.init_hook, "init_hook", type(module), args, kwargs)
+    config = marking.configuration(module) or {}
+    accepted = inspect.signature(entry.dist_module.__init__).parameters
+    extra = {k: v for k, v in config.items() if k in accepted and k not in kwargs}
+    distributed = entry.dist_module(*args, **kwargs, **extra)
+    _keep_weights(module, distributed, path)
+    distributed.train(module.training)
+    distributed.__dict__["_smp_replaces"] = type(module).__name__
+    if entry.forward_hook is not None or entry.return_hook is not None:
+        distributed.__class__ = _adapted(type(distributed), type(module), entry)
+    return distributed
+
+
+def _called(hook: Hook, kind: str, cls: type, args: tuple, kwargs: dict) -> tuple:
+    given = hook(*args, **kwargs)
+    if not (isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], dict)):
+        raise TypeError(
+            f"smp.tp_register: {kind} of {cls.__name__} returns (args, kwargs), a tuple and a "
+            f"dict, not {given!r}"
+        )
+    return tuple(given[0]), given[1]
+
+
+def _adapted(
+    base: type[nn.Module], original: type[nn.Module], entry: Registration
+) -> type[nn.Module]:
+    """``base`` with the arguments and results of the class whose place it takes."""
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if entry.forward_hook is not None:
+            args, kwargs = _called(entry.forward_hook, "forward_hook", original, args, kwargs)
+        result = base.forward(self, *args, **kwargs)
+        return result if entry.return_hook is None else entry.return_hook(result)
+
+    return type(base.__name__, (base,), {"forward": forward, "__module__": base.__module__})
+
+
+def _keep_weights(original: nn.Module, distributed: nn.Module, path: str) -> None:
+    """Give the distributed form the original's values, by name."""
+    given = dict(original.named_parameters()) | dict(original.named_buffers())
+    new = []
+    tensors = [*distributed.named_parameters(), *distributed.named_buffers()]
+    with torch.no_grad():
+        for name, tensor in tensors:
+            whole = given.get(name)
+            if whole is None or list(whole.shape) != _whole_shape(tensor):
+                new.append(name)
+                continue
+            whole = whole.detach().clone()
+            if group.size() > 1:
+                group.broadcast(whole)
+            slices = slices_of(tensor)
+            tensor.copy_(whole if slices is None else slices.take(whole, group.rank()))
+            tensor.requires_grad_(given[name].requires_grad)
+    if new:
+        warnings.warn(
+            f"smp: module '{path}' ({type(original).__name__}) was replaced by "
+            f"{type(distributed).__name__}, whose {', '.join(new)} has no counterpart of that "
+            "name and shape in it and begins with new values",
+            stacklevel=2,
+        )
+
+
+def _whole_shape(tensor: Tensor) -> list[int]:
+    slices = slices_of(tensor)
+    return list(tensor.shape) if slices is None else slices.full_shape(tensor.shape)

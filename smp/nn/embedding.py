@@ -1,0 +1,129 @@
+"""``DistributedEmbedding``: a table split over the TP_GROUP."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from smp.nn.distributed_module import DistributedModule
+from smp.tensor_parallel import group, primitives
+from smp.tensor_parallel.linears import cut_weights
+from smp.tensor_parallel.slices import Slices
+
+
+class DistributedEmbedding(nn.Embedding, DistributedModule):
+    """``nn.Embedding`` cut along the embedding dimension, or by rows.
+
+    The indices of all tp_ranks are gathered and looked up in each rank's slice.  Slices of the
+    vectors then come back to the samples' own ranks; of rows, the sum of what was found.
+
+    Args:
+        num_embeddings, embedding_dim: of the whole; sizes need not divide.
+        padding_idx, sparse: as in ``nn.Embedding``.
+        max_norm, norm_type, scale_grad_by_freq: not built.
+        weight: the whole table, instead of new values.
+        initializer_range: standard deviation of the normal distribution of new values.
+        vocab_parallel: cut by rows.
+        skip_allgather: the indices are those of the whole TP_GROUP already.
+        skip_scatter_and_merge: return this rank's slice of the vectors of all samples.
+
+    Shapes: indices ``[samples, ...]``, output ``[samples, ..., embedding_dim]``.
+
+    Raises:
+        NotImplementedError: ``max_norm`` or ``scale_grad_by_freq``.
+    """
+
+    vocab_parallel: bool
+    skip_allgather = False
+    skip_scatter_and_merge = False
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = False,
+        weight: Tensor | None = None,
+        initializer_range: float = 0.02,
+        skip_allgather: bool = False,
+        skip_scatter_and_merge: bool = False,
+        vocab_parallel: bool = False,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__(
+            num_embeddings,
+            embedding_dim,
+            padding_idx,
+            max_norm,
+            norm_type,
+            scale_grad_by_freq,
+            sparse,
+            device=device,
+            dtype=dtype,
+        )
+        with torch.no_grad():
+            if weight is not None:
+                self.weight.copy_(weight)
+            else:
+                self.weight.normal_(0.0, initializer_range)
+                if padding_idx is not None:
+                    self.weight[padding_idx].zero_()
+        self.skip_allgather = skip_allgather
+        self.skip_scatter_and_merge = skip_scatter_and_merge
+        self._split(vocab_parallel)
+
+    @classmethod
+    def take_over(cls, embedding: nn.Embedding, vocab_parallel: bool = False) -> None:
+        """Turn an ``nn.Embedding`` into one, in place.  Collective over the TP_GROUP."""
+        embedding.__class__ = cls
+        embedding._split(vocab_parallel)  # type: ignore[operator]
+
+    def _split(self, vocab_parallel: bool) -> None:
+        if self.max_norm is not None or self.scale_grad_by_freq:
+            raise NotImplementedError(
+                "smp.nn.DistributedEmbedding: max_norm and scale_grad_by_freq are not built"
+            )
+        self.vocab_parallel = vocab_parallel
+        axis, size = (0, self.num_embeddings) if vocab_parallel else (1, self.embedding_dim)
+        slices = Slices.even(axis, size, group.size())
+        cut_weights(self, slices)
+        self._first_row = slices.ranges[group.rank()][0][0] if vocab_parallel else 0
+
+    def forward(self, input: Tensor) -> Tensor:
+        own = input.reshape(-1)
+        if self.skip_allgather:
+            found = self._look_up(own)
+            out_of = group.shares(own.numel())
+        else:
+            out_of = primitives.lengths_of(own, 0)
+            found = self._look_up(primitives.gather(own, 0, out_of))
+        if self.vocab_parallel:
+            vectors = primitives.reduce_scatter(found, 0, out_of)
+        elif self.skip_scatter_and_merge:
+            vectors = found
+        else:
+            shares = group.shares(self.embedding_dim)
+            vectors = primitives.scatter_and_merge(found, 0, -1, out_of, shares)
+        if vectors.size(0) == own.size(0):
+            return vectors.view(*input.shape, vectors.size(-1))
+        return vectors.view(-1, *input.shape[1:], vectors.size(-1))
+
+    def _look_up(self, indices: Tensor) -> Tensor:
+        """What this rank's slice has of each index; of rows, zeros where it has none."""
+        padding = self.padding_idx
+        if not self.vocab_parallel:
+            return F.embedding(indices, self.weight, padding, sparse=self.sparse)
+        local = indices - self._first_row
+        elsewhere = (local < 0) | (local >= self.weight.size(0))
+        if padding is not None:
+            padding -= self._first_row
+            padding = padding if 0 <= padding < self.weight.size(0) else None
+        found = F.embedding(
+            local.masked_fill(elsewhere, 0), self.weight, padding, sparse=self.sparse
+        )
+        return found.masked_fill(elsewhere.unsqueeze(-1), 0.0)

@@ -1,0 +1,64 @@
+"""``DistributedLinear``: a linear layer by itself, split over the TP_GROUP."""
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from smp.nn.distributed_module import DistributedModule
+from smp.tensor_parallel import group, primitives
+from smp.tensor_parallel.linears import cut_weights
+from smp.tensor_parallel.slices import Slices
+
+
+class DistributedLinear(nn.Linear, DistributedModule):
+    """``nn.Linear`` whose weight is cut by its inputs, or by its outputs.
+
+    Cut by inputs, each tp_rank gets its channels of all samples, multiplies, and the sum over
+    the ranks goes back to the samples' own ranks, where the whole bias is added (paper,
+    Figure 6).  Cut by outputs, the samples are gathered, and each rank's channels come back.
+
+    Args:
+        in_features, out_features, bias: of the whole; sizes need not divide.
+        by_outputs: how it is cut: large vocabularies are, with an embedding that is tied.
+
+    Shapes: input ``[samples, ..., in_features]``, output ``[samples, ..., out_features]``.
+    """
+
+    by_outputs: bool
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: Any = None,
+        dtype: Any = None,
+        by_outputs: bool = False,
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device, dtype)
+        self._split(by_outputs)
+
+    @classmethod
+    def take_over(cls, linear: nn.Linear, by_outputs: bool = False) -> None:
+        """Turn an ``nn.Linear`` into one, in place.  Collective over the TP_GROUP."""
+        linear.__class__ = cls
+        linear._split(by_outputs)  # type: ignore[operator]
+
+    def _split(self, by_outputs: bool) -> None:
+        self.by_outputs = by_outputs
+        axis, size = (0, self.out_features) if by_outputs else (1, self.in_features)
+        slices = Slices.even(axis, size, group.size())
+        cut_weights(self, slices, cut_bias=by_outputs)
+
+    def forward(self, input: Tensor) -> Tensor:
+        x = input.reshape(-1, input.size(-1))
+        lengths = primitives.lengths_of(x, 0)
+        if self.by_outputs:
+            y = F.linear(primitives.gather(x, 0, lengths), self.weight, self.bias)
+            y = primitives.scatter_and_merge(y, 0, -1, lengths, group.shares(self.out_features))
+        else:
+            x = primitives.scatter_and_merge(x, -1, 0, group.shares(self.in_features), lengths)
+            y = primitives.reduce_scatter(F.linear(x, self.weight), 0, lengths)
+            y = y if self.bias is None else y + self.bias
+        return y.view(*input.shape[:-1], self.out_features)
