@@ -8,6 +8,7 @@ from torch import Tensor
 
 from smp import not_built
 from smp.state_mod import state
+from smp.tensor_parallel.slices import slices_of
 
 dump_model = not_built.function("smdistributed.modelparallel.test.torch.utils.dump_model", "it")
 verify = not_built.function("smdistributed.modelparallel.test.torch.utils.verify", "it")
@@ -19,11 +20,6 @@ def rmsg(message: str) -> str:
 
 
 def get_distribution_axis(param: Tensor) -> int | None:
-    """The axis along which tensor parallelism splits a parameter; None: it does not.
-
-    Raises:
-        NotImplementedError: under tensor parallelism, which is not built.
-    """
-    if state.job("utils.get_distribution_axis()").cfg.tensor_parallel_degree > 1:
-        raise NotImplementedError("utils.get_distribution_axis: not built yet")
-    return None
+    """The axis along which tensor parallelism splits a parameter; None: it does not."""
+    slices = slices_of(param)
+    return None if slices is None else slices.axis

@@ -110,15 +110,21 @@ class State:
 
     @property
     def param_index_to_name_tp_group(self) -> list[dict[int, str]]:
-        raise NotImplementedError(
-            "smp.state.param_index_to_name_tp_group: tensor parallelism is not built yet"
-        )
+        """By tp_rank, the names of the latest model's parameters, in their order.
+
+        Slices keep the names of what they are cut from, so the tp_ranks have the same.
+        """
+        size = len(self.job("smp.state.param_index_to_name_tp_group").groups["tp"])
+        names = [] if self.model is None else [n for n, _ in self.model.named_parameters()]
+        return [dict(enumerate(names)) for _ in range(size)]
 
     @property
     def param_name_to_index_tp_group(self) -> list[dict[str, int]]:
-        raise NotImplementedError(
-            "smp.state.param_name_to_index_tp_group: tensor parallelism is not built yet"
-        )
+        """The same the other way round."""
+        return [
+            {name: index for index, name in one.items()}
+            for one in self.param_index_to_name_tp_group
+        ]
 
 
 state = State()

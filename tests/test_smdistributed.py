@@ -143,17 +143,11 @@ def test_importing_touches_no_gpu():
 @pytest.mark.parametrize(
     "use",
     [
-        lambda: smp.nn.DistributedLinear(2, 3),
         lambda: smp.nn.DistributedTransformerLMHead(),
         lambda: smp.nn.FlashAttentionLayer(),
+        lambda: smp.nn.utils.shard_sequence(torch.ones(1), 0),
         lambda: gpt2.translate_state_dict_to_hf_gpt2({}),
         lambda: smp.utils.verify(),
-        lambda: smp.tp_register(smp.nn.DistributedLinear),
-        lambda: smp.tp_register_with_module(torch.nn.Linear, smp.nn.DistributedLinear),
-        lambda: smp.nn.utils.parameter_creation_scope(torch.nn.Linear(1, 1)),
-        lambda: smp.nn.utils.get_start_pos_for_slicing(4),
-        lambda: smp.state.param_index_to_name_tp_group[0],
-        lambda: smp.state.param_name_to_index_tp_group[0],
     ],
 )
 def test_what_is_not_built_says_so_when_used(use):

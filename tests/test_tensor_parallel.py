@@ -113,6 +113,42 @@ def test_frozen_parameters_stay_and_train_later():
     job.check_parameters()
 
 
+@on_ranks(2, timeout_s=120)
+def test_torchs_clipping_is_by_the_models_norm():
+    """What the Trainer calls: on every rank the same norm, so whole parameters stay alike."""
+    smp.init({"tensor_parallel_degree": 2})
+    job = WholeJob(small_gpt2(), next_token_loss, tokens)
+    job.train(0)
+    want = nn.utils.clip_grad_norm_(job.plain.parameters(), 0.3)
+    assert_near(nn.utils.clip_grad_norm_(job.model.parameters(), 0.3), want, "norm")
+    job.check_gradients()
+    smp.shutdown()
+    assert nn.utils.clip_grad_norm_.__module__ == "torch.nn.utils.clip_grad"
+
+
+@on_ranks(2, 3, timeout_s=120)
+def test_ranks_that_are_fed_the_same_batch():
+    """``prescaled_batch``: the plain model over the RDP_GROUP's batches, here one."""
+    split_over_all_ranks(prescaled_batch=True)
+
+    def same(rank: int, step: int) -> tuple:
+        return tokens(1, step)
+
+    net = small_gpt2()
+    job = WholeJob(net, next_token_loss, same)
+    for step in range(3):
+        job.step(step, max_norm=0.3)
+    job.check_parameters()
+
+
+@on_ranks(2, timeout_s=120)
+def test_other_batches_than_prescaled_batch_says_are_refused():
+    smp.init({"tensor_parallel_degree": 2, "prescaled_batch": True})
+    job = WholeJob(small_gpt2(), next_token_loss, lambda r, s: tokens(r, s, uneven=False))
+    with pytest.raises(ValueError, match="got other samples on tp_rank 1 .* prescaled_batch"):
+        job.train(0)
+
+
 # ------------------------------------------------------------------------ what a user asks
 
 
@@ -134,6 +170,11 @@ def test_which_parameters_are_split():
         n for n, _ in net.named_parameters()
     }
     assert model.num_parameters() == total
+    assert smp.utils.get_distribution_axis(mlp.c_fc.weight) == 1
+    assert smp.utils.get_distribution_axis(mlp.c_proj.bias) is None
+    names = [name for name, _ in net.named_parameters()]
+    assert list(smp.state.param_name_to_index_tp_group[1]) == names
+    assert smp.state.param_index_to_name_tp_group[0][2] == names[2]
     assert type(mlp).__name__ == "GPT2MLP" and isinstance(mlp.c_fc, nn.Module)
 
 

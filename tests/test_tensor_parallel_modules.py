@@ -161,6 +161,22 @@ def test_linears_and_embeddings_by_themselves():
         assert_near(whole[name], value, name)
 
 
+@pytest.mark.parametrize("tied", [False, True], ids=["by themselves", "tied"])
+@on_ranks(2, 3)
+def test_ranks_that_are_fed_the_same_batch(tied):
+    split_over_all_ranks(prescaled_batch=True)
+
+    def loss(model: nn.Module, user: Tensor, item: Tensor) -> Tensor:
+        return squares(model, user % 7, item)
+
+    job = WholeJob(
+        marked(Tied if tied else Recommender), loss, lambda rank, step: picks(1, step)
+    )
+    for step in range(3):
+        job.step(step, max_norm=0.01)
+    job.check_parameters()
+
+
 @on_ranks(2, 4)
 def test_sparse_tables():
     smp.init({"tensor_parallel_degree": 2})

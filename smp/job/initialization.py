@@ -22,6 +22,7 @@ from smp.job.config import Config, ConfigError
 from smp.job.job_end import Watch
 from smp.job.placement import AXES_OF_GROUP, Placement
 from smp.state_mod import Job, state
+from smp.tensor_parallel import norms
 
 
 def init(config: Mapping[str, Any] | None = None) -> None:
@@ -60,6 +61,8 @@ def init(config: Mapping[str, Any] | None = None) -> None:
         state.begin(job)
         undo.callback(state.end)
         undo.callback(runtime.stop)
+        if cfg.tensor_parallel_degree > 1:
+            undo.callback(norms.clip_by_the_models_norm_from_now())
         runtime.start(state)
         job.undo = undo.pop_all()
 

@@ -96,6 +96,9 @@ class DistributedEmbedding(nn.Embedding, DistributedModule):
 
     def forward(self, input: Tensor) -> Tensor:
         own = input.reshape(-1)
+        if group.same_samples():
+            vectors = self._of_same_samples(own)
+            return vectors.view(*input.shape, vectors.size(-1))
         if self.skip_allgather:
             found = self._look_up(own)
             out_of = group.shares(own.numel())
@@ -112,6 +115,14 @@ class DistributedEmbedding(nn.Embedding, DistributedModule):
         if vectors.size(0) == own.size(0):
             return vectors.view(*input.shape, vectors.size(-1))
         return vectors.view(-1, *input.shape[1:], vectors.size(-1))
+
+    def _of_same_samples(self, indices: Tensor) -> Tensor:
+        found = self._look_up(indices)
+        if self.vocab_parallel:
+            return primitives.fwd_allreduce_for_tp(found)
+        if self.skip_scatter_and_merge:
+            return found
+        return primitives.gather_alike(found, -1, group.shares(self.embedding_dim))
 
     def _look_up(self, indices: Tensor) -> Tensor:
         """What this rank's slice has of each index; of rows, zeros where it has none."""

@@ -53,12 +53,25 @@ class DistributedLinear(nn.Linear, DistributedModule):
 
     def forward(self, input: Tensor) -> Tensor:
         x = input.reshape(-1, input.size(-1))
+        y = self._of_same_samples(x) if group.same_samples() else self._of_own_samples(x)
+        return y.view(*input.shape[:-1], self.out_features)
+
+    def _of_own_samples(self, x: Tensor) -> Tensor:
         lengths = primitives.lengths_of(x, 0)
         if self.by_outputs:
             y = F.linear(primitives.gather(x, 0, lengths), self.weight, self.bias)
-            y = primitives.scatter_and_merge(y, 0, -1, lengths, group.shares(self.out_features))
-        else:
-            x = primitives.scatter_and_merge(x, -1, 0, group.shares(self.in_features), lengths)
-            y = primitives.reduce_scatter(F.linear(x, self.weight), 0, lengths)
-            y = y if self.bias is None else y + self.bias
-        return y.view(*input.shape[:-1], self.out_features)
+            outputs = group.shares(self.out_features)
+            return primitives.scatter_and_merge(y, 0, -1, lengths, outputs)
+        x = primitives.scatter_and_merge(x, -1, 0, group.shares(self.in_features), lengths)
+        y = primitives.reduce_scatter(F.linear(x, self.weight), 0, lengths)
+        return y if self.bias is None else y + self.bias
+
+    def _of_same_samples(self, x: Tensor) -> Tensor:
+        x = primitives.bwd_allreduce_for_tp(x)
+        if self.by_outputs:
+            y = F.linear(x, self.weight, self.bias)
+            return primitives.gather_alike(y, -1, group.shares(self.out_features))
+        first = sum(group.shares(self.in_features)[: group.rank()])
+        own = x.narrow(-1, first, self.weight.size(1))
+        y = primitives.fwd_allreduce_for_tp(F.linear(own, self.weight))
+        return y if self.bias is None else y + self.bias

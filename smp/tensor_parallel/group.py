@@ -18,6 +18,11 @@ def rank() -> int:
     return ranks.tp_rank() if ranks.state.is_initialized else 0
 
 
+def same_samples() -> bool:
+    """Whether the ranks are fed the same batch (``prescaled_batch``)."""
+    return ranks.state.is_initialized and ranks.state.job("smp").cfg.prescaled_batch
+
+
 def shares(count: int) -> list[int]:
     """How many of ``count`` things each tp_rank gets."""
     return share(count, size())

@@ -106,7 +106,11 @@ def _leads_out(cls: type[nn.Module]) -> dict[str, Any]:
     def forward(self: Any, x: Tensor) -> Tensor:
         rows = rows_to_give_back(self.__dict__[PATH])
         weight = self.weight.t() if is_transposed(self) else self.weight
-        y = primitives.reduce_scatter(F.linear(x, weight), 0, rows.counts)
+        y = F.linear(x, weight)
+        if rows.counts is None:
+            y = primitives.fwd_allreduce_for_tp(y)
+        else:
+            y = primitives.reduce_scatter(y, 0, rows.counts)
         if rows.positions is not None:
             y = y.narrow(1, 0, rows.positions)
         return y if self.bias is None else y + self.bias

@@ -123,6 +123,20 @@ class _ForwardAllReduce(Function):
         return gradient
 
 
+class _GatherAlike(Function):
+    """Joins slices into what all tp_ranks then use alike: its gradient is the same on all."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: int, lengths: Lengths) -> Tensor:
+        ctx.axis, ctx.lengths = axis, lengths
+        return _all_gather(x.movedim(axis, 0), lengths).movedim(0, axis)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        first = sum(ctx.lengths[: group.rank()])
+        return gradient.narrow(ctx.axis, first, ctx.lengths[group.rank()]), None, None
+
+
 def _sum(x: Tensor) -> Tensor:
     out = x.clone(memory_format=torch.contiguous_format)
     if out.numel():
@@ -150,6 +164,11 @@ def scatter_and_merge(
     if group.size() == 1:
         return x
     return _ScatterAndMerge.apply(x, split % x.dim(), merge % x.dim(), cut, joined)
+
+
+def gather_alike(x: Tensor, axis: int, lengths: Lengths) -> Tensor:
+    """Slices joined along the axis; for ranks with the same samples, which all use it alike."""
+    return _GatherAlike.apply(x, axis % x.dim(), lengths) if group.size() > 1 else x
 
 
 def fused_allgather_for_tp(tensor: Tensor, dim: int) -> Tensor:

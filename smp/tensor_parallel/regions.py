@@ -10,6 +10,7 @@ the padding masked, and cut back on the way out.
 
 import functools
 import inspect
+import math
 import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -45,11 +46,11 @@ class Rows(NamedTuple):
     """Whose rows a gathered tensor has.
 
     Attributes:
-        counts: samples of each tp_rank.
+        counts: samples of each tp_rank; None: all have the same ones.
         positions: of this tp_rank's sequences; None: as gathered.
     """
 
-    counts: list[int]
+    counts: list[int] | None
     positions: int | None
 
 
@@ -103,13 +104,64 @@ def _run(module: nn.Module, forward: Callable, args: tuple, kwargs: dict[str, An
     names = [*region.samples, *(mask for mask, _ in region.masks)]
     others = named.get(extra, {}) if extra else {}
     given = {n: named.get(n, others.get(n)) for n in names}
-    gathered, _gathered.rows = _gather(region, path, given)
+    if group.same_samples():
+        _check_same_samples(module, path, given[region.samples[0]])
+        gathered, _gathered.rows = _enter_alike(region, path, given)
+    else:
+        gathered, _gathered.rows = _gather(region, path, given)
     for name, value in gathered.items():
         if name in signature.parameters:
             named[name] = value
         elif extra and (value is not None or name in others):
             named.setdefault(extra, {})[name] = value
     return forward(*bound.args[1:], **bound.kwargs)
+
+
+# --------------------------------------------------------- ranks that have the same samples
+
+_COMPARED_CALLS = 2  # of each region; then the ranks' samples are taken to be the same
+_CALLS = "_smp_compared_calls"
+
+
+def _enter_alike(region: Region, path: str, given: dict[str, Any]) -> tuple[dict, Rows]:
+    """Backward sums the gradients of what enters over the tp_ranks."""
+    out: dict[str, Any] = {}
+    for name, value in given.items():
+        leaves, spec = tree_flatten(value)
+        entered = [
+            primitives.bwd_allreduce_for_tp(leaf)
+            if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.requires_grad
+            else leaf
+            for leaf in leaves
+        ]
+        out[name] = tree_unflatten(entered, spec) if leaves else value
+    return out, Rows(None, None)
+
+
+def _check_same_samples(module: nn.Module, path: str, hidden: Any) -> None:
+    """Compare the tp_ranks' samples in a region's first calls.
+
+    Raises:
+        ValueError: on every tp_rank; they differ though ``prescaled_batch`` is set.
+    """
+    calls = module.__dict__.get(_CALLS, 0)
+    if calls >= _COMPARED_CALLS or not isinstance(hidden, Tensor):
+        return
+    module.__dict__[_CALLS] = calls + 1
+    mantissa, exponent = math.frexp(hidden.detach().double().abs().sum().nan_to_num().item())
+    words = [int(mantissa * 2**40), exponent, hidden.numel()]
+    sizes = []
+    for digits, power, count in group.gather_numbers(words, hidden.device):
+        sizes.append((math.ldexp(digits, power - 40), count))
+    for rank, (size, count) in enumerate(sizes):
+        # Alike but for rounding, where the ranks add up in other orders.
+        if count != sizes[0][1] or not math.isclose(size, sizes[0][0], rel_tol=1e-3):
+            raise ValueError(
+                f"smp: '{path}' got other samples on tp_rank {rank} than on tp_rank 0, and "
+                "prescaled_batch says that the ranks of a TP_GROUP are fed the same batch: "
+                "have the sampler use smp.rdp_rank() and smp.rdp_size(), or leave "
+                "prescaled_batch out"
+            )
 
 
 # ------------------------------------------------------------------------------ gathering
