@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from smp import _core, ranks
 from smp.data_parallel.data_parallel import DataParallel
-from smp.execution import runtime
+from smp.execution import microbatches, runtime
 from smp.modules import (
     conversion,
     delayed_init,
@@ -26,7 +26,7 @@ from smp.optimizers import clip_by_the_models_norm
 from smp.partitioning.partition import Partition
 from smp.saving import state_dicts
 from smp.state_mod import state
-from smp.tensor_parallel import gradients, group, in_place
+from smp.tensor_parallel import chain, gradients, group, in_place
 from smp.tensor_parallel.slices import is_scaled_batch, slices_of
 
 if TYPE_CHECKING:
@@ -151,9 +151,15 @@ class DistributedModel(nn.Module):
             )
         if self._smp_data_parallel is not None and rt.pp_size == 1 and not rt.in_step:
             return self._smp_data_parallel.forward_outside_step(
-                lambda: self._smp_module(*args, **kwargs)
+                lambda: self._smp_call(*args, **kwargs)
             )
-        return self._smp_module(*args, **kwargs)
+        return self._smp_call(*args, **kwargs)
+
+    def _smp_call(self, *args: Any, **kwargs: Any) -> Any:
+        if not self._smp_split:
+            return self._smp_module(*args, **kwargs)
+        with chain.opened():
+            return microbatches.map_tensors(self._smp_module(*args, **kwargs), chain.hang)
 
     def backward(self, tensors: Tensor | tuple[Tensor, ...], grad_tensors: Any = None) -> None:
         """Run the backward of this microbatch, in place of ``loss.backward()``.

@@ -354,6 +354,36 @@ def test_hooks_that_do_not_fit_are_refused():
         smp.DistributedModel(net)
 
 
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 3)
+        self.second = nn.Linear(3, 3)
+        self.third = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        y = self.first(x)
+        return [y, self.second(y), self.third(x)]
+
+
+@on_ranks(2, 3)
+def test_a_rank_may_leave_out_of_its_loss_what_others_use():
+    """Backward comes to every collective on every rank, in the same order."""
+    split_over_all_ranks()
+
+    def loss(model: nn.Module, x: Tensor, uses: list[int]) -> Tensor:
+        outputs = model(x)
+        return sum(outputs[i].square().mean() for i in uses)
+
+    def batch(rank: int, step: int) -> tuple:
+        return rows_of(rank, 2, 4), [[0, 1, 2], [2], [0, 2]][(rank + step) % 3]
+
+    job = WholeJob(marked(Branches), loss, batch)
+    for step in range(3):
+        job.step(step)
+    job.check_parameters()
+
+
 # ------------------------------------------------------------------------------ any model
 
 

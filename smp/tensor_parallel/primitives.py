@@ -13,6 +13,7 @@ from torch.autograd import Function
 
 from smp import ranks
 from smp.tensor_parallel import group
+from smp.tensor_parallel.chain import linked, next_token
 
 Lengths = list[int]  # by tp_rank
 
@@ -49,32 +50,35 @@ def _all_to_all(pieces: list[Tensor], shapes: list[torch.Size]) -> list[Tensor]:
     return out
 
 
+Token = Tensor | None  # see smp.tensor_parallel.chain
+
+
 class _Gather(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: int, lengths: Lengths) -> Tensor:
+    def forward(ctx: Any, x: Tensor, token: Token, axis: int, lengths: Lengths) -> tuple:
         ctx.axis, ctx.lengths = axis, lengths
+        out = _all_gather(x.movedim(axis, 0), lengths).movedim(0, axis)
         if not x.is_floating_point() and not x.is_complex():
-            out = _all_gather(x.movedim(axis, 0), lengths).movedim(0, axis)
             ctx.mark_non_differentiable(out)
-            return out
-        return _all_gather(x.movedim(axis, 0), lengths).movedim(0, axis)
+        return out, next_token(token)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor, token: Token) -> tuple:  # type: ignore[override]
         rows = gradient.movedim(ctx.axis, 0)
-        return _reduce_scatter(rows, ctx.lengths).movedim(0, ctx.axis), None, None
+        return _reduce_scatter(rows, ctx.lengths).movedim(0, ctx.axis), token, None, None
 
 
 class _ReduceScatter(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: int, lengths: Lengths) -> Tensor:
+    def forward(ctx: Any, x: Tensor, token: Token, axis: int, lengths: Lengths) -> tuple:
         ctx.axis, ctx.lengths = axis, lengths
-        return _reduce_scatter(x.movedim(axis, 0), lengths).movedim(0, axis)
+        out = _reduce_scatter(x.movedim(axis, 0), lengths).movedim(0, axis)
+        return out, next_token(token)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor, token: Token) -> tuple:  # type: ignore[override]
         rows = gradient.movedim(ctx.axis, 0)
-        return _all_gather(rows, ctx.lengths).movedim(0, ctx.axis), None, None
+        return _all_gather(rows, ctx.lengths).movedim(0, ctx.axis), token, None, None
 
 
 class _ScatterAndMerge(Function):
@@ -82,14 +86,14 @@ class _ScatterAndMerge(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, split: int, merge: int, cut: Lengths, joined: Lengths
-    ) -> Tensor:
+        ctx: Any, x: Tensor, token: Token, split: int, merge: int, cut: Lengths, joined: Lengths
+    ) -> tuple:
         ctx.arguments = merge, split, joined, cut
-        return _scatter_and_merge(x, split, merge, cut, joined)
+        return _scatter_and_merge(x, split, merge, cut, joined), next_token(token)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple:  # type: ignore[override]
-        return _scatter_and_merge(gradient, *ctx.arguments), None, None, None, None
+    def backward(ctx: Any, gradient: Tensor, token: Token) -> tuple:  # type: ignore[override]
+        return _scatter_and_merge(gradient, *ctx.arguments), token, None, None, None, None
 
 
 def _scatter_and_merge(
@@ -105,12 +109,12 @@ def _scatter_and_merge(
 
 class _BackwardAllReduce(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
+    def forward(ctx: Any, x: Tensor, token: Token) -> tuple:
+        return x.view_as(x), next_token(token)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
-        return _sum(gradient)
+    def backward(ctx: Any, gradient: Tensor, token: Token) -> tuple:  # type: ignore[override]
+        return _sum(gradient), token
 
 
 class _ForwardAllReduce(Function):
@@ -149,12 +153,12 @@ def _sum(x: Tensor) -> Tensor:
 
 def gather(x: Tensor, axis: int, lengths: Lengths) -> Tensor:
     """``fused_allgather_for_tp`` of known lengths along the axis, by tp_rank."""
-    return _Gather.apply(x, axis, lengths) if group.size() > 1 else x
+    return linked(_Gather, x, axis, lengths) if group.size() > 1 else x
 
 
 def reduce_scatter(x: Tensor, axis: int, lengths: Lengths) -> Tensor:
     """``reduce_scatter_for_tp`` into known lengths along the axis, by tp_rank."""
-    return _ReduceScatter.apply(x, axis, lengths) if group.size() > 1 else x
+    return linked(_ReduceScatter, x, axis, lengths) if group.size() > 1 else x
 
 
 def scatter_and_merge(
@@ -163,7 +167,7 @@ def scatter_and_merge(
     """``scatter_and_merge_for_tp`` into and out of known lengths, by tp_rank."""
     if group.size() == 1:
         return x
-    return _ScatterAndMerge.apply(x, split % x.dim(), merge % x.dim(), cut, joined)
+    return linked(_ScatterAndMerge, x, split % x.dim(), merge % x.dim(), cut, joined)
 
 
 def gather_alike(x: Tensor, axis: int, lengths: Lengths) -> Tensor:
@@ -226,7 +230,7 @@ def bwd_allreduce_for_tp(tensor: Tensor) -> Tensor:
 
     For a value that is the same on all tp_ranks and enters what is split over them.
     """
-    return _BackwardAllReduce.apply(tensor) if group.size() > 1 else tensor
+    return linked(_BackwardAllReduce, tensor) if group.size() > 1 else tensor
 
 
 def fwd_allreduce_for_tp(tensor: Tensor) -> Tensor:

@@ -1,0 +1,69 @@
+"""The chain through all collectives of a call of the model, which backward follows.
+
+A rank's loss may leave out what other ranks' losses use; then its backward would not come to
+that part's collectives, and the others would wait.  So each collective takes a token (a
+number without meaning) from the one before it and gives one to the next, and what the model
+returns hangs on the last: backward comes to every one, in the reverse order of the calls, with
+zeros where nothing was used.
+"""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+
+class _InThisThread(threading.local):
+    is_open = False
+    token: Tensor | None = None
+
+
+_chain = _InThisThread()
+
+
+@contextmanager
+def opened() -> Iterator[None]:
+    """A call of the model: its collectives are a chain, and end with it."""
+    before = _chain.is_open, _chain.token
+    _chain.is_open, _chain.token = True, None
+    try:
+        yield
+    finally:
+        _chain.is_open, _chain.token = before
+
+
+def linked(function: type[Function], x: Tensor, *args: Any) -> Tensor:
+    """``function.apply(x, token, *args)``, which returns its output and a token."""
+    # What is computed again in a backward has a graph of its own there.
+    takes_part = _chain.is_open and torch._C._current_graph_task_id() == -1
+    if not (takes_part and x.requires_grad and torch.is_grad_enabled()):
+        return function.apply(x, None, *args)[0]
+    token = torch.zeros((), device="cpu") if _chain.token is None else _chain.token
+    out, _chain.token = function.apply(x, token, *args)
+    return out
+
+
+def next_token(token: Tensor | None) -> Tensor | None:
+    """What such a function returns as its token."""
+    return None if token is None else token.clone()
+
+
+def hang(output: Tensor) -> Tensor:
+    """A tensor that the model returns, behind the chain's last collective."""
+    if _chain.token is None or not output.requires_grad:
+        return output
+    return _Hang.apply(output, _chain.token)
+
+
+class _Hang(Function):
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, token: Tensor) -> Tensor:
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return gradient, torch.zeros((), device="cpu")
