@@ -4,7 +4,9 @@ Microbatches overtake one another on their way to such a module, and still pass 
 order.
 """
 
+import os
 import pickle
+import select
 
 import pytest
 import torch
@@ -79,3 +81,74 @@ def test_buffers_change_in_the_order_of_microbatches(how, owner):
         if how != "a hook":  # which is a lambda
             copied = pickle.loads(pickle.dumps(gated.norm))
             assert type(copied) is Norm and torch.equal(copied.seen, gated.norm.seen)
+
+
+class Counted(nn.Module):
+    """Tells ``Held`` that microbatch 1 has come here."""
+
+    def __init__(self, there):
+        super().__init__()
+        self.there = there
+        self.register_buffer("seen", torch.zeros(0))
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        self.seen = torch.cat([self.seen, x.detach()[:1, 0]])
+        if x[0, 0] == 1 and self.there.exists():
+            os.close(os.open(self.there, os.O_WRONLY))  # waits for who reads
+            self.there.unlink()
+        return x * self.scale
+
+
+class Held(nn.Module):
+    """Holds microbatch 0 until it is told."""
+
+    def __init__(self, there):
+        super().__init__()
+        self.there = there
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        if x[0, 0] == 0 and self.there.exists():
+            reads = os.open(self.there, os.O_RDONLY | os.O_NONBLOCK)
+            told = select.poll()
+            told.register(reads)
+            assert told.poll(60_000), "microbatch 1 waits for microbatch 0's forward"
+            os.close(reads)
+        return x * self.scale
+
+
+class Around(nn.Module):
+    def __init__(self, there):
+        super().__init__()
+        self.norm = Counted(there)
+
+    def forward(self, x):
+        return self.norm(x).square()  # keeps what it squares
+
+
+@on_ranks(3)
+def test_a_forward_that_runs_again_in_backward_is_no_call_more(tmp_path):
+    """Microbatch 1 still enters while 0, which has called as often as traced, is under way."""
+    smp.init({"pipeline_parallel_degree": 3, "microbatches": 2, "active_microbatches": 2})
+    there = tmp_path / "there"
+    net = nn.Sequential(Around(there), Held(there))
+    for module, rank in [(net, 0), (net[0], 0), (net[0].norm, 1), (net[1], 2)]:
+        smp.set_partition(module, rank)
+    model = smp.DistributedModel(net)
+    smp.set_activation_checkpointing(net[0])
+
+    @smp.step
+    def step(model, x):
+        loss = model(x).sum()
+        model.backward(loss)
+        return loss
+
+    x = torch.arange(2.0)[:, None].expand(2, WIDTH).clone().requires_grad_()
+    step(model, x)
+    if smp.rank() == 1:
+        runs = len(net[0].norm.seen)
+        assert runs == 4  # twice for each microbatch
+        os.mkfifo(there)
+    smp.barrier()
+    step(model, x)
