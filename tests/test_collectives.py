@@ -493,6 +493,23 @@ def test_a_profile_shows_operations_by_their_names(tmp_path, asynchronous):
 
 
 @on_ranks(2)
+def test_in_a_profile_an_operation_lasts_until_all_have_come(tmp_path):
+    with job(tmp_path) as (rank, _), torch.profiler.profile() as profile:
+        store = dist.distributed_c10d._get_default_store()
+        if rank == 0:
+            work = dist.all_reduce(torch.ones(2), async_op=True)
+            with torch.profiler.record_function("meanwhile"):
+                store.set("come", "now")
+            work.wait()
+        else:
+            store.wait(["come"])
+            dist.all_reduce(torch.ones(2))
+    times = {e.name: e.time_range for e in profile.events()}
+    if rank == 0:
+        assert times["smddp:all_reduce"].end >= times["meanwhile"].end
+
+
+@on_ranks(2)
 def test_the_report_says_what_was_sent_and_what_the_pool_had(tmp_path, monkeypatch):
     monkeypatch.setenv("SMP_COMM_POOL_BYTES", str(4 << 20))
     with job(tmp_path) as (rank, _):
