@@ -3,6 +3,8 @@
 #define _GNU_SOURCE
 #include <arpa/inet.h>
 #include <errno.h>
+#include <ifaddrs.h>
+#include <net/if.h>
 #include <poll.h>
 #include <sys/socket.h>
 
@@ -136,6 +138,66 @@ TEST(an_interface_is_a_name_an_address_or_a_subnet)
         config.interface = bad[i];
         CHECK_STATUS(smp_comm_create(&config, &comm), SMP_ERR_INVALID);
     }
+    return 0;
+}
+
+/* What the kernel lists in place of this machine's interfaces; NULL: nothing takes its
+ * place. */
+static struct ifaddrs *listed;
+
+int  __real_getifaddrs(struct ifaddrs **all);
+int  __wrap_getifaddrs(struct ifaddrs **all);
+void __real_freeifaddrs(struct ifaddrs *all);
+void __wrap_freeifaddrs(struct ifaddrs *all);
+
+int
+__wrap_getifaddrs(struct ifaddrs **all)
+{
+    if (listed == NULL) {
+        return __real_getifaddrs(all);
+    }
+    *all = listed;
+    return 0;
+}
+
+void
+__wrap_freeifaddrs(struct ifaddrs *all)
+{
+    if (all != listed) {
+        __real_freeifaddrs(all);
+    }
+}
+
+TEST(addresses_of_a_link_alone_and_of_interfaces_that_are_down_are_left_out)
+{
+    enum { COUNT = 4 };
+    static const char *const at[COUNT] = {"fe80::1", "fd00:1::7", "febf::2",
+                                          "fd00:2::7"};
+    struct sockaddr_in6      addresses[COUNT] = {0};
+    struct sockaddr_in6      mask = {.sin6_family = AF_INET6};
+    struct ifaddrs           ones[COUNT] = {0};
+    char                     name[] = "eth7";
+    smp_tcp_address          found[SMP_TCP_ADDRESSES];
+    char                     texts[SMP_TCP_ADDRESSES][SMP_TCP_TEXT];
+
+    memset(&mask.sin6_addr, 0xff, 8);
+    for (int i = 0; i < COUNT; i++) {
+        addresses[i].sin6_family = AF_INET6;
+        inet_pton(AF_INET6, at[i], &addresses[i].sin6_addr);
+        ones[i] = (struct ifaddrs){
+            .ifa_next = i + 1 < COUNT ? &ones[i + 1] : NULL,
+            .ifa_name = name,
+            .ifa_flags = i == 3 ? 0 : IFF_UP,
+            .ifa_addr = (struct sockaddr *)&addresses[i],
+            .ifa_netmask = (struct sockaddr *)&mask,
+        };
+    }
+    listed = ones;
+    CHECK(smp_tcp_addresses(NULL, found, texts) == 1);
+    CHECK(strcmp(texts[0], "eth7 fd00:1::7/64") == 0);
+    CHECK(smp_tcp_addresses("eth7", found, NULL) == 1);
+    CHECK(smp_tcp_addresses("fe80::1", found, NULL) == 0);
+    listed = NULL;
     return 0;
 }
 
@@ -694,6 +756,8 @@ main(int argc, char **argv)
         LISTED_TEST(addresses_may_be_of_version_6),
         LISTED_TEST(loopback_serves_ranks_of_one_host_alone),
         LISTED_TEST(an_interface_is_a_name_an_address_or_a_subnet),
+        LISTED_TEST(
+            addresses_of_a_link_alone_and_of_interfaces_that_are_down_are_left_out),
         LISTED_TEST(a_wrong_secret_is_refused),
         LISTED_TEST(a_rank_that_never_comes_is_not_reached),
         LISTED_TEST(a_card_that_no_rank_wrote_is_malformed),
