@@ -598,7 +598,7 @@ def test_full_backward_hooks_see_each_microbatch_once(place, which, replaces):
     mine, seen[:] = seen[:], []
     plain_loop(train_hooked, run.plain, (rows(7),), **run.options)
 
-    got = {(name, here[0]): values for name, here, *values in mine}
+    got = {(name, here): values for name, here, *values in mine}
     each = len(seen) // 3
     want = {(name, i // each): values for i, (name, _, *values) in enumerate(seen)}
     assert len(mine) == len(got) == (0 if smp.pp_rank() else len(want))

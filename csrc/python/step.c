@@ -373,7 +373,7 @@ py_left(PyObject *module, PyObject *gate)
     Py_RETURN_NONE;
 }
 
-/* current() -> (microbatch, entry) of this thread's task, or None */
+/* current() -> the microbatch of this thread's task, or None */
 static PyObject *
 py_current(PyObject *module, PyObject *unused)
 {
@@ -382,7 +382,7 @@ py_current(PyObject *module, PyObject *unused)
     if (smp_this_task == NULL) {
         Py_RETURN_NONE;
     }
-    return Py_BuildValue("(ii)", smp_this_task->microbatch, smp_this_task->entry);
+    return PyLong_FromLong(smp_this_task->microbatch);
 }
 
 /* timeline() -> [(time_ns, worker, kind, phase, microbatch, entry), ...] of the last

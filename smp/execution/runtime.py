@@ -196,7 +196,7 @@ class Runtime:
         here = _core.current()
         share = 1.0
         if average and len(self.weights) > 1:
-            share = self.weights[here[0] if here else self.microbatch] / sum(self.weights)
+            share = self.weights[self.microbatch if here is None else here] / sum(self.weights)
         seeds = []
         for tensor, seed in zip(tensors, given, strict=True):
             if seed is None:

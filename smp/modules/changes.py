@@ -41,7 +41,7 @@ def note(target: nn.Module | nn.Parameter, name: str, value: Any, before: Any) -
     if value is before and key not in _names and key not in _kept:
         return
     _names.add(key)
-    _made.setdefault(at[0], {})[key] = (target, name, value)
+    _made.setdefault(at, {})[key] = (target, name, value)
 
 
 def travelling() -> tuple[Change, ...]:
@@ -49,7 +49,7 @@ def travelling() -> tuple[Change, ...]:
     at = _core.current() if _made or _kept else None
     if at is None:
         return ()
-    return tuple((_kept | _made.get(at[0], {})).values())
+    return tuple((_kept | _made.get(at, {})).values())
 
 
 def returned(microbatch: int) -> None:
