@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import smp
+from smp.modules import changes
 from tests.ranks import on_ranks
 from tests.reference.compare import assert_close, gradients
 
@@ -230,3 +231,13 @@ def test_a_module_of_another_rank_gets_no_module_in_a_step():
     smp.step(left_as_it_is)(model, torch.randn(6, WIDTH))
     with pytest.raises(RuntimeError, match="Deep.linear is a Linear that is set in a step"):
         smp.step(a_module_in_a_step)(model, torch.randn(6, WIDTH))
+
+
+def test_what_the_code_of_a_request_sets_outlives_the_changes_that_it_brought():
+    module = nn.Linear(2, 2)
+    module.kept, module.changed = 1, 1
+    brought = ((module, "kept", 2), (module, "changed", 2), (module, "new", 2))
+    with changes.made(brought):
+        assert (module.kept, module.changed, module.new) == (2, 2, 2)
+        module.changed = 3
+    assert (module.kept, module.changed, hasattr(module, "new")) == (1, 3, False)

@@ -406,3 +406,10 @@ def test_an_optimizer_of_all_parameters_at_once_needs_them_on_one_rank(degree):
         return
     with pytest.raises(NotImplementedError, match="LBFGS takes all parameters as one vector"):
         smp.DistributedOptimizer(optimizer)
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0])
+def test_a_norm_that_half_precision_cannot_hold_is_right(norm_type):
+    grads = [torch.full((1 << 16,), 500.0, dtype=torch.float16)] * 2
+    want = torch.full((1 << 17,), 500.0, dtype=torch.float64).norm(norm_type)
+    assert norm_over_the_model(grads, norm_type).item() == pytest.approx(want.item(), rel=1e-3)

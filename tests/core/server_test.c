@@ -907,10 +907,14 @@ TEST_RANK(ranks_that_describe_the_step_otherwise_fail_it)
     rank self;
 
     CHECK_STATUS(begin(&self, w), SMP_OK);
-    smp_server_describe(self.server, w->rank == 1 ? "evaluate" : "train",
-                        w->rank == 1 ? 8 : 5);
-    CHECK_STATUS(run_step(&self, SMP_SCHEDULE_INTERLEAVED, 2), SMP_ERR_CLOSED);
-    CHECK(self.mismatches == (w->rank == 1));
+    for (int i = 0; i < 2; i++) { /* of another length, and of the same */
+        const char *other = i == 0 ? "evaluate" : "tests";
+
+        smp_server_describe(self.server, w->rank == 1 ? other : "train",
+                            w->rank == 1 ? strlen(other) : 5);
+        CHECK_STATUS(run_step(&self, SMP_SCHEDULE_INTERLEAVED, 2), SMP_ERR_CLOSED);
+        CHECK(self.mismatches == (w->rank == 1) * (i + 1));
+    }
     smp_server_describe(self.server, "train", 5);
     CHECK_STATUS(run_step(&self, SMP_SCHEDULE_INTERLEAVED, 2), SMP_OK);
     CHECK_STATUS(run_step(&self, SMP_SCHEDULE_INTERLEAVED, 2), SMP_OK);
@@ -1074,6 +1078,63 @@ TEST_RANK(a_signal_at_the_end_of_a_step_ends_neither_it_nor_the_next)
         CHECK_STATUS(send_raw(w, e, sizeof(e)), SMP_OK);
     }
     w->barrier(w);
+    w->barrier(w);
+    return 0;
+}
+
+/* Interrupts rank 1's step in each of the rounds. */
+static void *
+interrupt_when_asked(void *arg)
+{
+    rank *self = arg;
+
+    for (int round = 1; round <= 2; round++) {
+        while (atomic_load(&self->w->shared->scratch[0]) != round) {
+            sched_yield();
+        }
+        smp_server_interrupt(self->server);
+        atomic_store(&self->w->shared->scratch[1], round);
+    }
+    return NULL;
+}
+
+/* Rank 1 has said that all is well: rank 0 alone may end the step.  In the next one it
+ * has not yet. */
+TEST_RANK(who_has_said_that_all_is_well_is_not_interrupted)
+{
+    smp_envelope e = {.kind = SMP_MSG_SETTLE, .step = 1};
+    rank         self;
+
+    if (w->rank == 1) {
+        pthread_t thread;
+
+        CHECK_STATUS(begin(&self, w), SMP_OK);
+        CHECK(pthread_create(&thread, NULL, interrupt_when_asked, &self) == 0);
+        CHECK(serve_one(&self, SMP_OK) == 0);
+        atomic_store(&w->shared->scratch[0], 2);
+        CHECK(serve_one(&self, SMP_ERR_INTERRUPTED) == 0);
+        pthread_join(thread, NULL);
+        return finish(&self);
+    }
+    if (w->rank == 0) {
+        smp_message *m;
+
+        CHECK_STATUS(send_raw(w, e, sizeof(e)), SMP_OK);
+        CHECK_STATUS(smp_comm_receive(w->comm, WORLD_PATIENCE_NS, &m), SMP_OK);
+        CHECK(smp_message_envelope(m)->kind == SMP_MSG_SETTLED);
+        smp_message_free(m);
+        e.kind = SMP_MSG_STEP_END;
+        for (int round = 1; round <= 2; round++) {
+            if (round == 1) {
+                atomic_store(&w->shared->scratch[0], round);
+            }
+            while (atomic_load(&w->shared->scratch[1]) != round) {
+                sched_yield();
+            }
+            e.step = (uint32_t)round;
+            CHECK_STATUS(send_raw(w, e, sizeof(e)), SMP_OK);
+        }
+    }
     w->barrier(w);
     return 0;
 }
@@ -1345,6 +1406,7 @@ static const world_test tests[] = {
      .rank = what_came_early_is_acted_on_in_the_order_of_its_arrival},
     {.name = "late_signal",
      .rank = a_signal_at_the_end_of_a_step_ends_neither_it_nor_the_next},
+    {.name = "promised", .rank = who_has_said_that_all_is_well_is_not_interrupted},
     {.name = "overtaken", .rank = one_forward_goes_before_a_backward_that_is_alone},
     {.name = "stale", .rank = messages_of_a_step_that_failed_are_dropped},
     {.name = "last_step", .rank = messages_of_the_last_step_change_nothing_in_the_next},
