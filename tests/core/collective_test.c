@@ -661,7 +661,8 @@ main(int argc, char **argv)
             /* As threads, for the thread sanitizer: up to three are enough. */
             for (int size = list[i].first;
                  size <= list[i].last && (threads == 0 || size <= 3); size++) {
-                for (int time = 0; time == 0 || time < list[i].times; time++) {
+                for (int time = 0; time == 0 || time < world_times(list[i].times);
+                     time++) {
                     int wrong = threads != 0 ? world_run_threads(test, "shm", size)
                                              : world_run_processes(test, "shm", size);
 

@@ -36,7 +36,7 @@ TEST_RANK(large_tensors_go_in_rounds)
     smp_group       *group;
 
     CHECK_STATUS(smp_group_create(w->comm, &config, &group, &failed), SMP_OK);
-    for (uint64_t i = 0; i < 2; i++) {
+    for (uint64_t i = 0; i < (uint64_t)world_times(2); i++) {
         CHECK(all_operations(w, group, SMP_F32, 50001, i) == 0);
         CHECK(all_operations(w, group, SMP_F16, 40000, 50 + i) == 0);
     }
@@ -430,10 +430,11 @@ static const hosts_entry hosts_list[] = {
 enum { HOSTS_LIST = sizeof(hosts_list) / sizeof(hosts_list[0]) };
 
 /* All of them on ranks of this process's own, that run `as_threads` or as processes;
- * only: a part of the name, or NULL.  Adds to what ran and what failed. */
+ * step: each how many-th layout, from the first; only: a part of the name, or NULL.
+ * Adds to what ran and what failed. */
 static inline void
-run_hosts_list(const char *transports, bool as_threads, const char *only, int *ran,
-               int *failed)
+run_hosts_list(const char *transports, bool as_threads, int step, const char *only,
+               int *ran, int *failed)
 {
     for (size_t i = 0; i < HOSTS_LIST; i++) {
         const hosts_entry *listed = &hosts_list[i];
@@ -442,7 +443,7 @@ run_hosts_list(const char *transports, bool as_threads, const char *only, int *r
             !world_learns(as_threads, listed->threads)) {
             continue;
         }
-        for (int l = 0; l < LAYOUTS && listed->hosts[l] != NULL; l++) {
+        for (int l = 0; l < LAYOUTS && listed->hosts[l] != NULL; l += step) {
             world_test test = listed->test;
             int        size = (int)strlen(listed->hosts[l]);
 
@@ -450,7 +451,7 @@ run_hosts_list(const char *transports, bool as_threads, const char *only, int *r
             if (as_threads && size > HOSTS_THREADS) {
                 continue;
             }
-            for (int time = 0; time == 0 || time < listed->times; time++) {
+            for (int time = 0; time == 0 || time < world_times(listed->times); time++) {
                 int wrong = as_threads ? world_run_threads(&test, transports, size)
                                        : world_run_processes(&test, transports, size);
 

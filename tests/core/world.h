@@ -262,6 +262,20 @@ world_learns(bool as_threads, bool can_be_threads)
 #endif
 }
 
+#if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
+#    define WORLD_SANITIZED 1
+#else
+#    define WORLD_SANITIZED 0
+#endif
+
+/* How often this build repeats what is the same each time but for its order.  A
+ * sanitizer takes many times as long, and sees at the first what it sees. */
+static inline int
+world_times(int times)
+{
+    return WORLD_SANITIZED ? (times + 3) / 4 : times;
+}
+
 static inline void *
 world_thread_main(void *arg)
 {
