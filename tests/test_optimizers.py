@@ -20,6 +20,13 @@ def model() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
 
 
+def with_gradients(*gradients: Tensor) -> list[Tensor]:
+    parameters = [nn.Parameter(torch.zeros_like(gradient)) for gradient in gradients]
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
+    return list(parameters)
+
+
 def train(net: nn.Module, optimizer: torch.optim.Optimizer, scale: float = 1.0) -> list[Tensor]:
     generator = torch.Generator().manual_seed(2)
     for _ in range(STEPS):
@@ -301,7 +308,7 @@ def test_a_wrapped_optimizer_does_what_it_does_itself():
 def test_the_norm_is_over_the_whole_model():
     smp.init({"pipeline_parallel_degree": 2})
 
-    norm = norm_over_the_model([torch.tensor([3.0, 4.0])[smp.rank() :][:1]])
+    norm = norm_over_the_model(with_gradients(torch.tensor([3.0, 4.0])[smp.rank() :][:1]))
 
     assert norm.item() == pytest.approx(5.0)
 
@@ -412,4 +419,5 @@ def test_an_optimizer_of_all_parameters_at_once_needs_them_on_one_rank(degree):
 def test_a_norm_that_half_precision_cannot_hold_is_right(norm_type):
     grads = [torch.full((1 << 16,), 500.0, dtype=torch.float16)] * 2
     want = torch.full((1 << 17,), 500.0, dtype=torch.float64).norm(norm_type)
-    assert norm_over_the_model(grads, norm_type).item() == pytest.approx(want.item(), rel=1e-3)
+    norm = norm_over_the_model(with_gradients(*grads), norm_type)
+    assert norm.item() == pytest.approx(want.item(), rel=1e-3)

@@ -19,12 +19,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from smp import _core
 from smp.data_parallel.buckets import Bucket
 from smp.data_parallel.group import Layout, ReplicasDiffer
 from smp.execution import failures
+from smp.tensor_parallel import chain
 
 if TYPE_CHECKING:
     from smp.data_parallel.data_parallel import DataParallel
@@ -50,6 +51,7 @@ class Reduction:
         self._had = {p: p.grad is not None for _, b in self._buckets for p in b.parameters()}
         self._overlaps = all(m.overlaps for m in members)
         self._joined = joined
+        chain.begin_step()
         self.finishes_with_backward = False  # backward has been told to call finish
         self._sent = 0
         self._late: set[int] = set()
@@ -216,7 +218,7 @@ class Reduction:
         for place in self._late:
             mine[size + place] = 1
         if not self._joined:
-            flags = [p.grad is not None for p in everything]
+            flags = [self._is_used(p) for p in everything]
             mine[size + nbuckets :] = torch.tensor(flags, dtype=torch.int32, device="cpu")
         shared = mine.to(self.replicas.control_device)
         self.replicas.sum(shared).wait()
@@ -228,6 +230,12 @@ class Reduction:
             used.append([n > 0 for n in numbers[at : at + count]])
             at += count
         return numbers[:size], used, again
+
+    def _is_used(self, parameter: nn.Parameter) -> bool:
+        """Whether this replica has a gradient for a parameter."""
+        if parameter.grad is None:
+            return False
+        return self._had[parameter] or not chain.is_left_out(parameter.grad)
 
     def _wait(self) -> None:
         """Wait for what is under way; a hook's result goes into its bucket."""
@@ -243,6 +251,9 @@ class Reduction:
     def _write_back(self, used: list[list[bool]]) -> None:
         with torch.no_grad():
             for (member, bucket), wanted in zip(self._buckets, used, strict=True):
+                for parameter, is_used in zip(bucket.parameters(), wanted, strict=True):
+                    if not is_used:
+                        parameter.grad = None
                 if not any(wanted):
                     continue
                 if member.hook is None:

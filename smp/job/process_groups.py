@@ -133,21 +133,25 @@ def _form_kinds(
 ) -> dict[str, dist.ProcessGroup]:
     """One torch group for each set of ranks; a set that serves several kinds is one.
 
+    A TP_GROUP has one of its own: its collectives come in the order of the modules, those of
+    gradients when these are complete.
+
     Args:
         backend: of all of them; None: the default group's, which is one of them.
     """
-    made: dict[tuple[int, ...], dist.ProcessGroup] = {}
+    made: dict[tuple, dist.ProcessGroup] = {}
     if backend in (None, dist.get_backend(), dist.get_backend_config()):
         assert dist.group.WORLD is not None
         made[tuple(range(placement.size))] = dist.group.WORLD
     by_kind = {}
     for kind in AXES_OF_GROUP:
         for members in map(tuple, placement.groups(kind)):
-            if members not in made:
+            key = (kind, *members) if kind == "tp" and len(members) > 1 else members
+            if key not in made:
                 with process_group.called(f"{kind.upper()}_GROUP"):
-                    made[members] = dist.new_group(list(members), backend=backend)
+                    made[key] = dist.new_group(list(members), backend=backend)
             if boot.rank in members:
-                by_kind[kind] = made[members]
+                by_kind[kind] = made[key]
     return by_kind
 
 

@@ -4,7 +4,7 @@ A rank's loss may leave out what other ranks' losses use; then its backward woul
 that part's collectives, and the others would wait.  So each collective takes a token (a
 number without meaning) from the one before it and gives one to the next, and what the model
 returns hangs on the last: backward comes to every one, in the reverse order of the calls, with
-zeros where nothing was used.
+zeros where nothing was used.  A parameter that no rank's loss used keeps no gradient, though.
 """
 
 import threading
@@ -45,6 +45,37 @@ def linked(function: type[Function], x: Tensor, *args: Any) -> Tensor:
     token = torch.zeros((), device="cpu") if _chain.token is None else _chain.token
     out, _chain.token = function.apply(x, token, *args)
     return out
+
+
+# Whether a backward came to a collective whose result this rank's loss leaves out.
+_left_out = False
+
+
+def keep_shape(ctx: Any, out: Tensor) -> None:
+    """In a function's forward, for `defined`."""
+    ctx.set_materialize_grads(False)
+    ctx.out = out.shape, out.dtype, out.device
+
+
+def defined(ctx: Any, gradient: Tensor | None) -> Tensor:
+    """The gradient of what a function returned; zeros where the loss leaves it out."""
+    global _left_out
+    if gradient is not None:
+        return gradient
+    _left_out = True
+    shape, dtype, device = ctx.out
+    return torch.zeros(shape, dtype=dtype, device=device)
+
+
+def begin_step() -> None:
+    """Nothing has been left out yet."""
+    global _left_out
+    _left_out = False
+
+
+def is_left_out(gradient: Tensor) -> bool:
+    """Whether a gradient is there only because backward comes everywhere."""
+    return _left_out and not gradient.is_sparse and not bool(gradient.any())
 
 
 def next_token(token: Tensor | None) -> Tensor | None:

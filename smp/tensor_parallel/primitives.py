@@ -13,7 +13,7 @@ from torch.autograd import Function
 
 from smp import ranks
 from smp.tensor_parallel import group
-from smp.tensor_parallel.chain import linked, next_token
+from smp.tensor_parallel.chain import defined, keep_shape, linked, next_token
 
 Lengths = list[int]  # by tp_rank
 
@@ -58,13 +58,14 @@ class _Gather(Function):
     def forward(ctx: Any, x: Tensor, token: Token, axis: int, lengths: Lengths) -> tuple:
         ctx.axis, ctx.lengths = axis, lengths
         out = _all_gather(x.movedim(axis, 0), lengths).movedim(0, axis)
+        keep_shape(ctx, out)
         if not x.is_floating_point() and not x.is_complex():
             ctx.mark_non_differentiable(out)
         return out, next_token(token)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, token: Token) -> tuple:  # type: ignore[override]
-        rows = gradient.movedim(ctx.axis, 0)
+        rows = defined(ctx, gradient).movedim(ctx.axis, 0)
         return _reduce_scatter(rows, ctx.lengths).movedim(0, ctx.axis), token, None, None
 
 
@@ -73,11 +74,12 @@ class _ReduceScatter(Function):
     def forward(ctx: Any, x: Tensor, token: Token, axis: int, lengths: Lengths) -> tuple:
         ctx.axis, ctx.lengths = axis, lengths
         out = _reduce_scatter(x.movedim(axis, 0), lengths).movedim(0, axis)
+        keep_shape(ctx, out)
         return out, next_token(token)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, token: Token) -> tuple:  # type: ignore[override]
-        rows = gradient.movedim(ctx.axis, 0)
+        rows = defined(ctx, gradient).movedim(ctx.axis, 0)
         return _all_gather(rows, ctx.lengths).movedim(0, ctx.axis), token, None, None
 
 
@@ -89,11 +91,20 @@ class _ScatterAndMerge(Function):
         ctx: Any, x: Tensor, token: Token, split: int, merge: int, cut: Lengths, joined: Lengths
     ) -> tuple:
         ctx.arguments = merge, split, joined, cut
-        return _scatter_and_merge(x, split, merge, cut, joined), next_token(token)
+        out = _scatter_and_merge(x, split, merge, cut, joined)
+        keep_shape(ctx, out)
+        return out, next_token(token)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, token: Token) -> tuple:  # type: ignore[override]
-        return _scatter_and_merge(gradient, *ctx.arguments), token, None, None, None, None
+        return (
+            _scatter_and_merge(defined(ctx, gradient), *ctx.arguments),
+            token,
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 def _scatter_and_merge(
@@ -110,11 +121,12 @@ def _scatter_and_merge(
 class _BackwardAllReduce(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, token: Token) -> tuple:
+        keep_shape(ctx, x)
         return x.view_as(x), next_token(token)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, token: Token) -> tuple:  # type: ignore[override]
-        return _sum(gradient), token
+        return _sum(defined(ctx, gradient)), token
 
 
 class _ForwardAllReduce(Function):
