@@ -6,6 +6,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 RANKS  ?= 2
+TP     ?= 1
 CC     ?= cc
 
 # Open MPI refuses root and more ranks than cores unless told otherwise.
@@ -37,10 +38,11 @@ $(VENV)/.ready: pyproject.toml setup.py $(CSRC)
 	$(BIN)/pip install -q --no-build-isolation -e '.[test,lint,yaml]'
 	touch $@
 
+# RANKS=2 TP=2: every module is split over two ranks, which train on different pieces.
 demo: venv
 	mkdir -p demo
 	PATH="$(CURDIR)/$(BIN):$$PATH" mpirun -np $(RANKS) $(BIN)/python \
-	    examples/train_gpt.py --output demo
+	    examples/train_gpt.py --output demo --tensor-parallel $(TP)
 
 # The gate: what every change passes (CONTRIBUTING.md).
 test: core-test python-test

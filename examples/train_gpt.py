@@ -1,9 +1,11 @@
 """Trains a small GPT, byte by byte, on the source of Python's standard library.
 
     mpirun -np 2 python examples/train_gpt.py
+    mpirun -np 2 python examples/train_gpt.py --tensor-parallel 2
 
 The model is plain PyTorch.  Its modules are spread over however many ranks there are: 1
-(also without mpirun), 2 or 4.  Stop it whenever you like: the same command goes on from
+(also without mpirun), 2 or 4; with --tensor-parallel each of them is split instead, and
+every rank trains on pieces of its own.  Stop it whenever you like: the same command goes on from
 the last checkpoint.  At its end it writes a few lines of Python of its own, and leaves
 in the folder --output how the model was partitioned (partition.txt, partition.svg) and
 what each rank did in the last step (trace.json for ui.perfetto.dev, timeline.svg).
@@ -173,13 +175,23 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=800)
     parser.add_argument("--batch", type=int, default=8, help="pieces in a step")
     parser.add_argument("--rate", type=float, default=3e-3, help="highest learning rate")
+    parser.add_argument("--tensor-parallel", type=int, default=1, metavar="T")
     options = parser.parse_args()
 
     torch.set_num_threads(1)  # for each rank; the model is small
-    smp.init({"pipeline_parallel_degree": -1, "microbatches": 4})  # over all ranks
-    ranks = smp.pp_size()
+    splits = options.tensor_parallel > 1
+    smp.init(
+        {
+            "pipeline_parallel_degree": -1,  # over the ranks that are left
+            "tensor_parallel_degree": options.tensor_parallel,
+            "microbatches": 4,
+        }
+    )
+    ranks = smp.size()
     torch.manual_seed(0)
-    model = smp.DistributedModel(GPT())
+    with smp.tensor_parallelism(enabled=splits):
+        net = GPT()
+    model = smp.DistributedModel(net)
     optimizer = smp.DistributedOptimizer(
         torch.optim.AdamW(model.parameters(), lr=options.rate, betas=(0.9, 0.95))
     )
@@ -209,7 +221,8 @@ def main() -> None:
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, options.steps, options.rate)
         optimizer.zero_grad()
-        loss = train_step(model, draw(text, options.batch, length, places))
+        pieces = draw(text, options.batch * smp.dp_size(), length, places)
+        loss = train_step(model, pieces.tensor_split(smp.dp_size())[smp.dp_rank()])
         optimizer.step()
         losses.append(loss.reduce_mean().item())
         done = step + 1
@@ -218,7 +231,7 @@ def main() -> None:
             left = round(took * (options.steps - done))
             say(
                 f"step {done:4d}  loss {sum(losses) / len(losses):.3f}  "
-                f"{options.batch * length / took:7,.0f} bytes/s  "
+                f"{len(pieces) * length / took:7,.0f} bytes/s  "
                 f"{left // 60}:{left % 60:02d} left"
             )
         if done == options.steps:
