@@ -255,6 +255,38 @@ def test_who_saves_hears_which_rank_has_died(kind, backend, tmp_path):
         assert re.search(rf"rank {rank} saw smp: .*: rank 1 is gone ", said), said
 
 
+ENDS_AFTER_A_DEATH = """
+import os, select, signal, sys
+import smp
+from smp.job import bootstrap
+
+bootstrap.END_AFTER_DEATH_S = 0.1
+smp.init({"pipeline_parallel_degree": int(sys.argv[1])})
+pids = smp.allgather(os.getpid(), smp.WORLD)
+first = os.pidfd_open(pids[0])
+if smp.rank() == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+try:
+    smp.allgather(None, smp.WORLD)
+except ConnectionError as error:
+    print(f"rank {smp.rank()} saw {error}", flush=True)
+if smp.rank() == 2 and select.select([first], [], [], 20)[0]:
+    print("rank 0 has ended", flush=True)
+"""
+
+
+@pytest.mark.parametrize("pipeline", [3, 1])
+def test_a_rank_that_knows_of_a_death_ends_though_mpi_waits_for_all(pipeline, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(ENDS_AFTER_A_DEATH)
+
+    done = mpirun(3, script, str(pipeline), go_on=True)
+
+    for rank in (0, 2):
+        assert re.search(rf"rank {rank} saw smp: .*: rank 1 is gone ", done.stdout), done
+    assert "rank 0 has ended" in done.stdout, done.stderr
+
+
 HOOK_THAT_TAKES_LONG = """
 import sys, threading
 from pathlib import Path
@@ -350,6 +382,7 @@ import sys
 import torch
 from torch import nn
 import smp
+from smp import _core
 
 smp.init({"pipeline_parallel_degree": smp_size, "microbatches": 2})
 net = nn.Sequential(*(nn.Linear(16, 16) for _ in range(smp.size())))
@@ -370,7 +403,7 @@ try:
     for _ in range(steps):
         train(model, torch.randn(16, 16))
 except ConnectionError as error:
-    print(f"rank {smp.rank()} saw {error}", flush=True)
+    print(f"rank {smp.rank()} saw {error}; died: {_core.someone_died()}", flush=True)
     wait_until_all_have_said(smp.rank(), smp.size() - 1)
     sys.exit(1)
 """
@@ -388,4 +421,5 @@ def test_all_survivors_hear_which_rank_has_left(tmp_path, size, leaver):
     said = done.stdout + done.stderr
     assert done.returncode != 0
     for rank in set(range(size)) - {leaver}:
-        assert re.search(rf"rank {rank} saw .*pp_rank {leaver} has left the job in order", said)
+        left = rf"rank {rank} saw .*pp_rank {leaver} has left the job in order.*; died: False"
+        assert re.search(left, said), said

@@ -119,6 +119,8 @@ struct smp_comm {
     smp_post  post;
 };
 
+static _Atomic bool someone_died; /* a peer of any comm of this process; for good */
+
 /* A forked child has the struct, but neither the thread nor the descriptors. */
 static bool
 is_child(const smp_comm *comm)
@@ -170,6 +172,9 @@ close_peer(smp_comm *comm, int rank, peer_state to, uint64_t fault)
     }
     if (fault != 0) {
         atomic_compare_exchange_strong(&comm->fault, &none, fault);
+    }
+    if (fault_why(fault) == SMP_ERR_PEER_LOST) {
+        atomic_store(&someone_died, true);
     }
     smp_jitter();
     /* Last: who sees that nobody is left sees why; look() reads them in this order. */
@@ -940,6 +945,12 @@ smp_comm_lost(const smp_comm *comm)
         }
     }
     return rank;
+}
+
+bool
+smp_comm_someone_died(void)
+{
+    return atomic_load(&someone_died);
 }
 
 bool

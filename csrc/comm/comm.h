@@ -140,6 +140,10 @@ void smp_comm_wake(smp_comm *comm);
 /* The first rank that died or sent what cannot be read, or -1.  Any thread. */
 int smp_comm_lost(const smp_comm *comm);
 
+/* Whether a rank died that any comm of this process, also one that is destroyed, was
+ * connected to.  Any thread. */
+bool smp_comm_someone_died(void);
+
 /* Whether `rank` has ended in order (smp_comm_destroy): it answers nothing any more. */
 bool smp_comm_left(const smp_comm *comm, int rank);
 

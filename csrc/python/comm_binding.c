@@ -133,6 +133,14 @@ peers(PyObject *module, PyObject *unused)
     return smp_python_peers(smp_the_session.comm);
 }
 
+static PyObject *
+someone_died(PyObject *module, PyObject *unused)
+{
+    (void)module;
+    (void)unused;
+    return PyBool_FromLong(smp_comm_someone_died());
+}
+
 static PyMethodDef functions[] = {
     {"register_transport", register_transport, METH_O,
      "register_transport(capsule)\n--\n\n"
@@ -147,6 +155,10 @@ static PyMethodDef functions[] = {
     {"addresses", addresses, METH_O,
      "addresses(interface)\n--\n\n"
      "This host's addresses that comm_interface may name; None: all of them."},
+    {"someone_died", someone_died, METH_NOARGS,
+     "someone_died()\n--\n\n"
+     "Whether a rank died that this process was connected to, also in a job that it "
+     "has left."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -10,10 +10,12 @@ one is used follows from how the script was started:
 - by hand: one rank, no communication.
 """
 
+import atexit
 import itertools
 import math
 import os
 import secrets
+import signal
 import socket
 import time
 from abc import ABC, abstractmethod
@@ -24,6 +26,8 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+
+from smp import _core
 
 # How launchers say how many ranks there are.
 MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
@@ -45,6 +49,9 @@ MADE, FAILED = b"+", b"-"
 SHORTEST_PAUSE_S = 1e-4
 READ_S = 10.0  # for reading what all have said
 LONGEST_PAUSE_S = 0.01
+
+# For what the interpreter and MPI do at the end of a process that knows of a rank's death.
+END_AFTER_DEATH_S = 5.0
 
 SIZE_BYTES = 8  # of a number of bytes, gathered first
 
@@ -300,6 +307,21 @@ def running_mpi() -> OverMPI | None:
     """The job's MPI, if it runs and any thread may call it; it is not started for this."""
     mpi = over_mpi() if over_mpi.cache_info().currsize else None
     return mpi if mpi is not None and mpi.is_for_any_thread else None
+
+
+def _end_without_the_dead() -> None:
+    """After a rank's death this process ends in time, be it by SIGALRM.
+
+    MPI's clean-up, the last thing that the interpreter does, waits for all ranks; where the
+    launcher lets the others live, Open MPI 5.0.11 may wait for the dead one for ever.
+    """
+    if over_mpi.cache_info().currsize and _core.someone_died():
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.setitimer(signal.ITIMER_REAL, END_AFTER_DEATH_S)
+
+
+# Early: what the script registers runs before, and takes its time.
+atexit.register(_end_without_the_dead)
 
 
 def mpi_size() -> int:
