@@ -56,6 +56,27 @@ except BaseException as error:
 print("finished")
 """
 
+# The rank that fails first ends the job when it has told why; here, when the other has said
+# its line as well.
+BOTH_SPEAK = """
+from smp.job.job_end import FirstFailure
+told, wait_until_told = FirstFailure.told, FirstFailure.wait_until_told
+other_has_spoken = Path(__file__).with_name("other has spoken")
+
+def told_after_the_other(self):
+    until = time.monotonic() + 20
+    while not other_has_spoken.exists() and time.monotonic() < until:
+        threading.Event().wait(0.01)
+    told(self)
+
+def wait_having_spoken(self):
+    other_has_spoken.touch()
+    wait_until_told(self)
+
+FirstFailure.told = told_after_the_other
+FirstFailure.wait_until_told = wait_having_spoken
+"""
+
 ENDINGS = {
     "killed": ("os.kill(os.getpid(), signal.SIGKILL)", {0: "ConnectionError"}),
     "crashed": ("ctypes.string_at(0)", {0: "ConnectionError"}),
@@ -82,7 +103,8 @@ def test_every_rank_hears_of_the_end_of_one(tmp_path, ending, transports):
     how, seen = ENDINGS[ending]
     by_signal = ending in ("killed", "crashed")
     script = tmp_path / "train.py"
-    script.write_text(SAID + SCRIPT.format(how=how, seen=len(seen)))
+    both_speak = BOTH_SPEAK if ending == "raised" else ""
+    script.write_text(SAID + both_speak + SCRIPT.format(how=how, seen=len(seen)))
     before = ours_in_shared_memory()
 
     done = mpirun(2, script, env={"SMP_COMM_TRANSPORTS": transports}, go_on=by_signal)
