@@ -80,25 +80,26 @@ def cut_outputs(linear: Any, unit: int = 1, blocks: int = 1) -> None:
     )
 
 
-def cut_inputs(linear: Any, path: str, unit: int = 1) -> None:
+def cut_inputs(linear: Any, path: str, unit: int = 1) -> int:
     """Keep this tp_rank's input channels; the sum goes back to the samples' own ranks.
 
     Args:
         linear: an ``nn.Linear`` or a Conv1D of transformers.
         path: of the linear, for errors.
         unit: channels that stay together: the size of a head.
+
+    Returns:
+        how many channels this tp_rank keeps.
     """
     axis = 0 if is_transposed(linear) else 1
     size = linear.weight.size(axis)
     slices = Slices.even(axis, size, group.size(), unit)
     keep_slice(linear, "weight", slices)
-    setattr(
-        linear,
-        "nx" if is_transposed(linear) else "in_features",
-        slices.local_size(group.rank()),
-    )
+    own = slices.local_size(group.rank())
+    setattr(linear, "nx" if is_transposed(linear) else "in_features", own)
     linear.__dict__[PATH] = path
     linear.__class__ = stand_in(type(linear), _leads_out)
+    return own
 
 
 def _leads_out(cls: type[nn.Module]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ the padding masked, and cut back on the way out.
 import functools
 import inspect
 import math
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -114,7 +115,28 @@ def _run(module: nn.Module, forward: Callable, args: tuple, kwargs: dict[str, An
             named[name] = value
         elif extra and (value is not None or name in others):
             named.setdefault(extra, {})[name] = value
-    return forward(*bound.args[1:], **bound.kwargs)
+    out = forward(*bound.args[1:], **bound.kwargs)
+    if isinstance(out, tuple) and _records_attentions({**others, **named}):
+        raise NotImplementedError(
+            f"smp: '{path}' is split, and output_attentions would be the weights of some heads "
+            "for all tp_ranks' samples: leave the attentions whole, "
+            "smp.set_tensor_parallelism(attention, False)"
+        )
+    return out
+
+
+def _records_attentions(arguments: dict[str, Any]) -> bool:
+    """Whether transformers keeps the weights that an attention returns.
+
+    Some models tell the attention; of others a hook of transformers takes them, and the
+    attention's arguments need not tell.
+    """
+    capturing = sys.modules.get("transformers.utils.output_capturing")
+    collector = getattr(capturing, "_active_collector", None)
+    keys = collector.get() or () if collector is not None else ()
+    return bool(arguments.get("output_attentions")) or any(
+        key.endswith("attentions") for key in keys
+    )
 
 
 # --------------------------------------------------------- ranks that have the same samples
@@ -377,6 +399,6 @@ def _nothing_masked(
 
 
 def _hide_behind(mask: Tensor, keys: int) -> Tensor:
-    """With further positions, which nobody sees."""
-    hidden = torch.finfo(mask.dtype).min if mask.is_floating_point() else 0
+    """With further positions, which nobody sees: not even who sees none of its own."""
+    hidden = -torch.inf if mask.is_floating_point() else 0
     return F.pad(mask, [0, keys - mask.size(-1)], value=hidden)

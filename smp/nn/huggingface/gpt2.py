@@ -1,43 +1,39 @@
 """GPT-2: attention by heads, the MLP by its channels."""
 
+from functools import partial
 from typing import Any
 
 from smp import not_built
-from smp.tensor_parallel import group
-from smp.tensor_parallel.linears import cut_inputs, cut_outputs
-from smp.tensor_parallel.regions import Region, make_region
+from smp.tensor_parallel import plans
+from smp.tensor_parallel.linears import cut_outputs
 
 
 def split_attention(attention: Any, path: str) -> None:
-    """A ``GPT2Attention``: q|k|v (of cross-attention k|v, and q by itself), then the output."""
-    head = attention.head_dim
-    if attention.is_cross_attention:
-        cut_outputs(attention.q_attn, unit=head)
-        cut_outputs(attention.c_attn, unit=head, blocks=2)
-    else:
-        cut_outputs(attention.c_attn, unit=head, blocks=3)
-    cut_inputs(attention.c_proj, f"{path}.c_proj", unit=head)
-    attention.num_heads = group.shares(attention.num_heads)[group.rank()]
-    attention.split_size = attention.num_heads * head
-    region = Region(
+    """A ``GPT2Attention``: q|k|v, or of cross-attention k|v and q by itself."""
+    cross = attention.is_cross_attention
+    if cross:
+        cut_outputs(attention.q_attn, unit=attention.head_dim)
+    plans.attention(
+        attention,
+        path,
+        columns=("c_attn",),
+        row="c_proj",
+        head="head_dim",
+        heads="num_heads",
+        widths=("split_size",),
+        blocks=2 if cross else 3,
         samples=("hidden_states", "encoder_hidden_states"),
         masks=(
             ("attention_mask", "hidden_states"),
             ("encoder_attention_mask", "encoder_hidden_states"),
         ),
-        causal=attention.is_causal,
     )
-    make_region(attention, region, path)
 
 
-def split_mlp(mlp: Any, path: str) -> None:
-    """A ``GPT2MLP``."""
-    cut_outputs(mlp.c_fc)
-    cut_inputs(mlp.c_proj, f"{path}.c_proj")
-    make_region(mlp, Region(samples=("hidden_states",)), path)
-
-
-IN_PLACE = {"GPT2Attention": split_attention, "GPT2MLP": split_mlp}
+IN_PLACE = {
+    "GPT2Attention": split_attention,
+    "GPT2MLP": partial(plans.mlp, column="c_fc", row="c_proj"),
+}
 
 translate_state_dict_to_hf_gpt2 = not_built.function("translate_state_dict_to_hf_gpt2")
 translate_hf_state_dict_to_smdistributed_gpt2 = not_built.function(

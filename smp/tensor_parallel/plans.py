@@ -1,0 +1,64 @@
+"""What the plans of most families consist of: an attention, and two linears in a row.
+
+Linears are named from the module that a plan is for.  A linear may lie behind the module
+that gathers, as long as it is called next: ``entry`` names that module then.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from smp.tensor_parallel.linears import cut_inputs, cut_outputs
+from smp.tensor_parallel.regions import Region, make_region
+
+
+def attention(
+    module: nn.Module,
+    path: str,
+    *,
+    columns: Sequence[str],
+    row: str,
+    head: str,
+    heads: str = "",
+    widths: Sequence[str] = (),
+    packed: int = 1,
+    blocks: int = 1,
+    entry: str = "",
+    samples: tuple[str, ...] = ("hidden_states",),
+    masks: tuple[tuple[str, str], ...] = (("attention_mask", "hidden_states"),),
+) -> None:
+    """Cut an attention by its heads.
+
+    Args:
+        module: that holds the linears.
+        path: of it.
+        columns: linears that make queries, keys and values.
+        row: the linear behind them.
+        head: attribute with the size of a head; it and the next two of what ``entry`` names.
+        heads: attribute with the number of heads.
+        widths: attributes with the size of all heads together.
+        packed: parts that each of ``columns`` makes of a head, side by side: 3 for q, k, v.
+        blocks: parts that each of ``columns`` makes of all heads: 3 for q|k|v.
+        entry: the module that gathers; "": ``module``.
+        samples, masks: see ``Region``.
+    """
+    entered: Any = module.get_submodule(entry)
+    size = getattr(entered, head)
+    for name in columns:
+        cut_outputs(module.get_submodule(name), size * packed, blocks)
+    own = cut_inputs(module.get_submodule(row), f"{path}.{row}", size)
+    if heads:
+        setattr(entered, heads, own // size)
+    for name in widths:
+        setattr(entered, name, own)
+    region = Region(samples, masks, causal=getattr(entered, "is_causal", False))
+    make_region(entered, region, f"{path}.{entry}" if entry else path)
+
+
+def mlp(module: nn.Module, path: str, *, column: str, row: str, entry: str = "") -> None:
+    """Cut two linears by the channels between them; arguments as for ``attention``."""
+    cut_outputs(module.get_submodule(column))
+    cut_inputs(module.get_submodule(row), f"{path}.{row}")
+    region = Region(("hidden_states",))
+    make_region(module.get_submodule(entry), region, f"{path}.{entry}" if entry else path)
