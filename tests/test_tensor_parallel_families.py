@@ -63,9 +63,22 @@ FAMILIES = {
         ["transformer.h.%d.attn", "transformer.h.%d.mlp"],
         "GPT2LMHeadModel",
     ),
+    "gptj": Family(
+        "gptj",
+        "GPTJConfig",
+        "GPTJForCausalLM",
+        {"n_embd": WIDTH, "n_head": HEADS, "rotary_dim": 4, "n_inner": 37, "n_positions": 24},
+        ["transformer.h.%d.attn", "transformer.h.%d.mlp"],
+    ),
 }
+WITHOUT_SDPA = {"gptj"}
 
-CASES = [(name, attention) for name in FAMILIES for attention in ("eager", "sdpa")]
+CASES = [
+    (name, attention)
+    for name in FAMILIES
+    for attention in ("eager", "sdpa")
+    if attention == "eager" or name not in WITHOUT_SDPA
+]
 
 
 def small(
