@@ -70,8 +70,22 @@ FAMILIES = {
         {"n_embd": WIDTH, "n_head": HEADS, "rotary_dim": 4, "n_inner": 37, "n_positions": 24},
         ["transformer.h.%d.attn", "transformer.h.%d.mlp"],
     ),
+    "gptneo": Family(
+        "gpt_neo",
+        "GPTNeoConfig",
+        "GPTNeoForCausalLM",
+        {
+            "hidden_size": WIDTH,
+            "num_heads": HEADS,
+            "intermediate_size": 37,
+            "max_position_embeddings": 24,
+            "attention_types": [[["global", "local"], 1]],
+            "window_size": 3,
+        },
+        ["transformer.h.%d.attn.attention", "transformer.h.%d.mlp"],
+    ),
 }
-WITHOUT_SDPA = {"gptj"}
+WITHOUT_SDPA = {"gptj", "gptneo"}
 
 CASES = [
     (name, attention)

@@ -149,7 +149,8 @@ def family_of(cls: type[nn.Module]) -> str | None:
     """The module with the plans for a class of transformers, or what inherits from it."""
     for base in cls.__mro__:
         if base.__module__.startswith("transformers.models."):
-            name = f"{FAMILIES}.{base.__module__.split('.')[2]}"
+            folder = base.__module__.split(".")[2]  # gpt_neo, for example
+            name = f"{FAMILIES}.{folder.replace('_', '')}"
             if importlib.util.find_spec(name) is not None:
                 return name
     return None
