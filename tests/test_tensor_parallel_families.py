@@ -84,6 +84,18 @@ FAMILIES = {
         },
         ["transformer.h.%d.attn.attention", "transformer.h.%d.mlp"],
     ),
+    "gptneox": Family(
+        "gpt_neox",
+        "GPTNeoXConfig",
+        "GPTNeoXForCausalLM",
+        {
+            "hidden_size": WIDTH,
+            "num_attention_heads": HEADS,
+            "intermediate_size": 37,
+            "max_position_embeddings": 24,
+        },
+        ["gpt_neox.layers.%d.attention", "gpt_neox.layers.%d.mlp"],
+    ),
 }
 WITHOUT_SDPA = {"gptj", "gptneo"}
 
