@@ -54,6 +54,19 @@ class Family(NamedTuple):
     decoder: str = ""
 
 
+def bert_like(folder: str, name: str, decoder: str) -> Family:
+    options = {
+        "hidden_size": WIDTH,
+        "num_attention_heads": HEADS,
+        "intermediate_size": 37,
+        "max_position_embeddings": 24,
+        "pad_token_id": 0,
+    }
+    layer = f"{folder}.encoder.layer.%d"
+    split = [layer, f"{layer}.attention"]
+    return Family(folder, f"{name}Config", f"{name}ForMaskedLM", options, split, decoder)
+
+
 FAMILIES = {
     "gpt2": Family(
         "gpt2",
@@ -96,6 +109,7 @@ FAMILIES = {
         },
         ["gpt_neox.layers.%d.attention", "gpt_neox.layers.%d.mlp"],
     ),
+    "bert": bert_like("bert", "Bert", "BertLMHeadModel"),
 }
 WITHOUT_SDPA = {"gptj", "gptneo"}
 
@@ -278,3 +292,30 @@ def test_a_decoder_with_cross_attention_equals_the_plain_model(name, attention):
     for step in range(4):
         job.step(step)
     job.check_parameters()
+
+
+# -------------------------------------------------------------- what of a layer is split
+
+
+@on_ranks(2, timeout_s=120)
+def test_the_attention_of_a_layer_stays_whole_by_itself():
+    """BERT's feed-forward part belongs to the layer, which the attention is in."""
+    split_over_all_ranks()
+    net = small("bert")
+    first, second = net.bert.encoder.layer
+    smp.set_tensor_parallelism(first.attention, False)
+    smp.set_tensor_parallelism(second, False)
+    smp.set_tensor_parallelism(second.attention)
+    job = whole_job(net)
+    assert [one.path for one in job.model._smp_split] == [
+        "bert.encoder.layer.0",
+        "bert.encoder.layer.1.attention",
+    ]
+    job.step(0)
+
+
+@on_ranks(2, timeout_s=120)
+def test_a_feed_forward_part_in_chunks():
+    split_over_all_ranks()
+    job = whole_job(small("bert", chunk_size_feed_forward=3))
+    job.step(1)

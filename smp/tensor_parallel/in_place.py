@@ -62,11 +62,16 @@ class _Splitting:
         self.done: set[int] = set()
 
     def run(self) -> list[Outcome]:
-        self._visit(self.model, "", None, in_family=False)
+        self._visit(self.model, "", None)
         return self.out
 
     def _visit(
-        self, module: nn.Module, path: str, parent: nn.Module | None, in_family: bool
+        self,
+        module: nn.Module,
+        path: str,
+        parent: nn.Module | None,
+        in_family: bool = False,
+        in_plan: bool = False,
     ) -> None:
         if id(module) in self.done:
             return
@@ -78,15 +83,17 @@ class _Splitting:
                 self._replace(module, path, parent)
                 return
             if plan is not None:
+                # Its parts may have plans of their own, and marks.
                 if not self._left_whole(module, path, self._shared_outside(module)):
                     plan(module, path)
-                return
-            if cls in _leaves:
+                    in_plan = True
+            elif cls in _leaves and not in_plan:
                 self._split_leaf(module, path, parent, in_family)
                 return
         in_family = in_family or family_of(cls) is not None
         for name, child in module.named_children():
-            self._visit(child, f"{path}.{name}" if path else name, module, in_family)
+            below = f"{path}.{name}" if path else name
+            self._visit(child, below, module, in_family, in_plan)
 
     def _left_whole(self, module: nn.Module, path: str, reason: str) -> bool:
         self.out.append(Outcome(path, type(module).__name__, reason))
