@@ -110,6 +110,7 @@ FAMILIES = {
         ["gpt_neox.layers.%d.attention", "gpt_neox.layers.%d.mlp"],
     ),
     "bert": bert_like("bert", "Bert", "BertLMHeadModel"),
+    "roberta": bert_like("roberta", "Roberta", "RobertaForCausalLM"),
 }
 WITHOUT_SDPA = {"gptj", "gptneo"}
 
