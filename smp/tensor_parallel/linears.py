@@ -18,6 +18,7 @@ from smp.tensor_parallel.regions import rows_to_give_back
 from smp.tensor_parallel.slices import Slices, mark, slices_of
 
 PATH = "_smp_tensor_parallel_path"  # in a module's __dict__
+_CHOSEN = "_smp_chosen_outputs"  # likewise: the size of a unit, and which units
 
 
 def is_transposed(linear: nn.Module) -> bool:
@@ -100,6 +101,35 @@ def cut_inputs(linear: Any, path: str, unit: int = 1) -> int:
     linear.__dict__[PATH] = path
     linear.__class__ = stand_in(type(linear), _leads_out)
     return own
+
+
+def choose_outputs(linear: Any, unit: int, chosen: list[int]) -> None:
+    """Compute some output channels of a linear whose weights stay whole.
+
+    A tp_rank's gradient is the part that comes from what it computes, and the sum over the
+    TP_GROUP is the whole one.  So the parameters are like those that see own samples, whose
+    gradients are summed over the DP_GROUP.
+
+    Args:
+        linear: an ``nn.Linear`` in a region.
+        unit: channels that stay together: the size of a head.
+        chosen: which units, in this order; one may come more than once.
+    """
+    linear.__dict__[_CHOSEN] = unit, chosen
+    linear.__class__ = stand_in(type(linear), _computes_some)
+
+
+def _computes_some(cls: type[nn.Module]) -> dict[str, Any]:
+    def some(self: Any, whole: Tensor) -> Tensor:
+        unit, chosen = self.__dict__[_CHOSEN]
+        return torch.cat([whole.narrow(0, i * unit, unit) for i in chosen])
+
+    @functools.wraps(cls.forward)
+    def forward(self: Any, x: Tensor) -> Tensor:
+        bias = None if self.bias is None else some(self, self.bias)
+        return F.linear(x, some(self, self.weight), bias)
+
+    return {"forward": forward}
 
 
 def _leads_out(cls: type[nn.Module]) -> dict[str, Any]:

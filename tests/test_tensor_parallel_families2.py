@@ -1,0 +1,235 @@
+"""Llama, split in place, equals the plain model over all samples.
+
+The reference is ``tests/reference/whole_job.py``, in float64.
+"""
+
+import importlib
+import types
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import smp
+from smp.nn.huggingface.llama import shared_heads
+from smp.tensor_parallel import group
+from tests.ranks import on_ranks
+from tests.reference.whole_job import WholeJob, assert_near, split_over_all_ranks
+
+VOCABULARY = 61
+
+
+class TorchInFloat64(types.ModuleType):
+    """torch for files of transformers that compute norms, softmax or routes in float32."""
+
+    float32 = torch.float64
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+def compute_in_float64(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
+    """Have a rank compute all of a family in float64."""
+    folder = FAMILIES[family].folder
+    modeling = importlib.import_module(f"transformers.models.{folder}.modeling_{folder}")
+    monkeypatch.setattr(modeling, "torch", TorchInFloat64("torch"))
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+    torch.set_default_dtype(torch.float64)
+
+
+# ------------------------------------------------------------------------------ families
+
+
+def llama(heads: int = 6, shared: int = 3, **options: Any) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=24,
+            head_dim=4,
+            num_attention_heads=heads,
+            num_key_value_heads=shared,
+            intermediate_size=29,
+            num_hidden_layers=2,
+            initializer_range=0.2,
+            pad_token_id=0,
+            bos_token_id=1,
+            eos_token_id=2,
+            **options,
+        )
+    )
+
+
+def tokens(rank: int, step: int, uneven: bool = True) -> tuple[Tensor, Tensor]:
+    """Ids and mask; other numbers of samples, lengths and padding on each rank."""
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    samples, length = (1 + 2 * rank, 6 + 2 * rank) if uneven else (2, 6)
+    ids = torch.randint(3, VOCABULARY, (samples, length), generator=generator)
+    mask = torch.ones_like(ids)
+    if uneven and rank % 2:
+        mask[:, -2:] = 0
+    return ids, mask
+
+
+def next_token_loss(model: nn.Module, ids: Tensor, mask: Tensor) -> Tensor:
+    logits = model(input_ids=ids, attention_mask=mask).logits[:, :-1]
+    return F.cross_entropy(logits.reshape(-1, VOCABULARY), ids[:, 1:].reshape(-1))
+
+
+class Family(NamedTuple):
+    folder: str  # of transformers
+    make: Callable[..., nn.Module]
+    options: dict[str, Any]
+    loss: Callable[..., Tensor]
+    batch: Callable[[int, int], tuple]
+    split: int  # modules
+
+
+FAMILIES = {
+    "llama": Family("llama", llama, {}, next_token_loss, tokens, 4),
+    "llama, 1 head of keys": Family(
+        "llama",
+        llama,
+        {"shared": 1, "attention_bias": True, "mlp_bias": True},
+        next_token_loss,
+        tokens,
+        4,
+    ),
+    # Of 3 ranks one has a query for the first head of keys, and two for the second.
+    "llama, 2 heads of keys": Family(
+        "llama", llama, {"heads": 8, "shared": 2}, next_token_loss, tokens, 4
+    ),
+}
+
+
+def made(family: str, **options: Any) -> nn.Module:
+    """A family's small model, to be split, in training mode."""
+    torch.manual_seed(3)
+    with smp.tensor_parallelism():
+        net = FAMILIES[family].make(**FAMILIES[family].options, **options)
+    with torch.no_grad():
+        for parameter in net.parameters():
+            if parameter.dim() == 1:  # biases and norms: zero or one so far
+                parameter += torch.randn_like(parameter) / 8
+    return net.train()
+
+
+# ------------------------------------------------------------------------------ equality
+
+
+def check_equality(monkeypatch: pytest.MonkeyPatch, family: str, attention: str) -> None:
+    compute_in_float64(monkeypatch, family)
+    split_over_all_ranks()
+    net = made(family, attn_implementation=attention)
+    job = WholeJob(net, FAMILIES[family].loss, FAMILIES[family].batch)
+    split = [one for one in job.model._smp_split if not one.reason]
+    assert len(split) == FAMILIES[family].split, split
+    for step in range(2):
+        job.step(step, max_norm=0.3)
+    job.check_parameters()
+    whole = job.model.state_dict()
+    for name, value in job.plain.state_dict().items():
+        assert_near(whole[name], value, name)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.sample(10)
+@on_ranks(2, timeout_s=120)
+def test_a_family_equals_the_plain_model(family, attention, monkeypatch):
+    """Losses, gradients, norms, parameters, state; uneven samples, lengths, heads, padding."""
+    check_equality(monkeypatch, family, attention)
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", FAMILIES)
+@on_ranks(3, 4, timeout_s=240)
+def test_a_family_equals_the_plain_model_on_more_ranks(family, attention, monkeypatch):
+    check_equality(monkeypatch, family, attention)
+
+
+@pytest.mark.parametrize("family", ["llama"])
+@on_ranks(2, timeout_s=120)
+def test_a_checkpointed_family_equals_the_plain_model(family, monkeypatch):
+    """Layers that run again in backward gather again."""
+    compute_in_float64(monkeypatch, family)
+    split_over_all_ranks()
+    job = WholeJob(made(family), FAMILIES[family].loss, FAMILIES[family].batch)
+    job.net.gradient_checkpointing_enable()
+    ran: list[nn.Module] = []
+    names = ("q_proj", "SelfAttention.q")
+    first = next(module for name, module in job.net.named_modules() if name.endswith(names))
+    first.register_forward_hook(lambda module, *_: ran.append(module))
+    job.step(0)
+    assert len(ran) == 2
+
+
+# ------------------------------------------------------------------------------- outputs
+
+
+@pytest.mark.parametrize("family", ["llama", "llama, 1 head of keys"])
+@on_ranks(2, timeout_s=120)
+def test_a_family_generates_what_the_plain_model_does(family, monkeypatch):
+    """With a cache, each rank from its own prompts."""
+    compute_in_float64(monkeypatch, family)
+    split_over_all_ranks()
+    plain = made(family).eval()
+    model = smp.DistributedModel(made(family).eval())
+    ids, mask = tokens(smp.rank(), 0, uneven=False)
+    options = {
+        "max_new_tokens": 5,
+        "min_new_tokens": 5,
+        "do_sample": False,
+        "output_logits": True,
+        "return_dict_in_generate": True,
+    }
+    want = plain.generate(ids, attention_mask=mask, **options)
+    got = model.generate(ids, attention_mask=mask, **options)
+    assert torch.equal(got.sequences, want.sequences)
+    for a, b in zip(got.logits, want.logits, strict=True):
+        assert_near(a, b, "logits")
+
+
+@pytest.mark.parametrize("family", ["llama"])
+@on_ranks(2, timeout_s=120)
+def test_what_a_family_records_is_of_own_samples(family, monkeypatch):
+    compute_in_float64(monkeypatch, family)
+    split_over_all_ranks()
+    plain = made(family)
+    model = smp.DistributedModel(made(family))
+    names = ("input_ids", "attention_mask")
+    batch = dict(zip(names, FAMILIES[family].batch(smp.rank(), 0), strict=False))
+    got = model(**batch, output_hidden_states=True)
+    want = plain(**batch, output_hidden_states=True)
+    recorded = [key for key in want if "states" in key]
+    assert recorded
+    for key in recorded:
+        if isinstance(want[key], Tensor):
+            assert_near(got[key], want[key], key)
+        elif isinstance(want[key], tuple):
+            assert len(got[key]) == len(want[key]) > 1
+            for a, b in zip(got[key], want[key], strict=True):
+                assert a.shape == b.shape
+                assert_near(a, b, key)
+
+
+# -------------------------------------------------------------------------------- slices
+
+
+@pytest.mark.parametrize("shared", [1, 2, 3, 5])
+@pytest.mark.parametrize("together", [1, 2, 3, 4, 7])
+def test_queries_find_the_heads_that_they_share(shared, together, monkeypatch):
+    """In a model that has a head of keys for each ``equally`` queries of a tp_rank."""
+    for size in range(1, shared * together + 1):
+        monkeypatch.setattr(group, "size", lambda size=size: size)
+        heads = []
+        for rank in range(size):
+            monkeypatch.setattr(group, "rank", lambda rank=rank: rank)
+            chosen, equally = shared_heads(shared, together)
+            heads += [head for head in chosen for _ in range(equally)]
+        assert heads == [query // together for query in range(shared * together)]
