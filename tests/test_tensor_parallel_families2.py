@@ -1,4 +1,4 @@
-"""Llama, split in place, equals the plain model over all samples.
+"""Llama and T5, split in place, equal the plain models over all samples.
 
 The reference is ``tests/reference/whole_job.py``, in float64.
 """
@@ -64,6 +64,28 @@ def llama(heads: int = 6, shared: int = 3, **options: Any) -> nn.Module:
     )
 
 
+def t5(**options: Any) -> nn.Module:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    return T5ForConditionalGeneration(
+        T5Config(
+            vocab_size=VOCABULARY,
+            d_model=12,
+            d_kv=4,
+            d_ff=19,
+            num_heads=5,
+            num_layers=2,
+            relative_attention_num_buckets=6,
+            relative_attention_max_distance=8,
+            dropout_rate=0.0,
+            pad_token_id=0,
+            eos_token_id=1,
+            decoder_start_token_id=0,
+            **options,
+        )
+    )
+
+
 def tokens(rank: int, step: int, uneven: bool = True) -> tuple[Tensor, Tensor]:
     """Ids and mask; other numbers of samples, lengths and padding on each rank."""
     generator = torch.Generator().manual_seed(100 * step + rank)
@@ -75,9 +97,20 @@ def tokens(rank: int, step: int, uneven: bool = True) -> tuple[Tensor, Tensor]:
     return ids, mask
 
 
+def two_sequences(rank: int, step: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Ids and mask of the encoder, and ids of the decoder, longer on other ranks."""
+    ids, mask = tokens(rank, step)
+    return ids, mask, ids.flip(1)[:, : 5 - rank % 2]
+
+
 def next_token_loss(model: nn.Module, ids: Tensor, mask: Tensor) -> Tensor:
     logits = model(input_ids=ids, attention_mask=mask).logits[:, :-1]
     return F.cross_entropy(logits.reshape(-1, VOCABULARY), ids[:, 1:].reshape(-1))
+
+
+def translation_loss(model: nn.Module, ids: Tensor, mask: Tensor, to: Tensor) -> Tensor:
+    out = model(input_ids=ids, attention_mask=mask, decoder_input_ids=to)
+    return F.cross_entropy(out.logits[:, :-1].reshape(-1, VOCABULARY), to[:, 1:].reshape(-1))
 
 
 class Family(NamedTuple):
@@ -102,6 +135,10 @@ FAMILIES = {
     # Of 3 ranks one has a query for the first head of keys, and two for the second.
     "llama, 2 heads of keys": Family(
         "llama", llama, {"heads": 8, "shared": 2}, next_token_loss, tokens, 4
+    ),
+    "t5": Family("t5", t5, {}, translation_loss, two_sequences, 10),
+    "t5, gated": Family(
+        "t5", t5, {"feed_forward_proj": "gated-gelu"}, translation_loss, two_sequences, 10
     ),
 }
 
@@ -153,7 +190,7 @@ def test_a_family_equals_the_plain_model_on_more_ranks(family, attention, monkey
     check_equality(monkeypatch, family, attention)
 
 
-@pytest.mark.parametrize("family", ["llama"])
+@pytest.mark.parametrize("family", ["llama", "t5"])
 @on_ranks(2, timeout_s=120)
 def test_a_checkpointed_family_equals_the_plain_model(family, monkeypatch):
     """Layers that run again in backward gather again."""
@@ -172,7 +209,7 @@ def test_a_checkpointed_family_equals_the_plain_model(family, monkeypatch):
 # ------------------------------------------------------------------------------- outputs
 
 
-@pytest.mark.parametrize("family", ["llama", "llama, 1 head of keys"])
+@pytest.mark.parametrize("family", ["llama", "llama, 1 head of keys", "t5"])
 @on_ranks(2, timeout_s=120)
 def test_a_family_generates_what_the_plain_model_does(family, monkeypatch):
     """With a cache, each rank from its own prompts."""
@@ -195,14 +232,16 @@ def test_a_family_generates_what_the_plain_model_does(family, monkeypatch):
         assert_near(a, b, "logits")
 
 
-@pytest.mark.parametrize("family", ["llama"])
+@pytest.mark.parametrize("family", ["llama", "t5"])
 @on_ranks(2, timeout_s=120)
 def test_what_a_family_records_is_of_own_samples(family, monkeypatch):
     compute_in_float64(monkeypatch, family)
     split_over_all_ranks()
     plain = made(family)
     model = smp.DistributedModel(made(family))
-    names = ("input_ids", "attention_mask")
+    names = {
+        "t5": ("input_ids", "attention_mask", "decoder_input_ids"),
+    }.get(FAMILIES[family].folder, ("input_ids", "attention_mask"))
     batch = dict(zip(names, FAMILIES[family].batch(smp.rank(), 0), strict=False))
     got = model(**batch, output_hidden_states=True)
     want = plain(**batch, output_hidden_states=True)
