@@ -1,4 +1,4 @@
-"""Llama and T5, split in place, equal the plain models over all samples.
+"""Llama, T5 and ViT, split in place, equal the plain models over all samples.
 
 The reference is ``tests/reference/whole_job.py``, in float64.
 """
@@ -20,6 +20,7 @@ from tests.ranks import on_ranks
 from tests.reference.whole_job import WholeJob, assert_near, split_over_all_ranks
 
 VOCABULARY = 61
+CLASSES = 5
 
 
 class TorchInFloat64(types.ModuleType):
@@ -86,6 +87,26 @@ def t5(**options: Any) -> nn.Module:
     )
 
 
+def vit(**options: Any) -> nn.Module:
+    from transformers import ViTConfig, ViTForImageClassification
+
+    return ViTForImageClassification(
+        ViTConfig(
+            image_size=8,
+            patch_size=4,
+            hidden_size=20,
+            num_attention_heads=5,
+            intermediate_size=23,
+            num_hidden_layers=2,
+            initializer_range=0.2,
+            hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
+            num_labels=CLASSES,
+            **options,
+        )
+    )
+
+
 def tokens(rank: int, step: int, uneven: bool = True) -> tuple[Tensor, Tensor]:
     """Ids and mask; other numbers of samples, lengths and padding on each rank."""
     generator = torch.Generator().manual_seed(100 * step + rank)
@@ -103,6 +124,15 @@ def two_sequences(rank: int, step: int) -> tuple[Tensor, Tensor, Tensor]:
     return ids, mask, ids.flip(1)[:, : 5 - rank % 2]
 
 
+def images(rank: int, step: int) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Pixels, a mask of the class and 4 patches on some ranks only, and labels."""
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    samples = 1 + 2 * rank
+    pixels = torch.randn(samples, 3, 8, 8, generator=generator)
+    mask = torch.tensor([[1, 1, 0, 1, 0]]).expand(samples, -1) if rank % 2 else None
+    return pixels, mask, torch.randint(0, CLASSES, (samples,), generator=generator)
+
+
 def next_token_loss(model: nn.Module, ids: Tensor, mask: Tensor) -> Tensor:
     logits = model(input_ids=ids, attention_mask=mask).logits[:, :-1]
     return F.cross_entropy(logits.reshape(-1, VOCABULARY), ids[:, 1:].reshape(-1))
@@ -111,6 +141,10 @@ def next_token_loss(model: nn.Module, ids: Tensor, mask: Tensor) -> Tensor:
 def translation_loss(model: nn.Module, ids: Tensor, mask: Tensor, to: Tensor) -> Tensor:
     out = model(input_ids=ids, attention_mask=mask, decoder_input_ids=to)
     return F.cross_entropy(out.logits[:, :-1].reshape(-1, VOCABULARY), to[:, 1:].reshape(-1))
+
+
+def label_loss(model: nn.Module, pixels: Tensor, mask: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(model(pixel_values=pixels, attention_mask=mask).logits, labels)
 
 
 class Family(NamedTuple):
@@ -140,6 +174,7 @@ FAMILIES = {
     "t5, gated": Family(
         "t5", t5, {"feed_forward_proj": "gated-gelu"}, translation_loss, two_sequences, 10
     ),
+    "vit": Family("vit", vit, {}, label_loss, images, 4),
 }
 
 
@@ -190,7 +225,7 @@ def test_a_family_equals_the_plain_model_on_more_ranks(family, attention, monkey
     check_equality(monkeypatch, family, attention)
 
 
-@pytest.mark.parametrize("family", ["llama", "t5"])
+@pytest.mark.parametrize("family", ["llama", "t5", "vit"])
 @on_ranks(2, timeout_s=120)
 def test_a_checkpointed_family_equals_the_plain_model(family, monkeypatch):
     """Layers that run again in backward gather again."""
@@ -232,7 +267,7 @@ def test_a_family_generates_what_the_plain_model_does(family, monkeypatch):
         assert_near(a, b, "logits")
 
 
-@pytest.mark.parametrize("family", ["llama", "t5"])
+@pytest.mark.parametrize("family", ["llama", "t5", "vit"])
 @on_ranks(2, timeout_s=120)
 def test_what_a_family_records_is_of_own_samples(family, monkeypatch):
     compute_in_float64(monkeypatch, family)
@@ -241,6 +276,7 @@ def test_what_a_family_records_is_of_own_samples(family, monkeypatch):
     model = smp.DistributedModel(made(family))
     names = {
         "t5": ("input_ids", "attention_mask", "decoder_input_ids"),
+        "vit": ("pixel_values", "attention_mask"),
     }.get(FAMILIES[family].folder, ("input_ids", "attention_mask"))
     batch = dict(zip(names, FAMILIES[family].batch(smp.rank(), 0), strict=False))
     got = model(**batch, output_hidden_states=True)
