@@ -1,4 +1,4 @@
-"""Llama, T5 and ViT, split in place, equal the plain models over all samples.
+"""Llama, T5, ViT and Mixtral, split in place, equal the plain models over all samples.
 
 The reference is ``tests/reference/whole_job.py``, in float64.
 """
@@ -107,6 +107,29 @@ def vit(**options: Any) -> nn.Module:
     )
 
 
+def mixtral(channels: int = 15, **options: Any) -> nn.Module:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    return MixtralForCausalLM(
+        MixtralConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=24,
+            head_dim=4,
+            num_attention_heads=6,
+            num_key_value_heads=3,
+            intermediate_size=channels,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            num_hidden_layers=2,
+            initializer_range=0.2,
+            pad_token_id=0,
+            bos_token_id=1,
+            eos_token_id=2,
+            **options,
+        )
+    )
+
+
 def tokens(rank: int, step: int, uneven: bool = True) -> tuple[Tensor, Tensor]:
     """Ids and mask; other numbers of samples, lengths and padding on each rank."""
     generator = torch.Generator().manual_seed(100 * step + rank)
@@ -136,6 +159,13 @@ def images(rank: int, step: int) -> tuple[Tensor, Tensor | None, Tensor]:
 def next_token_loss(model: nn.Module, ids: Tensor, mask: Tensor) -> Tensor:
     logits = model(input_ids=ids, attention_mask=mask).logits[:, :-1]
     return F.cross_entropy(logits.reshape(-1, VOCABULARY), ids[:, 1:].reshape(-1))
+
+
+def balanced_loss(model: nn.Module, ids: Tensor, mask: Tensor) -> Tensor:
+    """With how evenly the experts get this rank's tokens."""
+    out = model(input_ids=ids, attention_mask=mask, output_router_logits=True)
+    logits = out.logits[:, :-1].reshape(-1, VOCABULARY)
+    return F.cross_entropy(logits, ids[:, 1:].reshape(-1)) + 0.5 * out.aux_loss
 
 
 def translation_loss(model: nn.Module, ids: Tensor, mask: Tensor, to: Tensor) -> Tensor:
@@ -175,6 +205,17 @@ FAMILIES = {
         "t5", t5, {"feed_forward_proj": "gated-gelu"}, translation_loss, two_sequences, 10
     ),
     "vit": Family("vit", vit, {}, label_loss, images, 4),
+    "mixtral": Family(
+        "mixtral", mixtral, {"experts_implementation": "eager"}, balanced_loss, tokens, 4
+    ),
+    "mixtral, batched": Family(
+        "mixtral",
+        mixtral,
+        {"experts_implementation": "batched_mm", "channels": 80, "sliding_window": 4},
+        balanced_loss,
+        tokens,
+        4,
+    ),
 }
 
 
@@ -225,7 +266,7 @@ def test_a_family_equals_the_plain_model_on_more_ranks(family, attention, monkey
     check_equality(monkeypatch, family, attention)
 
 
-@pytest.mark.parametrize("family", ["llama", "t5", "vit"])
+@pytest.mark.parametrize("family", ["llama", "t5", "vit", "mixtral"])
 @on_ranks(2, timeout_s=120)
 def test_a_checkpointed_family_equals_the_plain_model(family, monkeypatch):
     """Layers that run again in backward gather again."""
@@ -244,7 +285,7 @@ def test_a_checkpointed_family_equals_the_plain_model(family, monkeypatch):
 # ------------------------------------------------------------------------------- outputs
 
 
-@pytest.mark.parametrize("family", ["llama", "llama, 1 head of keys", "t5"])
+@pytest.mark.parametrize("family", ["llama", "llama, 1 head of keys", "t5", "mixtral"])
 @on_ranks(2, timeout_s=120)
 def test_a_family_generates_what_the_plain_model_does(family, monkeypatch):
     """With a cache, each rank from its own prompts."""
@@ -267,7 +308,7 @@ def test_a_family_generates_what_the_plain_model_does(family, monkeypatch):
         assert_near(a, b, "logits")
 
 
-@pytest.mark.parametrize("family", ["llama", "t5", "vit"])
+@pytest.mark.parametrize("family", ["llama", "t5", "vit", "mixtral"])
 @on_ranks(2, timeout_s=120)
 def test_what_a_family_records_is_of_own_samples(family, monkeypatch):
     compute_in_float64(monkeypatch, family)
@@ -279,9 +320,10 @@ def test_what_a_family_records_is_of_own_samples(family, monkeypatch):
         "vit": ("pixel_values", "attention_mask"),
     }.get(FAMILIES[family].folder, ("input_ids", "attention_mask"))
     batch = dict(zip(names, FAMILIES[family].batch(smp.rank(), 0), strict=False))
-    got = model(**batch, output_hidden_states=True)
-    want = plain(**batch, output_hidden_states=True)
-    recorded = [key for key in want if "states" in key]
+    options = {"output_router_logits": True} if FAMILIES[family].folder == "mixtral" else {}
+    got = model(**batch, output_hidden_states=True, **options)
+    want = plain(**batch, output_hidden_states=True, **options)
+    recorded = [key for key in want if "states" in key or key == "router_logits"]
     assert recorded
     for key in recorded:
         if isinstance(want[key], Tensor):
@@ -308,3 +350,20 @@ def test_queries_find_the_heads_that_they_share(shared, together, monkeypatch):
             chosen, equally = shared_heads(shared, together)
             heads += [head for head in chosen for _ in range(equally)]
         assert heads == [query // together for query in range(shared * together)]
+
+
+@pytest.mark.stress
+@on_ranks(3, timeout_s=240)
+def test_slices_of_experts_suit_grouped_products():
+    """Which want rows of a multiple of 16 bytes; 80 channels over 3 ranks."""
+    split_over_all_ranks()
+    options = {"channels": 80, "experts_implementation": "grouped_mm"}
+    torch.manual_seed(3)
+    with smp.tensor_parallelism():
+        net = mixtral(**options)
+    torch.manual_seed(3)
+    plain = mixtral(**options)
+    model = smp.DistributedModel(net)
+    ids, mask = tokens(smp.rank(), 0)
+    got, want = (m(input_ids=ids, attention_mask=mask).logits for m in (model, plain))
+    torch.testing.assert_close(got, want)

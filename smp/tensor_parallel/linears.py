@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from smp.modules.stand_ins import stand_in
-from smp.tensor_parallel import group, primitives
-from smp.tensor_parallel.regions import rows_to_give_back
+from smp.tensor_parallel import group
+from smp.tensor_parallel.regions import give_back, rows_to_give_back
 from smp.tensor_parallel.slices import Slices, mark, slices_of
 
 PATH = "_smp_tensor_parallel_path"  # in a module's __dict__
@@ -137,13 +137,7 @@ def _leads_out(cls: type[nn.Module]) -> dict[str, Any]:
     def forward(self: Any, x: Tensor) -> Tensor:
         rows = rows_to_give_back(self.__dict__[PATH])
         weight = self.weight.t() if is_transposed(self) else self.weight
-        y = F.linear(x, weight)
-        if rows.counts is None:
-            y = primitives.fwd_allreduce_for_tp(y)
-        else:
-            y = primitives.reduce_scatter(y, 0, rows.counts)
-        if rows.positions is not None:
-            y = y.narrow(1, 0, rows.positions)
+        y = give_back(F.linear(x, weight), rows)
         return y if self.bias is None else y + self.bias
 
     return {"forward": forward}

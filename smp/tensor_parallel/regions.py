@@ -36,11 +36,14 @@ class Region(NamedTuple):
         masks: names of arguments that mask positions, ``[samples, ..., positions]``, each with
             that of the argument whose positions it masks.
         causal: whether without a mask a position sees the earlier ones only.
+        sums: whether a tp_rank's output is its part of a sum, and the sum is led out; else
+            a linear inside leads out.
     """
 
     samples: tuple[str, ...]
     masks: tuple[tuple[str, str], ...] = ()
     causal: bool = False
+    sums: bool = False
 
 
 class Rows(NamedTuple):
@@ -107,9 +110,10 @@ def _run(module: nn.Module, forward: Callable, args: tuple, kwargs: dict[str, An
     given = {n: named.get(n, others.get(n)) for n in names}
     if group.same_samples():
         _check_same_samples(module, path, given[region.samples[0]])
-        gathered, _gathered.rows = _enter_alike(region, path, given)
+        gathered, rows = _enter_alike(given)
     else:
-        gathered, _gathered.rows = _gather(region, path, given)
+        gathered, rows = _gather(region, path, given)
+    _gathered.rows = rows
     for name, value in gathered.items():
         if name in signature.parameters:
             named[name] = value
@@ -122,7 +126,15 @@ def _run(module: nn.Module, forward: Callable, args: tuple, kwargs: dict[str, An
             "for all tp_ranks' samples: leave the attentions whole, "
             "smp.set_tensor_parallelism(attention, False)"
         )
-    return out
+    return give_back(out, rows) if region.sums else out
+
+
+def give_back(part: Tensor, rows: Rows) -> Tensor:
+    """This tp_rank's own samples and positions of the sum of all tp_ranks' parts."""
+    if rows.counts is None:
+        return primitives.fwd_allreduce_for_tp(part)
+    out = primitives.reduce_scatter(part, 0, rows.counts)
+    return out if rows.positions is None else out.narrow(1, 0, rows.positions)
 
 
 def _records_attentions(arguments: dict[str, Any]) -> bool:
@@ -145,7 +157,7 @@ _COMPARED_CALLS = 2  # of each region; then the ranks' samples are taken to be t
 _CALLS = "_smp_compared_calls"
 
 
-def _enter_alike(region: Region, path: str, given: dict[str, Any]) -> tuple[dict, Rows]:
+def _enter_alike(given: dict[str, Any]) -> tuple[dict, Rows]:
     """Backward sums the gradients of what enters over the tp_ranks."""
     out: dict[str, Any] = {}
     for name, value in given.items():
