@@ -19,6 +19,7 @@ from smp.execution import microbatches, runtime
 from smp.modules import (
     conversion,
     delayed_init,
+    inner_module,
     late_modules,
     remote_modules,
 )
@@ -68,6 +69,8 @@ class DistributedModel(nn.Module):
                 "smp.DistributedModel: the module is a DistributedModel already; wrap it once"
             )
         super().__init__()
+        module = inner_module.wrapped_of(module)
+        inner_module.give(module)
         self.__dict__["_smp_module"] = module
         # The same dicts: names, iteration, train() and zero_grad() are the module's own.
         for shared in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
@@ -133,7 +136,7 @@ class DistributedModel(nn.Module):
 
     @property
     def module(self) -> nn.Module:
-        """The wrapped module."""
+        """The wrapped module; ``model.module.module`` stands for it, too."""
         return self._smp_module
 
     @property
@@ -445,8 +448,9 @@ class DistributedModel(nn.Module):
         """The pp_rank on which a module runs, by path or by the module itself."""
         if self._smp_decision is None:
             raise RuntimeError("smp: the model is partitioned in its first step, not before")
+        wanted = module if isinstance(module, str) else inner_module.wrapped_of(module)
         for path, candidate in self._smp_module.named_modules():
-            if path == module or candidate is module:
+            if path == wanted or candidate is wanted:
                 return self._smp_decision.rank_of[path]
         raise KeyError(f"smp: the model has no module {module!r}")
 

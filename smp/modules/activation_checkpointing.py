@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from smp.execution import runtime
-from smp.modules import stand_ins
+from smp.modules import inner_module, stand_ins
 from smp.modules.stand_ins import CHECKPOINTING
 
 
@@ -47,6 +47,7 @@ def set_activation_checkpointing(
             "smp.set_activation_checkpointing takes a torch.nn.Module, got a "
             f"{type(module).__name__}"
         )
+    module = inner_module.wrapped_of(module)
     group_size(strategy)
     if isinstance(module, nn.ModuleList):
         if strategy != "each":

@@ -11,6 +11,8 @@ from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.utils.hooks import RemovableHandle
 
+from smp.modules.inner_module import wrapped_of
+
 _paths: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()  # of partitioned models
 _hooks: list[RemovableHandle] = []
 
@@ -35,6 +37,7 @@ def _check(parent: nn.Module, name: str, module: nn.Module | None) -> None:
     Raises:
         RuntimeError: it has, or what it replaces, parameters or buffers.
     """
+    parent = wrapped_of(parent)
     if parent not in _paths:
         return
     path = f"{_paths[parent]}.{name}".lstrip(".")

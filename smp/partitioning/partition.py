@@ -18,7 +18,7 @@ from torch.nn.utils import parametrize
 
 from smp import _core
 from smp.execution import runtime
-from smp.modules import creation
+from smp.modules import creation, inner_module
 from smp.partitioning.tracing import ModuleTrace, Trace
 
 _INHERIT, _NOT_PINNED = -1, -2  # SMP_PIN_INHERIT, SMP_PIN_NONE
@@ -80,6 +80,7 @@ def set_partition(module: nn.Module, partition: int) -> None:
             f"smp.set_partition pins a torch.nn.Module, got a {type(module).__name__}"
         )
     partition = _checked(partition)
+    module = inner_module.wrapped_of(module)
     home = runtime.current.home_of(module) if runtime.current else None
     if home is not None:
         path, owner = home
