@@ -550,6 +550,30 @@ settle(PyObject *captured, PyObject *value)
     return value;
 }
 
+/* The exception of the module that was called becomes its caller's.  Takes the
+ * response.
+ */
+static void
+raise_from_there(smp_message *response)
+{
+    smp_unpack unpack;
+    PyObject  *told = NULL;
+    PyObject  *error = NULL;
+
+    if (smp_unpack_init(&unpack, response, NULL, false, false) == 0) {
+        told = smp_unpack_value(&unpack);
+    }
+    smp_unpack_fini(&unpack);
+    if (told != NULL) {
+        error = PyObject_CallOneArg(smp_the_session.raised_there, told);
+    }
+    if (error != NULL) {
+        PyErr_SetObject((PyObject *)Py_TYPE(error), error);
+    }
+    Py_XDECREF(error);
+    Py_XDECREF(told);
+}
+
 static PyObject *
 call_entry(int32_t number, PyObject *args, PyObject *kwargs, uint16_t flags)
 {
@@ -615,6 +639,10 @@ call_entry(int32_t number, PyObject *args, PyObject *kwargs, uint16_t flags)
         goto done;
     }
     task->count = smp_message_envelope(response)->about;
+    if (smp_message_envelope(response)->flags & SMP_FLAG_RAISED) {
+        raise_from_there(response);
+        goto done;
+    }
     value = settle(state, finish(call, token, &(sent_call){number, args, kwargs, &pack},
                                  response));
 done:

@@ -423,8 +423,12 @@ serve_forward(smp_message *request, smp_task *task)
         }
     }
     value = run_entry(entry, envelope.flags, state, args, kwargs);
-    if (value == NULL || pack_dirty(&pack, &unpack, context) < 0 ||
-        smp_pack_value(&pack, value) < 0 || pack_changes(&pack, &unpack, entry) < 0) {
+    if (value == NULL) {
+        sent = smp_session_answer_raised(task, source, envelope);
+        goto done;
+    }
+    if (pack_dirty(&pack, &unpack, context) < 0 || smp_pack_value(&pack, value) < 0 ||
+        pack_changes(&pack, &unpack, entry) < 0) {
         goto done;
     }
     if (context != NULL) {
@@ -437,7 +441,7 @@ serve_forward(smp_message *request, smp_task *task)
     envelope.about = task->count;
     sent = smp_pack_send(&pack, &envelope) == 0;
 done:
-    if (sent) {
+    if (sent && value != NULL) {
         Py_XDECREF(context);
     } else {
         drop_context(context);

@@ -263,6 +263,7 @@ py_configure(PyObject *module, PyObject *args, PyObject *kwargs)
         {"leaf", &session->leaf},
         {"seed_tensor", &session->seed_tensor},
         {"describe_error", &session->describe_error},
+        {"raised_there", &session->raised_there},
         {"refuse_changed", &session->refuse_changed},
         {"call_hooked", &session->call_hooked},
         {"serve_hooked", &session->serve_hooked},

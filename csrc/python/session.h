@@ -57,6 +57,7 @@ typedef struct {
     PyObject *seed_tensor; /* int64, where seeds are drawn */
     int64_t  *seed;        /* its data; borrowed from seed_tensor */
     PyObject *describe_error; /* exception, path, microbatch, phase -> value */
+    PyObject *raised_there;   /* what describe_error made -> the exception to raise */
     PyObject *refuse_changed; /* path, args, kwargs, tensor, tensors: raises */
     PyObject *call_hooked;    /* module, args, kwargs: a remote call around hooks */
     PyObject *serve_hooked;   /* module, args, kwargs: pre-hooks and forward */
@@ -93,6 +94,11 @@ smp_message *smp_session_wait(uint64_t call, smp_wait_kind kind, int32_t entry);
 
 /* Takes the exception that is set: ends the step on every rank. */
 void smp_session_fail(smp_task *task);
+
+/* Answers the task's request with the exception that is set, which then is its caller's
+ * to catch.  False, with the exception still set: it ends the step (Ctrl-C and the
+ * like, a rank that is gone, or it could not be sent). */
+bool smp_session_answer_raised(const smp_task *task, int source, smp_envelope envelope);
 
 /* To every other rank: a value; 0, or -1 with the first exception.  An ABORT goes to
  * all that are there, whatever happens on the way to one of them.  An envelope alone.

@@ -170,6 +170,33 @@ smp_session_send_to_all(smp_msg_kind kind, PyObject *value)
     return 0;
 }
 
+/* Takes the exception that is set: borrowed, as one object with its traceback.  The
+ * caller frees the three. */
+static void
+take_exception(PyObject **type, PyObject **value, PyObject **traceback)
+{
+    PyErr_Fetch(type, value, traceback);
+    PyErr_NormalizeException(type, value, traceback);
+    if (*traceback != NULL) {
+        (void)PyException_SetTraceback(*value, *traceback);
+    }
+}
+
+/* What the other ranks need to raise the task's exception (new). */
+static PyObject *
+describe(const smp_task *task, PyObject *error)
+{
+    const smp_session *session = &smp_the_session;
+    PyObject          *path = Py_None;
+
+    if (task->entry >= 0 && (size_t)task->entry < session->nentries) {
+        path = session->entries[task->entry].path;
+    }
+    return PyObject_CallFunction(session->describe_error, "OOii",
+                                 error == NULL ? Py_None : error, path,
+                                 task->microbatch, (int)task->phase);
+}
+
 /* Ends the step on every rank with the exception that is set.  hear: see what the other
  * ranks have said before. */
 static void
@@ -179,13 +206,8 @@ fail_step(const smp_task *task, bool hear)
     PyObject    *type;
     PyObject    *value;
     PyObject    *traceback;
-    PyObject    *path = Py_None;
 
-    PyErr_Fetch(&type, &value, &traceback);
-    PyErr_NormalizeException(&type, &value, &traceback);
-    if (traceback != NULL) {
-        (void)PyException_SetTraceback(value, traceback);
-    }
+    take_exception(&type, &value, &traceback);
     if (hear) {
         rest_python();
         smp_server_hear(session->server);
@@ -196,13 +218,7 @@ fail_step(const smp_task *task, bool hear)
         smp_server_fail(session->server); /* the step says who is gone */
     }
     if (!smp_server_failed(session->server)) {
-        if (task->entry >= 0 && (size_t)task->entry < session->nentries) {
-            path = session->entries[task->entry].path;
-        }
-        Py_XSETREF(session->error,
-                   PyObject_CallFunction(session->describe_error, "OOii",
-                                         value == NULL ? Py_None : value, path,
-                                         task->microbatch, (int)task->phase));
+        Py_XSETREF(session->error, describe(task, value));
         if (session->error == NULL ||
             smp_session_send_to_all(SMP_MSG_ABORT, session->error) < 0) {
             PyErr_WriteUnraisable(session->describe_error);
@@ -220,6 +236,39 @@ smp_session_fail(smp_task *task)
     /* What failed here may follow from what failed on another rank, which has said so
      * and then left. */
     fail_step(task, true);
+}
+
+bool
+smp_session_answer_raised(const smp_task *task, int source, smp_envelope envelope)
+{
+    smp_session *session = &smp_the_session;
+    PyObject    *type;
+    PyObject    *value;
+    PyObject    *traceback;
+    PyObject    *told;
+    bool         sent;
+
+    if (!PyErr_ExceptionMatches(PyExc_Exception) ||
+        (smp_comm_lost(session->comm) >= 0 &&
+         PyErr_ExceptionMatches(PyExc_ConnectionError))) {
+        return false;
+    }
+    take_exception(&type, &value, &traceback);
+    envelope.kind = SMP_MSG_RESPONSE;
+    envelope.flags |= SMP_FLAG_RAISED;
+    envelope.about = task->count;
+    told = describe(task, value);
+    sent = told != NULL && send_to_one(source, &envelope, told) == 0;
+    Py_XDECREF(told);
+    if (sent) {
+        Py_XDECREF(type);
+        Py_XDECREF(value);
+        Py_XDECREF(traceback);
+    } else {
+        PyErr_Clear();
+        PyErr_Restore(type, value, traceback);
+    }
+    return sent;
 }
 
 /* ------------------------------------------------------------------------ the tasks */

@@ -37,6 +37,7 @@ enum {
     SMP_FLAG_STATE = 1 << 3,     /* more thread state follows in the payload */
     SMP_FLAG_RECOMPUTE = 1 << 4, /* a forward that runs during the backward phase */
     SMP_FLAG_BARE = 1 << 5,      /* module.forward, not module(): no hooks */
+    SMP_FLAG_RAISED = 1 << 6,    /* of a response: it brings the module's exception */
 };
 
 typedef struct {

@@ -8,6 +8,7 @@ import torch
 
 PHASES = ("forward", "backward")
 IN_PARTITION = -1  # in place of a microbatch
+_TOLD = "_smp_told"  # in the __dict__ of an exception that came from another rank
 
 
 class StepAborted(BaseException):
@@ -39,7 +40,13 @@ def as_failure(error: BaseException) -> BaseException:
 def describe(
     error: BaseException, path: str | None, microbatch: int, phase: int, rank: int
 ) -> tuple:
-    """What the other ranks need to raise the error: plain values, and a pickle of it."""
+    """What the other ranks need to raise the error: plain values, and a pickle of it.
+
+    One that came here from another rank is that rank's still.
+    """
+    told = told_of(error)
+    if told is not None:
+        return told
     text = "".join(traceback.format_exception(error))
     try:
         pickled = pickle.dumps(error)
@@ -48,6 +55,18 @@ def describe(
         pickled = b""
     kind = f"{type(error).__module__}.{type(error).__qualname__}"
     return rank, path, microbatch, phase, kind, str(error), text, pickled
+
+
+def told_of(error: BaseException) -> tuple | None:
+    """The description that the error was made of, on the way to its caller's rank."""
+    return getattr(error, _TOLD, None)
+
+
+def raised_there(description: tuple) -> BaseException:
+    """The exception of a module of another rank, for the code that called it here."""
+    error = rebuild(description, None)
+    error.__dict__[_TOLD] = description
+    return error
 
 
 def rebuild(description: tuple, local: BaseException | None) -> BaseException:
@@ -59,6 +78,8 @@ def rebuild(description: tuple, local: BaseException | None) -> BaseException:
     """
     rank, path, microbatch, phase, kind, message, text, pickled = description
     error: Any = local
+    if local is not None and told_of(local) is not None:
+        return local
     if error is None and pickled:
         try:
             error = pickle.loads(pickled)

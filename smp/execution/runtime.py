@@ -6,6 +6,7 @@
 import secrets
 import weakref
 from array import array
+from collections import deque
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 CONNECT_TIMEOUT_MS = 60_000
 SPIN_DECIDED_BY_CORE = -1
+_ERRORS_KEPT = 8  # of a step, with what their frames hold
 FIRST_STEP = "the first step of a model"
 
 
@@ -56,7 +58,8 @@ class Runtime:
         )
         self.models: list[weakref.ref[DistributedModel]] = []
         self.after_partition: list[Callable[[], None]] = []  # loads that wait for it
-        self.local_error: BaseException | None = None
+        # The exceptions that this rank described last, with their descriptions.
+        self.local_errors: deque[tuple[tuple, BaseException]] = deque(maxlen=_ERRORS_KEPT)
         self.tracing = False
         self.in_step = False
         self.traced_backwards = 0  # model.backward calls while tracing
@@ -131,6 +134,7 @@ class Runtime:
             leaf=torch.zeros((), requires_grad=True, device="cpu"),
             seed_tensor=torch.empty((), dtype=torch.int64, device="cpu"),
             describe_error=self._describe,
+            raised_there=failures.raised_there,
             refuse_changed=shared_memory.refuse_changed,
             call_hooked=hooks.call_hooked,
             serve_hooked=hooks.serve_hooked,
@@ -165,10 +169,12 @@ class Runtime:
     def _describe(
         self, error: BaseException, path: str | None, microbatch: int, phase: int
     ) -> tuple:
-        self.local_error = error = failures.as_failure(error)
-        if failures.is_out_of_memory(error):
+        error = failures.as_failure(error)
+        if failures.is_out_of_memory(error) and failures.told_of(error) is None:
             failures.add_note(error, self._memory())
-        return failures.describe(error, path, microbatch, phase, self.pp_rank)
+        told = failures.describe(error, path, microbatch, phase, self.pp_rank)
+        self.local_errors.append((told, error))
+        return told
 
     def _memory(self) -> str:
         """What this rank's memory holds, by kind."""

@@ -290,15 +290,16 @@ class Step:
         context_variables.begin_step()
         self.state = thread_state.capture()
         self.grad = torch.is_grad_enabled()
-        rt.local_error = None  # of a step that raised something else, Ctrl-C for example
         _core.gradients_begin(self.count, rt.backwards, self._on_complete())
         try:
             ok, value = self._run_core(plan, seed)
             if not ok:
                 self.description = value
-                local, rt.local_error = rt.local_error, None
+                local = next((e for told, e in rt.local_errors if told == value), None)
                 raise failures.rebuild(value, local)
         finally:
+            local = None
+            rt.local_errors.clear()
             changes.finish()
             went_well = _core.ended_well()
             _core.gradients_end(not went_well)
