@@ -590,13 +590,15 @@ call_entry(int32_t number, PyObject *args, PyObject *kwargs, uint16_t flags)
     int          grad;
 
     grad = smp_torch_grad_enabled();
-    if (grad < 0 || (state = PyObject_CallNoArgs(session->capture_state)) == NULL) {
+    if (grad < 0 ||
+        (state = PyObject_CallOneArg(session->capture_state, entry->path)) == NULL) {
         return NULL;
     }
     smp_pack_init(&pack, session->comm, entry->owner, NULL);
     pack.graph = grad != 0;
     if (pack_request(&pack, args, kwargs,
-                     state == Py_None ? NULL : PyTuple_GET_ITEM(state, 0), entry) < 0) {
+                     state == Py_None ? NULL : PyTuple_GET_ITEM(state, 0), entry) < 0 ||
+        smp_session_warn_if_laden(pack.laden, entry) < 0) {
         goto done;
     }
     call = (call_object *)smp_call_type->tp_alloc(smp_call_type, 0);

@@ -387,6 +387,21 @@ grow_tensors(smp_pack *pack)
     return 0;
 }
 
+/* Whether Python code may have left something on the tensor that is not in its values.
+ */
+static bool
+is_laden(PyObject *tensor)
+{
+    PyTypeObject *type = Py_TYPE(tensor);
+    PyObject    **dict;
+
+    if (type != smp_torch.tensor && type != smp_torch.parameter) {
+        return true;
+    }
+    dict = _PyObject_GetDictPtr(tensor);
+    return dict != NULL && *dict != NULL && PyDict_GET_SIZE(*dict) > 0;
+}
+
 /* Numbers a tensor that is not numbered yet, with its bytes. */
 static int
 add_tensor(smp_pack *pack, PyObject *tensor, uint32_t *number)
@@ -410,6 +425,9 @@ add_tensor(smp_pack *pack, PyObject *tensor, uint32_t *number)
     }
     pack->in_graph[pack->ntensors] = requires_grad != 0;
     pack->tensors[pack->ntensors++] = Py_NewRef(tensor);
+    if (pack->laden == NULL && is_laden(tensor)) {
+        pack->laden = tensor;
+    }
     return 0;
 }
 

@@ -46,9 +46,10 @@ typedef struct {
     size_t            nblocks;
     size_t            block_room;
     int               depth;
-    bool              staged; /* a device may still be writing into blocks */
-    bool              graph;  /* tensors that require grad are written as such; without
-                                 it none is */
+    PyObject *laden;  /* borrowed: the first tensor of a subclass, or with attributes */
+    bool      staged; /* a device may still be writing into blocks */
+    bool      graph;  /* tensors that require grad are written as such; without
+                         it none is */
 } smp_pack;
 
 void smp_pack_init(smp_pack *pack, smp_comm *comm, int dest, const smp_unpack *request);

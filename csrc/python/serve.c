@@ -341,6 +341,32 @@ pack_changes(smp_pack *pack, const smp_unpack *unpack, const smp_entry *entry)
     return 0;
 }
 
+/* Says once that the module has hooked a tensor which its caller may use, too. */
+static int
+warn_of_hooks(const smp_unpack *unpack, const smp_entry *entry)
+{
+    for (size_t i = 0; i < unpack->ntensors; i++) {
+        PyObject *hooks;
+        PyObject *done;
+
+        if (!unpack->requires_grad[i]) {
+            continue;
+        }
+        hooks = PyObject_GetAttr(unpack->tensors[i], smp_names._backward_hooks);
+        if (hooks == NULL) {
+            return -1;
+        }
+        Py_DECREF(hooks);
+        if (hooks == Py_None) {
+            continue;
+        }
+        done = PyObject_CallOneArg(smp_the_session.warn_of_hook, entry->path);
+        Py_XDECREF(done);
+        return done == NULL ? -1 : 0;
+    }
+    return 0;
+}
+
 /* Keeps the outputs that require grad until the backward request. */
 static int
 keep_context(context_object *context, const smp_pack *pack, uint64_t call)
@@ -427,8 +453,9 @@ serve_forward(smp_message *request, smp_task *task)
         sent = smp_session_answer_raised(task, source, envelope);
         goto done;
     }
-    if (pack_dirty(&pack, &unpack, context) < 0 || smp_pack_value(&pack, value) < 0 ||
-        pack_changes(&pack, &unpack, entry) < 0) {
+    if (warn_of_hooks(&unpack, entry) < 0 || pack_dirty(&pack, &unpack, context) < 0 ||
+        smp_pack_value(&pack, value) < 0 || pack_changes(&pack, &unpack, entry) < 0 ||
+        smp_session_warn_if_laden(pack.laden, entry) < 0) {
         goto done;
     }
     if (context != NULL) {

@@ -247,6 +247,20 @@ py_close(PyObject *module, PyObject *unused)
     Py_RETURN_NONE;
 }
 
+int
+smp_session_warn_if_laden(PyObject *laden, const smp_entry *entry)
+{
+    PyObject *done;
+
+    if (laden == NULL) {
+        return 0;
+    }
+    done = PyObject_CallFunctionObjArgs(smp_the_session.warn_of_tensor, entry->path,
+                                        laden, NULL);
+    Py_XDECREF(done);
+    return done == NULL ? -1 : 0;
+}
+
 /* configure(name=object, ...): Python's side of the session and the codec. */
 static PyObject *
 py_configure(PyObject *module, PyObject *args, PyObject *kwargs)
@@ -267,6 +281,8 @@ py_configure(PyObject *module, PyObject *args, PyObject *kwargs)
         {"refuse_changed", &session->refuse_changed},
         {"call_hooked", &session->call_hooked},
         {"serve_hooked", &session->serve_hooked},
+        {"warn_of_tensor", &session->warn_of_tensor},
+        {"warn_of_hook", &session->warn_of_hook},
         {"capture_state", &session->capture_state},
         {"capture_backward", &session->capture_backward},
         {"with_state", &session->with_state},

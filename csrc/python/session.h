@@ -61,7 +61,10 @@ typedef struct {
     PyObject *refuse_changed; /* path, args, kwargs, tensor, tensors: raises */
     PyObject *call_hooked;    /* module, args, kwargs: a remote call around hooks */
     PyObject *serve_hooked;   /* module, args, kwargs: pre-hooks and forward */
-    PyObject *capture_state;  /* -> (state to travel, called after or None), or None */
+    PyObject *warn_of_tensor; /* path, a tensor whose class or attributes stay behind */
+    PyObject *warn_of_hook;   /* path, of a module that hooked one of its arguments */
+    PyObject
+        *capture_state; /* path -> (state to travel, called after or None), or None */
     PyObject *capture_backward; /* -> state to travel with a backward, or None */
     PyObject *with_state;       /* state, callable, args, kwargs -> result */
     PyObject *worker_begin;     /* -> None, on each new worker thread */
@@ -94,6 +97,10 @@ smp_message *smp_session_wait(uint64_t call, smp_wait_kind kind, int32_t entry);
 
 /* Takes the exception that is set: ends the step on every rank. */
 void smp_session_fail(smp_task *task);
+
+/* Says once what stays behind of a tensor of a call of the entry.  0, or -1 with an
+ * exception: warnings may be errors.  laden: NULL, or that tensor. */
+int smp_session_warn_if_laden(PyObject *laden, const smp_entry *entry);
 
 /* Answers the task's request with the exception that is set, which then is its caller's
  * to catch.  False, with the exception still set: it ends the step (Ctrl-C and the

@@ -79,6 +79,7 @@ load_names(void)
         {&smp_names.qualname, "__qualname__"},
         {&smp_names.copy_, "copy_"},
         {&smp_names.grad_fn, "grad_fn"},
+        {&smp_names._backward_hooks, "_backward_hooks"},
         {&smp_names.clone, "clone"},
         {&smp_names.add_, "add_"},
         {&smp_names.detach, "detach"},

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from smp.execution import left_behind
+
 if TYPE_CHECKING:
     from contextvars import Token
 
@@ -127,15 +129,20 @@ def begin_step() -> None:
     _outside = copy_context()
 
 
-def collect() -> Collected | None:
-    """The containers that the step put into context variables; None where it did not."""
-    found = [
-        (home, value)
-        for variable, value in copy_context().items()
-        if type(value) in _CONTAINERS
-        and _outside.get(variable) is not value
-        and (home := _home_of(variable)) is not None
-    ]
+def collect(path: str) -> Collected | None:
+    """The containers that the step put into context variables; None where it did not.
+
+    Args:
+        path: of the module that is called.
+    """
+    found = []
+    for variable, value in copy_context().items():
+        if _outside.get(variable) is value:
+            continue
+        if type(value) not in _CONTAINERS:
+            left_behind.warn_of_variable(path, variable.name)
+        elif (home := _home_of(variable)) is not None:
+            found.append((home, value))
     return Collected(found) if found else None
 
 

@@ -18,6 +18,7 @@ from smp.execution import (
     accelerator,
     autograd,
     failures,
+    left_behind,
     pickling,
     shared_memory,
     staging,
@@ -80,6 +81,7 @@ class Runtime:
         self.staging = staging.Staging()
         self.core_is_open = False
         changes.forget()
+        left_behind.forget()
         if self.pp_size > 1:
             self._open_core()
 
@@ -138,6 +140,8 @@ class Runtime:
             refuse_changed=shared_memory.refuse_changed,
             call_hooked=hooks.call_hooked,
             serve_hooked=hooks.serve_hooked,
+            warn_of_tensor=left_behind.warn_of_tensor,
+            warn_of_hook=left_behind.warn_of_hook,
             capture_state=thread_state.capture_for_call,
             capture_backward=thread_state.capture_for_backward,
             with_state=thread_state.serve_with_state,

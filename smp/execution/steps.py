@@ -20,6 +20,7 @@ from smp.execution import (
     context_variables,
     failures,
     first_step,
+    left_behind,
     microbatches,
     runtime,
     thread_state,
@@ -288,6 +289,7 @@ class Step:
         random_state = accelerator.RandomState()
         rt.share_place()
         context_variables.begin_step()
+        left_behind.warn_of_modes(self.name, "step function")
         self.state = thread_state.capture()
         self.grad = torch.is_grad_enabled()
         _core.gradients_begin(self.count, rt.backwards, self._on_complete())

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils import _device
 
-from smp.execution import context_variables, runtime
+from smp.execution import context_variables, left_behind, runtime
 from smp.modules import changes, hooks
 
 
@@ -50,15 +50,19 @@ def capture() -> tuple | None:
     return _inference(), autocast, default
 
 
-def capture_for_call() -> tuple[tuple, Callable | None] | None:
+def capture_for_call(path: str) -> tuple[tuple, Callable | None] | None:
     """What a remote call carries: :func:`capture`, the context variables, and what the
     caller has changed on modules of other ranks.
+
+    Args:
+        path: of the module that is called.
 
     Returns:
         the state for :func:`serve_with_state`, and what to call after the response.
     """
+    left_behind.warn_of_modes(path)
     state, made = capture(), changes.travelling()
-    collected = context_variables.collect() if _copy_context() else None
+    collected = context_variables.collect(path) if _copy_context() else None
     if collected is not None:
         return (state, collected.values, made), collected.settle
     if state is None and not made:

@@ -1,0 +1,100 @@
+"""What does not go along with a call of a module of another rank, and is said once.
+
+A rank runs what it is asked for in threads of its own, and tensors cross as their values:
+modes of torch, values of context variables and what Python code hangs on a tensor stay
+behind.  Nobody can tell whether that matters, so it is a warning, not an error.
+"""
+
+import warnings
+
+import torch
+from torch import Tensor
+from torch.utils import _device
+
+_CHECKPOINT = "torch.utils.checkpoint"  # whose hooks a remote call need not see
+# What torch itself notes on a tensor: nn.Buffer does.
+_OF_TORCH = ("persistent",)
+
+_said: set[tuple[str, str]] = set()
+
+_function_modes = torch._C._len_torch_function_stack
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_saved_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+
+
+def forget() -> None:
+    """A job begins."""
+    _said.clear()
+
+
+def warn_of_modes(where: str, what: str = "module") -> None:
+    """Modes of this thread are around a remote call, or a step.
+
+    Args:
+        where: the module's path, or the step function's name.
+        what: which of the two.
+    """
+    if not (_function_modes() or _dispatch_modes() or _saved_hooks(True)):
+        return
+    modes = [torch._C._get_function_stack_at(i) for i in range(_function_modes())]
+    modes += [torch._C._get_dispatch_stack_at(i) for i in range(_dispatch_modes())]
+    names = {type(mode).__name__ for mode in modes if type(mode) is not _device.DeviceContext}
+    hooks = _saved_hooks(True)
+    if hooks is not None and getattr(hooks[0], "__module__", "") != _CHECKPOINT:
+        names.add("saved_tensors_hooks")
+    runs = "on another rank" if what == "module" else "in threads of its own, on all ranks,"
+    for name in sorted(names):
+        _say(
+            name,
+            where,
+            f"{name} is active around {what} '{where}', which runs {runs} without it: enter it "
+            "inside of the modules whose operators it is for",
+        )
+
+
+def warn_of_variable(path: str, name: str) -> None:
+    """A context variable has a value from the step that does not travel."""
+    _say(
+        f"variable {name}",
+        "",
+        f"the context variable {name!r} was set in the step, and module '{path}', on another "
+        "rank, does not see it (lists, dicts and sets go along): pass the value as an argument",
+    )
+
+
+def warn_of_tensor(path: str, tensor: Tensor) -> None:
+    """A tensor that crosses is of a subclass, or has attributes of its own."""
+    if type(tensor) not in (Tensor, torch.nn.Parameter):
+        kind = type(tensor).__name__
+        _say(
+            kind,
+            path,
+            f"a {kind} crosses ranks with a call of module '{path}', and arrives as a "
+            "torch.Tensor with its values: its class and attributes stay behind",
+        )
+        return
+    names = [n for n in vars(tensor) if not n.startswith("_") and n not in _OF_TORCH]
+    for name in names:
+        _say(
+            f"attribute {name}",
+            path,
+            f"a tensor crosses ranks with a call of module '{path}', and its attribute "
+            f"{name!r} stays behind: pass it as an argument, or return it",
+        )
+
+
+def warn_of_hook(path: str) -> None:
+    """A module has registered a hook on a tensor that it got from another rank."""
+    _say(
+        "hook",
+        path,
+        f"module '{path}' calls register_hook on an argument that came from another rank: the "
+        "hook sees the gradient of what this module did with it, not of what its caller does, "
+        "too; register it where the tensor was made",
+    )
+
+
+def _say(what: str, where: str, text: str) -> None:
+    if (what, where) not in _said:
+        _said.add((what, where))
+        warnings.warn(f"smp: {text}", stacklevel=3)

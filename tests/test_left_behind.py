@@ -1,0 +1,190 @@
+"""What cannot go along with a call of a module of another rank is said once, with the
+module's path."""
+
+import contextvars
+import re
+import warnings
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+import smp
+from tests.ranks import on_ranks
+
+variable: contextvars.ContextVar = contextvars.ContextVar("of_the_model")
+
+
+class Counting(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+class Dispatching(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+class Tagged(torch.Tensor):
+    pass
+
+
+def saved():
+    return torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
+
+
+class Set:
+    def __init__(self, value):
+        self.value = value
+
+    def __enter__(self):
+        self.token = variable.set(self.value)
+
+    def __exit__(self, *exception):
+        variable.reset(self.token)
+
+
+def counting_flops():
+    return FlopCounterMode(display=False)
+
+
+def three():
+    return Set(3)
+
+
+def a_list():
+    return Set([])
+
+
+def on_cpu():
+    return torch.device("cpu")
+
+
+def in_autocast():
+    return torch.autocast("cpu")
+
+
+def tagged(x):
+    return x.as_subclass(Tagged)
+
+
+def noted(x):
+    x = x * 1
+    x.note = "mine"
+    return x
+
+
+class Far(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.does = ""
+
+    def forward(self, x):
+        if self.does == "hook":
+            x.register_hook(lambda gradient: gradient)
+        y = torch.tanh(self.linear(x))
+        if self.does == "result":
+            y.note = "mine"
+        return y
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.near, self.far = nn.Linear(3, 3), Far()
+        self.around = nullcontext
+        self.give = lambda x: x
+
+    def forward(self, x):
+        x = self.give(self.near(x))
+        with self.around():
+            return self.far(x).sum() + x.sum()
+
+
+def said(net, around_step=nullcontext):
+    """The warnings of three steps, on this rank."""
+    smp.set_partition(net.far, 1)
+    model = smp.DistributedModel(net)
+
+    @smp.step
+    def step(model, x):
+        loss = model(x)
+        model.backward(loss)
+        return loss
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            with around_step():
+                step(model, torch.ones(4, 3))
+    return [str(w.message) for w in caught if str(w.message).startswith("smp: ")]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("around", "says"),
+    [
+        (Counting, "Counting is active around module 'far'"),
+        (Dispatching, "Dispatching is active around module 'far'"),
+        (counting_flops, "FlopCounterMode is active around"),
+        (saved, "saved_tensors_hooks is active around module 'far'"),
+        (three, "context variable 'of_the_model'.*module 'far'"),
+    ],
+)
+def test_what_is_around_a_remote_call_is_named(around, says):
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": 2})
+    net = Net()
+    net.around = around
+    found = said(net)
+    if smp.pp_rank() == 0:
+        (text,) = found
+        assert re.search(says, text)
+    else:
+        assert found == []
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("around", [Counting, Dispatching, saved])
+def test_what_is_around_a_step_is_named(around):
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": 2})
+    (text,) = said(Net(), around)
+    assert "is active around step function" in text and "said.<locals>.step" in text
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("around", [on_cpu, a_list, in_autocast])
+def test_what_goes_along_is_not(around):
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": 2})
+    net = Net()
+    net.around = around
+    smp.set_activation_checkpointing(net)
+    net.far.linear.bias.note = "a parameter's, which does not cross"
+    assert said(net) == []
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("give", "does", "rank", "says"),
+    [
+        (tagged, "", 0, "a Tagged crosses ranks .* module 'far'"),
+        (noted, "", 0, "a call of module 'far', and its attribute 'note' stays behind"),
+        (None, "result", 1, "a call of module 'far', and its attribute 'note' stays behind"),
+        (None, "hook", 1, "module 'far' calls register_hook on an argument"),
+    ],
+)
+def test_what_a_tensor_leaves_behind_is_named(give, does, rank, says):
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": 2})
+    net = Net()
+    net.far.does = does
+    net.give = give or net.give
+    found = said(net)
+    if smp.pp_rank() == rank:
+        (text,) = found
+        assert re.search(says, text)
+    else:
+        assert found == []
