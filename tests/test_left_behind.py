@@ -8,6 +8,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+import torch._dynamo
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -58,6 +59,10 @@ def three():
 
 def a_list():
     return Set([])
+
+
+def of_torch():
+    return torch._dynamo.config.patch(cache_size_limit=9)
 
 
 def on_cpu():
@@ -157,7 +162,7 @@ def test_what_is_around_a_step_is_named(around):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("around", [on_cpu, a_list, in_autocast])
+@pytest.mark.parametrize("around", [on_cpu, a_list, in_autocast, of_torch])
 def test_what_goes_along_is_not(around):
     smp.init({"pipeline_parallel_degree": 2, "microbatches": 2})
     net = Net()

@@ -28,6 +28,7 @@ _COLLECTOR = "transformers.utils.output_capturing"
 # Where each variable was found: the module, and the names that lead to it; None: nowhere.
 _homes: dict[ContextVar, tuple[str, ...] | None] = {}
 _found: dict[tuple[str, ...], ContextVar] = {}
+_users: dict[ContextVar, bool] = {}
 _outside = copy_context()
 
 
@@ -139,11 +140,23 @@ def collect(path: str) -> Collected | None:
     for variable, value in copy_context().items():
         if _outside.get(variable) is value:
             continue
-        if type(value) not in _CONTAINERS:
+        if type(value) in _CONTAINERS:
+            if (home := _home_of(variable)) is not None:
+                found.append((home, value))
+        elif _is_users(variable):
             left_behind.warn_of_variable(path, variable.name)
-        elif (home := _home_of(variable)) is not None:
-            found.append((home, value))
     return Collected(found) if found else None
+
+
+def _is_users(variable: ContextVar) -> bool:
+    """Whether its value is of interest: torch keeps its own configuration in variables, too,
+    which are named after it, or are no globals."""
+    if variable.name.startswith("torch."):
+        return False
+    if variable not in _users:
+        home = _search(variable)
+        _users[variable] = home is not None and home[0].partition(".")[0] != "torch"
+    return _users[variable]
 
 
 def set_collected(
