@@ -532,6 +532,81 @@ def test_a_pre_hook_with_kwargs_replaces_the_arguments(bare):
     Run(far).check(step, rows(7))
 
 
+@on_ranks(2)
+@pytest.mark.parametrize("keyword", [False, True], ids=["positional", "with keywords"])
+def test_a_forward_hook_sees_what_a_pre_hook_made_of_the_arguments(keyword):
+    """On the caller's rank; what it does with that reaches the pre-hook's graph."""
+
+    def shifted(module, args):
+        return (args[0] * module.linear.weight.mean(), *args[1:])
+
+    def with_offset(module, args, kwargs):
+        return args, {"offset": args[0].mean() * 3}
+
+    def after(module, args, output):
+        return output * args[0].square().mean() + args[1].mean()
+
+    def after_keywords(module, args, kwargs, output):
+        return output * kwargs["offset"]
+
+    far = Scaled()
+    far.register_forward_pre_hook(shifted)
+    far.register_forward_hook(after)
+    if keyword:
+        far.register_forward_pre_hook(with_offset, with_kwargs=True)
+        far.register_forward_hook(after_keywords, with_kwargs=True)
+
+    def step(model, x):
+        net = model.module
+        near = net.near(x)
+        out = net.far(near, near + 1)
+        model.backward(out.square().mean())
+        return {"out": out}
+
+    Run(far).check(step, rows(7))
+
+
+@on_ranks(2)
+def test_a_full_backward_hook_beside_a_pre_hook_that_replaces_is_refused():
+    far = Scaled()
+    far.register_full_backward_hook(lambda *args: None)
+    far.register_forward_pre_hook(lambda module, args: None)
+
+    def step(model, x):
+        out = model.module.far(model.module.near(x))
+        model.backward(out.square().mean())
+        return {"out": out}
+
+    run = Run(far)
+    run.check(step, rows(7))
+    run.model.module.far.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
+    with pytest.raises(NotImplementedError, match="module 'far', on pp_rank 1, has a full"):
+        smp.step(step)(run.model, rows(7))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("ranks", [(0, 1), (1,)], ids=["on all ranks", "on its own"])
+@pytest.mark.parametrize("late", [False, True], ids=["before", "after the partition"])
+def test_a_hook_on_a_parameters_sum_is_refused(ranks, late):
+    def step(model, x):
+        out = model.module.far(model.module.near(x))
+        model.backward(out.square().mean())
+        return {"out": out}
+
+    run = Run(nn.Linear(WIDTH, WIDTH))
+    if late:
+        run.check(step, rows(7))
+    if smp.pp_rank() in ranks:
+        weight = run.model.module.far.weight
+        handle = weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    with pytest.raises(NotImplementedError, match="parameter 'far.weight' has a register_post"):
+        smp.step(step)(run.model, rows(7))
+    if smp.pp_rank() in ranks:
+        handle.remove()
+    if late:
+        run.check(step, rows(7))
+
+
 def refused(*args):
     raise AssertionError("a hook of a module whose forward was called alone")
 

@@ -685,12 +685,11 @@ entry_of(PyObject *module)
 }
 
 PyObject *
-smp_call_remote(PyObject *module, PyObject *args, PyObject *kwargs, bool bare)
+smp_call_remote(PyObject *module, PyObject *args, PyObject *kwargs, uint16_t flags)
 {
     int32_t number = entry_of(module);
 
-    return number < 0 ? NULL
-                      : call_entry(number, args, kwargs, bare ? SMP_FLAG_BARE : 0);
+    return number < 0 ? NULL : call_entry(number, args, kwargs, flags);
 }
 
 /* __call__ of a module that another rank owns: (module, *args, **kwargs). */
@@ -715,24 +714,33 @@ module_call(PyObject *unused, PyObject *args, PyObject *kwargs)
         value = PyObject_CallFunctionObjArgs(smp_the_session.call_hooked, module, rest,
                                              kwargs == NULL ? Py_None : kwargs, NULL);
     } else {
-        value = smp_call_remote(module, rest, kwargs, false);
+        value = smp_call_remote(module, rest, kwargs, 0);
     }
     Py_DECREF(rest);
     return value;
 }
 
-/* call_remote(module, args, kwargs or None, bare): the call without the caller's hooks;
- * bare: without the owner's too. */
+/* call_remote(module, args, kwargs or None, bare, inputs): the call without the
+ * caller's hooks; bare: without the owner's too; inputs: see serve_hooked. */
 static PyObject *
 py_call_remote(PyObject *unused, PyObject *const *args, Py_ssize_t nargs)
 {
+    uint16_t flags = 0;
+
     (void)unused;
-    if (nargs != 4 || !PyTuple_Check(args[1])) {
-        PyErr_SetString(PyExc_TypeError, "call_remote(module, args, kwargs, bare)");
+    if (nargs != 5 || !PyTuple_Check(args[1])) {
+        PyErr_SetString(PyExc_TypeError,
+                        "call_remote(module, args, kwargs, bare, inputs)");
         return NULL;
     }
+    if (args[3] == Py_True) {
+        flags |= SMP_FLAG_BARE;
+    }
+    if (args[4] == Py_True) {
+        flags |= SMP_FLAG_INPUTS;
+    }
     return smp_call_remote(args[0], args[1], args[2] == Py_None ? NULL : args[2],
-                           args[3] == Py_True);
+                           flags);
 }
 
 /* call_entry(number, args): calls a run of nn.Sequential children. */
@@ -770,7 +778,7 @@ static PyMethodDef call_functions[] = {
      METH_FASTCALL, "Recv.backward(ctx, *gradients) -> the token's gradient"},
     {"call_remote", __extension__(PyCFunction)(void (*)(void)) py_call_remote,
      METH_FASTCALL,
-     "call_remote(module, args, kwargs, bare): a remote call without hooks"},
+     "call_remote(module, args, kwargs, bare, inputs): a remote call without hooks"},
     {"call_entry", __extension__(PyCFunction)(void (*)(void)) py_call_entry,
      METH_FASTCALL, "call_entry(number, args): a remote call by entry number"},
     {NULL, NULL, 0, NULL},

@@ -203,10 +203,11 @@ run_entry(const smp_entry *entry, uint16_t flags, PyObject *state, PyObject *arg
     if (!(flags & SMP_FLAG_GRAD) && smp_torch_set_grad(false) < 0) {
         return NULL;
     }
-    if ((flags & SMP_FLAG_BARE) || smp_has_hooks(entry->module)) {
+    if ((flags & (SMP_FLAG_BARE | SMP_FLAG_INPUTS)) || smp_has_hooks(entry->module)) {
         PyObject *hooked =
-            PyTuple_Pack(4, entry->module, args, kwargs == NULL ? Py_None : kwargs,
-                         flags & SMP_FLAG_BARE ? Py_True : Py_False);
+            PyTuple_Pack(5, entry->module, args, kwargs == NULL ? Py_None : kwargs,
+                         flags & SMP_FLAG_BARE ? Py_True : Py_False,
+                         flags & SMP_FLAG_INPUTS ? Py_True : Py_False);
 
         value = hooked == NULL ? NULL
                 : state == NULL

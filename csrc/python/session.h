@@ -60,7 +60,8 @@ typedef struct {
     PyObject *raised_there;   /* what describe_error made -> the exception to raise */
     PyObject *refuse_changed; /* path, args, kwargs, tensor, tensors: raises */
     PyObject *call_hooked;    /* module, args, kwargs: a remote call around hooks */
-    PyObject *serve_hooked;   /* module, args, kwargs: pre-hooks and forward */
+    PyObject
+        *serve_hooked; /* module, args, kwargs, bare, inputs: pre-hooks and forward */
     PyObject *warn_of_tensor; /* path, a tensor whose class or attributes stay behind */
     PyObject *warn_of_hook;   /* path, of a module that hooked one of its arguments */
     PyObject
@@ -123,7 +124,7 @@ int smp_step_add(PyObject *module);
 extern PyTypeObject *smp_call_type;
 int                  smp_call_add(PyObject *module);
 PyObject            *smp_call_remote(PyObject *module, PyObject *args, PyObject *kwargs,
-                                     bool bare);
+                                     uint16_t flags);
 
 /* ------------------------------------------------------------ serve.c: the owner */
 int  smp_serve_add(PyObject *module);

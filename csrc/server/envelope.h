@@ -38,6 +38,8 @@ enum {
     SMP_FLAG_RECOMPUTE = 1 << 4, /* a forward that runs during the backward phase */
     SMP_FLAG_BARE = 1 << 5,      /* module.forward, not module(): no hooks */
     SMP_FLAG_RAISED = 1 << 6,    /* of a response: it brings the module's exception */
+    SMP_FLAG_INPUTS =
+        1 << 7, /* answer with what pre-hooks made of the arguments, too */
 };
 
 typedef struct {

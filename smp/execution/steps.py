@@ -379,10 +379,29 @@ class Step:
         """
         if refused is not None:
             raise refused
+        self._refuse_hooks_on_sums()
         kind, turns, active = self._schedule()
         if kind == _LISTED:
             _core.check_schedule(self.count, turns)
         return kind, self.count, active, turns
+
+    def _refuse_hooks_on_sums(self) -> None:
+        """Microbatches' gradients are added up in order, behind autograd's back.
+
+        Raises:
+            NotImplementedError: a parameter has a hook that wants to see the sum.
+        """
+        ours = set(map(id, self.rt.parameters))  # have a hook of the core's
+        for one in self.rt.live_models():
+            for name, parameter in one._smp_module.named_parameters():
+                there = getattr(parameter, "_post_accumulate_grad_hooks", None)
+                if there and len(there) > (id(parameter) in ours):
+                    raise NotImplementedError(
+                        f"smp: parameter '{name}' has a register_post_accumulate_grad_hook, "
+                        "which would see parts of its gradient: with pipeline parallelism it "
+                        "is complete when the step function has returned on all ranks; do it "
+                        "then, for p in model.local_parameters(), or use p.register_hook"
+                    )
 
     def _schedule(self) -> tuple[int, list[tuple[int, int]], int]:
         rt = self.rt

@@ -94,7 +94,7 @@ def serve_with_state(
         models = [] if runtime.current is None else runtime.current.live_models()
         tokens = context_variables.set_collected(collected, [m._smp_module for m in models])
         if isinstance(function, nn.Module):  # it may have hooks now, which are the caller's
-            function, args = hooks.serve_hooked, (function, args, kwargs, False)
+            function, args = hooks.serve_hooked, (function, args, kwargs, False, False)
             kwargs = None
     try:
         if state is None:

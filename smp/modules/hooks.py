@@ -10,15 +10,24 @@ from torch import nn
 from torch.utils.hooks import BackwardHook
 
 from smp import _core
+from smp.execution import runtime
 from smp.modules.remote_modules import through_gate
 
 
-def serve_hooked(module: nn.Module, args: tuple, kwargs: dict | None, bare: bool) -> Any:
-    """Run the pre-hooks (unless ``bare``) and the forward of a module, on its owner."""
-    return through_gate(module, _run_hooked, module, args, kwargs or {}, bare)
+def serve_hooked(
+    module: nn.Module, args: tuple, kwargs: dict | None, bare: bool, inputs: bool
+) -> Any:
+    """Run the pre-hooks (unless ``bare``) and the forward of a module, on its owner.
+
+    Returns:
+        the output; with ``inputs`` the pair of it and of ``(args, kwargs)`` as pre-hooks
+        replaced them, or None where they did not.
+    """
+    return through_gate(module, _run_hooked, module, args, kwargs or {}, bare, inputs)
 
 
-def _run_hooked(module: nn.Module, args: tuple, kwargs: dict, bare: bool) -> Any:
+def _run_hooked(module: nn.Module, args: tuple, kwargs: dict, bare: bool, inputs: bool) -> Any:
+    given = args, kwargs
     for key, hook in [] if bare else list(module._forward_pre_hooks.items()):
         if key in module._forward_pre_hooks_with_kwargs:
             changed = hook(module, args, kwargs)
@@ -28,11 +37,19 @@ def _run_hooked(module: nn.Module, args: tuple, kwargs: dict, bare: bool) -> Any
             changed = hook(module, args)
             if changed is not None:
                 args = changed if isinstance(changed, tuple) else (changed,)
-    return module.forward(*args, **kwargs)
+    output = module.forward(*args, **kwargs)
+    if not inputs:
+        return output
+    replaced = args is not given[0] or kwargs is not given[1]
+    return output, (args, kwargs) if replaced else None
 
 
 def call_hooked(module: nn.Module, args: tuple, kwargs: dict | None) -> Any:
-    """Call a module of another rank with its forward and backward hooks, on the caller."""
+    """Call a module of another rank with its forward and backward hooks, on the caller.
+
+    Raises:
+        NotImplementedError: hooks that this cannot do.
+    """
     backward_hooks, non_full = module._get_backward_hooks()
     pre_hooks = module._get_backward_pre_hooks()
     if non_full:
@@ -45,7 +62,14 @@ def call_hooked(module: nn.Module, args: tuple, kwargs: dict | None) -> Any:
     )
     if full is not None:
         args = full.setup_input_hook(args)
-    output = _core.call_remote(module, args, kwargs, False)
+    if not (module._forward_hooks or backward_hooks):
+        output = _core.call_remote(module, args, kwargs, False, False)
+    else:
+        output, replaced = _core.call_remote(module, args, kwargs, False, True)
+        if replaced is not None:
+            if backward_hooks:
+                _refuse_replaced(module)
+            args, kwargs = replaced
     for key, hook in list(module._forward_hooks.items()):
         if key in module._forward_hooks_with_kwargs:
             changed = hook(module, args, kwargs or {}, output)
@@ -56,3 +80,14 @@ def call_hooked(module: nn.Module, args: tuple, kwargs: dict | None) -> Any:
     if full is not None:
         output = full.setup_output_hook(output)
     return output
+
+
+def _refuse_replaced(module: nn.Module) -> None:
+    """The gradients of what a pre-hook made there are not to be had here."""
+    home = runtime.current.home_of(module) if runtime.current else None
+    path, owner = home or (type(module).__name__, "another rank")
+    raise NotImplementedError(
+        f"smp: module '{path}', on pp_rank {owner}, has a full backward hook, and a forward "
+        "pre-hook that replaces its arguments, whose gradients stay there: replace them in "
+        "the forward, or place the module and its caller together with smp.set_partition"
+    )

@@ -49,7 +49,7 @@ def remote(cls: type[nn.Module]) -> dict[str, Any]:
 
     @functools.wraps(cls.forward)
     def forward(self, *args, **kwargs):
-        return _core.call_remote(self, args, kwargs, True)
+        return _core.call_remote(self, args, kwargs, True, False)
 
     return {
         "__call__": _core.module_call,

@@ -18,9 +18,9 @@ remote call per run of consecutive children on the same other rank.  Then
 4. microbatch i's backward starts with its share of the samples (1 without averaging);
 5. random numbers follow ``streams.py``;
 6. pre-hooks of a remote module run as its owner, forward and full backward hooks as
-   its caller; lists, dicts and sets in context variables are the caller's objects, as
-   arguments are: transformers' hooks inside a remote layer write what they collect
-   (attentions, router logits) into one.
+   its caller (a forward hook sees the arguments as pre-hooks replaced them); lists,
+   dicts and sets in context variables are the caller's objects, as arguments are:
+   transformers' hooks inside a remote layer write what they collect (attentions, router logits) into one.
 
 With one rank it is the plain loop: nothing is cut, gradients go straight to ``.grad``
 and the user's generator is used.
@@ -432,14 +432,24 @@ class _Loop:
         """A remote ``module(*args, **kwargs)``, hooks where they belong."""
 
         def body(*args: Any, **kwargs: Any) -> Any:
+            seen = []
+            last = module.register_forward_pre_hook(
+                lambda module, args, kwargs: seen.append((args, kwargs)), with_kwargs=True
+            )
             with _without(module, "_forward_hooks", "_backward_hooks", "_backward_pre_hooks"):
-                return cls.__call__(module, *args, **kwargs)
+                result = cls.__call__(module, *args, **kwargs)
+            last.remove()
+            given = seen[0][0] is args and seen[0][1] == kwargs
+            return result, None if given or not module._forward_hooks else seen[0]
 
         before, after = module._get_backward_pre_hooks(), module._get_backward_hooks()[0]
         backward_hook = BackwardHook(module, after, before) if before or after else None
         if backward_hook is not None:
             args = backward_hook.setup_input_hook(args)
-        result = self._remote(self._ranks[module], self._paths[module], body, args, kwargs)
+        result, replaced = self._remote(
+            self._ranks[module], self._paths[module], body, args, kwargs
+        )
+        args, kwargs = replaced or (args, kwargs)
         for number, hook in list(module._forward_hooks.items()):
             if number in module._forward_hooks_with_kwargs:
                 replaced = hook(module, args, kwargs, result)
