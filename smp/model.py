@@ -19,6 +19,7 @@ from smp.execution import microbatches, runtime
 from smp.modules import (
     conversion,
     delayed_init,
+    forward_attributes,
     inner_module,
     late_modules,
     remote_modules,
@@ -282,11 +283,17 @@ class DistributedModel(nn.Module):
 
     # ------------------------------------------------------------------ the partition
 
-    def _smp_apply_partition(self, partition: Partition, stateful: dict[str, int]) -> None:
+    def _smp_apply_partition(
+        self,
+        partition: Partition,
+        stateful: dict[str, int],
+        attributes: dict[str, tuple[str, ...]],
+    ) -> None:
         """Make this rank's part of a decided partition: classes, parameters, entries.
 
         Args:
             stateful: modules that change their buffers: path -> calls a microbatch.
+            attributes: modules that set some in their forward: path -> names.
         """
         rt = self._smp_runtime
         rank_of = partition.rank_of
@@ -305,6 +312,7 @@ class DistributedModel(nn.Module):
         ]
         gates = {path: rt.next_gate(count) for path, count in stateful.items()}
         remote_modules.swap_classes(self._smp_module, rank_of, rt.pp_rank, runs, first, gates)
+        forward_attributes.watch(self._smp_module, attributes)
         remote_modules.free_remote_parameters(self._smp_module, self._smp_owners, rt.pp_rank)
         late_modules.refuse_from_now(self._smp_module)
         late_modules.refuse_from_now(self)  # the same children

@@ -53,15 +53,17 @@ def partition_models(
             error = failures.as_failure(raised)
             microbatch = failures.IN_PARTITION if isinstance(error, PartitionError) else 0
             told = failures.describe(error, None, microbatch, 0, rt.pp_rank)
-            mine = _core.pack((told, None, 0, 0))
-    packed, gates, backwards, pools = _core.unpack(rt.share_decision(mine))
+            mine = _core.pack((told, None, (), 0, 0))
+    packed, gates, attributes, backwards, pools = _core.unpack(rt.share_decision(mine))
     if gates is None:
         raise failures.rebuild(packed, error)
     partitions = [Partition.from_bytes(one) for one in packed]
     _check_models(models, partitions, gates)
     rt.backwards = max(1, backwards)
-    for one, partition, stateful in zip(models, partitions, gates, strict=True):
-        one._smp_apply_partition(partition, stateful)
+    for one, partition, stateful, names in zip(
+        models, partitions, gates, attributes, strict=True
+    ):
+        one._smp_apply_partition(partition, stateful, names)
     _core.trim_heap()
     rt.expected_in_pool += pools[rt.pp_rank]
     _core.expect_in_pool(rt.expected_in_pool)
@@ -81,9 +83,10 @@ def partition_models(
 
 def _decide(
     rt: "Runtime", models: Sequence["DistributedModel"], run_traced: Callable[[], Any]
-) -> tuple[list[bytes], list[dict[str, int]], int, list[int]]:
-    """The partition of each model, its stateful modules, the backward calls of a step, and
-    what each rank will have in its pool."""
+) -> tuple[list[bytes], list[dict[str, int]], list[dict[str, tuple[str, ...]]], int, list[int]]:
+    """The partition of each model, its stateful modules, the attributes that its modules set
+    in their forwards, the backward calls of a step, and what each rank will have in its
+    pool."""
     cfg = rt.cfg
     for one in models:
         _refuse_compiled_modules(one._smp_module)
@@ -114,7 +117,18 @@ def _decide(
                 m._smp_module, partition.rank_of, trace, rt.pp_size, rt.active_microbatches
             )
             pools = [a + b for a, b in zip(pools, more, strict=True)]
-    return [p.to_bytes() for p in partitions], gates, rt.traced_backwards, pools
+    attributes = [
+        {
+            path: seen.set_attributes
+            for path, seen in trace.modules.items()
+            if seen.set_attributes
+        }
+        if trace is not None
+        else {}
+        for trace in traces
+    ]
+    packed = [p.to_bytes() for p in partitions]
+    return packed, gates, attributes, rt.traced_backwards, pools
 
 
 def _refuse_compiled_modules(root: nn.Module) -> None:

@@ -83,6 +83,11 @@ def warn_of_tensor(path: str, tensor: Tensor) -> None:
         )
 
 
+def warn_of_attribute(path: str, name: str, text: str) -> None:
+    """An attribute is read that the module sets on its own rank."""
+    _say(f"attribute {name}", path, text)
+
+
 def warn_of_hook(path: str) -> None:
     """A module has registered a hook on a tensor that it got from another rank."""
     _say(

@@ -29,6 +29,7 @@ Changes = dict[tuple[int, str], Change]  # by id of the object, and name
 _made: dict[int, Changes] = {}  # by microbatch under way
 _kept: Changes = {}  # of microbatches, and by modules in steps, that are over
 _names: set[tuple[int, str]] = set()  # what _made has, or had in this step
+_touched: set[tuple[int, int, str]] = set()  # microbatch and key: set in this step
 
 
 def note(target: nn.Module | nn.Parameter, name: str, value: Any, before: Any) -> None:
@@ -38,10 +39,18 @@ def note(target: nn.Module | nn.Parameter, name: str, value: Any, before: Any) -
     if at is None:
         _kept.pop(key, None)
         return
+    _touched.add((at[0], *key))
     if value is before and key not in _names and key not in _kept:
         return
     _names.add(key)
     _made.setdefault(at, {})[key] = (target, name, value)
+
+
+def noted(target: nn.Module | nn.Parameter, name: str) -> bool:
+    """Whether the task that asks has set the attribute, or a microbatch that is over."""
+    at = _core.current() if _touched or _kept else None
+    key = (id(target), name)
+    return at is not None and (key in _kept or (at[0], *key) in _touched)
 
 
 def travelling() -> tuple[Change, ...]:
@@ -64,6 +73,7 @@ def forget() -> None:
     _made.clear()
     _kept.clear()
     _names.clear()
+    _touched.clear()
 
 
 def finish() -> None:
@@ -71,6 +81,7 @@ def finish() -> None:
     for microbatch in sorted(_made):
         returned(microbatch)
     _names.clear()
+    _touched.clear()
 
 
 def told() -> tuple[Change, ...]:

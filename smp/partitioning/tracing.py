@@ -26,6 +26,7 @@ from smp.partitioning.restore import Restore
 
 _PATIENCE_S = 2.0  # a run that takes longer says how far it is
 _NOTE_EVERY_S = 0.5
+_PLAIN = (bool, int, float, str, bytes, torch.dtype, torch.device, torch.Size)
 
 
 @dataclasses.dataclass(slots=True)
@@ -48,6 +49,7 @@ class ModuleTrace:
             ``weight.shape`` is no use, nor is what it was passed itself.
         random: it, or a module it called, drew random numbers.
         changed_buffers: names of its own buffers that the run changed.
+        set_attributes: names of the plain attributes that were set on it while it ran.
     """
 
     first: int = -1
@@ -60,6 +62,7 @@ class ModuleTrace:
     parameters: tuple[str, ...] = ()
     random: bool = False
     changed_buffers: tuple[str, ...] = ()
+    set_attributes: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(slots=True)
@@ -144,11 +147,12 @@ class _BackwardInModule(RuntimeError):
 class _Frame:
     """One running module, or the code outside all of them."""
 
-    __slots__ = ("calls_s", "module", "number", "started", "used")
+    __slots__ = ("attributes", "calls_s", "module", "number", "started", "used")
 
     def __init__(self, number: int, module: nn.Module | None):
         self.number = number  # in _Recorder.records; -1: outside
         self.module = module
+        self.attributes = {} if module is None else dict(module.__dict__)
         self.used: set[int] = set()  # ids of parameters
         self.calls_s = 0.0  # time of the modules it called
         self.started = 0.0
@@ -339,6 +343,9 @@ class _Recorder:
             }
             self.used[number] |= frame.used - passed
             self.frames[-1].used |= passed
+            record.set_attributes = tuple(
+                dict.fromkeys((*record.set_attributes, *_set_since(frame.attributes, module)))
+            )
             record.input_bytes = max(record.input_bytes, tensor_bytes((args, kwargs)))
             record.output_bytes = max(record.output_bytes, tensor_bytes(output))
 
@@ -361,6 +368,19 @@ class _Recorder:
                 modules[path] = record
             out.append(Trace(modules, name_all(self.used_outside), timed, self.meta))
         return out
+
+
+def _set_since(before: dict[str, Any], module: nn.Module) -> list[str]:
+    """Names of the module's attributes that are others than before."""
+    return [
+        name
+        for name, value in module.__dict__.items()
+        if name not in before or not _is_the_same(before[name], value)
+    ]
+
+
+def _is_the_same(a: Any, b: Any) -> bool:
+    return a is b or (type(a) is type(b) and isinstance(a, _PLAIN) and a == b)
 
 
 class _Kind:

@@ -20,7 +20,8 @@ remote call per run of consecutive children on the same other rank.  Then
 6. pre-hooks of a remote module run as its owner, forward and full backward hooks as
    its caller (a forward hook sees the arguments as pre-hooks replaced them); lists,
    dicts and sets in context variables are the caller's objects, as arguments are:
-   transformers' hooks inside a remote layer write what they collect (attentions, router logits) into one.
+   transformers' hooks inside a remote layer write what they collect (attentions,
+   router logits) into one.
 
 With one rank it is the plain loop: nothing is cut, gradients go straight to ``.grad``
 and the user's generator is used.
