@@ -3,6 +3,8 @@
 No launcher here that would end the others: three processes, and their store.
 """
 
+import os
+import resource
 import signal
 import socket
 import subprocess
@@ -12,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+import smp
+from smp import _core
 from tests.ranks import FORK_SERVER, mpirun, rank_environment
 
 DEADLINE_S = 60
@@ -226,3 +230,38 @@ if os.environ["RANK"] == "0":
 
     assert done.returncode != 0
     assert "smp: rank 0 of 2: interrupted at " in done.stderr
+
+
+def descriptors() -> set[str]:
+    return set(os.listdir("/proc/self/fd"))
+
+
+def sockets() -> set[Path]:
+    return set(Path("/dev/shm").glob("smp-*"))
+
+
+def test_a_process_without_descriptors_is_told_so():
+    """However few are left: the reason, and the limit; nothing stays open, or in /dev/shm."""
+    smp.reset()
+    before, files = descriptors(), sockets()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    said = []
+    for more in range(40):
+        highest = max(map(int, descriptors()))
+        held = [os.open("/dev/null", os.O_RDONLY) for _ in range(highest)]  # no gaps below
+        limit = max(held) + 1 + more
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+        try:
+            _core.open(0, 2, 0, 0, -1, "shm,tcp", None, "job", 0.0, 0.0)
+            break
+        except RuntimeError as error:
+            said.append((limit, str(error)))
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            _core.close()
+            for one in held:
+                os.close(one)
+    assert len(said) > 3
+    for limit, text in said:
+        assert f"Too many open files (this process may have {limit}: ulimit -n)" in text, text
+    assert descriptors() == before and sockets() <= files

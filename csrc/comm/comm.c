@@ -523,6 +523,7 @@ smp_comm_create(const smp_comm_config *config, smp_comm **out)
         memchr(config->job, '\0', sizeof(config->job)) == NULL) {
         return SMP_ERR_INVALID;
     }
+    smp_status_forget();
     smp_jitter_init();
     status = smp_fork_init();
     if (status != SMP_OK) {
@@ -684,6 +685,7 @@ smp_comm_connect(smp_comm *comm, const void *const *cards, const size_t *card_by
     if (is_child(comm) || comm->started) {
         return SMP_ERR_CLOSED;
     }
+    smp_status_forget();
     for (int r = 0; r < comm->size; r++) {
         if (r != comm->rank && !smp_card_ok(cards[r], card_bytes[r], r, comm->size)) {
             *failed = r;

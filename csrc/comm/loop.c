@@ -23,7 +23,7 @@ smp_loop_init(smp_loop *loop)
 
     loop->epoll_fd = epoll_create1(EPOLL_CLOEXEC);
     if (loop->epoll_fd < 0) {
-        return SMP_ERR_SYSTEM;
+        return smp_status_refused();
     }
     loop->kick_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     if (loop->kick_fd < 0) {
@@ -44,7 +44,7 @@ err_close_kick:
     close(loop->kick_fd);
 err_close_epoll:
     close(loop->epoll_fd);
-    return SMP_ERR_SYSTEM;
+    return smp_status_refused();
 }
 
 void
@@ -75,7 +75,7 @@ smp_loop_watch(smp_loop *loop, int fd, uint32_t events, smp_watch *watch)
          epoll_ctl(loop->epoll_fd, EPOLL_CTL_MOD, fd, &event) == 0)) {
         return SMP_OK;
     }
-    return SMP_ERR_SYSTEM;
+    return smp_status_refused();
 }
 
 void

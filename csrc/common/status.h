@@ -32,7 +32,14 @@ typedef enum {
 /* "SMP_ERR_CLOSED"; static storage. */
 const char *smp_status_name(smp_status status);
 
-/* "closed"; static storage. */
+/* "closed"; static storage.  Of SMP_ERR_SYSTEM with what smp_status_refused() noted on
+ * this thread, until it notes something else. */
 const char *smp_status_text(smp_status status);
+
+/* SMP_ERR_SYSTEM, after a call that has set errno: notes why the system refused. */
+smp_status smp_status_refused(void);
+
+/* What this thread has noted is of an earlier operation. */
+void smp_status_forget(void);
 
 #endif

@@ -16,11 +16,11 @@ smp_rest_init(smp_rest *rest)
 {
     rest->given = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     if (rest->given < 0) {
-        return SMP_ERR_SYSTEM;
+        return smp_status_refused();
     }
     if (pipe2(rest->pipe, O_CLOEXEC | O_NONBLOCK) < 0) {
         close(rest->given);
-        return SMP_ERR_SYSTEM;
+        return smp_status_refused();
     }
     return SMP_OK;
 }

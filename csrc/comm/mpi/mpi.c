@@ -734,7 +734,7 @@ watch_lifelines(mpi *self)
 
     self->epoll = epoll_create1(EPOLL_CLOEXEC);
     if (self->epoll < 0) {
-        return SMP_ERR_SYSTEM;
+        return smp_status_refused();
     }
     status = host->close_in_child(self->epoll);
     for (int r = 0; r < host->size && status == SMP_OK; r++) {
@@ -742,7 +742,7 @@ watch_lifelines(mpi *self)
         struct epoll_event event = {.events = EPOLLIN, .data.ptr = p};
 
         if (p->fd >= 0 && epoll_ctl(self->epoll, EPOLL_CTL_ADD, p->fd, &event) != 0) {
-            status = SMP_ERR_SYSTEM;
+            status = smp_status_refused();
         }
     }
     return status == SMP_OK

@@ -470,7 +470,7 @@ smp_shm_door_open(int rank, smp_shm_door *door)
 
     remove_stale();
     if (getrandom(random, sizeof(random), 0) != (ssize_t)sizeof(random)) {
-        return SMP_ERR_SYSTEM;
+        return smp_status_refused();
     }
     for (int i = 0; i < 16; i++) {
         snprintf(name + 2 * (size_t)i, 3, "%02x", random[i]);
@@ -480,7 +480,7 @@ smp_shm_door_open(int rank, smp_shm_door *door)
         .card = {.magic = MAGIC, .version = VERSION, .rank = rank},
     };
     if (door->fd < 0) {
-        return SMP_ERR_SYSTEM;
+        return smp_status_refused();
     }
     memcpy(door->card.token, random + 16, SMP_TOKEN_BYTES);
     snprintf(door->card.path, sizeof(door->card.path), FOLDER "/" PREFIX "%s" SUFFIX,
@@ -499,8 +499,12 @@ smp_shm_door_open(int rank, smp_shm_door *door)
     return SMP_OK;
 
 err_unlink:
+    (void)smp_status_refused();
     unlink(early);
+    goto err_forget;
 err_close:
+    (void)smp_status_refused();
+err_forget:
     close(door->fd);
     door->fd = -1;
     return SMP_ERR_SYSTEM;

@@ -75,7 +75,7 @@ map(smp_segment *segment, int fd)
     void *base = mmap(NULL, segment->bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
 
     if (base == MAP_FAILED) {
-        return errno == ENOMEM ? SMP_ERR_NO_MEMORY : SMP_ERR_SYSTEM;
+        return errno == ENOMEM ? SMP_ERR_NO_MEMORY : smp_status_refused();
     }
     segment->base = base;
     at = segment->base;
@@ -97,7 +97,7 @@ smp_status
 smp_segment_create(int ranks, size_t arena_bytes, smp_segment **out)
 {
     smp_segment *segment;
-    smp_status   status = SMP_ERR_SYSTEM;
+    smp_status   status;
 
     if (arena_bytes > MAX_ARENA) {
         return SMP_ERR_NO_MEMORY;
@@ -108,10 +108,12 @@ smp_segment_create(int ranks, size_t arena_bytes, smp_segment **out)
     }
     segment->fd = memfd_create("smp", MFD_CLOEXEC | MFD_ALLOW_SEALING);
     if (segment->fd < 0) {
+        status = smp_status_refused();
         goto err_free;
     }
     if (ftruncate(segment->fd, (off_t)segment->bytes) != 0 ||
         fcntl(segment->fd, F_ADD_SEALS, SEALS) != 0) {
+        status = smp_status_refused();
         goto err_close;
     }
     status = map(segment, segment->fd);

@@ -581,7 +581,7 @@ smp_tcp_meet(smp_tcp_door *door, const smp_tcp_self *self,
     if (own >= 0) {
         m.listening = door->fds[own];
         if (listen(m.listening, SOMAXCONN) != 0) {
-            status = SMP_ERR_SYSTEM;
+            status = smp_status_refused();
             goto out;
         }
     }

@@ -397,8 +397,8 @@ peer_create(tcp *self, int rank, int fd, peer **out)
         smp_fork_close_in_child(fd) != SMP_OK) {
         goto err_destroy;
     }
-    status = SMP_ERR_SYSTEM;
     if (!set_options(fd)) {
+        status = smp_status_refused();
         goto err_destroy;
     }
     status = host->watch(host->comm, fd, EPOLLIN, &p->watch);

@@ -107,7 +107,7 @@ write_all_but_others(const char *interface, char out[SMP_UCX_DEVICES_BYTES])
     size_t               at = 0;
 
     if (all == NULL) {
-        return SMP_ERR_SYSTEM;
+        return smp_status_refused();
     }
     for (const struct if_nameindex *i = all; i->if_index != 0 && i->if_name != NULL;
          i++) {
