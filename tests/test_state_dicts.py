@@ -220,3 +220,47 @@ def test_one_replica_gathers_alone():
 
     if smp.rdp_rank() == 0:
         assert_same(run.model.state_dict(), make_model(pin=False).state_dict())
+
+
+class Sparse(torch.nn.Module):
+    """Buffers of each sparse layout, one of them twice."""
+
+    def __init__(self):
+        super().__init__()
+        eye = torch.eye(4) * 3
+        self.linear = torch.nn.Linear(4, 4)
+        self.register_buffer("coo", eye.to_sparse())
+        self.register_buffer("again", self.coo)
+        twice = torch.tensor([[1, 1], [2, 2]])
+        self.register_buffer("raw", torch.sparse_coo_tensor(twice, torch.ones(2), (4, 4)))
+        self.register_buffer("empty", torch.zeros(4, 4).to_sparse())
+        self.register_buffer("csr", eye.to_sparse_csr())
+        self.register_buffer("csc", eye.to_sparse_csc())
+        self.register_buffer("bsr", eye.to_sparse_bsr((2, 2)))
+
+    def forward(self, x):
+        return self.linear(x) @ self.coo
+
+
+@on_ranks(2)
+def test_a_full_dict_has_another_ranks_sparse_buffers():
+    init(2)
+    net, plain = torch.nn.Sequential(torch.nn.Linear(4, 4), Sparse()), Sparse()
+    smp.set_partition(net[1], 1)
+    model = smp.DistributedModel(net)
+    smp.step(lambda model, x: model(x))(model, torch.ones(4, 4))
+
+    full = model.state_dict()
+
+    assert full["1.again"] is full["1.coo"]
+    for name, want in plain.named_buffers(remove_duplicate=False):
+        got = full[f"1.{name}"]
+        assert got.layout is want.layout and got.shape == want.shape
+        assert got.layout is not torch.sparse_coo or got.is_coalesced() == want.is_coalesced()
+        assert torch.equal(got.to_dense(), want.to_dense())
+    loaded = torch.nn.Sequential(torch.nn.Linear(4, 4), Sparse())
+    assert str(loaded.load_state_dict(full)) == "<All keys matched successfully>"
+    model.load_state_dict(full)
+    net[1].coo.values().zero_()
+    model.load_state_dict(full)
+    assert smp.pp_rank() == 0 or torch.equal(net[1].coo.to_dense(), plain.coo.to_dense())

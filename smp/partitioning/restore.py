@@ -182,7 +182,7 @@ def write_back(tensor: Tensor, content: Tensor) -> None:
 def _same(a: Tensor, b: Tensor) -> bool:
     if a.shape != b.shape or a.layout is not b.layout:
         return False
-    pairs = zip(_plain_parts(a), _plain_parts(b), strict=True)
+    pairs = zip(parts_of(a), parts_of(b), strict=True)
     return all(
         torch.equal(
             torch.nan_to_num(x) if x.is_floating_point() else x,
@@ -192,7 +192,7 @@ def _same(a: Tensor, b: Tensor) -> bool:
     )
 
 
-def _plain_parts(tensor: Tensor) -> tuple[Tensor, ...]:
+def parts_of(tensor: Tensor) -> tuple[Tensor, ...]:
     """The strided tensors that hold what a tensor has."""
     if tensor.layout is torch.strided:
         return (tensor,)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from smp import _core
 from smp.job import objects
+from smp.partitioning.restore import parts_of
 from smp.ranks import CommGroup
 from smp.state_mod import state
 
@@ -28,6 +29,15 @@ class TensorSlot(NamedTuple):
     number: int
     dtype: torch.dtype
     shape: torch.Size
+
+
+class SparseSlot(NamedTuple):
+    """The same for a tensor of a sparse layout, whose parts are sent."""
+
+    layout: str
+    shape: torch.Size
+    coalesced: bool
+    parts: tuple[TensorSlot, ...]
 
 
 class Replica:
@@ -125,8 +135,14 @@ class Replica:
         packed = torch.empty(int(size), dtype=torch.uint8, device="cpu")
         receive(packed)
         arrived: list[Tensor] = []
+        sparse: dict[int, Tensor] = {}
 
-        def put_in(slot: TensorSlot) -> Tensor:
+        def put_in(slot: TensorSlot | SparseSlot) -> Tensor:
+            if isinstance(slot, SparseSlot):
+                first, *_ = parts = [put_in(part) for part in slot.parts]
+                if id(first) not in sparse:
+                    sparse[id(first)] = _sparse_of(slot, parts)
+                return sparse[id(first)]
             if slot.number == len(arrived):
                 tensor = torch.empty(slot.shape, dtype=slot.dtype, device="cpu")
                 if tensor.numel():
@@ -134,20 +150,44 @@ class Replica:
                 arrived.append(tensor)
             return arrived[slot.number]
 
-        return _rebuild(_core.unpack(packed.numpy().tobytes()), TensorSlot, put_in)
+        value = _core.unpack(packed.numpy().tobytes())
+        return _rebuild(value, (TensorSlot, SparseSlot), put_in)
 
 
 def take_out(value: Any, tensors: list[Tensor]) -> Any:
     """The value with slots for its tensors, which are appended in order, each once."""
     numbers: dict[int, int] = {}
+    sparse: dict[int, SparseSlot] = {}
 
-    def slot(tensor: Tensor) -> TensorSlot:
+    def slot(tensor: Tensor) -> TensorSlot | SparseSlot:
+        if tensor.layout is not torch.strided:
+            if id(tensor) not in sparse:
+                sparse[id(tensor)] = sparse_slot(tensor)
+            return sparse[id(tensor)]
         if id(tensor) not in numbers:
             numbers[id(tensor)] = len(tensors)
             tensors.append(tensor)
         return TensorSlot(numbers[id(tensor)], tensor.dtype, tensor.shape)
 
+    def sparse_slot(tensor: Tensor) -> SparseSlot:
+        layout = str(tensor.layout).removeprefix("torch.")
+        coalesced = tensor.layout is torch.sparse_coo and tensor.is_coalesced()
+        # New ones: two tensors that share an index would come back as one.
+        parts = tuple(slot(part.clone()) for part in parts_of(tensor.detach()))
+        return SparseSlot(layout, tensor.shape, coalesced, parts)  # type: ignore[arg-type]
+
     return _rebuild(value, Tensor, slot)
+
+
+def _sparse_of(slot: SparseSlot, parts: list[Tensor]) -> Tensor:
+    if slot.layout == "sparse_coo":
+        indices, values = parts
+        return torch.sparse_coo_tensor(
+            indices, values, slot.shape, is_coalesced=slot.coalesced or None
+        )
+    compressed, plain, values = parts
+    layout = getattr(torch, slot.layout)
+    return torch.sparse_compressed_tensor(compressed, plain, values, slot.shape, layout=layout)
 
 
 def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
@@ -162,7 +202,7 @@ def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
     return _rebuild(value, Tensor, once)
 
 
-def _rebuild(value: Any, kind: type, function: Callable) -> Any:
+def _rebuild(value: Any, kind: type | tuple[type, ...], function: Callable) -> Any:
     """New containers, with ``function`` of what is of a kind, in order."""
     if isinstance(value, kind):
         return function(value)
