@@ -321,6 +321,9 @@ class _FlatModel:
         )
         self._collect_parameters()
         self._collect_uses(root, trace)
+        self.buffer_names: dict[int, str] = {}  # by number among the parameters
+        if trace is not None:
+            self._collect_buffers(root, trace)
         traces = {} if trace is None else trace.modules
         seen = [traces.get(path, _NOT_TRACED) for path in self.paths]
         self.order = array("q", [t.first for t in seen])
@@ -378,6 +381,28 @@ class _FlatModel:
                 if name in named and id(named[name]) not in own:
                     self._add_use(number, named[name])
 
+    def _collect_buffers(self, root: nn.Module, trace: Trace) -> None:
+        """Number the buffers that change and are several modules', as parameters.
+
+        One that does not change is alike on all ranks.
+        """
+        named = dict(root.named_buffers(remove_duplicate=False))
+        users: dict[int, set[int]] = {}
+        names: dict[int, str] = {}
+        for number, path in enumerate(self.paths):
+            seen = trace.modules.get(path, _NOT_TRACED)
+            own = [f"{path}.{name}".lstrip(".") for name in seen.changed_buffers]
+            for name in (*own, *seen.buffers):
+                users.setdefault(id(named[name]), set()).add(number)
+                names.setdefault(id(named[name]), name)
+        for buffer, modules in users.items():
+            if len(modules) > 1:
+                self.parameter_of[buffer] = len(self.parameter_bytes)
+                self.buffer_names[len(self.parameter_bytes)] = names[buffer]
+                self.parameter_bytes.append(named[names[buffer]].nbytes)
+                for module in sorted(modules):
+                    self._add_use(module, named[names[buffer]])
+
     def drop_uses(self, a: int, b: int) -> bool:
         """Forget which parameters the two modules use without owning them; False: none."""
         kept = [
@@ -387,14 +412,24 @@ class _FlatModel:
         ]
         if len(kept) == len(self.use_module):
             return False
+        pairs = set(zip(self.use_module, self.use_parameter, strict=True)) - set(kept)
+        for module, parameter in sorted(pairs):
+            if parameter in self.buffer_names:
+                warnings.warn(
+                    f"smp: module {self.paths[module]!r} uses buffer "
+                    f"{self.buffer_names[parameter]!r}, which changes, and is pinned away from "
+                    "the module that has it: it sees its own rank's, which stays as it was",
+                    stacklevel=2,
+                )
         self.use_module = array("i", (module for module, _ in kept))
         self.use_parameter = array("i", (parameter for _, parameter in kept))
         return True
 
     def _owns(self, module: int, parameter: int) -> bool:
+        held = self.modules[module]
         return any(
-            p is not None and self.parameter_of[id(p)] == parameter
-            for p in self.modules[module]._parameters.values()
+            t is not None and self.parameter_of.get(id(t)) == parameter
+            for t in (*held._parameters.values(), *held._buffers.values())
         )
 
     def pins(self, degree: int, auto: bool) -> array:
@@ -429,12 +464,16 @@ class _FlatModel:
             if module in uses:
                 uses[module].add(parameter)
         shared = [
-            f"{path}.{name}" if path else name
+            f"the buffer {self.buffer_names[number]!r}"
+            for number in uses[a] & uses[b] & self.buffer_names.keys()
+        ]
+        shared += [
+            f"the parameter {f'{path}.{name}'.lstrip('.')!r}"
             for path, module in zip(self.paths, self.modules, strict=True)
             for name, p in module._parameters.items()
             if p is not None and self.parameter_of[id(p)] in uses[a] & uses[b]
         ]
-        what = f"the parameter {shared[0]!r}" if shared else "parameters, by way of others"
+        what = shared[0] if shared else "parameters, by way of others"
         return (
             f"smp: modules {self._pinned(pins, a)} and {self._pinned(pins, b)} share {what} "
             "and so sit on one rank; pin both to the same partition, or only one of them"

@@ -49,6 +49,8 @@ class ModuleTrace:
             ``weight.shape`` is no use, nor is what it was passed itself.
         random: it, or a module it called, drew random numbers.
         changed_buffers: names of its own buffers that the run changed.
+        buffers: names of buffers, of any module, that the run changed and that operators used
+            as ``parameters`` says.
         set_attributes: names of the plain attributes that were set on it while it ran.
     """
 
@@ -62,6 +64,7 @@ class ModuleTrace:
     parameters: tuple[str, ...] = ()
     random: bool = False
     changed_buffers: tuple[str, ...] = ()
+    buffers: tuple[str, ...] = ()
     set_attributes: tuple[str, ...] = ()
 
 
@@ -175,6 +178,7 @@ class _Recorder:
                     self.paths.append(path or f"the root module {type(module).__name__}")
         # By id, of itself or of its meta twin: the id of the parameter.
         self.parameter = {id(p): id(p) for root in roots for p in root.parameters()}
+        self.parameter |= {id(b): id(b) for root in roots for b in root.buffers()}
         self.twins: list[nn.Parameter] = []
         self.keeps_saved = False  # what autograd saves in the run
         self.thread = threading.get_ident()
@@ -360,11 +364,17 @@ class _Recorder:
             def name_all(used: set[int], names: dict[int, str] = names) -> tuple[str, ...]:
                 return tuple(sorted(names[p] for p in used if p in names))
 
+            changed = {
+                id(module._buffers[name]): f"{path}.{name}".lstrip(".")
+                for path, module in root.named_modules()
+                for name in self.records[self.number_of[id(module)]].changed_buffers
+            }
             modules = {}
             for path, module in root.named_modules():
                 number = self.number_of[id(module)]
                 record = self.records[number]
                 record.parameters = name_all(self.used[number])
+                record.buffers = name_all(self.used[number], changed)
                 modules[path] = record
             out.append(Trace(modules, name_all(self.used_outside), timed, self.meta))
         return out
