@@ -16,6 +16,9 @@ export PRTE_MCA_rmaps_default_mapping_policy := :oversubscribe
 export OMPI_MCA_rmaps_base_oversubscribe := 1
 export OMP_NUM_THREADS := 1
 
+# Our own builds of the core have no warnings.
+export SMP_WERROR := 1
+
 .PHONY: demo test core-test python-test stress sanitize core-stress ucx-test mpi-test \
     python-stress hf-test kills fuzz lint under-load venv clean
 

@@ -1,5 +1,13 @@
 """Model parallelism for PyTorch without rewriting the model."""
 
+from importlib.util import find_spec as _find_spec
+
+if _find_spec("smp._core") is None:
+    raise ImportError(
+        f"smp's core is not built in {__path__[0]}: run pip install . in the repository, and "
+        "start scripts elsewhere; or build it there: python setup.py build_ext --inplace"
+    )
+
 from smp import amp, nn, optimizers
 from smp import script_names as utils
 from smp._version import __version__

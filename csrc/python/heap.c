@@ -12,7 +12,7 @@
  * MKL keeps scratch memory for each thread that multiplied, 5 to 10 MiB in each worker.
  * To take it anew costs nothing that can be measured.
  */
-#define _GNU_SOURCE /* RTLD_NOLOAD */
+#define _GNU_SOURCE 1 /* RTLD_NOLOAD; the 1 is that of pyconfig.h in Python 3.10 */
 #include "python/heap.h"
 
 #include <dlfcn.h>

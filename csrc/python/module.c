@@ -13,6 +13,16 @@
 #include "python/torch_api.h"
 #include "python/watch.h"
 
+#ifdef __clang__
+#    define COMPILER __VERSION__
+#else
+#    define COMPILER "gcc " __VERSION__
+#endif
+
+#ifndef SMP_FLAGS /* setup.py says them */
+#    define SMP_FLAGS "flags unknown"
+#endif
+
 static int
 module_exec(PyObject *module)
 {
@@ -23,6 +33,10 @@ module_exec(PyObject *module)
         smp_group_add(module) < 0 || smp_mail_add(module) < 0 ||
         smp_python_add_partition(module) < 0 || smp_watch_add_functions(module) < 0 ||
         smp_heap_add_functions(module) < 0) {
+        return -1;
+    }
+    if (PyModule_AddStringConstant(module, "compiler", COMPILER) < 0 ||
+        PyModule_AddStringConstant(module, "flags", SMP_FLAGS) < 0) {
         return -1;
     }
     return PyModule_AddStringConstant(module, "__doc__", "The C core of smp.");

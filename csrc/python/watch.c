@@ -1,5 +1,5 @@
 /* The watchdog's report: who waits for whom, and Python's stacks, without the GIL. */
-#define _GNU_SOURCE
+#define _GNU_SOURCE 1 /* as pyconfig.h of Python 3.10 has it */
 #include "python/watch.h"
 
 #include <dlfcn.h>
