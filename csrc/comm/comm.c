@@ -32,6 +32,7 @@
 #include "comm/shm/segment.h"
 #include "comm/transport.h"
 #include "common/jitter.h"
+#include "common/log.h"
 
 /* The pool's limit is this part of the machine's memory, if nobody says otherwise;
  * and this where that is not known. */
@@ -218,6 +219,8 @@ host_block(smp_comm *comm, size_t bytes, smp_block **out)
         status = smp_block_private(bytes, out);
         if (status == SMP_OK) {
             atomic_fetch_add_explicit(&comm->pool_fallbacks, 1, memory_order_relaxed);
+            smp_log(SMP_LOG_DEBUG, "a tensor of %zu bytes found no room in the pool",
+                    bytes);
         }
         return status;
     }
@@ -466,6 +469,10 @@ add_registered(smp_comm *comm, const char *left_out)
             continue;
         }
         its = add_carrier(comm, all[i]);
+        if (its != SMP_OK) {
+            smp_log(SMP_LOG_INFO, "transport %s is passed over: %s", all[i]->name,
+                    smp_status_text(its));
+        }
         if (comm->ncarriers == 0) {
             status = its;
         }
@@ -675,6 +682,20 @@ decide_how_to_wait(smp_comm *comm, const void *const *cards)
     }
 }
 
+static void
+log_routes(const smp_comm *comm)
+{
+    for (int i = 0; i < comm->ncarriers && smp_log_has(SMP_LOG_INFO); i++) {
+        int n = 0;
+
+        for (int r = 0; r < comm->size; r++) {
+            n += comm->routes[r] == &comm->carriers[i];
+        }
+        smp_log(SMP_LOG_INFO, "%d of %d other ranks are reached by %s", n,
+                comm->size - 1, comm->carriers[i].ops->name);
+    }
+}
+
 smp_status
 smp_comm_connect(smp_comm *comm, const void *const *cards, const size_t *card_bytes,
                  const smp_patience *patience, int *failed)
@@ -710,6 +731,7 @@ smp_comm_connect(smp_comm *comm, const void *const *cards, const size_t *card_by
             return SMP_ERR_UNREACHABLE;
         }
     }
+    log_routes(comm);
     smp_segment_close_fd(comm->segment);
     decide_how_to_wait(comm, cards);
     return comm->size > 1 ? start_thread(comm) : SMP_OK;

@@ -8,6 +8,7 @@
 #include "python/comm_binding.h"
 #include "python/gradients.h"
 #include "python/heap.h"
+#include "python/log_binding.h"
 #include "python/partition_binding.h"
 #include "python/session.h"
 #include "python/torch_api.h"
@@ -32,7 +33,7 @@ module_exec(PyObject *module)
         smp_python_add_comm(module) < 0 || smp_comm_add(module) < 0 ||
         smp_group_add(module) < 0 || smp_mail_add(module) < 0 ||
         smp_python_add_partition(module) < 0 || smp_watch_add_functions(module) < 0 ||
-        smp_heap_add_functions(module) < 0) {
+        smp_heap_add_functions(module) < 0 || smp_python_add_log(module) < 0) {
         return -1;
     }
     if (PyModule_AddStringConstant(module, "compiler", COMPILER) < 0 ||

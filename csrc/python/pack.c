@@ -58,7 +58,9 @@ put_size(smp_pack *pack, smp_tag tag, size_t size)
 {
     if (size > UINT32_MAX) {
         PyErr_Format(PyExc_OverflowError,
-                     "smp: a value with %zu elements is too large to send", size);
+                     "smp: a value with %zu elements cannot go to another rank, which "
+                     "takes %u at most",
+                     size, UINT32_MAX);
         return -1;
     }
     if (put_tag(pack, tag) < 0) {
@@ -98,7 +100,9 @@ static int
 put_inside(smp_pack *pack, const void *data, smp_tensor_meta *meta)
 {
     if (pack->data.size > UINT32_MAX) { /* place could not say where */
-        PyErr_SetString(PyExc_OverflowError, "smp: too many bytes in one message");
+        PyErr_Format(PyExc_OverflowError,
+                     "smp: the small tensors of one call have more than %u bytes",
+                     UINT32_MAX);
         return -1;
     }
     meta->place = (uint32_t)pack->data.size;
@@ -274,7 +278,11 @@ put_described(smp_pack *pack, PyObject *tensor, const dl_tensor *t, bool require
     size_t dims = (size_t)t->ndim * sizeof(int64_t);
 
     if (t->ndim > SMP_MAX_NDIM) {
-        PyErr_Format(PyExc_ValueError, "smp: a tensor with %d dimensions", t->ndim);
+        PyErr_Format(
+            PyExc_ValueError,
+            "smp: a tensor with %d dimensions cannot go to another rank; %d are "
+            "the most",
+            t->ndim, SMP_MAX_NDIM);
         return -1;
     }
     if (meta.bytes > 0 && t->data == NULL) {
@@ -1145,7 +1153,11 @@ join(smp_pack *pack, size_t head, smp_buffer *out)
 
     *out = (smp_buffer){0};
     if (pack->meta.size > UINT32_MAX || pack->values.size > UINT32_MAX) {
-        PyErr_SetString(PyExc_OverflowError, "smp: a value is too large to send");
+        PyErr_Format(
+            PyExc_OverflowError,
+            "smp: a value of %zu bytes beside its tensors cannot go to another "
+            "rank; %u are the most",
+            pack->values.size + pack->meta.size, UINT32_MAX);
         return -1;
     }
     if (reserve(out, head + sizeof(sizes) + pack->meta.size + pack->values.size +

@@ -42,6 +42,11 @@ def init(config: Mapping[str, Any] | None = None) -> None:
         return
     _core.share_heap()  # before other threads allocate
     boot = bootstrap.connect()
+    _core.log_rank(boot.rank)
+    _core.log(
+        f"{boot.size} ranks, found by {type(boot).__name__}; host {boot.host} of {boot.hosts}, "
+        f"rank {boot.local_rank} of its {boot.local_size}"
+    )
     _stop_failed()
     with ExitStack() as undo:
         watch = Watch(boot)

@@ -53,6 +53,7 @@ def _offer_mpi(boot: Bootstrap, demanded: bool) -> None:
     if trouble := _no_mpi(boot, demanded):
         if demanded:
             raise RuntimeError(f"comm_transports names 'mpi', but {trouble}")
+        _core.log(f"transport mpi is not used: {trouble}")
         return
     from smp import _mpi  # type: ignore[attr-defined]
 
@@ -88,6 +89,7 @@ def _no_mpi(boot: Bootstrap, may_start: bool) -> str:
 
 def _offer_ucx(boot: Bootstrap, demanded: bool) -> None:
     if not demanded and not (FAST_DEVICES.is_dir() and any(FAST_DEVICES.iterdir())):
+        _core.log(f"transport ucx is not used: {FAST_DEVICES} shows no InfiniBand or RoCE")
         return  # the core would not use it
     try:
         with _signals_left_alone():
@@ -99,6 +101,7 @@ def _offer_ucx(boot: Bootstrap, demanded: bool) -> None:
                 "your system's package of it (Debian: libucx0), or pip install libucx-cu12, or "
                 "let SMP_UCX_LIBRARY be the path of its libucp.so.0"
             ) from None
+        _core.log(f"transport ucx is not used: {error}")
 
 
 @contextmanager

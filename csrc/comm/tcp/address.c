@@ -13,6 +13,8 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include "common/log.h"
+
 /* Addresses of documentation (RFC 5737, 3849): routed like any other of the world. */
 #define WORLD_4 "203.0.113.1"
 #define WORLD_6 "2001:db8::1"
@@ -201,6 +203,7 @@ smp_tcp_addresses(const char *interface, smp_tcp_address out[SMP_TCP_ADDRESSES],
     smp_tcp_address          wanted = {0};
     smp_tcp_address          here;
     int                      n = 0;
+    int                      left_out = 0;
 
     if (getifaddrs(&all) != 0) {
         return 0;
@@ -214,23 +217,34 @@ smp_tcp_addresses(const char *interface, smp_tcp_address out[SMP_TCP_ADDRESSES],
         wanted.family = 0;
     }
     for (size_t group = 0; group <= WORLDS; group++) {
-        for (const struct ifaddrs *one = all; one != NULL && n < SMP_TCP_ADDRESSES;
-             one = one->ifa_next) {
+        for (const struct ifaddrs *one = all; one != NULL; one = one->ifa_next) {
             if ((one->ifa_flags & IFF_UP) == 0 || !from_socket(one->ifa_addr, &here) ||
                 group_of(&here, world) != group) {
                 continue;
             }
             here.prefix = prefix_of(one->ifa_netmask);
-            if (interface == NULL || strcmp(one->ifa_name, interface) == 0 ||
-                in_subnet(&here, &wanted, wanted.prefix)) {
-                if (texts != NULL) {
-                    describe(&here, one->ifa_name, texts[n]);
-                }
-                out[n++] = here;
+            if (interface != NULL && strcmp(one->ifa_name, interface) != 0 &&
+                !in_subnet(&here, &wanted, wanted.prefix)) {
+                continue;
             }
+            if (n == SMP_TCP_ADDRESSES) {
+                left_out++;
+                continue;
+            }
+            if (texts != NULL) {
+                describe(&here, one->ifa_name, texts[n]);
+            }
+            out[n++] = here;
         }
     }
     freeifaddrs(all);
+    if (left_out != 0) {
+        smp_log(
+            SMP_LOG_WARN,
+            "this host has %d addresses, and other hosts are told of %d, the default "
+            "route's first; comm_interface chooses",
+            n + left_out, n);
+    }
     return n;
 }
 
