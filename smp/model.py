@@ -20,6 +20,7 @@ from smp.modules import (
     conversion,
     delayed_init,
     forward_attributes,
+    homes,
     inner_module,
     late_modules,
     remote_modules,
@@ -69,6 +70,10 @@ class DistributedModel(nn.Module):
             raise TypeError(
                 "smp.DistributedModel: the module is a DistributedModel already; wrap it once"
             )
+        if trace_device not in ("cpu", "gpu"):
+            raise ValueError(
+                f"smp.DistributedModel: trace_device={trace_device!r}: must be 'cpu' or 'gpu'"
+            )
         super().__init__()
         module = inner_module.wrapped_of(module)
         inner_module.give(module)
@@ -79,6 +84,7 @@ class DistributedModel(nn.Module):
         self.training = module.training
         self._smp_runtime = runtime.get("smp.DistributedModel")
         self._smp_trace_times = trace_execution_times
+        self._smp_trace_device = trace_device
         self._smp_average_grads = average_grads_across_microbatches
         self._smp_decision: Partition | None = None
         self._smp_owners: dict[str, int] = {}
@@ -90,8 +96,13 @@ class DistributedModel(nn.Module):
         # Modules on this rank whose forward changes their buffers.
         self._smp_stateful: list[nn.Module] = []
         self._smp_deferred_loads: list[tuple] = []
-        if self._smp_runtime.pp_size == 1:
+        rt = self._smp_runtime
+        if rt.home is None and rt.cfg.device == "auto":
+            rt.home = homes.home_of(module, rt.boot.local_rank)
+        if rt.pp_size == 1:
             delayed_init.materialize(module, lambda name: True, lambda path: True)
+            if rt.home is not None:
+                homes.move(module, rt.home)
         # What became of the modules that tensor parallelism was to split.
         self._smp_split: list[in_place.Outcome] = []
         if group.size() > 1:
@@ -317,6 +328,8 @@ class DistributedModel(nn.Module):
         late_modules.refuse_from_now(self._smp_module)
         late_modules.refuse_from_now(self)  # the same children
         self._smp_decision = partition
+        if rt.home is not None:
+            homes.move(self._smp_module, rt.home, set(self.local_modules()))
 
     def _smp_run_post_partition_hooks(self) -> None:
         """Call the hooks once, after the partition and before the first step computes."""

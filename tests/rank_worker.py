@@ -50,6 +50,8 @@ def as_it_was() -> Iterator[None]:
         torch.set_default_dtype(dtype)
         torch.set_grad_enabled(True)
         torch.set_num_threads(1)
+        if torch.accelerator.is_available():
+            torch.accelerator.set_device_index(0)
 
 
 def run(module: str, name: str, args: tuple, kwargs: dict) -> Outcome:

@@ -140,6 +140,8 @@ def rank_environment(extra: dict[str, str] | None = None) -> dict[str, str]:
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
         "OMPI_MCA_btl": "^ofi",  # which looks for fabrics for a second in every MPI_Init
         "OMP_NUM_THREADS": "1",
+        # Tests that mean a GPU say so.
+        **({"SMP_DEVICE": "cpu"} if Path("/dev/nvidiactl").exists() else {}),
         "PYTHONPATH": f"{root}{os.pathsep}{inherited}" if inherited else root,
         **(extra or {}),
     }

@@ -75,6 +75,7 @@ def test_defaults():
         "watchdog_report_s": 30.0,
         "watchdog_end_s": 0.0,
         "ddp_dist_backend": "auto",
+        "device": "auto",
         "ddp_port": None,
         "horovod": False,
         "contiguous": True,
@@ -272,6 +273,7 @@ class TestSources:
             ("comm_device_gather_bytes", "7", 7),
             ("watchdog_report_s", "2.5", 2.5),
             ("watchdog_end_s", "2.5", 2.5),
+            ("device", "cpu", "cpu"),
         ],
     )
     def test_a_variable_of_the_environment_sets_its_own_key(
@@ -357,6 +359,7 @@ def test_json_writes_large_ints_as_floats():
         ("memory_weight", True, "a number from 0 to 1"),
         ("sdp_gradient_clipping", -1, "a number from 0"),
         ("optimize", "size", "one of 'memory', 'speed'"),
+        ("device", "cuda:1", "one of 'auto', 'cpu'"),
         ("ddp_dist_backend", "mpi", "one of 'auto', 'nccl', 'gloo', 'smddp'"),
         ("placement_strategy", "DPD", "one of 'cluster', 'spread', 'DPT', 'DTP', 'PDT'"),
         ("pipeline", "fast", "one of 'interleaved', 'simple', 'zero_bubble', a callable"),

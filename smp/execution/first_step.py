@@ -6,6 +6,7 @@ same model, and applies it.
 
 import hashlib
 import itertools
+import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from torch.nn.parameter import is_lazy
 from smp import _core, model
 from smp.execution import failures, pool, runtime
 from smp.job import objects
+from smp.modules import homes
 from smp.partitioning import tracing
 from smp.partitioning.partition import Partition, PartitionError, make_partition, pin_of
 from smp.ranks import CommGroup
@@ -31,13 +33,16 @@ class PartitionMismatch(RuntimeError):
 
 
 def partition_models(
-    rt: "Runtime", models: Sequence["DistributedModel"], run_traced: Callable[[], Any]
+    rt: "Runtime",
+    models: Sequence["DistributedModel"],
+    run_traced: Callable[[torch.device | None], Any],
 ) -> None:
     """Partition the models and make this rank's part of it.  Collective over all ranks.
 
     Args:
         models: in order of creation.
-        run_traced: runs the step function on one microbatch, without backward.
+        run_traced: runs the step function on one microbatch, without backward; its inputs on
+            that device, or where they are.
 
     Raises:
         PartitionError: pins that cannot be met.
@@ -65,6 +70,8 @@ def partition_models(
     ):
         one._smp_apply_partition(partition, stateful, names)
     _core.trim_heap()
+    if rt.home is not None:
+        homes.trim(rt.home)
     rt.expected_in_pool += pools[rt.pp_rank]
     _core.expect_in_pool(rt.expected_in_pool)
     model.install(rt)
@@ -82,7 +89,9 @@ def partition_models(
 
 
 def _decide(
-    rt: "Runtime", models: Sequence["DistributedModel"], run_traced: Callable[[], Any]
+    rt: "Runtime",
+    models: Sequence["DistributedModel"],
+    run_traced: Callable[[torch.device | None], Any],
 ) -> tuple[list[bytes], list[dict[str, int]], list[dict[str, tuple[str, ...]]], int, list[int]]:
     """The partition of each model, its stateful modules, the attributes that its modules set
     in their forwards, the backward calls of a step, and what each rank will have in its
@@ -92,12 +101,7 @@ def _decide(
         _refuse_compiled_modules(one._smp_module)
     traces: Sequence[tracing.Trace | None] = [None] * len(models)
     if not cfg.skip_tracing:
-        traces = tracing.trace_models(
-            [m._smp_module for m in models],
-            run_traced,
-            times=any(m._smp_trace_times for m in models),
-            meta=any(p.is_meta for m in models for p in m._smp_module.parameters()),
-        )
+        traces = _trace(rt, models, run_traced)
     partitions = [
         make_partition(
             m._smp_module,
@@ -129,6 +133,57 @@ def _decide(
     ]
     packed = [p.to_bytes() for p in partitions]
     return packed, gates, attributes, rt.traced_backwards, pools
+
+
+def _trace(
+    rt: "Runtime",
+    models: Sequence["DistributedModel"],
+    run_traced: Callable[[torch.device | None], Any],
+) -> list[tracing.Trace]:
+    """The models' traces, made on this rank's accelerator or on the CPU.
+
+    On the accelerator the whole models are, for the run; where they do not fit, it is the
+    CPU's, and where the CPU cannot run them, the accelerator's.
+    """
+    modules = [m._smp_module for m in models]
+    meta = any(p.is_meta for module in modules for p in module.parameters())
+
+    def trace_on(device: torch.device | None) -> list[tracing.Trace]:
+        return tracing.trace_models(
+            modules,
+            lambda: run_traced(device),
+            times=any(m._smp_trace_times for m in models),
+            meta=meta,
+        )
+
+    home = rt.home
+    if home is None or meta:
+        return trace_on(None)
+    if all(m._smp_trace_device == "gpu" for m in models):
+        try:
+            return _traced_at(home, modules, trace_on)
+        except torch.OutOfMemoryError:
+            for module in modules:
+                homes.move_back(module, home)
+            why = f"the whole model does not fit on {home}"
+            warnings.warn(f"smp: {why}; tracing on the CPU", stacklevel=2)
+            return trace_on(None)
+    try:
+        return trace_on(None)
+    except Exception as error:  # noqa: BLE001 - the model's own
+        why = f"the model cannot run on the CPU ({type(error).__name__}: {error})"
+        warnings.warn(f"smp: {why}; tracing on {home}", stacklevel=2)
+        return _traced_at(home, modules, trace_on)
+
+
+def _traced_at(
+    home: torch.device,
+    modules: list[nn.Module],
+    trace_on: Callable[[torch.device | None], list[tracing.Trace]],
+) -> list[tracing.Trace]:
+    for module in modules:
+        homes.move(module, home)
+    return trace_on(home)
 
 
 def _refuse_compiled_modules(root: nn.Module) -> None:

@@ -295,3 +295,17 @@ def map_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:
             },
         )
     return value
+
+
+def map_calls(
+    calls: list[tuple[tuple, dict]], function: Callable[[Tensor], Tensor]
+) -> list[tuple[tuple, dict]]:
+    """The calls with ``function(tensor)`` for each tensor, once for what they share."""
+    made: dict[int, Tensor] = {}
+
+    def once(tensor: Tensor) -> Tensor:
+        if id(tensor) not in made:
+            made[id(tensor)] = function(tensor)
+        return made[id(tensor)]
+
+    return [map_tensors(call, once) for call in calls]

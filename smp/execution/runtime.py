@@ -78,6 +78,7 @@ class Runtime:
         self.gates = array("i")  # by gate: calls a microbatch, 0 where not known
         self.threads = torch.get_num_threads()
         self.place: accelerator.Place | None = None  # of the last step's caller
+        self.home: torch.device | None = None  # where models and inputs are moved to
         self.staging = staging.Staging()
         self.core_is_open = False
         changes.forget()

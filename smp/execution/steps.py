@@ -28,7 +28,7 @@ from smp.execution import (
 from smp.execution.runtime import Runtime
 from smp.job import interrupts
 from smp.job.config import ConfigError
-from smp.modules import changes
+from smp.modules import changes, homes
 from smp.partitioning.restore import write_back
 
 _FORWARD, _BACKWARD = 0, 1
@@ -119,6 +119,8 @@ def _run_alone(
         for one in hooked:
             one._smp_run_post_partition_hooks()
         calls, rt.weights = splitter.split(rt.cfg.microbatches, args, kwargs)
+        if rt.home is not None:
+            calls = microbatches.map_calls(calls, homes.mover(rt.home))
         output = _run_in_order(rt, function, detach, calls)
         for one in hooked:
             one._smp_run_post_step_hooks()
@@ -170,12 +172,15 @@ class Step:
         try:
             models = rt.live_models()
             refused = self._split_or_refuse(args, kwargs)
+            if rt.pp_size > 1:
+                self._partition_new_models(refused)
+            if rt.home is not None:
+                self.calls = microbatches.map_calls(self.calls, homes.mover(rt.home))
             if rt.pp_size == 1:
                 for one in models:
                     one._smp_run_post_partition_hooks()
                 run = self._run_unpipelined
             else:
-                self._partition_new_models(refused)
                 run = self._run_pipelined
             replicated = [m for m in models if m._smp_data_parallel is not None]
             if replicated:
@@ -258,13 +263,20 @@ class Step:
         new = [m for m in rt.live_models() if not m.partitioned]
         if not new:
             return
-        first_step.partition_models(rt, new, lambda: self._run_traced(refused))
+        first_step.partition_models(rt, new, lambda on: self._run_traced(refused, on))
 
-    def _run_traced(self, refused: Exception | None) -> None:
-        """Run the step function on the first microbatch, without backward."""
+    def _run_traced(self, refused: Exception | None, on: torch.device | None) -> None:
+        """Run the step function on the first microbatch, without backward.
+
+        Args:
+            on: where its inputs are moved to first; None: they stay.
+        """
         if refused is not None:
             raise refused
-        args, kwargs = self.calls[0]
+        calls = self.calls[:1]
+        if on is not None:
+            calls = microbatches.map_calls(calls, homes.mover(on))
+        [(args, kwargs)] = calls
         self.rt.tracing = True
         self.rt.traced_backwards = 0
         try:

@@ -205,6 +205,7 @@ class Config:
     watchdog_report_s: float = number(30.0, 0)  # 0: never
     watchdog_end_s: float = number(0.0, 0)  # 0: never
     ddp_dist_backend: str = choice("auto", "auto", "nccl", "gloo", "smddp")
+    device: str = choice("auto", "auto", "cpu")  # cpu: models stay where they are
     ddp_port: Any = no_effect()
     horovod: Any = no_effect(False)
     contiguous: Any = no_effect(True)
@@ -399,6 +400,8 @@ def _comm_environment() -> Mapping[str, Any]:
     for name in ("comm_pool_bytes", "comm_device_pool_bytes", "comm_device_gather_bytes"):
         if size := os.environ.get(f"SMP_{name.upper()}"):
             found[name] = int(size) if size.isdecimal() else size
+    if device := os.environ.get("SMP_DEVICE"):
+        found["device"] = device
     for name in ("watchdog_report_s", "watchdog_end_s"):
         if seconds := os.environ.get(f"SMP_{name.upper()}"):
             found[name] = _number_or_text(seconds)

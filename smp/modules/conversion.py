@@ -31,7 +31,7 @@ def convert(
     for parameter in module._parameters.values():
         if isinstance(parameter, RemoteTensor):
             with torch._C.DisableTorchFunctionSubclass():
-                parameter.data = _without_memory(parameter, function)
+                _replace(parameter, _without_memory(parameter, function))
     for name, buffer in module._buffers.items():
         if buffer is None:
             continue
@@ -39,6 +39,17 @@ def convert(
             module._buffers[name] = buffer.to(_converted_kind(buffer, function).dtype)
         else:
             module._buffers[name] = function(buffer)
+
+
+def _replace(parameter: RemoteTensor, data: Tensor) -> None:
+    """Give it the data, on whatever device; it stays the object that it is."""
+    if torch._has_compatible_shallow_copy_type(parameter, data):
+        parameter.data = data
+        return
+    twin = nn.Parameter(data, parameter.requires_grad)
+    twin.__class__ = parameter.__class__  # type: ignore[assignment]
+    twin.__dict__.update(parameter.__dict__)
+    torch.utils.swap_tensors(parameter, twin)
 
 
 def _converted_kind(tensor: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
