@@ -146,6 +146,28 @@ def test_the_picture_shows_cost_as_width_rank_as_colour_and_depth_as_row(tmp_pat
     assert re.fullmatch(r"layers\.5: Block, rank 2, 220 parameters, cost 0\.\d{4}", told)
 
 
+def test_a_notebook_shows_the_picture(tmp_path):
+    report = report_of()
+    report.svg(tmp_path / "p.svg")
+
+    assert report._repr_svg_() == (tmp_path / "p.svg").read_text()
+
+
+def test_the_legend_says_cost_and_mean_and_the_fullest_rank_is_not_full():
+    report = report_of()
+    drawn = ElementTree.fromstring(report._repr_svg_())
+    words = " ".join(text.text for text in drawn.iter(f"{SVG}text"))
+
+    for cost in report.costs:
+        assert f"cost {cost:.3f}" in words
+    assert f"mean cost, {sum(report.costs) / len(report.costs):.3f}" in words
+    bars = [r for r in drawn.iter(f"{SVG}rect") if r.get("rx") == "3"]
+    tracks = [float(r.get("width")) for r in bars if r.get("class") == "track"]
+    filled = [float(r.get("width")) for r in bars if r.get("class") != "track"]
+    assert len(tracks) == len(filled) == len(report.costs)
+    assert max(filled) == pytest.approx(tracks[0] / 1.25, abs=0.2)
+
+
 def test_the_picture_goes_from_left_to_right_in_execution_order(tmp_path):
     class Backwards(Model):
         def forward(self, ids):

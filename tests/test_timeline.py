@@ -146,7 +146,7 @@ def test_the_picture_has_a_row_for_each_rank_and_both_shades():
     drawn = ElementTree.fromstring(picture([tasks, []]))
 
     words = [text.text for text in drawn.iter(f"{SVG}text")]
-    assert {"rank 0", "rank 1", "66% busy", "0% busy"} <= set(words)
+    assert {"rank 0", "rank 1", "66% busy", "0% busy", "idle"} <= set(words)
     fills = {rect.get("fill") for rect in drawn.iter(f"{SVG}rect")}
     assert {shade(5, 0), shade(5, 1)} <= fills
     assert not re.search(r"nan|inf", picture([[], []]))

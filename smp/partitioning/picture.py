@@ -18,6 +18,7 @@ _THINNEST = 1.0  # a narrower module is not drawn
 _FADE = 0.17  # for each level inside what sits on one rank: the parts matter less there
 _LETTER = 6.4  # width of one in the labels
 _COLUMNS = 8  # of the legend
+_TRACK = 1.25  # length of a rank's track to the longest bar: a cost is no share of a limit
 
 _COLOURS = (
     "#4C78A8",
@@ -93,7 +94,7 @@ def _text(x: float, y: float, classes: str, text: str, more: str = "") -> str:
 def _legend(partition: Partition, root: Part) -> tuple[list[str], float]:
     """Title, and a bar for each rank; returns where the tree begins."""
     x, y = _MARGIN, _MARGIN + 14
-    most = max(partition.costs) or 1.0
+    full = _TRACK * (max(partition.costs) or 1.0)
     out = [
         _text(x, y, "ink title", f"{root.kind} over {ranks_in_words(partition)}"),
         _text(
@@ -101,7 +102,8 @@ def _legend(partition: Partition, root: Part) -> tuple[list[str], float]:
             y + 20,
             "faint",
             f"{readable(root.parameters)} parameters, memory_weight "
-            f"{partition.memory_weight:g}; width is cost, left to right in execution order",
+            f"{partition.memory_weight:g}; width is cost, left to right in execution order; "
+            f"the dashed lines are the ranks' mean cost, {1 / partition.degree:.3f}",
         ),
     ]
     columns = min(_COLUMNS, partition.degree)
@@ -113,14 +115,14 @@ def _legend(partition: Partition, root: Part) -> tuple[list[str], float]:
         row, column = divmod(rank, columns)
         x, y = _MARGIN + column * step, top + row * 46
         fill = colour(rank)
-        mean = x + bar / partition.degree / most
+        mean = x + bar / partition.degree / full
         out += [
             f'<rect x="{x:.1f}" y="{y - 9:.1f}" width="10" height="10" rx="2" fill="{fill}"/>',
             _text(x + 15, y, "ink strong", f"rank {rank}"),
-            _text(x + bar, y, "faint", f"{cost:.3f}", ' text-anchor="end"'),
+            _text(x + bar, y, "faint", f"cost {cost:.3f}", ' text-anchor="end"'),
             f'<rect x="{x:.1f}" y="{y + 6:.1f}" width="{bar:.1f}" height="6" rx="3" '
             'class="track"/>',
-            f'<rect x="{x:.1f}" y="{y + 6:.1f}" width="{bar * cost / most:.1f}" height="6" '
+            f'<rect x="{x:.1f}" y="{y + 6:.1f}" width="{bar * cost / full:.1f}" height="6" '
             f'rx="3" fill="{fill}"/>',
             f'<line x1="{mean:.1f}" x2="{mean:.1f}" y1="{y + 3:.1f}" y2="{y + 15:.1f}" '
             'class="mean"/>',

@@ -89,7 +89,11 @@ class PartitionReport:
     def svg(self, path: str | os.PathLike) -> None:
         """Write the tree as a picture: width is cost, colour is rank, top is the root."""
         with open(path, "w", encoding="utf-8") as file:
-            file.write(picture(self.partition, tree(self.partition)))
+            file.write(self._repr_svg_())
+
+    def _repr_svg_(self) -> str:
+        """The picture, which notebooks show for a report."""
+        return picture(self.partition, tree(self.partition))
 
 
 def _ranks(part: Part) -> str:

@@ -77,6 +77,9 @@ def picture(ranks: Sequence[list["Task"]]) -> str:
         f'<rect class="page" width="{_WIDTH:g}" height="{height:g}" rx="10"/>',
         _text(_MARGIN, _MARGIN + 14, "ink title", title),
         _text(_MARGIN, _MARGIN + 34, "faint", told),
+        f'<rect class="idle" x="{_MARGIN:g}" y="{_MARGIN + 43:g}" '
+        f'width="{_LEGEND_STEP - 6:g}" height="14" rx="2"/>',
+        _text(_MARGIN + _LEGEND_STEP, _MARGIN + 54, "faint", "idle"),
         *_legend(sorted({task.microbatch for task in every})),
         *_axis((last - first) / 1e6, _TOP + rows),
     ]
