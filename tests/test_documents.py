@@ -1,11 +1,77 @@
-"""What the documents say is so."""
+"""What the documents say is so: whole scripts in them run, and lists are those of the code."""
 
 import re
 from pathlib import Path
 
+import pytest
+
 from smp.job import config
+from tests.ranks import mpirun
 
 ROOT = Path(__file__).resolve().parent.parent
+DOCUMENTS = ["README.md", *sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("docs/*.md"))]
+
+
+def python_blocks(document: str) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```$", (ROOT / document).read_text(), re.M | re.S)
+
+
+def whole_scripts() -> list:
+    """Those that need nothing that is not in them."""
+    return [
+        pytest.param(block, id=f"{document}-{number}")
+        for document in DOCUMENTS
+        for number, block in enumerate(python_blocks(document))
+        if block.startswith("import torch\nimport torch.nn.functional")
+    ]
+
+
+def test_there_are_whole_scripts():
+    assert {param.id.partition("-")[0] for param in whole_scripts()} == {
+        "docs/porting.md",
+        "docs/quickstart.md",
+    }
+
+
+@pytest.mark.parametrize("script", whole_scripts())
+def test_a_whole_script_runs_on_two_ranks(script, tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(script)
+
+    done = mpirun(2, path)
+
+    assert done.returncode == 0, done.stderr
+    assert done.stdout and not done.stderr
+
+
+def test_the_first_script_prints_the_same_losses_on_any_number_of_ranks(tmp_path):
+    [script] = [b for b in python_blocks("docs/quickstart.md") if b.startswith("import torch")]
+    path = tmp_path / "train.py"
+    path.write_text(script)
+
+    one, two = (
+        re.findall(r"^\d+ [\d.]+$", mpirun(ranks, path).stdout, re.M) for ranks in (1, 2)
+    )
+
+    assert len(one) == 4 and one == two
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_every_block_is_python(document):
+    for block in python_blocks(document):
+        compile(block.replace(", ...}", "}"), document, "exec")
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_a_link_leads_somewhere(document):
+    text = re.sub(r"^```.*?^```$|`[^`]*`", "", (ROOT / document).read_text(), flags=re.M | re.S)
+    for target, anchor in re.findall(r"\]\((?!https?:)([\w./]*)(?:#([\w-]+))?\)", text):
+        file = (ROOT / document).parent / target if target else ROOT / document
+        assert file.exists(), (document, target)
+        if anchor:
+            heads = re.findall(r"^#+ (.*)$", file.read_text(), re.M)
+            names = {re.sub(r"[^\w -]", "", h).lower().replace(" ", "-") for h in heads}
+            assert anchor in names, (document, target, anchor)
 
 
 def test_the_readme_names_every_parameter_that_is_not_built():
