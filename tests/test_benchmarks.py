@@ -32,6 +32,7 @@ def test_benchmarks_of_two_ranks_run_short(name, options, shows):
     [
         (["tracing_cost.py", "--rounds", "1"], "with times"),
         (["soak.py", "--help"], "steps"),
+        (["tp_kernels.py", "--rounds", "1", "--no-compile"], "smp / best"),
         (["remote_call.py", "--help"], "--calls"),
     ],
 )

@@ -12,6 +12,7 @@
 #include "python/partition_binding.h"
 #include "python/session.h"
 #include "python/torch_api.h"
+#include "python/tp_kernels_binding.h"
 #include "python/watch.h"
 
 #ifdef __clang__
@@ -33,7 +34,8 @@ module_exec(PyObject *module)
         smp_python_add_comm(module) < 0 || smp_comm_add(module) < 0 ||
         smp_group_add(module) < 0 || smp_mail_add(module) < 0 ||
         smp_python_add_partition(module) < 0 || smp_watch_add_functions(module) < 0 ||
-        smp_heap_add_functions(module) < 0 || smp_python_add_log(module) < 0) {
+        smp_heap_add_functions(module) < 0 || smp_python_add_log(module) < 0 ||
+        smp_python_add_tp_kernels(module) < 0) {
         return -1;
     }
     if (PyModule_AddStringConstant(module, "compiler", COMPILER) < 0 ||

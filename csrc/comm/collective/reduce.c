@@ -12,10 +12,6 @@
 
 #include "comm/collective/reduce_kernels.h"
 
-#if defined(__x86_64__)
-#    include <cpuid.h>
-#endif
-
 /* Elements of a piece: at most 16 KiB. */
 #define PIECE 2048u
 #define LEVEL_BYTES (PIECE * sizeof(double))
@@ -173,44 +169,18 @@ narrow_of(const smp_kernels *kernels, smp_dtype dtype)
                                           : smp_kernels_scalar.narrow[dtype];
 }
 
-#if defined(__x86_64__)
-/* clang 14 has no name for it in __builtin_cpu_supports(). */
-static bool
-has_f16c(void)
-{
-    unsigned a;
-    unsigned b;
-    unsigned c;
-    unsigned d;
-
-    return __get_cpuid(1, &a, &b, &c, &d) != 0 && (c & bit_F16C) != 0;
-}
-#endif
-
 const smp_kernels *
 smp_kernels_of(smp_isa isa)
 {
-    switch (isa) {
-    case SMP_ISA_SCALAR:
-        return &smp_kernels_scalar;
+    static const smp_kernels *const sets[SMP_ISAS] = {
+        [SMP_ISA_SCALAR] = &smp_kernels_scalar,
 #if defined(__x86_64__)
-    case SMP_ISA_AVX2:
-        return __builtin_cpu_supports("avx2") && has_f16c() ? &smp_kernels_avx2 : NULL;
-    case SMP_ISA_AVX512:
-        return __builtin_cpu_supports("avx512f") &&
-                       __builtin_cpu_supports("avx512bw") &&
-                       __builtin_cpu_supports("avx512dq") &&
-                       __builtin_cpu_supports("avx512vl")
-                   ? &smp_kernels_avx512
-                   : NULL;
-#else
-    case SMP_ISA_AVX2:
-    case SMP_ISA_AVX512:
+        [SMP_ISA_AVX2] = &smp_kernels_avx2,
+        [SMP_ISA_AVX512] = &smp_kernels_avx512,
 #endif
-    case SMP_ISAS:
-        break;
-    }
-    return NULL;
+    };
+
+    return smp_isa_runs(isa) ? sets[isa] : NULL;
 }
 
 const smp_kernels *

@@ -30,6 +30,8 @@
 #include <stdbool.h>
 #include <stddef.h>
 
+#include "common/isa.h"
+
 /* Of tensors; their values travel between ranks. */
 typedef enum {
     SMP_U8,
@@ -58,9 +60,6 @@ typedef enum {
     SMP_PREMUL_SUM,
     SMP_REDUCTIONS
 } smp_reduction;
-
-/* Which processors a set of kernels needs. */
-typedef enum { SMP_ISA_SCALAR, SMP_ISA_AVX2, SMP_ISA_AVX512, SMP_ISAS } smp_isa;
 
 /* out[i] = left[i] op right[i]; out may be left or right. */
 typedef void smp_binary_kernel(void *out, const void *left, const void *right,

@@ -1,8 +1,8 @@
 /* The kernels in plain C: the definition of every reduction. */
 #include <stdint.h>
-#include <string.h>
 
 #include "comm/collective/reduce_kernels.h"
+#include "common/half.h"
 
 /* NOLINTBEGIN(bugprone-macro-parentheses): a type cannot have them. */
 
@@ -87,88 +87,16 @@ SCALING(divide_i64, int64_t, a / v)
 SCALING(divide_f32, float, a / v)
 SCALING(divide_f64, double, a / v)
 
-static uint32_t
-bits_of(float value)
-{
-    uint32_t bits;
-
-    memcpy(&bits, &value, sizeof(bits));
-    return bits;
-}
-
-static float
-float_of(uint32_t bits)
-{
-    float value;
-
-    memcpy(&value, &bits, sizeof(value));
-    return value;
-}
-
-/* Signalling NaNs become quiet, as on processors that convert by themselves. */
-static float
-f16_to_f32(uint16_t half)
-{
-    uint32_t sign = (uint32_t)(half & 0x8000u) << 16;
-    uint32_t exponent = (uint32_t)half >> 10 & 31;
-    uint32_t fraction = half & 0x3ffu;
-
-    if (exponent == 31) {
-        return float_of(sign | 0x7f800000u | fraction << 13 |
-                        (fraction != 0 ? 0x400000u : 0));
-    }
-    if (exponent != 0) {
-        return float_of(sign | (exponent + 112) << 23 | fraction << 13);
-    }
-    return float_of(sign | bits_of((float)fraction * 0x1p-24f));
-}
-
-static uint16_t
-f32_to_f16(float value)
-{
-    uint32_t bits = bits_of(value);
-    uint32_t sign = bits >> 16 & 0x8000u;
-    uint32_t x = bits & 0x7fffffffu;
-
-    if (x > 0x7f800000u) { /* NaN */
-        return (uint16_t)(sign | 0x7e00u | (x >> 13 & 0x3ffu));
-    }
-    if (x >= 0x477ff000u) { /* 65520 and more round to infinity */
-        return (uint16_t)(sign | 0x7c00u);
-    }
-    if (x < 0x38800000u) { /* below 2^-14: the sum with 0.5 is rounded to 2^-24 */
-        return (uint16_t)(sign | (bits_of(float_of(x) + 0.5f) - 0x3f000000u));
-    }
-    return (uint16_t)(sign | (x + 0xfffu + (x >> 13 & 1u) - 0x38000000u) >> 13);
-}
-
-static float
-bf16_to_f32(uint16_t half)
-{
-    return float_of((uint32_t)half << 16);
-}
-
-static uint16_t
-f32_to_bf16(float value)
-{
-    uint32_t bits = bits_of(value);
-
-    if ((bits & 0x7fffffffu) > 0x7f800000u) { /* NaN stays one */
-        return (uint16_t)(bits >> 16 | 0x40u);
-    }
-    return (uint16_t)((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
-}
-
 static float
 e5m2_to_f32(uint8_t eighth) /* the upper half of an f16 */
 {
-    return f16_to_f32((uint16_t)(eighth << 8));
+    return smp_f16_to_f32((uint16_t)(eighth << 8));
 }
 
 static uint8_t
 f32_to_e5m2(float value)
 {
-    uint32_t bits = bits_of(value);
+    uint32_t bits = smp_f32_bits(value);
     uint32_t sign = bits >> 24 & 0x80u;
     uint32_t x = bits & 0x7fffffffu;
 
@@ -179,7 +107,8 @@ f32_to_e5m2(float value)
         return (uint8_t)(sign | 0x7cu);
     }
     if (x < 0x38800000u) { /* below 2^-14: the sum with 128 is rounded to 2^-16 */
-        return (uint8_t)(sign | (bits_of(float_of(x) + 128.0f) - 0x43000000u));
+        return (uint8_t)(sign |
+                         (smp_f32_bits(smp_f32_of_bits(x) + 128.0f) - 0x43000000u));
     }
     return (uint8_t)(sign | (x + 0xfffffu + (x >> 21 & 1u) - 0x38000000u) >> 21);
 }
@@ -192,18 +121,18 @@ e4m3fn_to_f32(uint8_t eighth)
     uint32_t fraction = eighth & 7u;
 
     if ((eighth & 0x7fu) == 0x7fu) {
-        return float_of(sign | 0x7fc00000u);
+        return smp_f32_of_bits(sign | 0x7fc00000u);
     }
     if (exponent != 0) {
-        return float_of(sign | (exponent + 120) << 23 | fraction << 20);
+        return smp_f32_of_bits(sign | (exponent + 120) << 23 | fraction << 20);
     }
-    return float_of(sign | bits_of((float)fraction * 0x1p-9f));
+    return smp_f32_of_bits(sign | smp_f32_bits((float)fraction * 0x1p-9f));
 }
 
 static uint8_t
 f32_to_e4m3fn(float value)
 {
-    uint32_t bits = bits_of(value);
+    uint32_t bits = smp_f32_bits(value);
     uint32_t sign = bits >> 24 & 0x80u;
     uint32_t x = bits & 0x7fffffffu;
 
@@ -211,7 +140,8 @@ f32_to_e4m3fn(float value)
         return (uint8_t)(sign | 0x7fu);
     }
     if (x < 0x3c800000u) { /* below 2^-6: the sum with 2^14 is rounded to 2^-9 */
-        return (uint8_t)(sign | (bits_of(float_of(x) + 0x1p14f) - 0x46800000u));
+        return (uint8_t)(sign |
+                         (smp_f32_bits(smp_f32_of_bits(x) + 0x1p14f) - 0x46800000u));
     }
     return (uint8_t)(sign | (x + 0x7ffffu + (x >> 20 & 1u) - 0x3c000000u) >> 20);
 }
@@ -227,10 +157,10 @@ f32_to_e4m3fn(float value)
         }                                                                              \
     }
 
-CONVERT(widen_f16, float, uint16_t, f16_to_f32)
-CONVERT(widen_bf16, float, uint16_t, bf16_to_f32)
-CONVERT(narrow_f16, uint16_t, float, f32_to_f16)
-CONVERT(narrow_bf16, uint16_t, float, f32_to_bf16)
+CONVERT(widen_f16, float, uint16_t, smp_f16_to_f32)
+CONVERT(widen_bf16, float, uint16_t, smp_bf16_to_f32)
+CONVERT(narrow_f16, uint16_t, float, smp_f32_to_f16)
+CONVERT(narrow_bf16, uint16_t, float, smp_f32_to_bf16)
 CONVERT(widen_e4m3fn, float, uint8_t, e4m3fn_to_f32)
 CONVERT(widen_e5m2, float, uint8_t, e5m2_to_f32)
 CONVERT(narrow_e4m3fn, uint8_t, float, f32_to_e4m3fn)

@@ -1,0 +1,96 @@
+"""What do the CPU kernels of tensor parallelism cost, against torch's?
+
+    python benchmarks/tp_kernels.py [--only residual] [--rounds 20] [--no-compile]
+
+One thread, forward and backward, float32.  Peers: torch's operators, the same under
+torch.compile, and one fused operator where torch has it.  All sides run in turn in one
+process; the last column is our best time over the best of theirs.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable
+
+import torch
+from torch.nn import functional as F
+
+from smp import _core
+from smp.tensor_parallel import kernels
+from smp.tensor_parallel.kernels import Dropout
+from table import alternate, machine, timed
+
+P = 0.1
+SIZES = ((256, 256), (1024, 1024), (4096, 1024))
+
+Sides = dict[str, Callable[..., torch.Tensor]]
+
+
+def drop() -> Dropout:
+    return Dropout(P, 1)
+
+
+def residual(rows: int, columns: int) -> tuple[list[torch.Tensor], Sides]:
+    """Bias, dropout and residual."""
+    inputs = [torch.randn(rows, columns), torch.randn(columns), torch.randn(rows, columns)]
+
+    def eager(x, bias, residual):
+        return residual + F.dropout(x + bias, P)
+
+    def ours(x, bias, residual):
+        return kernels.bias_dropout_residual(x, bias, residual, drop())
+
+    return inputs, {"smp": ours, "eager": eager}
+
+
+CASES = {"residual": residual}
+
+
+def measure(case: Callable, size: tuple[int, ...], rounds: int, compiled: bool) -> None:
+    """Print one row of the table."""
+    inputs, sides = case(*size)
+    if compiled:
+        sides["compiled"] = torch.compile(sides["eager"], dynamic=False)
+    inputs = [t.requires_grad_() if t.is_floating_point() else t for t in inputs]
+    wanted = [t for t in inputs if t.requires_grad]
+    calls = max(1, 2**21 // inputs[0].numel())
+
+    def both(side: Callable[..., torch.Tensor]) -> Callable[[], None]:
+        seed = torch.ones_like(side(*inputs))
+
+        def run() -> None:
+            for _ in range(calls):
+                torch.autograd.grad(side(*inputs), wanted, seed)
+
+        run()
+        return run
+
+    runs = {name: both(side) for name, side in sides.items()}
+    times = alternate({n: (lambda r=r: timed(r) / calls) for n, r in runs.items()}, rounds)
+    best = {name: min(t) * 1e3 for name, t in times.items()}
+    ours = best.pop("smp")
+    cells = [f"{best[n]:.3f}" if n in best else "" for n in ("eager", "compiled", "fused")]
+    name, shape = case.__doc__.rstrip("."), " x ".join(map(str, size))
+    ratio = ours / min(best.values())
+    print(f"| {name}, {shape} | {ours:.3f} | {' | '.join(cells)} | {ratio:.2f} |", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", choices=CASES)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    _core.share_heap()  # as smp.init does: memory that was freed keeps its pages
+    torch.manual_seed(0)
+    print(f"{machine()}, torch {torch.__version__}\ncommand: {' '.join(sys.orig_argv[1:])}\n")
+    print("| best, in ms | smp | eager | compiled | fused | smp / best |")
+    print("|---|---|---|---|---|---|")
+    for name, case in CASES.items():
+        if options.only in (None, name):
+            for size in SIZES:
+                measure(case, size, options.rounds, not options.no_compile)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,206 @@
+/* Tensors and numbers in, kernels of csrc/tp_kernels called.  Each function has the
+ * arguments of its struct there, in that order, `dtype` and `scratch` apart. */
+#define PY_SSIZE_T_CLEAN
+#include "python/tp_kernels_binding.h"
+
+#include <stdbool.h>
+#include <stdint.h>
+#include <stdlib.h>
+
+#include "python/collective_tensor.h"
+#include "tp_kernels/tp_kernels.h"
+
+/* What is known of a call's tensors so far. */
+typedef struct {
+    bool         failed; /* with an exception */
+    bool         known;
+    smp_tp_dtype dtype; /* of all floats, when known */
+} seen;
+
+/* The data of a dense tensor of `count` elements; NULL when it failed. */
+static void *
+numbers(seen *see, PyObject *tensor, const char *name, smp_dtype want, size_t count)
+{
+    smp_row row;
+
+    if (see->failed) {
+        return NULL;
+    }
+    if (smp_see_tensor(tensor, &row) < 0) {
+        see->failed = true;
+        return NULL;
+    }
+    if (row.dtype != want || row.per != 1 || row.count != count) {
+        PyErr_Format(PyExc_ValueError, "%s: %zu elements of %s, got %zu of %s", name,
+                     count, smp_dtype_name(want), row.count, smp_dtype_name(row.dtype));
+        see->failed = true;
+        return NULL;
+    }
+    return row.data;
+}
+
+/* The same for one of the call's floats; the first tells the dtype. */
+static void *
+floats(seen *see, PyObject *tensor, const char *name, size_t count)
+{
+    static const smp_dtype dtypes[SMP_TP_DTYPES] = {
+        [SMP_TP_F32] = SMP_F32, [SMP_TP_F16] = SMP_F16, [SMP_TP_BF16] = SMP_BF16};
+    smp_row row;
+
+    if (see->failed) {
+        return NULL;
+    }
+    if (!see->known) {
+        if (smp_see_tensor(tensor, &row) < 0) {
+            see->failed = true;
+            return NULL;
+        }
+        while (see->dtype < SMP_TP_DTYPES && dtypes[see->dtype] != row.dtype) {
+            see->dtype++;
+        }
+        if (see->dtype == SMP_TP_DTYPES) {
+            PyErr_Format(PyExc_TypeError, "%s: float32, float16 or bfloat16, got %s",
+                         name, smp_dtype_name(row.dtype));
+            see->failed = true;
+            return NULL;
+        }
+        see->known = true;
+    }
+    return numbers(see, tensor, name, dtypes[see->dtype], count);
+}
+
+/* NULL for None, too. */
+static void *
+floats_or_none(seen *see, PyObject *tensor, const char *name, size_t count)
+{
+    return tensor == Py_None ? NULL : floats(see, tensor, name, count);
+}
+
+/* Rows of scratch, to be freed; NULL when it failed. */
+static float *
+scratch_of(seen *see, size_t rows, size_t columns)
+{
+    float *scratch;
+
+    if (see->failed) {
+        return NULL;
+    }
+    scratch = malloc((rows * SMP_TP_SCRATCH_ROW(columns) + 1) * sizeof(*scratch));
+    if (scratch == NULL) {
+        PyErr_NoMemory();
+        see->failed = true;
+    }
+    return scratch;
+}
+
+/* The format of a smp_tp_dropout, and where its parts go. */
+#define DROPOUT "(dKKKKK)"
+#define DROPOUT_TO(d) &(d).p, &(d).seed, &(d).first, &(d).run, &(d).jump, &(d).width
+
+_Static_assert(sizeof(unsigned long long) == sizeof(uint64_t), "the format's K");
+
+/* What the kernels rely on. */
+static void
+check_dropout(seen *see, const smp_tp_dropout *dropout)
+{
+    if (!see->failed && !(dropout->p >= 0 && dropout->p <= 1 && dropout->run >= 1)) {
+        PyErr_SetString(PyExc_ValueError,
+                        "dropout: p must be in [0, 1] and run at least 1");
+        see->failed = true;
+    }
+}
+
+PyDoc_STRVAR(
+    tp_residual_doc,
+    "tp_residual(rows, columns, dropout, x, bias, residual, out)\n"
+    "--\n\n"
+    "See smp_tp_residual.  dropout is (p, seed, first, run, jump, width); bias\n"
+    "and residual may be None.");
+
+static PyObject *
+tp_residual(PyObject *module, PyObject *args)
+{
+    smp_tp_residual call = {.rows = 0};
+    seen            see = {.failed = false};
+    Py_ssize_t      rows;
+    Py_ssize_t      columns;
+    PyObject       *x;
+    PyObject       *bias;
+    PyObject       *residual;
+    PyObject       *out;
+
+    (void)module;
+    if (!PyArg_ParseTuple(args, "nn" DROPOUT "OOOO:tp_residual", &rows, &columns,
+                          DROPOUT_TO(call.dropout), &x, &bias, &residual, &out)) {
+        return NULL;
+    }
+    call.rows = (size_t)rows;
+    call.columns = (size_t)columns;
+    check_dropout(&see, &call.dropout);
+    call.x = floats(&see, x, "x", call.rows * call.columns);
+    call.bias = floats_or_none(&see, bias, "bias", call.columns);
+    call.residual =
+        floats_or_none(&see, residual, "residual", call.rows * call.columns);
+    call.out = floats(&see, out, "out", call.rows * call.columns);
+    if (see.failed) {
+        return NULL;
+    }
+    call.dtype = see.dtype;
+    Py_BEGIN_ALLOW_THREADS;
+    smp_tp_kernels_best()->residual(&call);
+    Py_END_ALLOW_THREADS;
+    Py_RETURN_NONE;
+}
+
+PyDoc_STRVAR(tp_residual_backward_doc,
+             "tp_residual_backward(rows, columns, dropout, grad, grad_x, grad_bias)\n"
+             "--\n\n"
+             "See smp_tp_residual_backward.  grad_bias may be None.");
+
+static PyObject *
+tp_residual_backward(PyObject *module, PyObject *args)
+{
+    smp_tp_residual_backward call = {.rows = 0};
+    seen                     see = {.failed = false};
+    Py_ssize_t               rows;
+    Py_ssize_t               columns;
+    PyObject                *grad;
+    PyObject                *grad_x;
+    PyObject                *grad_bias;
+
+    (void)module;
+    if (!PyArg_ParseTuple(args, "nn" DROPOUT "OOO:tp_residual_backward", &rows,
+                          &columns, DROPOUT_TO(call.dropout), &grad, &grad_x,
+                          &grad_bias)) {
+        return NULL;
+    }
+    call.rows = (size_t)rows;
+    call.columns = (size_t)columns;
+    check_dropout(&see, &call.dropout);
+    call.grad = floats(&see, grad, "grad", call.rows * call.columns);
+    call.grad_x = floats(&see, grad_x, "grad_x", call.rows * call.columns);
+    call.grad_bias = floats_or_none(&see, grad_bias, "grad_bias", call.columns);
+    call.scratch = grad_bias == Py_None ? NULL : scratch_of(&see, 2, call.columns);
+    if (see.failed) {
+        return NULL;
+    }
+    call.dtype = see.dtype;
+    Py_BEGIN_ALLOW_THREADS;
+    smp_tp_kernels_best()->residual_backward(&call);
+    Py_END_ALLOW_THREADS;
+    free(call.scratch);
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef functions[] = {
+    {"tp_residual", tp_residual, METH_VARARGS, tp_residual_doc},
+    {"tp_residual_backward", tp_residual_backward, METH_VARARGS,
+     tp_residual_backward_doc},
+    {NULL, NULL, 0, NULL},
+};
+
+int
+smp_python_add_tp_kernels(PyObject *module)
+{
+    return PyModule_AddFunctions(module, functions);
+}

@@ -1,0 +1,17 @@
+/* The kernels of tensor parallelism as Python sees them: _core.tp_*().
+ *
+ * Tensors are dense, in host memory, float32, float16 or bfloat16; outputs are written
+ * in place.  What is not so raises, and smp/tensor_parallel/kernels.py does not let it
+ * come here.
+ *
+ * Threads    With the GIL, which is given away while a kernel runs.
+ */
+#ifndef SMP_PYTHON_TP_KERNELS_BINDING_H
+#define SMP_PYTHON_TP_KERNELS_BINDING_H
+
+#include <Python.h>
+
+/* Adds the functions.  0, or -1 with an exception. */
+int smp_python_add_tp_kernels(PyObject *module);
+
+#endif

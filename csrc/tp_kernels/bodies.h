@@ -1,0 +1,64 @@
+/* The kernels, written once for vectors of LANES floats.
+ *
+ * Included once by each file that makes a set of kernels (tp_kernels/scalar.c, avx2.c,
+ * avx512.c), which defines before it:
+ *
+ *   LANES, lanes         a vector of floats, on which C's operators work
+ *   WIDES, wides         a vector of words of 64 bits, on which they do, too
+ *   KERNEL, INLINE       before a kernel, and before a function that is part of one
+ *   load, store          elements i .. min(i + LANES, end) of a tensor; other lanes are
+ * 0 first_lanes          lanes from `count` on become `rest` chosen               lanes
+ * whose bit is 0 become 0 larger(a, b)         b where one of them is NaN
+ *   times_power_of_two   y * 2^n, where n is the lowest 9 bits of a float
+ *   words_kept           bit i: word i % 4 of counter i / 4 is at least the threshold
+ */
+#ifndef SMP_TP_KERNELS_BODIES_H
+#define SMP_TP_KERNELS_BODIES_H
+
+#include "tp_kernels/tp_kernels.h"
+
+/* The function `name` for the call's dtype, each with a copy of `body` of its own. */
+#define FOR_DTYPES(name, type, body)                                                   \
+    KERNEL void name(const type *call)                                                 \
+    {                                                                                  \
+        switch (call->dtype) {                                                         \
+        case SMP_TP_F32:                                                               \
+            body(call, SMP_TP_F32);                                                    \
+            break;                                                                     \
+        case SMP_TP_F16:                                                               \
+            body(call, SMP_TP_F16);                                                    \
+            break;                                                                     \
+        case SMP_TP_BF16:                                                              \
+            body(call, SMP_TP_BF16);                                                   \
+            break;                                                                     \
+        case SMP_TP_DTYPES:                                                            \
+            break;                                                                     \
+        }                                                                              \
+    }
+
+/* Row `row` of a tensor; NULL of NULL. */
+INLINE const void *
+row_of(const void *tensor, size_t row, size_t columns, smp_tp_dtype dtype)
+{
+    size_t bytes = dtype == SMP_TP_F32 ? 4 : 2;
+
+    return tensor == NULL ? NULL : (const char *)tensor + row * columns * bytes;
+}
+
+INLINE void *
+row_to(void *tensor, size_t row, size_t columns, smp_tp_dtype dtype)
+{
+    size_t bytes = dtype == SMP_TP_F32 ? 4 : 2;
+
+    return tensor == NULL ? NULL : (char *)tensor + row * columns * bytes;
+}
+
+#include "tp_kernels/keep.h"
+#include "tp_kernels/residual.h"
+
+#define SMP_TP_KERNELS                                                                 \
+    {                                                                                  \
+        .residual = residual, .residual_backward = residual_backward,                  \
+    }
+
+#endif

@@ -1,0 +1,93 @@
+/* The CPU kernels of tensor parallelism: what torch does slowly, or not on a slice.
+ *
+ * Tensors are dense and row-major; `rows` and `columns` may be 0.  Values are widened
+ * to float32, every operation is one of float32, and what is written is rounded once.
+ *
+ * There is a set of kernels in plain C and one for each kind of vectors.  They differ
+ * in the order of the sums inside a row, so by rounding; one set gives a row the same
+ * bits wherever it stands.
+ *
+ * Ownership  Everything is the caller's; an output overlaps no input except where it is
+ *            said.  `scratch` need not be initialised.
+ * Threads    Any; no state outside the arguments.
+ * Errors     None, but where it is said.
+ */
+#ifndef SMP_TP_KERNELS_TP_KERNELS_H
+#define SMP_TP_KERNELS_TP_KERNELS_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "common/isa.h"
+
+/* Of all tensors of a call, unless it is said. */
+typedef enum { SMP_TP_F32, SMP_TP_F16, SMP_TP_BF16, SMP_TP_DTYPES } smp_tp_dtype;
+
+size_t smp_tp_dtype_bytes(smp_tp_dtype dtype); /* of one element */
+
+/* Floats of a row of scratch: whole vectors. */
+#define SMP_TP_SCRATCH_ROW(columns) (((columns) + 15) / 16 * 16)
+
+/* Dropout: y = keep ? x / (1 - p) : 0.
+ *
+ * The element with global index i is kept when word i % 4 of Philox4x32-10(counter = i
+ * / 4, key = seed) is at least p * 2^32, rounded down.  So it does not matter which
+ * part of the tensor a call has, and backward makes the mask again.  Philox, because it
+ * is the generator that torch and cuRAND use on GPUs, passes BigCrush, and needs 2
+ * products of 32 bits a word and round; with vectors it costs less than the memory it
+ * fills. [Salmon et al., Parallel random numbers: as easy as 1, 2, 3, SC 2011]
+ *
+ * Row r and column c of the call have the global index
+ *
+ *     first + (r / run) * jump + (r % run) * width + c
+ *
+ * so a call may have consecutive rows, some heads of each sample, or some columns. */
+typedef struct {
+    double   p; /* in [0, 1]; 0: everything is kept, the rest does not count */
+    uint64_t seed;
+    uint64_t first;
+    uint64_t run; /* >= 1 */
+    uint64_t jump;
+    uint64_t width;
+} smp_tp_dropout;
+
+/* out = residual + dropout(x + bias).  Without a bias and a residual it is dropout, and
+ * its own backward. */
+typedef struct {
+    smp_tp_dtype   dtype;
+    size_t         rows;
+    size_t         columns;
+    smp_tp_dropout dropout;
+    const void    *x;        /* [rows, columns] */
+    const void    *bias;     /* [columns] or NULL */
+    const void    *residual; /* [rows, columns] or NULL */
+    void          *out;      /* [rows, columns]; may be x or residual */
+} smp_tp_residual;
+
+/* grad_x = dropout(grad); grad_bias = the sum of its rows.  The residual's gradient is
+ * grad. */
+typedef struct {
+    smp_tp_dtype   dtype;
+    size_t         rows;
+    size_t         columns;
+    smp_tp_dropout dropout;
+    const void    *grad;      /* [rows, columns] */
+    void          *grad_x;    /* [rows, columns]; may be grad */
+    void          *grad_bias; /* [columns] or NULL */
+    float         *scratch;   /* 2 rows; NULL without grad_bias */
+} smp_tp_residual_backward;
+
+/* A set of kernels. */
+typedef struct {
+    void (*residual)(const smp_tp_residual *call);
+    void (*residual_backward)(const smp_tp_residual_backward *call);
+} smp_tp_kernels;
+
+/* NULL: this processor cannot run them. */
+const smp_tp_kernels *smp_tp_kernels_of(smp_isa isa);
+
+/* The fastest that this processor can run. */
+const smp_tp_kernels *smp_tp_kernels_best(void);
+
+#endif

@@ -1,0 +1,175 @@
+"""The kernels of tensor parallelism, with their gradients.
+
+Tensors in host memory of float32, float16 or bfloat16 go through the C core
+(``csrc/tp_kernels``), which computes in float32; others, and all while a model is compiled,
+through a composition of torch's operators with the same meaning and the same dropout.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from smp import _core
+
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+@dataclass(frozen=True)
+class Dropout:
+    """Which elements a call drops: a function of ``seed`` and each one's global index alone.
+
+    So the ranks that have parts of a tensor drop what one rank with all of it would.  The
+    index of element (r, c) of a call is ``first + r // run * jump + r % run * width + c``,
+    with r over all dimensions but the last; without ``jump`` its rows follow one another.
+
+    ``p``: the probability that an element becomes 0; the others are divided by 1 - p.
+    ``seed``: an int of 64 bits.  ``width``: elements of a whole row (default: of the call's).
+    """
+
+    p: float
+    seed: int
+    first: int = 0
+    width: int | None = None
+    run: int = 1
+    jump: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.p <= 1:
+            raise ValueError(f"dropout: p must be in [0, 1], got {self.p}")
+        if self.run < 1 or (self.run > 1 and self.jump is None):
+            raise ValueError(
+                f"dropout: run must be at least 1, and comes with jump, got {self.run} "
+                f"and jump={self.jump}"
+            )
+
+    @classmethod
+    def of_heads(
+        cls, p: float, seed: int, heads: range, of: int, queries: int, keys: int
+    ) -> Dropout:
+        """For scores [samples, len(heads), queries, keys]: these heads, ``of`` in all."""
+        one = queries * keys
+        return cls(p, seed, heads.start * one, keys, len(heads) * queries or 1, of * one)
+
+    def placed(self, columns: int) -> tuple[float, int, int, int, int, int]:
+        """What the core takes, for rows of so many elements."""
+        width = columns if self.width is None else self.width
+        jump = width if self.jump is None else self.jump
+        return (self.p, self.seed, self.first, self.run, jump, width)
+
+    def factors(self, like: Tensor) -> Tensor:
+        """What each element is multiplied with, by torch alone; of the shape of ``like``."""
+        if self.p in (0, 1):
+            return torch.full_like(like, 1 - self.p)
+        columns = like.shape[-1] if like.dim() else 1
+        _, seed, first, run, jump, width = self.placed(columns)
+        rows = torch.arange(like.numel() // max(columns, 1), device=like.device)
+        starts = first + rows // run * jump + rows % run * width
+        index = starts[:, None] + torch.arange(columns, device=like.device)
+        kept = _philox(index, seed) >= int(self.p * 2**32)
+        return (kept.to(like.dtype) / (1 - self.p)).view(like.shape)
+
+
+def _philox(index: Tensor, seed: int) -> Tensor:
+    """Word index % 4 of Philox4x32-10(counter = index / 4, key = seed), as int64."""
+    low = 0xFFFFFFFF
+    counter = index >> 2
+    c = [counter & low, counter >> 32 & low, torch.zeros_like(index), torch.zeros_like(index)]
+    keys = [seed & low, seed >> 32 & low]
+    for _ in range(10):
+        even, odd = c[0] * 0xD2511F53, c[2] * 0xCD9E8D57  # they wrap around: 64 bits
+        c = [
+            (odd >> 32 & low) ^ c[1] ^ keys[0],
+            odd & low,
+            (even >> 32 & low) ^ c[3] ^ keys[1],
+            even & low,
+        ]
+        keys = [(keys[0] + 0x9E3779B9) & low, (keys[1] + 0xBB67AE85) & low]
+    return torch.stack(c, -1).gather(-1, (index & 3)[..., None])[..., 0]
+
+
+_NONE = Dropout(0, 0)
+
+
+def _in_c(*tensors: Tensor | None) -> bool:
+    """Whether the core takes these tensors together."""
+    given = [t for t in tensors if t is not None]
+    return not torch.compiler.is_compiling() and all(
+        type(t) in _PLAIN
+        and t.device.type == "cpu"
+        and t.dtype == given[0].dtype
+        and t.dtype in _DTYPES
+        for t in given
+    )
+
+
+def _rows(x: Tensor) -> tuple[int, int]:
+    """Rows and columns of what is a row of its last dimension."""
+    columns = x.shape[-1]
+    return (x.numel() // columns if columns else 0), columns
+
+
+def _check_shape(name: str, tensor: Tensor | None, want: torch.Size, of: str) -> None:
+    if tensor is not None and tensor.shape != want:
+        raise ValueError(
+            f"{name} has shape {tuple(tensor.shape)}; with {of} it must be {tuple(want)}"
+        )
+
+
+class _Residual(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, bias: Tensor | None, residual: Tensor | None, drop: Dropout
+    ) -> Tensor:
+        x = x.contiguous()
+        out = torch.empty_like(x)
+        ctx.drop, ctx.columns = drop, x.shape[-1]
+        _core.tp_residual(
+            *_rows(x),
+            drop.placed(x.shape[-1]),
+            x,
+            None if bias is None else bias.contiguous(),
+            None if residual is None else residual.contiguous(),
+            out,
+        )
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        grad = grad.contiguous()
+        grad_x = torch.empty_like(grad)
+        grad_bias = grad.new_empty(ctx.columns) if ctx.needs_input_grad[1] else None
+        drop = ctx.drop.placed(ctx.columns)
+        _core.tp_residual_backward(*_rows(grad), drop, grad, grad_x, grad_bias)
+        return grad_x, grad_bias, grad if ctx.needs_input_grad[2] else None, None
+
+
+def bias_dropout_residual(
+    x: Tensor, bias: Tensor | None, residual: Tensor | None, drop: Dropout | None = None
+) -> Tensor:
+    """``residual + dropout(x + bias)``.
+
+    x and residual [..., columns], bias [columns]; ``drop=None`` drops nothing.
+    Raises ValueError for other shapes.
+    """
+    drop = drop or _NONE
+    of = f"x of {tuple(x.shape)}"
+    _check_shape("bias", bias, x.shape[-1:], of)
+    _check_shape("residual", residual, x.shape, of)
+    if _in_c(x, bias, residual):
+        return _Residual.apply(x, bias, residual, drop)
+    y = x if bias is None else x + bias
+    if drop.p:
+        y = y * drop.factors(y)
+    return y if residual is None else residual + y
+
+
+def dropout(x: Tensor, drop: Dropout) -> Tensor:
+    """x [..., columns] with some elements 0, the others divided by 1 - p."""
+    return bias_dropout_residual(x, None, None, drop)

@@ -1,0 +1,325 @@
+/* The kernels of tensor parallelism: every set against a reference in double.
+ * Spec: csrc/tp_kernels/tp_kernels.h. */
+#include "tp_kernels/tp_kernels.h"
+
+#include <math.h>
+#include <stdlib.h>
+
+#include "check.h"
+#include "common/half.h"
+
+static const smp_tp_dtype dtypes[] = {SMP_TP_F32, SMP_TP_F16, SMP_TP_BF16};
+
+/* Of one result, relative to its terms: sums of float32, and one rounding. */
+static double
+tolerance(smp_tp_dtype dtype)
+{
+    return dtype == SMP_TP_F32 ? 4e-6 : dtype == SMP_TP_F16 ? 1e-3 : 8e-3;
+}
+
+/* Sizes around whole vectors. */
+static const size_t sizes[] = {0, 1, 7, 8, 9, 15, 16, 17, 33, 63, 64, 65, 100, 257};
+enum { SIZES = sizeof(sizes) / sizeof(sizes[0]) };
+
+static uint64_t
+mixed(uint64_t x)
+{
+    x += 0x9e3779b97f4a7c15u;
+    x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9u;
+    x = (x ^ x >> 27) * 0x94d049bb133111ebu;
+    return x ^ x >> 31;
+}
+
+static double
+get(const void *tensor, size_t i, smp_tp_dtype dtype)
+{
+    switch (dtype) {
+    case SMP_TP_F16:
+        return (double)smp_f16_to_f32(((const uint16_t *)tensor)[i]);
+    case SMP_TP_BF16:
+        return (double)smp_bf16_to_f32(((const uint16_t *)tensor)[i]);
+    case SMP_TP_F32:
+    case SMP_TP_DTYPES:
+        break;
+    }
+    return (double)((const float *)tensor)[i];
+}
+
+static void
+put(void *tensor, size_t i, smp_tp_dtype dtype, double value)
+{
+    switch (dtype) {
+    case SMP_TP_F16:
+        ((uint16_t *)tensor)[i] = smp_f32_to_f16((float)value);
+        return;
+    case SMP_TP_BF16:
+        ((uint16_t *)tensor)[i] = smp_f32_to_bf16((float)value);
+        return;
+    case SMP_TP_F32:
+    case SMP_TP_DTYPES:
+        break;
+    }
+    ((float *)tensor)[i] = (float)value;
+}
+
+/* A tensor of its own allocation, so that the sanitizer sees its ends; values in (-2,
+ * 2).  To be freed. */
+static void *
+drawn(uint64_t seed, size_t count, smp_tp_dtype dtype)
+{
+    void *tensor = malloc(count * smp_tp_dtype_bytes(dtype) + (count == 0));
+
+    for (size_t i = 0; i < count; i++) {
+        put(tensor, i, dtype, (double)(mixed(seed + 977 * i) >> 11) / 0x1p51 - 2);
+    }
+    return tensor;
+}
+
+static bool
+near(double got, double want, double scale, smp_tp_dtype dtype)
+{
+    bool is = isnan(want) ? isnan(got)
+                          : got == want ||
+                                fabs(got - want) <= tolerance(dtype) * (scale + 1e-3);
+
+    if (!is) {
+        fprintf(stderr, "got %.9g, want %.9g\n", got, want);
+    }
+    return is;
+}
+
+/* One word of the generator, as its authors print it. */
+static uint32_t
+philox(uint64_t counter, uint64_t key, int word)
+{
+    uint32_t c[4] = {(uint32_t)counter, (uint32_t)(counter >> 32), 0, 0};
+    uint32_t k[2] = {(uint32_t)key, (uint32_t)(key >> 32)};
+
+    for (int round = 0; round < 10; round++) {
+        uint64_t even = (uint64_t)c[0] * 0xd2511f53u;
+        uint64_t odd = (uint64_t)c[2] * 0xcd9e8d57u;
+        uint32_t next[4] = {(uint32_t)(odd >> 32) ^ c[1] ^ k[0], (uint32_t)odd,
+                            (uint32_t)(even >> 32) ^ c[3] ^ k[1], (uint32_t)even};
+
+        memcpy(c, next, sizeof(c));
+        k[0] += 0x9e3779b9u;
+        k[1] += 0xbb67ae85u;
+    }
+    return c[word];
+}
+
+/* What element (r, c) is multiplied with. */
+static double
+kept(const smp_tp_dropout *d, size_t r, size_t c)
+{
+    uint64_t index;
+
+    if (d->p <= 0 || d->p >= 1) {
+        return d->p <= 0;
+    }
+    index = d->first + r / d->run * d->jump + r % d->run * d->width + c;
+    return philox(index / 4, d->seed, (int)(index % 4)) >= (uint32_t)(d->p * 0x1p32)
+               ? 1 / (1 - d->p)
+               : 0;
+}
+
+/* Some ways in which a call's rows lie in the tensor. */
+static smp_tp_dropout
+way(size_t i, size_t columns)
+{
+    smp_tp_dropout ways[] = {
+        {.p = 0, .run = 1},
+        {.p = 0.1, .seed = 7, .run = 1, .jump = columns},
+        {.p = 0.5,
+         .seed = UINT64_MAX,
+         .first = 3,
+         .run = 2,
+         .jump = 3 * columns + 5,
+         .width = columns + 1},
+        {.p = 0.25,
+         .seed = 1,
+         .first = UINT64_C(0x3fffffff0),
+         .run = 1,
+         .jump = columns},
+        {.p = 1, .seed = 9, .run = 1, .jump = columns},
+    };
+
+    return ways[i % (sizeof(ways) / sizeof(ways[0]))];
+}
+
+#define FOR_SETS(kernels)                                                              \
+    for (smp_isa isa_ = SMP_ISA_SCALAR; isa_ < SMP_ISAS; isa_++)                       \
+        for (const smp_tp_kernels *kernels = smp_tp_kernels_of(isa_); kernels != NULL; \
+             kernels = NULL)
+
+/* Of Random123's kat_vectors: counter 0 and key 0; the counter of ones does not fit. */
+TEST(the_generator_of_the_reference_gives_the_known_answer)
+{
+    CHECK(philox(0, 0, 0) == 0x6627e8d5u);
+    CHECK(philox(0, 0, 1) == 0xe169c58du);
+    CHECK(philox(0, 0, 2) == 0xbc57ac4cu);
+    CHECK(philox(0, 0, 3) == 0x9b00dbd8u);
+    return 0;
+}
+
+TEST(dropout_keeps_what_the_generator_says)
+{
+    FOR_SETS(kernels)
+    {
+        for (size_t w = 0; w < 5; w++) {
+            for (size_t s = 0; s < SIZES; s++) {
+                enum { ROWS = 5 };
+                size_t n = sizes[s];
+                float *x = drawn(0, ROWS * n, SMP_TP_F32);
+                float *out = drawn(0, ROWS * n, SMP_TP_F32);
+
+                smp_tp_residual call = {.dtype = SMP_TP_F32,
+                                        .rows = ROWS,
+                                        .columns = n,
+                                        .dropout = way(w, n),
+                                        .x = x,
+                                        .out = out};
+
+                for (size_t i = 0; i < ROWS * n; i++) {
+                    x[i] = 1;
+                }
+                kernels->residual(&call);
+                for (size_t i = 0; i < ROWS * n; i++) {
+                    CHECK(out[i] == (float)kept(&call.dropout, i / n, i % n));
+                }
+                free(x);
+                free(out);
+            }
+        }
+    }
+    return 0;
+}
+
+TEST(residual_and_its_backward_give_what_the_definition_says)
+{
+    FOR_SETS(kernels)
+    {
+        for (size_t t = 0; t < 3 * SIZES * 5; t++) {
+            smp_tp_dtype dtype = dtypes[t % 3];
+            size_t       rows = t % 7 == 0 ? 300 : t % 4;
+            size_t       n = sizes[t / 3 % SIZES];
+            void        *x = drawn(t, rows * n, dtype);
+            void        *bias = t % 5 == 1 ? NULL : drawn(t + 1, n, dtype);
+            void        *residual = t % 5 == 2 ? NULL : drawn(t + 2, rows * n, dtype);
+            void        *out = drawn(t + 3, rows * n, dtype);
+            void        *grad_x = drawn(t + 4, rows * n, dtype);
+            void        *grad_bias = bias == NULL ? NULL : drawn(t + 5, n, dtype);
+            float       *scratch = drawn(t, 2 * SMP_TP_SCRATCH_ROW(n), SMP_TP_F32);
+
+            smp_tp_residual          call = {.dtype = dtype,
+                                             .rows = rows,
+                                             .columns = n,
+                                             .dropout = way(t / 3 / SIZES, n),
+                                             .x = x,
+                                             .bias = bias,
+                                             .residual = residual,
+                                             .out = out};
+            smp_tp_residual_backward back = {
+                .dtype = dtype,
+                .rows = rows,
+                .columns = n,
+                .dropout = call.dropout,
+                .grad = x,
+                .grad_x = grad_x,
+                .grad_bias = grad_bias,
+                .scratch = bias == NULL ? NULL : scratch,
+            };
+
+            kernels->residual(&call);
+            kernels->residual_backward(&back);
+            for (size_t i = 0; i < rows * n; i++) {
+                double factor = kept(&call.dropout, i / n, i % n);
+                double b = bias == NULL ? 0 : get(bias, i % n, dtype);
+                double r = residual == NULL ? 0 : get(residual, i, dtype);
+                double want = r + factor * (get(x, i, dtype) + b);
+
+                CHECK(near(get(out, i, dtype), want, 8, dtype));
+                CHECK(near(get(grad_x, i, dtype), factor * get(x, i, dtype), 4, dtype));
+            }
+            for (size_t c = 0; bias != NULL && c < n; c++) {
+                double want = 0;
+
+                for (size_t r = 0; r < rows; r++) {
+                    want += kept(&call.dropout, r, c) * get(x, r * n + c, dtype);
+                }
+                CHECK(near(get(grad_bias, c, dtype), want, 8 + fabs(want), dtype));
+            }
+            /* In place. */
+            call.x = out;
+            memcpy(out, x, rows * n * smp_tp_dtype_bytes(dtype));
+            memcpy(grad_x, x, rows * n * smp_tp_dtype_bytes(dtype));
+            kernels->residual(&call);
+            call.x = grad_x;
+            call.out = grad_x;
+            kernels->residual(&call);
+            CHECK(memcmp(out, grad_x, rows * n * smp_tp_dtype_bytes(dtype)) == 0);
+            free(x);
+            free(bias);
+            free(residual);
+            free(out);
+            free(grad_x);
+            free(grad_bias);
+            free(scratch);
+        }
+    }
+    return 0;
+}
+
+/* Sums of two halves, many of them in the middle between two halves. */
+TEST(results_are_rounded_to_the_nearest_half_and_to_even)
+{
+    enum { COUNT = 4099 };
+
+    for (int d = 1; d < 3; d++) {
+        uint16_t *x = drawn(1, COUNT, dtypes[d]);
+        uint16_t *residual = drawn(2, COUNT, dtypes[d]);
+        uint16_t *out = drawn(3, COUNT, dtypes[d]);
+
+        x[0] = dtypes[d] == SMP_TP_F16 ? 0x7e01 : 0x7fc1; /* NaN */
+        x[1] = dtypes[d] == SMP_TP_F16 ? 0xfc00 : 0xff80; /* -infinity */
+        x[2] = residual[2] = dtypes[d] == SMP_TP_F16 ? 0x7bff : 0x7f7f;
+        for (size_t i = 3; i < 100; i++) {
+            x[i] = (uint16_t)i; /* subnormal */
+            residual[i] = 0x8000;
+        }
+        FOR_SETS(kernels)
+        {
+            smp_tp_residual call = {.dtype = dtypes[d],
+                                    .rows = 1,
+                                    .columns = COUNT,
+                                    .x = x,
+                                    .residual = residual,
+                                    .out = out};
+
+            kernels->residual(&call);
+            for (size_t i = 0; i < COUNT; i++) {
+                double   sum = get(x, i, dtypes[d]) + get(residual, i, dtypes[d]);
+                uint16_t want;
+
+                put(&want, 0, dtypes[d], sum);
+                CHECK(isnan(sum) ? isnan(get(out, i, dtypes[d])) : out[i] == want);
+            }
+        }
+        free(x);
+        free(residual);
+        free(out);
+    }
+    return 0;
+}
+
+int
+main(int argc, char **argv)
+{
+    static const smp_test tests[] = {
+        LISTED_TEST(the_generator_of_the_reference_gives_the_known_answer),
+        LISTED_TEST(dropout_keeps_what_the_generator_says),
+        LISTED_TEST(residual_and_its_backward_give_what_the_definition_says),
+        LISTED_TEST(results_are_rounded_to_the_nearest_half_and_to_even),
+    };
+    return run_tests(tests, sizeof(tests) / sizeof(tests[0]), argc, argv);
+}

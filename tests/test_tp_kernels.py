@@ -1,0 +1,131 @@
+"""Spec: tensor.md, sections 6 and 7: the kernels of tensor parallelism, against torch."""
+
+import math
+
+import pytest
+import torch
+
+from smp.tensor_parallel import kernels
+from smp.tensor_parallel.kernels import Dropout
+
+IN_C = [torch.float32, torch.float16, torch.bfloat16]
+DTYPES = [*IN_C, torch.float64]
+TOLERANCE = {
+    torch.float64: 1e-12,
+    torch.float32: 1e-5,
+    torch.float16: 4e-3,
+    torch.bfloat16: 3e-2,
+}
+DROPS = [None, Dropout(0.1, 1), Dropout(0.5, 2**63 + 5, first=77, width=300), Dropout(1, 3)]
+SHAPES = [(3, 5, 33), (1, 64), (0, 8), (2, 0), (300, 17)]
+
+
+def drawn(*shape, dtype=torch.float32):
+    return torch.randn(*shape, dtype=torch.float64).to(dtype).requires_grad_()
+
+
+def check(function, reference, inputs, dtype):
+    """The function's outputs and gradients are those of the reference in float64."""
+    wide = [None if t is None else t.detach().double().requires_grad_() for t in inputs]
+    got, want = function(*inputs), reference(*wide)
+    if isinstance(got, torch.Tensor):
+        got, want = (got,), (want,)
+    seeds = [torch.randn_like(w) for w in want]
+    torch.autograd.backward(got, [s.to(dtype) for s in seeds])
+    torch.autograd.backward(want, [s.to(dtype).double() for s in seeds])
+    for g, w in [
+        *zip(got, want, strict=True),
+        *((i.grad, w.grad) for i, w in zip(inputs, wide, strict=True) if w is not None),
+    ]:
+        assert g.dtype == dtype and g.shape == w.shape
+        scale = max(1.0, w.abs().max().item()) if w.numel() else 1
+        torch.testing.assert_close(
+            g.double(), w, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype] * scale
+        )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("drop", DROPS)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("given", ["bias, residual", "bias", "residual", ""])
+def test_bias_dropout_residual(dtype, drop, shape, given):
+    x = drawn(*shape, dtype=dtype)
+    bias = drawn(shape[-1], dtype=dtype) if "bias" in given else None
+    residual = drawn(*shape, dtype=dtype) if "residual" in given else None
+
+    def reference(x, bias, residual):
+        y = x if bias is None else x + bias
+        y = y if drop is None else y * drop.factors(y)
+        return y if residual is None else y + residual
+
+    def function(x, bias, residual):
+        return kernels.bias_dropout_residual(x, bias, residual, drop)
+
+    check(function, reference, [x, bias, residual], dtype)
+
+
+def test_shapes_that_do_not_fit_are_named():
+    x = torch.zeros(2, 3)
+    with pytest.raises(ValueError, match=r"bias has shape \(2,\); .* must be \(3,\)"):
+        kernels.bias_dropout_residual(x, torch.zeros(2), None)
+    with pytest.raises(ValueError, match=r"residual has shape \(3,\)"):
+        kernels.bias_dropout_residual(x, None, torch.zeros(3))
+    with pytest.raises(ValueError, match="p must be in"):
+        Dropout(1.5, 0)
+    with pytest.raises(ValueError, match="comes with jump"):
+        Dropout(0.5, 0, run=2)
+
+
+def mask(rows, columns, drop):
+    return kernels.dropout(torch.ones(rows, columns), drop)
+
+
+def test_the_mask_does_not_depend_on_how_rows_are_split():
+    whole = mask(10, 37, Dropout(0.3, 5))
+    for cut in range(11):
+        parts = mask(cut, 37, Dropout(0.3, 5)), mask(10 - cut, 37, Dropout(0.3, 5, cut * 37))
+        assert torch.equal(torch.cat(parts), whole)
+
+
+def test_the_mask_does_not_depend_on_how_columns_are_split():
+    whole = mask(10, 37, Dropout(0.3, 5))
+    for cut in range(38):
+        left = mask(10, cut, Dropout(0.3, 5, width=37))
+        right = mask(10, 37 - cut, Dropout(0.3, 5, cut, width=37))
+        assert torch.equal(torch.cat([left, right], 1), whole)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_mask_does_not_depend_on_how_heads_are_split(dtype):
+    def scores(heads):
+        drop = Dropout.of_heads(0.3, 5, heads, 5, queries=7, keys=9)
+        return kernels.dropout(torch.ones(3, len(heads), 7, 9, dtype=dtype), drop)
+
+    whole = kernels.dropout(torch.ones(3, 5, 7, 9), Dropout(0.3, 5)).to(dtype)
+    for cut in range(6):
+        parts = scores(range(cut)), scores(range(cut, 5))
+        torch.testing.assert_close(torch.cat(parts, 1), whole)
+
+
+def test_the_same_seed_drops_the_same_and_another_one_other_elements():
+    assert torch.equal(mask(9, 65, Dropout(0.5, 8)), mask(9, 65, Dropout(0.5, 8)))
+    for other in (9, 8 + 2**32):
+        differ = (mask(9, 65, Dropout(0.5, 8)) != mask(9, 65, Dropout(0.5, other))).double()
+        assert 0.3 < differ.mean() < 0.7
+
+
+@pytest.mark.parametrize("p", [0.02, 0.1, 0.5, 0.9])
+def test_as_many_are_dropped_as_wanted_and_the_mean_stays(p):
+    n = 1 << 20
+    out = mask(1 << 10, 1 << 10, Dropout(p, 11)).double()
+    sigma = math.sqrt(p * (1 - p) / n)
+    assert abs((out == 0).double().mean().item() - p) < 4 * sigma
+    assert out[out != 0].unique().item() == pytest.approx(1 / (1 - p))
+    rows = (out == 0).double().mean(1)
+    assert rows.std().item() == pytest.approx(math.sqrt(p * (1 - p) / 1024), rel=0.15)
+
+
+def test_neighbours_are_dropped_independently():
+    x = (mask(1 << 10, 1 << 10, Dropout(0.5, 12)) == 0).double().flatten() - 0.5
+    for lag in (1, 2, 3, 4, 5, 8, 16, 32, 64, 1024):
+        assert abs((x[lag:] * x[:-lag]).mean().item() * 4) < 5 / math.sqrt(x.numel())
