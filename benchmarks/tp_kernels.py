@@ -21,6 +21,7 @@ from table import alternate, machine, timed
 
 P = 0.1
 SIZES = ((256, 256), (1024, 1024), (4096, 1024))
+SIZES_OF = {"attention": ((256, 64), (512, 64), (1024, 64))}
 
 Sides = dict[str, Callable[..., torch.Tensor]]
 
@@ -42,7 +43,41 @@ def residual(rows: int, columns: int) -> tuple[list[torch.Tensor], Sides]:
     return inputs, {"smp": ours, "eager": eager}
 
 
-CASES = {"residual": residual}
+def softmax(rows: int, columns: int) -> tuple[list[torch.Tensor], Sides]:
+    """Mask, softmax and dropout."""
+    inputs = [torch.randn(1, 4, rows // 4, columns)]
+    mask = torch.zeros(1, 1, 1, columns)
+    mask[..., columns - columns // 8 :] = -10000.0
+
+    def eager(x):
+        return F.dropout(torch.softmax(x * 0.125 + mask, -1), P)
+
+    def ours(x):
+        return kernels.masked_softmax_dropout(x, mask, scale=0.125, drop=drop())
+
+    return inputs, {"smp": ours, "eager": eager}
+
+
+def attention(rows: int, columns: int) -> tuple[list[torch.Tensor], Sides]:
+    """Causal attention with dropout, 64 a head."""
+    del columns
+    inputs = [torch.randn(2, 4, rows, 64) for _ in range(3)]
+    above = torch.full((rows, rows), -torch.inf).triu(1)
+
+    def eager(q, k, v):
+        return F.dropout(torch.softmax(q @ k.mT * 0.125 + above, -1), P) @ v
+
+    def ours(q, k, v):
+        scores = q @ k.mT
+        return kernels.masked_softmax_dropout(scores, scale=0.125, causal=True, drop=drop()) @ v
+
+    def fused(q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=P, is_causal=True)
+
+    return inputs, {"smp": ours, "eager": eager, "fused": fused}
+
+
+CASES = {"softmax": softmax, "attention": attention, "residual": residual}
 
 
 def measure(case: Callable, size: tuple[int, ...], rounds: int, compiled: bool) -> None:
@@ -52,20 +87,19 @@ def measure(case: Callable, size: tuple[int, ...], rounds: int, compiled: bool) 
         sides["compiled"] = torch.compile(sides["eager"], dynamic=False)
     inputs = [t.requires_grad_() if t.is_floating_point() else t for t in inputs]
     wanted = [t for t in inputs if t.requires_grad]
-    calls = max(1, 2**21 // inputs[0].numel())
+    rounds *= max(1, 2**21 // inputs[0].numel())
 
     def both(side: Callable[..., torch.Tensor]) -> Callable[[], None]:
         seed = torch.ones_like(side(*inputs))
 
         def run() -> None:
-            for _ in range(calls):
-                torch.autograd.grad(side(*inputs), wanted, seed)
+            torch.autograd.grad(side(*inputs), wanted, seed)
 
         run()
         return run
 
     runs = {name: both(side) for name, side in sides.items()}
-    times = alternate({n: (lambda r=r: timed(r) / calls) for n, r in runs.items()}, rounds)
+    times = alternate({n: (lambda r=r: timed(r)) for n, r in runs.items()}, rounds)
     best = {name: min(t) * 1e3 for name, t in times.items()}
     ours = best.pop("smp")
     cells = [f"{best[n]:.3f}" if n in best else "" for n in ("eager", "compiled", "fused")]
@@ -88,7 +122,7 @@ def main() -> None:
     print("|---|---|---|---|---|---|")
     for name, case in CASES.items():
         if options.only in (None, name):
-            for size in SIZES:
+            for size in SIZES_OF.get(name, SIZES):
                 measure(case, size, options.rounds, not options.no_compile)
 
 

@@ -21,7 +21,7 @@ SHAPES = [(3, 5, 33), (1, 64), (0, 8), (2, 0), (300, 17)]
 
 
 def drawn(*shape, dtype=torch.float32):
-    return torch.randn(*shape, dtype=torch.float64).to(dtype).requires_grad_()
+    return torch.randn(shape, dtype=torch.float64).to(dtype).requires_grad_()
 
 
 def check(function, reference, inputs, dtype):
@@ -62,6 +62,77 @@ def test_bias_dropout_residual(dtype, drop, shape, given):
         return kernels.bias_dropout_residual(x, bias, residual, drop)
 
     check(function, reference, [x, bias, residual], dtype)
+
+
+MASKS = [None, (5,), (4, 5), (2, 1, 1, 5), (3, 4, 1), (2, 3, 4, 5), ()]
+SIGHTS = [{}, {"causal": True}, {"causal": True, "first_query": 2, "window": 2}]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("drop", DROPS)
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("sight", SIGHTS)
+def test_masked_softmax_dropout(dtype, drop, mask, sight):
+    scores = drawn(2, 3, 4, 5, dtype=dtype)
+    mask = None if mask is None else drawn(*mask, dtype=dtype)
+    at = [q + sight.get("first_query", 1) for q in range(4)]
+    seen = [[a - sight.get("window", 9) < k <= a for k in range(5)] for a in at]
+
+    def reference(scores, mask):
+        s = scores * 0.5 if mask is None else scores * 0.5 + mask
+        s = s.masked_fill(~torch.tensor(seen), -torch.inf) if sight else s
+        return s.softmax(-1) if drop is None else s.softmax(-1) * drop.factors(s)
+
+    def function(scores, mask):
+        return kernels.masked_softmax_dropout(scores, mask, scale=0.5, drop=drop, **sight)
+
+    check(function, reference, [scores, mask], dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_that_is_masked_altogether_is_zero_and_passes_no_gradient(dtype):
+    scores = drawn(3, 2, 7, dtype=dtype)
+    mask = torch.ones(3, 1, 7, dtype=torch.bool)
+    mask[1] = False
+    out = kernels.masked_softmax_dropout(scores, mask)
+    out.backward(torch.randn_like(out))
+    assert not out[1].any() and not scores.grad[1].any()
+    torch.testing.assert_close(out[0].sum(-1), torch.ones(2, dtype=dtype))
+    assert scores.grad[0].any()
+
+
+def test_masks_may_be_bool_or_of_another_dtype():
+    scores, seen = torch.randn(2, 5, 7, dtype=torch.float16), torch.rand(5, 7) > 0.5
+    want = kernels.masked_softmax_dropout(scores, seen)
+    added = torch.zeros(5, 7).masked_fill(~seen, torch.finfo(torch.float32).min)
+    assert torch.equal(kernels.masked_softmax_dropout(scores, added), want)
+    assert not want[:, ~seen].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_attention_probabilities_do_not_depend_on_how_heads_are_split(dtype):
+    scores = torch.randn(3, 5, 7, 9, dtype=dtype)
+
+    def part(heads):
+        drop = Dropout.of_heads(0.3, 5, heads, 5, queries=7, keys=9)
+        own = scores[:, heads.start : heads.stop]
+        return kernels.masked_softmax_dropout(own, causal=True, drop=drop)
+
+    for cut in range(6):
+        assert torch.equal(
+            torch.cat([part(range(cut)), part(range(cut, 5))], 1), part(range(5))
+        )
+
+
+def test_arguments_of_softmax_that_do_not_fit_are_named():
+    scores = torch.zeros(2, 3, 4)
+    for wrong in (torch.zeros(3), torch.zeros(1, 2, 3, 4), torch.zeros(2, 4)):
+        with pytest.raises(ValueError, match=r"mask of \(.*does not broadcast.*\(2, 3, 4\)"):
+            kernels.masked_softmax_dropout(scores, wrong)
+    with pytest.raises(ValueError, match="window must be at least 1"):
+        kernels.masked_softmax_dropout(scores, window=3)
+    with pytest.raises(ValueError, match="scores must be"):
+        kernels.masked_softmax_dropout(scores[0, 0])
 
 
 def test_shapes_that_do_not_fit_are_named():

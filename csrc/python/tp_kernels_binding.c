@@ -192,7 +192,178 @@ tp_residual_backward(PyObject *module, PyObject *args)
     Py_RETURN_NONE;
 }
 
+/* The format of a smp_tp_sight. */
+#define SIGHT "(pLKK)"
+
+static smp_tp_sight
+sight_of(seen *see, int causal, long long first_query, unsigned long long queries,
+         unsigned long long window)
+{
+    if (queries < 1 && !see->failed) {
+        PyErr_SetString(PyExc_ValueError, "sight: queries must be at least 1");
+        see->failed = true;
+    }
+    return (smp_tp_sight){causal != 0, first_query, queries, window};
+}
+
+/* Numbers of a tuple into `to`; how many, or -1 with an exception. */
+static int
+sizes(PyObject *tuple, size_t to[SMP_TP_MASK_DIMS])
+{
+    Py_ssize_t n = PyTuple_GET_SIZE(tuple);
+
+    if (n > SMP_TP_MASK_DIMS) {
+        PyErr_Format(PyExc_ValueError, "mask: at most %d dimensions of rows, got %zd",
+                     SMP_TP_MASK_DIMS, n);
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i < n; i++) {
+        to[i] = PyLong_AsSize_t(PyTuple_GET_ITEM(tuple, i));
+        if (to[i] == (size_t)-1 && PyErr_Occurred()) {
+            return -1;
+        }
+    }
+    return (int)n;
+}
+
+/* The mask of a call: None, or (tensor, its elements, shape of the rows, strides). */
+static smp_tp_mask
+mask_of(seen *see, PyObject *object, size_t rows, size_t keys)
+{
+    smp_tp_mask mask = {.data = NULL};
+    PyObject   *tensor;
+    PyObject   *shape;
+    PyObject   *strides;
+    Py_ssize_t  count;
+    size_t      end = keys;
+    size_t      all = 1;
+
+    if (see->failed || object == Py_None) {
+        return mask;
+    }
+    see->failed = !PyArg_ParseTuple(object, "OnO!O!", &tensor, &count, &PyTuple_Type,
+                                    &shape, &PyTuple_Type, &strides) ||
+                  (mask.dims = sizes(shape, mask.shape)) < 0 ||
+                  sizes(strides, mask.strides) < 0;
+    mask.data = floats(see, tensor, "mask", (size_t)count);
+    if (see->failed) {
+        return mask;
+    }
+    for (int i = 0; i < mask.dims; i++) {
+        all *= mask.shape[i];
+        end += mask.shape[i] == 0 ? 0 : (mask.shape[i] - 1) * mask.strides[i];
+    }
+    if (PyTuple_GET_SIZE(strides) != mask.dims || all != rows ||
+        (rows > 0 && end > (size_t)count)) {
+        PyErr_SetString(PyExc_ValueError, "mask: shape and strides leave the tensor");
+        see->failed = true;
+    }
+    return mask;
+}
+
+PyDoc_STRVAR(
+    tp_softmax_doc,
+    "tp_softmax(rows, keys, scale, sight, dropout, scores, mask,\n"
+    "           probabilities, out)\n"
+    "--\n\n"
+    "See smp_tp_softmax.  sight is (causal, first_query, queries, window), mask\n"
+    "None or (tensor, elements, shape, strides), out may be None.");
+
+static PyObject *
+tp_softmax(PyObject *module, PyObject *args)
+{
+    smp_tp_softmax     call = {.rows = 0};
+    seen               see = {.failed = false};
+    Py_ssize_t         rows;
+    Py_ssize_t         keys;
+    int                causal;
+    long long          first_query;
+    unsigned long long queries;
+    unsigned long long window;
+    PyObject          *scores;
+    PyObject          *mask;
+    PyObject          *probabilities;
+    PyObject          *out;
+
+    (void)module;
+    if (!PyArg_ParseTuple(args, "nnf" SIGHT DROPOUT "OOOO:tp_softmax", &rows, &keys,
+                          &call.scale, &causal, &first_query, &queries, &window,
+                          DROPOUT_TO(call.dropout), &scores, &mask, &probabilities,
+                          &out)) {
+        return NULL;
+    }
+    call.rows = (size_t)rows;
+    call.keys = (size_t)keys;
+    call.sight = sight_of(&see, causal, first_query, queries, window);
+    check_dropout(&see, &call.dropout);
+    call.scores = floats(&see, scores, "scores", call.rows * call.keys);
+    call.mask = mask_of(&see, mask, call.rows, call.keys);
+    call.probabilities =
+        floats(&see, probabilities, "probabilities", call.rows * call.keys);
+    call.out = floats_or_none(&see, out, "out", call.rows * call.keys);
+    call.scratch = scratch_of(&see, 1, call.keys);
+    if (see.failed) {
+        return NULL;
+    }
+    call.dtype = see.dtype;
+    Py_BEGIN_ALLOW_THREADS;
+    smp_tp_kernels_best()->softmax(&call);
+    Py_END_ALLOW_THREADS;
+    free(call.scratch);
+    Py_RETURN_NONE;
+}
+
+PyDoc_STRVAR(tp_softmax_backward_doc,
+             "tp_softmax_backward(rows, keys, scale, sight, dropout, probabilities,\n"
+             "                    grad, grad_scores)\n"
+             "--\n\n"
+             "See smp_tp_softmax_backward.");
+
+static PyObject *
+tp_softmax_backward(PyObject *module, PyObject *args)
+{
+    smp_tp_softmax_backward call = {.rows = 0};
+    seen                    see = {.failed = false};
+    Py_ssize_t              rows;
+    Py_ssize_t              keys;
+    int                     causal;
+    long long               first_query;
+    unsigned long long      queries;
+    unsigned long long      window;
+    PyObject               *probabilities;
+    PyObject               *grad;
+    PyObject               *grad_scores;
+
+    (void)module;
+    if (!PyArg_ParseTuple(args, "nnf" SIGHT DROPOUT "OOO:tp_softmax_backward", &rows,
+                          &keys, &call.scale, &causal, &first_query, &queries, &window,
+                          DROPOUT_TO(call.dropout), &probabilities, &grad,
+                          &grad_scores)) {
+        return NULL;
+    }
+    call.rows = (size_t)rows;
+    call.keys = (size_t)keys;
+    call.sight = sight_of(&see, causal, first_query, queries, window);
+    check_dropout(&see, &call.dropout);
+    call.probabilities =
+        floats(&see, probabilities, "probabilities", call.rows * call.keys);
+    call.grad = floats(&see, grad, "grad", call.rows * call.keys);
+    call.grad_scores = floats(&see, grad_scores, "grad_scores", call.rows * call.keys);
+    call.scratch = scratch_of(&see, 1, call.keys);
+    if (see.failed) {
+        return NULL;
+    }
+    call.dtype = see.dtype;
+    Py_BEGIN_ALLOW_THREADS;
+    smp_tp_kernels_best()->softmax_backward(&call);
+    Py_END_ALLOW_THREADS;
+    free(call.scratch);
+    Py_RETURN_NONE;
+}
+
 static PyMethodDef functions[] = {
+    {"tp_softmax", tp_softmax, METH_VARARGS, tp_softmax_doc},
+    {"tp_softmax_backward", tp_softmax_backward, METH_VARARGS, tp_softmax_backward_doc},
     {"tp_residual", tp_residual, METH_VARARGS, tp_residual_doc},
     {"tp_residual_backward", tp_residual_backward, METH_VARARGS,
      tp_residual_backward_doc},

@@ -9,6 +9,7 @@
  *   load, store          elements i .. min(i + LANES, end) of a tensor; other lanes are
  * 0 first_lanes          lanes from `count` on become `rest` chosen               lanes
  * whose bit is 0 become 0 larger(a, b)         b where one of them is NaN
+ *   zero_where_below     y, 0 where x is below the limit
  *   times_power_of_two   y * 2^n, where n is the lowest 9 bits of a float
  *   words_kept           bit i: word i % 4 of counter i / 4 is at least the threshold
  */
@@ -53,11 +54,38 @@ row_to(void *tensor, size_t row, size_t columns, smp_tp_dtype dtype)
     return tensor == NULL ? NULL : (char *)tensor + row * columns * bytes;
 }
 
+/* e^x for x <= 0, within 1 ulp or 2; 0 where that would be subnormal.  x = n ln 2 + r;
+ * the polynomial is that of Cephes' expf(), for |r| <= ln 2 / 2. */
+INLINE lanes
+exp_below_zero(lanes x)
+{
+    static const float terms[] = {1.3981999507e-3f,
+                                  8.3334519073e-3f,
+                                  4.1665795894e-2f,
+                                  1.6666665459e-1f,
+                                  5.0000001201e-1f,
+                                  1,
+                                  1};
+    lanes              shift = all_lanes(0x1.8p23f); /* rounds to a whole number */
+    lanes              shifted = product_sum(x, all_lanes(1.44269504f), shift);
+    lanes              n = shifted - shift;
+    lanes              r = product_sum(n, all_lanes(-0.693359375f), x);
+    lanes              y = all_lanes(1.9875691500e-4f);
+
+    r = product_sum(n, all_lanes(2.12194440e-4f), r);
+    for (size_t i = 0; i < sizeof(terms) / sizeof(terms[0]); i++) {
+        y = product_sum(y, r, all_lanes(terms[i]));
+    }
+    return zero_where_below(times_power_of_two(y, shifted), x, -87.33654f);
+}
+
 #include "tp_kernels/keep.h"
 #include "tp_kernels/residual.h"
+#include "tp_kernels/softmax.h"
 
 #define SMP_TP_KERNELS                                                                 \
     {                                                                                  \
+        .softmax = softmax, .softmax_backward = softmax_backward,                      \
         .residual = residual, .residual_backward = residual_backward,                  \
     }
 

@@ -78,8 +78,63 @@ typedef struct {
     float         *scratch;   /* 2 rows; NULL without grad_bias */
 } smp_tp_residual_backward;
 
+/* Which keys a row of scores sees: all, or those at or before its own position, or the
+ * last `window` of those.  Row r has query r % queries, at position first_query + r %
+ * queries; key k has position k. */
+typedef struct {
+    bool    causal; /* else the rest does not count */
+    int64_t first_query;
+    size_t  queries; /* >= 1 */
+    size_t  window;  /* 0: all */
+} smp_tp_sight;
+
+#define SMP_TP_MASK_DIMS 8
+
+/* What is added to the scores.  The rows of the call form a tensor of `shape`; the mask
+ * of row [i, j, ...] begins at element i * strides[0] + j * strides[1] ...; its keys
+ * follow one another. */
+typedef struct {
+    const void *data; /* NULL: no mask */
+    int         dims; /* 0 without a mask */
+    size_t      shape[SMP_TP_MASK_DIMS];
+    size_t      strides[SMP_TP_MASK_DIMS];
+} smp_tp_mask;
+
+/* probabilities = softmax(scores * scale + mask) over the keys that a row sees, 0 for
+ * the others, and 0 for all of a row in which everything is masked with -infinity;
+ * out = dropout(probabilities). */
+typedef struct {
+    smp_tp_dtype   dtype;
+    size_t         rows;
+    size_t         keys;
+    float          scale;
+    smp_tp_sight   sight;
+    smp_tp_dropout dropout;
+    const void    *scores; /* [rows, keys] */
+    smp_tp_mask    mask;
+    void          *probabilities; /* [rows, keys]; may be scores */
+    void          *out;           /* [rows, keys] or NULL; may be scores */
+    float         *scratch;       /* a row */
+} smp_tp_softmax;
+
+/* grad_scores = scale * p * (g - sum of p * g), where g = dropout(grad). */
+typedef struct {
+    smp_tp_dtype   dtype;
+    size_t         rows;
+    size_t         keys;
+    float          scale;
+    smp_tp_sight   sight;
+    smp_tp_dropout dropout;
+    const void    *probabilities; /* [rows, keys] */
+    const void    *grad;          /* [rows, keys] */
+    void          *grad_scores;   /* [rows, keys]; may be probabilities or grad */
+    float         *scratch;       /* a row */
+} smp_tp_softmax_backward;
+
 /* A set of kernels. */
 typedef struct {
+    void (*softmax)(const smp_tp_softmax *call);
+    void (*softmax_backward)(const smp_tp_softmax_backward *call);
     void (*residual)(const smp_tp_residual *call);
     void (*residual_backward)(const smp_tp_residual_backward *call);
 } smp_tp_kernels;

@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from smp import _core
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_MASK_DIMS = 8  # SMP_TP_MASK_DIMS: those of the scores but the last
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
@@ -173,3 +174,102 @@ def bias_dropout_residual(
 def dropout(x: Tensor, drop: Dropout) -> Tensor:
     """x [..., columns] with some elements 0, the others divided by 1 - p."""
     return bias_dropout_residual(x, None, None, drop)
+
+
+class _Softmax(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        scores: Tensor,
+        mask: Tensor | None,
+        scale: float,
+        sight: tuple[bool, int, int, int],
+        drop: Dropout,
+    ) -> Tensor:
+        scores = scores.contiguous()
+        rows, keys = _rows(scores)
+        probabilities = torch.empty_like(scores)
+        out = torch.empty_like(scores) if drop.p else None
+        added = None
+        if mask is not None:
+            ctx.mask_shape = mask.shape
+            mask = mask.expand(*mask.shape[:-1], keys).contiguous()
+            strides = mask.expand(scores.shape).stride()[:-1]
+            added = (mask, mask.numel(), tuple(scores.shape[:-1]), strides)
+        ctx.scale = scale
+        ctx.settings = (sight, drop.placed(keys))
+        _core.tp_softmax(rows, keys, scale, *ctx.settings, scores, added, probabilities, out)
+        ctx.save_for_backward(probabilities)
+        return probabilities if out is None else out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (probabilities,) = ctx.saved_tensors
+        grad, grad_mask = grad.contiguous(), None
+        of_mask = ctx.needs_input_grad[1]  # that of the scores, but for the scale
+        grad_scores = torch.empty_like(grad)
+        scale = 1.0 if of_mask else ctx.scale
+        _core.tp_softmax_backward(
+            *_rows(grad), scale, *ctx.settings, probabilities, grad, grad_scores
+        )
+        if of_mask:
+            grad_mask = grad_scores.sum_to_size(ctx.mask_shape)
+            grad_scores = grad_scores * ctx.scale
+        return grad_scores, grad_mask, None, None, None
+
+
+def _seen(scores: Tensor, sight: tuple[bool, int, int, int]) -> Tensor:
+    """Which keys each query sees: bool [queries, keys]."""
+    _, first, _, window = sight
+    queries, keys = scores.shape[-2:]
+    at = torch.arange(first, first + queries, device=scores.device)[:, None]
+    key = torch.arange(keys, device=scores.device)
+    return (key <= at) & (key > at - window) if window else key <= at
+
+
+def masked_softmax_dropout(
+    scores: Tensor,
+    mask: Tensor | None = None,
+    *,
+    scale: float = 1.0,
+    causal: bool = False,
+    window: int | None = None,
+    first_query: int | None = None,
+    drop: Dropout | None = None,
+) -> Tensor:
+    """``dropout(softmax(scores * scale + mask))`` over the last dimension.
+
+    scores [..., queries, keys]; mask, of a shape that broadcasts to it, is added, or says
+    which keys are seen if it is bool.  ``causal``: a query sees the keys up to its own
+    position, with ``window`` the last so many of those; the first query's position is
+    ``first_query`` (default: keys - queries, so that the last one sees all).  A row whose
+    keys are all masked with -inf is 0.  Raises ValueError for a mask that does not
+    broadcast, and for a window without ``causal`` or below 1.
+    """
+    shape = scores.shape
+    if scores.dim() < 2:
+        raise ValueError(f"scores must be [..., queries, keys], got {tuple(shape)}")
+    if window is not None and (not causal or window < 1):
+        raise ValueError(f"window must be at least 1, with causal=True, got {window}")
+    drop = drop or _NONE
+    if mask is not None:
+        fits = zip(reversed(mask.shape), reversed(shape), strict=False)
+        if mask.dim() > scores.dim() or any(m not in (1, s) for m, s in fits):
+            raise ValueError(
+                f"mask of {tuple(mask.shape)} does not broadcast to scores of {tuple(shape)}"
+            )
+        if mask.dtype == torch.bool:
+            zero = torch.zeros((), dtype=scores.dtype, device=mask.device)
+            mask = zero.masked_fill(~mask, -torch.inf)
+        mask = mask.to(scores.dtype).view(mask.shape or (1,))
+    first = shape[-1] - shape[-2] if first_query is None else first_query
+    sight = (causal, first, max(shape[-2], 1), window or 0)
+    if _in_c(scores, mask) and scores.dim() <= _MASK_DIMS + 1:
+        return _Softmax.apply(scores, mask, scale, sight, drop)
+    s = scores.to(torch.promote_types(scores.dtype, torch.float32)) * scale
+    s = s if mask is None else s + mask
+    s = s.masked_fill(~_seen(scores, sight), -torch.inf) if causal else s
+    unseen = (s == -torch.inf).all(-1, keepdim=True)
+    p = s.masked_fill(unseen, 0).softmax(-1).masked_fill(unseen, 0)
+    return (p * drop.factors(p) if drop.p else p).to(scores.dtype)

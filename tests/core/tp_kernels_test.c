@@ -312,6 +312,260 @@ TEST(results_are_rounded_to_the_nearest_half_and_to_even)
     return 0;
 }
 
+/* Whether a row sees a key. */
+static bool
+sees(const smp_tp_sight *sight, size_t row, size_t key)
+{
+    int64_t at;
+
+    if (!sight->causal) {
+        return true;
+    }
+    at = sight->first_query + (int64_t)(row % sight->queries);
+    return (int64_t)key <= at &&
+           (sight->window == 0 || (int64_t)key > at - (int64_t)sight->window);
+}
+
+/* Some masks of rows [2, 3, queries]. */
+static smp_tp_mask
+mask_at(size_t i, void *data, size_t queries, size_t keys)
+{
+    smp_tp_mask masks[] = {
+        {.data = NULL},
+        {.data = data, .dims = 3, .shape = {2, 3, queries}, .strides = {keys, 0, 0}},
+        {.data = data,
+         .dims = 3,
+         .shape = {2, 3, queries},
+         .strides = {keys * queries, 0, keys}},
+        {.data = data, .dims = 3, .shape = {2, 3, queries}, .strides = {0, keys, 0}},
+    };
+
+    return masks[i % 4];
+}
+
+static size_t
+mask_element(const smp_tp_mask *mask, size_t row, size_t queries)
+{
+    return row / queries / 3 * mask->strides[0] + row / queries % 3 * mask->strides[1] +
+           row % queries * mask->strides[2];
+}
+
+static void
+reference_softmax(const double *scores, size_t n, double *probabilities)
+{
+    double top = -INFINITY;
+    double sum = 0;
+
+    for (size_t k = 0; k < n; k++) {
+        top = fmax(top, scores[k]);
+    }
+    for (size_t k = 0; k < n; k++) {
+        probabilities[k] = top == -INFINITY ? 0 : exp(scores[k] - top);
+        sum += probabilities[k];
+    }
+    for (size_t k = 0; k < n; k++) {
+        probabilities[k] /= sum == 0 ? 1 : sum;
+    }
+}
+
+/* One call of softmax, then its backward from what it saved; scores up to 2 * huge. */
+static int
+check_softmax(const smp_tp_kernels *kernels, size_t t, double huge)
+{
+    enum { KEYS = 257 };
+    smp_tp_dtype dtype = dtypes[t % 3];
+    size_t       n = sizes[t / 3 % SIZES];
+    size_t       queries = 1 + t % 5;
+    size_t       rows = t % 11 == 0 ? 0 : 6 * queries;
+    double       scale = t % 2 == 0 ? 1 : 0.125;
+    smp_tp_sight sights[] = {
+        {.causal = false},
+        {.causal = true, .queries = queries, .first_query = (int64_t)n - 2},
+        {.causal = true, .queries = queries, .first_query = -1},
+        {.causal = true, .queries = queries, .first_query = 3, .window = 2},
+        {.causal = true, .queries = queries, .first_query = 40, .window = 19},
+    };
+    void  *scores = drawn(t, rows * n, dtype);
+    void  *added = drawn(t + 1, 6 * queries * n, dtype);
+    void  *probabilities = drawn(t + 2, rows * n, dtype);
+    void  *out = drawn(t + 3, rows * n, dtype);
+    void  *grad = drawn(t + 4, rows * n, dtype);
+    void  *grad_scores = drawn(t + 5, rows * n, dtype);
+    float *scratch = drawn(t, SMP_TP_SCRATCH_ROW(n), SMP_TP_F32);
+
+    smp_tp_softmax          call = {.dtype = dtype,
+                                    .rows = rows,
+                                    .keys = n,
+                                    .scale = (float)scale,
+                                    .sight = sights[t / 7 % 5],
+                                    .dropout = way(t / 3, n),
+                                    .scores = scores,
+                                    .mask = mask_at(t / 2, added, queries, n),
+                                    .probabilities = probabilities,
+                                    .out = out,
+                                    .scratch = scratch};
+    smp_tp_softmax_backward back = {.dtype = dtype,
+                                    .rows = rows,
+                                    .keys = n,
+                                    .scale = (float)scale,
+                                    .sight = call.sight,
+                                    .dropout = call.dropout,
+                                    .probabilities = probabilities,
+                                    .grad = grad,
+                                    .grad_scores = grad_scores,
+                                    .scratch = scratch};
+
+    for (size_t i = 0; i < rows * n; i++) {
+        put(scores, i, dtype, get(scores, i, dtype) * huge);
+    }
+    for (size_t i = 0; i < 6 * queries * n; i++) {
+        if (mixed(i + t) % 3 == 0 || i < n) { /* all of the mask's first row */
+            put(added, i, dtype, -INFINITY);
+        }
+    }
+    kernels->softmax(&call);
+    kernels->softmax_backward(&back);
+    for (size_t r = 0; r < rows; r++) {
+        double row[KEYS];
+        double want[KEYS];
+        double dot = 0;
+
+        for (size_t k = 0; k < n; k++) {
+            row[k] = get(scores, r * n + k, dtype) * scale;
+            if (call.mask.data != NULL) {
+                row[k] += get(added, mask_element(&call.mask, r, queries) + k, dtype);
+            }
+            if (!sees(&call.sight, r, k)) {
+                row[k] = -INFINITY;
+            }
+        }
+        reference_softmax(row, n, want);
+        for (size_t k = 0; k < n; k++) {
+            double p = get(probabilities, r * n + k, dtype);
+            double factor = kept(&call.dropout, r, k);
+
+            /* The scores themselves have the rounding of float32. */
+            CHECK(near(p, want[k], (1 + huge / 10) * want[k], dtype));
+            CHECK(near(get(out, r * n + k, dtype), factor * want[k],
+                       (1 + huge / 10) * factor * want[k], dtype));
+            dot += p * factor * get(grad, r * n + k, dtype);
+        }
+        for (size_t k = 0; k < n; k++) {
+            double g = kept(&call.dropout, r, k) * get(grad, r * n + k, dtype);
+            double p = get(probabilities, r * n + k, dtype);
+
+            CHECK(near(get(grad_scores, r * n + k, dtype), scale * p * (g - dot),
+                       scale * p * 4, dtype));
+        }
+    }
+    free(scores);
+    free(added);
+    free(probabilities);
+    free(out);
+    free(grad);
+    free(grad_scores);
+    free(scratch);
+    return 0;
+}
+
+TEST(softmax_and_its_backward_give_what_the_definition_says)
+{
+    FOR_SETS(kernels)
+    {
+        for (size_t t = 0; t < 3 * SIZES * 20; t++) {
+            CHECK(check_softmax(kernels, t, 1) == 0);
+        }
+    }
+    return 0;
+}
+
+TEST(softmax_of_huge_scores_is_finite)
+{
+    FOR_SETS(kernels)
+    {
+        float scores[] = {-3.4e38f, 0, 3.4e38f, 3.4e38f};
+        float probabilities[4];
+        float scratch[16];
+
+        smp_tp_softmax call = {.rows = 1,
+                               .keys = 4,
+                               .scale = 1,
+                               .scores = scores,
+                               .probabilities = probabilities,
+                               .scratch = scratch};
+
+        for (size_t t = 0; t < 3 * SIZES * 5; t++) {
+            CHECK(check_softmax(kernels, t, 3e4) == 0);
+        }
+        kernels->softmax(&call);
+        CHECK(probabilities[0] == 0 && probabilities[1] == 0);
+        CHECK(probabilities[2] == 0.5f && probabilities[3] == 0.5f);
+    }
+    return 0;
+}
+
+TEST(softmax_is_as_exact_as_float32_allows)
+{
+    enum { KEYS = 4096 };
+    static float scores[KEYS];
+    static float probabilities[KEYS];
+    static float scratch[KEYS];
+    double       sum = 0;
+
+    for (size_t k = 0; k < KEYS; k++) {
+        scores[k] = -95.0f * (float)k / KEYS;
+        sum += exp((double)scores[k]);
+    }
+    FOR_SETS(kernels)
+    {
+        smp_tp_softmax call = {.rows = 1,
+                               .keys = KEYS,
+                               .scale = 1,
+                               .scores = scores,
+                               .probabilities = probabilities,
+                               .scratch = scratch};
+
+        kernels->softmax(&call);
+        for (size_t k = 0; k < KEYS; k++) {
+            double want = exp((double)scores[k]) / sum;
+
+            CHECK(fabs((double)probabilities[k] - want) < 1e-6 * want + 1.2e-38);
+        }
+    }
+    return 0;
+}
+
+TEST(softmax_of_a_nan_is_nan)
+{
+    FOR_SETS(kernels)
+    {
+        for (size_t bad = 0; bad < 20; bad++) {
+            float scores[20] = {0};
+            float mask[20];
+            float probabilities[20];
+            float scratch[32];
+
+            smp_tp_softmax call = {.rows = 1,
+                                   .keys = 20,
+                                   .scale = 1,
+                                   .scores = scores,
+                                   .probabilities = probabilities,
+                                   .scratch = scratch};
+
+            scores[bad] = NAN;
+            kernels->softmax(&call);
+            CHECK(isnan(probabilities[0]) && isnan(probabilities[19]));
+            for (size_t k = 0; k < 20; k++) {
+                mask[k] = -INFINITY;
+            }
+            call.mask = (smp_tp_mask){.data = mask};
+            kernels->softmax(&call);
+            CHECK(isnan(probabilities[0]) && isnan(probabilities[19]));
+        }
+    }
+    return 0;
+}
+
 int
 main(int argc, char **argv)
 {
@@ -320,6 +574,10 @@ main(int argc, char **argv)
         LISTED_TEST(dropout_keeps_what_the_generator_says),
         LISTED_TEST(residual_and_its_backward_give_what_the_definition_says),
         LISTED_TEST(results_are_rounded_to_the_nearest_half_and_to_even),
+        LISTED_TEST(softmax_and_its_backward_give_what_the_definition_says),
+        LISTED_TEST(softmax_of_huge_scores_is_finite),
+        LISTED_TEST(softmax_is_as_exact_as_float32_allows),
+        LISTED_TEST(softmax_of_a_nan_is_nan),
     };
     return run_tests(tests, sizeof(tests) / sizeof(tests[0]), argc, argv);
 }
