@@ -21,7 +21,10 @@ from table import alternate, machine, timed
 
 P = 0.1
 SIZES = ((256, 256), (1024, 1024), (4096, 1024))
-SIZES_OF = {"attention": ((256, 64), (512, 64), (1024, 64))}
+SIZES_OF = {
+    "attention": ((256, 64), (512, 64), (1024, 64)),
+    "cross_entropy": ((2048, 4096), (256, 12_500), (256, 50_257)),
+}
 
 Sides = dict[str, Callable[..., torch.Tensor]]
 
@@ -77,7 +80,28 @@ def attention(rows: int, columns: int) -> tuple[list[torch.Tensor], Sides]:
     return inputs, {"smp": ours, "eager": eager, "fused": fused}
 
 
-CASES = {"softmax": softmax, "attention": attention, "residual": residual}
+def cross_entropy(rows: int, columns: int) -> tuple[list[torch.Tensor], Sides]:
+    """Cross-entropy; the gradient written over the logits."""
+    inputs = [torch.randn(rows, columns)]
+    targets = torch.randint(columns, (rows,))
+
+    def eager(x):
+        return F.cross_entropy(x, targets, reduction="none")
+
+    def ours(x):
+        return kernels.split_cross_entropy(
+            x, targets, 0, columns, lambda own: own, in_place=True
+        )
+
+    return inputs, {"smp": ours, "eager": eager}
+
+
+CASES = {
+    "softmax": softmax,
+    "attention": attention,
+    "residual": residual,
+    "cross_entropy": cross_entropy,
+}
 
 
 def measure(case: Callable, size: tuple[int, ...], rounds: int, compiled: bool) -> None:

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 from smp.tensor_parallel import kernels
 from smp.tensor_parallel.kernels import Dropout
@@ -200,3 +201,109 @@ def test_neighbours_are_dropped_independently():
     x = (mask(1 << 10, 1 << 10, Dropout(0.5, 12)) == 0).double().flatten() - 0.5
     for lag in (1, 2, 3, 4, 5, 8, 16, 32, 64, 1024):
         assert abs((x[lag:] * x[:-lag]).mean().item() * 4) < 5 / math.sqrt(x.numel())
+
+
+def combined(parts):
+    """What ranks with these statistics agree on."""
+    top = torch.stack([p.top for p in parts]).amax(0)
+    total = sum(p.sum * (p.top - top).exp() for p in parts)
+    every = None if parts[0].every is None else sum(p.every for p in parts)
+    return kernels.Statistics(top, total, sum(p.target for p in parts), every)
+
+
+CUTS = [[13], [5, 8], [0, 13], [4, 4, 5]]  # columns of each rank
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("cuts", CUTS)
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_split_cross_entropy(dtype, cuts, smoothing, in_place):
+    logits = drawn(9, 13, dtype=dtype)
+    targets = torch.tensor([0, 4, 5, 12, -7, 8, 3, -7, 12])
+    seed = torch.randn(9, dtype=torch.float64)
+    wide = logits.detach().double().requires_grad_()
+    want = F.cross_entropy(
+        wide, targets, reduction="none", ignore_index=-7, label_smoothing=smoothing
+    )
+    (want_grad,) = torch.autograd.grad(want, wide, seed)
+    starts = [sum(cuts[:i]) for i in range(len(cuts))]
+    own = [x.detach().clone().requires_grad_() for x in logits.split(cuts, 1)]
+    parts = [
+        kernels.cross_entropy_statistics(x, targets, start, 13, -7, smoothing)
+        for x, start in zip(own, starts, strict=True)
+    ]
+    for rank, (x, start) in enumerate(zip(own, starts, strict=True)):
+
+        def combine(mine, rank=rank):
+            assert torch.equal(mine.sum, parts[rank].sum)
+            return combined(parts)
+
+        losses = kernels.split_cross_entropy(
+            x,
+            targets,
+            start,
+            13,
+            combine,
+            ignore_index=-7,
+            label_smoothing=smoothing,
+            in_place=in_place,
+        )
+        (grad,) = torch.autograd.grad(losses, x, seed.to(losses.dtype))
+        assert grad.dtype == dtype
+        assert not grad[targets == -7].any() and not losses[targets == -7].any()
+        close = min(1e-5, TOLERANCE[dtype])
+        torch.testing.assert_close(losses.double(), want, rtol=close, atol=close)
+        same = want_grad[:, start : start + cuts[rank]]
+        torch.testing.assert_close(grad.double(), same, rtol=0, atol=TOLERANCE[dtype])
+        assert (grad.data_ptr() == x.data_ptr()) == (
+            in_place and dtype != torch.float64
+        ) or not cuts[rank]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_cross_entropy_of_huge_logits_and_of_infinite_ones(dtype):
+    logits = torch.tensor([[3e4, -3e4, 0.0], [-3e4, -3e4, -3e4], [-torch.inf, 1, 1]])
+    logits = logits.to(dtype).requires_grad_()
+    targets = torch.tensor([1, 2, 1])
+    losses = kernels.split_cross_entropy(logits, targets, 0, 3, lambda own: own)
+    want = F.cross_entropy(logits.double(), targets, reduction="none")
+    torch.testing.assert_close(losses.double(), want, rtol=1e-5, atol=1e-5)
+    (grad,) = torch.autograd.grad(losses.sum(), logits)
+    third = 1 / 3
+    expected = [[1, -1, 0], [third, third, third - 1], [0, -0.5, 0.5]]
+    torch.testing.assert_close(
+        grad.double(), torch.tensor(expected).double(), rtol=0, atol=2e-3
+    )
+
+
+def test_a_row_that_does_not_count_has_no_gradient_whatever_its_logits():
+    logits = torch.full((2, 5), torch.nan).requires_grad_()
+    targets = torch.tensor([-100, -100])
+    losses = kernels.split_cross_entropy(logits, targets, 0, 5, lambda own: own)
+    losses.sum().backward()
+    assert not losses.any() and not logits.grad.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_targets_that_are_no_ids_are_named(dtype):
+    logits = torch.zeros(3, 4, dtype=dtype)
+    for wrong in (10, -1):
+        targets = torch.tensor([9, -100, wrong])
+        with pytest.raises(IndexError, match=rf"targets\[2\] is {wrong}; .*\[0, 10\)"):
+            kernels.cross_entropy_statistics(logits, targets, 2, 10)
+    with pytest.raises(ValueError, match="logits must be"):
+        kernels.cross_entropy_statistics(logits, targets, 7, 10)
+    with pytest.raises(ValueError, match=r"targets has shape \(2,\)"):
+        kernels.cross_entropy_statistics(logits, targets[:2], 0, 10)
+
+
+def test_a_second_backward_in_place_is_refused():
+    logits = torch.randn(2, 5).requires_grad_()
+    targets = torch.tensor([1, 2])
+    losses = kernels.split_cross_entropy(
+        logits, targets, 0, 5, lambda own: own, in_place=True
+    ).sum()
+    losses.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="second backward"):
+        losses.backward()

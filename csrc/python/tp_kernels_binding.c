@@ -361,12 +361,119 @@ tp_softmax_backward(PyObject *module, PyObject *args)
     Py_RETURN_NONE;
 }
 
+PyDoc_STRVAR(tp_cross_entropy_doc,
+             "tp_cross_entropy(rows, columns, (start, vocabulary, ignored), logits,\n"
+             "                 targets, top, sum, target, all)\n"
+             "--\n\n"
+             "See smp_tp_cross_entropy.  Returns what it returns; all may be None.");
+
+static PyObject *
+tp_cross_entropy(PyObject *module, PyObject *args)
+{
+    smp_tp_cross_entropy call = {.rows = 0};
+    seen                 see = {.failed = false};
+    seen                 statistics = {.known = true, .dtype = SMP_TP_F32};
+    Py_ssize_t           rows;
+    Py_ssize_t           columns;
+    long long            start;
+    long long            vocabulary;
+    long long            ignored;
+    PyObject            *logits;
+    PyObject            *targets;
+    PyObject            *top;
+    PyObject            *sum;
+    PyObject            *target;
+    PyObject            *all;
+    size_t               wrong;
+
+    (void)module;
+    if (!PyArg_ParseTuple(args, "nn(LLL)OOOOOO:tp_cross_entropy", &rows, &columns,
+                          &start, &vocabulary, &ignored, &logits, &targets, &top, &sum,
+                          &target, &all)) {
+        return NULL;
+    }
+    call.rows = (size_t)rows;
+    call.columns = (size_t)columns;
+    call.start = start;
+    call.vocabulary = vocabulary;
+    call.ignored = ignored;
+    call.logits = floats(&see, logits, "logits", call.rows * call.columns);
+    call.targets = numbers(&see, targets, "targets", SMP_I64, call.rows);
+    statistics.failed = see.failed;
+    call.top = floats(&statistics, top, "top", call.rows);
+    call.sum = floats(&statistics, sum, "sum", call.rows);
+    call.target = floats(&statistics, target, "target", call.rows);
+    call.all = floats_or_none(&statistics, all, "all", call.rows);
+    if (statistics.failed) {
+        return NULL;
+    }
+    call.dtype = see.dtype;
+    Py_BEGIN_ALLOW_THREADS;
+    wrong = smp_tp_kernels_best()->cross_entropy(&call);
+    Py_END_ALLOW_THREADS;
+    return PyLong_FromSize_t(wrong);
+}
+
+PyDoc_STRVAR(
+    tp_cross_entropy_backward_doc,
+    "tp_cross_entropy_backward(rows, columns, (start, vocabulary), smoothing,\n"
+    "                          logits, targets, top, sum, factors, grad)\n"
+    "--\n\n"
+    "See smp_tp_cross_entropy_backward.");
+
+static PyObject *
+tp_cross_entropy_backward(PyObject *module, PyObject *args)
+{
+    smp_tp_cross_entropy_backward call = {.rows = 0};
+    seen                          see = {.failed = false};
+    seen                          statistics = {.known = true, .dtype = SMP_TP_F32};
+    Py_ssize_t                    rows;
+    Py_ssize_t                    columns;
+    long long                     start;
+    long long                     vocabulary;
+    PyObject                     *logits;
+    PyObject                     *targets;
+    PyObject                     *top;
+    PyObject                     *sum;
+    PyObject                     *factors;
+    PyObject                     *grad;
+
+    (void)module;
+    if (!PyArg_ParseTuple(args, "nn(LL)fOOOOOO:tp_cross_entropy_backward", &rows,
+                          &columns, &start, &vocabulary, &call.smoothing, &logits,
+                          &targets, &top, &sum, &factors, &grad)) {
+        return NULL;
+    }
+    call.rows = (size_t)rows;
+    call.columns = (size_t)columns;
+    call.start = start;
+    call.vocabulary = vocabulary;
+    call.logits = floats(&see, logits, "logits", call.rows * call.columns);
+    call.targets = numbers(&see, targets, "targets", SMP_I64, call.rows);
+    call.grad = floats(&see, grad, "grad", call.rows * call.columns);
+    statistics.failed = see.failed;
+    call.top = floats(&statistics, top, "top", call.rows);
+    call.sum = floats(&statistics, sum, "sum", call.rows);
+    call.factors = floats(&statistics, factors, "factors", call.rows);
+    if (statistics.failed) {
+        return NULL;
+    }
+    call.dtype = see.dtype;
+    Py_BEGIN_ALLOW_THREADS;
+    smp_tp_kernels_best()->cross_entropy_backward(&call);
+    Py_END_ALLOW_THREADS;
+    Py_RETURN_NONE;
+}
+
 static PyMethodDef functions[] = {
     {"tp_softmax", tp_softmax, METH_VARARGS, tp_softmax_doc},
     {"tp_softmax_backward", tp_softmax_backward, METH_VARARGS, tp_softmax_backward_doc},
     {"tp_residual", tp_residual, METH_VARARGS, tp_residual_doc},
     {"tp_residual_backward", tp_residual_backward, METH_VARARGS,
      tp_residual_backward_doc},
+    {"tp_cross_entropy", tp_cross_entropy, METH_VARARGS, tp_cross_entropy_doc},
+    {"tp_cross_entropy_backward", tp_cross_entropy_backward, METH_VARARGS,
+     tp_cross_entropy_backward_doc},
     {NULL, NULL, 0, NULL},
 };
 

@@ -79,6 +79,7 @@ exp_below_zero(lanes x)
     return zero_where_below(times_power_of_two(y, shifted), x, -87.33654f);
 }
 
+#include "tp_kernels/cross_entropy.h"
 #include "tp_kernels/keep.h"
 #include "tp_kernels/residual.h"
 #include "tp_kernels/softmax.h"
@@ -87,6 +88,8 @@ exp_below_zero(lanes x)
     {                                                                                  \
         .softmax = softmax, .softmax_backward = softmax_backward,                      \
         .residual = residual, .residual_backward = residual_backward,                  \
+        .cross_entropy = cross_entropy,                                                \
+        .cross_entropy_backward = cross_entropy_backward,                              \
     }
 
 #endif

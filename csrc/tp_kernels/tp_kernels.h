@@ -131,12 +131,50 @@ typedef struct {
     float         *scratch;       /* a row */
 } smp_tp_softmax_backward;
 
+/* Cross-entropy of logits whose columns, the ids of a vocabulary, are split over ranks:
+ * the statistics of one rank's columns.  Those of all ranks are the largest of the
+ * tops, the sum of sum[r] * exp(top[r] - that), and the sums of target and all. */
+typedef struct {
+    smp_tp_dtype   dtype; /* of the logits */
+    size_t         rows;
+    size_t         columns;
+    int64_t        start; /* id of column 0 */
+    int64_t        vocabulary;
+    int64_t        ignored; /* target of a row that does not count */
+    const void    *logits;  /* [rows, columns] */
+    const int64_t *targets; /* [rows]: ids */
+    float         *top;     /* [rows]: the largest logit; -infinity without columns */
+    float         *sum;     /* [rows]: of exp(logit - top) */
+    float         *target;  /* [rows]: the target's logit, 0 where it is elsewhere */
+    float         *all;     /* [rows] or NULL: the sum of the logits */
+} smp_tp_cross_entropy;
+
+/* grad = factor * (exp(logit - top) / sum - (1 - smoothing) * is_target - smoothing /
+ * vocabulary), from the statistics of all ranks; 0 where the factor is. */
+typedef struct {
+    smp_tp_dtype   dtype; /* of logits and grad */
+    size_t         rows;
+    size_t         columns;
+    int64_t        start;
+    int64_t        vocabulary;
+    float          smoothing;
+    const void    *logits;  /* [rows, columns] */
+    const int64_t *targets; /* [rows] */
+    const float   *top;     /* [rows] */
+    const float   *sum;     /* [rows] */
+    const float   *factors; /* [rows]: gradient of the row's loss */
+    void          *grad;    /* [rows, columns]; may be logits */
+} smp_tp_cross_entropy_backward;
+
 /* A set of kernels. */
 typedef struct {
     void (*softmax)(const smp_tp_softmax *call);
     void (*softmax_backward)(const smp_tp_softmax_backward *call);
     void (*residual)(const smp_tp_residual *call);
     void (*residual_backward)(const smp_tp_residual_backward *call);
+    /* The first row whose target is neither an id nor ignored, or call->rows. */
+    size_t (*cross_entropy)(const smp_tp_cross_entropy *call);
+    void (*cross_entropy_backward)(const smp_tp_cross_entropy_backward *call);
 } smp_tp_kernels;
 
 /* NULL: this processor cannot run them. */

@@ -7,6 +7,7 @@ through a composition of torch's operators with the same meaning and the same dr
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -273,3 +274,179 @@ def masked_softmax_dropout(
     unseen = (s == -torch.inf).all(-1, keepdim=True)
     p = s.masked_fill(unseen, 0).softmax(-1).masked_fill(unseen, 0)
     return (p * drop.factors(p) if drop.p else p).to(scores.dtype)
+
+
+@dataclass
+class Statistics:
+    """What cross-entropy needs of each row of logits [rows, columns]; all [rows], float32.
+
+    For logits whose columns are split over ranks, first of a rank's own columns, and then of
+    all: ``top`` is the largest of the ranks', ``sum`` the sum of ``sum * exp(top - all's
+    top)``, ``target`` and ``every`` are sums.
+    """
+
+    top: Tensor  # the largest logit; -inf without columns
+    sum: Tensor  # of exp(logit - top)
+    target: Tensor  # the target's logit; 0 where it is not among the columns
+    every: Tensor | None = None  # the sum of the logits, for label smoothing
+
+
+def cross_entropy_statistics(
+    logits: Tensor,
+    targets: Tensor,
+    start: int,
+    vocabulary: int,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+) -> Statistics:
+    """The statistics of a rank's own columns, those of ids ``start`` and on.
+
+    logits [rows, columns]; targets [rows], int64, of which ``ignore_index`` says that the row
+    does not count.  Of float64 logits they are float64.  Raises IndexError for a target that
+    is neither that nor in [0, vocabulary), and ValueError for shapes that do not fit.
+    """
+    if logits.dim() != 2 or not 0 <= start <= vocabulary - logits.shape[1]:
+        raise ValueError(
+            f"logits must be [rows, columns] with columns {start} .. of {vocabulary}, "
+            f"got {tuple(logits.shape)}"
+        )
+    _check_shape("targets", targets, logits.shape[:1], f"logits of {tuple(logits.shape)}")
+    logits = logits.detach()
+    if _in_c(logits) and targets.device.type == "cpu":
+        out = [torch.empty(len(logits)) for _ in range(4 if label_smoothing else 3)]
+        wrong = _core.tp_cross_entropy(
+            *logits.shape,
+            (start, vocabulary, ignore_index),
+            logits.contiguous(),
+            targets.long().contiguous(),
+            *(out if label_smoothing else [*out, None]),
+        )
+        statistics = Statistics(*out)
+    else:
+        bad = (targets != ignore_index) & ((targets < 0) | (targets >= vocabulary))
+        wrong = int(bad.long().argmax()) if bad.any() else len(targets)
+        statistics = _statistics(logits, targets - start, bool(label_smoothing))
+    if wrong < len(targets):
+        raise IndexError(
+            f"targets[{wrong}] is {int(targets[wrong])}; it must be in [0, {vocabulary}) or "
+            f"ignore_index ({ignore_index})"
+        )
+    return statistics
+
+
+def _statistics(logits: Tensor, columns: Tensor, every: bool) -> Statistics:
+    """By torch alone; ``columns`` of the targets, which may be others than there are."""
+    x = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    top = torch.cat([x, x.new_full((len(x), 1), -torch.inf)], 1).amax(1)
+    base = top.masked_fill(top == -torch.inf, 0)[:, None]
+    own = columns[:, None] == torch.arange(x.shape[1], device=x.device)
+    return Statistics(
+        top,
+        (x - base).exp().sum(1),
+        torch.where(own, x, 0).sum(1),
+        x.sum(1) if every else None,
+    )
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        targets: Tensor,
+        start: int,
+        vocabulary: int,
+        combine: Callable[[Statistics], Statistics],
+        ignore_index: int,
+        smoothing: float,
+        in_place: bool,
+    ) -> Tensor:
+        of = combine(
+            cross_entropy_statistics(
+                logits, targets, start, vocabulary, ignore_index, smoothing
+            )
+        )
+        ctx.save_for_backward(logits, targets, of.top, of.sum)
+        ctx.settings = (start, vocabulary, ignore_index, smoothing, in_place)
+        ctx.spent = False
+        above = of.sum.log()  # by so much all logits' log-sum-exp is above the largest one
+        losses = above + (of.top - of.target)
+        if of.every is not None:
+            mean = above + (of.top - of.every / vocabulary)
+            losses = losses * (1 - smoothing) + mean * smoothing
+        return losses.masked_fill(targets == ignore_index, 0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        logits, targets, top, total = ctx.saved_tensors
+        start, vocabulary, ignore_index, smoothing, in_place = ctx.settings
+        if ctx.spent:
+            raise RuntimeError(
+                "split_cross_entropy(in_place=True): a second backward, but the first one "
+                "has written the gradient over the logits"
+            )
+        ctx.spent = in_place
+        factors = grad.masked_fill(targets == ignore_index, 0)
+        return _cross_entropy_backward(
+            logits, targets, start, vocabulary, top, total, factors, smoothing, in_place
+        ), *[None] * 7
+
+
+def _cross_entropy_backward(
+    logits: Tensor,
+    targets: Tensor,
+    start: int,
+    vocabulary: int,
+    top: Tensor,
+    total: Tensor,
+    factors: Tensor,
+    smoothing: float,
+    in_place: bool,
+) -> Tensor:
+    """The logits' gradient, from all ranks' statistics and the losses' gradients."""
+    if _in_c(logits) and targets.device.type == "cpu":
+        dense = logits.contiguous()
+        out = dense if in_place else torch.empty_like(dense)
+        _core.tp_cross_entropy_backward(
+            *logits.shape,
+            (start, vocabulary),
+            smoothing,
+            dense,
+            targets.long().contiguous(),
+            top.contiguous(),
+            total.contiguous(),
+            factors.contiguous(),
+            out,
+        )
+        return out
+    p = (logits.to(top.dtype) - top[:, None]).exp() / total[:, None]
+    ids = torch.arange(start, start + logits.shape[1], device=logits.device)
+    is_target = (targets[:, None] == ids).to(p.dtype)
+    wanted = is_target * (1 - smoothing) + smoothing / vocabulary
+    grad = (p - wanted) * factors[:, None]
+    return grad.masked_fill((factors == 0)[:, None], 0).to(logits.dtype)
+
+
+def split_cross_entropy(
+    logits: Tensor,
+    targets: Tensor,
+    start: int,
+    vocabulary: int,
+    combine: Callable[[Statistics], Statistics],
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    in_place: bool = False,
+) -> Tensor:
+    """The loss of each row, float32 [rows], 0 for rows whose target is ``ignore_index``.
+
+    logits [rows, columns] are a rank's own columns of all, those of ids ``start`` and on;
+    ``combine`` makes all ranks' statistics of its own ones, by collectives.  Each rank
+    gets the losses of all columns, and in backward the gradient of its own.  ``in_place``
+    writes that over the logits, which nobody else may need.  Errors as for
+    :func:`cross_entropy_statistics`.
+    """
+    return _CrossEntropy.apply(
+        logits, targets, start, vocabulary, combine, ignore_index, label_smoothing, in_place
+    )

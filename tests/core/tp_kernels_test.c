@@ -566,6 +566,165 @@ TEST(softmax_of_a_nan_is_nan)
     return 0;
 }
 
+TEST(cross_entropy_and_its_backward_give_what_the_definition_says)
+{
+    static const size_t columns[] = {0, 1, 15, 16, 17, 65, 257, 2047, 2048, 2049, 5000};
+    enum { COLUMNS = sizeof(columns) / sizeof(columns[0]), ROWS = 7 };
+
+    FOR_SETS(kernels)
+    {
+        for (size_t t = 0; t < 3 * COLUMNS * 4; t++) {
+            smp_tp_dtype dtype = dtypes[t % 3];
+            size_t       n = columns[t / 3 % COLUMNS];
+            size_t       rows = t % 10 == 9 ? 0 : ROWS;
+            int64_t      start = t % 4 == 0 ? 0 : 31;
+            double       smoothing = t % 2 == 0 ? 0 : 0.1;
+            double       huge = t / 3 / COLUMNS == 1 ? 3e4 : 1;
+            void        *logits = drawn(t, rows * n, dtype);
+            void        *grad = drawn(t + 1, rows * n, dtype);
+            float        top[ROWS];
+            float        sum[ROWS];
+            float        target[ROWS];
+            float        all[ROWS];
+            float        factors[ROWS] = {1, 0.5f, 0, -2, 1e-3f, 7, 1};
+            int64_t      targets[ROWS] = {
+                     start,     start + (int64_t)n - 1, -100, start + (int64_t)n,
+                     start - 1, start + (int64_t)n / 2, 0};
+
+            smp_tp_cross_entropy          call = {.dtype = dtype,
+                                                  .rows = rows,
+                                                  .columns = n,
+                                                  .start = start,
+                                                  .vocabulary = start + (int64_t)n + 1,
+                                                  .ignored = start == 0 ? -1 : -100,
+                                                  .logits = logits,
+                                                  .targets = targets,
+                                                  .top = top,
+                                                  .sum = sum,
+                                                  .target = target,
+                                                  .all = t % 3 == 0 ? NULL : all};
+            smp_tp_cross_entropy_backward back = {.dtype = dtype,
+                                                  .rows = rows,
+                                                  .columns = n,
+                                                  .start = start,
+                                                  .vocabulary = call.vocabulary,
+                                                  .smoothing = (float)smoothing,
+                                                  .logits = logits,
+                                                  .targets = targets,
+                                                  .top = top,
+                                                  .sum = sum,
+                                                  .factors = factors,
+                                                  .grad = grad};
+            size_t                        wrong = start == 0 && rows > 0 ? 2 : rows;
+
+            if (n == 0) {
+                targets[1] = start;
+            }
+            for (size_t i = 0; i < rows * n; i++) {
+                put(logits, i, dtype, get(logits, i, dtype) * huge);
+            }
+            CHECK(kernels->cross_entropy(&call) == wrong);
+            for (size_t r = 0; r < rows; r++) {
+                double highest = -INFINITY;
+                double want = 0;
+                double values = 0;
+
+                for (size_t c = 0; c < n; c++) {
+                    highest = fmax(highest, get(logits, r * n + c, dtype));
+                    values += get(logits, r * n + c, dtype);
+                }
+                for (size_t c = 0; c < n; c++) {
+                    want += exp(get(logits, r * n + c, dtype) - highest);
+                }
+                CHECK((double)top[r] == highest);
+                CHECK(near((double)sum[r], want, want, SMP_TP_F32));
+                CHECK(call.all == NULL ||
+                      near((double)all[r], values, (double)(n + 1) * huge, SMP_TP_F32));
+                for (int64_t c = targets[r] - start; c >= 0 && c < (int64_t)n; c++) {
+                    CHECK((double)target[r] == get(logits, r * n + (size_t)c, dtype));
+                    break;
+                }
+                if (targets[r] < start || targets[r] >= start + (int64_t)n) {
+                    CHECK(target[r] == 0);
+                }
+                if (factors[r] == 0) { /* whatever the row is */
+                    top[r] = INFINITY;
+                    sum[r] = 0;
+                    continue;
+                }
+                /* What other ranks' columns do to the statistics. */
+                top[r] = n == 0 ? 0 : top[r] + (r % 2 == 0 ? 0 : 0.5f);
+                sum[r] = sum[r] * (r % 2 == 0 ? 1 : (float)exp(-0.5)) + (float)(r % 3) +
+                         (n == 0 ? 1 : 0);
+            }
+            kernels->cross_entropy_backward(&back);
+            for (size_t i = 0; i < rows * n; i++) {
+                size_t r = i / n;
+                double p = exp(get(logits, i, dtype) - (double)top[r]) / (double)sum[r];
+                double is = targets[r] == start + (int64_t)(i % n) ? 1 : 0;
+                double want =
+                    p - (1 - smoothing) * is - smoothing / (double)call.vocabulary;
+
+                if (factors[r] == 0) {
+                    CHECK(get(grad, i, dtype) == 0);
+                    continue;
+                }
+                CHECK(near(get(grad, i, dtype), want * (double)factors[r],
+                           fabs((double)factors[r]) * (p + is + 0.01), dtype));
+            }
+            /* In place. */
+            back.grad = logits;
+            kernels->cross_entropy_backward(&back);
+            CHECK(memcmp(logits, grad, rows * n * smp_tp_dtype_bytes(dtype)) == 0);
+            free(logits);
+            free(grad);
+        }
+    }
+    return 0;
+}
+
+/* Of a vocabulary as models have it: float32 sums do not lose the small terms. */
+TEST(cross_entropy_of_many_columns_is_exact)
+{
+    enum { COLUMNS = 300000 };
+    float *logits = drawn(3, COLUMNS, SMP_TP_F32);
+
+    for (size_t up = 0; up < 2; up++) {
+        double want = 0;
+
+        /* Rising and falling: the largest comes last, or first. */
+        for (size_t c = 0; c < COLUMNS; c++) {
+            size_t step = up ? c : COLUMNS - 1 - c;
+
+            logits[c] = (float)step * (40.0f / COLUMNS) - 60;
+        }
+        for (size_t c = 0; c < COLUMNS; c++) {
+            want += exp((double)logits[c] - (double)logits[up ? COLUMNS - 1 : 0]);
+        }
+        FOR_SETS(kernels)
+        {
+            const int64_t target = 5;
+            float         top;
+            float         sum;
+            float         own;
+
+            smp_tp_cross_entropy call = {.rows = 1,
+                                         .columns = COLUMNS,
+                                         .vocabulary = COLUMNS,
+                                         .logits = logits,
+                                         .targets = &target,
+                                         .top = &top,
+                                         .sum = &sum,
+                                         .target = &own};
+
+            CHECK(kernels->cross_entropy(&call) == 1);
+            CHECK(fabs((double)sum - want) < 2e-6 * want);
+        }
+    }
+    free(logits);
+    return 0;
+}
+
 int
 main(int argc, char **argv)
 {
@@ -578,6 +737,8 @@ main(int argc, char **argv)
         LISTED_TEST(softmax_of_huge_scores_is_finite),
         LISTED_TEST(softmax_is_as_exact_as_float32_allows),
         LISTED_TEST(softmax_of_a_nan_is_nan),
+        LISTED_TEST(cross_entropy_and_its_backward_give_what_the_definition_says),
+        LISTED_TEST(cross_entropy_of_many_columns_is_exact),
     };
     return run_tests(tests, sizeof(tests) / sizeof(tests[0]), argc, argv);
 }
