@@ -41,7 +41,7 @@ def flags() -> list[str]:
 
 def link_flags() -> list[str]:
     sanitize = os.environ.get("SMP_SANITIZE")
-    return ["-pthread", "-ldl", *([f"-fsanitize={sanitize}"] if sanitize else [])]
+    return ["-pthread", "-ldl", "-lm", *([f"-fsanitize={sanitize}"] if sanitize else [])]
 
 
 def find_mpicc() -> str | None:

@@ -80,6 +80,20 @@ def attention(rows: int, columns: int) -> tuple[list[torch.Tensor], Sides]:
     return inputs, {"smp": ours, "eager": eager, "fused": fused}
 
 
+def norm(rows: int, columns: int) -> tuple[list[torch.Tensor], Sides]:
+    """Bias, dropout, residual and layer norm."""
+    inputs, _ = residual(rows, columns)
+    inputs += [torch.randn(columns), torch.randn(columns)]
+
+    def eager(x, bias, residual, weight, shift):
+        return F.layer_norm(residual + F.dropout(x + bias, P), (columns,), weight, shift)
+
+    def ours(*inputs):
+        return kernels.bias_dropout_residual_layer_norm(*inputs, drop=drop())[0]
+
+    return inputs, {"smp": ours, "eager": eager}
+
+
 def cross_entropy(rows: int, columns: int) -> tuple[list[torch.Tensor], Sides]:
     """Cross-entropy; the gradient written over the logits."""
     inputs = [torch.randn(rows, columns)]
@@ -100,6 +114,7 @@ CASES = {
     "softmax": softmax,
     "attention": attention,
     "residual": residual,
+    "norm": norm,
     "cross_entropy": cross_entropy,
 }
 

@@ -65,6 +65,33 @@ def test_bias_dropout_residual(dtype, drop, shape, given):
     check(function, reference, [x, bias, residual], dtype)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("drop", DROPS[:3])
+@pytest.mark.parametrize("shape", [(3, 5, 33), (1, 64), (0, 8), (300, 17)])
+@pytest.mark.parametrize("given", ["bias, residual, weight, shift", "weight", ""])
+@pytest.mark.parametrize("both", [True, False])
+def test_bias_dropout_residual_layer_norm(dtype, drop, shape, given, both):
+    x = drawn(*shape, dtype=dtype)
+    residual = drawn(*shape, dtype=dtype) if "residual" in given else None
+    bias, weight, shift = (
+        drawn(shape[-1], dtype=dtype) if name in given else None
+        for name in ("bias", "weight", "shift")
+    )
+
+    def reference(x, bias, residual, weight, shift):
+        y = x if bias is None else x + bias
+        y = y if drop is None else y * drop.factors(y)
+        y = y if residual is None else y + residual
+        out = F.layer_norm(y, shape[-1:], weight, shift, 1e-3)
+        return (out, y) if both else out
+
+    def function(*inputs):
+        out = kernels.bias_dropout_residual_layer_norm(*inputs, 1e-3, drop)
+        return out if both else out[0]
+
+    check(function, reference, [x, bias, residual, weight, shift], dtype)
+
+
 MASKS = [None, (5,), (4, 5), (2, 1, 1, 5), (3, 4, 1), (2, 3, 4, 5), ()]
 SIGHTS = [{}, {"causal": True}, {"causal": True, "first_query": 2, "window": 2}]
 

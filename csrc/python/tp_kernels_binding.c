@@ -361,6 +361,125 @@ tp_softmax_backward(PyObject *module, PyObject *args)
     Py_RETURN_NONE;
 }
 
+PyDoc_STRVAR(tp_norm_doc,
+             "tp_norm(rows, columns, dropout, x, bias, residual, weight, shift, eps,\n"
+             "        sum, out, mean, rstd)\n"
+             "--\n\n"
+             "See smp_tp_norm.  bias, residual, weight and shift may be None.");
+
+static PyObject *
+tp_norm(PyObject *module, PyObject *args)
+{
+    smp_tp_norm call = {.rows = 0};
+    seen        see = {.failed = false};
+    seen        statistics = {.known = true, .dtype = SMP_TP_F32};
+    Py_ssize_t  rows;
+    Py_ssize_t  columns;
+    size_t      count;
+    PyObject   *x;
+    PyObject   *bias;
+    PyObject   *residual;
+    PyObject   *weight;
+    PyObject   *shift;
+    PyObject   *sum;
+    PyObject   *out;
+    PyObject   *mean;
+    PyObject   *rstd;
+
+    (void)module;
+    if (!PyArg_ParseTuple(args, "nn" DROPOUT "OOOOOfOOOO:tp_norm", &rows, &columns,
+                          DROPOUT_TO(call.dropout), &x, &bias, &residual, &weight,
+                          &shift, &call.eps, &sum, &out, &mean, &rstd)) {
+        return NULL;
+    }
+    call.rows = (size_t)rows;
+    call.columns = (size_t)columns;
+    count = call.rows * call.columns;
+    check_dropout(&see, &call.dropout);
+    call.x = floats(&see, x, "x", count);
+    call.bias = floats_or_none(&see, bias, "bias", call.columns);
+    call.residual = floats_or_none(&see, residual, "residual", count);
+    call.weight = floats_or_none(&see, weight, "weight", call.columns);
+    call.shift = floats_or_none(&see, shift, "shift", call.columns);
+    call.sum = floats(&see, sum, "sum", count);
+    call.out = floats(&see, out, "out", count);
+    statistics.failed = see.failed;
+    call.mean = floats(&statistics, mean, "mean", call.rows);
+    call.rstd = floats(&statistics, rstd, "rstd", call.rows);
+    if (statistics.failed) {
+        return NULL;
+    }
+    call.dtype = see.dtype;
+    Py_BEGIN_ALLOW_THREADS;
+    smp_tp_kernels_best()->norm(&call);
+    Py_END_ALLOW_THREADS;
+    Py_RETURN_NONE;
+}
+
+PyDoc_STRVAR(
+    tp_norm_backward_doc,
+    "tp_norm_backward(rows, columns, dropout, grad_out, grad_sum, sum, weight,\n"
+    "                 mean, rstd, grad_residual, grad_x, grad_bias,\n"
+    "                 grad_weight, grad_shift)\n"
+    "--\n\n"
+    "See smp_tp_norm_backward.  grad_sum, weight and grad_x may be None.");
+
+static PyObject *
+tp_norm_backward(PyObject *module, PyObject *args)
+{
+    smp_tp_norm_backward call = {.rows = 0};
+    seen                 see = {.failed = false};
+    seen                 statistics = {.known = true, .dtype = SMP_TP_F32};
+    Py_ssize_t           rows;
+    Py_ssize_t           columns;
+    size_t               count;
+    PyObject            *grad_out;
+    PyObject            *grad_sum;
+    PyObject            *sum;
+    PyObject            *weight;
+    PyObject            *mean;
+    PyObject            *rstd;
+    PyObject            *grad_residual;
+    PyObject            *grad_x;
+    PyObject            *grad_bias;
+    PyObject            *grad_weight;
+    PyObject            *grad_shift;
+
+    (void)module;
+    if (!PyArg_ParseTuple(args, "nn" DROPOUT "OOOOOOOOOOO:tp_norm_backward", &rows,
+                          &columns, DROPOUT_TO(call.dropout), &grad_out, &grad_sum,
+                          &sum, &weight, &mean, &rstd, &grad_residual, &grad_x,
+                          &grad_bias, &grad_weight, &grad_shift)) {
+        return NULL;
+    }
+    call.rows = (size_t)rows;
+    call.columns = (size_t)columns;
+    count = call.rows * call.columns;
+    check_dropout(&see, &call.dropout);
+    call.grad_out = floats(&see, grad_out, "grad_out", count);
+    call.grad_sum = floats_or_none(&see, grad_sum, "grad_sum", count);
+    call.sum = floats(&see, sum, "sum", count);
+    call.weight = floats_or_none(&see, weight, "weight", call.columns);
+    call.grad_residual = floats(&see, grad_residual, "grad_residual", count);
+    call.grad_x = floats_or_none(&see, grad_x, "grad_x", count);
+    call.grad_bias = floats(&see, grad_bias, "grad_bias", call.columns);
+    call.grad_weight = floats(&see, grad_weight, "grad_weight", call.columns);
+    call.grad_shift = floats(&see, grad_shift, "grad_shift", call.columns);
+    statistics.failed = see.failed;
+    call.mean = floats(&statistics, mean, "mean", call.rows);
+    call.rstd = floats(&statistics, rstd, "rstd", call.rows);
+    call.scratch = scratch_of(&statistics, 6, call.columns);
+    if (statistics.failed) {
+        return NULL;
+    }
+    call.dtype = see.dtype;
+    Py_BEGIN_ALLOW_THREADS;
+    smp_tp_kernels_best()->norm_backward(&call);
+    Py_END_ALLOW_THREADS;
+    free(call.scratch);
+    Py_RETURN_NONE;
+}
+
 PyDoc_STRVAR(tp_cross_entropy_doc,
              "tp_cross_entropy(rows, columns, (start, vocabulary, ignored), logits,\n"
              "                 targets, top, sum, target, all)\n"
@@ -471,6 +590,8 @@ static PyMethodDef functions[] = {
     {"tp_residual", tp_residual, METH_VARARGS, tp_residual_doc},
     {"tp_residual_backward", tp_residual_backward, METH_VARARGS,
      tp_residual_backward_doc},
+    {"tp_norm", tp_norm, METH_VARARGS, tp_norm_doc},
+    {"tp_norm_backward", tp_norm_backward, METH_VARARGS, tp_norm_backward_doc},
     {"tp_cross_entropy", tp_cross_entropy, METH_VARARGS, tp_cross_entropy_doc},
     {"tp_cross_entropy_backward", tp_cross_entropy_backward, METH_VARARGS,
      tp_cross_entropy_backward_doc},

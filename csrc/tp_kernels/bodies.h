@@ -82,13 +82,16 @@ exp_below_zero(lanes x)
 #include "tp_kernels/cross_entropy.h"
 #include "tp_kernels/keep.h"
 #include "tp_kernels/residual.h"
+
+#include "tp_kernels/norm.h" /* after residual.h, whose rows it takes */
+
 #include "tp_kernels/softmax.h"
 
 #define SMP_TP_KERNELS                                                                 \
     {                                                                                  \
         .softmax = softmax, .softmax_backward = softmax_backward,                      \
-        .residual = residual, .residual_backward = residual_backward,                  \
-        .cross_entropy = cross_entropy,                                                \
+        .residual = residual, .residual_backward = residual_backward, .norm = norm,    \
+        .norm_backward = norm_backward, .cross_entropy = cross_entropy,                \
         .cross_entropy_backward = cross_entropy_backward,                              \
     }
 

@@ -73,6 +73,24 @@ sums_write(column_sums *sums, void *out, smp_tp_dtype dtype)
 }
 
 INLINE void
+residual_row(const void *x, const void *bias, const void *residual, void *out, size_t n,
+             keep_stream *keep, lanes scale, smp_tp_dtype dtype)
+{
+    for (size_t i = 0; i < n; i += LANES) {
+        lanes y = load(x, i, n, dtype);
+
+        if (bias != NULL) {
+            y += load(bias, i, n, dtype);
+        }
+        y = chosen(y * scale, keep_next(keep));
+        if (residual != NULL) {
+            y += load(residual, i, n, dtype);
+        }
+        store(out, i, n, y, dtype);
+    }
+}
+
+INLINE void
 residual_of(const smp_tp_residual *call, smp_tp_dtype dtype)
 {
     size_t      n = call->columns;
@@ -80,23 +98,10 @@ residual_of(const smp_tp_residual *call, smp_tp_dtype dtype)
     lanes       scale = all_lanes(keep_scale(&call->dropout));
 
     for (size_t r = 0; r < call->rows; r++) {
-        const void *x = row_of(call->x, r, n, dtype);
-        const void *residual = row_of(call->residual, r, n, dtype);
-        void       *out = row_to(call->out, r, n, dtype);
-
         keep_seek(&keep, &call->dropout, r, 0);
-        for (size_t i = 0; i < n; i += LANES) {
-            lanes y = load(x, i, n, dtype);
-
-            if (call->bias != NULL) {
-                y += load(call->bias, i, n, dtype);
-            }
-            y = chosen(y * scale, keep_next(&keep));
-            if (residual != NULL) {
-                y += load(residual, i, n, dtype);
-            }
-            store(out, i, n, y, dtype);
-        }
+        residual_row(row_of(call->x, r, n, dtype), call->bias,
+                     row_of(call->residual, r, n, dtype),
+                     row_to(call->out, r, n, dtype), n, &keep, scale, dtype);
     }
 }
 

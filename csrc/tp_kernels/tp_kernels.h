@@ -131,6 +131,45 @@ typedef struct {
     float         *scratch;       /* a row */
 } smp_tp_softmax_backward;
 
+/* sum = residual + dropout(x + bias); out = (sum - mean) * rstd * weight + shift, where
+ * rstd = 1 / sqrt(variance + eps), of each row. */
+typedef struct {
+    smp_tp_dtype   dtype;
+    size_t         rows;
+    size_t         columns;
+    smp_tp_dropout dropout;
+    const void    *x;        /* [rows, columns] */
+    const void    *bias;     /* [columns] or NULL */
+    const void    *residual; /* [rows, columns] or NULL */
+    const void    *weight;   /* [columns] or NULL */
+    const void    *shift;    /* [columns] or NULL */
+    float          eps;
+    void          *sum;  /* [rows, columns]; may be x or residual */
+    void          *out;  /* [rows, columns] */
+    float         *mean; /* [rows] */
+    float         *rstd; /* [rows] */
+} smp_tp_norm;
+
+/* From the gradients of out and sum those of all inputs. */
+typedef struct {
+    smp_tp_dtype   dtype;
+    size_t         rows;
+    size_t         columns;
+    smp_tp_dropout dropout;
+    const void    *grad_out;      /* [rows, columns] */
+    const void    *grad_sum;      /* [rows, columns] or NULL: 0 */
+    const void    *sum;           /* [rows, columns] */
+    const void    *weight;        /* [columns] or NULL */
+    const float   *mean;          /* [rows] */
+    const float   *rstd;          /* [rows] */
+    void          *grad_residual; /* [rows, columns] */
+    void          *grad_x;        /* [rows, columns] or NULL */
+    void          *grad_bias;     /* [columns] */
+    void          *grad_weight;   /* [columns] */
+    void          *grad_shift;    /* [columns] */
+    float         *scratch;       /* 6 rows */
+} smp_tp_norm_backward;
+
 /* Cross-entropy of logits whose columns, the ids of a vocabulary, are split over ranks:
  * the statistics of one rank's columns.  Those of all ranks are the largest of the
  * tops, the sum of sum[r] * exp(top[r] - that), and the sums of target and all. */
@@ -172,6 +211,8 @@ typedef struct {
     void (*softmax_backward)(const smp_tp_softmax_backward *call);
     void (*residual)(const smp_tp_residual *call);
     void (*residual_backward)(const smp_tp_residual_backward *call);
+    void (*norm)(const smp_tp_norm *call);
+    void (*norm_backward)(const smp_tp_norm_backward *call);
     /* The first row whose target is neither an id nor ignored, or call->rows. */
     size_t (*cross_entropy)(const smp_tp_cross_entropy *call);
     void (*cross_entropy_backward)(const smp_tp_cross_entropy_backward *call);

@@ -172,6 +172,87 @@ def bias_dropout_residual(
     return y if residual is None else residual + y
 
 
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        bias: Tensor | None,
+        residual: Tensor | None,
+        weight: Tensor | None,
+        shift: Tensor | None,
+        eps: float,
+        drop: Dropout,
+    ) -> tuple[Tensor, Tensor]:
+        x = x.contiguous()
+        rows, columns = _rows(x)
+        total, out = torch.empty_like(x), torch.empty_like(x)
+        mean, rstd = torch.empty(rows), torch.empty(rows)
+        vectors = [
+            None if t is None else t.contiguous() for t in (bias, residual, weight, shift)
+        ]
+        ctx.drop = drop
+        _core.tp_norm(
+            rows, columns, drop.placed(columns), x, *vectors, eps, total, out, mean, rstd
+        )
+        ctx.save_for_backward(total, vectors[2], mean, rstd)
+        ctx.set_materialize_grads(False)
+        return out, total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor | None, grad_total: Tensor | None) -> Any:
+        total, weight, mean, rstd = ctx.saved_tensors
+        rows, columns = _rows(total)
+        grad = torch.zeros_like(total) if grad is None else grad.contiguous()
+        grad_total = None if grad_total is None else grad_total.contiguous()
+        grad_residual = torch.empty_like(total)
+        grad_x = torch.empty_like(total) if ctx.drop.p else None
+        sums = [total.new_empty(columns) for _ in range(3)]
+        _core.tp_norm_backward(
+            rows,
+            columns,
+            ctx.drop.placed(columns),
+            grad,
+            grad_total,
+            total,
+            weight,
+            mean,
+            rstd,
+            grad_residual,
+            grad_x,
+            *sums,
+        )
+        grads = [grad_residual if grad_x is None else grad_x, sums[0], grad_residual, *sums[1:]]
+        wanted = ctx.needs_input_grad[:5]
+        return *(g if w else None for g, w in zip(grads, wanted, strict=True)), None, None
+
+
+def bias_dropout_residual_layer_norm(
+    x: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    shift: Tensor | None,
+    eps: float = 1e-5,
+    drop: Dropout | None = None,
+) -> tuple[Tensor, Tensor]:
+    """``layer_norm(residual + dropout(x + bias)) * weight + shift``, and what it normalises.
+
+    x and residual [..., columns], the rest [columns].  The second result is the residual
+    stream where the norm comes before the next module.  Raises ValueError for other shapes.
+    """
+    drop = drop or _NONE
+    of = f"x of {tuple(x.shape)}"
+    for name, tensor in (("bias", bias), ("weight", weight), ("shift", shift)):
+        _check_shape(name, tensor, x.shape[-1:], of)
+    _check_shape("residual", residual, x.shape, of)
+    if _in_c(x, bias, residual, weight, shift):
+        return _Norm.apply(x, bias, residual, weight, shift, eps, drop)
+    total = bias_dropout_residual(x, bias, residual, drop)
+    return torch.layer_norm(total, x.shape[-1:], weight, shift, eps), total
+
+
 def dropout(x: Tensor, drop: Dropout) -> Tensor:
     """x [..., columns] with some elements 0, the others divided by 1 - p."""
     return bias_dropout_residual(x, None, None, drop)

@@ -312,6 +312,138 @@ TEST(results_are_rounded_to_the_nearest_half_and_to_even)
     return 0;
 }
 
+TEST(layer_norm_after_the_residual_gives_what_the_definition_says)
+{
+    FOR_SETS(kernels)
+    {
+        for (size_t t = 0; t < 3 * SIZES * 5; t++) {
+            enum { COLUMNS = 257 };
+            smp_tp_dtype dtype = dtypes[t % 3];
+            size_t       rows = t % 7 == 0 ? 300 : t % 4;
+            size_t       n = sizes[t / 3 % SIZES];
+            double       eps = t % 2 == 0 ? 1e-5 : 0.1;
+            void        *x = drawn(t, rows * n, dtype);
+            void        *bias = t % 5 == 1 ? NULL : drawn(t + 1, n, dtype);
+            void        *residual = t % 5 == 2 ? NULL : drawn(t + 2, rows * n, dtype);
+            void        *weight = t % 4 == 3 ? NULL : drawn(t + 3, n, dtype);
+            void        *shift = t % 4 == 3 ? NULL : drawn(t + 4, n, dtype);
+            void        *sum = drawn(t + 5, rows * n, dtype);
+            void        *out = drawn(t + 6, rows * n, dtype);
+            float       *mean = drawn(t, rows, SMP_TP_F32);
+            float       *rstd = drawn(t, rows, SMP_TP_F32);
+            void        *grad_out = drawn(t + 7, rows * n, dtype);
+            void        *grad_sum = t % 5 == 3 ? NULL : drawn(t + 8, rows * n, dtype);
+            void        *grad_residual = drawn(t + 9, rows * n, dtype);
+            void        *grad_x = t % 5 == 4 ? NULL : drawn(t + 10, rows * n, dtype);
+            void        *grad_bias = drawn(t + 11, n, dtype);
+            void        *grad_weight = drawn(t + 12, n, dtype);
+            void        *grad_shift = drawn(t + 13, n, dtype);
+            float       *scratch = drawn(t, 6 * SMP_TP_SCRATCH_ROW(n), SMP_TP_F32);
+            double       sums[3][COLUMNS] = {{0}};
+
+            smp_tp_norm          call = {.dtype = dtype,
+                                         .rows = rows,
+                                         .columns = n,
+                                         .dropout = way(t / 3 / SIZES, n),
+                                         .x = x,
+                                         .bias = bias,
+                                         .residual = residual,
+                                         .weight = weight,
+                                         .shift = shift,
+                                         .eps = (float)eps,
+                                         .sum = sum,
+                                         .out = out,
+                                         .mean = mean,
+                                         .rstd = rstd};
+            smp_tp_norm_backward back = {.dtype = dtype,
+                                         .rows = rows,
+                                         .columns = n,
+                                         .dropout = call.dropout,
+                                         .grad_out = grad_out,
+                                         .grad_sum = grad_sum,
+                                         .sum = sum,
+                                         .weight = weight,
+                                         .mean = mean,
+                                         .rstd = rstd,
+                                         .grad_residual = grad_residual,
+                                         .grad_x = grad_x,
+                                         .grad_bias = grad_bias,
+                                         .grad_weight = grad_weight,
+                                         .grad_shift = grad_shift,
+                                         .scratch = scratch};
+
+            kernels->norm(&call);
+            kernels->norm_backward(&back);
+            for (size_t r = 0; r < rows; r++) {
+                double m = 0;
+                double squares = 0;
+                double along_one = 0;
+                double along_y = 0;
+                double s;
+
+                for (size_t c = 0; c < n; c++) {
+                    double b = bias == NULL ? 0 : get(bias, c, dtype);
+                    double v = residual == NULL ? 0 : get(residual, r * n + c, dtype);
+
+                    v += kept(&call.dropout, r, c) * (get(x, r * n + c, dtype) + b);
+                    CHECK(near(get(sum, r * n + c, dtype), v, 8, dtype));
+                    m += get(sum, r * n + c, dtype) / (double)n;
+                }
+                for (size_t c = 0; c < n; c++) {
+                    squares += pow(get(sum, r * n + c, dtype) - m, 2);
+                }
+                s = 1 / sqrt(squares / (double)n + eps);
+                for (size_t c = 0; c < n; c++) {
+                    double y = (get(sum, r * n + c, dtype) - m) * s;
+                    double w = weight == NULL ? 1 : get(weight, c, dtype);
+                    double b = shift == NULL ? 0 : get(shift, c, dtype);
+                    double g = get(grad_out, r * n + c, dtype);
+
+                    CHECK(near(get(out, r * n + c, dtype), y * w + b,
+                               4 * (1 + s) + fabs(y * w), dtype));
+                    along_one += g * w / (double)n;
+                    along_y += g * w * y / (double)n;
+                    sums[1][c] += g * y;
+                    sums[2][c] += g;
+                }
+                for (size_t c = 0; c < n; c++) {
+                    double y = (get(sum, r * n + c, dtype) - m) * s;
+                    double w = weight == NULL ? 1 : get(weight, c, dtype);
+                    double g = get(grad_out, r * n + c, dtype) * w;
+                    double factor = kept(&call.dropout, r, c);
+                    double scale = 4 + 16 * s * (1 + s);
+
+                    g = (g - along_one - y * along_y) * s;
+                    g += grad_sum == NULL ? 0 : get(grad_sum, r * n + c, dtype);
+                    CHECK(near(get(grad_residual, r * n + c, dtype), g, scale, dtype));
+                    CHECK(grad_x == NULL || near(get(grad_x, r * n + c, dtype),
+                                                 factor * g, 4 * scale, dtype));
+                    sums[0][c] += factor * g;
+                }
+            }
+            for (size_t c = 0; c < n; c++) {
+                double scale = 40 * (double)rows;
+                double rstd_of_one =
+                    n == 1 ? 1 / sqrt(eps) : 1; /* it has no variance */
+
+                CHECK(near(get(grad_bias, c, dtype), sums[0][c], scale * rstd_of_one,
+                           dtype));
+                CHECK(near(get(grad_weight, c, dtype), sums[1][c], scale, dtype));
+                CHECK(near(get(grad_shift, c, dtype), sums[2][c], scale, dtype));
+            }
+            void *all[] = {x,          bias,          residual, weight,    shift,
+                           sum,        out,           mean,     rstd,      grad_out,
+                           grad_sum,   grad_residual, grad_x,   grad_bias, grad_weight,
+                           grad_shift, scratch};
+
+            for (size_t i = 0; i < sizeof(all) / sizeof(all[0]); i++) {
+                free(all[i]);
+            }
+        }
+    }
+    return 0;
+}
+
 /* Whether a row sees a key. */
 static bool
 sees(const smp_tp_sight *sight, size_t row, size_t key)
@@ -739,6 +871,7 @@ main(int argc, char **argv)
         LISTED_TEST(softmax_of_a_nan_is_nan),
         LISTED_TEST(cross_entropy_and_its_backward_give_what_the_definition_says),
         LISTED_TEST(cross_entropy_of_many_columns_is_exact),
+        LISTED_TEST(layer_norm_after_the_residual_gives_what_the_definition_says),
     };
     return run_tests(tests, sizeof(tests) / sizeof(tests[0]), argc, argv);
 }
