@@ -334,3 +334,42 @@ def test_a_second_backward_in_place_is_refused():
     losses.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="second backward"):
         losses.backward()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize("padding", [None, 0, 6])
+def test_split_embedding(dtype, sparse, padding):
+    table, cuts = drawn(13, 5, dtype=dtype), [4, 0, 9]
+    ids = torch.tensor([[0, 3, 4, 12], [12, 6, 6, 3]])
+    wide = table.detach().double().requires_grad_()
+    want = F.embedding(ids, wide, padding)
+    seed = torch.randn_like(want).to(dtype)
+    want.backward(seed.double())
+    total, start = 0, 0
+    for own in table.split(cuts):
+        own = own.detach().requires_grad_()
+        out = kernels.split_embedding(own, ids, start, padding_idx=padding, sparse=sparse)
+        here = (ids >= start) & (ids < start + len(own))
+        assert out.shape == (2, 4, 5) and not out[~here].any()
+        out.backward(seed)
+        assert own.grad.is_sparse == sparse and own.grad.dtype == dtype
+        if sparse:
+            assert own.grad._nnz() == (here & (ids != padding)).sum()
+        got = own.grad.to_dense() if sparse else own.grad
+        same = wide.grad[start : start + len(own)]
+        torch.testing.assert_close(got.double(), same, rtol=0, atol=TOLERANCE[dtype])
+        total, start = total + out, start + len(own)
+    assert torch.equal(total.double(), want)
+
+
+def test_a_gradient_of_many_occurrences_is_rounded_once():
+    table = torch.zeros(2, 3, dtype=torch.bfloat16).requires_grad_()
+    ids = torch.ones(1000, dtype=torch.long)
+    kernels.split_embedding(table, ids, 0).sum().backward()
+    assert table.grad[1].tolist() == [1000] * 3 and not table.grad[0].any()
+
+
+def test_a_table_that_is_no_matrix_is_named():
+    with pytest.raises(ValueError, match=r"table must be .* got \(3,\)"):
+        kernels.split_embedding(torch.zeros(3), torch.zeros(1, dtype=torch.long), 0)

@@ -584,6 +584,92 @@ tp_cross_entropy_backward(PyObject *module, PyObject *args)
     Py_RETURN_NONE;
 }
 
+PyDoc_STRVAR(tp_gather_doc, "tp_gather(count, rows, columns, start, table, ids, out)\n"
+                            "--\n\n"
+                            "See smp_tp_gather.");
+
+static PyObject *
+tp_gather(PyObject *module, PyObject *args)
+{
+    smp_tp_gather call = {.count = 0};
+    seen          see = {.failed = false};
+    Py_ssize_t    count;
+    Py_ssize_t    rows;
+    Py_ssize_t    columns;
+    long long     start;
+    PyObject     *table;
+    PyObject     *ids;
+    PyObject     *out;
+
+    (void)module;
+    if (!PyArg_ParseTuple(args, "nnnLOOO:tp_gather", &count, &rows, &columns, &start,
+                          &table, &ids, &out)) {
+        return NULL;
+    }
+    call.count = (size_t)count;
+    call.rows = (size_t)rows;
+    call.columns = (size_t)columns;
+    call.start = start;
+    call.table = floats(&see, table, "table", call.rows * call.columns);
+    call.ids = numbers(&see, ids, "ids", SMP_I64, call.count);
+    call.out = floats(&see, out, "out", call.count * call.columns);
+    if (see.failed) {
+        return NULL;
+    }
+    call.dtype = see.dtype;
+    Py_BEGIN_ALLOW_THREADS;
+    smp_tp_kernels_best()->gather(&call);
+    Py_END_ALLOW_THREADS;
+    Py_RETURN_NONE;
+}
+
+PyDoc_STRVAR(tp_scatter_doc,
+             "tp_scatter(count, rows, columns, start, padding, ids, grad, grad_table)\n"
+             "--\n\n"
+             "See smp_tp_scatter.");
+
+static PyObject *
+tp_scatter(PyObject *module, PyObject *args)
+{
+    smp_tp_scatter call = {.count = 0};
+    seen           see = {.failed = false};
+    Py_ssize_t     count;
+    Py_ssize_t     rows;
+    Py_ssize_t     columns;
+    long long      start;
+    long long      padding;
+    PyObject      *ids;
+    PyObject      *grad;
+    PyObject      *grad_table;
+
+    (void)module;
+    if (!PyArg_ParseTuple(args, "nnnLLOOO:tp_scatter", &count, &rows, &columns, &start,
+                          &padding, &ids, &grad, &grad_table)) {
+        return NULL;
+    }
+    call.count = (size_t)count;
+    call.rows = (size_t)rows;
+    call.columns = (size_t)columns;
+    call.start = start;
+    call.padding = padding;
+    call.ids = numbers(&see, ids, "ids", SMP_I64, call.count);
+    call.grad = floats(&see, grad, "grad", call.count * call.columns);
+    call.grad_table = floats(&see, grad_table, "grad_table", call.rows * call.columns);
+    if (see.failed) {
+        return NULL;
+    }
+    call.dtype = see.dtype;
+    call.lists = malloc((call.rows + call.count + 1) * sizeof(*call.lists));
+    if (call.lists == NULL) {
+        return PyErr_NoMemory();
+    }
+    Py_BEGIN_ALLOW_THREADS;
+    smp_tp_kernels_best()->scatter(&call);
+    Py_END_ALLOW_THREADS;
+    free(call.lists);
+    Py_RETURN_NONE;
+}
+
 static PyMethodDef functions[] = {
     {"tp_softmax", tp_softmax, METH_VARARGS, tp_softmax_doc},
     {"tp_softmax_backward", tp_softmax_backward, METH_VARARGS, tp_softmax_backward_doc},
@@ -595,6 +681,8 @@ static PyMethodDef functions[] = {
     {"tp_cross_entropy", tp_cross_entropy, METH_VARARGS, tp_cross_entropy_doc},
     {"tp_cross_entropy_backward", tp_cross_entropy_backward, METH_VARARGS,
      tp_cross_entropy_backward_doc},
+    {"tp_gather", tp_gather, METH_VARARGS, tp_gather_doc},
+    {"tp_scatter", tp_scatter, METH_VARARGS, tp_scatter_doc},
     {NULL, NULL, 0, NULL},
 };
 

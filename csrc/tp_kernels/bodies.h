@@ -80,6 +80,7 @@ exp_below_zero(lanes x)
 }
 
 #include "tp_kernels/cross_entropy.h"
+#include "tp_kernels/embedding.h"
 #include "tp_kernels/keep.h"
 #include "tp_kernels/residual.h"
 
@@ -92,7 +93,8 @@ exp_below_zero(lanes x)
         .softmax = softmax, .softmax_backward = softmax_backward,                      \
         .residual = residual, .residual_backward = residual_backward, .norm = norm,    \
         .norm_backward = norm_backward, .cross_entropy = cross_entropy,                \
-        .cross_entropy_backward = cross_entropy_backward,                              \
+        .cross_entropy_backward = cross_entropy_backward, .gather = gather,            \
+        .scatter = scatter,                                                            \
     }
 
 #endif

@@ -205,6 +205,32 @@ typedef struct {
     void          *grad;    /* [rows, columns]; may be logits */
 } smp_tp_cross_entropy_backward;
 
+/* out[i] = the row of table for ids[i], zeros where another rank has it. */
+typedef struct {
+    smp_tp_dtype   dtype;
+    size_t         count;
+    size_t         rows;
+    size_t         columns;
+    int64_t        start; /* id of row 0 */
+    const void    *table; /* [rows, columns] */
+    const int64_t *ids;   /* [count] */
+    void          *out;   /* [count, columns] */
+} smp_tp_gather;
+
+/* grad_table = the sums of grad's rows by id, in their order. */
+typedef struct {
+    smp_tp_dtype   dtype;
+    size_t         count;
+    size_t         rows;
+    size_t         columns;
+    int64_t        start;
+    int64_t        padding;    /* an id that gets no gradient; -1: none */
+    const int64_t *ids;        /* [count] */
+    const void    *grad;       /* [count, columns] */
+    void          *grad_table; /* [rows, columns] */
+    int64_t       *lists;      /* scratch: rows + count */
+} smp_tp_scatter;
+
 /* A set of kernels. */
 typedef struct {
     void (*softmax)(const smp_tp_softmax *call);
@@ -216,6 +242,8 @@ typedef struct {
     /* The first row whose target is neither an id nor ignored, or call->rows. */
     size_t (*cross_entropy)(const smp_tp_cross_entropy *call);
     void (*cross_entropy_backward)(const smp_tp_cross_entropy_backward *call);
+    void (*gather)(const smp_tp_gather *call);
+    void (*scatter)(const smp_tp_scatter *call);
 } smp_tp_kernels;
 
 /* NULL: this processor cannot run them. */

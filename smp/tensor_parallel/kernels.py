@@ -531,3 +531,61 @@ def split_cross_entropy(
     return _CrossEntropy.apply(
         logits, targets, start, vocabulary, combine, ignore_index, label_smoothing, in_place
     )
+
+
+class _Embedding(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, table: Tensor, ids: Tensor, start: int, padding: int, sparse: bool
+    ) -> Tensor:
+        table, ids = table.contiguous(), ids.long().contiguous()
+        ctx.save_for_backward(ids)
+        ctx.settings = (tuple(table.shape), start, padding, sparse)
+        if _in_c(table) and ids.device.type == "cpu":
+            out = table.new_empty(*ids.shape, table.shape[1])
+            _core.tp_gather(ids.numel(), *table.shape, start, table, ids, out)
+            return out
+        here = ((ids >= start) & (ids < start + len(table)))[..., None]
+        if not len(table):
+            return table.new_zeros(*ids.shape, table.shape[1])
+        at = (ids - start).clamp(0, len(table) - 1)
+        return table[at].masked_fill(~here, 0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (ids,) = ctx.saved_tensors
+        shape, start, padding, sparse = ctx.settings
+        if not sparse and _in_c(grad) and ids.device.type == "cpu":
+            out = grad.new_empty(shape)
+            _core.tp_scatter(ids.numel(), *shape, start, padding, ids, grad.contiguous(), out)
+            return out, *[None] * 4
+        ids, grad = ids.flatten(), grad.reshape(-1, shape[1])
+        here = (ids >= start) & (ids < start + shape[0]) & (ids != padding)
+        at, values = ids[here] - start, grad[here]
+        if sparse:
+            out = torch.sparse_coo_tensor(at[None], values, shape, check_invariants=False)
+        else:
+            out = grad.new_zeros(shape).index_add_(0, at, values)
+        return out, *[None] * 4
+
+
+def split_embedding(
+    table: Tensor,
+    ids: Tensor,
+    start: int,
+    *,
+    padding_idx: int | None = None,
+    sparse: bool = False,
+) -> Tensor:
+    """Rows of a rank's slice of a table, zeros for ids of other ranks' slices.
+
+    table [rows, columns] has the ids ``start`` and on; ids of any shape; the result [*ids,
+    columns], so that the sum over ranks is what the whole table gives.  ``padding_idx`` gets
+    no gradient.  With ``sparse`` the gradient is COO, with an entry for each id of the slice,
+    in their order.  Raises ValueError for a table that is no matrix.
+    """
+    if table.dim() != 2:
+        raise ValueError(f"table must be [rows, columns], got {tuple(table.shape)}")
+    padding = -1 if padding_idx is None else padding_idx
+    return _Embedding.apply(table, ids, start, padding, sparse)

@@ -857,6 +857,83 @@ TEST(cross_entropy_of_many_columns_is_exact)
     return 0;
 }
 
+TEST(gather_and_scatter_take_the_rows_of_the_slice)
+{
+    FOR_SETS(kernels)
+    {
+        for (size_t t = 0; t < 3 * SIZES * 4; t++) {
+            enum { COUNT = 40 };
+            smp_tp_dtype dtype = dtypes[t % 3];
+            size_t       n = sizes[t / 3 % SIZES];
+            size_t       rows = t % 5 == 0 ? 0 : 9;
+            size_t       count = t % 7 == 0 ? 0 : COUNT;
+            void        *table = drawn(t, rows * n, dtype);
+            void        *out = drawn(t + 1, count * n, dtype);
+            void        *grad = drawn(t + 2, count * n, dtype);
+            void        *grad_table = drawn(t + 3, rows * n, dtype);
+            int64_t     *ids = malloc(COUNT * sizeof(*ids));
+            int64_t     *lists = malloc((rows + COUNT) * sizeof(*lists));
+
+            smp_tp_gather  call = {.dtype = dtype,
+                                   .count = count,
+                                   .rows = rows,
+                                   .columns = n,
+                                   .start = 5,
+                                   .table = table,
+                                   .ids = ids,
+                                   .out = out};
+            smp_tp_scatter back = {.dtype = dtype,
+                                   .count = count,
+                                   .rows = rows,
+                                   .columns = n,
+                                   .start = 5,
+                                   .padding = t % 2 == 0 ? -1 : 8,
+                                   .ids = ids,
+                                   .grad = grad,
+                                   .grad_table = grad_table,
+                                   .lists = lists};
+
+            for (size_t i = 0; i < COUNT; i++) { /* 13 is the last one; 7 is nowhere */
+                ids[i] = (int64_t)(mixed(t + i) % 18) - 1;
+                ids[i] = ids[i] == 7 ? 14 : ids[i];
+            }
+            kernels->gather(&call);
+            kernels->scatter(&back);
+            for (size_t i = 0; i < count; i++) {
+                int64_t at = ids[i] - 5;
+                bool    here = at >= 0 && at < (int64_t)rows;
+
+                for (size_t c = 0; c < n; c++) {
+                    double want = here ? get(table, (size_t)at * n + c, dtype) : 0;
+
+                    CHECK(get(out, i * n + c, dtype) == want);
+                }
+            }
+            for (size_t i = 0; i < rows * n; i++) {
+                double want = 0;
+                double scale = 1;
+
+                for (size_t k = 0; k < count; k++) {
+                    if (ids[k] == (int64_t)(i / n) + 5 && ids[k] != back.padding) {
+                        want += get(grad, k * n + i % n, dtype);
+                        scale += 2;
+                    }
+                }
+                /* One rounding: of the sum, not of each addition. */
+                CHECK(near(get(grad_table, i, dtype), want,
+                           dtype == SMP_TP_F32 ? scale : fabs(want), dtype));
+            }
+            free(table);
+            free(out);
+            free(grad);
+            free(grad_table);
+            free(ids);
+            free(lists);
+        }
+    }
+    return 0;
+}
+
 int
 main(int argc, char **argv)
 {
@@ -872,6 +949,7 @@ main(int argc, char **argv)
         LISTED_TEST(cross_entropy_and_its_backward_give_what_the_definition_says),
         LISTED_TEST(cross_entropy_of_many_columns_is_exact),
         LISTED_TEST(layer_norm_after_the_residual_gives_what_the_definition_says),
+        LISTED_TEST(gather_and_scatter_take_the_rows_of_the_slice),
     };
     return run_tests(tests, sizeof(tests) / sizeof(tests[0]), argc, argv);
 }
