@@ -24,6 +24,7 @@ typedef struct {
     int       owner;
     PyObject *path; /* owned; the entry's */
     int32_t   microbatch;
+    uint64_t  number;   /* of the forward: server/calls.h */
     uint64_t  call;     /* of the forward */
     uint64_t  backward; /* of the backward; 0: not begun */
     bool      open;     /* the owner keeps a graph that nobody has used or released */
@@ -195,7 +196,8 @@ recv_backward(PyObject *unused, PyObject *const *args, Py_ssize_t nargs)
                               .entry = self->entry,
                               .call = self->backward,
                               .about = self->call,
-                              .seed = (uint64_t)smp_this_task->backwards};
+                              .seed = (uint64_t)smp_this_task->backwards,
+                              .number = smp_call_of_backward(self->number)};
     if (failed == 0) {
         failed = smp_pack_send(&pack, &envelope);
     }
@@ -587,6 +589,7 @@ call_entry(int32_t number, PyObject *args, PyObject *kwargs, uint16_t flags)
     smp_message *response;
     smp_envelope envelope;
     smp_pack     pack;
+    uint32_t     before;
     int          grad;
 
     grad = smp_torch_grad_enabled();
@@ -605,12 +608,17 @@ call_entry(int32_t number, PyObject *args, PyObject *kwargs, uint16_t flags)
     if (call == NULL) {
         goto done;
     }
+    if (smp_calls_count(&task->calls, (uint64_t)number, &before) != SMP_OK) {
+        PyErr_NoMemory();
+        goto done;
+    }
     call->opened = session->opened;
     call->step = session->step;
     call->entry = number;
     call->owner = entry->owner;
     call->path = Py_NewRef(entry->path);
     call->microbatch = task->microbatch;
+    call->number = smp_call_of(task->number, (uint64_t)number, before, task->phase);
     call->call = smp_server_next_call(session->server);
     envelope = (smp_envelope){
         .kind = SMP_MSG_FORWARD,
@@ -622,6 +630,7 @@ call_entry(int32_t number, PyObject *args, PyObject *kwargs, uint16_t flags)
         .entry = number,
         .call = call->call,
         .about = ++task->count,
+        .number = call->number,
     };
     if (grad && (entry->trains || any_requires_grad(&pack))) {
         envelope.flags |= SMP_FLAG_GRAPH;

@@ -6,6 +6,7 @@
  * A Context keeps y and Enter's gradients from the forward request to the backward
  * request (or to the release).
  */
+#include "common/mix.h"
 #include "python/gradients.h"
 #include "python/pack.h"
 #include "python/registry.h"
@@ -428,7 +429,7 @@ serve_forward(smp_message *request, smp_task *task)
     smp_pack_init(&pack, session->comm, source, &unpack);
     pack.graph = (envelope.flags & SMP_FLAG_GRAPH) != 0;
     if (smp_unpack_init(&unpack, request, NULL, true, false) < 0 ||
-        smp_stream_seed(task, smp_stream_mix(envelope.seed, 1)) < 0) {
+        smp_stream_seed(task, smp_mix(envelope.seed, 1)) < 0) {
         goto done;
     }
     if (pack.graph ? (context = enter_graph(&unpack, &envelope)) == NULL
@@ -598,7 +599,7 @@ serve_backward(smp_message *request, smp_task *task)
     smp_pack_init(&pack, session->comm, source, NULL);
     pack.graph = false;
     if (smp_unpack_init(&unpack, request, NULL, false, false) < 0 ||
-        smp_stream_seed(task, smp_stream_mix(context->seed, 2)) < 0 ||
+        smp_stream_seed(task, smp_mix(context->seed, 2)) < 0 ||
         smp_gradients_backward(envelope.microbatch, task->backwards) < 0 ||
         run_engine(context, &unpack, envelope.flags) < 0 ||
         smp_gradients_close(context->microbatch, context->order, context->entry) < 0 ||

@@ -6,6 +6,7 @@
 
 #include "comm/clock.h"
 #include "comm/device/port.h"
+#include "common/mix.h"
 #include "python/comm_binding.h"
 #include "python/pack.h"
 #include "python/registry.h"
@@ -558,7 +559,7 @@ py_mix(PyObject *module, PyObject *args)
     if (!PyArg_ParseTuple(args, "KK", &a, &b)) {
         return NULL;
     }
-    return PyLong_FromUnsignedLongLong(smp_stream_mix(a, b));
+    return PyLong_FromUnsignedLongLong(smp_mix(a, b));
 }
 
 static PyMethodDef functions[] = {

@@ -7,6 +7,7 @@
 #define SMP_PYTHON_SESSION_H
 
 #include "python/torch_api.h"
+#include "server/calls.h"
 #include "server/server.h"
 
 /* What can be called from another rank: a module, or a run of nn.Sequential children.
@@ -23,9 +24,11 @@ typedef struct {
  * Lives on its worker's stack. */
 typedef struct smp_task {
     int32_t   microbatch;
-    int32_t   entry; /* -1: the step function */
-    uint64_t  order; /* of this request within its microbatch, by begin */
-    uint64_t  count; /* requests of the microbatch so far; travels with control */
+    int32_t   entry;  /* -1: the step function */
+    uint64_t  number; /* server/calls.h */
+    smp_calls calls;  /* that it has made */
+    uint64_t  order;  /* of this request within its microbatch, by begin */
+    uint64_t  count;  /* requests of the microbatch so far; travels with control */
     smp_phase phase;
     int       backward_depth; /* inside model.backward, a backward request, or a forward
                                  that a checkpoint runs again */
@@ -143,8 +146,5 @@ void smp_stream_leave(smp_task *task);
 
 /* Draws a request's seed from the stream of the running task. */
 int smp_stream_draw(uint64_t *seed);
-
-/* splitmix64's mixing of a and b, 63 bits. */
-uint64_t smp_stream_mix(uint64_t a, uint64_t b);
 
 #endif

@@ -385,6 +385,16 @@ py_current(PyObject *module, PyObject *unused)
     return PyLong_FromLong(smp_this_task->microbatch);
 }
 
+/* task_number() -> the number of this thread's task (server/calls.h), or None */
+static PyObject *
+py_task_number(PyObject *module, PyObject *unused)
+{
+    (void)module;
+    (void)unused;
+    return smp_this_task == NULL ? Py_NewRef(Py_None)
+                                 : PyLong_FromUnsignedLongLong(smp_this_task->number);
+}
+
 /* timeline() -> [(time_ns, worker, kind, phase, microbatch, entry), ...] of the last
  * step, oldest first */
 static PyObject *
@@ -436,6 +446,7 @@ static PyMethodDef functions[] = {
     {"await_turn", py_await_turn, METH_O, "await_turn(gate) -> bool"},
     {"left", py_left, METH_O, "left(gate)"},
     {"current", py_current, METH_NOARGS, "-> (microbatch, entry) or None"},
+    {"task_number", py_task_number, METH_NOARGS, "-> int or None"},
     {"timeline", py_timeline, METH_NOARGS,
      "-> [(time_ns, worker, kind, phase, microbatch, entry), ...]"},
     {NULL, NULL, 0, NULL},

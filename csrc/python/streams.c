@@ -10,17 +10,6 @@
 /* Whose stream is in the generators; NULL: nobody's. */
 static smp_task *owner;
 
-uint64_t
-smp_stream_mix(uint64_t a, uint64_t b)
-{
-    uint64_t h = a + 0x9E3779B97F4A7C15u * (b + 1);
-
-    h = (h ^ (h >> 30)) * 0xBF58476D1CE4E5B9u;
-    h = (h ^ (h >> 27)) * 0x94D049BB133111EBu;
-    h ^= h >> 31;
-    return h & 0x7FFFFFFFFFFFFFFFu;
-}
-
 /* The accelerator's generator; NULL: there is none. */
 static PyObject *
 device_generator(void)

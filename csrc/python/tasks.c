@@ -5,6 +5,7 @@
 
 #include "comm/clock.h"
 #include "comm/neighbour.h"
+#include "common/mix.h"
 #include "python/gradients.h"
 #include "python/heap.h"
 #include "python/pack.h"
@@ -279,6 +280,7 @@ op_execute(void *ctx, smp_message *request)
     const smp_envelope *envelope = smp_message_envelope(request);
     smp_task            task = {.microbatch = envelope->microbatch,
                                 .entry = envelope->entry,
+                                .number = envelope->number,
                                 .order = envelope->about,
                                 .count = envelope->about,
                                 .phase = (smp_phase)envelope->phase,
@@ -298,6 +300,7 @@ op_execute(void *ctx, smp_message *request)
     }
     exit_context(context);
     smp_stream_leave(&task);
+    smp_calls_fini(&task.calls);
     smp_this_task = NULL;
     rest_python();
 }
@@ -319,9 +322,10 @@ static void
 op_run_root(void *ctx, int32_t microbatch)
 {
     smp_session *session = &smp_the_session;
-    smp_task     task = {.microbatch = microbatch, .entry = -1};
-    PyObject    *context;
-    PyObject    *done = NULL;
+    smp_task     task = {
+            .microbatch = microbatch, .entry = -1, .number = smp_call_of_root(microbatch)};
+    PyObject *context;
+    PyObject *done = NULL;
 
     (void)ctx;
     wake_python();
@@ -329,8 +333,8 @@ op_run_root(void *ctx, int32_t microbatch)
     context = enter_context();
     enter_device();
     if (prepare_thread() == 0 &&
-        smp_stream_seed(
-            &task, smp_stream_mix(session->step_seed, (uint64_t)microbatch)) == 0) {
+        smp_stream_seed(&task, smp_mix(session->step_seed, (uint64_t)microbatch)) ==
+            0) {
         done = PyObject_CallFunction(session->run_root, "i", (int)microbatch);
     }
     if (done != NULL && smp_gradients_done(microbatch) < 0) {
@@ -345,6 +349,7 @@ op_run_root(void *ctx, int32_t microbatch)
     Py_XDECREF(done);
     exit_context(context);
     smp_stream_leave(&task);
+    smp_calls_fini(&task.calls);
     smp_this_task = NULL;
     rest_python();
 }

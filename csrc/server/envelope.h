@@ -48,12 +48,13 @@ typedef struct {
     uint16_t flags;
     int32_t  microbatch;
     uint32_t step;
-    int32_t  entry; /* requests: index of the remote entry (module or run) */
-    uint64_t call;  /* the caller's number for this call; a backward's own */
-    uint64_t about; /* BACKWARD, RELEASE: the forward's call.  RESPONSE, FORWARD: the
-                       microbatch's count of requests so far */
-    uint64_t seed;  /* FORWARD: seeds the random numbers of this request.  BACKWARD:
-                       number  of the model.backward call in its microbatch */
+    int32_t  entry;  /* requests: index of the remote entry (module or run) */
+    uint64_t call;   /* the caller's number for this call; a backward's own */
+    uint64_t about;  /* BACKWARD, RELEASE: the forward's call.  RESPONSE, FORWARD: the
+                        microbatch's count of requests so far */
+    uint64_t seed;   /* FORWARD: seeds the random numbers of this request.  BACKWARD:
+                        number of the model.backward call in its microbatch */
+    uint64_t number; /* requests: the task's (server/calls.h) */
 } smp_envelope;
 
 /* NULL when the message is too short, or of no known kind or phase. */
@@ -63,7 +64,7 @@ smp_message_envelope(const smp_message *message)
     const smp_envelope *envelope = (const void *)message->bytes;
 
     if (message->nbytes < sizeof(*envelope) || envelope->kind < SMP_MSG_FORWARD ||
-        envelope->kind > SMP_MSG_LAST || envelope->phase > SMP_BACKWARD) {
+        envelope->kind > SMP_MSG_LAST || envelope->phase >= SMP_PHASES) {
         return NULL;
     }
     return envelope;

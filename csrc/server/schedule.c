@@ -57,17 +57,6 @@ turns_are_valid(const smp_turn *turns, int32_t nturns, int32_t microbatches)
     return valid;
 }
 
-static void
-start(smp_schedule *schedule, int32_t mb, smp_phase phase)
-{
-    if (phase == SMP_FORWARD) {
-        schedule->state[mb] = MB_FORWARD;
-        schedule->active++;
-    } else {
-        schedule->state[mb] = MB_BACKWARD;
-    }
-}
-
 /* The turn that a listed schedule stands at, past the backwards of runs that ended
  * without one.  False at the end of the list. */
 static bool
@@ -98,7 +87,6 @@ next_listed(smp_schedule *schedule, smp_phase phase, int32_t *microbatch)
     if (phase == SMP_FORWARD && schedule->active >= schedule->active_limit) {
         return false;
     }
-    schedule->next_turn++;
     *microbatch = turn.microbatch;
     return true;
 }
@@ -173,22 +161,30 @@ bool
 smp_schedule_next(smp_schedule *schedule, smp_phase phase, int32_t *microbatch)
 {
     if (schedule->kind == SMP_SCHEDULE_LISTED) {
-        if (!next_listed(schedule, phase, microbatch)) {
-            return false;
-        }
-    } else if (phase == SMP_BACKWARD) {
-        if (!next_backward(schedule, microbatch)) {
-            return false;
-        }
-    } else {
-        if (schedule->next_forward >= schedule->microbatches ||
-            schedule->active >= schedule->active_limit) {
-            return false;
-        }
-        *microbatch = schedule->next_forward++;
+        return next_listed(schedule, phase, microbatch);
     }
-    start(schedule, *microbatch, phase);
-    return true;
+    if (phase == SMP_BACKWARD) {
+        return next_backward(schedule, microbatch);
+    }
+    *microbatch = schedule->next_forward;
+    return schedule->next_forward < schedule->microbatches &&
+           schedule->active < schedule->active_limit;
+}
+
+void
+smp_schedule_start(smp_schedule *schedule, smp_phase phase, int32_t microbatch)
+{
+    if (schedule->kind == SMP_SCHEDULE_LISTED) {
+        schedule->next_turn++;
+    } else if (phase == SMP_FORWARD) {
+        schedule->next_forward++;
+    }
+    if (phase == SMP_FORWARD) {
+        schedule->state[microbatch] = MB_FORWARD;
+        schedule->active++;
+    } else {
+        schedule->state[microbatch] = MB_BACKWARD;
+    }
 }
 
 void

@@ -18,10 +18,7 @@
 
 #include "common/status.h"
 
-typedef enum {
-    SMP_FORWARD = 0,
-    SMP_BACKWARD = 1,
-} smp_phase;
+typedef enum { SMP_FORWARD = 0, SMP_BACKWARD = 1, SMP_PHASES } smp_phase;
 
 typedef enum {
     SMP_SCHEDULE_SIMPLE,      /* all forwards, then all backwards */
@@ -45,9 +42,12 @@ smp_status smp_schedule_create(smp_schedule_kind kind, int32_t microbatches,
                                smp_schedule **out);
 void       smp_schedule_destroy(smp_schedule *schedule);
 
-/* What may start now: false when only waiting can help.  A true answer marks the
- * turn as taken. */
+/* What may start now in this phase: false when only waiting can help.  Changes nothing
+ * that can be seen. */
 bool smp_schedule_next(smp_schedule *schedule, smp_phase phase, int32_t *microbatch);
+
+/* What smp_schedule_next() said starts. */
+void smp_schedule_start(smp_schedule *schedule, smp_phase phase, int32_t microbatch);
 
 /* The run of `microbatch` reached model.backward. */
 void smp_schedule_ready(smp_schedule *schedule, int32_t microbatch);

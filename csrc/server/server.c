@@ -3,17 +3,7 @@
  * Everything below is guarded by the baton: only the thread that holds it reads or
  * writes the server, so there is no lock.  The exceptions are atomic and say so.
  *
- * What runs next, first match first, of several the lowest microbatch:
- *   1. a response of a forward: what waits for it soon gives other ranks work
- *   2. what belongs to a backward: it frees memory
- *   3. a backward that the schedule lets start
- *   4. a worker whose gate has opened
- *   5. a request of a forward
- *   6. a forward that the schedule lets start
- * But one request of a forward may go before a request of a backward that is alone: the
- * rank then still has that one while the answer to the forward is on its way to pp_rank
- * 0 and becomes a backward.  (In half of the steps of benchmarks/pipeline.py a rank
- * waited so for its last backward, a third of a slot.)
+ * What runs next is server/choice.h's.
  */
 #define _GNU_SOURCE
 #include "server/server.h"
@@ -27,6 +17,7 @@
 #include "comm/clock.h"
 #include "common/jitter.h"
 #include "server/baton.h"
+#include "server/choice.h"
 #include "server/rest.h"
 
 /* How long a rank has nothing to run before it looks why. */
@@ -105,11 +96,13 @@ struct smp_server {
     worker  *idle;    /* those in their seats without a task, last in first out */
     uint16_t nworkers;
 
-    waiting *inbox; /* owned: ninbox messages, in no order */
-    size_t   ninbox;
-    size_t   inbox_room;
-    uint64_t arrivals;
-    bool     overtaken; /* a forward went before the backward that is next */
+    waiting   *inbox; /* owned: ninbox messages, in no order */
+    size_t     ninbox;
+    size_t     inbox_room;
+    uint64_t   arrivals;
+    smp_ready *ready; /* owned: what could run, for smp_choose() */
+    size_t     ready_room;
+    bool       overtaken; /* smp_choose()'s */
 
     uint32_t      step;
     smp_turns    *turns;     /* borrowed; NULL: no gates */
@@ -201,47 +194,6 @@ pending_on(smp_server *server, uint64_t call)
         }
     }
     return NULL;
-}
-
-typedef enum { REQUESTS = 1, RESPONSES = 2 } either;
-
-/* The message to act on next of those of this phase and of these kinds: its index, or
- * -1; and how many there are, unless `count` is NULL.  A response that nobody waits for
- * yet stays: its worker will ask. */
-static ptrdiff_t
-inbox_best(const smp_server *server, smp_phase phase, either of, size_t *count)
-{
-    ptrdiff_t best = -1;
-
-    if (count != NULL) {
-        *count = 0;
-    }
-    for (size_t i = 0; i < server->ninbox; i++) {
-        const smp_envelope *e = smp_message_envelope(server->inbox[i].message);
-        const bool          response = e->kind == SMP_MSG_RESPONSE;
-
-        if (e->phase != phase || e->step != server->step ||
-            (of & (response ? RESPONSES : REQUESTS)) == 0) {
-            continue;
-        }
-        if (response && pending_on((smp_server *)server, e->call) == NULL) {
-            continue;
-        }
-        if (count != NULL) {
-            ++*count;
-        }
-        if (best >= 0) {
-            const smp_envelope *b = smp_message_envelope(server->inbox[best].message);
-
-            if (e->microbatch > b->microbatch ||
-                (e->microbatch == b->microbatch &&
-                 server->inbox[i].arrival > server->inbox[best].arrival)) {
-                continue;
-            }
-        }
-        best = (ptrdiff_t)i;
-    }
-    return best;
 }
 
 static void
@@ -708,16 +660,13 @@ act_on(worker *self, smp_message *message)
     return true;
 }
 
+/* The microbatch begins a phase. */
 static bool
-start_turn(worker *self, smp_phase phase)
+start_turn(worker *self, smp_phase phase, int32_t microbatch)
 {
     smp_server *server = self->server;
-    int32_t     microbatch;
 
-    if (server->schedule == NULL ||
-        !smp_schedule_next(server->schedule, phase, &microbatch)) {
-        return false;
-    }
+    smp_schedule_start(server->schedule, phase, microbatch);
     if (phase == SMP_FORWARD) {
         if (assign(self, WHY_ROOT, NULL, microbatch)) {
             return true;
@@ -735,20 +684,117 @@ start_turn(worker *self, smp_phase phase)
     return false;
 }
 
-/* The worker with the lowest microbatch of those whose gate has opened, or NULL. */
 static worker *
-at_open_gate(const smp_server *server)
+worker_number(const smp_server *server, size_t number)
 {
-    worker *best = NULL;
+    worker *w = server->workers;
 
-    for (worker *w = server->workers; server->turns != NULL && w != NULL; w = w->next) {
-        if (w->state == WORKER_PENDING && w->gate >= 0 &&
-            (best == NULL || w->microbatch < best->microbatch) &&
-            smp_turns_may_enter(server->turns, w->gate, w->microbatch)) {
-            best = w;
+    while (w->number != number) {
+        w = w->next;
+    }
+    return w;
+}
+
+/* ---------------------------------------------------------------- what could run */
+
+/* Room in server->ready for every message, worker and turn. */
+static bool
+make_room(smp_server *server)
+{
+    size_t     room = server->ninbox + server->nworkers + SMP_PHASES;
+    smp_ready *more;
+
+    if (room <= server->ready_room) {
+        return true;
+    }
+    more = realloc(server->ready, 2 * room * sizeof(*more));
+    if (more == NULL) {
+        fail_with(server, SMP_ERR_NO_MEMORY);
+        return false;
+    }
+    server->ready = more;
+    server->ready_room = 2 * room;
+    return true;
+}
+
+/* The messages of this step.  A response that nobody waits for yet stays: its worker
+ * will ask. */
+static size_t
+add_messages(smp_server *server, size_t n)
+{
+    for (size_t i = 0; i < server->ninbox; i++) {
+        const smp_envelope *e = smp_message_envelope(server->inbox[i].message);
+        const bool          response = e->kind == SMP_MSG_RESPONSE;
+
+        if (e->step == server->step &&
+            (!response || pending_on(server, e->call) != NULL)) {
+            server->ready[n++] =
+                (smp_ready){.kind = response ? SMP_READY_RESPONSE : SMP_READY_REQUEST,
+                            .phase = (smp_phase)e->phase,
+                            .microbatch = e->microbatch,
+                            .arrival = server->inbox[i].arrival,
+                            .index = i};
         }
     }
-    return best;
+    return n;
+}
+
+/* The workers whose gate has opened. */
+static size_t
+add_workers(smp_server *server, size_t n)
+{
+    for (worker *w = server->workers; server->turns != NULL && w != NULL; w = w->next) {
+        if (w->state == WORKER_PENDING && w->gate >= 0 &&
+            smp_turns_may_enter(server->turns, w->gate, w->microbatch)) {
+            server->ready[n++] = (smp_ready){.kind = SMP_READY_GATE,
+                                             .phase = w->phase,
+                                             .microbatch = w->microbatch,
+                                             .index = w->number};
+        }
+    }
+    return n;
+}
+
+static size_t
+add_turns(smp_server *server, size_t n)
+{
+    for (int phase = 0; server->schedule != NULL && phase < SMP_PHASES; phase++) {
+        smp_ready turn = {.kind = SMP_READY_TURN, .phase = (smp_phase)phase};
+
+        if (smp_schedule_next(server->schedule, turn.phase, &turn.microbatch)) {
+            server->ready[n++] = turn;
+        }
+    }
+    return n;
+}
+
+/* Runs what goes first of all that could run.  False: there is nothing, or no thread
+ * for it. */
+static bool
+run_next(worker *self)
+{
+    smp_server *server = self->server;
+    ptrdiff_t   best;
+    smp_ready   next;
+
+    if (!make_room(server)) {
+        return false;
+    }
+    best = smp_choose(server->ready,
+                      add_turns(server, add_workers(server, add_messages(server, 0))),
+                      &server->overtaken);
+    if (best < 0) {
+        return false;
+    }
+    next = server->ready[best];
+    switch (next.kind) {
+    case SMP_READY_GATE:
+        return pass(self, worker_number(server, next.index), WHY_TURN);
+    case SMP_READY_TURN:
+        return start_turn(self, next.phase, next.microbatch);
+    default:
+        return act_on(self, inbox_remove(server, next.index));
+    }
 }
 
 /* Some worker that is inside a task, for unwinding; NULL: none. */
@@ -763,33 +809,6 @@ any_pending(const smp_server *server)
     return NULL;
 }
 
-/* The message that goes before what the schedule or a gate lets start, or -1. */
-static ptrdiff_t
-best_message(smp_server *server)
-{
-    size_t    count;
-    ptrdiff_t best = inbox_best(server, SMP_FORWARD, RESPONSES, NULL);
-
-    if (best >= 0) {
-        return best;
-    }
-    best = inbox_best(server, SMP_BACKWARD, REQUESTS | RESPONSES, &count);
-    if (best < 0) {
-        return best;
-    }
-    if (count == 1 && !server->overtaken &&
-        smp_message_envelope(server->inbox[best].message)->kind == SMP_MSG_BACKWARD) {
-        ptrdiff_t forward = inbox_best(server, SMP_FORWARD, REQUESTS, NULL);
-
-        if (forward >= 0) {
-            server->overtaken = true;
-            return forward;
-        }
-    }
-    server->overtaken = false;
-    return best;
-}
-
 /* Self has nothing to do: finds who has.  Returns when self was given a reason to go
  * on (self->why). */
 static void
@@ -802,9 +821,6 @@ dispatch(worker *self)
         sort_again(server);
     }
     for (;;) {
-        ptrdiff_t best;
-        worker   *entering;
-
         (void)read_comm(server, 0);
         if (atomic_exchange(&server->interrupted, false) && !server->promised) {
             fail_with(server, SMP_ERR_INTERRUPTED);
@@ -829,29 +845,7 @@ dispatch(worker *self)
             smp_seat_wait(&self->seat, 0);
             return;
         }
-        best = best_message(server);
-        if (best >= 0) {
-            if (act_on(self, inbox_remove(server, (size_t)best))) {
-                return;
-            }
-            continue;
-        }
-        if (start_turn(self, SMP_BACKWARD)) {
-            return;
-        }
-        entering = at_open_gate(server);
-        if (entering != NULL) {
-            (void)pass(self, entering, WHY_TURN);
-            return;
-        }
-        best = inbox_best(server, SMP_FORWARD, REQUESTS, NULL);
-        if (best >= 0) {
-            if (act_on(self, inbox_remove(server, (size_t)best))) {
-                return;
-            }
-            continue;
-        }
-        if (start_turn(self, SMP_FORWARD)) {
+        if (run_next(self)) {
             return;
         }
         if (!server->failed) {
@@ -992,6 +986,7 @@ smp_server_destroy(smp_server *server)
     inbox_forget(server, UINT32_MAX);
     smp_message_free(server->end);
     free(server->inbox);
+    free(server->ready);
     smp_rest_fini(&server->rest);
     smp_board_destroy(server->board);
     free(server->search.of);

@@ -1,7 +1,8 @@
 /* The hand-overs between ranks and threads, in every order of their steps: queue in
- * shared memory, doorbell, kicks of the progress thread; members of a group in steps;
- * orders; letterboxes.  Spec: csrc/comm/shm/ring.h, csrc/comm/shm/bell.h,
- * csrc/comm/comm.h, csrc/comm/collective/lockstep.h, queue.h and mailbox.h.
+ * shared memory, doorbell, kicks of the progress thread; what a server runs next of
+ * what has come; members of a group in steps; orders; letterboxes.  Spec:
+ * csrc/comm/shm/ring.h, csrc/comm/shm/bell.h, csrc/comm/comm.h, csrc/server/choice.h,
+ * csrc/comm/collective/lockstep.h, queue.h and mailbox.h.
  *
  * It is the core's own code that runs, with ranks that have memory and no sockets. Each
  * kind of hand-over is also run with a mistake in it, which must be found. */
@@ -12,6 +13,7 @@
 #include "comm/collective/queue.h"
 #include "comm/shm/arena.h"
 #include "explorer.h"
+#include "server/choice.h"
 
 /* There are no tensors in the pool here. */
 #define smp_arena_wants_pages(arena) ((void)(arena), false)
@@ -1037,6 +1039,58 @@ RIGHT(a_queue_ends_with_all_its_orders, .set_up = make_carrier,
                   {"carrier", NULL, true}},
       .check = nothing)
 
+/* ------------------------------------------------------------- what a server chooses
+ */
+
+static const smp_ready choices[2] = {
+    {.kind = SMP_READY_REQUEST, .phase = SMP_BACKWARD, .microbatch = 0},
+    {.kind = SMP_READY_RESPONSE, .phase = SMP_FORWARD, .microbatch = 1},
+};
+
+static void
+send_choice_0(void)
+{
+    send_number(1, 0, 0, 8);
+}
+
+static void
+send_choice_1(void)
+{
+    send_number(2, 0, 1, 8);
+}
+
+/* Rank 0 runs one of what has come, until it has run both. */
+static void
+serve_choices(void)
+{
+    smp_ready ready[2];
+    bool      overtaken = false;
+    size_t    n = 0;
+
+    for (int left = 2; left > 0; left--) {
+        smp_message *message;
+        ptrdiff_t    best;
+
+        while (smp_comm_receive(&ranks[0].comm, n == 0 ? -1 : 0, &message) == SMP_OK) {
+            ready[n] = choices[message->bytes[0]];
+            ready[n].index = message->bytes[0];
+            ready[n].arrival = n;
+            n++;
+            smp_message_free(message);
+        }
+        best = smp_choose(ready, n, &overtaken);
+        want(best >= 0, "nothing is chosen");
+        want(n == 1 || ready[best].index == 1, "a response of a forward waits");
+        ready[best] = ready[--n];
+    }
+}
+
+RIGHT(whatever_the_order_of_arrival_the_first_match_goes_first, .set_up = make_ranks,
+      .threads = {{"server", serve_choices, false},
+                  {"sender 1", send_choice_0, false},
+                  {"sender 2", send_choice_1, false}},
+      .check = nothing)
+
 /* ---------------------------------------------------------------------- letterboxes */
 
 static smp_mailbox *mailboxes[2];
@@ -1165,6 +1219,7 @@ main(int argc, char **argv)
         ENTRY(an_order_that_is_left_is_the_carriers),
         ENTRY(what_a_waiter_does_not_carry_out_is_the_carriers),
         ENTRY(a_queue_ends_with_all_its_orders),
+        ENTRY(whatever_the_order_of_arrival_the_first_match_goes_first),
         ENTRY(one_waiter_sorts_in_for_the_other),
         ENTRY(who_gives_up_leaves_the_sorting_to_the_others),
         ENTRY(a_letter_to_oneself_wakes_who_waits_for_it),

@@ -48,9 +48,11 @@ draw(const plan *p, char *picture)
             break;
         }
         if (smp_schedule_next(schedule, SMP_BACKWARD, &mb)) {
+            smp_schedule_start(schedule, SMP_BACKWARD, mb);
             at += sprintf(at, "B%d ", mb);
             smp_schedule_done(schedule, mb);
         } else if (smp_schedule_next(schedule, SMP_FORWARD, &mb)) {
+            smp_schedule_start(schedule, SMP_FORWARD, mb);
             at += sprintf(at, "F%d ", mb);
             running[mb] = true;
             due[mb] = tick + (p->forward_ticks == 0 ? 1 : p->forward_ticks);

@@ -1,0 +1,62 @@
+/* The order of preference is a table: a place for each kind in each phase. */
+#include "server/choice.h"
+
+/* Lower goes first. */
+static const uint8_t places[SMP_READY_KINDS][SMP_PHASES] = {
+    [SMP_READY_RESPONSE] = {[SMP_FORWARD] = 1, [SMP_BACKWARD] = 2},
+    [SMP_READY_REQUEST] = {[SMP_FORWARD] = 5, [SMP_BACKWARD] = 2},
+    [SMP_READY_GATE] = {[SMP_FORWARD] = 4, [SMP_BACKWARD] = 4},
+    [SMP_READY_TURN] = {[SMP_FORWARD] = 6, [SMP_BACKWARD] = 3},
+};
+
+static bool
+goes_before(const smp_ready *a, const smp_ready *b)
+{
+    const uint8_t left = places[a->kind][a->phase];
+    const uint8_t right = places[b->kind][b->phase];
+
+    if (left != right) {
+        return left < right;
+    }
+    if (a->microbatch != b->microbatch) {
+        return a->microbatch < b->microbatch;
+    }
+    return a->arrival < b->arrival;
+}
+
+static bool
+is_message(const smp_ready *ready)
+{
+    return ready->kind == SMP_READY_RESPONSE || ready->kind == SMP_READY_REQUEST;
+}
+
+static bool
+is_forward_request(const smp_ready *ready)
+{
+    return ready->kind == SMP_READY_REQUEST && ready->phase == SMP_FORWARD;
+}
+
+ptrdiff_t
+smp_choose(const smp_ready *ready, size_t n, bool *overtaken)
+{
+    ptrdiff_t best = -1;
+    ptrdiff_t forward = -1; /* the first request of one */
+    size_t    backwards = 0;
+
+    for (size_t i = 0; i < n; i++) {
+        if (best < 0 || goes_before(&ready[i], &ready[best])) {
+            best = (ptrdiff_t)i;
+        }
+        if (is_forward_request(&ready[i]) &&
+            (forward < 0 || goes_before(&ready[i], &ready[forward]))) {
+            forward = (ptrdiff_t)i;
+        }
+        backwards += is_message(&ready[i]) && ready[i].phase == SMP_BACKWARD;
+    }
+    if (best < 0 || !is_message(&ready[best]) || ready[best].phase != SMP_BACKWARD) {
+        return best;
+    }
+    *overtaken = !*overtaken && backwards == 1 &&
+                 ready[best].kind == SMP_READY_REQUEST && forward >= 0;
+    return *overtaken ? forward : best;
+}
