@@ -42,6 +42,16 @@ def test_ptd_with_all_three():
     )
 
 
+@pytest.mark.parametrize(
+    "strategy, pipelines",
+    [("DPT", [4, 6, 5, 7]), ("DTP", [4, 5, 6, 7]), ("PTD", [1, 5, 3, 7])],
+)
+def test_the_mp_group_is_one_pipeline_behind_the_other(strategy, pipelines):
+    placement = Placement(8, pp=2, tp=2, strategy=strategy)
+
+    assert placement.pipelines(7) == pipelines
+
+
 @pytest.mark.parametrize("name, order", [("cluster", "DPT"), ("spread", "TPD")])
 def test_the_named_strategies_are_permutations(name, order):
     assert drawn(Placement(12, 3, 2, name)) == drawn(Placement(12, 3, 2, order))

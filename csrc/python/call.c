@@ -60,8 +60,8 @@ release_graph(call_object *self)
                               .step = session->step,
                               .entry = self->entry,
                               .about = self->call};
-    (void)smp_comm_send(session->comm, self->owner, &envelope, sizeof(envelope), NULL,
-                        0);
+    (void)smp_comm_send(session->comm, smp_session_rank_of_comm(self->owner), &envelope,
+                        sizeof(envelope), NULL, 0);
 }
 
 static void
@@ -178,7 +178,7 @@ recv_backward(PyObject *unused, PyObject *const *args, Py_ssize_t nargs)
         (state = PyObject_CallNoArgs(session->capture_backward)) == NULL) {
         return NULL;
     }
-    smp_pack_init(&pack, session->comm, self->owner, NULL);
+    smp_pack_init(&pack, session->comm, smp_session_rank_of_comm(self->owner), NULL);
     pack.graph = false;
     failed = smp_pack_u32(&pack, (uint32_t)(nargs - 1));
     for (Py_ssize_t i = 1; failed == 0 && i < nargs; i++) {
@@ -597,7 +597,7 @@ call_entry(int32_t number, PyObject *args, PyObject *kwargs, uint16_t flags)
         (state = PyObject_CallOneArg(session->capture_state, entry->path)) == NULL) {
         return NULL;
     }
-    smp_pack_init(&pack, session->comm, entry->owner, NULL);
+    smp_pack_init(&pack, session->comm, smp_session_rank_of_comm(entry->owner), NULL);
     pack.graph = grad != 0;
     if (pack_request(&pack, args, kwargs,
                      state == Py_None ? NULL : PyTuple_GET_ITEM(state, 0), entry) < 0 ||

@@ -35,7 +35,7 @@ module_exec(PyObject *module)
         smp_group_add(module) < 0 || smp_mail_add(module) < 0 ||
         smp_python_add_partition(module) < 0 || smp_watch_add_functions(module) < 0 ||
         smp_heap_add_functions(module) < 0 || smp_python_add_log(module) < 0 ||
-        smp_python_add_tp_kernels(module) < 0) {
+        smp_python_add_tp_kernels(module) < 0 || smp_lineup_add(module) < 0) {
         return -1;
     }
     if (PyModule_AddStringConstant(module, "compiler", COMPILER) < 0 ||

@@ -117,10 +117,11 @@ raise_gone(const smp_pack *pack, smp_status status)
         PyErr_Format(PyExc_ConnectionError,
                      "smp: pp_rank %d has left the job in order, and this rank still "
                      "needs it: all ranks must make the same number of steps [%s]",
-                     pack->dest, smp_status_name(status));
+                     smp_comm_name(pack->comm, pack->dest), smp_status_name(status));
     } else if (status == SMP_ERR_PEER_LOST) {
         PyErr_Format(PyExc_ConnectionError, "smp: sending to pp_rank %d: %s [%s]",
-                     pack->dest, smp_status_text(status), smp_status_name(status));
+                     smp_comm_name(pack->comm, pack->dest), smp_status_text(status),
+                     smp_status_name(status));
     } else {
         return 0;
     }
@@ -1196,7 +1197,8 @@ smp_pack_send(smp_pack *pack, const smp_envelope *envelope)
     }
     if (status != SMP_OK) {
         PyErr_Format(PyExc_ConnectionError, "smp: sending to pp_rank %d: %s [%s]",
-                     pack->dest, smp_status_text(status), smp_status_name(status));
+                     smp_comm_name(pack->comm, pack->dest), smp_status_text(status),
+                     smp_status_name(status));
         return -1;
     }
     return 0;

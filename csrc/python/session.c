@@ -24,10 +24,29 @@ smp_entry_path(const smp_entry *entry)
     return path == NULL ? "?" : path;
 }
 
+const char *
+smp_session_rank_name(int rank, char out[SMP_RANK_NAME])
+{
+    const smp_session *session = &smp_the_session;
+    const int          tp_rank = rank / session->size;
+
+    if (session->tp_size > 1) {
+        (void)snprintf(out, SMP_RANK_NAME, "tp_rank %d, pp_rank %d", tp_rank,
+                       rank % session->size);
+    } else {
+        (void)snprintf(out, SMP_RANK_NAME, "pp_rank %d", rank);
+    }
+    return out;
+}
+
 PyObject *
 smp_session_raise(smp_status status, const char *doing)
 {
     smp_session *session = &smp_the_session;
+    char         its[SMP_RANK_NAME];
+    char         own[SMP_RANK_NAME];
+
+    (void)smp_session_rank_name(smp_session_rank_of_comm(session->rank), own);
 
     if (status == SMP_ERR_PEER_LOST) {
         const char *awaited =
@@ -35,18 +54,25 @@ smp_session_raise(smp_status status, const char *doing)
 
         PyErr_Format(
             PyExc_ConnectionError,
-            "smp: %s: pp_rank %d is gone (its process ended or was killed); on "
-            "pp_rank %d: %s [SMP_ERR_PEER_LOST]",
-            doing, smp_comm_lost(session->comm), session->rank,
+            "smp: %s: %s is gone (its process ended or was killed); on "
+            "%s: %s [SMP_ERR_PEER_LOST]",
+            doing, smp_session_rank_name(smp_comm_lost(session->comm), its), own,
             awaited[0] == '\0' ? "no task waited, it served the others" : awaited);
     } else if (status == SMP_ERR_UNREACHABLE) {
+        PyErr_Format(PyExc_ConnectionError,
+                     "smp: %s: %s has left the job in order, and %s is in "
+                     "step %u: all ranks must make the same number of steps "
+                     "[SMP_ERR_UNREACHABLE]",
+                     doing,
+                     smp_session_rank_name(smp_server_left(session->server), its), own,
+                     (unsigned)session->step);
+    } else if (status == SMP_ERR_MISMATCH && session->server != NULL) {
         PyErr_Format(
-            PyExc_ConnectionError,
-            "smp: %s: pp_rank %d has left the job in order, and pp_rank %d is in "
-            "step %u: all ranks must make the same number of steps "
-            "[SMP_ERR_UNREACHABLE]",
-            doing, smp_server_left(session->server), session->rank,
-            (unsigned)session->step);
+            PyExc_RuntimeError,
+            "smp: %s: the ranks of a TP_GROUP do not make the same calls of "
+            "distributed modules: %s.  A model that chooses modules by its data "
+            "must choose alike on them [SMP_ERR_MISMATCH]",
+            doing, smp_server_mismatch(session->server));
     } else if (status == SMP_ERR_DEADLOCK) {
         char waits[8192];
 
@@ -67,9 +93,10 @@ smp_session_raise(smp_status status, const char *doing)
     return NULL;
 }
 
-/* open(rank, size, pool_bytes, device_pool_bytes, spin_us, transports, interface, job,
- * report_s, end_s) ->
- * the address card.  The last two are the watchdog's limits, 0 for none. */
+/* open(rank, size, tp_size, pool_bytes, device_pool_bytes, spin_us, transports,
+ * interface, job, report_s, end_s) -> the address card.  rank and size: of the
+ * MP_GROUP, as tp_rank * pp_size + pp_rank.  The last two are the watchdog's limits, 0
+ * for none. */
 static PyObject *
 py_open(PyObject *module, PyObject *args)
 {
@@ -83,10 +110,12 @@ py_open(PyObject *module, PyObject *args)
     const void     *card;
     double          report_s;
     double          end_s;
+    int             tp_size;
+    int            *names; /* pp_ranks, by rank */
 
     (void)module;
-    if (!PyArg_ParseTuple(args, "iinnizzsdd", &config.rank, &config.size, &pool,
-                          &device_pool, &config.spin_us, &config.transports,
+    if (!PyArg_ParseTuple(args, "iiinnizzsdd", &config.rank, &config.size, &tp_size,
+                          &pool, &device_pool, &config.spin_us, &config.transports,
                           &config.interface, &job, &report_s, &end_s)) {
         return NULL;
     }
@@ -101,7 +130,16 @@ py_open(PyObject *module, PyObject *args)
     config.pool_bytes = (size_t)pool;
     config.device_pool_bytes = (size_t)device_pool;
     strncpy(config.job, job, sizeof(config.job) - 1);
+    names = calloc((size_t)config.size, sizeof(*names));
+    if (names == NULL) {
+        return PyErr_NoMemory();
+    }
+    for (int rank = 0; rank < config.size; rank++) {
+        names[rank] = rank % (config.size / tp_size);
+    }
+    config.names = names;
     status = smp_comm_create(&config, &session->comm);
+    free(names);
     if (status == SMP_ERR_NO_MEMORY) {
         return smp_python_no_room("preparing the communication",
                                   smp_comm_pool_bytes(&config));
@@ -109,7 +147,7 @@ py_open(PyObject *module, PyObject *args)
     if (status != SMP_OK) {
         return smp_session_raise(status, "preparing the communication");
     }
-    status = smp_server_create(session->comm, config.rank,
+    status = smp_server_create(session->comm, config.rank, tp_size,
                                config.spin_us < 0 ? 0 : config.spin_us,
                                &smp_session_ops, session, &session->server);
     if (status != SMP_OK) {
@@ -117,9 +155,11 @@ py_open(PyObject *module, PyObject *args)
         session->comm = NULL;
         return smp_session_raise(status, "preparing the module server");
     }
-    session->rank = config.rank;
-    smp_registry.rank = config.rank;
-    session->size = config.size;
+    session->size = config.size / tp_size;
+    session->rank = config.rank % session->size;
+    session->tp_rank = config.rank / session->size;
+    session->tp_size = tp_size;
+    smp_registry.rank = session->rank;
     status = smp_watch_start(report_s, end_s);
     if (status != SMP_OK) {
         smp_server_destroy(session->server);
@@ -142,6 +182,9 @@ py_connect(PyObject *module, PyObject *args)
     PyObject        *cards;
     int              timeout_ms;
     int              failed = -1;
+    int              size = session->size * session->tp_size;
+    char             its[SMP_RANK_NAME];
+    char             own[SMP_RANK_NAME];
     smp_status       status = SMP_ERR_NO_MEMORY;
     const void     **at;
     size_t          *sizes;
@@ -152,15 +195,15 @@ py_connect(PyObject *module, PyObject *args)
     if (!PyArg_ParseTuple(args, "O!i", &PyList_Type, &cards, &timeout_ms)) {
         return NULL;
     }
-    if (session->comm == NULL || PyList_GET_SIZE(cards) != session->size) {
+    if (session->comm == NULL || PyList_GET_SIZE(cards) != size) {
         PyErr_Format(PyExc_ValueError, "smp: connect() needs the cards of %d ranks",
-                     session->size);
+                     size);
         return NULL;
     }
-    at = calloc((size_t)session->size, sizeof(*at));
-    sizes = calloc((size_t)session->size, sizeof(*sizes));
+    at = calloc((size_t)size, sizeof(*at));
+    sizes = calloc((size_t)size, sizeof(*sizes));
     if (at != NULL && sizes != NULL) {
-        for (int i = 0; i < session->size; i++) {
+        for (int i = 0; i < size; i++) {
             PyObject *card = PyList_GET_ITEM(cards, i);
 
             if (!PyBytes_Check(card)) {
@@ -183,10 +226,12 @@ py_connect(PyObject *module, PyObject *args)
         return NULL;
     }
     if (status == SMP_ERR_UNREACHABLE) {
-        PyErr_Format(PyExc_ConnectionError,
-                     "smp: no transport reaches pp_rank %d from pp_rank %d "
-                     "(comm_transports) [SMP_ERR_UNREACHABLE]",
-                     failed, session->rank);
+        PyErr_Format(
+            PyExc_ConnectionError,
+            "smp: no transport reaches %s from %s "
+            "(comm_transports) [SMP_ERR_UNREACHABLE]",
+            smp_session_rank_name(failed, its),
+            smp_session_rank_name(smp_session_rank_of_comm(session->rank), own));
         return NULL;
     }
     if (status == SMP_ERR_NO_MEMORY) {
@@ -196,9 +241,11 @@ py_connect(PyObject *module, PyObject *args)
         return smp_python_no_room("connecting the ranks", (size_t)stats.pool_size);
     }
     if (status != SMP_OK && failed >= 0) {
-        PyErr_Format(PyExc_ConnectionError,
-                     "smp: connecting pp_rank %d to pp_rank %d: %s [%s]", session->rank,
-                     failed, smp_status_text(status), smp_status_name(status));
+        PyErr_Format(
+            PyExc_ConnectionError, "smp: connecting %s to %s: %s [%s]",
+            smp_session_rank_name(smp_session_rank_of_comm(session->rank), own),
+            smp_session_rank_name(failed, its), smp_status_text(status),
+            smp_status_name(status));
         return NULL;
     }
     if (status != SMP_OK) {
@@ -495,7 +542,7 @@ py_counters(PyObject *module, PyObject *unused)
     if (smp_the_session.comm == NULL) {
         return PyDict_New();
     }
-    for (int rank = 0; rank < smp_the_session.size; rank++) {
+    for (int rank = 0; rank < smp_comm_size(smp_the_session.comm); rank++) {
         left += smp_comm_left(smp_the_session.comm, rank);
     }
     smp_comm_counters(smp_the_session.comm, &stats);
@@ -564,7 +611,8 @@ py_mix(PyObject *module, PyObject *args)
 
 static PyMethodDef functions[] = {
     {"open", py_open, METH_VARARGS,
-     "open(rank, size, pool_bytes, device_pool_bytes, spin_us, transports, interface, "
+     "open(rank, size, tp_size, pool_bytes, device_pool_bytes, spin_us, transports, "
+     "interface, "
      "job, report_s, "
      "end_s)"
      " -> card"},

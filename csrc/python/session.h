@@ -41,7 +41,9 @@ typedef struct {
     smp_server *server;
     smp_turns  *turns; /* owned; NULL: this job has no gates */
     int         rank;  /* pp_rank */
-    int         size;
+    int         size;  /* of this pipeline */
+    int         tp_rank;
+    int         tp_size;
     uint32_t    opened; /* how often the session has been */
     uint32_t    step;   /* number of the last one begun */
     bool        in_step;
@@ -81,6 +83,17 @@ typedef struct {
 
 extern smp_session smp_the_session;
 
+/* The comm's ranks are tp_rank * pp_size + pp_rank; of this pipeline, from pp_rank. */
+static inline int
+smp_session_rank_of_comm(int pp_rank)
+{
+    return smp_the_session.tp_rank * smp_the_session.size + pp_rank;
+}
+
+/* "pp_rank 1", with several tp_ranks "tp_rank 0, pp_rank 1": a rank of the comm. */
+#define SMP_RANK_NAME 48
+const char *smp_session_rank_name(int rank, char out[SMP_RANK_NAME]);
+
 /* The module path of an entry, for messages; borrowed. */
 const char *smp_entry_path(const smp_entry *entry);
 
@@ -111,9 +124,9 @@ int smp_session_warn_if_laden(PyObject *laden, const smp_entry *entry);
  * like, a rank that is gone, or it could not be sent). */
 bool smp_session_answer_raised(const smp_task *task, int source, smp_envelope envelope);
 
-/* To every other rank: a value; 0, or -1 with the first exception.  An ABORT goes to
- * all that are there, whatever happens on the way to one of them.  An envelope alone.
- */
+/* To every other rank of the pipeline: a value; 0, or -1 with the first exception.  An
+ * ABORT goes to those of other tp_ranks, too, to all that are there, whatever happens
+ * on the way to one of them.  An envelope alone. */
 int  smp_session_send_to_all(smp_msg_kind kind, PyObject *value);
 void smp_session_tell_others(const smp_envelope *envelope);
 
@@ -135,6 +148,9 @@ void smp_serve_request(smp_message *request, smp_task *task); /* takes request *
 bool smp_serve_release(uint64_t call); /* false with an exception */
 void smp_serve_forget(void); /* forwards that wait for a backward: the step is over */
 bool smp_has_hooks(PyObject *module);
+
+/* ------------------------------------------------------- lineup.c: collectives */
+int smp_lineup_add(PyObject *module);
 
 /* ------------------------------------------------------------ streams.c: random
  * numbers */

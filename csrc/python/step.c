@@ -179,6 +179,13 @@ py_raise_signal(PyObject *module, PyObject *unused)
     return smp_session_raise_signal() ? NULL : Py_NewRef(Py_None);
 }
 
+static void
+leave_out_next(void)
+{
+    smp_the_session.step++;
+    smp_server_leave_out(smp_the_session.server, smp_the_session.step);
+}
+
 /* send_abort(value): the other ranks' steps fail with it: the one under way, or where
  * that has ended well the next, which this rank then leaves out. */
 static PyObject *
@@ -186,7 +193,7 @@ py_send_abort(PyObject *module, PyObject *value)
 {
     (void)module;
     if (smp_the_session.ended_well) {
-        smp_the_session.step++;
+        leave_out_next();
     }
     if (smp_session_send_to_all(SMP_MSG_ABORT, value) < 0) {
         return NULL;
@@ -199,7 +206,7 @@ static PyObject *
 py_skip_step(PyObject *module, PyObject *value)
 {
     smp_the_session.ended_well = false;
-    smp_the_session.step++;
+    leave_out_next();
     return py_send_abort(module, value);
 }
 

@@ -150,12 +150,16 @@ smp_session_send_to_all(smp_msg_kind kind, PyObject *value)
     PyObject    *type = NULL; /* the first exception, kept while others are told */
     PyObject    *error = NULL;
     PyObject    *traceback = NULL;
+    const bool   abort = kind == SMP_MSG_ABORT;
+    const int    first = abort ? 0 : smp_session_rank_of_comm(0);
+    const int    last = abort ? smp_comm_size(session->comm) : first + session->size;
+    const int    own = smp_session_rank_of_comm(session->rank);
 
-    for (int rank = 0; rank < session->size; rank++) {
-        if (rank == session->rank || send_to_one(rank, &envelope, value) == 0) {
+    for (int rank = first; rank < last; rank++) {
+        if (rank == own || send_to_one(rank, &envelope, value) == 0) {
             continue;
         }
-        if (kind != SMP_MSG_ABORT) {
+        if (!abort) {
             return -1;
         }
         if (type == NULL && !smp_comm_gone(session->comm, rank)) {
@@ -312,8 +316,8 @@ smp_session_tell_others(const smp_envelope *envelope)
 
     for (int rank = 0; rank < session->size; rank++) {
         if (rank != session->rank) {
-            (void)smp_comm_send(session->comm, rank, envelope, sizeof(*envelope), NULL,
-                                0);
+            (void)smp_comm_send(session->comm, smp_session_rank_of_comm(rank), envelope,
+                                sizeof(*envelope), NULL, 0);
         }
     }
 }

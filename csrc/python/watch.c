@@ -43,19 +43,21 @@ report_stuck(void *ctx, const smp_standing *standing, bool ends)
 {
     smp_session *session = &smp_the_session;
     char         said[8192];
+    char         name[SMP_RANK_NAME];
     size_t       used;
     double       still = (double)(standing->now_ns - standing->moved_ns) / 1e9;
 
     (void)ctx;
+    (void)smp_session_rank_name(smp_session_rank_of_comm(session->rank), name);
     used = (size_t)snprintf(
         said, sizeof(said),
-        standing->in_step
-            ? "smp: pp_rank %d (process %d) has not moved for %.1f s, in "
-              "step %u\n"
-            : "smp: pp_rank %d (process %d) has not moved for %.1f s, after "
-              "step %u\n",
-        session->rank, (int)getpid(), still, (unsigned)standing->step);
-    used += smp_board_write(smp_server_board(session->server), session->rank, standing,
+        standing->in_step ? "smp: %s (process %d) has not moved for %.1f s, in "
+                            "step %u\n"
+                          : "smp: %s (process %d) has not moved for %.1f s, after "
+                            "step %u\n",
+        name, (int)getpid(), still, (unsigned)standing->step);
+    used += smp_board_write(smp_server_board(session->server),
+                            smp_session_rank_of_comm(session->rank), standing,
                             said + used, sizeof(said) - used);
     print(said, used);
     if (the_watch.dump != NULL) {
@@ -63,8 +65,7 @@ report_stuck(void *ctx, const smp_standing *standing, bool ends)
     }
     if (ends) {
         used = (size_t)snprintf(said, sizeof(said),
-                                "smp: pp_rank %d ends the job (watchdog_end_s)\n",
-                                session->rank);
+                                "smp: %s ends the job (watchdog_end_s)\n", name);
         print(said, used);
         _exit(EXIT_STUCK);
     }

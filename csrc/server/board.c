@@ -21,6 +21,8 @@ typedef struct {
 
 struct smp_board {
     int      rank;
+    int      pp_size;
+    int      tp_size;
     smp_lock lock;  /* guards all below */
     char   **names; /* owned, by entry */
     size_t   nnames;
@@ -91,6 +93,21 @@ add_work(text *t, const smp_board *board, const smp_work *work)
 }
 
 static void
+add_key(text *t, const smp_key *key)
+{
+    t->used += smp_key_write(key, t->at + t->used, t->room - t->used);
+}
+
+static void
+add_rank(text *t, const smp_board *board, int rank)
+{
+    if (board->tp_size > 1) {
+        add(t, "tp_rank %d, ", rank / board->pp_size);
+    }
+    add(t, "pp_rank %d", rank % board->pp_size);
+}
+
+static void
 add_wait(text *t, const smp_board *board, const smp_wait *wait)
 {
     add_work(t, board, &wait->work);
@@ -109,6 +126,14 @@ add_wait(text *t, const smp_board *board, const smp_wait *wait)
     case SMP_WAIT_GATE:
         add(t, " waits for earlier microbatches to pass this module, which changes its "
                "buffers");
+        break;
+    case SMP_WAIT_ISSUE:
+        add(t, " waits for tp_rank 0 to call ");
+        add_key(t, &wait->key);
+        break;
+    case SMP_WAIT_COLLECTIVE:
+        add(t, " waits for the other tp_ranks in ");
+        add_key(t, &wait->key);
         break;
     }
 }
@@ -159,7 +184,7 @@ read_locked(const smp_board *board, smp_standing *out)
 }
 
 smp_status
-smp_board_create(int rank, smp_board **out)
+smp_board_create(int rank, int pp_size, int tp_size, smp_board **out)
 {
     smp_board *board = calloc(1, sizeof(*board));
 
@@ -167,6 +192,8 @@ smp_board_create(int rank, smp_board **out)
         return SMP_ERR_NO_MEMORY;
     }
     board->rank = rank;
+    board->pp_size = pp_size;
+    board->tp_size = tp_size;
     smp_lock_init(&board->lock, SMP_LOCK_BOARD);
     *out = board;
     return SMP_OK;
@@ -299,6 +326,13 @@ smp_board_read(smp_board *board, smp_standing *out)
     smp_lock_release(&board->lock);
 }
 
+static void
+begin_line(text *t, const smp_board *board, int rank)
+{
+    add(t, "  ");
+    add_rank(t, board, rank);
+}
+
 size_t
 smp_board_write(smp_board *board, int rank, const smp_standing *standing, char *out,
                 size_t room)
@@ -308,28 +342,43 @@ smp_board_write(smp_board *board, int rank, const smp_standing *standing, char *
     out[0] = '\0';
     smp_lock_acquire(&board->lock);
     if (standing->works) {
-        add(&t, "  pp_rank %d: ", rank);
+        begin_line(&t, board, rank);
+        add(&t, ": ");
         add_work(&t, board, &standing->work);
         add(&t, " runs, since %.1f s\n", seconds(standing->moved_ns, standing->now_ns));
     } else if (standing->in_step) {
-        add(&t, "  pp_rank %d has nothing to run, since %.1f s\n", rank,
+        begin_line(&t, board, rank);
+        add(&t, " has nothing to run, since %.1f s\n",
             seconds(standing->moved_ns, standing->now_ns));
     } else if (standing->outside && rank == board->rank) {
-        add(&t, "  pp_rank %d waits in %s, since %.1f s\n", rank, board->place,
+        begin_line(&t, board, rank);
+        add(&t, " waits in %s, since %.1f s\n", board->place,
             seconds(standing->moved_ns, standing->now_ns));
     }
     for (int32_t i = 0; i < standing->nshown && i < SMP_STANDING_WAITS; i++) {
-        add(&t, "  pp_rank %d: ", rank);
+        begin_line(&t, board, rank);
+        add(&t, ": ");
         add_wait(&t, board, &standing->waits[i]);
         add(&t, ", since %.1f s\n",
             seconds(standing->waits[i].since_ns, standing->now_ns));
     }
     if (standing->nwaits > standing->nshown) {
-        add(&t, "  pp_rank %d: %d more wait\n", rank,
-            (int)(standing->nwaits - standing->nshown));
+        begin_line(&t, board, rank);
+        add(&t, ": %d more wait\n", (int)(standing->nwaits - standing->nshown));
     }
     smp_lock_release(&board->lock);
     return t.used;
+}
+
+/* Whether it waits for that rank of the comm. */
+static bool
+is_for(const smp_board *board, const smp_wait *wait, int rank)
+{
+    if (rank / board->pp_size == board->rank / board->pp_size) {
+        return wait->kind <= SMP_WAIT_GRADIENTS && wait->asked == rank % board->pp_size;
+    }
+    return wait->kind >= SMP_WAIT_ISSUE &&
+           rank % board->pp_size == board->rank % board->pp_size;
 }
 
 void
@@ -343,9 +392,7 @@ smp_board_write_wait(smp_board *board, int rank, char *out, size_t room)
     smp_lock_acquire(&board->lock);
     read_locked(board, &standing);
     for (int32_t i = standing.nshown; i-- > 0;) {
-        const smp_wait *wait = &standing.waits[i];
-
-        if (wait->kind <= SMP_WAIT_GRADIENTS && wait->asked == rank) {
+        if (is_for(board, &standing.waits[i], rank)) {
             best = i;
         }
     }

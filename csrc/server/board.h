@@ -13,16 +13,19 @@
 #include <stdint.h>
 
 #include "common/status.h"
+#include "server/lineup.h"
 #include "server/schedule.h"
 
 typedef struct smp_board smp_board;
 
 /* What a task waits for. */
 typedef enum {
-    SMP_WAIT_OUTPUTS,   /* of module `wanted` on rank `asked` */
-    SMP_WAIT_GRADIENTS, /* the same, in backward */
-    SMP_WAIT_SCHEDULE,  /* its turn to begin backward */
-    SMP_WAIT_GATE,      /* earlier microbatches, at a module with buffers */
+    SMP_WAIT_OUTPUTS,    /* of module `wanted` on rank `asked` */
+    SMP_WAIT_GRADIENTS,  /* the same, in backward */
+    SMP_WAIT_SCHEDULE,   /* its turn to begin backward */
+    SMP_WAIT_GATE,       /* earlier microbatches, at a module with buffers */
+    SMP_WAIT_ISSUE,      /* its turn among the collectives: `key` is not the next */
+    SMP_WAIT_COLLECTIVE, /* the other ranks of the TP_GROUP, in `key` */
 } smp_wait_kind;
 
 /* A request that runs here, or the step function of a microbatch. */
@@ -38,6 +41,8 @@ typedef struct {
     int32_t  wanted;
     int32_t  asked;
     int64_t  since_ns; /* smp_clock_ns() of this rank */
+    uint64_t issued;   /* COLLECTIVE: how many this rank had issued before */
+    smp_key  key;      /* ISSUE, COLLECTIVE */
 } smp_wait;
 
 /* Of those that wait, the board shows as many. */
@@ -57,8 +62,9 @@ typedef struct {
     smp_wait waits[SMP_STANDING_WAITS];
 } smp_standing;
 
-/* SMP_ERR_NO_MEMORY. */
-smp_status smp_board_create(int rank, smp_board **out);
+/* rank, and those below: of the comm, tp_rank * pp_size + pp_rank; messages give both
+ * where there are several tp_ranks.  SMP_ERR_NO_MEMORY. */
+smp_status smp_board_create(int rank, int pp_size, int tp_size, smp_board **out);
 void       smp_board_destroy(smp_board *board);
 
 /* Names entries 0 .. n-1; copied.  SMP_ERR_NO_MEMORY: the old names stay. */

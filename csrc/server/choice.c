@@ -3,6 +3,8 @@
 
 /* Lower goes first. */
 static const uint8_t places[SMP_READY_KINDS][SMP_PHASES] = {
+    [SMP_READY_ISSUE] = {[SMP_FORWARD] = 0, [SMP_BACKWARD] = 0},
+    [SMP_READY_OVER] = {[SMP_FORWARD] = 1, [SMP_BACKWARD] = 2},
     [SMP_READY_RESPONSE] = {[SMP_FORWARD] = 1, [SMP_BACKWARD] = 2},
     [SMP_READY_REQUEST] = {[SMP_FORWARD] = 5, [SMP_BACKWARD] = 2},
     [SMP_READY_GATE] = {[SMP_FORWARD] = 4, [SMP_BACKWARD] = 4},

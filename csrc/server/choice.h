@@ -1,12 +1,14 @@
 /* What a rank runs next of what it could run: a function of that alone.
  *
  * First match first, of several the lowest microbatch, then the first that arrived:
- *   1. a response of a forward: what waits for it soon gives other ranks work
- *   2. what belongs to a backward: it frees memory
- *   3. a backward that the schedule lets start
- *   4. a worker whose gate has opened
- *   5. a request of a forward
- *   6. a forward that the schedule lets start
+ *   1. a worker that may issue a collective: ranks of the TP_GROUP wait for it
+ *   2. a response of a forward, a collective of one that is over: what waits for it
+ * soon gives other ranks work
+ *   3. what belongs to a backward: it frees memory
+ *   4. a backward that the schedule lets start
+ *   5. a worker whose gate has opened
+ *   6. a request of a forward
+ *   7. a forward that the schedule lets start
  * But one request of a forward may go before a request of a backward that is alone: the
  * rank then still has that one while the answer to the forward is on its way to pp_rank
  * 0 and becomes a backward.  (In half of the steps of benchmarks/pipeline.py a rank
@@ -25,7 +27,9 @@
 
 /* Why something could run. */
 typedef enum {
+    SMP_READY_ISSUE,    /* a worker's collective is the next; in any phase */
     SMP_READY_RESPONSE, /* a message that a worker waits for */
+    SMP_READY_OVER,     /* the collective that a worker waits for is over */
     SMP_READY_REQUEST,  /* a message that asks for a task */
     SMP_READY_GATE,     /* a worker's gate has opened; in any phase */
     SMP_READY_TURN,     /* the schedule lets a microbatch start */

@@ -26,7 +26,10 @@ typedef enum {
     SMP_MSG_SETTLE,       /* pp_rank 0 has done every microbatch: is all well?  Carries
                              what it ran */
     SMP_MSG_SETTLED,      /* the answer of a rank that has not failed */
-    SMP_MSG_LAST = SMP_MSG_SETTLED,
+    SMP_MSG_KEY,          /* tp_rank 0 has issued a collective; carries its smp_key */
+    SMP_MSG_ISSUED,       /* the sender makes no more collectives; it has issued `call`.
+                             To the ranks of its TP_GROUP */
+    SMP_MSG_LAST = SMP_MSG_ISSUED,
 } smp_msg_kind;
 
 /* Flags of a request: the caller's thread state, which threads do not inherit. */
@@ -40,6 +43,7 @@ enum {
     SMP_FLAG_RAISED = 1 << 6,    /* of a response: it brings the module's exception */
     SMP_FLAG_INPUTS =
         1 << 7, /* answer with what pre-hooks made of the arguments, too */
+    SMP_FLAG_FAILED = 1 << 8, /* ISSUED: because the step failed there */
 };
 
 typedef struct {

@@ -4,6 +4,10 @@
  * writes the server, so there is no lock.  The exceptions are atomic and say so.
  *
  * What runs next is server/choice.h's.
+ *
+ * The comm's ranks are those of the MP_GROUP: of several pipelines, tp_rank * pp_size +
+ * pp_rank.  Requests stay in a pipeline; keys of collectives go between ranks that have
+ * the same pp_rank.  What ends a step is said to all.
  */
 #define _GNU_SOURCE
 #include "server/server.h"
@@ -11,6 +15,7 @@
 #include <assert.h>
 #include <pthread.h>
 #include <stdatomic.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -25,6 +30,7 @@
 #define MOST_PAUSE_NS (10 * SMP_NS_PER_S)
 
 #define AWAITED_BYTES 512
+#define MISMATCH_BYTES 1024
 
 typedef enum { WORKER_IDLE, WORKER_EXECUTING, WORKER_PENDING } worker_state;
 
@@ -36,6 +42,8 @@ typedef enum {
     WHY_RESPONSE, /* worker->message answers what it waits for */
     WHY_BACKWARD, /* its model.backward may go on */
     WHY_TURN,     /* its microbatch may pass the gate */
+    WHY_ISSUE,    /* its collective is the next */
+    WHY_OVER,     /* ... is over */
     WHY_FAILED,   /* the step failed: unwind */
     WHY_QUIT,     /* the server is being destroyed */
     WHY_SERVE,    /* a step began: look for work */
@@ -44,20 +52,22 @@ typedef enum {
 typedef struct worker worker;
 
 struct worker {
-    smp_server  *server; /* borrowed */
-    pthread_t    thread;
-    smp_seat     seat;
-    worker_state state;
-    reason       why;        /* written by the giver before it gives the baton */
-    smp_message *message;    /* with WHY_REQUEST, WHY_RESPONSE */
-    int32_t      microbatch; /* of the task; with WHY_ROOT what to run */
-    int32_t      entry;      /* of the task; -1: the step function */
-    uint64_t     waits_for;  /* PENDING: a call, or 0 for its turn of backward */
-    int32_t      gate;       /* PENDING: the gate it waits at; -1: none */
-    smp_phase    phase;
-    uint16_t     number;
-    worker      *next;      /* in server->workers */
-    worker      *next_idle; /* in server->idle */
+    smp_server         *server; /* borrowed */
+    pthread_t           thread;
+    smp_seat            seat;
+    worker_state        state;
+    reason              why;        /* written by the giver before it gives the baton */
+    smp_message        *message;    /* with WHY_REQUEST, WHY_RESPONSE */
+    int32_t             microbatch; /* of the task; with WHY_ROOT what to run */
+    int32_t             entry;      /* of the task; -1: the step function */
+    smp_wait            wait;       /* PENDING: for what */
+    uint64_t            call;       /* ... OUTPUTS, GRADIENTS: the call */
+    int32_t             gate;       /* ... GATE */
+    const _Atomic bool *over;       /* ... COLLECTIVE: set when it is; borrowed */
+    smp_phase           phase;
+    uint16_t            number;
+    worker             *next;      /* in server->workers */
+    worker             *next_idle; /* in server->idle */
 };
 
 /* A message that was received and not yet acted on. */
@@ -70,16 +80,18 @@ typedef struct {
 typedef struct {
     uint64_t     sent; /* messages, probes and their answers left out */
     uint64_t     received;
+    uint64_t     issued; /* collectives */
+    uint64_t     over;   /* ... of them */
     smp_standing standing;
 } smp_still;
 
-/* The search for a deadlock, on pp_rank 0. */
+/* The search for a deadlock, on rank 0 of the comm. */
 typedef struct {
     uint64_t   round;    /* the last one asked about; 0: none in this step */
     int        answers;  /* to it */
     bool       again;    /* the round before found no message under way, */
     uint64_t   total;    /* ... and so many sent by all ranks so far */
-    smp_still *of;       /* owned, by rank: the answers */
+    smp_still *of;       /* owned, by rank of the comm: the answers */
     int64_t    next_ns;  /* when to ask again */
     int64_t    pause_ns; /* doubles while nobody answers: what is asked waits there */
 } search;
@@ -87,9 +99,11 @@ typedef struct {
 struct smp_server {
     smp_comm      *comm; /* borrowed */
     smp_server_ops ops;
-    void          *ctx; /* borrowed */
-    int            rank;
-    int            size;
+    void          *ctx;  /* borrowed */
+    int            rank; /* pp_rank */
+    int            size; /* of this pipeline */
+    int            tp_rank;
+    int            tp_size;
     int            spin_us;
 
     worker  *workers; /* owned: every worker there is */
@@ -112,11 +126,17 @@ struct smp_server {
     size_t        ndescribed;
     bool          settling; /* pp_rank 0 has asked the others whether all is well */
     int           settled;  /* how many have said so */
+    int           asker;    /* the rank of the comm that has asked this one; -1 */
     bool       promised; /* this rank has said so: pp_rank 0 alone may end the step */
     bool       failed;
     smp_status failure; /* why, when the comm or a thread failed */
     uint64_t   calls;
     uint64_t   switches;
+
+    smp_lineup *lineup; /* owned */
+    uint64_t    over;   /* collectives of the step that are */
+    bool peer_failed; /* a rank of the TP_GROUP says so, and who failed will say why */
+    char mismatch[MISMATCH_BYTES];
 
     uint64_t about_still; /* probes and answers sent */
     uint64_t received;    /* messages but those */
@@ -131,6 +151,27 @@ struct smp_server {
     int          forward;     /* where its signals go on to; -1: nowhere */
     smp_timeline timeline;
 };
+
+/* The rank of the comm that is this pp_rank of this pipeline. */
+static int
+rank_of_comm(const smp_server *server, int pp_rank)
+{
+    return server->tp_rank * server->size + pp_rank;
+}
+
+/* ... that has this rank's pp_rank in another pipeline. */
+static int
+tp_peer(const smp_server *server, int tp_rank)
+{
+    return tp_rank * server->size + server->rank;
+}
+
+/* Whether this rank looks for deadlocks. */
+static bool
+searches(const smp_server *server)
+{
+    return server->rank == 0 && server->tp_rank == 0 && smp_comm_size(server->comm) > 1;
+}
 
 static void
 note_event(worker *self, smp_event_kind kind)
@@ -189,7 +230,7 @@ static worker *
 pending_on(smp_server *server, uint64_t call)
 {
     for (worker *w = server->workers; w != NULL; w = w->next) {
-        if (call != 0 && w->state == WORKER_PENDING && w->waits_for == call) {
+        if (call != 0 && w->state == WORKER_PENDING && w->call == call) {
             return w;
         }
     }
@@ -225,8 +266,7 @@ hear_still(smp_server *server, const smp_message *message)
     const smp_envelope *e = smp_message_envelope(message);
     search             *search = &server->search;
 
-    if (server->rank == 0 && e->call == search->round && message->source > 0 &&
-        message->source < server->size &&
+    if (searches(server) && e->call == search->round && message->source > 0 &&
         message->nbytes == sizeof(*e) + sizeof(smp_still)) {
         memcpy(&search->of[message->source], message->bytes + sizeof(*e),
                sizeof(smp_still));
@@ -236,13 +276,69 @@ hear_still(smp_server *server, const smp_message *message)
     }
 }
 
+/* The tp_ranks do not make the same calls, by what is known here. */
+static void
+fail_if_calls_differ(smp_server *server, const smp_key *wanted)
+{
+    smp_lineup_gap gap;
+    char           called[2 * SMP_KEY_PATH];
+
+    if (server->failed || server->peer_failed ||
+        !smp_lineup_find_gap(server->lineup, wanted, &gap)) {
+        return;
+    }
+    (void)smp_key_write(&gap.key, called, sizeof(called));
+    snprintf(
+        server->mismatch, sizeof(server->mismatch),
+        "tp_rank %d has called %s on pp_rank %d, and tp_rank %d has ended the step "
+        "without",
+        gap.caller, called, server->rank, gap.other);
+    fail_with(server, SMP_ERR_MISMATCH);
+}
+
+/* Tells the ranks of the TP_GROUP, once, that this one makes no more collectives in
+ * this step. */
+static void
+end_collectives(smp_server *server)
+{
+    smp_envelope word = {.kind = SMP_MSG_ISSUED,
+                         .flags = server->failed ? SMP_FLAG_FAILED : 0,
+                         .step = server->step,
+                         .call = smp_lineup_issued(server->lineup)};
+
+    if (smp_lineup_has_ended(server->lineup, server->tp_rank)) {
+        return;
+    }
+    smp_lineup_end(server->lineup, server->tp_rank, word.call);
+    for (int t = 0; t < server->tp_size; t++) {
+        if (t != server->tp_rank) {
+            (void)smp_comm_send(server->comm, tp_peer(server, t), &word, sizeof(word),
+                                NULL, 0);
+        }
+    }
+    fail_if_calls_differ(server, NULL);
+}
+
+/* All is well here when the TP_GROUP is through with its collectives, too. */
+static void
+promise(smp_server *server)
+{
+    smp_envelope answer = {.kind = SMP_MSG_SETTLED, .step = server->step};
+
+    if (server->asker >= 0 && !server->promised && !server->failed &&
+        smp_lineup_is_over(server->lineup)) {
+        (void)smp_comm_send(server->comm, server->asker, &answer, sizeof(answer), NULL,
+                            0);
+        server->promised = true;
+    }
+}
+
 /* pp_rank 0 hears whether what it sent before has been acted on here without a failure,
  * in the same step.  Takes the message. */
 static void
 settle(smp_server *server, smp_message *message)
 {
-    smp_envelope answer = {.kind = SMP_MSG_SETTLED, .step = server->step};
-    size_t       n = message->nbytes - sizeof(smp_envelope);
+    size_t n = message->nbytes - sizeof(smp_envelope);
 
     if (server->failed) {
         smp_message_free(message);
@@ -251,14 +347,79 @@ settle(smp_server *server, smp_message *message)
                                 server->described, n) != 0)) {
         server->ops.note(server->ctx, message);
     } else {
-        (void)smp_comm_send(server->comm, message->source, &answer, sizeof(answer),
-                            NULL, 0);
-        server->promised = true;
+        server->asker = message->source;
         smp_message_free(message);
+        end_collectives(server);
+        promise(server);
     }
 }
 
-/* Acts at once on what starts no task; keeps the rest for inbox_best. */
+/* tp_rank 0 has issued a collective. */
+static void
+hear_key(smp_server *server, const smp_message *message)
+{
+    smp_key key;
+
+    if (message->nbytes != sizeof(smp_envelope) + sizeof(key) || server->tp_rank == 0) {
+        fail_with(server, SMP_ERR_MALFORMED);
+        return;
+    }
+    memcpy(&key, message->bytes + sizeof(smp_envelope), sizeof(key));
+    key.path[sizeof(key.path) - 1] = '\0';
+    if (smp_lineup_hear(server->lineup, &key) != SMP_OK) {
+        fail_with(server, SMP_ERR_NO_MEMORY);
+    }
+    fail_if_calls_differ(server, NULL);
+}
+
+/* The key of a worker that waits for its turn, where all wait for one. */
+static const smp_key *
+wanted_key(const smp_server *server)
+{
+    for (const worker *w = server->workers; w != NULL; w = w->next) {
+        if (w->state == WORKER_PENDING && w->wait.kind == SMP_WAIT_ISSUE) {
+            return &w->wait.key;
+        }
+    }
+    return NULL;
+}
+
+/* A rank of the TP_GROUP makes no more collectives. */
+static void
+hear_issued(smp_server *server, const smp_message *message)
+{
+    const smp_envelope *e = smp_message_envelope(message);
+    const int           tp_rank = message->source / server->size;
+
+    if (tp_rank == server->tp_rank) {
+        fail_with(server, SMP_ERR_MALFORMED);
+        return;
+    }
+    server->peer_failed = server->peer_failed || (e->flags & SMP_FLAG_FAILED) != 0;
+    smp_lineup_end(server->lineup, tp_rank, e->call);
+    fail_if_calls_differ(server, wanted_key(server));
+    promise(server);
+}
+
+/* The step failed elsewhere.  False: this one ends all the same as pp_rank 0 says, who
+ * has heard of it too: in another pipeline. */
+static bool
+hear_abort(smp_server *server, const smp_message *message)
+{
+    const bool is_own = message->source / server->size == server->tp_rank;
+
+    if (!is_own && server->promised) {
+        return false;
+    }
+    server->failed = true;
+    for (int rank = 1; !is_own && server->rank == 0 && rank < server->size; rank++) {
+        (void)smp_comm_send(server->comm, rank_of_comm(server, rank), message->bytes,
+                            message->nbytes, NULL, 0);
+    }
+    return true;
+}
+
+/* Acts at once on what starts no task; keeps the rest for smp_choose(). */
 static void
 sort_in(smp_server *server, smp_message *message)
 {
@@ -288,10 +449,9 @@ sort_in(smp_server *server, smp_message *message)
         return;
     case SMP_MSG_STEP_END:
     case SMP_MSG_ABORT:
-        if (e->kind == SMP_MSG_ABORT) {
-            server->failed = true;
-        }
-        if (server->end == NULL) {
+        if (e->kind == SMP_MSG_ABORT && !hear_abort(server, message)) {
+            smp_message_free(message);
+        } else if (server->end == NULL) {
             server->end = message;
         } else {
             smp_message_free(message);
@@ -307,6 +467,14 @@ sort_in(smp_server *server, smp_message *message)
         return;
     case SMP_MSG_SETTLED:
         server->settled += server->settling;
+        smp_message_free(message);
+        return;
+    case SMP_MSG_KEY:
+        hear_key(server, message);
+        smp_message_free(message);
+        return;
+    case SMP_MSG_ISSUED:
+        hear_issued(server, message);
         smp_message_free(message);
         return;
     case SMP_MSG_PROBE:
@@ -361,15 +529,26 @@ count_in(smp_server *server, smp_message *message)
     sort_in(server, message);
 }
 
-/* A rank that has left the job and that this step needs: pp_rank 0 needs all, the
- * others need pp_rank 0.  -1: none. */
+/* Whether this step needs a rank of the comm: pp_rank 0 needs all of its pipeline, the
+ * others need pp_rank 0; and all need those of their TP_GROUP until they have ended. */
+static bool
+needs(const smp_server *server, int rank)
+{
+    const int tp_rank = rank / server->size;
+    const int pp_rank = rank % server->size;
+
+    if (tp_rank == server->tp_rank) {
+        return pp_rank != server->rank && (server->rank == 0 || pp_rank == 0);
+    }
+    return pp_rank == server->rank && !smp_lineup_has_ended(server->lineup, tp_rank);
+}
+
+/* A rank that has left the job and that this step needs; -1: none. */
 static int
 who_left(const smp_server *server)
 {
-    int last = server->rank == 0 ? server->size - 1 : 0;
-
-    for (int rank = 0; rank <= last; rank++) {
-        if (rank != server->rank && smp_comm_left(server->comm, rank)) {
+    for (int rank = 0; rank < smp_comm_size(server->comm); rank++) {
+        if (needs(server, rank) && smp_comm_left(server->comm, rank)) {
             return rank;
         }
     }
@@ -421,6 +600,8 @@ send_about_still(smp_server *server, int dest, smp_envelope envelope, bool with_
     if (with_still) {
         message.still.sent = smp_comm_sent(server->comm) - server->about_still;
         message.still.received = server->received;
+        message.still.issued = smp_lineup_issued(server->lineup);
+        message.still.over = server->over;
         smp_board_read(server->board, &message.still.standing);
     }
     if (smp_comm_send(server->comm, dest, &message,
@@ -435,32 +616,62 @@ ask_all(smp_server *server)
 {
     server->search.round++;
     server->search.answers = 0;
-    for (int rank = 1; rank < server->size; rank++) {
+    for (int rank = 1; rank < smp_comm_size(server->comm); rank++) {
         send_about_still(
             server, rank,
             (smp_envelope){.kind = SMP_MSG_PROBE, .call = server->search.round}, false);
     }
 }
 
-/* This rank, pp_rank 0, has nothing to run.  Whether none has, and no message is under
- * way.  An idle rank runs again only when a message comes, so it is so when two rounds,
- * in which each rank answered while it was idle, found as many messages received as
- * sent, and no more in the second than in the first.  [the four-counter method] */
+/* How many collectives all ranks with this pp_rank have issued. */
+static uint64_t
+issued_by_all(const smp_server *server, int pp_rank)
+{
+    uint64_t least = UINT64_MAX;
+
+    for (int t = 0; t < server->tp_size; t++) {
+        const uint64_t issued = server->search.of[t * server->size + pp_rank].issued;
+
+        least = issued < least ? issued : least;
+    }
+    return least;
+}
+
+/* Whether a collective that all have issued is not over yet on a rank. */
+static bool
+a_collective_is_under_way(const smp_server *server)
+{
+    for (int rank = 0; rank < smp_comm_size(server->comm); rank++) {
+        if (server->search.of[rank].over < issued_by_all(server, rank % server->size)) {
+            return true;
+        }
+    }
+    return false;
+}
+
+/* This rank, number 0, has nothing to run.  Whether none has, and no message is under
+ * way.  An idle rank runs again only when a message comes, or a collective is over, so
+ * it is so when two rounds, in which each rank answered while it was idle, found as
+ * many messages received as sent, and no more in the second than in the first, and no
+ * collective under way.  [the four-counter method] */
 static bool
 all_are_still(smp_server *server)
 {
-    search  *search = &server->search;
-    uint64_t sent = smp_comm_sent(server->comm) - server->about_still;
-    uint64_t received = server->received;
+    search   *search = &server->search;
+    const int size = smp_comm_size(server->comm);
+    uint64_t  sent = smp_comm_sent(server->comm) - server->about_still;
+    uint64_t  received = server->received;
 
-    if (search->round == 0 || search->answers < server->size - 1) {
+    if (search->round == 0 || search->answers < size - 1) {
         return false;
     }
-    for (int rank = 1; rank < server->size; rank++) {
+    search->of[0].issued = smp_lineup_issued(server->lineup);
+    search->of[0].over = server->over;
+    for (int rank = 1; rank < size; rank++) {
         sent += search->of[rank].sent;
         received += search->of[rank].received;
     }
-    if (sent != received) {
+    if (sent != received || a_collective_is_under_way(server)) {
         search->again = false;
         search->answers = 0; /* asks when it has been idle for long again */
         return false;
@@ -472,6 +683,100 @@ all_are_still(smp_server *server)
     search->again = true;
     search->total = sent;
     ask_all(server);
+    return false;
+}
+
+/* A collective that a rank has called and others have not; key NULL: none. */
+typedef struct {
+    int            rank; /* of the comm */
+    const smp_key *key;
+} lone_call;
+
+/* Waits that a board shows: 0 .. most_shown() - 1. */
+static int32_t
+most_shown(const smp_standing *standing)
+{
+    return standing->nshown < SMP_STANDING_WAITS ? standing->nshown
+                                                 : SMP_STANDING_WAITS;
+}
+
+/* Tries the calls of tp_rank 0 that this rank, of another tp_rank, has not made, beside
+ * `own`.  Of one microbatch, a call on each side is what differs: it is at one place at
+ * a time.  True: *left is such a call; else perhaps some call. */
+static bool
+find_other_call(const smp_server *server, int tp_rank, const smp_key *own,
+                lone_call *left)
+{
+    for (int p = 0; p < server->size; p++) {
+        const smp_standing *its = &server->search.of[p].standing;
+        const uint64_t issued = server->search.of[tp_rank * server->size + p].issued;
+
+        for (int32_t i = 0; i < most_shown(its); i++) {
+            const smp_wait *wait = &its->waits[i];
+
+            if (wait->kind != SMP_WAIT_COLLECTIVE || wait->issued < issued) {
+                continue;
+            }
+            if (own == NULL || (wait->key.microbatch == own->microbatch &&
+                                !smp_key_equal(&wait->key, own))) {
+                *left = (lone_call){p, &wait->key};
+                return true;
+            }
+        }
+    }
+    return false;
+}
+
+/* What this tp_rank and tp_rank 0 have called of the same microbatch, each alone; else
+ * what one of them has.  False: nothing. */
+static bool
+find_lone_calls(const smp_server *server, int tp_rank, lone_call *left,
+                lone_call *right)
+{
+    for (int p = 0; p < server->size; p++) {
+        const int           rank = tp_rank * server->size + p;
+        const smp_standing *its = &server->search.of[rank].standing;
+
+        for (int32_t i = 0; i < most_shown(its); i++) {
+            if (its->waits[i].kind == SMP_WAIT_ISSUE) {
+                *right = (lone_call){rank, &its->waits[i].key};
+                if (find_other_call(server, tp_rank, right->key, left)) {
+                    return true;
+                }
+            }
+        }
+    }
+    return (right->key == NULL && find_other_call(server, tp_rank, NULL, left)) ||
+           right->key != NULL;
+}
+
+/* All ranks are still.  Whether it is because tp_rank 0 and another one do not make the
+ * same calls: says which. */
+static bool
+says_who_differs(smp_server *server)
+{
+    for (int t = 1; t < server->tp_size; t++) {
+        lone_call left = {.rank = 0};
+        lone_call right = {.rank = t * server->size};
+        char      its[2 * SMP_KEY_PATH] = "nothing";
+        char      own[2 * SMP_KEY_PATH] = "nothing";
+
+        if (!find_lone_calls(server, t, &left, &right)) {
+            continue;
+        }
+        if (left.key != NULL) {
+            (void)smp_key_write(left.key, its, sizeof(its));
+        }
+        if (right.key != NULL) {
+            (void)smp_key_write(right.key, own, sizeof(own));
+        }
+        snprintf(
+            server->mismatch, sizeof(server->mismatch),
+            "tp_rank 0 has called %s on pp_rank %d, and tp_rank %d has called %s on "
+            "pp_rank %d",
+            its, left.rank % server->size, t, own, right.rank % server->size);
+        return true;
+    }
     return false;
 }
 
@@ -503,8 +808,9 @@ be_idle(smp_server *server)
                          true);
         server->asked = 0;
     }
-    if (server->rank == 0 && server->size > 1 && all_are_still(server)) {
-        fail_with(server, SMP_ERR_DEADLOCK);
+    if (searches(server) && all_are_still(server)) {
+        fail_with(server,
+                  says_who_differs(server) ? SMP_ERR_MISMATCH : SMP_ERR_DEADLOCK);
         return;
     }
     left = who_left(server);
@@ -514,7 +820,7 @@ be_idle(smp_server *server)
     if (left >= 0) { /* and what it sent before has been read */
         server->left = left;
         fail_with(server, SMP_ERR_UNREACHABLE);
-    } else if (server->rank == 0 && server->size > 1) {
+    } else if (searches(server)) {
         server->search.again = false;
         ask_after_a_pause(server);
     }
@@ -585,9 +891,11 @@ ask_whether_all_is_well(smp_server *server)
     }
     for (int rank = 1; rank < server->size; rank++) {
         /* To one that has gone: see be_idle(). */
-        (void)smp_comm_send(server->comm, rank, bytes, nbytes, NULL, 0);
+        (void)smp_comm_send(server->comm, rank_of_comm(server, rank), bytes, nbytes,
+                            NULL, 0);
     }
     free(bytes);
+    end_collectives(server);
 }
 
 /* pp_rank 0 returns when the others have acted on all that it sent: what it does not
@@ -605,7 +913,7 @@ step_is_over(smp_server *server)
     if (!server->settling) {
         ask_whether_all_is_well(server);
     }
-    return server->settled == server->size - 1;
+    return server->settled == server->size - 1 && smp_lineup_is_over(server->lineup);
 }
 
 /* Hands the baton to `w`, or keeps it when that is self.  True: self has it. */
@@ -675,7 +983,7 @@ start_turn(worker *self, smp_phase phase, int32_t microbatch)
         return false;
     }
     for (worker *w = server->workers; w != NULL; w = w->next) {
-        if (w->state == WORKER_PENDING && w->waits_for == 0 && w->gate < 0 &&
+        if (w->state == WORKER_PENDING && w->wait.kind == SMP_WAIT_SCHEDULE &&
             w->microbatch == microbatch) {
             return pass(self, w, WHY_BACKWARD);
         }
@@ -739,14 +1047,37 @@ add_messages(smp_server *server, size_t n)
     return n;
 }
 
-/* The workers whose gate has opened. */
+/* Whether what the worker waits for has come about, where no message says so. */
+static bool
+may_go_on(const smp_server *server, const worker *w, smp_ready_kind *kind)
+{
+    if (w->state != WORKER_PENDING) {
+        return false;
+    }
+    switch ((smp_wait_kind)w->wait.kind) {
+    case SMP_WAIT_GATE:
+        *kind = SMP_READY_GATE;
+        return server->turns != NULL &&
+               smp_turns_may_enter(server->turns, w->gate, w->microbatch);
+    case SMP_WAIT_ISSUE:
+        *kind = SMP_READY_ISSUE;
+        return smp_lineup_may_issue(server->lineup, &w->wait.key);
+    case SMP_WAIT_COLLECTIVE:
+        *kind = SMP_READY_OVER;
+        return atomic_load(w->over);
+    default:
+        return false;
+    }
+}
+
 static size_t
 add_workers(smp_server *server, size_t n)
 {
-    for (worker *w = server->workers; server->turns != NULL && w != NULL; w = w->next) {
-        if (w->state == WORKER_PENDING && w->gate >= 0 &&
-            smp_turns_may_enter(server->turns, w->gate, w->microbatch)) {
-            server->ready[n++] = (smp_ready){.kind = SMP_READY_GATE,
+    smp_ready_kind kind;
+
+    for (worker *w = server->workers; w != NULL; w = w->next) {
+        if (may_go_on(server, w, &kind)) {
+            server->ready[n++] = (smp_ready){.kind = kind,
                                              .phase = w->phase,
                                              .microbatch = w->microbatch,
                                              .index = w->number};
@@ -790,6 +1121,10 @@ run_next(worker *self)
     switch (next.kind) {
     case SMP_READY_GATE:
         return pass(self, worker_number(server, next.index), WHY_TURN);
+    case SMP_READY_ISSUE:
+        return pass(self, worker_number(server, next.index), WHY_ISSUE);
+    case SMP_READY_OVER:
+        return pass(self, worker_number(server, next.index), WHY_OVER);
     case SMP_READY_TURN:
         return start_turn(self, next.phase, next.microbatch);
     default:
@@ -927,9 +1262,10 @@ worker_main(void *arg)
 /* ----------------------------------------------------------------- the public */
 
 smp_status
-smp_server_create(smp_comm *comm, int rank, int spin_us, const smp_server_ops *ops,
-                  void *ctx, smp_server **out)
+smp_server_create(smp_comm *comm, int rank, int tp_size, int spin_us,
+                  const smp_server_ops *ops, void *ctx, smp_server **out)
 {
+    const int   size = smp_comm_size(comm);
     smp_server *server = calloc(1, sizeof(*server));
     smp_status  status;
 
@@ -937,18 +1273,24 @@ smp_server_create(smp_comm *comm, int rank, int spin_us, const smp_server_ops *o
         return SMP_ERR_NO_MEMORY;
     }
     server->comm = comm;
-    server->rank = rank;
-    server->size = smp_comm_size(comm);
+    server->rank = rank % (size / tp_size);
+    server->size = size / tp_size;
+    server->tp_rank = rank / server->size;
+    server->tp_size = tp_size;
     server->left = -1;
     server->forward = -1;
-    server->search.of = calloc((size_t)server->size, sizeof(*server->search.of));
+    server->search.of = calloc((size_t)size, sizeof(*server->search.of));
     if (server->search.of == NULL) {
         status = SMP_ERR_NO_MEMORY;
         goto err_free_server;
     }
-    status = smp_board_create(rank, &server->board);
+    status = smp_lineup_create(server->tp_rank, tp_size, &server->lineup);
     if (status != SMP_OK) {
         goto err_free_search;
+    }
+    status = smp_board_create(rank, server->size, tp_size, &server->board);
+    if (status != SMP_OK) {
+        goto err_destroy_lineup;
     }
     status = smp_rest_init(&server->rest);
     if (status != SMP_OK) {
@@ -962,6 +1304,8 @@ smp_server_create(smp_comm *comm, int rank, int spin_us, const smp_server_ops *o
 
 err_destroy_board:
     smp_board_destroy(server->board);
+err_destroy_lineup:
+    smp_lineup_destroy(server->lineup);
 err_free_search:
     free(server->search.of);
 err_free_server:
@@ -989,8 +1333,34 @@ smp_server_destroy(smp_server *server)
     free(server->ready);
     smp_rest_fini(&server->rest);
     smp_board_destroy(server->board);
+    smp_lineup_destroy(server->lineup);
     free(server->search.of);
     free(server);
+}
+
+/* A step has failed here; of its messages only other ranks' last words count. */
+static void
+hear_after(smp_server *server, smp_message *message)
+{
+    const smp_envelope *e = smp_message_envelope(message);
+
+    if (e == NULL || e->step < server->step ||
+        (e->step == server->step && e->kind != SMP_MSG_ISSUED)) {
+        server->received +=
+            e != NULL && e->kind != SMP_MSG_PROBE && e->kind != SMP_MSG_STILL;
+        smp_message_free(message);
+        return;
+    }
+    count_in(server, message);
+}
+
+void
+smp_server_leave_out(smp_server *server, uint32_t step)
+{
+    server->step = step;
+    server->failed = true;
+    smp_lineup_begin(server->lineup);
+    end_collectives(server);
 }
 
 smp_status
@@ -1007,7 +1377,12 @@ smp_server_step(smp_server *server, uint32_t step, smp_schedule *schedule,
     server->schedule = schedule;
     server->settling = false;
     server->settled = 0;
+    server->asker = -1;
     server->promised = false;
+    smp_lineup_begin(server->lineup);
+    server->over = 0;
+    server->peer_failed = false;
+    server->mismatch[0] = '\0';
     server->failed = false;
     server->failure = SMP_OK;
     server->timeline.count = 0;
@@ -1037,6 +1412,7 @@ smp_server_step(smp_server *server, uint32_t step, smp_schedule *schedule,
     smp_board_end(server->board);
     if (server->failed) {
         status = server->failure == SMP_OK ? SMP_ERR_CLOSED : server->failure;
+        end_collectives(server);
         inbox_forget(server, step);
     }
     if (interrupted && (server->failed || server->end == NULL)) {
@@ -1065,17 +1441,17 @@ smp_server_next_call(smp_server *server)
 
 /* Leaves the baton until `why_wanted`.  SMP_ERR_CLOSED when the step failed. */
 static smp_status
-wait_for(worker *self, uint64_t call, int32_t gate, smp_wait what, reason why_wanted)
+wait_for(worker *self, smp_wait what, reason why_wanted)
 {
     what.work = work_of(self);
     self->state = WORKER_PENDING;
-    self->waits_for = call;
-    self->gate = gate;
+    self->wait = what;
     note_event(self, SMP_EVENT_WAIT);
     smp_board_wait(self->server->board, self->number, what);
     dispatch(self);
     smp_board_go(self->server->board, self->number);
     self->state = WORKER_EXECUTING;
+    self->call = 0;
     if (self->why != why_wanted) {
         assert(self->why == WHY_FAILED);
         return SMP_ERR_CLOSED;
@@ -1103,10 +1479,10 @@ smp_server_wait(smp_server *server, uint64_t call, smp_wait_kind kind, int32_t e
         }
     }
     smp_jitter();
-    status =
-        wait_for(self, call, -1,
-                 (smp_wait){.kind = (int32_t)kind, .wanted = entry, .asked = owner},
-                 WHY_RESPONSE);
+    self->call = call;
+    status = wait_for(
+        self, (smp_wait){.kind = (int32_t)kind, .wanted = entry, .asked = owner},
+        WHY_RESPONSE);
     if (status == SMP_OK) {
         *response = self->message;
         self->message = NULL;
@@ -1132,7 +1508,7 @@ smp_server_backward_point(smp_server *server, int32_t microbatch)
         return SMP_ERR_CLOSED;
     }
     smp_schedule_ready(server->schedule, microbatch);
-    status = wait_for(self, 0, -1, (smp_wait){.kind = SMP_WAIT_SCHEDULE}, WHY_BACKWARD);
+    status = wait_for(self, (smp_wait){.kind = SMP_WAIT_SCHEDULE}, WHY_BACKWARD);
     if (status == SMP_OK) {
         self->phase = SMP_BACKWARD;
     }
@@ -1154,7 +1530,103 @@ smp_server_await_turn(smp_server *server, int32_t gate, int32_t microbatch)
     if (server->failed) {
         return SMP_ERR_CLOSED;
     }
-    return wait_for(this_worker, 0, gate, (smp_wait){.kind = SMP_WAIT_GATE}, WHY_TURN);
+    this_worker->gate = gate;
+    return wait_for(this_worker, (smp_wait){.kind = SMP_WAIT_GATE}, WHY_TURN);
+}
+
+smp_status
+smp_server_line_up(smp_server *server, const smp_key *key)
+{
+    if (!smp_lineup_may_issue(server->lineup, key)) {
+        fail_if_calls_differ(server, key);
+    }
+    if (server->failed) {
+        return SMP_ERR_CLOSED;
+    }
+    if (smp_lineup_may_issue(server->lineup, key)) {
+        return SMP_OK;
+    }
+    smp_jitter();
+    return wait_for(this_worker, (smp_wait){.kind = SMP_WAIT_ISSUE, .key = *key},
+                    WHY_ISSUE);
+}
+
+smp_status
+smp_server_issued(smp_server *server, const smp_key *key)
+{
+    struct {
+        smp_envelope envelope;
+        smp_key      key;
+    } message = {{.kind = SMP_MSG_KEY, .step = server->step}, *key};
+
+    if (smp_lineup_issue(server->lineup, key) != SMP_OK) {
+        return SMP_ERR_NO_MEMORY;
+    }
+    for (int t = 1; server->tp_rank == 0 && t < server->tp_size; t++) {
+        (void)smp_comm_send(server->comm, tp_peer(server, t), &message, sizeof(message),
+                            NULL, 0);
+    }
+    fail_if_calls_differ(server, NULL);
+    return SMP_OK;
+}
+
+smp_status
+smp_server_await_collective(smp_server *server, const smp_key *key, uint64_t before,
+                            const _Atomic bool *over)
+{
+    worker    *self = this_worker;
+    smp_status status = SMP_OK;
+
+    if (server->failed) {
+        return SMP_ERR_CLOSED;
+    }
+    if (!atomic_load(over)) {
+        smp_jitter();
+        self->over = over;
+        status = wait_for(
+            self,
+            (smp_wait){.kind = SMP_WAIT_COLLECTIVE, .issued = before, .key = *key},
+            WHY_OVER);
+    }
+    server->over += status == SMP_OK;
+    return status;
+}
+
+uint64_t
+smp_server_issued_so_far(const smp_server *server)
+{
+    return smp_lineup_issued(server->lineup);
+}
+
+bool
+smp_server_collectives_ended(smp_server *server, int64_t timeout_ns, uint64_t *least,
+                             uint64_t *most)
+{
+    smp_message *message;
+    bool         all_have = false;
+
+    while (!all_have) {
+        smp_status status;
+
+        all_have = true;
+        for (int t = 0; t < server->tp_size; t++) {
+            all_have = all_have && (smp_lineup_has_ended(server->lineup, t) ||
+                                    smp_comm_left(server->comm, tp_peer(server, t)));
+        }
+        if (all_have) {
+            break;
+        }
+        status = smp_comm_receive(server->comm, timeout_ns, &message);
+        if (status == SMP_OK) {
+            hear_after(server, message);
+        } else if (status == SMP_ERR_TIMED_OUT) {
+            return false;
+        } else if (status != SMP_ERR_INTERRUPTED) {
+            break; /* the job comes to its end */
+        }
+    }
+    smp_lineup_range(server->lineup, least, most);
+    return true;
 }
 
 void
@@ -1200,6 +1672,12 @@ smp_server_board(smp_server *server)
 }
 
 const char *
+smp_server_mismatch(const smp_server *server)
+{
+    return server->mismatch;
+}
+
+const char *
 smp_server_awaited(const smp_server *server)
 {
     return server->awaited;
@@ -1216,7 +1694,7 @@ smp_server_write_deadlock(smp_server *server, char *out, size_t room)
 {
     size_t used = 0;
 
-    for (int rank = 0; rank < server->size; rank++) {
+    for (int rank = 0; rank < smp_comm_size(server->comm); rank++) {
         used += smp_board_write(server->board, rank, &server->search.of[rank].standing,
                                 out + used, room - used);
     }

@@ -18,6 +18,7 @@
 #ifndef SMP_SERVER_SERVER_H
 #define SMP_SERVER_SERVER_H
 
+#include <stdatomic.h>
 #include <stdbool.h>
 #include <stdint.h>
 
@@ -52,9 +53,10 @@ typedef struct {
     bool (*check_signals)(void *ctx);
 } smp_server_ops;
 
-/* ops is copied, ctx and comm are borrowed until destroy.  SMP_ERR_NO_MEMORY,
- * SMP_ERR_SYSTEM. */
-smp_status smp_server_create(smp_comm *comm, int rank, int spin_us,
+/* rank: of the comm, whose ranks are tp_size pipelines, one behind the other: tp_rank *
+ * pp_size + pp_rank.  ops is copied, ctx and comm are borrowed until destroy.
+ * SMP_ERR_NO_MEMORY, SMP_ERR_SYSTEM. */
+smp_status smp_server_create(smp_comm *comm, int rank, int tp_size, int spin_us,
                              const smp_server_ops *ops, void *ctx, smp_server **out);
 
 /* Joins the workers.  Not during a step.  Takes NULL. */
@@ -69,8 +71,10 @@ void smp_server_destroy(smp_server *server);
  * SMP_ERR_INTERRUPTED  check_signals said so.  Not when pp_rank 0 had ended the step by
  *                 then: SMP_OK, it went well on every rank.
  * SMP_ERR_PEER_LOST    a rank died; smp_server_awaited() says what was waited for.
- * SMP_ERR_DEADLOCK     on pp_rank 0: no rank has anything to run and no message is
- * under way; smp_server_write_deadlock() says who waits for what. SMP_ERR_UNREACHABLE
+ * SMP_ERR_DEADLOCK     on rank 0 of the comm: no rank has anything to run and no
+ * message or collective is under way; smp_server_write_deadlock() says who waits for
+ * what. SMP_ERR_MISMATCH     the tp_ranks do not make the same calls of modules with
+ * collectives; smp_server_mismatch() says which. SMP_ERR_UNREACHABLE
  * smp_server_left() has left the job: it makes fewer steps. SMP_ERR_MALFORMED,
  * SMP_ERR_NO_THREAD. After a failure no worker is inside a task and the server can run
  * the next step. */
@@ -102,6 +106,29 @@ void smp_server_set_turns(smp_server *server, smp_turns *turns);
 /* Waits until the microbatch may pass the gate.  SMP_ERR_CLOSED: unwind. */
 smp_status smp_server_await_turn(smp_server *server, int32_t gate, int32_t microbatch);
 
+/* A collective of a module; all by the worker that calls it, in this order.
+ *
+ * line_up  waits until it is the next that this rank may issue.  SMP_ERR_CLOSED:
+ * unwind. issued   says that it has been, before the baton was given away.
+ * SMP_ERR_NO_MEMORY. await_collective  waits until *over, which any thread may set and
+ * then call smp_comm_wake(); before: what smp_server_issued_so_far() was before
+ * `issued`. SMP_ERR_CLOSED: unwind. */
+smp_status smp_server_line_up(smp_server *server, const smp_key *key);
+smp_status smp_server_issued(smp_server *server, const smp_key *key);
+smp_status smp_server_await_collective(smp_server *server, const smp_key *key,
+                                       uint64_t before, const _Atomic bool *over);
+uint64_t   smp_server_issued_so_far(const smp_server *server);
+
+/* After a step that failed: the fewest and the most collectives that a rank of the
+ * TP_GROUP issued in it.  False: one has not said so within timeout_ns of the last
+ * message.  The main thread. */
+bool smp_server_collectives_ended(smp_server *server, int64_t timeout_ns,
+                                  uint64_t *least, uint64_t *most);
+
+/* This rank does not make this step, which has failed: it issues nothing in it.  The
+ * main thread. */
+void smp_server_leave_out(smp_server *server, uint32_t step);
+
 /* Reads what has arrived: the step may have failed elsewhere already. */
 void smp_server_hear(smp_server *server);
 
@@ -123,13 +150,17 @@ uint64_t smp_server_switches(const smp_server *server);
 /* What this rank does and waits for; lives as long as the server. */
 smp_board *smp_server_board(smp_server *server);
 
+/* After SMP_ERR_MISMATCH: the calls that differ. */
+const char *smp_server_mismatch(const smp_server *server);
+
 /* What a task of the last step waited for when a rank was lost; "" for nothing. */
 const char *smp_server_awaited(const smp_server *server);
 
-/* Which rank had left, after SMP_ERR_UNREACHABLE. */
+/* Which rank of the comm had left, after SMP_ERR_UNREACHABLE. */
 int smp_server_left(const smp_server *server);
 
-/* After SMP_ERR_DEADLOCK: what each rank waits for, as smp_board_write(). */
+/* After SMP_ERR_DEADLOCK, and SMP_ERR_MISMATCH on rank 0 of the comm: what each rank
+ * waits for, as smp_board_write(). */
 size_t smp_server_write_deadlock(smp_server *server, char *out, size_t room);
 
 /* Where a signal handler writes a byte for each signal (signal.set_wakeup_fd); those

@@ -278,7 +278,7 @@ class Reduction:
     ) -> None:
         mine = b""
         if error is not None:
-            mine = _core.pack(description or failures.describe(error, None, 0, 0, 0))
+            mine = _core.pack(description or failures.describe(error, None, 0, 0, "pp_rank 0"))
         descriptions = self.replicas.gather_bytes(mine)
         if error is not None:
             raise error

@@ -38,11 +38,14 @@ def as_failure(error: BaseException) -> BaseException:
 
 
 def describe(
-    error: BaseException, path: str | None, microbatch: int, phase: int, rank: int
+    error: BaseException, path: str | None, microbatch: int, phase: int, who: str
 ) -> tuple:
     """What the other ranks need to raise the error: plain values, and a pickle of it.
 
     One that came here from another rank is that rank's still.
+
+    Args:
+        who: the rank, as :attr:`Runtime.name` says it.
     """
     told = told_of(error)
     if told is not None:
@@ -54,7 +57,7 @@ def describe(
     except Exception:  # noqa: BLE001 - an exception of any shape may come
         pickled = b""
     kind = f"{type(error).__module__}.{type(error).__qualname__}"
-    return rank, path, microbatch, phase, kind, str(error), text, pickled
+    return who, path, microbatch, phase, kind, str(error), text, pickled
 
 
 def told_of(error: BaseException) -> tuple | None:
@@ -76,7 +79,7 @@ def rebuild(description: tuple, local: BaseException | None) -> BaseException:
         description: what :func:`describe` made, on any rank.
         local: the exception itself, on the rank where it was raised.
     """
-    rank, path, microbatch, phase, kind, message, text, pickled = description
+    who, path, microbatch, phase, kind, message, text, pickled = description
     error: Any = local
     if local is not None and told_of(local) is not None:
         return local
@@ -91,7 +94,7 @@ def rebuild(description: tuple, local: BaseException | None) -> BaseException:
     where += f", microbatch {microbatch}, {PHASES[phase]}"
     if microbatch == IN_PARTITION:
         where = "the partition of the model"
-    note = f"raised on pp_rank {rank} in {where}"
+    note = f"raised on {who} in {where}"
     if local is None:
         note += f"; there:\n{text}"
     add_note(error, note)

@@ -57,7 +57,7 @@ def partition_models(
         except (Exception, SystemExit) as raised:  # the others wait for the decision
             error = failures.as_failure(raised)
             microbatch = failures.IN_PARTITION if isinstance(error, PartitionError) else 0
-            told = failures.describe(error, None, microbatch, 0, rt.pp_rank)
+            told = failures.describe(error, None, microbatch, 0, rt.name)
             mine = _core.pack((told, None, (), 0, 0))
     packed, gates, attributes, backwards, pools = _core.unpack(rt.share_decision(mine))
     if gates is None:

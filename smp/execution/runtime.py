@@ -53,6 +53,8 @@ class Runtime:
         self.pp_size = len(self.pp_group)
         self.alone = job.boot.size == 1
         self.pp_rank = self.pp_group.index(job.boot.rank)
+        self.tp_size = len(job.groups["tp"])
+        self.core_group = job.placement.pipelines(job.boot.rank)  # as the core numbers them
         # One rank decides about the partition, so that all replicas have the same.
         self._decider = next(
             r for r in range(job.boot.size) if job.placement.coordinates(r).pp == 0
@@ -87,6 +89,14 @@ class Runtime:
             self._open_core()
 
     @property
+    def name(self) -> str:
+        """This rank, for errors."""
+        place = f"pp_rank {self.pp_rank}"
+        if self.tp_size == 1:
+            return place
+        return f"tp_rank {self.placement.coordinates(self.boot.rank).tp}, {place}"
+
+    @property
     def decides(self) -> bool:
         """Whether this rank traces and partitions."""
         return self.boot.rank == self._decider
@@ -101,18 +111,20 @@ class Runtime:
         return objects.gather_bytes(FIRST_STEP, CommGroup.WORLD, mine)[self._decider]
 
     def _exchange(self, mine: bytes) -> list[bytes]:
-        """The bytes of each rank of the PP_GROUP, by pp_rank.  Collective over all ranks."""
+        """The bytes of each rank that the core reaches.  Collective over all ranks."""
         everyone = self.boot.allgather_bytes(mine)
-        return [everyone[rank] for rank in self.pp_group]
+        return [everyone[rank] for rank in self.core_group]
 
     def _open_core(self) -> None:
-        token = self._exchange(secrets.token_hex(16).encode() if self.pp_rank == 0 else b"")[0]
+        rank = self.core_group.index(self.boot.rank)
+        token = self._exchange(secrets.token_hex(16).encode() if rank == 0 else b"")[0]
         wanted = self.cfg.comm_transports
         transports.offer(self.boot, wanted)
         transports.check_interface(self.cfg.comm_interface)
         card = _core.open(
-            self.pp_rank,
-            self.pp_size,
+            rank,
+            len(self.core_group),
+            self.tp_size,
             self.cfg.comm_pool_bytes or 0,
             self.cfg.comm_device_pool_bytes,
             SPIN_DECIDED_BY_CORE,
@@ -177,7 +189,7 @@ class Runtime:
         error = failures.as_failure(error)
         if failures.is_out_of_memory(error) and failures.told_of(error) is None:
             failures.add_note(error, self._memory())
-        told = failures.describe(error, path, microbatch, phase, self.pp_rank)
+        told = failures.describe(error, path, microbatch, phase, self.name)
         self.local_errors.append((told, error))
         return told
 
@@ -191,7 +203,7 @@ class Runtime:
         buffers = [b for m in self.live_models() for _, b in m.local_named_buffers()]
         pool = _core.counters()
         return (
-            f"memory of pp_rank {self.pp_rank}: parameters {mib(parameters)} MiB, gradients "
+            f"memory of {self.name}: parameters {mib(parameters)} MiB, gradients "
             f"{mib(p.grad for p in parameters)} MiB, buffers {mib(buffers)} MiB, pool for "
             f"messages {pool['pool_in_use'] >> 20} of {pool['pool_size'] >> 20} MiB in use"
         )

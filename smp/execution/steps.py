@@ -30,6 +30,7 @@ from smp.job import interrupts
 from smp.job.config import ConfigError
 from smp.modules import changes, homes
 from smp.partitioning.restore import write_back
+from smp.tensor_parallel import order
 
 _FORWARD, _BACKWARD = 0, 1
 _SIMPLE, _INTERLEAVED, _LISTED, _SERVE = 0, 1, 2, -1
@@ -227,7 +228,7 @@ class Step:
             failure = failures.as_failure(error)
             if self.reduction is not None:
                 told = self.description or failures.describe(
-                    failure, None, rt.microbatch, 0, rt.pp_rank
+                    failure, None, rt.microbatch, 0, rt.name
                 )
                 data_parallel.finish(self.reduction, failure, told)
             if failure is not error:
@@ -295,7 +296,8 @@ class Step:
         try:
             plan = self._plan(refused)
         except Exception as error:
-            _core.skip_step(failures.describe(error, None, 0, 0, rt.pp_rank))
+            _core.skip_step(failures.describe(error, None, 0, 0, rt.name))
+            self._finish_collectives()
             raise
         seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
         random_state = accelerator.RandomState()
@@ -321,6 +323,7 @@ class Step:
                 random_state.restore()
             else:
                 before.restore()
+                self._finish_collectives()
         outputs, weights, rt.saw_backward, (modes, made) = value
         if rt.pp_rank != 0:
             changes.make(made)
@@ -354,18 +357,23 @@ class Step:
             # That a rank died each finds by itself, and what it wanted of it; that one has
             # left in order only those find that need it.
             if "[SMP_ERR_PEER_LOST]" not in str(error):
-                _core.send_abort(failures.describe(error, None, 0, 0, rt.pp_rank))
+                _core.send_abort(failures.describe(error, None, 0, 0, rt.name))
             raise
         except BaseException as error:
-            _core.send_abort(failures.describe(error, None, 0, 0, rt.pp_rank))
+            _core.send_abort(failures.describe(error, None, 0, 0, rt.name))
             raise
+
+    def _finish_collectives(self) -> None:
+        """After a failure: no rank of the TP_GROUP is left alone in a collective."""
+        if self.rt.tp_size > 1:
+            order.finish_failed_step()
 
     def _raise_late_signal(self) -> None:
         """Ctrl-C that came when this step was over elsewhere: it is for the next one."""
         try:
             _core.raise_signal()
         except BaseException as error:
-            _core.send_abort(failures.describe(error, None, 0, 0, self.rt.pp_rank))
+            _core.send_abort(failures.describe(error, None, 0, 0, self.rt.name))
             raise
 
     def _described(self) -> bytes:

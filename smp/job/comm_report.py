@@ -131,11 +131,13 @@ def comm_report() -> CommReport:
     }
     if connected and not state.is_initialized:
         return CommReport(dist.get_rank(), (), 0, 0, 0, 0, **of_groups)
-    group = state.job("smp.comm_report()").groups["pp"]
+    place = state.job("smp.comm_report()").placement
     counters = _core.counters()
     peers = tuple(
-        Peer(group[pp_rank], pp_rank, transport, messages, sent)
-        for pp_rank, (transport, messages, sent) in enumerate(_core.peers())
+        Peer(rank, place.coordinates(rank).pp, transport, messages, sent)
+        for rank, (transport, messages, sent) in zip(
+            place.pipelines(ranks.rank()), _core.peers(), strict=False
+        )
         if transport is not None
     )
     return CommReport(

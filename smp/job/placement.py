@@ -74,3 +74,8 @@ class Placement:
     def group(self, kind: str, rank: int) -> list[int]:
         """The group of a kind that holds ``rank``, in rank order."""
         return next(group for group in self.groups(kind) if rank in group)
+
+    def pipelines(self, rank: int) -> list[int]:
+        """The MP_GROUP that holds ``rank``, one pipeline behind the other, by tp_rank."""
+        at = self.coordinates
+        return sorted(self.group("mp", rank), key=lambda other: (at(other).tp, at(other).pp))

@@ -1,8 +1,9 @@
 /* The hand-overs between ranks and threads, in every order of their steps: queue in
  * shared memory, doorbell, kicks of the progress thread; what a server runs next of
- * what has come; members of a group in steps; orders; letterboxes.  Spec:
- * csrc/comm/shm/ring.h, csrc/comm/shm/bell.h, csrc/comm/comm.h, csrc/server/choice.h,
- * csrc/comm/collective/lockstep.h, queue.h and mailbox.h.
+ * what has come; modules' collectives; members of a group in steps; orders;
+ * letterboxes.  Spec: csrc/comm/shm/ring.h, csrc/comm/shm/bell.h, csrc/comm/comm.h,
+ * csrc/server/choice.h and lineup.h, csrc/comm/collective/lockstep.h, queue.h and
+ * mailbox.h.
  *
  * It is the core's own code that runs, with ranks that have memory and no sockets. Each
  * kind of hand-over is also run with a mistake in it, which must be found. */
@@ -14,6 +15,7 @@
 #include "comm/shm/arena.h"
 #include "explorer.h"
 #include "server/choice.h"
+#include "server/lineup.h"
 
 /* There are no tensors in the pool here. */
 #define smp_arena_wants_pages(arena) ((void)(arena), false)
@@ -1091,6 +1093,116 @@ RIGHT(whatever_the_order_of_arrival_the_first_match_goes_first, .set_up = make_r
                   {"sender 2", send_choice_1, false}},
       .check = nothing)
 
+/* ------------------------------------------------------------- collectives of modules
+ */
+
+static _Atomic bool collective_over;
+
+static void
+make_collective(void)
+{
+    make_ranks();
+    atomic_init(&collective_over, false);
+}
+
+static void
+end_collective(void)
+{
+    atomic_store(&collective_over, true);
+    smp_comm_wake(&ranks[0].comm);
+}
+
+static void
+end_collective_the_wrong_way_round(void)
+{
+    smp_comm_wake(&ranks[0].comm);
+    atomic_store(&collective_over, true);
+}
+
+/* As dispatch() does: reads what is there, looks, sleeps. */
+static void
+await_collective(void)
+{
+    int64_t timeout_ns = 0;
+
+    for (;;) {
+        smp_message *message;
+
+        (void)smp_comm_receive(&ranks[0].comm, timeout_ns, &message);
+        if (atomic_load(&collective_over)) {
+            return;
+        }
+        timeout_ns = timeout_ns == 0 ? -1 : 0;
+    }
+}
+
+RIGHT(the_end_of_a_collective_is_never_slept_through, .set_up = make_collective,
+      .threads = {{"completer", end_collective, false},
+                  {"server", await_collective, false}},
+      .check = nothing)
+
+WRONG(a_completer_that_wakes_before_it_says_so_is_found, "server: sleeps for ever",
+      .set_up = make_collective,
+      .threads = {{"completer", end_collective_the_wrong_way_round, false},
+                  {"server", await_collective, false}},
+      .check = nothing)
+
+static smp_lineup *tp_ranks[2];
+
+static void
+make_tp_ranks(void)
+{
+    for (int t = 0; t < 2; t++) {
+        smp_lineup_destroy(tp_ranks[t]);
+        want(smp_lineup_create(t, 2, &tp_ranks[t]) == SMP_OK, "no memory");
+        smp_lineup_begin(tp_ranks[t]);
+    }
+    make_ranks();
+}
+
+static void
+issue_1_then_0(void)
+{
+    for (uint64_t number = 2; number-- > 0;) {
+        smp_key key = smp_key_of("module");
+
+        key.call = number;
+        want(smp_lineup_issue(tp_ranks[0], &key) == SMP_OK, "no memory");
+        want(smp_comm_send(&ranks[1].comm, 0, &key, sizeof(key), NULL, 0) == SMP_OK,
+             "cannot send");
+    }
+}
+
+/* Its program calls 0 first. */
+static void
+issue_what_comes(void)
+{
+    smp_key wanted[2] = {smp_key_of("module"), smp_key_of("module")};
+
+    wanted[1].call = 1;
+    for (size_t next = 2; next-- > 0;) {
+        smp_message *message;
+
+        while (!smp_lineup_may_issue(tp_ranks[1], &wanted[0]) &&
+               !smp_lineup_may_issue(tp_ranks[1], &wanted[1])) {
+            smp_key key;
+
+            want(smp_comm_receive(&ranks[0].comm, -1, &message) == SMP_OK,
+                 "cannot receive");
+            memcpy(&key, message->bytes, sizeof(key));
+            smp_message_free(message);
+            want(smp_lineup_hear(tp_ranks[1], &key) == SMP_OK, "no memory");
+        }
+        want(smp_lineup_may_issue(tp_ranks[1], &wanted[next]), "another order");
+        want(smp_lineup_issue(tp_ranks[1], &wanted[next]) == SMP_OK, "no memory");
+    }
+}
+
+RIGHT(a_follower_issues_in_the_order_of_tp_rank_0, .set_up = make_tp_ranks,
+      .threads = {{"tp_rank 0", issue_1_then_0, false},
+                  {"tp_rank 1", issue_what_comes, false}},
+      .check = nothing)
+
 /* ---------------------------------------------------------------------- letterboxes */
 
 static smp_mailbox *mailboxes[2];
@@ -1220,6 +1332,9 @@ main(int argc, char **argv)
         ENTRY(what_a_waiter_does_not_carry_out_is_the_carriers),
         ENTRY(a_queue_ends_with_all_its_orders),
         ENTRY(whatever_the_order_of_arrival_the_first_match_goes_first),
+        ENTRY(the_end_of_a_collective_is_never_slept_through),
+        ENTRY(a_completer_that_wakes_before_it_says_so_is_found),
+        ENTRY(a_follower_issues_in_the_order_of_tp_rank_0),
         ENTRY(one_waiter_sorts_in_for_the_other),
         ENTRY(who_gives_up_leaves_the_sorting_to_the_others),
         ENTRY(a_letter_to_oneself_wakes_who_waits_for_it),

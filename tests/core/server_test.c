@@ -334,7 +334,7 @@ begin(rank *self, world *w)
     if (smp_turns_create(1, once, &self->turns) != SMP_OK) {
         return SMP_ERR_NO_MEMORY;
     }
-    return smp_server_create(w->comm, w->rank, 0, &ops, self, &self->server);
+    return smp_server_create(w->comm, w->rank, 1, 0, &ops, self, &self->server);
 }
 
 /* Ends the servers; no rank leaves while another still works. */
@@ -814,7 +814,7 @@ TEST_RANK(what_no_server_wrote_fails_the_step)
                 e.kind = SMP_MSG_LAST + 1;
                 CHECK_STATUS(send_raw(w, e, sizeof(e)), SMP_OK);
             } else if (step == 3) {
-                e.phase = 2; /* never chosen by inbox_best: it would lie there */
+                e.phase = 2; /* smp_choose() has no place for it */
                 CHECK_STATUS(send_raw(w, e, sizeof(e)), SMP_OK);
             } else if (step == 4) {
                 CHECK_STATUS(send_raw(w, e, 0), SMP_OK);
@@ -1218,6 +1218,8 @@ typedef struct {
     smp_envelope envelope;
     uint64_t     sent;
     uint64_t     received;
+    uint64_t     issued;
+    uint64_t     over;
     smp_standing standing;
 } still;
 

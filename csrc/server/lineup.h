@@ -1,0 +1,87 @@
+/* The order in which the ranks of a TP_GROUP issue the collectives of modules.
+ *
+ * Each rank's server runs requests in an order of its own, and a collective needs one
+ * order on all ranks.  So every collective has a key, which each rank knows by itself.
+ * tp_rank 0 issues as its program gets there, and appends the key to a list that the
+ * others hear; they issue when the next key of the list is their own.
+ *
+ * When a rank makes no more collectives in the step it tells how many it has issued.
+ * Ranks that told different numbers do not make the same calls.
+ *
+ * Threads  None: the holder of the server's baton.
+ */
+#ifndef SMP_SERVER_LINEUP_H
+#define SMP_SERVER_LINEUP_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "common/status.h"
+
+typedef struct smp_lineup smp_lineup;
+
+/* Bytes of a module's path in a key, with a NUL. */
+#define SMP_KEY_PATH 104
+
+/* One collective of a step.  Alike on all ranks, byte for byte; travels as it is. */
+typedef struct {
+    uint64_t call;       /* server/calls.h; a backward's follows from its forward's */
+    int32_t  microbatch; /* for people, as all below but number */
+    int32_t  phase;      /* smp_phase */
+    uint32_t time;       /* which call of the module by its task, from 0 */
+    uint32_t number;     /* which collective of the call, from 0 */
+    char     path[SMP_KEY_PATH]; /* the module's; of a long one the end */
+} smp_key;
+
+/* Makes the key of a path, all else 0. */
+smp_key smp_key_of(const char *path);
+
+bool smp_key_equal(const smp_key *a, const smp_key *b);
+
+/* "module 'a.b' (microbatch 1, backward, call 0, collective 2)"; cut off at `room`.
+ * The number of bytes without the NUL. */
+size_t smp_key_write(const smp_key *key, char *out, size_t room);
+
+/* SMP_ERR_NO_MEMORY. */
+smp_status smp_lineup_create(int tp_rank, int tp_size, smp_lineup **out);
+void       smp_lineup_destroy(smp_lineup *lineup);
+
+/* A step begins. */
+void smp_lineup_begin(smp_lineup *lineup);
+
+/* Whether this rank may issue the collective now. */
+bool smp_lineup_may_issue(const smp_lineup *lineup, const smp_key *key);
+
+/* This rank has issued it, as it might.  SMP_ERR_NO_MEMORY. */
+smp_status smp_lineup_issue(smp_lineup *lineup, const smp_key *key);
+
+/* tp_rank 0 has.  SMP_ERR_NO_MEMORY. */
+smp_status smp_lineup_hear(smp_lineup *lineup, const smp_key *key);
+
+/* A rank, this one too, makes no more; it has issued so many. */
+void smp_lineup_end(smp_lineup *lineup, int tp_rank, uint64_t issued);
+
+/* How many this rank has issued. */
+uint64_t smp_lineup_issued(const smp_lineup *lineup);
+
+/* Whether a rank has ended; and every one. */
+bool smp_lineup_has_ended(const smp_lineup *lineup, int tp_rank);
+bool smp_lineup_is_over(const smp_lineup *lineup);
+
+/* The fewest and the most that a rank has issued, of those that ended. */
+void smp_lineup_range(const smp_lineup *lineup, uint64_t *least, uint64_t *most);
+
+/* What shows by now that the ranks do not make the same calls: a collective that one of
+ * them has called and another has ended without.  wanted: what this rank has called and
+ * may not issue; NULL: nothing.  False: all is well so far. */
+typedef struct {
+    smp_key key;
+    int     caller; /* tp_rank */
+    int     other;
+} smp_lineup_gap;
+
+bool smp_lineup_find_gap(const smp_lineup *lineup, const smp_key *wanted,
+                         smp_lineup_gap *gap);
+
+#endif

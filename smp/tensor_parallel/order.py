@@ -1,0 +1,134 @@
+"""The order of collectives that modules make in a step, alike on all ranks of the TP_GROUP.
+
+The servers of the tp_ranks run requests in orders of their own, and microbatches overtake one
+another.  So a module's collective has a key that follows from the program alone, and is begun
+when the TP_GROUP's other ranks begin the one with the same key (csrc/server/lineup.h).  While
+it is under way this rank runs other tasks.
+
+A module that calls collectives does so in an autograd function::
+
+    class Sum(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, path):
+            ctx.call = order.Call.of_module(path)
+            return _sum(x, ctx.call)
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return _sum(gradient, ctx.call.backward()), None
+
+
+    def _sum(x, call):
+        out = x.clone()
+        call.run(lambda: dist.all_reduce(out, group=tp_group, async_op=True))
+        return out
+
+Outside a step, while a model is traced, and without a pipeline, the order is the program's and
+a collective is simply waited for.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+from smp import _core, ranks
+from smp.collectives.process_group import ProcessGroup
+
+_LOOK_S = 0.1  # between two looks for signals
+
+
+class Call:
+    """One call of a module that makes collectives, or the backward of one.
+
+    All ranks of the TP_GROUP must make it, and in it the same collectives.
+
+    Args:
+        path: the module's, alike on all ranks of the TP_GROUP.
+        made: number, microbatch, phase and how often its task had called the module before;
+            None where the program's order is the order.
+    """
+
+    __slots__ = ("_backwards", "_collectives", "_made", "_path")
+
+    def __init__(self, path: str, made: tuple[int, int, int, int] | None):
+        self._path = path
+        self._made = made
+        self._collectives = 0
+        self._backwards = 0
+
+    @staticmethod
+    def of_module(path: str | int) -> "Call":
+        """A call of the module that begins now.
+
+        Raises:
+            RuntimeError: in a step, by a thread of the script.
+        """
+        path = str(path)
+        return Call(path, _core.distributed_call(path))
+
+    def backward(self) -> "Call":
+        """The backward of this call, from its autograd node; each time it runs one more."""
+        made = None
+        if self._made is not None:
+            number, microbatch, _, call = self._made
+            number = _core.mix(_core.mix(number, _BACKWARD), self._backwards)
+            made = number, microbatch, _BACKWARD, call
+        self._backwards += 1
+        return Call(self._path, made)
+
+    def run(self, start: Callable[[], dist.Work | None]) -> None:
+        """Begin a collective when it is its turn, and wait until it is over.
+
+        Args:
+            start: begins it, without waiting (``async_op=True``), on the TP_GROUP.
+
+        Raises:
+            RuntimeError: in the backward, which ``model.backward`` did not begin.
+            Exception: what ``start`` raised, or what became of the operation.
+        """
+        if self._made is None:
+            if (work := start()) is not None:
+                work.wait()
+            return
+        turn = _core.line_up(*self._made, self._collectives, self._path)
+        self._collectives += 1
+        work = start()
+        turn.issued()
+        if work is None or work.is_completed():
+            turn()
+        else:
+            work.get_future().add_done_callback(turn)
+        turn.wait()
+        if work is not None:
+            work.wait()
+
+
+_BACKWARD = 1  # phase, as the core numbers it
+
+
+def finish_failed_step() -> None:
+    """Have the TP_GROUP's ranks end, in a step that failed, with as many collectives.
+
+    Some had begun collectives which others will never reach.  These call another operation in
+    their place, so that they are over, with an error that nobody hears.  Collective over the
+    TP_GROUP, whose ranks all fail the step.
+
+    Raises:
+        RuntimeError: the group's backend cannot do that.
+    """
+    ended = None
+    while ended is None:  # a signal raises here
+        ended = _core.collectives_ended(_LOOK_S)
+    own, fewest, most = ended
+    if fewest == most:
+        return
+    group: Any = ranks.get_tp_process_group()
+    if not isinstance(group, ProcessGroup):
+        raise RuntimeError(
+            "smp: the step failed within collectives of distributed modules, which the backend "
+            f"'{dist.get_backend(group)}' cannot end: this job cannot go on "
+            "(ddp_dist_backend='smddp' can)"
+        )
+    for _ in range(own, most):
+        dist.barrier(group, async_op=True)

@@ -1,0 +1,194 @@
+/* The order of collectives, as each rank of a TP_GROUP knows it. */
+#include "check.h"
+#include "server/lineup.h"
+#include "server/schedule.h"
+
+static smp_key
+key_of(const char *path, uint64_t call, uint32_t number)
+{
+    smp_key key = smp_key_of(path);
+
+    key.call = call;
+    key.number = number;
+    return key;
+}
+
+TEST(tp_rank_0_issues_at_once_and_the_others_in_its_order)
+{
+    const smp_key a = key_of("a", 1, 0);
+    const smp_key b = key_of("b", 2, 0);
+    smp_lineup   *first;
+    smp_lineup   *second;
+
+    CHECK_STATUS(smp_lineup_create(0, 2, &first), SMP_OK);
+    CHECK_STATUS(smp_lineup_create(1, 2, &second), SMP_OK);
+    for (int step = 0; step < 2; step++) {
+        smp_lineup_begin(first);
+        smp_lineup_begin(second);
+        CHECK(smp_lineup_may_issue(first, &b) && smp_lineup_may_issue(first, &a));
+        CHECK(!smp_lineup_may_issue(second, &a) && !smp_lineup_may_issue(second, &b));
+        CHECK_STATUS(smp_lineup_issue(first, &b), SMP_OK);
+        CHECK_STATUS(smp_lineup_hear(second, &b), SMP_OK);
+        CHECK_STATUS(smp_lineup_issue(first, &a), SMP_OK);
+        CHECK_STATUS(smp_lineup_hear(second, &a), SMP_OK);
+        CHECK(!smp_lineup_may_issue(second, &a) && smp_lineup_may_issue(second, &b));
+        CHECK_STATUS(smp_lineup_issue(second, &b), SMP_OK);
+        CHECK(smp_lineup_may_issue(second, &a) && !smp_lineup_may_issue(second, &b));
+        CHECK_STATUS(smp_lineup_issue(second, &a), SMP_OK);
+        CHECK(!smp_lineup_may_issue(second, &a));
+        CHECK(smp_lineup_issued(first) == 2 && smp_lineup_issued(second) == 2);
+    }
+    smp_lineup_destroy(first);
+    smp_lineup_destroy(second);
+    smp_lineup_destroy(NULL);
+    return 0;
+}
+
+TEST(keys_differ_by_call_number_and_path)
+{
+    const smp_key keys[] = {key_of("a", 1, 0), key_of("a", 1, 1), key_of("a", 2, 0),
+                            key_of("b", 1, 0)};
+
+    for (size_t i = 0; i < 4; i++) {
+        for (size_t j = 0; j < 4; j++) {
+            CHECK(smp_key_equal(&keys[i], &keys[j]) == (i == j));
+        }
+    }
+    return 0;
+}
+
+TEST(a_long_list_keeps_its_order)
+{
+    enum { KEYS = 1000 };
+    smp_lineup *lineup;
+
+    CHECK_STATUS(smp_lineup_create(1, 2, &lineup), SMP_OK);
+    smp_lineup_begin(lineup);
+    for (uint64_t i = 0; i < KEYS; i++) {
+        const smp_key key = key_of("a", i, 0);
+
+        CHECK_STATUS(smp_lineup_hear(lineup, &key), SMP_OK);
+    }
+    for (uint64_t i = 0; i < KEYS; i++) {
+        const smp_key key = key_of("a", i, 0);
+
+        CHECK(smp_lineup_may_issue(lineup, &key));
+        CHECK_STATUS(smp_lineup_issue(lineup, &key), SMP_OK);
+    }
+    smp_lineup_destroy(lineup);
+    return 0;
+}
+
+TEST(a_key_says_module_microbatch_phase_and_call)
+{
+    char    path[3 * SMP_KEY_PATH];
+    char    said[2 * SMP_KEY_PATH];
+    char    cut[8];
+    smp_key key = smp_key_of("net.0");
+
+    key.microbatch = 3;
+    key.phase = SMP_BACKWARD;
+    key.time = 1;
+    key.number = 2;
+    CHECK(smp_key_write(&key, said, sizeof(said)) == strlen(said));
+    CHECK(strcmp(said,
+                 "module 'net.0' (microbatch 3, backward, call 1, collective 2)") == 0);
+    CHECK(smp_key_write(&key, cut, sizeof(cut)) == 7 && strcmp(cut, "module ") == 0);
+
+    memset(path, 'x', sizeof(path));
+    memcpy(path + sizeof(path) - 6, ".last", 6);
+    key = smp_key_of(path);
+    CHECK(memcmp(key.path, "...xx", 5) == 0);
+    CHECK(strcmp(key.path + sizeof(key.path) - 6, ".last") == 0);
+    path[SMP_KEY_PATH - 1] = '\0'; /* the longest that is whole */
+    key = smp_key_of(path);
+    CHECK(strcmp(key.path, path) == 0);
+    return 0;
+}
+
+/* What rank `self` of 3 finds when tp_rank 0 has issued `keys` and the ranks have ended
+ * with so many; -1: not yet. */
+static bool
+finds(int self, int keys, const int ended[3], const smp_key *wanted,
+      smp_lineup_gap *gap)
+{
+    smp_lineup *lineup;
+    bool        found;
+
+    if (smp_lineup_create(self, 3, &lineup) != SMP_OK) {
+        return false;
+    }
+    smp_lineup_begin(lineup);
+    for (int i = 0; i < keys; i++) {
+        const smp_key key = key_of("a", (uint64_t)i, 0);
+
+        (void)smp_lineup_hear(lineup, &key);
+        if (self != 0 && ended[self] < 0 && ended[0] >= 0) {
+            (void)smp_lineup_issue(lineup, &key);
+        }
+    }
+    for (int t = 0; t < 3; t++) {
+        if (ended[t] >= 0) {
+            smp_lineup_end(lineup, t, (uint64_t)ended[t]);
+        }
+    }
+    found = smp_lineup_find_gap(lineup, wanted, gap);
+    smp_lineup_destroy(lineup);
+    return found;
+}
+
+TEST(who_ends_with_too_few_is_found)
+{
+    const smp_key  b = key_of("b", 9, 0);
+    smp_lineup_gap gap;
+
+    CHECK(!finds(0, 2, (int[]){2, 2, 2}, NULL, &gap));
+    CHECK(!finds(0, 2, (int[]){-1, 2, 2}, NULL, &gap));
+    CHECK(!finds(0, 2, (int[]){-1, -1, -1}, &b, &gap));
+    CHECK(finds(0, 2, (int[]){-1, -1, 1}, NULL, &gap));
+    CHECK(gap.caller == 0 && gap.other == 2 && gap.key.call == 1);
+    CHECK(finds(1, 2, (int[]){2, 0, -1}, NULL, &gap)); /* itself */
+    CHECK(gap.caller == 0 && gap.other == 1 && gap.key.call == 0);
+    CHECK(finds(1, 2, (int[]){2, -1, 2}, &b, &gap)); /* it wants one more */
+    CHECK(gap.caller == 1 && gap.other == 0 && gap.key.call == 9);
+    CHECK(!finds(1, 2, (int[]){-1, -1, -1}, &b, &gap));
+    return 0;
+}
+
+TEST(all_ranks_end_with_a_number)
+{
+    smp_lineup *lineup;
+    uint64_t    least;
+    uint64_t    most;
+
+    CHECK_STATUS(smp_lineup_create(2, 3, &lineup), SMP_OK);
+    smp_lineup_begin(lineup);
+    smp_lineup_end(lineup, 0, 5);
+    smp_lineup_end(lineup, 2, 3);
+    CHECK(!smp_lineup_is_over(lineup) && !smp_lineup_has_ended(lineup, 1));
+    smp_lineup_range(lineup, &least, &most);
+    CHECK(least == 3 && most == 5);
+    smp_lineup_end(lineup, 1, 7);
+    CHECK(smp_lineup_is_over(lineup) && smp_lineup_has_ended(lineup, 1));
+    smp_lineup_range(lineup, &least, &most);
+    CHECK(least == 3 && most == 7);
+    smp_lineup_begin(lineup);
+    CHECK(!smp_lineup_has_ended(lineup, 0));
+    smp_lineup_destroy(lineup);
+    return 0;
+}
+
+int
+main(int argc, char **argv)
+{
+    static const smp_test tests[] = {
+        LISTED_TEST(tp_rank_0_issues_at_once_and_the_others_in_its_order),
+        LISTED_TEST(keys_differ_by_call_number_and_path),
+        LISTED_TEST(a_long_list_keeps_its_order),
+        LISTED_TEST(a_key_says_module_microbatch_phase_and_call),
+        LISTED_TEST(who_ends_with_too_few_is_found),
+        LISTED_TEST(all_ranks_end_with_a_number),
+    };
+
+    return run_tests(tests, sizeof(tests) / sizeof(tests[0]), argc, argv);
+}

@@ -1,0 +1,610 @@
+/* Module servers of several pipelines in one process, whose modules make collectives.
+ *
+ * The comm's ranks are tp_rank * PP + pp_rank.  A collective is a counter: it is over
+ * on all tp_ranks when the last one has issued it, and all must issue the same ones in
+ * the same order.  The step function calls QUIET and SHARED on the next rank and SHARED
+ * on its own, forth and back.  Delays at hand-overs are random (csrc/common/jitter.h).
+ */
+#define _GNU_SOURCE
+#include <pthread.h>
+#include <sched.h>
+
+#include "common/jitter.h"
+#include "server/calls.h"
+#include "server/server.h"
+#include "traffic.h"
+
+enum { PP = 2, MOST_TP = 3, MICROBATCHES = 4, MOST_ISSUED = 64, QUIET = 0, SHARED = 1 };
+
+/* What the tp_ranks of a pp_rank have issued in this step. */
+typedef struct {
+    pthread_mutex_t lock; /* guards all below but `over` */
+    smp_key         keys[MOST_ISSUED];
+    int             issuers[MOST_ISSUED];
+    int             count[MOST_TP];
+    bool            mixed; /* one issued another than the first */
+    _Atomic bool    over[MOST_TP][MOST_ISSUED];
+} stage;
+
+static stage     stages[PP];
+static smp_comm *comms[PP * MOST_TP];
+
+/* How a tp_rank's calls differ from the others'. */
+typedef enum { ALIKE, LEAVES_OUT, FAILS } mood;
+
+typedef struct {
+    world      *w;
+    smp_server *server;
+    int         tp;
+    int         tp_rank;
+    int         pp_rank;
+    uint32_t    step;
+    mood        mood;
+    int32_t     in;      /* ... in this microbatch */
+    bool        crosses; /* the step function is cross_root() */
+    int         inside;
+    int         finished;
+} rank;
+
+static int
+comm_rank(const rank *self, int pp_rank)
+{
+    return self->tp_rank * PP + pp_rank;
+}
+
+static smp_status
+send_to(rank *self, int dest, smp_envelope envelope)
+{
+    envelope.step = self->step;
+    return smp_comm_send(self->w->comm, dest, &envelope, sizeof(envelope), NULL, 0);
+}
+
+/* Issues: the last one ends it for all. */
+static _Atomic bool *
+issue(const rank *self, const smp_key *key)
+{
+    stage    *s = &stages[self->pp_rank];
+    const int at = s->count[self->tp_rank]; /* written by this rank alone */
+    bool      last;
+
+    if (at == MOST_ISSUED) {
+        abort();
+    }
+    pthread_mutex_lock(&s->lock);
+    s->count[self->tp_rank]++;
+    if (s->issuers[at] == 0) {
+        s->keys[at] = *key;
+    } else if (!smp_key_equal(&s->keys[at], key)) {
+        s->mixed = true;
+    }
+    last = ++s->issuers[at] == self->tp;
+    pthread_mutex_unlock(&s->lock);
+    for (int t = 0; last && t < self->tp; t++) {
+        smp_jitter();
+        atomic_store(&s->over[t][at], true);
+        smp_comm_wake(comms[t * PP + self->pp_rank]);
+    }
+    return &s->over[self->tp_rank][at];
+}
+
+static smp_status
+collective(rank *self, uint64_t task, int32_t microbatch, smp_phase phase)
+{
+    smp_key       key = smp_key_of(self->pp_rank == 0 ? "near" : "far");
+    uint64_t      before;
+    _Atomic bool *over;
+    smp_status    status;
+
+    if (self->mood == LEAVES_OUT && self->in == microbatch && self->pp_rank == 1) {
+        return SMP_OK;
+    }
+    key.call = smp_call_of(task, SHARED, 0, phase);
+    key.microbatch = microbatch;
+    key.phase = (int32_t)phase;
+    self->inside--;
+    status = smp_server_line_up(self->server, &key);
+    self->inside++;
+    if (status != SMP_OK) {
+        return status;
+    }
+    before = smp_server_issued_so_far(self->server);
+    over = issue(self, &key);
+    status = smp_server_issued(self->server, &key);
+    if (status == SMP_OK) {
+        self->inside--;
+        status = smp_server_await_collective(self->server, &key, before, over);
+        self->inside++;
+    }
+    return status;
+}
+
+static smp_status
+call(rank *self, int32_t microbatch, int32_t entry, smp_phase phase)
+{
+    const uint64_t root = smp_call_of_root(microbatch);
+    smp_envelope e = {.kind = phase == SMP_FORWARD ? SMP_MSG_FORWARD : SMP_MSG_BACKWARD,
+                      .phase = (uint8_t)phase,
+                      .microbatch = microbatch,
+                      .entry = entry,
+                      .call = smp_server_next_call(self->server),
+                      .number = smp_call_of(root, (uint64_t)entry, 0, phase)};
+    smp_message *response;
+    smp_status   status = send_to(self, comm_rank(self, 1), e);
+
+    if (status == SMP_OK) {
+        self->inside--;
+        status = smp_server_wait(self->server, e.call, SMP_WAIT_OUTPUTS, entry, 1,
+                                 &response);
+        self->inside++;
+    }
+    if (status == SMP_OK) {
+        smp_message_free(response);
+    }
+    return status;
+}
+
+static void
+execute(void *ctx, smp_message *request)
+{
+    rank        *self = ctx;
+    smp_envelope e = *smp_message_envelope(request);
+    int          source = request->source;
+    smp_status   status = SMP_OK;
+
+    smp_message_free(request);
+    if (++self->inside != 1) {
+        abort();
+    }
+    if (e.entry == SHARED && self->mood == FAILS && self->in == e.microbatch) {
+        status = SMP_ERR_INVALID;
+        send_to(self, self->tp_rank == 0 ? PP : 0,
+                (smp_envelope){.kind = SMP_MSG_ABORT});
+    } else if (e.entry == SHARED) {
+        status = collective(self, e.number, e.microbatch, (smp_phase)e.phase);
+    }
+    if (status == SMP_OK) {
+        e.kind = SMP_MSG_RESPONSE;
+        (void)send_to(self, source, e);
+    } else {
+        smp_server_fail(self->server);
+    }
+    self->inside--;
+}
+
+static smp_status
+root(rank *self, int32_t mb)
+{
+    smp_status status = call(self, mb, QUIET, SMP_FORWARD);
+
+    if (status == SMP_OK) {
+        status = collective(self, smp_call_of_root(mb), mb, SMP_FORWARD);
+    }
+    if (status == SMP_OK) {
+        status = call(self, mb, SHARED, SMP_FORWARD);
+    }
+    if (status == SMP_OK) {
+        self->inside--;
+        status = smp_server_backward_point(self->server, mb);
+        self->inside++;
+    }
+    if (status == SMP_OK) {
+        status = call(self, mb, SHARED, SMP_BACKWARD);
+    }
+    return status == SMP_OK ? collective(self, smp_call_of_root(mb), mb, SMP_BACKWARD)
+                            : status;
+}
+
+/* Microbatch 0 calls QUIET there and then makes a collective here; number 1 calls
+ * SHARED there.  tp_rank 1 begins 1 when it is through with 0; the others begin 1
+ * first, and go on with 0 when 1 is in its collective. */
+static smp_status
+cross_root(rank *self, int32_t mb)
+{
+    const uint64_t task = smp_call_of_root(mb);
+    smp_status     status;
+
+    if (mb == 0 && self->tp_rank != 1) {
+        stage *s = &stages[1];
+        bool   is_there = false;
+
+        while (!is_there) {
+            pthread_mutex_lock(&s->lock);
+            is_there = s->count[self->tp_rank] > 0;
+            pthread_mutex_unlock(&s->lock);
+            sched_yield();
+        }
+    }
+    status = call(self, mb, mb == 0 ? QUIET : SHARED, SMP_FORWARD);
+    if (status == SMP_OK && mb == 0) {
+        status = collective(self, task, mb, SMP_FORWARD);
+    }
+    if (status == SMP_OK) {
+        self->inside--;
+        status = smp_server_backward_point(self->server, mb);
+        self->inside++;
+    }
+    return status;
+}
+
+static void
+run_root(void *ctx, int32_t mb)
+{
+    rank *self = ctx;
+
+    if (++self->inside != 1) {
+        abort();
+    }
+    if ((self->crosses ? cross_root(self, mb) : root(self, mb)) == SMP_OK) {
+        self->finished++;
+    } else {
+        smp_server_fail(self->server);
+    }
+    self->inside--;
+}
+
+static void
+ignore_note(void *ctx, smp_message *note)
+{
+    (void)ctx;
+    smp_message_free(note);
+}
+
+static void
+ignore(void *ctx)
+{
+    (void)ctx;
+}
+
+static bool
+go_on(void *ctx)
+{
+    (void)ctx;
+    return true;
+}
+
+static const smp_server_ops ops = {.worker_begin = ignore,
+                                   .worker_end = ignore,
+                                   .execute = execute,
+                                   .run_root = run_root,
+                                   .note = ignore_note,
+                                   .check_signals = go_on};
+
+static smp_status
+begin(rank *self, world *w)
+{
+    *self = (rank){
+        .w = w, .tp = w->size / PP, .tp_rank = w->rank / PP, .pp_rank = w->rank % PP};
+    comms[w->rank] = w->comm;
+    w->barrier(w);
+    return smp_server_create(w->comm, w->rank, self->tp, 0, &ops, self, &self->server);
+}
+
+static int
+finish(rank *self)
+{
+    self->w->barrier(self->w);
+    smp_server_destroy(self->server);
+    CHECK(self->inside == 0);
+    return 0;
+}
+
+/* This rank's schedule; NULL on those that have none. */
+static smp_status
+make_schedule(const rank *self, smp_schedule **schedule)
+{
+    static const smp_turn crossed[] = {
+        {1, SMP_FORWARD}, {0, SMP_FORWARD}, {0, SMP_BACKWARD}, {1, SMP_BACKWARD}};
+
+    *schedule = NULL;
+    if (self->pp_rank != 0) {
+        return SMP_OK;
+    }
+    if (!self->crosses) {
+        return smp_schedule_create(SMP_SCHEDULE_INTERLEAVED, MICROBATCHES,
+                                   1 + (int32_t)self->step % MICROBATCHES, NULL, 0,
+                                   schedule);
+    }
+    if (self->tp_rank == 1) {
+        return smp_schedule_create(SMP_SCHEDULE_INTERLEAVED, 2, 1, NULL, 0, schedule);
+    }
+    return smp_schedule_create(SMP_SCHEDULE_LISTED, 2, 2, crossed, 4, schedule);
+}
+
+/* One step; who fails tells all, and nobody goes before all have ended. */
+static smp_status
+run_step(rank *self)
+{
+    smp_schedule *schedule;
+    smp_message  *end;
+    smp_status    status;
+
+    self->w->barrier(self->w); /* all have looked at the last step */
+    if (self->tp_rank == 0) {
+        stage *s = &stages[self->pp_rank];
+
+        memset(s->issuers, 0, sizeof(s->issuers));
+        memset(s->count, 0, sizeof(s->count));
+        memset(s->over, 0, sizeof(s->over));
+        s->mixed = false;
+    }
+    self->step++;
+    self->finished = 0;
+    self->w->barrier(self->w);
+    if (make_schedule(self, &schedule) != SMP_OK) {
+        return SMP_ERR_NO_MEMORY;
+    }
+    status = smp_server_step(self->server, self->step, schedule, &end);
+    if (status == SMP_OK && self->pp_rank == 0) {
+        (void)send_to(self, comm_rank(self, 1),
+                      (smp_envelope){.kind = SMP_MSG_STEP_END});
+    } else if (status != SMP_OK && end == NULL) {
+        for (int r = 0; r < self->w->size; r++) {
+            if (r != self->w->rank) {
+                (void)send_to(self, r, (smp_envelope){.kind = SMP_MSG_ABORT});
+            }
+        }
+    }
+    smp_message_free(end);
+    return status;
+}
+
+static int
+check_step(rank *self)
+{
+    CHECK_STATUS(run_step(self), SMP_OK);
+    CHECK(self->pp_rank != 0 || self->finished == MICROBATCHES);
+    CHECK(!stages[self->pp_rank].mixed);
+    CHECK(stages[self->pp_rank].count[self->tp_rank] == 2 * MICROBATCHES);
+    return 0;
+}
+
+TEST_RANK(pipelines_issue_the_same_in_the_same_order)
+{
+    rank self;
+
+    CHECK_STATUS(begin(&self, w), SMP_OK);
+    for (int i = 0; i < 60; i++) {
+        CHECK(check_step(&self) == 0);
+    }
+    return finish(&self);
+}
+
+/* A rank that waited with the baton would keep the others' microbatch 0 from its
+ * collective; on that tp_rank 1 waits before it begins microbatch 1, and on that all.
+ */
+TEST_RANK(a_rank_that_waits_for_a_collective_runs_what_others_wait_for)
+{
+    rank self;
+
+    CHECK_STATUS(begin(&self, w), SMP_OK);
+    self.crosses = true;
+    for (int i = 0; i < 20; i++) {
+        CHECK_STATUS(run_step(&self), SMP_OK);
+        CHECK(self.pp_rank != 0 || self.finished == 2);
+    }
+    return finish(&self);
+}
+
+/* So many are issued as by the tp_rank that issued most. */
+static int
+check_ended(rank *self)
+{
+    uint64_t least;
+    uint64_t most;
+    uint64_t counted = 0;
+
+    while (
+        !smp_server_collectives_ended(self->server, WORLD_PATIENCE_NS, &least, &most)) {
+    }
+    self->w->barrier(self->w); /* all have failed: nobody issues any more */
+    for (int t = 0; t < self->tp; t++) {
+        const uint64_t n = (uint64_t)stages[self->pp_rank].count[t];
+
+        CHECK(n >= least && n <= most);
+        counted = n > counted ? n : counted;
+    }
+    CHECK(counted == most);
+    self->w->barrier(self->w);
+    return 0;
+}
+
+TEST_RANK(a_call_that_one_tp_rank_leaves_out_fails_the_step_of_all)
+{
+    rank self;
+
+    CHECK_STATUS(begin(&self, w), SMP_OK);
+    for (int i = 0; i < 2 * self.tp; i++) {
+        smp_status status;
+
+        self.mood = self.tp_rank == i % self.tp ? LEAVES_OUT : ALIKE;
+        self.in = i < self.tp ? 1 : MICROBATCHES - 1;
+        status = run_step(&self);
+        CHECK(status == SMP_ERR_MISMATCH || status == SMP_ERR_CLOSED);
+        if (status == SMP_ERR_MISMATCH) {
+            const char *said = smp_server_mismatch(self.server);
+
+            CHECK(strstr(said, "has called module 'far' (microbatch ") != NULL);
+            CHECK(strstr(said, "tp_rank 0 has ") != NULL);
+            CHECK(strstr(strstr(said, "tp_rank ") + 8, ", and tp_rank ") != NULL);
+        }
+        CHECK(check_ended(&self) == 0);
+        self.mood = ALIKE;
+        CHECK(check_step(&self) == 0);
+    }
+    return finish(&self);
+}
+
+TEST_RANK(a_failure_of_one_rank_ends_the_step_of_all_pipelines)
+{
+    rank self;
+
+    CHECK_STATUS(begin(&self, w), SMP_OK);
+    for (int i = 0; i < 4 * self.tp; i++) {
+        self.mood = self.tp_rank == i % self.tp && self.pp_rank == 1 ? FAILS : ALIKE;
+        self.in = i % MICROBATCHES;
+        CHECK_STATUS(run_step(&self), SMP_ERR_CLOSED);
+        CHECK(check_ended(&self) == 0);
+        self.mood = ALIKE;
+        CHECK(check_step(&self) == 0);
+    }
+    return finish(&self);
+}
+
+/* A rank that makes no step, because it has failed before, has issued nothing in it. */
+TEST_RANK(a_rank_that_leaves_a_step_out_has_issued_nothing)
+{
+    uint64_t least;
+    uint64_t most;
+    rank     self;
+
+    CHECK_STATUS(begin(&self, w), SMP_OK);
+    CHECK(check_step(&self) == 0);
+    if (w->rank == w->size - 1) {
+        self.step++;
+        w->barrier(w); /* run_step()'s */
+        w->barrier(w);
+        smp_server_leave_out(self.server, self.step);
+        for (int r = 0; r < w->size - 1; r++) {
+            (void)send_to(&self, r, (smp_envelope){.kind = SMP_MSG_ABORT});
+        }
+    } else {
+        CHECK_STATUS(run_step(&self), SMP_ERR_CLOSED);
+    }
+    CHECK(smp_server_collectives_ended(self.server, WORLD_PATIENCE_NS, &least, &most));
+    CHECK(self.pp_rank != PP - 1 || least == 0);
+    w->barrier(w);
+    CHECK(check_step(&self) == 0);
+    return finish(&self);
+}
+
+/* ---------------------------------------------------- messages written by hand */
+
+static smp_status
+write_to(world *w, int dest, smp_envelope envelope)
+{
+    envelope.step = 1;
+    return smp_comm_send(w->comm, dest, &envelope, sizeof(envelope), NULL, 0);
+}
+
+static int
+expect(world *w, smp_msg_kind kind, int source)
+{
+    smp_message *m;
+
+    CHECK_STATUS(smp_comm_receive(w->comm, WORLD_PATIENCE_NS, &m), SMP_OK);
+    CHECK(smp_message_envelope(m)->kind == kind && m->source == source);
+    smp_message_free(m);
+    return 0;
+}
+
+/* Rank 1 serves; its pp_rank 0, and its peers, are by hand. */
+TEST_RANK(another_pipelines_failure_comes_too_late_for_who_has_said_that_all_is_well)
+{
+    smp_message *end;
+    rank         self;
+
+    CHECK_STATUS(begin(&self, w), SMP_OK);
+    if (w->rank == 1) {
+        CHECK_STATUS(smp_server_step(self.server, 1, NULL, &end), SMP_OK);
+        CHECK(smp_message_envelope(end)->kind == SMP_MSG_STEP_END);
+        smp_message_free(end);
+    } else if (w->rank == 0) {
+        CHECK_STATUS(write_to(w, 1, (smp_envelope){.kind = SMP_MSG_SETTLE}), SMP_OK);
+        CHECK(expect(w, SMP_MSG_SETTLED, 1) == 0); /* not before its peers have ended */
+        CHECK(atomic_load(&w->shared->scratch[0]) == self.tp - 1);
+        atomic_store(&w->shared->scratch[1], 1);
+        while (atomic_load(&w->shared->scratch[1]) == 1) {
+            sched_yield();
+        }
+        CHECK_STATUS(write_to(w, 1, (smp_envelope){.kind = SMP_MSG_STEP_END}), SMP_OK);
+    } else if (self.pp_rank == 1) {
+        CHECK(expect(w, SMP_MSG_ISSUED, 1) == 0);
+        atomic_fetch_add(&w->shared->scratch[0], 1);
+        CHECK_STATUS(write_to(w, 1, (smp_envelope){.kind = SMP_MSG_ISSUED}), SMP_OK);
+    }
+    if (w->rank == 3) {
+        while (atomic_load(&w->shared->scratch[1]) == 0) {
+            sched_yield();
+        }
+        CHECK_STATUS(write_to(w, 1, (smp_envelope){.kind = SMP_MSG_ABORT}), SMP_OK);
+        atomic_store(&w->shared->scratch[1], 2);
+    }
+    return finish(&self);
+}
+
+/* Rank 0 runs a step function that nobody answers; rank 1 may have said that all is
+ * well. */
+TEST_RANK(pp_rank_0_passes_another_pipelines_failure_on)
+{
+    rank self;
+
+    CHECK_STATUS(begin(&self, w), SMP_OK);
+    if (w->rank == 0) {
+        smp_schedule *schedule;
+        smp_message  *end;
+
+        CHECK_STATUS(
+            smp_schedule_create(SMP_SCHEDULE_INTERLEAVED, 1, 1, NULL, 0, &schedule),
+            SMP_OK);
+        self.step = 1;
+        CHECK_STATUS(smp_server_step(self.server, 1, schedule, &end), SMP_ERR_CLOSED);
+        CHECK(smp_message_envelope(end)->kind == SMP_MSG_ABORT);
+        smp_message_free(end);
+    } else if (w->rank == 1) {
+        smp_msg_kind kind = SMP_MSG_FORWARD;
+
+        while (kind != SMP_MSG_ABORT) {
+            smp_message *m;
+
+            CHECK_STATUS(smp_comm_receive(w->comm, WORLD_PATIENCE_NS, &m), SMP_OK);
+            CHECK(m->source == 0);
+            kind = (smp_msg_kind)smp_message_envelope(m)->kind;
+            smp_message_free(m);
+        }
+    } else if (w->rank == PP) {
+        CHECK_STATUS(write_to(w, 0, (smp_envelope){.kind = SMP_MSG_ABORT}), SMP_OK);
+    }
+    return finish(&self);
+}
+
+static const world_test tests[] = {
+    {.name = "alike", .rank = pipelines_issue_the_same_in_the_same_order},
+    {.name = "crossed",
+     .rank = a_rank_that_waits_for_a_collective_runs_what_others_wait_for},
+    {.name = "left_out",
+     .rank = a_call_that_one_tp_rank_leaves_out_fails_the_step_of_all},
+    {.name = "failure", .rank = a_failure_of_one_rank_ends_the_step_of_all_pipelines},
+    {.name = "late_abort",
+     .rank =
+         another_pipelines_failure_comes_too_late_for_who_has_said_that_all_is_well},
+    {.name = "passed_on", .rank = pp_rank_0_passes_another_pipelines_failure_on},
+    {.name = "no_step", .rank = a_rank_that_leaves_a_step_out_has_issued_nothing},
+};
+
+int
+main(int argc, char **argv)
+{
+    int failed = 0;
+    int ran = 0;
+
+    alarm(280);
+    setenv("SMP_JITTER", "5", 0);
+    smp_jitter_init();
+    for (int p = 0; p < PP; p++) {
+        pthread_mutex_init(&stages[p].lock, NULL);
+    }
+    for (size_t i = 0; i < sizeof(tests) / sizeof(tests[0]); i++) {
+        if (argc > 1 && strstr(tests[i].name, argv[1]) == NULL) {
+            continue;
+        }
+        for (int tp = 2; tp <= MOST_TP; tp++) {
+            ran++;
+            if (world_run_threads(&tests[i], "shm", PP * tp) != 0) {
+                printf("FAILED %s, %d ranks\n", tests[i].name, PP * tp);
+                failed++;
+            }
+        }
+    }
+    printf("%d passed, %d failed\n", ran - failed, failed);
+    return failed != 0 || ran == 0;
+}
