@@ -22,7 +22,7 @@ def whole_scripts() -> list:
         pytest.param(block, id=f"{document}-{number}")
         for document in DOCUMENTS
         for number, block in enumerate(python_blocks(document))
-        if block.startswith("import torch\nimport torch.nn.functional")
+        if block.startswith("import torch\n") and "\nsmp.init(" in block
     ]
 
 
