@@ -5,8 +5,8 @@
 
 The model is plain PyTorch.  Its modules are spread over however many ranks there are: 1
 (also without mpirun), 2 or 4; with --tensor-parallel each of them is split instead, and
-every rank trains on pieces of its own.  Stop it whenever you like: the same command goes on from
-the last checkpoint.  At its end it writes a few lines of Python of its own, and leaves
+every rank trains on pieces of its own.  Stop it whenever you like: the same command goes on
+from the last checkpoint.  At its end it writes a few lines of Python of its own, and leaves
 in the folder --output how the model was partitioned (partition.txt, partition.svg) and
 what each rank did in the last step (trace.json for ui.perfetto.dev, timeline.svg).
 """
