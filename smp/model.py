@@ -121,12 +121,12 @@ class DistributedModel(nn.Module):
                 self._smp_data_parallel.broadcast()
 
     def _smp_split_over_the_tp_group(self) -> None:
-        self._smp_split = in_place.split(self._smp_module)
-        if self._smp_runtime.pp_size > 1 and any(not one.reason for one in self._smp_split):
+        if any(p.is_meta for p in self._smp_module.parameters()):
             raise NotImplementedError(
-                "smp: tensor parallelism together with pipeline parallelism is not built yet: "
-                "set pipeline_parallel_degree to 1, or tensor_parallel_degree"
+                "smp: smp.delay_param_initialization together with tensor and pipeline "
+                "parallelism is not built yet: make the model without it"
             )
+        self._smp_split = in_place.split(self._smp_module)
         if not self._smp_runtime.cfg.prescaled_batch:
             gradients.scale(self._smp_module)
 
@@ -171,7 +171,7 @@ class DistributedModel(nn.Module):
         return self._smp_call(*args, **kwargs)
 
     def _smp_call(self, *args: Any, **kwargs: Any) -> Any:
-        if not self._smp_split:
+        if not self._smp_split or self._smp_runtime.pp_size > 1:
             return self._smp_module(*args, **kwargs)
         with chain.opened():
             return microbatches.map_tensors(self._smp_module(*args, **kwargs), chain.hang)

@@ -91,6 +91,40 @@ def test_replicas_of_a_split_model_equal_the_plain_one(placement):
     job.check_gradients()
 
 
+@pytest.mark.parametrize("pipeline", ["interleaved", "simple"])
+@on_ranks(4, timeout_s=120)
+def test_gpt2_in_a_pipeline_equals_the_plain_model(pipeline):
+    """T 2, two stages: the servers of the tp_ranks run requests in orders of their own."""
+    smp.init(
+        {
+            "tensor_parallel_degree": 2,
+            "pipeline_parallel_degree": 2,
+            "microbatches": 3,
+            "pipeline": pipeline,
+        }
+    )
+
+    def batch(rank: int, step: int) -> tuple:
+        ids, mask = tokens(rank, step, masked=False)
+        return ids.repeat(3, 1), mask.repeat(3, 1)
+
+    job = WholeJob(small_gpt2(), next_token_loss, batch)
+    for step in range(3):
+        job.step(step, max_norm=0.3)
+    job.check_parameters()
+    owners = {job.model.get_module_partition(f"transformer.h.{i}.mlp") for i in (0, 1)}
+    assert owners == {0, 1}
+    for i in (0, 1):
+        mlp = job.model.get_module_partition(f"transformer.h.{i}.mlp")
+        assert job.model.get_module_partition(f"transformer.h.{i}.mlp.c_proj") == mlp
+    whole = job.model.state_dict()
+    state = job.optimizer.state_dict()["state"]
+    for name, value in job.plain.state_dict().items():
+        assert_near(whole[name], value, name)
+    for number, moments in job.plain_optimizer.state_dict()["state"].items():
+        assert_near(state[number]["exp_avg"], moments["exp_avg"], f"moment of {number}")
+
+
 @on_ranks(2, timeout_s=120)
 def test_ten_steps_of_adamw():
     smp.init({"tensor_parallel_degree": 2})

@@ -430,6 +430,23 @@ def test_random_models_equal_the_plain_one(seed):
     job.check_parameters()
 
 
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.sample(2)
+@on_ranks(4, timeout_s=120)
+def test_random_models_in_a_pipeline_equal_the_plain_one(seed):
+    smp.init({"tensor_parallel_degree": 2, "pipeline_parallel_degree": 2, "microbatches": 2})
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(seed)
+
+    def batch(rank: int, step: int) -> tuple:
+        return (picks(rank, step)[0].repeat(2, 1),)
+
+    job = WholeJob(random_net(seed), squares, batch)
+    for step in range(2):
+        job.step(step, max_norm=0.05)
+    job.check_parameters()
+
+
 def test_lengths_without_a_group():
     x = torch.zeros(3, 2)
     assert primitives.lengths_of(x, 0) == [3]

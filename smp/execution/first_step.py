@@ -22,6 +22,7 @@ from smp.partitioning import tracing
 from smp.partitioning.partition import Partition, PartitionError, make_partition, pin_of
 from smp.ranks import CommGroup
 from smp.saving import state_dicts
+from smp.tensor_parallel.slices import slices_of
 
 if TYPE_CHECKING:
     from smp.execution.runtime import Runtime
@@ -281,5 +282,8 @@ def _line(kind: str, path: str, name: str, tensor: Tensor | None) -> str:
     if tensor is None or is_lazy(tensor):
         return f"{kind} '{name}' without a value"
     dtype = str(tensor.dtype).removeprefix("torch.")
+    slices = slices_of(tensor)
+    shape = list(tensor.shape) if slices is None else slices.full_shape(tensor.shape)
+    dtype += "" if slices is None else f", cut along axis {slices.axis}"
     frozen = ", frozen" if isinstance(tensor, nn.Parameter) and not tensor.requires_grad else ""
-    return f"{kind} '{name}' {list(tensor.shape)} {dtype}{frozen}"
+    return f"{kind} '{name}' {shape} {dtype}{frozen}"

@@ -39,7 +39,7 @@ def note(target: nn.Module | nn.Parameter, name: str, value: Any, before: Any) -
     if at is None:
         _kept.pop(key, None)
         return
-    _touched.add((at[0], *key))
+    _touched.add((at, *key))
     if value is before and key not in _names and key not in _kept:
         return
     _names.add(key)
@@ -50,7 +50,7 @@ def noted(target: nn.Module | nn.Parameter, name: str) -> bool:
     """Whether the task that asks has set the attribute, or a microbatch that is over."""
     at = _core.current() if _touched or _kept else None
     key = (id(target), name)
-    return at is not None and (key in _kept or (at[0], *key) in _touched)
+    return at is not None and (key in _kept or (at, *key) in _touched)
 
 
 def travelling() -> tuple[Change, ...]:

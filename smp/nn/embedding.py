@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from smp.nn.distributed_module import DistributedModule
 from smp.tensor_parallel import group, primitives
-from smp.tensor_parallel.linears import cut_weights
+from smp.tensor_parallel.linears import PATH, cut_weights
 from smp.tensor_parallel.slices import Slices
 
 
@@ -95,6 +95,7 @@ class DistributedEmbedding(nn.Embedding, DistributedModule):
         self._first_row = slices.ranges[group.rank()][0][0] if vocab_parallel else 0
 
     def forward(self, input: Tensor) -> Tensor:
+        group.call_of(self.__dict__.get(PATH, "a DistributedEmbedding"))
         own = input.reshape(-1)
         if group.same_samples():
             vectors = self._of_same_samples(own)

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from smp.nn.distributed_module import DistributedModule
 from smp.tensor_parallel import group, primitives
-from smp.tensor_parallel.linears import cut_weights
+from smp.tensor_parallel.linears import PATH, cut_weights
 from smp.tensor_parallel.slices import Slices
 
 
@@ -52,6 +52,7 @@ class DistributedLinear(nn.Linear, DistributedModule):
         cut_weights(self, slices, cut_bias=by_outputs)
 
     def forward(self, input: Tensor) -> Tensor:
+        group.call_of(self.__dict__.get(PATH, "a DistributedLinear"))
         x = input.reshape(-1, input.size(-1))
         y = self._of_same_samples(x) if group.same_samples() else self._of_own_samples(x)
         return y.view(*input.shape[:-1], self.out_features)

@@ -33,6 +33,7 @@ class PartitionError(ValueError):
 # ------------------------------------------------------------------------------ pinning
 
 _PIN = "_smp_partition"  # in a module's __dict__: its pin, copied and pickled with it
+_TOGETHER = "_smp_together"  # likewise: it sits with all that is in it
 
 _innermost: contextvars.ContextVar[int | None] = contextvars.ContextVar(
     "smp.partition", default=None
@@ -90,6 +91,11 @@ def set_partition(module: nn.Module, partition: int) -> None:
             f"partition {owner}; call it before the first step"
         )
     module.__dict__[_PIN] = _Pin(partition, by_context=False)
+
+
+def keep_together(module: nn.Module) -> None:
+    """Have a module sit on one partition with all modules in it."""
+    module.__dict__[_TOGETHER] = True
 
 
 def pin_of(module: nn.Module) -> int | None:
@@ -321,6 +327,7 @@ class _FlatModel:
         )
         self._collect_parameters()
         self._collect_uses(root, trace)
+        self._collect_inseparable()
         self.buffer_names: dict[int, str] = {}  # by number among the parameters
         if trace is not None:
             self._collect_buffers(root, trace)
@@ -380,6 +387,15 @@ class _FlatModel:
             for name in traced.parameters:
                 if name in named and id(named[name]) not in own:
                     self._add_use(number, named[name])
+
+    def _collect_inseparable(self) -> None:
+        """Modules that stay together use one parameter more, of no size."""
+        for module in self.modules:
+            if module.__dict__.get(_TOGETHER, False):
+                for inside in module.modules():
+                    self.use_module.append(self.number_of[id(inside)])
+                    self.use_parameter.append(len(self.parameter_bytes))
+                self.parameter_bytes.append(0)
 
     def _collect_buffers(self, root: nn.Module, trace: Trace) -> None:
         """Number the buffers that change and are several modules', as parameters.

@@ -1,10 +1,18 @@
-"""The ranks that share the slices of a module: this rank's TP_GROUP."""
+"""The ranks that share the slices of a module: this rank's TP_GROUP.
+
+While a model is traced, which one rank does alone, the others are taken to have what it has.
+"""
+
+import threading
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from smp import ranks
+from smp.execution import runtime
+from smp.tensor_parallel import order
 from smp.tensor_parallel.slices import share
 
 
@@ -28,11 +36,41 @@ def shares(count: int) -> list[int]:
     return share(count, size())
 
 
+class _InThisThread(threading.local):
+    path = "a function of smp.nn.utils"
+
+
+_called = _InThisThread()
+
+
+def call_of(path: str) -> None:
+    """The module at ``path`` makes the collectives of this thread from now on."""
+    _called.path = path
+
+
+def begin_call() -> order.Call:
+    """A call of that module, as the order of collectives counts them."""
+    return order.Call.of_module(_called.path)
+
+
+def run(start: Callable[[], dist.Work | None]) -> None:
+    """Begin a collective that has no backward, in its turn, and wait until it is over."""
+    begin_call().run(start)
+
+
+def is_traced() -> bool:
+    """Whether this rank traces the model, without the others."""
+    return runtime.current is not None and runtime.current.tracing
+
+
 def gather_numbers(mine: list[int], device: torch.device) -> list[list[int]]:
     """Every tp_rank's numbers; as many on each."""
+    if is_traced():
+        return [mine] * size()
     own = torch.tensor(mine, dtype=torch.int64, device=device)
     out = own.new_empty((size(), len(mine)))
-    dist.all_gather_single(out, own, group=ranks.get_tp_process_group())
+    tp_group = ranks.get_tp_process_group()
+    run(lambda: dist.all_gather_single(out, own, group=tp_group, async_op=True))
     return out.tolist()
 
 

@@ -14,7 +14,9 @@ from typing import NamedTuple
 
 from torch import nn
 
+from smp.partitioning.partition import keep_together
 from smp.tensor_parallel import marking, replacement
+from smp.tensor_parallel.linears import PATH
 
 FAMILIES = "smp.nn.huggingface"
 
@@ -86,6 +88,7 @@ class _Splitting:
                 # Its parts may have plans of their own, and marks.
                 if not self._left_whole(module, path, self._shared_outside(module)):
                     plan(module, path)
+                    keep_together(module)
                     in_plan = True
             elif cls in _leaves and not in_plan:
                 self._split_leaf(module, path, parent, in_family)
@@ -132,7 +135,9 @@ class _Splitting:
         elif isinstance(parent, _USE_CHILDRENS_WEIGHTS):
             reason = f"{type(parent).__name__} uses its weight without calling it"
         if not self._left_whole(module, path, reason):
-            _leaves[type(module)](module, tied)
+            split_leaf = _leaves[type(module)]
+            module.__dict__[PATH] = path
+            split_leaf(module, tied)
 
     def _is_tied_vocabulary(self, module: nn.Module, others: list[nn.Module]) -> bool:
         """Whether an embedding and a linear, both marked, share their weight."""

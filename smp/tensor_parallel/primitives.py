@@ -14,6 +14,7 @@ from torch.autograd import Function
 from smp import ranks
 from smp.tensor_parallel import group
 from smp.tensor_parallel.chain import defined, keep_shape, linked, next_token
+from smp.tensor_parallel.order import Call
 
 Lengths = list[int]  # by tp_rank
 
@@ -25,28 +26,38 @@ def lengths_of(tensor: Tensor, axis: int) -> Lengths:
     return [n for (n,) in group.gather_numbers([tensor.size(axis)], tensor.device)]
 
 
-def _all_gather(x: Tensor, lengths: Lengths) -> Tensor:
+def _all_gather(x: Tensor, lengths: Lengths, call: Call) -> Tensor:
     """The ranks' rows, one rank behind the other."""
     out = x.new_empty((sum(lengths), *x.shape[1:]))
+    if group.is_traced():
+        return out.copy_(x[:1]) if x.numel() else out.zero_()
     if out.numel():
-        dist.all_gather(list(out.split(lengths)), x.contiguous(), ranks.get_tp_process_group())
+        parts, own = list(out.split(lengths)), x.contiguous()
+        tp_group = ranks.get_tp_process_group()
+        call.run(lambda: dist.all_gather(parts, own, tp_group, async_op=True))
     return out
 
 
-def _reduce_scatter(x: Tensor, lengths: Lengths) -> Tensor:
+def _reduce_scatter(x: Tensor, lengths: Lengths, call: Call) -> Tensor:
     """This rank's rows of the sum."""
     out = x.new_empty((lengths[group.rank()], *x.shape[1:]))
+    if group.is_traced():
+        return out.copy_(x[: out.size(0)])
     if x.numel():
         rows = list(x.contiguous().split(lengths))
-        dist.reduce_scatter(out, rows, group=ranks.get_tp_process_group())
+        tp_group = ranks.get_tp_process_group()
+        call.run(lambda: dist.reduce_scatter(out, rows, group=tp_group, async_op=True))
     return out
 
 
-def _all_to_all(pieces: list[Tensor], shapes: list[torch.Size]) -> list[Tensor]:
+def _all_to_all(pieces: list[Tensor], shapes: list[torch.Size], call: Call) -> list[Tensor]:
     """Piece i goes to rank i; what comes from rank i has shape i."""
     sent = [piece.contiguous() for piece in pieces]
+    if group.is_traced():
+        return [sent[0].new_zeros(shape) for shape in shapes]
     out = [sent[0].new_empty(shape) for shape in shapes]
-    dist.all_to_all(out, sent, group=ranks.get_tp_process_group())
+    tp_group = ranks.get_tp_process_group()
+    call.run(lambda: dist.all_to_all(out, sent, group=tp_group, async_op=True))
     return out
 
 
@@ -56,8 +67,8 @@ Token = Tensor | None  # see smp.tensor_parallel.chain
 class _Gather(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, token: Token, axis: int, lengths: Lengths) -> tuple:
-        ctx.axis, ctx.lengths = axis, lengths
-        out = _all_gather(x.movedim(axis, 0), lengths).movedim(0, axis)
+        ctx.axis, ctx.lengths, ctx.call = axis, lengths, group.begin_call()
+        out = _all_gather(x.movedim(axis, 0), lengths, ctx.call).movedim(0, axis)
         keep_shape(ctx, out)
         if not x.is_floating_point() and not x.is_complex():
             ctx.mark_non_differentiable(out)
@@ -66,21 +77,23 @@ class _Gather(Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, token: Token) -> tuple:  # type: ignore[override]
         rows = defined(ctx, gradient).movedim(ctx.axis, 0)
-        return _reduce_scatter(rows, ctx.lengths).movedim(0, ctx.axis), token, None, None
+        out = _reduce_scatter(rows, ctx.lengths, ctx.call.backward())
+        return out.movedim(0, ctx.axis), token, None, None
 
 
 class _ReduceScatter(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, token: Token, axis: int, lengths: Lengths) -> tuple:
-        ctx.axis, ctx.lengths = axis, lengths
-        out = _reduce_scatter(x.movedim(axis, 0), lengths).movedim(0, axis)
+        ctx.axis, ctx.lengths, ctx.call = axis, lengths, group.begin_call()
+        out = _reduce_scatter(x.movedim(axis, 0), lengths, ctx.call).movedim(0, axis)
         keep_shape(ctx, out)
         return out, next_token(token)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, token: Token) -> tuple:  # type: ignore[override]
         rows = defined(ctx, gradient).movedim(ctx.axis, 0)
-        return _all_gather(rows, ctx.lengths).movedim(0, ctx.axis), token, None, None
+        out = _all_gather(rows, ctx.lengths, ctx.call.backward())
+        return out.movedim(0, ctx.axis), token, None, None
 
 
 class _ScatterAndMerge(Function):
@@ -90,49 +103,45 @@ class _ScatterAndMerge(Function):
     def forward(
         ctx: Any, x: Tensor, token: Token, split: int, merge: int, cut: Lengths, joined: Lengths
     ) -> tuple:
-        ctx.arguments = merge, split, joined, cut
-        out = _scatter_and_merge(x, split, merge, cut, joined)
+        ctx.arguments, ctx.call = (merge, split, joined, cut), group.begin_call()
+        out = _scatter_and_merge(x, ctx.call, split, merge, cut, joined)
         keep_shape(ctx, out)
         return out, next_token(token)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, token: Token) -> tuple:  # type: ignore[override]
-        return (
-            _scatter_and_merge(defined(ctx, gradient), *ctx.arguments),
-            token,
-            None,
-            None,
-            None,
-            None,
-        )
+        call = ctx.call.backward()
+        out = _scatter_and_merge(defined(ctx, gradient), call, *ctx.arguments)
+        return out, token, None, None, None, None
 
 
 def _scatter_and_merge(
-    x: Tensor, split: int, merge: int, cut: Lengths, joined: Lengths
+    x: Tensor, call: Call, split: int, merge: int, cut: Lengths, joined: Lengths
 ) -> Tensor:
     shapes = []
     for length in joined:
         shape = list(x.shape)
         shape[split], shape[merge] = cut[group.rank()], length
         shapes.append(torch.Size(shape))
-    return torch.cat(_all_to_all(list(x.split(cut, split)), shapes), merge)
+    return torch.cat(_all_to_all(list(x.split(cut, split)), shapes, call), merge)
 
 
 class _BackwardAllReduce(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, token: Token) -> tuple:
         keep_shape(ctx, x)
+        ctx.call = group.begin_call()
         return x.view_as(x), next_token(token)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, token: Token) -> tuple:  # type: ignore[override]
-        return _sum(defined(ctx, gradient)), token
+        return _sum(defined(ctx, gradient), ctx.call.backward()), token
 
 
 class _ForwardAllReduce(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        return _sum(x)
+        return _sum(x, group.begin_call())
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
@@ -144,8 +153,8 @@ class _GatherAlike(Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: int, lengths: Lengths) -> Tensor:
-        ctx.axis, ctx.lengths = axis, lengths
-        return _all_gather(x.movedim(axis, 0), lengths).movedim(0, axis)
+        ctx.axis, ctx.lengths, ctx.call = axis, lengths, group.begin_call()
+        return _all_gather(x.movedim(axis, 0), lengths, ctx.call).movedim(0, axis)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
@@ -153,10 +162,11 @@ class _GatherAlike(Function):
         return gradient.narrow(ctx.axis, first, ctx.lengths[group.rank()]), None, None
 
 
-def _sum(x: Tensor) -> Tensor:
+def _sum(x: Tensor, call: Call) -> Tensor:
     out = x.clone(memory_format=torch.contiguous_format)
-    if out.numel():
-        dist.all_reduce(out, group=ranks.get_tp_process_group())
+    if out.numel() and not group.is_traced():
+        tp_group = ranks.get_tp_process_group()
+        call.run(lambda: dist.all_reduce(out, group=tp_group, async_op=True))
     return out
 
 

@@ -108,6 +108,7 @@ def _run(module: nn.Module, forward: Callable, args: tuple, kwargs: dict[str, An
     names = [*region.samples, *(mask for mask, _ in region.masks)]
     others = named.get(extra, {}) if extra else {}
     given = {n: named.get(n, others.get(n)) for n in names}
+    group.call_of(path)
     if group.same_samples():
         _check_same_samples(module, path, given[region.samples[0]])
         gathered, rows = _enter_alike(given)
@@ -179,7 +180,7 @@ def _check_same_samples(module: nn.Module, path: str, hidden: Any) -> None:
         ValueError: on every tp_rank; they differ though ``prescaled_batch`` is set.
     """
     calls = module.__dict__.get(_CALLS, 0)
-    if calls >= _COMPARED_CALLS or not isinstance(hidden, Tensor):
+    if calls >= _COMPARED_CALLS or not isinstance(hidden, Tensor) or group.is_traced():
         return
     module.__dict__[_CALLS] = calls + 1
     mantissa, exponent = math.frexp(hidden.detach().double().abs().sum().nan_to_num().item())
