@@ -18,7 +18,14 @@ import torch.distributed as dist
 import smp
 from smp.job import bootstrap, config, process_groups
 from smp.job.placement import Placement
-from tests.ranks import job, mpirun, on_ranks, torchrun, wait_until_gone
+from tests.ranks import (
+    job,
+    mpirun,
+    on_ranks,
+    rank_environment,
+    torchrun,
+    wait_until_gone,
+)
 
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -443,7 +450,7 @@ def test_an_mpi_launcher_without_mpi4py_is_named(monkeypatch):
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
     monkeypatch.setattr(bootstrap, "has_mpi4py", lambda: False)
 
-    with pytest.raises(RuntimeError, match="mpi4py is not installed: pip install mpi4py"):
+    with pytest.raises(RuntimeError, match="mpi4py is not installed: pip .*or .*torchrun"):
         smp.init()
 
 
@@ -525,6 +532,32 @@ def test_what_needs_no_traceback_is_said_in_one_line(script, body, line):
     assert "Traceback" not in done.stderr
     assert len(re.findall(rf"smp: rank \d of 2: {line}\n", done.stderr)) == 1, done.stderr
     assert len(re.findall("ConfigError|interrupted", done.stderr)) == 1, done.stderr
+
+
+def test_a_lone_rank_needs_no_traceback_for_its_configuration_either(tmp_path):
+    path = tmp_path / "script.py"
+    path.write_text("import smp\nsmp.init({'pipeline_parallel_degree': 2})\n")
+
+    done = subprocess.run(
+        [sys.executable, path], env=rank_environment(), capture_output=True, text=True
+    )
+
+    assert done.returncode == 1
+    [said] = done.stderr.splitlines()
+    assert said.startswith("smp: ConfigError: pipeline_parallel_degree=2 ")
+    assert "mpirun -np N python" in said and said.endswith(f"(at {path}:2)")
+
+
+def test_a_lone_rank_s_other_exceptions_are_python_s(tmp_path):
+    path = tmp_path / "script.py"
+    path.write_text("import smp\nsmp.init()\nint('x')\n")
+
+    done = subprocess.run(
+        [sys.executable, path], env=rank_environment(), capture_output=True, text=True
+    )
+
+    assert done.returncode == 1
+    assert done.stderr.startswith("Traceback") and "smp:" not in done.stderr
 
 
 def test_what_differs_between_ranks_is_said_by_each(script):

@@ -282,7 +282,8 @@ def connect() -> Bootstrap:
             return over_mpi()
         if not has_store:
             raise RuntimeError(
-                "started by an MPI launcher, but mpi4py is not installed: pip install mpi4py"
+                "started by an MPI launcher, but mpi4py is not installed: pip install mpi4py, "
+                "or start the ranks by torchrun --nproc-per-node N, which needs no MPI"
             )
     if has_store:
         return OverStore(*next(dist.rendezvous(meeting_url())))

@@ -124,9 +124,11 @@ class Watch:
         self.previous: tuple[Callable, Callable] | None = None
 
     def start(self) -> None:
-        if self.boot.size > 1 and not is_interactive():
-            self.previous = (sys.excepthook, threading.excepthook)
-            sys.excepthook = self._main_failed
+        if is_interactive():
+            return
+        self.previous = (sys.excepthook, threading.excepthook)
+        sys.excepthook = self._main_failed
+        if self.boot.size > 1:
             threading.excepthook = self._thread_failed
 
     def stop(self) -> None:
@@ -146,10 +148,13 @@ class Watch:
     ) -> None:
         assert self.previous is not None
         show = self.previous[0]
-        if os.getpid() != self.pid:  # a forked child is not a rank
+        brief = _brief(error, trace) if show is sys.__excepthook__ else ""
+        if self.boot.size == 1 and brief and isinstance(error, ConfigError):
+            say(f"smp: {brief}")
+            return
+        if os.getpid() != self.pid or self.boot.size == 1:  # a forked child is not a rank
             show(kind, error, trace)
             return
-        brief = _brief(error, trace) if show is sys.__excepthook__ else ""
         self._end(kind, error, lambda: show(kind, error, trace), "", brief)
 
     def _thread_failed(self, args: Any) -> None:
