@@ -9,7 +9,12 @@ from smp.job import config
 from tests.ranks import mpirun
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCUMENTS = ["README.md", *sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("docs/*.md"))]
+DOCUMENTS = [
+    "README.md",
+    "CONTRIBUTING.md",
+    "SECURITY.md",
+    *sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("docs/*.md")),
+]
 
 
 def python_blocks(document: str) -> list[str]:
