@@ -20,7 +20,7 @@ export OMP_NUM_THREADS := 1
 export SMP_WERROR := 1
 
 .PHONY: demo test core-test python-test stress sanitize core-stress ucx-test mpi-test \
-    python-stress hf-test kills fuzz lint under-load venv clean
+    python-stress hf-test kills fuzz lint headers under-load venv clean
 
 # Whether this Python has a torch that is new enough (2.10).
 HAS_TORCH := 'import torch; major, minor = torch.__version__.split(".")[:2]; \
@@ -119,6 +119,16 @@ lint: venv
 	$(BIN)/ruff check smp smdistributed tests benchmarks examples setup.py
 	$(BIN)/mypy
 	$(BIN)/codespell README.md CHANGELOG.md CONTRIBUTING.md docs smp csrc tests benchmarks examples
+
+# The core against the headers of the Pythons that are on PATH, and of others: HEADERS="folder ...".
+HEADERS ?= $(shell for minor in 10 11 12 13 14; do python3.$$minor -c $(INCLUDE_OF) 2>/dev/null; done)
+INCLUDE_OF := 'import sysconfig; print(sysconfig.get_paths()["include"])'
+WITHOUT_MPI := $(filter-out csrc/python/mpi_module.c csrc/comm/mpi/%,$(filter %.c,$(CSRC)))
+
+headers:
+	@for folder in $(HEADERS); do echo "$$folder"; printf '%s\n' $(WITHOUT_MPI) | \
+	    xargs $(CC) -std=c11 -O2 -fsyntax-only -Wall -Wextra -Wpedantic -Wconversion -Werror \
+	    -Icsrc -I"$$folder" || exit 1; done
 
 # Random bytes against the decoders and random trees against the partitioner.
 SECONDS ?= 10
