@@ -182,8 +182,8 @@ def whole_job(model: nn.Module) -> WholeJob:
     return WholeJob(model, token_loss, lambda rank, step: (tokens(rank, step),))
 
 
-def equals_the_plain_model(name: str, attention: str) -> None:
-    split_over_all_ranks()
+def equals_the_plain_model(name: str, attention: str, **config: Any) -> None:
+    split_over_all_ranks(**config)
     job = whole_job(small(name, attention))
     wanted = [path % layer for layer in (0, 1) for path in FAMILIES[name].split]
     assert [one.path for one in job.model._smp_split if not one.reason] == wanted
@@ -210,6 +210,16 @@ def test_a_family_equals_the_plain_model(name, attention, monkeypatch):
 def test_a_family_equals_the_plain_model_on_more_ranks(name, attention, monkeypatch):
     in_float64(name, monkeypatch)
     equals_the_plain_model(name, attention)
+
+
+@pytest.mark.parametrize(("name", "attention"), CASES)
+@pytest.mark.sample(3)
+@on_ranks(4, timeout_s=120)
+def test_a_family_in_a_pipeline_equals_the_plain_model(name, attention, monkeypatch):
+    in_float64(name, monkeypatch)
+    equals_the_plain_model(
+        name, attention, tensor_parallel_degree=2, pipeline_parallel_degree=2
+    )
 
 
 @pytest.mark.parametrize("name", FAMILIES)

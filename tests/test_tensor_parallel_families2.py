@@ -234,9 +234,11 @@ def made(family: str, **options: Any) -> nn.Module:
 # ------------------------------------------------------------------------------ equality
 
 
-def check_equality(monkeypatch: pytest.MonkeyPatch, family: str, attention: str) -> None:
+def check_equality(
+    monkeypatch: pytest.MonkeyPatch, family: str, attention: str, **config: Any
+) -> None:
     compute_in_float64(monkeypatch, family)
-    split_over_all_ranks()
+    split_over_all_ranks(**config)
     net = made(family, attn_implementation=attention)
     job = WholeJob(net, FAMILIES[family].loss, FAMILIES[family].batch)
     split = [one for one in job.model._smp_split if not one.reason]
@@ -264,6 +266,20 @@ def test_a_family_equals_the_plain_model(family, attention, monkeypatch):
 @on_ranks(3, 4, timeout_s=240)
 def test_a_family_equals_the_plain_model_on_more_ranks(family, attention, monkeypatch):
     check_equality(monkeypatch, family, attention)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.sample(4)
+@on_ranks(4, timeout_s=120)
+def test_a_family_in_a_pipeline_equals_the_plain_model(family, attention, monkeypatch):
+    check_equality(
+        monkeypatch,
+        family,
+        attention,
+        tensor_parallel_degree=2,
+        pipeline_parallel_degree=2,
+    )
 
 
 @pytest.mark.parametrize("family", ["llama", "t5", "vit", "mixtral"])
