@@ -19,7 +19,7 @@ from tests.reference.whole_job import WholeJob, assert_near, split_over_all_rank
 VOCABULARY = 61
 
 
-def small_gpt2(heads: int = 3, **options: Any) -> nn.Module:
+def small_gpt2(heads: int = 3, marks: dict | None = None, **options: Any) -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.set_default_dtype(torch.float64)
@@ -37,7 +37,7 @@ def small_gpt2(heads: int = 3, **options: Any) -> nn.Module:
         eos_token_id=0,
         **options,
     )
-    with smp.tensor_parallelism():
+    with smp.tensor_parallelism(**(marks or {})):
         return GPT2LMHeadModel(config)
 
 
@@ -123,6 +123,19 @@ def test_gpt2_in_a_pipeline_equals_the_plain_model(pipeline):
         assert_near(whole[name], value, name)
     for number, moments in job.plain_optimizer.state_dict()["state"].items():
         assert_near(state[number]["exp_avg"], moments["exp_avg"], f"moment of {number}")
+
+
+@on_ranks(2, 3, timeout_s=120)
+def test_embeddings_are_split_where_the_user_says_so():
+    split_over_all_ranks()
+    job = WholeJob(small_gpt2(marks={"distribute_embedding": True}), next_token_loss, tokens)
+    net = job.net
+    assert net.lm_head.weight is net.transformer.wte.weight
+    assert slices_of(net.lm_head.weight).axis == 0  # rows: 61 of them
+    assert slices_of(net.transformer.wpe.weight).axis == 1
+    for step in range(3):
+        job.step(step, max_norm=0.3)
+    job.check_parameters()
 
 
 @on_ranks(2, timeout_s=120)
