@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import smp
+from smp.tensor_parallel import step_end
 from smp.tensor_parallel.slices import Slices, slices_of
 from tests.ranks import on_ranks
 from tests.reference.whole_job import WholeJob, assert_near, split_over_all_ranks
@@ -327,6 +328,70 @@ def test_batches_that_cannot_be_joined_are_named_on_both_ranks():
     mlp = model.get_module().transformer.h[0].mlp
     with pytest.raises(ValueError, match=r"'transformer.h.0.mlp' got hidden_states of shape"):
         mlp(torch.zeros(2, 3, width))
+
+
+@pytest.mark.parametrize("where", ["before", "after", "backward", "evaluation"])
+@on_ranks(3, timeout_s=120)
+def test_what_one_rank_raises_ends_the_step_on_all(where):
+    """The others wait in collectives of modules, or have made their last."""
+    split_over_all_ranks()
+    job = WholeJob(small_gpt2(), next_token_loss, tokens)
+    fails = True
+
+    def refuse(*_: Any) -> None:
+        raise ValueError("no good")
+
+    @smp.step
+    def failing(model: smp.DistributedModel, *batch: Tensor) -> Tensor:
+        mine = fails and smp.rank() == 1
+        if mine and where == "before":
+            refuse()
+        loss = next_token_loss(model, *batch)
+        if mine and where == "backward":
+            loss.register_hook(refuse)
+        if where != "evaluation":
+            model.backward(loss)
+        if mine:
+            refuse()
+        return loss
+
+    batch = job.batch(smp.dp_rank(), 0)
+    if where == "evaluation":
+        with torch.no_grad(), pytest.raises((ValueError, step_end.PeerFailed)):
+            failing(job.model.eval(), *batch)
+        job.model.train()
+    else:
+        with pytest.raises(ValueError, match="no good") as caught:
+            failing(job.model, *batch)
+        notes = " ".join(getattr(caught.value, "__notes__", []))
+        assert smp.rank() == 1 or "failed on dp_rank 1" in notes
+    job.optimizer.zero_grad()
+    job.step(0)
+    job.check_parameters()
+
+
+@on_ranks(2, timeout_s=120)
+def test_ranks_that_run_other_modules_hear_of_it():
+    smp.init({"tensor_parallel_degree": 2})
+    model = smp.DistributedModel(small_gpt2())
+    layers = model.get_module().transformer.h
+
+    @smp.step
+    def step(model: smp.DistributedModel, x: Tensor) -> Tensor:
+        layer = layers[smp.rank()]
+        return layer.mlp(x) if smp.rank() == 0 else x
+
+    with pytest.raises(step_end.PeerFailed, match="ran other modules"):
+        step(model, torch.zeros(2, 3, 24))
+
+
+@on_ranks(2, timeout_s=120)
+def test_a_split_model_is_not_copied():
+    smp.init({"tensor_parallel_degree": 2})
+    model = smp.DistributedModel(small_gpt2())
+    for copied in (model.get_module(), model.get_module().transformer.h[0].mlp.c_proj):
+        with pytest.raises(TypeError, match=r"cannot be copied .* model.state_dict\(\)"):
+            copy.deepcopy(copied)
 
 
 @on_ranks(2, timeout_s=120)

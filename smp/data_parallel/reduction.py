@@ -26,6 +26,7 @@ from smp.data_parallel.buckets import Bucket
 from smp.data_parallel.group import Layout, ReplicasDiffer
 from smp.execution import failures
 from smp.tensor_parallel import chain
+from smp.tensor_parallel.step_end import PeerFailed
 
 if TYPE_CHECKING:
     from smp.data_parallel.data_parallel import DataParallel
@@ -214,7 +215,8 @@ class Reduction:
         size, nbuckets = self.replicas.size, len(self._buckets)
         everything = [p for _, bucket in self._buckets for p in bucket.parameters()]
         mine = torch.zeros(size + nbuckets + len(everything), dtype=torch.int32, device="cpu")
-        mine[self.replicas.rank] = error is not None
+        # A rank that failed by itself counts 1; one that met such a rank 2.
+        mine[self.replicas.rank] = (error is not None) + isinstance(error, PeerFailed)
         for place in self._late:
             mine[size + place] = 1
         if not self._joined:
@@ -280,9 +282,9 @@ class Reduction:
         if error is not None:
             mine = _core.pack(description or failures.describe(error, None, 0, 0, "pp_rank 0"))
         descriptions = self.replicas.gather_bytes(mine)
-        if error is not None:
+        if error is not None and not (isinstance(error, PeerFailed) and 1 in failed):
             raise error
-        first = next(rank for rank, flag in enumerate(failed) if flag)
+        first = failed.index(1 if 1 in failed else 2)
         raised = failures.rebuild(_core.unpack(descriptions[first]), None)
         failures.add_note(
             raised,

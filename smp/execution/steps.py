@@ -30,7 +30,7 @@ from smp.job import interrupts
 from smp.job.config import ConfigError
 from smp.modules import changes, homes
 from smp.partitioning.restore import write_back
-from smp.tensor_parallel import order
+from smp.tensor_parallel import order, step_end
 
 _FORWARD, _BACKWARD = 0, 1
 _SIMPLE, _INTERLEAVED, _LISTED, _SERVE = 0, 1, 2, -1
@@ -248,9 +248,10 @@ class Step:
     # ------------------------------------------------------------- without a pipeline
 
     def _run_unpipelined(self, refused: Exception | None) -> Any:
-        if refused is not None:
-            raise refused
-        return _run_in_order(self.rt, self.function, self.detach, self.calls)
+        with step_end.together():
+            if refused is not None:
+                raise refused
+            return _run_in_order(self.rt, self.function, self.detach, self.calls)
 
     def _keep(self, output: Any) -> Any:
         if not self.detach:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from smp.modules.stand_ins import stand_in
 from smp.tensor_parallel import group
-from smp.tensor_parallel.regions import give_back, rows_to_give_back
+from smp.tensor_parallel.regions import give_back, refuse_copies, rows_to_give_back
 from smp.tensor_parallel.slices import Slices, mark, slices_of
 
 PATH = "_smp_tensor_parallel_path"  # in a module's __dict__
@@ -140,4 +140,4 @@ def _leads_out(cls: type[nn.Module]) -> dict[str, Any]:
         y = give_back(F.linear(x, weight), rows)
         return y if self.bias is None else y + self.bias
 
-    return {"forward": forward}
+    return {"forward": forward, "__reduce_ex__": refuse_copies}

@@ -34,6 +34,7 @@ import torch.distributed as dist
 
 from smp import _core, ranks
 from smp.collectives.process_group import ProcessGroup
+from smp.tensor_parallel import step_end
 
 _LOOK_S = 0.1  # between two looks for signals
 
@@ -88,8 +89,9 @@ class Call:
             Exception: what ``start`` raised, or what became of the operation.
         """
         if self._made is None:
-            if (work := start()) is not None:
-                work.wait()
+            with step_end.heard(f"module '{self._path}'"):
+                if (work := start()) is not None:
+                    work.wait()
             return
         turn = _core.line_up(*self._made, self._collectives, self._path)
         self._collectives += 1

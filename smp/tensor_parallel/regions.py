@@ -14,7 +14,7 @@ import math
 import sys
 import threading
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -95,7 +95,19 @@ def _members(cls: type[nn.Module]) -> dict[str, Any]:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return _run(self, functools.partial(users_forward, self), args, kwargs)
 
-    return {"forward": forward}
+    return {"forward": forward, "__reduce_ex__": refuse_copies}
+
+
+def refuse_copies(module: nn.Module, protocol: Any) -> NoReturn:
+    """What copies and pickles of a split module are made with.
+
+    Raises:
+        TypeError: a copy would be of the user's class, with this rank's slices alone.
+    """
+    raise TypeError(
+        f"smp: a {type(module).__name__} that is split over the TP_GROUP cannot be copied or "
+        "pickled, because this rank has slices of it: take model.state_dict(), which is whole"
+    )
 
 
 def _run(module: nn.Module, forward: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
