@@ -26,7 +26,7 @@ from smp.modules import (
     remote_modules,
 )
 from smp.optimizers import clip_by_the_models_norm
-from smp.partitioning.partition import Partition
+from smp.partitioning.partition import Partition, make_partition
 from smp.saving import state_dicts
 from smp.state_mod import state
 from smp.tensor_parallel import chain, gradients, group, in_place
@@ -358,17 +358,20 @@ class DistributedModel(nn.Module):
         return handle
 
     def partition_report(self) -> "PartitionReport":
-        """The partition as text, by rank, and as a picture.
+        """The partition as text, by rank, and as a picture; and what is split over ranks.
 
         Raises:
-            RuntimeError: before the first step.
+            RuntimeError: before the first step, which makes the partition.
         """
-        if self._smp_decision is None:
+        decision = self._smp_decision
+        if decision is None and self._smp_split and self._smp_runtime.pp_size == 1:
+            decision = make_partition(self._smp_module, None, degree=1, memory_weight=0.8)
+        if decision is None:
             raise RuntimeError(
                 "smp: the model is partitioned in its first step, not before; use smp.plan to "
                 "look ahead"
             )
-        return self._smp_decision.report()
+        return decision.report(self._smp_split)
 
     def state_dict(  # type: ignore[override]
         self, gather_to_rank0: bool = False, cast_to_cpu: bool = True

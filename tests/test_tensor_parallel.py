@@ -260,6 +260,9 @@ def test_a_shared_parameter_leaves_the_module_whole():
     model = smp.DistributedModel(net)
     reasons = {one.path: one.reason for one in model._smp_split}
     assert "'c_fc.weight' is shared" in reasons["transformer.h.0.mlp"]
+    report = str(model.partition_report())
+    assert "Split over the TP_GROUP: 2 x GPT2Attention, 1 x GPT2MLP\n" in report
+    assert "left whole: transformer.h.0.mlp (GPT2MLP): its parameter 'c_fc.weight' is" in report
     assert reasons["transformer.h.1.mlp"] == ""
 
 

@@ -9,7 +9,7 @@ import contextvars
 import json
 import warnings
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -178,11 +178,15 @@ class Partition:
         self.rank_of: dict[str, int] = dict(zip(paths, self.ranks, strict=True))
         self.hash: int = _core.partition_hash(self.ranks, "\0".join(paths).encode())
 
-    def report(self) -> Any:
-        """A :class:`smp.partitioning.report.PartitionReport` of it."""
+    def report(self, split: Sequence[tuple[str, str, str]] = ()) -> Any:
+        """A :class:`smp.partitioning.report.PartitionReport` of it.
+
+        Args:
+            split: what became of the modules that tensor parallelism was to split.
+        """
         from smp.partitioning.report import PartitionReport
 
-        return PartitionReport(self)
+        return PartitionReport(self, split)
 
     def to_bytes(self) -> bytes:
         """The partition as plain numbers and strings, for :meth:`from_bytes`."""

@@ -5,6 +5,7 @@ printed on any rank, and without the model.
 """
 
 import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from smp.partitioning.partition import Partition
@@ -25,10 +26,13 @@ class PartitionReport:
     Attributes:
         partition: what is shown.
         costs: by rank, the cost of what sits there; they add up to 1.
+        split: what became of the modules that tensor parallelism was to split: path, class
+            name, and why it was left whole ("" if it was not).
     """
 
-    def __init__(self, partition: Partition):
+    def __init__(self, partition: Partition, split: Sequence[tuple[str, str, str]] = ()):
         self.partition = partition
+        self.split = list(split)
         self.costs: list[float] = list(partition.costs)
 
     def rank_of(self, name: str) -> int:
@@ -74,6 +78,7 @@ class PartitionReport:
             *_columns(rows, right={2, 3}),
             "",
             *_columns(self._rank_rows(), right={1, 2}),
+            *self._split_lines(),
         ]
         return "\n".join(lines)
 
@@ -85,6 +90,19 @@ class PartitionReport:
             bar = "█" * round(cost / most * 40)
             rows.append((str(rank), readable(parameters[rank]), f"{cost:.4f}", bar))
         return rows
+
+    def _split_lines(self) -> list[str]:
+        """How many modules of each class are split, and why others are not."""
+        if not self.split:
+            return []
+        counts = Counter(kind for _, kind, reason in self.split if not reason)
+        done = ", ".join(f"{count} x {kind}" for kind, count in counts.items()) or "nothing"
+        whole = [
+            f"left whole: {path} ({kind}): {reason}"
+            for path, kind, reason in self.split
+            if reason
+        ]
+        return ["", f"Split over the TP_GROUP: {done}", *whole]
 
     def svg(self, path: str | os.PathLike) -> None:
         """Write the tree as a picture: width is cost, colour is rank, top is the root."""
