@@ -171,7 +171,7 @@ class DistributedModel(nn.Module):
         return self._smp_call(*args, **kwargs)
 
     def _smp_call(self, *args: Any, **kwargs: Any) -> Any:
-        if not self._smp_split or self._smp_runtime.pp_size > 1:
+        if group.size() == 1 or self._smp_runtime.pp_size > 1:
             return self._smp_module(*args, **kwargs)
         with chain.opened():
             return microbatches.map_tensors(self._smp_module(*args, **kwargs), chain.hang)

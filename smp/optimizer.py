@@ -8,6 +8,7 @@ from smp import ranks
 from smp.optimizers import clip_by_the_models_norm
 from smp.saving import optimizer_state
 from smp.state_mod import state
+from smp.tensor_parallel.slices import slices_of
 
 _OWN = {"optimizer", "step", "zero_grad", "overflow", "redefined_params"}
 
@@ -22,6 +23,25 @@ def _refuse(optimizer: torch.optim.Optimizer) -> None:
         raise NotImplementedError(
             "smp: torch.optim.LBFGS takes all parameters as one vector, and with pipeline "
             "parallelism no rank has all of them; use an optimizer that updates each by itself"
+        )
+
+
+_BY_TENSOR = ("FusedLAMB", "FusedNovoGrad", "LAMB", "Lamb", "LARS", "Adafactor", "Muon")
+
+
+def _refuse_norms_of_slices(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer that looks at a whole tensor, where a rank has a slice of it.
+
+    Raises:
+        NotImplementedError: it takes norms, or rows and columns, of each parameter.
+    """
+    kinds = {cls.__name__ for cls in type(optimizer).__mro__}
+    parameters = [p for members in optimizer.param_groups for p in members["params"]]
+    if kinds.intersection(_BY_TENSOR) and any(slices_of(p) is not None for p in parameters):
+        raise NotImplementedError(
+            f"smp: {type(optimizer).__name__} scales each parameter by norms of the whole of "
+            "it, and with tensor parallelism a rank has a slice; use an optimizer that updates "
+            "each element by itself"
         )
 
 
@@ -52,6 +72,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     ):
         if state.is_initialized and ranks.pp_size() > 1:
             _refuse(optimizer)
+        _refuse_norms_of_slices(optimizer)
         # Not super().__init__(): the groups and the state are the wrapped optimizer's.
         self.__dict__["optimizer"] = optimizer
         self.__dict__["overflow"] = False

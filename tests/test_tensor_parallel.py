@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import smp
 from smp.tensor_parallel import step_end
@@ -264,6 +266,45 @@ def test_a_shared_parameter_leaves_the_module_whole():
     assert "Split over the TP_GROUP: 2 x GPT2Attention, 1 x GPT2MLP\n" in report
     assert "left whole: transformer.h.0.mlp (GPT2MLP): its parameter 'c_fc.weight' is" in report
     assert reasons["transformer.h.1.mlp"] == ""
+
+
+@on_ranks(4, timeout_s=120)
+def test_a_communication_hook_uses_the_group_of_its_bucket():
+    """Averaged over all replicas, other slices would be added to this rank's."""
+    smp.init({"tensor_parallel_degree": 2})
+    job = WholeJob(small_gpt2(), next_token_loss, tokens)
+
+    def over_the_buckets_group(_: Any, bucket: Any) -> torch.futures.Future:
+        group = bucket.process_group()
+        work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
+        size = dist.get_world_size(group)
+        return work.get_future().then(lambda done: done.value()[0] / size)
+
+    job.model.register_comm_hook(None, over_the_buckets_group)
+    job.step(0)
+
+    other = smp.DistributedModel(small_gpt2(heads=2))  # where slices are of one size
+    other.register_comm_hook(smp.get_dp_process_group(), default_hooks.allreduce_hook)
+    with pytest.raises(RuntimeError, match=r"did not ask bucket \d+ for its process_group"):
+        job._train(other, *tokens(smp.dp_rank(), 0))
+
+
+@on_ranks(2, timeout_s=120)
+def test_ranks_of_a_tp_group_that_end_apart_are_named():
+    smp.init({"tensor_parallel_degree": 2})
+    job = WholeJob(small_gpt2(), next_token_loss, tokens)
+    named = pytest.raises(RuntimeError, match=r"dp_rank 1 ran out of inputs .* \[0, 1\]")
+    with named, job.model.join():
+        for step in range(2 - smp.rank()):
+            job._train(job.model, *tokens(smp.rank(), step))
+
+
+@on_ranks(2, timeout_s=120)
+def test_optimizers_that_take_norms_of_parameters_are_refused():
+    smp.init({"tensor_parallel_degree": 2})
+    model = smp.DistributedModel(small_gpt2())
+    with pytest.raises(NotImplementedError, match="FusedLAMB scales each parameter by norms"):
+        smp.DistributedOptimizer(smp.optimizers.FusedLAMB(model.parameters()))
 
 
 # ------------------------------------------------------------------------------- state

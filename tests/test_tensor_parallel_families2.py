@@ -282,6 +282,28 @@ def test_a_family_in_a_pipeline_equals_the_plain_model(family, attention, monkey
     )
 
 
+@pytest.mark.parametrize("family", ["llama, 1 head of keys", "t5", "vit", "mixtral"])
+@on_ranks(2, timeout_s=120)
+def test_a_family_on_ranks_that_are_fed_the_same_batch(family, monkeypatch):
+    compute_in_float64(monkeypatch, family)
+    split_over_all_ranks(prescaled_batch=True)
+    one = FAMILIES[family]
+    job = WholeJob(made(family), one.loss, lambda rank, step: one.batch(1, step))
+    for step in range(2):
+        job.step(step, max_norm=0.3)
+    job.check_parameters()
+
+
+@on_ranks(2, timeout_s=120)
+def test_a_cache_of_prompts_of_different_lengths_is_refused(monkeypatch):
+    compute_in_float64(monkeypatch, "llama")
+    split_over_all_ranks()
+    model = smp.DistributedModel(made("llama")).eval()
+    ids = torch.ones(1, 6 - 3 * smp.rank(), dtype=torch.int64)
+    with pytest.raises(NotImplementedError, match="different lengths .* together with a cache"):
+        model.get_module().generate(ids, max_new_tokens=2, min_new_tokens=2)
+
+
 @pytest.mark.parametrize("family", ["llama", "t5", "vit", "mixtral"])
 @on_ranks(2, timeout_s=120)
 def test_a_checkpointed_family_equals_the_plain_model(family, monkeypatch):

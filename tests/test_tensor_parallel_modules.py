@@ -264,6 +264,43 @@ def test_what_would_look_at_the_weights_itself_stays_whole():
     assert not list(model.distributed_modules())
 
 
+@on_ranks(2)
+def test_what_cannot_be_split_by_itself_stays_whole():
+    split_over_all_ranks()
+
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.narrow = nn.Linear(1, 4)
+            self.normed = torch.nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
+            self.clipped = nn.Embedding(5, 4, max_norm=1.0)
+
+        def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+            return self.normed(self.narrow(x)) + self.clipped(ids)
+
+    model = smp.DistributedModel(marked(Odd))
+    reasons = {one.path: one.reason for one in model._smp_split}
+    assert reasons["narrow"] == "it is too small for tensor_parallel_degree=2"
+    assert reasons["clipped"] == "max_norm and scale_grad_by_freq are not built"
+    model(torch.ones(2, 1), torch.tensor([1, 4])).sum().backward()
+
+
+@on_ranks(2)
+def test_an_index_out_of_range_is_an_error():
+    split_over_all_ranks()
+    table = smp.nn.DistributedEmbedding(5, 4, vocab_parallel=True)
+    with pytest.raises(IndexError, match="an index is 99, of 5 embeddings"):
+        table(torch.tensor([1, 99]))
+
+
+@on_ranks(2)
+def test_autocast_gives_its_dtype():
+    split_over_all_ranks()
+    linear = smp.nn.DistributedLinear(6, 4)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert linear(torch.ones(2, 6)).dtype is torch.bfloat16
+
+
 # --------------------------------------------------------------------- registered modules
 
 
@@ -334,6 +371,28 @@ def test_a_registered_class_is_replaced_and_keeps_its_weights():
     assert all(isinstance(gate, SplitGate) for gate in job.net.gates)
     for step in range(3):
         job.step(step, max_norm=0.01)
+    job.check_parameters()
+
+
+@on_ranks(4)
+def test_a_registered_class_in_a_pipeline():
+    """Its primitives are the collectives of its own path."""
+    smp.init({"tensor_parallel_degree": 2, "pipeline_parallel_degree": 2, "microbatches": 3})
+    smp.tp_register_with_module(Gate, SplitGate, arguments, inputs, lambda y: {"y": y})
+
+    class Mixed(Gates):
+        def __init__(self) -> None:
+            super().__init__()
+            self.between = nn.Linear(5, 5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(self.between(super().forward(x)))
+
+    job = WholeJob(
+        marked(Mixed), squares, lambda rank, step: (rows_of(10 * step + rank, 6, 5),)
+    )
+    for step in range(3):
+        job.step(step)
     job.check_parameters()
 
 

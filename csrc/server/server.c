@@ -105,10 +105,11 @@ struct smp_server {
     int            tp_rank;
     int            tp_size;
     int            spin_us;
+    uint16_t       nworkers;
+    bool           overtaken; /* smp_choose()'s */
 
-    worker  *workers; /* owned: every worker there is */
-    worker  *idle;    /* those in their seats without a task, last in first out */
-    uint16_t nworkers;
+    worker *workers; /* owned: every worker there is */
+    worker *idle;    /* those in their seats without a task, last in first out */
 
     waiting   *inbox; /* owned: ninbox messages, in no order */
     size_t     ninbox;
@@ -116,33 +117,32 @@ struct smp_server {
     uint64_t   arrivals;
     smp_ready *ready; /* owned: what could run, for smp_choose() */
     size_t     ready_room;
-    bool       overtaken; /* smp_choose()'s */
 
     uint32_t      step;
+    int           settled;   /* how many have said that all is well */
     smp_turns    *turns;     /* borrowed; NULL: no gates */
     smp_schedule *schedule;  /* owned during a step; NULL but on pp_rank 0 */
     smp_message  *end;       /* STEP_END or ABORT */
     const void   *described; /* borrowed during a step: what it is */
     size_t        ndescribed;
     bool          settling; /* pp_rank 0 has asked the others whether all is well */
-    int           settled;  /* how many have said so */
-    int           asker;    /* the rank of the comm that has asked this one; -1 */
-    bool       promised; /* this rank has said so: pp_rank 0 alone may end the step */
-    bool       failed;
+    bool promised; /* this rank has said so: pp_rank 0 alone may end the step */
+    bool failed;
+    bool peer_failed; /* a rank of the TP_GROUP says so, and who failed will say why */
+    int  asker;       /* the rank of the comm that has asked this one; -1 */
     smp_status failure; /* why, when the comm or a thread failed */
+    int        left;    /* the rank that has left; -1 */
     uint64_t   calls;
     uint64_t   switches;
 
     smp_lineup *lineup; /* owned */
     uint64_t    over;   /* collectives of the step that are */
-    bool peer_failed; /* a rank of the TP_GROUP says so, and who failed will say why */
-    char mismatch[MISMATCH_BYTES];
+    char        mismatch[MISMATCH_BYTES];
 
     uint64_t about_still; /* probes and answers sent */
     uint64_t received;    /* messages but those */
     uint64_t asked;       /* the round of the probe to answer; 0: none */
     search   search;
-    int      left;                   /* the rank that has left; -1 */
     char     awaited[AWAITED_BYTES]; /* when a rank was lost */
 
     smp_board   *board;       /* owned */
@@ -449,12 +449,11 @@ sort_in(smp_server *server, smp_message *message)
         return;
     case SMP_MSG_STEP_END:
     case SMP_MSG_ABORT:
-        if (e->kind == SMP_MSG_ABORT && !hear_abort(server, message)) {
+        if ((e->kind == SMP_MSG_ABORT && !hear_abort(server, message)) ||
+            server->end != NULL) {
             smp_message_free(message);
-        } else if (server->end == NULL) {
-            server->end = message;
         } else {
-            smp_message_free(message);
+            server->end = message;
         }
         return;
     case SMP_MSG_FORWARD:

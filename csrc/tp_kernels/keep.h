@@ -25,7 +25,8 @@ block_kept(const keep_stream *keep, uint64_t block)
         uint32_t key[2] = {(uint32_t)keep->seed, (uint32_t)(keep->seed >> 32)};
         wides    start = counters_from(block * 16 + part / 4);
         /* Words of 32 bits; what stands above them does not count. */
-        wides c[4] = {start, start >> 32, start ^ start, start ^ start};
+        wides zero = {0};
+        wides c[4] = {start, start >> 32, zero, zero};
 
         for (int round = 0; round < 10; round++) {
             wides even = wide_product(c[0], 0xd2511f53u);

@@ -32,6 +32,7 @@ class Bucket:
     def __init__(self, parameters: list[nn.Parameter], sparse: bool, holders: Holders):
         self.sparse = sparse
         self.holders = holders
+        self.named_its_group = False  # to the hook that runs
         self.is_launched = False
         self._index = 0
         self._is_last = False
@@ -57,6 +58,7 @@ class Bucket:
 
     def process_group(self) -> dist.ProcessGroup:
         """The ranks that average these gradients; a hook's collectives are theirs."""
+        self.named_its_group = True
         return self.holders.group
 
     def buffer(self) -> Tensor:

@@ -31,6 +31,7 @@ from smp.data_parallel.reduction import Reduction
 from smp.execution import microbatches
 from smp.job import objects
 from smp.ranks import CommGroup
+from smp.state_mod import state
 from smp.tensor_parallel.slices import is_scaled_batch
 
 if TYPE_CHECKING:
@@ -245,6 +246,7 @@ class DataParallel:
                 self._stop(reduction)
             if not reduction.active():
                 break
+            self._check_tp_groups(reduction)
             self._last_active = reduction.active()[0]
             reduction.exchange_buffers()
             reduction.finish()
@@ -253,9 +255,29 @@ class DataParallel:
 
     def note_active(self, reduction: Reduction) -> None:
         """An exchange inside ``join`` begins: who takes part?"""
+        self._check_tp_groups(reduction)
         self._last_active = reduction.active()[0]
         if self._raises_early and len(reduction.active()) < self.replicas.size:
             self._stop(reduction)
+
+    def _check_tp_groups(self, reduction: Reduction) -> None:
+        """The ranks of a TP_GROUP work together, so they have as many inputs.
+
+        Raises:
+            RuntimeError: on every rank; a TP_GROUP has lost one of its ranks.
+        """
+        place = state.job("join").placement
+        replicas: dict[int, list[int]] = {}
+        for dp_rank, rank in enumerate(self.replicas.global_ranks):
+            replicas.setdefault(place.coordinates(rank).rdp, []).append(dp_rank)
+        for together in replicas.values():
+            ended = sorted(set(together) - set(reduction.active()))
+            if ended and len(ended) < len(together):
+                raise RuntimeError(
+                    f"smp: join(): dp_rank {', '.join(map(str, ended))} ran out of inputs "
+                    f"before the other ranks of its TP_GROUP (dp_ranks {together}), which work "
+                    "on each other's samples: give the ranks of a TP_GROUP as many batches"
+                )
 
     def _stop(self, reduction: Reduction) -> None:
         gone = sorted(set(range(self.replicas.size)) - set(reduction.active()))

@@ -136,8 +136,11 @@ class Reduction:
             if member.hook is None:
                 self._under_way.append((place, self._sum(bucket)))
                 return
+            bucket.named_its_group = False
             try:
                 self._under_way.append((place, member.hook(member.hook_state, bucket)))
+                if len(bucket.holders.ranks) < self.replicas.size:
+                    _check_hooks_group(bucket)
             except BaseException:
                 # The others' hooks most likely wait for a sum.
                 bucket.fill(zeros=True)
@@ -294,6 +297,21 @@ class Reduction:
             "zero_grad()",
         )
         raise raised
+
+
+def _check_hooks_group(bucket: Bucket) -> None:
+    """A hook over all replicas would add up different slices.
+
+    Raises:
+        RuntimeError: the hook has not asked the bucket for its group.
+    """
+    if not bucket.named_its_group:
+        raise RuntimeError(
+            f"smp: the communication hook did not ask bucket {bucket.index()} for its "
+            "process_group(): parameters that are split over the TP_GROUP are averaged over "
+            "the RDP_GROUP alone, so a hook uses the group of the bucket that it gets, and "
+            "divides by its size"
+        )
 
 
 class _Nothing:

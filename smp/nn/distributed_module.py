@@ -1,6 +1,11 @@
 """The base of all modules that are split over the TP_GROUP."""
 
+from typing import Any
+
 from torch import nn
+
+from smp.tensor_parallel import group
+from smp.tensor_parallel.linears import PATH
 
 
 class DistributedModule(nn.Module):
@@ -9,3 +14,7 @@ class DistributedModule(nn.Module):
     Its ``forward`` gets this rank's samples and gives back theirs, whatever travels between.
     Subclass it for one of your own, out of the primitives of ``smp.nn.utils``.
     """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        group.call_of(self.__dict__.get(PATH, type(self).__name__))
+        return super().__call__(*args, **kwargs)

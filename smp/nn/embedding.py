@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from smp.nn.distributed_module import DistributedModule
 from smp.tensor_parallel import group, primitives
-from smp.tensor_parallel.linears import PATH, cut_weights
+from smp.tensor_parallel.linears import cut_weights
 from smp.tensor_parallel.slices import Slices
 
 
@@ -95,7 +95,6 @@ class DistributedEmbedding(nn.Embedding, DistributedModule):
         self._first_row = slices.ranges[group.rank()][0][0] if vocab_parallel else 0
 
     def forward(self, input: Tensor) -> Tensor:
-        group.call_of(self.__dict__.get(PATH, "a DistributedEmbedding"))
         own = input.reshape(-1)
         if group.same_samples():
             vectors = self._of_same_samples(own)
@@ -130,6 +129,13 @@ class DistributedEmbedding(nn.Embedding, DistributedModule):
         padding = self.padding_idx
         if not self.vocab_parallel:
             return F.embedding(indices, self.weight, padding, sparse=self.sparse)
+        if indices.device.type == "cpu" and indices.numel() and not group.is_traced():
+            least, most = int(indices.min()), int(indices.max())
+            if least < 0 or most >= self.num_embeddings:
+                raise IndexError(
+                    f"smp.nn.DistributedEmbedding: an index is {least if least < 0 else most}, "
+                    f"of {self.num_embeddings} embeddings"
+                )
         local = indices - self._first_row
         elsewhere = (local < 0) | (local >= self.weight.size(0))
         if padding is not None:

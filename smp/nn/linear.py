@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from smp.nn.distributed_module import DistributedModule
 from smp.tensor_parallel import group, primitives
-from smp.tensor_parallel.linears import PATH, cut_weights
+from smp.tensor_parallel.linears import cut_weights
 from smp.tensor_parallel.slices import Slices
 
 
@@ -52,7 +52,6 @@ class DistributedLinear(nn.Linear, DistributedModule):
         cut_weights(self, slices, cut_bias=by_outputs)
 
     def forward(self, input: Tensor) -> Tensor:
-        group.call_of(self.__dict__.get(PATH, "a DistributedLinear"))
         x = input.reshape(-1, input.size(-1))
         y = self._of_same_samples(x) if group.same_samples() else self._of_own_samples(x)
         return y.view(*input.shape[:-1], self.out_features)
@@ -65,7 +64,7 @@ class DistributedLinear(nn.Linear, DistributedModule):
             return primitives.scatter_and_merge(y, 0, -1, lengths, outputs)
         x = primitives.scatter_and_merge(x, -1, 0, group.shares(self.in_features), lengths)
         y = primitives.reduce_scatter(F.linear(x, self.weight), 0, lengths)
-        return y if self.bias is None else y + self.bias
+        return y if self.bias is None else y + self.bias.to(y.dtype)
 
     def _of_same_samples(self, x: Tensor) -> Tensor:
         x = primitives.bwd_allreduce_for_tp(x)
@@ -75,4 +74,4 @@ class DistributedLinear(nn.Linear, DistributedModule):
         first = sum(group.shares(self.in_features)[: group.rank()])
         own = x.narrow(-1, first, self.weight.size(1))
         y = primitives.fwd_allreduce_for_tp(F.linear(own, self.weight))
-        return y if self.bias is None else y + self.bias
+        return y if self.bias is None else y + self.bias.to(y.dtype)

@@ -10,12 +10,12 @@ import importlib
 import importlib.util
 from collections import defaultdict
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
 
 from smp.partitioning.partition import keep_together
-from smp.tensor_parallel import marking, replacement
+from smp.tensor_parallel import group, marking, replacement
 from smp.tensor_parallel.linears import PATH
 
 FAMILIES = "smp.nn.huggingface"
@@ -113,7 +113,8 @@ class _Splitting:
                 for name, child in holder._modules.items():
                     if child is module:
                         holder._modules[name] = new
-            new.__dict__.update({marking.MARK: module.__dict__.get(marking.MARK)})
+            new.__dict__.update({marking.MARK: module.__dict__.get(marking.MARK), PATH: path})
+            keep_together(new)
             reason = ""
         else:
             reason = new
@@ -122,6 +123,9 @@ class _Splitting:
     def _split_leaf(
         self, module: nn.Module, path: str, parent: nn.Module | None, in_family: bool
     ) -> None:
+        if module._parameters.get("weight") is None:
+            self._left_whole(module, path, "its weight is not a parameter of its own")
+            return
         config = marking.configuration(module) or {}
         others = [one for one in self.owners[id(module.weight)] if one is not module]
         tied = self._is_tied_vocabulary(module, others)
@@ -134,6 +138,10 @@ class _Splitting:
             reason = "its parameter 'weight' is shared with a module outside of it"
         elif isinstance(parent, _USE_CHILDRENS_WEIGHTS):
             reason = f"{type(parent).__name__} uses its weight without calling it"
+        elif getattr(module, "max_norm", None) or getattr(module, "scale_grad_by_freq", False):
+            reason = "max_norm and scale_grad_by_freq are not built"
+        elif _length_that_is_cut(module, tied) < group.size():
+            reason = f"it is too small for tensor_parallel_degree={group.size()}"
         if not self._left_whole(module, path, reason):
             split_leaf = _leaves[type(module)]
             module.__dict__[PATH] = path
@@ -155,6 +163,13 @@ class _Splitting:
             if not set(self.owners[id(parameter)]) <= inside:
                 return f"its parameter '{name}' is shared with a module outside of it"
         return ""
+
+
+def _length_that_is_cut(module: Any, by_rows: bool) -> int:
+    """Of a linear by itself its inputs, of an embedding its dimension; by rows, the rows."""
+    if isinstance(module, nn.Embedding):
+        return module.num_embeddings if by_rows else module.embedding_dim
+    return module.out_features if by_rows else module.in_features
 
 
 def family_of(cls: type[nn.Module]) -> str | None:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from smp.modules.stand_ins import stand_in
-from smp.tensor_parallel import group
+from smp.tensor_parallel import group, primitives
 from smp.tensor_parallel.regions import give_back, refuse_copies, rows_to_give_back
 from smp.tensor_parallel.slices import Slices, mark, slices_of
 
@@ -122,6 +122,9 @@ def choose_outputs(linear: Any, unit: int, chosen: list[int]) -> None:
 def _computes_some(cls: type[nn.Module]) -> dict[str, Any]:
     def some(self: Any, whole: Tensor) -> Tensor:
         unit, chosen = self.__dict__[_CHOSEN]
+        if group.same_samples():
+            # Gradients are averaged there, of which each rank has a part of the sum.
+            whole = primitives.bwd_allreduce_for_tp(whole)
         return torch.cat([whole.narrow(0, i * unit, unit) for i in chosen])
 
     @functools.wraps(cls.forward)
@@ -138,6 +141,6 @@ def _leads_out(cls: type[nn.Module]) -> dict[str, Any]:
         rows = rows_to_give_back(self.__dict__[PATH])
         weight = self.weight.t() if is_transposed(self) else self.weight
         y = give_back(F.linear(x, weight), rows)
-        return y if self.bias is None else y + self.bias
+        return y if self.bias is None else y + self.bias.to(y.dtype)  # under autocast
 
     return {"forward": forward, "__reduce_ex__": refuse_copies}

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from smp import ranks
 from smp.modules.stand_ins import stand_in, users_class
 from smp.tensor_parallel import group, primitives
 
@@ -126,6 +127,7 @@ def _run(module: nn.Module, forward: Callable, args: tuple, kwargs: dict[str, An
         gathered, rows = _enter_alike(given)
     else:
         gathered, rows = _gather(region, path, given)
+        _check_cache({**others, **named}, path, uneven=rows.positions is not None)
     _gathered.rows = rows
     for name, value in gathered.items():
         if name in signature.parameters:
@@ -140,6 +142,33 @@ def _run(module: nn.Module, forward: Callable, args: tuple, kwargs: dict[str, An
             "smp.set_tensor_parallelism(attention, False)"
         )
     return give_back(out, rows) if region.sums else out
+
+
+_CACHES = ("past_key_values", "past_key_value", "layer_past")
+
+
+_HAS_PADDING = "_smp_has_padding"  # in a cache's __dict__
+
+
+def _check_cache(arguments: dict[str, Any], path: str, uneven: bool) -> None:
+    """A cache keeps the padding behind a shorter sequence, and then goes on behind that.
+
+    Raises:
+        NotImplementedError: the sequences in a cache that is used again were of different
+            lengths on the tp_ranks.
+    """
+    caches = (arguments.get(name) for name in _CACHES)
+    cache = next((c for c in caches if c is not None), None)
+    if cache is None or not hasattr(cache, "__dict__"):
+        return
+    if uneven:
+        cache.__dict__[_HAS_PADDING] = True
+    elif cache.__dict__.get(_HAS_PADDING, False):
+        raise NotImplementedError(
+            f"smp: '{path}' got sequences of different lengths on the ranks of a TP_GROUP, "
+            "together with a cache: pad the prompts, on their left, to one length on all of "
+            "them, or generate with use_cache=False"
+        )
 
 
 def give_back(part: Tensor, rows: Rows) -> Tensor:
@@ -192,7 +221,12 @@ def _check_same_samples(module: nn.Module, path: str, hidden: Any) -> None:
         ValueError: on every tp_rank; they differ though ``prescaled_batch`` is set.
     """
     calls = module.__dict__.get(_CALLS, 0)
-    if calls >= _COMPARED_CALLS or not isinstance(hidden, Tensor) or group.is_traced():
+    if (
+        calls >= _COMPARED_CALLS
+        or ranks.pp_size() > 1  # where calls come in another order on each rank
+        or not isinstance(hidden, Tensor)
+        or group.is_traced()
+    ):
         return
     module.__dict__[_CALLS] = calls + 1
     mantissa, exponent = math.frexp(hidden.detach().double().abs().sum().nan_to_num().item())

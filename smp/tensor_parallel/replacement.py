@@ -144,7 +144,6 @@ def replace(module: nn.Module, path: str) -> nn.Module | str:
     distributed = entry.dist_module(*args, **kwargs, **extra)
     _keep_weights(module, distributed, path)
     distributed.train(module.training)
-    distributed.__dict__["_smp_replaces"] = type(module).__name__
     if entry.forward_hook is not None or entry.return_hook is not None:
         distributed.__class__ = _adapted(type(distributed), type(module), entry)
     return distributed

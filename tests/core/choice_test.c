@@ -4,8 +4,8 @@
 
 #define MOST 6
 
-/* One letter for what could run: of a forward r(esponse), q(uestion), t(urn), of a
- * backward R, Q, T; g(ate); then the microbatch. */
+/* One letter for what could run: of a forward r a response, q a request, t a turn, of a
+ * backward R, Q, T; g a gate; then the microbatch. */
 static smp_ready
 ready_of(const char *word, uint64_t arrival)
 {
