@@ -373,3 +373,16 @@ def test_a_gradient_of_many_occurrences_is_rounded_once():
 def test_a_table_that_is_no_matrix_is_named():
     with pytest.raises(ValueError, match=r"table must be .* got \(3,\)"):
         kernels.split_embedding(torch.zeros(3), torch.zeros(1, dtype=torch.long), 0)
+
+
+def test_torchs_default_dtype_changes_nothing():
+    logits, targets = torch.randn(3, 5), torch.tensor([1, 4, 0])
+    default = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.float64)
+        losses = kernels.split_cross_entropy(logits, targets, 0, 5, lambda own: own)
+        normed, _ = kernels.bias_dropout_residual_layer_norm(logits, None, None, None, None)
+    finally:
+        torch.set_default_dtype(default)
+    torch.testing.assert_close(losses, F.cross_entropy(logits, targets, reduction="none"))
+    torch.testing.assert_close(normed, F.layer_norm(logits, (5,)))

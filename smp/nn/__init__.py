@@ -4,6 +4,12 @@ from torch import nn
 
 from smp import not_built
 from smp.nn import building_blocks
+from smp.nn.cross_entropy import (
+    DistributedCrossEntropyLoss as DistributedCrossEntropyLoss,
+)
+from smp.nn.cross_entropy import (
+    vocabulary_parallel_cross_entropy as vocabulary_parallel_cross_entropy,
+)
 from smp.nn.distributed_module import DistributedModule
 from smp.nn.embedding import DistributedEmbedding
 from smp.nn.linear import DistributedLinear

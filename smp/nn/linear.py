@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from smp.nn.distributed_module import DistributedModule
-from smp.tensor_parallel import group, primitives
+from smp.tensor_parallel import cross_entropy, group, primitives
 from smp.tensor_parallel.linears import cut_weights
 from smp.tensor_parallel.slices import Slices
 
@@ -48,11 +48,33 @@ class DistributedLinear(nn.Linear, DistributedModule):
     def _split(self, by_outputs: bool) -> None:
         self.by_outputs = by_outputs
         axis, size = (0, self.out_features) if by_outputs else (1, self.in_features)
-        slices = Slices.even(axis, size, group.size())
-        cut_weights(self, slices, cut_bias=by_outputs)
+        self._slices = Slices.even(axis, size, group.size())
+        cut_weights(self, self._slices, cut_bias=by_outputs)
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(
+        self,
+        input: Tensor,
+        labels: Tensor | None = None,
+        ignore_index: int = -100,
+        label_smoothing: float = 0.0,
+    ) -> Tensor:
+        """The outputs; with labels, each position's loss in their place.
+
+        See ``smp.nn.vocabulary_parallel_cross_entropy``, which calls it so: as a module's call
+        it comes to the rank of the pipeline that has the weights.
+        """
         x = input.reshape(-1, input.size(-1))
+        if labels is not None:
+            losses = cross_entropy.split_head_losses(
+                x,
+                self.weight,
+                self.bias,
+                labels.reshape(-1),
+                self._slices,
+                ignore_index,
+                label_smoothing,
+            )
+            return losses.view(labels.shape)
         y = self._of_same_samples(x) if group.same_samples() else self._of_own_samples(x)
         return y.view(*input.shape[:-1], self.out_features)
 

@@ -19,6 +19,7 @@ from smp.tensor_parallel import group, marking, replacement
 from smp.tensor_parallel.linears import PATH
 
 FAMILIES = "smp.nn.huggingface"
+BY_ROWS = "_smp_cut_by_rows"  # in a leaf's __dict__: its weight is to be cut by rows
 
 Plan = Callable[[nn.Module, str], None]  # cuts the module at a path
 
@@ -129,7 +130,8 @@ class _Splitting:
         config = marking.configuration(module) or {}
         others = [one for one in self.owners[id(module.weight)] if one is not module]
         tied = self._is_tied_vocabulary(module, others)
-        if in_family:
+        by_rows = tied or is_cut_by_rows(module)
+        if in_family and not is_cut_by_rows(module):
             vocabulary = tied or isinstance(module, nn.Embedding)
             if not (vocabulary and config.get("distribute_embedding")):
                 return  # the family's plan says what is split
@@ -140,12 +142,12 @@ class _Splitting:
             reason = f"{type(parent).__name__} uses its weight without calling it"
         elif getattr(module, "max_norm", None) or getattr(module, "scale_grad_by_freq", False):
             reason = "max_norm and scale_grad_by_freq are not built"
-        elif _length_that_is_cut(module, tied) < group.size():
+        elif _length_that_is_cut(module, by_rows) < group.size():
             reason = f"it is too small for tensor_parallel_degree={group.size()}"
         if not self._left_whole(module, path, reason):
             split_leaf = _leaves[type(module)]
             module.__dict__[PATH] = path
-            split_leaf(module, tied)
+            split_leaf(module, by_rows)
 
     def _is_tied_vocabulary(self, module: nn.Module, others: list[nn.Module]) -> bool:
         """Whether an embedding and a linear, both marked, share their weight."""
@@ -163,6 +165,13 @@ class _Splitting:
             if not set(self.owners[id(parameter)]) <= inside:
                 return f"its parameter '{name}' is shared with a module outside of it"
         return ""
+
+
+def is_cut_by_rows(module: nn.Module) -> bool:
+    """Whether the user has a leaf's weight cut by rows, tied or not."""
+    config = marking.configuration(module) or {}
+    asked = "vocab_parallel" if isinstance(module, nn.Embedding) else "by_outputs"
+    return bool(config.get(asked)) or module.__dict__.get(BY_ROWS, False)
 
 
 def _length_that_is_cut(module: Any, by_rows: bool) -> int:

@@ -187,7 +187,7 @@ class _Norm(torch.autograd.Function):
         x = x.contiguous()
         rows, columns = _rows(x)
         total, out = torch.empty_like(x), torch.empty_like(x)
-        mean, rstd = torch.empty(rows), torch.empty(rows)
+        mean, rstd = torch.empty((2, rows), dtype=torch.float32)
         vectors = [
             None if t is None else t.contiguous() for t in (bias, residual, weight, shift)
         ]
@@ -394,7 +394,8 @@ def cross_entropy_statistics(
     _check_shape("targets", targets, logits.shape[:1], f"logits of {tuple(logits.shape)}")
     logits = logits.detach()
     if _in_c(logits) and targets.device.type == "cpu":
-        out = [torch.empty(len(logits)) for _ in range(4 if label_smoothing else 3)]
+        count = 4 if label_smoothing else 3
+        out = [torch.empty(len(logits), dtype=torch.float32) for _ in range(count)]
         wrong = _core.tp_cross_entropy(
             *logits.shape,
             (start, vocabulary, ignore_index),

@@ -96,6 +96,24 @@ class _ReduceScatter(Function):
         return out.movedim(0, ctx.axis), token, None, None
 
 
+class _OwnPart(Function):
+    """This rank's slice of what all tp_ranks have alike."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, token: Token, axis: int, lengths: Lengths) -> tuple:
+        ctx.axis, ctx.lengths, ctx.call = axis, lengths, group.begin_call()
+        first = sum(lengths[: group.rank()])
+        out = x.narrow(axis, first, lengths[group.rank()]).clone()
+        keep_shape(ctx, out)
+        return out, next_token(token)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor, token: Token) -> tuple:  # type: ignore[override]
+        rows = defined(ctx, gradient).movedim(ctx.axis, 0)
+        out = _all_gather(rows, ctx.lengths, ctx.call.backward())
+        return out.movedim(0, ctx.axis), token, None, None
+
+
 class _ScatterAndMerge(Function):
     """Piece i along ``split`` goes to rank i; what comes is joined along ``merge``."""
 
@@ -181,6 +199,14 @@ def gather(x: Tensor, axis: int, lengths: Lengths) -> Tensor:
 def reduce_scatter(x: Tensor, axis: int, lengths: Lengths) -> Tensor:
     """``reduce_scatter_for_tp`` into known lengths along the axis, by tp_rank."""
     return linked(_ReduceScatter, x, axis, lengths) if group.size() > 1 else x
+
+
+def own_part(x: Tensor, axis: int, lengths: Lengths) -> Tensor:
+    """This rank's slice along the axis of what all tp_ranks have alike.
+
+    Backward joins the slices' gradients: what goes on from here is each rank's own.
+    """
+    return linked(_OwnPart, x, axis, lengths) if group.size() > 1 else x
 
 
 def scatter_and_merge(

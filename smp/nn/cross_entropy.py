@@ -1,0 +1,156 @@
+"""The cross-entropy of a head with many classes, which may be split over the TP_GROUP."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from smp.nn.linear import DistributedLinear
+from smp.tensor_parallel import in_place
+from smp.tensor_parallel.linears import PATH
+
+_REDUCTIONS = ("none", "mean", "sum")
+
+
+class DistributedCrossEntropyLoss(nn.Module):
+    """``nn.CrossEntropyLoss`` of a head's logits, which never are whole on one rank.
+
+    A head that is marked for tensor parallelism is cut by its outputs because of it.  It stays
+    the model's: this module has no parameters::
+
+        self.head = nn.Linear(512, 200_000)
+        self.loss = smp.nn.DistributedCrossEntropyLoss(self.head)
+        ...
+        return self.loss(hidden, labels)  # self.head is not called
+
+    Args:
+        head: an ``nn.Linear``, whose outputs are the classes' logits.
+        ignore_index, reduction, label_smoothing: as in ``nn.CrossEntropyLoss``.
+
+    Shapes and errors: see `vocabulary_parallel_cross_entropy`.
+
+    Source: the SageMaker paper, section 3.1.
+    """
+
+    head: nn.Module
+
+    def __init__(
+        self,
+        head: nn.Linear,
+        ignore_index: int = -100,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+    ) -> None:
+        super().__init__()
+        if not isinstance(head, nn.Linear):
+            raise TypeError(
+                "smp.nn.DistributedCrossEntropyLoss: head is a torch.nn.Linear, not a "
+                f"{type(head).__name__}"
+            )
+        _check(reduction, label_smoothing)
+        self.__dict__["head"] = head  # no child: its parameters have one name
+        head.__dict__[in_place.BY_ROWS] = True
+        self.ignore_index = ignore_index
+        self.reduction = reduction
+        self.label_smoothing = label_smoothing
+
+    def extra_repr(self) -> str:
+        return f"ignore_index={self.ignore_index}, reduction={self.reduction!r}"
+
+    def forward(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        return vocabulary_parallel_cross_entropy(
+            self.head,
+            hidden,
+            labels,
+            self.ignore_index,
+            self.reduction,
+            self.label_smoothing,
+        )
+
+
+def vocabulary_parallel_cross_entropy(
+    head: nn.Module,
+    hidden: Tensor,
+    labels: Tensor,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """``F.cross_entropy(head(hidden), labels)``, also of a head that is split by its outputs.
+
+    Each rank gives its own samples and gets their loss.  Of a split head the loss has no second
+    derivatives.
+
+    Args:
+        head: an ``nn.Linear``, or a ``DistributedLinear`` that is cut by its outputs: one that
+            is tied to an embedding, was made with ``by_outputs=True``, was marked with
+            ``smp.set_tensor_parallelism(head, by_outputs=True)``, or has a
+            `DistributedCrossEntropyLoss`.
+        hidden: ``[..., channels]``; of a split head, other lengths on each tp_rank.
+        labels: ``[...]``, integers: the class of each position.
+        ignore_index: the label of positions that do not count.
+        reduction: ``"mean"`` over this rank's positions that count, ``"sum"`` or ``"none"``.
+        label_smoothing: in [0, 1].
+
+    Returns:
+        a scalar, or ``[...]`` with ``reduction="none"``; of the dtype that ``F.cross_entropy``
+        gives.
+
+    Raises:
+        IndexError: a label is none of the classes.
+        TypeError: the labels are no integers.
+        ValueError: shapes that do not fit, an unknown reduction, or a head that is cut by its
+            inputs.
+    """
+    _check(reduction, label_smoothing)
+    if labels.shape != hidden.shape[:-1]:
+        raise ValueError(
+            f"smp.nn.vocabulary_parallel_cross_entropy: labels have shape "
+            f"{list(labels.shape)}; of hidden {list(hidden.shape)} it is "
+            f"{list(hidden.shape[:-1])}"
+        )
+    if labels.is_floating_point() or labels.dtype == torch.bool:
+        raise TypeError(
+            "smp.nn.vocabulary_parallel_cross_entropy: labels are class numbers, not "
+            f"{labels.dtype}"
+        )
+    labels = labels.long()
+    if not isinstance(head, DistributedLinear):
+        logits = head(hidden)
+        losses = F.cross_entropy(
+            logits.reshape(-1, logits.size(-1)),
+            labels.reshape(-1),
+            ignore_index=ignore_index,
+            reduction=reduction,
+            label_smoothing=label_smoothing,
+        )
+        return losses.view(labels.shape) if reduction == "none" else losses
+    if not head.by_outputs:
+        path = head.__dict__.get(PATH, "the head")
+        raise ValueError(
+            f"smp.nn.vocabulary_parallel_cross_entropy: '{path}' is cut by its inputs; for a "
+            "split loss make a smp.nn.DistributedCrossEntropyLoss(head) with it, or call "
+            "smp.set_tensor_parallelism(head, by_outputs=True), before smp.DistributedModel"
+        )
+    losses = head(hidden, labels, ignore_index, label_smoothing)
+    return _reduced(losses, labels, ignore_index, reduction, hidden)
+
+
+def _reduced(
+    losses: Tensor, labels: Tensor, ignore_index: int, reduction: str, hidden: Tensor
+) -> Tensor:
+    out: Any = losses
+    if reduction != "none":
+        out = losses.sum()
+    if reduction == "mean":
+        out = out / (labels != ignore_index).sum()
+    # What F.cross_entropy gives: autocast has it in float32.
+    return out if torch.is_autocast_enabled(hidden.device.type) else out.to(hidden.dtype)
+
+
+def _check(reduction: str, label_smoothing: float) -> None:
+    if reduction not in _REDUCTIONS:
+        raise ValueError(f"smp.nn: reduction is one of {_REDUCTIONS}, not {reduction!r}")
+    if not 0.0 <= label_smoothing <= 1.0:
+        raise ValueError(f"smp.nn: label_smoothing is in [0, 1], not {label_smoothing}")
