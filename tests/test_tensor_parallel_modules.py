@@ -1,6 +1,7 @@
 """Primitives, linears and embeddings by themselves, and users' own distributed modules."""
 
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -229,6 +230,89 @@ def test_a_tied_vocabulary_is_cut_by_rows():
     assert job.model.state_dict()["head.weight"].shape == (7, 4)
 
 
+class OneTable(nn.Module):
+    def __init__(self, table: Any) -> None:
+        super().__init__()
+        self.table = table()
+        self.out = nn.Linear(5, 3)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.out(torch.tanh(self.table(ids)))
+
+
+class SeenTogether(WholeJob):
+    """The plain model gets all ranks' samples in one call."""
+
+    def train(self, step: int) -> None:
+        batches = [self.batch(rank, step)[0] for rank in range(smp.dp_size())]
+        loss = self._train(self.model, batches[smp.dp_rank()]).reduce_mean()
+        outputs = self.plain(torch.cat(batches)).split([len(ids) for ids in batches])
+        own = torch.stack([out.square().mean() for out in outputs])
+        own.mean().backward()
+        assert_near(loss, own[smp.dp_rank()], f"loss of step {step}")
+
+
+def repeated(rank: int, step: int) -> tuple:
+    """Indices that come several times, on several ranks; some do not come at all."""
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    return (torch.randint(0, 7, (5 + 2 * rank,), generator=generator),)
+
+
+@pytest.mark.parametrize("by_rows", [False, True], ids=["by dimension", "by rows"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"scale_grad_by_freq": True, "padding_idx": 2},
+        {"max_norm": 0.9},
+        {"max_norm": 1.5, "norm_type": 1.0, "scale_grad_by_freq": True},
+        {"max_norm": 0.6, "norm_type": float("inf")},
+    ],
+    ids=["frequency", "norm", "both", "largest"],
+)
+@on_ranks(2, 3)
+def test_norms_and_frequencies_are_of_whole_rows_and_all_samples(options, by_rows):
+    split_over_all_ranks()
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(1)
+    net = OneTable(lambda: nn.Embedding(11, 5, **options))
+    smp.set_tensor_parallelism(net.table, vocab_parallel=by_rows)
+    job = SeenTogether(net, squares, repeated)
+    assert job.net.table.vocab_parallel == by_rows
+    before = job.plain.table.weight.detach().clone()
+    for step in range(3):
+        job.step(step, max_norm=0.05)
+    job.check_parameters()
+    assert not torch.equal(before, job.plain.table.weight)
+
+
+@on_ranks(2)
+def test_norms_and_frequencies_of_the_same_batch():
+    split_over_all_ranks(prescaled_batch=True)
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(1)
+    options = {"max_norm": 0.9, "scale_grad_by_freq": True}
+    net = OneTable(lambda: nn.Embedding(11, 5, **options))
+    smp.set_tensor_parallelism(net.table)
+    job = WholeJob(net, squares, lambda rank, step: repeated(1, step))
+    for step in range(2):
+        job.step(step, max_norm=0.05)
+    job.check_parameters()
+
+
+@on_ranks(4)
+def test_norms_of_rows_in_a_pipeline():
+    smp.init({"tensor_parallel_degree": 2, "pipeline_parallel_degree": 2})
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(1)
+    net = OneTable(lambda: nn.Embedding(11, 5, max_norm=0.9, scale_grad_by_freq=True))
+    smp.set_tensor_parallelism(net)
+    smp.set_partition(net.table, 1)
+    job = SeenTogether(net, squares, repeated)
+    for step in range(2):
+        job.step(step, max_norm=0.05)
+    job.check_parameters()
+
+
 @on_ranks(2)
 def test_modules_made_distributed_by_hand():
     """Without a context: the user's own code names the distributed classes."""
@@ -238,7 +322,7 @@ def test_modules_made_distributed_by_hand():
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.table = smp.nn.DistributedEmbedding(9, 6, vocab_parallel=True)
+            self.table = smp.nn.DistributedEmbedding(9, 6, vocab_parallel=True, max_norm=0.03)
             self.hidden = smp.nn.DistributedLinear(6, 5)
 
         def forward(self, ids: Tensor) -> Tensor:
@@ -246,7 +330,7 @@ def test_modules_made_distributed_by_hand():
 
     model = smp.DistributedModel(Net())
     whole = model.state_dict()
-    plain = nn.Sequential(nn.Embedding(9, 6), nn.Linear(6, 5))
+    plain = nn.Sequential(nn.Embedding(9, 6, max_norm=0.03), nn.Linear(6, 5))
     plain.load_state_dict(dict(zip(plain.state_dict(), whole.values(), strict=True)))
     ids = torch.arange(3) + 2 * smp.rank()
     assert_near(model(ids), plain(ids), "output")
@@ -273,16 +357,14 @@ def test_what_cannot_be_split_by_itself_stays_whole():
             super().__init__()
             self.narrow = nn.Linear(1, 4)
             self.normed = torch.nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
-            self.clipped = nn.Embedding(5, 4, max_norm=1.0)
 
-        def forward(self, x: Tensor, ids: Tensor) -> Tensor:
-            return self.normed(self.narrow(x)) + self.clipped(ids)
+        def forward(self, x: Tensor) -> Tensor:
+            return self.normed(self.narrow(x))
 
     model = smp.DistributedModel(marked(Odd))
     reasons = {one.path: one.reason for one in model._smp_split}
     assert reasons["narrow"] == "it is too small for tensor_parallel_degree=2"
-    assert reasons["clipped"] == "max_norm and scale_grad_by_freq are not built"
-    model(torch.ones(2, 1), torch.tensor([1, 4])).sum().backward()
+    model(torch.ones(2, 1)).sum().backward()
 
 
 @on_ranks(2)

@@ -21,7 +21,9 @@ class DistributedEmbedding(nn.Embedding, DistributedModule):
     Args:
         num_embeddings, embedding_dim: of the whole; sizes need not divide.
         padding_idx, sparse: as in ``nn.Embedding``.
-        max_norm, norm_type, scale_grad_by_freq: not built.
+        max_norm, norm_type: likewise, of whole rows; all tp_ranks' indices are renormalised.
+        scale_grad_by_freq: likewise, by how often an index comes among all tp_ranks' samples
+            in one call.
         weight: the whole table, instead of new values.
         initializer_range: standard deviation of the normal distribution of new values.
         vocab_parallel: cut by rows.
@@ -29,9 +31,6 @@ class DistributedEmbedding(nn.Embedding, DistributedModule):
         skip_scatter_and_merge: return this rank's slice of the vectors of all samples.
 
     Shapes: indices ``[samples, ...]``, output ``[samples, ..., embedding_dim]``.
-
-    Raises:
-        NotImplementedError: ``max_norm`` or ``scale_grad_by_freq``.
     """
 
     vocab_parallel: bool
@@ -84,10 +83,6 @@ class DistributedEmbedding(nn.Embedding, DistributedModule):
         embedding._split(vocab_parallel)  # type: ignore[operator]
 
     def _split(self, vocab_parallel: bool) -> None:
-        if self.max_norm is not None or self.scale_grad_by_freq:
-            raise NotImplementedError(
-                "smp.nn.DistributedEmbedding: max_norm and scale_grad_by_freq are not built"
-            )
         self.vocab_parallel = vocab_parallel
         axis, size = (0, self.num_embeddings) if vocab_parallel else (1, self.embedding_dim)
         slices = Slices.even(axis, size, group.size())
@@ -126,18 +121,22 @@ class DistributedEmbedding(nn.Embedding, DistributedModule):
 
     def _look_up(self, indices: Tensor) -> Tensor:
         """What this rank's slice has of each index; of rows, zeros where it has none."""
+        if self.vocab_parallel:
+            self._check(indices)
+        if self.max_norm is not None and not group.is_traced():
+            self._renormalise(indices.unique())
+        found = self._rows_of(indices)
+        if self.scale_grad_by_freq and found.requires_grad:
+            _, kinds, counts = indices.unique(return_inverse=True, return_counts=True)
+            times = counts[kinds].unsqueeze(-1)
+            found.register_hook(lambda gradient: gradient / times)
+        return found
+
+    def _rows_of(self, indices: Tensor) -> Tensor:
         padding = self.padding_idx
         if not self.vocab_parallel:
             return F.embedding(indices, self.weight, padding, sparse=self.sparse)
-        if indices.device.type == "cpu" and indices.numel() and not group.is_traced():
-            least, most = int(indices.min()), int(indices.max())
-            if least < 0 or most >= self.num_embeddings:
-                raise IndexError(
-                    f"smp.nn.DistributedEmbedding: an index is {least if least < 0 else most}, "
-                    f"of {self.num_embeddings} embeddings"
-                )
-        local = indices - self._first_row
-        elsewhere = (local < 0) | (local >= self.weight.size(0))
+        local, elsewhere = self._local(indices)
         if padding is not None:
             padding -= self._first_row
             padding = padding if 0 <= padding < self.weight.size(0) else None
@@ -145,3 +144,42 @@ class DistributedEmbedding(nn.Embedding, DistributedModule):
             local.masked_fill(elsewhere, 0), self.weight, padding, sparse=self.sparse
         )
         return found.masked_fill(elsewhere.unsqueeze(-1), 0.0)
+
+    def _local(self, indices: Tensor) -> tuple[Tensor, Tensor]:
+        """Row numbers in this rank's slice, and which of them are other ranks'."""
+        local = indices - self._first_row
+        return local, (local < 0) | (local >= self.weight.size(0))
+
+    def _check(self, indices: Tensor) -> None:
+        if indices.device.type == "cpu" and indices.numel() and not group.is_traced():
+            least, most = int(indices.min()), int(indices.max())
+            if least < 0 or most >= self.num_embeddings:
+                raise IndexError(
+                    f"smp.nn.DistributedEmbedding: an index is {least if least < 0 else most}, "
+                    f"of {self.num_embeddings} embeddings"
+                )
+
+    @torch.no_grad()
+    def _renormalise(self, indices: Tensor) -> None:
+        """Scale rows down to ``max_norm``, as ``torch.embedding_renorm_`` does.
+
+        Args:
+            indices: each once, alike on all tp_ranks.
+        """
+        if self.vocab_parallel:
+            indices, elsewhere = self._local(indices)
+            indices = indices[~elsewhere]
+        rows = self.weight[indices]
+        norms = torch.linalg.vector_norm(rows, self.norm_type, -1)
+        if not self.vocab_parallel and group.size() > 1:
+            parts = primitives.gather(norms[None], 0, [1] * group.size())
+            norms = _norm_of_parts(parts, self.norm_type)
+        factors = torch.where(norms > self.max_norm, self.max_norm / (norms + 1e-7), 1.0)
+        self.weight[indices] = rows * factors.unsqueeze(-1).to(rows.dtype)
+
+
+def _norm_of_parts(parts: Tensor, norm_type: float) -> Tensor:
+    """The norm of each row, from those of its parts ``[parts, rows]``."""
+    if norm_type == 0:
+        return parts.sum(0)  # of elements that are not 0
+    return torch.linalg.vector_norm(parts, norm_type, 0)

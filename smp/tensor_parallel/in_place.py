@@ -140,8 +140,6 @@ class _Splitting:
             reason = "its parameter 'weight' is shared with a module outside of it"
         elif isinstance(parent, _USE_CHILDRENS_WEIGHTS):
             reason = f"{type(parent).__name__} uses its weight without calling it"
-        elif getattr(module, "max_norm", None) or getattr(module, "scale_grad_by_freq", False):
-            reason = "max_norm and scale_grad_by_freq are not built"
         elif _length_that_is_cut(module, by_rows) < group.size():
             reason = f"it is too small for tensor_parallel_degree={group.size()}"
         if not self._left_whole(module, path, reason):
