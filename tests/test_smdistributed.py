@@ -143,8 +143,6 @@ def test_importing_touches_no_gpu():
 @pytest.mark.parametrize(
     "use",
     [
-        lambda: smp.nn.DistributedTransformerLMHead(),
-        lambda: smp.nn.FlashAttentionLayer(),
         lambda: smp.nn.utils.shard_sequence(torch.ones(1), 0),
         lambda: gpt2.translate_state_dict_to_hf_gpt2({}),
         lambda: smp.utils.verify(),

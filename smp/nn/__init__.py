@@ -2,45 +2,39 @@
 
 from torch import nn
 
-from smp import not_built
 from smp.nn import building_blocks
 from smp.nn.cross_entropy import (
-    DistributedCrossEntropyLoss as DistributedCrossEntropyLoss,
+    DistributedCrossEntropyLoss,
+    vocabulary_parallel_cross_entropy,
 )
-from smp.nn.cross_entropy import (
-    vocabulary_parallel_cross_entropy as vocabulary_parallel_cross_entropy,
-)
-from smp.nn.distributed_module import DistributedModule
 from smp.nn.embedding import DistributedEmbedding
+from smp.nn.layer_norm import DistributedLayerNorm, FusedLayerNorm
 from smp.nn.linear import DistributedLinear
+from smp.nn.transformer.attention import DistributedAttentionLayer, FlashAttentionLayer
+from smp.nn.transformer.layer import DistributedTransformer, DistributedTransformerLayer
+from smp.nn.transformer.lm_head import DistributedTransformerLMHead
+from smp.nn.transformer.output_layer import DistributedTransformerOutputLayer
 from smp.tensor_parallel import in_place
+from smp.tensor_parallel.distributed_module import DistributedModule
 
 utils = building_blocks
 
-
-class FusedLayerNorm(nn.LayerNorm):
-    """Layer normalisation in one kernel, which PyTorch's own is.
-
-    A class of its own, because scripts tell by ``isinstance`` which parameters get no
-    weight decay.
-    """
-
-
-DistributedLayerNorm = not_built.class_of(DistributedModule, "smp.nn.DistributedLayerNorm")
-DistributedAttentionLayer = not_built.class_of(
-    DistributedModule, "smp.nn.DistributedAttentionLayer"
-)
-DistributedTransformerOutputLayer = not_built.class_of(
-    DistributedModule, "smp.nn.DistributedTransformerOutputLayer"
-)
-DistributedTransformerLayer = not_built.class_of(
-    DistributedModule, "smp.nn.DistributedTransformerLayer"
-)
-DistributedTransformer = not_built.class_of(DistributedModule, "smp.nn.DistributedTransformer")
-DistributedTransformerLMHead = not_built.class_of(
-    DistributedModule, "smp.nn.DistributedTransformerLMHead"
-)
-FlashAttentionLayer = not_built.class_of(nn.Module, "smp.nn.FlashAttentionLayer")
+__all__ = [
+    "DistributedAttentionLayer",
+    "DistributedCrossEntropyLoss",
+    "DistributedEmbedding",
+    "DistributedLayerNorm",
+    "DistributedLinear",
+    "DistributedModule",
+    "DistributedTransformer",
+    "DistributedTransformerLMHead",
+    "DistributedTransformerLayer",
+    "DistributedTransformerOutputLayer",
+    "FlashAttentionLayer",
+    "FusedLayerNorm",
+    "utils",
+    "vocabulary_parallel_cross_entropy",
+]
 
 in_place.register_leaf(nn.Linear, DistributedLinear.take_over)
 in_place.register_leaf(nn.Embedding, DistributedEmbedding.take_over)

@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from smp.nn.distributed_module import DistributedModule
 from smp.tensor_parallel import group, primitives
+from smp.tensor_parallel.distributed_module import DistributedModule
 from smp.tensor_parallel.linears import cut_weights
 from smp.tensor_parallel.slices import Slices
 

@@ -5,8 +5,8 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from smp.nn.distributed_module import DistributedModule
 from smp.tensor_parallel import cross_entropy, group, primitives
+from smp.tensor_parallel.distributed_module import DistributedModule
 from smp.tensor_parallel.linears import cut_weights
 from smp.tensor_parallel.slices import Slices
 

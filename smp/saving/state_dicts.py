@@ -7,7 +7,6 @@ key ``_smp_is_partial``; a *full* one has everything, and loads into the plain m
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -99,9 +98,11 @@ def full_state_dict(
     for part in parts:
         merged.update(part)
     if slices:
-        by_rank = sorted(zip(replica.tp_ranks(), parts, strict=True), key=itemgetter(0))
         for name, cut in slices.items():
-            merged[name] = cut.join([part[name].cpu() for _, part in by_rank if name in part])
+            # Before the partition every pp_rank has a tp_rank's slice.
+            pairs = zip(replica.tp_ranks(), parts, strict=True)
+            by_rank = {rank: part[name].cpu() for rank, part in pairs if name in part}
+            merged[name] = cut.join([by_rank[rank] for rank in sorted(by_rank)])
     for name in entries:
         if name in merged:
             out[name] = merged.pop(name)

@@ -36,34 +36,39 @@ def opened() -> Iterator[None]:
         _chain.is_open, _chain.token = before
 
 
-def linked(function: type[Function], x: Tensor, *args: Any) -> Tensor:
-    """``function.apply(x, token, *args)``, which returns its output and a token."""
+def linked(function: type[Function], x: Tensor, *args: Any) -> Any:
+    """``function.apply(x, token, *args)``, which returns its outputs and a token.
+
+    Returns:
+        the output, or a list of them if there are several.
+    """
     # What is computed again in a backward has a graph of its own there.
     takes_part = _chain.is_open and torch._C._current_graph_task_id() == -1
     if not (takes_part and x.requires_grad and torch.is_grad_enabled()):
-        return function.apply(x, None, *args)[0]
-    token = torch.zeros((), device="cpu") if _chain.token is None else _chain.token
-    out, _chain.token = function.apply(x, token, *args)
-    return out
+        *outputs, _ = function.apply(x, None, *args)
+    else:
+        token = torch.zeros((), device="cpu") if _chain.token is None else _chain.token
+        *outputs, _chain.token = function.apply(x, token, *args)
+    return outputs[0] if len(outputs) == 1 else outputs
 
 
 # Whether a backward came to a collective whose result this rank's loss leaves out.
 _left_out = False
 
 
-def keep_shape(ctx: Any, out: Tensor) -> None:
+def keep_shape(ctx: Any, *outputs: Tensor) -> None:
     """In a function's forward, for `defined`."""
     ctx.set_materialize_grads(False)
-    ctx.out = out.shape, out.dtype, out.device
+    ctx.outputs = [(out.shape, out.dtype, out.device) for out in outputs]
 
 
-def defined(ctx: Any, gradient: Tensor | None) -> Tensor:
+def defined(ctx: Any, gradient: Tensor | None, output: int = 0) -> Tensor:
     """The gradient of what a function returned; zeros where the loss leaves it out."""
     global _left_out
     if gradient is not None:
         return gradient
     _left_out = True
-    shape, dtype, device = ctx.out
+    shape, dtype, device = ctx.outputs[output]
     return torch.zeros(shape, dtype=dtype, device=device)
 
 

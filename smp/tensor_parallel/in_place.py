@@ -16,6 +16,7 @@ from torch import nn
 
 from smp.partitioning.partition import keep_together
 from smp.tensor_parallel import group, marking, replacement
+from smp.tensor_parallel.distributed_module import DistributedModule
 from smp.tensor_parallel.linears import PATH
 
 FAMILIES = "smp.nn.huggingface"
@@ -66,6 +67,11 @@ class _Splitting:
 
     def run(self) -> list[Outcome]:
         self._visit(self.model, "", None)
+        for path, module in self.model.named_modules():
+            if isinstance(module, DistributedModule):
+                module.__dict__[PATH] = path
+                if not module.IS_CONTAINER:
+                    keep_together(module)
         return self.out
 
     def _visit(
@@ -79,6 +85,8 @@ class _Splitting:
         if id(module) in self.done:
             return
         self.done.add(id(module))
+        if isinstance(module, DistributedModule):
+            return  # made so by the user: what is in it is split already
         cls = type(module)
         if marking.configuration(module) is not None:
             plan = plan_of(cls)
@@ -114,8 +122,7 @@ class _Splitting:
                 for name, child in holder._modules.items():
                     if child is module:
                         holder._modules[name] = new
-            new.__dict__.update({marking.MARK: module.__dict__.get(marking.MARK), PATH: path})
-            keep_together(new)
+            new.__dict__[marking.MARK] = module.__dict__.get(marking.MARK)
             reason = ""
         else:
             reason = new

@@ -26,7 +26,7 @@ def lengths_of(tensor: Tensor, axis: int) -> Lengths:
     return [n for (n,) in group.gather_numbers([tensor.size(axis)], tensor.device)]
 
 
-def _all_gather(x: Tensor, lengths: Lengths, call: Call) -> Tensor:
+def all_gather_rows(x: Tensor, lengths: Lengths, call: Call) -> Tensor:
     """The ranks' rows, one rank behind the other."""
     out = x.new_empty((sum(lengths), *x.shape[1:]))
     if group.is_traced():
@@ -38,7 +38,7 @@ def _all_gather(x: Tensor, lengths: Lengths, call: Call) -> Tensor:
     return out
 
 
-def _reduce_scatter(x: Tensor, lengths: Lengths, call: Call) -> Tensor:
+def reduce_scatter_rows(x: Tensor, lengths: Lengths, call: Call) -> Tensor:
     """This rank's rows of the sum."""
     out = x.new_empty((lengths[group.rank()], *x.shape[1:]))
     if group.is_traced():
@@ -68,7 +68,7 @@ class _Gather(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, token: Token, axis: int, lengths: Lengths) -> tuple:
         ctx.axis, ctx.lengths, ctx.call = axis, lengths, group.begin_call()
-        out = _all_gather(x.movedim(axis, 0), lengths, ctx.call).movedim(0, axis)
+        out = all_gather_rows(x.movedim(axis, 0), lengths, ctx.call).movedim(0, axis)
         keep_shape(ctx, out)
         if not x.is_floating_point() and not x.is_complex():
             ctx.mark_non_differentiable(out)
@@ -77,7 +77,7 @@ class _Gather(Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, token: Token) -> tuple:  # type: ignore[override]
         rows = defined(ctx, gradient).movedim(ctx.axis, 0)
-        out = _reduce_scatter(rows, ctx.lengths, ctx.call.backward())
+        out = reduce_scatter_rows(rows, ctx.lengths, ctx.call.backward())
         return out.movedim(0, ctx.axis), token, None, None
 
 
@@ -85,14 +85,14 @@ class _ReduceScatter(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, token: Token, axis: int, lengths: Lengths) -> tuple:
         ctx.axis, ctx.lengths, ctx.call = axis, lengths, group.begin_call()
-        out = _reduce_scatter(x.movedim(axis, 0), lengths, ctx.call).movedim(0, axis)
+        out = reduce_scatter_rows(x.movedim(axis, 0), lengths, ctx.call).movedim(0, axis)
         keep_shape(ctx, out)
         return out, next_token(token)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, token: Token) -> tuple:  # type: ignore[override]
         rows = defined(ctx, gradient).movedim(ctx.axis, 0)
-        out = _all_gather(rows, ctx.lengths, ctx.call.backward())
+        out = all_gather_rows(rows, ctx.lengths, ctx.call.backward())
         return out.movedim(0, ctx.axis), token, None, None
 
 
@@ -110,7 +110,7 @@ class _OwnPart(Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, token: Token) -> tuple:  # type: ignore[override]
         rows = defined(ctx, gradient).movedim(ctx.axis, 0)
-        out = _all_gather(rows, ctx.lengths, ctx.call.backward())
+        out = all_gather_rows(rows, ctx.lengths, ctx.call.backward())
         return out.movedim(0, ctx.axis), token, None, None
 
 
@@ -172,7 +172,7 @@ class _GatherAlike(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: int, lengths: Lengths) -> Tensor:
         ctx.axis, ctx.lengths, ctx.call = axis, lengths, group.begin_call()
-        return _all_gather(x.movedim(axis, 0), lengths, ctx.call).movedim(0, axis)
+        return all_gather_rows(x.movedim(axis, 0), lengths, ctx.call).movedim(0, axis)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]

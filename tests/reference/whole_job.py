@@ -33,6 +33,7 @@ class WholeJob:
         loss: of a rank's own samples.
         batch: every rank's arguments, known to all.
         optimizer: makes one for a model's parameters.
+        plain: the reference, where ``net`` is none: it gets the split model's weights.
         options: for ``smp.DistributedModel``.
     """
 
@@ -42,11 +43,14 @@ class WholeJob:
         loss: Loss,
         batch: Batch,
         optimizer: Callable[[Any], torch.optim.Optimizer] | None = None,
+        plain: nn.Module | None = None,
         **options: Any,
     ) -> None:
         self.net, self.loss, self.batch = net, loss, batch
-        self.plain = copy.deepcopy(net)
+        self.plain = copy.deepcopy(net) if plain is None else plain
         self.model = smp.DistributedModel(net, **options)
+        if plain is not None:
+            plain.load_state_dict(self.model.state_dict())
         make = optimizer or (lambda parameters: torch.optim.AdamW(parameters, lr=1e-2))
         self.optimizer = smp.DistributedOptimizer(make(self.model.parameters()))
         self.plain_optimizer = make(self.plain.parameters())

@@ -13,7 +13,13 @@ class DistributedModule(nn.Module):
 
     Its ``forward`` gets this rank's samples and gives back theirs, whatever travels between.
     Subclass it for one of your own, out of the primitives of ``smp.nn.utils``.
+
+    Attributes:
+        IS_CONTAINER: whether a pipeline may be cut between the modules in it, because it calls
+            no collective itself while one of them runs.
     """
+
+    IS_CONTAINER = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         group.call_of(self.__dict__.get(PATH, type(self).__name__))

@@ -1,0 +1,123 @@
+"""``DistributedTransformerLayer`` and ``DistributedTransformer``: layers, and a row of them."""
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from smp.nn.layer_norm import FusedLayerNorm
+from smp.nn.transformer.attention import DistributedAttentionLayer
+from smp.nn.transformer.options import Options, takes
+from smp.nn.transformer.output_layer import DistributedTransformerOutputLayer
+from smp.tensor_parallel.distributed_module import DistributedModule
+
+Stream = tuple[Tensor | None, ...]  # what a layer takes and returns, hidden first
+
+_OF_A_LAYER = (
+    "num_attention_heads", "attention_head_size", "hidden_size", "intermediate_size",
+    "attention_dropout_prob", "hidden_dropout_prob", "activation", "layernorm_epsilon",
+    "initializer_range", "use_normal_initialization", "causal_mask_size",
+    "add_cross_attention", "pre_layernorm", "post_layernorm", "use_qkv_bias",
+    "use_attn_dense_bias", "use_alibi", "alibi_bias_max", "rotary_dim", "rotary_base",
+    "rotary_pairs", "parallel_attn_output", "single_pre_layernorm", "attention_in_fp32",
+    "query_key_layer_scaling", "scale_attention_scores", "scale_attn_by_layer_idx",
+    "mask_value", "window_size", "fp32_residual_addition", "fused_softmax", "fused_dropout",
+    "fused_bias_gelu", "flash_attention", "optimize",
+)  # fmt: skip
+
+
+@takes(*_OF_A_LAYER, "layer_idx")
+class DistributedTransformerLayer(DistributedModule):
+    """Attention, cross-attention if there is, and an output layer; see ``Options``.
+
+    ``forward`` takes one tuple, ``(hidden, mask)``, or with ``add_cross_attention`` ``(hidden,
+    cross_states, mask, cross_mask)``, and returns it with another ``hidden``.  Shapes as for
+    ``DistributedAttentionLayer``.
+    """
+
+    options: Options
+
+    def build(self, options: Options) -> None:
+        """Make what is in it.  Collective over the TP_GROUP."""
+        attention: tuple[str, ...] = DistributedAttentionLayer.TAKES  # type: ignore[attr-defined]
+        output: tuple[str, ...] = DistributedTransformerOutputLayer.TAKES  # type: ignore[attr-defined]
+        self.attention = DistributedAttentionLayer(**options.of(attention))
+        self.cross_attention: DistributedAttentionLayer | None = None
+        if options.add_cross_attention:
+            self.cross_attention = DistributedAttentionLayer(
+                **options.of(
+                    attention, cross_attention=True, causal_mask_size=None, window_size=None
+                )
+            )
+        self.output = DistributedTransformerOutputLayer(**options.of(output))
+
+    def forward(self, inputs: Stream) -> Stream:
+        crossing = self.cross_attention is not None
+        wanted = 4 if crossing else 2
+        if not isinstance(inputs, tuple | list) or len(inputs) != wanted:
+            names = "(hidden, cross_states, mask, cross_mask)" if crossing else "(hidden, mask)"
+            raise TypeError(f"smp.nn.DistributedTransformerLayer takes one tuple {names}")
+        hidden, mask = inputs[0], inputs[2 if crossing else 1]
+        assert hidden is not None
+        attended = self.attention((hidden, mask))
+        if self.options.parallel_attn_output:
+            x = hidden
+            if self.options.single_pre_layernorm:
+                assert self.attention.pre_layernorm is not None
+                x = self.attention.pre_layernorm(hidden)
+            return self.output((x, attended)), *inputs[1:]
+        if self.cross_attention is not None:
+            attended = self.cross_attention((attended, inputs[1], inputs[3]))
+        return self.output(attended), *inputs[1:]
+
+
+class _LayerStack(nn.Sequential):
+    """Layers in a row, which give one another a tuple."""
+
+
+@takes("num_layers", *_OF_A_LAYER, "embedding_dropout_prob")
+class DistributedTransformer(DistributedModule):
+    """``DistributedTransformerLayer``s in a row, ``seq_layers``; see ``Options``.
+
+    ``forward`` takes and returns what a layer does.  With ``pre_layernorm`` and
+    ``post_layernorm`` its input and output are normalised, too.  ``embedding_dropout_prob``
+    is taken for scripts that give it; the embeddings are outside.
+    """
+
+    IS_CONTAINER = True
+    options: Options
+
+    def build(self, options: Options) -> None:
+        """Make what is in it.  Collective over the TP_GROUP."""
+        both = options.pre_layernorm and options.post_layernorm
+        size, eps = options.hidden_size, options.layernorm_epsilon
+        self.input_layernorm = FusedLayerNorm(size, eps) if both else None
+        layers = [
+            DistributedTransformerLayer(
+                **options.of(_OF_A_LAYER, window_size=window), layer_idx=i
+            )
+            for i, window in enumerate(_windows(options))
+        ]
+        self.seq_layers = _LayerStack(*layers)
+        self.output_layernorm = FusedLayerNorm(size, eps) if both else None
+
+    def forward(self, inputs: Stream) -> Stream:
+        hidden, *others = inputs
+        if self.input_layernorm is not None:
+            hidden = self.input_layernorm(hidden)
+        hidden, *others = self.seq_layers((hidden, *others))
+        if self.output_layernorm is not None:
+            hidden = self.output_layernorm(hidden)
+        return hidden, *others
+
+
+def _windows(options: Options) -> list[int | None]:
+    """Each layer's window."""
+    windows = options.window_size
+    if windows is None or isinstance(windows, int):
+        return [windows] * options.num_layers
+    if not isinstance(windows, Sequence) or len(windows) != options.num_layers:
+        raise ValueError(
+            f"smp.nn.DistributedTransformer: window_size={windows!r}: one number, or one (or "
+            f"None) for each of num_layers={options.num_layers}"
+        )
+    return list(windows)

@@ -1,0 +1,148 @@
+"""``DistributedTransformerLMHead``: embeddings, a transformer, and logits or a loss."""
+
+import torch
+from torch import Tensor, nn
+
+from smp.nn.cross_entropy import vocabulary_parallel_cross_entropy
+from smp.nn.embedding import DistributedEmbedding
+from smp.nn.layer_norm import FusedLayerNorm
+from smp.nn.linear import DistributedLinear
+from smp.nn.transformer.layer import DistributedTransformer
+from smp.nn.transformer.options import Options, takes
+from smp.nn.transformer.token_stream import dropout_of_stream
+from smp.tensor_parallel.distributed_module import DistributedModule
+
+# Added to scores: as good as minus infinity, and small enough that the scores of a position
+# which sees hidden ones only are not lost beside it.
+_HIDES = -1e4
+
+
+@takes(
+    "num_layers", "num_attention_heads", "attention_head_size", "hidden_size",
+    "intermediate_size", "vocab_size", "num_positions", "attention_dropout_prob",
+    "hidden_dropout_prob", "activation", "layernorm_epsilon", "num_token_types",
+    "causal_mask_size", "add_cross_attention", "add_lm_head", "initializer_range",
+    "use_normal_initialization", "pre_layernorm", "post_layernorm", "embedding_dropout_prob",
+    "tie_input_output_embedding", "use_lm_head_bias", "final_layernorm", "use_qkv_bias",
+    "use_attn_dense_bias", "use_alibi", "alibi_bias_max", "rotary_dim", "rotary_base",
+    "rotary_pairs", "parallel_attn_output", "single_pre_layernorm", "attention_in_fp32",
+    "query_key_layer_scaling", "scale_attention_scores", "scale_attn_by_layer_idx",
+    "mask_value", "window_size", "fp32_residual_addition", "fused_softmax", "fused_dropout",
+    "fused_bias_gelu", "flash_attention", "optimize",
+)  # fmt: skip
+class DistributedTransformerLMHead(DistributedModule):
+    """Word, position and token type embeddings, a transformer, and a head; see ``Options``.
+
+    Rows of the word embedding, and so of the head that has its weight, are split over the
+    TP_GROUP.
+
+    ``forward`` takes one tuple, ``(ids, mask, token_types, position_ids, labels)``; with
+    ``add_cross_attention`` ``(ids, mask, token_types, position_ids, cross_states, cross_mask,
+    labels)``.  All but ``ids`` may be None.
+
+    Shapes: ids, token_types, position_ids and labels ``[samples, positions]``; mask
+    ``[samples, positions]``, 1 where a position is hidden; cross_states ``[samples, others,
+    hidden_size]``, cross_mask ``[samples, 1, 1, others]``, added to the scores.
+
+    Returns without labels logits ``[samples, positions, vocab_size]``, or with
+    ``add_lm_head=False`` hidden states; with labels the mean loss of this rank's samples,
+    where no rank has whole logits.  A causal model's labels are the ids themselves: each
+    position is to tell the next one's.  A label of -100 does not count.
+    """
+
+    IS_CONTAINER = True
+    options: Options
+
+    def build(self, options: Options) -> None:
+        """Make what is in it.  Collective over the TP_GROUP."""
+        size, eps = options.hidden_size, options.layernorm_epsilon
+        self.word_embedding = DistributedEmbedding(
+            options.vocab_size,
+            size,
+            vocab_parallel=True,
+            initializer_range=(
+                options.initializer_range if options.use_normal_initialization else 1.0
+            ),
+        )
+        self.position_embedding = _embedding(options.num_positions, options)
+        self.token_type_embedding = _embedding(options.num_token_types, options)
+        self.transformer = DistributedTransformer(
+            **options.of(DistributedTransformer.TAKES)  # type: ignore[attr-defined]
+        )
+        final = options.final_layernorm
+        if final is None:
+            final = options.pre_layernorm and not options.post_layernorm
+        self.layernorm = FusedLayerNorm(size, eps) if final else None
+        self.lm_head: DistributedLinear | None = None
+        if options.add_lm_head:
+            self.lm_head = self._head(options)
+
+    def _head(self, options: Options) -> DistributedLinear:
+        size, rows, bias = options.hidden_size, options.vocab_size, options.use_lm_head_bias
+        if not options.tie_input_output_embedding:
+            head = DistributedLinear(size, rows, bias, by_outputs=True)
+            options.initialize(head)
+            return head
+        tied = nn.Linear(size, rows, bias=False, device="meta")
+        tied.weight = self.word_embedding.weight
+        tied.bias = nn.Parameter(torch.zeros(rows)) if bias else None  # type: ignore[assignment]
+        DistributedLinear.take_over(tied, by_outputs=True)
+        assert isinstance(tied, DistributedLinear)
+        return tied
+
+    def forward(self, inputs: tuple[Tensor | None, ...]) -> Tensor:
+        ids, mask, types, places, cross, labels = self._arguments(inputs)
+        hidden = self.word_embedding(ids)
+        if self.position_embedding is not None:
+            if places is None:
+                places = torch.arange(ids.size(1), device=ids.device)[None]
+            hidden = hidden + self.position_embedding(places)
+        if types is not None and self.token_type_embedding is not None:
+            hidden = hidden + self.token_type_embedding(types)
+        hidden = dropout_of_stream(hidden, self.options.embedding_dropout_prob, self.training)
+        if mask is not None:
+            mask = mask[:, None, None, :].to(hidden.dtype) * _HIDES
+        if cross is None:
+            hidden = self.transformer((hidden, mask))[0]
+        else:
+            hidden = self.transformer((hidden, cross[0], mask, cross[1]))[0]
+        if self.layernorm is not None:
+            hidden = self.layernorm(hidden)
+        if self.lm_head is None:
+            return hidden
+        return self.lm_head(hidden) if labels is None else self._loss(hidden, labels)
+
+    def _arguments(self, inputs: tuple[Tensor | None, ...]) -> tuple:
+        crossing = self.options.add_cross_attention
+        names = "(ids, mask, token_types, position_ids, labels)"
+        if crossing:
+            names = names.replace("labels", "cross_states, cross_mask, labels")
+        if not isinstance(inputs, tuple | list) or len(inputs) != names.count(",") + 1:
+            raise TypeError(f"smp.nn.DistributedTransformerLMHead takes one tuple {names}")
+        ids, mask, types, places, *between, labels = inputs
+        if ids is None or ids.dim() != 2:
+            raise ValueError(
+                "smp.nn.DistributedTransformerLMHead: ids must be [samples, positions], got "
+                f"{None if ids is None else list(ids.shape)}"
+            )
+        most = self.options.num_positions
+        if places is None and most and ids.size(1) > most:
+            raise ValueError(
+                f"smp.nn.DistributedTransformerLMHead: ids of shape {list(ids.shape)}: there "
+                f"are num_positions={most}"
+            )
+        return ids, mask, types, places, between or None, labels
+
+    def _loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        assert self.lm_head is not None
+        if self.options.causal_mask_size is not None:
+            hidden, labels = hidden[:, :-1], labels[:, 1:]
+        return vocabulary_parallel_cross_entropy(self.lm_head, hidden, labels)
+
+
+def _embedding(rows: int, options: Options) -> nn.Embedding | None:
+    if not rows:
+        return None
+    made = nn.Embedding(rows, options.hidden_size)
+    options.initialize(made)
+    return made

@@ -1,0 +1,168 @@
+"""The residual stream: own samples' tokens outside of what is split, everybody's inside.
+
+A tensor ``[samples, positions, channels]`` is rows of tokens.  On the way in, the tokens of
+all tp_ranks are joined, rank behind rank, whatever the lengths of their sequences; on the way
+out, what is added up goes back to the tokens' own rank.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from smp.nn.layer_norm import FusedLayerNorm
+from smp.nn.transformer.options import Options
+from smp.tensor_parallel import group, kernels, primitives
+from smp.tensor_parallel.gathered_linears import gathered_linears
+from smp.tensor_parallel.kernels import Dropout
+from smp.tensor_parallel.linears import cut_weights
+from smp.tensor_parallel.slices import Slices
+
+
+class Source(NamedTuple):
+    """A tp_rank whose tokens were joined.
+
+    Attributes:
+        samples, positions: of its residual stream.
+        keys: positions that its attention looks at.
+        mask: shape of its attention mask; None: it has none.
+        seed: of its attention's dropout.
+    """
+
+    samples: int
+    positions: int
+    keys: int
+    mask: tuple[int, ...] | None
+    seed: int
+
+    @property
+    def tokens(self) -> int:
+        """Rows that its residual stream has."""
+        return self.samples * self.positions
+
+
+_MASK_AXES = 4
+
+
+def meet(own: Source, device: torch.device) -> list[Source]:
+    """What each tp_rank has; of ranks with the same samples, once.
+
+    Collective over the TP_GROUP.  There the seed is tp_rank 0's for all.
+    """
+    if group.size() == 1:
+        return [own]
+    shape = own.mask or ()
+    words = [own.samples, own.positions, own.keys, own.seed, -1 if own.mask is None else 0]
+    words += [*shape, *[0] * (_MASK_AXES - len(shape))]
+    if group.same_samples() and own.seed == 0:
+        return [own]  # nothing can differ
+    everyone = group.gather_numbers(words, device)
+    if group.same_samples():
+        return [own._replace(seed=everyone[0][3])]
+    return [
+        Source(n, s, k, None if no_mask else tuple(mask), seed)
+        for n, s, k, seed, no_mask, *mask in everyone
+    ]
+
+
+def new_seed() -> int:
+    """A seed of dropout, above 0; drawn from torch's generator on the host."""
+    return int(torch.randint(1, 2**62, (), device="cpu").item())
+
+
+def join(x: Tensor, lengths: Sequence[int], linears: Sequence[nn.Linear], keep: bool) -> list:
+    """Linears, cut by their outputs, of the tokens of all sources.
+
+    Args:
+        x: own tokens, ``[samples, positions, channels]``.
+        lengths: tokens of each source.
+        linears: that have ``x`` as their input.
+        keep: see `gathered_linears`.
+
+    Returns:
+        for each ``[all tokens, own outputs]``.
+    """
+    tokens = x.reshape(-1, x.size(-1))
+    if group.same_samples():
+        tokens = primitives.bwd_allreduce_for_tp(tokens)
+        return [linear(tokens) for linear in linears]
+    return gathered_linears(tokens, list(lengths), linears, keep)
+
+
+def lead_out(x: Tensor, linear: nn.Linear, lengths: Sequence[int], like: Tensor) -> Tensor:
+    """A linear, cut by its inputs and without its bias, for the tokens' own ranks.
+
+    Args:
+        x: of all tokens this tp_rank's channels, ``[all tokens, own inputs]``.
+        linear: with a slice of its inputs.
+        lengths: tokens of each source.
+        like: the residual stream, ``[samples, positions, channels]``.
+    """
+    part = F.linear(x, linear.weight)
+    if group.same_samples():
+        own = primitives.fwd_allreduce_for_tp(part)
+    else:
+        own = primitives.reduce_scatter(part, 0, list(lengths))
+    return own.view(*like.shape[:-1], own.size(-1))
+
+
+def add_to_stream(
+    x: Tensor,
+    bias: Tensor | None,
+    residual: Tensor,
+    norm: FusedLayerNorm | None,
+    options: Options,
+    training: bool,
+) -> Tensor:
+    """``norm(residual + dropout(x + bias))``, all of own tokens."""
+    p = options.hidden_dropout_prob if training else 0.0
+    drop = Dropout(p, _seed_of_stream(x.device)) if p else None
+    out_dtype = residual.dtype
+    if options.fp32_residual_addition:
+        x, residual = x.float(), residual.float()
+        bias = None if bias is None else bias.float()
+    elif bias is not None and bias.dtype != x.dtype:
+        bias = bias.to(x.dtype)  # under autocast
+    if norm is None:
+        return kernels.bias_dropout_residual(x, bias, residual, drop).to(out_dtype)
+    if options.fp32_residual_addition:
+        return norm(kernels.bias_dropout_residual(x, bias, residual, drop).to(out_dtype))
+    out, _ = kernels.bias_dropout_residual_layer_norm(
+        x, bias, residual, norm.weight, norm.bias, norm.eps, drop
+    )
+    return out
+
+
+def dropout_of_stream(x: Tensor, p: float, training: bool) -> Tensor:
+    """Dropout of own tokens."""
+    if not training or not p:
+        return x
+    return kernels.dropout(x, Dropout(p, _seed_of_stream(x.device)))
+
+
+def _seed_of_stream(device: torch.device) -> int:
+    """Of dropout outside of what is split: ranks with the same samples drop the same."""
+    seed = new_seed()
+    if group.size() > 1 and group.same_samples():
+        seed = group.gather_numbers([seed], device)[0][0]
+    return seed
+
+
+def cut_linear(linear: nn.Linear, by_outputs: bool, unit: int = 1) -> None:
+    """Keep this tp_rank's slice of a linear.  Collective over the TP_GROUP.
+
+    Args:
+        by_outputs: cut weight and bias by outputs; else the weight by inputs, and the bias
+            stays whole.
+        unit: channels that stay together: the size of a head.
+    """
+    size = linear.out_features if by_outputs else linear.in_features
+    slices = Slices.even(0 if by_outputs else 1, size, group.size(), unit)
+    cut_weights(linear, slices, cut_bias=by_outputs)
+    own = slices.local_size(group.rank())
+    if by_outputs:
+        linear.out_features = own
+    else:
+        linear.in_features = own

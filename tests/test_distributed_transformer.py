@@ -1,0 +1,418 @@
+"""``smp.nn.DistributedTransformer`` and its parts, against the same written down plainly."""
+
+import os
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import smp
+from smp.tensor_parallel import group
+from tests.ranks import on_ranks
+from tests.reference import transformer as plain
+from tests.reference.whole_job import WholeJob, assert_near, split_over_all_ranks
+
+SIZES = {
+    "num_attention_heads": 5,
+    "attention_head_size": 4,
+    "hidden_size": 10,
+    "intermediate_size": 13,
+    "attention_dropout_prob": 0.0,
+    "hidden_dropout_prob": 0.0,
+    "embedding_dropout_prob": 0.0,
+}
+PRE = {"pre_layernorm": True, "post_layernorm": False}
+GPT = {"causal_mask_size": 16, **PRE}
+LM = {"num_layers": 2, "vocab_size": 23, "num_positions": 16, **SIZES}
+
+LAYERS = {
+    "bert": {},
+    "relu": {"activation": "relu", "optimize": "memory"},
+    "gpt": {**GPT, "activation": "gelu_new"},
+    "both norms": {"pre_layernorm": True, "post_layernorm": True, "optimize": "memory"},
+    "cross": {"add_cross_attention": True},
+    "cross, causal": {"add_cross_attention": True, **GPT, "optimize": "memory"},
+    "gpt-j": {
+        **GPT, "parallel_attn_output": True, "single_pre_layernorm": True, "rotary_dim": 2,
+        "use_qkv_bias": False, "use_attn_dense_bias": False,
+    },
+    "gpt-neox": {
+        **GPT, "parallel_attn_output": True, "rotary_dim": 4, "rotary_pairs": "halves",
+    },
+    "gpt-neo": {**GPT, "window_size": 2, "scale_attention_scores": False},
+    "scaled": {**GPT, "scale_attn_by_layer_idx": True, "query_key_layer_scaling": True,
+               "layer_idx": 2},
+    "alibi": {**GPT, "use_alibi": True, "num_attention_heads": 4},
+    "mask value": {**GPT, "mask_value": -1e4, "window_size": 3},
+    "flash": {**GPT, "flash_attention": True},
+}  # fmt: skip
+
+
+class Around(nn.Module):
+    """A plain linear, a layer, a plain linear: as a model uses one."""
+
+    def __init__(self, layer: nn.Module, cross: bool) -> None:
+        super().__init__()
+        self.first = nn.Linear(10, 10)
+        self.layer = layer
+        self.last = nn.Linear(10, 3)
+        self.cross = cross
+
+    def forward(self, x: Tensor, mask: Tensor | None, states: Tensor, other: Tensor) -> Tensor:
+        given = (self.first(x), mask)
+        if self.cross:
+            given = (given[0], states, mask, other)
+        out = self.layer(given)
+        assert len(out) == len(given) and all(
+            a is b for a, b in zip(out[1:], given[1:], strict=True)
+        )
+        return self.last(out[0])
+
+
+def masked(samples: int, positions: int, generator: torch.Generator) -> Tensor:
+    hidden = torch.rand(samples, 1, 1, positions, generator=generator) < 0.3
+    hidden[..., 0] = False
+    return hidden.double() * -1e4
+
+
+def batch_of(masks: str, alike: bool = False):
+    """Each rank's own numbers of samples and positions; masks on "all", "one" or "no" ranks."""
+
+    def batch(rank: int, step: int) -> tuple:
+        at = 0 if alike else rank
+        generator = torch.Generator().manual_seed(10 * step + at)
+        samples, positions, others = 1 + at, 4 + 2 * at, 3 + at
+        has_mask = masks == "all" or (masks == "one" and at == 0)
+        return (
+            torch.randn(samples, positions, 10, generator=generator, dtype=torch.float64),
+            masked(samples, positions, generator) if has_mask else None,
+            torch.randn(samples, others, 10, generator=generator, dtype=torch.float64),
+            masked(samples, others, generator),
+        )
+
+    return batch
+
+
+def squares(model: nn.Module, *batch: Tensor) -> Tensor:
+    return model(*batch).square().mean()
+
+
+def check_layer(options: dict, masks: str, alike: bool = False, steps: int = 2) -> None:
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(3)
+    options = {**SIZES, **options}
+    del options["embedding_dropout_prob"]
+    cross = options.get("add_cross_attention", False)
+    net = Around(smp.nn.DistributedTransformerLayer(**options), cross)
+    reference = Around(plain.PlainLayer(**options), cross)
+    job = WholeJob(net, squares, batch_of(masks, alike), plain=reference)
+    for step in range(steps):
+        job.step(step, max_norm=0.1)
+    job.check_parameters()
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+@on_ranks(2)
+def test_a_layer_equals_the_plain_one(kind):
+    split_over_all_ranks()
+    check_layer(LAYERS[kind], masks="one")
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("masks", ["all", "no"])
+@pytest.mark.parametrize("kind", LAYERS)
+@on_ranks(3, 4)
+def test_a_layer_on_more_ranks(kind, masks):
+    split_over_all_ranks()
+    check_layer(LAYERS[kind], masks)
+
+
+@pytest.mark.parametrize("kind", ["bert", "gpt-j", "cross, causal"])
+@on_ranks(2)
+def test_a_layer_of_ranks_with_the_same_samples(kind):
+    split_over_all_ranks(prescaled_batch=True)
+    check_layer(LAYERS[kind], masks="all", alike=True)
+
+
+LMS = {
+    "gpt": GPT,
+    "untied, with a bias, types": {
+        "tie_input_output_embedding": False, "use_lm_head_bias": True, "num_token_types": 3,
+    },
+    "hidden states": {"add_lm_head": False, "num_positions": 0},
+    "windows": {**GPT, "window_size": [None, 2]},
+    "cross": {**GPT, "add_cross_attention": True},
+}  # fmt: skip
+
+
+def texts(kind: str, alike: bool = False):
+    def batch(rank: int, step: int) -> tuple:
+        at = 0 if alike else rank
+        generator = torch.Generator().manual_seed(10 * step + at)
+        shape = (1 + at, 5 + at)
+        ids = torch.randint(0, 23, shape, generator=generator)
+        hidden = torch.zeros(shape)
+        hidden[0, -1] = 1
+        types = torch.randint(0, 3, shape, generator=generator) if "types" in kind else None
+        labels = ids.clone()
+        labels[0, 0] = labels[0, 2] = -100
+        cross: tuple = ()
+        if kind == "cross":
+            states = torch.randn(shape[0], 3, 10, generator=generator, dtype=torch.float64)
+            cross = (states, masked(shape[0], 3, generator))
+        labels = None if step == 1 or kind == "hidden states" else labels
+        return ids, hidden, types, None, *cross, labels
+
+    return batch
+
+
+def loss_of(model: nn.Module, *batch: Tensor | None) -> Tensor:
+    out = model(batch)
+    return out if out.dim() == 0 else out.square().mean()
+
+
+def check_lm(kind: str, alike: bool = False) -> WholeJob:
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(3)
+    options = {**LM, **LMS[kind]}
+    net = smp.nn.DistributedTransformerLMHead(**options)
+    del options["embedding_dropout_prob"]
+    job = WholeJob(net, loss_of, texts(kind, alike), plain=plain.PlainLMHead(**options))
+    for step in range(3):
+        job.step(step, max_norm=0.1)
+    job.check_parameters()
+    return job
+
+
+@pytest.mark.parametrize("kind", LMS)
+@on_ranks(2)
+def test_a_language_model_equals_the_plain_one(kind):
+    split_over_all_ranks()
+    check_lm(kind)
+
+
+@pytest.mark.parametrize("kind", ["gpt", "untied, with a bias, types"])
+@on_ranks(2)
+def test_a_language_model_of_ranks_with_the_same_samples(kind):
+    split_over_all_ranks(prescaled_batch=True)
+    check_lm(kind, alike=True)
+
+
+# ------------------------------------------------------------------------------- dropout
+
+
+DROPS = {**SIZES, **GPT, "attention_dropout_prob": 0.3, "hidden_dropout_prob": 0.2}
+del DROPS["embedding_dropout_prob"]
+
+
+def dropped(layer: nn.Module, dtype: torch.dtype, rank: int) -> tuple[Tensor, Tensor]:
+    """What a rank's samples become, and their gradient; drawn from the rank's own stream."""
+    x = batch_of("no")(rank, 0)[0].to(dtype).requires_grad_(True)
+    torch.manual_seed(100 + rank)
+    out = layer((x, None))[0]
+    out.square().sum().backward()
+    return out, x.grad
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@on_ranks(2, 3)
+def test_dropout_is_the_same_however_many_ranks_share_a_layer(dtype):
+    torch.manual_seed(5)
+    alone = smp.nn.DistributedTransformerLayer(**DROPS)  # before smp.init nothing is split
+    alone.to(dtype)
+    want, wanted = dropped(alone, dtype, int(os.environ["OMPI_COMM_WORLD_RANK"]))
+    split_over_all_ranks()
+    torch.manual_seed(5)
+    layer = smp.nn.DistributedTransformerLayer(**DROPS).to(dtype)
+    out, gradient = dropped(layer, dtype, group.rank())
+    tolerance = 1e-10 if dtype == torch.float64 else 1e-5
+    torch.testing.assert_close(out, want, atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(gradient, wanted, atol=tolerance, rtol=tolerance)
+    again, _ = dropped(layer, dtype, group.rank())
+    assert torch.equal(again, out)
+    assert not torch.equal(dropped(layer.eval(), dtype, group.rank())[0], out)
+
+
+@on_ranks(2)
+def test_ranks_with_the_same_samples_drop_the_same():
+    split_over_all_ranks(prescaled_batch=True)
+    torch.manual_seed(5)
+    layer = smp.nn.DistributedTransformerLayer(**DROPS).double()
+    x = batch_of("no", alike=True)(0, 0)[0]
+    torch.manual_seed(group.rank())  # their streams differ, and tp_rank 0's is everybody's
+    out = layer((x, None))[0]
+    assert torch.equal(*smp.allgather(out.detach(), smp.TP_GROUP))
+
+
+# -------------------------------------------------------------------------- in a pipeline
+
+
+@on_ranks(4)
+def test_a_language_model_in_a_pipeline():
+    smp.init({"tensor_parallel_degree": 2, "pipeline_parallel_degree": 2, "microbatches": 2})
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(3)
+    options = {**LM, **GPT, "num_layers": 4}
+    net = smp.nn.DistributedTransformerLMHead(**options)
+    del options["embedding_dropout_prob"]
+    reference = plain.PlainLMHead(**options)
+
+    def batch(rank: int, step: int) -> tuple:
+        generator = torch.Generator().manual_seed(10 * step + rank)
+        ids = torch.randint(0, 23, (4, 5 + rank), generator=generator)
+        return ids, (ids % 5 == 4).double(), None, None, ids
+
+    job = WholeJob(net, loss_of, batch, plain=reference)
+    for step in range(2):
+        job.step(step, max_norm=0.1)
+    job.check_parameters()
+    assert any("seq_layers." in name for name, _ in job.model.local_named_parameters())
+
+
+# ----------------------------------------------------------------------- what else it does
+
+
+@pytest.mark.parametrize("strategy", ["each", "group_2"])
+@on_ranks(2)
+def test_layers_are_checkpointed(strategy):
+    split_over_all_ranks()
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(3)
+    options = {**LM, **GPT, "hidden_dropout_prob": 0.2, "attention_dropout_prob": 0.2}
+    net = smp.nn.DistributedTransformerLMHead(**options)
+    gradients = []
+    for checkpointed in (False, True):
+        model = smp.DistributedModel(net)
+        if checkpointed:
+            smp.set_activation_checkpointing(
+                model.get_module().transformer.seq_layers, pack_args_as_tuple=True,
+                strategy=strategy,
+            )  # fmt: skip
+
+        @smp.step
+        def train(model, *batch):
+            loss = model(batch)
+            model.backward(loss)
+            return loss
+
+        torch.manual_seed(group.rank())
+        model.zero_grad()
+        train(model, *texts("gpt")(group.rank(), 0))
+        gradients.append([p.grad.clone() for p in model.parameters()])
+    for a, b in zip(*gradients, strict=True):
+        assert_near(a, b, "gradient")
+
+
+@pytest.mark.parametrize("optimize", ["speed", "memory"])
+@on_ranks(2)
+def test_under_autocast_and_in_half_precision(optimize):
+    split_over_all_ranks()
+    torch.manual_seed(3)
+    options = {**SIZES, **GPT, "optimize": optimize}
+    del options["embedding_dropout_prob"]
+    layer = smp.nn.DistributedTransformerLayer(**options)
+    x = batch_of("no")(group.rank(), 0)[0].float()
+    want = layer((x, None))[0]
+    with torch.autocast("cpu", torch.bfloat16):
+        out = layer((x, None))[0]
+    assert out.dtype == torch.float32
+    torch.testing.assert_close(out, want, atol=0.05, rtol=0.05)
+    out.sum().backward()
+    assert all(p.grad.dtype == torch.float32 for p in layer.parameters())
+    layer.bfloat16()
+    half = layer((x.bfloat16(), None))[0]
+    assert half.dtype == torch.bfloat16
+    torch.testing.assert_close(half.float(), want, atol=0.05, rtol=0.05)
+
+
+@on_ranks(2)
+def test_collectives_of_a_layer():
+    """What travels: lengths twice, and each gather and reduce-scatter once each way."""
+    split_over_all_ranks()
+    counts = {}
+    for optimize in ("speed", "memory"):
+        torch.manual_seed(3)
+        options = {**SIZES, **GPT, "optimize": optimize}
+        del options["embedding_dropout_prob"]
+        layer = smp.nn.DistributedTransformerLayer(**options).double()
+        x = batch_of("no")(group.rank(), 0)[0].requires_grad_(True)
+        made = []
+        with pytest.MonkeyPatch.context() as patch:
+            for name in ("all_gather", "all_gather_single", "reduce_scatter", "all_reduce"):
+                patch.setattr(torch.distributed, name, _noting(name, made))
+            out = layer((x, None))[0]
+            forward = list(made)
+            made.clear()
+            out.sum().backward()
+        counts[optimize] = [sorted(forward), sorted(made)]
+    own = ["all_gather"] * 2 + ["all_gather_single"] * 2 + ["reduce_scatter"] * 2
+    back = ["all_gather"] * 2 + ["reduce_scatter"] * 2
+    assert counts == {
+        "speed": [own, back], "memory": [own, sorted([*back, "all_gather", "all_gather"])],
+    }  # fmt: skip
+
+
+def _noting(name: str, made: list[str]):
+    call = getattr(torch.distributed, name)
+
+    def noting(*args, **kwargs):
+        made.append(name)
+        return call(*args, **kwargs)
+
+    return noting
+
+
+@on_ranks(2)
+def test_what_it_is_made_with_and_given_is_checked():
+    split_over_all_ranks()
+    layer_of = smp.nn.DistributedTransformerLayer
+    for options, words in (
+        ({"activation": "swish"}, "activation='swish': must be one of"),
+        ({"post_layernorm": False}, "pre_layernorm or post_layernorm must be True"),
+        ({"rotary_dim": 3}, "rotary_dim=3: must be even"),
+        ({"window_size": 4}, "needs causal_mask_size"),
+        ({"num_attention_heads": 1, "attention_head_size": 4}, "too short to be split"),
+        ({"hidden_dropout_prob": 1.5}, r"must be in \[0, 1\)"),
+        ({"optimize": "fast"}, "must be 'speed' or 'memory'"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            layer_of(**{"hidden_size": 8, "intermediate_size": 8, **options})
+    with pytest.raises(TypeError, match="Layer: got an unexpected.*'heads'"):
+        layer_of(heads=3)
+    with pytest.raises(NotImplementedError, match="optimize='channels'"):
+        layer_of(optimize="channels")
+    layer = layer_of(num_attention_heads=2, attention_head_size=4, hidden_size=8,
+                     intermediate_size=8)  # fmt: skip
+    with pytest.raises(TypeError, match=r"one tuple \(hidden, mask\)"):
+        layer(torch.zeros(1, 2, 8))
+    with pytest.raises(ValueError, match=r"hidden of shape \[1, 2, 7\]: must be"):
+        layer((torch.zeros(1, 2, 7), None))
+    with pytest.raises(TypeError, match="mask is bool"):
+        layer((torch.zeros(1, 2, 8), torch.ones(1, 1, 1, 2, dtype=torch.bool)))
+
+
+@on_ranks(2, 3)
+def test_layer_norm_of_split_channels():
+    split_over_all_ranks()
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(7)
+    whole = nn.LayerNorm(7)
+    x, gradient = torch.randn(2, 3, 7, requires_grad=True), torch.randn(2, 3, 7)
+    with torch.no_grad():
+        whole.weight.normal_()
+        whole.bias.normal_()
+    split = smp.nn.DistributedLayerNorm(7)
+    shares = group.shares(7)
+    first = sum(shares[: group.rank()])
+    mine = slice(first, first + shares[group.rank()])
+    with torch.no_grad():
+        split.weight.copy_(whole.weight[mine])
+        split.bias.copy_(whole.bias[mine])
+    own = x.detach()[..., mine].requires_grad_(True)
+    out = split(own)
+    want = whole(x)
+    assert_near(out, want[..., mine], "output")
+    out.backward(gradient[..., mine])
+    want.backward(gradient)
+    assert_near(own.grad, x.grad[..., mine], "gradient")
+    assert_near(split.weight.grad, whole.weight.grad[mine], "gradient of weight")
