@@ -4,6 +4,9 @@ The reference is ``tests/reference/whole_job.py``, in float64.
 """
 
 import copy
+import io
+import itertools
+import pickle
 from typing import Any
 
 import pytest
@@ -429,13 +432,39 @@ def test_ranks_that_run_other_modules_hear_of_it():
         step(model, torch.zeros(2, 3, 24))
 
 
+WAYS_TO_COPY = (copy.deepcopy, copy.copy, pickle.dumps, lambda m: torch.save(m, io.BytesIO()))
+
+
 @on_ranks(2, timeout_s=120)
 def test_a_split_model_is_not_copied():
     smp.init({"tensor_parallel_degree": 2})
-    model = smp.DistributedModel(small_gpt2())
-    for copied in (model.get_module(), model.get_module().transformer.h[0].mlp.c_proj):
-        with pytest.raises(TypeError, match=r"cannot be copied .* model.state_dict\(\)"):
-            copy.deepcopy(copied)
+    net = small_gpt2(marks={"distribute_embedding": True})
+    alone = nn.Linear(4, 4)
+    smp.set_tensor_parallelism(alone)
+    both = nn.ModuleList([net, alone])
+    smp.DistributedModel(both)
+    block = net.transformer.h[0]
+    split = [block.attn, block.mlp, block.mlp.c_fc, block.mlp.c_proj]
+    split += [net.transformer.wte, net.lm_head, alone]
+    for checkpointed in (False, True):
+        if checkpointed:
+            for module in split:
+                smp.set_activation_checkpointing(module)
+        refused = r"is split .* cannot be copied .* model.state_dict\(\)"
+        for module, copied in itertools.product(split, WAYS_TO_COPY):
+            with pytest.raises(TypeError, match=refused):
+                copied(module)
+        with pytest.raises(TypeError, match=r"'0.transformer.\S+' is split over the TP_GROUP"):
+            copy.deepcopy(both)
+    assert copy.deepcopy(block.ln_1).weight.equal(block.ln_1.weight)
+
+
+@on_ranks(1)
+def test_distributed_modules_of_one_rank_are_copied():
+    smp.init()
+    linear = smp.nn.DistributedLinear(3, 2)
+    for copied in (copy.deepcopy(linear), pickle.loads(pickle.dumps(linear))):
+        assert torch.equal(copied(torch.ones(1, 3)), linear(torch.ones(1, 3)))
 
 
 @on_ranks(2, timeout_s=120)

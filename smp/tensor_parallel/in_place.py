@@ -16,7 +16,7 @@ from torch import nn
 
 from smp.partitioning.partition import keep_together
 from smp.tensor_parallel import group, marking, replacement
-from smp.tensor_parallel.linears import PATH
+from smp.tensor_parallel.slices import PATH
 
 FAMILIES = "smp.nn.huggingface"
 BY_ROWS = "_smp_cut_by_rows"  # in a leaf's __dict__: its weight is to be cut by rows
