@@ -30,7 +30,7 @@ from smp.partitioning.partition import Partition, make_partition
 from smp.saving import state_dicts
 from smp.state_mod import state
 from smp.tensor_parallel import chain, gradients, group, in_place
-from smp.tensor_parallel.slices import is_scaled_batch, slices_of
+from smp.tensor_parallel.slices import is_scaled_batch, mark_model, slices_of
 
 if TYPE_CHECKING:
     from smp.partitioning.report import PartitionReport
@@ -127,6 +127,7 @@ class DistributedModel(nn.Module):
                 "parallelism is not built yet: make the model without it"
             )
         self._smp_split = in_place.split(self._smp_module)
+        mark_model(self._smp_module)
         if not self._smp_runtime.cfg.prescaled_batch:
             gradients.scale(self._smp_module)
 

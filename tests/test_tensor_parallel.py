@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.utils import clip_grad_norm_ as imported_early
 
 import smp
 from smp.tensor_parallel import step_end
@@ -172,11 +173,48 @@ def test_torchs_clipping_is_by_the_models_norm():
     smp.init({"tensor_parallel_degree": 2})
     job = WholeJob(small_gpt2(), next_token_loss, tokens)
     job.train(0)
-    want = nn.utils.clip_grad_norm_(job.plain.parameters(), 0.3)
-    assert_near(nn.utils.clip_grad_norm_(job.model.parameters(), 0.3), want, "norm")
+    want = imported_early(job.plain.parameters(), 0.3)
+    assert_near(imported_early(job.model.parameters(), 0.3), want, "norm")
     job.check_gradients()
+    job.train(1)
+    want = nn.utils.clip_grad_norm_(job.plain.parameters(), 0.2, 1.0)
+    assert_near(nn.utils.clip_grad_norm_(job.model.parameters(), 0.2, 1.0), want, "norm")
     smp.shutdown()
-    assert nn.utils.clip_grad_norm_.__module__ == "torch.nn.utils.clip_grad"
+    weight = nn.Parameter(torch.ones(2))
+    weight.grad = torch.full((2,), 3.0)
+    assert_near(imported_early([weight], 1.0), torch.tensor(3 * 2**0.5), "norm")
+
+
+class TwoHalves(nn.Module):
+    """Only one of them is split; each on another pp_rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(x)))
+
+
+@on_ranks(4, timeout_s=120)
+def test_a_stage_without_slices_clips_with_the_others():
+    smp.init({"tensor_parallel_degree": 2, "pipeline_parallel_degree": 2})
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(3)
+    net = TwoHalves()
+    smp.set_tensor_parallelism(net.second)
+    smp.set_partition(net.first, 0)
+    smp.set_partition(net.second, 1)
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        return model(x).square().mean()
+
+    job = WholeJob(net, loss, lambda rank, step: (torch.ones(2, 4) * (rank + 1),))
+    job.train(0)
+    want = nn.utils.clip_grad_norm_(job.plain.parameters(), 0.01)
+    got = nn.utils.clip_grad_norm_(job.model.local_parameters(), 0.01)
+    assert_near(got, want, "norm")
+    job.check_gradients()
 
 
 @on_ranks(2, 3, timeout_s=120)
