@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from smp.modules import activation_checkpointing
 from smp.partitioning.partition import keep_together
 from smp.tensor_parallel import group, marking, replacement
 from smp.tensor_parallel.slices import PATH
@@ -63,9 +64,14 @@ class _Splitting:
                     self.owners[id(parameter)].append(module)
         self.out: list[Outcome] = []
         self.done: set[int] = set()
+        self.replaced: dict[nn.Module, nn.Module] = {}
 
     def run(self) -> list[Outcome]:
+        checkpointed = activation_checkpointing.lift(self.model)
         self._visit(self.model, "", None)
+        for module, arguments in checkpointed.items():
+            now = self.replaced.get(module, module)
+            activation_checkpointing.set_activation_checkpointing(now, *arguments)
         return self.out
 
     def _visit(
@@ -114,6 +120,7 @@ class _Splitting:
                 for name, child in holder._modules.items():
                     if child is module:
                         holder._modules[name] = new
+            self.replaced[module] = new
             new.__dict__.update({marking.MARK: module.__dict__.get(marking.MARK), PATH: path})
             keep_together(new)
             reason = ""
