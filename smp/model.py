@@ -30,7 +30,7 @@ from smp.partitioning.partition import Partition, make_partition
 from smp.saving import state_dicts
 from smp.state_mod import state
 from smp.tensor_parallel import chain, gradients, group, in_place
-from smp.tensor_parallel.slices import is_scaled_batch, slices_of
+from smp.tensor_parallel.slices import is_scaled_batch, mark_model, slices_of
 
 if TYPE_CHECKING:
     from smp.partitioning.report import PartitionReport
@@ -76,12 +76,7 @@ class DistributedModel(nn.Module):
             )
         super().__init__()
         module = inner_module.wrapped_of(module)
-        inner_module.give(module)
-        self.__dict__["_smp_module"] = module
-        # The same dicts: names, iteration, train() and zero_grad() are the module's own.
-        for shared in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
-            self.__dict__[shared] = module.__dict__[shared]
-        self.training = module.training
+        self._smp_wrap(module)
         self._smp_runtime = runtime.get("smp.DistributedModel")
         self._smp_trace_times = trace_execution_times
         self._smp_trace_device = trace_device
@@ -120,13 +115,24 @@ class DistributedModel(nn.Module):
             if self._smp_runtime.pp_size == 1:
                 self._smp_data_parallel.broadcast()
 
+    def _smp_wrap(self, module: nn.Module) -> None:
+        inner_module.give(module)
+        self.__dict__["_smp_module"] = module
+        # The same dicts: names, iteration, train() and zero_grad() are the module's own.
+        for shared in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+            self.__dict__[shared] = module.__dict__[shared]
+        self.training = module.training
+
     def _smp_split_over_the_tp_group(self) -> None:
         if any(p.is_meta for p in self._smp_module.parameters()):
             raise NotImplementedError(
                 "smp: smp.delay_param_initialization together with tensor and pipeline "
                 "parallelism is not built yet: make the model without it"
             )
-        self._smp_split = in_place.split(self._smp_module)
+        module, self._smp_split = in_place.split(self._smp_module)
+        if module is not self._smp_module:
+            self._smp_wrap(module)
+        mark_model(self._smp_module)
         if not self._smp_runtime.cfg.prescaled_batch:
             gradients.scale(self._smp_module)
 

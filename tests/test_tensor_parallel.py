@@ -4,6 +4,9 @@ The reference is ``tests/reference/whole_job.py``, in float64.
 """
 
 import copy
+import io
+import itertools
+import pickle
 from typing import Any
 
 import pytest
@@ -12,6 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.utils import clip_grad_norm_ as imported_early
 
 import smp
 from smp.tensor_parallel import step_end
@@ -169,11 +173,48 @@ def test_torchs_clipping_is_by_the_models_norm():
     smp.init({"tensor_parallel_degree": 2})
     job = WholeJob(small_gpt2(), next_token_loss, tokens)
     job.train(0)
-    want = nn.utils.clip_grad_norm_(job.plain.parameters(), 0.3)
-    assert_near(nn.utils.clip_grad_norm_(job.model.parameters(), 0.3), want, "norm")
+    want = imported_early(job.plain.parameters(), 0.3)
+    assert_near(imported_early(job.model.parameters(), 0.3), want, "norm")
     job.check_gradients()
+    job.train(1)
+    want = nn.utils.clip_grad_norm_(job.plain.parameters(), 0.2, 1.0)
+    assert_near(nn.utils.clip_grad_norm_(job.model.parameters(), 0.2, 1.0), want, "norm")
     smp.shutdown()
-    assert nn.utils.clip_grad_norm_.__module__ == "torch.nn.utils.clip_grad"
+    weight = nn.Parameter(torch.ones(2))
+    weight.grad = torch.full((2,), 3.0)
+    assert_near(imported_early([weight], 1.0), torch.tensor(3 * 2**0.5), "norm")
+
+
+class TwoHalves(nn.Module):
+    """Only one of them is split; each on another pp_rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(x)))
+
+
+@on_ranks(4, timeout_s=120)
+def test_a_stage_without_slices_clips_with_the_others():
+    smp.init({"tensor_parallel_degree": 2, "pipeline_parallel_degree": 2})
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(3)
+    net = TwoHalves()
+    smp.set_tensor_parallelism(net.second)
+    smp.set_partition(net.first, 0)
+    smp.set_partition(net.second, 1)
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        return model(x).square().mean()
+
+    job = WholeJob(net, loss, lambda rank, step: (torch.ones(2, 4) * (rank + 1),))
+    job.train(0)
+    want = nn.utils.clip_grad_norm_(job.plain.parameters(), 0.01)
+    got = nn.utils.clip_grad_norm_(job.model.local_parameters(), 0.01)
+    assert_near(got, want, "norm")
+    job.check_gradients()
 
 
 @on_ranks(2, 3, timeout_s=120)
@@ -429,13 +470,39 @@ def test_ranks_that_run_other_modules_hear_of_it():
         step(model, torch.zeros(2, 3, 24))
 
 
+WAYS_TO_COPY = (copy.deepcopy, copy.copy, pickle.dumps, lambda m: torch.save(m, io.BytesIO()))
+
+
 @on_ranks(2, timeout_s=120)
 def test_a_split_model_is_not_copied():
     smp.init({"tensor_parallel_degree": 2})
-    model = smp.DistributedModel(small_gpt2())
-    for copied in (model.get_module(), model.get_module().transformer.h[0].mlp.c_proj):
-        with pytest.raises(TypeError, match=r"cannot be copied .* model.state_dict\(\)"):
-            copy.deepcopy(copied)
+    net = small_gpt2(marks={"distribute_embedding": True})
+    alone = nn.Linear(4, 4)
+    smp.set_tensor_parallelism(alone)
+    both = nn.ModuleList([net, alone])
+    smp.DistributedModel(both)
+    block = net.transformer.h[0]
+    split = [block.attn, block.mlp, block.mlp.c_fc, block.mlp.c_proj]
+    split += [net.transformer.wte, net.lm_head, alone]
+    for checkpointed in (False, True):
+        if checkpointed:
+            for module in split:
+                smp.set_activation_checkpointing(module)
+        refused = r"is split .* cannot be copied .* model.state_dict\(\)"
+        for module, copied in itertools.product(split, WAYS_TO_COPY):
+            with pytest.raises(TypeError, match=refused):
+                copied(module)
+        with pytest.raises(TypeError, match=r"'0.transformer.\S+' is split over the TP_GROUP"):
+            copy.deepcopy(both)
+    assert copy.deepcopy(block.ln_1).weight.equal(block.ln_1.weight)
+
+
+@on_ranks(1)
+def test_distributed_modules_of_one_rank_are_copied():
+    smp.init()
+    linear = smp.nn.DistributedLinear(3, 2)
+    for copied in (copy.deepcopy(linear), pickle.loads(pickle.dumps(linear))):
+        assert torch.equal(copied(torch.ones(1, 3)), linear(torch.ones(1, 3)))
 
 
 @on_ranks(2, timeout_s=120)

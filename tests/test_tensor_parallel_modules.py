@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import smp
 from smp.nn import utils as blocks
-from smp.tensor_parallel import group, primitives
+from smp.tensor_parallel import group, primitives, replacement
 from tests.ranks import on_ranks
 from tests.reference.whole_job import WholeJob, assert_near, split_over_all_ranks
 
@@ -160,6 +160,18 @@ def test_linears_and_embeddings_by_themselves():
     whole = job.model.state_dict()
     for name, value in job.plain.state_dict().items():
         assert_near(whole[name], value, name)
+
+
+@on_ranks(2)
+def test_what_is_checkpointed_already_is_split():
+    split_over_all_ranks()
+    net = marked(Recommender)
+    smp.set_activation_checkpointing(net.hidden)
+    job = WholeJob(net, squares, picks)
+    assert isinstance(net.hidden, smp.nn.DistributedLinear)
+    assert hasattr(type(net.hidden), "_smp_checkpointed")
+    for step in range(2):
+        job.step(step)
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["by themselves", "tied"])
@@ -476,6 +488,78 @@ def test_a_registered_class_in_a_pipeline():
     for step in range(3):
         job.step(step)
     job.check_parameters()
+
+
+class Listening(Gate):
+    """Hooks of the class itself are those of what is no longer called."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.register_forward_hook(lambda *_: pytest.fail("the original's own hook"))
+        self.first.register_forward_hook(lambda *_: None)
+
+
+@on_ranks(2)
+def test_a_replaced_module_keeps_hooks_dtype_and_checkpointing():
+    split_over_all_ranks()
+    for cls in (Gate, Listening):
+        hook = arguments if cls is Gate else lambda width: ((width, 2 * width), {})
+        smp.tp_register_with_module(cls, SplitGate, hook, inputs, lambda y: {"y": y})
+    with smp.tensor_parallelism():
+        net = nn.ModuleList([Gate(5), Listening(5)]).double()
+    seen: list = []
+    gate = net[0]
+    gate.register_forward_pre_hook(lambda m, a, k: seen.append((m, k)), with_kwargs=True)
+    gate.register_forward_hook(lambda m, _, out: seen.append(list(out)), always_call=True)
+    gate.register_load_state_dict_pre_hook(lambda m, *_: seen.append(m))
+    removed = gate.register_forward_hook(lambda *_: pytest.fail("removed"))
+    smp.set_activation_checkpointing(gate)
+    model = smp.DistributedModel(net)
+    removed.remove()
+    new = net[0]
+    assert isinstance(new, SplitGate) and {p.dtype for p in net.parameters()} == {torch.float64}
+    assert hasattr(type(new), "_smp_checkpointed")
+    x = rows_of(smp.rank(), 4, 5).requires_grad_()
+    net[1](new(x, scale=0.5)["y"])["y"].sum().backward()
+    model.load_state_dict(model.state_dict())
+    assert seen == [(new, {"scale": 0.5}), ["y"], new]
+
+
+@on_ranks(2)
+def test_what_a_replaced_module_cannot_keep_is_named():
+    split_over_all_ranks()
+    smp.tp_register_with_module(Gate, SplitGate, arguments, inputs, lambda y: {"y": y})
+    net = marked(Gates)
+    handle = net.gates[0].first.register_forward_hook(lambda *_: None)
+    with pytest.raises(NotImplementedError, match=r"'gates.0.first' has hooks \(forward_hooks"):
+        smp.DistributedModel(net)
+    handle.remove()
+    handle = net.gates[1].second.bias.register_hook(lambda gradient: gradient)
+    with pytest.raises(NotImplementedError, match=r"'gates.1.second.bias' has hooks"):
+        smp.DistributedModel(net)
+
+
+def test_a_replaced_module_stays_on_its_device():
+    smp.tp_register_with_module(Gate, SplitGate, arguments, inputs, lambda y: {"y": y})
+    new = replacement.replace(Gate(5).to("meta", torch.bfloat16), "gate")
+    assert {(p.device.type, p.dtype) for p in new.parameters()} == {("meta", torch.bfloat16)}
+
+
+@on_ranks(4)
+def test_a_replaced_module_stays_where_it_was_pinned():
+    smp.init({"tensor_parallel_degree": 2, "pipeline_parallel_degree": 2})
+    smp.tp_register_with_module(Gate, SplitGate, arguments, inputs, lambda y: {"y": y})
+    with smp.partition(1):
+        net = marked(Gates)
+    smp.set_partition(net.gates[0], 0)
+    with pytest.raises(smp.PartitionError, match="'gates.0.first' is pinned to partition 1"):
+        smp.DistributedModel(net)
+    for module in net.gates[0].modules():
+        smp.set_partition(module, 0)
+    job = WholeJob(net, squares, lambda rank, step: (rows_of(10 * step + rank, 4, 5),))
+    job.step(0)
+    assert job.model.get_module_partition("gates.0.second") == 0
+    assert job.model.get_module_partition("gates.1.second") == 1
 
 
 @on_ranks(2)

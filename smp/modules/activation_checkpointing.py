@@ -63,6 +63,21 @@ def set_activation_checkpointing(
         module.__class__ = stand_ins.stand_in(type(module), checkpointed)
 
 
+def lift(root: nn.Module) -> dict[nn.Module, tuple]:
+    """Have a model's modules not be checkpointed for now.
+
+    Returns:
+        those that were, with the arguments of `set_activation_checkpointing`.
+    """
+    out = {}
+    for module in root.modules():
+        plain = vars(type(module)).get("_smp_checkpointed")
+        if plain is not None:
+            module.__class__ = plain
+            out[module] = module.__dict__.pop(CHECKPOINTING)
+    return out
+
+
 def group_size(strategy: str) -> int | None:
     """How many children of a Sequential go together; None: those of one rank.
 

@@ -31,7 +31,7 @@ def convert(
     for parameter in module._parameters.values():
         if isinstance(parameter, RemoteTensor):
             with torch._C.DisableTorchFunctionSubclass():
-                _replace(parameter, _without_memory(parameter, function))
+                give_data(parameter, _without_memory(parameter, function))
     for name, buffer in module._buffers.items():
         if buffer is None:
             continue
@@ -41,15 +41,16 @@ def convert(
             module._buffers[name] = function(buffer)
 
 
-def _replace(parameter: RemoteTensor, data: Tensor) -> None:
-    """Give it the data, on whatever device; it stays the object that it is."""
-    if torch._has_compatible_shallow_copy_type(parameter, data):
-        parameter.data = data
+def give_data(tensor: Tensor, data: Tensor) -> None:
+    """Give a parameter or buffer the data, on whatever device; it stays the same object."""
+    if torch._has_compatible_shallow_copy_type(tensor, data):
+        tensor.data = data
         return
-    twin = nn.Parameter(data, parameter.requires_grad)
-    twin.__class__ = parameter.__class__  # type: ignore[assignment]
-    twin.__dict__.update(parameter.__dict__)
-    torch.utils.swap_tensors(parameter, twin)
+    is_parameter = isinstance(tensor, nn.Parameter)
+    twin = nn.Parameter(data, tensor.requires_grad) if is_parameter else data
+    twin.__class__ = tensor.__class__
+    twin.__dict__.update(tensor.__dict__)
+    torch.utils.swap_tensors(tensor, twin)
 
 
 def _converted_kind(tensor: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:

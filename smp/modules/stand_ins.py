@@ -22,6 +22,9 @@ RUNS = "_smp_runs"
 CHECKPOINTING = "_smp_checkpointing"
 _OURS = (GATE, RUNS, CHECKPOINTING)
 
+# A method of classes whose instances cannot be copied or pickled: it raises why.
+REFUSES_COPIES = "_smp_refuses_copies"
+
 Members = Callable[[type[nn.Module]], dict[str, Any]]
 
 _made: dict[tuple[type, Members], type] = {}
@@ -83,7 +86,14 @@ def deep_copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     return copy._reconstruct(module, memo, *module.__reduce_ex__(4))  # type: ignore
 
 
+def _check_copies(module: nn.Module) -> None:
+    refuse = getattr(type(module), REFUSES_COPIES, None)
+    if refuse is not None:
+        refuse(module)
+
+
 def _reduce_ex(self: nn.Module, protocol: int) -> Any:
+    _check_copies(self)
     reduced = _Twin(self).call("__reduce_ex__", protocol)
     if not isinstance(reduced, tuple):
         return reduced
@@ -98,10 +108,12 @@ def _reduce_ex(self: nn.Module, protocol: int) -> Any:
 
 
 def _copy(self: nn.Module) -> Any:
+    _check_copies(self)
     return _Twin(self).call("__copy__")
 
 
 def _deepcopy(self: nn.Module, memo: dict[int, Any]) -> Any:
+    _check_copies(self)
     twin = _Twin(self)
     return twin.call("__deepcopy__", _Memo(memo, twin.module, self))
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from smp.nn.linear import DistributedLinear
 from smp.tensor_parallel import in_place
-from smp.tensor_parallel.linears import PATH
+from smp.tensor_parallel.slices import PATH
 
 _REDUCTIONS = ("none", "mean", "sum")
 

@@ -98,6 +98,28 @@ def keep_together(module: nn.Module) -> None:
     module.__dict__[_TOGETHER] = True
 
 
+def hand_on_pin(module: nn.Module, new: nn.Module, path: str) -> None:
+    """Have what takes a module's place sit where the module was pinned, with all in it.
+
+    Args:
+        path: the module's.
+
+    Raises:
+        PartitionError: a module in it is pinned elsewhere.
+    """
+    pin = module.__dict__.get(_PIN)
+    for name, inner in module.named_modules(prefix=path):
+        own = inner.__dict__.get(_PIN)
+        if own is not None and (pin is None or own.partition != pin.partition):
+            raise PartitionError(
+                f"smp: module {name!r} is pinned to partition {own.partition}, but all of "
+                f"{path!r} is replaced by one {type(new).__name__}: pin {path!r} instead"
+            )
+    if pin is not None:
+        for inner in new.modules():
+            inner.__dict__[_PIN] = pin
+
+
 def pin_of(module: nn.Module) -> int | None:
     """The partition that the module itself is pinned to."""
     pin = module.__dict__.get(_PIN)

@@ -5,7 +5,7 @@ from typing import Any
 from torch import nn
 
 from smp.tensor_parallel import group
-from smp.tensor_parallel.linears import PATH
+from smp.tensor_parallel.slices import PATH, refuse_copies, slices_of
 
 
 class DistributedModule(nn.Module):
@@ -24,3 +24,12 @@ class DistributedModule(nn.Module):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         group.call_of(self.__dict__.get(PATH, type(self).__name__))
         return super().__call__(*args, **kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        self._smp_refuses_copies()
+        return super().__reduce_ex__(protocol)
+
+    def _smp_refuses_copies(self) -> None:
+        """See ``smp.modules.stand_ins``."""
+        if group.size() > 1 and any(slices_of(p) is not None for p in self.parameters()):
+            refuse_copies(self)

@@ -8,16 +8,19 @@ embedding is split by itself.
 
 import importlib
 import importlib.util
+import sys
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from torch import nn
 
+from smp.modules import activation_checkpointing
+from smp.modules.stand_ins import users_class
 from smp.partitioning.partition import keep_together
 from smp.tensor_parallel import group, marking, replacement
 from smp.tensor_parallel.distributed_module import DistributedModule
-from smp.tensor_parallel.linears import PATH
+from smp.tensor_parallel.slices import PATH
 
 FAMILIES = "smp.nn.huggingface"
 BY_ROWS = "_smp_cut_by_rows"  # in a leaf's __dict__: its weight is to be cut by rows
@@ -45,13 +48,16 @@ def register_leaf(cls: type[nn.Module], split: Callable[..., None]) -> None:
     _leaves[cls] = split
 
 
-def split(model: nn.Module) -> list[Outcome]:
+def split(model: nn.Module) -> tuple[nn.Module, list[Outcome]]:
     """Split the marked modules.  Collective over the TP_GROUP.
 
     Returns:
-        what became of each marked module that could be split by itself.
+        the model, which is another where a distributed module takes the place of all of it;
+        and what became of each marked module that could be split by itself.
     """
-    return _Splitting(model).run()
+    splitting = _Splitting(model)
+    splitting.run()
+    return splitting.model, splitting.out
 
 
 class _Splitting:
@@ -64,15 +70,19 @@ class _Splitting:
                     self.owners[id(parameter)].append(module)
         self.out: list[Outcome] = []
         self.done: set[int] = set()
+        self.replaced: dict[nn.Module, nn.Module] = {}
 
-    def run(self) -> list[Outcome]:
+    def run(self) -> None:
+        checkpointed = activation_checkpointing.lift(self.model)
         self._visit(self.model, "", None)
         for path, module in self.model.named_modules():
             if isinstance(module, DistributedModule):
                 module.__dict__[PATH] = path
                 if not module.IS_CONTAINER:
                     keep_together(module)
-        return self.out
+        for module, arguments in checkpointed.items():
+            now = self.replaced.get(module, module)
+            activation_checkpointing.set_activation_checkpointing(now, *arguments)
 
     def _visit(
         self,
@@ -90,8 +100,8 @@ class _Splitting:
         cls = type(module)
         if marking.configuration(module) is not None:
             plan = plan_of(cls)
-            if replacement.registration_of(module) is not None:
-                self._replace(module, path, parent)
+            if replacement.registration_of(module) or _wanted_form(module):
+                self._replace(module, path)
                 return
             if plan is not None:
                 # Its parts may have plans of their own, and marks.
@@ -111,22 +121,26 @@ class _Splitting:
         self.out.append(Outcome(path, type(module).__name__, reason))
         return bool(reason)
 
-    def _replace(self, module: nn.Module, path: str, parent: nn.Module | None) -> None:
-        reason = self._shared_outside(module)
-        if parent is None:
-            reason = "it is the whole model: wrap it in a module, or mark what is in it"
-        new = reason or replacement.replace(module, path)
+    def _replace(self, module: nn.Module, path: str) -> None:
+        new: nn.Module | str = self._shared_outside(module)
+        if not new:
+            form = None if replacement.registration_of(module) else _wanted_form(module)
+            if form:
+                new = form.replace(module, path)
+            else:
+                blocks = _named_in_family(type(module), "BLOCKS")
+                new = replacement.replace(module, path, blocks.get(type(module).__name__))
         if isinstance(new, nn.Module):
-            assert parent is not None
+            if module is self.model:
+                self.model = new
             for holder in self.model.modules():
                 for name, child in holder._modules.items():
                     if child is module:
                         holder._modules[name] = new
+            self.replaced[module] = new
             new.__dict__[marking.MARK] = module.__dict__.get(marking.MARK)
-            reason = ""
-        else:
-            reason = new
-        self._left_whole(module, path, reason)
+            new = ""
+        self._left_whole(module, path, new)
 
     def _split_leaf(
         self, module: nn.Module, path: str, parent: nn.Module | None, in_family: bool
@@ -197,10 +211,32 @@ def family_of(cls: type[nn.Module]) -> str | None:
     return None
 
 
+def _named_in_family(cls: type[nn.Module], kind: str) -> dict[str, Any]:
+    family = family_of(cls)
+    return {} if family is None else getattr(importlib.import_module(family), kind, {})
+
+
 def plan_of(cls: type[nn.Module]) -> Plan | None:
     """The plan for a class, or for the class that it inherits from."""
-    family = family_of(cls)
-    if family is None:
-        return None
-    plans: dict[str, Plan] = getattr(importlib.import_module(family), "IN_PLACE", {})
+    plans = _named_in_family(cls, "IN_PLACE")
     return next((plans[b.__name__] for b in cls.__mro__ if b.__name__ in plans), None)
+
+
+def _wanted_form(module: nn.Module) -> Any:
+    """The ``smp.nn.huggingface.forms.Form`` that is to take a module's place, if there is one.
+
+    Of a class of transformers itself: what inherits from it may do something else.
+    """
+    wanted = (marking.configuration(module) or {}).get("replace")
+    cls = users_class(type(module))
+    if not (_are_old_transformers() if wanted is None else wanted):
+        return None
+    if not cls.__module__.startswith("transformers.models."):
+        return None
+    return _named_in_family(cls, "FORMS").get(cls.__name__)
+
+
+def _are_old_transformers() -> bool:
+    """Whether scripts of today's transformers know the names of distributed modules."""
+    version = getattr(sys.modules.get("transformers"), "__version__", "99.0")
+    return tuple(map(int, version.split(".")[:2])) < (4, 27)

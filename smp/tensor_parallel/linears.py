@@ -12,12 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from smp.modules.stand_ins import stand_in
+from smp.modules.stand_ins import REFUSES_COPIES, stand_in
 from smp.tensor_parallel import group, primitives
-from smp.tensor_parallel.regions import give_back, refuse_copies, rows_to_give_back
-from smp.tensor_parallel.slices import Slices, mark, slices_of
+from smp.tensor_parallel.regions import give_back, rows_to_give_back
+from smp.tensor_parallel.slices import PATH, Slices, mark, refuse_copies, slices_of
 
-PATH = "_smp_tensor_parallel_path"  # in a module's __dict__
 _CHOSEN = "_smp_chosen_outputs"  # likewise: the size of a unit, and which units
 
 
@@ -52,7 +51,13 @@ def keep_slice(module: nn.Module, name: str, slices: Slices | None) -> None:
             if group.size() > 1:
                 group.broadcast(whole)
             parameter.data = slices.take(whole, group.rank())
+        if not hasattr(module, REFUSES_COPIES):
+            module.__class__ = stand_in(type(module), _holds_slices)
     mark(parameter, slices, scaled_batch=True)
+
+
+def _holds_slices(cls: type[nn.Module]) -> dict[str, Any]:
+    return {REFUSES_COPIES: refuse_copies}
 
 
 def cut_weights(module: Any, slices: Slices, cut_bias: bool = False) -> None:
@@ -143,4 +148,4 @@ def _leads_out(cls: type[nn.Module]) -> dict[str, Any]:
         y = give_back(F.linear(x, weight), rows)
         return y if self.bias is None else y + self.bias.to(y.dtype)  # under autocast
 
-    return {"forward": forward, "__reduce_ex__": refuse_copies}
+    return {"forward": forward}

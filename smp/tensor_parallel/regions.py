@@ -14,7 +14,7 @@ import math
 import sys
 import threading
 from collections.abc import Callable
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,8 +22,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from smp import ranks
-from smp.modules.stand_ins import stand_in, users_class
+from smp.modules.stand_ins import REFUSES_COPIES, stand_in, users_class
 from smp.tensor_parallel import group, primitives
+from smp.tensor_parallel.slices import PATH, refuse_copies
 
 REGION = "_smp_region"  # in a module's __dict__: its Region
 
@@ -85,6 +86,7 @@ def rows_to_give_back(path: str) -> Rows:
 
 def make_region(module: nn.Module, region: Region, path: str) -> None:
     """Have a module gather its arguments from now on."""
+    module.__dict__[PATH] = path
     module.__dict__[REGION] = region, path, inspect.signature(users_class(type(module)).forward)
     module.__class__ = stand_in(type(module), _members)
 
@@ -96,19 +98,7 @@ def _members(cls: type[nn.Module]) -> dict[str, Any]:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return _run(self, functools.partial(users_forward, self), args, kwargs)
 
-    return {"forward": forward, "__reduce_ex__": refuse_copies}
-
-
-def refuse_copies(module: nn.Module, protocol: Any) -> NoReturn:
-    """What copies and pickles of a split module are made with.
-
-    Raises:
-        TypeError: a copy would be of the user's class, with this rank's slices alone.
-    """
-    raise TypeError(
-        f"smp: a {type(module).__name__} that is split over the TP_GROUP cannot be copied or "
-        "pickled, because this rank has slices of it: take model.state_dict(), which is whole"
-    )
+    return {"forward": forward, REFUSES_COPIES: refuse_copies}
 
 
 def _run(module: nn.Module, forward: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:

@@ -8,16 +8,21 @@ with the same.
 import functools
 import inspect
 import warnings
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from smp.modules.conversion import give_data
+from smp.modules.stand_ins import users_class
+from smp.partitioning.partition import hand_on_pin
 from smp.tensor_parallel import group, marking
 from smp.tensor_parallel.slices import slices_of
 
 _MADE_WITH = "_smp_made_with"  # in a module's __dict__: (args, kwargs) of its __init__
+_OWN_HOOKS = "_smp_own_hooks"  # likewise: the hooks that its __init__ registered
 
 Hook = Callable[..., Any]
 
@@ -29,6 +34,20 @@ class Registration(NamedTuple):
     init_hook: Hook | None
     forward_hook: Hook | None
     return_hook: Hook | None
+
+
+class Known(NamedTuple):
+    """A class that scripts register, of which more is known than what they say.
+
+    Attributes:
+        dist_module: what they register for it.
+        made_with: from an instance to the arguments of its ``__init__``, or None.
+        to_ours: from its parameters' names to those of ``dist_module``.
+    """
+
+    dist_module: type[nn.Module]
+    made_with: Callable[[Any], tuple[tuple, dict[str, Any]] | None]
+    to_ours: Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
 
 
 _registered: dict[type[nn.Module], Registration] = {}
@@ -116,6 +135,7 @@ def _record_arguments(cls: type[nn.Module]) -> None:
         init(self, *args, **kwargs)
         if type(self) is cls:
             object.__setattr__(self, _MADE_WITH, (args, kwargs))
+            object.__setattr__(self, _OWN_HOOKS, set(_hooks_in(self)))
 
     recording._smp_records = cls  # type: ignore[attr-defined]
     cls.__init__ = recording  # type: ignore[method-assign]
@@ -123,16 +143,32 @@ def _record_arguments(cls: type[nn.Module]) -> None:
 
 def registration_of(module: nn.Module) -> Registration | None:
     """What takes the place of a module of this very class."""
-    return _registered.get(type(module))
+    return _registered.get(users_class(type(module)))
 
 
-def replace(module: nn.Module, path: str) -> nn.Module | str:
-    """The distributed form of a registered module, with its weights; or why there is none.
+def replace(
+    module: nn.Module,
+    path: str,
+    known: Known | None = None,
+) -> nn.Module | str:
+    """The distributed form of a registered module; or why there is none.
 
-    Collective over the TP_GROUP.
+    It has the module's weights with their dtype and device, its hooks and its pin.  Collective
+    over the TP_GROUP.
+
+    Args:
+        module: of a registered class.
+        path: of it.
+        known: what is known of its class beforehand.
+
+    Raises:
+        NotImplementedError: the user's hooks on modules or parameters inside of it.
+        PartitionError: a module inside of it is pinned elsewhere.
     """
-    entry = _registered[type(module)]
+    entry = _registered[users_class(type(module))]
     made_with = module.__dict__.get(_MADE_WITH)
+    if made_with is None and known is not None:
+        made_with = known.made_with(module)
     if made_with is None:
         return f"it was made before {type(module).__name__} was registered"
     args, kwargs = made_with
@@ -140,10 +176,12 @@ def replace(module: nn.Module, path: str) -> nn.Module | str:
         args, kwargs = _called(entry.init_hook, "init_hook", type(module), args, kwargs)
     config = marking.configuration(module) or {}
     accepted = inspect.signature(entry.dist_module.__init__).parameters
-    extra = {k: v for k, v in config.items() if k in accepted and k not in kwargs}
-    distributed = entry.dist_module(*args, **kwargs, **extra)
-    _keep_weights(module, distributed, path)
-    distributed.train(module.training)
+    chosen = {key: value for key, value in config.items() if key in accepted}
+    distributed = entry.dist_module(*args, **{**kwargs, **chosen})
+    given: Mapping[str, Tensor] = dict(module.named_parameters()) | dict(module.named_buffers())
+    if known is not None and isinstance(distributed, known.dist_module):
+        given = known.to_ours(given)
+    take_over(module, distributed, path, given)
     if entry.forward_hook is not None or entry.return_hook is not None:
         distributed.__class__ = _adapted(type(distributed), type(module), entry)
     return distributed
@@ -173,14 +211,40 @@ def _adapted(
     return type(base.__name__, (base,), {"forward": forward, "__module__": base.__module__})
 
 
-def _keep_weights(original: nn.Module, distributed: nn.Module, path: str) -> None:
-    """Give the distributed form the original's values, by name."""
-    given = dict(original.named_parameters()) | dict(original.named_buffers())
+def take_over(
+    original: nn.Module, distributed: nn.Module, path: str, given: Mapping[str, Tensor]
+) -> None:
+    """Have a distributed module stand where the original stood.
+
+    Args:
+        original: a part of the model, or all of it.
+        distributed: just made.
+        path: of the original.
+        given: the original's parameters and buffers, by the distributed module's names.
+
+    Raises:
+        NotImplementedError: the user's hooks on modules or parameters inside of it.
+        PartitionError: a module inside of it is pinned elsewhere.
+    """
+    _keep_weights(original, distributed, path, given)
+    _keep_hooks(original, distributed, path)
+    hand_on_pin(original, distributed, path)
+    distributed.train(original.training)
+
+
+def _keep_weights(
+    original: nn.Module, distributed: nn.Module, path: str, given: Mapping[str, Tensor]
+) -> None:
+    """Give the distributed form the original's values."""
     new = []
     tensors = [*distributed.named_parameters(), *distributed.named_buffers()]
+    floating = [tensor for tensor in given.values() if tensor.is_floating_point()]
     with torch.no_grad():
         for name, tensor in tensors:
             whole = given.get(name)
+            like = next((t for t in (whole, *floating) if t is not None), tensor)
+            dtype = like.dtype if tensor.is_floating_point() else tensor.dtype
+            give_data(tensor, tensor.data.to(like.device, dtype))
             if whole is None or list(whole.shape) != _whole_shape(tensor):
                 new.append(name)
                 continue
@@ -197,6 +261,50 @@ def _keep_weights(original: nn.Module, distributed: nn.Module, path: str) -> Non
             "name and shape in it and begins with new values",
             stacklevel=2,
         )
+
+
+_TABLES = [name for name in vars(nn.Module()) if "_hooks" in name]  # and how each is called
+_HOOKS = [name for name in _TABLES if name.endswith("_hooks")]
+_OF_PARAMETERS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+
+HookOf = tuple[str, str, int]  # path in the module, kind, number
+
+
+def _hooks_in(module: nn.Module) -> Iterator[HookOf]:
+    for path, inner in module.named_modules():
+        for kind in _HOOKS:
+            yield from ((path, kind, number) for number in inner.__dict__[kind])
+    for path, parameter in module.named_parameters():
+        for kind in _OF_PARAMETERS:
+            yield from ((path, kind, number) for number in getattr(parameter, kind) or ())
+
+
+def _keep_hooks(original: nn.Module, distributed: nn.Module, path: str) -> None:
+    """Give the distributed form the hooks that the user put on the original.
+
+    Those of the class's own ``__init__`` are the original's, which is no longer called.
+    """
+    own = original.__dict__.get(_OWN_HOOKS, ())
+    for inside, kind, number in list(_hooks_in(original)):
+        if (inside, kind, number) in own:
+            if not inside:
+                del original.__dict__[kind][number]
+        elif inside:
+            raise NotImplementedError(
+                f"smp: '{path}.{inside}' has hooks ({kind.strip('_')}), but all of '{path}' is "
+                f"replaced by one {type(distributed).__name__}: register them after "
+                "smp.DistributedModel, on what is in that"
+            )
+    for name in _TABLES:
+        # The same dicts: handles that the user has find their hooks there.
+        hooks = original.__dict__[name]
+        for hook in hooks.values():
+            if getattr(hook, "with_module", False):  # torch's wrapper holds the module
+                hook.module = weakref.ref(distributed)
+        hooks.update(distributed.__dict__[name])
+        distributed.__dict__[name] = hooks
+    if original._is_full_backward_hook is not None:
+        distributed._is_full_backward_hook = original._is_full_backward_hook
 
 
 def _whole_shape(tensor: Tensor) -> list[int]:

@@ -6,10 +6,12 @@ linear).  Axis and ranges are kept with the parameter and serve saving and loadi
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+PATH = "_smp_tensor_parallel_path"  # in the __dict__ of a module that is split
 
 Range = tuple[int, int]  # first, one past the last
 
@@ -108,3 +110,33 @@ def slices_of(parameter: Tensor) -> Slices | None:
 def is_scaled_batch(parameter: Tensor) -> bool:
     """Whether a parameter sees the samples of the whole TP_GROUP."""
     return getattr(parameter, _SCALED, False)
+
+
+_OF_SPLIT_MODEL = "_smp_of_split_model"
+
+
+def mark_model(model: nn.Module) -> None:
+    """Note with all parameters of a model that some of them are cut, if any is."""
+    parameters = list(model.parameters())
+    if any(slices_of(parameter) is not None for parameter in parameters):
+        for parameter in parameters:
+            setattr(parameter, _OF_SPLIT_MODEL, True)
+
+
+def is_of_split_model(parameter: Tensor) -> bool:
+    """Whether a parameter is one of a model that is split, on all ranks alike."""
+    return getattr(parameter, _OF_SPLIT_MODEL, False)
+
+
+def refuse_copies(module: nn.Module) -> NoReturn:
+    """What a module that is split has as ``stand_ins.REFUSES_COPIES``.
+
+    Raises:
+        TypeError: a copy would not know that what it has are this rank's slices.
+    """
+    path = module.__dict__.get(PATH)
+    name = f"a {type(module).__name__}" if path is None else f"'{path}'"
+    raise TypeError(
+        f"smp: {name} is split over the TP_GROUP and cannot be copied or pickled, because this "
+        "rank has slices of it: take model.state_dict(), which is whole"
+    )

@@ -1,11 +1,20 @@
 """GPT-2: attention by heads, the MLP by its channels."""
 
+import importlib
+import inspect
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from smp import not_built
+import torch
+
+from smp.nn.huggingface.forms import Arguments, Form, additive, language_model, refuse
+from smp.nn.huggingface.translation import QKV, StateDict, Translation, part
+from smp.nn.transformer.layer import DistributedTransformerLayer
+from smp.nn.transformer.lm_head import DistributedTransformerLMHead
 from smp.tensor_parallel import plans
 from smp.tensor_parallel.linears import cut_outputs
+from smp.tensor_parallel.replacement import Hook, Known
 
 
 def split_attention(attention: Any, path: str) -> None:
@@ -35,17 +44,176 @@ IN_PLACE = {
     "GPT2MLP": partial(plans.mlp, column="c_fc", row="c_proj"),
 }
 
-translate_state_dict_to_hf_gpt2 = not_built.function("translate_state_dict_to_hf_gpt2")
-translate_hf_state_dict_to_smdistributed_gpt2 = not_built.function(
-    "translate_hf_state_dict_to_smdistributed_gpt2"
+# Conv1D has weights [in, out].
+_LAYER = {
+    "ln_1": part("attention.pre_layernorm"),
+    "attn.c_attn": part(*(f"attention.{name}" for name in QKV), transposed=True),
+    "attn.c_proj": part("attention.dense", transposed=True),
+    "ln_cross_attn": part("cross_attention.pre_layernorm"),
+    "crossattention.q_attn": part("cross_attention.query", transposed=True),
+    "crossattention.c_attn": part(
+        "cross_attention.key", "cross_attention.value", transposed=True
+    ),
+    "crossattention.c_proj": part("cross_attention.dense", transposed=True),
+    "ln_2": part("output.pre_layernorm"),
+    "mlp.c_fc": part("output.dense1", transposed=True),
+    "mlp.c_proj": part("output.dense2", transposed=True),
+}
+NAMES = Translation(
+    layers="h",
+    parts=_LAYER,
+    others={
+        "transformer.wte": "word_embedding",
+        "transformer.wpe": "position_embedding",
+        "transformer.ln_f": "layernorm",
+    },
+    dropped=r"(cross)?attn(ention)?\.(masked_)?bias",
 )
-translate_hf_state_dict_to_smdistributed = not_built.function(
-    "translate_hf_state_dict_to_smdistributed"
-)
-get_hf_gpt2_transformer_layer_hooks = not_built.function("get_hf_gpt2_transformer_layer_hooks")
-translate_hf_block_state_dict_to_smdistributed = not_built.function(
-    "translate_hf_block_state_dict_to_smdistributed"
-)
-translate_layer_state_dict_to_hf_gpt2_block = not_built.function(
-    "translate_layer_state_dict_to_hf_gpt2_block"
-)
+
+
+def translate_hf_state_dict_to_smdistributed_gpt2(
+    state_dict: Mapping[str, Any], max_seq_len: int | None = None
+) -> StateDict:
+    """From ``GPT2LMHeadModel``'s state dict to that of the distributed module in its place.
+
+    Args:
+        state_dict: of the plain model; other dicts are returned as they are.
+        max_seq_len: taken for scripts that give it.
+    """
+    return NAMES.to_ours(state_dict)
+
+
+translate_hf_state_dict_to_smdistributed = translate_hf_state_dict_to_smdistributed_gpt2
+
+
+def translate_state_dict_to_hf_gpt2(
+    state_dict: Mapping[str, Any], max_seq_len: int | None = None
+) -> StateDict:
+    """From the distributed module's state dict to ``GPT2LMHeadModel``'s.
+
+    Args:
+        state_dict: the whole one; that of a model which is split in place, or plain, is
+            returned as it is.
+        max_seq_len: the number of positions, with which the buffers of a layer are added that
+            transformers before 4.27 saves.
+    """
+    buffers = None if max_seq_len is None else partial(_buffers, max_seq_len)
+    return NAMES.to_hugging_face(state_dict, buffers=buffers)
+
+
+def _buffers(positions: int) -> StateDict:
+    seen = torch.ones(positions, positions, dtype=torch.uint8).tril()
+    return {
+        "attn.bias": seen.view(1, 1, positions, positions),
+        "attn.masked_bias": torch.tensor(-1e4),
+    }
+
+
+def translate_hf_block_state_dict_to_smdistributed(
+    state_dict: Mapping[str, Any],
+) -> StateDict:
+    """From a ``GPT2Block``'s state dict to a ``DistributedTransformerLayer``'s."""
+    return NAMES.layer_to_ours(state_dict)
+
+
+def translate_layer_state_dict_to_hf_gpt2_block(
+    state_dict: Mapping[str, Any], max_seq_len: int | None = None
+) -> StateDict:
+    """From a ``DistributedTransformerLayer``'s state dict to a ``GPT2Block``'s."""
+    buffers = {} if max_seq_len is None else _buffers(max_seq_len)
+    return {**NAMES.layer_to_hugging_face(state_dict), **buffers}
+
+
+def _options_of_a_layer(config: Any) -> dict[str, Any]:
+    size = config.hidden_size
+    return {
+        "num_attention_heads": config.num_attention_heads,
+        "attention_head_size": size // config.num_attention_heads,
+        "hidden_size": size,
+        "intermediate_size": config.n_inner or 4 * size,
+        "attention_dropout_prob": config.attn_pdrop,
+        "hidden_dropout_prob": config.resid_pdrop,
+        "activation": config.activation_function,
+        "layernorm_epsilon": config.layer_norm_epsilon,
+        "initializer_range": config.initializer_range,
+        "use_normal_initialization": True,
+        "causal_mask_size": config.n_positions,
+        "add_cross_attention": config.add_cross_attention,
+        "pre_layernorm": True,
+        "post_layernorm": False,
+        "scale_attention_scores": config.scale_attn_weights,
+        "scale_attn_by_layer_idx": config.scale_attn_by_inverse_layer_idx,
+        "attention_in_fp32": config.reorder_and_upcast_attn,
+    }
+
+
+def _options_of_the_model(model: Any) -> dict[str, Any]:
+    config = model.config
+    return {
+        **_options_of_a_layer(config),
+        "num_layers": config.num_hidden_layers,
+        "vocab_size": config.vocab_size,
+        "num_positions": config.n_positions,
+        "embedding_dropout_prob": config.embd_pdrop,
+        "tie_input_output_embedding": config.tie_word_embeddings,
+    }
+
+
+def _call_model(module: Any, forward: Callable[..., Any], arguments: Arguments) -> Any:
+    cross: tuple = ()
+    if module.options.add_cross_attention:
+        states = arguments["encoder_hidden_states"]
+        cross = states, additive(arguments.get("encoder_attention_mask"), states)
+    refuse(arguments, "token_type_ids")  # the original looks them up in the word embedding
+    return language_model(module, arguments, *cross)
+
+
+def get_hf_gpt2_transformer_layer_hooks() -> tuple[Hook, Hook, Hook]:
+    """Hooks for ``smp.tp_register_with_module(GPT2Block, smp.nn.DistributedTransformerLayer)``.
+
+    Returns:
+        init, forward and return hook, for the version of transformers that is installed.
+    """
+    block = importlib.import_module("transformers.models.gpt2.modeling_gpt2").GPT2Block
+    whole = inspect.signature(block.forward)
+    signature = whole.replace(parameters=list(whole.parameters.values())[1:])
+    returns_tuple = "Tuple" in str(whole.return_annotation)
+
+    def init_hook(config: Any, layer_idx: int | None = None) -> tuple[tuple, dict]:
+        return (), {**_options_of_a_layer(config), "layer_idx": layer_idx or 0}
+
+    def forward_hook(*args: Any, **kwargs: Any) -> tuple[tuple, dict]:
+        given = signature.bind(*args, **kwargs).arguments
+        refuse(given, "layer_past", "past_key_values", "head_mask", "output_attentions")
+        hidden = given["hidden_states"]
+        mask = additive(given.get("attention_mask"), hidden)
+        states = given.get("encoder_hidden_states")
+        if states is None:
+            return ((hidden, mask),), {}
+        cross_mask = additive(given.get("encoder_attention_mask"), hidden)
+        return ((hidden, states, mask, cross_mask),), {}
+
+    forward_hook.__signature__ = signature  # type: ignore[attr-defined]
+
+    def return_hook(result: tuple) -> Any:
+        return (result[0], None) if returns_tuple else result[0]  # no cache
+
+    return init_hook, forward_hook, return_hook
+
+
+def _made_with(block: Any) -> tuple[tuple, dict[str, Any]] | None:
+    config = getattr(block.attn, "config", None)
+    return None if config is None else ((config, block.attn.layer_idx), {})
+
+
+BLOCKS = {"GPT2Block": Known(DistributedTransformerLayer, _made_with, NAMES.layer_to_ours)}
+
+FORMS = {
+    "GPT2LMHeadModel": Form(
+        DistributedTransformerLMHead,
+        _options_of_the_model,
+        _call_model,
+        translate_hf_state_dict_to_smdistributed_gpt2,
+        translate_state_dict_to_hf_gpt2,
+    )
+}

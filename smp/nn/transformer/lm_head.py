@@ -91,6 +91,20 @@ class DistributedTransformerLMHead(DistributedModule):
         return tied
 
     def forward(self, inputs: tuple[Tensor | None, ...]) -> Tensor:
+        loss, logits = self.loss_and_logits(inputs, logits=False)
+        out = logits if loss is None else loss
+        assert out is not None
+        return out
+
+    def loss_and_logits(
+        self, inputs: tuple[Tensor | None, ...], logits: bool
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """The loss, without labels None; and logits (or hidden states) without labels.
+
+        Args:
+            inputs: as for ``forward``.
+            logits: whether to have them with labels, too.
+        """
         ids, mask, types, places, cross, labels = self._arguments(inputs)
         hidden = self.word_embedding(ids)
         if self.position_embedding is not None:
@@ -109,8 +123,10 @@ class DistributedTransformerLMHead(DistributedModule):
         if self.layernorm is not None:
             hidden = self.layernorm(hidden)
         if self.lm_head is None:
-            return hidden
-        return self.lm_head(hidden) if labels is None else self._loss(hidden, labels)
+            return None, hidden
+        if labels is None:
+            return None, self.lm_head(hidden)
+        return self._loss(hidden, labels), self.lm_head(hidden) if logits else None
 
     def _arguments(self, inputs: tuple[Tensor | None, ...]) -> tuple:
         crossing = self.options.add_cross_attention

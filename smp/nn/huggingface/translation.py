@@ -1,0 +1,168 @@
+"""State dicts of Hugging Face's models and of the distributed modules in their place.
+
+A family says which linear or norm has which name on the other side, and how packed ones are
+laid out.  What it does not name has the same name on both sides.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+StateDict = dict[str, Any]
+QKV = ("query", "key", "value")
+
+
+class Part(NamedTuple):
+    """A module of a layer that has weight and bias.
+
+    Attributes:
+        ours: its name in a ``DistributedTransformerLayer``; of a packed linear, several.
+        transposed: whether Hugging Face has the weight as ``[in, out]``.
+        by_heads: of a packed linear, whether the parts alternate head by head; else they lie
+            one behind the other.
+    """
+
+    ours: tuple[str, ...]
+    transposed: bool = False
+    by_heads: bool = False
+
+
+def part(*ours: str, transposed: bool = False, by_heads: bool = False) -> Part:
+    """A `Part`, written shortly."""
+    return Part(ours, transposed, by_heads)
+
+
+class Translation(NamedTuple):
+    """How a family's names correspond.
+
+    Attributes:
+        layers: Hugging Face's name of the list of layers; ours is ``seq_layers``.
+        parts: of a layer, by Hugging Face's name.
+        others: outside of the layers, from Hugging Face's to ours: modules, by whole name.
+        dropped: matches Hugging Face's buffers in a layer that follow from the configuration.
+    """
+
+    layers: str
+    parts: Mapping[str, Part]
+    others: Mapping[str, str] = {}
+    dropped: str = r"$^"
+
+    def to_ours(self, given: Mapping[str, Any], heads: int | None = None) -> StateDict:
+        """From Hugging Face's names; a dict with our names already is returned as it is.
+
+        Args:
+            given: Hugging Face's state dict.
+            heads: number of attention heads, for families that pack by heads.
+        """
+        layer = re.compile(rf"((?:.*\.)?){self.layers}\.(\d+)\.(.+)")
+        out: StateDict = {}
+        for name, value in given.items():
+            found = layer.fullmatch(name)
+            if found is None:
+                out[_renamed(name, self.others)] = value
+                continue
+            before, index, rest = found.groups()
+            if re.fullmatch(self.dropped, rest):
+                continue
+            for ours, tensor in self.layer_to_ours({rest: value}, heads).items():
+                out[f"{before}seq_layers.{index}.{ours}"] = tensor
+        return out
+
+    def to_hugging_face(
+        self,
+        given: Mapping[str, Any],
+        heads: int | None = None,
+        buffers: Callable[[], StateDict] | None = None,
+    ) -> StateDict:
+        """To Hugging Face's names; a dict that has them already is returned as it is.
+
+        Args:
+            given: a state dict with our names.
+            heads: number of attention heads, for families that pack by heads.
+            buffers: of each layer, that follow from the configuration.
+        """
+        layer = re.compile(r"((?:.*\.)?)seq_layers\.(\d+)\.(.+)")
+        back = {ours: theirs for theirs, ours in self.others.items()}
+        out: StateDict = {}
+        layers: dict[str, StateDict] = {}
+        for name, value in given.items():
+            found = layer.fullmatch(name)
+            if found is None:
+                out[_renamed(name, back)] = value
+            else:
+                before, index, rest = found.groups()
+                layers.setdefault(f"{before}{self.layers}.{index}.", {})[rest] = value
+        for path, inside in layers.items():
+            translated = self.layer_to_hugging_face(inside, heads)
+            if buffers is not None:
+                translated.update(buffers())
+            out.update((path + name, value) for name, value in translated.items())
+        return out
+
+    def layer_to_ours(self, given: Mapping[str, Any], heads: int | None = None) -> StateDict:
+        """Of one layer, likewise."""
+        out: StateDict = {}
+        for name, value in given.items():
+            theirs, _, kind = name.rpartition(".")
+            known = self.parts.get(theirs)
+            if re.fullmatch(self.dropped, name):
+                continue
+            if known is None:
+                out[name] = value
+                continue
+            whole = value.t() if known.transposed and value.dim() == 2 else value
+            pieces = _unpacked(whole, len(known.ours), known.by_heads, heads)
+            for ours, piece in zip(known.ours, pieces, strict=True):
+                out[f"{ours}.{kind}"] = piece.contiguous()
+        return out
+
+    def layer_to_hugging_face(
+        self, given: Mapping[str, Any], heads: int | None = None
+    ) -> StateDict:
+        """Of one layer, likewise."""
+        out: StateDict = {}
+        left = dict(given)
+        for theirs, known in self.parts.items():
+            for kind in ("weight", "bias"):
+                names = [f"{ours}.{kind}" for ours in known.ours]
+                if names[0] not in left:
+                    continue
+                whole = _packed([left.pop(n) for n in names], known.by_heads, heads)
+                transposed = known.transposed and whole.dim() == 2
+                out[f"{theirs}.{kind}"] = whole.t().contiguous() if transposed else whole
+        return {**out, **left}
+
+
+def _renamed(name: str, modules: Mapping[str, str]) -> str:
+    path, dot, kind = name.rpartition(".")
+    return f"{modules[path]}{dot}{kind}" if path in modules else name
+
+
+def _unpacked(whole: Tensor, parts: int, by_heads: bool, heads: int | None) -> list[Tensor]:
+    if parts == 1:
+        return [whole]
+    if not by_heads:
+        return list(whole.chunk(parts))
+    alternating = whole.unflatten(0, (_known(heads), parts, -1))
+    return [alternating[:, i].flatten(0, 1) for i in range(parts)]
+
+
+def _packed(pieces: list[Tensor], by_heads: bool, heads: int | None) -> Tensor:
+    if len(pieces) == 1:
+        return pieces[0]
+    if not by_heads:
+        return torch.cat(pieces)
+    by_head = [piece.unflatten(0, (_known(heads), -1)) for piece in pieces]
+    return torch.stack(by_head, 1).flatten(0, 2)
+
+
+def _known(heads: int | None) -> int:
+    if heads is None:
+        raise ValueError(
+            "smp.nn.huggingface: this family packs query, key and value head by head: give "
+            "num_attention_heads"
+        )
+    return heads
