@@ -391,6 +391,23 @@ def test_what_it_is_made_with_and_given_is_checked():
         layer((torch.zeros(1, 2, 8), torch.ones(1, 1, 1, 2, dtype=torch.bool)))
 
 
+@pytest.mark.parametrize("cross", [False, True])
+@on_ranks(2)
+def test_an_input_that_requires_grad_on_one_rank_only(cross):
+    split_over_all_ranks()
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(3)
+    options = {**SIZES, "add_cross_attention": cross}
+    del options["embedding_dropout_prob"]
+    layer = smp.nn.DistributedTransformerLayer(**options).requires_grad_(False)
+    x, _, states, _ = batch_of("no")(group.rank(), 0)
+    asked = states if cross else x
+    asked.requires_grad_(group.rank() == 1)
+    out = layer((x, states, None, None) if cross else (x, None))[0]
+    out.sum().backward()
+    assert (asked.grad is not None) == (group.rank() == 1)
+
+
 @on_ranks(2, 3)
 def test_layer_norm_of_split_channels():
     split_over_all_ranks()

@@ -11,7 +11,6 @@ from packaging.version import Version
 
 import smp
 import smp.exceptions
-from smp.nn.huggingface import gpt2
 from tests.ranks import rank_environment
 
 FROM_SCRIPTS = [
@@ -144,7 +143,6 @@ def test_importing_touches_no_gpu():
     "use",
     [
         lambda: smp.nn.utils.shard_sequence(torch.ones(1), 0),
-        lambda: gpt2.translate_state_dict_to_hf_gpt2({}),
         lambda: smp.utils.verify(),
     ],
 )

@@ -270,6 +270,20 @@ def test_which_parameters_are_split():
 
 
 @on_ranks(2, timeout_s=120)
+def test_a_region_whose_input_requires_grad_on_one_rank():
+    smp.init({"tensor_parallel_degree": 2})
+    net = small_gpt2().requires_grad_(False)
+    plain = copy.deepcopy(net)
+    model = smp.DistributedModel(net)
+    generator = torch.Generator().manual_seed(smp.rank())
+    x = torch.randn(1 + smp.rank(), 5, 24, generator=generator).requires_grad_(smp.rank() == 1)
+    model(inputs_embeds=x).logits.square().sum().backward()
+    if smp.rank() == 1:
+        (want,) = torch.autograd.grad(plain(inputs_embeds=x).logits.square().sum(), x)
+        assert_near(x.grad, want, "gradient")
+
+
+@on_ranks(2, timeout_s=120)
 def test_every_rank_has_the_weights_of_tp_rank_0():
     """Scripts seed by rank; the model that is split is tp_rank 0's."""
     smp.init({"tensor_parallel_degree": 2})

@@ -1,5 +1,6 @@
 """Primitives, linears and embeddings by themselves, and users' own distributed modules."""
 
+import copy
 import random
 from typing import Any
 
@@ -609,6 +610,72 @@ def test_a_rank_may_leave_out_of_its_loss_what_others_use():
     job.check_parameters()
 
 
+@on_ranks(2, 3)
+def test_what_no_rank_uses_has_no_gradient_under_no_sync():
+    """Else weight decay would change it."""
+    split_over_all_ranks()
+
+    def loss(model: nn.Module, x: Tensor, uses: list[int]) -> Tensor:
+        outputs = model(x)
+        return sum(outputs[i].square().mean() for i in uses)
+
+    def batch(rank: int, step: int) -> tuple:
+        return rows_of(rank, 2, 4), [0] if (rank + step) % 2 else [2]
+
+    job = WholeJob(marked(Branches), loss, batch)
+    with job.model.no_sync():
+        for step in range(2):
+            job.train(step)
+            assert all(p.grad is None for p in job.net.second.parameters())
+            assert job.net.third.weight.grad is not None
+    job.train(2)
+    job.check_gradients()
+    job.optimizer.step()
+    job.plain_optimizer.step()
+    job.check_parameters()
+
+
+class Chained(nn.Module):
+    """A leaf of each kind first: what comes in requires grad on some ranks only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 4)
+        self.outputs = nn.Linear(4, 3)
+        self.head = nn.Linear(5, 7)
+        self.loss = smp.nn.DistributedCrossEntropyLoss(self.head)
+        self.gate = Gate(5)
+
+    def forward(self, x: Tensor, kind: int) -> Tensor:
+        if kind == 0:
+            return self.outputs(torch.tanh(self.first(x))).square().mean()
+        if kind == 1:
+            return self.loss(x, torch.arange(len(x)) % 7)
+        return self.gate(x)["y"].square().mean()
+
+
+@pytest.mark.parametrize("kind", [0, 1, 2], ids=["linear", "head", "primitives"])
+@on_ranks(2, 3)
+def test_an_input_that_requires_grad_on_some_ranks_only(kind):
+    split_over_all_ranks()
+    smp.tp_register_with_module(Gate, SplitGate, arguments, inputs, lambda y: {"y": y})
+    net = marked(Chained)
+    net.requires_grad_(False)
+
+    plain = copy.deepcopy(net)
+    model = smp.DistributedModel(net)
+    for step in range(2):
+        samples = 2 if kind == 2 else 2 + smp.rank()
+        x = rows_of(10 * step + smp.rank(), samples, 5)
+        x.requires_grad_(smp.rank() == 1)
+        loss = model(x, kind)
+        assert_near(loss, plain(x, kind), "loss")
+        loss.backward()
+        if smp.rank() == 1:
+            (want,) = torch.autograd.grad(plain(x, kind), x)
+            assert_near(x.grad, want, "gradient")
+
+
 # ------------------------------------------------------------------------------ any model
 
 
@@ -674,5 +741,5 @@ def test_random_models_in_a_pipeline_equal_the_plain_one(seed):
 
 def test_lengths_without_a_group():
     x = torch.zeros(3, 2)
-    assert primitives.lengths_of(x, 0) == [3]
+    assert primitives.entering(x, 0) == (x, [3])
     assert blocks.fused_allgather_for_tp(x, 0) is x

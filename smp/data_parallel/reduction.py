@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from smp import _core
 from smp.data_parallel.buckets import Bucket
@@ -223,7 +223,8 @@ class Reduction:
         for place in self._late:
             mine[size + place] = 1
         if not self._joined:
-            flags = [self._is_used(p) for p in everything]
+            chain.drop_zeros()
+            flags = [p.grad is not None for p in everything]
             mine[size + nbuckets :] = torch.tensor(flags, dtype=torch.int32, device="cpu")
         shared = mine.to(self.replicas.control_device)
         self.replicas.sum(shared).wait()
@@ -235,12 +236,6 @@ class Reduction:
             used.append([n > 0 for n in numbers[at : at + count]])
             at += count
         return numbers[:size], used, again
-
-    def _is_used(self, parameter: nn.Parameter) -> bool:
-        """Whether this replica has a gradient for a parameter."""
-        if parameter.grad is None:
-            return False
-        return self._had[parameter] or not chain.is_left_out(parameter.grad)
 
     def _wait(self) -> None:
         """Wait for what is under way; a hook's result goes into its bucket."""

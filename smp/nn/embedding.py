@@ -98,7 +98,7 @@ class DistributedEmbedding(nn.Embedding, DistributedModule):
             found = self._look_up(own)
             out_of = group.shares(own.numel())
         else:
-            out_of = primitives.lengths_of(own, 0)
+            own, out_of = primitives.entering(own, 0)
             found = self._look_up(primitives.gather(own, 0, out_of))
         if self.vocab_parallel:
             vectors = primitives.reduce_scatter(found, 0, out_of)

@@ -79,7 +79,7 @@ class DistributedLinear(nn.Linear, DistributedModule):
         return y.view(*input.shape[:-1], self.out_features)
 
     def _of_own_samples(self, x: Tensor) -> Tensor:
-        lengths = primitives.lengths_of(x, 0)
+        x, lengths = primitives.entering(x, 0)
         if self.by_outputs:
             y = F.linear(primitives.gather(x, 0, lengths), self.weight, self.bias)
             outputs = group.shares(self.out_features)

@@ -10,11 +10,14 @@ zeros where nothing was used.  A parameter that no rank's loss used keeps no gra
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
+from torch.autograd import Function, Variable
+
+from smp.execution import runtime
 
 
 class _InThisThread(threading.local):
@@ -52,10 +55,6 @@ def linked(function: type[Function], x: Tensor, *args: Any) -> Any:
     return outputs[0] if len(outputs) == 1 else outputs
 
 
-# Whether a backward came to a collective whose result this rank's loss leaves out.
-_left_out = False
-
-
 def keep_shape(ctx: Any, *outputs: Tensor) -> None:
     """In a function's forward, for `defined`."""
     ctx.set_materialize_grads(False)
@@ -64,23 +63,44 @@ def keep_shape(ctx: Any, *outputs: Tensor) -> None:
 
 def defined(ctx: Any, gradient: Tensor | None, output: int = 0) -> Tensor:
     """The gradient of what a function returned; zeros where the loss leaves it out."""
-    global _left_out
     if gradient is not None:
         return gradient
-    _left_out = True
+    _note_left_out()
     shape, dtype, device = ctx.outputs[output]
     return torch.zeros(shape, dtype=dtype, device=device)
 
 
+# By backward that came to what this rank's loss leaves out: the parameters without gradient.
+_without: dict[int, list[Tensor]] = {}
+
+
 def begin_step() -> None:
-    """Nothing has been left out yet."""
-    global _left_out
-    _left_out = False
+    """Forget backwards that failed."""
+    _without.clear()
 
 
-def is_left_out(gradient: Tensor) -> bool:
-    """Whether a gradient is there only because backward comes everywhere."""
-    return _left_out and not gradient.is_sparse and not bool(gradient.any())
+def _note_left_out() -> None:
+    backward = torch._C._current_graph_task_id()
+    if backward not in _without and runtime.current is not None:
+        models = runtime.current.live_models()
+        _without[backward] = [p for m in models for p in m.parameters() if p.grad is None]
+        Variable._execution_engine.queue_callback(partial(_drop_zeros, backward))
+
+
+def drop_zeros() -> None:
+    """Gradients that are there only because backward comes everywhere are None again.
+
+    The end of a backward does so; this is for what comes before.
+    """
+    for backward in list(_without):
+        _drop_zeros(backward)
+
+
+def _drop_zeros(backward: int) -> None:
+    for parameter in _without.pop(backward, ()):
+        gradient = parameter.grad
+        if gradient is not None and not gradient.is_sparse and not bool(gradient.any()):
+            parameter.grad = None
 
 
 def next_token(token: Tensor | None) -> Tensor | None:

@@ -43,7 +43,7 @@ def split_head_losses(
         lengths = [hidden.size(0)] * group.size()
         hidden = primitives.bwd_allreduce_for_tp(hidden)
     else:
-        lengths = primitives.lengths_of(hidden, 0)
+        hidden, lengths = primitives.entering(hidden, 0)
         hidden = primitives.gather(hidden, 0, lengths)
         labels = primitives.gather(labels, 0, lengths)
     logits = F.linear(hidden, weight, bias)

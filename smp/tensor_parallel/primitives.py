@@ -19,11 +19,25 @@ from smp.tensor_parallel.order import Call
 Lengths = list[int]  # by tp_rank
 
 
-def lengths_of(tensor: Tensor, axis: int) -> Lengths:
-    """Every tp_rank's length along an axis.  Collective over the TP_GROUP."""
+def entering(x: Tensor, axis: int) -> tuple[Tensor, Lengths]:
+    """A tensor that is gathered next, and every tp_rank's length along an axis.
+
+    It requires grad where any rank's does: all take part in the backward of that.  Collective
+    over the TP_GROUP.
+    """
     if group.size() == 1:
-        return [tensor.size(axis)]
-    return [n for (n,) in group.gather_numbers([tensor.size(axis)], tensor.device)]
+        return x, [x.size(axis)]
+    mine = [x.size(axis), x.requires_grad and torch.is_grad_enabled()]
+    everyones = group.gather_numbers(mine, x.device)
+    required = any(requires for _, requires in everyones)
+    return requiring(x, required), [length for length, _ in everyones]
+
+
+def requiring(x: Tensor, required: bool) -> Tensor:
+    """The tensor, with a gradient that nobody asks for if this rank does not require one."""
+    if not required or x.requires_grad or not torch.is_grad_enabled():
+        return x
+    return x.detach().requires_grad_(True)
 
 
 def all_gather_rows(x: Tensor, lengths: Lengths, call: Call) -> Tensor:
@@ -235,7 +249,8 @@ def fused_allgather_for_tp(tensor: Tensor, dim: int) -> Tensor:
     if group.size() == 1:
         return tensor
     dim %= tensor.dim()
-    return gather(tensor, dim, lengths_of(tensor, dim))
+    tensor, lengths = entering(tensor, dim)
+    return gather(tensor, dim, lengths)
 
 
 def reduce_scatter_for_tp(tensor: Tensor, dim: int) -> Tensor:
@@ -270,7 +285,8 @@ def scatter_and_merge_for_tp(tensor: Tensor, split_dim: int, merge_dim: int) -> 
             f"scatter_and_merge_for_tp: split_dim and merge_dim are the same axis, {split_dim}"
         )
     cut = group.shares(tensor.size(split))
-    return scatter_and_merge(tensor, split, merge, cut, lengths_of(tensor, merge))
+    tensor, lengths = entering(tensor, merge)
+    return scatter_and_merge(tensor, split, merge, cut, lengths)
 
 
 def bwd_allreduce_for_tp(tensor: Tensor) -> Tensor:

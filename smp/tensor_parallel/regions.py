@@ -242,7 +242,7 @@ _DTYPES = [
     torch.int64, torch.int32, torch.uint8, torch.int8, torch.int16,
 ]  # fmt: skip
 _AXES = 6
-_WORDS = 2 + _AXES  # of a tensor in the header: number of axes, dtype, sizes
+_WORDS = 3 + _AXES  # of a tensor in the header: axes, dtype, whether it requires grad, sizes
 
 
 def _in_words(tensor: Tensor | None, path: str) -> list[int]:
@@ -254,7 +254,8 @@ def _in_words(tensor: Tensor | None, path: str) -> list[int]:
             "which tensor parallelism does not gather"
         )
     sizes = [*tensor.shape, *[0] * (_AXES - tensor.dim())]
-    return [tensor.dim(), _DTYPES.index(tensor.dtype), *sizes]
+    requires_grad = tensor.requires_grad and torch.is_grad_enabled()
+    return [tensor.dim(), _DTYPES.index(tensor.dtype), requires_grad, *sizes]
 
 
 class _Argument(NamedTuple):
@@ -347,10 +348,14 @@ def _compare(
         for leaf in leaves:
             shapes: list[list[int] | None] = []
             dtypes: list[torch.dtype | None] = []
+            required = False
             for words in everyone:
-                axes, dtype, *sizes = words[at : at + _WORDS]
+                axes, dtype, requires_grad, *sizes = words[at : at + _WORDS]
+                required |= requires_grad > 0
                 shapes.append(sizes[:axes] if axes >= 0 else None)
                 dtypes.append(_DTYPES[dtype] if axes >= 0 else None)
+            if leaf is not None:
+                leaf = primitives.requiring(leaf, required)
             out[name].append(_Argument(path, name, leaf, shapes, dtypes))
             at += _WORDS
     return out

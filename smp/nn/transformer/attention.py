@@ -91,8 +91,12 @@ class DistributedAttentionLayer(DistributedModule):
             keys=states.size(1) if states is not None else x.size(1),
             mask=None if mask is None else tuple(mask.shape),
             seed=new_seed() if drops else 0,
+            required=(_requires_grad(x), _requires_grad(states)),
         )
         sources = meet(own, x.device)
+        x = primitives.requiring(x, any(s.required[0] for s in sources))
+        if states is not None:
+            states = primitives.requiring(states, any(s.required[1] for s in sources))
         tokens = [source.tokens for source in sources]
         others = [source.samples * source.keys for source in sources]
         keep = options.keeps_gathered()
@@ -238,6 +242,10 @@ def _hidden(source: Source, window: int | None, value: float, like: Tensor) -> T
     behind = at[:, None] - at[None, :]
     seen = behind >= 0 if window is None else (behind >= 0) & (behind < window)
     return torch.zeros_like(seen, dtype=like.dtype).masked_fill(~seen, value)
+
+
+def _requires_grad(x: Tensor | None) -> bool:
+    return x is not None and x.requires_grad and torch.is_grad_enabled()
 
 
 def _kind(value: object) -> str:

@@ -43,9 +43,10 @@ class DistributedTransformerOutputLayer(DistributedModule):
     def forward(self, inputs: Tensor | tuple[Tensor, Tensor]) -> Tensor:
         hidden, residual = (inputs, inputs) if isinstance(inputs, Tensor) else inputs
         x = hidden if self.pre_layernorm is None else self.pre_layernorm(hidden)
-        tokens = [x.size(0) * x.size(1)]
-        if group.size() > 1 and not group.same_samples():
-            tokens = primitives.lengths_of(x.reshape(-1, x.size(-1)), 0)
+        x = x.reshape(-1, x.size(-1))
+        tokens = [x.size(0)]
+        if not group.same_samples():
+            x, tokens = primitives.entering(x, 0)
         (y,) = join(x, tokens, [self.dense1], self.options.keeps_gathered())
         y = lead_out(self.activation(y), self.dense2, tokens, residual)
         return add_to_stream(

@@ -29,6 +29,7 @@ class Source(NamedTuple):
         keys: positions that its attention looks at.
         mask: shape of its attention mask; None: it has none.
         seed: of its attention's dropout.
+        required: whether tokens, and what its attention looks at, require grad.
     """
 
     samples: int
@@ -36,6 +37,7 @@ class Source(NamedTuple):
     keys: int
     mask: tuple[int, ...] | None
     seed: int
+    required: tuple[bool, bool]
 
     @property
     def tokens(self) -> int:
@@ -54,7 +56,7 @@ def meet(own: Source, device: torch.device) -> list[Source]:
     if group.size() == 1:
         return [own]
     shape = own.mask or ()
-    words = [own.samples, own.positions, own.keys, own.seed, -1 if own.mask is None else 0]
+    words = [own.samples, own.positions, own.keys, own.seed, own.mask is None, *own.required]
     words += [*shape, *[0] * (_MASK_AXES - len(shape))]
     if group.same_samples() and own.seed == 0:
         return [own]  # nothing can differ
@@ -62,8 +64,8 @@ def meet(own: Source, device: torch.device) -> list[Source]:
     if group.same_samples():
         return [own._replace(seed=everyone[0][3])]
     return [
-        Source(n, s, k, None if no_mask else tuple(mask), seed)
-        for n, s, k, seed, no_mask, *mask in everyone
+        Source(n, s, k, None if no_mask else tuple(mask), seed, (bool(x), bool(states)))
+        for n, s, k, seed, no_mask, x, states, *mask in everyone
     ]
 
 
@@ -76,7 +78,7 @@ def join(x: Tensor, lengths: Sequence[int], linears: Sequence[nn.Linear], keep: 
     """Linears, cut by their outputs, of the tokens of all sources.
 
     Args:
-        x: own tokens, ``[samples, positions, channels]``.
+        x: own tokens, ``[..., channels]``.
         lengths: tokens of each source.
         linears: that have ``x`` as their input.
         keep: see `gathered_linears`.
