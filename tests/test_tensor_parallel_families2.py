@@ -346,6 +346,26 @@ def test_a_family_generates_what_the_plain_model_does(family, monkeypatch):
         assert_near(a, b, "logits")
 
 
+@pytest.mark.parametrize("family", ["llama", "t5"])
+@on_ranks(2, timeout_s=120)
+def test_a_rank_whose_sequences_have_ended_goes_on_until_all_have(family, monkeypatch):
+    compute_in_float64(monkeypatch, family)
+    split_over_all_ranks()
+    plain = made(family).eval()
+    model = smp.DistributedModel(made(family).eval())
+    ids, mask = tokens(smp.rank(), 0, uneven=False)
+    options = {"max_new_tokens": 7, "do_sample": False}
+    longest = plain.generate(ids, attention_mask=mask, eos_token_id=[], **options)
+    # The first rank's end after two tokens, those of the other do not.
+    ends = longest[:, -6].tolist() if smp.rank() == 0 else []
+    want = plain.generate(
+        ids, attention_mask=mask, eos_token_id=ends, pad_token_id=0, **options
+    )
+    assert want.size(1) < longest.size(1) or smp.rank() == 1
+    got = model.generate(ids, attention_mask=mask, eos_token_id=ends, pad_token_id=0, **options)
+    assert torch.equal(got, want)
+
+
 @pytest.mark.parametrize("family", ["llama", "t5", "vit", "mixtral"])
 @on_ranks(2, timeout_s=120)
 def test_what_a_family_records_is_of_own_samples(family, monkeypatch):

@@ -70,11 +70,14 @@ class _Splitting:
                     self.owners[id(parameter)].append(module)
         self.out: list[Outcome] = []
         self.done: set[int] = set()
+        self.has_plans = False  # whether a part of a model of transformers is split in place
         self.replaced: dict[nn.Module, nn.Module] = {}
 
     def run(self) -> None:
         checkpointed = activation_checkpointing.lift(self.model)
         self._visit(self.model, "", None)
+        if self.has_plans:
+            importlib.import_module(f"{FAMILIES}.generation").wait_for_peers(self.model)
         for path, module in self.model.named_modules():
             if isinstance(module, DistributedModule):
                 module.__dict__[PATH] = path
@@ -107,6 +110,7 @@ class _Splitting:
                 # Its parts may have plans of their own, and marks.
                 if not self._left_whole(module, path, self._shared_outside(module)):
                     plan(module, path)
+                    self.has_plans = True
                     keep_together(module)
                     in_plan = True
             elif cls in _leaves and not in_plan:
