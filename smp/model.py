@@ -124,16 +124,14 @@ class DistributedModel(nn.Module):
         self.training = module.training
 
     def _smp_split_over_the_tp_group(self) -> None:
-        if any(p.is_meta for p in self._smp_module.parameters()):
-            raise NotImplementedError(
-                "smp: smp.delay_param_initialization together with tensor and pipeline "
-                "parallelism is not built yet: make the model without it"
-            )
         module, self._smp_split = in_place.split(self._smp_module)
         if module is not self._smp_module:
             self._smp_wrap(module)
         mark_model(self._smp_module)
-        if not self._smp_runtime.cfg.prescaled_batch:
+        self._smp_scale_gradients()
+
+    def _smp_scale_gradients(self) -> None:
+        if group.size() > 1 and not self._smp_runtime.cfg.prescaled_batch:
             gradients.scale(self._smp_module)
 
     def __getattr__(self, name: str) -> Any:
@@ -320,6 +318,7 @@ class DistributedModel(nn.Module):
             lambda name: self._smp_owners[name] == rt.pp_rank,
             lambda path: rank_of[path] == rt.pp_rank,
         )
+        self._smp_scale_gradients()  # of parameters that got their values now
         self._smp_entries, runs = remote_modules.make_entries(self._smp_module, rank_of)
         first = sum(len(m._smp_entries) for m in rt.live_models() if m.partitioned)
         self._smp_stateful = [

@@ -334,6 +334,27 @@ def _module_in_construction() -> str:
 
 # --------------------------------------------------------------------------- the partition
 
+# Of a parameter that is to be made of a recorded tensor: that tensor, and how.
+_MADE_OF = "_smp_made_of"
+
+
+def is_delayed(parameter: Tensor) -> bool:
+    """Whether a parameter gets its values when the model is partitioned."""
+    return _recorder_of(parameter) is not None
+
+
+def make_of_recorded(parameter: nn.Parameter, function: Callable[[Tensor], Tensor]) -> None:
+    """Have a delayed parameter be a function of what was recorded for it.
+
+    Args:
+        parameter: stays the same object, and has the function's shape from now on.
+        function: called with a meta tensor now, and with the recorded values at the partition,
+            for one parameter after the other, on the ranks that own it.
+    """
+    whole = parameter.data
+    parameter.data = function(whole)
+    setattr(parameter, _MADE_OF, (whole, function))
+
 
 def materialize(
     root: nn.Module,
@@ -351,6 +372,7 @@ def materialize(
     if not _recorders:
         return
     parameters = [(n, p) for n, p in root.named_parameters() if _recorder_of(p) is not None]
+    derived = [(n, p) for n, p in root.named_parameters() if hasattr(p, _MADE_OF)]
     places = [
         (holder, key, tensor)
         for path, module in root.named_modules()
@@ -364,18 +386,25 @@ def materialize(
     with _disable_current_modes(), torch.no_grad():
         values = _values_of(mine)
         for name, parameter in parameters:
+            owned = owns_parameter(name)
+            _put_into(parameter, values[id(parameter)] if owned else _without_memory(parameter))
+        for name, parameter in derived:
+            whole, function = parameter.__dict__.pop(_MADE_OF)
             if owns_parameter(name):
-                data = values[id(parameter)]
+                # One at a time: the whole ones together may not fit.
+                _put_into(parameter, function(_values_of([whole])[id(whole)]))
             else:
-                data = torch.empty_strided(
-                    parameter.shape, parameter.stride(), dtype=parameter.dtype
-                )
-                data.untyped_storage().resize_(0)
-            _put_into(parameter, data)
+                _put_into(parameter, _without_memory(parameter))
         for holder, key, tensor in places:
             if (value := values[id(tensor)]).requires_grad != tensor.requires_grad:
                 value.requires_grad_(tensor.requires_grad)
             holder[key] = value
+
+
+def _without_memory(parameter: Tensor) -> Tensor:
+    data = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype)
+    data.untyped_storage().resize_(0)
+    return data
 
 
 def _recorder_of(tensor: Tensor) -> Recorder | None:

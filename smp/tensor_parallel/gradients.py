@@ -22,6 +22,8 @@ def scale(module: nn.Module) -> None:
         return gradient * factor
 
     for parameter in module.parameters():
+        if parameter.is_meta:
+            continue  # hooks are lost when it gets its values
         if is_scaled_batch(parameter) and not hasattr(parameter, _SCALES):
             frozen = not parameter.requires_grad
             parameter.requires_grad_(
