@@ -233,6 +233,35 @@ def test_a_module_of_another_rank_gets_no_module_in_a_step():
         smp.step(a_module_in_a_step)(model, torch.randn(6, WIDTH))
 
 
+@on_ranks(2)
+@pytest.mark.parametrize("nested", [False, True])
+def test_tensors_of_a_microbatch_are_not_for_the_next(nested):
+    """They hang on a graph that is gone: what one microbatch leaves there, it keeps."""
+    config = {"pipeline_parallel_degree": 2, "microbatches": 2, "active_microbatches": 1}
+    smp.init({**config, "pipeline": "interleaved"})
+    net = Net()
+    for path, module in net.named_modules():
+        smp.set_partition(module, int(path.startswith("b")))
+    model = smp.DistributedModel(net)
+
+    @smp.step
+    def step(model, x):
+        deep = model.module.b.deep
+        loss = model(x).square().mean()
+        if x[0, 0] == 0:
+            deep.scale, deep.note = [{"by": loss}] if nested else loss, "a plain value"
+        model.backward(loss)
+        return loss
+
+    x = torch.randn(6, WIDTH)
+    x[0, 0], x[3, 0] = 0, 1
+    for _ in range(2):
+        step(model, x)
+        if smp.pp_rank() == 1:
+            assert net.b.deep.scale == 1.0 and net.b.deep.note == "a plain value"
+            assert net.b.deep.seen == [(True, 1.0)] * len(net.b.deep.seen)
+
+
 def test_what_the_code_of_a_request_sets_outlives_the_changes_that_it_brought():
     module = nn.Linear(2, 2)
     module.kept, module.changed = 1, 1
