@@ -281,6 +281,18 @@ def test_after_a_failure_on_one_rank_the_next_step_works(raises_in, tp_rank):
         check_against_one_process(model, 1)
 
 
+@on_ranks(4)
+def test_what_becomes_of_a_collective_is_told():
+    """One that the ranks begin with other shapes fails the step: it gives no result."""
+    begin()
+    model = on_two_stages(make())
+    check_against_one_process(model, 1)
+    rows = MICROBATCHES * (1 + smp.tp_rank())
+    with pytest.raises(RuntimeError, match="MISMATCH"):
+        train(model, torch.ones(rows, WIDTH, dtype=torch.float64))
+    check_against_one_process(model, 1)
+
+
 # ------------------------------------------------------------------------------- at length
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 import smp
 from smp.nn import utils as blocks
 from smp.tensor_parallel import group, primitives
+from smp.tensor_parallel.slices import slices_of
 from tests.ranks import on_ranks
 from tests.reference.whole_job import WholeJob, assert_near, split_over_all_ranks
 
@@ -202,9 +203,9 @@ def test_sparse_tables():
 class Tied(nn.Module):
     """A language model in small: the head is the embedding."""
 
-    def __init__(self) -> None:
+    def __init__(self, padding: int = 5) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(7, 4, padding_idx=5)
+        self.embedding = nn.Embedding(7, 4, padding_idx=padding)
         self.inner = nn.Linear(4, 4)
         self.head = nn.Linear(4, 7)
         self.head.weight = self.embedding.weight
@@ -213,14 +214,15 @@ class Tied(nn.Module):
         return self.head(torch.tanh(self.inner(self.embedding(ids))))
 
 
+@pytest.mark.parametrize("padding", [1, 5])
 @on_ranks(2, 3)
-def test_a_tied_vocabulary_is_cut_by_rows():
+def test_a_tied_vocabulary_is_cut_by_rows(padding):
     split_over_all_ranks()
 
     def loss(model: nn.Module, _: Tensor, ids: Tensor) -> Tensor:
         return F.cross_entropy(model(ids, ids).flatten(0, -2), ids.flatten())
 
-    job = WholeJob(marked(Tied), loss, picks)
+    job = WholeJob(marked(lambda: Tied(padding)), loss, picks)
     assert job.net.head.weight is job.net.embedding.weight
     assert job.net.head.weight.size(0) == blocks.get_local_channels(7)
     for step in range(3):
@@ -283,6 +285,28 @@ def test_what_cannot_be_split_by_itself_stays_whole():
     assert reasons["narrow"] == "it is too small for tensor_parallel_degree=2"
     assert reasons["clipped"] == "max_norm and scale_grad_by_freq are not built"
     model(torch.ones(2, 1), torch.tensor([1, 4])).sum().backward()
+
+
+@pytest.mark.parametrize("by_rows", [False, True])
+@on_ranks(2, 3)
+def test_tables_for_those_who_gather_and_scatter_themselves(by_rows):
+    """Indices of all tp_ranks; or a slice of the vectors of all."""
+    split_over_all_ranks()
+    weight = rows_of(1, 9, 5).requires_grad_(True)
+    ids = torch.tensor([[3, 8], [0, 3], [5, 1], [2, 2], [4, 6]])  # of all tp_ranks
+    options = {"weight": weight, "dtype": torch.float64, "vocab_parallel": by_rows}
+    table = smp.nn.DistributedEmbedding(9, 5, skip_allgather=True, **options)
+    got = table(ids)
+    assert torch.equal(got, weight[ids.tensor_split(group.size())[group.rank()]])
+    got.square().sum().backward()
+    weight[ids].square().sum().backward()
+    slices = slices_of(table.weight)
+    assert torch.equal(table.weight.grad, slices.take(weight.grad, group.rank()))
+    if not by_rows:
+        table = smp.nn.DistributedEmbedding(9, 5, skip_scatter_and_merge=True, **options)
+        everyones = torch.cat([ids // 2 + rank for rank in range(group.size())])
+        own = slices.take(weight, group.rank())
+        assert torch.equal(table(ids // 2 + group.rank()), own[everyones])
 
 
 @on_ranks(2)
@@ -374,6 +398,49 @@ def test_a_registered_class_is_replaced_and_keeps_its_weights():
     job.check_parameters()
 
 
+class Shifted(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(width))
+        self.bias = nn.Parameter(torch.ones(width))
+        self.register_buffer("shift", torch.zeros(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale + self.bias + self.shift + self.training
+
+
+class ShiftedThere(Shifted, smp.nn.DistributedModule):
+    """Every tp_rank has all of it."""
+
+
+@on_ranks(2)
+def test_what_replaces_a_module_has_its_buffers_mode_and_frozen_parameters():
+    """Those of tp_rank 0; and stands wherever the module stood."""
+    split_over_all_ranks()
+    smp.tp_register_with_module(Shifted, ShiftedThere)
+    one = marked(lambda: Shifted(3))
+    one.shift += 4 + smp.rank()
+    one.bias.requires_grad_(False)
+    net = nn.ModuleDict({"a": nn.Sequential(one), "b": nn.Sequential(one)}).eval()
+    smp.DistributedModel(net)
+    new = net["a"][0]
+    assert type(new) is ShiftedThere and net["b"][0] is new
+    assert not new.training and new.shift.tolist() == [4.0] * 3
+    assert (new.scale.requires_grad, new.bias.requires_grad) == (True, False)
+    assert new(torch.ones(3)).tolist() == [6.0] * 3
+
+
+@on_ranks(2)
+def test_a_slice_of_the_inputs_is_drawn_as_for_all_of_them():
+    split_over_all_ranks()
+    module = smp.nn.DistributedModule()
+    with blocks.initialize_with_input_partition(module):
+        module.linear = nn.Linear(256, 64)
+    bound = 1 / (256 * group.size()) ** 0.5  # as nn.Linear draws for so many inputs
+    assert 0.99 * bound < module.linear.weight.abs().max() <= bound
+    assert module.linear.bias.abs().max() > bound  # whole: it is as it was
+
+
 @on_ranks(4)
 def test_a_registered_class_in_a_pipeline():
     """Its primitives are the collectives of its own path."""
@@ -440,6 +507,8 @@ def test_a_rank_may_leave_out_of_its_loss_what_others_use():
     job = WholeJob(marked(Branches), loss, batch)
     for step in range(3):
         job.step(step)
+    job.loss = lambda model, x, _: 0 * squares(lambda x: torch.cat(model(x), -1), x)
+    job.step(3)  # all is used: gradients are zeros, and not left out
     job.check_parameters()
 
 
