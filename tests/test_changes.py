@@ -233,6 +233,37 @@ def test_a_module_of_another_rank_gets_no_module_in_a_step():
         smp.step(a_module_in_a_step)(model, torch.randn(6, WIDTH))
 
 
+@on_ranks(3)
+def test_what_a_forward_leaves_there_is_the_last_microbatchs_until_the_script_sets_it():
+    """The parent is on one rank, the child on another; the script runs on all."""
+    config = {"pipeline_parallel_degree": 3, "microbatches": 3, "active_microbatches": 3}
+    smp.init(config)
+    net = Net()
+    net.b.deep.norm = nn.Identity()  # which no microbatch has to wait for
+    for path, module in net.named_modules():
+        smp.set_partition(module, 2 if "deep" in path else int(path.startswith("b")))
+    model = smp.DistributedModel(net)
+
+    @smp.step
+    def step(model, x):
+        loss = model(x, scale=float(x[0, 0]) or None).square().mean()
+        model.backward(loss)
+        return loss
+
+    def seen(first: float) -> list[float]:
+        net.b.deep.seen.clear()
+        x = torch.ones(3, WIDTH)
+        x[:, 0] = torch.arange(3) + first if first else 0
+        step(model, x)
+        return sorted(scale for _, scale in net.b.deep.seen)
+
+    owns = smp.pp_rank() == 2
+    assert seen(4.0) == ([4.0, 5.0, 6.0] if owns else [])
+    assert seen(0.0) == ([6.0] * 3 if owns else [])
+    net.b.deep.scale = 2.0
+    assert seen(0.0) == ([2.0] * 3 if owns else [])
+
+
 @on_ranks(2)
 @pytest.mark.parametrize("nested", [False, True])
 def test_tensors_of_a_microbatch_are_not_for_the_next(nested):

@@ -153,6 +153,16 @@ def test_ten_steps_of_adamw():
 
 
 @on_ranks(2, timeout_s=120)
+def test_autocast_gives_its_dtype():
+    smp.init({"tensor_parallel_degree": 2})
+    net = small_gpt2().float()
+    smp.DistributedModel(net)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = net.transformer.h[0].mlp(torch.ones(2, 3, 24, dtype=torch.float32))
+    assert out.dtype is torch.bfloat16
+
+
+@on_ranks(2, timeout_s=120)
 def test_frozen_parameters_stay_and_train_later():
     smp.init({"tensor_parallel_degree": 2})
     net = small_gpt2()

@@ -1,6 +1,9 @@
 """Primitives, linears and embeddings by themselves, and users' own distributed modules."""
 
+import functools
+import gc
 import random
+import weakref
 
 import pytest
 import torch
@@ -229,6 +232,19 @@ def test_a_tied_vocabulary_is_cut_by_rows(padding):
         job.step(step)
     job.check_parameters()
     assert job.model.state_dict()["head.weight"].shape == (7, 4)
+
+
+@pytest.mark.parametrize("left_out", ["embedding", "head"])
+@on_ranks(2)
+def test_a_tied_vocabulary_of_which_a_part_is_not_marked_stays_whole(left_out):
+    split_over_all_ranks()
+    net = marked(Tied)
+    smp.set_tensor_parallelism(net.get_submodule(left_out), False)
+    model = smp.DistributedModel(net)
+    other = "head" if left_out == "embedding" else "embedding"
+    reasons = {one.path: one.reason for one in model._smp_split}
+    assert reasons[other] == "its parameter 'weight' is shared with a module outside of it"
+    assert net.head.weight.shape == (7, 4)
 
 
 @on_ranks(2)
@@ -510,6 +526,34 @@ def test_a_rank_may_leave_out_of_its_loss_what_others_use():
     job.loss = lambda model, x, _: 0 * squares(lambda x: torch.cat(model(x), -1), x)
     job.step(3)  # all is used: gradients are zeros, and not left out
     job.check_parameters()
+    for optimizer in (job.optimizer, job.plain_optimizer):
+        optimizer.zero_grad(set_to_none=False)
+    job.loss = lambda model, x, _: model(x)[2].square().mean()
+    job.train(4)
+    job.check_gradients()  # what nobody uses keeps its zeros
+
+
+class Detaching(Branches):
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        y = self.first(x)
+        return y, y.detach(), y.argmax(-1)
+
+
+@on_ranks(2)
+def test_what_a_split_model_returns_has_a_graph_where_the_plain_one_has():
+    """It is gone with the outputs, and not kept for the next call."""
+    split_over_all_ranks()
+    model = smp.DistributedModel(marked(Detaching))
+    held = nn.Identity()
+    alive = weakref.ref(held)
+    with model.no_sync():
+        x = rows_of(1, 2, 4).requires_grad_() * 1
+        x.register_hook(functools.partial(lambda _, gradient: gradient, held))
+        outputs = model(x)
+    assert [output.requires_grad for output in outputs] == [True, False, False]
+    del x, held, outputs
+    gc.collect()
+    assert alive() is None
 
 
 # ------------------------------------------------------------------------------ any model
