@@ -221,6 +221,13 @@ def a_module_in_a_step(model, x):
     return loss
 
 
+def a_parameter_in_a_step(model, x):
+    model.module.b.deep.linear.weight = nn.Parameter(torch.ones(WIDTH, WIDTH))
+    loss = model(x).square().mean()
+    model.backward(loss)
+    return loss
+
+
 @on_ranks(2)
 def test_a_module_of_another_rank_gets_no_module_in_a_step():
     smp.init({"pipeline_parallel_degree": 2, "microbatches": 2})
@@ -231,6 +238,8 @@ def test_a_module_of_another_rank_gets_no_module_in_a_step():
     smp.step(left_as_it_is)(model, torch.randn(6, WIDTH))
     with pytest.raises(RuntimeError, match="Deep.linear is a Linear that is set in a step"):
         smp.step(a_module_in_a_step)(model, torch.randn(6, WIDTH))
+    with pytest.raises(RuntimeError, match="weight is a Parameter that is set in a step"):
+        smp.step(a_parameter_in_a_step)(model, torch.randn(6, WIDTH))
 
 
 @on_ranks(3)

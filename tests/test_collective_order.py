@@ -196,6 +196,12 @@ def test_a_call_belongs_to_the_step_that_runs():
             outputs[0].sum().backward()
 
 
+def test_each_backward_of_a_call_has_a_key_of_its_own():
+    call = order.Call("near", (5, 0, 0, 0))
+    numbers = {5, *(call.backward()._made[0] for _ in range(3))}
+    assert len(numbers) == 4
+
+
 # ----------------------------------------------------------------------------- failures
 
 

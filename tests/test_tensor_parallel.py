@@ -16,7 +16,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 import smp
 from smp.data_parallel.buckets import MEGABYTE, make_buckets
 from smp.data_parallel.group import Holders
-from smp.tensor_parallel import step_end
+from smp.tensor_parallel import regions, step_end
 from smp.tensor_parallel.slices import Slices, mark, slices_of
 from tests.ranks import on_ranks
 from tests.reference.whole_job import WholeJob, assert_near, split_over_all_ranks
@@ -491,6 +491,12 @@ def test_fewer_heads_than_ranks_are_refused():
     smp.init({"tensor_parallel_degree": 2})
     with pytest.raises(ValueError, match="too short to be split over tensor_parallel_degree=2"):
         smp.DistributedModel(small_gpt2(heads=1))
+
+
+def test_in_place_of_no_mask_the_last_positions_see_all_before_them():
+    """With a cache there are more keys than queries."""
+    seen = regions._nothing_masked(4, torch.bool, 2, 5, True, torch.zeros(1))
+    assert seen[0, 0].int().tolist() == [[1, 1, 1, 1, 0], [1, 1, 1, 1, 1]]
 
 
 # ------------------------------------------------------------------------------- slices
