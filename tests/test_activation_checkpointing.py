@@ -203,6 +203,8 @@ def test_packed_arguments_reach_the_first_child_as_one():
     smp.set_activation_checkpointing(sequence, pack_args_as_tuple=True)
 
     assert torch.equal(sequence(torch.ones(2), torch.ones(2)), torch.full((2,), 2.0))
+    pair = torch.ones(2), torch.ones(2)
+    assert torch.equal(sequence(pair), torch.full((2,), 2.0))
 
 
 @pytest.mark.parametrize("strategy", ["group_0", "group", "all", "group_x"])

@@ -221,6 +221,13 @@ def a_module_in_a_step(model, x):
     return loss
 
 
+def a_parameter_in_a_step(model, x):
+    model.module.b.deep.linear.weight = nn.Parameter(torch.ones(WIDTH, WIDTH))
+    loss = model(x).square().mean()
+    model.backward(loss)
+    return loss
+
+
 @on_ranks(2)
 def test_a_module_of_another_rank_gets_no_module_in_a_step():
     smp.init({"pipeline_parallel_degree": 2, "microbatches": 2})
@@ -231,6 +238,68 @@ def test_a_module_of_another_rank_gets_no_module_in_a_step():
     smp.step(left_as_it_is)(model, torch.randn(6, WIDTH))
     with pytest.raises(RuntimeError, match="Deep.linear is a Linear that is set in a step"):
         smp.step(a_module_in_a_step)(model, torch.randn(6, WIDTH))
+    with pytest.raises(RuntimeError, match="weight is a Parameter that is set in a step"):
+        smp.step(a_parameter_in_a_step)(model, torch.randn(6, WIDTH))
+
+
+@on_ranks(3)
+def test_what_a_forward_leaves_there_is_the_last_microbatchs_until_the_script_sets_it():
+    """The parent is on one rank, the child on another; the script runs on all."""
+    config = {"pipeline_parallel_degree": 3, "microbatches": 3, "active_microbatches": 3}
+    smp.init(config)
+    net = Net()
+    net.b.deep.norm = nn.Identity()  # which no microbatch has to wait for
+    for path, module in net.named_modules():
+        smp.set_partition(module, 2 if "deep" in path else int(path.startswith("b")))
+    model = smp.DistributedModel(net)
+
+    @smp.step
+    def step(model, x):
+        loss = model(x, scale=float(x[0, 0]) or None).square().mean()
+        model.backward(loss)
+        return loss
+
+    def seen(first: float) -> list[float]:
+        net.b.deep.seen.clear()
+        x = torch.ones(3, WIDTH)
+        x[:, 0] = torch.arange(3) + first if first else 0
+        step(model, x)
+        return sorted(scale for _, scale in net.b.deep.seen)
+
+    owns = smp.pp_rank() == 2
+    assert seen(4.0) == ([4.0, 5.0, 6.0] if owns else [])
+    assert seen(0.0) == ([6.0] * 3 if owns else [])
+    net.b.deep.scale = 2.0
+    assert seen(0.0) == ([2.0] * 3 if owns else [])
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("nested", [False, True])
+def test_tensors_of_a_microbatch_are_not_for_the_next(nested):
+    """They hang on a graph that is gone: what one microbatch leaves there, it keeps."""
+    config = {"pipeline_parallel_degree": 2, "microbatches": 2, "active_microbatches": 1}
+    smp.init({**config, "pipeline": "interleaved"})
+    net = Net()
+    for path, module in net.named_modules():
+        smp.set_partition(module, int(path.startswith("b")))
+    model = smp.DistributedModel(net)
+
+    @smp.step
+    def step(model, x):
+        deep = model.module.b.deep
+        loss = model(x).square().mean()
+        if x[0, 0] == 0:
+            deep.scale, deep.note = [{"by": loss}] if nested else loss, "a plain value"
+        model.backward(loss)
+        return loss
+
+    x = torch.randn(6, WIDTH)
+    x[0, 0], x[3, 0] = 0, 1
+    for _ in range(2):
+        step(model, x)
+        if smp.pp_rank() == 1:
+            assert net.b.deep.scale == 1.0 and net.b.deep.note == "a plain value"
+            assert net.b.deep.seen == [(True, 1.0)] * len(net.b.deep.seen)
 
 
 def test_what_the_code_of_a_request_sets_outlives_the_changes_that_it_brought():

@@ -156,6 +156,43 @@ def test_a_partial_checkpoint_loads_under_another_pipeline_degree(saved, loaded,
             assert_same(torch.load(io.BytesIO(got)), want)
 
 
+class Versioned(nn.Linear):
+    """Its state dict says by which version of the class it was made."""
+
+    _version = 3
+
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, *args):
+        self.loaded = local_metadata.get("version")
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+
+
+def _wrap_versioned(ranks: int) -> nn.Module:
+    smp.init({"pipeline_parallel_degree": ranks, "microbatches": 2})
+    net = nn.Sequential(Versioned(2, 2), nn.Sequential(Versioned(2, 2)))
+    if ranks > 1:
+        smp.set_partition(net[0], 0)
+        smp.set_partition(net[1], 1)
+    model = smp.DistributedModel(net)
+    smp.step(lambda model, x: model(x))(model, torch.ones(2, 2))
+    return net
+
+
+def _save_versioned(path: Path) -> None:
+    _wrap_versioned(2)
+    smp.save_checkpoint(path, "m")
+
+
+def _resumed_versions(path: Path) -> list:
+    net = _wrap_versioned(1)
+    smp.resume_from_checkpoint(path)
+    return [net[0].loaded, net[1][0].loaded]
+
+
+def test_parts_that_are_put_together_keep_the_versions_of_modules(tmp_path):
+    call_on_ranks(2, _save_versioned, tmp_path)
+    assert call_on_ranks(1, _resumed_versions, tmp_path) == [[3, 3]]
+
+
 @on_ranks(2)
 @KINDS
 def test_what_is_loaded_may_be_a_part(partial, tmp_path):

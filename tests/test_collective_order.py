@@ -196,6 +196,12 @@ def test_a_call_belongs_to_the_step_that_runs():
             outputs[0].sum().backward()
 
 
+def test_each_backward_of_a_call_has_a_key_of_its_own():
+    call = order.Call("near", (5, 0, 0, 0))
+    numbers = {5, *(call.backward()._made[0] for _ in range(3))}
+    assert len(numbers) == 4
+
+
 # ----------------------------------------------------------------------------- failures
 
 
@@ -279,6 +285,18 @@ def test_after_a_failure_on_one_rank_the_next_step_works(raises_in, tp_rank):
             train(model, data_of(smp.tp_rank()))
         net.tp_rank = -1
         check_against_one_process(model, 1)
+
+
+@on_ranks(4)
+def test_what_becomes_of_a_collective_is_told():
+    """One that the ranks begin with other shapes fails the step: it gives no result."""
+    begin()
+    model = on_two_stages(make())
+    check_against_one_process(model, 1)
+    rows = MICROBATCHES * (1 + smp.tp_rank())
+    with pytest.raises(RuntimeError, match="MISMATCH"):
+        train(model, torch.ones(rows, WIDTH, dtype=torch.float64))
+    check_against_one_process(model, 1)
 
 
 # ------------------------------------------------------------------------------- at length

@@ -106,3 +106,25 @@ def test_a_conversion_is_that_of_the_plain_model(name, when):
     full = model.state_dict()
     for key, value in plain.state_dict().items():
         assert torch.equal(full[key], value), key
+
+
+@on_ranks(2)
+def test_buffers_without_memory_are_converted_too():
+    """Delayed, and of another rank's module: they have a dtype alone."""
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": 2})
+    with smp.delay_param_initialization():
+        net = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    smp.set_partition(net[1], 1)
+    model = smp.DistributedModel(net)
+    smp.step(lambda model, x: model(x))(model, torch.randn(4, 3))
+    assert net[1].running_mean.is_meta == (smp.pp_rank() == 0)
+
+    model.double()
+
+    dtypes = {name: buffer.dtype for name, buffer in net.named_buffers()}
+    assert dtypes == {
+        "1.running_mean": torch.float64,
+        "1.running_var": torch.float64,
+        "1.num_batches_tracked": torch.int64,
+    }
+    assert net[1].running_mean.is_meta == (smp.pp_rank() == 0)

@@ -95,6 +95,9 @@ def test_a_parent_reads_what_it_has_set_itself():
     model = smp.DistributedModel(net)
     for _ in range(2):
         step(model, X)
+    net.sets = None
+    with pytest.raises(RuntimeError, match="'child.aux' is set in the forward of its module"):
+        step(model, X)
 
 
 @on_ranks(2)

@@ -46,6 +46,14 @@ REFUSED = {
         lambda m: m.get_module().add_module("more", nn.Linear(1, 1)),
         "'more' (Linear) cannot be added",
     ),
+    "with parameters inside": (
+        lambda m: m.get_module().add_module("more", nn.Sequential(nn.Linear(1, 1))),
+        "'more' (Sequential) cannot be added",
+    ),
+    "taken out with what is inside": (
+        lambda m: setattr(m.module, "blocks", nn.ModuleList()),
+        "'blocks' (ModuleList) cannot be replaced by a ModuleList",
+    ),
     "moved": (
         lambda m: setattr(m.module, "far", m.module.near),
         "'far' (Linear) cannot be replaced by a Linear",

@@ -261,6 +261,24 @@ def test_half_precision_parameters_keep_float32_moments(kind):
         assert each.state[parameter]["exp_avg"].dtype == torch.float32
 
 
+@pytest.mark.parametrize("kind", [FusedLAMB, FusedNovoGrad])
+def test_a_dict_that_was_loaded_stays_as_it_is(kind):
+    """The next steps change the optimizer's state, and not what a script keeps."""
+    net = model()
+    optimizer = kind(net.parameters(), lr=0.05)
+    train(net, optimizer)
+    kept = optimizer.state_dict()
+    before = copy.deepcopy(kept["state"])
+    resumed = kind(net.parameters(), lr=0.05)
+
+    resumed.load_state_dict(kept)
+    train(net, resumed)
+
+    for number, moments in before.items():
+        for name, value in moments.items():
+            assert torch.equal(kept["state"][number][name], value)
+
+
 def test_what_apex_refuses_is_refused():
     parameters = [nn.Parameter(torch.ones(1))]
 

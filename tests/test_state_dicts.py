@@ -193,6 +193,21 @@ def test_wrong_entries_are_named_on_every_rank(when):
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("same", [False, True])
+def test_an_entry_too_many_of_a_partial_dict_is_named(same):
+    init(2)
+    run = Run("sgd")
+    run.evaluate()
+    partial = run.model.local_state_dict()
+    partial["third.bias"] = torch.zeros(6)
+
+    keys = run.model.load_state_dict(partial, strict=False, same_partition_load=same)
+    assert (keys.missing_keys, keys.unexpected_keys) == ([], ["third.bias"])
+    with pytest.raises(RuntimeError, match=r"Unexpected key.*third\.bias"):
+        run.model.load_state_dict(partial, same_partition_load=same)
+
+
+@on_ranks(2)
 def test_a_full_dict_may_say_that_it_is_not_partial():
     """``_smp_is_partial`` False, as Hugging Face's Trainer adds it, and names to translate."""
     init(2)

@@ -18,8 +18,10 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.utils import clip_grad_norm_ as imported_early
 
 import smp
-from smp.tensor_parallel import step_end
-from smp.tensor_parallel.slices import Slices, slices_of
+from smp.data_parallel.buckets import MEGABYTE, make_buckets
+from smp.data_parallel.group import Holders
+from smp.tensor_parallel import regions, step_end
+from smp.tensor_parallel.slices import Slices, mark, slices_of
 from tests.ranks import on_ranks
 from tests.reference.whole_job import WholeJob, assert_near, split_over_all_ranks
 
@@ -155,6 +157,16 @@ def test_ten_steps_of_adamw():
 
 
 @on_ranks(2, timeout_s=120)
+def test_autocast_gives_its_dtype():
+    smp.init({"tensor_parallel_degree": 2})
+    net = small_gpt2().float()
+    smp.DistributedModel(net)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = net.transformer.h[0].mlp(torch.ones(2, 3, 24, dtype=torch.float32))
+    assert out.dtype is torch.bfloat16
+
+
+@on_ranks(2, timeout_s=120)
 def test_frozen_parameters_stay_and_train_later():
     smp.init({"tensor_parallel_degree": 2})
     net = small_gpt2()
@@ -177,8 +189,15 @@ def test_torchs_clipping_is_by_the_models_norm():
     assert_near(imported_early(job.model.parameters(), 0.3), want, "norm")
     job.check_gradients()
     job.train(1)
-    want = nn.utils.clip_grad_norm_(job.plain.parameters(), 0.2, 1.0)
-    assert_near(nn.utils.clip_grad_norm_(job.model.parameters(), 0.2, 1.0), want, "norm")
+    for norm_type in (float("inf"), 1.0):
+        want = nn.utils.clip_grad_norm_(job.plain.parameters(), 0.01, norm_type)
+        got = nn.utils.clip_grad_norm_(job.model.parameters(), 0.01, norm_type)
+        assert_near(got, want, "norm")
+        job.check_gradients()
+    if smp.rank() == 1:
+        job.net.transformer.h[0].mlp.c_fc.weight.grad[0, 0] = torch.inf
+    with pytest.raises(RuntimeError, match="non-finite"):
+        nn.utils.clip_grad_norm_(job.model.parameters(), 0.3, error_if_nonfinite=True)
     smp.shutdown()
     weight = nn.Parameter(torch.ones(2))
     weight.grad = torch.full((2,), 3.0)
@@ -403,6 +422,31 @@ def test_the_state_is_the_plain_models():
     once_more.check_parameters()
 
 
+class Scaling(torch.optim.SGD):
+    """Keeps a tensor of as many axes as the parameter, and of another shape."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["scale"] = torch.full([1] * p.dim(), 3.0)
+
+
+@on_ranks(2, timeout_s=120)
+def test_state_of_another_shape_than_the_parameters_stays_as_it_is():
+    smp.init({"tensor_parallel_degree": 2})
+    job = WholeJob(
+        small_gpt2(), next_token_loss, tokens, lambda p: Scaling(p, lr=0.1, momentum=0.9)
+    )
+    job.step(0)
+    state = job.optimizer.state_dict()["state"]
+    for number, wanted in job.plain_optimizer.state_dict()["state"].items():
+        assert torch.equal(state[number]["scale"], wanted["scale"])
+        assert_near(state[number]["momentum_buffer"], wanted["momentum_buffer"], "momentum")
+    job.optimizer.load_state_dict(copy.deepcopy(job.plain_optimizer.state_dict()))
+    job.step(1)
+    job.check_parameters()
+
+
 @on_ranks(2, timeout_s=120)
 def test_another_shape_is_refused_by_name():
     smp.init({"tensor_parallel_degree": 2})
@@ -435,14 +479,14 @@ def test_what_one_rank_raises_ends_the_step_on_all(where):
     """The others wait in collectives of modules, or have made their last."""
     split_over_all_ranks()
     job = WholeJob(small_gpt2(), next_token_loss, tokens)
-    fails = True
+    culprit = 1
 
     def refuse(*_: Any) -> None:
         raise ValueError("no good")
 
     @smp.step
     def failing(model: smp.DistributedModel, *batch: Tensor) -> Tensor:
-        mine = fails and smp.rank() == 1
+        mine = smp.rank() == culprit
         if mine and where == "before":
             refuse()
         loss = next_token_loss(model, *batch)
@@ -455,15 +499,16 @@ def test_what_one_rank_raises_ends_the_step_on_all(where):
         return loss
 
     batch = job.batch(smp.dp_rank(), 0)
-    if where == "evaluation":
-        with torch.no_grad(), pytest.raises((ValueError, step_end.PeerFailed)):
-            failing(job.model.eval(), *batch)
-        job.model.train()
-    else:
-        with pytest.raises(ValueError, match="no good") as caught:
-            failing(job.model, *batch)
-        notes = " ".join(getattr(caught.value, "__notes__", []))
-        assert smp.rank() == 1 or "failed on dp_rank 1" in notes
+    for culprit in (1, 0, 1):
+        if where == "evaluation":
+            with torch.no_grad(), pytest.raises((ValueError, step_end.PeerFailed)):
+                failing(job.model.eval(), *batch)
+            job.model.train()
+        else:
+            with pytest.raises(ValueError, match="no good") as caught:
+                failing(job.model, *batch)
+            notes = " ".join(getattr(caught.value, "__notes__", []))
+            assert smp.rank() == culprit or f"failed on dp_rank {culprit}" in notes
     job.optimizer.zero_grad()
     job.step(0)
     job.check_parameters()
@@ -526,7 +571,35 @@ def test_fewer_heads_than_ranks_are_refused():
         smp.DistributedModel(small_gpt2(heads=1))
 
 
+def test_in_place_of_no_mask_the_last_positions_see_all_before_them():
+    """With a cache there are more keys than queries."""
+    seen = regions._nothing_masked(4, torch.bool, 2, 5, True, torch.zeros(1))
+    assert seen[0, 0].int().tolist() == [[1, 1, 1, 1, 0], [1, 1, 1, 1, 1]]
+
+
 # ------------------------------------------------------------------------------- slices
+
+
+@pytest.mark.parametrize("bytes_of_cap", [4, 28, 52, 64, 100])
+def test_buckets_are_alike_on_all_tp_ranks_however_sizes_divide(bytes_of_cap):
+    """Their collectives are in one order, and the report has a number for each."""
+    everywhere, replicas = Holders(None, [0, 1, 2, 3]), Holders(None, [0, 2])
+    seen = []
+    for part in (0, 1):
+        net = nn.Sequential(*(nn.Linear(3, 5) for _ in range(6)))
+        for linear in net[::2]:
+            slices = Slices.even(0, 5, 2)
+            linear.weight = nn.Parameter(slices.take(linear.weight.detach(), part))
+            mark(linear.weight, slices, scaled_batch=True)
+        buckets = make_buckets(
+            net,
+            list(net.parameters()),
+            bytes_of_cap / MEGABYTE,
+            lambda p: replicas if slices_of(p) else everywhere,
+        )
+        numbers = {id(p): n for n, p in enumerate(net.parameters())}
+        seen.append([[numbers[id(p)] for p in bucket.parameters()] for bucket in buckets])
+    assert seen[0] == seen[1]
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 4])

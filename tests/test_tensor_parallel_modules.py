@@ -1,7 +1,10 @@
 """Primitives, linears and embeddings by themselves, and users' own distributed modules."""
 
 import copy
+import functools
+import gc
 import random
+import weakref
 from typing import Any
 
 import pytest
@@ -12,6 +15,7 @@ from torch import Tensor, nn
 import smp
 from smp.nn import utils as blocks
 from smp.tensor_parallel import group, primitives, replacement
+from smp.tensor_parallel.slices import slices_of
 from tests.ranks import on_ranks
 from tests.reference.whole_job import WholeJob, assert_near, split_over_all_ranks
 
@@ -216,9 +220,9 @@ def test_sparse_tables():
 class Tied(nn.Module):
     """A language model in small: the head is the embedding."""
 
-    def __init__(self) -> None:
+    def __init__(self, padding: int = 5) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(7, 4, padding_idx=5)
+        self.embedding = nn.Embedding(7, 4, padding_idx=padding)
         self.inner = nn.Linear(4, 4)
         self.head = nn.Linear(4, 7)
         self.head.weight = self.embedding.weight
@@ -227,14 +231,15 @@ class Tied(nn.Module):
         return self.head(torch.tanh(self.inner(self.embedding(ids))))
 
 
+@pytest.mark.parametrize("padding", [1, 5])
 @on_ranks(2, 3)
-def test_a_tied_vocabulary_is_cut_by_rows():
+def test_a_tied_vocabulary_is_cut_by_rows(padding):
     split_over_all_ranks()
 
     def loss(model: nn.Module, _: Tensor, ids: Tensor) -> Tensor:
         return F.cross_entropy(model(ids, ids).flatten(0, -2), ids.flatten())
 
-    job = WholeJob(marked(Tied), loss, picks)
+    job = WholeJob(marked(lambda: Tied(padding)), loss, picks)
     assert job.net.head.weight is job.net.embedding.weight
     assert job.net.head.weight.size(0) == blocks.get_local_channels(7)
     for step in range(3):
@@ -326,6 +331,19 @@ def test_norms_of_rows_in_a_pipeline():
     job.check_parameters()
 
 
+@pytest.mark.parametrize("left_out", ["embedding", "head"])
+@on_ranks(2)
+def test_a_tied_vocabulary_of_which_a_part_is_not_marked_stays_whole(left_out):
+    split_over_all_ranks()
+    net = marked(Tied)
+    smp.set_tensor_parallelism(net.get_submodule(left_out), False)
+    model = smp.DistributedModel(net)
+    other = "head" if left_out == "embedding" else "embedding"
+    reasons = {one.path: one.reason for one in model._smp_split}
+    assert reasons[other] == "its parameter 'weight' is shared with a module outside of it"
+    assert net.head.weight.shape == (7, 4)
+
+
 @on_ranks(2)
 def test_modules_made_distributed_by_hand():
     """Without a context: the user's own code names the distributed classes."""
@@ -378,6 +396,28 @@ def test_what_cannot_be_split_by_itself_stays_whole():
     reasons = {one.path: one.reason for one in model._smp_split}
     assert reasons["narrow"] == "it is too small for tensor_parallel_degree=2"
     model(torch.ones(2, 1)).sum().backward()
+
+
+@pytest.mark.parametrize("by_rows", [False, True])
+@on_ranks(2, 3)
+def test_tables_for_those_who_gather_and_scatter_themselves(by_rows):
+    """Indices of all tp_ranks; or a slice of the vectors of all."""
+    split_over_all_ranks()
+    weight = rows_of(1, 9, 5).requires_grad_(True)
+    ids = torch.tensor([[3, 8], [0, 3], [5, 1], [2, 2], [4, 6]])  # of all tp_ranks
+    options = {"weight": weight, "dtype": torch.float64, "vocab_parallel": by_rows}
+    table = smp.nn.DistributedEmbedding(9, 5, skip_allgather=True, **options)
+    got = table(ids)
+    assert torch.equal(got, weight[ids.tensor_split(group.size())[group.rank()]])
+    got.square().sum().backward()
+    weight[ids].square().sum().backward()
+    slices = slices_of(table.weight)
+    assert torch.equal(table.weight.grad, slices.take(weight.grad, group.rank()))
+    if not by_rows:
+        table = smp.nn.DistributedEmbedding(9, 5, skip_scatter_and_merge=True, **options)
+        everyones = torch.cat([ids // 2 + rank for rank in range(group.size())])
+        own = slices.take(weight, group.rank())
+        assert torch.equal(table(ids // 2 + group.rank()), own[everyones])
 
 
 @on_ranks(2)
@@ -467,6 +507,49 @@ def test_a_registered_class_is_replaced_and_keeps_its_weights():
     for step in range(3):
         job.step(step, max_norm=0.01)
     job.check_parameters()
+
+
+class Shifted(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(width))
+        self.bias = nn.Parameter(torch.ones(width))
+        self.register_buffer("shift", torch.zeros(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale + self.bias + self.shift + self.training
+
+
+class ShiftedThere(Shifted, smp.nn.DistributedModule):
+    """Every tp_rank has all of it."""
+
+
+@on_ranks(2)
+def test_what_replaces_a_module_has_its_buffers_mode_and_frozen_parameters():
+    """Those of tp_rank 0; and stands wherever the module stood."""
+    split_over_all_ranks()
+    smp.tp_register_with_module(Shifted, ShiftedThere)
+    one = marked(lambda: Shifted(3))
+    one.shift += 4 + smp.rank()
+    one.bias.requires_grad_(False)
+    net = nn.ModuleDict({"a": nn.Sequential(one), "b": nn.Sequential(one)}).eval()
+    smp.DistributedModel(net)
+    new = net["a"][0]
+    assert type(new) is ShiftedThere and net["b"][0] is new
+    assert not new.training and new.shift.tolist() == [4.0] * 3
+    assert (new.scale.requires_grad, new.bias.requires_grad) == (True, False)
+    assert new(torch.ones(3)).tolist() == [6.0] * 3
+
+
+@on_ranks(2)
+def test_a_slice_of_the_inputs_is_drawn_as_for_all_of_them():
+    split_over_all_ranks()
+    module = smp.nn.DistributedModule()
+    with blocks.initialize_with_input_partition(module):
+        module.linear = nn.Linear(256, 64)
+    bound = 1 / (256 * group.size()) ** 0.5  # as nn.Linear draws for so many inputs
+    assert 0.99 * bound < module.linear.weight.abs().max() <= bound
+    assert module.linear.bias.abs().max() > bound  # whole: it is as it was
 
 
 @on_ranks(4)
@@ -607,7 +690,37 @@ def test_a_rank_may_leave_out_of_its_loss_what_others_use():
     job = WholeJob(marked(Branches), loss, batch)
     for step in range(3):
         job.step(step)
+    job.loss = lambda model, x, _: 0 * squares(lambda x: torch.cat(model(x), -1), x)
+    job.step(3)  # all is used: gradients are zeros, and not left out
     job.check_parameters()
+    for optimizer in (job.optimizer, job.plain_optimizer):
+        optimizer.zero_grad(set_to_none=False)
+    job.loss = lambda model, x, _: model(x)[2].square().mean()
+    job.train(4)
+    job.check_gradients()  # what nobody uses keeps its zeros
+
+
+class Detaching(Branches):
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        y = self.first(x)
+        return y, y.detach(), y.argmax(-1)
+
+
+@on_ranks(2)
+def test_what_a_split_model_returns_has_a_graph_where_the_plain_one_has():
+    """It is gone with the outputs, and not kept for the next call."""
+    split_over_all_ranks()
+    model = smp.DistributedModel(marked(Detaching))
+    held = nn.Identity()
+    alive = weakref.ref(held)
+    with model.no_sync():
+        x = rows_of(1, 2, 4).requires_grad_() * 1
+        x.register_hook(functools.partial(lambda _, gradient: gradient, held))
+        outputs = model(x)
+    assert [output.requires_grad for output in outputs] == [True, False, False]
+    del x, held, outputs
+    gc.collect()
+    assert alive() is None
 
 
 @on_ranks(2, 3)

@@ -96,7 +96,8 @@ class DistributedEmbedding(nn.Embedding, DistributedModule):
             return vectors.view(*input.shape, vectors.size(-1))
         if self.skip_allgather:
             found = self._look_up(own)
-            out_of = group.shares(own.numel())
+            of_a_sample = own.numel() // max(len(input), 1)
+            out_of = [n * of_a_sample for n in group.shares(len(input))]
         else:
             own, out_of = primitives.entering(own, 0)
             found = self._look_up(primitives.gather(own, 0, out_of))

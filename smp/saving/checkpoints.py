@@ -501,7 +501,5 @@ def _merged(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
         return other
     if isinstance(one.get("state"), dict) and "param_groups" in one:
         return {**other, "state": {**one["state"], **other["state"]}}
-    metadata = {**getattr(one, "_metadata", {}), **getattr(other, "_metadata", {})}
-    one.update(other)
-    one._metadata = metadata  # type: ignore[attr-defined]
+    one.update(other)  # each has the metadata of all modules
     return one

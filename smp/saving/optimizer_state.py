@@ -113,10 +113,10 @@ class _Cut(NamedTuple):
     shape: list[int]  # of the whole
 
     def is_like(self, value: Any) -> bool:
-        """Whether a tensor is a slice of the same kind."""
-        if not isinstance(value, Tensor) or value.dim() != len(self.shape):
-            return False
-        return self.slices.full_shape(value.shape) == self.shape
+        """Whether a tensor of tp_rank 0's state has the shape of its slice."""
+        first = list(self.shape)
+        first[self.slices.axis] = self.slices.local_size(0)
+        return isinstance(value, Tensor) and list(value.shape) == first
 
 
 def _slices(optimizer: "DistributedOptimizer") -> dict[int, _Cut]:
@@ -169,16 +169,9 @@ def load(optimizer: "DistributedOptimizer", state_dict: Mapping[str, Any]) -> No
         return
     if _waits(optimizer):
         wrapped.load_state_dict({**given, "state": {}})
-        by_number = given["state"]
-
-        def load_later() -> None:
-            if _waits(optimizer):
-                waiting.append(load_later)
-            else:
-                _load_by_number(optimizer, by_number, partial)
-
+        # The first step partitions all models that there are.
         waiting = runtime.get("load_state_dict").after_partition
-        waiting.append(load_later)
+        waiting.append(lambda: _load_by_number(optimizer, given["state"], partial))
         return
     wrapped.load_state_dict({**given, "state": {}})
     _load_by_number(optimizer, given["state"], partial)
