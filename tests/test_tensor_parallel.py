@@ -614,3 +614,32 @@ def test_slices_join_to_the_whole(parts, unit, blocks):
         assert [t.size(axis) for t in local] == [slices.local_size(p) for p in range(parts)]
         assert all(t.size(axis) % (unit * blocks) == 0 for t in local)
         assert slices_of(whole) is None
+
+
+# --------------------------------------------------------------------- delayed construction
+
+
+@pytest.mark.parametrize("pipeline", [1, 2])
+@on_ranks(4, timeout_s=120)
+def test_a_model_whose_values_are_delayed(pipeline):
+    """Slices are of tp_rank 0's values."""
+    smp.init({"tensor_parallel_degree": 2, "pipeline_parallel_degree": pipeline})
+    made_from = small_gpt2()
+    torch.manual_seed(3)
+    plain = type(made_from)(made_from.config)
+    torch.manual_seed(3 + smp.tp_rank())  # as scripts seed
+    with smp.delay_param_initialization(), smp.tensor_parallelism():
+        net = type(made_from)(made_from.config)
+    assert all(p.is_meta for p in net.parameters())
+
+    def loss(model: nn.Module, ids: Tensor, _: Tensor) -> Tensor:
+        return model(input_ids=ids).logits.log_softmax(-1)[..., 0].square().mean()
+
+    job = WholeJob(net, loss, tokens)
+    job.plain = plain
+    job.plain_optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    for step in range(2):
+        job.step(step, max_norm=0.3)
+    job.check_parameters()
+    weight = net.transformer.h[0].attn.c_attn.weight
+    assert slices_of(weight) is not None and not weight.is_meta

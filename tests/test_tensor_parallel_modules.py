@@ -789,6 +789,16 @@ def test_an_input_that_requires_grad_on_some_ranks_only(kind):
             assert_near(x.grad, want, "gradient")
 
 
+@on_ranks(4)
+def test_what_is_replaced_in_a_pipeline_has_values():
+    smp.init({"tensor_parallel_degree": 2, "pipeline_parallel_degree": 2})
+    smp.tp_register_with_module(Gate, SplitGate, arguments, inputs, lambda y: {"y": y})
+    with smp.delay_param_initialization(), smp.tensor_parallelism():
+        net = nn.Sequential(Gate(5), nn.Identity())
+    with pytest.raises(NotImplementedError, match="'0' .*no values before the partition"):
+        smp.DistributedModel(net)
+
+
 # ------------------------------------------------------------------------------ any model
 
 

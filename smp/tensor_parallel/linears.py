@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from smp.modules import delayed_init
 from smp.modules.stand_ins import REFUSES_COPIES, stand_in
 from smp.tensor_parallel import group, primitives
 from smp.tensor_parallel.regions import give_back, rows_to_give_back
@@ -46,14 +47,23 @@ def keep_slice(module: nn.Module, name: str, slices: Slices | None) -> None:
                 f"and axis {slices.axis} is too short to be split over "
                 f"tensor_parallel_degree={group.size()} ranks"
             )
-        with torch.no_grad():
-            whole = parameter.data.contiguous()
-            if group.size() > 1:
-                group.broadcast(whole)
-            parameter.data = slices.take(whole, group.rank())
+        own = functools.partial(_slice_of_first_rank, slices)
+        if delayed_init.is_delayed(parameter):
+            delayed_init.make_of_recorded(parameter, own)
+        else:
+            with torch.no_grad():
+                parameter.data = own(parameter.data)
         if not hasattr(module, REFUSES_COPIES):
             module.__class__ = stand_in(type(module), _holds_slices)
     mark(parameter, slices, scaled_batch=True)
+
+
+def _slice_of_first_rank(slices: Slices, whole: Tensor) -> Tensor:
+    """This tp_rank's slice of tp_rank 0's; of a meta tensor its shape alone."""
+    whole = whole.contiguous()
+    if group.size() > 1 and not whole.is_meta:
+        group.broadcast(whole)
+    return slices.take(whole, group.rank())
 
 
 def _holds_slices(cls: type[nn.Module]) -> dict[str, Any]:

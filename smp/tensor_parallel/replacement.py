@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from smp.modules import delayed_init
 from smp.modules.conversion import give_data
 from smp.modules.stand_ins import users_class
 from smp.partitioning.partition import hand_on_pin
@@ -223,9 +224,16 @@ def take_over(
         given: the original's parameters and buffers, by the distributed module's names.
 
     Raises:
-        NotImplementedError: the user's hooks on modules or parameters inside of it.
+        NotImplementedError: the user's hooks on modules or parameters inside of it, or delayed
+            values.
         PartitionError: a module inside of it is pinned elsewhere.
     """
+    if any(delayed_init.is_delayed(tensor) for tensor in given.values()):
+        raise NotImplementedError(
+            f"smp: '{path or type(original).__name__}' is to be replaced by "
+            f"{type(distributed).__name__}, and has no values before the partition of a "
+            "pipeline: make it without smp.delay_param_initialization"
+        )
     _keep_weights(original, distributed, path, given)
     _keep_hooks(original, distributed, path)
     hand_on_pin(original, distributed, path)
