@@ -343,6 +343,35 @@ def test_a_shared_parameter_leaves_the_module_whole():
 
 
 @on_ranks(4, timeout_s=120)
+def test_a_plan_counts_what_a_rank_will_have():
+    smp.init({"tensor_parallel_degree": 2, "pipeline_parallel_degree": 2})
+    net = small_gpt2(marks={"distribute_embedding": True})
+    ids, mask = tokens(0, 0)
+    degrees = {"pipeline_parallel_degree": 2, "tensor_parallel_degree": 2}
+    plan = smp.plan(net, input_ids=ids, attention_mask=mask, **degrees)
+    assert not any(slices_of(p) for p in net.parameters())
+    assert net.transformer.h[0].attn.num_heads == 3
+    job = WholeJob(net, next_token_loss, lambda rank, step: tokens(rank, step, masked=False))
+    job.train(0)
+    made = job.model.partition_report()
+    assert list(plan.partition.parameters) == list(made.partition.parameters)
+    assert sum(plan.partition.parameters) < sum(p.numel() for p in job.plain.parameters())
+    for report in (plan, made):
+        assert "2 x Embedding, 2 x GPT2Attention, 2 x GPT2MLP, 1 x Linear" in str(report)
+        assert "parameters and costs are tp_rank 0's" in str(report)
+
+
+def test_a_plan_without_a_job_splits_a_copy():
+    net = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 1))
+    smp.set_tensor_parallelism(net)
+    plan = smp.plan(net, torch.ones(2, 6), pipeline_parallel_degree=1, tensor_parallel_degree=3)
+    assert list(plan.partition.parameters) == [0, 5 * 2 + 5, 2 + 1]
+    assert net[0].weight.shape == (5, 6)
+    with pytest.raises(ValueError, match="tensor_parallel_degree must be at least 1, got 0"):
+        smp.plan(net, pipeline_parallel_degree=1, tensor_parallel_degree=0)
+
+
+@on_ranks(4, timeout_s=120)
 def test_a_communication_hook_uses_the_group_of_its_bucket():
     """Averaged over all replicas, other slices would be added to this rank's."""
     smp.init({"tensor_parallel_degree": 2})

@@ -320,6 +320,65 @@ def test_a_checkpointed_family_equals_the_plain_model(family, monkeypatch):
     assert len(ran) == 2
 
 
+class Adapted(nn.Module):
+    """LoRA: a frozen linear, and a product of two small ones that trains."""
+
+    def __init__(self, base: nn.Linear, in_dict: bool = False) -> None:
+        super().__init__()
+        self.base_layer = base.requires_grad_(False)
+        down, up = nn.Linear(base.in_features, 2, bias=False), nn.Linear(2, base.out_features)
+        self.lora_A = nn.ModuleDict({"default": down}) if in_dict else down
+        self.lora_B = nn.ModuleDict({"default": up}) if in_dict else up
+
+    def forward(self, x: Tensor) -> Tensor:
+        down, up = self.lora_A, self.lora_B
+        if isinstance(down, nn.ModuleDict):
+            down, up = down["default"], up["default"]
+        return self.base_layer(x) + 2.0 * up(down(x))
+
+
+def adapted(family: str) -> nn.Module:
+    net = made(family)
+    net.requires_grad_(False)
+    torch.manual_seed(4)
+    for layer in net.model.layers:
+        for parent in (layer.self_attn, layer.mlp):
+            for name, child in list(parent.named_children()):
+                if isinstance(child, nn.Linear) and name != "k_proj":
+                    setattr(parent, name, Adapted(child, in_dict=name == "q_proj"))
+    return net
+
+
+@pytest.mark.parametrize("prescaled", [False, True], ids=["own samples", "same samples"])
+@pytest.mark.parametrize("family", ["llama", "llama, 1 head of keys"])
+@on_ranks(2, 3, timeout_s=120)
+def test_adapted_linears_of_a_region_are_split_with_it(family, prescaled, monkeypatch):
+    """LoRA: only small linears train, around frozen ones that lead in and out."""
+    compute_in_float64(monkeypatch, family)
+    split_over_all_ranks(prescaled_batch=prescaled)
+    net = adapted(family)
+    job = WholeJob(
+        net, next_token_loss, lambda rank, step: tokens(1 if prescaled else rank, step)
+    )
+    assert not any(one.reason for one in job.model._smp_split)
+    for step in range(2):
+        job.step(step, max_norm=0.3)
+    job.check_parameters()
+    whole = job.model.state_dict()
+    for name, value in job.plain.state_dict().items():
+        assert_near(whole[name], value, name)
+
+
+@on_ranks(2, timeout_s=120)
+def test_another_wrapper_of_a_regions_linear_is_named():
+    split_over_all_ranks()
+    net = adapted("llama")
+    wrapper = net.model.layers[1].mlp.up_proj
+    wrapper.magnitude = nn.Parameter(torch.ones(29))
+    with pytest.raises(NotImplementedError, match=r"'model.layers.1.mlp.up_proj' .* magnit"):
+        smp.DistributedModel(net)
+
+
 # ------------------------------------------------------------------------------- outputs
 
 

@@ -217,6 +217,34 @@ def test_sparse_tables():
     job.check_parameters()
 
 
+class Adapted(nn.Module):
+    """A frozen linear, and a product of two small ones that trains; only some are split."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.base_layer = nn.Linear(width, width).requires_grad_(False)
+        self.lora_A, self.lora_B = nn.Linear(width, 2, bias=False), nn.Linear(2, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base_layer(x) + self.lora_B(self.lora_A(x))
+
+
+@pytest.mark.parametrize("marks", [("base_layer",), ("base_layer", "lora_A", "lora_B")])
+@on_ranks(2)
+def test_adapters_of_linears_by_themselves(marks):
+    split_over_all_ranks()
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(1)
+    net = nn.Sequential(Adapted(5), Adapted(5))
+    for module in net:
+        for name in marks:
+            smp.set_tensor_parallelism(getattr(module, name))
+    job = WholeJob(net, squares, lambda rank, step: (rows_of(10 * step + rank, 2 + rank, 5),))
+    for step in range(2):
+        job.step(step, max_norm=0.05)
+    job.check_parameters()
+
+
 class Tied(nn.Module):
     """A language model in small: the head is the embedding."""
 

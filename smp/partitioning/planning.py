@@ -1,5 +1,6 @@
 """Looking at a partition before running anything."""
 
+import copy
 import warnings
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch.utils import _pytree as pytree
 from smp.partitioning.partition import make_partition
 from smp.partitioning.report import PartitionReport
 from smp.partitioning.tracing import trace
+from smp.tensor_parallel import group, in_place
 
 _MEMORY_WEIGHT = 0.8  # the default of optimize="memory"
 
@@ -20,6 +22,7 @@ def plan(
     pipeline_parallel_degree: int,
     memory_weight: float = _MEMORY_WEIGHT,
     microbatches: int = 1,
+    tensor_parallel_degree: int = 1,
     **kwargs: Any,
 ) -> PartitionReport:
     """How ``module`` would be partitioned, without ``smp.init`` and in this process alone.
@@ -33,6 +36,8 @@ def plan(
         memory_weight: the paper's alpha: 1 balances memory, 0 computation.
         microbatches: number of pieces that a step cuts the batch into; the model is
             run on the first one.
+        tensor_parallel_degree: number of ranks that marked modules are split over; parameters
+            and costs are then those of tp_rank 0, which has the largest slices.
 
     Returns:
         a :class:`smp.partitioning.report.PartitionReport`.
@@ -43,6 +48,10 @@ def plan(
             ``microbatches``.
         RuntimeError: the model is on the meta device and cannot run there.
     """
+    if tensor_parallel_degree < 1:
+        raise ValueError(
+            f"smp: tensor_parallel_degree must be at least 1, got {tensor_parallel_degree}"
+        )
     if microbatches < 1:
         raise ValueError(f"smp: microbatches must be at least 1, got {microbatches}")
     traced = None
@@ -58,11 +67,27 @@ def plan(
             "definition order and without activations",
             stacklevel=2,
         )
-    return PartitionReport(
-        make_partition(
-            module, traced, degree=pipeline_parallel_degree, memory_weight=memory_weight
-        )
+    outcomes: list[in_place.Outcome] = []
+    if tensor_parallel_degree > 1:
+        module, outcomes = _split(module, tensor_parallel_degree)
+    decision = make_partition(
+        module, traced, degree=pipeline_parallel_degree, memory_weight=memory_weight
     )
+    return PartitionReport(decision, outcomes)
+
+
+def _split(module: nn.Module, size: int) -> tuple[nn.Module, list[in_place.Outcome]]:
+    """A copy of the model as tp_rank 0 would have it, on the meta device."""
+    memo: dict[int, Any] = {}
+    for tensor in (*module.parameters(), *module.buffers()):
+        twin = torch.empty_like(tensor, device="meta")
+        if isinstance(tensor, nn.Parameter):
+            twin = nn.Parameter(twin, tensor.requires_grad)
+        memo[id(tensor)] = twin
+    copied = copy.deepcopy(module, memo)
+    with group.planned(size), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "smp: module .* was replaced by")
+        return in_place.split(copied)
 
 
 def _first_microbatch(tensor: Tensor, microbatches: int) -> Tensor:

@@ -102,7 +102,8 @@ class PartitionReport:
             for path, kind, reason in self.split
             if reason
         ]
-        return ["", f"Split over the TP_GROUP: {done}", *whole]
+        whose = ["parameters and costs are tp_rank 0's"] if counts else []
+        return ["", f"Split over the TP_GROUP: {done}", *whose, *whole]
 
     def svg(self, path: str | os.PathLike) -> None:
         """Write the tree as a picture: width is cost, colour is rank, top is the root."""

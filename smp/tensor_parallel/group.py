@@ -3,8 +3,10 @@
 While a model is traced, which one rank does alone, the others are taken to have what it has.
 """
 
+import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 
 import torch
 import torch.distributed as dist
@@ -15,14 +17,31 @@ from smp.execution import runtime
 from smp.tensor_parallel import order
 from smp.tensor_parallel.slices import share
 
+# The size of the TP_GROUP that is only thought of; None: there is the job's.
+_planned: ContextVar[int | None] = ContextVar("smp.tensor_parallel.planned", default=None)
+
+
+@contextlib.contextmanager
+def planned(size: int) -> Iterator[None]:
+    """In the block this process is tp_rank 0 of so many, and the others are not there."""
+    token = _planned.set(size)
+    try:
+        yield
+    finally:
+        _planned.reset(token)
+
 
 def size() -> int:
     """Number of ranks; 1 before ``smp.init``: nothing is split there."""
+    if (planned_size := _planned.get()) is not None:
+        return planned_size
     return ranks.tp_size() if ranks.state.is_initialized else 1
 
 
 def rank() -> int:
     """This rank's tp_rank."""
+    if _planned.get() is not None:
+        return 0
     return ranks.tp_rank() if ranks.state.is_initialized else 0
 
 
@@ -59,7 +78,9 @@ def run(start: Callable[[], dist.Work | None]) -> None:
 
 
 def is_traced() -> bool:
-    """Whether this rank traces the model, without the others."""
+    """Whether this rank traces the model, or plans how it is split, without the others."""
+    if _planned.get() is not None:
+        return True
     return runtime.current is not None and runtime.current.tracing
 
 
@@ -76,4 +97,6 @@ def gather_numbers(mine: list[int], device: torch.device) -> list[list[int]]:
 
 def broadcast(tensor: Tensor) -> None:
     """Give all tp_ranks tp_rank 0's values."""
+    if is_traced():
+        return
     dist.broadcast(tensor, ranks.get_tp_group()[0], group=ranks.get_tp_process_group())

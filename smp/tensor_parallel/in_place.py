@@ -18,7 +18,7 @@ from torch import nn
 from smp.modules import activation_checkpointing
 from smp.modules.stand_ins import users_class
 from smp.partitioning.partition import keep_together
-from smp.tensor_parallel import group, marking, replacement
+from smp.tensor_parallel import adapters, group, marking, replacement
 from smp.tensor_parallel.distributed_module import DistributedModule
 from smp.tensor_parallel.slices import PATH
 
@@ -109,6 +109,7 @@ class _Splitting:
             if plan is not None:
                 # Its parts may have plans of their own, and marks.
                 if not self._left_whole(module, path, self._shared_outside(module)):
+                    adapters.check(module, path)
                     plan(module, path)
                     self.has_plans = True
                     keep_together(module)

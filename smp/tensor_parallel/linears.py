@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from smp.modules import delayed_init
 from smp.modules.stand_ins import REFUSES_COPIES, stand_in
-from smp.tensor_parallel import group, primitives
+from smp.tensor_parallel import adapters, group, primitives
 from smp.tensor_parallel.regions import give_back, rows_to_give_back
 from smp.tensor_parallel.slices import PATH, Slices, mark, refuse_copies, slices_of
 
@@ -85,6 +85,11 @@ def cut_outputs(linear: Any, unit: int = 1, blocks: int = 1) -> None:
         unit: channels that stay together: the size of a head.
         blocks: parts of the output that are cut each by itself (3 for q|k|v).
     """
+    if (parts := adapters.adapted(linear)) is not None:
+        for one in (parts.base, *parts.ups):
+            cut_outputs(one, unit, blocks)
+        _compute_for_cut_outputs(parts.downs)
+        return
     axis = 1 if is_transposed(linear) else 0
     size = linear.weight.size(axis)
     slices = Slices.even(axis, size, group.size(), unit, blocks)
@@ -107,15 +112,27 @@ def cut_inputs(linear: Any, path: str, unit: int = 1) -> int:
     Returns:
         how many channels this tp_rank keeps.
     """
+    if (parts := adapters.adapted(linear)) is not None:
+        own = cut_inputs(parts.base, path, unit)
+        for down in parts.downs:
+            keep_slice(down, "weight", Slices.even(1, down.in_features, group.size(), unit))
+            down.in_features = own
+        for up in parts.ups:  # of a part of the sum, like the base
+            _lead_out(up, path)
+        return own
     axis = 0 if is_transposed(linear) else 1
     size = linear.weight.size(axis)
     slices = Slices.even(axis, size, group.size(), unit)
     keep_slice(linear, "weight", slices)
     own = slices.local_size(group.rank())
     setattr(linear, "nx" if is_transposed(linear) else "in_features", own)
+    _lead_out(linear, path)
+    return own
+
+
+def _lead_out(linear: nn.Module, path: str) -> None:
     linear.__dict__[PATH] = path
     linear.__class__ = stand_in(type(linear), _leads_out)
-    return own
 
 
 def choose_outputs(linear: Any, unit: int, chosen: list[int]) -> None:
@@ -130,8 +147,19 @@ def choose_outputs(linear: Any, unit: int, chosen: list[int]) -> None:
         unit: channels that stay together: the size of a head.
         chosen: which units, in this order; one may come more than once.
     """
+    if (parts := adapters.adapted(linear)) is not None:
+        for one in (parts.base, *parts.ups):
+            choose_outputs(one, unit, chosen)
+        _compute_for_cut_outputs(parts.downs)
+        return
     linear.__dict__[_CHOSEN] = unit, chosen
     linear.__class__ = stand_in(type(linear), _computes_some)
+
+
+def _compute_for_cut_outputs(linears: list[Any]) -> None:
+    """Whole linears whose outputs only the tp_rank's channels behind them use."""
+    for linear in linears:
+        choose_outputs(linear, linear.out_features, [0])
 
 
 def _computes_some(cls: type[nn.Module]) -> dict[str, Any]:
@@ -155,6 +183,9 @@ def _leads_out(cls: type[nn.Module]) -> dict[str, Any]:
     def forward(self: Any, x: Tensor) -> Tensor:
         rows = rows_to_give_back(self.__dict__[PATH])
         weight = self.weight.t() if is_transposed(self) else self.weight
+        if slices_of(self.weight) is None and group.same_samples():
+            # As for what computes some outputs: a tp_rank has a part of the gradient.
+            weight = primitives.bwd_allreduce_for_tp(weight)
         y = give_back(F.linear(x, weight), rows)
         return y if self.bias is None else y + self.bias.to(y.dtype)  # under autocast
 
