@@ -142,7 +142,6 @@ def test_importing_touches_no_gpu():
 @pytest.mark.parametrize(
     "use",
     [
-        lambda: smp.nn.utils.shard_sequence(torch.ones(1), 0),
         lambda: smp.utils.verify(),
     ],
 )

@@ -87,6 +87,20 @@ def test_scatter_and_merge_and_its_adjoint(split, merge):
     check_adjoint(lambda x: blocks.scatter_and_merge_for_tp(x, split, merge), inputs, outputs)
 
 
+@pytest.mark.parametrize("axis", [1, -1])
+@on_ranks(2, 3)
+def test_a_slice_of_what_all_have_and_its_adjoint(axis):
+    split_over_all_ranks()
+    whole = rows_of(0, 2, 5, 4).requires_grad_(True)  # the same on all ranks
+    mine = whole.detach().clone().requires_grad_(True)
+    got = blocks.shard_sequence(mine, axis)
+    parts = whole.tensor_split(group.size(), axis)
+    assert torch.equal(got, parts[group.rank()])
+    seeds = [rows_of(100 + r, *part.shape) for r, part in enumerate(parts)]
+    got.backward(seeds[group.rank()])
+    assert torch.equal(mine.grad, torch.cat(seeds, axis))
+
+
 @on_ranks(2, 3)
 def test_all_reduces_are_a_pair():
     split_over_all_ranks()

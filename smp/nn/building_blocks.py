@@ -3,7 +3,6 @@
 ``smp.nn.utils`` and ``smdistributed.modelparallel.torch.nn.utils`` are this module.
 """
 
-from smp import not_built
 from smp.nn import parameter_creation
 from smp.tensor_parallel import group, primitives
 
@@ -15,7 +14,7 @@ reduce_scatter_for_tp = primitives.reduce_scatter_for_tp
 scatter_and_merge_for_tp = primitives.scatter_and_merge_for_tp
 fwd_allreduce_for_tp = primitives.fwd_allreduce_for_tp
 bwd_allreduce_for_tp = primitives.bwd_allreduce_for_tp
-shard_sequence = not_built.function("smp.nn.utils.shard_sequence")
+shard_sequence = primitives.shard_sequence
 
 
 def get_local_channels(n: int) -> int:

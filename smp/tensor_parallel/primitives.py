@@ -303,3 +303,17 @@ def fwd_allreduce_for_tp(tensor: Tensor) -> Tensor:
     For what leaves such a part of a model: its result is the same on all tp_ranks.
     """
     return _ForwardAllReduce.apply(tensor) if group.size() > 1 else tensor
+
+
+def shard_sequence(tensor: Tensor, dim: int = 1) -> Tensor:
+    """This rank's slice along an axis of a tensor that all tp_ranks have alike.
+
+    For ranks that are fed the same batch (``prescaled_batch``) and work on positions of their
+    own.  Backward joins the slices' gradients.
+
+    Args:
+        tensor: ``[samples, positions, ...]``, the same on all tp_ranks.
+        dim: the axis; cut as ``torch.tensor_split`` does.
+    """
+    dim %= tensor.dim()
+    return own_part(tensor, dim, group.shares(tensor.size(dim)))
