@@ -142,6 +142,7 @@ LMS = {
     "hidden states": {"add_lm_head": False, "num_positions": 0},
     "windows": {**GPT, "window_size": [None, 2]},
     "cross": {**GPT, "add_cross_attention": True},
+    "gpt-j": {**LAYERS["gpt-j"], "num_positions": 0},
 }  # fmt: skip
 
 
@@ -191,10 +192,12 @@ def test_a_language_model_equals_the_plain_one(kind):
     check_lm(kind)
 
 
-@pytest.mark.parametrize("kind", ["gpt", "untied, with a bias, types"])
-@on_ranks(2)
-def test_a_language_model_of_ranks_with_the_same_samples(kind):
-    split_over_all_ranks(prescaled_batch=True)
+@pytest.mark.parametrize("optimize", ["speed", "memory"])
+@pytest.mark.parametrize("kind", ["gpt", "untied, with a bias, types", "cross", "gpt-j"])
+@on_ranks(2, 3)
+def test_a_language_model_of_ranks_with_the_same_samples(kind, optimize):
+    """With "memory" the residual stream is cut along its positions, which need not divide."""
+    split_over_all_ranks(prescaled_batch=True, optimize=optimize)
     check_lm(kind, alike=True)
 
 
@@ -233,15 +236,21 @@ def test_dropout_is_the_same_however_many_ranks_share_a_layer(dtype):
     assert not torch.equal(dropped(layer.eval(), dtype, group.rank())[0], out)
 
 
-@on_ranks(2)
-def test_ranks_with_the_same_samples_drop_the_same():
+@pytest.mark.parametrize("optimize", ["speed", "memory"])
+@on_ranks(2, 3)
+def test_ranks_with_the_same_samples_drop_what_one_rank_would(optimize):
+    torch.set_default_dtype(torch.float64)
+    options = {**DROPS, "num_layers": 2, "optimize": optimize}
+    x = batch_of("no", alike=True)(0, 0)[0]
+    torch.manual_seed(5)
+    alone = smp.nn.DistributedTransformer(**options)
+    torch.manual_seed(100)
+    want = alone((x, None))[0]
     split_over_all_ranks(prescaled_batch=True)
     torch.manual_seed(5)
-    layer = smp.nn.DistributedTransformerLayer(**DROPS).double()
-    x = batch_of("no", alike=True)(0, 0)[0]
-    torch.manual_seed(group.rank())  # their streams differ, and tp_rank 0's is everybody's
-    out = layer((x, None))[0]
-    assert torch.equal(*smp.allgather(out.detach(), smp.TP_GROUP))
+    split = smp.nn.DistributedTransformer(**options)
+    torch.manual_seed(100 + group.rank())  # tp_rank 0's numbers are everybody's
+    assert_near(split((x, None))[0], want, "output")
 
 
 # -------------------------------------------------------------------------- in a pipeline

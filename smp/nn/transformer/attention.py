@@ -13,6 +13,8 @@ from smp.nn.transformer.token_stream import (
     Source,
     add_to_stream,
     cut_linear,
+    has_stream_of_all,
+    is_sharded,
     join,
     lead_out,
     meet,
@@ -93,30 +95,48 @@ class DistributedAttentionLayer(DistributedModule):
             seed=new_seed() if drops else 0,
             required=(_requires_grad(x), _requires_grad(states)),
         )
-        sources = meet(own, x.device)
+        sharded, of_all = is_sharded(self), has_stream_of_all(self)
+        sources = meet(own, x.device, sharded)
         x = primitives.requiring(x, any(s.required[0] for s in sources))
         if states is not None:
             states = primitives.requiring(states, any(s.required[1] for s in sources))
         tokens = [source.tokens for source in sources]
         others = [source.samples * source.keys for source in sources]
         keep = options.keeps_gathered()
-        if states is not None:
-            (q,) = join(x, tokens, [self.query], keep)
-            k, v = join(states, others, [self.key, self.value], keep)
+        if states is None:
+            q, k, v = join(x, tokens, [self.query, self.key, self.value], keep, of_all)
         else:
-            q, k, v = join(x, tokens, [self.query, self.key, self.value], keep)
-        parts = zip(
-            q.split(tokens), k.split(others), v.split(others), _masks(mask, sources, x),
-            strict=True,
-        )  # fmt: skip
-        causal = options.causal_mask_size is not None and not options.cross_attention
-        out = [
-            self._attend(source, *part, causal=causal)
-            for source, part in zip(sources, parts, strict=True)
-        ]
-        context = torch.cat(out) if len(out) > 1 else out[0]
-        y = lead_out(context, self.dense, tokens, hidden)
-        return add_to_stream(y, self.dense.bias, hidden, self.layernorm, options, self.training)
+            (q,) = join(x, tokens, [self.query], keep, of_all)
+            same = group.same_samples()
+            k, v = join(states, others, [self.key, self.value], keep, same)
+        if sharded:
+            context = self._attend_along(sources, q, k, v, mask)
+        else:
+            masks = _masks(mask, sources, x)
+            parts = zip(q.split(tokens), k.split(others), v.split(others), masks, strict=True)
+            out = [
+                self._attend(source, *part) for source, part in zip(sources, parts, strict=True)
+            ]
+            context = torch.cat(out) if len(out) > 1 else out[0]
+        y = lead_out(context, self.dense, tokens, hidden, of_all)
+        counts = [source.positions for source in sources] if sharded else None
+        return add_to_stream(
+            y, self.dense.bias, hidden, self.layernorm, options, self.training, counts
+        )
+
+    def _attend_along(
+        self, pieces: list[Source], q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
+    ) -> Tensor:
+        """The same of sequences that come in pieces, some positions of each tp_rank."""
+        samples, counts = pieces[0].samples, [piece.positions for piece in pieces]
+        q = _in_order(q, samples, counts)
+        if not self.options.cross_attention:
+            k, v = _in_order(k, samples, counts), _in_order(v, samples, counts)
+        whole = pieces[0]._replace(positions=sum(counts), keys=k.size(0) // samples)
+        (mask,) = _masks(mask, [whole], q)
+        context = self._attend(whole, q, k, v, mask)
+        by_sample = context.view(samples, sum(counts), context.size(-1))
+        return torch.cat([piece.flatten(0, 1) for piece in by_sample.split(counts, 1)])
 
     def _arguments(
         self, inputs: tuple[Tensor | None, ...]
@@ -142,10 +162,11 @@ class DistributedAttentionLayer(DistributedModule):
         return hidden, states[0] if states else None, mask
 
     def _attend(
-        self, source: Source, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool
+        self, source: Source, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
     ) -> Tensor:
         """A source's tokens, ``[tokens, own heads * channels]``, of this tp_rank's heads."""
         options = self.options
+        causal = options.causal_mask_size is not None and not options.cross_attention
         size, heads = options.attention_head_size, len(self.heads)
         q, k, v = (t.view(source.samples, -1, heads, size).transpose(1, 2) for t in (q, k, v))
         if options.rotary_dim:
@@ -206,6 +227,13 @@ class DistributedAttentionLayer(DistributedModule):
 
 
 _plain_attention = FlashAttentionLayer()
+
+
+def _in_order(x: Tensor, samples: int, counts: list[int]) -> Tensor:
+    """From pieces, each of all samples, to samples one behind the other."""
+    pieces = x.split([samples * count for count in counts])
+    by_sample = [p.view(samples, n, x.size(-1)) for p, n in zip(pieces, counts, strict=True)]
+    return torch.cat(by_sample, 1).flatten(0, 1)
 
 
 def _masks(mask: Tensor | None, sources: list[Source], like: Tensor) -> list[Tensor | None]:

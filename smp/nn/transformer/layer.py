@@ -8,6 +8,8 @@ from smp.nn.layer_norm import FusedLayerNorm
 from smp.nn.transformer.attention import DistributedAttentionLayer
 from smp.nn.transformer.options import Options, takes
 from smp.nn.transformer.output_layer import DistributedTransformerOutputLayer
+from smp.nn.transformer.token_stream import cut_along_positions, is_sharded
+from smp.tensor_parallel import group, primitives
 from smp.tensor_parallel.distributed_module import DistributedModule
 
 Stream = tuple[Tensor | None, ...]  # what a layer takes and returns, hidden first
@@ -98,13 +100,22 @@ class DistributedTransformer(DistributedModule):
             for i, window in enumerate(_windows(options))
         ]
         self.seq_layers = _LayerStack(*layers)
+        if not options.keeps_gathered():
+            cut_along_positions(self.seq_layers)
         self.output_layernorm = FusedLayerNorm(size, eps) if both else None
 
     def forward(self, inputs: Stream) -> Stream:
         hidden, *others = inputs
         if self.input_layernorm is not None:
             hidden = self.input_layernorm(hidden)
+        assert hidden is not None
+        sharded, positions = is_sharded(self.seq_layers), group.shares(hidden.size(1))
+        if sharded:
+            hidden = primitives.own_part(hidden, 1, positions)
         hidden, *others = self.seq_layers((hidden, *others))
+        if sharded:
+            assert hidden is not None
+            hidden = primitives.gather_alike(hidden, 1, positions)
         if self.output_layernorm is not None:
             hidden = self.output_layernorm(hidden)
         return hidden, *others

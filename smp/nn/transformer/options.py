@@ -77,7 +77,9 @@ class Options:
             themselves.
         flash_attention: whether attention is a ``smp.nn.FlashAttentionLayer``.
         optimize: "speed" keeps tokens gathered from all tp_ranks for the backward, "memory"
-            gathers them again; None: as ``smp.init`` was told.
+            gathers them again; and with ``prescaled_batch``, in a ``DistributedTransformer``,
+            "memory" cuts the residual stream along its positions.  None: as ``smp.init`` was
+            told.
     """
 
     num_layers: int = 12

@@ -4,8 +4,15 @@ from torch import Tensor, nn
 
 from smp.nn.layer_norm import FusedLayerNorm
 from smp.nn.transformer.options import ACTIVATIONS, Options, takes
-from smp.nn.transformer.token_stream import add_to_stream, cut_linear, join, lead_out
-from smp.tensor_parallel import group, primitives
+from smp.nn.transformer.token_stream import (
+    add_to_stream,
+    cut_linear,
+    has_stream_of_all,
+    is_sharded,
+    join,
+    lead_out,
+)
+from smp.tensor_parallel import primitives
 from smp.tensor_parallel.distributed_module import DistributedModule
 
 
@@ -43,12 +50,21 @@ class DistributedTransformerOutputLayer(DistributedModule):
     def forward(self, inputs: Tensor | tuple[Tensor, Tensor]) -> Tensor:
         hidden, residual = (inputs, inputs) if isinstance(inputs, Tensor) else inputs
         x = hidden if self.pre_layernorm is None else self.pre_layernorm(hidden)
-        x = x.reshape(-1, x.size(-1))
-        tokens = [x.size(0)]
-        if not group.same_samples():
-            x, tokens = primitives.entering(x, 0)
-        (y,) = join(x, tokens, [self.dense1], self.options.keeps_gathered())
-        y = lead_out(self.activation(y), self.dense2, tokens, residual)
+        of_all, counts = has_stream_of_all(self), None
+        tokens = [x.size(0) * x.size(1)]
+        if is_sharded(self):
+            x, counts = primitives.entering(x, 1)
+            tokens = [x.size(0) * count for count in counts]
+        elif not of_all:
+            x, tokens = primitives.entering(x.reshape(-1, x.size(-1)), 0)
+        (y,) = join(x, tokens, [self.dense1], self.options.keeps_gathered(), of_all)
+        y = lead_out(self.activation(y), self.dense2, tokens, residual, of_all)
         return add_to_stream(
-            y, self.dense2.bias, residual, self.layernorm, self.options, self.training
+            y,
+            self.dense2.bias,
+            residual,
+            self.layernorm,
+            self.options,
+            self.training,
+            positions,
         )

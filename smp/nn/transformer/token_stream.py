@@ -3,6 +3,10 @@
 A tensor ``[samples, positions, channels]`` is rows of tokens.  On the way in, the tokens of
 all tp_ranks are joined, rank behind rank, whatever the lengths of their sequences; on the way
 out, what is added up goes back to the tokens' own rank.
+
+Ranks that are fed the same batch (``prescaled_batch``) have the same stream, and what they add
+up stays with all.  There a ``DistributedTransformer`` that is to save memory cuts the stream
+along its positions: a rank's own tokens are some positions of every sample.
 """
 
 from collections.abc import Sequence
@@ -18,7 +22,7 @@ from smp.tensor_parallel import group, kernels, primitives
 from smp.tensor_parallel.gathered_linears import gathered_linears
 from smp.tensor_parallel.kernels import Dropout
 from smp.tensor_parallel.linears import cut_weights
-from smp.tensor_parallel.slices import Slices
+from smp.tensor_parallel.slices import Slices, slices_of
 
 
 class Source(NamedTuple):
@@ -48,20 +52,39 @@ class Source(NamedTuple):
 _MASK_AXES = 4
 
 
-def meet(own: Source, device: torch.device) -> list[Source]:
-    """What each tp_rank has; of ranks with the same samples, once.
+SHARDED = "_smp_has_sharded_stream"  # in the __dict__ of modules of such a transformer
 
-    Collective over the TP_GROUP.  There the seed is tp_rank 0's for all.
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether a module's stream is some positions of samples that all tp_ranks have."""
+    return group.size() > 1 and group.same_samples() and SHARDED in module.__dict__
+
+
+def has_stream_of_all(module: nn.Module) -> bool:
+    """Whether a module's stream is the same on all tp_ranks."""
+    return group.same_samples() and not is_sharded(module)
+
+
+def meet(own: Source, device: torch.device, sharded: bool) -> list[Source]:
+    """What each tp_rank has; of ranks with the same stream, once.
+
+    Collective over the TP_GROUP.  The seed of ranks with the same samples is tp_rank 0's.
+
+    Args:
+        own: what this rank has.
+        device: of its tokens.
+        sharded: whether ranks with the same samples have positions of their own.
     """
     if group.size() == 1:
         return [own]
     shape = own.mask or ()
     words = [own.samples, own.positions, own.keys, own.seed, own.mask is None, *own.required]
     words += [*shape, *[0] * (_MASK_AXES - len(shape))]
-    if group.same_samples() and own.seed == 0:
+    alike = group.same_samples() and not sharded
+    if alike and own.seed == 0:
         return [own]  # nothing can differ
     everyone = group.gather_numbers(words, device)
-    if group.same_samples():
+    if alike:
         return [own._replace(seed=everyone[0][3])]
     return [
         Source(n, s, k, None if no_mask else tuple(mask), seed, (bool(x), bool(states)))
@@ -74,7 +97,13 @@ def new_seed() -> int:
     return int(torch.randint(1, 2**62, (), device="cpu").item())
 
 
-def join(x: Tensor, lengths: Sequence[int], linears: Sequence[nn.Linear], keep: bool) -> list:
+def join(
+    x: Tensor,
+    lengths: Sequence[int],
+    linears: Sequence[nn.Linear],
+    keep: bool,
+    of_all: bool,
+) -> list[Tensor]:
     """Linears, cut by their outputs, of the tokens of all sources.
 
     Args:
@@ -82,18 +111,21 @@ def join(x: Tensor, lengths: Sequence[int], linears: Sequence[nn.Linear], keep: 
         lengths: tokens of each source.
         linears: that have ``x`` as their input.
         keep: see `gathered_linears`.
+        of_all: whether ``x`` is the same on all tp_ranks.
 
     Returns:
         for each ``[all tokens, own outputs]``.
     """
     tokens = x.reshape(-1, x.size(-1))
-    if group.same_samples():
+    if of_all:
         tokens = primitives.bwd_allreduce_for_tp(tokens)
         return [linear(tokens) for linear in linears]
     return gathered_linears(tokens, list(lengths), linears, keep)
 
 
-def lead_out(x: Tensor, linear: nn.Linear, lengths: Sequence[int], like: Tensor) -> Tensor:
+def lead_out(
+    x: Tensor, linear: nn.Linear, lengths: Sequence[int], like: Tensor, of_all: bool
+) -> Tensor:
     """A linear, cut by its inputs and without its bias, for the tokens' own ranks.
 
     Args:
@@ -101,9 +133,10 @@ def lead_out(x: Tensor, linear: nn.Linear, lengths: Sequence[int], like: Tensor)
         linear: with a slice of its inputs.
         lengths: tokens of each source.
         like: the residual stream, ``[samples, positions, channels]``.
+        of_all: whether that is the same on all tp_ranks.
     """
     part = F.linear(x, linear.weight)
-    if group.same_samples():
+    if of_all:
         own = primitives.fwd_allreduce_for_tp(part)
     else:
         own = primitives.reduce_scatter(part, 0, list(lengths))
@@ -117,10 +150,15 @@ def add_to_stream(
     norm: FusedLayerNorm | None,
     options: Options,
     training: bool,
+    positions: Sequence[int] | None = None,
 ) -> Tensor:
-    """``norm(residual + dropout(x + bias))``, all of own tokens."""
+    """``norm(residual + dropout(x + bias))``, all of own tokens.
+
+    Args:
+        positions: of a stream that is cut along its positions, how many each tp_rank has.
+    """
     p = options.hidden_dropout_prob if training else 0.0
-    drop = Dropout(p, _seed_of_stream(x.device)) if p else None
+    drop = _dropout_of_stream(x, p, positions) if p else None
     out_dtype = residual.dtype
     if options.fp32_residual_addition:
         x, residual = x.float(), residual.float()
@@ -141,15 +179,36 @@ def dropout_of_stream(x: Tensor, p: float, training: bool) -> Tensor:
     """Dropout of own tokens."""
     if not training or not p:
         return x
-    return kernels.dropout(x, Dropout(p, _seed_of_stream(x.device)))
+    return kernels.dropout(x, _dropout_of_stream(x, p, None))
 
 
-def _seed_of_stream(device: torch.device) -> int:
-    """Of dropout outside of what is split: ranks with the same samples drop the same."""
+def _dropout_of_stream(x: Tensor, p: float, positions: Sequence[int] | None) -> Dropout:
+    """Ranks with the same samples drop the same."""
     seed = new_seed()
     if group.size() > 1 and group.same_samples():
-        seed = group.gather_numbers([seed], device)[0][0]
-    return seed
+        seed = group.gather_numbers([seed], x.device)[0][0]
+    if positions is None:
+        return Dropout(p, seed)
+    width, first = x.size(-1), sum(positions[: group.rank()])
+    return Dropout(p, seed, first * width, width, x.size(1), sum(positions) * width)
+
+
+def cut_along_positions(module: nn.Module) -> None:
+    """Have the modules of a transformer work on own positions where samples are the same.
+
+    Their parameters that are whole see own positions alone there, so that the sum over the
+    TP_GROUP is the gradient, of which the average is taken later.
+    """
+    for one in module.modules():
+        one.__dict__[SHARDED] = True
+
+    def summed(gradient: Tensor) -> Tensor:
+        return gradient * group.size()
+
+    if group.same_samples():
+        for parameter in module.parameters():
+            if slices_of(parameter) is None:
+                parameter.register_hook(summed)
 
 
 def cut_linear(linear: nn.Linear, by_outputs: bool, unit: int = 1) -> None:
