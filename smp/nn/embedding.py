@@ -103,8 +103,8 @@ class DistributedEmbedding(nn.Embedding, DistributedModule):
             found = self._look_up(own)
             out_of = group.shares(own.numel())
         else:
-            out_of = primitives.lengths_of(own, 0)
-            found = self._look_up(primitives.gather(own, 0, out_of))
+            everyones, out_of = primitives.gather_all(own, 0)
+            found = self._look_up(everyones)
         if self.vocab_parallel:
             vectors = primitives.reduce_scatter(found, 0, out_of)
         elif self.skip_scatter_and_merge:

@@ -4,6 +4,7 @@ Ranks may have different lengths along the axis that is cut or joined.  Sources:
 SageMaker paper, section 5 and appendix E.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from smp import ranks
-from smp.tensor_parallel import group
+from smp.tensor_parallel import assumed, group
 from smp.tensor_parallel.chain import defined, keep_shape, linked, next_token
 from smp.tensor_parallel.order import Call
 
@@ -26,15 +27,13 @@ def lengths_of(tensor: Tensor, axis: int) -> Lengths:
     return [n for (n,) in group.gather_numbers([tensor.size(axis)], tensor.device)]
 
 
-def _all_gather(x: Tensor, lengths: Lengths, call: Call) -> Tensor:
+def _all_gather(x: Tensor, lengths: Lengths, call: Call, signature: int = 0) -> Tensor:
     """The ranks' rows, one rank behind the other."""
     out = x.new_empty((sum(lengths), *x.shape[1:]))
     if group.is_traced():
         return out.copy_(x[:1]) if x.numel() else out.zero_()
-    if out.numel():
-        parts, own = list(out.split(lengths)), x.contiguous()
-        tp_group = ranks.get_tp_process_group()
-        call.run(lambda: dist.all_gather(parts, own, tp_group, async_op=True))
+    if out.numel() or signature:
+        group.gather_rows(out, x.contiguous(), lengths, call, signature)
     return out
 
 
@@ -44,21 +43,17 @@ def _reduce_scatter(x: Tensor, lengths: Lengths, call: Call) -> Tensor:
     if group.is_traced():
         return out.copy_(x[: out.size(0)])
     if x.numel():
-        rows = list(x.contiguous().split(lengths))
-        tp_group = ranks.get_tp_process_group()
-        call.run(lambda: dist.reduce_scatter(out, rows, group=tp_group, async_op=True))
+        group.reduce_rows(out, x.contiguous(), lengths, call)
     return out
 
 
-def _all_to_all(pieces: list[Tensor], shapes: list[torch.Size], call: Call) -> list[Tensor]:
-    """Piece i goes to rank i; what comes from rank i has shape i."""
-    sent = [piece.contiguous() for piece in pieces]
-    if group.is_traced():
-        return [sent[0].new_zeros(shape) for shape in shapes]
-    out = [sent[0].new_empty(shape) for shape in shapes]
-    tp_group = ranks.get_tp_process_group()
-    call.run(lambda: dist.all_to_all(out, sent, group=tp_group, async_op=True))
-    return out
+def _first(x: Tensor, axis: int) -> Tensor:
+    """The axis in the place of the first, which needs no view where it is that."""
+    return x.movedim(axis, 0) if axis else x
+
+
+def _back(x: Tensor, axis: int) -> Tensor:
+    return x.movedim(0, axis) if axis else x
 
 
 Token = Tensor | None  # see smp.tensor_parallel.chain
@@ -66,9 +61,11 @@ Token = Tensor | None  # see smp.tensor_parallel.chain
 
 class _Gather(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, token: Token, axis: int, lengths: Lengths) -> tuple:
+    def forward(
+        ctx: Any, x: Tensor, token: Token, axis: int, lengths: Lengths, signature: int
+    ) -> tuple:
         ctx.axis, ctx.lengths, ctx.call = axis, lengths, group.begin_call()
-        out = _all_gather(x.movedim(axis, 0), lengths, ctx.call).movedim(0, axis)
+        out = _back(_all_gather(_first(x, axis), lengths, ctx.call, signature), axis)
         keep_shape(ctx, out)
         if not x.is_floating_point() and not x.is_complex():
             ctx.mark_non_differentiable(out)
@@ -76,24 +73,24 @@ class _Gather(Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, token: Token) -> tuple:  # type: ignore[override]
-        rows = defined(ctx, gradient).movedim(ctx.axis, 0)
+        rows = _first(defined(ctx, gradient), ctx.axis)
         out = _reduce_scatter(rows, ctx.lengths, ctx.call.backward())
-        return out.movedim(0, ctx.axis), token, None, None
+        return _back(out, ctx.axis), token, None, None, None
 
 
 class _ReduceScatter(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, token: Token, axis: int, lengths: Lengths) -> tuple:
         ctx.axis, ctx.lengths, ctx.call = axis, lengths, group.begin_call()
-        out = _reduce_scatter(x.movedim(axis, 0), lengths, ctx.call).movedim(0, axis)
+        out = _back(_reduce_scatter(_first(x, axis), lengths, ctx.call), axis)
         keep_shape(ctx, out)
         return out, next_token(token)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, token: Token) -> tuple:  # type: ignore[override]
-        rows = defined(ctx, gradient).movedim(ctx.axis, 0)
+        rows = _first(defined(ctx, gradient), ctx.axis)
         out = _all_gather(rows, ctx.lengths, ctx.call.backward())
-        return out.movedim(0, ctx.axis), token, None, None
+        return _back(out, ctx.axis), token, None, None
 
 
 class _ScatterAndMerge(Function):
@@ -118,12 +115,27 @@ class _ScatterAndMerge(Function):
 def _scatter_and_merge(
     x: Tensor, call: Call, split: int, merge: int, cut: Lengths, joined: Lengths
 ) -> Tensor:
-    shapes = []
-    for length in joined:
-        shape = list(x.shape)
-        shape[split], shape[merge] = cut[group.rank()], length
-        shapes.append(torch.Size(shape))
-    return torch.cat(_all_to_all(list(x.split(cut, split)), shapes, call), merge)
+    # Pieces travel one behind the other, which along axis 0 they are already.
+    row = x if split == 0 else torch.cat([piece.reshape(-1) for piece in x.split(cut, split)])
+    shape = list(x.shape)
+    shape[split] = 1
+    goes = [n * math.prod(shape) for n in cut]
+    shape[split], shape[merge] = cut[group.rank()], 1
+    comes = [n * math.prod(shape) for n in joined]
+    shape[merge] = sum(joined)
+    out = x.new_empty(sum(comes))
+    if group.is_traced():
+        return out.zero_().view(shape)
+    is_even = len(set(cut)) == len(set(joined)) == 1  # as all ranks know
+    splits = ([], []) if is_even else (comes, goes)
+    tp_group = ranks.get_tp_process_group()
+    row = row.reshape(-1)
+    call.run(lambda is_async: dist.all_to_all_single(out, row, *splits, tp_group, is_async))
+    if merge == 0:
+        return out.view(shape)
+    before, behind = shape[:merge], shape[merge + 1 :]
+    parts = zip(out.split(comes), joined, strict=True)
+    return torch.cat([part.view(*before, n, *behind) for part, n in parts], merge)
 
 
 class _BackwardAllReduce(Function):
@@ -154,7 +166,7 @@ class _GatherAlike(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: int, lengths: Lengths) -> Tensor:
         ctx.axis, ctx.lengths, ctx.call = axis, lengths, group.begin_call()
-        return _all_gather(x.movedim(axis, 0), lengths, ctx.call).movedim(0, axis)
+        return _back(_all_gather(_first(x, axis), lengths, ctx.call), axis)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
@@ -166,16 +178,41 @@ def _sum(x: Tensor, call: Call) -> Tensor:
     out = x.clone(memory_format=torch.contiguous_format)
     if out.numel() and not group.is_traced():
         tp_group = ranks.get_tp_process_group()
-        call.run(lambda: dist.all_reduce(out, group=tp_group, async_op=True))
+        call.run(lambda is_async: dist.all_reduce(out, group=tp_group, async_op=is_async))
     return out
 
 
 # --------------------------------------------------------------------- what users call
 
 
-def gather(x: Tensor, axis: int, lengths: Lengths) -> Tensor:
-    """``fused_allgather_for_tp`` of known lengths along the axis, by tp_rank."""
-    return linked(_Gather, x, axis, lengths) if group.size() > 1 else x
+def gather(x: Tensor, axis: int, lengths: Lengths, signature: int = 0) -> Tensor:
+    """``fused_allgather_for_tp`` of known lengths along the axis, by tp_rank.
+
+    Args:
+        signature: of sizes that are assumed (`smp.tensor_parallel.assumed`); 0: none are.
+
+    Raises:
+        assumed.Unlike: they are others.
+    """
+    return linked(_Gather, x, axis, lengths, signature) if group.size() > 1 else x
+
+
+def gather_all(x: Tensor, axis: int) -> tuple[Tensor, Lengths]:
+    """``fused_allgather_for_tp``, and every tp_rank's length along the axis."""
+    if group.size() == 1:
+        return x, [x.size(axis)]
+    if assumed.is_possible(x.device):
+        mine = (x.size(axis),)
+        everyones = assumed.everyones("lengths", mine)
+        lengths = [n for (n,) in everyones]
+        try:
+            return gather(x, axis, lengths, assumed.signature(everyones)), lengths
+        except assumed.Unlike:
+            lengths = lengths_of(x, axis)
+            assumed.remember("lengths", mine, tuple((n,) for n in lengths))
+    else:
+        lengths = lengths_of(x, axis)
+    return gather(x, axis, lengths), lengths
 
 
 def reduce_scatter(x: Tensor, axis: int, lengths: Lengths) -> Tensor:
@@ -206,10 +243,7 @@ def fused_allgather_for_tp(tensor: Tensor, dim: int) -> Tensor:
         tensor: alike on all tp_ranks but for the length of ``dim``.
         dim: the axis.
     """
-    if group.size() == 1:
-        return tensor
-    dim %= tensor.dim()
-    return gather(tensor, dim, lengths_of(tensor, dim))
+    return gather_all(tensor, dim % tensor.dim())[0]
 
 
 def reduce_scatter_for_tp(tensor: Tensor, dim: int) -> Tensor:
