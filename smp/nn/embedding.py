@@ -35,6 +35,7 @@ class DistributedEmbedding(nn.Embedding, DistributedModule):
     """
 
     vocab_parallel: bool
+    gradient_factor = 1.0  # see smp.tensor_parallel.gradients
     skip_allgather = False
     skip_scatter_and_merge = False
 
@@ -116,6 +117,11 @@ class DistributedEmbedding(nn.Embedding, DistributedModule):
             return vectors.view(*input.shape, vectors.size(-1))
         return vectors.view(-1, *input.shape[1:], vectors.size(-1))
 
+    @property
+    def divides_gradient(self) -> bool:
+        """Whether the weight is used by `_look_up` alone, as far as this class knows."""
+        return type(self).forward is DistributedEmbedding.forward
+
     def _of_same_samples(self, indices: Tensor) -> Tensor:
         found = self._look_up(indices)
         if self.vocab_parallel:
@@ -126,6 +132,12 @@ class DistributedEmbedding(nn.Embedding, DistributedModule):
 
     def _look_up(self, indices: Tensor) -> Tensor:
         """What this rank's slice has of each index; of rows, zeros where it has none."""
+        found = self._found(indices)
+        if self.gradient_factor != 1.0 and found.requires_grad:
+            found.register_hook(lambda gradient: gradient * self.gradient_factor)
+        return found
+
+    def _found(self, indices: Tensor) -> Tensor:
         padding = self.padding_idx
         if not self.vocab_parallel:
             return F.embedding(indices, self.weight, padding, sparse=self.sparse)

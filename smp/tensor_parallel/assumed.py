@@ -9,8 +9,8 @@ sizes and gather again.  So what a gather with a result assumed is true, on all 
 
 from collections.abc import Hashable
 
-import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from smp import _core, ranks
 from smp.collectives.process_group import ProcessGroup
@@ -28,10 +28,10 @@ class Unlike(Exception):
     """A gather has found, on all tp_ranks, that they do not assume the same sizes."""
 
 
-def is_possible(device: torch.device) -> bool:
+def is_possible(tensor: Tensor) -> bool:
     """Whether gathers of such tensors can assume sizes; the same on all tp_ranks."""
     return (
-        device.type == "cpu"
+        tensor.is_cpu
         and ranks.pp_size() == 1  # there gathers are waited for elsewhere
         and isinstance(ranks.get_tp_process_group(), ProcessGroup)
         and not (runtime.current is not None and runtime.current.tracing)

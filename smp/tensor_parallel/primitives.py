@@ -201,7 +201,7 @@ def gather_all(x: Tensor, axis: int) -> tuple[Tensor, Lengths]:
     """``fused_allgather_for_tp``, and every tp_rank's length along the axis."""
     if group.size() == 1:
         return x, [x.size(axis)]
-    if assumed.is_possible(x.device):
+    if assumed.is_possible(x):
         mine = (x.size(axis),)
         everyones = assumed.everyones("lengths", mine)
         lengths = [n for (n,) in everyones]

@@ -87,7 +87,10 @@ def rows_to_give_back(path: str) -> Rows:
 
 def make_region(module: nn.Module, region: Region, path: str) -> None:
     """Have a module gather its arguments from now on."""
-    module.__dict__[REGION] = region, path, inspect.signature(users_class(type(module)).forward)
+    signature = inspect.signature(users_class(type(module)).forward)
+    kinds = {p.kind: p.name for p in signature.parameters.values()}
+    extra = kinds.get(inspect.Parameter.VAR_KEYWORD)
+    module.__dict__[REGION] = region, path, signature, extra
     module.__class__ = stand_in(type(module), _members)
 
 
@@ -114,12 +117,9 @@ def refuse_copies(module: nn.Module, protocol: Any) -> NoReturn:
 
 
 def _run(module: nn.Module, forward: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    region, path, signature = module.__dict__[REGION]
+    region, path, signature, extra = module.__dict__[REGION]
     bound = signature.bind(module, *args, **kwargs)
     named = bound.arguments
-    extra = next(
-        (p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD), None
-    )
     names = [*region.samples, *(mask for mask, _ in region.masks)]
     others = named.get(extra, {}) if extra else {}
     given = {n: named.get(n, others.get(n)) for n in names}
@@ -331,7 +331,7 @@ def _gather(region: Region, path: str, given: dict[str, Any]) -> tuple[dict[str,
         arguments = _arguments(path, tensors, everyones)
         return _gather_all(region, given, flat, arguments, signature)
 
-    if assumed.is_possible(hidden.device):
+    if assumed.is_possible(hidden):
         sizes = assumed.everyones(region, mine)
         with contextlib.suppress(assumed.Unlike):
             return gathered(sizes, assumed.signature(sizes))
