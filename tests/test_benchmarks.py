@@ -18,6 +18,13 @@ BENCHMARKS = TESTS.parent / "benchmarks"
         ("remote_call", ["--rounds", "1", "--calls", "5"], "rpc_sync echo"),
         ("memory", ["--steps", "1", "--layers", "1"], "| measured, step 1 |"),
         ("soak", ["10"], "10 steps"),
+        ("ncf", ["--rounds", "1", "--steps", "1", "--batch", "8"], "| same batch |"),
+        (
+            "gpt_stack",
+            ["--rounds", "1", "--width", "64", "--layers", "1", "--positions", "8"],
+            "| data parallel |",
+        ),
+        ("gather_lengths", ["--rounds", "1"], "| unknown |"),
     ],
 )
 def test_benchmarks_of_two_ranks_run_short(name, options, shows):

@@ -35,7 +35,7 @@ def summed(x: torch.Tensor, call: order.Call) -> torch.Tensor:
     out = x.clone()
     if not smp.is_tracing():  # which one rank does alone
         group = smp.get_tp_process_group()
-        call.run(lambda: dist.all_reduce(out, group=group, async_op=True))
+        call.run(lambda is_async: dist.all_reduce(out, group=group, async_op=is_async))
     return out
 
 

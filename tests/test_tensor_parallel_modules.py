@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import smp
 from smp.nn import utils as blocks
-from smp.tensor_parallel import group, primitives, replacement
+from smp.tensor_parallel import assumed, group, primitives, replacement
 from smp.tensor_parallel.slices import slices_of
 from tests.ranks import on_ranks
 from tests.reference.whole_job import WholeJob, assert_near, split_over_all_ranks
@@ -908,3 +908,65 @@ def test_lengths_without_a_group():
     x = torch.zeros(3, 2)
     assert primitives.entering(x, 0) == (x, [3])
     assert blocks.fused_allgather_for_tp(x, 0) is x
+
+
+# ---------------------------------------------------------------------- lengths assumed
+
+
+@on_ranks(2, 3)
+def test_lengths_are_exchanged_only_when_they_are_not_what_they_were(monkeypatch):
+    """What the ranks had is taken to be what they have; a wrong guess is an exchange more."""
+    split_over_all_ranks()
+    rank = group.rank()
+    exchanges = []
+    exchange = group.gather_numbers
+    monkeypatch.setattr(
+        group, "gather_numbers", lambda *args: exchanges.append(args) or exchange(*args)
+    )
+
+    def gathered(length: int) -> int:
+        """All ranks' lengths, from their rows; gives how many exchanges there were."""
+        before = len(exchanges)
+        own = torch.full((2, length), rank)
+        got = blocks.fused_allgather_for_tp(own, 1)[0].tolist()
+        assert got.count(rank) == length and got == sorted(got)
+        return len(exchanges) - before
+
+    assumed._seen.clear()
+    assert gathered(3) == 0  # alike on all
+    assert gathered(5 + rank) == 1
+    assert gathered(5 + rank) == 0
+    assert gathered(6 if rank == 0 else 5) == 1  # some lengths of then, on other ranks
+    assert gathered(5 + rank) == 0
+    assert gathered(5) == 1  # not what they were when rank 0 had this
+    assert gathered(5) == 0
+    assert gathered(0) == 0
+    assert gathered(2 if rank == 1 else 0) == 1  # rank 0 took all to have nothing
+    assert gathered(3) == 0
+
+
+@on_ranks(2, 3)
+def test_a_wrong_guess_of_a_regions_sizes_changes_nothing():
+    """Samples, lengths and who gives a mask differ from call to call, and may come again."""
+    from transformers import GPT2Config
+    from transformers.models.gpt2.modeling_gpt2 import GPT2Block
+
+    split_over_all_ranks()
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(1)
+    config = GPT2Config(n_embd=12, n_head=3, resid_pdrop=0.0, attn_pdrop=0.0)
+    config._attn_implementation = "sdpa"  # causal where there is no mask
+    block = GPT2Block(config)
+    plain = copy.deepcopy(block)
+    smp.set_tensor_parallelism(block)
+    model = smp.DistributedModel(block)
+    rank = group.rank()
+    assumed._seen.clear()
+    draw = random.Random(5)
+    for call in range(9):
+        shapes = [(draw.choice([1, 2]), draw.choice([3, 4])) for _ in range(group.size())]
+        x = rows_of(10 * call + rank, *shapes[rank], 12)
+        seen = torch.zeros(shapes[rank][0], 1, *[shapes[rank][1]] * 2)
+        seen = seen.masked_fill(torch.ones_like(seen).triu(1).bool(), -torch.inf)
+        mask = seen if draw.random() < 0.3 else None
+        assert_near(model(x, attention_mask=mask), plain(x), f"call {call}, {shapes}")

@@ -186,7 +186,7 @@ read_counts(const smp_callee *group, smp_operation operation, PyObject *list,
 
 /* The arguments of Group.order() and .run(); see there. */
 enum { OPERATION, INS, OUTS, REDUCTION, ROOT, FACTOR, COUNTS, OUT_COUNTS, TIMEOUT };
-enum { SPARSE = TIMEOUT + 1, FEWEST = SPARSE };
+enum { SPARSE = TIMEOUT + 1, ASSUMED, FEWEST = SPARSE };
 
 static int
 read_arguments(smp_tensor_calls *self, const smp_callee *group, PyObject *const *args,
@@ -202,6 +202,9 @@ read_arguments(smp_tensor_calls *self, const smp_callee *group, PyObject *const 
     call->factor = PyFloat_AsDouble(args[FACTOR]);
     if (nargs > SPARSE) {
         call->sparse = (uint8_t)PyLong_AsLong(args[SPARSE]);
+    }
+    if (nargs > ASSUMED) {
+        call->assumed = PyLong_AsUnsignedLongLong(args[ASSUMED]);
     }
     call->timeout_ns = timeout_s > 1e9 ? -1 : (int64_t)(timeout_s * 1e9);
     if (PyErr_Occurred() != NULL) {
@@ -231,8 +234,9 @@ smp_tensor_calls_init(smp_tensor_calls *self, const smp_callee *group,
     Py_ssize_t n_in;
     Py_ssize_t n_out;
 
-    if (nargs != FEWEST && nargs != FEWEST + 1) {
-        PyErr_Format(PyExc_TypeError, "%d arguments are wanted, or one more", FEWEST);
+    if (nargs < FEWEST || nargs > FEWEST + 2) {
+        PyErr_Format(PyExc_TypeError, "%d arguments are wanted, or up to two more",
+                     FEWEST);
         return -1;
     }
     if (read_arguments(self, group, args, nargs) < 0 ||

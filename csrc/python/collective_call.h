@@ -29,11 +29,11 @@ typedef struct {
 } smp_tensor_calls;
 
 /* From (operation, ins, outs, reduction, root, factor, counts, out_counts, timeout_s,
- * sparse=0); ins, outs and the counts may be None, without ins: in place.  Gives the
- * tensors as tuples, or NULL: the caller keeps them, also after a failure, until the
- * calls are over. 0, or -1 with an exception: BufferError if a tensor is not dense.
- * fini takes what init has filled, also in part, and one that is all zero; a filled one
- * stays where it is. */
+ * sparse=0, assumed=0); ins, outs and the counts may be None, without ins: in place.
+ * Gives the tensors as tuples, or NULL: the caller keeps them, also after a failure,
+ * until the calls are over. 0, or -1 with an exception: BufferError if a tensor is not
+ * dense. fini takes what init has filled, also in part, and one that is all zero; a
+ * filled one stays where it is. */
 int  smp_tensor_calls_init(smp_tensor_calls *self, const smp_callee *group,
                            PyObject *const *args, Py_ssize_t nargs, PyObject **ins,
                            PyObject **outs);

@@ -4,6 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "comm/collective/agreement.h"
 #include "python/collective_order.h"
 #include "python/signals.h"
 
@@ -169,7 +170,8 @@ group_dealloc(PyObject *object)
 }
 
 /* order(operation, ins, outs, reduction, root, factor, counts, out_counts, timeout_s,
- * sparse=0) -> an order for a call with each of the tensors; sparse as in smp_call */
+ * sparse=0, assumed=0) -> an order for a call with each of the tensors; the last two as
+ * in smp_call */
 static PyObject *
 group_order(PyObject *object, PyObject *const *args, Py_ssize_t nargs)
 {
@@ -333,11 +335,11 @@ group_close(PyObject *object, PyObject *unused)
 static PyMethodDef group_methods[] = {
     {"order", (PyCFunction)(void (*)(void))group_order, METH_FASTCALL,
      "order(operation, ins, outs, reduction, root, factor, counts, out_counts, "
-     "timeout_s, sparse=0)\n--\n\n"
+     "timeout_s, sparse=0, assumed=0)\n--\n\n"
      "An Order of one call for each of the tensors, to be issued."},
     {"run", (PyCFunction)(void (*)(void))group_run, METH_FASTCALL,
      "run(operation, ins, outs, reduction, root, factor, counts, out_counts, "
-     "timeout_s, sparse=0)\n--\n\n"
+     "timeout_s, sparse=0, assumed=0)\n--\n\n"
      "Make such an order and wait until it is over."},
     {"gather", group_gather, METH_VARARGS,
      "gather(ins, outs, timeout_s, waits)\n--\n\n"
@@ -417,6 +419,7 @@ smp_group_add(PyObject *module)
     failed = smp_group_type == NULL || PyModule_AddType(module, smp_group_type) < 0 ||
              smp_order_add(module) < 0 ||
              add_numbers(module, "operations", operation_name, SMP_OPERATIONS) < 0 ||
-             add_numbers(module, "reductions", reduction_name, SMP_REDUCTIONS) < 0;
+             add_numbers(module, "reductions", reduction_name, SMP_REDUCTIONS) < 0 ||
+             PyModule_AddStringConstant(module, "SIZES_UNLIKE", SMP_SIZES_UNLIKE) < 0;
     return failed ? -1 : 0;
 }

@@ -51,8 +51,13 @@ DRIVER = "SMP_CUDA_LIBRARY"
 
 MONITOR_TAG = -1  # of what ranks say about monitored barriers; a script's own are not negative
 
+_SUM = _core.reductions["sum"]
+
 # What torch's options say where nobody set a timeout.
 UNSET = dist.AllreduceOptions().timeout
+
+_SYNC, _ASYNC = AllgatherOptions(), AllgatherOptions()  # never changed
+_SYNC.asyncOp, _ASYNC.asyncOp = False, True
 
 
 def _first(value: Any) -> Any:
@@ -289,6 +294,40 @@ class ProcessGroup(dist.ProcessGroup):
         reduction, factor = _reduction(opts.reduceOp)
         return self._call(REDUCE_SCATTER, inputs, outputs, opts, reduction, factor)
 
+    @_operation("all_gather")
+    def gather_rows(
+        self,
+        output: Tensor,
+        own: Tensor,
+        counts: list[int] | None,
+        is_async: bool,
+        assumed: int = 0,
+    ) -> dist.Work:
+        """The members' elements in a row; tensors of the host, contiguous.
+
+        Args:
+            counts: elements of each member; None: as many of each.
+            is_async: whether the work is still under way when this returns.
+            assumed: if the members may take the counts to be others, what this one takes
+                them to be, by its hash; 0: they are known.
+
+        Raises:
+            dist.DistBackendError: with ``_core.SIZES_UNLIKE`` where all assume counts, but
+                not the same.
+        """
+        opts = _ASYNC if is_async else _SYNC
+        return self._call(
+            ALL_GATHER, [own], [output], opts, counts=(counts, None), assumed=assumed
+        )
+
+    @_operation("reduce_scatter")
+    def reduce_rows(
+        self, output: Tensor, terms: Tensor, counts: list[int] | None, is_async: bool
+    ) -> dist.Work:
+        """This member's elements of the sum; arguments as for `gather_rows`."""
+        opts = _ASYNC if is_async else _SYNC
+        return self._call(REDUCE_SCATTER, [terms], [output], opts, _SUM, counts=(counts, None))
+
     @_operation("gather")
     def gather(
         self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
@@ -412,14 +451,16 @@ class ProcessGroup(dist.ProcessGroup):
         counts: Any = (None, None),
         results: Sequence[Tensor] | None = None,
         finish: Callable[[], None] | None = None,
+        assumed: int = 0,
     ) -> dist.Work:
         """Calls of the core, one for each of the tensors; without inputs: in place.
 
         Args:
             counts: of the elements from or to each rank; two lists for all-to-all.
             results: what the caller sees filled, if not the outputs, by ``finish``.
+            assumed: see `gather_rows`.
         """
-        rest = (reduction, root, factor, *counts, self._limit(opts))
+        rest = (reduction, root, factor, *counts, self._limit(opts), 0, assumed)
         waits = not opts.asyncOp and self._coalesced is None
         begin = self._group.run if waits else self._group.order
         try:

@@ -34,6 +34,7 @@ class DistributedEmbedding(nn.Embedding, DistributedModule):
     """
 
     vocab_parallel: bool
+    gradient_factor = 1.0  # see smp.tensor_parallel.gradients
     skip_allgather = False
     skip_scatter_and_merge = False
 
@@ -99,8 +100,8 @@ class DistributedEmbedding(nn.Embedding, DistributedModule):
             of_a_sample = own.numel() // max(len(input), 1)
             out_of = [n * of_a_sample for n in group.shares(len(input))]
         else:
-            own, out_of = primitives.entering(own, 0)
-            found = self._look_up(primitives.gather(own, 0, out_of))
+            everyones, out_of = primitives.gather_all(own, 0)
+            found = self._look_up(everyones)
         if self.vocab_parallel:
             vectors = primitives.reduce_scatter(found, 0, out_of)
         elif self.skip_scatter_and_merge:
@@ -111,6 +112,11 @@ class DistributedEmbedding(nn.Embedding, DistributedModule):
         if vectors.size(0) == own.size(0):
             return vectors.view(*input.shape, vectors.size(-1))
         return vectors.view(-1, *input.shape[1:], vectors.size(-1))
+
+    @property
+    def divides_gradient(self) -> bool:
+        """Whether the weight is used by `_look_up` alone, as far as this class knows."""
+        return type(self).forward is DistributedEmbedding.forward
 
     def _of_same_samples(self, indices: Tensor) -> Tensor:
         found = self._look_up(indices)
@@ -131,6 +137,8 @@ class DistributedEmbedding(nn.Embedding, DistributedModule):
             _, kinds, counts = indices.unique(return_inverse=True, return_counts=True)
             times = counts[kinds].unsqueeze(-1)
             found.register_hook(lambda gradient: gradient / times)
+        if self.gradient_factor != 1.0 and found.requires_grad:
+            found.register_hook(lambda gradient: gradient * self.gradient_factor)
         return found
 
     def _rows_of(self, indices: Tensor) -> Tensor:

@@ -79,11 +79,12 @@ class DistributedLinear(nn.Linear, DistributedModule):
         return y.view(*input.shape[:-1], self.out_features)
 
     def _of_own_samples(self, x: Tensor) -> Tensor:
-        x, lengths = primitives.entering(x, 0)
         if self.by_outputs:
-            y = F.linear(primitives.gather(x, 0, lengths), self.weight, self.bias)
+            everyones, lengths = primitives.gather_all(x, 0)
+            y = F.linear(everyones, self.weight, self.bias)
             outputs = group.shares(self.out_features)
             return primitives.scatter_and_merge(y, 0, -1, lengths, outputs)
+        x, lengths = primitives.entering(x, 0)
         x = primitives.scatter_and_merge(x, -1, 0, group.shares(self.in_features), lengths)
         y = primitives.reduce_scatter(F.linear(x, self.weight), 0, lengths)
         return y if self.bias is None else y + self.bias.to(y.dtype)

@@ -43,8 +43,7 @@ def split_head_losses(
         lengths = [hidden.size(0)] * group.size()
         hidden = primitives.bwd_allreduce_for_tp(hidden)
     else:
-        hidden, lengths = primitives.entering(hidden, 0)
-        hidden = primitives.gather(hidden, 0, lengths)
+        hidden, lengths = primitives.gather_all(hidden, 0)
         labels = primitives.gather(labels, 0, lengths)
     logits = F.linear(hidden, weight, bias)
     first_class = slices.ranges[group.rank()][0][0]

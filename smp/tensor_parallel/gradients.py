@@ -4,7 +4,12 @@ The loss of a job is the mean over its ranks of each rank's own.  Such a paramet
 is the sum over a TP_GROUP already, so it is divided by tp_size, and then averaged over the
 RDP_GROUP alone.  It is divided before it is added to ``.grad``, which may hold the average of
 earlier steps.
+
+A table's gradient may be dense and much larger than what is looked up in it: such a module
+divides the gradient of that (``divides_gradient``, ``gradient_factor``).
 """
+
+from collections import Counter
 
 from torch import Tensor, nn
 
@@ -21,6 +26,12 @@ def scale(module: nn.Module) -> None:
     def divided(gradient: Tensor) -> Tensor:
         return gradient * factor
 
+    holders = Counter(id(p) for m in module.modules() for p in m._parameters.values())
+    for one in module.modules():
+        weight = getattr(one, "weight", None)
+        if getattr(one, "divides_gradient", False) and holders[id(weight)] == 1:
+            one.gradient_factor = factor  # type: ignore[assignment]
+            setattr(weight, _SCALES, True)
     for parameter in module.parameters():
         if parameter.is_meta:
             continue  # hooks are lost when it gets its values

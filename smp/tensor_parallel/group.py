@@ -4,17 +4,20 @@ While a model is traced, which one rank does alone, the others are taken to have
 """
 
 import contextlib
+import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextvars import ContextVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from smp import ranks
+from smp.collectives.process_group import ProcessGroup
 from smp.execution import runtime
-from smp.tensor_parallel import order
+from smp.tensor_parallel import assumed, order
 from smp.tensor_parallel.slices import share
 
 # The size of the TP_GROUP that is only thought of; None: there is the job's.
@@ -72,11 +75,6 @@ def begin_call() -> order.Call:
     return order.Call.of_module(_called.path)
 
 
-def run(start: Callable[[], dist.Work | None]) -> None:
-    """Begin a collective that has no backward, in its turn, and wait until it is over."""
-    begin_call().run(start)
-
-
 def is_traced() -> bool:
     """Whether this rank traces the model, or plans how it is split, without the others."""
     if _planned.get() is not None:
@@ -91,8 +89,73 @@ def gather_numbers(mine: list[int], device: torch.device) -> list[list[int]]:
     own = torch.tensor(mine, dtype=torch.int64, device=device)
     out = own.new_empty((size(), len(mine)))
     tp_group = ranks.get_tp_process_group()
-    run(lambda: dist.all_gather_single(out, own, group=tp_group, async_op=True))
+    begin_call().run(
+        lambda is_async: dist.all_gather_single(out, own, group=tp_group, async_op=is_async)
+    )
     return out.tolist()
+
+
+def gather_rows(
+    out: Tensor, own: Tensor, lengths: list[int], call: order.Call, signature: int = 0
+) -> None:
+    """Fill ``out`` with the tp_ranks' rows, one rank behind the other.
+
+    Args:
+        out, own: contiguous.
+        lengths: rows of each tp_rank.
+        signature: of the sizes from which the lengths were assumed; 0: they are known.
+
+    Raises:
+        assumed.Unlike: the other tp_ranks assumed other sizes.
+    """
+    tp_group: Any = ranks.get_tp_process_group()
+    is_even = len(set(lengths)) == 1
+    if _takes_rows(tp_group, own):
+        counts = None if is_even else [n * math.prod(own.shape[1:]) for n in lengths]
+
+        def start(is_async: bool) -> dist.Work:
+            try:
+                return tp_group.gather_rows(out, own, counts, is_async, signature)
+            except dist.DistBackendError as error:
+                assumed.check(error)
+                raise
+
+        call.run(start)
+    elif is_even:
+        call.run(lambda is_async: dist.all_gather_single(out, own, tp_group, is_async))
+    else:
+        parts = list(out.split(lengths))
+        call.run(lambda is_async: dist.all_gather(parts, own, tp_group, is_async))
+
+
+def reduce_rows(out: Tensor, terms: Tensor, lengths: list[int], call: order.Call) -> None:
+    """Fill ``out`` with this tp_rank's rows of the sum of the tp_ranks' terms.
+
+    Args:
+        out, terms: contiguous.
+        lengths: rows of each tp_rank.
+    """
+    tp_group: Any = ranks.get_tp_process_group()
+    is_even = len(set(lengths)) == 1
+    if _takes_rows(tp_group, terms):
+        counts = None if is_even else [n * math.prod(terms.shape[1:]) for n in lengths]
+        call.run(lambda is_async: tp_group.reduce_rows(out, terms, counts, is_async))
+    elif is_even:
+        call.run(
+            lambda is_async: dist.reduce_scatter_single(
+                out, terms, group=tp_group, async_op=is_async
+            )
+        )
+    else:
+        rows = list(terms.split(lengths))
+        call.run(
+            lambda is_async: dist.reduce_scatter(out, rows, group=tp_group, async_op=is_async)
+        )
+
+
+def _takes_rows(tp_group: Any, tensor: Tensor) -> bool:
+    """Whether rows need no lists of tensors, which are copied, and none of torch's checks."""
+    return isinstance(tp_group, ProcessGroup) and tensor.is_cpu
 
 
 def broadcast(tensor: Tensor) -> None:

@@ -20,11 +20,11 @@ A module that calls collectives does so in an autograd function::
 
     def _sum(x, call):
         out = x.clone()
-        call.run(lambda: dist.all_reduce(out, group=tp_group, async_op=True))
+        call.run(lambda is_async: dist.all_reduce(out, group=tp_group, async_op=is_async))
         return out
 
 Outside a step, while a model is traced, and without a pipeline, the order is the program's and
-a collective is simply waited for.
+a collective is simply made.
 """
 
 from collections.abc import Callable
@@ -78,24 +78,27 @@ class Call:
         self._backwards += 1
         return Call(self._path, made)
 
-    def run(self, start: Callable[[], dist.Work | None]) -> None:
+    def run(self, start: Callable[[bool], dist.Work | None]) -> None:
         """Begin a collective when it is its turn, and wait until it is over.
 
         Args:
-            start: begins it, without waiting (``async_op=True``), on the TP_GROUP.
+            start: begins it on the TP_GROUP; told whether it is to return without waiting
+                (``async_op``).
 
         Raises:
             RuntimeError: in the backward, which ``model.backward`` did not begin.
             Exception: what ``start`` raised, or what became of the operation.
         """
         if self._made is None:
-            with step_end.heard(f"module '{self._path}'"):
-                if (work := start()) is not None:
-                    work.wait()
+            try:
+                start(False)
+            except Exception as error:
+                step_end.hear(f"module '{self._path}'", error)
+                raise
             return
         turn = _core.line_up(*self._made, self._collectives, self._path)
         self._collectives += 1
-        work = start()
+        work = start(True)
         turn.issued()
         if work is None or work.is_completed():
             turn()

@@ -4,6 +4,9 @@ Ranks may have different lengths along the axis that is cut or joined.  Sources:
 SageMaker paper, section 5 and appendix E.
 """
 
+import contextlib
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,7 +15,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from smp import ranks
-from smp.tensor_parallel import group
+from smp.tensor_parallel import assumed, group
 from smp.tensor_parallel.chain import defined, keep_shape, linked, next_token
 from smp.tensor_parallel.order import Call
 
@@ -27,10 +30,11 @@ def entering(x: Tensor, axis: int) -> tuple[Tensor, Lengths]:
     """
     if group.size() == 1:
         return x, [x.size(axis)]
-    mine = [x.size(axis), x.requires_grad and torch.is_grad_enabled()]
-    everyones = group.gather_numbers(mine, x.device)
-    required = any(requires for _, requires in everyones)
-    return requiring(x, required), [length for length, _ in everyones]
+    return _entered(x, group.gather_numbers([*_of_entering(x, axis)], x.device))
+
+
+def _of_entering(x: Tensor, axis: int) -> tuple[int, bool]:
+    return x.size(axis), x.requires_grad and torch.is_grad_enabled()
 
 
 def requiring(x: Tensor, required: bool) -> Tensor:
@@ -40,15 +44,13 @@ def requiring(x: Tensor, required: bool) -> Tensor:
     return x.detach().requires_grad_(True)
 
 
-def all_gather_rows(x: Tensor, lengths: Lengths, call: Call) -> Tensor:
+def all_gather_rows(x: Tensor, lengths: Lengths, call: Call, signature: int = 0) -> Tensor:
     """The ranks' rows, one rank behind the other."""
     out = x.new_empty((sum(lengths), *x.shape[1:]))
     if group.is_traced():
         return out.copy_(x[:1]) if x.numel() else out.zero_()
-    if out.numel():
-        parts, own = list(out.split(lengths)), x.contiguous()
-        tp_group = ranks.get_tp_process_group()
-        call.run(lambda: dist.all_gather(parts, own, tp_group, async_op=True))
+    if out.numel() or signature:
+        group.gather_rows(out, x.contiguous(), lengths, call, signature)
     return out
 
 
@@ -58,21 +60,17 @@ def reduce_scatter_rows(x: Tensor, lengths: Lengths, call: Call) -> Tensor:
     if group.is_traced():
         return out.copy_(x[: out.size(0)])
     if x.numel():
-        rows = list(x.contiguous().split(lengths))
-        tp_group = ranks.get_tp_process_group()
-        call.run(lambda: dist.reduce_scatter(out, rows, group=tp_group, async_op=True))
+        group.reduce_rows(out, x.contiguous(), lengths, call)
     return out
 
 
-def _all_to_all(pieces: list[Tensor], shapes: list[torch.Size], call: Call) -> list[Tensor]:
-    """Piece i goes to rank i; what comes from rank i has shape i."""
-    sent = [piece.contiguous() for piece in pieces]
-    if group.is_traced():
-        return [sent[0].new_zeros(shape) for shape in shapes]
-    out = [sent[0].new_empty(shape) for shape in shapes]
-    tp_group = ranks.get_tp_process_group()
-    call.run(lambda: dist.all_to_all(out, sent, group=tp_group, async_op=True))
-    return out
+def _first(x: Tensor, axis: int) -> Tensor:
+    """The axis in the place of the first, which needs no view where it is that."""
+    return x.movedim(axis, 0) if axis else x
+
+
+def _back(x: Tensor, axis: int) -> Tensor:
+    return x.movedim(0, axis) if axis else x
 
 
 Token = Tensor | None  # see smp.tensor_parallel.chain
@@ -80,9 +78,11 @@ Token = Tensor | None  # see smp.tensor_parallel.chain
 
 class _Gather(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, token: Token, axis: int, lengths: Lengths) -> tuple:
+    def forward(
+        ctx: Any, x: Tensor, token: Token, axis: int, lengths: Lengths, signature: int
+    ) -> tuple:
         ctx.axis, ctx.lengths, ctx.call = axis, lengths, group.begin_call()
-        out = all_gather_rows(x.movedim(axis, 0), lengths, ctx.call).movedim(0, axis)
+        out = _back(all_gather_rows(_first(x, axis), lengths, ctx.call, signature), axis)
         keep_shape(ctx, out)
         if not x.is_floating_point() and not x.is_complex():
             ctx.mark_non_differentiable(out)
@@ -90,24 +90,24 @@ class _Gather(Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, token: Token) -> tuple:  # type: ignore[override]
-        rows = defined(ctx, gradient).movedim(ctx.axis, 0)
+        rows = _first(defined(ctx, gradient), ctx.axis)
         out = reduce_scatter_rows(rows, ctx.lengths, ctx.call.backward())
-        return out.movedim(0, ctx.axis), token, None, None
+        return _back(out, ctx.axis), token, None, None, None
 
 
 class _ReduceScatter(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, token: Token, axis: int, lengths: Lengths) -> tuple:
         ctx.axis, ctx.lengths, ctx.call = axis, lengths, group.begin_call()
-        out = reduce_scatter_rows(x.movedim(axis, 0), lengths, ctx.call).movedim(0, axis)
+        out = _back(reduce_scatter_rows(_first(x, axis), lengths, ctx.call), axis)
         keep_shape(ctx, out)
         return out, next_token(token)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, token: Token) -> tuple:  # type: ignore[override]
-        rows = defined(ctx, gradient).movedim(ctx.axis, 0)
+        rows = _first(defined(ctx, gradient), ctx.axis)
         out = all_gather_rows(rows, ctx.lengths, ctx.call.backward())
-        return out.movedim(0, ctx.axis), token, None, None
+        return _back(out, ctx.axis), token, None, None
 
 
 class _OwnPart(Function):
@@ -123,9 +123,9 @@ class _OwnPart(Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, token: Token) -> tuple:  # type: ignore[override]
-        rows = defined(ctx, gradient).movedim(ctx.axis, 0)
+        rows = _first(defined(ctx, gradient), ctx.axis)
         out = all_gather_rows(rows, ctx.lengths, ctx.call.backward())
-        return out.movedim(0, ctx.axis), token, None, None
+        return _back(out, ctx.axis), token, None, None
 
 
 class _ScatterAndMerge(Function):
@@ -150,12 +150,27 @@ class _ScatterAndMerge(Function):
 def _scatter_and_merge(
     x: Tensor, call: Call, split: int, merge: int, cut: Lengths, joined: Lengths
 ) -> Tensor:
-    shapes = []
-    for length in joined:
-        shape = list(x.shape)
-        shape[split], shape[merge] = cut[group.rank()], length
-        shapes.append(torch.Size(shape))
-    return torch.cat(_all_to_all(list(x.split(cut, split)), shapes, call), merge)
+    # Pieces travel one behind the other, which along axis 0 they are already.
+    row = x if split == 0 else torch.cat([piece.reshape(-1) for piece in x.split(cut, split)])
+    shape = list(x.shape)
+    shape[split] = 1
+    goes = [n * math.prod(shape) for n in cut]
+    shape[split], shape[merge] = cut[group.rank()], 1
+    comes = [n * math.prod(shape) for n in joined]
+    shape[merge] = sum(joined)
+    out = x.new_empty(sum(comes))
+    if group.is_traced():
+        return out.zero_().view(shape)
+    is_even = len(set(cut)) == len(set(joined)) == 1  # as all ranks know
+    splits = ([], []) if is_even else (comes, goes)
+    tp_group = ranks.get_tp_process_group()
+    row = row.reshape(-1)
+    call.run(lambda is_async: dist.all_to_all_single(out, row, *splits, tp_group, is_async))
+    if merge == 0:
+        return out.view(shape)
+    before, behind = shape[:merge], shape[merge + 1 :]
+    parts = zip(out.split(comes), joined, strict=True)
+    return torch.cat([part.view(*before, n, *behind) for part, n in parts], merge)
 
 
 class _BackwardAllReduce(Function):
@@ -186,7 +201,7 @@ class _GatherAlike(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: int, lengths: Lengths) -> Tensor:
         ctx.axis, ctx.lengths, ctx.call = axis, lengths, group.begin_call()
-        return all_gather_rows(x.movedim(axis, 0), lengths, ctx.call).movedim(0, axis)
+        return _back(all_gather_rows(_first(x, axis), lengths, ctx.call), axis)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
@@ -198,16 +213,44 @@ def _sum(x: Tensor, call: Call) -> Tensor:
     out = x.clone(memory_format=torch.contiguous_format)
     if out.numel() and not group.is_traced():
         tp_group = ranks.get_tp_process_group()
-        call.run(lambda: dist.all_reduce(out, group=tp_group, async_op=True))
+        call.run(lambda is_async: dist.all_reduce(out, group=tp_group, async_op=is_async))
     return out
 
 
 # --------------------------------------------------------------------- what users call
 
 
-def gather(x: Tensor, axis: int, lengths: Lengths) -> Tensor:
-    """``fused_allgather_for_tp`` of known lengths along the axis, by tp_rank."""
-    return linked(_Gather, x, axis, lengths) if group.size() > 1 else x
+def gather(x: Tensor, axis: int, lengths: Lengths, signature: int = 0) -> Tensor:
+    """``fused_allgather_for_tp`` of known lengths along the axis, by tp_rank.
+
+    Args:
+        signature: of sizes that are assumed (`smp.tensor_parallel.assumed`); 0: none are.
+
+    Raises:
+        assumed.Unlike: they are others.
+    """
+    return linked(_Gather, x, axis, lengths, signature) if group.size() > 1 else x
+
+
+def gather_all(x: Tensor, axis: int) -> tuple[Tensor, Lengths]:
+    """``fused_allgather_for_tp``, and every tp_rank's length along the axis."""
+    if group.size() == 1:
+        return x, [x.size(axis)]
+    mine = _of_entering(x, axis)
+    if assumed.is_possible(x):
+        everyones = assumed.everyones("lengths", mine)
+        x_now, lengths = _entered(x, everyones)
+        with contextlib.suppress(assumed.Unlike):
+            return gather(x_now, axis, lengths, assumed.signature(everyones)), lengths
+    known = group.gather_numbers([*mine], x.device)
+    assumed.remember("lengths", mine, tuple((length, requires) for length, requires in known))
+    x, lengths = _entered(x, known)
+    return gather(x, axis, lengths), lengths
+
+
+def _entered(x: Tensor, everyones: Sequence[Sequence[int]]) -> tuple[Tensor, Lengths]:
+    required = any(requires for _, requires in everyones)
+    return requiring(x, required), [length for length, _ in everyones]
 
 
 def reduce_scatter(x: Tensor, axis: int, lengths: Lengths) -> Tensor:
@@ -246,11 +289,7 @@ def fused_allgather_for_tp(tensor: Tensor, dim: int) -> Tensor:
         tensor: alike on all tp_ranks but for the length of ``dim``.
         dim: the axis.
     """
-    if group.size() == 1:
-        return tensor
-    dim %= tensor.dim()
-    tensor, lengths = entering(tensor, dim)
-    return gather(tensor, dim, lengths)
+    return gather_all(tensor, dim % tensor.dim())[0]
 
 
 def reduce_scatter_for_tp(tensor: Tensor, dim: int) -> Tensor:

@@ -8,6 +8,7 @@ Sequences may be of different lengths on the tp_ranks: they are padded to the lo
 the padding masked, and cut back on the way out.
 """
 
+import contextlib
 import functools
 import inspect
 import math
@@ -23,7 +24,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from smp import ranks
 from smp.modules.stand_ins import REFUSES_COPIES, stand_in, users_class
-from smp.tensor_parallel import group, primitives
+from smp.tensor_parallel import assumed, group, primitives
+from smp.tensor_parallel.assumed import Everyones
 from smp.tensor_parallel.slices import PATH, refuse_copies
 
 REGION = "_smp_region"  # in a module's __dict__: its Region
@@ -87,7 +89,10 @@ def rows_to_give_back(path: str) -> Rows:
 def make_region(module: nn.Module, region: Region, path: str) -> None:
     """Have a module gather its arguments from now on."""
     module.__dict__[PATH] = path
-    module.__dict__[REGION] = region, path, inspect.signature(users_class(type(module)).forward)
+    signature = inspect.signature(users_class(type(module)).forward)
+    kinds = {p.kind: p.name for p in signature.parameters.values()}
+    extra = kinds.get(inspect.Parameter.VAR_KEYWORD)
+    module.__dict__[REGION] = region, path, signature, extra
     module.__class__ = stand_in(type(module), _members)
 
 
@@ -102,12 +107,9 @@ def _members(cls: type[nn.Module]) -> dict[str, Any]:
 
 
 def _run(module: nn.Module, forward: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    region, path, signature = module.__dict__[REGION]
+    region, path, signature, extra = module.__dict__[REGION]
     bound = signature.bind(module, *args, **kwargs)
     named = bound.arguments
-    extra = next(
-        (p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD), None
-    )
     names = [*region.samples, *(mask for mask, _ in region.masks)]
     others = named.get(extra, {}) if extra else {}
     given = {n: named.get(n, others.get(n)) for n in names}
@@ -314,8 +316,38 @@ def _gather(region: Region, path: str, given: dict[str, Any]) -> tuple[dict[str,
     hidden = tensors[region.samples[0]][0]
     if hidden is None:
         raise TypeError(f"smp: '{path}' got no tensor as {region.samples[0]}")
-    arguments = _compare(path, tensors, hidden.device)
+    mine = tuple(w for leaves in tensors.values() for t in leaves for w in _in_words(t, path))
+
+    def gathered(everyones: Everyones, signature: int) -> tuple[dict[str, Any], Rows]:
+        arguments = _arguments(path, tensors, everyones)
+        return _gather_all(region, given, flat, arguments, signature)
+
+    if assumed.is_possible(hidden):
+        sizes = assumed.everyones(region, mine)
+        with contextlib.suppress(assumed.Unlike):
+            return gathered(sizes, assumed.signature(sizes))
+    sizes = tuple(tuple(words) for words in group.gather_numbers([*mine], hidden.device))
+    out = gathered(sizes, 0)
+    assumed.remember(region, mine, sizes)
+    return out
+
+
+def _gather_all(
+    region: Region,
+    given: dict[str, Any],
+    flat: dict[str, Any],
+    arguments: dict[str, list[_Argument]],
+    signature: int,
+) -> tuple[dict[str, Any], Rows]:
+    """The same, once it is known or assumed what the tp_ranks have.
+
+    Args:
+        flat: what is given, as ``tree_flatten`` has it; ``arguments`` in the same order.
+        signature: of what is assumed, which the first gather says; 0: it is known.
+    """
     first = arguments[region.samples[0]][0]
+    hidden = first.mine
+    assert hidden is not None
     counts = first.sizes(0)
     own_positions = hidden.size(1) if first.is_uneven() else None
     masked = dict(region.masks)
@@ -330,17 +362,16 @@ def _gather(region: Region, path: str, given: dict[str, Any]) -> tuple[dict[str,
                 causal = region.causal and keys is first
                 new.append(_gather_mask(argument, first, keys, causal, hidden, counts))
             else:
-                new.append(_gather_samples(argument, counts))
+                new.append(_gather_samples(argument, counts, signature))
+                signature = 0
         out[name] = tree_unflatten(new, spec) if leaves else given[name]
     return out, Rows(counts, own_positions)
 
 
-def _compare(
-    path: str, tensors: dict[str, list[Tensor | None]], device: torch.device
+def _arguments(
+    path: str, tensors: dict[str, list[Tensor | None]], everyones: Everyones
 ) -> dict[str, list[_Argument]]:
-    """What the tp_ranks have, by argument.  Collective over the TP_GROUP."""
-    mine = [word for leaves in tensors.values() for t in leaves for word in _in_words(t, path)]
-    everyone = group.gather_numbers(mine, device)
+    """What the tp_ranks have, by argument."""
     out: dict[str, list[_Argument]] = {}
     at = 0
     for name, leaves in tensors.items():
@@ -349,7 +380,7 @@ def _compare(
             shapes: list[list[int] | None] = []
             dtypes: list[torch.dtype | None] = []
             required = False
-            for words in everyone:
+            for words in everyones:
                 axes, dtype, requires_grad, *sizes = words[at : at + _WORDS]
                 required |= requires_grad > 0
                 shapes.append(sizes[:axes] if axes >= 0 else None)
@@ -361,7 +392,7 @@ def _compare(
     return out
 
 
-def _gather_samples(argument: _Argument, counts: list[int]) -> Tensor | None:
+def _gather_samples(argument: _Argument, counts: list[int], signature: int) -> Tensor | None:
     """All tp_ranks' rows; positions padded with zeros."""
     absent = [shape is None for shape in argument.shapes]
     if all(absent):
@@ -379,7 +410,7 @@ def _gather_samples(argument: _Argument, counts: list[int]) -> Tensor | None:
     x = _a_row_for_each(argument, x, counts[group.rank()])
     if uneven:
         x = F.pad(x, [0, 0] * (x.dim() - 2) + [0, max(argument.sizes(1)) - x.size(1)])
-    return primitives.gather(x, 0, counts)
+    return primitives.gather(x, 0, counts, signature)
 
 
 def _a_row_for_each(argument: _Argument, x: Tensor, samples: int) -> Tensor:

@@ -47,19 +47,21 @@ def together() -> Iterator[None]:
         raise
     devices = {device.type for device in tp_group._device_types}
     device = "cpu" if "cpu" in devices else "cuda"
-    with heard("the end of the step"):
-        dist.all_reduce(torch.zeros(1, device=device), group=tp_group)
-
-
-@contextmanager
-def heard(path: str) -> Iterator[None]:
-    """A collective of the module at ``path``; says what it means when the ranks' differ."""
-    global _is_over
     try:
-        yield
+        dist.all_reduce(torch.zeros(1, device=device), group=tp_group)
     except Exception as error:
-        if _MISMATCH not in str(error):
-            raise
+        hear("the end of the step", error)
+        raise
+
+
+def hear(path: str, error: Exception) -> None:
+    """A collective of the module at ``path`` has failed: what it means if the ranks' differ.
+
+    Raises:
+        PeerFailed: they do.
+    """
+    global _is_over
+    if _MISMATCH in str(error):
         _is_over = True
         raise PeerFailed(
             f"smp: {path}: this rank met another rank of its TP_GROUP that had failed, or that "

@@ -5,6 +5,7 @@
 
 #include <sched.h>
 
+#include "comm/collective/agreement.h"
 #include "comm/collective/group.h"
 #include "comm/shm/shelf.h"
 #include "reference.h"
@@ -319,6 +320,12 @@ TEST_RANK(different_calls_are_an_error_on_all)
     call.kind = 0;
     call.counts = odd ? NULL : splits;
     CHECK(refuse(w, group, &call, "with split sizes", "of 8 float32") == 0);
+    call.assumed = odd ? 2 : 1; /* which counts before all that differs */
+    CHECK(refuse(w, group, &call, SMP_SIZES_UNLIKE, SMP_SIZES_UNLIKE) == 0);
+    call.assumed = odd ? 0 : 1;
+    call.counts = odd ? splits : NULL; /* who knows the sizes calls something else */
+    CHECK(refuse(w, group, &call, "with assumed sizes", "with split sizes") == 0);
+    call.assumed = 0;
     call.operation = SMP_ALL_TO_ALL;
     call.counts = odd ? others : splits;
     call.out_counts = splits;

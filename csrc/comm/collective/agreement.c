@@ -6,13 +6,43 @@
 #include "comm/collective/call.h"
 #include "comm/collective/kind.h"
 
+static uint64_t
+assumed(const smp_notice *notice)
+{
+    return notice->operation == SMP_ALL_GATHER ? notice->assumed : 0;
+}
+
 static bool
 same_call(const smp_notice *a, const smp_notice *b)
 {
     return a->sequence == b->sequence && a->operation == b->operation &&
            a->dtype == b->dtype && a->kind == b->kind && a->reduction == b->reduction &&
            a->uneven == b->uneven && a->root == b->root && a->count == b->count &&
-           a->on_device == b->on_device && a->sparse == b->sparse;
+           a->on_device == b->on_device && a->sparse == b->sparse &&
+           assumed(a) == assumed(b);
+}
+
+/* Whether all gather with sizes that they assume, and these differ. */
+static bool
+sizes_unlike(const smp_said *said, int n, char *text, size_t bytes)
+{
+    int other = 0;
+
+    for (int m = 0; m < n; m++) {
+        if (assumed(said[m].notice) == 0 ||
+            said[m].notice->sequence != said[0].notice->sequence) {
+            return false;
+        }
+        if (other == 0 && assumed(said[m].notice) != assumed(said[0].notice)) {
+            other = m;
+        }
+    }
+    if (other != 0) {
+        snprintf(text, bytes, "all-gather %llu: rank %d and rank %d " SMP_SIZES_UNLIKE,
+                 (unsigned long long)said[0].notice->sequence, said[0].name,
+                 said[other].name);
+    }
+    return other != 0;
 }
 
 /* How many of the caller's elements these are. */
@@ -78,6 +108,9 @@ bool
 smp_agreement(const smp_said *said, int n, size_t *most, char *text, size_t bytes)
 {
     *most = 0;
+    if (sizes_unlike(said, n, text, bytes)) {
+        return false;
+    }
     for (int m = 1; m < n; m++) {
         if (!same_call(said[0].notice, said[m].notice)) {
             char one[96];
@@ -127,9 +160,10 @@ smp_notice_describe(const smp_notice *notice, char *out, size_t bytes)
     if (smp_operation_has_root(operation)) {
         snprintf(root, sizeof(root), " with root %d", notice->root);
     }
-    if (notice->uneven != 0) {
-        snprintf(out, bytes, "%s %llu%s of %s with split sizes%s%s", name,
-                 (unsigned long long)notice->sequence, how, dtype, root, where);
+    if (notice->uneven != 0 || assumed(notice) != 0) {
+        snprintf(out, bytes, "%s %llu%s of %s with %s sizes%s%s", name,
+                 (unsigned long long)notice->sequence, how, dtype,
+                 assumed(notice) != 0 ? "assumed" : "split", root, where);
     } else {
         snprintf(out, bytes, "%s %llu%s of %llu %s%s%s", name,
                  (unsigned long long)notice->sequence, how,

@@ -18,6 +18,9 @@ typedef struct {
     const uint64_t   *counts; /* [uneven * n]: its lists of split sizes */
 } smp_said;
 
+/* In what it says where members assume other sizes, and only there. */
+#define SMP_SIZES_UNLIKE "assume other sizes"
+
 /* Says who calls what if they do not agree.  *most: the longest range that one sends to
  * another, of an all-to-all with split sizes. */
 bool smp_agreement(const smp_said *said, int n, size_t *most, char *text, size_t bytes);

@@ -101,7 +101,8 @@ is_valid(const smp_call *call, int size)
         return false;
     }
     if (call->operation != SMP_ALL_GATHER &&
-        (call->gather != NULL || call->offer != NULL || call->sparse != 0)) {
+        (call->gather != NULL || call->offer != NULL || call->sparse != 0 ||
+         call->assumed != 0)) {
         return false;
     }
     for (size_t m = 0; m < n && call->counts != NULL; m++) {
@@ -224,7 +225,11 @@ smp_call_say(const smp_call *call, int n, uint64_t sequence, smp_notice *notice,
     notice->sparse = call->sparse;
     notice->root = smp_operation_has_root(call->operation) ? call->root : 0;
     notice->count = lists != 0 || is_barrier ? 0 : call->count;
-    notice->factor = call->factor;
+    if (call->operation == SMP_ALL_GATHER) {
+        notice->assumed = call->assumed;
+    } else {
+        notice->factor = call->factor;
+    }
     notice->in = (uint64_t)(uintptr_t)call->in;
     notice->out = (uint64_t)(uintptr_t)call->out;
     for (int m = 0; m < n && lists != 0; m++) {
@@ -247,5 +252,5 @@ smp_call_say_again(const smp_notice *said, smp_notice *notice)
     notice->root = said->root;
     notice->count = said->count;
     notice->sparse = said->sparse;
-    notice->factor = said->factor;
+    notice->assumed = said->assumed; /* and the factor, which has the same place */
 }

@@ -42,8 +42,11 @@ typedef struct {
     const size_t *counts; /* uneven: one for each member; borrowed like the buffers */
     const size_t *out_counts; /* SMP_ALL_TO_ALL with counts */
     double        factor;     /* SMP_PREMUL_SUM: of this member's `in` */
-    uint8_t sparse; /* SMP_ALL_GATHER: which of those that make up an all-reduce of
-                       sparse tensors, from 1; 0: of none.  Errors name that. */
+    uint8_t sparse;   /* SMP_ALL_GATHER: which of those that make up an all-reduce of
+                         sparse tensors, from 1; 0: of none.  Errors name that. */
+    uint64_t assumed; /* SMP_ALL_GATHER: a hash of what this member takes all members'
+                         sizes to be; 0: it knows them.  If they are not the same the
+                         members disagree (SMP_SIZES_UNLIKE), whatever else differs. */
     const void *in;
     void       *out;
     int64_t     timeout_ns; /* 0: the group's; < 0: no limit */

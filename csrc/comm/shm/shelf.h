@@ -37,12 +37,15 @@ typedef struct {
     uint8_t          uneven; /* the slot's data begin with the counts */
     int32_t          root;
     uint64_t         count;
-    double           factor;
-    uint64_t         in; /* addresses in the member's memory */
-    uint64_t         out;
-    uint32_t         kind;      /* smp_kind: what the elements are to the caller */
-    uint8_t          on_device; /* SMP_NOTICE_*, or 0 */
-    uint8_t          sparse;    /* as in smp_call */
+    union {
+        double   factor;
+        uint64_t assumed; /* of an all-gather, as in smp_call */
+    };
+    uint64_t in; /* addresses in the member's memory */
+    uint64_t out;
+    uint32_t kind;      /* smp_kind: what the elements are to the caller */
+    uint8_t  on_device; /* SMP_NOTICE_*, or 0 */
+    uint8_t  sparse;    /* as in smp_call */
 } smp_notice;
 
 enum { SMP_NOTICE_GATHERS = 1, SMP_NOTICE_MEETS };

@@ -66,5 +66,5 @@ class DistributedTransformerOutputLayer(DistributedModule):
             self.layernorm,
             self.options,
             self.training,
-            positions,
+            counts,
         )
