@@ -1,7 +1,9 @@
 """Hugging Face's models with distributed modules in their place, and their state dicts."""
 
 import copy
+import functools
 import importlib
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +14,7 @@ from torch import Tensor, nn
 
 import smp
 from smp.nn.huggingface.translation import Translation, part
+from smp.tensor_parallel import replacement
 from tests.ranks import on_ranks
 from tests.reference.whole_job import assert_near, split_over_all_ranks
 
@@ -28,7 +31,37 @@ def gpt2(**config: Any) -> nn.Module:
     )  # fmt: skip
 
 
-FAMILIES: dict[str, tuple[Callable[[], nn.Module], str]] = {
+def small(config: str, model: str, **options: Any) -> nn.Module:
+    """A model whose sizes do not divide by 2."""
+    made = getattr(transformers, config)(
+        vocab_size=37, num_hidden_layers=3, num_attention_heads=3, hidden_size=12,
+        max_position_embeddings=16, bos_token_id=0, eos_token_id=0, pad_token_id=0, **options,
+    )  # fmt: skip
+    return getattr(transformers, model)(made)
+
+
+NO_DROPS = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+gptj = functools.partial(
+    small, "GPTJConfig", "GPTJForCausalLM", **NO_DROPS, rotary_dim=2, layer_norm_epsilon=1e-2
+)
+gptneo = functools.partial(
+    small, "GPTNeoConfig", "GPTNeoForCausalLM", intermediate_size=20, window_size=3,
+    resid_dropout=0.0, embed_dropout=0.0, attention_dropout=0.0,
+    attention_types=[[["global", "local", "local"], 1]], layer_norm_epsilon=1e-2,
+)  # fmt: skip
+gptneox = functools.partial(
+    small, "GPTNeoXConfig", "GPTNeoXForCausalLM", intermediate_size=20, rotary_pct=0.5,
+    layer_norm_eps=1e-2, attention_dropout=0.0, hidden_dropout=0.0,
+)  # fmt: skip
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+bert = functools.partial(
+    small, "BertConfig", "BertForMaskedLM", intermediate_size=20, **NO_DROPOUT
+)
+roberta = functools.partial(
+    small, "RobertaConfig", "RobertaForMaskedLM", intermediate_size=20, **NO_DROPOUT
+)
+
+FAMILIES: dict[str, tuple[Callable[..., nn.Module], str]] = {
     "gpt2": (gpt2, "gpt2"),
     "gpt2, untied": (lambda: gpt2(tie_word_embeddings=False), "gpt2"),
     "gpt2, scaled": (
@@ -37,7 +70,31 @@ FAMILIES: dict[str, tuple[Callable[[], nn.Module], str]] = {
         ),
         "gpt2",
     ),
-}
+    "gptj": (gptj, "gptj"),
+    "gptneo": (gptneo, "gptneo"),
+    "gptneox": (gptneox, "gptneox"),
+    "gptneox, in a row": (
+        functools.partial(
+            gptneox, use_parallel_residual=False, attention_bias=False, rotary_pct=1.0,
+            tie_word_embeddings=True, rotary_emb_base=100, hidden_act="relu",
+        ),
+        "gptneox",
+    ),
+    "bert": (bert, "bert"),
+    "bert, eager": (
+        functools.partial(bert, attn_implementation="eager", hidden_act="gelu_new"),
+        "bert",
+    ),
+    "bert, causal": (
+        lambda: small(
+            "BertConfig", "BertLMHeadModel", intermediate_size=20, is_decoder=True,
+            use_cache=False, **NO_DROPOUT,
+        ),
+        "bert",
+    ),
+    "roberta": (roberta, "roberta"),
+}  # fmt: skip
+COMPUTE_IN_FLOAT32 = {"gptj": "gptj", "gptneo": "gpt_neo"}  # their scores
 
 
 def family(kind: str) -> tuple[Callable, Callable]:
@@ -57,30 +114,42 @@ def texts(rank: int, step: int) -> dict[str, Tensor]:
     seen[0, 4:] = 0
     labels = ids.clone()
     labels[seen == 0] = -100
-    return {"input_ids": ids, "attention_mask": seen, "labels": labels}
+    masked = {} if step == 1 else {"attention_mask": seen}
+    return {"input_ids": ids, "labels": labels, **masked}
 
 
-def loss_of(plain: nn.Module, labels: Tensor, **batch: Tensor) -> Tensor:
+def loss_of(model: nn.Module, labels: Tensor, **batch: Tensor) -> Tensor:
     """That of the model itself is in float32."""
-    logits = plain(**batch).logits[:, :-1]
+    logits = model(**batch).logits[:, :-1]
     return F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
+
+
+def in_float64(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have a family compute scores in float64, too."""
+    folder = COMPUTE_IN_FLOAT32.get(FAMILIES[kind][1])
+    if folder is not None:
+        modeling = importlib.import_module(f"transformers.models.{folder}.modeling_{folder}")
+        double = types.SimpleNamespace(**{**vars(torch), "float32": torch.float64})
+        monkeypatch.setattr(modeling, "torch", double)
 
 
 def check_training(kind: str, steps: int = 3) -> smp.DistributedModel:
     """Losses, norms and, by Hugging Face's names, parameters equal the plain model's."""
     to_hf, _ = family(kind)
-    torch.set_default_dtype(torch.float64)
     torch.manual_seed(1)
     with smp.tensor_parallelism(replace=True):
-        net = FAMILIES[kind][0]()
+        net = FAMILIES[kind][0]()  # angles of rotations are in float32
+    torch.set_default_dtype(torch.float64)
+    net.double()
     plain = copy.deepcopy(net)
     model = smp.DistributedModel(net)
+    own_loss = isinstance(model.get_module(), smp.nn.DistributedTransformerLMHead)
     optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1))
     plain_optimizer = torch.optim.SGD(plain.parameters(), 0.1)
 
     @smp.step
     def train(model, batch):
-        loss = model(**batch)["loss"]
+        loss = model(**batch)["loss"] if own_loss else loss_of(model, **batch)
         model.backward(loss)
         return loss
 
@@ -105,7 +174,8 @@ def check_training(kind: str, steps: int = 3) -> smp.DistributedModel:
 
 @pytest.mark.parametrize("kind", FAMILIES)
 @on_ranks(2)
-def test_a_replaced_model_trains_as_the_plain_one(kind):
+def test_a_replaced_model_trains_as_the_plain_one(kind, monkeypatch):
+    in_float64(kind, monkeypatch)
     split_over_all_ranks()
     model = check_training(kind)
     assert any(isinstance(m, smp.nn.DistributedTransformer) for m in model.modules())
@@ -114,15 +184,24 @@ def test_a_replaced_model_trains_as_the_plain_one(kind):
 @pytest.mark.stress
 @pytest.mark.parametrize("kind", FAMILIES)
 @on_ranks(3)
-def test_a_replaced_model_on_more_ranks(kind):
+def test_a_replaced_model_on_more_ranks(kind, monkeypatch):
+    in_float64(kind, monkeypatch)
     split_over_all_ranks()
     check_training(kind)
 
 
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "gpt2",
+        *(pytest.param(kind, marks=pytest.mark.stress) for kind in FAMILIES if kind != "gpt2"),
+    ],
+)
 @on_ranks(4)
-def test_a_replaced_model_in_a_pipeline():
+def test_a_replaced_model_in_a_pipeline(kind, monkeypatch):
+    in_float64(kind, monkeypatch)
     smp.init({"tensor_parallel_degree": 2, "pipeline_parallel_degree": 2})
-    check_training("gpt2", steps=2)
+    check_training(kind, steps=2)
 
 
 @on_ranks(2)
@@ -151,6 +230,12 @@ def test_what_scripts_reach_for():
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_state_dicts_there_and_back(kind):
     to_hf, to_ours = family(kind)
+    if FAMILIES[kind][1] == "gptneox":
+        with pytest.raises(ValueError, match="give num_attention_heads"):
+            to_ours(FAMILIES[kind][0]().state_dict())
+        to_hf, to_ours = (
+            functools.partial(one, num_attention_heads=3) for one in (to_hf, to_ours)
+        )
     plain = FAMILIES[kind][0]().state_dict()
     ours = to_ours(plain)
     assert any(".seq_layers." in name for name in ours) and set(ours) != set(plain)
@@ -171,7 +256,8 @@ def test_parts_that_are_packed_by_heads():
 
 
 @on_ranks(2)
-def test_blocks_that_the_script_registers():
+def test_blocks_that_the_script_registers(monkeypatch):
+    monkeypatch.setattr(replacement, "_registered", {})  # other tests have blocks, too
     split_over_all_ranks()
     from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
@@ -202,3 +288,132 @@ def test_blocks_that_the_script_registers():
     plain.transformer.h[1].load_state_dict(back)
     again = names.translate_hf_block_state_dict_to_smdistributed(back)
     assert all(torch.equal(again[name], value) for name, value in block.items())
+
+
+def wrapped(net: nn.Module) -> tuple[smp.DistributedModel, nn.Module]:
+    """A model with distributed modules, and a copy without."""
+    smp.set_tensor_parallelism(net, True, replace=True)
+    plain = copy.deepcopy(net)
+    return smp.DistributedModel(net), plain
+
+
+DROPS = {  # what each is of: attention, hidden, embedding
+    "gpt2": ("attn_pdrop", "resid_pdrop", "embd_pdrop"),
+    "gptj": ("attn_pdrop", "resid_pdrop", "embd_pdrop"),
+    "gptneo": ("attention_dropout", "resid_dropout", "embed_dropout"),
+    "gptneox": ("attention_dropout", "hidden_dropout", "hidden_dropout"),
+    "bert": ("attention_probs_dropout_prob", "hidden_dropout_prob", None),
+    "roberta": ("attention_probs_dropout_prob", "hidden_dropout_prob", None),
+}
+
+
+@on_ranks(2)
+def test_dropout_is_as_the_configuration_has_it():
+    split_over_all_ranks()
+    for kind, (attention, hidden, embedding) in DROPS.items():
+        values = {attention: 0.1, embedding: 0.3, hidden: 0.2}
+        values.pop(None, None)
+        net = FAMILIES[kind][0]()
+        for option, value in values.items():
+            setattr(net.config, option, value)
+        net = type(net)(net.config)
+        model, _ = wrapped(net)
+        found: dict[str, set[float]] = {"attention": set(), "hidden": set(), "embedding": set()}
+        for module in model.get_module().modules():
+            options = getattr(module, "options", None)
+            if isinstance(module, smp.nn.DistributedAttentionLayer):
+                found["attention"].add(options.attention_dropout_prob)
+            if isinstance(module, smp.nn.DistributedTransformerLMHead):
+                found["embedding"].add(options.embedding_dropout_prob)
+            elif options is not None:
+                found["hidden"].add(options.hidden_dropout_prob)
+        assert found == {
+            "attention": {values[attention]},
+            "hidden": {values[hidden]},
+            "embedding": set() if embedding is None else {values[embedding]},
+        }, kind
+
+
+@on_ranks(2)
+def test_what_cannot_be_had_is_refused():
+    split_over_all_ranks()
+    batch = {"input_ids": texts(0, 0)["input_ids"]}
+
+    def refuses(model: Any, words: str, **given: Any) -> None:
+        with pytest.raises(NotImplementedError, match=f"{words}.*replace=False"):
+            model(**batch, **given)
+
+    model, plain = wrapped(gptj().eval())
+    counted = torch.arange(5)[None]
+    wanted = plain(**batch).logits
+    found = model(**batch, position_ids=counted, logits_to_keep=2).logits
+    torch.testing.assert_close(found, wanted[:, -2:], atol=1e-5, rtol=1e-5)
+    refuses(model, "position_ids that do not count from 0", position_ids=counted + 1)
+    refuses(model, "token_type_ids", token_type_ids=batch["input_ids"])
+    refuses(model, "num_items_in_batch", num_items_in_batch=3)
+
+    model, _ = wrapped(bert())
+    refuses(model, "output_hidden_states", output_hidden_states=True)
+    model, _ = wrapped(FAMILIES["bert, causal"][0]())
+    refuses(model, "past_key_values.*pass use_cache=False", use_cache=True)
+
+    crossing = {"is_decoder": True, "add_cross_attention": True, "intermediate_size": 20}
+    for net, words in (
+        (bert(output_hidden_states=True), "output_hidden_states"),
+        (small("BertConfig", "BertLMHeadModel", **crossing), "add_cross_attention=True"),
+        (gptneox(rope_scaling={"rope_type": "linear", "factor": 2.0}), "rope_type='linear'"),
+    ):
+        with pytest.raises(NotImplementedError, match=f"{words}.*replace=False"):
+            wrapped(net)
+
+
+class Two(nn.Module):
+    """Models of several families, at other paths than their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = gpt2()
+        self.encoder = bert()
+        self.layer = nn.ModuleList([gptneox(), nn.Linear(2, 2)])
+
+
+@on_ranks(2)
+def test_state_dicts_of_several_models_in_one():
+    split_over_all_ranks()
+    torch.manual_seed(1)
+    model, plain = wrapped(Two())
+    ours, wanted = model.state_dict(), plain.state_dict()
+    assert "encoder.bert.encoder.seq_layers.0.attention.query.weight" in ours
+    pairs = smp.state.module_manager.translate_functions
+    assert len(pairs) == 3
+    found = dict(ours)
+    for to_hf, _ in pairs:
+        found = to_hf(found)
+    assert set(found) == set(wanted)
+    assert all(torch.equal(found[name], value) for name, value in wanted.items())
+    for _, to_ours in pairs:
+        found = to_ours(found)
+    assert set(found) == set(ours)
+    assert all(torch.equal(found[name], value) for name, value in ours.items())
+
+
+def test_families_that_are_split_in_place_keep_their_names():
+    for name in ("t5", "llama"):
+        family = importlib.import_module(f"smp.nn.huggingface.{name}")
+        state = {"model.layers.0.self_attn.q_proj.weight": torch.ones(2)}
+        assert getattr(family, f"translate_state_dict_to_hf_{name}")(state, 7) == state
+        there = getattr(family, f"translate_hf_state_dict_to_smdistributed_{name}")
+        assert there(state) == state
+
+
+@on_ranks(2)
+def test_the_heads_of_the_wrapped_model_are_known():
+    split_over_all_ranks()
+    from smp.nn.huggingface import gptneox as names
+
+    model, plain = wrapped(gptneox())
+    back = names.translate_state_dict_to_hf_gptneox(model.state_dict())
+    assert all(torch.equal(back[name], value) for name, value in plain.state_dict().items())
+    back["embed_out.weight"] = back.pop("lm_head.weight")  # as transformers before 5 saves it
+    ours = names.translate_hf_state_dict_to_smdistributed_gptneox(back)
+    assert set(ours) == set(model.state_dict())

@@ -45,7 +45,14 @@ FROM_SCRIPTS = [
             ("gptj", "translate_state_dict_to_hf_gptj"),
             ("gptj", "translate_hf_state_dict_to_smdistributed_gptj"),
             ("gptneo", "translate_hf_gptneo_state_dict_to_smdistributed"),
-            ("gptneo", "translate_state_dict_to_hf_gptneo"),
+            *(
+                (family, name)
+                for family in ("gptneo", "gptneox", "bert", "roberta", "vit", "t5", "llama")
+                for name in (
+                    f"translate_state_dict_to_hf_{family}",
+                    f"translate_hf_state_dict_to_smdistributed_{family}",
+                )
+            ),
         ]
     ),
 ]

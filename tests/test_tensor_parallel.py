@@ -166,6 +166,29 @@ def test_autocast_gives_its_dtype():
     assert out.dtype is torch.bfloat16
 
 
+@on_ranks(2)
+def test_a_loss_that_is_changed_in_place():
+    """As Hugging Face's Trainer divides what the model returns."""
+    split_over_all_ranks()
+    model = smp.DistributedModel(small_gpt2())
+    ids, _ = tokens(smp.tp_rank(), 0)
+
+    @smp.step
+    def train(model, scale):
+        loss = model(input_ids=ids, labels=ids).loss
+        loss /= scale
+        model.backward(loss)
+        return loss
+
+    gradients = []
+    for scale in (1, 4):
+        model.zero_grad()
+        train(model, scale)
+        gradients.append([parameter.grad.clone() for parameter in model.parameters()])
+    for whole, quarter in zip(*gradients, strict=True):
+        assert_near(quarter, whole / 4, "gradient")
+
+
 @on_ranks(2, timeout_s=120)
 def test_frozen_parameters_stay_and_train_later():
     smp.init({"tensor_parallel_degree": 2})

@@ -118,7 +118,7 @@ def hang(output: Tensor) -> Tensor:
 class _Hang(Function):
     @staticmethod
     def forward(ctx: Any, output: Tensor, token: Tensor) -> Tensor:
-        return output.view_as(output)
+        return output.clone()  # of a view, scripts could not do loss /= n
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]

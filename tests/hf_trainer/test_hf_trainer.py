@@ -11,9 +11,13 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import transformers
+
+from tests.hf_trainer.train import Sentences
 
 pytestmark = pytest.mark.stress
 
@@ -30,9 +34,35 @@ def trainer_knows_model_parallelism() -> None:
         pytest.fail(f"transformers {version} does not know this interface: make hf-test")
 
 
-def run(model: str, folder: Path, ranks: int = 0, resume: bool = False) -> list[dict]:
-    """Train, alone or on ``ranks`` ranks; what each rank wrote."""
+def run(
+    model: str,
+    folder: Path,
+    *options: str,
+    ranks: int = 0,
+    split_into: int = 1,
+    resume: bool = False,
+    **parameters: Any,
+) -> list[dict]:
+    """Train, alone or on ``ranks`` ranks; what each rank wrote.
+
+    Args:
+        split_into: the tensor parallel degree.
+        parameters: others of ``smp.init``.
+    """
     folder.mkdir(exist_ok=True)
+    arguments = [model, str(folder), *options]
+    if resume:
+        arguments.append("--resume")
+    if split_into > 1:
+        arguments.append("--tensor-parallel")
+        parameters["tensor_parallel_degree"] = split_into
+    run_script(SCRIPT, arguments, ranks, split_into, parameters)
+    return [torch.load(folder / f"result{rank}.pt") for rank in range(ranks or 1)]
+
+
+def run_script(
+    script: Path, arguments: list[str], ranks: int, split_into: int, parameters: dict
+) -> None:
     environment = {k: v for k, v in os.environ.items() if not k.startswith("SM_")}
     environment |= {
         "PYTHONPATH": str(REPOSITORY),
@@ -42,15 +72,18 @@ def run(model: str, folder: Path, ranks: int = 0, resume: bool = False) -> list[
         # refuses what is no tensor since PyTorch 2.6.
         "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1",
     }
-    command = [sys.executable, str(SCRIPT), model, str(folder)]
-    if resume:
-        command.append("--resume")
+    command = [sys.executable, str(script), *arguments]
     if ranks:
-        parameters = {"partitions": ranks, "microbatches": 2, "ddp": True}
+        parameters = {
+            "partitions": ranks // split_into,
+            "microbatches": 2,
+            "ddp": True,
+            "pipeline": "interleaved",
+            "optimize": "speed",
+            **parameters,
+        }
         environment |= {
-            "SM_HP_MP_PARAMETERS": json.dumps(
-                parameters | {"pipeline": "interleaved", "optimize": "speed"}
-            ),
+            "SM_HP_MP_PARAMETERS": json.dumps(parameters),
             "SM_FRAMEWORK_PARAMS": '{"sagemaker_mpi_enabled": true}',
             "OMPI_ALLOW_RUN_AS_ROOT": "1",
             "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
@@ -63,7 +96,26 @@ def run(model: str, folder: Path, ranks: int = 0, resume: bool = False) -> list[
         command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S
     )
     assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-8000:]}"
-    return [torch.load(folder / f"result{rank}.pt") for rank in range(ranks or 1)]
+
+
+def check_alike(got: dict, want: dict, evaluated: bool = True) -> None:
+    """Losses, what is predicted and what is saved are equal within rounding."""
+    assert got["steps"] == want["steps"]
+    assert got["losses"] == pytest.approx(want["losses"], rel=1e-3)
+    if evaluated:
+        assert got["eval_loss"] == pytest.approx(want["eval_loss"], rel=1e-4)
+        torch.testing.assert_close(
+            got["predictions"], want["predictions"], rtol=1e-3, atol=1e-3
+        )
+    assert got["parameters"].keys() == want["parameters"].keys()
+    for name, parameter in want["parameters"].items():
+        torch.testing.assert_close(
+            got["parameters"][name],
+            parameter,
+            rtol=1e-3,
+            atol=1e-3,
+            msg=lambda said, name=name: f"{name}: {said}",
+        )
 
 
 @pytest.mark.parametrize("model", ["gpt2", "bert"])
@@ -75,19 +127,8 @@ def test_the_trainer_gives_on_two_ranks_what_it_gives_on_one(model, tmp_path):
     assert got["steps"] == want["steps"] == 12
     assert got["wrapped"] == "DistributedModel" != want["wrapped"]
     assert sum(want["losses"][-3:]) < sum(want["losses"][:3])
-    assert got["losses"] == pytest.approx(want["losses"], rel=1e-3)
-    assert got["eval_loss"] == pytest.approx(want["eval_loss"], rel=1e-4)
     assert other["eval_loss"] == got["eval_loss"]
-    torch.testing.assert_close(got["predictions"], want["predictions"], rtol=1e-3, atol=1e-3)
-    assert got["parameters"].keys() == want["parameters"].keys()
-    for name, parameter in want["parameters"].items():
-        torch.testing.assert_close(
-            got["parameters"][name],
-            parameter,
-            rtol=1e-3,
-            atol=1e-3,
-            msg=lambda said, name=name: f"{name}: {said}",
-        )
+    check_alike(got, want)
 
 
 @pytest.mark.parametrize("model", ["gpt2", "bert"])
@@ -103,3 +144,47 @@ def test_a_resumed_training_goes_on_as_if_it_had_not_stopped(model, tmp_path):
     assert resumed["losses"][-6:] == whole["losses"][-6:]
     for name, parameter in whole["parameters"].items():
         assert torch.equal(resumed["parameters"][name], parameter), name
+
+
+ALIKE = ("--in-order", "--max-norm", "0.5")
+REPLACED = {"gpt2": "DistributedTransformerLMHead", "bert": "DistributedTransformer"}
+
+
+@pytest.mark.parametrize("alike", [False, True])
+@pytest.mark.parametrize("model", REPLACED)
+def test_the_trainer_with_a_split_model(model, alike, tmp_path):
+    """As the plain one over the same samples, with gradients clipped; saved for the plain one.
+
+    ``alike``: both ranks are fed the same samples.  The Trainer's own evaluation counts them
+    twice then: it gathers over the DP_GROUP what it samples by ``rdp_rank``.
+    """
+    (want,) = run(model, tmp_path / "plain", *ALIKE, "--batch", "16")
+    batch = ("--batch", "16" if alike else "8")
+    options = {"ranks": 2, "split_into": 2, "prescaled_batch": alike}
+    got, other = run(model, tmp_path / "ranks", *ALIKE, *batch, **options)
+
+    assert REPLACED[model] in got["modules"]
+    assert got["losses"][-1] < got["losses"][0]
+    assert other["losses"] == got["losses"] and other["eval_loss"] == got["eval_loss"]
+    check_alike(got, want, evaluated=not alike)
+    name = {"gpt2": "GPT2LMHeadModel", "bert": "BertForSequenceClassification"}[model]
+    saved = getattr(transformers, name).from_pretrained(tmp_path / "ranks").eval()
+    with torch.no_grad():
+        logits = saved(Sentences(24, model == "bert", seed=2).tokens).logits
+    torch.testing.assert_close(logits, want["predictions"], rtol=1e-3, atol=1e-3)
+
+    resumed, _ = run(model, tmp_path / "ranks", *ALIKE, *batch, resume=True, **options)
+    assert resumed["losses"][-6:] == got["losses"][-6:]
+    for name, parameter in got["parameters"].items():
+        assert torch.equal(resumed["parameters"][name], parameter), name
+
+
+def test_a_split_model_in_a_pipeline(tmp_path):
+    (want,) = run("gpt2", tmp_path / "plain", *ALIKE, "--batch", "16")
+    got, *_ = run("gpt2", tmp_path / "ranks", *ALIKE, ranks=4, split_into=2)
+    check_alike(got, want)
+
+
+def test_families_that_are_replaced():
+    """Losses and state dicts of each: see forms.py."""
+    run_script(SCRIPT.with_name("forms.py"), [], 2, 2, {"microbatches": 1})

@@ -1,9 +1,10 @@
-"""A script for Hugging Face's Trainer, as its users write them; it knows nothing of smp.
+"""A script for Hugging Face's Trainer, as its users write them.
 
     python train.py MODEL FOLDER [--resume]
-    mpirun -np 2 python train.py MODEL FOLDER [--resume]
+    mpirun -np 2 python train.py MODEL FOLDER [--resume] [--tensor-parallel]
 
-The environment says whether it runs under model parallelism (see test_hf_trainer.py).
+The environment says whether it runs under model parallelism (see test_hf_trainer.py), of which
+it knows nothing else than where a model is created whose layers are to be split.
 Writes ``FOLDER/result<rank>.pt``: losses, metrics, predictions and, on rank 0, the saved
 model's parameters.
 """
@@ -71,21 +72,43 @@ def bert() -> torch.nn.Module:
 MODELS = {"gpt2": gpt2, "bert": bert}
 
 
+def created(model: str, tensor_parallel: bool) -> torch.nn.Module:
+    if not tensor_parallel:
+        return MODELS[model]()
+    import smdistributed.modelparallel.torch as smp
+
+    with smp.model_creation(tensor_parallelism=True):
+        return MODELS[model]()
+
+
+class InOrder(Trainer):
+    """Steps see the same samples, however many ranks share them."""
+
+    def _get_train_sampler(self) -> torch.utils.data.Sampler:
+        return torch.utils.data.DistributedSampler(
+            self.train_dataset, self.args.world_size, self.args.process_index, shuffle=False
+        )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("model", choices=MODELS)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--resume", action="store_true", help="from the checkpoint half way")
+    parser.add_argument("--tensor-parallel", action="store_true", help="split the layers")
+    parser.add_argument("--in-order", action="store_true", help="do not shuffle")
+    parser.add_argument("--batch", type=int, default=8, help="samples of a rank in a step")
+    parser.add_argument("--max-norm", type=float, default=1e6, help="of gradients")
     options = parser.parse_args()
     rank = int(os.environ.get("OMPI_COMM_WORLD_RANK", 0))
     arguments = TrainingArguments(
         str(options.folder),
         max_steps=12,
-        per_device_train_batch_size=8,
+        per_device_train_batch_size=options.batch,
         per_device_eval_batch_size=8,
         learning_rate=5e-3,
         weight_decay=0.1,
-        max_grad_norm=1e6,
+        max_grad_norm=options.max_norm,
         logging_steps=1,
         save_steps=6,
         evaluation_strategy="steps",
@@ -97,8 +120,8 @@ def main() -> None:
     )
     transformers.set_seed(arguments.seed)
     classes = options.model == "bert"
-    trainer = Trainer(
-        MODELS[options.model](),
+    trainer = (InOrder if options.in_order else Trainer)(
+        created(options.model, options.tensor_parallel),
         arguments,
         train_dataset=Sentences(64, classes, seed=1),
         eval_dataset=Sentences(24, classes, seed=2),
@@ -109,8 +132,11 @@ def main() -> None:
     predictions = trainer.predict(trainer.eval_dataset).predictions
     trainer.save_model()
     log = trainer.state.log_history
+    wrapped = trainer.model_wrapped
+    inner = wrapped.get_module() if hasattr(wrapped, "get_module") else wrapped
     result = {
-        "wrapped": type(trainer.model_wrapped).__name__,
+        "wrapped": type(wrapped).__name__,
+        "modules": {type(module).__name__ for module in inner.modules()},
         "steps": trainer.state.global_step,
         "losses": [entry["loss"] for entry in log if "loss" in entry],
         "eval_loss": metrics["eval_loss"],

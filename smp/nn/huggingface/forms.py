@@ -28,6 +28,11 @@ Arguments = dict[str, Any]  # of a forward, by name
 HIDES = -1e4
 
 
+Translate = Callable[..., StateDict]  # from one state dict to another
+
+_OF_OUTPUTS = ("output_attentions", "output_hidden_states")
+
+
 @dataclass(frozen=True)
 class Form:
     """What takes the place of a class of transformers.
@@ -38,25 +43,42 @@ class Form:
         call: ``call(module, forward, arguments)`` returns what the original would, by
             ``forward(tuple)``, the distributed module's own.
         to_ours, to_hugging_face: between the state dicts of original and ``dist_module``.
+        packed_by_heads: whether they take ``num_attention_heads``.
     """
 
     dist_module: type[nn.Module]
     options: Callable[[Any], dict[str, Any]]
     call: Callable[[Any, Callable[..., Any], Arguments], Any]
-    to_ours: Callable[[Mapping[str, Any]], StateDict]
-    to_hugging_face: Callable[[Mapping[str, Any]], StateDict]
+    to_ours: Translate
+    to_hugging_face: Translate
+    packed_by_heads: bool = False
 
     def replace(self, original: nn.Module, path: str) -> nn.Module:
         """The distributed module with the original's weights, hooks and pin.
 
-        Collective over the TP_GROUP.  Errors as of ``replacement.take_over``.
+        Collective over the TP_GROUP.
+
+        Raises:
+            NotImplementedError: an option of the original that the distributed module lacks;
+                and errors as of ``replacement.take_over``.
         """
+        config: Any = original.config
+        refuse(
+            {name: getattr(config, name, None) for name in _OF_OUTPUTS},
+            *_OF_OUTPUTS,
+        )
         made = self._make(original, marking.configuration(original) or {})
+        to_ours, to_hugging_face = self.to_ours, self.to_hugging_face
+        if self.packed_by_heads:
+            heads = config.num_attention_heads
+            to_ours = functools.partial(to_ours, num_attention_heads=heads)
+            to_hugging_face = functools.partial(to_hugging_face, num_attention_heads=heads)
         given = dict(original.named_parameters()) | dict(original.named_buffers())
-        replacement.take_over(original, made, path, self.to_ours(given))
-        functions = state.module_manager.translate_functions
-        if (self.to_hugging_face, self.to_ours) not in functions:
-            functions.append((self.to_hugging_face, self.to_ours))
+        replacement.take_over(original, made, path, to_ours(given))
+        back = _with_buffers(to_hugging_face, _dropped(original, to_ours, to_hugging_face))
+        state.module_manager.translate_functions.append(
+            (_inside(path, back), _inside(path, to_ours))
+        )
         return made
 
     def _make(self, original: nn.Module, config: Mapping[str, Any]) -> nn.Module:
@@ -89,6 +111,80 @@ class Form:
         return made
 
 
+def _inside(path: str, translate: Translate) -> Translate:
+    """``translate`` of what a state dict has of the module at a path."""
+    before = f"{path}." if path else ""
+
+    def translated(state_dict: Mapping[str, Any]) -> StateDict:
+        inside = {
+            name.removeprefix(before): value
+            for name, value in state_dict.items()
+            if name.startswith(before)
+        }
+        out = {name: v for name, v in state_dict.items() if not name.startswith(before)}
+        return {**out, **{before + name: v for name, v in translate(inside).items()}}
+
+    return translated
+
+
+def _dropped(
+    original: nn.Module, to_ours: Translate, to_hugging_face: Translate
+) -> dict[str, Tensor]:
+    """The original's buffers that the distributed module lacks; of equal ones one tensor."""
+    whole = original.state_dict()
+    without = {name: torch.empty_like(t, device="meta") for name, t in whole.items()}
+    left = whole.keys() - to_hugging_face(to_ours(without)).keys()
+    left -= {name for name, t in whole.items() if t.is_meta}  # its value is not known yet
+    different: list[Tensor] = []
+    out = {}
+    for name in sorted(left):
+        value = next((t for t in different if _are_equal(t, whole[name])), None)
+        if value is None:
+            value = whole[name].clone()
+            different.append(value)
+        out[name] = value
+    return out
+
+
+def _are_equal(a: Tensor, b: Tensor) -> bool:
+    return a.dtype == b.dtype and torch.equal(a, b)
+
+
+def _with_buffers(to_hugging_face: Translate, buffers: Mapping[str, Tensor]) -> Translate:
+    """What is translated has the original's buffers, too."""
+
+    def translated(state_dict: Mapping[str, Any]) -> StateDict:
+        out = to_hugging_face(state_dict)
+        return out if out.keys() == state_dict.keys() else {**buffers, **out}
+
+    return translated
+
+
+def heads_of_the_model(given: int | None) -> int | None:
+    """The number of attention heads: what is given, or the latest wrapped model's."""
+    config = getattr(state.model, "config", None) if given is None else None
+    return given if config is None else getattr(config, "num_attention_heads", None)
+
+
+def wants(met: bool, option: str, value: object) -> None:
+    """Raise on an option of a model that the distributed form does not have.
+
+    Raises:
+        NotImplementedError: names it.
+    """
+    if not met:
+        raise NotImplementedError(
+            f"smp: {option}={value!r}: no distributed module can replace a model that is made "
+            "so: split it in place, smp.tensor_parallelism(replace=False)"
+        )
+
+
+def _is_absent(value: Any) -> bool:
+    if isinstance(value, list | tuple):  # one a layer
+        return all(one is None for one in value)
+    return value is None or value is False
+
+
 def refuse(arguments: Arguments, *names: str) -> None:
     """Raise on arguments that the distributed form has no use for.
 
@@ -96,8 +192,9 @@ def refuse(arguments: Arguments, *names: str) -> None:
         NotImplementedError: names the first one that is given.
     """
     for name in names:
-        if arguments.get(name) is not None and arguments[name] is not False:
-            instead = "pass use_cache=False, or " if "past" in name else ""
+        if not _is_absent(arguments.get(name)):
+            caches = "past" in name or name == "use_cache"
+            instead = "pass use_cache=False, or " if caches else ""
             raise NotImplementedError(
                 f"smp: {name} of a model that distributed modules have replaced is not built: "
                 f"{instead}split it in place, smp.tensor_parallelism(replace=False)"
@@ -134,26 +231,76 @@ def additive(mask: Tensor | None, like: Tensor) -> Tensor | None:
     return torch.zeros_like(seen, dtype=like.dtype).masked_fill(~seen, HIDES)
 
 
-def language_model(module: Any, arguments: Arguments, *cross: Tensor | None) -> Any:
+def language_model(
+    module: Any,
+    arguments: Arguments,
+    *cross: Tensor | None,
+    returns: str = "CausalLMOutputWithPast",
+) -> Any:
     """Call a ``DistributedTransformerLMHead`` as a ``...ForCausalLM`` is called.
 
     In training with labels there are no logits: no rank has them whole.
     """
     refuse(
-        arguments, "past_key_values", "inputs_embeds", "head_mask", "output_attentions",
-        "output_hidden_states", "cache_position",
+        arguments, "past_key_values", "inputs_embeds", "head_mask", *_OF_OUTPUTS,
+        "cache_position", "num_items_in_batch", "shift_labels",
     )  # fmt: skip
-    labels = arguments.get("labels")
+    labels, places = arguments.get("labels"), arguments.get("position_ids")
+    if places is not None and module.options.rotary_dim:
+        _check_that_they_count(places)
     given = (
         arguments["input_ids"],
         hidden_positions(arguments.get("attention_mask")),
         arguments.get("token_type_ids"),
-        arguments.get("position_ids"),
+        places,
         *cross,
     )
     loss, logits = module.loss_and_logits((*given, labels), logits=not module.training)
-    wanted = arguments.get("return_dict")
-    if wanted if wanted is not None else getattr(module.config, "return_dict", True):
+    keep = arguments.get("logits_to_keep")
+    if logits is not None and keep is not None:
+        logits = logits[:, -keep:] if isinstance(keep, int) else logits[:, keep]
+    if _wants_dict(module, arguments):
         outputs = importlib.import_module("transformers.modeling_outputs")
-        return outputs.CausalLMOutputWithCrossAttentions(loss=loss, logits=logits)
+        return getattr(outputs, returns)(loss=loss, logits=logits)
     return tuple(value for value in (loss, logits) if value is not None)
+
+
+def _wants_dict(module: Any, arguments: Arguments) -> bool:
+    wanted = arguments.get("return_dict")
+    return wanted if wanted is not None else getattr(module.config, "return_dict", True)
+
+
+def _check_that_they_count(places: Tensor) -> None:
+    """Raise on ``position_ids`` other than 0, 1, 2...: rotations are by these.
+
+    Raises:
+        NotImplementedError: they are.
+    """
+    counted = torch.arange(places.size(-1), device=places.device)
+    if not torch.equal(places, counted.expand_as(places)):
+        raise NotImplementedError(
+            "smp: position_ids that do not count from 0, of a model with rotary positions that "
+            "distributed modules have replaced: pad behind the text, or split it in place, "
+            "smp.tensor_parallelism(replace=False)"
+        )
+
+
+def encoder(
+    module: Any, forward: Callable[..., Any], arguments: Arguments, returns: str
+) -> Any:
+    """Call a ``DistributedTransformer`` as an encoder of transformers is called.
+
+    Args:
+        module, forward, arguments: as `Form.call` gets them.
+        returns: what the original returns, a name in ``transformers.modeling_outputs``.
+    """
+    refuse(
+        arguments, "head_mask", "encoder_hidden_states", "encoder_attention_mask",
+        "past_key_values", "use_cache", *_OF_OUTPUTS,
+    )  # fmt: skip
+    hidden = arguments["hidden_states"]
+    out = forward((hidden, additive(arguments.get("attention_mask"), hidden)))[0]
+    if arguments.get("return_dict", True):
+        outputs = importlib.import_module("transformers.modeling_outputs")
+        return getattr(outputs, returns)(last_hidden_state=out)
+    return (out,)

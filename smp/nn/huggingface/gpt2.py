@@ -165,7 +165,9 @@ def _call_model(module: Any, forward: Callable[..., Any], arguments: Arguments) 
         states = arguments["encoder_hidden_states"]
         cross = states, additive(arguments.get("encoder_attention_mask"), states)
     refuse(arguments, "token_type_ids")  # the original looks them up in the word embedding
-    return language_model(module, arguments, *cross)
+    return language_model(
+        module, arguments, *cross, returns="CausalLMOutputWithCrossAttentions"
+    )
 
 
 def get_hf_gpt2_transformer_layer_hooks() -> tuple[Hook, Hook, Hook]:

@@ -1,8 +1,14 @@
 """GPT-NeoX: attention by heads, whose q, k, v lie side by side; the MLP by its channels."""
 
+import importlib
+from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
-from smp import not_built
+from smp.nn.huggingface import forms
+from smp.nn.huggingface.forms import Arguments, Form, heads_of_the_model, language_model
+from smp.nn.huggingface.translation import QKV, StateDict, Translation, part
+from smp.nn.transformer.lm_head import DistributedTransformerLMHead
 from smp.tensor_parallel import plans
 
 IN_PLACE = {
@@ -18,7 +24,125 @@ IN_PLACE = {
     "GPTNeoXMLP": partial(plans.mlp, column="dense_h_to_4h", row="dense_4h_to_h"),
 }
 
-translate_state_dict_to_hf_gptneox = not_built.function("translate_state_dict_to_hf_gptneox")
-translate_hf_state_dict_to_smdistributed_gptneox = not_built.function(
-    "translate_hf_state_dict_to_smdistributed_gptneox"
+_OTHERS = {"gpt_neox.embed_in": "word_embedding", "gpt_neox.final_layer_norm": "layernorm"}
+_OLD_HEAD = {"embed_out": "lm_head"}  # its name in transformers before 5
+NAMES = Translation(
+    layers="gpt_neox.layers",
+    parts={
+        "input_layernorm": part("attention.pre_layernorm"),
+        "attention.query_key_value": part(*(f"attention.{n}" for n in QKV), by_heads=True),
+        "attention.dense": part("attention.dense"),
+        "post_attention_layernorm": part("output.pre_layernorm"),
+        "mlp.dense_h_to_4h": part("output.dense1"),
+        "mlp.dense_4h_to_h": part("output.dense2"),
+    },
+    others={**_OTHERS, **_OLD_HEAD},
+    dropped=r"attention\.((masked_)?bias|rotary_emb\.inv_freq)",
+    ours="transformer.seq_layers",
 )
+
+
+def translate_hf_state_dict_to_smdistributed_gptneox(
+    state_dict: Mapping[str, Any],
+    max_seq_len: int | None = None,
+    num_attention_heads: int | None = None,
+) -> StateDict:
+    """From ``GPTNeoXForCausalLM``'s state dict to that of the distributed module in its place.
+
+    Args:
+        state_dict: of the plain model; other dicts are returned as they are.
+        max_seq_len: taken for scripts that give it.
+        num_attention_heads: None: as the latest ``smp.DistributedModel`` has them.
+
+    Raises:
+        ValueError: the number of heads is not known.
+    """
+    return NAMES.to_ours(state_dict, heads_of_the_model(num_attention_heads))
+
+
+def translate_state_dict_to_hf_gptneox(
+    state_dict: Mapping[str, Any],
+    max_seq_len: int | None = None,
+    num_attention_heads: int | None = None,
+) -> StateDict:
+    """From the distributed module's state dict to ``GPTNeoXForCausalLM``'s.
+
+    Names are those of the version of transformers that is installed.
+
+    Args:
+        state_dict: the whole one; that of a model which is split in place, or plain, is
+            returned as it is.
+        max_seq_len: taken for scripts that give it: buffers that transformers before 4.27
+            saves beside the parameters follow from the configuration.
+        num_attention_heads: None: as the latest ``smp.DistributedModel`` has them.
+
+    Raises:
+        ValueError: the number of heads is not known.
+    """
+    names = NAMES if _has_old_head() else NAMES._replace(others=_OTHERS)
+    return names.to_hugging_face(state_dict, heads_of_the_model(num_attention_heads))
+
+
+def _has_old_head() -> bool:
+    try:
+        cls = importlib.import_module("transformers").GPTNeoXForCausalLM
+    except ImportError:
+        return False
+    return "lm_head.weight" not in (getattr(cls, "_tied_weights_keys", None) or ())
+
+
+def _options(model: Any) -> dict[str, Any]:
+    config, first = model.config, model.gpt_neox.layers[0]
+    # Before version 5: rotary_emb_base; before 4.30: no dropout, whatever a config says.
+    rotary = getattr(config, "rope_parameters", None) or {}
+    kind = rotary.get("rope_type", "default")
+    forms.wants(kind == "default", "rope_type", kind)
+    scaling = getattr(config, "rope_scaling", None) if not rotary else None
+    forms.wants(not scaling, "rope_scaling", scaling)
+    drop = getattr(first, "post_mlp_dropout", None)
+    drop_embedding = getattr(model.gpt_neox, "emb_dropout", None)
+    drop_attention = getattr(first.attention, "attention_dropout", 0.0)
+    size, heads = config.hidden_size, config.num_attention_heads
+    has_bias = first.attention.query_key_value.bias is not None
+    return {
+        "num_layers": config.num_hidden_layers,
+        "num_attention_heads": heads,
+        "attention_head_size": size // heads,
+        "hidden_size": size,
+        "intermediate_size": config.intermediate_size,
+        "vocab_size": config.vocab_size,
+        "num_positions": 0,
+        "attention_dropout_prob": getattr(drop_attention, "p", drop_attention),
+        "hidden_dropout_prob": 0.0 if drop is None else drop.p,
+        "embedding_dropout_prob": 0.0 if drop_embedding is None else drop_embedding.p,
+        "activation": config.hidden_act,
+        "layernorm_epsilon": config.layer_norm_eps,
+        "initializer_range": config.initializer_range,
+        "use_normal_initialization": True,
+        "causal_mask_size": config.max_position_embeddings,
+        "pre_layernorm": True,
+        "post_layernorm": False,
+        "parallel_attn_output": config.use_parallel_residual,
+        "use_qkv_bias": has_bias,
+        "use_attn_dense_bias": has_bias,
+        "tie_input_output_embedding": config.tie_word_embeddings,
+        "rotary_dim": first.attention.rotary_ndims,
+        "rotary_base": rotary.get("rope_theta") or config.rotary_emb_base,
+        "rotary_pairs": "halves",
+    }
+
+
+def _call(module: Any, forward: Callable[..., Any], arguments: Arguments) -> Any:
+    return language_model(module, arguments)
+
+
+FORMS = {
+    "GPTNeoXForCausalLM": Form(
+        DistributedTransformerLMHead,
+        _options,
+        _call,
+        translate_hf_state_dict_to_smdistributed_gptneox,
+        translate_state_dict_to_hf_gptneox,
+        packed_by_heads=True,
+    )
+}

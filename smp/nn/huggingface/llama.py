@@ -4,7 +4,7 @@ import math
 from collections import Counter
 from typing import Any
 
-from smp import not_built
+from smp.nn.huggingface.translation import as_it_is
 from smp.tensor_parallel import group
 from smp.tensor_parallel.linears import choose_outputs, cut_inputs, cut_outputs
 from smp.tensor_parallel.regions import Region, make_region
@@ -66,7 +66,6 @@ def split_mlp(mlp: Any, path: str) -> None:
 
 IN_PLACE = {"LlamaAttention": split_attention, "LlamaMLP": split_mlp}
 
-translate_state_dict_to_hf_llama = not_built.function("translate_state_dict_to_hf_llama")
-translate_hf_state_dict_to_smdistributed_llama = not_built.function(
-    "translate_hf_state_dict_to_smdistributed_llama"
-)
+# Split where they stand, and without another form.
+translate_hf_state_dict_to_smdistributed_llama = as_it_is
+translate_state_dict_to_hf_llama = as_it_is

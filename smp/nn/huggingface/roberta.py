@@ -1,11 +1,14 @@
 """RoBERTa: the modules are those of BERT, under other names."""
 
-from smp import not_built
-from smp.nn.huggingface.bert import split_attention, split_feed_forward
+from smp.nn.huggingface import bert
 
-IN_PLACE = {"RobertaAttention": split_attention, "RobertaLayer": split_feed_forward}
+IN_PLACE = {
+    "RobertaAttention": bert.split_attention,
+    "RobertaLayer": bert.split_feed_forward,
+}
+FORMS = {"RobertaEncoder": bert.FORMS["BertEncoder"]}
 
-translate_state_dict_to_hf_roberta = not_built.function("translate_state_dict_to_hf_roberta")
-translate_hf_state_dict_to_smdistributed_roberta = not_built.function(
-    "translate_hf_state_dict_to_smdistributed_roberta"
+translate_hf_state_dict_to_smdistributed_roberta = (
+    bert.translate_hf_state_dict_to_smdistributed_bert
 )
+translate_state_dict_to_hf_roberta = bert.translate_state_dict_to_hf_bert

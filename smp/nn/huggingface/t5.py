@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from smp import not_built
+from smp.nn.huggingface.translation import as_it_is
 from smp.tensor_parallel import group
 from smp.tensor_parallel.linears import cut_inputs, cut_outputs, keep_slice
 from smp.tensor_parallel.regions import Region, make_region
@@ -25,12 +25,13 @@ def split_attention(attention: Any, path: str) -> None:
     if attention.has_relative_attention_bias:
         keep_slice(attention.relative_attention_bias, "weight", slices)
         attention.relative_attention_bias.embedding_dim = attention.n_heads
-    of_encoder = attention.is_decoder and not attention.is_causal
+    of_encoder = path.endswith("EncDecAttention")
+    is_causal = attention.is_decoder and not of_encoder
     masked = "key_value_states" if of_encoder else "hidden_states"
     region = Region(
         samples=("hidden_states", "key_value_states"),
         masks=(("mask", masked),),
-        causal=attention.is_causal,
+        causal=is_causal,
     )
     make_region(attention, region, path)
 
@@ -50,7 +51,6 @@ IN_PLACE = {
     "T5DenseGatedActDense": split_feed_forward,
 }
 
-translate_state_dict_to_hf_t5 = not_built.function("translate_state_dict_to_hf_t5")
-translate_hf_state_dict_to_smdistributed_t5 = not_built.function(
-    "translate_hf_state_dict_to_smdistributed_t5"
-)
+# Split where they stand, and without another form.
+translate_hf_state_dict_to_smdistributed_t5 = as_it_is
+translate_state_dict_to_hf_t5 = as_it_is

@@ -39,16 +39,18 @@ class Translation(NamedTuple):
     """How a family's names correspond.
 
     Attributes:
-        layers: Hugging Face's name of the list of layers; ours is ``seq_layers``.
+        layers: Hugging Face's name of the list of layers.
         parts: of a layer, by Hugging Face's name.
         others: outside of the layers, from Hugging Face's to ours: modules, by whole name.
         dropped: matches Hugging Face's buffers in a layer that follow from the configuration.
+        ours: our name of the row of layers.
     """
 
     layers: str
     parts: Mapping[str, Part]
     others: Mapping[str, str] = {}
     dropped: str = r"$^"
+    ours: str = "seq_layers"
 
     def to_ours(self, given: Mapping[str, Any], heads: int | None = None) -> StateDict:
         """From Hugging Face's names; a dict with our names already is returned as it is.
@@ -57,7 +59,7 @@ class Translation(NamedTuple):
             given: Hugging Face's state dict.
             heads: number of attention heads, for families that pack by heads.
         """
-        layer = re.compile(rf"((?:.*\.)?){self.layers}\.(\d+)\.(.+)")
+        layer = _in_a_row(self.layers)
         out: StateDict = {}
         for name, value in given.items():
             found = layer.fullmatch(name)
@@ -68,7 +70,7 @@ class Translation(NamedTuple):
             if re.fullmatch(self.dropped, rest):
                 continue
             for ours, tensor in self.layer_to_ours({rest: value}, heads).items():
-                out[f"{before}seq_layers.{index}.{ours}"] = tensor
+                out[f"{before}{self.ours}.{index}.{ours}"] = tensor
         return out
 
     def to_hugging_face(
@@ -84,7 +86,7 @@ class Translation(NamedTuple):
             heads: number of attention heads, for families that pack by heads.
             buffers: of each layer, that follow from the configuration.
         """
-        layer = re.compile(r"((?:.*\.)?)seq_layers\.(\d+)\.(.+)")
+        layer = _in_a_row(self.ours)
         back = {ours: theirs for theirs, ours in self.others.items()}
         out: StateDict = {}
         layers: dict[str, StateDict] = {}
@@ -134,6 +136,21 @@ class Translation(NamedTuple):
                 transposed = known.transposed and whole.dim() == 2
                 out[f"{theirs}.{kind}"] = whole.t().contiguous() if transposed else whole
         return {**out, **left}
+
+
+def as_it_is(state_dict: Mapping[str, Any], max_seq_len: int | None = None) -> StateDict:
+    """The state dict itself, of a family whose models are split where they stand.
+
+    Args:
+        state_dict: of the plain model or of the split one, whose names are the same.
+        max_seq_len: taken for scripts that give it.
+    """
+    return dict(state_dict)
+
+
+def _in_a_row(layers: str) -> re.Pattern[str]:
+    """Matches a name in one of the layers: what is before them, its number, what is in it."""
+    return re.compile(rf"((?:.*\.)?){re.escape(layers)}\.(\d+)\.(.+)")
 
 
 def _renamed(name: str, modules: Mapping[str, str]) -> str:

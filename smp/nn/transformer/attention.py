@@ -186,7 +186,7 @@ class DistributedAttentionLayer(DistributedModule):
             later = _hidden(source, window, options.mask_value, q)
             mask, causal, window = later if mask is None else mask + later, False, None
         p = options.attention_dropout_prob if self.training else 0.0
-        if not (p or window or options.attention_in_fp32 or options.query_key_layer_scaling):
+        if not (p or window or self._widens(q) or options.query_key_layer_scaling):
             if causal and mask is not None:
                 mask, causal = mask + _hidden(source, None, -math.inf, q), False
             attention = self.flash_attention or _plain_attention
@@ -198,6 +198,10 @@ class DistributedAttentionLayer(DistributedModule):
             )  # fmt: skip
             out = self._through_scores(q, k, v, mask, causal, scale, window, drop)
         return out.transpose(1, 2).reshape(source.tokens, heads * size)
+
+    def _widens(self, q: Tensor) -> bool:
+        """Whether scores are computed in a wider dtype than the queries have."""
+        return self.options.attention_in_fp32 and q.element_size() < 4
 
     def _through_scores(
         self,
@@ -211,7 +215,7 @@ class DistributedAttentionLayer(DistributedModule):
         drop: Dropout,
     ) -> Tensor:
         options, dtype = self.options, v.dtype
-        if options.attention_in_fp32:
+        if self._widens(q):
             q, k = q.float(), k.float()
         if options.query_key_layer_scaling:
             # Small enough for half precision, and multiplied again by the softmax.

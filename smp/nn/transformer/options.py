@@ -63,7 +63,8 @@ class Options:
             i + rotary_dim / 2 (GPT-NeoX).
         parallel_attn_output: whether attention and output layer have the same input.
         single_pre_layernorm: whether they have the same layer norm, too.
-        attention_in_fp32: whether scores are computed in float32.
+        attention_in_fp32: whether scores are computed in float32 where hidden states are
+            narrower.
         query_key_layer_scaling: whether scores are computed divided by the layer's number
             from 1, and multiplied again in float32: the same function, without overflow.
         scale_attention_scores: whether scores are divided by the root of the head's size.
