@@ -408,6 +408,33 @@ TEST_RANK(a_rank_is_in_at_most_so_many_groups)
     return 0;
 }
 
+/* The last rank does not come, more often than a rank can be in groups; then it does.
+ */
+TEST_RANK(meetings_that_fail_take_no_group_away)
+{
+    int              ranks[WORLD_RANKS];
+    smp_group_config config = {.ranks = ranks,
+                               .size = w->size,
+                               .id = 3,
+                               .name = "test",
+                               .timeout_ns = 50 * SMP_NS_PER_US};
+    int              failed;
+    smp_group       *group;
+
+    for (int r = 0; r < w->size; r++) {
+        ranks[r] = r;
+    }
+    for (int i = 0; i < SMP_SHELVES + 10 && w->rank != w->size - 1; i++) {
+        CHECK_STATUS(smp_group_create(w->comm, &config, &group, &failed),
+                     SMP_ERR_TIMED_OUT);
+    }
+    w->barrier(w);
+    CHECK_STATUS(make_world_group(w, 3, true, &group), SMP_OK);
+    CHECK(random_calls(w, &group, 1, 10, 3) == 0);
+    smp_group_destroy(group);
+    return 0;
+}
+
 /* ------------------------------------------------------------------ disagreements */
 
 TEST_RANK(a_group_needs_one_list_of_ranks_on_all)
@@ -626,6 +653,7 @@ static const entry list[] = {
     ALL(a_part_of_the_ranks_in_any_order_is_a_group),
     SOME(groups_come_and_go, 3, 3),
     SOME(a_rank_is_in_at_most_so_many_groups, 2, 2),
+    SOME(meetings_that_fail_take_no_group_away, 2, 3),
     SOME(an_operation_can_be_moved_on_from_outside, 2, 3),
     SOME(a_wait_that_ends_early_is_no_error, 1, 3),
     SOME(different_calls_are_an_error_on_all, 2, 4),
