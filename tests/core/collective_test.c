@@ -553,6 +553,54 @@ TEST_RANK(who_gave_up_has_its_tensors_for_itself)
     return 0;
 }
 
+static uint64_t
+pool_in_use(const world *w)
+{
+    smp_comm_stats stats;
+
+    smp_comm_counters(w->comm, &stats);
+    return stats.pool_in_use;
+}
+
+/* Rank 1 stops where it writes into the tensors of others; rank 0 gives up and gives
+ * its tensors back. */
+TEST_RANK(a_block_is_not_used_again_while_a_member_may_write_into_it)
+{
+    enum { COUNT = 50000 };
+    smp_call   call = {.operation = SMP_ALL_GATHER, .dtype = SMP_F32, .count = COUNT};
+    size_t     bytes = 2 * COUNT * sizeof(float);
+    bool       over = false;
+    smp_block *in;
+    smp_block *out;
+    smp_group *group;
+
+    CHECK_STATUS(make_world_group(w, 3, false, &group), SMP_OK);
+    CHECK_STATUS(smp_comm_block(w->comm, 1 - w->rank, bytes / 2, &in), SMP_OK);
+    CHECK_STATUS(smp_comm_block(w->comm, 1 - w->rank, bytes, &out), SMP_OK);
+    memset(smp_block_data(in), 0, bytes / 2);
+    call.in = smp_block_data(in);
+    call.out = smp_block_data(out);
+    call.timeout_ns = w->rank == 0 ? SMP_NS_PER_MS : 0;
+    CHECK_STATUS(smp_group_start(group, &call), SMP_OK);
+    w->barrier(w); /* both have begun it; rank 1 goes on only when rank 0 has ended */
+    if (w->rank == 0) {
+        CHECK_STATUS(smp_group_wait(group, SMP_NEVER, &over), SMP_ERR_TIMED_OUT);
+        smp_block_release(in);
+        smp_block_release(out);
+        CHECK(pool_in_use(w) >= bytes);
+    }
+    w->barrier(w);
+    if (w->rank == 1) {
+        CHECK_STATUS(smp_group_wait(group, SMP_NEVER, &over), SMP_ERR_TIMED_OUT);
+        smp_block_release(in);
+        smp_block_release(out);
+    }
+    w->barrier(w);
+    CHECK(pool_in_use(w) == 0);
+    smp_group_destroy(group);
+    return 0;
+}
+
 /* Whether a rank sleeps in some group. */
 static bool
 sleeps(world *w, int rank)
@@ -661,6 +709,7 @@ static const entry list[] = {
     SOME(a_group_needs_one_list_of_ranks_on_all, 1, 3),
     SOME(a_time_out_names_group_operation_and_the_missing_ranks, 2, 3),
     SOME(who_gave_up_has_its_tensors_for_itself, 2, 3),
+    POOLED(a_block_is_not_used_again_while_a_member_may_write_into_it, 2, 2),
     SOME(groups_entered_in_another_order_are_named_at_the_time_out, 2, 2),
     SOME(a_member_that_has_left_is_named, 2, 3),
     FORKED(members_read_where_that_is_faster, 2, 2),

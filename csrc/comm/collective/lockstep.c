@@ -658,6 +658,23 @@ smp_lockstep_retreat(const smp_lockstep *lockstep, uint64_t last)
     }
 }
 
+smp_user *
+smp_lockstep_users(const smp_lockstep *lockstep)
+{
+    smp_user *users = calloc((size_t)lockstep->size, sizeof(*users));
+
+    for (int m = 0; m < lockstep->size && users != NULL; m++) {
+        const smp_member *member = &lockstep->members[m];
+
+        if (m != lockstep->self) {
+            smp_segment_ref(member->segment);
+            users[m] =
+                (smp_user){member->segment, member->shelf, member->nonce, member->pid};
+        }
+    }
+    return users;
+}
+
 bool
 smp_lockstep_why(const smp_lockstep *lockstep, int member, char *out, size_t bytes)
 {
