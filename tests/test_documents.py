@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+import smp
 from smp.job import config
 from tests.ranks import mpirun
 
@@ -15,6 +16,19 @@ DOCUMENTS = [
     "SECURITY.md",
     *sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("docs/*.md")),
 ]
+
+
+def test_the_citation_is_of_this_project():
+    """A key a line: read without YAML, which the tests do not need."""
+    lines = (ROOT / "CITATION.cff").read_text().splitlines()
+    said = dict(line.split(": ", 1) for line in lines if re.match(r"[a-z-]+: ", line))
+    project = (ROOT / "pyproject.toml").read_text()
+
+    assert said["cff-version"] == "1.2.0" and said["message"] and "authors:" in lines
+    assert said["version"] == smp.__version__
+    description = re.search(r'^description = "(.*)"$', project, re.M)
+    assert description is not None and said["title"] == f'"smp: {description[1]}"'
+    assert f'license = "{said["license"]}"' in project
 
 
 def python_blocks(document: str) -> list[str]:

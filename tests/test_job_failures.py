@@ -126,6 +126,49 @@ def test_every_rank_hears_of_the_end_of_one(tmp_path, ending, transports):
     assert ours_in_shared_memory() <= before
 
 
+BESIDE_ANOTHER = """
+import os, signal
+import torch
+from torch import nn
+import smp
+
+class Part(nn.Linear):
+    def forward(self, x):
+        if smp.rank() == {victim}:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().forward(x)
+
+smp.init({{"pipeline_parallel_degree": 2, "microbatches": 2, "ddp": True}})
+net = nn.Sequential(nn.Linear(4, 4), Part(4, 4))
+smp.set_partition(net[0], 0)
+smp.set_partition(net[1], 1)
+model = smp.DistributedModel(net)
+
+@smp.step
+def train(model, x):
+    model.backward(model(x).sum())
+
+print("pipeline", smp.get_pp_group(), flush=True)
+smp.barrier()
+train(model, torch.randn(4, 4))
+print("finished")
+"""
+
+
+def test_a_rank_beside_another_of_its_pp_rank_is_named_by_its_global_number(tmp_path):
+    """Its pp_rank alone says the same of two ranks."""
+    script = tmp_path / "train.py"
+    script.write_text(BESIDE_ANOTHER.format(victim=3))
+
+    done = mpirun(4, script, go_on=True)
+
+    said = done.stdout + done.stderr
+    assert "finished" not in said
+    (first,) = {int(n) for n in re.findall(r"pipeline \[(\d), 3\]", said)}
+    named = rf"rank 3 \(pp_rank 1\) is gone .*on rank {first} \(pp_rank 0\): microbatch"
+    assert re.search(named, said), said
+
+
 KILLED = """
 import os, random, signal, sys, threading
 import torch

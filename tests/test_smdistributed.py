@@ -105,6 +105,16 @@ def test_the_order_of_imports_does_not_matter():
     )
 
 
+def test_what_users_modules_are_made_of_is_imported_by_both_names():
+    in_a_new_process(
+        "import smp.nn.utils as first\n"
+        "from smp.nn.utils import get_local_channels\n"
+        "import smdistributed.modelparallel.torch.nn.utils as alias, smp.nn.building_blocks\n"
+        "assert first is alias is smp.nn.utils is smp.nn.building_blocks\n"
+        "assert first.__spec__.name == 'smp.nn.building_blocks'\n"
+    )
+
+
 def test_an_import_does_not_hide_a_function_behind_a_module():
     """Modules and functions of smp that share a name keep their places."""
     names = in_a_new_process(

@@ -1028,6 +1028,20 @@ smp_comm_sent(const smp_comm *comm)
 }
 
 void
+smp_comm_keep(smp_comm *comm, const void *address, size_t bytes, smp_user *users, int n,
+              uint64_t last)
+{
+    uintptr_t from = (uintptr_t)comm->segment->arena;
+    uintptr_t at = (uintptr_t)address;
+
+    if (users == NULL || at < from || at - from >= comm->segment->arena_bytes) {
+        smp_user_forget(users, n);
+        return;
+    }
+    smp_arena_keep(comm->arena, at - from, bytes, users, n, last);
+}
+
+void
 smp_comm_expect(smp_comm *comm, uint64_t bytes)
 {
     smp_arena_expect(comm->arena, bytes);

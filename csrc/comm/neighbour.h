@@ -9,6 +9,7 @@
 #include "comm/comm.h"
 #include "comm/post.h"
 #include "comm/shm/segment.h"
+#include "comm/shm/user.h"
 
 typedef struct {
     smp_segment *segment; /* borrowed from the comm; take a reference to keep it */
@@ -19,6 +20,12 @@ typedef struct {
 /* The rank's shared memory, also this rank's own; false: it is not mapped here.  A
  * connected comm. */
 bool smp_comm_neighbour(const smp_comm *comm, int rank, smp_neighbour *out);
+
+/* Blocks of this rank's arena in [address, address + bytes) that are given back are not
+ * used again while one of users[0 .. n), which it takes, operates on them
+ * (smp_user_operates(last)).  Other addresses, and users NULL: nothing.  Any thread. */
+void smp_comm_keep(smp_comm *comm, const void *address, size_t bytes, smp_user *users,
+                   int n, uint64_t last);
 
 /* Nothing more comes from `rank`: it died, broke the protocol or ended in order
  * (smp_comm_left).  What it wrote before can be seen.  Any thread. */

@@ -28,14 +28,18 @@ const char *
 smp_session_rank_name(int rank, char out[SMP_RANK_NAME])
 {
     const smp_session *session = &smp_the_session;
-    const int          tp_rank = rank / session->size;
+    const bool         is_global = session->global_ranks != NULL;
+    char               head[20] = "";
+    char               tp[24] = "";
 
-    if (session->tp_size > 1) {
-        (void)snprintf(out, SMP_RANK_NAME, "tp_rank %d, pp_rank %d", tp_rank,
-                       rank % session->size);
-    } else {
-        (void)snprintf(out, SMP_RANK_NAME, "pp_rank %d", rank);
+    if (is_global) {
+        (void)snprintf(head, sizeof(head), "rank %d (", session->global_ranks[rank]);
     }
+    if (session->tp_size > 1) {
+        (void)snprintf(tp, sizeof(tp), "tp_rank %d, ", rank / session->size);
+    }
+    (void)snprintf(out, SMP_RANK_NAME, "%s%spp_rank %d%s", head, tp,
+                   rank % session->size, is_global ? ")" : "");
     return out;
 }
 
@@ -93,10 +97,41 @@ smp_session_raise(smp_status status, const char *doing)
     return NULL;
 }
 
+/* What errors call the ranks, by rank; None: their places in the MP_GROUP alone. */
+static bool
+keep_global_ranks(smp_session *session, PyObject *ranks, int size)
+{
+    free(session->global_ranks);
+    session->global_ranks = NULL;
+    if (ranks == Py_None) {
+        return true;
+    }
+    if (!PyTuple_Check(ranks) || PyTuple_GET_SIZE(ranks) != size) {
+        PyErr_Format(PyExc_ValueError, "smp: open() needs the numbers of %d ranks",
+                     size);
+        return false;
+    }
+    session->global_ranks = calloc((size_t)size, sizeof(int));
+    if (session->global_ranks == NULL) {
+        (void)PyErr_NoMemory();
+        return false;
+    }
+    for (int rank = 0; rank < size; rank++) {
+        long number = PyLong_AsLong(PyTuple_GET_ITEM(ranks, rank));
+
+        if (number == -1 && PyErr_Occurred() != NULL) {
+            return false;
+        }
+        session->global_ranks[rank] = (int)number;
+    }
+    return true;
+}
+
 /* open(rank, size, tp_size, pool_bytes, device_pool_bytes, spin_us, transports,
- * interface, job, report_s, end_s) -> the address card.  rank and size: of the
- * MP_GROUP, as tp_rank * pp_size + pp_rank.  The last two are the watchdog's limits, 0
- * for none. */
+ * interface, job, report_s, end_s, global_ranks=None) -> the address card.  rank and
+ * size: of the MP_GROUP, as tp_rank * pp_size + pp_rank.  report_s and end_s are the
+ * watchdog's limits, 0 for none.  global_ranks, a tuple by rank: what errors call the
+ * ranks, too. */
 static PyObject *
 py_open(PyObject *module, PyObject *args)
 {
@@ -112,21 +147,29 @@ py_open(PyObject *module, PyObject *args)
     double          end_s;
     int             tp_size;
     int            *names; /* pp_ranks, by rank */
+    PyObject       *global_ranks = Py_None;
 
     (void)module;
-    if (!PyArg_ParseTuple(args, "iiinnizzsdd", &config.rank, &config.size, &tp_size,
+    if (!PyArg_ParseTuple(args, "iiinnizzsdd|O", &config.rank, &config.size, &tp_size,
                           &pool, &device_pool, &config.spin_us, &config.transports,
-                          &config.interface, &job, &report_s, &end_s)) {
+                          &config.interface, &job, &report_s, &end_s, &global_ranks)) {
         return NULL;
     }
     if (session->comm != NULL) {
         PyErr_SetString(PyExc_RuntimeError, "smp: the session is open already");
         return NULL;
     }
+    if (!keep_global_ranks(session, global_ranks, config.size)) {
+        return NULL;
+    }
     Py_XSETREF(session->contexts, PyDict_New());
     if (session->contexts == NULL) {
         return NULL;
     }
+    session->size = config.size / tp_size;
+    session->rank = config.rank % session->size;
+    session->tp_rank = config.rank / session->size;
+    session->tp_size = tp_size;
     config.pool_bytes = (size_t)pool;
     config.device_pool_bytes = (size_t)device_pool;
     strncpy(config.job, job, sizeof(config.job) - 1);
@@ -155,10 +198,6 @@ py_open(PyObject *module, PyObject *args)
         session->comm = NULL;
         return smp_session_raise(status, "preparing the module server");
     }
-    session->size = config.size / tp_size;
-    session->rank = config.rank % session->size;
-    session->tp_rank = config.rank / session->size;
-    session->tp_size = tp_size;
     smp_registry.rank = session->rank;
     status = smp_watch_start(report_s, end_s);
     if (status != SMP_OK) {

@@ -92,9 +92,14 @@ class Runtime:
     def name(self) -> str:
         """This rank, for errors."""
         place = f"pp_rank {self.pp_rank}"
-        if self.tp_size == 1:
-            return place
-        return f"tp_rank {self.placement.coordinates(self.boot.rank).tp}, {place}"
+        if self.tp_size > 1:
+            place = f"tp_rank {self.placement.coordinates(self.boot.rank).tp}, {place}"
+        return f"rank {self.boot.rank} ({place})" if self._has_replicas else place
+
+    @property
+    def _has_replicas(self) -> bool:
+        """Whether other ranks of the job have the same pp_rank and tp_rank."""
+        return self.boot.size > len(self.core_group)
 
     @property
     def decides(self) -> bool:
@@ -133,6 +138,7 @@ class Runtime:
             transports.job_secret(self.boot, token),
             self.cfg.watchdog_report_s,
             self.cfg.watchdog_end_s,
+            tuple(self.core_group) if self._has_replicas else None,
         )
         self.core_is_open = True
         try:

@@ -1,5 +1,7 @@
 """``smp.nn``: modules for the user's own models."""
 
+import sys
+
 from torch import nn
 
 from smp.nn import building_blocks
@@ -17,7 +19,8 @@ from smp.nn.transformer.output_layer import DistributedTransformerOutputLayer
 from smp.tensor_parallel import in_place
 from smp.tensor_parallel.distributed_module import DistributedModule
 
-utils = building_blocks
+# ``import smp.nn.utils`` looks there.
+utils = sys.modules["smp.nn.utils"] = building_blocks
 
 __all__ = [
     "DistributedAttentionLayer",

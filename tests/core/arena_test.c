@@ -4,7 +4,10 @@
 
 #include <pthread.h>
 #include <sched.h>
+#include <signal.h>
 #include <stdlib.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include "check.h"
 
@@ -246,6 +249,72 @@ TEST(pages_that_are_expected_are_made_and_measured)
     return 0;
 }
 
+/* How a member ends its use of a block that its owner has given back. */
+typedef enum { GOES_ON, POSTS, GIVES_UP, LEAVES, MEETS_ANEW, DIES, ENDS } its_end;
+
+static int
+keep_for(its_end end)
+{
+    enum { LAST = 7 };
+    fixture    f = make_arena(ARENA);
+    fixture    other = make_arena(ARENA);
+    smp_user  *users = calloc(2, sizeof(*users));
+    pid_t      child = fork();
+    uint32_t   first;
+    uint32_t   slot;
+    uint64_t   offset;
+    smp_shelf *shelf = smp_shelf_take(other.segment->shelves);
+
+    if (child == 0) {
+        pause();
+        _exit(0);
+    }
+    CHECK(users != NULL && child > 0);
+    atomic_store(&shelf->id, 1);
+    atomic_store(&shelf->nonce, 5);
+    atomic_store(&shelf->slots[(LAST - 1) & 1].notice.step, LAST - 1);
+    smp_segment_ref(other.segment);
+    users[1] = (smp_user){other.segment, shelf, 5, child};
+    CHECK(smp_arena_take(f.arena, 1000, &first, &offset));
+    smp_arena_keep(f.arena, offset, 1000, users, 2, LAST);
+    CHECK(smp_arena_take(f.arena, 1000, &slot, &offset)); /* is not meant */
+    give_back(f, slot);
+    CHECK(in_use(f) > 0 && in_use(f) < 2000);
+    give_back(f, first);
+    CHECK(in_use(f) > 0);
+    CHECK(!smp_arena_take(f.arena, ARENA, &slot, &offset));
+    if (end == POSTS) {
+        atomic_store(&shelf->slots[LAST & 1].notice.step, LAST);
+    } else if (end == GIVES_UP) {
+        atomic_store(&shelf->failed, SMP_ERR_TIMED_OUT);
+    } else if (end == LEAVES) {
+        smp_shelf_give_back(shelf);
+    } else if (end == MEETS_ANEW) {
+        atomic_store(&shelf->nonce, 6);
+    }
+    if (end == DIES) {
+        kill(child, SIGKILL);
+        CHECK(waitpid(child, NULL, 0) == child);
+    }
+    CHECK((in_use(f) == 0) == (end != GOES_ON));
+    if (end != DIES) {
+        kill(child, SIGKILL);
+        CHECK(waitpid(child, NULL, 0) == child);
+    }
+    CHECK(smp_arena_take(f.arena, ARENA, &slot, &offset));
+    drop_arena(f);
+    drop_arena(other);
+    return 0;
+}
+
+TEST(a_block_into_which_somebody_writes_is_not_used_again)
+{
+    for (its_end end = 0; end < ENDS; end++) {
+        CHECK(keep_for(end) == 0);
+    }
+    return 0;
+}
+
 int
 main(int argc, char **argv)
 {
@@ -255,6 +324,8 @@ main(int argc, char **argv)
         {"a_released_block_is_used_again_at_once",
          a_released_block_is_used_again_at_once},
         {"too_much_is_refused", too_much_is_refused},
+        {"a_block_into_which_somebody_writes_is_not_used_again",
+         a_block_into_which_somebody_writes_is_not_used_again},
         {"pages_that_are_expected_are_made_and_measured",
          pages_that_are_expected_are_made_and_measured},
         {"an_arena_out_of_slots_is_full_and_recovers",

@@ -408,6 +408,33 @@ TEST_RANK(a_rank_is_in_at_most_so_many_groups)
     return 0;
 }
 
+/* The last rank does not come, more often than a rank can be in groups; then it does.
+ */
+TEST_RANK(meetings_that_fail_take_no_group_away)
+{
+    int              ranks[WORLD_RANKS];
+    smp_group_config config = {.ranks = ranks,
+                               .size = w->size,
+                               .id = 3,
+                               .name = "test",
+                               .timeout_ns = 50 * SMP_NS_PER_US};
+    int              failed;
+    smp_group       *group;
+
+    for (int r = 0; r < w->size; r++) {
+        ranks[r] = r;
+    }
+    for (int i = 0; i < SMP_SHELVES + 10 && w->rank != w->size - 1; i++) {
+        CHECK_STATUS(smp_group_create(w->comm, &config, &group, &failed),
+                     SMP_ERR_TIMED_OUT);
+    }
+    w->barrier(w);
+    CHECK_STATUS(make_world_group(w, 3, true, &group), SMP_OK);
+    CHECK(random_calls(w, &group, 1, 10, 3) == 0);
+    smp_group_destroy(group);
+    return 0;
+}
+
 /* ------------------------------------------------------------------ disagreements */
 
 TEST_RANK(a_group_needs_one_list_of_ranks_on_all)
@@ -526,6 +553,54 @@ TEST_RANK(who_gave_up_has_its_tensors_for_itself)
     return 0;
 }
 
+static uint64_t
+pool_in_use(const world *w)
+{
+    smp_comm_stats stats;
+
+    smp_comm_counters(w->comm, &stats);
+    return stats.pool_in_use;
+}
+
+/* Rank 1 stops where it writes into the tensors of others; rank 0 gives up and gives
+ * its tensors back. */
+TEST_RANK(a_block_is_not_used_again_while_a_member_may_write_into_it)
+{
+    enum { COUNT = 50000 };
+    smp_call   call = {.operation = SMP_ALL_GATHER, .dtype = SMP_F32, .count = COUNT};
+    size_t     bytes = 2 * COUNT * sizeof(float);
+    bool       over = false;
+    smp_block *in;
+    smp_block *out;
+    smp_group *group;
+
+    CHECK_STATUS(make_world_group(w, 3, false, &group), SMP_OK);
+    CHECK_STATUS(smp_comm_block(w->comm, 1 - w->rank, bytes / 2, &in), SMP_OK);
+    CHECK_STATUS(smp_comm_block(w->comm, 1 - w->rank, bytes, &out), SMP_OK);
+    memset(smp_block_data(in), 0, bytes / 2);
+    call.in = smp_block_data(in);
+    call.out = smp_block_data(out);
+    call.timeout_ns = w->rank == 0 ? SMP_NS_PER_MS : 0;
+    CHECK_STATUS(smp_group_start(group, &call), SMP_OK);
+    w->barrier(w); /* both have begun it; rank 1 goes on only when rank 0 has ended */
+    if (w->rank == 0) {
+        CHECK_STATUS(smp_group_wait(group, SMP_NEVER, &over), SMP_ERR_TIMED_OUT);
+        smp_block_release(in);
+        smp_block_release(out);
+        CHECK(pool_in_use(w) >= bytes);
+    }
+    w->barrier(w);
+    if (w->rank == 1) {
+        CHECK_STATUS(smp_group_wait(group, SMP_NEVER, &over), SMP_ERR_TIMED_OUT);
+        smp_block_release(in);
+        smp_block_release(out);
+    }
+    w->barrier(w);
+    CHECK(pool_in_use(w) == 0);
+    smp_group_destroy(group);
+    return 0;
+}
+
 /* Whether a rank sleeps in some group. */
 static bool
 sleeps(world *w, int rank)
@@ -626,6 +701,7 @@ static const entry list[] = {
     ALL(a_part_of_the_ranks_in_any_order_is_a_group),
     SOME(groups_come_and_go, 3, 3),
     SOME(a_rank_is_in_at_most_so_many_groups, 2, 2),
+    SOME(meetings_that_fail_take_no_group_away, 2, 3),
     SOME(an_operation_can_be_moved_on_from_outside, 2, 3),
     SOME(a_wait_that_ends_early_is_no_error, 1, 3),
     SOME(different_calls_are_an_error_on_all, 2, 4),
@@ -633,6 +709,7 @@ static const entry list[] = {
     SOME(a_group_needs_one_list_of_ranks_on_all, 1, 3),
     SOME(a_time_out_names_group_operation_and_the_missing_ranks, 2, 3),
     SOME(who_gave_up_has_its_tensors_for_itself, 2, 3),
+    POOLED(a_block_is_not_used_again_while_a_member_may_write_into_it, 2, 2),
     SOME(groups_entered_in_another_order_are_named_at_the_time_out, 2, 2),
     SOME(a_member_that_has_left_is_named, 2, 3),
     FORKED(members_read_where_that_is_faster, 2, 2),

@@ -761,6 +761,17 @@ smp_collective_collect(smp_collective *op, bool *whole, int *member)
     return collect_memory(op, whole, member);
 }
 
+size_t
+smp_collective_written(const smp_collective *op)
+{
+    size_t all = 0;
+
+    for (int m = 0; m < op->lockstep->size; m++) {
+        all += op->pulls[m].count * op->element;
+    }
+    return all;
+}
+
 bool
 smp_collective_next(smp_collective *op)
 {

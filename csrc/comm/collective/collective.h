@@ -136,6 +136,9 @@ bool smp_collective_agreed(smp_collective *op, char *text, size_t bytes);
  * it is not for others to use any more. */
 smp_status smp_collective_collect(smp_collective *op, bool *whole, int *member);
 
+/* Bytes of `out` into which all members write, if op->writes. */
+size_t smp_collective_written(const smp_collective *op);
+
 /* Goes to the next step and fills its slot; false: there is none. */
 bool smp_collective_next(smp_collective *op);
 

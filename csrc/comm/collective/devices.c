@@ -104,31 +104,13 @@ smp_devices_decide(smp_devices *devices)
     atomic_store(&devices->decided, true);
 }
 
-/* The other members, who may have this one's memory open; NULL: no memory. */
-static smp_exchange_reader *
-list_readers(const smp_lockstep *lockstep)
-{
-    smp_exchange_reader *readers = calloc((size_t)lockstep->size, sizeof(*readers));
-
-    for (int m = 0; m < lockstep->size && readers != NULL; m++) {
-        const smp_member *member = &lockstep->members[m];
-
-        if (m != lockstep->self) {
-            smp_segment_ref(member->segment);
-            readers[m] = (smp_exchange_reader){member->segment, member->shelf,
-                                               member->nonce, member->pid};
-        }
-    }
-    return readers;
-}
-
 void
 smp_devices_fini(smp_devices *devices)
 {
-    const smp_lockstep  *lockstep = devices->lockstep;
-    smp_exchange        *exchange = devices->exchange;
-    smp_exchange_reader *readers;
-    bool                 closed;
+    const smp_lockstep *lockstep = devices->lockstep;
+    smp_exchange       *exchange = devices->exchange;
+    smp_user           *readers;
+    bool                closed;
 
     if (exchange == NULL) {
         return;
@@ -138,7 +120,7 @@ smp_devices_fini(smp_devices *devices)
     if (closed) {
         atomic_store(&lockstep->members[lockstep->self].shelf->holds, 0);
     }
-    readers = list_readers(lockstep);
+    readers = smp_lockstep_users(lockstep);
     smp_exchange_retire(exchange, readers, readers == NULL ? 0 : lockstep->size,
                         !closed || readers == NULL);
 }

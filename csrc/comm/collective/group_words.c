@@ -62,19 +62,26 @@ smp_group_set_error(smp_group *group, const char *what)
 }
 
 /* Others may be writing into this member's tensors, or reading them: waits until they
- * have seen that it gave up.  Who has not begun yet will see it before. */
+ * have seen that it gave up.  Who has not begun yet will see it before.  The block of
+ * one into which somebody may write after that is not used again until nobody does. */
 static void
 take_back_tensors(smp_group *group)
 {
     smp_collective *op = &group->op;
+    uint64_t        last;
     char            how[320];
 
     if (!group->agreed && !(smp_lockstep_all_here(&group->lockstep) &&
                             smp_collective_agreed(op, how, sizeof(how)))) {
         return;
     }
+    last = op->first + op->steps - 1;
     if (op->way == SMP_BY_MEMORY) {
-        smp_lockstep_retreat(&group->lockstep, op->first + op->steps - 1);
+        smp_lockstep_retreat(&group->lockstep, last);
+    }
+    if (op->way == SMP_BY_MEMORY && op->writes) { /* what is read late harms nobody */
+        smp_comm_keep(group->lockstep.comm, op->call.out, smp_collective_written(op),
+                      smp_lockstep_users(&group->lockstep), group->size, last);
     }
 }
 

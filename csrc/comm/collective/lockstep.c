@@ -95,16 +95,22 @@ greet(smp_lockstep *lockstep, int member, uint64_t id)
     smp_member *m = &lockstep->members[member];
     smp_shelf  *own = lockstep->members[lockstep->self].shelf;
     smp_shelf  *shelf = smp_shelf_find(m->segment->shelves, id);
+    uint64_t    digest;
 
     if (shelf == NULL) {
         return SMP_ERR_TIMED_OUT;
     }
     m->shelf = shelf;
-    if (shelf->digest != own->digest) {
-        return SMP_ERR_MISMATCH;
-    }
+    digest = shelf->digest;
     m->arena = shelf->arena;
     m->nonce = atomic_load(&shelf->nonce);
+    if (atomic_load(&shelf->id) !=
+        id) { /* forgotten, and perhaps another group's now */
+        return SMP_ERR_TIMED_OUT;
+    }
+    if (digest != own->digest) {
+        return SMP_ERR_MISMATCH;
+    }
     atomic_store(&greetings(own)[member], m->nonce);
     return atomic_load(&greetings(shelf)[lockstep->self]) == lockstep->nonce
                ? SMP_OK
@@ -439,7 +445,7 @@ smp_lockstep_fini(smp_lockstep *lockstep)
         if (read && atomic_load(&shelf->holds) == 0) {
             smp_shelf_give_back(shelf);
         } else {
-            smp_shelf_forget(shelf);
+            smp_shelf_leave(shelf);
         }
     }
     forget_members(lockstep);
@@ -650,6 +656,23 @@ smp_lockstep_retreat(const smp_lockstep *lockstep, uint64_t last)
             sched_yield();
         }
     }
+}
+
+smp_user *
+smp_lockstep_users(const smp_lockstep *lockstep)
+{
+    smp_user *users = calloc((size_t)lockstep->size, sizeof(*users));
+
+    for (int m = 0; m < lockstep->size && users != NULL; m++) {
+        const smp_member *member = &lockstep->members[m];
+
+        if (m != lockstep->self) {
+            smp_segment_ref(member->segment);
+            users[m] =
+                (smp_user){member->segment, member->shelf, member->nonce, member->pid};
+        }
+    }
+    return users;
 }
 
 bool

@@ -25,6 +25,7 @@
 #include "comm/patience.h"
 #include "comm/shm/segment.h"
 #include "comm/shm/shelf.h"
+#include "comm/shm/user.h"
 #include "common/status.h"
 
 typedef struct {
@@ -140,6 +141,10 @@ bool smp_lockstep_all_here(const smp_lockstep *lockstep);
  * all have begun: waits for those that may still use this one's, until they post `last`
  * or give up too; for a second at most. */
 void smp_lockstep_retreat(const smp_lockstep *lockstep, uint64_t last);
+
+/* The other members, whose entries are owned with the array [size]; the own entry is
+ * nobody.  NULL: no memory. */
+smp_user *smp_lockstep_users(const smp_lockstep *lockstep);
 
 /* What a member said when it gave up, cut off at `bytes`; false: it has not. */
 bool smp_lockstep_why(const smp_lockstep *lockstep, int member, char *out,

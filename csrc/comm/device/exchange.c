@@ -1,10 +1,7 @@
 /* Halves, streams, events; and exchanges that wait for their readers to close. */
-#define _GNU_SOURCE
 #include "comm/device/exchange.h"
 
-#include <errno.h>
 #include <sched.h>
-#include <signal.h>
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
@@ -49,10 +46,10 @@ struct smp_exchange {
     smp_device_mark *marks;  /* owned: all of them */
     smp_device_mark *spare;
 
-    smp_exchange_reader *readers; /* owned; of a retired one, like all below */
-    int                  nreaders;
-    bool                 left; /* to the end of the process */
-    smp_exchange        *next;
+    smp_user     *readers; /* owned; of a retired one, like all below */
+    int           nreaders;
+    bool          left; /* to the end of the process */
+    smp_exchange *next;
 };
 
 static smp_lock      retired_lock = SMP_LOCK_INIT(SMP_LOCK_DEVICES);
@@ -66,23 +63,10 @@ is_child(const smp_exchange *x)
 
 /* -------------------------------------------------------------------- retirement */
 
-/* Whether a reader may still touch the memory. */
-static bool
-has_it(const smp_exchange_reader *reader)
-{
-    return reader->segment != NULL &&
-           atomic_load(&reader->shelf->nonce) == reader->nonce &&
-           atomic_load(&reader->shelf->holds) != 0 &&
-           (kill(reader->pid, 0) == 0 || errno != ESRCH);
-}
-
 static void
 forget_readers(smp_exchange *x)
 {
-    for (int i = 0; i < x->nreaders; i++) {
-        smp_segment_unref(x->readers[i].segment);
-    }
-    free(x->readers);
+    smp_user_forget(x->readers, x->nreaders);
     x->readers = NULL;
     x->nreaders = 0;
 }
@@ -159,7 +143,7 @@ sweep_retired(void)
         bool          wanted = x->left || is_child(x);
 
         for (int i = 0; i < x->nreaders && !wanted; i++) {
-            wanted = has_it(&x->readers[i]);
+            wanted = smp_user_holds(&x->readers[i]);
         }
         if (wanted) {
             at = &x->next;
@@ -179,7 +163,7 @@ sweep_retired(void)
 }
 
 void
-smp_exchange_retire(smp_exchange *x, smp_exchange_reader *readers, int n, bool leave_it)
+smp_exchange_retire(smp_exchange *x, smp_user *readers, int n, bool leave_it)
 {
     x->readers = readers;
     x->nreaders = n;

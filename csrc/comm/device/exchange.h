@@ -39,11 +39,9 @@
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
-#include <sys/types.h>
 
 #include "comm/device/driver.h"
-#include "comm/shm/segment.h"
-#include "comm/shm/shelf.h"
+#include "comm/shm/user.h"
 
 typedef struct smp_exchange smp_exchange;
 
@@ -76,14 +74,6 @@ typedef struct {
     size_t bytes;  /* of memory, for two halves; 0: none */
 } smp_device_offer;
 
-/* A member that may have this one's memory open. */
-typedef struct {
-    smp_segment     *segment; /* owned: one reference; NULL: nobody */
-    const smp_shelf *shelf;   /* in the segment: says whether it has */
-    uint64_t         nonce;   /* of its meeting */
-    pid_t            pid;
-} smp_exchange_reader;
-
 /* Memory of two halves, together `bytes` or a little less, on device `number`, for
  * `self` of `size` members.  NULL: no. */
 smp_exchange *smp_exchange_create(int number, size_t bytes, int size, int self,
@@ -104,8 +94,7 @@ bool smp_exchange_close(smp_exchange *exchange);
  * freed when none has it open any more: now, or when another of this process is retired
  * or made; the end of the process frees it in any case, and it alone where a reader has
  * died whose process could not be seen from here.  With `leave` it is left to that. */
-void smp_exchange_retire(smp_exchange *exchange, smp_exchange_reader *readers, int n,
-                         bool leave);
+void smp_exchange_retire(smp_exchange *exchange, smp_user *readers, int n, bool leave);
 
 int    smp_exchange_device(const smp_exchange *exchange); /* its number */
 size_t smp_exchange_half(const smp_exchange *exchange);   /* bytes */

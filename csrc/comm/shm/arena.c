@@ -54,6 +54,16 @@ typedef struct {
     run_state state;
 } run;
 
+/* A range that somebody else may still write into. */
+typedef struct keep {
+    uint64_t     offset;
+    uint64_t     bytes;
+    smp_user    *users; /* owned, with nusers */
+    int          nusers;
+    uint64_t     last; /* the step with which they are over */
+    struct keep *next;
+} keep;
+
 struct smp_arena {
     smp_segment     *segment;  /* owned: one reference */
     smp_arena_ground ground;   /* set at create; states lie in the segment */
@@ -66,6 +76,7 @@ struct smp_arena {
     uint32_t         fresh;    /* this slot and those above never described anything */
     uint32_t         hand;     /* the taken slot to look at next */
     uint32_t         ntaken;
+    keep            *keeps; /* owned: list */
     uint64_t         in_use;
     uint64_t         high;
     uint64_t         powers;        /* bit p: a bin of power p has runs */
@@ -210,17 +221,61 @@ give_back(smp_arena *arena, uint32_t slot)
     }
 }
 
+static void
+drop_keep(keep *k)
+{
+    smp_user_forget(k->users, k->nusers);
+    free(k);
+}
+
+/* Drops the ranges that nobody writes into any more. */
+static void
+drop_keeps(smp_arena *arena)
+{
+    keep **link = &arena->keeps;
+
+    while (*link != NULL) {
+        keep *k = *link;
+        bool  wanted = false;
+
+        for (int i = 0; i < k->nusers && !wanted; i++) {
+            wanted = smp_user_operates(&k->users[i], k->last);
+        }
+        if (wanted) {
+            link = &k->next;
+        } else {
+            *link = k->next;
+            drop_keep(k);
+        }
+    }
+}
+
+static bool
+is_kept(const smp_arena *arena, uint32_t slot)
+{
+    const run *r = &arena->runs[slot];
+
+    for (const keep *k = arena->keeps; k != NULL; k = k->next) {
+        if (k->offset < r->offset + r->bytes && r->offset < k->offset + k->bytes) {
+            return true;
+        }
+    }
+    return false;
+}
+
 /* Moves the hand over up to `looks` blocks, taking back those that are free. */
 static void
 collect(smp_arena *arena, uint32_t looks)
 {
+    drop_keeps(arena);
     for (uint32_t i = 0; i < looks && arena->ntaken != 0; i++) {
         uint32_t slot = arena->hand;
 
         arena->hand = arena->runs[slot].next;
         /* acquire: the reader's last loads come before our next stores */
         if (atomic_load_explicit(&arena->ground.states[slot], memory_order_acquire) ==
-            SMP_SLOT_FREE) {
+                SMP_SLOT_FREE &&
+            !is_kept(arena, slot)) {
             give_back(arena, slot);
         }
     }
@@ -344,6 +399,12 @@ smp_arena_destroy(smp_arena *arena)
     if (arena == NULL) {
         return;
     }
+    while (arena->keeps != NULL) {
+        keep *k = arena->keeps;
+
+        arena->keeps = k->next;
+        drop_keep(k);
+    }
     smp_lock_fini(&arena->lock);
     smp_segment_unref(arena->segment);
     free(arena->runs);
@@ -389,6 +450,24 @@ smp_arena_take(smp_arena *arena, size_t bytes, uint32_t *slot, uint64_t *offset)
                           memory_order_relaxed);
     smp_lock_release(&arena->lock);
     return true;
+}
+
+void
+smp_arena_keep(smp_arena *arena, uint64_t offset, uint64_t bytes, smp_user *users,
+               int n, uint64_t last)
+{
+    keep *k = malloc(sizeof(*k));
+
+    if (k == NULL) { /* the blocks are used again at once */
+        smp_user_forget(users, n);
+        return;
+    }
+    *k = (keep){offset, bytes, users, n, last, NULL};
+    smp_lock_acquire(&arena->lock);
+    k->next = arena->keeps;
+    arena->keeps = k;
+    drop_keeps(arena);
+    smp_lock_release(&arena->lock);
 }
 
 void

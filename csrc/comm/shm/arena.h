@@ -7,7 +7,8 @@
  * damage them.
  *
  * A block is given back by storing SMP_SLOT_FREE into its state in shared memory, from
- * any process; the owner notices at later calls of take.
+ * any process; the owner notices at later calls of take, and for as long as somebody
+ * may write into the block all the same (smp_arena_keep) lets it be.
  *
  * Threads  any.
  */
@@ -19,6 +20,7 @@
 #include <stdint.h>
 
 #include "comm/shm/segment.h"
+#include "comm/shm/user.h"
 #include "common/status.h"
 
 typedef struct smp_arena smp_arena;
@@ -50,6 +52,12 @@ void smp_arena_destroy(smp_arena *arena);
 
 /* `bytes` at *offset of the memory, aligned to 64; false: no room. */
 bool smp_arena_take(smp_arena *arena, size_t bytes, uint32_t *slot, uint64_t *offset);
+
+/* Blocks in [offset, offset + bytes) that are given back stay taken while one of
+ * users[0 .. n) operates on them (smp_user_operates(last)).  Takes the users.
+ * Without memory for that nothing is kept. */
+void smp_arena_keep(smp_arena *arena, uint64_t offset, uint64_t bytes, smp_user *users,
+                    int n, uint64_t last);
 
 /* Looks at all blocks first, so that in_use is exact. */
 void smp_arena_measure(smp_arena *arena, smp_arena_use *use);

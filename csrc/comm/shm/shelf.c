@@ -3,14 +3,40 @@
 
 #include <string.h>
 
+#include "comm/clock.h"
+
+/* One that nobody has, else the one that was forgotten first: who still looks at it has
+ * had the most time to do so.  NULL: all are taken. */
+static smp_shelf *
+find_free(smp_shelf *shelves, uint32_t *was)
+{
+    smp_shelf *oldest = NULL;
+
+    for (int i = 0; i < SMP_SHELVES; i++) {
+        smp_shelf *shelf = &shelves[i];
+        uint32_t   taken = atomic_load(&shelf->taken);
+
+        *was = taken;
+        if (taken == SMP_SHELF_FREE) {
+            return shelf;
+        }
+        if (taken == SMP_SHELF_FORGOTTEN &&
+            (oldest == NULL || shelf->forgotten_ns < oldest->forgotten_ns)) {
+            oldest = shelf;
+        }
+    }
+    *was = SMP_SHELF_FORGOTTEN;
+    return oldest;
+}
+
 smp_shelf *
 smp_shelf_take(smp_shelf *shelves)
 {
-    for (int i = 0; i < SMP_SHELVES; i++) {
-        smp_shelf *shelf = &shelves[i];
-        uint32_t   free = 0;
+    smp_shelf *shelf;
+    uint32_t   was;
 
-        if (atomic_compare_exchange_strong(&shelf->taken, &free, 1)) {
+    while ((shelf = find_free(shelves, &was)) != NULL) {
+        if (atomic_compare_exchange_strong(&shelf->taken, &was, SMP_SHELF_TAKEN)) {
             atomic_store(&shelf->read, 0);
             atomic_store(&shelf->failed, 0);
             atomic_store(&shelf->holds, 0);
@@ -33,11 +59,19 @@ void
 smp_shelf_give_back(smp_shelf *shelf)
 {
     atomic_store(&shelf->id, 0);
-    atomic_store(&shelf->taken, 0);
+    atomic_store(&shelf->taken, SMP_SHELF_FREE);
 }
 
 void
 smp_shelf_forget(smp_shelf *shelf)
+{
+    atomic_store(&shelf->id, 0);
+    shelf->forgotten_ns = smp_clock_ns();
+    atomic_store(&shelf->taken, SMP_SHELF_FORGOTTEN);
+}
+
+void
+smp_shelf_leave(smp_shelf *shelf)
 {
     atomic_store(&shelf->id, 0);
 }

@@ -55,14 +55,19 @@ typedef struct {
     _Alignas(64) uint8_t data[SMP_SLOT_BYTES];
 } smp_slot;
 
+/* Whose a shelf is: nobody's; a group's; nobody's again, and still of use to those
+ * whose meeting has failed, as long as another one can be taken. */
+enum { SMP_SHELF_FREE, SMP_SHELF_TAKEN, SMP_SHELF_FORGOTTEN };
+
 typedef struct {
     _Alignas(64) _Atomic uint32_t taken;
-    _Atomic uint64_t id;        /* of the group; 0: nobody looks at this shelf */
-    _Atomic uint64_t nonce;     /* of this member's meeting */
-    uint64_t         probe;     /* address of the nonce in its own memory */
-    uint64_t         arena;     /* address of its segment's arena there */
-    uint64_t         digest;    /* of the list of members */
-    _Alignas(64) smp_bell bell; /* written by all members */
+    int64_t          forgotten_ns; /* when; the owner's alone */
+    _Atomic uint64_t id;           /* of the group; 0: nobody looks at this shelf */
+    _Atomic uint64_t nonce;        /* of this member's meeting */
+    uint64_t         probe;        /* address of the nonce in its own memory */
+    uint64_t         arena;        /* address of its segment's arena there */
+    uint64_t         digest;       /* of the list of members */
+    _Alignas(64) smp_bell bell;    /* written by all members */
     _Alignas(64) _Atomic uint64_t read; /* the last step whose reading is over */
     _Atomic uint64_t waits;  /* the step for which the member sleeps; 0: it does not */
     _Atomic uint64_t stuck;  /* comm/collective/deadlock.h: a token, or 0, */
@@ -79,10 +84,12 @@ _Static_assert(sizeof(smp_notice) <= 64, "a notice is one cache line");
 /* A shelf of `shelves`[SMP_SHELVES], blank, not yet with an id; NULL: all are taken. */
 smp_shelf *smp_shelf_take(smp_shelf *shelves);
 
-/* Others find it no more.  forget: it is not used again, because somebody may still
- * look at it. */
+/* Others find it no more.  give_back: nobody looks at it.  forget: others may still
+ * look at what became of its meeting, in which no operation was begun; the last that is
+ * used again.  leave: never used again, because somebody may still read its data. */
 void smp_shelf_give_back(smp_shelf *shelf);
 void smp_shelf_forget(smp_shelf *shelf);
+void smp_shelf_leave(smp_shelf *shelf);
 
 /* The shelf with this id, or NULL. */
 smp_shelf *smp_shelf_find(smp_shelf *shelves, uint64_t id);
