@@ -172,11 +172,12 @@ def loss_of(model: nn.Module, *batch: Tensor | None) -> Tensor:
     return out if out.dim() == 0 else out.square().mean()
 
 
-def check_lm(kind: str, alike: bool = False) -> WholeJob:
+def check_lm(kind: str, alike: bool = False, delayed: bool = False) -> WholeJob:
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(3)
     options = {**LM, **LMS[kind]}
-    net = smp.nn.DistributedTransformerLMHead(**options)
+    with smp.delay_param_initialization(delayed):
+        net = smp.nn.DistributedTransformerLMHead(**options)
     del options["embedding_dropout_prob"]
     job = WholeJob(net, loss_of, texts(kind, alike), plain=plain.PlainLMHead(**options))
     for step in range(3):
@@ -199,6 +200,12 @@ def test_a_language_model_of_ranks_with_the_same_samples(kind, optimize):
     """With "memory" the residual stream is cut along its positions, which need not divide."""
     split_over_all_ranks(prescaled_batch=True, optimize=optimize)
     check_lm(kind, alike=True)
+
+
+@on_ranks(2)
+def test_gradients_of_own_positions_have_their_factor_with_delayed_values():
+    split_over_all_ranks(prescaled_batch=True, optimize="memory")
+    check_lm("gpt", alike=True, delayed=True)
 
 
 # ------------------------------------------------------------------------------- dropout

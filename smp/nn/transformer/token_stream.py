@@ -18,11 +18,11 @@ from torch import Tensor, nn
 
 from smp.nn.layer_norm import FusedLayerNorm
 from smp.nn.transformer.options import Options
-from smp.tensor_parallel import group, kernels, primitives
+from smp.tensor_parallel import gradients, group, kernels, primitives
 from smp.tensor_parallel.gathered_linears import gathered_linears
 from smp.tensor_parallel.kernels import Dropout
 from smp.tensor_parallel.linears import cut_weights
-from smp.tensor_parallel.slices import Slices, slices_of
+from smp.tensor_parallel.slices import Slices
 
 
 class Source(NamedTuple):
@@ -196,19 +196,11 @@ def _dropout_of_stream(x: Tensor, p: float, positions: Sequence[int] | None) -> 
 def cut_along_positions(module: nn.Module) -> None:
     """Have the modules of a transformer work on own positions where samples are the same.
 
-    Their parameters that are whole see own positions alone there, so that the sum over the
-    TP_GROUP is the gradient, of which the average is taken later.
+    Their parameters that are whole see own positions alone there.
     """
     for one in module.modules():
         one.__dict__[SHARDED] = True
-
-    def summed(gradient: Tensor) -> Tensor:
-        return gradient * group.size()
-
-    if group.same_samples():
-        for parameter in module.parameters():
-            if slices_of(parameter) is None:
-                parameter.register_hook(summed)
+    gradients.mark_partial(module)
 
 
 def cut_linear(linear: nn.Linear, by_outputs: bool, unit: int = 1) -> None:
