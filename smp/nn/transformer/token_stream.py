@@ -32,8 +32,8 @@ class Source(NamedTuple):
         samples, positions: of its residual stream.
         keys: positions that its attention looks at.
         mask: shape of its attention mask; None: it has none.
-        seed: of its attention's dropout.
-        required: whether tokens, and what its attention looks at, require grad.
+        seed: of its attention's dropout; 0: it drops nothing.
+        required: whether tokens, what its attention looks at, and the mask require grad.
     """
 
     samples: int
@@ -41,7 +41,7 @@ class Source(NamedTuple):
     keys: int
     mask: tuple[int, ...] | None
     seed: int
-    required: tuple[bool, bool]
+    required: tuple[bool, bool, bool]
 
     @property
     def tokens(self) -> int:
@@ -87,8 +87,8 @@ def meet(own: Source, device: torch.device, sharded: bool) -> list[Source]:
     if alike:
         return [own._replace(seed=everyone[0][3])]
     return [
-        Source(n, s, k, None if no_mask else tuple(mask), seed, (bool(x), bool(states)))
-        for n, s, k, seed, no_mask, x, states, *mask in everyone
+        Source(n, s, k, None if no_mask else tuple(sizes), seed, (x > 0, states > 0, mask > 0))
+        for n, s, k, seed, no_mask, x, states, mask, *sizes in everyone
     ]
 
 
