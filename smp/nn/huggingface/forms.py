@@ -50,10 +50,20 @@ class Form:
         """The distributed module with the original's weights, hooks and pin.
 
         Collective over the TP_GROUP.  Errors as of ``replacement.take_over``.
+
+        Raises:
+            ValueError: the original has parameters of which ``dist_module`` knows nothing.
         """
         made = self._make(original, marking.configuration(original) or {})
-        given = dict(original.named_parameters()) | dict(original.named_buffers())
-        replacement.take_over(original, made, path, self.to_ours(given))
+        parameters = self.to_ours(dict(original.named_parameters()))
+        if unknown := sorted(set(parameters) - set(dict(made.named_parameters()))):
+            raise ValueError(
+                f"smp: '{path or type(original).__name__}' has parameters "
+                f"{', '.join(unknown)}, which {type(made).__name__}, made as its configuration "
+                "says, has not: split it in place, smp.tensor_parallelism(replace=False)"
+            )
+        given = parameters | self.to_ours(dict(original.named_buffers()))
+        replacement.take_over(original, made, path, given)
         functions = state.module_manager.translate_functions
         if (self.to_hugging_face, self.to_ours) not in functions:
             functions.append((self.to_hugging_face, self.to_ours))
@@ -143,7 +153,7 @@ def language_model(module: Any, arguments: Arguments, *cross: Tensor | None) -> 
         arguments, "past_key_values", "inputs_embeds", "head_mask", "output_attentions",
         "output_hidden_states", "cache_position",
     )  # fmt: skip
-    labels = arguments.get("labels")
+    labels, keep = arguments.get("labels"), arguments.get("logits_to_keep")
     given = (
         arguments["input_ids"],
         hidden_positions(arguments.get("attention_mask")),
@@ -151,7 +161,17 @@ def language_model(module: Any, arguments: Arguments, *cross: Tensor | None) -> 
         arguments.get("position_ids"),
         *cross,
     )
-    loss, logits = module.loss_and_logits((*given, labels), logits=not module.training)
+    # A Trainer's batch may be a part of a larger one, with so many labels in all.
+    items = arguments.get("num_items_in_batch")
+    loss, logits = module.loss_and_logits(
+        (*given, labels),
+        logits=not module.training,
+        reduction="mean" if items is None else "sum",
+    )
+    if loss is not None and items is not None:
+        loss = loss / items
+    if logits is not None and keep is not None:
+        logits = logits[:, slice(-keep, None) if isinstance(keep, int) else keep]
     wanted = arguments.get("return_dict")
     if wanted if wanted is not None else getattr(module.config, "return_dict", True):
         outputs = importlib.import_module("transformers.modeling_outputs")
