@@ -131,7 +131,7 @@ class DistributedModel(nn.Module):
         self._smp_scale_gradients()
 
     def _smp_scale_gradients(self) -> None:
-        if group.size() > 1 and not self._smp_runtime.cfg.prescaled_batch:
+        if group.size() > 1:
             gradients.scale(self._smp_module)
 
     def __getattr__(self, name: str) -> Any:

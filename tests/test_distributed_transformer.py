@@ -172,11 +172,12 @@ def loss_of(model: nn.Module, *batch: Tensor | None) -> Tensor:
     return out if out.dim() == 0 else out.square().mean()
 
 
-def check_lm(kind: str, alike: bool = False) -> WholeJob:
+def check_lm(kind: str, alike: bool = False, delayed: bool = False) -> WholeJob:
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(3)
     options = {**LM, **LMS[kind]}
-    net = smp.nn.DistributedTransformerLMHead(**options)
+    with smp.delay_param_initialization(delayed):
+        net = smp.nn.DistributedTransformerLMHead(**options)
     del options["embedding_dropout_prob"]
     job = WholeJob(net, loss_of, texts(kind, alike), plain=plain.PlainLMHead(**options))
     for step in range(3):
@@ -199,6 +200,12 @@ def test_a_language_model_of_ranks_with_the_same_samples(kind, optimize):
     """With "memory" the residual stream is cut along its positions, which need not divide."""
     split_over_all_ranks(prescaled_batch=True, optimize=optimize)
     check_lm(kind, alike=True)
+
+
+@on_ranks(2)
+def test_gradients_of_own_positions_have_their_factor_with_delayed_values():
+    split_over_all_ranks(prescaled_batch=True, optimize="memory")
+    check_lm("gpt", alike=True, delayed=True)
 
 
 # ------------------------------------------------------------------------------- dropout
@@ -332,6 +339,82 @@ def test_under_autocast_and_in_half_precision(optimize):
     half = layer((x.bfloat16(), None))[0]
     assert half.dtype == torch.bfloat16
     torch.testing.assert_close(half.float(), want, atol=0.05, rtol=0.05)
+
+
+# ------------------------------------------------------------------- ranks that differ
+
+
+def layer_of(**options) -> nn.Module:
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(3)
+    options = {**SIZES, **options}
+    del options["embedding_dropout_prob"]
+    return smp.nn.DistributedTransformerLayer(**options)
+
+
+@on_ranks(2)
+def test_samples_of_a_rank_in_evaluation_drop_nothing():
+    split_over_all_ranks()
+    layer = layer_of(attention_dropout_prob=0.5).eval()
+    x = batch_of("no")(group.rank(), 0)[0]
+    want = layer((x, None))[0]
+    layer.train(group.rank() == 1)
+    out = layer((x, None))[0]
+    if group.rank() == 0:
+        assert_near(out, want, "output in evaluation")
+    else:
+        assert not torch.allclose(out, want)
+
+
+@on_ranks(2)
+def test_a_mask_that_one_rank_trains():
+    split_over_all_ranks()
+    layer = layer_of().requires_grad_(False)
+    x = batch_of("no")(group.rank(), 0)[0]
+    mask = torch.zeros(len(x), 1, 1, x.size(1), requires_grad=True)
+    layer((x, mask if group.rank() == 1 else None))[0].square().sum().backward()
+    if group.rank() == 1:
+        moved = torch.zeros_like(mask)
+        moved[0, 0, 0, 1] = 1e-6
+    else:
+        moved = None
+    with torch.no_grad():
+        more, less = (
+            layer((x, None if moved is None else sign * moved))[0].square().sum()
+            for sign in (1, -1)
+        )
+    if group.rank() == 1:
+        want = (more - less).item() / 2e-6
+        assert mask.grad[0, 0, 0, 1].item() == pytest.approx(want, rel=1e-5, abs=1e-8)
+
+
+@pytest.mark.parametrize("prescaled", [False, True], ids=["own samples", "same samples"])
+@on_ranks(2)
+def test_a_batch_of_no_samples(prescaled):
+    """On rank 0 alone; of ranks with the same samples, which keep own positions, on both."""
+    split_over_all_ranks(prescaled_batch=prescaled, optimize="memory")
+    torch.manual_seed(3)
+    options = {**SIZES, **GPT, "num_layers": 1}
+    del options["embedding_dropout_prob"]
+    net = smp.nn.DistributedTransformer(**options).double()
+    samples = 0 if prescaled or group.rank() == 0 else 2
+    x = torch.randn(samples, 4, 10, dtype=torch.float64, requires_grad=True)
+    out = net((x, None))[0]
+    out.sum().backward()
+    assert out.shape == x.shape == x.grad.shape
+
+
+@on_ranks(2)
+def test_without_what_is_attended_to_there_is_no_cross_attention():
+    split_over_all_ranks()
+    crossing, plain_layer = layer_of(add_cross_attention=True), layer_of()
+    weights = crossing.state_dict()
+    plain_layer.load_state_dict({n: weights[n] for n in plain_layer.state_dict()})
+    x = batch_of("no")(group.rank(), 0)[0]
+    out = crossing((x, None, None, None))
+    assert torch.equal(out[0], plain_layer((x, None))[0]) and out[1:] == (None, None, None)
+    with pytest.raises(ValueError, match="with cross_attention, cross_states is None"):
+        crossing.cross_attention((x, None, None))
 
 
 @on_ranks(2)

@@ -227,6 +227,50 @@ def test_what_scripts_reach_for():
     assert all(torch.equal(state[k], v) for k, v in to_ours(to_hf(state)).items())
 
 
+def replaced(net: nn.Module) -> tuple[smp.DistributedModel, nn.Module]:
+    """In evaluation, and the plain one."""
+    smp.set_tensor_parallelism(net, replace=True)
+    plain = copy.deepcopy(net).eval()
+    return smp.DistributedModel(net).eval(), plain
+
+
+@on_ranks(2)
+def test_arguments_of_a_trainer():
+    split_over_all_ranks()
+    torch.manual_seed(1)
+    model, plain = replaced(gpt2())
+    given = {**texts(smp.tp_rank(), 0), "num_items_in_batch": 50}
+    with torch.no_grad():
+        torch.testing.assert_close(model(**given).loss, plain(**given).loss)
+        del given["labels"]
+        for keep in (0, 2, torch.tensor([0, 3])):
+            got = model(**given, logits_to_keep=keep).logits
+            torch.testing.assert_close(got, plain(**given, logits_to_keep=keep).logits)
+
+
+@on_ranks(2)
+def test_a_replaced_decoder_without_an_encoder():
+    split_over_all_ranks()
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(1)
+    model, plain = replaced(gpt2(add_cross_attention=True))
+    given = texts(smp.tp_rank(), 0)
+    with torch.no_grad():
+        assert_near(model(**given).logits, plain(**given).logits, "logits")
+        given["encoder_hidden_states"] = torch.randn(2, 3, 12)
+        assert_near(model(**given).logits, plain(**given).logits, "logits")
+
+
+@on_ranks(2)
+def test_weights_that_would_be_lost_are_named():
+    split_over_all_ranks()
+    net = gpt2()
+    net.lm_head.weight = nn.Parameter(net.lm_head.weight.detach().clone())
+    net.value = nn.Linear(12, 1)
+    with pytest.raises(ValueError, match=r"lm_head.weight, value.bias, value.weight, which"):
+        replaced(net)
+
+
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_state_dicts_there_and_back(kind):
     to_hf, to_ours = family(kind)
@@ -350,7 +394,6 @@ def test_what_cannot_be_had_is_refused():
     torch.testing.assert_close(found, wanted[:, -2:], atol=1e-5, rtol=1e-5)
     refuses(model, "position_ids that do not count from 0", position_ids=counted + 1)
     refuses(model, "token_type_ids", token_type_ids=batch["input_ids"])
-    refuses(model, "num_items_in_batch", num_items_in_batch=3)
 
     model, _ = wrapped(bert())
     refuses(model, "output_hidden_states", output_hidden_states=True)

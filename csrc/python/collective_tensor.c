@@ -54,10 +54,12 @@ is_dense(const dl_tensor *t)
 {
     int64_t stride = 1;
 
-    for (int i = t->ndim - 1; i >= 0; i--) {
+    for (int i = 0; i < t->ndim; i++) {
         if (t->shape[i] == 0) {
-            return true;
+            return true; /* whatever the strides of the axes behind this one */
         }
+    }
+    for (int i = t->ndim - 1; i >= 0; i--) {
         if (t->shape[i] != 1 && t->strides[i] != stride) {
             return false;
         }

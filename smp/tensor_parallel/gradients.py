@@ -5,27 +5,40 @@ is the sum over a TP_GROUP already, so it is divided by tp_size, and then averag
 RDP_GROUP alone.  It is divided before it is added to ``.grad``, which may hold the average of
 earlier steps.
 
+Ranks with the same samples have the same gradient, each of them whole, and the average over the
+DP_GROUP is it again.  But of what sees some positions of those samples alone
+(`mark_partial`), each has a part of the sum, which is multiplied by tp_size.
+
 A table's gradient may be dense and much larger than what is looked up in it: such a module
 divides the gradient of that (``divides_gradient``, ``gradient_factor``).
 """
 
 from collections import Counter
 
-from torch import Tensor, nn
+from torch import nn
 
 from smp.tensor_parallel import group
-from smp.tensor_parallel.slices import is_scaled_batch
+from smp.tensor_parallel.slices import is_scaled_batch, slices_of
 
 _SCALES = "_smp_scales"
+_PARTIAL = "_smp_partial_gradient"
+
+
+def mark_partial(module: nn.Module) -> None:
+    """Note that each tp_rank has a part of the gradients of what is whole in a module."""
+    for parameter in module.parameters():
+        if slices_of(parameter) is None:
+            setattr(parameter, _PARTIAL, True)
 
 
 def scale(module: nn.Module) -> None:
-    """Divide the gradients of such parameters, from the next backward on."""
+    """Give the gradients of such parameters their factors, from the next backward on."""
+    if group.same_samples():
+        for parameter in module.parameters():
+            if hasattr(parameter, _PARTIAL):
+                _multiply(parameter, float(group.size()))
+        return
     factor = 1.0 / group.size()
-
-    def divided(gradient: Tensor) -> Tensor:
-        return gradient * factor
-
     holders = Counter(id(p) for m in module.modules() for p in m._parameters.values())
     for one in module.modules():
         weight = getattr(one, "weight", None)
@@ -33,13 +46,16 @@ def scale(module: nn.Module) -> None:
             one.gradient_factor = factor  # type: ignore[assignment]
             setattr(weight, _SCALES, True)
     for parameter in module.parameters():
-        if parameter.is_meta:
-            continue  # hooks are lost when it gets its values
-        if is_scaled_batch(parameter) and not hasattr(parameter, _SCALES):
-            frozen = not parameter.requires_grad
-            parameter.requires_grad_(
-                True
-            )  # a hook is for a parameter that trains, now or later
-            parameter.register_hook(divided)
-            parameter.requires_grad_(not frozen)
-            setattr(parameter, _SCALES, True)
+        if is_scaled_batch(parameter):
+            _multiply(parameter, factor)
+
+
+def _multiply(parameter: nn.Parameter, factor: float) -> None:
+    """Multiply a parameter's gradients, once however often it is asked for."""
+    if parameter.is_meta or hasattr(parameter, _SCALES):
+        return  # hooks of meta parameters are lost when these get their values
+    frozen = not parameter.requires_grad
+    parameter.requires_grad_(True)  # a hook is for a parameter that trains, now or later
+    parameter.register_hook(lambda gradient: gradient * factor)
+    parameter.requires_grad_(not frozen)
+    setattr(parameter, _SCALES, True)

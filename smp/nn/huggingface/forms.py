@@ -61,6 +61,7 @@ class Form:
         Raises:
             NotImplementedError: an option of the original that the distributed module lacks;
                 and errors as of ``replacement.take_over``.
+            ValueError: the original has parameters of which ``dist_module`` knows nothing.
         """
         config: Any = original.config
         refuse(
@@ -73,8 +74,15 @@ class Form:
             heads = config.num_attention_heads
             to_ours = functools.partial(to_ours, num_attention_heads=heads)
             to_hugging_face = functools.partial(to_hugging_face, num_attention_heads=heads)
-        given = dict(original.named_parameters()) | dict(original.named_buffers())
-        replacement.take_over(original, made, path, to_ours(given))
+        parameters = to_ours(dict(original.named_parameters()))
+        if unknown := sorted(set(parameters) - set(dict(made.named_parameters()))):
+            raise ValueError(
+                f"smp: '{path or type(original).__name__}' has parameters "
+                f"{', '.join(unknown)}, which {type(made).__name__}, made as its configuration "
+                "says, has not: split it in place, smp.tensor_parallelism(replace=False)"
+            )
+        given = parameters | to_ours(dict(original.named_buffers()))
+        replacement.take_over(original, made, path, given)
         back = _with_buffers(to_hugging_face, _dropped(original, to_ours, to_hugging_face))
         state.module_manager.translate_functions.append(
             (_inside(path, back), _inside(path, to_ours))
@@ -243,7 +251,7 @@ def language_model(
     """
     refuse(
         arguments, "past_key_values", "inputs_embeds", "head_mask", *_OF_OUTPUTS,
-        "cache_position", "num_items_in_batch", "shift_labels",
+        "cache_position", "shift_labels",
     )  # fmt: skip
     labels, places = arguments.get("labels"), arguments.get("position_ids")
     if places is not None and module.options.rotary_dim:
@@ -255,10 +263,18 @@ def language_model(
         places,
         *cross,
     )
-    loss, logits = module.loss_and_logits((*given, labels), logits=not module.training)
+    # A Trainer's batch may be a part of a larger one, with so many labels in all.
+    items = arguments.get("num_items_in_batch")
+    loss, logits = module.loss_and_logits(
+        (*given, labels),
+        logits=not module.training,
+        reduction="mean" if items is None else "sum",
+    )
+    if loss is not None and items is not None:
+        loss = loss / items
     keep = arguments.get("logits_to_keep")
     if logits is not None and keep is not None:
-        logits = logits[:, -keep:] if isinstance(keep, int) else logits[:, keep]
+        logits = logits[:, slice(-keep, None) if isinstance(keep, int) else keep]
     if _wants_dict(module, arguments):
         outputs = importlib.import_module("transformers.modeling_outputs")
         return getattr(outputs, returns)(loss=loss, logits=logits)

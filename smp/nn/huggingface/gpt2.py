@@ -163,7 +163,8 @@ def _call_model(module: Any, forward: Callable[..., Any], arguments: Arguments) 
     cross: tuple = ()
     if module.options.add_cross_attention:
         states = arguments["encoder_hidden_states"]
-        cross = states, additive(arguments.get("encoder_attention_mask"), states)
+        mask = arguments.get("encoder_attention_mask")
+        cross = states, None if states is None else additive(mask, states)
     refuse(arguments, "token_type_ids")  # the original looks them up in the word embedding
     return language_model(
         module, arguments, *cross, returns="CausalLMOutputWithCrossAttentions"

@@ -93,7 +93,7 @@ class DistributedAttentionLayer(DistributedModule):
             keys=states.size(1) if states is not None else x.size(1),
             mask=None if mask is None else tuple(mask.shape),
             seed=new_seed() if drops else 0,
-            required=(_requires_grad(x), _requires_grad(states)),
+            required=(_requires_grad(x), _requires_grad(states), _requires_grad(mask)),
         )
         sharded, of_all = is_sharded(self), has_stream_of_all(self)
         sources = meet(own, x.device, sharded)
@@ -132,7 +132,8 @@ class DistributedAttentionLayer(DistributedModule):
         q = _in_order(q, samples, counts)
         if not self.options.cross_attention:
             k, v = _in_order(k, samples, counts), _in_order(v, samples, counts)
-        whole = pieces[0]._replace(positions=sum(counts), keys=k.size(0) // samples)
+        keys = pieces[0].keys if self.options.cross_attention else sum(counts)
+        whole = pieces[0]._replace(positions=sum(counts), keys=keys)
         (mask,) = _masks(mask, [whole], q)
         context = self._attend(whole, q, k, v, mask)
         by_sample = context.view(samples, sum(counts), context.size(-1))
@@ -148,6 +149,10 @@ class DistributedAttentionLayer(DistributedModule):
                 f"smp.nn.DistributedAttentionLayer takes one tuple {names}, not {_kind(inputs)}"
             )
         hidden, *states, mask = inputs
+        if states and states[0] is None:
+            raise ValueError(
+                "smp.nn.DistributedAttentionLayer: with cross_attention, cross_states is None"
+            )
         if hidden is None or hidden.dim() != 3 or hidden.size(-1) != self.options.hidden_size:
             shape = None if hidden is None else list(hidden.shape)
             raise ValueError(
@@ -168,7 +173,10 @@ class DistributedAttentionLayer(DistributedModule):
         options = self.options
         causal = options.causal_mask_size is not None and not options.cross_attention
         size, heads = options.attention_head_size, len(self.heads)
-        q, k, v = (t.view(source.samples, -1, heads, size).transpose(1, 2) for t in (q, k, v))
+        q, k, v = (
+            t.view(source.samples, length, heads, size).transpose(1, 2)
+            for t, length in ((q, source.positions), (k, source.keys), (v, source.keys))
+        )
         if options.rotary_dim:
             turn = options.rotary_dim, options.rotary_base, options.rotary_pairs
             q, k = positions.rotate(q, *turn), positions.rotate(k, *turn)
@@ -185,7 +193,7 @@ class DistributedAttentionLayer(DistributedModule):
         if causal and options.mask_value is not None:
             later = _hidden(source, window, options.mask_value, q)
             mask, causal, window = later if mask is None else mask + later, False, None
-        p = options.attention_dropout_prob if self.training else 0.0
+        p = options.attention_dropout_prob if source.seed else 0.0
         if not (p or window or self._widens(q) or options.query_key_layer_scaling):
             if causal and mask is not None:
                 mask, causal = mask + _hidden(source, None, -math.inf, q), False
@@ -257,6 +265,7 @@ def _masks(mask: Tensor | None, sources: list[Source], like: Tensor) -> list[Ten
     if not any(lengths):
         return [None] * len(sources)
     own = like.new_zeros(0, dtype=dtype) if mask is None else mask.reshape(-1)
+    own = primitives.requiring(own, any(source.required[2] for source in sources))
     parts = primitives.gather(own, 0, lengths).split(lengths)
     return [
         None if source.mask is None else part.view(source.mask)

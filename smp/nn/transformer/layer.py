@@ -32,7 +32,8 @@ class DistributedTransformerLayer(DistributedModule):
     """Attention, cross-attention if there is, and an output layer; see ``Options``.
 
     ``forward`` takes one tuple, ``(hidden, mask)``, or with ``add_cross_attention`` ``(hidden,
-    cross_states, mask, cross_mask)``, and returns it with another ``hidden``.  Shapes as for
+    cross_states, mask, cross_mask)``, and returns it with another ``hidden``.  Where
+    cross_states is None, on all tp_ranks, there is no cross-attention.  Shapes as for
     ``DistributedAttentionLayer``.
     """
 
@@ -67,7 +68,7 @@ class DistributedTransformerLayer(DistributedModule):
                 assert self.attention.pre_layernorm is not None
                 x = self.attention.pre_layernorm(hidden)
             return self.output((x, attended)), *inputs[1:]
-        if self.cross_attention is not None:
+        if self.cross_attention is not None and inputs[1] is not None:
             attended = self.cross_attention((attended, inputs[1], inputs[3]))
         return self.output(attended), *inputs[1:]
 

@@ -97,13 +97,14 @@ class DistributedTransformerLMHead(DistributedModule):
         return out
 
     def loss_and_logits(
-        self, inputs: tuple[Tensor | None, ...], logits: bool
+        self, inputs: tuple[Tensor | None, ...], logits: bool, reduction: str = "mean"
     ) -> tuple[Tensor | None, Tensor | None]:
         """The loss, without labels None; and logits (or hidden states) without labels.
 
         Args:
             inputs: as for ``forward``.
             logits: whether to have them with labels, too.
+            reduction: of the loss, "mean" or "sum" over the labels that count.
         """
         ids, mask, types, places, cross, labels = self._arguments(inputs)
         hidden = self.word_embedding(ids)
@@ -126,7 +127,7 @@ class DistributedTransformerLMHead(DistributedModule):
             return None, hidden
         if labels is None:
             return None, self.lm_head(hidden)
-        return self._loss(hidden, labels), self.lm_head(hidden) if logits else None
+        return self._loss(hidden, labels, reduction), self.lm_head(hidden) if logits else None
 
     def _arguments(self, inputs: tuple[Tensor | None, ...]) -> tuple:
         crossing = self.options.add_cross_attention
@@ -149,11 +150,13 @@ class DistributedTransformerLMHead(DistributedModule):
             )
         return ids, mask, types, places, between or None, labels
 
-    def _loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
+    def _loss(self, hidden: Tensor, labels: Tensor, reduction: str) -> Tensor:
         assert self.lm_head is not None
         if self.options.causal_mask_size is not None:
             hidden, labels = hidden[:, :-1], labels[:, 1:]
-        return vocabulary_parallel_cross_entropy(self.lm_head, hidden, labels)
+        return vocabulary_parallel_cross_entropy(
+            self.lm_head, hidden, labels, reduction=reduction
+        )
 
 
 def _embedding(rows: int, options: Options) -> nn.Embedding | None:

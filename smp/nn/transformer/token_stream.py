@@ -18,11 +18,11 @@ from torch import Tensor, nn
 
 from smp.nn.layer_norm import FusedLayerNorm
 from smp.nn.transformer.options import Options
-from smp.tensor_parallel import group, kernels, primitives
+from smp.tensor_parallel import gradients, group, kernels, primitives
 from smp.tensor_parallel.gathered_linears import gathered_linears
 from smp.tensor_parallel.kernels import Dropout
 from smp.tensor_parallel.linears import cut_weights
-from smp.tensor_parallel.slices import Slices, slices_of
+from smp.tensor_parallel.slices import Slices
 
 
 class Source(NamedTuple):
@@ -32,8 +32,8 @@ class Source(NamedTuple):
         samples, positions: of its residual stream.
         keys: positions that its attention looks at.
         mask: shape of its attention mask; None: it has none.
-        seed: of its attention's dropout.
-        required: whether tokens, and what its attention looks at, require grad.
+        seed: of its attention's dropout; 0: it drops nothing.
+        required: whether tokens, what its attention looks at, and the mask require grad.
     """
 
     samples: int
@@ -41,7 +41,7 @@ class Source(NamedTuple):
     keys: int
     mask: tuple[int, ...] | None
     seed: int
-    required: tuple[bool, bool]
+    required: tuple[bool, bool, bool]
 
     @property
     def tokens(self) -> int:
@@ -87,8 +87,8 @@ def meet(own: Source, device: torch.device, sharded: bool) -> list[Source]:
     if alike:
         return [own._replace(seed=everyone[0][3])]
     return [
-        Source(n, s, k, None if no_mask else tuple(mask), seed, (bool(x), bool(states)))
-        for n, s, k, seed, no_mask, x, states, *mask in everyone
+        Source(n, s, k, None if no_mask else tuple(sizes), seed, (x > 0, states > 0, mask > 0))
+        for n, s, k, seed, no_mask, x, states, mask, *sizes in everyone
     ]
 
 
@@ -196,19 +196,11 @@ def _dropout_of_stream(x: Tensor, p: float, positions: Sequence[int] | None) -> 
 def cut_along_positions(module: nn.Module) -> None:
     """Have the modules of a transformer work on own positions where samples are the same.
 
-    Their parameters that are whole see own positions alone there, so that the sum over the
-    TP_GROUP is the gradient, of which the average is taken later.
+    Their parameters that are whole see own positions alone there.
     """
     for one in module.modules():
         one.__dict__[SHARDED] = True
-
-    def summed(gradient: Tensor) -> Tensor:
-        return gradient * group.size()
-
-    if group.same_samples():
-        for parameter in module.parameters():
-            if slices_of(parameter) is None:
-                parameter.register_hook(summed)
+    gradients.mark_partial(module)
 
 
 def cut_linear(linear: nn.Linear, by_outputs: bool, unit: int = 1) -> None:
