@@ -282,6 +282,32 @@ def test_other_batches_than_prescaled_batch_says_are_refused():
         job.train(0)
 
 
+@pytest.mark.parametrize("kind", ["linear", "rows", "embedding", "transformer", "positions"])
+@on_ranks(2)
+def test_other_samples_are_refused_by_every_distributed_module(kind):
+    split_over_all_ranks(
+        prescaled_batch=True, optimize="memory" if kind == "positions" else "speed"
+    )
+    given: Any = F.layer_norm(torch.randn(2000, 64), [64])  # of which sizes are all alike
+    if kind == "embedding":
+        net: nn.Module = smp.nn.DistributedEmbedding(1000, 4)
+        given = torch.arange(1000)
+    elif kind in ("linear", "rows"):
+        net = smp.nn.DistributedLinear(64, 6, by_outputs=kind == "rows")
+    else:
+        net = smp.nn.DistributedTransformer(
+            num_layers=1, num_attention_heads=2, attention_head_size=8, hidden_size=64,
+            intermediate_size=8,
+        )  # fmt: skip
+        given = (given.view(20, 100, 64), None)
+    model = smp.DistributedModel(nn.Sequential(net))
+    model(given)
+    samples = given if isinstance(given, Tensor) else given[0]
+    others = samples.roll(smp.tp_rank(), 0)
+    with pytest.raises(ValueError, match="'0.*' got other samples on tp_rank 1 .* dropout"):
+        model(others if isinstance(given, Tensor) else (others, None))
+
+
 # ------------------------------------------------------------------------ what a user asks
 
 

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from smp.tensor_parallel import group, primitives
+from smp.tensor_parallel import group, primitives, same_samples
 from smp.tensor_parallel.distributed_module import DistributedModule
 from smp.tensor_parallel.linears import cut_weights
 from smp.tensor_parallel.slices import Slices
@@ -92,6 +92,7 @@ class DistributedEmbedding(nn.Embedding, DistributedModule):
 
     def forward(self, input: Tensor) -> Tensor:
         own = input.reshape(-1)
+        same_samples.check(self, own)
         if group.same_samples():
             vectors = self._of_same_samples(own)
             return vectors.view(*input.shape, vectors.size(-1))

@@ -5,7 +5,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from smp.tensor_parallel import cross_entropy, group, primitives
+from smp.tensor_parallel import cross_entropy, group, primitives, same_samples
 from smp.tensor_parallel.distributed_module import DistributedModule
 from smp.tensor_parallel.linears import cut_weights
 from smp.tensor_parallel.slices import Slices
@@ -64,6 +64,7 @@ class DistributedLinear(nn.Linear, DistributedModule):
         it comes to the rank of the pipeline that has the weights.
         """
         x = input.reshape(-1, input.size(-1))
+        same_samples.check(self, x)
         if labels is not None:
             losses = cross_entropy.split_head_losses(
                 x,

@@ -11,7 +11,6 @@ the padding masked, and cut back on the way out.
 import contextlib
 import functools
 import inspect
-import math
 import sys
 import threading
 from collections.abc import Callable
@@ -22,9 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from smp import ranks
 from smp.modules.stand_ins import REFUSES_COPIES, stand_in, users_class
-from smp.tensor_parallel import assumed, group, primitives
+from smp.tensor_parallel import assumed, group, primitives, same_samples
 from smp.tensor_parallel.assumed import Everyones
 from smp.tensor_parallel.slices import PATH, refuse_copies
 
@@ -115,7 +113,7 @@ def _run(module: nn.Module, forward: Callable, args: tuple, kwargs: dict[str, An
     given = {n: named.get(n, others.get(n)) for n in names}
     group.call_of(path)
     if group.same_samples():
-        _check_same_samples(module, path, given[region.samples[0]])
+        same_samples.check(module, given[region.samples[0]])
         gathered, rows = _enter_alike(given)
     else:
         gathered, rows = _gather(region, path, given)
@@ -187,9 +185,6 @@ def _records_attentions(arguments: dict[str, Any]) -> bool:
 
 # --------------------------------------------------------- ranks that have the same samples
 
-_COMPARED_CALLS = 2  # of each region; then the ranks' samples are taken to be the same
-_CALLS = "_smp_compared_calls"
-
 
 def _enter_alike(given: dict[str, Any]) -> tuple[dict, Rows]:
     """Backward sums the gradients of what enters over the tp_ranks."""
@@ -204,37 +199,6 @@ def _enter_alike(given: dict[str, Any]) -> tuple[dict, Rows]:
         ]
         out[name] = tree_unflatten(entered, spec) if leaves else value
     return out, Rows(None, None)
-
-
-def _check_same_samples(module: nn.Module, path: str, hidden: Any) -> None:
-    """Compare the tp_ranks' samples in a region's first calls.
-
-    Raises:
-        ValueError: on every tp_rank; they differ though ``prescaled_batch`` is set.
-    """
-    calls = module.__dict__.get(_CALLS, 0)
-    if (
-        calls >= _COMPARED_CALLS
-        or ranks.pp_size() > 1  # where calls come in another order on each rank
-        or not isinstance(hidden, Tensor)
-        or group.is_traced()
-    ):
-        return
-    module.__dict__[_CALLS] = calls + 1
-    mantissa, exponent = math.frexp(hidden.detach().double().abs().sum().nan_to_num().item())
-    words = [int(mantissa * 2**40), exponent, hidden.numel()]
-    sizes = []
-    for digits, power, count in group.gather_numbers(words, hidden.device):
-        sizes.append((math.ldexp(digits, power - 40), count))
-    for rank, (size, count) in enumerate(sizes):
-        # Alike but for rounding, where the ranks add up in other orders.
-        if count != sizes[0][1] or not math.isclose(size, sizes[0][0], rel_tol=1e-3):
-            raise ValueError(
-                f"smp: '{path}' got other samples on tp_rank {rank} than on tp_rank 0, and "
-                "prescaled_batch says that the ranks of a TP_GROUP are fed the same batch: "
-                "have the sampler use smp.rdp_rank() and smp.rdp_size(), or leave "
-                "prescaled_batch out"
-            )
 
 
 # ------------------------------------------------------------------------------ gathering

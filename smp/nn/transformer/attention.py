@@ -20,7 +20,7 @@ from smp.nn.transformer.token_stream import (
     meet,
     new_seed,
 )
-from smp.tensor_parallel import group, kernels, primitives
+from smp.tensor_parallel import group, kernels, primitives, same_samples
 from smp.tensor_parallel.distributed_module import DistributedModule
 from smp.tensor_parallel.kernels import Dropout
 
@@ -96,6 +96,8 @@ class DistributedAttentionLayer(DistributedModule):
             required=(_requires_grad(x), _requires_grad(states), _requires_grad(mask)),
         )
         sharded, of_all = is_sharded(self), has_stream_of_all(self)
+        if of_all:
+            same_samples.check(self, hidden)
         sources = meet(own, x.device, sharded)
         x = primitives.requiring(x, any(s.required[0] for s in sources))
         if states is not None:

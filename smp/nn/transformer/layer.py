@@ -9,7 +9,7 @@ from smp.nn.transformer.attention import DistributedAttentionLayer
 from smp.nn.transformer.options import Options, takes
 from smp.nn.transformer.output_layer import DistributedTransformerOutputLayer
 from smp.nn.transformer.token_stream import cut_along_positions, is_sharded
-from smp.tensor_parallel import group, primitives
+from smp.tensor_parallel import group, primitives, same_samples
 from smp.tensor_parallel.distributed_module import DistributedModule
 
 Stream = tuple[Tensor | None, ...]  # what a layer takes and returns, hidden first
@@ -112,6 +112,7 @@ class DistributedTransformer(DistributedModule):
         assert hidden is not None
         sharded, positions = is_sharded(self.seq_layers), group.shares(hidden.size(1))
         if sharded:
+            same_samples.check(self, hidden)
             hidden = primitives.own_part(hidden, 1, positions)
         hidden, *others = self.seq_layers((hidden, *others))
         if sharded:

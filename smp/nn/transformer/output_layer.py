@@ -12,7 +12,7 @@ from smp.nn.transformer.token_stream import (
     join,
     lead_out,
 )
-from smp.tensor_parallel import primitives
+from smp.tensor_parallel import primitives, same_samples
 from smp.tensor_parallel.distributed_module import DistributedModule
 
 
@@ -51,6 +51,8 @@ class DistributedTransformerOutputLayer(DistributedModule):
         hidden, residual = (inputs, inputs) if isinstance(inputs, Tensor) else inputs
         x = hidden if self.pre_layernorm is None else self.pre_layernorm(hidden)
         of_all, counts = has_stream_of_all(self), None
+        if of_all:
+            same_samples.check(self, hidden)
         tokens = [x.size(0) * x.size(1)]
         if is_sharded(self):
             x, counts = primitives.entering(x, 1)
