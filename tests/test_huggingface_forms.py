@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import smp
 from smp.nn.huggingface.translation import Translation, part
+from smp.tensor_parallel import replacement
 from tests.ranks import on_ranks
 from tests.reference.whole_job import assert_near, split_over_all_ranks
 
@@ -228,7 +229,10 @@ def test_blocks_that_the_script_registers():
     smp.set_tensor_parallelism(net.transformer.h, True)
     hooks = names.get_hf_gpt2_transformer_layer_hooks()
     smp.tp_register_with_module(GPT2Block, smp.nn.DistributedTransformerLayer, *hooks)
-    model = smp.DistributedModel(net)
+    try:
+        model = smp.DistributedModel(net)
+    finally:  # classes stay registered in this process, where other tests split them in place
+        del replacement._registered[GPT2Block]
     kinds = {type(m).__name__ for m in model.get_module().transformer.h}
     assert kinds == {"DistributedTransformerLayer"}
     with pytest.raises(NotImplementedError, match="past_key_values.*pass use_cache=False"):
