@@ -9,7 +9,7 @@ from torch import nn
 import smp
 from tests.models.real import REAL
 from tests.models.trained import assert_same, batch_of, init, make_model, rank_of, train_step
-from tests.ranks import on_ranks
+from tests.ranks import call_on_ranks, on_ranks
 
 
 class Odd(nn.Module):
@@ -178,6 +178,45 @@ def test_a_checkpoint_loads_into_a_delayed_model(partial, tmp_path):
         smp.step(lambda m, tokens: m(tokens))(other, batch_of(0))
 
     assert_same(other.state_dict(), model.state_dict())
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.register_buffer("scale", torch.full((6,), 1.5))
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.first(x))) * self.scale
+
+
+@pytest.mark.parametrize(("ranks", "degree"), [(2, 1), (4, 2)])
+def test_a_model_is_moved_and_converted_before_it_has_values(ranks, degree):
+    call_on_ranks(ranks, check_conversion, degree)
+
+
+def check_conversion(degree):
+    smp.init({"pipeline_parallel_degree": 2, "tensor_parallel_degree": degree})
+    torch.manual_seed(1)
+    plain = Scaled().half().double()
+    torch.manual_seed(1)
+    with smp.delay_param_initialization(), smp.tensor_parallelism():
+        model = smp.DistributedModel(Scaled())
+    assert model.half().to("cpu").double() is model
+    kinds = {tensor.dtype for tensor in (*model.parameters(), *model.buffers())}
+    assert kinds == {torch.float64}
+
+    @smp.step
+    def train(model, x):
+        loss = model(x).square().mean()
+        model.backward(loss)
+        return loss
+
+    x = torch.randn(4, 6, dtype=torch.float64)
+    loss = train(model, x).reduce_mean()
+    torch.testing.assert_close(loss, plain(x).square().mean().detach())
+    kinds = {tensor.dtype for tensor in (*model.local_parameters(), *model.local_buffers())}
+    assert kinds == {torch.float64}
 
 
 def test_what_cannot_be_recorded_is_named():

@@ -356,6 +356,33 @@ def make_of_recorded(parameter: nn.Parameter, function: Callable[[Tensor], Tenso
     setattr(parameter, _MADE_OF, (whole, function))
 
 
+def converting(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """For ``module._apply``: the function, of delayed tensors at the partition.
+
+    Args:
+        function: as ``model.to(...)`` has it, to another dtype or device.
+    """
+
+    def convert(tensor: Tensor) -> Tensor:
+        made_of = getattr(tensor, _MADE_OF, None)
+        if made_of is None and not is_delayed(tensor):
+            return function(tensor)
+        whole, before = made_of or (tensor.data, None)
+        empty = torch.empty([0] * tensor.dim(), dtype=tensor.dtype, device="cpu")
+        converted = tensor.data.to(function(empty).dtype)  # a meta tensor has no device yet
+
+        def both(values: Tensor) -> Tensor:
+            return function(values if before is None else before(values))
+
+        if isinstance(tensor, nn.Parameter):
+            tensor.data = converted
+            converted = tensor
+        setattr(converted, _MADE_OF, (whole, both))
+        return converted
+
+    return convert
+
+
 def materialize(
     root: nn.Module,
     owns_parameter: Callable[[str], bool],
@@ -379,10 +406,11 @@ def materialize(
         if owns_module(path)
         for holder in (module._buffers, module.__dict__)
         for key, tensor in holder.items()
-        if isinstance(tensor, Tensor) and _recorder_of(tensor) is not None
+        if isinstance(tensor, Tensor)
+        and (_recorder_of(tensor) is not None or hasattr(tensor, _MADE_OF))
     ]
     mine: list[Tensor] = [p for name, p in parameters if owns_parameter(name)]
-    mine += [tensor for _, _, tensor in places]
+    mine += [_recorded(tensor) for _, _, tensor in places]
     with _disable_current_modes(), torch.no_grad():
         values = _values_of(mine)
         for name, parameter in parameters:
@@ -396,9 +424,18 @@ def materialize(
             else:
                 _put_into(parameter, _without_memory(parameter))
         for holder, key, tensor in places:
-            if (value := values[id(tensor)]).requires_grad != tensor.requires_grad:
+            value = values[id(_recorded(tensor))]
+            if (made_of := getattr(tensor, _MADE_OF, None)) is not None:
+                value = made_of[1](value)
+            if value.requires_grad != tensor.requires_grad:
                 value.requires_grad_(tensor.requires_grad)
             holder[key] = value
+
+
+def _recorded(tensor: Tensor) -> Tensor:
+    """What of a delayed tensor the tape has: of one that was converted, what it was."""
+    made_of = getattr(tensor, _MADE_OF, None)
+    return tensor if made_of is None else made_of[0]
 
 
 def _without_memory(parameter: Tensor) -> Tensor:
