@@ -18,14 +18,11 @@ from torch import Tensor, nn
 
 from smp.modules.stand_ins import users_class
 from smp.nn.huggingface.translation import StateDict
+from smp.nn.transformer.lm_head import HIDES
 from smp.state_mod import state
 from smp.tensor_parallel import marking, replacement
 
 Arguments = dict[str, Any]  # of a forward, by name
-
-# Added to scores: as good as minus infinity, and small enough that the scores of a position
-# which sees hidden ones only are not lost beside it.
-HIDES = -1e4
 
 
 Translate = Callable[..., StateDict]  # from one state dict to another

@@ -14,7 +14,7 @@ from smp.tensor_parallel.distributed_module import DistributedModule
 
 # Added to scores: as good as minus infinity, and small enough that the scores of a position
 # which sees hidden ones only are not lost beside it.
-_HIDES = -1e4
+HIDES = -1e4
 
 
 @takes(
@@ -116,7 +116,7 @@ class DistributedTransformerLMHead(DistributedModule):
             hidden = hidden + self.token_type_embedding(types)
         hidden = dropout_of_stream(hidden, self.options.embedding_dropout_prob, self.training)
         if mask is not None:
-            mask = mask[:, None, None, :].to(hidden.dtype) * _HIDES
+            mask = mask[:, None, None, :].to(hidden.dtype) * HIDES
         if cross is None:
             hidden = self.transformer((hidden, mask))[0]
         else:
