@@ -112,8 +112,10 @@ C_FILES := $(CSRC) $(wildcard tests/core/*.[ch] tests/fuzz/*.[ch] benchmarks/cor
 INCLUDE  = $(shell $(BIN)/python -c 'import sysconfig; print(sysconfig.get_paths()["include"])')
 MPI_FLAGS = $(shell test -x $(BIN)/mpicc && $(BIN)/mpicc --showme:compile)
 
+CUDA_FILES := $(wildcard csrc/tp_kernels/*.cu tests/core/*.cpp)
+
 lint: venv
-	clang-format-14 --dry-run -Werror $(C_FILES)
+	clang-format-14 --dry-run -Werror $(C_FILES) $(CUDA_FILES)
 	printf '%s\n' $(filter %.c,$(CSRC)) | xargs -P $$(nproc) -n 1 sh -c \
 	    'clang-tidy-14 --quiet "$$@" -- -std=c11 -Icsrc -isystem $(INCLUDE) $(MPI_FLAGS)' tidy
 	$(BIN)/ruff check smp smdistributed tests benchmarks examples setup.py
@@ -133,6 +135,7 @@ headers:
 # Random bytes against the decoders and random trees against the partitioner.
 SECONDS ?= 10
 fuzz: venv
+	$(MAKE) -C tests/fuzz -j$$(nproc) build
 	$(MAKE) -C tests/fuzz SECONDS=$(SECONDS) PYTHON=$(CURDIR)/$(BIN)/python
 
 # Hugging Face's Trainer, in the last version that knows this library's interface.  Its

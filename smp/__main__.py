@@ -56,6 +56,8 @@ def _versions() -> Iterator[str]:
 def _build() -> Iterator[str]:
     yield f"{_core.__file__}"
     yield f"{_core.compiler}, {_core.flags}"
+    built = "built in" if _core.has_gpu_kernels else "not built (there was no nvcc)"
+    yield f"kernels for GPUs: {built}"
 
 
 def _launchers() -> Iterator[str]:

@@ -14,10 +14,11 @@ OURS = ["csrc", "smp", "smdistributed", "tests", "benchmarks", "examples", "docs
 MAY_INCLUDE: dict[str, set[str]] = {
     "common": set(),
     "partition": {"common"},
-    "tp_kernels": {"common"},
-    "comm": {"common"},
+    "device": {"common"},
+    "tp_kernels": {"common", "device"},
+    "comm": {"common", "device"},
     "server": {"common", "comm", "partition"},
-    "python": {"common", "comm", "partition", "server", "tp_kernels"},
+    "python": {"common", "device", "comm", "partition", "server", "tp_kernels"},
 }
 
 

@@ -68,9 +68,13 @@ is_dense(const dl_tensor *t)
     return true;
 }
 
-/* One that is on a device where `device` is wanted, in host memory where it is NULL. */
+/* Where a tensor is to be; in words, too. */
+typedef enum { IN_HOST_MEMORY, ON_A_DEVICE, ANYWHERE } whereabouts;
+
+static const char *const places[] = {" in host memory", " on a device", ""};
+
 static int
-see_tensor(PyObject *tensor, smp_row *out, dl_device *device)
+see_tensor(PyObject *tensor, smp_row *out, whereabouts where, dl_device *device)
 {
     dl_tensor t;
     PyObject *held;
@@ -87,14 +91,13 @@ see_tensor(PyObject *tensor, smp_row *out, dl_device *device)
     }
     same = held == tensor; /* else a copy, because the tensor has a conjugate bit */
     Py_DECREF(held);
-    if ((t.device.type != SMP_DL_CPU) != (device != NULL) || !same || !is_dense(&t)) {
-        PyErr_Format(PyExc_BufferError, "smp: not a dense tensor %s",
-                     device == NULL ? "in host memory" : "on a device");
+    if ((t.device.type == SMP_DL_CPU ? where == ON_A_DEVICE
+                                     : where == IN_HOST_MEMORY) ||
+        !same || !is_dense(&t)) {
+        PyErr_Format(PyExc_BufferError, "smp: not a dense tensor%s", places[where]);
         return -1;
     }
-    if (device != NULL) {
-        *device = t.device;
-    }
+    *device = t.device;
     for (int i = 0; i < t.ndim; i++) {
         count *= (size_t)t.shape[i];
     }
@@ -112,11 +115,19 @@ see_tensor(PyObject *tensor, smp_row *out, dl_device *device)
 int
 smp_see_tensor(PyObject *tensor, smp_row *out)
 {
-    return see_tensor(tensor, out, NULL);
+    dl_device device;
+
+    return see_tensor(tensor, out, IN_HOST_MEMORY, &device);
 }
 
 int
 smp_see_device_tensor(PyObject *tensor, smp_row *out, dl_device *device)
 {
-    return see_tensor(tensor, out, device);
+    return see_tensor(tensor, out, ON_A_DEVICE, device);
+}
+
+int
+smp_see_tensor_anywhere(PyObject *tensor, smp_row *out, dl_device *device)
+{
+    return see_tensor(tensor, out, ANYWHERE, device);
 }

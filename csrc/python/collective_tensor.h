@@ -33,4 +33,7 @@ int smp_see_tensor(PyObject *tensor, smp_row *out);
 /* The same for one on a device, *device, where its data are. */
 int smp_see_device_tensor(PyObject *tensor, smp_row *out, dl_device *device);
 
+/* The same for one anywhere. */
+int smp_see_tensor_anywhere(PyObject *tensor, smp_row *out, dl_device *device);
+
 #endif

@@ -8,14 +8,54 @@
 #include <stdlib.h>
 
 #include "python/collective_tensor.h"
-#include "tp_kernels/tp_kernels.h"
+#include "python/device.h"
+#include "tp_kernels/gpu.h"
 
 /* What is known of a call's tensors so far. */
 typedef struct {
     bool         failed; /* with an exception */
     bool         known;
     smp_tp_dtype dtype; /* of all floats, when known */
+    bool         placed;
+    dl_device    device; /* of all tensors, when placed */
 } seen;
+
+/* Of the tensors of a call that are float32 whatever the others are. */
+static seen
+statistics_of(const seen *see)
+{
+    return (seen){.failed = see->failed,
+                  .known = true,
+                  .dtype = SMP_TP_F32,
+                  .placed = see->placed,
+                  .device = see->device};
+}
+
+/* 0, or -1 with an exception: it is elsewhere than the others, or no row. */
+static int
+see_placed(seen *see, PyObject *tensor, const char *name, smp_row *row)
+{
+    dl_device device;
+
+    if (smp_see_tensor_anywhere(tensor, row, &device) < 0) {
+        return -1;
+    }
+    if (!see->placed) {
+        see->placed = true;
+        see->device = device;
+    }
+    if (device.type != see->device.type || device.id != see->device.id) {
+        PyErr_Format(PyExc_ValueError, "%s: on another device than the other tensors",
+                     name);
+        return -1;
+    }
+    if (device.type != SMP_DL_CPU && !smp_device_is_drivers(device)) {
+        PyErr_Format(PyExc_BufferError, "%s: neither in host memory nor on a GPU",
+                     name);
+        return -1;
+    }
+    return 0;
+}
 
 /* The data of a dense tensor of `count` elements; NULL when it failed. */
 static void *
@@ -26,7 +66,7 @@ numbers(seen *see, PyObject *tensor, const char *name, smp_dtype want, size_t co
     if (see->failed) {
         return NULL;
     }
-    if (smp_see_tensor(tensor, &row) < 0) {
+    if (see_placed(see, tensor, name, &row) < 0) {
         see->failed = true;
         return NULL;
     }
@@ -51,7 +91,7 @@ floats(seen *see, PyObject *tensor, const char *name, size_t count)
         return NULL;
     }
     if (!see->known) {
-        if (smp_see_tensor(tensor, &row) < 0) {
+        if (see_placed(see, tensor, name, &row) < 0) {
             see->failed = true;
             return NULL;
         }
@@ -76,21 +116,157 @@ floats_or_none(seen *see, PyObject *tensor, const char *name, size_t count)
     return tensor == Py_None ? NULL : floats(see, tensor, name, count);
 }
 
-/* Rows of scratch, to be freed; NULL when it failed. */
-static float *
-scratch_of(seen *see, size_t rows, size_t columns)
+/* Scratch of a call: of the host, or memory of torch's on the device, which gives it
+ * out again only behind what the stream has now. */
+typedef struct {
+    float    *floats;
+    PyObject *tensor; /* owned; NULL: malloc's */
+} scratch;
+
+static void
+set_error(void *unused, const char *kind, const char *message)
 {
-    float *scratch;
+    (void)unused;
+    PyErr_Format(PyExc_RuntimeError, "smp: scratch of a kernel: %s: %s", kind, message);
+}
+
+static void
+allocate_on_device(seen *see, scratch *out, size_t bytes)
+{
+    int64_t     length = (int64_t)(bytes / sizeof(float) + 1);
+    int64_t     stride = 1;
+    dl_tensor   wanted = {.device = see->device,
+                          .ndim = 1,
+                          .dtype = {SMP_DL_FLOAT, 32, 1},
+                          .shape = &length,
+                          .strides = &stride};
+    dl_managed *managed = NULL;
+    dl_tensor   made;
+    void       *tensor;
+
+    if (smp_torch.dlpack->allocate(&wanted, &managed, NULL, set_error) != 0 ||
+        smp_torch.dlpack->to_python(managed, &tensor) != 0) {
+        if (!PyErr_Occurred()) {
+            PyErr_NoMemory();
+        }
+        see->failed = true;
+        return;
+    }
+    out->tensor = tensor;
+    see->failed = smp_torch.dlpack->borrow(tensor, &made) != 0;
+    out->floats = (float *)(void *)((char *)made.data + made.byte_offset);
+}
+
+/* host_rows: of scratch where the host runs the call.  To be given back; nothing when
+ * it failed. */
+static scratch
+scratch_of(seen *see, smp_tp_gpu_kernel kernel, size_t rows, size_t columns,
+           size_t host_rows)
+{
+    scratch out = {.floats = NULL};
 
     if (see->failed) {
-        return NULL;
+        return out;
     }
-    scratch = malloc((rows * SMP_TP_SCRATCH_ROW(columns) + 1) * sizeof(*scratch));
-    if (scratch == NULL) {
+    if (see->device.type != SMP_DL_CPU) {
+        allocate_on_device(see, &out, smp_tp_gpu_scratch(kernel, rows, columns));
+        return out;
+    }
+    out.floats =
+        malloc((host_rows * SMP_TP_SCRATCH_ROW(columns) + 1) * sizeof(*out.floats));
+    if (out.floats == NULL) {
         PyErr_NoMemory();
         see->failed = true;
     }
-    return scratch;
+    return out;
+}
+
+static void
+give_back(scratch *given)
+{
+    if (given->tensor == NULL) {
+        free(given->floats);
+    }
+    Py_CLEAR(given->tensor);
+}
+
+/* Threads: without the GIL. */
+static void
+run_on_host(smp_tp_gpu_kernel kernel, const void *call)
+{
+    const smp_tp_kernels *kernels = smp_tp_kernels_best();
+
+    switch (kernel) {
+    case SMP_TP_GPU_SOFTMAX:
+        kernels->softmax(call);
+        break;
+    case SMP_TP_GPU_SOFTMAX_BACKWARD:
+        kernels->softmax_backward(call);
+        break;
+    case SMP_TP_GPU_RESIDUAL:
+        kernels->residual(call);
+        break;
+    case SMP_TP_GPU_RESIDUAL_BACKWARD:
+        kernels->residual_backward(call);
+        break;
+    case SMP_TP_GPU_NORM:
+        kernels->norm(call);
+        break;
+    case SMP_TP_GPU_NORM_BACKWARD:
+        kernels->norm_backward(call);
+        break;
+    case SMP_TP_GPU_CROSS_ENTROPY_BACKWARD:
+        kernels->cross_entropy_backward(call);
+        break;
+    case SMP_TP_GPU_GATHER:
+        kernels->gather(call);
+        break;
+    case SMP_TP_GPU_CROSS_ENTROPY: /* has a result: tp_cross_entropy() */
+    case SMP_TP_GPU_COLUMN_SUMS:   /* a part of others */
+    case SMP_TP_GPU_KERNELS:
+        break;
+    }
+}
+
+/* On the calling thread's current stream.  False with an exception. */
+static bool
+run_on_gpu(const seen *see, smp_tp_gpu_kernel kernel, const void *call, size_t rows)
+{
+    char  why[SMP_TP_GPU_TEXT];
+    void *stream;
+    bool  ok;
+
+    if (smp_device_stream(see->device, &stream) != 0) {
+        return false;
+    }
+    Py_BEGIN_ALLOW_THREADS;
+    ok = smp_tp_gpu_launch(see->device.id, stream, kernel, call, rows, why);
+    Py_END_ALLOW_THREADS;
+    if (!ok) {
+        PyErr_Format(PyExc_RuntimeError, "smp: a kernel on GPU %d: %s",
+                     (int)see->device.id, why);
+    }
+    return ok;
+}
+
+/* Runs the call where its tensors are, and gives its scratch (or NULL) back. */
+static PyObject *
+run(const seen *see, smp_tp_gpu_kernel kernel, const void *call, size_t rows,
+    scratch *given)
+{
+    bool ok = true;
+
+    if (see->device.type != SMP_DL_CPU) {
+        ok = run_on_gpu(see, kernel, call, rows);
+    } else {
+        Py_BEGIN_ALLOW_THREADS;
+        run_on_host(kernel, call);
+        Py_END_ALLOW_THREADS;
+    }
+    if (given != NULL) {
+        give_back(given);
+    }
+    return ok ? Py_NewRef(Py_None) : NULL;
 }
 
 /* The format of a smp_tp_dropout, and where its parts go. */
@@ -146,10 +322,7 @@ tp_residual(PyObject *module, PyObject *args)
         return NULL;
     }
     call.dtype = see.dtype;
-    Py_BEGIN_ALLOW_THREADS;
-    smp_tp_kernels_best()->residual(&call);
-    Py_END_ALLOW_THREADS;
-    Py_RETURN_NONE;
+    return run(&see, SMP_TP_GPU_RESIDUAL, &call, call.rows, NULL);
 }
 
 PyDoc_STRVAR(tp_residual_backward_doc,
@@ -161,6 +334,7 @@ static PyObject *
 tp_residual_backward(PyObject *module, PyObject *args)
 {
     smp_tp_residual_backward call = {.rows = 0};
+    scratch                  given = {.floats = NULL};
     seen                     see = {.failed = false};
     Py_ssize_t               rows;
     Py_ssize_t               columns;
@@ -180,16 +354,16 @@ tp_residual_backward(PyObject *module, PyObject *args)
     call.grad = floats(&see, grad, "grad", call.rows * call.columns);
     call.grad_x = floats(&see, grad_x, "grad_x", call.rows * call.columns);
     call.grad_bias = floats_or_none(&see, grad_bias, "grad_bias", call.columns);
-    call.scratch = grad_bias == Py_None ? NULL : scratch_of(&see, 2, call.columns);
+    if (grad_bias != Py_None) {
+        given =
+            scratch_of(&see, SMP_TP_GPU_RESIDUAL_BACKWARD, call.rows, call.columns, 2);
+    }
     if (see.failed) {
         return NULL;
     }
     call.dtype = see.dtype;
-    Py_BEGIN_ALLOW_THREADS;
-    smp_tp_kernels_best()->residual_backward(&call);
-    Py_END_ALLOW_THREADS;
-    free(call.scratch);
-    Py_RETURN_NONE;
+    call.scratch = given.floats;
+    return run(&see, SMP_TP_GPU_RESIDUAL_BACKWARD, &call, call.rows, &given);
 }
 
 /* The format of a smp_tp_sight. */
@@ -273,6 +447,7 @@ static PyObject *
 tp_softmax(PyObject *module, PyObject *args)
 {
     smp_tp_softmax     call = {.rows = 0};
+    scratch            given = {.floats = NULL};
     seen               see = {.failed = false};
     Py_ssize_t         rows;
     Py_ssize_t         keys;
@@ -301,16 +476,13 @@ tp_softmax(PyObject *module, PyObject *args)
     call.probabilities =
         floats(&see, probabilities, "probabilities", call.rows * call.keys);
     call.out = floats_or_none(&see, out, "out", call.rows * call.keys);
-    call.scratch = scratch_of(&see, 1, call.keys);
+    given = scratch_of(&see, SMP_TP_GPU_SOFTMAX, call.rows, call.keys, 1);
     if (see.failed) {
         return NULL;
     }
     call.dtype = see.dtype;
-    Py_BEGIN_ALLOW_THREADS;
-    smp_tp_kernels_best()->softmax(&call);
-    Py_END_ALLOW_THREADS;
-    free(call.scratch);
-    Py_RETURN_NONE;
+    call.scratch = given.floats;
+    return run(&see, SMP_TP_GPU_SOFTMAX, &call, call.rows, &given);
 }
 
 PyDoc_STRVAR(tp_softmax_backward_doc,
@@ -323,6 +495,7 @@ static PyObject *
 tp_softmax_backward(PyObject *module, PyObject *args)
 {
     smp_tp_softmax_backward call = {.rows = 0};
+    scratch                 given = {.floats = NULL};
     seen                    see = {.failed = false};
     Py_ssize_t              rows;
     Py_ssize_t              keys;
@@ -349,16 +522,13 @@ tp_softmax_backward(PyObject *module, PyObject *args)
         floats(&see, probabilities, "probabilities", call.rows * call.keys);
     call.grad = floats(&see, grad, "grad", call.rows * call.keys);
     call.grad_scores = floats(&see, grad_scores, "grad_scores", call.rows * call.keys);
-    call.scratch = scratch_of(&see, 1, call.keys);
+    given = scratch_of(&see, SMP_TP_GPU_SOFTMAX_BACKWARD, call.rows, call.keys, 1);
     if (see.failed) {
         return NULL;
     }
     call.dtype = see.dtype;
-    Py_BEGIN_ALLOW_THREADS;
-    smp_tp_kernels_best()->softmax_backward(&call);
-    Py_END_ALLOW_THREADS;
-    free(call.scratch);
-    Py_RETURN_NONE;
+    call.scratch = given.floats;
+    return run(&see, SMP_TP_GPU_SOFTMAX_BACKWARD, &call, call.rows, &given);
 }
 
 PyDoc_STRVAR(tp_norm_doc,
@@ -372,7 +542,7 @@ tp_norm(PyObject *module, PyObject *args)
 {
     smp_tp_norm call = {.rows = 0};
     seen        see = {.failed = false};
-    seen        statistics = {.known = true, .dtype = SMP_TP_F32};
+    seen        statistics;
     Py_ssize_t  rows;
     Py_ssize_t  columns;
     size_t      count;
@@ -403,17 +573,14 @@ tp_norm(PyObject *module, PyObject *args)
     call.shift = floats_or_none(&see, shift, "shift", call.columns);
     call.sum = floats(&see, sum, "sum", count);
     call.out = floats(&see, out, "out", count);
-    statistics.failed = see.failed;
+    statistics = statistics_of(&see);
     call.mean = floats(&statistics, mean, "mean", call.rows);
     call.rstd = floats(&statistics, rstd, "rstd", call.rows);
     if (statistics.failed) {
         return NULL;
     }
     call.dtype = see.dtype;
-    Py_BEGIN_ALLOW_THREADS;
-    smp_tp_kernels_best()->norm(&call);
-    Py_END_ALLOW_THREADS;
-    Py_RETURN_NONE;
+    return run(&see, SMP_TP_GPU_NORM, &call, call.rows, NULL);
 }
 
 PyDoc_STRVAR(
@@ -428,8 +595,9 @@ static PyObject *
 tp_norm_backward(PyObject *module, PyObject *args)
 {
     smp_tp_norm_backward call = {.rows = 0};
+    scratch              given = {.floats = NULL};
     seen                 see = {.failed = false};
-    seen                 statistics = {.known = true, .dtype = SMP_TP_F32};
+    seen                 statistics;
     Py_ssize_t           rows;
     Py_ssize_t           columns;
     size_t               count;
@@ -465,33 +633,33 @@ tp_norm_backward(PyObject *module, PyObject *args)
     call.grad_bias = floats(&see, grad_bias, "grad_bias", call.columns);
     call.grad_weight = floats(&see, grad_weight, "grad_weight", call.columns);
     call.grad_shift = floats(&see, grad_shift, "grad_shift", call.columns);
-    statistics.failed = see.failed;
+    statistics = statistics_of(&see);
     call.mean = floats(&statistics, mean, "mean", call.rows);
     call.rstd = floats(&statistics, rstd, "rstd", call.rows);
-    call.scratch = scratch_of(&statistics, 6, call.columns);
+    given =
+        scratch_of(&statistics, SMP_TP_GPU_NORM_BACKWARD, call.rows, call.columns, 6);
     if (statistics.failed) {
         return NULL;
     }
     call.dtype = see.dtype;
-    Py_BEGIN_ALLOW_THREADS;
-    smp_tp_kernels_best()->norm_backward(&call);
-    Py_END_ALLOW_THREADS;
-    free(call.scratch);
-    Py_RETURN_NONE;
+    call.scratch = given.floats;
+    return run(&see, SMP_TP_GPU_NORM_BACKWARD, &call, call.rows, &given);
 }
 
-PyDoc_STRVAR(tp_cross_entropy_doc,
-             "tp_cross_entropy(rows, columns, (start, vocabulary, ignored), logits,\n"
-             "                 targets, top, sum, target, all)\n"
-             "--\n\n"
-             "See smp_tp_cross_entropy.  Returns what it returns; all may be None.");
+PyDoc_STRVAR(
+    tp_cross_entropy_doc,
+    "tp_cross_entropy(rows, columns, (start, vocabulary, ignored), logits,\n"
+    "                 targets, top, sum, target, all)\n"
+    "--\n\n"
+    "See smp_tp_cross_entropy.  Returns what it returns, on a GPU None: there the\n"
+    "targets are the caller's to check.  all may be None.");
 
 static PyObject *
 tp_cross_entropy(PyObject *module, PyObject *args)
 {
     smp_tp_cross_entropy call = {.rows = 0};
     seen                 see = {.failed = false};
-    seen                 statistics = {.known = true, .dtype = SMP_TP_F32};
+    seen                 statistics;
     Py_ssize_t           rows;
     Py_ssize_t           columns;
     long long            start;
@@ -518,7 +686,7 @@ tp_cross_entropy(PyObject *module, PyObject *args)
     call.ignored = ignored;
     call.logits = floats(&see, logits, "logits", call.rows * call.columns);
     call.targets = numbers(&see, targets, "targets", SMP_I64, call.rows);
-    statistics.failed = see.failed;
+    statistics = statistics_of(&see);
     call.top = floats(&statistics, top, "top", call.rows);
     call.sum = floats(&statistics, sum, "sum", call.rows);
     call.target = floats(&statistics, target, "target", call.rows);
@@ -527,6 +695,9 @@ tp_cross_entropy(PyObject *module, PyObject *args)
         return NULL;
     }
     call.dtype = see.dtype;
+    if (see.device.type != SMP_DL_CPU) {
+        return run(&see, SMP_TP_GPU_CROSS_ENTROPY, &call, call.rows, NULL);
+    }
     Py_BEGIN_ALLOW_THREADS;
     wrong = smp_tp_kernels_best()->cross_entropy(&call);
     Py_END_ALLOW_THREADS;
@@ -545,7 +716,7 @@ tp_cross_entropy_backward(PyObject *module, PyObject *args)
 {
     smp_tp_cross_entropy_backward call = {.rows = 0};
     seen                          see = {.failed = false};
-    seen                          statistics = {.known = true, .dtype = SMP_TP_F32};
+    seen                          statistics;
     Py_ssize_t                    rows;
     Py_ssize_t                    columns;
     long long                     start;
@@ -570,7 +741,7 @@ tp_cross_entropy_backward(PyObject *module, PyObject *args)
     call.logits = floats(&see, logits, "logits", call.rows * call.columns);
     call.targets = numbers(&see, targets, "targets", SMP_I64, call.rows);
     call.grad = floats(&see, grad, "grad", call.rows * call.columns);
-    statistics.failed = see.failed;
+    statistics = statistics_of(&see);
     call.top = floats(&statistics, top, "top", call.rows);
     call.sum = floats(&statistics, sum, "sum", call.rows);
     call.factors = floats(&statistics, factors, "factors", call.rows);
@@ -578,10 +749,7 @@ tp_cross_entropy_backward(PyObject *module, PyObject *args)
         return NULL;
     }
     call.dtype = see.dtype;
-    Py_BEGIN_ALLOW_THREADS;
-    smp_tp_kernels_best()->cross_entropy_backward(&call);
-    Py_END_ALLOW_THREADS;
-    Py_RETURN_NONE;
+    return run(&see, SMP_TP_GPU_CROSS_ENTROPY_BACKWARD, &call, call.rows, NULL);
 }
 
 PyDoc_STRVAR(tp_gather_doc, "tp_gather(count, rows, columns, start, table, ids, out)\n"
@@ -617,10 +785,7 @@ tp_gather(PyObject *module, PyObject *args)
         return NULL;
     }
     call.dtype = see.dtype;
-    Py_BEGIN_ALLOW_THREADS;
-    smp_tp_kernels_best()->gather(&call);
-    Py_END_ALLOW_THREADS;
-    Py_RETURN_NONE;
+    return run(&see, SMP_TP_GPU_GATHER, &call, call.count, NULL);
 }
 
 PyDoc_STRVAR(tp_scatter_doc,
@@ -655,6 +820,10 @@ tp_scatter(PyObject *module, PyObject *args)
     call.ids = numbers(&see, ids, "ids", SMP_I64, call.count);
     call.grad = floats(&see, grad, "grad", call.count * call.columns);
     call.grad_table = floats(&see, grad_table, "grad_table", call.rows * call.columns);
+    if (!see.failed && see.device.type != SMP_DL_CPU) {
+        PyErr_SetString(PyExc_BufferError, "tp_scatter: tensors in host memory only");
+        see.failed = true;
+    }
     if (see.failed) {
         return NULL;
     }
@@ -670,7 +839,34 @@ tp_scatter(PyObject *module, PyObject *args)
     Py_RETURN_NONE;
 }
 
+PyDoc_STRVAR(tp_gpu_open_doc,
+             "tp_gpu_open(tensor)\n"
+             "--\n\n"
+             "Why kernels do not run where the tensor is; None: they do.");
+
+static PyObject *
+tp_gpu_open(PyObject *module, PyObject *tensor)
+{
+    smp_row   row;
+    dl_device device;
+    char      why[SMP_TP_GPU_TEXT];
+    bool      open;
+
+    (void)module;
+    if (smp_see_device_tensor(tensor, &row, &device) < 0) {
+        return NULL;
+    }
+    if (!smp_device_is_drivers(device)) {
+        return PyUnicode_FromString("it is no CUDA device");
+    }
+    Py_BEGIN_ALLOW_THREADS;
+    open = smp_tp_gpu_open(device.id, why);
+    Py_END_ALLOW_THREADS;
+    return open ? Py_NewRef(Py_None) : PyUnicode_FromString(why);
+}
+
 static PyMethodDef functions[] = {
+    {"tp_gpu_open", tp_gpu_open, METH_O, tp_gpu_open_doc},
     {"tp_softmax", tp_softmax, METH_VARARGS, tp_softmax_doc},
     {"tp_softmax_backward", tp_softmax_backward, METH_VARARGS, tp_softmax_backward_doc},
     {"tp_residual", tp_residual, METH_VARARGS, tp_residual_doc},
@@ -689,5 +885,9 @@ static PyMethodDef functions[] = {
 int
 smp_python_add_tp_kernels(PyObject *module)
 {
+    if (PyModule_AddObjectRef(module, "has_gpu_kernels",
+                              smp_tp_gpu_is_built() ? Py_True : Py_False) < 0) {
+        return -1;
+    }
     return PyModule_AddFunctions(module, functions);
 }

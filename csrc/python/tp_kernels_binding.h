@@ -1,8 +1,8 @@
 /* The kernels of tensor parallelism as Python sees them: _core.tp_*().
  *
- * Tensors are dense, in host memory, float32, float16 or bfloat16; outputs are written
- * in place.  What is not so raises, and smp/tensor_parallel/kernels.py does not let it
- * come here.
+ * Tensors are dense, all in host memory or on one GPU, float32, float16 or bfloat16;
+ * outputs are written in place, on a GPU behind what its current stream has.  What is
+ * not so raises, and smp/tensor_parallel/kernels.py does not let it come here.
  *
  * Threads    With the GIL, which is given away while a kernel runs.
  */

@@ -1,7 +1,7 @@
 /* The kernels, written once for vectors of LANES floats.
  *
  * Included once by each file that makes a set of kernels (tp_kernels/scalar.c, avx2.c,
- * avx512.c), which defines before it:
+ * avx512.c, gpu.cu), which defines before it:
  *
  *   LANES, lanes         a vector of floats, on which C's operators work
  *   WIDES, wides         a vector of words of 64 bits, on which they do, too
@@ -12,11 +12,25 @@
  *   zero_where_below     y, 0 where x is below the limit
  *   times_power_of_two   y * 2^n, where n is the lowest 9 bits of a float
  *   words_kept           bit i: word i % 4 of counter i / 4 is at least the threshold
+ *
+ * and where not one thread alone has a call:
+ *
+ *   FIRST_ROW, ROW_STEP  the rows of who runs the kernel
+ *   own_scratch          its part of the scratch, each part of so many floats
+ *   lanes_meet           what each lane has written is seen by all
  */
 #ifndef SMP_TP_KERNELS_BODIES_H
 #define SMP_TP_KERNELS_BODIES_H
 
 #include "tp_kernels/tp_kernels.h"
+
+#ifndef FIRST_ROW
+#    define FIRST_ROW 0
+#    define ROW_STEP 1
+#    define own_scratch(scratch, floats) ((void)(floats), (scratch))
+#    define lanes_meet() ((void)0)
+#    define HAS_ALL_ROWS
+#endif
 
 /* The function `name` for the call's dtype, each with a copy of `body` of its own. */
 #define FOR_DTYPES(name, type, body)                                                   \
@@ -80,13 +94,16 @@ exp_below_zero(lanes x)
 }
 
 #include "tp_kernels/cross_entropy.h"
-#include "tp_kernels/embedding.h"
 #include "tp_kernels/keep.h"
 #include "tp_kernels/residual.h"
 
 #include "tp_kernels/norm.h" /* after residual.h, whose rows it takes */
 
 #include "tp_kernels/softmax.h"
+
+#ifdef HAS_ALL_ROWS
+#    include "tp_kernels/embedding.h"
+#endif
 
 #define SMP_TP_KERNELS                                                                 \
     {                                                                                  \

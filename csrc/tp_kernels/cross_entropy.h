@@ -15,7 +15,7 @@ cross_entropy_of(const smp_tp_cross_entropy *call, smp_tp_dtype dtype)
     size_t n = call->columns;
     size_t wrong = call->rows;
 
-    for (size_t r = 0; r < call->rows; r++) {
+    for (size_t r = FIRST_ROW; r < call->rows; r += ROW_STEP) {
         const void *logits = row_of(call->logits, r, n, dtype);
         int64_t     target = call->targets[r];
         float       top = -INFINITY;
@@ -73,7 +73,7 @@ cross_entropy_backward_of(const smp_tp_cross_entropy_backward *call, smp_tp_dtyp
 {
     size_t n = call->columns;
 
-    for (size_t r = 0; r < call->rows; r++) {
+    for (size_t r = FIRST_ROW; r < call->rows; r += ROW_STEP) {
         const void *logits = row_of(call->logits, r, n, dtype);
         void       *grad = row_to(call->grad, r, n, dtype);
         int64_t     target = call->targets[r] - call->start;
@@ -103,12 +103,14 @@ cross_entropy_backward_of(const smp_tp_cross_entropy_backward *call, smp_tp_dtyp
             float e = lanes_largest(exp_below_zero(all_lanes(at_target) - top));
             float p = e / call->sum[r];
 
+            lanes_meet();
             store(grad, (size_t)target, (size_t)target + 1,
                   all_lanes((p - (1 - call->smoothing) - every) * factor), dtype);
         }
     }
 }
 
+#ifdef HAS_ALL_ROWS
 KERNEL size_t
 cross_entropy(const smp_tp_cross_entropy *call)
 {
@@ -123,6 +125,7 @@ cross_entropy(const smp_tp_cross_entropy *call)
     }
     return cross_entropy_of(call, SMP_TP_F32);
 }
+#endif
 
 FOR_DTYPES(cross_entropy_backward, smp_tp_cross_entropy_backward,
            cross_entropy_backward_of)

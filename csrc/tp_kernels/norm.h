@@ -12,7 +12,7 @@ norm_of(const smp_tp_norm *call, smp_tp_dtype dtype)
     keep_stream keep = keep_of(&call->dropout);
     lanes       scale = all_lanes(keep_scale(&call->dropout));
 
-    for (size_t r = 0; r < call->rows; r++) {
+    for (size_t r = FIRST_ROW; r < call->rows; r += ROW_STEP) {
         void *sum = row_to(call->sum, r, n, dtype);
         void *out = row_to(call->out, r, n, dtype);
         lanes total = all_lanes(0);
@@ -57,11 +57,12 @@ norm_backward_of(const smp_tp_norm_backward *call, smp_tp_dtype dtype)
     keep_stream keep = keep_of(&call->dropout);
     lanes       scale = all_lanes(keep_scale(&call->dropout));
     size_t      room = 2 * SMP_TP_SCRATCH_ROW(n);
-    column_sums bias = sums_in(call->scratch, n);
-    column_sums weight = sums_in(call->scratch + room, n);
-    column_sums shift = sums_in(call->scratch + 2 * room, n);
+    float      *scratch = own_scratch(call->scratch, 3 * room);
+    column_sums bias = sums_in(scratch, n);
+    column_sums weight = sums_in(scratch + room, n);
+    column_sums shift = sums_in(scratch + 2 * room, n);
 
-    for (size_t r = 0; r < call->rows; r++) {
+    for (size_t r = FIRST_ROW; r < call->rows; r += ROW_STEP) {
         const void *grad_out = row_of(call->grad_out, r, n, dtype);
         const void *grad_sum = row_of(call->grad_sum, r, n, dtype);
         const void *sum = row_of(call->sum, r, n, dtype);

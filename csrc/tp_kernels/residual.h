@@ -18,14 +18,19 @@ typedef struct {
 INLINE column_sums
 sums_in(float *scratch, size_t columns)
 {
-    size_t room = SMP_TP_SCRATCH_ROW(columns);
+    size_t      room = SMP_TP_SCRATCH_ROW(columns);
+    column_sums sums = {.part = NULL};
 
-    if (scratch == NULL) {
-        return (column_sums){.part = NULL};
+    if (scratch != NULL) {
+        for (size_t i = 0; i < 2 * room; i += LANES) {
+            store(scratch, i, 2 * room, all_lanes(0), SMP_TP_F32);
+        }
+        lanes_meet();
+        sums.part = scratch;
+        sums.whole = scratch + room;
+        sums.columns = columns;
     }
-    memset(scratch, 0, 2 * room * sizeof(*scratch));
-    return (column_sums){
-        .part = scratch, .whole = scratch + room, .columns = columns, .rows = 0};
+    return sums;
 }
 
 INLINE void
@@ -59,6 +64,7 @@ sums_end_row(column_sums *sums)
     }
 }
 
+/* Where others have rows, too, theirs are still to be added: sum->whole stays. */
 INLINE void
 sums_write(column_sums *sums, void *out, smp_tp_dtype dtype)
 {
@@ -66,6 +72,9 @@ sums_write(column_sums *sums, void *out, smp_tp_dtype dtype)
         return;
     }
     sums_flush(sums);
+    if (ROW_STEP != 1) {
+        return;
+    }
     for (size_t i = 0; i < sums->columns; i += LANES) {
         store(out, i, sums->columns, load(sums->whole, i, sums->columns, SMP_TP_F32),
               dtype);
@@ -97,7 +106,7 @@ residual_of(const smp_tp_residual *call, smp_tp_dtype dtype)
     keep_stream keep = keep_of(&call->dropout);
     lanes       scale = all_lanes(keep_scale(&call->dropout));
 
-    for (size_t r = 0; r < call->rows; r++) {
+    for (size_t r = FIRST_ROW; r < call->rows; r += ROW_STEP) {
         keep_seek(&keep, &call->dropout, r, 0);
         residual_row(row_of(call->x, r, n, dtype), call->bias,
                      row_of(call->residual, r, n, dtype),
@@ -111,9 +120,11 @@ residual_backward_of(const smp_tp_residual_backward *call, smp_tp_dtype dtype)
     size_t      n = call->columns;
     keep_stream keep = keep_of(&call->dropout);
     lanes       scale = all_lanes(keep_scale(&call->dropout));
-    column_sums bias = sums_in(call->scratch, n);
+    size_t      room = 2 * SMP_TP_SCRATCH_ROW(n);
+    column_sums bias =
+        sums_in(call->scratch == NULL ? NULL : own_scratch(call->scratch, room), n);
 
-    for (size_t r = 0; r < call->rows; r++) {
+    for (size_t r = FIRST_ROW; r < call->rows; r += ROW_STEP) {
         const void *grad = row_of(call->grad, r, n, dtype);
         void       *grad_x = row_to(call->grad_x, r, n, dtype);
 

@@ -34,6 +34,16 @@ see_keys(row_sight *sight, const smp_tp_sight *see, size_t row, size_t keys)
 }
 
 INLINE void
+seek_mask_row(row_sight *sight, const smp_tp_mask *mask, size_t row)
+{
+    sight->mask = 0;
+    for (int d = mask->dims - 1; d >= 0; d--) {
+        sight->mask += row % mask->shape[d] * mask->strides[d];
+        row /= mask->shape[d];
+    }
+}
+
+INLINE void
 next_mask_row(row_sight *sight, const smp_tp_mask *mask)
 {
     for (int d = mask->dims - 1; d >= 0; d--) {
@@ -67,18 +77,23 @@ softmax_of(const smp_tp_softmax *call, smp_tp_dtype dtype)
     lanes       scale = all_lanes(call->scale);
     row_sight   sight = {.mask = 0};
 
-    for (size_t r = 0; r < call->rows; r++) {
+    for (size_t r = FIRST_ROW; r < call->rows; r += ROW_STEP) {
         const void *scores = row_of(call->scores, r, n, dtype);
-        const void *mask = row_of(call->mask.data, sight.mask, 1, dtype);
+        const void *mask;
         void       *probabilities = row_to(call->probabilities, r, n, dtype);
         void       *out = row_to(call->out, r, n, dtype);
-        float      *exps = call->scratch; /* of sight.from and on */
+        float      *exps = own_scratch(call->scratch, SMP_TP_SCRATCH_ROW(n));
         lanes       top = all_lanes(-INFINITY);
         lanes       total = all_lanes(0);
         float       peak;
         float       sum;
 
+        if (ROW_STEP != 1) {
+            seek_mask_row(&sight, &call->mask, r);
+        }
+        mask = row_of(call->mask.data, sight.mask, 1, dtype);
         see_keys(&sight, &call->sight, r, n);
+        /* exps holds those of sight.from and on. */
         for (size_t i = sight.from; i < sight.to; i += LANES) {
             lanes s = load(scores, i, sight.to, dtype) * scale;
 
@@ -113,7 +128,9 @@ softmax_of(const smp_tp_softmax *call, smp_tp_dtype dtype)
         if (out != NULL) {
             write_unseen(out, &sight, n, dtype);
         }
-        next_mask_row(&sight, &call->mask);
+        if (ROW_STEP == 1) {
+            next_mask_row(&sight, &call->mask);
+        }
     }
 }
 
@@ -126,17 +143,17 @@ softmax_backward_of(const smp_tp_softmax_backward *call, smp_tp_dtype dtype)
     lanes       scale = all_lanes(call->scale);
     row_sight   sight;
 
-    for (size_t r = 0; r < call->rows; r++) {
+    for (size_t r = FIRST_ROW; r < call->rows; r += ROW_STEP) {
         const void *probabilities = row_of(call->probabilities, r, n, dtype);
         const void *grad = row_of(call->grad, r, n, dtype);
         void       *grad_scores = row_to(call->grad_scores, r, n, dtype);
-        float      *kept = call->scratch; /* gradients of the probabilities */
+        float      *kept = own_scratch(call->scratch, SMP_TP_SCRATCH_ROW(n));
         lanes       dot = all_lanes(0);
 
         see_keys(&sight, &call->sight, r, n);
         keep_seek(&keep, &call->dropout, r, sight.from);
         for (size_t i = sight.from; i < sight.to; i += LANES) {
-            lanes g =
+            lanes g = /* the gradient of the probability */
                 chosen(load(grad, i, sight.to, dtype) * keep_by, keep_next(&keep));
 
             store(kept, i - sight.from, SIZE_MAX, g, SMP_TP_F32);

@@ -26,8 +26,8 @@ typedef enum { SMP_TP_F32, SMP_TP_F16, SMP_TP_BF16, SMP_TP_DTYPES } smp_tp_dtype
 
 size_t smp_tp_dtype_bytes(smp_tp_dtype dtype); /* of one element */
 
-/* Floats of a row of scratch: whole vectors. */
-#define SMP_TP_SCRATCH_ROW(columns) (((columns) + 15) / 16 * 16)
+/* Floats of a row of scratch: whole vectors, of which the widest is a warp. */
+#define SMP_TP_SCRATCH_ROW(columns) (((columns) + 31) / 32 * 32)
 
 /* Dropout: y = keep ? x / (1 - p) : 0.
  *

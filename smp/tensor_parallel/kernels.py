@@ -1,8 +1,9 @@
 """The kernels of tensor parallelism, with their gradients.
 
-Tensors in host memory of float32, float16 or bfloat16 go through the C core
-(``csrc/tp_kernels``), which computes in float32; others, and all while a model is compiled,
-through a composition of torch's operators with the same meaning and the same dropout.
+Tensors of float32, float16 or bfloat16 in host memory, or on a GPU for which the core has
+kernels (``gpu_kernels.py``), go through the C core (``csrc/tp_kernels``), which computes in
+float32; others, and all while a model is compiled, through a composition of torch's operators
+with the same meaning and the same dropout.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from smp import _core
+from smp.tensor_parallel import gpu_kernels
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _MASK_DIMS = 8  # SMP_TP_MASK_DIMS: those of the scores but the last
@@ -98,15 +100,16 @@ def _philox(index: Tensor, seed: int) -> Tensor:
 _NONE = Dropout(0, 0)
 
 
-def _in_c(*tensors: Tensor | None) -> bool:
-    """Whether the core takes these tensors together."""
+def _in_c(*tensors: Tensor | None, ids: Tensor | None = None) -> bool:
+    """Whether the core takes these tensors together; ``ids``: of int64, beside them."""
     given = [t for t in tensors if t is not None]
-    return not torch.compiler.is_compiling() and all(
-        type(t) in _PLAIN
-        and t.device.type == "cpu"
-        and t.dtype == given[0].dtype
-        and t.dtype in _DTYPES
-        for t in given
+    device, dtype = given[0].device, given[0].dtype
+    return (
+        not torch.compiler.is_compiling()
+        and dtype in _DTYPES
+        and all(type(t) in _PLAIN and t.device == device and t.dtype == dtype for t in given)
+        and (ids is None or ids.device == device)
+        and (device.type == "cpu" or gpu_kernels.usable(device))
     )
 
 
@@ -187,7 +190,7 @@ class _Norm(torch.autograd.Function):
         x = x.contiguous()
         rows, columns = _rows(x)
         total, out = torch.empty_like(x), torch.empty_like(x)
-        mean, rstd = torch.empty((2, rows), dtype=torch.float32)
+        mean, rstd = torch.empty((2, rows), dtype=torch.float32, device=x.device)
         vectors = [
             None if t is None else t.contiguous() for t in (bias, residual, weight, shift)
         ]
@@ -393,9 +396,9 @@ def cross_entropy_statistics(
         )
     _check_shape("targets", targets, logits.shape[:1], f"logits of {tuple(logits.shape)}")
     logits = logits.detach()
-    if _in_c(logits) and targets.device.type == "cpu":
+    if _in_c(logits, ids=targets):
         count = 4 if label_smoothing else 3
-        out = [torch.empty(len(logits), dtype=torch.float32) for _ in range(count)]
+        out = list(torch.empty((count, len(logits)), dtype=torch.float32, device=logits.device))
         wrong = _core.tp_cross_entropy(
             *logits.shape,
             (start, vocabulary, ignore_index),
@@ -405,9 +408,11 @@ def cross_entropy_statistics(
         )
         statistics = Statistics(*out)
     else:
+        wrong = None
+        statistics = _statistics(logits, targets - start, bool(label_smoothing))
+    if wrong is None:
         bad = (targets != ignore_index) & ((targets < 0) | (targets >= vocabulary))
         wrong = int(bad.long().argmax()) if bad.any() else len(targets)
-        statistics = _statistics(logits, targets - start, bool(label_smoothing))
     if wrong < len(targets):
         raise IndexError(
             f"targets[{wrong}] is {int(targets[wrong])}; it must be in [0, {vocabulary}) or "
@@ -487,7 +492,7 @@ def _cross_entropy_backward(
     in_place: bool,
 ) -> Tensor:
     """The logits' gradient, from all ranks' statistics and the losses' gradients."""
-    if _in_c(logits) and targets.device.type == "cpu":
+    if _in_c(logits, ids=targets):
         dense = logits.contiguous()
         out = dense if in_place else torch.empty_like(dense)
         _core.tp_cross_entropy_backward(
@@ -542,7 +547,7 @@ class _Embedding(torch.autograd.Function):
         table, ids = table.contiguous(), ids.long().contiguous()
         ctx.save_for_backward(ids)
         ctx.settings = (tuple(table.shape), start, padding, sparse)
-        if _in_c(table) and ids.device.type == "cpu":
+        if _in_c(table, ids=ids):
             out = table.new_empty(*ids.shape, table.shape[1])
             _core.tp_gather(ids.numel(), *table.shape, start, table, ids, out)
             return out
@@ -557,7 +562,7 @@ class _Embedding(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (ids,) = ctx.saved_tensors
         shape, start, padding, sparse = ctx.settings
-        if not sparse and _in_c(grad) and ids.device.type == "cpu":
+        if not sparse and grad.device.type == "cpu" and _in_c(grad, ids=ids):
             out = grad.new_empty(shape)
             _core.tp_scatter(ids.numel(), *shape, start, padding, ids, grad.contiguous(), out)
             return out, *[None] * 4

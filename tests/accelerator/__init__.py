@@ -23,7 +23,7 @@ from types import ModuleType
 import torch
 
 NAME = "pretend"
-DRIVER = "SMP_CUDA_LIBRARY"  # read by csrc/comm/device/driver.c
+DRIVER = "SMP_CUDA_LIBRARY"  # read by csrc/device/driver.c
 SOURCE = Path(__file__).with_name("pretend.cpp")
 BUILT = Path(__file__).resolve().parents[2] / "build" / "accelerator"
 
@@ -86,17 +86,28 @@ def load() -> torch.device:
 
 
 def stand_in() -> Path:
-    """The stand-in of the GPU's driver, compiled; it needs a C compiler.
+    """The stand-in of the GPU's driver, compiled, with the kernels that it can launch.
 
     Raises:
         RuntimeError: the compiler failed; with what it said.
     """
-    source = SOURCE.parents[1] / "core" / "stand_in.c"
-    said = source.read_bytes() + source.with_suffix(".h").read_bytes()
-    made = BUILT / f"stand_in-{hashlib.sha256(said).hexdigest()[:16]}.so"
+    folder = SOURCE.parents[1] / "core"
+    csrc = folder.parents[1] / "csrc"
+    sources = [*sorted(folder.glob("stand_in*")), *sorted((csrc / "tp_kernels").iterdir())]
+    said = b"".join(path.read_bytes() for path in sources)
+    name = f"stand_in-{hashlib.sha256(said).hexdigest()[:16]}"
+    made = BUILT / f"{name}.so"
     if not made.exists():
+        kernels = BUILT / f"{name}.kernels.so"
+        where = [f"-I{csrc}", f"-I{folder}"]
+        _compile(
+            kernels,
+            [compiler() or "c++", "-std=c++20", "-O1", *where],
+            [str(folder / "stand_in_gpu.cpp")],
+        )
         cc = os.environ.get("CC", "cc")
-        _compile(made, [cc, "-std=c11", "-O1", "-pthread"], [str(source)])
+        behind = [str(folder / "stand_in.c"), str(kernels), "-lm"]
+        _compile(made, [cc, "-std=c11", "-O1", "-pthread"], behind)
     return made
 
 

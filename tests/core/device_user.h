@@ -7,7 +7,7 @@
 #include <sched.h>
 
 #include "comm/device/port.h"
-#include "stand_in.h"
+#include "stand_in_library.h"
 #include "traffic.h"
 
 #define USER_BYTES ((size_t)200000)
@@ -23,19 +23,6 @@ typedef struct {
     _Atomic int           wrong; /* tensors that were not what they should be */
     _Atomic int           right;
 } user;
-
-static char library[512]; /* the stand-in */
-
-/* The stand-in lies beside this program. */
-static inline void
-find_library(void)
-{
-    ssize_t n = readlink("/proc/self/exe", library, sizeof(library) - 20);
-
-    library[n < 0 ? 0 : n] = '\0';
-    strcpy(strrchr(library, '/') + 1, "stand_in.so");
-    setenv("SMP_CUDA_LIBRARY", library, 1);
-}
 
 /* Memory, a stream and the context for this rank's thread, on device 0. */
 static inline int

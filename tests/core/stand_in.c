@@ -1,5 +1,5 @@
 /* A stand-in for the GPU's driver, for machines without one: the functions that
- * csrc/comm/device/driver.h names, over host memory that processes share.
+ * csrc/device/driver.h names, over host memory that processes share.
  *
  * What makes it worth testing with is what it has in common with a driver:
  *
@@ -14,12 +14,14 @@
  *     that they may spoil the capture and fail;
  *   - every function can fail, but for those that only tell or undo.
  *
- * An address on the device is an address of the process.  There are two devices, with
+ * Kernels are those of stand_in_gpu.cpp, whatever module they are looked for in.  An
+ * address on the device is an address of the process.  There are two devices, with
  * one context each.  Memory and events are descriptors of a memfd, which another
  * process opens through /proc, so that nothing is left behind by one that is killed.
  */
 #define _GNU_SOURCE
 #include "stand_in.h"
+#include "stand_in_gpu.h"
 
 #include <fcntl.h>
 #include <pthread.h>
@@ -48,6 +50,7 @@ enum {
     INVALID_DEVICE = 101,
     INVALID_CONTEXT = 201,
     INVALID_HANDLE = 400,
+    NOT_FOUND = 500,
     NOT_READY = 600,
     CAPTURE_UNSUPPORTED = 900,
 };
@@ -820,6 +823,81 @@ cuMemcpyDtoDAsync_v2(uint64_t to, uint64_t from, size_t bytes, void *s)
     return result;
 }
 
+/* A module is whatever image it is of: its functions are the stand-in's. */
+int
+cuModuleLoadData(void **module, const void *image)
+{
+    int result = context_depth == 0 ? INVALID_CONTEXT : refused("cuModuleLoadData");
+
+    if (result == SUCCESS) {
+        *module = (void *)(uintptr_t)image;
+    }
+    return result;
+}
+
+int
+cuModuleGetFunction(void **function, void *module, const char *name)
+{
+    int result = refused("cuModuleGetFunction");
+
+    (void)module;
+    if (result == SUCCESS) {
+        *function = (void *)(uintptr_t)stand_in_find(name);
+        result = *function == NULL ? NOT_FOUND : SUCCESS;
+    }
+    return result;
+}
+
+/* A kernel with its parameter, copied as the driver copies it. */
+typedef struct {
+    const stand_in_function *function;
+    unsigned                 blocks;
+    unsigned                 threads;
+    char                     parameter[];
+} launched;
+
+static void
+run_launched(void *arg)
+{
+    static pthread_mutex_t one_at_a_time = PTHREAD_MUTEX_INITIALIZER;
+    launched              *l = arg;
+
+    pthread_mutex_lock(&one_at_a_time);
+    stand_in_run(l->function, l->parameter, l->blocks, l->threads);
+    pthread_mutex_unlock(&one_at_a_time);
+    free(l);
+}
+
+int
+cuLaunchKernel(void *function, unsigned grid_x, unsigned grid_y, unsigned grid_z,
+               unsigned block_x, unsigned block_y, unsigned block_z, unsigned shared,
+               void *s, void **parameters, void **extra)
+{
+    int       result = context_depth == 0 ? INVALID_CONTEXT : refused("cuLaunchKernel");
+    launched *l;
+
+    if (result != SUCCESS) {
+        return result;
+    }
+    if (grid_x == 0 || grid_y != 1 || grid_z != 1 || block_x == 0 || block_x > 1024 ||
+        block_y != 1 || block_z != 1 || shared != 0 || extra != NULL) {
+        return INVALID_VALUE;
+    }
+    if (s == NULL && drain_user != NULL) {
+        drain_user();
+    }
+    l = malloc(sizeof(*l) + ((const stand_in_function *)function)->bytes);
+    if (l == NULL) {
+        return OUT_OF_MEMORY;
+    }
+    l->function = function;
+    l->blocks = grid_x;
+    l->threads = block_x;
+    memcpy(l->parameter, parameters[0], l->function->bytes);
+    put_work(stream_of(s), (work){.kind = WORK_LAUNCH, .fn = run_launched, .arg = l});
+    return SUCCESS;
+}
+
 int
 cuGetErrorName(int result, const char **name)
 {
@@ -838,6 +916,9 @@ cuGetErrorName(int result, const char **name)
         break;
     case INVALID_HANDLE:
         *name = "CUDA_ERROR_INVALID_HANDLE";
+        break;
+    case NOT_FOUND:
+        *name = "CUDA_ERROR_NOT_FOUND";
         break;
     case NOT_READY:
         *name = "CUDA_ERROR_NOT_READY";

@@ -147,10 +147,13 @@ way(size_t i, size_t columns)
     return ways[i % (sizeof(ways) / sizeof(ways[0]))];
 }
 
-#define FOR_SETS(kernels)                                                              \
-    for (smp_isa isa_ = SMP_ISA_SCALAR; isa_ < SMP_ISAS; isa_++)                       \
-        for (const smp_tp_kernels *kernels = smp_tp_kernels_of(isa_); kernels != NULL; \
-             kernels = NULL)
+/* tp_gpu_test.c has a set of its own. */
+#ifndef FOR_SETS
+#    define FOR_SETS(kernels)                                                          \
+        for (smp_isa isa_ = SMP_ISA_SCALAR; isa_ < SMP_ISAS; isa_++)                   \
+            for (const smp_tp_kernels *kernels = smp_tp_kernels_of(isa_);              \
+                 kernels != NULL; kernels = NULL)
+#endif
 
 /* Of Random123's kat_vectors: counter 0 and key 0; the counter of ones does not fit. */
 TEST(the_generator_of_the_reference_gives_the_known_answer)

@@ -19,7 +19,7 @@
 #include <stdatomic.h>
 #include <stdint.h>
 
-#include "comm/device/driver.h"
+#include "device/driver.h"
 
 /* Tensors that can be in a pool at a time; each has an event of its own. */
 #define SMP_DEVICE_SPANS 512u

@@ -40,7 +40,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#include "comm/device/driver.h"
+#include "device/driver.h"
 #include "comm/shm/user.h"
 
 typedef struct smp_exchange smp_exchange;

@@ -18,7 +18,7 @@
 #include <stdint.h>
 #include <sys/types.h>
 
-#include "comm/device/driver.h"
+#include "device/driver.h"
 #include "comm/shm/arena.h"
 #include "comm/shm/segment.h"
 

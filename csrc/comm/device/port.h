@@ -31,7 +31,7 @@
 #include <stdint.h>
 
 #include "comm/comm.h"
-#include "comm/device/driver.h"
+#include "device/driver.h"
 #include "comm/shm/segment.h"
 #include "common/status.h"
 

@@ -1,5 +1,5 @@
 /* Loading the driver's library, once a process. */
-#include "comm/device/driver.h"
+#include "device/driver.h"
 
 #include <dlfcn.h>
 #include <pthread.h>
@@ -38,6 +38,9 @@ static const struct {
     {"cuIpcGetEventHandle", offsetof(smp_driver, event_export)},
     {"cuIpcOpenEventHandle", offsetof(smp_driver, event_open)},
     {"cuMemcpyDtoDAsync_v2", offsetof(smp_driver, copy)},
+    {"cuModuleLoadData", offsetof(smp_driver, module_load)},
+    {"cuModuleGetFunction", offsetof(smp_driver, module_function)},
+    {"cuLaunchKernel", offsetof(smp_driver, launch)},
     {"cuGetErrorName", offsetof(smp_driver, error_name)},
 };
 

@@ -1,4 +1,4 @@
-/* The functions of the GPU's driver that the device pool calls, found at run time.
+/* The functions of the GPU's driver that the core calls, found at run time.
  *
  * The library is libcuda.so.1, or the one that SMP_CUDA_LIBRARY names: the tests'
  * stand-in (tests/core/stand_in.c).  Nothing is linked, so the core works where there
@@ -8,8 +8,8 @@
  * Source   CUDA Driver API reference: names, types and values, the last as comments
  * say.
  */
-#ifndef SMP_COMM_DEVICE_DRIVER_H
-#define SMP_COMM_DEVICE_DRIVER_H
+#ifndef SMP_DEVICE_DRIVER_H
+#define SMP_DEVICE_DRIVER_H
 
 #include <stdbool.h>
 #include <stddef.h>
@@ -34,7 +34,8 @@ enum {
     SMP_DRIVER_CAPTURE_RELAXED = 2, /* CU_STREAM_CAPTURE_MODE_RELAXED */
 };
 
-/* CUcontext, CUstream and CUevent are pointers; CUdeviceptr is a uint64_t. */
+/* CUcontext, CUstream, CUevent, CUmodule and CUfunction are pointers; CUdeviceptr is a
+ * uint64_t. */
 typedef struct {
     int (*init)(unsigned flags);
     int (*device_get)(int *device, int ordinal);
@@ -60,6 +61,11 @@ typedef struct {
     int (*event_export)(smp_driver_handle *handle, void *event);
     int (*event_open)(void **event, smp_driver_handle handle);
     int (*copy)(uint64_t to, uint64_t from, size_t bytes, void *stream);
+    int (*module_load)(void **module, const void *image);
+    int (*module_function)(void **function, void *module, const char *name);
+    int (*launch)(void *function, unsigned grid_x, unsigned grid_y, unsigned grid_z,
+                  unsigned block_x, unsigned block_y, unsigned block_z, unsigned shared,
+                  void *stream, void **parameters, void **extra);
     int (*error_name)(int result, const char **name);
 } smp_driver;
 

@@ -1,0 +1,66 @@
+/* The kernels of tensor parallelism on a GPU; see tp_kernels/tp_kernels.h for what they
+ * compute.
+ *
+ * They come as a fat binary in this library, where nvcc was there when it was built,
+ * and are loaded and launched through the driver: nothing is linked.  A row is computed
+ * by a warp in the same steps as on the CPU; sums of columns are added up by a kernel
+ * of their own.
+ *
+ * Status     Compiled for GPUs, run by the tests on lanes that take turns on a CPU; on
+ *            no GPU yet.  Python compares each kernel with torch's operators at its
+ *            first use on a device (smp/tensor_parallel/gpu_kernels.py).
+ * Ownership  As there; all memory, scratch too, is the device's.
+ * Threads    any.
+ */
+#ifndef SMP_TP_KERNELS_GPU_H
+#define SMP_TP_KERNELS_GPU_H
+
+#include "tp_kernels/tp_kernels.h"
+
+/* Threads of a block. */
+#define SMP_TP_GPU_BLOCK 128
+
+/* Room for what went wrong, in words. */
+#define SMP_TP_GPU_TEXT 160
+
+typedef enum {
+    SMP_TP_GPU_SOFTMAX,
+    SMP_TP_GPU_SOFTMAX_BACKWARD,
+    SMP_TP_GPU_RESIDUAL,
+    SMP_TP_GPU_RESIDUAL_BACKWARD,
+    SMP_TP_GPU_NORM,
+    SMP_TP_GPU_NORM_BACKWARD,
+    SMP_TP_GPU_CROSS_ENTROPY,
+    SMP_TP_GPU_CROSS_ENTROPY_BACKWARD,
+    SMP_TP_GPU_GATHER,
+    SMP_TP_GPU_COLUMN_SUMS,
+    SMP_TP_GPU_KERNELS
+} smp_tp_gpu_kernel;
+
+/* out[c] = the sum of first[i * apart + c] over i < parts. */
+typedef struct {
+    smp_tp_dtype dtype; /* of out */
+    size_t       columns;
+    size_t       parts;
+    size_t       apart;
+    const float *first;
+    void        *out;
+} smp_tp_gpu_sums;
+
+/* Whether this library holds kernels. */
+bool smp_tp_gpu_is_built(void);
+
+/* Bytes of scratch that a call with so many rows and columns (keys) wants. */
+size_t smp_tp_gpu_scratch(smp_tp_gpu_kernel kernel, size_t rows, size_t columns);
+
+/* Whether there are kernels, and the device's driver takes them; the first
+ * call for a device loads them.  False: `why` says why. */
+bool smp_tp_gpu_open(int device, char why[SMP_TP_GPU_TEXT]);
+
+/* Launches a kernel on the stream (0: the default one) and returns.  call: its struct;
+ * rows: of it, for the gather `count`.  False: `why` says what failed, and nothing
+ * runs. */
+bool smp_tp_gpu_launch(int device, void *stream, smp_tp_gpu_kernel kernel,
+                       const void *call, size_t rows, char why[SMP_TP_GPU_TEXT]);
+
+#endif

@@ -1,0 +1,137 @@
+"""Whether the core's kernels run on a GPU, which is tried before they are trusted.
+
+``csrc/tp_kernels/gpu.cu`` has been compiled and run by the tests on the CPU, not yet on
+a GPU.  So at their first use on a device all kernels compute something small, and so do
+torch's operators.  If they differ, or the driver refuses, a warning says so and torch's
+operators serve on that device.
+"""
+
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from smp import _core
+
+_TOLERANCE = 1e-4  # in float32, of values around 1
+
+_known: dict[torch.device, bool] = {}
+_lock = threading.Lock()
+
+
+class _Forced(threading.local):  # autograd's threads do not have it
+    to: bool | None = None
+
+
+_forced = _Forced()
+
+
+def usable(device: torch.device) -> bool:
+    """Whether the core's kernels serve tensors on the device."""
+    if _forced.to is not None:
+        return _forced.to
+    known = _known.get(device)
+    if known is not None:
+        return known
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return False  # nothing can be compared now: later
+    with _lock:
+        if device not in _known:
+            _known[device] = _can_be_trusted(device)
+        return _known[device]
+
+
+@contextmanager
+def _force(to: bool) -> Iterator[None]:
+    _forced.to = to
+    try:
+        yield
+    finally:
+        _forced.to = None
+
+
+def _can_be_trusted(device: torch.device) -> bool:
+    if device.type == "meta":
+        return False
+    refused = _core.tp_gpu_open(torch.zeros(1, device=device))
+    if refused is not None:
+        return False  # built without them, or no CUDA device: nothing to warn of
+    try:
+        wrong = _first_difference(device)
+    except RuntimeError as error:
+        wrong = str(error)
+    if wrong is not None:
+        warnings.warn(
+            f"smp: the kernels of tensor parallelism do not serve on {device}, torch's "
+            f"operators do: {wrong}",
+            stacklevel=2,
+        )
+    return wrong is None
+
+
+def _first_difference(device: torch.device) -> str | None:
+    """Which kernel gives something else than torch's operators; None: none."""
+    for name, run in _trials(device):
+        with _force(True):
+            got = run()
+        with _force(False):
+            want = run()
+        for one, other in zip(got, want, strict=True):
+            off = (one - other).abs().max().item() if one.numel() else 0.0
+            if not off <= _TOLERANCE:  # nor NaN
+                return f"{name} differs by {off:.3g}"
+    return None
+
+
+def _trials(device: torch.device) -> list[tuple[str, Callable[[], list[Tensor]]]]:
+    from smp.tensor_parallel import kernels
+
+    drop = kernels.Dropout(0.25, 0x5EED << 40 | 7, first=13)
+    source = torch.Generator().manual_seed(1)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=source).to(device)
+
+    x, residual, grad = (drawn(37, 130) for _ in range(3))
+    bias, weight, shift = (drawn(130) for _ in range(3))
+    scores, mask = drawn(2, 3, 7, 70), drawn(2, 1, 1, 70)
+    targets = torch.randint(-20, 150, (37,), generator=source)
+    targets = targets.clamp(min=0).to(device)
+
+    def with_gradients(function: Callable[..., Any], *inputs: Tensor) -> list[Tensor]:
+        leaves = [t.clone().requires_grad_() for t in inputs]
+        with torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
+            out = function(*leaves)
+            seed = grad.flatten()[: out.numel()].view_as(out)
+            return [out.detach(), *torch.autograd.grad(out, leaves, seed)]
+
+    def entropy(logits: Tensor) -> Tensor:
+        return kernels.split_cross_entropy(
+            logits, targets, 20, 150, lambda own: own, label_smoothing=0.1
+        )
+
+    def softmax(scores: Tensor) -> Tensor:
+        return kernels.masked_softmax_dropout(
+            scores, mask, scale=0.5, causal=True, window=40, drop=drop
+        )
+
+    def added(x: Tensor, bias: Tensor, residual: Tensor) -> Tensor:
+        return kernels.bias_dropout_residual(x, bias, residual, drop)
+
+    def norm(*inputs: Any) -> Tensor:
+        return kernels.bias_dropout_residual_layer_norm(*inputs, 1e-5, drop)[0]
+
+    def embedding(table: Tensor) -> Tensor:
+        return kernels.split_embedding(table, targets, 20)
+
+    return [
+        ("bias, dropout and residual", lambda: with_gradients(added, x, bias, residual)),
+        ("layer norm", lambda: with_gradients(norm, x, bias, residual, weight, shift)),
+        ("masked softmax", lambda: with_gradients(softmax, scores)),
+        ("cross-entropy", lambda: with_gradients(entropy, x)),
+        ("embedding", lambda: with_gradients(embedding, x)),
+    ]

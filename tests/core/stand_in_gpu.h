@@ -1,0 +1,28 @@
+/* The kernels of csrc/tp_kernels/gpu.cu, for the stand-in's cuLaunchKernel. */
+#ifndef SMP_TESTS_STAND_IN_GPU_H
+#define SMP_TESTS_STAND_IN_GPU_H
+
+#include <stddef.h>
+
+typedef struct {
+    const char *name;
+    size_t      bytes; /* of its one parameter */
+    void (*run)(const void *parameter);
+} stand_in_function;
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* NULL: there is none of that name. */
+const stand_in_function *stand_in_find(const char *name);
+
+/* Runs it; returns when it is over.  One thread at a time. */
+void stand_in_run(const stand_in_function *function, const void *parameter,
+                  unsigned blocks, unsigned threads);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

@@ -1,0 +1,140 @@
+"""The kernels for GPUs, launched on the pretended accelerator through the driver's stand-in.
+
+What each computes is in ``tests/core/tp_gpu_test.c``.  Spec: csrc/tp_kernels/gpu.h.
+"""
+
+import ctypes
+import os
+import warnings
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from smp import _core
+from smp.tensor_parallel import gpu_kernels, kernels
+from tests import accelerator
+from tests.ranks import on_ranks
+
+DROP = kernels.Dropout(0.3, 12345, first=5)
+TOO_MANY_RESOURCES = 701
+
+alone = on_ranks(1)
+on_pretended = pytest.mark.parametrize(
+    "device",
+    [
+        pytest.param(
+            accelerator.NAME,
+            marks=pytest.mark.skipif(accelerator.compiler() is None, reason="no C++ compiler"),
+        )
+    ],
+)
+
+
+def begin() -> torch.device:
+    """A device whose kernels nobody has tried."""
+    accelerator.use_driver()
+    gpu_kernels._known.clear()
+    return accelerator.load()
+
+
+@contextmanager
+def fails(name: bytes, nth: int):
+    """The driver's function fails, the nth time from now."""
+    library = ctypes.CDLL(os.environ[accelerator.DRIVER])
+    address = (ctypes.c_void_p * 1).in_dll(library, "stand_in")[0]
+    fail = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_int, ctypes.c_int)(address)
+    kept = ctypes.create_string_buffer(name)  # the stand-in borrows it
+    fail(ctypes.cast(kept, ctypes.c_char_p), nth, TOO_MANY_RESOURCES)
+    try:
+        yield
+    finally:
+        fail(None, 0, 0)
+
+
+def calls(on: torch.device) -> list[torch.Tensor]:
+    """Outputs and gradients of one call of each kernel, there."""
+    source = torch.Generator().manual_seed(0)
+
+    def leaf(*shape):
+        return torch.randn(shape, generator=source).to(on).requires_grad_()
+
+    x, bias, residual, weight, shift = leaf(9, 70), *(leaf(n, 70) for n in (1, 9, 1, 1))
+    bias, weight, shift = (t.detach()[0].requires_grad_() for t in (bias, weight, shift))
+    targets = torch.randint(0, 70, (9,), generator=source).to(on)
+    scores = leaf(2, 3, 5, 33)
+    out = [
+        kernels.bias_dropout_residual(x, bias, residual, DROP),
+        kernels.bias_dropout_residual_layer_norm(x, bias, residual, weight, shift, 1e-5, DROP)[
+            0
+        ],
+        kernels.masked_softmax_dropout(scores, scale=0.5, causal=True, drop=DROP),
+        kernels.split_cross_entropy(x, targets, 0, 70, lambda own: own),
+        kernels.split_embedding(x, targets, 3),
+    ]
+    torch.autograd.backward(out, [torch.ones_like(t) * 0.5 + t.detach() for t in out])
+    leaves = [x, bias, residual, weight, shift, scores]
+    return [t.detach().cpu() for t in out] + [t.grad.cpu() for t in leaves]
+
+
+@alone
+@on_pretended
+def test_they_give_what_the_hosts_kernels_give(device):
+    on = begin()
+    want = calls(torch.device("cpu"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        got = calls(on)
+    assert gpu_kernels._known == {on: True}
+    for one, other in zip(got, want, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+@alone
+@on_pretended
+def test_a_driver_that_refuses_leaves_them_to_torch(device):
+    on = begin()
+    want = calls(torch.device("cpu"))
+    with fails(b"cuLaunchKernel", 3), pytest.warns(UserWarning, match="torch's operators do"):
+        got = calls(on)
+    assert gpu_kernels._known == {on: False}
+    for one, other in zip(got, want, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+@alone
+@on_pretended
+@pytest.mark.parametrize("name", ["tp_residual", "tp_softmax_backward", "tp_gather"])
+def test_one_that_computes_something_else_is_not_trusted(device, name, monkeypatch):
+    on = begin()
+    real = getattr(_core, name)
+
+    def wrong(*args):
+        real(*args)
+        last = [a for a in args if isinstance(a, torch.Tensor)][-1]
+        last.view(-1)[-1:] += 0.01
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_core, name, wrong)
+        with pytest.warns(UserWarning, match=r"differs by 0\.01"):
+            assert not gpu_kernels.usable(on)
+
+
+@alone
+@on_pretended
+def test_a_launch_that_fails_later_says_what_the_driver_says(device):
+    on = begin()
+    assert gpu_kernels.usable(on)
+    x = torch.ones(3, 4, device=on)
+    with fails(b"cuLaunchKernel", 1), pytest.raises(RuntimeError, match="cuLaunchKernel: "):
+        kernels.dropout(x, DROP)
+    torch.testing.assert_close(kernels.dropout(x, DROP).cpu(), kernels.dropout(x.cpu(), DROP))
+
+
+@alone
+@on_pretended
+def test_tensors_of_two_devices_are_refused(device):
+    on = begin()
+    x = torch.ones(3, 4, device=on)
+    with pytest.raises(ValueError, match="out: on another device than the other tensors"):
+        _core.tp_residual(3, 4, DROP.placed(4), x, None, None, torch.ones(3, 4))
