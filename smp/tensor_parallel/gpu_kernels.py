@@ -122,8 +122,12 @@ def _trials(device: torch.device) -> list[tuple[str, Callable[[], list[Tensor]]]
     def added(x: Tensor, bias: Tensor, residual: Tensor) -> Tensor:
         return kernels.bias_dropout_residual(x, bias, residual, drop)
 
-    def norm(*inputs: Any) -> Tensor:
-        return kernels.bias_dropout_residual_layer_norm(*inputs, 1e-5, drop)[0]
+    def norm(
+        x: Tensor, bias: Tensor, residual: Tensor, weight: Tensor, shift: Tensor
+    ) -> Tensor:
+        return kernels.bias_dropout_residual_layer_norm(
+            x, bias, residual, weight, shift, drop=drop
+        )[0]
 
     def embedding(table: Tensor) -> Tensor:
         return kernels.split_embedding(table, targets, 20)
