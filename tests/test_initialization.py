@@ -560,8 +560,20 @@ def test_a_lone_rank_s_other_exceptions_are_python_s(tmp_path):
     assert done.stderr.startswith("Traceback") and "smp:" not in done.stderr
 
 
+END_WHEN_BOTH_HAVE_TOLD = """
+from smp.job import job_end
+def end(*given, end=job_end.end_all_ranks):
+    (folder / f"told {smp.rank()}").touch()
+    while len(list(folder.glob("told *"))) < 2:
+        threading.Event().wait(0.01)
+    end(*given)
+job_end.end_all_ranks = end
+"""
+
+
 def test_what_differs_between_ranks_is_said_by_each(script):
-    done = mpirun(2, script(BOTH_HAVE_STARTED + 'raise smp.ConfigError(f"of {smp.rank()}")'))
+    body = BOTH_HAVE_STARTED + END_WHEN_BOTH_HAVE_TOLD
+    done = mpirun(2, script(body + 'raise smp.ConfigError(f"of {smp.rank()}")'))
 
     assert done.returncode != 0
     assert re.search("ConfigError: of 0", done.stderr), done.stderr
