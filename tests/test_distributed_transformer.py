@@ -134,6 +134,8 @@ def test_a_layer_of_ranks_with_the_same_samples(kind):
     check_layer(LAYERS[kind], masks="all", alike=True)
 
 
+CUTS = ["memory"]  # with which a transformer's layers have a part of each sample
+
 LMS = {
     "gpt": GPT,
     "untied, with a bias, types": {
@@ -200,6 +202,44 @@ def test_a_language_model_of_ranks_with_the_same_samples(kind, optimize):
     """With "memory" the residual stream is cut along its positions, which need not divide."""
     split_over_all_ranks(prescaled_batch=True, optimize=optimize)
     check_lm(kind, alike=True)
+
+
+class Unrolled(nn.Module):
+    """Calls a transformer's layers, or what is in them, by itself."""
+
+    def __init__(self, transformer: nn.Module, parts: bool) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(10, 10), nn.Linear(10, 3)
+        self.transformer, self.parts = transformer, parts
+
+    def forward(self, x: Tensor, mask: Tensor, *_: Tensor) -> Tensor:
+        hidden = self.first(x)
+        for layer in self.transformer.seq_layers:
+            if self.parts:
+                hidden = layer.output(layer.attention((hidden, mask)))
+            else:
+                hidden, same = layer((hidden, mask))
+                assert same is mask
+            assert hidden.shape == x.shape
+        return self.last(hidden)
+
+
+@pytest.mark.parametrize("parts", [False, True], ids=["layers", "parts"])
+@pytest.mark.parametrize("optimize", CUTS)
+@on_ranks(2)
+def test_a_layer_that_is_called_outside_of_its_transformer_takes_whole_samples(optimize, parts):
+    alike = optimize != "channels"
+    split_over_all_ranks(prescaled_batch=alike, optimize=optimize)
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(3)
+    options = {**SIZES, "num_layers": 2}
+    net = Unrolled(smp.nn.DistributedTransformer(**options), parts)
+    del options["embedding_dropout_prob"]
+    reference = Unrolled(plain.PlainTransformer(**options), parts)
+    job = WholeJob(net, squares, batch_of("all", alike), plain=reference)
+    for step in range(2):
+        job.step(step)
+    job.check_parameters()
 
 
 @on_ranks(2)
@@ -372,7 +412,7 @@ def test_a_mask_that_one_rank_trains():
     layer = layer_of().requires_grad_(False)
     x = batch_of("no")(group.rank(), 0)[0]
     mask = torch.zeros(len(x), 1, 1, x.size(1), requires_grad=True)
-    layer((x, mask if group.rank() == 1 else None))[0].square().sum().backward()
+    layer((x, mask if group.rank() == 1 else None))[0][..., 0].square().sum().backward()
     if group.rank() == 1:
         moved = torch.zeros_like(mask)
         moved[0, 0, 0, 1] = 1e-6
@@ -380,7 +420,7 @@ def test_a_mask_that_one_rank_trains():
         moved = None
     with torch.no_grad():
         more, less = (
-            layer((x, None if moved is None else sign * moved))[0].square().sum()
+            layer((x, None if moved is None else sign * moved))[0][..., 0].square().sum()
             for sign in (1, -1)
         )
     if group.rank() == 1:

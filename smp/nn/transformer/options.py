@@ -78,9 +78,8 @@ class Options:
             themselves.
         flash_attention: whether attention is a ``smp.nn.FlashAttentionLayer``.
         optimize: "speed" keeps tokens gathered from all tp_ranks for the backward, "memory"
-            gathers them again; and with ``prescaled_batch``, in a ``DistributedTransformer``,
-            "memory" cuts the residual stream along its positions.  None: as ``smp.init`` was
-            told.
+            gathers them again; with ``prescaled_batch`` it cuts the residual stream along its
+            positions.  None: as ``smp.init`` was told.
     """
 
     num_layers: int = 12
@@ -130,13 +129,12 @@ class Options:
     flash_attention: bool = False
     optimize: str | None = None
 
-    def keeps_gathered(self) -> bool:
-        """Whether gathered tokens are kept for the backward."""
+    def optimizes(self) -> str:
+        """``optimize``, or what ``smp.init`` was told; "speed" before that."""
         if self.optimize is not None:
-            return self.optimize == "speed"
-        return not ranks.state.is_initialized or (
-            ranks.state.job("smp").cfg.optimize == "speed"
-        )
+            return self.optimize
+        is_told = ranks.state.is_initialized
+        return ranks.state.job("smp").cfg.optimize if is_told else "speed"
 
     def check(self, name: str) -> None:
         """Refuse what makes no sense, or is not built.

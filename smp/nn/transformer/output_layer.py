@@ -1,18 +1,14 @@
 """``DistributedTransformerOutputLayer``: two linears, split by the channels between them."""
 
+from typing import Any
+
 from torch import Tensor, nn
 
 from smp.nn.layer_norm import FusedLayerNorm
 from smp.nn.transformer.options import ACTIVATIONS, Options, takes
-from smp.nn.transformer.token_stream import (
-    add_to_stream,
-    cut_linear,
-    has_stream_of_all,
-    is_sharded,
-    join,
-    lead_out,
-)
-from smp.tensor_parallel import primitives, same_samples
+from smp.nn.transformer.split_linear import PartOfSum, cut_by_inputs, cut_by_outputs
+from smp.nn.transformer.token_stream import TokenStream, given_stream, meet
+from smp.tensor_parallel import gradients
 from smp.tensor_parallel.distributed_module import DistributedModule
 
 
@@ -40,33 +36,27 @@ class DistributedTransformerOutputLayer(DistributedModule):
         normalises = options.pre_layernorm and not options.single_pre_layernorm
         self.pre_layernorm = FusedLayerNorm(hidden, eps) if normalises else None
         self.dense1 = nn.Linear(hidden, options.intermediate_size)
-        self.dense2 = nn.Linear(options.intermediate_size, hidden)
+        self.dense2 = PartOfSum(options.intermediate_size, hidden)
         self.layernorm = FusedLayerNorm(hidden, eps) if options.post_layernorm else None
         options.initialize(self)
-        cut_linear(self.dense1, by_outputs=True)
-        cut_linear(self.dense2, by_outputs=False)
+        cut_by_outputs(self.dense1)
+        cut_by_inputs(self.dense2)
+        if options.optimizes() == "memory":
+            gradients.mark_partial(self)
         self.activation = ACTIVATIONS[options.activation]
 
-    def forward(self, inputs: Tensor | tuple[Tensor, Tensor]) -> Tensor:
-        hidden, residual = (inputs, inputs) if isinstance(inputs, Tensor) else inputs
+    def forward(self, inputs: Any) -> Tensor:
+        given, stream = given_stream(inputs)
+        hidden, residual = (given, given) if isinstance(given, Tensor) else given
+        if stream is not None:
+            return self._through(stream, hidden, residual)
+        stream = meet(self, hidden)
+        own = stream.enter(hidden)
+        beside = own if residual is hidden else stream.enter(residual)
+        return stream.leave(self._through(stream, own, beside))
+
+    def _through(self, stream: TokenStream, hidden: Tensor, residual: Tensor) -> Tensor:
         x = hidden if self.pre_layernorm is None else self.pre_layernorm(hidden)
-        of_all, counts = has_stream_of_all(self), None
-        if of_all:
-            same_samples.check(self, hidden)
-        tokens = [x.size(0) * x.size(1)]
-        if is_sharded(self):
-            x, counts = primitives.entering(x, 1)
-            tokens = [x.size(0) * count for count in counts]
-        elif not of_all:
-            x, tokens = primitives.entering(x.reshape(-1, x.size(-1)), 0)
-        (y,) = join(x, tokens, [self.dense1], self.options.keeps_gathered(), of_all)
-        y = lead_out(self.activation(y), self.dense2, tokens, residual, of_all)
-        return add_to_stream(
-            y,
-            self.dense2.bias,
-            residual,
-            self.layernorm,
-            self.options,
-            self.training,
-            counts,
-        )
+        (y,) = stream.first(x, [self.dense1])
+        y = stream.last(self.activation(y), self.dense2, residual)
+        return stream.add(y, self.dense2.bias, residual, self.layernorm, self.training)
