@@ -7,10 +7,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from smp.nn.layer_norm import FusedLayerNorm
 from smp.nn.transformer import positions
 from smp.nn.transformer.options import Options, takes
-from smp.nn.transformer.split_linear import PartOfSum, cut_by_inputs, cut_by_outputs
+from smp.nn.transformer.split_parts import (
+    PartOfSum,
+    cut_first,
+    cut_last,
+    first_linear,
+    layer_norm,
+)
 from smp.nn.transformer.token_stream import (
     Source,
     TokenStream,
@@ -64,18 +69,18 @@ class DistributedAttentionLayer(DistributedModule):
     def build(self, options: Options) -> None:
         """Make what is in it.  Collective over the TP_GROUP."""
         width = options.num_attention_heads * options.attention_head_size
-        hidden, eps = options.hidden_size, options.layernorm_epsilon
-        self.pre_layernorm = FusedLayerNorm(hidden, eps) if options.pre_layernorm else None
-        self.query = nn.Linear(hidden, width, options.use_qkv_bias)
-        self.key = nn.Linear(hidden, width, options.use_qkv_bias)
-        self.value = nn.Linear(hidden, width, options.use_qkv_bias)
+        hidden = options.hidden_size
+        self.pre_layernorm = layer_norm(options) if options.pre_layernorm else None
+        self.query = first_linear(options, width, options.use_qkv_bias)
+        self.key = first_linear(options, width, options.use_qkv_bias)
+        self.value = first_linear(options, width, options.use_qkv_bias)
         self.dense = PartOfSum(width, hidden, options.use_attn_dense_bias)
-        self.layernorm = FusedLayerNorm(hidden, eps) if options.post_layernorm else None
+        self.layernorm = layer_norm(options) if options.post_layernorm else None
         self.flash_attention = FlashAttentionLayer() if options.flash_attention else None
         options.initialize(self)
         for linear in (self.query, self.key, self.value):
-            cut_by_outputs(linear, options.attention_head_size)
-        cut_by_inputs(self.dense, options.attention_head_size)
+            cut_first(linear, options.attention_head_size)
+        cut_last(self.dense, options, options.attention_head_size)
         if options.optimizes() == "memory":
             gradients.mark_partial(self)
         shares = group.shares(options.num_attention_heads)

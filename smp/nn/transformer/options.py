@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from smp import ranks
+from smp.tensor_parallel import group
 
 _gelu_by_tanh = functools.partial(F.gelu, approximate="tanh")
 
@@ -79,7 +80,8 @@ class Options:
         flash_attention: whether attention is a ``smp.nn.FlashAttentionLayer``.
         optimize: "speed" keeps tokens gathered from all tp_ranks for the backward, "memory"
             gathers them again; with ``prescaled_batch`` it cuts the residual stream along its
-            positions.  None: as ``smp.init`` was told.
+            positions.  "channels" splits the residual stream by its channels: nothing is
+            gathered, and more travels.  None: as ``smp.init`` was told.
     """
 
     num_layers: int = 12
@@ -136,15 +138,18 @@ class Options:
         is_told = ranks.state.is_initialized
         return ranks.state.job("smp").cfg.optimize if is_told else "speed"
 
+    def splits_channels(self) -> bool:
+        """Whether each tp_rank has some channels of the residual stream."""
+        return self.optimizes() == "channels" and group.size() > 1
+
     def check(self, name: str) -> None:
-        """Refuse what makes no sense, or is not built.
+        """Refuse what makes no sense.
 
         Args:
             name: of the class, for errors.
 
         Raises:
             ValueError: names the option, its value and what is wanted.
-            NotImplementedError: likewise.
         """
 
         def wants(right: bool, option: str, wanted: str) -> None:
@@ -192,11 +197,6 @@ class Options:
             "does not go with add_cross_attention",
         )
         wants(self.optimize in (None, "speed", "memory", "channels"), "optimize", _OPTIMIZE)
-        if self.optimize == "channels":
-            raise NotImplementedError(
-                f"smp.nn.{name}: optimize='channels' (the paper's appendix F.2) is not built "
-                "yet: 'memory' needs less memory and travels less"
-            )
 
     def of(self, taken: Sequence[str], **changes: Any) -> dict[str, Any]:
         """Those of these names, for another module's ``__init__``."""
@@ -214,7 +214,7 @@ class Options:
 
 
 _ROTARY_PAIRS = "must be 'neighbours' or 'halves'"
-_OPTIMIZE = "must be 'speed' or 'memory'"
+_OPTIMIZE = "must be 'speed', 'memory' or 'channels'"
 
 _DEFAULTS = {field.name: field.default for field in fields(Options)}
 Class = TypeVar("Class", bound=type[nn.Module])

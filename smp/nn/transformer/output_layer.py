@@ -2,11 +2,16 @@
 
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from smp.nn.layer_norm import FusedLayerNorm
 from smp.nn.transformer.options import ACTIVATIONS, Options, takes
-from smp.nn.transformer.split_linear import PartOfSum, cut_by_inputs, cut_by_outputs
+from smp.nn.transformer.split_parts import (
+    PartOfSum,
+    cut_first,
+    cut_last,
+    first_linear,
+    layer_norm,
+)
 from smp.nn.transformer.token_stream import TokenStream, given_stream, meet
 from smp.tensor_parallel import gradients
 from smp.tensor_parallel.distributed_module import DistributedModule
@@ -32,15 +37,15 @@ class DistributedTransformerOutputLayer(DistributedModule):
 
     def build(self, options: Options) -> None:
         """Make what is in it.  Collective over the TP_GROUP."""
-        hidden, eps = options.hidden_size, options.layernorm_epsilon
+        hidden = options.hidden_size
         normalises = options.pre_layernorm and not options.single_pre_layernorm
-        self.pre_layernorm = FusedLayerNorm(hidden, eps) if normalises else None
-        self.dense1 = nn.Linear(hidden, options.intermediate_size)
+        self.pre_layernorm = layer_norm(options) if normalises else None
+        self.dense1 = first_linear(options, options.intermediate_size)
         self.dense2 = PartOfSum(options.intermediate_size, hidden)
-        self.layernorm = FusedLayerNorm(hidden, eps) if options.post_layernorm else None
+        self.layernorm = layer_norm(options) if options.post_layernorm else None
         options.initialize(self)
-        cut_by_outputs(self.dense1)
-        cut_by_inputs(self.dense2)
+        cut_first(self.dense1)
+        cut_last(self.dense2, options)
         if options.optimizes() == "memory":
             gradients.mark_partial(self)
         self.activation = ACTIVATIONS[options.activation]

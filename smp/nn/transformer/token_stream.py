@@ -8,10 +8,11 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from smp.nn.layer_norm import DistributedLayerNorm, FusedLayerNorm
 from smp.nn.transformer.options import Options
-from smp.nn.transformer.split_linear import PartOfSum
+from smp.nn.transformer.split_parts import PartOfSum
 from smp.tensor_parallel import group, kernels, primitives, same_samples
-from smp.tensor_parallel.gathered_linears import gathered_linears
+from smp.tensor_parallel.gathered_linears import gathered_linears, is_hooked
 from smp.tensor_parallel.kernels import Dropout
 
 
@@ -52,7 +53,8 @@ class TokenStream:
 
     - `OwnSamples`: samples that it alone has;
     - `SameSamples`: samples that all ranks have (``prescaled_batch``);
-    - `OwnPositions`: of such samples some positions.
+    - `OwnPositions`: of such samples some positions;
+    - `OwnChannels`: some channels of all samples.
 
     Linears and attention have the tokens of all `sources`, and each rank some channels or
     heads of them: ``first`` leads there and ``last`` back.  What the user gives is made the
@@ -88,6 +90,8 @@ class TokenStream:
             seed: of the dropout of this rank's samples; 0: it drops nothing.
             device: of the tokens.
         """
+        if not self.options.attention_dropout_prob:
+            return self
         seeds = _seeds(seed, device)
         other = copy.copy(self)
         other.sources = [
@@ -107,10 +111,17 @@ class TokenStream:
 
     def enter_mask(self, mask: Tensor | None, like: Tensor) -> Tensor | None:
         """What ``masks`` takes; to be added to scores of such tokens as ``like``."""
-        if mask is None:
+        dtype = _dtype_of_scores(like)
+        if len(self.sources) == 1:
+            if mask is None:
+                return None
+            mask = mask.to(dtype)
+            return primitives.bwd_allreduce_for_tp(mask) if mask.requires_grad else mask
+        lengths = self._lengths_of_masks()
+        if not any(lengths):
             return None
-        mask = mask.to(_dtype_of_scores(like))
-        return primitives.bwd_allreduce_for_tp(mask) if mask.requires_grad else mask
+        own = like.new_zeros(0, dtype=dtype) if mask is None else mask.to(dtype).reshape(-1)
+        return primitives.gather(primitives.requiring(own, self.required.mask), 0, lengths)
 
     def leave(self, hidden: Tensor) -> Tensor:
         """``[samples, positions, channels]`` again."""
@@ -160,7 +171,13 @@ class TokenStream:
 
     def masks(self, mask: Tensor | None) -> list[Tensor | None]:
         """Each source's mask."""
-        return [mask]
+        if mask is None or len(self.sources) == 1:
+            return [mask] * len(self.sources)
+        parts = zip(self.sources, mask.split(self._lengths_of_masks()), strict=True)
+        return [None if of.mask is None else part.view(of.mask) for of, part in parts]
+
+    def _lengths_of_masks(self) -> list[int]:
+        return [0 if of.mask is None else math.prod(of.mask) for of in self.sources]
 
     # -------------------------------------------------------------------- own tokens
 
@@ -169,28 +186,38 @@ class TokenStream:
         x: Tensor,
         bias: Tensor | None,
         residual: Tensor,
-        norm: nn.LayerNorm | None,
+        norm: FusedLayerNorm | DistributedLayerNorm | None,
         training: bool,
     ) -> Tensor:
         """``norm(residual + dropout(x + bias))``, all of own tokens."""
-        p = self.options.hidden_dropout_prob if training else 0.0
-        drop = self.dropout(x, p) if p else None
-        out_dtype = residual.dtype
-        if self.options.fp32_residual_addition:
+        drops = self.dropouts(x, training)
+        out_dtype, fp32 = residual.dtype, self.options.fp32_residual_addition
+        if fp32:
             x, residual = x.float(), residual.float()
             bias = None if bias is None else bias.float()
         elif bias is not None and bias.dtype != x.dtype:
             bias = bias.to(x.dtype)  # under autocast
-        if norm is None or self.options.fp32_residual_addition:
-            total = kernels.bias_dropout_residual(x, bias, residual, drop).to(out_dtype)
-            return total if norm is None else norm(total)
-        out, _ = kernels.bias_dropout_residual_layer_norm(
-            x, bias, residual, norm.weight, norm.bias, norm.eps, drop
-        )
-        return out
+        if isinstance(norm, FusedLayerNorm) and not fp32 and not is_hooked(norm):
+            out, _ = kernels.bias_dropout_residual_layer_norm(
+                x, bias, residual, norm.weight, norm.bias, norm.eps, drops[0]
+            )
+            return out
+        if len(drops) == 1:
+            total = kernels.bias_dropout_residual(x, bias, residual, drops[0])
+        else:
+            parts = zip(x.split(self.tokens), residual.split(self.tokens), drops, strict=True)
+            total = torch.cat(
+                [kernels.bias_dropout_residual(y, bias, on, drop) for y, on, drop in parts]
+            )
+        total = total.to(out_dtype)
+        return total if norm is None else norm(total)
 
-    def dropout(self, x: Tensor, p: float) -> Dropout:
-        """What is dropped of own tokens."""
+    def dropouts(self, x: Tensor, training: bool) -> list[Dropout | None]:
+        """What is dropped of own tokens: of all rows together, or of each source's."""
+        p = self.options.hidden_dropout_prob if training else 0.0
+        return [self._dropout(x, p) if p else None]
+
+    def _dropout(self, x: Tensor, p: float) -> Dropout:
         return _dropout(x, p)
 
 
@@ -200,24 +227,6 @@ class OwnSamples(TokenStream):
     Their tokens are gathered, rank behind rank, whatever the lengths of their sequences; what
     is added up goes back to the tokens' own rank.
     """
-
-    def enter_mask(self, mask: Tensor | None, like: Tensor) -> Tensor | None:
-        """All sources' masks, one behind the other."""
-        lengths = self._lengths_of_masks()
-        if not any(lengths):
-            return None
-        dtype = _dtype_of_scores(like)
-        own = like.new_zeros(0, dtype=dtype) if mask is None else mask.to(dtype).reshape(-1)
-        return primitives.gather(primitives.requiring(own, self.required.mask), 0, lengths)
-
-    def masks(self, mask: Tensor | None) -> list[Tensor | None]:
-        if mask is None:
-            return [None] * len(self.sources)
-        parts = zip(self.sources, mask.split(self._lengths_of_masks()), strict=True)
-        return [None if of.mask is None else part.view(of.mask) for of, part in parts]
-
-    def _lengths_of_masks(self) -> list[int]:
-        return [0 if of.mask is None else math.prod(of.mask) for of in self.sources]
 
     def first_of_states(self, states: Tensor, linears: Sequence[nn.Linear]) -> list[Tensor]:
         return self._gathered(states, self.others, linears)
@@ -270,10 +279,73 @@ class OwnPositions(TokenStream):
         by_sample = sequences[0].view(of.samples, of.positions, sequences[0].size(-1))
         return torch.cat([piece.flatten(0, 1) for piece in by_sample.split(self.positions, 1)])
 
-    def dropout(self, x: Tensor, p: float) -> Dropout:
+    def _dropout(self, x: Tensor, p: float) -> Dropout:
         width, first = x.size(-1), sum(self.positions[: group.rank()])
         all_of_a_sample = sum(self.positions) * width
         return Dropout(p, _dropout(x, p).seed, first * width, width, x.size(1), all_of_a_sample)
+
+
+class OwnChannels(TokenStream):
+    """Some channels of all samples: those of all tp_ranks, or those that all have.
+
+    A hidden state is ``[tokens, own channels]``.  All linears are cut by their inputs, and of
+    each sum a rank keeps some outputs.  Source: the SageMaker paper, appendix F.2.
+    """
+
+    TRAVELS = True
+
+    @property
+    def channels(self) -> list[int]:
+        """How many each tp_rank has."""
+        return group.shares(self.options.hidden_size)
+
+    def enter(self, hidden: Tensor) -> Tensor:
+        return self._own(super().enter(hidden), self.tokens)
+
+    def enter_states(self, states: Tensor) -> Tensor:
+        return self._own(super().enter_states(states), self.others)
+
+    def _own(self, x: Tensor, lengths: list[int]) -> Tensor:
+        tokens = x.reshape(-1, x.size(-1))
+        if group.same_samples():
+            return primitives.own_part(tokens, 1, self.channels)
+        return primitives.scatter_and_merge(tokens, 1, 0, self.channels, lengths)
+
+    def leave(self, hidden: Tensor) -> Tensor:
+        if group.same_samples():
+            of, own = self.sources[0], primitives.gather_alike(hidden, 1, self.channels)
+        else:
+            of = self.sources[group.rank()]
+            own = primitives.scatter_and_merge(hidden, 0, 1, self.tokens, self.channels)
+        return own.view(of.samples, of.positions, own.size(-1))
+
+    def first(self, x: Tensor, linears: Sequence[nn.Linear]) -> list[Tensor]:
+        sums = zip(self._kept(x, linears), linears, strict=True)
+        return [y if of.bias is None else y + of.bias.to(y.dtype) for y, of in sums]
+
+    def first_of_states(self, states: Tensor, linears: Sequence[nn.Linear]) -> list[Tensor]:
+        return self.first(states, linears)
+
+    def last(self, x: Tensor, linear: PartOfSum, like: Tensor) -> Tensor:
+        return self._kept(x, [linear])[0]
+
+    def _kept(self, x: Tensor, linears: Sequence[Any]) -> list[Tensor]:
+        """This rank's outputs of the sums, ``[tokens, outputs]``, of all in one collective."""
+        # Transposed, because rows are what is scattered; joining the terms copies them anyway.
+        terms = [linear(x).t().split(linear.kept) for linear in linears]
+        of_ranks = [piece for pieces in zip(*terms, strict=True) for piece in pieces]
+        lengths = [sum(of) for of in zip(*(linear.kept for linear in linears), strict=True)]
+        own = primitives.reduce_scatter(torch.cat(of_ranks), 0, lengths)
+        counts = [linear.kept[group.rank()] for linear in linears]
+        return [part.t().contiguous() for part in own.split(counts)]
+
+    def dropouts(self, x: Tensor, training: bool) -> list[Dropout | None]:
+        p, width = self.options.hidden_dropout_prob, self.options.hidden_size
+        if not p:
+            return [None]
+        seeds = _seeds(new_seed() if training else 0, x.device)
+        first = sum(self.channels[: group.rank()])
+        return [Dropout(p, seed, first, width) if seed else None for seed in seeds]
 
 
 # ----------------------------------------------------------------- how a stream is met
@@ -281,6 +353,8 @@ class OwnPositions(TokenStream):
 
 def form_of(options: Options) -> type[TokenStream]:
     """How the tp_ranks share the residual stream of a module with these options."""
+    if options.splits_channels():
+        return OwnChannels
     if group.size() == 1 or not group.same_samples():
         return OwnSamples
     return SameSamples if options.optimizes() == "speed" else OwnPositions
