@@ -125,6 +125,7 @@ def test_active_microbatches_is_all_of_them_for_simple():
 
 def test_memory_weight_follows_optimize():
     assert load(optimize="memory").memory_weight == 0.8
+    assert load(optimize="channels").memory_weight == 0.8
     assert load(optimize="speed").memory_weight == 0.2
     assert load(optimize="speed", memory_weight=1).memory_weight == 1.0
 
@@ -358,7 +359,7 @@ def test_json_writes_large_ints_as_floats():
         ("memory_weight", "0.5", "a number from 0 to 1"),
         ("memory_weight", True, "a number from 0 to 1"),
         ("sdp_gradient_clipping", -1, "a number from 0"),
-        ("optimize", "size", "one of 'memory', 'speed'"),
+        ("optimize", "size", "one of 'memory', 'speed', 'channels'"),
         ("device", "cuda:1", "one of 'auto', 'cpu'"),
         ("ddp_dist_backend", "mpi", "one of 'auto', 'nccl', 'gloo', 'smddp'"),
         ("placement_strategy", "DPD", "one of 'cluster', 'spread', 'DPT', 'DTP', 'PDT'"),

@@ -174,7 +174,7 @@ class Config:
     microbatches: int = whole(1, at_least=1)
     active_microbatches: int = whole(None, at_least=1)
     pipeline: Any = schedule("interleaved")
-    optimize: str = choice("memory", "memory", "speed")
+    optimize: str = choice("memory", "memory", "speed", "channels")
     placement_strategy: str = choice("cluster", *PLACEMENTS)
     auto_partition: bool = flag(True)
     default_partition: int = whole(0)
@@ -476,7 +476,7 @@ def _fill(values: dict[str, Any], size: int) -> Config:
             else config.microbatches
         )
     if config.memory_weight is None:
-        computed["memory_weight"] = 0.8 if config.optimize == "memory" else 0.2
+        computed["memory_weight"] = 0.2 if config.optimize == "speed" else 0.8
     if size > config.pipeline_parallel_degree:
         computed["ddp"] = True
     return dataclasses.replace(config, **computed)

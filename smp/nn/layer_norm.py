@@ -3,11 +3,15 @@
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import Function
 
 from smp.tensor_parallel import group, primitives
+from smp.tensor_parallel.chain import defined, keep_shape, linked, next_token
 from smp.tensor_parallel.distributed_module import DistributedModule
 from smp.tensor_parallel.linears import keep_slice
+from smp.tensor_parallel.order import Call
 from smp.tensor_parallel.slices import Slices
 
 
@@ -19,15 +23,18 @@ class FusedLayerNorm(nn.LayerNorm):
     """
 
 
-class DistributedLayerNorm(DistributedModule):
+class DistributedLayerNorm(nn.LayerNorm, DistributedModule):
     """``nn.LayerNorm`` over channels of which each tp_rank has a slice.
+
+    The ranks exchange two numbers a token: mean and variance of their own channels; in the
+    backward two sums.
 
     Args:
         normalized_shape: number of channels on all tp_ranks; it need not divide.
         eps: added to the variance.
         elementwise_affine: whether there are ``weight`` and ``bias``.
 
-    Shapes: ``[..., own channels]``, the same samples on all tp_ranks; likewise the output.
+    Shapes: ``[..., own channels]``, the same tokens on all tp_ranks; likewise the output.
 
     Source: the SageMaker paper, appendix F.2.
     """
@@ -40,39 +47,86 @@ class DistributedLayerNorm(DistributedModule):
         device: Any = None,
         dtype: Any = None,
     ) -> None:
-        super().__init__()
         shape = (normalized_shape,) if isinstance(normalized_shape, int) else normalized_shape
         if len(shape) != 1:
             raise ValueError(
                 f"smp.nn.DistributedLayerNorm: normalized_shape={tuple(shape)}: the channels "
                 "are one axis"
             )
-        self.channels, self.eps = shape[0], eps
-        self.weight: nn.Parameter | None = None
-        self.bias: nn.Parameter | None = None
+        super().__init__(shape, eps, elementwise_affine, device=device, dtype=dtype)
+        self.channels = shape[0]
         if elementwise_affine:
-            self.weight = nn.Parameter(torch.ones(self.channels, device=device, dtype=dtype))
-            self.bias = nn.Parameter(torch.zeros(self.channels, device=device, dtype=dtype))
             slices = Slices.even(0, self.channels, group.size())
             keep_slice(self, "weight", slices)
             keep_slice(self, "bias", slices)
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        own = group.shares(self.channels)[group.rank()]
-        if hidden.size(-1) != own:
+    def forward(self, input: Tensor) -> Tensor:
+        shares = group.shares(self.channels)
+        own = shares[group.rank()]
+        if input.size(-1) != own:
             raise ValueError(
-                f"smp.nn.DistributedLayerNorm: input of shape {list(hidden.shape)}: tp_rank "
+                f"smp.nn.DistributedLayerNorm: input of shape {list(input.shape)}: tp_rank "
                 f"{group.rank()} has {own} of {self.channels} channels"
             )
-        mean = _sum_for_all(hidden.sum(-1, keepdim=True)) / self.channels
-        centred = hidden - mean
-        squares = _sum_for_all(centred.square().sum(-1, keepdim=True))
-        out = centred * torch.rsqrt(squares / self.channels + self.eps)
-        if self.weight is not None and self.bias is not None:
-            out = out * self.weight + self.bias
-        return out
+        if group.size() == 1:
+            return F.layer_norm(input, (own,), self.weight, self.bias, self.eps)
+        return linked(_SplitNorm, input, self.weight, self.bias, shares, self.eps)
 
 
-def _sum_for_all(x: Tensor) -> Tensor:
-    """The sum over the tp_ranks, which each uses for its own channels."""
-    return primitives.bwd_allreduce_for_tp(primitives.fwd_allreduce_for_tp(x))
+class _SplitNorm(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        token: Tensor | None,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        shares: list[int],
+        eps: float,
+    ) -> tuple:
+        ctx.call, ctx.channels = group.begin_call(), sum(shares)
+        wide = _wide(x)
+        moments = torch.stack(torch.var_mean(wide, -1, correction=0))
+        variances, means = _everyones(moments, ctx.call).unbind(1)
+        # Sums of squares would cancel where the mean is large.
+        weights = wide.new_tensor(shares).div_(ctx.channels).view(-1, *[1] * (x.dim() - 1))
+        mean = (weights * means).sum(0)
+        variance = (weights * (variances + (means - mean).square())).sum(0)
+        rstd = (variance + eps).rsqrt()
+        ctx.save_for_backward(x, weight, mean, rstd)
+        out = _normed(wide, mean, rstd)
+        if weight is not None and bias is not None:
+            out = torch.addcmul(_wide(bias), out, _wide(weight))
+        # What torch's own gives: autocast has it in float32.
+        out = out if torch.is_autocast_enabled(x.device.type) else out.to(x.dtype)
+        keep_shape(ctx, out)
+        return out, next_token(token)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None, token: Tensor | None) -> tuple:  # type: ignore[override]
+        x, weight, mean, rstd = ctx.saved_tensors
+        gradient = _wide(defined(ctx, gradient))
+        normed = _normed(_wide(x), mean, rstd)
+        of_normed = gradient if weight is None else gradient * _wide(weight)
+        parts = torch.stack([of_normed.sum(-1), (of_normed * normed).sum(-1)])
+        sums = _everyones(parts, ctx.call.backward()).sum(0).div_(ctx.channels)
+        along_one, along_normed = sums.unsqueeze(-1)
+        of_x = (of_normed - along_one - normed * along_normed) * rstd.unsqueeze(-1)
+        of_weight = of_bias = None
+        if weight is not None:
+            of_weight = (gradient * normed).flatten(0, -2).sum(0).to(weight.dtype)
+            of_bias = gradient.flatten(0, -2).sum(0).to(weight.dtype)
+        return of_x.to(x.dtype), token, of_weight, of_bias, None, None
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def _normed(x: Tensor, mean: Tensor, rstd: Tensor) -> Tensor:
+    return (x - mean.unsqueeze(-1)).mul_(rstd.unsqueeze(-1))
+
+
+def _everyones(numbers: Tensor, call: Call) -> Tensor:
+    """The tp_ranks' numbers, of one shape, stacked."""
+    return primitives.all_gather_rows(numbers[None], [1] * group.size(), call)

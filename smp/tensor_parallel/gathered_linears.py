@@ -2,6 +2,9 @@
 
 What such a linear needs in its backward is the tokens of all tp_ranks.  They are kept, or
 gathered once more: T times less memory for one more collective.
+
+A linear that has hooks, on this rank alone maybe, is called as a module, so that they see its
+input and output.  This rank then keeps the gathered tokens.
 """
 
 from collections.abc import Sequence
@@ -35,8 +38,23 @@ def gathered_linears(
         return [linear(gathered) for linear in linears]
     parameters = [p for linear in linears for p in (linear.weight, linear.bias)]
     dtype = _computed_in(x)
+    if any(map(is_hooked, linears)):
+        # The others come to the backward's collectives where a parameter trains, too.
+        x = primitives.requiring(x, any(p is not None and p.requires_grad for p in parameters))
+        gathered = linked(_GatherBesideLinears, x.to(dtype), lengths, keep)
+        return [linear(gathered) for linear in linears]
     out = linked(_GatheredLinears, x, lengths, keep, dtype, *parameters)
     return out if isinstance(out, list) else [out]
+
+
+def is_hooked(module: nn.Module) -> bool:
+    """Whether a module has hooks, which see its calls."""
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+    )
 
 
 def _computed_in(x: Tensor) -> torch.dtype:
@@ -44,6 +62,28 @@ def _computed_in(x: Tensor) -> torch.dtype:
     kind = x.device.type
     on = torch.is_autocast_enabled(kind) and x.dtype != torch.float64
     return torch.get_autocast_dtype(kind) if on else x.dtype
+
+
+class _GatherBesideLinears(Function):
+    """A gather, with the collectives of the other ranks' ``_GatheredLinears``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, token: Tensor | None, lengths: list[int], keep: bool
+    ) -> tuple:
+        ctx.call, ctx.lengths = group.begin_call(), lengths
+        gathered = primitives.all_gather_rows(x, lengths, ctx.call)
+        ctx.save_for_backward(*([] if keep else [x]))
+        keep_shape(ctx, gathered)
+        return gathered, next_token(token)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None, token: Tensor | None) -> tuple:  # type: ignore[override]
+        call, gradient = ctx.call.backward(), defined(ctx, gradient)
+        for x in ctx.saved_tensors:
+            primitives.all_gather_rows(x, ctx.lengths, call)  # for the others
+        own = primitives.reduce_scatter_rows(gradient, ctx.lengths, call)
+        return own, token, None, None
 
 
 class _GatheredLinears(Function):

@@ -1,26 +1,29 @@
 """``DistributedAttentionLayer``: attention whose heads are split over the TP_GROUP."""
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from smp.nn.layer_norm import FusedLayerNorm
 from smp.nn.transformer import positions
 from smp.nn.transformer.options import Options, takes
+from smp.nn.transformer.split_parts import (
+    PartOfSum,
+    cut_first,
+    cut_last,
+    first_linear,
+    layer_norm,
+)
 from smp.nn.transformer.token_stream import (
     Source,
-    add_to_stream,
-    cut_linear,
-    has_stream_of_all,
-    is_sharded,
-    join,
-    lead_out,
+    TokenStream,
+    given_stream,
     meet,
     new_seed,
 )
-from smp.tensor_parallel import group, kernels, primitives, same_samples
+from smp.tensor_parallel import gradients, group, kernels
 from smp.tensor_parallel.distributed_module import DistributedModule
 from smp.tensor_parallel.kernels import Dropout
 
@@ -66,80 +69,59 @@ class DistributedAttentionLayer(DistributedModule):
     def build(self, options: Options) -> None:
         """Make what is in it.  Collective over the TP_GROUP."""
         width = options.num_attention_heads * options.attention_head_size
-        hidden, eps = options.hidden_size, options.layernorm_epsilon
-        self.pre_layernorm = FusedLayerNorm(hidden, eps) if options.pre_layernorm else None
-        self.query = nn.Linear(hidden, width, options.use_qkv_bias)
-        self.key = nn.Linear(hidden, width, options.use_qkv_bias)
-        self.value = nn.Linear(hidden, width, options.use_qkv_bias)
-        self.dense = nn.Linear(width, hidden, options.use_attn_dense_bias)
-        self.layernorm = FusedLayerNorm(hidden, eps) if options.post_layernorm else None
+        hidden = options.hidden_size
+        self.pre_layernorm = layer_norm(options) if options.pre_layernorm else None
+        self.query = first_linear(options, width, options.use_qkv_bias)
+        self.key = first_linear(options, width, options.use_qkv_bias)
+        self.value = first_linear(options, width, options.use_qkv_bias)
+        self.dense = PartOfSum(width, hidden, options.use_attn_dense_bias)
+        self.layernorm = layer_norm(options) if options.post_layernorm else None
         self.flash_attention = FlashAttentionLayer() if options.flash_attention else None
         options.initialize(self)
         for linear in (self.query, self.key, self.value):
-            cut_linear(linear, True, options.attention_head_size)
-        cut_linear(self.dense, False, options.attention_head_size)
+            cut_first(linear, options.attention_head_size)
+        cut_last(self.dense, options, options.attention_head_size)
+        if options.optimizes() == "memory":
+            gradients.mark_partial(self)
         shares = group.shares(options.num_attention_heads)
         first = sum(shares[: group.rank()])
         self.heads = range(first, first + shares[group.rank()])
 
-    def forward(self, inputs: tuple[Tensor | None, ...]) -> Tensor:
-        hidden, states, mask = self._arguments(inputs)
-        options = self.options
-        x = hidden if self.pre_layernorm is None else self.pre_layernorm(hidden)
-        drops = self.training and options.attention_dropout_prob > 0
-        own = Source(
-            samples=x.size(0),
-            positions=x.size(1),
-            keys=states.size(1) if states is not None else x.size(1),
-            mask=None if mask is None else tuple(mask.shape),
-            seed=new_seed() if drops else 0,
-            required=(_requires_grad(x), _requires_grad(states), _requires_grad(mask)),
-        )
-        sharded, of_all = is_sharded(self), has_stream_of_all(self)
-        if of_all:
-            same_samples.check(self, hidden)
-        sources = meet(own, x.device, sharded)
-        x = primitives.requiring(x, any(s.required[0] for s in sources))
-        if states is not None:
-            states = primitives.requiring(states, any(s.required[1] for s in sources))
-        tokens = [source.tokens for source in sources]
-        others = [source.samples * source.keys for source in sources]
-        keep = options.keeps_gathered()
-        if states is None:
-            q, k, v = join(x, tokens, [self.query, self.key, self.value], keep, of_all)
-        else:
-            (q,) = join(x, tokens, [self.query], keep, of_all)
-            same = group.same_samples()
-            k, v = join(states, others, [self.key, self.value], keep, same)
-        if sharded:
-            context = self._attend_along(sources, q, k, v, mask)
-        else:
-            masks = _masks(mask, sources, x)
-            parts = zip(q.split(tokens), k.split(others), v.split(others), masks, strict=True)
-            out = [
-                self._attend(source, *part) for source, part in zip(sources, parts, strict=True)
-            ]
-            context = torch.cat(out) if len(out) > 1 else out[0]
-        y = lead_out(context, self.dense, tokens, hidden, of_all)
-        counts = [source.positions for source in sources] if sharded else None
-        return add_to_stream(
-            y, self.dense.bias, hidden, self.layernorm, options, self.training, counts
-        )
+    def forward(self, inputs: tuple[Any, ...]) -> Tensor:
+        given, stream = given_stream(inputs)
+        drops = self.training and self.options.attention_dropout_prob > 0
+        seed = new_seed() if drops else 0
+        if stream is not None:
+            hidden, *states, mask = given
+            stream = stream.seeded(seed, hidden.device)
+            return self._through(stream, hidden, states[0] if states else None, mask)
+        hidden, seen, mask = self._arguments(given)
+        stream = meet(self, hidden, seen, mask, seed)
+        own, mask = stream.enter(hidden), stream.enter_mask(mask, hidden)
+        seen = None if seen is None else stream.enter_states(seen)
+        return stream.leave(self._through(stream, own, seen, mask))
 
-    def _attend_along(
-        self, pieces: list[Source], q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
+    def _through(
+        self, stream: TokenStream, hidden: Tensor, states: Tensor | None, mask: Tensor | None
     ) -> Tensor:
-        """The same of sequences that come in pieces, some positions of each tp_rank."""
-        samples, counts = pieces[0].samples, [piece.positions for piece in pieces]
-        q = _in_order(q, samples, counts)
-        if not self.options.cross_attention:
-            k, v = _in_order(k, samples, counts), _in_order(v, samples, counts)
-        keys = pieces[0].keys if self.options.cross_attention else sum(counts)
-        whole = pieces[0]._replace(positions=sum(counts), keys=keys)
-        (mask,) = _masks(mask, [whole], q)
-        context = self._attend(whole, q, k, v, mask)
-        by_sample = context.view(samples, sum(counts), context.size(-1))
-        return torch.cat([piece.flatten(0, 1) for piece in by_sample.split(counts, 1)])
+        x = hidden if self.pre_layernorm is None else self.pre_layernorm(hidden)
+        crosses = states is not None
+        if states is None:
+            q, k, v = stream.first(x, [self.query, self.key, self.value])
+        else:
+            (q,) = stream.first(x, [self.query])
+            k, v = stream.first_of_states(states, [self.key, self.value])
+        parts = zip(
+            stream.sources,
+            stream.sequences(q),
+            stream.sequences(k, crosses),
+            stream.sequences(v, crosses),
+            stream.masks(mask),
+            strict=True,
+        )
+        context = stream.joined([self._attend(*part) for part in parts])
+        y = stream.last(context, self.dense, hidden)
+        return stream.add(y, self.dense.bias, hidden, self.layernorm, self.training)
 
     def _arguments(
         self, inputs: tuple[Tensor | None, ...]
@@ -243,52 +225,12 @@ class DistributedAttentionLayer(DistributedModule):
 _plain_attention = FlashAttentionLayer()
 
 
-def _in_order(x: Tensor, samples: int, counts: list[int]) -> Tensor:
-    """From pieces, each of all samples, to samples one behind the other."""
-    pieces = x.split([samples * count for count in counts])
-    by_sample = [p.view(samples, n, x.size(-1)) for p, n in zip(pieces, counts, strict=True)]
-    return torch.cat(by_sample, 1).flatten(0, 1)
-
-
-def _masks(mask: Tensor | None, sources: list[Source], like: Tensor) -> list[Tensor | None]:
-    """Each source's mask."""
-    if mask is not None and mask.dtype == torch.bool:
-        raise TypeError(
-            "smp.nn: the attention mask is bool: it is added to the scores, so give 0 where a "
-            "position is seen and a large negative number where it is not"
-        )
-    dtype = torch.get_autocast_dtype(like.device.type) if _autocasts(like) else like.dtype
-    mask = None if mask is None else mask.to(dtype)
-    if len(sources) == 1:
-        if mask is not None and mask.requires_grad and group.same_samples():
-            mask = primitives.bwd_allreduce_for_tp(mask)
-        return [mask]
-    lengths = [math.prod(s.mask) if s.mask is not None else 0 for s in sources]
-    if not any(lengths):
-        return [None] * len(sources)
-    own = like.new_zeros(0, dtype=dtype) if mask is None else mask.reshape(-1)
-    own = primitives.requiring(own, any(source.required[2] for source in sources))
-    parts = primitives.gather(own, 0, lengths).split(lengths)
-    return [
-        None if source.mask is None else part.view(source.mask)
-        for source, part in zip(sources, parts, strict=True)
-    ]
-
-
-def _autocasts(like: Tensor) -> bool:
-    return torch.is_autocast_enabled(like.device.type) and like.dtype != torch.float64
-
-
 def _hidden(source: Source, window: int | None, value: float, like: Tensor) -> Tensor:
     """What hides later positions, and earlier ones than the window's, ``[queries, keys]``."""
     at = torch.arange(source.positions, device=like.device)
     behind = at[:, None] - at[None, :]
     seen = behind >= 0 if window is None else (behind >= 0) & (behind < window)
     return torch.zeros_like(seen, dtype=like.dtype).masked_fill(~seen, value)
-
-
-def _requires_grad(x: Tensor | None) -> bool:
-    return x is not None and x.requires_grad and torch.is_grad_enabled()
 
 
 def _kind(value: object) -> str:

@@ -1,6 +1,7 @@
 """``DistributedTransformerLayer`` and ``DistributedTransformer``: layers, and a row of them."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -8,11 +9,10 @@ from smp.nn.layer_norm import FusedLayerNorm
 from smp.nn.transformer.attention import DistributedAttentionLayer
 from smp.nn.transformer.options import Options, takes
 from smp.nn.transformer.output_layer import DistributedTransformerOutputLayer
-from smp.nn.transformer.token_stream import cut_along_positions, is_sharded
-from smp.tensor_parallel import group, primitives, same_samples
+from smp.nn.transformer.token_stream import TokenStream, given_stream, travelling
 from smp.tensor_parallel.distributed_module import DistributedModule
 
-Stream = tuple[Tensor | None, ...]  # what a layer takes and returns, hidden first
+Stream = tuple[Any, ...]  # what a layer takes and returns, hidden first
 
 _OF_A_LAYER = (
     "num_attention_heads", "attention_head_size", "hidden_size", "intermediate_size",
@@ -54,23 +54,35 @@ class DistributedTransformerLayer(DistributedModule):
         self.output = DistributedTransformerOutputLayer(**options.of(output))
 
     def forward(self, inputs: Stream) -> Stream:
+        given, stream = given_stream(inputs)
         crossing = self.cross_attention is not None
         wanted = 4 if crossing else 2
-        if not isinstance(inputs, tuple | list) or len(inputs) != wanted:
+        if not isinstance(given, tuple | list) or len(given) != wanted:
             names = "(hidden, cross_states, mask, cross_mask)" if crossing else "(hidden, mask)"
             raise TypeError(f"smp.nn.DistributedTransformerLayer takes one tuple {names}")
-        hidden, mask = inputs[0], inputs[2 if crossing else 1]
+        if stream is not None:
+            return self._through(given, stream), *inputs[1:]
+        inside = travelling(self, tuple(given))
+        if inside is None:
+            return self._through(given, None), *inputs[1:]
+        *own, stream = inside
+        return stream.leave(self._through(own, stream)), *inputs[1:]
+
+    def _through(self, given: Sequence[Tensor | None], stream: TokenStream | None) -> Tensor:
+        hidden, *states, mask = given[:3] if len(given) == 4 else given
         assert hidden is not None
-        attended = self.attention((hidden, mask))
+        behind = () if stream is None else (stream,)
+        attended = self.attention((hidden, mask, *behind))
         if self.options.parallel_attn_output:
             x = hidden
             if self.options.single_pre_layernorm:
                 assert self.attention.pre_layernorm is not None
                 x = self.attention.pre_layernorm(hidden)
-            return self.output((x, attended)), *inputs[1:]
-        if self.cross_attention is not None and inputs[1] is not None:
-            attended = self.cross_attention((attended, inputs[1], inputs[3]))
-        return self.output(attended), *inputs[1:]
+            return self.output((x, attended, *behind))
+        if self.cross_attention is not None and states[0] is not None:
+            crossed = () if stream is None else (stream.crossed,)
+            attended = self.cross_attention((attended, states[0], given[3], *crossed))
+        return self.output((attended, attended, *behind) if behind else attended)
 
 
 class _LayerStack(nn.Sequential):
@@ -101,8 +113,6 @@ class DistributedTransformer(DistributedModule):
             for i, window in enumerate(_windows(options))
         ]
         self.seq_layers = _LayerStack(*layers)
-        if not options.keeps_gathered():
-            cut_along_positions(self.seq_layers)
         self.output_layernorm = FusedLayerNorm(size, eps) if both else None
 
     def forward(self, inputs: Stream) -> Stream:
@@ -110,14 +120,11 @@ class DistributedTransformer(DistributedModule):
         if self.input_layernorm is not None:
             hidden = self.input_layernorm(hidden)
         assert hidden is not None
-        sharded, positions = is_sharded(self.seq_layers), group.shares(hidden.size(1))
-        if sharded:
-            same_samples.check(self, hidden)
-            hidden = primitives.own_part(hidden, 1, positions)
-        hidden, *others = self.seq_layers((hidden, *others))
-        if sharded:
-            assert hidden is not None
-            hidden = primitives.gather_alike(hidden, 1, positions)
+        inside = travelling(self, (hidden, *others))
+        if inside is None:
+            hidden, *others = self.seq_layers((hidden, *others))
+        else:
+            hidden = inside[-1].leave(self.seq_layers(inside)[0])
         if self.output_layernorm is not None:
             hidden = self.output_layernorm(hidden)
         return hidden, *others

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from smp import ranks
+from smp.tensor_parallel import group
 
 _gelu_by_tanh = functools.partial(F.gelu, approximate="tanh")
 
@@ -78,9 +79,9 @@ class Options:
             themselves.
         flash_attention: whether attention is a ``smp.nn.FlashAttentionLayer``.
         optimize: "speed" keeps tokens gathered from all tp_ranks for the backward, "memory"
-            gathers them again; and with ``prescaled_batch``, in a ``DistributedTransformer``,
-            "memory" cuts the residual stream along its positions.  None: as ``smp.init`` was
-            told.
+            gathers them again; with ``prescaled_batch`` it cuts the residual stream along its
+            positions.  "channels" splits the residual stream by its channels: nothing is
+            gathered, and more travels.  None: as ``smp.init`` was told.
     """
 
     num_layers: int = 12
@@ -130,23 +131,25 @@ class Options:
     flash_attention: bool = False
     optimize: str | None = None
 
-    def keeps_gathered(self) -> bool:
-        """Whether gathered tokens are kept for the backward."""
+    def optimizes(self) -> str:
+        """``optimize``, or what ``smp.init`` was told; "speed" before that."""
         if self.optimize is not None:
-            return self.optimize == "speed"
-        return not ranks.state.is_initialized or (
-            ranks.state.job("smp").cfg.optimize == "speed"
-        )
+            return self.optimize
+        is_told = ranks.state.is_initialized
+        return ranks.state.job("smp").cfg.optimize if is_told else "speed"
+
+    def splits_channels(self) -> bool:
+        """Whether each tp_rank has some channels of the residual stream."""
+        return self.optimizes() == "channels" and group.size() > 1
 
     def check(self, name: str) -> None:
-        """Refuse what makes no sense, or is not built.
+        """Refuse what makes no sense.
 
         Args:
             name: of the class, for errors.
 
         Raises:
             ValueError: names the option, its value and what is wanted.
-            NotImplementedError: likewise.
         """
 
         def wants(right: bool, option: str, wanted: str) -> None:
@@ -194,11 +197,6 @@ class Options:
             "does not go with add_cross_attention",
         )
         wants(self.optimize in (None, "speed", "memory", "channels"), "optimize", _OPTIMIZE)
-        if self.optimize == "channels":
-            raise NotImplementedError(
-                f"smp.nn.{name}: optimize='channels' (the paper's appendix F.2) is not built "
-                "yet: 'memory' needs less memory and travels less"
-            )
 
     def of(self, taken: Sequence[str], **changes: Any) -> dict[str, Any]:
         """Those of these names, for another module's ``__init__``."""
@@ -216,7 +214,7 @@ class Options:
 
 
 _ROTARY_PAIRS = "must be 'neighbours' or 'halves'"
-_OPTIMIZE = "must be 'speed' or 'memory'"
+_OPTIMIZE = "must be 'speed', 'memory' or 'channels'"
 
 _DEFAULTS = {field.name: field.default for field in fields(Options)}
 Class = TypeVar("Class", bound=type[nn.Module])

@@ -1,18 +1,19 @@
 """``DistributedTransformerOutputLayer``: two linears, split by the channels between them."""
 
-from torch import Tensor, nn
+from typing import Any
 
-from smp.nn.layer_norm import FusedLayerNorm
+from torch import Tensor
+
 from smp.nn.transformer.options import ACTIVATIONS, Options, takes
-from smp.nn.transformer.token_stream import (
-    add_to_stream,
-    cut_linear,
-    has_stream_of_all,
-    is_sharded,
-    join,
-    lead_out,
+from smp.nn.transformer.split_parts import (
+    PartOfSum,
+    cut_first,
+    cut_last,
+    first_linear,
+    layer_norm,
 )
-from smp.tensor_parallel import primitives, same_samples
+from smp.nn.transformer.token_stream import TokenStream, given_stream, meet
+from smp.tensor_parallel import gradients
 from smp.tensor_parallel.distributed_module import DistributedModule
 
 
@@ -36,37 +37,31 @@ class DistributedTransformerOutputLayer(DistributedModule):
 
     def build(self, options: Options) -> None:
         """Make what is in it.  Collective over the TP_GROUP."""
-        hidden, eps = options.hidden_size, options.layernorm_epsilon
+        hidden = options.hidden_size
         normalises = options.pre_layernorm and not options.single_pre_layernorm
-        self.pre_layernorm = FusedLayerNorm(hidden, eps) if normalises else None
-        self.dense1 = nn.Linear(hidden, options.intermediate_size)
-        self.dense2 = nn.Linear(options.intermediate_size, hidden)
-        self.layernorm = FusedLayerNorm(hidden, eps) if options.post_layernorm else None
+        self.pre_layernorm = layer_norm(options) if normalises else None
+        self.dense1 = first_linear(options, options.intermediate_size)
+        self.dense2 = PartOfSum(options.intermediate_size, hidden)
+        self.layernorm = layer_norm(options) if options.post_layernorm else None
         options.initialize(self)
-        cut_linear(self.dense1, by_outputs=True)
-        cut_linear(self.dense2, by_outputs=False)
+        cut_first(self.dense1)
+        cut_last(self.dense2, options)
+        if options.optimizes() == "memory":
+            gradients.mark_partial(self)
         self.activation = ACTIVATIONS[options.activation]
 
-    def forward(self, inputs: Tensor | tuple[Tensor, Tensor]) -> Tensor:
-        hidden, residual = (inputs, inputs) if isinstance(inputs, Tensor) else inputs
+    def forward(self, inputs: Any) -> Tensor:
+        given, stream = given_stream(inputs)
+        hidden, residual = (given, given) if isinstance(given, Tensor) else given
+        if stream is not None:
+            return self._through(stream, hidden, residual)
+        stream = meet(self, hidden)
+        own = stream.enter(hidden)
+        beside = own if residual is hidden else stream.enter(residual)
+        return stream.leave(self._through(stream, own, beside))
+
+    def _through(self, stream: TokenStream, hidden: Tensor, residual: Tensor) -> Tensor:
         x = hidden if self.pre_layernorm is None else self.pre_layernorm(hidden)
-        of_all, counts = has_stream_of_all(self), None
-        if of_all:
-            same_samples.check(self, hidden)
-        tokens = [x.size(0) * x.size(1)]
-        if is_sharded(self):
-            x, counts = primitives.entering(x, 1)
-            tokens = [x.size(0) * count for count in counts]
-        elif not of_all:
-            x, tokens = primitives.entering(x.reshape(-1, x.size(-1)), 0)
-        (y,) = join(x, tokens, [self.dense1], self.options.keeps_gathered(), of_all)
-        y = lead_out(self.activation(y), self.dense2, tokens, residual, of_all)
-        return add_to_stream(
-            y,
-            self.dense2.bias,
-            residual,
-            self.layernorm,
-            self.options,
-            self.training,
-            counts,
-        )
+        (y,) = stream.first(x, [self.dense1])
+        y = stream.last(self.activation(y), self.dense2, residual)
+        return stream.add(y, self.dense2.bias, residual, self.layernorm, self.training)

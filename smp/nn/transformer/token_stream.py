@@ -1,39 +1,29 @@
-"""The residual stream: own samples' tokens outside of what is split, everybody's inside.
+"""The residual stream of a transformer, and how the tp_ranks share it: see `TokenStream`."""
 
-A tensor ``[samples, positions, channels]`` is rows of tokens.  On the way in, the tokens of
-all tp_ranks are joined, rank behind rank, whatever the lengths of their sequences; on the way
-out, what is added up goes back to the tokens' own rank.
-
-Ranks that are fed the same batch (``prescaled_batch``) have the same stream, and what they add
-up stays with all.  There a ``DistributedTransformer`` that is to save memory cuts the stream
-along its positions: a rank's own tokens are some positions of every sample.
-"""
-
+import copy
+import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from smp.nn.layer_norm import FusedLayerNorm
+from smp.nn.layer_norm import DistributedLayerNorm, FusedLayerNorm
 from smp.nn.transformer.options import Options
-from smp.tensor_parallel import gradients, group, kernels, primitives
-from smp.tensor_parallel.gathered_linears import gathered_linears
+from smp.nn.transformer.split_parts import PartOfSum
+from smp.tensor_parallel import group, kernels, primitives, same_samples
+from smp.tensor_parallel.gathered_linears import gathered_linears, is_hooked
 from smp.tensor_parallel.kernels import Dropout
-from smp.tensor_parallel.linears import cut_weights
-from smp.tensor_parallel.slices import Slices
 
 
 class Source(NamedTuple):
-    """A tp_rank whose tokens were joined.
+    """Samples whose tokens are joined: those of one tp_rank, or those that all have.
 
     Attributes:
-        samples, positions: of its residual stream.
+        samples, positions: of the residual stream.
         keys: positions that its attention looks at.
         mask: shape of its attention mask; None: it has none.
         seed: of its attention's dropout; 0: it drops nothing.
-        required: whether tokens, what its attention looks at, and the mask require grad.
     """
 
     samples: int
@@ -41,7 +31,6 @@ class Source(NamedTuple):
     keys: int
     mask: tuple[int, ...] | None
     seed: int
-    required: tuple[bool, bool, bool]
 
     @property
     def tokens(self) -> int:
@@ -49,47 +38,429 @@ class Source(NamedTuple):
         return self.samples * self.positions
 
 
+class Required(NamedTuple):
+    """Whether tokens, what their attention looks at, and masks require grad on any tp_rank."""
+
+    hidden: bool
+    states: bool
+    mask: bool
+
+
+class TokenStream:
+    """Whose tokens a hidden state holds, and how the tp_ranks share them.
+
+    A rank normalises, drops out and adds on its own:
+
+    - `OwnSamples`: samples that it alone has;
+    - `SameSamples`: samples that all ranks have (``prescaled_batch``);
+    - `OwnPositions`: of such samples some positions;
+    - `OwnChannels`: some channels of all samples.
+
+    Linears and attention have the tokens of all `sources`, and each rank some channels or
+    heads of them: ``first`` leads there and ``last`` back.  What the user gives is made the
+    rank's own by ``enter``, ``enter_states`` and ``enter_mask``, and ``leave`` makes of it
+    what the user gets.  Where these change anything (``TRAVELS``), the outermost module calls
+    them, and those in it get the stream behind what they take: ``(hidden, mask, stream)``.
+
+    Attributes:
+        sources: whose tokens linears and attention have, one behind the other.
+        crossed: the stream of the cross-attentions in the module; None: they have none.
+    """
+
+    TRAVELS: ClassVar[bool] = False
+
+    def __init__(self, options: Options, sources: list[Source], required: Required) -> None:
+        self.options, self.sources, self.required = options, sources, required
+        self.crossed: TokenStream | None = None
+
+    @property
+    def tokens(self) -> list[int]:
+        """Rows of each source."""
+        return [source.tokens for source in self.sources]
+
+    @property
+    def others(self) -> list[int]:
+        """Rows of what each source's cross-attention looks at."""
+        return [source.samples * source.keys for source in self.sources]
+
+    def seeded(self, seed: int, device: torch.device) -> "TokenStream":
+        """The same for another attention layer, which has new seeds.
+
+        Args:
+            seed: of the dropout of this rank's samples; 0: it drops nothing.
+            device: of the tokens.
+        """
+        if not self.options.attention_dropout_prob:
+            return self
+        seeds = _seeds(seed, device)
+        other = copy.copy(self)
+        other.sources = [
+            source._replace(seed=one) for source, one in zip(self.sources, seeds, strict=True)
+        ]
+        return other
+
+    # --------------------------------------------------------------------- in and out
+
+    def enter(self, hidden: Tensor) -> Tensor:
+        """This rank's own of ``[samples, positions, channels]``."""
+        return primitives.requiring(hidden, self.required.hidden)
+
+    def enter_states(self, states: Tensor) -> Tensor:
+        """What ``first_of_states`` takes, of what cross-attention looks at."""
+        return primitives.requiring(states, self.required.states)
+
+    def enter_mask(self, mask: Tensor | None, like: Tensor) -> Tensor | None:
+        """What ``masks`` takes; to be added to scores of such tokens as ``like``."""
+        dtype = _dtype_of_scores(like)
+        if len(self.sources) == 1:
+            if mask is None:
+                return None
+            mask = mask.to(dtype)
+            return primitives.bwd_allreduce_for_tp(mask) if mask.requires_grad else mask
+        lengths = self._lengths_of_masks()
+        if not any(lengths):
+            return None
+        own = like.new_zeros(0, dtype=dtype) if mask is None else mask.to(dtype).reshape(-1)
+        return primitives.gather(primitives.requiring(own, self.required.mask), 0, lengths)
+
+    def leave(self, hidden: Tensor) -> Tensor:
+        """``[samples, positions, channels]`` again."""
+        return hidden
+
+    # ----------------------------------------------------------------------- linears
+
+    @property
+    def lengths(self) -> list[int]:
+        """Rows that each tp_rank has of its own."""
+        return self.tokens
+
+    def first(self, x: Tensor, linears: Sequence[nn.Linear]) -> list[Tensor]:
+        """Linears of own tokens: of each all sources' tokens, ``[tokens, own outputs]``."""
+        return self._gathered(x, self.lengths, linears)
+
+    def first_of_states(self, states: Tensor, linears: Sequence[nn.Linear]) -> list[Tensor]:
+        """Likewise of what cross-attention looks at; here of what all have alike."""
+        x = primitives.bwd_allreduce_for_tp(states.reshape(-1, states.size(-1)))
+        return [linear(x) for linear in linears]
+
+    def last(self, x: Tensor, linear: PartOfSum, like: Tensor) -> Tensor:
+        """A linear, without its bias, of all sources' tokens: of these the own.
+
+        Args:
+            x: ``[tokens, own inputs]``.
+            linear: with a slice of its inputs.
+            like: the residual stream, whose shape the result has.
+        """
+        return primitives.reduce_scatter(linear(x), 0, self.lengths).view(like.shape)
+
+    def _gathered(
+        self, x: Tensor, lengths: list[int], linears: Sequence[nn.Linear]
+    ) -> list[Tensor]:
+        rows = x.reshape(-1, x.size(-1))
+        return gathered_linears(rows, lengths, linears, self.options.optimizes() == "speed")
+
+    # --------------------------------------------------------------------- attention
+
+    def sequences(self, x: Tensor, of_states: bool = False) -> Sequence[Tensor]:
+        """Each source's rows of what ``first`` returned, or ``first_of_states``."""
+        return x.split(self.others if of_states else self.tokens)
+
+    def joined(self, sequences: Sequence[Tensor]) -> Tensor:
+        """The sources' rows as ``last`` takes them."""
+        return torch.cat(list(sequences)) if len(sequences) > 1 else sequences[0]
+
+    def masks(self, mask: Tensor | None) -> list[Tensor | None]:
+        """Each source's mask."""
+        if mask is None or len(self.sources) == 1:
+            return [mask] * len(self.sources)
+        parts = zip(self.sources, mask.split(self._lengths_of_masks()), strict=True)
+        return [None if of.mask is None else part.view(of.mask) for of, part in parts]
+
+    def _lengths_of_masks(self) -> list[int]:
+        return [0 if of.mask is None else math.prod(of.mask) for of in self.sources]
+
+    # -------------------------------------------------------------------- own tokens
+
+    def add(
+        self,
+        x: Tensor,
+        bias: Tensor | None,
+        residual: Tensor,
+        norm: FusedLayerNorm | DistributedLayerNorm | None,
+        training: bool,
+    ) -> Tensor:
+        """``norm(residual + dropout(x + bias))``, all of own tokens."""
+        drops = self.dropouts(x, training)
+        out_dtype, fp32 = residual.dtype, self.options.fp32_residual_addition
+        if fp32:
+            x, residual = x.float(), residual.float()
+            bias = None if bias is None else bias.float()
+        elif bias is not None and bias.dtype != x.dtype:
+            bias = bias.to(x.dtype)  # under autocast
+        if isinstance(norm, FusedLayerNorm) and not fp32 and not is_hooked(norm):
+            out, _ = kernels.bias_dropout_residual_layer_norm(
+                x, bias, residual, norm.weight, norm.bias, norm.eps, drops[0]
+            )
+            return out
+        if len(drops) == 1:
+            total = kernels.bias_dropout_residual(x, bias, residual, drops[0])
+        else:
+            parts = zip(x.split(self.tokens), residual.split(self.tokens), drops, strict=True)
+            total = torch.cat(
+                [kernels.bias_dropout_residual(y, bias, on, drop) for y, on, drop in parts]
+            )
+        total = total.to(out_dtype)
+        return total if norm is None else norm(total)
+
+    def dropouts(self, x: Tensor, training: bool) -> list[Dropout | None]:
+        """What is dropped of own tokens: of all rows together, or of each source's."""
+        p = self.options.hidden_dropout_prob if training else 0.0
+        return [self._dropout(x, p) if p else None]
+
+    def _dropout(self, x: Tensor, p: float) -> Dropout:
+        return _dropout(x, p)
+
+
+class OwnSamples(TokenStream):
+    """Samples that a tp_rank alone has.
+
+    Their tokens are gathered, rank behind rank, whatever the lengths of their sequences; what
+    is added up goes back to the tokens' own rank.
+    """
+
+    def first_of_states(self, states: Tensor, linears: Sequence[nn.Linear]) -> list[Tensor]:
+        return self._gathered(states, self.others, linears)
+
+
+class SameSamples(TokenStream):
+    """Samples that all tp_ranks have, whole; what is added up stays with all."""
+
+    def first(self, x: Tensor, linears: Sequence[nn.Linear]) -> list[Tensor]:
+        return self.first_of_states(x, linears)
+
+    def last(self, x: Tensor, linear: PartOfSum, like: Tensor) -> Tensor:
+        return primitives.fwd_allreduce_for_tp(linear(x)).view(like.shape)
+
+
+class OwnPositions(TokenStream):
+    """Some positions of each of the samples that all tp_ranks have.
+
+    They are gathered, piece behind piece, each of all samples; what is added up goes back to
+    the positions' own rank.
+    """
+
+    TRAVELS = True
+
+    @property
+    def positions(self) -> list[int]:
+        """How many each tp_rank has."""
+        return group.shares(self.sources[0].positions)
+
+    @property
+    def lengths(self) -> list[int]:
+        return [self.sources[0].samples * count for count in self.positions]
+
+    def enter(self, hidden: Tensor) -> Tensor:
+        return primitives.own_part(hidden, 1, self.positions)
+
+    def leave(self, hidden: Tensor) -> Tensor:
+        return primitives.gather_alike(hidden, 1, self.positions)
+
+    def sequences(self, x: Tensor, of_states: bool = False) -> Sequence[Tensor]:
+        if of_states:
+            return [x]
+        pieces = zip(x.split(self.lengths), self.positions, strict=True)
+        samples, width = self.sources[0].samples, x.size(-1)
+        by_sample = torch.cat([piece.view(samples, n, width) for piece, n in pieces], 1)
+        return [by_sample.flatten(0, 1)]
+
+    def joined(self, sequences: Sequence[Tensor]) -> Tensor:
+        of = self.sources[0]
+        by_sample = sequences[0].view(of.samples, of.positions, sequences[0].size(-1))
+        return torch.cat([piece.flatten(0, 1) for piece in by_sample.split(self.positions, 1)])
+
+    def _dropout(self, x: Tensor, p: float) -> Dropout:
+        width, first = x.size(-1), sum(self.positions[: group.rank()])
+        all_of_a_sample = sum(self.positions) * width
+        return Dropout(p, _dropout(x, p).seed, first * width, width, x.size(1), all_of_a_sample)
+
+
+class OwnChannels(TokenStream):
+    """Some channels of all samples: those of all tp_ranks, or those that all have.
+
+    A hidden state is ``[tokens, own channels]``.  All linears are cut by their inputs, and of
+    each sum a rank keeps some outputs.  Source: the SageMaker paper, appendix F.2.
+    """
+
+    TRAVELS = True
+
+    @property
+    def channels(self) -> list[int]:
+        """How many each tp_rank has."""
+        return group.shares(self.options.hidden_size)
+
+    def enter(self, hidden: Tensor) -> Tensor:
+        return self._own(super().enter(hidden), self.tokens)
+
+    def enter_states(self, states: Tensor) -> Tensor:
+        return self._own(super().enter_states(states), self.others)
+
+    def _own(self, x: Tensor, lengths: list[int]) -> Tensor:
+        tokens = x.reshape(-1, x.size(-1))
+        if group.same_samples():
+            return primitives.own_part(tokens, 1, self.channels)
+        return primitives.scatter_and_merge(tokens, 1, 0, self.channels, lengths)
+
+    def leave(self, hidden: Tensor) -> Tensor:
+        if group.same_samples():
+            of, own = self.sources[0], primitives.gather_alike(hidden, 1, self.channels)
+        else:
+            of = self.sources[group.rank()]
+            own = primitives.scatter_and_merge(hidden, 0, 1, self.tokens, self.channels)
+        return own.view(of.samples, of.positions, own.size(-1))
+
+    def first(self, x: Tensor, linears: Sequence[nn.Linear]) -> list[Tensor]:
+        sums = zip(self._kept(x, linears), linears, strict=True)
+        return [y if of.bias is None else y + of.bias.to(y.dtype) for y, of in sums]
+
+    def first_of_states(self, states: Tensor, linears: Sequence[nn.Linear]) -> list[Tensor]:
+        return self.first(states, linears)
+
+    def last(self, x: Tensor, linear: PartOfSum, like: Tensor) -> Tensor:
+        return self._kept(x, [linear])[0]
+
+    def _kept(self, x: Tensor, linears: Sequence[Any]) -> list[Tensor]:
+        """This rank's outputs of the sums, ``[tokens, outputs]``, of all in one collective."""
+        # Transposed, because rows are what is scattered; joining the terms copies them anyway.
+        terms = [linear(x).t().split(linear.kept) for linear in linears]
+        of_ranks = [piece for pieces in zip(*terms, strict=True) for piece in pieces]
+        lengths = [sum(of) for of in zip(*(linear.kept for linear in linears), strict=True)]
+        own = primitives.reduce_scatter(torch.cat(of_ranks), 0, lengths)
+        counts = [linear.kept[group.rank()] for linear in linears]
+        return [part.t().contiguous() for part in own.split(counts)]
+
+    def dropouts(self, x: Tensor, training: bool) -> list[Dropout | None]:
+        p, width = self.options.hidden_dropout_prob, self.options.hidden_size
+        if not p:
+            return [None]
+        seeds = _seeds(new_seed() if training else 0, x.device)
+        first = sum(self.channels[: group.rank()])
+        return [Dropout(p, seed, first, width) if seed else None for seed in seeds]
+
+
+# ----------------------------------------------------------------- how a stream is met
+
+
+def form_of(options: Options) -> type[TokenStream]:
+    """How the tp_ranks share the residual stream of a module with these options."""
+    if options.splits_channels():
+        return OwnChannels
+    if group.size() == 1 or not group.same_samples():
+        return OwnSamples
+    return SameSamples if options.optimizes() == "speed" else OwnPositions
+
+
+def given_stream(inputs: Any) -> tuple[Any, TokenStream | None]:
+    """What a module was given, and the stream behind it if it is in a module that made one."""
+    if isinstance(inputs, tuple | list) and inputs and isinstance(inputs[-1], TokenStream):
+        return inputs[:-1], inputs[-1]
+    return inputs, None
+
+
+def meet(
+    module: Any,
+    hidden: Tensor,
+    states: Tensor | None = None,
+    mask: Tensor | None = None,
+    seed: int = 0,
+) -> TokenStream:
+    """The stream of a module that the user calls.  Collective over the TP_GROUP.
+
+    Args:
+        module: a distributed module, with ``options``.
+        hidden: ``[samples, positions, channels]``, as the user gives it.
+        states: what its cross-attention looks at; None: there is none.
+        mask: of its attention, or cross-attention if there is.
+        seed: of the attention's dropout of this rank's samples; 0: it drops nothing.
+
+    Raises:
+        TypeError: the mask is bool.
+        ValueError: ranks that are said to have the same samples have others.
+    """
+    same_samples.check(module, hidden)
+    return _meet(module.options, hidden, states, mask, seed)
+
+
+def _meet(
+    options: Options,
+    hidden: Tensor,
+    states: Tensor | None,
+    mask: Tensor | None,
+    seed: int = 0,
+) -> TokenStream:
+    if mask is not None and mask.dtype == torch.bool:
+        raise TypeError(
+            "smp.nn: the attention mask is bool: it is added to the scores, so give 0 where a "
+            "position is seen and a large negative number where it is not"
+        )
+    samples, positions, _ = hidden.shape
+    own = Source(
+        samples=samples,
+        positions=positions,
+        keys=positions if states is None else states.size(1),
+        mask=None if mask is None else tuple(mask.shape),
+        seed=seed,
+    )
+    required = Required(*map(_requires_grad, (hidden, states, mask)))
+    form = form_of(options)
+    if group.size() == 1:
+        return form(options, [own], required)
+    if group.same_samples():
+        (seed,) = _seeds(seed, hidden.device)
+        return form(options, [own._replace(seed=seed)], required)
+    return form(options, *_everyones(own, required, hidden.device))
+
+
+def travelling(module: Any, inputs: tuple[Tensor | None, ...]) -> tuple | None:
+    """What the layers in a module are given instead; None: what the module is.
+
+    Args:
+        module: what the user calls, with ``options``.
+        inputs: ``(hidden, mask)``, or ``(hidden, cross_states, mask, cross_mask)``.
+    """
+    if not form_of(module.options).TRAVELS:
+        return None
+    hidden, *others = inputs
+    assert hidden is not None
+    states, mask, cross_mask = others if len(others) == 3 else (None, *others, None)
+    stream = meet(module, hidden, None, mask)
+    entered = stream.enter(hidden)
+    mask = stream.enter_mask(mask, hidden)
+    if len(others) == 1:
+        return entered, mask, stream
+    if states is not None:
+        stream.crossed = _meet(module.options, hidden, states, cross_mask)
+        states = stream.crossed.enter_states(states)
+        cross_mask = stream.crossed.enter_mask(cross_mask, hidden)
+    return entered, states, mask, cross_mask, stream
+
+
 _MASK_AXES = 4
 
 
-SHARDED = "_smp_has_sharded_stream"  # in the __dict__ of modules of such a transformer
-
-
-def is_sharded(module: nn.Module) -> bool:
-    """Whether a module's stream is some positions of samples that all tp_ranks have."""
-    return group.size() > 1 and group.same_samples() and SHARDED in module.__dict__
-
-
-def has_stream_of_all(module: nn.Module) -> bool:
-    """Whether a module's stream is the same on all tp_ranks."""
-    return group.same_samples() and not is_sharded(module)
-
-
-def meet(own: Source, device: torch.device, sharded: bool) -> list[Source]:
-    """What each tp_rank has; of ranks with the same stream, once.
-
-    Collective over the TP_GROUP.  The seed of ranks with the same samples is tp_rank 0's.
-
-    Args:
-        own: what this rank has.
-        device: of its tokens.
-        sharded: whether ranks with the same samples have positions of their own.
-    """
-    if group.size() == 1:
-        return [own]
+def _everyones(
+    own: Source, required: Required, device: torch.device
+) -> tuple[list[Source], Required]:
+    """The sources on all tp_ranks."""
     shape = own.mask or ()
-    words = [own.samples, own.positions, own.keys, own.seed, own.mask is None, *own.required]
+    words = [own.samples, own.positions, own.keys, own.seed, own.mask is None, *required]
     words += [*shape, *[0] * (_MASK_AXES - len(shape))]
-    alike = group.same_samples() and not sharded
-    if alike and own.seed == 0:
-        return [own]  # nothing can differ
-    everyone = group.gather_numbers(words, device)
-    if alike:
-        return [own._replace(seed=everyone[0][3])]
-    return [
-        Source(n, s, k, None if no_mask else tuple(sizes), seed, (x > 0, states > 0, mask > 0))
-        for n, s, k, seed, no_mask, x, states, mask, *sizes in everyone
+    everyones = group.gather_numbers(words, device)
+    sources = [
+        Source(samples, positions, keys, None if no_mask else tuple(sizes), seed)
+        for samples, positions, keys, seed, no_mask, _, _, _, *sizes in everyones
     ]
+    return sources, Required(*(any(theirs[i] for theirs in everyones) for i in (5, 6, 7)))
 
 
 def new_seed() -> int:
@@ -97,125 +468,31 @@ def new_seed() -> int:
     return int(torch.randint(1, 2**62, (), device="cpu").item())
 
 
-def join(
-    x: Tensor,
-    lengths: Sequence[int],
-    linears: Sequence[nn.Linear],
-    keep: bool,
-    of_all: bool,
-) -> list[Tensor]:
-    """Linears, cut by their outputs, of the tokens of all sources.
-
-    Args:
-        x: own tokens, ``[..., channels]``.
-        lengths: tokens of each source.
-        linears: that have ``x`` as their input.
-        keep: see `gathered_linears`.
-        of_all: whether ``x`` is the same on all tp_ranks.
-
-    Returns:
-        for each ``[all tokens, own outputs]``.
-    """
-    tokens = x.reshape(-1, x.size(-1))
-    if of_all:
-        tokens = primitives.bwd_allreduce_for_tp(tokens)
-        return [linear(tokens) for linear in linears]
-    return gathered_linears(tokens, list(lengths), linears, keep)
-
-
-def lead_out(
-    x: Tensor, linear: nn.Linear, lengths: Sequence[int], like: Tensor, of_all: bool
-) -> Tensor:
-    """A linear, cut by its inputs and without its bias, for the tokens' own ranks.
-
-    Args:
-        x: of all tokens this tp_rank's channels, ``[all tokens, own inputs]``.
-        linear: with a slice of its inputs.
-        lengths: tokens of each source.
-        like: the residual stream, ``[samples, positions, channels]``.
-        of_all: whether that is the same on all tp_ranks.
-    """
-    part = F.linear(x, linear.weight)
-    if of_all:
-        own = primitives.fwd_allreduce_for_tp(part)
-    else:
-        own = primitives.reduce_scatter(part, 0, list(lengths))
-    return own.view(*like.shape[:-1], own.size(-1))
-
-
-def add_to_stream(
-    x: Tensor,
-    bias: Tensor | None,
-    residual: Tensor,
-    norm: FusedLayerNorm | None,
-    options: Options,
-    training: bool,
-    positions: Sequence[int] | None = None,
-) -> Tensor:
-    """``norm(residual + dropout(x + bias))``, all of own tokens.
-
-    Args:
-        positions: of a stream that is cut along its positions, how many each tp_rank has.
-    """
-    p = options.hidden_dropout_prob if training else 0.0
-    drop = _dropout_of_stream(x, p, positions) if p else None
-    out_dtype = residual.dtype
-    if options.fp32_residual_addition:
-        x, residual = x.float(), residual.float()
-        bias = None if bias is None else bias.float()
-    elif bias is not None and bias.dtype != x.dtype:
-        bias = bias.to(x.dtype)  # under autocast
-    if norm is None:
-        return kernels.bias_dropout_residual(x, bias, residual, drop).to(out_dtype)
-    if options.fp32_residual_addition:
-        return norm(kernels.bias_dropout_residual(x, bias, residual, drop).to(out_dtype))
-    out, _ = kernels.bias_dropout_residual_layer_norm(
-        x, bias, residual, norm.weight, norm.bias, norm.eps, drop
-    )
-    return out
+def _seeds(seed: int, device: torch.device) -> list[int]:
+    """Each source's; ranks with the same samples have tp_rank 0's, if they drop anything."""
+    if group.size() == 1 or (group.same_samples() and seed == 0):
+        return [seed]
+    everyones = [one for (one,) in group.gather_numbers([seed], device)]
+    return everyones[:1] if group.same_samples() else everyones
 
 
 def dropout_of_stream(x: Tensor, p: float, training: bool) -> Tensor:
-    """Dropout of own tokens."""
-    if not training or not p:
-        return x
-    return kernels.dropout(x, _dropout_of_stream(x, p, None))
+    """Dropout of whole own samples."""
+    return kernels.dropout(x, _dropout(x, p)) if training and p else x
 
 
-def _dropout_of_stream(x: Tensor, p: float, positions: Sequence[int] | None) -> Dropout:
+def _dropout(x: Tensor, p: float) -> Dropout:
     """Ranks with the same samples drop the same."""
     seed = new_seed()
-    if group.size() > 1 and group.same_samples():
-        seed = group.gather_numbers([seed], x.device)[0][0]
-    if positions is None:
-        return Dropout(p, seed)
-    width, first = x.size(-1), sum(positions[: group.rank()])
-    return Dropout(p, seed, first * width, width, x.size(1), sum(positions) * width)
+    return Dropout(p, _seeds(seed, x.device)[0] if group.same_samples() else seed)
 
 
-def cut_along_positions(module: nn.Module) -> None:
-    """Have the modules of a transformer work on own positions where samples are the same.
-
-    Their parameters that are whole see own positions alone there.
-    """
-    for one in module.modules():
-        one.__dict__[SHARDED] = True
-    gradients.mark_partial(module)
+def _dtype_of_scores(like: Tensor) -> torch.dtype:
+    kind = like.device.type
+    if torch.is_autocast_enabled(kind) and like.dtype != torch.float64:
+        return torch.get_autocast_dtype(kind)
+    return like.dtype
 
 
-def cut_linear(linear: nn.Linear, by_outputs: bool, unit: int = 1) -> None:
-    """Keep this tp_rank's slice of a linear.  Collective over the TP_GROUP.
-
-    Args:
-        by_outputs: cut weight and bias by outputs; else the weight by inputs, and the bias
-            stays whole.
-        unit: channels that stay together: the size of a head.
-    """
-    size = linear.out_features if by_outputs else linear.in_features
-    slices = Slices.even(0 if by_outputs else 1, size, group.size(), unit)
-    cut_weights(linear, slices, cut_bias=by_outputs)
-    own = slices.local_size(group.rank())
-    if by_outputs:
-        linear.out_features = own
-    else:
-        linear.in_features = own
+def _requires_grad(x: Tensor | None) -> bool:
+    return x is not None and x.requires_grad and torch.is_grad_enabled()

@@ -1,0 +1,82 @@
+"""Linears and layer norms of which each tp_rank has a slice, for a `TokenStream` to call."""
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from smp.nn.layer_norm import DistributedLayerNorm, FusedLayerNorm
+from smp.nn.transformer.options import Options
+from smp.tensor_parallel import group
+from smp.tensor_parallel.linears import cut_weights, keep_slice
+from smp.tensor_parallel.slices import Slices
+
+
+class PartOfSum(nn.Linear):
+    """A linear that is cut by its inputs: what it returns is this tp_rank's part of a sum.
+
+    The bias comes on top of the sum, by who adds up.
+
+    Attributes:
+        kept: where the residual stream is split by channels, how many outputs of the sum each
+            tp_rank keeps; its part of the bias is that of those.
+    """
+
+    kept: list[int]
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Own inputs to all outputs, without the bias."""
+        return F.linear(input, self.weight)
+
+
+def first_linear(options: Options, outputs: int, bias: bool = True) -> nn.Linear:
+    """One that has the residual stream as its input; not cut yet."""
+    kind = PartOfSum if options.splits_channels() else nn.Linear
+    return kind(options.hidden_size, outputs, bias)
+
+
+def cut_first(linear: nn.Linear, unit: int = 1) -> None:
+    """Keep this tp_rank's slice of such a linear.  Collective over the TP_GROUP.
+
+    Args:
+        linear: what `first_linear` made.
+        unit: outputs that stay together: the size of a head.
+    """
+    if isinstance(linear, PartOfSum):
+        _cut_by_inputs(linear)
+        _keep_outputs(linear, unit)
+        return
+    slices = Slices.even(0, linear.out_features, group.size(), unit)
+    cut_weights(linear, slices, cut_bias=True)
+    linear.out_features = slices.local_size(group.rank())
+
+
+def cut_last(linear: PartOfSum, options: Options, unit: int = 1) -> None:
+    """Keep this tp_rank's slice of a linear that leads back to the residual stream.
+
+    Collective over the TP_GROUP.
+
+    Args:
+        linear: not cut yet.
+        options: of the module.
+        unit: inputs that stay together: the size of a head.
+    """
+    _cut_by_inputs(linear, unit)
+    if options.splits_channels():
+        _keep_outputs(linear)
+
+
+def _cut_by_inputs(linear: PartOfSum, unit: int = 1) -> None:
+    slices = Slices.even(1, linear.in_features, group.size(), unit)
+    keep_slice(linear, "weight", slices)
+    linear.in_features = slices.local_size(group.rank())
+
+
+def _keep_outputs(linear: PartOfSum, unit: int = 1) -> None:
+    linear.kept = [count * unit for count in group.shares(linear.out_features // unit)]
+    if linear.bias is not None:
+        keep_slice(linear, "bias", Slices.even(0, linear.out_features, group.size(), unit))
+
+
+def layer_norm(options: Options) -> FusedLayerNorm | DistributedLayerNorm:
+    """One of the residual stream; where that is split by channels, collective."""
+    kind = DistributedLayerNorm if options.splits_channels() else FusedLayerNorm
+    return kind(options.hidden_size, options.layernorm_epsilon)
