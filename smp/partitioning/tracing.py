@@ -207,6 +207,7 @@ class _Recorder:
         self.used: list[set[int]] = [set() for _ in self.modules]
         self.used_outside: set[int] = set()
         self.weighed: dict[int, StorageWeakRef] = {}  # by address, which it reserves
+        self.given: dict[int, StorageWeakRef] = {}  # of what the models are called with
         self.frames = [_Frame(-1, None)]
         self.executions = 0
 
@@ -302,6 +303,8 @@ class _Recorder:
                 return
             self.weighed[storage._cdata] = StorageWeakRef(storage)
             nbytes, number = storage.nbytes(), self.frames[-1].number
+            if storage._cdata in self.given:  # of a whole batch, perhaps
+                nbytes = min(nbytes, tensor_bytes(tensor))
         if number >= 0 and not outside:
             self.records[number].kept_bytes += nbytes
 
@@ -356,6 +359,11 @@ class _Recorder:
                     lambda t: t.to("meta") if t.is_floating_point() else t,
                     (args, kwargs),
                 )
+            if self.memory:
+                for tensor in tensors_in((args, kwargs)):
+                    if tensor.layout is torch.strided:
+                        storage = tensor.untyped_storage()
+                        self.given[storage._cdata] = StorageWeakRef(storage)
             return forward(*args, **kwargs)
 
         root.__dict__["forward"] = taking  # put back with all other attributes
