@@ -284,7 +284,7 @@ def model_with_positions() -> nn.Module:
 def test_results_do_not_go_where_backward_still_reads(monkeypatch):
     """Memory of a gradient that was just made may be an activation's gradient, too."""
     smp.init({"ddp": True})
-    monkeypatch.setattr(reduction.Reduction, "_has_room", has_room_and_takes_in)
+    monkeypatch.setattr(reduction.Reduction, "_send", send_and_take_in)
     model = smp.DistributedModel(model_with_positions(), bucket_cap_mb=1e-6)
     step = smp.step(mean_loss)
     for number in range(3):
@@ -296,10 +296,13 @@ def test_results_do_not_go_where_backward_still_reads(monkeypatch):
         assert_same_bits(local_gradients(model), averaged(replicas))
 
 
-def has_room_and_takes_in(exchange: reduction.Reduction) -> bool:
+def send_and_take_in(exchange: reduction.Reduction, place: int, zeros: bool) -> None:
     """As soon as a bucket was sent, its result is there."""
+    send(exchange, place, zeros)
     exchange._take_in_all()
-    return True
+
+
+send = reduction.Reduction._send
 
 
 class MoreAndMore(nn.Module):
@@ -325,7 +328,7 @@ def test_what_is_added_after_a_bucket_was_sent_counts(in_step, arrives_at_once, 
     """Additions beyond those of earlier steps, on one replica or on both."""
     smp.init({"ddp": True})
     if arrives_at_once:
-        monkeypatch.setattr(reduction.Reduction, "_has_room", has_room_and_takes_in)
+        monkeypatch.setattr(reduction.Reduction, "_send", send_and_take_in)
     model = smp.DistributedModel(MoreAndMore(), bucket_cap_mb=1e-6)
     reference = [MoreAndMore(), MoreAndMore()]
 
