@@ -20,7 +20,7 @@ export OMP_NUM_THREADS := 1
 export SMP_WERROR := 1
 
 .PHONY: demo test core-test python-test stress sanitize core-stress ucx-test mpi-test \
-    python-stress hf-test kills fuzz lint headers under-load venv clean
+    python-stress hf-test kills fuzz lint docs headers under-load venv clean
 
 # Whether this Python has a torch that is new enough (2.10).
 HAS_TORCH := 'import torch; major, minor = torch.__version__.split(".")[:2]; \
@@ -118,9 +118,15 @@ lint: venv
 	clang-format-14 --dry-run -Werror $(C_FILES) $(CUDA_FILES)
 	printf '%s\n' $(filter %.c,$(CSRC)) | xargs -P $$(nproc) -n 1 sh -c \
 	    'clang-tidy-14 --quiet "$$@" -- -std=c11 -Icsrc -isystem $(INCLUDE) $(MPI_FLAGS)' tidy
-	$(BIN)/ruff check smp smdistributed tests benchmarks examples setup.py
+	$(BIN)/ruff check smp smdistributed tests benchmarks examples docs setup.py
 	$(BIN)/mypy
 	$(BIN)/codespell README.md CHANGELOG.md CONTRIBUTING.md docs smp csrc tests benchmarks examples
+	$(MAKE) docs
+
+# The reference, from docstrings, in build/docs; a warning is an error.
+docs: venv
+	$(BIN)/python -c 'import sphinx' 2>/dev/null || $(BIN)/pip install -q --no-build-isolation -e '.[docs]'
+	$(BIN)/python -m sphinx -W --keep-going -q -b html docs/reference build/docs
 
 # The core against the headers of the Pythons that are on PATH, and of others: HEADERS="folder ...".
 HEADERS ?= $(shell for minor in 10 11 12 13 14; do python3.$$minor -c $(INCLUDE_OF) 2>/dev/null; done)

@@ -44,6 +44,31 @@ class DistributedModel(nn.Module):
 
     What it keeps for itself begins with ``_smp_``: an attribute of the wrapped module may
     have any other name.
+
+    Args:
+        module: the model; all ranks build the same one.
+        trace_device: ``"gpu"`` (the CPU where there is none) or ``"cpu"``: where the model runs
+            once so that the partition can be decided.
+        trace_execution_times: measure the modules' times in a second such run; they are then
+            the computation that ``memory_weight`` weighs memory against.
+        trace_memory_usage: measure what autograd keeps for each module; that is then the
+            memory of its activations, and stands in the partition report.
+        overlapping_allreduce: average gradients over the replicas while backward still runs.
+        backward_passes_per_step: only each so many-th step is followed by the average, which
+            is of the sum of their gradients.
+        average_grads_across_microbatches: a microbatch counts by its share of the samples;
+            False: its gradients are added as they are.
+        bucket_cap_mb: MiB of gradients that the replicas exchange in one message.
+        broadcast_buffers: a step begins with the buffers of dp_rank 0.
+        gradient_as_bucket_view: ``.grad`` is part of a message's memory, so there is no copy of
+            gradients; they are then averaged after backward.
+        find_unused_parameters: no effect: parameters that are not used are always found.
+
+    Raises:
+        TypeError: the module is none, or is wrapped already.
+        ValueError: a number or ``trace_device`` is out of range.
+        ReplicasDiffer: the replicas' models differ (with pipeline degree 1; else the first step
+            says so).
     """
 
     _smp_module: nn.Module
@@ -79,6 +104,7 @@ class DistributedModel(nn.Module):
         self._smp_wrap(module)
         self._smp_runtime = runtime.get("smp.DistributedModel")
         self._smp_trace_times = trace_execution_times
+        self._smp_trace_memory = trace_memory_usage
         self._smp_trace_device = trace_device
         self._smp_average_grads = average_grads_across_microbatches
         self._smp_decision: Partition | None = None
@@ -281,9 +307,11 @@ class DistributedModel(nn.Module):
         return self._smp_module.get_submodule(target)
 
     def get_parameter(self, target: str) -> nn.Parameter:
+        """The wrapped module's parameter of that name."""
         return self._smp_module.get_parameter(target)
 
     def get_buffer(self, target: str) -> Tensor:
+        """The wrapped module's buffer of that name."""
         return self._smp_module.get_buffer(target)
 
     def train(self, mode: bool = True) -> "DistributedModel":

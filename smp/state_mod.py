@@ -56,18 +56,23 @@ class Core:
         self._state = state
 
     def initialized(self) -> bool:
+        """Between ``smp.init`` and ``smp.shutdown``."""
         return self._state.is_initialized
 
     def rank(self) -> int:
+        """As ``smp.rank()``."""
         return self._state.job("smp.core.rank()").boot.rank
 
     def size(self) -> int:
+        """As ``smp.size()``."""
         return self._state.job("smp.core.size()").boot.size
 
     def local_rank(self) -> int:
+        """As ``smp.local_rank()``."""
         return self._state.job("smp.core.local_rank()").boot.local_rank
 
     def local_size(self) -> int:
+        """As ``smp.local_size()``."""
         return self._state.job("smp.core.local_size()").boot.local_size
 
 
@@ -97,9 +102,11 @@ class State:
         return self._job
 
     def begin(self, job: Job) -> None:
+        """``smp.init`` has made a job."""
         self._job = job
 
     def end(self) -> None:
+        """It is over."""
         self._job = None
         self.model = self.optimizer = None
         self.module_manager = ModuleManager()

@@ -1,13 +1,15 @@
 """What the documents say is so: whole scripts in them run, and lists are those of the code."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 import smp
 from smp.job import config
-from tests.ranks import mpirun
+from tests.ranks import mpirun, rank_environment
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = [
@@ -73,6 +75,42 @@ def test_the_first_script_prints_the_same_losses_on_any_number_of_ranks(tmp_path
     )
 
     assert len(one) == 4 and one == two
+
+
+NOTEBOOK = """
+import ast
+
+names = {}
+for cell in CELLS:
+    code = ast.parse(cell)
+    shown = code.body.pop() if isinstance(code.body[-1], ast.Expr) else None
+    exec(compile(code, "cell", "exec"), names)
+    if shown is not None:
+        value = eval(compile(ast.Expression(shown.value), "cell", "eval"), names)
+        if hasattr(value, "_repr_svg_"):
+            print("picture", value._repr_svg_()[:4])
+        elif value is not None:
+            print("shown", value)
+"""
+
+
+def test_the_cells_of_the_notebook_page_run_one_after_the_other(tmp_path):
+    """In one process that no launcher started; what ends a cell is shown."""
+    path = tmp_path / "notebook.py"
+    path.write_text(f"CELLS = {python_blocks('docs/notebooks.md')!r}\n{NOTEBOOK}")
+
+    done = subprocess.run(
+        [sys.executable, path], env=rank_environment(), capture_output=True, text=True
+    )
+
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    assert done.stdout.startswith("picture <svg\nPartition over 3 ranks")
+    assert " kept " in done.stdout
+    costs, losses, last = re.findall("^shown (.*)$", done.stdout, re.M)
+    assert "'rank of the last layer': 2" in costs
+    values = [float(loss) for loss in losses.strip("[]").split(",")]
+    assert len(values) == 5 and values == sorted(values, reverse=True)
+    assert last.startswith("tensor(")
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)

@@ -283,6 +283,45 @@ def test_the_first_step_decides_as_the_plan_says(memory_weight, times):
     assert times or decided.hash == planned.hash
 
 
+def test_a_plan_weighs_what_autograd_keeps():
+    """Costs by hand: a linear keeps its input, tanh its output; both are shown."""
+    net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 24), nn.Tanh())
+
+    report = plan(
+        net,
+        torch.zeros(8, 8),
+        pipeline_parallel_degree=2,
+        microbatches=2,
+        memory_weight=1,
+        trace_memory_usage=True,
+    )
+
+    kept = [0, 4 * 8, 4 * 8, 4 * 24]  # elements, of four rows of the batch
+    elements = [out + own for out, own in zip(kept, [0, 72, 216, 0], strict=True)]
+    want = [n / sum(elements) for n in elements]
+    assert report.partition.own_costs.tolist() == pytest.approx(want)
+    assert report.partition.kept_bytes.tolist() == [4 * n for n in kept]
+    again = Partition.from_bytes(report.partition.to_bytes())
+    assert again.kept_bytes == report.partition.kept_bytes
+    assert str(again.report()) == str(report)
+    header, root = str(report).splitlines()[3:5]
+    assert header.split() == ["module", "class", "parameters", "kept", "cost", "rank"]
+    assert "640 B" in root
+    assert "kept" not in str(plan(net, torch.zeros(8, 8), pipeline_parallel_degree=2))
+
+
+@on_ranks(2)
+def test_the_first_step_measures_what_autograd_keeps():
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": 2})
+    torch.manual_seed(0)
+    net, x = Block(8), torch.ones(4, 8)
+    planned = plan(net, x, pipeline_parallel_degree=2, microbatches=2, trace_memory_usage=True)
+    model = smp.DistributedModel(net, trace_memory_usage=True)
+    smp.step(lambda model, x: model.backward(model(x).sum()))(model, x)
+    assert str(model.partition_report()) == str(planned)
+    assert any(planned.partition.kept_bytes)
+
+
 def test_a_plan_without_inputs_says_what_is_missing():
     with pytest.warns(UserWarning, match="the model is not run"):
         report = plan(Model(), pipeline_parallel_degree=2)

@@ -68,6 +68,112 @@ def test_activation_bytes_are_what_operators_produce_anew():
     assert modules["layer"].output_bytes == 4 * 16 * 4
 
 
+def kept_by_autograd(model, x):
+    """Bytes of the distinct pieces of memory that one forward leaves to autograd."""
+    state = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
+    kept = {}
+
+    def keep(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        output = model(x)
+    assert output.requires_grad
+    sizes = {place: t.untyped_storage().nbytes() for place, t in kept.items()}
+    return sum(size for place, size in sizes.items() if place not in state)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, inner, reentrant):
+        super().__init__()
+        self.inner, self.reentrant = inner, reentrant
+
+    def forward(self, x):
+        return checkpoint(self.inner, x, use_reentrant=self.reentrant)
+
+
+def layers():
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.GELU())
+
+
+MODELS = {
+    "layers": layers,
+    "transformer": lambda: nn.TransformerEncoderLayer(8, 2, 32, batch_first=True),
+    "norm": lambda: nn.Sequential(nn.Conv1d(3, 4, 2), nn.BatchNorm1d(4), nn.Flatten()),
+    "checkpoint": lambda: nn.Sequential(
+        nn.Linear(8, 8), Checkpointed(layers(), False), nn.Linear(16, 4)
+    ),
+    "reentrant checkpoint": lambda: nn.Sequential(
+        nn.Linear(8, 8), Checkpointed(layers(), True), nn.Linear(16, 4)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_kept_bytes_are_what_autograd_keeps(name):
+    """Each piece once, of the run as it would be; the traced one keeps nothing itself."""
+    torch.manual_seed(0)
+    model, x = MODELS[name](), torch.randn(4, 3, 8)
+    want = kept_by_autograd(model, x)
+    for meta in (False, True):
+        traced = trace(model, run_of(model, x), meta=meta, memory=True)
+        assert traced.weighed
+        assert sum(m.kept_bytes for m in traced.modules.values()) == want, meta
+    assert not any(m.kept_bytes for m in trace(model, run_of(model, x)).modules.values())
+
+
+def test_kept_bytes_count_for_the_module_that_needs_them_first():
+    """A linear keeps its input; tanh its output, which the next linear keeps, too."""
+    traced = trace(net := layers(), run_of(net, torch.randn(4, 8)), memory=True)
+    kept = {path: m.kept_bytes for path, m in traced.modules.items()}
+    assert kept == {"": 0, "0": 4 * 4 * 8, "1": 4 * 4 * 16, "2": 0, "3": 4 * 4 * 16}
+
+
+def test_nothing_is_weighed_where_autograd_keeps_nothing():
+    net = layers()
+    with torch.no_grad():
+        assert not trace(net, run_of(net, torch.randn(4, 8)), memory=True).weighed
+
+
+class Penalty(nn.Module):
+    """Has a backward of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 1)
+
+    def forward(self, x):
+        x = x.detach().requires_grad_()
+        y = self.layer(x).square()
+        (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        return y + slope.square().sum(1, keepdim=True)
+
+
+class Mapped(nn.Module):
+    """Uses torch.func, which refuses hooks on what is saved."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return torch.func.grad(lambda x: self.layer(x).sum())(x).sum()
+
+
+def test_kept_bytes_of_a_module_with_a_backward_of_its_own():
+    net = nn.Sequential(Penalty(), nn.Tanh())
+    traced = trace(net, run_of(net, torch.randn(4, 8)), memory=True)
+    assert traced.modules["1"].kept_bytes == 4 * 4
+
+
+def test_what_cannot_be_weighed_is_said():
+    net = Mapped()
+    with pytest.warns(UserWarning, match="is not measured.*torch.func"):
+        traced = trace(net, run_of(net, torch.randn(4, 8)), memory=True)
+    assert not traced.weighed
+
+
 def test_only_an_operator_uses_a_parameter():
     """Reading a child's weight.dtype or .shape is no use, computing with it is."""
 

@@ -12,24 +12,60 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from smp.data_parallel.group import Holders
+from smp.data_parallel.group import Holders, gradient_dtype
 from smp.tensor_parallel.slices import slices_of
 
 MEGABYTE = 1024 * 1024
 
 
+class Memory:
+    """The memory of the buckets that are on their way, used again by those after them."""
+
+    def __init__(self) -> None:
+        self._spare: list[Tensor] = []
+
+    def take(self, nbytes: int, device: torch.device) -> Tensor:
+        """A buffer of at least so many bytes, uint8.
+
+        There is a new one only in place of a spare one: there are never more buffers than
+        buckets were on their way at once.
+        """
+        for place, spare in enumerate(self._spare):
+            if spare.device == device and spare.numel() >= nbytes:
+                return self._spare.pop(place)
+        if self._spare:
+            self._spare.pop()
+        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+    def give_back(self, buffer: Tensor) -> None:
+        """The bucket does not need it any more."""
+        self._spare.append(buffer)
+
+
 class Bucket:
     """Gradients of one dtype on one device, one behind the other in one buffer.
 
+    It has a buffer from :meth:`fill` to :meth:`empty`, or for good if gradients are views
+    of it.
+
     Args:
         parameters: in the order in which they lie in the buffer.
+        dtype: of the gradients, which need not be the parameters'.
         sparse: whether the gradient is sparse; then there is one parameter, and the
             buffer is a new sparse tensor each time.
         holders: the ranks that exchange it: those of the DP_GROUP, or of the RDP_GROUP for
             parameters that see the samples of the whole TP_GROUP.
+        as_views: the gradients are views of the buffer.
     """
 
-    def __init__(self, parameters: list[nn.Parameter], sparse: bool, holders: Holders):
+    def __init__(
+        self,
+        parameters: list[nn.Parameter],
+        dtype: torch.dtype,
+        sparse: bool,
+        holders: Holders,
+        as_views: bool = False,
+    ):
         self.sparse = sparse
         self.holders = holders
         self.named_its_group = False  # to the hook that runs
@@ -37,14 +73,20 @@ class Bucket:
         self._index = 0
         self._is_last = False
         self._parameters = parameters
+        self.dtype = dtype
+        self._number = {id(p): number for number, p in enumerate(parameters)}
         self._layout = []  # by parameter: shape, strides, offset in elements
-        first, size = parameters[0], 0
+        self._size = 0
         for parameter in parameters:
             dense = torch.empty_like(parameter, device="meta")
-            self._layout.append((dense.shape, dense.stride(), size))
-            size += dense.numel()
-        self._buffer = first.new_empty(0 if sparse else size).detach()
-        self._views = self._view(self._buffer)
+            self._layout.append((dense.shape, dense.stride(), self._size))
+            self._size += dense.numel()
+        self._bytes: Tensor | None = None  # the Memory's
+        self._buffer: Tensor | None = None
+        self._views: list[Tensor] = []
+        self._stays = as_views and not sparse
+        if self._stays:
+            self._lie_in(parameters[0].new_empty(self._size, dtype=dtype).detach())
 
     # ------------------------------------------------- what a communication hook asks
 
@@ -62,7 +104,16 @@ class Bucket:
         return self.holders.group
 
     def buffer(self) -> Tensor:
-        """The gradients, shape ``[elements]``; sparse, of the parameter's shape."""
+        """The gradients, shape ``[elements]``; sparse, of the parameter's shape.
+
+        Raises:
+            RuntimeError: the bucket is not on its way, so it has none.
+        """
+        if self._buffer is None:
+            raise RuntimeError(
+                f"smp: bucket {self._index} has no gradients now: a communication hook uses "
+                "a bucket until the future that it returned is done"
+            )
         return self._buffer
 
     def set_buffer(self, tensor: Tensor) -> None:
@@ -70,58 +121,61 @@ class Bucket:
         if self.sparse:
             self._buffer = tensor
         elif tensor is not self._buffer:
-            self._buffer.copy_(tensor)
+            self.buffer().copy_(tensor)
 
     def gradients(self) -> list[Tensor]:
         """The gradients by parameter: views of the buffer."""
-        return [self._buffer] if self.sparse else list(self._views)
+        return [self.buffer()] if self.sparse else list(self._views)
 
     def parameters(self) -> list[nn.Parameter]:
         """The parameters, in the order of the gradients."""
         return list(self._parameters)
 
-    # --------------------------------------------------------------- to and from .grad
+    # ----------------------------------------------------------------------- its buffer
 
-    def fill(self, zeros: bool) -> None:
-        """Copy the parameters' gradients in; where there is none, zeros."""
+    def fill(self, gradients: Sequence[Tensor | None], memory: Memory) -> None:
+        """Copy gradients in, by parameter; where there is none, zeros."""
         if self.sparse:
-            parameter = self._parameters[0]
-            gradient = None if zeros else parameter.grad
+            (gradient,) = gradients
             if gradient is None:
-                gradient = torch.zeros_like(parameter, layout=torch.sparse_coo)
+                gradient = torch.zeros_like(
+                    self._parameters[0], dtype=self.dtype, layout=torch.sparse_coo
+                )
             self._buffer = gradient.detach().to_sparse(1).coalesce().clone()
             return
-        for parameter, view in zip(self._parameters, self._views, strict=True):
-            gradient = parameter.grad
-            if zeros or gradient is None:
+        if self._buffer is None:
+            nbytes = self._size * self.dtype.itemsize
+            self._bytes = memory.take(nbytes, self._parameters[0].device)
+            self._lie_in(self._bytes[:nbytes].view(self.dtype))
+        for view, gradient in zip(self._views, gradients, strict=True):
+            if gradient is None:
                 view.zero_()
             elif gradient is not view:
                 view.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
 
-    def write_back(self, used: Sequence[bool], as_views: bool) -> None:
-        """Copy the result into ``.grad`` of the used parameters.
+    def empty(self, memory: Memory) -> None:
+        """Give the buffer back."""
+        if self._stays:
+            return
+        self._buffer, self._views = None, []
+        if self._bytes is not None:
+            memory.give_back(self._bytes)
+            self._bytes = None
 
-        Args:
-            used: by parameter, whether any replica has a gradient for it.
-            as_views: have ``.grad`` be part of the buffer instead.
-        """
-        for parameter, result, wanted in zip(
-            self._parameters, self.gradients(), used, strict=True
-        ):
-            if not wanted:
-                continue
-            held = parameter.grad
-            if self.sparse or as_views:
-                parameter.grad = result
-            elif held is None or held.is_sparse:
-                parameter.grad = torch.empty_like(parameter).copy_(result)
-            else:
-                held.copy_(result)
+    def adopt(self, parameter: Tensor) -> None:
+        """Move a parameter's ``.grad`` into the buffer, of which it is a view from then on."""
+        if not self._stays or parameter.grad is None:
+            return
+        view, gradient = self._views[self._number[id(parameter)]], parameter.grad
+        alike = (gradient.dtype, gradient.device) == (view.dtype, view.device)
+        if gradient is not view and alike:
+            with torch.no_grad():
+                view.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
+            parameter.grad = view
 
-    def _view(self, buffer: Tensor) -> list[Tensor]:
-        if self.sparse:
-            return []
-        return [buffer.as_strided(*place) for place in self._layout]
+    def _lie_in(self, buffer: Tensor) -> None:
+        self._buffer = buffer
+        self._views = [buffer.as_strided(*place) for place in self._layout]
 
 
 def make_buckets(
@@ -129,15 +183,17 @@ def make_buckets(
     parameters: Sequence[nn.Parameter],
     cap_mb: float,
     holders_of: Callable[[nn.Parameter], Holders],
+    as_views: bool = False,
 ) -> list[Bucket]:
     """The buckets of a model, last parameters first: backward reaches these first.
 
     Args:
         module: tells which parameters get sparse gradients.
         parameters: in order of definition.
-        cap_mb: a bucket that holds this many MiB or more takes no further parameter; slices
+        cap_mb: MiB of gradients that a bucket has at most, if it has more than one; slices
             count alike on all tp_ranks.
         holders_of: the ranks that exchange a parameter's gradient.
+        as_views: gradients are views of the buckets.
     """
     sparse = {
         id(owner.weight)
@@ -150,14 +206,24 @@ def make_buckets(
         if id(parameter) in sparse:
             members.append([parameter])
             continue
-        kind = parameter.dtype, parameter.device, tuple(holders_of(parameter).ranks)
+        kind = gradient_dtype(parameter), parameter.device, tuple(holders_of(parameter).ranks)
         place, held = open_at.get(kind, (-1, 0))
-        if place < 0 or held >= cap_mb * MEGABYTE:
+        nbytes = _bytes_alike(parameter)
+        if place < 0 or held + nbytes > cap_mb * MEGABYTE:
             place, held = len(members), 0
             members.append([])
         members[place].append(parameter)
-        open_at[kind] = place, held + _bytes_alike(parameter)
-    buckets = [Bucket(group, id(group[0]) in sparse, holders_of(group[0])) for group in members]
+        open_at[kind] = place, held + nbytes
+    buckets = [
+        Bucket(
+            group,
+            gradient_dtype(group[0]),
+            id(group[0]) in sparse,
+            holders_of(group[0]),
+            as_views,
+        )
+        for group in members
+    ]
     for number, bucket in enumerate(buckets):
         bucket._index = number
         bucket._is_last = number == len(buckets) - 1
@@ -165,9 +231,10 @@ def make_buckets(
 
 
 def _bytes_alike(parameter: nn.Parameter) -> int:
-    """A parameter's bytes; of slices the mean, so that buckets are alike on all tp_ranks."""
+    """A gradient's bytes; of slices the mean, so that buckets are alike on all tp_ranks."""
     slices = slices_of(parameter)
+    itemsize = gradient_dtype(parameter).itemsize
     if slices is None:
-        return parameter.numel() * parameter.element_size()
+        return parameter.numel() * itemsize
     whole = math.prod(slices.full_shape(parameter.shape))
-    return whole * parameter.element_size() // len(slices.ranges)
+    return whole * itemsize // len(slices.ranges)

@@ -24,9 +24,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.variable import Variable
+from torch.utils.hooks import unserializable_hook
 
 from smp.data_parallel.buckets import Bucket, make_buckets
-from smp.data_parallel.group import Holders, Layout, Replicas
+from smp.data_parallel.group import Holders, Layout, Replicas, gradient_dtype
 from smp.data_parallel.reduction import Reduction
 from smp.execution import microbatches
 from smp.job import objects
@@ -50,13 +51,15 @@ class DataParallel:
             of the sum of their gradients.
         bucket_cap_mb: MiB of gradients that make a bucket.
         broadcast_buffers: each exchange begins with the first replica's buffers.
-        gradient_as_bucket_view: ``.grad`` is part of a bucket's memory, which saves a
-            copy of the gradients; buckets are then sent after backward.
+        gradient_as_bucket_view: ``.grad`` is part of a bucket's memory, from the moment that
+            backward makes it: there are no copies; buckets are then sent after backward.
 
     Attributes:
         reduction: the exchange under way.
         hook, hook_state: what was registered in place of the sum.
         is_joining: inside ``join()``.
+        additions: by id of the parameter, how often an exchanged backward added to it at most.
+        keeps_apart_at_once: the ledger does not say when it adds to a gradient that was sent.
     """
 
     def __init__(
@@ -88,6 +91,8 @@ class DataParallel:
         self.hook_state: Any = None
         self.is_joining = False
         self.reduction: Reduction | None = None
+        self.additions: dict[int, int] = {}
+        self.keeps_apart_at_once = model._smp_runtime.pp_size > 1
         self._bucket_cap_mb = bucket_cap_mb
         self._passes_per_step = backward_passes_per_step
         self._passes = 0
@@ -95,6 +100,7 @@ class DataParallel:
         self._divides_by_all = True
         self._buckets: list[Bucket] = []
         self._built_for: list[tuple] | None = None
+        self._bucket_of: dict[int, Bucket] = {}
         self._grad_hooks: list[Any] = []
         self._last_active: int | None = None
 
@@ -134,25 +140,41 @@ class DataParallel:
 
     def _prepare(self) -> None:
         parameters = [p for _, p in self.named_parameters()]
-        now = [(id(p), p.dtype, p.device) for p in parameters]
+        now = [(id(p), p.dtype, gradient_dtype(p), p.device) for p in parameters]
         if now == self._built_for:
             return
-        self._built_for = now
+        self._built_for, self.additions = now, {}
         self._buckets = make_buckets(
-            self._model._smp_module, parameters, self._bucket_cap_mb, self._holders_of
+            self._model._smp_module,
+            parameters,
+            self._bucket_cap_mb,
+            self._holders_of,
+            self.gradient_as_bucket_view,
         )
         if self._model._smp_runtime.pp_size == 1:
             for handle in self._grad_hooks:
                 handle.remove()
-            this = weakref.ref(self)
+            self._bucket_of = {id(p): b for b in self._buckets for p in b.parameters()}
+            self._grad_hooks = [hook for p in parameters for hook in self._watch_gradient(p)]
 
-            def accumulated(parameter: Tensor) -> None:
-                if (living := this()) is not None:
-                    living._accumulated(parameter)
+    def _watch_gradient(self, parameter: nn.Parameter) -> list[Any]:
+        """Hooks before and after each addition to a gradient; returns what removes them."""
+        this, its_parameter = weakref.ref(self), weakref.ref(parameter)
 
-            self._grad_hooks = [
-                p.register_post_accumulate_grad_hook(accumulated) for p in parameters
-            ]
+        @unserializable_hook
+        def will_accumulate(gradient: Tensor | None) -> None:
+            living, parameter = this(), its_parameter()
+            if living is not None and living.reduction is not None and parameter is not None:
+                living.reduction.keep_apart(parameter)
+
+        def accumulated(parameter: Tensor) -> None:
+            if (living := this()) is not None:
+                living._accumulated(parameter)
+
+        return [
+            parameter.register_hook(will_accumulate),
+            parameter.register_post_accumulate_grad_hook(accumulated),
+        ]
 
     def _holders_of(self, parameter: nn.Parameter) -> Holders:
         if is_scaled_batch(parameter):
@@ -165,6 +187,7 @@ class DataParallel:
         """A backward added to ``.grad``; pipeline degree 1."""
         rt = self._model._smp_runtime
         rt.saw_backward = True
+        self._bucket_of[id(parameter)].adopt(parameter)
         if self.reduction is None:
             return
         if not rt.in_step:

@@ -53,9 +53,18 @@ class Layout(NamedTuple):
         return f"no {_in_words(self.tensors[len(other.tensors)])}"
 
 
+def gradient_dtype(parameter: Tensor) -> torch.dtype:
+    """The dtype of the gradient that a parameter has or will get."""
+    if parameter.grad is not None:
+        return parameter.grad.dtype
+    return getattr(parameter, "grad_dtype", None) or parameter.dtype
+
+
 def _described(name: str, tensor: Tensor) -> tuple[str, tuple[int, ...], str]:
     """Name, shape and dtype; of a slice, the whole's shape and how it is cut."""
     dtype = str(tensor.dtype).removeprefix("torch.")
+    if tensor.requires_grad and gradient_dtype(tensor) != tensor.dtype:
+        dtype += " with gradients of " + str(gradient_dtype(tensor)).removeprefix("torch.")
     slices = slices_of(tensor)
     if slices is None:
         return name, tuple(tensor.shape), dtype
@@ -85,6 +94,7 @@ class Replicas:
 
     Attributes:
         of_slices: the ranks of the RDP_GROUP, which hold the same slices of parameters.
+        have_one_rank: each replica is one rank, so no other kind of parallelism is there.
     """
 
     def __init__(self) -> None:
@@ -94,6 +104,7 @@ class Replicas:
         self.size = ranks.dp_size()
         self.of_slices = Holders(ranks.get_rdp_process_group(), ranks.get_rdp_group())
         self.of_all = Holders(self.group, self.global_ranks)
+        self.have_one_rank = ranks.rdp_size() == ranks.size()
         devices = {device.type for device in self.group._device_types}
         # Small tensors of numbers; a group that was made for NCCL alone takes no others.
         self.control_device = torch.device("cpu" if "cpu" in devices else "cuda")

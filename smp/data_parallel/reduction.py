@@ -9,11 +9,21 @@ What is sent, in this order on every replica:
 4. the report: whose step failed, which parameters have a gradient, which buckets got a
    gradient after they were sent and are sent again.
 
-Nothing is written to ``.grad`` before the report says that every replica's step
-succeeded.  A replica that failed sends zeros for what is left, so that nobody waits.
-Gradients are summed, then divided once.
+A bucket is a copy of gradients, in memory that the next one uses: two are on their way at
+most, and the next waits for the first to arrive.  Backward does not: what has not arrived
+when it comes by is sent later.  A bucket that has arrived becomes the ``.grad`` of its
+parameters, in new memory where there was none before the step: the engine may still need
+the memory of a gradient that it has just made.
+
+A parameter is complete when backward has added to it as often as it ever did before:
+reentrant checkpoints add several times.  So nothing is sent in the first backward before its
+end.  If there is one addition more than ever, what it adds is kept apart and sent by itself.
+
+A replica that failed sends zeros for what is left, so that nobody waits.  Gradients are
+summed, then divided once.
 """
 
+from collections import Counter, deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from smp import _core
-from smp.data_parallel.buckets import Bucket
+from smp.data_parallel.buckets import Bucket, Memory
 from smp.data_parallel.group import Layout, ReplicasDiffer
 from smp.execution import failures
 from smp.tensor_parallel import chain
@@ -30,6 +40,8 @@ from smp.tensor_parallel.step_end import PeerFailed
 
 if TYPE_CHECKING:
     from smp.data_parallel.data_parallel import DataParallel
+
+MOST_ON_THEIR_WAY = 2  # buckets
 
 
 class Reduction:
@@ -48,15 +60,25 @@ class Reduction:
         self._place = {
             id(p): i for i, (_, b) in enumerate(self._buckets) for p in b.parameters()
         }
+        self._additions: Counter[int] = Counter()  # by id of the parameter
         self._missing = [{id(p) for p in b.parameters()} for _, b in self._buckets]
-        self._had = {p: p.grad is not None for _, b in self._buckets for p in b.parameters()}
+        self._had: dict[Tensor, bool] = {
+            p: p.grad is not None for _, b in self._buckets for p in b.parameters()
+        }
         self._overlaps = all(m.overlaps for m in members)
         self._joined = joined
         chain.begin_step()
         self.finishes_with_backward = False  # backward has been told to call finish
         self._sent = 0
+        self._memory = Memory()
         self._late: set[int] = set()
-        self._under_way: list[tuple[int, Any]] = []  # place, work or future
+        self._under_way: deque[tuple[int, Any]] = deque()  # place, work or future
+        # The gradient of a parameter that gets an addition after it was sent: its .grad is
+        # that addition.
+        self._apart: dict[Tensor, Tensor] = {}
+        self._results: dict[Tensor, Tensor] = {}  # of parameters without a gradient here
+        self._without: set[Tensor] = set()  # had no gradient when they were sent
+        self._taken_in: set[int] = set()
         self._failure: Exception | None = None
         self._active: list[int] | None = None  # dp_ranks that take part, once known
         self._alike = True
@@ -97,28 +119,55 @@ class Reduction:
     # ------------------------------------------------------------------- during backward
 
     def complete(self, parameter: Tensor) -> None:
-        """The gradient of a parameter is what it will be; sends what can be sent.
+        """Backward added to a parameter for good; sends what can be sent.
 
         Does not raise: an error is the step's, and comes out of :meth:`finish`.
         """
         place = self._place.get(id(parameter))
         if place is None:
             return
-        self._missing[place].discard(id(parameter))
-        if self._buckets[place][1].is_launched:
+        member, bucket = self._buckets[place]
+        bucket.adopt(parameter)
+        self._additions[id(parameter)] += 1
+        if bucket.is_launched:
             self._late.add(place)
             return
+        if self._additions[id(parameter)] == member.additions.get(id(parameter)):
+            self._missing[place].discard(id(parameter))
         try:
+            self._check_dtype(member, bucket, parameter)
             while self._overlaps and self._may_send():
                 self._send(self._sent, zeros=False)
                 self._sent += 1
         except Exception as error:  # noqa: BLE001 - a hook of the user's, or a connection
             self._failure = error
 
+    def keep_apart(self, parameter: Tensor) -> None:
+        """Something will be added to the gradient; if it was sent, take it off ``.grad``."""
+        if not self.is_launched(parameter) or parameter in self._apart:
+            return
+        if parameter.grad is not None:
+            self._apart[parameter], parameter.grad = parameter.grad, None
+
     def is_launched(self, parameter: Tensor) -> bool:
-        """Whether the parameter's bucket is on its way."""
+        """Whether the parameter's bucket was sent."""
         place = self._place.get(id(parameter))
         return place is not None and self._buckets[place][1].is_launched
+
+    def _check_dtype(self, member: "DataParallel", bucket: Bucket, parameter: Tensor) -> None:
+        """Raises TypeError where the bucket's dtype cannot hold the gradient's values."""
+        gradient = parameter.grad
+        if (
+            gradient is None
+            or torch.promote_types(bucket.dtype, gradient.dtype) == bucket.dtype
+        ):
+            return
+        name = next(name for name, one in member.named_parameters() if one is parameter)
+        raise TypeError(
+            f"smp: parameter {name!r} has a gradient of {gradient.dtype}, where all replicas "
+            f"exchange {bucket.dtype}: set its grad_dtype to {gradient.dtype} on every rank, "
+            "before the step"
+        )
 
     def _may_send(self) -> bool:
         if self._failure is not None or self._sent == len(self._buckets):
@@ -126,13 +175,38 @@ class Reduction:
         if self._missing[self._sent]:
             return False
         self.active()
-        return self._alike
+        return self._alike and self._has_room()
+
+    def _has_room(self) -> bool:
+        """Whether one more bucket may go; takes in what has arrived, and waits for nobody.
+
+        Replicas whose ranks work on one step together would wait in circles, if one did
+        not come to a parameter that another one used.  Without such ranks an accelerator's
+        stream waits, as the host is ahead of it.
+        """
+        while len(self._under_way) == MOST_ON_THEIR_WAY:
+            place, work = self._under_way[0]
+            on_host = self._buckets[place][1].buffer().device.type == "cpu"
+            if (on_host or not self.replicas.have_one_rank) and not _is_over(work):
+                return False
+            self._take_in()
+        return True
 
     def _send(self, place: int, zeros: bool) -> None:
+        """Send a bucket: ``.grad``, or what came after it was sent."""
+        while len(self._under_way) >= MOST_ON_THEIR_WAY:
+            self._take_in()
         member, bucket = self._buckets[place]
+        again = bucket.is_launched
+        gradients = [
+            p.grad if not zeros and (not again or self._is_addition(p)) else None
+            for p in bucket.parameters()
+        ]
         with torch.no_grad():
-            bucket.fill(zeros)
+            bucket.fill(gradients, self._memory)
             bucket.is_launched = True
+            if not again:
+                self._note_sent(member, bucket)
             if member.hook is None:
                 self._under_way.append((place, self._sum(bucket)))
                 return
@@ -143,9 +217,21 @@ class Reduction:
                     _check_hooks_group(bucket)
             except BaseException:
                 # The others' hooks most likely wait for a sum.
-                bucket.fill(zeros=True)
+                bucket.fill([None] * len(gradients), self._memory)
                 self._sum(bucket).wait()
+                bucket.empty(self._memory)
                 raise
+
+    def _note_sent(self, member: "DataParallel", bucket: Bucket) -> None:
+        for parameter in bucket.parameters():
+            if parameter.grad is None:
+                self._without.add(parameter)
+            elif member.keeps_apart_at_once and self._overlaps:
+                self.keep_apart(parameter)
+
+    def _is_addition(self, parameter: Tensor) -> bool:
+        """Whether ``.grad`` of a parameter that was sent is what came after that."""
+        return parameter in self._apart or parameter in self._without
 
     def _sum(self, bucket: Bucket) -> Any:
         if len(bucket.holders.ranks) == 1:
@@ -173,23 +259,26 @@ class Reduction:
         if not self._alike:
             self._put_back()
             self._compare_layouts(error or self._failure)
+        self._check_dtypes()
         if self._overlaps:
             self._send_rest(error)
+            self._take_in_all()
+            self._rejoin()
         error = error or self._failure
         failed, used, again = self._exchange_report(error)
         if any(failed):
-            self._wait()
             self._put_back()
             self._raise(error, description, failed)
-        if self._overlaps:
-            self._wait()
-        else:
+        if not self._overlaps:
             again = [place for place, wanted in enumerate(used) if any(wanted)]
         for place in again:
             self._send(place, zeros=self._joined)
-        self._wait()
+        self._take_in_all()
+        if self._failure is not None:
+            raise self._failure
         if not self._joined:
-            self._write_back(used)
+            self._settle(used)
+            self._learn()
 
     def _compare_layouts(self, error: BaseException | None) -> None:
         try:
@@ -199,6 +288,22 @@ class Reduction:
                 raise
         if error is not None:
             raise error
+
+    def _check_dtypes(self) -> None:
+        """Before the others count on this replica's gradients."""
+        try:
+            for member, bucket in self._buckets:
+                for parameter in bucket.parameters():
+                    self._check_dtype(member, bucket, parameter)
+        except TypeError as error:
+            self._failure = self._failure or error
+
+    def _rejoin(self) -> None:
+        """Backward is over: what nothing was added to is ``.grad`` again."""
+        for parameter, gradient in list(self._apart.items()):
+            if parameter.grad is None:
+                parameter.grad = gradient
+                del self._apart[parameter]
 
     def _send_rest(self, error: BaseException | None) -> None:
         """Send the buckets that are left; what is complete now stays so."""
@@ -237,28 +342,85 @@ class Reduction:
             at += count
         return numbers[:size], used, again
 
-    def _wait(self) -> None:
-        """Wait for what is under way; a hook's result goes into its bucket."""
-        under_way, self._under_way = self._under_way, []
-        for place, work in under_way:
-            member, bucket = self._buckets[place]
-            result = work.wait()
-            if member.hook is not None:
-                tensor = result[0] if isinstance(result, list | tuple) else result
-                with torch.no_grad():
-                    bucket.set_buffer(tensor)
+    def _take_in_all(self) -> None:
+        while self._under_way:
+            self._take_in()
 
-    def _write_back(self, used: list[list[bool]]) -> None:
-        with torch.no_grad():
-            for (member, bucket), wanted in zip(self._buckets, used, strict=True):
-                for parameter, is_used in zip(bucket.parameters(), wanted, strict=True):
-                    if not is_used:
-                        parameter.grad = None
-                if not any(wanted):
-                    continue
-                if member.hook is None:
+    def _take_in(self) -> None:
+        """Wait for the bucket that was sent first; it becomes the gradients.
+
+        Does not raise: an error is the step's.
+        """
+        place, work = self._under_way.popleft()
+        member, bucket = self._buckets[place]
+        take = self._add if place in self._taken_in else self._replace
+        self._taken_in.add(place)
+        try:
+            result = work.wait()
+            with torch.no_grad():
+                if member.hook is not None:
+                    tensor = result[0] if isinstance(result, list | tuple) else result
+                    bucket.set_buffer(tensor)
+                else:
                     bucket.buffer().div_(self._divisor(member, bucket))
-                bucket.write_back(wanted, member.gradient_as_bucket_view)
+                if not self._joined:
+                    for parameter, view in zip(
+                        bucket.parameters(), bucket.gradients(), strict=True
+                    ):
+                        take(parameter, view, member.gradient_as_bucket_view)
+        except Exception as error:  # noqa: BLE001 - a hook of the user's, or a connection
+            self._failure = self._failure or error
+        bucket.empty(self._memory)
+
+    def _replace(self, parameter: Tensor, result: Tensor, as_view: bool) -> None:
+        """The gradient, where there is one, is what the replicas have together."""
+        held = None
+        if parameter not in self._without:
+            held = self._apart.get(parameter, parameter.grad)
+        if not as_view and not result.is_sparse:  # it is the next bucket's, too
+            if held is None or held.is_sparse:
+                result = torch.empty_like(parameter, dtype=result.dtype).copy_(result)
+            elif self._had[parameter]:
+                held.copy_(result)
+                return
+            else:
+                result = torch.empty_like(held).copy_(result)
+        if held is None:
+            self._results[parameter] = result
+        elif parameter in self._apart:
+            self._apart[parameter] = result
+        else:
+            parameter.grad = result
+
+    def _add(self, parameter: Tensor, result: Tensor, as_view: bool) -> None:
+        """Something came after the gradient was sent, here or on another replica."""
+        for place in (self._apart, self._results):
+            if parameter in place:
+                place[parameter] = place[parameter] + result
+                return
+        if parameter.grad is not None:
+            parameter.grad = parameter.grad + result
+
+    def _settle(self, used: list[list[bool]]) -> None:
+        """``.grad`` is the result, or None where no replica has a gradient."""
+        for (_, bucket), wanted in zip(self._buckets, used, strict=True):
+            for parameter, is_used in zip(bucket.parameters(), wanted, strict=True):
+                if not is_used:
+                    parameter.grad = None
+                elif parameter in self._apart:
+                    parameter.grad = self._apart[parameter]
+                elif parameter in self._results:
+                    parameter.grad = self._results[parameter]
+                elif parameter.grad is None:  # dropped, as it was zeros on all replicas
+                    parameter.grad = torch.zeros_like(parameter, dtype=bucket.dtype)
+
+    def _learn(self) -> None:
+        """How often a backward adds to each parameter."""
+        for member, bucket in self._buckets:
+            for parameter in bucket.parameters():
+                key = id(parameter)
+                if (count := self._additions[key]) > member.additions.get(key, 0):
+                    member.additions[key] = count
 
     def _divisor(self, member: "DataParallel", bucket: Bucket) -> int:
         """How many ranks' gradients the sum has: a TP_GROUP's slices are one gradient."""
@@ -272,6 +434,8 @@ class Reduction:
         for parameter, had in self._had.items():
             if not had:
                 parameter.grad = None
+            elif parameter in self._apart:
+                parameter.grad = self._apart[parameter]
 
     def _raise(
         self, error: BaseException | None, description: tuple | None, failed: list[int]
@@ -309,8 +473,16 @@ def _check_hooks_group(bucket: Bucket) -> None:
         )
 
 
+def _is_over(work: Any) -> bool:
+    """Whether a collective's work, or a hook's future, is done."""
+    return work.is_completed() if hasattr(work, "is_completed") else work.done()
+
+
 class _Nothing:
     """The exchange of a bucket that one rank alone holds."""
 
     def wait(self) -> None:
         pass
+
+    def is_completed(self) -> bool:
+        return True

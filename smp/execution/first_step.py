@@ -154,6 +154,7 @@ def _trace(
             modules,
             lambda: run_traced(device),
             times=any(m._smp_trace_times for m in models),
+            memory=any(m._smp_trace_memory for m in models),
             meta=meta,
         )
 

@@ -173,6 +173,8 @@ class Partition:
             modules in it.
         order: position of each module's first execution; -1: not known.
         costs: by rank, the cost of what sits there.
+        kept_bytes: what autograd keeps for each module's own backward of one microbatch;
+            empty where that was not measured.
         hash: 64 bits of paths and ranks, for the ranks to compare.
     """
 
@@ -187,6 +189,7 @@ class Partition:
         own_costs: Iterable[float],
         order: Iterable[int],
         costs: Iterable[float],
+        kept_bytes: Iterable[int] = (),
     ):
         self.degree = degree
         self.memory_weight = memory_weight
@@ -197,6 +200,7 @@ class Partition:
         self.own_costs = array("d", own_costs)
         self.order = array("q", order)
         self.costs = list(costs)
+        self.kept_bytes = array("q", kept_bytes)
         self.rank_of: dict[str, int] = dict(zip(paths, self.ranks, strict=True))
         self.hash: int = _core.partition_hash(self.ranks, "\0".join(paths).encode())
 
@@ -223,6 +227,7 @@ class Partition:
             "parameters": self.parameters.tolist(),
             "own_costs": self.own_costs.tolist(),
             "order": self.order.tolist(),
+            "kept_bytes": self.kept_bytes.tolist(),
         }
         return _MAGIC + json.dumps(header, separators=(",", ":")).encode()
 
@@ -299,7 +304,7 @@ def make_partition(
             model.use_module,
             model.use_parameter,
             first_run=model.order,
-            activation_bytes=model.activation_bytes,
+            activation_bytes=model.kept_bytes or model.activation_bytes,
             seconds=model.seconds if timed else None,
             chain=model.chain,
             pin=pins,
@@ -324,6 +329,7 @@ def make_partition(
         array("d", own_cost),
         model.order,
         array("d", cost),
+        model.kept_bytes,
     )
     _warn_about_idle_ranks(out, root)
     return out
@@ -361,6 +367,8 @@ class _FlatModel:
         seen = [traces.get(path, _NOT_TRACED) for path in self.paths]
         self.order = array("q", [t.first for t in seen])
         self.activation_bytes = array("q", [t.activation_bytes for t in seen])
+        weighed = trace is not None and trace.weighed
+        self.kept_bytes = array("q", [t.kept_bytes for t in seen] if weighed else [])
         self.seconds = array("d", [t.seconds for t in seen])
 
     def _collect_parameters(self) -> None:

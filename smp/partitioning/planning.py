@@ -23,13 +23,14 @@ def plan(
     memory_weight: float = _MEMORY_WEIGHT,
     microbatches: int = 1,
     tensor_parallel_degree: int = 1,
+    trace_memory_usage: bool = False,
     **kwargs: Any,
 ) -> PartitionReport:
     """How ``module`` would be partitioned, without ``smp.init`` and in this process alone.
 
     Args:
         module: the model; on the meta device it takes no memory, whatever its size.
-        *args, **kwargs: what it is called with, a whole batch; real or meta tensors.
+        args, kwargs: what it is called with, a whole batch; real or meta tensors.
             Without any the model is not run: the order of definition counts then, and
             activations do not.
         pipeline_parallel_degree: number of partitions.
@@ -38,6 +39,8 @@ def plan(
             run on the first one.
         tensor_parallel_degree: number of ranks that marked modules are split over; parameters
             and costs are then those of tp_rank 0, which has the largest slices.
+        trace_memory_usage: measure what autograd keeps for each module's backward; that is
+            shown, and counts as its memory.
 
     Returns:
         a :class:`smp.partitioning.report.PartitionReport`.
@@ -60,7 +63,9 @@ def plan(
             Tensor, lambda t: _first_microbatch(t, microbatches), (args, kwargs)
         )
         meta = any(p.is_meta for p in module.parameters())
-        traced = trace(module, lambda: module(*args, **kwargs), meta=meta)
+        traced = trace(
+            module, lambda: module(*args, **kwargs), meta=meta, memory=trace_memory_usage
+        )
     else:
         warnings.warn(
             "smp.plan: no inputs given, so the model is not run: its modules count in "

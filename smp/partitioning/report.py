@@ -13,6 +13,8 @@ from smp.partitioning.picture import picture
 from smp.partitioning.tree import (
     Part,
     collapse,
+    in_bytes,
+    rank_kept_bytes,
     rank_parameters,
     ranks_in_words,
     readable,
@@ -58,7 +60,9 @@ class PartitionReport:
         """
         root = tree(self.partition)
         collapse(root)
-        rows = [("module", "class", "parameters", "cost", "rank")]
+        rows: list[tuple[str, ...]] = [
+            ("module", "class", "parameters", *self._kept("kept"), "cost", "rank")
+        ]
         for prefix, part in _lines(root, everything):
             kind = part.kind if part.count == 1 else f"{part.count} x {part.kind}"
             rows.append(
@@ -66,6 +70,7 @@ class PartitionReport:
                     prefix + part.label,
                     kind,
                     readable(part.parameters),
+                    *self._kept(in_bytes(part.kept_bytes)),
                     f"{part.cost:.4f}",
                     _ranks(part),
                 )
@@ -74,10 +79,11 @@ class PartitionReport:
         lines = [
             f"Partition over {ranks_in_words(partition)}, "
             f"memory_weight {partition.memory_weight:g}",
+            *self._kept("kept: what autograd keeps of one microbatch, as traced"),
             "",
-            *_columns(rows, right={2, 3}),
+            *_columns(rows, right=set(range(2, len(rows[0]) - 1))),
             "",
-            *_columns(self._rank_rows(), right={1, 2}),
+            *_columns(self._rank_rows(), right={1, 2, len(self._kept("")) + 2}),
             *self._split_lines(),
         ]
         return "\n".join(lines)
@@ -85,11 +91,17 @@ class PartitionReport:
     def _rank_rows(self) -> list[tuple[str, ...]]:
         parameters = rank_parameters(self.partition)
         most = max(self.costs) or 1.0
-        rows: list[tuple[str, ...]] = [("rank", "parameters", "cost", "")]
+        kept = rank_kept_bytes(self.partition)
+        rows: list[tuple[str, ...]] = [("rank", "parameters", *self._kept("kept"), "cost", "")]
         for rank, cost in enumerate(self.costs):
             bar = "█" * round(cost / most * 40)
-            rows.append((str(rank), readable(parameters[rank]), f"{cost:.4f}", bar))
+            numbers = (readable(parameters[rank]), *self._kept(in_bytes(kept[rank])))
+            rows.append((str(rank), *numbers, f"{cost:.4f}", bar))
         return rows
+
+    def _kept(self, text: str) -> tuple[str, ...]:
+        """A cell, if what autograd keeps was measured."""
+        return (text,) if self.partition.kept_bytes else ()
 
     def _split_lines(self) -> list[str]:
         """How many modules of each class are split, and why others are not."""

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules import module as torch_module
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -42,6 +43,10 @@ class ModuleTrace:
         activation_bytes: bytes of all tensors that operators produced anew while it was
             the innermost running module, over all executions.  Views and the results of
             in-place operators are not new.
+        kept_bytes: bytes of memory that autograd keeps for backward because of what ran
+            while it was the innermost running module, parameters and buffers left out; each
+            piece of memory counts for the module that needs it first.  What a checkpoint
+            makes again is not kept.  0 unless memory was asked for.
         input_bytes, output_bytes: bytes of the tensors among its arguments, and in what
             it returned, for the execution that had most.
         parameters: names of the parameters that operators used while it was the
@@ -59,6 +64,7 @@ class ModuleTrace:
     seconds: float = 0.0
     total_seconds: float = 0.0
     activation_bytes: int = 0
+    kept_bytes: int = 0
     input_bytes: int = 0
     output_bytes: int = 0
     parameters: tuple[str, ...] = ()
@@ -77,16 +83,23 @@ class Trace:
         parameters_outside: names of parameters that operators used while no module ran.
         timed: times were measured.
         meta: the run was made on meta tensors.
+        weighed: what autograd keeps was measured: it was asked for, and the run kept
+            something, which one under ``torch.no_grad()`` does not.
     """
 
     modules: dict[str, ModuleTrace]
     parameters_outside: tuple[str, ...]
     timed: bool
     meta: bool
+    weighed: bool = False
 
 
 def trace(
-    root: nn.Module, run: Callable[[], Any], times: bool = False, meta: bool = False
+    root: nn.Module,
+    run: Callable[[], Any],
+    times: bool = False,
+    meta: bool = False,
+    memory: bool = False,
 ) -> Trace:
     """Trace ``root`` while ``run`` runs.
 
@@ -97,6 +110,7 @@ def trace(
             nothing else is recorded.
         meta: replace parameters by meta tensors, so that nothing is computed; where the
             model does not allow that, warn and run it on its own tensors.
+        memory: measure what autograd keeps, too.
 
     Returns:
         A :class:`Trace`.  The model, random number generators and the containers passed
@@ -108,7 +122,7 @@ def trace(
 
     Source: paper, C.1.
     """
-    return trace_models([root], run, times=times, meta=meta)[0]
+    return trace_models([root], run, times=times, meta=meta, memory=memory)[0]
 
 
 def trace_models(
@@ -116,10 +130,11 @@ def trace_models(
     run: Callable[[], Any],
     times: bool = False,
     meta: bool = False,
+    memory: bool = False,
 ) -> list[Trace]:
     """Trace several models in one run; see :func:`trace`.  Returns one trace for each."""
     if meta:
-        recorder = _Recorder(roots, meta=True)
+        recorder = _Recorder(roots, meta=True, memory=memory)
         try:
             recorder.record(run)
             return recorder.traces(timed=False)
@@ -136,7 +151,7 @@ def trace_models(
                 "tracing on the model's own tensors instead",
                 stacklevel=3,
             )
-    recorder = _Recorder(roots, meta=False)
+    recorder = _Recorder(roots, meta=False, memory=memory)
     recorder.record(run)
     if times:
         recorder.measure(run)
@@ -164,9 +179,10 @@ class _Frame:
 class _Recorder:
     """Hooks and counters for the modules of all roots."""
 
-    def __init__(self, roots: Sequence[nn.Module], meta: bool):
+    def __init__(self, roots: Sequence[nn.Module], meta: bool, memory: bool):
         self.roots = roots
         self.meta = meta
+        self.memory = memory
         self.number_of: dict[int, int] = {}  # id of a module -> its number
         self.paths: list[str] = []
         self.modules: list[nn.Module] = []
@@ -190,6 +206,8 @@ class _Recorder:
         self.records = [ModuleTrace() for _ in self.modules]
         self.used: list[set[int]] = [set() for _ in self.modules]
         self.used_outside: set[int] = set()
+        self.weighed: dict[int, StorageWeakRef] = {}  # by address, which it reserves
+        self.given: dict[int, StorageWeakRef] = {}  # of what the models are called with
         self.frames = [_Frame(-1, None)]
         self.executions = 0
 
@@ -201,8 +219,16 @@ class _Recorder:
             self._record(run)
         except RuntimeError as error:
             # torch.func's transforms refuse hooks on what is saved, in these words.
-            if type(error) is not _BackwardInModule and "saved tensor hooks" not in str(error):
+            refused = "saved tensor hooks" in str(error)
+            if type(error) is not _BackwardInModule and not refused:
                 raise
+            if refused and self.memory:
+                self.memory = False
+                warnings.warn(
+                    f"smp: what autograd keeps is not measured: {self.running_path()} uses "
+                    "torch.func, which refuses to have it seen",
+                    stacklevel=4,
+                )
             self.keeps_saved = True
             self._begin()
             self._record(run)
@@ -211,6 +237,8 @@ class _Recorder:
         with Restore(self.roots) as self.restore, self._hooks():
             if self.meta:
                 self._put_on_meta()
+            if self.memory:
+                self._leave_out_state()
             with self._saved_tensors(), _Observer(self):
                 run()
             self.used_outside = self.frames[0].used
@@ -233,8 +261,16 @@ class _Recorder:
 
         A module may run a backward of its own (gradient penalties); then all is kept.
         """
-        if self.keeps_saved:
+        if self.keeps_saved and not self.memory:
             return contextlib.nullcontext()
+
+        def keep(tensor: Tensor) -> Tensor | None:
+            if self.memory and not self.timing:
+                self._weigh(tensor)
+            return tensor if self.keeps_saved else None
+
+        def give(packed: Tensor | None) -> Tensor:
+            return refuse(None) if packed is None else packed
 
         def refuse(packed: None) -> Tensor:
             kind = RuntimeError if self.frames[-1].number < 0 else _BackwardInModule
@@ -243,7 +279,34 @@ class _Recorder:
                 "keeps nothing: write model.backward(loss), not loss.backward()"
             )
 
-        return torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, refuse)
+        return torch.autograd.graph.saved_tensors_hooks(keep, give)
+
+    def _leave_out_state(self) -> None:
+        """Parameters and buffers are there whether autograd keeps them or not."""
+        for module in self.modules:
+            for tensor in (*module._parameters.values(), *module._buffers.values()):
+                if tensor is not None:
+                    self._weigh(tensor, outside=True)
+
+    def _weigh(self, tensor: Tensor, outside: bool = False) -> None:
+        """Charge the memory of a tensor to the innermost running module, once."""
+        if threading.get_ident() != self.thread:
+            return
+        try:
+            storage = tensor.untyped_storage()
+        except (NotImplementedError, RuntimeError, ValueError):  # sparse, or not made yet
+            if outside:
+                return
+            nbytes, number = tensor_bytes(tensor), self.frames[-1].number
+        else:
+            if storage._cdata in self.weighed:
+                return
+            self.weighed[storage._cdata] = StorageWeakRef(storage)
+            nbytes, number = storage.nbytes(), self.frames[-1].number
+            if storage._cdata in self.given:  # of a whole batch, perhaps
+                nbytes = min(nbytes, tensor_bytes(tensor))
+        if number >= 0 and not outside:
+            self.records[number].kept_bytes += nbytes
 
     def _put_on_meta(self) -> None:
         """Give the modules meta tensors for parameters, until the state is restored."""
@@ -296,6 +359,11 @@ class _Recorder:
                     lambda t: t.to("meta") if t.is_floating_point() else t,
                     (args, kwargs),
                 )
+            if self.memory:
+                for tensor in tensors_in((args, kwargs)):
+                    if tensor.layout is torch.strided:
+                        storage = tensor.untyped_storage()
+                        self.given[storage._cdata] = StorageWeakRef(storage)
             return forward(*args, **kwargs)
 
         root.__dict__["forward"] = taking  # put back with all other attributes
@@ -376,7 +444,9 @@ class _Recorder:
                 record.parameters = name_all(self.used[number])
                 record.buffers = name_all(self.used[number], changed)
                 modules[path] = record
-            out.append(Trace(modules, name_all(self.used_outside), timed, self.meta))
+            weighed = any(record.kept_bytes for record in modules.values())
+            outside = name_all(self.used_outside)
+            out.append(Trace(modules, outside, timed, self.meta, weighed))
         return out
 
 

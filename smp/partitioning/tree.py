@@ -18,6 +18,8 @@ class Part:
         parameters: elements of the parameters in it; one that is shared counts once,
             where it is defined first.
         cost: of all modules in it; the whole model's is 1.
+        kept_bytes: what autograd keeps of a microbatch for all modules in it; 0 where that
+            was not measured.
         order: position of the first execution in it; -1: not known.
         count: how many modules alike this is.
         parts: what it holds, in definition order.
@@ -30,6 +32,7 @@ class Part:
     ranks: set[int]
     parameters: int
     cost: float
+    kept_bytes: int
     order: int
     count: int
     parts: "list[Part]"
@@ -42,6 +45,7 @@ class Part:
 def tree(partition: Partition) -> Part:
     """The partition's modules as a tree; modules alike are not collapsed yet."""
     by_path: dict[str, Part] = {}
+    kept_bytes = partition.kept_bytes or [0] * len(partition.paths)
     for i, path in enumerate(partition.paths):
         part = by_path[path] = Part(
             path,
@@ -51,6 +55,7 @@ def tree(partition: Partition) -> Part:
             {partition.ranks[i]},
             partition.parameters[i],
             partition.own_costs[i],
+            kept_bytes[i],
             partition.order[i],
             1,
             [],
@@ -63,6 +68,7 @@ def tree(partition: Partition) -> Part:
             parent.ranks |= part.ranks
             parent.parameters += part.parameters
             parent.cost += part.cost
+            parent.kept_bytes += part.kept_bytes
             orders = [o for o in (parent.order, part.order) if o >= 0]
             parent.order = min(orders, default=-1)
     return by_path[""]
@@ -79,6 +85,7 @@ def collapse(part: Part) -> None:
             last.count += 1
             last.parameters += child.parameters
             last.cost += child.cost
+            last.kept_bytes += child.kept_bytes
         else:
             parts.append(child)
     part.parts = parts
@@ -99,12 +106,28 @@ def rank_parameters(partition: Partition) -> list[int]:
     return out
 
 
+def rank_kept_bytes(partition: Partition) -> list[int]:
+    """By rank, what autograd keeps of a microbatch; zeros where that was not measured."""
+    out = [0] * partition.degree
+    for rank, nbytes in zip(partition.ranks, partition.kept_bytes, strict=False):
+        out[rank] += nbytes
+    return out
+
+
 def readable(count: int) -> str:
     """``124.4 M`` for 124439808."""
     for unit, size in (("B", 10**9), ("M", 10**6), ("K", 10**3)):
         if count >= size:
             return f"{count / size:.1f} {unit}"
     return str(count)
+
+
+def in_bytes(count: int) -> str:
+    """``1.5 MiB`` for 1572864."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count} B"
 
 
 def ranks_in_words(partition: Partition) -> str:
