@@ -30,7 +30,8 @@ from smp.partitioning.partition import Partition, make_partition
 from smp.saving import state_dicts
 from smp.state_mod import state
 from smp.tensor_parallel import chain, gradients, group, in_place
-from smp.tensor_parallel.slices import is_scaled_batch, mark_model, slices_of
+from smp.tensor_parallel.counterparts import Counterparts, counterparts, shapes_of
+from smp.tensor_parallel.slices import is_scaled_batch, mark_model, slices_of, whole_shape
 
 if TYPE_CHECKING:
     from smp.partitioning.report import PartitionReport
@@ -100,6 +101,7 @@ class DistributedModel(nn.Module):
                 homes.move(module, rt.home)
         # What became of the modules that tensor parallelism was to split.
         self._smp_split: list[in_place.Outcome] = []
+        self._smp_counterparts: Counterparts | None = None
         if group.size() > 1:
             self._smp_split_over_the_tp_group()
         self._smp_data_parallel: DataParallel | None = None
@@ -124,7 +126,9 @@ class DistributedModel(nn.Module):
         self.training = module.training
 
     def _smp_split_over_the_tp_group(self) -> None:
+        plain = shapes_of(self._smp_module)
         module, self._smp_split = in_place.split(self._smp_module)
+        self._smp_counterparts = counterparts(module, plain)
         if module is not self._smp_module:
             self._smp_wrap(module)
         mark_model(self._smp_module)
@@ -532,8 +536,7 @@ class DistributedModel(nn.Module):
 
 
 def _whole_size(parameter: nn.Parameter) -> int:
-    slices = slices_of(parameter)
-    return parameter.numel() if slices is None else prod(slices.full_shape(parameter.shape))
+    return prod(whole_shape(parameter))
 
 
 def install(rt: runtime.Runtime) -> None:

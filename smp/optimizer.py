@@ -127,7 +127,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict:
         """The whole state; it loads into the plain optimizer of the plain model.
 
-        Collective over the MP_GROUP after the partition.
+        Also where distributed modules have taken the place of its modules.  Collective over the
+        MP_GROUP after the partition.
+
+        Raises:
+            NotImplementedError: what is one parameter there is in different groups here.
         """
         return optimizer_state.full_state_dict(self)
 

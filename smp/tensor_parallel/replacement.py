@@ -20,7 +20,8 @@ from smp.modules.conversion import give_data
 from smp.modules.stand_ins import users_class
 from smp.partitioning.partition import hand_on_pin
 from smp.tensor_parallel import group, marking
-from smp.tensor_parallel.slices import slices_of
+from smp.tensor_parallel.counterparts import REPLACES, BothWays
+from smp.tensor_parallel.slices import slices_of, whole_shape
 
 _MADE_WITH = "_smp_made_with"  # in a module's __dict__: (args, kwargs) of its __init__
 _OWN_HOOKS = "_smp_own_hooks"  # likewise: the hooks that its __init__ registered
@@ -43,12 +44,12 @@ class Known(NamedTuple):
     Attributes:
         dist_module: what they register for it.
         made_with: from an instance to the arguments of its ``__init__``, or None.
-        to_ours: from its parameters' names to those of ``dist_module``.
+        translation: between its state dicts and those of ``dist_module``.
     """
 
     dist_module: type[nn.Module]
     made_with: Callable[[Any], tuple[tuple, dict[str, Any]] | None]
-    to_ours: Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
+    translation: BothWays
 
 
 _registered: dict[type[nn.Module], Registration] = {}
@@ -179,10 +180,10 @@ def replace(
     accepted = inspect.signature(entry.dist_module.__init__).parameters
     chosen = {key: value for key, value in config.items() if key in accepted}
     distributed = entry.dist_module(*args, **{**kwargs, **chosen})
-    given: Mapping[str, Tensor] = dict(module.named_parameters()) | dict(module.named_buffers())
+    translation = BothWays(dict, dict)
     if known is not None and isinstance(distributed, known.dist_module):
-        given = known.to_ours(given)
-    take_over(module, distributed, path, given)
+        translation = known.translation
+    take_over(module, distributed, path, translation)
     if entry.forward_hook is not None or entry.return_hook is not None:
         distributed.__class__ = _adapted(type(distributed), type(module), entry)
     return distributed
@@ -213,7 +214,7 @@ def _adapted(
 
 
 def take_over(
-    original: nn.Module, distributed: nn.Module, path: str, given: Mapping[str, Tensor]
+    original: nn.Module, distributed: nn.Module, path: str, translation: BothWays
 ) -> None:
     """Have a distributed module stand where the original stood.
 
@@ -221,20 +222,23 @@ def take_over(
         original: a part of the model, or all of it.
         distributed: just made.
         path: of the original.
-        given: the original's parameters and buffers, by the distributed module's names.
+        translation: between their state dicts.
 
     Raises:
         NotImplementedError: the user's hooks on modules or parameters inside of it, or delayed
             values.
         PartitionError: a module inside of it is pinned elsewhere.
     """
-    if any(delayed_init.is_delayed(tensor) for tensor in given.values()):
+    if any(map(delayed_init.is_delayed, [*original.parameters(), *original.buffers()])):
         raise NotImplementedError(
             f"smp: '{path or type(original).__name__}' is to be replaced by "
             f"{type(distributed).__name__}, and has no values before the partition of a "
             "pipeline: make it without smp.delay_param_initialization"
         )
+    given = translation.to_ours(dict(original.named_parameters()))
+    given |= translation.to_ours(dict(original.named_buffers()))
     _keep_weights(original, distributed, path, given)
+    distributed.__dict__[REPLACES] = translation
     _keep_hooks(original, distributed, path)
     hand_on_pin(original, distributed, path)
     distributed.train(original.training)
@@ -253,7 +257,7 @@ def _keep_weights(
             like = next((t for t in (whole, *floating) if t is not None), tensor)
             dtype = like.dtype if tensor.is_floating_point() else tensor.dtype
             give_data(tensor, tensor.data.to(like.device, dtype))
-            if whole is None or list(whole.shape) != _whole_shape(tensor):
+            if whole is None or list(whole.shape) != whole_shape(tensor):
                 new.append(name)
                 continue
             whole = whole.detach().clone()
@@ -313,8 +317,3 @@ def _keep_hooks(original: nn.Module, distributed: nn.Module, path: str) -> None:
         distributed.__dict__[name] = hooks
     if original._is_full_backward_hook is not None:
         distributed._is_full_backward_hook = original._is_full_backward_hook
-
-
-def _whole_shape(tensor: Tensor) -> list[int]:
-    slices = slices_of(tensor)
-    return list(tensor.shape) if slices is None else slices.full_shape(tensor.shape)

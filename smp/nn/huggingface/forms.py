@@ -21,11 +21,10 @@ from smp.nn.huggingface.translation import StateDict
 from smp.nn.transformer.lm_head import HIDES
 from smp.state_mod import state
 from smp.tensor_parallel import marking, replacement
+from smp.tensor_parallel.counterparts import BothWays, Translate
 
 Arguments = dict[str, Any]  # of a forward, by name
 
-
-Translate = Callable[..., StateDict]  # from one state dict to another
 
 _OF_OUTPUTS = ("output_attentions", "output_hidden_states")
 
@@ -78,8 +77,8 @@ class Form:
                 f"{', '.join(unknown)}, which {type(made).__name__}, made as its configuration "
                 "says, has not: split it in place, smp.tensor_parallelism(replace=False)"
             )
-        given = parameters | to_ours(dict(original.named_buffers()))
-        replacement.take_over(original, made, path, given)
+        translation = BothWays(to_ours, to_hugging_face)
+        replacement.take_over(original, made, path, translation)
         back = _with_buffers(to_hugging_face, _dropped(original, to_ours, to_hugging_face))
         state.module_manager.translate_functions.append(
             (_inside(path, back), _inside(path, to_ours))
