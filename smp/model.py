@@ -29,9 +29,15 @@ from smp.optimizers import clip_by_the_models_norm
 from smp.partitioning.partition import Partition, make_partition
 from smp.saving import state_dicts
 from smp.state_mod import state
-from smp.tensor_parallel import chain, gradients, group, in_place
+from smp.tensor_parallel import chain, gradients, group, in_place, random_streams
 from smp.tensor_parallel.counterparts import Counterparts, counterparts, shapes_of
-from smp.tensor_parallel.slices import is_scaled_batch, mark_model, slices_of, whole_shape
+from smp.tensor_parallel.slices import (
+    is_of_split_model,
+    is_scaled_batch,
+    mark_model,
+    slices_of,
+    whole_shape,
+)
 
 if TYPE_CHECKING:
     from smp.partitioning.report import PartitionReport
@@ -181,6 +187,9 @@ class DistributedModel(nn.Module):
     def _smp_call(self, *args: Any, **kwargs: Any) -> Any:
         if group.size() == 1 or self._smp_runtime.pp_size > 1:
             return self._smp_module(*args, **kwargs)
+        some = next(self._smp_module.parameters(), None)
+        if not self._smp_runtime.in_step and some is not None and is_of_split_model(some):
+            random_streams.share()
         with chain.opened():
             return microbatches.map_tensors(self._smp_module(*args, **kwargs), chain.hang)
 

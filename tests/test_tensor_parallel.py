@@ -304,7 +304,9 @@ def test_other_samples_are_refused_by_every_distributed_module(kind):
     model(given)
     samples = given if isinstance(given, Tensor) else given[0]
     others = samples.roll(smp.tp_rank(), 0)
-    with pytest.raises(ValueError, match="'0.*' got other samples on tp_rank 1 .* dropout"):
+    with pytest.raises(
+        ValueError, match="'0.*' got other samples on tp_rank 1 .* must be seeded so"
+    ):
         model(others if isinstance(given, Tensor) else (others, None))
 
 
