@@ -306,8 +306,9 @@ def _kind_of(value: Tensor) -> str:
 
 def _lost(saved: Mapping[str, Tensor], distributed: nn.Module) -> list[str]:
     """What of the original's, by our names, has no place; in words."""
-    parameters = distributed.named_parameters(remove_duplicate=False)
-    ours = dict(parameters) | dict(distributed.named_buffers(remove_duplicate=False))
+    # A tied one has one name: it cannot have the values of two.
+    ours: dict[str, Tensor] = dict(distributed.named_parameters())
+    ours |= dict(distributed.named_buffers())
     out = []
     for name, value in saved.items():
         if name not in ours:
