@@ -29,8 +29,15 @@ from smp.optimizers import clip_by_the_models_norm
 from smp.partitioning.partition import Partition, make_partition
 from smp.saving import state_dicts
 from smp.state_mod import state
-from smp.tensor_parallel import chain, gradients, group, in_place
-from smp.tensor_parallel.slices import is_scaled_batch, mark_model, slices_of
+from smp.tensor_parallel import chain, gradients, group, in_place, random_streams
+from smp.tensor_parallel.counterparts import Counterparts, counterparts, shapes_of
+from smp.tensor_parallel.slices import (
+    is_of_split_model,
+    is_scaled_batch,
+    mark_model,
+    slices_of,
+    whole_shape,
+)
 
 if TYPE_CHECKING:
     from smp.partitioning.report import PartitionReport
@@ -126,6 +133,7 @@ class DistributedModel(nn.Module):
                 homes.move(module, rt.home)
         # What became of the modules that tensor parallelism was to split.
         self._smp_split: list[in_place.Outcome] = []
+        self._smp_counterparts: Counterparts | None = None
         if group.size() > 1:
             self._smp_split_over_the_tp_group()
         self._smp_data_parallel: DataParallel | None = None
@@ -150,7 +158,9 @@ class DistributedModel(nn.Module):
         self.training = module.training
 
     def _smp_split_over_the_tp_group(self) -> None:
+        plain = shapes_of(self._smp_module)
         module, self._smp_split = in_place.split(self._smp_module)
+        self._smp_counterparts = counterparts(module, plain)
         if module is not self._smp_module:
             self._smp_wrap(module)
         mark_model(self._smp_module)
@@ -203,6 +213,9 @@ class DistributedModel(nn.Module):
     def _smp_call(self, *args: Any, **kwargs: Any) -> Any:
         if group.size() == 1 or self._smp_runtime.pp_size > 1:
             return self._smp_module(*args, **kwargs)
+        some = next(self._smp_module.parameters(), None)
+        if not self._smp_runtime.in_step and some is not None and is_of_split_model(some):
+            random_streams.share()
         with chain.opened():
             return microbatches.map_tensors(self._smp_module(*args, **kwargs), chain.hang)
 
@@ -560,8 +573,7 @@ class DistributedModel(nn.Module):
 
 
 def _whole_size(parameter: nn.Parameter) -> int:
-    slices = slices_of(parameter)
-    return parameter.numel() if slices is None else prod(slices.full_shape(parameter.shape))
+    return prod(whole_shape(parameter))
 
 
 def install(rt: runtime.Runtime) -> None:

@@ -5,10 +5,11 @@ from typing import Any
 import torch
 
 from smp import ranks
+from smp.execution import runtime
 from smp.optimizers import clip_by_the_models_norm
 from smp.saving import optimizer_state
 from smp.state_mod import state
-from smp.tensor_parallel.slices import slices_of
+from smp.tensor_parallel.slices import slices_of, whole_shape
 
 _OWN = {"optimizer", "step", "zero_grad", "overflow", "redefined_params"}
 
@@ -26,23 +27,44 @@ def _refuse(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-_BY_TENSOR = ("FusedLAMB", "FusedNovoGrad", "LAMB", "Lamb", "LARS", "Adafactor", "Muon")
+# By class name, in small letters: what takes norms of each parameter, or its rows and columns.
+_BY_TENSOR = {
+    "adafactor", "cpulamb", "fusedlamb", "fusednovograd", "lamb", "larc", "lars", "muon",
+    "novograd", "nvnovograd", "onebitlamb", "shampoo", "soap",
+}  # fmt: skip
 
 
-def _refuse_norms_of_slices(optimizer: torch.optim.Optimizer) -> None:
+def _refuse_norms_of_slices(
+    optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]
+) -> None:
     """Refuse an optimizer that looks at a whole tensor, where a rank has a slice of it.
+
+    Args:
+        groups: of its parameters.
 
     Raises:
         NotImplementedError: it takes norms, or rows and columns, of each parameter.
     """
-    kinds = {cls.__name__ for cls in type(optimizer).__mro__}
-    parameters = [p for members in optimizer.param_groups for p in members["params"]]
-    if kinds.intersection(_BY_TENSOR) and any(slices_of(p) is not None for p in parameters):
-        raise NotImplementedError(
-            f"smp: {type(optimizer).__name__} scales each parameter by norms of the whole of "
-            "it, and with tensor parallelism a rank has a slice; use an optimizer that updates "
-            "each element by itself"
-        )
+    if not {cls.__name__.lower() for cls in type(optimizer).__mro__} & _BY_TENSOR:
+        return
+    parameters = [p for members in groups for p in members["params"]]
+    cut = next((p for p in parameters if slices_of(p) is not None), None)
+    if cut is None:
+        return
+    raise NotImplementedError(
+        f"smp: {type(optimizer).__name__} scales each parameter by norms of the whole of it, "
+        f"and with tensor parallelism this rank has a slice of {_name_of(cut)}, "
+        f"{list(cut.shape)} of {whole_shape(cut)}: use an optimizer that updates each element "
+        "by itself, as torch.optim.AdamW does, or that one for whole parameters alone"
+    )
+
+
+def _name_of(parameter: torch.Tensor) -> str:
+    for model in runtime.get("smp.DistributedOptimizer").live_models():
+        for name, one in model.named_parameters():
+            if one is parameter:
+                return f"'{name}'"
+    return "a parameter"
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -72,7 +94,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     ):
         if state.is_initialized and ranks.pp_size() > 1:
             _refuse(optimizer)
-        _refuse_norms_of_slices(optimizer)
+        _refuse_norms_of_slices(optimizer, optimizer.param_groups)
         # Not super().__init__(): the groups and the state are the wrapped optimizer's.
         self.__dict__["optimizer"] = optimizer
         self.__dict__["overflow"] = False
@@ -123,11 +145,20 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict) -> None:
         """Add a group to the wrapped optimizer."""
         self.optimizer.add_param_group(param_group)
+        try:
+            _refuse_norms_of_slices(self.optimizer, self.optimizer.param_groups[-1:])
+        except NotImplementedError:
+            self.optimizer.param_groups.pop()
+            raise
 
     def state_dict(self) -> dict:
         """The whole state; it loads into the plain optimizer of the plain model.
 
-        Collective over the MP_GROUP after the partition.
+        Also where distributed modules have taken the place of its modules.  Collective over the
+        MP_GROUP after the partition.
+
+        Raises:
+            NotImplementedError: what is one parameter there is in different groups here.
         """
         return optimizer_state.full_state_dict(self)
 

@@ -304,7 +304,9 @@ def test_other_samples_are_refused_by_every_distributed_module(kind):
     model(given)
     samples = given if isinstance(given, Tensor) else given[0]
     others = samples.roll(smp.tp_rank(), 0)
-    with pytest.raises(ValueError, match="'0.*' got other samples on tp_rank 1 .* dropout"):
+    with pytest.raises(
+        ValueError, match="'0.*' got other samples on tp_rank 1 .* must be seeded so"
+    ):
         model(others if isinstance(given, Tensor) else (others, None))
 
 
@@ -455,8 +457,24 @@ def test_ranks_of_a_tp_group_that_end_apart_are_named():
 def test_optimizers_that_take_norms_of_parameters_are_refused():
     smp.init({"tensor_parallel_degree": 2})
     model = smp.DistributedModel(small_gpt2())
-    with pytest.raises(NotImplementedError, match="FusedLAMB scales each parameter by norms"):
-        smp.DistributedOptimizer(smp.optimizers.FusedLAMB(model.parameters()))
+    cut = model.get_parameter("transformer.h.0.mlp.c_fc.weight")
+    whole = model.get_parameter("transformer.h.0.ln_1.weight"), nn.Parameter(torch.ones(4, 4))
+    lamb = type("Lamb", (torch.optim.SGD,), {})  # as other packages call it
+    refused = (
+        r"scales each .* a slice of 'transformer.h.0.mlp.c_fc.weight', \[.*torch.optim.AdamW"
+    )
+    for kind in (
+        smp.optimizers.FusedLAMB, smp.optimizers.FusedNovoGrad, torch.optim.Adafactor,
+        torch.optim.Muon, lamb,
+    ):  # fmt: skip
+        some = whole[1:] if kind is torch.optim.Muon else whole  # it takes matrices alone
+        optimizer = smp.DistributedOptimizer(kind(some, lr=0.1))
+        with pytest.raises(NotImplementedError, match=f"{kind.__name__} {refused}"):
+            optimizer.add_param_group({"params": [cut]})
+        assert len(optimizer.param_groups) == 1
+        with pytest.raises(NotImplementedError, match=f"{kind.__name__} {refused}"):
+            smp.DistributedOptimizer(kind([some[-1], cut], lr=0.1))
+    smp.DistributedOptimizer(torch.optim.AdamW(model.parameters()))
 
 
 # ------------------------------------------------------------------------------- state

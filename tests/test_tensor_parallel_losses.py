@@ -3,6 +3,7 @@
 The reference is ``tests/reference/whole_job.py``, in float64.
 """
 
+import functools
 from typing import Any
 
 import pytest
@@ -78,7 +79,7 @@ def labelled(rank: int, step: int, samples: int | None = None) -> tuple[Tensor, 
 
 def own_loss(model: nn.Module, x: Tensor, labels: Tensor) -> Tensor:
     losses = model(x, labels)
-    return losses if losses.dim() == 0 else losses.square().mean()
+    return losses if losses.dim() == 0 else losses.square().mean()  # by position: "none"
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1], ids=["sharp", "smoothed"])
@@ -97,6 +98,68 @@ def test_a_classifier_equals_the_plain_one(reduction, smoothing):
     for step in range(3):
         job.step(step, max_norm=0.05)
     job.check_parameters()
+
+
+def class_weights() -> Tensor:
+    weights = torch.rand(CLASSES, generator=torch.Generator().manual_seed(3)).double()
+    weights[4] = 0
+    return weights
+
+
+class OwnClasses(nn.Module):
+    """Each rank has the weights of its own classes."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.head = nn.Linear(5, CLASSES)
+        self.options = options
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        weights, slices = class_weights(), slices_of(self.head.weight)
+        if slices is not None:
+            weights = slices.take(weights, smp.tp_rank())
+        return vocabulary_parallel_cross_entropy(
+            self.head, x, labels, weight=weights, **self.options
+        )
+
+
+@pytest.mark.parametrize("same", [False, True], ids=["own samples", "same samples"])
+@on_ranks(2, 3)
+def test_class_weights(same):
+    """Of all classes, or of a rank's own; the mean is over the weights of what counts."""
+    split_over_all_ranks(prescaled_batch=same)
+
+    def batch(rank: int, step: int) -> tuple:
+        x, labels = labelled(1 if same else rank, step)
+        return x, labels.where(labels >= 0, 3)
+
+    for reduction in ("mean", "sum", "none"):
+        for smoothing in (0.0, 0.1):
+            options = {"ignore_index": 3, "reduction": reduction, "label_smoothing": smoothing}
+            of_all = functools.partial(Classifier, weight=class_weights(), **options)
+            of_own = functools.partial(OwnClasses, **options)
+            for net in (made(of_all), made(of_own, by_outputs=True)):
+                job = WholeJob(net, own_loss, batch)
+                for step in range(2):
+                    job.step(step)
+                job.check_parameters()
+                assert slices_of(job.net.head.weight).axis == 0
+
+
+@on_ranks(2)
+def test_class_weights_in_other_dtypes():
+    split_over_all_ranks()
+    x, labels = labelled(smp.rank(), 0)
+    for dtype in (torch.float32, torch.bfloat16):
+        weights = class_weights().to(dtype)
+        options = {"weight": weights, "label_smoothing": 0.1}
+        plain = made(lambda: Classifier(**options), dtype)  # noqa: B023 - called at once
+        model = smp.DistributedModel(made(lambda: Classifier(**options), dtype))  # noqa: B023
+        assert model.state_dict().keys() == plain.state_dict().keys() > {"loss.weight"}
+        got, want = model(x.to(dtype), labels), plain(x.to(dtype), labels)
+        assert got.dtype == want.dtype
+        rounding = 1e-5 if dtype == torch.float32 else 0.02
+        torch.testing.assert_close(got, want, rtol=rounding, atol=rounding)
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["by a mark", "tied"])
@@ -234,7 +297,8 @@ def test_a_label_that_is_no_class_is_an_error_on_all_ranks():
 @on_ranks(2)
 def test_heads_and_labels_that_do_not_fit_are_refused():
     split_over_all_ranks()
-    net = made(lambda: nn.Sequential(nn.Linear(4, CLASSES)))
+    net = made(lambda: nn.Sequential(nn.Linear(4, CLASSES), nn.Linear(4, CLASSES)))
+    smp.set_tensor_parallelism(net[1], by_outputs=True)
     smp.DistributedModel(net)
     x, labels = torch.zeros(2, 4), torch.zeros(2, dtype=torch.int64)
     with pytest.raises(ValueError, match=r"'0' is cut by its inputs; .* by_outputs=True"):
@@ -243,6 +307,9 @@ def test_heads_and_labels_that_do_not_fit_are_refused():
         vocabulary_parallel_cross_entropy(net[0], x, labels[None])
     with pytest.raises(TypeError, match="class numbers, not torch.float64"):
         vocabulary_parallel_cross_entropy(net[0], x, labels.double())
+    for shape in ((CLASSES + 1,), (CLASSES, 1)):
+        with pytest.raises(ValueError, match=r"weight has shape .* it is \[11\], or \[[56]\]"):
+            vocabulary_parallel_cross_entropy(net[1], x, labels, weight=torch.ones(shape))
     with pytest.raises(ValueError, match="reduction is one of"):
         smp.nn.DistributedCrossEntropyLoss(nn.Linear(2, 2), reduction="max")
     with pytest.raises(TypeError, match="head is a torch.nn.Linear, not a Embedding"):
@@ -254,7 +321,9 @@ def test_a_head_that_is_whole_gives_torchs_loss():
     head, x = nn.Linear(4, CLASSES), torch.randn(2, 3, 4)
     labels = torch.tensor([[1, -100, 3], [0, 10, 2]])
     for reduction in ("none", "mean", "sum"):
-        want = F.cross_entropy(head(x).movedim(-1, 1), labels, reduction=reduction)
-        got = vocabulary_parallel_cross_entropy(head, x, labels, reduction=reduction)
-        assert_near(got, want, reduction, 1e4)
-        assert got.shape == want.shape
+        for weight in (None, torch.rand(CLASSES)):
+            options: dict[str, Any] = {"reduction": reduction, "weight": weight}
+            want = F.cross_entropy(head(x).movedim(-1, 1), labels, **options)
+            got = vocabulary_parallel_cross_entropy(head, x, labels, **options)
+            assert_near(got, want, reduction, 1e4)
+            assert got.shape == want.shape

@@ -671,6 +671,118 @@ def test_a_replaced_module_stays_on_its_device():
     assert {(p.device.type, p.dtype) for p in new.parameters()} == {("meta", torch.bfloat16)}
 
 
+class Unlike(smp.nn.DistributedModule):
+    """Lacks a bias, has a scale, another width and a buffer."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, 2, bias=False)
+        self.gain = nn.Parameter(torch.ones(width))
+        self.register_buffer("seen", torch.zeros(1))
+        self.register_buffer("own", torch.zeros(1), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+class Like(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, 3)
+        self.register_buffer("count", torch.zeros(2))
+        self.register_buffer("angles", torch.zeros(2), persistent=False)  # made again anywhere
+
+    forward = Unlike.forward
+
+
+@on_ranks(2)
+def test_values_that_a_replacement_would_lose_or_lack_are_named():
+    split_over_all_ranks()
+    smp.tp_register_with_module(Like, Unlike)
+    lost = (
+        r"'0' of class Like .* Unlike: 'linear.weight' has shape \[2, 4\] there, not \[3, 4\]; "
+        "parameter or buffer 'linear.bias' would be lost; parameter or buffer 'count' would be "
+        "lost; its parameter 'gain' would get no value; its buffer 'seen' would get no value: "
+        ".*translate_functions"
+    )
+    with pytest.raises(ValueError, match=lost):
+        smp.DistributedModel(marked(lambda: nn.Sequential(Like(4))))
+
+
+class Renamed(smp.nn.DistributedModule):
+    """Another gate: both linears in one parameter, and a scale of its own."""
+
+    def __init__(self, width: int, times: int = 2) -> None:
+        super().__init__()
+        self.weights = nn.Parameter(torch.empty(2 * times * width, width))
+        self.below = nn.Parameter(torch.empty(times * width))
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> dict[str, Tensor]:
+        first, second = self.weights.chunk(2)
+        return {"y": torch.relu(F.linear(x, first, self.below)) @ second * scale * self.scale}
+
+
+def to_renamed(given: dict[str, Tensor]) -> dict[str, Tensor]:
+    out = {}
+    if "first.weight" in given or "second.weight" in given:
+        out["weights"] = torch.cat([given["first.weight"], given["second.weight"].t()])
+    if "first.bias" in given:
+        out["below"] = given["first.bias"]
+    return out  # and not second.bias, which is zero
+
+
+def from_renamed(given: dict[str, Tensor]) -> dict[str, Tensor]:
+    out = {}
+    if "weights" in given:
+        first, second = given["weights"].chunk(2)
+        out |= {"first.weight": first, "second.weight": second.t()}
+    if "below" in given:
+        out["first.bias"] = given["below"]
+    return out
+
+
+@on_ranks(2)
+def test_translate_functions_say_what_becomes_of_values(tmp_path):
+    """Of the module, of its optimizer, and in a checkpoint."""
+    split_over_all_ranks()
+    smp.tp_register_with_module(Gate, Renamed, translate_functions=(from_renamed, to_renamed))
+    net = marked(Gates)
+    for gate in net.gates:
+        nn.init.zeros_(gate.second.bias)
+    plain = copy.deepcopy(net)
+    model = smp.DistributedModel(net)
+    for gate in (*net.gates, *plain.gates):
+        (gate.scale if isinstance(gate, Renamed) else gate.second.bias).requires_grad_(False)
+    with pytest.raises(NotImplementedError, match=r"'gates.0.scale' is no parameter of the"):
+        smp.DistributedOptimizer(torch.optim.AdamW(model.parameters())).state_dict()
+    ours = [p for p in model.parameters() if p.requires_grad]
+    optimizers = [torch.optim.AdamW(some) for some in (ours, plain.parameters())]
+    optimizer = smp.DistributedOptimizer(optimizers[0])
+    for step in range(2):
+        x = rows_of(10 * step, 4, 5)
+        losses = [model(x).square().mean(), plain(x).square().mean()]
+        assert_near(*losses, "loss")
+        for loss in losses:
+            loss.backward()
+        optimizer.step()
+        optimizers[1].step()
+    state, wanted = optimizer.state_dict(), optimizers[1].state_dict()
+    assert state["param_groups"] == wanted["param_groups"]
+    assert set(state["state"]) == set(wanted["state"])
+    for number, moments in wanted["state"].items():
+        for key, value in moments.items():
+            assert_near(state["state"][number][key], value, f"{key} of {number}")
+    optimizer.load_state_dict(copy.deepcopy(wanted))
+    smp.save_checkpoint(tmp_path, "full", False, model, optimizer)
+    saved = torch.load(tmp_path / "full")
+    for name, value in plain.state_dict().items():
+        if "second.bias" not in name:
+            assert_near(saved[name], value, name)
+    smp.resume_from_checkpoint(tmp_path, "full", partial=False, strict=False)
+    assert_near(model(x), plain(x), "outputs")
+
+
 @on_ranks(4)
 def test_a_replaced_module_stays_where_it_was_pinned():
     smp.init({"tensor_parallel_degree": 2, "pipeline_parallel_degree": 2})

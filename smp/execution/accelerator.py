@@ -70,6 +70,12 @@ def generator(index: int | None = None) -> Any:
     return made[index] if made else ModuleGenerator(module, index)
 
 
+def generators() -> list[Any]:
+    """What draws the host's random numbers, and the current device's."""
+    device = generator()
+    return [torch.default_generator] if device is None else [torch.default_generator, device]
+
+
 class RandomState:
     """The default generators' states: the host's, and the current device's.
 

@@ -30,7 +30,7 @@ from smp.job import interrupts
 from smp.job.config import ConfigError
 from smp.modules import changes, homes
 from smp.partitioning.restore import write_back
-from smp.tensor_parallel import order, step_end
+from smp.tensor_parallel import order, random_streams, step_end
 
 _FORWARD, _BACKWARD = 0, 1
 _SIMPLE, _INTERLEAVED, _LISTED, _SERVE = 0, 1, 2, -1
@@ -249,6 +249,7 @@ class Step:
 
     def _run_unpipelined(self, refused: Exception | None) -> Any:
         with step_end.together():
+            random_streams.share()  # before anything that may fail on one tp_rank alone
             if refused is not None:
                 raise refused
             return _run_in_order(self.rt, self.function, self.detach, self.calls)
@@ -291,16 +292,20 @@ class Step:
     def _run_pipelined(self, refused: Exception | None) -> Any:
         rt = self.rt
         models = [m for m in rt.live_models() if m.partitioned]
+        before = self.before = StepState(models)
+        # Before anything that may fail on one tp_rank alone.
+        seed = random_streams.shared_seed(
+            int(torch.empty((), dtype=torch.int64, device="cpu").random_())
+        )
         if model.requires_grad_flags(models) != rt.grad_flags:
             model.install_gradients(rt, models)
-        before = self.before = StepState(models)
         try:
             plan = self._plan(refused)
         except Exception as error:
             _core.skip_step(failures.describe(error, None, 0, 0, rt.name))
+            before.restore()
             self._finish_collectives()
             raise
-        seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
         random_state = accelerator.RandomState()
         rt.share_place()
         context_variables.begin_step()

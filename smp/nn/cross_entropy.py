@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from smp.nn.linear import DistributedLinear
-from smp.tensor_parallel import in_place
+from smp.tensor_parallel import group, in_place
 from smp.tensor_parallel.slices import PATH
 
 _REDUCTIONS = ("none", "mean", "sum")
@@ -26,7 +26,8 @@ class DistributedCrossEntropyLoss(nn.Module):
 
     Args:
         head: an ``nn.Linear``, whose outputs are the classes' logits.
-        ignore_index, reduction, label_smoothing: as in ``nn.CrossEntropyLoss``.
+        ignore_index, reduction, label_smoothing, weight: as in ``nn.CrossEntropyLoss``; the
+            weight of each class is a buffer, which every rank has whole.
 
     Shapes and errors: see `vocabulary_parallel_cross_entropy`.
 
@@ -34,6 +35,7 @@ class DistributedCrossEntropyLoss(nn.Module):
     """
 
     head: nn.Module
+    weight: Tensor | None
 
     def __init__(
         self,
@@ -41,6 +43,7 @@ class DistributedCrossEntropyLoss(nn.Module):
         ignore_index: int = -100,
         reduction: str = "mean",
         label_smoothing: float = 0.0,
+        weight: Tensor | None = None,
     ) -> None:
         super().__init__()
         if not isinstance(head, nn.Linear):
@@ -54,6 +57,7 @@ class DistributedCrossEntropyLoss(nn.Module):
         self.ignore_index = ignore_index
         self.reduction = reduction
         self.label_smoothing = label_smoothing
+        self.register_buffer("weight", weight)
 
     def extra_repr(self) -> str:
         return f"ignore_index={self.ignore_index}, reduction={self.reduction!r}"
@@ -66,6 +70,7 @@ class DistributedCrossEntropyLoss(nn.Module):
             self.ignore_index,
             self.reduction,
             self.label_smoothing,
+            self.weight,
         )
 
 
@@ -76,6 +81,7 @@ def vocabulary_parallel_cross_entropy(
     ignore_index: int = -100,
     reduction: str = "mean",
     label_smoothing: float = 0.0,
+    weight: Tensor | None = None,
 ) -> Tensor:
     """``F.cross_entropy(head(hidden), labels)``, also of a head that is split by its outputs.
 
@@ -90,8 +96,11 @@ def vocabulary_parallel_cross_entropy(
         hidden: ``[..., channels]``; of a split head, other lengths on each tp_rank.
         labels: ``[...]``, integers: the class of each position.
         ignore_index: the label of positions that do not count.
-        reduction: ``"mean"`` over this rank's positions that count, ``"sum"`` or ``"none"``.
+        reduction: ``"mean"`` over this rank's positions that count, weighted if there are
+            weights; ``"sum"`` or ``"none"``.
         label_smoothing: in [0, 1].
+        weight: of each class, ``[classes]``; of a split head also ``[own classes]``, then on
+            all tp_ranks.
 
     Returns:
         a scalar, or ``[...]`` with ``reduction="none"``; of the dtype that ``F.cross_entropy``
@@ -124,6 +133,7 @@ def vocabulary_parallel_cross_entropy(
             ignore_index=ignore_index,
             reduction=reduction,
             label_smoothing=label_smoothing,
+            weight=weight,
         )
         return losses.view(labels.shape) if reduction == "none" else losses
     if not head.by_outputs:
@@ -133,18 +143,23 @@ def vocabulary_parallel_cross_entropy(
             "split loss make a smp.nn.DistributedCrossEntropyLoss(head) with it, or call "
             "smp.set_tensor_parallelism(head, by_outputs=True), before smp.DistributedModel"
         )
-    losses = head(hidden, labels, ignore_index, label_smoothing)
-    return _reduced(losses, labels, ignore_index, reduction, hidden)
-
-
-def _reduced(
-    losses: Tensor, labels: Tensor, ignore_index: int, reduction: str, hidden: Tensor
-) -> Tensor:
+    if weight is None:
+        losses = head(hidden, labels, ignore_index, label_smoothing)
+        counts: Tensor = labels != ignore_index
+    else:
+        own = head._slices.local_size(group.rank())
+        if weight.dim() != 1 or len(weight) not in (head.out_features, own):
+            raise ValueError(
+                "smp.nn.vocabulary_parallel_cross_entropy: weight has shape "
+                f"{list(weight.shape)}; of this head it is [{head.out_features}], or [{own}], "
+                "of this rank's classes"
+            )
+        losses, counts = head(hidden, labels, ignore_index, label_smoothing, weight)
     out: Any = losses
     if reduction != "none":
         out = losses.sum()
     if reduction == "mean":
-        out = out / (labels != ignore_index).sum()
+        out = out / counts.sum()
     # What F.cross_entropy gives: autocast has it in float32.
     return out if torch.is_autocast_enabled(hidden.device.type) else out.to(hidden.dtype)
 

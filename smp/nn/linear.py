@@ -57,11 +57,13 @@ class DistributedLinear(nn.Linear, DistributedModule):
         labels: Tensor | None = None,
         ignore_index: int = -100,
         label_smoothing: float = 0.0,
-    ) -> Tensor:
+        class_weights: Tensor | None = None,
+    ) -> Any:
         """The outputs; with labels, each position's loss in their place.
 
-        See ``smp.nn.vocabulary_parallel_cross_entropy``, which calls it so: as a module's call
-        it comes to the rank of the pipeline that has the weights.
+        With class weights also each position's.  See
+        ``smp.nn.vocabulary_parallel_cross_entropy``, which calls it so: as a module's call it
+        comes to the rank of the pipeline that has the weights.
         """
         x = input.reshape(-1, input.size(-1))
         same_samples.check(self, x)
@@ -74,7 +76,10 @@ class DistributedLinear(nn.Linear, DistributedModule):
                 self._slices,
                 ignore_index,
                 label_smoothing,
+                class_weights,
             )
+            if isinstance(losses, tuple):
+                return losses[0].view(labels.shape), losses[1].view(labels.shape)
             return losses.view(labels.shape)
         y = self._of_same_samples(x) if group.same_samples() else self._of_own_samples(x)
         return y.view(*input.shape[:-1], self.out_features)

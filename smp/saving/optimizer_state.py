@@ -2,7 +2,7 @@
 
 Parameters are numbered as in the wrapped optimizer's own state dict, in the order of its
 groups; the numbers are alike on all ranks, so a full dict loads into the plain optimizer
-of the plain model.
+of the plain model.  Where modules were replaced, a full one is translated to its numbers.
 """
 
 from collections.abc import Mapping
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from smp.execution import runtime
 from smp.ranks import CommGroup
+from smp.saving.plain_optimizer import plain_optimizer
 from smp.saving.replica import Replica
 from smp.saving.state_dicts import IS_PARTIAL
 from smp.tensor_parallel import group
@@ -85,10 +86,17 @@ def full_state_dict(optimizer: "DistributedOptimizer") -> dict[str, Any]:
     out = dict(optimizer.optimizer.state_dict())
     if not _is_torchs(out):
         return out
+    plain = plain_optimizer(optimizer)
+    out["state"] = _gathered(optimizer, out["state"])
+    return out if plain is None else plain.to_plain(out)
+
+
+def _gathered(optimizer: "DistributedOptimizer", own: Mapping[Any, Any]) -> Mapping[Any, Any]:
+    """The state of all parameters, by their numbers here."""
     cut = _slices(optimizer)
     if not cut and all(owner is None for owner in _owners(optimizer)):
-        return out
-    mine = _of_rank(optimizer, out["state"])
+        return own
+    mine = _of_rank(optimizer, own)
     if group.rank() > 0:
         mine = {number: one for number, one in mine.items() if number in cut}
     replica = Replica("optimizer.state_dict")
@@ -102,8 +110,7 @@ def full_state_dict(optimizer: "DistributedOptimizer") -> dict[str, Any]:
             merged[number] = _joined([p[number] for _, p in by_rank if number in p], one)
     numbers = sorted(key for key in merged if isinstance(key, int))
     others = [key for key in merged if not isinstance(key, int)]
-    out["state"] = {key: merged[key] for key in numbers + others}
-    return out
+    return {key: merged[key] for key in numbers + others}
 
 
 class _Cut(NamedTuple):
@@ -167,6 +174,9 @@ def load(optimizer: "DistributedOptimizer", state_dict: Mapping[str, Any]) -> No
     if not _is_torchs(given):
         wrapped.load_state_dict(given)
         return
+    plain = None if partial else plain_optimizer(optimizer)
+    if plain is not None:
+        given = plain.to_ours(given)
     if _waits(optimizer):
         wrapped.load_state_dict({**given, "state": {}})
         # The first step partitions all models that there are.

@@ -21,7 +21,8 @@ def split_head_losses(
     slices: Slices,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
-) -> Tensor:
+    class_weights: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
     """The losses of this rank's samples.  Collective over the TP_GROUP.
 
     Args:
@@ -32,9 +33,11 @@ def split_head_losses(
         labels: ``[rows]``, integers; ``ignore_index`` where the loss is 0.
         slices: how the classes are cut, in one range a rank.
         ignore_index, label_smoothing: as in ``F.cross_entropy``.
+        class_weights: ``[classes]``, or on each rank ``[own classes]``; a constant.
 
     Returns:
-        ``[rows]``, float32, or float64 of such logits.
+        ``[rows]``, float32, or float64 of such logits; with class weights also each row's own,
+        0 where the label is ``ignore_index``.
 
     Raises:
         IndexError: a label is none of the classes; on every tp_rank.
@@ -55,11 +58,63 @@ def split_head_losses(
             slices.size,
             _of_all_ranks,
             ignore_index=ignore_index,
-            label_smoothing=label_smoothing,
+            label_smoothing=label_smoothing if class_weights is None else 0.0,
         )
     except IndexError as error:
         raise IndexError(_wrong_label(labels, slices.size, ignore_index, lengths)) from error
-    return losses if group.same_samples() else primitives.own_part(losses, 0, lengths)
+    if class_weights is None:
+        return losses if group.same_samples() else primitives.own_part(losses, 0, lengths)
+    losses, weights = _weighted(
+        losses, logits, labels, slices, ignore_index, label_smoothing, class_weights.detach()
+    )
+    if group.same_samples():
+        return losses, weights
+    first = sum(lengths[: group.rank()])
+    own_weights = weights.narrow(0, first, lengths[group.rank()])
+    return primitives.own_part(losses, 0, lengths), own_weights
+
+
+def _weighted(
+    losses: Tensor,
+    logits: Tensor,
+    labels: Tensor,
+    slices: Slices,
+    ignore_index: int,
+    label_smoothing: float,
+    class_weights: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Losses with class weights, from those without either; and each row's weight.
+
+    With weight w_c of class c, label y, and smoothing s over C classes, a loss is
+    (1 - s) w_y (lse - x_y) + s / C sum_c w_c (lse - x_c), and without either lse - x_y.
+    """
+    ((first, last),) = slices.ranges[group.rank()]
+    is_own = (labels >= first) & (labels < last)
+    column = torch.where(is_own, labels - first, 0)
+    counts = labels != ignore_index
+    weights = class_weights.to(losses.dtype)
+    is_whole = len(weights) == slices.size
+    own = weights[first:last] if is_whole else weights
+    terms = []  # whose sums over the ranks are wanted
+    if not is_whole:
+        of_label = own[column] if last > first else own.new_zeros(len(labels))
+        terms += [of_label.where(is_own, 0), own.sum().expand(len(labels))]
+    if label_smoothing:
+        x = logits.to(losses.dtype)
+        target = x.gather(1, column[:, None])[:, 0] if last > first else x.sum(1)
+        terms += [target.where(is_own, 0), x @ own]
+    sums = list(primitives.fwd_allreduce_for_tp(torch.stack(terms)) if terms else ())
+    if is_whole:
+        of_rows, total = weights[labels.where(counts, 0)], weights.sum()
+    else:
+        of_rows, total = sums[0].detach(), sums[1].detach()
+    of_rows = of_rows.where(counts, 0)
+    out = losses * of_rows * (1 - label_smoothing)
+    if label_smoothing:
+        target, weighted = sums[-2:]
+        smooth = total * (losses + target) - weighted
+        out = out + (smooth * (label_smoothing / slices.size)).where(counts, 0)
+    return out, of_rows
 
 
 def _of_all_ranks(own: Statistics) -> Statistics:

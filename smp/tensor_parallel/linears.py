@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from smp.modules import delayed_init
 from smp.modules.stand_ins import REFUSES_COPIES, stand_in
 from smp.tensor_parallel import adapters, group, primitives
-from smp.tensor_parallel.regions import give_back, rows_to_give_back
+from smp.tensor_parallel.regions import draw_alike, give_back, rows_to_give_back
 from smp.tensor_parallel.slices import PATH, Slices, mark, refuse_copies, slices_of
 
 _CHOSEN = "_smp_chosen_outputs"  # likewise: the size of a unit, and which units
@@ -187,6 +187,7 @@ def _leads_out(cls: type[nn.Module]) -> dict[str, Any]:
             # As for what computes some outputs: a tp_rank has a part of the gradient.
             weight = primitives.bwd_allreduce_for_tp(weight)
         y = give_back(F.linear(x, weight), rows)
+        draw_alike()
         return y if self.bias is None else y + self.bias.to(y.dtype)  # under autocast
 
     return {"forward": forward}

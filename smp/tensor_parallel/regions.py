@@ -21,8 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from smp.execution.accelerator import RandomState
 from smp.modules.stand_ins import REFUSES_COPIES, stand_in, users_class
-from smp.tensor_parallel import assumed, group, primitives, same_samples
+from smp.tensor_parallel import assumed, group, primitives, random_streams, same_samples
 from smp.tensor_parallel.assumed import Everyones
 from smp.tensor_parallel.slices import PATH, refuse_copies
 
@@ -62,6 +63,7 @@ class Rows(NamedTuple):
 
 class _InThisThread(threading.local):
     rows: Rows | None = None
+    common: RandomState | None = None  # of the ranks' streams, while they draw from others
 
 
 # A task has a thread of its own until it ends, and a region leads out in the order of its
@@ -82,6 +84,13 @@ def rows_to_give_back(path: str) -> Rows:
             "smp.set_tensor_parallelism(module, False)"
         )
     return _gathered.rows
+
+
+def draw_alike() -> None:
+    """What leads out has been added up: from here on the tp_ranks' values are the same."""
+    if _gathered.common is not None:
+        _gathered.common.restore()
+        _gathered.common = None
 
 
 def make_region(module: nn.Module, region: Region, path: str) -> None:
@@ -119,6 +128,7 @@ def _run(module: nn.Module, forward: Callable, args: tuple, kwargs: dict[str, An
         gathered, rows = _gather(region, path, given)
         _check_cache({**others, **named}, path, uneven=rows.positions is not None)
     _gathered.rows = rows
+    _gathered.common = random_streams.fork()
     for name, value in gathered.items():
         if name in signature.parameters:
             named[name] = value
@@ -131,7 +141,11 @@ def _run(module: nn.Module, forward: Callable, args: tuple, kwargs: dict[str, An
             "for all tp_ranks' samples: leave the attentions whole, "
             "smp.set_tensor_parallelism(attention, False)"
         )
-    return give_back(out, rows) if region.sums else out
+    if not region.sums:
+        return out
+    out = give_back(out, rows)
+    draw_alike()
+    return out
 
 
 _CACHES = ("past_key_values", "past_key_value", "layer_past")

@@ -7,7 +7,6 @@ with the same.
 
 import functools
 import inspect
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -19,13 +18,16 @@ from smp.modules import delayed_init
 from smp.modules.conversion import give_data
 from smp.modules.stand_ins import users_class
 from smp.partitioning.partition import hand_on_pin
+from smp.state_mod import state
 from smp.tensor_parallel import group, marking
-from smp.tensor_parallel.slices import slices_of
+from smp.tensor_parallel.counterparts import REPLACES, BothWays, Translate
+from smp.tensor_parallel.slices import slices_of, whole_shape
 
 _MADE_WITH = "_smp_made_with"  # in a module's __dict__: (args, kwargs) of its __init__
 _OWN_HOOKS = "_smp_own_hooks"  # likewise: the hooks that its __init__ registered
 
 Hook = Callable[..., Any]
+TranslateFunctions = tuple[Translate, Translate]  # from ours to the plain module's, and back
 
 
 class Registration(NamedTuple):
@@ -35,6 +37,7 @@ class Registration(NamedTuple):
     init_hook: Hook | None
     forward_hook: Hook | None
     return_hook: Hook | None
+    translation: BothWays | None
 
 
 class Known(NamedTuple):
@@ -43,12 +46,12 @@ class Known(NamedTuple):
     Attributes:
         dist_module: what they register for it.
         made_with: from an instance to the arguments of its ``__init__``, or None.
-        to_ours: from its parameters' names to those of ``dist_module``.
+        translation: between its state dicts and those of ``dist_module``.
     """
 
     dist_module: type[nn.Module]
     made_with: Callable[[Any], tuple[tuple, dict[str, Any]] | None]
-    to_ours: Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
+    translation: BothWays
 
 
 _registered: dict[type[nn.Module], Registration] = {}
@@ -59,6 +62,7 @@ def tp_register(
     init_hook: Hook | None = None,
     forward_hook: Hook | None = None,
     return_hook: Hook | None = None,
+    translate_functions: TranslateFunctions | None = None,
 ) -> Callable[[type[nn.Module]], type[nn.Module]]:
     """Decorate a module class: ``dist_module`` takes its place under tensor parallelism.
 
@@ -66,7 +70,9 @@ def tp_register(
     """
 
     def decorate(module_cls: type[nn.Module]) -> type[nn.Module]:
-        tp_register_with_module(module_cls, dist_module, init_hook, forward_hook, return_hook)
+        tp_register_with_module(
+            module_cls, dist_module, init_hook, forward_hook, return_hook, translate_functions
+        )
         return module_cls
 
     return decorate
@@ -78,11 +84,13 @@ def tp_register_with_module(
     init_hook: Hook | None = None,
     forward_hook: Hook | None = None,
     return_hook: Hook | None = None,
+    translate_functions: TranslateFunctions | None = None,
 ) -> None:
     """Have ``dist_module`` take the place of a class's marked instances.
 
-    Its parameters of the same names keep the instance's weights, which are tp_rank 0's.
-    Instances made before the registration stay as they are.
+    Its parameters and buffers have the instance's values, which are tp_rank 0's: those of the
+    same names, or what ``translate_functions`` make of them.  Instances made before the
+    registration stay as they are.
 
     Args:
         module_cls: the user's class.
@@ -91,6 +99,11 @@ def tp_register_with_module(
             ``dist_module``'s; None: they are the same.
         forward_hook: likewise for ``forward``.
         return_hook: from what ``dist_module`` returns to what the class returns.
+        translate_functions: from the (whole) state dict of a ``dist_module`` to that of an
+            instance, and back.  What the second leaves out is dropped, and what it does not
+            make of ``dist_module``'s begins as that makes it.  Both take dicts with some of the
+            names, and raise ``KeyError`` where one lacks what belongs to another.  Full
+            checkpoints and states of optimizers are translated by them, too.
 
     Raises:
         TypeError: a hook's parameters (names, order, defaults) are not those of the method
@@ -103,7 +116,13 @@ def tp_register_with_module(
             raise TypeError(f"smp.tp_register: {name} is a class of modules, not {cls!r}")
     _check_hook("init_hook", init_hook, module_cls, "__init__")
     _check_hook("forward_hook", forward_hook, module_cls, "forward")
-    _registered[module_cls] = Registration(dist_module, init_hook, forward_hook, return_hook)
+    translation = None
+    if translate_functions is not None:
+        to_plain, to_ours = translate_functions
+        translation = BothWays(to_ours, to_plain)
+    _registered[module_cls] = Registration(
+        dist_module, init_hook, forward_hook, return_hook, translation
+    )
     _record_arguments(module_cls)
 
 
@@ -163,8 +182,7 @@ def replace(
         known: what is known of its class beforehand.
 
     Raises:
-        NotImplementedError: the user's hooks on modules or parameters inside of it.
-        PartitionError: a module inside of it is pinned elsewhere.
+        as `take_over`.
     """
     entry = _registered[users_class(type(module))]
     made_with = module.__dict__.get(_MADE_WITH)
@@ -179,10 +197,18 @@ def replace(
     accepted = inspect.signature(entry.dist_module.__init__).parameters
     chosen = {key: value for key, value in config.items() if key in accepted}
     distributed = entry.dist_module(*args, **{**kwargs, **chosen})
-    given: Mapping[str, Tensor] = dict(module.named_parameters()) | dict(module.named_buffers())
-    if known is not None and isinstance(distributed, known.dist_module):
-        given = known.to_ours(given)
-    take_over(module, distributed, path, given)
+    translation = entry.translation
+    if translation is None and known is not None and isinstance(distributed, known.dist_module):
+        translation = known.translation
+    take_over(
+        module,
+        distributed,
+        path,
+        translation,
+        "give it there the same name and shape, or give smp.tp_register translate_functions, "
+        "which say what becomes of it",
+        may_be_new=entry.translation is not None,
+    )
     if entry.forward_hook is not None or entry.return_hook is not None:
         distributed.__class__ = _adapted(type(distributed), type(module), entry)
     return distributed
@@ -213,7 +239,12 @@ def _adapted(
 
 
 def take_over(
-    original: nn.Module, distributed: nn.Module, path: str, given: Mapping[str, Tensor]
+    original: nn.Module,
+    distributed: nn.Module,
+    path: str,
+    translation: BothWays | None,
+    instead: str,
+    may_be_new: bool = False,
 ) -> None:
     """Have a distributed module stand where the original stood.
 
@@ -221,30 +252,83 @@ def take_over(
         original: a part of the model, or all of it.
         distributed: just made.
         path: of the original.
-        given: the original's parameters and buffers, by the distributed module's names.
+        translation: between their state dicts; None: names and shapes are the same.
+        instead: what the user can do about values that would be lost.
+        may_be_new: whether ``distributed`` may have values that are none of the original's.
 
     Raises:
         NotImplementedError: the user's hooks on modules or parameters inside of it, or delayed
             values.
         PartitionError: a module inside of it is pinned elsewhere.
+        ValueError: values that would be lost, or that nothing is given to.
     """
-    if any(delayed_init.is_delayed(tensor) for tensor in given.values()):
+    if any(map(delayed_init.is_delayed, [*original.parameters(), *original.buffers()])):
         raise NotImplementedError(
             f"smp: '{path or type(original).__name__}' is to be replaced by "
             f"{type(distributed).__name__}, and has no values before the partition of a "
             "pipeline: make it without smp.delay_param_initialization"
         )
-    _keep_weights(original, distributed, path, given)
+    to_ours, to_plain = translation or BothWays(dict, dict)
+    saved = to_ours(_saved(original))
+    wrong = _lost(saved, distributed) + ([] if may_be_new else _new(saved, distributed))
+    if wrong:
+        kind = type(original).__name__
+        where = f"'{path}' of class {kind}" if path else kind
+        raise ValueError(
+            f"smp: {where} is to be replaced by "
+            f"{type(distributed).__name__}: {'; '.join(wrong)}: {instead}"
+        )
+    _keep_weights(distributed, to_ours(dict(original.named_buffers())) | saved)
+    if translation is not None:
+        back = _with_buffers(to_plain, _dropped(original, translation))
+        state.module_manager.translate_functions.append(
+            (_inside(path, back), _inside(path, to_ours))
+        )
+    distributed.__dict__[REPLACES] = BothWays(to_ours, to_plain)
     _keep_hooks(original, distributed, path)
     hand_on_pin(original, distributed, path)
     distributed.train(original.training)
 
 
-def _keep_weights(
-    original: nn.Module, distributed: nn.Module, path: str, given: Mapping[str, Tensor]
-) -> None:
+def _saved(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers that a state dict has; tied ones once."""
+    out: dict[str, Tensor] = dict(module.named_parameters())
+    for path, inner in module.named_modules():
+        for name, buffer in inner.named_buffers(path, recurse=False):
+            if name.rpartition(".")[2] not in inner._non_persistent_buffers_set:
+                out[name] = buffer
+    return out
+
+
+def _kind_of(value: Tensor) -> str:
+    return "parameter" if isinstance(value, nn.Parameter) else "buffer"
+
+
+def _lost(saved: Mapping[str, Tensor], distributed: nn.Module) -> list[str]:
+    """What of the original's, by our names, has no place; in words."""
+    # A tied one has one name: it cannot have the values of two.
+    ours: dict[str, Tensor] = dict(distributed.named_parameters())
+    ours |= dict(distributed.named_buffers())
+    out = []
+    for name, value in saved.items():
+        if name not in ours:
+            out.append(f"parameter or buffer '{name}' would be lost")
+        elif list(value.shape) != (there := whole_shape(ours[name])):
+            out.append(f"'{name}' has shape {there} there, not {list(value.shape)}")
+    return out
+
+
+def _new(saved: Mapping[str, Tensor], distributed: nn.Module) -> list[str]:
+    """What of the distributed module's gets none of the original's; in words."""
+    return [
+        f"its {_kind_of(value)} '{name}' would get no value"
+        for name, value in _saved(distributed).items()
+        if name not in saved
+    ]
+
+
+def _keep_weights(distributed: nn.Module, given: Mapping[str, Tensor]) -> None:
     """Give the distributed form the original's values."""
-    new = []
     tensors = [*distributed.named_parameters(), *distributed.named_buffers()]
     floating = [tensor for tensor in given.values() if tensor.is_floating_point()]
     with torch.no_grad():
@@ -253,22 +337,63 @@ def _keep_weights(
             like = next((t for t in (whole, *floating) if t is not None), tensor)
             dtype = like.dtype if tensor.is_floating_point() else tensor.dtype
             give_data(tensor, tensor.data.to(like.device, dtype))
-            if whole is None or list(whole.shape) != _whole_shape(tensor):
-                new.append(name)
+            if whole is None or list(whole.shape) != whole_shape(tensor):
                 continue
+            requires_grad = whole.requires_grad
             whole = whole.detach().clone()
             if group.size() > 1:
                 group.broadcast(whole)
             slices = slices_of(tensor)
             tensor.copy_(whole if slices is None else slices.take(whole, group.rank()))
-            tensor.requires_grad_(given[name].requires_grad)
-    if new:
-        warnings.warn(
-            f"smp: module '{path}' ({type(original).__name__}) was replaced by "
-            f"{type(distributed).__name__}, whose {', '.join(new)} has no counterpart of that "
-            "name and shape in it and begins with new values",
-            stacklevel=2,
-        )
+            if isinstance(tensor, nn.Parameter):
+                tensor.requires_grad_(requires_grad)
+
+
+def _inside(path: str, translate: Translate) -> Translate:
+    """``translate`` of what a state dict has of the module at a path."""
+    before = f"{path}." if path else ""
+
+    def translated(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+        inside = {
+            name.removeprefix(before): value
+            for name, value in state_dict.items()
+            if name.startswith(before)
+        }
+        out = {name: v for name, v in state_dict.items() if not name.startswith(before)}
+        return {**out, **{before + name: v for name, v in translate(inside).items()}}
+
+    return translated
+
+
+def _dropped(original: nn.Module, translation: BothWays) -> dict[str, Tensor]:
+    """The original's buffers that the distributed module lacks; of equal ones one tensor."""
+    whole = original.state_dict()
+    without = {name: torch.empty_like(t, device="meta") for name, t in whole.items()}
+    left = whole.keys() - translation.to_plain(translation.to_ours(without)).keys()
+    left -= {name for name, t in whole.items() if t.is_meta}  # its value is not known yet
+    different: list[Tensor] = []
+    out = {}
+    for name in sorted(left):
+        value = next((t for t in different if _are_equal(t, whole[name])), None)
+        if value is None:
+            value = whole[name].clone()
+            different.append(value)
+        out[name] = value
+    return out
+
+
+def _are_equal(a: Tensor, b: Tensor) -> bool:
+    return a.dtype == b.dtype and torch.equal(a, b)
+
+
+def _with_buffers(to_plain: Translate, buffers: Mapping[str, Tensor]) -> Translate:
+    """What is translated has the original's buffers, too."""
+
+    def translated(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+        out = to_plain(state_dict)
+        return out if out.keys() == state_dict.keys() else {**buffers, **out}
+
+    return translated
 
 
 _TABLES = [name for name in vars(nn.Module()) if "_hooks" in name]  # and how each is called
@@ -313,8 +438,3 @@ def _keep_hooks(original: nn.Module, distributed: nn.Module, path: str) -> None:
         distributed.__dict__[name] = hooks
     if original._is_full_backward_hook is not None:
         distributed._is_full_backward_hook = original._is_full_backward_hook
-
-
-def _whole_shape(tensor: Tensor) -> list[int]:
-    slices = slices_of(tensor)
-    return list(tensor.shape) if slices is None else slices.full_shape(tensor.shape)

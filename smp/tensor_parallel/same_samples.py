@@ -50,8 +50,8 @@ def check(module: nn.Module, x: object) -> None:
             raise ValueError(
                 f"smp: '{path}' got other samples on tp_rank {rank} than on tp_rank 0, and "
                 "prescaled_batch says that the ranks of a TP_GROUP are fed the same batch: "
-                "have the sampler use smp.rdp_rank() and smp.rdp_size() (and where there is "
-                "dropout before it, seed random numbers alike), or leave prescaled_batch out"
+                "have the sampler use smp.rdp_rank() and smp.rdp_size() (torch's random "
+                "numbers are alike, others must be seeded so), or leave prescaled_batch out"
             )
 
 

@@ -107,6 +107,12 @@ def slices_of(parameter: Tensor) -> Slices | None:
     return getattr(parameter, _SLICES, None)
 
 
+def whole_shape(parameter: Tensor) -> list[int]:
+    """The shape that a parameter or buffer has with the parts of all ranks."""
+    slices = slices_of(parameter)
+    return list(parameter.shape) if slices is None else slices.full_shape(parameter.shape)
+
+
 def is_scaled_batch(parameter: Tensor) -> bool:
     """Whether a parameter sees the samples of the whole TP_GROUP."""
     return getattr(parameter, _SCALED, False)

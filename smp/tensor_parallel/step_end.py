@@ -25,6 +25,12 @@ class PeerFailed(RuntimeError):
     """Another rank of the TP_GROUP failed, or ran other modules than this one."""
 
 
+def device_of_numbers() -> str:
+    """Where tensors are that the TP_GROUP's collectives take, wherever the model is."""
+    kinds = {device.type for device in ranks.get_tp_process_group()._device_types}
+    return "cpu" if "cpu" in kinds else "cuda"
+
+
 @contextmanager
 def together() -> Iterator[None]:
     """A step of this rank; its TP_GROUP's ranks have one at the same time.
@@ -45,10 +51,8 @@ def together() -> Iterator[None]:
             with suppress(Exception):  # it fails where the others' steps go on
                 dist.barrier(tp_group)
         raise
-    devices = {device.type for device in tp_group._device_types}
-    device = "cpu" if "cpu" in devices else "cuda"
     try:
-        dist.all_reduce(torch.zeros(1, device=device), group=tp_group)
+        dist.all_reduce(torch.zeros(1, device=device_of_numbers()), group=tp_group)
     except Exception as error:
         hear("the end of the step", error)
         raise

@@ -17,15 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from smp.modules.stand_ins import users_class
-from smp.nn.huggingface.translation import StateDict
 from smp.nn.transformer.lm_head import HIDES
 from smp.state_mod import state
 from smp.tensor_parallel import marking, replacement
+from smp.tensor_parallel.counterparts import BothWays, Translate
 
 Arguments = dict[str, Any]  # of a forward, by name
 
-
-Translate = Callable[..., StateDict]  # from one state dict to another
 
 _OF_OUTPUTS = ("output_attentions", "output_hidden_states")
 
@@ -71,18 +69,13 @@ class Form:
             heads = config.num_attention_heads
             to_ours = functools.partial(to_ours, num_attention_heads=heads)
             to_hugging_face = functools.partial(to_hugging_face, num_attention_heads=heads)
-        parameters = to_ours(dict(original.named_parameters()))
-        if unknown := sorted(set(parameters) - set(dict(made.named_parameters()))):
-            raise ValueError(
-                f"smp: '{path or type(original).__name__}' has parameters "
-                f"{', '.join(unknown)}, which {type(made).__name__}, made as its configuration "
-                "says, has not: split it in place, smp.tensor_parallelism(replace=False)"
-            )
-        given = parameters | to_ours(dict(original.named_buffers()))
-        replacement.take_over(original, made, path, given)
-        back = _with_buffers(to_hugging_face, _dropped(original, to_ours, to_hugging_face))
-        state.module_manager.translate_functions.append(
-            (_inside(path, back), _inside(path, to_ours))
+        replacement.take_over(
+            original,
+            made,
+            path,
+            BothWays(to_ours, to_hugging_face),
+            "its configuration says nothing of that: split it in place, "
+            "smp.tensor_parallelism(replace=False)",
         )
         return made
 
@@ -114,55 +107,6 @@ class Form:
         if hasattr(original, "config"):
             made.config = original.config  # scripts ask the wrapped model for it
         return made
-
-
-def _inside(path: str, translate: Translate) -> Translate:
-    """``translate`` of what a state dict has of the module at a path."""
-    before = f"{path}." if path else ""
-
-    def translated(state_dict: Mapping[str, Any]) -> StateDict:
-        inside = {
-            name.removeprefix(before): value
-            for name, value in state_dict.items()
-            if name.startswith(before)
-        }
-        out = {name: v for name, v in state_dict.items() if not name.startswith(before)}
-        return {**out, **{before + name: v for name, v in translate(inside).items()}}
-
-    return translated
-
-
-def _dropped(
-    original: nn.Module, to_ours: Translate, to_hugging_face: Translate
-) -> dict[str, Tensor]:
-    """The original's buffers that the distributed module lacks; of equal ones one tensor."""
-    whole = original.state_dict()
-    without = {name: torch.empty_like(t, device="meta") for name, t in whole.items()}
-    left = whole.keys() - to_hugging_face(to_ours(without)).keys()
-    left -= {name for name, t in whole.items() if t.is_meta}  # its value is not known yet
-    different: list[Tensor] = []
-    out = {}
-    for name in sorted(left):
-        value = next((t for t in different if _are_equal(t, whole[name])), None)
-        if value is None:
-            value = whole[name].clone()
-            different.append(value)
-        out[name] = value
-    return out
-
-
-def _are_equal(a: Tensor, b: Tensor) -> bool:
-    return a.dtype == b.dtype and torch.equal(a, b)
-
-
-def _with_buffers(to_hugging_face: Translate, buffers: Mapping[str, Tensor]) -> Translate:
-    """What is translated has the original's buffers, too."""
-
-    def translated(state_dict: Mapping[str, Any]) -> StateDict:
-        out = to_hugging_face(state_dict)
-        return out if out.keys() == state_dict.keys() else {**buffers, **out}
-
-    return translated
 
 
 def heads_of_the_model(given: int | None) -> int | None:

@@ -13,6 +13,7 @@ from smp.nn.huggingface.translation import QKV, StateDict, Translation, part
 from smp.nn.transformer.layer import DistributedTransformerLayer
 from smp.nn.transformer.lm_head import DistributedTransformerLMHead
 from smp.tensor_parallel import plans
+from smp.tensor_parallel.counterparts import BothWays
 from smp.tensor_parallel.linears import cut_outputs
 from smp.tensor_parallel.replacement import Hook, Known
 
@@ -209,7 +210,8 @@ def _made_with(block: Any) -> tuple[tuple, dict[str, Any]] | None:
     return None if config is None else ((config, block.attn.layer_idx), {})
 
 
-BLOCKS = {"GPT2Block": Known(DistributedTransformerLayer, _made_with, NAMES.layer_to_ours)}
+_OF_A_LAYER = BothWays(NAMES.layer_to_ours, NAMES.layer_to_hugging_face)
+BLOCKS = {"GPT2Block": Known(DistributedTransformerLayer, _made_with, _OF_A_LAYER)}
 
 FORMS = {
     "GPT2LMHeadModel": Form(
