@@ -709,6 +709,40 @@ def test_values_that_a_replacement_would_lose_or_lack_are_named():
         smp.DistributedModel(marked(lambda: nn.Sequential(Like(4))))
 
 
+class Different(smp.nn.DistributedModule):
+    """Has nothing in common with what it replaces."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inner = smp.nn.DistributedLinear(width, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+@on_ranks(2)
+def test_a_replacement_of_a_structure_of_its_own_begins_with_new_values():
+    split_over_all_ranks()
+    smp.tp_register_with_module(Like, Different)
+    net = marked(lambda: nn.Sequential(nn.Linear(4, 4), Like(4)))
+    with pytest.warns(
+        UserWarning, match=r"'1' of class Like .* begins with new values: .*tran"
+    ):
+        model = smp.DistributedModel(net)
+    optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.1))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    model(torch.randn(3, 4)).square().mean().backward()
+    optimizer.step()
+    after = model.state_dict()
+    assert list(after) == ["0.weight", "0.bias", "1.inner.weight", "1.inner.bias"]
+    assert all(not torch.equal(after[name], before[name]) for name in after)
+    state = optimizer.state_dict()
+    assert [state["state"][i]["exp_avg"].shape for i in range(4)] == [
+        after[name].shape for name in after
+    ]
+    optimizer.load_state_dict(state)
+
+
 class Renamed(smp.nn.DistributedModule):
     """Another gate: both linears in one parameter, and a scale of its own."""
 

@@ -7,6 +7,7 @@ with the same.
 
 import functools
 import inspect
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -260,7 +261,8 @@ def take_over(
         NotImplementedError: the user's hooks on modules or parameters inside of it, or delayed
             values.
         PartitionError: a module inside of it is pinned elsewhere.
-        ValueError: values that would be lost, or that nothing is given to.
+        ValueError: values that would be lost, or that nothing is given to; but a warning
+            where the two have nothing in common.
     """
     if any(map(delayed_init.is_delayed, [*original.parameters(), *original.buffers()])):
         raise NotImplementedError(
@@ -274,9 +276,16 @@ def take_over(
     if wrong:
         kind = type(original).__name__
         where = f"'{path}' of class {kind}" if path else kind
-        raise ValueError(
-            f"smp: {where} is to be replaced by "
-            f"{type(distributed).__name__}: {'; '.join(wrong)}: {instead}"
+        said = f"smp: {where} is to be replaced by {type(distributed).__name__}: "
+        names = {name for name, _ in distributed.named_parameters()}
+        if translation is not None or saved.keys() & names:
+            raise ValueError(f"{said}{'; '.join(wrong)}: {instead}")
+        # A class of a structure of its own, in a script that loads its weights afterwards or
+        # trains from the beginning.
+        warnings.warn(
+            f"{said}they have no parameter's name in common, so that it begins with new "
+            f"values: {instead}",
+            stacklevel=2,
         )
     _keep_weights(distributed, to_ours(dict(original.named_buffers())) | saved)
     if translation is not None:
@@ -284,7 +293,8 @@ def take_over(
         state.module_manager.translate_functions.append(
             (_inside(path, back), _inside(path, to_ours))
         )
-    distributed.__dict__[REPLACES] = BothWays(to_ours, to_plain)
+    if not wrong:
+        distributed.__dict__[REPLACES] = BothWays(to_ours, to_plain)
     _keep_hooks(original, distributed, path)
     hand_on_pin(original, distributed, path)
     distributed.train(original.training)
