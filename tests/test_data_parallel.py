@@ -218,6 +218,34 @@ def test_backward_outside_a_step_is_followed_by_the_exchange():
     assert_same_bits(local_gradients(model), averaged(replicas))
 
 
+@on_ranks(2)
+def test_a_backward_that_raised_outside_a_step_fails_on_all_replicas_and_the_next_one_works():
+    smp.init({"ddp": True})
+    model = smp.DistributedModel(plain_model(), bucket_cap_mb=1e-4)
+
+    def raise_it(gradient):
+        raise ValueError("mine")
+
+    if smp.dp_rank() == 0:
+        first = next(iter(model.parameters()))
+        handle = first.register_hook(raise_it)
+        with pytest.raises(ValueError, match="mine"):
+            model(batch_of(0)).square().mean().backward()
+        handle.remove()
+        with pytest.raises(RuntimeError, match="the backward before this forward raised"):
+            model(batch_of(0))
+    else:
+        with pytest.raises(RuntimeError, match="the backward before this forward raised"):
+            model(batch_of(1)).square().mean().backward()
+    model.zero_grad()
+    model(batch_of(smp.dp_rank())).square().mean().backward()
+
+    replicas = [plain_model(), plain_model()]
+    for rank, replica in enumerate(replicas):
+        replica(batch_of(rank)).square().mean().backward()
+    assert_same_bits(local_gradients(model), averaged(replicas))
+
+
 class Checkpointed(nn.Module):
     """A reentrant checkpoint around a layer that is used outside it, too."""
 

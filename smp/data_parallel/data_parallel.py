@@ -201,6 +201,7 @@ class DataParallel:
         if not torch.is_grad_enabled():
             return forward()
         with_buffers = self.broadcasts_buffers and self._model.training
+        self._end_what_a_backward_left()
         if self.reduction is None:
             if not self.takes_part():
                 return forward()
@@ -208,6 +209,23 @@ class DataParallel:
         elif with_buffers and self._synchronises and not self.is_joining:
             self.reduction.exchange_buffers()
         return microbatches.map_tensors(forward(), self._watch)
+
+    def _end_what_a_backward_left(self) -> None:
+        """A backward that raised did not finish its exchange, for which the others wait.
+
+        Raises:
+            RuntimeError: it did, and now it has failed on every replica.
+        """
+        reduction, inside = self.reduction, torch._C._current_graph_task_id() != -1
+        if reduction is not None and reduction.finishes_with_backward and not inside:
+            finish(
+                reduction,
+                RuntimeError(
+                    "smp: the backward before this forward raised, so its gradients were not "
+                    "averaged over the replicas; put it into a @smp.step, which fails on all "
+                    "of them at once"
+                ),
+            )
 
     def _watch(self, output: Tensor) -> Tensor:
         """Note when backward comes to an output of the model.
