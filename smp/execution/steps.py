@@ -23,6 +23,7 @@ from smp.execution import (
     left_behind,
     microbatches,
     runtime,
+    sequence,
     thread_state,
 )
 from smp.execution.runtime import Runtime
@@ -248,7 +249,7 @@ class Step:
     # ------------------------------------------------------------- without a pipeline
 
     def _run_unpipelined(self, refused: Exception | None) -> Any:
-        with step_end.together():
+        with step_end.of_tp_group():
             if refused is not None:
                 raise refused
             return _run_in_order(self.rt, self.function, self.detach, self.calls)
@@ -365,8 +366,10 @@ class Step:
             raise
 
     def _finish_collectives(self) -> None:
-        """After a failure: no rank of the TP_GROUP is left alone in a collective."""
-        if self.rt.tp_size > 1:
+        """After a failure: no rank is left alone in a collective of a module."""
+        if self.rt.in_sequence:
+            sequence.finish_failed_step()
+        elif self.rt.tp_size > 1:
             order.finish_failed_step()
 
     def _raise_late_signal(self) -> None:
@@ -387,7 +390,7 @@ class Step:
     def _on_complete(self) -> Callable[[int], None] | None:
         """What the ledger calls when a gradient is complete for this step."""
         reduction = self.reduction
-        if reduction is None:
+        if reduction is None or self.rt.in_sequence:  # modules may use the same group
             return None
         parameters = self.rt.parameters
         return lambda number: reduction.complete(parameters[number])

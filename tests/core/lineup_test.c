@@ -20,8 +20,8 @@ TEST(tp_rank_0_issues_at_once_and_the_others_in_its_order)
     smp_lineup   *first;
     smp_lineup   *second;
 
-    CHECK_STATUS(smp_lineup_create(0, 2, &first), SMP_OK);
-    CHECK_STATUS(smp_lineup_create(1, 2, &second), SMP_OK);
+    CHECK_STATUS(smp_lineup_create(0, 2, false, &first), SMP_OK);
+    CHECK_STATUS(smp_lineup_create(1, 2, false, &second), SMP_OK);
     for (int step = 0; step < 2; step++) {
         smp_lineup_begin(first);
         smp_lineup_begin(second);
@@ -62,7 +62,7 @@ TEST(a_long_list_keeps_its_order)
     enum { KEYS = 1000 };
     smp_lineup *lineup;
 
-    CHECK_STATUS(smp_lineup_create(1, 2, &lineup), SMP_OK);
+    CHECK_STATUS(smp_lineup_create(1, 2, false, &lineup), SMP_OK);
     smp_lineup_begin(lineup);
     for (uint64_t i = 0; i < KEYS; i++) {
         const smp_key key = key_of("a", i, 0);
@@ -115,7 +115,7 @@ finds(int self, int keys, const int ended[3], const smp_key *wanted,
     smp_lineup *lineup;
     bool        found;
 
-    if (smp_lineup_create(self, 3, &lineup) != SMP_OK) {
+    if (smp_lineup_create(self, 3, false, &lineup) != SMP_OK) {
         return false;
     }
     smp_lineup_begin(lineup);
@@ -161,7 +161,7 @@ TEST(all_ranks_end_with_a_number)
     uint64_t    least;
     uint64_t    most;
 
-    CHECK_STATUS(smp_lineup_create(2, 3, &lineup), SMP_OK);
+    CHECK_STATUS(smp_lineup_create(2, 3, false, &lineup), SMP_OK);
     smp_lineup_begin(lineup);
     smp_lineup_end(lineup, 0, 5);
     smp_lineup_end(lineup, 2, 3);

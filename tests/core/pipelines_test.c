@@ -276,7 +276,9 @@ begin(rank *self, world *w)
         .w = w, .tp = w->size / PP, .tp_rank = w->rank / PP, .pp_rank = w->rank % PP};
     comms[w->rank] = w->comm;
     w->barrier(w);
-    return smp_server_create(w->comm, w->rank, self->tp, 0, &ops, self, &self->server);
+    return smp_server_create(
+        w->comm, &(smp_server_place){.rank = w->rank, .pipelines = self->tp}, 0, &ops,
+        self, &self->server);
 }
 
 static int
