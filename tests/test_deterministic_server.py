@@ -182,3 +182,234 @@ def test_statistics_are_those_of_all_replicas(pipeline, tp):
     model, reference = on_two_stages(make()), Reference()
     for step in range(6):
         check_step(model, reference, step)
+
+
+# ----------------------------------------------------------------------------- failures
+
+
+class Moody(Net):
+    """A net that goes another way in one call on one replica, or raises there."""
+
+    dp_rank = -1  # of the mood
+    mood = ""
+    at = 0  # in the forward of this number of the step
+    forwards = 0
+
+    def forward(self, x):
+        now = smp.dp_rank() == self.dp_rank and self.forwards == self.at
+        self.forwards += 1
+        if now and self.mood == "raises":
+            raise ValueError("not today")
+        x = x + self.far(self.near(x))
+        if not (now and self.mood == "leaves out"):
+            x = x + self.quiet(x)
+        if now and self.mood == "calls another":
+            return self.quiet(x) + self.far(x)
+        return self.again(x) + self.far(x)
+
+    def become(self, dp_rank: int, mood: str, at: int = 0) -> None:
+        self.dp_rank, self.mood, self.at, self.forwards = dp_rank, mood, at, 0
+
+
+def moody(**config: Any) -> tuple[Moody, smp.DistributedModel, Reference]:
+    begin(**config)
+    net = make(Moody)
+    model, reference = on_two_stages(net), Reference()
+    check_step(model, reference, 0)
+    return net, model, reference
+
+
+def check_next(model: smp.DistributedModel, reference: Reference) -> None:
+    """The step that failed has left nothing: the next one is as if it had not been."""
+    for step in (1, 2):
+        check_step(model, reference, step)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("trains", [True, False])
+@pytest.mark.parametrize("dp_rank", [0, 1])
+@pytest.mark.parametrize("mood", ["leaves out", "calls another"])
+def test_other_programs_are_an_error_that_names_both(mood, dp_rank, trains):
+    net, model, reference = moody()
+    for at in (0, MICROBATCHES - 1):
+        net.become(dp_rank, mood, at)
+        with pytest.raises(RuntimeError, match=r"\[SMP_ERR_MISMATCH\]") as caught:
+            (train if trains else forward)(model, data_of(smp.dp_rank()))
+        said = str(caught.value)
+        assert "dp_rank 0, microbatch" in said and "dp_rank 1, microbatch" in said
+        assert "module 'quiet'" in said and "module 'again'" in said
+    net.become(-1, "")
+    check_next(model, reference)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("dp_rank", [0, 1])
+def test_after_a_failure_of_one_replica_the_next_step_works(dp_rank):
+    net, model, reference = moody()
+    for at in range(MICROBATCHES):
+        net.become(dp_rank, "raises", at)
+        with pytest.raises(ValueError, match="not today"):
+            train(model, data_of(smp.dp_rank()))
+        with pytest.raises(ValueError, match="not today"), torch.no_grad():
+            net.become(dp_rank, "raises", at)
+            forward(model, data_of(smp.dp_rank()))
+    net.become(-1, "")
+    check_next(model, reference)
+
+
+class Faulty(Block):
+    """Raises between its collectives, on one rank, while the others wait in them."""
+
+    raises = False
+    calls = 0
+
+    def forward(self, x):
+        self.calls = call = self.calls + 1
+        x = self.norm(self.linear(x))
+        if self.raises and call == 3:
+            raise ValueError("not in here")
+        return torch.tanh(self.norm(x))
+
+
+class FaultyNet(Net):
+    def __init__(self):
+        super().__init__()
+        self.far = Faulty()
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("dp_rank", [0, 1])
+def test_who_waits_in_a_collective_of_a_module_that_failed_fails_with_it(dp_rank):
+    begin()
+    net = make(FaultyNet)
+    model = on_two_stages(net)
+    x = data_of(smp.dp_rank())
+    want = forward(model, x).concat()
+    for _ in range(3):
+        net.far.raises, net.far.calls = smp.dp_rank() == dp_rank, 0
+        with pytest.raises(ValueError, match="not in here"):
+            train(model, x)
+        net.far.raises = False
+        torch.testing.assert_close(forward(model, x).concat(), want)
+
+
+@on_ranks(4)
+def test_the_traced_run_fails_on_all_ranks():
+    begin()
+    net = make(FaultyNet)
+    model = on_two_stages(net)
+    net.far.raises, net.far.calls = smp.dp_rank() == 1, 1
+    with pytest.raises(ValueError, match="not in here"):
+        train(model, data_of(smp.dp_rank()))
+    net.far.raises = False
+    train(model, data_of(smp.dp_rank()))
+
+
+# ---------------------------------------------------------------------- nn.SyncBatchNorm
+
+
+class WithSyncBatchNorm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.SyncBatchNorm(WIDTH)
+
+    def forward(self, x):
+        return self.norm(self.linear(x))
+
+
+class OwnSyncBatchNorm(nn.SyncBatchNorm):
+    pass
+
+
+def split_sync_batch_norm() -> tuple[WithSyncBatchNorm, smp.DistributedModel]:
+    net = WithSyncBatchNorm()
+    smp.set_partition(net.linear, 0)
+    smp.set_partition(net.norm, 1)
+    return net, smp.DistributedModel(net)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("kind", [nn.SyncBatchNorm, OwnSyncBatchNorm])
+def test_sync_batch_norm_in_a_pipeline_says_what_to_set(kind):
+    begin(deterministic_server=False)
+    net = WithSyncBatchNorm()
+    net.norm = kind(WIDTH)
+    model = smp.DistributedModel(net)
+    with pytest.raises(RuntimeError, match=rf"module 'norm' \({kind.__name__}\)") as caught:
+        forward(model, torch.ones(8, WIDTH))
+    assert "'deterministic_server': True" in str(caught.value)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("prescaled", [False, True])
+def test_sync_batch_norm_is_over_the_ranks_of_its_stage(prescaled):
+    begin(tensor_parallel_degree=2 if prescaled else 1, prescaled_batch=prescaled)
+    net, model = split_sync_batch_norm()
+    model.eval()  # in training torch refuses tensors of the CPU
+    x = torch.randn(8, WIDTH)
+    forward(model, x)
+    group = smp.get_rdp_process_group() if prescaled else smp.get_dp_process_group()
+    assert net.norm.process_group is group
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("delayed", [False, True])
+def test_sync_batch_norm_is_traced_by_itself(delayed):
+    """What then refuses tensors of the CPU is the stage that runs it."""
+    begin()
+    with smp.delay_param_initialization(enabled=delayed):
+        _, model = split_sync_batch_norm()
+    with pytest.raises(ValueError, match="to be on GPU") as caught:
+        forward(model, torch.ones(8, WIDTH))
+    assert model.partitioned
+    assert any("in module 'norm', microbatch" in note for note in caught.value.__notes__)
+
+
+@on_ranks(4)
+def test_join_is_refused():
+    begin()
+    model = on_two_stages(make())
+    with pytest.raises(NotImplementedError, match="as many batches"), model.join():
+        pass
+
+
+@on_ranks(4)
+def test_a_group_of_other_stages_is_an_error():
+    begin()
+    net = WithSyncBatchNorm()
+    net.norm = nn.SyncBatchNorm(WIDTH, process_group=smp.get_pp_process_group())
+    model = smp.DistributedModel(net)
+    with pytest.raises(ValueError, match="module 'norm' .* run other parts of the model"):
+        forward(model, torch.ones(8, WIDTH))
+
+
+@on_ranks(2)
+def test_one_replica_needs_no_order():
+    begin(deterministic_server=False)
+    net, model = split_sync_batch_norm()
+    model.eval()
+    forward(model, torch.ones(8, WIDTH))
+    assert net.norm.process_group is smp.get_dp_process_group()
+
+
+@on_ranks(2)
+def test_without_a_pipeline_nothing_is_to_be_set():
+    begin(pipeline_parallel_degree=1, deterministic_server=False)
+    model, reference = smp.DistributedModel(make(), broadcast_buffers=False), Reference()
+    for step in range(2):
+        check_step(model, reference, step)
+
+
+# ------------------------------------------------------------------------------- at length
+
+
+@on_ranks(6, timeout_s=300)
+@pytest.mark.stress
+@pytest.mark.parametrize("placement", ["cluster", "spread", "PDT"])
+@pytest.mark.parametrize("pipeline", ["simple", "interleaved"])
+def test_three_replicas_and_two_stages(pipeline, placement):
+    begin(pipeline=pipeline, placement_strategy=placement)
+    model, reference = on_two_stages(make()), Reference()
+    for step in range(40):
+        check_step(model, reference, step)

@@ -125,7 +125,7 @@ int smp_session_warn_if_laden(PyObject *laden, const smp_entry *entry);
 
 /* Answers the task's request with the exception that is set, which then is its caller's
  * to catch.  False, with the exception still set: it ends the step (Ctrl-C and the
- * like, a rank that is gone, or it could not be sent). */
+ * like, a rank that is gone, all in a sequence, or it could not be sent). */
 bool smp_session_answer_raised(const smp_task *task, int source, smp_envelope envelope);
 
 /* To every other rank of the pipeline: a value; 0, or -1 with the first exception.  An

@@ -9,6 +9,7 @@ import hashlib
 import itertools
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -182,12 +183,13 @@ def _trace(
     meta = any(p.is_meta for module in modules for p in module.parameters())
 
     def trace_on(device: torch.device | None) -> list[tracing.Trace]:
-        return tracing.trace_models(
-            modules,
-            lambda: run_traced(device),
-            times=any(m._smp_trace_times for m in models),
-            meta=meta,
-        )
+        with sync_batch_norm.alone(models) if device is None else nullcontext():
+            return tracing.trace_models(
+                modules,
+                lambda: run_traced(device),
+                times=any(m._smp_trace_times for m in models),
+                meta=meta,
+            )
 
     home = rt.home
     if home is None or meta:

@@ -55,7 +55,9 @@ class Runtime:
         self.pp_rank = self.pp_group.index(job.boot.rank)
         self.tp_size = len(job.groups["tp"])
         # All replicas run the same in one order: for modules with collectives of their own.
-        self.in_sequence = job.cfg.deterministic_server and len(job.groups["dp"]) > 1
+        self.in_sequence = (
+            job.cfg.deterministic_server and self.pp_size > 1 and len(job.groups["dp"]) > 1
+        )
         # The ranks that the core reaches, as it numbers them.
         if self.in_sequence:
             self.core_group = job.placement.replicas(job.boot.rank)

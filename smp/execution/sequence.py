@@ -29,55 +29,61 @@ def finish_failed_step() -> None:
     Raises:
         RuntimeError: the group's backend cannot do that.
     """
-    groups = _groups()
+    if _core.counters()["lost"] >= 0:  # nothing goes on: the step's own error says why
+        return
+    groups = [_Group(one) for one in _process_groups()]
     ended, _ = _core.ended_in_order()
-    counts = [_end_one(group) if not ended else _begun(group) for group in groups]
+    if not ended:
+        for group in groups:
+            group.call_another()
     order.finish_failed_step()
     _, all_ended = _core.ended_in_order()
     if all_ended:  # their collectives, too; some of these ranks' steps may have gone well
         return
-    packed = _core.pack(tuple(counts))
-    everyone = [
-        _core.unpack(one) for one in objects.gather_bytes(_FAILED, CommGroup.DP_GROUP, packed)
-    ]
-    members = ranks.get_dp_group()
+    counts = _core.pack(tuple(group.begun for group in groups))
+    try:
+        told = objects.gather_bytes(_FAILED, CommGroup.DP_GROUP, counts)
+    except ConnectionError:  # as above
+        return
+    everyone = dict(zip(ranks.get_dp_group(), map(_core.unpack, told), strict=True))
     for at, group in enumerate(groups):
-        own = dist.get_process_group_ranks(group)
-        most = max(everyone[members.index(rank)][at] for rank in own)
-        _make_up(group, most - counts[at])
+        group.make_up(max(everyone[rank][at] for rank in group.ranks))
 
 
-def _groups() -> list[Any]:
+def _process_groups() -> list[dist.ProcessGroup]:
     """The groups over which modules of this rank may call collectives of their own."""
-    groups = [ranks.get_dp_process_group()]
-    rdp = ranks.get_rdp_process_group()
-    if ranks.rdp_size() > 1 and rdp is not groups[0]:
-        groups.append(rdp)
-    return groups
+    dp, rdp = ranks.get_dp_process_group(), ranks.get_rdp_process_group()
+    return [dp] if rdp is dp or ranks.rdp_size() == 1 else [dp, rdp]
 
 
-def _begun(group: Any) -> int:
-    return group._get_sequence_number_for_group()
+class _Group:
+    """A process group and how many operations this rank has begun in it."""
 
+    def __init__(self, group: Any):
+        self.group = group
+        self.ranks = dist.get_process_group_ranks(group)
+        self.begun: int = group._get_sequence_number_for_group()
+        self._works: list[Any] = []
 
-def _end_one(group: Any) -> int:
-    """Call another operation; how many have begun with it."""
-    count = _begun(group)
-    if not isinstance(group, ProcessGroup):
-        return count
-    dist.barrier(group, async_op=True)
-    return count + 1
+    def call_another(self) -> None:
+        if isinstance(self.group, ProcessGroup):
+            self._works.append(dist.barrier(self.group, async_op=True))
+            self.begun += 1
 
+    def make_up(self, most: int) -> None:
+        """Begin as many as the others; then all are over.
 
-def _make_up(group: Any, missing: int) -> None:
-    if missing and not isinstance(group, ProcessGroup):
-        raise RuntimeError(
-            "smp: the step failed within collectives that modules call, which the backend "
-            f"'{dist.get_backend(group)}' cannot end: this job cannot go on "
-            "(ddp_dist_backend='smddp' can)"
-        )
-    works = [dist.barrier(group, async_op=True) for _ in range(missing)]
-    for work in works:
-        with suppress(Exception):
-            if work is not None:
+        Raises:
+            RuntimeError: the group's backend would leave those who have begun more waiting.
+        """
+        if self.begun < most and not isinstance(self.group, ProcessGroup):
+            raise RuntimeError(
+                "smp: the step failed within collectives that modules call, which the backend "
+                f"'{dist.get_backend(self.group)}' cannot end: this job cannot go on "
+                "(ddp_dist_backend='smddp' can)"
+            )
+        while self.begun < most:
+            self.call_another()
+        for work in self._works:
+            with suppress(Exception):  # two that differ have ended each other
                 work.wait()

@@ -223,6 +223,8 @@ class Step:
         trains = torch.is_grad_enabled() and any(m.training for m in models)
         if trains:
             self.reduction = data_parallel.begin(data_parallel.due(models))
+        if self.reduction is not None and rt.in_sequence:
+            self.reduction.active()  # nothing is under way when modules use the group
         try:
             output = run(refused)
         except BaseException as error:

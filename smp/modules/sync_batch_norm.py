@@ -5,6 +5,8 @@ model.  It calls collectives by itself, which need one order of all that runs on
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -42,9 +44,25 @@ def prepare(models: Sequence["DistributedModel"], rt: "Runtime") -> None:
             raise ValueError(
                 f"smp: module '{path}' ({type(module).__name__}) has the process group of "
                 f"ranks {dist.get_process_group_ranks(given)}, of which some run other parts "
-                f"of the model: use ranks of the DP_GROUP ({ranks.get_dp_group()} on {rt.name}), "
+                f"of the model: use ranks of this DP_GROUP ({ranks.get_dp_group()}), "
                 "or no process_group"
             )
+
+
+@contextmanager
+def alone(models: Sequence["DistributedModel"]) -> Iterator[None]:
+    """Have the models' SyncBatchNorms take the statistics of what they get, as BatchNorm does.
+
+    They refuse tensors of the CPU and of no device, where a model may be traced.
+    """
+    norms = [m for _, m in _modules(models) if type(m).forward is nn.SyncBatchNorm.forward]
+    for module in norms:
+        module.forward = MethodType(nn.modules.batchnorm._BatchNorm.forward, module)
+    try:
+        yield
+    finally:
+        for module in norms:
+            del module.forward
 
 
 def _modules(models: Sequence["DistributedModel"]) -> Iterator[tuple[str, Any]]:

@@ -178,6 +178,28 @@ TEST(all_ranks_end_with_a_number)
     return 0;
 }
 
+TEST(in_a_sequence_each_rank_issues_at_once)
+{
+    const smp_key  a = key_of("a", 1, 0);
+    const smp_key  b = key_of("b", 2, 0);
+    smp_lineup    *lineup;
+    smp_lineup_gap gap;
+
+    CHECK_STATUS(smp_lineup_create(1, 3, true, &lineup), SMP_OK);
+    smp_lineup_begin(lineup);
+    CHECK(smp_lineup_may_issue(lineup, &a) && smp_lineup_may_issue(lineup, &b));
+    CHECK_STATUS(smp_lineup_issue(lineup, &a), SMP_OK);
+    CHECK_STATUS(smp_lineup_issue(lineup, &b), SMP_OK);
+    CHECK(smp_lineup_issued(lineup) == 2);
+    smp_lineup_end(lineup, 0, 2);
+    CHECK(!smp_lineup_find_gap(lineup, NULL, &gap));
+    smp_lineup_end(lineup, 2, 1); /* without b, which this rank has called */
+    CHECK(smp_lineup_find_gap(lineup, NULL, &gap));
+    CHECK(gap.caller == 1 && gap.other == 2 && smp_key_equal(&gap.key, &b));
+    smp_lineup_destroy(lineup);
+    return 0;
+}
+
 int
 main(int argc, char **argv)
 {
@@ -188,6 +210,7 @@ main(int argc, char **argv)
         LISTED_TEST(a_key_says_module_microbatch_phase_and_call),
         LISTED_TEST(who_ends_with_too_few_is_found),
         LISTED_TEST(all_ranks_end_with_a_number),
+        LISTED_TEST(in_a_sequence_each_rank_issues_at_once),
     };
 
     return run_tests(tests, sizeof(tests) / sizeof(tests[0]), argc, argv);
