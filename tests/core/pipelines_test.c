@@ -17,7 +17,15 @@
 #include "server/server.h"
 #include "traffic.h"
 
-enum { PP = 2, MOST_TP = 3, MICROBATCHES = 4, MOST_ISSUED = 64, QUIET = 0, SHARED = 1 };
+enum {
+    LOOKS = 200,
+    PP = 2,
+    MOST_TP = 3,
+    MICROBATCHES = 4,
+    MOST_ISSUED = 64,
+    QUIET = 0,
+    SHARED = 1
+};
 
 /* What the tp_ranks of a pp_rank have issued in this step. */
 typedef struct {
@@ -29,9 +37,12 @@ typedef struct {
     _Atomic bool    over[MOST_TP][MOST_ISSUED];
 } stage;
 
-static stage     stages[PP];
-static bool      in_sequence;
-static smp_comm *comms[PP * MOST_TP];
+static stage stages[PP];
+static bool  in_sequence;
+
+/* Responses that the far rank of a tp_rank has sent. */
+static _Atomic int answers[MOST_TP];
+static smp_comm   *comms[PP * MOST_TP];
 
 /* How a tp_rank's calls differ from the others'. */
 typedef enum { ALIKE, LEAVES_OUT, FAILS } mood;
@@ -47,6 +58,8 @@ typedef struct {
     int32_t     in;      /* ... in this microbatch */
     bool        crosses; /* the step function is cross_root() */
     bool        holds;   /* collectives hold the baton */
+    bool        hears;   /* it reads each response before it waits for it */
+    int32_t     microbatches;
     int         inside;
     int         finished;
 } rank;
@@ -155,8 +168,18 @@ call(rank *self, int32_t microbatch, int32_t entry, smp_phase phase)
                       .call = smp_server_next_call(self->server),
                       .number = smp_call_of(root, (uint64_t)entry, 0, phase)};
     smp_message *response;
+    const int    answered = atomic_load(&answers[self->tp_rank]);
     smp_status   status = send_to(self, comm_rank(self, 1), e);
 
+    /* Not for ever: what answers may come after what this rank has not asked yet. */
+    for (int i = 0;
+         self->hears && i < LOOKS && atomic_load(&answers[self->tp_rank]) == answered;
+         i++) {
+        sched_yield();
+    }
+    if (self->hears) {
+        smp_server_hear(self->server);
+    }
     if (status == SMP_OK) {
         self->inside--;
         status = smp_server_wait(self->server, e.call, SMP_WAIT_OUTPUTS, entry, 1,
@@ -191,6 +214,7 @@ execute(void *ctx, smp_message *request)
     if (status == SMP_OK) {
         e.kind = SMP_MSG_RESPONSE;
         (void)send_to(self, source, e);
+        atomic_fetch_add(&answers[self->tp_rank], 1);
     } else {
         smp_server_fail(self->server);
     }
@@ -298,8 +322,11 @@ static const smp_server_ops ops = {.worker_begin = ignore,
 static smp_status
 begin(rank *self, world *w)
 {
-    *self = (rank){
-        .w = w, .tp = w->size / PP, .tp_rank = w->rank / PP, .pp_rank = w->rank % PP};
+    *self = (rank){.w = w,
+                   .tp = w->size / PP,
+                   .tp_rank = w->rank / PP,
+                   .pp_rank = w->rank % PP,
+                   .microbatches = MICROBATCHES};
     comms[w->rank] = w->comm;
     w->barrier(w);
     return smp_server_create(w->comm,
@@ -330,7 +357,7 @@ make_schedule(const rank *self, smp_schedule **schedule)
         return SMP_OK;
     }
     if (!self->crosses) {
-        return smp_schedule_create(SMP_SCHEDULE_INTERLEAVED, MICROBATCHES,
+        return smp_schedule_create(SMP_SCHEDULE_INTERLEAVED, self->microbatches,
                                    1 + (int32_t)self->step % MICROBATCHES, NULL, 0,
                                    schedule);
     }
@@ -396,6 +423,40 @@ TEST_RANK(collectives_may_hold_the_baton_in_a_sequence)
     self.holds = in_sequence;
     for (int i = 0; i < 60; i++) {
         CHECK(check_step(&self) == 0);
+    }
+    return finish(&self);
+}
+
+/* Some find a response that is there already, where others wait for theirs. */
+TEST_RANK(what_a_response_finds_does_not_change_the_sequence)
+{
+    rank self;
+
+    CHECK_STATUS(begin(&self, w), SMP_OK);
+    self.hears = in_sequence && self.tp_rank > 0;
+    for (int i = 0; i < 6; i++) {
+        CHECK(check_step(&self) == 0);
+    }
+    return finish(&self);
+}
+
+/* The leader has nothing to run any more when the others have to hear of it. */
+TEST_RANK(other_calls_in_the_last_run_are_a_mismatch)
+{
+    rank self;
+
+    CHECK_STATUS(begin(&self, w), SMP_OK);
+    self.microbatches = 1;
+    for (int t = 0; in_sequence && t < self.tp; t++) {
+        smp_status status;
+
+        self.mood = self.tp_rank == t ? LEAVES_OUT : ALIKE;
+        self.in = 0;
+        status = run_step(&self);
+        CHECK(status == SMP_ERR_CLOSED || status == SMP_ERR_MISMATCH);
+        if (status == SMP_ERR_MISMATCH) {
+            CHECK(strstr(smp_server_mismatch(self.server), " has come to its end"));
+        }
     }
     return finish(&self);
 }
@@ -619,6 +680,8 @@ TEST_RANK(pp_rank_0_passes_another_pipelines_failure_on)
 
 static const world_test tests[] = {
     {.name = "alike", .rank = pipelines_issue_the_same_in_the_same_order},
+    {.name = "early", .rank = what_a_response_finds_does_not_change_the_sequence},
+    {.name = "last_run", .rank = other_calls_in_the_last_run_are_a_mismatch},
     {.name = "held", .rank = collectives_may_hold_the_baton_in_a_sequence},
     {.name = "crossed",
      .rank = a_rank_that_waits_for_a_collective_runs_what_others_wait_for},
