@@ -34,6 +34,14 @@ def test_benchmarks_of_two_ranks_run_short(name, options, shows):
     assert shows in done.stdout
 
 
+def test_the_benchmark_of_orders_runs_short():
+    options = ["--rounds", "1", "--steps", "1", "--bytes", "4096"]
+    done = mpirun(4, BENCHMARKS / "order.py", *options, timeout_s=120)
+
+    assert done.returncode == 0, done.stderr
+    assert "| server, held |" in done.stdout
+
+
 @pytest.mark.parametrize(
     "argv, shows",
     [

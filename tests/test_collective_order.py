@@ -161,6 +161,13 @@ def test_collectives_of_microbatches_do_not_mix(pipeline, backend):
     check_against_one_process(on_two_stages(make()), 6)
 
 
+@on_ranks(4)
+@pytest.mark.parametrize("pipeline", ["simple", "interleaved"])
+def test_collectives_follow_the_order_of_all_that_runs(pipeline):
+    begin(pipeline=pipeline, deterministic_server=True)
+    check_against_one_process(on_two_stages(make()), 6)
+
+
 @on_ranks(2)
 def test_without_a_pipeline_the_order_is_the_programs():
     begin(pp=1)
@@ -272,9 +279,33 @@ def test_a_call_that_one_rank_leaves_out_fails_the_step(backward, left_out, when
 
 @on_ranks(4)
 @pytest.mark.parametrize("tp_rank", [0, 1])
+@pytest.mark.parametrize("left_out", ["far", "again", "near"])
+def test_a_call_that_is_left_out_fails_the_step_in_the_order_of_all_that_runs(
+    left_out, tp_rank
+):
+    begin(deterministic_server=True)
+    net = moody()
+    model = on_two_stages(net)
+    check_against_one_process(model, 1)
+    net.calls = dict.fromkeys(net.calls, 0)
+    net.tp_rank, net.left_out, net.when = tp_rank, left_out, 3
+    with pytest.raises(RuntimeError, match=r"\[SMP_ERR_MISMATCH\]") as caught:
+        train(model, data_of(smp.tp_rank()))
+    said = str(caught.value)
+    assert f"module '{left_out}' (microbatch" in said
+    assert "dp_rank 0, microbatch" in said and "dp_rank 1, microbatch" in said
+    net.tp_rank = -1
+    for name in net.calls:
+        getattr(net, name).alone = False
+    check_against_one_process(model, 2)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("tp_rank", [0, 1])
 @pytest.mark.parametrize("raises_in", ["far", "near"])
-def test_after_a_failure_on_one_rank_the_next_step_works(raises_in, tp_rank):
-    begin()
+def test_after_a_failure_on_one_rank_the_next_step_works(raises_in, tp_rank, deterministic):
+    begin(deterministic_server=deterministic)
     net = moody()
     model = on_two_stages(net)
     check_against_one_process(model, 1)

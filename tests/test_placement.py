@@ -52,6 +52,17 @@ def test_the_mp_group_is_one_pipeline_behind_the_other(strategy, pipelines):
     assert placement.pipelines(7) == pipelines
 
 
+@pytest.mark.parametrize(
+    "strategy, replicas",
+    [("DPT", [0, 2, 1, 3, 4, 6, 5, 7]), ("PTD", [0, 4, 1, 5, 2, 6, 3, 7])],
+)
+def test_all_pipelines_are_one_behind_the_other_by_dp_rank(strategy, replicas):
+    placement = Placement(8, pp=2, tp=2, strategy=strategy)
+
+    for rank in range(8):
+        assert placement.replicas(rank) == replicas
+
+
 @pytest.mark.parametrize("name, order", [("cluster", "DPT"), ("spread", "TPD")])
 def test_the_named_strategies_are_permutations(name, order):
     assert drawn(Placement(12, 3, 2, name)) == drawn(Placement(12, 3, 2, order))

@@ -182,8 +182,8 @@ collective_dealloc(PyObject *object)
 }
 
 /* collectives_ended(timeout_s) -> (the number that this rank has issued in the step
- * that has failed, the fewest, the most of a rank of the TP_GROUP); None: not known yet
- */
+ * that has failed, the fewest, the most of a rank of the same pp_rank); None: not known
+ * yet */
 static PyObject *
 py_collectives_ended(PyObject *module, PyObject *timeout)
 {
@@ -206,6 +206,19 @@ py_collectives_ended(PyObject *module, PyObject *timeout)
     }
     return Py_BuildValue("(KKK)", (unsigned long long)smp_server_issued_so_far(server),
                          (unsigned long long)least, (unsigned long long)most);
+}
+
+/* ended_in_order() -> (whether this rank had done its part of the last step before that
+ * failed, whether all of the same pp_rank had, as far as collectives_ended() knows) */
+static PyObject *
+py_ended_in_order(PyObject *module, PyObject *unused)
+{
+    const smp_server *server = smp_the_session.server;
+
+    (void)module;
+    (void)unused;
+    return Py_BuildValue("(NN)", PyBool_FromLong(smp_server_ended_in_order(server)),
+                         PyBool_FromLong(smp_server_all_ended_in_order(server)));
 }
 
 static PyMethodDef collective_methods[] = {
@@ -238,6 +251,8 @@ static PyMethodDef functions[] = {
      "line_up(number, microbatch, phase, call, collective, path) -> Collective"},
     {"collectives_ended", py_collectives_ended, METH_O,
      "collectives_ended(timeout_s) -> (own, fewest, most) or None"},
+    {"ended_in_order", py_ended_in_order, METH_NOARGS,
+     "ended_in_order() -> (this rank, all of its pp_rank)"},
     {NULL, NULL, 0, NULL},
 };
 

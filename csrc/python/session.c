@@ -30,15 +30,16 @@ smp_session_rank_name(int rank, char out[SMP_RANK_NAME])
     const smp_session *session = &smp_the_session;
     const bool         is_global = session->global_ranks != NULL;
     char               head[20] = "";
-    char               tp[24] = "";
+    char               pipeline[24] = "";
 
     if (is_global) {
         (void)snprintf(head, sizeof(head), "rank %d (", session->global_ranks[rank]);
     }
-    if (session->tp_size > 1) {
-        (void)snprintf(tp, sizeof(tp), "tp_rank %d, ", rank / session->size);
+    if (session->pipelines > 1) {
+        (void)snprintf(pipeline, sizeof(pipeline), "%s_rank %d, ",
+                       session->in_sequence ? "dp" : "tp", rank / session->size);
     }
-    (void)snprintf(out, SMP_RANK_NAME, "%s%spp_rank %d%s", head, tp,
+    (void)snprintf(out, SMP_RANK_NAME, "%s%spp_rank %d%s", head, pipeline,
                    rank % session->size, is_global ? ")" : "");
     return out;
 }
@@ -70,6 +71,13 @@ smp_session_raise(smp_status status, const char *doing)
                      doing,
                      smp_session_rank_name(smp_server_left(session->server), its), own,
                      (unsigned)session->step);
+    } else if (status == SMP_ERR_MISMATCH && session->server != NULL &&
+               session->in_sequence) {
+        PyErr_Format(PyExc_RuntimeError,
+                     "smp: %s: the ranks of a DP_GROUP do not run the same, as "
+                     "deterministic_server needs: %s.  A model that chooses modules by "
+                     "its data must choose alike on them [SMP_ERR_MISMATCH]",
+                     doing, smp_server_mismatch(session->server));
     } else if (status == SMP_ERR_MISMATCH && session->server != NULL) {
         PyErr_Format(
             PyExc_RuntimeError,
@@ -127,11 +135,11 @@ keep_global_ranks(smp_session *session, PyObject *ranks, int size)
     return true;
 }
 
-/* open(rank, size, tp_size, pool_bytes, device_pool_bytes, spin_us, transports,
- * interface, job, report_s, end_s, global_ranks=None) -> the address card.  rank and
- * size: of the MP_GROUP, as tp_rank * pp_size + pp_rank.  report_s and end_s are the
- * watchdog's limits, 0 for none.  global_ranks, a tuple by rank: what errors call the
- * ranks, too. */
+/* open(rank, size, pipelines, pool_bytes, device_pool_bytes, spin_us, transports,
+ * interface, job, report_s, end_s, global_ranks=None, in_sequence=False) -> the address
+ * card.  rank and size: of all pipelines, as pipeline * pp_size + pp_rank.  report_s
+ * and end_s are the watchdog's limits, 0 for none.  global_ranks, a tuple by rank: what
+ * errors call the ranks, too. */
 static PyObject *
 py_open(PyObject *module, PyObject *args)
 {
@@ -145,14 +153,16 @@ py_open(PyObject *module, PyObject *args)
     const void     *card;
     double          report_s;
     double          end_s;
-    int             tp_size;
+    int             pipelines;
+    int             in_sequence = false;
     int            *names; /* pp_ranks, by rank */
     PyObject       *global_ranks = Py_None;
 
     (void)module;
-    if (!PyArg_ParseTuple(args, "iiinnizzsdd|O", &config.rank, &config.size, &tp_size,
-                          &pool, &device_pool, &config.spin_us, &config.transports,
-                          &config.interface, &job, &report_s, &end_s, &global_ranks)) {
+    if (!PyArg_ParseTuple(args, "iiinnizzsdd|Op", &config.rank, &config.size,
+                          &pipelines, &pool, &device_pool, &config.spin_us,
+                          &config.transports, &config.interface, &job, &report_s,
+                          &end_s, &global_ranks, &in_sequence)) {
         return NULL;
     }
     if (session->comm != NULL) {
@@ -166,10 +176,11 @@ py_open(PyObject *module, PyObject *args)
     if (session->contexts == NULL) {
         return NULL;
     }
-    session->size = config.size / tp_size;
+    session->size = config.size / pipelines;
     session->rank = config.rank % session->size;
-    session->tp_rank = config.rank / session->size;
-    session->tp_size = tp_size;
+    session->pipeline = config.rank / session->size;
+    session->pipelines = pipelines;
+    session->in_sequence = in_sequence != 0;
     config.pool_bytes = (size_t)pool;
     config.device_pool_bytes = (size_t)device_pool;
     strncpy(config.job, job, sizeof(config.job) - 1);
@@ -178,7 +189,7 @@ py_open(PyObject *module, PyObject *args)
         return PyErr_NoMemory();
     }
     for (int rank = 0; rank < config.size; rank++) {
-        names[rank] = rank % (config.size / tp_size);
+        names[rank] = rank % session->size;
     }
     config.names = names;
     status = smp_comm_create(&config, &session->comm);
@@ -190,7 +201,10 @@ py_open(PyObject *module, PyObject *args)
     if (status != SMP_OK) {
         return smp_session_raise(status, "preparing the communication");
     }
-    status = smp_server_create(session->comm, config.rank, tp_size,
+    status = smp_server_create(session->comm,
+                               &(smp_server_place){.rank = config.rank,
+                                                   .pipelines = pipelines,
+                                                   .in_sequence = session->in_sequence},
                                config.spin_us < 0 ? 0 : config.spin_us,
                                &smp_session_ops, session, &session->server);
     if (status != SMP_OK) {
@@ -221,7 +235,7 @@ py_connect(PyObject *module, PyObject *args)
     PyObject        *cards;
     int              timeout_ms;
     int              failed = -1;
-    int              size = session->size * session->tp_size;
+    int              size = session->size * session->pipelines;
     char             its[SMP_RANK_NAME];
     char             own[SMP_RANK_NAME];
     smp_status       status = SMP_ERR_NO_MEMORY;
@@ -650,10 +664,8 @@ py_mix(PyObject *module, PyObject *args)
 
 static PyMethodDef functions[] = {
     {"open", py_open, METH_VARARGS,
-     "open(rank, size, tp_size, pool_bytes, device_pool_bytes, spin_us, transports, "
-     "interface, "
-     "job, report_s, "
-     "end_s)"
+     "open(rank, size, pipelines, pool_bytes, device_pool_bytes, spin_us, transports, "
+     "interface, job, report_s, end_s, global_ranks=None, in_sequence=False)"
      " -> card"},
     {"signal_fd", py_signal_fd, METH_NOARGS, "-> for signal.set_wakeup_fd"},
     {"forward_signals", py_forward_signals, METH_O, "forward_signals(fd)"},

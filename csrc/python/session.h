@@ -39,11 +39,12 @@ typedef struct smp_task {
 typedef struct {
     smp_comm   *comm;
     smp_server *server;
-    smp_turns  *turns; /* owned; NULL: this job has no gates */
-    int         rank;  /* pp_rank */
-    int         size;  /* of this pipeline */
-    int         tp_rank;
-    int         tp_size;
+    smp_turns  *turns;    /* owned; NULL: this job has no gates */
+    int         rank;     /* pp_rank */
+    int         size;     /* of this pipeline */
+    int         pipeline; /* tp_rank, in a sequence dp_rank */
+    int         pipelines;
+    bool        in_sequence; /* server/sequence.h */
     int     *global_ranks; /* owned: by rank of the comm; NULL: those are the comm's */
     uint32_t opened;       /* how often the session has been */
     uint32_t step;         /* number of the last one begun */
@@ -84,15 +85,16 @@ typedef struct {
 
 extern smp_session smp_the_session;
 
-/* The comm's ranks are tp_rank * pp_size + pp_rank; of this pipeline, from pp_rank. */
+/* The comm's ranks are pipeline * pp_size + pp_rank; of this pipeline, from pp_rank. */
 static inline int
 smp_session_rank_of_comm(int pp_rank)
 {
-    return smp_the_session.tp_rank * smp_the_session.size + pp_rank;
+    return smp_the_session.pipeline * smp_the_session.size + pp_rank;
 }
 
 /* "pp_rank 1", with several tp_ranks "tp_rank 0, pp_rank 1", with other MP_GROUPs
- * beside this one "rank 3 (pp_rank 1)": a rank of the comm. */
+ * beside this one "rank 3 (pp_rank 1)", in a sequence "rank 3 (dp_rank 1, pp_rank 1)":
+ * a rank of the comm. */
 #define SMP_RANK_NAME 64
 const char *smp_session_rank_name(int rank, char out[SMP_RANK_NAME]);
 
@@ -123,11 +125,11 @@ int smp_session_warn_if_laden(PyObject *laden, const smp_entry *entry);
 
 /* Answers the task's request with the exception that is set, which then is its caller's
  * to catch.  False, with the exception still set: it ends the step (Ctrl-C and the
- * like, a rank that is gone, or it could not be sent). */
+ * like, a rank that is gone, all in a sequence, or it could not be sent). */
 bool smp_session_answer_raised(const smp_task *task, int source, smp_envelope envelope);
 
 /* To every other rank of the pipeline: a value; 0, or -1 with the first exception.  An
- * ABORT goes to those of other tp_ranks, too, to all that are there, whatever happens
+ * ABORT goes to those of other pipelines, too, to all that are there, whatever happens
  * on the way to one of them.  An envelope alone. */
 int  smp_session_send_to_all(smp_msg_kind kind, PyObject *value);
 void smp_session_tell_others(const smp_envelope *envelope);

@@ -253,7 +253,9 @@ smp_session_answer_raised(const smp_task *task, int source, smp_envelope envelop
     PyObject    *told;
     bool         sent;
 
-    if (!PyErr_ExceptionMatches(PyExc_Exception) ||
+    /* In a sequence others may wait for this rank in a collective of the module: its
+     * caller, who runs what they do, too, would never hear of it. */
+    if (session->in_sequence || !PyErr_ExceptionMatches(PyExc_Exception) ||
         (smp_comm_lost(session->comm) >= 0 &&
          PyErr_ExceptionMatches(PyExc_ConnectionError))) {
         return false;

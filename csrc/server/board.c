@@ -20,22 +20,22 @@ typedef struct {
 } seat;
 
 struct smp_board {
-    int      rank;
-    int      pp_size;
-    int      tp_size;
-    smp_lock lock;  /* guards all below */
-    char   **names; /* owned, by entry */
-    size_t   nnames;
-    int64_t  moved_ns;
-    uint32_t step;
-    bool     in_step;
-    bool     works;
-    smp_work work;
-    bool     outside;
-    char     place[PLACE_BYTES];
-    int32_t  nwaits;
-    size_t   top; /* seats from here on are free */
-    seat     seats[SEATS];
+    int         rank;
+    int         pp_size;
+    const char *pipelines; /* what their numbers are called; NULL: there is one */
+    smp_lock    lock;      /* guards all below */
+    char      **names;     /* owned, by entry */
+    size_t      nnames;
+    int64_t     moved_ns;
+    uint32_t    step;
+    bool        in_step;
+    bool        works;
+    smp_work    work;
+    bool        outside;
+    char        place[PLACE_BYTES];
+    int32_t     nwaits;
+    size_t      top; /* seats from here on are free */
+    seat        seats[SEATS];
 };
 
 /* A text that grows up to its room. */
@@ -101,8 +101,8 @@ add_key(text *t, const smp_key *key)
 static void
 add_rank(text *t, const smp_board *board, int rank)
 {
-    if (board->tp_size > 1) {
-        add(t, "tp_rank %d, ", rank / board->pp_size);
+    if (board->pipelines != NULL) {
+        add(t, "%s %d, ", board->pipelines, rank / board->pp_size);
     }
     add(t, "pp_rank %d", rank % board->pp_size);
 }
@@ -112,6 +112,9 @@ add_wait(text *t, const smp_board *board, const smp_wait *wait)
 {
     add_work(t, board, &wait->work);
     switch ((smp_wait_kind)wait->kind) {
+    case SMP_WAIT_NOTHING:
+        add(t, " has come to its end");
+        break;
     case SMP_WAIT_OUTPUTS:
         add(t, " waits for module '%s' on pp_rank %d", name_of(board, wait->wanted),
             (int)wait->asked);
@@ -132,7 +135,8 @@ add_wait(text *t, const smp_board *board, const smp_wait *wait)
         add_key(t, &wait->key);
         break;
     case SMP_WAIT_COLLECTIVE:
-        add(t, " waits for the other tp_ranks in ");
+        add(t, " waits for the other %ss in ",
+            board->pipelines == NULL ? "tp_rank" : board->pipelines);
         add_key(t, &wait->key);
         break;
     }
@@ -184,7 +188,7 @@ read_locked(const smp_board *board, smp_standing *out)
 }
 
 smp_status
-smp_board_create(int rank, int pp_size, int tp_size, smp_board **out)
+smp_board_create(int rank, int pp_size, const char *pipelines, smp_board **out)
 {
     smp_board *board = calloc(1, sizeof(*board));
 
@@ -193,7 +197,7 @@ smp_board_create(int rank, int pp_size, int tp_size, smp_board **out)
     }
     board->rank = rank;
     board->pp_size = pp_size;
-    board->tp_size = tp_size;
+    board->pipelines = pipelines;
     smp_lock_init(&board->lock, SMP_LOCK_BOARD);
     *out = board;
     return SMP_OK;
@@ -368,6 +372,17 @@ smp_board_write(smp_board *board, int rank, const smp_standing *standing, char *
     }
     smp_lock_release(&board->lock);
     return t.used;
+}
+
+void
+smp_board_write_one(smp_board *board, const smp_wait *wait, char *out, size_t room)
+{
+    text t = {.at = out, .room = room};
+
+    out[0] = '\0';
+    smp_lock_acquire(&board->lock);
+    add_wait(&t, board, wait);
+    smp_lock_release(&board->lock);
 }
 
 /* Whether it waits for that rank of the comm. */

@@ -20,12 +20,13 @@ typedef struct smp_board smp_board;
 
 /* What a task waits for. */
 typedef enum {
-    SMP_WAIT_OUTPUTS,    /* of module `wanted` on rank `asked` */
-    SMP_WAIT_GRADIENTS,  /* the same, in backward */
-    SMP_WAIT_SCHEDULE,   /* its turn to begin backward */
-    SMP_WAIT_GATE,       /* earlier microbatches, at a module with buffers */
-    SMP_WAIT_ISSUE,      /* its turn among the collectives: `key` is not the next */
-    SMP_WAIT_COLLECTIVE, /* the other ranks of the TP_GROUP, in `key` */
+    SMP_WAIT_NOTHING = -1, /* it is over; not on the board */
+    SMP_WAIT_OUTPUTS,      /* of module `wanted` on rank `asked` */
+    SMP_WAIT_GRADIENTS,    /* the same, in backward */
+    SMP_WAIT_SCHEDULE,     /* its turn to begin backward */
+    SMP_WAIT_GATE,         /* earlier microbatches, at a module with buffers */
+    SMP_WAIT_ISSUE,        /* its turn among the collectives: `key` is not the next */
+    SMP_WAIT_COLLECTIVE,   /* the other ranks of the TP_GROUP, in `key` */
 } smp_wait_kind;
 
 /* A request that runs here, or the step function of a microbatch. */
@@ -36,9 +37,9 @@ typedef struct {
 } smp_work;
 
 typedef struct {
-    smp_work work; /* who waits */
-    int32_t  kind; /* smp_wait_kind */
-    int32_t  wanted;
+    smp_work work;   /* who waits */
+    int32_t  kind;   /* smp_wait_kind */
+    int32_t  wanted; /* entry; GATE: gate */
     int32_t  asked;
     int64_t  since_ns; /* smp_clock_ns() of this rank */
     uint64_t issued;   /* COLLECTIVE: how many this rank had issued before */
@@ -62,9 +63,11 @@ typedef struct {
     smp_wait waits[SMP_STANDING_WAITS];
 } smp_standing;
 
-/* rank, and those below: of the comm, tp_rank * pp_size + pp_rank; messages give both
- * where there are several tp_ranks.  SMP_ERR_NO_MEMORY. */
-smp_status smp_board_create(int rank, int pp_size, int tp_size, smp_board **out);
+/* rank, and those below: of the comm, pipeline * pp_size + pp_rank.  pipelines: what a
+ * pipeline's number is called, "tp_rank" or "dp_rank"; borrowed for good; NULL: there
+ * is one.  SMP_ERR_NO_MEMORY. */
+smp_status smp_board_create(int rank, int pp_size, const char *pipelines,
+                            smp_board **out);
 void       smp_board_destroy(smp_board *board);
 
 /* Names entries 0 .. n-1; copied.  SMP_ERR_NO_MEMORY: the old names stay. */
@@ -90,6 +93,11 @@ void smp_board_read(smp_board *board, smp_standing *out);
  * the final NUL.  The number of bytes without it. */
 size_t smp_board_write(smp_board *board, int rank, const smp_standing *standing,
                        char *out, size_t room);
+
+/* Who waits for what, as smp_board_write() has it, at most `room` bytes with the final
+ * NUL. */
+void smp_board_write_one(smp_board *board, const smp_wait *wait, char *out,
+                         size_t room);
 
 /* What the task that waits longest for `rank` waits for; that which waits longest, when
  * none waits for that rank.  Empty text: nothing waits. */

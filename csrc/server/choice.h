@@ -40,6 +40,7 @@ typedef struct {
     smp_ready_kind kind;
     smp_phase      phase;
     int32_t        microbatch;
+    uint64_t       call;    /* of the task: server/calls.h */
     uint64_t       arrival; /* of a message: when it came; 0 for all else */
     size_t         index;   /* the caller's own */
 } smp_ready;

@@ -28,8 +28,10 @@ typedef enum {
     SMP_MSG_SETTLED,      /* the answer of a rank that has not failed */
     SMP_MSG_KEY,          /* tp_rank 0 has issued a collective; carries its smp_key */
     SMP_MSG_ISSUED,       /* the sender makes no more collectives; it has issued `call`.
-                             To the ranks of its TP_GROUP */
-    SMP_MSG_LAST = SMP_MSG_ISSUED,
+                             To those of the same pp_rank */
+    SMP_MSG_RUNS, /* what dp_rank 0 runs, to the ranks that follow it; carries an
+                     smp_sequence_word */
+    SMP_MSG_LAST = SMP_MSG_RUNS,
 } smp_msg_kind;
 
 /* Flags of a request: the caller's thread state, which threads do not inherit. */

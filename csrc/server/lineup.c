@@ -18,7 +18,8 @@ typedef struct {
 struct smp_lineup {
     int       tp_rank;
     int       tp_size;
-    smp_key  *keys; /* owned: what tp_rank 0 has issued in this step, as far as known */
+    int       leader; /* whose list it is */
+    smp_key  *keys;   /* owned: what that has issued in this step, as far as known */
     size_t    nkeys;
     size_t    room;
     uint64_t  issued; /* by this rank: keys[0 .. issued) */
@@ -62,7 +63,7 @@ smp_key_equal(const smp_key *a, const smp_key *b)
 }
 
 smp_status
-smp_lineup_create(int tp_rank, int tp_size, smp_lineup **out)
+smp_lineup_create(int tp_rank, int tp_size, bool in_sequence, smp_lineup **out)
 {
     smp_lineup *lineup =
         calloc(1, sizeof(*lineup) + (size_t)tp_size * sizeof(lineup->of[0]));
@@ -72,6 +73,7 @@ smp_lineup_create(int tp_rank, int tp_size, smp_lineup **out)
     }
     lineup->tp_rank = tp_rank;
     lineup->tp_size = tp_size;
+    lineup->leader = in_sequence ? tp_rank : 0;
     *out = lineup;
     return SMP_OK;
 }
@@ -96,15 +98,16 @@ smp_lineup_begin(smp_lineup *lineup)
 bool
 smp_lineup_may_issue(const smp_lineup *lineup, const smp_key *key)
 {
-    return lineup->tp_rank == 0 || (lineup->issued < lineup->nkeys &&
-                                    smp_key_equal(&lineup->keys[lineup->issued], key));
+    return lineup->tp_rank == lineup->leader ||
+           (lineup->issued < lineup->nkeys &&
+            smp_key_equal(&lineup->keys[lineup->issued], key));
 }
 
 smp_status
 smp_lineup_issue(smp_lineup *lineup, const smp_key *key)
 {
     assert(smp_lineup_may_issue(lineup, key));
-    if (lineup->tp_rank == 0) {
+    if (lineup->tp_rank == lineup->leader) {
         const smp_status status = smp_lineup_hear(lineup, key);
 
         if (status != SMP_OK) {
@@ -176,7 +179,7 @@ smp_lineup_range(const smp_lineup *lineup, uint64_t *least, uint64_t *most)
     }
 }
 
-/* A rank that has ended with fewer than tp_rank 0 has issued, as far as known. */
+/* A rank that has ended with fewer than the leader has issued, as far as known. */
 static bool
 find_short(const smp_lineup *lineup, smp_lineup_gap *gap)
 {
@@ -184,8 +187,9 @@ find_short(const smp_lineup *lineup, smp_lineup_gap *gap)
         const last_word *word = &lineup->of[t];
 
         if (word->ended && word->issued < lineup->nkeys) {
-            *gap = (smp_lineup_gap){
-                .key = lineup->keys[word->issued], .caller = 0, .other = t};
+            *gap = (smp_lineup_gap){.key = lineup->keys[word->issued],
+                                    .caller = lineup->leader,
+                                    .other = t};
             return true;
         }
     }

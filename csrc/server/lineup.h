@@ -43,8 +43,11 @@ bool smp_key_equal(const smp_key *a, const smp_key *b);
  * The number of bytes without the NUL. */
 size_t smp_key_write(const smp_key *key, char *out, size_t room);
 
-/* SMP_ERR_NO_MEMORY. */
-smp_status smp_lineup_create(int tp_rank, int tp_size, smp_lineup **out);
+/* in_sequence: what runs has one order on all ranks (server/sequence.h), and so have
+ * the collectives: each rank issues as its program gets there, and hears no keys.  Then
+ * tp_rank, here and below, is dp_rank.  SMP_ERR_NO_MEMORY. */
+smp_status smp_lineup_create(int tp_rank, int tp_size, bool in_sequence,
+                             smp_lineup **out);
 void       smp_lineup_destroy(smp_lineup *lineup);
 
 /* A step begins. */

@@ -5,9 +5,10 @@
  *
  * What runs next is server/choice.h's.
  *
- * The comm's ranks are those of the MP_GROUP: of several pipelines, tp_rank * pp_size +
- * pp_rank.  Requests stay in a pipeline; keys of collectives go between ranks that have
- * the same pp_rank.  What ends a step is said to all.
+ * The comm's ranks are those of several pipelines, pipeline * pp_size + pp_rank: of the
+ * MP_GROUP, by tp_rank; with a sequence of all replicas, by dp_rank.  Requests stay in
+ * a pipeline; keys of collectives, or the sequence, go between ranks that have the same
+ * pp_rank.  What ends a step is said to all.
  */
 #define _GNU_SOURCE
 #include "server/server.h"
@@ -22,15 +23,17 @@
 #include "comm/clock.h"
 #include "common/jitter.h"
 #include "server/baton.h"
+#include "server/calls.h"
 #include "server/choice.h"
 #include "server/rest.h"
+#include "server/sequence.h"
 
 /* How long a rank has nothing to run before it looks why. */
 #define IDLE_NS (300 * SMP_NS_PER_MS)
 #define MOST_PAUSE_NS (10 * SMP_NS_PER_S)
 
 #define AWAITED_BYTES 512
-#define MISMATCH_BYTES 1024
+#define MISMATCH_BYTES 1280
 
 typedef enum { WORKER_IDLE, WORKER_EXECUTING, WORKER_PENDING } worker_state;
 
@@ -60,6 +63,7 @@ struct worker {
     smp_message        *message;    /* with WHY_REQUEST, WHY_RESPONSE */
     int32_t             microbatch; /* of the task; with WHY_ROOT what to run */
     int32_t             entry;      /* of the task; -1: the step function */
+    uint64_t            task;       /* its number (server/calls.h) */
     smp_wait            wait;       /* PENDING: for what */
     uint64_t            call;       /* ... OUTPUTS, GRADIENTS: the call */
     int32_t             gate;       /* ... GATE */
@@ -102,8 +106,8 @@ struct smp_server {
     void          *ctx;  /* borrowed */
     int            rank; /* pp_rank */
     int            size; /* of this pipeline */
-    int            tp_rank;
-    int            tp_size;
+    int            pipeline;
+    int            pipelines;
     int            spin_us;
     uint16_t       nworkers;
     bool           overtaken; /* smp_choose()'s */
@@ -128,16 +132,19 @@ struct smp_server {
     bool          settling; /* pp_rank 0 has asked the others whether all is well */
     bool promised; /* this rank has said so: pp_rank 0 alone may end the step */
     bool failed;
-    bool peer_failed; /* a rank of the TP_GROUP says so, and who failed will say why */
+    bool in_order;    /* this rank has done its part, and said so */
+    bool peer_failed; /* one of the same pp_rank says so, and who failed will say why */
     int  asker;       /* the rank of the comm that has asked this one; -1 */
     smp_status failure; /* why, when the comm or a thread failed */
     int        left;    /* the rank that has left; -1 */
     uint64_t   calls;
     uint64_t   switches;
 
-    smp_lineup *lineup; /* owned */
-    uint64_t    over;   /* collectives of the step that are */
-    char        mismatch[MISMATCH_BYTES];
+    smp_lineup   *lineup;   /* owned */
+    uint64_t      over;     /* collectives of the step that are */
+    smp_sequence *sequence; /* owned; NULL: each rank runs in an order of its own */
+    const char   *number_of_pipeline; /* what errors call it */
+    char          mismatch[MISMATCH_BYTES];
 
     uint64_t about_still; /* probes and answers sent */
     uint64_t received;    /* messages but those */
@@ -156,12 +163,12 @@ struct smp_server {
 static int
 rank_of_comm(const smp_server *server, int pp_rank)
 {
-    return server->tp_rank * server->size + pp_rank;
+    return server->pipeline * server->size + pp_rank;
 }
 
 /* ... that has this rank's pp_rank in another pipeline. */
 static int
-tp_peer(const smp_server *server, int tp_rank)
+peer(const smp_server *server, int tp_rank)
 {
     return tp_rank * server->size + server->rank;
 }
@@ -170,7 +177,8 @@ tp_peer(const smp_server *server, int tp_rank)
 static bool
 searches(const smp_server *server)
 {
-    return server->rank == 0 && server->tp_rank == 0 && smp_comm_size(server->comm) > 1;
+    return server->rank == 0 && server->pipeline == 0 &&
+           smp_comm_size(server->comm) > 1;
 }
 
 static void
@@ -288,15 +296,74 @@ fail_if_calls_differ(smp_server *server, const smp_key *wanted)
         return;
     }
     (void)smp_key_write(&gap.key, called, sizeof(called));
-    snprintf(
-        server->mismatch, sizeof(server->mismatch),
-        "tp_rank %d has called %s on pp_rank %d, and tp_rank %d has ended the step "
-        "without",
-        gap.caller, called, server->rank, gap.other);
+    snprintf(server->mismatch, sizeof(server->mismatch),
+             "%s %d has called %s on pp_rank %d, and %s %d has ended the step without",
+             server->number_of_pipeline, gap.caller, called, server->rank,
+             server->number_of_pipeline, gap.other);
     fail_with(server, SMP_ERR_MISMATCH);
 }
 
-/* Tells the ranks of the TP_GROUP, once, that this one makes no more collectives in
+/* A run of this rank has come to rest otherwise than the leader's, as far as known. */
+static void
+fail_if_runs_differ(smp_server *server)
+{
+    smp_sequence_gap gap;
+    char             leader[MISMATCH_BYTES / 2];
+    char             own[MISMATCH_BYTES / 2];
+
+    if (server->failed || server->peer_failed ||
+        !smp_sequence_differs(server->sequence, &gap)) {
+        return;
+    }
+    smp_board_write_one(server->board, &gap.leader, leader, sizeof(leader));
+    smp_board_write_one(server->board, &gap.own, own, sizeof(own));
+    snprintf(server->mismatch, sizeof(server->mismatch),
+             "on pp_rank %d: dp_rank 0, %.500s; dp_rank %d, %.500s", server->rank,
+             leader, server->pipeline, own);
+    fail_with(server, SMP_ERR_MISMATCH);
+}
+
+/* The leader of a sequence: what it has not told yet. */
+static void
+tell_followers(smp_server *server)
+{
+    struct {
+        smp_envelope      envelope;
+        smp_sequence_word word;
+    } message = {.envelope = {.kind = SMP_MSG_RUNS, .step = server->step}};
+
+    if (server->sequence == NULL || server->failed ||
+        !smp_sequence_tell(server->sequence, &message.word)) {
+        return;
+    }
+    for (int p = 0; p < server->pipelines; p++) {
+        if (p != server->pipeline) {
+            (void)smp_comm_send(server->comm, peer(server, p), &message,
+                                sizeof(message), NULL, 0);
+        }
+    }
+}
+
+static void
+hear_runs(smp_server *server, const smp_message *message)
+{
+    smp_sequence_word word;
+    smp_status        status;
+
+    if (message->nbytes != sizeof(smp_envelope) + sizeof(word) ||
+        server->sequence == NULL) {
+        fail_with(server, SMP_ERR_MALFORMED);
+        return;
+    }
+    memcpy(&word, message->bytes + sizeof(smp_envelope), sizeof(word));
+    status = smp_sequence_hear(server->sequence, &word);
+    if (status != SMP_OK) {
+        fail_with(server, status);
+    }
+    fail_if_runs_differ(server);
+}
+
+/* Tells the ranks of the same pp_rank, once, that this one makes no more collectives in
  * this step. */
 static void
 end_collectives(smp_server *server)
@@ -306,27 +373,30 @@ end_collectives(smp_server *server)
                          .step = server->step,
                          .call = smp_lineup_issued(server->lineup)};
 
-    if (smp_lineup_has_ended(server->lineup, server->tp_rank)) {
+    if (smp_lineup_has_ended(server->lineup, server->pipeline)) {
         return;
     }
-    smp_lineup_end(server->lineup, server->tp_rank, word.call);
-    for (int t = 0; t < server->tp_size; t++) {
-        if (t != server->tp_rank) {
-            (void)smp_comm_send(server->comm, tp_peer(server, t), &word, sizeof(word),
+    tell_followers(server);
+    server->in_order = !server->failed;
+    smp_lineup_end(server->lineup, server->pipeline, word.call);
+    for (int t = 0; t < server->pipelines; t++) {
+        if (t != server->pipeline) {
+            (void)smp_comm_send(server->comm, peer(server, t), &word, sizeof(word),
                                 NULL, 0);
         }
     }
     fail_if_calls_differ(server, NULL);
 }
 
-/* All is well here when the TP_GROUP is through with its collectives, too. */
+/* All is well here when the ranks of the same pp_rank are through with the step, too.
+ */
 static void
 promise(smp_server *server)
 {
     smp_envelope answer = {.kind = SMP_MSG_SETTLED, .step = server->step};
 
     if (server->asker >= 0 && !server->promised && !server->failed &&
-        smp_lineup_is_over(server->lineup)) {
+        !server->peer_failed && smp_lineup_is_over(server->lineup)) {
         (void)smp_comm_send(server->comm, server->asker, &answer, sizeof(answer), NULL,
                             0);
         server->promised = true;
@@ -360,7 +430,8 @@ hear_key(smp_server *server, const smp_message *message)
 {
     smp_key key;
 
-    if (message->nbytes != sizeof(smp_envelope) + sizeof(key) || server->tp_rank == 0) {
+    if (message->nbytes != sizeof(smp_envelope) + sizeof(key) ||
+        server->pipeline == 0 || server->sequence != NULL) {
         fail_with(server, SMP_ERR_MALFORMED);
         return;
     }
@@ -384,19 +455,19 @@ wanted_key(const smp_server *server)
     return NULL;
 }
 
-/* A rank of the TP_GROUP makes no more collectives. */
+/* A rank of the same pp_rank makes no more collectives. */
 static void
 hear_issued(smp_server *server, const smp_message *message)
 {
     const smp_envelope *e = smp_message_envelope(message);
-    const int           tp_rank = message->source / server->size;
+    const int           pipeline = message->source / server->size;
 
-    if (tp_rank == server->tp_rank) {
+    if (pipeline == server->pipeline) {
         fail_with(server, SMP_ERR_MALFORMED);
         return;
     }
     server->peer_failed = server->peer_failed || (e->flags & SMP_FLAG_FAILED) != 0;
-    smp_lineup_end(server->lineup, tp_rank, e->call);
+    smp_lineup_end(server->lineup, pipeline, e->call);
     fail_if_calls_differ(server, wanted_key(server));
     promise(server);
 }
@@ -406,7 +477,7 @@ hear_issued(smp_server *server, const smp_message *message)
 static bool
 hear_abort(smp_server *server, const smp_message *message)
 {
-    const bool is_own = message->source / server->size == server->tp_rank;
+    const bool is_own = message->source / server->size == server->pipeline;
 
     if (!is_own && server->promised) {
         return false;
@@ -476,6 +547,10 @@ sort_in(smp_server *server, smp_message *message)
         hear_issued(server, message);
         smp_message_free(message);
         return;
+    case SMP_MSG_RUNS:
+        hear_runs(server, message);
+        smp_message_free(message);
+        return;
     case SMP_MSG_PROBE:
         server->asked = e->call;
         smp_message_free(message);
@@ -529,17 +604,18 @@ count_in(smp_server *server, smp_message *message)
 }
 
 /* Whether this step needs a rank of the comm: pp_rank 0 needs all of its pipeline, the
- * others need pp_rank 0; and all need those of their TP_GROUP until they have ended. */
+ * others need pp_rank 0; and all need those of the same pp_rank until they have ended.
+ */
 static bool
 needs(const smp_server *server, int rank)
 {
-    const int tp_rank = rank / server->size;
+    const int pipeline = rank / server->size;
     const int pp_rank = rank % server->size;
 
-    if (tp_rank == server->tp_rank) {
+    if (pipeline == server->pipeline) {
         return pp_rank != server->rank && (server->rank == 0 || pp_rank == 0);
     }
-    return pp_rank == server->rank && !smp_lineup_has_ended(server->lineup, tp_rank);
+    return pp_rank == server->rank && !smp_lineup_has_ended(server->lineup, pipeline);
 }
 
 /* A rank that has left the job and that this step needs; -1: none. */
@@ -622,13 +698,20 @@ ask_all(smp_server *server)
     }
 }
 
-/* How many collectives all ranks with this pp_rank have issued. */
+/* How many collectives all ranks with this pp_rank have issued.  In a sequence a
+ * TP_GROUP is not all of these: what any rank has issued, others will, or the sequence
+ * says that they differ. */
 static uint64_t
-issued_by_all(const smp_server *server, int pp_rank)
+issued_by_all(const smp_server *server, int rank)
 {
-    uint64_t least = UINT64_MAX;
+    const int pp_rank = rank % server->size;
+    uint64_t  least = UINT64_MAX;
 
-    for (int t = 0; t < server->tp_size; t++) {
+    if (server->sequence != NULL) {
+        return server->search.of[rank].issued;
+    }
+
+    for (int t = 0; t < server->pipelines; t++) {
         const uint64_t issued = server->search.of[t * server->size + pp_rank].issued;
 
         least = issued < least ? issued : least;
@@ -641,7 +724,7 @@ static bool
 a_collective_is_under_way(const smp_server *server)
 {
     for (int rank = 0; rank < smp_comm_size(server->comm); rank++) {
-        if (server->search.of[rank].over < issued_by_all(server, rank % server->size)) {
+        if (server->search.of[rank].over < issued_by_all(server, rank)) {
             return true;
         }
     }
@@ -754,7 +837,7 @@ find_lone_calls(const smp_server *server, int tp_rank, lone_call *left,
 static bool
 says_who_differs(smp_server *server)
 {
-    for (int t = 1; t < server->tp_size; t++) {
+    for (int t = 1; t < server->pipelines; t++) {
         lone_call left = {.rank = 0};
         lone_call right = {.rank = t * server->size};
         char      its[2 * SMP_KEY_PATH] = "nothing";
@@ -801,6 +884,7 @@ be_idle(smp_server *server)
     int left;
 
     smp_board_idle(server->board);
+    tell_followers(server);
     if (server->asked != 0) {
         send_about_still(server, 0,
                          (smp_envelope){.kind = SMP_MSG_STILL, .call = server->asked},
@@ -912,7 +996,8 @@ step_is_over(smp_server *server)
     if (!server->settling) {
         ask_whether_all_is_well(server);
     }
-    return server->settled == server->size - 1 && smp_lineup_is_over(server->lineup);
+    return server->settled == server->size - 1 && !server->peer_failed &&
+           smp_lineup_is_over(server->lineup);
 }
 
 /* Hands the baton to `w`, or keeps it when that is self.  True: self has it. */
@@ -944,6 +1029,8 @@ assign(worker *self, reason why, smp_message *request, int32_t microbatch)
     }
     w->message = request;
     w->microbatch = microbatch;
+    w->task = request == NULL ? smp_call_of_root(microbatch)
+                              : smp_message_envelope(request)->number;
     return pass(self, w, why);
 }
 
@@ -1032,13 +1119,14 @@ add_messages(smp_server *server, size_t n)
     for (size_t i = 0; i < server->ninbox; i++) {
         const smp_envelope *e = smp_message_envelope(server->inbox[i].message);
         const bool          response = e->kind == SMP_MSG_RESPONSE;
+        const worker       *w = response ? pending_on(server, e->call) : NULL;
 
-        if (e->step == server->step &&
-            (!response || pending_on(server, e->call) != NULL)) {
+        if (e->step == server->step && (!response || w != NULL)) {
             server->ready[n++] =
                 (smp_ready){.kind = response ? SMP_READY_RESPONSE : SMP_READY_REQUEST,
                             .phase = (smp_phase)e->phase,
                             .microbatch = e->microbatch,
+                            .call = response ? w->task : e->number,
                             .arrival = server->inbox[i].arrival,
                             .index = i};
         }
@@ -1079,6 +1167,7 @@ add_workers(smp_server *server, size_t n)
             server->ready[n++] = (smp_ready){.kind = kind,
                                              .phase = w->phase,
                                              .microbatch = w->microbatch,
+                                             .call = w->task,
                                              .index = w->number};
         }
     }
@@ -1092,31 +1181,49 @@ add_turns(smp_server *server, size_t n)
         smp_ready turn = {.kind = SMP_READY_TURN, .phase = (smp_phase)phase};
 
         if (smp_schedule_next(server->schedule, turn.phase, &turn.microbatch)) {
+            turn.call = smp_call_of_root(turn.microbatch);
             server->ready[n++] = turn;
         }
     }
     return n;
 }
 
-/* Runs what goes first of all that could run.  False: there is nothing, or no thread
- * for it. */
+/* What goes first of all that could run.  False: nothing. */
+static bool
+choose(smp_server *server, smp_ready *next)
+{
+    const size_t n = add_turns(server, add_workers(server, add_messages(server, 0)));
+    const bool   follows =
+        server->sequence != NULL && !smp_sequence_leads(server->sequence);
+    const ptrdiff_t best = follows
+                               ? smp_sequence_find(server->sequence, server->ready, n)
+                               : smp_choose(server->ready, n, &server->overtaken);
+
+    if (best < 0) {
+        return false;
+    }
+    *next = server->ready[best];
+    if (server->sequence == NULL) {
+        return true;
+    }
+    if (smp_sequence_run(server->sequence, next) != SMP_OK) {
+        fail_with(server, SMP_ERR_NO_MEMORY);
+        return false;
+    }
+    tell_followers(server);
+    return true;
+}
+
+/* Runs that.  False: there is nothing, or no thread for it. */
 static bool
 run_next(worker *self)
 {
     smp_server *server = self->server;
-    ptrdiff_t   best;
     smp_ready   next;
 
-    if (!make_room(server)) {
+    if (!make_room(server) || !choose(server, &next)) {
         return false;
     }
-    best = smp_choose(server->ready,
-                      add_turns(server, add_workers(server, add_messages(server, 0))),
-                      &server->overtaken);
-    if (best < 0) {
-        return false;
-    }
-    next = server->ready[best];
     switch (next.kind) {
     case SMP_READY_GATE:
         return pass(self, worker_number(server, next.index), WHY_TURN);
@@ -1143,6 +1250,27 @@ any_pending(const smp_server *server)
     return NULL;
 }
 
+static smp_work
+work_of(const worker *self)
+{
+    return (smp_work){
+        .microbatch = self->microbatch, .entry = self->entry, .phase = self->phase};
+}
+
+/* What ran in a sequence gives the baton away. */
+static void
+come_to_rest(const worker *self)
+{
+    smp_server    *server = self->server;
+    const smp_wait over = {.work = work_of(self), .kind = SMP_WAIT_NOTHING};
+
+    if (server->sequence != NULL && !server->failed) {
+        smp_sequence_rest(server->sequence,
+                          self->state == WORKER_PENDING ? &self->wait : &over);
+        fail_if_runs_differ(server);
+    }
+}
+
 /* Self has nothing to do: finds who has.  Returns when self was given a reason to go
  * on (self->why). */
 static void
@@ -1154,6 +1282,7 @@ dispatch(worker *self)
         self->why = WHY_NOTHING;
         sort_again(server);
     }
+    come_to_rest(self);
     for (;;) {
         (void)read_comm(server, 0);
         if (atomic_exchange(&server->interrupted, false) && !server->promised) {
@@ -1191,13 +1320,6 @@ dispatch(worker *self)
 /* --------------------------------------------------------------- the workers */
 
 static _Thread_local worker *this_worker;
-
-static smp_work
-work_of(const worker *self)
-{
-    return (smp_work){
-        .microbatch = self->microbatch, .entry = self->entry, .phase = self->phase};
-}
 
 static void
 begin_work(worker *self)
@@ -1261,10 +1383,11 @@ worker_main(void *arg)
 /* ----------------------------------------------------------------- the public */
 
 smp_status
-smp_server_create(smp_comm *comm, int rank, int tp_size, int spin_us,
+smp_server_create(smp_comm *comm, const smp_server_place *place, int spin_us,
                   const smp_server_ops *ops, void *ctx, smp_server **out)
 {
     const int   size = smp_comm_size(comm);
+    const char *number = place->in_sequence ? "dp_rank" : "tp_rank";
     smp_server *server = calloc(1, sizeof(*server));
     smp_status  status;
 
@@ -1272,10 +1395,11 @@ smp_server_create(smp_comm *comm, int rank, int tp_size, int spin_us,
         return SMP_ERR_NO_MEMORY;
     }
     server->comm = comm;
-    server->rank = rank % (size / tp_size);
-    server->size = size / tp_size;
-    server->tp_rank = rank / server->size;
-    server->tp_size = tp_size;
+    server->size = size / place->pipelines;
+    server->rank = place->rank % server->size;
+    server->pipeline = place->rank / server->size;
+    server->pipelines = place->pipelines;
+    server->number_of_pipeline = number;
     server->left = -1;
     server->forward = -1;
     server->search.of = calloc((size_t)size, sizeof(*server->search.of));
@@ -1283,13 +1407,21 @@ smp_server_create(smp_comm *comm, int rank, int tp_size, int spin_us,
         status = SMP_ERR_NO_MEMORY;
         goto err_free_server;
     }
-    status = smp_lineup_create(server->tp_rank, tp_size, &server->lineup);
+    status = smp_lineup_create(server->pipeline, place->pipelines, place->in_sequence,
+                               &server->lineup);
     if (status != SMP_OK) {
         goto err_free_search;
     }
-    status = smp_board_create(rank, server->size, tp_size, &server->board);
+    if (place->in_sequence) {
+        status = smp_sequence_create(server->pipeline == 0, &server->sequence);
+    }
     if (status != SMP_OK) {
         goto err_destroy_lineup;
+    }
+    status = smp_board_create(place->rank, server->size,
+                              place->pipelines > 1 ? number : NULL, &server->board);
+    if (status != SMP_OK) {
+        goto err_destroy_sequence;
     }
     status = smp_rest_init(&server->rest);
     if (status != SMP_OK) {
@@ -1303,6 +1435,8 @@ smp_server_create(smp_comm *comm, int rank, int tp_size, int spin_us,
 
 err_destroy_board:
     smp_board_destroy(server->board);
+err_destroy_sequence:
+    smp_sequence_destroy(server->sequence);
 err_destroy_lineup:
     smp_lineup_destroy(server->lineup);
 err_free_search:
@@ -1332,9 +1466,25 @@ smp_server_destroy(smp_server *server)
     free(server->ready);
     smp_rest_fini(&server->rest);
     smp_board_destroy(server->board);
+    smp_sequence_destroy(server->sequence);
     smp_lineup_destroy(server->lineup);
     free(server->search.of);
     free(server);
+}
+
+/* What the ranks of the same pp_rank do together begins. */
+static void
+begin_together(smp_server *server, uint32_t step)
+{
+    server->step = step;
+    smp_lineup_begin(server->lineup);
+    if (server->sequence != NULL) {
+        smp_sequence_begin(server->sequence);
+    }
+    server->over = 0;
+    server->in_order = false;
+    server->peer_failed = false;
+    server->mismatch[0] = '\0';
 }
 
 /* A step has failed here; of its messages only other ranks' last words count. */
@@ -1356,9 +1506,8 @@ hear_after(smp_server *server, smp_message *message)
 void
 smp_server_leave_out(smp_server *server, uint32_t step)
 {
-    server->step = step;
+    begin_together(server, step);
     server->failed = true;
-    smp_lineup_begin(server->lineup);
     end_collectives(server);
 }
 
@@ -1371,17 +1520,13 @@ smp_server_step(smp_server *server, uint32_t step, smp_schedule *schedule,
     smp_status status = SMP_OK;
 
     *end = NULL;
-    server->step = step;
+    begin_together(server, step);
     server->overtaken = false;
     server->schedule = schedule;
     server->settling = false;
     server->settled = 0;
     server->asker = -1;
     server->promised = false;
-    smp_lineup_begin(server->lineup);
-    server->over = 0;
-    server->peer_failed = false;
-    server->mismatch[0] = '\0';
     server->failed = false;
     server->failure = SMP_OK;
     server->timeline.count = 0;
@@ -1469,7 +1614,7 @@ smp_server_wait(smp_server *server, uint64_t call, smp_wait_kind kind, int32_t e
     if (server->failed) {
         return SMP_ERR_CLOSED;
     }
-    for (size_t i = 0; i < server->ninbox; i++) {
+    for (size_t i = 0; i < server->ninbox && server->sequence == NULL; i++) {
         const smp_envelope *e = smp_message_envelope(server->inbox[i].message);
 
         if (e->kind == SMP_MSG_RESPONSE && e->call == call) {
@@ -1523,14 +1668,17 @@ smp_server_set_turns(smp_server *server, smp_turns *turns)
 smp_status
 smp_server_await_turn(smp_server *server, int32_t gate, int32_t microbatch)
 {
-    if (server->turns == NULL || smp_turns_may_enter(server->turns, gate, microbatch)) {
+    if (server->turns == NULL ||
+        (server->sequence == NULL &&
+         smp_turns_may_enter(server->turns, gate, microbatch))) {
         return SMP_OK;
     }
     if (server->failed) {
         return SMP_ERR_CLOSED;
     }
     this_worker->gate = gate;
-    return wait_for(this_worker, (smp_wait){.kind = SMP_WAIT_GATE}, WHY_TURN);
+    return wait_for(this_worker, (smp_wait){.kind = SMP_WAIT_GATE, .wanted = gate},
+                    WHY_TURN);
 }
 
 smp_status
@@ -1561,8 +1709,10 @@ smp_server_issued(smp_server *server, const smp_key *key)
     if (smp_lineup_issue(server->lineup, key) != SMP_OK) {
         return SMP_ERR_NO_MEMORY;
     }
-    for (int t = 1; server->tp_rank == 0 && t < server->tp_size; t++) {
-        (void)smp_comm_send(server->comm, tp_peer(server, t), &message, sizeof(message),
+    for (int t = 1;
+         server->pipeline == 0 && server->sequence == NULL && t < server->pipelines;
+         t++) {
+        (void)smp_comm_send(server->comm, peer(server, t), &message, sizeof(message),
                             NULL, 0);
     }
     fail_if_calls_differ(server, NULL);
@@ -1579,7 +1729,7 @@ smp_server_await_collective(smp_server *server, const smp_key *key, uint64_t bef
     if (server->failed) {
         return SMP_ERR_CLOSED;
     }
-    if (!atomic_load(over)) {
+    if (server->sequence != NULL || !atomic_load(over)) {
         smp_jitter();
         self->over = over;
         status = wait_for(
@@ -1608,9 +1758,9 @@ smp_server_collectives_ended(smp_server *server, int64_t timeout_ns, uint64_t *l
         smp_status status;
 
         all_have = true;
-        for (int t = 0; t < server->tp_size; t++) {
+        for (int t = 0; t < server->pipelines; t++) {
             all_have = all_have && (smp_lineup_has_ended(server->lineup, t) ||
-                                    smp_comm_left(server->comm, tp_peer(server, t)));
+                                    smp_comm_left(server->comm, peer(server, t)));
         }
         if (all_have) {
             break;
@@ -1626,6 +1776,18 @@ smp_server_collectives_ended(smp_server *server, int64_t timeout_ns, uint64_t *l
     }
     smp_lineup_range(server->lineup, least, most);
     return true;
+}
+
+bool
+smp_server_ended_in_order(const smp_server *server)
+{
+    return server->in_order;
+}
+
+bool
+smp_server_all_ended_in_order(const smp_server *server)
+{
+    return server->in_order && !server->peer_failed;
 }
 
 void

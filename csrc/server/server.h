@@ -53,10 +53,18 @@ typedef struct {
     bool (*check_signals)(void *ctx);
 } smp_server_ops;
 
-/* rank: of the comm, whose ranks are tp_size pipelines, one behind the other: tp_rank *
- * pp_size + pp_rank.  ops is copied, ctx and comm are borrowed until destroy.
- * SMP_ERR_NO_MEMORY, SMP_ERR_SYSTEM. */
-smp_status smp_server_create(smp_comm *comm, int rank, int tp_size, int spin_us,
+/* A rank among those of the comm, which are pipelines one behind the other: pipeline *
+ * pp_size + pp_rank. */
+typedef struct {
+    int  rank;      /* of the comm */
+    int  pipelines; /* of an MP_GROUP, by tp_rank; or in_sequence of all, by dp_rank */
+    bool in_sequence; /* all ranks of a pp_rank run the same in one order
+                         (server/sequence.h) */
+} smp_server_place;
+
+/* place and ops are copied, ctx and comm are borrowed until destroy. SMP_ERR_NO_MEMORY,
+ * SMP_ERR_SYSTEM. */
+smp_status smp_server_create(smp_comm *comm, const smp_server_place *place, int spin_us,
                              const smp_server_ops *ops, void *ctx, smp_server **out);
 
 /* Joins the workers.  Not during a step.  Takes NULL. */
@@ -74,7 +82,8 @@ void smp_server_destroy(smp_server *server);
  * SMP_ERR_DEADLOCK     on rank 0 of the comm: no rank has anything to run and no
  * message or collective is under way; smp_server_write_deadlock() says who waits for
  * what. SMP_ERR_MISMATCH     the tp_ranks do not make the same calls of modules with
- * collectives; smp_server_mismatch() says which. SMP_ERR_UNREACHABLE
+ * collectives, or in a sequence ranks do not run the same; smp_server_mismatch() says
+ * which. SMP_ERR_UNREACHABLE
  * smp_server_left() has left the job: it makes fewer steps. SMP_ERR_MALFORMED,
  * SMP_ERR_NO_THREAD. After a failure no worker is inside a task and the server can run
  * the next step. */
@@ -119,11 +128,17 @@ smp_status smp_server_await_collective(smp_server *server, const smp_key *key,
                                        uint64_t before, const _Atomic bool *over);
 uint64_t   smp_server_issued_so_far(const smp_server *server);
 
-/* After a step that failed: the fewest and the most collectives that a rank of the
- * TP_GROUP issued in it.  False: one has not said so within timeout_ns of the last
+/* After a step that failed: the fewest and the most collectives that a rank of the same
+ * pp_rank issued in it.  False: one has not said so within timeout_ns of the last
  * message.  The main thread. */
 bool smp_server_collectives_ended(smp_server *server, int64_t timeout_ns,
                                   uint64_t *least, uint64_t *most);
+
+/* Whether this rank had done all its part of the last step before that failed; and
+ * whether all of the same pp_rank had, which counts after
+ * smp_server_collectives_ended(). */
+bool smp_server_ended_in_order(const smp_server *server);
+bool smp_server_all_ended_in_order(const smp_server *server);
 
 /* This rank does not make this step, which has failed: it issues nothing in it.  The
  * main thread. */

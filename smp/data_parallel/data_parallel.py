@@ -11,7 +11,7 @@ are those of torch's DistributedDataParallel:
 - a replica whose step did not use a parameter adds zeros; where no replica did, ``.grad``
   stays None;
 - steps under ``torch.no_grad()``, and steps in evaluation mode without a backward,
-  exchange nothing: one replica may evaluate alone.
+  exchange nothing: one replica may evaluate alone (not with ``deterministic_server``).
 
 All replicas make the same steps, with the same models under ``no_sync()``.
 """
@@ -266,6 +266,11 @@ class DataParallel:
     @contextmanager
     def join(self, divide_by_all: bool, raise_early: bool) -> Iterator[None]:
         """Keep the others company when this replica has no inputs left."""
+        if self._model._smp_runtime.in_sequence:
+            raise NotImplementedError(
+                "smp: join() with deterministic_server=True, where all replicas make the same "
+                "steps: give each replica as many batches"
+            )
         if sum(1 for m in self._model._smp_runtime.live_models() if m._smp_data_parallel) > 1:
             raise NotImplementedError(
                 "smp: join() with several DistributedModels: which of them the other "

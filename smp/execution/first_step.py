@@ -1,28 +1,32 @@
 """What happens before the first step of a model: tracing, partition, agreement.
 
 One rank traces and decides; every rank gets the decision, checks that it is about the
-same model, and applies it.
+same model, and applies it.  Where modules may call collectives of their own
+(``deterministic_server``) the first stage's other ranks trace along.
 """
 
 import hashlib
 import itertools
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from smp import _core, model
+from smp import _core, model, ranks
 from smp.execution import failures, pool, runtime
 from smp.job import objects
-from smp.modules import homes
+from smp.modules import homes, sync_batch_norm
 from smp.partitioning import tracing
 from smp.partitioning.partition import Partition, PartitionError, make_partition, pin_of
 from smp.ranks import CommGroup
 from smp.saving import state_dicts
+from smp.tensor_parallel import step_end
 from smp.tensor_parallel.slices import slices_of
+from smp.tensor_parallel.step_end import PeerFailed
 
 if TYPE_CHECKING:
     from smp.execution.runtime import Runtime
@@ -50,19 +54,25 @@ def partition_models(
         PartitionMismatch: a rank has another model; on every rank.
         Exception: what the traced run raised; on every rank.
     """
+    sync_batch_norm.prepare(models, rt)
     mine = b""
+    told: tuple | None = None
     error: BaseException | None = None
-    if rt.decides:
+    if rt.traces:
         try:
-            mine = _core.pack(_decide(rt, models, run_traced))
+            decided = _decide(rt, models, run_traced)
+            mine = _core.pack(decided) if rt.decides else b""
         except (Exception, SystemExit) as raised:  # the others wait for the decision
             error = failures.as_failure(raised)
             microbatch = failures.IN_PARTITION if isinstance(error, PartitionError) else 0
             told = failures.describe(error, None, microbatch, 0, rt.name)
             mine = _core.pack((told, None, (), 0, 0))
-    packed, gates, attributes, backwards, pools = _core.unpack(rt.share_decision(mine))
-    if gates is None:
-        raise failures.rebuild(packed, error)
+    decision, others = rt.share_decision(mine)
+    packed, gates, attributes, backwards, pools = _core.unpack(decision)
+    if gates is None or others:
+        everything = [_core.unpack(one) for one in (decision, *others)]
+        first = _first_failure([what for what, gates, *_ in everything if gates is None])
+        raise failures.rebuild(first, error if first == told else None)
     partitions = [Partition.from_bytes(one) for one in packed]
     _check_models(models, partitions, gates)
     rt.backwards = max(1, backwards)
@@ -89,6 +99,12 @@ def partition_models(
         one._smp_run_post_partition_hooks()
 
 
+def _first_failure(failed: Sequence[tuple]) -> tuple:
+    """Of what the ranks that traced failed with: not what followed from another's."""
+    follows = f".{PeerFailed.__name__}"
+    return next((told for told in failed if not told[4].endswith(follows)), failed[0])
+
+
 def _decide(
     rt: "Runtime",
     models: Sequence["DistributedModel"],
@@ -102,7 +118,10 @@ def _decide(
         _refuse_compiled_modules(one._smp_module)
     traces: Sequence[tracing.Trace | None] = [None] * len(models)
     if not cfg.skip_tracing:
-        traces = _trace(rt, models, run_traced)
+        if rt.in_sequence:
+            traces = _trace_together(rt, models, run_traced)
+        else:
+            traces = _trace(rt, models, run_traced)
     partitions = [
         make_partition(
             m._smp_module,
@@ -136,6 +155,20 @@ def _decide(
     return packed, gates, attributes, rt.traced_backwards, pools
 
 
+def _trace_together(
+    rt: "Runtime",
+    models: Sequence["DistributedModel"],
+    run_traced: Callable[[torch.device | None], Any],
+) -> list[tracing.Trace]:
+    """The models' traces, whose modules may meet the DP_GROUP's other ranks in collectives."""
+    with step_end.together(ranks.get_dp_process_group()):
+        try:
+            return _trace(rt, models, run_traced)
+        except Exception as error:
+            step_end.hear("a collective in the traced run", error)
+            raise
+
+
 def _trace(
     rt: "Runtime",
     models: Sequence["DistributedModel"],
@@ -150,13 +183,14 @@ def _trace(
     meta = any(p.is_meta for module in modules for p in module.parameters())
 
     def trace_on(device: torch.device | None) -> list[tracing.Trace]:
-        return tracing.trace_models(
-            modules,
-            lambda: run_traced(device),
-            times=any(m._smp_trace_times for m in models),
-            memory=any(m._smp_trace_memory for m in models),
-            meta=meta,
-        )
+        with sync_batch_norm.alone(models) if device is None else nullcontext():
+            return tracing.trace_models(
+                modules,
+                lambda: run_traced(device),
+                times=any(m._smp_trace_times for m in models),
+                memory=any(m._smp_trace_memory for m in models),
+                meta=meta,
+            )
 
     home = rt.home
     if home is None or meta:

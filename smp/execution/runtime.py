@@ -54,7 +54,15 @@ class Runtime:
         self.alone = job.boot.size == 1
         self.pp_rank = self.pp_group.index(job.boot.rank)
         self.tp_size = len(job.groups["tp"])
-        self.core_group = job.placement.pipelines(job.boot.rank)  # as the core numbers them
+        # All replicas run the same in one order: for modules with collectives of their own.
+        self.in_sequence = (
+            job.cfg.deterministic_server and self.pp_size > 1 and len(job.groups["dp"]) > 1
+        )
+        # The ranks that the core reaches, as it numbers them.
+        if self.in_sequence:
+            self.core_group = job.placement.replicas(job.boot.rank)
+        else:
+            self.core_group = job.placement.pipelines(job.boot.rank)
         # One rank decides about the partition, so that all replicas have the same.
         self._decider = next(
             r for r in range(job.boot.size) if job.placement.coordinates(r).pp == 0
@@ -99,7 +107,7 @@ class Runtime:
     @property
     def _has_replicas(self) -> bool:
         """Whether other ranks of the job have the same pp_rank and tp_rank."""
-        return self.boot.size > len(self.core_group)
+        return self.boot.size > self.pp_size * self.tp_size
 
     @property
     def decides(self) -> bool:
@@ -111,9 +119,19 @@ class Runtime:
         """How many microbatches may be under way at a time."""
         return min(self.cfg.active_microbatches, self.cfg.microbatches)
 
-    def share_decision(self, mine: bytes) -> bytes:
-        """The deciding rank's bytes, on every rank.  Collective over all ranks."""
-        return objects.gather_bytes(FIRST_STEP, CommGroup.WORLD, mine)[self._decider]
+    @property
+    def traces(self) -> bool:
+        """Whether this rank traces: with the deciding one, where modules call each other."""
+        return self.decides or (self.in_sequence and self.pp_rank == 0)
+
+    def share_decision(self, mine: bytes) -> tuple[bytes, list[bytes]]:
+        """The deciding rank's bytes, and those of all others that have some.
+
+        Collective over all ranks.
+        """
+        everyone = objects.gather_bytes(FIRST_STEP, CommGroup.WORLD, mine)
+        decision = everyone.pop(self._decider)
+        return decision, [one for one in everyone if one]
 
     def _exchange(self, mine: bytes) -> list[bytes]:
         """The bytes of each rank that the core reaches.  Collective over all ranks."""
@@ -129,7 +147,7 @@ class Runtime:
         card = _core.open(
             rank,
             len(self.core_group),
-            self.tp_size,
+            len(self.core_group) // self.pp_size,
             self.cfg.comm_pool_bytes or 0,
             self.cfg.comm_device_pool_bytes,
             SPIN_DECIDED_BY_CORE,
@@ -139,6 +157,7 @@ class Runtime:
             self.cfg.watchdog_report_s,
             self.cfg.watchdog_end_s,
             tuple(self.core_group) if self._has_replicas else None,
+            self.in_sequence,
         )
         self.core_is_open = True
         try:

@@ -23,6 +23,7 @@ from smp.execution import (
     left_behind,
     microbatches,
     runtime,
+    sequence,
     thread_state,
 )
 from smp.execution.runtime import Runtime
@@ -222,6 +223,8 @@ class Step:
         trains = torch.is_grad_enabled() and any(m.training for m in models)
         if trains:
             self.reduction = data_parallel.begin(data_parallel.due(models))
+        if self.reduction is not None and rt.in_sequence:
+            self.reduction.active()  # nothing is under way when modules use the group
         try:
             output = run(refused)
         except BaseException as error:
@@ -248,7 +251,7 @@ class Step:
     # ------------------------------------------------------------- without a pipeline
 
     def _run_unpipelined(self, refused: Exception | None) -> Any:
-        with step_end.together():
+        with step_end.of_tp_group():
             random_streams.share()  # before anything that may fail on one tp_rank alone
             if refused is not None:
                 raise refused
@@ -370,8 +373,10 @@ class Step:
             raise
 
     def _finish_collectives(self) -> None:
-        """After a failure: no rank of the TP_GROUP is left alone in a collective."""
-        if self.rt.tp_size > 1:
+        """After a failure: no rank is left alone in a collective of a module."""
+        if self.rt.in_sequence:
+            sequence.finish_failed_step()
+        elif self.rt.tp_size > 1:
             order.finish_failed_step()
 
     def _raise_late_signal(self) -> None:
@@ -392,7 +397,7 @@ class Step:
     def _on_complete(self) -> Callable[[int], None] | None:
         """What the ledger calls when a gradient is complete for this step."""
         reduction = self.reduction
-        if reduction is None:
+        if reduction is None or self.rt.in_sequence:  # modules may use the same group
             return None
         parameters = self.rt.parameters
         return lambda number: reduction.complete(parameters[number])

@@ -122,6 +122,7 @@ def comm_report() -> CommReport:
         RuntimeError: before ``smp.init``, and without a group of the backend ``smddp``.
     """
     from smp.collectives.ranks import Ranks
+    from smp.execution import runtime
 
     connected = list(Ranks.open)
     of_groups: dict[str, Any] = {
@@ -136,7 +137,7 @@ def comm_report() -> CommReport:
     peers = tuple(
         Peer(rank, place.coordinates(rank).pp, transport, messages, sent)
         for rank, (transport, messages, sent) in zip(
-            place.pipelines(ranks.rank()), _core.peers(), strict=False
+            runtime.get("smp.comm_report()").core_group, _core.peers(), strict=False
         )
         if transport is not None
     )

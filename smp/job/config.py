@@ -179,7 +179,7 @@ class Config:
     auto_partition: bool = flag(True)
     default_partition: int = whole(0)
     memory_weight: float = number(None, 0, 1)
-    deterministic_server: bool = flag()  # results never depend on the order of requests
+    deterministic_server: bool = flag()  # all replicas run requests in one order
     static_mode: bool = flag()
     static_mode_recording_steps: int = whole(5, at_least=1)
     fast_mode: bool = flag()

@@ -79,3 +79,11 @@ class Placement:
         """The MP_GROUP that holds ``rank``, one pipeline behind the other, by tp_rank."""
         at = self.coordinates
         return sorted(self.group("mp", rank), key=lambda other: (at(other).tp, at(other).pp))
+
+    def replicas(self, rank: int) -> list[int]:
+        """All ranks, one pipeline behind the other, by dp_rank.
+
+        A pipeline's ranks have one dp_rank: the ranks of each DP_GROUP are in one order.
+        """
+        by_stage = [self.group("dp", first) for first in self.pipelines(rank)[: self.pp]]
+        return [stage[dp] for dp in range(self.rdp * self.tp) for stage in by_stage]

@@ -8,7 +8,7 @@ its own that begins from the common one, which goes on alike however many number
 import torch
 from torch import Tensor
 
-from smp import _core
+from smp import _core, ranks
 from smp.execution import accelerator
 from smp.tensor_parallel import group, step_end
 
@@ -48,7 +48,7 @@ def fork() -> accelerator.RandomState | None:
 
 
 def _of_tp_rank_0(value: Tensor) -> Tensor:
-    sent = value.to(step_end.device_of_numbers())
+    sent = value.to(step_end.device_of_numbers(ranks.get_tp_process_group()))
     try:
         group.broadcast(sent)
     except Exception as error:

@@ -1,5 +1,7 @@
 """The end of a step without a pipeline, on all ranks of a TP_GROUP together.
 
+So, too, the end of a run that is traced by all ranks of a DP_GROUP.
+
 A rank whose step failed makes no more of its modules' collectives, for which the others wait.
 So it calls another operation in place of the next one: that one fails on every rank, with as
 many operations called on each, and the step fails with it.  Ranks whose steps went well meet
@@ -22,37 +24,46 @@ _is_over = False  # whether this step has met the other ranks' failure
 
 
 class PeerFailed(RuntimeError):
-    """Another rank of the TP_GROUP failed, or ran other modules than this one."""
+    """Another rank of the group failed, or ran other modules than this one."""
 
 
-def device_of_numbers() -> str:
-    """Where tensors are that the TP_GROUP's collectives take, wherever the model is."""
-    kinds = {device.type for device in ranks.get_tp_process_group()._device_types}
+def device_of_numbers(group: dist.ProcessGroup) -> str:
+    """Where tensors are that the group's collectives take, wherever the model is."""
+    kinds = {device.type for device in group._device_types}
     return "cpu" if "cpu" in kinds else "cuda"
 
 
 @contextmanager
-def together() -> Iterator[None]:
-    """A step of this rank; its TP_GROUP's ranks have one at the same time.
+def of_tp_group() -> Iterator[None]:
+    """A step of this rank; its TP_GROUP's ranks have one at the same time."""
+    with together(ranks.get_tp_process_group() if ranks.tp_size() > 1 else None):
+        yield
+
+
+@contextmanager
+def together(group: dist.ProcessGroup | None) -> Iterator[None]:
+    """A run of this rank; the group's ranks have one at the same time.
+
+    Args:
+        group: None: this rank runs alone.
 
     Raises:
-        PeerFailed: another rank's step failed, or had other collectives.
+        PeerFailed: another rank's run failed, or had other collectives.
     """
     global _is_over
-    if ranks.tp_size() == 1:
+    if group is None:
         yield
         return
     _is_over = False
-    tp_group = ranks.get_tp_process_group()
     try:
         yield
     except BaseException:
         if not _is_over:
             with suppress(Exception):  # it fails where the others' steps go on
-                dist.barrier(tp_group)
+                dist.barrier(group)
         raise
     try:
-        dist.all_reduce(torch.zeros(1, device=device_of_numbers()), group=tp_group)
+        dist.all_reduce(torch.zeros(1, device=device_of_numbers(group)), group=group)
     except Exception as error:
         hear("the end of the step", error)
         raise
@@ -68,6 +79,6 @@ def hear(path: str, error: Exception) -> None:
     if _MISMATCH in str(error):
         _is_over = True
         raise PeerFailed(
-            f"smp: {path}: this rank met another rank of its TP_GROUP that had failed, or that "
+            f"smp: {path}: this rank met another rank of its group that had failed, or that "
             f"ran other modules: {error}"
         ) from error

@@ -20,8 +20,8 @@ TEST(tp_rank_0_issues_at_once_and_the_others_in_its_order)
     smp_lineup   *first;
     smp_lineup   *second;
 
-    CHECK_STATUS(smp_lineup_create(0, 2, &first), SMP_OK);
-    CHECK_STATUS(smp_lineup_create(1, 2, &second), SMP_OK);
+    CHECK_STATUS(smp_lineup_create(0, 2, false, &first), SMP_OK);
+    CHECK_STATUS(smp_lineup_create(1, 2, false, &second), SMP_OK);
     for (int step = 0; step < 2; step++) {
         smp_lineup_begin(first);
         smp_lineup_begin(second);
@@ -62,7 +62,7 @@ TEST(a_long_list_keeps_its_order)
     enum { KEYS = 1000 };
     smp_lineup *lineup;
 
-    CHECK_STATUS(smp_lineup_create(1, 2, &lineup), SMP_OK);
+    CHECK_STATUS(smp_lineup_create(1, 2, false, &lineup), SMP_OK);
     smp_lineup_begin(lineup);
     for (uint64_t i = 0; i < KEYS; i++) {
         const smp_key key = key_of("a", i, 0);
@@ -115,7 +115,7 @@ finds(int self, int keys, const int ended[3], const smp_key *wanted,
     smp_lineup *lineup;
     bool        found;
 
-    if (smp_lineup_create(self, 3, &lineup) != SMP_OK) {
+    if (smp_lineup_create(self, 3, false, &lineup) != SMP_OK) {
         return false;
     }
     smp_lineup_begin(lineup);
@@ -161,7 +161,7 @@ TEST(all_ranks_end_with_a_number)
     uint64_t    least;
     uint64_t    most;
 
-    CHECK_STATUS(smp_lineup_create(2, 3, &lineup), SMP_OK);
+    CHECK_STATUS(smp_lineup_create(2, 3, false, &lineup), SMP_OK);
     smp_lineup_begin(lineup);
     smp_lineup_end(lineup, 0, 5);
     smp_lineup_end(lineup, 2, 3);
@@ -178,6 +178,28 @@ TEST(all_ranks_end_with_a_number)
     return 0;
 }
 
+TEST(in_a_sequence_each_rank_issues_at_once)
+{
+    const smp_key  a = key_of("a", 1, 0);
+    const smp_key  b = key_of("b", 2, 0);
+    smp_lineup    *lineup;
+    smp_lineup_gap gap;
+
+    CHECK_STATUS(smp_lineup_create(1, 3, true, &lineup), SMP_OK);
+    smp_lineup_begin(lineup);
+    CHECK(smp_lineup_may_issue(lineup, &a) && smp_lineup_may_issue(lineup, &b));
+    CHECK_STATUS(smp_lineup_issue(lineup, &a), SMP_OK);
+    CHECK_STATUS(smp_lineup_issue(lineup, &b), SMP_OK);
+    CHECK(smp_lineup_issued(lineup) == 2);
+    smp_lineup_end(lineup, 0, 2);
+    CHECK(!smp_lineup_find_gap(lineup, NULL, &gap));
+    smp_lineup_end(lineup, 2, 1); /* without b, which this rank has called */
+    CHECK(smp_lineup_find_gap(lineup, NULL, &gap));
+    CHECK(gap.caller == 1 && gap.other == 2 && smp_key_equal(&gap.key, &b));
+    smp_lineup_destroy(lineup);
+    return 0;
+}
+
 int
 main(int argc, char **argv)
 {
@@ -188,6 +210,7 @@ main(int argc, char **argv)
         LISTED_TEST(a_key_says_module_microbatch_phase_and_call),
         LISTED_TEST(who_ends_with_too_few_is_found),
         LISTED_TEST(all_ranks_end_with_a_number),
+        LISTED_TEST(in_a_sequence_each_rank_issues_at_once),
     };
 
     return run_tests(tests, sizeof(tests) / sizeof(tests[0]), argc, argv);

@@ -4,6 +4,9 @@
  * on all tp_ranks when the last one has issued it, and all must issue the same ones in
  * the same order.  The step function calls QUIET and SHARED on the next rank and SHARED
  * on its own, forth and back.  Delays at hand-overs are random (csrc/common/jitter.h).
+ *
+ * All run twice, the second time in sequence (csrc/server/sequence.h): then tp_rank is
+ * dp_rank, and a collective may hold the baton.
  */
 #define _GNU_SOURCE
 #include <pthread.h>
@@ -14,7 +17,15 @@
 #include "server/server.h"
 #include "traffic.h"
 
-enum { PP = 2, MOST_TP = 3, MICROBATCHES = 4, MOST_ISSUED = 64, QUIET = 0, SHARED = 1 };
+enum {
+    LOOKS = 200,
+    PP = 2,
+    MOST_TP = 3,
+    MICROBATCHES = 4,
+    MOST_ISSUED = 64,
+    QUIET = 0,
+    SHARED = 1
+};
 
 /* What the tp_ranks of a pp_rank have issued in this step. */
 typedef struct {
@@ -26,8 +37,12 @@ typedef struct {
     _Atomic bool    over[MOST_TP][MOST_ISSUED];
 } stage;
 
-static stage     stages[PP];
-static smp_comm *comms[PP * MOST_TP];
+static stage stages[PP];
+static bool  in_sequence;
+
+/* Responses that the far rank of a tp_rank has sent. */
+static _Atomic int answers[MOST_TP];
+static smp_comm   *comms[PP * MOST_TP];
 
 /* How a tp_rank's calls differ from the others'. */
 typedef enum { ALIKE, LEAVES_OUT, FAILS } mood;
@@ -42,6 +57,9 @@ typedef struct {
     mood        mood;
     int32_t     in;      /* ... in this microbatch */
     bool        crosses; /* the step function is cross_root() */
+    bool        holds;   /* collectives hold the baton */
+    bool        hears;   /* it reads each response before it waits for it */
+    int32_t     microbatches;
     int         inside;
     int         finished;
 } rank;
@@ -87,13 +105,28 @@ issue(const rank *self, const smp_key *key)
     return &s->over[self->tp_rank][at];
 }
 
+/* As a plain collective of torch.distributed. */
+static void
+hold(const _Atomic bool *over)
+{
+    const int64_t until_ns = smp_clock_ns() + WORLD_PATIENCE_NS;
+
+    while (!atomic_load(over)) {
+        if (smp_clock_ns() > until_ns) {
+            fprintf(stderr, "held for ever\n");
+            abort();
+        }
+        sched_yield();
+    }
+}
+
 static smp_status
 collective(rank *self, uint64_t task, int32_t microbatch, smp_phase phase)
 {
     smp_key       key = smp_key_of(self->pp_rank == 0 ? "near" : "far");
     uint64_t      before;
     _Atomic bool *over;
-    smp_status    status;
+    smp_status    status = SMP_OK;
 
     if (self->mood == LEAVES_OUT && self->in == microbatch && self->pp_rank == 1) {
         return SMP_OK;
@@ -101,14 +134,20 @@ collective(rank *self, uint64_t task, int32_t microbatch, smp_phase phase)
     key.call = smp_call_of(task, SHARED, 0, phase);
     key.microbatch = microbatch;
     key.phase = (int32_t)phase;
-    self->inside--;
-    status = smp_server_line_up(self->server, &key);
-    self->inside++;
+    if (!self->holds) {
+        self->inside--;
+        status = smp_server_line_up(self->server, &key);
+        self->inside++;
+    }
     if (status != SMP_OK) {
         return status;
     }
     before = smp_server_issued_so_far(self->server);
     over = issue(self, &key);
+    if (self->holds) {
+        hold(over);
+        return SMP_OK;
+    }
     status = smp_server_issued(self->server, &key);
     if (status == SMP_OK) {
         self->inside--;
@@ -129,8 +168,18 @@ call(rank *self, int32_t microbatch, int32_t entry, smp_phase phase)
                       .call = smp_server_next_call(self->server),
                       .number = smp_call_of(root, (uint64_t)entry, 0, phase)};
     smp_message *response;
+    const int    answered = atomic_load(&answers[self->tp_rank]);
     smp_status   status = send_to(self, comm_rank(self, 1), e);
 
+    /* Not for ever: what answers may come after what this rank has not asked yet. */
+    for (int i = 0;
+         self->hears && i < LOOKS && atomic_load(&answers[self->tp_rank]) == answered;
+         i++) {
+        sched_yield();
+    }
+    if (self->hears) {
+        smp_server_hear(self->server);
+    }
     if (status == SMP_OK) {
         self->inside--;
         status = smp_server_wait(self->server, e.call, SMP_WAIT_OUTPUTS, entry, 1,
@@ -165,6 +214,7 @@ execute(void *ctx, smp_message *request)
     if (status == SMP_OK) {
         e.kind = SMP_MSG_RESPONSE;
         (void)send_to(self, source, e);
+        atomic_fetch_add(&answers[self->tp_rank], 1);
     } else {
         smp_server_fail(self->server);
     }
@@ -272,11 +322,18 @@ static const smp_server_ops ops = {.worker_begin = ignore,
 static smp_status
 begin(rank *self, world *w)
 {
-    *self = (rank){
-        .w = w, .tp = w->size / PP, .tp_rank = w->rank / PP, .pp_rank = w->rank % PP};
+    *self = (rank){.w = w,
+                   .tp = w->size / PP,
+                   .tp_rank = w->rank / PP,
+                   .pp_rank = w->rank % PP,
+                   .microbatches = MICROBATCHES};
     comms[w->rank] = w->comm;
     w->barrier(w);
-    return smp_server_create(w->comm, w->rank, self->tp, 0, &ops, self, &self->server);
+    return smp_server_create(w->comm,
+                             &(smp_server_place){.rank = w->rank,
+                                                 .pipelines = self->tp,
+                                                 .in_sequence = in_sequence},
+                             0, &ops, self, &self->server);
 }
 
 static int
@@ -300,7 +357,7 @@ make_schedule(const rank *self, smp_schedule **schedule)
         return SMP_OK;
     }
     if (!self->crosses) {
-        return smp_schedule_create(SMP_SCHEDULE_INTERLEAVED, MICROBATCHES,
+        return smp_schedule_create(SMP_SCHEDULE_INTERLEAVED, self->microbatches,
                                    1 + (int32_t)self->step % MICROBATCHES, NULL, 0,
                                    schedule);
     }
@@ -358,6 +415,52 @@ check_step(rank *self)
     return 0;
 }
 
+TEST_RANK(collectives_may_hold_the_baton_in_a_sequence)
+{
+    rank self;
+
+    CHECK_STATUS(begin(&self, w), SMP_OK);
+    self.holds = in_sequence;
+    for (int i = 0; i < 60; i++) {
+        CHECK(check_step(&self) == 0);
+    }
+    return finish(&self);
+}
+
+/* Some find a response that is there already, where others wait for theirs. */
+TEST_RANK(what_a_response_finds_does_not_change_the_sequence)
+{
+    rank self;
+
+    CHECK_STATUS(begin(&self, w), SMP_OK);
+    self.hears = in_sequence && self.tp_rank > 0;
+    for (int i = 0; i < 6; i++) {
+        CHECK(check_step(&self) == 0);
+    }
+    return finish(&self);
+}
+
+/* The leader has nothing to run any more when the others have to hear of it. */
+TEST_RANK(other_calls_in_the_last_run_are_a_mismatch)
+{
+    rank self;
+
+    CHECK_STATUS(begin(&self, w), SMP_OK);
+    self.microbatches = 1;
+    for (int t = 0; in_sequence && t < self.tp; t++) {
+        smp_status status;
+
+        self.mood = self.tp_rank == t ? LEAVES_OUT : ALIKE;
+        self.in = 0;
+        status = run_step(&self);
+        CHECK(status == SMP_ERR_CLOSED || status == SMP_ERR_MISMATCH);
+        if (status == SMP_ERR_MISMATCH) {
+            CHECK(strstr(smp_server_mismatch(self.server), " has come to its end"));
+        }
+    }
+    return finish(&self);
+}
+
 TEST_RANK(pipelines_issue_the_same_in_the_same_order)
 {
     rank self;
@@ -377,10 +480,10 @@ TEST_RANK(a_rank_that_waits_for_a_collective_runs_what_others_wait_for)
     rank self;
 
     CHECK_STATUS(begin(&self, w), SMP_OK);
-    self.crosses = true;
+    self.crosses = !in_sequence; /* where each may run in an order of its own */
     for (int i = 0; i < 20; i++) {
         CHECK_STATUS(run_step(&self), SMP_OK);
-        CHECK(self.pp_rank != 0 || self.finished == 2);
+        CHECK(self.pp_rank != 0 || self.finished == (in_sequence ? MICROBATCHES : 2));
     }
     return finish(&self);
 }
@@ -423,9 +526,17 @@ TEST_RANK(a_call_that_one_tp_rank_leaves_out_fails_the_step_of_all)
         if (status == SMP_ERR_MISMATCH) {
             const char *said = smp_server_mismatch(self.server);
 
-            CHECK(strstr(said, "has called module 'far' (microbatch ") != NULL);
-            CHECK(strstr(said, "tp_rank 0 has ") != NULL);
-            CHECK(strstr(strstr(said, "tp_rank ") + 8, ", and tp_rank ") != NULL);
+            if (in_sequence) {
+                CHECK(strstr(said, "on pp_rank 1: dp_rank 0, microbatch ") == said);
+                CHECK(strstr(said, "; dp_rank ") != NULL);
+                CHECK(strstr(said, " has come to its end") != NULL);
+                CHECK(strstr(said, " waits for the other dp_ranks in module 'far'") !=
+                      NULL);
+            } else {
+                CHECK(strstr(said, "has called module 'far' (microbatch ") != NULL);
+                CHECK(strstr(said, "tp_rank 0 has ") != NULL);
+                CHECK(strstr(strstr(said, "tp_rank ") + 8, ", and tp_rank ") != NULL);
+            }
         }
         CHECK(check_ended(&self) == 0);
         self.mood = ALIKE;
@@ -569,6 +680,9 @@ TEST_RANK(pp_rank_0_passes_another_pipelines_failure_on)
 
 static const world_test tests[] = {
     {.name = "alike", .rank = pipelines_issue_the_same_in_the_same_order},
+    {.name = "early", .rank = what_a_response_finds_does_not_change_the_sequence},
+    {.name = "last_run", .rank = other_calls_in_the_last_run_are_a_mismatch},
+    {.name = "held", .rank = collectives_may_hold_the_baton_in_a_sequence},
     {.name = "crossed",
      .rank = a_rank_that_waits_for_a_collective_runs_what_others_wait_for},
     {.name = "left_out",
@@ -597,10 +711,14 @@ main(int argc, char **argv)
         if (argc > 1 && strstr(tests[i].name, argv[1]) == NULL) {
             continue;
         }
-        for (int tp = 2; tp <= MOST_TP; tp++) {
+        for (int run = 0; run < 2 * (MOST_TP - 1); run++) {
+            const int tp = 2 + run / 2;
+
+            in_sequence = run % 2 == 1;
             ran++;
             if (world_run_threads(&tests[i], "shm", PP * tp) != 0) {
-                printf("FAILED %s, %d ranks\n", tests[i].name, PP * tp);
+                printf("FAILED %s, %d ranks%s\n", tests[i].name, PP * tp,
+                       in_sequence ? " in sequence" : "");
                 failed++;
             }
         }

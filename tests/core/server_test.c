@@ -334,7 +334,9 @@ begin(rank *self, world *w)
     if (smp_turns_create(1, once, &self->turns) != SMP_OK) {
         return SMP_ERR_NO_MEMORY;
     }
-    return smp_server_create(w->comm, w->rank, 1, 0, &ops, self, &self->server);
+    return smp_server_create(w->comm,
+                             &(smp_server_place){.rank = w->rank, .pipelines = 1}, 0,
+                             &ops, self, &self->server);
 }
 
 /* Ends the servers; no rank leaves while another still works. */

@@ -85,7 +85,7 @@ TEST(a_rank_that_does_not_move_is_reported_with_what_it_waits_for)
     smp_board    *board;
     char          said[1024];
 
-    CHECK_STATUS(smp_board_create(0, 2, 1, &board), SMP_OK);
+    CHECK_STATUS(smp_board_create(0, 2, NULL, &board), SMP_OK);
     CHECK_STATUS(smp_board_name(board, paths, 2), SMP_OK);
     smp_board_begin(board, 7);
     smp_board_work(board, (smp_work){.microbatch = 3, .entry = -1});
@@ -122,7 +122,7 @@ TEST(a_rank_that_moves_or_is_in_no_step_is_not_reported)
     smp_board    *board;
     int64_t       until = smp_clock_ns() + 3 * SMP_NS_PER_S / 2;
 
-    CHECK_STATUS(smp_board_create(0, 2, 1, &board), SMP_OK);
+    CHECK_STATUS(smp_board_create(0, 2, NULL, &board), SMP_OK);
     CHECK_STATUS(smp_watchdog_create(board, &config, &watchdog), SMP_OK);
     smp_board_begin(board, 1);
     while (smp_clock_ns() < until) {
@@ -145,7 +145,7 @@ TEST(the_end_comes_at_its_limit)
     smp_watchdog       *watchdog;
     smp_board          *board;
 
-    CHECK_STATUS(smp_board_create(0, 2, 1, &board), SMP_OK);
+    CHECK_STATUS(smp_board_create(0, 2, NULL, &board), SMP_OK);
     smp_board_place(board, "smp.barrier()");
     CHECK_STATUS(smp_watchdog_create(board, &config, &watchdog), SMP_OK);
     wait_for_reports(&l, 1);
@@ -168,7 +168,7 @@ TEST(reports_come_after_twice_the_time_each_until_the_rank_moves)
 
     mover = pthread_self();
     atomic_store(&shown_ns, moved_ns);
-    CHECK_STATUS(smp_board_create(0, 2, 1, &board), SMP_OK);
+    CHECK_STATUS(smp_board_create(0, 2, NULL, &board), SMP_OK);
     CHECK_STATUS(smp_watchdog_create(board, &config, &watchdog), SMP_OK);
     smp_board_begin(board, 1);
     smp_board_end(board);
@@ -206,7 +206,7 @@ TEST(the_board_shows_those_that_wait_longest)
     smp_standing now;
     smp_board   *board;
 
-    CHECK_STATUS(smp_board_create(0, 2, 1, &board), SMP_OK);
+    CHECK_STATUS(smp_board_create(0, 2, NULL, &board), SMP_OK);
     smp_board_begin(board, 1);
     for (uint16_t i = 0; i < 40; i++) {
         smp_board_wait(board, (uint16_t)(39 - i),

@@ -40,8 +40,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#include "device/driver.h"
 #include "comm/shm/user.h"
+#include "device/driver.h"
 
 typedef struct smp_exchange smp_exchange;
 

@@ -18,9 +18,9 @@
 #include <stdint.h>
 #include <sys/types.h>
 
-#include "device/driver.h"
 #include "comm/shm/arena.h"
 #include "comm/shm/segment.h"
+#include "device/driver.h"
 
 typedef struct smp_device_pool smp_device_pool;
 

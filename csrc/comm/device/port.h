@@ -31,9 +31,9 @@
 #include <stdint.h>
 
 #include "comm/comm.h"
-#include "device/driver.h"
 #include "comm/shm/segment.h"
 #include "common/status.h"
+#include "device/driver.h"
 
 typedef struct smp_device_port smp_device_port;
 

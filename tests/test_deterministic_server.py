@@ -1,0 +1,415 @@
+"""Spec: tensor.md 1.7: with ``deterministic_server`` modules that call collectives of their own
+over data-parallel ranks give what one process gives, and other programs on other ranks are an
+error."""
+
+import os
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import smp
+from tests.ranks import on_ranks
+
+WIDTH = 3
+MICROBATCHES = 4
+ROWS = 3  # a microbatch of dp_rank 0 has; of the next one more
+
+
+def summed(x: torch.Tensor) -> torch.Tensor:
+    """The sum over the DP_GROUP, by a collective that holds the baton."""
+    out = x.clone()
+    dist.all_reduce(out, group=smp.get_dp_process_group())
+    return out
+
+
+class SumOverReplicas(torch.autograd.Function):
+    """The loss is the mean of the replicas' losses, so gradients are summed, too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return summed(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return summed(gradient)
+
+
+class SharedNorm(nn.Module):
+    """What nn.SyncBatchNorm does, which refuses tensors of the CPU."""
+
+    def __init__(self, width: int = WIDTH):
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(width, dtype=torch.float64) + 0.5)
+        self.register_buffer("running_mean", torch.zeros(width, dtype=torch.float64))
+        self.shares = True
+
+    def total(self, x: torch.Tensor) -> torch.Tensor:
+        return SumOverReplicas.apply(x) if self.shares else x
+
+    def forward(self, x):
+        count = torch.full((1,), float(len(x)), dtype=torch.float64)
+        count = self.total(count)
+        mean = self.total(x.sum(0)) / count
+        var = self.total((x - mean).square().sum(0)) / count
+        with torch.no_grad():
+            self.running_mean.mul_(0.9).add_(mean, alpha=0.1)
+        return (x - mean) * torch.rsqrt(var + 1e-5) * self.weight
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+        self.norm = SharedNorm()
+
+    def forward(self, x):
+        return torch.tanh(self.norm(self.linear(x)))
+
+
+class Net(nn.Module):
+    """Modules with collectives on both stages, called forth and back between them."""
+
+    def __init__(self):
+        super().__init__()
+        self.near = Block()
+        self.far = Block()
+        self.quiet = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+        self.again = Block()
+
+    def forward(self, x):
+        x = x + self.far(self.near(x))
+        x = x + self.quiet(x)
+        return self.again(x) + self.far(x)
+
+
+def make(kind: type[Net] = Net) -> Any:
+    torch.manual_seed(7)
+    return kind()
+
+
+def on_two_stages(net: Net) -> smp.DistributedModel:
+    smp.set_partition(net, 0)
+    smp.set_partition(net.near, 0)
+    for module in (net.far, net.quiet, net.again):
+        smp.set_partition(module, 1)
+    # A bucket for each parameter: none goes among the modules' collectives.
+    return smp.DistributedModel(net, bucket_cap_mb=1e-6, broadcast_buffers=False)
+
+
+def data_of(dp_rank: int, step: int = 0) -> torch.Tensor:
+    """Samples of the replica, other numbers of them."""
+    torch.manual_seed(50 + dp_rank + 10 * step)
+    return torch.randn((ROWS + dp_rank) * MICROBATCHES, WIDTH, dtype=torch.float64)
+
+
+@smp.step
+def train(model, x):
+    y = model(x)
+    model.backward(y.square().mean())
+    return y
+
+
+@smp.step
+def forward(model, x):
+    return model(x)
+
+
+class Reference:
+    """All replicas' samples in one process, microbatch by microbatch."""
+
+    def __init__(self) -> None:
+        self.net = make()
+        for module in self.net.modules():
+            if isinstance(module, SharedNorm):
+                module.shares = False
+
+    def train(self, step: int, dp_size: int) -> list[torch.Tensor]:
+        """Gradients of the mean loss; the replicas' outputs."""
+        self.net.zero_grad()
+        pieces = [data_of(dp, step).chunk(MICROBATCHES) for dp in range(dp_size)]
+        outputs: list[list[torch.Tensor]] = [[] for _ in range(dp_size)]
+        for xs in zip(*pieces, strict=True):
+            ys = self.net(torch.cat(xs)).split([len(x) for x in xs])
+            loss = sum(y.square().mean() for y in ys) / (dp_size * MICROBATCHES)
+            loss.backward()
+            for output, y in zip(outputs, ys, strict=True):
+                output.append(y.detach())
+        return [torch.cat(output) for output in outputs]
+
+
+def check_step(model: smp.DistributedModel, reference: Reference, step: int) -> None:
+    """One step gives what one process gives."""
+    model.zero_grad()
+    got = train(model, data_of(smp.dp_rank(), step)).concat()
+    want = reference.train(step, smp.dp_size())
+    torch.testing.assert_close(got, want[smp.dp_rank()], rtol=1e-10, atol=1e-10)
+    check_state(model, reference)
+
+
+def check_state(model: smp.DistributedModel, reference: Reference) -> None:
+    parameters = dict(reference.net.named_parameters())
+    for name, parameter in model.local_named_parameters():
+        torch.testing.assert_close(
+            parameter.grad, parameters[name].grad, rtol=1e-10, atol=1e-10
+        )
+    buffers = dict(reference.net.named_buffers())
+    for name, buffer in model.local_named_buffers():
+        torch.testing.assert_close(buffer, buffers[name], rtol=1e-10, atol=1e-10)
+
+
+def begin(**config: Any) -> None:
+    os.environ["SMP_JITTER"] = str(11 + int(os.environ.get("OMPI_COMM_WORLD_RANK", "0")))
+    smp.init(
+        {
+            "pipeline_parallel_degree": 2,
+            "microbatches": MICROBATCHES,
+            "active_microbatches": MICROBATCHES,
+            "deterministic_server": True,
+            "ddp": True,
+            **config,
+        }
+    )
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("pipeline", ["simple", "interleaved"])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_statistics_are_those_of_all_replicas(pipeline, tp):
+    begin(pipeline=pipeline, tensor_parallel_degree=tp)
+    model, reference = on_two_stages(make()), Reference()
+    for step in range(6):
+        check_step(model, reference, step)
+
+
+# ----------------------------------------------------------------------------- failures
+
+
+class Moody(Net):
+    """A net that goes another way in one call on one replica, or raises there."""
+
+    dp_rank = -1  # of the mood
+    mood = ""
+    at = 0  # in the forward of this number of the step
+    forwards = 0
+
+    def forward(self, x):
+        now = smp.dp_rank() == self.dp_rank and self.forwards == self.at
+        self.forwards += 1
+        if now and self.mood == "raises":
+            raise ValueError("not today")
+        x = x + self.far(self.near(x))
+        if not (now and self.mood == "leaves out"):
+            x = x + self.quiet(x)
+        if now and self.mood == "calls another":
+            return self.quiet(x) + self.far(x)
+        return self.again(x) + self.far(x)
+
+    def become(self, dp_rank: int, mood: str, at: int = 0) -> None:
+        self.dp_rank, self.mood, self.at, self.forwards = dp_rank, mood, at, 0
+
+
+def moody(**config: Any) -> tuple[Moody, smp.DistributedModel, Reference]:
+    begin(**config)
+    net = make(Moody)
+    model, reference = on_two_stages(net), Reference()
+    check_step(model, reference, 0)
+    return net, model, reference
+
+
+def check_next(model: smp.DistributedModel, reference: Reference) -> None:
+    """The step that failed has left nothing: the next one is as if it had not been."""
+    for step in (1, 2):
+        check_step(model, reference, step)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("trains", [True, False])
+@pytest.mark.parametrize("dp_rank", [0, 1])
+@pytest.mark.parametrize("mood", ["leaves out", "calls another"])
+def test_other_programs_are_an_error_that_names_both(mood, dp_rank, trains):
+    net, model, reference = moody()
+    for at in (0, MICROBATCHES - 1):
+        net.become(dp_rank, mood, at)
+        with pytest.raises(RuntimeError, match=r"\[SMP_ERR_MISMATCH\]") as caught:
+            (train if trains else forward)(model, data_of(smp.dp_rank()))
+        said = str(caught.value)
+        assert "dp_rank 0, microbatch" in said and "dp_rank 1, microbatch" in said
+        assert "module 'quiet'" in said and "module 'again'" in said
+    net.become(-1, "")
+    check_next(model, reference)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("dp_rank", [0, 1])
+def test_after_a_failure_of_one_replica_the_next_step_works(dp_rank):
+    net, model, reference = moody()
+    for at in range(MICROBATCHES):
+        net.become(dp_rank, "raises", at)
+        with pytest.raises(ValueError, match="not today"):
+            train(model, data_of(smp.dp_rank()))
+        with pytest.raises(ValueError, match="not today"), torch.no_grad():
+            net.become(dp_rank, "raises", at)
+            forward(model, data_of(smp.dp_rank()))
+    net.become(-1, "")
+    check_next(model, reference)
+
+
+class Faulty(Block):
+    """Raises between its collectives, on one rank, while the others wait in them."""
+
+    raises = False
+    calls = 0
+
+    def forward(self, x):
+        self.calls = call = self.calls + 1
+        x = self.norm(self.linear(x))
+        if self.raises and call == 3:
+            raise ValueError("not in here")
+        return torch.tanh(self.norm(x))
+
+
+class FaultyNet(Net):
+    def __init__(self):
+        super().__init__()
+        self.far = Faulty()
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("dp_rank", [0, 1])
+def test_who_waits_in_a_collective_of_a_module_that_failed_fails_with_it(dp_rank):
+    begin()
+    net = make(FaultyNet)
+    model = on_two_stages(net)
+    x = data_of(smp.dp_rank())
+    want = forward(model, x).concat()
+    for _ in range(3):
+        net.far.raises, net.far.calls = smp.dp_rank() == dp_rank, 0
+        with pytest.raises(ValueError, match="not in here"):
+            train(model, x)
+        net.far.raises = False
+        torch.testing.assert_close(forward(model, x).concat(), want)
+
+
+@on_ranks(4)
+def test_the_traced_run_fails_on_all_ranks():
+    begin()
+    net = make(FaultyNet)
+    model = on_two_stages(net)
+    net.far.raises, net.far.calls = smp.dp_rank() == 1, 1
+    with pytest.raises(ValueError, match="not in here"):
+        train(model, data_of(smp.dp_rank()))
+    net.far.raises = False
+    train(model, data_of(smp.dp_rank()))
+
+
+# ---------------------------------------------------------------------- nn.SyncBatchNorm
+
+
+class WithSyncBatchNorm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.SyncBatchNorm(WIDTH)
+
+    def forward(self, x):
+        return self.norm(self.linear(x))
+
+
+class OwnSyncBatchNorm(nn.SyncBatchNorm):
+    pass
+
+
+def split_sync_batch_norm() -> tuple[WithSyncBatchNorm, smp.DistributedModel]:
+    net = WithSyncBatchNorm()
+    smp.set_partition(net.linear, 0)
+    smp.set_partition(net.norm, 1)
+    return net, smp.DistributedModel(net)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("kind", [nn.SyncBatchNorm, OwnSyncBatchNorm])
+def test_sync_batch_norm_in_a_pipeline_says_what_to_set(kind):
+    begin(deterministic_server=False)
+    net = WithSyncBatchNorm()
+    net.norm = kind(WIDTH)
+    model = smp.DistributedModel(net)
+    with pytest.raises(RuntimeError, match=rf"module 'norm' \({kind.__name__}\)") as caught:
+        forward(model, torch.ones(8, WIDTH))
+    assert "'deterministic_server': True" in str(caught.value)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("prescaled", [False, True])
+def test_sync_batch_norm_is_over_the_ranks_of_its_stage(prescaled):
+    begin(tensor_parallel_degree=2 if prescaled else 1, prescaled_batch=prescaled)
+    net, model = split_sync_batch_norm()
+    model.eval()  # in training torch refuses tensors of the CPU
+    x = torch.randn(8, WIDTH)
+    forward(model, x)
+    group = smp.get_rdp_process_group() if prescaled else smp.get_dp_process_group()
+    assert net.norm.process_group is group
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("delayed", [False, True])
+def test_sync_batch_norm_is_traced_by_itself(delayed):
+    """What then refuses tensors of the CPU is the stage that runs it."""
+    begin()
+    with smp.delay_param_initialization(enabled=delayed):
+        _, model = split_sync_batch_norm()
+    with pytest.raises(ValueError, match="to be on GPU") as caught:
+        forward(model, torch.ones(8, WIDTH))
+    assert model.partitioned
+    assert any("in module 'norm', microbatch" in note for note in caught.value.__notes__)
+
+
+@on_ranks(4)
+def test_join_is_refused():
+    begin()
+    model = on_two_stages(make())
+    with pytest.raises(NotImplementedError, match="as many batches"), model.join():
+        pass
+
+
+@on_ranks(4)
+def test_a_group_of_other_stages_is_an_error():
+    begin()
+    net = WithSyncBatchNorm()
+    net.norm = nn.SyncBatchNorm(WIDTH, process_group=smp.get_pp_process_group())
+    model = smp.DistributedModel(net)
+    with pytest.raises(ValueError, match="module 'norm' .* run other parts of the model"):
+        forward(model, torch.ones(8, WIDTH))
+
+
+@on_ranks(2)
+def test_one_replica_needs_no_order():
+    begin(deterministic_server=False)
+    net, model = split_sync_batch_norm()
+    model.eval()
+    forward(model, torch.ones(8, WIDTH))
+    assert net.norm.process_group is smp.get_dp_process_group()
+
+
+@on_ranks(2)
+def test_without_a_pipeline_nothing_is_to_be_set():
+    begin(pipeline_parallel_degree=1, deterministic_server=False)
+    model, reference = smp.DistributedModel(make(), broadcast_buffers=False), Reference()
+    for step in range(2):
+        check_step(model, reference, step)
+
+
+# ------------------------------------------------------------------------------- at length
+
+
+@on_ranks(6, timeout_s=300)
+@pytest.mark.stress
+@pytest.mark.parametrize("placement", ["cluster", "spread", "PDT"])
+@pytest.mark.parametrize("pipeline", ["simple", "interleaved"])
+def test_three_replicas_and_two_stages(pipeline, placement):
+    begin(pipeline=pipeline, placement_strategy=placement)
+    model, reference = on_two_stages(make()), Reference()
+    for step in range(40):
+        check_step(model, reference, step)
