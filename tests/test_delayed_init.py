@@ -110,6 +110,21 @@ def test_delayed_values_are_those_of_plain_construction(name):
         assert [d.p for d in model.drops] == [d.p for d in want.drops]
 
 
+@on_ranks(1)
+def test_values_have_the_default_dtype_of_their_construction():
+    """It is another one when the values are made."""
+    smp.init({})
+    torch.set_default_dtype(torch.float64)
+    want, _ = made(Odd, 3, delayed=False)
+    model, _ = made(Odd, 3, delayed=True)
+    torch.set_default_dtype(torch.float32)
+
+    smp.DistributedModel(model)
+
+    assert_same(model.state_dict(), want.state_dict())
+    assert torch.get_default_dtype() == torch.float32
+
+
 @on_ranks(2)
 def test_each_rank_makes_its_own_parameters_alone():
     """After the partition: own values, no memory for others; training equals undelayed."""

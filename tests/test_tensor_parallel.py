@@ -708,6 +708,9 @@ def test_slices_join_to_the_whole(parts, unit, blocks):
         local = [slices.take(whole, part) for part in range(parts)]
         assert torch.equal(slices.join(local), whole)
         assert [t.size(axis) for t in local] == [slices.local_size(p) for p in range(parts)]
+        # A rank that keeps its slice does not keep the whole.
+        assert all(t.is_contiguous() for t in local)
+        assert all(t.untyped_storage().nbytes() == t.nbytes for t in local)
         assert all(t.size(axis) % (unit * blocks) == 0 for t in local)
         assert slices_of(whole) is None
 

@@ -161,6 +161,22 @@ TEST(a_run_without_backward_gives_its_place_to_the_next)
     return 0;
 }
 
+TEST(a_listed_forward_waits_while_as_many_as_allowed_are_active)
+{
+    static const smp_turn turns[] = {
+        {0, SMP_FORWARD}, {1, SMP_FORWARD}, {0, SMP_BACKWARD}, {1, SMP_BACKWARD}};
+    plan p = {.kind = SMP_SCHEDULE_LISTED,
+              .microbatches = 2,
+              .active = 1,
+              .turns = turns,
+              .nturns = 4,
+              .forward_ticks = 2,
+              .without_backward = {true, true}};
+
+    CHECK_PICTURE(p, "F0 .. F1 ..");
+    return 0;
+}
+
 static smp_status
 create_listed(const smp_turn *turns, int32_t nturns)
 {
@@ -212,6 +228,7 @@ main(int argc, char **argv)
         {"active", the_third_forward_waits_while_two_microbatches_are_active},
         {"one_active", one_active_microbatch_is_plain_accumulation},
         {"listed", a_listed_order_is_followed_strictly},
+        {"listed_active", a_listed_forward_waits_while_as_many_as_allowed_are_active},
         {"without_backward", a_run_without_backward_gives_its_place_to_the_next},
         {"invalid",
          an_order_that_names_not_each_forward_once_before_its_backward_is_invalid},
