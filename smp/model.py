@@ -1,6 +1,5 @@
 """``DistributedModel``: the user's module, partitioned over the PP_GROUP."""
 
-import weakref
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
@@ -119,7 +118,7 @@ class DistributedModel(nn.Module):
         self._smp_post_partition_hooks: OrderedDict[int, Callable] = OrderedDict()
         self._smp_post_step_hooks: OrderedDict[int, Callable] = OrderedDict()
         state.model = self
-        self._smp_runtime.models.append(weakref.ref(self))
+        self._smp_runtime.add_model(self)
         self._smp_entries: list[remote_modules.Entry] = []
         # Modules on this rank whose forward changes their buffers.
         self._smp_stateful: list[nn.Module] = []

@@ -5,6 +5,7 @@ gradients are summed in rank order and divided once.
 """
 
 import copy
+import gc
 import random
 
 import pytest
@@ -244,6 +245,22 @@ def test_a_backward_that_raised_outside_a_step_fails_on_all_replicas_and_the_nex
     for rank, replica in enumerate(replicas):
         replica(batch_of(rank)).square().mean().backward()
     assert_same_bits(local_gradients(model), averaged(replicas))
+
+
+@on_ranks(2)
+def test_a_model_that_was_let_go_counts_on_no_rank():
+    """It is in a cycle, and one rank collects its garbage before the other."""
+    smp.init({"ddp": True})
+    gc.disable()
+    try:
+        for _ in range(2):
+            model = smp.DistributedModel(plain_model())
+            model.__dict__["cycle"] = [model]
+            if smp.dp_rank() == 1:
+                gc.collect()
+            smp.step(mean_loss)(model, batch_of(smp.dp_rank()))
+    finally:
+        gc.enable()
 
 
 class Checkpointed(nn.Module):

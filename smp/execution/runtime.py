@@ -3,6 +3,7 @@
 ``smp.init`` starts it after the groups are formed, ``smp.shutdown`` stops it first.
 """
 
+import gc
 import secrets
 import weakref
 from array import array
@@ -68,6 +69,7 @@ class Runtime:
             r for r in range(job.boot.size) if job.placement.coordinates(r).pp == 0
         )
         self.models: list[weakref.ref[DistributedModel]] = []
+        self.has_new_model = False  # since the last step
         self.after_partition: list[Callable[[], None]] = []  # loads that wait for it
         # The exceptions that this rank described last, with their descriptions.
         self.local_errors: deque[tuple[tuple, BaseException]] = deque(maxlen=_ERRORS_KEPT)
@@ -270,6 +272,21 @@ class Runtime:
         """The number of a new gate that a microbatch passes ``calls`` times."""
         self.gates.append(calls)
         return len(self.gates) - 1
+
+    def add_model(self, model: "DistributedModel") -> None:
+        """Register a model, which is made on all ranks."""
+        self.models.append(weakref.ref(model))
+        self.has_new_model = True
+
+    def forget_old_models(self) -> None:
+        """Before the first step after a model was made: those that it took the place of.
+
+        What the script has let go may live in a cycle of references until the garbage is
+        collected, which each rank does at moments of its own; here all do.
+        """
+        if self.has_new_model and len(self.models) > 1:
+            gc.collect()
+        self.has_new_model = False
 
     def live_models(self) -> list["DistributedModel"]:
         """The models that still exist, in order of creation: alike on all ranks."""

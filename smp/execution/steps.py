@@ -172,6 +172,7 @@ class Step:
         rt = self.rt
         _begin(rt, self.function)
         try:
+            rt.forget_old_models()
             models = rt.live_models()
             refused = self._split_or_refuse(args, kwargs)
             if rt.pp_size > 1:
