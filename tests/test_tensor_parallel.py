@@ -544,6 +544,25 @@ def test_state_of_another_shape_than_the_parameters_stays_as_it_is():
 
 
 @on_ranks(2, timeout_s=120)
+def test_a_partial_state_of_another_degree_is_refused():
+    smp.init({"tensor_parallel_degree": 2})
+    job = WholeJob(
+        small_gpt2(), next_token_loss, tokens, lambda p: Scaling(p, lr=0.1, momentum=0.9)
+    )
+    job.step(0)
+    partial = copy.deepcopy(job.optimizer.local_state_dict())
+    job.optimizer.load_state_dict(copy.deepcopy(partial))
+    names = [name for name, _ in job.model.named_parameters()]
+    number = names.index("transformer.h.0.mlp.c_fc.weight")
+    state = partial["state"][number]
+    state["momentum_buffer"] = torch.cat([state["momentum_buffer"]] * 2, 1)
+    with pytest.raises(
+        ValueError, match=rf"'momentum_buffer' of parameter {number} has shape .*"
+    ):
+        job.optimizer.load_state_dict(partial)
+
+
+@on_ranks(2, timeout_s=120)
 def test_another_shape_is_refused_by_name():
     smp.init({"tensor_parallel_degree": 2})
     model = smp.DistributedModel(small_gpt2())

@@ -119,6 +119,17 @@ class _Cut(NamedTuple):
     slices: Slices
     shape: list[int]  # of the whole
 
+    def is_of_others(self, value: Any) -> bool:
+        """Whether it has the shape of a slice, but of another than this rank's."""
+        if not isinstance(value, Tensor) or value.dim() != len(self.shape):
+            return False
+        own = list(self.shape)
+        own[self.slices.axis] = self.slices.local_size(group.rank())
+        alike = list(value.shape)
+        alike[self.slices.axis] = own[self.slices.axis]
+        # One number for all along the axis is no slice.
+        return alike == own and value.size(self.slices.axis) not in (own[self.slices.axis], 1)
+
     def is_like(self, value: Any) -> bool:
         """Whether a tensor of tp_rank 0's state has the shape of its slice."""
         first = list(self.shape)
@@ -159,6 +170,23 @@ def _own_slices(optimizer: "DistributedOptimizer", by_number: Mapping[Any, Any])
     return out
 
 
+def _refuse_other_slices(
+    optimizer: "DistributedOptimizer", by_number: Mapping[Any, Any]
+) -> None:
+    """Raises ValueError where a partial state has slices of another tp_rank or degree."""
+    for number, cut in _slices(optimizer).items():
+        own = cut.slices.local_size(group.rank())
+        for key, value in (by_number.get(number) or {}).items():
+            if cut.is_of_others(value):
+                raise ValueError(
+                    f"smp: optimizer.load_state_dict: '{key}' of parameter {number} has shape "
+                    f"{list(value.shape)}, and this rank (tp_rank {group.rank()} of "
+                    f"{group.size()}) has {own} of {cut.shape[cut.slices.axis]} along axis "
+                    f"{cut.slices.axis}: a partial state loads under the degree, and on the "
+                    "tp_rank, that saved it; state_dict() loads under any"
+                )
+
+
 def load(optimizer: "DistributedOptimizer", state_dict: Mapping[str, Any]) -> None:
     """Load a full dict, or a partial one on every rank of the MP_GROUP.
 
@@ -166,7 +194,7 @@ def load(optimizer: "DistributedOptimizer", state_dict: Mapping[str, Any]) -> No
     state waits.
 
     Raises:
-        ValueError: groups of other sizes.
+        ValueError: groups of other sizes; a partial dict of another tensor_parallel_degree.
     """
     given = dict(state_dict)
     partial = bool(given.pop(IS_PARTIAL, False))
@@ -198,6 +226,7 @@ def _load_by_number(
         mine += [key for key in by_number if not isinstance(key, int)]
         replica = Replica("optimizer.load_state_dict", CommGroup.PP_GROUP)
         by_number = replica.route(by_number, mine)
+        _refuse_other_slices(optimizer, by_number)
     else:
         by_number = _own_slices(optimizer, by_number)
     wrapped = optimizer.optimizer
