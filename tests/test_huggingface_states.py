@@ -1,7 +1,7 @@
 """States of optimizers of models with distributed modules in the place of Hugging Face's.
 
-They are those of the plain model's optimizer, to and fro.  The reference is the plain model in
-one process, in float64.
+They are those of the plain model's optimizer, there and back.  The reference is the plain model
+in one process, in float64.
 """
 
 import copy
