@@ -62,6 +62,8 @@ def test_an_sdist_has_all_sources_also_where_no_mpicc_is(checkout: Path):
     sources = {str(path.relative_to(checkout)) for path in checkout.glob("csrc/**/*.[ch]")}
     assert "csrc/comm/mpi/mpi.c" in sources
     assert sources <= names
+    assert "csrc/tp_kernels/gpu.cu" in names
+    assert not any(name.startswith("build/") for name in names)
     assert {"smp/py.typed", "smp/_core.pyi", "CHANGELOG.md", "LICENSE"} <= names
 
 
@@ -88,7 +90,10 @@ def test_a_wheel_of_the_sdist_trains_on_two_ranks(checkout: Path, tmp_path: Path
 
 
 def test_another_system_than_linux_is_refused_in_one_line(checkout: Path):
-    elsewhere = "import setuptools, sys; sys.platform = 'darwin'; exec(open('setup.py').read())"
+    elsewhere = (
+        "import setuptools.command.build_ext, sys; sys.platform = 'darwin'; "
+        "exec(open('setup.py').read())"
+    )
     done = python("-c", elsewhere, cwd=checkout)
 
     assert done.returncode == 1
