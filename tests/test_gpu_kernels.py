@@ -122,6 +122,22 @@ def test_one_that_computes_something_else_is_not_trusted(device, name, monkeypat
 
 @alone
 @on_pretended
+def test_a_device_whose_tensors_cannot_be_borrowed_is_torchs(device, monkeypatch):
+    on = begin()
+
+    def refuse(tensor):
+        raise BufferError("no DLPack")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_core, "tp_gpu_open", refuse)
+        x = torch.ones(3, 4, device=on)
+        dropped = kernels.dropout(x, DROP)
+    torch.testing.assert_close(dropped.cpu(), kernels.dropout(x.cpu(), DROP))
+    assert gpu_kernels._known == {on: False}
+
+
+@alone
+@on_pretended
 def test_a_launch_that_fails_later_says_what_the_driver_says(device):
     on = begin()
     assert gpu_kernels.usable(on)

@@ -57,7 +57,10 @@ def _force(to: bool) -> Iterator[None]:
 def _can_be_trusted(device: torch.device) -> bool:
     if device.type == "meta":
         return False
-    refused = _core.tp_gpu_open(torch.zeros(1, device=device))
+    try:
+        refused = _core.tp_gpu_open(torch.zeros(1, device=device))
+    except (BufferError, RuntimeError) as error:  # a device whose tensors nobody can borrow
+        refused = str(error)
     if refused is not None:
         return False  # built without them, or no CUDA device: nothing to warn of
     try:
