@@ -58,7 +58,7 @@ def flags() -> list[str]:
     out += ["-UNDEBUG"] if os.environ.get("SMP_DEBUG") == "1" else ["-DNDEBUG"]
     if sanitize := os.environ.get("SMP_SANITIZE"):
         out += [f"-fsanitize={sanitize}", "-fno-omit-frame-pointer", "-g"]
-    return out
+    return out + shlex.split(os.environ.get("CFLAGS", ""))  # the last word is the user's
 
 
 def link_flags() -> list[str]:

@@ -4,7 +4,8 @@ two tiers, and shows where the time went.
 The gate is what every change passes, and a plain ``pytest`` runs: quick, and no verdict of it
 depends on the machine's pace.  The rest is marked ``stress`` (``pytest -m stress``; a test by
 its name: ``pytest -m "" ...``).  Of a test with many cases, ``@pytest.mark.sample(n)`` leaves
-so many in the gate.
+so many in the gate, and twice as many others in stress (``SEEDS=5``: five times that); what is
+beyond is marked ``wide``.
 """
 
 import itertools
@@ -30,6 +31,7 @@ def pytest_configure(config: pytest.Config) -> None:
     )
     config.addinivalue_line("markers", "stress: not in the gate")
     config.addinivalue_line("markers", "sample(n): n of the test's cases are in the gate")
+    config.addinivalue_line("markers", "wide: in stress with a higher SEEDS alone")
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         # A shell that starts pytest in the background has it ignored; scripts inherit that.
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -49,8 +51,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             sampled.setdefault((item.path, item.originalname), []).append(item)
     for cases in sampled.values():
         count = min(case.get_closest_marker("sample").args[0] for case in cases)
-        for case in set(cases) - set(sample(cases, count)):
+        chosen = sample(cases, count * (1 + 2 * ranks.SEEDS))
+        for case in chosen[count:]:
             case.add_marker("stress")
+        for case in set(cases) - set(chosen):
+            case.add_marker("wide")
 
 
 def sample(cases: list[pytest.Function], count: int) -> list[pytest.Function]:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import smp
-from tests.ranks import on_ranks
+from tests.ranks import SEEDS, on_ranks
 
 WIDTH = 3
 MICROBATCHES = 4
@@ -411,5 +411,5 @@ def test_without_a_pipeline_nothing_is_to_be_set():
 def test_three_replicas_and_two_stages(pipeline, placement):
     begin(pipeline=pipeline, placement_strategy=placement)
     model, reference = on_two_stages(make()), Reference()
-    for step in range(40):
+    for step in range(15 * SEEDS):
         check_step(model, reference, step)

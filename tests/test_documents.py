@@ -103,7 +103,9 @@ def test_the_cells_of_the_notebook_page_run_one_after_the_other(tmp_path):
         [sys.executable, path], env=rank_environment(), capture_output=True, text=True
     )
 
-    assert done.returncode == 0 and not done.stderr, done.stderr
+    # A line of progress, where it takes long, is no complaint.
+    said = [line for line in done.stderr.splitlines() if "tracing the model" not in line]
+    assert done.returncode == 0 and not said, done.stderr
     assert done.stdout.startswith("picture <svg\nPartition over 3 ranks")
     assert " kept " in done.stdout
     costs, losses, last = re.findall("^shown (.*)$", done.stdout, re.M)

@@ -4,6 +4,7 @@ Each host has its own network, host name, System V memory and /dev/shm, so that 
 network connects its ranks to those of the other.  Needs root, ``ip`` and ``unshare``.
 """
 
+import json
 import os
 import re
 import select
@@ -28,37 +29,65 @@ PORT = "29577"  # of the store, in the network of a host
 ONE_SHM = "SMP_TEST_ONE_SHM"  # set: hosts share this machine's /dev/shm
 # Lost hosts are named after a few seconds; a busy machine may take longer.
 SOON_S = 40
-SCRIPT = """
-import sys
-import torch
-import torch.distributed as dist
-import smp
 
-smp.init({"pipeline_parallel_degree": 2, "placement_strategy": sys.argv[1]})
-total = torch.tensor(float(smp.rank()))
-dist.all_reduce(total)
-seen = (
-    smp.rank(), smp.local_rank(), smp.local_size(), smp.instance_id(), smp.is_multi_node(),
-    smp.get_pp_group(), total.item(), smp.allgather(smp.rank(), smp.WORLD),
-)
-sys.stdout.write(f"seen {seen}\\n")
-sys.stdout.flush()
-smp.barrier()
-"""
-
-EQUAL_SCRIPT = """
+# Argument: a list of the cases below, each of which has a smp.init of its own.  Rank 0 prints
+# for each what all of its ranks have seen.
+PIPELINES_SCRIPT = """
+import hashlib
 import json
 import sys
 import smp
 import torch
-from tests.test_transports import begin, check_against_the_cut_loop, used
+import torch.distributed as dist
+from tests.test_transports import Chain, begin, check_against_the_cut_loop, train_step, used
 
-torch.manual_seed(0)
-begin(**json.loads(sys.argv[1]))
-check_against_the_cut_loop(30)
-sys.stdout.write(f"rank {smp.rank()} over {sorted(used())}\\n")
-sys.stdout.flush()
-smp.barrier()
+
+def places(strategy):
+    smp.init({"pipeline_parallel_degree": 2, "placement_strategy": strategy})
+    total = torch.tensor(float(smp.rank()))
+    dist.all_reduce(total)
+    return [
+        smp.rank(), smp.local_rank(), smp.local_size(), smp.instance_id(), smp.is_multi_node(),
+        smp.get_pp_group(), total.item(), smp.allgather(smp.rank(), smp.WORLD),
+    ]
+
+
+def equal(config):
+    torch.manual_seed(0)
+    begin(**config)
+    check_against_the_cut_loop(30)
+    return sorted(used())
+
+
+def replicas(transports):  # two of two ranks each; the configuration is the groups', too
+    begin(pipeline_parallel_degree=2, ddp=True, comm_transports=transports)
+    torch.manual_seed(0)
+    model = Chain(3)
+    for i in range(3):
+        smp.set_partition(model.blocks[i], i % 2)
+    model = smp.DistributedModel(model)
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    step = smp.step(train_step)
+    for _ in range(3):
+        torch.manual_seed(10 + smp.dp_rank())
+        step(model, torch.randn(300, 64))
+        optimizer.step()
+        optimizer.zero_grad()
+    seen = hashlib.blake2b()
+    for name, parameter in model.local_named_parameters():
+        seen.update(name.encode() + parameter.detach().numpy().tobytes())
+    groups = [group for group in smp.comm_report().groups if len(group.ranks) == 2]
+    over = {way for group in groups for way in group.to_hosts}
+    return [seen.hexdigest(), sorted(over), sorted(used())]
+
+
+for kind, argument in json.loads(sys.argv[1]):
+    seen = {"places": places, "equal": equal, "replicas": replicas}[kind](argument)
+    everywhere = smp.allgather(seen, smp.WORLD)
+    if smp.rank() == 0:
+        sys.stdout.write(json.dumps([kind, argument, everywhere]) + "\\n")
+        sys.stdout.flush()
+    smp.reset()
 """
 COLLECTIVES_SCRIPT = """
 import hashlib
@@ -138,10 +167,19 @@ sys.stdout.flush()
 dist.destroy_process_group()
 """
 
-BEGIN = """
-smp.init({"pipeline_parallel_degree": 2, "microbatches": 3, "active_microbatches": 3})
+ONE_HOST_SCRIPT = """
+import sys
+import smp
+import torch
+from tests.test_transports import begin, check_against_the_cut_loop, used
+
+torch.manual_seed(0)
+begin()
 assert (smp.local_rank(), smp.local_size(), smp.is_multi_node()) == (smp.rank(), 2, False)
 assert smp.allgather(smp.rank(), smp.WORLD) == [0, 1]
+check_against_the_cut_loop(30)
+sys.stdout.write(f"rank {smp.rank()} over {sorted(used())}\\n")
+sys.stdout.flush()
 """
 
 # What the sockets of smddp are connected to.
@@ -164,39 +202,6 @@ for line in open("/proc/net/tcp").read().splitlines()[1:]:
 dist.barrier()
 """
 
-# Two replicas of two ranks each; the configuration is the job's, so the groups' too.
-REPLICAS_SCRIPT = """
-import hashlib
-import json
-import sys
-import smp
-import torch
-from tests.test_transports import Chain, begin, train_step, used
-
-transports = json.loads(sys.argv[1])
-begin(pipeline_parallel_degree=2, ddp=True, comm_transports=transports)
-torch.manual_seed(0)
-model = Chain(3)
-for i in range(3):
-    smp.set_partition(model.blocks[i], i % 2)
-model = smp.DistributedModel(model)
-optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-step = smp.step(train_step)
-for _ in range(3):
-    torch.manual_seed(10 + smp.dp_rank())
-    step(model, torch.randn(300, 64))
-    optimizer.step()
-    optimizer.zero_grad()
-seen = hashlib.blake2b()
-for name, parameter in model.local_named_parameters():
-    seen.update(name.encode() + parameter.detach().numpy().tobytes())
-groups = [group for group in smp.comm_report().groups if len(group.ranks) == 2]
-over = {way for group in groups for way in group.to_hosts}
-sys.stdout.write(f"{smp.rank()} {seen.hexdigest()} over {sorted(over)}, {used()}\\n")
-sys.stdout.flush()
-smp.barrier()
-"""
-
 
 def ip(*arguments: str) -> None:
     subprocess.run(["ip", *arguments], check=True, capture_output=True)
@@ -204,6 +209,13 @@ def ip(*arguments: str) -> None:
 
 @pytest.fixture
 def agent(tmp_path) -> Iterator[Path]:
+    """Hosts of a test's own."""
+    with hosts(tmp_path) as path:
+        yield path
+
+
+@contextmanager
+def hosts(folder: Path) -> Iterator[Path]:
     """What mpirun starts its daemons with, in place of ssh: host i is 10.77.0.i."""
     need("ip", "unshare")
     names = [f"smp-test-{os.getpid()}-{i}" for i in range(HOSTS + 1)]
@@ -238,7 +250,7 @@ def agent(tmp_path) -> Iterator[Path]:
             ip("-n", host, "addr", "add", f"10.77.0.{i}/24", "dev", "net")
             ip("-n", host, "link", "set", "net", "up")
             ip("-n", host, "link", "set", "lo", "up")
-        path = tmp_path / "agent"
+        path = folder / "agent"
         path.write_text(
             "#!/bin/sh\n"
             "host=$1; shift\n"
@@ -248,7 +260,7 @@ def agent(tmp_path) -> Iterator[Path]:
             '\' sh host-${host##*.} "$*"\n'
         )
         path.chmod(0o755)
-        (tmp_path / "switch").write_text(switch)
+        (folder / "switch").write_text(switch)
         yield path
     finally:
         for name in made:
@@ -295,41 +307,50 @@ def mpirun_on_hosts(
     return out
 
 
-@pytest.mark.parametrize(
-    "strategy, groups", [("cluster", [[0, 1], [2, 3]]), ("spread", [[0, 2], [1, 3]])]
-)
-def test_two_hosts_with_two_ranks_each(agent, tmp_path, strategy, groups):
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
+STRATEGIES = {"cluster": [[0, 1], [2, 3]], "spread": [[0, 2], [1, 3]]}
+TRANSPORTS = {
+    "default": ({}, ["shm", "tcp"]),
+    "tcp": ({"comm_transports": ["tcp"], "comm_interface": "10.77.0.0/24"}, ["tcp"]),
+    "mpi": ({"comm_transports": ["shm", "mpi"]}, ["mpi", "shm"]),
+    "ucx": ({"comm_transports": ["shm", "ucx"]}, ["shm", "ucx"]),
+    "ucx alone": ({"comm_transports": ["ucx"], "comm_interface": "10.77.0.0/24"}, ["ucx"]),
+}
+REPLICAS = ["tcp", "ucx", "mpi"]
 
-    out = mpirun_on_hosts(agent, 2, script, strategy)
 
-    for rank in range(4):
+def cases_of(lines: list[str]) -> dict[tuple[str, str], list]:
+    """What the ranks have seen, by kind and argument."""
+    cases = [json.loads(line) for line in lines]
+    return {(kind, json.dumps(argument)): seen for kind, argument, seen in cases}
+
+
+@pytest.fixture(scope="module")
+def pipelines(tmp_path_factory) -> dict[tuple[str, str], list]:
+    """All cases of two hosts with two ranks each, in one job: starting it takes longest."""
+    folder = tmp_path_factory.mktemp("pipelines")
+    script = folder / "script.py"
+    script.write_text(PIPELINES_SCRIPT)
+    cases: list[tuple[str, object]] = [("places", strategy) for strategy in STRATEGIES]
+    cases += [("equal", config) for config, _ in TRANSPORTS.values()]
+    cases += [("replicas", ["shm", transport]) for transport in REPLICAS]
+    with hosts(folder) as agent:
+        return cases_of(mpirun_on_hosts(agent, 2, script, json.dumps(cases)).splitlines())
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_two_hosts_with_two_ranks_each(pipelines, strategy):
+    groups = STRATEGIES[strategy]
+    for rank, seen in enumerate(pipelines["places", json.dumps(strategy)]):
         [group] = [group for group in groups if rank in group]
-        seen = (rank, rank % 2, 2, rank // 2, True, group, 6.0, [0, 1, 2, 3])
-        assert f"seen {seen}\n" in out
+        assert seen == [rank, rank % 2, 2, rank // 2, True, group, 6.0, [0, 1, 2, 3]]
 
 
-@pytest.mark.parametrize(
-    "config, over",
-    [
-        ("{}", ["shm", "tcp"]),
-        ('{"comm_transports": ["tcp"], "comm_interface": "10.77.0.0/24"}', ["tcp"]),
-        ('{"comm_transports": ["shm", "mpi"]}', ["mpi", "shm"]),
-        ('{"comm_transports": ["shm", "ucx"]}', ["shm", "ucx"]),
-        ('{"comm_transports": ["ucx"], "comm_interface": "10.77.0.0/24"}', ["ucx"]),
-    ],
-    ids=["default", "tcp", "mpi", "ucx", "ucx alone"],
-)
-def test_across_hosts_the_results_have_the_same_bits(agent, tmp_path, config, over):
+@pytest.mark.parametrize("name", TRANSPORTS)
+def test_across_hosts_the_results_have_the_same_bits(pipelines, name):
     """A pipeline of four ranks on two hosts equals the cut loop, bit for bit."""
-    script = tmp_path / "script.py"
-    script.write_text(EQUAL_SCRIPT)
+    config, over = TRANSPORTS[name]
 
-    out = mpirun_on_hosts(agent, 2, script, config)
-
-    for rank in range(4):
-        assert f"rank {rank} over {over}\n" in out
+    assert pipelines["equal", json.dumps(config)] == [over] * 4
 
 
 def on_one_host(folder: Path, script: str, *argv: str) -> list[str]:
@@ -348,8 +369,11 @@ def collectives_of_one_host(tmp_path_factory) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def replicas_of_one_host(tmp_path_factory) -> list[str]:
-    return on_one_host(tmp_path_factory.mktemp("replicas"), REPLICAS_SCRIPT, '["shm"]')
+def replicas_of_one_host(tmp_path_factory) -> list[list]:
+    folder = tmp_path_factory.mktemp("replicas")
+    cases = json.dumps([("replicas", ["shm"])])
+    [seen] = cases_of(on_one_host(folder, PIPELINES_SCRIPT, cases)).values()
+    return seen
 
 
 @pytest.mark.parametrize("transports", ["shm,tcp", "shm,ucx", "shm,mpi", "mpi"])
@@ -388,23 +412,18 @@ def test_torchrun_on_two_hosts_that_have_one_secret_file(
     assert [out.splitlines() for out, _ in said] == [[f"{digest} tcp"] * 2] * 2, said
 
 
-@pytest.mark.parametrize("transport", ["tcp", "ucx", "mpi"])
+@pytest.mark.parametrize("transport", REPLICAS)
 def test_replicas_on_other_hosts_have_the_bits_of_one_host(
-    agent, tmp_path, replicas_of_one_host, transport
+    pipelines, replicas_of_one_host, transport
 ):
     """Gradients are averaged between the hosts by the transport that smp.init was told."""
-    script = tmp_path / "script.py"
-    script.write_text(REPLICAS_SCRIPT)
+    here = replicas_of_one_host
+    assert len({digest for digest, *_ in here}) == 2  # the replicas are equal
+    assert [rest for _, *rest in here] == [[[], ["shm"]]] * 4
 
-    on_two = mpirun_on_hosts(agent, 2, script, f'["shm", "{transport}"]')
+    there = pipelines["replicas", json.dumps(["shm", transport])]
 
-    lines = replicas_of_one_host
-    assert (
-        len(lines) == 4 and len({line.split()[1] for line in lines}) == 2
-    )  # the replicas are equal
-    assert sorted(on_two.splitlines()) == [
-        line.replace("over []", f"over ['{transport}']") for line in lines
-    ]
+    assert there == [[digest, [transport], ["shm"]] for digest, *_ in here]
 
 
 @contextmanager
@@ -512,7 +531,7 @@ def test_a_host_that_falls_silent_is_named_over_mpi(agent, tmp_path, kind):
 
 def test_containers_that_share_memory_but_no_network_are_one_host(agent, tmp_path):
     script = tmp_path / "script.py"
-    script.write_text(EQUAL_SCRIPT.replace("begin(**json.loads(sys.argv[1]))", BEGIN))
+    script.write_text(ONE_HOST_SCRIPT)
     with started_without_mpi(agent, script, {ONE_SHM: "1"}) as ranks:
         said = [rank.communicate(timeout=120) for rank in ranks]
 

@@ -678,3 +678,22 @@ def test_errors_call_the_jobs_groups_by_their_names():
     ]:
         with pytest.raises(RuntimeError, match=f"smp: group '{name}': .*all-reduce 1"):
             torch.distributed.all_reduce(torch.zeros(2 + smp.rank()), group=group)
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_who_leaves_when_all_do_takes_nobody_for_dead(tmp_path, transport):
+    """Else it would not wait at its end for those that still have something to do."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import smp\n"
+        "from smp import _core\n"
+        "for _ in range(10):\n"
+        f'    smp.init({{"comm_transports": ["{transport}"]}})\n'
+        "    smp.allgather(smp.rank(), smp.WORLD)\n"
+        "    smp.shutdown()\n"
+        "assert not _core.someone_died()\n"
+    )
+
+    done = mpirun(3, script)
+
+    assert done.returncode == 0, done.stderr

@@ -179,6 +179,7 @@ def test_a_sample_of_cases_has_every_value_and_more_pairs_than_it_must():
     for name, own in values.items():
         assert {case[name] for case in chosen} == set(own)
     assert len({(case["size"], case["over"]) for case in chosen}) == 6
+    assert [case.callspec.params for case in sample(cases, 9)][:6] == chosen  # stress goes on
 
 
 INTERRUPTED = """

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks import rank_environment
+from tests.ranks import SEEDS, rank_environment
 
 pytestmark = pytest.mark.stress
 
@@ -31,7 +31,8 @@ ALL_TO_ALL = [
     if not (form.endswith("complex") and group)
 ]
 
-at_ranks = pytest.mark.parametrize("ranks", ["2", "4"])
+# What passes on 2 ranks is tried on 4, too.
+at_ranks = pytest.mark.parametrize("ranks", ["2", "4"] if SEEDS > 1 else ["4"])
 
 
 def passed(*arguments: str) -> tuple[set[str], int]:

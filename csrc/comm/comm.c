@@ -174,6 +174,11 @@ close_peer(smp_comm *comm, int rank, peer_state to, uint64_t fault)
     if (fault != 0) {
         atomic_compare_exchange_strong(&comm->fault, &none, fault);
     }
+    if (fault != 0) {
+        smp_log(SMP_LOG_INFO, "rank %d is lost, over %s: %s", rank,
+                comm->routes[rank] != NULL ? comm->routes[rank]->ops->name : "nothing",
+                smp_status_text(fault_why(fault)));
+    }
     if (fault_why(fault) == SMP_ERR_PEER_LOST) {
         atomic_store(&someone_died, true);
     }
@@ -183,17 +188,22 @@ close_peer(smp_comm *comm, int rank, peer_state to, uint64_t fault)
 }
 
 static void
-host_lost(smp_comm *comm, int rank, smp_status why)
+host_left(smp_comm *comm, int rank)
 {
-    close_peer(comm, rank, PEER_LOST, fault_of(rank, why));
-    /* It may have died between clearing the bell and waking us. */
+    close_peer(comm, rank, PEER_LEFT, 0);
     smp_bell_ring_hard(comm->segment->bell);
 }
 
 static void
-host_left(smp_comm *comm, int rank)
+host_lost(smp_comm *comm, int rank, smp_status why)
 {
-    close_peer(comm, rank, PEER_LEFT, 0);
+    /* Who has heard our goodbye closes without one of its own. */
+    if (why == SMP_ERR_PEER_LOST && atomic_load(&comm->stopping)) {
+        host_left(comm, rank);
+        return;
+    }
+    close_peer(comm, rank, PEER_LOST, fault_of(rank, why));
+    /* It may have died between clearing the bell and waking us. */
     smp_bell_ring_hard(comm->segment->bell);
 }
 

@@ -533,9 +533,10 @@ tp_softmax_backward(PyObject *module, PyObject *args)
 
 PyDoc_STRVAR(tp_norm_doc,
              "tp_norm(rows, columns, dropout, x, bias, residual, weight, shift, eps,\n"
-             "        sum, out, mean, rstd)\n"
+             "        sum, out, statistics)\n"
              "--\n\n"
-             "See smp_tp_norm.  bias, residual, weight and shift may be None.");
+             "See smp_tp_norm.  bias, residual, weight and shift may be None;\n"
+             "statistics is [2, rows], mean and rstd.");
 
 static PyObject *
 tp_norm(PyObject *module, PyObject *args)
@@ -553,13 +554,12 @@ tp_norm(PyObject *module, PyObject *args)
     PyObject   *shift;
     PyObject   *sum;
     PyObject   *out;
-    PyObject   *mean;
-    PyObject   *rstd;
+    PyObject   *both;
 
     (void)module;
-    if (!PyArg_ParseTuple(args, "nn" DROPOUT "OOOOOfOOOO:tp_norm", &rows, &columns,
+    if (!PyArg_ParseTuple(args, "nn" DROPOUT "OOOOOfOOO:tp_norm", &rows, &columns,
                           DROPOUT_TO(call.dropout), &x, &bias, &residual, &weight,
-                          &shift, &call.eps, &sum, &out, &mean, &rstd)) {
+                          &shift, &call.eps, &sum, &out, &both)) {
         return NULL;
     }
     call.rows = (size_t)rows;
@@ -574,11 +574,11 @@ tp_norm(PyObject *module, PyObject *args)
     call.sum = floats(&see, sum, "sum", count);
     call.out = floats(&see, out, "out", count);
     statistics = statistics_of(&see);
-    call.mean = floats(&statistics, mean, "mean", call.rows);
-    call.rstd = floats(&statistics, rstd, "rstd", call.rows);
+    call.mean = floats(&statistics, both, "statistics", 2 * call.rows);
     if (statistics.failed) {
         return NULL;
     }
+    call.rstd = call.mean + call.rows;
     call.dtype = see.dtype;
     return run(&see, SMP_TP_GPU_NORM, &call, call.rows, NULL);
 }
@@ -586,7 +586,7 @@ tp_norm(PyObject *module, PyObject *args)
 PyDoc_STRVAR(
     tp_norm_backward_doc,
     "tp_norm_backward(rows, columns, dropout, grad_out, grad_sum, sum, weight,\n"
-    "                 mean, rstd, grad_residual, grad_x, grad_bias,\n"
+    "                 statistics, grad_residual, grad_x, grad_bias,\n"
     "                 grad_weight, grad_shift)\n"
     "--\n\n"
     "See smp_tp_norm_backward.  grad_sum, weight and grad_x may be None.");
@@ -605,8 +605,7 @@ tp_norm_backward(PyObject *module, PyObject *args)
     PyObject            *grad_sum;
     PyObject            *sum;
     PyObject            *weight;
-    PyObject            *mean;
-    PyObject            *rstd;
+    PyObject            *both;
     PyObject            *grad_residual;
     PyObject            *grad_x;
     PyObject            *grad_bias;
@@ -614,10 +613,10 @@ tp_norm_backward(PyObject *module, PyObject *args)
     PyObject            *grad_shift;
 
     (void)module;
-    if (!PyArg_ParseTuple(args, "nn" DROPOUT "OOOOOOOOOOO:tp_norm_backward", &rows,
+    if (!PyArg_ParseTuple(args, "nn" DROPOUT "OOOOOOOOOO:tp_norm_backward", &rows,
                           &columns, DROPOUT_TO(call.dropout), &grad_out, &grad_sum,
-                          &sum, &weight, &mean, &rstd, &grad_residual, &grad_x,
-                          &grad_bias, &grad_weight, &grad_shift)) {
+                          &sum, &weight, &both, &grad_residual, &grad_x, &grad_bias,
+                          &grad_weight, &grad_shift)) {
         return NULL;
     }
     call.rows = (size_t)rows;
@@ -634,13 +633,13 @@ tp_norm_backward(PyObject *module, PyObject *args)
     call.grad_weight = floats(&see, grad_weight, "grad_weight", call.columns);
     call.grad_shift = floats(&see, grad_shift, "grad_shift", call.columns);
     statistics = statistics_of(&see);
-    call.mean = floats(&statistics, mean, "mean", call.rows);
-    call.rstd = floats(&statistics, rstd, "rstd", call.rows);
+    call.mean = floats(&statistics, both, "statistics", 2 * call.rows);
     given =
         scratch_of(&statistics, SMP_TP_GPU_NORM_BACKWARD, call.rows, call.columns, 6);
     if (statistics.failed) {
         return NULL;
     }
+    call.rstd = call.mean + call.rows;
     call.dtype = see.dtype;
     call.scratch = given.floats;
     return run(&see, SMP_TP_GPU_NORM_BACKWARD, &call, call.rows, &given);

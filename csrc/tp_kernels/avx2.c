@@ -165,7 +165,7 @@ lanes_largest(lanes x)
     return _mm_cvtss_f32(_mm_max_ss(half, _mm_movehdup_ps(half)));
 }
 
-/* In the order in which words_kept() wants them. */
+/* In the order in which halves_kept() wants them. */
 INLINE wides
 counters_from(uint64_t counter)
 {
@@ -178,25 +178,29 @@ wide_product(wides a, uint32_t b)
     return (wides)_mm256_mul_epu32((__m256i)a, _mm256_set1_epi64x((long long)b));
 }
 
-INLINE uint32_t
-at_least(__m256i words, uint32_t threshold)
+/* All ones in the halves that are. */
+INLINE __m256i
+at_least(__m256i halves, uint16_t threshold)
 {
-    __m256i least = _mm256_set1_epi32((int)threshold);
-    __m256i yes = _mm256_cmpeq_epi32(_mm256_max_epu32(words, least), words);
+    __m256i least = _mm256_set1_epi16((short)threshold);
 
-    return (uint32_t)_mm256_movemask_ps(_mm256_castsi256_ps(yes));
+    return _mm256_cmpeq_epi16(_mm256_max_epu16(halves, least), halves);
 }
 
-INLINE uint32_t
-words_kept(const wides c[4], uint32_t threshold)
+INLINE uint64_t
+halves_kept(const wides c[4], uint16_t threshold)
 {
     __m256i low =
         _mm256_blend_epi32((__m256i)c[0], _mm256_slli_epi64((__m256i)c[1], 32), 0xaa);
     __m256i high =
         _mm256_blend_epi32((__m256i)c[2], _mm256_slli_epi64((__m256i)c[3], 32), 0xaa);
 
-    return at_least(_mm256_unpacklo_epi64(low, high), threshold) |
-           at_least(_mm256_unpackhi_epi64(low, high), threshold) << 8;
+    __m256i first = at_least(_mm256_unpacklo_epi64(low, high), threshold);
+    __m256i second = at_least(_mm256_unpackhi_epi64(low, high), threshold);
+    /* Eight of each in turn. */
+    __m256i bytes = _mm256_packs_epi16(first, second);
+
+    return (uint32_t)_mm256_movemask_epi8(_mm256_permute4x64_epi64(bytes, 0xd8));
 }
 
 #    include "tp_kernels/bodies.h"

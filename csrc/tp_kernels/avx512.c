@@ -143,7 +143,7 @@ lanes_largest(lanes x)
     return _mm512_reduce_max_ps(x);
 }
 
-/* In the order in which words_kept() wants them. */
+/* In the order in which halves_kept() wants them. */
 INLINE wides
 counters_from(uint64_t counter)
 {
@@ -156,14 +156,14 @@ wide_product(wides a, uint32_t b)
     return (wides)_mm512_mul_epu32((__m512i)a, _mm512_set1_epi64((long long)b));
 }
 
-INLINE uint32_t
-at_least(__m512i words, uint32_t threshold)
+INLINE uint64_t
+at_least(__m512i halves, uint16_t threshold)
 {
-    return _mm512_cmpge_epu32_mask(words, _mm512_set1_epi32((int)threshold));
+    return _mm512_cmpge_epu16_mask(halves, _mm512_set1_epi16((short)threshold));
 }
 
-INLINE uint32_t
-words_kept(const wides c[4], uint32_t threshold)
+INLINE uint64_t
+halves_kept(const wides c[4], uint16_t threshold)
 {
     __m512i low = _mm512_mask_blend_epi32(0xaaaa, (__m512i)c[0],
                                           _mm512_slli_epi64((__m512i)c[1], 32));
@@ -171,7 +171,7 @@ words_kept(const wides c[4], uint32_t threshold)
                                            _mm512_slli_epi64((__m512i)c[3], 32));
 
     return at_least(_mm512_unpacklo_epi64(low, high), threshold) |
-           at_least(_mm512_unpackhi_epi64(low, high), threshold) << 16;
+           at_least(_mm512_unpackhi_epi64(low, high), threshold) << 32;
 }
 
 #    include "tp_kernels/bodies.h"

@@ -11,7 +11,7 @@
  * whose bit is 0 become 0 larger(a, b)         b where one of them is NaN
  *   zero_where_below     y, 0 where x is below the limit
  *   times_power_of_two   y * 2^n, where n is the lowest 9 bits of a float
- *   words_kept           bit i: word i % 4 of counter i / 4 is at least the threshold
+ *   halves_kept          bit i: half i % 8 of counter i / 8 is at least the threshold
  *
  * and where not one thread alone has a call:
  *

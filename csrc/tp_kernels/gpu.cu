@@ -7,8 +7,7 @@
 #include "tp_kernels/gpu.h"
 
 #define LANES 32
-#define WIDES                                                                          \
-    16 /* half a warp makes the words of 64 elements, the other half the same */
+#define WIDES 8 /* each quarter of a warp makes the halves of the same 64 elements */
 #define KERNEL static __device__
 #define INLINE static __device__ __forceinline__
 #define EVERYONE 0xffffffffu
@@ -145,21 +144,21 @@ wide_product(wides a, uint32_t b)
     return (uint64_t)(uint32_t)a * b;
 }
 
-/* Each lane has four of the bits. */
+/* Each lane has eight of the bits. */
 INLINE uint64_t
-words_kept(const wides c[4], uint32_t threshold)
+halves_kept(const wides c[4], uint16_t threshold)
 {
     const unsigned lane = own_lane() % WIDES;
     uint32_t       own = 0;
     uint64_t       low;
     uint64_t       high;
 
-    for (unsigned i = 0; i < 4; i++) {
-        own |= (uint32_t)((uint32_t)c[i] >= threshold) << i;
+    for (unsigned i = 0; i < 8; i++) {
+        own |= (uint32_t)((uint16_t)(c[i / 2] >> i % 2 * 16) >= threshold) << i;
     }
-    own <<= lane % 8 * 4;
-    low = __reduce_or_sync(EVERYONE, lane < 8 ? own : 0);
-    high = __reduce_or_sync(EVERYONE, lane < 8 ? 0 : own);
+    own <<= lane % 4 * 8;
+    low = __reduce_or_sync(EVERYONE, lane < 4 ? own : 0);
+    high = __reduce_or_sync(EVERYONE, lane < 4 ? 0 : own);
     return high << 32 | low;
 }
 

@@ -8,7 +8,7 @@
 /* Reads on from some element of the tensor. */
 typedef struct {
     uint64_t seed;
-    uint32_t threshold;
+    uint16_t threshold;
     bool     random; /* else `bits` holds for every element */
     uint64_t block;  /* the next one of 64 elements */
     uint64_t bits;   /* of the elements before it, the next one lowest */
@@ -21,14 +21,14 @@ block_kept(const keep_stream *keep, uint64_t block)
 {
     uint64_t bits = 0;
 
-    for (unsigned part = 0; part < 64; part += 4 * WIDES) {
+    for (unsigned part = 0; part < 64; part += 8 * WIDES) {
         uint32_t key[2] = {(uint32_t)keep->seed, (uint32_t)(keep->seed >> 32)};
-        wides    start = counters_from(block * 16 + part / 4);
+        wides    start = counters_from(block * 8 + part / 8);
         /* Words of 32 bits; what stands above them does not count. */
         wides zero = {0};
         wides c[4] = {start, start >> 32, zero, zero};
 
-        for (int round = 0; round < 10; round++) {
+        for (int round = 0; round < 7; round++) {
             wides even = wide_product(c[0], 0xd2511f53u);
             wides odd = wide_product(c[2], 0xcd9e8d57u);
 
@@ -39,7 +39,7 @@ block_kept(const keep_stream *keep, uint64_t block)
             key[0] += 0x9e3779b9u;
             key[1] += 0xbb67ae85u;
         }
-        bits |= (uint64_t)words_kept(c, keep->threshold) << part;
+        bits |= halves_kept(c, keep->threshold) << part;
     }
     return bits;
 }
@@ -52,7 +52,9 @@ keep_of(const smp_tp_dropout *dropout)
     keep.random = dropout->p > 0 && dropout->p < 1;
     keep.bits = dropout->p > 0 ? 0 : UINT64_MAX;
     if (keep.random) {
-        keep.threshold = (uint32_t)(dropout->p * 0x1p32);
+        uint32_t nearest = (uint32_t)(dropout->p * 0x1p16 + 0.5);
+
+        keep.threshold = (uint16_t)(nearest < UINT16_MAX ? nearest : UINT16_MAX);
     }
     return keep;
 }

@@ -117,13 +117,13 @@ wide_product(wides a, uint32_t b)
     return (a & UINT32_MAX) * b;
 }
 
-INLINE uint32_t
-words_kept(const wides c[4], uint32_t threshold)
+INLINE uint64_t
+halves_kept(const wides c[4], uint16_t threshold)
 {
-    uint32_t bits = 0;
+    uint64_t bits = 0;
 
-    for (unsigned i = 0; i < 4; i++) {
-        bits |= (uint32_t)((uint32_t)c[i] >= threshold) << i;
+    for (unsigned i = 0; i < 8; i++) {
+        bits |= (uint64_t)((uint16_t)(c[i / 2] >> i % 2 * 16) >= threshold) << i;
     }
     return bits;
 }

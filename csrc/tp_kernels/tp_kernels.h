@@ -31,12 +31,14 @@ size_t smp_tp_dtype_bytes(smp_tp_dtype dtype); /* of one element */
 
 /* Dropout: y = keep ? x / (1 - p) : 0.
  *
- * The element with global index i is kept when word i % 4 of Philox4x32-10(counter = i
- * / 4, key = seed) is at least p * 2^32, rounded down.  So it does not matter which
- * part of the tensor a call has, and backward makes the mask again.  Philox, because it
- * is the generator that torch and cuRAND use on GPUs, passes BigCrush, and needs 2
- * products of 32 bits a word and round; with vectors it costs less than the memory it
- * fills. [Salmon et al., Parallel random numbers: as easy as 1, 2, 3, SC 2011]
+ * The element with global index i is kept when half i % 8 (the lower one of a word
+ * first) of Philox4x32-7(counter = i / 8, key = seed) is at least p * 2^16, rounded to
+ * nearest, and to less than 2^16.  So it does not matter which part of the tensor a
+ * call has, and backward makes the mask again.  Philox, because it is the generator
+ * that torch and cuRAND use on GPUs, and needs 2 products of 32 bits a word and round;
+ * 7 rounds, because with so many it passes BigCrush. [Salmon et al., Parallel random
+ * numbers: as easy as 1, 2, 3, SC 2011]  16 bits an element, because with 32 and 10
+ * rounds the generator is half of a kernel's time; p is met within 2^-17.
  *
  * Row r and column c of the call have the global index
  *

@@ -75,17 +75,17 @@ class Dropout:
         rows = torch.arange(like.numel() // max(columns, 1), device=like.device)
         starts = first + rows // run * jump + rows % run * width
         index = starts[:, None] + torch.arange(columns, device=like.device)
-        kept = _philox(index, seed) >= int(self.p * 2**32)
+        kept = _philox(index, seed) >= min(int(self.p * 2**16 + 0.5), 2**16 - 1)
         return (kept.to(like.dtype) / (1 - self.p)).view(like.shape)
 
 
 def _philox(index: Tensor, seed: int) -> Tensor:
-    """Word index % 4 of Philox4x32-10(counter = index / 4, key = seed), as int64."""
+    """Half index % 8 of Philox4x32-7(counter = index / 8, key = seed), as int64."""
     low = 0xFFFFFFFF
-    counter = index >> 2
+    counter = index >> 3
     c = [counter & low, counter >> 32 & low, torch.zeros_like(index), torch.zeros_like(index)]
     keys = [seed & low, seed >> 32 & low]
-    for _ in range(10):
+    for _ in range(7):
         even, odd = c[0] * 0xD2511F53, c[2] * 0xCD9E8D57  # they wrap around: 64 bits
         c = [
             (odd >> 32 & low) ^ c[1] ^ keys[0],
@@ -94,22 +94,23 @@ def _philox(index: Tensor, seed: int) -> Tensor:
             even & low,
         ]
         keys = [(keys[0] + 0x9E3779B9) & low, (keys[1] + 0xBB67AE85) & low]
-    return torch.stack(c, -1).gather(-1, (index & 3)[..., None])[..., 0]
+    word = torch.stack(c, -1).gather(-1, (index >> 1 & 3)[..., None])[..., 0]
+    return word >> 16 * (index & 1) & 0xFFFF
 
 
 _NONE = Dropout(0, 0)
 
 
-def _in_c(*tensors: Tensor | None, ids: Tensor | None = None) -> bool:
+def _in_c(first: Tensor, *rest: Tensor | None, ids: Tensor | None = None) -> bool:
     """Whether the core takes these tensors together; ``ids``: of int64, beside them."""
-    given = [t for t in tensors if t is not None]
-    device, dtype = given[0].device, given[0].dtype
-    return (
-        not torch.compiler.is_compiling()
-        and dtype in _DTYPES
-        and all(type(t) in _PLAIN and t.device == device and t.dtype == dtype for t in given)
-        and (ids is None or ids.device == device)
-        and (device.type == "cpu" or gpu_kernels.usable(device))
+    device, dtype = first.device, first.dtype
+    if type(first) not in _PLAIN or dtype not in _DTYPES or torch.compiler.is_compiling():
+        return False
+    for t in rest:  # no generator: that is a microsecond
+        if t is not None and (type(t) not in _PLAIN or t.dtype != dtype or t.device != device):
+            return False
+    return (ids is None or ids.device == device) and (
+        device.type == "cpu" or gpu_kernels.usable(device)
     )
 
 
@@ -119,10 +120,13 @@ def _rows(x: Tensor) -> tuple[int, int]:
     return (x.numel() // columns if columns else 0), columns
 
 
-def _check_shape(name: str, tensor: Tensor | None, want: torch.Size, of: str) -> None:
+def _check_shape(
+    name: str, tensor: Tensor | None, want: torch.Size, of: str, given: Tensor
+) -> None:
     if tensor is not None and tensor.shape != want:
         raise ValueError(
-            f"{name} has shape {tuple(tensor.shape)}; with {of} it must be {tuple(want)}"
+            f"{name} has shape {tuple(tensor.shape)}; with {of} of {tuple(given.shape)} it "
+            f"must be {tuple(want)}"
         )
 
 
@@ -164,9 +168,8 @@ def bias_dropout_residual(
     Raises ValueError for other shapes.
     """
     drop = drop or _NONE
-    of = f"x of {tuple(x.shape)}"
-    _check_shape("bias", bias, x.shape[-1:], of)
-    _check_shape("residual", residual, x.shape, of)
+    _check_shape("bias", bias, x.shape[-1:], "x", x)
+    _check_shape("residual", residual, x.shape, "x", x)
     if _in_c(x, bias, residual):
         return _Residual.apply(x, bias, residual, drop)
     y = x if bias is None else x + bias
@@ -190,22 +193,22 @@ class _Norm(torch.autograd.Function):
         x = x.contiguous()
         rows, columns = _rows(x)
         total, out = torch.empty_like(x), torch.empty_like(x)
-        mean, rstd = torch.empty((2, rows), dtype=torch.float32, device=x.device)
+        statistics = torch.empty(2 * rows, dtype=torch.float32, device=x.device)
         vectors = [
             None if t is None else t.contiguous() for t in (bias, residual, weight, shift)
         ]
         ctx.drop = drop
         _core.tp_norm(
-            rows, columns, drop.placed(columns), x, *vectors, eps, total, out, mean, rstd
+            rows, columns, drop.placed(columns), x, *vectors, eps, total, out, statistics
         )
-        ctx.save_for_backward(total, vectors[2], mean, rstd)
+        ctx.save_for_backward(total, vectors[2], statistics)
         ctx.set_materialize_grads(False)
         return out, total
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor | None, grad_total: Tensor | None) -> Any:
-        total, weight, mean, rstd = ctx.saved_tensors
+        total, weight, statistics = ctx.saved_tensors
         rows, columns = _rows(total)
         grad = torch.zeros_like(total) if grad is None else grad.contiguous()
         grad_total = None if grad_total is None else grad_total.contiguous()
@@ -220,15 +223,21 @@ class _Norm(torch.autograd.Function):
             grad_total,
             total,
             weight,
-            mean,
-            rstd,
+            statistics,
             grad_residual,
             grad_x,
             *sums,
         )
-        grads = [grad_residual if grad_x is None else grad_x, sums[0], grad_residual, *sums[1:]]
-        wanted = ctx.needs_input_grad[:5]
-        return *(g if w else None for g, w in zip(grads, wanted, strict=True)), None, None
+        wanted = ctx.needs_input_grad
+        return (
+            (grad_residual if grad_x is None else grad_x) if wanted[0] else None,
+            sums[0] if wanted[1] else None,
+            grad_residual if wanted[2] else None,
+            sums[1] if wanted[3] else None,
+            sums[2] if wanted[4] else None,
+            None,
+            None,
+        )
 
 
 def bias_dropout_residual_layer_norm(
@@ -246,10 +255,9 @@ def bias_dropout_residual_layer_norm(
     stream where the norm comes before the next module.  Raises ValueError for other shapes.
     """
     drop = drop or _NONE
-    of = f"x of {tuple(x.shape)}"
     for name, tensor in (("bias", bias), ("weight", weight), ("shift", shift)):
-        _check_shape(name, tensor, x.shape[-1:], of)
-    _check_shape("residual", residual, x.shape, of)
+        _check_shape(name, tensor, x.shape[-1:], "x", x)
+    _check_shape("residual", residual, x.shape, "x", x)
     if _in_c(x, bias, residual, weight, shift):
         return _Norm.apply(x, bias, residual, weight, shift, eps, drop)
     total = bias_dropout_residual(x, bias, residual, drop)
@@ -394,7 +402,7 @@ def cross_entropy_statistics(
             f"logits must be [rows, columns] with columns {start} .. of {vocabulary}, "
             f"got {tuple(logits.shape)}"
         )
-    _check_shape("targets", targets, logits.shape[:1], f"logits of {tuple(logits.shape)}")
+    _check_shape("targets", targets, logits.shape[:1], "logits", logits)
     logits = logits.detach()
     if _in_c(logits, ids=targets):
         count = 4 if label_smoothing else 3

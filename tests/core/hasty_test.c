@@ -1,6 +1,7 @@
 /* Ranks that look for deadlocks all the time, in programs that come to their end, and
  * then in one that does not.  Spec: csrc/comm/collective/deadlock.h, standoff.h. */
 #define _GNU_SOURCE
+#define WORLD_SPIN_US 0
 #include "comm/collective/deadlock.h"
 #include "comm/collective/queue.h"
 #include "comm/neighbour.h"

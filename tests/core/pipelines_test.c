@@ -9,6 +9,7 @@
  * dp_rank, and a collective may hold the baton.
  */
 #define _GNU_SOURCE
+#define WORLD_SPIN_US 0
 #include <pthread.h>
 #include <sched.h>
 
@@ -18,7 +19,7 @@
 #include "traffic.h"
 
 enum {
-    LOOKS = 200,
+    LOOKS = 50,
     PP = 2,
     MOST_TP = 3,
     MICROBATCHES = 4,
@@ -29,11 +30,12 @@ enum {
 
 /* What the tp_ranks of a pp_rank have issued in this step. */
 typedef struct {
-    pthread_mutex_t lock; /* guards all below but `over` */
+    pthread_mutex_t lock; /* guards all below but the last two */
     smp_key         keys[MOST_ISSUED];
     int             issuers[MOST_ISSUED];
     int             count[MOST_TP];
-    bool            mixed; /* one issued another than the first */
+    bool            mixed;   /* one issued another than the first */
+    pthread_cond_t  is_over; /* an element of `over` has changed */
     _Atomic bool    over[MOST_TP][MOST_ISSUED];
 } stage;
 
@@ -102,22 +104,31 @@ issue(const rank *self, const smp_key *key)
         atomic_store(&s->over[t][at], true);
         smp_comm_wake(comms[t * PP + self->pp_rank]);
     }
+    if (last) {
+        pthread_mutex_lock(&s->lock); /* or one who has looked would miss it */
+        pthread_cond_broadcast(&s->is_over);
+        pthread_mutex_unlock(&s->lock);
+    }
     return &s->over[self->tp_rank][at];
 }
 
 /* As a plain collective of torch.distributed. */
 static void
-hold(const _Atomic bool *over)
+hold(rank *self, const _Atomic bool *over)
 {
-    const int64_t until_ns = smp_clock_ns() + WORLD_PATIENCE_NS;
+    stage          *s = &stages[self->pp_rank];
+    struct timespec until;
 
+    clock_gettime(CLOCK_REALTIME, &until);
+    until.tv_sec += WORLD_PATIENCE_NS / SMP_NS_PER_S;
+    pthread_mutex_lock(&s->lock);
     while (!atomic_load(over)) {
-        if (smp_clock_ns() > until_ns) {
+        if (pthread_cond_timedwait(&s->is_over, &s->lock, &until) != 0) {
             fprintf(stderr, "held for ever\n");
             abort();
         }
-        sched_yield();
     }
+    pthread_mutex_unlock(&s->lock);
 }
 
 static smp_status
@@ -145,7 +156,7 @@ collective(rank *self, uint64_t task, int32_t microbatch, smp_phase phase)
     before = smp_server_issued_so_far(self->server);
     over = issue(self, &key);
     if (self->holds) {
-        hold(over);
+        hold(self, over);
         return SMP_OK;
     }
     status = smp_server_issued(self->server, &key);
@@ -706,6 +717,7 @@ main(int argc, char **argv)
     smp_jitter_init();
     for (int p = 0; p < PP; p++) {
         pthread_mutex_init(&stages[p].lock, NULL);
+        pthread_cond_init(&stages[p].is_over, NULL);
     }
     for (size_t i = 0; i < sizeof(tests) / sizeof(tests[0]); i++) {
         if (argc > 1 && strstr(tests[i].name, argv[1]) == NULL) {

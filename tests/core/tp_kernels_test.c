@@ -95,7 +95,7 @@ philox(uint64_t counter, uint64_t key, int word)
     uint32_t c[4] = {(uint32_t)counter, (uint32_t)(counter >> 32), 0, 0};
     uint32_t k[2] = {(uint32_t)key, (uint32_t)(key >> 32)};
 
-    for (int round = 0; round < 10; round++) {
+    for (int round = 0; round < 7; round++) {
         uint64_t even = (uint64_t)c[0] * 0xd2511f53u;
         uint64_t odd = (uint64_t)c[2] * 0xcd9e8d57u;
         uint32_t next[4] = {(uint32_t)(odd >> 32) ^ c[1] ^ k[0], (uint32_t)odd,
@@ -113,12 +113,15 @@ static double
 kept(const smp_tp_dropout *d, size_t r, size_t c)
 {
     uint64_t index;
+    uint32_t word;
+    double   limit = floor(d->p * 0x1p16 + 0.5);
 
     if (d->p <= 0 || d->p >= 1) {
         return d->p <= 0;
     }
     index = d->first + r / d->run * d->jump + r % d->run * d->width + c;
-    return philox(index / 4, d->seed, (int)(index % 4)) >= (uint32_t)(d->p * 0x1p32)
+    word = philox(index / 8, d->seed, (int)(index % 8 / 2));
+    return (index % 2 == 0 ? word & 0xffff : word >> 16) >= fmin(limit, 0xffff)
                ? 1 / (1 - d->p)
                : 0;
 }
@@ -155,13 +158,14 @@ way(size_t i, size_t columns)
                  kernels != NULL; kernels = NULL)
 #endif
 
-/* Of Random123's kat_vectors: counter 0 and key 0; the counter of ones does not fit. */
+/* Of Random123's kat_vectors, 7 rounds: counter 0 and key 0; the counter of ones does
+ * not fit. */
 TEST(the_generator_of_the_reference_gives_the_known_answer)
 {
-    CHECK(philox(0, 0, 0) == 0x6627e8d5u);
-    CHECK(philox(0, 0, 1) == 0xe169c58du);
-    CHECK(philox(0, 0, 2) == 0xbc57ac4cu);
-    CHECK(philox(0, 0, 3) == 0x9b00dbd8u);
+    CHECK(philox(0, 0, 0) == 0x5f6fb709u);
+    CHECK(philox(0, 0, 1) == 0x0d893f64u);
+    CHECK(philox(0, 0, 2) == 0x4f121f81u);
+    CHECK(philox(0, 0, 3) == 0x4f730a48u);
     return 0;
 }
 
@@ -169,7 +173,7 @@ TEST(dropout_keeps_what_the_generator_says)
 {
     FOR_SETS(kernels)
     {
-        for (size_t w = 0; w < 5; w++) {
+        for (size_t w = 0; w < 6; w++) {
             for (size_t s = 0; s < SIZES; s++) {
                 enum { ROWS = 5 };
                 size_t n = sizes[s];
@@ -183,6 +187,9 @@ TEST(dropout_keeps_what_the_generator_says)
                                         .x = x,
                                         .out = out};
 
+                if (w == 5) { /* rounds to one, and is not */
+                    call.dropout.p = 1 - 0x1p-20;
+                }
                 for (size_t i = 0; i < ROWS * n; i++) {
                     x[i] = 1;
                 }
