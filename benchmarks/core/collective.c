@@ -16,10 +16,10 @@
 #include <sys/utsname.h>
 #include <unistd.h>
 
-#include "comm/card.h"
-#include "comm/clock.h"
 #include "comm/collective/group.h"
 #include "comm/comm.h"
+#include "comm/transport/card.h"
+#include "common/clock.h"
 
 #define ROUNDS 15
 #define SIDES 5

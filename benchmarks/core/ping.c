@@ -17,14 +17,14 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include "comm/card.h"
-#include "comm/clock.h"
 #include "comm/comm.h"
+#include "comm/transport/card.h"
+#include "common/clock.h"
 
 #ifdef SMP_PING_MPI
 #    include <mpi.h>
 
-#    include "comm/mpi/mpi.h"
+#    include "comm/transport/mpi/mpi.h"
 #endif
 
 #define PINGS 20000

@@ -22,7 +22,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#include "comm/patience.h"
+#include "common/patience.h"
 #include "common/status.h"
 
 /* Alignment of every block's data, in bytes. */

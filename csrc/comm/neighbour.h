@@ -7,9 +7,9 @@
 #include <sys/types.h>
 
 #include "comm/comm.h"
+#include "comm/memory/segment.h"
+#include "comm/memory/user.h"
 #include "comm/post.h"
-#include "comm/shm/segment.h"
-#include "comm/shm/user.h"
 
 typedef struct {
     smp_segment *segment; /* borrowed from the comm; take a reference to keep it */

@@ -18,7 +18,7 @@
 #include <stdint.h>
 
 #include "comm/comm.h"
-#include "comm/shm/bell.h"
+#include "comm/memory/bell.h"
 #include "common/lock.h"
 
 #define SMP_POST_MARK 0x70756f7267706d73u

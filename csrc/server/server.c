@@ -20,7 +20,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "comm/clock.h"
+#include "common/clock.h"
 #include "common/jitter.h"
 #include "server/baton.h"
 #include "server/calls.h"

@@ -1,6 +1,6 @@
-/* Spec: csrc/comm/shm/arena.h. */
+/* Spec: csrc/comm/memory/arena.h. */
 #define _GNU_SOURCE
-#include "comm/shm/arena.h"
+#include "comm/memory/arena.h"
 
 #include <pthread.h>
 #include <sched.h>

@@ -31,7 +31,7 @@
         }                                                                              \
     } while (0)
 
-/* So long from now, for what takes a smp_patience (comm/patience.h). */
+/* So long from now, for what takes a smp_patience (common/patience.h). */
 #define PATIENCE_MS(ms)                                                                \
     (&(smp_patience){.deadline_ns = smp_clock_deadline((ms)*SMP_NS_PER_MS)})
 

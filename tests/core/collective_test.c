@@ -1,5 +1,5 @@
 /* Operations of groups, on ranks that are processes and threads.
- * Spec: csrc/comm/collective/group.h, csrc/comm/collective/reduce.h. */
+ * Spec: csrc/comm/collective/group.h, csrc/comm/collective/kernels/reduce.h. */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <sched.h>
@@ -8,10 +8,10 @@
 #include <time.h>
 
 #include "comm/collective/group.h"
-#include "comm/collective/lockstep.h"
+#include "comm/collective/intra_host/lockstep.h"
+#include "comm/memory/shelf.h"
 #include "comm/neighbour.h"
-#include "comm/patience.h"
-#include "comm/shm/shelf.h"
+#include "common/patience.h"
 #include "groups.h"
 
 /* ----------------------------------------------------------------------- groups */

@@ -1,6 +1,6 @@
 /* Deaths and forks as every transport sees them that notices a death by itself: run by
  * shm_test.c, tcp_test.c, ucx_comm.c and mpi_comm.c.  Spec: csrc/comm/comm.h,
- * csrc/comm/fork.h. */
+ * csrc/common/fork.h. */
 #ifndef SMP_TESTS_DEATHS_H
 #define SMP_TESTS_DEATHS_H
 

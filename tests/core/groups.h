@@ -5,9 +5,9 @@
 
 #include <sched.h>
 
-#include "comm/collective/agreement.h"
+#include "comm/collective/checks/agreement.h"
 #include "comm/collective/group.h"
-#include "comm/shm/shelf.h"
+#include "comm/memory/shelf.h"
 #include "reference.h"
 #include "traffic.h"
 #include "world.h"

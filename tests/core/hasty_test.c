@@ -1,7 +1,9 @@
 /* Ranks that look for deadlocks all the time, in programs that come to their end, and
- * then in one that does not.  Spec: csrc/comm/collective/deadlock.h, standoff.h. */
+ * then in one that does not.  Spec: csrc/comm/collective/checks/deadlock.h,
+ * inter_host/standoff.h.
+ */
 #define _GNU_SOURCE
-#include "comm/collective/deadlock.h"
+#include "comm/collective/checks/deadlock.h"
 #include "comm/collective/queue.h"
 #include "comm/neighbour.h"
 #include "traffic.h"

@@ -1,10 +1,10 @@
 /* What groups whose ranks are on several hosts must do, whatever the transport between
  * them: run by hosts_test.c over TCP, by mpi_comm.c over MPI, by ucx_comm.c over UCX.
- * Spec: csrc/comm/collective/group.h, csrc/comm/collective/route.h. */
+ * Spec: csrc/comm/collective/group.h, csrc/comm/collective/inter_host/route.h. */
 #ifndef SMP_TESTS_HOSTS_LIST_H
 #define SMP_TESTS_HOSTS_LIST_H
 
-#include "comm/collective/call.h"
+#include "comm/collective/checks/call.h"
 #include "comm/collective/group.h"
 #include "comm/collective/queue.h"
 #include "groups.h"

@@ -1,18 +1,18 @@
 /* The hand-overs between ranks and threads, in every order of their steps: queue in
  * shared memory, doorbell, kicks of the progress thread; what a server runs next of
  * what has come; modules' collectives; members of a group in steps; orders;
- * letterboxes.  Spec: csrc/comm/shm/ring.h, csrc/comm/shm/bell.h, csrc/comm/comm.h,
- * csrc/server/choice.h and lineup.h, csrc/comm/collective/lockstep.h, queue.h and
- * mailbox.h.
+ * letterboxes.  Spec: csrc/comm/memory/ring.h, csrc/comm/memory/bell.h,
+ * csrc/comm/comm.h, csrc/server/choice.h and lineup.h,
+ * csrc/comm/collective/intra_host/lockstep.h, queue.h and mailbox.h.
  *
  * It is the core's own code that runs, with ranks that have memory and no sockets. Each
  * kind of hand-over is also run with a mistake in it, which must be found. */
 #define _GNU_SOURCE
 #include "check.h"
-#include "comm/collective/lockstep.h"
+#include "comm/collective/intra_host/lockstep.h"
 #include "comm/collective/mailbox.h"
 #include "comm/collective/queue.h"
-#include "comm/shm/arena.h"
+#include "comm/memory/arena.h"
 #include "explorer.h"
 #include "server/choice.h"
 #include "server/lineup.h"
@@ -20,7 +20,7 @@
 /* There are no tensors in the pool here. */
 #define smp_arena_wants_pages(arena) ((void)(arena), false)
 #include "comm/comm.c"
-#include "comm/shm/shm.c"
+#include "comm/transport/shm/shm.c"
 
 /* ------------------------------------------------------ ranks without their sockets */
 

@@ -6,8 +6,8 @@
 #include <sched.h>
 
 #include "comm/collective/mailbox.h"
+#include "comm/memory/shelf.h"
 #include "comm/neighbour.h"
-#include "comm/shm/shelf.h"
 #include "world.h"
 
 /* ------------------------------------------------------------------------- queues */

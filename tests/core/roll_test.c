@@ -1,4 +1,4 @@
-/* Ranks in words.  Spec: comm/collective/roll.h. */
+/* Ranks in words.  Spec: comm/collective/checks/roll.h. */
 #define _POSIX_C_SOURCE 200809L
 #include <stdbool.h>
 #include <stdint.h>
@@ -6,7 +6,7 @@
 #include <string.h>
 
 #include "check.h"
-#include "comm/collective/roll.h"
+#include "comm/collective/checks/roll.h"
 
 #define RANKS 1024
 

@@ -1,6 +1,6 @@
 /* Rounds between hosts overlap, and every part of them is done once.
- * Spec: csrc/comm/collective/route.h. */
-#include "comm/collective/route.h"
+ * Spec: csrc/comm/collective/inter_host/route.h. */
+#include "comm/collective/inter_host/route.h"
 
 #include <string.h>
 

@@ -1,5 +1,5 @@
 /* What is particular to shared memory: deaths, strangers, forks, what is left behind.
- * Spec: csrc/comm/comm.h, csrc/comm/shm/meet.h, csrc/comm/fork.h. */
+ * Spec: csrc/comm/comm.h, csrc/comm/transport/shm/meet.h, csrc/common/fork.h. */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
@@ -9,9 +9,9 @@
 #include <sys/stat.h>
 #include <sys/un.h>
 
-#include "comm/shm/meet.h"
-#include "comm/shm/segment.h"
-#include "comm/shm/stream.h"
+#include "comm/memory/segment.h"
+#include "comm/transport/shm/meet.h"
+#include "comm/transport/shm/stream.h"
 #include "deaths.h"
 #include "traffic.h"
 

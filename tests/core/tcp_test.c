@@ -1,5 +1,5 @@
 /* What is particular to TCP: who is let in, where it listens, peers that go wrong.
- * Spec: csrc/comm/tcp/meet.h, address.h, frame.h. */
+ * Spec: csrc/comm/transport/connecting/meet.h, address.h, frame.h. */
 #define _GNU_SOURCE
 #include <arpa/inet.h>
 #include <errno.h>
@@ -8,9 +8,9 @@
 #include <poll.h>
 #include <sys/socket.h>
 
-#include "comm/tcp/address.h"
-#include "comm/tcp/frame.h"
-#include "comm/tcp/meet.h"
+#include "comm/transport/connecting/address.h"
+#include "comm/transport/connecting/meet.h"
+#include "comm/transport/tcp/frame.h"
 #include "deaths.h"
 #include "partings.h"
 #include "traffic.h"

@@ -1,12 +1,12 @@
 /* The list of tests for transports, over UCX, and what is particular to UCX: ucx_comm
- * [name].  Spec: csrc/comm/ucx. */
+ * [name].  Spec: csrc/comm/transport/ucx. */
 #define _GNU_SOURCE
-#include "comm/tcp/lifeline.h"
-#include "comm/tcp/meet.h"
-#include "comm/ucx/am.h"
-#include "comm/ucx/devices.h"
-#include "comm/ucx/introduction.h"
-#include "comm/ucx/library.h"
+#include "comm/transport/connecting/lifeline.h"
+#include "comm/transport/connecting/meet.h"
+#include "comm/transport/ucx/am.h"
+#include "comm/transport/ucx/devices.h"
+#include "comm/transport/ucx/introduction.h"
+#include "comm/transport/ucx/library.h"
 #include "comm_list.h"
 #include "deaths.h"
 #include "hosts_list.h"

@@ -22,9 +22,9 @@
 #include <unistd.h>
 
 #include "check.h"
-#include "comm/card.h"
-#include "comm/clock.h"
 #include "comm/comm.h"
+#include "comm/transport/card.h"
+#include "common/clock.h"
 
 #define WORLD_RANKS 8
 #define WORLD_SECONDS 300

@@ -12,11 +12,11 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
-#include "comm/card.h"
-#include "comm/shm/meet.h"
-#include "comm/shm/record.h"
-#include "comm/shm/ring.h"
-#include "comm/shm/stream.h"
+#include "comm/memory/ring.h"
+#include "comm/transport/card.h"
+#include "comm/transport/shm/meet.h"
+#include "comm/transport/shm/record.h"
+#include "comm/transport/shm/stream.h"
 
 #define ARENA ((size_t)1 << 20)
 

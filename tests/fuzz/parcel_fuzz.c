@@ -10,13 +10,13 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "comm/block.h"
-#include "comm/clock.h"
+#include "comm/collective/inter_host/wide.h"
 #include "comm/collective/mailbox.h"
-#include "comm/collective/wide.h"
-#include "comm/message.h"
+#include "comm/memory/block.h"
+#include "comm/memory/message.h"
 #include "comm/neighbour.h"
-#include "comm/patience.h"
+#include "common/clock.h"
+#include "common/patience.h"
 
 enum { GROUP = 7, MEMBERS = 2, MOST_COUNT = 64, MOST_BLOCK = 300, MOST_STEPS = 1000 };
 

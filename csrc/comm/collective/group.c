@@ -4,9 +4,9 @@
 #include <assert.h>
 #include <stdatomic.h>
 
-#include "comm/clock.h"
 #include "comm/collective/group_state.h"
 #include "comm/collective/group_words.h"
+#include "common/clock.h"
 
 /* What one call of progress may take, about. */
 #define PROGRESS_NS (1 * SMP_NS_PER_MS)

@@ -4,13 +4,14 @@
  * begins with all members showing each other what they call; one that calls something
  * else makes it SMP_ERR_MISMATCH on all, before any result is written, and the group
  * goes on.  Sums follow one binary tree over the members' order
- * (comm/collective/reduce.h), so all members get the same bits, in every run, by
- * whatever way.
+ * (comm/collective/kernels/reduce.h), so all members get the same bits, in every run,
+ * by whatever way.
  *
  * Inside a host, small tensors go through the members' shelves in shared memory; large
  * ones are read from each other's memory where the system allows that, else they too go
  * through the shelves, piece by piece.  Members on several hosts send each other
- * messages of their comm (comm/collective/route.h), and sums keep their bits.
+ * messages of their comm (comm/collective/inter_host/route.h), and sums keep their
+ * bits.
  *
  * Buffers    `in` and `out` are the caller's and borrowed until the operation is over;
  *            others read them until then, and no longer.  They are aligned to their
@@ -29,8 +30,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#include "comm/collective/call.h"
-#include "comm/collective/reading.h"
+#include "comm/collective/checks/call.h"
+#include "comm/collective/intra_host/reading.h"
 #include "comm/comm.h"
 #include "comm/device/exchange.h"
 #include "common/status.h"
@@ -93,7 +94,7 @@ void smp_group_describe(const smp_group *group, const smp_call *next, uint64_t a
                         char *out, size_t bytes);
 
 /* Shows the others whether this rank is stuck in the operation under way: a token, or 0
- * (comm/collective/deadlock.h).  Any thread, while it is under way. */
+ * (comm/collective/checks/deadlock.h).  Any thread, while it is under way. */
 void smp_group_show_stuck(smp_group *group, uint64_t token);
 
 /* It is, with that token: looks whether those that it waits for wait for it.

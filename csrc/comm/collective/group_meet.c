@@ -3,11 +3,11 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "comm/clock.h"
+#include "comm/collective/checks/roll.h"
 #include "comm/collective/group.h"
 #include "comm/collective/group_state.h"
-#include "comm/collective/roll.h"
 #include "comm/neighbour.h"
+#include "common/clock.h"
 
 /* Bytes of tensors that are on the way between hosts at a time, if nobody says. */
 #define ROUND_BYTES ((size_t)32 << 20)

@@ -2,14 +2,14 @@
 #ifndef SMP_COMM_COLLECTIVE_GROUP_STATE_H
 #define SMP_COMM_COLLECTIVE_GROUP_STATE_H
 
-#include "comm/collective/collective.h"
-#include "comm/collective/deadlock.h"
+#include "comm/collective/checks/deadlock.h"
 #include "comm/collective/group.h"
-#include "comm/collective/lockstep.h"
-#include "comm/collective/standoff.h"
-#include "comm/collective/wide.h"
-#include "comm/collective/wire.h"
-#include "comm/fork.h"
+#include "comm/collective/inter_host/standoff.h"
+#include "comm/collective/inter_host/wide.h"
+#include "comm/collective/inter_host/wire.h"
+#include "comm/collective/intra_host/collective.h"
+#include "comm/collective/intra_host/lockstep.h"
+#include "common/fork.h"
 
 struct smp_group {
     int              size;

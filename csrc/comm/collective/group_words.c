@@ -6,10 +6,10 @@
 #include <stdio.h>
 #include <string.h>
 
-#include "comm/clock.h"
+#include "comm/collective/checks/roll.h"
 #include "comm/collective/group_state.h"
-#include "comm/collective/roll.h"
 #include "comm/neighbour.h"
+#include "common/clock.h"
 
 /* A member that ends unmaps its tensors before it is gone: for so long an address that
  * cannot be read may be one of those. */

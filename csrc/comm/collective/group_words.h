@@ -9,7 +9,7 @@
 
 #include <stdint.h>
 
-#include "comm/collective/call.h"
+#include "comm/collective/checks/call.h"
 #include "comm/collective/group.h"
 #include "common/status.h"
 

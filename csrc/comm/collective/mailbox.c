@@ -7,9 +7,9 @@
 #include <string.h>
 #include <time.h>
 
-#include "comm/clock.h"
-#include "comm/fork.h"
 #include "comm/neighbour.h"
+#include "common/clock.h"
+#include "common/fork.h"
 #include "common/lock.h"
 
 /* A waiter looks this often whether its source has ended. */

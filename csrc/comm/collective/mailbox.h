@@ -17,8 +17,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#include "comm/collective/kind.h"
-#include "comm/collective/reduce.h"
+#include "comm/collective/kernels/kind.h"
+#include "comm/collective/kernels/reduce.h"
 #include "comm/comm.h"
 #include "common/status.h"
 

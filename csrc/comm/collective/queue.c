@@ -10,8 +10,8 @@
 #include <time.h>
 #include <unistd.h>
 
-#include "comm/clock.h"
-#include "comm/fork.h"
+#include "common/clock.h"
+#include "common/fork.h"
 #include "common/lock.h"
 
 /* How long the carrier stays with one group whose members are missing: alone, and when
@@ -122,7 +122,7 @@ report(smp_queue *queue, int64_t waited_ns)
 }
 
 /* Whether nothing can happen in this process before others have come on in the queue's
- * group (comm/collective/deadlock.h).  The carrier's lock is held. */
+ * group (comm/collective/checks/deadlock.h).  The carrier's lock is held. */
 static bool
 is_stuck(const smp_queue *queue)
 {

@@ -6,8 +6,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "comm/clock.h"
-#include "comm/fork.h"
+#include "common/clock.h"
+#include "common/fork.h"
 #include "common/lock.h"
 
 /* Halves begin, and are cut, at multiples of it. */

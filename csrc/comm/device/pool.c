@@ -7,7 +7,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "comm/device/card.h"
+#include "comm/memory/device_card.h"
 #include "common/lock.h"
 
 /* Of every offset and of the size. */

@@ -6,12 +6,12 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "comm/block.h"
-#include "comm/clock.h"
-#include "comm/device/card.h"
 #include "comm/device/pool.h"
-#include "comm/fork.h"
+#include "comm/memory/block.h"
+#include "comm/memory/device_card.h"
 #include "comm/neighbour.h"
+#include "common/clock.h"
+#include "common/fork.h"
 
 /* How long destroy waits for copies. */
 #define FINISH_NS (1 * SMP_NS_PER_S)

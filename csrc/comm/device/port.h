@@ -31,7 +31,7 @@
 #include <stdint.h>
 
 #include "comm/comm.h"
-#include "comm/shm/segment.h"
+#include "comm/memory/segment.h"
 #include "common/status.h"
 #include "device/driver.h"
 

@@ -1,0 +1,140 @@
+/* Telling, and hearing the own token back. */
+#include "comm/collective/inter_host/standoff.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "comm/collective/checks/agreement.h"
+#include "comm/neighbour.h"
+#include "common/clock.h"
+
+#ifdef SMP_HASTY
+#    define LOOK_NS 0
+#else
+#    define LOOK_NS (50 * SMP_NS_PER_MS)
+#endif
+
+/* Behind the head of a parcel whose tag is the sender's token. */
+typedef struct {
+    uint64_t   heard; /* the receiver's token, or 0 */
+    smp_notice notice;
+} cry;
+
+/* The latest that one rank says in groups that this one is not in now. */
+typedef struct {
+    const smp_wide *wide;
+    int             rank;
+    uint64_t        token; /* 0: nothing */
+    uint64_t        heard;
+    char            name[64];
+    char            call[96];
+} heard_cry;
+
+/* How many operations this rank has begun in the group with that id. */
+static uint64_t
+begun(const smp_wide *wide, uint64_t id)
+{
+    const smp_lockstep *lockstep = wide->lockstep;
+    const smp_shelf    *shelf =
+        smp_shelf_find(lockstep->members[lockstep->self].segment->shelves, id);
+    uint64_t a = shelf != NULL ? shelf->slots[0].notice.sequence : UINT64_MAX;
+    uint64_t b = shelf != NULL ? shelf->slots[1].notice.sequence : UINT64_MAX;
+
+    return a > b ? a : b;
+}
+
+/* Keeps it if it is what the rank says, and later than what was found. */
+static bool
+hear(void *arg, const char *name, const smp_message *message)
+{
+    heard_cry *found = arg;
+    smp_parcel head;
+    cry        said;
+
+    if (message->source != found->rank ||
+        message->nbytes != sizeof(head) + sizeof(said)) {
+        return false;
+    }
+    memcpy(&head, message->bytes, sizeof(head));
+    memcpy(&said, message->bytes + sizeof(head), sizeof(said));
+    if (head.kind == SMP_PARCEL_STUCK && head.tag >= found->token &&
+        head.sequence > begun(found->wide, head.post.address)) {
+        found->token = head.tag;
+        found->heard = said.heard;
+        snprintf(found->name, sizeof(found->name), "%s", name);
+        smp_notice_describe(&said.notice, found->call, sizeof(found->call));
+    }
+    return false; /* on to the next */
+}
+
+/* Says it once. */
+static void
+tell(smp_standoff *standoff, smp_wide *wide, int member, uint64_t token, uint64_t heard)
+{
+    smp_told *told = &standoff->told[member];
+    cry       said = {.heard = heard, .notice = wide->notice};
+
+    if (told->token != token || told->heard != heard) {
+        *told = (smp_told){token, heard};
+        (void)smp_wire_send(wide->wire, member, SMP_PARCEL_STUCK, wide->sequence, token,
+                            &said, sizeof(said), NULL);
+    }
+}
+
+smp_status
+smp_standoff_init(smp_standoff *standoff, int members)
+{
+    *standoff = (smp_standoff){.told = calloc((size_t)members, sizeof(smp_told))};
+    return standoff->told != NULL ? SMP_OK : SMP_ERR_NO_MEMORY;
+}
+
+void
+smp_standoff_fini(smp_standoff *standoff)
+{
+    free(standoff->told);
+    standoff->told = NULL;
+}
+
+static bool
+look(smp_standoff *standoff, smp_wide *wide)
+{
+    smp_comm *comm = wide->wire->comm;
+
+    for (int m = 0; m < wide->size; m++) {
+        heard_cry found = {.wide = wide, .rank = wide->wire->members[m].rank};
+
+        if (wide->hosts.host_of[m] == wide->host || !smp_wide_awaits(wide, m)) {
+            continue;
+        }
+        (void)smp_post_elsewhere(smp_comm_post(comm), &wide->wire->hole, hear, &found);
+        tell(standoff, wide, m, standoff->token, found.token);
+        if (found.token != 0 && found.heard == standoff->token) {
+            snprintf(standoff->text, sizeof(standoff->text),
+                     "waits for rank %d, which waits in group '%s' (%s) for rank %d",
+                     smp_comm_name(comm, found.rank), found.name, found.call,
+                     smp_comm_name(comm, smp_comm_rank(comm)));
+            return true;
+        }
+    }
+    return false;
+}
+
+bool
+smp_standoff_look(smp_standoff *standoff, smp_wide *wide, uint64_t token)
+{
+    int64_t now = smp_clock_ns();
+
+    if (now - standoff->looked_ns < LOOK_NS) {
+        return false;
+    }
+    standoff->looked_ns = now;
+    standoff->token = token;
+    return look(standoff, wide);
+}
+
+bool
+smp_standoff_look_again(smp_standoff *standoff, smp_wide *wide)
+{
+    return standoff->token != 0 && look(standoff, wide);
+}

@@ -1,0 +1,743 @@
+/* Meeting, waiting, giving up. */
+#define _GNU_SOURCE
+#include "comm/collective/intra_host/lockstep.h"
+
+#include <errno.h>
+#include <sched.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include "comm/collective/checks/identity.h"
+#include "comm/collective/intra_host/reading.h"
+#include "comm/neighbour.h"
+#include "common/clock.h"
+#include "common/fork.h"
+#include "common/jitter.h"
+
+#ifndef MADV_POPULATE_WRITE /* older C libraries */
+#    define MADV_POPULATE_WRITE 23
+#endif
+
+/* A waiter with a core of its own keeps it for this long; then, and from the beginning
+ * if it has none, it gives way to others for GIVE_WAY; then it sleeps. */
+#define SPIN_NS (50 * SMP_NS_PER_US)
+#define GIVE_WAY_NS (200 * SMP_NS_PER_US)
+
+/* Looks between two looks at the clock. */
+#define LOOKS 64
+
+/* A sleeper looks around this often: nobody rings for a dead member. */
+#define SLEEP_NS (20 * SMP_NS_PER_MS)
+#define MEETING_SLEEP_NS (1 * SMP_NS_PER_MS)
+
+/* Who leaves or gives up while others meet has heard of a death earlier than they have:
+ * how long that news may take. */
+#define NEWS_NS (200 * SMP_NS_PER_MS)
+
+/* How long a process whose memory is gone may take to end: the system frees the memory
+ * first, then closes the sockets. */
+#define END_NS (3 * SMP_NS_PER_S)
+
+/* How long fini waits for readers. */
+#define READERS_NS (1 * SMP_NS_PER_S)
+
+static void
+relax(void)
+{
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
+static void
+ring_others(const smp_lockstep *lockstep)
+{
+    for (int m = 0; m < lockstep->size; m++) {
+        smp_shelf *shelf = lockstep->members[m].shelf;
+
+        if (m != lockstep->self && shelf != NULL) {
+            smp_bell_ring(&shelf->bell);
+        }
+    }
+}
+
+/* Whether a member has ended, or shows its shelf to others now. */
+static bool
+is_away(const smp_lockstep *lockstep, int member)
+{
+    const smp_member *m = &lockstep->members[member];
+
+    return smp_comm_gone(lockstep->comm, m->rank) ||
+           atomic_load(&m->shelf->id) != lockstep->id ||
+           atomic_load(&m->shelf->nonce) != m->nonce;
+}
+
+/* ---------------------------------------------------------------------- meeting */
+
+/* While they meet, a member's first slot has a greeting for each other one: the nonce
+ * of its shelf.  A shelf of an earlier meeting with the same id greets nobody new. */
+static _Atomic uint64_t *
+greetings(smp_shelf *shelf)
+{
+    return (_Atomic uint64_t *)(void *)shelf->slots[0].data;
+}
+
+/* Finds the member's shelf and greets it.  SMP_OK: it has greeted this one.
+ * SMP_ERR_TIMED_OUT: not yet.  SMP_ERR_MISMATCH. */
+static smp_status
+greet(smp_lockstep *lockstep, int member, uint64_t id)
+{
+    smp_member *m = &lockstep->members[member];
+    smp_shelf  *own = lockstep->members[lockstep->self].shelf;
+    smp_shelf  *shelf = smp_shelf_find(m->segment->shelves, id);
+    uint64_t    digest;
+
+    if (shelf == NULL) {
+        return SMP_ERR_TIMED_OUT;
+    }
+    m->shelf = shelf;
+    digest = shelf->digest;
+    m->arena = shelf->arena;
+    m->nonce = atomic_load(&shelf->nonce);
+    if (atomic_load(&shelf->id) !=
+        id) { /* forgotten, and perhaps another group's now */
+        return SMP_ERR_TIMED_OUT;
+    }
+    if (digest != own->digest) {
+        return SMP_ERR_MISMATCH;
+    }
+    atomic_store(&greetings(own)[member], m->nonce);
+    return atomic_load(&greetings(shelf)[lockstep->self]) == lockstep->nonce
+               ? SMP_OK
+               : SMP_ERR_TIMED_OUT;
+}
+
+/* SMP_OK: all have greeted; else *failed is one that has not. */
+static smp_status
+greet_all(smp_lockstep *lockstep, uint64_t id, int *failed)
+{
+    smp_status all = SMP_OK;
+
+    for (int m = 0; m < lockstep->size && all != SMP_ERR_MISMATCH; m++) {
+        smp_status status = m != lockstep->self ? greet(lockstep, m, id) : SMP_OK;
+
+        lockstep->members[m].greeted = status == SMP_OK;
+        if (status != SMP_OK) {
+            *failed = m;
+            all = status;
+        }
+    }
+    ring_others(lockstep);
+    return all;
+}
+
+/* After a mismatch: lets the others see it too, for at most a while. */
+static void
+linger(const smp_lockstep *lockstep, uint64_t id)
+{
+    int64_t until = smp_clock_ns() + READERS_NS;
+
+    for (int m = 0; m < lockstep->size; m++) {
+        const smp_member *other = &lockstep->members[m];
+        const smp_shelf  *shelf = NULL;
+
+        while (m != lockstep->self && smp_clock_ns() < until &&
+               !smp_comm_gone(lockstep->comm, other->rank) &&
+               (shelf == NULL || atomic_load(&shelf->failed) == SMP_OK)) {
+            shelf = smp_shelf_find(other->segment->shelves, id);
+            sched_yield();
+        }
+    }
+}
+
+/* All that have not greeted. */
+static void
+list_absent(const smp_lockstep *lockstep, smp_roll *absent)
+{
+    for (int m = 0; m < lockstep->size && absent != NULL; m++) {
+        if (!lockstep->members[m].greeted) {
+            smp_roll_add(absent,
+                         smp_comm_name(lockstep->comm, lockstep->members[m].rank));
+        }
+    }
+}
+
+static smp_status
+meet(smp_lockstep *lockstep, uint64_t id, const smp_patience *patience, int *failed,
+     smp_roll *absent)
+{
+    smp_bell *bell = &lockstep->members[lockstep->self].shelf->bell;
+    int64_t   give_way = smp_clock_ns() + GIVE_WAY_NS;
+    int       member = lockstep->self;
+
+    for (;;) {
+        int64_t    now = smp_clock_ns();
+        smp_status gone = SMP_OK;
+        smp_status status;
+
+        /* Before the look at the shelves: what an ended one wrote is there by then.
+         * One that died is named before those that go because of it. */
+        for (int m = 0; m < lockstep->size && gone != SMP_ERR_PEER_LOST; m++) {
+            int  rank = lockstep->members[m].rank;
+            bool left = smp_comm_left(lockstep->comm, rank);
+
+            if (smp_comm_gone(lockstep->comm, rank) && (!left || gone == SMP_OK)) {
+                gone = left ? SMP_ERR_CLOSED : SMP_ERR_PEER_LOST;
+                *failed = rank;
+            }
+        }
+        smp_bell_lie_down(bell);
+        status = greet_all(lockstep, id, &member);
+        if (status != SMP_ERR_TIMED_OUT) {
+            smp_bell_get_up(bell);
+            *failed = lockstep->members[member].rank;
+            return status;
+        }
+        if (gone != SMP_OK) {
+            return gone;
+        }
+        status = smp_patience_left(patience, now);
+        if (status != SMP_OK) {
+            list_absent(lockstep, absent);
+            *failed = lockstep->members[member].rank;
+            return status;
+        }
+        if (now < give_way) {
+            sched_yield();
+        } else {
+            smp_bell_sleep(bell, now + MEETING_SLEEP_NS);
+        }
+        smp_bell_get_up(bell);
+    }
+}
+
+/* Whether this process can read what the member wrote in its own memory.  Where it
+ * cannot, the member may live all the same: in another pid namespace, under another
+ * user's capabilities, behind a filter of system calls. */
+static bool
+can_read(const smp_lockstep *lockstep, int member)
+{
+    const smp_member *m = &lockstep->members[member];
+    uint64_t          nonce = 0;
+
+    return smp_read_process(m->pid, &nonce, m->shelf->probe, sizeof(nonce)) == 0 &&
+           nonce == m->nonce;
+}
+
+/* Whether this member is to read the others' memory, as far as it is concerned. */
+static bool
+wants_to_read(const smp_lockstep *lockstep, smp_reading reading)
+{
+    if (reading == SMP_READ_NEVER || (reading == SMP_READ_WHERE_FASTER &&
+                                      (!lockstep->spins || lockstep->size == 1))) {
+        return false;
+    }
+    for (int m = 0; m < lockstep->size; m++) {
+        if (!can_read(lockstep, m)) {
+            return false;
+        }
+    }
+    return reading == SMP_READ_ALWAYS || smp_reading_pays();
+}
+
+/* Finds out together whether everyone reads everyone: the first step. */
+static smp_status
+agree_on_reading(smp_lockstep *lockstep, smp_reading reading,
+                 const smp_patience *patience, int *failed, smp_roll *absent)
+{
+    smp_slot  *own;
+    smp_status status;
+    int        member;
+
+    /* Even: the greetings are in the slot of the step after the next. */
+    lockstep->step = lockstep->members[0].nonce >> 16 << 1;
+    own = smp_lockstep_slot(lockstep, lockstep->self, lockstep->step + 1);
+
+    /* No operation yet: a field of the notice says it. */
+    own->notice.uneven = wants_to_read(lockstep, reading);
+    smp_lockstep_post(lockstep);
+    while (!smp_lockstep_arrived(lockstep)) {
+        int64_t now = smp_clock_ns();
+
+        status = smp_lockstep_trouble(lockstep, &member);
+        if (status == SMP_OK) {
+            status = smp_patience_left(patience, now);
+            member = lockstep->awaited;
+        }
+        if (status != SMP_OK) {
+            for (int m = 0; m < lockstep->size; m++) {
+                lockstep->members[m].greeted = smp_lockstep_posted(lockstep, m);
+            }
+            list_absent(lockstep, absent);
+            *failed = lockstep->members[member].rank;
+            return status;
+        }
+        smp_lockstep_wait(lockstep, now + SMP_PATIENCE_NS);
+    }
+    lockstep->reads = true;
+    for (int m = 0; m < lockstep->size; m++) {
+        const smp_notice *its = &smp_lockstep_slot(lockstep, m, lockstep->step)->notice;
+
+        lockstep->reads = lockstep->reads && its->uneven;
+    }
+    smp_lockstep_read(lockstep);
+    return SMP_OK;
+}
+
+/* The members without their shelves; *failed as in init. */
+static smp_status
+list_members(smp_lockstep *lockstep, const int *ranks, int *failed)
+{
+    int me = smp_comm_rank(lockstep->comm);
+
+    lockstep->self = -1;
+    for (int m = 0; m < lockstep->size; m++) {
+        smp_neighbour neighbour;
+
+        *failed = ranks[m];
+        if (ranks[m] < 0 || ranks[m] >= smp_comm_size(lockstep->comm)) {
+            return SMP_ERR_INVALID;
+        }
+        for (int other = 0; other < m; other++) {
+            if (ranks[other] == ranks[m]) {
+                return SMP_ERR_INVALID;
+            }
+        }
+        if (!smp_comm_neighbour(lockstep->comm, ranks[m], &neighbour)) {
+            return SMP_ERR_UNREACHABLE;
+        }
+        smp_segment_ref(neighbour.segment);
+        lockstep->members[m] = (smp_member){
+            .rank = ranks[m], .pid = neighbour.pid, .segment = neighbour.segment};
+        if (ranks[m] == me) {
+            lockstep->self = m;
+        }
+    }
+    *failed = me;
+    return lockstep->self >= 0 ? SMP_OK : SMP_ERR_INVALID;
+}
+
+static void
+forget_members(smp_lockstep *lockstep)
+{
+    for (int m = 0; m < lockstep->size; m++) {
+        smp_segment_unref(lockstep->members[m].segment);
+    }
+    free(lockstep->members);
+}
+
+smp_status
+smp_lockstep_blame(const smp_comm *comm, smp_status status, int *failed, char *why,
+                   size_t bytes)
+{
+    int64_t until = smp_clock_ns() + NEWS_NS;
+
+    if (status == SMP_ERR_CLOSED || status == SMP_ERR_PEER_LOST) {
+        while (smp_comm_lost(comm) < 0 && smp_clock_ns() < until) {
+            sched_yield();
+        }
+        if (smp_comm_lost(comm) >= 0) {
+            *failed = smp_comm_lost(comm);
+            status = SMP_ERR_PEER_LOST;
+        }
+    }
+    snprintf(why, bytes, "could not make the group: rank %d %s%s",
+             smp_comm_name(comm, *failed),
+             status == SMP_ERR_PEER_LOST ? "is lost"
+             : status == SMP_ERR_CLOSED  ? "has left"
+                                         : "fails: ",
+             status == SMP_ERR_PEER_LOST || status == SMP_ERR_CLOSED
+                 ? ""
+                 : smp_status_text(status));
+    return status;
+}
+
+smp_status
+smp_lockstep_init(smp_lockstep *lockstep, smp_comm *comm, const int *ranks, int size,
+                  uint64_t id, smp_reading reading, const smp_patience *patience,
+                  int *failed, smp_roll *absent)
+{
+    smp_member *own;
+    smp_shelf  *shelf;
+    char        why[96];
+    smp_status  status;
+
+    *failed = smp_comm_rank(comm);
+    if (size < 1 || size > SMP_SHELF_MEMBERS || id == 0) {
+        return SMP_ERR_INVALID;
+    }
+    *lockstep = (smp_lockstep){.comm = comm,
+                               .size = size,
+                               .spins = smp_comm_spins(comm),
+                               .id = id,
+                               .nonce = smp_new_nonce(lockstep),
+                               .generation = smp_fork_generation()};
+    lockstep->members = calloc((size_t)size, sizeof(smp_member));
+    if (lockstep->members == NULL) {
+        return SMP_ERR_NO_MEMORY;
+    }
+    status = list_members(lockstep, ranks, failed);
+    if (status != SMP_OK) {
+        goto err_forget;
+    }
+    own = &lockstep->members[lockstep->self];
+    shelf = smp_shelf_take(own->segment->shelves);
+    if (shelf == NULL) {
+        status = SMP_ERR_LIMIT;
+        goto err_forget;
+    }
+    /* Older kernels refuse, and then pages are made at first use. */
+    (void)madvise((void *)((uintptr_t)shelf->slots & ~(uintptr_t)4095),
+                  sizeof(shelf->slots), MADV_POPULATE_WRITE);
+    own->shelf = shelf;
+    own->arena = (uint64_t)(uintptr_t)own->segment->arena;
+    own->nonce = lockstep->nonce;
+    atomic_store(&shelf->nonce, lockstep->nonce);
+    shelf->probe = (uint64_t)(uintptr_t)&lockstep->nonce;
+    shelf->arena = own->arena;
+    shelf->digest = smp_members_digest(ranks, size);
+    atomic_store(&shelf->id, id);
+    status = meet(lockstep, id, patience, failed, absent);
+    if (status == SMP_OK) {
+        status = agree_on_reading(lockstep, reading, patience, failed, absent);
+    }
+    if (status != SMP_OK) {
+        goto err_forget_shelf;
+    }
+    return SMP_OK;
+
+err_forget_shelf:
+    status = smp_lockstep_blame(comm, status, failed, why, sizeof(why));
+    smp_lockstep_fail(lockstep, status, why);
+    if (status == SMP_ERR_MISMATCH) {
+        linger(lockstep, id);
+    }
+    smp_shelf_forget(shelf);
+err_forget:
+    forget_members(lockstep);
+    return status;
+}
+
+void
+smp_lockstep_fini(smp_lockstep *lockstep)
+{
+    smp_shelf *shelf = lockstep->members[lockstep->self].shelf;
+    int64_t    until = smp_clock_ns() + READERS_NS;
+    bool       read = true;
+
+    if (lockstep->generation == smp_fork_generation()) {
+        for (int m = 0; m < lockstep->size; m++) {
+            const smp_member *other = &lockstep->members[m];
+
+            while (m != lockstep->self &&
+                   atomic_load(&other->shelf->read) != lockstep->step &&
+                   atomic_load(&other->shelf->failed) == SMP_OK &&
+                   !is_away(lockstep, m) && read) {
+                read = smp_clock_ns() < until;
+                sched_yield();
+            }
+        }
+        if (read && atomic_load(&shelf->holds) == 0) {
+            smp_shelf_give_back(shelf);
+        } else {
+            smp_shelf_leave(shelf);
+        }
+    }
+    forget_members(lockstep);
+}
+
+/* ------------------------------------------------------------------------ steps */
+
+void
+smp_lockstep_post(smp_lockstep *lockstep)
+{
+    smp_slot *own;
+
+    lockstep->step++;
+    lockstep->awaited = 0;
+    own = smp_lockstep_slot(lockstep, lockstep->self, lockstep->step);
+    smp_jitter();
+    atomic_store(&own->notice.step, lockstep->step);
+    smp_jitter();
+    ring_others(lockstep);
+}
+
+/* Looks until `until_ns`, between the looks as `gives_way` says. */
+static bool
+look_for_a_while(smp_lockstep *lockstep, bool gives_way, int64_t until_ns)
+{
+    int looks = gives_way ? 1 : LOOKS;
+
+    do {
+        for (int i = 0; i < looks; i++) {
+            if (smp_lockstep_arrived(lockstep)) {
+                return true;
+            }
+            if (gives_way) {
+                sched_yield();
+            } else {
+                relax();
+            }
+        }
+    } while (smp_clock_ns() < until_ns);
+    return smp_lockstep_arrived(lockstep);
+}
+
+bool
+smp_lockstep_look(smp_lockstep *lockstep)
+{
+    for (int i = 0; i < LOOKS && lockstep->spins; i++) {
+        if (smp_lockstep_arrived(lockstep)) {
+            return true;
+        }
+        relax();
+    }
+    return smp_lockstep_arrived(lockstep);
+}
+
+void
+smp_lockstep_wait(smp_lockstep *lockstep, int64_t until_ns)
+{
+    smp_shelf *own = lockstep->members[lockstep->self].shelf;
+    smp_bell  *bell = &own->bell;
+    int64_t    start;
+    int        member;
+
+    if (smp_lockstep_arrived(lockstep)) {
+        return;
+    }
+    start = smp_clock_ns();
+    if (lockstep->spins && look_for_a_while(lockstep, false, start + SPIN_NS)) {
+        return;
+    }
+    if (look_for_a_while(lockstep, true, start + GIVE_WAY_NS)) {
+        return;
+    }
+    atomic_store(&own->waits, lockstep->step);
+    for (;;) {
+        int64_t now = smp_clock_ns();
+
+        smp_bell_lie_down(bell); /* before both looks: who gives up rings too */
+        if (smp_lockstep_trouble(lockstep, &member) != SMP_OK ||
+            smp_lockstep_arrived(lockstep) || now >= until_ns) {
+            break;
+        }
+        smp_bell_sleep(bell, until_ns - now < SLEEP_NS ? until_ns : now + SLEEP_NS);
+    }
+    smp_bell_get_up(bell);
+    atomic_store(&own->waits, 0);
+}
+
+/* How much an operation on a shelf says about what its owner waits for: it sleeps for
+ * it, it has not finished it, it gave up; 0: nothing. */
+static int
+weight(const smp_shelf *shelf)
+{
+    uint64_t a = atomic_load(&shelf->slots[0].notice.step);
+    uint64_t b = atomic_load(&shelf->slots[1].notice.step);
+
+    if (atomic_load(&shelf->failed) != SMP_OK) {
+        return 1;
+    }
+    if ((a > b ? a : b) == atomic_load(&shelf->read)) {
+        return 0;
+    }
+    return atomic_load(&shelf->waits) != 0 ? 3 : 2;
+}
+
+const smp_shelf *
+smp_lockstep_elsewhere(const smp_lockstep *lockstep, int member)
+{
+    const smp_shelf *shelves = lockstep->members[member].segment->shelves;
+    const smp_shelf *best = NULL;
+
+    for (int i = 0; i < SMP_SHELVES; i++) {
+        uint64_t id = atomic_load(&shelves[i].id);
+
+        if (id != 0 && id != lockstep->id && weight(&shelves[i]) != 0 &&
+            (best == NULL || weight(&shelves[i]) > weight(best))) {
+            best = &shelves[i];
+        }
+    }
+    return best;
+}
+
+smp_status
+smp_lockstep_trouble(const smp_lockstep *lockstep, int *member)
+{
+    smp_status first = SMP_OK;
+
+    for (int m = lockstep->awaited; m < lockstep->size; m++) {
+        const smp_member *other = &lockstep->members[m];
+        /* Before the look at its slot: what it posted is there by then. */
+        bool       gone = is_away(lockstep, m);
+        smp_status status = (smp_status)atomic_load(&other->shelf->failed);
+
+        if (m == lockstep->self || (!gone && status == SMP_OK) ||
+            smp_lockstep_posted(lockstep, m)) {
+            continue;
+        }
+        /* One that died is named before those that go because of it. */
+        if (smp_comm_gone(lockstep->comm, other->rank) &&
+            !smp_comm_left(lockstep->comm, other->rank)) {
+            *member = m;
+            return SMP_ERR_PEER_LOST;
+        }
+        if (first == SMP_OK) {
+            *member = m;
+            first = status != SMP_OK ? status : SMP_ERR_CLOSED;
+        }
+    }
+    return first;
+}
+
+void
+smp_lockstep_read(smp_lockstep *lockstep)
+{
+    atomic_store_explicit(&lockstep->members[lockstep->self].shelf->read,
+                          lockstep->step, memory_order_release);
+}
+
+void
+smp_lockstep_fail(smp_lockstep *lockstep, smp_status status, const char *why)
+{
+    smp_shelf *shelf = lockstep->members[lockstep->self].shelf;
+
+    strncpy(shelf->why, why, sizeof(shelf->why) - 1);
+    atomic_store(&shelf->failed, (uint32_t)status);
+    ring_others(lockstep);
+}
+
+smp_status
+smp_lockstep_given_up(const smp_lockstep *lockstep, int *member)
+{
+    for (int m = 0; m < lockstep->size; m++) {
+        uint32_t failed = atomic_load(&lockstep->members[m].shelf->failed);
+
+        if (m != lockstep->self && failed != SMP_OK) {
+            *member = m;
+            return (smp_status)failed;
+        }
+    }
+    return SMP_OK;
+}
+
+bool
+smp_lockstep_all_here(const smp_lockstep *lockstep)
+{
+    for (int m = 0; m < lockstep->size; m++) {
+        const smp_slot *slot = smp_lockstep_slot(lockstep, m, lockstep->step);
+
+        /* Not only acquire: this load comes after the store of `failed`. */
+        if (atomic_load(&slot->notice.step) != lockstep->step) {
+            return false;
+        }
+    }
+    return true;
+}
+
+void
+smp_lockstep_retreat(const smp_lockstep *lockstep, uint64_t last)
+{
+    int64_t until = smp_clock_ns() + READERS_NS;
+
+    for (int m = 0; m < lockstep->size; m++) {
+        const smp_shelf *shelf = lockstep->members[m].shelf;
+        const smp_slot  *slot = smp_lockstep_slot(lockstep, m, last);
+
+        while (m != lockstep->self && atomic_load(&slot->notice.step) != last &&
+               atomic_load(&shelf->failed) == SMP_OK && !is_away(lockstep, m) &&
+               smp_clock_ns() < until) {
+            sched_yield();
+        }
+    }
+}
+
+smp_user *
+smp_lockstep_users(const smp_lockstep *lockstep)
+{
+    smp_user *users = calloc((size_t)lockstep->size, sizeof(*users));
+
+    for (int m = 0; m < lockstep->size && users != NULL; m++) {
+        const smp_member *member = &lockstep->members[m];
+
+        if (m != lockstep->self) {
+            smp_segment_ref(member->segment);
+            users[m] =
+                (smp_user){member->segment, member->shelf, member->nonce, member->pid};
+        }
+    }
+    return users;
+}
+
+bool
+smp_lockstep_why(const smp_lockstep *lockstep, int member, char *out, size_t bytes)
+{
+    const smp_shelf *shelf = lockstep->members[member].shelf;
+    size_t           n = sizeof(shelf->why) < bytes ? sizeof(shelf->why) : bytes;
+
+    if (atomic_load(&shelf->failed) == SMP_OK) {
+        return false;
+    }
+    memcpy(out, shelf->why, n);
+    out[n - 1] = '\0';
+    return true;
+}
+
+bool
+smp_lockstep_in_arena(const smp_lockstep *lockstep, int member, uint64_t address,
+                      size_t bytes)
+{
+    const smp_member *m = &lockstep->members[member];
+    size_t            room = m->segment->arena_bytes;
+
+    return address >= m->arena && address - m->arena <= room &&
+           bytes <= room - (address - m->arena);
+}
+
+uint8_t *
+smp_lockstep_mapped(const smp_lockstep *lockstep, int member, uint64_t address,
+                    size_t bytes)
+{
+    const smp_member *m = &lockstep->members[member];
+
+    if (member == lockstep->self) {
+        return (uint8_t *)(uintptr_t)address;
+    }
+    return smp_lockstep_in_arena(lockstep, member, address, bytes)
+               ? m->segment->arena + (address - m->arena)
+               : NULL;
+}
+
+/* A process that could be read has no memory any more: its pidfd or its socket, which
+ * the comm watches, tells whether it has ended. */
+static smp_status
+await_end(const smp_lockstep *lockstep, int rank)
+{
+    int64_t until = smp_clock_ns() + END_NS;
+
+    while (!smp_comm_gone(lockstep->comm, rank)) {
+        if (smp_clock_ns() >= until) {
+            return SMP_ERR_SYSTEM;
+        }
+        sched_yield();
+    }
+    return smp_comm_left(lockstep->comm, rank) ? SMP_ERR_CLOSED : SMP_ERR_PEER_LOST;
+}
+
+smp_status
+smp_lockstep_copy(const smp_lockstep *lockstep, int member, void *to, uint64_t from,
+                  size_t bytes)
+{
+    const smp_member *m = &lockstep->members[member];
+    int               why = smp_read_process(m->pid, to, from, bytes);
+
+    return why == 0       ? SMP_OK
+           : why == ESRCH ? await_end(lockstep, m->rank)
+                          : SMP_ERR_SYSTEM;
+}
