@@ -510,6 +510,7 @@ fill_host(smp_comm *comm, const char *interface)
         .moved = host_moved,
         .lost = host_lost,
         .left = host_left,
+        .gone = smp_comm_gone,
         .waiting = host_waiting,
         .kick = host_kick,
         .kick_fd = comm->loop.kick_fd,
@@ -574,8 +575,9 @@ smp_comm_create(const smp_comm_config *config, smp_comm **out)
     if (status != SMP_OK) {
         goto err_destroy;
     }
-    comm->device = smp_device_port_create(comm, comm->segment, comm->rank, comm->size,
-                                          config->device_pool_bytes);
+    comm->device = smp_device_port_create(
+        &(smp_device_peers){comm, smp_comm_neighbour, smp_comm_gone, smp_comm_left},
+        comm->segment, comm->rank, comm->size, config->device_pool_bytes);
     if (comm->device == NULL) {
         status = SMP_ERR_NO_MEMORY;
         goto err_destroy;

@@ -9,7 +9,7 @@
 #include <stdatomic.h>
 #include <stddef.h>
 
-#include "comm/comm.h"
+#include "comm/memory/message.h"
 #include "common/lock.h"
 
 typedef struct {

@@ -17,8 +17,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#include "comm/comm.h"
 #include "comm/memory/bell.h"
+#include "comm/memory/message.h"
 #include "common/lock.h"
 
 #define SMP_POST_MARK 0x70756f7267706d73u

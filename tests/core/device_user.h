@@ -7,6 +7,7 @@
 #include <sched.h>
 
 #include "comm/device/port.h"
+#include "comm/neighbour.h"
 #include "stand_in_library.h"
 #include "traffic.h"
 

@@ -308,6 +308,13 @@ smp_group_waited_ns(const smp_group *group)
 }
 
 void
+smp_group_describe(const smp_group *group, const smp_call *next, uint64_t after,
+                   char *out, size_t bytes)
+{
+    smp_group_say_wait(group, next, after, out, bytes);
+}
+
+void
 smp_group_show_stuck(smp_group *group, uint64_t token)
 {
     atomic_store(&group->lockstep.members[group->lockstep.self].shelf->stuck, token);

@@ -36,9 +36,6 @@
 #include "comm/device/exchange.h"
 #include "common/status.h"
 
-/* Bytes of the longest that a group says. */
-#define SMP_GROUP_TEXT 1024
-
 typedef struct smp_group smp_group;
 
 typedef struct {

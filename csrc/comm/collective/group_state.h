@@ -3,13 +3,14 @@
 #define SMP_COMM_COLLECTIVE_GROUP_STATE_H
 
 #include "comm/collective/checks/deadlock.h"
-#include "comm/collective/group.h"
 #include "comm/collective/inter_host/standoff.h"
 #include "comm/collective/inter_host/wide.h"
 #include "comm/collective/inter_host/wire.h"
 #include "comm/collective/intra_host/collective.h"
 #include "comm/collective/intra_host/lockstep.h"
 #include "common/fork.h"
+
+typedef struct smp_group smp_group;
 
 struct smp_group {
     int              size;

@@ -308,7 +308,7 @@ smp_group_give_up_wide(smp_group *group, smp_status status, int member)
 }
 
 void
-smp_group_describe(const smp_group *group, const smp_call *next, uint64_t after,
+smp_group_say_wait(const smp_group *group, const smp_call *next, uint64_t after,
                    char *out, size_t bytes)
 {
     char call[96];

@@ -7,11 +7,13 @@
 #ifndef SMP_COMM_COLLECTIVE_GROUP_WORDS_H
 #define SMP_COMM_COLLECTIVE_GROUP_WORDS_H
 
+#include <stddef.h>
 #include <stdint.h>
 
 #include "comm/collective/checks/call.h"
-#include "comm/collective/group.h"
 #include "common/status.h"
+
+typedef struct smp_group smp_group;
 
 /* What smp_group_error() says from now on, behind the group's name.  `what` is copied.
  */
@@ -39,5 +41,9 @@ smp_status smp_group_give_up_wide(smp_group *group, smp_status status, int membe
 
 /* The next call, of a group that has ended: what it returns. */
 smp_status smp_group_refuse(smp_group *group, const smp_call *next);
+
+/* As smp_group_describe(). */
+void smp_group_say_wait(const smp_group *group, const smp_call *next, uint64_t after,
+                        char *out, size_t bytes);
 
 #endif

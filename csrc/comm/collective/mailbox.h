@@ -17,8 +17,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "comm/collective/kernels/dtype.h"
 #include "comm/collective/kernels/kind.h"
-#include "comm/collective/kernels/reduce.h"
 #include "comm/comm.h"
 #include "common/status.h"
 

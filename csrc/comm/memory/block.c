@@ -4,6 +4,7 @@
 #include <stdatomic.h>
 #include <stdlib.h>
 
+#include "comm/memory/segment.h"
 #include "common/fork.h"
 
 smp_status

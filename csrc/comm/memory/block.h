@@ -1,7 +1,8 @@
-/* Blocks from the inside: in a segment, in this process's own memory, or in the device
+/* Memory for one tensor: in a segment, in this process's own memory, or in the device
  * pool of a segment's owner.
  *
- * The public functions on blocks (comm/comm.h) are implemented in block.c.
+ * What a block is made of, and all functions from smp_block_private() on, are for the
+ * files of csrc/comm alone.
  */
 #ifndef SMP_COMM_MEMORY_BLOCK_H
 #define SMP_COMM_MEMORY_BLOCK_H
@@ -10,9 +11,21 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#include "comm/comm.h"
-#include "comm/memory/segment.h"
 #include "common/status.h"
+
+/* Alignment of every block's data, in bytes. */
+#define SMP_BLOCK_ALIGN 64
+
+typedef struct smp_block smp_block;
+
+typedef struct smp_segment smp_segment;
+
+void  *smp_block_data(const smp_block *block); /* NULL: it is on a device */
+size_t smp_block_bytes(const smp_block *block);
+
+/* Gives a block back: to its sender's arena, or to the heap.  Any thread, also
+ * after smp_comm_destroy().  Takes NULL. */
+void smp_block_release(smp_block *block);
 
 struct smp_block {
     void        *data; /* in the segment, or behind this struct; NULL: on a device */

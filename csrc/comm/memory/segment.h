@@ -17,6 +17,7 @@
 #include <stdatomic.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <sys/types.h>
 
 #include "comm/memory/bell.h"
 #include "comm/memory/device_card.h"
@@ -32,7 +33,7 @@ enum {
     SMP_SLOT_SENT = 2 /* of a device card: it is not its owner's any more */
 };
 
-typedef struct {
+typedef struct smp_segment {
     _Atomic uint32_t  references;
     int               fd; /* owned; -1 once nobody needs to be given it */
     uint8_t          *base;
@@ -47,6 +48,13 @@ typedef struct {
     uint8_t          *arena;
     size_t            arena_bytes;
 } smp_segment;
+
+/* That of another rank, or of this one. */
+typedef struct {
+    smp_segment *segment; /* borrowed; take a reference to keep it */
+    pid_t        pid;     /* as this process sees it; 0: it does not (another pid
+                             namespace) */
+} smp_neighbour;
 
 /* A new one with `ranks` rings and an arena of arena_bytes (rounded up to pages); one
  * reference.  SMP_ERR_NO_MEMORY, SMP_ERR_SYSTEM. */

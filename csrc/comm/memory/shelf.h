@@ -21,8 +21,10 @@
 /* How many members a group can have. */
 #define SMP_SHELF_MEMBERS 1024
 
-/* Of what a member says when it gives up. */
+/* Of what a member says when it gives up, and of the longest that a group says of it.
+ */
 #define SMP_WHY_BYTES 704
+#define SMP_GROUP_TEXT 1024
 
 #define SMP_SLOT_BYTES ((size_t)64 << 10)
 

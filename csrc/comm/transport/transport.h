@@ -11,13 +11,15 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#include "comm/comm.h"
+#include "comm/memory/message.h"
 #include "comm/memory/segment.h"
-#include "comm/neighbour.h"
+#include "common/patience.h"
 #include "common/status.h"
 
 /* Changes with every change of the two tables. */
-#define SMP_TRANSPORT_ABI 7
+#define SMP_TRANSPORT_ABI 8
+
+typedef struct smp_comm smp_comm;
 
 /* There are never more. */
 #define SMP_TRANSPORTS 8
@@ -68,6 +70,9 @@ typedef struct {
      * in order.  Only the first call for a rank counts.  Any thread. */
     void (*lost)(smp_comm *comm, int rank, smp_status why);
     void (*left)(smp_comm *comm, int rank);
+
+    /* Whether one of the two was called for `rank`.  Any thread. */
+    bool (*gone)(const smp_comm *comm, int rank);
 
     /* Whether a thread sleeps in smp_comm_receive(): nothing else runs on this rank. */
     bool (*waiting)(const smp_comm *comm);

@@ -4,6 +4,7 @@
 #include <stdbool.h>
 #include <stdlib.h>
 
+#include "comm/collective/kernels/reduce.h"
 #include "python/values/row.h"
 
 static size_t

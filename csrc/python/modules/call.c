@@ -232,7 +232,8 @@ send_backward(PyObject *unused, PyObject *const *args, Py_ssize_t nargs)
     if (response == NULL) {
         return NULL;
     }
-    if (smp_unpack_init(&unpack, response, NULL, false, false) == 0 &&
+    if (smp_unpack_init(&unpack, smp_the_session.comm, response, NULL, false, false) ==
+            0 &&
         smp_unpack_u32(&unpack, &count) == 0) {
         result = PyTuple_New(2 + (Py_ssize_t)count);
     }
@@ -486,11 +487,13 @@ static PyObject *
 finish(call_object *call, PyObject *token, const sent_call *sent, smp_message *response)
 {
     const smp_pack *pack = sent->pack;
+    smp_arguments   arguments = smp_pack_arguments(pack);
     smp_unpack      unpack;
     PyObject       *dirty = NULL;
     PyObject       *value = NULL;
 
-    if (smp_unpack_init(&unpack, response, pack, false, false) < 0 ||
+    if (smp_unpack_init(&unpack, smp_the_session.comm, response, &arguments, false,
+                        false) < 0 ||
         (dirty = read_dirty(&unpack, sent)) == NULL ||
         (token != NULL &&
          (apply_recv(call, token, &unpack) < 0 || apply_dirty(dirty, &unpack) < 0))) {
@@ -562,7 +565,8 @@ raise_from_there(smp_message *response)
     PyObject  *told = NULL;
     PyObject  *error = NULL;
 
-    if (smp_unpack_init(&unpack, response, NULL, false, false) == 0) {
+    if (smp_unpack_init(&unpack, smp_the_session.comm, response, NULL, false, false) ==
+        0) {
         told = smp_unpack_value(&unpack);
     }
     smp_unpack_fini(&unpack);

@@ -428,7 +428,8 @@ serve_forward(smp_message *request, smp_task *task)
     entry = &session->entries[envelope.entry];
     smp_pack_init(&pack, session->comm, source, &unpack);
     pack.graph = (envelope.flags & SMP_FLAG_GRAPH) != 0;
-    if (smp_unpack_init(&unpack, request, NULL, true, false) < 0 ||
+    if (smp_unpack_init(&unpack, smp_the_session.comm, request, NULL, true, false) <
+            0 ||
         smp_stream_seed(task, smp_mix(envelope.seed, 1)) < 0) {
         goto done;
     }
@@ -598,7 +599,8 @@ serve_backward(smp_message *request, smp_task *task)
     task->backward_depth = 1;
     smp_pack_init(&pack, session->comm, source, NULL);
     pack.graph = false;
-    if (smp_unpack_init(&unpack, request, NULL, false, false) < 0 ||
+    if (smp_unpack_init(&unpack, smp_the_session.comm, request, NULL, false, false) <
+            0 ||
         smp_stream_seed(task, smp_mix(context->seed, 2)) < 0 ||
         smp_gradients_backward(envelope.microbatch, task->backwards) < 0 ||
         run_engine(context, &unpack, envelope.flags) < 0 ||

@@ -5,6 +5,7 @@
 #include <string.h>
 
 #include "comm/device/port.h"
+#include "comm/neighbour.h"
 #include "common/clock.h"
 #include "common/mix.h"
 #include "python/modules/watch.h"
@@ -155,6 +156,8 @@ py_open(PyObject *module, PyObject *args)
     double          end_s;
     int             pipelines;
     int             in_sequence = false;
+    int             own;
+    char            name[SMP_RANK_NAME];
     int            *names; /* pp_ranks, by rank */
     PyObject       *global_ranks = Py_None;
 
@@ -213,7 +216,9 @@ py_open(PyObject *module, PyObject *args)
         return smp_session_raise(status, "preparing the module server");
     }
     smp_registry.rank = session->rank;
-    status = smp_watch_start(report_s, end_s);
+    own = smp_session_rank_of_comm(session->rank);
+    status = smp_watch_start(smp_server_board(session->server), own,
+                             smp_session_rank_name(own, name), report_s, end_s);
     if (status != SMP_OK) {
         smp_server_destroy(session->server);
         smp_comm_destroy(session->comm);
@@ -612,6 +617,15 @@ py_counters(PyObject *module, PyObject *unused)
         device.size, "device_why", device.why);
 }
 
+/* peers() -> [(transport or None, messages sent, bytes sent), ...] by pp_rank */
+static PyObject *
+py_peers(PyObject *module, PyObject *unused)
+{
+    (void)module;
+    (void)unused;
+    return smp_python_peers(smp_the_session.comm);
+}
+
 /* pack(value) -> bytes, and back: the codec by itself, for tests and small exchanges.
  */
 static PyObject *
@@ -680,6 +694,9 @@ static PyMethodDef functions[] = {
     {"expect_in_pool", py_expect_in_pool, METH_O,
      "expect_in_pool(bytes): so much of the own pool will be in use at a time"},
     {"counters", py_counters, METH_NOARGS, "-> dict of the comm's statistics"},
+    {"peers", py_peers, METH_NOARGS,
+     "peers()\n--\n\n"
+     "By pp_rank: the transport's name, messages and bytes sent; None for this rank."},
     {"pack", py_pack, METH_O, "pack(value) -> bytes"},
     {"unpack", py_unpack, METH_O, "unpack(bytes) -> value"},
     {"mix", py_mix, METH_VARARGS, "mix(a, b) -> int"},

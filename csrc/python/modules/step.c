@@ -4,6 +4,7 @@
 #include <stdlib.h>
 
 #include "comm/device/port.h"
+#include "comm/neighbour.h"
 #include "python/modules/gradients.h"
 #include "python/values/unpack.h"
 
@@ -39,7 +40,7 @@ read_end(smp_message *end)
     smp_unpack unpack;
     PyObject  *value = NULL;
 
-    if (smp_unpack_init(&unpack, end, NULL, false, true) == 0) {
+    if (smp_unpack_init(&unpack, smp_the_session.comm, end, NULL, false, true) == 0) {
         value = smp_unpack_value(&unpack);
     }
     smp_unpack_fini(&unpack);

@@ -6,7 +6,6 @@
 #include <stdio.h>
 #include <unistd.h>
 
-#include "python/modules/session.h"
 #include "server/watchdog.h"
 
 #define EXIT_STUCK 1
@@ -17,6 +16,9 @@ typedef const char *(*dump_threads)(int fd, PyInterpreterState *interpreter,
                                     PyThreadState *thread);
 
 typedef struct {
+    smp_board          *board; /* borrowed; NULL: nothing is watched */
+    int                 rank;
+    char                name[64];
     smp_watchdog       *thread; /* owned */
     dump_threads        dump;   /* NULL: this Python hides it */
     PyInterpreterState *interpreter;
@@ -41,31 +43,28 @@ print(const char *bytes, size_t n)
 static void
 report_stuck(void *ctx, const smp_standing *standing, bool ends)
 {
-    smp_session *session = &smp_the_session;
-    char         said[8192];
-    char         name[SMP_RANK_NAME];
-    size_t       used;
-    double       still = (double)(standing->now_ns - standing->moved_ns) / 1e9;
+    char   said[8192];
+    size_t used;
+    double still = (double)(standing->now_ns - standing->moved_ns) / 1e9;
 
     (void)ctx;
-    (void)smp_session_rank_name(smp_session_rank_of_comm(session->rank), name);
     used = (size_t)snprintf(
         said, sizeof(said),
         standing->in_step ? "smp: %s (process %d) has not moved for %.1f s, in "
                             "step %u\n"
                           : "smp: %s (process %d) has not moved for %.1f s, after "
                             "step %u\n",
-        name, (int)getpid(), still, (unsigned)standing->step);
-    used += smp_board_write(smp_server_board(session->server),
-                            smp_session_rank_of_comm(session->rank), standing,
-                            said + used, sizeof(said) - used);
+        the_watch.name, (int)getpid(), still, (unsigned)standing->step);
+    used += smp_board_write(the_watch.board, the_watch.rank, standing, said + used,
+                            sizeof(said) - used);
     print(said, used);
     if (the_watch.dump != NULL) {
         (void)the_watch.dump(STDERR_FILENO, the_watch.interpreter, NULL);
     }
     if (ends) {
-        used = (size_t)snprintf(said, sizeof(said),
-                                "smp: %s ends the job (watchdog_end_s)\n", name);
+        used =
+            (size_t)snprintf(said, sizeof(said),
+                             "smp: %s ends the job (watchdog_end_s)\n", the_watch.name);
         print(said, used);
         _exit(EXIT_STUCK);
     }
@@ -79,18 +78,24 @@ limit_ns(double seconds)
 }
 
 smp_status
-smp_watch_start(double report_s, double end_s)
+smp_watch_start(smp_board *board, int rank, const char *name, double report_s,
+                double end_s)
 {
+    smp_status status;
+
     smp_watchdog_config config = {
         .report_ns = limit_ns(report_s),
         .end_ns = limit_ns(end_s),
         .report = report_stuck,
     };
 
+    the_watch.rank = rank;
+    snprintf(the_watch.name, sizeof(the_watch.name), "%s", name);
     the_watch.interpreter = PyInterpreterState_Get();
     *(void **)&the_watch.dump = dlsym(RTLD_DEFAULT, "_Py_DumpTracebackThreads");
-    return smp_watchdog_create(smp_server_board(smp_the_session.server), &config,
-                               &the_watch.thread);
+    status = smp_watchdog_create(board, &config, &the_watch.thread);
+    the_watch.board = status == SMP_OK ? board : NULL;
+    return status;
 }
 
 /* place(text or None): the script waits for other ranks, outside a step. */
@@ -103,8 +108,8 @@ py_place(PyObject *module, PyObject *what)
     if (what != Py_None && (text = PyUnicode_AsUTF8(what)) == NULL) {
         return NULL;
     }
-    if (smp_the_session.server != NULL) {
-        smp_board_place(smp_server_board(smp_the_session.server), text);
+    if (the_watch.board != NULL) {
+        smp_board_place(the_watch.board, text);
     }
     Py_RETURN_NONE;
 }
@@ -114,6 +119,7 @@ smp_watch_stop(void)
 {
     smp_watchdog_destroy(the_watch.thread);
     the_watch.thread = NULL;
+    the_watch.board = NULL;
 }
 
 static PyMethodDef functions[] = {

@@ -6,7 +6,6 @@
 #include "comm/transport/connecting/address.h"
 #include "comm/transport/transport.h"
 #include "comm/transport/ucx/library.h"
-#include "python/modules/session.h"
 
 PyObject *
 smp_python_no_room(const char *doing, size_t pool)
@@ -124,15 +123,6 @@ smp_python_peers(smp_comm *comm)
     return list;
 }
 
-/* peers() -> [(transport or None, messages sent, bytes sent), ...] by pp_rank */
-static PyObject *
-peers(PyObject *module, PyObject *unused)
-{
-    (void)module;
-    (void)unused;
-    return smp_python_peers(smp_the_session.comm);
-}
-
 static PyObject *
 someone_died(PyObject *module, PyObject *unused)
 {
@@ -149,9 +139,6 @@ static PyMethodDef functions[] = {
      "load_ucx(path)\n--\n\n"
      "Loads libucp.so.0 and says its version; OSError says why it cannot be used.\n"
      "path: where a package has it, looked at last, or None."},
-    {"peers", peers, METH_NOARGS,
-     "peers()\n--\n\n"
-     "By pp_rank: the transport's name, messages and bytes sent; None for this rank."},
     {"addresses", addresses, METH_O,
      "addresses(interface)\n--\n\n"
      "This host's addresses that comm_interface may name; None: all of them."},

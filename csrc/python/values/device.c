@@ -2,6 +2,7 @@
 #include "python/values/device.h"
 
 #include "comm/device/port.h"
+#include "comm/neighbour.h"
 
 bool
 smp_device_is_drivers(dl_device device)

@@ -11,17 +11,14 @@
 #include "comm/comm.h"
 #include "python/values/ptrmap.h"
 #include "python/values/tensor.h"
+#include "python/values/unpack.h"
 #include "server/envelope.h"
-
-#define SMP_PACK_INLINE 16
 
 typedef struct {
     uint8_t *at; /* owned */
     size_t   size;
     size_t   room;
 } smp_buffer;
-
-typedef struct smp_unpack smp_unpack;
 
 typedef struct {
     smp_comm         *comm; /* borrowed; NULL: small and large tensors alike inside */
@@ -55,9 +52,14 @@ typedef struct {
 void smp_pack_init(smp_pack *pack, smp_comm *comm, int dest, const smp_unpack *request);
 void smp_pack_fini(smp_pack *pack);
 
-/* Whether a class is rebuilt from its __dict__ alone: it pickles as object does, keeps
- * everything there, and is no container of C. */
-bool smp_is_plain_class(PyTypeObject *type);
+/* What the answer to a request that was packed may refer to; borrowed from the pack,
+ * which nothing is added to meanwhile. */
+static inline smp_arguments
+smp_pack_arguments(const smp_pack *pack)
+{
+    return (smp_arguments){pack->tensors, pack->ntensors, pack->objects,
+                           pack->nobjects};
+}
 
 /* Appends a value.  0, or -1 with an exception. */
 int smp_pack_value(smp_pack *pack, PyObject *value);

@@ -13,8 +13,8 @@
 #include <stdbool.h>
 #include <stddef.h>
 
+#include "comm/collective/kernels/dtype.h"
 #include "comm/collective/kernels/kind.h"
-#include "comm/collective/kernels/reduce.h"
 #include "python/values/dlpack_abi.h"
 
 typedef struct {

@@ -4,10 +4,12 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "python/modules/session.h"
 #include "python/values/device.h"
+#include "python/values/plain_class.h"
 #include "python/values/registry.h"
+#include "python/values/torch_api.h"
 #include "python/values/wire.h"
+#include "server/envelope.h"
 
 /* ------------------------------------------------------------------- reading */
 
@@ -164,7 +166,7 @@ static PyObject *
 make_device_tensor(smp_unpack *unpack, const smp_tensor_meta *meta,
                    const int64_t *shape, const int64_t *strides)
 {
-    smp_comm *comm = smp_the_session.comm;
+    smp_comm *comm = unpack->comm;
     PyObject *tensor;
     PyObject *row;
 
@@ -288,11 +290,14 @@ open_bytes(smp_unpack *unpack, const uint8_t *bytes, size_t nbytes)
 }
 
 int
-smp_unpack_init(smp_unpack *unpack, smp_message *message, const smp_pack *request,
-                bool watch, bool copy)
+smp_unpack_init(smp_unpack *unpack, smp_comm *comm, smp_message *message,
+                const smp_arguments *request, bool watch, bool copy)
 {
-    *unpack = (smp_unpack){
-        .message = message, .request = request, .watch = watch, .copy = copy};
+    *unpack = (smp_unpack){.comm = comm,
+                           .message = message,
+                           .request = request,
+                           .watch = watch,
+                           .copy = copy};
     if (message->nbytes < sizeof(smp_envelope)) {
         return malformed("it is shorter than its envelope");
     }
@@ -1045,7 +1050,7 @@ take_bytes(smp_unpack *unpack)
 static PyObject *
 take_tagged(smp_unpack *unpack, smp_tag tag)
 {
-    const smp_pack *request = unpack->request;
+    const smp_arguments *request = unpack->request;
 
     switch (tag) {
     case TAG_NONE:

@@ -11,33 +11,42 @@
 #ifndef SMP_PYTHON_VALUES_UNPACK_H
 #define SMP_PYTHON_VALUES_UNPACK_H
 
-#include "python/values/pack.h"
+#include "comm/comm.h"
+#include "python/values/tensor.h"
 
-struct smp_unpack {
-    smp_message    *message; /* owned; NULL for bytes */
-    const uint8_t  *meta;
-    const uint8_t  *values; /* the next value */
-    const uint8_t  *values_end;
-    const uint8_t  *data;
-    uint64_t        data_bytes;
-    const smp_pack *request;       /* borrowed: what this answers, or NULL */
-    PyObject      **tensors;       /* owned references, by number */
-    uint8_t        *requires_grad; /* by number */
-    size_t          ntensors;
-    PyObject      **objects;   /* owned references, by number */
-    PyObject      **snapshots; /* shallow copies of objects' contents, or their pickles;
-                                  may be NULL */
+/* What was sent with a request, by number: what its answer may refer to. */
+typedef struct {
+    PyObject *const *tensors; /* borrowed, as objects */
+    size_t           ntensors;
+    PyObject *const *objects;
+    size_t           nobjects;
+} smp_arguments;
+
+typedef struct {
+    smp_comm            *comm;    /* borrowed; NULL for bytes */
+    smp_message         *message; /* owned; NULL for bytes */
+    const uint8_t       *meta;
+    const uint8_t       *values; /* the next value */
+    const uint8_t       *values_end;
+    const uint8_t       *data;
+    uint64_t             data_bytes;
+    const smp_arguments *request;       /* borrowed: of what this answers, or NULL */
+    PyObject           **tensors;       /* owned references, by number */
+    uint8_t             *requires_grad; /* by number */
+    size_t               ntensors;
+    PyObject           **objects; /* owned references, by number */
+    PyObject **snapshots; /* shallow copies of objects' contents, or their pickles;
+                             may be NULL */
     size_t nobjects;
     size_t object_room;
     bool   watch; /* take snapshots */
     bool   copy;  /* no tensor may keep a block */
     int    depth;
-};
+} smp_unpack;
 
-/* Reads the tensors.  from: where the values start in the message (behind the
- * envelope).  Takes the message in any case. */
-int smp_unpack_init(smp_unpack *unpack, smp_message *message, const smp_pack *request,
-                    bool watch, bool copy);
+/* Reads the tensors of a message of the comm.  Takes the message in any case. */
+int smp_unpack_init(smp_unpack *unpack, smp_comm *comm, smp_message *message,
+                    const smp_arguments *request, bool watch, bool copy);
 
 /* The same for bytes of smp_pack_bytes(), borrowed until fini. */
 int  smp_unpack_init_bytes(smp_unpack *unpack, const void *bytes, size_t nbytes);

@@ -1,6 +1,8 @@
 /* What a call says, and what it moves. */
 #include "comm/collective/checks/call.h"
 
+#include "comm/collective/kernels/reduce.h"
+
 uint64_t
 smp_call_bytes(const smp_call *call, int n, int self)
 {

@@ -7,8 +7,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "comm/collective/kernels/dtype.h"
 #include "comm/collective/kernels/kind.h"
-#include "comm/collective/kernels/reduce.h"
 #include "comm/device/exchange.h"
 #include "comm/memory/shelf.h"
 

@@ -6,7 +6,7 @@
 #include <stdbool.h>
 #include <stddef.h>
 
-#include "comm/collective/inter_host/wide.h"
+#include "comm/collective/inter_host/wide_state.h"
 #include "common/status.h"
 
 /* Looks at what this host's members have shown, in the step that all have posted. */

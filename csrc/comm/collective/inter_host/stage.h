@@ -6,7 +6,7 @@
 #include <stddef.h>
 
 #include "comm/collective/inter_host/route.h"
-#include "comm/collective/inter_host/wide.h"
+#include "comm/collective/inter_host/wide_state.h"
 #include "comm/comm.h"
 #include "common/status.h"
 

@@ -10,7 +10,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#include "comm/collective/kernels/reduce.h"
+#include "comm/collective/kernels/dtype.h"
 
 /* DLPack's code, bits and lanes; 0: it is the dtype itself. */
 typedef uint32_t smp_kind;

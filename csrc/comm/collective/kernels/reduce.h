@@ -30,55 +30,9 @@
 #include <stdbool.h>
 #include <stddef.h>
 
+#include "comm/collective/kernels/dtype.h"
+#include "comm/collective/kernels/reduce_kernels.h"
 #include "common/isa.h"
-
-/* Of tensors; their values travel between ranks. */
-typedef enum {
-    SMP_U8,
-    SMP_I8,
-    SMP_I32,
-    SMP_I64,
-    SMP_F16,
-    SMP_BF16,
-    SMP_F32,
-    SMP_F64,
-    SMP_BOOL,      /* one byte, 0 or 1 */
-    SMP_F8_E4M3FN, /* without infinities: what is too large becomes NaN */
-    SMP_F8_E5M2,
-    SMP_DTYPES
-} smp_dtype;
-
-typedef enum {
-    SMP_SUM,
-    SMP_PRODUCT,
-    SMP_MIN,
-    SMP_MAX,
-    SMP_BAND,
-    SMP_BOR,
-    SMP_BXOR,
-    SMP_AVG,
-    SMP_PREMUL_SUM,
-    SMP_REDUCTIONS
-} smp_reduction;
-
-/* out[i] = left[i] op right[i]; out may be left or right. */
-typedef void smp_binary_kernel(void *out, const void *left, const void *right,
-                               size_t count);
-
-/* out[i] = in[i] op value (a factor or divisor); out may be in. */
-typedef void smp_scaling_kernel(void *out, const void *in, double value, size_t count);
-
-/* out[i] = in[i] in another type. */
-typedef void smp_convert_kernel(void *out, const void *in, size_t count);
-
-/* NULL where a dtype has no such kernel, or only the one in plain C. */
-typedef struct {
-    smp_binary_kernel  *binary[SMP_DTYPES][SMP_BXOR + 1];
-    smp_scaling_kernel *multiply[SMP_DTYPES];
-    smp_scaling_kernel *divide[SMP_DTYPES];
-    smp_convert_kernel *widen[SMP_DTYPES];  /* to f32: f16, bf16, f8 */
-    smp_convert_kernel *narrow[SMP_DTYPES]; /* from f32 */
-} smp_kernels;
 
 /* NULL: this processor cannot run them. */
 const smp_kernels *smp_kernels_of(smp_isa isa);
@@ -86,10 +40,8 @@ const smp_kernels *smp_kernels_of(smp_isa isa);
 /* The fastest that this processor can run. */
 const smp_kernels *smp_kernels_best(void);
 
-size_t      smp_dtype_bytes(smp_dtype dtype);  /* of one element */
-const char *smp_dtype_name(smp_dtype dtype);   /* "float32"; static storage */
-const char *smp_reduction_name(smp_reduction); /* "sum"; static storage */
-bool        smp_reduction_defined(smp_reduction, smp_dtype);
+/* Whether tensors of the dtype can be reduced so. */
+bool smp_reduction_defined(smp_reduction, smp_dtype);
 
 /* Bytes of scratch that smp_reduce() wants, and the most tensors that it takes. */
 #define SMP_REDUCE_SCRATCH ((size_t)192 << 10)

@@ -15,8 +15,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#include "comm/comm.h"
 #include "comm/memory/block.h"
+#include "comm/memory/message.h"
 #include "comm/memory/segment.h"
 #include "common/status.h"
 

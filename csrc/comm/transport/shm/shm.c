@@ -22,7 +22,6 @@
 #include <unistd.h>
 
 #include "comm/memory/block.h"
-#include "comm/neighbour.h"
 #include "comm/transport/shm/meet.h"
 #include "comm/transport/shm/record.h"
 #include "comm/transport/shm/stream.h"
@@ -630,7 +629,8 @@ remove_file_of_dead(const peer *p)
     struct pollfd dead = {.fd = p->pid_fd, .events = POLLIN};
 
     if (access(p->file, F_OK) == 0 &&
-        (smp_comm_gone(p->self->host->comm, p->rank) || poll(&hung_up, 1, 0) > 0)) {
+        (p->self->host->gone(p->self->host->comm, p->rank) ||
+         poll(&hung_up, 1, 0) > 0)) {
         if (p->pid_fd >= 0) {
             poll(&dead, 1, DYING_MS);
         }

@@ -17,7 +17,6 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#include "comm/comm.h"
 #include "comm/transport/transport.h"
 #include "common/status.h"
 

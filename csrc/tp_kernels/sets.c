@@ -1,6 +1,4 @@
 /* Which set of kernels a processor gets. */
-#include "tp_kernels/tp_kernels.h"
-
 #include "tp_kernels/sets.h"
 
 size_t
