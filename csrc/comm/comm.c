@@ -1,7 +1,7 @@
 /* A comm: chooses a transport for each peer, keeps what has arrived, and waits.
  *
- * The receiving thread looks at the rings itself and sleeps on the segment's bell.  The
- * progress thread does everything else; it rings the same bell.
+ * The receiving thread looks at the rings itself and sleeps on the segment's doorbell.
+ * The progress thread does everything else; it rings the same doorbell.
  */
 #define _GNU_SOURCE
 #include "comm/comm.h"
@@ -21,8 +21,8 @@
 #include "comm/inbox.h"
 #include "comm/loop.h"
 #include "comm/memory/arena.h"
-#include "comm/memory/bell.h"
 #include "comm/memory/block.h"
+#include "comm/memory/doorbell.h"
 #include "comm/memory/message.h"
 #include "comm/memory/segment.h"
 #include "comm/neighbour.h"
@@ -152,7 +152,7 @@ fault_why(uint64_t fault)
 static void
 host_arrived(smp_comm *comm)
 {
-    smp_bell_ring(comm->segment->bell);
+    smp_doorbell_ring(comm->segment->doorbell);
 }
 
 static void
@@ -186,15 +186,15 @@ static void
 host_lost(smp_comm *comm, int rank, smp_status why)
 {
     close_peer(comm, rank, PEER_LOST, fault_of(rank, why));
-    /* It may have died between clearing the bell and waking us. */
-    smp_bell_ring_hard(comm->segment->bell);
+    /* It may have died between clearing the doorbell and waking us. */
+    smp_doorbell_ring_hard(comm->segment->doorbell);
 }
 
 static void
 host_left(smp_comm *comm, int rank)
 {
     close_peer(comm, rank, PEER_LEFT, 0);
-    smp_bell_ring_hard(comm->segment->bell);
+    smp_doorbell_ring_hard(comm->segment->doorbell);
 }
 
 static void
@@ -246,7 +246,7 @@ host_moved(smp_comm *comm)
 static bool
 host_waiting(const smp_comm *comm)
 {
-    return atomic_load(&comm->segment->bell->asleep) != 0;
+    return atomic_load(&comm->segment->doorbell->asleep) != 0;
 }
 
 static smp_status
@@ -914,11 +914,11 @@ look_for_a_while(smp_comm *comm, int64_t until_ns, smp_message **out)
 smp_status
 smp_comm_receive(smp_comm *comm, int64_t timeout_ns, smp_message **out)
 {
-    smp_bell    *bell = comm->segment->bell;
-    smp_message *message = NULL;
-    smp_status   status;
-    int64_t      deadline;
-    int64_t      looked;
+    smp_doorbell *doorbell = comm->segment->doorbell;
+    smp_message  *message = NULL;
+    smp_status    status;
+    int64_t       deadline;
+    int64_t       looked;
 
     if (is_child(comm)) {
         return SMP_ERR_CLOSED;
@@ -932,7 +932,7 @@ smp_comm_receive(smp_comm *comm, int64_t timeout_ns, smp_message **out)
                 look_for_a_while(comm, looked < deadline ? looked : deadline, &message);
         }
         while (status == SMP_ERR_TIMED_OUT) {
-            smp_bell_lie_down(bell);
+            smp_doorbell_lie_down(doorbell);
             status = look(comm, &message);
             if (status != SMP_ERR_TIMED_OUT || smp_clock_ns() >= deadline) {
                 break;
@@ -940,9 +940,9 @@ smp_comm_receive(smp_comm *comm, int64_t timeout_ns, smp_message **out)
             if (comm->polls) { /* it may use this thread's core now */
                 host_kick(comm);
             }
-            smp_bell_sleep(bell, deadline);
+            smp_doorbell_sleep(doorbell, deadline);
         }
-        smp_bell_get_up(bell);
+        smp_doorbell_get_up(doorbell);
     }
     if (status == SMP_OK) {
         *out = message;
@@ -955,7 +955,7 @@ smp_comm_wake(smp_comm *comm)
 {
     if (!is_child(comm)) {
         atomic_store(&comm->woken, true);
-        smp_bell_ring(comm->segment->bell);
+        smp_doorbell_ring(comm->segment->doorbell);
     }
 }
 

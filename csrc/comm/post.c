@@ -85,8 +85,8 @@ smp_post_put(smp_post *post, smp_message *message)
     }
     if (hole != NULL) {
         put_into(hole, message);
-        if (hole->bell != NULL) { /* under the lock: it is there until close */
-            smp_bell_ring(hole->bell);
+        if (hole->doorbell != NULL) { /* under the lock: it is there until close */
+            smp_doorbell_ring(hole->doorbell);
         }
         message = NULL;
     } else if (head.nonce == 0) {
@@ -112,7 +112,7 @@ smp_hole_open(smp_post *post, smp_hole *hole)
 
     atomic_init(&hole->count, 0);
     hole->is_open = true;
-    hole->bell = NULL;
+    hole->doorbell = NULL;
     hole->first = NULL;
     smp_lock_acquire(&post->lock);
     hole->next = post->holes;
@@ -142,10 +142,10 @@ smp_hole_narrow(smp_post *post, smp_hole *hole)
 }
 
 void
-smp_hole_set_bell(smp_post *post, smp_hole *hole, smp_bell *bell)
+smp_hole_set_doorbell(smp_post *post, smp_hole *hole, smp_doorbell *doorbell)
 {
     smp_lock_acquire(&post->lock);
-    hole->bell = bell;
+    hole->doorbell = doorbell;
     smp_lock_release(&post->lock);
 }
 

@@ -17,7 +17,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#include "comm/memory/bell.h"
+#include "comm/memory/doorbell.h"
 #include "comm/memory/message.h"
 #include "common/lock.h"
 
@@ -34,10 +34,10 @@ typedef struct smp_hole {
     uint64_t    nonce;   /* not 0 */
     const char *name;    /* borrowed: for errors, or NULL */
 
-    _Atomic size_t count;   /* messages in it */
-    bool           is_open; /* to messages without a nonce; the post's own, as below */
-    smp_bell      *bell;    /* borrowed: rung when something comes, or NULL */
-    smp_message   *first;   /* owned: linked by next */
+    _Atomic size_t count;    /* messages in it */
+    bool           is_open;  /* to messages without a nonce; the post's own, as below */
+    smp_doorbell  *doorbell; /* borrowed: rung when something comes, or NULL */
+    smp_message   *first;    /* owned: linked by next */
     smp_message   *last;
     smp_message *kept; /* what its owner took and will look at later, linked by next; it
                           alone changes them, under the lock */
@@ -73,7 +73,7 @@ void smp_hole_open(smp_post *post, smp_hole *hole);
 void smp_hole_narrow(smp_post *post, smp_hole *hole);
 
 /* What is to be rung from now on; NULL: nothing. */
-void smp_hole_set_bell(smp_post *post, smp_hole *hole, smp_bell *bell);
+void smp_hole_set_doorbell(smp_post *post, smp_hole *hole, smp_doorbell *doorbell);
 
 /* Shows what has come into other holes and nobody has looked at, until `look` says
  * true: true, it has.  The post is locked meanwhile. */

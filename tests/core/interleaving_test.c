@@ -1,7 +1,7 @@
 /* The hand-overs between ranks and threads, in every order of their steps: queue in
  * shared memory, doorbell, kicks of the progress thread; what a server runs next of
  * what has come; modules' collectives; members of a group in steps; orders;
- * letterboxes.  Spec: csrc/comm/memory/ring.h, csrc/comm/memory/bell.h,
+ * letterboxes.  Spec: csrc/comm/memory/ring.h, csrc/comm/memory/doorbell.h,
  * csrc/comm/comm.h, csrc/server/choice.h and lineup.h,
  * csrc/comm/collective/intra_host/lockstep.h, queue.h and mailbox.h.
  *
@@ -35,7 +35,7 @@ typedef struct {
     _Atomic uint8_t states[RANKS];
     traffic         sent[RANKS];
     smp_segment     segment;
-    smp_bell        bell;
+    smp_doorbell    doorbell;
 } rank;
 
 static rank     ranks[RANKS];
@@ -60,7 +60,7 @@ make_rank(int r)
         atomic_init(&rings[r][from].head, 0);
         atomic_init(&rings[r][from].hungry, 0);
     }
-    self->segment.bell = &self->bell;
+    self->segment.doorbell = &self->doorbell;
     self->segment.rings = rings[r];
     comm->rank = r;
     comm->size = RANKS;
@@ -269,7 +269,7 @@ WRONG(a_lost_update_is_found, "an addition is lost", .set_up = make_words,
       .threads = {{"a", add_in_two_steps, false}, {"b", add_in_two_steps, false}},
       .check = check_both_counted)
 
-/* ----------------------------------------------------------- the queue and the bell */
+/* ------------------------------------------------------- the queue and the doorbell */
 
 static void
 send_one(void)
@@ -326,14 +326,14 @@ RIGHT(two_senders_are_both_heard, .set_up = make_ranks,
 static void
 receive_without_a_second_look(void)
 {
-    smp_message *message = NULL;
-    smp_bell    *bell = ranks[0].comm.segment->bell;
+    smp_message  *message = NULL;
+    smp_doorbell *doorbell = ranks[0].comm.segment->doorbell;
 
     while (look(&ranks[0].comm, &message) == SMP_ERR_TIMED_OUT) {
-        smp_bell_lie_down(bell);
-        smp_bell_sleep(bell, SMP_NEVER);
+        smp_doorbell_lie_down(doorbell);
+        smp_doorbell_sleep(doorbell, SMP_NEVER);
     }
-    smp_bell_get_up(bell);
+    smp_doorbell_get_up(doorbell);
     smp_message_free(message);
 }
 
@@ -354,7 +354,7 @@ send_the_wrong_way_round(void)
     want(smp_ring_reserve(producer, smp_record_bytes(8, NULL, 0, NULL), &to) == SMP_OK,
          "cannot reserve");
     smp_record_write(to, SMP_RECORD_WHOLE, &number, 8, NULL, 0, NULL);
-    smp_bell_ring(ranks[0].segment.bell);
+    smp_doorbell_ring(ranks[0].segment.doorbell);
     smp_ring_commit(producer);
 }
 
@@ -534,7 +534,7 @@ RIGHT(a_sender_that_dies_last_has_not_left, .set_up = make_ranks_without_rank_2,
                   {"receiver", receive_until_the_loss, false}},
       .check = check_that_all_was_read)
 
-/* One that died between clearing the bell and the system call. */
+/* One that died between clearing the doorbell and the system call. */
 static void
 kill_rank_1_and_ring_softly(void)
 {
@@ -542,11 +542,11 @@ kill_rank_1_and_ring_softly(void)
 
     explore_kill(SENDER);
     close_peer(comm, 1, PEER_LOST, fault_of(1, SMP_ERR_PEER_LOST));
-    smp_bell_ring(comm->segment->bell);
+    smp_doorbell_ring(comm->segment->doorbell);
 }
 
-WRONG(a_bell_that_is_not_rung_hard_after_a_death_is_found, "receiver: sleeps for ever",
-      .set_up = make_ranks,
+WRONG(a_doorbell_that_is_not_rung_hard_after_a_death_is_found,
+      "receiver: sleeps for ever", .set_up = make_ranks,
       .threads = {{"sender", send_one, false},
                   {"killer", kill_rank_1_and_ring_softly, false},
                   {"receiver", receive_until_the_loss, false}},
@@ -596,7 +596,7 @@ make_members(int n)
 
         atomic_init(&shelf->id, GROUP);
         atomic_init(&shelf->nonce, (uint64_t)m + 1);
-        atomic_init(&shelf->bell.asleep, 0);
+        atomic_init(&shelf->doorbell.asleep, 0);
         atomic_init(&shelf->read, 0);
         atomic_init(&shelf->waits, 0);
         atomic_init(&shelf->failed, SMP_OK);
@@ -779,12 +779,12 @@ RIGHT(a_member_that_gives_up_is_heard, .set_up = make_two_members,
 static void
 member_0_without_a_second_look(void)
 {
-    smp_bell *bell = &shelves[0].bell;
+    smp_doorbell *doorbell = &shelves[0].doorbell;
 
     post(0);
     while (!smp_lockstep_arrived(&members[0])) {
-        smp_bell_lie_down(bell);
-        smp_bell_sleep(bell, SMP_NEVER);
+        smp_doorbell_lie_down(doorbell);
+        smp_doorbell_sleep(doorbell, SMP_NEVER);
     }
 }
 
@@ -1317,7 +1317,7 @@ main(int argc, char **argv)
         ENTRY(a_producer_that_asks_and_does_not_look_again_is_found),
         ENTRY(a_sender_that_dies_at_any_step_is_noticed_after_its_messages),
         ENTRY(a_sender_that_dies_last_has_not_left),
-        ENTRY(a_bell_that_is_not_rung_hard_after_a_death_is_found),
+        ENTRY(a_doorbell_that_is_not_rung_hard_after_a_death_is_found),
         ENTRY(the_last_words_of_who_leaves_are_heard),
         ENTRY(a_slot_is_filled_again_when_all_have_read_it),
         ENTRY(two_members_never_miss_a_step),

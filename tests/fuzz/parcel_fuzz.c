@@ -274,7 +274,7 @@ be_member(input *in)
     smp_patience        patience = {.deadline_ns = smp_clock_ns() + SMP_NS_PER_S};
     int                 parcels = (int)take(in, 1) % 4;
     int                 failed;
-    smp_bell           *bell;
+    smp_doorbell       *doorbell;
 
     memset(&g, 0, sizeof(g));
     require(smp_lockstep_init(&g.lockstep, comms[0], ranks, 1, GROUP, SMP_READ_NEVER,
@@ -292,8 +292,8 @@ be_member(input *in)
         put_parcel(&g, &right);
     }
     patience.deadline_ns = smp_clock_ns(); /* what is there */
-    bell = &g.lockstep.members[0].shelf->bell;
-    if (smp_wire_meet(&g.wire, bell, &patience, &failed) == SMP_OK) {
+    doorbell = &g.lockstep.members[0].shelf->doorbell;
+    if (smp_wire_meet(&g.wire, doorbell, &patience, &failed) == SMP_OK) {
         require(smp_wide_init(&g.wide, &g.lockstep, &g.op, &g.wire, lowest,
                               round_bytes) == SMP_OK);
         g.has_met = true;

@@ -80,7 +80,7 @@ meet_host(smp_group *group, smp_comm *comm, const smp_group_config *config,
 }
 
 /* Other hosts need not wait for this member.  Before the lockstep's end: the wire rings
- * its bell. */
+ * its doorbell. */
 static void
 leave_hosts(smp_group *group, smp_status status, const char *why)
 {
@@ -108,10 +108,10 @@ static smp_status
 meet(smp_group *group, smp_comm *comm, const smp_group_config *config,
      const smp_patience *patience, int *failed, smp_roll *absent)
 {
-    bool      *local = calloc((size_t)group->size, sizeof(bool));
-    smp_bell  *bell;
-    char       why[96];
-    smp_status status = SMP_OK;
+    bool         *local = calloc((size_t)group->size, sizeof(bool));
+    smp_doorbell *doorbell;
+    char          why[96];
+    smp_status    status = SMP_OK;
 
     if (local == NULL) {
         return SMP_ERR_NO_MEMORY;
@@ -137,8 +137,8 @@ meet(smp_group *group, smp_comm *comm, const smp_group_config *config,
         goto err_leave;
     }
     if (group->is_wide) {
-        bell = &group->lockstep.members[group->lockstep.self].shelf->bell;
-        status = smp_wire_meet(&group->wire, bell, patience, failed);
+        doorbell = &group->lockstep.members[group->lockstep.self].shelf->doorbell;
+        status = smp_wire_meet(&group->wire, doorbell, patience, failed);
     }
     if (status == SMP_OK) {
         goto out;
@@ -289,7 +289,7 @@ smp_group_destroy(smp_group *group)
     say_who_is_lost(group);
     if (group->is_wide &&
         !smp_group_is_child(group)) { /* whose messages a child does not have */
-        smp_wire_fini(&group->wire);  /* first: it rings the shelf's bell */
+        smp_wire_fini(&group->wire);  /* first: it rings the shelf's doorbell */
         smp_wide_fini(&group->wide);
     }
     smp_devices_fini(&group->op.devices); /* the lockstep says when the others have */

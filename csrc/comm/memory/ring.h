@@ -55,7 +55,7 @@ typedef struct {
  * ring is full.  A second reserve replaces the first. */
 smp_status smp_ring_reserve(smp_ring_producer *producer, size_t bytes, void **out);
 
-/* Publishes the reserved entry (seq_cst, so that a bell may be rung after it). */
+/* Publishes the reserved entry (seq_cst, so that a doorbell may be rung after it). */
 void smp_ring_commit(smp_ring_producer *producer);
 
 /* Asks for a call when there is room; reserve once more before waiting for it. */

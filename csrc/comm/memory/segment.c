@@ -79,7 +79,7 @@ map(smp_segment *segment, int fd)
     }
     segment->base = base;
     at = segment->base;
-    segment->bell = (smp_bell *)(void *)at;
+    segment->doorbell = (smp_doorbell *)(void *)at;
     at += PAGE;
     segment->states = (_Atomic uint32_t *)(void *)at;
     at += pages(segment->nslots * sizeof(uint32_t));

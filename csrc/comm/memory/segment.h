@@ -1,8 +1,8 @@
 /* One rank's shared memory: its doorbell, the rings that lead to it, its shelves, its
  * arena.
  *
- *   bell | states of the arena's blocks | ring from rank 0 | ring from rank 1 | ... |
- *   shelves of groups | card of the device pool | arena
+ *   doorbell | states of the arena's blocks | ring from rank 0 | ring from rank 1 |
+ *   ... | shelves of groups | card of the device pool | arena
  *
  * Made by its owner, mapped by every peer on the host; never by name, so nothing is
  * left when the job is killed.  Sealed: nobody can cut it off under a reader.
@@ -19,8 +19,8 @@
 #include <stdint.h>
 #include <sys/types.h>
 
-#include "comm/memory/bell.h"
 #include "comm/memory/device_card.h"
+#include "comm/memory/doorbell.h"
 #include "comm/memory/ring.h"
 #include "comm/memory/shelf.h"
 #include "common/status.h"
@@ -37,8 +37,8 @@ typedef struct smp_segment {
     _Atomic uint32_t  references;
     int               fd; /* owned; -1 once nobody needs to be given it */
     uint8_t          *base;
-    size_t            bytes; /* of the mapping */
-    smp_bell         *bell;  /* this and all below: into the mapping */
+    size_t            bytes;    /* of the mapping */
+    smp_doorbell     *doorbell; /* this and all below: into the mapping */
     _Atomic uint32_t *states;
     uint32_t          nslots;
     smp_ring         *rings; /* rings[r]: from rank r to the owner */

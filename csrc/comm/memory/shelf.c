@@ -48,7 +48,7 @@ smp_shelf_take(smp_shelf *shelves)
             shelf->slots[0].notice.sequence = 0; /* no operation yet */
             shelf->slots[1].notice.sequence = 0;
             memset(shelf->slots[0].data, 0, SMP_SHELF_MEMBERS * sizeof(uint64_t));
-            smp_bell_get_up(&shelf->bell);
+            smp_doorbell_get_up(&shelf->doorbell);
             return shelf;
         }
     }

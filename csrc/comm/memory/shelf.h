@@ -1,7 +1,7 @@
 /* Where the members of a group show each other what they do: one shelf each.
  *
- * A shelf lies in its member's segment; only the member writes it (but for the bell),
- * and all other members read it.  Members go in steps
+ * A shelf lies in its member's segment; only the member writes it (but for the
+ * doorbell), and all other members read it.  Members go in steps
  * (comm/collective/intra_host/lockstep.h); step s uses slot s % 2.
  *
  * Threads  take, give_back: any.  A taken shelf is its group's.
@@ -13,7 +13,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#include "comm/memory/bell.h"
+#include "comm/memory/doorbell.h"
 
 /* How many groups a rank can be in at once. */
 #define SMP_SHELVES 256
@@ -69,7 +69,7 @@ typedef struct {
     uint64_t         probe;        /* address of the nonce in its own memory */
     uint64_t         arena;        /* address of its segment's arena there */
     uint64_t         digest;       /* of the list of members */
-    _Alignas(64) smp_bell bell;    /* written by all members */
+    _Alignas(64) smp_doorbell doorbell; /* written by all members */
     _Alignas(64) _Atomic uint64_t read; /* the last step whose reading is over */
     _Atomic uint64_t waits;  /* the step for which the member sleeps; 0: it does not */
     _Atomic uint64_t stuck;  /* comm/collective/checks/deadlock.h: a token, or 0, */

@@ -433,12 +433,13 @@ smp_wide_wait(smp_wide *wide, int64_t until_ns)
         return;
     }
     atomic_store(&own->waits, wide->lockstep->step);
-    smp_bell_lie_down(&own->bell); /* before both looks: who gives up rings too */
+    smp_doorbell_lie_down(
+        &own->doorbell); /* before both looks: who gives up rings too */
     if (!stirs(wide) && (!wide->waits_local ||
                          smp_lockstep_trouble(wide->lockstep, &place) == SMP_OK)) {
-        smp_bell_sleep(&own->bell,
-                       until_ns - now < SLEEP_NS ? until_ns : now + SLEEP_NS);
+        smp_doorbell_sleep(&own->doorbell,
+                           until_ns - now < SLEEP_NS ? until_ns : now + SLEEP_NS);
     }
-    smp_bell_get_up(&own->bell);
+    smp_doorbell_get_up(&own->doorbell);
     atomic_store(&own->waits, 0);
 }

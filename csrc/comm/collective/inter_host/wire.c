@@ -476,12 +476,13 @@ check_hosts(const smp_wire *wire, int *failed)
 }
 
 smp_status
-smp_wire_meet(smp_wire *wire, smp_bell *bell, const smp_patience *patience, int *failed)
+smp_wire_meet(smp_wire *wire, smp_doorbell *doorbell, const smp_patience *patience,
+              int *failed)
 {
     smp_status status;
     smp_status left;
 
-    smp_hole_set_bell(smp_comm_post(wire->comm), &wire->hole, bell);
+    smp_hole_set_doorbell(smp_comm_post(wire->comm), &wire->hole, doorbell);
     while ((status = look_for_hellos(wire, failed)) == SMP_ERR_TIMED_OUT) {
         int64_t now = smp_clock_ns();
 
@@ -489,11 +490,11 @@ smp_wire_meet(smp_wire *wire, smp_bell *bell, const smp_patience *patience, int 
         if (left != SMP_OK) {
             return left;
         }
-        smp_bell_lie_down(bell);
+        smp_doorbell_lie_down(doorbell);
         if (!smp_wire_stirs(wire)) { /* nobody rings for a dead member */
-            smp_bell_sleep(bell, now + SMP_PATIENCE_NS);
+            smp_doorbell_sleep(doorbell, now + SMP_PATIENCE_NS);
         }
-        smp_bell_get_up(bell);
+        smp_doorbell_get_up(doorbell);
     }
     if (status != SMP_OK) {
         return status;

@@ -82,12 +82,12 @@ smp_status smp_wire_init(smp_wire *wire, smp_comm *comm, const int *ranks,
                          const bool *local, int size, int self, uint64_t id,
                          const char *name, int *failed);
 
-/* Waits for the others' hellos, on a bell of its own until fini.  SMP_ERR_TIMED_OUT,
+/* Waits for the others' hellos, on a doorbell of its own until fini. SMP_ERR_TIMED_OUT,
  * SMP_ERR_PEER_LOST, SMP_ERR_CLOSED, SMP_ERR_MISMATCH (another list of members),
  * SMP_ERR_UNREACHABLE (it does not see the same hosts), SMP_ERR_INTERRUPTED, all with
  * *failed. */
-smp_status smp_wire_meet(smp_wire *wire, smp_bell *bell, const smp_patience *patience,
-                         int *failed);
+smp_status smp_wire_meet(smp_wire *wire, smp_doorbell *doorbell,
+                         const smp_patience *patience, int *failed);
 
 /* Adds the members of other hosts that have not come to a meeting. */
 void smp_wire_absent(const smp_wire *wire, smp_roll *absent);

@@ -61,7 +61,7 @@ ring_others(const smp_lockstep *lockstep)
         smp_shelf *shelf = lockstep->members[m].shelf;
 
         if (m != lockstep->self && shelf != NULL) {
-            smp_bell_ring(&shelf->bell);
+            smp_doorbell_ring(&shelf->doorbell);
         }
     }
 }
@@ -171,9 +171,9 @@ static smp_status
 meet(smp_lockstep *lockstep, uint64_t id, const smp_patience *patience, int *failed,
      smp_roll *absent)
 {
-    smp_bell *bell = &lockstep->members[lockstep->self].shelf->bell;
-    int64_t   give_way = smp_clock_ns() + GIVE_WAY_NS;
-    int       member = lockstep->self;
+    smp_doorbell *doorbell = &lockstep->members[lockstep->self].shelf->doorbell;
+    int64_t       give_way = smp_clock_ns() + GIVE_WAY_NS;
+    int           member = lockstep->self;
 
     for (;;) {
         int64_t    now = smp_clock_ns();
@@ -191,10 +191,10 @@ meet(smp_lockstep *lockstep, uint64_t id, const smp_patience *patience, int *fai
                 *failed = rank;
             }
         }
-        smp_bell_lie_down(bell);
+        smp_doorbell_lie_down(doorbell);
         status = greet_all(lockstep, id, &member);
         if (status != SMP_ERR_TIMED_OUT) {
-            smp_bell_get_up(bell);
+            smp_doorbell_get_up(doorbell);
             *failed = lockstep->members[member].rank;
             return status;
         }
@@ -210,9 +210,9 @@ meet(smp_lockstep *lockstep, uint64_t id, const smp_patience *patience, int *fai
         if (now < give_way) {
             sched_yield();
         } else {
-            smp_bell_sleep(bell, now + MEETING_SLEEP_NS);
+            smp_doorbell_sleep(doorbell, now + MEETING_SLEEP_NS);
         }
-        smp_bell_get_up(bell);
+        smp_doorbell_get_up(doorbell);
     }
 }
 
@@ -503,10 +503,10 @@ smp_lockstep_look(smp_lockstep *lockstep)
 void
 smp_lockstep_wait(smp_lockstep *lockstep, int64_t until_ns)
 {
-    smp_shelf *own = lockstep->members[lockstep->self].shelf;
-    smp_bell  *bell = &own->bell;
-    int64_t    start;
-    int        member;
+    smp_shelf    *own = lockstep->members[lockstep->self].shelf;
+    smp_doorbell *doorbell = &own->doorbell;
+    int64_t       start;
+    int           member;
 
     if (smp_lockstep_arrived(lockstep)) {
         return;
@@ -522,14 +522,15 @@ smp_lockstep_wait(smp_lockstep *lockstep, int64_t until_ns)
     for (;;) {
         int64_t now = smp_clock_ns();
 
-        smp_bell_lie_down(bell); /* before both looks: who gives up rings too */
+        smp_doorbell_lie_down(doorbell); /* before both looks: who gives up rings too */
         if (smp_lockstep_trouble(lockstep, &member) != SMP_OK ||
             smp_lockstep_arrived(lockstep) || now >= until_ns) {
             break;
         }
-        smp_bell_sleep(bell, until_ns - now < SLEEP_NS ? until_ns : now + SLEEP_NS);
+        smp_doorbell_sleep(doorbell,
+                           until_ns - now < SLEEP_NS ? until_ns : now + SLEEP_NS);
     }
-    smp_bell_get_up(bell);
+    smp_doorbell_get_up(doorbell);
     atomic_store(&own->waits, 0);
 }
 

@@ -12,7 +12,7 @@
 #include <stddef.h>
 
 /* Copies past the caches, where the processor can; else as memcpy().  What is released
- * after it (a store, a bell) finds the copy written. */
+ * after it (a store, a doorbell) finds the copy written. */
 void smp_copy_uncached(void *to, const void *from, size_t bytes);
 
 #endif

@@ -1,7 +1,7 @@
 /* The shared memory transport.
  *
  * Each ordered pair of ranks has a ring in the receiver's segment.  The sending thread
- * itself writes the message there and rings the receiver's bell; blocks lie in the
+ * itself writes the message there and rings the receiver's doorbell; blocks lie in the
  * sender's arena and are used in place.  No other thread stands in between.
  *
  * Two things can be full, and neither is waited for.  A full ring: the record waits in
@@ -141,7 +141,7 @@ flush_waiting(peer *p)
     }
     smp_jitter();
     if (moved != NULL) {
-        smp_bell_ring(p->segment->bell);
+        smp_doorbell_ring(p->segment->doorbell);
     }
     while (moved != NULL) {
         waiting *next = moved->next;
@@ -228,7 +228,7 @@ put_record(peer *p, smp_record_kind kind, const void *bytes, size_t nbytes,
     smp_lock_release(&p->lock);
     smp_jitter();
     if (late == NULL) {
-        smp_bell_ring(p->segment->bell);
+        smp_doorbell_ring(p->segment->doorbell);
     }
     if (late != NULL || streams) {
         host->kick(host->comm);

@@ -9,10 +9,10 @@
  * a lost wake-up impossible.
  *
  * A ringer that is killed between clearing the word and the system call leaves the
- * sleeper asleep; whoever notices the death uses smp_bell_ring_hard().
+ * sleeper asleep; whoever notices the death uses smp_doorbell_ring_hard().
  */
-#ifndef SMP_COMM_MEMORY_BELL_H
-#define SMP_COMM_MEMORY_BELL_H
+#ifndef SMP_COMM_MEMORY_DOORBELL_H
+#define SMP_COMM_MEMORY_DOORBELL_H
 
 #include <stdatomic.h>
 #include <stdint.h>
@@ -21,36 +21,37 @@
 
 typedef struct {
     _Atomic uint32_t asleep; /* 1: a thread sleeps here or is about to */
-} smp_bell;
+} smp_doorbell;
 
 /* Wakes the sleeper, whatever the word says.  Async-signal-safe. */
-void smp_bell_ring_hard(smp_bell *bell);
+void smp_doorbell_ring_hard(smp_doorbell *doorbell);
 
 /* Wakes the sleeper, if there is one.  Async-signal-safe. */
 static inline void
-smp_bell_ring(smp_bell *bell)
+smp_doorbell_ring(smp_doorbell *doorbell)
 {
     smp_jitter();
-    if (atomic_load(&bell->asleep) != 0 && atomic_exchange(&bell->asleep, 0) != 0) {
-        smp_bell_ring_hard(bell);
+    if (atomic_load(&doorbell->asleep) != 0 &&
+        atomic_exchange(&doorbell->asleep, 0) != 0) {
+        smp_doorbell_ring_hard(doorbell);
     }
 }
 
 /* Announces sleep.  Look once more afterwards, then sleep or get up. */
 static inline void
-smp_bell_lie_down(smp_bell *bell)
+smp_doorbell_lie_down(smp_doorbell *doorbell)
 {
-    atomic_store(&bell->asleep, 1);
+    atomic_store(&doorbell->asleep, 1);
     smp_jitter();
 }
 
 static inline void
-smp_bell_get_up(smp_bell *bell)
+smp_doorbell_get_up(smp_doorbell *doorbell)
 {
-    atomic_store_explicit(&bell->asleep, 0, memory_order_relaxed);
+    atomic_store_explicit(&doorbell->asleep, 0, memory_order_relaxed);
 }
 
 /* Sleeps until rung or until deadline_ns (smp_clock_ns); may return early. */
-void smp_bell_sleep(smp_bell *bell, int64_t deadline_ns);
+void smp_doorbell_sleep(smp_doorbell *doorbell, int64_t deadline_ns);
 
 #endif

@@ -1,6 +1,6 @@
 /* The two futex calls.  Not the private kind: ringers are in other processes. */
 #define _GNU_SOURCE
-#include "comm/memory/bell.h"
+#include "comm/memory/doorbell.h"
 
 #include <limits.h>
 #include <linux/futex.h>
@@ -11,15 +11,15 @@
 #include "common/clock.h"
 
 void
-smp_bell_ring_hard(smp_bell *bell)
+smp_doorbell_ring_hard(smp_doorbell *doorbell)
 {
-    atomic_store(&bell->asleep, 0);
+    atomic_store(&doorbell->asleep, 0);
     smp_jitter();
-    syscall(SYS_futex, &bell->asleep, FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
+    syscall(SYS_futex, &doorbell->asleep, FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
 }
 
 void
-smp_bell_sleep(smp_bell *bell, int64_t deadline_ns)
+smp_doorbell_sleep(smp_doorbell *doorbell, int64_t deadline_ns)
 {
     struct timespec until = {
         .tv_sec = (time_t)(deadline_ns / SMP_NS_PER_S),
@@ -28,6 +28,6 @@ smp_bell_sleep(smp_bell *bell, int64_t deadline_ns)
 
     smp_jitter();
     /* The bitset form takes an absolute time, so an early return costs no drift. */
-    syscall(SYS_futex, &bell->asleep, FUTEX_WAIT_BITSET, 1,
+    syscall(SYS_futex, &doorbell->asleep, FUTEX_WAIT_BITSET, 1,
             deadline_ns == SMP_NEVER ? NULL : &until, NULL, FUTEX_BITSET_MATCH_ANY);
 }
