@@ -9,7 +9,7 @@
 
 #include "comm/collective/group.h"
 #include "comm/collective/intra_host/lockstep.h"
-#include "comm/memory/shelf.h"
+#include "comm/memory/control_block.h"
 #include "comm/neighbour.h"
 #include "common/patience.h"
 #include "groups.h"
@@ -19,12 +19,12 @@
 /* ------------------------------------------------------------------------ results */
 
 static int
-every_operation(world *w, bool only_shelves)
+every_operation(world *w, bool only_slots)
 {
     smp_group *group;
 
-    CHECK_STATUS(make_world_group(w, 9, only_shelves, &group), SMP_OK);
-    CHECK(smp_group_reads_memory(group) == !only_shelves);
+    CHECK_STATUS(make_world_group(w, 9, only_slots, &group), SMP_OK);
+    CHECK(smp_group_reads_memory(group) == !only_slots);
     for (int i = 0; i < COUNTS; i++) {
         CHECK(all_operations(w, group, SMP_F32, counts[i], (uint64_t)i) == 0);
     }
@@ -37,7 +37,7 @@ TEST_RANK(every_operation_gives_the_right_result_by_memory)
     return every_operation(w, false);
 }
 
-TEST_RANK(every_operation_gives_the_right_result_by_shelves)
+TEST_RANK(every_operation_gives_the_right_result_by_slots)
 {
     return every_operation(w, true);
 }
@@ -184,7 +184,7 @@ TEST_RANK(members_do_not_read_where_one_finds_it_slow)
 }
 
 /* The last rank alone cannot read; all agree on it, and nobody counts as lost. */
-TEST_RANK(members_that_cannot_be_read_go_by_the_shelves)
+TEST_RANK(members_that_cannot_be_read_go_by_the_slots)
 {
     for (answer a = READS; a <= ANOTHER; a++) {
         smp_group *group;
@@ -350,23 +350,23 @@ TEST_RANK(who_gives_up_leaves_its_memory_to_those_who_use_it)
 static uint64_t
 own_step(const world *w, uint64_t id)
 {
-    smp_neighbour    neighbour;
-    const smp_shelf *shelf;
-    uint64_t         steps[2];
+    smp_neighbour            neighbour;
+    const smp_control_block *control;
+    uint64_t                 steps[2];
 
     if (!smp_comm_neighbour(w->comm, w->rank, &neighbour)) {
         abort();
     }
-    shelf = smp_shelf_find(neighbour.segment->shelves, id);
+    control = smp_control_block_find(neighbour.segment->controls, id);
     for (int i = 0; i < 2; i++) {
-        steps[i] = atomic_load(&shelf->slots[i].notice.step);
+        steps[i] = atomic_load(&control->slots[i].notice.step);
     }
     return steps[0] > steps[1] ? steps[0] : steps[1];
 }
 
-/* Two steps, also where members must not read each other's memory; through the shelves
+/* Two steps, also where members must not read each other's memory; through the slots
  * it takes one for every 64 KiB. */
-TEST_RANK(an_all_gather_between_pools_does_not_go_through_the_shelves)
+TEST_RANK(an_all_gather_between_pools_does_not_go_through_the_slots)
 {
     enum { ID = 9, COUNT = 300000 };
     smp_group *group;
@@ -393,16 +393,16 @@ TEST_RANK(an_all_gather_between_pools_does_not_go_through_the_shelves)
 
 TEST_RANK(a_rank_is_in_at_most_so_many_groups)
 {
-    static smp_group *groups[WORLD_RANKS][SMP_SHELVES];
+    static smp_group *groups[WORLD_RANKS][SMP_CONTROL_BLOCKS];
     smp_group       **mine = groups[w->rank];
     smp_group        *more;
 
-    for (uint64_t i = 0; i < SMP_SHELVES; i++) {
+    for (uint64_t i = 0; i < SMP_CONTROL_BLOCKS; i++) {
         CHECK_STATUS(make_world_group(w, 1 + i, true, &mine[i]), SMP_OK);
     }
     CHECK_STATUS(make_world_group(w, 1000, true, &more), SMP_ERR_LIMIT);
-    CHECK(random_calls(w, mine, SMP_SHELVES, 100, 3) == 0);
-    for (int i = 0; i < SMP_SHELVES; i++) {
+    CHECK(random_calls(w, mine, SMP_CONTROL_BLOCKS, 100, 3) == 0);
+    for (int i = 0; i < SMP_CONTROL_BLOCKS; i++) {
         smp_group_destroy(mine[i]);
     }
     return 0;
@@ -424,7 +424,7 @@ TEST_RANK(meetings_that_fail_take_no_group_away)
     for (int r = 0; r < w->size; r++) {
         ranks[r] = r;
     }
-    for (int i = 0; i < SMP_SHELVES + 10 && w->rank != w->size - 1; i++) {
+    for (int i = 0; i < SMP_CONTROL_BLOCKS + 10 && w->rank != w->size - 1; i++) {
         CHECK_STATUS(smp_group_create(w->comm, &config, &group, &failed),
                      SMP_ERR_TIMED_OUT);
     }
@@ -610,8 +610,8 @@ sleeps(world *w, int rank)
     if (!smp_comm_neighbour(w->comm, rank, &neighbour)) {
         abort();
     }
-    for (int i = 0; i < SMP_SHELVES; i++) {
-        if (atomic_load(&neighbour.segment->shelves[i].waits) != 0) {
+    for (int i = 0; i < SMP_CONTROL_BLOCKS; i++) {
+        if (atomic_load(&neighbour.segment->controls[i].waits) != 0) {
             return true;
         }
     }
@@ -689,12 +689,12 @@ typedef struct {
  * under the sanitizers. */
 static const entry list[] = {
     KILLED(a_killed_member_is_named_to_all_others, 3),
-    KILLED(a_killed_member_is_named_by_those_who_use_shelves, 3),
+    KILLED(a_killed_member_is_named_by_those_who_use_slots, 3),
     FORKED(a_forked_child_is_no_member, 2, 2),
     ALL(nobody_leaves_a_barrier_before_all_have_come),
     ALL(every_operation_gives_the_right_result_by_memory),
-    ALL(every_operation_gives_the_right_result_by_shelves),
-    POOLED(an_all_gather_between_pools_does_not_go_through_the_shelves, 2, 3),
+    ALL(every_operation_gives_the_right_result_by_slots),
+    POOLED(an_all_gather_between_pools_does_not_go_through_the_slots, 2, 3),
     POOLED(tensors_in_pools_are_used_where_they_are, 2, 4),
     SOME(every_dtype_is_moved_and_reduced, 2, 3),
     ALL(any_sequence_of_calls_on_several_groups_is_right),
@@ -714,7 +714,7 @@ static const entry list[] = {
     SOME(a_member_that_has_left_is_named, 2, 3),
     FORKED(members_read_where_that_is_faster, 2, 2),
     FORKED(members_do_not_read_where_one_finds_it_slow, 2, 2),
-    FORKED(members_that_cannot_be_read_go_by_the_shelves, 2, 3),
+    FORKED(members_that_cannot_be_read_go_by_the_slots, 2, 3),
     FORKED(a_member_that_is_not_seen_any_more_has_not_died, 2, 2),
     FORKED(a_member_that_died_is_lost_when_it_is_read, 2, 2),
     FORKED(who_gives_up_leaves_its_memory_to_those_who_use_it, 2, 2),

@@ -399,7 +399,7 @@ typedef struct {
 static const hosts_entry hosts_list[] = {
     {ENTRY(a_killed_member_is_named_to_all_others), .hosts = {"abb", "aab", "abc"},
      .times = 6, .forks = true},
-    {ENTRY(a_killed_member_is_named_by_those_who_use_shelves), .hosts = {"aba"},
+    {ENTRY(a_killed_member_is_named_by_those_who_use_slots), .hosts = {"aba"},
      .times = 6, .forks = true},
     {ENTRY(a_forked_child_is_no_member), .hosts = {"ab", "aab"}, .forks = true},
     ALL(every_operation_gives_the_right_result),

@@ -583,28 +583,29 @@ RIGHT(the_last_words_of_who_leaves_are_heard, .set_up = make_ranks_without_rank_
 
 enum { GROUP = 77 };
 
-static smp_lockstep members[RANKS]; /* members[m]: as member m sees the group */
-static smp_shelf    shelves[RANKS];
-static smp_member   member_lists[RANKS][RANKS];
+static smp_lockstep      members[RANKS]; /* members[m]: as member m sees the group */
+static smp_control_block controls[RANKS];
+static smp_member        member_lists[RANKS][RANKS];
 
 static void
 make_members(int n)
 {
     make_ranks();
     for (int m = 0; m < n; m++) {
-        smp_shelf *shelf = &shelves[m];
+        smp_control_block *control = &controls[m];
 
-        atomic_init(&shelf->id, GROUP);
-        atomic_init(&shelf->nonce, (uint64_t)m + 1);
-        atomic_init(&shelf->doorbell.asleep, 0);
-        atomic_init(&shelf->read, 0);
-        atomic_init(&shelf->waits, 0);
-        atomic_init(&shelf->failed, SMP_OK);
-        atomic_init(&shelf->slots[0].notice.step, 0);
-        atomic_init(&shelf->slots[1].notice.step, 0);
+        atomic_init(&control->id, GROUP);
+        atomic_init(&control->nonce, (uint64_t)m + 1);
+        atomic_init(&control->doorbell.asleep, 0);
+        atomic_init(&control->read, 0);
+        atomic_init(&control->waits, 0);
+        atomic_init(&control->failed, SMP_OK);
+        atomic_init(&control->slots[0].notice.step, 0);
+        atomic_init(&control->slots[1].notice.step, 0);
         for (int other = 0; other < n; other++) {
-            member_lists[m][other] = (smp_member){
-                .rank = other, .shelf = &shelves[other], .nonce = (uint64_t)other + 1};
+            member_lists[m][other] = (smp_member){.rank = other,
+                                                  .control = &controls[other],
+                                                  .nonce = (uint64_t)other + 1};
         }
         members[m] = (smp_lockstep){.comm = &ranks[m].comm,
                                     .size = n,
@@ -779,7 +780,7 @@ RIGHT(a_member_that_gives_up_is_heard, .set_up = make_two_members,
 static void
 member_0_without_a_second_look(void)
 {
-    smp_doorbell *doorbell = &shelves[0].doorbell;
+    smp_doorbell *doorbell = &controls[0].doorbell;
 
     post(0);
     while (!smp_lockstep_arrived(&members[0])) {
@@ -828,7 +829,7 @@ member_1_until_the_loss(void)
     }
     want(status == SMP_OK || status == SMP_ERR_PEER_LOST, "another status");
     want(status == SMP_OK ||
-             atomic_load(&shelves[0].slots[members[1].step & 1].notice.step) !=
+             atomic_load(&controls[0].slots[members[1].step & 1].notice.step) !=
                  members[1].step,
          "it had posted this step");
 }

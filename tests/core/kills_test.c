@@ -75,7 +75,7 @@ note_the_time(const actor *a)
     atomic_store(&a->w->shared->scratch[NOTICED_AT + a->w->rank], smp_clock_ns());
 }
 
-/* Groups of all, of all from the last to the first by shelves alone, and of those up to
+/* Groups of all, of all from the last to the first by slots alone, and of those up to
  * this rank's neighbours.  *named: not made, because of the victim. */
 static int
 meet(actor *a, bool *named)

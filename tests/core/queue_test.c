@@ -6,7 +6,7 @@
 #include <sched.h>
 
 #include "comm/collective/mailbox.h"
-#include "comm/memory/shelf.h"
+#include "comm/memory/control_block.h"
 #include "comm/neighbour.h"
 #include "world.h"
 
@@ -287,8 +287,8 @@ shows_stuck(world *w, int rank)
     if (!smp_comm_neighbour(w->comm, rank, &neighbour)) {
         abort();
     }
-    for (int i = 0; i < SMP_SHELVES; i++) {
-        if (atomic_load(&neighbour.segment->shelves[i].stuck) != 0) {
+    for (int i = 0; i < SMP_CONTROL_BLOCKS; i++) {
+        if (atomic_load(&neighbour.segment->controls[i].stuck) != 0) {
             return true;
         }
     }

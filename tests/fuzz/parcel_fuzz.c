@@ -292,7 +292,7 @@ be_member(input *in)
         put_parcel(&g, &right);
     }
     patience.deadline_ns = smp_clock_ns(); /* what is there */
-    doorbell = &g.lockstep.members[0].shelf->doorbell;
+    doorbell = &g.lockstep.members[0].control->doorbell;
     if (smp_wire_meet(&g.wire, doorbell, &patience, &failed) == SMP_OK) {
         require(smp_wide_init(&g.wide, &g.lockstep, &g.op, &g.wire, lowest,
                               round_bytes) == SMP_OK);

@@ -317,7 +317,7 @@ smp_group_describe(const smp_group *group, const smp_call *next, uint64_t after,
 void
 smp_group_show_stuck(smp_group *group, uint64_t token)
 {
-    atomic_store(&group->lockstep.members[group->lockstep.self].shelf->stuck, token);
+    atomic_store(&group->lockstep.members[group->lockstep.self].control->stuck, token);
 }
 
 smp_status

@@ -7,9 +7,9 @@
  * (comm/collective/kernels/reduce.h), so all members get the same bits, in every run,
  * by whatever way.
  *
- * Inside a host, small tensors go through the members' shelves in shared memory; large
- * ones are read from each other's memory where the system allows that, else they too go
- * through the shelves, piece by piece.  Members on several hosts send each other
+ * Inside a host, small tensors go through the members' control blocks in shared memory;
+ * large ones are read from each other's memory where the system allows that, else they
+ * too go through the slots, piece by piece.  Members on several hosts send each other
  * messages of their comm (comm/collective/inter_host/route.h), and sums keep their
  * bits.
  *
@@ -40,7 +40,7 @@ typedef struct smp_group smp_group;
 
 typedef struct {
     const int *ranks; /* of the comm, in the order of the group; borrowed */
-    int        size;  /* at most SMP_SHELF_MEMBERS */
+    int        size;  /* at most SMP_GROUP_MEMBERS */
     uint64_t   id;    /* the same on all members, unlike that of any other group that
                          one of them is in now; not 0 */
     const char *name; /* for errors: borrowed, its first 63 bytes are kept */
@@ -58,9 +58,9 @@ typedef struct {
 
 /* Meets the other members, all of which must call it.  SMP_ERR_INVALID;
  * SMP_ERR_UNREACHABLE: *failed is a rank that sees other hosts than this one;
- * SMP_ERR_NO_MEMORY; SMP_ERR_LIMIT: this rank is in SMP_SHELVES groups; with *failed:
- * SMP_ERR_TIMED_OUT, SMP_ERR_INTERRUPTED, SMP_ERR_PEER_LOST, SMP_ERR_CLOSED, and
- * SMP_ERR_MISMATCH when its list of ranks is another. */
+ * SMP_ERR_NO_MEMORY; SMP_ERR_LIMIT: this rank is in SMP_CONTROL_BLOCKS groups; with
+ * *failed: SMP_ERR_TIMED_OUT, SMP_ERR_INTERRUPTED, SMP_ERR_PEER_LOST, SMP_ERR_CLOSED,
+ * and SMP_ERR_MISMATCH when its list of ranks is another. */
 smp_status smp_group_create(smp_comm *comm, const smp_group_config *config,
                             smp_group **out, int *failed);
 

@@ -19,7 +19,7 @@ list_ranks(smp_group *group, smp_comm *comm, const smp_group_config *config,
 {
     size_t bytes = (size_t)(config->size > 0 ? config->size : 1) * sizeof(int);
 
-    if (config->size < 1 || config->size > SMP_SHELF_MEMBERS || config->id == 0) {
+    if (config->size < 1 || config->size > SMP_GROUP_MEMBERS || config->id == 0) {
         return SMP_ERR_INVALID;
     }
     group->self = -1;
@@ -73,7 +73,7 @@ meet_host(smp_group *group, smp_comm *comm, const smp_group_config *config,
                                config->reading, patience, failed, absent);
     free(ranks);
     if (status == SMP_OK) {
-        memcpy(group->lockstep.members[group->lockstep.self].shelf->name, group->name,
+        memcpy(group->lockstep.members[group->lockstep.self].control->name, group->name,
                sizeof(group->name));
     }
     return status;
@@ -137,7 +137,7 @@ meet(smp_group *group, smp_comm *comm, const smp_group_config *config,
         goto err_leave;
     }
     if (group->is_wide) {
-        doorbell = &group->lockstep.members[group->lockstep.self].shelf->doorbell;
+        doorbell = &group->lockstep.members[group->lockstep.self].control->doorbell;
         status = smp_wire_meet(&group->wire, doorbell, patience, failed);
     }
     if (status == SMP_OK) {
@@ -193,7 +193,7 @@ explain(const smp_comm *comm, const smp_group_config *config, smp_status status,
                  (double)waited_ns / (double)SMP_NS_PER_S, missing);
     } else if (status == SMP_ERR_LIMIT) {
         snprintf(why, sizeof(why), "rank %d is in %d groups, and cannot be in more",
-                 smp_comm_name(comm, failed), SMP_SHELVES);
+                 smp_comm_name(comm, failed), SMP_CONTROL_BLOCKS);
     } else {
         snprintf(why, sizeof(why), "rank %d %s", smp_comm_name(comm, failed),
                  status == SMP_ERR_PEER_LOST  ? "is lost"
@@ -289,7 +289,7 @@ smp_group_destroy(smp_group *group)
     say_who_is_lost(group);
     if (group->is_wide &&
         !smp_group_is_child(group)) { /* whose messages a child does not have */
-        smp_wire_fini(&group->wire);  /* first: it rings the shelf's doorbell */
+        smp_wire_fini(&group->wire);  /* first: it rings the control block's doorbell */
         smp_wide_fini(&group->wide);
     }
     smp_devices_fini(&group->op.devices); /* the lockstep says when the others have */

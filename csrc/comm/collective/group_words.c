@@ -149,17 +149,17 @@ list_missing(const smp_group *group, char *out, size_t bytes)
 static bool
 is_beside(const smp_group *group, int member, char *out, size_t bytes)
 {
-    const smp_shelf *shelf =
+    const smp_control_block *control =
         smp_lockstep_elsewhere(&group->lockstep, place_of(group, member));
     bool has_failed;
     char name[sizeof(group->name)];
     char call[96];
 
-    if (shelf == NULL ||
-        !smp_shelf_describe(shelf, name, sizeof(name), call, sizeof(call))) {
+    if (control == NULL ||
+        !smp_control_block_describe(control, name, sizeof(name), call, sizeof(call))) {
         return false;
     }
-    has_failed = atomic_load(&shelf->failed) != SMP_OK;
+    has_failed = atomic_load(&control->failed) != SMP_OK;
     snprintf(out, bytes,
              has_failed ? "gave up in group '%s': %s" : "waits in group '%s' for %s",
              name, call);

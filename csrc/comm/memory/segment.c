@@ -63,8 +63,8 @@ shape(int ranks, size_t arena_bytes)
     segment->arena_bytes = pages(arena_bytes);
     segment->bytes = PAGE + pages(segment->nslots * sizeof(uint32_t)) +
                      pages((size_t)ranks * sizeof(smp_ring)) +
-                     pages(SMP_SHELVES * sizeof(smp_shelf)) + device_card_bytes(ranks) +
-                     segment->arena_bytes;
+                     pages(SMP_CONTROL_BLOCKS * sizeof(smp_control_block)) +
+                     device_card_bytes(ranks) + segment->arena_bytes;
     return segment;
 }
 
@@ -85,8 +85,8 @@ map(smp_segment *segment, int fd)
     at += pages(segment->nslots * sizeof(uint32_t));
     segment->rings = (smp_ring *)(void *)at;
     at += pages((size_t)segment->nrings * sizeof(smp_ring));
-    segment->shelves = (smp_shelf *)(void *)at;
-    at += pages(SMP_SHELVES * sizeof(smp_shelf));
+    segment->controls = (smp_control_block *)(void *)at;
+    at += pages(SMP_CONTROL_BLOCKS * sizeof(smp_control_block));
     segment->device = (smp_device_card *)(void *)at;
     at += device_card_bytes(segment->nrings);
     segment->arena = at;

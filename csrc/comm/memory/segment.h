@@ -1,8 +1,8 @@
-/* One rank's shared memory: its doorbell, the rings that lead to it, its shelves, its
- * arena.
+/* One rank's shared memory: its doorbell, the rings that lead to it, its control
+ * blocks, its arena.
  *
  *   doorbell | states of the arena's blocks | ring from rank 0 | ring from rank 1 |
- *   ... | shelves of groups | card of the device pool | arena
+ *   ... | control blocks of groups | card of the device pool | arena
  *
  * Made by its owner, mapped by every peer on the host; never by name, so nothing is
  * left when the job is killed.  Sealed: nobody can cut it off under a reader.
@@ -19,10 +19,10 @@
 #include <stdint.h>
 #include <sys/types.h>
 
+#include "comm/memory/control_block.h"
 #include "comm/memory/device_card.h"
 #include "comm/memory/doorbell.h"
 #include "comm/memory/ring.h"
-#include "comm/memory/shelf.h"
 #include "common/status.h"
 
 /* State of a slot of the arena, in shared memory.  Giving a block back is one store of
@@ -34,19 +34,19 @@ enum {
 };
 
 typedef struct smp_segment {
-    _Atomic uint32_t  references;
-    int               fd; /* owned; -1 once nobody needs to be given it */
-    uint8_t          *base;
-    size_t            bytes;    /* of the mapping */
-    smp_doorbell     *doorbell; /* this and all below: into the mapping */
-    _Atomic uint32_t *states;
-    uint32_t          nslots;
-    smp_ring         *rings; /* rings[r]: from rank r to the owner */
-    int               nrings;
-    smp_shelf        *shelves; /* SMP_SHELVES */
-    smp_device_card  *device;
-    uint8_t          *arena;
-    size_t            arena_bytes;
+    _Atomic uint32_t   references;
+    int                fd; /* owned; -1 once nobody needs to be given it */
+    uint8_t           *base;
+    size_t             bytes;    /* of the mapping */
+    smp_doorbell      *doorbell; /* this and all below: into the mapping */
+    _Atomic uint32_t  *states;
+    uint32_t           nslots;
+    smp_ring          *rings; /* rings[r]: from rank r to the owner */
+    int                nrings;
+    smp_control_block *controls; /* SMP_CONTROL_BLOCKS */
+    smp_device_card   *device;
+    uint8_t           *arena;
+    size_t             arena_bytes;
 } smp_segment;
 
 /* That of another rank, or of this one. */

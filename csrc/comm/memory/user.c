@@ -1,4 +1,4 @@
-/* What a member's shelf says about its use of another's memory. */
+/* What a member's control block says about its use of another's memory. */
 #define _GNU_SOURCE
 #include "comm/memory/user.h"
 
@@ -11,22 +11,22 @@
 static bool
 is_there(const smp_user *user)
 {
-    return user->segment != NULL && atomic_load(&user->shelf->nonce) == user->nonce &&
+    return user->segment != NULL && atomic_load(&user->control->nonce) == user->nonce &&
            (kill(user->pid, 0) == 0 || errno != ESRCH);
 }
 
 bool
 smp_user_holds(const smp_user *user)
 {
-    return is_there(user) && atomic_load(&user->shelf->holds) != 0;
+    return is_there(user) && atomic_load(&user->control->holds) != 0;
 }
 
 bool
 smp_user_operates(const smp_user *user, uint64_t last)
 {
-    return is_there(user) && atomic_load(&user->shelf->id) != 0 &&
-           atomic_load(&user->shelf->failed) == SMP_OK &&
-           atomic_load(&user->shelf->slots[last & 1].notice.step) != last;
+    return is_there(user) && atomic_load(&user->control->id) != 0 &&
+           atomic_load(&user->control->failed) == SMP_OK &&
+           atomic_load(&user->control->slots[last & 1].notice.step) != last;
 }
 
 void

@@ -10,14 +10,14 @@
 #include <stdint.h>
 #include <sys/types.h>
 
+#include "comm/memory/control_block.h"
 #include "comm/memory/segment.h"
-#include "comm/memory/shelf.h"
 
 typedef struct {
-    smp_segment     *segment; /* owned: one reference; NULL: nobody */
-    const smp_shelf *shelf;   /* in the segment: says what the member does */
-    uint64_t         nonce;   /* of its meeting */
-    pid_t            pid; /* 0: it cannot be seen from here, and never counts as dead */
+    smp_segment             *segment; /* owned: one reference; NULL: nobody */
+    const smp_control_block *control; /* in the segment: says what the member does */
+    uint64_t                 nonce;   /* of its meeting */
+    pid_t pid; /* 0: it cannot be seen from here, and never counts as dead */
 } smp_user;
 
 /* Whether it may have this process's device memory open. */

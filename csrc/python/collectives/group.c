@@ -91,10 +91,10 @@ group_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     if (smp_comm_check_open(comm) < 0) {
         return NULL;
     }
-    if (PyList_GET_SIZE(list) > SMP_SHELF_MEMBERS) {
+    if (PyList_GET_SIZE(list) > SMP_GROUP_MEMBERS) {
         return PyErr_Format(PyExc_ValueError,
                             "smp: group '%s' has %zd ranks; %d are the most", name,
-                            PyList_GET_SIZE(list), SMP_SHELF_MEMBERS);
+                            PyList_GET_SIZE(list), SMP_GROUP_MEMBERS);
     }
     self = (smp_group_object *)type->tp_alloc(type, 0);
     if (self == NULL) {

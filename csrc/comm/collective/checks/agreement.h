@@ -9,7 +9,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#include "comm/memory/shelf.h"
+#include "comm/memory/control_block.h"
 
 /* What one member says; all borrowed. */
 typedef struct {

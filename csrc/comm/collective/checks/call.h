@@ -10,7 +10,7 @@
 #include "comm/collective/kernels/dtype.h"
 #include "comm/collective/kernels/kind.h"
 #include "comm/device/exchange.h"
-#include "comm/memory/shelf.h"
+#include "comm/memory/control_block.h"
 
 /* n is the size of the group, m a member; counts are of elements. */
 typedef enum {

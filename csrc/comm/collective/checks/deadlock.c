@@ -23,10 +23,10 @@
 
 /* The last step that the owner has posted. */
 static uint64_t
-last_step(smp_shelf *shelf)
+last_step(smp_control_block *control)
 {
-    uint64_t a = atomic_load(&shelf->slots[0].notice.step);
-    uint64_t b = atomic_load(&shelf->slots[1].notice.step);
+    uint64_t a = atomic_load(&control->slots[0].notice.step);
+    uint64_t b = atomic_load(&control->slots[1].notice.step);
 
     return a > b ? a : b;
 }
@@ -40,14 +40,14 @@ see(const smp_comm *comm, int rank, smp_stuck *out)
     if (smp_comm_gone(comm, rank) || !smp_comm_neighbour(comm, rank, &neighbour)) {
         return false;
     }
-    for (int i = 0; i < SMP_SHELVES; i++) {
-        smp_shelf *shelf = &neighbour.segment->shelves[i];
-        uint64_t   token = atomic_load(&shelf->stuck);
+    for (int i = 0; i < SMP_CONTROL_BLOCKS; i++) {
+        smp_control_block *control = &neighbour.segment->controls[i];
+        uint64_t           token = atomic_load(&control->stuck);
 
         if (token != 0) {
-            *out = (smp_stuck){rank, shelf, atomic_load(&shelf->id), last_step(shelf),
-                               token};
-            return out->id != 0 && atomic_load(&shelf->stuck) == token;
+            *out = (smp_stuck){rank, control, atomic_load(&control->id),
+                               last_step(control), token};
+            return out->id != 0 && atomic_load(&control->stuck) == token;
         }
     }
     return false;
@@ -57,17 +57,17 @@ see(const smp_comm *comm, int rank, smp_stuck *out)
 static bool
 lacks(const smp_comm *comm, const smp_stuck *stuck, int rank)
 {
-    smp_neighbour neighbour;
-    smp_shelf    *shelf;
+    smp_neighbour      neighbour;
+    smp_control_block *control;
 
     if (rank == stuck->rank || smp_comm_gone(comm, rank) ||
         !smp_comm_neighbour(comm, rank, &neighbour)) {
         return false;
     }
-    shelf = smp_shelf_find(neighbour.segment->shelves, stuck->id);
-    return shelf != NULL &&
-           atomic_load(&shelf->slots[stuck->step & 1].notice.step) != stuck->step &&
-           atomic_load(&shelf->failed) == SMP_OK;
+    control = smp_control_block_find(neighbour.segment->controls, stuck->id);
+    return control != NULL &&
+           atomic_load(&control->slots[stuck->step & 1].notice.step) != stuck->step &&
+           atomic_load(&control->failed) == SMP_OK;
 }
 
 /* Fills `found` with the way from this rank to seen[last]; its length. */
@@ -131,7 +131,7 @@ same_ring(const smp_deadlock *deadlock, int n)
         const smp_stuck *a = &deadlock->ring[i];
         const smp_stuck *b = &deadlock->found[i];
 
-        if (a->rank != b->rank || a->shelf != b->shelf || a->id != b->id ||
+        if (a->rank != b->rank || a->control != b->control || a->id != b->id ||
             a->step != b->step || a->token != b->token) {
             return false;
         }
@@ -139,12 +139,12 @@ same_ring(const smp_deadlock *deadlock, int n)
     return n == deadlock->n;
 }
 
-/* Whether all others are sure, too; what they said stays on their shelves. */
+/* Whether all others are sure, too; what they said stays on their control blocks. */
 static bool
 all_are_sure(const smp_deadlock *deadlock)
 {
     for (int i = 1; i < deadlock->n; i++) {
-        if (atomic_load(&deadlock->ring[i].shelf->sure) != deadlock->ring[i].token) {
+        if (atomic_load(&deadlock->ring[i].control->sure) != deadlock->ring[i].token) {
             return false;
         }
     }
@@ -152,17 +152,17 @@ all_are_sure(const smp_deadlock *deadlock)
 }
 
 bool
-smp_shelf_describe(const smp_shelf *shelf, char *name, size_t name_bytes, char *call,
-                   size_t call_bytes)
+smp_control_block_describe(const smp_control_block *control, char *name,
+                           size_t name_bytes, char *call, size_t call_bytes)
 {
-    const smp_notice *a = &shelf->slots[0].notice;
-    const smp_notice *b = &shelf->slots[1].notice;
+    const smp_notice *a = &control->slots[0].notice;
+    const smp_notice *b = &control->slots[1].notice;
     const smp_notice *last = a->sequence > b->sequence ? a : b;
 
     if (last->sequence == 0) {
         return false;
     }
-    snprintf(name, name_bytes, "%.*s", (int)sizeof(shelf->name) - 1, shelf->name);
+    snprintf(name, name_bytes, "%.*s", (int)sizeof(control->name) - 1, control->name);
     smp_notice_describe(last, call, call_bytes);
     return true;
 }
@@ -181,8 +181,8 @@ describe(smp_deadlock *deadlock, const smp_comm *comm)
         char call[96] = "";
         int  n;
 
-        (void)smp_shelf_describe(deadlock->ring[i].shelf, name, sizeof(name), call,
-                                 sizeof(call));
+        (void)smp_control_block_describe(deadlock->ring[i].control, name, sizeof(name),
+                                         call, sizeof(call));
         n = snprintf(out + used, bytes - used,
                      "%srank %d, which waits in group '%s' (%s) for ",
                      i == 1 ? "waits for " : "",
@@ -260,7 +260,7 @@ smp_deadlock_look(smp_deadlock *deadlock, const smp_comm *comm)
             describe(deadlock, comm);
         }
         deadlock->is_sure = true;
-        atomic_store(&deadlock->ring[0].shelf->sure, deadlock->ring[0].token);
+        atomic_store(&deadlock->ring[0].control->sure, deadlock->ring[0].token);
     }
     return deadlock->is_sure && now - deadlock->first_ns >= TOGETHER_NS;
 }

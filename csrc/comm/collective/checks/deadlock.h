@@ -4,7 +4,8 @@
  * A rank is *stuck* in a step of a group (comm/collective/intra_host/lockstep.h) while
  * one thread of its process waits there without a limit, all its other threads sleep
  * until an order is over, and no other order is queued (comm/collective/queue.c finds
- * that out). It shows a token on its shelf meanwhile: how many orders it has issued.
+ * that out). It shows a token on its control block meanwhile: how many orders it has
+ * issued.
  *
  * Proof that nobody in a ring ever comes on.  Each is seen stuck twice, in the same
  * step and with the same token, and seen twice not to have posted the step for which
@@ -19,8 +20,8 @@
  * What ends such a wait otherwise are errors: a time-out, a death, a signal's handler
  * that raises.  (A handler that itself enters a group is not thought of.)
  *
- * When a rank is sure it says so on its shelf, and leaves once all of the ring have
- * said so: so all of them fail with the same ring, not only the first.
+ * When a rank is sure it says so on its control block, and leaves once all of the ring
+ * have said so: so all of them fail with the same ring, not only the first.
  *
  * Threads  one at a time; what others show is read without a lock.
  */
@@ -32,16 +33,16 @@
 #include <stdint.h>
 
 #include "comm/comm.h"
-#include "comm/memory/shelf.h"
+#include "comm/memory/control_block.h"
 #include "common/status.h"
 
 /* A rank that is stuck. */
 typedef struct {
-    int        rank;  /* of the comm */
-    smp_shelf *shelf; /* borrowed from the comm */
-    uint64_t   id;    /* of the group */
-    uint64_t   step;
-    uint64_t   token;
+    int                rank;    /* of the comm */
+    smp_control_block *control; /* borrowed from the comm */
+    uint64_t           id;      /* of the group */
+    uint64_t           step;
+    uint64_t           token;
 } smp_stuck;
 
 typedef struct {
@@ -69,8 +70,9 @@ void smp_deadlock_forget(smp_deadlock *deadlock);
  * it is, and the others know it too. */
 bool smp_deadlock_look(smp_deadlock *deadlock, const smp_comm *comm);
 
-/* What a shelf's owner calls in its group, in words; cut off.  False: nothing yet. */
-bool smp_shelf_describe(const smp_shelf *shelf, char *name, size_t name_bytes,
-                        char *call, size_t call_bytes);
+/* What a control block's owner calls in its group, in words; cut off.  False: nothing
+ * yet. */
+bool smp_control_block_describe(const smp_control_block *control, char *name,
+                                size_t name_bytes, char *call, size_t call_bytes);
 
 #endif

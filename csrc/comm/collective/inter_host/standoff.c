@@ -35,11 +35,11 @@ typedef struct {
 static uint64_t
 begun(const smp_wide *wide, uint64_t id)
 {
-    const smp_lockstep *lockstep = wide->lockstep;
-    const smp_shelf    *shelf =
-        smp_shelf_find(lockstep->members[lockstep->self].segment->shelves, id);
-    uint64_t a = shelf != NULL ? shelf->slots[0].notice.sequence : UINT64_MAX;
-    uint64_t b = shelf != NULL ? shelf->slots[1].notice.sequence : UINT64_MAX;
+    const smp_lockstep      *lockstep = wide->lockstep;
+    const smp_control_block *control =
+        smp_control_block_find(lockstep->members[lockstep->self].segment->controls, id);
+    uint64_t a = control != NULL ? control->slots[0].notice.sequence : UINT64_MAX;
+    uint64_t b = control != NULL ? control->slots[1].notice.sequence : UINT64_MAX;
 
     return a > b ? a : b;
 }

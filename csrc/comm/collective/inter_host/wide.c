@@ -420,10 +420,10 @@ stirs(smp_wide *wide)
 void
 smp_wide_wait(smp_wide *wide, int64_t until_ns)
 {
-    smp_shelf *own = wide->lockstep->members[wide->place].shelf;
-    int64_t    now = smp_clock_ns();
-    int64_t    give_way = now + GIVE_WAY_NS;
-    int        place;
+    smp_control_block *own = wide->lockstep->members[wide->place].control;
+    int64_t            now = smp_clock_ns();
+    int64_t            give_way = now + GIVE_WAY_NS;
+    int                place;
 
     while (!stirs(wide) && now < give_way && now < until_ns) {
         sched_yield();

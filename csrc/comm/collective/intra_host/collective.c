@@ -71,8 +71,8 @@ plan_ranges(smp_collective *op)
     }
 }
 
-/* Whether members read memory that is not mapped.  Never to reduce-scatter: shelves
- * were faster wherever benchmarks/core/collective.c has measured it. */
+/* Whether members read memory that is not mapped.  Never to reduce-scatter:
+ * slots were faster wherever benchmarks/core/collective.c has measured it. */
 static bool
 reads(const smp_collective *op)
 {
@@ -125,7 +125,7 @@ choose_way(smp_collective *op, size_t most)
         op->way = SMP_BY_SPLIT;
         op->steps = 2 * ((most + elements - 1) / elements);
     } else {
-        op->way = SMP_BY_SHELVES;
+        op->way = SMP_BY_SLOTS;
         op->steps = op->data_step + (most + elements - 1) / elements;
         op->steps += op->steps == 0;
     }
@@ -133,7 +133,7 @@ choose_way(smp_collective *op, size_t most)
 
 /* ----------------------------------------------------------------------- filling */
 
-/* The window of a range that goes through the shelves in `round`. */
+/* The window of a range that goes through the slots in `round`. */
 static smp_range
 window(const smp_collective *op, smp_range range, size_t round)
 {
@@ -233,7 +233,7 @@ reduce_terms(smp_collective *op, size_t to, size_t count)
 }
 
 static void
-collect_shelves(smp_collective *op)
+collect_slots(smp_collective *op)
 {
     uint8_t       *out = op->call.out;
     const uint8_t *in = op->call.in;
@@ -742,9 +742,9 @@ smp_collective_collect(smp_collective *op, bool *whole, int *member)
 {
     *whole = true;
     switch (op->way) {
-    case SMP_BY_SHELVES:
+    case SMP_BY_SLOTS:
         if (op->step >= op->data_step) {
-            collect_shelves(op);
+            collect_slots(op);
         }
         return SMP_OK;
     case SMP_BY_SPLIT:

@@ -4,9 +4,9 @@
  * Every operation is a set of pulls: each member takes ranges of the others' `in` and
  * copies or reduces them into its `out`.  There are four ways.
  *
- *   SHELVES  In each step a member puts the next piece of its `in` into its slot: one
+ *   SLOTS   In each step a member puts the next piece of its `in` into its slot: one
  *           for all, or a cell for each member.  Data come with the first step.
- *   SPLIT   All-reduce through the shelves when it is not small: of each piece, every
+ *   SPLIT   All-reduce through the slots when it is not small: of each piece, every
  *           member reduces a part in one step, and takes the other parts in the next.
  *   MEMORY  A member reads the others' memory, at the addresses that came with the
  *           first step; the last step says that the reading is over.  All-reduce has
@@ -14,7 +14,7 @@
  *           in a pool is read where it is mapped, without system calls; and if all
  *           outputs of an all-gather do, members write into them, which reads each
  *           input once instead of once for each member.  Whether it does turns out in
- *           the first step: what the shelves have by then is left there.
+ *           the first step: what the slots have by then is left there.
  *
  *   DEVICE  An all-gather of tensors on devices: steps are the rounds of
  *           comm/device/exchange.h.  MEETING: the operation before the first such
@@ -37,7 +37,7 @@
 #include "common/status.h"
 
 typedef enum {
-    SMP_BY_SHELVES,
+    SMP_BY_SLOTS,
     SMP_BY_SPLIT,
     SMP_BY_MEMORY,
     SMP_BY_DEVICE,
@@ -77,13 +77,13 @@ typedef struct {
     size_t   element; /* bytes */
     uint64_t first;   /* step of the lockstep; its own slot has the notice */
     smp_way  way;
-    bool     shared;      /* by shelves: all members get the same from one */
+    bool     shared;      /* by slots: all members get the same from one */
     size_t   header;      /* bytes of the counts in a slot */
     size_t   cell;        /* bytes for one member in a slot */
     bool     writes;      /* by memory: members write into the targets */
-    bool     is_small;    /* so that only the shelves come into question */
+    bool     is_small;    /* so that only the slots come into question */
     bool     is_large;    /* so that what is copied goes past the caches */
-    size_t   data_step;   /* by shelves: the first with data */
+    size_t   data_step;   /* by slots: the first with data */
     size_t   steps;       /* of the operation */
     size_t   step;        /* now */
     int      turn;        /* by memory: pulls that are done, and */

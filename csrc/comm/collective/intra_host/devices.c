@@ -88,7 +88,7 @@ smp_devices_open(smp_devices *devices)
         cards[m] = word_of(devices, m, lockstep->step)->card;
     }
     /* Before it is said that all is open: see smp_exchange_retire(). */
-    atomic_store(&lockstep->members[lockstep->self].shelf->holds, 1);
+    atomic_store(&lockstep->members[lockstep->self].control->holds, 1);
     own->willing = smp_exchange_open(devices->exchange, cards, own->why);
     free(cards);
 }
@@ -118,7 +118,7 @@ smp_devices_fini(smp_devices *devices)
     devices->exchange = NULL;
     closed = smp_exchange_close(exchange);
     if (closed) {
-        atomic_store(&lockstep->members[lockstep->self].shelf->holds, 0);
+        atomic_store(&lockstep->members[lockstep->self].control->holds, 0);
     }
     readers = smp_lockstep_users(lockstep);
     smp_exchange_retire(exchange, readers, readers == NULL ? 0 : lockstep->size,

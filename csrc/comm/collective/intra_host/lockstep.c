@@ -58,53 +58,54 @@ static void
 ring_others(const smp_lockstep *lockstep)
 {
     for (int m = 0; m < lockstep->size; m++) {
-        smp_shelf *shelf = lockstep->members[m].shelf;
+        smp_control_block *control = lockstep->members[m].control;
 
-        if (m != lockstep->self && shelf != NULL) {
-            smp_doorbell_ring(&shelf->doorbell);
+        if (m != lockstep->self && control != NULL) {
+            smp_doorbell_ring(&control->doorbell);
         }
     }
 }
 
-/* Whether a member has ended, or shows its shelf to others now. */
+/* Whether a member has ended, or shows its control block to others now. */
 static bool
 is_away(const smp_lockstep *lockstep, int member)
 {
     const smp_member *m = &lockstep->members[member];
 
     return smp_comm_gone(lockstep->comm, m->rank) ||
-           atomic_load(&m->shelf->id) != lockstep->id ||
-           atomic_load(&m->shelf->nonce) != m->nonce;
+           atomic_load(&m->control->id) != lockstep->id ||
+           atomic_load(&m->control->nonce) != m->nonce;
 }
 
 /* ---------------------------------------------------------------------- meeting */
 
 /* While they meet, a member's first slot has a greeting for each other one: the nonce
- * of its shelf.  A shelf of an earlier meeting with the same id greets nobody new. */
+ * of its control block.  A control block of an earlier meeting with the same id greets
+ * nobody new. */
 static _Atomic uint64_t *
-greetings(smp_shelf *shelf)
+greetings(smp_control_block *control)
 {
-    return (_Atomic uint64_t *)(void *)shelf->slots[0].data;
+    return (_Atomic uint64_t *)(void *)control->slots[0].data;
 }
 
-/* Finds the member's shelf and greets it.  SMP_OK: it has greeted this one.
+/* Finds the member's control block and greets it.  SMP_OK: it has greeted this one.
  * SMP_ERR_TIMED_OUT: not yet.  SMP_ERR_MISMATCH. */
 static smp_status
 greet(smp_lockstep *lockstep, int member, uint64_t id)
 {
-    smp_member *m = &lockstep->members[member];
-    smp_shelf  *own = lockstep->members[lockstep->self].shelf;
-    smp_shelf  *shelf = smp_shelf_find(m->segment->shelves, id);
-    uint64_t    digest;
+    smp_member        *m = &lockstep->members[member];
+    smp_control_block *own = lockstep->members[lockstep->self].control;
+    smp_control_block *control = smp_control_block_find(m->segment->controls, id);
+    uint64_t           digest;
 
-    if (shelf == NULL) {
+    if (control == NULL) {
         return SMP_ERR_TIMED_OUT;
     }
-    m->shelf = shelf;
-    digest = shelf->digest;
-    m->arena = shelf->arena;
-    m->nonce = atomic_load(&shelf->nonce);
-    if (atomic_load(&shelf->id) !=
+    m->control = control;
+    digest = control->digest;
+    m->arena = control->arena;
+    m->nonce = atomic_load(&control->nonce);
+    if (atomic_load(&control->id) !=
         id) { /* forgotten, and perhaps another group's now */
         return SMP_ERR_TIMED_OUT;
     }
@@ -112,7 +113,7 @@ greet(smp_lockstep *lockstep, int member, uint64_t id)
         return SMP_ERR_MISMATCH;
     }
     atomic_store(&greetings(own)[member], m->nonce);
-    return atomic_load(&greetings(shelf)[lockstep->self]) == lockstep->nonce
+    return atomic_load(&greetings(control)[lockstep->self]) == lockstep->nonce
                ? SMP_OK
                : SMP_ERR_TIMED_OUT;
 }
@@ -143,13 +144,13 @@ linger(const smp_lockstep *lockstep, uint64_t id)
     int64_t until = smp_clock_ns() + READERS_NS;
 
     for (int m = 0; m < lockstep->size; m++) {
-        const smp_member *other = &lockstep->members[m];
-        const smp_shelf  *shelf = NULL;
+        const smp_member        *other = &lockstep->members[m];
+        const smp_control_block *control = NULL;
 
         while (m != lockstep->self && smp_clock_ns() < until &&
                !smp_comm_gone(lockstep->comm, other->rank) &&
-               (shelf == NULL || atomic_load(&shelf->failed) == SMP_OK)) {
-            shelf = smp_shelf_find(other->segment->shelves, id);
+               (control == NULL || atomic_load(&control->failed) == SMP_OK)) {
+            control = smp_control_block_find(other->segment->controls, id);
             sched_yield();
         }
     }
@@ -171,7 +172,7 @@ static smp_status
 meet(smp_lockstep *lockstep, uint64_t id, const smp_patience *patience, int *failed,
      smp_roll *absent)
 {
-    smp_doorbell *doorbell = &lockstep->members[lockstep->self].shelf->doorbell;
+    smp_doorbell *doorbell = &lockstep->members[lockstep->self].control->doorbell;
     int64_t       give_way = smp_clock_ns() + GIVE_WAY_NS;
     int           member = lockstep->self;
 
@@ -180,8 +181,8 @@ meet(smp_lockstep *lockstep, uint64_t id, const smp_patience *patience, int *fai
         smp_status gone = SMP_OK;
         smp_status status;
 
-        /* Before the look at the shelves: what an ended one wrote is there by then.
-         * One that died is named before those that go because of it. */
+        /* Before the look at the control blocks: what an ended one wrote is there by
+         * then. One that died is named before those that go because of it. */
         for (int m = 0; m < lockstep->size && gone != SMP_ERR_PEER_LOST; m++) {
             int  rank = lockstep->members[m].rank;
             bool left = smp_comm_left(lockstep->comm, rank);
@@ -225,7 +226,7 @@ can_read(const smp_lockstep *lockstep, int member)
     const smp_member *m = &lockstep->members[member];
     uint64_t          nonce = 0;
 
-    return smp_read_process(m->pid, &nonce, m->shelf->probe, sizeof(nonce)) == 0 &&
+    return smp_read_process(m->pid, &nonce, m->control->probe, sizeof(nonce)) == 0 &&
            nonce == m->nonce;
 }
 
@@ -289,7 +290,7 @@ agree_on_reading(smp_lockstep *lockstep, smp_reading reading,
     return SMP_OK;
 }
 
-/* The members without their shelves; *failed as in init. */
+/* The members without their control blocks; *failed as in init. */
 static smp_status
 list_members(smp_lockstep *lockstep, const int *ranks, int *failed)
 {
@@ -362,13 +363,13 @@ smp_lockstep_init(smp_lockstep *lockstep, smp_comm *comm, const int *ranks, int 
                   uint64_t id, smp_reading reading, const smp_patience *patience,
                   int *failed, smp_roll *absent)
 {
-    smp_member *own;
-    smp_shelf  *shelf;
-    char        why[96];
-    smp_status  status;
+    smp_member        *own;
+    smp_control_block *control;
+    char               why[96];
+    smp_status         status;
 
     *failed = smp_comm_rank(comm);
-    if (size < 1 || size > SMP_SHELF_MEMBERS || id == 0) {
+    if (size < 1 || size > SMP_GROUP_MEMBERS || id == 0) {
         return SMP_ERR_INVALID;
     }
     *lockstep = (smp_lockstep){.comm = comm,
@@ -386,38 +387,38 @@ smp_lockstep_init(smp_lockstep *lockstep, smp_comm *comm, const int *ranks, int 
         goto err_forget;
     }
     own = &lockstep->members[lockstep->self];
-    shelf = smp_shelf_take(own->segment->shelves);
-    if (shelf == NULL) {
+    control = smp_control_block_take(own->segment->controls);
+    if (control == NULL) {
         status = SMP_ERR_LIMIT;
         goto err_forget;
     }
     /* Older kernels refuse, and then pages are made at first use. */
-    (void)madvise((void *)((uintptr_t)shelf->slots & ~(uintptr_t)4095),
-                  sizeof(shelf->slots), MADV_POPULATE_WRITE);
-    own->shelf = shelf;
+    (void)madvise((void *)((uintptr_t)control->slots & ~(uintptr_t)4095),
+                  sizeof(control->slots), MADV_POPULATE_WRITE);
+    own->control = control;
     own->arena = (uint64_t)(uintptr_t)own->segment->arena;
     own->nonce = lockstep->nonce;
-    atomic_store(&shelf->nonce, lockstep->nonce);
-    shelf->probe = (uint64_t)(uintptr_t)&lockstep->nonce;
-    shelf->arena = own->arena;
-    shelf->digest = smp_members_digest(ranks, size);
-    atomic_store(&shelf->id, id);
+    atomic_store(&control->nonce, lockstep->nonce);
+    control->probe = (uint64_t)(uintptr_t)&lockstep->nonce;
+    control->arena = own->arena;
+    control->digest = smp_members_digest(ranks, size);
+    atomic_store(&control->id, id);
     status = meet(lockstep, id, patience, failed, absent);
     if (status == SMP_OK) {
         status = agree_on_reading(lockstep, reading, patience, failed, absent);
     }
     if (status != SMP_OK) {
-        goto err_forget_shelf;
+        goto err_forget_control;
     }
     return SMP_OK;
 
-err_forget_shelf:
+err_forget_control:
     status = smp_lockstep_blame(comm, status, failed, why, sizeof(why));
     smp_lockstep_fail(lockstep, status, why);
     if (status == SMP_ERR_MISMATCH) {
         linger(lockstep, id);
     }
-    smp_shelf_forget(shelf);
+    smp_control_block_forget(control);
 err_forget:
     forget_members(lockstep);
     return status;
@@ -426,26 +427,26 @@ err_forget:
 void
 smp_lockstep_fini(smp_lockstep *lockstep)
 {
-    smp_shelf *shelf = lockstep->members[lockstep->self].shelf;
-    int64_t    until = smp_clock_ns() + READERS_NS;
-    bool       read = true;
+    smp_control_block *control = lockstep->members[lockstep->self].control;
+    int64_t            until = smp_clock_ns() + READERS_NS;
+    bool               read = true;
 
     if (lockstep->generation == smp_fork_generation()) {
         for (int m = 0; m < lockstep->size; m++) {
             const smp_member *other = &lockstep->members[m];
 
             while (m != lockstep->self &&
-                   atomic_load(&other->shelf->read) != lockstep->step &&
-                   atomic_load(&other->shelf->failed) == SMP_OK &&
+                   atomic_load(&other->control->read) != lockstep->step &&
+                   atomic_load(&other->control->failed) == SMP_OK &&
                    !is_away(lockstep, m) && read) {
                 read = smp_clock_ns() < until;
                 sched_yield();
             }
         }
-        if (read && atomic_load(&shelf->holds) == 0) {
-            smp_shelf_give_back(shelf);
+        if (read && atomic_load(&control->holds) == 0) {
+            smp_control_block_give_back(control);
         } else {
-            smp_shelf_leave(shelf);
+            smp_control_block_leave(control);
         }
     }
     forget_members(lockstep);
@@ -503,10 +504,10 @@ smp_lockstep_look(smp_lockstep *lockstep)
 void
 smp_lockstep_wait(smp_lockstep *lockstep, int64_t until_ns)
 {
-    smp_shelf    *own = lockstep->members[lockstep->self].shelf;
-    smp_doorbell *doorbell = &own->doorbell;
-    int64_t       start;
-    int           member;
+    smp_control_block *own = lockstep->members[lockstep->self].control;
+    smp_doorbell      *doorbell = &own->doorbell;
+    int64_t            start;
+    int                member;
 
     if (smp_lockstep_arrived(lockstep)) {
         return;
@@ -534,35 +535,35 @@ smp_lockstep_wait(smp_lockstep *lockstep, int64_t until_ns)
     atomic_store(&own->waits, 0);
 }
 
-/* How much an operation on a shelf says about what its owner waits for: it sleeps for
- * it, it has not finished it, it gave up; 0: nothing. */
+/* How much an operation on a control block says about what its owner waits for: it
+ * sleeps for it, it has not finished it, it gave up; 0: nothing. */
 static int
-weight(const smp_shelf *shelf)
+weight(const smp_control_block *control)
 {
-    uint64_t a = atomic_load(&shelf->slots[0].notice.step);
-    uint64_t b = atomic_load(&shelf->slots[1].notice.step);
+    uint64_t a = atomic_load(&control->slots[0].notice.step);
+    uint64_t b = atomic_load(&control->slots[1].notice.step);
 
-    if (atomic_load(&shelf->failed) != SMP_OK) {
+    if (atomic_load(&control->failed) != SMP_OK) {
         return 1;
     }
-    if ((a > b ? a : b) == atomic_load(&shelf->read)) {
+    if ((a > b ? a : b) == atomic_load(&control->read)) {
         return 0;
     }
-    return atomic_load(&shelf->waits) != 0 ? 3 : 2;
+    return atomic_load(&control->waits) != 0 ? 3 : 2;
 }
 
-const smp_shelf *
+const smp_control_block *
 smp_lockstep_elsewhere(const smp_lockstep *lockstep, int member)
 {
-    const smp_shelf *shelves = lockstep->members[member].segment->shelves;
-    const smp_shelf *best = NULL;
+    const smp_control_block *controls = lockstep->members[member].segment->controls;
+    const smp_control_block *best = NULL;
 
-    for (int i = 0; i < SMP_SHELVES; i++) {
-        uint64_t id = atomic_load(&shelves[i].id);
+    for (int i = 0; i < SMP_CONTROL_BLOCKS; i++) {
+        uint64_t id = atomic_load(&controls[i].id);
 
-        if (id != 0 && id != lockstep->id && weight(&shelves[i]) != 0 &&
-            (best == NULL || weight(&shelves[i]) > weight(best))) {
-            best = &shelves[i];
+        if (id != 0 && id != lockstep->id && weight(&controls[i]) != 0 &&
+            (best == NULL || weight(&controls[i]) > weight(best))) {
+            best = &controls[i];
         }
     }
     return best;
@@ -577,7 +578,7 @@ smp_lockstep_trouble(const smp_lockstep *lockstep, int *member)
         const smp_member *other = &lockstep->members[m];
         /* Before the look at its slot: what it posted is there by then. */
         bool       gone = is_away(lockstep, m);
-        smp_status status = (smp_status)atomic_load(&other->shelf->failed);
+        smp_status status = (smp_status)atomic_load(&other->control->failed);
 
         if (m == lockstep->self || (!gone && status == SMP_OK) ||
             smp_lockstep_posted(lockstep, m)) {
@@ -600,17 +601,17 @@ smp_lockstep_trouble(const smp_lockstep *lockstep, int *member)
 void
 smp_lockstep_read(smp_lockstep *lockstep)
 {
-    atomic_store_explicit(&lockstep->members[lockstep->self].shelf->read,
+    atomic_store_explicit(&lockstep->members[lockstep->self].control->read,
                           lockstep->step, memory_order_release);
 }
 
 void
 smp_lockstep_fail(smp_lockstep *lockstep, smp_status status, const char *why)
 {
-    smp_shelf *shelf = lockstep->members[lockstep->self].shelf;
+    smp_control_block *control = lockstep->members[lockstep->self].control;
 
-    strncpy(shelf->why, why, sizeof(shelf->why) - 1);
-    atomic_store(&shelf->failed, (uint32_t)status);
+    strncpy(control->why, why, sizeof(control->why) - 1);
+    atomic_store(&control->failed, (uint32_t)status);
     ring_others(lockstep);
 }
 
@@ -618,7 +619,7 @@ smp_status
 smp_lockstep_given_up(const smp_lockstep *lockstep, int *member)
 {
     for (int m = 0; m < lockstep->size; m++) {
-        uint32_t failed = atomic_load(&lockstep->members[m].shelf->failed);
+        uint32_t failed = atomic_load(&lockstep->members[m].control->failed);
 
         if (m != lockstep->self && failed != SMP_OK) {
             *member = m;
@@ -648,11 +649,11 @@ smp_lockstep_retreat(const smp_lockstep *lockstep, uint64_t last)
     int64_t until = smp_clock_ns() + READERS_NS;
 
     for (int m = 0; m < lockstep->size; m++) {
-        const smp_shelf *shelf = lockstep->members[m].shelf;
-        const smp_slot  *slot = smp_lockstep_slot(lockstep, m, last);
+        const smp_control_block *control = lockstep->members[m].control;
+        const smp_slot          *slot = smp_lockstep_slot(lockstep, m, last);
 
         while (m != lockstep->self && atomic_load(&slot->notice.step) != last &&
-               atomic_load(&shelf->failed) == SMP_OK && !is_away(lockstep, m) &&
+               atomic_load(&control->failed) == SMP_OK && !is_away(lockstep, m) &&
                smp_clock_ns() < until) {
             sched_yield();
         }
@@ -669,8 +670,8 @@ smp_lockstep_users(const smp_lockstep *lockstep)
 
         if (m != lockstep->self) {
             smp_segment_ref(member->segment);
-            users[m] =
-                (smp_user){member->segment, member->shelf, member->nonce, member->pid};
+            users[m] = (smp_user){member->segment, member->control, member->nonce,
+                                  member->pid};
         }
     }
     return users;
@@ -679,13 +680,13 @@ smp_lockstep_users(const smp_lockstep *lockstep)
 bool
 smp_lockstep_why(const smp_lockstep *lockstep, int member, char *out, size_t bytes)
 {
-    const smp_shelf *shelf = lockstep->members[member].shelf;
-    size_t           n = sizeof(shelf->why) < bytes ? sizeof(shelf->why) : bytes;
+    const smp_control_block *control = lockstep->members[member].control;
+    size_t n = sizeof(control->why) < bytes ? sizeof(control->why) : bytes;
 
-    if (atomic_load(&shelf->failed) == SMP_OK) {
+    if (atomic_load(&control->failed) == SMP_OK) {
         return false;
     }
-    memcpy(out, shelf->why, n);
+    memcpy(out, control->why, n);
     out[n - 1] = '\0';
     return true;
 }

@@ -22,20 +22,20 @@
 #include "comm/collective/checks/roll.h"
 #include "comm/collective/intra_host/reading.h"
 #include "comm/comm.h"
+#include "comm/memory/control_block.h"
 #include "comm/memory/segment.h"
-#include "comm/memory/shelf.h"
 #include "comm/memory/user.h"
 #include "common/patience.h"
 #include "common/status.h"
 
 typedef struct {
-    int          rank; /* of the comm */
-    pid_t        pid;
-    smp_segment *segment; /* owned: one reference */
-    smp_shelf   *shelf;   /* in the segment */
-    uint64_t     arena;   /* address of the segment's arena in its own memory */
-    uint64_t     nonce;   /* of its meeting */
-    bool         greeted; /* while members meet: it has come */
+    int                rank; /* of the comm */
+    pid_t              pid;
+    smp_segment       *segment; /* owned: one reference */
+    smp_control_block *control; /* in the segment */
+    uint64_t           arena;   /* address of the segment's arena in its own memory */
+    uint64_t           nonce;   /* of its meeting */
+    bool               greeted; /* while members meet: it has come */
 } smp_member;
 
 typedef struct {
@@ -46,7 +46,8 @@ typedef struct {
     uint64_t    id;
     uint64_t    nonce; /* others read it here, to try whether they can */
     uint64_t    step;  /* the last that this member has posted; the first is random, so
-                          that a shelf of another meeting is never taken for this one's */
+                          that a control block of another meeting is never taken for this
+                          one's */
     int      awaited;  /* all before this member have posted it */
     bool     spins;    /* a waiter may keep its core */
     bool     reads;    /* members read each other's memory */
@@ -57,7 +58,7 @@ typedef struct {
  * same on all members, `id` unlike that of any other meeting that one of them is in.
  * Members read each other's memory if that is so for all of them, as `reading` says.
  * SMP_ERR_INVALID; SMP_ERR_UNREACHABLE: *failed is a rank that is not on this host;
- * SMP_ERR_NO_MEMORY; SMP_ERR_LIMIT: this rank is in SMP_SHELVES groups;
+ * SMP_ERR_NO_MEMORY; SMP_ERR_LIMIT: this rank is in SMP_CONTROL_BLOCKS groups;
  * SMP_ERR_TIMED_OUT: all that are missing are added to `absent`, if that is not NULL;
  * SMP_ERR_INTERRUPTED, SMP_ERR_PEER_LOST, SMP_ERR_CLOSED, SMP_ERR_MISMATCH (another
  * list of members): with *failed. */
@@ -71,14 +72,14 @@ smp_status smp_lockstep_init(smp_lockstep *lockstep, smp_comm *comm, const int *
 smp_status smp_lockstep_blame(const smp_comm *comm, smp_status status, int *failed,
                               char *why, size_t bytes);
 
-/* Waits up to a second for those that still read this member's shelf. */
+/* Waits up to a second for those that still read this member's control block. */
 void smp_lockstep_fini(smp_lockstep *lockstep);
 
 /* The slot of a member in step `step`; other members': once all have posted it. */
 static inline smp_slot *
 smp_lockstep_slot(const smp_lockstep *lockstep, int member, uint64_t step)
 {
-    return &lockstep->members[member].shelf->slots[step & 1];
+    return &lockstep->members[member].control->slots[step & 1];
 }
 
 /* Begins the next step: its own slot is filled. */
@@ -114,9 +115,11 @@ void smp_lockstep_wait(smp_lockstep *lockstep, int64_t until_ns);
 /* The same for a few microseconds, if a waiter may keep its core: without the clock. */
 bool smp_lockstep_look(smp_lockstep *lockstep);
 
-/* The shelf of another group in which the member has an operation that is not over, one
- * for which it sleeps if there is such; else of one that it gave up; or NULL. */
-const smp_shelf *smp_lockstep_elsewhere(const smp_lockstep *lockstep, int member);
+/* The control block of another group in which the member has an operation that is not
+ * over, one for which it sleeps if there is such; else of one that it gave up; or NULL.
+ */
+const smp_control_block *smp_lockstep_elsewhere(const smp_lockstep *lockstep,
+                                                int                 member);
 
 /* Whether one that is missing will never come; *member is the first that died, or the
  * first.  SMP_OK: none.  SMP_ERR_PEER_LOST; SMP_ERR_CLOSED: it has ended or left the

@@ -10,7 +10,7 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
-#include "comm/memory/shelf.h"
+#include "comm/memory/control_block.h"
 #include "common/clock.h"
 
 /* More than the second cache, as the tensors are for which it matters. */
@@ -18,10 +18,10 @@
 #define PROBES 4
 
 /* Reading pays while it takes less than so many times what two copies by one core do:
- * through shelves the bytes move between cores besides, and each slot waits for all.
- * benchmarks/core/collective.c found shelves up to twice as fast as reading where it
- * takes 3.5 times as long (AMD EPYC under a hypervisor). */
-#define SHELVES_ARE_SLOWER 2
+ * through slots the bytes move between cores besides, and each slot waits for all.
+ * benchmarks/core/collective.c found slots up to twice as fast as reading
+ * where it takes 3.5 times as long (AMD EPYC under a hypervisor). */
+#define SLOTS_ARE_SLOWER 2
 
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 static bool           pays; /* written by measure() alone */
@@ -49,7 +49,7 @@ smp_read_process(pid_t pid, void *to, uint64_t from, size_t bytes)
     return 0;
 }
 
-/* As through a slot of a shelf, which stays in the caches. */
+/* As through a slot of a control block, which stays in the caches. */
 static void
 copy_twice(uint8_t *to, const uint8_t *from, uint8_t *slot)
 {
@@ -86,7 +86,7 @@ measure(void)
         by_reading = between - begin < by_reading ? between - begin : by_reading;
         by_copies = end - between < by_copies ? end - between : by_copies;
     }
-    pays = works && by_reading < SHELVES_ARE_SLOWER * by_copies;
+    pays = works && by_reading < SLOTS_ARE_SLOWER * by_copies;
     free(from);
 }
 

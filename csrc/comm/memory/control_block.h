@@ -1,13 +1,13 @@
-/* Where the members of a group show each other what they do: one shelf each.
+/* Where the members of a group show each other what they do: one control block each.
  *
- * A shelf lies in its member's segment; only the member writes it (but for the
+ * A control block lies in its member's segment; only the member writes it (but for the
  * doorbell), and all other members read it.  Members go in steps
  * (comm/collective/intra_host/lockstep.h); step s uses slot s % 2.
  *
- * Threads  take, give_back: any.  A taken shelf is its group's.
+ * Threads  take, give_back: any.  A taken control block is its group's.
  */
-#ifndef SMP_COMM_MEMORY_SHELF_H
-#define SMP_COMM_MEMORY_SHELF_H
+#ifndef SMP_COMM_MEMORY_CONTROL_BLOCK_H
+#define SMP_COMM_MEMORY_CONTROL_BLOCK_H
 
 #include <stdatomic.h>
 #include <stddef.h>
@@ -16,10 +16,10 @@
 #include "comm/memory/doorbell.h"
 
 /* How many groups a rank can be in at once. */
-#define SMP_SHELVES 256
+#define SMP_CONTROL_BLOCKS 256
 
 /* How many members a group can have. */
-#define SMP_SHELF_MEMBERS 1024
+#define SMP_GROUP_MEMBERS 1024
 
 /* Of what a member says when it gives up, and of the longest that a group says of it.
  */
@@ -57,18 +57,18 @@ typedef struct {
     _Alignas(64) uint8_t data[SMP_SLOT_BYTES];
 } smp_slot;
 
-/* Whose a shelf is: nobody's; a group's; nobody's again, and still of use to those
- * whose meeting has failed, as long as another one can be taken. */
-enum { SMP_SHELF_FREE, SMP_SHELF_TAKEN, SMP_SHELF_FORGOTTEN };
+/* Whose a control block is: nobody's; a group's; nobody's again, and still of use to
+ * those whose meeting has failed, as long as another one can be taken. */
+enum { SMP_CONTROL_FREE, SMP_CONTROL_TAKEN, SMP_CONTROL_FORGOTTEN };
 
 typedef struct {
     _Alignas(64) _Atomic uint32_t taken;
     int64_t          forgotten_ns; /* when; the owner's alone */
-    _Atomic uint64_t id;           /* of the group; 0: nobody looks at this shelf */
-    _Atomic uint64_t nonce;        /* of this member's meeting */
-    uint64_t         probe;        /* address of the nonce in its own memory */
-    uint64_t         arena;        /* address of its segment's arena there */
-    uint64_t         digest;       /* of the list of members */
+    _Atomic uint64_t id;     /* of the group; 0: nobody looks at this control block */
+    _Atomic uint64_t nonce;  /* of this member's meeting */
+    uint64_t         probe;  /* address of the nonce in its own memory */
+    uint64_t         arena;  /* address of its segment's arena there */
+    uint64_t         digest; /* of the list of members */
     _Alignas(64) smp_doorbell doorbell; /* written by all members */
     _Alignas(64) _Atomic uint64_t read; /* the last step whose reading is over */
     _Atomic uint64_t waits;  /* the step for which the member sleeps; 0: it does not */
@@ -79,21 +79,22 @@ typedef struct {
     char             name[64]; /* of the group, for errors */
     char             why[SMP_WHY_BYTES];
     _Alignas(64) smp_slot slots[2];
-} smp_shelf;
+} smp_control_block;
 
 _Static_assert(sizeof(smp_notice) <= 64, "a notice is one cache line");
 
-/* A shelf of `shelves`[SMP_SHELVES], blank, not yet with an id; NULL: all are taken. */
-smp_shelf *smp_shelf_take(smp_shelf *shelves);
+/* A control block of `controls`[SMP_CONTROL_BLOCKS], blank, not yet with an id; NULL:
+ * all are taken. */
+smp_control_block *smp_control_block_take(smp_control_block *controls);
 
 /* Others find it no more.  give_back: nobody looks at it.  forget: others may still
  * look at what became of its meeting, in which no operation was begun; the last that is
  * used again.  leave: never used again, because somebody may still read its data. */
-void smp_shelf_give_back(smp_shelf *shelf);
-void smp_shelf_forget(smp_shelf *shelf);
-void smp_shelf_leave(smp_shelf *shelf);
+void smp_control_block_give_back(smp_control_block *control);
+void smp_control_block_forget(smp_control_block *control);
+void smp_control_block_leave(smp_control_block *control);
 
-/* The shelf with this id, or NULL. */
-smp_shelf *smp_shelf_find(smp_shelf *shelves, uint64_t id);
+/* The control block with this id, or NULL. */
+smp_control_block *smp_control_block_find(smp_control_block *controls, uint64_t id);
 
 #endif
