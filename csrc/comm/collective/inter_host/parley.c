@@ -1,4 +1,4 @@
-/* Calls from host to host, and the verdict of the speaker. */
+/* Calls from host to host, and the verdict of the node leader. */
 #include "comm/collective/inter_host/parley.h"
 
 #include <assert.h>
@@ -6,7 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* A verdict in the speaker's slot. */
+/* A verdict in the node leader's slot. */
 typedef struct {
     uint64_t agreed;
     char     refusal[320];
@@ -104,7 +104,7 @@ smp_parley_tell(smp_wide *wide, int *member)
     }
     for (int h = 0; h < wide->hosts.nhosts && status == SMP_OK; h++) {
         if (h != wide->host) {
-            *member = smp_wide_speaker(wide, h);
+            *member = smp_wide_leader(wide, h);
             status = smp_wire_send(wide->wire, *member, SMP_PARCEL_CALLS,
                                    wide->sequence, 0, all, bytes, NULL);
         }
@@ -113,7 +113,7 @@ smp_parley_tell(smp_wide *wide, int *member)
     return status;
 }
 
-/* What another host's members call, from its speaker's parcel; false: it makes no
+/* What another host's members call, from its node leader's parcel; false: it makes no
  * sense. */
 static bool
 hear(smp_wide *wide, int host, const smp_message *message)
@@ -148,7 +148,7 @@ smp_parley_hear(smp_wide *wide, bool *all, int *member)
         if (h == wide->host || wide->calls[h] != NULL) {
             continue;
         }
-        *member = smp_wide_speaker(wide, h);
+        *member = smp_wide_leader(wide, h);
         wide->calls[h] =
             smp_wire_take(wide->wire, SMP_PARCEL_CALLS, *member, wide->sequence, 0);
         if (wide->calls[h] == NULL) {

@@ -18,7 +18,7 @@
 #define SLEEP_NS (20 * SMP_NS_PER_MS)
 
 static bool
-is_speaker(const smp_wide *wide)
+is_leader(const smp_wide *wide)
 {
     return wide->place == 0;
 }
@@ -204,7 +204,7 @@ smp_wide_go_on(smp_wide *wide, bool *waits, int *member)
             return SMP_OK;
         }
         smp_parley_listen(wide);
-        if (is_speaker(wide)) {
+        if (is_leader(wide)) {
             wide->phase = SMP_WIDE_ASKED;
             return smp_parley_tell(wide, member);
         }
@@ -242,14 +242,14 @@ smp_wide_go_on(smp_wide *wide, bool *waits, int *member)
 
 /* ------------------------------------------------------------------------ waiting */
 
-/* Whether a host's speaker has said that the member has come. */
+/* Whether a host's node leader has said that the member has come. */
 static bool
 is_noted(const smp_wide *wide, int member)
 {
     int                host = wide->hosts.host_of[member];
     int                place = wide->hosts.place_of[member];
     const smp_message *note = smp_wire_find(
-        wide->wire, SMP_PARCEL_NOTE, smp_wide_speaker(wide, host), wide->sequence, 0);
+        wide->wire, SMP_PARCEL_NOTE, smp_wide_leader(wide, host), wide->sequence, 0);
     size_t         bytes;
     const uint8_t *missing = note != NULL ? smp_parcel_rest(note, &bytes) : NULL;
 
@@ -268,7 +268,7 @@ wants(const smp_wide *wide, int member, smp_parcel_kind *kind, uint64_t *tag)
     if (wide->phase == SMP_WIDE_ASKED) {
         *kind = SMP_PARCEL_CALLS;
         *tag = 0;
-        return wide->calls[host] == NULL && member == smp_wide_speaker(wide, host);
+        return wide->calls[host] == NULL && member == smp_wide_leader(wide, host);
     }
     if (wide->phase != SMP_WIDE_ON_ROUTE || wide->stage >= wide->route.nstages) {
         return false;
@@ -388,7 +388,7 @@ smp_wide_note(smp_wide *wide)
     int      missing = 0;
     uint8_t *places;
 
-    if (!is_speaker(wide) || wide->phase != SMP_WIDE_SHOWN) {
+    if (!is_leader(wide) || wide->phase != SMP_WIDE_SHOWN) {
         return;
     }
     places = calloc((size_t)n, 1);
@@ -400,7 +400,7 @@ smp_wide_note(smp_wide *wide)
         wide->noted = missing;
         for (int h = 0; h < wide->hosts.nhosts; h++) {
             if (h != wide->host) { /* only words: who does not hear it waits */
-                (void)smp_wire_send(wide->wire, smp_wide_speaker(wide, h),
+                (void)smp_wire_send(wide->wire, smp_wide_leader(wide, h),
                                     SMP_PARCEL_NOTE, wide->sequence, 0, places,
                                     (size_t)n, NULL);
             }

@@ -17,7 +17,7 @@
 /* An operation's life goes from top to bottom. */
 typedef enum {
     SMP_WIDE_SHOWN,  /* this host's members show what they call */
-    SMP_WIDE_ASKED,  /* a speaker waits for other hosts */
+    SMP_WIDE_ASKED,  /* a node leader waits for other hosts */
     SMP_WIDE_JUDGED, /* the verdict is shown, or waited for */
     SMP_WIDE_ON_ROUTE,
     SMP_WIDE_OVER,
@@ -64,7 +64,7 @@ typedef struct {
 
 /* The member that speaks for a host. */
 static inline int
-smp_wide_speaker(const smp_wide *wide, int host)
+smp_wide_leader(const smp_wide *wide, int host)
 {
     return smp_hosts_member(&wide->hosts, host, 0);
 }
