@@ -7,7 +7,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "comm/collective/inter_host/parley.h"
+#include "comm/collective/inter_host/signature.h"
 #include "comm/collective/inter_host/stage.h"
 #include "comm/neighbour.h"
 #include "common/clock.h"
@@ -146,7 +146,7 @@ void
 smp_wide_fini(smp_wide *wide)
 {
     if (wide->calls != NULL && wide->terms != NULL) {
-        smp_parley_forget(wide);
+        smp_signature_forget(wide);
         smp_wide_forget_terms(wide);
     }
     if (wide->result != NULL) {
@@ -203,29 +203,29 @@ smp_wide_go_on(smp_wide *wide, bool *waits, int *member)
         if (*waits) {
             return SMP_OK;
         }
-        smp_parley_listen(wide);
+        smp_signature_read(wide);
         if (is_leader(wide)) {
             wide->phase = SMP_WIDE_ASKED;
-            return smp_parley_tell(wide, member);
+            return smp_signature_send(wide, member);
         }
-        wide->phase = SMP_WIDE_JUDGED;
+        wide->phase = SMP_WIDE_COMPARED;
         post_empty(wide);
         return SMP_OK;
     case SMP_WIDE_ASKED:
-        status = smp_parley_hear(wide, &all, member);
+        status = smp_signature_receive(wide, &all, member);
         *waits = !all;
         if (status == SMP_OK && all) {
-            smp_parley_judge(wide);
-            wide->phase = SMP_WIDE_JUDGED;
+            smp_signature_compare(wide);
+            wide->phase = SMP_WIDE_COMPARED;
             post_empty(wide);
         }
         return status;
-    case SMP_WIDE_JUDGED:
+    case SMP_WIDE_COMPARED:
         wide->waits_local = *waits = !smp_lockstep_arrived(wide->lockstep);
         if (*waits) {
             return SMP_OK;
         }
-        if (smp_parley_verdict(wide, wide->refusal, sizeof(wide->refusal))) {
+        if (smp_signature_agreed(wide, wide->refusal, sizeof(wide->refusal))) {
             return set_out(wide);
         }
         smp_lockstep_read(wide->lockstep);

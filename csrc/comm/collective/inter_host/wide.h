@@ -2,8 +2,8 @@
  *
  * First the members of a host show each other what they call; the first of them, its
  * node leader, sends that to the other hosts' node leaders; what these say it compares
- * with it, and shows the verdict to its host.  So all know whether they agree before a
- * result is written.  Then the operation goes its route
+ * with it, and shows the outcome to its host: the signature check.  So all know whether
+ * they agree before a result is written.  Then the operation goes its route
  * (comm/collective/inter_host/route.h).
  *
  * Ownership  Borrows lockstep, op, which are of this host's members, and wire.

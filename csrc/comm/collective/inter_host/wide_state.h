@@ -1,5 +1,5 @@
-/* What an operation of a group on several hosts is made of: for wide.c, parley.c and
- * stage.c, which carry it out. */
+/* What an operation of a group on several hosts is made of: for wide.c, signature.c
+ * and stage.c, which carry it out. */
 #ifndef SMP_COMM_COLLECTIVE_INTER_HOST_WIDE_STATE_H
 #define SMP_COMM_COLLECTIVE_INTER_HOST_WIDE_STATE_H
 
@@ -16,9 +16,9 @@
 
 /* An operation's life goes from top to bottom. */
 typedef enum {
-    SMP_WIDE_SHOWN,  /* this host's members show what they call */
-    SMP_WIDE_ASKED,  /* a node leader waits for other hosts */
-    SMP_WIDE_JUDGED, /* the verdict is shown, or waited for */
+    SMP_WIDE_SHOWN,    /* this host's members show what they call */
+    SMP_WIDE_ASKED,    /* a node leader waits for other hosts */
+    SMP_WIDE_COMPARED, /* the outcome is shown, or waited for */
     SMP_WIDE_ON_ROUTE,
     SMP_WIDE_OVER,
     SMP_WIDE_REFUSED, /* members call different things */

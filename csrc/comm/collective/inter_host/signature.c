@@ -1,16 +1,16 @@
-/* Calls from host to host, and the verdict of the node leader. */
-#include "comm/collective/inter_host/parley.h"
+/* Signatures from host to host, and the node leader's outcome. */
+#include "comm/collective/inter_host/signature.h"
 
 #include <assert.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
-/* A verdict in the node leader's slot. */
+/* The outcome in the node leader's slot. */
 typedef struct {
     uint64_t agreed;
     char     refusal[320];
-} verdict;
+} outcome;
 
 static const uint64_t *
 slot_counts(const smp_slot *slot)
@@ -61,7 +61,7 @@ find_parts(smp_wide *wide)
 }
 
 void
-smp_parley_listen(smp_wide *wide)
+smp_signature_read(smp_wide *wide)
 {
     hear_host(wide);
     find_parts(wide);
@@ -76,7 +76,7 @@ said_bytes(const smp_wide *wide, const smp_notice *notice)
 }
 
 smp_status
-smp_parley_tell(smp_wide *wide, int *member)
+smp_signature_send(smp_wide *wide, int *member)
 {
     size_t     bytes = 0;
     uint8_t   *all;
@@ -141,7 +141,7 @@ hear(smp_wide *wide, int host, const smp_message *message)
 }
 
 smp_status
-smp_parley_hear(smp_wide *wide, bool *all, int *member)
+smp_signature_receive(smp_wide *wide, bool *all, int *member)
 {
     *all = true;
     for (int h = 0; h < wide->hosts.nhosts; h++) {
@@ -161,7 +161,7 @@ smp_parley_hear(smp_wide *wide, bool *all, int *member)
 }
 
 void
-smp_parley_forget(smp_wide *wide)
+smp_signature_forget(smp_wide *wide)
 {
     for (int h = 0; h < wide->hosts.nhosts; h++) {
         smp_message_free(wide->calls[h]);
@@ -170,21 +170,21 @@ smp_parley_forget(smp_wide *wide)
 }
 
 void
-smp_parley_judge(smp_wide *wide)
+smp_signature_compare(smp_wide *wide)
 {
-    verdict *v = (verdict *)(void *)smp_wide_next_slot(wide)->data;
+    outcome *v = (outcome *)(void *)smp_wide_next_slot(wide)->data;
     size_t   most;
 
     v->agreed =
         smp_agreement(wide->said, wide->size, &most, v->refusal, sizeof(v->refusal));
-    smp_parley_forget(wide);
+    smp_signature_forget(wide);
 }
 
 bool
-smp_parley_verdict(const smp_wide *wide, char *refusal, size_t bytes)
+smp_signature_agreed(const smp_wide *wide, char *refusal, size_t bytes)
 {
     const smp_slot *slot = smp_lockstep_slot(wide->lockstep, 0, wide->lockstep->step);
-    const verdict  *v = (const verdict *)(const void *)slot->data;
+    const outcome  *v = (const outcome *)(const void *)slot->data;
 
     if (v->agreed == 0) {
         snprintf(refusal, bytes, "%s", v->refusal);
