@@ -3,7 +3,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "comm/collective/checks/roll.h"
+#include "comm/collective/checks/rank_list.h"
 #include "comm/collective/group.h"
 #include "comm/collective/group_state.h"
 #include "comm/neighbour.h"
@@ -55,7 +55,7 @@ list_ranks(smp_group *group, smp_comm *comm, const smp_group_config *config,
 static smp_status
 meet_host(smp_group *group, smp_comm *comm, const smp_group_config *config,
           const bool *local, const smp_patience *patience, int *failed,
-          smp_roll *absent)
+          smp_rank_list *absent)
 {
     int       *ranks = calloc((size_t)group->size, sizeof(int));
     int        n = 0;
@@ -92,7 +92,7 @@ leave_hosts(smp_group *group, smp_status status, const char *why)
 
 /* The members of other hosts that have not come. */
 static void
-list_far(smp_group *group, smp_roll *absent)
+list_far(smp_group *group, smp_rank_list *absent)
 {
     int member;
 
@@ -106,7 +106,7 @@ list_far(smp_group *group, smp_roll *absent)
  * member that does not come to terms with its own. */
 static smp_status
 meet(smp_group *group, smp_comm *comm, const smp_group_config *config,
-     const smp_patience *patience, int *failed, smp_roll *absent)
+     const smp_patience *patience, int *failed, smp_rank_list *absent)
 {
     bool         *local = calloc((size_t)group->size, sizeof(bool));
     smp_doorbell *doorbell;
@@ -179,16 +179,16 @@ make_wide(smp_group *group, const smp_group_config *config)
 /* Why there is no group, for people. */
 static void
 explain(const smp_comm *comm, const smp_group_config *config, smp_status status,
-        int failed, smp_roll *absent, int64_t waited_ns)
+        int failed, smp_rank_list *absent, int64_t waited_ns)
 {
-    char missing[SMP_ROLL_TEXT];
-    char why[SMP_ROLL_TEXT + 64];
+    char missing[SMP_RANK_LIST_TEXT];
+    char why[SMP_RANK_LIST_TEXT + 64];
 
     if (config->why == NULL) {
         return;
     }
     if (status == SMP_ERR_TIMED_OUT && absent->n != 0) {
-        smp_roll_say(absent, missing, sizeof(missing));
+        smp_rank_list_say(absent, missing, sizeof(missing));
         snprintf(why, sizeof(why), "timed out after %.1f s without %s",
                  (double)waited_ns / (double)SMP_NS_PER_S, missing);
     } else if (status == SMP_ERR_LIMIT) {
@@ -227,12 +227,12 @@ smp_status
 smp_group_create(smp_comm *comm, const smp_group_config *config, smp_group **out,
                  int *failed)
 {
-    smp_group   *group = calloc(1, sizeof(*group));
-    smp_patience patience = {smp_clock_deadline(config->timeout_ns), config->gives_up,
-                             config->gives_up_arg};
-    smp_roll     absent = {0};
-    int64_t      began = smp_clock_ns();
-    smp_status   status;
+    smp_group    *group = calloc(1, sizeof(*group));
+    smp_patience  patience = {smp_clock_deadline(config->timeout_ns), config->gives_up,
+                              config->gives_up_arg};
+    smp_rank_list absent = {0};
+    int64_t       began = smp_clock_ns();
+    smp_status    status;
 
     *failed = smp_comm_rank(comm);
     if (group == NULL) {

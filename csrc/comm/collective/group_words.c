@@ -6,7 +6,7 @@
 #include <stdio.h>
 #include <string.h>
 
-#include "comm/collective/checks/roll.h"
+#include "comm/collective/checks/rank_list.h"
 #include "comm/collective/group_state.h"
 #include "comm/neighbour.h"
 #include "common/clock.h"
@@ -134,14 +134,14 @@ smp_group_refuse(smp_group *group, const smp_call *next)
 static void
 list_missing(const smp_group *group, char *out, size_t bytes)
 {
-    smp_roll missing = {.names = group->scratch};
+    smp_rank_list missing = {.names = group->scratch};
 
     for (int m = 0; m < group->size; m++) {
         if (is_missing(group, m)) {
-            smp_roll_add(&missing, name_of(group, m));
+            smp_rank_list_add(&missing, name_of(group, m));
         }
     }
-    smp_roll_say(&missing, out, bytes);
+    smp_rank_list_say(&missing, out, bytes);
 }
 
 /* What a member of this host does in another group: "waits in group 'b' for barrier 3".
@@ -202,7 +202,7 @@ describe_elsewhere(const smp_group *group, char *out, size_t bytes)
 smp_status
 smp_group_give_up_late(smp_group *group, int64_t waited_ns)
 {
-    char missing[SMP_ROLL_TEXT];
+    char missing[SMP_RANK_LIST_TEXT];
     char elsewhere[240];
     char text[SMP_WHY_BYTES];
 
@@ -312,7 +312,7 @@ smp_group_say_wait(const smp_group *group, const smp_call *next, uint64_t after,
                    char *out, size_t bytes)
 {
     char call[96];
-    char missing[SMP_ROLL_TEXT];
+    char missing[SMP_RANK_LIST_TEXT];
     char elsewhere[240];
     char queued[120] = "";
 

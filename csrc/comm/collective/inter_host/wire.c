@@ -447,13 +447,13 @@ look_for_hellos(smp_wire *wire, int *failed)
 }
 
 void
-smp_wire_absent(const smp_wire *wire, smp_roll *absent)
+smp_wire_absent(const smp_wire *wire, smp_rank_list *absent)
 {
     for (int m = 0; m < wire->size; m++) {
         const smp_far *far = &wire->members[m];
 
         if (!far->local && !far->greeted) {
-            smp_roll_add(absent, smp_comm_name(wire->comm, far->rank));
+            smp_rank_list_add(absent, smp_comm_name(wire->comm, far->rank));
         }
     }
 }

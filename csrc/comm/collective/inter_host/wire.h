@@ -17,7 +17,7 @@
 #include <stdint.h>
 
 #include "comm/collective/checks/call.h"
-#include "comm/collective/checks/roll.h"
+#include "comm/collective/checks/rank_list.h"
 #include "comm/comm.h"
 #include "comm/post.h"
 #include "common/patience.h"
@@ -90,7 +90,7 @@ smp_status smp_wire_meet(smp_wire *wire, smp_doorbell *doorbell,
                          const smp_patience *patience, int *failed);
 
 /* Adds the members of other hosts that have not come to a meeting. */
-void smp_wire_absent(const smp_wire *wire, smp_roll *absent);
+void smp_wire_absent(const smp_wire *wire, smp_rank_list *absent);
 
 /* Tells the others that this member is leaving.  Takes one that is all zero. */
 void smp_wire_fini(smp_wire *wire);

@@ -158,19 +158,19 @@ linger(const smp_lockstep *lockstep, uint64_t id)
 
 /* All that have not greeted. */
 static void
-list_absent(const smp_lockstep *lockstep, smp_roll *absent)
+list_absent(const smp_lockstep *lockstep, smp_rank_list *absent)
 {
     for (int m = 0; m < lockstep->size && absent != NULL; m++) {
         if (!lockstep->members[m].greeted) {
-            smp_roll_add(absent,
-                         smp_comm_name(lockstep->comm, lockstep->members[m].rank));
+            smp_rank_list_add(absent,
+                              smp_comm_name(lockstep->comm, lockstep->members[m].rank));
         }
     }
 }
 
 static smp_status
 meet(smp_lockstep *lockstep, uint64_t id, const smp_patience *patience, int *failed,
-     smp_roll *absent)
+     smp_rank_list *absent)
 {
     smp_doorbell *doorbell = &lockstep->members[lockstep->self].control->doorbell;
     int64_t       give_way = smp_clock_ns() + GIVE_WAY_NS;
@@ -249,7 +249,7 @@ wants_to_read(const smp_lockstep *lockstep, smp_reading reading)
 /* Finds out together whether everyone reads everyone: the first step. */
 static smp_status
 agree_on_reading(smp_lockstep *lockstep, smp_reading reading,
-                 const smp_patience *patience, int *failed, smp_roll *absent)
+                 const smp_patience *patience, int *failed, smp_rank_list *absent)
 {
     smp_slot  *own;
     smp_status status;
@@ -361,7 +361,7 @@ smp_lockstep_blame(const smp_comm *comm, smp_status status, int *failed, char *w
 smp_status
 smp_lockstep_init(smp_lockstep *lockstep, smp_comm *comm, const int *ranks, int size,
                   uint64_t id, smp_reading reading, const smp_patience *patience,
-                  int *failed, smp_roll *absent)
+                  int *failed, smp_rank_list *absent)
 {
     smp_member        *own;
     smp_control_block *control;

@@ -19,7 +19,7 @@
 #include <stdint.h>
 #include <sys/types.h>
 
-#include "comm/collective/checks/roll.h"
+#include "comm/collective/checks/rank_list.h"
 #include "comm/collective/intra_host/reading.h"
 #include "comm/comm.h"
 #include "comm/memory/control_block.h"
@@ -65,7 +65,7 @@ typedef struct {
 smp_status smp_lockstep_init(smp_lockstep *lockstep, smp_comm *comm, const int *ranks,
                              int size, uint64_t id, smp_reading reading,
                              const smp_patience *patience, int *failed,
-                             smp_roll *absent);
+                             smp_rank_list *absent);
 
 /* Whom to blame that a meeting has failed with that status and *failed: who leaves or
  * gives up may do so because another rank is lost.  Says it in words, too. */

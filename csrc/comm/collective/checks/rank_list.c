@@ -1,5 +1,5 @@
 /* Numbers in order, three or more in a row as a range. */
-#include "comm/collective/checks/roll.h"
+#include "comm/collective/checks/rank_list.h"
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -16,38 +16,38 @@ compare(const void *a, const void *b)
 
 /* The last of those that are said together with the one at `first`. */
 static int
-end_of_range(const smp_roll *roll, int first)
+end_of_range(const smp_rank_list *list, int first)
 {
     int last = first;
 
-    while (last + 1 < roll->n && roll->names[last + 1] == roll->names[last] + 1) {
+    while (last + 1 < list->n && list->names[last + 1] == list->names[last] + 1) {
         last++;
     }
     return last >= first + 2 ? last : first;
 }
 
 void
-smp_roll_say(smp_roll *roll, char *out, size_t bytes)
+smp_rank_list_say(smp_rank_list *list, char *out, size_t bytes)
 {
     size_t used = 0;
     int    last;
 
     out[0] = '\0';
-    if (roll->n > 1) {
-        qsort(roll->names, (size_t)roll->n, sizeof(int), compare);
+    if (list->n > 1) {
+        qsort(list->names, (size_t)list->n, sizeof(int), compare);
     }
-    for (int first = 0; first < roll->n; first = last + 1) {
-        const char *before = first != 0 ? ", " : roll->n == 1 ? "rank " : "ranks ";
+    for (int first = 0; first < list->n; first = last + 1) {
+        const char *before = first != 0 ? ", " : list->n == 1 ? "rank " : "ranks ";
         char        item[48];
         size_t      more;
         int         n;
 
-        last = end_of_range(roll, first);
+        last = end_of_range(list, first);
         n = last == first
-                ? snprintf(item, sizeof(item), "%s%d", before, roll->names[first])
-                : snprintf(item, sizeof(item), "%s%d to %d", before, roll->names[first],
-                           roll->names[last]);
-        more = last + 1 < roll->n ? strlen(", ...") : 0;
+                ? snprintf(item, sizeof(item), "%s%d", before, list->names[first])
+                : snprintf(item, sizeof(item), "%s%d to %d", before, list->names[first],
+                           list->names[last]);
+        more = last + 1 < list->n ? strlen(", ...") : 0;
         if (n < 0 || used + (size_t)n + more >= bytes) {
             snprintf(out + used, bytes - used, "%s...", before);
             return;

@@ -1,4 +1,4 @@
-/* Ranks in words.  Spec: comm/collective/checks/roll.h. */
+/* Ranks in words.  Spec: comm/collective/checks/rank_list.h. */
 #define _POSIX_C_SOURCE 200809L
 #include <stdbool.h>
 #include <stdint.h>
@@ -6,7 +6,7 @@
 #include <string.h>
 
 #include "check.h"
-#include "comm/collective/checks/roll.h"
+#include "comm/collective/checks/rank_list.h"
 
 #define RANKS 1024
 
@@ -14,15 +14,15 @@
 static const char *
 said(int n, const int *ranks, size_t bytes)
 {
-    static char text[8 * RANKS];
-    int         names[RANKS];
-    smp_roll    roll = {.names = names};
+    static char   text[8 * RANKS];
+    int           names[RANKS];
+    smp_rank_list list = {.names = names};
 
     for (int i = 0; i < n; i++) {
-        smp_roll_add(&roll, ranks[i]);
+        smp_rank_list_add(&list, ranks[i]);
     }
     memset(text, '#', sizeof(text));
-    smp_roll_say(&roll, text, bytes);
+    smp_rank_list_say(&list, text, bytes);
     return text;
 }
 
