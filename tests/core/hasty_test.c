@@ -1,6 +1,6 @@
 /* Ranks that look for deadlocks all the time, in programs that come to their end, and
  * then in one that does not.  Spec: csrc/comm/collective/checks/deadlock.h,
- * inter_host/standoff.h.
+ * inter_host/cross_host_deadlock.h.
  */
 #define _GNU_SOURCE
 #include "comm/collective/checks/deadlock.h"

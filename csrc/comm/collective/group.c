@@ -46,8 +46,8 @@ check_waiting(smp_group *group)
         return smp_group_give_up_in_ring(group, group->deadlock.text);
     }
     if (status == SMP_ERR_CLOSED && group->is_wide &&
-        smp_standoff_look_again(&group->standoff, &group->wide)) {
-        return smp_group_give_up_in_ring(group, group->standoff.text);
+        smp_cross_host_look_again(&group->cross_host, &group->wide)) {
+        return smp_group_give_up_in_ring(group, group->cross_host.text);
     }
     if (status != SMP_OK) {
         return smp_group_give_up_without(group, status, member);
@@ -215,7 +215,7 @@ smp_group_start(smp_group *group, const smp_call *call)
     group->agreed = false;
     group->started_ns = 0;
     smp_deadlock_forget(&group->deadlock);
-    smp_standoff_forget(&group->standoff);
+    smp_cross_host_forget(&group->cross_host);
     return group->is_wide ? SMP_OK : post(group);
 }
 
@@ -326,8 +326,9 @@ smp_group_look_around(smp_group *group, uint64_t token)
     if (smp_deadlock_look(&group->deadlock, group->lockstep.comm)) {
         return smp_group_give_up_in_ring(group, group->deadlock.text);
     }
-    if (group->is_wide && smp_standoff_look(&group->standoff, &group->wide, token)) {
-        return smp_group_give_up_in_ring(group, group->standoff.text);
+    if (group->is_wide &&
+        smp_cross_host_look(&group->cross_host, &group->wide, token)) {
+        return smp_group_give_up_in_ring(group, group->cross_host.text);
     }
     return SMP_OK;
 }

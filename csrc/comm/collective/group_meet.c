@@ -254,7 +254,7 @@ smp_group_create(smp_comm *comm, const smp_group_config *config, smp_group **out
         status = smp_deadlock_init(&group->deadlock, comm);
     }
     if (status == SMP_OK && group->is_wide) {
-        status = smp_standoff_init(&group->standoff, group->size);
+        status = smp_cross_host_init(&group->cross_host, group->size);
     }
     if (status == SMP_OK && group->is_wide) {
         status = make_wide(group, config);
@@ -270,7 +270,7 @@ err_fini:
     leave_hosts(group, status, smp_status_text(status));
     smp_collective_fini(&group->op);
     smp_deadlock_fini(&group->deadlock);
-    smp_standoff_fini(&group->standoff);
+    smp_cross_host_fini(&group->cross_host);
     smp_lockstep_fini(&group->lockstep);
 err_free:
     explain(comm, config, status, *failed, &absent, smp_clock_ns() - began);
@@ -296,7 +296,7 @@ smp_group_destroy(smp_group *group)
     smp_lockstep_fini(&group->lockstep);
     smp_collective_fini(&group->op);
     smp_deadlock_fini(&group->deadlock);
-    smp_standoff_fini(&group->standoff);
+    smp_cross_host_fini(&group->cross_host);
     free(group->ranks);
     free(group->scratch);
     free(group);

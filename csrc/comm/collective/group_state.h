@@ -3,7 +3,7 @@
 #define SMP_COMM_COLLECTIVE_GROUP_STATE_H
 
 #include "comm/collective/checks/deadlock.h"
-#include "comm/collective/inter_host/standoff.h"
+#include "comm/collective/inter_host/cross_host_deadlock.h"
 #include "comm/collective/inter_host/wide.h"
 #include "comm/collective/inter_host/wire.h"
 #include "comm/collective/intra_host/collective.h"
@@ -13,22 +13,22 @@
 typedef struct smp_group smp_group;
 
 struct smp_group {
-    int              size;
-    int              self;
-    int             *ranks;    /* owned: [size] */
-    int             *scratch;  /* owned: [size], for lists of ranks */
-    smp_lockstep     lockstep; /* of the members on this host */
-    smp_collective   op;       /* theirs */
-    bool             is_wide;  /* there are others: */
-    smp_wire         wire;
-    smp_wide         wide;
-    smp_deadlock     deadlock;
-    smp_standoff     standoff; /* of a wide one */
-    char             name[64];
-    int64_t          timeout_ns;
-    uint64_t         sequence;   /* of the last operation */
-    bool             active;     /* it is under way */
-    bool             agreed;     /* all members call the same */
+    int                     size;
+    int                     self;
+    int                    *ranks;    /* owned: [size] */
+    int                    *scratch;  /* owned: [size], for lists of ranks */
+    smp_lockstep            lockstep; /* of the members on this host */
+    smp_collective          op;       /* theirs */
+    bool                    is_wide;  /* there are others: */
+    smp_wire                wire;
+    smp_wide                wide;
+    smp_deadlock            deadlock;
+    smp_cross_host_deadlock cross_host; /* of a wide one */
+    char                    name[64];
+    int64_t                 timeout_ns;
+    uint64_t                sequence; /* of the last operation */
+    bool                    active;   /* it is under way */
+    bool                    agreed;   /* all members call the same */
     int64_t          started_ns; /* when somebody was found missing; 0: nobody was */
     smp_status       broken;     /* what every later call returns, */
     char             end[SMP_WHY_BYTES]; /* ... and what it was, in words */

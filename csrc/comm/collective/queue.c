@@ -21,7 +21,7 @@
 
 /* How often a waiter that drives a queue looks whether it closes; and who has waited
  * for so long for other ranks looks whether they wait for this one.  A test has less
- * patience, as in deadlock.c and standoff.c. */
+ * patience, as in deadlock.c and cross_host_deadlock.c. */
 #ifdef SMP_HASTY
 #    define LOOK_NS (20 * SMP_NS_PER_US)
 #    define PATIENT_NS 0

@@ -14,8 +14,8 @@
  *
  * Threads  one at a time.
  */
-#ifndef SMP_COMM_COLLECTIVE_INTER_HOST_STANDOFF_H
-#define SMP_COMM_COLLECTIVE_INTER_HOST_STANDOFF_H
+#ifndef SMP_COMM_COLLECTIVE_INTER_HOST_CROSS_HOST_DEADLOCK_H
+#define SMP_COMM_COLLECTIVE_INTER_HOST_CROSS_HOST_DEADLOCK_H
 
 #include <stdbool.h>
 #include <stdint.h>
@@ -36,26 +36,27 @@ typedef struct {
     int64_t looked_ns;
     char    text[288]; /* "waits for rank 1, which waits in group 'b' (barrier 1) for
                           rank 0" */
-} smp_standoff;
+} smp_cross_host_deadlock;
 
 /* SMP_ERR_NO_MEMORY.  fini takes one that is all zero. */
-smp_status smp_standoff_init(smp_standoff *standoff, int members);
-void       smp_standoff_fini(smp_standoff *standoff);
+smp_status smp_cross_host_init(smp_cross_host_deadlock *deadlock, int members);
+void       smp_cross_host_fini(smp_cross_host_deadlock *deadlock);
 
 /* This rank is stuck in the operation: tells those of other hosts that it waits for,
  * and hears what they say; cheap if called often.  True: one of them waits for this
  * one, as `text` says. */
-bool smp_standoff_look(smp_standoff *standoff, smp_wide *wide, uint64_t token);
+bool smp_cross_host_look(smp_cross_host_deadlock *deadlock, smp_wide *wide,
+                         uint64_t token);
 
 /* The same at once, if it has looked before: somebody has left, perhaps because it was
  * sure. */
-bool smp_standoff_look_again(smp_standoff *standoff, smp_wide *wide);
+bool smp_cross_host_look_again(smp_cross_host_deadlock *deadlock, smp_wide *wide);
 
 /* Another wait begins. */
 static inline void
-smp_standoff_forget(smp_standoff *standoff)
+smp_cross_host_forget(smp_cross_host_deadlock *deadlock)
 {
-    standoff->token = 0;
+    deadlock->token = 0;
 }
 
 #endif

@@ -1,5 +1,5 @@
 /* Telling, and hearing the own token back. */
-#include "comm/collective/inter_host/standoff.h"
+#include "comm/collective/inter_host/cross_host_deadlock.h"
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -19,7 +19,7 @@
 typedef struct {
     uint64_t   heard; /* the receiver's token, or 0 */
     smp_notice notice;
-} cry;
+} stuck_body;
 
 /* The latest that one rank says in groups that this one is not in now. */
 typedef struct {
@@ -29,7 +29,7 @@ typedef struct {
     uint64_t        heard;
     char            name[64];
     char            call[96];
-} heard_cry;
+} heard_stuck;
 
 /* How many operations this rank has begun in the group with that id. */
 static uint64_t
@@ -48,9 +48,9 @@ begun(const smp_wide *wide, uint64_t id)
 static bool
 hear(void *arg, const char *name, const smp_message *message)
 {
-    heard_cry *found = arg;
-    smp_parcel head;
-    cry        said;
+    heard_stuck *found = arg;
+    smp_parcel   head;
+    stuck_body   said;
 
     if (message->source != found->rank ||
         message->nbytes != sizeof(head) + sizeof(said)) {
@@ -70,10 +70,11 @@ hear(void *arg, const char *name, const smp_message *message)
 
 /* Says it once. */
 static void
-tell(smp_standoff *standoff, smp_wide *wide, int member, uint64_t token, uint64_t heard)
+tell(smp_cross_host_deadlock *deadlock, smp_wide *wide, int member, uint64_t token,
+     uint64_t heard)
 {
-    smp_told *told = &standoff->told[member];
-    cry       said = {.heard = heard, .notice = wide->notice};
+    smp_told  *told = &deadlock->told[member];
+    stuck_body said = {.heard = heard, .notice = wide->notice};
 
     if (told->token != token || told->heard != heard) {
         *told = (smp_told){token, heard};
@@ -83,34 +84,35 @@ tell(smp_standoff *standoff, smp_wide *wide, int member, uint64_t token, uint64_
 }
 
 smp_status
-smp_standoff_init(smp_standoff *standoff, int members)
+smp_cross_host_init(smp_cross_host_deadlock *deadlock, int members)
 {
-    *standoff = (smp_standoff){.told = calloc((size_t)members, sizeof(smp_told))};
-    return standoff->told != NULL ? SMP_OK : SMP_ERR_NO_MEMORY;
+    *deadlock =
+        (smp_cross_host_deadlock){.told = calloc((size_t)members, sizeof(smp_told))};
+    return deadlock->told != NULL ? SMP_OK : SMP_ERR_NO_MEMORY;
 }
 
 void
-smp_standoff_fini(smp_standoff *standoff)
+smp_cross_host_fini(smp_cross_host_deadlock *deadlock)
 {
-    free(standoff->told);
-    standoff->told = NULL;
+    free(deadlock->told);
+    deadlock->told = NULL;
 }
 
 static bool
-look(smp_standoff *standoff, smp_wide *wide)
+look(smp_cross_host_deadlock *deadlock, smp_wide *wide)
 {
     smp_comm *comm = wide->wire->comm;
 
     for (int m = 0; m < wide->size; m++) {
-        heard_cry found = {.wide = wide, .rank = wide->wire->members[m].rank};
+        heard_stuck found = {.wide = wide, .rank = wide->wire->members[m].rank};
 
         if (wide->hosts.host_of[m] == wide->host || !smp_wide_awaits(wide, m)) {
             continue;
         }
         (void)smp_post_elsewhere(smp_comm_post(comm), &wide->wire->hole, hear, &found);
-        tell(standoff, wide, m, standoff->token, found.token);
-        if (found.token != 0 && found.heard == standoff->token) {
-            snprintf(standoff->text, sizeof(standoff->text),
+        tell(deadlock, wide, m, deadlock->token, found.token);
+        if (found.token != 0 && found.heard == deadlock->token) {
+            snprintf(deadlock->text, sizeof(deadlock->text),
                      "waits for rank %d, which waits in group '%s' (%s) for rank %d",
                      smp_comm_name(comm, found.rank), found.name, found.call,
                      smp_comm_name(comm, smp_comm_rank(comm)));
@@ -121,20 +123,20 @@ look(smp_standoff *standoff, smp_wide *wide)
 }
 
 bool
-smp_standoff_look(smp_standoff *standoff, smp_wide *wide, uint64_t token)
+smp_cross_host_look(smp_cross_host_deadlock *deadlock, smp_wide *wide, uint64_t token)
 {
     int64_t now = smp_clock_ns();
 
-    if (now - standoff->looked_ns < LOOK_NS) {
+    if (now - deadlock->looked_ns < LOOK_NS) {
         return false;
     }
-    standoff->looked_ns = now;
-    standoff->token = token;
-    return look(standoff, wide);
+    deadlock->looked_ns = now;
+    deadlock->token = token;
+    return look(deadlock, wide);
 }
 
 bool
-smp_standoff_look_again(smp_standoff *standoff, smp_wide *wide)
+smp_cross_host_look_again(smp_cross_host_deadlock *deadlock, smp_wide *wide)
 {
-    return standoff->token != 0 && look(standoff, wide);
+    return deadlock->token != 0 && look(deadlock, wide);
 }
