@@ -10,7 +10,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "comm/collective/inter_host/wide.h"
+#include "comm/collective/inter_host/hierarchical.h"
 #include "comm/collective/mailbox.h"
 #include "comm/memory/block.h"
 #include "comm/memory/message.h"
@@ -119,11 +119,11 @@ take(input *in, size_t bytes)
 enum { RIGHT_REST = 1, RIGHT_TAG = 2, HAS_BLOCK = 4, RIGHT_BLOCK = 8, ANY_HEAD = 16 };
 
 typedef struct {
-    smp_lockstep   lockstep;
-    smp_collective op;
-    smp_wire       wire;
-    smp_wide       wide;
-    bool           has_met;
+    smp_lockstep     lockstep;
+    smp_collective   op;
+    smp_wire         wire;
+    smp_hierarchical hier;
+    bool             has_met;
 } group;
 
 /* A message of rank 1, made of the input: much of it is as it should be, so that the
@@ -143,9 +143,9 @@ put_parcel(group *g, input *in)
                              .host = 1};
     size_t           rest = (size_t)take(in, 1);
     size_t           block = (size_t)take(in, 2) % MOST_BLOCK;
-    const smp_stage *stage = g->has_met && g->wide.phase == SMP_WIDE_ON_ROUTE &&
-                                     g->wide.stage < g->wide.route.nstages
-                                 ? &g->wide.route.stages[g->wide.stage]
+    const smp_stage *stage = g->has_met && g->hier.phase == SMP_HIERARCHICAL_ON_ROUTE &&
+                                     g->hier.stage < g->hier.route.nstages
+                                 ? &g->hier.route.stages[g->hier.stage]
                                  : NULL;
     smp_message     *message;
 
@@ -156,7 +156,7 @@ put_parcel(group *g, input *in)
         head.tag = stage->tag;
     }
     if ((choice & RIGHT_BLOCK) != 0 && stage != NULL) {
-        block = stage->range.count * smp_dtype_bytes(g->wide.call.dtype);
+        block = stage->range.count * smp_dtype_bytes(g->hier.call.dtype);
     }
     if ((choice & ANY_HEAD) != 0) {
         size_t at = (size_t)take(in, 1) % sizeof(head);
@@ -165,7 +165,7 @@ put_parcel(group *g, input *in)
     }
     if ((choice & RIGHT_REST) != 0 && g->has_met) { /* the call that this rank makes */
         rest = sizeof(smp_notice) +
-               smp_call_lists(&g->wide.call) * MEMBERS * sizeof(uint64_t);
+               smp_call_lists(&g->hier.call) * MEMBERS * sizeof(uint64_t);
     }
     if (smp_message_create(1, sizeof(head) + rest, (choice & HAS_BLOCK) != 0,
                            &message) != SMP_OK) {
@@ -176,8 +176,8 @@ put_parcel(group *g, input *in)
         message->bytes[sizeof(head) + i] = 0;
     }
     if ((choice & RIGHT_REST) != 0 && g->has_met) {
-        memcpy(message->bytes + sizeof(head), &g->wide.notice, sizeof(smp_notice));
-        memcpy(message->bytes + sizeof(head) + sizeof(smp_notice), g->wide.counts,
+        memcpy(message->bytes + sizeof(head), &g->hier.notice, sizeof(smp_notice));
+        memcpy(message->bytes + sizeof(head) + sizeof(smp_notice), g->hier.counts,
                rest - sizeof(smp_notice));
         rest = (choice & ANY_HEAD) != 0 ? 1 : 0; /* so many bytes of it are changed */
         if (rest != 0) {
@@ -234,7 +234,7 @@ do_operation(group *g, input *in)
     _Alignas(16) static uint8_t to[ROOM + GUARD];
     size_t                      counts[2 * MEMBERS];
     smp_call                    call = make_call(in, from, to, counts);
-    smp_status                  status = smp_wide_begin(&g->wide, &call, 1);
+    smp_status                  status = smp_hierarchical_begin(&g->hier, &call, 1);
     int                         member = -1;
     char                        why[64];
 
@@ -242,8 +242,9 @@ do_operation(group *g, input *in)
     for (int step = 0; status == SMP_OK && step < MOST_STEPS; step++) {
         bool waits = false;
 
-        status = smp_wide_go_on(&g->wide, &waits, &member);
-        if (g->wide.phase == SMP_WIDE_OVER || g->wide.phase == SMP_WIDE_REFUSED) {
+        status = smp_hierarchical_go_on(&g->hier, &waits, &member);
+        if (g->hier.phase == SMP_HIERARCHICAL_OVER ||
+            g->hier.phase == SMP_HIERARCHICAL_REFUSED) {
             break;
         }
         if (status == SMP_OK && waits && in->left == 0) {
@@ -251,12 +252,12 @@ do_operation(group *g, input *in)
         }
         if (status == SMP_OK && waits) {
             put_parcel(g, in);
-            status = smp_wide_trouble(&g->wide, &member);
+            status = smp_hierarchical_trouble(&g->hier, &member);
         }
     }
-    (void)smp_wide_why(&g->wide, 1, why, sizeof(why));
+    (void)smp_hierarchical_why(&g->hier, 1, why, sizeof(why));
     for (int m = 0; m < MEMBERS; m++) {
-        (void)smp_wide_awaits(&g->wide, m);
+        (void)smp_hierarchical_awaits(&g->hier, m);
     }
     for (size_t i = 0; i < GUARD; i++) {
         require(to[ROOM + i] == 0x5a);
@@ -294,13 +295,13 @@ be_member(input *in)
     patience.deadline_ns = smp_clock_ns(); /* what is there */
     doorbell = &g.lockstep.members[0].control->doorbell;
     if (smp_wire_meet(&g.wire, doorbell, &patience, &failed) == SMP_OK) {
-        require(smp_wide_init(&g.wide, &g.lockstep, &g.op, &g.wire, lowest,
-                              round_bytes) == SMP_OK);
+        require(smp_hierarchical_init(&g.hier, &g.lockstep, &g.op, &g.wire, lowest,
+                                      round_bytes) == SMP_OK);
         g.has_met = true;
         do_operation(&g, in);
     }
     smp_wire_fini(&g.wire);
-    smp_wide_fini(&g.wide);
+    smp_hierarchical_fini(&g.hier);
     smp_collective_fini(&g.op);
     smp_lockstep_fini(&g.lockstep);
     drop_rest(comms[0]);

@@ -23,11 +23,12 @@
 static int64_t
 time_limit(const smp_group *group)
 {
-    const smp_call *call = group->is_wide ? &group->wide.call : &group->op.call;
+    const smp_call *call = group->is_hierarchical ? &group->hier.call : &group->op.call;
     int64_t limit = call->timeout_ns != 0 ? call->timeout_ns : group->timeout_ns;
 
-    return limit >= 0 && group->is_wide && group->wide.waits_local ? limit + GRACE_NS
-                                                                   : limit;
+    return limit >= 0 && group->is_hierarchical && group->hier.waits_local
+               ? limit + GRACE_NS
+               : limit;
 }
 
 /* Whether the operation can go on waiting. */
@@ -37,16 +38,16 @@ check_waiting(smp_group *group)
     int64_t    limit = time_limit(group);
     int        member = 0;
     int64_t    now;
-    smp_status status = group->is_wide
-                            ? smp_wide_trouble(&group->wide, &member)
+    smp_status status = group->is_hierarchical
+                            ? smp_hierarchical_trouble(&group->hier, &member)
                             : smp_lockstep_trouble(&group->lockstep, &member);
 
     if (status == SMP_ERR_CLOSED && group->deadlock.is_sure) {
         /* It has left because of that, too. */
         return smp_group_give_up_in_ring(group, group->deadlock.text);
     }
-    if (status == SMP_ERR_CLOSED && group->is_wide &&
-        smp_cross_host_look_again(&group->cross_host, &group->wide)) {
+    if (status == SMP_ERR_CLOSED && group->is_hierarchical &&
+        smp_cross_host_look_again(&group->cross_host, &group->hier)) {
         return smp_group_give_up_in_ring(group, group->cross_host.text);
     }
     if (status != SMP_OK) {
@@ -59,8 +60,8 @@ check_waiting(smp_group *group)
     if (limit >= 0 && now - group->started_ns >= limit) {
         return smp_group_give_up_late(group, now - group->started_ns);
     }
-    if (group->is_wide && now - group->started_ns >= NOTE_NS) {
-        smp_wide_note(&group->wide);
+    if (group->is_hierarchical && now - group->started_ns >= NOTE_NS) {
+        smp_hierarchical_note(&group->hier);
     }
     return SMP_OK;
 }
@@ -81,17 +82,17 @@ static smp_status
 take_wide_step(smp_group *group, bool *waits)
 {
     int        member = -1;
-    smp_status status = smp_wide_go_on(&group->wide, waits, &member);
+    smp_status status = smp_hierarchical_go_on(&group->hier, waits, &member);
 
     if (status != SMP_OK) {
-        return smp_group_give_up_wide(group, status, member);
+        return smp_group_give_up_hierarchical(group, status, member);
     }
-    if (group->wide.phase == SMP_WIDE_REFUSED) {
-        smp_group_set_error(group, group->wide.refusal);
+    if (group->hier.phase == SMP_HIERARCHICAL_REFUSED) {
+        smp_group_set_error(group, group->hier.refusal);
         group->active = false;
         return SMP_ERR_MISMATCH;
     }
-    group->active = group->wide.phase != SMP_WIDE_OVER;
+    group->active = group->hier.phase != SMP_HIERARCHICAL_OVER;
     return SMP_OK;
 }
 
@@ -145,7 +146,7 @@ take_steps(smp_group *group, int64_t until_ns, bool *waits)
 
     *waits = false;
     while (status == SMP_OK && group->active) {
-        if (group->is_wide) {
+        if (group->is_hierarchical) {
             status = take_wide_step(group, waits);
         } else if (smp_lockstep_arrived(&group->lockstep)) {
             status = take_step(group);
@@ -197,12 +198,12 @@ smp_group_start(smp_group *group, const smp_call *call)
         return smp_group_refuse(group, call);
     }
     assert(!group->active);
-    if (group->is_wide && (call->gather != NULL || call->offer != NULL)) {
+    if (group->is_hierarchical && (call->gather != NULL || call->offer != NULL)) {
         smp_group_set_error(group, "tensors of devices are gathered inside one host");
         return SMP_ERR_INVALID;
     }
-    status = group->is_wide
-                 ? smp_wide_begin(&group->wide, call, group->sequence + 1)
+    status = group->is_hierarchical
+                 ? smp_hierarchical_begin(&group->hier, call, group->sequence + 1)
                  : smp_collective_begin(&group->op, call, group->sequence + 1);
     if (status != SMP_OK) {
         smp_group_set_error(
@@ -216,7 +217,7 @@ smp_group_start(smp_group *group, const smp_call *call)
     group->started_ns = 0;
     smp_deadlock_forget(&group->deadlock);
     smp_cross_host_forget(&group->cross_host);
-    return group->is_wide ? SMP_OK : post(group);
+    return group->is_hierarchical ? SMP_OK : post(group);
 }
 
 smp_status
@@ -254,16 +255,16 @@ wait_for_others(smp_group *group, int64_t until_ns)
 {
     int64_t deadline = wait_deadline(group, until_ns);
 
-    if (!group->is_wide) {
+    if (!group->is_hierarchical) {
         smp_lockstep_wait(&group->lockstep, deadline);
         return;
     }
-    if (group->wide.place == 0 && group->wide.noted == 0 && group->wide.waits_local) {
+    if (group->hier.place == 0 && group->hier.noted == 0 && group->hier.waits_local) {
         int64_t note = smp_clock_ns() + NOTE_NS;
 
         deadline = note < deadline ? note : deadline;
     }
-    smp_wide_wait(&group->wide, deadline);
+    smp_hierarchical_wait(&group->hier, deadline);
 }
 
 smp_status
@@ -276,7 +277,7 @@ smp_group_wait(smp_group *group, int64_t until_ns, bool *over)
 
         status = take_steps(group, SMP_NEVER, &waits);
         if (status != SMP_OK || !group->active ||
-            (!group->is_wide && smp_lockstep_look(&group->lockstep))) {
+            (!group->is_hierarchical && smp_lockstep_look(&group->lockstep))) {
             continue;
         }
         status = check_waiting(group);
@@ -326,8 +327,8 @@ smp_group_look_around(smp_group *group, uint64_t token)
     if (smp_deadlock_look(&group->deadlock, group->lockstep.comm)) {
         return smp_group_give_up_in_ring(group, group->deadlock.text);
     }
-    if (group->is_wide &&
-        smp_cross_host_look(&group->cross_host, &group->wide, token)) {
+    if (group->is_hierarchical &&
+        smp_cross_host_look(&group->cross_host, &group->hier, token)) {
         return smp_group_give_up_in_ring(group, group->cross_host.text);
     }
     return SMP_OK;
@@ -387,7 +388,7 @@ smp_group_rest(const smp_group *group)
 bool
 smp_group_is_on_one_host(const smp_group *group)
 {
-    return !group->is_wide;
+    return !group->is_hierarchical;
 }
 
 void

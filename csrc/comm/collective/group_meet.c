@@ -84,7 +84,7 @@ meet_host(smp_group *group, smp_comm *comm, const smp_group_config *config,
 static void
 leave_hosts(smp_group *group, smp_status status, const char *why)
 {
-    if (group->is_wide) {
+    if (group->is_hierarchical) {
         smp_wire_fail(&group->wire, 0, status, why);
         smp_wire_fini(&group->wire);
     }
@@ -96,7 +96,7 @@ list_far(smp_group *group, smp_rank_list *absent)
 {
     int member;
 
-    if (group->is_wide) {
+    if (group->is_hierarchical) {
         (void)smp_wire_receive(&group->wire, &member); /* it may have come just now */
         smp_wire_absent(&group->wire, absent);
     }
@@ -120,9 +120,9 @@ meet(smp_group *group, smp_comm *comm, const smp_group_config *config,
         smp_neighbour neighbour;
 
         local[m] = smp_comm_neighbour(comm, group->ranks[m], &neighbour);
-        group->is_wide = group->is_wide || !local[m];
+        group->is_hierarchical = group->is_hierarchical || !local[m];
     }
-    if (group->is_wide) {
+    if (group->is_hierarchical) {
         status = smp_wire_init(&group->wire, comm, group->ranks, local, group->size,
                                group->self, config->id, group->name, failed);
     }
@@ -136,7 +136,7 @@ meet(smp_group *group, smp_comm *comm, const smp_group_config *config,
         status = smp_lockstep_blame(comm, status, failed, why, sizeof(why));
         goto err_leave;
     }
-    if (group->is_wide) {
+    if (group->is_hierarchical) {
         doorbell = &group->lockstep.members[group->lockstep.self].control->doorbell;
         status = smp_wire_meet(&group->wire, doorbell, patience, failed);
     }
@@ -159,7 +159,7 @@ out:
 
 /* What an operation across hosts needs. */
 static smp_status
-make_wide(smp_group *group, const smp_group_config *config)
+make_hierarchical(smp_group *group, const smp_group_config *config)
 {
     int       *lowest = calloc((size_t)group->size, sizeof(int));
     size_t     bytes = config->round_bytes != 0 ? config->round_bytes : ROUND_BYTES;
@@ -169,8 +169,8 @@ make_wide(smp_group *group, const smp_group_config *config)
         for (int m = 0; m < group->size; m++) {
             lowest[m] = group->wire.members[m].host;
         }
-        status = smp_wide_init(&group->wide, &group->lockstep, &group->op, &group->wire,
-                               lowest, bytes);
+        status = smp_hierarchical_init(&group->hier, &group->lockstep, &group->op,
+                                       &group->wire, lowest, bytes);
     }
     free(lowest);
     return status;
@@ -216,7 +216,7 @@ say_who_is_lost(smp_group *group)
     if (lost >= 0 && group->broken == SMP_OK && !smp_group_is_child(group)) {
         snprintf(text, sizeof(text), "rank %d is lost", smp_comm_name(comm, lost));
         smp_lockstep_fail(&group->lockstep, SMP_ERR_PEER_LOST, text);
-        if (group->is_wide) { /* what is over it does not undo */
+        if (group->is_hierarchical) { /* what is over it does not undo */
             smp_wire_fail(&group->wire, group->sequence + !group->active,
                           SMP_ERR_PEER_LOST, text);
         }
@@ -253,11 +253,11 @@ smp_group_create(smp_comm *comm, const smp_group_config *config, smp_group **out
     if (status == SMP_OK) {
         status = smp_deadlock_init(&group->deadlock, comm);
     }
-    if (status == SMP_OK && group->is_wide) {
+    if (status == SMP_OK && group->is_hierarchical) {
         status = smp_cross_host_init(&group->cross_host, group->size);
     }
-    if (status == SMP_OK && group->is_wide) {
-        status = make_wide(group, config);
+    if (status == SMP_OK && group->is_hierarchical) {
+        status = make_hierarchical(group, config);
     }
     if (status != SMP_OK) {
         goto err_fini;
@@ -287,10 +287,10 @@ smp_group_destroy(smp_group *group)
         return;
     }
     say_who_is_lost(group);
-    if (group->is_wide &&
+    if (group->is_hierarchical &&
         !smp_group_is_child(group)) { /* whose messages a child does not have */
         smp_wire_fini(&group->wire);  /* first: it rings the control block's doorbell */
-        smp_wide_fini(&group->wide);
+        smp_hierarchical_fini(&group->hier);
     }
     smp_devices_fini(&group->op.devices); /* the lockstep says when the others have */
     smp_lockstep_fini(&group->lockstep);

@@ -4,7 +4,7 @@
 
 #include "comm/collective/checks/deadlock.h"
 #include "comm/collective/inter_host/cross_host_deadlock.h"
-#include "comm/collective/inter_host/wide.h"
+#include "comm/collective/inter_host/hierarchical.h"
 #include "comm/collective/inter_host/wire.h"
 #include "comm/collective/intra_host/collective.h"
 #include "comm/collective/intra_host/lockstep.h"
@@ -15,15 +15,15 @@ typedef struct smp_group smp_group;
 struct smp_group {
     int                     size;
     int                     self;
-    int                    *ranks;    /* owned: [size] */
-    int                    *scratch;  /* owned: [size], for lists of ranks */
-    smp_lockstep            lockstep; /* of the members on this host */
-    smp_collective          op;       /* theirs */
-    bool                    is_wide;  /* there are others: */
+    int                    *ranks;           /* owned: [size] */
+    int                    *scratch;         /* owned: [size], for lists of ranks */
+    smp_lockstep            lockstep;        /* of the members on this host */
+    smp_collective          op;              /* theirs */
+    bool                    is_hierarchical; /* there are others: */
     smp_wire                wire;
-    smp_wide                wide;
+    smp_hierarchical        hier;
     smp_deadlock            deadlock;
-    smp_cross_host_deadlock cross_host; /* of a wide one */
+    smp_cross_host_deadlock cross_host; /* of a hierarchical one */
     char                    name[64];
     int64_t                 timeout_ns;
     uint64_t                sequence; /* of the last operation */

@@ -21,8 +21,8 @@ describe_own(const smp_group *group, char *out, size_t bytes)
 {
     const smp_lockstep *lockstep = &group->lockstep;
     const smp_notice   *notice =
-        group->is_wide
-              ? &group->wide.notice
+        group->is_hierarchical
+              ? &group->hier.notice
               : &smp_lockstep_slot(lockstep, lockstep->self, group->op.first)->notice;
 
     smp_notice_describe(notice, out, bytes);
@@ -39,20 +39,20 @@ name_of(const smp_group *group, int member)
 static bool
 is_missing(const smp_group *group, int member)
 {
-    return group->is_wide ? smp_wide_awaits(&group->wide, member)
-                          : !smp_lockstep_posted(&group->lockstep, member);
+    return group->is_hierarchical ? smp_hierarchical_awaits(&group->hier, member)
+                                  : !smp_lockstep_posted(&group->lockstep, member);
 }
 
 /* A member's place on this host; -1: it is on another. */
 static int
 place_of(const smp_group *group, int member)
 {
-    const smp_hosts *hosts = &group->wide.hosts;
+    const smp_hosts *hosts = &group->hier.hosts;
 
-    if (!group->is_wide) {
+    if (!group->is_hierarchical) {
         return member;
     }
-    return hosts->host_of[member] == group->wide.host ? hosts->place_of[member] : -1;
+    return hosts->host_of[member] == group->hier.host ? hosts->place_of[member] : -1;
 }
 
 void
@@ -105,7 +105,7 @@ smp_group_give_up(smp_group *group, smp_status status, const char *why)
     join_words(group->end, sizeof(group->end), call, why);
     smp_group_set_error(group, group->end);
     smp_lockstep_fail(&group->lockstep, status, group->end);
-    if (group->is_wide) {
+    if (group->is_hierarchical) {
         smp_wire_fail(&group->wire, group->sequence, status, group->end);
     } else {
         take_back_tensors(group);
@@ -222,11 +222,11 @@ smp_group_give_up_without(smp_group *group, smp_status status, int member)
     int  source;
     bool has_said;
 
-    if (group->is_wide) { /* what it has said may have come just now */
+    if (group->is_hierarchical) { /* what it has said may have come just now */
         (void)smp_wire_receive(&group->wire, &source);
     }
-    has_said = group->is_wide
-                   ? smp_wide_why(&group->wide, member, why, sizeof(why))
+    has_said = group->is_hierarchical
+                   ? smp_hierarchical_why(&group->hier, member, why, sizeof(why))
                    : smp_lockstep_why(&group->lockstep, member, why, sizeof(why));
 
     if (has_said) {
@@ -254,8 +254,8 @@ has_ended(const smp_group *group, int member)
     char why[2];
 
     return smp_comm_gone(group->lockstep.comm, group->ranks[member]) ||
-           (group->is_wide
-                ? smp_wide_why(&group->wide, member, why, sizeof(why))
+           (group->is_hierarchical
+                ? smp_hierarchical_why(&group->hier, member, why, sizeof(why))
                 : smp_lockstep_why(&group->lockstep, member, why, sizeof(why)));
 }
 
@@ -288,7 +288,7 @@ smp_group_give_up_reading(smp_group *group, smp_status status, int member)
 }
 
 smp_status
-smp_group_give_up_wide(smp_group *group, smp_status status, int member)
+smp_group_give_up_hierarchical(smp_group *group, smp_status status, int member)
 {
     char text[96];
 

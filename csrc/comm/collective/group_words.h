@@ -37,7 +37,8 @@ smp_status smp_group_give_up_in_ring(smp_group *group, const char *ring);
 smp_status smp_group_give_up_reading(smp_group *group, smp_status status, int member);
 
 /* Something on the way between hosts went wrong; member: with whom, or -1. */
-smp_status smp_group_give_up_wide(smp_group *group, smp_status status, int member);
+smp_status smp_group_give_up_hierarchical(smp_group *group, smp_status status,
+                                          int member);
 
 /* The next call, of a group that has ended: what it returns. */
 smp_status smp_group_refuse(smp_group *group, const smp_call *next);

@@ -23,19 +23,19 @@ typedef struct {
 
 /* The latest that one rank says in groups that this one is not in now. */
 typedef struct {
-    const smp_wide *wide;
-    int             rank;
-    uint64_t        token; /* 0: nothing */
-    uint64_t        heard;
-    char            name[64];
-    char            call[96];
+    const smp_hierarchical *hier;
+    int                     rank;
+    uint64_t                token; /* 0: nothing */
+    uint64_t                heard;
+    char                    name[64];
+    char                    call[96];
 } heard_stuck;
 
 /* How many operations this rank has begun in the group with that id. */
 static uint64_t
-begun(const smp_wide *wide, uint64_t id)
+begun(const smp_hierarchical *hier, uint64_t id)
 {
-    const smp_lockstep      *lockstep = wide->lockstep;
+    const smp_lockstep      *lockstep = hier->lockstep;
     const smp_control_block *control =
         smp_control_block_find(lockstep->members[lockstep->self].segment->controls, id);
     uint64_t a = control != NULL ? control->slots[0].notice.sequence : UINT64_MAX;
@@ -59,7 +59,7 @@ hear(void *arg, const char *name, const smp_message *message)
     memcpy(&head, message->bytes, sizeof(head));
     memcpy(&said, message->bytes + sizeof(head), sizeof(said));
     if (head.kind == SMP_PARCEL_STUCK && head.tag >= found->token &&
-        head.sequence > begun(found->wide, head.post.address)) {
+        head.sequence > begun(found->hier, head.post.address)) {
         found->token = head.tag;
         found->heard = said.heard;
         snprintf(found->name, sizeof(found->name), "%s", name);
@@ -70,15 +70,15 @@ hear(void *arg, const char *name, const smp_message *message)
 
 /* Says it once. */
 static void
-tell(smp_cross_host_deadlock *deadlock, smp_wide *wide, int member, uint64_t token,
-     uint64_t heard)
+tell(smp_cross_host_deadlock *deadlock, smp_hierarchical *hier, int member,
+     uint64_t token, uint64_t heard)
 {
     smp_told  *told = &deadlock->told[member];
-    stuck_body said = {.heard = heard, .notice = wide->notice};
+    stuck_body said = {.heard = heard, .notice = hier->notice};
 
     if (told->token != token || told->heard != heard) {
         *told = (smp_told){token, heard};
-        (void)smp_wire_send(wide->wire, member, SMP_PARCEL_STUCK, wide->sequence, token,
+        (void)smp_wire_send(hier->wire, member, SMP_PARCEL_STUCK, hier->sequence, token,
                             &said, sizeof(said), NULL);
     }
 }
@@ -99,18 +99,18 @@ smp_cross_host_fini(smp_cross_host_deadlock *deadlock)
 }
 
 static bool
-look(smp_cross_host_deadlock *deadlock, smp_wide *wide)
+look(smp_cross_host_deadlock *deadlock, smp_hierarchical *hier)
 {
-    smp_comm *comm = wide->wire->comm;
+    smp_comm *comm = hier->wire->comm;
 
-    for (int m = 0; m < wide->size; m++) {
-        heard_stuck found = {.wide = wide, .rank = wide->wire->members[m].rank};
+    for (int m = 0; m < hier->size; m++) {
+        heard_stuck found = {.hier = hier, .rank = hier->wire->members[m].rank};
 
-        if (wide->hosts.host_of[m] == wide->host || !smp_wide_awaits(wide, m)) {
+        if (hier->hosts.host_of[m] == hier->host || !smp_hierarchical_awaits(hier, m)) {
             continue;
         }
-        (void)smp_post_elsewhere(smp_comm_post(comm), &wide->wire->hole, hear, &found);
-        tell(deadlock, wide, m, deadlock->token, found.token);
+        (void)smp_post_elsewhere(smp_comm_post(comm), &hier->wire->hole, hear, &found);
+        tell(deadlock, hier, m, deadlock->token, found.token);
         if (found.token != 0 && found.heard == deadlock->token) {
             snprintf(deadlock->text, sizeof(deadlock->text),
                      "waits for rank %d, which waits in group '%s' (%s) for rank %d",
@@ -123,7 +123,8 @@ look(smp_cross_host_deadlock *deadlock, smp_wide *wide)
 }
 
 bool
-smp_cross_host_look(smp_cross_host_deadlock *deadlock, smp_wide *wide, uint64_t token)
+smp_cross_host_look(smp_cross_host_deadlock *deadlock, smp_hierarchical *hier,
+                    uint64_t token)
 {
     int64_t now = smp_clock_ns();
 
@@ -132,11 +133,11 @@ smp_cross_host_look(smp_cross_host_deadlock *deadlock, smp_wide *wide, uint64_t 
     }
     deadlock->looked_ns = now;
     deadlock->token = token;
-    return look(deadlock, wide);
+    return look(deadlock, hier);
 }
 
 bool
-smp_cross_host_look_again(smp_cross_host_deadlock *deadlock, smp_wide *wide)
+smp_cross_host_look_again(smp_cross_host_deadlock *deadlock, smp_hierarchical *hier)
 {
-    return deadlock->token != 0 && look(deadlock, wide);
+    return deadlock->token != 0 && look(deadlock, hier);
 }

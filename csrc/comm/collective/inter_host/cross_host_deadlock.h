@@ -20,7 +20,7 @@
 #include <stdbool.h>
 #include <stdint.h>
 
-#include "comm/collective/inter_host/wide.h"
+#include "comm/collective/inter_host/hierarchical.h"
 #include "common/status.h"
 
 /* What was last told to a member. */
@@ -45,12 +45,13 @@ void       smp_cross_host_fini(smp_cross_host_deadlock *deadlock);
 /* This rank is stuck in the operation: tells those of other hosts that it waits for,
  * and hears what they say; cheap if called often.  True: one of them waits for this
  * one, as `text` says. */
-bool smp_cross_host_look(smp_cross_host_deadlock *deadlock, smp_wide *wide,
+bool smp_cross_host_look(smp_cross_host_deadlock *deadlock, smp_hierarchical *hier,
                          uint64_t token);
 
 /* The same at once, if it has looked before: somebody has left, perhaps because it was
  * sure. */
-bool smp_cross_host_look_again(smp_cross_host_deadlock *deadlock, smp_wide *wide);
+bool smp_cross_host_look_again(smp_cross_host_deadlock *deadlock,
+                               smp_hierarchical        *hier);
 
 /* Another wait begins. */
 static inline void

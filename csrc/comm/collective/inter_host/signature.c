@@ -19,20 +19,20 @@ slot_counts(const smp_slot *slot)
 }
 
 static int
-name_of(const smp_wide *wide, int member)
+name_of(const smp_hierarchical *hier, int member)
 {
-    return smp_comm_name(wide->wire->comm, wide->wire->members[member].rank);
+    return smp_comm_name(hier->wire->comm, hier->wire->members[member].rank);
 }
 
 /* What this host's members have shown. */
 static void
-hear_host(smp_wide *wide)
+hear_host(smp_hierarchical *hier)
 {
-    for (int p = 0; p < wide->lockstep->size; p++) {
-        int       m = smp_hosts_member(&wide->hosts, wide->host, p);
-        smp_slot *slot = smp_lockstep_slot(wide->lockstep, p, wide->lockstep->step);
+    for (int p = 0; p < hier->lockstep->size; p++) {
+        int       m = smp_hosts_member(&hier->hosts, hier->host, p);
+        smp_slot *slot = smp_lockstep_slot(hier->lockstep, p, hier->lockstep->step);
 
-        wide->said[m] = (smp_said){.name = name_of(wide, m),
+        hier->said[m] = (smp_said){.name = name_of(hier, m),
                                    .notice = &slot->notice,
                                    .counts = slot_counts(slot)};
     }
@@ -41,72 +41,72 @@ hear_host(smp_wide *wide)
 /* An all-to-all with split sizes needs to know where its parts lie in this host's
  * tensors; if not all have called it, what comes out is not used. */
 static void
-find_parts(smp_wide *wide)
+find_parts(smp_hierarchical *hier)
 {
-    wide->route.longest = 0;
-    for (int p = 0; p < wide->lockstep->size && wide->call.out_counts != NULL; p++) {
-        int             m = smp_hosts_member(&wide->hosts, wide->host, p);
-        const smp_said *said = &wide->said[m];
+    hier->route.longest = 0;
+    for (int p = 0; p < hier->lockstep->size && hier->call.out_counts != NULL; p++) {
+        int             m = smp_hosts_member(&hier->hosts, hier->host, p);
+        const smp_said *said = &hier->said[m];
 
-        wide->route.starts[p] = 0;
-        for (int to = 0; to < wide->size && said->notice->uneven == 2; to++) {
+        hier->route.starts[p] = 0;
+        for (int to = 0; to < hier->size && said->notice->uneven == 2; to++) {
             size_t count = (size_t)said->counts[to];
 
-            wide->route.starts[p] += to < wide->self ? count : 0;
-            if (wide->hosts.host_of[to] == wide->host && count > wide->route.longest) {
-                wide->route.longest = count;
+            hier->route.starts[p] += to < hier->self ? count : 0;
+            if (hier->hosts.host_of[to] == hier->host && count > hier->route.longest) {
+                hier->route.longest = count;
             }
         }
     }
 }
 
 void
-smp_signature_read(smp_wide *wide)
+smp_signature_read(smp_hierarchical *hier)
 {
-    hear_host(wide);
-    find_parts(wide);
+    hear_host(hier);
+    find_parts(hier);
 }
 
 /* Bytes that a member's call takes in a parcel. */
 static size_t
-said_bytes(const smp_wide *wide, const smp_notice *notice)
+said_bytes(const smp_hierarchical *hier, const smp_notice *notice)
 {
     return sizeof(*notice) +
-           (size_t)notice->uneven * (size_t)wide->size * sizeof(uint64_t);
+           (size_t)notice->uneven * (size_t)hier->size * sizeof(uint64_t);
 }
 
 smp_status
-smp_signature_send(smp_wide *wide, int *member)
+smp_signature_send(smp_hierarchical *hier, int *member)
 {
     size_t     bytes = 0;
     uint8_t   *all;
     uint8_t   *at;
     smp_status status = SMP_OK;
 
-    for (int p = 0; p < wide->lockstep->size; p++) {
-        int m = smp_hosts_member(&wide->hosts, wide->host, p);
+    for (int p = 0; p < hier->lockstep->size; p++) {
+        int m = smp_hosts_member(&hier->hosts, hier->host, p);
 
-        bytes += said_bytes(wide, wide->said[m].notice);
+        bytes += said_bytes(hier, hier->said[m].notice);
     }
     assert(bytes != 0); /* this member is one of them */
     all = at = malloc(bytes);
     if (all == NULL) {
         return SMP_ERR_NO_MEMORY;
     }
-    for (int p = 0; p < wide->lockstep->size; p++) {
-        int               m = smp_hosts_member(&wide->hosts, wide->host, p);
-        const smp_notice *notice = wide->said[m].notice;
+    for (int p = 0; p < hier->lockstep->size; p++) {
+        int               m = smp_hosts_member(&hier->hosts, hier->host, p);
+        const smp_notice *notice = hier->said[m].notice;
 
         memcpy(at, notice, sizeof(*notice));
-        memcpy(at + sizeof(*notice), wide->said[m].counts,
-               said_bytes(wide, notice) - sizeof(*notice));
-        at += said_bytes(wide, notice);
+        memcpy(at + sizeof(*notice), hier->said[m].counts,
+               said_bytes(hier, notice) - sizeof(*notice));
+        at += said_bytes(hier, notice);
     }
-    for (int h = 0; h < wide->hosts.nhosts && status == SMP_OK; h++) {
-        if (h != wide->host) {
-            *member = smp_wide_leader(wide, h);
-            status = smp_wire_send(wide->wire, *member, SMP_PARCEL_CALLS,
-                                   wide->sequence, 0, all, bytes, NULL);
+    for (int h = 0; h < hier->hosts.nhosts && status == SMP_OK; h++) {
+        if (h != hier->host) {
+            *member = smp_hierarchical_leader(hier, h);
+            status = smp_wire_send(hier->wire, *member, SMP_PARCEL_CALLS,
+                                   hier->sequence, 0, all, bytes, NULL);
         }
     }
     free(all);
@@ -116,44 +116,44 @@ smp_signature_send(smp_wide *wide, int *member)
 /* What another host's members call, from its node leader's parcel; false: it makes no
  * sense. */
 static bool
-hear(smp_wide *wide, int host, const smp_message *message)
+hear(smp_hierarchical *hier, int host, const smp_message *message)
 {
     size_t         left;
     const uint8_t *at = smp_parcel_rest(message, &left);
 
-    for (int p = 0; p < smp_hosts_count(&wide->hosts, host); p++) {
-        int               m = smp_hosts_member(&wide->hosts, host, p);
+    for (int p = 0; p < smp_hosts_count(&hier->hosts, host); p++) {
+        int               m = smp_hosts_member(&hier->hosts, host, p);
         const smp_notice *notice = (const smp_notice *)(const void *)at;
 
         if (left < sizeof(*notice) || notice->uneven > 2 ||
-            left < said_bytes(wide, notice)) {
+            left < said_bytes(hier, notice)) {
             return false;
         }
-        wide->said[m] = (smp_said){
-            .name = name_of(wide, m),
+        hier->said[m] = (smp_said){
+            .name = name_of(hier, m),
             .notice = notice,
             .counts = (const uint64_t *)(const void *)(at + sizeof(*notice)),
         };
-        at += said_bytes(wide, notice);
-        left -= said_bytes(wide, notice);
+        at += said_bytes(hier, notice);
+        left -= said_bytes(hier, notice);
     }
     return left == 0;
 }
 
 smp_status
-smp_signature_receive(smp_wide *wide, bool *all, int *member)
+smp_signature_receive(smp_hierarchical *hier, bool *all, int *member)
 {
     *all = true;
-    for (int h = 0; h < wide->hosts.nhosts; h++) {
-        if (h == wide->host || wide->calls[h] != NULL) {
+    for (int h = 0; h < hier->hosts.nhosts; h++) {
+        if (h == hier->host || hier->calls[h] != NULL) {
             continue;
         }
-        *member = smp_wide_leader(wide, h);
-        wide->calls[h] =
-            smp_wire_take(wide->wire, SMP_PARCEL_CALLS, *member, wide->sequence, 0);
-        if (wide->calls[h] == NULL) {
+        *member = smp_hierarchical_leader(hier, h);
+        hier->calls[h] =
+            smp_wire_take(hier->wire, SMP_PARCEL_CALLS, *member, hier->sequence, 0);
+        if (hier->calls[h] == NULL) {
             *all = false;
-        } else if (!hear(wide, h, wide->calls[h])) {
+        } else if (!hear(hier, h, hier->calls[h])) {
             return SMP_ERR_MALFORMED;
         }
     }
@@ -161,29 +161,29 @@ smp_signature_receive(smp_wide *wide, bool *all, int *member)
 }
 
 void
-smp_signature_forget(smp_wide *wide)
+smp_signature_forget(smp_hierarchical *hier)
 {
-    for (int h = 0; h < wide->hosts.nhosts; h++) {
-        smp_message_free(wide->calls[h]);
-        wide->calls[h] = NULL;
+    for (int h = 0; h < hier->hosts.nhosts; h++) {
+        smp_message_free(hier->calls[h]);
+        hier->calls[h] = NULL;
     }
 }
 
 void
-smp_signature_compare(smp_wide *wide)
+smp_signature_compare(smp_hierarchical *hier)
 {
-    outcome *v = (outcome *)(void *)smp_wide_next_slot(wide)->data;
+    outcome *v = (outcome *)(void *)smp_hierarchical_next_slot(hier)->data;
     size_t   most;
 
     v->agreed =
-        smp_agreement(wide->said, wide->size, &most, v->refusal, sizeof(v->refusal));
-    smp_signature_forget(wide);
+        smp_agreement(hier->said, hier->size, &most, v->refusal, sizeof(v->refusal));
+    smp_signature_forget(hier);
 }
 
 bool
-smp_signature_agreed(const smp_wide *wide, char *refusal, size_t bytes)
+smp_signature_agreed(const smp_hierarchical *hier, char *refusal, size_t bytes)
 {
-    const smp_slot *slot = smp_lockstep_slot(wide->lockstep, 0, wide->lockstep->step);
+    const smp_slot *slot = smp_lockstep_slot(hier->lockstep, 0, hier->lockstep->step);
     const outcome  *v = (const outcome *)(const void *)slot->data;
 
     if (v->agreed == 0) {

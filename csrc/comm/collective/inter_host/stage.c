@@ -10,20 +10,20 @@
 
 /* A block for a member of another host. */
 static smp_status
-take_block(smp_wide *wide, int member, size_t bytes, smp_block **out)
+take_block(smp_hierarchical *hier, int member, size_t bytes, smp_block **out)
 {
-    return smp_comm_block(wide->wire->comm, wide->wire->members[member].rank, bytes,
+    return smp_comm_block(hier->wire->comm, hier->wire->members[member].rank, bytes,
                           out);
 }
 
 /* A block that stays here: of this rank's pool, which is asked for in the name of
  * anyone who has not left. */
 smp_status
-smp_wide_own_block(smp_wide *wide, size_t bytes, smp_block **out)
+smp_hierarchical_own_block(smp_hierarchical *hier, size_t bytes, smp_block **out)
 {
-    for (int m = 0; m < wide->size; m++) {
-        if (!wide->wire->members[m].local &&
-            take_block(wide, m, bytes, out) == SMP_OK) {
+    for (int m = 0; m < hier->size; m++) {
+        if (!hier->wire->members[m].local &&
+            take_block(hier, m, bytes, out) == SMP_OK) {
             return SMP_OK;
         }
     }
@@ -32,9 +32,9 @@ smp_wide_own_block(smp_wide *wide, size_t bytes, smp_block **out)
 
 /* Bytes of a node's term in a block of terms, on a cache line. */
 static size_t
-node_bytes(const smp_wide *wide, int n, size_t count)
+node_bytes(const smp_hierarchical *hier, int n, size_t count)
 {
-    smp_dtype dtype = wide->call.dtype;
+    smp_dtype dtype = hier->call.dtype;
     size_t    bytes = smp_dtype_bytes(n == 1 ? dtype : smp_term_dtype(dtype));
 
     return (count * bytes + 63) / 64 * 64;
@@ -42,13 +42,13 @@ node_bytes(const smp_wide *wide, int n, size_t count)
 
 /* Bytes of the terms of a host. */
 static size_t
-host_bytes(const smp_wide *wide, int host, size_t count)
+host_bytes(const smp_hierarchical *hier, int host, size_t count)
 {
     size_t bytes = 0;
 
-    for (int i = 0; i < wide->hosts.nnodes; i++) {
-        if (wide->hosts.nodes[i].host == host) {
-            bytes += node_bytes(wide, wide->hosts.nodes[i].n, count);
+    for (int i = 0; i < hier->hosts.nnodes; i++) {
+        if (hier->hosts.nodes[i].host == host) {
+            bytes += node_bytes(hier, hier->hosts.nodes[i].n, count);
         }
     }
     return bytes;
@@ -56,33 +56,33 @@ host_bytes(const smp_wide *wide, int host, size_t count)
 
 /* A block for the terms of `count` elements, to which the partials lead. */
 static smp_status
-make_terms(smp_wide *wide, int peer, size_t count)
+make_terms(smp_hierarchical *hier, int peer, size_t count)
 {
-    size_t     bytes = host_bytes(wide, wide->host, count);
+    size_t     bytes = host_bytes(hier, hier->host, count);
     uint8_t   *at;
-    smp_status status = peer == wide->self
-                            ? smp_wide_own_block(wide, bytes, &wide->made)
-                            : take_block(wide, peer, bytes, &wide->made);
+    smp_status status = peer == hier->self
+                            ? smp_hierarchical_own_block(hier, bytes, &hier->made)
+                            : take_block(hier, peer, bytes, &hier->made);
 
     if (status != SMP_OK) {
         return status;
     }
-    at = smp_block_data(wide->made);
-    for (int i = 0; i < wide->npartials; i++) {
-        wide->partials[i].out = at;
-        at += node_bytes(wide, wide->partials[i].n, count);
+    at = smp_block_data(hier->made);
+    for (int i = 0; i < hier->npartials; i++) {
+        hier->partials[i].out = at;
+        at += node_bytes(hier, hier->partials[i].n, count);
     }
     return SMP_OK;
 }
 
 /* Begins a local stage: fills and posts its first step. */
 static smp_status
-begin_local(smp_wide *wide, const smp_stage *stage, int *member)
+begin_local(smp_hierarchical *hier, const smp_stage *stage, int *member)
 {
-    smp_collective *op = wide->op;
-    int             n = wide->lockstep->size;
-    smp_range      *ranges = &wide->route.ranges[stage->ranges];
-    smp_range       own = ranges[wide->place];
+    smp_collective *op = hier->op;
+    int             n = hier->lockstep->size;
+    smp_range      *ranges = &hier->route.ranges[stage->ranges];
+    smp_range       own = ranges[hier->place];
     smp_local_part  part = {.in = stage->in, .out = stage->out, .most = stage->most};
 
     for (int p = 0; p < n; p++) {
@@ -92,7 +92,7 @@ begin_local(smp_wide *wide, const smp_stage *stage, int *member)
         case SMP_STAGE_SHARE:
             part.operation = SMP_ALL_GATHER;
             op->pulls[p] =
-                stage->taker < 0 || stage->taker == wide->place ? ranges[p] : none;
+                stage->taker < 0 || stage->taker == hier->place ? ranges[p] : none;
             op->pushes[p] = own;
             break;
         case SMP_STAGE_EXCHANGE:
@@ -109,96 +109,96 @@ begin_local(smp_wide *wide, const smp_stage *stage, int *member)
     }
     if (stage->kind == SMP_STAGE_REDUCE) {
         *member = stage->peer;
-        part.partials = wide->partials;
-        part.npartials = wide->npartials;
+        part.partials = hier->partials;
+        part.npartials = hier->npartials;
         if (own.count != 0) {
-            smp_status status = make_terms(wide, stage->peer, own.count);
+            smp_status status = make_terms(hier, stage->peer, own.count);
 
             if (status != SMP_OK) {
                 return status;
             }
         }
     }
-    smp_collective_begin_part(op, &wide->call, &part, &wide->notice);
-    smp_lockstep_post(wide->lockstep);
-    wide->begun = true;
-    wide->seen = false;
+    smp_collective_begin_part(op, &hier->call, &part, &hier->notice);
+    smp_lockstep_post(hier->lockstep);
+    hier->begun = true;
+    hier->seen = false;
     return SMP_OK;
 }
 
 /* One step of a local stage, which all have posted; *done: it was the last. */
 static smp_status
-step_local(smp_wide *wide, const smp_stage *stage, bool *done, int *member)
+step_local(smp_hierarchical *hier, const smp_stage *stage, bool *done, int *member)
 {
     bool       whole;
     int        place = 0;
     smp_status status;
 
-    if (!wide->seen) {
-        smp_collective_see(wide->op);
-        for (int i = 0; i < wide->npartials; i++) {
-            wide->factors[i] = wide->op->factors[wide->partials[i].first];
+    if (!hier->seen) {
+        smp_collective_see(hier->op);
+        for (int i = 0; i < hier->npartials; i++) {
+            hier->factors[i] = hier->op->factors[hier->partials[i].first];
         }
-        wide->seen = true;
+        hier->seen = true;
     }
-    status = smp_collective_collect(wide->op, &whole, &place);
+    status = smp_collective_collect(hier->op, &whole, &place);
     if (status != SMP_OK) {
-        *member = smp_hosts_member(&wide->hosts, wide->host, place);
+        *member = smp_hosts_member(&hier->hosts, hier->host, place);
         return status;
     }
-    if (whole && smp_collective_next(wide->op)) {
-        smp_lockstep_post(wide->lockstep);
+    if (whole && smp_collective_next(hier->op)) {
+        smp_lockstep_post(hier->lockstep);
     } else if (whole) {
         *done = true;
-        if (stage->kind == SMP_STAGE_REDUCE && stage->peer == wide->self) {
-            wide->own[stage->slot] = wide->made;
-            wide->made = NULL;
+        if (stage->kind == SMP_STAGE_REDUCE && stage->peer == hier->self) {
+            hier->own[stage->slot] = hier->made;
+            hier->made = NULL;
         }
     }
     return SMP_OK;
 }
 
 static smp_status
-send_stage(smp_wide *wide, const smp_stage *stage)
+send_stage(smp_hierarchical *hier, const smp_stage *stage)
 {
-    size_t     element = smp_dtype_bytes(wide->call.dtype);
-    smp_block *block = wide->made;
+    size_t     element = smp_dtype_bytes(hier->call.dtype);
+    smp_block *block = hier->made;
     size_t     factors = 0;
     smp_status status;
 
-    wide->made = NULL;
+    hier->made = NULL;
     if (stage->kind == SMP_STAGE_SEND_TERMS) {
-        factors = (size_t)wide->npartials * sizeof(double);
+        factors = (size_t)hier->npartials * sizeof(double);
     } else {
-        status = take_block(wide, stage->peer, stage->range.count * element, &block);
+        status = take_block(hier, stage->peer, stage->range.count * element, &block);
         if (status != SMP_OK) {
             return status;
         }
         memcpy(smp_block_data(block), stage->in + stage->range.from * element,
                stage->range.count * element);
     }
-    return smp_wire_send(wide->wire, stage->peer, SMP_PARCEL_DATA, wide->sequence,
-                         stage->tag, wide->factors, factors, block);
+    return smp_wire_send(hier->wire, stage->peer, SMP_PARCEL_DATA, hier->sequence,
+                         stage->tag, hier->factors, factors, block);
 }
 
 /* Takes a parcel of the right size, if it has come. */
 static smp_status
-receive_stage(smp_wide *wide, const smp_stage *stage, bool *done)
+receive_stage(smp_hierarchical *hier, const smp_stage *stage, bool *done)
 {
-    size_t       element = smp_dtype_bytes(wide->call.dtype);
-    int          host = wide->hosts.host_of[stage->peer];
+    size_t       element = smp_dtype_bytes(hier->call.dtype);
+    int          host = hier->hosts.host_of[stage->peer];
     size_t       want = stage->range.count * element;
     size_t       rest_want = 0;
     size_t       rest;
-    smp_message *message = smp_wire_take(wide->wire, SMP_PARCEL_DATA, stage->peer,
-                                         wide->sequence, stage->tag);
+    smp_message *message = smp_wire_take(hier->wire, SMP_PARCEL_DATA, stage->peer,
+                                         hier->sequence, stage->tag);
 
     if (message == NULL) {
         return SMP_OK;
     }
     if (stage->kind == SMP_STAGE_RECEIVE_TERMS) {
-        want = host_bytes(wide, host, stage->range.count);
-        rest_want = (size_t)smp_hosts_nodes(&wide->hosts, host) * sizeof(double);
+        want = host_bytes(hier, host, stage->range.count);
+        rest_want = (size_t)smp_hosts_nodes(&hier->hosts, host) * sizeof(double);
     }
     (void)smp_parcel_rest(message, &rest);
     if (message->nblocks != 1 || smp_block_bytes(message->blocks[0]) != want ||
@@ -208,7 +208,7 @@ receive_stage(smp_wide *wide, const smp_stage *stage, bool *done)
     }
     *done = true;
     if (stage->kind == SMP_STAGE_RECEIVE_TERMS) {
-        wide->terms[host] = message;
+        hier->terms[host] = message;
         return SMP_OK;
     }
     memcpy(stage->out + stage->range.to * element, smp_block_data(message->blocks[0]),
@@ -220,107 +220,107 @@ receive_stage(smp_wide *wide, const smp_stage *stage, bool *done)
 /* Finds the terms of a host in its block; those of a member that is alone on its host
  * are its tensor. */
 static void
-find_terms(smp_wide *wide, const smp_stage *stage, int host)
+find_terms(smp_hierarchical *hier, const smp_stage *stage, int host)
 {
     size_t         count = stage->range.count;
     const uint8_t *at =
-        stage->in + stage->range.from * smp_dtype_bytes(wide->call.dtype);
-    const double *factors = wide->factors;
+        stage->in + stage->range.from * smp_dtype_bytes(hier->call.dtype);
+    const double *factors = hier->factors;
     size_t        rest;
     int           n = 0;
 
-    if (host == wide->host) {
-        if (wide->own[stage->slot] != NULL) {
-            at = smp_block_data(wide->own[stage->slot]);
+    if (host == hier->host) {
+        if (hier->own[stage->slot] != NULL) {
+            at = smp_block_data(hier->own[stage->slot]);
         }
     } else {
-        at = smp_block_data(wide->terms[host]->blocks[0]);
+        at = smp_block_data(hier->terms[host]->blocks[0]);
         factors =
-            (const double *)(const void *)smp_parcel_rest(wide->terms[host], &rest);
+            (const double *)(const void *)smp_parcel_rest(hier->terms[host], &rest);
     }
-    for (int i = 0; i < wide->hosts.nnodes; i++) {
-        const smp_node *node = &wide->hosts.nodes[i];
+    for (int i = 0; i < hier->hosts.nnodes; i++) {
+        const smp_node *node = &hier->hosts.nodes[i];
 
         if (node->host == host) {
-            wide->merged[i] =
+            hier->merged[i] =
                 (smp_term){.data = at, .n = node->n, .factor = factors[n++]};
-            at += node_bytes(wide, node->n, count);
+            at += node_bytes(hier, node->n, count);
         }
     }
 }
 
 /* Drops the terms of a round. */
 static void
-forget_round(smp_wide *wide, int slot)
+forget_round(smp_hierarchical *hier, int slot)
 {
-    for (int h = 0; h < wide->hosts.nhosts; h++) {
-        smp_message_free(wide->terms[h]);
-        wide->terms[h] = NULL;
+    for (int h = 0; h < hier->hosts.nhosts; h++) {
+        smp_message_free(hier->terms[h]);
+        hier->terms[h] = NULL;
     }
-    smp_block_release(wide->own[slot]);
-    wide->own[slot] = NULL;
+    smp_block_release(hier->own[slot]);
+    hier->own[slot] = NULL;
 }
 
 void
-smp_wide_forget_terms(smp_wide *wide)
+smp_hierarchical_forget_terms(smp_hierarchical *hier)
 {
     for (int slot = 0; slot < SMP_ROUTE_SLOTS; slot++) {
-        forget_round(wide, slot);
+        forget_round(hier, slot);
     }
-    smp_block_release(wide->made);
-    wide->made = NULL;
+    smp_block_release(hier->made);
+    hier->made = NULL;
 }
 
 /* Merges the next piece; *done: it was the last. */
 static void
-merge_stage(smp_wide *wide, const smp_stage *stage, bool *done)
+merge_stage(smp_hierarchical *hier, const smp_stage *stage, bool *done)
 {
-    smp_dtype dtype = wide->call.dtype;
+    smp_dtype dtype = hier->call.dtype;
     size_t    element = smp_dtype_bytes(dtype);
     size_t    term = smp_dtype_bytes(smp_term_dtype(dtype));
     size_t    piece = MERGE_BYTES / element;
-    size_t    count = stage->range.count - wide->merged_to;
-    uint8_t  *out = stage->out + (stage->range.to + wide->merged_to) * element;
+    size_t    count = stage->range.count - hier->merged_to;
+    uint8_t  *out = stage->out + (stage->range.to + hier->merged_to) * element;
 
     count = count < piece ? count : piece;
-    for (int h = 0; h < wide->hosts.nhosts; h++) {
-        find_terms(wide, stage, h);
+    for (int h = 0; h < hier->hosts.nhosts; h++) {
+        find_terms(hier, stage, h);
     }
-    for (int i = 0; i < wide->hosts.nnodes; i++) {
-        const uint8_t *data = wide->merged[i].data;
+    for (int i = 0; i < hier->hosts.nnodes; i++) {
+        const uint8_t *data = hier->merged[i].data;
 
-        wide->merged[i].data =
-            data + wide->merged_to * (wide->merged[i].n == 1 ? element : term);
+        hier->merged[i].data =
+            data + hier->merged_to * (hier->merged[i].n == 1 ? element : term);
     }
-    smp_reduce_terms(wide->op->kernels, wide->call.reduction, dtype, out, wide->merged,
-                     wide->hosts.nnodes, count, wide->op->scratch);
-    wide->merged_to += count;
-    if (wide->merged_to == stage->range.count) {
+    smp_reduce_terms(hier->op->kernels, hier->call.reduction, dtype, out, hier->merged,
+                     hier->hosts.nnodes, count, hier->op->scratch);
+    hier->merged_to += count;
+    if (hier->merged_to == stage->range.count) {
         *done = true;
-        wide->merged_to = 0;
-        forget_round(wide, stage->slot);
+        hier->merged_to = 0;
+        forget_round(hier, stage->slot);
     }
 }
 
 /* A local stage; *done as below. */
 static smp_status
-local_stage(smp_wide *wide, const smp_stage *stage, bool *done, int *member)
+local_stage(smp_hierarchical *hier, const smp_stage *stage, bool *done, int *member)
 {
-    if (!wide->begun) {
-        smp_status status = begin_local(wide, stage, member);
+    if (!hier->begun) {
+        smp_status status = begin_local(hier, stage, member);
 
         if (status != SMP_OK) {
             return status;
         }
     }
     *member = -1;
-    return smp_lockstep_arrived(wide->lockstep) ? step_local(wide, stage, done, member)
+    return smp_lockstep_arrived(hier->lockstep) ? step_local(hier, stage, done, member)
                                                 : SMP_OK;
 }
 
 smp_status
-smp_wide_stage(smp_wide *wide, const smp_stage *stage, bool *done, bool *waits,
-               int *member)
+smp_hierarchical_stage(smp_hierarchical *hier, const smp_stage *stage, bool *done,
+                       bool *waits, int *member)
 {
     smp_status status = SMP_OK;
 
@@ -329,20 +329,20 @@ smp_wide_stage(smp_wide *wide, const smp_stage *stage, bool *done, bool *waits,
     case SMP_STAGE_SHARE:
     case SMP_STAGE_EXCHANGE:
     case SMP_STAGE_REDUCE:
-        status = local_stage(wide, stage, done, member);
-        wide->waits_local = *waits = !*done && !smp_lockstep_arrived(wide->lockstep);
+        status = local_stage(hier, stage, done, member);
+        hier->waits_local = *waits = !*done && !smp_lockstep_arrived(hier->lockstep);
         return status;
     case SMP_STAGE_SEND:
     case SMP_STAGE_SEND_TERMS:
         *done = true;
-        return send_stage(wide, stage);
+        return send_stage(hier, stage);
     case SMP_STAGE_RECEIVE:
     case SMP_STAGE_RECEIVE_TERMS:
-        status = receive_stage(wide, stage, done);
+        status = receive_stage(hier, stage, done);
         *waits = !*done;
         return status;
     case SMP_STAGE_MERGE:
-        merge_stage(wide, stage, done);
+        merge_stage(hier, stage, done);
         return SMP_OK;
     }
     return status;
