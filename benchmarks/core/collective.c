@@ -74,7 +74,7 @@ connect_all(void)
     }
     check(smp_comm_connect(
               comm, list, bytes,
-              &(smp_patience){.deadline_ns = smp_clock_deadline(10000 * SMP_NS_PER_MS)},
+              &(smp_deadline){.at_ns = smp_clock_deadline(10000 * SMP_NS_PER_MS)},
               &failed),
           "connect");
     free((void *)list);

@@ -69,7 +69,7 @@ connect_pair(shared_cards *shared, const char *transport, int rank)
     }
     check(smp_comm_connect(
               comm, cards, shared->bytes,
-              &(smp_patience){.deadline_ns = smp_clock_deadline(20000 * SMP_NS_PER_MS)},
+              &(smp_deadline){.at_ns = smp_clock_deadline(20000 * SMP_NS_PER_MS)},
               &failed),
           "connect");
     return comm;

@@ -610,7 +610,7 @@ smp_comm_card(const smp_comm *comm, size_t *bytes)
  */
 static smp_status
 connect_by(smp_comm *comm, carrier *c, const void *const *cards,
-           const smp_patience *patience, int lost, int *failed)
+           const smp_deadline *deadline, int lost, int *failed)
 {
     size_t       size = (size_t)comm->size;
     const void **sections = calloc(size, sizeof(*sections));
@@ -629,7 +629,7 @@ connect_by(smp_comm *comm, carrier *c, const void *const *cards,
         }
     }
     status =
-        c->ops->connect(c->self, sections, bytes, wanted, patience, reached, failed);
+        c->ops->connect(c->self, sections, bytes, wanted, deadline, reached, failed);
     c->connected = status == SMP_OK || status == SMP_ERR_PEER_LOST;
     for (int r = 0; r < comm->size; r++) {
         if (c->connected && reached[r]) {
@@ -700,7 +700,7 @@ log_routes(const smp_comm *comm)
 
 smp_status
 smp_comm_connect(smp_comm *comm, const void *const *cards, const size_t *card_bytes,
-                 const smp_patience *patience, int *failed)
+                 const smp_deadline *deadline, int *failed)
 {
     int        lost = -1;
     smp_status status;
@@ -716,7 +716,7 @@ smp_comm_connect(smp_comm *comm, const void *const *cards, const size_t *card_by
         }
     }
     for (int i = 0; i < comm->ncarriers; i++) {
-        status = connect_by(comm, &comm->carriers[i], cards, patience, lost, failed);
+        status = connect_by(comm, &comm->carriers[i], cards, deadline, lost, failed);
         if (status == SMP_ERR_PEER_LOST && lost < 0) {
             lost = *failed; /* the others are met all the same; see destroy */
         } else if (status != SMP_OK && status != SMP_ERR_PEER_LOST) {

@@ -23,7 +23,7 @@
 #include <stdint.h>
 
 #include "comm/memory/message.h"
-#include "common/patience.h"
+#include "common/deadline.h"
 #include "common/status.h"
 
 typedef struct smp_comm smp_comm;
@@ -77,7 +77,7 @@ const void *smp_comm_card(const smp_comm *comm, size_t *bytes);
  * it died or gave up meanwhile; SMP_ERR_MALFORMED.  SMP_ERR_INTERRUPTED: the caller
  * gives up.  After any error only smp_comm_destroy() may follow. */
 smp_status smp_comm_connect(smp_comm *comm, const void *const *cards,
-                            const size_t *card_bytes, const smp_patience *patience,
+                            const size_t *card_bytes, const smp_deadline *deadline,
                             int *failed);
 
 /* Sends what is queued (gives up when nothing moves for a second), says goodbye to the

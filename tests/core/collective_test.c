@@ -11,7 +11,7 @@
 #include "comm/collective/intra_host/lockstep.h"
 #include "comm/memory/control_block.h"
 #include "comm/neighbour.h"
-#include "common/patience.h"
+#include "common/deadline.h"
 #include "groups.h"
 
 /* ----------------------------------------------------------------------- groups */
@@ -159,7 +159,7 @@ make_group_that_chooses(world *w, answer of_last, bool want)
                                .size = 2,
                                .id = 11,
                                .name = "test",
-                               .timeout_ns = WORLD_PATIENCE_NS};
+                               .timeout_ns = WORLD_DEADLINE_NS};
     smp_group       *group;
     int              failed;
 
@@ -206,11 +206,11 @@ static smp_status
 step_with_the_other(world *w, uint64_t id, smp_lockstep *lockstep)
 {
     static const int ranks[] = {0, 1};
-    smp_patience     patience = {.deadline_ns = smp_clock_ns() + WORLD_PATIENCE_NS};
+    smp_deadline     deadline = {.at_ns = smp_clock_ns() + WORLD_DEADLINE_NS};
     int              failed;
 
     return smp_lockstep_init(lockstep, w->comm, ranks, 2, id, SMP_READ_ALWAYS,
-                             &patience, &failed, NULL);
+                             &deadline, &failed, NULL);
 }
 
 /* Once it could be read: what the system says of the number alone kills nobody. */
@@ -444,7 +444,7 @@ TEST_RANK(a_group_needs_one_list_of_ranks_on_all)
                                .size = w->size,
                                .id = 3,
                                .name = "test",
-                               .timeout_ns = WORLD_PATIENCE_NS};
+                               .timeout_ns = WORLD_DEADLINE_NS};
     int              failed;
     smp_group       *group;
 
@@ -626,7 +626,7 @@ TEST_RANK(groups_entered_in_another_order_are_named_at_the_time_out)
                                .size = 2,
                                .id = 1,
                                .name = "a",
-                               .timeout_ns = WORLD_PATIENCE_NS};
+                               .timeout_ns = WORLD_DEADLINE_NS};
     smp_call         call = {.operation = SMP_BARRIER};
     int              failed;
     smp_group       *a;

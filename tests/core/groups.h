@@ -20,7 +20,7 @@ make_group(world *w, const int *ranks, int size, uint64_t id, bool only_slots,
                                .size = size,
                                .id = id,
                                .name = "test",
-                               .timeout_ns = WORLD_PATIENCE_NS,
+                               .timeout_ns = WORLD_DEADLINE_NS,
                                .reading =
                                    only_slots ? SMP_READ_NEVER : SMP_READ_ALWAYS};
     int              failed;

@@ -51,7 +51,7 @@ open_lines(world *w, smp_carrier *carrier, line *lines)
         smp_group_config config = {.ranks = ranks,
                                    .id = 1 + (uint64_t)g,
                                    .name = "hasty",
-                                   .timeout_ns = WORLD_PATIENCE_NS};
+                                   .timeout_ns = WORLD_DEADLINE_NS};
 
         lines[g] = (line){0};
         for (int r = 0; r < w->size; r++) {
@@ -200,7 +200,7 @@ is_sure_after_a_look(smp_deadlock *deadlock, const world *w)
 static bool
 leaves_after_a_look(smp_deadlock *deadlock, const world *w)
 {
-    deadlock->first_ns = smp_clock_ns() + WORLD_PATIENCE_NS;
+    deadlock->first_ns = smp_clock_ns() + WORLD_DEADLINE_NS;
     return smp_deadlock_look(deadlock, w->comm);
 }
 

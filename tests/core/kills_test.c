@@ -87,7 +87,7 @@ meet(actor *a, bool *named)
                                    .size = a->w->size,
                                    .id = (uint64_t)g + 1,
                                    .name = "test",
-                                   .timeout_ns = WORLD_PATIENCE_NS,
+                                   .timeout_ns = WORLD_DEADLINE_NS,
                                    .reading = g == 1 ? SMP_READ_NEVER : SMP_READ_ALWAYS,
                                    .round_bytes = 64 << 10};
         int              failed = -1;

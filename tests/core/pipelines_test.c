@@ -109,7 +109,7 @@ issue(const rank *self, const smp_key *key)
 static void
 hold(const _Atomic bool *over)
 {
-    const int64_t until_ns = smp_clock_ns() + WORLD_PATIENCE_NS;
+    const int64_t until_ns = smp_clock_ns() + WORLD_DEADLINE_NS;
 
     while (!atomic_load(over)) {
         if (smp_clock_ns() > until_ns) {
@@ -497,7 +497,7 @@ check_ended(rank *self)
     uint64_t counted = 0;
 
     while (
-        !smp_server_collectives_ended(self->server, WORLD_PATIENCE_NS, &least, &most)) {
+        !smp_server_collectives_ended(self->server, WORLD_DEADLINE_NS, &least, &most)) {
     }
     self->w->barrier(self->w); /* all have failed: nobody issues any more */
     for (int t = 0; t < self->tp; t++) {
@@ -581,7 +581,7 @@ TEST_RANK(a_rank_that_leaves_a_step_out_has_issued_nothing)
     } else {
         CHECK_STATUS(run_step(&self), SMP_ERR_CLOSED);
     }
-    CHECK(smp_server_collectives_ended(self.server, WORLD_PATIENCE_NS, &least, &most));
+    CHECK(smp_server_collectives_ended(self.server, WORLD_DEADLINE_NS, &least, &most));
     CHECK(self.pp_rank != PP - 1 || least == 0);
     w->barrier(w);
     CHECK(check_step(&self) == 0);
@@ -602,7 +602,7 @@ expect(world *w, smp_msg_kind kind, int source)
 {
     smp_message *m;
 
-    CHECK_STATUS(smp_comm_receive(w->comm, WORLD_PATIENCE_NS, &m), SMP_OK);
+    CHECK_STATUS(smp_comm_receive(w->comm, WORLD_DEADLINE_NS, &m), SMP_OK);
     CHECK(smp_message_envelope(m)->kind == kind && m->source == source);
     smp_message_free(m);
     return 0;
@@ -667,7 +667,7 @@ TEST_RANK(pp_rank_0_passes_another_pipelines_failure_on)
         while (kind != SMP_MSG_ABORT) {
             smp_message *m;
 
-            CHECK_STATUS(smp_comm_receive(w->comm, WORLD_PATIENCE_NS, &m), SMP_OK);
+            CHECK_STATUS(smp_comm_receive(w->comm, WORLD_DEADLINE_NS, &m), SMP_OK);
             CHECK(m->source == 0);
             kind = (smp_msg_kind)smp_message_envelope(m)->kind;
             smp_message_free(m);

@@ -36,7 +36,7 @@ open_line(world *w, smp_carrier *carrier, uint64_t id, line *out)
                                .size = w->size,
                                .id = id,
                                .name = "test",
-                               .timeout_ns = WORLD_PATIENCE_NS};
+                               .timeout_ns = WORLD_DEADLINE_NS};
 
     for (int r = 0; r < w->size; r++) {
         ranks[r] = r;
@@ -259,7 +259,7 @@ open_ring(world *w, ring *out)
                                    .size = 2,
                                    .id = 7 + (uint64_t)g,
                                    .name = name,
-                                   .timeout_ns = WORLD_PATIENCE_NS};
+                                   .timeout_ns = WORLD_DEADLINE_NS};
 
         snprintf(name, sizeof(name), "ring %d", g);
         if (w->rank == ranks[0] || w->rank == ranks[1]) {
@@ -497,7 +497,7 @@ box_for(int source, int64_t tag, int32_t *out, size_t count)
 static bool
 arrives(smp_mailbox *mailbox, smp_letterbox *box)
 {
-    return smp_letterbox_wait(mailbox, box, smp_clock_ns() + WORLD_PATIENCE_NS);
+    return smp_letterbox_wait(mailbox, box, smp_clock_ns() + WORLD_DEADLINE_NS);
 }
 
 TEST_RANK(letters_are_told_apart_by_tag_and_source)

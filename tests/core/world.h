@@ -30,7 +30,7 @@
 #define WORLD_SECONDS 300
 
 /* How long a test waits for what must come. */
-#define WORLD_PATIENCE_NS (60 * SMP_NS_PER_S)
+#define WORLD_DEADLINE_NS (60 * SMP_NS_PER_S)
 
 typedef struct world world;
 

@@ -16,7 +16,7 @@
 #include "comm/memory/message.h"
 #include "comm/neighbour.h"
 #include "common/clock.h"
-#include "common/patience.h"
+#include "common/deadline.h"
 
 enum { GROUP = 7, MEMBERS = 2, MOST_COUNT = 64, MOST_BLOCK = 300, MOST_STEPS = 1000 };
 
@@ -48,10 +48,10 @@ connect_end(void *arg)
     const end *e = arg;
     int        failed;
 
-    require(smp_comm_connect(comms[e->rank], e->cards, e->bytes,
-                             &(smp_patience){.deadline_ns = smp_clock_deadline(
-                                                 10000 * SMP_NS_PER_MS)},
-                             &failed) == SMP_OK);
+    require(smp_comm_connect(
+                comms[e->rank], e->cards, e->bytes,
+                &(smp_deadline){.at_ns = smp_clock_deadline(10000 * SMP_NS_PER_MS)},
+                &failed) == SMP_OK);
     return NULL;
 }
 
@@ -272,14 +272,14 @@ be_member(input *in)
     static const int    lowest[MEMBERS] = {0, 1};
     static const size_t round_bytes = 64;
     static group        g;
-    smp_patience        patience = {.deadline_ns = smp_clock_ns() + SMP_NS_PER_S};
+    smp_deadline        deadline = {.at_ns = smp_clock_ns() + SMP_NS_PER_S};
     int                 parcels = (int)take(in, 1) % 4;
     int                 failed;
     smp_doorbell       *doorbell;
 
     memset(&g, 0, sizeof(g));
     require(smp_lockstep_init(&g.lockstep, comms[0], ranks, 1, GROUP, SMP_READ_NEVER,
-                              &patience, &failed, NULL) == SMP_OK);
+                              &deadline, &failed, NULL) == SMP_OK);
     require(smp_collective_init(&g.op, &g.lockstep) == SMP_OK);
     require(smp_wire_init(&g.wire, comms[0], ranks, local, MEMBERS, 0, GROUP, "fuzz",
                           &failed) == SMP_OK);
@@ -292,9 +292,9 @@ be_member(input *in)
 
         put_parcel(&g, &right);
     }
-    patience.deadline_ns = smp_clock_ns(); /* what is there */
+    deadline.at_ns = smp_clock_ns(); /* what is there */
     doorbell = &g.lockstep.members[0].control->doorbell;
-    if (smp_wire_meet(&g.wire, doorbell, &patience, &failed) == SMP_OK) {
+    if (smp_wire_meet(&g.wire, doorbell, &deadline, &failed) == SMP_OK) {
         require(smp_hierarchical_init(&g.hier, &g.lockstep, &g.op, &g.wire, lowest,
                                       round_bytes) == SMP_OK);
         g.has_met = true;

@@ -47,7 +47,7 @@ typedef struct {
     int64_t     timeout_ns; /* for one operation, and for the meeting; < 0: no limit */
     smp_reading reading;    /* of each other's memory; all members decide */
     bool (*gives_up)(void *arg); /* or NULL; asked while members meet, every
-                                    SMP_PATIENCE_NS or more often, by the caller's
+                                    SMP_DEADLINE_LOOK_NS or more often, by the caller's
                                     thread; true: SMP_ERR_INTERRUPTED */
     void  *gives_up_arg;         /* borrowed during create */
     size_t round_bytes; /* between hosts: of tensors on the way at a time; 0: 32

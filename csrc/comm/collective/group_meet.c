@@ -54,7 +54,7 @@ list_ranks(smp_group *group, smp_comm *comm, const smp_group_config *config,
 /* Meets the members of this host. */
 static smp_status
 meet_host(smp_group *group, smp_comm *comm, const smp_group_config *config,
-          const bool *local, const smp_patience *patience, int *failed,
+          const bool *local, const smp_deadline *deadline, int *failed,
           smp_rank_list *absent)
 {
     int       *ranks = calloc((size_t)group->size, sizeof(int));
@@ -70,7 +70,7 @@ meet_host(smp_group *group, smp_comm *comm, const smp_group_config *config,
         }
     }
     status = smp_lockstep_init(&group->lockstep, comm, ranks, n, config->id,
-                               config->reading, patience, failed, absent);
+                               config->reading, deadline, failed, absent);
     free(ranks);
     if (status == SMP_OK) {
         memcpy(group->lockstep.members[group->lockstep.self].control->name, group->name,
@@ -106,7 +106,7 @@ list_far(smp_group *group, smp_rank_list *absent)
  * member that does not come to terms with its own. */
 static smp_status
 meet(smp_group *group, smp_comm *comm, const smp_group_config *config,
-     const smp_patience *patience, int *failed, smp_rank_list *absent)
+     const smp_deadline *deadline, int *failed, smp_rank_list *absent)
 {
     bool         *local = calloc((size_t)group->size, sizeof(bool));
     smp_doorbell *doorbell;
@@ -130,7 +130,7 @@ meet(smp_group *group, smp_comm *comm, const smp_group_config *config,
         status = smp_lockstep_blame(comm, status, failed, why, sizeof(why));
         goto out;
     }
-    status = meet_host(group, comm, config, local, patience, failed, absent);
+    status = meet_host(group, comm, config, local, deadline, failed, absent);
     if (status != SMP_OK) {
         list_far(group, absent);
         status = smp_lockstep_blame(comm, status, failed, why, sizeof(why));
@@ -138,7 +138,7 @@ meet(smp_group *group, smp_comm *comm, const smp_group_config *config,
     }
     if (group->is_hierarchical) {
         doorbell = &group->lockstep.members[group->lockstep.self].control->doorbell;
-        status = smp_wire_meet(&group->wire, doorbell, patience, failed);
+        status = smp_wire_meet(&group->wire, doorbell, deadline, failed);
     }
     if (status == SMP_OK) {
         goto out;
@@ -228,7 +228,7 @@ smp_group_create(smp_comm *comm, const smp_group_config *config, smp_group **out
                  int *failed)
 {
     smp_group    *group = calloc(1, sizeof(*group));
-    smp_patience  patience = {smp_clock_deadline(config->timeout_ns), config->gives_up,
+    smp_deadline  deadline = {smp_clock_deadline(config->timeout_ns), config->gives_up,
                               config->gives_up_arg};
     smp_rank_list absent = {0};
     int64_t       began = smp_clock_ns();
@@ -245,7 +245,7 @@ smp_group_create(smp_comm *comm, const smp_group_config *config, smp_group **out
         goto err_free;
     }
     absent.names = group->scratch;
-    status = meet(group, comm, config, &patience, failed, &absent);
+    status = meet(group, comm, config, &deadline, failed, &absent);
     if (status != SMP_OK) {
         goto err_free;
     }

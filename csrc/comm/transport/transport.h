@@ -13,7 +13,7 @@
 
 #include "comm/memory/message.h"
 #include "comm/memory/segment.h"
-#include "common/patience.h"
+#include "common/deadline.h"
 #include "common/status.h"
 
 /* Changes with every change of the two tables. */
@@ -115,7 +115,7 @@ typedef struct {
      * SMP_ERR_INTERRUPTED. */
     smp_status (*connect)(void *self, const void *const *cards,
                           const size_t *card_bytes, const bool *wanted,
-                          const smp_patience *patience, bool *reached, int *failed);
+                          const smp_deadline *deadline, bool *reached, int *failed);
 
     /* As smp_comm_block and smp_comm_send, for a rank that was reached.  Any thread. */
     smp_status (*block)(void *self, int dest, size_t bytes, smp_block **out);

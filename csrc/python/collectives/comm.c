@@ -186,12 +186,12 @@ comm_connect(PyObject *object, PyObject *args)
     if (status == SMP_OK) {
         smp_comm        *comm = self->comm;
         smp_signal_asker asker;
-        smp_patience     patience;
+        smp_deadline     deadline;
 
         self->users++;
-        patience =
+        deadline =
             smp_signals_begin(&asker, smp_clock_deadline(timeout_ms * SMP_NS_PER_MS));
-        status = smp_comm_connect(comm, at, bytes, &patience, &failed);
+        status = smp_comm_connect(comm, at, bytes, &deadline, &failed);
         smp_signals_end(&asker);
         self->users--;
     }

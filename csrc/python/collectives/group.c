@@ -13,7 +13,7 @@ static smp_status
 meet(smp_group_object *self, const int *ranks, int64_t timeout_ns, char *why)
 {
     smp_signal_asker asker;
-    smp_patience     patience;
+    smp_deadline     deadline;
     smp_group_config config = {.ranks = ranks,
                                .size = self->size,
                                .id = self->id,
@@ -27,9 +27,9 @@ meet(smp_group_object *self, const int *ranks, int64_t timeout_ns, char *why)
     int              failed;
 
     object->users++;
-    patience = smp_signals_begin(&asker, SMP_NEVER); /* the group's time counts */
-    config.gives_up = patience.gives_up;
-    config.gives_up_arg = patience.arg;
+    deadline = smp_signals_begin(&asker, SMP_NEVER); /* the group's time counts */
+    config.gives_up = deadline.gives_up;
+    config.gives_up_arg = deadline.arg;
     status = smp_group_create(comm, &config, &self->group, &failed);
     if (status == SMP_OK) {
         status = smp_queue_create(carrier, self->group, &self->queue);

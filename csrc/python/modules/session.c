@@ -247,7 +247,7 @@ py_connect(PyObject *module, PyObject *args)
     const void     **at;
     size_t          *sizes;
     smp_signal_asker asker;
-    smp_patience     patience;
+    smp_deadline     deadline;
 
     (void)module;
     if (!PyArg_ParseTuple(args, "O!i", &PyList_Type, &cards, &timeout_ms)) {
@@ -273,9 +273,9 @@ py_connect(PyObject *module, PyObject *args)
             at[i] = PyBytes_AS_STRING(card);
             sizes[i] = (size_t)PyBytes_GET_SIZE(card);
         }
-        patience =
+        deadline =
             smp_signals_begin(&asker, smp_clock_deadline(timeout_ms * SMP_NS_PER_MS));
-        status = smp_comm_connect(session->comm, at, sizes, &patience, &failed);
+        status = smp_comm_connect(session->comm, at, sizes, &deadline, &failed);
         smp_signals_end(&asker);
     }
     free(at);

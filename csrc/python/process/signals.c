@@ -17,12 +17,12 @@ has_raised(void *arg)
     return asker->raised;
 }
 
-smp_patience
+smp_deadline
 smp_signals_begin(smp_signal_asker *asker, int64_t deadline_ns)
 {
     *asker = (smp_signal_asker){.next_ns = smp_clock_ns() + SMP_SIGNALS_NS};
     asker->thread = PyEval_SaveThread();
-    return (smp_patience){deadline_ns, has_raised, asker};
+    return (smp_deadline){deadline_ns, has_raised, asker};
 }
 
 void

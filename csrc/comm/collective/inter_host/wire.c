@@ -476,7 +476,7 @@ check_hosts(const smp_wire *wire, int *failed)
 }
 
 smp_status
-smp_wire_meet(smp_wire *wire, smp_doorbell *doorbell, const smp_patience *patience,
+smp_wire_meet(smp_wire *wire, smp_doorbell *doorbell, const smp_deadline *deadline,
               int *failed)
 {
     smp_status status;
@@ -486,13 +486,13 @@ smp_wire_meet(smp_wire *wire, smp_doorbell *doorbell, const smp_patience *patien
     while ((status = look_for_hellos(wire, failed)) == SMP_ERR_TIMED_OUT) {
         int64_t now = smp_clock_ns();
 
-        left = smp_patience_left(patience, now);
+        left = smp_deadline_left(deadline, now);
         if (left != SMP_OK) {
             return left;
         }
         smp_doorbell_lie_down(doorbell);
         if (!smp_wire_stirs(wire)) { /* nobody rings for a dead member */
-            smp_doorbell_sleep(doorbell, now + SMP_PATIENCE_NS);
+            smp_doorbell_sleep(doorbell, now + SMP_DEADLINE_LOOK_NS);
         }
         smp_doorbell_get_up(doorbell);
     }

@@ -20,7 +20,7 @@
 #include "comm/collective/checks/rank_list.h"
 #include "comm/comm.h"
 #include "comm/post.h"
-#include "common/patience.h"
+#include "common/deadline.h"
 #include "common/status.h"
 
 typedef enum {
@@ -87,7 +87,7 @@ smp_status smp_wire_init(smp_wire *wire, smp_comm *comm, const int *ranks,
  * SMP_ERR_UNREACHABLE (it does not see the same hosts), SMP_ERR_INTERRUPTED, all with
  * *failed. */
 smp_status smp_wire_meet(smp_wire *wire, smp_doorbell *doorbell,
-                         const smp_patience *patience, int *failed);
+                         const smp_deadline *deadline, int *failed);
 
 /* Adds the members of other hosts that have not come to a meeting. */
 void smp_wire_absent(const smp_wire *wire, smp_rank_list *absent);

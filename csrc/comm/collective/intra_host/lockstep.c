@@ -169,7 +169,7 @@ list_absent(const smp_lockstep *lockstep, smp_rank_list *absent)
 }
 
 static smp_status
-meet(smp_lockstep *lockstep, uint64_t id, const smp_patience *patience, int *failed,
+meet(smp_lockstep *lockstep, uint64_t id, const smp_deadline *deadline, int *failed,
      smp_rank_list *absent)
 {
     smp_doorbell *doorbell = &lockstep->members[lockstep->self].control->doorbell;
@@ -202,7 +202,7 @@ meet(smp_lockstep *lockstep, uint64_t id, const smp_patience *patience, int *fai
         if (gone != SMP_OK) {
             return gone;
         }
-        status = smp_patience_left(patience, now);
+        status = smp_deadline_left(deadline, now);
         if (status != SMP_OK) {
             list_absent(lockstep, absent);
             *failed = lockstep->members[member].rank;
@@ -249,7 +249,7 @@ wants_to_read(const smp_lockstep *lockstep, smp_reading reading)
 /* Finds out together whether everyone reads everyone: the first step. */
 static smp_status
 agree_on_reading(smp_lockstep *lockstep, smp_reading reading,
-                 const smp_patience *patience, int *failed, smp_rank_list *absent)
+                 const smp_deadline *deadline, int *failed, smp_rank_list *absent)
 {
     smp_slot  *own;
     smp_status status;
@@ -267,7 +267,7 @@ agree_on_reading(smp_lockstep *lockstep, smp_reading reading,
 
         status = smp_lockstep_trouble(lockstep, &member);
         if (status == SMP_OK) {
-            status = smp_patience_left(patience, now);
+            status = smp_deadline_left(deadline, now);
             member = lockstep->awaited;
         }
         if (status != SMP_OK) {
@@ -278,7 +278,7 @@ agree_on_reading(smp_lockstep *lockstep, smp_reading reading,
             *failed = lockstep->members[member].rank;
             return status;
         }
-        smp_lockstep_wait(lockstep, now + SMP_PATIENCE_NS);
+        smp_lockstep_wait(lockstep, now + SMP_DEADLINE_LOOK_NS);
     }
     lockstep->reads = true;
     for (int m = 0; m < lockstep->size; m++) {
@@ -360,7 +360,7 @@ smp_lockstep_blame(const smp_comm *comm, smp_status status, int *failed, char *w
 
 smp_status
 smp_lockstep_init(smp_lockstep *lockstep, smp_comm *comm, const int *ranks, int size,
-                  uint64_t id, smp_reading reading, const smp_patience *patience,
+                  uint64_t id, smp_reading reading, const smp_deadline *deadline,
                   int *failed, smp_rank_list *absent)
 {
     smp_member        *own;
@@ -403,9 +403,9 @@ smp_lockstep_init(smp_lockstep *lockstep, smp_comm *comm, const int *ranks, int 
     control->arena = own->arena;
     control->digest = smp_members_digest(ranks, size);
     atomic_store(&control->id, id);
-    status = meet(lockstep, id, patience, failed, absent);
+    status = meet(lockstep, id, deadline, failed, absent);
     if (status == SMP_OK) {
-        status = agree_on_reading(lockstep, reading, patience, failed, absent);
+        status = agree_on_reading(lockstep, reading, deadline, failed, absent);
     }
     if (status != SMP_OK) {
         goto err_forget_control;

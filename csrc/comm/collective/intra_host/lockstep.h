@@ -25,7 +25,7 @@
 #include "comm/memory/control_block.h"
 #include "comm/memory/segment.h"
 #include "comm/memory/user.h"
-#include "common/patience.h"
+#include "common/deadline.h"
 #include "common/status.h"
 
 typedef struct {
@@ -64,7 +64,7 @@ typedef struct {
  * list of members): with *failed. */
 smp_status smp_lockstep_init(smp_lockstep *lockstep, smp_comm *comm, const int *ranks,
                              int size, uint64_t id, smp_reading reading,
-                             const smp_patience *patience, int *failed,
+                             const smp_deadline *deadline, int *failed,
                              smp_rank_list *absent);
 
 /* Whom to blame that a meeting has failed with that status and *failed: who leaves or

@@ -56,7 +56,7 @@ smp_lifeline_tell(int fd, const void *bytes, size_t n)
 }
 
 smp_status
-smp_lifeline_listen(int fd, void *to, size_t n, const smp_patience *patience)
+smp_lifeline_listen(int fd, void *to, size_t n, const smp_deadline *deadline)
 {
     size_t     have = 0;
     smp_status status;
@@ -72,11 +72,11 @@ smp_lifeline_listen(int fd, void *to, size_t n, const smp_patience *patience)
         if (got == 0 || (errno != EAGAIN && errno != EINTR)) {
             return SMP_ERR_PEER_LOST;
         }
-        status = smp_patience_left(patience, smp_clock_ns());
+        status = smp_deadline_left(deadline, smp_clock_ns());
         if (status != SMP_OK) {
             return status;
         }
-        poll(&any, 1, smp_patience_ms(patience, SMP_NEVER));
+        poll(&any, 1, smp_deadline_ms(deadline, SMP_NEVER));
     }
     return SMP_OK;
 }

@@ -14,7 +14,7 @@
 #include <stddef.h>
 
 #include "comm/transport/connecting/proof.h"
-#include "common/patience.h"
+#include "common/deadline.h"
 #include "common/status.h"
 
 #define SMP_LIFELINE_SECRET (2 * SMP_PROOF_BYTES + 1)
@@ -45,6 +45,6 @@ bool smp_lifeline_tell(int fd, const void *bytes, size_t n);
 /* Waits for n bytes.  SMP_ERR_TIMED_OUT, SMP_ERR_INTERRUPTED; SMP_ERR_PEER_LOST: the
  * other side has hung up. */
 smp_status smp_lifeline_listen(int fd, void *to, size_t n,
-                               const smp_patience *patience);
+                               const smp_deadline *deadline);
 
 #endif

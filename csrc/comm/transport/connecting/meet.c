@@ -54,7 +54,7 @@ typedef struct {
 
 typedef struct {
     const smp_tcp_self *self;
-    const smp_patience *patience;
+    const smp_deadline *deadline;
     int                 listening; /* -1: nobody calls us */
     int                *fds;
     bool               *met;
@@ -448,7 +448,7 @@ attend(meeting *m, int64_t until_ns)
         m->polled[i] = (struct pollfd){.fd = m->talks[i].fd, .events = events};
     }
     m->polled[n] = (struct pollfd){.fd = m->listening, .events = POLLIN};
-    if (poll(m->polled, (nfds_t)n + 1, smp_patience_ms(m->patience, until_ns)) <= 0) {
+    if (poll(m->polled, (nfds_t)n + 1, smp_deadline_ms(m->deadline, until_ns)) <= 0) {
         return;
     }
     for (int i = n; i-- > 0;) { /* backwards: a removed one is replaced by the last */
@@ -465,7 +465,7 @@ attend(meeting *m, int64_t until_ns)
 static int64_t
 call_all(meeting *m)
 {
-    int64_t next = m->patience->deadline_ns;
+    int64_t next = m->deadline->at_ns;
     int64_t now = smp_clock_ns();
 
     for (int r = 0; r < m->self->rank; r++) {
@@ -553,14 +553,14 @@ smp_tcp_own_address(const smp_tcp_door *door, const smp_tcp_self *self,
 smp_status
 smp_tcp_meet(smp_tcp_door *door, const smp_tcp_self *self,
              const smp_tcp_card *const *cards, const bool *wanted,
-             const smp_patience *patience, int *fds, bool *met)
+             const smp_deadline *deadline, int *fds, bool *met)
 {
     size_t     room = (size_t)self->size + STRANGERS;
     smp_status status = SMP_ERR_NO_MEMORY;
     int        own = -1;
     meeting    m = {
            .self = self,
-           .patience = patience,
+           .deadline = deadline,
            .listening = -1,
            .fds = fds,
            .met = met,
@@ -586,7 +586,7 @@ smp_tcp_meet(smp_tcp_door *door, const smp_tcp_self *self,
         }
     }
     while (m.nexpected != 0 && status == SMP_OK) {
-        status = smp_patience_left(patience, smp_clock_ns());
+        status = smp_deadline_left(deadline, smp_clock_ns());
         if (status == SMP_OK) {
             attend(&m, call_all(&m));
         }

@@ -25,7 +25,7 @@
 
 #include "comm/transport/connecting/address.h"
 #include "comm/transport/connecting/proof.h"
-#include "common/patience.h"
+#include "common/deadline.h"
 #include "common/status.h"
 
 #define SMP_NONCE_BYTES 16
@@ -107,6 +107,6 @@ void smp_tcp_prove(const smp_tcp_self *self, bool calls, const smp_tcp_hello *ca
  * is in fds all the same. */
 smp_status smp_tcp_meet(smp_tcp_door *door, const smp_tcp_self *self,
                         const smp_tcp_card *const *cards, const bool *wanted,
-                        const smp_patience *patience, int *fds, bool *met);
+                        const smp_deadline *deadline, int *fds, bool *met);
 
 #endif

@@ -117,7 +117,7 @@ smp_mpi_world_ranks(const smp_mpi_card *own, int rank, int size,
 
 smp_status
 smp_mpi_meet(smp_tcp_door *door, const char *job, int rank, int size,
-             const void *const *cards, const bool *wanted, const smp_patience *patience,
+             const void *const *cards, const bool *wanted, const smp_deadline *deadline,
              int *fds, int *failed)
 {
     char          secret[SMP_LIFELINE_SECRET];
@@ -142,7 +142,7 @@ smp_mpi_meet(smp_tcp_door *door, const char *job, int rank, int size,
     if (status != SMP_OK) {
         goto out;
     }
-    status = smp_tcp_meet(door, &me, others.readable, wanted, patience, fds, met);
+    status = smp_tcp_meet(door, &me, others.readable, wanted, deadline, fds, met);
     smp_tcp_cards_free(&others);
     for (int r = 0; r < size && status == SMP_OK; r++) {
         if (wanted[r] && !met[r]) {
@@ -188,7 +188,7 @@ missing(const int *fds, int size, int *given_up)
 
 smp_status
 smp_mpi_make_comm(const char *job, const int *ranks, int size, const int *fds,
-                  const smp_patience *patience, MPI_Comm *out, int *failed)
+                  const smp_deadline *deadline, MPI_Comm *out, int *failed)
 {
     making    *m = calloc(1, sizeof(*m) + (size_t)size * sizeof(int));
     smp_status status = SMP_OK;
@@ -206,12 +206,12 @@ smp_mpi_make_comm(const char *job, const int *ranks, int size, const int *fds,
         return SMP_ERR_NO_THREAD;
     }
     for (;;) {
-        struct timespec until = from_now(SMP_PATIENCE_NS);
+        struct timespec until = from_now(SMP_DEADLINE_LOOK_NS);
 
         if (pthread_timedjoin_np(thread, NULL, &until) == 0) {
             break;
         }
-        status = smp_patience_left(patience, smp_clock_ns());
+        status = smp_deadline_left(deadline, smp_clock_ns());
         if (status == SMP_OK) {
             int who = missing(fds, size, &given_up);
 

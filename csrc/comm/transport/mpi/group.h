@@ -15,7 +15,7 @@
 #include <stdint.h>
 
 #include "comm/transport/connecting/meet.h"
-#include "common/patience.h"
+#include "common/deadline.h"
 #include "common/status.h"
 
 typedef struct {
@@ -50,14 +50,14 @@ bool smp_mpi_world_ranks(const smp_mpi_card *own, int rank, int size,
  * an error, too, what fds[] has is the caller's. */
 smp_status smp_mpi_meet(smp_tcp_door *door, const char *job, int rank, int size,
                         const void *const *cards, const bool *wanted,
-                        const smp_patience *patience, int *fds, int *failed);
+                        const smp_deadline *deadline, int *fds, int *failed);
 
 /* A communicator in which ranks[r] has rank r and errors are returned; collective over
  * these ranks, which give the same job; fds[] are the lifelines, borrowed.
  * SMP_ERR_PEER_LOST: *failed has died or given up.  SMP_ERR_TIMED_OUT,
  * SMP_ERR_INTERRUPTED, SMP_ERR_NO_MEMORY, SMP_ERR_NO_THREAD, SMP_ERR_SYSTEM. */
 smp_status smp_mpi_make_comm(const char *job, const int *ranks, int size,
-                             const int *fds, const smp_patience *patience,
+                             const int *fds, const smp_deadline *deadline,
                              MPI_Comm *out, int *failed);
 
 #endif

@@ -700,10 +700,10 @@ take_lifelines(mpi *self, const int *fds, int *failed)
 /* Lifelines to those that are wanted, and a communicator of all. */
 static smp_status
 meet(mpi *self, const void *const *cards, const int *ranks, const bool *wanted,
-     const smp_patience *patience, int *failed)
+     const smp_deadline *deadline, int *failed)
 {
     const smp_host *host = self->host;
-    smp_patience    half = smp_patience_half(patience);
+    smp_deadline    half = smp_deadline_half(deadline);
     int            *fds = calloc((size_t)host->size, sizeof(*fds));
     smp_status      status;
     smp_status      taken;
@@ -719,7 +719,7 @@ meet(mpi *self, const void *const *cards, const int *ranks, const bool *wanted,
     taken = take_lifelines(self, fds, failed);
     status = status == SMP_OK ? taken : status;
     if (status == SMP_OK) {
-        status = smp_mpi_make_comm(host->job, ranks, host->size, fds, patience,
+        status = smp_mpi_make_comm(host->job, ranks, host->size, fds, deadline,
                                    &self->comm, failed);
     }
     free(fds);
@@ -754,7 +754,7 @@ watch_lifelines(mpi *self)
  * rank of the job wants somebody, or nobody does: all come to the same answer. */
 static smp_status
 mpi_connect(void *arg, const void *const *cards, const size_t *card_bytes,
-            const bool *wanted, const smp_patience *patience, bool *reached,
+            const bool *wanted, const smp_deadline *deadline, bool *reached,
             int *failed)
 {
     mpi            *self = arg;
@@ -781,7 +781,7 @@ mpi_connect(void *arg, const void *const *cards, const size_t *card_bytes,
         return SMP_OK; /* reaches nobody */
     }
     *failed = wants;
-    status = meet(self, cards, ranks, wanted, patience, failed);
+    status = meet(self, cards, ranks, wanted, deadline, failed);
     free(ranks);
     if (status == SMP_OK) {
         status = watch_lifelines(self);

@@ -560,9 +560,9 @@ first_expected(const meeting *m)
 
 /* Until nobody is expected any more. */
 static smp_status
-meet_all(meeting *m, const smp_patience *given, int *failed)
+meet_all(meeting *m, const smp_deadline *given, int *failed)
 {
-    smp_patience patience = *given;
+    smp_deadline deadline = *given;
     smp_status   status = SMP_OK;
 
     while (m->nexpected != 0 && status == SMP_OK) {
@@ -570,14 +570,14 @@ meet_all(meeting *m, const smp_patience *given, int *failed)
         bool all_called = call_all(m);
 
         if (m->nexpected != 0) {
-            attend(m, all_called ? smp_patience_ms(&patience, SMP_NEVER) : RETRY_MS);
-            status = smp_patience_left(&patience, smp_clock_ns());
+            attend(m, all_called ? smp_deadline_ms(&deadline, SMP_NEVER) : RETRY_MS);
+            status = smp_deadline_left(&deadline, smp_clock_ns());
         }
         if (none_lost && m->lost >= 0) {
             int64_t until = smp_clock_ns() + GRACE_NS;
 
-            if (until < patience.deadline_ns) {
-                patience.deadline_ns = until;
+            if (until < deadline.at_ns) {
+                deadline.at_ns = until;
             }
         }
     }
@@ -606,7 +606,7 @@ remove_files_of_dead(const meeting *m)
 
 smp_status
 smp_shm_meet(smp_shm_door *door, const smp_shm_self *self,
-             const smp_shm_card *const *cards, const smp_patience *patience,
+             const smp_shm_card *const *cards, const smp_deadline *deadline,
              smp_shm_guest *guests, bool *met, int *failed)
 {
     size_t     size = (size_t)self->size;
@@ -635,7 +635,7 @@ smp_shm_meet(smp_shm_door *door, const smp_shm_self *self,
         m.expected[r] = cards[r] != NULL && access(cards[r]->path, F_OK) == 0;
         m.nexpected += m.expected[r];
     }
-    status = meet_all(&m, patience, failed);
+    status = meet_all(&m, deadline, failed);
     while (m.ncallers != 0) {
         drop_caller(&m, 0);
     }

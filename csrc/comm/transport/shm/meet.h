@@ -20,7 +20,7 @@
 #include <stdint.h>
 #include <sys/types.h>
 
-#include "common/patience.h"
+#include "common/deadline.h"
 #include "common/status.h"
 
 #define SMP_TOKEN_BYTES 16
@@ -91,7 +91,7 @@ bool smp_shm_hello_ok(const smp_shm_hello *hello, const smp_shm_self *self, int 
  * has died or given up, and its file is gone.  SMP_ERR_INTERRUPTED, SMP_ERR_NO_MEMORY.
  * What was met before a failure is in guests all the same. */
 smp_status smp_shm_meet(smp_shm_door *door, const smp_shm_self *self,
-                        const smp_shm_card *const *cards, const smp_patience *patience,
+                        const smp_shm_card *const *cards, const smp_deadline *deadline,
                         smp_shm_guest *guests, bool *met, int *failed);
 
 #endif

@@ -716,7 +716,7 @@ read_cards(int size, const void *const *cards, const size_t *card_bytes,
 
 static smp_status
 shm_connect(void *arg, const void *const *cards, const size_t *card_bytes,
-            const bool *wanted, const smp_patience *patience, bool *reached,
+            const bool *wanted, const smp_deadline *deadline, bool *reached,
             int *failed)
 {
     shm                 *self = arg;
@@ -744,7 +744,7 @@ shm_connect(void *arg, const void *const *cards, const size_t *card_bytes,
         goto out;
     }
     status =
-        smp_shm_meet(&self->door, &me, readable, patience, guests, reached, failed);
+        smp_shm_meet(&self->door, &me, readable, deadline, guests, reached, failed);
     for (int r = 0; r < host->size; r++) {
         if (reached[r]) {
             smp_status made =

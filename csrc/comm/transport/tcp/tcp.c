@@ -464,14 +464,14 @@ tcp_card(void *arg, size_t *bytes)
 
 static smp_status
 tcp_connect(void *arg, const void *const *cards, const size_t *card_bytes,
-            const bool *wanted, const smp_patience *patience, bool *reached,
+            const bool *wanted, const smp_deadline *deadline, bool *reached,
             int *failed)
 {
     tcp            *self = arg;
     const smp_host *host = self->host;
     int            *fds = calloc((size_t)host->size, sizeof(*fds));
     smp_tcp_self    me = {.rank = host->rank, .size = host->size, .job = host->job};
-    smp_patience    half = smp_patience_half(patience);
+    smp_deadline    half = smp_deadline_half(deadline);
     smp_tcp_cards   others;
     smp_status      status = SMP_ERR_NO_MEMORY;
 

@@ -220,7 +220,7 @@ introduce(smp_ucx *self)
 /* Hears where a peer's worker is and says hello to it.  SMP_ERR_INTERRUPTED; after any
  * other error it is not to be reached. */
 static smp_status
-call_peer(smp_ucx *self, smp_ucx_peer *p, const smp_patience *patience)
+call_peer(smp_ucx *self, smp_ucx_peer *p, const smp_deadline *deadline)
 {
     ucp_ep_params params = {.field_mask = SMP_UCP_EP_PARAM_FIELD_REMOTE_ADDRESS |
                                           SMP_UCP_EP_PARAM_FIELD_ERR_HANDLING_MODE |
@@ -230,7 +230,7 @@ call_peer(smp_ucx *self, smp_ucx_peer *p, const smp_patience *patience)
     void         *address;
     ucs_code      code;
     smp_status    status =
-        smp_ucx_be_introduced(p->fd, patience, &p->their_pass, &address);
+        smp_ucx_be_introduced(p->fd, deadline, &p->their_pass, &address);
 
     if (status != SMP_OK) {
         return status;
@@ -303,7 +303,7 @@ attend(const smp_ucx *self, smp_ucx_peer *p)
 /* Sleeps until something happens at UCX or at a lifeline of those not yet met. */
 static void
 sleep_until_news(const smp_ucx *self, struct pollfd *polled,
-                 const smp_patience *patience)
+                 const smp_deadline *deadline)
 {
     nfds_t n = 0;
 
@@ -315,13 +315,13 @@ sleep_until_news(const smp_ucx *self, struct pollfd *polled,
             polled[n++] = (struct pollfd){.fd = p->fd, .events = POLLIN};
         }
     }
-    poll(polled, n, smp_patience_ms(patience, SMP_NEVER));
+    poll(polled, n, smp_deadline_ms(deadline, SMP_NEVER));
 }
 
 /* Until each peer is met or dropped, or the time is over.  SMP_ERR_INTERRUPTED,
  * SMP_ERR_NO_MEMORY. */
 static smp_status
-attend_all(smp_ucx *self, const smp_patience *patience)
+attend_all(smp_ucx *self, const smp_deadline *deadline)
 {
     struct pollfd *polled = calloc((size_t)self->host->size + 1, sizeof(*polled));
     bool           pending = true;
@@ -343,10 +343,10 @@ attend_all(smp_ucx *self, const smp_patience *patience)
             }
         }
         if (pending && self->ucp->ucp_worker_arm(self->worker) == SMP_UCS_OK) {
-            sleep_until_news(self, polled, patience);
+            sleep_until_news(self, polled, deadline);
         }
         if (pending) {
-            status = smp_patience_left(patience, smp_clock_ns());
+            status = smp_deadline_left(deadline, smp_clock_ns());
         }
     }
     free(polled);
@@ -402,7 +402,7 @@ take_lifelines(smp_ucx *self, const int *fds, const bool *met, int *failed)
 /* UCX between us and those at the other end of the lifelines.  Where it does not work
  * nobody is reached, and the others hear at once that we hung up. */
 static smp_status
-meet_over_ucx(smp_ucx *self, const smp_tcp_address *own, const smp_patience *patience)
+meet_over_ucx(smp_ucx *self, const smp_tcp_address *own, const smp_deadline *deadline)
 {
     if (open_worker(self, own) != SMP_OK || introduce(self) != SMP_OK) {
         return SMP_OK;
@@ -411,7 +411,7 @@ meet_over_ucx(smp_ucx *self, const smp_tcp_address *own, const smp_patience *pat
         smp_ucx_peer *p = self->peers[r];
 
         if (p != NULL && !p->gone) {
-            smp_status status = call_peer(self, p, patience);
+            smp_status status = call_peer(self, p, deadline);
 
             if (status == SMP_ERR_INTERRUPTED) {
                 return status;
@@ -421,14 +421,14 @@ meet_over_ucx(smp_ucx *self, const smp_tcp_address *own, const smp_patience *pat
             }
         }
     }
-    return attend_all(self, patience);
+    return attend_all(self, deadline);
 }
 
 /* --------------------------------------------------------------------------- public */
 
 smp_status
 smp_ucx_connect(void *arg, const void *const *cards, const size_t *card_bytes,
-                const bool *wanted, const smp_patience *patience, bool *reached,
+                const bool *wanted, const smp_deadline *deadline, bool *reached,
                 int *failed)
 {
     smp_ucx        *self = arg;
@@ -437,7 +437,7 @@ smp_ucx_connect(void *arg, const void *const *cards, const size_t *card_bytes,
     smp_tcp_self    me = {.rank = host->rank, .size = host->size, .job = self->secret};
     smp_tcp_cards   others;
     smp_tcp_address own;
-    smp_patience    half = smp_patience_half(patience);
+    smp_deadline    half = smp_deadline_half(deadline);
     int            *fds = calloc(size, sizeof(*fds));
     bool           *met = calloc(size, sizeof(*met));
     smp_status      status = SMP_ERR_NO_MEMORY;
@@ -466,7 +466,7 @@ smp_ucx_connect(void *arg, const void *const *cards, const size_t *card_bytes,
     for (int r = 0; r < host->size && status == SMP_OK; r++) {
         if (self->peers[r] != NULL) {
             half =
-                smp_patience_half(patience); /* of what is left, for those who came */
+                smp_deadline_half(deadline); /* of what is left, for those who came */
             status = meet_over_ucx(self, &own, &half);
             break;
         }

@@ -14,7 +14,7 @@
 /* As smp_transport's. */
 smp_status smp_ucx_connect(void *self, const void *const *cards,
                            const size_t *card_bytes, const bool *wanted,
-                           const smp_patience *patience, bool *reached, int *failed);
+                           const smp_deadline *deadline, bool *reached, int *failed);
 
 /* Closes UCX's connection, with all that is on its way.  Again: does nothing. */
 void smp_ucx_close_connection(smp_ucx_peer *p);

@@ -24,11 +24,11 @@ smp_ucx_introduce(int fd, uint64_t pass, const void *address, size_t n)
 }
 
 smp_status
-smp_ucx_be_introduced(int fd, const smp_patience *patience, uint64_t *pass,
+smp_ucx_be_introduced(int fd, const smp_deadline *deadline, uint64_t *pass,
                       void **address)
 {
     introduction i;
-    smp_status   status = smp_lifeline_listen(fd, &i, sizeof(i), patience);
+    smp_status   status = smp_lifeline_listen(fd, &i, sizeof(i), deadline);
     void        *theirs;
 
     if (status != SMP_OK) {
@@ -42,7 +42,7 @@ smp_ucx_be_introduced(int fd, const smp_patience *patience, uint64_t *pass,
     if (theirs == NULL) {
         return SMP_ERR_NO_MEMORY;
     }
-    status = smp_lifeline_listen(fd, theirs, i.bytes, patience);
+    status = smp_lifeline_listen(fd, theirs, i.bytes, deadline);
     if (status != SMP_OK) {
         free(theirs);
         return status;

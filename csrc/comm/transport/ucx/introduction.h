@@ -13,7 +13,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#include "common/patience.h"
+#include "common/deadline.h"
 #include "common/status.h"
 
 /* The longest address of a worker. */
@@ -30,7 +30,7 @@ bool smp_ucx_introduce(int fd, uint64_t pass, const void *address, size_t n);
 /* Waits for the other side's.  *address is the caller's, to be freed.
  * SMP_ERR_TIMED_OUT, SMP_ERR_INTERRUPTED, SMP_ERR_NO_MEMORY; SMP_ERR_PEER_LOST: it has
  * hung up; SMP_ERR_MALFORMED. */
-smp_status smp_ucx_be_introduced(int fd, const smp_patience *patience, uint64_t *pass,
+smp_status smp_ucx_be_introduced(int fd, const smp_deadline *deadline, uint64_t *pass,
                                  void **address);
 
 #endif
