@@ -34,11 +34,11 @@ post_empty(smp_hierarchical *hier)
 /* ------------------------------------------------------------------------- stages */
 
 static smp_status
-plan_beat(smp_hierarchical *hier)
+plan_tick(smp_hierarchical *hier)
 {
     hier->stage = 0;
     hier->begun = false;
-    return smp_route_plan(&hier->route, &hier->call, hier->beat,
+    return smp_route_plan(&hier->route, &hier->call, hier->tick,
                           hier->result != NULL ? smp_block_data(hier->result) : NULL);
 }
 
@@ -49,9 +49,9 @@ set_out(smp_hierarchical *hier)
     size_t elements = smp_route_result(&hier->route, &hier->call);
 
     hier->phase = SMP_HIERARCHICAL_ON_ROUTE;
-    hier->beats = smp_route_beats(&hier->route, &hier->call);
-    hier->beat = 0;
-    if (hier->beats == 0) {
+    hier->ticks = smp_route_ticks(&hier->route, &hier->call);
+    hier->tick = 0;
+    if (hier->ticks == 0) {
         hier->route.nstages = 0;
         return SMP_OK;
     }
@@ -63,7 +63,7 @@ set_out(smp_hierarchical *hier)
             return status;
         }
     }
-    return plan_beat(hier);
+    return plan_tick(hier);
 }
 
 /* The next stage of the route, or its end. */
@@ -82,9 +82,9 @@ step_route(smp_hierarchical *hier, bool *waits, int *member)
         }
         return status;
     }
-    if (hier->beat + 1 < hier->beats) {
-        hier->beat++;
-        return plan_beat(hier);
+    if (hier->tick + 1 < hier->ticks) {
+        hier->tick++;
+        return plan_tick(hier);
     }
     smp_lockstep_read(hier->lockstep);
     if (hier->result != NULL) {

@@ -48,8 +48,8 @@ typedef struct {
     uint64_t               sequence;
     smp_hierarchical_phase phase;
     char                   refusal[320];
-    size_t                 beats;
-    size_t                 beat;
+    size_t                 ticks;
+    size_t                 tick;
     size_t                 stage;     /* of the route */
     bool                   begun;     /* the stage is under way */
     bool                   seen;      /* its first step has been looked at */

@@ -558,7 +558,7 @@ plan_round(smp_route *route, const smp_call *call, size_t round, uint8_t *result
     return SMP_OK;
 }
 
-/* ------------------------------------------------------------------ rounds and beats
+/* ------------------------------------------------------------------ rounds and ticks
  */
 
 static size_t
@@ -613,7 +613,7 @@ smp_route_fini(smp_route *route)
 }
 
 size_t
-smp_route_beats(const smp_route *route, const smp_call *call)
+smp_route_ticks(const smp_route *route, const smp_call *call)
 {
     size_t rounds = rounds_of(route, call);
     size_t waits = call->operation == SMP_ALL_REDUCE ? 2 : 1;
@@ -636,7 +636,7 @@ smp_route_result(const smp_route *route, const smp_call *call)
 }
 
 smp_status
-smp_route_plan(smp_route *route, const smp_call *call, size_t beat, uint8_t *result)
+smp_route_plan(smp_route *route, const smp_call *call, size_t tick, uint8_t *result)
 {
     size_t     rounds = rounds_of(route, call);
     smp_status status = SMP_OK;
@@ -644,13 +644,13 @@ smp_route_plan(smp_route *route, const smp_call *call, size_t beat, uint8_t *res
     route->nstages = 0;
     route->nranges = 0;
     if (rounds <= 1) {
-        return plan_round(route, call, beat, result);
+        return plan_round(route, call, tick, result);
     }
     for (size_t p = 0; p < PHASES && status == SMP_OK; p++) {
-        size_t round = beat - p * SMP_ROUTE_AHEAD;
+        size_t round = tick - p * SMP_ROUTE_AHEAD;
         size_t first = route->nstages;
 
-        if (p * SMP_ROUTE_AHEAD <= beat && round < rounds) {
+        if (p * SMP_ROUTE_AHEAD <= tick && round < rounds) {
             status = plan_round(route, call, round, result);
             keep_phase(route, first, (int)p);
         }

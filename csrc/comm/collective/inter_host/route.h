@@ -18,15 +18,15 @@
  *   others          Each pair on its own.
  *
  * Large tensors go in rounds, each of which has its stages.  A round's phases are
- * parted by what it awaits from other hosts; rounds overlap, so that bytes of one are
- * on the way while another is summed and copied:
+ * parted by what it awaits from other hosts; rounds overlap in a pipeline, so that
+ * bytes of one are on the way while another is summed and copied.  Its ticks:
  *
- *     beat     0    1    2    3    4    5 ...
+ *     tick     0    1    2    3    4    5 ...
  *     phase 0  r0   r1   r2   r3   r4   r5     sends to other hosts
  *     phase 1            r0   r1   r2   r3     takes that, sends results
  *     phase 2                      r0   r1     takes these
  *
- * In a beat, the phases are done from top to bottom.
+ * In a tick, the phases are done from top to bottom.
  */
 #ifndef SMP_COMM_COLLECTIVE_INTER_HOST_ROUTE_H
 #define SMP_COMM_COLLECTIVE_INTER_HOST_ROUTE_H
@@ -72,7 +72,7 @@ typedef struct {
     size_t           round_bytes; /* of tensors in one round, about */
     int              phase;       /* of what is planned */
     int              slot;        /* ... and of its round */
-    smp_stage       *stages;      /* owned: [nstages], of this beat */
+    smp_stage       *stages;      /* owned: [nstages], of this tick */
     size_t           nstages;
     size_t           stages_room;
     smp_range       *ranges; /* owned: [nranges] */
@@ -87,7 +87,7 @@ typedef struct {
     size_t  longest;
 } smp_route;
 
-/* Beats from a phase of a round to its next. */
+/* Ticks from a phase of a round to its next. */
 #define SMP_ROUTE_AHEAD 2
 
 /* Rounds of which terms wait at a time. */
@@ -99,14 +99,14 @@ smp_status smp_route_init(smp_route *route, const smp_hosts *hosts, int self,
                           size_t bytes);
 void       smp_route_fini(smp_route *route);
 
-/* How many beats a call takes. */
-size_t smp_route_beats(const smp_route *route, const smp_call *call);
+/* How many ticks a call takes. */
+size_t smp_route_ticks(const smp_route *route, const smp_call *call);
 
 /* The elements of `result` that smp_route_plan() wants at this member. */
 size_t smp_route_result(const smp_route *route, const smp_call *call);
 
-/* Makes the stages of a beat.  SMP_ERR_NO_MEMORY. */
-smp_status smp_route_plan(smp_route *route, const smp_call *call, size_t beat,
+/* Makes the stages of a tick.  SMP_ERR_NO_MEMORY. */
+smp_status smp_route_plan(smp_route *route, const smp_call *call, size_t tick,
                           uint8_t *result);
 
 #endif
