@@ -8,7 +8,7 @@
 #include <time.h>
 
 #include "comm/collective/group.h"
-#include "comm/collective/intra_host/lockstep.h"
+#include "comm/collective/intra_host/epoch_barrier.h"
 #include "comm/memory/control_block.h"
 #include "comm/neighbour.h"
 #include "common/deadline.h"
@@ -203,51 +203,53 @@ TEST_RANK(members_that_cannot_be_read_go_by_the_slots)
 
 /* The steps of ranks 0 and 1, who read each other's memory. */
 static smp_status
-step_with_the_other(world *w, uint64_t id, smp_lockstep *lockstep)
+step_with_the_other(world *w, uint64_t id, smp_epoch_barrier *barrier)
 {
     static const int ranks[] = {0, 1};
     smp_deadline     deadline = {.at_ns = smp_clock_ns() + WORLD_DEADLINE_NS};
     int              failed;
 
-    return smp_lockstep_init(lockstep, w->comm, ranks, 2, id, SMP_READ_ALWAYS,
-                             &deadline, &failed, NULL);
+    return smp_epoch_barrier_init(barrier, w->comm, ranks, 2, id, SMP_READ_ALWAYS,
+                                  &deadline, &failed, NULL);
 }
 
 /* Once it could be read: what the system says of the number alone kills nobody. */
 TEST_RANK(a_member_that_is_not_seen_any_more_has_not_died)
 {
-    uint64_t     mine = 4711;
-    uint64_t     its = 0;
-    smp_lockstep lockstep;
+    uint64_t          mine = 4711;
+    uint64_t          its = 0;
+    smp_epoch_barrier barrier;
 
-    CHECK_STATUS(step_with_the_other(w, 5, &lockstep), SMP_OK);
-    CHECK(lockstep.reads);
+    CHECK_STATUS(step_with_the_other(w, 5, &barrier), SMP_OK);
+    CHECK(barrier.reads);
     atomic_store(&w->shared->scratch[w->rank], (int64_t)(uintptr_t)&mine);
     w->barrier(w);
     for (answer a = REFUSED; a <= UNSEEN; a++) {
         uint64_t from = (uint64_t)atomic_load(&w->shared->scratch[1 - w->rank]);
 
         planned = READS;
-        CHECK_STATUS(smp_lockstep_copy(&lockstep, 1 - w->rank, &its, from, sizeof(its)),
-                     SMP_OK);
+        CHECK_STATUS(
+            smp_epoch_barrier_copy(&barrier, 1 - w->rank, &its, from, sizeof(its)),
+            SMP_OK);
         CHECK(its == 4711);
         planned = a;
-        CHECK_STATUS(smp_lockstep_copy(&lockstep, 1 - w->rank, &its, from, sizeof(its)),
-                     SMP_ERR_SYSTEM);
+        CHECK_STATUS(
+            smp_epoch_barrier_copy(&barrier, 1 - w->rank, &its, from, sizeof(its)),
+            SMP_ERR_SYSTEM);
     }
     CHECK(smp_comm_lost(w->comm) < 0);
     w->barrier(w); /* nobody reads any more */
-    smp_lockstep_fini(&lockstep);
+    smp_epoch_barrier_fini(&barrier);
     return 0;
 }
 
 /* ... and one that has died is named by what watches it. */
 TEST_RANK(a_member_that_died_is_lost_when_it_is_read)
 {
-    uint64_t     its = 0;
-    smp_lockstep lockstep;
+    uint64_t          its = 0;
+    smp_epoch_barrier barrier;
 
-    CHECK_STATUS(step_with_the_other(w, 5, &lockstep), SMP_OK);
+    CHECK_STATUS(step_with_the_other(w, 5, &barrier), SMP_OK);
     atomic_store(&w->shared->scratch[w->rank], (int64_t)(uintptr_t)&its);
     w->barrier(w);
     if (w->rank == 1) {
@@ -256,11 +258,11 @@ TEST_RANK(a_member_that_died_is_lost_when_it_is_read)
     for (smp_status status = SMP_OK; status != SMP_ERR_PEER_LOST;) {
         uint64_t from = (uint64_t)atomic_load(&w->shared->scratch[1]);
 
-        status = smp_lockstep_copy(&lockstep, 1, &its, from, sizeof(its));
+        status = smp_epoch_barrier_copy(&barrier, 1, &its, from, sizeof(its));
         CHECK(status == SMP_OK || status == SMP_ERR_PEER_LOST);
     }
     CHECK(smp_comm_lost(w->comm) == 1);
-    smp_lockstep_fini(&lockstep);
+    smp_epoch_barrier_fini(&barrier);
     return 0;
 }
 
@@ -284,23 +286,23 @@ run_by(pid_t pid)
 static int
 retreat(world *w, its_end end)
 {
-    _Atomic int64_t *asks = &w->shared->scratch[2 * end];
-    _Atomic int64_t *has = &w->shared->scratch[2 * end + 1];
-    uint64_t         last;
-    int64_t          ran;
-    smp_lockstep     lockstep;
+    _Atomic int64_t  *asks = &w->shared->scratch[2 * end];
+    _Atomic int64_t  *has = &w->shared->scratch[2 * end + 1];
+    uint64_t          last;
+    int64_t           ran;
+    smp_epoch_barrier barrier;
 
-    CHECK_STATUS(step_with_the_other(w, 20 + (uint64_t)end, &lockstep), SMP_OK);
-    smp_lockstep_post(&lockstep);
-    while (!smp_lockstep_arrived(&lockstep)) {
-        smp_lockstep_wait(&lockstep, SMP_NEVER);
+    CHECK_STATUS(step_with_the_other(w, 20 + (uint64_t)end, &barrier), SMP_OK);
+    smp_epoch_barrier_post(&barrier);
+    while (!smp_epoch_barrier_arrived(&barrier)) {
+        smp_epoch_barrier_wait(&barrier, SMP_NEVER);
     }
-    smp_lockstep_read(&lockstep);
-    last = lockstep.step + 1;
+    smp_epoch_barrier_read(&barrier);
+    last = barrier.step + 1;
     if (w->rank == 0) {
-        smp_lockstep_fail(&lockstep, SMP_ERR_TIMED_OUT, "a test");
+        smp_epoch_barrier_fail(&barrier, SMP_ERR_TIMED_OUT, "a test");
         atomic_store(asks, smp_clock_ns());
-        smp_lockstep_retreat(&lockstep, last);
+        smp_epoch_barrier_retreat(&barrier, last);
         atomic_store(has, 1);
     } else {
         while (atomic_load(asks) == 0) {
@@ -315,23 +317,23 @@ retreat(world *w, its_end end)
         CHECK(atomic_load(has) == 0 ||
               smp_clock_ns() - atomic_load(asks) > SMP_NS_PER_S); /* its limit */
         if (end == POSTS_THE_LAST) {
-            smp_lockstep_post(&lockstep);
+            smp_epoch_barrier_post(&barrier);
         } else if (end == GIVES_UP) {
-            smp_lockstep_fail(&lockstep, SMP_ERR_TIMED_OUT, "a test");
+            smp_epoch_barrier_fail(&barrier, SMP_ERR_TIMED_OUT, "a test");
         }
         while (end != LEAVES && atomic_load(has) == 0) {
             sched_yield();
         }
     }
     if (end == LEAVES && w->rank == 1) {
-        smp_lockstep_fini(&lockstep);
+        smp_epoch_barrier_fini(&barrier);
         while (atomic_load(has) == 0) {
             sched_yield();
         }
     }
     w->barrier(w);
     if (end != LEAVES || w->rank == 0) {
-        smp_lockstep_fini(&lockstep);
+        smp_epoch_barrier_fini(&barrier);
     }
     return 0;
 }

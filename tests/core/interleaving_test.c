@@ -3,13 +3,13 @@
  * what has come; modules' collectives; members of a group in steps; orders;
  * letterboxes.  Spec: csrc/comm/memory/ring.h, csrc/comm/memory/doorbell.h,
  * csrc/comm/comm.h, csrc/server/choice.h and lineup.h,
- * csrc/comm/collective/intra_host/lockstep.h, queue.h and mailbox.h.
+ * csrc/comm/collective/intra_host/epoch_barrier.h, queue.h and mailbox.h.
  *
  * It is the core's own code that runs, with ranks that have memory and no sockets. Each
  * kind of hand-over is also run with a mistake in it, which must be found. */
 #define _GNU_SOURCE
 #include "check.h"
-#include "comm/collective/intra_host/lockstep.h"
+#include "comm/collective/intra_host/epoch_barrier.h"
 #include "comm/collective/mailbox.h"
 #include "comm/collective/queue.h"
 #include "comm/memory/arena.h"
@@ -583,7 +583,7 @@ RIGHT(the_last_words_of_who_leaves_are_heard, .set_up = make_ranks_without_rank_
 
 enum { GROUP = 77 };
 
-static smp_lockstep      members[RANKS]; /* members[m]: as member m sees the group */
+static smp_epoch_barrier members[RANKS]; /* members[m]: as member m sees the group */
 static smp_control_block controls[RANKS];
 static smp_member        member_lists[RANKS][RANKS];
 
@@ -607,12 +607,12 @@ make_members(int n)
                                                   .control = &controls[other],
                                                   .nonce = (uint64_t)other + 1};
         }
-        members[m] = (smp_lockstep){.comm = &ranks[m].comm,
-                                    .size = n,
-                                    .self = m,
-                                    .members = member_lists[m],
-                                    .id = GROUP,
-                                    .generation = smp_fork_generation()};
+        members[m] = (smp_epoch_barrier){.comm = &ranks[m].comm,
+                                         .size = n,
+                                         .self = m,
+                                         .members = member_lists[m],
+                                         .id = GROUP,
+                                         .generation = smp_fork_generation()};
     }
 }
 
@@ -632,34 +632,34 @@ make_three_members(void)
 static void
 post(int m)
 {
-    smp_lockstep *self = &members[m];
+    smp_epoch_barrier *self = &members[m];
 
-    smp_lockstep_slot(self, m, self->step + 1)->notice.count =
+    smp_epoch_barrier_slot(self, m, self->step + 1)->notice.count =
         100 * (self->step + 1) + (uint64_t)m;
-    smp_lockstep_post(self);
+    smp_epoch_barrier_post(self);
 }
 
 /* Waits for the others; what became of it. */
 static smp_status
 await(int m)
 {
-    smp_lockstep *self = &members[m];
-    smp_status    status = SMP_OK;
-    int           missing;
+    smp_epoch_barrier *self = &members[m];
+    smp_status         status = SMP_OK;
+    int                missing;
 
-    while (!smp_lockstep_arrived(self)) {
-        status = smp_lockstep_trouble(self, &missing);
+    while (!smp_epoch_barrier_arrived(self)) {
+        status = smp_epoch_barrier_trouble(self, &missing);
         if (status != SMP_OK) {
             return status;
         }
-        smp_lockstep_wait(self, SMP_NEVER);
+        smp_epoch_barrier_wait(self, SMP_NEVER);
     }
     for (int other = 0; other < self->size; other++) {
-        want(smp_lockstep_slot(self, other, self->step)->notice.count ==
+        want(smp_epoch_barrier_slot(self, other, self->step)->notice.count ==
                  100 * self->step + (uint64_t)other,
              "a slot has another step's number");
     }
-    smp_lockstep_read(self);
+    smp_epoch_barrier_read(self);
     return status;
 }
 
@@ -755,7 +755,7 @@ static void
 give_up_in_step_2(void)
 {
     go_in_steps(1, 1);
-    smp_lockstep_fail(&members[1], SMP_ERR_TIMED_OUT, "tired");
+    smp_epoch_barrier_fail(&members[1], SMP_ERR_TIMED_OUT, "tired");
 }
 
 static void
@@ -766,7 +766,7 @@ hear_of_it_in_step_2(void)
     go_in_steps(0, 1);
     post(0);
     want(await(0) == SMP_ERR_TIMED_OUT, "another status");
-    want(smp_lockstep_why(&members[0], 1, why, sizeof(why)) &&
+    want(smp_epoch_barrier_why(&members[0], 1, why, sizeof(why)) &&
              strcmp(why, "tired") == 0,
          "another reason");
 }
@@ -783,7 +783,7 @@ member_0_without_a_second_look(void)
     smp_doorbell *doorbell = &controls[0].doorbell;
 
     post(0);
-    while (!smp_lockstep_arrived(&members[0])) {
+    while (!smp_epoch_barrier_arrived(&members[0])) {
         smp_doorbell_lie_down(doorbell);
         smp_doorbell_sleep(doorbell, SMP_NEVER);
     }

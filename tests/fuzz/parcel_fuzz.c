@@ -119,11 +119,11 @@ take(input *in, size_t bytes)
 enum { RIGHT_REST = 1, RIGHT_TAG = 2, HAS_BLOCK = 4, RIGHT_BLOCK = 8, ANY_HEAD = 16 };
 
 typedef struct {
-    smp_lockstep     lockstep;
-    smp_collective   op;
-    smp_wire         wire;
-    smp_hierarchical hier;
-    bool             has_met;
+    smp_epoch_barrier barrier;
+    smp_collective    op;
+    smp_wire          wire;
+    smp_hierarchical  hier;
+    bool              has_met;
 } group;
 
 /* A message of rank 1, made of the input: much of it is as it should be, so that the
@@ -278,9 +278,9 @@ be_member(input *in)
     smp_doorbell       *doorbell;
 
     memset(&g, 0, sizeof(g));
-    require(smp_lockstep_init(&g.lockstep, comms[0], ranks, 1, GROUP, SMP_READ_NEVER,
-                              &deadline, &failed, NULL) == SMP_OK);
-    require(smp_collective_init(&g.op, &g.lockstep) == SMP_OK);
+    require(smp_epoch_barrier_init(&g.barrier, comms[0], ranks, 1, GROUP,
+                                   SMP_READ_NEVER, &deadline, &failed, NULL) == SMP_OK);
+    require(smp_collective_init(&g.op, &g.barrier) == SMP_OK);
     require(smp_wire_init(&g.wire, comms[0], ranks, local, MEMBERS, 0, GROUP, "fuzz",
                           &failed) == SMP_OK);
     for (int i = 0; i < parcels; i++) {
@@ -293,9 +293,9 @@ be_member(input *in)
         put_parcel(&g, &right);
     }
     deadline.at_ns = smp_clock_ns(); /* what is there */
-    doorbell = &g.lockstep.members[0].control->doorbell;
+    doorbell = &g.barrier.members[0].control->doorbell;
     if (smp_wire_meet(&g.wire, doorbell, &deadline, &failed) == SMP_OK) {
-        require(smp_hierarchical_init(&g.hier, &g.lockstep, &g.op, &g.wire, lowest,
+        require(smp_hierarchical_init(&g.hier, &g.barrier, &g.op, &g.wire, lowest,
                                       round_bytes) == SMP_OK);
         g.has_met = true;
         do_operation(&g, in);
@@ -303,7 +303,7 @@ be_member(input *in)
     smp_wire_fini(&g.wire);
     smp_hierarchical_fini(&g.hier);
     smp_collective_fini(&g.op);
-    smp_lockstep_fini(&g.lockstep);
+    smp_epoch_barrier_fini(&g.barrier);
     drop_rest(comms[0]);
     drop_rest(comms[1]);
 }

@@ -40,7 +40,7 @@ check_waiting(smp_group *group)
     int64_t    now;
     smp_status status = group->is_hierarchical
                             ? smp_hierarchical_trouble(&group->hier, &member)
-                            : smp_lockstep_trouble(&group->lockstep, &member);
+                            : smp_epoch_barrier_trouble(&group->barrier, &member);
 
     if (status == SMP_ERR_CLOSED && group->deadlock.is_sure) {
         /* It has left because of that, too. */
@@ -72,7 +72,7 @@ disagree(smp_group *group, const char *how)
 {
     smp_group_set_error(group, how);
     smp_collective_finish(&group->op);
-    smp_lockstep_read(&group->lockstep);
+    smp_epoch_barrier_read(&group->barrier);
     group->active = false;
     return SMP_ERR_MISMATCH;
 }
@@ -105,7 +105,7 @@ post(smp_group *group)
     if (status != SMP_OK) {
         return smp_group_give_up(group, status, group->op.why);
     }
-    smp_lockstep_post(&group->lockstep);
+    smp_epoch_barrier_post(&group->barrier);
     return SMP_OK;
 }
 
@@ -132,7 +132,7 @@ take_step(smp_group *group)
         return post(group);
     }
     if (whole) {
-        smp_lockstep_read(&group->lockstep);
+        smp_epoch_barrier_read(&group->barrier);
         group->active = false;
     }
     return SMP_OK;
@@ -148,7 +148,7 @@ take_steps(smp_group *group, int64_t until_ns, bool *waits)
     while (status == SMP_OK && group->active) {
         if (group->is_hierarchical) {
             status = take_wide_step(group, waits);
-        } else if (smp_lockstep_arrived(&group->lockstep)) {
+        } else if (smp_epoch_barrier_arrived(&group->barrier)) {
             status = take_step(group);
         } else {
             *waits = true;
@@ -256,7 +256,7 @@ wait_for_others(smp_group *group, int64_t until_ns)
     int64_t deadline = wait_deadline(group, until_ns);
 
     if (!group->is_hierarchical) {
-        smp_lockstep_wait(&group->lockstep, deadline);
+        smp_epoch_barrier_wait(&group->barrier, deadline);
         return;
     }
     if (group->hier.place == 0 && group->hier.noted == 0 && group->hier.waits_local) {
@@ -277,7 +277,7 @@ smp_group_wait(smp_group *group, int64_t until_ns, bool *over)
 
         status = take_steps(group, SMP_NEVER, &waits);
         if (status != SMP_OK || !group->active ||
-            (!group->is_hierarchical && smp_lockstep_look(&group->lockstep))) {
+            (!group->is_hierarchical && smp_epoch_barrier_look(&group->barrier))) {
             continue;
         }
         status = check_waiting(group);
@@ -318,13 +318,13 @@ smp_group_describe(const smp_group *group, const smp_call *next, uint64_t after,
 void
 smp_group_show_stuck(smp_group *group, uint64_t token)
 {
-    atomic_store(&group->lockstep.members[group->lockstep.self].control->stuck, token);
+    atomic_store(&group->barrier.members[group->barrier.self].control->stuck, token);
 }
 
 smp_status
 smp_group_look_around(smp_group *group, uint64_t token)
 {
-    if (smp_deadlock_look(&group->deadlock, group->lockstep.comm)) {
+    if (smp_deadlock_look(&group->deadlock, group->barrier.comm)) {
         return smp_group_give_up_in_ring(group, group->deadlock.text);
     }
     if (group->is_hierarchical &&
@@ -361,7 +361,7 @@ smp_group_sequence(const smp_group *group)
 bool
 smp_group_reads_memory(const smp_group *group)
 {
-    return group->lockstep.reads;
+    return group->barrier.reads;
 }
 
 smp_exchange *

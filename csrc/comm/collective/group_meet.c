@@ -69,18 +69,18 @@ meet_host(smp_group *group, smp_comm *comm, const smp_group_config *config,
             ranks[n++] = group->ranks[m];
         }
     }
-    status = smp_lockstep_init(&group->lockstep, comm, ranks, n, config->id,
-                               config->reading, deadline, failed, absent);
+    status = smp_epoch_barrier_init(&group->barrier, comm, ranks, n, config->id,
+                                    config->reading, deadline, failed, absent);
     free(ranks);
     if (status == SMP_OK) {
-        memcpy(group->lockstep.members[group->lockstep.self].control->name, group->name,
+        memcpy(group->barrier.members[group->barrier.self].control->name, group->name,
                sizeof(group->name));
     }
     return status;
 }
 
-/* Other hosts need not wait for this member.  Before the lockstep's end: the wire rings
- * its doorbell. */
+/* Other hosts need not wait for this member.  Before the epoch barrier's end: the wire
+ * rings its doorbell. */
 static void
 leave_hosts(smp_group *group, smp_status status, const char *why)
 {
@@ -127,27 +127,27 @@ meet(smp_group *group, smp_comm *comm, const smp_group_config *config,
                                group->self, config->id, group->name, failed);
     }
     if (status != SMP_OK) {
-        status = smp_lockstep_blame(comm, status, failed, why, sizeof(why));
+        status = smp_epoch_barrier_blame(comm, status, failed, why, sizeof(why));
         goto out;
     }
     status = meet_host(group, comm, config, local, deadline, failed, absent);
     if (status != SMP_OK) {
         list_far(group, absent);
-        status = smp_lockstep_blame(comm, status, failed, why, sizeof(why));
+        status = smp_epoch_barrier_blame(comm, status, failed, why, sizeof(why));
         goto err_leave;
     }
     if (group->is_hierarchical) {
-        doorbell = &group->lockstep.members[group->lockstep.self].control->doorbell;
+        doorbell = &group->barrier.members[group->barrier.self].control->doorbell;
         status = smp_wire_meet(&group->wire, doorbell, deadline, failed);
     }
     if (status == SMP_OK) {
         goto out;
     }
     list_far(group, absent);
-    status = smp_lockstep_blame(comm, status, failed, why, sizeof(why));
-    smp_lockstep_fail(&group->lockstep, status, why);
+    status = smp_epoch_barrier_blame(comm, status, failed, why, sizeof(why));
+    smp_epoch_barrier_fail(&group->barrier, status, why);
     leave_hosts(group, status, why);
-    smp_lockstep_fini(&group->lockstep);
+    smp_epoch_barrier_fini(&group->barrier);
     goto out;
 
 err_leave:
@@ -169,7 +169,7 @@ make_hierarchical(smp_group *group, const smp_group_config *config)
         for (int m = 0; m < group->size; m++) {
             lowest[m] = group->wire.members[m].host;
         }
-        status = smp_hierarchical_init(&group->hier, &group->lockstep, &group->op,
+        status = smp_hierarchical_init(&group->hier, &group->barrier, &group->op,
                                        &group->wire, lowest, bytes);
     }
     free(lowest);
@@ -209,13 +209,13 @@ explain(const smp_comm *comm, const smp_group_config *config, smp_status status,
 static void
 say_who_is_lost(smp_group *group)
 {
-    const smp_comm *comm = group->lockstep.comm;
+    const smp_comm *comm = group->barrier.comm;
     int             lost = smp_comm_lost(comm);
     char            text[32];
 
     if (lost >= 0 && group->broken == SMP_OK && !smp_group_is_child(group)) {
         snprintf(text, sizeof(text), "rank %d is lost", smp_comm_name(comm, lost));
-        smp_lockstep_fail(&group->lockstep, SMP_ERR_PEER_LOST, text);
+        smp_epoch_barrier_fail(&group->barrier, SMP_ERR_PEER_LOST, text);
         if (group->is_hierarchical) { /* what is over it does not undo */
             smp_wire_fail(&group->wire, group->sequence + !group->active,
                           SMP_ERR_PEER_LOST, text);
@@ -249,7 +249,7 @@ smp_group_create(smp_comm *comm, const smp_group_config *config, smp_group **out
     if (status != SMP_OK) {
         goto err_free;
     }
-    status = smp_collective_init(&group->op, &group->lockstep);
+    status = smp_collective_init(&group->op, &group->barrier);
     if (status == SMP_OK) {
         status = smp_deadlock_init(&group->deadlock, comm);
     }
@@ -266,12 +266,12 @@ smp_group_create(smp_comm *comm, const smp_group_config *config, smp_group **out
     return SMP_OK;
 
 err_fini:
-    smp_lockstep_fail(&group->lockstep, status, smp_status_text(status));
+    smp_epoch_barrier_fail(&group->barrier, status, smp_status_text(status));
     leave_hosts(group, status, smp_status_text(status));
     smp_collective_fini(&group->op);
     smp_deadlock_fini(&group->deadlock);
     smp_cross_host_fini(&group->cross_host);
-    smp_lockstep_fini(&group->lockstep);
+    smp_epoch_barrier_fini(&group->barrier);
 err_free:
     explain(comm, config, status, *failed, &absent, smp_clock_ns() - began);
     free(group->ranks);
@@ -292,8 +292,9 @@ smp_group_destroy(smp_group *group)
         smp_wire_fini(&group->wire);  /* first: it rings the control block's doorbell */
         smp_hierarchical_fini(&group->hier);
     }
-    smp_devices_fini(&group->op.devices); /* the lockstep says when the others have */
-    smp_lockstep_fini(&group->lockstep);
+    smp_devices_fini(
+        &group->op.devices); /* the epoch barrier says when the others have */
+    smp_epoch_barrier_fini(&group->barrier);
     smp_collective_fini(&group->op);
     smp_deadlock_fini(&group->deadlock);
     smp_cross_host_fini(&group->cross_host);

@@ -7,7 +7,7 @@
 #include "comm/collective/inter_host/hierarchical.h"
 #include "comm/collective/inter_host/wire.h"
 #include "comm/collective/intra_host/collective.h"
-#include "comm/collective/intra_host/lockstep.h"
+#include "comm/collective/intra_host/epoch_barrier.h"
 #include "common/fork.h"
 
 typedef struct smp_group smp_group;
@@ -17,7 +17,7 @@ struct smp_group {
     int                     self;
     int                    *ranks;           /* owned: [size] */
     int                    *scratch;         /* owned: [size], for lists of ranks */
-    smp_lockstep            lockstep;        /* of the members on this host */
+    smp_epoch_barrier       barrier;         /* of the members on this host */
     smp_collective          op;              /* theirs */
     bool                    is_hierarchical; /* there are others: */
     smp_wire                wire;
@@ -43,7 +43,7 @@ struct smp_group {
 static inline bool
 smp_group_is_child(const smp_group *group)
 {
-    return group->lockstep.generation != smp_fork_generation();
+    return group->barrier.generation != smp_fork_generation();
 }
 
 #endif

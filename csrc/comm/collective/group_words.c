@@ -19,11 +19,11 @@
 static void
 describe_own(const smp_group *group, char *out, size_t bytes)
 {
-    const smp_lockstep *lockstep = &group->lockstep;
-    const smp_notice   *notice =
+    const smp_epoch_barrier *barrier = &group->barrier;
+    const smp_notice        *notice =
         group->is_hierarchical
-              ? &group->hier.notice
-              : &smp_lockstep_slot(lockstep, lockstep->self, group->op.first)->notice;
+                   ? &group->hier.notice
+                   : &smp_epoch_barrier_slot(barrier, barrier->self, group->op.first)->notice;
 
     smp_notice_describe(notice, out, bytes);
 }
@@ -32,7 +32,7 @@ describe_own(const smp_group *group, char *out, size_t bytes)
 static int
 name_of(const smp_group *group, int member)
 {
-    return smp_comm_name(group->lockstep.comm, group->ranks[member]);
+    return smp_comm_name(group->barrier.comm, group->ranks[member]);
 }
 
 /* Whether the operation waits for that member. */
@@ -40,7 +40,7 @@ static bool
 is_missing(const smp_group *group, int member)
 {
     return group->is_hierarchical ? smp_hierarchical_awaits(&group->hier, member)
-                                  : !smp_lockstep_posted(&group->lockstep, member);
+                                  : !smp_epoch_barrier_posted(&group->barrier, member);
 }
 
 /* A member's place on this host; -1: it is on another. */
@@ -71,17 +71,17 @@ take_back_tensors(smp_group *group)
     uint64_t        last;
     char            how[320];
 
-    if (!group->agreed && !(smp_lockstep_all_here(&group->lockstep) &&
+    if (!group->agreed && !(smp_epoch_barrier_all_here(&group->barrier) &&
                             smp_collective_agreed(op, how, sizeof(how)))) {
         return;
     }
     last = op->first + op->steps - 1;
     if (op->way == SMP_BY_MEMORY) {
-        smp_lockstep_retreat(&group->lockstep, last);
+        smp_epoch_barrier_retreat(&group->barrier, last);
     }
     if (op->way == SMP_BY_MEMORY && op->writes) { /* what is read late harms nobody */
-        smp_comm_keep(group->lockstep.comm, op->call.out, smp_collective_written(op),
-                      smp_lockstep_users(&group->lockstep), group->size, last);
+        smp_comm_keep(group->barrier.comm, op->call.out, smp_collective_written(op),
+                      smp_epoch_barrier_users(&group->barrier), group->size, last);
     }
 }
 
@@ -104,7 +104,7 @@ smp_group_give_up(smp_group *group, smp_status status, const char *why)
     describe_own(group, call, sizeof(call));
     join_words(group->end, sizeof(group->end), call, why);
     smp_group_set_error(group, group->end);
-    smp_lockstep_fail(&group->lockstep, status, group->end);
+    smp_epoch_barrier_fail(&group->barrier, status, group->end);
     if (group->is_hierarchical) {
         smp_wire_fail(&group->wire, group->sequence, status, group->end);
     } else {
@@ -150,7 +150,7 @@ static bool
 is_beside(const smp_group *group, int member, char *out, size_t bytes)
 {
     const smp_control_block *control =
-        smp_lockstep_elsewhere(&group->lockstep, place_of(group, member));
+        smp_epoch_barrier_elsewhere(&group->barrier, place_of(group, member));
     bool has_failed;
     char name[sizeof(group->name)];
     char call[96];
@@ -227,7 +227,7 @@ smp_group_give_up_without(smp_group *group, smp_status status, int member)
     }
     has_said = group->is_hierarchical
                    ? smp_hierarchical_why(&group->hier, member, why, sizeof(why))
-                   : smp_lockstep_why(&group->lockstep, member, why, sizeof(why));
+                   : smp_epoch_barrier_why(&group->barrier, member, why, sizeof(why));
 
     if (has_said) {
         snprintf(text, sizeof(text), "rank %d gave up: %s", rank, why);
@@ -253,10 +253,10 @@ has_ended(const smp_group *group, int member)
 {
     char why[2];
 
-    return smp_comm_gone(group->lockstep.comm, group->ranks[member]) ||
+    return smp_comm_gone(group->barrier.comm, group->ranks[member]) ||
            (group->is_hierarchical
                 ? smp_hierarchical_why(&group->hier, member, why, sizeof(why))
-                : smp_lockstep_why(&group->lockstep, member, why, sizeof(why)));
+                : smp_epoch_barrier_why(&group->barrier, member, why, sizeof(why)));
 }
 
 smp_status
@@ -277,7 +277,7 @@ smp_group_give_up_reading(smp_group *group, smp_status status, int member)
     }
     if (has_ended(group, member)) {
         return smp_group_give_up_without(group,
-                                         smp_comm_left(group->lockstep.comm, rank)
+                                         smp_comm_left(group->barrier.comm, rank)
                                              ? SMP_ERR_CLOSED
                                              : SMP_ERR_PEER_LOST,
                                          member);

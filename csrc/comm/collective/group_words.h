@@ -25,7 +25,7 @@ smp_status smp_group_give_up(smp_group *group, smp_status status, const char *wh
 /* SMP_ERR_TIMED_OUT: names the members that are missing after so long. */
 smp_status smp_group_give_up_late(smp_group *group, int64_t waited_ns);
 
-/* A member will not come: `status` of smp_lockstep_trouble(). */
+/* A member will not come: `status` of smp_epoch_barrier_trouble(). */
 smp_status smp_group_give_up_without(smp_group *group, smp_status status, int member);
 
 /* SMP_ERR_DEADLOCK: the members wait for each other in a ring of groups, in words. */

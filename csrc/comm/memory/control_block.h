@@ -2,7 +2,7 @@
  *
  * A control block lies in its member's segment; only the member writes it (but for the
  * doorbell), and all other members read it.  Members go in steps
- * (comm/collective/intra_host/lockstep.h); step s uses slot s % 2.
+ * (comm/collective/intra_host/epoch_barrier.h); step s uses slot s % 2.
  *
  * Threads  take, give_back: any.  A taken control block is its group's.
  */

@@ -1,11 +1,11 @@
 /* Rings of ranks of one host, each of which waits in a group for the next one, which
  * waits in another group: two groups entered in opposite order, and longer ones.
  *
- * A rank is *stuck* in a step of a group (comm/collective/intra_host/lockstep.h) while
- * one thread of its process waits there without a limit, all its other threads sleep
- * until an order is over, and no other order is queued (comm/collective/queue.c finds
- * that out). It shows a token on its control block meanwhile: how many orders it has
- * issued.
+ * A rank is *stuck* in a step of a group (comm/collective/intra_host/epoch_barrier.h)
+ * while one thread of its process waits there without a limit, all its other threads
+ * sleep until an order is over, and no other order is queued (comm/collective/queue.c
+ * finds that out). It shows a token on its control block meanwhile: how many orders it
+ * has issued.
  *
  * Proof that nobody in a ring ever comes on.  Each is seen stuck twice, in the same
  * step and with the same token, and seen twice not to have posted the step for which

@@ -35,9 +35,9 @@ typedef struct {
 static uint64_t
 begun(const smp_hierarchical *hier, uint64_t id)
 {
-    const smp_lockstep      *lockstep = hier->lockstep;
+    const smp_epoch_barrier *barrier = hier->barrier;
     const smp_control_block *control =
-        smp_control_block_find(lockstep->members[lockstep->self].segment->controls, id);
+        smp_control_block_find(barrier->members[barrier->self].segment->controls, id);
     uint64_t a = control != NULL ? control->slots[0].notice.sequence : UINT64_MAX;
     uint64_t b = control != NULL ? control->slots[1].notice.sequence : UINT64_MAX;
 

@@ -28,7 +28,7 @@ static void
 post_empty(smp_hierarchical *hier)
 {
     smp_call_say_again(&hier->notice, &smp_hierarchical_next_slot(hier)->notice);
-    smp_lockstep_post(hier->lockstep);
+    smp_epoch_barrier_post(hier->barrier);
 }
 
 /* ------------------------------------------------------------------------- stages */
@@ -86,7 +86,7 @@ step_route(smp_hierarchical *hier, bool *waits, int *member)
         hier->tick++;
         return plan_tick(hier);
     }
-    smp_lockstep_read(hier->lockstep);
+    smp_epoch_barrier_read(hier->barrier);
     if (hier->result != NULL) {
         smp_block_release(hier->result);
         hier->result = NULL;
@@ -98,7 +98,7 @@ step_route(smp_hierarchical *hier, bool *waits, int *member)
 /* ------------------------------------------------------------------------- public */
 
 smp_status
-smp_hierarchical_init(smp_hierarchical *hier, smp_lockstep *lockstep,
+smp_hierarchical_init(smp_hierarchical *hier, smp_epoch_barrier *barrier,
                       smp_collective *op, smp_wire *wire, const int *lowest,
                       size_t round_bytes)
 {
@@ -106,7 +106,7 @@ smp_hierarchical_init(smp_hierarchical *hier, smp_lockstep *lockstep,
     smp_status status;
 
     *hier = (smp_hierarchical){
-        .lockstep = lockstep,
+        .barrier = barrier,
         .op = op,
         .wire = wire,
         .size = wire->size,
@@ -181,7 +181,7 @@ smp_hierarchical_begin(smp_hierarchical *hier, const smp_call *call, uint64_t se
     hier->merged_to = 0;
     hier->noted = 0;
     hier->factors[0] = hier->call.factor; /* alone on its host, no other step says it */
-    smp_lockstep_post(hier->lockstep);
+    smp_epoch_barrier_post(hier->barrier);
     return SMP_OK;
 }
 
@@ -200,7 +200,7 @@ smp_hierarchical_go_on(smp_hierarchical *hier, bool *waits, int *member)
     hier->waits_local = false;
     switch (hier->phase) {
     case SMP_HIERARCHICAL_SHOWN:
-        hier->waits_local = *waits = !smp_lockstep_arrived(hier->lockstep);
+        hier->waits_local = *waits = !smp_epoch_barrier_arrived(hier->barrier);
         if (*waits) {
             return SMP_OK;
         }
@@ -222,14 +222,14 @@ smp_hierarchical_go_on(smp_hierarchical *hier, bool *waits, int *member)
         }
         return status;
     case SMP_HIERARCHICAL_COMPARED:
-        hier->waits_local = *waits = !smp_lockstep_arrived(hier->lockstep);
+        hier->waits_local = *waits = !smp_epoch_barrier_arrived(hier->barrier);
         if (*waits) {
             return SMP_OK;
         }
         if (smp_signature_agreed(hier, hier->refusal, sizeof(hier->refusal))) {
             return set_out(hier);
         }
-        smp_lockstep_read(hier->lockstep);
+        smp_epoch_barrier_read(hier->barrier);
         hier->phase = SMP_HIERARCHICAL_REFUSED;
         return SMP_OK;
     case SMP_HIERARCHICAL_ON_ROUTE:
@@ -291,7 +291,7 @@ smp_hierarchical_awaits(const smp_hierarchical *hier, int member)
 
     if (host == hier->host) {
         return hier->waits_local &&
-               !smp_lockstep_posted(hier->lockstep, hier->hosts.place_of[member]);
+               !smp_epoch_barrier_posted(hier->barrier, hier->hosts.place_of[member]);
     }
     if (hier->phase == SMP_HIERARCHICAL_ASKED) {
         return hier->calls[host] == NULL && !is_noted(hier, member);
@@ -351,7 +351,7 @@ smp_hierarchical_trouble(smp_hierarchical *hier, int *member)
     int        place;
 
     if (hier->waits_local) {
-        first = smp_lockstep_trouble(hier->lockstep, &place);
+        first = smp_epoch_barrier_trouble(hier->barrier, &place);
         if (first != SMP_OK) {
             *member = smp_hosts_member(&hier->hosts, hier->host, place);
         }
@@ -375,8 +375,8 @@ smp_hierarchical_why(const smp_hierarchical *hier, int member, char *out, size_t
     const smp_far *far = &hier->wire->members[member];
 
     if (hier->hosts.host_of[member] == hier->host) {
-        return smp_lockstep_why(hier->lockstep, hier->hosts.place_of[member], out,
-                                bytes);
+        return smp_epoch_barrier_why(hier->barrier, hier->hosts.place_of[member], out,
+                                     bytes);
     }
     if (far->failed == SMP_OK) {
         return false;
@@ -388,7 +388,7 @@ smp_hierarchical_why(const smp_hierarchical *hier, int member, char *out, size_t
 void
 smp_hierarchical_note(smp_hierarchical *hier)
 {
-    int      n = hier->lockstep->size;
+    int      n = hier->barrier->size;
     int      missing = 0;
     uint8_t *places;
 
@@ -397,7 +397,7 @@ smp_hierarchical_note(smp_hierarchical *hier)
     }
     places = calloc((size_t)n, 1);
     for (int p = 0; p < n && places != NULL; p++) {
-        places[p] = !smp_lockstep_posted(hier->lockstep, p);
+        places[p] = !smp_epoch_barrier_posted(hier->barrier, p);
         missing += places[p];
     }
     if (places != NULL && missing != hier->noted) {
@@ -418,13 +418,13 @@ static bool
 stirs(smp_hierarchical *hier)
 {
     return smp_wire_stirs(hier->wire) ||
-           (hier->waits_local && smp_lockstep_arrived(hier->lockstep));
+           (hier->waits_local && smp_epoch_barrier_arrived(hier->barrier));
 }
 
 void
 smp_hierarchical_wait(smp_hierarchical *hier, int64_t until_ns)
 {
-    smp_control_block *own = hier->lockstep->members[hier->place].control;
+    smp_control_block *own = hier->barrier->members[hier->place].control;
     int64_t            now = smp_clock_ns();
     int64_t            give_way = now + GIVE_WAY_NS;
     int                place;
@@ -436,11 +436,11 @@ smp_hierarchical_wait(smp_hierarchical *hier, int64_t until_ns)
     if (stirs(hier) || now >= until_ns) {
         return;
     }
-    atomic_store(&own->waits, hier->lockstep->step);
+    atomic_store(&own->waits, hier->barrier->step);
     smp_doorbell_lie_down(
         &own->doorbell); /* before both looks: who gives up rings too */
     if (!stirs(hier) && (!hier->waits_local ||
-                         smp_lockstep_trouble(hier->lockstep, &place) == SMP_OK)) {
+                         smp_epoch_barrier_trouble(hier->barrier, &place) == SMP_OK)) {
         smp_doorbell_sleep(&own->doorbell,
                            until_ns - now < SLEEP_NS ? until_ns : now + SLEEP_NS);
     }

@@ -6,7 +6,7 @@
  * they agree before a result is written.  Then the operation goes its route
  * (comm/collective/inter_host/route.h).
  *
- * Ownership  Borrows lockstep, op, which are of this host's members, and wire.
+ * Ownership  Borrows barrier, op, which are of this host's members, and wire.
  * Threads    one at a time.
  */
 #ifndef SMP_COMM_COLLECTIVE_INTER_HOST_HIERARCHICAL_H
@@ -21,7 +21,7 @@
 
 /* lowest[m]: the lowest member on m's host.  SMP_ERR_NO_MEMORY.  fini takes one that is
  * all zero. */
-smp_status smp_hierarchical_init(smp_hierarchical *hier, smp_lockstep *lockstep,
+smp_status smp_hierarchical_init(smp_hierarchical *hier, smp_epoch_barrier *barrier,
                                  smp_collective *op, smp_wire *wire, const int *lowest,
                                  size_t round_bytes);
 void       smp_hierarchical_fini(smp_hierarchical *hier);
@@ -39,7 +39,7 @@ smp_status smp_hierarchical_go_on(smp_hierarchical *hier, bool *waits, int *memb
 bool smp_hierarchical_awaits(const smp_hierarchical *hier, int member);
 
 /* Whether one that it waits for will never come, or is lost: *member.  As
- * smp_lockstep_trouble(). */
+ * smp_epoch_barrier_trouble(). */
 smp_status smp_hierarchical_trouble(smp_hierarchical *hier, int *member);
 
 /* What a member said when it gave up; false: it has not. */

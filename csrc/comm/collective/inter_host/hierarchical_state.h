@@ -12,7 +12,7 @@
 #include "comm/collective/inter_host/route.h"
 #include "comm/collective/inter_host/wire.h"
 #include "comm/collective/intra_host/collective.h"
-#include "comm/collective/intra_host/lockstep.h"
+#include "comm/collective/intra_host/epoch_barrier.h"
 
 /* An operation's life goes from top to bottom. */
 typedef enum {
@@ -25,23 +25,23 @@ typedef enum {
 } smp_hierarchical_phase;
 
 typedef struct {
-    smp_lockstep   *lockstep;
-    smp_collective *op;
-    smp_wire       *wire;
-    smp_hosts       hosts;
-    smp_route       route;
-    int             size; /* members */
-    int             self;
-    int             host;
-    int             place;
-    smp_said       *said;  /* owned: [size] */
-    smp_message   **calls; /* owned: [nhosts] of owned: what other hosts say */
-    smp_message   **terms; /* owned: [nhosts] of owned: what they sent to be merged */
-    smp_partial    *partials; /* owned: [npartials]; this host's nodes */
-    int             npartials;
-    double         *factors; /* owned: [npartials], as they travel */
-    smp_term       *merged;  /* owned: [nodes] */
-    uint64_t       *counts;  /* owned: [2 * size]: split sizes in the slots' form */
+    smp_epoch_barrier *barrier;
+    smp_collective    *op;
+    smp_wire          *wire;
+    smp_hosts          hosts;
+    smp_route          route;
+    int                size; /* members */
+    int                self;
+    int                host;
+    int                place;
+    smp_said          *said;  /* owned: [size] */
+    smp_message      **calls; /* owned: [nhosts] of owned: what other hosts say */
+    smp_message **terms;    /* owned: [nhosts] of owned: what they sent to be merged */
+    smp_partial  *partials; /* owned: [npartials]; this host's nodes */
+    int           npartials;
+    double       *factors; /* owned: [npartials], as they travel */
+    smp_term     *merged;  /* owned: [nodes] */
+    uint64_t     *counts;  /* owned: [2 * size]: split sizes in the slots' form */
 
     smp_call               call; /* the operation under way, like all below */
     smp_notice             notice;
@@ -69,12 +69,12 @@ smp_hierarchical_leader(const smp_hierarchical *hier, int host)
     return smp_hosts_member(&hier->hosts, host, 0);
 }
 
-/* This member's slot of the lockstep's next step. */
+/* This member's slot of the epoch barrier's next step. */
 static inline smp_slot *
 smp_hierarchical_next_slot(const smp_hierarchical *hier)
 {
-    return smp_lockstep_slot(hier->lockstep, hier->lockstep->self,
-                             hier->lockstep->step + 1);
+    return smp_epoch_barrier_slot(hier->barrier, hier->barrier->self,
+                                  hier->barrier->step + 1);
 }
 
 #endif

@@ -28,9 +28,9 @@ name_of(const smp_hierarchical *hier, int member)
 static void
 hear_host(smp_hierarchical *hier)
 {
-    for (int p = 0; p < hier->lockstep->size; p++) {
+    for (int p = 0; p < hier->barrier->size; p++) {
         int       m = smp_hosts_member(&hier->hosts, hier->host, p);
-        smp_slot *slot = smp_lockstep_slot(hier->lockstep, p, hier->lockstep->step);
+        smp_slot *slot = smp_epoch_barrier_slot(hier->barrier, p, hier->barrier->step);
 
         hier->said[m] = (smp_said){.name = name_of(hier, m),
                                    .notice = &slot->notice,
@@ -44,7 +44,7 @@ static void
 find_parts(smp_hierarchical *hier)
 {
     hier->route.longest = 0;
-    for (int p = 0; p < hier->lockstep->size && hier->call.out_counts != NULL; p++) {
+    for (int p = 0; p < hier->barrier->size && hier->call.out_counts != NULL; p++) {
         int             m = smp_hosts_member(&hier->hosts, hier->host, p);
         const smp_said *said = &hier->said[m];
 
@@ -83,7 +83,7 @@ smp_signature_send(smp_hierarchical *hier, int *member)
     uint8_t   *at;
     smp_status status = SMP_OK;
 
-    for (int p = 0; p < hier->lockstep->size; p++) {
+    for (int p = 0; p < hier->barrier->size; p++) {
         int m = smp_hosts_member(&hier->hosts, hier->host, p);
 
         bytes += said_bytes(hier, hier->said[m].notice);
@@ -93,7 +93,7 @@ smp_signature_send(smp_hierarchical *hier, int *member)
     if (all == NULL) {
         return SMP_ERR_NO_MEMORY;
     }
-    for (int p = 0; p < hier->lockstep->size; p++) {
+    for (int p = 0; p < hier->barrier->size; p++) {
         int               m = smp_hosts_member(&hier->hosts, hier->host, p);
         const smp_notice *notice = hier->said[m].notice;
 
@@ -183,8 +183,9 @@ smp_signature_compare(smp_hierarchical *hier)
 bool
 smp_signature_agreed(const smp_hierarchical *hier, char *refusal, size_t bytes)
 {
-    const smp_slot *slot = smp_lockstep_slot(hier->lockstep, 0, hier->lockstep->step);
-    const outcome  *v = (const outcome *)(const void *)slot->data;
+    const smp_slot *slot =
+        smp_epoch_barrier_slot(hier->barrier, 0, hier->barrier->step);
+    const outcome *v = (const outcome *)(const void *)slot->data;
 
     if (v->agreed == 0) {
         snprintf(refusal, bytes, "%s", v->refusal);

@@ -80,7 +80,7 @@ static smp_status
 begin_local(smp_hierarchical *hier, const smp_stage *stage, int *member)
 {
     smp_collective *op = hier->op;
-    int             n = hier->lockstep->size;
+    int             n = hier->barrier->size;
     smp_range      *ranges = &hier->route.ranges[stage->ranges];
     smp_range       own = ranges[hier->place];
     smp_local_part  part = {.in = stage->in, .out = stage->out, .most = stage->most};
@@ -120,7 +120,7 @@ begin_local(smp_hierarchical *hier, const smp_stage *stage, int *member)
         }
     }
     smp_collective_begin_part(op, &hier->call, &part, &hier->notice);
-    smp_lockstep_post(hier->lockstep);
+    smp_epoch_barrier_post(hier->barrier);
     hier->begun = true;
     hier->seen = false;
     return SMP_OK;
@@ -147,7 +147,7 @@ step_local(smp_hierarchical *hier, const smp_stage *stage, bool *done, int *memb
         return status;
     }
     if (whole && smp_collective_next(hier->op)) {
-        smp_lockstep_post(hier->lockstep);
+        smp_epoch_barrier_post(hier->barrier);
     } else if (whole) {
         *done = true;
         if (stage->kind == SMP_STAGE_REDUCE && stage->peer == hier->self) {
@@ -314,8 +314,9 @@ local_stage(smp_hierarchical *hier, const smp_stage *stage, bool *done, int *mem
         }
     }
     *member = -1;
-    return smp_lockstep_arrived(hier->lockstep) ? step_local(hier, stage, done, member)
-                                                : SMP_OK;
+    return smp_epoch_barrier_arrived(hier->barrier)
+               ? step_local(hier, stage, done, member)
+               : SMP_OK;
 }
 
 smp_status
@@ -330,7 +331,8 @@ smp_hierarchical_stage(smp_hierarchical *hier, const smp_stage *stage, bool *don
     case SMP_STAGE_EXCHANGE:
     case SMP_STAGE_REDUCE:
         status = local_stage(hier, stage, done, member);
-        hier->waits_local = *waits = !*done && !smp_lockstep_arrived(hier->lockstep);
+        hier->waits_local = *waits =
+            !*done && !smp_epoch_barrier_arrived(hier->barrier);
         return status;
     case SMP_STAGE_SEND:
     case SMP_STAGE_SEND_TERMS:

@@ -37,7 +37,7 @@
 static size_t
 fetch_elements(const smp_collective *op)
 {
-    size_t bytes = FETCH_BYTES / (size_t)op->lockstep->size;
+    size_t bytes = FETCH_BYTES / (size_t)op->barrier->size;
 
     return (bytes < MIN_FETCH ? MIN_FETCH : bytes) / 64 * 64 / op->element;
 }
@@ -47,7 +47,7 @@ fetch_elements(const smp_collective *op)
 static smp_range
 part_of(const smp_collective *op, size_t count, int member)
 {
-    size_t n = (size_t)op->lockstep->size;
+    size_t n = (size_t)op->barrier->size;
     size_t line = 64 / op->element;
     size_t each = (count + n - 1) / n;
     size_t first;
@@ -63,9 +63,9 @@ part_of(const smp_collective *op, size_t count, int member)
 static void
 plan_ranges(smp_collective *op)
 {
-    int self = op->lockstep->self;
+    int self = op->barrier->self;
 
-    for (int m = 0; m < op->lockstep->size; m++) {
+    for (int m = 0; m < op->barrier->size; m++) {
         op->pulls[m] = smp_call_range(&op->call, self, m, self);
         op->pushes[m] = smp_call_range(&op->call, self, self, m);
     }
@@ -76,7 +76,7 @@ plan_ranges(smp_collective *op)
 static bool
 reads(const smp_collective *op)
 {
-    return op->lockstep->reads && op->call.operation != SMP_REDUCE_SCATTER;
+    return op->barrier->reads && op->call.operation != SMP_REDUCE_SCATTER;
 }
 
 /* Between devices, all steps have the same way. */
@@ -108,7 +108,7 @@ take_memory(smp_collective *op)
 static void
 choose_way(smp_collective *op, size_t most)
 {
-    size_t n = (size_t)op->lockstep->size;
+    size_t n = (size_t)op->barrier->size;
     size_t cells = op->shared ? 1 : n;
     size_t all = most * op->element * cells;
     size_t elements;
@@ -185,10 +185,10 @@ fill(smp_collective *op, smp_slot *slot)
         return;
     }
     round = op->step - op->data_step;
-    for (int m = 0; m < op->lockstep->size; m++) {
+    for (int m = 0; m < op->barrier->size; m++) {
         smp_range w = window(op, op->pushes[m], round);
 
-        if (m != op->lockstep->self && w.count != 0) {
+        if (m != op->barrier->self && w.count != 0) {
             memcpy(cell_of(op, slot, m), in + w.from * op->element,
                    w.count * op->element);
             if (op->shared) {
@@ -229,7 +229,7 @@ reduce_terms(smp_collective *op, size_t to, size_t count)
     }
     smp_reduce(op->kernels, op->call.reduction, op->call.dtype,
                (uint8_t *)op->call.out + to * op->element, op->terms, op->factors,
-               op->lockstep->size, count, op->scratch);
+               op->barrier->size, count, op->scratch);
 }
 
 static void
@@ -237,12 +237,12 @@ collect_slots(smp_collective *op)
 {
     uint8_t       *out = op->call.out;
     const uint8_t *in = op->call.in;
-    int            self = op->lockstep->self;
+    int            self = op->barrier->self;
     size_t         round = op->step - op->data_step;
     smp_range      w = {0, 0, 0};
 
-    for (int m = 0; m < op->lockstep->size; m++) {
-        smp_slot *slot = smp_lockstep_slot(op->lockstep, m, op->lockstep->step);
+    for (int m = 0; m < op->barrier->size; m++) {
+        smp_slot *slot = smp_epoch_barrier_slot(op->barrier, m, op->barrier->step);
 
         w = window(op, op->pulls[m], round);
         op->terms[m] = m == self ? in + w.from * op->element : cell_of(op, slot, self);
@@ -259,18 +259,19 @@ collect_slots(smp_collective *op)
 static void
 collect_split(smp_collective *op)
 {
-    smp_lockstep *lockstep = op->lockstep;
-    uint8_t      *out = op->call.out;
-    smp_range     w = window(op, (smp_range){0, 0, op->call.count}, op->step / 2);
+    smp_epoch_barrier *barrier = op->barrier;
+    uint8_t           *out = op->call.out;
+    smp_range          w = window(op, (smp_range){0, 0, op->call.count}, op->step / 2);
 
     if (op->step % 2 == 0) {
-        smp_range part = part_of(op, w.count, lockstep->self);
+        smp_range part = part_of(op, w.count, barrier->self);
         smp_slot *next =
-            smp_lockstep_slot(lockstep, lockstep->self, lockstep->step + 1);
+            smp_epoch_barrier_slot(barrier, barrier->self, barrier->step + 1);
         size_t skip = part.from * op->element;
 
-        for (int m = 0; m < lockstep->size; m++) {
-            op->terms[m] = smp_lockstep_slot(lockstep, m, lockstep->step)->data + skip;
+        for (int m = 0; m < barrier->size; m++) {
+            op->terms[m] =
+                smp_epoch_barrier_slot(barrier, m, barrier->step)->data + skip;
         }
         if (part.count != 0) {
             reduce_terms(op, w.to + part.to, part.count);
@@ -279,12 +280,12 @@ collect_split(smp_collective *op)
         }
         return;
     }
-    for (int m = 0; m < lockstep->size; m++) {
+    for (int m = 0; m < barrier->size; m++) {
         smp_range part = part_of(op, w.count, m);
 
-        if (m != lockstep->self && part.count != 0) {
+        if (m != barrier->self && part.count != 0) {
             memcpy(out + (w.to + part.to) * op->element,
-                   smp_lockstep_slot(lockstep, m, lockstep->step)->data +
+                   smp_epoch_barrier_slot(barrier, m, barrier->step)->data +
                        part.from * op->element,
                    part.count * op->element);
         }
@@ -300,17 +301,17 @@ reduce_memory(smp_collective *op, smp_range range, bool *whole, int *member)
     uint8_t *to = op->fetched;
 
     count = count < piece ? count : piece;
-    for (int m = 0; m < op->lockstep->size && count != 0; m++) {
+    for (int m = 0; m < op->barrier->size && count != 0; m++) {
         size_t     skip = (range.from + op->turn_offset) * op->element;
         uint64_t   at = op->ins[m] + skip;
         size_t     bytes = count * op->element;
         smp_status status;
 
-        op->terms[m] = smp_lockstep_mapped(op->lockstep, m, at, bytes);
+        op->terms[m] = smp_epoch_barrier_mapped(op->barrier, m, at, bytes);
         if (op->terms[m] != NULL) {
             continue;
         }
-        status = smp_lockstep_copy(op->lockstep, m, to, at, bytes);
+        status = smp_epoch_barrier_copy(op->barrier, m, to, at, bytes);
         if (status != SMP_OK) {
             *member = m;
             return status;
@@ -355,13 +356,13 @@ copy_memory(smp_collective *op, int m, uint64_t from, smp_range range, bool *las
     if (count != 0 && to != NULL) {
         uint64_t       at = from + (range.from + op->turn_offset) * op->element;
         size_t         bytes = count * op->element;
-        const uint8_t *here = smp_lockstep_mapped(op->lockstep, m, at, bytes);
+        const uint8_t *here = smp_epoch_barrier_mapped(op->barrier, m, at, bytes);
 
         to += (range.to + op->turn_offset) * op->element;
         if (here != NULL) {
             copy_bytes(op, to, here, bytes);
         } else {
-            status = smp_lockstep_copy(op->lockstep, m, to, at, bytes);
+            status = smp_epoch_barrier_copy(op->barrier, m, to, at, bytes);
         }
     }
     op->turn_offset += count;
@@ -373,14 +374,14 @@ copy_memory(smp_collective *op, int m, uint64_t from, smp_range range, bool *las
 static smp_status
 copy_turn(smp_collective *op, bool *whole, int *member)
 {
-    int        n = op->lockstep->size;
-    int        m = (op->lockstep->self + op->turn) % n;
+    int        n = op->barrier->size;
+    int        m = (op->barrier->self + op->turn) % n;
     bool       gathers = op->call.operation == SMP_ALL_REDUCE; /* the others' parts */
     smp_range  range = gathers ? part_of(op, op->call.count, m) : op->pulls[m];
     bool       last = true;
     smp_status status = SMP_OK;
 
-    if (range.count != 0 && !(gathers && m == op->lockstep->self)) {
+    if (range.count != 0 && !(gathers && m == op->barrier->self)) {
         status = copy_memory(op, m, gathers ? op->outs[m] : op->ins[m], range, &last);
     }
     if (status != SMP_OK) {
@@ -399,7 +400,7 @@ copy_turn(smp_collective *op, bool *whole, int *member)
 static void
 write_turn(smp_collective *op, bool *whole)
 {
-    smp_range      range = op->pushes[op->lockstep->self];
+    smp_range      range = op->pushes[op->barrier->self];
     size_t         piece = COPY_BYTES / op->element;
     size_t         left = range.count - op->turn_offset;
     const uint8_t *in = op->call.in;
@@ -410,7 +411,7 @@ write_turn(smp_collective *op, bool *whole)
     for (size_t at = 0; at < bytes; at += WRITE_BYTES) {
         size_t now = bytes - at < WRITE_BYTES ? bytes - at : WRITE_BYTES;
 
-        for (int m = 0; m < op->lockstep->size; m++) {
+        for (int m = 0; m < op->barrier->size; m++) {
             copy_bytes(op, op->targets[m] + to + at, in + at, now);
         }
     }
@@ -429,7 +430,7 @@ collect_memory(smp_collective *op, bool *whole, int *member)
         return SMP_OK;
     }
     /* Who gave up, perhaps before this member came, has its tensors for itself. */
-    status = smp_lockstep_given_up(op->lockstep, member);
+    status = smp_epoch_barrier_given_up(op->barrier, member);
     if (status != SMP_OK) {
         return status;
     }
@@ -441,22 +442,22 @@ collect_memory(smp_collective *op, bool *whole, int *member)
         return copy_turn(op, whole, member);
     }
     range = op->call.operation == SMP_ALL_REDUCE
-                ? part_of(op, op->call.count, op->lockstep->self)
-                : op->pulls[op->lockstep->self];
+                ? part_of(op, op->call.count, op->barrier->self)
+                : op->pulls[op->barrier->self];
     return reduce_memory(op, range, whole, member);
 }
 
 static smp_status
 collect_device(smp_collective *op, int *member)
 {
-    for (int m = 0; m < op->lockstep->size; m++) {
+    for (int m = 0; m < op->barrier->size; m++) {
         op->lengths[m] = round_bytes(op, m);
     }
     if (!smp_exchange_drain(op->devices.exchange, op->call.gather, round_skip(op),
                             op->lengths, op->why) ||
         (op->step + 1 == op->steps &&
          !smp_exchange_finish(op->devices.exchange, op->call.gather, op->why))) {
-        *member = op->lockstep->self;
+        *member = op->barrier->self;
         return SMP_ERR_SYSTEM;
     }
     return SMP_OK;
@@ -477,7 +478,8 @@ collect_meeting(smp_collective *op)
 static const uint64_t *
 slot_counts(const smp_collective *op, int member)
 {
-    const smp_slot *slot = smp_lockstep_slot(op->lockstep, member, op->lockstep->step);
+    const smp_slot *slot =
+        smp_epoch_barrier_slot(op->barrier, member, op->barrier->step);
 
     return (const uint64_t *)(const void *)slot->data;
 }
@@ -485,14 +487,14 @@ slot_counts(const smp_collective *op, int member)
 static const smp_notice *
 notice_of(const smp_collective *op, int member)
 {
-    return &smp_lockstep_slot(op->lockstep, member, op->lockstep->step)->notice;
+    return &smp_epoch_barrier_slot(op->barrier, member, op->barrier->step)->notice;
 }
 
 static bool
 all_in_arenas(const smp_collective *op, const uint64_t *addresses, size_t bytes)
 {
-    for (int m = 0; m < op->lockstep->size; m++) {
-        if (!smp_lockstep_in_arena(op->lockstep, m, addresses[m], bytes)) {
+    for (int m = 0; m < op->barrier->size; m++) {
+        if (!smp_epoch_barrier_in_arena(op->barrier, m, addresses[m], bytes)) {
             return false;
         }
     }
@@ -509,7 +511,7 @@ prefer_mapped(smp_collective *op)
     if (op->is_small) {
         return;
     }
-    for (int m = 0; m < op->lockstep->size; m++) {
+    for (int m = 0; m < op->barrier->size; m++) {
         all += op->call.operation == SMP_REDUCE_SCATTER ? op->pushes[m].count
                                                         : op->pulls[m].count;
     }
@@ -517,8 +519,8 @@ prefer_mapped(smp_collective *op)
     switch (op->call.operation) {
     case SMP_ALL_GATHER:
         op->writes = all_in_arenas(op, op->outs, all);
-        for (int m = 0; op->writes && m < op->lockstep->size; m++) {
-            op->targets[m] = smp_lockstep_mapped(op->lockstep, m, op->outs[m], all);
+        for (int m = 0; op->writes && m < op->barrier->size; m++) {
+            op->targets[m] = smp_epoch_barrier_mapped(op->barrier, m, op->outs[m], all);
         }
         if (op->writes) {
             take_memory(op);
@@ -544,10 +546,10 @@ prefer_mapped(smp_collective *op)
 static void
 plan_all_to_all(smp_collective *op, size_t most)
 {
-    for (int m = 0; m < op->lockstep->size; m++) {
+    for (int m = 0; m < op->barrier->size; m++) {
         size_t from = 0;
 
-        for (int to = 0; to < op->lockstep->self; to++) {
+        for (int to = 0; to < op->barrier->self; to++) {
             from += slot_counts(op, m)[to];
         }
         op->pulls[m].from = from;
@@ -558,13 +560,13 @@ plan_all_to_all(smp_collective *op, size_t most)
 /* ------------------------------------------------------------------------- public */
 
 smp_status
-smp_collective_init(smp_collective *op, smp_lockstep *lockstep)
+smp_collective_init(smp_collective *op, smp_epoch_barrier *barrier)
 {
-    size_t n = (size_t)lockstep->size;
+    size_t n = (size_t)barrier->size;
     size_t pieces = FETCH_BYTES / n < MIN_FETCH ? MIN_FETCH * n : FETCH_BYTES;
 
     *op = (smp_collective){
-        .lockstep = lockstep,
+        .barrier = barrier,
         .kernels = smp_kernels_best(),
         .pulls = calloc(n, sizeof(smp_range)),
         .pushes = calloc(n, sizeof(smp_range)),
@@ -575,7 +577,7 @@ smp_collective_init(smp_collective *op, smp_lockstep *lockstep)
         .terms = calloc(n, sizeof(void *)),
         .said = calloc(n, sizeof(smp_said)),
         .lengths = calloc(n, sizeof(size_t)),
-        .devices = {.lockstep = lockstep},
+        .devices = {.barrier = barrier},
         .scratch = aligned_alloc(64, SMP_REDUCE_SCRATCH),
         .fetched = aligned_alloc(64, pieces),
     };
@@ -610,7 +612,7 @@ static void
 reset(smp_collective *op)
 {
     op->element = smp_dtype_bytes(op->call.dtype);
-    op->first = op->lockstep->step + 1;
+    op->first = op->barrier->step + 1;
     op->step = 0;
     op->turn = 0;
     op->turn_offset = 0;
@@ -620,31 +622,31 @@ reset(smp_collective *op)
 smp_status
 smp_collective_begin(smp_collective *op, const smp_call *call, uint64_t sequence)
 {
-    smp_lockstep *lockstep = op->lockstep;
-    smp_slot *slot = smp_lockstep_slot(lockstep, lockstep->self, lockstep->step + 1);
+    smp_epoch_barrier *barrier = op->barrier;
+    smp_slot *slot = smp_epoch_barrier_slot(barrier, barrier->self, barrier->step + 1);
     size_t    lists;
 
-    if (!smp_call_copy(call, lockstep->size, &op->call) ||
+    if (!smp_call_copy(call, barrier->size, &op->call) ||
         (op->call.gather != NULL && !op->devices.met)) {
         return SMP_ERR_INVALID;
     }
     lists = smp_call_lists(&op->call);
     reset(op);
     op->npartials = 0;
-    op->header = (lists * (size_t)lockstep->size * sizeof(uint64_t) + 63) / 64 * 64;
+    op->header = (lists * (size_t)barrier->size * sizeof(uint64_t) + 63) / 64 * 64;
     op->shared = call->operation != SMP_REDUCE_SCATTER &&
                  call->operation != SMP_SCATTER && call->operation != SMP_ALL_TO_ALL;
     /* Until the other members' split sizes are there, nobody knows how many steps. */
     op->data_step = op->call.out_counts != NULL;
     plan_ranges(op);
     if (op->call.gather != NULL || op->call.offer != NULL) {
-        choose_device_way(op, smp_call_longest(&op->call, lockstep->size));
+        choose_device_way(op, smp_call_longest(&op->call, barrier->size));
     } else {
         choose_way(op, op->call.out_counts != NULL
                            ? 0
-                           : smp_call_longest(&op->call, lockstep->size));
+                           : smp_call_longest(&op->call, barrier->size));
     }
-    smp_call_say(&op->call, lockstep->size, sequence, &slot->notice,
+    smp_call_say(&op->call, barrier->size, sequence, &slot->notice,
                  (uint64_t *)(void *)slot->data);
     fill(op, slot);
     return SMP_OK;
@@ -653,7 +655,7 @@ smp_collective_begin(smp_collective *op, const smp_call *call, uint64_t sequence
 smp_status
 smp_collective_prepare(smp_collective *op)
 {
-    smp_lockstep *lockstep = op->lockstep;
+    smp_epoch_barrier *barrier = op->barrier;
 
     if (op->way == SMP_BY_MEETING && op->step == 0) {
         op->devices.skip = op->header;
@@ -661,7 +663,7 @@ smp_collective_prepare(smp_collective *op)
     }
     if (op->way != SMP_BY_DEVICE ||
         smp_exchange_fill(op->devices.exchange, op->call.gather, round_skip(op),
-                          round_bytes(op, lockstep->self), op->why)) {
+                          round_bytes(op, barrier->self), op->why)) {
         return SMP_OK;
     }
     return SMP_ERR_SYSTEM;
@@ -682,8 +684,8 @@ void
 smp_collective_begin_part(smp_collective *op, const smp_call *call,
                           const smp_local_part *part, const smp_notice *notice)
 {
-    smp_lockstep *lockstep = op->lockstep;
-    smp_slot *slot = smp_lockstep_slot(lockstep, lockstep->self, lockstep->step + 1);
+    smp_epoch_barrier *barrier = op->barrier;
+    smp_slot *slot = smp_epoch_barrier_slot(barrier, barrier->self, barrier->step + 1);
 
     op->call = (smp_call){.operation = part->operation,
                           .dtype = call->dtype,
@@ -706,7 +708,7 @@ smp_collective_begin_part(smp_collective *op, const smp_call *call,
 void
 smp_collective_see(smp_collective *op)
 {
-    for (int m = 0; m < op->lockstep->size; m++) {
+    for (int m = 0; m < op->barrier->size; m++) {
         const smp_notice *its = notice_of(op, m);
 
         op->ins[m] = its->in;
@@ -720,13 +722,13 @@ smp_collective_agreed(smp_collective *op, char *text, size_t bytes)
 {
     size_t most = 0;
 
-    for (int m = 0; m < op->lockstep->size; m++) {
+    for (int m = 0; m < op->barrier->size; m++) {
         op->said[m] = (smp_said){
-            .name = smp_comm_name(op->lockstep->comm, op->lockstep->members[m].rank),
+            .name = smp_comm_name(op->barrier->comm, op->barrier->members[m].rank),
             .notice = notice_of(op, m),
             .counts = slot_counts(op, m)};
     }
-    if (!smp_agreement(op->said, op->lockstep->size, &most, text, bytes)) {
+    if (!smp_agreement(op->said, op->barrier->size, &most, text, bytes)) {
         return false;
     }
     smp_collective_see(op);
@@ -766,7 +768,7 @@ smp_collective_written(const smp_collective *op)
 {
     size_t all = 0;
 
-    for (int m = 0; m < op->lockstep->size; m++) {
+    for (int m = 0; m < op->barrier->size; m++) {
         all += op->pulls[m].count * op->element;
     }
     return all;
@@ -775,7 +777,7 @@ smp_collective_written(const smp_collective *op)
 bool
 smp_collective_next(smp_collective *op)
 {
-    smp_lockstep *lockstep = op->lockstep;
+    smp_epoch_barrier *barrier = op->barrier;
 
     if (op->step + 1 >= op->steps) {
         return false;
@@ -783,6 +785,6 @@ smp_collective_next(smp_collective *op)
     op->step++;
     op->turn = 0;
     op->turn_offset = 0;
-    fill(op, smp_lockstep_slot(lockstep, lockstep->self, lockstep->step + 1));
+    fill(op, smp_epoch_barrier_slot(barrier, barrier->self, barrier->step + 1));
     return true;
 }

@@ -1,5 +1,5 @@
 /* One operation of a group, as steps of its members
- * (comm/collective/intra_host/lockstep.h).
+ * (comm/collective/intra_host/epoch_barrier.h).
  *
  * Every operation is a set of pulls: each member takes ranges of the others' `in` and
  * copies or reduces them into its `out`.  There are four ways.
@@ -32,7 +32,7 @@
 #include "comm/collective/checks/agreement.h"
 #include "comm/collective/checks/call.h"
 #include "comm/collective/intra_host/devices.h"
-#include "comm/collective/intra_host/lockstep.h"
+#include "comm/collective/intra_host/epoch_barrier.h"
 #include "comm/collective/kernels/reduce.h"
 #include "common/status.h"
 
@@ -53,7 +53,7 @@ typedef struct {
 } smp_partial;
 
 typedef struct {
-    smp_lockstep      *lockstep; /* borrowed */
+    smp_epoch_barrier *barrier; /* borrowed */
     const smp_kernels *kernels;
     smp_range         *pulls;   /* owned, as all below: [n]; from each member */
     smp_range         *pushes;  /* [n]: to each member */
@@ -75,7 +75,7 @@ typedef struct {
 
     smp_call call;    /* the operation under way, like all below */
     size_t   element; /* bytes */
-    uint64_t first;   /* step of the lockstep; its own slot has the notice */
+    uint64_t first;   /* step of the epoch barrier; its own slot has the notice */
     smp_way  way;
     bool     shared;      /* by slots: all members get the same from one */
     size_t   header;      /* bytes of the counts in a slot */
@@ -91,11 +91,11 @@ typedef struct {
 } smp_collective;
 
 /* SMP_ERR_NO_MEMORY.  fini takes one that is all zero. */
-smp_status smp_collective_init(smp_collective *op, smp_lockstep *lockstep);
+smp_status smp_collective_init(smp_collective *op, smp_epoch_barrier *barrier);
 void       smp_collective_fini(smp_collective *op);
 
-/* Begins an operation: fills the slot of the lockstep's next step.  SMP_ERR_INVALID: no
- * such operation, reduction, root, or count. */
+/* Begins an operation: fills the slot of the epoch barrier's next step.
+ * SMP_ERR_INVALID: no such operation, reduction, root, or count. */
 smp_status smp_collective_begin(smp_collective *op, const smp_call *call,
                                 uint64_t sequence);
 

@@ -17,7 +17,7 @@ typedef struct {
 static word *
 word_of(const smp_devices *devices, int member, uint64_t step)
 {
-    smp_slot *slot = smp_lockstep_slot(devices->lockstep, member, step);
+    smp_slot *slot = smp_epoch_barrier_slot(devices->barrier, member, step);
 
     return (word *)(void *)(slot->data + devices->skip);
 }
@@ -26,22 +26,22 @@ word_of(const smp_devices *devices, int member, uint64_t step)
 static word *
 next_word(const smp_devices *devices)
 {
-    const smp_lockstep *lockstep = devices->lockstep;
+    const smp_epoch_barrier *barrier = devices->barrier;
 
-    return word_of(devices, lockstep->self, lockstep->step + 1);
+    return word_of(devices, barrier->self, barrier->step + 1);
 }
 
 /* The first member that is not willing says why, to all alike; true: there is none. */
 static bool
 all_willing(smp_devices *devices)
 {
-    for (int m = 0; m < devices->lockstep->size; m++) {
-        const word *its = word_of(devices, m, devices->lockstep->step);
+    for (int m = 0; m < devices->barrier->size; m++) {
+        const word *its = word_of(devices, m, devices->barrier->step);
 
         if (!its->willing) {
             snprintf(devices->why, sizeof(devices->why), "rank %d: %.*s",
-                     smp_comm_name(devices->lockstep->comm,
-                                   devices->lockstep->members[m].rank),
+                     smp_comm_name(devices->barrier->comm,
+                                   devices->barrier->members[m].rank),
                      (int)sizeof(its->why) - 1, its->why);
             return false;
         }
@@ -52,8 +52,8 @@ all_willing(smp_devices *devices)
 void
 smp_devices_offer(smp_devices *devices, const smp_device_offer *offer)
 {
-    const smp_lockstep *lockstep = devices->lockstep;
-    word               *own = next_word(devices);
+    const smp_epoch_barrier *barrier = devices->barrier;
+    word                    *own = next_word(devices);
 
     smp_devices_fini(
         devices); /* what an earlier meeting left, in which calls differed */
@@ -63,32 +63,32 @@ smp_devices_offer(smp_devices *devices, const smp_device_offer *offer)
                  offer->bytes);
         return;
     }
-    devices->exchange = smp_exchange_create(offer->number, offer->bytes, lockstep->size,
-                                            lockstep->self, &own->card, own->why);
+    devices->exchange = smp_exchange_create(offer->number, offer->bytes, barrier->size,
+                                            barrier->self, &own->card, own->why);
     own->willing = devices->exchange != NULL;
 }
 
 void
 smp_devices_open(smp_devices *devices)
 {
-    const smp_lockstep *lockstep = devices->lockstep;
-    smp_exchange_card  *cards;
-    word               *own = next_word(devices);
+    const smp_epoch_barrier *barrier = devices->barrier;
+    smp_exchange_card       *cards;
+    word                    *own = next_word(devices);
 
     own->willing = 0;
     if (!all_willing(devices)) {
         return;
     }
-    cards = calloc((size_t)lockstep->size, sizeof(*cards));
+    cards = calloc((size_t)barrier->size, sizeof(*cards));
     if (cards == NULL) {
         memcpy(own->why, "out of memory", sizeof("out of memory"));
         return;
     }
-    for (int m = 0; m < lockstep->size; m++) {
-        cards[m] = word_of(devices, m, lockstep->step)->card;
+    for (int m = 0; m < barrier->size; m++) {
+        cards[m] = word_of(devices, m, barrier->step)->card;
     }
     /* Before it is said that all is open: see smp_exchange_retire(). */
-    atomic_store(&lockstep->members[lockstep->self].control->holds, 1);
+    atomic_store(&barrier->members[barrier->self].control->holds, 1);
     own->willing = smp_exchange_open(devices->exchange, cards, own->why);
     free(cards);
 }
@@ -107,10 +107,10 @@ smp_devices_decide(smp_devices *devices)
 void
 smp_devices_fini(smp_devices *devices)
 {
-    const smp_lockstep *lockstep = devices->lockstep;
-    smp_exchange       *exchange = devices->exchange;
-    smp_user           *readers;
-    bool                closed;
+    const smp_epoch_barrier *barrier = devices->barrier;
+    smp_exchange            *exchange = devices->exchange;
+    smp_user                *readers;
+    bool                     closed;
 
     if (exchange == NULL) {
         return;
@@ -118,9 +118,9 @@ smp_devices_fini(smp_devices *devices)
     devices->exchange = NULL;
     closed = smp_exchange_close(exchange);
     if (closed) {
-        atomic_store(&lockstep->members[lockstep->self].control->holds, 0);
+        atomic_store(&barrier->members[barrier->self].control->holds, 0);
     }
-    readers = smp_lockstep_users(lockstep);
-    smp_exchange_retire(exchange, readers, readers == NULL ? 0 : lockstep->size,
+    readers = smp_epoch_barrier_users(barrier);
+    smp_exchange_retire(exchange, readers, readers == NULL ? 0 : barrier->size,
                         !closed || readers == NULL);
 }

@@ -16,19 +16,19 @@
 #include <stdbool.h>
 #include <stddef.h>
 
-#include "comm/collective/intra_host/lockstep.h"
+#include "comm/collective/intra_host/epoch_barrier.h"
 #include "comm/device/exchange.h"
 
 /* Room for a rank and what it says. */
 #define SMP_DEVICES_TEXT (SMP_DRIVER_TEXT + 32)
 
 typedef struct {
-    smp_lockstep *lockstep; /* borrowed */
-    smp_exchange *exchange; /* owned; NULL: there is none, or no longer */
-    size_t        skip;     /* bytes of a slot that are not this module's */
-    _Atomic bool  decided;  /* any thread may look; the two below do not change then */
-    bool          met;      /* all members use the exchange */
-    char          why[SMP_DEVICES_TEXT]; /* ... or none does, for this */
+    smp_epoch_barrier *barrier;  /* borrowed */
+    smp_exchange      *exchange; /* owned; NULL: there is none, or no longer */
+    size_t             skip;     /* bytes of a slot that are not this module's */
+    _Atomic bool decided; /* any thread may look; the two below do not change then */
+    bool         met;     /* all members use the exchange */
+    char         why[SMP_DEVICES_TEXT]; /* ... or none does, for this */
 } smp_devices;
 
 /* The first step of a meeting: makes what is offered, and fills the own slot. */
@@ -40,7 +40,7 @@ void smp_devices_open(smp_devices *devices);
 /* All have posted that. */
 void smp_devices_decide(smp_devices *devices);
 
-/* Gives back what the device has; before the lockstep's end. */
+/* Gives back what the device has; before the epoch barrier's end. */
 void smp_devices_fini(smp_devices *devices);
 
 #endif

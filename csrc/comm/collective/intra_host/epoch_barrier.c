@@ -1,6 +1,6 @@
 /* Meeting, waiting, giving up. */
 #define _GNU_SOURCE
-#include "comm/collective/intra_host/lockstep.h"
+#include "comm/collective/intra_host/epoch_barrier.h"
 
 #include <errno.h>
 #include <sched.h>
@@ -55,12 +55,12 @@ relax(void)
 }
 
 static void
-ring_others(const smp_lockstep *lockstep)
+ring_others(const smp_epoch_barrier *barrier)
 {
-    for (int m = 0; m < lockstep->size; m++) {
-        smp_control_block *control = lockstep->members[m].control;
+    for (int m = 0; m < barrier->size; m++) {
+        smp_control_block *control = barrier->members[m].control;
 
-        if (m != lockstep->self && control != NULL) {
+        if (m != barrier->self && control != NULL) {
             smp_doorbell_ring(&control->doorbell);
         }
     }
@@ -68,12 +68,12 @@ ring_others(const smp_lockstep *lockstep)
 
 /* Whether a member has ended, or shows its control block to others now. */
 static bool
-is_away(const smp_lockstep *lockstep, int member)
+is_away(const smp_epoch_barrier *barrier, int member)
 {
-    const smp_member *m = &lockstep->members[member];
+    const smp_member *m = &barrier->members[member];
 
-    return smp_comm_gone(lockstep->comm, m->rank) ||
-           atomic_load(&m->control->id) != lockstep->id ||
+    return smp_comm_gone(barrier->comm, m->rank) ||
+           atomic_load(&m->control->id) != barrier->id ||
            atomic_load(&m->control->nonce) != m->nonce;
 }
 
@@ -91,10 +91,10 @@ greetings(smp_control_block *control)
 /* Finds the member's control block and greets it.  SMP_OK: it has greeted this one.
  * SMP_ERR_TIMED_OUT: not yet.  SMP_ERR_MISMATCH. */
 static smp_status
-greet(smp_lockstep *lockstep, int member, uint64_t id)
+greet(smp_epoch_barrier *barrier, int member, uint64_t id)
 {
-    smp_member        *m = &lockstep->members[member];
-    smp_control_block *own = lockstep->members[lockstep->self].control;
+    smp_member        *m = &barrier->members[member];
+    smp_control_block *own = barrier->members[barrier->self].control;
     smp_control_block *control = smp_control_block_find(m->segment->controls, id);
     uint64_t           digest;
 
@@ -113,42 +113,42 @@ greet(smp_lockstep *lockstep, int member, uint64_t id)
         return SMP_ERR_MISMATCH;
     }
     atomic_store(&greetings(own)[member], m->nonce);
-    return atomic_load(&greetings(control)[lockstep->self]) == lockstep->nonce
+    return atomic_load(&greetings(control)[barrier->self]) == barrier->nonce
                ? SMP_OK
                : SMP_ERR_TIMED_OUT;
 }
 
 /* SMP_OK: all have greeted; else *failed is one that has not. */
 static smp_status
-greet_all(smp_lockstep *lockstep, uint64_t id, int *failed)
+greet_all(smp_epoch_barrier *barrier, uint64_t id, int *failed)
 {
     smp_status all = SMP_OK;
 
-    for (int m = 0; m < lockstep->size && all != SMP_ERR_MISMATCH; m++) {
-        smp_status status = m != lockstep->self ? greet(lockstep, m, id) : SMP_OK;
+    for (int m = 0; m < barrier->size && all != SMP_ERR_MISMATCH; m++) {
+        smp_status status = m != barrier->self ? greet(barrier, m, id) : SMP_OK;
 
-        lockstep->members[m].greeted = status == SMP_OK;
+        barrier->members[m].greeted = status == SMP_OK;
         if (status != SMP_OK) {
             *failed = m;
             all = status;
         }
     }
-    ring_others(lockstep);
+    ring_others(barrier);
     return all;
 }
 
 /* After a mismatch: lets the others see it too, for at most a while. */
 static void
-linger(const smp_lockstep *lockstep, uint64_t id)
+linger(const smp_epoch_barrier *barrier, uint64_t id)
 {
     int64_t until = smp_clock_ns() + READERS_NS;
 
-    for (int m = 0; m < lockstep->size; m++) {
-        const smp_member        *other = &lockstep->members[m];
+    for (int m = 0; m < barrier->size; m++) {
+        const smp_member        *other = &barrier->members[m];
         const smp_control_block *control = NULL;
 
-        while (m != lockstep->self && smp_clock_ns() < until &&
-               !smp_comm_gone(lockstep->comm, other->rank) &&
+        while (m != barrier->self && smp_clock_ns() < until &&
+               !smp_comm_gone(barrier->comm, other->rank) &&
                (control == NULL || atomic_load(&control->failed) == SMP_OK)) {
             control = smp_control_block_find(other->segment->controls, id);
             sched_yield();
@@ -158,23 +158,23 @@ linger(const smp_lockstep *lockstep, uint64_t id)
 
 /* All that have not greeted. */
 static void
-list_absent(const smp_lockstep *lockstep, smp_rank_list *absent)
+list_absent(const smp_epoch_barrier *barrier, smp_rank_list *absent)
 {
-    for (int m = 0; m < lockstep->size && absent != NULL; m++) {
-        if (!lockstep->members[m].greeted) {
+    for (int m = 0; m < barrier->size && absent != NULL; m++) {
+        if (!barrier->members[m].greeted) {
             smp_rank_list_add(absent,
-                              smp_comm_name(lockstep->comm, lockstep->members[m].rank));
+                              smp_comm_name(barrier->comm, barrier->members[m].rank));
         }
     }
 }
 
 static smp_status
-meet(smp_lockstep *lockstep, uint64_t id, const smp_deadline *deadline, int *failed,
+meet(smp_epoch_barrier *barrier, uint64_t id, const smp_deadline *deadline, int *failed,
      smp_rank_list *absent)
 {
-    smp_doorbell *doorbell = &lockstep->members[lockstep->self].control->doorbell;
+    smp_doorbell *doorbell = &barrier->members[barrier->self].control->doorbell;
     int64_t       give_way = smp_clock_ns() + GIVE_WAY_NS;
-    int           member = lockstep->self;
+    int           member = barrier->self;
 
     for (;;) {
         int64_t    now = smp_clock_ns();
@@ -183,20 +183,20 @@ meet(smp_lockstep *lockstep, uint64_t id, const smp_deadline *deadline, int *fai
 
         /* Before the look at the control blocks: what an ended one wrote is there by
          * then. One that died is named before those that go because of it. */
-        for (int m = 0; m < lockstep->size && gone != SMP_ERR_PEER_LOST; m++) {
-            int  rank = lockstep->members[m].rank;
-            bool left = smp_comm_left(lockstep->comm, rank);
+        for (int m = 0; m < barrier->size && gone != SMP_ERR_PEER_LOST; m++) {
+            int  rank = barrier->members[m].rank;
+            bool left = smp_comm_left(barrier->comm, rank);
 
-            if (smp_comm_gone(lockstep->comm, rank) && (!left || gone == SMP_OK)) {
+            if (smp_comm_gone(barrier->comm, rank) && (!left || gone == SMP_OK)) {
                 gone = left ? SMP_ERR_CLOSED : SMP_ERR_PEER_LOST;
                 *failed = rank;
             }
         }
         smp_doorbell_lie_down(doorbell);
-        status = greet_all(lockstep, id, &member);
+        status = greet_all(barrier, id, &member);
         if (status != SMP_ERR_TIMED_OUT) {
             smp_doorbell_get_up(doorbell);
-            *failed = lockstep->members[member].rank;
+            *failed = barrier->members[member].rank;
             return status;
         }
         if (gone != SMP_OK) {
@@ -204,8 +204,8 @@ meet(smp_lockstep *lockstep, uint64_t id, const smp_deadline *deadline, int *fai
         }
         status = smp_deadline_left(deadline, now);
         if (status != SMP_OK) {
-            list_absent(lockstep, absent);
-            *failed = lockstep->members[member].rank;
+            list_absent(barrier, absent);
+            *failed = barrier->members[member].rank;
             return status;
         }
         if (now < give_way) {
@@ -221,9 +221,9 @@ meet(smp_lockstep *lockstep, uint64_t id, const smp_deadline *deadline, int *fai
  * cannot, the member may live all the same: in another pid namespace, under another
  * user's capabilities, behind a filter of system calls. */
 static bool
-can_read(const smp_lockstep *lockstep, int member)
+can_read(const smp_epoch_barrier *barrier, int member)
 {
-    const smp_member *m = &lockstep->members[member];
+    const smp_member *m = &barrier->members[member];
     uint64_t          nonce = 0;
 
     return smp_read_process(m->pid, &nonce, m->control->probe, sizeof(nonce)) == 0 &&
@@ -232,14 +232,14 @@ can_read(const smp_lockstep *lockstep, int member)
 
 /* Whether this member is to read the others' memory, as far as it is concerned. */
 static bool
-wants_to_read(const smp_lockstep *lockstep, smp_reading reading)
+wants_to_read(const smp_epoch_barrier *barrier, smp_reading reading)
 {
-    if (reading == SMP_READ_NEVER || (reading == SMP_READ_WHERE_FASTER &&
-                                      (!lockstep->spins || lockstep->size == 1))) {
+    if (reading == SMP_READ_NEVER ||
+        (reading == SMP_READ_WHERE_FASTER && (!barrier->spins || barrier->size == 1))) {
         return false;
     }
-    for (int m = 0; m < lockstep->size; m++) {
-        if (!can_read(lockstep, m)) {
+    for (int m = 0; m < barrier->size; m++) {
+        if (!can_read(barrier, m)) {
             return false;
         }
     }
@@ -248,7 +248,7 @@ wants_to_read(const smp_lockstep *lockstep, smp_reading reading)
 
 /* Finds out together whether everyone reads everyone: the first step. */
 static smp_status
-agree_on_reading(smp_lockstep *lockstep, smp_reading reading,
+agree_on_reading(smp_epoch_barrier *barrier, smp_reading reading,
                  const smp_deadline *deadline, int *failed, smp_rank_list *absent)
 {
     smp_slot  *own;
@@ -256,52 +256,53 @@ agree_on_reading(smp_lockstep *lockstep, smp_reading reading,
     int        member;
 
     /* Even: the greetings are in the slot of the step after the next. */
-    lockstep->step = lockstep->members[0].nonce >> 16 << 1;
-    own = smp_lockstep_slot(lockstep, lockstep->self, lockstep->step + 1);
+    barrier->step = barrier->members[0].nonce >> 16 << 1;
+    own = smp_epoch_barrier_slot(barrier, barrier->self, barrier->step + 1);
 
     /* No operation yet: a field of the notice says it. */
-    own->notice.uneven = wants_to_read(lockstep, reading);
-    smp_lockstep_post(lockstep);
-    while (!smp_lockstep_arrived(lockstep)) {
+    own->notice.uneven = wants_to_read(barrier, reading);
+    smp_epoch_barrier_post(barrier);
+    while (!smp_epoch_barrier_arrived(barrier)) {
         int64_t now = smp_clock_ns();
 
-        status = smp_lockstep_trouble(lockstep, &member);
+        status = smp_epoch_barrier_trouble(barrier, &member);
         if (status == SMP_OK) {
             status = smp_deadline_left(deadline, now);
-            member = lockstep->awaited;
+            member = barrier->awaited;
         }
         if (status != SMP_OK) {
-            for (int m = 0; m < lockstep->size; m++) {
-                lockstep->members[m].greeted = smp_lockstep_posted(lockstep, m);
+            for (int m = 0; m < barrier->size; m++) {
+                barrier->members[m].greeted = smp_epoch_barrier_posted(barrier, m);
             }
-            list_absent(lockstep, absent);
-            *failed = lockstep->members[member].rank;
+            list_absent(barrier, absent);
+            *failed = barrier->members[member].rank;
             return status;
         }
-        smp_lockstep_wait(lockstep, now + SMP_DEADLINE_LOOK_NS);
+        smp_epoch_barrier_wait(barrier, now + SMP_DEADLINE_LOOK_NS);
     }
-    lockstep->reads = true;
-    for (int m = 0; m < lockstep->size; m++) {
-        const smp_notice *its = &smp_lockstep_slot(lockstep, m, lockstep->step)->notice;
+    barrier->reads = true;
+    for (int m = 0; m < barrier->size; m++) {
+        const smp_notice *its =
+            &smp_epoch_barrier_slot(barrier, m, barrier->step)->notice;
 
-        lockstep->reads = lockstep->reads && its->uneven;
+        barrier->reads = barrier->reads && its->uneven;
     }
-    smp_lockstep_read(lockstep);
+    smp_epoch_barrier_read(barrier);
     return SMP_OK;
 }
 
 /* The members without their control blocks; *failed as in init. */
 static smp_status
-list_members(smp_lockstep *lockstep, const int *ranks, int *failed)
+list_members(smp_epoch_barrier *barrier, const int *ranks, int *failed)
 {
-    int me = smp_comm_rank(lockstep->comm);
+    int me = smp_comm_rank(barrier->comm);
 
-    lockstep->self = -1;
-    for (int m = 0; m < lockstep->size; m++) {
+    barrier->self = -1;
+    for (int m = 0; m < barrier->size; m++) {
         smp_neighbour neighbour;
 
         *failed = ranks[m];
-        if (ranks[m] < 0 || ranks[m] >= smp_comm_size(lockstep->comm)) {
+        if (ranks[m] < 0 || ranks[m] >= smp_comm_size(barrier->comm)) {
             return SMP_ERR_INVALID;
         }
         for (int other = 0; other < m; other++) {
@@ -309,32 +310,32 @@ list_members(smp_lockstep *lockstep, const int *ranks, int *failed)
                 return SMP_ERR_INVALID;
             }
         }
-        if (!smp_comm_neighbour(lockstep->comm, ranks[m], &neighbour)) {
+        if (!smp_comm_neighbour(barrier->comm, ranks[m], &neighbour)) {
             return SMP_ERR_UNREACHABLE;
         }
         smp_segment_ref(neighbour.segment);
-        lockstep->members[m] = (smp_member){
+        barrier->members[m] = (smp_member){
             .rank = ranks[m], .pid = neighbour.pid, .segment = neighbour.segment};
         if (ranks[m] == me) {
-            lockstep->self = m;
+            barrier->self = m;
         }
     }
     *failed = me;
-    return lockstep->self >= 0 ? SMP_OK : SMP_ERR_INVALID;
+    return barrier->self >= 0 ? SMP_OK : SMP_ERR_INVALID;
 }
 
 static void
-forget_members(smp_lockstep *lockstep)
+forget_members(smp_epoch_barrier *barrier)
 {
-    for (int m = 0; m < lockstep->size; m++) {
-        smp_segment_unref(lockstep->members[m].segment);
+    for (int m = 0; m < barrier->size; m++) {
+        smp_segment_unref(barrier->members[m].segment);
     }
-    free(lockstep->members);
+    free(barrier->members);
 }
 
 smp_status
-smp_lockstep_blame(const smp_comm *comm, smp_status status, int *failed, char *why,
-                   size_t bytes)
+smp_epoch_barrier_blame(const smp_comm *comm, smp_status status, int *failed, char *why,
+                        size_t bytes)
 {
     int64_t until = smp_clock_ns() + NEWS_NS;
 
@@ -359,9 +360,9 @@ smp_lockstep_blame(const smp_comm *comm, smp_status status, int *failed, char *w
 }
 
 smp_status
-smp_lockstep_init(smp_lockstep *lockstep, smp_comm *comm, const int *ranks, int size,
-                  uint64_t id, smp_reading reading, const smp_deadline *deadline,
-                  int *failed, smp_rank_list *absent)
+smp_epoch_barrier_init(smp_epoch_barrier *barrier, smp_comm *comm, const int *ranks,
+                       int size, uint64_t id, smp_reading reading,
+                       const smp_deadline *deadline, int *failed, smp_rank_list *absent)
 {
     smp_member        *own;
     smp_control_block *control;
@@ -372,21 +373,21 @@ smp_lockstep_init(smp_lockstep *lockstep, smp_comm *comm, const int *ranks, int 
     if (size < 1 || size > SMP_GROUP_MEMBERS || id == 0) {
         return SMP_ERR_INVALID;
     }
-    *lockstep = (smp_lockstep){.comm = comm,
-                               .size = size,
-                               .spins = smp_comm_spins(comm),
-                               .id = id,
-                               .nonce = smp_new_nonce(lockstep),
-                               .generation = smp_fork_generation()};
-    lockstep->members = calloc((size_t)size, sizeof(smp_member));
-    if (lockstep->members == NULL) {
+    *barrier = (smp_epoch_barrier){.comm = comm,
+                                   .size = size,
+                                   .spins = smp_comm_spins(comm),
+                                   .id = id,
+                                   .nonce = smp_new_nonce(barrier),
+                                   .generation = smp_fork_generation()};
+    barrier->members = calloc((size_t)size, sizeof(smp_member));
+    if (barrier->members == NULL) {
         return SMP_ERR_NO_MEMORY;
     }
-    status = list_members(lockstep, ranks, failed);
+    status = list_members(barrier, ranks, failed);
     if (status != SMP_OK) {
         goto err_forget;
     }
-    own = &lockstep->members[lockstep->self];
+    own = &barrier->members[barrier->self];
     control = smp_control_block_take(own->segment->controls);
     if (control == NULL) {
         status = SMP_ERR_LIMIT;
@@ -397,15 +398,15 @@ smp_lockstep_init(smp_lockstep *lockstep, smp_comm *comm, const int *ranks, int 
                   sizeof(control->slots), MADV_POPULATE_WRITE);
     own->control = control;
     own->arena = (uint64_t)(uintptr_t)own->segment->arena;
-    own->nonce = lockstep->nonce;
-    atomic_store(&control->nonce, lockstep->nonce);
-    control->probe = (uint64_t)(uintptr_t)&lockstep->nonce;
+    own->nonce = barrier->nonce;
+    atomic_store(&control->nonce, barrier->nonce);
+    control->probe = (uint64_t)(uintptr_t)&barrier->nonce;
     control->arena = own->arena;
     control->digest = smp_members_digest(ranks, size);
     atomic_store(&control->id, id);
-    status = meet(lockstep, id, deadline, failed, absent);
+    status = meet(barrier, id, deadline, failed, absent);
     if (status == SMP_OK) {
-        status = agree_on_reading(lockstep, reading, deadline, failed, absent);
+        status = agree_on_reading(barrier, reading, deadline, failed, absent);
     }
     if (status != SMP_OK) {
         goto err_forget_control;
@@ -413,32 +414,32 @@ smp_lockstep_init(smp_lockstep *lockstep, smp_comm *comm, const int *ranks, int 
     return SMP_OK;
 
 err_forget_control:
-    status = smp_lockstep_blame(comm, status, failed, why, sizeof(why));
-    smp_lockstep_fail(lockstep, status, why);
+    status = smp_epoch_barrier_blame(comm, status, failed, why, sizeof(why));
+    smp_epoch_barrier_fail(barrier, status, why);
     if (status == SMP_ERR_MISMATCH) {
-        linger(lockstep, id);
+        linger(barrier, id);
     }
     smp_control_block_forget(control);
 err_forget:
-    forget_members(lockstep);
+    forget_members(barrier);
     return status;
 }
 
 void
-smp_lockstep_fini(smp_lockstep *lockstep)
+smp_epoch_barrier_fini(smp_epoch_barrier *barrier)
 {
-    smp_control_block *control = lockstep->members[lockstep->self].control;
+    smp_control_block *control = barrier->members[barrier->self].control;
     int64_t            until = smp_clock_ns() + READERS_NS;
     bool               read = true;
 
-    if (lockstep->generation == smp_fork_generation()) {
-        for (int m = 0; m < lockstep->size; m++) {
-            const smp_member *other = &lockstep->members[m];
+    if (barrier->generation == smp_fork_generation()) {
+        for (int m = 0; m < barrier->size; m++) {
+            const smp_member *other = &barrier->members[m];
 
-            while (m != lockstep->self &&
-                   atomic_load(&other->control->read) != lockstep->step &&
+            while (m != barrier->self &&
+                   atomic_load(&other->control->read) != barrier->step &&
                    atomic_load(&other->control->failed) == SMP_OK &&
-                   !is_away(lockstep, m) && read) {
+                   !is_away(barrier, m) && read) {
                 read = smp_clock_ns() < until;
                 sched_yield();
             }
@@ -449,34 +450,34 @@ smp_lockstep_fini(smp_lockstep *lockstep)
             smp_control_block_leave(control);
         }
     }
-    forget_members(lockstep);
+    forget_members(barrier);
 }
 
 /* ------------------------------------------------------------------------ steps */
 
 void
-smp_lockstep_post(smp_lockstep *lockstep)
+smp_epoch_barrier_post(smp_epoch_barrier *barrier)
 {
     smp_slot *own;
 
-    lockstep->step++;
-    lockstep->awaited = 0;
-    own = smp_lockstep_slot(lockstep, lockstep->self, lockstep->step);
+    barrier->step++;
+    barrier->awaited = 0;
+    own = smp_epoch_barrier_slot(barrier, barrier->self, barrier->step);
     smp_jitter();
-    atomic_store(&own->notice.step, lockstep->step);
+    atomic_store(&own->notice.step, barrier->step);
     smp_jitter();
-    ring_others(lockstep);
+    ring_others(barrier);
 }
 
 /* Looks until `until_ns`, between the looks as `gives_way` says. */
 static bool
-look_for_a_while(smp_lockstep *lockstep, bool gives_way, int64_t until_ns)
+look_for_a_while(smp_epoch_barrier *barrier, bool gives_way, int64_t until_ns)
 {
     int looks = gives_way ? 1 : LOOKS;
 
     do {
         for (int i = 0; i < looks; i++) {
-            if (smp_lockstep_arrived(lockstep)) {
+            if (smp_epoch_barrier_arrived(barrier)) {
                 return true;
             }
             if (gives_way) {
@@ -486,46 +487,46 @@ look_for_a_while(smp_lockstep *lockstep, bool gives_way, int64_t until_ns)
             }
         }
     } while (smp_clock_ns() < until_ns);
-    return smp_lockstep_arrived(lockstep);
+    return smp_epoch_barrier_arrived(barrier);
 }
 
 bool
-smp_lockstep_look(smp_lockstep *lockstep)
+smp_epoch_barrier_look(smp_epoch_barrier *barrier)
 {
-    for (int i = 0; i < LOOKS && lockstep->spins; i++) {
-        if (smp_lockstep_arrived(lockstep)) {
+    for (int i = 0; i < LOOKS && barrier->spins; i++) {
+        if (smp_epoch_barrier_arrived(barrier)) {
             return true;
         }
         relax();
     }
-    return smp_lockstep_arrived(lockstep);
+    return smp_epoch_barrier_arrived(barrier);
 }
 
 void
-smp_lockstep_wait(smp_lockstep *lockstep, int64_t until_ns)
+smp_epoch_barrier_wait(smp_epoch_barrier *barrier, int64_t until_ns)
 {
-    smp_control_block *own = lockstep->members[lockstep->self].control;
+    smp_control_block *own = barrier->members[barrier->self].control;
     smp_doorbell      *doorbell = &own->doorbell;
     int64_t            start;
     int                member;
 
-    if (smp_lockstep_arrived(lockstep)) {
+    if (smp_epoch_barrier_arrived(barrier)) {
         return;
     }
     start = smp_clock_ns();
-    if (lockstep->spins && look_for_a_while(lockstep, false, start + SPIN_NS)) {
+    if (barrier->spins && look_for_a_while(barrier, false, start + SPIN_NS)) {
         return;
     }
-    if (look_for_a_while(lockstep, true, start + GIVE_WAY_NS)) {
+    if (look_for_a_while(barrier, true, start + GIVE_WAY_NS)) {
         return;
     }
-    atomic_store(&own->waits, lockstep->step);
+    atomic_store(&own->waits, barrier->step);
     for (;;) {
         int64_t now = smp_clock_ns();
 
         smp_doorbell_lie_down(doorbell); /* before both looks: who gives up rings too */
-        if (smp_lockstep_trouble(lockstep, &member) != SMP_OK ||
-            smp_lockstep_arrived(lockstep) || now >= until_ns) {
+        if (smp_epoch_barrier_trouble(barrier, &member) != SMP_OK ||
+            smp_epoch_barrier_arrived(barrier) || now >= until_ns) {
             break;
         }
         smp_doorbell_sleep(doorbell,
@@ -553,15 +554,15 @@ weight(const smp_control_block *control)
 }
 
 const smp_control_block *
-smp_lockstep_elsewhere(const smp_lockstep *lockstep, int member)
+smp_epoch_barrier_elsewhere(const smp_epoch_barrier *barrier, int member)
 {
-    const smp_control_block *controls = lockstep->members[member].segment->controls;
+    const smp_control_block *controls = barrier->members[member].segment->controls;
     const smp_control_block *best = NULL;
 
     for (int i = 0; i < SMP_CONTROL_BLOCKS; i++) {
         uint64_t id = atomic_load(&controls[i].id);
 
-        if (id != 0 && id != lockstep->id && weight(&controls[i]) != 0 &&
+        if (id != 0 && id != barrier->id && weight(&controls[i]) != 0 &&
             (best == NULL || weight(&controls[i]) > weight(best))) {
             best = &controls[i];
         }
@@ -570,23 +571,23 @@ smp_lockstep_elsewhere(const smp_lockstep *lockstep, int member)
 }
 
 smp_status
-smp_lockstep_trouble(const smp_lockstep *lockstep, int *member)
+smp_epoch_barrier_trouble(const smp_epoch_barrier *barrier, int *member)
 {
     smp_status first = SMP_OK;
 
-    for (int m = lockstep->awaited; m < lockstep->size; m++) {
-        const smp_member *other = &lockstep->members[m];
+    for (int m = barrier->awaited; m < barrier->size; m++) {
+        const smp_member *other = &barrier->members[m];
         /* Before the look at its slot: what it posted is there by then. */
-        bool       gone = is_away(lockstep, m);
+        bool       gone = is_away(barrier, m);
         smp_status status = (smp_status)atomic_load(&other->control->failed);
 
-        if (m == lockstep->self || (!gone && status == SMP_OK) ||
-            smp_lockstep_posted(lockstep, m)) {
+        if (m == barrier->self || (!gone && status == SMP_OK) ||
+            smp_epoch_barrier_posted(barrier, m)) {
             continue;
         }
         /* One that died is named before those that go because of it. */
-        if (smp_comm_gone(lockstep->comm, other->rank) &&
-            !smp_comm_left(lockstep->comm, other->rank)) {
+        if (smp_comm_gone(barrier->comm, other->rank) &&
+            !smp_comm_left(barrier->comm, other->rank)) {
             *member = m;
             return SMP_ERR_PEER_LOST;
         }
@@ -599,29 +600,29 @@ smp_lockstep_trouble(const smp_lockstep *lockstep, int *member)
 }
 
 void
-smp_lockstep_read(smp_lockstep *lockstep)
+smp_epoch_barrier_read(smp_epoch_barrier *barrier)
 {
-    atomic_store_explicit(&lockstep->members[lockstep->self].control->read,
-                          lockstep->step, memory_order_release);
+    atomic_store_explicit(&barrier->members[barrier->self].control->read, barrier->step,
+                          memory_order_release);
 }
 
 void
-smp_lockstep_fail(smp_lockstep *lockstep, smp_status status, const char *why)
+smp_epoch_barrier_fail(smp_epoch_barrier *barrier, smp_status status, const char *why)
 {
-    smp_control_block *control = lockstep->members[lockstep->self].control;
+    smp_control_block *control = barrier->members[barrier->self].control;
 
     strncpy(control->why, why, sizeof(control->why) - 1);
     atomic_store(&control->failed, (uint32_t)status);
-    ring_others(lockstep);
+    ring_others(barrier);
 }
 
 smp_status
-smp_lockstep_given_up(const smp_lockstep *lockstep, int *member)
+smp_epoch_barrier_given_up(const smp_epoch_barrier *barrier, int *member)
 {
-    for (int m = 0; m < lockstep->size; m++) {
-        uint32_t failed = atomic_load(&lockstep->members[m].control->failed);
+    for (int m = 0; m < barrier->size; m++) {
+        uint32_t failed = atomic_load(&barrier->members[m].control->failed);
 
-        if (m != lockstep->self && failed != SMP_OK) {
+        if (m != barrier->self && failed != SMP_OK) {
             *member = m;
             return (smp_status)failed;
         }
@@ -630,13 +631,13 @@ smp_lockstep_given_up(const smp_lockstep *lockstep, int *member)
 }
 
 bool
-smp_lockstep_all_here(const smp_lockstep *lockstep)
+smp_epoch_barrier_all_here(const smp_epoch_barrier *barrier)
 {
-    for (int m = 0; m < lockstep->size; m++) {
-        const smp_slot *slot = smp_lockstep_slot(lockstep, m, lockstep->step);
+    for (int m = 0; m < barrier->size; m++) {
+        const smp_slot *slot = smp_epoch_barrier_slot(barrier, m, barrier->step);
 
         /* Not only acquire: this load comes after the store of `failed`. */
-        if (atomic_load(&slot->notice.step) != lockstep->step) {
+        if (atomic_load(&slot->notice.step) != barrier->step) {
             return false;
         }
     }
@@ -644,16 +645,16 @@ smp_lockstep_all_here(const smp_lockstep *lockstep)
 }
 
 void
-smp_lockstep_retreat(const smp_lockstep *lockstep, uint64_t last)
+smp_epoch_barrier_retreat(const smp_epoch_barrier *barrier, uint64_t last)
 {
     int64_t until = smp_clock_ns() + READERS_NS;
 
-    for (int m = 0; m < lockstep->size; m++) {
-        const smp_control_block *control = lockstep->members[m].control;
-        const smp_slot          *slot = smp_lockstep_slot(lockstep, m, last);
+    for (int m = 0; m < barrier->size; m++) {
+        const smp_control_block *control = barrier->members[m].control;
+        const smp_slot          *slot = smp_epoch_barrier_slot(barrier, m, last);
 
-        while (m != lockstep->self && atomic_load(&slot->notice.step) != last &&
-               atomic_load(&control->failed) == SMP_OK && !is_away(lockstep, m) &&
+        while (m != barrier->self && atomic_load(&slot->notice.step) != last &&
+               atomic_load(&control->failed) == SMP_OK && !is_away(barrier, m) &&
                smp_clock_ns() < until) {
             sched_yield();
         }
@@ -661,14 +662,14 @@ smp_lockstep_retreat(const smp_lockstep *lockstep, uint64_t last)
 }
 
 smp_user *
-smp_lockstep_users(const smp_lockstep *lockstep)
+smp_epoch_barrier_users(const smp_epoch_barrier *barrier)
 {
-    smp_user *users = calloc((size_t)lockstep->size, sizeof(*users));
+    smp_user *users = calloc((size_t)barrier->size, sizeof(*users));
 
-    for (int m = 0; m < lockstep->size && users != NULL; m++) {
-        const smp_member *member = &lockstep->members[m];
+    for (int m = 0; m < barrier->size && users != NULL; m++) {
+        const smp_member *member = &barrier->members[m];
 
-        if (m != lockstep->self) {
+        if (m != barrier->self) {
             smp_segment_ref(member->segment);
             users[m] = (smp_user){member->segment, member->control, member->nonce,
                                   member->pid};
@@ -678,9 +679,10 @@ smp_lockstep_users(const smp_lockstep *lockstep)
 }
 
 bool
-smp_lockstep_why(const smp_lockstep *lockstep, int member, char *out, size_t bytes)
+smp_epoch_barrier_why(const smp_epoch_barrier *barrier, int member, char *out,
+                      size_t bytes)
 {
-    const smp_control_block *control = lockstep->members[member].control;
+    const smp_control_block *control = barrier->members[member].control;
     size_t n = sizeof(control->why) < bytes ? sizeof(control->why) : bytes;
 
     if (atomic_load(&control->failed) == SMP_OK) {
@@ -692,10 +694,10 @@ smp_lockstep_why(const smp_lockstep *lockstep, int member, char *out, size_t byt
 }
 
 bool
-smp_lockstep_in_arena(const smp_lockstep *lockstep, int member, uint64_t address,
-                      size_t bytes)
+smp_epoch_barrier_in_arena(const smp_epoch_barrier *barrier, int member,
+                           uint64_t address, size_t bytes)
 {
-    const smp_member *m = &lockstep->members[member];
+    const smp_member *m = &barrier->members[member];
     size_t            room = m->segment->arena_bytes;
 
     return address >= m->arena && address - m->arena <= room &&
@@ -703,15 +705,15 @@ smp_lockstep_in_arena(const smp_lockstep *lockstep, int member, uint64_t address
 }
 
 uint8_t *
-smp_lockstep_mapped(const smp_lockstep *lockstep, int member, uint64_t address,
-                    size_t bytes)
+smp_epoch_barrier_mapped(const smp_epoch_barrier *barrier, int member, uint64_t address,
+                         size_t bytes)
 {
-    const smp_member *m = &lockstep->members[member];
+    const smp_member *m = &barrier->members[member];
 
-    if (member == lockstep->self) {
+    if (member == barrier->self) {
         return (uint8_t *)(uintptr_t)address;
     }
-    return smp_lockstep_in_arena(lockstep, member, address, bytes)
+    return smp_epoch_barrier_in_arena(barrier, member, address, bytes)
                ? m->segment->arena + (address - m->arena)
                : NULL;
 }
@@ -719,27 +721,27 @@ smp_lockstep_mapped(const smp_lockstep *lockstep, int member, uint64_t address,
 /* A process that could be read has no memory any more: its pidfd or its socket, which
  * the comm watches, tells whether it has ended. */
 static smp_status
-await_end(const smp_lockstep *lockstep, int rank)
+await_end(const smp_epoch_barrier *barrier, int rank)
 {
     int64_t until = smp_clock_ns() + END_NS;
 
-    while (!smp_comm_gone(lockstep->comm, rank)) {
+    while (!smp_comm_gone(barrier->comm, rank)) {
         if (smp_clock_ns() >= until) {
             return SMP_ERR_SYSTEM;
         }
         sched_yield();
     }
-    return smp_comm_left(lockstep->comm, rank) ? SMP_ERR_CLOSED : SMP_ERR_PEER_LOST;
+    return smp_comm_left(barrier->comm, rank) ? SMP_ERR_CLOSED : SMP_ERR_PEER_LOST;
 }
 
 smp_status
-smp_lockstep_copy(const smp_lockstep *lockstep, int member, void *to, uint64_t from,
-                  size_t bytes)
+smp_epoch_barrier_copy(const smp_epoch_barrier *barrier, int member, void *to,
+                       uint64_t from, size_t bytes)
 {
-    const smp_member *m = &lockstep->members[member];
+    const smp_member *m = &barrier->members[member];
     int               why = smp_read_process(m->pid, to, from, bytes);
 
     return why == 0       ? SMP_OK
-           : why == ESRCH ? await_end(lockstep, m->rank)
+           : why == ESRCH ? await_end(barrier, m->rank)
                           : SMP_ERR_SYSTEM;
 }
