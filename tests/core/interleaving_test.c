@@ -1,7 +1,7 @@
 /* The hand-overs between ranks and threads, in every order of their steps: queue in
  * shared memory, doorbell, kicks of the progress thread; what a server runs next of
  * what has come; modules' collectives; members of a group in steps; orders;
- * letterboxes.  Spec: csrc/comm/memory/ring.h, csrc/comm/memory/doorbell.h,
+ * posted receives.  Spec: csrc/comm/memory/ring.h, csrc/comm/memory/doorbell.h,
  * csrc/comm/comm.h, csrc/server/choice.h and lineup.h,
  * csrc/comm/collective/intra_host/epoch_barrier.h, queue.h and mailbox.h.
  *
@@ -1204,7 +1204,8 @@ RIGHT(a_follower_issues_in_the_order_of_tp_rank_0, .set_up = make_tp_ranks,
                   {"tp_rank 1", issue_what_comes, false}},
       .check = nothing)
 
-/* ---------------------------------------------------------------------- letterboxes */
+/* ---------------------------------------------------------------------- posted
+ * receives */
 
 static smp_mailbox *mailboxes[2];
 
@@ -1228,14 +1229,15 @@ post_tag(int from, int64_t tag)
 static void
 get_tag(int source, int64_t tag)
 {
-    int64_t       got = 0;
-    smp_letterbox box = {.want = {.group = 1, .tag = tag, .dtype = SMP_I64, .count = 1},
-                         .source = source,
-                         .out = &got};
+    int64_t            got = 0;
+    smp_posted_receive receive = {
+        .want = {.group = 1, .tag = tag, .dtype = SMP_I64, .count = 1},
+        .source = source,
+        .out = &got};
 
-    smp_letterbox_put_up(mailboxes[0], &box);
-    want(smp_letterbox_wait(mailboxes[0], &box, SMP_NEVER), "not over");
-    want(box.status == SMP_OK && got == tag, "another letter");
+    smp_receive_post(mailboxes[0], &receive);
+    want(smp_receive_wait(mailboxes[0], &receive, SMP_NEVER), "not over");
+    want(receive.status == SMP_OK && got == tag, "another message");
 }
 
 static void
@@ -1267,12 +1269,13 @@ RIGHT(one_waiter_sorts_in_for_the_other, .set_up = make_mailboxes,
 static void
 give_up_then_post_2(void)
 {
-    smp_letterbox box = {.want = {.group = 1, .tag = 9, .dtype = SMP_I64}, .source = 1};
+    smp_posted_receive receive = {.want = {.group = 1, .tag = 9, .dtype = SMP_I64},
+                                  .source = 1};
 
-    smp_letterbox_put_up(mailboxes[0], &box);
-    want(!smp_letterbox_wait(mailboxes[0], &box, smp_clock_ns() + 5 * SMP_NS_PER_MS),
-         "a letter that nobody sent");
-    smp_letterbox_take_down(mailboxes[0], &box);
+    smp_receive_post(mailboxes[0], &receive);
+    want(!smp_receive_wait(mailboxes[0], &receive, smp_clock_ns() + 5 * SMP_NS_PER_MS),
+         "a message that nobody sent");
+    smp_receive_cancel(mailboxes[0], &receive);
     post_tag(1, 2);
 }
 
@@ -1292,7 +1295,7 @@ get_from_itself(void)
     get_tag(0, 3);
 }
 
-RIGHT(a_letter_to_oneself_wakes_who_waits_for_it, .set_up = make_mailboxes,
+RIGHT(a_message_to_oneself_wakes_who_waits_for_it, .set_up = make_mailboxes,
       .threads = {{"sender", post_to_itself, false},
                   {"waiter", get_from_itself, false}},
       .check = nothing)
@@ -1338,7 +1341,7 @@ main(int argc, char **argv)
         ENTRY(a_follower_issues_in_the_order_of_tp_rank_0),
         ENTRY(one_waiter_sorts_in_for_the_other),
         ENTRY(who_gives_up_leaves_the_sorting_to_the_others),
-        ENTRY(a_letter_to_oneself_wakes_who_waits_for_it),
+        ENTRY(a_message_to_oneself_wakes_who_waits_for_it),
     };
     return run_tests(tests, sizeof(tests) / sizeof(tests[0]), argc, argv);
 }

@@ -310,13 +310,13 @@ be_member(input *in)
 
 /* ----------------------------------------------------------------- a mailbox */
 
-/* Sends bytes of the input, then a letter as it should be. */
+/* Sends bytes of the input, then a message as it should be. */
 static void
-send_letters(input *in, const smp_address *last)
+send_messages(input *in, const smp_address *last)
 {
-    int letters = (int)take(in, 1) % 4;
+    int messages = (int)take(in, 1) % 4;
 
-    for (int i = 0; i < letters; i++) {
+    for (int i = 0; i < messages; i++) {
         smp_address address = {.group = take(in, 1),
                                .tag = (int64_t)take(in, 1),
                                .dtype = (smp_dtype)take(in, 1),
@@ -338,14 +338,14 @@ send_letters(input *in, const smp_address *last)
 static void
 be_mailbox(input *in)
 {
-    static int64_t last_tag = 1000;
-    uint8_t        out[64] = {0};
-    smp_letterbox  box = {
-         .want = {.group = 1, .tag = 1, .dtype = SMP_U8, .count = 16},
-         .source = SMP_ANY_SOURCE,
-         .out = out,
+    static int64_t     last_tag = 1000;
+    uint8_t            out[64] = {0};
+    smp_posted_receive receive = {
+        .want = {.group = 1, .tag = 1, .dtype = SMP_U8, .count = 16},
+        .source = SMP_ANY_SOURCE,
+        .out = out,
     };
-    smp_letterbox last = {
+    smp_posted_receive last = {
         .want = {.group = 1, .tag = ++last_tag, .dtype = SMP_U8, .count = 0},
         .source = 1,
         .out = out,
@@ -353,14 +353,14 @@ be_mailbox(input *in)
     smp_mailbox *mailbox;
 
     require(smp_mailbox_create(comms[0], &mailbox) == SMP_OK);
-    smp_letterbox_put_up(mailbox, &box);
-    smp_letterbox_put_up(mailbox, &last);
-    send_letters(in, &last.want);
-    require(smp_letterbox_wait(mailbox, &last, smp_clock_ns() + 10 * SMP_NS_PER_S));
+    smp_receive_post(mailbox, &receive);
+    smp_receive_post(mailbox, &last);
+    send_messages(in, &last.want);
+    require(smp_receive_wait(mailbox, &last, smp_clock_ns() + 10 * SMP_NS_PER_S));
     for (size_t i = 16; i < sizeof(out); i++) {
         require(out[i] == 0);
     }
-    smp_letterbox_take_down(mailbox, &box);
+    smp_receive_cancel(mailbox, &receive);
     smp_mailbox_destroy(mailbox);
 }
 

@@ -1,4 +1,4 @@
-/* Letterboxes that keep the tensor into which a message goes. */
+/* Posted receives that keep the tensor into which a message goes. */
 #include "python/collectives/mail.h"
 
 #include <stdbool.h>
@@ -10,11 +10,11 @@
 #include "python/values/row.h"
 
 typedef struct {
-    PyObject          ob_base;
-    smp_group_object *group;  /* owned, like the tensor */
-    PyObject         *tensor; /* NULL: it is not put up */
-    smp_letterbox     box;
-    bool              over;
+    PyObject           ob_base;
+    smp_group_object  *group;  /* owned, like the tensor */
+    PyObject          *tensor; /* NULL: it is not posted */
+    smp_posted_receive receive;
+    bool               over;
 } receipt_object;
 
 static PyTypeObject *receipt_type;
@@ -27,11 +27,11 @@ typedef struct {
     int               rank;
     smp_address       address;
     void             *data;
-} letter;
+} mail_arguments;
 
 /* 0, or -1 with an exception: the comm is closed, or the tensor cannot travel. */
 static int
-read_letter(PyObject *const *args, Py_ssize_t nargs, letter *out)
+read_arguments(PyObject *const *args, Py_ssize_t nargs, mail_arguments *out)
 {
     smp_row row;
 
@@ -69,7 +69,7 @@ describe_end(const smp_comm_object *comm, int rank, smp_status status, char *out
 static PyObject *
 py_send(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
-    letter           l = {0};
+    mail_arguments   l = {0};
     smp_comm_object *comm;
     smp_mailbox     *mailbox;
     smp_status       status;
@@ -77,7 +77,7 @@ py_send(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
     char             why[64];
 
     (void)module;
-    if (read_letter(args, nargs, &l) < 0) {
+    if (read_arguments(args, nargs, &l) < 0) {
         return NULL;
     }
     comm = l.group->comm;
@@ -103,11 +103,11 @@ py_send(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 static PyObject *
 py_receive(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
-    letter          l = {0};
+    mail_arguments  l = {0};
     receipt_object *self;
 
     (void)module;
-    if (read_letter(args, nargs, &l) < 0) {
+    if (read_arguments(args, nargs, &l) < 0) {
         return NULL;
     }
     self = (receipt_object *)receipt_type->tp_alloc(receipt_type, 0);
@@ -116,10 +116,10 @@ py_receive(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
     }
     self->group = (smp_group_object *)Py_NewRef(l.group);
     self->tensor = Py_NewRef(args[TENSOR]);
-    self->box.want = l.address;
-    self->box.source = l.rank;
-    self->box.out = l.data;
-    smp_letterbox_put_up(l.group->comm->mailbox, &self->box);
+    self->receive.want = l.address;
+    self->receive.source = l.rank;
+    self->receive.out = l.data;
+    smp_receive_post(l.group->comm->mailbox, &self->receive);
     return (PyObject *)self;
 }
 
@@ -130,7 +130,7 @@ receipt_dealloc(PyObject *object)
     PyTypeObject   *type = Py_TYPE(object);
 
     if (self->tensor != NULL && self->group->comm->mailbox != NULL) {
-        (void)smp_letterbox_take_down(self->group->comm->mailbox, &self->box);
+        (void)smp_receive_cancel(self->group->comm->mailbox, &self->receive);
     }
     Py_XDECREF(self->tensor);
     Py_XDECREF(self->group);
@@ -153,8 +153,8 @@ wait_until(receipt_object *self, int64_t until_ns)
         }
         comm->users++;
         Py_BEGIN_ALLOW_THREADS;
-        self->over = smp_letterbox_wait(mailbox, &self->box,
-                                        look_ns < until_ns ? look_ns : until_ns);
+        self->over = smp_receive_wait(mailbox, &self->receive,
+                                      look_ns < until_ns ? look_ns : until_ns);
         Py_END_ALLOW_THREADS;
         comm->users--;
         if (PyErr_CheckSignals() < 0) {
@@ -199,7 +199,7 @@ receipt_withdraw(PyObject *object, PyObject *unused)
         return NULL; /* a signal handler has left the ranks */
     }
     if (over == 0) { /* but for another thread's look, meanwhile */
-        self->over = smp_letterbox_take_down(self->group->comm->mailbox, &self->box);
+        self->over = smp_receive_cancel(self->group->comm->mailbox, &self->receive);
         over = self->over;
     }
     return over < 0 ? NULL : PyBool_FromLong(over);
@@ -222,15 +222,15 @@ describe(const smp_address *address, char *out, size_t bytes)
 static void
 name_receipt(const receipt_object *self, char *out, size_t bytes)
 {
-    const smp_letterbox *box = &self->box;
-    char                 from[32] = "any rank";
+    const smp_posted_receive *receive = &self->receive;
+    char                      from[32] = "any rank";
 
-    if (box->source != SMP_ANY_SOURCE) {
+    if (receive->source != SMP_ANY_SOURCE) {
         PyOS_snprintf(from, sizeof(from), "rank %d",
-                      smp_comm_object_name(self->group->comm, box->source));
+                      smp_comm_object_name(self->group->comm, receive->source));
     }
     PyOS_snprintf(out, bytes, "group '%s': receive (tag %lld) from %s",
-                  self->group->name, (long long)box->want.tag, from);
+                  self->group->name, (long long)receive->want.tag, from);
 }
 
 /* describe() -> what it is, in words */
@@ -249,35 +249,35 @@ receipt_describe(PyObject *object, PyObject *unused)
 static PyObject *
 receipt_check(PyObject *object, PyObject *unused)
 {
-    receipt_object        *self = (receipt_object *)object;
-    const smp_comm_object *comm = self->group->comm;
-    const smp_letterbox   *box = &self->box;
-    char                   what[160];
-    char                   why[160];
+    receipt_object           *self = (receipt_object *)object;
+    const smp_comm_object    *comm = self->group->comm;
+    const smp_posted_receive *receive = &self->receive;
+    char                      what[160];
+    char                      why[160];
 
     (void)unused;
-    if (box->status == SMP_OK) {
+    if (receive->status == SMP_OK) {
         Py_RETURN_NONE;
     }
     name_receipt(self, what, sizeof(what));
-    if (box->from == SMP_ANY_SOURCE) {
-        return smp_comm_raise(comm, box->status, what,
-                              box->status == SMP_ERR_CLOSED ? "all ranks have left"
-                                                            : NULL);
+    if (receive->from == SMP_ANY_SOURCE) {
+        return smp_comm_raise(comm, receive->status, what,
+                              receive->status == SMP_ERR_CLOSED ? "all ranks have left"
+                                                                : NULL);
     }
-    if (box->status == SMP_ERR_MISMATCH) {
+    if (receive->status == SMP_ERR_MISMATCH) {
         char sent[48];
         char wanted[48];
 
-        describe(&box->got, sent, sizeof(sent));
-        describe(&box->want, wanted, sizeof(wanted));
+        describe(&receive->got, sent, sizeof(sent));
+        describe(&receive->want, wanted, sizeof(wanted));
         PyOS_snprintf(why, sizeof(why), "rank %d sent %s, rank %d wants %s",
-                      smp_comm_object_name(comm, box->from), sent,
+                      smp_comm_object_name(comm, receive->from), sent,
                       smp_comm_object_name(comm, comm->rank), wanted);
     } else {
-        describe_end(comm, box->from, box->status, why, sizeof(why));
+        describe_end(comm, receive->from, receive->status, why, sizeof(why));
     }
-    return smp_comm_raise(comm, box->status, what, why);
+    return smp_comm_raise(comm, receive->status, what, why);
 }
 
 /* source() -> the rank that sent it; it is over */
@@ -285,7 +285,7 @@ static PyObject *
 receipt_source(PyObject *object, PyObject *unused)
 {
     (void)unused;
-    return PyLong_FromLong(((receipt_object *)object)->box.from);
+    return PyLong_FromLong(((receipt_object *)object)->receive.from);
 }
 
 static PyMethodDef receipt_methods[] = {
