@@ -87,10 +87,10 @@ connect_ranks(void)
 static void
 drop_rest(smp_comm *comm)
 {
-    smp_hole hole = {.address = GROUP, .nonce = 1};
+    smp_channel channel = {.address = GROUP, .nonce = 1};
 
-    smp_hole_open(smp_comm_post(comm), &hole);
-    smp_hole_close(smp_comm_post(comm), &hole);
+    smp_channel_open(smp_comm_post(comm), &channel);
+    smp_channel_close(smp_comm_post(comm), &channel);
 }
 
 /* ------------------------------------------------------------------- the input */
@@ -132,13 +132,13 @@ static void
 put_parcel(group *g, input *in)
 {
     unsigned         choice = (unsigned)take(in, 1);
-    smp_parcel       head = {.post = {SMP_POST_MARK, GROUP, g->wire.hole.nonce},
+    smp_parcel       head = {.post = {SMP_POST_MARK, GROUP, g->wire.channel.nonce},
                              .kind = (uint32_t)take(in, 1) % (SMP_PARCELS + 1),
                              .member = 1,
                              .sequence = 1,
                              .tag = take(in, 1),
                              .nonce = 99,
-                             .known = g->wire.hole.nonce,
+                             .known = g->wire.channel.nonce,
                              .digest = g->wire.digest,
                              .host = 1};
     size_t           rest = (size_t)take(in, 1);

@@ -109,7 +109,8 @@ look(smp_cross_host_deadlock *deadlock, smp_hierarchical *hier)
         if (hier->hosts.host_of[m] == hier->host || !smp_hierarchical_awaits(hier, m)) {
             continue;
         }
-        (void)smp_post_elsewhere(smp_comm_post(comm), &hier->wire->hole, hear, &found);
+        (void)smp_post_elsewhere(smp_comm_post(comm), &hier->wire->channel, hear,
+                                 &found);
         tell(deadlock, hier, m, deadlock->token, found.token);
         if (found.token != 0 && found.heard == deadlock->token) {
             snprintf(deadlock->text, sizeof(deadlock->text),

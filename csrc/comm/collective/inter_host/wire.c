@@ -38,7 +38,7 @@ send(smp_wire *wire, int member, smp_parcel *head, const void *rest, size_t byte
         return SMP_ERR_NO_MEMORY;
     }
     head->post.mark = SMP_POST_MARK;
-    head->post.address = wire->hole.address;
+    head->post.address = wire->channel.address;
     head->member = wire->self;
     memcpy(whole, head, sizeof(*head));
     if (bytes != 0) {
@@ -60,7 +60,7 @@ send_hello(smp_wire *wire, int member)
 {
     smp_parcel hello = {
         .kind = SMP_PARCEL_HELLO,
-        .nonce = wire->hole.nonce,
+        .nonce = wire->channel.nonce,
         .known = wire->members[member].nonce,
         .digest = wire->digest,
         .host = (uint64_t)wire->host,
@@ -108,7 +108,7 @@ take_hello(smp_wire *wire, const smp_parcel *hello)
 
     far->nonce = hello->nonce;
     far->host = hello->host < (uint64_t)wire->size ? (int)hello->host : -1;
-    far->greeted = hello->known == wire->hole.nonce;
+    far->greeted = hello->known == wire->channel.nonce;
     return is_new ? send_hello(wire, hello->member) : SMP_OK;
 }
 
@@ -180,7 +180,7 @@ static void
 keep(smp_wire *wire, smp_message *message)
 {
     smp_lock     *lock = &smp_comm_post(wire->comm)->lock;
-    smp_message **at = &wire->hole.kept;
+    smp_message **at = &wire->channel.kept;
 
     while (*at != NULL) {
         at = &(*at)->next;
@@ -208,7 +208,7 @@ unkeep(smp_wire *wire, smp_message **at)
 static void
 drop_note(smp_wire *wire, int member)
 {
-    smp_message **at = &wire->hole.kept;
+    smp_message **at = &wire->channel.kept;
 
     while (*at != NULL) {
         smp_parcel head = head_of(*at);
@@ -277,8 +277,8 @@ smp_wire_receive(smp_wire *wire, int *member)
     smp_status   status = SMP_OK;
     smp_message *message;
 
-    while (status == SMP_OK &&
-           (message = smp_hole_get(smp_comm_post(wire->comm), &wire->hole)) != NULL) {
+    while (status == SMP_OK && (message = smp_channel_get(smp_comm_post(wire->comm),
+                                                          &wire->channel)) != NULL) {
         status = sort_in(wire, message, member);
     }
     return status;
@@ -298,7 +298,7 @@ const smp_message *
 smp_wire_find(const smp_wire *wire, smp_parcel_kind kind, int member, uint64_t sequence,
               uint64_t tag)
 {
-    const smp_message *message = wire->hole.kept;
+    const smp_message *message = wire->channel.kept;
 
     while (message != NULL && !is_wanted(message, kind, member, sequence, tag)) {
         message = message->next;
@@ -310,7 +310,7 @@ smp_message *
 smp_wire_take(smp_wire *wire, smp_parcel_kind kind, int member, uint64_t sequence,
               uint64_t tag)
 {
-    smp_message **at = &wire->hole.kept;
+    smp_message **at = &wire->channel.kept;
 
     while (*at != NULL && !is_wanted(*at, kind, member, sequence, tag)) {
         at = &(*at)->next;
@@ -355,7 +355,8 @@ smp_wire_elsewhere(const smp_wire *wire, int member, char *name, size_t name_byt
 {
     elsewhere e = {wire->members[member].rank, name, name_bytes, call, call_bytes};
 
-    return smp_post_elsewhere(smp_comm_post(wire->comm), &wire->hole, is_call_of, &e);
+    return smp_post_elsewhere(smp_comm_post(wire->comm), &wire->channel, is_call_of,
+                              &e);
 }
 
 /* ---------------------------------------------------------------------- meeting */
@@ -372,7 +373,7 @@ smp_wire_init(smp_wire *wire, smp_comm *comm, const int *ranks, const bool *loca
         .self = self,
         .digest = smp_members_digest(ranks, size),
         .members = calloc((size_t)size, sizeof(smp_far)),
-        .hole = {.address = id, .nonce = smp_new_nonce(wire), .name = name},
+        .channel = {.address = id, .nonce = smp_new_nonce(wire), .name = name},
     };
     if (wire->members == NULL) {
         return SMP_ERR_NO_MEMORY;
@@ -381,7 +382,7 @@ smp_wire_init(smp_wire *wire, smp_comm *comm, const int *ranks, const bool *loca
         wire->members[m] = (smp_far){.rank = ranks[m], .local = local[m]};
         wire->host = local[m] ? m : wire->host;
     }
-    smp_hole_open(smp_comm_post(comm), &wire->hole);
+    smp_channel_open(smp_comm_post(comm), &wire->channel);
     for (int m = 0; m < size && status == SMP_OK; m++) {
         wire->members[m].host = wire->host;
         if (!local[m]) {
@@ -482,7 +483,7 @@ smp_wire_meet(smp_wire *wire, smp_doorbell *doorbell, const smp_deadline *deadli
     smp_status status;
     smp_status left;
 
-    smp_hole_set_doorbell(smp_comm_post(wire->comm), &wire->hole, doorbell);
+    smp_channel_set_doorbell(smp_comm_post(wire->comm), &wire->channel, doorbell);
     while ((status = look_for_hellos(wire, failed)) == SMP_ERR_TIMED_OUT) {
         int64_t now = smp_clock_ns();
 
@@ -499,7 +500,7 @@ smp_wire_meet(smp_wire *wire, smp_doorbell *doorbell, const smp_deadline *deadli
     if (status != SMP_OK) {
         return status;
     }
-    smp_hole_narrow(smp_comm_post(wire->comm), &wire->hole);
+    smp_channel_narrow(smp_comm_post(wire->comm), &wire->channel);
     return check_hosts(wire, failed);
 }
 
@@ -517,11 +518,11 @@ smp_wire_fini(smp_wire *wire)
         }
         free(far->why);
     }
-    smp_hole_close(smp_comm_post(wire->comm), &wire->hole);
-    while (wire->hole.kept != NULL) { /* nobody else sees them now */
-        smp_message *message = wire->hole.kept;
+    smp_channel_close(smp_comm_post(wire->comm), &wire->channel);
+    while (wire->channel.kept != NULL) { /* nobody else sees them now */
+        smp_message *message = wire->channel.kept;
 
-        wire->hole.kept = message->next;
+        wire->channel.kept = message->next;
         smp_message_free(message);
     }
     free(wire->members);

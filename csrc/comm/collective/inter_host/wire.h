@@ -69,7 +69,7 @@ typedef struct {
     int              host; /* the lowest member on this host */
     uint64_t         digest;
     smp_far         *members;      /* owned: [size] */
-    smp_hole         hole;         /* keeps parcels in the order of their arrival */
+    smp_channel      channel;      /* keeps parcels in the order of their arrival */
     _Atomic uint64_t tensor_bytes; /* sent, as in smp_group_use, like the two below */
     _Atomic uint64_t other_bytes;
     _Atomic uint64_t parcels;
@@ -113,7 +113,7 @@ smp_status smp_wire_receive(smp_wire *wire, int *member);
 static inline bool
 smp_wire_stirs(const smp_wire *wire)
 {
-    return atomic_load(&wire->hole.count) != 0;
+    return atomic_load(&wire->channel.count) != 0;
 }
 
 /* Takes the first parcel of that kind, sender, operation and tag; NULL: it is not
