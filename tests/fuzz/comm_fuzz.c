@@ -61,7 +61,7 @@ read_record(const uint8_t *data, size_t size)
                         segment->arena + ARENA);
                 require(block->slot < segment->nslots);
             } else {
-                require(block->bytes <= SMP_INLINE_BYTES);
+                require(block->bytes <= SMP_RECORD_INLINE);
             }
         }
         require(absent == missing);

@@ -15,7 +15,7 @@
 /* Seals: the size is final. */
 #define SEALS (F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL)
 
-/* One slot per this many bytes of arena: blocks below SMP_INLINE_BYTES do not come
+/* One slot per this many bytes of arena: blocks below SMP_RECORD_INLINE do not come
  * from it, and running out of slots is the same as running out of bytes. */
 #define BYTES_PER_SLOT 4096u
 #define MIN_SLOTS 256u

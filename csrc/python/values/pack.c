@@ -161,7 +161,7 @@ put_bytes(smp_pack *pack, const dl_tensor *t, smp_tensor_meta *meta)
 {
     smp_block *block;
 
-    if (pack->comm == NULL || meta->bytes <= SMP_INLINE_BYTES) {
+    if (pack->comm == NULL || meta->bytes <= SMP_VALUE_INLINE) {
         return put_inside(pack, t->data, meta);
     }
     block = add_block(pack, meta);

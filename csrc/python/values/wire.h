@@ -61,7 +61,7 @@ typedef struct {
 } smp_wire_sizes;
 
 /* Tensors up to this many bytes travel inside the message: a block costs more. */
-#define SMP_INLINE_BYTES 2048
+#define SMP_VALUE_INLINE 2048
 
 /* Deepest nesting of values. */
 #define SMP_MAX_DEPTH 200

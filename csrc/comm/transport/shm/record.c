@@ -31,7 +31,7 @@ smp_record_place(const smp_block *block, const smp_segment *own)
     if (block->segment == own) {
         return block->data == NULL ? SMP_ON_DEVICE : SMP_IN_ARENA;
     }
-    return block->bytes <= SMP_INLINE_BYTES ? SMP_IN_RECORD : SMP_IN_STREAM;
+    return block->bytes <= SMP_RECORD_INLINE ? SMP_IN_RECORD : SMP_IN_STREAM;
 }
 
 size_t
@@ -88,7 +88,7 @@ read_block(const ref *r, const uint8_t **inlined, size_t *left, smp_segment *the
 
     switch (r->place) {
     case SMP_IN_RECORD:
-        if (r->bytes > SMP_INLINE_BYTES || padded(r->bytes) > *left) {
+        if (r->bytes > SMP_RECORD_INLINE || padded(r->bytes) > *left) {
             return SMP_ERR_MALFORMED;
         }
         status = smp_block_private(r->bytes, out);

@@ -22,7 +22,7 @@
 
 /* Up to this size a block's bytes are copied through the ring: cheaper than the cache
  * misses of a block's state, and what the receiver keeps does not hold pool memory. */
-#define SMP_INLINE_BYTES 1024u
+#define SMP_RECORD_INLINE 1024u
 
 typedef enum {
     SMP_RECORD_WHOLE = 0x57u,

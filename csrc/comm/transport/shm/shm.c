@@ -242,7 +242,7 @@ shm_block(void *arg, int dest, size_t bytes, smp_block **out)
     const shm *self = arg;
 
     (void)dest;
-    if (bytes <= SMP_INLINE_BYTES) {
+    if (bytes <= SMP_RECORD_INLINE) {
         return smp_block_private(bytes, out);
     }
     return self->host->block(self->host->comm, bytes, out);
