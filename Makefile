@@ -130,7 +130,7 @@ docs: venv
 # The core against the headers of the Pythons that are on PATH, and of others: HEADERS="folder ...".
 HEADERS ?= $(shell for minor in 10 11 12 13 14; do python3.$$minor -c $(INCLUDE_OF) 2>/dev/null; done)
 INCLUDE_OF := 'import sysconfig; print(sysconfig.get_paths()["include"])'
-WITHOUT_MPI := $(filter-out csrc/python/mpi_module.c csrc/comm/mpi/%,$(filter %.c,$(CSRC)))
+WITHOUT_MPI := $(filter-out csrc/python/mpi_module.c csrc/comm/transport/mpi/%,$(filter %.c,$(CSRC)))
 
 headers:
 	@for folder in $(HEADERS); do echo "$$folder"; printf '%s\n' $(WITHOUT_MPI) | \

@@ -26,7 +26,7 @@ from setuptools.command.build_ext import build_ext
 WARNINGS = ["-Wall", "-Wextra", "-Wpedantic", "-Wconversion"]
 SOURCES = glob("csrc/**/*.c", recursive=True)
 HEADERS = glob("csrc/**/*.h", recursive=True)
-MPI_SOURCES = ["csrc/python/mpi_module.c", *glob("csrc/comm/mpi/*.c")]
+MPI_SOURCES = ["csrc/python/mpi_module.c", *glob("csrc/comm/transport/mpi/*.c")]
 # Real code for the data centre GPUs that PyTorch knows, and what newer ones compile themselves.
 GPUS = [
     "-gencode=arch=compute_80,code=sm_80",
@@ -45,10 +45,10 @@ __asm__(".section .rodata\\n"
 typedef int holds_no_c;
 """
 IN_BOTH = [
-    "csrc/comm/body.c",
-    "csrc/comm/clock.c",
-    *(f"csrc/comm/tcp/{name}.c" for name in ("address", "lifeline", "meet", "proof")),
-    *glob("csrc/common/*.c"),
+    "csrc/comm/transport/body.c",
+    *glob("csrc/comm/transport/connecting/*.c"),
+    # The core's alone: it has the process's fork handlers.
+    *sorted(set(glob("csrc/common/*.c")) - {"csrc/common/fork.c"}),
 ]
 
 

@@ -1,4 +1,4 @@
-"""Spec: csrc/python/wire.h: a value arrives as it was sent; hostile bytes only raise."""
+"""Spec: csrc/python/values/wire.h: a value arrives as it was sent; hostile bytes only raise."""
 
 import collections
 import dataclasses

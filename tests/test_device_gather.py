@@ -1,7 +1,7 @@
 """All-gathers of a GPU's tensors in the backend smddp: between the devices of one host.
 
-Spec: ``csrc/comm/device/exchange.h``, ``csrc/comm/collective/devices.h``; the way that an
-all-gather of host memory goes has the same results.  Without a GPU the pretended
+Spec: ``csrc/comm/device/exchange.h``, ``csrc/comm/collective/intra_host/devices.h``; the way
+that an all-gather of host memory goes has the same results.  Without a GPU the pretended
 accelerator's driver is the stand-in of ``tests/core/stand_in.c``, whose copies are late;
 with one the same tests run on ``"cuda"``.  The C core by itself is in
 ``tests/core/exchange_test.c``.

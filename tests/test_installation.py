@@ -60,7 +60,7 @@ def test_an_sdist_has_all_sources_also_where_no_mpicc_is(checkout: Path):
     names = names_in(make_sdist(checkout, {"SMP_WITH_MPI": "0"}))
 
     sources = {str(path.relative_to(checkout)) for path in checkout.glob("csrc/**/*.[ch]")}
-    assert "csrc/comm/mpi/mpi.c" in sources
+    assert "csrc/comm/transport/mpi/mpi.c" in sources
     assert sources <= names
     assert "csrc/tp_kernels/gpu.cu" in names
     assert not any(name.startswith("build/") for name in names)

@@ -1,24 +1,101 @@
 """Rules of the source that no compiler or formatter checks."""
 
 import re
+from collections import defaultdict
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 HERE = Path(__file__).resolve()  # holds every pattern, and is left out
 ROOT = HERE.parent.parent
-CSRC = ROOT / "csrc"
 OURS = ["csrc", "smp", "smdistributed", "tests", "benchmarks", "examples", "docs", ".ci"]
 
+# Folders of csrc from bottom to top, and whose headers the files of each may include beside
+# their own folder's; a folder inside another one counts by itself.
 MAY_INCLUDE: dict[str, set[str]] = {
     "common": set(),
     "partition": {"common"},
     "device": {"common"},
     "tp_kernels": {"common", "device"},
-    "comm": {"common", "device"},
-    "server": {"common", "comm", "partition"},
-    "python": {"common", "device", "comm", "partition", "server", "tp_kernels"},
+    "comm/memory": {"common", "device"},
+    "comm/device": {"common", "device", "comm/memory"},
+    "comm/transport": {"common", "comm/memory"},
+    "comm/transport/connecting": {"common"},
+    "comm/transport/shm": {"common", "comm/memory", "comm/transport"},
+    "comm/transport/tcp": {"common", "comm/transport", "comm/transport/connecting"},
+    "comm/transport/ucx": {"common", "comm/transport", "comm/transport/connecting"},
+    "comm/transport/mpi": {"common", "comm/transport", "comm/transport/connecting"},
+    "comm": {"common", "comm/memory", "comm/device", "comm/transport"},
+    "comm/collective/kernels": {"common"},
+    "comm/collective/checks": {
+        "common",
+        "comm",
+        "comm/memory",
+        "comm/device",
+        "comm/collective/kernels",
+    },
+    "comm/collective/intra_host": {
+        "common",
+        "comm",
+        "comm/memory",
+        "comm/device",
+        "comm/collective/kernels",
+        "comm/collective/checks",
+    },
+    "comm/collective/inter_host": {
+        "common",
+        "comm",
+        "comm/memory",
+        "comm/collective/checks",
+        "comm/collective/intra_host",
+    },
+    "comm/collective": {
+        "common",
+        "comm",
+        "comm/device",
+        "comm/collective/kernels",
+        "comm/collective/checks",
+        "comm/collective/intra_host",
+        "comm/collective/inter_host",
+    },
+    "server": {"common", "comm"},
+    "python/process": {
+        "common",
+        "comm",
+        "comm/transport",
+        "comm/transport/connecting",
+        "comm/transport/ucx",
+    },
+    "python/values": {"common", "comm", "comm/device", "comm/collective/kernels", "server"},
+    "python/modules": {
+        "common",
+        "comm",
+        "comm/device",
+        "server",
+        "python/process",
+        "python/values",
+    },
+    "python/collectives": {
+        "common",
+        "comm",
+        "comm/collective",
+        "comm/collective/kernels",
+        "comm/collective/checks",
+        "python/process",
+        "python/values",
+    },
+    "python": {
+        "common",
+        "comm/transport/mpi",
+        "partition",
+        "tp_kernels",
+        "python/process",
+        "python/values",
+        "python/modules",
+        "python/collectives",
+    },
 }
 
 
@@ -31,15 +108,41 @@ def files(*suffixes: str, under: list[str] = OURS) -> Iterator[tuple[Path, str]]
                 yield path.relative_to(ROOT), path.read_text()
 
 
+def includes(text: str) -> set[str]:
+    """The headers of csrc that a file includes."""
+    return set(re.findall(r'# *include "([\w/]+\.h)"', text))
+
+
 def test_every_folder_of_the_core_has_its_place():
-    assert {path.name for path in CSRC.iterdir() if path.is_dir()} <= set(MAY_INCLUDE)
+    folders = {path.parent for path, _ in files(".c", ".h", ".cu", under=["csrc"])}
+    assert {str(folder.relative_to("csrc")) for folder in folders} == set(MAY_INCLUDE)
+
+
+def test_folders_of_the_core_are_layers():
+    below: set[str] = set()
+    for folder, may in MAY_INCLUDE.items():
+        assert may <= below, folder
+        below.add(folder)
 
 
 @pytest.mark.parametrize("folder", MAY_INCLUDE)
 def test_a_folder_includes_only_folders_below_it(folder):
-    for path, text in files(".c", ".h", under=[f"csrc/{folder}"]):
-        used = set(re.findall(r'#include "(\w+)/', text))
-        assert used <= MAY_INCLUDE[folder] | {folder}, path
+    for path, text in files(".c", ".h", ".cu", under=[f"csrc/{folder}"]):
+        if path.parent == Path("csrc", folder):
+            used = {str(Path(header).parent) for header in includes(text)}
+            assert used <= MAY_INCLUDE[folder] | {folder}, path
+
+
+def test_no_file_includes_itself_by_way_of_others():
+    """X.c and X.h count as one."""
+    needs: dict[str, set[str]] = defaultdict(set)
+    for path, text in files(".c", ".h", under=["csrc"]):
+        unit = str(path.relative_to("csrc").with_suffix(""))
+        needs[unit] |= {header.removesuffix(".h") for header in includes(text)} - {unit}
+    try:
+        TopologicalSorter(needs).prepare()
+    except CycleError as error:
+        pytest.fail(" includes ".join(reversed(error.args[1])))
 
 
 def test_python_h_is_included_in_one_folder_only():

@@ -4,9 +4,9 @@
  *     make -C benchmarks/core collective RANKS=4 BIND=none   more ranks than cores
  *
  * One run, both sides in turn.  Inputs are written before every call, all-reduce is in
- * place, what arrives is read inside the timed part.  "shelves": members do not read
- * each other's memory; "pool": tensors lie in the ranks' pools.  A time is that of the
- * slowest rank; the table has the best and the median of the rounds.
+ * place, what arrives is read inside the timed part.  "slots": members do not
+ * read each other's memory; "pool": tensors lie in the ranks' pools.  A time is that of
+ * the slowest rank; the table has the best and the median of the rounds.
  */
 #define _GNU_SOURCE
 #include <mpi.h>
@@ -16,10 +16,10 @@
 #include <sys/utsname.h>
 #include <unistd.h>
 
-#include "comm/card.h"
-#include "comm/clock.h"
 #include "comm/collective/group.h"
 #include "comm/comm.h"
+#include "comm/transport/card.h"
+#include "common/clock.h"
 
 #define ROUNDS 15
 #define SIDES 5
@@ -29,7 +29,7 @@ static int        rank;
 static int        size;
 static smp_group *usual; /* as members choose */
 static smp_group *by_reading;
-static smp_group *by_shelves;
+static smp_group *by_slots;
 static float     *own[2]; /* in, out: private */
 static float     *pool[2];
 static float     *in; /* of the side whose turn it is */
@@ -74,7 +74,7 @@ connect_all(void)
     }
     check(smp_comm_connect(
               comm, list, bytes,
-              &(smp_patience){.deadline_ns = smp_clock_deadline(10000 * SMP_NS_PER_MS)},
+              &(smp_deadline){.at_ns = smp_clock_deadline(10000 * SMP_NS_PER_MS)},
               &failed),
           "connect");
     free((void *)list);
@@ -184,7 +184,7 @@ round_of(int side, smp_operation operation, size_t bytes, int calls)
             run_mpi(operation, bytes);
         } else {
             run_ours(side == 2   ? by_reading
-                     : side == 3 ? by_shelves
+                     : side == 3 ? by_slots
                                  : usual,
                      operation, bytes);
         }
@@ -272,7 +272,7 @@ main(int argc, char **argv)
     comm = connect_all();
     usual = make_group(comm, 1, SMP_READ_WHERE_FASTER);
     by_reading = make_group(comm, 2, SMP_READ_ALWAYS);
-    by_shelves = make_group(comm, 3, SMP_READ_NEVER);
+    by_slots = make_group(comm, 3, SMP_READ_NEVER);
     for (int i = 0; i < 2; i++) {
         size_t bytes = i == 0 ? LARGE : LARGE * (size_t)size;
 
@@ -289,7 +289,7 @@ main(int argc, char **argv)
                smp_group_reads_memory(usual) ? "read" : "not read");
         printf("%-23s%12s%11s%12s%11s%12s%11s%12s%11s%12s%11s%10s%10s\n", "",
                "MPI best", "median", "ours best", "median", "reading", "median",
-               "shelves", "median", "pool", "median", "best", "median");
+               "slots", "median", "pool", "median", "best", "median");
     }
     for (size_t i = 0; i < sizeof(sizes) / sizeof(sizes[0]); i++) {
         if (sizes[i].bytes / sizeof(float) >= (size_t)size) {
@@ -300,7 +300,7 @@ main(int argc, char **argv)
     }
     smp_group_destroy(usual);
     smp_group_destroy(by_reading);
-    smp_group_destroy(by_shelves);
+    smp_group_destroy(by_slots);
     for (int i = 0; i < 2; i++) {
         smp_block_release(blocks[i]);
         free(own[i]);

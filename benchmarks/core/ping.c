@@ -17,14 +17,14 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include "comm/card.h"
-#include "comm/clock.h"
 #include "comm/comm.h"
+#include "comm/transport/card.h"
+#include "common/clock.h"
 
 #ifdef SMP_PING_MPI
 #    include <mpi.h>
 
-#    include "comm/mpi/mpi.h"
+#    include "comm/transport/mpi/mpi.h"
 #endif
 
 #define PINGS 20000
@@ -114,7 +114,7 @@ connect_pair(shared_cards *shared, const char *transport, int rank)
     exchange_cards(shared, rank);
     check(smp_comm_connect(
               comm, cards, shared->bytes,
-              &(smp_patience){.deadline_ns = smp_clock_deadline(10000 * SMP_NS_PER_MS)},
+              &(smp_deadline){.at_ns = smp_clock_deadline(10000 * SMP_NS_PER_MS)},
               &failed),
           "connect");
     return comm;

@@ -24,9 +24,9 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include "comm/card.h"
-#include "comm/clock.h"
 #include "comm/comm.h"
+#include "comm/transport/card.h"
+#include "common/clock.h"
 
 #define IN_FLIGHT 4
 #define WARM_UP 16
@@ -69,7 +69,7 @@ connect_pair(shared_cards *shared, const char *transport, int rank)
     }
     check(smp_comm_connect(
               comm, cards, shared->bytes,
-              &(smp_patience){.deadline_ns = smp_clock_deadline(20000 * SMP_NS_PER_MS)},
+              &(smp_deadline){.at_ns = smp_clock_deadline(20000 * SMP_NS_PER_MS)},
               &failed),
           "connect");
     return comm;

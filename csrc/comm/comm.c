@@ -1,7 +1,7 @@
 /* A comm: chooses a transport for each peer, keeps what has arrived, and waits.
  *
- * The receiving thread looks at the rings itself and sleeps on the segment's bell.  The
- * progress thread does everything else; it rings the same bell.
+ * The receiving thread looks at the rings itself and sleeps on the segment's doorbell.
+ * The progress thread does everything else; it rings the same doorbell.
  */
 #define _GNU_SOURCE
 #include "comm/comm.h"
@@ -17,20 +17,20 @@
 #include <sys/resource.h>
 #include <unistd.h>
 
-#include "comm/block.h"
-#include "comm/card.h"
-#include "comm/clock.h"
 #include "comm/device/port.h"
-#include "comm/fork.h"
 #include "comm/inbox.h"
 #include "comm/loop.h"
-#include "comm/message.h"
+#include "comm/memory/arena.h"
+#include "comm/memory/block.h"
+#include "comm/memory/doorbell.h"
+#include "comm/memory/message.h"
+#include "comm/memory/segment.h"
 #include "comm/neighbour.h"
 #include "comm/post.h"
-#include "comm/shm/arena.h"
-#include "comm/shm/bell.h"
-#include "comm/shm/segment.h"
-#include "comm/transport.h"
+#include "comm/transport/card.h"
+#include "comm/transport/transport.h"
+#include "common/clock.h"
+#include "common/fork.h"
 #include "common/jitter.h"
 #include "common/log.h"
 
@@ -152,7 +152,7 @@ fault_why(uint64_t fault)
 static void
 host_arrived(smp_comm *comm)
 {
-    smp_bell_ring(comm->segment->bell);
+    smp_doorbell_ring(comm->segment->doorbell);
 }
 
 static void
@@ -191,7 +191,7 @@ static void
 host_left(smp_comm *comm, int rank)
 {
     close_peer(comm, rank, PEER_LEFT, 0);
-    smp_bell_ring_hard(comm->segment->bell);
+    smp_doorbell_ring_hard(comm->segment->doorbell);
 }
 
 static void
@@ -203,8 +203,8 @@ host_lost(smp_comm *comm, int rank, smp_status why)
         return;
     }
     close_peer(comm, rank, PEER_LOST, fault_of(rank, why));
-    /* It may have died between clearing the bell and waking us. */
-    smp_bell_ring_hard(comm->segment->bell);
+    /* It may have died between clearing the doorbell and waking us. */
+    smp_doorbell_ring_hard(comm->segment->doorbell);
 }
 
 static void
@@ -256,7 +256,7 @@ host_moved(smp_comm *comm)
 static bool
 host_waiting(const smp_comm *comm)
 {
-    return atomic_load(&comm->segment->bell->asleep) != 0;
+    return atomic_load(&comm->segment->doorbell->asleep) != 0;
 }
 
 static smp_status
@@ -520,6 +520,7 @@ fill_host(smp_comm *comm, const char *interface)
         .moved = host_moved,
         .lost = host_lost,
         .left = host_left,
+        .gone = smp_comm_gone,
         .waiting = host_waiting,
         .kick = host_kick,
         .kick_fd = comm->loop.kick_fd,
@@ -584,8 +585,9 @@ smp_comm_create(const smp_comm_config *config, smp_comm **out)
     if (status != SMP_OK) {
         goto err_destroy;
     }
-    comm->device = smp_device_port_create(comm, comm->segment, comm->rank, comm->size,
-                                          config->device_pool_bytes);
+    comm->device = smp_device_port_create(
+        &(smp_device_peers){comm, smp_comm_neighbour, smp_comm_gone, smp_comm_left},
+        comm->segment, comm->rank, comm->size, config->device_pool_bytes);
     if (comm->device == NULL) {
         status = SMP_ERR_NO_MEMORY;
         goto err_destroy;
@@ -618,7 +620,7 @@ smp_comm_card(const smp_comm *comm, size_t *bytes)
  */
 static smp_status
 connect_by(smp_comm *comm, carrier *c, const void *const *cards,
-           const smp_patience *patience, int lost, int *failed)
+           const smp_deadline *deadline, int lost, int *failed)
 {
     size_t       size = (size_t)comm->size;
     const void **sections = calloc(size, sizeof(*sections));
@@ -637,7 +639,7 @@ connect_by(smp_comm *comm, carrier *c, const void *const *cards,
         }
     }
     status =
-        c->ops->connect(c->self, sections, bytes, wanted, patience, reached, failed);
+        c->ops->connect(c->self, sections, bytes, wanted, deadline, reached, failed);
     c->connected = status == SMP_OK || status == SMP_ERR_PEER_LOST;
     for (int r = 0; r < comm->size; r++) {
         if (c->connected && reached[r]) {
@@ -708,7 +710,7 @@ log_routes(const smp_comm *comm)
 
 smp_status
 smp_comm_connect(smp_comm *comm, const void *const *cards, const size_t *card_bytes,
-                 const smp_patience *patience, int *failed)
+                 const smp_deadline *deadline, int *failed)
 {
     int        lost = -1;
     smp_status status;
@@ -724,7 +726,7 @@ smp_comm_connect(smp_comm *comm, const void *const *cards, const size_t *card_by
         }
     }
     for (int i = 0; i < comm->ncarriers; i++) {
-        status = connect_by(comm, &comm->carriers[i], cards, patience, lost, failed);
+        status = connect_by(comm, &comm->carriers[i], cards, deadline, lost, failed);
         if (status == SMP_ERR_PEER_LOST && lost < 0) {
             lost = *failed; /* the others are met all the same; see destroy */
         } else if (status != SMP_OK && status != SMP_ERR_PEER_LOST) {
@@ -922,11 +924,11 @@ look_for_a_while(smp_comm *comm, int64_t until_ns, smp_message **out)
 smp_status
 smp_comm_receive(smp_comm *comm, int64_t timeout_ns, smp_message **out)
 {
-    smp_bell    *bell = comm->segment->bell;
-    smp_message *message = NULL;
-    smp_status   status;
-    int64_t      deadline;
-    int64_t      looked;
+    smp_doorbell *doorbell = comm->segment->doorbell;
+    smp_message  *message = NULL;
+    smp_status    status;
+    int64_t       deadline;
+    int64_t       looked;
 
     if (is_child(comm)) {
         return SMP_ERR_CLOSED;
@@ -940,7 +942,7 @@ smp_comm_receive(smp_comm *comm, int64_t timeout_ns, smp_message **out)
                 look_for_a_while(comm, looked < deadline ? looked : deadline, &message);
         }
         while (status == SMP_ERR_TIMED_OUT) {
-            smp_bell_lie_down(bell);
+            smp_doorbell_lie_down(doorbell);
             status = look(comm, &message);
             if (status != SMP_ERR_TIMED_OUT || smp_clock_ns() >= deadline) {
                 break;
@@ -948,9 +950,9 @@ smp_comm_receive(smp_comm *comm, int64_t timeout_ns, smp_message **out)
             if (comm->polls) { /* it may use this thread's core now */
                 host_kick(comm);
             }
-            smp_bell_sleep(bell, deadline);
+            smp_doorbell_sleep(doorbell, deadline);
         }
-        smp_bell_get_up(bell);
+        smp_doorbell_get_up(doorbell);
     }
     if (status == SMP_OK) {
         *out = message;
@@ -963,7 +965,7 @@ smp_comm_wake(smp_comm *comm)
 {
     if (!is_child(comm)) {
         atomic_store(&comm->woken, true);
-        smp_bell_ring(comm->segment->bell);
+        smp_doorbell_ring(comm->segment->doorbell);
     }
 }
 

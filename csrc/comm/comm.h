@@ -22,14 +22,11 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#include "comm/patience.h"
+#include "comm/memory/message.h"
+#include "common/deadline.h"
 #include "common/status.h"
 
-/* Alignment of every block's data, in bytes. */
-#define SMP_BLOCK_ALIGN 64
-
-typedef struct smp_comm  smp_comm;
-typedef struct smp_block smp_block;
+typedef struct smp_comm smp_comm;
 
 typedef struct {
     int        rank;   /* of this process */
@@ -80,7 +77,7 @@ const void *smp_comm_card(const smp_comm *comm, size_t *bytes);
  * it died or gave up meanwhile; SMP_ERR_MALFORMED.  SMP_ERR_INTERRUPTED: the caller
  * gives up.  After any error only smp_comm_destroy() may follow. */
 smp_status smp_comm_connect(smp_comm *comm, const void *const *cards,
-                            const size_t *card_bytes, const smp_patience *patience,
+                            const size_t *card_bytes, const smp_deadline *deadline,
                             int *failed);
 
 /* Sends what is queued (gives up when nothing moves for a second), says goodbye to the
@@ -96,12 +93,6 @@ void smp_comm_expect(smp_comm *comm, uint64_t bytes);
 /* 64-byte aligned memory for `bytes` that will travel to `dest`.  A full pool is
  * not an error: the block then travels by a slower way, and is counted. */
 smp_status smp_comm_block(smp_comm *comm, int dest, size_t bytes, smp_block **out);
-void      *smp_block_data(const smp_block *block); /* NULL: it is on a device */
-size_t     smp_block_bytes(const smp_block *block);
-
-/* Gives a block back: to its sender's arena, or to the heap.  Any thread, also
- * after smp_comm_destroy().  Takes NULL. */
-void smp_block_release(smp_block *block);
 
 /* Queues a message.  Copies `bytes`; takes the blocks.  Never waits for the receiver:
  * when its queue is full, the message waits in this process.
@@ -110,15 +101,6 @@ void smp_block_release(smp_block *block);
 smp_status smp_comm_send(smp_comm *comm, int dest, const void *bytes, size_t nbytes,
                          smp_block *const *blocks, size_t nblocks);
 
-typedef struct smp_message {
-    int                 source; /* rank that sent it */
-    uint8_t            *bytes;  /* owned by the message; 8-byte aligned */
-    size_t              nbytes;
-    smp_block         **blocks; /* owned by the message; NULL where taken */
-    size_t              nblocks;
-    struct smp_message *next; /* the comm's own; free for the message's holder */
-} smp_message;
-
 /* The next message.  timeout_ns < 0: no limit; 0: only what is there.
  * SMP_ERR_TIMED_OUT; SMP_ERR_INTERRUPTED after smp_comm_wake() (once a call).
  * When nothing is there any more, and from then on:
@@ -126,12 +108,6 @@ typedef struct smp_message {
  * it sent cannot be read (smp_comm_lost names it); SMP_ERR_CLOSED when every peer has
  * ended in order, or in a forked child. */
 smp_status smp_comm_receive(smp_comm *comm, int64_t timeout_ns, smp_message **out);
-
-/* Moves block i out of the message; the caller releases it. */
-smp_block *smp_message_take_block(smp_message *message, size_t i);
-
-/* Frees the message and the blocks that are still in it.  Takes NULL. */
-void smp_message_free(smp_message *message);
 
 /* Makes the present or next smp_comm_receive() return SMP_ERR_INTERRUPTED.
  * Async-signal-safe. */

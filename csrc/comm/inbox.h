@@ -9,7 +9,7 @@
 #include <stdatomic.h>
 #include <stddef.h>
 
-#include "comm/comm.h"
+#include "comm/memory/message.h"
 #include "common/lock.h"
 
 typedef struct {
@@ -24,7 +24,7 @@ void smp_inbox_init(smp_inbox *inbox);
 /* Frees what is left in it. */
 void smp_inbox_fini(smp_inbox *inbox);
 
-/* The count is seq_cst, so that a bell may be rung after it. */
+/* The count is seq_cst, so that a doorbell may be rung after it. */
 void smp_inbox_put(smp_inbox *inbox, smp_message *message);
 
 /* The oldest message, or NULL. */

@@ -10,8 +10,8 @@
 #include <time.h>
 #include <unistd.h>
 
-#include "comm/clock.h"
-#include "comm/fork.h"
+#include "common/clock.h"
+#include "common/fork.h"
 
 /* Descriptors served in one round. */
 #define EVENTS 64

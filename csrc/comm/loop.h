@@ -8,7 +8,7 @@
 
 #include <stdint.h>
 
-#include "comm/transport.h"
+#include "comm/transport/transport.h"
 #include "common/status.h"
 
 typedef struct {
@@ -23,7 +23,7 @@ void       smp_loop_fini(smp_loop *loop);
 /* Makes the present or next wait return.  Async-signal-safe. */
 void smp_loop_kick(smp_loop *loop);
 
-/* See smp_host in comm/transport.h. */
+/* See smp_host in comm/transport/transport.h. */
 smp_status smp_loop_watch(smp_loop *loop, int fd, uint32_t events, smp_watch *watch);
 void       smp_loop_unwatch(smp_loop *loop, int fd);
 

@@ -4,18 +4,15 @@
 #define SMP_COMM_NEIGHBOUR_H
 
 #include <stdbool.h>
-#include <sys/types.h>
+#include <stddef.h>
+#include <stdint.h>
 
-#include "comm/comm.h"
+#include "comm/memory/segment.h"
+#include "comm/memory/user.h"
 #include "comm/post.h"
-#include "comm/shm/segment.h"
-#include "comm/shm/user.h"
 
-typedef struct {
-    smp_segment *segment; /* borrowed from the comm; take a reference to keep it */
-    pid_t        pid;     /* as this process sees it; 0: it does not (another pid
-                             namespace) */
-} smp_neighbour;
+typedef struct smp_comm        smp_comm;
+typedef struct smp_device_port smp_device_port;
 
 /* The rank's shared memory, also this rank's own; false: it is not mapped here.  A
  * connected comm. */
@@ -37,6 +34,9 @@ int smp_comm_rank(const smp_comm *comm);
 /* Where messages for groups arrive: those of other hosts' ranks, without anybody
  * waiting in smp_comm_receive(). */
 smp_post *smp_comm_post(smp_comm *comm);
+
+/* Where tensors of this rank's device enter and leave it (comm/device/port.h). */
+smp_device_port *smp_comm_device(smp_comm *comm);
 
 /* Whether a waiter may keep its core from others: each rank of this host has one. */
 bool smp_comm_spins(const smp_comm *comm);

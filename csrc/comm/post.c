@@ -1,4 +1,4 @@
-/* Holes, and messages that were earlier than theirs. */
+/* Channels, and unexpected messages: those that came before theirs was open. */
 #include "comm/post.h"
 
 #include <string.h>
@@ -38,32 +38,32 @@ head_of(const smp_message *message)
 }
 
 static bool
-takes(const smp_hole *hole, const smp_post_head *head)
+takes(const smp_channel *channel, const smp_post_head *head)
 {
-    return hole->address == head->address &&
-           (head->nonce == 0 ? hole->is_open : hole->nonce == head->nonce);
+    return channel->address == head->address &&
+           (head->nonce == 0 ? channel->is_open : channel->nonce == head->nonce);
 }
 
 /* The lock is held.  The count comes last: whoever sees it finds the message. */
 static void
-put_into(smp_hole *hole, smp_message *message)
+put_into(smp_channel *channel, smp_message *message)
 {
-    append(&hole->first, &hole->last, message);
+    append(&channel->first, &channel->last, message);
     smp_jitter();
-    atomic_fetch_add(&hole->count, 1);
+    atomic_fetch_add(&channel->count, 1);
 }
 
 void
 smp_post_init(smp_post *post)
 {
-    *post = (smp_post){.holes = NULL};
+    *post = (smp_post){.channels = NULL};
     smp_lock_init(&post->lock, SMP_LOCK_POST);
 }
 
 void
 smp_post_fini(smp_post *post)
 {
-    free_all(post->early);
+    free_all(post->unexpected);
     smp_lock_fini(&post->lock);
 }
 
@@ -78,19 +78,20 @@ void
 smp_post_put(smp_post *post, smp_message *message)
 {
     smp_post_head head = head_of(message);
-    smp_hole     *hole;
+    smp_channel  *channel;
 
     smp_lock_acquire(&post->lock);
-    for (hole = post->holes; hole != NULL && !takes(hole, &head); hole = hole->next) {
+    for (channel = post->channels; channel != NULL && !takes(channel, &head);
+         channel = channel->next) {
     }
-    if (hole != NULL) {
-        put_into(hole, message);
-        if (hole->bell != NULL) { /* under the lock: it is there until close */
-            smp_bell_ring(hole->bell);
+    if (channel != NULL) {
+        put_into(channel, message);
+        if (channel->doorbell != NULL) { /* under the lock: it is there until close */
+            smp_doorbell_ring(channel->doorbell);
         }
         message = NULL;
     } else if (head.nonce == 0) {
-        append(&post->early, &post->early_last, message);
+        append(&post->unexpected, &post->unexpected_last, message);
         message = NULL;
     }
     smp_lock_release(&post->lock);
@@ -101,56 +102,56 @@ void
 smp_post_keep(smp_post *post, smp_message *message)
 {
     smp_lock_acquire(&post->lock);
-    append(&post->early, &post->early_last, message);
+    append(&post->unexpected, &post->unexpected_last, message);
     smp_lock_release(&post->lock);
 }
 
 void
-smp_hole_open(smp_post *post, smp_hole *hole)
+smp_channel_open(smp_post *post, smp_channel *channel)
 {
     smp_message *rest;
 
-    atomic_init(&hole->count, 0);
-    hole->is_open = true;
-    hole->bell = NULL;
-    hole->first = NULL;
+    atomic_init(&channel->count, 0);
+    channel->is_open = true;
+    channel->doorbell = NULL;
+    channel->first = NULL;
     smp_lock_acquire(&post->lock);
-    hole->next = post->holes;
-    post->holes = hole;
-    rest = post->early;
-    post->early = NULL;
+    channel->next = post->channels;
+    post->channels = channel;
+    rest = post->unexpected;
+    post->unexpected = NULL;
     while (rest != NULL) {
         smp_message  *message = rest;
         smp_post_head head = head_of(message);
 
         rest = rest->next;
-        if (takes(hole, &head)) {
-            put_into(hole, message);
+        if (takes(channel, &head)) {
+            put_into(channel, message);
         } else {
-            append(&post->early, &post->early_last, message);
+            append(&post->unexpected, &post->unexpected_last, message);
         }
     }
     smp_lock_release(&post->lock);
 }
 
 void
-smp_hole_narrow(smp_post *post, smp_hole *hole)
+smp_channel_narrow(smp_post *post, smp_channel *channel)
 {
     smp_lock_acquire(&post->lock);
-    hole->is_open = false;
+    channel->is_open = false;
     smp_lock_release(&post->lock);
 }
 
 void
-smp_hole_set_bell(smp_post *post, smp_hole *hole, smp_bell *bell)
+smp_channel_set_doorbell(smp_post *post, smp_channel *channel, smp_doorbell *doorbell)
 {
     smp_lock_acquire(&post->lock);
-    hole->bell = bell;
+    channel->doorbell = doorbell;
     smp_lock_release(&post->lock);
 }
 
 bool
-smp_post_elsewhere(smp_post *post, const smp_hole *here,
+smp_post_elsewhere(smp_post *post, const smp_channel *here,
                    bool (*look)(void *arg, const char *name,
                                 const smp_message *message),
                    void *arg)
@@ -158,15 +159,15 @@ smp_post_elsewhere(smp_post *post, const smp_hole *here,
     bool found = false;
 
     smp_lock_acquire(&post->lock);
-    for (const smp_hole *hole = post->holes; hole != NULL && !found;
-         hole = hole->next) {
-        const smp_message *lists[] = {hole->kept, hole->first};
+    for (const smp_channel *channel = post->channels; channel != NULL && !found;
+         channel = channel->next) {
+        const smp_message *lists[] = {channel->kept, channel->first};
 
-        for (int i = 0; i < 2 && hole != here; i++) {
+        for (int i = 0; i < 2 && channel != here; i++) {
             const smp_message *message = lists[i];
 
             for (; message != NULL && !found; message = message->next) {
-                found = look(arg, hole->name != NULL ? hole->name : "", message);
+                found = look(arg, channel->name != NULL ? channel->name : "", message);
             }
         }
     }
@@ -175,32 +176,32 @@ smp_post_elsewhere(smp_post *post, const smp_hole *here,
 }
 
 void
-smp_hole_close(smp_post *post, smp_hole *hole)
+smp_channel_close(smp_post *post, smp_channel *channel)
 {
-    smp_hole **at;
+    smp_channel **at;
 
     smp_lock_acquire(&post->lock);
-    for (at = &post->holes; *at != hole; at = &(*at)->next) {
+    for (at = &post->channels; *at != channel; at = &(*at)->next) {
     }
-    *at = hole->next;
+    *at = channel->next;
     smp_lock_release(&post->lock);
-    free_all(hole->first);
-    hole->first = NULL;
+    free_all(channel->first);
+    channel->first = NULL;
 }
 
 smp_message *
-smp_hole_get(smp_post *post, smp_hole *hole)
+smp_channel_get(smp_post *post, smp_channel *channel)
 {
     smp_message *message;
 
-    if (atomic_load(&hole->count) == 0) {
+    if (atomic_load(&channel->count) == 0) {
         return NULL;
     }
     smp_lock_acquire(&post->lock);
-    message = hole->first;
-    hole->first = message->next;
+    message = channel->first;
+    channel->first = message->next;
     message->next = NULL;
-    atomic_fetch_sub(&hole->count, 1);
+    atomic_fetch_sub(&channel->count, 1);
     smp_lock_release(&post->lock);
     return message;
 }

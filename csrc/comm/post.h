@@ -1,13 +1,13 @@
-/* Messages that do not go to smp_comm_receive(), but to whoever has opened a hole for
- * them: those of groups, which are waited for by several threads at once.
+/* Messages that do not go to smp_comm_receive(), but to whoever has opened a channel
+ * for them: those of groups, which are waited for by several threads at once.
  *
- * Such a message begins with an smp_post_head.  One without nonce waits until a hole
- * with its address is open; one with a nonce is for that hole alone, and what comes
+ * Such a message begins with an smp_post_head.  One without nonce waits until a channel
+ * with its address is open; one with a nonce is for that channel alone, and what comes
  * when it is closed again is dropped.
  *
- * Ownership  put takes a message, get gives it.  A hole is its owner's memory, from
+ * Ownership  put takes a message, get gives it.  A channel is its owner's memory, from
  *            open until close.
- * Threads    put: any.  The rest: the hole's owner.
+ * Threads    put: any.  The rest: the channel's owner.
  */
 #ifndef SMP_COMM_POST_H
 #define SMP_COMM_POST_H
@@ -17,8 +17,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#include "comm/comm.h"
-#include "comm/shm/bell.h"
+#include "comm/memory/doorbell.h"
+#include "comm/memory/message.h"
 #include "common/lock.h"
 
 #define SMP_POST_MARK 0x70756f7267706d73u
@@ -26,66 +26,68 @@
 typedef struct {
     uint64_t mark;
     uint64_t address;
-    uint64_t nonce; /* of the hole; 0: whichever is open to all */
+    uint64_t nonce; /* of the channel; 0: whichever is open to all */
 } smp_post_head;
 
-typedef struct smp_hole {
+typedef struct smp_channel {
     uint64_t    address; /* set before open, like the nonce */
     uint64_t    nonce;   /* not 0 */
     const char *name;    /* borrowed: for errors, or NULL */
 
-    _Atomic size_t count;   /* messages in it */
-    bool           is_open; /* to messages without a nonce; the post's own, as below */
-    smp_bell      *bell;    /* borrowed: rung when something comes, or NULL */
-    smp_message   *first;   /* owned: linked by next */
+    _Atomic size_t count;    /* messages in it */
+    bool           is_open;  /* to messages without a nonce; the post's own, as below */
+    smp_doorbell  *doorbell; /* borrowed: rung when something comes, or NULL */
+    smp_message   *first;    /* owned: linked by next */
     smp_message   *last;
     smp_message *kept; /* what its owner took and will look at later, linked by next; it
                           alone changes them, under the lock */
-    struct smp_hole *next;
-} smp_hole;
+    struct smp_channel *next;
+} smp_channel;
 
 typedef struct {
-    smp_lock     lock; /* guards all below, and the holes */
-    smp_hole    *holes;
-    smp_message *early; /* owned: for holes that are not open yet, linked by next */
-    smp_message *early_last;
+    smp_lock     lock; /* guards all below, and the channels */
+    smp_channel *channels;
+    smp_message
+        *unexpected; /* owned: for channels that are not open yet, linked by next */
+    smp_message *unexpected_last;
 } smp_post;
 
 void smp_post_init(smp_post *post);
 
-/* All holes are closed.  Frees what is left. */
+/* All channels are closed.  Frees what is left. */
 void smp_post_fini(smp_post *post);
 
-/* Whether a message is for a hole. */
+/* Whether a message is for a channel. */
 bool smp_post_is(const smp_message *message);
 
 /* Takes a message that is. */
 void smp_post_put(smp_post *post, smp_message *message);
 
-/* Takes back a message without nonce that turned out to be for the next hole with its
- * address. */
+/* Takes back a message without nonce that turned out to be for the next channel with
+ * its address. */
 void smp_post_keep(smp_post *post, smp_message *message);
 
-/* Opens a hole to all; what came early is in it. */
-void smp_hole_open(smp_post *post, smp_hole *hole);
+/* Opens a channel to all; unexpected messages for it are in it. */
+void smp_channel_open(smp_post *post, smp_channel *channel);
 
 /* From now on only what has its nonce goes in. */
-void smp_hole_narrow(smp_post *post, smp_hole *hole);
+void smp_channel_narrow(smp_post *post, smp_channel *channel);
 
 /* What is to be rung from now on; NULL: nothing. */
-void smp_hole_set_bell(smp_post *post, smp_hole *hole, smp_bell *bell);
+void smp_channel_set_doorbell(smp_post *post, smp_channel *channel,
+                              smp_doorbell *doorbell);
 
-/* Shows what has come into other holes and nobody has looked at, until `look` says
+/* Shows what has come into other channels and nobody has looked at, until `look` says
  * true: true, it has.  The post is locked meanwhile. */
-bool smp_post_elsewhere(smp_post *post, const smp_hole *here,
+bool smp_post_elsewhere(smp_post *post, const smp_channel *here,
                         bool (*look)(void *arg, const char *name,
                                      const smp_message *message),
                         void *arg);
 
 /* Frees what is left in it. */
-void smp_hole_close(smp_post *post, smp_hole *hole);
+void smp_channel_close(smp_post *post, smp_channel *channel);
 
 /* The oldest message, or NULL. */
-smp_message *smp_hole_get(smp_post *post, smp_hole *hole);
+smp_message *smp_channel_get(smp_post *post, smp_channel *channel);
 
 #endif

@@ -8,7 +8,7 @@
 
 #include <stdint.h>
 
-#include "partition/partition.h"
+#include "partition/input.h"
 
 /* Cost of a whole model, up to rounding: fine enough for a module of one part in
  * 10^12, and times SMP_PARTITION_MAX_DEVICES still within 63 bits. */

@@ -8,7 +8,7 @@
 
 #include <stdint.h>
 
-#include "partition/partition.h"
+#include "partition/input.h"
 #include "partition/scratch.h"
 #include "partition/tree.h"
 

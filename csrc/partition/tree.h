@@ -12,7 +12,7 @@
 #include <stdint.h>
 
 #include "common/status.h"
-#include "partition/partition.h"
+#include "partition/input.h"
 #include "partition/scratch.h"
 
 typedef struct {

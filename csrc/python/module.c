@@ -2,18 +2,18 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
-#include "python/collective_comm.h"
-#include "python/collective_group.h"
-#include "python/collective_mail.h"
-#include "python/comm_binding.h"
-#include "python/gradients.h"
-#include "python/heap.h"
-#include "python/log_binding.h"
+#include "python/collectives/comm.h"
+#include "python/collectives/group.h"
+#include "python/collectives/mail.h"
+#include "python/modules/gradients.h"
+#include "python/modules/session.h"
+#include "python/modules/watch.h"
 #include "python/partition_binding.h"
-#include "python/session.h"
-#include "python/torch_api.h"
+#include "python/process/comm_binding.h"
+#include "python/process/heap.h"
+#include "python/process/log_binding.h"
 #include "python/tp_kernels_binding.h"
-#include "python/watch.h"
+#include "python/values/torch_api.h"
 
 #ifdef __clang__
 #    define COMPILER __VERSION__

@@ -3,7 +3,7 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
-#include "comm/mpi/mpi.h"
+#include "comm/transport/mpi/mpi.h"
 #include "common/status.h"
 
 static int

@@ -7,8 +7,8 @@
 #include <stdint.h>
 #include <stdlib.h>
 
-#include "python/collective_tensor.h"
-#include "python/device.h"
+#include "python/values/device.h"
+#include "python/values/row.h"
 #include "tp_kernels/gpu.h"
 
 /* What is known of a call's tensors so far. */

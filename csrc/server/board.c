@@ -7,7 +7,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "comm/clock.h"
+#include "common/clock.h"
 #include "common/lock.h"
 
 /* Workers with a higher number are counted, and not shown. */

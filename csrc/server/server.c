@@ -20,7 +20,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "comm/clock.h"
+#include "common/clock.h"
 #include "common/jitter.h"
 #include "server/baton.h"
 #include "server/calls.h"
@@ -138,7 +138,6 @@ struct smp_server {
     smp_status failure; /* why, when the comm or a thread failed */
     int        left;    /* the rank that has left; -1 */
     uint64_t   calls;
-    uint64_t   switches;
 
     smp_lineup   *lineup;   /* owned */
     uint64_t      over;     /* collectives of the step that are */
@@ -916,7 +915,6 @@ static void
 give(worker *to, reason why)
 {
     to->why = why;
-    to->server->switches++;
     smp_seat_give(&to->seat);
 }
 
@@ -1818,12 +1816,6 @@ bool
 smp_server_failed(const smp_server *server)
 {
     return server->failed;
-}
-
-uint64_t
-smp_server_switches(const smp_server *server)
-{
-    return server->switches;
 }
 
 smp_board *

@@ -158,10 +158,6 @@ void smp_server_fail(smp_server *server);
 /* Whether the step under way has failed (the worker that holds the baton). */
 bool smp_server_failed(const smp_server *server);
 
-/* Counts hand-overs of the baton; a worker that finds it unchanged over a wait knows
- * that no other task ran meanwhile. */
-uint64_t smp_server_switches(const smp_server *server);
-
 /* What this rank does and waits for; lives as long as the server. */
 smp_board *smp_server_board(smp_server *server);
 

@@ -7,7 +7,7 @@
 #include <stdlib.h>
 #include <time.h>
 
-#include "comm/clock.h"
+#include "common/clock.h"
 #include "common/lock.h"
 
 /* It looks this many times within the shorter limit, and at least once in MOST_NS. */

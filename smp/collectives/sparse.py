@@ -76,7 +76,7 @@ def _rows(which: int, rows: Tensor, sizes: Tensor, gather: Gather) -> tuple[Tens
 
 
 def _tree(terms: list[Tensor]) -> Tensor:
-    """The sum along the tree that csrc/comm/collective/reduce.h defines."""
+    """The sum along the tree that csrc/comm/collective/kernels/reduce.h defines."""
     if len(terms) == 1:
         return terms[0].coalesce()
     half = 1 << (len(terms) - 1).bit_length() - 1

@@ -1,7 +1,7 @@
 """The autograd nodes of a remote call; their work is in ``csrc/python``.
 
 ``Send``, ``Recv`` and ``Change`` stand on the caller, ``Enter`` on the owner: see the drawings
-in ``csrc/python/call.c`` and ``csrc/python/serve.c``.
+in ``csrc/python/modules/call.c`` and ``csrc/python/modules/serve.c``.
 """
 
 import torch

@@ -350,7 +350,7 @@ def socket_file() -> Iterator[str]:
     """The path of a file that the ranks of this host, and no others, see until the end.
 
     Where none can be made there, nobody sees it.  A process that is killed leaves it; the
-    next job of this user removes it, since nobody listens (``csrc/comm/shm/meet.c``).
+    next job of this user removes it, since nobody listens (``csrc/comm/transport/shm/meet.c``).
     """
     path = SHARED_FOLDER / f"smp-{secrets.token_hex(16)}.sock"
     early = path.with_suffix(".new")

@@ -1,9 +1,9 @@
 """Which transports the core may use besides shared memory and TCP, which it always has.
 
-The MPI transport is an extension of its own (``csrc/comm/mpi/mpi.c``), built where there was
-an ``mpicc``; it works in jobs that an MPI launcher started, also for ranks that found each
-other through torch's store.  The UCX transport
-(``csrc/comm/ucx/ucx.c``) looks for UCX's library when it is wanted.
+The MPI transport is an extension of its own (``csrc/comm/transport/mpi/mpi.c``), built where
+there was an ``mpicc``; it works in jobs that an MPI launcher started, also for ranks that found
+each other through torch's store.  The UCX transport
+(``csrc/comm/transport/ucx/ucx.c``) looks for UCX's library when it is wanted.
 """
 
 import hashlib

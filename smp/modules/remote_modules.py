@@ -1,7 +1,7 @@
 """Applying a partition to a model on this rank.
 
 Modules that the rank does not own get a class of their own, whose ``__call__`` is in C
-(``csrc/python/call.c``) and sends a request; their parameters keep shape, dtype and
+(``csrc/python/modules/call.c``) and sends a request; their parameters keep shape, dtype and
 ``requires_grad`` and lose their storage.  Modules that the rank owns are not touched,
 but for ``nn.Sequential`` whose children span ranks; nor are modules that have nothing to
 own, such as an activation, which may be of other models, too: they run where they are called.

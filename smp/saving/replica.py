@@ -3,7 +3,7 @@
 Parts of a model and of an optimizer's state are gathered over the MP_GROUP, or sent to who
 needs them over the PP_GROUP, whose ranks hold the same slices; so one replica can save while
 another does not.  The shape
-of a value travels packed (``csrc/python/pack.h``, no pickle of tensors), its tensors as
+of a value travels packed (``csrc/python/values/pack.h``, no pickle of tensors), its tensors as
 bytes, one after the other, so that no rank holds a second copy of everything.
 """
 

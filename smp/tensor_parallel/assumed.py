@@ -3,8 +3,8 @@
 To exchange sizes takes as long as a small gather.  So a gather assumes that all tp_ranks have
 what they had when this one had last what it has now, or that all have the same, and says by a
 hash what it assumes.  The core compares the hashes (``assumed`` in
-csrc/comm/collective/call.h).  Where they differ no rank gathers anything; all exchange their
-sizes and gather again.  So what a gather with a result assumed is true, on all ranks.
+csrc/comm/collective/checks/call.h).  Where they differ no rank gathers anything; all exchange
+their sizes and gather again.  So what a gather with a result assumed is true, on all ranks.
 """
 
 from collections.abc import Hashable

@@ -1,6 +1,6 @@
-/* Spec: csrc/comm/shm/arena.h. */
+/* Spec: csrc/comm/memory/arena.h. */
 #define _GNU_SOURCE
-#include "comm/shm/arena.h"
+#include "comm/memory/arena.h"
 
 #include <pthread.h>
 #include <sched.h>
@@ -256,25 +256,25 @@ static int
 keep_for(its_end end)
 {
     enum { LAST = 7 };
-    fixture    f = make_arena(ARENA);
-    fixture    other = make_arena(ARENA);
-    smp_user  *users = calloc(2, sizeof(*users));
-    pid_t      child = fork();
-    uint32_t   first;
-    uint32_t   slot;
-    uint64_t   offset;
-    smp_shelf *shelf = smp_shelf_take(other.segment->shelves);
+    fixture            f = make_arena(ARENA);
+    fixture            other = make_arena(ARENA);
+    smp_user          *users = calloc(2, sizeof(*users));
+    pid_t              child = fork();
+    uint32_t           first;
+    uint32_t           slot;
+    uint64_t           offset;
+    smp_control_block *control = smp_control_block_take(other.segment->controls);
 
     if (child == 0) {
         pause();
         _exit(0);
     }
     CHECK(users != NULL && child > 0);
-    atomic_store(&shelf->id, 1);
-    atomic_store(&shelf->nonce, 5);
-    atomic_store(&shelf->slots[(LAST - 1) & 1].notice.step, LAST - 1);
+    atomic_store(&control->id, 1);
+    atomic_store(&control->nonce, 5);
+    atomic_store(&control->slots[(LAST - 1) & 1].notice.step, LAST - 1);
     smp_segment_ref(other.segment);
-    users[1] = (smp_user){other.segment, shelf, 5, child};
+    users[1] = (smp_user){other.segment, control, 5, child};
     CHECK(smp_arena_take(f.arena, 1000, &first, &offset));
     smp_arena_keep(f.arena, offset, 1000, users, 2, LAST);
     CHECK(smp_arena_take(f.arena, 1000, &slot, &offset)); /* is not meant */
@@ -284,13 +284,13 @@ keep_for(its_end end)
     CHECK(in_use(f) > 0);
     CHECK(!smp_arena_take(f.arena, ARENA, &slot, &offset));
     if (end == POSTS) {
-        atomic_store(&shelf->slots[LAST & 1].notice.step, LAST);
+        atomic_store(&control->slots[LAST & 1].notice.step, LAST);
     } else if (end == GIVES_UP) {
-        atomic_store(&shelf->failed, SMP_ERR_TIMED_OUT);
+        atomic_store(&control->failed, SMP_ERR_TIMED_OUT);
     } else if (end == LEAVES) {
-        smp_shelf_give_back(shelf);
+        smp_control_block_give_back(control);
     } else if (end == MEETS_ANEW) {
-        atomic_store(&shelf->nonce, 6);
+        atomic_store(&control->nonce, 6);
     }
     if (end == DIES) {
         kill(child, SIGKILL);

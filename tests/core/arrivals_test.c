@@ -1,11 +1,12 @@
-/* Messages put together from parts in any order.  Spec: csrc/comm/ucx/arrivals.h. */
+/* Messages put together from parts in any order.  Spec:
+ * csrc/comm/transport/ucx/arrivals.h. */
 #define _GNU_SOURCE
 #include <stdlib.h>
 
 #include "check.h"
-#include "comm/block.h"
-#include "comm/message.h"
-#include "comm/ucx/arrivals.h"
+#include "comm/memory/block.h"
+#include "comm/memory/message.h"
+#include "comm/transport/ucx/arrivals.h"
 
 enum { BIG = 5000, SMALL = 10 };
 

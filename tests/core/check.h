@@ -31,9 +31,9 @@
         }                                                                              \
     } while (0)
 
-/* So long from now, for what takes a smp_patience (comm/patience.h). */
+/* So long from now, for what takes a smp_deadline (common/deadline.h). */
 #define PATIENCE_MS(ms)                                                                \
-    (&(smp_patience){.deadline_ns = smp_clock_deadline((ms)*SMP_NS_PER_MS)})
+    (&(smp_deadline){.at_ns = smp_clock_deadline((ms)*SMP_NS_PER_MS)})
 
 typedef struct {
     const char *name;

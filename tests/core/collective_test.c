@@ -1,5 +1,5 @@
 /* Operations of groups, on ranks that are processes and threads.
- * Spec: csrc/comm/collective/group.h, csrc/comm/collective/reduce.h. */
+ * Spec: csrc/comm/collective/group.h, csrc/comm/collective/kernels/reduce.h. */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <sched.h>
@@ -8,10 +8,10 @@
 #include <time.h>
 
 #include "comm/collective/group.h"
-#include "comm/collective/lockstep.h"
+#include "comm/collective/intra_host/epoch_barrier.h"
+#include "comm/memory/control_block.h"
 #include "comm/neighbour.h"
-#include "comm/patience.h"
-#include "comm/shm/shelf.h"
+#include "common/deadline.h"
 #include "groups.h"
 
 /* ----------------------------------------------------------------------- groups */
@@ -19,12 +19,12 @@
 /* ------------------------------------------------------------------------ results */
 
 static int
-every_operation(world *w, bool only_shelves)
+every_operation(world *w, bool only_slots)
 {
     smp_group *group;
 
-    CHECK_STATUS(make_world_group(w, 9, only_shelves, &group), SMP_OK);
-    CHECK(smp_group_reads_memory(group) == !only_shelves);
+    CHECK_STATUS(make_world_group(w, 9, only_slots, &group), SMP_OK);
+    CHECK(smp_group_reads_memory(group) == !only_slots);
     for (int i = 0; i < COUNTS; i++) {
         CHECK(all_operations(w, group, SMP_F32, counts[i], (uint64_t)i) == 0);
     }
@@ -37,7 +37,7 @@ TEST_RANK(every_operation_gives_the_right_result_by_memory)
     return every_operation(w, false);
 }
 
-TEST_RANK(every_operation_gives_the_right_result_by_shelves)
+TEST_RANK(every_operation_gives_the_right_result_by_slots)
 {
     return every_operation(w, true);
 }
@@ -159,7 +159,7 @@ make_group_that_chooses(world *w, answer of_last, bool want)
                                .size = 2,
                                .id = 11,
                                .name = "test",
-                               .timeout_ns = WORLD_PATIENCE_NS};
+                               .timeout_ns = WORLD_DEADLINE_NS};
     smp_group       *group;
     int              failed;
 
@@ -184,7 +184,7 @@ TEST_RANK(members_do_not_read_where_one_finds_it_slow)
 }
 
 /* The last rank alone cannot read; all agree on it, and nobody counts as lost. */
-TEST_RANK(members_that_cannot_be_read_go_by_the_shelves)
+TEST_RANK(members_that_cannot_be_read_go_by_the_slots)
 {
     for (answer a = READS; a <= ANOTHER; a++) {
         smp_group *group;
@@ -203,51 +203,53 @@ TEST_RANK(members_that_cannot_be_read_go_by_the_shelves)
 
 /* The steps of ranks 0 and 1, who read each other's memory. */
 static smp_status
-step_with_the_other(world *w, uint64_t id, smp_lockstep *lockstep)
+step_with_the_other(world *w, uint64_t id, smp_epoch_barrier *barrier)
 {
     static const int ranks[] = {0, 1};
-    smp_patience     patience = {.deadline_ns = smp_clock_ns() + WORLD_PATIENCE_NS};
+    smp_deadline     deadline = {.at_ns = smp_clock_ns() + WORLD_DEADLINE_NS};
     int              failed;
 
-    return smp_lockstep_init(lockstep, w->comm, ranks, 2, id, SMP_READ_ALWAYS,
-                             &patience, &failed, NULL);
+    return smp_epoch_barrier_init(barrier, w->comm, ranks, 2, id, SMP_READ_ALWAYS,
+                                  &deadline, &failed, NULL);
 }
 
 /* Once it could be read: what the system says of the number alone kills nobody. */
 TEST_RANK(a_member_that_is_not_seen_any_more_has_not_died)
 {
-    uint64_t     mine = 4711;
-    uint64_t     its = 0;
-    smp_lockstep lockstep;
+    uint64_t          mine = 4711;
+    uint64_t          its = 0;
+    smp_epoch_barrier barrier;
 
-    CHECK_STATUS(step_with_the_other(w, 5, &lockstep), SMP_OK);
-    CHECK(lockstep.reads);
+    CHECK_STATUS(step_with_the_other(w, 5, &barrier), SMP_OK);
+    CHECK(barrier.reads);
     atomic_store(&w->shared->scratch[w->rank], (int64_t)(uintptr_t)&mine);
     w->barrier(w);
     for (answer a = REFUSED; a <= UNSEEN; a++) {
         uint64_t from = (uint64_t)atomic_load(&w->shared->scratch[1 - w->rank]);
 
         planned = READS;
-        CHECK_STATUS(smp_lockstep_copy(&lockstep, 1 - w->rank, &its, from, sizeof(its)),
-                     SMP_OK);
+        CHECK_STATUS(
+            smp_epoch_barrier_copy(&barrier, 1 - w->rank, &its, from, sizeof(its)),
+            SMP_OK);
         CHECK(its == 4711);
         planned = a;
-        CHECK_STATUS(smp_lockstep_copy(&lockstep, 1 - w->rank, &its, from, sizeof(its)),
-                     SMP_ERR_SYSTEM);
+        CHECK_STATUS(
+            smp_epoch_barrier_copy(&barrier, 1 - w->rank, &its, from, sizeof(its)),
+            SMP_ERR_SYSTEM);
     }
     CHECK(smp_comm_lost(w->comm) < 0);
     w->barrier(w); /* nobody reads any more */
-    smp_lockstep_fini(&lockstep);
+    smp_epoch_barrier_fini(&barrier);
     return 0;
 }
 
 /* ... and one that has died is named by what watches it. */
 TEST_RANK(a_member_that_died_is_lost_when_it_is_read)
 {
-    uint64_t     its = 0;
-    smp_lockstep lockstep;
+    uint64_t          its = 0;
+    smp_epoch_barrier barrier;
 
-    CHECK_STATUS(step_with_the_other(w, 5, &lockstep), SMP_OK);
+    CHECK_STATUS(step_with_the_other(w, 5, &barrier), SMP_OK);
     atomic_store(&w->shared->scratch[w->rank], (int64_t)(uintptr_t)&its);
     w->barrier(w);
     if (w->rank == 1) {
@@ -256,11 +258,11 @@ TEST_RANK(a_member_that_died_is_lost_when_it_is_read)
     for (smp_status status = SMP_OK; status != SMP_ERR_PEER_LOST;) {
         uint64_t from = (uint64_t)atomic_load(&w->shared->scratch[1]);
 
-        status = smp_lockstep_copy(&lockstep, 1, &its, from, sizeof(its));
+        status = smp_epoch_barrier_copy(&barrier, 1, &its, from, sizeof(its));
         CHECK(status == SMP_OK || status == SMP_ERR_PEER_LOST);
     }
     CHECK(smp_comm_lost(w->comm) == 1);
-    smp_lockstep_fini(&lockstep);
+    smp_epoch_barrier_fini(&barrier);
     return 0;
 }
 
@@ -284,23 +286,23 @@ run_by(pid_t pid)
 static int
 retreat(world *w, its_end end)
 {
-    _Atomic int64_t *asks = &w->shared->scratch[2 * end];
-    _Atomic int64_t *has = &w->shared->scratch[2 * end + 1];
-    uint64_t         last;
-    int64_t          ran;
-    smp_lockstep     lockstep;
+    _Atomic int64_t  *asks = &w->shared->scratch[2 * end];
+    _Atomic int64_t  *has = &w->shared->scratch[2 * end + 1];
+    uint64_t          last;
+    int64_t           ran;
+    smp_epoch_barrier barrier;
 
-    CHECK_STATUS(step_with_the_other(w, 20 + (uint64_t)end, &lockstep), SMP_OK);
-    smp_lockstep_post(&lockstep);
-    while (!smp_lockstep_arrived(&lockstep)) {
-        smp_lockstep_wait(&lockstep, SMP_NEVER);
+    CHECK_STATUS(step_with_the_other(w, 20 + (uint64_t)end, &barrier), SMP_OK);
+    smp_epoch_barrier_post(&barrier);
+    while (!smp_epoch_barrier_arrived(&barrier)) {
+        smp_epoch_barrier_wait(&barrier, SMP_NEVER);
     }
-    smp_lockstep_read(&lockstep);
-    last = lockstep.step + 1;
+    smp_epoch_barrier_read(&barrier);
+    last = barrier.step + 1;
     if (w->rank == 0) {
-        smp_lockstep_fail(&lockstep, SMP_ERR_TIMED_OUT, "a test");
+        smp_epoch_barrier_fail(&barrier, SMP_ERR_TIMED_OUT, "a test");
         atomic_store(asks, smp_clock_ns());
-        smp_lockstep_retreat(&lockstep, last);
+        smp_epoch_barrier_retreat(&barrier, last);
         atomic_store(has, 1);
     } else {
         while (atomic_load(asks) == 0) {
@@ -315,23 +317,23 @@ retreat(world *w, its_end end)
         CHECK(atomic_load(has) == 0 ||
               smp_clock_ns() - atomic_load(asks) > SMP_NS_PER_S); /* its limit */
         if (end == POSTS_THE_LAST) {
-            smp_lockstep_post(&lockstep);
+            smp_epoch_barrier_post(&barrier);
         } else if (end == GIVES_UP) {
-            smp_lockstep_fail(&lockstep, SMP_ERR_TIMED_OUT, "a test");
+            smp_epoch_barrier_fail(&barrier, SMP_ERR_TIMED_OUT, "a test");
         }
         while (end != LEAVES && atomic_load(has) == 0) {
             sched_yield();
         }
     }
     if (end == LEAVES && w->rank == 1) {
-        smp_lockstep_fini(&lockstep);
+        smp_epoch_barrier_fini(&barrier);
         while (atomic_load(has) == 0) {
             sched_yield();
         }
     }
     w->barrier(w);
     if (end != LEAVES || w->rank == 0) {
-        smp_lockstep_fini(&lockstep);
+        smp_epoch_barrier_fini(&barrier);
     }
     return 0;
 }
@@ -350,23 +352,23 @@ TEST_RANK(who_gives_up_leaves_its_memory_to_those_who_use_it)
 static uint64_t
 own_step(const world *w, uint64_t id)
 {
-    smp_neighbour    neighbour;
-    const smp_shelf *shelf;
-    uint64_t         steps[2];
+    smp_neighbour            neighbour;
+    const smp_control_block *control;
+    uint64_t                 steps[2];
 
     if (!smp_comm_neighbour(w->comm, w->rank, &neighbour)) {
         abort();
     }
-    shelf = smp_shelf_find(neighbour.segment->shelves, id);
+    control = smp_control_block_find(neighbour.segment->controls, id);
     for (int i = 0; i < 2; i++) {
-        steps[i] = atomic_load(&shelf->slots[i].notice.step);
+        steps[i] = atomic_load(&control->slots[i].notice.step);
     }
     return steps[0] > steps[1] ? steps[0] : steps[1];
 }
 
-/* Two steps, also where members must not read each other's memory; through the shelves
+/* Two steps, also where members must not read each other's memory; through the slots
  * it takes one for every 64 KiB. */
-TEST_RANK(an_all_gather_between_pools_does_not_go_through_the_shelves)
+TEST_RANK(an_all_gather_between_pools_does_not_go_through_the_slots)
 {
     enum { ID = 9, COUNT = 300000 };
     smp_group *group;
@@ -393,16 +395,16 @@ TEST_RANK(an_all_gather_between_pools_does_not_go_through_the_shelves)
 
 TEST_RANK(a_rank_is_in_at_most_so_many_groups)
 {
-    static smp_group *groups[WORLD_RANKS][SMP_SHELVES];
+    static smp_group *groups[WORLD_RANKS][SMP_CONTROL_BLOCKS];
     smp_group       **mine = groups[w->rank];
     smp_group        *more;
 
-    for (uint64_t i = 0; i < SMP_SHELVES; i++) {
+    for (uint64_t i = 0; i < SMP_CONTROL_BLOCKS; i++) {
         CHECK_STATUS(make_world_group(w, 1 + i, true, &mine[i]), SMP_OK);
     }
     CHECK_STATUS(make_world_group(w, 1000, true, &more), SMP_ERR_LIMIT);
-    CHECK(random_calls(w, mine, SMP_SHELVES, 100, 3) == 0);
-    for (int i = 0; i < SMP_SHELVES; i++) {
+    CHECK(random_calls(w, mine, SMP_CONTROL_BLOCKS, 100, 3) == 0);
+    for (int i = 0; i < SMP_CONTROL_BLOCKS; i++) {
         smp_group_destroy(mine[i]);
     }
     return 0;
@@ -424,7 +426,7 @@ TEST_RANK(meetings_that_fail_take_no_group_away)
     for (int r = 0; r < w->size; r++) {
         ranks[r] = r;
     }
-    for (int i = 0; i < SMP_SHELVES + 10 && w->rank != w->size - 1; i++) {
+    for (int i = 0; i < SMP_CONTROL_BLOCKS + 10 && w->rank != w->size - 1; i++) {
         CHECK_STATUS(smp_group_create(w->comm, &config, &group, &failed),
                      SMP_ERR_TIMED_OUT);
     }
@@ -444,7 +446,7 @@ TEST_RANK(a_group_needs_one_list_of_ranks_on_all)
                                .size = w->size,
                                .id = 3,
                                .name = "test",
-                               .timeout_ns = WORLD_PATIENCE_NS};
+                               .timeout_ns = WORLD_DEADLINE_NS};
     int              failed;
     smp_group       *group;
 
@@ -610,8 +612,8 @@ sleeps(world *w, int rank)
     if (!smp_comm_neighbour(w->comm, rank, &neighbour)) {
         abort();
     }
-    for (int i = 0; i < SMP_SHELVES; i++) {
-        if (atomic_load(&neighbour.segment->shelves[i].waits) != 0) {
+    for (int i = 0; i < SMP_CONTROL_BLOCKS; i++) {
+        if (atomic_load(&neighbour.segment->controls[i].waits) != 0) {
             return true;
         }
     }
@@ -626,7 +628,7 @@ TEST_RANK(groups_entered_in_another_order_are_named_at_the_time_out)
                                .size = 2,
                                .id = 1,
                                .name = "a",
-                               .timeout_ns = WORLD_PATIENCE_NS};
+                               .timeout_ns = WORLD_DEADLINE_NS};
     smp_call         call = {.operation = SMP_BARRIER};
     int              failed;
     smp_group       *a;
@@ -689,12 +691,12 @@ typedef struct {
  * under the sanitizers. */
 static const entry list[] = {
     KILLED(a_killed_member_is_named_to_all_others, 3),
-    KILLED(a_killed_member_is_named_by_those_who_use_shelves, 3),
+    KILLED(a_killed_member_is_named_by_those_who_use_slots, 3),
     FORKED(a_forked_child_is_no_member, 2, 2),
     ALL(nobody_leaves_a_barrier_before_all_have_come),
     ALL(every_operation_gives_the_right_result_by_memory),
-    ALL(every_operation_gives_the_right_result_by_shelves),
-    POOLED(an_all_gather_between_pools_does_not_go_through_the_shelves, 2, 3),
+    ALL(every_operation_gives_the_right_result_by_slots),
+    POOLED(an_all_gather_between_pools_does_not_go_through_the_slots, 2, 3),
     POOLED(tensors_in_pools_are_used_where_they_are, 2, 4),
     SOME(every_dtype_is_moved_and_reduced, 2, 3),
     ALL(any_sequence_of_calls_on_several_groups_is_right),
@@ -714,7 +716,7 @@ static const entry list[] = {
     SOME(a_member_that_has_left_is_named, 2, 3),
     FORKED(members_read_where_that_is_faster, 2, 2),
     FORKED(members_do_not_read_where_one_finds_it_slow, 2, 2),
-    FORKED(members_that_cannot_be_read_go_by_the_shelves, 2, 3),
+    FORKED(members_that_cannot_be_read_go_by_the_slots, 2, 3),
     FORKED(a_member_that_is_not_seen_any_more_has_not_died, 2, 2),
     FORKED(a_member_that_died_is_lost_when_it_is_read, 2, 2),
     FORKED(who_gives_up_leaves_its_memory_to_those_who_use_it, 2, 2),

@@ -26,7 +26,7 @@ TEST_RANK(messages_arrive_in_the_order_of_their_sends)
     for (int i = 0; i < COUNT * (w->size - 1); i++) {
         uint64_t got;
 
-        CHECK_STATUS(smp_comm_receive(w->comm, WORLD_PATIENCE_NS, &message), SMP_OK);
+        CHECK_STATUS(smp_comm_receive(w->comm, WORLD_DEADLINE_NS, &message), SMP_OK);
         memcpy(&got, message->bytes, 8);
         CHECK(got == next[message->source]);
         CHECK(message->nbytes == 8 + got * 37 % 700);
@@ -55,13 +55,13 @@ TEST_RANK(every_size_arrives_whole)
         size_t head = sizes[i] < 200000 ? sizes[i] : 100;
 
         CHECK_STATUS(send_filled(w, other(w, 0), i, head, &sizes[i], 1), SMP_OK);
-        CHECK_STATUS(smp_comm_receive(w->comm, WORLD_PATIENCE_NS, &message), SMP_OK);
+        CHECK_STATUS(smp_comm_receive(w->comm, WORLD_DEADLINE_NS, &message), SMP_OK);
         CHECK(message->source == other(w, w->size - 2));
         CHECK(message_filled(message, i, head, &sizes[i], 1));
         smp_message_free(message);
     }
     CHECK_STATUS(send_filled(w, other(w, 0), 99, 10, sizes, COUNT), SMP_OK);
-    CHECK_STATUS(smp_comm_receive(w->comm, WORLD_PATIENCE_NS, &message), SMP_OK);
+    CHECK_STATUS(smp_comm_receive(w->comm, WORLD_DEADLINE_NS, &message), SMP_OK);
     CHECK(message_filled(message, 99, 10, sizes, COUNT));
     smp_message_free(message);
     return 0;
@@ -77,7 +77,7 @@ TEST_RANK(a_message_may_have_thousands_of_blocks)
         sizes[i] = i * 13 % 2100;
     }
     CHECK_STATUS(send_filled(w, other(w, 0), 5, 11, sizes, COUNT), SMP_OK);
-    CHECK_STATUS(smp_comm_receive(w->comm, WORLD_PATIENCE_NS, &message), SMP_OK);
+    CHECK_STATUS(smp_comm_receive(w->comm, WORLD_DEADLINE_NS, &message), SMP_OK);
     CHECK(message_filled(message, 5, 11, sizes, COUNT));
     smp_message_free(message);
     free(sizes);
@@ -98,7 +98,7 @@ TEST_RANK(a_full_queue_and_a_full_pool_make_nobody_wait)
     }
     w->barrier(w);
     for (uint64_t i = 0; i < COUNT; i++) {
-        CHECK_STATUS(smp_comm_receive(w->comm, WORLD_PATIENCE_NS, &message), SMP_OK);
+        CHECK_STATUS(smp_comm_receive(w->comm, WORLD_DEADLINE_NS, &message), SMP_OK);
         CHECK(message_filled(message, i, 4000, sizes, 3));
         smp_message_free(message);
     }
@@ -123,7 +123,7 @@ TEST_RANK(blocks_outlive_the_comm)
         CHECK_STATUS(send_filled(w, other(w, 0), i, 100, sizes, 3), SMP_OK);
     }
     for (uint64_t i = 0; i < COUNT; i++) {
-        CHECK_STATUS(smp_comm_receive(w->comm, WORLD_PATIENCE_NS, &message), SMP_OK);
+        CHECK_STATUS(smp_comm_receive(w->comm, WORLD_DEADLINE_NS, &message), SMP_OK);
         for (size_t j = 0; j < 3; j++) {
             kept[i][j] = smp_message_take_block(message, j);
         }
@@ -147,11 +147,11 @@ TEST_RANK(released_blocks_return_to_the_pool)
     smp_comm_stats      stats;
     smp_message        *message;
     smp_block          *unsent;
-    int64_t             deadline = smp_clock_ns() + WORLD_PATIENCE_NS;
+    int64_t             deadline = smp_clock_ns() + WORLD_DEADLINE_NS;
 
     for (uint64_t i = 0; i < 100; i++) { /* 30 MB through 2 MiB */
         CHECK_STATUS(send_filled(w, other(w, 0), i, 8, sizes, 1), SMP_OK);
-        CHECK_STATUS(smp_comm_receive(w->comm, WORLD_PATIENCE_NS, &message), SMP_OK);
+        CHECK_STATUS(smp_comm_receive(w->comm, WORLD_DEADLINE_NS, &message), SMP_OK);
         CHECK(message_filled(message, i, 8, sizes, 1));
         smp_message_free(message);
         w->barrier(w);
@@ -182,7 +182,7 @@ TEST_RANK(wake_interrupts_one_receive)
 
     for (int i = 0; i < 200; i++) {
         CHECK(pthread_create(&waker, NULL, wake_main, w->comm) == 0);
-        CHECK_STATUS(smp_comm_receive(w->comm, WORLD_PATIENCE_NS, &message),
+        CHECK_STATUS(smp_comm_receive(w->comm, WORLD_DEADLINE_NS, &message),
                      SMP_ERR_INTERRUPTED);
         pthread_join(waker, NULL);
         CHECK_STATUS(smp_comm_receive(w->comm, 0, &message), SMP_ERR_TIMED_OUT);
@@ -215,7 +215,7 @@ TEST_RANK(the_end_of_a_peer_is_not_its_loss)
         CHECK_STATUS(send_filled(w, 0, 1, 100, sizes, 1), SMP_OK);
         return 0;
     }
-    while ((status = smp_comm_receive(w->comm, WORLD_PATIENCE_NS, &message)) ==
+    while ((status = smp_comm_receive(w->comm, WORLD_DEADLINE_NS, &message)) ==
            SMP_OK) {
         CHECK(message_filled(message, 1, 100, sizes, 1));
         smp_message_free(message);
@@ -289,7 +289,7 @@ TEST_RANK(threads_may_send_at_once)
     for (int i = 0; i < SENDERS * SENDER_MESSAGES; i++) {
         uint64_t tag[2];
 
-        CHECK_STATUS(smp_comm_receive(w->comm, WORLD_PATIENCE_NS, &message), SMP_OK);
+        CHECK_STATUS(smp_comm_receive(w->comm, WORLD_DEADLINE_NS, &message), SMP_OK);
         CHECK(message->nbytes == sizeof(tag) && message->nblocks == 1);
         memcpy(tag, message->bytes, sizeof(tag));
         CHECK(tag[0] < SENDERS && tag[1] == next[tag[0]]);
@@ -348,7 +348,7 @@ TEST_RANK(all_to_all_with_random_sizes)
             continue; /* nothing comes after the others' ends */
         }
         status =
-            smp_comm_receive(w->comm, done < COUNT ? 0 : WORLD_PATIENCE_NS, &message);
+            smp_comm_receive(w->comm, done < COUNT ? 0 : WORLD_DEADLINE_NS, &message);
         if (status == SMP_ERR_TIMED_OUT && done < COUNT) {
             continue;
         }
@@ -389,7 +389,7 @@ TEST_RANK(who_waits_for_a_rank_that_does_not_connect_may_give_up)
     int          asked = 0;
     int          failed = -1;
     char         path[64];
-    smp_patience patience = {smp_clock_deadline(WORLD_PATIENCE_NS), gives_up_in_the_end,
+    smp_deadline deadline = {smp_clock_deadline(WORLD_DEADLINE_NS), gives_up_in_the_end,
                              &asked};
     world_end    end;
     smp_message *message;
@@ -397,7 +397,7 @@ TEST_RANK(who_waits_for_a_rank_that_does_not_connect_may_give_up)
     CHECK_STATUS(world_prepare(w, "with one missing", &end), SMP_OK);
     if (w->rank != w->size - 1) {
         CHECK_STATUS(
-            smp_comm_connect(end.comm, end.cards, end.card_bytes, &patience, &failed),
+            smp_comm_connect(end.comm, end.cards, end.card_bytes, &deadline, &failed),
             SMP_ERR_INTERRUPTED);
         CHECK(asked > 5);
     }
@@ -410,7 +410,7 @@ TEST_RANK(who_waits_for_a_rank_that_does_not_connect_may_give_up)
     smp_comm_destroy(end.comm);
     CHECK(!world_socket_file(&end, w->rank, path) || access(path, F_OK) != 0);
     CHECK_STATUS(smp_comm_send(w->comm, other(w, 0), "on", 2, NULL, 0), SMP_OK);
-    CHECK_STATUS(smp_comm_receive(w->comm, WORLD_PATIENCE_NS, &message), SMP_OK);
+    CHECK_STATUS(smp_comm_receive(w->comm, WORLD_DEADLINE_NS, &message), SMP_OK);
     smp_message_free(message);
     w->barrier(w);
     return 0;

@@ -1,7 +1,7 @@
 /* The list of tests for transports, over those that are always registered: ranks as
  * processes and as threads.  UCX, which needs a library, has ucx_comm.c. */
 #define _GNU_SOURCE
-#include "comm/transport.h"
+#include "comm/transport/transport.h"
 #include "comm_list.h"
 
 static int failed;

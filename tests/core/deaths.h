@@ -1,6 +1,6 @@
 /* Deaths and forks as every transport sees them that notices a death by itself: run by
  * shm_test.c, tcp_test.c, ucx_comm.c and mpi_comm.c.  Spec: csrc/comm/comm.h,
- * csrc/comm/fork.h. */
+ * csrc/common/fork.h. */
 #ifndef SMP_TESTS_DEATHS_H
 #define SMP_TESTS_DEATHS_H
 
@@ -68,7 +68,7 @@ await_loss_of_rank_1(world *w)
 {
     smp_message *message;
 
-    CHECK_STATUS(smp_comm_receive(w->comm, WORLD_PATIENCE_NS, &message),
+    CHECK_STATUS(smp_comm_receive(w->comm, WORLD_DEADLINE_NS, &message),
                  SMP_ERR_PEER_LOST);
     CHECK(smp_comm_lost(w->comm) == 1);
     CHECK_STATUS(smp_comm_send(w->comm, 1, "x", 1, NULL, 0), SMP_ERR_PEER_LOST);
@@ -140,7 +140,7 @@ TEST_RANK(a_forked_child_can_do_nothing_and_breaks_nothing)
     int                 how;
 
     CHECK_STATUS(send_filled(w, other(w, 0), 4, 10, sizes, 1), SMP_OK);
-    CHECK_STATUS(smp_comm_receive(w->comm, WORLD_PATIENCE_NS, &message), SMP_OK);
+    CHECK_STATUS(smp_comm_receive(w->comm, WORLD_DEADLINE_NS, &message), SMP_OK);
     CHECK_STATUS(smp_comm_block(w->comm, other(w, 0), 5000, &unsent), SMP_OK);
     memset(smp_block_data(unsent), 7, 5000);
     fds = open_fds();
@@ -170,11 +170,11 @@ TEST_RANK(a_forked_child_can_do_nothing_and_breaks_nothing)
     smp_message_free(message);
     CHECK_STATUS(smp_comm_send(w->comm, other(w, 0), "y", 1, &unsent, 1), SMP_OK);
     for (uint64_t i = 0; i < 8; i++) {
-        CHECK_STATUS(smp_comm_receive(w->comm, WORLD_PATIENCE_NS, &message), SMP_OK);
+        CHECK_STATUS(smp_comm_receive(w->comm, WORLD_DEADLINE_NS, &message), SMP_OK);
         CHECK(message_filled(message, 50 + i, 10, sizes, 1));
         smp_message_free(message);
     }
-    CHECK_STATUS(smp_comm_receive(w->comm, WORLD_PATIENCE_NS, &message), SMP_OK);
+    CHECK_STATUS(smp_comm_receive(w->comm, WORLD_DEADLINE_NS, &message), SMP_OK);
     CHECK(((uint8_t *)smp_block_data(message->blocks[0]))[4999] == 7);
     smp_message_free(message);
     w->barrier(w);

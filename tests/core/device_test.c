@@ -48,7 +48,7 @@ send_x(world *w, user *u, int dest, uint64_t seed, size_t bytes, bool *taken)
 static int
 receive(world *w, smp_message **message, letter *l)
 {
-    CHECK_STATUS(smp_comm_receive(w->comm, WORLD_PATIENCE_NS, message), SMP_OK);
+    CHECK_STATUS(smp_comm_receive(w->comm, WORLD_DEADLINE_NS, message), SMP_OK);
     CHECK((*message)->nbytes == sizeof(*l));
     memcpy(l, (*message)->bytes, sizeof(*l));
     CHECK((*message)->nblocks == l->on_device);
@@ -109,7 +109,7 @@ shake_hands(world *w, user *u)
 static int
 expect_empty(user *u)
 {
-    int64_t        until = smp_clock_ns() + WORLD_PATIENCE_NS;
+    int64_t        until = smp_clock_ns() + WORLD_DEADLINE_NS;
     smp_device_use use;
 
     do {
@@ -291,7 +291,7 @@ TEST_RANK(what_a_dead_rank_had_comes_back)
         CHECK(send_x(w, &u, 2, 1, LARGEST, &taken) == 0);
         CHECK(!taken);
         CHECK(kill(w->shared->pids[1], SIGKILL) == 0);
-        CHECK_STATUS(smp_comm_receive(w->comm, WORLD_PATIENCE_NS, &message),
+        CHECK_STATUS(smp_comm_receive(w->comm, WORLD_DEADLINE_NS, &message),
                      SMP_ERR_PEER_LOST);
         CHECK(smp_device_put(u.port, 1, 0, u.x, 100, u.stream) == NULL);
         for (int i = 0; i < 6; i++) { /* what was not sent comes back from its packer */

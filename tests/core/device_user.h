@@ -7,6 +7,7 @@
 #include <sched.h>
 
 #include "comm/device/port.h"
+#include "comm/neighbour.h"
 #include "stand_in_library.h"
 #include "traffic.h"
 
@@ -52,7 +53,7 @@ begin(world *w, user *u)
 static inline int
 settle(user *u)
 {
-    int64_t until = smp_clock_ns() + WORLD_PATIENCE_NS;
+    int64_t until = smp_clock_ns() + WORLD_DEADLINE_NS;
 
     while (u->driver->stream_query(u->stream) != SMP_DRIVER_OK) {
         CHECK(smp_clock_ns() < until);

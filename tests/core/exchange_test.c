@@ -49,7 +49,7 @@ make_world_group(world *w, smp_group **out)
                                .size = w->size,
                                .id = 7,
                                .name = "test",
-                               .timeout_ns = WORLD_PATIENCE_NS};
+                               .timeout_ns = WORLD_DEADLINE_NS};
     int              failed;
 
     return smp_group_create(w->comm, &config, out, &failed);

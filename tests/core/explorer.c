@@ -9,7 +9,7 @@
 #include <string.h>
 #include <ucontext.h>
 
-#include "comm/clock.h"
+#include "common/clock.h"
 #include "common/lock.h"
 #include "points.h"
 

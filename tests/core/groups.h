@@ -5,24 +5,24 @@
 
 #include <sched.h>
 
-#include "comm/collective/agreement.h"
+#include "comm/collective/checks/agreement.h"
 #include "comm/collective/group.h"
-#include "comm/shm/shelf.h"
+#include "comm/memory/control_block.h"
 #include "reference.h"
 #include "traffic.h"
 #include "world.h"
 
 static inline smp_status
-make_group(world *w, const int *ranks, int size, uint64_t id, bool only_shelves,
+make_group(world *w, const int *ranks, int size, uint64_t id, bool only_slots,
            smp_group **out)
 {
     smp_group_config config = {.ranks = ranks,
                                .size = size,
                                .id = id,
                                .name = "test",
-                               .timeout_ns = WORLD_PATIENCE_NS,
+                               .timeout_ns = WORLD_DEADLINE_NS,
                                .reading =
-                                   only_shelves ? SMP_READ_NEVER : SMP_READ_ALWAYS};
+                                   only_slots ? SMP_READ_NEVER : SMP_READ_ALWAYS};
     int              failed;
 
     return smp_group_create(w->comm, &config, out, &failed);
@@ -30,14 +30,14 @@ make_group(world *w, const int *ranks, int size, uint64_t id, bool only_shelves,
 
 /* Of all ranks, in order. */
 static inline smp_status
-make_world_group(world *w, uint64_t id, bool only_shelves, smp_group **out)
+make_world_group(world *w, uint64_t id, bool only_slots, smp_group **out)
 {
     int ranks[WORLD_RANKS];
 
     for (int r = 0; r < w->size; r++) {
         ranks[r] = r;
     }
-    return make_group(w, ranks, w->size, id, only_shelves, out);
+    return make_group(w, ranks, w->size, id, only_slots, out);
 }
 
 /* Around everything at which the way changes, in elements of 4 bytes. */
@@ -185,7 +185,7 @@ TEST_RANK(a_part_of_the_ranks_in_any_order_is_a_group)
  * member takes another's last group for the next one. */
 TEST_RANK(groups_come_and_go)
 {
-    for (uint64_t i = 0; i < SMP_SHELVES + 10; i++) {
+    for (uint64_t i = 0; i < SMP_CONTROL_BLOCKS + 10; i++) {
         smp_group *group;
 
         CHECK_STATUS(make_world_group(w, 5, i % 2 == 0, &group), SMP_OK);
@@ -426,13 +426,13 @@ TEST_RANK(every_dtype_is_moved_and_reduced)
 
 /* Everybody calls what comes up; then, at any moment, rank 1 is dead. */
 static inline int
-run_until_rank_1_dies(world *w, bool only_shelves)
+run_until_rank_1_dies(world *w, bool only_slots)
 {
     uint64_t   seed = 99;
     smp_status status = SMP_OK;
     smp_group *group;
 
-    CHECK_STATUS(make_world_group(w, 3, only_shelves, &group), SMP_OK);
+    CHECK_STATUS(make_world_group(w, 3, only_slots, &group), SMP_OK);
     w->barrier(w); /* a transport may lose what it has not sent when its process dies */
     if (w->rank == 1) {
         pthread_t killer;
@@ -465,7 +465,7 @@ TEST_RANK(a_killed_member_is_named_to_all_others)
     return run_until_rank_1_dies(w, false);
 }
 
-TEST_RANK(a_killed_member_is_named_by_those_who_use_shelves)
+TEST_RANK(a_killed_member_is_named_by_those_who_use_slots)
 {
     return run_until_rank_1_dies(w, true);
 }

@@ -1,8 +1,10 @@
 /* Ranks that look for deadlocks all the time, in programs that come to their end, and
- * then in one that does not.  Spec: csrc/comm/collective/deadlock.h, standoff.h. */
+ * then in one that does not.  Spec: csrc/comm/collective/checks/deadlock.h,
+ * inter_host/cross_host_deadlock.h.
+ */
 #define _GNU_SOURCE
 #define WORLD_SPIN_US 0
-#include "comm/collective/deadlock.h"
+#include "comm/collective/checks/deadlock.h"
 #include "comm/collective/queue.h"
 #include "comm/neighbour.h"
 #include "traffic.h"
@@ -50,7 +52,7 @@ open_lines(world *w, smp_carrier *carrier, line *lines)
         smp_group_config config = {.ranks = ranks,
                                    .id = 1 + (uint64_t)g,
                                    .name = "hasty",
-                                   .timeout_ns = WORLD_PATIENCE_NS};
+                                   .timeout_ns = WORLD_DEADLINE_NS};
 
         lines[g] = (line){0};
         for (int r = 0; r < w->size; r++) {
@@ -166,25 +168,25 @@ TEST_RANK(programs_that_come_to_their_end_are_left_to_it)
     return 0;
 }
 
-/* ------------------------------------------------------- a ring of shelves, by hand */
+/* ------------------------------------------------ a ring of control blocks, by hand */
 
 enum { STEP = 5, TOKEN = 9 };
 
 /* One that shows `step` of the group. */
-static smp_shelf *
-put_shelf(const world *w, int rank, uint64_t id, uint64_t step)
+static smp_control_block *
+put_control(const world *w, int rank, uint64_t id, uint64_t step)
 {
-    smp_neighbour neighbour;
-    smp_shelf    *shelf;
+    smp_neighbour      neighbour;
+    smp_control_block *control;
 
     if (!smp_comm_neighbour(w->comm, rank, &neighbour) ||
-        (shelf = smp_shelf_take(neighbour.segment->shelves)) == NULL) {
+        (control = smp_control_block_take(neighbour.segment->controls)) == NULL) {
         abort();
     }
-    atomic_store(&shelf->slots[step & 1].notice.step, step);
-    shelf->slots[step & 1].notice.sequence = 1;
-    atomic_store(&shelf->id, id);
-    return shelf;
+    atomic_store(&control->slots[step & 1].notice.step, step);
+    control->slots[step & 1].notice.sequence = 1;
+    atomic_store(&control->id, id);
+    return control;
 }
 
 /* What rank 0 finds of the ring in one look more. */
@@ -199,7 +201,7 @@ is_sure_after_a_look(smp_deadlock *deadlock, const world *w)
 static bool
 leaves_after_a_look(smp_deadlock *deadlock, const world *w)
 {
-    deadlock->first_ns = smp_clock_ns() + WORLD_PATIENCE_NS;
+    deadlock->first_ns = smp_clock_ns() + WORLD_DEADLINE_NS;
     return smp_deadlock_look(deadlock, w->comm);
 }
 
@@ -207,14 +209,14 @@ leaves_after_a_look(smp_deadlock *deadlock, const world *w)
 static int
 look_at_rings(const world *w)
 {
-    smp_shelf   *stuck[WORLD_RANKS];
-    smp_shelf   *absent[WORLD_RANKS];
-    smp_deadlock deadlock;
+    smp_control_block *stuck[WORLD_RANKS];
+    smp_control_block *absent[WORLD_RANKS];
+    smp_deadlock       deadlock;
 
     CHECK_STATUS(smp_deadlock_init(&deadlock, w->comm), SMP_OK);
     for (int r = 0; r < w->size; r++) {
-        stuck[r] = put_shelf(w, r, 1 + (uint64_t)r, STEP);
-        absent[r] = put_shelf(w, (r + 1) % w->size, 1 + (uint64_t)r, STEP - 1);
+        stuck[r] = put_control(w, r, 1 + (uint64_t)r, STEP);
+        absent[r] = put_control(w, (r + 1) % w->size, 1 + (uint64_t)r, STEP - 1);
         atomic_store(&stuck[r]->stuck, TOKEN);
     }
     for (int r = 0; r < w->size; r++) {

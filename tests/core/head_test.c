@@ -1,11 +1,12 @@
-/* Heads of messages over MPI, and what is none.  Spec: csrc/comm/mpi/head.h. */
+/* Heads of messages over MPI, and what is none.  Spec: csrc/comm/transport/mpi/head.h.
+ */
 #define _GNU_SOURCE
 #include <stdlib.h>
 
 #include "check.h"
-#include "comm/block.h"
-#include "comm/message.h"
-#include "comm/mpi/head.h"
+#include "comm/memory/block.h"
+#include "comm/memory/message.h"
+#include "comm/transport/mpi/head.h"
 
 enum { BIG = 5000, SMALL = 10, BLOCKS = 2, MOST = 1 << 20 };
 

@@ -1,10 +1,10 @@
 /* What groups whose ranks are on several hosts must do, whatever the transport between
  * them: run by hosts_test.c over TCP, by mpi_comm.c over MPI, by ucx_comm.c over UCX.
- * Spec: csrc/comm/collective/group.h, csrc/comm/collective/route.h. */
+ * Spec: csrc/comm/collective/group.h, csrc/comm/collective/inter_host/route.h. */
 #ifndef SMP_TESTS_HOSTS_LIST_H
 #define SMP_TESTS_HOSTS_LIST_H
 
-#include "comm/collective/call.h"
+#include "comm/collective/checks/call.h"
 #include "comm/collective/group.h"
 #include "comm/collective/queue.h"
 #include "groups.h"
@@ -30,7 +30,7 @@ TEST_RANK(large_tensors_go_in_rounds)
                                .size = w->size,
                                .id = 1,
                                .name = "rounds",
-                               .timeout_ns = WORLD_PATIENCE_NS,
+                               .timeout_ns = WORLD_DEADLINE_NS,
                                .round_bytes = 64 << 10};
     int              failed;
     smp_group       *group;
@@ -221,7 +221,7 @@ TEST_RANK(groups_entered_in_another_order_are_named_across_hosts)
                                .size = 2,
                                .id = 1,
                                .name = "a",
-                               .timeout_ns = WORLD_PATIENCE_NS};
+                               .timeout_ns = WORLD_DEADLINE_NS};
     smp_call         call = {.operation = SMP_BARRIER};
     char             other[96];
     bool             over = false;
@@ -239,7 +239,7 @@ TEST_RANK(groups_entered_in_another_order_are_named_across_hosts)
     config.name = "b";
     CHECK_STATUS(smp_group_create(w->comm, &config, &b, &failed), SMP_OK);
     if (w->rank == 0) { /* its call in b comes before this message */
-        CHECK_STATUS(smp_comm_receive(w->comm, WORLD_PATIENCE_NS, &message), SMP_OK);
+        CHECK_STATUS(smp_comm_receive(w->comm, WORLD_DEADLINE_NS, &message), SMP_OK);
         smp_message_free(message);
         call.timeout_ns = SMP_NS_PER_MS;
         CHECK_STATUS(smp_group_run(a, &call), SMP_ERR_TIMED_OUT);
@@ -274,7 +274,7 @@ wait_for_each_other(world *w, bool comes)
     int              ranks[] = {0, w->size - 1};
     bool             is_first = w->rank == 0;
     smp_group_config config = {
-        .ranks = ranks, .size = 2, .timeout_ns = WORLD_PATIENCE_NS};
+        .ranks = ranks, .size = 2, .timeout_ns = WORLD_DEADLINE_NS};
     smp_call     call = {.operation = SMP_BARRIER};
     smp_order    own = {.calls = &call, .ncalls = 1};
     smp_order    other = {.calls = &call, .ncalls = 1};
@@ -347,7 +347,7 @@ TEST_RANK(hosts_that_list_other_ranks_are_told)
     int              ranks[WORLD_RANKS];
     int              n = 0;
     smp_group_config config = {
-        .ranks = ranks, .id = 3, .name = "test", .timeout_ns = WORLD_PATIENCE_NS};
+        .ranks = ranks, .id = 3, .name = "test", .timeout_ns = WORLD_DEADLINE_NS};
     int        failed = -1;
     smp_group *group;
 
@@ -399,7 +399,7 @@ typedef struct {
 static const hosts_entry hosts_list[] = {
     {ENTRY(a_killed_member_is_named_to_all_others), .hosts = {"abb", "aab", "abc"},
      .times = 6, .forks = true},
-    {ENTRY(a_killed_member_is_named_by_those_who_use_shelves), .hosts = {"aba"},
+    {ENTRY(a_killed_member_is_named_by_those_who_use_slots), .hosts = {"aba"},
      .times = 6, .forks = true},
     {ENTRY(a_forked_child_is_no_member), .hosts = {"ab", "aab"}, .forks = true},
     ALL(every_operation_gives_the_right_result),

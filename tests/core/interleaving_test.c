@@ -1,18 +1,18 @@
 /* The hand-overs between ranks and threads, in every order of their steps: queue in
  * shared memory, doorbell, kicks of the progress thread; what a server runs next of
  * what has come; modules' collectives; members of a group in steps; orders;
- * letterboxes.  Spec: csrc/comm/shm/ring.h, csrc/comm/shm/bell.h, csrc/comm/comm.h,
- * csrc/server/choice.h and lineup.h, csrc/comm/collective/lockstep.h, queue.h and
- * mailbox.h.
+ * posted receives.  Spec: csrc/comm/memory/ring.h, csrc/comm/memory/doorbell.h,
+ * csrc/comm/comm.h, csrc/server/choice.h and lineup.h,
+ * csrc/comm/collective/intra_host/epoch_barrier.h, queue.h and mailbox.h.
  *
  * It is the core's own code that runs, with ranks that have memory and no sockets. Each
  * kind of hand-over is also run with a mistake in it, which must be found. */
 #define _GNU_SOURCE
 #include "check.h"
-#include "comm/collective/lockstep.h"
+#include "comm/collective/intra_host/epoch_barrier.h"
 #include "comm/collective/mailbox.h"
 #include "comm/collective/queue.h"
-#include "comm/shm/arena.h"
+#include "comm/memory/arena.h"
 #include "explorer.h"
 #include "server/choice.h"
 #include "server/lineup.h"
@@ -20,7 +20,7 @@
 /* There are no tensors in the pool here. */
 #define smp_arena_wants_pages(arena) ((void)(arena), false)
 #include "comm/comm.c"
-#include "comm/shm/shm.c"
+#include "comm/transport/shm/shm.c"
 
 /* ------------------------------------------------------ ranks without their sockets */
 
@@ -35,7 +35,7 @@ typedef struct {
     _Atomic uint8_t states[RANKS];
     traffic         sent[RANKS];
     smp_segment     segment;
-    smp_bell        bell;
+    smp_doorbell    doorbell;
 } rank;
 
 static rank     ranks[RANKS];
@@ -60,7 +60,7 @@ make_rank(int r)
         atomic_init(&rings[r][from].head, 0);
         atomic_init(&rings[r][from].hungry, 0);
     }
-    self->segment.bell = &self->bell;
+    self->segment.doorbell = &self->doorbell;
     self->segment.rings = rings[r];
     comm->rank = r;
     comm->size = RANKS;
@@ -269,7 +269,7 @@ WRONG(a_lost_update_is_found, "an addition is lost", .set_up = make_words,
       .threads = {{"a", add_in_two_steps, false}, {"b", add_in_two_steps, false}},
       .check = check_both_counted)
 
-/* ----------------------------------------------------------- the queue and the bell */
+/* ------------------------------------------------------- the queue and the doorbell */
 
 static void
 send_one(void)
@@ -326,14 +326,14 @@ RIGHT(two_senders_are_both_heard, .set_up = make_ranks,
 static void
 receive_without_a_second_look(void)
 {
-    smp_message *message = NULL;
-    smp_bell    *bell = ranks[0].comm.segment->bell;
+    smp_message  *message = NULL;
+    smp_doorbell *doorbell = ranks[0].comm.segment->doorbell;
 
     while (look(&ranks[0].comm, &message) == SMP_ERR_TIMED_OUT) {
-        smp_bell_lie_down(bell);
-        smp_bell_sleep(bell, SMP_NEVER);
+        smp_doorbell_lie_down(doorbell);
+        smp_doorbell_sleep(doorbell, SMP_NEVER);
     }
-    smp_bell_get_up(bell);
+    smp_doorbell_get_up(doorbell);
     smp_message_free(message);
 }
 
@@ -354,7 +354,7 @@ send_the_wrong_way_round(void)
     want(smp_ring_reserve(producer, smp_record_bytes(8, NULL, 0, NULL), &to) == SMP_OK,
          "cannot reserve");
     smp_record_write(to, SMP_RECORD_WHOLE, &number, 8, NULL, 0, NULL);
-    smp_bell_ring(ranks[0].segment.bell);
+    smp_doorbell_ring(ranks[0].segment.doorbell);
     smp_ring_commit(producer);
 }
 
@@ -534,7 +534,7 @@ RIGHT(a_sender_that_dies_last_has_not_left, .set_up = make_ranks_without_rank_2,
                   {"receiver", receive_until_the_loss, false}},
       .check = check_that_all_was_read)
 
-/* One that died between clearing the bell and the system call. */
+/* One that died between clearing the doorbell and the system call. */
 static void
 kill_rank_1_and_ring_softly(void)
 {
@@ -542,11 +542,11 @@ kill_rank_1_and_ring_softly(void)
 
     explore_kill(SENDER);
     close_peer(comm, 1, PEER_LOST, fault_of(1, SMP_ERR_PEER_LOST));
-    smp_bell_ring(comm->segment->bell);
+    smp_doorbell_ring(comm->segment->doorbell);
 }
 
-WRONG(a_bell_that_is_not_rung_hard_after_a_death_is_found, "receiver: sleeps for ever",
-      .set_up = make_ranks,
+WRONG(a_doorbell_that_is_not_rung_hard_after_a_death_is_found,
+      "receiver: sleeps for ever", .set_up = make_ranks,
       .threads = {{"sender", send_one, false},
                   {"killer", kill_rank_1_and_ring_softly, false},
                   {"receiver", receive_until_the_loss, false}},
@@ -583,35 +583,36 @@ RIGHT(the_last_words_of_who_leaves_are_heard, .set_up = make_ranks_without_rank_
 
 enum { GROUP = 77 };
 
-static smp_lockstep members[RANKS]; /* members[m]: as member m sees the group */
-static smp_shelf    shelves[RANKS];
-static smp_member   member_lists[RANKS][RANKS];
+static smp_epoch_barrier members[RANKS]; /* members[m]: as member m sees the group */
+static smp_control_block controls[RANKS];
+static smp_member        member_lists[RANKS][RANKS];
 
 static void
 make_members(int n)
 {
     make_ranks();
     for (int m = 0; m < n; m++) {
-        smp_shelf *shelf = &shelves[m];
+        smp_control_block *control = &controls[m];
 
-        atomic_init(&shelf->id, GROUP);
-        atomic_init(&shelf->nonce, (uint64_t)m + 1);
-        atomic_init(&shelf->bell.asleep, 0);
-        atomic_init(&shelf->read, 0);
-        atomic_init(&shelf->waits, 0);
-        atomic_init(&shelf->failed, SMP_OK);
-        atomic_init(&shelf->slots[0].notice.step, 0);
-        atomic_init(&shelf->slots[1].notice.step, 0);
+        atomic_init(&control->id, GROUP);
+        atomic_init(&control->nonce, (uint64_t)m + 1);
+        atomic_init(&control->doorbell.asleep, 0);
+        atomic_init(&control->read, 0);
+        atomic_init(&control->waits, 0);
+        atomic_init(&control->failed, SMP_OK);
+        atomic_init(&control->slots[0].notice.step, 0);
+        atomic_init(&control->slots[1].notice.step, 0);
         for (int other = 0; other < n; other++) {
-            member_lists[m][other] = (smp_member){
-                .rank = other, .shelf = &shelves[other], .nonce = (uint64_t)other + 1};
+            member_lists[m][other] = (smp_member){.rank = other,
+                                                  .control = &controls[other],
+                                                  .nonce = (uint64_t)other + 1};
         }
-        members[m] = (smp_lockstep){.comm = &ranks[m].comm,
-                                    .size = n,
-                                    .self = m,
-                                    .members = member_lists[m],
-                                    .id = GROUP,
-                                    .generation = smp_fork_generation()};
+        members[m] = (smp_epoch_barrier){.comm = &ranks[m].comm,
+                                         .size = n,
+                                         .self = m,
+                                         .members = member_lists[m],
+                                         .id = GROUP,
+                                         .generation = smp_fork_generation()};
     }
 }
 
@@ -631,34 +632,34 @@ make_three_members(void)
 static void
 post(int m)
 {
-    smp_lockstep *self = &members[m];
+    smp_epoch_barrier *self = &members[m];
 
-    smp_lockstep_slot(self, m, self->step + 1)->notice.count =
+    smp_epoch_barrier_slot(self, m, self->step + 1)->notice.count =
         100 * (self->step + 1) + (uint64_t)m;
-    smp_lockstep_post(self);
+    smp_epoch_barrier_post(self);
 }
 
 /* Waits for the others; what became of it. */
 static smp_status
 await(int m)
 {
-    smp_lockstep *self = &members[m];
-    smp_status    status = SMP_OK;
-    int           missing;
+    smp_epoch_barrier *self = &members[m];
+    smp_status         status = SMP_OK;
+    int                missing;
 
-    while (!smp_lockstep_arrived(self)) {
-        status = smp_lockstep_trouble(self, &missing);
+    while (!smp_epoch_barrier_arrived(self)) {
+        status = smp_epoch_barrier_trouble(self, &missing);
         if (status != SMP_OK) {
             return status;
         }
-        smp_lockstep_wait(self, SMP_NEVER);
+        smp_epoch_barrier_wait(self, SMP_NEVER);
     }
     for (int other = 0; other < self->size; other++) {
-        want(smp_lockstep_slot(self, other, self->step)->notice.count ==
+        want(smp_epoch_barrier_slot(self, other, self->step)->notice.count ==
                  100 * self->step + (uint64_t)other,
              "a slot has another step's number");
     }
-    smp_lockstep_read(self);
+    smp_epoch_barrier_read(self);
     return status;
 }
 
@@ -754,7 +755,7 @@ static void
 give_up_in_step_2(void)
 {
     go_in_steps(1, 1);
-    smp_lockstep_fail(&members[1], SMP_ERR_TIMED_OUT, "tired");
+    smp_epoch_barrier_fail(&members[1], SMP_ERR_TIMED_OUT, "tired");
 }
 
 static void
@@ -765,7 +766,7 @@ hear_of_it_in_step_2(void)
     go_in_steps(0, 1);
     post(0);
     want(await(0) == SMP_ERR_TIMED_OUT, "another status");
-    want(smp_lockstep_why(&members[0], 1, why, sizeof(why)) &&
+    want(smp_epoch_barrier_why(&members[0], 1, why, sizeof(why)) &&
              strcmp(why, "tired") == 0,
          "another reason");
 }
@@ -779,12 +780,12 @@ RIGHT(a_member_that_gives_up_is_heard, .set_up = make_two_members,
 static void
 member_0_without_a_second_look(void)
 {
-    smp_bell *bell = &shelves[0].bell;
+    smp_doorbell *doorbell = &controls[0].doorbell;
 
     post(0);
-    while (!smp_lockstep_arrived(&members[0])) {
-        smp_bell_lie_down(bell);
-        smp_bell_sleep(bell, SMP_NEVER);
+    while (!smp_epoch_barrier_arrived(&members[0])) {
+        smp_doorbell_lie_down(doorbell);
+        smp_doorbell_sleep(doorbell, SMP_NEVER);
     }
 }
 
@@ -828,7 +829,7 @@ member_1_until_the_loss(void)
     }
     want(status == SMP_OK || status == SMP_ERR_PEER_LOST, "another status");
     want(status == SMP_OK ||
-             atomic_load(&shelves[0].slots[members[1].step & 1].notice.step) !=
+             atomic_load(&controls[0].slots[members[1].step & 1].notice.step) !=
                  members[1].step,
          "it had posted this step");
 }
@@ -1203,7 +1204,8 @@ RIGHT(a_follower_issues_in_the_order_of_tp_rank_0, .set_up = make_tp_ranks,
                   {"tp_rank 1", issue_what_comes, false}},
       .check = nothing)
 
-/* ---------------------------------------------------------------------- letterboxes */
+/* ---------------------------------------------------------------------- posted
+ * receives */
 
 static smp_mailbox *mailboxes[2];
 
@@ -1227,14 +1229,15 @@ post_tag(int from, int64_t tag)
 static void
 get_tag(int source, int64_t tag)
 {
-    int64_t       got = 0;
-    smp_letterbox box = {.want = {.group = 1, .tag = tag, .dtype = SMP_I64, .count = 1},
-                         .source = source,
-                         .out = &got};
+    int64_t            got = 0;
+    smp_posted_receive receive = {
+        .want = {.group = 1, .tag = tag, .dtype = SMP_I64, .count = 1},
+        .source = source,
+        .out = &got};
 
-    smp_letterbox_put_up(mailboxes[0], &box);
-    want(smp_letterbox_wait(mailboxes[0], &box, SMP_NEVER), "not over");
-    want(box.status == SMP_OK && got == tag, "another letter");
+    smp_receive_post(mailboxes[0], &receive);
+    want(smp_receive_wait(mailboxes[0], &receive, SMP_NEVER), "not over");
+    want(receive.status == SMP_OK && got == tag, "another message");
 }
 
 static void
@@ -1266,12 +1269,13 @@ RIGHT(one_waiter_sorts_in_for_the_other, .set_up = make_mailboxes,
 static void
 give_up_then_post_2(void)
 {
-    smp_letterbox box = {.want = {.group = 1, .tag = 9, .dtype = SMP_I64}, .source = 1};
+    smp_posted_receive receive = {.want = {.group = 1, .tag = 9, .dtype = SMP_I64},
+                                  .source = 1};
 
-    smp_letterbox_put_up(mailboxes[0], &box);
-    want(!smp_letterbox_wait(mailboxes[0], &box, smp_clock_ns() + 5 * SMP_NS_PER_MS),
-         "a letter that nobody sent");
-    smp_letterbox_take_down(mailboxes[0], &box);
+    smp_receive_post(mailboxes[0], &receive);
+    want(!smp_receive_wait(mailboxes[0], &receive, smp_clock_ns() + 5 * SMP_NS_PER_MS),
+         "a message that nobody sent");
+    smp_receive_cancel(mailboxes[0], &receive);
     post_tag(1, 2);
 }
 
@@ -1291,7 +1295,7 @@ get_from_itself(void)
     get_tag(0, 3);
 }
 
-RIGHT(a_letter_to_oneself_wakes_who_waits_for_it, .set_up = make_mailboxes,
+RIGHT(a_message_to_oneself_wakes_who_waits_for_it, .set_up = make_mailboxes,
       .threads = {{"sender", post_to_itself, false},
                   {"waiter", get_from_itself, false}},
       .check = nothing)
@@ -1317,7 +1321,7 @@ main(int argc, char **argv)
         ENTRY(a_producer_that_asks_and_does_not_look_again_is_found),
         ENTRY(a_sender_that_dies_at_any_step_is_noticed_after_its_messages),
         ENTRY(a_sender_that_dies_last_has_not_left),
-        ENTRY(a_bell_that_is_not_rung_hard_after_a_death_is_found),
+        ENTRY(a_doorbell_that_is_not_rung_hard_after_a_death_is_found),
         ENTRY(the_last_words_of_who_leaves_are_heard),
         ENTRY(a_slot_is_filled_again_when_all_have_read_it),
         ENTRY(two_members_never_miss_a_step),
@@ -1337,7 +1341,7 @@ main(int argc, char **argv)
         ENTRY(a_follower_issues_in_the_order_of_tp_rank_0),
         ENTRY(one_waiter_sorts_in_for_the_other),
         ENTRY(who_gives_up_leaves_the_sorting_to_the_others),
-        ENTRY(a_letter_to_oneself_wakes_who_waits_for_it),
+        ENTRY(a_message_to_oneself_wakes_who_waits_for_it),
     };
     return run_tests(tests, sizeof(tests) / sizeof(tests[0]), argc, argv);
 }

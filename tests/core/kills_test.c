@@ -75,7 +75,7 @@ note_the_time(const actor *a)
     atomic_store(&a->w->shared->scratch[NOTICED_AT + a->w->rank], smp_clock_ns());
 }
 
-/* Groups of all, of all from the last to the first by shelves alone, and of those up to
+/* Groups of all, of all from the last to the first by slots alone, and of those up to
  * this rank's neighbours.  *named: not made, because of the victim. */
 static int
 meet(actor *a, bool *named)
@@ -87,7 +87,7 @@ meet(actor *a, bool *named)
                                    .size = a->w->size,
                                    .id = (uint64_t)g + 1,
                                    .name = "test",
-                                   .timeout_ns = WORLD_PATIENCE_NS,
+                                   .timeout_ns = WORLD_DEADLINE_NS,
                                    .reading = g == 1 ? SMP_READ_NEVER : SMP_READ_ALWAYS,
                                    .round_bytes = 64 << 10};
         int              failed = -1;

@@ -13,7 +13,7 @@
 #include <fcntl.h>
 #include <mpi.h>
 
-#include "comm/mpi/mpi.h"
+#include "comm/transport/mpi/mpi.h"
 #include "comm_list.h"
 #include "deaths.h"
 #include "hosts_list.h"

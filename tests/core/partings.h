@@ -22,7 +22,7 @@ TEST_RANK(a_stopped_peer_is_not_lost)
         CHECK(kill(w->shared->pids[1], SIGCONT) == 0);
     }
     if (w->rank == 1) {
-        CHECK_STATUS(smp_comm_receive(w->comm, WORLD_PATIENCE_NS, &message), SMP_OK);
+        CHECK_STATUS(smp_comm_receive(w->comm, WORLD_DEADLINE_NS, &message), SMP_OK);
         CHECK(message_filled(message, 1, 10, sizes, 1));
         smp_message_free(message);
     }

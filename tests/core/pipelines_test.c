@@ -120,7 +120,7 @@ hold(rank *self, const _Atomic bool *over)
     struct timespec until;
 
     clock_gettime(CLOCK_REALTIME, &until);
-    until.tv_sec += WORLD_PATIENCE_NS / SMP_NS_PER_S;
+    until.tv_sec += WORLD_DEADLINE_NS / SMP_NS_PER_S;
     pthread_mutex_lock(&s->lock);
     while (!atomic_load(over)) {
         if (pthread_cond_timedwait(&s->is_over, &s->lock, &until) != 0) {
@@ -508,7 +508,7 @@ check_ended(rank *self)
     uint64_t counted = 0;
 
     while (
-        !smp_server_collectives_ended(self->server, WORLD_PATIENCE_NS, &least, &most)) {
+        !smp_server_collectives_ended(self->server, WORLD_DEADLINE_NS, &least, &most)) {
     }
     self->w->barrier(self->w); /* all have failed: nobody issues any more */
     for (int t = 0; t < self->tp; t++) {
@@ -592,7 +592,7 @@ TEST_RANK(a_rank_that_leaves_a_step_out_has_issued_nothing)
     } else {
         CHECK_STATUS(run_step(&self), SMP_ERR_CLOSED);
     }
-    CHECK(smp_server_collectives_ended(self.server, WORLD_PATIENCE_NS, &least, &most));
+    CHECK(smp_server_collectives_ended(self.server, WORLD_DEADLINE_NS, &least, &most));
     CHECK(self.pp_rank != PP - 1 || least == 0);
     w->barrier(w);
     CHECK(check_step(&self) == 0);
@@ -613,7 +613,7 @@ expect(world *w, smp_msg_kind kind, int source)
 {
     smp_message *m;
 
-    CHECK_STATUS(smp_comm_receive(w->comm, WORLD_PATIENCE_NS, &m), SMP_OK);
+    CHECK_STATUS(smp_comm_receive(w->comm, WORLD_DEADLINE_NS, &m), SMP_OK);
     CHECK(smp_message_envelope(m)->kind == kind && m->source == source);
     smp_message_free(m);
     return 0;
@@ -678,7 +678,7 @@ TEST_RANK(pp_rank_0_passes_another_pipelines_failure_on)
         while (kind != SMP_MSG_ABORT) {
             smp_message *m;
 
-            CHECK_STATUS(smp_comm_receive(w->comm, WORLD_PATIENCE_NS, &m), SMP_OK);
+            CHECK_STATUS(smp_comm_receive(w->comm, WORLD_DEADLINE_NS, &m), SMP_OK);
             CHECK(m->source == 0);
             kind = (smp_msg_kind)smp_message_envelope(m)->kind;
             smp_message_free(m);

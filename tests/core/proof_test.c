@@ -1,7 +1,8 @@
-/* Spec: csrc/comm/tcp/proof.h; the cases of RFC 4231 and one at each edge of a block.
+/* Spec: csrc/comm/transport/connecting/proof.h; the cases of RFC 4231 and one at each
+ * edge of a block.
  */
 #define _GNU_SOURCE
-#include "comm/tcp/proof.h"
+#include "comm/transport/connecting/proof.h"
 
 #include "check.h"
 

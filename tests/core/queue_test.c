@@ -6,8 +6,8 @@
 #include <sched.h>
 
 #include "comm/collective/mailbox.h"
+#include "comm/memory/control_block.h"
 #include "comm/neighbour.h"
-#include "comm/shm/shelf.h"
 #include "world.h"
 
 /* ------------------------------------------------------------------------- queues */
@@ -36,7 +36,7 @@ open_line(world *w, smp_carrier *carrier, uint64_t id, line *out)
                                .size = w->size,
                                .id = id,
                                .name = "test",
-                               .timeout_ns = WORLD_PATIENCE_NS};
+                               .timeout_ns = WORLD_DEADLINE_NS};
 
     for (int r = 0; r < w->size; r++) {
         ranks[r] = r;
@@ -259,7 +259,7 @@ open_ring(world *w, ring *out)
                                    .size = 2,
                                    .id = 7 + (uint64_t)g,
                                    .name = name,
-                                   .timeout_ns = WORLD_PATIENCE_NS};
+                                   .timeout_ns = WORLD_DEADLINE_NS};
 
         snprintf(name, sizeof(name), "ring %d", g);
         if (w->rank == ranks[0] || w->rank == ranks[1]) {
@@ -287,8 +287,8 @@ shows_stuck(world *w, int rank)
     if (!smp_comm_neighbour(w->comm, rank, &neighbour)) {
         abort();
     }
-    for (int i = 0; i < SMP_SHELVES; i++) {
-        if (atomic_load(&neighbour.segment->shelves[i].stuck) != 0) {
+    for (int i = 0; i < SMP_CONTROL_BLOCKS; i++) {
+        if (atomic_load(&neighbour.segment->controls[i].stuck) != 0) {
             return true;
         }
     }
@@ -486,31 +486,31 @@ address_of(int64_t tag, size_t count)
     return (smp_address){.group = 7, .tag = tag, .dtype = SMP_I32, .count = count};
 }
 
-/* A letterbox for `count` numbers. */
-static smp_letterbox
-box_for(int source, int64_t tag, int32_t *out, size_t count)
+/* A posted receive for `count` numbers. */
+static smp_posted_receive
+receive_for(int source, int64_t tag, int32_t *out, size_t count)
 {
-    return (smp_letterbox){
+    return (smp_posted_receive){
         .want = address_of(tag, count), .source = source, .out = out};
 }
 
 static bool
-arrives(smp_mailbox *mailbox, smp_letterbox *box)
+arrives(smp_mailbox *mailbox, smp_posted_receive *receive)
 {
-    return smp_letterbox_wait(mailbox, box, smp_clock_ns() + WORLD_PATIENCE_NS);
+    return smp_receive_wait(mailbox, receive, smp_clock_ns() + WORLD_DEADLINE_NS);
 }
 
-TEST_RANK(letters_are_told_apart_by_tag_and_source)
+TEST_RANK(messages_are_told_apart_by_tag_and_source)
 {
-    smp_mailbox  *mailbox;
-    int32_t       got[WORLD_RANKS][3];
-    smp_letterbox boxes[WORLD_RANKS][3];
+    smp_mailbox       *mailbox;
+    int32_t            got[WORLD_RANKS][3];
+    smp_posted_receive receives[WORLD_RANKS][3];
 
     CHECK_STATUS(smp_mailbox_create(w->comm, &mailbox), SMP_OK);
     for (int32_t tag = 0; tag < 3; tag++) { /* half before they are sent, half after */
         for (int r = 0; r < w->size; r += 2) {
-            boxes[r][tag] = box_for(r, tag, &got[r][tag], 1);
-            smp_letterbox_put_up(mailbox, &boxes[r][tag]);
+            receives[r][tag] = receive_for(r, tag, &got[r][tag], 1);
+            smp_receive_post(mailbox, &receives[r][tag]);
         }
     }
     for (int32_t tag = 2; tag >= 0; tag--) {
@@ -524,12 +524,12 @@ TEST_RANK(letters_are_told_apart_by_tag_and_source)
     for (int32_t tag = 0; tag < 3; tag++) {
         for (int r = 0; r < w->size; r++) {
             if (r % 2 != 0) {
-                boxes[r][tag] = box_for(r, tag, &got[r][tag], 1);
-                smp_letterbox_put_up(mailbox, &boxes[r][tag]);
+                receives[r][tag] = receive_for(r, tag, &got[r][tag], 1);
+                smp_receive_post(mailbox, &receives[r][tag]);
             }
-            CHECK(arrives(mailbox, &boxes[r][tag]));
-            CHECK_STATUS(boxes[r][tag].status, SMP_OK);
-            CHECK(boxes[r][tag].from == r && got[r][tag] == 10 * r + tag);
+            CHECK(arrives(mailbox, &receives[r][tag]));
+            CHECK_STATUS(receives[r][tag].status, SMP_OK);
+            CHECK(receives[r][tag].from == r && got[r][tag] == 10 * r + tag);
         }
     }
     smp_mailbox_destroy(mailbox);
@@ -537,13 +537,13 @@ TEST_RANK(letters_are_told_apart_by_tag_and_source)
     return 0;
 }
 
-TEST_RANK(large_letters_from_anybody)
+TEST_RANK(large_messages_from_anybody)
 {
     enum { COUNT = 300000 };
-    smp_mailbox  *mailbox;
-    int32_t      *numbers = malloc(COUNT * sizeof(*numbers));
-    smp_letterbox box;
-    int           heard = 0;
+    smp_mailbox       *mailbox;
+    int32_t           *numbers = malloc(COUNT * sizeof(*numbers));
+    smp_posted_receive receive;
+    int                heard = 0;
 
     CHECK(numbers != NULL);
     CHECK_STATUS(smp_mailbox_create(w->comm, &mailbox), SMP_OK);
@@ -556,12 +556,12 @@ TEST_RANK(large_letters_from_anybody)
         CHECK_STATUS(smp_mailbox_send(mailbox, r, &address, numbers), SMP_OK);
     }
     for (int n = 0; n < w->size; n++) {
-        box = box_for(SMP_ANY_SOURCE, 0, numbers, COUNT);
-        smp_letterbox_put_up(mailbox, &box);
-        CHECK(arrives(mailbox, &box));
-        CHECK_STATUS(box.status, SMP_OK);
-        CHECK(numbers[COUNT - 1] == box.from * (COUNT - 1));
-        heard |= 1 << box.from;
+        receive = receive_for(SMP_ANY_SOURCE, 0, numbers, COUNT);
+        smp_receive_post(mailbox, &receive);
+        CHECK(arrives(mailbox, &receive));
+        CHECK_STATUS(receive.status, SMP_OK);
+        CHECK(numbers[COUNT - 1] == receive.from * (COUNT - 1));
+        heard |= 1 << receive.from;
     }
     CHECK(heard == (1 << w->size) - 1);
     w->barrier(w); /* one that nobody receives is freed */
@@ -572,15 +572,15 @@ TEST_RANK(large_letters_from_anybody)
     return 0;
 }
 
-TEST_RANK(a_letter_of_another_size_or_dtype_is_an_error_that_has_both)
+TEST_RANK(a_message_of_another_size_or_dtype_is_an_error_that_has_both)
 {
-    smp_mailbox  *mailbox;
-    int32_t       two[2] = {0};
-    smp_letterbox box = box_for(0, 0, two, 2);
-    smp_address   three = address_of(0, 3);
-    smp_address   bytes = {.group = 7, .dtype = SMP_U8, .count = 2};
-    smp_address   odd = {
-          .group = 7, .dtype = SMP_I32, .kind = smp_kind_of(1, 32, 1), .count = 2};
+    smp_mailbox       *mailbox;
+    int32_t            two[2] = {0};
+    smp_posted_receive receive = receive_for(0, 0, two, 2);
+    smp_address        three = address_of(0, 3);
+    smp_address        bytes = {.group = 7, .dtype = SMP_U8, .count = 2};
+    smp_address        odd = {
+               .group = 7, .dtype = SMP_I32, .kind = smp_kind_of(1, 32, 1), .count = 2};
     int32_t sent[3] = {1, 2, 3};
 
     CHECK_STATUS(smp_mailbox_create(w->comm, &mailbox), SMP_OK);
@@ -589,38 +589,38 @@ TEST_RANK(a_letter_of_another_size_or_dtype_is_an_error_that_has_both)
         CHECK_STATUS(smp_mailbox_send(mailbox, r, &bytes, sent), SMP_OK);
         CHECK_STATUS(smp_mailbox_send(mailbox, r, &odd, sent), SMP_OK);
     }
-    smp_letterbox_put_up(mailbox, &box);
-    CHECK(arrives(mailbox, &box));
-    CHECK_STATUS(box.status, SMP_ERR_MISMATCH);
-    CHECK(box.got.count == 3 && box.got.dtype == SMP_I32 && box.from == 0);
-    smp_letterbox_put_up(mailbox, &box);
-    CHECK(arrives(mailbox, &box));
-    CHECK_STATUS(box.status, SMP_ERR_MISMATCH);
-    CHECK(box.got.count == 2 && box.got.dtype == SMP_U8 && two[0] == 0);
-    smp_letterbox_put_up(mailbox, &box);
-    CHECK(arrives(mailbox, &box));
-    CHECK_STATUS(box.status, SMP_ERR_MISMATCH);
-    CHECK(box.got.kind == smp_kind_of(1, 32, 1) && two[0] == 0);
+    smp_receive_post(mailbox, &receive);
+    CHECK(arrives(mailbox, &receive));
+    CHECK_STATUS(receive.status, SMP_ERR_MISMATCH);
+    CHECK(receive.got.count == 3 && receive.got.dtype == SMP_I32 && receive.from == 0);
+    smp_receive_post(mailbox, &receive);
+    CHECK(arrives(mailbox, &receive));
+    CHECK_STATUS(receive.status, SMP_ERR_MISMATCH);
+    CHECK(receive.got.count == 2 && receive.got.dtype == SMP_U8 && two[0] == 0);
+    smp_receive_post(mailbox, &receive);
+    CHECK(arrives(mailbox, &receive));
+    CHECK_STATUS(receive.status, SMP_ERR_MISMATCH);
+    CHECK(receive.got.kind == smp_kind_of(1, 32, 1) && two[0] == 0);
     smp_mailbox_destroy(mailbox);
     w->barrier(w);
     return 0;
 }
 
-TEST_RANK(nothing_goes_into_a_letterbox_that_was_taken_down)
+TEST_RANK(nothing_goes_into_a_receive_that_was_cancelled)
 {
-    smp_mailbox  *mailbox;
-    int32_t       first = -1;
-    int32_t       second = -1;
-    int           from = (w->rank + 1) % w->size;
-    smp_letterbox down = box_for(from, 0, &first, 1);
-    smp_letterbox up = box_for(from, 0, &second, 1);
-    smp_address   address = address_of(0, 1);
+    smp_mailbox       *mailbox;
+    int32_t            first = -1;
+    int32_t            second = -1;
+    int                from = (w->rank + 1) % w->size;
+    smp_posted_receive down = receive_for(from, 0, &first, 1);
+    smp_posted_receive up = receive_for(from, 0, &second, 1);
+    smp_address        address = address_of(0, 1);
 
     CHECK_STATUS(smp_mailbox_create(w->comm, &mailbox), SMP_OK);
-    smp_letterbox_put_up(mailbox, &down);
-    smp_letterbox_put_up(mailbox, &up);
-    CHECK(!smp_letterbox_wait(mailbox, &down, smp_clock_ns() + SMP_NS_PER_MS));
-    smp_letterbox_take_down(mailbox, &down);
+    smp_receive_post(mailbox, &down);
+    smp_receive_post(mailbox, &up);
+    CHECK(!smp_receive_wait(mailbox, &down, smp_clock_ns() + SMP_NS_PER_MS));
+    smp_receive_cancel(mailbox, &down);
     w->barrier(w);
     for (int r = 0; r < w->size; r++) {
         CHECK_STATUS(smp_mailbox_send(mailbox, r, &address, &w->rank), SMP_OK);
@@ -632,12 +632,12 @@ TEST_RANK(nothing_goes_into_a_letterbox_that_was_taken_down)
     return 0;
 }
 
-TEST_RANK(a_source_that_has_left_is_named_after_its_last_letter)
+TEST_RANK(a_source_that_has_left_is_named_after_its_last_message)
 {
-    smp_mailbox  *mailbox;
-    int32_t       value = 5;
-    smp_letterbox box = box_for(0, 0, &value, 1);
-    smp_address   address = address_of(0, 1);
+    smp_mailbox       *mailbox;
+    int32_t            value = 5;
+    smp_posted_receive receive = receive_for(0, 0, &value, 1);
+    smp_address        address = address_of(0, 1);
 
     CHECK_STATUS(smp_mailbox_create(w->comm, &mailbox), SMP_OK);
     if (w->rank == 0) {
@@ -651,14 +651,14 @@ TEST_RANK(a_source_that_has_left_is_named_after_its_last_letter)
         return 0;
     }
     value = 0;
-    smp_letterbox_put_up(mailbox, &box);
-    CHECK(arrives(mailbox, &box));
-    CHECK_STATUS(box.status, SMP_OK);
+    smp_receive_post(mailbox, &receive);
+    CHECK(arrives(mailbox, &receive));
+    CHECK_STATUS(receive.status, SMP_OK);
     CHECK(value == 5);
-    smp_letterbox_put_up(mailbox, &box);
-    CHECK(arrives(mailbox, &box));
-    CHECK_STATUS(box.status, SMP_ERR_CLOSED);
-    CHECK(box.from == 0);
+    smp_receive_post(mailbox, &receive);
+    CHECK(arrives(mailbox, &receive));
+    CHECK_STATUS(receive.status, SMP_ERR_CLOSED);
+    CHECK(receive.from == 0);
     smp_mailbox_destroy(mailbox);
     w->barrier(w);
     return 0;
@@ -667,10 +667,10 @@ TEST_RANK(a_source_that_has_left_is_named_after_its_last_letter)
 /* Rank 0 hears that rank 1 is dead, then from the others. */
 TEST_RANK(a_dead_rank_keeps_nobody_from_hearing_the_living)
 {
-    smp_mailbox  *mailbox;
-    int32_t       value = 0;
-    smp_letterbox box = box_for(1, 0, &value, 1);
-    smp_address   address = address_of(0, 1);
+    smp_mailbox       *mailbox;
+    int32_t            value = 0;
+    smp_posted_receive receive = receive_for(1, 0, &value, 1);
+    smp_address        address = address_of(0, 1);
 
     CHECK_STATUS(smp_mailbox_create(w->comm, &mailbox), SMP_OK);
     w->barrier(w); /* who dies while others still connect is named by connect */
@@ -685,33 +685,33 @@ TEST_RANK(a_dead_rank_keeps_nobody_from_hearing_the_living)
         smp_mailbox_destroy(mailbox);
         return 0;
     }
-    smp_letterbox_put_up(mailbox, &box);
-    CHECK(arrives(mailbox, &box));
-    CHECK_STATUS(box.status, SMP_ERR_PEER_LOST);
-    CHECK(box.from == 1);
+    smp_receive_post(mailbox, &receive);
+    CHECK(arrives(mailbox, &receive));
+    CHECK_STATUS(receive.status, SMP_ERR_PEER_LOST);
+    CHECK(receive.from == 1);
     for (int r = 2; r < w->size; r++) {
-        box = box_for(r, 0, &value, 1);
-        smp_letterbox_put_up(mailbox, &box);
-        CHECK(!smp_letterbox_wait(mailbox, &box, smp_clock_ns() + SMP_NS_PER_MS));
+        receive = receive_for(r, 0, &value, 1);
+        smp_receive_post(mailbox, &receive);
+        CHECK(!smp_receive_wait(mailbox, &receive, smp_clock_ns() + SMP_NS_PER_MS));
         atomic_store(&w->shared->scratch[0], r);
-        CHECK(arrives(mailbox, &box));
-        CHECK_STATUS(box.status, SMP_OK);
+        CHECK(arrives(mailbox, &receive));
+        CHECK_STATUS(receive.status, SMP_OK);
         CHECK(value == r);
-        smp_letterbox_put_up(mailbox, &box); /* it leaves, as it should */
-        CHECK(arrives(mailbox, &box));
-        CHECK_STATUS(box.status, SMP_ERR_CLOSED);
-        CHECK(box.from == r);
+        smp_receive_post(mailbox, &receive); /* it leaves, as it should */
+        CHECK(arrives(mailbox, &receive));
+        CHECK_STATUS(receive.status, SMP_ERR_CLOSED);
+        CHECK(receive.from == r);
     }
-    box = box_for(SMP_ANY_SOURCE, 0, &value, 1);
-    smp_letterbox_put_up(mailbox, &box);
-    CHECK(arrives(mailbox, &box));
-    CHECK_STATUS(box.status, SMP_ERR_PEER_LOST);
-    CHECK(box.from == 1);
+    receive = receive_for(SMP_ANY_SOURCE, 0, &value, 1);
+    smp_receive_post(mailbox, &receive);
+    CHECK(arrives(mailbox, &receive));
+    CHECK_STATUS(receive.status, SMP_ERR_PEER_LOST);
+    CHECK(receive.from == 1);
     smp_mailbox_destroy(mailbox);
     return 0;
 }
 
-/* Receives 1,000 letters of its own tag. */
+/* Receives 1,000 messages of its own tag. */
 typedef struct {
     smp_mailbox *mailbox;
     int          from;
@@ -720,18 +720,18 @@ typedef struct {
 } reader;
 
 static void *
-read_letters(void *arg)
+read_messages(void *arg)
 {
     reader *self = arg;
 
     for (int32_t i = 0; i < 1000; i++) {
-        int32_t       got = -1;
-        smp_letterbox box = box_for(self->from, self->tag, &got, 1);
+        int32_t            got = -1;
+        smp_posted_receive receive = receive_for(self->from, self->tag, &got, 1);
 
-        smp_letterbox_put_up(self->mailbox, &box);
-        if (!arrives(self->mailbox, &box) || got != i) {
+        smp_receive_post(self->mailbox, &receive);
+        if (!arrives(self->mailbox, &receive) || got != i) {
             self->failed = 1;
-            smp_letterbox_take_down(self->mailbox, &box);
+            smp_receive_cancel(self->mailbox, &receive);
             return NULL;
         }
     }
@@ -747,7 +747,7 @@ TEST_RANK(threads_that_wait_sort_in_for_each_other)
     CHECK_STATUS(smp_mailbox_create(w->comm, &mailbox), SMP_OK);
     for (int t = 0; t < 3; t++) {
         readers[t] = (reader){mailbox, (w->rank + 1) % w->size, t, 0};
-        CHECK(pthread_create(&threads[t], NULL, read_letters, &readers[t]) == 0);
+        CHECK(pthread_create(&threads[t], NULL, read_messages, &readers[t]) == 0);
     }
     for (int32_t i = 0; i < 3000; i++) {
         smp_address address = address_of(i % 3, 1);
@@ -788,11 +788,11 @@ static const world_test list[] = {
     LISTED(a_rank_with_another_order_is_in_no_ring),
     LISTED(a_rank_whose_listener_is_busy_is_in_no_ring),
     LISTED(an_order_says_what_it_waits_for),
-    LISTED(letters_are_told_apart_by_tag_and_source),
-    LISTED(large_letters_from_anybody),
-    LISTED(a_letter_of_another_size_or_dtype_is_an_error_that_has_both),
-    LISTED(nothing_goes_into_a_letterbox_that_was_taken_down),
-    LISTED(a_source_that_has_left_is_named_after_its_last_letter),
+    LISTED(messages_are_told_apart_by_tag_and_source),
+    LISTED(large_messages_from_anybody),
+    LISTED(a_message_of_another_size_or_dtype_is_an_error_that_has_both),
+    LISTED(nothing_goes_into_a_receive_that_was_cancelled),
+    LISTED(a_source_that_has_left_is_named_after_its_last_message),
     LISTED(threads_that_wait_sort_in_for_each_other),
 };
 

@@ -1,6 +1,6 @@
-/* Spec: csrc/comm/shm/record.h. */
+/* Spec: csrc/comm/transport/shm/record.h. */
 #define _GNU_SOURCE
-#include "comm/shm/record.h"
+#include "comm/transport/shm/record.h"
 
 #include <stdlib.h>
 

@@ -1,6 +1,6 @@
 /* The reductions: plain C against the definition, and every other set of kernels
- * against plain C.  Spec: csrc/comm/collective/reduce.h. */
-#include "comm/collective/reduce.h"
+ * against plain C.  Spec: csrc/comm/collective/kernels/reduce.h. */
+#include "comm/collective/kernels/reduce.h"
 
 #include "check.h"
 #include "reference.h"

@@ -14,7 +14,7 @@
 #include <string.h>
 
 #include "comm/collective/group.h"
-#include "comm/collective/reduce.h"
+#include "comm/collective/kernels/reduce.h"
 
 #define REFERENCE_MEMBERS 8
 

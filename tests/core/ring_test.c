@@ -1,6 +1,6 @@
-/* Spec: csrc/comm/shm/ring.h. */
+/* Spec: csrc/comm/memory/ring.h. */
 #define _GNU_SOURCE
-#include "comm/shm/ring.h"
+#include "comm/memory/ring.h"
 
 #include <pthread.h>
 #include <sched.h>

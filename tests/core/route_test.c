@@ -1,6 +1,6 @@
 /* Rounds between hosts overlap, and every part of them is done once.
- * Spec: csrc/comm/collective/route.h. */
-#include "comm/collective/route.h"
+ * Spec: csrc/comm/collective/inter_host/route.h. */
+#include "comm/collective/inter_host/route.h"
 
 #include <string.h>
 
@@ -28,13 +28,13 @@ count_stages(smp_operation operation, int counts[SMP_STAGE_RECEIVE + 1][ROUNDS],
     CHECK_STATUS(smp_hosts_init(&hosts, lowest, 2), SMP_OK);
     CHECK_STATUS(smp_route_init(&route, &hosts, 0, BYTES), SMP_OK);
     *ahead = 0;
-    for (size_t beat = 0; beat < smp_route_beats(&route, &call); beat++) {
+    for (size_t tick = 0; tick < smp_route_ticks(&route, &call); tick++) {
         int phase = 0;
 
-        CHECK_STATUS(smp_route_plan(&route, &call, beat, NULL), SMP_OK);
+        CHECK_STATUS(smp_route_plan(&route, &call, tick, NULL), SMP_OK);
         for (size_t i = 0; i < route.nstages; i++) {
             const smp_stage *stage = &route.stages[i];
-            int              round = (int)beat - stage->phase * SMP_ROUTE_AHEAD;
+            int              round = (int)tick - stage->phase * SMP_ROUTE_AHEAD;
 
             CHECK(stage->phase >= phase && round >= 0 && round < ROUNDS);
             phase = stage->phase;

@@ -4,7 +4,7 @@
 #define _GNU_SOURCE
 #include <errno.h>
 
-#include "comm/shm/meet.h"
+#include "comm/transport/shm/meet.h"
 #include "traffic.h"
 
 void *__real_malloc(size_t bytes);

@@ -650,7 +650,7 @@ expect_response(world *w, uint32_t step, uint64_t call_number)
 {
     smp_message *m;
 
-    CHECK_STATUS(smp_comm_receive(w->comm, WORLD_PATIENCE_NS, &m), SMP_OK);
+    CHECK_STATUS(smp_comm_receive(w->comm, WORLD_DEADLINE_NS, &m), SMP_OK);
     CHECK(smp_message_envelope(m)->kind == SMP_MSG_RESPONSE);
     CHECK(smp_message_envelope(m)->step == step);
     CHECK(smp_message_envelope(m)->call == call_number);
@@ -829,7 +829,7 @@ TEST_RANK(what_no_server_wrote_fails_the_step)
                 CHECK_STATUS(send_raw(w, e, sizeof(e)), SMP_OK);
                 continue;
             }
-            CHECK_STATUS(smp_comm_receive(w->comm, WORLD_PATIENCE_NS, &m), SMP_OK);
+            CHECK_STATUS(smp_comm_receive(w->comm, WORLD_DEADLINE_NS, &m), SMP_OK);
             CHECK(smp_message_envelope(m)->kind == SMP_MSG_ABORT);
             smp_message_free(m);
         }
@@ -878,7 +878,7 @@ TEST_RANK(the_end_of_a_step_with_a_call_under_way_fails_it)
         e.entry = w->size - 1; /* its call comes back here in the end, or to rank 2 */
         if (w->size == 2) {
             CHECK_STATUS(send_raw(w, e, sizeof(e)), SMP_OK);
-            CHECK_STATUS(smp_comm_receive(w->comm, WORLD_PATIENCE_NS, &m), SMP_OK);
+            CHECK_STATUS(smp_comm_receive(w->comm, WORLD_DEADLINE_NS, &m), SMP_OK);
             CHECK(smp_message_envelope(m)->kind == SMP_MSG_FORWARD);
             smp_message_free(m);
             e.entry =
@@ -895,7 +895,7 @@ TEST_RANK(the_end_of_a_step_with_a_call_under_way_fails_it)
             CHECK_STATUS(send_raw(w, e, sizeof(e)), SMP_OK);
         }
     } else {
-        CHECK_STATUS(smp_comm_receive(w->comm, WORLD_PATIENCE_NS, &m), SMP_OK);
+        CHECK_STATUS(smp_comm_receive(w->comm, WORLD_DEADLINE_NS, &m), SMP_OK);
         CHECK(smp_message_envelope(m)->kind == SMP_MSG_FORWARD);
         smp_message_free(m);
         e.kind = SMP_MSG_STEP_END;
@@ -942,7 +942,7 @@ TEST_RANK(a_rank_that_is_away_is_asked_less_and_less_often)
         return finish(&self);
     }
     while (w->rank == 1 && probes < PROBES) {
-        CHECK_STATUS(smp_comm_receive(w->comm, WORLD_PATIENCE_NS, &m), SMP_OK);
+        CHECK_STATUS(smp_comm_receive(w->comm, WORLD_DEADLINE_NS, &m), SMP_OK);
         probes += smp_message_envelope(m)->kind == SMP_MSG_PROBE;
         smp_message_free(m);
     }
@@ -1020,7 +1020,7 @@ TEST_RANK(a_step_that_fails_keeps_no_memory_of_its_messages)
         return finish(&self);
     }
     if (w->rank == 0) {
-        int64_t        deadline = smp_clock_ns() + WORLD_PATIENCE_NS;
+        int64_t        deadline = smp_clock_ns() + WORLD_DEADLINE_NS;
         smp_comm_stats stats;
         smp_block     *block;
 
@@ -1123,7 +1123,7 @@ TEST_RANK(who_has_said_that_all_is_well_is_not_interrupted)
         smp_message *m;
 
         CHECK_STATUS(send_raw(w, e, sizeof(e)), SMP_OK);
-        CHECK_STATUS(smp_comm_receive(w->comm, WORLD_PATIENCE_NS, &m), SMP_OK);
+        CHECK_STATUS(smp_comm_receive(w->comm, WORLD_DEADLINE_NS, &m), SMP_OK);
         CHECK(smp_message_envelope(m)->kind == SMP_MSG_SETTLED);
         smp_message_free(m);
         e.kind = SMP_MSG_STEP_END;
@@ -1156,7 +1156,7 @@ answer_until(world *w, smp_msg_kind kind)
 {
     smp_message *m;
 
-    while (smp_comm_receive(w->comm, WORLD_PATIENCE_NS, &m) == SMP_OK) {
+    while (smp_comm_receive(w->comm, WORLD_DEADLINE_NS, &m) == SMP_OK) {
         smp_envelope e = *smp_message_envelope(m);
 
         smp_message_free(m);
@@ -1263,7 +1263,7 @@ TEST_RANK(a_message_under_way_is_no_deadlock)
     if (w->rank == 1) {
         smp_message *m;
 
-        CHECK_STATUS(smp_comm_receive(w->comm, WORLD_PATIENCE_NS, &m), SMP_OK);
+        CHECK_STATUS(smp_comm_receive(w->comm, WORLD_DEADLINE_NS, &m), SMP_OK);
         request = *smp_message_envelope(m);
         smp_message_free(m);
         CHECK(request.kind == SMP_MSG_FORWARD);
@@ -1382,7 +1382,7 @@ TEST_RANK(a_rank_that_was_asked_in_the_last_step_does_not_answer_in_the_next)
                      SMP_ERR_TIMED_OUT);
         e = (smp_envelope){.kind = SMP_MSG_PROBE, .step = 2, .call = 2};
         CHECK_STATUS(send_raw(w, e, sizeof(e)), SMP_OK);
-        CHECK_STATUS(smp_comm_receive(w->comm, WORLD_PATIENCE_NS, &m), SMP_OK);
+        CHECK_STATUS(smp_comm_receive(w->comm, WORLD_DEADLINE_NS, &m), SMP_OK);
         CHECK(smp_message_envelope(m)->kind == SMP_MSG_STILL);
         CHECK(smp_message_envelope(m)->call == 2);
         smp_message_free(m);

@@ -1,5 +1,5 @@
 /* What is particular to shared memory: deaths, strangers, forks, what is left behind.
- * Spec: csrc/comm/comm.h, csrc/comm/shm/meet.h, csrc/comm/fork.h. */
+ * Spec: csrc/comm/comm.h, csrc/comm/transport/shm/meet.h, csrc/common/fork.h. */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
@@ -9,9 +9,9 @@
 #include <sys/stat.h>
 #include <sys/un.h>
 
-#include "comm/shm/meet.h"
-#include "comm/shm/segment.h"
-#include "comm/shm/stream.h"
+#include "comm/memory/segment.h"
+#include "comm/transport/shm/meet.h"
+#include "comm/transport/shm/stream.h"
 #include "deaths.h"
 #include "traffic.h"
 
@@ -46,11 +46,11 @@ TEST_RANK(what_a_dead_peer_had_sent_arrives)
         sched_yield();
     }
     for (uint64_t i = 0; i < 3; i++) {
-        CHECK_STATUS(smp_comm_receive(w->comm, WORLD_PATIENCE_NS, &message), SMP_OK);
+        CHECK_STATUS(smp_comm_receive(w->comm, WORLD_DEADLINE_NS, &message), SMP_OK);
         CHECK(message_filled(message, i, 3000 + 9000 * i, sizes, 3));
         smp_message_free(message);
     }
-    CHECK_STATUS(smp_comm_receive(w->comm, WORLD_PATIENCE_NS, &message),
+    CHECK_STATUS(smp_comm_receive(w->comm, WORLD_DEADLINE_NS, &message),
                  SMP_ERR_PEER_LOST);
     return 0;
 }
@@ -67,7 +67,7 @@ TEST_RANK(a_block_that_a_child_sees_is_not_used_again)
     int                 how;
 
     CHECK_STATUS(send_filled(w, other(w, 0), 1, 8, sizes, 1), SMP_OK);
-    CHECK_STATUS(smp_comm_receive(w->comm, WORLD_PATIENCE_NS, &message), SMP_OK);
+    CHECK_STATUS(smp_comm_receive(w->comm, WORLD_DEADLINE_NS, &message), SMP_OK);
     pid = fork();
     if (pid == 0) { /* looks at the block after its parent has given it back */
         while (atomic_load(&w->shared->scratch[w->rank]) == 0) {
@@ -79,7 +79,7 @@ TEST_RANK(a_block_that_a_child_sees_is_not_used_again)
     w->barrier(w);
     for (uint64_t i = 2; i < 50; i++) { /* the pool of 1 MiB goes round several times */
         CHECK_STATUS(send_filled(w, other(w, 0), i, 8, sizes, 1), SMP_OK);
-        CHECK_STATUS(smp_comm_receive(w->comm, WORLD_PATIENCE_NS, &message), SMP_OK);
+        CHECK_STATUS(smp_comm_receive(w->comm, WORLD_DEADLINE_NS, &message), SMP_OK);
         smp_message_free(message);
         w->barrier(w);
     }
@@ -109,7 +109,7 @@ TEST_RANK(a_block_that_a_child_sees_is_not_used_again_without_descriptors)
     int                 how;
 
     CHECK_STATUS(send_filled(w, other(w, 0), 1, 8, sizes, 1), SMP_OK);
-    CHECK_STATUS(smp_comm_receive(w->comm, WORLD_PATIENCE_NS, &message), SMP_OK);
+    CHECK_STATUS(smp_comm_receive(w->comm, WORLD_DEADLINE_NS, &message), SMP_OK);
     CHECK(getrlimit(RLIMIT_NOFILE, &limit) == 0);
     none = (struct rlimit){.rlim_cur = 0, .rlim_max = limit.rlim_max};
     CHECK(setrlimit(RLIMIT_NOFILE, &none) == 0);
@@ -125,7 +125,7 @@ TEST_RANK(a_block_that_a_child_sees_is_not_used_again_without_descriptors)
     w->barrier(w);
     for (uint64_t i = 2; i < 50; i++) {
         CHECK_STATUS(send_filled(w, other(w, 0), i, 8, sizes, 1), SMP_OK);
-        CHECK_STATUS(smp_comm_receive(w->comm, WORLD_PATIENCE_NS, &message), SMP_OK);
+        CHECK_STATUS(smp_comm_receive(w->comm, WORLD_DEADLINE_NS, &message), SMP_OK);
         smp_message_free(message);
         w->barrier(w);
     }
@@ -452,10 +452,10 @@ TEST(garbage_in_the_ring_is_malformed)
     CHECK(make_impostor(&im) == 0);
     memset(im.theirs->rings[1].data, 0xff, 4096);
     atomic_store(&im.theirs->rings[1].tail, 4096);
-    CHECK_STATUS(smp_comm_receive(im.comm, WORLD_PATIENCE_NS, &message),
+    CHECK_STATUS(smp_comm_receive(im.comm, WORLD_DEADLINE_NS, &message),
                  SMP_ERR_MALFORMED);
     CHECK(smp_comm_lost(im.comm) == 1);
-    CHECK_STATUS(smp_comm_receive(im.comm, WORLD_PATIENCE_NS, &message),
+    CHECK_STATUS(smp_comm_receive(im.comm, WORLD_DEADLINE_NS, &message),
                  SMP_ERR_MALFORMED);
     drop_impostor(&im);
     return 0;
@@ -468,7 +468,7 @@ TEST(a_full_ring_is_announced_and_filled_again_on_a_kick)
     uint8_t           bytes[1000] = {0};
     impostor          im = {0};
     smp_ring_consumer consumer = {0};
-    int64_t           deadline = smp_clock_ns() + WORLD_PATIENCE_NS;
+    int64_t           deadline = smp_clock_ns() + WORLD_DEADLINE_NS;
     int               taken = 0;
 
     CHECK(make_impostor(&im) == 0);
@@ -507,7 +507,7 @@ send_frame(smp_frame frame, smp_status want)
 
     CHECK(make_impostor(&im) == 0);
     CHECK(write(im.guest.socket, &frame, sizeof(frame)) == sizeof(frame));
-    CHECK_STATUS(smp_comm_receive(im.comm, WORLD_PATIENCE_NS, &message), want);
+    CHECK_STATUS(smp_comm_receive(im.comm, WORLD_DEADLINE_NS, &message), want);
     CHECK(smp_comm_lost(im.comm) == (want == SMP_ERR_CLOSED ? -1 : 1));
     drop_impostor(&im);
     return 0;

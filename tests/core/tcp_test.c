@@ -1,5 +1,5 @@
 /* What is particular to TCP: who is let in, where it listens, peers that go wrong.
- * Spec: csrc/comm/tcp/meet.h, address.h, frame.h. */
+ * Spec: csrc/comm/transport/connecting/meet.h, address.h, frame.h. */
 #define _GNU_SOURCE
 #include <arpa/inet.h>
 #include <errno.h>
@@ -8,9 +8,9 @@
 #include <poll.h>
 #include <sys/socket.h>
 
-#include "comm/tcp/address.h"
-#include "comm/tcp/frame.h"
-#include "comm/tcp/meet.h"
+#include "comm/transport/connecting/address.h"
+#include "comm/transport/connecting/meet.h"
+#include "comm/transport/tcp/frame.h"
 #include "deaths.h"
 #include "partings.h"
 #include "traffic.h"
@@ -352,7 +352,7 @@ TEST(a_card_that_no_rank_wrote_is_malformed)
 static int
 call_rank_0(const meeter m[2])
 {
-    int64_t deadline = smp_clock_ns() + WORLD_PATIENCE_NS;
+    int64_t deadline = smp_clock_ns() + WORLD_DEADLINE_NS;
     int     fd;
 
     while ((fd = call_port(tcp_card_of(m[0].cards[0]))) < 0 &&
@@ -371,7 +371,7 @@ is_hung_up(int fd)
     ssize_t       n;
 
     do {
-        if (poll(&any, 1, (int)(WORLD_PATIENCE_NS / SMP_NS_PER_MS)) <= 0) {
+        if (poll(&any, 1, (int)(WORLD_DEADLINE_NS / SMP_NS_PER_MS)) <= 0) {
             return false;
         }
         n = read(fd, bytes, sizeof(bytes));
@@ -565,7 +565,7 @@ send_bytes(const void *bytes, size_t n, smp_status want)
     if (want == SMP_ERR_PEER_LOST) {
         shutdown(im.fd, SHUT_WR);
     }
-    CHECK_STATUS(smp_comm_receive(im.m[0].comm, WORLD_PATIENCE_NS, &message), want);
+    CHECK_STATUS(smp_comm_receive(im.m[0].comm, WORLD_DEADLINE_NS, &message), want);
     CHECK(smp_comm_lost(im.m[0].comm) == (want == SMP_ERR_CLOSED ? -1 : 1));
     if (want != SMP_ERR_CLOSED) {
         CHECK(is_hung_up(im.fd));
@@ -670,7 +670,7 @@ TEST(a_frame_may_come_byte_by_byte)
         for (size_t at = 0; at < sizeof(frame); at++) {
             CHECK(write(im.fd, (uint8_t *)&frame + at, 1) == 1);
         }
-        CHECK_STATUS(smp_comm_receive(im.m[0].comm, WORLD_PATIENCE_NS, &message),
+        CHECK_STATUS(smp_comm_receive(im.m[0].comm, WORLD_DEADLINE_NS, &message),
                      SMP_OK);
         CHECK(message->source == 1 && message->nbytes == 8 && message->nblocks == 2);
         CHECK(smp_block_bytes(message->blocks[0]) == 6);

@@ -1,5 +1,5 @@
-/* csrc/comm/ucx/ucp_abi.h against UCX's own headers, while this compiles. */
-#include "comm/ucx/ucp_abi.h"
+/* csrc/comm/transport/ucx/ucp_abi.h against UCX's own headers, while this compiles. */
+#include "comm/transport/ucx/ucp_abi.h"
 
 #if defined(__has_include)
 #    if __has_include(<ucp/api/ucp.h>)

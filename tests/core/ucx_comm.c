@@ -1,12 +1,12 @@
 /* The list of tests for transports, over UCX, and what is particular to UCX: ucx_comm
- * [name].  Spec: csrc/comm/ucx. */
+ * [name].  Spec: csrc/comm/transport/ucx. */
 #define _GNU_SOURCE
-#include "comm/tcp/lifeline.h"
-#include "comm/tcp/meet.h"
-#include "comm/ucx/am.h"
-#include "comm/ucx/devices.h"
-#include "comm/ucx/introduction.h"
-#include "comm/ucx/library.h"
+#include "comm/transport/connecting/lifeline.h"
+#include "comm/transport/connecting/meet.h"
+#include "comm/transport/ucx/am.h"
+#include "comm/transport/ucx/devices.h"
+#include "comm/transport/ucx/introduction.h"
+#include "comm/transport/ucx/library.h"
 #include "comm_list.h"
 #include "deaths.h"
 #include "hosts_list.h"
@@ -302,7 +302,7 @@ TEST(messages_without_the_pass_are_dropped)
     head.from = 1;
     CHECK(say(&im, head, sizeof(head) - 1, "too few.", 8) == 0);
     CHECK(say_plainly(&im, head, "a rank's", 8) == 0);
-    CHECK_STATUS(smp_comm_receive(im.comm, WORLD_PATIENCE_NS, &message), SMP_OK);
+    CHECK_STATUS(smp_comm_receive(im.comm, WORLD_DEADLINE_NS, &message), SMP_OK);
     CHECK(message->nbytes == 8 && memcmp(message->bytes, "a rank's", 8) == 0);
     smp_message_free(message);
     CHECK_STATUS(smp_comm_receive(im.comm, 0, &message), SMP_ERR_TIMED_OUT);
@@ -321,10 +321,10 @@ breaks(smp_ucx_am_kind kind, uint64_t number, uint64_t nbytes, size_t n)
 
     CHECK(be_met(&im) == 0);
     CHECK(say_plainly(&im, head_of(&im, SMP_UCX_AM_HEAD, 0, 8), zeros, 8) == 0);
-    CHECK_STATUS(smp_comm_receive(im.comm, WORLD_PATIENCE_NS, &message), SMP_OK);
+    CHECK_STATUS(smp_comm_receive(im.comm, WORLD_DEADLINE_NS, &message), SMP_OK);
     smp_message_free(message);
     CHECK(say_plainly(&im, head_of(&im, kind, number, nbytes), zeros, n) == 0);
-    CHECK_STATUS(smp_comm_receive(im.comm, WORLD_PATIENCE_NS, &message),
+    CHECK_STATUS(smp_comm_receive(im.comm, WORLD_DEADLINE_NS, &message),
                  SMP_ERR_MALFORMED);
     CHECK(smp_comm_lost(im.comm) == 1);
     CHECK_STATUS(smp_comm_send(im.comm, 1, "x", 1, NULL, 0), SMP_ERR_PEER_LOST);
@@ -353,7 +353,7 @@ TEST(a_lifeline_that_ends_without_goodbye_is_a_loss)
 
     CHECK(be_met(&im) == 0);
     shutdown(im.fd, SHUT_WR);
-    CHECK_STATUS(smp_comm_receive(im.comm, WORLD_PATIENCE_NS, &message),
+    CHECK_STATUS(smp_comm_receive(im.comm, WORLD_DEADLINE_NS, &message),
                  SMP_ERR_PEER_LOST);
     CHECK(smp_comm_lost(im.comm) == 1);
     drop_impostor(&im);
@@ -373,10 +373,10 @@ TEST(a_goodbye_is_answered_when_all_before_it_has_arrived)
         CHECK(smp_lifeline_hear(im.fd, &what) != SMP_LIFELINE_HUNG_UP);
         im.ucp->ucp_worker_progress(im.worker);
     }
-    CHECK_STATUS(smp_comm_receive(im.comm, WORLD_PATIENCE_NS, &message), SMP_OK);
+    CHECK_STATUS(smp_comm_receive(im.comm, WORLD_DEADLINE_NS, &message), SMP_OK);
     CHECK(memcmp(message->bytes, "the rest", 8) == 0);
     smp_message_free(message);
-    CHECK_STATUS(smp_comm_receive(im.comm, WORLD_PATIENCE_NS, &message),
+    CHECK_STATUS(smp_comm_receive(im.comm, WORLD_DEADLINE_NS, &message),
                  SMP_ERR_CLOSED);
     CHECK(smp_comm_lost(im.comm) == -1 && smp_comm_left(im.comm, 1));
     drop_impostor(&im);

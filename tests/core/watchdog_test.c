@@ -7,7 +7,7 @@
 #include <unistd.h>
 
 #include "check.h"
-#include "comm/clock.h"
+#include "common/clock.h"
 #include "server/watchdog.h"
 
 #define LIMIT_NS (20 * SMP_NS_PER_MS)

@@ -22,9 +22,9 @@
 #include <unistd.h>
 
 #include "check.h"
-#include "comm/card.h"
-#include "comm/clock.h"
 #include "comm/comm.h"
+#include "comm/transport/card.h"
+#include "common/clock.h"
 
 #define WORLD_RANKS 8
 
@@ -37,7 +37,7 @@
 #define WORLD_SECONDS 300
 
 /* How long a test waits for what must come. */
-#define WORLD_PATIENCE_NS (60 * SMP_NS_PER_S)
+#define WORLD_DEADLINE_NS (60 * SMP_NS_PER_S)
 
 typedef struct world world;
 

@@ -9,8 +9,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "comm/body.h"
-#include "comm/ucx/arrivals.h"
+#include "comm/transport/body.h"
+#include "comm/transport/ucx/arrivals.h"
 #include "modest_host.h"
 
 static const smp_host host = {MODEST_HOST};

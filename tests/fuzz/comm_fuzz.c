@@ -12,11 +12,11 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
-#include "comm/card.h"
-#include "comm/shm/meet.h"
-#include "comm/shm/record.h"
-#include "comm/shm/ring.h"
-#include "comm/shm/stream.h"
+#include "comm/memory/ring.h"
+#include "comm/transport/card.h"
+#include "comm/transport/shm/meet.h"
+#include "comm/transport/shm/record.h"
+#include "comm/transport/shm/stream.h"
 
 #define ARENA ((size_t)1 << 20)
 
@@ -61,7 +61,7 @@ read_record(const uint8_t *data, size_t size)
                         segment->arena + ARENA);
                 require(block->slot < segment->nslots);
             } else {
-                require(block->bytes <= SMP_INLINE_BYTES);
+                require(block->bytes <= SMP_RECORD_INLINE);
             }
         }
         require(absent == missing);

@@ -8,7 +8,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "comm/mpi/head.h"
+#include "comm/transport/mpi/head.h"
 #include "modest_host.h"
 
 static const smp_host host = {MODEST_HOST};

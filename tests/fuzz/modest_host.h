@@ -6,9 +6,9 @@
 #include <stdint.h>
 #include <stdlib.h>
 
-#include "comm/block.h"
-#include "comm/message.h"
-#include "comm/transport.h"
+#include "comm/memory/block.h"
+#include "comm/memory/message.h"
+#include "comm/transport/transport.h"
 
 /* The decoders would allocate anything that a header asks for. */
 #define MOST ((size_t)1 << 20)

@@ -10,13 +10,13 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "comm/block.h"
-#include "comm/clock.h"
+#include "comm/collective/inter_host/hierarchical.h"
 #include "comm/collective/mailbox.h"
-#include "comm/collective/wide.h"
-#include "comm/message.h"
+#include "comm/memory/block.h"
+#include "comm/memory/message.h"
 #include "comm/neighbour.h"
-#include "comm/patience.h"
+#include "common/clock.h"
+#include "common/deadline.h"
 
 enum { GROUP = 7, MEMBERS = 2, MOST_COUNT = 64, MOST_BLOCK = 300, MOST_STEPS = 1000 };
 
@@ -48,10 +48,10 @@ connect_end(void *arg)
     const end *e = arg;
     int        failed;
 
-    require(smp_comm_connect(comms[e->rank], e->cards, e->bytes,
-                             &(smp_patience){.deadline_ns = smp_clock_deadline(
-                                                 10000 * SMP_NS_PER_MS)},
-                             &failed) == SMP_OK);
+    require(smp_comm_connect(
+                comms[e->rank], e->cards, e->bytes,
+                &(smp_deadline){.at_ns = smp_clock_deadline(10000 * SMP_NS_PER_MS)},
+                &failed) == SMP_OK);
     return NULL;
 }
 
@@ -87,10 +87,10 @@ connect_ranks(void)
 static void
 drop_rest(smp_comm *comm)
 {
-    smp_hole hole = {.address = GROUP, .nonce = 1};
+    smp_channel channel = {.address = GROUP, .nonce = 1};
 
-    smp_hole_open(smp_comm_post(comm), &hole);
-    smp_hole_close(smp_comm_post(comm), &hole);
+    smp_channel_open(smp_comm_post(comm), &channel);
+    smp_channel_close(smp_comm_post(comm), &channel);
 }
 
 /* ------------------------------------------------------------------- the input */
@@ -119,11 +119,11 @@ take(input *in, size_t bytes)
 enum { RIGHT_REST = 1, RIGHT_TAG = 2, HAS_BLOCK = 4, RIGHT_BLOCK = 8, ANY_HEAD = 16 };
 
 typedef struct {
-    smp_lockstep   lockstep;
-    smp_collective op;
-    smp_wire       wire;
-    smp_wide       wide;
-    bool           has_met;
+    smp_epoch_barrier barrier;
+    smp_collective    op;
+    smp_wire          wire;
+    smp_hierarchical  hier;
+    bool              has_met;
 } group;
 
 /* A message of rank 1, made of the input: much of it is as it should be, so that the
@@ -132,20 +132,20 @@ static void
 put_parcel(group *g, input *in)
 {
     unsigned         choice = (unsigned)take(in, 1);
-    smp_parcel       head = {.post = {SMP_POST_MARK, GROUP, g->wire.hole.nonce},
+    smp_parcel       head = {.post = {SMP_POST_MARK, GROUP, g->wire.channel.nonce},
                              .kind = (uint32_t)take(in, 1) % (SMP_PARCELS + 1),
                              .member = 1,
                              .sequence = 1,
                              .tag = take(in, 1),
                              .nonce = 99,
-                             .known = g->wire.hole.nonce,
+                             .known = g->wire.channel.nonce,
                              .digest = g->wire.digest,
                              .host = 1};
     size_t           rest = (size_t)take(in, 1);
     size_t           block = (size_t)take(in, 2) % MOST_BLOCK;
-    const smp_stage *stage = g->has_met && g->wide.phase == SMP_WIDE_ON_ROUTE &&
-                                     g->wide.stage < g->wide.route.nstages
-                                 ? &g->wide.route.stages[g->wide.stage]
+    const smp_stage *stage = g->has_met && g->hier.phase == SMP_HIERARCHICAL_ON_ROUTE &&
+                                     g->hier.stage < g->hier.route.nstages
+                                 ? &g->hier.route.stages[g->hier.stage]
                                  : NULL;
     smp_message     *message;
 
@@ -156,7 +156,7 @@ put_parcel(group *g, input *in)
         head.tag = stage->tag;
     }
     if ((choice & RIGHT_BLOCK) != 0 && stage != NULL) {
-        block = stage->range.count * smp_dtype_bytes(g->wide.call.dtype);
+        block = stage->range.count * smp_dtype_bytes(g->hier.call.dtype);
     }
     if ((choice & ANY_HEAD) != 0) {
         size_t at = (size_t)take(in, 1) % sizeof(head);
@@ -165,7 +165,7 @@ put_parcel(group *g, input *in)
     }
     if ((choice & RIGHT_REST) != 0 && g->has_met) { /* the call that this rank makes */
         rest = sizeof(smp_notice) +
-               smp_call_lists(&g->wide.call) * MEMBERS * sizeof(uint64_t);
+               smp_call_lists(&g->hier.call) * MEMBERS * sizeof(uint64_t);
     }
     if (smp_message_create(1, sizeof(head) + rest, (choice & HAS_BLOCK) != 0,
                            &message) != SMP_OK) {
@@ -176,8 +176,8 @@ put_parcel(group *g, input *in)
         message->bytes[sizeof(head) + i] = 0;
     }
     if ((choice & RIGHT_REST) != 0 && g->has_met) {
-        memcpy(message->bytes + sizeof(head), &g->wide.notice, sizeof(smp_notice));
-        memcpy(message->bytes + sizeof(head) + sizeof(smp_notice), g->wide.counts,
+        memcpy(message->bytes + sizeof(head), &g->hier.notice, sizeof(smp_notice));
+        memcpy(message->bytes + sizeof(head) + sizeof(smp_notice), g->hier.counts,
                rest - sizeof(smp_notice));
         rest = (choice & ANY_HEAD) != 0 ? 1 : 0; /* so many bytes of it are changed */
         if (rest != 0) {
@@ -234,7 +234,7 @@ do_operation(group *g, input *in)
     _Alignas(16) static uint8_t to[ROOM + GUARD];
     size_t                      counts[2 * MEMBERS];
     smp_call                    call = make_call(in, from, to, counts);
-    smp_status                  status = smp_wide_begin(&g->wide, &call, 1);
+    smp_status                  status = smp_hierarchical_begin(&g->hier, &call, 1);
     int                         member = -1;
     char                        why[64];
 
@@ -242,8 +242,9 @@ do_operation(group *g, input *in)
     for (int step = 0; status == SMP_OK && step < MOST_STEPS; step++) {
         bool waits = false;
 
-        status = smp_wide_go_on(&g->wide, &waits, &member);
-        if (g->wide.phase == SMP_WIDE_OVER || g->wide.phase == SMP_WIDE_REFUSED) {
+        status = smp_hierarchical_go_on(&g->hier, &waits, &member);
+        if (g->hier.phase == SMP_HIERARCHICAL_OVER ||
+            g->hier.phase == SMP_HIERARCHICAL_REFUSED) {
             break;
         }
         if (status == SMP_OK && waits && in->left == 0) {
@@ -251,12 +252,12 @@ do_operation(group *g, input *in)
         }
         if (status == SMP_OK && waits) {
             put_parcel(g, in);
-            status = smp_wide_trouble(&g->wide, &member);
+            status = smp_hierarchical_trouble(&g->hier, &member);
         }
     }
-    (void)smp_wide_why(&g->wide, 1, why, sizeof(why));
+    (void)smp_hierarchical_why(&g->hier, 1, why, sizeof(why));
     for (int m = 0; m < MEMBERS; m++) {
-        (void)smp_wide_awaits(&g->wide, m);
+        (void)smp_hierarchical_awaits(&g->hier, m);
     }
     for (size_t i = 0; i < GUARD; i++) {
         require(to[ROOM + i] == 0x5a);
@@ -271,15 +272,15 @@ be_member(input *in)
     static const int    lowest[MEMBERS] = {0, 1};
     static const size_t round_bytes = 64;
     static group        g;
-    smp_patience        patience = {.deadline_ns = smp_clock_ns() + SMP_NS_PER_S};
+    smp_deadline        deadline = {.at_ns = smp_clock_ns() + SMP_NS_PER_S};
     int                 parcels = (int)take(in, 1) % 4;
     int                 failed;
-    smp_bell           *bell;
+    smp_doorbell       *doorbell;
 
     memset(&g, 0, sizeof(g));
-    require(smp_lockstep_init(&g.lockstep, comms[0], ranks, 1, GROUP, SMP_READ_NEVER,
-                              &patience, &failed, NULL) == SMP_OK);
-    require(smp_collective_init(&g.op, &g.lockstep) == SMP_OK);
+    require(smp_epoch_barrier_init(&g.barrier, comms[0], ranks, 1, GROUP,
+                                   SMP_READ_NEVER, &deadline, &failed, NULL) == SMP_OK);
+    require(smp_collective_init(&g.op, &g.barrier) == SMP_OK);
     require(smp_wire_init(&g.wire, comms[0], ranks, local, MEMBERS, 0, GROUP, "fuzz",
                           &failed) == SMP_OK);
     for (int i = 0; i < parcels; i++) {
@@ -291,31 +292,31 @@ be_member(input *in)
 
         put_parcel(&g, &right);
     }
-    patience.deadline_ns = smp_clock_ns(); /* what is there */
-    bell = &g.lockstep.members[0].shelf->bell;
-    if (smp_wire_meet(&g.wire, bell, &patience, &failed) == SMP_OK) {
-        require(smp_wide_init(&g.wide, &g.lockstep, &g.op, &g.wire, lowest,
-                              round_bytes) == SMP_OK);
+    deadline.at_ns = smp_clock_ns(); /* what is there */
+    doorbell = &g.barrier.members[0].control->doorbell;
+    if (smp_wire_meet(&g.wire, doorbell, &deadline, &failed) == SMP_OK) {
+        require(smp_hierarchical_init(&g.hier, &g.barrier, &g.op, &g.wire, lowest,
+                                      round_bytes) == SMP_OK);
         g.has_met = true;
         do_operation(&g, in);
     }
     smp_wire_fini(&g.wire);
-    smp_wide_fini(&g.wide);
+    smp_hierarchical_fini(&g.hier);
     smp_collective_fini(&g.op);
-    smp_lockstep_fini(&g.lockstep);
+    smp_epoch_barrier_fini(&g.barrier);
     drop_rest(comms[0]);
     drop_rest(comms[1]);
 }
 
 /* ----------------------------------------------------------------- a mailbox */
 
-/* Sends bytes of the input, then a letter as it should be. */
+/* Sends bytes of the input, then a message as it should be. */
 static void
-send_letters(input *in, const smp_address *last)
+send_messages(input *in, const smp_address *last)
 {
-    int letters = (int)take(in, 1) % 4;
+    int messages = (int)take(in, 1) % 4;
 
-    for (int i = 0; i < letters; i++) {
+    for (int i = 0; i < messages; i++) {
         smp_address address = {.group = take(in, 1),
                                .tag = (int64_t)take(in, 1),
                                .dtype = (smp_dtype)take(in, 1),
@@ -337,14 +338,14 @@ send_letters(input *in, const smp_address *last)
 static void
 be_mailbox(input *in)
 {
-    static int64_t last_tag = 1000;
-    uint8_t        out[64] = {0};
-    smp_letterbox  box = {
-         .want = {.group = 1, .tag = 1, .dtype = SMP_U8, .count = 16},
-         .source = SMP_ANY_SOURCE,
-         .out = out,
+    static int64_t     last_tag = 1000;
+    uint8_t            out[64] = {0};
+    smp_posted_receive receive = {
+        .want = {.group = 1, .tag = 1, .dtype = SMP_U8, .count = 16},
+        .source = SMP_ANY_SOURCE,
+        .out = out,
     };
-    smp_letterbox last = {
+    smp_posted_receive last = {
         .want = {.group = 1, .tag = ++last_tag, .dtype = SMP_U8, .count = 0},
         .source = 1,
         .out = out,
@@ -352,14 +353,14 @@ be_mailbox(input *in)
     smp_mailbox *mailbox;
 
     require(smp_mailbox_create(comms[0], &mailbox) == SMP_OK);
-    smp_letterbox_put_up(mailbox, &box);
-    smp_letterbox_put_up(mailbox, &last);
-    send_letters(in, &last.want);
-    require(smp_letterbox_wait(mailbox, &last, smp_clock_ns() + 10 * SMP_NS_PER_S));
+    smp_receive_post(mailbox, &receive);
+    smp_receive_post(mailbox, &last);
+    send_messages(in, &last.want);
+    require(smp_receive_wait(mailbox, &last, smp_clock_ns() + 10 * SMP_NS_PER_S));
     for (size_t i = 16; i < sizeof(out); i++) {
         require(out[i] == 0);
     }
-    smp_letterbox_take_down(mailbox, &box);
+    smp_receive_cancel(mailbox, &receive);
     smp_mailbox_destroy(mailbox);
 }
 

@@ -11,9 +11,9 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
-#include "comm/tcp/address.h"
-#include "comm/tcp/frame.h"
-#include "comm/tcp/meet.h"
+#include "comm/transport/connecting/address.h"
+#include "comm/transport/connecting/meet.h"
+#include "comm/transport/tcp/frame.h"
 #include "modest_host.h"
 
 static size_t delivered; /* bytes and blocks' bytes */

@@ -28,7 +28,7 @@ def drawn(rank: int, shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) 
 
 
 def tree(op, terms: list[Tensor]) -> Tensor:
-    """Source: csrc/comm/collective/reduce.h."""
+    """Source: csrc/comm/collective/kernels/reduce.h."""
     if len(terms) == 1:
         return terms[0]
     half = 1

@@ -4,9 +4,9 @@
 #include <assert.h>
 #include <stdatomic.h>
 
-#include "comm/clock.h"
 #include "comm/collective/group_state.h"
 #include "comm/collective/group_words.h"
+#include "common/clock.h"
 
 /* What one call of progress may take, about. */
 #define PROGRESS_NS (1 * SMP_NS_PER_MS)
@@ -23,11 +23,12 @@
 static int64_t
 time_limit(const smp_group *group)
 {
-    const smp_call *call = group->is_wide ? &group->wide.call : &group->op.call;
+    const smp_call *call = group->is_hierarchical ? &group->hier.call : &group->op.call;
     int64_t limit = call->timeout_ns != 0 ? call->timeout_ns : group->timeout_ns;
 
-    return limit >= 0 && group->is_wide && group->wide.waits_local ? limit + GRACE_NS
-                                                                   : limit;
+    return limit >= 0 && group->is_hierarchical && group->hier.waits_local
+               ? limit + GRACE_NS
+               : limit;
 }
 
 /* Whether the operation can go on waiting. */
@@ -37,17 +38,17 @@ check_waiting(smp_group *group)
     int64_t    limit = time_limit(group);
     int        member = 0;
     int64_t    now;
-    smp_status status = group->is_wide
-                            ? smp_wide_trouble(&group->wide, &member)
-                            : smp_lockstep_trouble(&group->lockstep, &member);
+    smp_status status = group->is_hierarchical
+                            ? smp_hierarchical_trouble(&group->hier, &member)
+                            : smp_epoch_barrier_trouble(&group->barrier, &member);
 
     if (status == SMP_ERR_CLOSED && group->deadlock.is_sure) {
         /* It has left because of that, too. */
         return smp_group_give_up_in_ring(group, group->deadlock.text);
     }
-    if (status == SMP_ERR_CLOSED && group->is_wide &&
-        smp_standoff_look_again(&group->standoff, &group->wide)) {
-        return smp_group_give_up_in_ring(group, group->standoff.text);
+    if (status == SMP_ERR_CLOSED && group->is_hierarchical &&
+        smp_cross_host_look_again(&group->cross_host, &group->hier)) {
+        return smp_group_give_up_in_ring(group, group->cross_host.text);
     }
     if (status != SMP_OK) {
         return smp_group_give_up_without(group, status, member);
@@ -59,8 +60,8 @@ check_waiting(smp_group *group)
     if (limit >= 0 && now - group->started_ns >= limit) {
         return smp_group_give_up_late(group, now - group->started_ns);
     }
-    if (group->is_wide && now - group->started_ns >= NOTE_NS) {
-        smp_wide_note(&group->wide);
+    if (group->is_hierarchical && now - group->started_ns >= NOTE_NS) {
+        smp_hierarchical_note(&group->hier);
     }
     return SMP_OK;
 }
@@ -71,7 +72,7 @@ disagree(smp_group *group, const char *how)
 {
     smp_group_set_error(group, how);
     smp_collective_finish(&group->op);
-    smp_lockstep_read(&group->lockstep);
+    smp_epoch_barrier_read(&group->barrier);
     group->active = false;
     return SMP_ERR_MISMATCH;
 }
@@ -81,17 +82,17 @@ static smp_status
 take_wide_step(smp_group *group, bool *waits)
 {
     int        member = -1;
-    smp_status status = smp_wide_go_on(&group->wide, waits, &member);
+    smp_status status = smp_hierarchical_go_on(&group->hier, waits, &member);
 
     if (status != SMP_OK) {
-        return smp_group_give_up_wide(group, status, member);
+        return smp_group_give_up_hierarchical(group, status, member);
     }
-    if (group->wide.phase == SMP_WIDE_REFUSED) {
-        smp_group_set_error(group, group->wide.refusal);
+    if (group->hier.phase == SMP_HIERARCHICAL_REFUSED) {
+        smp_group_set_error(group, group->hier.refusal);
         group->active = false;
         return SMP_ERR_MISMATCH;
     }
-    group->active = group->wide.phase != SMP_WIDE_OVER;
+    group->active = group->hier.phase != SMP_HIERARCHICAL_OVER;
     return SMP_OK;
 }
 
@@ -104,7 +105,7 @@ post(smp_group *group)
     if (status != SMP_OK) {
         return smp_group_give_up(group, status, group->op.why);
     }
-    smp_lockstep_post(&group->lockstep);
+    smp_epoch_barrier_post(&group->barrier);
     return SMP_OK;
 }
 
@@ -131,7 +132,7 @@ take_step(smp_group *group)
         return post(group);
     }
     if (whole) {
-        smp_lockstep_read(&group->lockstep);
+        smp_epoch_barrier_read(&group->barrier);
         group->active = false;
     }
     return SMP_OK;
@@ -145,9 +146,9 @@ take_steps(smp_group *group, int64_t until_ns, bool *waits)
 
     *waits = false;
     while (status == SMP_OK && group->active) {
-        if (group->is_wide) {
+        if (group->is_hierarchical) {
             status = take_wide_step(group, waits);
-        } else if (smp_lockstep_arrived(&group->lockstep)) {
+        } else if (smp_epoch_barrier_arrived(&group->barrier)) {
             status = take_step(group);
         } else {
             *waits = true;
@@ -197,12 +198,12 @@ smp_group_start(smp_group *group, const smp_call *call)
         return smp_group_refuse(group, call);
     }
     assert(!group->active);
-    if (group->is_wide && (call->gather != NULL || call->offer != NULL)) {
+    if (group->is_hierarchical && (call->gather != NULL || call->offer != NULL)) {
         smp_group_set_error(group, "tensors of devices are gathered inside one host");
         return SMP_ERR_INVALID;
     }
-    status = group->is_wide
-                 ? smp_wide_begin(&group->wide, call, group->sequence + 1)
+    status = group->is_hierarchical
+                 ? smp_hierarchical_begin(&group->hier, call, group->sequence + 1)
                  : smp_collective_begin(&group->op, call, group->sequence + 1);
     if (status != SMP_OK) {
         smp_group_set_error(
@@ -215,8 +216,8 @@ smp_group_start(smp_group *group, const smp_call *call)
     group->agreed = false;
     group->started_ns = 0;
     smp_deadlock_forget(&group->deadlock);
-    smp_standoff_forget(&group->standoff);
-    return group->is_wide ? SMP_OK : post(group);
+    smp_cross_host_forget(&group->cross_host);
+    return group->is_hierarchical ? SMP_OK : post(group);
 }
 
 smp_status
@@ -254,16 +255,16 @@ wait_for_others(smp_group *group, int64_t until_ns)
 {
     int64_t deadline = wait_deadline(group, until_ns);
 
-    if (!group->is_wide) {
-        smp_lockstep_wait(&group->lockstep, deadline);
+    if (!group->is_hierarchical) {
+        smp_epoch_barrier_wait(&group->barrier, deadline);
         return;
     }
-    if (group->wide.place == 0 && group->wide.noted == 0 && group->wide.waits_local) {
+    if (group->hier.place == 0 && group->hier.noted == 0 && group->hier.waits_local) {
         int64_t note = smp_clock_ns() + NOTE_NS;
 
         deadline = note < deadline ? note : deadline;
     }
-    smp_wide_wait(&group->wide, deadline);
+    smp_hierarchical_wait(&group->hier, deadline);
 }
 
 smp_status
@@ -276,7 +277,7 @@ smp_group_wait(smp_group *group, int64_t until_ns, bool *over)
 
         status = take_steps(group, SMP_NEVER, &waits);
         if (status != SMP_OK || !group->active ||
-            (!group->is_wide && smp_lockstep_look(&group->lockstep))) {
+            (!group->is_hierarchical && smp_epoch_barrier_look(&group->barrier))) {
             continue;
         }
         status = check_waiting(group);
@@ -308,19 +309,27 @@ smp_group_waited_ns(const smp_group *group)
 }
 
 void
+smp_group_describe(const smp_group *group, const smp_call *next, uint64_t after,
+                   char *out, size_t bytes)
+{
+    smp_group_say_wait(group, next, after, out, bytes);
+}
+
+void
 smp_group_show_stuck(smp_group *group, uint64_t token)
 {
-    atomic_store(&group->lockstep.members[group->lockstep.self].shelf->stuck, token);
+    atomic_store(&group->barrier.members[group->barrier.self].control->stuck, token);
 }
 
 smp_status
 smp_group_look_around(smp_group *group, uint64_t token)
 {
-    if (smp_deadlock_look(&group->deadlock, group->lockstep.comm)) {
+    if (smp_deadlock_look(&group->deadlock, group->barrier.comm)) {
         return smp_group_give_up_in_ring(group, group->deadlock.text);
     }
-    if (group->is_wide && smp_standoff_look(&group->standoff, &group->wide, token)) {
-        return smp_group_give_up_in_ring(group, group->standoff.text);
+    if (group->is_hierarchical &&
+        smp_cross_host_look(&group->cross_host, &group->hier, token)) {
+        return smp_group_give_up_in_ring(group, group->cross_host.text);
     }
     return SMP_OK;
 }
@@ -352,7 +361,7 @@ smp_group_sequence(const smp_group *group)
 bool
 smp_group_reads_memory(const smp_group *group)
 {
-    return group->lockstep.reads;
+    return group->barrier.reads;
 }
 
 smp_exchange *
@@ -379,7 +388,7 @@ smp_group_rest(const smp_group *group)
 bool
 smp_group_is_on_one_host(const smp_group *group)
 {
-    return !group->is_wide;
+    return !group->is_hierarchical;
 }
 
 void

@@ -4,13 +4,14 @@
  * begins with all members showing each other what they call; one that calls something
  * else makes it SMP_ERR_MISMATCH on all, before any result is written, and the group
  * goes on.  Sums follow one binary tree over the members' order
- * (comm/collective/reduce.h), so all members get the same bits, in every run, by
- * whatever way.
+ * (comm/collective/kernels/reduce.h), so all members get the same bits, in every run,
+ * by whatever way.
  *
- * Inside a host, small tensors go through the members' shelves in shared memory; large
- * ones are read from each other's memory where the system allows that, else they too go
- * through the shelves, piece by piece.  Members on several hosts send each other
- * messages of their comm (comm/collective/route.h), and sums keep their bits.
+ * Inside a host, small tensors go through the members' control blocks in shared memory;
+ * large ones are read from each other's memory where the system allows that, else they
+ * too go through the slots, piece by piece.  Members on several hosts send each other
+ * messages of their comm (comm/collective/inter_host/route.h), and sums keep their
+ * bits.
  *
  * Buffers    `in` and `out` are the caller's and borrowed until the operation is over;
  *            others read them until then, and no longer.  They are aligned to their
@@ -29,27 +30,24 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#include "comm/collective/call.h"
-#include "comm/collective/reading.h"
+#include "comm/collective/checks/call.h"
+#include "comm/collective/intra_host/reading.h"
 #include "comm/comm.h"
 #include "comm/device/exchange.h"
 #include "common/status.h"
-
-/* Bytes of the longest that a group says. */
-#define SMP_GROUP_TEXT 1024
 
 typedef struct smp_group smp_group;
 
 typedef struct {
     const int *ranks; /* of the comm, in the order of the group; borrowed */
-    int        size;  /* at most SMP_SHELF_MEMBERS */
+    int        size;  /* at most SMP_GROUP_MEMBERS */
     uint64_t   id;    /* the same on all members, unlike that of any other group that
                          one of them is in now; not 0 */
     const char *name; /* for errors: borrowed, its first 63 bytes are kept */
     int64_t     timeout_ns; /* for one operation, and for the meeting; < 0: no limit */
     smp_reading reading;    /* of each other's memory; all members decide */
     bool (*gives_up)(void *arg); /* or NULL; asked while members meet, every
-                                    SMP_PATIENCE_NS or more often, by the caller's
+                                    SMP_DEADLINE_LOOK_NS or more often, by the caller's
                                     thread; true: SMP_ERR_INTERRUPTED */
     void  *gives_up_arg;         /* borrowed during create */
     size_t round_bytes; /* between hosts: of tensors on the way at a time; 0: 32
@@ -60,9 +58,9 @@ typedef struct {
 
 /* Meets the other members, all of which must call it.  SMP_ERR_INVALID;
  * SMP_ERR_UNREACHABLE: *failed is a rank that sees other hosts than this one;
- * SMP_ERR_NO_MEMORY; SMP_ERR_LIMIT: this rank is in SMP_SHELVES groups; with *failed:
- * SMP_ERR_TIMED_OUT, SMP_ERR_INTERRUPTED, SMP_ERR_PEER_LOST, SMP_ERR_CLOSED, and
- * SMP_ERR_MISMATCH when its list of ranks is another. */
+ * SMP_ERR_NO_MEMORY; SMP_ERR_LIMIT: this rank is in SMP_CONTROL_BLOCKS groups; with
+ * *failed: SMP_ERR_TIMED_OUT, SMP_ERR_INTERRUPTED, SMP_ERR_PEER_LOST, SMP_ERR_CLOSED,
+ * and SMP_ERR_MISMATCH when its list of ranks is another. */
 smp_status smp_group_create(smp_comm *comm, const smp_group_config *config,
                             smp_group **out, int *failed);
 
@@ -93,7 +91,7 @@ void smp_group_describe(const smp_group *group, const smp_call *next, uint64_t a
                         char *out, size_t bytes);
 
 /* Shows the others whether this rank is stuck in the operation under way: a token, or 0
- * (comm/collective/deadlock.h).  Any thread, while it is under way. */
+ * (comm/collective/checks/deadlock.h).  Any thread, while it is under way. */
 void smp_group_show_stuck(smp_group *group, uint64_t token);
 
 /* It is, with that token: looks whether those that it waits for wait for it.

@@ -3,11 +3,11 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "comm/clock.h"
+#include "comm/collective/checks/rank_list.h"
 #include "comm/collective/group.h"
 #include "comm/collective/group_state.h"
-#include "comm/collective/roll.h"
 #include "comm/neighbour.h"
+#include "common/clock.h"
 
 /* Bytes of tensors that are on the way between hosts at a time, if nobody says. */
 #define ROUND_BYTES ((size_t)32 << 20)
@@ -19,7 +19,7 @@ list_ranks(smp_group *group, smp_comm *comm, const smp_group_config *config,
 {
     size_t bytes = (size_t)(config->size > 0 ? config->size : 1) * sizeof(int);
 
-    if (config->size < 1 || config->size > SMP_SHELF_MEMBERS || config->id == 0) {
+    if (config->size < 1 || config->size > SMP_GROUP_MEMBERS || config->id == 0) {
         return SMP_ERR_INVALID;
     }
     group->self = -1;
@@ -54,8 +54,8 @@ list_ranks(smp_group *group, smp_comm *comm, const smp_group_config *config,
 /* Meets the members of this host. */
 static smp_status
 meet_host(smp_group *group, smp_comm *comm, const smp_group_config *config,
-          const bool *local, const smp_patience *patience, int *failed,
-          smp_roll *absent)
+          const bool *local, const smp_deadline *deadline, int *failed,
+          smp_rank_list *absent)
 {
     int       *ranks = calloc((size_t)group->size, sizeof(int));
     int        n = 0;
@@ -69,22 +69,22 @@ meet_host(smp_group *group, smp_comm *comm, const smp_group_config *config,
             ranks[n++] = group->ranks[m];
         }
     }
-    status = smp_lockstep_init(&group->lockstep, comm, ranks, n, config->id,
-                               config->reading, patience, failed, absent);
+    status = smp_epoch_barrier_init(&group->barrier, comm, ranks, n, config->id,
+                                    config->reading, deadline, failed, absent);
     free(ranks);
     if (status == SMP_OK) {
-        memcpy(group->lockstep.members[group->lockstep.self].shelf->name, group->name,
+        memcpy(group->barrier.members[group->barrier.self].control->name, group->name,
                sizeof(group->name));
     }
     return status;
 }
 
-/* Other hosts need not wait for this member.  Before the lockstep's end: the wire rings
- * its bell. */
+/* Other hosts need not wait for this member.  Before the epoch barrier's end: the wire
+ * rings its doorbell. */
 static void
 leave_hosts(smp_group *group, smp_status status, const char *why)
 {
-    if (group->is_wide) {
+    if (group->is_hierarchical) {
         smp_wire_fail(&group->wire, 0, status, why);
         smp_wire_fini(&group->wire);
     }
@@ -92,11 +92,11 @@ leave_hosts(smp_group *group, smp_status status, const char *why)
 
 /* The members of other hosts that have not come. */
 static void
-list_far(smp_group *group, smp_roll *absent)
+list_far(smp_group *group, smp_rank_list *absent)
 {
     int member;
 
-    if (group->is_wide) {
+    if (group->is_hierarchical) {
         (void)smp_wire_receive(&group->wire, &member); /* it may have come just now */
         smp_wire_absent(&group->wire, absent);
     }
@@ -106,12 +106,12 @@ list_far(smp_group *group, smp_roll *absent)
  * member that does not come to terms with its own. */
 static smp_status
 meet(smp_group *group, smp_comm *comm, const smp_group_config *config,
-     const smp_patience *patience, int *failed, smp_roll *absent)
+     const smp_deadline *deadline, int *failed, smp_rank_list *absent)
 {
-    bool      *local = calloc((size_t)group->size, sizeof(bool));
-    smp_bell  *bell;
-    char       why[96];
-    smp_status status = SMP_OK;
+    bool         *local = calloc((size_t)group->size, sizeof(bool));
+    smp_doorbell *doorbell;
+    char          why[96];
+    smp_status    status = SMP_OK;
 
     if (local == NULL) {
         return SMP_ERR_NO_MEMORY;
@@ -120,34 +120,34 @@ meet(smp_group *group, smp_comm *comm, const smp_group_config *config,
         smp_neighbour neighbour;
 
         local[m] = smp_comm_neighbour(comm, group->ranks[m], &neighbour);
-        group->is_wide = group->is_wide || !local[m];
+        group->is_hierarchical = group->is_hierarchical || !local[m];
     }
-    if (group->is_wide) {
+    if (group->is_hierarchical) {
         status = smp_wire_init(&group->wire, comm, group->ranks, local, group->size,
                                group->self, config->id, group->name, failed);
     }
     if (status != SMP_OK) {
-        status = smp_lockstep_blame(comm, status, failed, why, sizeof(why));
+        status = smp_epoch_barrier_blame(comm, status, failed, why, sizeof(why));
         goto out;
     }
-    status = meet_host(group, comm, config, local, patience, failed, absent);
+    status = meet_host(group, comm, config, local, deadline, failed, absent);
     if (status != SMP_OK) {
         list_far(group, absent);
-        status = smp_lockstep_blame(comm, status, failed, why, sizeof(why));
+        status = smp_epoch_barrier_blame(comm, status, failed, why, sizeof(why));
         goto err_leave;
     }
-    if (group->is_wide) {
-        bell = &group->lockstep.members[group->lockstep.self].shelf->bell;
-        status = smp_wire_meet(&group->wire, bell, patience, failed);
+    if (group->is_hierarchical) {
+        doorbell = &group->barrier.members[group->barrier.self].control->doorbell;
+        status = smp_wire_meet(&group->wire, doorbell, deadline, failed);
     }
     if (status == SMP_OK) {
         goto out;
     }
     list_far(group, absent);
-    status = smp_lockstep_blame(comm, status, failed, why, sizeof(why));
-    smp_lockstep_fail(&group->lockstep, status, why);
+    status = smp_epoch_barrier_blame(comm, status, failed, why, sizeof(why));
+    smp_epoch_barrier_fail(&group->barrier, status, why);
     leave_hosts(group, status, why);
-    smp_lockstep_fini(&group->lockstep);
+    smp_epoch_barrier_fini(&group->barrier);
     goto out;
 
 err_leave:
@@ -159,7 +159,7 @@ out:
 
 /* What an operation across hosts needs. */
 static smp_status
-make_wide(smp_group *group, const smp_group_config *config)
+make_hierarchical(smp_group *group, const smp_group_config *config)
 {
     int       *lowest = calloc((size_t)group->size, sizeof(int));
     size_t     bytes = config->round_bytes != 0 ? config->round_bytes : ROUND_BYTES;
@@ -169,8 +169,8 @@ make_wide(smp_group *group, const smp_group_config *config)
         for (int m = 0; m < group->size; m++) {
             lowest[m] = group->wire.members[m].host;
         }
-        status = smp_wide_init(&group->wide, &group->lockstep, &group->op, &group->wire,
-                               lowest, bytes);
+        status = smp_hierarchical_init(&group->hier, &group->barrier, &group->op,
+                                       &group->wire, lowest, bytes);
     }
     free(lowest);
     return status;
@@ -179,21 +179,21 @@ make_wide(smp_group *group, const smp_group_config *config)
 /* Why there is no group, for people. */
 static void
 explain(const smp_comm *comm, const smp_group_config *config, smp_status status,
-        int failed, smp_roll *absent, int64_t waited_ns)
+        int failed, smp_rank_list *absent, int64_t waited_ns)
 {
-    char missing[SMP_ROLL_TEXT];
-    char why[SMP_ROLL_TEXT + 64];
+    char missing[SMP_RANK_LIST_TEXT];
+    char why[SMP_RANK_LIST_TEXT + 64];
 
     if (config->why == NULL) {
         return;
     }
     if (status == SMP_ERR_TIMED_OUT && absent->n != 0) {
-        smp_roll_say(absent, missing, sizeof(missing));
+        smp_rank_list_say(absent, missing, sizeof(missing));
         snprintf(why, sizeof(why), "timed out after %.1f s without %s",
                  (double)waited_ns / (double)SMP_NS_PER_S, missing);
     } else if (status == SMP_ERR_LIMIT) {
         snprintf(why, sizeof(why), "rank %d is in %d groups, and cannot be in more",
-                 smp_comm_name(comm, failed), SMP_SHELVES);
+                 smp_comm_name(comm, failed), SMP_CONTROL_BLOCKS);
     } else {
         snprintf(why, sizeof(why), "rank %d %s", smp_comm_name(comm, failed),
                  status == SMP_ERR_PEER_LOST  ? "is lost"
@@ -209,14 +209,14 @@ explain(const smp_comm *comm, const smp_group_config *config, smp_status status,
 static void
 say_who_is_lost(smp_group *group)
 {
-    const smp_comm *comm = group->lockstep.comm;
+    const smp_comm *comm = group->barrier.comm;
     int             lost = smp_comm_lost(comm);
     char            text[32];
 
     if (lost >= 0 && group->broken == SMP_OK && !smp_group_is_child(group)) {
         snprintf(text, sizeof(text), "rank %d is lost", smp_comm_name(comm, lost));
-        smp_lockstep_fail(&group->lockstep, SMP_ERR_PEER_LOST, text);
-        if (group->is_wide) { /* what is over it does not undo */
+        smp_epoch_barrier_fail(&group->barrier, SMP_ERR_PEER_LOST, text);
+        if (group->is_hierarchical) { /* what is over it does not undo */
             smp_wire_fail(&group->wire, group->sequence + !group->active,
                           SMP_ERR_PEER_LOST, text);
         }
@@ -227,12 +227,12 @@ smp_status
 smp_group_create(smp_comm *comm, const smp_group_config *config, smp_group **out,
                  int *failed)
 {
-    smp_group   *group = calloc(1, sizeof(*group));
-    smp_patience patience = {smp_clock_deadline(config->timeout_ns), config->gives_up,
-                             config->gives_up_arg};
-    smp_roll     absent = {0};
-    int64_t      began = smp_clock_ns();
-    smp_status   status;
+    smp_group    *group = calloc(1, sizeof(*group));
+    smp_deadline  deadline = {smp_clock_deadline(config->timeout_ns), config->gives_up,
+                              config->gives_up_arg};
+    smp_rank_list absent = {0};
+    int64_t       began = smp_clock_ns();
+    smp_status    status;
 
     *failed = smp_comm_rank(comm);
     if (group == NULL) {
@@ -245,19 +245,19 @@ smp_group_create(smp_comm *comm, const smp_group_config *config, smp_group **out
         goto err_free;
     }
     absent.names = group->scratch;
-    status = meet(group, comm, config, &patience, failed, &absent);
+    status = meet(group, comm, config, &deadline, failed, &absent);
     if (status != SMP_OK) {
         goto err_free;
     }
-    status = smp_collective_init(&group->op, &group->lockstep);
+    status = smp_collective_init(&group->op, &group->barrier);
     if (status == SMP_OK) {
         status = smp_deadlock_init(&group->deadlock, comm);
     }
-    if (status == SMP_OK && group->is_wide) {
-        status = smp_standoff_init(&group->standoff, group->size);
+    if (status == SMP_OK && group->is_hierarchical) {
+        status = smp_cross_host_init(&group->cross_host, group->size);
     }
-    if (status == SMP_OK && group->is_wide) {
-        status = make_wide(group, config);
+    if (status == SMP_OK && group->is_hierarchical) {
+        status = make_hierarchical(group, config);
     }
     if (status != SMP_OK) {
         goto err_fini;
@@ -266,12 +266,12 @@ smp_group_create(smp_comm *comm, const smp_group_config *config, smp_group **out
     return SMP_OK;
 
 err_fini:
-    smp_lockstep_fail(&group->lockstep, status, smp_status_text(status));
+    smp_epoch_barrier_fail(&group->barrier, status, smp_status_text(status));
     leave_hosts(group, status, smp_status_text(status));
     smp_collective_fini(&group->op);
     smp_deadlock_fini(&group->deadlock);
-    smp_standoff_fini(&group->standoff);
-    smp_lockstep_fini(&group->lockstep);
+    smp_cross_host_fini(&group->cross_host);
+    smp_epoch_barrier_fini(&group->barrier);
 err_free:
     explain(comm, config, status, *failed, &absent, smp_clock_ns() - began);
     free(group->ranks);
@@ -287,16 +287,17 @@ smp_group_destroy(smp_group *group)
         return;
     }
     say_who_is_lost(group);
-    if (group->is_wide &&
+    if (group->is_hierarchical &&
         !smp_group_is_child(group)) { /* whose messages a child does not have */
-        smp_wire_fini(&group->wire);  /* first: it rings the shelf's bell */
-        smp_wide_fini(&group->wide);
+        smp_wire_fini(&group->wire);  /* first: it rings the control block's doorbell */
+        smp_hierarchical_fini(&group->hier);
     }
-    smp_devices_fini(&group->op.devices); /* the lockstep says when the others have */
-    smp_lockstep_fini(&group->lockstep);
+    smp_devices_fini(
+        &group->op.devices); /* the epoch barrier says when the others have */
+    smp_epoch_barrier_fini(&group->barrier);
     smp_collective_fini(&group->op);
     smp_deadlock_fini(&group->deadlock);
-    smp_standoff_fini(&group->standoff);
+    smp_cross_host_fini(&group->cross_host);
     free(group->ranks);
     free(group->scratch);
     free(group);

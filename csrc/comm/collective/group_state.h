@@ -2,32 +2,33 @@
 #ifndef SMP_COMM_COLLECTIVE_GROUP_STATE_H
 #define SMP_COMM_COLLECTIVE_GROUP_STATE_H
 
-#include "comm/collective/collective.h"
-#include "comm/collective/deadlock.h"
-#include "comm/collective/group.h"
-#include "comm/collective/lockstep.h"
-#include "comm/collective/standoff.h"
-#include "comm/collective/wide.h"
-#include "comm/collective/wire.h"
-#include "comm/fork.h"
+#include "comm/collective/checks/deadlock.h"
+#include "comm/collective/inter_host/cross_host_deadlock.h"
+#include "comm/collective/inter_host/hierarchical.h"
+#include "comm/collective/inter_host/wire.h"
+#include "comm/collective/intra_host/collective.h"
+#include "comm/collective/intra_host/epoch_barrier.h"
+#include "common/fork.h"
+
+typedef struct smp_group smp_group;
 
 struct smp_group {
-    int              size;
-    int              self;
-    int             *ranks;    /* owned: [size] */
-    int             *scratch;  /* owned: [size], for lists of ranks */
-    smp_lockstep     lockstep; /* of the members on this host */
-    smp_collective   op;       /* theirs */
-    bool             is_wide;  /* there are others: */
-    smp_wire         wire;
-    smp_wide         wide;
-    smp_deadlock     deadlock;
-    smp_standoff     standoff; /* of a wide one */
-    char             name[64];
-    int64_t          timeout_ns;
-    uint64_t         sequence;   /* of the last operation */
-    bool             active;     /* it is under way */
-    bool             agreed;     /* all members call the same */
+    int                     size;
+    int                     self;
+    int                    *ranks;           /* owned: [size] */
+    int                    *scratch;         /* owned: [size], for lists of ranks */
+    smp_epoch_barrier       barrier;         /* of the members on this host */
+    smp_collective          op;              /* theirs */
+    bool                    is_hierarchical; /* there are others: */
+    smp_wire                wire;
+    smp_hierarchical        hier;
+    smp_deadlock            deadlock;
+    smp_cross_host_deadlock cross_host; /* of a hierarchical one */
+    char                    name[64];
+    int64_t                 timeout_ns;
+    uint64_t                sequence; /* of the last operation */
+    bool                    active;   /* it is under way */
+    bool                    agreed;   /* all members call the same */
     int64_t          started_ns; /* when somebody was found missing; 0: nobody was */
     smp_status       broken;     /* what every later call returns, */
     char             end[SMP_WHY_BYTES]; /* ... and what it was, in words */
@@ -42,7 +43,7 @@ struct smp_group {
 static inline bool
 smp_group_is_child(const smp_group *group)
 {
-    return group->lockstep.generation != smp_fork_generation();
+    return group->barrier.generation != smp_fork_generation();
 }
 
 #endif

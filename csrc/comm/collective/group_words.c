@@ -6,10 +6,10 @@
 #include <stdio.h>
 #include <string.h>
 
-#include "comm/clock.h"
+#include "comm/collective/checks/rank_list.h"
 #include "comm/collective/group_state.h"
-#include "comm/collective/roll.h"
 #include "comm/neighbour.h"
+#include "common/clock.h"
 
 /* A member that ends unmaps its tensors before it is gone: for so long an address that
  * cannot be read may be one of those. */
@@ -19,11 +19,11 @@
 static void
 describe_own(const smp_group *group, char *out, size_t bytes)
 {
-    const smp_lockstep *lockstep = &group->lockstep;
-    const smp_notice   *notice =
-        group->is_wide
-              ? &group->wide.notice
-              : &smp_lockstep_slot(lockstep, lockstep->self, group->op.first)->notice;
+    const smp_epoch_barrier *barrier = &group->barrier;
+    const smp_notice        *notice =
+        group->is_hierarchical
+                   ? &group->hier.notice
+                   : &smp_epoch_barrier_slot(barrier, barrier->self, group->op.first)->notice;
 
     smp_notice_describe(notice, out, bytes);
 }
@@ -32,27 +32,27 @@ describe_own(const smp_group *group, char *out, size_t bytes)
 static int
 name_of(const smp_group *group, int member)
 {
-    return smp_comm_name(group->lockstep.comm, group->ranks[member]);
+    return smp_comm_name(group->barrier.comm, group->ranks[member]);
 }
 
 /* Whether the operation waits for that member. */
 static bool
 is_missing(const smp_group *group, int member)
 {
-    return group->is_wide ? smp_wide_awaits(&group->wide, member)
-                          : !smp_lockstep_posted(&group->lockstep, member);
+    return group->is_hierarchical ? smp_hierarchical_awaits(&group->hier, member)
+                                  : !smp_epoch_barrier_posted(&group->barrier, member);
 }
 
 /* A member's place on this host; -1: it is on another. */
 static int
 place_of(const smp_group *group, int member)
 {
-    const smp_hosts *hosts = &group->wide.hosts;
+    const smp_hosts *hosts = &group->hier.hosts;
 
-    if (!group->is_wide) {
+    if (!group->is_hierarchical) {
         return member;
     }
-    return hosts->host_of[member] == group->wide.host ? hosts->place_of[member] : -1;
+    return hosts->host_of[member] == group->hier.host ? hosts->place_of[member] : -1;
 }
 
 void
@@ -71,17 +71,17 @@ take_back_tensors(smp_group *group)
     uint64_t        last;
     char            how[320];
 
-    if (!group->agreed && !(smp_lockstep_all_here(&group->lockstep) &&
+    if (!group->agreed && !(smp_epoch_barrier_all_here(&group->barrier) &&
                             smp_collective_agreed(op, how, sizeof(how)))) {
         return;
     }
     last = op->first + op->steps - 1;
     if (op->way == SMP_BY_MEMORY) {
-        smp_lockstep_retreat(&group->lockstep, last);
+        smp_epoch_barrier_retreat(&group->barrier, last);
     }
     if (op->way == SMP_BY_MEMORY && op->writes) { /* what is read late harms nobody */
-        smp_comm_keep(group->lockstep.comm, op->call.out, smp_collective_written(op),
-                      smp_lockstep_users(&group->lockstep), group->size, last);
+        smp_comm_keep(group->barrier.comm, op->call.out, smp_collective_written(op),
+                      smp_epoch_barrier_users(&group->barrier), group->size, last);
     }
 }
 
@@ -104,8 +104,8 @@ smp_group_give_up(smp_group *group, smp_status status, const char *why)
     describe_own(group, call, sizeof(call));
     join_words(group->end, sizeof(group->end), call, why);
     smp_group_set_error(group, group->end);
-    smp_lockstep_fail(&group->lockstep, status, group->end);
-    if (group->is_wide) {
+    smp_epoch_barrier_fail(&group->barrier, status, group->end);
+    if (group->is_hierarchical) {
         smp_wire_fail(&group->wire, group->sequence, status, group->end);
     } else {
         take_back_tensors(group);
@@ -134,14 +134,14 @@ smp_group_refuse(smp_group *group, const smp_call *next)
 static void
 list_missing(const smp_group *group, char *out, size_t bytes)
 {
-    smp_roll missing = {.names = group->scratch};
+    smp_rank_list missing = {.names = group->scratch};
 
     for (int m = 0; m < group->size; m++) {
         if (is_missing(group, m)) {
-            smp_roll_add(&missing, name_of(group, m));
+            smp_rank_list_add(&missing, name_of(group, m));
         }
     }
-    smp_roll_say(&missing, out, bytes);
+    smp_rank_list_say(&missing, out, bytes);
 }
 
 /* What a member of this host does in another group: "waits in group 'b' for barrier 3".
@@ -149,17 +149,17 @@ list_missing(const smp_group *group, char *out, size_t bytes)
 static bool
 is_beside(const smp_group *group, int member, char *out, size_t bytes)
 {
-    const smp_shelf *shelf =
-        smp_lockstep_elsewhere(&group->lockstep, place_of(group, member));
+    const smp_control_block *control =
+        smp_epoch_barrier_elsewhere(&group->barrier, place_of(group, member));
     bool has_failed;
     char name[sizeof(group->name)];
     char call[96];
 
-    if (shelf == NULL ||
-        !smp_shelf_describe(shelf, name, sizeof(name), call, sizeof(call))) {
+    if (control == NULL ||
+        !smp_control_block_describe(control, name, sizeof(name), call, sizeof(call))) {
         return false;
     }
-    has_failed = atomic_load(&shelf->failed) != SMP_OK;
+    has_failed = atomic_load(&control->failed) != SMP_OK;
     snprintf(out, bytes,
              has_failed ? "gave up in group '%s': %s" : "waits in group '%s' for %s",
              name, call);
@@ -202,7 +202,7 @@ describe_elsewhere(const smp_group *group, char *out, size_t bytes)
 smp_status
 smp_group_give_up_late(smp_group *group, int64_t waited_ns)
 {
-    char missing[SMP_ROLL_TEXT];
+    char missing[SMP_RANK_LIST_TEXT];
     char elsewhere[240];
     char text[SMP_WHY_BYTES];
 
@@ -222,12 +222,12 @@ smp_group_give_up_without(smp_group *group, smp_status status, int member)
     int  source;
     bool has_said;
 
-    if (group->is_wide) { /* what it has said may have come just now */
+    if (group->is_hierarchical) { /* what it has said may have come just now */
         (void)smp_wire_receive(&group->wire, &source);
     }
-    has_said = group->is_wide
-                   ? smp_wide_why(&group->wide, member, why, sizeof(why))
-                   : smp_lockstep_why(&group->lockstep, member, why, sizeof(why));
+    has_said = group->is_hierarchical
+                   ? smp_hierarchical_why(&group->hier, member, why, sizeof(why))
+                   : smp_epoch_barrier_why(&group->barrier, member, why, sizeof(why));
 
     if (has_said) {
         snprintf(text, sizeof(text), "rank %d gave up: %s", rank, why);
@@ -253,10 +253,10 @@ has_ended(const smp_group *group, int member)
 {
     char why[2];
 
-    return smp_comm_gone(group->lockstep.comm, group->ranks[member]) ||
-           (group->is_wide
-                ? smp_wide_why(&group->wide, member, why, sizeof(why))
-                : smp_lockstep_why(&group->lockstep, member, why, sizeof(why)));
+    return smp_comm_gone(group->barrier.comm, group->ranks[member]) ||
+           (group->is_hierarchical
+                ? smp_hierarchical_why(&group->hier, member, why, sizeof(why))
+                : smp_epoch_barrier_why(&group->barrier, member, why, sizeof(why)));
 }
 
 smp_status
@@ -277,7 +277,7 @@ smp_group_give_up_reading(smp_group *group, smp_status status, int member)
     }
     if (has_ended(group, member)) {
         return smp_group_give_up_without(group,
-                                         smp_comm_left(group->lockstep.comm, rank)
+                                         smp_comm_left(group->barrier.comm, rank)
                                              ? SMP_ERR_CLOSED
                                              : SMP_ERR_PEER_LOST,
                                          member);
@@ -288,7 +288,7 @@ smp_group_give_up_reading(smp_group *group, smp_status status, int member)
 }
 
 smp_status
-smp_group_give_up_wide(smp_group *group, smp_status status, int member)
+smp_group_give_up_hierarchical(smp_group *group, smp_status status, int member)
 {
     char text[96];
 
@@ -308,11 +308,11 @@ smp_group_give_up_wide(smp_group *group, smp_status status, int member)
 }
 
 void
-smp_group_describe(const smp_group *group, const smp_call *next, uint64_t after,
+smp_group_say_wait(const smp_group *group, const smp_call *next, uint64_t after,
                    char *out, size_t bytes)
 {
     char call[96];
-    char missing[SMP_ROLL_TEXT];
+    char missing[SMP_RANK_LIST_TEXT];
     char elsewhere[240];
     char queued[120] = "";
 

@@ -7,11 +7,13 @@
 #ifndef SMP_COMM_COLLECTIVE_GROUP_WORDS_H
 #define SMP_COMM_COLLECTIVE_GROUP_WORDS_H
 
+#include <stddef.h>
 #include <stdint.h>
 
-#include "comm/collective/call.h"
-#include "comm/collective/group.h"
+#include "comm/collective/checks/call.h"
 #include "common/status.h"
+
+typedef struct smp_group smp_group;
 
 /* What smp_group_error() says from now on, behind the group's name.  `what` is copied.
  */
@@ -23,7 +25,7 @@ smp_status smp_group_give_up(smp_group *group, smp_status status, const char *wh
 /* SMP_ERR_TIMED_OUT: names the members that are missing after so long. */
 smp_status smp_group_give_up_late(smp_group *group, int64_t waited_ns);
 
-/* A member will not come: `status` of smp_lockstep_trouble(). */
+/* A member will not come: `status` of smp_epoch_barrier_trouble(). */
 smp_status smp_group_give_up_without(smp_group *group, smp_status status, int member);
 
 /* SMP_ERR_DEADLOCK: the members wait for each other in a ring of groups, in words. */
@@ -35,9 +37,14 @@ smp_status smp_group_give_up_in_ring(smp_group *group, const char *ring);
 smp_status smp_group_give_up_reading(smp_group *group, smp_status status, int member);
 
 /* Something on the way between hosts went wrong; member: with whom, or -1. */
-smp_status smp_group_give_up_wide(smp_group *group, smp_status status, int member);
+smp_status smp_group_give_up_hierarchical(smp_group *group, smp_status status,
+                                          int member);
 
 /* The next call, of a group that has ended: what it returns. */
 smp_status smp_group_refuse(smp_group *group, const smp_call *next);
+
+/* As smp_group_describe(). */
+void smp_group_say_wait(const smp_group *group, const smp_call *next, uint64_t after,
+                        char *out, size_t bytes);
 
 #endif

@@ -1,4 +1,4 @@
-/* Letterboxes that wait for letters, and letters that wait for letterboxes. */
+/* Posted receives, and unexpected messages, for which none is posted yet. */
 #define _GNU_SOURCE
 #include "comm/collective/mailbox.h"
 
@@ -7,9 +7,9 @@
 #include <string.h>
 #include <time.h>
 
-#include "comm/clock.h"
-#include "comm/fork.h"
 #include "comm/neighbour.h"
+#include "common/clock.h"
+#include "common/fork.h"
 #include "common/lock.h"
 
 /* A waiter looks this often whether its source has ended. */
@@ -18,27 +18,27 @@
 /* ... and this often when a rank is lost: the comm says so and waits no more. */
 #define LOST_LOOK_NS (1 * SMP_NS_PER_MS)
 
-/* One that no letterbox wants yet. */
-typedef struct letter {
-    smp_address    address;
-    int            source;
-    void          *data;  /* in the block, or owned */
-    smp_block     *block; /* owned, or NULL */
-    struct letter *next;
-} letter;
+/* A message that no posted receive wants yet. */
+typedef struct unexpected_message {
+    smp_address                address;
+    int                        source;
+    void                      *data;  /* in the block, or owned */
+    smp_block                 *block; /* owned, or NULL */
+    struct unexpected_message *next;
+} unexpected_message;
 
 struct smp_mailbox {
     smp_comm *comm;       /* borrowed */
     uint32_t  generation; /* smp_fork_generation() */
 
-    smp_lock        lock;    /* guards all below, and the letterboxes */
-    pthread_cond_t  changed; /* a letterbox is over, or nobody sorts any more */
-    bool            sorting; /* a thread is in smp_comm_receive() */
-    bool            ended;   /* nothing comes any more but from this rank itself */
-    smp_letterbox  *boxes;   /* in the order in which they were put up */
-    smp_letterbox **boxes_last;
-    letter         *letters; /* in the order of their arrival */
-    letter        **letters_last;
+    smp_lock       lock;    /* guards all below, and the posted receives */
+    pthread_cond_t changed; /* a posted receive is over, or nobody sorts any more */
+    bool           sorting; /* a thread is in smp_comm_receive() */
+    bool           ended;   /* nothing comes any more but from this rank itself */
+    smp_posted_receive  *receives; /* in the order in which they were posted */
+    smp_posted_receive **receives_last;
+    unexpected_message  *unexpected; /* in the order of their arrival */
+    unexpected_message **unexpected_last;
 };
 
 static size_t
@@ -48,14 +48,14 @@ bytes_of(const smp_address *address)
 }
 
 static bool
-is_for(const smp_letterbox *box, const smp_address *address, int source)
+is_for(const smp_posted_receive *receive, const smp_address *address, int source)
 {
-    return box->want.group == address->group && box->want.tag == address->tag &&
-           (box->source == SMP_ANY_SOURCE || box->source == source);
+    return receive->want.group == address->group && receive->want.tag == address->tag &&
+           (receive->source == SMP_ANY_SOURCE || receive->source == source);
 }
 
 static void
-free_letter(letter *l)
+free_message(unexpected_message *l)
 {
     if (l->block != NULL) {
         smp_block_release(l->block);
@@ -66,67 +66,68 @@ free_letter(letter *l)
 }
 
 static void
-remove_box(smp_mailbox *mailbox, smp_letterbox *box)
+remove_receive(smp_mailbox *mailbox, smp_posted_receive *receive)
 {
-    smp_letterbox **at = &mailbox->boxes;
+    smp_posted_receive **at = &mailbox->receives;
 
-    while (*at != NULL && *at != box) {
+    while (*at != NULL && *at != receive) {
         at = &(*at)->next;
     }
     if (*at != NULL) {
-        *at = box->next;
+        *at = receive->next;
         if (*at == NULL) {
-            mailbox->boxes_last = at;
+            mailbox->receives_last = at;
         }
     }
 }
 
 static void
-finish(smp_mailbox *mailbox, smp_letterbox *box, smp_status status, int from)
+finish(smp_mailbox *mailbox, smp_posted_receive *receive, smp_status status, int from)
 {
-    remove_box(mailbox, box);
-    box->status = status;
-    box->from = from;
-    box->over = true;
+    remove_receive(mailbox, receive);
+    receive->status = status;
+    receive->from = from;
+    receive->over = true;
     pthread_cond_broadcast(&mailbox->changed);
 }
 
 static void
-fill(smp_mailbox *mailbox, smp_letterbox *box, const letter *l)
+fill(smp_mailbox *mailbox, smp_posted_receive *receive, const unexpected_message *l)
 {
-    bool fits = box->want.dtype == l->address.dtype &&
-                box->want.kind == l->address.kind &&
-                box->want.count == l->address.count;
+    bool fits = receive->want.dtype == l->address.dtype &&
+                receive->want.kind == l->address.kind &&
+                receive->want.count == l->address.count;
 
-    box->got = l->address;
+    receive->got = l->address;
     if (fits && bytes_of(&l->address) != 0) {
-        memcpy(box->out, l->data, bytes_of(&l->address));
+        memcpy(receive->out, l->data, bytes_of(&l->address));
     }
-    finish(mailbox, box, fits ? SMP_OK : SMP_ERR_MISMATCH, l->source);
+    finish(mailbox, receive, fits ? SMP_OK : SMP_ERR_MISMATCH, l->source);
 }
 
-/* Takes the letter; the lock is held. */
+/* Takes the message; the lock is held. */
 static void
-deliver(smp_mailbox *mailbox, letter *l)
+deliver(smp_mailbox *mailbox, unexpected_message *l)
 {
-    for (smp_letterbox *box = mailbox->boxes; box != NULL; box = box->next) {
-        if (is_for(box, &l->address, l->source)) {
-            fill(mailbox, box, l);
-            free_letter(l);
+    for (smp_posted_receive *receive = mailbox->receives; receive != NULL;
+         receive = receive->next) {
+        if (is_for(receive, &l->address, l->source)) {
+            fill(mailbox, receive, l);
+            free_message(l);
             return;
         }
     }
     l->next = NULL;
-    *mailbox->letters_last = l;
-    mailbox->letters_last = &l->next;
+    *mailbox->unexpected_last = l;
+    mailbox->unexpected_last = &l->next;
 }
 
 /* Takes the message.  SMP_ERR_MALFORMED, SMP_ERR_NO_MEMORY. */
 static smp_status
-open_message(smp_message *message, letter **out)
+open_message(smp_message *message, unexpected_message **out)
 {
-    letter    *l = calloc(1, sizeof(*l));
-    smp_status status = SMP_OK;
+    unexpected_message *l = calloc(1, sizeof(*l));
+    smp_status          status = SMP_OK;
 
     if (l == NULL) {
         status = SMP_ERR_NO_MEMORY;
@@ -152,7 +153,7 @@ open_message(smp_message *message, letter **out)
 out:
     smp_message_free(message);
     if (status != SMP_OK && l != NULL) {
-        free_letter(l);
+        free_message(l);
     } else {
         *out = l;
     }
@@ -170,28 +171,28 @@ wait_for_others(smp_mailbox *mailbox, int64_t until_ns)
 }
 
 /* Nothing is there: SMP_ERR_TIMED_OUT, or why a rank is lost.  Nothing more comes for
- * the letterbox if its source was gone before; if another rank is lost, the letterbox
- * stays.  The lock is held. */
+ * the posted receive if its source was gone before; if another rank is lost, the posted
+ * receive stays.  The lock is held. */
 static void
-look_for_source(smp_mailbox *mailbox, smp_letterbox *box, bool gone, smp_status status,
-                int64_t until_ns)
+look_for_source(smp_mailbox *mailbox, smp_posted_receive *receive, bool gone,
+                smp_status status, int64_t until_ns)
 {
     int  lost = smp_comm_lost(mailbox->comm);
     bool fault = status != SMP_ERR_TIMED_OUT;
 
-    if (box->over) { /* another thread has sent to this rank */
+    if (receive->over) { /* another thread has sent to this rank */
         return;
     }
     if (gone) {
-        bool left = smp_comm_left(mailbox->comm, box->source);
+        bool left = smp_comm_left(mailbox->comm, receive->source);
 
-        finish(mailbox, box,
-               left                           ? SMP_ERR_CLOSED
-               : fault && lost == box->source ? status
-                                              : SMP_ERR_PEER_LOST,
-               box->source);
-    } else if (fault && (box->source == SMP_ANY_SOURCE || lost < 0)) {
-        finish(mailbox, box, status, lost);
+        finish(mailbox, receive,
+               left                               ? SMP_ERR_CLOSED
+               : fault && lost == receive->source ? status
+                                                  : SMP_ERR_PEER_LOST,
+               receive->source);
+    } else if (fault && (receive->source == SMP_ANY_SOURCE || lost < 0)) {
+        finish(mailbox, receive, status, lost);
     } else if (fault) {
         int64_t look_ns = smp_clock_ns() + LOST_LOOK_NS;
 
@@ -202,16 +203,16 @@ look_for_source(smp_mailbox *mailbox, smp_letterbox *box, bool gone, smp_status 
 /* Sorts in what arrives until something has, or until_ns.  The lock is held, and nobody
  * sorts. */
 static void
-sort_in(smp_mailbox *mailbox, smp_letterbox *box, int64_t until_ns)
+sort_in(smp_mailbox *mailbox, smp_posted_receive *receive, int64_t until_ns)
 {
     int64_t limit_ns = until_ns - smp_clock_ns();
     /* Read before the messages: what it sent is among them by then. */
-    bool gone =
-        box->source != SMP_ANY_SOURCE && smp_comm_gone(mailbox->comm, box->source);
-    smp_message *message;
-    letter      *l = NULL;
-    int          sender = SMP_ANY_SOURCE;
-    smp_status   status;
+    bool gone = receive->source != SMP_ANY_SOURCE &&
+                smp_comm_gone(mailbox->comm, receive->source);
+    smp_message        *message;
+    unexpected_message *l = NULL;
+    int                 sender = SMP_ANY_SOURCE;
+    smp_status          status;
 
     mailbox->sorting = true;
     smp_lock_release(&mailbox->lock);
@@ -230,13 +231,13 @@ sort_in(smp_mailbox *mailbox, smp_letterbox *box, int64_t until_ns)
     if (status == SMP_OK) {
         deliver(mailbox, l);
     } else if (sender != SMP_ANY_SOURCE) { /* nobody knows for whom it was */
-        if (!box->over) {
-            finish(mailbox, box, status, sender);
+        if (!receive->over) {
+            finish(mailbox, receive, status, sender);
         }
     } else if (status == SMP_ERR_CLOSED) {
         mailbox->ended = true;
     } else if (status != SMP_ERR_INTERRUPTED) {
-        look_for_source(mailbox, box, gone, status, until_ns);
+        look_for_source(mailbox, receive, gone, status, until_ns);
     }
 }
 
@@ -251,8 +252,8 @@ smp_mailbox_create(smp_comm *comm, smp_mailbox **out)
     }
     mailbox->comm = comm;
     mailbox->generation = smp_fork_generation();
-    mailbox->boxes_last = &mailbox->boxes;
-    mailbox->letters_last = &mailbox->letters;
+    mailbox->receives_last = &mailbox->receives;
+    mailbox->unexpected_last = &mailbox->unexpected;
     smp_lock_init(&mailbox->lock, SMP_LOCK_MAILBOX);
     pthread_condattr_init(&monotonic);
     pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
@@ -268,11 +269,11 @@ smp_mailbox_destroy(smp_mailbox *mailbox)
     if (mailbox == NULL || mailbox->generation != smp_fork_generation()) {
         return; /* the child may not trust the lock, nor `changed` with its waiters */
     }
-    while (mailbox->letters != NULL) {
-        letter *l = mailbox->letters;
+    while (mailbox->unexpected != NULL) {
+        unexpected_message *l = mailbox->unexpected;
 
-        mailbox->letters = l->next;
-        free_letter(l);
+        mailbox->unexpected = l->next;
+        free_message(l);
     }
     pthread_cond_destroy(&mailbox->changed);
     smp_lock_fini(&mailbox->lock);
@@ -283,9 +284,9 @@ smp_mailbox_destroy(smp_mailbox *mailbox)
 static smp_status
 keep(smp_mailbox *mailbox, const smp_address *address, const void *in)
 {
-    letter *l = calloc(1, sizeof(*l));
-    size_t  bytes = bytes_of(address);
-    bool    sorting;
+    unexpected_message *l = calloc(1, sizeof(*l));
+    size_t              bytes = bytes_of(address);
+    bool                sorting;
 
     if (l != NULL && bytes != 0) {
         l->data = malloc(bytes);
@@ -332,25 +333,25 @@ smp_mailbox_send(smp_mailbox *mailbox, int dest, const smp_address *address,
 }
 
 void
-smp_letterbox_put_up(smp_mailbox *mailbox, smp_letterbox *box)
+smp_receive_post(smp_mailbox *mailbox, smp_posted_receive *receive)
 {
-    letter **at;
+    unexpected_message **at;
 
-    box->over = false;
-    box->next = NULL;
+    receive->over = false;
+    receive->next = NULL;
     smp_lock_acquire(&mailbox->lock);
-    *mailbox->boxes_last = box;
-    mailbox->boxes_last = &box->next;
-    for (at = &mailbox->letters; *at != NULL; at = &(*at)->next) {
-        letter *l = *at;
+    *mailbox->receives_last = receive;
+    mailbox->receives_last = &receive->next;
+    for (at = &mailbox->unexpected; *at != NULL; at = &(*at)->next) {
+        unexpected_message *l = *at;
 
-        if (is_for(box, &l->address, l->source)) {
+        if (is_for(receive, &l->address, l->source)) {
             *at = l->next;
             if (*at == NULL) {
-                mailbox->letters_last = at;
+                mailbox->unexpected_last = at;
             }
-            fill(mailbox, box, l);
-            free_letter(l);
+            fill(mailbox, receive, l);
+            free_message(l);
             break;
         }
     }
@@ -358,18 +359,18 @@ smp_letterbox_put_up(smp_mailbox *mailbox, smp_letterbox *box)
 }
 
 bool
-smp_letterbox_wait(smp_mailbox *mailbox, smp_letterbox *box, int64_t until_ns)
+smp_receive_wait(smp_mailbox *mailbox, smp_posted_receive *receive, int64_t until_ns)
 {
     bool over;
 
     smp_lock_acquire(&mailbox->lock);
-    while (!box->over) {
-        bool by_itself = box->source == smp_comm_rank(mailbox->comm);
+    while (!receive->over) {
+        bool by_itself = receive->source == smp_comm_rank(mailbox->comm);
 
         if (mailbox->ended && !by_itself) {
-            finish(mailbox, box, SMP_ERR_CLOSED, box->source);
+            finish(mailbox, receive, SMP_ERR_CLOSED, receive->source);
         } else if (!mailbox->ended && !mailbox->sorting) {
-            sort_in(mailbox, box, until_ns);
+            sort_in(mailbox, receive, until_ns);
         } else {
             wait_for_others(mailbox, until_ns);
         }
@@ -377,19 +378,19 @@ smp_letterbox_wait(smp_mailbox *mailbox, smp_letterbox *box, int64_t until_ns)
             break;
         }
     }
-    over = box->over;
+    over = receive->over;
     smp_lock_release(&mailbox->lock);
     return over;
 }
 
 bool
-smp_letterbox_take_down(smp_mailbox *mailbox, smp_letterbox *box)
+smp_receive_cancel(smp_mailbox *mailbox, smp_posted_receive *receive)
 {
     bool over;
 
     smp_lock_acquire(&mailbox->lock);
-    remove_box(mailbox, box);
-    over = box->over;
+    remove_receive(mailbox, receive);
+    over = receive->over;
     smp_lock_release(&mailbox->lock);
     return over;
 }

@@ -1,13 +1,13 @@
 /* Tensors sent from one rank to another, matched by group, source and tag.
  *
- * Sending never waits: the bytes are copied.  A receive is a letterbox that its owner
- * puts up; what arrives goes into the first that it fits, in the order in which they
- * were put up, and what arrives too early is kept.  Whoever waits for a letterbox sorts
- * in what arrives, for all of them.
+ * Sending never waits: the bytes are copied.  A receive is posted by its owner; what
+ * arrives goes into the first posted receive that it fits, in the order in which they
+ * were posted, and an unexpected message is kept.  Whoever waits for a posted receive
+ * sorts in what arrives, for all of them.
  *
- * Ownership  A letterbox and its tensor are the caller's memory, borrowed from put up
- *            until it is over or taken down.  A mailbox borrows its comm, all of whose
- *            messages it takes: destroy it first.
+ * Ownership  A posted receive and its tensor are the caller's memory, borrowed from its
+ *            post until it is over or cancelled.  A mailbox borrows its comm, all of
+ *            whose messages it takes: destroy it first.
  * Threads    any.
  */
 #ifndef SMP_COMM_COLLECTIVE_MAILBOX_H
@@ -17,8 +17,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#include "comm/collective/kind.h"
-#include "comm/collective/reduce.h"
+#include "comm/collective/kernels/dtype.h"
+#include "comm/collective/kernels/kind.h"
 #include "comm/comm.h"
 #include "common/status.h"
 
@@ -35,8 +35,8 @@ typedef struct {
     size_t    count; /* of dtype */
 } smp_address;
 
-typedef struct smp_letterbox {
-    smp_address want;   /* set before it is put up, like the two below */
+typedef struct smp_posted_receive {
+    smp_address want;   /* set before it is posted, like the two below */
     int         source; /* rank of the comm, or SMP_ANY_SOURCE */
     void       *out;
 
@@ -44,29 +44,30 @@ typedef struct smp_letterbox {
     smp_address got;
     int         from; /* the rank that sent it, or that is lost; or SMP_ANY_SOURCE */
 
-    bool                  over; /* the mailbox's own, like next */
-    struct smp_letterbox *next;
-} smp_letterbox;
+    bool                       over; /* the mailbox's own, like next */
+    struct smp_posted_receive *next;
+} smp_posted_receive;
 
 /* SMP_ERR_NO_MEMORY. */
 smp_status smp_mailbox_create(smp_comm *comm, smp_mailbox **out);
 
-/* All letterboxes are over or taken down.  Takes NULL. */
+/* All posted receives are over or cancelled.  Takes NULL. */
 void smp_mailbox_destroy(smp_mailbox *mailbox);
 
 /* Errors of smp_comm_send(). */
 smp_status smp_mailbox_send(smp_mailbox *mailbox, int dest, const smp_address *address,
                             const void *in);
 
-void smp_letterbox_put_up(smp_mailbox *mailbox, smp_letterbox *box);
+void smp_receive_post(smp_mailbox *mailbox, smp_posted_receive *receive);
 
 /* Waits until it is over or until_ns (smp_clock_ns): true, it is.  Statuses:
  * SMP_ERR_MISMATCH; SMP_ERR_CLOSED: the source has ended; SMP_ERR_PEER_LOST and other
  * errors of smp_comm_receive(): it is lost, or any rank where any may send. */
-bool smp_letterbox_wait(smp_mailbox *mailbox, smp_letterbox *box, int64_t until_ns);
+bool smp_receive_wait(smp_mailbox *mailbox, smp_posted_receive *receive,
+                      int64_t until_ns);
 
-/* Nothing more goes into it.  Whether it is over.  Also of one that is over, or down.
- */
-bool smp_letterbox_take_down(smp_mailbox *mailbox, smp_letterbox *box);
+/* Nothing more goes into it.  Whether it is over.  Also of one that is over, or was
+ * cancelled. */
+bool smp_receive_cancel(smp_mailbox *mailbox, smp_posted_receive *receive);
 
 #endif

@@ -10,8 +10,8 @@
 #include <time.h>
 #include <unistd.h>
 
-#include "comm/clock.h"
-#include "comm/fork.h"
+#include "common/clock.h"
+#include "common/fork.h"
 #include "common/lock.h"
 
 /* How long the carrier stays with one group whose members are missing: alone, and when
@@ -20,14 +20,14 @@
 #define SHARE_NS (100 * SMP_NS_PER_US)
 
 /* How often a waiter that drives a queue looks whether it closes; and who has waited
- * for so long for other ranks looks whether they wait for this one.  A test has less
- * patience, as in deadlock.c and standoff.c. */
+ * for so long for other ranks looks whether they wait for this one.  A test looks at
+ * once, as in deadlock.c and cross_host_deadlock.c. */
 #ifdef SMP_HASTY
 #    define LOOK_NS (20 * SMP_NS_PER_US)
-#    define PATIENT_NS 0
+#    define BEFORE_LOOK_NS 0
 #else
 #    define LOOK_NS (20 * SMP_NS_PER_MS)
-#    define PATIENT_NS (400 * SMP_NS_PER_MS)
+#    define BEFORE_LOOK_NS (400 * SMP_NS_PER_MS)
 #endif
 
 /* How long a question waits for the driver of a queue. */
@@ -122,7 +122,7 @@ report(smp_queue *queue, int64_t waited_ns)
 }
 
 /* Whether nothing can happen in this process before others have come on in the queue's
- * group (comm/collective/deadlock.h).  The carrier's lock is held. */
+ * group (comm/collective/checks/deadlock.h).  The carrier's lock is held. */
 static bool
 is_stuck(const smp_queue *queue)
 {
@@ -158,7 +158,7 @@ look_around(smp_queue *queue)
     uint64_t token = 0;
 
     report(queue, waited_ns);
-    if (waited_ns < PATIENT_NS) {
+    if (waited_ns < BEFORE_LOOK_NS) {
         return SMP_OK;
     }
     smp_lock_acquire(&queue->carrier->lock);

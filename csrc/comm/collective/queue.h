@@ -80,7 +80,7 @@ bool smp_order_wait(smp_order *order, int64_t until_ns);
  * `listeners` of them in smp_carrier_finished(), or never issue any.  And it waits on
  * when until_ns has passed.  So nothing happens here until the order is over, and if
  * the ranks that it waits for wait for this one in the same way, it is over after about
- * a second, with SMP_ERR_DEADLOCK (comm/collective/deadlock.h). */
+ * a second, with SMP_ERR_DEADLOCK (comm/collective/checks/deadlock.h). */
 bool smp_order_wait_alone(smp_order *order, int64_t until_ns, int listeners);
 
 /* For what it waits, for people, cut off at `bytes`: "group 'a': barrier 3 waits for

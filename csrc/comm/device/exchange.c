@@ -6,8 +6,9 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "comm/clock.h"
-#include "comm/fork.h"
+#include "comm/device/retired.h"
+#include "common/clock.h"
+#include "common/fork.h"
 #include "common/lock.h"
 
 /* Halves begin, and are cut, at multiples of it. */
@@ -29,7 +30,8 @@ typedef struct {
 } member;
 
 struct smp_exchange {
-    const smp_driver *driver; /* set at create, like all up to members */
+    smp_retired       retired; /* first; of a retired one, like all from readers */
+    const smp_driver *driver;  /* set at create, like all up to members */
     uint32_t          generation;
     int               number; /* of the device */
     int               device; /* as the driver calls it */
@@ -46,14 +48,10 @@ struct smp_exchange {
     smp_device_mark *marks;  /* owned: all of them */
     smp_device_mark *spare;
 
-    smp_user     *readers; /* owned; of a retired one, like all below */
-    int           nreaders;
-    bool          left; /* to the end of the process */
-    smp_exchange *next;
+    smp_user *readers; /* owned */
+    int       nreaders;
+    bool      left; /* to the end of the process */
 };
-
-static smp_lock      retired_lock = SMP_LOCK_INIT(SMP_LOCK_DEVICES);
-static smp_exchange *retired; /* guarded by retired_lock; owned */
 
 static bool
 is_child(const smp_exchange *x)
@@ -130,37 +128,27 @@ destroy(smp_exchange *x)
     drop_books(x);
 }
 
-/* Destroys the retired ones that nobody reads. */
 static void
-sweep_retired(void)
+destroy_retired(smp_retired *retired)
 {
-    smp_exchange  *done = NULL;
-    smp_exchange **at = &retired;
-
-    smp_lock_acquire(&retired_lock);
-    while (*at != NULL) {
-        smp_exchange *x = *at;
-        bool          wanted = x->left || is_child(x);
-
-        for (int i = 0; i < x->nreaders && !wanted; i++) {
-            wanted = smp_user_holds(&x->readers[i]);
-        }
-        if (wanted) {
-            at = &x->next;
-        } else {
-            *at = x->next;
-            x->next = done;
-            done = x;
-        }
-    }
-    smp_lock_release(&retired_lock);
-    while (done != NULL) {
-        smp_exchange *next = done->next;
-
-        destroy(done);
-        done = next;
-    }
+    destroy((smp_exchange *)retired);
 }
+
+static bool
+is_read(const smp_retired *retired)
+{
+    const smp_exchange *x = (const smp_exchange *)retired;
+    bool                read = x->left || is_child(x);
+
+    for (int i = 0; i < x->nreaders && !read; i++) {
+        read = smp_user_holds(&x->readers[i]);
+    }
+    return read;
+}
+
+static smp_retired_list retired_exchanges = {.lock = SMP_LOCK_INIT(SMP_LOCK_DEVICES),
+                                             .is_read = is_read,
+                                             .destroy = destroy_retired};
 
 void
 smp_exchange_retire(smp_exchange *x, smp_user *readers, int n, bool leave_it)
@@ -175,11 +163,8 @@ smp_exchange_retire(smp_exchange *x, smp_user *readers, int n, bool leave_it)
     if (leave_it) {
         forget_readers(x);
     }
-    smp_lock_acquire(&retired_lock);
-    x->next = retired;
-    retired = x;
-    smp_lock_release(&retired_lock);
-    sweep_retired();
+    smp_retired_add(&retired_exchanges, &x->retired);
+    smp_retired_sweep(&retired_exchanges);
 }
 
 /* ------------------------------------------------------------------------ setup */
@@ -243,7 +228,7 @@ smp_exchange_create(int number, size_t bytes, int size, int self,
     smp_exchange     *x;
     bool              made = false;
 
-    sweep_retired();
+    smp_retired_sweep(&retired_exchanges);
     if (driver == NULL) {
         return NULL;
     }

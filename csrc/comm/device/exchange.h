@@ -13,7 +13,7 @@
  * after the call that records it, and before the one that records it again, since a
  * wait means the last record at the time of the call.  Steps that all members make
  * together do it: a member goes from fill() of round k to drain() of round k when all
- * have come back from fill() of round k (comm/collective/lockstep.h).
+ * have come back from fill() of round k (comm/collective/intra_host/epoch_barrier.h).
  *
  *   - drain(k) waits for filled[half] of round k: fill(k) of all has returned.  None
  *     has begun fill(k + 2), which comes after step k + 1, to which this member comes
@@ -40,7 +40,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#include "comm/shm/user.h"
+#include "comm/memory/user.h"
 #include "device/driver.h"
 
 typedef struct smp_exchange smp_exchange;

@@ -7,13 +7,15 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "comm/device/card.h"
+#include "comm/device/retired.h"
+#include "comm/memory/device_card.h"
 #include "common/lock.h"
 
 /* Of every offset and of the size. */
 #define UNIT 64u
 
 struct smp_device_pool {
+    smp_retired        retired; /* first; of a retired pool, like readers */
     const smp_driver  *driver;
     smp_segment       *own; /* owned: one reference */
     smp_arena         *arena;
@@ -24,13 +26,9 @@ struct smp_device_pool {
     void              *events[SMP_DEVICE_SPANS]; /* owned; NULL: not made yet */
     int                dests[SMP_DEVICE_SPANS];  /* who a taken slot was sent to */
     bool               empty;                    /* it has no memory any more */
-    smp_device_reader *readers;                  /* owned; of a retired pool */
+    smp_device_reader *readers;                  /* owned */
     int                nreaders;
-    smp_device_pool   *next; /* retired too */
 };
-
-static smp_lock         retired_lock = SMP_LOCK_INIT(SMP_LOCK_DEVICES);
-static smp_device_pool *retired; /* guarded by retired_lock; owned */
 
 /* ------------------------------------------------------------------ retirement */
 
@@ -83,45 +81,30 @@ give_memory_back(smp_device_pool *pool)
 }
 
 static void
-destroy(smp_device_pool *pool)
+destroy(smp_retired *retired)
 {
+    smp_device_pool *pool = (smp_device_pool *)retired;
+
     if (!pool->empty) {
         give_memory_back(pool);
     }
     drop_books(pool);
 }
 
-/* Destroys the retired pools that nobody reads. */
-static void
-sweep_retired(void)
+static bool
+is_read(const smp_retired *retired)
 {
-    smp_device_pool  *done = NULL;
-    smp_device_pool **at = &retired;
+    const smp_device_pool *pool = (const smp_device_pool *)retired;
+    bool                   read = false;
 
-    smp_lock_acquire(&retired_lock);
-    while (*at != NULL) {
-        smp_device_pool *pool = *at;
-        bool             wanted = false;
-
-        for (int i = 0; i < pool->nreaders; i++) {
-            wanted = wanted || has_it(&pool->readers[i], pool->rank);
-        }
-        if (wanted) {
-            at = &pool->next;
-        } else {
-            *at = pool->next;
-            pool->next = done;
-            done = pool;
-        }
+    for (int i = 0; i < pool->nreaders && !read; i++) {
+        read = has_it(&pool->readers[i], pool->rank);
     }
-    smp_lock_release(&retired_lock);
-    while (done != NULL) {
-        smp_device_pool *next = done->next;
-
-        destroy(done);
-        done = next;
-    }
+    return read;
 }
+
+static smp_retired_list retired_pools = {
+    .lock = SMP_LOCK_INIT(SMP_LOCK_DEVICES), .is_read = is_read, .destroy = destroy};
 
 /* -------------------------------------------------------------------- in use */
 
@@ -186,7 +169,7 @@ smp_device_pool_create(const smp_driver *driver, int device, size_t bytes, int r
         .bytes = (bytes + UNIT - 1) / UNIT * UNIT,
     };
 
-    sweep_retired();
+    smp_retired_sweep(&retired_pools);
     if (pool == NULL || smp_arena_create_over(own, &ground, &pool->arena) != SMP_OK) {
         memcpy(why, "out of memory", sizeof("out of memory"));
         goto err_free;
@@ -281,10 +264,7 @@ smp_device_pool_retire(smp_device_pool *pool, smp_device_reader *readers, int n,
     if (leave) {
         drop_books(pool);
     } else {
-        smp_lock_acquire(&retired_lock);
-        pool->next = retired;
-        retired = pool;
-        smp_lock_release(&retired_lock);
+        smp_retired_add(&retired_pools, &pool->retired);
     }
-    sweep_retired();
+    smp_retired_sweep(&retired_pools);
 }

@@ -18,8 +18,8 @@
 #include <stdint.h>
 #include <sys/types.h>
 
-#include "comm/shm/arena.h"
-#include "comm/shm/segment.h"
+#include "comm/memory/arena.h"
+#include "comm/memory/segment.h"
 #include "device/driver.h"
 
 typedef struct smp_device_pool smp_device_pool;

@@ -6,12 +6,11 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "comm/block.h"
-#include "comm/clock.h"
-#include "comm/device/card.h"
 #include "comm/device/pool.h"
-#include "comm/fork.h"
-#include "comm/neighbour.h"
+#include "comm/memory/block.h"
+#include "comm/memory/device_card.h"
+#include "common/clock.h"
+#include "common/fork.h"
 
 /* How long destroy waits for copies. */
 #define FINISH_NS (1 * SMP_NS_PER_S)
@@ -35,13 +34,13 @@ typedef struct reading {
 } reading;
 
 struct smp_device_port {
-    smp_comm    *comm; /* borrowed; set at create, like all up to peers */
-    smp_segment *own;  /* borrowed */
-    int          rank;
-    int          size;
-    size_t       bytes;
-    uint32_t     generation; /* smp_fork_generation() of the process that made it */
-    reader_of  **peers;      /* owned: [size]; NULL: not on this host, or not met */
+    smp_device_peers ask; /* set at create, like all up to peers */
+    smp_segment     *own; /* borrowed */
+    int              rank;
+    int              size;
+    size_t           bytes;
+    uint32_t         generation; /* smp_fork_generation() of the process that made it */
+    reader_of      **peers;      /* owned: [size]; NULL: not on this host, or not met */
 
     const smp_driver *driver; /* set when the port opens, like all up to fence */
     int               number; /* of the device */
@@ -160,7 +159,7 @@ peer_of(smp_device_port *port, int rank)
     reader_of    *peer;
 
     if (port->peers[rank] == NULL && rank != port->rank &&
-        smp_comm_neighbour(port->comm, rank, &its)) {
+        port->ask.neighbour(port->ask.comm, rank, &its)) {
         peer = calloc(1, sizeof(*peer));
         if (peer == NULL) {
             return NULL;
@@ -302,8 +301,8 @@ take_span(smp_device_port *port, int dest, size_t bytes, smp_device_span *span)
         return true;
     }
     for (int r = 0; r < port->size && !fault; r++) {
-        if (port->peers[r] != NULL && smp_comm_gone(port->comm, r) &&
-            !smp_comm_left(port->comm, r)) {
+        if (port->peers[r] != NULL && port->ask.gone(port->ask.comm, r) &&
+            !port->ask.left(port->ask.comm, r)) {
             smp_device_pool_reclaim(pool, r);
         }
     }
@@ -387,7 +386,7 @@ smp_device_put(smp_device_port *port, int dest, int device, uint64_t data, size_
         return NULL;
     }
     peer = peer_of(port, dest);
-    if (peer == NULL || smp_comm_gone(port->comm, dest)) {
+    if (peer == NULL || port->ask.gone(port->ask.comm, dest)) {
         return NULL;
     }
     smp_device_meet(port, dest, device);
@@ -534,8 +533,8 @@ smp_device_sweep(smp_device_port *port)
 /* -------------------------------------------------------- setup, end, counters */
 
 smp_device_port *
-smp_device_port_create(smp_comm *comm, smp_segment *own, int rank, int size,
-                       size_t bytes)
+smp_device_port_create(const smp_device_peers *peers, smp_segment *own, int rank,
+                       int size, size_t bytes)
 {
     smp_device_port *port = calloc(1, sizeof(*port));
 
@@ -547,7 +546,7 @@ smp_device_port_create(smp_comm *comm, smp_segment *own, int rank, int size,
         free(port);
         return NULL;
     }
-    port->comm = comm;
+    port->ask = *peers;
     port->own = own;
     port->rank = rank;
     port->size = size;

@@ -28,14 +28,26 @@
 #ifndef SMP_COMM_DEVICE_PORT_H
 #define SMP_COMM_DEVICE_PORT_H
 
+#include <stdbool.h>
+#include <stddef.h>
 #include <stdint.h>
 
-#include "comm/comm.h"
-#include "comm/shm/segment.h"
+#include "comm/memory/block.h"
+#include "comm/memory/segment.h"
 #include "common/status.h"
 #include "device/driver.h"
 
+typedef struct smp_comm        smp_comm;
 typedef struct smp_device_port smp_device_port;
+
+/* Whom a port asks for another rank's memory (comm/neighbour.h), and whether it is
+ * gone, in order (left) or not. */
+typedef struct {
+    const smp_comm *comm; /* borrowed, until the port is destroyed */
+    bool (*neighbour)(const smp_comm *comm, int rank, smp_neighbour *out);
+    bool (*gone)(const smp_comm *comm, int rank);
+    bool (*left)(const smp_comm *comm, int rank);
+} smp_device_peers;
 
 /* What smp_device_measure() reports; counts since create. */
 typedef struct {
@@ -51,15 +63,12 @@ typedef struct {
 /* The port of `rank`, idle: nothing is loaded or allocated on a device yet.  `bytes` is
  * the pool's size; 0: everything goes through host memory.  `own` is borrowed until
  * destroy.  NULL: no memory. */
-smp_device_port *smp_device_port_create(smp_comm *comm, smp_segment *own, int rank,
-                                        int size, size_t bytes);
+smp_device_port *smp_device_port_create(const smp_device_peers *peers, smp_segment *own,
+                                        int rank, int size, size_t bytes);
 
 /* Waits (for a second at most) for the copies under way, closes what it has open, gives
  * back what it has received.  Takes NULL. */
 void smp_device_port_destroy(smp_device_port *port);
-
-/* The port of a comm (comm/comm.c). */
-smp_device_port *smp_comm_device(smp_comm *comm);
 
 /* The number of the device that this rank reads and writes on, or -1. */
 int smp_device_number(const smp_device_port *port);

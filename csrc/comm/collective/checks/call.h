@@ -1,0 +1,105 @@
+/* Operations, and one member's call of one: whether it makes sense by itself, what it
+ * moves, and what the other members are told of it. */
+#ifndef SMP_COMM_COLLECTIVE_CHECKS_CALL_H
+#define SMP_COMM_COLLECTIVE_CHECKS_CALL_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "comm/collective/kernels/dtype.h"
+#include "comm/collective/kernels/kind.h"
+#include "comm/device/exchange.h"
+#include "comm/memory/control_block.h"
+
+/* n is the size of the group, m a member; counts are of elements. */
+typedef enum {
+    SMP_BARRIER,        /* nothing but waiting for all */
+    SMP_ALL_REDUCE,     /* in: count.  out: count */
+    SMP_REDUCE,         /* in: count.  out: count, at the root */
+    SMP_REDUCE_SCATTER, /* in: n * count, out: count; or in: counts[0 .. n), out:
+                           counts[m] */
+    SMP_ALL_GATHER,     /* in: count, out: n * count; or in: counts[m], out: counts[0 ..
+                           n) */
+    SMP_BROADCAST,  /* in: count, at the root.  out: count; at the root may be NULL */
+    SMP_GATHER,     /* in: count.  out: n * count, at the root */
+    SMP_SCATTER,    /* in: n * count, at the root.  out: count */
+    SMP_ALL_TO_ALL, /* in: n * count, out: n * count; or in: counts[0 .. n), out:
+                       out_counts[0 .. n) */
+    SMP_OPERATIONS
+} smp_operation;
+
+/* What one member calls.  What an operation does not use is ignored.  out may be in, or
+ * the part of in (or in the part of out) that belongs to this member; not for
+ * SMP_ALL_TO_ALL. */
+typedef struct {
+    smp_operation operation;
+    smp_dtype     dtype;
+    smp_kind      kind; /* what the elements are to the caller; the same on all */
+    smp_reduction reduction;
+    int           root;   /* a member, not a rank */
+    size_t        count;  /* where counts is NULL */
+    const size_t *counts; /* uneven: one for each member; borrowed like the buffers */
+    const size_t *out_counts; /* SMP_ALL_TO_ALL with counts */
+    double        factor;     /* SMP_PREMUL_SUM: of this member's `in` */
+    uint8_t sparse;   /* SMP_ALL_GATHER: which of those that make up an all-reduce of
+                         sparse tensors, from 1; 0: of none.  Errors name that. */
+    uint64_t assumed; /* SMP_ALL_GATHER: a hash of what this member takes all members'
+                         sizes to be; 0: it knows them.  If they are not the same the
+                         members disagree (SMP_SIZES_UNLIKE), whatever else differs. */
+    const void *in;
+    void       *out;
+    int64_t     timeout_ns; /* 0: the group's; < 0: no limit */
+
+    /* SMP_ALL_GATHER of tensors on devices: in the place of `in` and `out`.  After
+     * smp_group_exchange() has become one. */
+    const smp_device_gather
+        *gather; /* borrowed like the buffers; NULL: in host memory */
+
+    /* Before that, of the first such: moves nothing, but has all members show each
+     * other memory of their devices. */
+    const smp_device_offer *offer; /* the same */
+} smp_call;
+
+/* "all-reduce"; static storage. */
+const char *smp_operation_name(smp_operation operation);
+
+/* A range of elements, and where it goes. */
+typedef struct {
+    size_t from; /* in the source's `in` */
+    size_t to;   /* in the receiver's `out` */
+    size_t count;
+} smp_range;
+
+/* What of it comes after `skip` elements, at most `most`. */
+smp_range smp_range_window(smp_range range, size_t skip, size_t most);
+
+bool smp_operation_reduces(smp_operation operation);
+bool smp_operation_has_root(smp_operation operation);
+
+/* Copies a call of a group of n, without what its operation does not use; false: there
+ * is no such operation, reduction, root or count. */
+bool smp_call_copy(const smp_call *call, int n, smp_call *out);
+
+/* Bytes of the tensor that member `self` gives, or that it gets where it gives none. */
+uint64_t smp_call_bytes(const smp_call *call, int n, int self);
+
+/* How many lists of split sizes it has. */
+size_t smp_call_lists(const smp_call *call);
+
+/* What goes from `source` to `receiver`, as member `self` knows it: for SMP_ALL_TO_ALL
+ * with counts, only where one of them is `self`, and each knows but its own place. */
+smp_range smp_call_range(const smp_call *call, int self, int source, int receiver);
+
+/* The most elements that go from one member to another, the same on all; not for
+ * SMP_ALL_TO_ALL with counts. */
+size_t smp_call_longest(const smp_call *call, int n);
+
+/* Fills the notice, all but its step, and the lists: counts[lists * n]. */
+void smp_call_say(const smp_call *call, int n, uint64_t sequence, smp_notice *notice,
+                  uint64_t *counts);
+
+/* The same in another step, whose step and addresses are its own. */
+void smp_call_say_again(const smp_notice *said, smp_notice *notice);
+
+#endif

@@ -1,0 +1,25 @@
+/* Ranks in words: "rank 2", "ranks 1, 3 to 17, 20". */
+#ifndef SMP_COMM_COLLECTIVE_CHECKS_RANK_LIST_H
+#define SMP_COMM_COLLECTIVE_CHECKS_RANK_LIST_H
+
+#include <stddef.h>
+
+/* What is enough for the words in most jobs. */
+#define SMP_RANK_LIST_TEXT 256
+
+typedef struct {
+    int *names; /* borrowed: room for all that are added; smp_comm_name() */
+    int  n;
+} smp_rank_list;
+
+static inline void
+smp_rank_list_add(smp_rank_list *list, int name)
+{
+    list->names[list->n++] = name;
+}
+
+/* Sorts the names, and says them; "" for none.  What does not fit into `bytes`, which
+ * are 32 or more, is "..." behind a whole number. */
+void smp_rank_list_say(smp_rank_list *list, char *out, size_t bytes);
+
+#endif

@@ -1,0 +1,112 @@
+/* How one operation goes through the hosts: a list of stages for each member.
+ *
+ * All members of a host have the same local stages in the same order, which are done
+ * together (comm/collective/intra_host/collective.h); the others are a member's own. No
+ * stage but a receiving one waits for another host.
+ *
+ *   all-gather      Each member sends its tensor to one member of every other host, so
+ *                   each byte goes once to each host; those share what has come.
+ *   broadcast       The root's host shares the tensor; then each of its members sends a
+ *                   slice of it to every other host, as for an all-gather.
+ *   reduce-scatter  For each receiver, one member of every host reduces that part of
+ *                   its host's tensors as far as the tree of sums allows, which is to
+ *                   the nodes that its host has to itself (hosts.h), and sends these
+ *                   terms to the receiver, which merges them.
+ *   all-reduce      A reduce-scatter of even parts, then an all-gather of them.
+ *   reduce          A reduce-scatter among the members of the root's host, which then
+ *                   have the root gather the result.
+ *   others          Each pair on its own.
+ *
+ * Large tensors go in rounds, each of which has its stages.  A round's phases are
+ * parted by what it awaits from other hosts; rounds overlap in a pipeline, so that
+ * bytes of one are on the way while another is summed and copied.  Its ticks:
+ *
+ *     tick     0    1    2    3    4    5 ...
+ *     phase 0  r0   r1   r2   r3   r4   r5     sends to other hosts
+ *     phase 1            r0   r1   r2   r3     takes that, sends results
+ *     phase 2                      r0   r1     takes these
+ *
+ * In a tick, the phases are done from top to bottom.
+ */
+#ifndef SMP_COMM_COLLECTIVE_INTER_HOST_ROUTE_H
+#define SMP_COMM_COLLECTIVE_INTER_HOST_ROUTE_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include "comm/collective/checks/call.h"
+#include "comm/collective/inter_host/hosts.h"
+#include "common/status.h"
+
+typedef enum {
+    SMP_STAGE_SHARE,         /* local: a member's range goes to the others */
+    SMP_STAGE_EXCHANGE,      /* local: ranges between each two */
+    SMP_STAGE_REDUCE,        /* local: each makes the terms of its range */
+    SMP_STAGE_SEND_TERMS,    /* those of the last REDUCE, to peer */
+    SMP_STAGE_RECEIVE_TERMS, /* from peer */
+    SMP_STAGE_MERGE,         /* all terms become a part of the result */
+    SMP_STAGE_SEND,
+    SMP_STAGE_RECEIVE,
+} smp_stage_kind;
+
+/* The local ones go by `ranges`, one for each place on the host: SHARE: what the member
+ * there has for others; REDUCE: what it reduces; EXCHANGE: what this member takes from
+ * there, and after these what it has for there. */
+typedef struct {
+    smp_stage_kind kind;
+    int            phase;
+    int            slot;   /* REDUCE, MERGE: where terms for this member wait */
+    int            peer;   /* member; of REDUCE: for whom this one's terms are, or -1 */
+    int            taker;  /* SHARE: the place of the only member that takes, or -1 */
+    uint64_t       tag;    /* of the parcel */
+    smp_range      range;  /* MERGE: count, and where it goes */
+    size_t         ranges; /* where its own begin in the route's */
+    size_t         most;   /* the longest of all members' */
+    const uint8_t *in;     /* borrowed: elements of the call's dtype, like out */
+    uint8_t       *out;
+} smp_stage;
+
+typedef struct {
+    const smp_hosts *hosts; /* borrowed */
+    int              self;
+    size_t           round_bytes; /* of tensors in one round, about */
+    int              phase;       /* of what is planned */
+    int              slot;        /* ... and of its round */
+    smp_stage       *stages;      /* owned: [nstages], of this tick */
+    size_t           nstages;
+    size_t           stages_room;
+    smp_range       *ranges; /* owned: [nranges] */
+    size_t           nranges;
+    size_t           ranges_room;
+    smp_range       *parts; /* owned: [size]; of all members, while planning */
+
+    /* For an all-to-all with counts, set before plan: where this member's part begins
+     * in the tensor of each member of this host (owned: [places]), and the longest
+     * range between two of them. */
+    size_t *starts;
+    size_t  longest;
+} smp_route;
+
+/* Ticks from a phase of a round to its next. */
+#define SMP_ROUTE_AHEAD 2
+
+/* Rounds of which terms wait at a time. */
+#define SMP_ROUTE_SLOTS (SMP_ROUTE_AHEAD + 1)
+
+/* bytes: of tensors that are on the way at a time, about.  SMP_ERR_NO_MEMORY.  fini
+ * takes one that is all zero. */
+smp_status smp_route_init(smp_route *route, const smp_hosts *hosts, int self,
+                          size_t bytes);
+void       smp_route_fini(smp_route *route);
+
+/* How many ticks a call takes. */
+size_t smp_route_ticks(const smp_route *route, const smp_call *call);
+
+/* The elements of `result` that smp_route_plan() wants at this member. */
+size_t smp_route_result(const smp_route *route, const smp_call *call);
+
+/* Makes the stages of a tick.  SMP_ERR_NO_MEMORY. */
+smp_status smp_route_plan(smp_route *route, const smp_call *call, size_t tick,
+                          uint8_t *result);
+
+#endif

@@ -1,0 +1,790 @@
+/* What the members put into their slots, and what they make of it. */
+#include "comm/collective/intra_host/collective.h"
+
+#include <assert.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "comm/collective/kernels/copy.h"
+
+/* An all-reduce is done in one step by everyone while all tensors together are at most
+ * this large: reading them all costs less than another step. */
+#define FLAT_BYTES ((size_t)64 << 10)
+
+/* From here on, members use each other's memory: the step that it takes pays, and the
+ * system calls where it is not mapped. */
+#define MEMORY_BYTES ((size_t)128 << 10)
+
+/* From here on (bytes that all members get), what they copy goes past the caches: who
+ * reads it would not find the beginning there. */
+#define UNCACHED_BYTES ((size_t)32 << 20)
+
+/* What is written to one member after the other while it is in the first cache. */
+#define WRITE_BYTES ((size_t)16 << 10)
+
+/* What is fetched at a time to be reduced (from all members together, so that it stays
+ * in the second cache), or copied. */
+#define FETCH_BYTES ((size_t)256 << 10)
+#define COPY_BYTES ((size_t)1 << 20)
+
+/* The least that one member's piece of FETCH_BYTES has. */
+#define MIN_FETCH ((size_t)4 << 10)
+
+/* ---------------------------------------------------------------------- planning */
+
+/* Elements of a member's piece of what is fetched. */
+static size_t
+fetch_elements(const smp_collective *op)
+{
+    size_t bytes = FETCH_BYTES / (size_t)op->barrier->size;
+
+    return (bytes < MIN_FETCH ? MIN_FETCH : bytes) / 64 * 64 / op->element;
+}
+
+/* The part of an all-reduce of `count` elements that a member reduces; parts begin on
+ * cache lines of a slot. */
+static smp_range
+part_of(const smp_collective *op, size_t count, int member)
+{
+    size_t n = (size_t)op->barrier->size;
+    size_t line = 64 / op->element;
+    size_t each = (count + n - 1) / n;
+    size_t first;
+    size_t end;
+
+    each = (each + line - 1) / line * line;
+    first = (size_t)member * each;
+    first = first < count ? first : count;
+    end = first + each < count ? first + each : count;
+    return (smp_range){first, first, end - first};
+}
+
+static void
+plan_ranges(smp_collective *op)
+{
+    int self = op->barrier->self;
+
+    for (int m = 0; m < op->barrier->size; m++) {
+        op->pulls[m] = smp_call_range(&op->call, self, m, self);
+        op->pushes[m] = smp_call_range(&op->call, self, self, m);
+    }
+}
+
+/* Whether members read memory that is not mapped.  Never to reduce-scatter:
+ * slots were faster wherever benchmarks/core/collective.c has measured it. */
+static bool
+reads(const smp_collective *op)
+{
+    return op->barrier->reads && op->call.operation != SMP_REDUCE_SCATTER;
+}
+
+/* Between devices, all steps have the same way. */
+static void
+choose_device_way(smp_collective *op, size_t most)
+{
+    size_t half;
+
+    op->is_small = true; /* no address in the notices */
+    if (op->call.offer != NULL) {
+        op->way = SMP_BY_MEETING;
+        op->steps = 2;
+        return;
+    }
+    half = smp_exchange_half(op->devices.exchange);
+    op->way = SMP_BY_DEVICE;
+    op->steps = (most * op->element + half - 1) / half;
+    op->steps += op->steps == 0;
+}
+
+static void
+take_memory(smp_collective *op)
+{
+    op->way = SMP_BY_MEMORY;
+    op->steps = op->call.operation == SMP_ALL_REDUCE ? 3 : 2;
+}
+
+/* Chooses the way for at most `most` elements between two members. */
+static void
+choose_way(smp_collective *op, size_t most)
+{
+    size_t n = (size_t)op->barrier->size;
+    size_t cells = op->shared ? 1 : n;
+    size_t all = most * op->element * cells;
+    size_t elements;
+
+    op->cell = (SMP_SLOT_BYTES - op->header) / cells;
+    op->cell = op->cell >= 64 ? op->cell / 64 * 64 : op->cell / 8 * 8;
+    elements = op->cell / op->element;
+    op->is_small = all < MEMORY_BYTES;
+    op->is_large = most * op->element * n * n >= UNCACHED_BYTES;
+    if (!op->is_small && reads(op)) {
+        take_memory(op);
+    } else if (op->call.operation == SMP_ALL_REDUCE && n > 1 &&
+               (all > op->cell || all * n > FLAT_BYTES)) {
+        op->way = SMP_BY_SPLIT;
+        op->steps = 2 * ((most + elements - 1) / elements);
+    } else {
+        op->way = SMP_BY_SLOTS;
+        op->steps = op->data_step + (most + elements - 1) / elements;
+        op->steps += op->steps == 0;
+    }
+}
+
+/* ----------------------------------------------------------------------- filling */
+
+/* The window of a range that goes through the slots in `round`. */
+static smp_range
+window(const smp_collective *op, smp_range range, size_t round)
+{
+    size_t elements = op->cell / op->element;
+
+    return smp_range_window(range, round * elements, elements);
+}
+
+/* Bytes of a member's tensor before the present round, and in it. */
+static size_t
+round_skip(const smp_collective *op)
+{
+    return op->step * smp_exchange_half(op->devices.exchange);
+}
+
+static size_t
+round_bytes(const smp_collective *op, int member)
+{
+    size_t half = smp_exchange_half(op->devices.exchange);
+    size_t all = op->pulls[member].count * op->element;
+    size_t skip = round_skip(op);
+    size_t left = all > skip ? all - skip : 0;
+
+    return left < half ? left : half;
+}
+
+static uint8_t *
+cell_of(const smp_collective *op, smp_slot *slot, int member)
+{
+    return slot->data + op->header + (op->shared ? 0 : (size_t)member * op->cell);
+}
+
+/* Puts this step's data into `slot`. */
+static void
+fill(smp_collective *op, smp_slot *slot)
+{
+    const uint8_t *in = op->call.in;
+    size_t         round;
+
+    if (op->way >= SMP_BY_MEMORY || op->step < op->data_step) {
+        return;
+    }
+    if (op->way == SMP_BY_SPLIT) {
+        if (op->step % 2 == 0) {
+            smp_range w = window(op, (smp_range){0, 0, op->call.count}, op->step / 2);
+
+            memcpy(slot->data, in + w.from * op->element, w.count * op->element);
+        }
+        return;
+    }
+    round = op->step - op->data_step;
+    for (int m = 0; m < op->barrier->size; m++) {
+        smp_range w = window(op, op->pushes[m], round);
+
+        if (m != op->barrier->self && w.count != 0) {
+            memcpy(cell_of(op, slot, m), in + w.from * op->element,
+                   w.count * op->element);
+            if (op->shared) {
+                return;
+            }
+        }
+    }
+}
+
+/* ------------------------------------------------------------------------ reading */
+
+/* Reduces terms, which were found, to the partials' places. */
+static void
+reduce_partials(smp_collective *op, size_t to, size_t count)
+{
+    size_t bytes = smp_dtype_bytes(smp_term_dtype(op->call.dtype));
+
+    for (int i = 0; i < op->npartials; i++) {
+        const smp_partial *p = &op->partials[i];
+
+        if (p->n == 1) {
+            memcpy(p->out + to * op->element, op->terms[p->first], count * op->element);
+        } else {
+            smp_reduce_term(op->kernels, op->call.reduction, op->call.dtype,
+                            p->out + to * bytes, op->terms + p->first,
+                            op->factors + p->first, p->n, count, op->scratch);
+        }
+    }
+}
+
+/* Reduces terms, which were found, into out[to .. to + count). */
+static void
+reduce_terms(smp_collective *op, size_t to, size_t count)
+{
+    if (op->npartials != 0) {
+        reduce_partials(op, to, count);
+        return;
+    }
+    smp_reduce(op->kernels, op->call.reduction, op->call.dtype,
+               (uint8_t *)op->call.out + to * op->element, op->terms, op->factors,
+               op->barrier->size, count, op->scratch);
+}
+
+static void
+collect_slots(smp_collective *op)
+{
+    uint8_t       *out = op->call.out;
+    const uint8_t *in = op->call.in;
+    int            self = op->barrier->self;
+    size_t         round = op->step - op->data_step;
+    smp_range      w = {0, 0, 0};
+
+    for (int m = 0; m < op->barrier->size; m++) {
+        smp_slot *slot = smp_epoch_barrier_slot(op->barrier, m, op->barrier->step);
+
+        w = window(op, op->pulls[m], round);
+        op->terms[m] = m == self ? in + w.from * op->element : cell_of(op, slot, self);
+        if (!smp_operation_reduces(op->call.operation) && w.count != 0 && out != NULL &&
+            out + w.to * op->element != (const uint8_t *)op->terms[m]) {
+            memmove(out + w.to * op->element, op->terms[m], w.count * op->element);
+        }
+    }
+    if (smp_operation_reduces(op->call.operation) && w.count != 0) {
+        reduce_terms(op, w.to, w.count);
+    }
+}
+
+static void
+collect_split(smp_collective *op)
+{
+    smp_epoch_barrier *barrier = op->barrier;
+    uint8_t           *out = op->call.out;
+    smp_range          w = window(op, (smp_range){0, 0, op->call.count}, op->step / 2);
+
+    if (op->step % 2 == 0) {
+        smp_range part = part_of(op, w.count, barrier->self);
+        smp_slot *next =
+            smp_epoch_barrier_slot(barrier, barrier->self, barrier->step + 1);
+        size_t skip = part.from * op->element;
+
+        for (int m = 0; m < barrier->size; m++) {
+            op->terms[m] =
+                smp_epoch_barrier_slot(barrier, m, barrier->step)->data + skip;
+        }
+        if (part.count != 0) {
+            reduce_terms(op, w.to + part.to, part.count);
+            memcpy(next->data + skip, out + (w.to + part.to) * op->element,
+                   part.count * op->element);
+        }
+        return;
+    }
+    for (int m = 0; m < barrier->size; m++) {
+        smp_range part = part_of(op, w.count, m);
+
+        if (m != barrier->self && part.count != 0) {
+            memcpy(out + (w.to + part.to) * op->element,
+                   smp_epoch_barrier_slot(barrier, m, barrier->step)->data +
+                       part.from * op->element,
+                   part.count * op->element);
+        }
+    }
+}
+
+/* Reduces the next piece of this member's pull. */
+static smp_status
+reduce_memory(smp_collective *op, smp_range range, bool *whole, int *member)
+{
+    size_t   piece = fetch_elements(op);
+    size_t   count = range.count - op->turn_offset;
+    uint8_t *to = op->fetched;
+
+    count = count < piece ? count : piece;
+    for (int m = 0; m < op->barrier->size && count != 0; m++) {
+        size_t     skip = (range.from + op->turn_offset) * op->element;
+        uint64_t   at = op->ins[m] + skip;
+        size_t     bytes = count * op->element;
+        smp_status status;
+
+        op->terms[m] = smp_epoch_barrier_mapped(op->barrier, m, at, bytes);
+        if (op->terms[m] != NULL) {
+            continue;
+        }
+        status = smp_epoch_barrier_copy(op->barrier, m, to, at, bytes);
+        if (status != SMP_OK) {
+            *member = m;
+            return status;
+        }
+        op->terms[m] = to;
+        to += piece * op->element;
+    }
+    if (count != 0) {
+        reduce_terms(op, range.to + op->turn_offset, count);
+    }
+    op->turn_offset += count;
+    *whole = op->turn_offset == range.count;
+    return SMP_OK;
+}
+
+static void
+copy_bytes(const smp_collective *op, uint8_t *to, const uint8_t *from, size_t bytes)
+{
+    uintptr_t a = (uintptr_t)to;
+    uintptr_t b = (uintptr_t)from;
+
+    if (a == b) {
+        return; /* in place */
+    }
+    if (op->is_large && (a + bytes <= b || b + bytes <= a)) {
+        smp_copy_uncached(to, from, bytes);
+    } else {
+        memmove(to, from, bytes);
+    }
+}
+
+/* Copies the next piece of what member `m` has at `from`; true: that was the last. */
+static smp_status
+copy_memory(smp_collective *op, int m, uint64_t from, smp_range range, bool *last)
+{
+    size_t     piece = COPY_BYTES / op->element;
+    size_t     count = range.count - op->turn_offset;
+    uint8_t   *to = op->call.out;
+    smp_status status = SMP_OK;
+
+    count = count < piece ? count : piece;
+    if (count != 0 && to != NULL) {
+        uint64_t       at = from + (range.from + op->turn_offset) * op->element;
+        size_t         bytes = count * op->element;
+        const uint8_t *here = smp_epoch_barrier_mapped(op->barrier, m, at, bytes);
+
+        to += (range.to + op->turn_offset) * op->element;
+        if (here != NULL) {
+            copy_bytes(op, to, here, bytes);
+        } else {
+            status = smp_epoch_barrier_copy(op->barrier, m, to, at, bytes);
+        }
+    }
+    op->turn_offset += count;
+    *last = op->turn_offset == range.count;
+    return status;
+}
+
+/* One piece of the member whose turn it is; members begin with different ones. */
+static smp_status
+copy_turn(smp_collective *op, bool *whole, int *member)
+{
+    int        n = op->barrier->size;
+    int        m = (op->barrier->self + op->turn) % n;
+    bool       gathers = op->call.operation == SMP_ALL_REDUCE; /* the others' parts */
+    smp_range  range = gathers ? part_of(op, op->call.count, m) : op->pulls[m];
+    bool       last = true;
+    smp_status status = SMP_OK;
+
+    if (range.count != 0 && !(gathers && m == op->barrier->self)) {
+        status = copy_memory(op, m, gathers ? op->outs[m] : op->ins[m], range, &last);
+    }
+    if (status != SMP_OK) {
+        *member = m;
+        return status;
+    }
+    if (last) {
+        op->turn++;
+        op->turn_offset = 0;
+    }
+    *whole = op->turn == n;
+    return SMP_OK;
+}
+
+/* Writes the next piece of this member's `in` into all outputs. */
+static void
+write_turn(smp_collective *op, bool *whole)
+{
+    smp_range      range = op->pushes[op->barrier->self];
+    size_t         piece = COPY_BYTES / op->element;
+    size_t         left = range.count - op->turn_offset;
+    const uint8_t *in = op->call.in;
+    size_t         to = (range.to + op->turn_offset) * op->element;
+    size_t         bytes = (left < piece ? left : piece) * op->element;
+
+    in += (range.from + op->turn_offset) * op->element;
+    for (size_t at = 0; at < bytes; at += WRITE_BYTES) {
+        size_t now = bytes - at < WRITE_BYTES ? bytes - at : WRITE_BYTES;
+
+        for (int m = 0; m < op->barrier->size; m++) {
+            copy_bytes(op, op->targets[m] + to + at, in + at, now);
+        }
+    }
+    op->turn_offset += bytes / op->element;
+    *whole = op->turn_offset == range.count;
+}
+
+static smp_status
+collect_memory(smp_collective *op, bool *whole, int *member)
+{
+    smp_status status;
+    smp_range  range;
+
+    *whole = true;
+    if (op->step + 1 == op->steps) { /* the last is only waiting */
+        return SMP_OK;
+    }
+    /* Who gave up, perhaps before this member came, has its tensors for itself. */
+    status = smp_epoch_barrier_given_up(op->barrier, member);
+    if (status != SMP_OK) {
+        return status;
+    }
+    if (op->writes) {
+        write_turn(op, whole);
+        return SMP_OK;
+    }
+    if (!smp_operation_reduces(op->call.operation) || op->step == 1) {
+        return copy_turn(op, whole, member);
+    }
+    range = op->call.operation == SMP_ALL_REDUCE
+                ? part_of(op, op->call.count, op->barrier->self)
+                : op->pulls[op->barrier->self];
+    return reduce_memory(op, range, whole, member);
+}
+
+static smp_status
+collect_device(smp_collective *op, int *member)
+{
+    for (int m = 0; m < op->barrier->size; m++) {
+        op->lengths[m] = round_bytes(op, m);
+    }
+    if (!smp_exchange_drain(op->devices.exchange, op->call.gather, round_skip(op),
+                            op->lengths, op->why) ||
+        (op->step + 1 == op->steps &&
+         !smp_exchange_finish(op->devices.exchange, op->call.gather, op->why))) {
+        *member = op->barrier->self;
+        return SMP_ERR_SYSTEM;
+    }
+    return SMP_OK;
+}
+
+static void
+collect_meeting(smp_collective *op)
+{
+    if (op->step == 0) {
+        smp_devices_open(&op->devices);
+    } else {
+        smp_devices_decide(&op->devices);
+    }
+}
+
+/* ---------------------------------------------------------------------- agreement */
+
+static const uint64_t *
+slot_counts(const smp_collective *op, int member)
+{
+    const smp_slot *slot =
+        smp_epoch_barrier_slot(op->barrier, member, op->barrier->step);
+
+    return (const uint64_t *)(const void *)slot->data;
+}
+
+static const smp_notice *
+notice_of(const smp_collective *op, int member)
+{
+    return &smp_epoch_barrier_slot(op->barrier, member, op->barrier->step)->notice;
+}
+
+static bool
+all_in_arenas(const smp_collective *op, const uint64_t *addresses, size_t bytes)
+{
+    for (int m = 0; m < op->barrier->size; m++) {
+        if (!smp_epoch_barrier_in_arena(op->barrier, m, addresses[m], bytes)) {
+            return false;
+        }
+    }
+    return true;
+}
+
+/* Goes by memory if what the others need is mapped.  All members come to the same
+ * answer, for each knows where all tensors lie. */
+static void
+prefer_mapped(smp_collective *op)
+{
+    size_t all = 0;
+
+    if (op->is_small) {
+        return;
+    }
+    for (int m = 0; m < op->barrier->size; m++) {
+        all += op->call.operation == SMP_REDUCE_SCATTER ? op->pushes[m].count
+                                                        : op->pulls[m].count;
+    }
+    all *= op->element;
+    switch (op->call.operation) {
+    case SMP_ALL_GATHER:
+        op->writes = all_in_arenas(op, op->outs, all);
+        for (int m = 0; op->writes && m < op->barrier->size; m++) {
+            op->targets[m] = smp_epoch_barrier_mapped(op->barrier, m, op->outs[m], all);
+        }
+        if (op->writes) {
+            take_memory(op);
+        }
+        break;
+    case SMP_REDUCE_SCATTER:
+        if (all_in_arenas(op, op->ins, all)) {
+            take_memory(op);
+        }
+        break;
+    case SMP_ALL_REDUCE:
+        all = op->call.count * op->element;
+        if (all_in_arenas(op, op->ins, all) && all_in_arenas(op, op->outs, all)) {
+            take_memory(op);
+        }
+        break;
+    default:
+        break;
+    }
+}
+
+/* With the split sizes of all members, an all-to-all can be planned. */
+static void
+plan_all_to_all(smp_collective *op, size_t most)
+{
+    for (int m = 0; m < op->barrier->size; m++) {
+        size_t from = 0;
+
+        for (int to = 0; to < op->barrier->self; to++) {
+            from += slot_counts(op, m)[to];
+        }
+        op->pulls[m].from = from;
+    }
+    choose_way(op, most);
+}
+
+/* ------------------------------------------------------------------------- public */
+
+smp_status
+smp_collective_init(smp_collective *op, smp_epoch_barrier *barrier)
+{
+    size_t n = (size_t)barrier->size;
+    size_t pieces = FETCH_BYTES / n < MIN_FETCH ? MIN_FETCH * n : FETCH_BYTES;
+
+    *op = (smp_collective){
+        .barrier = barrier,
+        .kernels = smp_kernels_best(),
+        .pulls = calloc(n, sizeof(smp_range)),
+        .pushes = calloc(n, sizeof(smp_range)),
+        .ins = calloc(n, sizeof(uint64_t)),
+        .outs = calloc(n, sizeof(uint64_t)),
+        .targets = calloc(n, sizeof(uint8_t *)),
+        .factors = calloc(n, sizeof(double)),
+        .terms = calloc(n, sizeof(void *)),
+        .said = calloc(n, sizeof(smp_said)),
+        .lengths = calloc(n, sizeof(size_t)),
+        .devices = {.barrier = barrier},
+        .scratch = aligned_alloc(64, SMP_REDUCE_SCRATCH),
+        .fetched = aligned_alloc(64, pieces),
+    };
+    if (op->pulls == NULL || op->pushes == NULL || op->ins == NULL ||
+        op->outs == NULL || op->targets == NULL || op->factors == NULL ||
+        op->terms == NULL || op->said == NULL || op->lengths == NULL ||
+        op->scratch == NULL || op->fetched == NULL) {
+        smp_collective_fini(op);
+        return SMP_ERR_NO_MEMORY;
+    }
+    return SMP_OK;
+}
+
+void
+smp_collective_fini(smp_collective *op)
+{
+    free(op->pulls);
+    free(op->pushes);
+    free(op->ins);
+    free(op->outs);
+    free((void *)op->targets);
+    free(op->factors);
+    free((void *)op->terms);
+    free(op->said);
+    free(op->lengths);
+    free(op->scratch);
+    free(op->fetched);
+}
+
+/* What is the same for every way to begin. */
+static void
+reset(smp_collective *op)
+{
+    op->element = smp_dtype_bytes(op->call.dtype);
+    op->first = op->barrier->step + 1;
+    op->step = 0;
+    op->turn = 0;
+    op->turn_offset = 0;
+    op->writes = false;
+}
+
+smp_status
+smp_collective_begin(smp_collective *op, const smp_call *call, uint64_t sequence)
+{
+    smp_epoch_barrier *barrier = op->barrier;
+    smp_slot *slot = smp_epoch_barrier_slot(barrier, barrier->self, barrier->step + 1);
+    size_t    lists;
+
+    if (!smp_call_copy(call, barrier->size, &op->call) ||
+        (op->call.gather != NULL && !op->devices.met)) {
+        return SMP_ERR_INVALID;
+    }
+    lists = smp_call_lists(&op->call);
+    reset(op);
+    op->npartials = 0;
+    op->header = (lists * (size_t)barrier->size * sizeof(uint64_t) + 63) / 64 * 64;
+    op->shared = call->operation != SMP_REDUCE_SCATTER &&
+                 call->operation != SMP_SCATTER && call->operation != SMP_ALL_TO_ALL;
+    /* Until the other members' split sizes are there, nobody knows how many steps. */
+    op->data_step = op->call.out_counts != NULL;
+    plan_ranges(op);
+    if (op->call.gather != NULL || op->call.offer != NULL) {
+        choose_device_way(op, smp_call_longest(&op->call, barrier->size));
+    } else {
+        choose_way(op, op->call.out_counts != NULL
+                           ? 0
+                           : smp_call_longest(&op->call, barrier->size));
+    }
+    smp_call_say(&op->call, barrier->size, sequence, &slot->notice,
+                 (uint64_t *)(void *)slot->data);
+    fill(op, slot);
+    return SMP_OK;
+}
+
+smp_status
+smp_collective_prepare(smp_collective *op)
+{
+    smp_epoch_barrier *barrier = op->barrier;
+
+    if (op->way == SMP_BY_MEETING && op->step == 0) {
+        op->devices.skip = op->header;
+        smp_devices_offer(&op->devices, op->call.offer);
+    }
+    if (op->way != SMP_BY_DEVICE ||
+        smp_exchange_fill(op->devices.exchange, op->call.gather, round_skip(op),
+                          round_bytes(op, barrier->self), op->why)) {
+        return SMP_OK;
+    }
+    return SMP_ERR_SYSTEM;
+}
+
+void
+smp_collective_finish(smp_collective *op)
+{
+    char why[SMP_DRIVER_TEXT];
+
+    /* If that fails, the mark is never over. */
+    if (op->way == SMP_BY_DEVICE && op->devices.exchange != NULL) {
+        (void)smp_exchange_finish(op->devices.exchange, op->call.gather, why);
+    }
+}
+
+void
+smp_collective_begin_part(smp_collective *op, const smp_call *call,
+                          const smp_local_part *part, const smp_notice *notice)
+{
+    smp_epoch_barrier *barrier = op->barrier;
+    smp_slot *slot = smp_epoch_barrier_slot(barrier, barrier->self, barrier->step + 1);
+
+    op->call = (smp_call){.operation = part->operation,
+                          .dtype = call->dtype,
+                          .reduction = call->reduction,
+                          .in = part->in,
+                          .out = part->out};
+    reset(op);
+    op->partials = part->partials;
+    op->npartials = part->npartials;
+    op->header = 0;
+    op->shared = part->operation == SMP_ALL_GATHER;
+    op->data_step = 0;
+    choose_way(op, part->most);
+    smp_call_say_again(notice, &slot->notice);
+    slot->notice.in = (uint64_t)(uintptr_t)part->in;
+    slot->notice.out = (uint64_t)(uintptr_t)part->out;
+    fill(op, slot);
+}
+
+void
+smp_collective_see(smp_collective *op)
+{
+    for (int m = 0; m < op->barrier->size; m++) {
+        const smp_notice *its = notice_of(op, m);
+
+        op->ins[m] = its->in;
+        op->outs[m] = its->out;
+        op->factors[m] = its->factor;
+    }
+}
+
+bool
+smp_collective_agreed(smp_collective *op, char *text, size_t bytes)
+{
+    size_t most = 0;
+
+    for (int m = 0; m < op->barrier->size; m++) {
+        op->said[m] = (smp_said){
+            .name = smp_comm_name(op->barrier->comm, op->barrier->members[m].rank),
+            .notice = notice_of(op, m),
+            .counts = slot_counts(op, m)};
+    }
+    if (!smp_agreement(op->said, op->barrier->size, &most, text, bytes)) {
+        return false;
+    }
+    smp_collective_see(op);
+    prefer_mapped(op);
+    if (op->call.out_counts != NULL) {
+        plan_all_to_all(op, most);
+    }
+    return true;
+}
+
+smp_status
+smp_collective_collect(smp_collective *op, bool *whole, int *member)
+{
+    *whole = true;
+    switch (op->way) {
+    case SMP_BY_SLOTS:
+        if (op->step >= op->data_step) {
+            collect_slots(op);
+        }
+        return SMP_OK;
+    case SMP_BY_SPLIT:
+        collect_split(op);
+        return SMP_OK;
+    case SMP_BY_DEVICE:
+        return collect_device(op, member);
+    case SMP_BY_MEETING:
+        collect_meeting(op);
+        return SMP_OK;
+    case SMP_BY_MEMORY:
+        break;
+    }
+    return collect_memory(op, whole, member);
+}
+
+size_t
+smp_collective_written(const smp_collective *op)
+{
+    size_t all = 0;
+
+    for (int m = 0; m < op->barrier->size; m++) {
+        all += op->pulls[m].count * op->element;
+    }
+    return all;
+}
+
+bool
+smp_collective_next(smp_collective *op)
+{
+    smp_epoch_barrier *barrier = op->barrier;
+
+    if (op->step + 1 >= op->steps) {
+        return false;
+    }
+    op->step++;
+    op->turn = 0;
+    op->turn_offset = 0;
+    fill(op, smp_epoch_barrier_slot(barrier, barrier->self, barrier->step + 1));
+    return true;
+}

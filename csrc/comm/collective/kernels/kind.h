@@ -1,0 +1,35 @@
+/* What the elements of a tensor are to those who call, where the core has no dtype for
+ * them: it moves such a tensor as a row of a dtype that it has, and compares what the
+ * callers mean by it.
+ *
+ * Source  dlpack.h 1.3 (https://github.com/dmlc/dlpack): codes of types.
+ */
+#ifndef SMP_COMM_COLLECTIVE_KERNELS_KIND_H
+#define SMP_COMM_COLLECTIVE_KERNELS_KIND_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include "comm/collective/kernels/dtype.h"
+
+/* DLPack's code, bits and lanes; 0: it is the dtype itself. */
+typedef uint32_t smp_kind;
+
+static inline smp_kind
+smp_kind_of(uint8_t code, uint8_t bits, uint16_t lanes)
+{
+    return (smp_kind)code | (smp_kind)bits << 8 | (smp_kind)lanes << 16;
+}
+
+/* Bytes of one element. */
+size_t smp_kind_bytes(smp_kind kind, smp_dtype dtype);
+
+/* How many elements the caller sees in so many of the dtype, of whatever a message
+ * says.
+ */
+uint64_t smp_kind_count(smp_kind kind, smp_dtype dtype, uint64_t count);
+
+/* "complex64", "float8_e5m2"; cut off at `bytes`. */
+void smp_kind_name(smp_kind kind, smp_dtype dtype, char *out, size_t bytes);
+
+#endif

@@ -1,0 +1,48 @@
+/* What a rank shows the others of its host about its device pool: a part of its
+ * segment.
+ *
+ * The owner writes it when it makes the pool, once, and says so in `shown`.  Each other
+ * rank that has a device opens the pool then, and says on its own card, under the
+ * owner's number, how that went: in this order both know what the other can do, and
+ * nobody has to wait.
+ *
+ *   owner's shown    NONE -> SHOWN -> WITHDRAWN   (its comm or device has ended)
+ *   reader's card    NONE -> OPENING -> OPEN -> CLOSED   (pools[owner])
+ *                                  \-> REFUSED
+ *
+ * A reader at OPENING or OPEN may touch the pool's memory; the owner sends to a reader
+ * at OPEN.  One whose device fails goes back to OPENING: it still has the memory.
+ */
+#ifndef SMP_COMM_MEMORY_DEVICE_CARD_H
+#define SMP_COMM_MEMORY_DEVICE_CARD_H
+
+#include <stdatomic.h>
+#include <stdint.h>
+
+#include "device/driver.h"
+
+/* Tensors that can be in a pool at a time; each has an event of its own. */
+#define SMP_DEVICE_SPANS 512u
+
+enum { SMP_POOL_NONE = 0, SMP_POOL_SHOWN, SMP_POOL_WITHDRAWN };
+
+enum {
+    SMP_READER_NONE = 0,
+    SMP_READER_OPENING,
+    SMP_READER_OPEN,
+    SMP_READER_REFUSED,
+    SMP_READER_CLOSED
+};
+
+typedef struct {
+    _Atomic uint32_t  shown; /* SMP_POOL_*; the four below are written before it */
+    uint32_t          unused;
+    uint64_t          bytes;
+    smp_driver_handle memory;
+    smp_driver_handle
+                     events[SMP_DEVICE_SPANS]; /* written before the slot's first use */
+    _Atomic uint32_t states[SMP_DEVICE_SPANS]; /* SMP_SLOT_* */
+    _Atomic uint32_t pools[];                  /* by rank: SMP_READER_* of this rank */
+} smp_device_card;
+
+#endif

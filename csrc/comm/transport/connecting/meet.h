@@ -1,0 +1,112 @@
+/* How two ranks meet over TCP: a card, a port, and a handshake.
+ *
+ * The card offers the rank's addresses, each with a port that is reserved (bound) but
+ * refuses connections until all cards are known.  Then the rank listens on the one
+ * address that the choice in comm/transport/connecting/address.h gives, until all have
+ * met.
+ *
+ *   higher rank (calls)                    lower rank (answers)
+ *     hello: version, job's size, ranks, nonce  -->
+ *                <--  hello, proof(secret, "answers", both hellos)
+ *     proof(secret, "calls", both hellos)  -->
+ *
+ * The job's name is its secret; see comm/transport/connecting/proof.h.  It is never
+ * sent.  Whoever says something else, or nothing, is hung up on, and disturbs nobody.
+ * The frames that follow are neither signed nor encrypted.
+ *
+ * Threads  one, before the comm's own.
+ */
+#ifndef SMP_COMM_TRANSPORT_CONNECTING_MEET_H
+#define SMP_COMM_TRANSPORT_CONNECTING_MEET_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "comm/transport/connecting/address.h"
+#include "comm/transport/connecting/proof.h"
+#include "common/deadline.h"
+#include "common/status.h"
+
+#define SMP_NONCE_BYTES 16
+
+typedef struct {
+    uint32_t      magic; /* also shows the byte order */
+    uint32_t      version;
+    int32_t       rank;
+    uint32_t      zero;
+    smp_tcp_offer offer;
+} smp_tcp_card;
+
+typedef struct {
+    uint32_t magic;
+    uint32_t version;
+    int32_t  from; /* rank that says it */
+    int32_t  to;
+    int32_t  size; /* of the job */
+    uint32_t zero;
+    uint8_t  nonce[SMP_NONCE_BYTES];
+} smp_tcp_hello;
+
+typedef struct {
+    smp_tcp_hello hello;
+    uint8_t       proof[SMP_PROOF_BYTES];
+} smp_tcp_answer;
+
+/* Reserved ports. */
+typedef struct {
+    int          fds[SMP_TCP_ADDRESSES]; /* owned: bound; -1: closed */
+    smp_tcp_card card;
+} smp_tcp_door;
+
+typedef struct {
+    int         rank;
+    int         size;
+    const char *job; /* borrowed; the secret */
+} smp_tcp_self;
+
+/* Reserves a port on each address that `interface` leaves (NULL: on all).  Without one
+ * the card has none, and nobody is reached.  SMP_ERR_INVALID: `interface` names
+ * nothing. */
+smp_status smp_tcp_door_open(int rank, const char *interface, smp_tcp_door *door);
+
+/* Closes what is still open.  Twice is fine. */
+void smp_tcp_door_close(smp_tcp_door *door);
+
+/* Whether bytes are the card of `rank`. */
+bool smp_tcp_card_ok(const void *bytes, size_t n, int rank);
+
+/* Other ranks' cards, in a form that can be read. */
+typedef struct {
+    smp_tcp_card        *copies;   /* owned: [size] */
+    const smp_tcp_card **readable; /* owned: [size]; NULL where there is none */
+} smp_tcp_cards;
+
+/* From what the comm has: cards[r] is NULL for a rank without one.  SMP_ERR_NO_MEMORY;
+ * SMP_ERR_MALFORMED: what *failed has sent is no card. */
+smp_status smp_tcp_cards_read(int size, const void *const *cards,
+                              const size_t *card_bytes, smp_tcp_cards *out,
+                              int *failed);
+void       smp_tcp_cards_free(smp_tcp_cards *cards);
+
+/* The address at which this rank is met.  False: it has none. */
+bool smp_tcp_own_address(const smp_tcp_door *door, const smp_tcp_self *self,
+                         const smp_tcp_card *const *cards, smp_tcp_address *out);
+
+/* Whether a hello comes from `rank` of this job to us. */
+bool smp_tcp_hello_ok(const smp_tcp_hello *hello, const smp_tcp_self *self, int rank);
+
+/* What proves that one knows the secret; `calls`: as the one who called. */
+void smp_tcp_prove(const smp_tcp_self *self, bool calls, const smp_tcp_hello *caller,
+                   const smp_tcp_hello *answerer, uint8_t out[SMP_PROOF_BYTES]);
+
+/* Meets each rank r with wanted[r] whose cards[r] is not NULL; the card of self->rank
+ * is the door's.  Fills fds[r] with a connected socket that does not block, the
+ * caller's, and sets met[r].  A rank that does not answer in time is not met.
+ * SMP_ERR_NO_MEMORY, SMP_ERR_SYSTEM, SMP_ERR_INTERRUPTED; what was met before a failure
+ * is in fds all the same. */
+smp_status smp_tcp_meet(smp_tcp_door *door, const smp_tcp_self *self,
+                        const smp_tcp_card *const *cards, const bool *wanted,
+                        const smp_deadline *deadline, int *fds, bool *met);
+
+#endif

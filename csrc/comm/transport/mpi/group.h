@@ -1,0 +1,63 @@
+/* How ranks come to be connected over MPI: lifelines
+ * (comm/transport/connecting/lifeline.h) to those that are to be reached, since MPI
+ * says nothing of a process that died, and a communicator of the job's ranks alone,
+ * both made from the ranks' cards.
+ *
+ * Threads  one, before the comm's own.
+ */
+#ifndef SMP_COMM_TRANSPORT_MPI_GROUP_H
+#define SMP_COMM_TRANSPORT_MPI_GROUP_H
+
+#include <mpi.h>
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "comm/transport/connecting/meet.h"
+#include "common/deadline.h"
+#include "common/status.h"
+
+typedef struct {
+    uint32_t magic;
+    uint32_t version;
+    int32_t  world_rank; /* in MPI_COMM_WORLD */
+    int32_t  world_size;
+
+    smp_tcp_card door; /* where the lifelines begin */
+} smp_mpi_card;
+
+/* What a lifeline carries: that everything up to the goodbye has arrived; last, that
+ * its sender ends by itself: where that is news, it has lost another rank or never came
+ * to be connected, and is not the one to name. */
+#define SMP_MPI_ARRIVED 'A'
+#define SMP_MPI_LEFT 'L'
+
+/* All but the door. */
+void smp_mpi_card_fill(smp_mpi_card *card);
+
+/* The world ranks of the job's `size` ranks into ranks[]; cards[rank] is not read,
+ * `own` is in its place.  False: one has no card, or is not of this world as far as its
+ * card tells. */
+bool smp_mpi_world_ranks(const smp_mpi_card *own, int rank, int size,
+                         const void *const *cards, const size_t *card_bytes,
+                         int *ranks);
+
+/* A lifeline to each rank that is wanted, the caller's, into fds[], where all were -1;
+ * the cards have passed smp_mpi_world_ranks().  Closes the door.
+ * SMP_ERR_UNREACHABLE: *failed has not come in time.  SMP_ERR_MALFORMED: what *failed
+ * has sent is no card.  SMP_ERR_INTERRUPTED, SMP_ERR_NO_MEMORY, SMP_ERR_SYSTEM.  After
+ * an error, too, what fds[] has is the caller's. */
+smp_status smp_mpi_meet(smp_tcp_door *door, const char *job, int rank, int size,
+                        const void *const *cards, const bool *wanted,
+                        const smp_deadline *deadline, int *fds, int *failed);
+
+/* A communicator in which ranks[r] has rank r and errors are returned; collective over
+ * these ranks, which give the same job; fds[] are the lifelines, borrowed.
+ * SMP_ERR_PEER_LOST: *failed has died or given up.  SMP_ERR_TIMED_OUT,
+ * SMP_ERR_INTERRUPTED, SMP_ERR_NO_MEMORY, SMP_ERR_NO_THREAD, SMP_ERR_SYSTEM. */
+smp_status smp_mpi_make_comm(const char *job, const int *ranks, int size,
+                             const int *fds, const smp_deadline *deadline,
+                             MPI_Comm *out, int *failed);
+
+#endif

@@ -1,0 +1,58 @@
+/* How a message lies in a ring.
+ *
+ *   head | one ref per block | the message's bytes | bytes of inline blocks
+ *
+ * each part padded to 8 bytes.  A message that is too long for the ring is written as
+ * such a record into a block of its own; the ring then holds a spilled record, whose
+ * one ref is that block.
+ *
+ * Both sides are processes of one machine: host byte order.
+ */
+#ifndef SMP_COMM_TRANSPORT_SHM_RECORD_H
+#define SMP_COMM_TRANSPORT_SHM_RECORD_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "comm/memory/block.h"
+#include "comm/memory/message.h"
+#include "comm/memory/segment.h"
+#include "common/status.h"
+
+/* Up to this size a block's bytes are copied through the ring: cheaper than the cache
+ * misses of a block's state, and what the receiver keeps does not hold pool memory. */
+#define SMP_RECORD_INLINE 1024u
+
+typedef enum {
+    SMP_RECORD_WHOLE = 0x57u,
+    SMP_RECORD_SPILLED = 0x53u,
+} smp_record_kind;
+
+/* Where a block's bytes are. */
+typedef enum {
+    SMP_IN_RECORD = 1, /* at the record's end */
+    SMP_IN_ARENA = 2,  /* in the sender's arena */
+    SMP_IN_STREAM = 3, /* they come separately, in order */
+    SMP_ON_DEVICE = 4, /* in the sender's device pool */
+} smp_place;
+
+/* The place from which a block will travel; `own` is the sender's segment. */
+smp_place smp_record_place(const smp_block *block, const smp_segment *own);
+
+/* Bytes that smp_record_write() will write. */
+size_t smp_record_bytes(size_t nbytes, smp_block *const *blocks, size_t nblocks,
+                        const smp_segment *own);
+
+/* `to` is 8-byte aligned. */
+void smp_record_write(void *to, smp_record_kind kind, const void *bytes, size_t nbytes,
+                      smp_block *const *blocks, size_t nblocks, const smp_segment *own);
+
+/* Makes a message of the record at `from`, which its writer (`source`, owner of the
+ * segment `theirs`) may still be changing: every byte is read once.  Blocks that come
+ * separately are NULL, *missing of them.  A spilled record's message has one block,
+ * the record.  SMP_ERR_MALFORMED, SMP_ERR_NO_MEMORY. */
+smp_status smp_record_read(const void *from, size_t n, int source, smp_segment *theirs,
+                           smp_message **out, smp_record_kind *kind, size_t *missing);
+
+#endif

@@ -1,0 +1,80 @@
+/* The socket between two ranks of one host: blocks that did not fit into the pool, and
+ * the goodbye.
+ *
+ *   frame = kind, bytes; then `bytes` of a block
+ *
+ * Ownership  put() takes a block; get() gives one.
+ * Threads    put, say_goodbye: any.  get, arrived: the receiving thread.  The rest:
+ *            the progress thread, before and after which init and fini run.
+ */
+#ifndef SMP_COMM_TRANSPORT_SHM_STREAM_H
+#define SMP_COMM_TRANSPORT_SHM_STREAM_H
+
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "comm/memory/block.h"
+#include "common/lock.h"
+#include "common/status.h"
+
+typedef struct {
+    uint32_t kind; /* SMP_FRAME_* */
+    uint32_t zero;
+    uint64_t bytes;
+} smp_frame;
+
+enum { SMP_FRAME_BLOCK = 0x424cu, SMP_FRAME_GOODBYE = 0x4259u };
+
+/* What one read or write of a stream came to. */
+typedef enum {
+    SMP_STREAM_IDLE,    /* nothing more to read or write now */
+    SMP_STREAM_MORE,    /* stopped at the limit of one call */
+    SMP_STREAM_BLOCKED, /* writing waits for the other side */
+    SMP_STREAM_GOODBYE, /* the other side ended in order */
+    SMP_STREAM_HUNG_UP, /* the other side is gone without a goodbye */
+    SMP_STREAM_BROKEN,  /* it sent what no rank sends */
+    SMP_STREAM_NO_MEMORY,
+} smp_stream_event;
+
+typedef struct {
+    int fd; /* owned */
+
+    smp_frame  in_frame; /* progress thread only, like all in_ */
+    size_t     in_have;  /* bytes read, of the frame or else of the block */
+    smp_block *in_block; /* owned: being filled */
+
+    smp_frame out_frame; /* progress thread only, like all out_ */
+    size_t    out_sent;  /* of frame and block together */
+    uint64_t  out_total; /* bytes written since init */
+    bool      out_ended; /* the goodbye is sent, or cannot be */
+
+    _Atomic size_t arrived; /* blocks in `in` */
+    smp_lock       in_lock; /* guards in */
+    smp_block_list in;
+
+    smp_lock       out_lock; /* guards out, goodbye */
+    smp_block_list out;
+    bool           goodbye; /* to be said once out is empty */
+} smp_stream;
+
+/* Takes fd, which does not block. */
+void smp_stream_init(smp_stream *stream, int fd);
+void smp_stream_fini(smp_stream *stream);
+
+/* Queues a block; the caller wakes the progress thread. */
+void smp_stream_put(smp_stream *stream, smp_block *block);
+void smp_stream_say_goodbye(smp_stream *stream);
+
+/* How many blocks have arrived, and the oldest (NULL: none). */
+size_t     smp_stream_arrived(const smp_stream *stream);
+smp_block *smp_stream_get(smp_stream *stream);
+
+/* Reads what is there, up to a limit.  *blocks: how many more have arrived. */
+smp_stream_event smp_stream_read(smp_stream *stream, size_t *blocks);
+
+/* Writes what is queued, up to a limit: IDLE, MORE, BLOCKED or HUNG_UP. */
+smp_stream_event smp_stream_write(smp_stream *stream);
+
+#endif

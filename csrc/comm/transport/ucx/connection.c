@@ -1,0 +1,543 @@
+/* Workers, lifelines and hellos. */
+#define _GNU_SOURCE
+#include "comm/transport/ucx/connection.h"
+
+#include <poll.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/epoll.h>
+#include <sys/random.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include "comm/transport/connecting/lifeline.h"
+#include "comm/transport/ucx/am.h"
+#include "comm/transport/ucx/devices.h"
+#include "comm/transport/ucx/introduction.h"
+#include "comm/transport/ucx/transfer.h"
+#include "common/clock.h"
+#include "common/fork.h"
+
+/* How long the end lets UCX close its connections. */
+#define CLOSE_NS (1 * SMP_NS_PER_S)
+
+/* The transports between two ranks that are looked at. */
+#define ENTRIES 16
+
+/* --------------------------------------------------------------------------- peers */
+
+static void
+on_closed(void *request, ucs_code code, void *arg)
+{
+    smp_ucx_peer *p = arg;
+
+    (void)code;
+    p->self->ucp->ucp_request_free(request);
+    p->closing = false;
+}
+
+static void
+lifeline_ready(void *arg, uint32_t events)
+{
+    smp_ucx_peer *p = arg;
+    char          what;
+
+    (void)events;
+    switch (smp_lifeline_hear(p->fd, &what)) {
+    case SMP_LIFELINE_QUIET:
+        break;
+    case SMP_LIFELINE_SAID:
+        p->arrived = p->arrived || what == SMP_UCX_ARRIVED;
+        break;
+    case SMP_LIFELINE_HUNG_UP:
+        p->ended = true;
+        p->self->news = true;
+        break;
+    }
+}
+
+static void
+on_fault(void *arg, ucp_ep *ep, ucs_code code)
+{
+    (void)ep;
+    (void)code;
+    smp_ucx_blame(arg, SMP_ERR_PEER_LOST);
+}
+
+/* Takes the descriptor, whatever it returns. */
+static smp_status
+peer_create(smp_ucx *self, int rank, int fd, smp_ucx_peer **out)
+{
+    smp_status    status = SMP_ERR_NO_MEMORY;
+    smp_ucx_peer *p = calloc(1, sizeof(*p));
+
+    if (p == NULL) {
+        close(fd);
+        return SMP_ERR_NO_MEMORY;
+    }
+    *p = (smp_ucx_peer){
+        .self = self, .rank = rank, .fd = fd, .watch = {lifeline_ready, p}};
+    smp_ucx_arrivals_init(&p->arrivals, self->host, rank);
+    if (smp_fork_close_in_child(fd) != SMP_OK) {
+        goto err_destroy;
+    }
+    status = SMP_ERR_SYSTEM;
+    if (!smp_lifeline_watch_over(fd) ||
+        getrandom(&p->our_pass, sizeof(p->our_pass), 0) != sizeof(p->our_pass)) {
+        goto err_destroy;
+    }
+    *out = p;
+    return SMP_OK;
+
+err_destroy:
+    smp_ucx_peer_destroy(p);
+    return status;
+}
+
+/* Gives a peer up before it was reached. */
+static void
+drop_peer(smp_ucx_peer *p)
+{
+    p->gone = true;
+    smp_ucx_close_connection(p);
+    shutdown(p->fd, SHUT_RDWR);
+}
+
+/* ----------------------------------------------------------------------- the worker */
+
+/* UCX's threads are no place for the process's signals. */
+static ucs_code
+init_library(smp_ucx *self, const ucp_config *config)
+{
+    const ucp_params        params = {.field_mask = SMP_UCP_PARAM_FIELD_FEATURES |
+                                                    SMP_UCP_PARAM_FIELD_ESTIMATED_NUM_EPS,
+                                      .features = SMP_UCP_FEATURE_AM | SMP_UCP_FEATURE_WAKEUP,
+                                      .estimated_num_eps = (size_t)self->host->size};
+    const ucp_worker_params worker = {.field_mask =
+                                          SMP_UCP_WORKER_PARAM_FIELD_THREAD_MODE,
+                                      .thread_mode = SMP_UCS_THREAD_MODE_SERIALIZED};
+    sigset_t                all;
+    sigset_t                before;
+    ucs_code                code;
+
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    code = self->ucp->ucp_init_version(SMP_UCP_MAJOR, SMP_UCP_MINOR, &params, config,
+                                       &self->context);
+    if (code != SMP_UCS_OK) {
+        self->context = NULL;
+    } else {
+        code = self->ucp->ucp_worker_create(self->context, &worker, &self->worker);
+        if (code != SMP_UCS_OK) {
+            self->worker = NULL;
+        }
+    }
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    return code;
+}
+
+/* What the user's UCX_... variables do not say.  Shared memory is not UCX's business
+ * here, and it would take its buffers out of the few segments that System V has. */
+static ucs_code
+configure(const smp_ucx *self, ucp_config *config, const char *devices)
+{
+    ucs_code code = SMP_UCS_OK;
+
+    if (self->only || getenv("UCX_NET_DEVICES") == NULL) {
+        code = self->ucp->ucp_config_modify(config, "NET_DEVICES", devices);
+    }
+    if (code == SMP_UCS_OK && getenv("UCX_TLS") == NULL) {
+        code = self->ucp->ucp_config_modify(config, "TLS", "^shm");
+    }
+    return code;
+}
+
+/* A worker on the devices that belong to `address`. */
+static smp_status
+open_worker(smp_ucx *self, const smp_tcp_address *address)
+{
+    const ucp_am_handler_param handler = {
+        .field_mask =
+            SMP_UCP_AM_HANDLER_PARAM_FIELD_ID | SMP_UCP_AM_HANDLER_PARAM_FIELD_FLAGS |
+            SMP_UCP_AM_HANDLER_PARAM_FIELD_CB | SMP_UCP_AM_HANDLER_PARAM_FIELD_ARG,
+        .id = SMP_UCX_AM_ID,
+        .flags = SMP_UCP_AM_FLAG_WHOLE_MSG,
+        .cb = smp_ucx_on_message,
+        .arg = self};
+    char        devices[SMP_UCX_DEVICES_BYTES];
+    ucp_config *config;
+    smp_status  status = smp_ucx_devices(address, self->only, devices);
+    ucs_code    code;
+
+    if (status != SMP_OK) {
+        return status;
+    }
+    if (self->ucp->ucp_config_read(NULL, NULL, &config) != SMP_UCS_OK) {
+        return SMP_ERR_SYSTEM;
+    }
+    code = configure(self, config, devices);
+    if (code == SMP_UCS_OK) {
+        code = init_library(self, config);
+    }
+    self->ucp->ucp_config_release(config);
+    if (code != SMP_UCS_OK ||
+        self->ucp->ucp_worker_set_am_recv_handler(self->worker, &handler) !=
+            SMP_UCS_OK ||
+        self->ucp->ucp_worker_get_efd(self->worker, &self->efd) != SMP_UCS_OK) {
+        return SMP_ERR_SYSTEM;
+    }
+    return SMP_OK;
+}
+
+/* ---------------------------------------------------------------------- the meeting */
+
+/* Tells each peer where our worker is and how to speak to it. */
+static smp_status
+introduce(smp_ucx *self)
+{
+    ucp_worker_attr attr = {.field_mask = SMP_UCP_WORKER_ATTR_FIELD_ADDRESS |
+                                          SMP_UCP_WORKER_ATTR_FIELD_ADDRESS_FLAGS,
+                            .address_flags = SMP_UCP_WORKER_ADDRESS_FLAG_NET_ONLY};
+
+    if (self->ucp->ucp_worker_query(self->worker, &attr) != SMP_UCS_OK) {
+        return SMP_ERR_SYSTEM;
+    }
+    for (int r = 0; r < self->host->size; r++) {
+        smp_ucx_peer *p = self->peers[r];
+
+        if (p != NULL && (attr.address_length > SMP_UCX_ADDRESS_BYTES ||
+                          !smp_ucx_introduce(p->fd, p->our_pass, attr.address,
+                                             attr.address_length))) {
+            drop_peer(p);
+        }
+    }
+    self->ucp->ucp_worker_release_address(self->worker, attr.address);
+    return SMP_OK;
+}
+
+/* Hears where a peer's worker is and says hello to it.  SMP_ERR_INTERRUPTED; after any
+ * other error it is not to be reached. */
+static smp_status
+call_peer(smp_ucx *self, smp_ucx_peer *p, const smp_deadline *deadline)
+{
+    ucp_ep_params params = {.field_mask = SMP_UCP_EP_PARAM_FIELD_REMOTE_ADDRESS |
+                                          SMP_UCP_EP_PARAM_FIELD_ERR_HANDLING_MODE |
+                                          SMP_UCP_EP_PARAM_FIELD_ERR_HANDLER,
+                            .err_mode = SMP_UCP_ERR_HANDLING_MODE_PEER,
+                            .err_handler = {on_fault, p}};
+    void         *address;
+    ucs_code      code;
+    smp_status    status =
+        smp_ucx_be_introduced(p->fd, deadline, &p->their_pass, &address);
+
+    if (status != SMP_OK) {
+        return status;
+    }
+    params.address = address;
+    code = self->ucp->ucp_ep_create(self->worker, &params, &p->ep);
+    free(address);
+    if (code != SMP_UCS_OK) {
+        p->ep = NULL;
+        return SMP_ERR_SYSTEM;
+    }
+    return smp_ucx_say_hello(p) ? SMP_OK : SMP_ERR_SYSTEM;
+}
+
+/* Whether UCX reaches it by something else than the kernel's TCP. */
+static bool
+is_fast(const smp_ucx_peer *p)
+{
+    ucp_transport_entry entries[ENTRIES] = {{0}};
+    ucp_ep_attr         attr = {.field_mask = SMP_UCP_EP_ATTR_FIELD_TRANSPORTS,
+                                .transports = {.entries = entries,
+                                               .num_entries = ENTRIES,
+                                               .entry_size = sizeof(entries[0])}};
+
+    if (p->self->ucp->ucp_ep_query(p->ep, &attr) != SMP_UCS_OK) {
+        return false;
+    }
+    for (unsigned i = 0; i < attr.transports.num_entries && i < ENTRIES; i++) {
+        const char *name = entries[i].transport_name;
+
+        if (name != NULL && strcmp(name, "tcp") != 0) {
+            return true;
+        }
+    }
+    return false;
+}
+
+/* Sees how far the meeting with a peer is. */
+static void
+attend(const smp_ucx *self, smp_ucx_peer *p)
+{
+    char what;
+
+    if (p->fault != SMP_OK) {
+        drop_peer(p);
+        return;
+    }
+    if (p->heard && !p->told) {
+        p->told = true;
+        if ((!self->named && !is_fast(p)) || !smp_lifeline_say(p->fd, SMP_UCX_AGREED)) {
+            drop_peer(p);
+            return;
+        }
+    }
+    if (!p->agreed) {
+        switch (smp_lifeline_hear(p->fd, &what)) {
+        case SMP_LIFELINE_QUIET:
+            break;
+        case SMP_LIFELINE_SAID:
+            p->agreed = what == SMP_UCX_AGREED;
+            break;
+        case SMP_LIFELINE_HUNG_UP:
+            drop_peer(p);
+            return;
+        }
+    }
+    p->met = p->told && p->agreed;
+}
+
+/* Sleeps until something happens at UCX or at a lifeline of those not yet met. */
+static void
+sleep_until_news(const smp_ucx *self, struct pollfd *polled,
+                 const smp_deadline *deadline)
+{
+    nfds_t n = 0;
+
+    polled[n++] = (struct pollfd){.fd = self->efd, .events = POLLIN};
+    for (int r = 0; r < self->host->size; r++) {
+        const smp_ucx_peer *p = self->peers[r];
+
+        if (p != NULL && !p->gone && !p->agreed) {
+            polled[n++] = (struct pollfd){.fd = p->fd, .events = POLLIN};
+        }
+    }
+    poll(polled, n, smp_deadline_ms(deadline, SMP_NEVER));
+}
+
+/* Until each peer is met or dropped, or the time is over.  SMP_ERR_INTERRUPTED,
+ * SMP_ERR_NO_MEMORY. */
+static smp_status
+attend_all(smp_ucx *self, const smp_deadline *deadline)
+{
+    struct pollfd *polled = calloc((size_t)self->host->size + 1, sizeof(*polled));
+    bool           pending = true;
+    smp_status     status = SMP_OK;
+
+    if (polled == NULL) {
+        return SMP_ERR_NO_MEMORY;
+    }
+    while (pending && status == SMP_OK) {
+        while (self->ucp->ucp_worker_progress(self->worker) != 0) {
+        }
+        pending = false;
+        for (int r = 0; r < self->host->size; r++) {
+            smp_ucx_peer *p = self->peers[r];
+
+            if (p != NULL && !p->gone && !p->met) {
+                attend(self, p);
+                pending = pending || (!p->gone && !p->met);
+            }
+        }
+        if (pending && self->ucp->ucp_worker_arm(self->worker) == SMP_UCS_OK) {
+            sleep_until_news(self, polled, deadline);
+        }
+        if (pending) {
+            status = smp_deadline_left(deadline, smp_clock_ns());
+        }
+    }
+    free(polled);
+    return status == SMP_ERR_TIMED_OUT ? SMP_OK : status;
+}
+
+/* Watches what was met, drops what was not. */
+static smp_status
+settle(smp_ucx *self, bool *reached, int *failed)
+{
+    const smp_host *host = self->host;
+
+    for (int r = 0; r < host->size; r++) {
+        smp_ucx_peer *p = self->peers[r];
+
+        if (p != NULL && !p->gone && !p->met) {
+            drop_peer(p);
+        }
+        if (p == NULL || p->gone) {
+            continue;
+        }
+        if (host->watch(host->comm, p->fd, EPOLLIN, &p->watch) != SMP_OK) {
+            *failed = r;
+            return SMP_ERR_SYSTEM;
+        }
+        reached[r] = true;
+        self->npeers++;
+    }
+    self->news = true; /* something may have happened to those that were met early */
+    return self->npeers == 0
+               ? SMP_OK
+               : host->watch(host->comm, self->efd, EPOLLIN, &self->watch);
+}
+
+/* A peer for each lifeline, which it takes. */
+static smp_status
+take_lifelines(smp_ucx *self, const int *fds, const bool *met, int *failed)
+{
+    smp_status status = SMP_OK;
+
+    for (int r = 0; r < self->host->size; r++) {
+        smp_status its =
+            met[r] ? peer_create(self, r, fds[r], &self->peers[r]) : SMP_OK;
+
+        if (its != SMP_OK && status == SMP_OK) {
+            *failed = r;
+            status = its;
+        }
+    }
+    return status;
+}
+
+/* UCX between us and those at the other end of the lifelines.  Where it does not work
+ * nobody is reached, and the others hear at once that we hung up. */
+static smp_status
+meet_over_ucx(smp_ucx *self, const smp_tcp_address *own, const smp_deadline *deadline)
+{
+    if (open_worker(self, own) != SMP_OK || introduce(self) != SMP_OK) {
+        return SMP_OK;
+    }
+    for (int r = 0; r < self->host->size; r++) {
+        smp_ucx_peer *p = self->peers[r];
+
+        if (p != NULL && !p->gone) {
+            smp_status status = call_peer(self, p, deadline);
+
+            if (status == SMP_ERR_INTERRUPTED) {
+                return status;
+            }
+            if (status != SMP_OK) {
+                drop_peer(p);
+            }
+        }
+    }
+    return attend_all(self, deadline);
+}
+
+/* --------------------------------------------------------------------------- public */
+
+smp_status
+smp_ucx_connect(void *arg, const void *const *cards, const size_t *card_bytes,
+                const bool *wanted, const smp_deadline *deadline, bool *reached,
+                int *failed)
+{
+    smp_ucx        *self = arg;
+    const smp_host *host = self->host;
+    size_t          size = (size_t)host->size;
+    smp_tcp_self    me = {.rank = host->rank, .size = host->size, .job = self->secret};
+    smp_tcp_cards   others;
+    smp_tcp_address own;
+    smp_deadline    half = smp_deadline_half(deadline);
+    int            *fds = calloc(size, sizeof(*fds));
+    bool           *met = calloc(size, sizeof(*met));
+    smp_status      status = SMP_ERR_NO_MEMORY;
+
+    if (fds == NULL || met == NULL) {
+        goto out;
+    }
+    status = smp_tcp_cards_read(host->size, cards, card_bytes, &others, failed);
+    if (status != SMP_OK) {
+        goto out;
+    }
+    if (smp_tcp_own_address(&self->door, &me, others.readable, &own)) {
+        status =
+            smp_tcp_meet(&self->door, &me, others.readable, wanted, &half, fds, met);
+    }
+    smp_tcp_cards_free(&others);
+    if (status == SMP_OK) {
+        status = take_lifelines(self, fds, met, failed);
+    } else {
+        for (int r = 0; r < host->size; r++) {
+            if (met[r]) {
+                close(fds[r]);
+            }
+        }
+    }
+    for (int r = 0; r < host->size && status == SMP_OK; r++) {
+        if (self->peers[r] != NULL) {
+            half =
+                smp_deadline_half(deadline); /* of what is left, for those who came */
+            status = meet_over_ucx(self, &own, &half);
+            break;
+        }
+    }
+    if (status == SMP_OK) {
+        status = settle(self, reached, failed);
+    }
+
+out:
+    free(fds);
+    free(met);
+    return status;
+}
+
+void
+smp_ucx_close_connection(smp_ucx_peer *p)
+{
+    ucp_request_param how = {.op_attr_mask = SMP_UCP_OP_ATTR_FIELD_FLAGS |
+                                             SMP_UCP_OP_ATTR_FIELD_CALLBACK |
+                                             SMP_UCP_OP_ATTR_FIELD_USER_DATA,
+                             .flags = SMP_UCP_EP_CLOSE_FLAG_FORCE,
+                             .cb.send = on_closed,
+                             .user_data = p};
+    ucs_code_ptr      closing;
+
+    if (p->ep == NULL) {
+        return;
+    }
+    closing = p->self->ucp->ucp_ep_close_nbx(p->ep, &how);
+    p->ep = NULL;
+    p->closing = closing != NULL && !smp_ucs_is_error(closing);
+}
+
+void
+smp_ucx_peer_destroy(smp_ucx_peer *p)
+{
+    if (p == NULL) {
+        return;
+    }
+    smp_ucx_arrivals_fini(&p->arrivals);
+    smp_fork_forget_fd(p->fd);
+    close(p->fd);
+    free(p);
+}
+
+void
+smp_ucx_close_worker(smp_ucx *self)
+{
+    int64_t until = smp_clock_ns() + CLOSE_NS;
+    bool    closing = true;
+
+    /* After a loss UCX 1.22 may run into a connection of TCP that it has freed, when it
+     * moves while others are being closed too: what it has not finished ends with it.
+     */
+    for (int r = 0; r < self->host->size; r++) {
+        const smp_ucx_peer *p = self->peers[r];
+
+        closing = closing && (p == NULL || !p->met || !p->gone || p->goodbye_came);
+    }
+    for (int r = 0; r < self->host->size && closing; r++) {
+        if (self->peers[r] != NULL) {
+            self->peers[r]->gone = true;
+            smp_ucx_close_connection(self->peers[r]);
+        }
+    }
+    while (closing && smp_clock_ns() < until) {
+        self->ucp->ucp_worker_progress(self->worker);
+        closing = self->sending != NULL || self->fetching != NULL;
+        for (int r = 0; r < self->host->size; r++) {
+            closing = closing || (self->peers[r] != NULL && self->peers[r]->closing);
+        }
+    }
+    self->ucp->ucp_worker_destroy(self->worker);
+}

@@ -1,0 +1,532 @@
+/* Parts of messages under way, and UCX's reports of them. */
+#include "comm/transport/ucx/transfer.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "comm/transport/body.h"
+#include "comm/transport/ucx/am.h"
+#include "common/jitter.h"
+
+/* A message on its way out. */
+struct smp_ucx_outgoing {
+    smp_ucx_outgoing *next; /* in the queue, then among those under way */
+    smp_ucx_outgoing *previous;
+    smp_ucx_peer     *to;      /* borrowed */
+    size_t            pending; /* active messages under way */
+    smp_ucx_am       *heads;   /* owned: [1 + nblocks] */
+    uint8_t          *body;    /* owned */
+    size_t            body_bytes;
+    smp_block       **blocks; /* owned: those not in the body */
+    size_t            nblocks;
+};
+
+/* Bytes that UCX is fetching. */
+struct smp_ucx_incoming {
+    smp_ucx_incoming *next;
+    smp_ucx_incoming *previous;
+    smp_ucx_peer     *from; /* borrowed */
+    smp_ucx_am        head;
+    smp_block        *block; /* owned: where they go, or ... */
+    uint8_t          *body;  /* ... owned */
+    size_t            body_bytes;
+};
+
+static void
+outgoing_free(const smp_host *host, smp_ucx_outgoing *o)
+{
+    for (size_t i = 0; i < o->nblocks; i++) {
+        host->block_release(o->blocks[i]);
+    }
+    free(o->blocks);
+    free(o->body);
+    free(o->heads);
+    free(o);
+}
+
+static void
+outgoing_link(smp_ucx *self, smp_ucx_outgoing *o)
+{
+    o->previous = NULL;
+    o->next = self->sending;
+    if (o->next != NULL) {
+        o->next->previous = o;
+    }
+    self->sending = o;
+}
+
+static void
+outgoing_unlink(smp_ucx *self, smp_ucx_outgoing *o)
+{
+    if (o->previous != NULL) {
+        o->previous->next = o->next;
+    } else {
+        self->sending = o->next;
+    }
+    if (o->next != NULL) {
+        o->next->previous = o->previous;
+    }
+}
+
+static void
+free_outgoing(const smp_host *host, smp_ucx_outgoing *first)
+{
+    while (first != NULL) {
+        smp_ucx_outgoing *o = first;
+
+        first = o->next;
+        outgoing_free(host, o);
+    }
+}
+
+static void
+incoming_free(const smp_host *host, smp_ucx_incoming *i)
+{
+    if (i->block != NULL) {
+        host->block_release(i->block);
+    }
+    free(i->body);
+    free(i);
+}
+
+static void
+incoming_link(smp_ucx *self, smp_ucx_incoming *i)
+{
+    i->previous = NULL;
+    i->next = self->fetching;
+    if (i->next != NULL) {
+        i->next->previous = i;
+    }
+    self->fetching = i;
+}
+
+static void
+incoming_unlink(smp_ucx *self, smp_ucx_incoming *i)
+{
+    if (i->previous != NULL) {
+        i->previous->next = i->next;
+    } else {
+        self->fetching = i->next;
+    }
+    if (i->next != NULL) {
+        i->next->previous = i->previous;
+    }
+}
+
+/* ---------------------------------------------------------------------- receiving */
+
+/* Gives out what is complete. */
+static void
+give_out(smp_ucx_peer *p)
+{
+    const smp_host *host = p->self->host;
+    smp_message    *message;
+    smp_ucx_next    next;
+
+    while ((next = smp_ucx_arrivals_next(&p->arrivals, &message)) == SMP_UCX_MESSAGE) {
+        smp_jitter();
+        host->deliver(host->comm, message);
+    }
+    if (next == SMP_UCX_GOODBYE) {
+        p->goodbye_came = true;
+        p->self->news = true;
+    }
+}
+
+/* The bytes of a head or a block are there; takes the block. */
+static void
+take_in(smp_ucx_peer *p, const smp_ucx_am *head, const void *body, size_t n,
+        smp_block *block)
+{
+    smp_status status;
+
+    if (head->kind == SMP_UCX_AM_HEAD) {
+        status = smp_ucx_arrivals_head(&p->arrivals, head->number, body, n, head->first,
+                                       head->second);
+    } else {
+        status = smp_ucx_arrivals_block(&p->arrivals, head->number, head->first, block);
+    }
+    if (status != SMP_OK) {
+        smp_ucx_blame(p, status);
+    } else {
+        give_out(p);
+    }
+}
+
+/* Ends an incoming: all is there, or an error. */
+static void
+fetched(smp_ucx_incoming *i, ucs_code code)
+{
+    smp_ucx_peer *p = i->from;
+
+    smp_jitter();
+    incoming_unlink(p->self, i);
+    if (code != SMP_UCS_OK) {
+        smp_ucx_blame(p, SMP_ERR_PEER_LOST);
+    } else if (!p->gone) {
+        smp_block *block = i->block;
+
+        i->block = NULL;
+        take_in(p, &i->head, i->body, i->body_bytes, block);
+    }
+    incoming_free(p->self->host, i);
+}
+
+static void
+on_fetched(void *request, ucs_code code, size_t length, void *arg)
+{
+    smp_ucx_incoming *i = arg;
+
+    (void)length;
+    i->from->self->ucp->ucp_request_free(request);
+    fetched(i, code);
+}
+
+/* Memory for n bytes of a head or a block. */
+static smp_ucx_incoming *
+new_incoming(smp_ucx_peer *p, const smp_ucx_am *head, size_t n)
+{
+    const smp_host   *host = p->self->host;
+    smp_ucx_incoming *i = calloc(1, sizeof(*i));
+
+    if (i == NULL) {
+        return NULL;
+    }
+    i->from = p;
+    i->head = *head;
+    if (head->kind == SMP_UCX_AM_BLOCK) {
+        if (host->block(host->comm, n, &i->block) != SMP_OK) {
+            free(i);
+            return NULL;
+        }
+        return i;
+    }
+    i->body = malloc(n + 1);
+    i->body_bytes = n;
+    if (i->body == NULL) {
+        free(i);
+        return NULL;
+    }
+    return i;
+}
+
+/* Lets UCX fetch what it has announced. */
+static void
+fetch(smp_ucx_peer *p, const smp_ucx_am *head, void *announced, size_t n)
+{
+    smp_ucx          *self = p->self;
+    smp_ucx_incoming *i = new_incoming(p, head, n);
+    ucp_request_param how = {.op_attr_mask = SMP_UCP_OP_ATTR_FIELD_CALLBACK |
+                                             SMP_UCP_OP_ATTR_FIELD_USER_DATA |
+                                             SMP_UCP_OP_ATTR_FIELD_MEMORY_TYPE,
+                             .cb.recv_am = on_fetched,
+                             .user_data = i,
+                             .memory_type = SMP_UCS_MEMORY_TYPE_HOST};
+    ucs_code_ptr      started;
+
+    if (i == NULL) {
+        smp_ucx_blame(p, SMP_ERR_NO_MEMORY);
+        return;
+    }
+    incoming_link(self, i);
+    started = self->ucp->ucp_am_recv_data_nbx(
+        self->worker, announced,
+        i->block != NULL ? self->host->block_data(i->block) : i->body, n, &how);
+    if (started == NULL) {
+        fetched(i, SMP_UCS_OK);
+    } else if (smp_ucs_is_error(started)) {
+        fetched(i, SMP_UCS_ERR_LAST);
+    }
+}
+
+/* A head or a block that came with the active message itself. */
+static void
+copy_in(smp_ucx_peer *p, const smp_ucx_am *head, const void *data, size_t n)
+{
+    const smp_host *host = p->self->host;
+    smp_block      *block = NULL;
+
+    if (head->kind == SMP_UCX_AM_BLOCK) {
+        if (host->block(host->comm, n, &block) != SMP_OK) {
+            smp_ucx_blame(p, SMP_ERR_NO_MEMORY);
+            return;
+        }
+        if (n != 0) {
+            memcpy(host->block_data(block), data, n);
+        }
+    }
+    take_in(p, head, data, n, block);
+}
+
+/* Who may say this; NULL: nobody. */
+static smp_ucx_peer *
+sender_of(const smp_ucx *self, const smp_ucx_am *head)
+{
+    smp_ucx_peer *p;
+
+    if (head->from < 0 || head->from >= self->host->size) {
+        return NULL;
+    }
+    p = self->peers[head->from];
+    return p != NULL && head->pass == p->our_pass ? p : NULL;
+}
+
+/* ------------------------------------------------------------------------ sending */
+
+static void
+part_sent(smp_ucx_outgoing *o, bool failed)
+{
+    smp_ucx *self = o->to->self;
+
+    if (failed) {
+        smp_ucx_blame(o->to, SMP_ERR_PEER_LOST);
+    }
+    o->pending--;
+    if (o->pending == 0) {
+        outgoing_unlink(self, o);
+        outgoing_free(self->host, o);
+    }
+}
+
+static void
+on_sent(void *request, ucs_code code, void *arg)
+{
+    smp_ucx_outgoing *o = arg;
+
+    smp_jitter();
+    o->to->self->ucp->ucp_request_free(request);
+    part_sent(o, code != SMP_UCS_OK);
+}
+
+static void
+send_part(smp_ucx_outgoing *o, const smp_ucx_am *head, const void *data, size_t n,
+          uint32_t flags)
+{
+    const smp_ucx_peer *p = o->to;
+    ucp_request_param   how = {
+          .op_attr_mask = SMP_UCP_OP_ATTR_FIELD_CALLBACK |
+                          SMP_UCP_OP_ATTR_FIELD_USER_DATA | SMP_UCP_OP_ATTR_FIELD_FLAGS |
+                          SMP_UCP_OP_ATTR_FIELD_MEMORY_TYPE,
+          .flags = flags,
+          .cb.send = on_sent,
+          .user_data = o,
+          .memory_type = SMP_UCS_MEMORY_TYPE_HOST,
+    };
+    ucs_code_ptr started;
+
+    o->pending++;
+    started = p->self->ucp->ucp_am_send_nbx(p->ep, SMP_UCX_AM_ID, head, sizeof(*head),
+                                            data, n, &how);
+    if (started == NULL || smp_ucs_is_error(started)) {
+        part_sent(o, started != NULL);
+    }
+}
+
+/* A message with a body of n bytes, which is not filled, and room for nblocks. */
+static smp_ucx_outgoing *
+new_outgoing(smp_ucx_peer *to, smp_ucx_am_kind kind, size_t n, size_t nblocks)
+{
+    smp_ucx_outgoing *o = calloc(1, sizeof(*o));
+
+    if (o == NULL) {
+        return NULL;
+    }
+    o->to = to;
+    o->heads = calloc(nblocks + 1, sizeof(smp_ucx_am));
+    o->blocks = calloc(nblocks + 1, sizeof(smp_block *));
+    o->body = malloc(n + 1);
+    o->body_bytes = n;
+    if (o->heads == NULL || o->blocks == NULL || o->body == NULL) {
+        free(o->heads);
+        free(o->blocks);
+        free(o->body);
+        free(o);
+        return NULL;
+    }
+    o->heads[0].kind = (uint32_t)kind;
+    return o;
+}
+
+static void
+enqueue(smp_ucx *self, smp_ucx_outgoing *o)
+{
+    smp_jitter();
+    o->next = NULL;
+    smp_lock_acquire(&self->lock);
+    if (self->queue == NULL) {
+        self->queue = o;
+    } else {
+        self->queue_last->next = o;
+    }
+    self->queue_last = o;
+    atomic_fetch_add(&self->queued, 1);
+    smp_lock_release(&self->lock);
+    smp_jitter();
+    if (!atomic_load(&self->awake)) {
+        self->host->kick(self->host->comm);
+    }
+}
+
+/* ------------------------------------------------------------------------- public */
+
+void
+smp_ucx_blame(smp_ucx_peer *p, smp_status why)
+{
+    if (p->fault == SMP_OK) {
+        p->fault = why;
+    }
+    p->self->news = true;
+}
+
+ucs_code
+smp_ucx_on_message(void *arg, const void *header, size_t header_bytes, void *data,
+                   size_t n, const ucp_am_recv_param *param)
+{
+    smp_ucx      *self = arg;
+    smp_ucx_am    head;
+    smp_ucx_peer *p;
+
+    if (header_bytes != sizeof(head)) {
+        return SMP_UCS_OK;
+    }
+    memcpy(&head, header, sizeof(head));
+    p = sender_of(self, &head);
+    if (p == NULL || p->gone || p->fault != SMP_OK) {
+        return SMP_UCS_OK;
+    }
+    smp_jitter();
+    switch (head.kind) {
+    case SMP_UCX_AM_HELLO:
+        p->heard = true;
+        break;
+    case SMP_UCX_AM_HEAD:
+    case SMP_UCX_AM_BLOCK:
+        if ((param->recv_attr & SMP_UCP_AM_RECV_ATTR_FLAG_RNDV) != 0) {
+            fetch(p, &head, data, n);
+        } else {
+            copy_in(p, &head, data, n);
+        }
+        break;
+    case SMP_UCX_AM_GOODBYE:
+        if (smp_ucx_arrivals_goodbye(&p->arrivals, head.number) != SMP_OK) {
+            smp_ucx_blame(p, SMP_ERR_MALFORMED);
+        } else {
+            give_out(p);
+        }
+        break;
+    default:
+        smp_ucx_blame(p, SMP_ERR_MALFORMED);
+        break;
+    }
+    return SMP_UCS_OK;
+}
+
+bool
+smp_ucx_start_next(smp_ucx *self)
+{
+    smp_ucx_outgoing *o;
+    smp_ucx_peer     *p;
+
+    if (atomic_load(&self->queued) == 0) {
+        return false;
+    }
+    smp_jitter();
+    smp_lock_acquire(&self->lock);
+    o = self->queue;
+    self->queue = o->next;
+    atomic_fetch_sub(&self->queued, 1);
+    smp_lock_release(&self->lock);
+    p = o->to;
+    if (p->gone || p->fault != SMP_OK) {
+        outgoing_free(self->host, o);
+        return true;
+    }
+    outgoing_link(self, o);
+    o->pending = 1; /* it must outlive the sending of all parts */
+    for (size_t i = 0; i <= o->nblocks; i++) {
+        o->heads[i].number = p->sent;
+        o->heads[i].pass = p->their_pass;
+        o->heads[i].from = self->host->rank;
+    }
+    p->sent++;
+    send_part(o, &o->heads[0], o->body, o->body_bytes, 0);
+    for (size_t i = 0; i < o->nblocks; i++) {
+        send_part(o, &o->heads[i + 1], self->host->block_data(o->blocks[i]),
+                  self->host->block_bytes(o->blocks[i]), SMP_UCP_AM_SEND_FLAG_RNDV);
+    }
+    part_sent(o, false);
+    return true;
+}
+
+bool
+smp_ucx_say_hello(smp_ucx_peer *p)
+{
+    smp_ucx_outgoing *o = new_outgoing(p, SMP_UCX_AM_HELLO, 0, 0);
+
+    if (o == NULL) {
+        return false;
+    }
+    o->heads[0].pass = p->their_pass;
+    o->heads[0].from = p->self->host->rank;
+    outgoing_link(p->self, o);
+    o->pending = 1;
+    send_part(o, &o->heads[0], o->body, 0, 0);
+    part_sent(o, false);
+    return true;
+}
+
+bool
+smp_ucx_say_goodbye(smp_ucx_peer *p)
+{
+    smp_ucx_outgoing *o = new_outgoing(p, SMP_UCX_AM_GOODBYE, 0, 0);
+
+    if (o != NULL) {
+        enqueue(p->self, o);
+    }
+    return o != NULL;
+}
+
+smp_status
+smp_ucx_send(void *arg, int dest, const void *bytes, size_t nbytes,
+             smp_block *const *blocks, size_t nblocks)
+{
+    smp_ucx          *self = arg;
+    const smp_host   *host = self->host;
+    smp_ucx_outgoing *o =
+        new_outgoing(self->peers[dest], SMP_UCX_AM_HEAD,
+                     smp_body_bytes(host, nbytes, blocks, nblocks), nblocks);
+
+    if (o == NULL) {
+        for (size_t i = 0; i < nblocks; i++) {
+            host->block_release(blocks[i]);
+        }
+        return SMP_ERR_NO_MEMORY;
+    }
+    o->heads[0].first = nbytes;
+    o->heads[0].second = nblocks;
+    smp_body_write(host, o->body, bytes, nbytes, blocks, nblocks);
+    for (size_t i = 0; i < nblocks; i++) {
+        if (host->block_bytes(blocks[i]) <= SMP_BODY_INLINE) {
+            host->block_release(blocks[i]);
+        } else {
+            o->blocks[o->nblocks++] = blocks[i];
+            o->heads[o->nblocks].kind = SMP_UCX_AM_BLOCK;
+            o->heads[o->nblocks].first = i;
+        }
+    }
+    enqueue(self, o);
+    return SMP_OK;
+}
+
+void
+smp_ucx_transfers_free(smp_ucx *self)
+{
+    free_outgoing(self->host, self->queue);
+    free_outgoing(self->host, self->sending);
+    while (self->fetching != NULL) {
+        smp_ucx_incoming *i = self->fetching;
+
+        self->fetching = i->next;
+        incoming_free(self->host, i);
+    }
+}

@@ -1,0 +1,34 @@
+/* Messages to and from the ranks that are reached over UCX, in their parts.
+ *
+ * Ownership  What is sent belongs to the transport until UCX has done with it; what
+ *            arrives is delivered to the host.
+ * Threads    send: any.  The rest: whichever may call UCX, which is the connecting
+ *            thread, then the progress thread, then the one that destroys.
+ */
+#ifndef SMP_COMM_TRANSPORT_UCX_TRANSFER_H
+#define SMP_COMM_TRANSPORT_UCX_TRANSFER_H
+
+#include "comm/transport/ucx/state.h"
+
+/* As smp_transport's. */
+smp_status smp_ucx_send(void *self, int dest, const void *bytes, size_t nbytes,
+                        smp_block *const *blocks, size_t nblocks);
+
+/* An active message has come.  One without the pass is no rank's: it is dropped. */
+ucs_code smp_ucx_on_message(void *self, const void *header, size_t header_bytes,
+                            void *data, size_t n, const ucp_am_recv_param *param);
+
+/* Something is wrong with a peer: progress() acts on it. */
+void smp_ucx_blame(smp_ucx_peer *p, smp_status why);
+
+/* Gives the oldest queued message to UCX.  False: there is none. */
+bool smp_ucx_start_next(smp_ucx *self);
+
+/* At once; in its turn, after all that is queued.  False: no memory. */
+bool smp_ucx_say_hello(smp_ucx_peer *p);
+bool smp_ucx_say_goodbye(smp_ucx_peer *p);
+
+/* Frees what has not arrived.  UCX's worker is gone. */
+void smp_ucx_transfers_free(smp_ucx *self);
+
+#endif

@@ -1,0 +1,425 @@
+/* smp._core.Group: members meet, do collectives and part. */
+#include "python/collectives/group.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "comm/collective/checks/agreement.h"
+#include "python/collectives/order.h"
+#include "python/process/signals.h"
+
+/* Meets the other members; the GIL is held. */
+static smp_status
+meet(smp_group_object *self, const int *ranks, int64_t timeout_ns, char *why)
+{
+    smp_signal_asker asker;
+    smp_deadline     deadline;
+    smp_group_config config = {.ranks = ranks,
+                               .size = self->size,
+                               .id = self->id,
+                               .name = self->name,
+                               .timeout_ns = timeout_ns,
+                               .why = why};
+    smp_comm_object *object = self->comm;
+    smp_comm        *comm = object->comm;
+    smp_carrier     *carrier = object->carrier;
+    smp_status       status;
+    int              failed;
+
+    object->users++;
+    deadline = smp_signals_begin(&asker, SMP_NEVER); /* the group's time counts */
+    config.gives_up = deadline.gives_up;
+    config.gives_up_arg = deadline.arg;
+    status = smp_group_create(comm, &config, &self->group, &failed);
+    if (status == SMP_OK) {
+        status = smp_queue_create(carrier, self->group, &self->queue);
+    }
+    smp_signals_end(&asker);
+    if (status == SMP_OK && object->comm == NULL) {
+        status = SMP_ERR_CLOSED; /* meanwhile, by another thread */
+    }
+    if (status != SMP_OK) {
+        smp_queue_destroy(self->queue);
+        smp_group_destroy(self->group);
+        self->queue = NULL;
+        self->group = NULL;
+    }
+    object->users--;
+    return status;
+}
+
+/* The group could not be made: `why`, if that says something, and what to do. */
+static void
+raise_failure(const smp_group_object *self, smp_status status, const char *why)
+{
+    char what[96];
+
+    PyOS_snprintf(what, sizeof(what), "group '%s'", self->name);
+    if (why[0] == '\0' || status == SMP_ERR_NO_MEMORY || status == SMP_ERR_INVALID) {
+        (void)smp_comm_raise(self->comm, status, what, NULL);
+    } else {
+        PyErr_Format(self->comm->error, "smp: %s%s [%s]", why,
+                     status == SMP_ERR_TIMED_OUT
+                         ? "; a longer timeout can be given to the group"
+                     : status == SMP_ERR_LIMIT
+                         ? ": give those back that are not used any more, by "
+                           "torch.distributed.destroy_process_group(group)"
+                         : "",
+                     smp_status_name(status));
+    }
+}
+
+/* Group(comm, ranks, id, name, timeout_s) */
+static PyObject *
+group_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    smp_comm_object   *comm;
+    PyObject          *list;
+    unsigned long long id;
+    const char        *name;
+    double             timeout_s;
+    smp_group_object  *self;
+    int               *ranks;
+    smp_status         status = SMP_ERR_NO_MEMORY;
+    char               why[SMP_GROUP_TEXT] = "";
+
+    (void)kwargs;
+    if (!PyArg_ParseTuple(args, "O!O!Ksd", smp_comm_type, &comm, &PyList_Type, &list,
+                          &id, &name, &timeout_s)) {
+        return NULL;
+    }
+    if (smp_comm_check_open(comm) < 0) {
+        return NULL;
+    }
+    if (PyList_GET_SIZE(list) > SMP_GROUP_MEMBERS) {
+        return PyErr_Format(PyExc_ValueError,
+                            "smp: group '%s' has %zd ranks; %d are the most", name,
+                            PyList_GET_SIZE(list), SMP_GROUP_MEMBERS);
+    }
+    self = (smp_group_object *)type->tp_alloc(type, 0);
+    if (self == NULL) {
+        return NULL;
+    }
+    self->comm = (smp_comm_object *)Py_NewRef(comm);
+    strncpy(self->name, name, sizeof(self->name) - 1);
+    self->id = id;
+    self->size = (int)PyList_GET_SIZE(list);
+    ranks = calloc((size_t)self->size + 1, sizeof(*ranks));
+    for (int m = 0; ranks != NULL && m < self->size; m++) {
+        ranks[m] = (int)PyLong_AsLong(PyList_GET_ITEM(list, m));
+    }
+    if (ranks != NULL && PyErr_Occurred() == NULL) {
+        status =
+            meet(self, ranks, timeout_s > 1e9 ? -1 : (int64_t)(timeout_s * 1e9), why);
+    }
+    free(ranks);
+    if (PyErr_Occurred() != NULL || smp_comm_check_open(comm) < 0) {
+        goto err;
+    }
+    if (status != SMP_OK) {
+        raise_failure(self, status, why);
+        goto err;
+    }
+    self->member = smp_group_member(self->group);
+    comm->groups++;
+    return (PyObject *)self;
+
+err:
+    Py_DECREF(self);
+    return NULL;
+}
+
+/* Ends what is under way; the GIL is held. */
+static void
+close_group(smp_group_object *self)
+{
+    smp_group *group = self->group;
+    smp_queue *queue = self->queue;
+    bool       rests;
+
+    if (group == NULL) {
+        return;
+    }
+    self->closing = true; /* devices may still use what orders have */
+    self->group = NULL;
+    self->queue = NULL;
+    self->comm->groups--;
+    self->comm->users++;
+    Py_BEGIN_ALLOW_THREADS;
+    smp_queue_destroy(queue);
+    rests = smp_group_rest(group);
+    smp_group_destroy(group);
+    Py_END_ALLOW_THREADS;
+    self->comm->users--;
+    self->stuck = !rests;
+    self->closing = false;
+    Py_CLEAR(self->meeting);
+    smp_held_clear(&self->held, rests);
+}
+
+static void
+group_dealloc(PyObject *object)
+{
+    smp_group_object *self = (smp_group_object *)object;
+    PyTypeObject     *type = Py_TYPE(object);
+
+    close_group(self);
+    Py_XDECREF(self->comm);
+    type->tp_free(object);
+    Py_DECREF(type);
+}
+
+/* order(operation, ins, outs, reduction, root, factor, counts, out_counts, timeout_s,
+ * sparse=0, assumed=0) -> an order for a call with each of the tensors; the last two as
+ * in smp_call */
+static PyObject *
+group_order(PyObject *object, PyObject *const *args, Py_ssize_t nargs)
+{
+    return (PyObject *)smp_order_make((smp_group_object *)object, args, nargs);
+}
+
+/* run(as order): issues it and waits until it is over */
+static PyObject *
+group_run(PyObject *object, PyObject *const *args, Py_ssize_t nargs)
+{
+    smp_order_object *order = smp_order_make((smp_group_object *)object, args, nargs);
+
+    if (order == NULL || smp_order_run(order) < 0) {
+        return NULL;
+    }
+    Py_RETURN_NONE;
+}
+
+/* gather(ins, outs, timeout_s, waits) -> an order, or, after its end, None */
+static PyObject *
+group_gather(PyObject *object, PyObject *args)
+{
+    PyObject         *ins;
+    PyObject         *outs;
+    double            timeout_s;
+    int               waits;
+    smp_order_object *order;
+
+    if (!PyArg_ParseTuple(args, "OOdp", &ins, &outs, &timeout_s, &waits)) {
+        return NULL;
+    }
+    order =
+        smp_order_make_gather((smp_group_object *)object, ins, outs, timeout_s, NULL);
+    if (order == NULL || !waits) {
+        return (PyObject *)order;
+    }
+    if (smp_order_run(order) < 0) {
+        return NULL;
+    }
+    Py_RETURN_NONE;
+}
+
+/* Waits for the group's meeting.  0, or -1 with an exception. */
+static int
+end_of_meeting(smp_group_object *self, smp_order_object *order)
+{
+    if (smp_order_wait_until(order, SMP_NEVER) < 0) {
+        if (!smp_order_is_over(&order->order) && !self->left) {
+            self->left = true;
+            smp_order_abandon(order);
+        }
+        return -1;
+    }
+    if (self->meeting == (PyObject *)order) {
+        Py_CLEAR(self->meeting);
+    }
+    return smp_order_raise(order);
+}
+
+/* meet_devices(ins, outs, timeout_s, bytes) -> why not, or "" */
+static PyObject *
+group_meet_devices(PyObject *object, PyObject *args)
+{
+    smp_group_object *self = (smp_group_object *)object;
+    PyObject         *ins;
+    PyObject         *outs;
+    double            timeout_s;
+    Py_ssize_t        bytes;
+    const char       *why = "";
+
+    if (!PyArg_ParseTuple(args, "OOdn", &ins, &outs, &timeout_s, &bytes)) {
+        return NULL;
+    }
+    if (self->group != NULL && smp_group_exchange(self->group, &why) == NULL &&
+        why[0] == '\0' && self->meeting == NULL) {
+        smp_order_object *order =
+            smp_order_make_gather(self, ins, outs, timeout_s, &self->offer);
+
+        if (order == NULL) {
+            return NULL;
+        }
+        self->offer.bytes = (size_t)bytes;
+        self->meeting = (PyObject *)order;
+        self->left = false;
+        smp_order_begin(order);
+    }
+    /* A signal may interrupt this wait; who calls again goes on with the same meeting.
+     */
+    if (self->meeting != NULL) {
+        smp_order_object *order = (smp_order_object *)Py_NewRef(self->meeting);
+        int               over = end_of_meeting(self, order);
+
+        Py_DECREF(order);
+        if (over < 0) {
+            return NULL;
+        }
+    }
+    if (smp_group_check_open(self) < 0) {
+        return NULL;
+    }
+    (void)smp_group_exchange(self->group, &why);
+    return PyUnicode_DecodeUTF8(why, (Py_ssize_t)strlen(why), "replace");
+}
+
+/* sequence() -> how many operations have begun */
+static PyObject *
+group_sequence(PyObject *object, PyObject *unused)
+{
+    smp_group_object *self = (smp_group_object *)object;
+
+    (void)unused;
+    return PyLong_FromUnsignedLongLong(
+        self->group == NULL ? 0 : smp_group_sequence(self->group));
+}
+
+/* is_on_one_host() -> whether; once closed: no */
+static PyObject *
+group_is_on_one_host(PyObject *object, PyObject *unused)
+{
+    const smp_group_object *self = (smp_group_object *)object;
+
+    (void)unused;
+    return PyBool_FromLong(self->group != NULL &&
+                           smp_group_is_on_one_host(self->group));
+}
+
+/* use() -> (operations, bytes, messages to other hosts, bytes to other hosts, whether
+ * members read each other's memory, operations between devices, their bytes, why
+ * there are none); zeros once closed */
+static PyObject *
+group_use(PyObject *object, PyObject *unused)
+{
+    smp_group_object *self = (smp_group_object *)object;
+    smp_group_use     use = {0};
+    bool              reads = false;
+    const char       *why = "";
+
+    (void)unused;
+    if (self->group != NULL) {
+        (void)smp_group_exchange(self->group, &why);
+        smp_group_count(self->group, &use);
+        reads = smp_group_reads_memory(self->group);
+    }
+    return Py_BuildValue(
+        "KKKKNKKs", (unsigned long long)use.operations, (unsigned long long)use.bytes,
+        (unsigned long long)use.parcels,
+        (unsigned long long)use.tensor_bytes + (unsigned long long)use.other_bytes,
+        PyBool_FromLong(reads), (unsigned long long)use.device_operations,
+        (unsigned long long)use.device_bytes, why);
+}
+
+/* close(): what is under way is over, with an error */
+static PyObject *
+group_close(PyObject *object, PyObject *unused)
+{
+    (void)unused;
+    close_group((smp_group_object *)object);
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef group_methods[] = {
+    {"order", (PyCFunction)(void (*)(void))group_order, METH_FASTCALL,
+     "order(operation, ins, outs, reduction, root, factor, counts, out_counts, "
+     "timeout_s, sparse=0, assumed=0)\n--\n\n"
+     "An Order of one call for each of the tensors, to be issued."},
+    {"run", (PyCFunction)(void (*)(void))group_run, METH_FASTCALL,
+     "run(operation, ins, outs, reduction, root, factor, counts, out_counts, "
+     "timeout_s, sparse=0, assumed=0)\n--\n\n"
+     "Make such an order and wait until it is over."},
+    {"gather", group_gather, METH_VARARGS,
+     "gather(ins, outs, timeout_s, waits)\n--\n\n"
+     "An Order of one all-gather between devices for each of the tensors, to be "
+     "issued; "
+     "with `waits`, do it."},
+    {"meet_devices", group_meet_devices, METH_VARARGS,
+     "meet_devices(ins, outs, timeout_s, bytes)\n--\n\n"
+     "Before the first gather(), of these tensors: prepare all members' devices.  Why "
+     "not, or ''."},
+    {"is_on_one_host", group_is_on_one_host, METH_NOARGS,
+     "Whether all members share memory."},
+    {"sequence", group_sequence, METH_NOARGS, "How many operations have begun."},
+    {"use", group_use, METH_NOARGS,
+     "-> operations, their bytes, messages and bytes to other hosts, whether members "
+     "read each other's memory, operations between devices, their bytes, why there are "
+     "none."},
+    {"close", group_close, METH_NOARGS, "Leave the group."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyType_Slot group_slots[] = {
+    {Py_tp_new, __extension__(void *) group_new},
+    {Py_tp_dealloc, __extension__(void *) group_dealloc},
+    {Py_tp_methods, group_methods},
+    {Py_tp_doc, "Group(comm, ranks, id, name, timeout_s)\n--\n\n"
+                "Ranks that do collectives together; meets the others."},
+    {0, NULL},
+};
+
+static PyType_Spec group_spec = {
+    .name = "smp._core.Group",
+    .basicsize = sizeof(smp_group_object),
+    .flags = Py_TPFLAGS_DEFAULT,
+    .slots = group_slots,
+};
+
+/* ------------------------------------------------------------------------ the module
+ */
+
+/* name[0 .. n) -> i, as a dict of the module. */
+static int
+add_numbers(PyObject *module, const char *attribute, const char *(*name)(int), int n)
+{
+    PyObject *dict = PyDict_New();
+    int       failed = dict == NULL;
+
+    for (int i = 0; i < n && !failed; i++) {
+        PyObject *number = PyLong_FromLong(i);
+
+        failed = number == NULL || PyDict_SetItemString(dict, name(i), number) < 0;
+        Py_XDECREF(number);
+    }
+    failed = failed || PyModule_AddObjectRef(module, attribute, dict) < 0;
+    Py_XDECREF(dict);
+    return failed ? -1 : 0;
+}
+
+static const char *
+operation_name(int operation)
+{
+    return smp_operation_name((smp_operation)operation);
+}
+
+static const char *
+reduction_name(int reduction)
+{
+    return smp_reduction_name((smp_reduction)reduction);
+}
+
+int
+smp_group_add(PyObject *module)
+{
+    int failed;
+
+    smp_group_type = (PyTypeObject *)PyType_FromSpec(&group_spec);
+    failed = smp_group_type == NULL || PyModule_AddType(module, smp_group_type) < 0 ||
+             smp_order_add(module) < 0 ||
+             add_numbers(module, "operations", operation_name, SMP_OPERATIONS) < 0 ||
+             add_numbers(module, "reductions", reduction_name, SMP_REDUCTIONS) < 0 ||
+             PyModule_AddStringConstant(module, "SIZES_UNLIKE", SMP_SIZES_UNLIKE) < 0;
+    return failed ? -1 : 0;
+}

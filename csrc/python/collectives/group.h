@@ -1,0 +1,18 @@
+/* smp._core.Group: ranks that do collectives of torch's tensors together.
+ *
+ * A Group makes Orders (python/collectives/order.h), which keep their tensors until
+ * they are over.
+ *
+ * Threads  Made, used and given up under the GIL, which is released to wait.
+ */
+#ifndef SMP_PYTHON_COLLECTIVES_GROUP_H
+#define SMP_PYTHON_COLLECTIVES_GROUP_H
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+/* Adds the types, and the numbers of operations and reductions.  0, or -1 with an
+ * exception. */
+int smp_group_add(PyObject *module);
+
+#endif

@@ -1,0 +1,466 @@
+/* smp._core.Order, from its making to the end of what a device does for it. */
+#include "python/collectives/order.h"
+
+#include <stdlib.h>
+
+#include "common/clock.h"
+#include "python/process/signals.h"
+#include "python/values/device.h"
+
+static PyTypeObject *order_type;
+
+/* What the group's devices gather with; NULL: nothing. */
+static smp_exchange *
+exchange_of(const smp_group_object *group)
+{
+    const char *why;
+
+    return group->group == NULL ? NULL : smp_group_exchange(group->group, &why);
+}
+
+/* -1, with an exception. */
+static int
+raise_driver(const smp_group_object *group, const char *why)
+{
+    PyErr_Format(group->comm->error, "smp: group '%s': all-gather on a device: %s",
+                 group->name, why);
+    return -1;
+}
+
+/* Has the order begin where the thread's stream is now.  0, or -1 with an exception. */
+static int
+mark_begin(smp_order_object *self, smp_exchange *exchange)
+{
+    dl_device device = self->gathers.device;
+    char      why[SMP_DRIVER_TEXT];
+
+    if (device.id != smp_exchange_device(exchange)) {
+        PyErr_Format(
+            PyExc_ValueError,
+            "smp: group '%s': all-gathers of this rank have been of device %d, "
+            "this one is of device %d; SMP_COMM_DEVICE_GATHER_BYTES=0 leaves "
+            "them to NCCL",
+            self->group->name, smp_exchange_device(exchange), (int)device.id);
+        return -1;
+    }
+    if (smp_device_stream(device, &self->stream) != 0) {
+        return -1;
+    }
+    self->mark = smp_exchange_mark(exchange, why);
+    if (self->mark == NULL ||
+        !smp_exchange_begin(exchange, self->mark, self->stream, why)) {
+        return raise_driver(self->group, why);
+    }
+    smp_gathers_mark(&self->gathers, self->mark);
+    return 0;
+}
+
+/* Has the thread's stream wait for an order that is over.  0, or -1 with an exception.
+ */
+static int
+join_order(smp_order_object *self)
+{
+    smp_exchange *exchange = exchange_of(self->group);
+    char          why[SMP_DRIVER_TEXT];
+    void         *stream;
+
+    if (self->mark == NULL) {
+        return 0;
+    }
+    if (exchange == NULL) {
+        if (!self->group->closing && !self->group->stuck) {
+            return 0; /* the group's end has waited */
+        }
+        return raise_driver(self->group, "the group ended before its copies did");
+    }
+    if (smp_device_stream(self->gathers.device, &stream) != 0) {
+        return -1;
+    }
+    if (!smp_exchange_join(exchange, self->mark, stream, why)) {
+        return raise_driver(self->group, why);
+    }
+    self->joined = self->joined || stream == self->stream;
+    return 0;
+}
+
+/* The order goes; what its device still uses stays. */
+static void
+let_tensors_go(smp_order_object *self)
+{
+    smp_group_object *group = self->group;
+    smp_exchange     *exchange = exchange_of(group);
+
+    if (self->mark == NULL) {
+        return;
+    }
+    if (exchange == NULL) {
+        if (self->issued && group->closing) {
+            smp_hold(&group->held, NULL, self->mark, self->ins, self->outs);
+            self->ins = self->outs = NULL;
+        } else if (self->issued && group->stuck) {
+            self->ins = self->outs = NULL; /* for as long as the process lives */
+        }
+    } else if (self->joined || !self->issued) {
+        smp_exchange_put_mark(exchange, self->mark);
+    } else {
+        smp_hold(&group->held, exchange, self->mark, self->ins, self->outs);
+        self->ins = self->outs = NULL;
+    }
+}
+
+smp_order_object *
+smp_order_make(smp_group_object *group, PyObject *const *args, Py_ssize_t nargs)
+{
+    smp_callee        callee = {group->name, group->size, group->member};
+    smp_order_object *self;
+
+    if (smp_group_check_open(group) < 0) {
+        return NULL;
+    }
+    self = (smp_order_object *)order_type->tp_alloc(order_type, 0);
+    if (self == NULL) {
+        return NULL;
+    }
+    self->group = (smp_group_object *)Py_NewRef(group);
+    if (smp_tensor_calls_init(&self->host, &callee, args, nargs, &self->ins,
+                              &self->outs) < 0 ||
+        smp_group_check_open(group) < 0) { /* again: torch was asked in between */
+        Py_DECREF(self);
+        return NULL;
+    }
+    self->order.calls = self->host.calls;
+    self->order.ncalls = self->host.n;
+    return self;
+}
+
+smp_order_object *
+smp_order_make_gather(smp_group_object *group, PyObject *ins, PyObject *outs,
+                      double timeout_s, smp_device_offer *offer)
+{
+    smp_exchange     *exchange = exchange_of(group);
+    smp_order_object *self;
+
+    if (smp_group_check_open(group) < 0) {
+        return NULL;
+    }
+    if (exchange != NULL) {
+        smp_held_sweep(&group->held, exchange);
+    } else if (offer == NULL) {
+        PyErr_SetString(PyExc_RuntimeError, "smp: the devices have not met");
+        return NULL;
+    }
+    self = (smp_order_object *)order_type->tp_alloc(order_type, 0);
+    if (self == NULL) {
+        return NULL;
+    }
+    self->group = (smp_group_object *)Py_NewRef(group);
+    self->ins = PySequence_Tuple(ins);
+    self->outs = self->ins == NULL ? NULL : PySequence_Tuple(outs);
+    if (self->outs == NULL) {
+        goto err;
+    }
+    if (smp_gathers_init(&self->gathers, self->ins, self->outs, group->size,
+                         group->member, group->name) < 0 ||
+        smp_group_check_open(group) < 0) { /* again: Python ran in between */
+        goto err;
+    }
+    exchange = exchange_of(group);
+    if (offer == NULL && mark_begin(self, exchange) < 0) {
+        goto err;
+    }
+    self->order.calls = self->gathers.calls;
+    self->order.ncalls = offer == NULL ? (size_t)self->gathers.n : 1;
+    for (Py_ssize_t i = 0; i < self->gathers.n; i++) {
+        self->gathers.calls[i].timeout_ns =
+            timeout_s > 1e9 ? -1 : (int64_t)(timeout_s * 1e9);
+    }
+    if (offer != NULL) {
+        offer->number = self->gathers.device.id;
+        self->gathers.calls[0].gather = NULL;
+        self->gathers.calls[0].offer = offer;
+    }
+    if (smp_group_check_open(group) < 0) { /* again: torch was asked in between */
+        goto err;
+    }
+    return self;
+
+err:
+    Py_DECREF(self);
+    return NULL;
+}
+
+void
+smp_order_begin(smp_order_object *self)
+{
+    self->issued = true;
+    smp_order_issue(&self->order, self->group->queue, false);
+}
+
+/* Who has waited so long without a limit asks whether it is alone with that. */
+#define PATIENT_NS (300 * SMP_NS_PER_MS)
+
+/* How many threads listen (Ranks._complete()), if no other of the process can come to
+ * issue an order while this one waits; else -1; -2 with a signal handler's exception.
+ */
+static int
+count_listeners(void)
+{
+    PyObject *module = PyImport_ImportModule("smp.collectives.ranks");
+    PyObject *number =
+        module == NULL ? NULL : PyObject_CallMethod(module, "listeners", NULL);
+    long listeners = number == NULL ? -1 : PyLong_AsLong(number);
+
+    Py_XDECREF(module);
+    Py_XDECREF(number);
+    if (PyErr_Occurred() != NULL && !PyErr_ExceptionMatches(PyExc_Exception)) {
+        return -2; /* Ctrl-C */
+    }
+    PyErr_Clear(); /* nobody knows, then */
+    return (int)listeners;
+}
+
+int
+smp_order_wait_until(smp_order_object *self, int64_t until_ns)
+{
+    smp_comm_object *comm = self->group->comm;
+    int64_t          patient_ns =
+        until_ns == SMP_NEVER ? smp_clock_ns() + PATIENT_NS : SMP_NEVER;
+
+    for (;;) {
+        int64_t now = smp_clock_ns();
+        int64_t look_ns = now + SMP_SIGNALS_NS;
+        int     listeners = now < patient_ns ? -1 : count_listeners();
+        bool    over;
+
+        if (listeners == -2) {
+            return -1;
+        }
+        look_ns = look_ns < until_ns ? look_ns : until_ns;
+        comm->users++;
+        Py_BEGIN_ALLOW_THREADS;
+        over = listeners < 0 ? smp_order_wait(&self->order, look_ns)
+                             : smp_order_wait_alone(&self->order, look_ns, listeners);
+        Py_END_ALLOW_THREADS;
+        comm->users--;
+        if (over) {
+            return 1;
+        }
+        if (PyErr_CheckSignals() < 0) {
+            return -1;
+        }
+        if (until_ns <= look_ns) {
+            return 0;
+        }
+    }
+}
+
+int
+smp_order_raise(const smp_order_object *self)
+{
+    const smp_order *order = &self->order;
+
+    if (order->status == SMP_OK) {
+        return 0;
+    }
+    if (order->error == NULL) {
+        char what[96];
+
+        PyOS_snprintf(what, sizeof(what), "group '%s'", self->group->name);
+        (void)smp_comm_raise(self->group->comm, order->status, what, NULL);
+    } else {
+        PyErr_Format(order->status == SMP_ERR_INVALID ? PyExc_ValueError
+                                                      : self->group->comm->error,
+                     "smp: %s%s [%s]", order->error,
+                     order->status == SMP_ERR_TIMED_OUT
+                         ? "; a longer timeout can be given to the group"
+                         : "",
+                     smp_status_name(order->status));
+    }
+    return -1;
+}
+
+void
+smp_order_abandon(smp_order_object *self)
+{
+    Py_INCREF(self); /* the queue's reference */
+    smp_order_leave(&self->order);
+}
+
+int
+smp_order_run(smp_order_object *order)
+{
+    int over;
+
+    smp_order_begin(order);
+    over = smp_order_wait_until(order, SMP_NEVER);
+    if (over < 0) {
+        /* Interrupted: the others may still read the tensors.  If it is over, the
+         * signal's handler may have left the group and these ranks. */
+        if (!smp_order_is_over(&order->order)) {
+            smp_order_abandon(order);
+        }
+    } else if (smp_order_raise(order) < 0 || join_order(order) < 0) {
+        over = -1;
+    }
+    Py_DECREF(order);
+    return over < 0 ? -1 : 0;
+}
+
+PyObject *
+smp_order_owner(smp_order *order)
+{
+    smp_order_object *self =
+        (smp_order_object *)(void *)((char *)order - offsetof(smp_order_object, order));
+    PyObject *owner = self->owner;
+
+    self->owner = NULL;
+    Py_DECREF(self);
+    return owner;
+}
+
+static void
+order_dealloc(PyObject *object)
+{
+    smp_order_object *self = (smp_order_object *)object;
+    PyTypeObject     *type = Py_TYPE(object);
+
+    let_tensors_go(self);
+    Py_XDECREF(self->owner);
+    Py_XDECREF(self->ins);
+    Py_XDECREF(self->outs);
+    smp_order_fini(&self->order);
+    smp_tensor_calls_fini(&self->host);
+    smp_gathers_fini(&self->gathers);
+    Py_XDECREF(self->group);
+    type->tp_free(object);
+    Py_DECREF(type);
+}
+
+/* issue(owner): the comm's finished() returns the owner when it is over */
+static PyObject *
+order_issue(PyObject *object, PyObject *owner)
+{
+    smp_order_object *self = (smp_order_object *)object;
+
+    if (self->issued || self->group->group == NULL) {
+        PyErr_SetString(PyExc_RuntimeError,
+                        "smp: issued already, or the group is gone");
+        return NULL;
+    }
+    self->owner = Py_NewRef(owner);
+    self->issued = true;
+    Py_INCREF(self); /* the queue's reference */
+    smp_order_issue(&self->order, self->group->queue, true);
+    Py_RETURN_NONE;
+}
+
+/* wait(timeout_s) -> whether it is over; 0: no limit */
+static PyObject *
+order_wait(PyObject *object, PyObject *timeout)
+{
+    int64_t until_ns = smp_python_deadline(timeout);
+    int     over =
+        until_ns < 0 ? -1 : smp_order_wait_until((smp_order_object *)object, until_ns);
+
+    return over < 0 ? NULL : PyBool_FromLong(over);
+}
+
+/* describe() -> what it waits for, in words; None: it is over, or nobody knows */
+static PyObject *
+order_describe(PyObject *object, PyObject *unused)
+{
+    smp_order_object *self = (smp_order_object *)object;
+    smp_comm_object  *comm = self->group->comm;
+    char              text[SMP_GROUP_TEXT];
+    bool              known;
+
+    (void)unused;
+    comm->users++;
+    Py_BEGIN_ALLOW_THREADS;
+    known = smp_order_describe(&self->order, text, sizeof(text));
+    Py_END_ALLOW_THREADS;
+    comm->users--;
+    return Py_BuildValue("z", known ? text : NULL);
+}
+
+static PyObject *
+order_is_over(PyObject *object, PyObject *unused)
+{
+    (void)unused;
+    return PyBool_FromLong(smp_order_is_over(&((smp_order_object *)object)->order));
+}
+
+/* check(): raises what went wrong; it is over */
+static PyObject *
+order_check(PyObject *object, PyObject *unused)
+{
+    (void)unused;
+    if (smp_order_raise((smp_order_object *)object) < 0) {
+        return NULL;
+    }
+    Py_RETURN_NONE;
+}
+
+/* join(): the thread's stream waits for the device; the order is over */
+static PyObject *
+order_join(PyObject *object, PyObject *unused)
+{
+    (void)unused;
+    if (join_order((smp_order_object *)object) < 0) {
+        return NULL;
+    }
+    Py_RETURN_NONE;
+}
+
+/* is_done() -> whether it is over, and the device has done it */
+static PyObject *
+order_is_done(PyObject *object, PyObject *unused)
+{
+    smp_order_object *self = (smp_order_object *)object;
+    smp_exchange     *exchange = exchange_of(self->group);
+    bool              done = smp_order_is_over(&self->order);
+
+    (void)unused;
+    if (done && self->mark != NULL && exchange != NULL &&
+        self->order.status == SMP_OK) {
+        done = smp_exchange_is_over(exchange, self->mark);
+    }
+    return PyBool_FromLong(done);
+}
+
+static PyMethodDef order_methods[] = {
+    {"issue", order_issue, METH_O,
+     "issue(owner)\n--\n\nBegin; finished() gives the owner when it is over."},
+    {"wait", order_wait, METH_O,
+     "wait(timeout_s)\n--\n\nWhether it is over by then; 0: no limit."},
+    {"describe", order_describe, METH_NOARGS,
+     "What it waits for, in words; None if it is over."},
+    {"is_over", order_is_over, METH_NOARGS, "Whether it is over."},
+    {"check", order_check, METH_NOARGS, "Raise what went wrong; it is over."},
+    {"join", order_join, METH_NOARGS,
+     "Have the current stream wait for the device; the order is over."},
+    {"is_done", order_is_done, METH_NOARGS,
+     "Whether it is over, and the device has done it."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyType_Slot order_slots[] = {
+    {Py_tp_dealloc, __extension__(void *) order_dealloc},
+    {Py_tp_methods, order_methods},
+    {Py_tp_doc, "Calls of a group that are over together."},
+    {0, NULL},
+};
+
+static PyType_Spec order_spec = {
+    .name = "smp._core.Order",
+    .basicsize = sizeof(smp_order_object),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+    .slots = order_slots,
+};
+
+int
+smp_order_add(PyObject *module)
+{
+    order_type = (PyTypeObject *)PyType_FromSpec(&order_spec);
+    return order_type == NULL ? -1 : PyModule_AddType(module, order_type);
+}

@@ -1,0 +1,837 @@
+/* The caller's side of a remote call.
+ *
+ *     token = Send(leaf, x...)      begin: the request goes out
+ *         ... the owner works; this rank runs other tasks ...
+ *     y...  = Recv(token)           end: the response is here
+ *
+ * An argument that the owner changed in place gets its new values by Change(argument,
+ * y). In backward, Recv posts the request for the gradients and returns, and Send waits
+ * for them: between the two the engine runs what does not depend on them.  [design.md,
+ * section 3]
+ */
+#include "python/modules/session.h"
+#include "python/values/pack.h"
+#include "python/values/registry.h"
+#include "python/values/unpack.h"
+
+/* One remote call, kept alive by its two nodes, which the script may keep for longer
+ * than the session's entries live. */
+typedef struct {
+    PyObject  ob_base;
+    uint32_t  opened; /* session and step that made it */
+    uint32_t  step;
+    int32_t   entry;
+    int       owner;
+    PyObject *path; /* owned; the entry's */
+    int32_t   microbatch;
+    uint64_t  number;   /* of the forward: server/calls.h */
+    uint64_t  call;     /* of the forward */
+    uint64_t  backward; /* of the backward; 0: not begun */
+    bool      open;     /* the owner keeps a graph that nobody has used or released */
+    PyObject *outputs;  /* while Recv is built: list of the tensors it gives out */
+} call_object;
+
+PyTypeObject *smp_call_type;
+
+/* Whether the step that made the call is under way.  After it the owner has no graph,
+ * and the call's numbers may be another one's. */
+static bool
+is_of_this_step(const call_object *self)
+{
+    const smp_session *session = &smp_the_session;
+
+    return session->in_step && self->opened == session->opened &&
+           self->step == session->step;
+}
+
+/* The caller of a call that can get no backward any more tells the owner. */
+static void
+release_graph(call_object *self)
+{
+    smp_session *session = &smp_the_session;
+    smp_envelope envelope;
+
+    if (!self->open || !is_of_this_step(self)) {
+        return;
+    }
+    self->open = false;
+    envelope = (smp_envelope){.kind = SMP_MSG_RELEASE,
+                              .microbatch = self->microbatch,
+                              .step = session->step,
+                              .entry = self->entry,
+                              .about = self->call};
+    (void)smp_comm_send(session->comm, smp_session_rank_of_comm(self->owner), &envelope,
+                        sizeof(envelope), NULL, 0);
+}
+
+static void
+call_dealloc(PyObject *object)
+{
+    call_object  *self = (call_object *)object;
+    PyTypeObject *type = Py_TYPE(object);
+
+    release_graph(self);
+    Py_XDECREF(self->path);
+    Py_XDECREF(self->outputs);
+    type->tp_free(object);
+    Py_DECREF(type);
+}
+
+/* -------------------------------------------------------------------- the nodes */
+
+static PyObject *name_call;
+static PyObject *name_materialize;
+
+/* ctx.call = call, and undefined gradients stay undefined. */
+static int
+remember(PyObject *ctx, PyObject *call)
+{
+    if (PyObject_SetAttr(ctx, name_call, call) < 0) {
+        return -1;
+    }
+    return PyObject_SetAttr(ctx, name_materialize, Py_False);
+}
+
+/* What stands for the call between its two nodes, and in backward for the gradient,
+ * which must be defined for Send to run: a float32 tensor without elements. */
+static PyObject *
+make_token(void)
+{
+    static const int64_t         shape[1] = {0};
+    static const int64_t         strides[1] = {1};
+    static const smp_tensor_meta meta = {.dtype = {2, 32, 1}, .ndim = 1};
+
+    return smp_tensor_copy_of(&meta, shape, strides, NULL);
+}
+
+/* Send.forward(ctx, call, leaf, *tensors) -> token */
+static PyObject *
+send_forward(PyObject *unused, PyObject *const *args, Py_ssize_t nargs)
+{
+    (void)unused;
+    if (nargs < 3 || remember(args[0], args[1]) < 0) {
+        return NULL;
+    }
+    return make_token();
+}
+
+/* Recv.forward(ctx, call, token) -> what the response brought */
+static PyObject *
+recv_forward(PyObject *unused, PyObject *const *args, Py_ssize_t nargs)
+{
+    (void)unused;
+    if (nargs != 3 || remember(args[0], args[1]) < 0) {
+        return NULL;
+    }
+    return PyList_AsTuple(((call_object *)args[1])->outputs);
+}
+
+static int
+raise_for(const call_object *self, const char *what)
+{
+    PyErr_Format(PyExc_RuntimeError, "smp: %s: module '%U' runs on pp_rank %d", what,
+                 self->path, self->owner);
+    return -1;
+}
+
+static int
+check_backward(const call_object *self)
+{
+    if (smp_this_task == NULL || smp_this_task->backward_depth == 0) {
+        return raise_for(self,
+                         "a backward reached a module of another rank, and "
+                         "model.backward(loss) did not begin it; use model.backward "
+                         "inside the step, not loss.backward() or autograd.grad");
+    }
+    if (!is_of_this_step(self)) {
+        return raise_for(self,
+                         "a backward reached a call of a module of another rank that "
+                         "an earlier step made; detach what is kept between steps");
+    }
+    if (self->backward != 0) {
+        return raise_for(
+            self, "a second backward through one call of a module of another rank "
+                  "(retain_graph and double backward do not cross ranks)");
+    }
+    return 0;
+}
+
+/* Recv.backward(ctx, *gradients) -> None, token's gradient */
+static PyObject *
+recv_backward(PyObject *unused, PyObject *const *args, Py_ssize_t nargs)
+{
+    smp_session *session = &smp_the_session;
+    call_object *self;
+    smp_envelope envelope;
+    smp_pack     pack;
+    PyObject    *state;
+    PyObject    *token;
+    int          failed = 0;
+
+    (void)unused;
+    self = (call_object *)PyObject_GetAttr(args[0], name_call);
+    if (self == NULL) {
+        return NULL;
+    }
+    Py_DECREF(self); /* ctx keeps it */
+    if (check_backward(self) < 0 ||
+        (state = PyObject_CallNoArgs(session->capture_backward)) == NULL) {
+        return NULL;
+    }
+    smp_pack_init(&pack, session->comm, smp_session_rank_of_comm(self->owner), NULL);
+    pack.graph = false;
+    failed = smp_pack_u32(&pack, (uint32_t)(nargs - 1));
+    for (Py_ssize_t i = 1; failed == 0 && i < nargs; i++) {
+        failed = smp_pack_value(&pack, args[i]);
+    }
+    if (failed == 0 && state != Py_None) {
+        failed = smp_pack_value(&pack, state);
+    }
+    self->backward = smp_server_next_call(session->server);
+    envelope = (smp_envelope){.kind = SMP_MSG_BACKWARD,
+                              .phase = SMP_BACKWARD,
+                              .flags = state == Py_None ? 0 : SMP_FLAG_STATE,
+                              .microbatch = self->microbatch,
+                              .step = session->step,
+                              .entry = self->entry,
+                              .call = self->backward,
+                              .about = self->call,
+                              .seed = (uint64_t)smp_this_task->backwards,
+                              .number = smp_call_of_backward(self->number)};
+    if (failed == 0) {
+        failed = smp_pack_send(&pack, &envelope);
+    }
+    smp_pack_fini(&pack);
+    Py_DECREF(state);
+    if (failed < 0) {
+        return NULL;
+    }
+    self->open = false;
+    token = make_token();
+    return token == NULL ? NULL : Py_BuildValue("(ON)", Py_None, token);
+}
+
+/* Send.backward(ctx, token's gradient) -> None, None, one per tensor */
+static PyObject *
+send_backward(PyObject *unused, PyObject *const *args, Py_ssize_t nargs)
+{
+    call_object *self;
+    smp_message *response;
+    smp_unpack   unpack;
+    PyObject    *result = NULL;
+    uint32_t     count;
+
+    (void)unused;
+    (void)nargs;
+    self = (call_object *)PyObject_GetAttr(args[0], name_call);
+    if (self == NULL) {
+        return NULL;
+    }
+    Py_DECREF(self); /* ctx keeps it */
+    response = smp_session_wait(self->backward, SMP_WAIT_GRADIENTS, self->entry);
+    if (response == NULL) {
+        return NULL;
+    }
+    if (smp_unpack_init(&unpack, smp_the_session.comm, response, NULL, false, false) ==
+            0 &&
+        smp_unpack_u32(&unpack, &count) == 0) {
+        result = PyTuple_New(2 + (Py_ssize_t)count);
+    }
+    if (result != NULL) {
+        PyTuple_SET_ITEM(result, 0, Py_NewRef(Py_None));
+        PyTuple_SET_ITEM(result, 1, Py_NewRef(Py_None));
+        for (uint32_t i = 0; i < count; i++) {
+            PyObject *gradient = smp_unpack_value(&unpack);
+
+            if (gradient == NULL) {
+                Py_CLEAR(result);
+                break;
+            }
+            PyTuple_SET_ITEM(result, 2 + (Py_ssize_t)i, gradient);
+        }
+    }
+    smp_unpack_fini(&unpack);
+    return result;
+}
+
+/* ------------------------------------------------------------------- the call */
+
+/* list[:n] of the request's tensors that require grad, behind `head` arguments. */
+static PyObject *
+apply_send(call_object *call, const smp_pack *pack)
+{
+    smp_session *session = &smp_the_session;
+    PyObject    *fixed[10];
+    PyObject   **args = fixed;
+    size_t       nargs = 2;
+    PyObject    *token;
+
+    if (pack->ntensors + 2 > sizeof(fixed) / sizeof(fixed[0])) {
+        args = PyMem_Malloc((pack->ntensors + 2) * sizeof(*args));
+        if (args == NULL) {
+            return PyErr_NoMemory();
+        }
+    }
+    args[0] = (PyObject *)call;
+    args[1] = session->leaf;
+    for (size_t i = 0; i < pack->ntensors; i++) {
+        if (pack->in_graph[i]) {
+            args[nargs++] = pack->tensors[i];
+        }
+    }
+    token = PyObject_Vectorcall(session->send_apply, args, nargs, NULL);
+    if (args != fixed) {
+        PyMem_Free(args);
+    }
+    return token;
+}
+
+static bool
+any_requires_grad(const smp_pack *pack)
+{
+    for (size_t i = 0; i < pack->ntensors; i++) {
+        if (pack->in_graph[i]) {
+            return true;
+        }
+    }
+    return false;
+}
+
+/* argument.copy_(data) without autograd: the callee changed it under no_grad. */
+static PyObject *
+write_back(PyObject *argument, PyObject *data, bool grad_is_on)
+{
+    PyObject *done;
+
+    if (grad_is_on && smp_torch_set_grad(false) < 0) {
+        return NULL;
+    }
+    done = PyObject_CallMethodOneArg(argument, smp_names.copy_, data);
+    if (grad_is_on && smp_torch_set_grad(true) < 0) {
+        Py_CLEAR(done);
+    }
+    return done;
+}
+
+/* The call's number, its arguments, and what was sent. */
+typedef struct {
+    int32_t         entry;
+    PyObject       *args;   /* borrowed */
+    PyObject       *kwargs; /* borrowed; or NULL */
+    const smp_pack *pack;   /* borrowed */
+} sent_call;
+
+/* An error if another tensor of the call shares memory with the one that the callee
+ * has changed. */
+static int
+refuse_shared(const sent_call *sent, PyObject *changed)
+{
+    const smp_pack *pack = sent->pack;
+    PyObject       *tensors;
+    PyObject       *done;
+
+    if (pack->ntensors == 1) {
+        return 0;
+    }
+    tensors = PyList_New((Py_ssize_t)pack->ntensors);
+    if (tensors == NULL) {
+        return -1;
+    }
+    for (size_t i = 0; i < pack->ntensors; i++) {
+        PyList_SET_ITEM(tensors, (Py_ssize_t)i, Py_NewRef(pack->tensors[i]));
+    }
+    done = PyObject_CallFunction(
+        smp_the_session.refuse_changed, "sOOOO",
+        smp_entry_path(&smp_the_session.entries[sent->entry]), sent->args,
+        sent->kwargs == NULL ? Py_None : sent->kwargs, changed, tensors);
+    Py_DECREF(tensors);
+    Py_XDECREF(done);
+    return done == NULL ? -1 : 0;
+}
+
+/* Reads which arguments the callee changed in place: pairs of argument number and
+ * tensor, of which those that autograd must know are the response's first.  The others
+ * are written back at once.  Returns a list of the first kind's arguments (new). */
+static PyObject *
+read_dirty(smp_unpack *unpack, const sent_call *sent)
+{
+    const smp_pack *pack = sent->pack;
+    PyObject       *dirty = PyList_New(0);
+    uint32_t        count;
+
+    if (dirty == NULL || smp_unpack_u32(unpack, &count) < 0) {
+        goto fail;
+    }
+    for (uint32_t i = 0; i < count; i++) {
+        uint32_t  argument;
+        PyObject *data;
+        PyObject *done;
+
+        if (smp_unpack_u32(unpack, &argument) < 0 ||
+            (data = smp_unpack_value(unpack)) == NULL) {
+            goto fail;
+        }
+        Py_DECREF(data); /* unpack has it too */
+        if (argument >= pack->ntensors || i >= unpack->ntensors ||
+            data != unpack->tensors[i]) {
+            PyErr_SetString(PyExc_ValueError,
+                            "smp: malformed message: a changed argument "
+                            "that is none");
+            goto fail;
+        }
+        if (refuse_shared(sent, pack->tensors[argument]) < 0) {
+            goto fail;
+        }
+        if (unpack->requires_grad[i]) {
+            if (PyList_Append(dirty, pack->tensors[argument]) < 0) {
+                goto fail;
+            }
+            continue;
+        }
+        done = write_back(pack->tensors[argument], data, pack->graph);
+        if (done == NULL) {
+            goto fail;
+        }
+        Py_DECREF(done);
+    }
+    return dirty;
+fail:
+    Py_XDECREF(dirty);
+    return NULL;
+}
+
+/* Runs Recv and puts its outputs in the place of the tensors that require grad. */
+static int
+apply_recv(call_object *call, PyObject *token, smp_unpack *unpack)
+{
+    PyObject  *args[] = {(PyObject *)call, token};
+    PyObject  *outputs;
+    Py_ssize_t at = 0;
+
+    call->outputs = PyList_New(0);
+    if (call->outputs == NULL) {
+        return -1;
+    }
+    for (size_t i = 0; i < unpack->ntensors; i++) {
+        if (unpack->requires_grad[i] &&
+            PyList_Append(call->outputs, unpack->tensors[i]) < 0) {
+            return -1;
+        }
+    }
+    if (PyList_GET_SIZE(call->outputs) == 0) {
+        return 0;
+    }
+    outputs = PyObject_Vectorcall(smp_the_session.recv_apply, args, 2, NULL);
+    Py_CLEAR(call->outputs);
+    if (outputs == NULL) {
+        return -1;
+    }
+    call->open = true;
+    for (size_t i = 0; i < unpack->ntensors; i++) {
+        if (unpack->requires_grad[i]) {
+            Py_SETREF(unpack->tensors[i], Py_NewRef(PyTuple_GET_ITEM(outputs, at)));
+            at++;
+        }
+    }
+    Py_DECREF(outputs);
+    return 0;
+}
+
+/* Gives the arguments that the callee changed their new values; from then on they, the
+ * caller's own objects, stand for the response's first tensors. */
+static int
+apply_dirty(PyObject *dirty, smp_unpack *unpack)
+{
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(dirty); i++) {
+        PyObject *args[] = {PyList_GET_ITEM(dirty, i), unpack->tensors[i]};
+        PyObject *changed =
+            PyObject_Vectorcall(smp_the_session.change_apply, args, 2, NULL);
+
+        if (changed == NULL) {
+            return -1;
+        }
+        Py_SETREF(unpack->tensors[i], changed);
+    }
+    return 0;
+}
+
+/* Writes back what the callee changed in the caller's lists, dicts and objects. */
+static int
+apply_changes(smp_unpack *unpack, const smp_pack *pack)
+{
+    uint32_t count;
+
+    if (smp_unpack_u32(unpack, &count) < 0) {
+        return -1;
+    }
+    for (uint32_t i = 0; i < count; i++) {
+        uint32_t number;
+
+        if (smp_unpack_u32(unpack, &number) < 0) {
+            return -1;
+        }
+        if (number >= pack->nobjects) {
+            PyErr_SetString(PyExc_ValueError,
+                            "smp: malformed message: a changed object that is none");
+            return -1;
+        }
+        if (smp_unpack_contents_into(unpack, pack->objects[number]) < 0) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+/* Makes the caller's values of a response.  Takes the response. */
+static PyObject *
+finish(call_object *call, PyObject *token, const sent_call *sent, smp_message *response)
+{
+    const smp_pack *pack = sent->pack;
+    smp_arguments   arguments = smp_pack_arguments(pack);
+    smp_unpack      unpack;
+    PyObject       *dirty = NULL;
+    PyObject       *value = NULL;
+
+    if (smp_unpack_init(&unpack, smp_the_session.comm, response, &arguments, false,
+                        false) < 0 ||
+        (dirty = read_dirty(&unpack, sent)) == NULL ||
+        (token != NULL &&
+         (apply_recv(call, token, &unpack) < 0 || apply_dirty(dirty, &unpack) < 0))) {
+        goto done;
+    }
+    value = smp_unpack_value(&unpack);
+    if (value != NULL && apply_changes(&unpack, pack) < 0) {
+        Py_CLEAR(value);
+    }
+done:
+    Py_XDECREF(dirty);
+    smp_unpack_fini(&unpack);
+    return value;
+}
+
+static int
+pack_request(smp_pack *pack, PyObject *args, PyObject *kwargs, PyObject *state,
+             const smp_entry *entry)
+{
+    if (smp_pack_value(pack, args) == 0 &&
+        smp_pack_value(pack, kwargs == NULL ? Py_None : kwargs) == 0 &&
+        (state == NULL || smp_pack_value(pack, state) == 0)) {
+        return 0;
+    }
+    if (!PyErr_ExceptionMatches(
+            PyExc_ConnectionError)) { /* which is not the argument's */
+        PyObject *type;
+        PyObject *value;
+        PyObject *traceback;
+
+        PyErr_Fetch(&type, &value, &traceback);
+        PyErr_Format(type == NULL ? PyExc_TypeError : type,
+                     "smp: an argument of module '%s' cannot go to pp_rank %d: %S",
+                     smp_entry_path(entry), entry->owner,
+                     value == NULL ? Py_None : value);
+        Py_XDECREF(type);
+        Py_XDECREF(value);
+        Py_XDECREF(traceback);
+    }
+    return -1;
+}
+
+/* What the response changed in the containers of context variables, into their
+ * originals.  Takes value; NULL with an exception. */
+static PyObject *
+settle(PyObject *captured, PyObject *value)
+{
+    PyObject *after = captured == Py_None ? Py_None : PyTuple_GET_ITEM(captured, 1);
+    PyObject *done;
+
+    if (value == NULL || after == Py_None) {
+        return value;
+    }
+    done = PyObject_CallNoArgs(after);
+    if (done == NULL) {
+        Py_CLEAR(value);
+    }
+    Py_XDECREF(done);
+    return value;
+}
+
+/* The exception of the module that was called becomes its caller's.  Takes the
+ * response.
+ */
+static void
+raise_from_there(smp_message *response)
+{
+    smp_unpack unpack;
+    PyObject  *told = NULL;
+    PyObject  *error = NULL;
+
+    if (smp_unpack_init(&unpack, smp_the_session.comm, response, NULL, false, false) ==
+        0) {
+        told = smp_unpack_value(&unpack);
+    }
+    smp_unpack_fini(&unpack);
+    if (told != NULL) {
+        error = PyObject_CallOneArg(smp_the_session.raised_there, told);
+    }
+    if (error != NULL) {
+        PyErr_SetObject((PyObject *)Py_TYPE(error), error);
+    }
+    Py_XDECREF(error);
+    Py_XDECREF(told);
+}
+
+static PyObject *
+call_entry(int32_t number, PyObject *args, PyObject *kwargs, uint16_t flags)
+{
+    smp_session *session = &smp_the_session;
+    smp_task    *task = smp_this_task;
+    smp_entry   *entry = &session->entries[number];
+    PyObject    *state = NULL; /* with what to call after */
+    PyObject    *token = NULL;
+    PyObject    *value = NULL;
+    call_object *call = NULL;
+    smp_message *response;
+    smp_envelope envelope;
+    smp_pack     pack;
+    uint32_t     before;
+    int          grad;
+
+    grad = smp_torch_grad_enabled();
+    if (grad < 0 ||
+        (state = PyObject_CallOneArg(session->capture_state, entry->path)) == NULL) {
+        return NULL;
+    }
+    smp_pack_init(&pack, session->comm, smp_session_rank_of_comm(entry->owner), NULL);
+    pack.graph = grad != 0;
+    if (pack_request(&pack, args, kwargs,
+                     state == Py_None ? NULL : PyTuple_GET_ITEM(state, 0), entry) < 0 ||
+        smp_session_warn_if_laden(pack.laden, entry) < 0) {
+        goto done;
+    }
+    call = (call_object *)smp_call_type->tp_alloc(smp_call_type, 0);
+    if (call == NULL) {
+        goto done;
+    }
+    if (smp_calls_count(&task->calls, (uint64_t)number, &before) != SMP_OK) {
+        PyErr_NoMemory();
+        goto done;
+    }
+    call->opened = session->opened;
+    call->step = session->step;
+    call->entry = number;
+    call->owner = entry->owner;
+    call->path = Py_NewRef(entry->path);
+    call->microbatch = task->microbatch;
+    call->number = smp_call_of(task->number, (uint64_t)number, before, task->phase);
+    call->call = smp_server_next_call(session->server);
+    envelope = (smp_envelope){
+        .kind = SMP_MSG_FORWARD,
+        .phase = (uint8_t)task->phase,
+        .flags = (uint16_t)(flags | (grad ? SMP_FLAG_GRAD : 0) |
+                            (state != Py_None ? SMP_FLAG_STATE : 0)),
+        .microbatch = task->microbatch,
+        .step = session->step,
+        .entry = number,
+        .call = call->call,
+        .about = ++task->count,
+        .number = call->number,
+    };
+    if (grad && (entry->trains || any_requires_grad(&pack))) {
+        envelope.flags |= SMP_FLAG_GRAPH;
+        token = apply_send(call, &pack);
+        if (token == NULL) {
+            goto done;
+        }
+    }
+    if (task->backward_depth > 0) {
+        envelope.flags |= SMP_FLAG_RECOMPUTE;
+    }
+    if (smp_stream_draw(&envelope.seed) < 0 || smp_pack_send(&pack, &envelope) < 0) {
+        goto done;
+    }
+    response = smp_session_wait(call->call, SMP_WAIT_OUTPUTS, number);
+    if (response == NULL) {
+        goto done;
+    }
+    task->count = smp_message_envelope(response)->about;
+    if (smp_message_envelope(response)->flags & SMP_FLAG_RAISED) {
+        raise_from_there(response);
+        goto done;
+    }
+    value = settle(state, finish(call, token, &(sent_call){number, args, kwargs, &pack},
+                                 response));
+done:
+    smp_pack_fini(&pack);
+    Py_XDECREF(token);
+    Py_XDECREF(call);
+    Py_XDECREF(state);
+    return value;
+}
+
+/* The number of the entry that stands for the module, or -1 with an exception. */
+static int32_t
+entry_of(PyObject *module)
+{
+    smp_session *session = &smp_the_session;
+    int64_t      number = smp_registry_find(session->entry_numbers, module);
+
+    if (number < 0) {
+        PyErr_Format(PyExc_RuntimeError,
+                     "smp: a %s that belongs to another rank was called after its "
+                     "DistributedModel was gone",
+                     Py_TYPE(module)->tp_name);
+        return -1;
+    }
+    if (smp_this_task == NULL) {
+        PyErr_Format(
+            PyExc_RuntimeError,
+            session->in_step
+                ? "smp: module '%s' runs on pp_rank %d and was called by a thread of "
+                  "the script; put it and its caller on one rank with "
+                  "smp.set_partition"
+                : "smp: module '%s' runs on pp_rank %d and can only be called inside a "
+                  "function with @smp.step",
+            smp_entry_path(&session->entries[number]), session->entries[number].owner);
+        return -1;
+    }
+    return (int32_t)number;
+}
+
+PyObject *
+smp_call_remote(PyObject *module, PyObject *args, PyObject *kwargs, uint16_t flags)
+{
+    int32_t number = entry_of(module);
+
+    return number < 0 ? NULL : call_entry(number, args, kwargs, flags);
+}
+
+/* __call__ of a module that another rank owns: (module, *args, **kwargs). */
+static PyObject *
+module_call(PyObject *unused, PyObject *args, PyObject *kwargs)
+{
+    PyObject *module;
+    PyObject *rest;
+    PyObject *value;
+
+    (void)unused;
+    if (PyTuple_GET_SIZE(args) < 1) {
+        PyErr_SetString(PyExc_TypeError, "smp: __call__ needs its module");
+        return NULL;
+    }
+    module = PyTuple_GET_ITEM(args, 0);
+    rest = PyTuple_GetSlice(args, 1, PyTuple_GET_SIZE(args));
+    if (rest == NULL) {
+        return NULL;
+    }
+    if (smp_has_hooks(module)) {
+        value = PyObject_CallFunctionObjArgs(smp_the_session.call_hooked, module, rest,
+                                             kwargs == NULL ? Py_None : kwargs, NULL);
+    } else {
+        value = smp_call_remote(module, rest, kwargs, 0);
+    }
+    Py_DECREF(rest);
+    return value;
+}
+
+/* call_remote(module, args, kwargs or None, bare, inputs): the call without the
+ * caller's hooks; bare: without the owner's too; inputs: see serve_hooked. */
+static PyObject *
+py_call_remote(PyObject *unused, PyObject *const *args, Py_ssize_t nargs)
+{
+    uint16_t flags = 0;
+
+    (void)unused;
+    if (nargs != 5 || !PyTuple_Check(args[1])) {
+        PyErr_SetString(PyExc_TypeError,
+                        "call_remote(module, args, kwargs, bare, inputs)");
+        return NULL;
+    }
+    if (args[3] == Py_True) {
+        flags |= SMP_FLAG_BARE;
+    }
+    if (args[4] == Py_True) {
+        flags |= SMP_FLAG_INPUTS;
+    }
+    return smp_call_remote(args[0], args[1], args[2] == Py_None ? NULL : args[2],
+                           flags);
+}
+
+/* call_entry(number, args): calls a run of nn.Sequential children. */
+static PyObject *
+py_call_entry(PyObject *unused, PyObject *const *args, Py_ssize_t nargs)
+{
+    long number;
+
+    (void)unused;
+    if (nargs != 2 || !PyTuple_Check(args[1])) {
+        PyErr_SetString(PyExc_TypeError, "call_entry(number, args)");
+        return NULL;
+    }
+    number = PyLong_AsLong(args[0]);
+    if (number < 0 || (size_t)number >= smp_the_session.nentries ||
+        smp_this_task == NULL) {
+        if (!PyErr_Occurred()) {
+            PyErr_SetString(PyExc_RuntimeError,
+                            "smp: modules of another rank can only be called inside a "
+                            "function with @smp.step");
+        }
+        return NULL;
+    }
+    return call_entry((int32_t)number, args[1], NULL, 0);
+}
+
+static PyMethodDef call_functions[] = {
+    {"send_forward", __extension__(PyCFunction)(void (*)(void)) send_forward,
+     METH_FASTCALL, "Send.forward(ctx, call, leaf, *tensors) -> token"},
+    {"send_backward", __extension__(PyCFunction)(void (*)(void)) send_backward,
+     METH_FASTCALL, "Send.backward(ctx, gradient) -> gradients"},
+    {"recv_forward", __extension__(PyCFunction)(void (*)(void)) recv_forward,
+     METH_FASTCALL, "Recv.forward(ctx, call, token) -> outputs"},
+    {"recv_backward", __extension__(PyCFunction)(void (*)(void)) recv_backward,
+     METH_FASTCALL, "Recv.backward(ctx, *gradients) -> the token's gradient"},
+    {"call_remote", __extension__(PyCFunction)(void (*)(void)) py_call_remote,
+     METH_FASTCALL,
+     "call_remote(module, args, kwargs, bare, inputs): a remote call without hooks"},
+    {"call_entry", __extension__(PyCFunction)(void (*)(void)) py_call_entry,
+     METH_FASTCALL, "call_entry(number, args): a remote call by entry number"},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyMethodDef module_call_def = {
+    "__call__", __extension__(PyCFunction)(void (*)(void)) module_call,
+    METH_VARARGS | METH_KEYWORDS, "Runs the module on the rank that owns it."};
+
+static PyType_Slot call_slots[] = {
+    {Py_tp_dealloc, __extension__(void *) call_dealloc},
+    {0, NULL},
+};
+
+static PyType_Spec call_spec = {
+    .name = "smp._core.Call",
+    .basicsize = sizeof(call_object),
+    .flags = Py_TPFLAGS_DEFAULT,
+    .slots = call_slots,
+};
+
+int
+smp_call_add(PyObject *module)
+{
+    PyObject *function;
+    PyObject *method;
+    int       failed;
+
+    name_call = PyUnicode_InternFromString("call");
+    name_materialize = PyUnicode_InternFromString("materialize_grads");
+    smp_call_type = (PyTypeObject *)PyType_FromSpec(&call_spec);
+    if (name_call == NULL || name_materialize == NULL || smp_call_type == NULL ||
+        PyModule_AddFunctions(module, call_functions) < 0) {
+        return -1;
+    }
+    /* A function of C that binds like a method, for the classes of remote modules. */
+    function = PyCFunction_New(&module_call_def, NULL);
+    method = function == NULL ? NULL : PyInstanceMethod_New(function);
+    failed = method == NULL || PyModule_AddObjectRef(module, "module_call", method) < 0;
+    Py_XDECREF(function);
+    Py_XDECREF(method);
+    return failed ? -1 : 0;
+}

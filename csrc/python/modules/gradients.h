@@ -1,0 +1,26 @@
+/* The ledger over PyTorch's .grad: where the engine's gradients go during a step.
+ *
+ * A hook on each local parameter takes what the engine accumulated, by microbatch and
+ * request, and leaves .grad empty; the ledger adds it up in order.  Outside a step
+ * .grad is what it always is.
+ *
+ * Threads  The GIL is held; during a step, by the holder of the baton.
+ * Errors   0, or -1 with an exception.
+ */
+#ifndef SMP_PYTHON_MODULES_GRADIENTS_H
+#define SMP_PYTHON_MODULES_GRADIENTS_H
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include <stdint.h>
+
+int smp_gradients_add_functions(PyObject *module);
+
+int smp_gradients_open(int32_t microbatch, uint64_t order, int32_t entry);
+int smp_gradients_close(int32_t microbatch, uint64_t order, int32_t entry);
+int smp_gradients_suspect(int32_t microbatch, int32_t entry);
+int smp_gradients_backward(int32_t microbatch, int32_t backward);
+int smp_gradients_done(int32_t microbatch);
+
+#endif

@@ -1,0 +1,170 @@
+/* One rank's session: the comm, the server and what Python told them.
+ *
+ * There is one session a process.  Its fields are written on the main thread between
+ * steps, or by the worker that holds the baton; all with the GIL held.
+ */
+#ifndef SMP_PYTHON_MODULES_SESSION_H
+#define SMP_PYTHON_MODULES_SESSION_H
+
+#include "python/values/torch_api.h"
+#include "server/calls.h"
+#include "server/server.h"
+
+/* What can be called from another rank: a module, or a run of nn.Sequential children.
+ */
+typedef struct {
+    PyObject *callable; /* owned; what the owner executes: called with (args, kwargs) */
+    PyObject *module;   /* owned; whose hooks count; None for a run */
+    PyObject *path;     /* owned; for messages */
+    int       owner;    /* pp_rank */
+    bool      trains;   /* has parameters that require grad; set at each step's begin */
+} smp_entry;
+
+/* A task under way on this rank: the step function of a microbatch, or a request.
+ * Lives on its worker's stack. */
+typedef struct smp_task {
+    int32_t   microbatch;
+    int32_t   entry;  /* -1: the step function */
+    uint64_t  number; /* server/calls.h */
+    smp_calls calls;  /* that it has made */
+    uint64_t  order;  /* of this request within its microbatch, by begin */
+    uint64_t  count;  /* requests of the microbatch so far; travels with control */
+    smp_phase phase;
+    int       backward_depth; /* inside model.backward, a backward request, or a forward
+                                 that a checkpoint runs again */
+    int32_t   backwards; /* model.backward calls of the microbatch before this one */
+    PyObject *rng_state; /* owned; its stream while another task has the generator */
+} smp_task;
+
+typedef struct {
+    smp_comm   *comm;
+    smp_server *server;
+    smp_turns  *turns;    /* owned; NULL: this job has no gates */
+    int         rank;     /* pp_rank */
+    int         size;     /* of this pipeline */
+    int         pipeline; /* tp_rank, in a sequence dp_rank */
+    int         pipelines;
+    bool        in_sequence; /* server/sequence.h */
+    int     *global_ranks; /* owned: by rank of the comm; NULL: those are the comm's */
+    uint32_t opened;       /* how often the session has been */
+    uint32_t step;         /* number of the last one begun */
+    bool     in_step;
+    bool     ended_well; /* the last one begun, on every rank */
+    smp_entry *entries;
+    size_t     nentries;
+    PyObject  *entry_numbers; /* dict: module address -> entry */
+    PyObject  *contexts;      /* dict: call -> Context; open forwards of this rank */
+    PyObject  *run_root;      /* microbatch -> None, during a step */
+    PyObject  *described;     /* bytes: what the step is; its server borrows them */
+    PyObject  *context_vars;  /* the main thread's, copied at the step's begin */
+    PyObject  *error;         /* what failed here first, as describe_error made it */
+    /* Python's side, given by configure(). */
+    PyObject *send_apply, *recv_apply, *change_apply, *enter_apply;
+    PyObject *leaf;        /* a tensor that requires grad, for nodes without another */
+    PyObject *seed_tensor; /* int64, where seeds are drawn */
+    int64_t  *seed;        /* its data; borrowed from seed_tensor */
+    PyObject *describe_error; /* exception, path, microbatch, phase -> value */
+    PyObject *raised_there;   /* what describe_error made -> the exception to raise */
+    PyObject *refuse_changed; /* path, args, kwargs, tensor, tensors: raises */
+    PyObject *call_hooked;    /* module, args, kwargs: a remote call around hooks */
+    PyObject
+        *serve_hooked; /* module, args, kwargs, bare, inputs: pre-hooks and forward */
+    PyObject *warn_of_tensor; /* path, a tensor whose class or attributes stay behind */
+    PyObject *warn_of_hook;   /* path, of a module that hooked one of its arguments */
+    PyObject
+        *capture_state; /* path -> (state to travel, called after or None), or None */
+    PyObject *capture_backward; /* -> state to travel with a backward, or None */
+    PyObject *with_state;       /* state, callable, args, kwargs -> result */
+    PyObject *worker_begin;     /* -> None, on each new worker thread */
+    PyObject *enter_device;     /* -> None, before each task; NULL or None: no device */
+    PyObject *device_generator; /* its random numbers; NULL or None likewise */
+    PyObject *aborted;          /* the exception type that unwinds workers */
+    int32_t   backwards; /* model.backward calls before which forwards may begin */
+    uint64_t  step_seed; /* seeds the microbatches' streams (pp_rank 0) */
+} smp_session;
+
+extern smp_session smp_the_session;
+
+/* The comm's ranks are pipeline * pp_size + pp_rank; of this pipeline, from pp_rank. */
+static inline int
+smp_session_rank_of_comm(int pp_rank)
+{
+    return smp_the_session.pipeline * smp_the_session.size + pp_rank;
+}
+
+/* "pp_rank 1", with several tp_ranks "tp_rank 0, pp_rank 1", with other MP_GROUPs
+ * beside this one "rank 3 (pp_rank 1)", in a sequence "rank 3 (dp_rank 1, pp_rank 1)":
+ * a rank of the comm. */
+#define SMP_RANK_NAME 64
+const char *smp_session_rank_name(int rank, char out[SMP_RANK_NAME]);
+
+/* The module path of an entry, for messages; borrowed. */
+const char *smp_entry_path(const smp_entry *entry);
+
+/* Raises what the status says of `doing`.  NULL. */
+PyObject *smp_session_raise(smp_status status, const char *doing);
+
+int smp_session_add_functions(PyObject *module);
+
+/* -------------------------------------------------- tasks.c: what the server calls */
+extern const smp_server_ops smp_session_ops;
+
+/* The task of this thread; NULL outside a step. */
+extern _Thread_local smp_task *smp_this_task;
+
+/* Waits for a response with the GIL and the baton given away; kind and entry say what
+ * it is.  NULL: with an exception, which is `aborted` when the step failed. */
+smp_message *smp_session_wait(uint64_t call, smp_wait_kind kind, int32_t entry);
+
+/* Takes the exception that is set: ends the step on every rank. */
+void smp_session_fail(smp_task *task);
+
+/* Says once what stays behind of a tensor of a call of the entry.  0, or -1 with an
+ * exception: warnings may be errors.  laden: NULL, or that tensor. */
+int smp_session_warn_if_laden(PyObject *laden, const smp_entry *entry);
+
+/* Answers the task's request with the exception that is set, which then is its caller's
+ * to catch.  False, with the exception still set: it ends the step (Ctrl-C and the
+ * like, a rank that is gone, all in a sequence, or it could not be sent). */
+bool smp_session_answer_raised(const smp_task *task, int source, smp_envelope envelope);
+
+/* To every other rank of the pipeline: a value; 0, or -1 with the first exception.  An
+ * ABORT goes to those of other pipelines, too, to all that are there, whatever happens
+ * on the way to one of them.  An envelope alone. */
+int  smp_session_send_to_all(smp_msg_kind kind, PyObject *value);
+void smp_session_tell_others(const smp_envelope *envelope);
+
+/* Raises what a signal's handler raised during the step.  False: there is none. */
+bool smp_session_raise_signal(void);
+
+/* ------------------------------------------------------- step.c: from begin to end */
+int smp_step_add(PyObject *module);
+
+/* ------------------------------------------------------------ call.c: the caller */
+extern PyTypeObject *smp_call_type;
+int                  smp_call_add(PyObject *module);
+PyObject            *smp_call_remote(PyObject *module, PyObject *args, PyObject *kwargs,
+                                     uint16_t flags);
+
+/* ------------------------------------------------------------ serve.c: the owner */
+int  smp_serve_add(PyObject *module);
+void smp_serve_request(smp_message *request, smp_task *task); /* takes request */
+bool smp_serve_release(uint64_t call); /* false with an exception */
+void smp_serve_forget(void); /* forwards that wait for a backward: the step is over */
+bool smp_has_hooks(PyObject *module);
+
+/* ------------------------------------------------------- lineup.c: collectives */
+int smp_lineup_add(PyObject *module);
+
+/* ------------------------------------------------------------ streams.c: random
+ * numbers */
+
+/* Makes the default generator this task's. 0, or -1 with an exception. */
+int  smp_stream_enter(smp_task *task);
+int  smp_stream_seed(smp_task *task, uint64_t seed);
+void smp_stream_leave(smp_task *task);
+
+/* Draws a request's seed from the stream of the running task. */
+int smp_stream_draw(uint64_t *seed);
+
+#endif

@@ -1,0 +1,127 @@
+/* PyTorch's streams and memory for the device pool, by DLPack. */
+#include "python/values/device.h"
+
+#include "comm/device/port.h"
+#include "comm/neighbour.h"
+
+bool
+smp_device_is_drivers(dl_device device)
+{
+    return device.type == SMP_DL_CUDA ||
+           (device.type == SMP_DL_OTHER && smp_driver_is_stand_in());
+}
+
+int
+smp_device_stream(dl_device device, void **stream)
+{
+    *stream = NULL;
+    if (device.type != SMP_DL_CUDA) {
+        return 0; /* the stand-in's is the null stream */
+    }
+    return smp_torch.dlpack->current_stream(device.type, device.id, stream);
+}
+
+int
+smp_device_pack(smp_comm *comm, int dest, const dl_tensor *t, uint64_t bytes,
+                smp_block **out)
+{
+    void *stream;
+
+    *out = NULL;
+    if (!smp_device_is_drivers(t->device)) {
+        return 0;
+    }
+    if (smp_device_stream(t->device, &stream) != 0) {
+        return -1;
+    }
+    *out = smp_device_put(smp_comm_device(comm), dest, t->device.id,
+                          (uint64_t)(uintptr_t)t->data, (size_t)bytes, stream);
+    return 0;
+}
+
+static void
+set_error(void *unused, const char *kind, const char *message)
+{
+    (void)unused;
+    PyErr_Format(PyExc_RuntimeError, "smp: memory for a tensor that arrives: %s: %s",
+                 kind, message);
+}
+
+/* A new tensor of PyTorch's own memory: the meta's elements in a row. */
+static PyObject *
+make_row(const smp_tensor_meta *meta, dl_device device)
+{
+    uint64_t    element = ((uint64_t)meta->dtype.bits * meta->dtype.lanes + 7) / 8;
+    int64_t     length = (int64_t)(meta->bytes / element);
+    int64_t     stride = 1;
+    dl_tensor   wanted = {.device = device,
+                          .ndim = 1,
+                          .dtype = meta->dtype,
+                          .shape = &length,
+                          .strides = &stride};
+    dl_managed *managed = NULL;
+    void       *tensor;
+
+    if (smp_torch.dlpack->allocate(&wanted, &managed, NULL, set_error) != 0) {
+        if (!PyErr_Occurred()) {
+            PyErr_NoMemory();
+        }
+        return NULL;
+    }
+    return smp_torch.dlpack->to_python(managed, &tensor) == 0 ? tensor : NULL;
+}
+
+PyObject *
+smp_device_unpack(smp_comm *comm, int source, smp_block *block,
+                  const smp_tensor_meta *meta)
+{
+    smp_device_port *port = smp_comm_device(comm);
+    dl_device  device = {.type = meta->device.type, .id = smp_device_number(port)};
+    PyObject  *row = NULL;
+    dl_tensor  t;
+    void      *stream;
+    char       why[SMP_DRIVER_TEXT];
+    smp_status status;
+
+    if (device.id < 0 || !smp_device_is_drivers(device)) {
+        PyErr_SetString(PyExc_ValueError,
+                        "smp: malformed message: a tensor in a pool of a device that "
+                        "this rank does not have");
+        goto err_release;
+    }
+    row = make_row(meta, device);
+    if (row == NULL || smp_torch.dlpack->borrow(row, &t) != 0 ||
+        smp_device_stream(device, &stream) != 0) {
+        goto err_release;
+    }
+    status = smp_device_get(port, source, block,
+                            (uint64_t)(uintptr_t)t.data + t.byte_offset, stream, why);
+    if (status != SMP_OK) {
+        PyErr_Format(PyExc_RuntimeError,
+                     "smp: a tensor in the device pool of pp_rank %d cannot be read: "
+                     "%s [%s]",
+                     source, why, smp_status_name(status));
+        Py_DECREF(row);
+        return NULL;
+    }
+    return row;
+
+err_release:
+    smp_block_release(block);
+    Py_XDECREF(row);
+    return NULL;
+}
+
+int
+smp_device_seen(smp_comm *comm, int source, PyObject *tensor)
+{
+    dl_tensor t;
+
+    if (smp_torch.dlpack->borrow(tensor, &t) != 0) {
+        return -1;
+    }
+    if (smp_device_is_drivers(t.device)) {
+        smp_device_meet(smp_comm_device(comm), source, t.device.id);
+    }
+    return 0;
+}

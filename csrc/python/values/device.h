@@ -1,0 +1,33 @@
+/* Tensors of a device in and out of the device pool (comm/device/port.h).
+ *
+ * Threads  The GIL is held, and it is one thread at a time: the baton's.
+ * Errors   An exception.
+ */
+#ifndef SMP_PYTHON_VALUES_DEVICE_H
+#define SMP_PYTHON_VALUES_DEVICE_H
+
+#include "comm/comm.h"
+#include "python/values/tensor.h"
+
+/* Whether the driver has this device: CUDA's, or one that the tests have put beside the
+ * driver's stand-in. */
+bool smp_device_is_drivers(dl_device device);
+
+/* The stream that the calling thread tells its work on the device.  0, or -1 with an
+ * exception. */
+int smp_device_stream(dl_device device, void **stream);
+
+/* A block with the meta's bytes of `t`, a tensor of a device, for `dest` in *out; NULL
+ * there: they must go through host memory.  0, or -1 with an exception. */
+int smp_device_pack(smp_comm *comm, int dest, const dl_tensor *t, uint64_t bytes,
+                    smp_block **out);
+
+/* A new tensor on this rank's device with the elements of the meta's span in a row,
+ * from a block on a device that came from `source`; takes the block. */
+PyObject *smp_device_unpack(smp_comm *comm, int source, smp_block *block,
+                            const smp_tensor_meta *meta);
+
+/* `tensor` came from `source` through host memory: the next one need not. */
+int smp_device_seen(smp_comm *comm, int source, PyObject *tensor);
+
+#endif

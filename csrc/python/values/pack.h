@@ -1,0 +1,82 @@
+/* Python values into a message.
+ *
+ * Ownership  A pack holds a reference to every tensor and object it has numbered, until
+ *            fini: the caller needs them to write back what the callee changed.
+ * Threads    The GIL is held.
+ * Errors     An exception that names the type and what to do.
+ */
+#ifndef SMP_PYTHON_VALUES_PACK_H
+#define SMP_PYTHON_VALUES_PACK_H
+
+#include "comm/comm.h"
+#include "python/values/ptrmap.h"
+#include "python/values/tensor.h"
+#include "python/values/unpack.h"
+#include "server/envelope.h"
+
+typedef struct {
+    uint8_t *at; /* owned */
+    size_t   size;
+    size_t   room;
+} smp_buffer;
+
+typedef struct {
+    smp_comm         *comm; /* borrowed; NULL: small and large tensors alike inside */
+    int               dest;
+    const smp_unpack *request; /* borrowed: the request this answers, or NULL */
+    smp_buffer        meta;
+    smp_buffer        values;
+    smp_buffer        data;
+    smp_ptrmap        tensor_numbers;
+    smp_ptrmap        object_numbers;
+    smp_ptrmap        argument_tensors; /* the request's, by number; */
+    smp_ptrmap        argument_objects;
+    bool              knows_arguments; /* ... filled when first asked for */
+    PyObject        **tensors;         /* owned references, by number */
+    uint8_t          *in_graph;        /* owned, by number: written as requiring grad */
+    size_t            ntensors;
+    size_t            tensor_room;
+    PyObject        **objects; /* owned references, by number */
+    size_t            nobjects;
+    size_t            object_room;
+    smp_block       **blocks; /* owned until sent */
+    size_t            nblocks;
+    size_t            block_room;
+    int               depth;
+    PyObject *laden;  /* borrowed: the first tensor of a subclass, or with attributes */
+    bool      staged; /* a device may still be writing into blocks */
+    bool      graph;  /* tensors that require grad are written as such; without
+                         it none is */
+} smp_pack;
+
+void smp_pack_init(smp_pack *pack, smp_comm *comm, int dest, const smp_unpack *request);
+void smp_pack_fini(smp_pack *pack);
+
+/* What the answer to a request that was packed may refer to; borrowed from the pack,
+ * which nothing is added to meanwhile. */
+static inline smp_arguments
+smp_pack_arguments(const smp_pack *pack)
+{
+    return (smp_arguments){pack->tensors, pack->ntensors, pack->objects,
+                           pack->nobjects};
+}
+
+/* Appends a value.  0, or -1 with an exception. */
+int smp_pack_value(smp_pack *pack, PyObject *value);
+
+/* Appends a number that smp_unpack_u32() reads. */
+int smp_pack_u32(smp_pack *pack, uint32_t number);
+
+/* Appends the tensor as a new one, even if it is an argument of the request. */
+int smp_pack_new_tensor(smp_pack *pack, PyObject *tensor);
+
+/* Appends the present contents of a list, dict, set or object, without a number. */
+int smp_pack_contents(smp_pack *pack, PyObject *object);
+
+/* Sends what was packed, after the envelope. */
+int smp_pack_send(smp_pack *pack, const smp_envelope *envelope);
+
+/* What was packed, without the envelope, as bytes; for packs without a comm. */
+PyObject *smp_pack_bytes(smp_pack *pack);
+
+#endif

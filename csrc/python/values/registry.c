@@ -1,0 +1,23 @@
+/* The numbers that all ranks agree on. */
+#include "python/values/registry.h"
+
+smp_registry_table smp_registry;
+
+int64_t
+smp_registry_find(PyObject *numbers, const void *address)
+{
+    PyObject *key;
+    PyObject *found;
+
+    if (numbers == NULL) {
+        return -1;
+    }
+    key = PyLong_FromVoidPtr((void *)address);
+    if (key == NULL) {
+        PyErr_Clear();
+        return -1;
+    }
+    found = PyDict_GetItem(numbers, key);
+    Py_DECREF(key);
+    return found == NULL ? -1 : PyLong_AsLongLong(found);
+}

@@ -1,0 +1,39 @@
+/* What every rank numbers alike: modules, parameters, and Python functions that the
+ * codec asks for what C does not know.
+ *
+ * Threads  The GIL is held.
+ */
+#ifndef SMP_PYTHON_VALUES_REGISTRY_H
+#define SMP_PYTHON_VALUES_REGISTRY_H
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include <stdbool.h>
+#include <stdint.h>
+
+typedef struct {
+    int       rank;              /* this pp_rank */
+    PyObject *modules;           /* list of modules, by number */
+    PyObject *module_numbers;    /* dict: module address -> number */
+    PyObject *parameters;        /* list of parameters, by number */
+    PyObject *parameter_owners;  /* list of pp_ranks, by number */
+    PyObject *parameter_numbers; /* dict: parameter address -> number */
+    PyObject *parameter_names;   /* list of paths, by number */
+    PyObject *dumps;             /* value -> (bytes, [tensors]) */
+    PyObject *loads;             /* bytes, [tensors] -> value */
+    PyObject *dense;             /* tensor -> dense copy */
+    PyObject *unsendable;        /* tensor, PyTorch's error -> what to say of it */
+    PyObject *stage_out;  /* tensor, host memory: begins to copy its span there */
+    PyObject *stage_wait; /* waits for what stage_out began */
+    PyObject *stage_in;   /* host memory, shape, strides -> tensor on the device */
+    PyObject
+        *stage_placed; /* elements in a row on a device, shape, strides -> tensor */
+} smp_registry_table;
+
+extern smp_registry_table smp_registry;
+
+/* The number of the object in `numbers`, or -1.  No exception is left. */
+int64_t smp_registry_find(PyObject *numbers, const void *address);
+
+#endif
