@@ -225,6 +225,23 @@ def test_a_replaced_model_whose_values_are_delayed(kind, monkeypatch):
     check_training(kind, steps=2, delayed=True)
 
 
+@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.sample(4)
+@on_ranks(2, 3)
+def test_a_replaced_model_whose_residual_stream_is_split_by_channels(kind, monkeypatch):
+    in_float64(kind, monkeypatch)
+    split_over_all_ranks()
+    model = check_training(kind, steps=2, optimize="channels")
+    kinds = {type(m).__name__ for m in model.modules()}
+    assert "DistributedLayerNorm" in kinds
+
+
+@on_ranks(4)
+def test_a_replaced_model_of_channels_in_a_pipeline():
+    smp.init({"tensor_parallel_degree": 2, "pipeline_parallel_degree": 2})
+    check_training("gpt2", steps=2, optimize="channels", delayed=True)
+
+
 @on_ranks(2)
 def test_what_scripts_reach_for():
     split_over_all_ranks()
