@@ -109,7 +109,7 @@ def _in_c(*tensors: Tensor | None, ids: Tensor | None = None) -> bool:
         and dtype in _DTYPES
         and all(type(t) in _PLAIN and t.device == device and t.dtype == dtype for t in given)
         and (ids is None or ids.device == device)
-        and (device.type == "cpu" or gpu_kernels.usable(device))
+        and (device.type == "cpu" or gpu_kernels.usable(device, dtype))
     )
 
 
