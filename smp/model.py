@@ -250,7 +250,7 @@ class DistributedModel(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         if self._smp_decision is None:
-            return super()._apply(delayed_init.converting(fn), recurse)
+            return super()._apply(fn, recurse)
         rt = self._smp_runtime
         conversion.convert(self._smp_module, fn, set(self.local_modules()))
         install_gradients(rt, [m for m in rt.live_models() if m.partitioned])

@@ -205,21 +205,26 @@ class Scaled(nn.Module):
         return self.last(torch.tanh(self.first(x))) * self.scale
 
 
+@pytest.mark.parametrize("wrapped", [False, True], ids=["before it is wrapped", "after"])
 @pytest.mark.parametrize(("ranks", "degree"), [(2, 1), (4, 2)])
-def test_a_model_is_moved_and_converted_before_it_has_values(ranks, degree):
-    call_on_ranks(ranks, check_conversion, degree)
+def test_a_model_is_moved_and_converted_before_it_has_values(ranks, degree, wrapped):
+    call_on_ranks(ranks, check_conversion, degree, wrapped)
 
 
-def check_conversion(degree):
+def check_conversion(degree, wrapped):
     smp.init({"pipeline_parallel_degree": 2, "tensor_parallel_degree": degree})
     torch.manual_seed(1)
     plain = Scaled().half().double()
     torch.manual_seed(1)
     with smp.delay_param_initialization(), smp.tensor_parallelism():
-        model = smp.DistributedModel(Scaled())
+        net = Scaled()
+    model = smp.DistributedModel(net) if wrapped else net
     assert model.half().to("cpu").double() is model
     kinds = {tensor.dtype for tensor in (*model.parameters(), *model.buffers())}
     assert kinds == {torch.float64}
+    model.last.bias.requires_grad_(False)
+    model = model if wrapped else smp.DistributedModel(net)
+    assert not net.last.bias.requires_grad
 
     @smp.step
     def train(model, x):
@@ -232,6 +237,27 @@ def check_conversion(degree):
     torch.testing.assert_close(loss, plain(x).square().mean().detach())
     kinds = {tensor.dtype for tensor in (*model.local_parameters(), *model.local_buffers())}
     assert kinds == {torch.float64}
+
+
+@on_ranks(1)
+def test_a_model_is_converted_behind_the_context():
+    """Its buffers, too, each as it would have been; gradients are wanted of what they were."""
+    smp.init({})
+
+    def converted(delayed: bool) -> nn.Module:
+        model, _ = made(Odd, 3, delayed=delayed)
+        model.embedding.bfloat16()  # and so the tied output
+        model.half().to(torch.float64).norm.requires_grad_(False)
+        return model
+
+    want, model = converted(False), converted(True)
+    assert all(p.is_meta for p in model.parameters())
+    smp.DistributedModel(model)
+    assert_same(model.state_dict(), want.state_dict())
+    assert model.output.weight is model.embedding.weight
+    assert [p.requires_grad for p in model.parameters()] == [
+        p.requires_grad for p in want.parameters()
+    ]
 
 
 def test_what_cannot_be_recorded_is_named():

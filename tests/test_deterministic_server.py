@@ -257,6 +257,44 @@ def test_after_a_failure_of_one_replica_the_next_step_works(dp_rank):
     check_next(model, reference)
 
 
+class Skipping(SharedNorm):
+    """Leaves out its last collective in a forward, as data may decide."""
+
+    skips_at = -1  # in the call of this number
+    calls = 0
+
+    def total(self, x):
+        self.calls += 1
+        if self.calls == 3 * self.skips_at:
+            return x
+        return super().total(x)
+
+
+class SkippingNet(Net):
+    def __init__(self):
+        super().__init__()
+        self.far.norm.__class__ = Skipping
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("dp_rank", [0, 1])
+@pytest.mark.parametrize("at", [1, 2 * MICROBATCHES], ids=["first", "last"])
+@pytest.mark.parametrize("trains", [True, False])
+def test_a_collective_that_one_replica_leaves_out_is_an_error(dp_rank, at, trains):
+    begin()
+    net = make(SkippingNet)
+    model, reference = on_two_stages(net), Reference()
+    check_step(model, reference, 0)
+    net.far.norm.calls, net.far.norm.skips_at = 0, at if smp.dp_rank() == dp_rank else -1
+    with pytest.raises(RuntimeError, match=r"\[SMP_ERR_MISMATCH\]") as caught:
+        (train if trains else forward)(model, data_of(smp.dp_rank()))
+    said = str(caught.value)
+    assert "dp_rank 0, microbatch" in said and "dp_rank 1, microbatch" in said
+    assert "module 'far" in said and "'torch.distributed' (microbatch" in said
+    net.far.norm.skips_at = -1
+    check_next(model, reference)
+
+
 class Faulty(Block):
     """Raises between its collectives, on one rank, while the others wait in them."""
 

@@ -85,7 +85,7 @@ def test_they_give_what_the_hosts_kernels_give(device):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         got = calls(on)
-    assert gpu_kernels._known == {on: True}
+    assert gpu_kernels._known == {(on, torch.float32): True}
     for one, other in zip(got, want, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
@@ -97,27 +97,53 @@ def test_a_driver_that_refuses_leaves_them_to_torch(device):
     want = calls(torch.device("cpu"))
     with fails(b"cuLaunchKernel", 3), pytest.warns(UserWarning, match="torch's operators do"):
         got = calls(on)
-    assert gpu_kernels._known == {on: False}
+    assert gpu_kernels._known == {(on, torch.float32): False}
     for one, other in zip(got, want, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
 @alone
 @on_pretended
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_halves_are_tried_at_their_first_use(device, dtype, monkeypatch):
+    on = begin()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert gpu_kernels.usable(on, torch.float32) and gpu_kernels.usable(on, dtype)
+    gpu_kernels._known.clear()
+    real = _core.tp_norm
+
+    def wrong(*args):
+        real(*args)
+        if args[3].dtype == dtype:  # of this one alone, x
+            args[10].mul_(1.1)
+
+    x, ones = torch.randn(3, 40).to(on, dtype), torch.ones(40).to(on, dtype)
+    with monkeypatch.context() as patch:
+        patch.setattr(_core, "tp_norm", wrong)
+        with pytest.warns(UserWarning, match=f"do not serve {dtype} .*: layer norm differs"):
+            got, _ = kernels.bias_dropout_residual_layer_norm(x, None, None, ones, ones)
+        assert gpu_kernels.usable(on, torch.float32)
+    torch.testing.assert_close(got, torch.layer_norm(x, (40,), ones, ones))
+
+
+@alone
+@on_pretended
 @pytest.mark.parametrize("name", ["tp_residual", "tp_softmax_backward", "tp_gather"])
-def test_one_that_computes_something_else_is_not_trusted(device, name, monkeypatch):
+@pytest.mark.parametrize("dtype", gpu_kernels._TOLERANCES, ids=str)
+def test_one_that_computes_something_else_is_not_trusted(device, name, dtype, monkeypatch):
     on = begin()
     real = getattr(_core, name)
 
     def wrong(*args):
         real(*args)
         last = [a for a in args if isinstance(a, torch.Tensor)][-1]
-        last.view(-1)[-1:] += 0.01
+        last.view(-1)[-1:] += 0.01 if dtype == torch.float32 else 0.5
 
     with monkeypatch.context() as patch:
         patch.setattr(_core, name, wrong)
-        with pytest.warns(UserWarning, match=r"differs by 0\.01"):
-            assert not gpu_kernels.usable(on)
+        with pytest.warns(UserWarning, match=r"differs by 0\.\d"):
+            assert not gpu_kernels.usable(on, dtype)
 
 
 @alone
@@ -133,14 +159,14 @@ def test_a_device_whose_tensors_cannot_be_borrowed_is_torchs(device, monkeypatch
         x = torch.ones(3, 4, device=on)
         dropped = kernels.dropout(x, DROP)
     torch.testing.assert_close(dropped.cpu(), kernels.dropout(x.cpu(), DROP))
-    assert gpu_kernels._known == {on: False}
+    assert gpu_kernels._known == {(on, torch.float32): False}
 
 
 @alone
 @on_pretended
 def test_a_launch_that_fails_later_says_what_the_driver_says(device):
     on = begin()
-    assert gpu_kernels.usable(on)
+    assert gpu_kernels.usable(on, torch.float32)
     x = torch.ones(3, 4, device=on)
     with fails(b"cuLaunchKernel", 1), pytest.raises(RuntimeError, match="cuLaunchKernel: "):
         kernels.dropout(x, DROP)

@@ -133,15 +133,27 @@ def in_float64(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(modeling, "torch", double)
 
 
-def check_training(kind: str, steps: int = 3) -> smp.DistributedModel:
-    """Losses, norms and, by Hugging Face's names, parameters equal the plain model's."""
+def check_training(
+    kind: str, steps: int = 3, delayed: bool = False, **options: Any
+) -> smp.DistributedModel:
+    """Losses, norms and, by Hugging Face's names, parameters equal the plain model's.
+
+    Args:
+        delayed: the split model gets its values when it is partitioned.
+        options: of the distributed modules.
+    """
     to_hf, _ = family(kind)
     torch.manual_seed(1)
-    with smp.tensor_parallelism(replace=True):
-        net = FAMILIES[kind][0]()  # angles of rotations are in float32
+    plain = FAMILIES[kind][0]()  # angles of rotations are in float32
+    torch.manual_seed(1 + smp.tp_rank() * delayed)
+    with (
+        smp.tensor_parallelism(replace=True, **options),
+        smp.delay_param_initialization(enabled=delayed),
+    ):
+        net = FAMILIES[kind][0]()
     torch.set_default_dtype(torch.float64)
-    net.double()
-    plain = copy.deepcopy(net)
+    for model in (plain, net):
+        model.double()
     model = smp.DistributedModel(net)
     own_loss = isinstance(model.get_module(), smp.nn.DistributedTransformerLMHead)
     optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1))
@@ -202,6 +214,32 @@ def test_a_replaced_model_in_a_pipeline(kind, monkeypatch):
     in_float64(kind, monkeypatch)
     smp.init({"tensor_parallel_degree": 2, "pipeline_parallel_degree": 2})
     check_training(kind, steps=2)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "gptj", "gptneo", "gptneox"])
+@pytest.mark.sample(2)
+@on_ranks(4)
+def test_a_replaced_model_whose_values_are_delayed(kind, monkeypatch):
+    in_float64(kind, monkeypatch)
+    smp.init({"tensor_parallel_degree": 2, "pipeline_parallel_degree": 2})
+    check_training(kind, steps=2, delayed=True)
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.sample(4)
+@on_ranks(2, 3)
+def test_a_replaced_model_whose_residual_stream_is_split_by_channels(kind, monkeypatch):
+    in_float64(kind, monkeypatch)
+    split_over_all_ranks()
+    model = check_training(kind, steps=2, optimize="channels")
+    kinds = {type(m).__name__ for m in model.modules()}
+    assert "DistributedLayerNorm" in kinds
+
+
+@on_ranks(4)
+def test_a_replaced_model_of_channels_in_a_pipeline():
+    smp.init({"tensor_parallel_degree": 2, "pipeline_parallel_degree": 2})
+    check_training("gpt2", steps=2, optimize="channels", delayed=True)
 
 
 @on_ranks(2)

@@ -4,6 +4,7 @@ The reference is ``tests/reference/whole_job.py``, in float64.
 """
 
 import importlib
+import importlib.util
 import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -377,6 +378,69 @@ def test_another_wrapper_of_a_regions_linear_is_named():
     wrapper.magnitude = nn.Parameter(torch.ones(29))
     with pytest.raises(NotImplementedError, match=r"'model.layers.1.mlp.up_proj' .* magnit"):
         smp.DistributedModel(net)
+
+
+def gpt2() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    drops = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    ends = {"bos_token_id": 0, "eos_token_id": 0}
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "n_positions": 16,
+        "n_embd": 12,
+        "n_layer": 2,
+        "n_head": 3,
+    }
+    return GPT2LMHeadModel(GPT2Config(**sizes, **drops, **ends))
+
+
+PEFT_TARGETS = {
+    "llama": ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"],
+    "gpt2": ["c_attn", "c_proj", "c_fc"],
+}
+
+
+@pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="peft is not installed")
+@pytest.mark.parametrize("pipeline", [1, 2])
+@pytest.mark.parametrize("family", PEFT_TARGETS)
+@on_ranks(4, timeout_s=120)
+def test_adapters_of_peft(family, pipeline, monkeypatch, tmp_path):
+    """They train, what they are around does not, and peft writes and reads them."""
+    peft = importlib.import_module("peft")
+    smp.init({"tensor_parallel_degree": 2, "pipeline_parallel_degree": pipeline})
+    config = peft.LoraConfig(
+        r=2,
+        target_modules=PEFT_TARGETS[family],
+        init_lora_weights=False,
+        fan_in_fan_out=family == "gpt2",
+        task_type="CAUSAL_LM",
+    )
+
+    def base() -> nn.Module:
+        torch.set_default_dtype(torch.float64)
+        torch.manual_seed(3)
+        if family == "gpt2":
+            with smp.tensor_parallelism():
+                return gpt2()
+        compute_in_float64(monkeypatch, family)
+        return made(family)
+
+    job = WholeJob(peft.get_peft_model(base(), config), next_token_loss, tokens)
+    assert not any(one.reason for one in job.model._smp_split)
+    every = job.plain.named_parameters(remove_duplicate=False)
+    frozen = {name: p.clone() for name, p in every if not p.requires_grad}
+    for step in range(2):
+        job.step(step, max_norm=0.3)
+    job.check_parameters()
+    whole = job.model.state_dict()
+    assert all(torch.equal(whole[name], value) for name, value in frozen.items())
+    assert all("lora_" in name for name in whole.keys() - frozen.keys())
+    if smp.rank() == 0:
+        job.model.save_pretrained(tmp_path, state_dict=whole)
+        again = peft.PeftModel.from_pretrained(base(), tmp_path).state_dict()
+        for name, value in job.plain.state_dict().items():
+            assert_near(again[name], value, name)
 
 
 # ------------------------------------------------------------------------------- outputs

@@ -977,14 +977,39 @@ def test_an_input_that_requires_grad_on_some_ranks_only(kind):
             assert_near(x.grad, want, "gradient")
 
 
+class DelayedGates(nn.Sequential):
+    """Stages of a pipeline, with something in each that is not replaced."""
+
+    def __init__(self) -> None:
+        super().__init__(*(nn.Sequential(Gates(), nn.Linear(5, 5)) for _ in range(4)))
+
+
+@pytest.mark.parametrize("pipeline", [1, 2])
 @on_ranks(4)
-def test_what_is_replaced_in_a_pipeline_has_values():
-    smp.init({"tensor_parallel_degree": 2, "pipeline_parallel_degree": 2})
+def test_what_is_replaced_may_have_values_that_are_delayed(pipeline):
+    """They are tp_rank 0's; a rank has no memory for more than its slices."""
+    smp.init({"tensor_parallel_degree": 2, "pipeline_parallel_degree": pipeline})
     smp.tp_register_with_module(Gate, SplitGate, arguments, inputs, lambda y: {"y": y})
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(5)
+    plain = DelayedGates()
+    torch.manual_seed(5 + smp.tp_rank())  # as scripts seed
     with smp.delay_param_initialization(), smp.tensor_parallelism():
-        net = nn.Sequential(Gate(5), nn.Identity())
-    with pytest.raises(NotImplementedError, match="'0' .*no values before the partition"):
-        smp.DistributedModel(net)
+        net = DelayedGates()
+    for module in (plain, net):
+        module.half().double()[1].requires_grad_(False)
+
+    def batch(rank: int, step: int) -> tuple:
+        return (rows_of(10 * step + rank, 4, 5),)
+
+    job = WholeJob(net, squares, batch)
+    job.plain, job.plain_optimizer = plain, torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    for step in range(2):
+        job.step(step, max_norm=0.01)
+    job.check_parameters()
+    assert sum(isinstance(m, SplitGate) for m in job.model.modules()) == 8
+    for parameter in job.model.local_parameters():
+        assert parameter.untyped_storage().nbytes() == parameter.nbytes
 
 
 # ------------------------------------------------------------------------------ any model

@@ -200,6 +200,8 @@ class ProcessGroup(dist.ProcessGroup):
         self._coalesced: list[dist.Work] | None = None
         self._monitor = Monitor(self._shown, rank, self.global_ranks)
         self._over = Over()
+        # In a task of a step: waits for what the task calls, and lets others run.
+        self.gives_way: Callable[[dist.Work], None] | None = None
         self._group = ranks.group(members, name, timeout, self._shown)
 
     # ------------------------------------------------------------------- operations
@@ -462,7 +464,8 @@ class ProcessGroup(dist.ProcessGroup):
         """
         rest = (reduction, root, factor, *counts, self._limit(opts), 0, assumed)
         waits = not opts.asyncOp and self._coalesced is None
-        begin = self._group.run if waits else self._group.order
+        in_task = waits and self.gives_way is not None and _core.current() is not None
+        begin = self._group.run if waits and not in_task else self._group.order
         try:
             try:
                 order = begin(operation, inputs, outputs, *rest)
@@ -482,9 +485,12 @@ class ProcessGroup(dist.ProcessGroup):
             if finish is not None:
                 finish()
             return self._over
-        return self._issue(
+        work = self._issue(
             order, Work(order, (outputs if results is None else results) or (), finish)
         )
+        if in_task:
+            self.gives_way(work)  # type: ignore[misc]
+        return work
 
     def _issue(self, order: _core.Order, work: Work) -> Work:
         """Begin what somebody waits for later."""
@@ -672,6 +678,10 @@ class ProcessGroup(dist.ProcessGroup):
 
     def _get_sequence_number_for_group(self) -> int:
         return self._group.sequence()
+
+    def issued(self) -> int:
+        """How many operations were called, also those that wait behind others."""
+        return self._group.issued()
 
     def _has_hooks(self) -> bool:
         return False

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from smp import _core, model, ranks
-from smp.execution import failures, pool, runtime
+from smp.execution import failures, pool, runtime, sequence
 from smp.job import objects
 from smp.modules import homes, sync_batch_norm
 from smp.partitioning import tracing
@@ -55,6 +55,8 @@ def partition_models(
         Exception: what the traced run raised; on every rank.
     """
     sync_batch_norm.prepare(models, rt)
+    if rt.in_sequence:
+        sequence.prepare()
     mine = b""
     told: tuple | None = None
     error: BaseException | None = None

@@ -1,8 +1,9 @@
 """Steps in which all replicas run the same in one order (``deterministic_server``).
 
 The order is csrc/server/sequence.h's.  Here is what becomes of collectives that modules call
-by themselves, with torch.distributed, when a step fails: a rank that is in one holds its
-server's baton, and hears of nothing until the collective is over.
+by themselves, with torch.distributed.  Over ``smddp`` a task that waits for one lets others
+run, as for a collective of a distributed module, so that ranks which do not call the same hear
+of it.  Over other backends, and on devices, it holds its server's baton until it is over.
 """
 
 from contextlib import suppress
@@ -19,12 +20,28 @@ from smp.tensor_parallel import order
 _FAILED = "the end of a step that failed"
 
 
+_CALLED = "torch.distributed"  # in the place of a module's path in a collective's key
+
+
+def prepare() -> None:
+    """Have tasks give way where they wait for a collective of their own."""
+    for group in _process_groups():
+        if isinstance(group, ProcessGroup):
+            group.gives_way = _give_way
+
+
+def _give_way(work: dist.Work) -> None:
+    """Wait for an operation that this task has begun."""
+    order.Call.of_module(_CALLED).run(lambda is_async: work)
+
+
 def finish_failed_step() -> None:
     """Have the ranks of the DP_GROUP end, in a step that failed, with as many collectives.
 
     A rank that has failed calls another operation at once: with it fails the collective in
-    which others may wait for this rank.  They run the same, so none waits in a later one.  Then
-    all make up for what they have begun less.  Collective over the ranks that failed the step.
+    which others may wait for this rank, with the baton.  They run the same, so none waits in a
+    later one.  Then all make up for what they have begun less.  Collective over the ranks that
+    failed the step.
 
     Raises:
         RuntimeError: the group's backend cannot do that.
@@ -36,7 +53,7 @@ def finish_failed_step() -> None:
     if not ended:
         for group in groups:
             group.call_another()
-    order.finish_failed_step()
+    order.await_ends()
     _, all_ended = _core.ended_in_order()
     if all_ended:  # their collectives, too; some of these ranks' steps may have gone well
         return
@@ -51,9 +68,13 @@ def finish_failed_step() -> None:
 
 
 def _process_groups() -> list[dist.ProcessGroup]:
-    """The groups over which modules of this rank may call collectives of their own."""
-    dp, rdp = ranks.get_dp_process_group(), ranks.get_rdp_process_group()
-    return [dp] if rdp is dp or ranks.rdp_size() == 1 else [dp, rdp]
+    """The groups over which modules of this rank call collectives."""
+    groups = [ranks.get_dp_process_group()]
+    if ranks.rdp_size() > 1:
+        groups.append(ranks.get_rdp_process_group())
+    if ranks.tp_size() > 1:
+        groups.append(ranks.get_tp_process_group())
+    return list(dict.fromkeys(groups))
 
 
 class _Group:
@@ -62,7 +83,12 @@ class _Group:
     def __init__(self, group: Any):
         self.group = group
         self.ranks = dist.get_process_group_ranks(group)
-        self.begun: int = group._get_sequence_number_for_group()
+        # Tasks give way in operations of smddp, so that several may wait behind one another.
+        self.begun: int = (
+            group.issued()
+            if isinstance(group, ProcessGroup)
+            else group._get_sequence_number_for_group()
+        )
         self._works: list[Any] = []
 
     def call_another(self) -> None:

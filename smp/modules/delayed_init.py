@@ -11,6 +11,8 @@ as it would have; its state before is kept and set again when the operator is re
 """
 
 import contextlib
+import functools
+import heapq
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
@@ -18,10 +20,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+)
 from torch.utils._pytree import tree_flatten, tree_map
-
-_recorders: list["Recorder"] = []
 
 
 @contextlib.contextmanager
@@ -40,12 +44,11 @@ def delay_param_initialization(enabled: bool = True) -> Iterator[None]:
 
     Source: SageMaker Python SDK documentation, ``smp.delay_param_initialization``.
     """
-    if not enabled:
+    if not enabled or _is_recording():
         yield
         return
-    recorder = Recorder()
-    _recorders.append(recorder)
-    with recorder, _OnHost(recorder):
+    _convert_later()
+    with _recorder, _OnHost(_recorder):
         yield
 
 
@@ -74,11 +77,12 @@ class _Op(NamedTuple):
 
 
 class Recorder(TorchDispatchMode):
-    """The tape of one context."""
+    """The tape."""
 
     def __init__(self) -> None:
         super().__init__()
         self.tape: list[_Op] = []
+        self.writers: list[list[int]] = []  # by storage: which operators of the tape
         self.numbers: dict[int, int] = {}  # by the address of a meta storage
         self.storages: list[torch.UntypedStorage] = []  # kept, so that addresses stay theirs
 
@@ -153,19 +157,52 @@ class Recorder(TorchDispatchMode):
             generator = _generator(kwargs, args)
             state = generator.get_state()
             self._draw(func, inputs, {self.ref(t) for t in written})
-        for address, tensor in made.items():
-            self.numbers[address] = len(self.storages)
-            self.storages.append(tensor.untyped_storage())
+        for tensor in made.values():
+            self._number(tensor)
         refs = [self.ref(t) if isinstance(t, Tensor) else None for t in outputs]
         writes = {self.numbers[address] for address in made}
         writes |= {self.ref(t).storage for t in written}
-        reads = {r.storage for r in _refs_in(inputs)}
+        self._append(func, inputs, refs, writes, generator, state)
+
+    def call(
+        self, function: Callable[..., Tensor], given: tuple[Tensor, ...], shown: Tensor
+    ) -> Tensor:
+        """Record a call of a function that is none of torch's operators.
+
+        Args:
+            function: of tensors with their values.
+            given: some of them recorded.
+            shown: a meta tensor of the result's shape, strides and dtype, that nobody knows.
+        """
+        self._number(shown)
+        ref = self.ref(shown)
+        self._append(function, (tree_map(self._to_ref, given), {}), [ref], {ref.storage})
+        return shown
+
+    def _number(self, made: Tensor) -> None:
+        storage = made.untyped_storage()
+        self.numbers[storage._cdata] = len(self.storages)
+        self.storages.append(storage)
+        self.writers.append([])
+
+    def _append(
+        self,
+        function: Any,
+        inputs: tuple,
+        outputs: list[_Ref | None],
+        writes: set[int],
+        generator: torch.Generator | None = None,
+        state: Tensor | None = None,
+    ) -> None:
+        reads = frozenset(r.storage for r in _refs_in(inputs))
+        for storage in writes:
+            self.writers[storage].append(len(self.tape))
         self.tape.append(
             _Op(  # type: ignore[call-arg]
-                func,
+                function,
                 *inputs,
-                refs,
-                frozenset(reads),
+                outputs,
+                reads,
                 frozenset(writes),
                 generator,
                 state,
@@ -206,15 +243,28 @@ class Recorder(TorchDispatchMode):
         Only what they depend on is run, and kept only as long as it is used.
         """
         keep = set(wanted)
-        needed = set(keep)
+        needed: set[int] = set()
+        latest_first: list[int] = []  # operators that write what is needed, as a heap of -place
+
+        def need(storages: Iterable[int], before: int) -> None:
+            for storage in set(storages) - needed:
+                needed.add(storage)
+                for place in self.writers[storage]:
+                    if place < before:
+                        heapq.heappush(latest_first, -place)
+
+        need(keep, len(self.tape))
         ops: list[_Op] = []
         last: dict[int, int] = {}  # by storage: how many operators from the end use it last
-        for op in reversed(self.tape):
-            if op.writes & needed:
-                needed |= op.reads
-                for storage in op.reads | op.writes:
-                    last.setdefault(storage, len(ops))
-                ops.append(op)
+        while latest_first:
+            place = -heapq.heappop(latest_first)
+            while latest_first and latest_first[0] == -place:
+                heapq.heappop(latest_first)  # it writes several
+            op = self.tape[place]
+            for storage in op.reads | op.writes:
+                last.setdefault(storage, len(ops))
+            ops.append(op)
+            need(op.reads, place)
         values: dict[int, torch.UntypedStorage] = {}
         for from_end in reversed(range(len(ops))):
             op = ops[from_end]
@@ -332,54 +382,83 @@ def _module_in_construction() -> str:
     return "the script"
 
 
+_recorder = Recorder()
+
+
+def _is_recording() -> bool:
+    return _recorder in _get_current_dispatch_mode_stack()
+
+
+@functools.cache
+def _convert_later() -> None:
+    """Have ``model.half()``, ``model.to(...)`` and alike wait for delayed values, too.
+
+    Behind the context nothing else sees them.  Buffers and dtypes on the way are as without
+    delay, which a look at the model's parameters at the partition could not tell.
+    """
+    plain = nn.Module._apply
+
+    @functools.wraps(plain)
+    def _apply(
+        self: nn.Module, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any
+    ) -> Any:
+        return plain(self, fn if _is_recording() else _converting(fn), *args, **kwargs)
+
+    nn.Module._apply = _apply  # type: ignore[method-assign]
+
+
 # --------------------------------------------------------------------------- the partition
 
-# Of a parameter that is to be made of a recorded tensor: that tensor, and how.
-_MADE_OF = "_smp_made_of"
+
+def is_delayed(tensor: Tensor) -> bool:
+    """Whether a tensor gets its values when the model is partitioned."""
+    with torch._C.DisableTorchFunction():
+        return _recorder.knows(tensor)
 
 
-def is_delayed(parameter: Tensor) -> bool:
-    """Whether a parameter gets its values when the model is partitioned."""
-    return _recorder_of(parameter) is not None
-
-
-def make_of_recorded(parameter: nn.Parameter, function: Callable[[Tensor], Tensor]) -> None:
-    """Have a delayed parameter be a function of what was recorded for it.
+def applied(function: Callable[..., Tensor], *given: Tensor) -> Tensor:
+    """``function(*given)``; where values are delayed, of the values, when these are made.
 
     Args:
-        parameter: stays the same object, and has the function's shape from now on.
-        function: called with a meta tensor now, and with the recorded values at the partition,
-            for one parameter after the other, on the ranks that own it.
+        function: called with meta tensors now, and with values at the partition, for one
+            parameter after the other, on the ranks that own it.  Returns a tensor of its own.
     """
-    whole = parameter.data
-    parameter.data = function(whole)
-    setattr(parameter, _MADE_OF, (whole, function))
+    if not any(map(is_delayed, given)):
+        return function(*given)
+    with torch._C.DisableTorchFunction(), _disable_current_modes():
+        return _recorder.call(function, given, function(*tree_map(_on_meta, given)))
 
 
-def converting(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+def value_of(tensor: Tensor) -> Tensor:
+    """A tensor with its values so far, delayed or not; in memory of its own."""
+    if not is_delayed(tensor):
+        return tensor.detach().clone()
+    with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad():
+        ref = _recorder.ref(tensor)
+        return _show(_recorder.replay({ref.storage})[ref.storage], ref)
+
+
+_CONVERTS = "_smp_converts"  # of a function that `_converting` has returned
+
+
+def _converting(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     """For ``module._apply``: the function, of delayed tensors at the partition.
 
     Args:
         function: as ``model.to(...)`` has it, to another dtype or device.
     """
+    if hasattr(function, _CONVERTS):
+        return function  # of the module around
 
     def convert(tensor: Tensor) -> Tensor:
-        made_of = getattr(tensor, _MADE_OF, None)
-        if made_of is None and not is_delayed(tensor):
+        if not is_delayed(tensor):
             return function(tensor)
-        whole, before = made_of or (tensor.data, None)
         empty = torch.empty([0] * tensor.dim(), dtype=tensor.dtype, device="cpu")
-        converted = tensor.data.to(function(empty).dtype)  # a meta tensor has no device yet
+        dtype = function(empty).dtype  # a meta tensor has no device yet
+        shown = torch.empty_like(tensor.data, dtype=dtype)
+        return _recorder.call(function, (tensor.data,), shown)
 
-        def both(values: Tensor) -> Tensor:
-            return function(values if before is None else before(values))
-
-        if isinstance(tensor, nn.Parameter):
-            tensor.data = converted
-            converted = tensor
-        setattr(converted, _MADE_OF, (whole, both))
-        return converted
-
+    setattr(convert, _CONVERTS, True)
     return convert
 
 
@@ -396,68 +475,42 @@ def materialize(
         owns_parameter: by the first name of a parameter.
         owns_module: by the path of a module.
     """
-    if not _recorders:
-        return
-    parameters = [(n, p) for n, p in root.named_parameters() if _recorder_of(p) is not None]
-    derived = [(n, p) for n, p in root.named_parameters() if hasattr(p, _MADE_OF)]
+    parameters = [(n, p) for n, p in root.named_parameters() if is_delayed(p)]
     places = [
         (holder, key, tensor)
         for path, module in root.named_modules()
         if owns_module(path)
         for holder in (module._buffers, module.__dict__)
         for key, tensor in holder.items()
-        if isinstance(tensor, Tensor)
-        and (_recorder_of(tensor) is not None or hasattr(tensor, _MADE_OF))
+        if isinstance(tensor, Tensor) and is_delayed(tensor)
     ]
-    mine: list[Tensor] = [p for name, p in parameters if owns_parameter(name)]
-    mine += [_recorded(tensor) for _, _, tensor in places]
+    made: dict[int, torch.UntypedStorage] = {}  # what several show is made once
+
+    def value(tensor: Tensor) -> Tensor:
+        # One at a time: what they are made of may not fit together.
+        ref = _recorder.ref(tensor)
+        if ref.storage not in made:
+            made.update(_recorder.replay({ref.storage}))
+        return _show(made[ref.storage], ref)
+
     with _disable_current_modes(), torch.no_grad():
-        values = _values_of(mine)
         for name, parameter in parameters:
             owned = owns_parameter(name)
-            _put_into(parameter, values[id(parameter)] if owned else _without_memory(parameter))
-        for name, parameter in derived:
-            whole, function = parameter.__dict__.pop(_MADE_OF)
-            if owns_parameter(name):
-                # One at a time: the whole ones together may not fit.
-                _put_into(parameter, function(_values_of([whole])[id(whole)]))
-            else:
-                _put_into(parameter, _without_memory(parameter))
+            _put_into(parameter, value(parameter) if owned else _without_memory(parameter))
+        replaced: dict[int, Tensor] = {}  # by id
         for holder, key, tensor in places:
-            value = values[id(_recorded(tensor))]
-            if (made_of := getattr(tensor, _MADE_OF, None)) is not None:
-                value = made_of[1](value)
-            if value.requires_grad != tensor.requires_grad:
-                value.requires_grad_(tensor.requires_grad)
-            holder[key] = value
-
-
-def _recorded(tensor: Tensor) -> Tensor:
-    """What of a delayed tensor the tape has: of one that was converted, what it was."""
-    made_of = getattr(tensor, _MADE_OF, None)
-    return tensor if made_of is None else made_of[0]
+            if id(tensor) not in replaced:
+                new = replaced[id(tensor)] = value(tensor)
+                new.__dict__.update(tensor.__dict__)
+                if new.requires_grad != tensor.requires_grad:
+                    new.requires_grad_(tensor.requires_grad)
+            holder[key] = replaced[id(tensor)]
 
 
 def _without_memory(parameter: Tensor) -> Tensor:
     data = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype)
     data.untyped_storage().resize_(0)
     return data
-
-
-def _recorder_of(tensor: Tensor) -> Recorder | None:
-    return next((r for r in reversed(_recorders) if r.knows(tensor)), None)
-
-
-def _values_of(tensors: list[Tensor]) -> dict[int, Tensor]:
-    """By id, tensors that show the recorded values; what shared memory still does."""
-    out: dict[int, Tensor] = {}
-    for recorder in _recorders:
-        known = [t for t in tensors if recorder.knows(t)]
-        storages = recorder.replay({recorder.ref(t).storage for t in known})
-        for tensor in known:
-            ref = recorder.ref(tensor)
-            out.setdefault(id(tensor), _show(storages[ref.storage], ref))
-    return out
 
 
 def _put_into(parameter: nn.Parameter, data: Tensor) -> None:

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from smp.nn.linear import DistributedLinear
-from smp.tensor_parallel import group, in_place
+from smp.tensor_parallel import autocast, group, in_place
 from smp.tensor_parallel.slices import PATH
 
 _REDUCTIONS = ("none", "mean", "sum")
@@ -161,7 +161,7 @@ def vocabulary_parallel_cross_entropy(
     if reduction == "mean":
         out = out / counts.sum()
     # What F.cross_entropy gives: autocast has it in float32.
-    return out if torch.is_autocast_enabled(hidden.device.type) else out.to(hidden.dtype)
+    return out if autocast.is_on(hidden.device) else out.to(hidden.dtype)
 
 
 def _check(reduction: str, label_smoothing: float) -> None:

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from smp.tensor_parallel import group, primitives
+from smp.tensor_parallel import autocast, group, primitives
 from smp.tensor_parallel.chain import defined, keep_shape, linked, next_token
 from smp.tensor_parallel.distributed_module import DistributedModule
 from smp.tensor_parallel.linears import keep_slice
@@ -98,7 +98,7 @@ class _SplitNorm(Function):
         if weight is not None and bias is not None:
             out = torch.addcmul(_wide(bias), out, _wide(weight))
         # What torch's own gives: autocast has it in float32.
-        out = out if torch.is_autocast_enabled(x.device.type) else out.to(x.dtype)
+        out = out if autocast.is_on(x.device) else out.to(x.dtype)
         keep_shape(ctx, out)
         return out, next_token(token)
 

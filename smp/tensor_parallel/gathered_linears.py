@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from smp.tensor_parallel import group, primitives
+from smp.tensor_parallel.autocast import computed_in
 from smp.tensor_parallel.chain import defined, keep_shape, linked, next_token
 
 
@@ -37,7 +38,7 @@ def gathered_linears(
         gathered = primitives.gather(x, 0, lengths)
         return [linear(gathered) for linear in linears]
     parameters = [p for linear in linears for p in (linear.weight, linear.bias)]
-    dtype = _computed_in(x)
+    dtype = computed_in(x)
     if any(map(is_hooked, linears)):
         # The others come to the backward's collectives where a parameter trains, too.
         x = primitives.requiring(x, any(p is not None and p.requires_grad for p in parameters))
@@ -55,13 +56,6 @@ def is_hooked(module: nn.Module) -> bool:
         or module._backward_hooks
         or module._backward_pre_hooks
     )
-
-
-def _computed_in(x: Tensor) -> torch.dtype:
-    """The dtype of a linear's result: autocast's, where that is on."""
-    kind = x.device.type
-    on = torch.is_autocast_enabled(kind) and x.dtype != torch.float64
-    return torch.get_autocast_dtype(kind) if on else x.dtype
 
 
 class _GatherBesideLinears(Function):

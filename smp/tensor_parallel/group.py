@@ -18,7 +18,7 @@ from smp import ranks
 from smp.collectives.process_group import ProcessGroup
 from smp.execution import runtime
 from smp.tensor_parallel import assumed, order
-from smp.tensor_parallel.slices import share
+from smp.tensor_parallel.slices import Slices, share
 
 # The size of the TP_GROUP that is only thought of; None: there is the job's.
 _planned: ContextVar[int | None] = ContextVar("smp.tensor_parallel.planned", default=None)
@@ -163,3 +163,20 @@ def broadcast(tensor: Tensor) -> None:
     if is_traced():
         return
     dist.broadcast(tensor, ranks.get_tp_group()[0], group=ranks.get_tp_process_group())
+
+
+def own_slice(slices: Slices | None, whole: Tensor) -> Tensor:
+    """This tp_rank's slice of tp_rank 0's values, in memory of its own.
+
+    Collective over the TP_GROUP; of a meta tensor its shape alone.
+
+    Args:
+        slices: None: all of it.
+        whole: stays as it is.
+    """
+    if size() > 1 and not whole.is_meta:
+        whole = whole.clone(memory_format=torch.contiguous_format)
+        broadcast(whole)
+        if slices is None:
+            return whole
+    return whole.clone() if slices is None else slices.take(whole, rank())

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from smp.modules import activation_checkpointing
+from smp.modules import activation_checkpointing, delayed_init
 from smp.modules.stand_ins import users_class
 from smp.partitioning.partition import keep_together
 from smp.tensor_parallel import adapters, group, marking, replacement
@@ -129,12 +129,10 @@ class _Splitting:
     def _replace(self, module: nn.Module, path: str) -> None:
         new: nn.Module | str = self._shared_outside(module)
         if not new:
-            form = None if replacement.registration_of(module) else _wanted_form(module)
-            if form:
-                new = form.replace(module, path)
-            else:
-                blocks = _named_in_family(type(module), "BLOCKS")
-                new = replacement.replace(module, path, blocks.get(type(module).__name__))
+            tensors = [*module.parameters(), *module.buffers()]
+            delayed = any(map(delayed_init.is_delayed, tensors))
+            with delayed_init.delay_param_initialization(enabled=delayed):
+                new = _replaced(module, path)
         if isinstance(new, nn.Module):
             if module is self.model:
                 self.model = new
@@ -189,6 +187,15 @@ class _Splitting:
             if not set(self.owners[id(parameter)]) <= inside:
                 return f"its parameter '{name}' is shared with a module outside of it"
         return ""
+
+
+def _replaced(module: nn.Module, path: str) -> nn.Module | str:
+    """What takes a module's place; or why nothing does.  Collective over the TP_GROUP."""
+    form = None if replacement.registration_of(module) else _wanted_form(module)
+    if form:
+        return form.replace(module, path)
+    blocks = _named_in_family(type(module), "BLOCKS")
+    return replacement.replace(module, path, blocks.get(type(module).__name__))
 
 
 def is_cut_by_rows(module: nn.Module) -> bool:

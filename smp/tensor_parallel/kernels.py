@@ -110,7 +110,7 @@ def _in_c(first: Tensor, *rest: Tensor | None, ids: Tensor | None = None) -> boo
         if t is not None and (type(t) not in _PLAIN or t.dtype != dtype or t.device != device):
             return False
     return (ids is None or ids.device == device) and (
-        device.type == "cpu" or gpu_kernels.usable(device)
+        device.type == "cpu" or gpu_kernels.usable(device, dtype)
     )
 
 

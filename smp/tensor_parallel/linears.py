@@ -47,23 +47,12 @@ def keep_slice(module: nn.Module, name: str, slices: Slices | None) -> None:
                 f"and axis {slices.axis} is too short to be split over "
                 f"tensor_parallel_degree={group.size()} ranks"
             )
-        own = functools.partial(_slice_of_first_rank, slices)
-        if delayed_init.is_delayed(parameter):
-            delayed_init.make_of_recorded(parameter, own)
-        else:
-            with torch.no_grad():
-                parameter.data = own(parameter.data)
+        own = functools.partial(group.own_slice, slices)
+        with torch.no_grad():
+            parameter.data = delayed_init.applied(own, parameter.data)
         if not hasattr(module, REFUSES_COPIES):
             module.__class__ = stand_in(type(module), _holds_slices)
     mark(parameter, slices, scaled_batch=True)
-
-
-def _slice_of_first_rank(slices: Slices, whole: Tensor) -> Tensor:
-    """This tp_rank's slice of tp_rank 0's; of a meta tensor its shape alone."""
-    whole = whole.contiguous()
-    if group.size() > 1 and not whole.is_meta:
-        group.broadcast(whole)
-    return slices.take(whole, group.rank())
 
 
 def _holds_slices(cls: type[nn.Module]) -> dict[str, Any]:

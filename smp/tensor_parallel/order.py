@@ -112,6 +112,18 @@ class Call:
 _BACKWARD = 1  # phase, as the core numbers it
 
 
+def await_ends() -> tuple[int, int, int]:
+    """Wait until the ranks of this pp_rank have ended the step, which has failed.
+
+    Returns:
+        how many collectives this one has begun, and the fewest and the most of any.
+    """
+    ended = None
+    while ended is None:  # a signal raises here
+        ended = _core.collectives_ended(_LOOK_S)
+    return ended
+
+
 def finish_failed_step() -> None:
     """Have the TP_GROUP's ranks end, in a step that failed, with as many collectives.
 
@@ -122,10 +134,7 @@ def finish_failed_step() -> None:
     Raises:
         RuntimeError: the group's backend cannot do that.
     """
-    ended = None
-    while ended is None:  # a signal raises here
-        ended = _core.collectives_ended(_LOOK_S)
-    own, fewest, most = ended
+    own, fewest, most = await_ends()
     if fewest == most:
         return
     group: Any = ranks.get_tp_process_group()

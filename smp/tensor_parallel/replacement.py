@@ -258,18 +258,11 @@ def take_over(
         may_be_new: whether ``distributed`` may have values that are none of the original's.
 
     Raises:
-        NotImplementedError: the user's hooks on modules or parameters inside of it, or delayed
-            values.
+        NotImplementedError: the user's hooks on modules or parameters inside of it.
         PartitionError: a module inside of it is pinned elsewhere.
         ValueError: values that would be lost, or that nothing is given to; but a warning
             where the two have nothing in common.
     """
-    if any(map(delayed_init.is_delayed, [*original.parameters(), *original.buffers()])):
-        raise NotImplementedError(
-            f"smp: '{path or type(original).__name__}' is to be replaced by "
-            f"{type(distributed).__name__}, and has no values before the partition of a "
-            "pipeline: make it without smp.delay_param_initialization"
-        )
     to_ours, to_plain = translation or BothWays(dict, dict)
     saved = to_ours(_saved(original))
     wrong = _lost(saved, distributed) + ([] if may_be_new else _new(saved, distributed))
@@ -346,17 +339,20 @@ def _keep_weights(distributed: nn.Module, given: Mapping[str, Tensor]) -> None:
             whole = given.get(name)
             like = next((t for t in (whole, *floating) if t is not None), tensor)
             dtype = like.dtype if tensor.is_floating_point() else tensor.dtype
-            give_data(tensor, tensor.data.to(like.device, dtype))
             if whole is None or list(whole.shape) != whole_shape(tensor):
+                give_data(tensor, _converted(tensor.data, like.device, dtype))
                 continue
-            requires_grad = whole.requires_grad
-            whole = whole.detach().clone()
-            if group.size() > 1:
-                group.broadcast(whole)
-            slices = slices_of(tensor)
-            tensor.copy_(whole if slices is None else slices.take(whole, group.rank()))
+            own = functools.partial(group.own_slice, slices_of(tensor))
+            data = delayed_init.applied(own, whole.detach())
+            give_data(tensor, _converted(data, like.device, dtype))
             if isinstance(tensor, nn.Parameter):
-                tensor.requires_grad_(requires_grad)
+                tensor.requires_grad_(whole.requires_grad)
+
+
+def _converted(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+    # Of values that are delayed, a step to another device would make them now.
+    converted = tensor.to(dtype)
+    return converted if converted.device == device else converted.to(device)
 
 
 def _inside(path: str, translate: Translate) -> Translate:
@@ -386,7 +382,7 @@ def _dropped(original: nn.Module, translation: BothWays) -> dict[str, Tensor]:
     for name in sorted(left):
         value = next((t for t in different if _are_equal(t, whole[name])), None)
         if value is None:
-            value = whole[name].clone()
+            value = delayed_init.value_of(whole[name])
             different.append(value)
         out[name] = value
     return out

@@ -225,6 +225,7 @@ TEST_RANK(what_a_destroyed_queue_still_had_is_over)
         issue_sum(&sums[0], &l, 1, true);
         issue_sum(&sums[1], &l, 1, true);
     }
+    CHECK(smp_queue_issued(l.queue) == (w->rank == 0 ? 2 : 0)); /* one waits */
     smp_queue_destroy(l.queue);
     for (int i = 0; i < 2 && w->rank == 0; i++) {
         CHECK(smp_order_is_over(&sums[i].order));

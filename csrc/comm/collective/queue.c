@@ -45,6 +45,7 @@ struct smp_queue {
     smp_queue *next;    /* of the carrier's queues */
     bool       carried; /* driven by the carrier */
     uint64_t   token;   /* that its group shows the others, or 0 */
+    uint64_t   issued;  /* orders, so far */
 
     int64_t report_ns; /* the driver's own: the wait after which it says so */
 };
@@ -537,11 +538,23 @@ smp_order_issue(smp_order *order, smp_queue *queue, bool announced)
         queue->tail->next = order;
     }
     queue->tail = order;
+    queue->issued++;
     carrier->issued++;
     if (announced && !queue->driven) {
         pthread_cond_signal(&carrier->work);
     }
     smp_lock_release(&carrier->lock);
+}
+
+uint64_t
+smp_queue_issued(smp_queue *queue)
+{
+    uint64_t issued;
+
+    smp_lock_acquire(&queue->carrier->lock);
+    issued = queue->issued;
+    smp_lock_release(&queue->carrier->lock);
+    return issued;
 }
 
 static bool

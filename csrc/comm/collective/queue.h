@@ -68,6 +68,9 @@ smp_status smp_queue_create(smp_carrier *carrier, smp_group *group, smp_queue **
 /* What is still queued is over, with SMP_ERR_CLOSED.  Takes NULL. */
 void smp_queue_destroy(smp_queue *queue);
 
+/* How many orders have been issued to it so far, begun or not. */
+uint64_t smp_queue_issued(smp_queue *queue);
+
 /* Puts an order into the queue, all zero but for its calls.  Announced: the carrier
  * sees to it, and smp_carrier_finished() gives it when it is over.  Else somebody waits
  * for it. */

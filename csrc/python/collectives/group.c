@@ -287,6 +287,17 @@ group_sequence(PyObject *object, PyObject *unused)
         self->group == NULL ? 0 : smp_group_sequence(self->group));
 }
 
+/* issued() -> how many orders were, begun or not; once closed: 0 */
+static PyObject *
+group_issued(PyObject *object, PyObject *unused)
+{
+    smp_group_object *self = (smp_group_object *)object;
+
+    (void)unused;
+    return PyLong_FromUnsignedLongLong(
+        self->queue == NULL ? 0 : smp_queue_issued(self->queue));
+}
+
 /* is_on_one_host() -> whether; once closed: no */
 static PyObject *
 group_is_on_one_host(PyObject *object, PyObject *unused)
@@ -353,6 +364,8 @@ static PyMethodDef group_methods[] = {
     {"is_on_one_host", group_is_on_one_host, METH_NOARGS,
      "Whether all members share memory."},
     {"sequence", group_sequence, METH_NOARGS, "How many operations have begun."},
+    {"issued", group_issued, METH_NOARGS,
+     "How many orders were issued, whether they have begun or wait behind others."},
     {"use", group_use, METH_NOARGS,
      "-> operations, their bytes, messages and bytes to other hosts, whether members "
      "read each other's memory, operations between devices, their bytes, why there are "

@@ -12,6 +12,7 @@ from smp.nn.layer_norm import DistributedLayerNorm, FusedLayerNorm
 from smp.nn.transformer.options import Options
 from smp.nn.transformer.split_parts import PartOfSum
 from smp.tensor_parallel import group, kernels, primitives, same_samples
+from smp.tensor_parallel.autocast import computed_in
 from smp.tensor_parallel.gathered_linears import gathered_linears, is_hooked
 from smp.tensor_parallel.kernels import Dropout
 
@@ -111,7 +112,7 @@ class TokenStream:
 
     def enter_mask(self, mask: Tensor | None, like: Tensor) -> Tensor | None:
         """What ``masks`` takes; to be added to scores of such tokens as ``like``."""
-        dtype = _dtype_of_scores(like)
+        dtype = computed_in(like)
         if len(self.sources) == 1:
             if mask is None:
                 return None
@@ -485,13 +486,6 @@ def _dropout(x: Tensor, p: float) -> Dropout:
     """Ranks with the same samples drop the same."""
     seed = new_seed()
     return Dropout(p, _seeds(seed, x.device)[0] if group.same_samples() else seed)
-
-
-def _dtype_of_scores(like: Tensor) -> torch.dtype:
-    kind = like.device.type
-    if torch.is_autocast_enabled(kind) and like.dtype != torch.float64:
-        return torch.get_autocast_dtype(kind)
-    return like.dtype
 
 
 def _requires_grad(x: Tensor | None) -> bool:
