@@ -6,6 +6,7 @@
 
 #include "python/device.h"
 #include "python/registry.h"
+#include "python/session.h"
 #include "python/unpack.h"
 #include "python/wire.h"
 
@@ -115,12 +116,12 @@ raise_gone(const smp_pack *pack, smp_status status)
 {
     if (status == SMP_ERR_CLOSED) {
         PyErr_Format(PyExc_ConnectionError,
-                     "smp: pp_rank %d has left the job in order, and this rank still "
+                     "smp: %s has left the job in order, and this rank still "
                      "needs it: all ranks must make the same number of steps [%s]",
-                     smp_comm_name(pack->comm, pack->dest), smp_status_name(status));
+                     smp_session_rank_name(pack->dest), smp_status_name(status));
     } else if (status == SMP_ERR_PEER_LOST) {
-        PyErr_Format(PyExc_ConnectionError, "smp: sending to pp_rank %d: %s [%s]",
-                     smp_comm_name(pack->comm, pack->dest), smp_status_text(status),
+        PyErr_Format(PyExc_ConnectionError, "smp: sending to %s: %s [%s]",
+                     smp_session_rank_name(pack->dest), smp_status_text(status),
                      smp_status_name(status));
     } else {
         return 0;
@@ -1196,8 +1197,8 @@ smp_pack_send(smp_pack *pack, const smp_envelope *envelope)
         return -1;
     }
     if (status != SMP_OK) {
-        PyErr_Format(PyExc_ConnectionError, "smp: sending to pp_rank %d: %s [%s]",
-                     smp_comm_name(pack->comm, pack->dest), smp_status_text(status),
+        PyErr_Format(PyExc_ConnectionError, "smp: sending to %s: %s [%s]",
+                     smp_session_rank_name(pack->dest), smp_status_text(status),
                      smp_status_name(status));
         return -1;
     }

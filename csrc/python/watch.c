@@ -43,12 +43,11 @@ report_stuck(void *ctx, const smp_standing *standing, bool ends)
 {
     smp_session *session = &smp_the_session;
     char         said[8192];
-    char         name[SMP_RANK_NAME];
+    const char  *name = smp_session_own_name();
     size_t       used;
     double       still = (double)(standing->now_ns - standing->moved_ns) / 1e9;
 
     (void)ctx;
-    (void)smp_session_rank_name(smp_session_rank_of_comm(session->rank), name);
     used = (size_t)snprintf(
         said, sizeof(said),
         standing->in_step ? "smp: %s (process %d) has not moved for %.1f s, in "
