@@ -441,7 +441,8 @@ add_tensor(smp_pack *pack, PyObject *tensor, uint32_t *number)
     return 0;
 }
 
-/* A parameter that this rank does not own goes by number: its data is elsewhere. */
+/* A parameter or buffer that this rank does not own goes by number: its data is
+ * elsewhere. */
 static int
 put_parameter(smp_pack *pack, PyObject *tensor, bool *done)
 {
