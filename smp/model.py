@@ -413,10 +413,10 @@ class DistributedModel(nn.Module):
         """The partition as text, by rank, and as a picture; and what is split over ranks.
 
         Raises:
-            RuntimeError: before the first step, which makes the partition.
+            RuntimeError: before the first step, which makes the partition of a pipeline.
         """
         decision = self._smp_decision
-        if decision is None and self._smp_split and self._smp_runtime.pp_size == 1:
+        if decision is None and self._smp_runtime.pp_size == 1:
             decision = make_partition(self._smp_module, None, degree=1, memory_weight=0.8)
         if decision is None:
             raise RuntimeError(
