@@ -39,6 +39,7 @@ from smp.tensor_parallel.slices import (
 )
 
 if TYPE_CHECKING:
+    from smp.execution.first_step import ForwardState
     from smp.partitioning.report import PartitionReport
 
 
@@ -115,6 +116,8 @@ class DistributedModel(nn.Module):
         self._smp_average_grads = average_grads_across_microbatches
         self._smp_decision: Partition | None = None
         self._smp_owners: dict[str, int] = {}
+        # Buffers that modules change, of any rank: the module's path -> their names.
+        self._smp_changing: dict[str, tuple[str, ...]] = {}
         self._smp_post_partition_hooks: OrderedDict[int, Callable] = OrderedDict()
         self._smp_post_step_hooks: OrderedDict[int, Callable] = OrderedDict()
         state.model = self
@@ -342,13 +345,13 @@ class DistributedModel(nn.Module):
         self,
         partition: Partition,
         stateful: dict[str, int],
-        attributes: dict[str, tuple[str, ...]],
+        when_run: "ForwardState",
     ) -> None:
         """Make this rank's part of a decided partition: classes, parameters, entries.
 
         Args:
             stateful: modules that change their buffers: path -> calls a microbatch.
-            attributes: modules that set some in their forward: path -> names.
+            when_run: what else its modules change when they run.
         """
         rt = self._smp_runtime
         rank_of = partition.rank_of
@@ -368,8 +371,12 @@ class DistributedModel(nn.Module):
         ]
         gates = {path: rt.next_gate(count) for path, count in stateful.items()}
         remote_modules.swap_classes(self._smp_module, rank_of, rt.pp_rank, runs, first, gates)
-        forward_attributes.watch(self._smp_module, attributes)
+        forward_attributes.watch(self._smp_module, when_run.attributes, when_run.reruns)
         remote_modules.free_remote_parameters(self._smp_module, self._smp_owners, rt.pp_rank)
+        remote_modules.mark_remote_buffers(
+            self._smp_module, rank_of, rt.pp_rank, when_run.buffers
+        )
+        self._smp_changing = when_run.buffers
         late_modules.refuse_from_now(self._smp_module)
         late_modules.refuse_from_now(self)  # the same children
         self._smp_decision = partition
@@ -406,10 +413,10 @@ class DistributedModel(nn.Module):
         """The partition as text, by rank, and as a picture; and what is split over ranks.
 
         Raises:
-            RuntimeError: before the first step, which makes the partition.
+            RuntimeError: before the first step, which makes the partition of a pipeline.
         """
         decision = self._smp_decision
-        if decision is None and self._smp_split and self._smp_runtime.pp_size == 1:
+        if decision is None and self._smp_runtime.pp_size == 1:
             decision = make_partition(self._smp_module, None, degree=1, memory_weight=0.8)
         if decision is None:
             raise RuntimeError(
@@ -579,7 +586,7 @@ def install(rt: runtime.Runtime) -> None:
     """Tell the core about the entries, parameters and gradients of all models."""
     models = [m for m in rt.live_models() if m.partitioned]
     modules: list[nn.Module] = []
-    parameters: list[nn.Parameter] = []
+    parameters: list[Any] = []
     owners: list[int] = []
     paths: list[str] = []
     entries: list[tuple] = []
@@ -590,6 +597,16 @@ def install(rt: runtime.Runtime) -> None:
             parameters.append(named[path])
             owners.append(owner)
             paths.append(path)
+        parts = dict(model._smp_module.named_modules())
+        assert model._smp_decision is not None
+        rank_of = model._smp_decision.rank_of
+        for path, names in model._smp_changing.items():
+            for name in names:
+                buffers, owner = parts[path]._buffers, rank_of[path]
+                # A forward may put another tensor in its place.
+                parameters.append((buffers, name) if owner == rt.pp_rank else buffers[name])
+                owners.append(owner)
+                paths.append(f"{path}.{name}".lstrip("."))
         entries += [tuple(entry) for entry in model._smp_entries]
     _core.set_entries(entries)
     _core.set_gates(rt.gates if len(rt.gates) else None)

@@ -103,11 +103,11 @@ def test_the_cells_of_the_notebook_page_run_one_after_the_other(tmp_path):
         [sys.executable, path], env=rank_environment(), capture_output=True, text=True
     )
 
-    # A line of progress, where it takes long, is no complaint.
-    said = [line for line in done.stderr.splitlines() if "tracing the model" not in line]
+    # A machine that is busy is told how far the tracing has come.
+    said = [line for line in done.stderr.splitlines() if not line.startswith("smp: trac")]
     assert done.returncode == 0 and not said, done.stderr
     assert done.stdout.startswith("picture <svg\nPartition over 3 ranks")
-    assert " kept " in done.stdout
+    assert " kept " in done.stdout and done.stdout.count("picture <svg\n") == 2
     costs, losses, last = re.findall("^shown (.*)$", done.stdout, re.M)
     assert "'rank of the last layer': 2" in costs
     values = [float(loss) for loss in losses.strip("[]").split(",")]

@@ -1,6 +1,7 @@
 """An attribute that a remote module sets in its forward, read elsewhere: an error that says
 who has it, or in the other rank's own time a warning."""
 
+import copy
 import warnings
 
 import pytest
@@ -122,3 +123,110 @@ def test_between_steps_it_is_a_warning():
             del net.child.aux
     else:
         assert texts == []
+
+
+class Scaled(nn.Module):
+    """Keeps from its forward what its part of the backward needs."""
+
+    scale = 1.0
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x):
+        self.scale = 1 + float(x.detach().mean().abs())
+        return self.again(x)
+
+    def again(self, x):
+        return torch.tanh(self.linear(x)) * self.scale
+
+
+class Rerun(torch.autograd.Function):
+    """Keeps inputs alone; the backward runs the layers again."""
+
+    @staticmethod
+    def forward(ctx, x, layers):
+        inputs = []
+        for layer in layers:
+            inputs.append(x)
+            x = layer(x)
+        ctx.layers = layers
+        ctx.save_for_backward(*inputs)
+        return x
+
+    @staticmethod
+    def backward(ctx, grad):
+        for layer, x in zip(ctx.layers[::-1], ctx.saved_tensors[::-1], strict=True):
+            x = x.detach().requires_grad_()
+            with torch.enable_grad():
+                out = layer.again(x)
+            out.backward(grad)
+            grad = x.grad
+        return grad, None
+
+
+class Reversible(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Scaled() for _ in range(3))
+
+    def forward(self, x):
+        return Rerun.apply(x, self.layers)
+
+
+class WithReversible(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.middle, self.last = nn.Linear(16, 16), Reversible(), nn.Linear(16, 16)
+
+    def forward(self, x):
+        return self.last(self.middle(self.first(x)))
+
+
+@smp.step
+def square(model, x):
+    loss = model(x).square().mean()
+    model.backward(loss)
+    return loss
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("rank", [None, 0, 1])
+def test_layers_that_an_autograd_function_runs_again_read_their_own_microbatchs(rank):
+    """... and sit together, where nothing is pinned."""
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": 4})
+    net = WithReversible().double()
+    plain = copy.deepcopy(net)
+    if rank is not None:
+        smp.set_partition(net, 0)
+        smp.set_partition(net.middle, rank)
+    model = smp.DistributedModel(net)
+    for _ in range(2):
+        x = torch.randn(8, 16, dtype=torch.float64)
+        got = square(model, x).reduce_mean()
+        want = sum(square_of(plain, part) for part in x.chunk(4)) / 4
+        torch.testing.assert_close(got, want, atol=1e-10, rtol=0)
+    its = dict(plain.named_parameters())
+    for name, parameter in model.local_named_parameters():
+        torch.testing.assert_close(parameter.grad, its[name].grad, atol=1e-10, rtol=0)
+    assert len({model.get_module_partition(m) for m in net.middle.modules()}) == 1
+    assert type(copy.deepcopy(plain.middle.layers[0])) is Scaled
+
+
+def square_of(plain, x):
+    loss = plain(x).square().mean()
+    (loss / 4).backward()
+    return loss.detach()
+
+
+@on_ranks(2)
+def test_layers_that_an_autograd_function_runs_again_and_are_pinned_apart_are_an_error():
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": 2})
+    net = WithReversible()
+    smp.set_partition(net, 0)
+    smp.set_partition(net.middle.layers[1], 1)
+    model = smp.DistributedModel(net)
+    told = r"'middle.layers.1.scale' is set in the forward of its module, on pp_rank 1"
+    with pytest.raises(RuntimeError, match=told):
+        square(model, torch.randn(4, 16))

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, ReformerConfig, ReformerModelWithLMHead
 from transformers.modeling_outputs import BaseModelOutput
 
 import smp
@@ -100,6 +100,58 @@ def test_a_real_model_equals_the_cut_loop_on_more_ranks(name):
     real = REAL[name]()
     pair = Pair(real, microbatches=3)
     pair.run(real.make_batch(6, torch.Generator().manual_seed(1)))
+
+
+@on_ranks(2, timeout_s=120)
+@pytest.mark.parametrize("there", [None, "encoder", "encoder.layers.1.attention"])
+def test_a_reversible_model_equals_the_plain_one(there):
+    """Reformer's own autograd function runs its layers again in the backward.
+
+    Without dropout, whose masks it takes from the machine's entropy.
+    """
+    start()
+    torch.manual_seed(0)
+    net = ReformerModelWithLMHead(
+        ReformerConfig(
+            attention_head_size=8,
+            num_attention_heads=2,
+            hidden_size=16,
+            feed_forward_size=32,
+            attn_layers=["local", "lsh", "local"],
+            axial_pos_embds=False,
+            max_position_embeddings=64,
+            vocab_size=50,
+            is_decoder=True,
+            hash_seed=0,
+            num_buckets=2,
+            local_attn_chunk_length=8,
+            lsh_attn_chunk_length=8,
+            hidden_dropout_prob=0.0,
+            local_attention_probs_dropout_prob=0.0,
+            lsh_attention_probs_dropout_prob=0.0,
+        )
+    ).double()
+    plain = copy.deepcopy(net)
+    if there is not None:
+        smp.set_partition(net, 0)
+        smp.set_partition(net.reformer.get_submodule(there), 1)
+    model = smp.DistributedModel(net)
+
+    @smp.step
+    def step(model, ids):
+        loss = model(input_ids=ids, labels=ids).loss
+        model.backward(loss)
+        return loss
+
+    ids = torch.randint(0, 50, (2 * MICROBATCHES, 32))
+    got = step(model, ids).reduce_mean()
+    losses = [plain(input_ids=part, labels=part).loss for part in ids.chunk(MICROBATCHES)]
+    want = sum(losses) / MICROBATCHES
+    want.backward()
+    torch.testing.assert_close(got, want.detach())
+    its = dict(plain.named_parameters())
+    for name, parameter in model.local_named_parameters():
+        torch.testing.assert_close(parameter.grad, its[name].grad, atol=1e-10, rtol=0)
 
 
 OPTIMIZERS = {

@@ -40,6 +40,9 @@ NEEDS_DATA = {
     "real": lambda p: p.real,
     "detach": lambda p: p.detach(),
     "clone": lambda p: p.data.clone(),
+    "by keyword": lambda p: torch.add(torch.ones(p.shape), other=p),
+    "in a list in a list": lambda p: torch.block_diag(*[p, p]) + torch._foreach_norm([p])[0],
+    "in an index": lambda p: torch.ones(3, 3)[[p.data]],
 }
 
 

@@ -146,6 +146,18 @@ def test_the_picture_shows_cost_as_width_rank_as_colour_and_depth_as_row(tmp_pat
     assert re.fullmatch(r"layers\.5: Block, rank 2, 220 parameters, cost 0\.\d{4}", told)
 
 
+@on_ranks(1)
+def test_with_one_rank_the_report_has_all_of_the_model_at_once():
+    smp.init({"microbatches": 2})
+    net = Block(8)
+    model = smp.DistributedModel(net)
+    for _ in range(2):
+        report = model.partition_report()
+        assert {report.rank_of(path) for path in report.partition.paths} == {0}
+        assert report.costs == pytest.approx([1.0])
+        smp.step(lambda model, x: model.backward(model(x).sum()))(model, torch.ones(4, 8))
+
+
 def test_a_notebook_shows_the_picture(tmp_path):
     report = report_of()
     report.svg(tmp_path / "p.svg")

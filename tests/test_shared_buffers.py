@@ -84,15 +84,95 @@ def test_modules_that_share_one_cannot_be_pinned_apart():
         step(model, torch.randn(4, 64))
 
 
-@on_ranks(2)
-def test_a_module_that_reads_one_and_is_pinned_apart_is_named():
-    init()
-    net = Net("read")
+def pinned_apart(net) -> smp.DistributedModel:
     smp.set_partition(net, 0)
     smp.set_partition(net.second, 1)
-    model = smp.DistributedModel(net)
-    if smp.pp_rank() == 0:
-        with pytest.warns(UserWarning, match="module '' uses buffer 'second.seen'"):
-            step(model, torch.randn(4, 64))
-    else:
+    return smp.DistributedModel(net)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("what", ["read", "written"])
+def test_a_module_that_uses_one_and_is_pinned_apart_is_an_error(what):
+    init()
+    model = pinned_apart(Net(what))
+    told = r"needs the data of buffer 'second.seen' \(shape \(1,\)\), .* on pp_rank 1"
+    with pytest.raises(RuntimeError, match=told):
         step(model, torch.randn(4, 64))
+
+
+class Keeping(nn.Module):
+    """Adds to a buffer, in place or by another one; and gives what it is called with."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+        self.register_buffer("kept", torch.zeros(64))
+        self.register_buffer("fixed", torch.full((64,), 0.5), persistent=False)
+        self.how = how
+
+    def forward(self, x, kept=None, fixed=None, *, of=None):
+        if kept is not None:
+            x = x * kept["it"].exp() + fixed
+            assert of is None or of[0] is self.kept
+        mean = x.detach().mean(0)
+        if self.how == "in place":
+            self.kept += mean
+        else:
+            self.kept = self.kept + mean
+        return torch.tanh(self.linear(x))
+
+
+class Passing(nn.Module):
+    """Passes its children's buffers on, and never looks at one that changes."""
+
+    def __init__(self, how, to):
+        super().__init__()
+        self.first, self.second, self.to = Keeping(how), Keeping(how), to
+
+    def forward(self, x):
+        x = self.second(self.first(x))
+        its = self.second.kept
+        assert its.shape == (64,) and its.dtype == x.dtype and its.dim() == 1
+        if self.to == "its module":
+            return self.second(x, {"it": its}, self.second.fixed, of=[its])
+        return self.second(x, {"it": self.first.kept}, self.first.fixed)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("how", ["in place", "another"])
+@pytest.mark.parametrize("to", ["its module", "another"])
+def test_one_that_is_passed_on_is_its_modules_own(how, to):
+    init()
+    net = Passing(how, to)
+    plain = copy.deepcopy(net)
+    model = pinned_apart(net)
+    x = torch.randn(4, 64)
+    for _ in range(3):
+        got, want = step(model, x).reduce_mean(), plain(x).square().mean()
+        torch.testing.assert_close(got, want.detach())
+    torch.testing.assert_close(model.state_dict(), plain.state_dict())
+
+
+@on_ranks(2)
+def test_between_steps_the_script_sets_one_and_is_told_when_it_reads_another_ranks():
+    init()
+    net = Passing("in place", "its module")
+    plain = copy.deepcopy(net)
+    model = pinned_apart(net)
+    x = torch.randn(4, 64)
+    for _ in range(2):
+        got, want = step(model, x).reduce_mean(), plain(x).square().mean()
+        torch.testing.assert_close(got, want.detach())
+        for one in (net, plain):
+            one.second.kept.fill_(0.25)
+            one.second.kept[3:] = 1
+            one.second.kept.data.mul_(2)
+    if smp.pp_rank() == 0:
+        with pytest.warns(UserWarning, match="'second.kept' is changed by .* on pp_rank 1"):
+            net.second.kept.sum()
+    model.double()
+    plain.double()
+    model.load_state_dict(plain.state_dict())
+    got, want = step(model, x.double()).reduce_mean(), plain(x.double()).square().mean()
+    torch.testing.assert_close(got, want.detach())
+    torch.testing.assert_close(model.state_dict(), plain.state_dict())

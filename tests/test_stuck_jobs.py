@@ -114,12 +114,11 @@ def test_calls_that_wait_for_each_other_are_named_by_each_rank(tmp_path):
     assert "ends the job (watchdog_end_s)" in said
 
 
-@on_ranks(2)
-def test_a_deadlock_is_found_as_such():
-    """A schedule that ends microbatch 1 before it starts microbatch 0 cannot pass a module
-    with buffers, which microbatches pass in order."""
+def deadlock(**config) -> str:
+    """What a schedule fails with that ends microbatch 1 before it starts microbatch 0: these
+    pass a module with buffers in order."""
     turns = [(1, "forward"), (1, "backward"), (0, "forward"), (0, "backward")]
-    smp.init({"pipeline_parallel_degree": 2, "microbatches": 2, "pipeline": turns})
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": 2, "pipeline": turns, **config})
     net = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
     smp.set_partition(net[0], 0)
     smp.set_partition(net[1], 1)
@@ -132,11 +131,34 @@ def test_a_deadlock_is_found_as_such():
     with pytest.raises(RuntimeError, match="a deadlock") as caught:
         train(model, torch.randn(8, 8))
 
-    said = str(caught.value)
+    return str(caught.value)
+
+
+@on_ranks(2)
+def test_a_deadlock_is_found_as_such():
+    said = deadlock()
     assert "the step function waits for module '1' on pp_rank 1" in said
     assert "module '1' waits for earlier microbatches to pass this module" in said
     assert re.search(r"pp_rank 0 .*nothing to run", said)
     assert re.search(r"pp_rank 1 .*nothing to run", said)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize(
+    ("config", "place"),
+    [({"ddp": True}, ""), ({"ddp": True, "tensor_parallel_degree": 2}, "tp_rank {}, ")],
+    ids=["replicas", "slices"],
+)
+def test_where_a_pp_rank_is_several_ranks_these_are_named_by_their_global_numbers(
+    config, place
+):
+    said = deadlock(**config)
+    first, second = smp.get_pp_group()
+    place = place.format(smp.tp_rank())
+    near, far = f"rank {first} ({place}pp_rank 0)", f"rank {second} ({place}pp_rank 1)"
+    assert f"the step function waits for module '1' on {far}" in said
+    assert f"{near} has nothing to run" in said
+    assert f"{far} has nothing to run" in said
 
 
 class Enough(Exception):

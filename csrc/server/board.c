@@ -20,22 +20,23 @@ typedef struct {
 } seat;
 
 struct smp_board {
-    int         rank;
-    int         pp_size;
-    const char *pipelines; /* what their numbers are called; NULL: there is one */
-    smp_lock    lock;      /* guards all below */
-    char      **names;     /* owned, by entry */
-    size_t      nnames;
-    int64_t     moved_ns;
-    uint32_t    step;
-    bool        in_step;
-    bool        works;
-    smp_work    work;
-    bool        outside;
-    char        place[PLACE_BYTES];
-    int32_t     nwaits;
-    size_t      top; /* seats from here on are free */
-    seat        seats[SEATS];
+    int                rank;
+    int                pp_size;
+    const char        *pipelines; /* borrowed: what their numbers are called */
+    const char *const *ranks;     /* borrowed: what the ranks are called */
+    smp_lock           lock;      /* guards all below */
+    char             **names;     /* owned, by entry */
+    size_t             nnames;
+    int64_t            moved_ns;
+    uint32_t           step;
+    bool               in_step;
+    bool               works;
+    smp_work           work;
+    bool               outside;
+    char               place[PLACE_BYTES];
+    int32_t            nwaits;
+    size_t             top; /* seats from here on are free */
+    seat               seats[SEATS];
 };
 
 /* A text that grows up to its room. */
@@ -98,17 +99,17 @@ add_key(text *t, const smp_key *key)
     t->used += smp_key_write(key, t->at + t->used, t->room - t->used);
 }
 
-static void
-add_rank(text *t, const smp_board *board, int rank)
+/* What the rank is called that a task of `rank` has asked. */
+static const char *
+name_of_asked(const smp_board *board, int rank, int32_t asked)
 {
-    if (board->pipelines != NULL) {
-        add(t, "%s %d, ", board->pipelines, rank / board->pp_size);
-    }
-    add(t, "pp_rank %d", rank % board->pp_size);
+    const int first = rank - rank % board->pp_size; /* of its pipeline */
+
+    return asked >= 0 && asked < board->pp_size ? board->ranks[first + asked] : "?";
 }
 
 static void
-add_wait(text *t, const smp_board *board, const smp_wait *wait)
+add_wait(text *t, const smp_board *board, int rank, const smp_wait *wait)
 {
     add_work(t, board, &wait->work);
     switch ((smp_wait_kind)wait->kind) {
@@ -116,12 +117,12 @@ add_wait(text *t, const smp_board *board, const smp_wait *wait)
         add(t, " has come to its end");
         break;
     case SMP_WAIT_OUTPUTS:
-        add(t, " waits for module '%s' on pp_rank %d", name_of(board, wait->wanted),
-            (int)wait->asked);
+        add(t, " waits for module '%s' on %s", name_of(board, wait->wanted),
+            name_of_asked(board, rank, wait->asked));
         break;
     case SMP_WAIT_GRADIENTS:
-        add(t, " waits for the backward of module '%s' on pp_rank %d",
-            name_of(board, wait->wanted), (int)wait->asked);
+        add(t, " waits for the backward of module '%s' on %s",
+            name_of(board, wait->wanted), name_of_asked(board, rank, wait->asked));
         break;
     case SMP_WAIT_SCHEDULE:
         add(t, " waits for its turn to begin backward");
@@ -135,8 +136,7 @@ add_wait(text *t, const smp_board *board, const smp_wait *wait)
         add_key(t, &wait->key);
         break;
     case SMP_WAIT_COLLECTIVE:
-        add(t, " waits for the other %ss in ",
-            board->pipelines == NULL ? "tp_rank" : board->pipelines);
+        add(t, " waits for the other %ss in ", board->pipelines);
         add_key(t, &wait->key);
         break;
     }
@@ -188,7 +188,8 @@ read_locked(const smp_board *board, smp_standing *out)
 }
 
 smp_status
-smp_board_create(int rank, int pp_size, const char *pipelines, smp_board **out)
+smp_board_create(int rank, int pp_size, const char *pipelines, const char *const *names,
+                 smp_board **out)
 {
     smp_board *board = calloc(1, sizeof(*board));
 
@@ -198,6 +199,7 @@ smp_board_create(int rank, int pp_size, const char *pipelines, smp_board **out)
     board->rank = rank;
     board->pp_size = pp_size;
     board->pipelines = pipelines;
+    board->ranks = names;
     smp_lock_init(&board->lock, SMP_LOCK_BOARD);
     *out = board;
     return SMP_OK;
@@ -333,8 +335,7 @@ smp_board_read(smp_board *board, smp_standing *out)
 static void
 begin_line(text *t, const smp_board *board, int rank)
 {
-    add(t, "  ");
-    add_rank(t, board, rank);
+    add(t, "  %s", board->ranks[rank]);
 }
 
 size_t
@@ -362,7 +363,7 @@ smp_board_write(smp_board *board, int rank, const smp_standing *standing, char *
     for (int32_t i = 0; i < standing->nshown && i < SMP_STANDING_WAITS; i++) {
         begin_line(&t, board, rank);
         add(&t, ": ");
-        add_wait(&t, board, &standing->waits[i]);
+        add_wait(&t, board, rank, &standing->waits[i]);
         add(&t, ", since %.1f s\n",
             seconds(standing->waits[i].since_ns, standing->now_ns));
     }
@@ -375,13 +376,14 @@ smp_board_write(smp_board *board, int rank, const smp_standing *standing, char *
 }
 
 void
-smp_board_write_one(smp_board *board, const smp_wait *wait, char *out, size_t room)
+smp_board_write_one(smp_board *board, int rank, const smp_wait *wait, char *out,
+                    size_t room)
 {
     text t = {.at = out, .room = room};
 
     out[0] = '\0';
     smp_lock_acquire(&board->lock);
-    add_wait(&t, board, wait);
+    add_wait(&t, board, rank, wait);
     smp_lock_release(&board->lock);
 }
 
@@ -412,7 +414,7 @@ smp_board_write_wait(smp_board *board, int rank, char *out, size_t room)
         }
     }
     if (standing.nshown > 0) {
-        add_wait(&t, board, &standing.waits[best]);
+        add_wait(&t, board, board->rank, &standing.waits[best]);
     }
     smp_lock_release(&board->lock);
 }

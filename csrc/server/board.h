@@ -64,10 +64,10 @@ typedef struct {
 } smp_standing;
 
 /* rank, and those below: of the comm, pipeline * pp_size + pp_rank.  pipelines: what a
- * pipeline's number is called, "tp_rank" or "dp_rank"; borrowed for good; NULL: there
- * is one.  SMP_ERR_NO_MEMORY. */
+ * pipeline's number is called, "tp_rank" or "dp_rank"; names: what the ranks are, by
+ * rank; both borrowed until destroy.  SMP_ERR_NO_MEMORY. */
 smp_status smp_board_create(int rank, int pp_size, const char *pipelines,
-                            smp_board **out);
+                            const char *const *names, smp_board **out);
 void       smp_board_destroy(smp_board *board);
 
 /* Names entries 0 .. n-1; copied.  SMP_ERR_NO_MEMORY: the old names stay. */
@@ -94,9 +94,9 @@ void smp_board_read(smp_board *board, smp_standing *out);
 size_t smp_board_write(smp_board *board, int rank, const smp_standing *standing,
                        char *out, size_t room);
 
-/* Who waits for what, as smp_board_write() has it, at most `room` bytes with the final
- * NUL. */
-void smp_board_write_one(smp_board *board, const smp_wait *wait, char *out,
+/* Who on `rank` waits for what, as smp_board_write() has it, at most `room` bytes with
+ * the final NUL. */
+void smp_board_write_one(smp_board *board, int rank, const smp_wait *wait, char *out,
                          size_t room);
 
 /* What the task that waits longest for `rank` waits for; that which waits longest, when

@@ -139,11 +139,11 @@ struct smp_server {
     int        left;    /* the rank that has left; -1 */
     uint64_t   calls;
 
-    smp_lineup   *lineup;   /* owned */
-    uint64_t      over;     /* collectives of the step that are */
-    smp_sequence *sequence; /* owned; NULL: each rank runs in an order of its own */
-    const char   *number_of_pipeline; /* what errors call it */
-    char          mismatch[MISMATCH_BYTES];
+    smp_lineup   *lineup;     /* owned */
+    uint64_t      over;       /* collectives of the step that are */
+    smp_sequence *sequence;   /* owned; NULL: each rank runs in an order of its own */
+    const char *const *names; /* borrowed: what errors call the ranks of the comm */
+    char               mismatch[MISMATCH_BYTES];
 
     uint64_t about_still; /* probes and answers sent */
     uint64_t received;    /* messages but those */
@@ -296,9 +296,9 @@ fail_if_calls_differ(smp_server *server, const smp_key *wanted)
     }
     (void)smp_key_write(&gap.key, called, sizeof(called));
     snprintf(server->mismatch, sizeof(server->mismatch),
-             "%s %d has called %s on pp_rank %d, and %s %d has ended the step without",
-             server->number_of_pipeline, gap.caller, called, server->rank,
-             server->number_of_pipeline, gap.other);
+             "%s has called %s, and %s has ended the step without",
+             server->names[peer(server, gap.caller)], called,
+             server->names[peer(server, gap.other)]);
     fail_with(server, SMP_ERR_MISMATCH);
 }
 
@@ -314,11 +314,13 @@ fail_if_runs_differ(smp_server *server)
         !smp_sequence_differs(server->sequence, &gap)) {
         return;
     }
-    smp_board_write_one(server->board, &gap.leader, leader, sizeof(leader));
-    smp_board_write_one(server->board, &gap.own, own, sizeof(own));
-    snprintf(server->mismatch, sizeof(server->mismatch),
-             "on pp_rank %d: dp_rank 0, %.500s; dp_rank %d, %.500s", server->rank,
-             leader, server->pipeline, own);
+    smp_board_write_one(server->board, peer(server, 0), &gap.leader, leader,
+                        sizeof(leader));
+    smp_board_write_one(server->board, peer(server, server->pipeline), &gap.own, own,
+                        sizeof(own));
+    snprintf(server->mismatch, sizeof(server->mismatch), "%s: %.500s; %s: %.500s",
+             server->names[peer(server, 0)], leader,
+             server->names[peer(server, server->pipeline)], own);
     fail_with(server, SMP_ERR_MISMATCH);
 }
 
@@ -851,11 +853,9 @@ says_who_differs(smp_server *server)
         if (right.key != NULL) {
             (void)smp_key_write(right.key, own, sizeof(own));
         }
-        snprintf(
-            server->mismatch, sizeof(server->mismatch),
-            "tp_rank 0 has called %s on pp_rank %d, and tp_rank %d has called %s on "
-            "pp_rank %d",
-            its, left.rank % server->size, t, own, right.rank % server->size);
+        snprintf(server->mismatch, sizeof(server->mismatch),
+                 "%s has called %s, and %s has called %s", server->names[left.rank],
+                 its, server->names[right.rank], own);
         return true;
     }
     return false;
@@ -1385,7 +1385,6 @@ smp_server_create(smp_comm *comm, const smp_server_place *place, int spin_us,
                   const smp_server_ops *ops, void *ctx, smp_server **out)
 {
     const int   size = smp_comm_size(comm);
-    const char *number = place->in_sequence ? "dp_rank" : "tp_rank";
     smp_server *server = calloc(1, sizeof(*server));
     smp_status  status;
 
@@ -1397,7 +1396,7 @@ smp_server_create(smp_comm *comm, const smp_server_place *place, int spin_us,
     server->rank = place->rank % server->size;
     server->pipeline = place->rank / server->size;
     server->pipelines = place->pipelines;
-    server->number_of_pipeline = number;
+    server->names = place->names;
     server->left = -1;
     server->forward = -1;
     server->search.of = calloc((size_t)size, sizeof(*server->search.of));
@@ -1417,7 +1416,8 @@ smp_server_create(smp_comm *comm, const smp_server_place *place, int spin_us,
         goto err_destroy_lineup;
     }
     status = smp_board_create(place->rank, server->size,
-                              place->pipelines > 1 ? number : NULL, &server->board);
+                              place->in_sequence ? "dp_rank" : "tp_rank", place->names,
+                              &server->board);
     if (status != SMP_OK) {
         goto err_destroy_sequence;
     }

@@ -58,12 +58,13 @@ typedef struct {
 typedef struct {
     int  rank;      /* of the comm */
     int  pipelines; /* of an MP_GROUP, by tp_rank; or in_sequence of all, by dp_rank */
-    bool in_sequence; /* all ranks of a pp_rank run the same in one order
-                         (server/sequence.h) */
+    bool in_sequence;         /* all ranks of a pp_rank run the same in one order
+                                 (server/sequence.h) */
+    const char *const *names; /* what errors call the ranks, by rank of the comm */
 } smp_server_place;
 
-/* place and ops are copied, ctx and comm are borrowed until destroy. SMP_ERR_NO_MEMORY,
- * SMP_ERR_SYSTEM. */
+/* place and ops are copied, ctx, comm and names are borrowed until destroy.
+ * SMP_ERR_NO_MEMORY, SMP_ERR_SYSTEM. */
 smp_status smp_server_create(smp_comm *comm, const smp_server_place *place, int spin_us,
                              const smp_server_ops *ops, void *ctx, smp_server **out);
 

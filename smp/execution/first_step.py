@@ -10,7 +10,7 @@ import itertools
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,14 @@ from smp.tensor_parallel.step_end import PeerFailed
 if TYPE_CHECKING:
     from smp.execution.runtime import Runtime
     from smp.model import DistributedModel
+
+
+class ForwardState(NamedTuple):
+    """What a model's modules are known to change when they run.  By path of the module."""
+
+    attributes: dict[str, tuple[str, ...]]  # names of plain attributes that it sets
+    buffers: dict[str, tuple[str, ...]]  # names of buffers that it changes
+    reruns: list[str]  # modules that an autograd function may call again in the backward
 
 
 class PartitionMismatch(RuntimeError):
@@ -70,7 +78,7 @@ def partition_models(
             told = failures.describe(error, None, microbatch, 0, rt.name)
             mine = _core.pack((told, None, (), 0, 0))
     decision, others = rt.share_decision(mine)
-    packed, gates, attributes, backwards, pools = _core.unpack(decision)
+    packed, gates, states, backwards, pools = _core.unpack(decision)
     if gates is None or others:
         everything = [_core.unpack(one) for one in (decision, *others)]
         first = _first_failure([what for what, gates, *_ in everything if gates is None])
@@ -78,10 +86,8 @@ def partition_models(
     partitions = [Partition.from_bytes(one) for one in packed]
     _check_models(models, partitions, gates)
     rt.backwards = max(1, backwards)
-    for one, partition, stateful, names in zip(
-        models, partitions, gates, attributes, strict=True
-    ):
-        one._smp_apply_partition(partition, stateful, names)
+    for one, partition, stateful, state in zip(models, partitions, gates, states, strict=True):
+        one._smp_apply_partition(partition, stateful, ForwardState(*state))
     _core.trim_heap()
     if rt.home is not None:
         homes.trim(rt.home)
@@ -111,10 +117,9 @@ def _decide(
     rt: "Runtime",
     models: Sequence["DistributedModel"],
     run_traced: Callable[[torch.device | None], Any],
-) -> tuple[list[bytes], list[dict[str, int]], list[dict[str, tuple[str, ...]]], int, list[int]]:
-    """The partition of each model, its stateful modules, the attributes that its modules set
-    in their forwards, the backward calls of a step, and what each rank will have in its
-    pool."""
+) -> tuple[list[bytes], list[dict[str, int]], list[tuple], int, list[int]]:
+    """The partition of each model, its stateful modules, its `ForwardState`, the backward
+    calls of a step, and what each rank will have in its pool."""
     cfg = rt.cfg
     for one in models:
         _refuse_compiled_modules(one._smp_module)
@@ -143,18 +148,9 @@ def _decide(
                 m._smp_module, partition.rank_of, trace, rt.pp_size, rt.active_microbatches
             )
             pools = [a + b for a, b in zip(pools, more, strict=True)]
-    attributes = [
-        {
-            path: seen.set_attributes
-            for path, seen in trace.modules.items()
-            if seen.set_attributes
-        }
-        if trace is not None
-        else {}
-        for trace in traces
-    ]
     packed = [p.to_bytes() for p in partitions]
-    return packed, gates, attributes, rt.traced_backwards, pools
+    states = [tuple(_forward_state(m, trace)) for m, trace in zip(models, traces, strict=True)]
+    return packed, gates, states, rt.traced_backwards, pools
 
 
 def _trace_together(
@@ -256,6 +252,24 @@ def _stateful(one: "DistributedModel", trace: tracing.Trace | None) -> dict[str,
         elif trace.modules[path].changed_buffers or hasattr(module, "track_running_stats"):
             out[path] = trace.modules[path].executions
     return out
+
+
+def _forward_state(one: "DistributedModel", trace: tracing.Trace | None) -> ForwardState:
+    if trace is None:
+        return ForwardState({}, {}, [])
+    attributes: dict[str, tuple[str, ...]] = {}
+    buffers: dict[str, tuple[str, ...]] = {}
+    for path, module in one._smp_module.named_modules():
+        seen = trace.modules[path]
+        if seen.set_attributes:
+            attributes[path] = seen.set_attributes
+        # As _stateful() has it: BatchNorm's may stay as they are in a traced evaluation.
+        tracked = seen.executions > 0 and hasattr(module, "track_running_stats")
+        names = tuple(module._buffers) if tracked else seen.changed_buffers
+        if names:
+            buffers[path] = names
+    reruns = {path for seen in trace.modules.values() for path in seen.reruns}
+    return ForwardState(attributes, buffers, sorted(reruns))
 
 
 def _check_models(

@@ -101,15 +101,18 @@ class Runtime:
     @property
     def name(self) -> str:
         """This rank, for errors."""
-        place = f"pp_rank {self.pp_rank}"
-        if self.tp_size > 1:
-            place = f"tp_rank {self.placement.coordinates(self.boot.rank).tp}, {place}"
-        return f"rank {self.boot.rank} ({place})" if self._has_replicas else place
+        return self.name_of(self.boot.rank)
 
-    @property
-    def _has_replicas(self) -> bool:
-        """Whether other ranks of the job have the same pp_rank and tp_rank."""
-        return self.boot.size > self.pp_size * self.tp_size
+    def name_of(self, rank: int) -> str:
+        """What messages call a rank of ``core_group``: its pp_rank, and where several
+        ranks of the job have that, the global rank."""
+        pipeline, pp_rank = divmod(self.core_group.index(rank), self.pp_size)
+        place = f"pp_rank {pp_rank}"
+        if self.boot.size == self.pp_size:
+            return place
+        if len(self.core_group) > self.pp_size:
+            place = f"{'dp' if self.in_sequence else 'tp'}_rank {pipeline}, {place}"
+        return f"rank {rank} ({place})"
 
     @property
     def decides(self) -> bool:
@@ -158,7 +161,7 @@ class Runtime:
             transports.job_secret(self.boot, token),
             self.cfg.watchdog_report_s,
             self.cfg.watchdog_end_s,
-            tuple(self.core_group) if self._has_replicas else None,
+            tuple(map(self.name_of, self.core_group)),
             self.in_sequence,
         )
         self.core_is_open = True

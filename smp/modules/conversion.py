@@ -35,10 +35,15 @@ def convert(
     for name, buffer in module._buffers.items():
         if buffer is None:
             continue
-        if buffer.is_meta:
-            module._buffers[name] = buffer.to(_converted_kind(buffer, function).dtype)
-        else:
-            module._buffers[name] = function(buffer)
+        with torch._C.DisableTorchFunctionSubclass():
+            if buffer.is_meta:
+                converted = buffer.to(_converted_kind(buffer, function).dtype)
+            else:
+                converted = function(buffer)
+            if isinstance(buffer, RemoteTensor):
+                give_data(buffer, converted)  # it goes to its owner by what it is
+            else:
+                module._buffers[name] = converted
 
 
 def give_data(tensor: Tensor, data: Tensor) -> None:

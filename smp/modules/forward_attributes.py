@@ -1,12 +1,18 @@
-"""Attributes that a module sets in its forward, on ranks that do not run it.
+"""Attributes that a module sets in its forward.  Tracing sees which.
 
-A parent that reads what its child left there (an auxiliary loss, a cache) would read what
-was there when the model was made.  Tracing sees which attributes a forward sets.
+On ranks that do not run it a parent that reads what its child left there (an auxiliary loss,
+a cache) would read what was there when the model was made: that is an error.
+
+On its own rank microbatches are under way together, and share it.  Where an autograd
+function of the user's calls modules again in its backward (reversible layers), what a
+module reads there is what the forward of the same microbatch has set.
 """
 
 import functools
+from collections.abc import Collection
 from typing import Any
 
+import torch
 from torch import nn
 
 from smp import _core
@@ -70,9 +76,61 @@ def remote_with(names: tuple[str, ...]) -> stand_ins.Members:
     return members
 
 
-def watch(root: nn.Module, names: dict[str, tuple[str, ...]]) -> None:
-    """Watch these attributes of the modules that are remote here, by path."""
+class _OfMicrobatch:
+    """Such an attribute of a module that the backward calls again."""
+
+    def __set_name__(self, owner: type[nn.Module], name: str) -> None:
+        self.owner, self.name = owner, name
+
+    def __get__(self, module: nn.Module | None, cls: type[nn.Module]) -> Any:
+        if module is None:
+            return getattr(stand_ins.users_class(cls), self.name)
+        if _in_backward():
+            kept = module.__dict__.get(stand_ins.KEPT, {})
+            if (self.name, _core.current()) in kept:
+                return kept[self.name, _core.current()]
+        if self.name in module.__dict__:
+            return module.__dict__[self.name]
+        return getattr(super(self.owner, module), self.name)
+
+    def __set__(self, module: nn.Module, value: Any) -> None:
+        module.__dict__[self.name] = value
+        microbatch = _core.current()
+        if microbatch is not None and not _in_backward():
+            kept = module.__dict__.setdefault(stand_ins.KEPT, {})
+            kept[self.name, microbatch] = value
+
+    def __delete__(self, module: nn.Module) -> None:
+        if self.name not in module.__dict__:
+            raise AttributeError(self.name)
+        del module.__dict__[self.name]
+        module.__dict__.pop(stand_ins.KEPT, None)
+
+
+def _in_backward() -> bool:
+    """Autograd's engine runs in this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
+@functools.cache
+def _local_with(names: tuple[str, ...]) -> stand_ins.Members:
+    """The methods of a class like that of a module which the backward calls again."""
+
+    def members(cls: type[nn.Module]) -> dict[str, Any]:
+        return {name: _OfMicrobatch() for name in names}
+
+    return members
+
+
+def watch(root: nn.Module, names: dict[str, tuple[str, ...]], reruns: Collection[str]) -> None:
+    """Watch these attributes of the modules that are remote here, and of those that may be
+    called again in the backward; all by path."""
     for path, module in root.named_modules():
-        if path in names and type(module).__dict__.get("__call__") is _core.module_call:
+        if path not in names:
+            continue
+        if type(module).__dict__.get("__call__") is _core.module_call:
             cls = remote_modules.original_class(module)
             module.__class__ = stand_ins.stand_in(cls, remote_with(names[path]))
+        elif path in reruns:
+            local = _local_with(names[path])
+            module.__class__ = stand_ins.stand_in(type(module), local)

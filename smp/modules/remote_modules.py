@@ -8,6 +8,7 @@ own, such as an activation, which may be of other models, too: they run where th
 """
 
 import contextlib
+import copy
 import functools
 import threading
 from collections import OrderedDict
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from smp import _core
+from smp.execution import left_behind
 from smp.modules import changes, stand_ins
 from smp.partitioning.partition import pin_of
 
@@ -237,10 +239,22 @@ def loading() -> Iterator[None]:
         _loading.depth -= 1
 
 
+def _remote_in(value: Any) -> "Iterator[RemoteTensor]":
+    """Those in an operator's arguments."""
+    if isinstance(value, RemoteTensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _remote_in(item)
+    elif isinstance(value, dict):
+        yield from _remote_in(tuple(value.values()))
+
+
 class RemoteTensor(Tensor):
     """A parameter's ``data`` on a rank that does not have it: attributes, no operators."""
 
     _smp_home: tuple[str, int]  # path of the parameter, and the pp_rank that owns it
+    _smp_kind = "parameter"
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -252,7 +266,7 @@ class RemoteTensor(Tensor):
             if name == "__set__" and attribute == "data":
                 return None
             if attribute == "data":
-                return _data_of(args[0])
+                return args[0]._smp_data()
             if attribute in _VIEWS:
                 name = attribute
         if name in _HARMLESS:
@@ -263,17 +277,32 @@ class RemoteTensor(Tensor):
                     flag = args[0].requires_grad
                     changes.note(args[0], changes.REQUIRES_GRAD, flag, before=required)
             return result
-        for value in args:
-            for tensor in value if isinstance(value, list | tuple) else (value,):
-                if isinstance(tensor, RemoteTensor):
-                    path, owner = tensor._smp_home
-                    raise RuntimeError(
-                        f"smp: {name} needs the data of parameter '{path}' "
-                        f"(shape {tuple(tensor.shape)}), which lives on pp_rank {owner}; use "
-                        "it inside its module, or place both together with smp.set_partition"
-                    )
+        written = args[0] if args and name in ("__setitem__", "set_") else None
+        if args and name.endswith("_") and not name.endswith("__"):
+            written = args[0]
+        for tensor in _remote_in((args, kwargs or {})):
+            tensor._smp_refuse(name, tensor is written)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
+
+    def _smp_refuse(self, name: str, written: bool) -> None:
+        """An operator is about to use the data.
+
+        Args:
+            written: it changes the tensor in place.
+
+        Raises:
+            RuntimeError: this rank does not have it.
+        """
+        path, owner = self._smp_home
+        raise RuntimeError(
+            f"smp: {name} needs the data of {self._smp_kind} '{path}' "
+            f"(shape {tuple(self.shape)}), which lives on pp_rank {owner}; use "
+            "it inside its module, or place both together with smp.set_partition"
+        )
+
+    def _smp_data(self) -> "RemoteTensor":
+        return _as_remote(self, RemoteTensor)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         path, owner = self._smp_home
@@ -283,8 +312,9 @@ class RemoteTensor(Tensor):
     def __reduce_ex__(self, protocol):
         path, owner = self._smp_home
         raise RuntimeError(
-            f"smp: parameter '{path}' lives on pp_rank {owner} and cannot be pickled here: "
-            "save model.state_dict(), which has the whole model, or call smp.save_checkpoint"
+            f"smp: {self._smp_kind} '{path}' lives on pp_rank {owner} and cannot be pickled "
+            "here: save model.state_dict(), which has the whole model, or call "
+            "smp.save_checkpoint"
         )
 
 
@@ -298,12 +328,73 @@ class RemoteParameter(RemoteTensor, nn.Parameter):
         )
 
 
-def _data_of(remote: RemoteTensor) -> RemoteTensor:
+class RemoteBuffer(RemoteTensor):
+    """A buffer that its module's forward changes, on a rank that does not run that.
+
+    Its memory stays: the script may set it, as it does on all ranks.
+    """
+
+    _smp_kind = "buffer"
+
+    def _smp_refuse(self, name: str, written: bool) -> None:
+        """
+        Raises:
+            RuntimeError: in a step.
+        """
+        if _core.current() is not None:
+            super()._smp_refuse(name, written)
+        if not written:
+            path, owner = self._smp_home
+            left_behind.warn_of_attribute(
+                path,
+                "",
+                f"buffer '{path}' is changed by its module, on pp_rank {owner}; its value here "
+                "is older (model.state_dict() has the newest)",
+            )
+
+    def _smp_data(self) -> RemoteTensor:
+        return _as_remote(self, RemoteBuffer)
+
+    def __deepcopy__(self, memo):
+        return copy.deepcopy(self._smp_older("__deepcopy__"), memo)
+
+    def __reduce_ex__(self, protocol):
+        return self._smp_older("__reduce_ex__").__reduce_ex__(protocol)
+
+    def _smp_older(self, name: str) -> Tensor:
+        """Its value here, for copies of its module."""
+        self._smp_refuse(name, written=False)
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.as_subclass(Tensor)
+
+
+def _as_remote(remote: RemoteTensor, cls: type[RemoteTensor]) -> RemoteTensor:
+    """Its ``data``, as that class."""
     with torch._C.DisableTorchFunctionSubclass():
         data = remote.data
-    data.__class__ = RemoteTensor
+    data.__class__ = cls
     data._smp_home = remote._smp_home  # type: ignore[attr-defined]
     return data  # type: ignore[return-value]
+
+
+def mark_remote_buffers(
+    root: nn.Module, rank_of: dict[str, int], rank: int, changing: dict[str, tuple[str, ...]]
+) -> None:
+    """Let no operator use what other ranks' modules change, without a word.
+
+    Args:
+        changing: by path of a module, names of its buffers that its forward changes.
+    """
+    named = dict(root.named_modules())
+    for path, names in changing.items():
+        for name in names:
+            buffer = named[path]._buffers.get(name)
+            if rank_of[path] != rank and type(buffer) is Tensor:
+                buffer.__class__ = RemoteBuffer
+                buffer._smp_home = (  # type: ignore[attr-defined]
+                    f"{path}.{name}".lstrip("."),
+                    rank_of[path],
+                )
 
 
 def parameter_owners(root: nn.Module, rank_of: dict[str, int]) -> dict[str, int]:

@@ -20,7 +20,8 @@ from torch import nn
 GATE = "_smp_gate"
 RUNS = "_smp_runs"
 CHECKPOINTING = "_smp_checkpointing"
-_OURS = (GATE, RUNS, CHECKPOINTING)
+KEPT = "_smp_kept"
+_OURS = (GATE, RUNS, CHECKPOINTING, KEPT)
 
 # A method of classes whose instances cannot be copied or pickled: it raises why.
 REFUSES_COPIES = "_smp_refuses_copies"

@@ -359,7 +359,7 @@ class _FlatModel:
         )
         self._collect_parameters()
         self._collect_uses(root, trace)
-        self._collect_inseparable()
+        self._collect_inseparable(trace)
         self.buffer_names: dict[int, str] = {}  # by number among the parameters
         if trace is not None:
             self._collect_buffers(root, trace)
@@ -422,14 +422,25 @@ class _FlatModel:
                 if name in named and id(named[name]) not in own:
                     self._add_use(number, named[name])
 
-    def _collect_inseparable(self) -> None:
-        """Modules that stay together use one parameter more, of no size."""
-        for module in self.modules:
-            if module.__dict__.get(_TOGETHER, False):
-                for inside in module.modules():
-                    self.use_module.append(self.number_of[id(inside)])
-                    self.use_parameter.append(len(self.parameter_bytes))
-                self.parameter_bytes.append(0)
+    def _collect_inseparable(self, trace: Trace | None) -> None:
+        """Modules that stay together use one parameter more, of no size.
+
+        So do a module and those that an autograd function of its may call again in the
+        backward, which read what their forwards set.
+        """
+        together = [
+            [self.number_of[id(inside)] for inside in module.modules()]
+            for module in self.modules
+            if module.__dict__.get(_TOGETHER, False)
+        ]
+        for number, path in enumerate(self.paths):
+            seen = _NOT_TRACED if trace is None else trace.modules.get(path, _NOT_TRACED)
+            if seen.reruns:
+                together.append([number, *map(self.paths.index, seen.reruns)])
+        for numbers in together:
+            self.use_module.extend(numbers)
+            self.use_parameter.extend([len(self.parameter_bytes)] * len(numbers))
+            self.parameter_bytes.append(0)
 
     def _collect_buffers(self, root: nn.Module, trace: Trace) -> None:
         """Number the buffers that change and are several modules', as parameters.
@@ -462,15 +473,6 @@ class _FlatModel:
         ]
         if len(kept) == len(self.use_module):
             return False
-        pairs = set(zip(self.use_module, self.use_parameter, strict=True)) - set(kept)
-        for module, parameter in sorted(pairs):
-            if parameter in self.buffer_names:
-                warnings.warn(
-                    f"smp: module {self.paths[module]!r} uses buffer "
-                    f"{self.buffer_names[parameter]!r}, which changes, and is pinned away from "
-                    "the module that has it: it sees its own rank's, which stays as it was",
-                    stacklevel=2,
-                )
         self.use_module = array("i", (module for module, _ in kept))
         self.use_parameter = array("i", (parameter for _, parameter in kept))
         return True

@@ -57,6 +57,8 @@ class ModuleTrace:
         buffers: names of buffers, of any module, that the run changed and that operators used
             as ``parameters`` says.
         set_attributes: names of the plain attributes that were set on it while it ran.
+        reruns: paths of modules that it gave to an autograd function of the user's, whose
+            backward may call them again; where one of them sets attributes.
     """
 
     first: int = -1
@@ -72,6 +74,7 @@ class ModuleTrace:
     changed_buffers: tuple[str, ...] = ()
     buffers: tuple[str, ...] = ()
     set_attributes: tuple[str, ...] = ()
+    reruns: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(slots=True)
@@ -206,6 +209,7 @@ class _Recorder:
         self.records = [ModuleTrace() for _ in self.modules]
         self.used: list[set[int]] = [set() for _ in self.modules]
         self.used_outside: set[int] = set()
+        self.given_away: dict[int, set[int]] = {}  # to autograd functions, by a module
         self.weighed: dict[int, StorageWeakRef] = {}  # by address, which it reserves
         self.given: dict[int, StorageWeakRef] = {}  # of what the models are called with
         self.frames = [_Frame(-1, None)]
@@ -333,12 +337,24 @@ class _Recorder:
             stack.callback(handle.remove)
             stack.callback(self.progress.finish)
             stack.enter_context(_run_compiled_code_as_written())
+            stack.enter_context(_seeing_functions(self._note_given_away))
             yield
 
     def running_path(self) -> str:
         """The innermost module that had begun and not ended."""
         number = self.frames[-1].number
         return "the code outside the model" if number < 0 else self.paths[number]
+
+    def _note_given_away(self, args: tuple) -> None:
+        giver = self.frames[-1].number
+        if giver < 0 or threading.get_ident() != self.thread:
+            return
+        leaves = pytree.tree_leaves(args, is_leaf=lambda a: isinstance(a, nn.Module))
+        for module in leaves:
+            if isinstance(module, nn.Module):
+                inside = {id(m) for m in module.modules()} & self.number_of.keys()
+                given = self.given_away.setdefault(giver, set())
+                given.update(self.number_of[m] for m in inside)
 
     def _take_arguments_of(self, root: nn.Module) -> None:
         """Watch what a root is given; on meta, give it meta tensors.
@@ -444,10 +460,37 @@ class _Recorder:
                 record.parameters = name_all(self.used[number])
                 record.buffers = name_all(self.used[number], changed)
                 modules[path] = record
+            for path, module in root.named_modules():
+                number = self.number_of[id(module)]
+                given = self.given_away.get(number, set())
+                if any(self.records[n].set_attributes for n in given):
+                    modules[path].reruns = tuple(
+                        inside
+                        for inside, m in root.named_modules()
+                        if self.number_of[id(m)] in given
+                    )
             weighed = any(record.kept_bytes for record in modules.values())
             outside = name_all(self.used_outside)
             out.append(Trace(modules, outside, timed, self.meta, weighed))
         return out
+
+
+@contextlib.contextmanager
+def _seeing_functions(see: Callable[[tuple], None]) -> Iterator[None]:
+    """Show what is given to autograd functions other than PyTorch's own."""
+    function: Any = torch.autograd.Function
+    original = vars(function)["apply"]
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if not cls.__module__.startswith("torch."):
+            see(args)
+        return original.__func__(cls, *args, **kwargs)
+
+    function.apply = classmethod(apply)
+    try:
+        yield
+    finally:
+        function.apply = original
 
 
 def _set_since(before: dict[str, Any], module: nn.Module) -> list[str]:

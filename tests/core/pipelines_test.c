@@ -330,6 +330,10 @@ static const smp_server_ops ops = {.worker_begin = ignore,
                                    .note = ignore_note,
                                    .check_signals = go_on};
 
+static const char *const names[PP * MOST_TP] = {"rank 0 of 0", "rank 1 of 0",
+                                                "rank 0 of 1", "rank 1 of 1",
+                                                "rank 0 of 2", "rank 1 of 2"};
+
 static smp_status
 begin(rank *self, world *w)
 {
@@ -343,7 +347,8 @@ begin(rank *self, world *w)
     return smp_server_create(w->comm,
                              &(smp_server_place){.rank = w->rank,
                                                  .pipelines = self->tp,
-                                                 .in_sequence = in_sequence},
+                                                 .in_sequence = in_sequence,
+                                                 .names = names},
                              0, &ops, self, &self->server);
 }
 
@@ -538,15 +543,15 @@ TEST_RANK(a_call_that_one_tp_rank_leaves_out_fails_the_step_of_all)
             const char *said = smp_server_mismatch(self.server);
 
             if (in_sequence) {
-                CHECK(strstr(said, "on pp_rank 1: dp_rank 0, microbatch ") == said);
-                CHECK(strstr(said, "; dp_rank ") != NULL);
+                CHECK(strstr(said, "rank 1 of 0: microbatch ") == said);
+                CHECK(strstr(said, "; rank 1 of ") != NULL);
                 CHECK(strstr(said, " has come to its end") != NULL);
                 CHECK(strstr(said, " waits for the other dp_ranks in module 'far'") !=
                       NULL);
             } else {
                 CHECK(strstr(said, "has called module 'far' (microbatch ") != NULL);
-                CHECK(strstr(said, "tp_rank 0 has ") != NULL);
-                CHECK(strstr(strstr(said, "tp_rank ") + 8, ", and tp_rank ") != NULL);
+                CHECK(strstr(said, "rank 1 of 0 has ") != NULL);
+                CHECK(strstr(said, ", and rank 1 of ") != NULL);
             }
         }
         CHECK(check_ended(&self) == 0);

@@ -325,6 +325,9 @@ static const smp_server_ops ops = {.worker_begin = worker_begin,
                                    .note = take_note,
                                    .check_signals = check_signals};
 
+static const char *const names[WORLD_RANKS] = {"rank 0", "rank 1", "rank 2", "rank 3",
+                                               "rank 4", "rank 5", "rank 6", "rank 7"};
+
 static smp_status
 begin(rank *self, world *w)
 {
@@ -335,9 +338,9 @@ begin(rank *self, world *w)
     if (smp_turns_create(1, once, &self->turns) != SMP_OK) {
         return SMP_ERR_NO_MEMORY;
     }
-    return smp_server_create(w->comm,
-                             &(smp_server_place){.rank = w->rank, .pipelines = 1}, 0,
-                             &ops, self, &self->server);
+    return smp_server_create(
+        w->comm, &(smp_server_place){.rank = w->rank, .pipelines = 1, .names = names},
+        0, &ops, self, &self->server);
 }
 
 /* Ends the servers; no rank leaves while another still works. */
@@ -554,9 +557,9 @@ TEST_RANK(a_deadlock_is_found_and_says_who_waits)
         CHECK_STATUS(run_step(&self, SMP_SCHEDULE_INTERLEAVED, 2), SMP_ERR_DEADLOCK);
         CHECK(smp_server_write_deadlock(self.server, said, sizeof(said)) ==
               strlen(said));
-        CHECK(strstr(said, "pp_rank 0: microbatch 0, forward: the step function waits "
-                           "for module '?' on pp_rank 1") != NULL);
-        CHECK(strstr(said, "pp_rank 1 has nothing to run") != NULL);
+        CHECK(strstr(said, "rank 0: microbatch 0, forward: the step function waits "
+                           "for module '?' on rank 1") != NULL);
+        CHECK(strstr(said, "rank 1 has nothing to run") != NULL);
     } else {
         CHECK_STATUS(run_step(&self, SMP_SCHEDULE_INTERLEAVED, 2), SMP_ERR_CLOSED);
     }

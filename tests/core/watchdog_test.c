@@ -12,6 +12,10 @@
 
 #define LIMIT_NS (20 * SMP_NS_PER_MS)
 
+/* Two pipelines of two. */
+static const char *const names[] = {"rank 4 (pp_rank 0)", "rank 5 (pp_rank 1)",
+                                    "rank 6 (pp_rank 0)", "rank 7 (pp_rank 1)"};
+
 /* The clock, for the core as well: 0, or what it shows until the test moves it.  Its
  * times have long passed by the machine's clock, so the watchdog does not sleep. */
 static _Atomic int64_t shown_ns;
@@ -85,7 +89,7 @@ TEST(a_rank_that_does_not_move_is_reported_with_what_it_waits_for)
     smp_board    *board;
     char          said[1024];
 
-    CHECK_STATUS(smp_board_create(0, 2, NULL, &board), SMP_OK);
+    CHECK_STATUS(smp_board_create(0, 2, "tp_rank", names, &board), SMP_OK);
     CHECK_STATUS(smp_board_name(board, paths, 2), SMP_OK);
     smp_board_begin(board, 7);
     smp_board_work(board, (smp_work){.microbatch = 3, .entry = -1});
@@ -106,7 +110,11 @@ TEST(a_rank_that_does_not_move_is_reported_with_what_it_waits_for)
     CHECK(strstr(said, "microbatch 2, backward: module 'encoder' runs, since ") !=
           NULL);
     CHECK(strstr(said, "microbatch 3, forward: the step function waits for module "
-                       "'decoder.0' on pp_rank 1, since ") != NULL);
+                       "'decoder.0' on rank 5 (pp_rank 1), since ") != NULL);
+    CHECK(strstr(said, "  rank 4 (pp_rank 0): microbatch 2") == said);
+    (void)smp_board_write(board, 2, &l.first, said, sizeof(said));
+    CHECK(strstr(said, "  rank 6 (pp_rank 0): microbatch 3, forward: the step function "
+                       "waits for module 'decoder.0' on rank 7 (pp_rank 1), ") != NULL);
     smp_board_write_wait(board, 1, said, sizeof(said));
     CHECK(strstr(said, "microbatch 3, forward: the step function waits") == said);
     smp_board_destroy(board);
@@ -122,7 +130,7 @@ TEST(a_rank_that_moves_or_is_in_no_step_is_not_reported)
     smp_board    *board;
     int64_t       until = smp_clock_ns() + 3 * SMP_NS_PER_S / 2;
 
-    CHECK_STATUS(smp_board_create(0, 2, NULL, &board), SMP_OK);
+    CHECK_STATUS(smp_board_create(0, 2, "tp_rank", names, &board), SMP_OK);
     CHECK_STATUS(smp_watchdog_create(board, &config, &watchdog), SMP_OK);
     smp_board_begin(board, 1);
     while (smp_clock_ns() < until) {
@@ -145,7 +153,7 @@ TEST(the_end_comes_at_its_limit)
     smp_watchdog       *watchdog;
     smp_board          *board;
 
-    CHECK_STATUS(smp_board_create(0, 2, NULL, &board), SMP_OK);
+    CHECK_STATUS(smp_board_create(0, 2, "tp_rank", names, &board), SMP_OK);
     smp_board_place(board, "smp.barrier()");
     CHECK_STATUS(smp_watchdog_create(board, &config, &watchdog), SMP_OK);
     wait_for_reports(&l, 1);
@@ -168,7 +176,7 @@ TEST(reports_come_after_twice_the_time_each_until_the_rank_moves)
 
     mover = pthread_self();
     atomic_store(&shown_ns, moved_ns);
-    CHECK_STATUS(smp_board_create(0, 2, NULL, &board), SMP_OK);
+    CHECK_STATUS(smp_board_create(0, 2, "tp_rank", names, &board), SMP_OK);
     CHECK_STATUS(smp_watchdog_create(board, &config, &watchdog), SMP_OK);
     smp_board_begin(board, 1);
     smp_board_end(board);
@@ -206,7 +214,7 @@ TEST(the_board_shows_those_that_wait_longest)
     smp_standing now;
     smp_board   *board;
 
-    CHECK_STATUS(smp_board_create(0, 2, NULL, &board), SMP_OK);
+    CHECK_STATUS(smp_board_create(0, 2, "tp_rank", names, &board), SMP_OK);
     smp_board_begin(board, 1);
     for (uint16_t i = 0; i < 40; i++) {
         smp_board_wait(board, (uint16_t)(39 - i),

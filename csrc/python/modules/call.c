@@ -11,6 +11,7 @@
  */
 #include "python/modules/session.h"
 #include "python/values/pack.h"
+#include "python/values/rank_names.h"
 #include "python/values/registry.h"
 #include "python/values/unpack.h"
 
@@ -526,8 +527,9 @@ pack_request(smp_pack *pack, PyObject *args, PyObject *kwargs, PyObject *state,
 
         PyErr_Fetch(&type, &value, &traceback);
         PyErr_Format(type == NULL ? PyExc_TypeError : type,
-                     "smp: an argument of module '%s' cannot go to pp_rank %d: %S",
-                     smp_entry_path(entry), entry->owner,
+                     "smp: an argument of module '%s' cannot go to %s: %S",
+                     smp_entry_path(entry),
+                     smp_rank_name(smp_session_rank_of_comm(entry->owner)),
                      value == NULL ? Py_None : value);
         Py_XDECREF(type);
         Py_XDECREF(value);

@@ -12,6 +12,7 @@
 #include "python/process/comm_binding.h"
 #include "python/process/signals.h"
 #include "python/values/pack.h"
+#include "python/values/rank_names.h"
 #include "python/values/registry.h"
 #include "python/values/unpack.h"
 
@@ -26,33 +27,15 @@ smp_entry_path(const smp_entry *entry)
 }
 
 const char *
-smp_session_rank_name(int rank, char out[SMP_RANK_NAME])
+smp_session_own_name(void)
 {
-    const smp_session *session = &smp_the_session;
-    const bool         is_global = session->global_ranks != NULL;
-    char               head[20] = "";
-    char               pipeline[24] = "";
-
-    if (is_global) {
-        (void)snprintf(head, sizeof(head), "rank %d (", session->global_ranks[rank]);
-    }
-    if (session->pipelines > 1) {
-        (void)snprintf(pipeline, sizeof(pipeline), "%s_rank %d, ",
-                       session->in_sequence ? "dp" : "tp", rank / session->size);
-    }
-    (void)snprintf(out, SMP_RANK_NAME, "%s%spp_rank %d%s", head, pipeline,
-                   rank % session->size, is_global ? ")" : "");
-    return out;
+    return smp_rank_name(smp_session_rank_of_comm(smp_the_session.rank));
 }
 
 PyObject *
 smp_session_raise(smp_status status, const char *doing)
 {
     smp_session *session = &smp_the_session;
-    char         its[SMP_RANK_NAME];
-    char         own[SMP_RANK_NAME];
-
-    (void)smp_session_rank_name(smp_session_rank_of_comm(session->rank), own);
 
     if (status == SMP_ERR_PEER_LOST) {
         const char *awaited =
@@ -62,16 +45,15 @@ smp_session_raise(smp_status status, const char *doing)
             PyExc_ConnectionError,
             "smp: %s: %s is gone (its process ended or was killed); on "
             "%s: %s [SMP_ERR_PEER_LOST]",
-            doing, smp_session_rank_name(smp_comm_lost(session->comm), its), own,
+            doing, smp_rank_name(smp_comm_lost(session->comm)), smp_session_own_name(),
             awaited[0] == '\0' ? "no task waited, it served the others" : awaited);
     } else if (status == SMP_ERR_UNREACHABLE) {
         PyErr_Format(PyExc_ConnectionError,
                      "smp: %s: %s has left the job in order, and %s is in "
                      "step %u: all ranks must make the same number of steps "
                      "[SMP_ERR_UNREACHABLE]",
-                     doing,
-                     smp_session_rank_name(smp_server_left(session->server), its), own,
-                     (unsigned)session->step);
+                     doing, smp_rank_name(smp_server_left(session->server)),
+                     smp_session_own_name(), (unsigned)session->step);
     } else if (status == SMP_ERR_MISMATCH && session->server != NULL &&
                session->in_sequence) {
         PyErr_Format(PyExc_RuntimeError,
@@ -106,41 +88,11 @@ smp_session_raise(smp_status status, const char *doing)
     return NULL;
 }
 
-/* What errors call the ranks, by rank; None: their places in the MP_GROUP alone. */
-static bool
-keep_global_ranks(smp_session *session, PyObject *ranks, int size)
-{
-    free(session->global_ranks);
-    session->global_ranks = NULL;
-    if (ranks == Py_None) {
-        return true;
-    }
-    if (!PyTuple_Check(ranks) || PyTuple_GET_SIZE(ranks) != size) {
-        PyErr_Format(PyExc_ValueError, "smp: open() needs the numbers of %d ranks",
-                     size);
-        return false;
-    }
-    session->global_ranks = calloc((size_t)size, sizeof(int));
-    if (session->global_ranks == NULL) {
-        (void)PyErr_NoMemory();
-        return false;
-    }
-    for (int rank = 0; rank < size; rank++) {
-        long number = PyLong_AsLong(PyTuple_GET_ITEM(ranks, rank));
-
-        if (number == -1 && PyErr_Occurred() != NULL) {
-            return false;
-        }
-        session->global_ranks[rank] = (int)number;
-    }
-    return true;
-}
-
 /* open(rank, size, pipelines, pool_bytes, device_pool_bytes, spin_us, transports,
- * interface, job, report_s, end_s, global_ranks=None, in_sequence=False) -> the address
- * card.  rank and size: of all pipelines, as pipeline * pp_size + pp_rank.  report_s
- * and end_s are the watchdog's limits, 0 for none.  global_ranks, a tuple by rank: what
- * errors call the ranks, too. */
+ * interface, job, report_s, end_s, names, in_sequence=False) -> the address card.  rank
+ * and size: of all pipelines, as pipeline * pp_size + pp_rank.  report_s and end_s are
+ * the watchdog's limits, 0 for none.  names, a tuple of str by rank: what messages call
+ * the ranks. */
 static PyObject *
 py_open(PyObject *module, PyObject *args)
 {
@@ -157,22 +109,20 @@ py_open(PyObject *module, PyObject *args)
     int             pipelines;
     int             in_sequence = false;
     int             own;
-    char            name[SMP_RANK_NAME];
-    int            *names; /* pp_ranks, by rank */
-    PyObject       *global_ranks = Py_None;
+    PyObject       *rank_names;
 
     (void)module;
-    if (!PyArg_ParseTuple(args, "iiinnizzsdd|Op", &config.rank, &config.size,
+    if (!PyArg_ParseTuple(args, "iiinnizzsddO!|p", &config.rank, &config.size,
                           &pipelines, &pool, &device_pool, &config.spin_us,
                           &config.transports, &config.interface, &job, &report_s,
-                          &end_s, &global_ranks, &in_sequence)) {
+                          &end_s, &PyTuple_Type, &rank_names, &in_sequence)) {
         return NULL;
     }
     if (session->comm != NULL) {
         PyErr_SetString(PyExc_RuntimeError, "smp: the session is open already");
         return NULL;
     }
-    if (!keep_global_ranks(session, global_ranks, config.size)) {
+    if (!smp_rank_names_keep(rank_names, config.size)) {
         return NULL;
     }
     Py_XSETREF(session->contexts, PyDict_New());
@@ -187,16 +137,7 @@ py_open(PyObject *module, PyObject *args)
     config.pool_bytes = (size_t)pool;
     config.device_pool_bytes = (size_t)device_pool;
     strncpy(config.job, job, sizeof(config.job) - 1);
-    names = calloc((size_t)config.size, sizeof(*names));
-    if (names == NULL) {
-        return PyErr_NoMemory();
-    }
-    for (int rank = 0; rank < config.size; rank++) {
-        names[rank] = rank % session->size;
-    }
-    config.names = names;
     status = smp_comm_create(&config, &session->comm);
-    free(names);
     if (status == SMP_ERR_NO_MEMORY) {
         return smp_python_no_room("preparing the communication",
                                   smp_comm_pool_bytes(&config));
@@ -207,7 +148,8 @@ py_open(PyObject *module, PyObject *args)
     status = smp_server_create(session->comm,
                                &(smp_server_place){.rank = config.rank,
                                                    .pipelines = pipelines,
-                                                   .in_sequence = session->in_sequence},
+                                                   .in_sequence = session->in_sequence,
+                                                   .names = smp_rank_names()},
                                config.spin_us < 0 ? 0 : config.spin_us,
                                &smp_session_ops, session, &session->server);
     if (status != SMP_OK) {
@@ -218,7 +160,7 @@ py_open(PyObject *module, PyObject *args)
     smp_registry.rank = session->rank;
     own = smp_session_rank_of_comm(session->rank);
     status = smp_watch_start(smp_server_board(session->server), own,
-                             smp_session_rank_name(own, name), report_s, end_s);
+                             smp_session_own_name(), report_s, end_s);
     if (status != SMP_OK) {
         smp_server_destroy(session->server);
         smp_comm_destroy(session->comm);
@@ -241,8 +183,6 @@ py_connect(PyObject *module, PyObject *args)
     int              timeout_ms;
     int              failed = -1;
     int              size = session->size * session->pipelines;
-    char             its[SMP_RANK_NAME];
-    char             own[SMP_RANK_NAME];
     smp_status       status = SMP_ERR_NO_MEMORY;
     const void     **at;
     size_t          *sizes;
@@ -284,12 +224,10 @@ py_connect(PyObject *module, PyObject *args)
         return NULL;
     }
     if (status == SMP_ERR_UNREACHABLE) {
-        PyErr_Format(
-            PyExc_ConnectionError,
-            "smp: no transport reaches %s from %s "
-            "(comm_transports) [SMP_ERR_UNREACHABLE]",
-            smp_session_rank_name(failed, its),
-            smp_session_rank_name(smp_session_rank_of_comm(session->rank), own));
+        PyErr_Format(PyExc_ConnectionError,
+                     "smp: no transport reaches %s from %s "
+                     "(comm_transports) [SMP_ERR_UNREACHABLE]",
+                     smp_rank_name(failed), smp_session_own_name());
         return NULL;
     }
     if (status == SMP_ERR_NO_MEMORY) {
@@ -299,11 +237,9 @@ py_connect(PyObject *module, PyObject *args)
         return smp_python_no_room("connecting the ranks", (size_t)stats.pool_size);
     }
     if (status != SMP_OK && failed >= 0) {
-        PyErr_Format(
-            PyExc_ConnectionError, "smp: connecting %s to %s: %s [%s]",
-            smp_session_rank_name(smp_session_rank_of_comm(session->rank), own),
-            smp_session_rank_name(failed, its), smp_status_text(status),
-            smp_status_name(status));
+        PyErr_Format(PyExc_ConnectionError, "smp: connecting %s to %s: %s [%s]",
+                     smp_session_own_name(), smp_rank_name(failed),
+                     smp_status_text(status), smp_status_name(status));
         return NULL;
     }
     if (status != SMP_OK) {
@@ -679,7 +615,7 @@ py_mix(PyObject *module, PyObject *args)
 static PyMethodDef functions[] = {
     {"open", py_open, METH_VARARGS,
      "open(rank, size, pipelines, pool_bytes, device_pool_bytes, spin_us, transports, "
-     "interface, job, report_s, end_s, global_ranks=None, in_sequence=False)"
+     "interface, job, report_s, end_s, names, in_sequence=False)"
      " -> card"},
     {"signal_fd", py_signal_fd, METH_NOARGS, "-> for signal.set_wakeup_fd"},
     {"forward_signals", py_forward_signals, METH_O, "forward_signals(fd)"},

@@ -45,19 +45,18 @@ typedef struct {
     int         pipeline; /* tp_rank, in a sequence dp_rank */
     int         pipelines;
     bool        in_sequence; /* server/sequence.h */
-    int     *global_ranks; /* owned: by rank of the comm; NULL: those are the comm's */
-    uint32_t opened;       /* how often the session has been */
-    uint32_t step;         /* number of the last one begun */
-    bool     in_step;
-    bool     ended_well; /* the last one begun, on every rank */
-    smp_entry *entries;
-    size_t     nentries;
-    PyObject  *entry_numbers; /* dict: module address -> entry */
-    PyObject  *contexts;      /* dict: call -> Context; open forwards of this rank */
-    PyObject  *run_root;      /* microbatch -> None, during a step */
-    PyObject  *described;     /* bytes: what the step is; its server borrows them */
-    PyObject  *context_vars;  /* the main thread's, copied at the step's begin */
-    PyObject  *error;         /* what failed here first, as describe_error made it */
+    uint32_t    opened;      /* how often the session has been */
+    uint32_t    step;        /* number of the last one begun */
+    bool        in_step;
+    bool        ended_well; /* the last one begun, on every rank */
+    smp_entry  *entries;
+    size_t      nentries;
+    PyObject   *entry_numbers; /* dict: module address -> entry */
+    PyObject   *contexts;      /* dict: call -> Context; open forwards of this rank */
+    PyObject   *run_root;      /* microbatch -> None, during a step */
+    PyObject   *described;     /* bytes: what the step is; its server borrows them */
+    PyObject   *context_vars;  /* the main thread's, copied at the step's begin */
+    PyObject   *error;         /* what failed here first, as describe_error made it */
     /* Python's side, given by configure(). */
     PyObject *send_apply, *recv_apply, *change_apply, *enter_apply;
     PyObject *leaf;        /* a tensor that requires grad, for nodes without another */
@@ -92,11 +91,8 @@ smp_session_rank_of_comm(int pp_rank)
     return smp_the_session.pipeline * smp_the_session.size + pp_rank;
 }
 
-/* "pp_rank 1", with several tp_ranks "tp_rank 0, pp_rank 1", with other MP_GROUPs
- * beside this one "rank 3 (pp_rank 1)", in a sequence "rank 3 (dp_rank 1, pp_rank 1)":
- * a rank of the comm. */
-#define SMP_RANK_NAME 64
-const char *smp_session_rank_name(int rank, char out[SMP_RANK_NAME]);
+/* What messages call this rank.  Borrowed. */
+const char *smp_session_own_name(void);
 
 /* The module path of an entry, for messages; borrowed. */
 const char *smp_entry_path(const smp_entry *entry);

@@ -9,6 +9,7 @@
 #include "python/modules/gradients.h"
 #include "python/process/heap.h"
 #include "python/values/pack.h"
+#include "python/values/rank_names.h"
 
 /* What a shell reports for a program that Ctrl-C ended. */
 #define EXIT_INTERRUPTED 130
@@ -371,11 +372,12 @@ raise_other_step(const smp_message *note)
     if (its != NULL) {
         PyErr_Format(
             PyExc_RuntimeError,
-            "smp: the ranks are in different steps: pp_rank 0 runs %U; pp_rank "
-            "%d runs %s.  All ranks run the same steps, in the same mode, and freeze "
+            "smp: the ranks are in different steps: %s runs %U; %s runs %s.  All ranks "
+            "run the same steps, in the same mode, and freeze "
             "the "
             "same parameters (of model.parameters(), not of local_parameters())",
-            its, smp_the_session.rank, PyBytes_AS_STRING(smp_the_session.described));
+            smp_rank_name(smp_session_rank_of_comm(0)), its, smp_session_own_name(),
+            PyBytes_AS_STRING(smp_the_session.described));
         Py_DECREF(its);
     }
     return false;

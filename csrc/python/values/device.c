@@ -3,6 +3,7 @@
 
 #include "comm/device/port.h"
 #include "comm/neighbour.h"
+#include "python/values/rank_names.h"
 
 bool
 smp_device_is_drivers(dl_device device)
@@ -98,9 +99,9 @@ smp_device_unpack(smp_comm *comm, int source, smp_block *block,
                             (uint64_t)(uintptr_t)t.data + t.byte_offset, stream, why);
     if (status != SMP_OK) {
         PyErr_Format(PyExc_RuntimeError,
-                     "smp: a tensor in the device pool of pp_rank %d cannot be read: "
+                     "smp: a tensor in the device pool of %s cannot be read: "
                      "%s [%s]",
-                     source, why, smp_status_name(status));
+                     smp_rank_name(source), why, smp_status_name(status));
         Py_DECREF(row);
         return NULL;
     }

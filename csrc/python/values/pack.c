@@ -6,6 +6,7 @@
 
 #include "python/values/device.h"
 #include "python/values/plain_class.h"
+#include "python/values/rank_names.h"
 #include "python/values/registry.h"
 #include "python/values/wire.h"
 
@@ -115,12 +116,12 @@ raise_gone(const smp_pack *pack, smp_status status)
 {
     if (status == SMP_ERR_CLOSED) {
         PyErr_Format(PyExc_ConnectionError,
-                     "smp: pp_rank %d has left the job in order, and this rank still "
+                     "smp: %s has left the job in order, and this rank still "
                      "needs it: all ranks must make the same number of steps [%s]",
-                     smp_comm_name(pack->comm, pack->dest), smp_status_name(status));
+                     smp_rank_name(pack->dest), smp_status_name(status));
     } else if (status == SMP_ERR_PEER_LOST) {
-        PyErr_Format(PyExc_ConnectionError, "smp: sending to pp_rank %d: %s [%s]",
-                     smp_comm_name(pack->comm, pack->dest), smp_status_text(status),
+        PyErr_Format(PyExc_ConnectionError, "smp: sending to %s: %s [%s]",
+                     smp_rank_name(pack->dest), smp_status_text(status),
                      smp_status_name(status));
     } else {
         return 0;
@@ -440,7 +441,8 @@ add_tensor(smp_pack *pack, PyObject *tensor, uint32_t *number)
     return 0;
 }
 
-/* A parameter that this rank does not own goes by number: its data is elsewhere. */
+/* A parameter or buffer that this rank does not own goes by number: its data is
+ * elsewhere. */
 static int
 put_parameter(smp_pack *pack, PyObject *tensor, bool *done)
 {
@@ -1155,8 +1157,8 @@ smp_pack_send(smp_pack *pack, const smp_envelope *envelope)
         return -1;
     }
     if (status != SMP_OK) {
-        PyErr_Format(PyExc_ConnectionError, "smp: sending to pp_rank %d: %s [%s]",
-                     smp_comm_name(pack->comm, pack->dest), smp_status_text(status),
+        PyErr_Format(PyExc_ConnectionError, "smp: sending to %s: %s [%s]",
+                     smp_rank_name(pack->dest), smp_status_text(status),
                      smp_status_name(status));
         return -1;
     }

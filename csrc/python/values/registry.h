@@ -16,7 +16,8 @@ typedef struct {
     int       rank;              /* this pp_rank */
     PyObject *modules;           /* list of modules, by number */
     PyObject *module_numbers;    /* dict: module address -> number */
-    PyObject *parameters;        /* list of parameters, by number */
+    PyObject *parameters;        /* list of parameters, by number; then of buffers that
+                                    change: those of this rank as (dict, name) */
     PyObject *parameter_owners;  /* list of pp_ranks, by number */
     PyObject *parameter_numbers; /* dict: parameter address -> number */
     PyObject *parameter_names;   /* list of paths, by number */

@@ -994,6 +994,29 @@ take_numbered(smp_unpack *unpack, PyObject *const *table, size_t count, PyObject
     return NULL;
 }
 
+/* A parameter of this rank; or a buffer, whose place the list has: the dict and the
+ * name of whichever tensor is there now. */
+static PyObject *
+take_parameter(smp_unpack *unpack)
+{
+    PyObject *found = take_numbered(unpack, NULL, 0, smp_registry.parameters);
+    PyObject *buffer;
+
+    if (found == NULL || !PyTuple_Check(found)) {
+        return found;
+    }
+    buffer =
+        PyDict_GetItemWithError(PyTuple_GET_ITEM(found, 0), PyTuple_GET_ITEM(found, 1));
+    if (buffer == NULL && PyErr_Occurred() == NULL) {
+        PyErr_Format(PyExc_AttributeError,
+                     "smp: an argument is the buffer %R, which its module has removed",
+                     PyTuple_GET_ITEM(found, 1));
+    }
+    Py_XINCREF(buffer);
+    Py_DECREF(found);
+    return buffer;
+}
+
 static PyObject *
 take_scalar(smp_unpack *unpack, smp_tag tag)
 {
@@ -1091,7 +1114,7 @@ take_tagged(smp_unpack *unpack, smp_tag tag)
     case TAG_MODULE:
         return take_numbered(unpack, NULL, 0, smp_registry.modules);
     case TAG_PARAMETER:
-        return take_numbered(unpack, NULL, 0, smp_registry.parameters);
+        return take_parameter(unpack);
     case TAG_PICKLE:
         return take_pickle(unpack);
     case TAG_LIST:

@@ -34,7 +34,8 @@ typedef enum {
     TAG_CLASS,     /* a class: module, qualified name */
     TAG_TENSOR,    /* number */
     TAG_MODULE,    /* number of the module on every rank */
-    TAG_PARAMETER, /* number of the parameter, which the receiver owns */
+    TAG_PARAMETER, /* number of the parameter or buffer, of another rank than the sender
+                    */
     /* What a callee may change in place; numbered in this order. */
     TAG_PICKLE,    /* bytes, list of the tensors inside; a change cannot travel back */
     TAG_LIST,      /* size, values */

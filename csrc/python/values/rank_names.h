@@ -1,0 +1,24 @@
+/* What messages call the ranks of the session's comm: "pp_rank 1"; where that is
+ * several ranks of the job "rank 3 (pp_rank 1)", "rank 3 (tp_rank 0, pp_rank 1)".
+ *
+ * Threads  whoever has the GIL.
+ */
+#ifndef SMP_PYTHON_VALUES_RANK_NAMES_H
+#define SMP_PYTHON_VALUES_RANK_NAMES_H
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include <stdbool.h>
+
+/* Keeps a tuple of str, one a rank, until the next call.  False with an exception:
+ * another number than `size`, no str, or no memory; the names are as they were. */
+bool smp_rank_names_keep(PyObject *tuple, int size);
+
+/* Of a rank of the comm.  Borrowed until the next smp_rank_names_keep(). */
+const char *smp_rank_name(int rank);
+
+/* All, by rank; likewise. */
+const char *const *smp_rank_names(void);
+
+#endif
