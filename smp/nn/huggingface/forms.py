@@ -115,6 +115,43 @@ def heads_of_the_model(given: int | None) -> int | None:
     return given if config is None else getattr(config, "num_attention_heads", None)
 
 
+def options_of_a_layer(config: Any) -> dict[str, Any]:
+    """What all families' configurations call the same."""
+    size, heads = config.hidden_size, config.num_attention_heads
+    return {
+        "num_attention_heads": heads,
+        "attention_head_size": size // heads,
+        "hidden_size": size,
+        "initializer_range": config.initializer_range,
+        "use_normal_initialization": True,
+    }
+
+
+def options_of_an_encoder(config: Any) -> dict[str, Any]:
+    """What all encoders' configurations do, of a ``DistributedTransformer``."""
+    return {
+        **options_of_a_layer(config),
+        "num_layers": config.num_hidden_layers,
+        "intermediate_size": config.intermediate_size,
+        "attention_dropout_prob": config.attention_probs_dropout_prob,
+        "hidden_dropout_prob": config.hidden_dropout_prob,
+        "activation": config.hidden_act,
+        "layernorm_epsilon": config.layer_norm_eps,
+    }
+
+
+def options_of_a_language_model(config: Any) -> dict[str, Any]:
+    """What all GPTs' configurations do, of a ``DistributedTransformerLMHead``."""
+    return {
+        **options_of_a_layer(config),
+        "num_layers": config.num_hidden_layers,
+        "vocab_size": config.vocab_size,
+        "tie_input_output_embedding": config.tie_word_embeddings,
+        "pre_layernorm": True,
+        "post_layernorm": False,
+    }
+
+
 def wants(met: bool, option: str, value: object) -> None:
     """Raise on an option of a model that the distributed form does not have.
 
@@ -220,6 +257,14 @@ def language_model(
         outputs = importlib.import_module("transformers.modeling_outputs")
         return getattr(outputs, returns)(loss=loss, logits=logits)
     return tuple(value for value in (loss, logits) if value is not None)
+
+
+def language_model_without_types(
+    module: Any, forward: Callable[..., Any], arguments: Arguments
+) -> Any:
+    """Likewise, of a family that looks token types up in the word embedding."""
+    refuse(arguments, "token_type_ids")
+    return language_model(module, arguments)
 
 
 def _wants_dict(module: Any, arguments: Arguments) -> bool:

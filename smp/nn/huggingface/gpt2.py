@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from smp.nn.huggingface import forms
 from smp.nn.huggingface.forms import Arguments, Form, additive, language_model, refuse
 from smp.nn.huggingface.translation import QKV, StateDict, Translation, part
 from smp.nn.transformer.layer import DistributedTransformerLayer
@@ -126,18 +127,13 @@ def translate_layer_state_dict_to_hf_gpt2_block(
 
 
 def _options_of_a_layer(config: Any) -> dict[str, Any]:
-    size = config.hidden_size
     return {
-        "num_attention_heads": config.num_attention_heads,
-        "attention_head_size": size // config.num_attention_heads,
-        "hidden_size": size,
-        "intermediate_size": config.n_inner or 4 * size,
+        **forms.options_of_a_layer(config),
+        "intermediate_size": config.n_inner or 4 * config.hidden_size,
         "attention_dropout_prob": config.attn_pdrop,
         "hidden_dropout_prob": config.resid_pdrop,
         "activation": config.activation_function,
         "layernorm_epsilon": config.layer_norm_epsilon,
-        "initializer_range": config.initializer_range,
-        "use_normal_initialization": True,
         "causal_mask_size": config.n_positions,
         "add_cross_attention": config.add_cross_attention,
         "pre_layernorm": True,
@@ -151,12 +147,10 @@ def _options_of_a_layer(config: Any) -> dict[str, Any]:
 def _options_of_the_model(model: Any) -> dict[str, Any]:
     config = model.config
     return {
+        **forms.options_of_a_language_model(config),
         **_options_of_a_layer(config),
-        "num_layers": config.num_hidden_layers,
-        "vocab_size": config.vocab_size,
         "num_positions": config.n_positions,
         "embedding_dropout_prob": config.embd_pdrop,
-        "tie_input_output_embedding": config.tie_word_embeddings,
     }
 
 

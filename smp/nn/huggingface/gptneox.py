@@ -102,30 +102,20 @@ def _options(model: Any) -> dict[str, Any]:
     drop = getattr(first, "post_mlp_dropout", None)
     drop_embedding = getattr(model.gpt_neox, "emb_dropout", None)
     drop_attention = getattr(first.attention, "attention_dropout", 0.0)
-    size, heads = config.hidden_size, config.num_attention_heads
     has_bias = first.attention.query_key_value.bias is not None
     return {
-        "num_layers": config.num_hidden_layers,
-        "num_attention_heads": heads,
-        "attention_head_size": size // heads,
-        "hidden_size": size,
+        **forms.options_of_a_language_model(config),
         "intermediate_size": config.intermediate_size,
-        "vocab_size": config.vocab_size,
         "num_positions": 0,
         "attention_dropout_prob": getattr(drop_attention, "p", drop_attention),
         "hidden_dropout_prob": 0.0 if drop is None else drop.p,
         "embedding_dropout_prob": 0.0 if drop_embedding is None else drop_embedding.p,
         "activation": config.hidden_act,
         "layernorm_epsilon": config.layer_norm_eps,
-        "initializer_range": config.initializer_range,
-        "use_normal_initialization": True,
         "causal_mask_size": config.max_position_embeddings,
-        "pre_layernorm": True,
-        "post_layernorm": False,
         "parallel_attn_output": config.use_parallel_residual,
         "use_qkv_bias": has_bias,
         "use_attn_dense_bias": has_bias,
-        "tie_input_output_embedding": config.tie_word_embeddings,
         "rotary_dim": first.attention.rotary_ndims,
         "rotary_base": rotary.get("rope_theta") or config.rotary_emb_base,
         "rotary_pairs": "halves",

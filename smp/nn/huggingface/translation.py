@@ -138,6 +138,48 @@ class Translation(NamedTuple):
         return {**out, **left}
 
 
+def functions_of(
+    names: Translation, family: str, original: str
+) -> tuple[Callable[..., StateDict], Callable[..., StateDict]]:
+    """Of a family ``translate_hf_state_dict_to_smdistributed_...``, and ``..._to_hf_...``.
+
+    Args:
+        family: a file in ``smp.nn.huggingface``.
+        original: the class in whose place the distributed module is.
+    """
+
+    def to_ours(state_dict: Mapping[str, Any], max_seq_len: int | None = None) -> StateDict:
+        return names.to_ours(state_dict)
+
+    def to_hugging_face(
+        state_dict: Mapping[str, Any], max_seq_len: int | None = None
+    ) -> StateDict:
+        return names.to_hugging_face(state_dict)
+
+    to_ours.__doc__ = f"""From the state dict of ``{original}`` to that of what is in its place.
+
+    Either may be in a model, with its name before the others.
+
+    Args:
+        state_dict: of the plain model; other dicts are returned as they are.
+        max_seq_len: taken for scripts that give it.
+    """
+    to_hugging_face.__doc__ = f"""From the distributed module's state dict to ``{original}``'s.
+
+    Args:
+        state_dict: the whole one; that of a model which is split in place, or plain, is
+            returned as it is.
+        max_seq_len: taken for scripts that give it: buffers that transformers before 4.27
+            saves beside the parameters follow from the configuration.
+    """
+    to_ours.__name__ = f"translate_hf_state_dict_to_smdistributed_{family}"
+    to_hugging_face.__name__ = f"translate_state_dict_to_hf_{family}"
+    for function in (to_ours, to_hugging_face):
+        function.__qualname__ = function.__name__
+        function.__module__ = f"smp.nn.huggingface.{family}"
+    return to_ours, to_hugging_face
+
+
 def as_it_is(state_dict: Mapping[str, Any], max_seq_len: int | None = None) -> StateDict:
     """The state dict itself, of a family whose models are split where they stand.
 

@@ -1,11 +1,11 @@
 """ViT: attention by heads, the MLP by its channels."""
 
-from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from smp.nn.huggingface import forms
-from smp.nn.huggingface.forms import Arguments, Form
-from smp.nn.huggingface.translation import StateDict, Translation, part
+from smp.nn.huggingface.forms import Form
+from smp.nn.huggingface.translation import Translation, functions_of, part
 from smp.nn.transformer.layer import DistributedTransformer
 from smp.tensor_parallel import group
 from smp.tensor_parallel.linears import cut_inputs, cut_outputs
@@ -48,61 +48,27 @@ NAMES = Translation(
 )
 
 
-def translate_hf_state_dict_to_smdistributed_vit(
-    state_dict: Mapping[str, Any], max_seq_len: int | None = None
-) -> StateDict:
-    """From the state dict of a model with a ``ViTEncoder`` to that of it with ours.
-
-    Args:
-        state_dict: of the plain model; other dicts are returned as they are.
-        max_seq_len: taken for scripts that give it.
-    """
-    return NAMES.to_ours(state_dict)
-
-
-def translate_state_dict_to_hf_vit(
-    state_dict: Mapping[str, Any], max_seq_len: int | None = None
-) -> StateDict:
-    """From the state dict of a model with a distributed encoder to ``ViTModel``'s names.
-
-    Args:
-        state_dict: the whole one; that of a model which is split in place, or plain, is
-            returned as it is.
-        max_seq_len: taken for scripts that give it.
-    """
-    return NAMES.to_hugging_face(state_dict)
+(
+    translate_hf_state_dict_to_smdistributed_vit,
+    translate_state_dict_to_hf_vit,
+) = functions_of(NAMES, "vit", "ViTEncoder")
 
 
 def _options(encoder: Any) -> dict[str, Any]:
     config = encoder.config
-    size, heads = config.hidden_size, config.num_attention_heads
     return {
-        "num_layers": config.num_hidden_layers,
-        "num_attention_heads": heads,
-        "attention_head_size": size // heads,
-        "hidden_size": size,
-        "intermediate_size": config.intermediate_size,
-        "attention_dropout_prob": config.attention_probs_dropout_prob,
-        "hidden_dropout_prob": config.hidden_dropout_prob,
-        "activation": config.hidden_act,
-        "layernorm_epsilon": config.layer_norm_eps,
-        "initializer_range": config.initializer_range,
-        "use_normal_initialization": True,
+        **forms.options_of_an_encoder(config),
         "pre_layernorm": True,
         "post_layernorm": False,
         "use_qkv_bias": config.qkv_bias,
     }
 
 
-def _call(module: Any, forward: Callable[..., Any], arguments: Arguments) -> Any:
-    return forms.encoder(module, forward, arguments, "BaseModelOutput")
-
-
 FORMS = {
     "ViTEncoder": Form(
         DistributedTransformer,
         _options,
-        _call,
+        partial(forms.encoder, returns="BaseModelOutput"),
         translate_hf_state_dict_to_smdistributed_vit,
         translate_state_dict_to_hf_vit,
     )

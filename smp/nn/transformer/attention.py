@@ -8,7 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from smp.nn.transformer import positions
+from smp.nn.transformer.meeting import given_stream, meet
 from smp.nn.transformer.options import Options, takes
+from smp.nn.transformer.seeds import new_seed
 from smp.nn.transformer.split_parts import (
     PartOfSum,
     cut_first,
@@ -16,13 +18,7 @@ from smp.nn.transformer.split_parts import (
     first_linear,
     layer_norm,
 )
-from smp.nn.transformer.token_stream import (
-    Source,
-    TokenStream,
-    given_stream,
-    meet,
-    new_seed,
-)
+from smp.nn.transformer.token_stream import Source, TokenStream
 from smp.tensor_parallel import gradients, group, kernels
 from smp.tensor_parallel.distributed_module import DistributedModule
 from smp.tensor_parallel.kernels import Dropout

@@ -7,9 +7,10 @@ from torch import Tensor, nn
 
 from smp.nn.layer_norm import FusedLayerNorm
 from smp.nn.transformer.attention import DistributedAttentionLayer
+from smp.nn.transformer.meeting import given_stream, travelling
 from smp.nn.transformer.options import Options, takes
 from smp.nn.transformer.output_layer import DistributedTransformerOutputLayer
-from smp.nn.transformer.token_stream import TokenStream, given_stream, travelling
+from smp.nn.transformer.token_stream import TokenStream
 from smp.tensor_parallel.distributed_module import DistributedModule
 
 Stream = tuple[Any, ...]  # what a layer takes and returns, hidden first

@@ -9,7 +9,7 @@ from smp.nn.layer_norm import FusedLayerNorm
 from smp.nn.linear import DistributedLinear
 from smp.nn.transformer.layer import DistributedTransformer
 from smp.nn.transformer.options import Options, takes
-from smp.nn.transformer.token_stream import dropout_of_stream
+from smp.nn.transformer.seeds import dropout_of_stream
 from smp.tensor_parallel.distributed_module import DistributedModule
 
 # Added to scores: as good as minus infinity, and small enough that the scores of a position

@@ -4,6 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
+from smp.nn.transformer.meeting import given_stream, meet
 from smp.nn.transformer.options import ACTIVATIONS, Options, takes
 from smp.nn.transformer.split_parts import (
     PartOfSum,
@@ -12,7 +13,7 @@ from smp.nn.transformer.split_parts import (
     first_linear,
     layer_norm,
 )
-from smp.nn.transformer.token_stream import TokenStream, given_stream, meet
+from smp.nn.transformer.token_stream import TokenStream
 from smp.tensor_parallel import gradients
 from smp.tensor_parallel.distributed_module import DistributedModule
 
