@@ -25,7 +25,7 @@ from smp.execution import (
     staging,
     thread_state,
 )
-from smp.job import objects, transports
+from smp.job import core_warnings, objects, transports
 from smp.modules import changes, hooks, late_modules
 from smp.ranks import CommGroup
 
@@ -168,6 +168,7 @@ class Runtime:
         except BaseException:
             self.close()
             raise
+        core_warnings.pass_on()
         _core.configure(
             send_apply=autograd.apply_of(autograd.Send),
             recv_apply=autograd.apply_of(autograd.Recv),

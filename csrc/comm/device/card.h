@@ -2,16 +2,22 @@
  * segment.
  *
  * The owner writes it when it makes the pool, once, and says so in `shown`.  Each other
- * rank that has a device opens the pool then, and says on its own card, under the
- * owner's number, how that went: in this order both know what the other can do, and
- * nobody has to wait.
+ * rank that has a device opens the pool then, tries it with the pattern behind its end,
+ * and says on its own card, under the owner's number, how that went: in this order both
+ * know what the other can do, and nobody has to wait for the other.
  *
  *   owner's shown    NONE -> SHOWN -> WITHDRAWN   (its comm or device has ended)
  *   reader's card    NONE -> OPENING -> OPEN -> CLOSED   (pools[owner])
- *                                  \-> REFUSED
+ *                                  \-> REFUSED     there is no way to it
+ *                                  \-> DISTRUSTED  there is one, but a trial failed
  *
- * A reader at OPENING or OPEN may touch the pool's memory; the owner sends to a reader
- * at OPEN.  One whose device fails goes back to OPENING: it still has the memory.
+ * A reader at OPENING, OPEN or DISTRUSTED may touch the pool's memory; the owner sends
+ * to a reader at OPEN.  One whose device fails goes from OPEN back to OPENING, and one
+ * that has seen a trial fail, with any rank, to DISTRUSTED.  An owner that sends to
+ * such a reader learns of it there, and gives its own pool up: so a path that does not
+ * work is off for all ranks of the host that send each other tensors.
+ *
+ * Status  No GPU has run it yet, only a stand-in for the driver.
  */
 #ifndef SMP_COMM_DEVICE_CARD_H
 #define SMP_COMM_DEVICE_CARD_H
@@ -31,14 +37,17 @@ enum {
     SMP_READER_OPENING,
     SMP_READER_OPEN,
     SMP_READER_REFUSED,
+    SMP_READER_DISTRUSTED,
     SMP_READER_CLOSED
 };
 
 typedef struct {
-    _Atomic uint32_t  shown; /* SMP_POOL_*; the four below are written before it */
+    _Atomic uint32_t  shown; /* SMP_POOL_*; the five below are written before it */
     uint32_t          unused;
-    uint64_t          bytes;
+    uint64_t          bytes; /* of the pool; SMP_TRIAL_BYTES of a pattern follow */
+    uint64_t          seed;  /* of that (comm/pattern.h) */
     smp_driver_handle memory;
+    smp_driver_handle tried; /* an event: the pattern is there */
     smp_driver_handle
                      events[SMP_DEVICE_SPANS]; /* written before the slot's first use */
     _Atomic uint32_t states[SMP_DEVICE_SPANS]; /* SMP_SLOT_* */

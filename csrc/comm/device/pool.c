@@ -7,7 +7,9 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "comm/clock.h"
 #include "comm/device/card.h"
+#include "comm/device/trial.h"
 #include "common/lock.h"
 
 /* Of every offset and of the size. */
@@ -21,6 +23,7 @@ struct smp_device_pool {
     int                device;
     void              *context;
     uint64_t           base;
+    void              *tried;                    /* owned: the pattern's event */
     void              *events[SMP_DEVICE_SPANS]; /* owned; NULL: not made yet */
     int                dests[SMP_DEVICE_SPANS];  /* who a taken slot was sent to */
     bool               empty;                    /* it has no memory any more */
@@ -45,7 +48,8 @@ has_it(const smp_device_reader *reader, int rank)
         return false;
     }
     state = atomic_load(&reader->segment->device->pools[rank]);
-    return (state == SMP_READER_OPENING || state == SMP_READER_OPEN) &&
+    return (state == SMP_READER_OPENING || state == SMP_READER_OPEN ||
+            state == SMP_READER_DISTRUSTED) &&
            (kill(reader->pid, 0) == 0 || errno != ESRCH);
 }
 
@@ -75,6 +79,7 @@ give_memory_back(smp_device_pool *pool)
                 (void)driver->event_destroy(pool->events[i]);
             }
         }
+        (void)driver->event_destroy(pool->tried);
         (void)driver->free(pool->base);
         smp_driver_leave(driver);
     }
@@ -125,14 +130,15 @@ sweep_retired(void)
 
 /* -------------------------------------------------------------------- in use */
 
-/* The event of a slot, and its handle on the card, unless they are there. */
+/* An event, and its handle on the card, unless it is there. */
 static bool
-make_event(smp_device_pool *pool, uint32_t slot, char why[SMP_DRIVER_TEXT])
+make_event(const smp_device_pool *pool, void **out, smp_driver_handle *handle,
+           char why[SMP_DRIVER_TEXT])
 {
     const smp_driver *driver = pool->driver;
     void             *event;
 
-    if (pool->events[slot] != NULL) {
+    if (*out != NULL) {
         return true;
     }
     if (!smp_driver_ok(driver, "cuEventCreate",
@@ -142,32 +148,51 @@ make_event(smp_device_pool *pool, uint32_t slot, char why[SMP_DRIVER_TEXT])
         return false;
     }
     if (!smp_driver_ok(driver, "cuIpcGetEventHandle",
-                       driver->event_export(&pool->own->device->events[slot], event),
-                       why)) {
+                       driver->event_export(handle, event), why)) {
         (void)driver->event_destroy(event);
         return false;
     }
-    pool->events[slot] = event;
+    *out = event;
     return true;
 }
 
-/* The memory, and its handle on the card; and the first event, by which a reader sees
- * whether events can be opened. */
+/* What a reader tries it with; the context is current. */
 static bool
-make_memory(smp_device_pool *pool, size_t bytes, char why[SMP_DRIVER_TEXT])
+write_pattern(const smp_device_pool *pool, void *stream, size_t at,
+              char why[SMP_DRIVER_TEXT])
 {
     const smp_driver *driver = pool->driver;
+    smp_device_card  *card = pool->own->device;
+
+    card->seed = (uint64_t)smp_clock_ns() ^ (uint64_t)pool->rank << 56;
+    return smp_trial_write(driver, pool->base + at, SMP_TRIAL_BYTES, card->seed, stream,
+                           why) &&
+           smp_driver_ok(driver, "cuEventRecord",
+                         driver->event_record(pool->tried, stream), why);
+}
+
+/* The memory with its pattern, and its handles on the card. */
+static bool
+make_memory(smp_device_pool *pool, void *stream, size_t bytes,
+            char why[SMP_DRIVER_TEXT])
+{
+    const smp_driver *driver = pool->driver;
+    smp_device_card  *card = pool->own->device;
     bool              made;
 
     if (!smp_driver_enter(driver, pool->context, why)) {
         return false;
     }
-    made = smp_driver_ok(driver, "cuMemAlloc", driver->alloc(&pool->base, bytes), why);
+    made = smp_driver_ok(driver, "cuMemAlloc",
+                         driver->alloc(&pool->base, bytes + SMP_TRIAL_BYTES), why);
     if (made &&
         (!smp_driver_ok(driver, "cuIpcGetMemHandle",
-                        driver->memory_export(&pool->own->device->memory, pool->base),
-                        why) ||
-         !make_event(pool, 0, why))) {
+                        driver->memory_export(&card->memory, pool->base), why) ||
+         !make_event(pool, &pool->tried, &card->tried, why) ||
+         !write_pattern(pool, stream, bytes, why))) {
+        if (pool->tried != NULL) {
+            (void)driver->event_destroy(pool->tried);
+        }
         (void)driver->free(pool->base);
         made = false;
     }
@@ -176,8 +201,8 @@ make_memory(smp_device_pool *pool, size_t bytes, char why[SMP_DRIVER_TEXT])
 }
 
 smp_device_pool *
-smp_device_pool_create(const smp_driver *driver, int device, size_t bytes, int rank,
-                       smp_segment *own, char why[SMP_DRIVER_TEXT])
+smp_device_pool_create(const smp_driver *driver, int device, void *stream, size_t bytes,
+                       int rank, smp_segment *own, char why[SMP_DRIVER_TEXT])
 {
     smp_device_pool       *pool = calloc(1, sizeof(*pool));
     const smp_arena_ground ground = {
@@ -200,7 +225,7 @@ smp_device_pool_create(const smp_driver *driver, int device, size_t bytes, int r
     pool->own = own;
     pool->rank = rank;
     pool->device = device;
-    if (!make_memory(pool, ground.bytes, why)) {
+    if (!make_memory(pool, stream, ground.bytes, why)) {
         goto err_context;
     }
     own->device->bytes = ground.bytes;
@@ -225,7 +250,8 @@ smp_device_pool_take(smp_device_pool *pool, size_t bytes, int dest,
     if (pool->empty || !smp_arena_take(pool->arena, bytes, &out->slot, &out->offset)) {
         return false;
     }
-    if (!make_event(pool, out->slot, why)) {
+    if (!make_event(pool, &pool->events[out->slot],
+                    &pool->own->device->events[out->slot], why)) {
         *fault = true;
         smp_device_pool_give_back(pool, out->slot);
         return false;

@@ -3,6 +3,7 @@
 
 #include <sched.h>
 #include <stdatomic.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -10,8 +11,10 @@
 #include "comm/clock.h"
 #include "comm/device/card.h"
 #include "comm/device/pool.h"
+#include "comm/device/trial.h"
 #include "comm/fork.h"
 #include "comm/neighbour.h"
+#include "common/log.h"
 
 /* How long destroy waits for copies. */
 #define FINISH_NS (1 * SMP_NS_PER_S)
@@ -49,6 +52,8 @@ struct smp_device_port {
     void             *context;
     void             *stream; /* owned */
     void             *fence;  /* owned: an event, for what the user's stream was told */
+    uint64_t          arrived; /* owned: where a pattern arrives */
+    bool              stuck;   /* a trial did not end: the device may be at it still */
 
     reading *first; /* owned */
     reading *last;
@@ -57,6 +62,7 @@ struct smp_device_port {
     _Atomic(smp_device_pool *) pool;  /* owned */
     _Atomic int                state; /* port_state; `why` is written before SHUT */
     char                       why[SMP_DRIVER_TEXT];
+    _Atomic bool               distrusted; /* by groups */
     _Atomic bool               useless; /* nobody can open the pool: it has no memory */
     _Atomic uint64_t           tensors;
     _Atomic uint64_t           sent;
@@ -69,17 +75,23 @@ state_of(const smp_device_port *port)
     return (port_state)atomic_load(&port->state);
 }
 
-/* Nothing is sent by it any more, and nobody sends to it; `why` is written. */
+/* Nothing is sent by it any more, and nobody sends to it; `why` is written.  `readings`
+ * is what becomes of the pools that are OPEN here. */
 static void
-shut(smp_device_port *port)
+shut_with(smp_device_port *port, uint32_t readings)
 {
     for (int r = 0; r < port->size; r++) {
         uint32_t open = SMP_READER_OPEN;
 
-        atomic_compare_exchange_strong(&port->own->device->pools[r], &open,
-                                       SMP_READER_OPENING);
+        atomic_compare_exchange_strong(&port->own->device->pools[r], &open, readings);
     }
     atomic_store(&port->state, PORT_SHUT);
+}
+
+static void
+shut(smp_device_port *port)
+{
+    shut_with(port, SMP_READER_OPENING);
 }
 
 /* -------------------------------------------------------------------- opening */
@@ -114,10 +126,16 @@ open_device(smp_device_port *port, int number)
                        why)) {
         goto err_stream;
     }
+    if (!smp_driver_ok(driver, "cuMemAlloc",
+                       driver->alloc(&port->arrived, SMP_TRIAL_BYTES), why)) {
+        goto err_fence;
+    }
     smp_driver_leave(port->driver);
     port->number = number;
     return true;
 
+err_fence:
+    (void)driver->event_destroy(port->fence);
 err_stream:
     (void)driver->stream_destroy(port->stream);
     port->stream = NULL;
@@ -140,8 +158,8 @@ is_open(smp_device_port *port, int number)
             return false;
         }
         atomic_store(&port->state, PORT_OPEN);
-        pool = smp_device_pool_create(port->driver, port->device, port->bytes,
-                                      port->rank, port->own, port->why);
+        pool = smp_device_pool_create(port->driver, port->device, port->stream,
+                                      port->bytes, port->rank, port->own, port->why);
         if (pool == NULL) {
             shut(port);
             return false;
@@ -188,14 +206,94 @@ span_event(const smp_device_port *port, reader_of *peer, uint32_t slot,
                          port->driver->event_open(&peer->events[slot], handle), why);
 }
 
+/* Copies the pattern out of a pool as tensors will be, on a stream of its own: the
+ * port's may have to wait for tensors.  The context is current. */
+static smp_trial_result
+try_pool(smp_device_port *port, const reader_of *peer, void *written,
+         char why[SMP_DRIVER_TEXT])
+{
+    const smp_driver      *driver = port->driver;
+    const smp_device_card *its = peer->segment->device;
+    smp_trial_result       result = SMP_TRIAL_FAILED;
+    void                  *stream;
+
+    if (!smp_driver_ok(driver, "cuStreamCreate",
+                       driver->stream_create(&stream, SMP_DRIVER_STREAM_ALONE), why)) {
+        return SMP_TRIAL_FAILED;
+    }
+    if (smp_driver_ok(driver, "cuStreamWaitEvent",
+                      driver->stream_wait(stream, written, 0), why) &&
+        smp_driver_ok(driver, "cuMemcpyDtoDAsync",
+                      driver->copy(port->arrived, peer->base + its->bytes,
+                                   SMP_TRIAL_BYTES, stream),
+                      why)) {
+        result = smp_trial_read(driver, port->arrived, SMP_TRIAL_BYTES, its->seed,
+                                stream, why);
+    }
+    if (result == SMP_TRIAL_FAILED) {
+        port->stuck = true;
+    } else {
+        (void)driver->stream_destroy(stream);
+    }
+    return result;
+}
+
+/* What a path came to that was tried and failed; `why` is written. */
+static void
+give_up(smp_device_port *port, int rank, const char why[SMP_DRIVER_TEXT])
+{
+    int its = smp_comm_name(port->comm, rank);
+
+    snprintf(port->why, sizeof(port->why), "trial with rank %d: %.*s", its,
+             SMP_DRIVER_TEXT - 40, why);
+    shut_with(port, SMP_READER_DISTRUSTED);
+    smp_warn("tensors between the GPUs of this host go through host memory: the way "
+             "from the device pool of rank %d to rank %d was tried and cannot be "
+             "relied on: %s",
+             its, smp_comm_name(port->comm, port->rank), why);
+}
+
+/* Opens the pool of `rank` and tries it: what the own card says of it then. */
+static uint32_t
+open_and_try(smp_device_port *port, int rank, reader_of *peer)
+{
+    const smp_driver *driver = port->driver;
+    smp_device_card  *its = peer->segment->device;
+    void             *written;
+    smp_trial_result  result;
+    char              why[SMP_DRIVER_TEXT];
+
+    /* No way between the two devices or processes: not a failure. */
+    if (!smp_driver_ok(
+            driver, "cuIpcOpenMemHandle",
+            driver->memory_open(&peer->base, its->memory, SMP_DRIVER_OPEN_WITH_PEERS),
+            why)) {
+        peer->base = 0;
+        return SMP_READER_REFUSED;
+    }
+    if (!smp_driver_ok(driver, "cuIpcOpenEventHandle",
+                       driver->event_open(&written, its->tried), why)) {
+        (void)driver->memory_close(peer->base);
+        peer->base = 0;
+        return SMP_READER_REFUSED;
+    }
+    result = try_pool(port, peer, written, why);
+    if (result != SMP_TRIAL_FAILED) {
+        (void)driver->event_destroy(written);
+    }
+    if (result != SMP_TRIAL_RIGHT) {
+        give_up(port, rank, why);
+        return SMP_READER_DISTRUSTED;
+    }
+    return SMP_READER_OPEN;
+}
+
 /* Opens the pool of `rank` if it is shown and this was not tried yet. */
 static void
 open_pool(smp_device_port *port, int rank, reader_of *peer)
 {
     _Atomic uint32_t *mine = &port->own->device->pools[rank];
     smp_device_card  *its = peer->segment->device;
-    smp_driver_handle memory;
-    char              why[SMP_DRIVER_TEXT];
 
     if (atomic_load(mine) != SMP_READER_NONE ||
         atomic_load(&its->shown) != SMP_POOL_SHOWN) {
@@ -207,24 +305,13 @@ open_pool(smp_device_port *port, int rank, reader_of *peer)
         atomic_store(mine, SMP_READER_CLOSED);
         return;
     }
-    memory = its->memory;
     if (!smp_driver_enter(port->driver, port->context, port->why)) {
         atomic_store(mine, SMP_READER_REFUSED);
         shut(port);
         return;
     }
-    /* No way between the two devices or processes: not a failure. */
-    if (!smp_driver_ok(
-            port->driver, "cuIpcOpenMemHandle",
-            port->driver->memory_open(&peer->base, memory, SMP_DRIVER_OPEN_WITH_PEERS),
-            why)) {
-        peer->base = 0;
-    } else if (!span_event(port, peer, 0, why)) {
-        (void)port->driver->memory_close(peer->base);
-        peer->base = 0;
-    }
+    atomic_store(mine, open_and_try(port, rank, peer));
     smp_driver_leave(port->driver);
-    atomic_store(mine, peer->base != 0 ? SMP_READER_OPEN : SMP_READER_REFUSED);
 }
 
 void
@@ -235,6 +322,18 @@ smp_device_meet(smp_device_port *port, int rank, int device)
     if (peer != NULL && is_open(port, device)) {
         open_pool(port, rank, peer);
     }
+}
+
+void
+smp_device_distrust(smp_device_port *port)
+{
+    atomic_store(&port->distrusted, true);
+}
+
+bool
+smp_device_is_distrusted(const smp_device_port *port)
+{
+    return atomic_load(&port->distrusted);
 }
 
 int
@@ -402,6 +501,11 @@ smp_device_put(smp_device_port *port, int dest, int device, uint64_t data, size_
                 smp_device_pool_withdraw(atomic_load(&port->pool));
                 atomic_store(&port->useless, true);
             }
+            break;
+        case SMP_READER_DISTRUSTED:
+            snprintf(port->why, sizeof(port->why), "a trial failed on rank %d",
+                     smp_comm_name(port->comm, dest));
+            shut_with(port, SMP_READER_DISTRUSTED);
             break;
         default:
             break;
@@ -630,13 +734,14 @@ smp_device_port_destroy(smp_device_port *port)
     }
     entered =
         port->stream != NULL && smp_driver_enter(port->driver, port->context, why);
-    quiet = entered && drain(port);
+    quiet = entered && !port->stuck && drain(port);
     free_readings(port, port->first, quiet);
     free_readings(port, port->spare, quiet);
     if (quiet) {
         close_pools(port);
         (void)port->driver->event_destroy(port->fence);
         (void)port->driver->stream_destroy(port->stream);
+        (void)port->driver->free(port->arrived);
     }
     if (entered) {
         smp_driver_leave(port->driver);

@@ -18,6 +18,15 @@
  *
  * A rank has one port and a port one device, the first that is used.
  *
+ * The pool of a rank is tried before tensors come from it: its owner has put a pattern
+ * there, which the reader copies as it will copy tensors, and compares.  The reader
+ * waits for that, 10 s at most; tensors go through host memory until it is open.  Other
+ * bytes, an error and no end are the same: both ranks' ports are shut, with one warning
+ * (smp_warn), and so is that of every rank that sends to one of them later.
+ *
+ * Status     No GPU has run it yet, only a stand-in for the driver
+ *            (tests/core/stand_in.c).  Between devices of other hosts there is no path
+ *            of this kind: tensors go through host memory.
  * Ownership  put gives a block to the caller, get takes one, whatever it returns.
  * Threads    put, get, meet, sweep: one at a time (the server's baton guarantees it).
  *            measure, device: any.
@@ -28,6 +37,7 @@
 #ifndef SMP_COMM_DEVICE_PORT_H
 #define SMP_COMM_DEVICE_PORT_H
 
+#include <stdbool.h>
 #include <stdint.h>
 
 #include "comm/comm.h"
@@ -61,12 +71,17 @@ void smp_device_port_destroy(smp_device_port *port);
 /* The port of a comm (comm/comm.c). */
 smp_device_port *smp_comm_device(smp_comm *comm);
 
+/* A path between devices of this host was tried elsewhere and cannot be relied on: the
+ * groups of this comm are not to try it.  Any thread. */
+void smp_device_distrust(smp_device_port *port);
+bool smp_device_is_distrusted(const smp_device_port *port);
+
 /* The number of the device that this rank reads and writes on, or -1. */
 int smp_device_number(const smp_device_port *port);
 
 /* Device number `device` is this rank's, and `rank` is one that tensors of it come from
- * or go to: makes the own pool, opens that of `rank` once it is shown.  From then on
- * put() there and get() from there work.  Cheap when it is done already. */
+ * or go to: makes the own pool, opens and tries that of `rank` once it is shown.  From
+ * then on put() there and get() from there work.  Cheap when it is done already. */
 void smp_device_meet(smp_device_port *port, int rank, int device);
 
 /* A block for `dest` with the `bytes` at `data`, on device number `device`, as they are
