@@ -117,7 +117,7 @@ def test_one_that_computes_something_else_is_not_trusted(device, name, monkeypat
     with monkeypatch.context() as patch:
         patch.setattr(_core, name, wrong)
         with pytest.warns(UserWarning, match=r"differs by 0\.01"):
-            assert not gpu_kernels.usable(on)
+            assert not gpu_kernels.usable(on, kernels._trials)
 
 
 @alone
@@ -140,7 +140,7 @@ def test_a_device_whose_tensors_cannot_be_borrowed_is_torchs(device, monkeypatch
 @on_pretended
 def test_a_launch_that_fails_later_says_what_the_driver_says(device):
     on = begin()
-    assert gpu_kernels.usable(on)
+    assert gpu_kernels.usable(on, kernels._trials)
     x = torch.ones(3, 4, device=on)
     with fails(b"cuLaunchKernel", 1), pytest.raises(RuntimeError, match="cuLaunchKernel: "):
         kernels.dropout(x, DROP)

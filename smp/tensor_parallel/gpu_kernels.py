@@ -10,7 +10,6 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +17,8 @@ from torch import Tensor
 from smp import _core
 
 _TOLERANCE = 1e-4  # in float32, of values around 1
+
+Trials = Callable[[torch.device], list[tuple[str, Callable[[], list[Tensor]]]]]
 
 _known: dict[torch.device, bool] = {}
 _lock = threading.Lock()
@@ -30,8 +31,13 @@ class _Forced(threading.local):  # autograd's threads do not have it
 _forced = _Forced()
 
 
-def usable(device: torch.device) -> bool:
-    """Whether the core's kernels serve tensors on the device."""
+def usable(device: torch.device, trials: Trials) -> bool:
+    """Whether the core's kernels serve tensors on the device.
+
+    Args:
+        trials: what each kernel is tried with there, by its name: functions that choose
+            between the core and torch's operators by this one.
+    """
     if _forced.to is not None:
         return _forced.to
     known = _known.get(device)
@@ -41,7 +47,7 @@ def usable(device: torch.device) -> bool:
         return False  # nothing can be compared now: later
     with _lock:
         if device not in _known:
-            _known[device] = _can_be_trusted(device)
+            _known[device] = _can_be_trusted(device, trials)
         return _known[device]
 
 
@@ -54,7 +60,7 @@ def _force(to: bool) -> Iterator[None]:
         _forced.to = None
 
 
-def _can_be_trusted(device: torch.device) -> bool:
+def _can_be_trusted(device: torch.device, trials: Trials) -> bool:
     if device.type == "meta":
         return False
     try:
@@ -64,7 +70,7 @@ def _can_be_trusted(device: torch.device) -> bool:
     if refused is not None:
         return False  # built without them, or no CUDA device: nothing to warn of
     try:
-        wrong = _first_difference(device)
+        wrong = _first_difference(trials(device))
     except RuntimeError as error:
         wrong = str(error)
     if wrong is not None:
@@ -76,9 +82,9 @@ def _can_be_trusted(device: torch.device) -> bool:
     return wrong is None
 
 
-def _first_difference(device: torch.device) -> str | None:
+def _first_difference(trials: list[tuple[str, Callable[[], list[Tensor]]]]) -> str | None:
     """Which kernel gives something else than torch's operators; None: none."""
-    for name, run in _trials(device):
+    for name, run in trials:
         with _force(True):
             got = run()
         with _force(False):
@@ -88,57 +94,3 @@ def _first_difference(device: torch.device) -> str | None:
             if not off <= _TOLERANCE:  # nor NaN
                 return f"{name} differs by {off:.3g}"
     return None
-
-
-def _trials(device: torch.device) -> list[tuple[str, Callable[[], list[Tensor]]]]:
-    from smp.tensor_parallel import kernels
-
-    drop = kernels.Dropout(0.25, 0x5EED << 40 | 7, first=13)
-    source = torch.Generator().manual_seed(1)
-
-    def drawn(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=source).to(device)
-
-    x, residual, grad = (drawn(37, 130) for _ in range(3))
-    bias, weight, shift = (drawn(130) for _ in range(3))
-    scores, mask = drawn(2, 3, 7, 70), drawn(2, 1, 1, 70)
-    targets = torch.randint(-20, 150, (37,), generator=source)
-    targets = targets.clamp(min=0).to(device)
-
-    def with_gradients(function: Callable[..., Any], *inputs: Tensor) -> list[Tensor]:
-        leaves = [t.clone().requires_grad_() for t in inputs]
-        with torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
-            out = function(*leaves)
-            seed = grad.flatten()[: out.numel()].view_as(out)
-            return [out.detach(), *torch.autograd.grad(out, leaves, seed)]
-
-    def entropy(logits: Tensor) -> Tensor:
-        return kernels.split_cross_entropy(
-            logits, targets, 20, 150, lambda own: own, label_smoothing=0.1
-        )
-
-    def softmax(scores: Tensor) -> Tensor:
-        return kernels.masked_softmax_dropout(
-            scores, mask, scale=0.5, causal=True, window=40, drop=drop
-        )
-
-    def added(x: Tensor, bias: Tensor, residual: Tensor) -> Tensor:
-        return kernels.bias_dropout_residual(x, bias, residual, drop)
-
-    def norm(
-        x: Tensor, bias: Tensor, residual: Tensor, weight: Tensor, shift: Tensor
-    ) -> Tensor:
-        return kernels.bias_dropout_residual_layer_norm(
-            x, bias, residual, weight, shift, drop=drop
-        )[0]
-
-    def embedding(table: Tensor) -> Tensor:
-        return kernels.split_embedding(table, targets, 20)
-
-    return [
-        ("bias, dropout and residual", lambda: with_gradients(added, x, bias, residual)),
-        ("layer norm", lambda: with_gradients(norm, x, bias, residual, weight, shift)),
-        ("masked softmax", lambda: with_gradients(softmax, scores)),
-        ("cross-entropy", lambda: with_gradients(entropy, x)),
-        ("embedding", lambda: with_gradients(embedding, x)),
-    ]

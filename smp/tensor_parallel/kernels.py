@@ -109,7 +109,7 @@ def _in_c(*tensors: Tensor | None, ids: Tensor | None = None) -> bool:
         and dtype in _DTYPES
         and all(type(t) in _PLAIN and t.device == device and t.dtype == dtype for t in given)
         and (ids is None or ids.device == device)
-        and (device.type == "cpu" or gpu_kernels.usable(device))
+        and (device.type == "cpu" or gpu_kernels.usable(device, _trials))
     )
 
 
@@ -595,3 +595,54 @@ def split_embedding(
         raise ValueError(f"table must be [rows, columns], got {tuple(table.shape)}")
     padding = -1 if padding_idx is None else padding_idx
     return _Embedding.apply(table, ids, start, padding, sparse)
+
+
+def _trials(device: torch.device) -> list[tuple[str, Callable[[], list[Tensor]]]]:
+    """What each kernel is tried with on a GPU: outputs and gradients, in float32."""
+    drop = Dropout(0.25, 0x5EED << 40 | 7, first=13)
+    source = torch.Generator().manual_seed(1)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=source).to(device)
+
+    x, residual, grad = (drawn(37, 130) for _ in range(3))
+    bias, weight, shift = (drawn(130) for _ in range(3))
+    scores, mask = drawn(2, 3, 7, 70), drawn(2, 1, 1, 70)
+    targets = torch.randint(-20, 150, (37,), generator=source)
+    targets = targets.clamp(min=0).to(device)
+
+    def with_gradients(function: Callable[..., Any], *inputs: Tensor) -> list[Tensor]:
+        leaves = [t.clone().requires_grad_() for t in inputs]
+        with torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
+            out = function(*leaves)
+            seed = grad.flatten()[: out.numel()].view_as(out)
+            return [out.detach(), *torch.autograd.grad(out, leaves, seed)]
+
+    def entropy(logits: Tensor) -> Tensor:
+        return split_cross_entropy(
+            logits, targets, 20, 150, lambda own: own, label_smoothing=0.1
+        )
+
+    def softmax(scores: Tensor) -> Tensor:
+        return masked_softmax_dropout(
+            scores, mask, scale=0.5, causal=True, window=40, drop=drop
+        )
+
+    def added(x: Tensor, bias: Tensor, residual: Tensor) -> Tensor:
+        return bias_dropout_residual(x, bias, residual, drop)
+
+    def norm(
+        x: Tensor, bias: Tensor, residual: Tensor, weight: Tensor, shift: Tensor
+    ) -> Tensor:
+        return bias_dropout_residual_layer_norm(x, bias, residual, weight, shift, drop=drop)[0]
+
+    def embedding(table: Tensor) -> Tensor:
+        return split_embedding(table, targets, 20)
+
+    return [
+        ("bias, dropout and residual", lambda: with_gradients(added, x, bias, residual)),
+        ("layer norm", lambda: with_gradients(norm, x, bias, residual, weight, shift)),
+        ("masked softmax", lambda: with_gradients(softmax, scores)),
+        ("cross-entropy", lambda: with_gradients(entropy, x)),
+        ("embedding", lambda: with_gradients(embedding, x)),
+    ]
