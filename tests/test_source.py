@@ -199,3 +199,9 @@ def test_a_circle_is_found_wherever_it_imports(tmp_path):
         (package / name).write_text(lines)
 
     assert circles(python_modules(package)) == [["smp.a.one", "smp.a.two", "smp.three"]]
+
+
+def test_no_two_modules_differ_by_an_s():
+    names = {path.stem for path in (ROOT / "smp").rglob("*.py")}
+    names |= {path.name for path in (ROOT / "smp").rglob("*") if path.is_dir()}
+    assert {name for name in names if f"{name}s" in names} == set()
