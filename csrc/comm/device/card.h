@@ -8,14 +8,16 @@
  *
  *   owner's shown    NONE -> SHOWN -> WITHDRAWN   (its comm or device has ended)
  *   reader's card    NONE -> OPENING -> OPEN -> CLOSED   (pools[owner])
- *                                  \-> REFUSED     there is no way to it
- *                                  \-> DISTRUSTED  there is one, but a trial failed
+ *                                  \-> REFUSED
  *
- * A reader at OPENING, OPEN or DISTRUSTED may touch the pool's memory; the owner sends
- * to a reader at OPEN.  One whose device fails goes from OPEN back to OPENING, and one
- * that has seen a trial fail, with any rank, to DISTRUSTED.  An owner that sends to
- * such a reader learns of it there, and gives its own pool up: so a path that does not
- * work is off for all ranks of the host that send each other tensors.
+ * A reader at OPENING or OPEN may touch the pool's memory; the owner sends to a reader
+ * at OPEN.  One whose device fails goes back to OPENING, and one whose trial fails
+ * stays there: it still has the memory.
+ *
+ * A rank that has seen a trial fail says so in `distrusts`, for good.  Others see that
+ * there before they send to it or open its pool, give up likewise, and say so: so a
+ * path that does not work is off for all ranks of the host that send each other
+ * tensors.
  *
  * Status  No GPU has run it yet, only a stand-in for the driver.
  */
@@ -37,15 +39,14 @@ enum {
     SMP_READER_OPENING,
     SMP_READER_OPEN,
     SMP_READER_REFUSED,
-    SMP_READER_DISTRUSTED,
     SMP_READER_CLOSED
 };
 
 typedef struct {
-    _Atomic uint32_t  shown; /* SMP_POOL_*; the five below are written before it */
-    uint32_t          unused;
-    uint64_t          bytes; /* of the pool; SMP_TRIAL_BYTES of a pattern follow */
-    uint64_t          seed;  /* of that (comm/pattern.h) */
+    _Atomic uint32_t  shown;     /* SMP_POOL_*; the five below are written before it */
+    _Atomic uint32_t  distrusts; /* 1: a trial failed */
+    uint64_t          bytes;     /* of the pool; SMP_TRIAL_BYTES of a pattern follow */
+    uint64_t          seed;      /* of that (comm/pattern.h) */
     smp_driver_handle memory;
     smp_driver_handle tried; /* an event: the pattern is there */
     smp_driver_handle

@@ -48,8 +48,7 @@ has_it(const smp_device_reader *reader, int rank)
         return false;
     }
     state = atomic_load(&reader->segment->device->pools[rank]);
-    return (state == SMP_READER_OPENING || state == SMP_READER_OPEN ||
-            state == SMP_READER_DISTRUSTED) &&
+    return (state == SMP_READER_OPENING || state == SMP_READER_OPEN) &&
            (kill(reader->pid, 0) == 0 || errno != ESRCH);
 }
 

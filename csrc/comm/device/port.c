@@ -75,23 +75,25 @@ state_of(const smp_device_port *port)
     return (port_state)atomic_load(&port->state);
 }
 
-/* Nothing is sent by it any more, and nobody sends to it; `why` is written.  `readings`
- * is what becomes of the pools that are OPEN here. */
+/* Nothing is sent by it any more, and nobody sends to it; `why` is written. */
 static void
-shut_with(smp_device_port *port, uint32_t readings)
+shut(smp_device_port *port)
 {
     for (int r = 0; r < port->size; r++) {
         uint32_t open = SMP_READER_OPEN;
 
-        atomic_compare_exchange_strong(&port->own->device->pools[r], &open, readings);
+        atomic_compare_exchange_strong(&port->own->device->pools[r], &open,
+                                       SMP_READER_OPENING);
     }
     atomic_store(&port->state, PORT_SHUT);
 }
 
+/* The same after a trial that failed, here or on another rank; others follow. */
 static void
-shut(smp_device_port *port)
+give_up(smp_device_port *port)
 {
-    shut_with(port, SMP_READER_OPENING);
+    atomic_store(&port->own->device->distrusts, 1);
+    shut(port);
 }
 
 /* -------------------------------------------------------------------- opening */
@@ -238,15 +240,15 @@ try_pool(smp_device_port *port, const reader_of *peer, void *written,
     return result;
 }
 
-/* What a path came to that was tried and failed; `why` is written. */
+/* The trial of the pool of `rank` has failed. */
 static void
-give_up(smp_device_port *port, int rank, const char why[SMP_DRIVER_TEXT])
+distrust(smp_device_port *port, int rank, const char why[SMP_DRIVER_TEXT])
 {
     int its = smp_comm_name(port->comm, rank);
 
     snprintf(port->why, sizeof(port->why), "trial with rank %d: %.*s", its,
              SMP_DRIVER_TEXT - 40, why);
-    shut_with(port, SMP_READER_DISTRUSTED);
+    give_up(port);
     smp_warn("tensors between the GPUs of this host go through host memory: the way "
              "from the device pool of rank %d to rank %d was tried and cannot be "
              "relied on: %s",
@@ -282,8 +284,8 @@ open_and_try(smp_device_port *port, int rank, reader_of *peer)
         (void)driver->event_destroy(written);
     }
     if (result != SMP_TRIAL_RIGHT) {
-        give_up(port, rank, why);
-        return SMP_READER_DISTRUSTED;
+        distrust(port, rank, why);
+        return SMP_READER_OPENING; /* it has the memory, and does not use it */
     }
     return SMP_READER_OPEN;
 }
@@ -319,7 +321,14 @@ smp_device_meet(smp_device_port *port, int rank, int device)
 {
     reader_of *peer = peer_of(port, rank);
 
-    if (peer != NULL && is_open(port, device)) {
+    if (peer == NULL || !is_open(port, device)) {
+        return;
+    }
+    if (atomic_load(&peer->segment->device->distrusts)) {
+        snprintf(port->why, sizeof(port->why), "a trial failed on rank %d",
+                 smp_comm_name(port->comm, rank));
+        give_up(port);
+    } else {
         open_pool(port, rank, peer);
     }
 }
@@ -501,11 +510,6 @@ smp_device_put(smp_device_port *port, int dest, int device, uint64_t data, size_
                 smp_device_pool_withdraw(atomic_load(&port->pool));
                 atomic_store(&port->useless, true);
             }
-            break;
-        case SMP_READER_DISTRUSTED:
-            snprintf(port->why, sizeof(port->why), "a trial failed on rank %d",
-                     smp_comm_name(port->comm, dest));
-            shut_with(port, SMP_READER_DISTRUSTED);
             break;
         default:
             break;

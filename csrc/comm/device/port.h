@@ -22,7 +22,8 @@
  * there, which the reader copies as it will copy tensors, and compares.  The reader
  * waits for that, 10 s at most; tensors go through host memory until it is open.  Other
  * bytes, an error and no end are the same: both ranks' ports are shut, with one warning
- * (smp_warn), and so is that of every rank that sends to one of them later.
+ * (smp_warn), and so is that of every rank that sends to one of them, or hears from one
+ * of them, later.
  *
  * Status     No GPU has run it yet, only a stand-in for the driver
  *            (tests/core/stand_in.c).  Between devices of other hosts there is no path
