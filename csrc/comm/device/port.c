@@ -53,7 +53,9 @@ struct smp_device_port {
     void             *stream; /* owned */
     void             *fence;  /* owned: an event, for what the user's stream was told */
     uint64_t          arrived; /* owned: where a pattern arrives */
-    bool              stuck;   /* a trial did not end: the device may be at it still */
+    void             *trial;   /* owned: the stream of a trial that failed, on which the
+                                  device may be working still, and its event */
+    void *written;
 
     reading *first; /* owned */
     reading *last;
@@ -209,7 +211,8 @@ span_event(const smp_device_port *port, reader_of *peer, uint32_t slot,
 }
 
 /* Copies the pattern out of a pool as tensors will be, on a stream of its own: the
- * port's may have to wait for tensors.  The context is current. */
+ * port's may have to wait for tensors.  Takes `written`, the pattern's event; the
+ * context is current. */
 static smp_trial_result
 try_pool(smp_device_port *port, const reader_of *peer, void *written,
          char why[SMP_DRIVER_TEXT])
@@ -221,6 +224,7 @@ try_pool(smp_device_port *port, const reader_of *peer, void *written,
 
     if (!smp_driver_ok(driver, "cuStreamCreate",
                        driver->stream_create(&stream, SMP_DRIVER_STREAM_ALONE), why)) {
+        (void)driver->event_destroy(written);
         return SMP_TRIAL_FAILED;
     }
     if (smp_driver_ok(driver, "cuStreamWaitEvent",
@@ -233,9 +237,11 @@ try_pool(smp_device_port *port, const reader_of *peer, void *written,
                                 stream, why);
     }
     if (result == SMP_TRIAL_FAILED) {
-        port->stuck = true;
+        port->trial = stream;
+        port->written = written;
     } else {
         (void)driver->stream_destroy(stream);
+        (void)driver->event_destroy(written);
     }
     return result;
 }
@@ -280,9 +286,6 @@ open_and_try(smp_device_port *port, int rank, reader_of *peer)
         return SMP_READER_REFUSED;
     }
     result = try_pool(port, peer, written, why);
-    if (result != SMP_TRIAL_FAILED) {
-        (void)driver->event_destroy(written);
-    }
     if (result != SMP_TRIAL_RIGHT) {
         distrust(port, rank, why);
         return SMP_READER_OPENING; /* it has the memory, and does not use it */
@@ -383,15 +386,14 @@ copy_between(const smp_device_port *port, uint64_t to, uint64_t from, size_t byt
                          driver->stream_wait(user, after, 0), why);
 }
 
-/* Waits until the own stream has nothing to do; false: it does not come to that. */
+/* Waits until a stream has nothing to do; false: it does not come to that. */
 static bool
-drain(const smp_device_port *port)
+comes_to_rest(const smp_device_port *port, void *stream)
 {
     int64_t until = smp_clock_ns() + FINISH_NS;
     int     result;
 
-    while ((result = port->driver->stream_query(port->stream)) ==
-               SMP_DRIVER_NOT_READY &&
+    while ((result = port->driver->stream_query(stream)) == SMP_DRIVER_NOT_READY &&
            smp_clock_ns() < until) {
         sched_yield();
     }
@@ -439,7 +441,9 @@ copy_out(smp_device_port *port, int dest, uint64_t data, size_t bytes, void *str
     if (take_span(port, dest, bytes, &span)) {
         if (!copy_between(port, span.at, data, bytes, stream, NULL, span.event, &begun,
                           port->why)) {
-            if (!begun || drain(port)) { /* else the span is never used again */
+            if (!begun ||
+                comes_to_rest(port,
+                              port->stream)) { /* else the span is never used again */
                 smp_device_pool_give_back(atomic_load(&port->pool), span.slot);
             }
             shut(port);
@@ -576,7 +580,7 @@ copy_in(smp_device_port *port, reader_of *peer, smp_block *block, uint64_t to,
     }
     if (!copy_between(port, to, peer->base + block->offset, block->bytes, stream,
                       peer->events[block->slot], r->event, &begun, why)) {
-        *running = begun && !drain(port);
+        *running = begun && !comes_to_rest(port, port->stream);
         put_spare(port, r);
         return false;
     }
@@ -738,7 +742,8 @@ smp_device_port_destroy(smp_device_port *port)
     }
     entered =
         port->stream != NULL && smp_driver_enter(port->driver, port->context, why);
-    quiet = entered && !port->stuck && drain(port);
+    quiet = entered && comes_to_rest(port, port->stream) &&
+            (port->trial == NULL || comes_to_rest(port, port->trial));
     free_readings(port, port->first, quiet);
     free_readings(port, port->spare, quiet);
     if (quiet) {
@@ -746,6 +751,10 @@ smp_device_port_destroy(smp_device_port *port)
         (void)port->driver->event_destroy(port->fence);
         (void)port->driver->stream_destroy(port->stream);
         (void)port->driver->free(port->arrived);
+        if (port->trial != NULL) {
+            (void)port->driver->event_destroy(port->written);
+            (void)port->driver->stream_destroy(port->trial);
+        }
     }
     if (entered) {
         smp_driver_leave(port->driver);
