@@ -528,6 +528,31 @@ TEST_RANK(other_bytes_turn_the_pools_off)
     return end(&u);
 }
 
+/* The first copy that rank 1 makes is that of rank 0's pattern. */
+TEST_RANK(an_error_turns_the_pools_off)
+{
+    smp_device_use use;
+    uint64_t       warnings;
+    user           u;
+    int            taken;
+
+    CHECK(begin(w, &u) == 0);
+    if (w->rank == 1) {
+        u.stand_in->fail("cuMemcpyDtoDAsync_v2", 1, 2);
+    }
+    for (uint64_t i = 0; i < 3; i++) {
+        CHECK(tell_all(w, &u, i, &taken) == 0);
+        CHECK(taken == 0);
+    }
+    smp_device_measure(u.port, &use);
+    CHECK(strstr(use.why, w->rank == 1 ? "cuMemcpyDtoDAsync: CUDA_ERROR_OUT_OF_MEMORY"
+                                       : "a trial failed on rank 1") != NULL);
+    CHECK(count_warnings(w, "cuMemcpyDtoDAsync: CUDA_ERROR", &warnings) == 0);
+    CHECK(warnings == 1);
+    w->barrier(w);
+    return end(&u);
+}
+
 /* Rank 0's pattern is never there. */
 TEST_RANK(a_trial_without_an_end_turns_the_pools_off)
 {
@@ -652,6 +677,7 @@ PROCESSES(what_a_dead_rank_had_comes_back, 3)
 PROCESSES(a_pool_that_nobody_can_open_has_no_memory, 3)
 PROCESSES(another_device_of_the_rank_is_not_served, 2)
 PROCESSES(other_bytes_turn_the_pools_off, 3)
+PROCESSES(an_error_turns_the_pools_off, 2)
 PROCESSES(a_trial_without_an_end_turns_the_pools_off, 2)
 PROCESSES(a_trial_waits_for_a_device_that_is_late, 2)
 THREADS(a_tensor_is_what_it_was_when_it_was_sent, 3)
@@ -720,6 +746,7 @@ main(int argc, char **argv)
         {"another_device_of_the_rank_is_not_served",
          another_device_of_the_rank_is_not_served_processes},
         {"other_bytes_turn_the_pools_off", other_bytes_turn_the_pools_off_processes},
+        {"an_error_turns_the_pools_off", an_error_turns_the_pools_off_processes},
         {"a_trial_without_an_end_turns_the_pools_off",
          a_trial_without_an_end_turns_the_pools_off_processes},
         {"a_trial_waits_for_a_device_that_is_late",

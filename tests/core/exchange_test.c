@@ -430,6 +430,17 @@ TEST_RANK(other_bytes_turn_it_off)
     return expect_nobody_gathers(w, &u, "other bytes than");
 }
 
+TEST_RANK(an_error_turns_it_off)
+{
+    user u;
+
+    CHECK(begin(w, &u) == 0);
+    if (w->rank == 1) {
+        u.stand_in->fail("cuMemcpyDtoDAsync_v2", 3, 2);
+    }
+    return expect_nobody_gathers(w, &u, "rank 1: cuMemcpyDtoDAsync: CUDA_ERROR");
+}
+
 /* What rank 1's device is told is never done. */
 TEST_RANK(a_trial_without_an_end_turns_it_off)
 {
@@ -628,6 +639,7 @@ PROCESSES(a_meeting_can_be_tried_again, 3)
 PROCESSES(one_that_will_not_is_enough, 3)
 PROCESSES(members_may_have_halves_of_other_sizes, 3)
 PROCESSES(other_bytes_turn_it_off, 3)
+PROCESSES(an_error_turns_it_off, 3)
 PROCESSES(a_trial_without_an_end_turns_it_off, 2)
 PROCESSES(one_may_leave_before_the_others, 2)
 PROCESSES(a_killed_member_is_named, 3)
@@ -671,6 +683,7 @@ main(int argc, char **argv)
         {"members_may_have_halves_of_other_sizes",
          members_may_have_halves_of_other_sizes_processes},
         {"other_bytes_turn_it_off", other_bytes_turn_it_off_processes},
+        {"an_error_turns_it_off", an_error_turns_it_off_processes},
         {"a_trial_without_an_end_turns_it_off",
          a_trial_without_an_end_turns_it_off_processes},
         {"one_may_leave_before_the_others", one_may_leave_before_the_others_processes},
