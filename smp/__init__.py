@@ -9,9 +9,10 @@ if _find_spec("smp._core") is None:
     )
 
 from smp import amp, nn, optimizers
-from smp import script_names as utils
 from smp._version import __version__
+from smp.compat import script_names as utils
 from smp.data_parallel.group import ReplicasDiffer
+from smp.distributed_optimizer import DistributedOptimizer
 from smp.execution.first_step import PartitionMismatch
 from smp.execution.microbatches import StepOutput
 from smp.execution.steps import is_tracing, step
@@ -35,7 +36,6 @@ from smp.model import DistributedModel, clip_grad_norm_
 from smp.modules.activation_checkpointing import set_activation_checkpointing
 from smp.modules.delayed_init import delay_param_initialization
 from smp.modules.model_creation import model_creation
-from smp.optimizer import DistributedOptimizer
 from smp.partitioning.partition import PartitionError, partition, set_partition
 from smp.partitioning.planning import plan
 from smp.partitioning.report import PartitionReport

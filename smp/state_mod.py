@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from smp.job.bootstrap import Bootstrap
     from smp.job.config import Config
     from smp.job.placement import Placement
-    from smp.job.process_groups import Groups
+    from smp.job.torch_process_groups import Groups
 
 
 @dataclass

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import smp
-from smp.patches.checkpoint import checkpoint, checkpoint_sequential
+from smp.compat.checkpoint_calls import checkpoint, checkpoint_sequential
 from tests.models.trained import assert_same
 from tests.ranks import on_ranks
 

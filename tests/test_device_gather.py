@@ -11,6 +11,7 @@ import ctypes
 import gc
 import os
 import signal
+import warnings
 import weakref
 from contextlib import contextmanager
 from datetime import timedelta
@@ -331,6 +332,30 @@ def test_one_rank_that_will_not_leaves_it_to_nccl_for_all(device, tmp_path):
         report = str(smp.comm_report())
         why = "rank 1: comm_device_gather_bytes is 0"
         assert f"group 0: all-gathers of GPUs by NCCL ({why})" in report
+        group._nccl = None
+
+
+@on_ranks(*ON)
+@on_stand_in
+def test_copies_that_change_bytes_leave_it_to_nccl_for_all(device, tmp_path):
+    """They are tried when the ranks meet; one rank warns, the report says why."""
+    with job_on(device, tmp_path) as (rank, size, on):
+        group = dist.group.WORLD
+        group._nccl = nccl = Recorder()
+        own, out = torch.ones(4, device=on), torch.empty(4 * size, device=on)
+
+        with (
+            accelerator.spoilt_copies(rank == 1),
+            warnings.catch_warnings(record=True) as caught,
+        ):
+            warnings.simplefilter("always")
+            dist.all_gather_into_tensor(out, own)
+
+        assert nccl.asked == ["all_gather_single_coalesced"]
+        assert "arrived with other bytes" in str(smp.comm_report())
+        warned = torch.tensor([sum("through NCCL" in str(w.message) for w in caught)])
+        dist.all_reduce(warned)
+        assert warned.item() == 1
         group._nccl = None
 
 

@@ -8,6 +8,7 @@ copies are late; with one the same tests run on ``"cuda"``.  The C library by it
 
 import ctypes
 import os
+import warnings
 
 import pytest
 import torch
@@ -241,3 +242,31 @@ def test_a_failure_of_the_driver_is_raised_and_the_next_step_works(device):
 
     report = smp.comm_report()
     assert ("CUDA_ERROR_OUT_OF_MEMORY" in str(report)) == (smp.pp_rank() == 1)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("device", DEVICES[1:2])
+def test_copies_that_change_bytes_are_found_out_before_a_tensor_travels(device):
+    """The way is tried first: results are right, one rank warns, the reports say why."""
+    through_host = train(device, steps=4, comm_device_pool_bytes=0)
+    rank = smp.pp_rank()
+    smp.reset()
+
+    with (
+        accelerator.spoilt_copies(rank == 1),
+        warnings.catch_warnings(record=True) as caught,
+    ):
+        warnings.simplefilter("always")
+        got = train(device, steps=4)
+
+    assert same(got, through_host)
+    told = [str(w.message) for w in caught if "go through host memory" in str(w.message)]
+    report = smp.comm_report()
+    assert report.device_pool_tensors == 0
+    if rank == 1:
+        assert len(told) == 1
+        assert "from the device pool of rank 0 to rank 1 was tried and cannot" in told[0]
+        assert "other bytes" in report.device_pool_why
+    else:
+        assert told == []
+        assert report.device_pool_why == "a trial failed on rank 1"

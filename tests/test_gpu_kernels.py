@@ -143,7 +143,7 @@ def test_one_that_computes_something_else_is_not_trusted(device, name, dtype, mo
     with monkeypatch.context() as patch:
         patch.setattr(_core, name, wrong)
         with pytest.warns(UserWarning, match=r"differs by 0\.\d"):
-            assert not gpu_kernels.usable(on, dtype)
+            assert not gpu_kernels.usable(on, dtype, kernels._trials)
 
 
 @alone
@@ -166,7 +166,7 @@ def test_a_device_whose_tensors_cannot_be_borrowed_is_torchs(device, monkeypatch
 @on_pretended
 def test_a_launch_that_fails_later_says_what_the_driver_says(device):
     on = begin()
-    assert gpu_kernels.usable(on, torch.float32)
+    assert gpu_kernels.usable(on, torch.float32, kernels._trials)
     x = torch.ones(3, 4, device=on)
     with fails(b"cuLaunchKernel", 1), pytest.raises(RuntimeError, match="cuLaunchKernel: "):
         kernels.dropout(x, DROP)

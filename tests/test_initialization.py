@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import smp
-from smp.job import bootstrap, config, process_groups
+from smp.job import bootstrap, config, torch_process_groups
 from smp.job.placement import Placement
 from tests.ranks import (
     job,
@@ -187,7 +187,7 @@ def test_a_gpu_is_served_by_smddp_unless_nccl_is_named(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
 
     def backend(name):
-        return process_groups.backend_of(config.load({"ddp_dist_backend": name}, 1))
+        return torch_process_groups.backend_of(config.load({"ddp_dist_backend": name}, 1))
 
     assert backend("auto") == backend("smddp") == "smddp"
     assert backend("nccl") == "cpu:gloo,cuda:nccl"
@@ -363,7 +363,7 @@ def test_a_group_of_other_ranks_is_refused():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         with pytest.raises(RuntimeError, match="rank 0 of 1, but this is rank . of 2"):
-            process_groups.form(bootstrap.over_mpi(), Placement(2), config.load(None, 2))
+            torch_process_groups.form(bootstrap.over_mpi(), Placement(2), config.load(None, 2))
     finally:
         dist.destroy_process_group()
 

@@ -35,7 +35,7 @@ def public_names() -> dict[str, object]:
         "smp.nn.utils": [name for name in vars(smp.nn.utils) if not name.startswith("_")],
         "smp.optimizers": ["FusedAdam", "FusedLAMB", "FusedNovoGrad"],
         "smp.amp": ["GradScaler"],
-        "smp.script_names": ["rmsg", "get_distribution_axis"],
+        "smp.compat.script_names": ["rmsg", "get_distribution_axis"],
     }
     found = {
         f"{module}.{name}": getattr(import_module(module), name)

@@ -10,7 +10,7 @@ import torch
 from packaging.version import Version
 
 import smp
-import smp.exceptions
+import smp.compat.exceptions
 from tests.ranks import rank_environment
 
 FROM_SCRIPTS = [
@@ -23,15 +23,24 @@ FROM_SCRIPTS = [
         if "partition" in name or "_tp" in name
     ),
     ("smdistributed.modelparallel.torch.state_mod", "state", "smp.state_mod"),
-    ("smdistributed.modelparallel.torch.utils", "get_distribution_axis", "smp.script_names"),
-    ("smdistributed.modelparallel.torch.utils", "rmsg", "smp.script_names"),
-    ("smdistributed.modelparallel.test.torch.utils", "dump_model", "smp.script_names"),
-    ("smdistributed.modelparallel.test.torch.utils", "verify", "smp.script_names"),
+    (
+        "smdistributed.modelparallel.torch.utils",
+        "get_distribution_axis",
+        "smp.compat.script_names",
+    ),
+    ("smdistributed.modelparallel.torch.utils", "rmsg", "smp.compat.script_names"),
+    ("smdistributed.modelparallel.test.torch.utils", "dump_model", "smp.compat.script_names"),
+    ("smdistributed.modelparallel.test.torch.utils", "verify", "smp.compat.script_names"),
+    (
+        "smdistributed.modelparallel.torch.patches.checkpoint",
+        "checkpoint_sequential",
+        "smp.compat.checkpoint_calls",
+    ),
     ("smdistributed.modelparallel.torch.optimizers", "FusedLAMB", "smp.optimizers"),
     ("smdistributed.modelparallel.torch.optimizers", "FusedNovoGrad", "smp.optimizers"),
     ("smdistributed.modelparallel.torch.model", "DistributedModel", "smp.model"),
-    ("smdistributed.modelparallel.torch.exceptions", "ConfigError", "smp.exceptions"),
-    ("smdistributed.modelparallel.backend.exceptions", "ConfigError", "smp.exceptions"),
+    ("smdistributed.modelparallel.torch.exceptions", "ConfigError", "smp.compat.exceptions"),
+    ("smdistributed.modelparallel.backend.exceptions", "ConfigError", "smp.compat.exceptions"),
     *(
         (f"smdistributed.modelparallel.torch.nn.huggingface.{model}", name, None)
         for model, name in [
@@ -215,4 +224,4 @@ def test_errors_by_the_names_that_the_manual_has():
     told = ["CallMismatch", "CheckpointError", "ConfigError", "PartitionError"]
     for name in [*told, "PartitionMismatch", "ReplicasDiffer"]:
         assert issubclass(getattr(smp, name), Exception)
-        assert getattr(smp.exceptions, name) is getattr(smp, name)
+        assert getattr(smp.compat.exceptions, name) is getattr(smp, name)

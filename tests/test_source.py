@@ -1,8 +1,9 @@
 """Rules of the source that no compiler or formatter checks."""
 
+import ast
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -219,3 +220,91 @@ def test_every_module_says_what_it_is():
 )
 def test_the_patterns_find_what_they_are_for(check, text):
     assert re.search(check, text)
+
+
+def python_modules(under: Path) -> dict[str, Path]:
+    """The modules below a package, by name; its own ``__init__``, which shows users what
+    they may call, is none of them."""
+    modules = {}
+    for path in under.rglob("*.py"):
+        parts = path.relative_to(under.parent).with_suffix("").parts
+        modules[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    modules.pop(under.name, None)
+    return modules
+
+
+class Imports(ast.NodeVisitor):
+    """What a module imports, inside of functions, too; for typing alone does not count."""
+
+    def __init__(self, known: Iterable[str]):
+        self.known = set(known)
+        self.found: set[str] = set()
+
+    def visit_If(self, node: ast.If) -> None:
+        if ast.unparse(node.test).endswith("TYPE_CHECKING"):
+            for inner in node.orelse:
+                self.visit(inner)
+        else:
+            self.generic_visit(node)
+
+    def visit_Import(self, node: ast.Import) -> None:
+        self.found |= {name.name for name in node.names} & self.known
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
+        assert node.level == 0, "imports name the whole path"
+        for name in node.names:
+            whole = f"{node.module}.{name.name}"
+            self.found |= {whole if whole in self.known else str(node.module)} & self.known
+
+
+def circles(modules: dict[str, Path]) -> list[list[str]]:
+    """Sets of modules that import one another in a circle."""
+    above: dict[str, set[str]] = {}
+    for name, path in modules.items():
+        imports = Imports(modules.keys() - {name})
+        imports.visit(ast.parse(path.read_text()))
+        above[name] = imports.found
+
+    def reached(start: str) -> set[str]:
+        seen: set[str] = set()
+        todo = list(above[start])
+        while todo:
+            if (name := todo.pop()) not in seen:
+                seen.add(name)
+                todo += above[name]
+        return seen
+
+    behind = {name: reached(name) for name in modules}
+    found = {
+        tuple(sorted(other for other in behind[name] if name in behind[other]))
+        for name in modules
+        if name in behind[name]
+    }
+    return sorted(map(list, found))
+
+
+def test_no_modules_import_one_another_in_a_circle():
+    assert circles(python_modules(ROOT / "smp")) == []
+
+
+def test_a_circle_is_found_wherever_it_imports(tmp_path):
+    package = tmp_path / "smp"
+    (package / "a").mkdir(parents=True)
+    text = {
+        "a/__init__.py": "",
+        "a/one.py": "from smp.a import two",
+        "a/two.py": "def late():\n    import smp.three\n",
+        "three.py": "from smp.a.one import name",
+        "four.py": "from smp import three\nif TYPE_CHECKING:\n    from smp import five",
+        "five.py": "from smp.four import name",
+    }
+    for name, lines in text.items():
+        (package / name).write_text(lines)
+
+    assert circles(python_modules(package)) == [["smp.a.one", "smp.a.two", "smp.three"]]
+
+
+def test_no_two_modules_differ_by_an_s():
+    names = {path.stem for path in (ROOT / "smp").rglob("*.py")}
+    names |= {path.name for path in (ROOT / "smp").rglob("*") if path.is_dir()}
+    assert {name for name in names if f"{name}s" in names} == set()

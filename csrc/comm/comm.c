@@ -521,6 +521,7 @@ fill_host(smp_comm *comm, const char *interface)
         .lost = host_lost,
         .left = host_left,
         .gone = smp_comm_gone,
+        .name = smp_comm_name,
         .waiting = host_waiting,
         .kick = host_kick,
         .kick_fd = comm->loop.kick_fd,
@@ -586,7 +587,8 @@ smp_comm_create(const smp_comm_config *config, smp_comm **out)
         goto err_destroy;
     }
     comm->device = smp_device_port_create(
-        &(smp_device_peers){comm, smp_comm_neighbour, smp_comm_gone, smp_comm_left},
+        &(smp_device_peers){comm, smp_comm_neighbour, smp_comm_gone, smp_comm_left,
+                            smp_comm_name},
         comm->segment, comm->rank, comm->size, config->device_pool_bytes);
     if (comm->device == NULL) {
         status = SMP_ERR_NO_MEMORY;

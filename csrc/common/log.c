@@ -20,6 +20,11 @@ static const char *const names[] = {"off", "warn", "info", "debug"};
 static _Atomic int asked = UNREAD; /* an smp_log_level */
 static _Atomic int number = -1;    /* of this rank */
 
+/* What waits for the script.  NONE -> WRITING -> WAITING -> READING -> NONE */
+enum { NONE, WRITING, WAITING, READING };
+static _Atomic int warning_state = NONE;
+static char warning[SMP_WARNING_BYTES]; /* of whoever has it WRITING or READING */
+
 /* What is no level is taken for warn, and told. */
 void
 smp_log_init(void)
@@ -84,4 +89,34 @@ smp_log(smp_log_level level, const char *format, ...)
         atomic_store(&asked, SMP_LOG_OFF); /* nobody reads */
     }
     errno = error;
+}
+
+void
+smp_warn(const char *format, ...)
+{
+    char    text[SMP_WARNING_BYTES];
+    int     none = NONE;
+    va_list values;
+
+    va_start(values, format);
+    vsnprintf(text, sizeof(text), format, values);
+    va_end(values);
+    smp_log(SMP_LOG_WARN, "%s", text);
+    if (atomic_compare_exchange_strong(&warning_state, &none, WRITING)) {
+        memcpy(warning, text, sizeof(warning));
+        atomic_store(&warning_state, WAITING);
+    }
+}
+
+bool
+smp_warning_take(char text[SMP_WARNING_BYTES])
+{
+    int waiting = WAITING;
+
+    if (!atomic_compare_exchange_strong(&warning_state, &waiting, READING)) {
+        return false;
+    }
+    memcpy(text, warning, sizeof(warning));
+    atomic_store(&warning_state, NONE);
+    return true;
 }

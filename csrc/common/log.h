@@ -33,4 +33,14 @@ void smp_log_rank(int rank);
 void smp_log(smp_log_level level, const char *format, ...)
     __attribute__((format(printf, 2, 3)));
 
+/* Room for one warning. */
+#define SMP_WARNING_BYTES 512
+
+/* A line of level warn, kept for the script as well: Python raises it as a warning the
+ * next time that it looks.  While one waits, later ones are lines alone. */
+void smp_warn(const char *format, ...) __attribute__((format(printf, 1, 2)));
+
+/* The warning that waits, which is taken; false: none. */
+bool smp_warning_take(char text[SMP_WARNING_BYTES]);
+
 #endif

@@ -38,6 +38,8 @@ static const struct {
     {"cuIpcGetEventHandle", offsetof(smp_driver, event_export)},
     {"cuIpcOpenEventHandle", offsetof(smp_driver, event_open)},
     {"cuMemcpyDtoDAsync_v2", offsetof(smp_driver, copy)},
+    {"cuMemcpyHtoDAsync_v2", offsetof(smp_driver, copy_from_host)},
+    {"cuMemcpyDtoHAsync_v2", offsetof(smp_driver, copy_to_host)},
     {"cuModuleLoadData", offsetof(smp_driver, module_load)},
     {"cuModuleGetFunction", offsetof(smp_driver, module_function)},
     {"cuLaunchKernel", offsetof(smp_driver, launch)},

@@ -61,6 +61,8 @@ typedef struct {
     int (*event_export)(smp_driver_handle *handle, void *event);
     int (*event_open)(void **event, smp_driver_handle handle);
     int (*copy)(uint64_t to, uint64_t from, size_t bytes, void *stream);
+    int (*copy_from_host)(uint64_t to, const void *from, size_t bytes, void *stream);
+    int (*copy_to_host)(void *to, uint64_t from, size_t bytes, void *stream);
     int (*module_load)(void **module, const void *image);
     int (*module_function)(void **function, void *module, const char *name);
     int (*launch)(void *function, unsigned grid_x, unsigned grid_y, unsigned grid_z,

@@ -25,6 +25,7 @@ from smp.collectives import dense, launch, profile, sparse
 from smp.collectives.monitored_barrier import Monitor
 from smp.collectives.ranks import Ranks
 from smp.collectives.work import AllOf, DeviceWork, Over, OverOnDevice, Received, Work
+from smp.job import core_warnings
 
 BARRIER = _core.operations["barrier"]
 ALL_REDUCE = _core.operations["all-reduce"]
@@ -523,10 +524,12 @@ class ProcessGroup(dist.ProcessGroup):
         limit_s, memory = self._limit(opts), self._ranks.gather_bytes
         try:
             try:
-                return meet(inputs, _tuples(outputs), limit_s, memory)
+                why = meet(inputs, _tuples(outputs), limit_s, memory)
             except BufferError:
                 copies = [_each(dense.dense, out) for out in outputs]
-                return meet([dense.dense(own) for own in inputs], copies, limit_s, memory)
+                why = meet([dense.dense(own) for own in inputs], copies, limit_s, memory)
+            core_warnings.pass_on()
+            return why
         except dist.DistBackendError:
             raise
         except BaseException:  # of a signal's handler, perhaps

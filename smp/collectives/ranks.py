@@ -24,7 +24,7 @@ from torch import Tensor
 from smp import _core
 from smp.collectives import dense
 from smp.collectives.work import Work, forget_dropped
-from smp.job import transports
+from smp.job import core_warnings, transports
 from smp.job.bootstrap import Bootstrap, OverStore, running_mpi
 from smp.job.config import Config, comm_environment
 
@@ -129,6 +129,7 @@ class Ranks:
             self.comm.connect(cards, min(int(timeout.total_seconds() * 1000), LONGEST_MS))
             boot.barrier()  # nobody leaves the store before all have read it
             on_failure.pop_all()
+        core_warnings.pass_on()
         self._groups: dict[_core.Group, tuple[str, list[int]]] = {}  # with name and members
         self._lock = threading.Lock()  # guards the two below
         self._idle = 0  # threads that wait for the next operation to end

@@ -5,7 +5,6 @@
 
 import gc
 import secrets
-import weakref
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -25,8 +24,8 @@ from smp.execution import (
     staging,
     thread_state,
 )
-from smp.job import objects, transports
-from smp.modules import changes, hooks, late_modules
+from smp.job import core_warnings, objects, transports
+from smp.modules import changes, hooks, late_modules, live_models
 from smp.ranks import CommGroup
 
 if TYPE_CHECKING:
@@ -68,7 +67,6 @@ class Runtime:
         self._decider = next(
             r for r in range(job.boot.size) if job.placement.coordinates(r).pp == 0
         )
-        self.models: list[weakref.ref[DistributedModel]] = []
         self.has_new_model = False  # since the last step
         self.after_partition: list[Callable[[], None]] = []  # loads that wait for it
         # The exceptions that this rank described last, with their descriptions.
@@ -171,6 +169,7 @@ class Runtime:
         except BaseException:
             self.close()
             raise
+        core_warnings.pass_on()
         _core.configure(
             send_apply=autograd.apply_of(autograd.Send),
             recv_apply=autograd.apply_of(autograd.Recv),
@@ -278,7 +277,7 @@ class Runtime:
 
     def add_model(self, model: "DistributedModel") -> None:
         """Register a model, which is made on all ranks."""
-        self.models.append(weakref.ref(model))
+        live_models.add(model)
         self.has_new_model = True
 
     def forget_old_models(self) -> None:
@@ -287,22 +286,13 @@ class Runtime:
         What the script has let go may live in a cycle of references until the garbage is
         collected, which each rank does at moments of its own; here all do.
         """
-        if self.has_new_model and len(self.models) > 1:
+        if self.has_new_model and live_models.made() > 1:
             gc.collect()
         self.has_new_model = False
 
     def live_models(self) -> list["DistributedModel"]:
         """The models that still exist, in order of creation: alike on all ranks."""
-        return [m for m in (ref() for ref in self.models) if m is not None]
-
-    def home_of(self, module: nn.Module) -> tuple[str, int] | None:
-        """Path and pp_rank of a module of a model that has been partitioned."""
-        for model in self.live_models():
-            if model._smp_decision is not None:
-                for path, candidate in model._smp_module.named_modules():
-                    if candidate is module:
-                        return path, model._smp_decision.rank_of[path]
-        return None
+        return live_models.living()
 
     def close(self) -> None:
         """Stop the core's threads and leave the other ranks; never waits for them."""
@@ -329,6 +319,7 @@ def stop() -> None:
     if current is not None:
         running, current = current, None
         late_modules.forget()
+        live_models.forget()
         running.close()
 
 

@@ -27,7 +27,7 @@ from smp.execution import (
     thread_state,
 )
 from smp.execution.runtime import Runtime
-from smp.job import interrupts
+from smp.job import core_warnings, interrupts
 from smp.job.config import ConfigError
 from smp.modules import changes, homes
 from smp.partitioning.restore import write_back
@@ -339,6 +339,7 @@ class Step:
             changes.make(made)
             for one, mode in zip(rt.live_models(), modes, strict=False):
                 one.training = mode
+        core_warnings.pass_on()
         return microbatches.merge(list(outputs), list(weights))
 
     def _run_core(self, plan: tuple, seed: int) -> tuple[bool, Any]:

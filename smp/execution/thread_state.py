@@ -12,8 +12,9 @@ import torch
 from torch import nn
 from torch.utils import _device
 
-from smp.execution import context_variables, left_behind, runtime
-from smp.modules import changes, hooks
+from smp import state_mod
+from smp.execution import context_variables, left_behind
+from smp.modules import changes, hooks, live_models
 
 
 def _autocast_devices() -> list[str]:
@@ -85,14 +86,15 @@ def serve_with_state(
     """Call the function as its caller would on another rank."""
     state, collected, made = carried
     if made:
-        if runtime.current is not None and runtime.current.cfg.pipeline != "simple":
+        job = state_mod.state
+        if job.is_initialized and job.cfg.pipeline != "simple":
             changes.check_frozen(made, function)
         with changes.made(made):
             return serve_with_state((state, collected, ()), function, args, kwargs)
     tokens = []
     if collected:
-        models = [] if runtime.current is None else runtime.current.live_models()
-        tokens = context_variables.set_collected(collected, [m._smp_module for m in models])
+        models = [model._smp_module for model in live_models.living()]
+        tokens = context_variables.set_collected(collected, models)
         if isinstance(function, nn.Module):  # it may have hooks now, which are the caller's
             function, args = hooks.serve_hooked, (function, args, kwargs, False, False)
             kwargs = None

@@ -16,7 +16,7 @@ from typing import Any
 from smp import _core
 from smp._version import __version__
 from smp.execution import runtime
-from smp.job import bootstrap, config, process_groups
+from smp.job import bootstrap, config, torch_process_groups
 from smp.job.bootstrap import Bootstrap, OverMPI
 from smp.job.config import Config, ConfigError
 from smp.job.job_end import Watch
@@ -59,8 +59,8 @@ def init(config: Mapping[str, Any] | None = None) -> None:
             cfg.tensor_parallel_degree,
             cfg.placement_strategy,
         )
-        torch_groups = process_groups.form(boot, placement, cfg)
-        undo.callback(process_groups.destroy, torch_groups)
+        torch_groups = torch_process_groups.form(boot, placement, cfg)
+        undo.callback(torch_process_groups.destroy, torch_groups)
         groups = {kind: placement.group(kind, boot.rank) for kind in AXES_OF_GROUP}
         job = Job(cfg, boot, placement, groups, torch_groups)
         state.begin(job)

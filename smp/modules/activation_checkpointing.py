@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from smp.execution import runtime
-from smp.modules import inner_module, stand_ins
+from smp.modules import inner_module, live_models, stand_ins
 from smp.modules.stand_ins import CHECKPOINTING
 
 
@@ -166,7 +166,7 @@ def _groups(children: list[nn.Module], size: int | None) -> list[list[nn.Module]
 
 def _owner(module: nn.Module) -> int | None:
     """The pp_rank of a module; None where nothing is partitioned."""
-    home = runtime.current.home_of(module) if runtime.current else None
+    home = live_models.home_of(module)
     return None if home is None else home[1]
 
 

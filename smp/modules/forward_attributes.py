@@ -17,7 +17,7 @@ from torch import nn
 
 from smp import _core
 from smp.execution import left_behind, runtime
-from smp.modules import changes, remote_modules, stand_ins
+from smp.modules import changes, live_models, remote_modules, stand_ins
 
 
 class _SetElsewhere:
@@ -51,18 +51,18 @@ class _SetElsewhere:
         Raises:
             RuntimeError: in a step.
         """
-        rt = runtime.current
-        home = rt.home_of(module) if rt is not None else None
-        if rt is None or home is None:
+        home = live_models.home_of(module)
+        if home is None:
             return
         path, owner = home
         what = f"'{path}.{self.name}' is set in the forward of its module, on pp_rank {owner}"
         if _core.current() is None:
             left_behind.warn_of_attribute(path, self.name, f"{what}; its value here is older")
         else:
+            here = runtime.get(what).pp_rank
             raise RuntimeError(
-                f"smp: {what}, and was read here on pp_rank {rt.pp_rank}: return "
-                "it from the forward, or place both modules together with smp.set_partition"
+                f"smp: {what}, and was read here on pp_rank {here}: return it "
+                "from the forward, or place both modules together with smp.set_partition"
             )
 
 

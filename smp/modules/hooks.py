@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.hooks import BackwardHook
 
 from smp import _core
-from smp.execution import runtime
+from smp.modules import live_models
 from smp.modules.remote_modules import through_gate
 
 
@@ -84,7 +84,7 @@ def call_hooked(module: nn.Module, args: tuple, kwargs: dict | None) -> Any:
 
 def _refuse_replaced(module: nn.Module) -> None:
     """The gradients of what a pre-hook made there are not to be had here."""
-    home = runtime.current.home_of(module) if runtime.current else None
+    home = live_models.home_of(module)
     path, owner = home or (type(module).__name__, "another rank")
     raise NotImplementedError(
         f"smp: module '{path}', on pp_rank {owner}, has a full backward hook, and a forward "

@@ -9,9 +9,9 @@ from smp.nn.cross_entropy import (
     DistributedCrossEntropyLoss,
     vocabulary_parallel_cross_entropy,
 )
+from smp.nn.distributed_linear import DistributedLinear
 from smp.nn.embedding import DistributedEmbedding
 from smp.nn.layer_norm import DistributedLayerNorm, FusedLayerNorm
-from smp.nn.linear import DistributedLinear
 from smp.nn.transformer.attention import DistributedAttentionLayer, FlashAttentionLayer
 from smp.nn.transformer.layer import DistributedTransformer, DistributedTransformerLayer
 from smp.nn.transformer.lm_head import DistributedTransformerLMHead

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from smp.nn.linear import DistributedLinear
+from smp.nn.distributed_linear import DistributedLinear
 from smp.tensor_parallel import autocast, group, in_place
 from smp.tensor_parallel.slices import PATH
 

@@ -17,8 +17,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
 from smp import _core
-from smp.execution import runtime
-from smp.modules import creation, inner_module
+from smp.modules import creation, inner_module, live_models
 from smp.partitioning.tracing import ModuleTrace, Trace
 
 _INHERIT, _NOT_PINNED = -1, -2  # SMP_PIN_INHERIT, SMP_PIN_NONE
@@ -82,7 +81,7 @@ def set_partition(module: nn.Module, partition: int) -> None:
         )
     partition = _checked(partition)
     module = inner_module.wrapped_of(module)
-    home = runtime.current.home_of(module) if runtime.current else None
+    home = live_models.home_of(module)
     if home is not None:
         path, owner = home
         raise PartitionError(

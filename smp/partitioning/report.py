@@ -7,8 +7,8 @@ printed on any rank, and without the model.
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
-from smp.partitioning.partition import Partition
 from smp.partitioning.picture import picture
 from smp.partitioning.tree import (
     Part,
@@ -21,6 +21,9 @@ from smp.partitioning.tree import (
     tree,
 )
 
+if TYPE_CHECKING:
+    from smp.partitioning.partition import Partition
+
 
 class PartitionReport:
     """A partition to look at: ``print(report)``, ``report.svg("partition.svg")``.
@@ -32,7 +35,7 @@ class PartitionReport:
             name, and why it was left whole ("" if it was not).
     """
 
-    def __init__(self, partition: Partition, split: Sequence[tuple[str, str, str]] = ()):
+    def __init__(self, partition: "Partition", split: Sequence[tuple[str, str, str]] = ()):
         self.partition = partition
         self.split = list(split)
         self.costs: list[float] = list(partition.costs)

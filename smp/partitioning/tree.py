@@ -1,8 +1,10 @@
 """The modules of a partition as a tree, for those who show it."""
 
 import dataclasses
+from typing import TYPE_CHECKING
 
-from smp.partitioning.partition import Partition
+if TYPE_CHECKING:
+    from smp.partitioning.partition import Partition
 
 
 @dataclasses.dataclass(slots=True)
@@ -42,7 +44,7 @@ class Part:
         return (self.kind, self.rank, tuple((p.label, p.shape()) for p in self.parts))
 
 
-def tree(partition: Partition) -> Part:
+def tree(partition: "Partition") -> Part:
     """The partition's modules as a tree; modules alike are not collapsed yet."""
     by_path: dict[str, Part] = {}
     kept_bytes = partition.kept_bytes or [0] * len(partition.paths)
@@ -98,7 +100,7 @@ def _follows(last: Part, part: Part) -> bool:
     return int(part.label) == int(end) + 1 and part.shape() == last.shape()
 
 
-def rank_parameters(partition: Partition) -> list[int]:
+def rank_parameters(partition: "Partition") -> list[int]:
     """By rank, the elements of the parameters that sit there."""
     out = [0] * partition.degree
     for rank, parameters in zip(partition.ranks, partition.parameters, strict=True):
@@ -106,7 +108,7 @@ def rank_parameters(partition: Partition) -> list[int]:
     return out
 
 
-def rank_kept_bytes(partition: Partition) -> list[int]:
+def rank_kept_bytes(partition: "Partition") -> list[int]:
     """By rank, what autograd keeps of a microbatch; zeros where that was not measured."""
     out = [0] * partition.degree
     for rank, nbytes in zip(partition.ranks, partition.kept_bytes, strict=False):
@@ -130,6 +132,6 @@ def in_bytes(count: int) -> str:
     return f"{count} B"
 
 
-def ranks_in_words(partition: Partition) -> str:
+def ranks_in_words(partition: "Partition") -> str:
     """``8 ranks``."""
     return "1 rank" if partition.degree == 1 else f"{partition.degree} ranks"

@@ -35,8 +35,8 @@ from smp.saving.state_dicts import IS_PARTIAL
 from smp.state_mod import Job, state
 
 if TYPE_CHECKING:
+    from smp.distributed_optimizer import DistributedOptimizer
     from smp.model import DistributedModel
-    from smp.optimizer import DistributedOptimizer
 
 _NEWEST = "newest"
 _SAVED = ".saved"

@@ -20,7 +20,7 @@ from smp.tensor_parallel import group
 from smp.tensor_parallel.slices import Slices, slices_of
 
 if TYPE_CHECKING:
-    from smp.optimizer import DistributedOptimizer
+    from smp.distributed_optimizer import DistributedOptimizer
 
 
 def _owners(optimizer: "DistributedOptimizer") -> list[int | None]:

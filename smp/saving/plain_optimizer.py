@@ -15,7 +15,7 @@ from smp.execution import runtime
 from smp.tensor_parallel.counterparts import Counterpart, Shapes, Translate
 
 if TYPE_CHECKING:
-    from smp.optimizer import DistributedOptimizer
+    from smp.distributed_optimizer import DistributedOptimizer
 
 State = dict[str, Any]  # of one parameter
 

@@ -10,7 +10,6 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +18,10 @@ from smp import _core
 
 # Of values around 1, relative beyond; of halves, a few roundings.
 _TOLERANCES = {torch.float32: 1e-4, torch.float16: 2**-7, torch.bfloat16: 2**-4}
+
+Trials = Callable[
+    [torch.device, torch.dtype], list[tuple[str, Callable[[torch.dtype], list[Tensor]]]]
+]
 
 _known: dict[tuple[torch.device, torch.dtype], bool] = {}
 _lock = threading.Lock()
@@ -31,8 +34,14 @@ class _Forced(threading.local):  # autograd's threads do not have it
 _forced = _Forced()
 
 
-def usable(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the core's kernels serve tensors of the dtype on the device."""
+def usable(device: torch.device, dtype: torch.dtype, trials: Trials) -> bool:
+    """Whether the core's kernels serve tensors of the dtype on the device.
+
+    Args:
+        trials: what each kernel is tried with there, by its name: from the dtype in which it
+            computes to outputs and gradients, of functions that choose between the core and
+            torch's operators by this one.
+    """
     if _forced.to is not None:
         return _forced.to
     known = _known.get((device, dtype))
@@ -42,7 +51,7 @@ def usable(device: torch.device, dtype: torch.dtype) -> bool:
         return False  # nothing can be compared now: later
     with _lock:
         if (device, dtype) not in _known:
-            _known[device, dtype] = _can_be_trusted(device, dtype)
+            _known[device, dtype] = _can_be_trusted(device, dtype, trials)
         return _known[device, dtype]
 
 
@@ -55,7 +64,7 @@ def _force(to: bool) -> Iterator[None]:
         _forced.to = None
 
 
-def _can_be_trusted(device: torch.device, dtype: torch.dtype) -> bool:
+def _can_be_trusted(device: torch.device, dtype: torch.dtype, trials: Trials) -> bool:
     if device.type == "meta":
         return False
     try:
@@ -65,7 +74,7 @@ def _can_be_trusted(device: torch.device, dtype: torch.dtype) -> bool:
     if refused is not None:
         return False  # built without them, or no CUDA device: nothing to warn of
     try:
-        wrong = _first_difference(device, dtype)
+        wrong = _first_difference(device, dtype, trials)
     except RuntimeError as error:
         wrong = str(error)
     if wrong is not None:
@@ -77,9 +86,9 @@ def _can_be_trusted(device: torch.device, dtype: torch.dtype) -> bool:
     return wrong is None
 
 
-def _first_difference(device: torch.device, dtype: torch.dtype) -> str | None:
+def _first_difference(device: torch.device, dtype: torch.dtype, trials: Trials) -> str | None:
     """Which kernel gives something else than torch's operators; None: none."""
-    for name, run in _trials(device, dtype):
+    for name, run in trials(device, dtype):
         with _force(True):
             got = run(dtype)
         with _force(False):
@@ -90,69 +99,3 @@ def _first_difference(device: torch.device, dtype: torch.dtype) -> str | None:
             if not off <= _TOLERANCES[dtype]:  # nor NaN
                 return f"{name} differs by {off:.3g}"
     return None
-
-
-def _trials(
-    device: torch.device, dtype: torch.dtype
-) -> list[tuple[str, Callable[[torch.dtype], list[Tensor]]]]:
-    """Each kernel: from the dtype in which it computes to outputs and gradients.
-
-    Args:
-        dtype: that of the kernel; what it is given has the same values in the other.
-    """
-    from smp.tensor_parallel import kernels
-
-    drop = kernels.Dropout(0.25, 0x5EED << 40 | 7, first=13)
-    source = torch.Generator().manual_seed(1)
-
-    def drawn(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=source).to(dtype).to(device)
-
-    x, residual, grad = (drawn(37, 130) for _ in range(3))
-    bias, weight, shift = (drawn(130) for _ in range(3))
-    scores, mask = drawn(2, 3, 7, 70), drawn(2, 1, 1, 70)
-    targets = torch.randint(-20, 150, (37,), generator=source)
-    targets = targets.clamp(min=0).to(device)
-
-    def with_gradients(
-        function: Callable[..., Any], *inputs: Tensor
-    ) -> Callable[[torch.dtype], list[Tensor]]:
-        def run(computes_in: torch.dtype) -> list[Tensor]:
-            leaves = [t.detach().to(computes_in, copy=True).requires_grad_() for t in inputs]
-            with torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
-                out = function(*leaves)
-                seed = grad.flatten()[: out.numel()].view_as(out).to(out.dtype)
-                return [out.detach(), *torch.autograd.grad(out, leaves, seed)]
-
-        return run
-
-    def entropy(logits: Tensor) -> Tensor:
-        return kernels.split_cross_entropy(
-            logits, targets, 20, 150, lambda own: own, label_smoothing=0.1
-        )
-
-    def softmax(scores: Tensor) -> Tensor:
-        return kernels.masked_softmax_dropout(
-            scores, mask.to(scores.dtype), scale=0.5, causal=True, window=40, drop=drop
-        )
-
-    def added(x: Tensor, bias: Tensor, residual: Tensor) -> Tensor:
-        return kernels.bias_dropout_residual(x, bias, residual, drop)
-
-    def norm(
-        x: Tensor, bias: Tensor, residual: Tensor, weight: Tensor, shift: Tensor
-    ) -> Tensor:
-        return kernels.bias_dropout_residual_layer_norm(
-            x, bias, residual, weight, shift, drop=drop
-        )[0]
-
-    def embedding(table: Tensor) -> Tensor:
-        return kernels.split_embedding(table, targets, 20)
-
-    return [
-        ("bias, dropout and residual", with_gradients(added, x, bias, residual)),
-        ("layer norm", with_gradients(norm, x, bias, residual, weight, shift)),
-        ("masked softmax", with_gradients(softmax, scores)),
-        ("cross-entropy", with_gradients(entropy, x)),
-        ("embedding", with_gradients(embedding, x)),
-    ]

@@ -110,7 +110,7 @@ def _in_c(first: Tensor, *rest: Tensor | None, ids: Tensor | None = None) -> boo
         if t is not None and (type(t) not in _PLAIN or t.dtype != dtype or t.device != device):
             return False
     return (ids is None or ids.device == device) and (
-        device.type == "cpu" or gpu_kernels.usable(device, dtype)
+        device.type == "cpu" or gpu_kernels.usable(device, dtype, _trials)
     )
 
 
@@ -603,3 +603,65 @@ def split_embedding(
         raise ValueError(f"table must be [rows, columns], got {tuple(table.shape)}")
     padding = -1 if padding_idx is None else padding_idx
     return _Embedding.apply(table, ids, start, padding, sparse)
+
+
+def _trials(
+    device: torch.device, dtype: torch.dtype
+) -> list[tuple[str, Callable[[torch.dtype], list[Tensor]]]]:
+    """Each kernel: from the dtype in which it computes to outputs and gradients.
+
+    Args:
+        dtype: that of the kernel; what it is given has the same values in the other.
+    """
+    drop = Dropout(0.25, 0x5EED << 40 | 7, first=13)
+    source = torch.Generator().manual_seed(1)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=source).to(dtype).to(device)
+
+    x, residual, grad = (drawn(37, 130) for _ in range(3))
+    bias, weight, shift = (drawn(130) for _ in range(3))
+    scores, mask = drawn(2, 3, 7, 70), drawn(2, 1, 1, 70)
+    targets = torch.randint(-20, 150, (37,), generator=source)
+    targets = targets.clamp(min=0).to(device)
+
+    def with_gradients(
+        function: Callable[..., Any], *inputs: Tensor
+    ) -> Callable[[torch.dtype], list[Tensor]]:
+        def run(computes_in: torch.dtype) -> list[Tensor]:
+            leaves = [t.detach().to(computes_in, copy=True).requires_grad_() for t in inputs]
+            with torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
+                out = function(*leaves)
+                seed = grad.flatten()[: out.numel()].view_as(out).to(out.dtype)
+                return [out.detach(), *torch.autograd.grad(out, leaves, seed)]
+
+        return run
+
+    def entropy(logits: Tensor) -> Tensor:
+        return split_cross_entropy(
+            logits, targets, 20, 150, lambda own: own, label_smoothing=0.1
+        )
+
+    def softmax(scores: Tensor) -> Tensor:
+        return masked_softmax_dropout(
+            scores, mask.to(scores.dtype), scale=0.5, causal=True, window=40, drop=drop
+        )
+
+    def added(x: Tensor, bias: Tensor, residual: Tensor) -> Tensor:
+        return bias_dropout_residual(x, bias, residual, drop)
+
+    def norm(
+        x: Tensor, bias: Tensor, residual: Tensor, weight: Tensor, shift: Tensor
+    ) -> Tensor:
+        return bias_dropout_residual_layer_norm(x, bias, residual, weight, shift, drop=drop)[0]
+
+    def embedding(table: Tensor) -> Tensor:
+        return split_embedding(table, targets, 20)
+
+    return [
+        ("bias, dropout and residual", with_gradients(added, x, bias, residual)),
+        ("layer norm", with_gradients(norm, x, bias, residual, weight, shift)),
+        ("masked softmax", with_gradients(softmax, scores)),
+        ("cross-entropy", with_gradients(entropy, x)),
+        ("embedding", with_gradients(embedding, x)),
+    ]

@@ -10,6 +10,7 @@ far as PyTorch is concerned, so the ranks that do are a team of their own
 """
 
 import contextlib
+import ctypes
 import hashlib
 import os
 import shutil
@@ -117,6 +118,19 @@ def use_driver() -> None:
     load()
     os.environ[DRIVER] = str(stand_in())
     torch.ops.pretend.use_driver(os.environ[DRIVER])
+
+
+@contextlib.contextmanager
+def spoilt_copies(spoilt: bool) -> Iterator[None]:
+    """In the block, if ``spoilt``, a copy between devices by the stand-in changes a byte."""
+    library = ctypes.CDLL(os.environ[DRIVER])
+    address = (ctypes.c_void_p * 9).in_dll(library, "stand_in")[8]
+    misbehave = ctypes.CFUNCTYPE(None, ctypes.c_int)(address)  # stand_in.h
+    misbehave(int(spoilt))
+    try:
+        yield
+    finally:
+        misbehave(0)
 
 
 def late_copies() -> int:

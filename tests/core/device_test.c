@@ -5,7 +5,9 @@
 
 #include <sched.h>
 
+#include "comm/memory/device_card.h"
 #include "comm/neighbour.h"
+#include "common/log.h"
 #include "device_user.h"
 
 #define POOL ((size_t)1 << 20)
@@ -449,8 +451,170 @@ TEST_RANK(every_failure_is_survived)
         CHECK(lost <= 1);
     } else {
         CHECK(lost == 0);
-        CHECK(strcmp(use.why, "") == 0 || strcmp(use.why, USELESS) == 0);
+        CHECK(strcmp(use.why, "") == 0 || strcmp(use.why, USELESS) == 0 ||
+              strstr(use.why, "a trial failed on rank ") == use.why);
     }
+    w->barrier(w);
+    return end(&u);
+}
+
+/* ----------------------------------------------------- a path not to be relied on */
+
+/* All tell all others something, and hear it, whichever way it goes; *taken: how many
+ * went by the pool. */
+static int
+tell_all(world *w, user *u, uint64_t seed, int *taken)
+{
+    *taken = 0;
+    for (int from = 0; from < w->size; from++) {
+        for (int other = 0; other < w->size; other++) {
+            bool by_pool = false;
+
+            if (other == from) {
+                continue;
+            }
+            if (w->rank == from) {
+                CHECK(send_x(w, u, other, seed, 5000, &by_pool) == 0);
+                *taken += by_pool;
+            } else if (w->rank == other) {
+                CHECK(receive_y(w, u) == 0);
+            }
+        }
+    }
+    CHECK(settle(u) == 0);
+    return 0;
+}
+
+/* Of this rank; *all counts those of all ranks. */
+static int
+count_warnings(world *w, const char *of, uint64_t *all)
+{
+    char text[SMP_WARNING_BYTES];
+
+    if (smp_warning_take(text)) {
+        CHECK(strstr(text, of) != NULL);
+        CHECK(strstr(text, "go through host memory") != NULL);
+        atomic_fetch_add(&w->shared->scratch[1], 1);
+    }
+    CHECK(!smp_warning_take(text));
+    w->barrier(w);
+    *all = (uint64_t)atomic_load(&w->shared->scratch[1]);
+    return 0;
+}
+
+/* Rank 1's copies change bytes: nobody of the host uses a pool, and one has warned. */
+TEST_RANK(other_bytes_turn_the_pools_off)
+{
+    smp_device_use use;
+    uint64_t       warnings;
+    user           u;
+    int            taken;
+
+    CHECK(begin(w, &u) == 0);
+    u.stand_in->misbehave(w->rank == 1 ? STAND_IN_SPOILS_BYTES : STAND_IN_IS_SOUND);
+    for (uint64_t i = 0; i < 4; i++) {
+        CHECK(tell_all(w, &u, i, &taken) == 0);
+        CHECK(taken == 0 || w->rank != 1);
+    }
+    u.stand_in->misbehave(STAND_IN_IS_SOUND);
+    CHECK(tell_all(w, &u, 4, &taken) == 0); /* off for good */
+    CHECK(taken == 0);
+    smp_device_measure(u.port, &use);
+    CHECK(strstr(use.why, w->rank == 1 ? "other bytes than" : "a trial failed on") !=
+          NULL);
+    CHECK(count_warnings(w, "to rank 1 was tried and cannot", &warnings) == 0);
+    CHECK(warnings == 1);
+    w->barrier(w);
+    return end(&u);
+}
+
+/* The first copy that rank 1 makes is that of rank 0's pattern. */
+TEST_RANK(an_error_turns_the_pools_off)
+{
+    smp_device_use use;
+    uint64_t       warnings;
+    user           u;
+    int            taken;
+
+    CHECK(begin(w, &u) == 0);
+    if (w->rank == 1) {
+        u.stand_in->fail("cuMemcpyDtoDAsync_v2", 1, 2);
+    }
+    for (uint64_t i = 0; i < 3; i++) {
+        CHECK(tell_all(w, &u, i, &taken) == 0);
+        CHECK(taken == 0);
+    }
+    smp_device_measure(u.port, &use);
+    CHECK(strstr(use.why, w->rank == 1 ? "cuMemcpyDtoDAsync: CUDA_ERROR_OUT_OF_MEMORY"
+                                       : "a trial failed on rank 1") != NULL);
+    CHECK(count_warnings(w, "cuMemcpyDtoDAsync: CUDA_ERROR", &warnings) == 0);
+    CHECK(warnings == 1);
+    w->barrier(w);
+    return end(&u);
+}
+
+/* Rank 0's pattern is never there. */
+TEST_RANK(a_trial_without_an_end_turns_the_pools_off)
+{
+    smp_device_use use;
+    uint64_t       warnings;
+    user           u;
+    int            taken;
+
+    CHECK(begin(w, &u) == 0);
+    if (w->rank == 0) {
+        u.stand_in->misbehave(STAND_IN_LATE_EVENTS);
+        CHECK(send_x(w, &u, 1, 1, 5000, NULL) == 0);
+    } else {
+        hurries = true;
+        CHECK(receive_y(w, &u) == 0);
+        hurries = false;
+    }
+    w->barrier(w);
+    u.stand_in->misbehave(STAND_IN_IS_SOUND);
+    for (uint64_t i = 0; i < 2; i++) {
+        CHECK(tell_all(w, &u, i, &taken) == 0);
+        CHECK(taken == 0);
+    }
+    smp_device_measure(u.port, &use);
+    CHECK(strstr(use.why, w->rank == 1 ? "did not end" : "a trial failed on rank 1") !=
+          NULL);
+    CHECK(count_warnings(w, "did not end", &warnings) == 0);
+    CHECK(warnings == 1);
+    w->barrier(w);
+    return end(&u);
+}
+
+/* Rank 0's pattern is there only after rank 1 has begun to look. */
+TEST_RANK(a_trial_waits_for_a_device_that_is_late)
+{
+    smp_neighbour  its;
+    smp_device_use use;
+    uint64_t       warnings;
+    user           u;
+    bool           taken;
+
+    CHECK(begin(w, &u) == 0);
+    if (w->rank == 0) {
+        CHECK(smp_comm_neighbour(w->comm, 1, &its));
+        u.stand_in->misbehave(STAND_IN_LATE_EVENTS);
+        CHECK(send_x(w, &u, 1, 1, 5000, NULL) == 0);
+        while (atomic_load(&its.segment->device->pools[0]) == SMP_READER_NONE) {
+            sched_yield();
+        }
+        u.stand_in->misbehave(STAND_IN_IS_SOUND);
+        w->barrier(w);
+        CHECK(send_x(w, &u, 1, 2, 5000, &taken) == 0);
+        CHECK(taken);
+    } else {
+        CHECK(receive_y(w, &u) == 0);
+        w->barrier(w);
+        CHECK(receive_y(w, &u) == 0);
+    }
+    smp_device_measure(u.port, &use);
+    CHECK(strcmp(use.why, "") == 0);
+    CHECK(count_warnings(w, "", &warnings) == 0);
+    CHECK(warnings == 0);
     w->barrier(w);
     return end(&u);
 }
@@ -512,6 +676,10 @@ PROCESSES(a_full_pool_is_counted_and_empties_again, 2)
 PROCESSES(what_a_dead_rank_had_comes_back, 3)
 PROCESSES(a_pool_that_nobody_can_open_has_no_memory, 3)
 PROCESSES(another_device_of_the_rank_is_not_served, 2)
+PROCESSES(other_bytes_turn_the_pools_off, 3)
+PROCESSES(an_error_turns_the_pools_off, 2)
+PROCESSES(a_trial_without_an_end_turns_the_pools_off, 2)
+PROCESSES(a_trial_waits_for_a_device_that_is_late, 2)
 THREADS(a_tensor_is_what_it_was_when_it_was_sent, 3)
 THREADS(a_full_pool_is_counted_and_empties_again, 2)
 THREADS(a_pool_outlives_its_comm_while_it_is_open, 2)
@@ -577,6 +745,12 @@ main(int argc, char **argv)
          a_pool_that_nobody_can_open_has_no_memory_processes},
         {"another_device_of_the_rank_is_not_served",
          another_device_of_the_rank_is_not_served_processes},
+        {"other_bytes_turn_the_pools_off", other_bytes_turn_the_pools_off_processes},
+        {"an_error_turns_the_pools_off", an_error_turns_the_pools_off_processes},
+        {"a_trial_without_an_end_turns_the_pools_off",
+         a_trial_without_an_end_turns_the_pools_off_processes},
+        {"a_trial_waits_for_a_device_that_is_late",
+         a_trial_waits_for_a_device_that_is_late_processes},
         {"a_rank_of_another_host_is_not_served", ranks_of_other_hosts},
         {"a_pool_of_no_bytes_is_no_pool", no_pool},
         {"without_a_driver_the_report_says_why", no_driver},

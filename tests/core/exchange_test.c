@@ -6,12 +6,13 @@
 #include <sched.h>
 
 #include "comm/collective/group.h"
+#include "common/log.h"
 #include "device_user.h"
 
 #define ROUNDS 40
 
 /* Further calls of the driver than these are repetitions. */
-#define MOST_CALLS 120
+#define MOST_CALLS 160
 
 /* Of two halves: many rounds of a small tensor. */
 #define SMALL ((size_t)4096)
@@ -42,17 +43,23 @@ seed_of(const task *t, int member)
 
 /* Of all ranks, in order. */
 static smp_status
-make_world_group(world *w, smp_group **out)
+make_group_of_all(world *w, uint64_t id, smp_group **out)
 {
     static const int ranks[WORLD_RANKS] = {0, 1, 2, 3, 4, 5, 6, 7};
     smp_group_config config = {.ranks = ranks,
                                .size = w->size,
-                               .id = 7,
+                               .id = id,
                                .name = "test",
                                .timeout_ns = WORLD_DEADLINE_NS};
     int              failed;
 
     return smp_group_create(w->comm, &config, out, &failed);
+}
+
+static smp_status
+make_world_group(world *w, smp_group **out)
+{
+    return make_group_of_all(w, 7, out);
 }
 
 static bool
@@ -372,6 +379,79 @@ TEST_RANK(one_that_will_not_is_enough)
     return end(&u);
 }
 
+/* Nobody's device gathers, all know why, one has warned of it, and the group goes on.
+ */
+static int
+expect_nobody_gathers(world *w, user *u, const char *of)
+{
+    char          text[SMP_WARNING_BYTES];
+    char          said[SMP_WARNING_BYTES] = "";
+    const char   *why;
+    float         in = 1;
+    float         out = 0;
+    smp_exchange *exchange;
+    smp_group    *group;
+    smp_call      sum = {.operation = SMP_ALL_REDUCE,
+                         .dtype = SMP_F32,
+                         .count = 1,
+                         .in = &in,
+                         .out = &out};
+
+    CHECK_STATUS(make_world_group(w, &group), SMP_OK);
+    CHECK_STATUS(meet(group, SMALL, &exchange, &why), SMP_OK);
+    hurries = false;
+    u->stand_in->misbehave(STAND_IN_IS_SOUND);
+    CHECK(exchange == NULL);
+    CHECK(strstr(why, "rank ") == why && strstr(why, of) != NULL);
+    if (smp_warning_take(text)) {
+        CHECK(strstr(text, why) != NULL && strstr(text, "through NCCL") != NULL);
+        snprintf(said, sizeof(said), "rank %d:", w->rank);
+        CHECK(strstr(why, said) == why);
+        atomic_fetch_add(&w->shared->scratch[1], 1);
+    }
+    CHECK_STATUS(smp_group_run(group, &sum), SMP_OK);
+    CHECK(out == (float)w->size);
+    smp_group_destroy(group);
+    CHECK(atomic_load(&w->shared->scratch[1]) == 1);
+    CHECK_STATUS(make_group_of_all(w, 8, &group), SMP_OK); /* another one */
+    CHECK_STATUS(meet(group, SMALL, &exchange, &why), SMP_OK);
+    CHECK(exchange == NULL && strstr(why, "a trial in another group failed") != NULL);
+    CHECK(!smp_warning_take(text));
+    smp_group_destroy(group);
+    return end(u);
+}
+
+TEST_RANK(other_bytes_turn_it_off)
+{
+    user u;
+
+    CHECK(begin(w, &u) == 0);
+    u.stand_in->misbehave(w->rank == 1 ? STAND_IN_SPOILS_BYTES : STAND_IN_IS_SOUND);
+    return expect_nobody_gathers(w, &u, "other bytes than");
+}
+
+TEST_RANK(an_error_turns_it_off)
+{
+    user u;
+
+    CHECK(begin(w, &u) == 0);
+    if (w->rank == 1) {
+        u.stand_in->fail("cuMemcpyDtoDAsync_v2", 3, 2);
+    }
+    return expect_nobody_gathers(w, &u, "rank 1: cuMemcpyDtoDAsync: CUDA_ERROR");
+}
+
+/* What rank 1's device is told is never done. */
+TEST_RANK(a_trial_without_an_end_turns_it_off)
+{
+    user u;
+
+    CHECK(begin(w, &u) == 0);
+    u.stand_in->misbehave(w->rank == 1 ? STAND_IN_LATE_EVENTS : STAND_IN_IS_SOUND);
+    hurries = true;
+    return expect_nobody_gathers(w, &u, "did not end");
+}
+
 /* Halves are as large as the smallest of all members' is. */
 TEST_RANK(members_may_have_halves_of_other_sizes)
 {
@@ -558,6 +638,9 @@ PROCESSES(calls_that_differ_are_an_error_on_all, 3)
 PROCESSES(a_meeting_can_be_tried_again, 3)
 PROCESSES(one_that_will_not_is_enough, 3)
 PROCESSES(members_may_have_halves_of_other_sizes, 3)
+PROCESSES(other_bytes_turn_it_off, 3)
+PROCESSES(an_error_turns_it_off, 3)
+PROCESSES(a_trial_without_an_end_turns_it_off, 2)
 PROCESSES(one_may_leave_before_the_others, 2)
 PROCESSES(a_killed_member_is_named, 3)
 THREADS(every_member_gets_what_all_had, 3)
@@ -599,6 +682,10 @@ main(int argc, char **argv)
         {"one_that_will_not_is_enough", one_that_will_not_is_enough_processes},
         {"members_may_have_halves_of_other_sizes",
          members_may_have_halves_of_other_sizes_processes},
+        {"other_bytes_turn_it_off", other_bytes_turn_it_off_processes},
+        {"an_error_turns_it_off", an_error_turns_it_off_processes},
+        {"a_trial_without_an_end_turns_it_off",
+         a_trial_without_an_end_turns_it_off_processes},
         {"one_may_leave_before_the_others", one_may_leave_before_the_others_processes},
         {"a_killed_member_is_named", a_killed_member_is_named_processes},
         {"every_failure_is_survived", failures},

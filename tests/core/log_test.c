@@ -103,6 +103,23 @@ TEST(a_long_text_is_cut_and_is_still_a_line)
     return 0;
 }
 
+TEST(the_first_warning_waits_for_the_script)
+{
+    char text[SMP_WARNING_BYTES];
+    char large[2 * SMP_WARNING_BYTES];
+
+    CHECK(!smp_warning_take(text));
+    smp_warn("grave %d", 1);
+    smp_warn("grave %d", 2);
+    CHECK(smp_warning_take(text) && strcmp(text, "grave 1") == 0);
+    CHECK(!smp_warning_take(text));
+    memset(large, 'x', sizeof(large) - 1);
+    large[sizeof(large) - 1] = '\0';
+    smp_warn("%s", large);
+    CHECK(smp_warning_take(text) && strlen(text) == sizeof(text) - 1);
+    return 0;
+}
+
 TEST(errno_is_left_alone)
 {
     char out[ROOM];
@@ -125,6 +142,7 @@ main(int argc, char **argv)
         LISTED_TEST(a_line_has_the_time_and_the_rank),
         LISTED_TEST(what_is_no_level_is_told),
         LISTED_TEST(a_long_text_is_cut_and_is_still_a_line),
+        LISTED_TEST(the_first_warning_waits_for_the_script),
         LISTED_TEST(errno_is_left_alone),
     };
 

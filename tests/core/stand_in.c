@@ -12,7 +12,8 @@
  *   - memory and events go to other processes by handles of 64 bytes;
  *   - while a stream is captured, allocations and queries of threads that have not said
  *     that they may spoil the capture and fail;
- *   - every function can fail, but for those that only tell or undo.
+ *   - every function can fail, but for those that only tell or undo;
+ *   - a test can have it change bytes, or keep events from happening.
  *
  * Kernels are those of stand_in_gpu.cpp, whatever module they are looked for in.  An
  * address on the device is an address of the process.  There are two devices, with
@@ -97,6 +98,8 @@ typedef struct work {
     const void     *from;
     size_t          bytes;
     memory         *uses[2]; /* of a copy: where from and to, if they are ours */
+    void           *staged;  /* owned: of a copy from the host, from */
+    bool            inside;  /* of a copy: between devices */
     stand_in_kernel fn;
     void           *arg;
     event          *event;
@@ -123,6 +126,7 @@ static bool            has_failed;
 static void (*drain_user)(void);
 
 static atomic_bool        held;
+static atomic_int         faulty; /* stand_in_fault */
 static atomic_int         living;
 static atomic_bool        started;
 static atomic_bool        capturing;
@@ -231,6 +235,11 @@ do_work(const work *w, uint64_t *seed)
     switch (w->kind) {
     case WORK_COPY:
         memmove(w->to, w->from, w->bytes);
+        if (w->inside && w->bytes != 0 &&
+            atomic_load(&faulty) == STAND_IN_SPOILS_BYTES) {
+            ((uint8_t *)w->to)[w->bytes / 2] ^= 1;
+        }
+        free(w->staged);
         let_go_of_memory(w->uses[0]);
         let_go_of_memory(w->uses[1]);
         break;
@@ -238,6 +247,9 @@ do_work(const work *w, uint64_t *seed)
         w->fn(w->arg);
         break;
     case WORK_RECORD:
+        while (atomic_load(&faulty) == STAND_IN_LATE_EVENTS) {
+            rest(REST_NS);
+        }
         atomic_store(&w->event->at->done, w->count);
         let_go(w->event);
         break;
@@ -818,9 +830,52 @@ cuMemcpyDtoDAsync_v2(uint64_t to, uint64_t from, size_t bytes, void *s)
                                       .to = (void *)(uintptr_t)to,
                                       .from = (const void *)(uintptr_t)from,
                                       .bytes = bytes,
+                                      .inside = true,
                                       .uses = {use_memory(from), use_memory(to)}});
     }
     return result;
+}
+
+/* The host's memory may be used again at once, as with the driver's pageable memory. */
+int
+cuMemcpyHtoDAsync_v2(uint64_t to, const void *from, size_t bytes, void *s)
+{
+    int   result = refused_here("cuMemcpyHtoDAsync_v2");
+    void *staged;
+
+    if (result != SUCCESS) {
+        return result;
+    }
+    staged = malloc(bytes + 1);
+    if (staged == NULL) {
+        return OUT_OF_MEMORY;
+    }
+    memcpy(staged, from, bytes);
+    put_work(stream_of(s), (work){.kind = WORK_COPY,
+                                  .to = (void *)(uintptr_t)to,
+                                  .from = staged,
+                                  .staged = staged,
+                                  .bytes = bytes,
+                                  .uses = {NULL, use_memory(to)}});
+    return SUCCESS;
+}
+
+/* Comes back when the bytes are there, as with the driver's pageable memory. */
+int
+cuMemcpyDtoHAsync_v2(void *to, uint64_t from, size_t bytes, void *given)
+{
+    int     result = refused_here("cuMemcpyDtoHAsync_v2");
+    stream *s = stream_of(given);
+
+    if (result != SUCCESS) {
+        return result;
+    }
+    put_work(s, (work){.kind = WORK_COPY,
+                       .to = to,
+                       .from = (const void *)(uintptr_t)from,
+                       .bytes = bytes,
+                       .uses = {use_memory(from), NULL}});
+    return cuStreamSynchronize(s);
 }
 
 /* A module is whatever image it is of: its functions are the stand-in's. */
@@ -987,11 +1042,17 @@ end_capture(void)
     return !atomic_load(&capture_spoilt);
 }
 
+static void
+misbehave(stand_in_fault fault)
+{
+    atomic_store(&faulty, (int)fault);
+}
+
 static int
 alive(void)
 {
     return atomic_load(&living);
 }
 
-const stand_in_table stand_in = {fail,      failed, hold,          launch,
-                                 set_drain, alive,  begin_capture, end_capture};
+const stand_in_table stand_in = {fail,  failed,        hold,        launch,   set_drain,
+                                 alive, begin_capture, end_capture, misbehave};

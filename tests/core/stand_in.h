@@ -12,6 +12,13 @@
 /* Runs on a stream, as a kernel does. */
 typedef void (*stand_in_kernel)(void *arg);
 
+/* What a driver that cannot be relied on does, in this process. */
+typedef enum {
+    STAND_IN_IS_SOUND,
+    STAND_IN_SPOILS_BYTES, /* a copy between devices changes a byte */
+    STAND_IN_LATE_EVENTS,  /* records are not done, until it is sound again */
+} stand_in_fault;
+
 typedef struct {
     /* The call number `nth` from now (1: the next) of the function `name` (NULL: of any
      * that can fail) returns `result` and does nothing.  0: none does. */
@@ -39,6 +46,9 @@ typedef struct {
      * without having said that it may. */
     void (*begin_capture)(void *stream);
     bool (*end_capture)(void);
+
+    /* From now on, or (STAND_IN_IS_SOUND) no longer. */
+    void (*misbehave)(stand_in_fault fault);
 } stand_in_table;
 
 /* The symbol's name is "stand_in". */

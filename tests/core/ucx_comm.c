@@ -8,6 +8,8 @@
 #include "comm/transport/ucx/introduction.h"
 #include "comm/transport/ucx/library.h"
 #include "comm_list.h"
+#include "common/log.h"
+#include "common/pattern.h"
 #include "deaths.h"
 #include "hosts_list.h"
 #include "partings.h"
@@ -63,6 +65,70 @@ TEST(without_being_named_it_serves_only_devices_that_tcp_does_not)
     return 0;
 }
 
+/* --------------------------------------------------------------------- the trial */
+
+/* Of all ranks of a test: patterns that are taken for wrong, whatever they are. */
+static _Atomic int *wrong_patterns;
+
+bool __real_smp_pattern_is(const void *from, size_t bytes, uint64_t seed);
+bool __wrap_smp_pattern_is(const void *from, size_t bytes, uint64_t seed);
+
+bool
+__wrap_smp_pattern_is(const void *from, size_t bytes, uint64_t seed)
+{
+    return (wrong_patterns == NULL || atomic_fetch_sub(wrong_patterns, 1) <= 0) &&
+           __real_smp_pattern_is(from, bytes, seed);
+}
+
+/* One of three ranks has found a pattern wrong: it and its peer, which has not, talk
+ * over TCP, the others over UCX; nothing is lost. */
+TEST_RANK(both_ranks_of_a_pair_come_to_the_same_transport)
+{
+    static const size_t sizes[] = {100, 300000};
+    char                text[SMP_WARNING_BYTES];
+    smp_message        *message;
+
+    for (int i = 0; i < w->size - 1; i++) {
+        const char *by = smp_comm_transport(w->comm, other(w, i));
+
+        CHECK(strcmp(by, "ucx") == 0 || strcmp(by, "tcp") == 0);
+        atomic_fetch_add(&w->shared->scratch[0], strcmp(by, "tcp") == 0);
+        CHECK_STATUS(send_filled(w, other(w, i), (uint64_t)w->rank, 50, sizes, 2),
+                     SMP_OK);
+    }
+    for (int i = 0; i < w->size - 1; i++) {
+        CHECK_STATUS(smp_comm_receive(w->comm, WORLD_PATIENCE_NS, &message), SMP_OK);
+        CHECK(message_filled(message, (uint64_t)message->source, 50, sizes, 2));
+        smp_message_free(message);
+    }
+    if (smp_warning_take(text)) {
+        CHECK(strstr(text, "over UCX, which was tried") != NULL);
+        CHECK(strstr(text, "other bytes than") != NULL);
+        atomic_fetch_add(&w->shared->scratch[1], 1);
+    }
+    w->barrier(w);
+    CHECK(atomic_load(&w->shared->scratch[0]) == 2);
+    CHECK(atomic_load(&w->shared->scratch[1]) == 1);
+    w->barrier(w);
+    return 0;
+}
+
+TEST(a_pair_whose_trial_fails_talks_over_the_next_transport)
+{
+    const world_test test = {.name = "both_ranks_of_a_pair_come_to_the_same_transport",
+                             .rank = both_ranks_of_a_pair_come_to_the_same_transport};
+    int              result;
+
+    wrong_patterns = mmap(NULL, sizeof(*wrong_patterns), PROT_READ | PROT_WRITE,
+                          MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    CHECK(wrong_patterns != MAP_FAILED);
+    atomic_store(wrong_patterns, 1);
+    result = world_run_processes(&test, "ucx,tcp", 3);
+    munmap(wrong_patterns, sizeof(*wrong_patterns));
+    wrong_patterns = NULL;
+    return result;
+}
+
 /* ------------------------------------------------------------------- an impostor */
 
 /* A rank 0 that is one, and a rank 1 that says whatever a test makes it say. */
@@ -95,17 +161,33 @@ connect_main(void *arg)
     return NULL;
 }
 
-/* It listens to nothing. */
-static ucs_code
-ignore(void *arg, const void *header, size_t header_bytes, void *data, size_t n,
-       const ucp_am_recv_param *param)
+static void
+on_fetched(void *request, ucs_code code, size_t length, void *arg)
 {
-    (void)arg;
+    impostor *im = arg;
+
+    (void)code;
+    (void)length;
+    im->ucp->ucp_request_free(request);
+}
+
+/* It takes what it is sent, and looks at nothing. */
+static ucs_code
+take(void *arg, const void *header, size_t header_bytes, void *data, size_t n,
+     const ucp_am_recv_param *param)
+{
+    static uint8_t    room[SMP_UCX_TRY_BLOCK_BYTES];
+    impostor         *im = arg;
+    ucp_request_param how = {.op_attr_mask = SMP_UCP_OP_ATTR_FIELD_CALLBACK |
+                                             SMP_UCP_OP_ATTR_FIELD_USER_DATA,
+                             .cb.recv_am = on_fetched,
+                             .user_data = im};
+
     (void)header;
     (void)header_bytes;
-    (void)data;
-    (void)n;
-    (void)param;
+    if ((param->recv_attr & SMP_UCP_AM_RECV_ATTR_FLAG_RNDV) != 0 && n <= sizeof(room)) {
+        (void)im->ucp->ucp_am_recv_data_nbx(im->worker, data, room, n, &how);
+    }
     return SMP_UCS_OK;
 }
 
@@ -114,9 +196,11 @@ open_impostors_ucx(impostor *im)
 {
     const ucp_am_handler_param handler = {.field_mask =
                                               SMP_UCP_AM_HANDLER_PARAM_FIELD_ID |
-                                              SMP_UCP_AM_HANDLER_PARAM_FIELD_CB,
+                                              SMP_UCP_AM_HANDLER_PARAM_FIELD_CB |
+                                              SMP_UCP_AM_HANDLER_PARAM_FIELD_ARG,
                                           .id = SMP_UCX_AM_ID,
-                                          .cb = ignore};
+                                          .cb = take,
+                                          .arg = im};
     const ucp_params           params = {.field_mask = SMP_UCP_PARAM_FIELD_FEATURES,
                                          .features = SMP_UCP_FEATURE_AM};
     ucp_worker_params          worker = {.field_mask = 0};
@@ -189,7 +273,7 @@ make_impostor(impostor *im, int timeout_ms)
     return introduce_impostor(im);
 }
 
-/* Sends one active message and waits until it is gone. */
+/* Sends one active message and waits until it is gone, or rank 0 has given us up. */
 static int
 say(impostor *im, smp_ucx_am head, size_t head_bytes, const void *data, size_t n)
 {
@@ -201,6 +285,9 @@ say(impostor *im, smp_ucx_am head, size_t head_bytes, const void *data, size_t n
     while (sent != NULL &&
            im->ucp->ucp_request_check_status(sent) == SMP_UCS_INPROGRESS) {
         im->ucp->ucp_worker_progress(im->worker);
+        if (atomic_load(&im->connected) && im->status != SMP_OK) {
+            break;
+        }
     }
     if (sent != NULL) {
         im->ucp->ucp_request_free(sent);
@@ -237,11 +324,27 @@ end_connect(impostor *im, smp_status want)
     return 0;
 }
 
+/* The pattern that travels as a head does, and the one that travels as a block; with
+ * `spoil`, another byte in the middle. */
+static int
+say_pattern(impostor *im, smp_ucx_am_kind kind, bool spoil)
+{
+    static uint8_t pattern[SMP_UCX_TRY_BLOCK_BYTES];
+    bool           large = kind == SMP_UCX_AM_TRY_BLOCK;
+    size_t         n = large ? SMP_UCX_TRY_BLOCK_BYTES : SMP_UCX_TRY_HEAD_BYTES;
+
+    smp_pattern_write(pattern, n, large ? ~im->pass : im->pass);
+    pattern[n / 2] ^= spoil;
+    return say_plainly(im, head_of(im, kind, 0, 0), pattern, n);
+}
+
 static int
 be_met(impostor *im)
 {
     CHECK(make_impostor(im, 60000) == 0);
     CHECK(say_plainly(im, head_of(im, SMP_UCX_AM_HELLO, 0, 0), NULL, 0) == 0);
+    CHECK(say_pattern(im, SMP_UCX_AM_TRY_BLOCK, false) == 0);
+    CHECK(say_pattern(im, SMP_UCX_AM_TRY_HEAD, false) == 0);
     CHECK(smp_lifeline_say(im->fd, SMP_UCX_AGREED));
     return end_connect(im, SMP_OK);
 }
@@ -280,6 +383,41 @@ TEST(who_does_not_know_the_pass_is_not_reached)
     CHECK(im.failed == 1);
     drop_impostor(&im);
     return 0;
+}
+
+/* One who says of himself that all is well is not reached, and rank 0 warns. */
+static int
+fails_its_trial(int timeout_ms, bool spoil_head, bool spoil_block, bool leave_out,
+                const char *how)
+{
+    impostor im = {.fd = -1};
+    char     text[SMP_WARNING_BYTES];
+
+    CHECK(make_impostor(&im, timeout_ms) == 0);
+    CHECK(say_plainly(&im, head_of(&im, SMP_UCX_AM_HELLO, 0, 0), NULL, 0) == 0);
+    CHECK(smp_lifeline_say(im.fd, SMP_UCX_AGREED));
+    CHECK(leave_out || say_pattern(&im, SMP_UCX_AM_TRY_BLOCK, spoil_block) == 0);
+    CHECK(say_pattern(&im, SMP_UCX_AM_TRY_HEAD, spoil_head) == 0);
+    CHECK(end_connect(&im, SMP_ERR_UNREACHABLE) == 0);
+    CHECK(im.failed == 1);
+    CHECK(smp_warning_take(text));
+    CHECK(strstr(text, "rank 0 does not talk to rank 1 over UCX") != NULL);
+    CHECK(strstr(text, how) != NULL);
+    CHECK(!smp_warning_take(text));
+    drop_impostor(&im);
+    return 0;
+}
+
+TEST(who_sends_other_bytes_is_not_reached)
+{
+    CHECK(fails_its_trial(60000, true, false, false, "other bytes than") == 0);
+    CHECK(fails_its_trial(60000, false, true, false, "other bytes than") == 0);
+    return 0;
+}
+
+TEST(who_does_not_send_all_patterns_is_not_reached)
+{
+    return fails_its_trial(1000, false, false, true, "did not arrive in time");
 }
 
 TEST(messages_without_the_pass_are_dropped)
@@ -342,6 +480,7 @@ TEST(what_no_rank_says_is_malformed)
     CHECK(breaks(SMP_UCX_AM_HEAD, 1, 16, 8) == 0); /* more than there is */
     CHECK(breaks(SMP_UCX_AM_HEAD, 1, 8, 16) == 0);
     CHECK(breaks(SMP_UCX_AM_BLOCK, 0, 0, 8) == 0);
+    CHECK(breaks(SMP_UCX_AM_TRY_HEAD, 0, 0, 8) == 0); /* tried before */
     CHECK(breaks(SMP_UCX_AM_GOODBYE, 0, 0, 0) == 0);
     return 0;
 }
@@ -420,13 +559,32 @@ run_listed(const world_test *test, int size, bool as_threads, bool can_be_thread
     }
 }
 
+static void
+run_tests_of(const smp_test *tests, size_t n, const char *only)
+{
+    for (size_t i = 0; i < n; i++) {
+        if (only == NULL || strstr(tests[i].name, only) != NULL) {
+            ran++;
+            if (tests[i].run() != 0) {
+                failed++;
+                printf("FAILED %s\n", tests[i].name);
+            }
+        }
+    }
+}
+
 int
 main(int argc, char **argv)
 {
+    static const smp_test forking[] = {
+        LISTED_TEST(a_pair_whose_trial_fails_talks_over_the_next_transport),
+    };
     static const smp_test tests[] = {
         LISTED_TEST(a_library_that_is_missing_or_no_ucx_is_refused_with_the_reason),
         LISTED_TEST(without_being_named_it_serves_only_devices_that_tcp_does_not),
         LISTED_TEST(who_does_not_know_the_pass_is_not_reached),
+        LISTED_TEST(who_sends_other_bytes_is_not_reached),
+        LISTED_TEST(who_does_not_send_all_patterns_is_not_reached),
         LISTED_TEST(messages_without_the_pass_are_dropped),
         LISTED_TEST(what_no_rank_says_is_malformed),
         LISTED_TEST(a_lifeline_that_ends_without_goodbye_is_a_loss),
@@ -436,6 +594,7 @@ main(int argc, char **argv)
 
     /* This process forks, and loads UCX only after that.  Layouts of hosts are a matter
      * of the collectives, which run on all of them over TCP. */
+    run_tests_of(forking, 1, only);
     for (size_t i = 0; i < PARTINGS; i++) {
         run_listed(&partings[i], i == 0 || i == 2 ? 3 : 2, false, false, only);
     }
@@ -443,15 +602,7 @@ main(int argc, char **argv)
         run_listed(&comm_list[i / 2], i % 2 ? 4 : 2, false, true, only);
     }
     run_hosts_list("shm,ucx", false, 3, only, &ran, &failed);
-    for (size_t i = 0; i < sizeof(tests) / sizeof(tests[0]); i++) {
-        if (only == NULL || strstr(tests[i].name, only) != NULL) {
-            ran++;
-            if (tests[i].run() != 0) {
-                failed++;
-                printf("FAILED %s\n", tests[i].name);
-            }
-        }
-    }
+    run_tests_of(tests, sizeof(tests) / sizeof(tests[0]), only);
     for (size_t i = 0; i < 2 * COMM_LIST_COUNT; i++) {
         run_listed(&comm_list[i / 2], i % 2 ? 4 : 2, true, true, only);
     }

@@ -7,6 +7,7 @@
 #include <string.h>
 
 #include "comm/device/retired.h"
+#include "comm/device/trial.h"
 #include "common/clock.h"
 #include "common/fork.h"
 #include "common/lock.h"
@@ -27,7 +28,18 @@ typedef struct {
     uint64_t base; /* both halves; 0: not open */
     void    *filled[2];
     void    *read[2];
+    uint64_t seed; /* of its pattern */
 } member;
+
+/* A gather of patterns. */
+typedef struct {
+    uint64_t          at;      /* owned: the own pattern, then those of all; 0: none */
+    size_t            piece;   /* bytes of a pattern in a round */
+    smp_device_mark  *mark;    /* until it is over */
+    uint64_t         *outs;    /* owned: [size] */
+    size_t           *lengths; /* owned: [size] */
+    smp_device_gather gather;
+} trial;
 
 struct smp_exchange {
     smp_retired       retired; /* first; of a retired one, like all from readers */
@@ -41,6 +53,7 @@ struct smp_exchange {
     void             *fill; /* owned: streams */
     void             *drain;
     member           *members; /* owned: [size] */
+    trial             trial;
 
     size_t           half;   /* bytes */
     uint64_t         round;  /* to be filled or drained next */
@@ -79,6 +92,8 @@ drop_books(smp_exchange *x)
         x->marks = mark->every;
         free(mark);
     }
+    free(x->trial.outs);
+    free(x->trial.lengths);
     free(x->members);
     free(x);
 }
@@ -115,6 +130,9 @@ destroy(smp_exchange *x)
         destroy_events(driver, &x->members[x->self]);
         if (x->members[x->self].base != 0) {
             (void)driver->free(x->members[x->self].base);
+        }
+        if (x->trial.at != 0) {
+            (void)driver->free(x->trial.at);
         }
         if (x->fill != NULL) {
             (void)driver->stream_destroy(x->fill);
@@ -211,6 +229,7 @@ make_halves(smp_exchange *x, smp_exchange_card *card, char why[SMP_DRIVER_TEXT])
         return false;
     }
     card->bytes = x->half;
+    card->seed = (uint64_t)smp_clock_ns() ^ (uint64_t)x->self << 48;
     return smp_driver_ok(driver, "cuIpcGetMemHandle",
                          driver->memory_export(&card->memory, own->base), why) &&
            make_shared_event(x, &own->filled[0], &card->filled[0], why) &&
@@ -310,6 +329,7 @@ smp_exchange_open(smp_exchange *x, const smp_exchange_card *cards,
     }
     for (int m = 0; m < x->size; m++) {
         x->half = cards[m].bytes < x->half ? (size_t)cards[m].bytes : x->half;
+        x->members[m].seed = cards[m].seed;
         if (m != x->self && opened) {
             opened = open_member(x, &x->members[m], &cards[m], why);
         }
@@ -617,4 +637,87 @@ smp_exchange_is_over(const smp_exchange *x, const smp_device_mark *mark)
     over = x->driver->event_query(mark->end) == SMP_DRIVER_OK;
     smp_driver_leave(x->driver);
     return over;
+}
+
+/* ------------------------------------------------------------------------- the trial
+ */
+
+/* The memory, with the own pattern in it; the context is current. */
+static bool
+begin_trial(smp_exchange *x, char why[SMP_DRIVER_TEXT])
+{
+    const smp_driver *driver = x->driver;
+    trial            *t = &x->trial;
+    size_t            bytes;
+
+    t->piece = x->half < SMP_TRIAL_BYTES ? x->half : SMP_TRIAL_BYTES;
+    bytes = SMP_TRIAL_ROUNDS * t->piece;
+    t->outs = calloc((size_t)x->size, sizeof(uint64_t));
+    t->lengths = calloc((size_t)x->size, sizeof(size_t));
+    if (t->outs == NULL || t->lengths == NULL) {
+        memcpy(why, "out of memory", sizeof("out of memory"));
+        return false;
+    }
+    if (!smp_driver_ok(driver, "cuMemAlloc",
+                       driver->alloc(&t->at, (size_t)(x->size + 1) * bytes), why)) {
+        t->at = 0;
+        return false;
+    }
+    for (int m = 0; m < x->size; m++) {
+        t->outs[m] = t->at + (size_t)(m + 1) * bytes;
+        t->lengths[m] = t->piece;
+    }
+    t->mark = smp_exchange_mark(x, why);
+    if (t->mark == NULL) {
+        return false;
+    }
+    t->gather = (smp_device_gather){.mark = t->mark, .in = t->at, .outs = t->outs};
+    return smp_trial_write(driver, t->at, bytes, x->members[x->self].seed, x->fill,
+                           why) &&
+           record(x, t->mark->begin, x->fill, why);
+}
+
+bool
+smp_exchange_try_fill(smp_exchange *x, int round, char why[SMP_DRIVER_TEXT])
+{
+    bool done = smp_driver_enter(x->driver, x->context, why);
+
+    if (!done) {
+        return note(x, false);
+    }
+    if (round == 0) {
+        done = note(x, begin_trial(x, why));
+    }
+    done =
+        done && smp_exchange_fill(x, &x->trial.gather, (size_t)round * x->trial.piece,
+                                  x->trial.piece, why);
+    smp_driver_leave(x->driver);
+    return done;
+}
+
+bool
+smp_exchange_try_drain(smp_exchange *x, int round, char why[SMP_DRIVER_TEXT])
+{
+    return smp_exchange_drain(x, &x->trial.gather, (size_t)round * x->trial.piece,
+                              x->trial.lengths, why);
+}
+
+bool
+smp_exchange_tried(smp_exchange *x, char why[SMP_DRIVER_TEXT])
+{
+    size_t           bytes = SMP_TRIAL_ROUNDS * x->trial.piece;
+    smp_trial_result result = SMP_TRIAL_RIGHT;
+
+    if (!smp_exchange_finish(x, &x->trial.gather, why) ||
+        !smp_driver_enter(x->driver, x->context, why)) {
+        return note(x, false);
+    }
+    for (int m = 0; m < x->size && result == SMP_TRIAL_RIGHT; m++) {
+        result = smp_trial_read(x->driver, x->trial.outs[m], bytes, x->members[m].seed,
+                                x->drain, why);
+    }
+    smp_driver_leave(x->driver);
+    smp_exchange_put_mark(x, x->trial.mark);
+    (void)note(x, result != SMP_TRIAL_FAILED);
+    return result == SMP_TRIAL_RIGHT;
 }

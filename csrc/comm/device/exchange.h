@@ -26,6 +26,12 @@
  * threads wait for each other's calls alone: nothing can wait in a circle.  (The order
  * of the streams of one rank is that of its operations, which is the same on all.)
  *
+ * Before the first operation the members gather patterns, in SMP_TRIAL_ROUNDS rounds
+ * like those above, and each looks at what has arrived.
+ *
+ * Status     No GPU has run it yet, only a stand-in for the driver
+ *            (tests/core/stand_in.c).  Between hosts there is no path of this kind: an
+ *            all-gather of GPUs goes through NCCL there.
  * Ownership  Tensors are borrowed until the end of the operation's mark.
  * Threads    fill, drain, finish, open, close: one at a time.  mark, begin, join,
  *            is_over, put_mark: one at a time, beside those.
@@ -48,6 +54,7 @@ typedef struct smp_exchange smp_exchange;
 /* What a member shows the others, opaque but for bytes. */
 typedef struct {
     uint64_t          bytes; /* of a half */
+    uint64_t          seed;  /* of the member's pattern (common/pattern.h) */
     smp_driver_handle memory;
     smp_driver_handle filled[2];
     smp_driver_handle read[2];
@@ -83,6 +90,20 @@ smp_exchange *smp_exchange_create(int number, size_t bytes, int size, int self,
  */
 bool smp_exchange_open(smp_exchange *exchange, const smp_exchange_card *cards,
                        char why[SMP_DRIVER_TEXT]);
+
+/* Rounds of the trial: each half is filled, and one of them again. */
+#define SMP_TRIAL_ROUNDS 3
+
+/* What open() is followed by on all members, for each round: as fill() and drain() are
+ * of an operation's. */
+bool smp_exchange_try_fill(smp_exchange *exchange, int round,
+                           char why[SMP_DRIVER_TEXT]);
+bool smp_exchange_try_drain(smp_exchange *exchange, int round,
+                            char why[SMP_DRIVER_TEXT]);
+
+/* Whether all patterns have arrived, after the last of the rounds; waits for that, 10 s
+ * at most. */
+bool smp_exchange_tried(smp_exchange *exchange, char why[SMP_DRIVER_TEXT]);
 
 /* Waits (for a second at most) for the copies under way.  False: they do not end. */
 bool smp_exchange_rest(const smp_exchange *exchange);

@@ -8,7 +8,9 @@
 #include <string.h>
 
 #include "comm/device/retired.h"
+#include "comm/device/trial.h"
 #include "comm/memory/device_card.h"
+#include "common/clock.h"
 #include "common/lock.h"
 
 /* Of every offset and of the size. */
@@ -23,6 +25,7 @@ struct smp_device_pool {
     int                device;
     void              *context;
     uint64_t           base;
+    void              *tried;                    /* owned: the pattern's event */
     void              *events[SMP_DEVICE_SPANS]; /* owned; NULL: not made yet */
     int                dests[SMP_DEVICE_SPANS];  /* who a taken slot was sent to */
     bool               empty;                    /* it has no memory any more */
@@ -73,6 +76,7 @@ give_memory_back(smp_device_pool *pool)
                 (void)driver->event_destroy(pool->events[i]);
             }
         }
+        (void)driver->event_destroy(pool->tried);
         (void)driver->free(pool->base);
         smp_driver_leave(driver);
     }
@@ -108,14 +112,15 @@ static smp_retired_list retired_pools = {
 
 /* -------------------------------------------------------------------- in use */
 
-/* The event of a slot, and its handle on the card, unless they are there. */
+/* An event, and its handle on the card, unless it is there. */
 static bool
-make_event(smp_device_pool *pool, uint32_t slot, char why[SMP_DRIVER_TEXT])
+make_event(const smp_device_pool *pool, void **out, smp_driver_handle *handle,
+           char why[SMP_DRIVER_TEXT])
 {
     const smp_driver *driver = pool->driver;
     void             *event;
 
-    if (pool->events[slot] != NULL) {
+    if (*out != NULL) {
         return true;
     }
     if (!smp_driver_ok(driver, "cuEventCreate",
@@ -125,32 +130,51 @@ make_event(smp_device_pool *pool, uint32_t slot, char why[SMP_DRIVER_TEXT])
         return false;
     }
     if (!smp_driver_ok(driver, "cuIpcGetEventHandle",
-                       driver->event_export(&pool->own->device->events[slot], event),
-                       why)) {
+                       driver->event_export(handle, event), why)) {
         (void)driver->event_destroy(event);
         return false;
     }
-    pool->events[slot] = event;
+    *out = event;
     return true;
 }
 
-/* The memory, and its handle on the card; and the first event, by which a reader sees
- * whether events can be opened. */
+/* What a reader tries it with; the context is current. */
 static bool
-make_memory(smp_device_pool *pool, size_t bytes, char why[SMP_DRIVER_TEXT])
+write_pattern(const smp_device_pool *pool, void *stream, size_t at,
+              char why[SMP_DRIVER_TEXT])
 {
     const smp_driver *driver = pool->driver;
+    smp_device_card  *card = pool->own->device;
+
+    card->seed = (uint64_t)smp_clock_ns() ^ (uint64_t)pool->rank << 56;
+    return smp_trial_write(driver, pool->base + at, SMP_TRIAL_BYTES, card->seed, stream,
+                           why) &&
+           smp_driver_ok(driver, "cuEventRecord",
+                         driver->event_record(pool->tried, stream), why);
+}
+
+/* The memory with its pattern, and its handles on the card. */
+static bool
+make_memory(smp_device_pool *pool, void *stream, size_t bytes,
+            char why[SMP_DRIVER_TEXT])
+{
+    const smp_driver *driver = pool->driver;
+    smp_device_card  *card = pool->own->device;
     bool              made;
 
     if (!smp_driver_enter(driver, pool->context, why)) {
         return false;
     }
-    made = smp_driver_ok(driver, "cuMemAlloc", driver->alloc(&pool->base, bytes), why);
+    made = smp_driver_ok(driver, "cuMemAlloc",
+                         driver->alloc(&pool->base, bytes + SMP_TRIAL_BYTES), why);
     if (made &&
         (!smp_driver_ok(driver, "cuIpcGetMemHandle",
-                        driver->memory_export(&pool->own->device->memory, pool->base),
-                        why) ||
-         !make_event(pool, 0, why))) {
+                        driver->memory_export(&card->memory, pool->base), why) ||
+         !make_event(pool, &pool->tried, &card->tried, why) ||
+         !write_pattern(pool, stream, bytes, why))) {
+        if (pool->tried != NULL) {
+            (void)driver->event_destroy(pool->tried);
+        }
         (void)driver->free(pool->base);
         made = false;
     }
@@ -159,8 +183,8 @@ make_memory(smp_device_pool *pool, size_t bytes, char why[SMP_DRIVER_TEXT])
 }
 
 smp_device_pool *
-smp_device_pool_create(const smp_driver *driver, int device, size_t bytes, int rank,
-                       smp_segment *own, char why[SMP_DRIVER_TEXT])
+smp_device_pool_create(const smp_driver *driver, int device, void *stream, size_t bytes,
+                       int rank, smp_segment *own, char why[SMP_DRIVER_TEXT])
 {
     smp_device_pool       *pool = calloc(1, sizeof(*pool));
     const smp_arena_ground ground = {
@@ -183,7 +207,7 @@ smp_device_pool_create(const smp_driver *driver, int device, size_t bytes, int r
     pool->own = own;
     pool->rank = rank;
     pool->device = device;
-    if (!make_memory(pool, ground.bytes, why)) {
+    if (!make_memory(pool, stream, ground.bytes, why)) {
         goto err_context;
     }
     own->device->bytes = ground.bytes;
@@ -208,7 +232,8 @@ smp_device_pool_take(smp_device_pool *pool, size_t bytes, int dest,
     if (pool->empty || !smp_arena_take(pool->arena, bytes, &out->slot, &out->offset)) {
         return false;
     }
-    if (!make_event(pool, out->slot, why)) {
+    if (!make_event(pool, &pool->events[out->slot],
+                    &pool->own->device->events[out->slot], why)) {
         *fault = true;
         smp_device_pool_give_back(pool, out->slot);
         return false;

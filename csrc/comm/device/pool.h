@@ -2,8 +2,10 @@
  *
  * One allocation, made when the first tensor is to travel in it, exported once, shown
  * on the segment's card.  It never is memory of PyTorch's allocator, whose expandable
- * segments cannot be exported.
+ * segments cannot be exported.  A pattern lies behind its end, for whoever opens it.
  *
+ * Status     No GPU has run it yet, only a stand-in for the driver
+ *            (tests/core/stand_in.c).
  * Ownership  A span that was taken is the caller's until it is sent, then the
  *            receiver's, who gives it back by one store (a block's release).
  * Threads    create, take, give_back, withdraw, retire: one at a time.
@@ -37,11 +39,12 @@ typedef struct {
     pid_t        pid;
 } smp_device_reader;
 
-/* Makes and shows it; `bytes` are rounded up to a multiple of 64.  Holds references to
- * the device's primary context and to `own`, the segment of this rank.  NULL: no. */
+/* Makes and shows it; `bytes` are rounded up to a multiple of 64.  `stream` writes the
+ * pattern.  Holds references to the device's primary context and to `own`, the segment
+ * of this rank.  NULL: no. */
 smp_device_pool *smp_device_pool_create(const smp_driver *driver, int device,
-                                        size_t bytes, int rank, smp_segment *own,
-                                        char why[SMP_DRIVER_TEXT]);
+                                        void *stream, size_t bytes, int rank,
+                                        smp_segment *own, char why[SMP_DRIVER_TEXT]);
 
 /* Room for `bytes` that go to `dest`.  False: full, or (*fault) its event cannot be
  * made.  The context is current. */

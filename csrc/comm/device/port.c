@@ -3,14 +3,17 @@
 
 #include <sched.h>
 #include <stdatomic.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "comm/device/pool.h"
+#include "comm/device/trial.h"
 #include "comm/memory/block.h"
 #include "comm/memory/device_card.h"
 #include "common/clock.h"
 #include "common/fork.h"
+#include "common/log.h"
 
 /* How long destroy waits for copies. */
 #define FINISH_NS (1 * SMP_NS_PER_S)
@@ -48,6 +51,10 @@ struct smp_device_port {
     void             *context;
     void             *stream; /* owned */
     void             *fence;  /* owned: an event, for what the user's stream was told */
+    uint64_t          arrived; /* owned: where a pattern arrives */
+    void             *trial;   /* owned: the stream of a trial that failed, on which the
+                                  device may be working still, and its event */
+    void *written;
 
     reading *first; /* owned */
     reading *last;
@@ -56,6 +63,7 @@ struct smp_device_port {
     _Atomic(smp_device_pool *) pool;  /* owned */
     _Atomic int                state; /* port_state; `why` is written before SHUT */
     char                       why[SMP_DRIVER_TEXT];
+    _Atomic bool               distrusted; /* by groups */
     _Atomic bool               useless; /* nobody can open the pool: it has no memory */
     _Atomic uint64_t           tensors;
     _Atomic uint64_t           sent;
@@ -79,6 +87,14 @@ shut(smp_device_port *port)
                                        SMP_READER_OPENING);
     }
     atomic_store(&port->state, PORT_SHUT);
+}
+
+/* The same after a trial that failed, here or on another rank; others follow. */
+static void
+give_up(smp_device_port *port)
+{
+    atomic_store(&port->own->device->distrusts, 1);
+    shut(port);
 }
 
 /* -------------------------------------------------------------------- opening */
@@ -113,10 +129,16 @@ open_device(smp_device_port *port, int number)
                        why)) {
         goto err_stream;
     }
+    if (!smp_driver_ok(driver, "cuMemAlloc",
+                       driver->alloc(&port->arrived, SMP_TRIAL_BYTES), why)) {
+        goto err_fence;
+    }
     smp_driver_leave(port->driver);
     port->number = number;
     return true;
 
+err_fence:
+    (void)driver->event_destroy(port->fence);
 err_stream:
     (void)driver->stream_destroy(port->stream);
     port->stream = NULL;
@@ -139,8 +161,8 @@ is_open(smp_device_port *port, int number)
             return false;
         }
         atomic_store(&port->state, PORT_OPEN);
-        pool = smp_device_pool_create(port->driver, port->device, port->bytes,
-                                      port->rank, port->own, port->why);
+        pool = smp_device_pool_create(port->driver, port->device, port->stream,
+                                      port->bytes, port->rank, port->own, port->why);
         if (pool == NULL) {
             shut(port);
             return false;
@@ -187,14 +209,95 @@ span_event(const smp_device_port *port, reader_of *peer, uint32_t slot,
                          port->driver->event_open(&peer->events[slot], handle), why);
 }
 
+/* Copies the pattern out of a pool as tensors will be, on a stream of its own: the
+ * port's may have to wait for tensors.  Takes `written`, the pattern's event; the
+ * context is current. */
+static smp_trial_result
+try_pool(smp_device_port *port, const reader_of *peer, void *written,
+         char why[SMP_DRIVER_TEXT])
+{
+    const smp_driver      *driver = port->driver;
+    const smp_device_card *its = peer->segment->device;
+    smp_trial_result       result = SMP_TRIAL_FAILED;
+    void                  *stream;
+
+    if (!smp_driver_ok(driver, "cuStreamCreate",
+                       driver->stream_create(&stream, SMP_DRIVER_STREAM_ALONE), why)) {
+        (void)driver->event_destroy(written);
+        return SMP_TRIAL_FAILED;
+    }
+    if (smp_driver_ok(driver, "cuStreamWaitEvent",
+                      driver->stream_wait(stream, written, 0), why) &&
+        smp_driver_ok(driver, "cuMemcpyDtoDAsync",
+                      driver->copy(port->arrived, peer->base + its->bytes,
+                                   SMP_TRIAL_BYTES, stream),
+                      why)) {
+        result = smp_trial_read(driver, port->arrived, SMP_TRIAL_BYTES, its->seed,
+                                stream, why);
+    }
+    if (result == SMP_TRIAL_FAILED) {
+        port->trial = stream;
+        port->written = written;
+    } else {
+        (void)driver->stream_destroy(stream);
+        (void)driver->event_destroy(written);
+    }
+    return result;
+}
+
+/* The trial of the pool of `rank` has failed. */
+static void
+distrust(smp_device_port *port, int rank, const char why[SMP_DRIVER_TEXT])
+{
+    int its = port->ask.name(port->ask.comm, rank);
+
+    snprintf(port->why, sizeof(port->why), "trial with rank %d: %.*s", its,
+             SMP_DRIVER_TEXT - 40, why);
+    give_up(port);
+    smp_warn("tensors between the GPUs of this host go through host memory: the way "
+             "from the device pool of rank %d to rank %d was tried and cannot be "
+             "relied on: %s",
+             its, port->ask.name(port->ask.comm, port->rank), why);
+}
+
+/* Opens the pool of `rank` and tries it: what the own card says of it then. */
+static uint32_t
+open_and_try(smp_device_port *port, int rank, reader_of *peer)
+{
+    const smp_driver *driver = port->driver;
+    smp_device_card  *its = peer->segment->device;
+    void             *written;
+    smp_trial_result  result;
+    char              why[SMP_DRIVER_TEXT];
+
+    /* No way between the two devices or processes: not a failure. */
+    if (!smp_driver_ok(
+            driver, "cuIpcOpenMemHandle",
+            driver->memory_open(&peer->base, its->memory, SMP_DRIVER_OPEN_WITH_PEERS),
+            why)) {
+        peer->base = 0;
+        return SMP_READER_REFUSED;
+    }
+    if (!smp_driver_ok(driver, "cuIpcOpenEventHandle",
+                       driver->event_open(&written, its->tried), why)) {
+        (void)driver->memory_close(peer->base);
+        peer->base = 0;
+        return SMP_READER_REFUSED;
+    }
+    result = try_pool(port, peer, written, why);
+    if (result != SMP_TRIAL_RIGHT) {
+        distrust(port, rank, why);
+        return SMP_READER_OPENING; /* it has the memory, and does not use it */
+    }
+    return SMP_READER_OPEN;
+}
+
 /* Opens the pool of `rank` if it is shown and this was not tried yet. */
 static void
 open_pool(smp_device_port *port, int rank, reader_of *peer)
 {
     _Atomic uint32_t *mine = &port->own->device->pools[rank];
     smp_device_card  *its = peer->segment->device;
-    smp_driver_handle memory;
-    char              why[SMP_DRIVER_TEXT];
 
     if (atomic_load(mine) != SMP_READER_NONE ||
         atomic_load(&its->shown) != SMP_POOL_SHOWN) {
@@ -206,24 +309,13 @@ open_pool(smp_device_port *port, int rank, reader_of *peer)
         atomic_store(mine, SMP_READER_CLOSED);
         return;
     }
-    memory = its->memory;
     if (!smp_driver_enter(port->driver, port->context, port->why)) {
         atomic_store(mine, SMP_READER_REFUSED);
         shut(port);
         return;
     }
-    /* No way between the two devices or processes: not a failure. */
-    if (!smp_driver_ok(
-            port->driver, "cuIpcOpenMemHandle",
-            port->driver->memory_open(&peer->base, memory, SMP_DRIVER_OPEN_WITH_PEERS),
-            why)) {
-        peer->base = 0;
-    } else if (!span_event(port, peer, 0, why)) {
-        (void)port->driver->memory_close(peer->base);
-        peer->base = 0;
-    }
+    atomic_store(mine, open_and_try(port, rank, peer));
     smp_driver_leave(port->driver);
-    atomic_store(mine, peer->base != 0 ? SMP_READER_OPEN : SMP_READER_REFUSED);
 }
 
 void
@@ -231,9 +323,28 @@ smp_device_meet(smp_device_port *port, int rank, int device)
 {
     reader_of *peer = peer_of(port, rank);
 
-    if (peer != NULL && is_open(port, device)) {
+    if (peer == NULL || !is_open(port, device)) {
+        return;
+    }
+    if (atomic_load(&peer->segment->device->distrusts)) {
+        snprintf(port->why, sizeof(port->why), "a trial failed on rank %d",
+                 port->ask.name(port->ask.comm, rank));
+        give_up(port);
+    } else {
         open_pool(port, rank, peer);
     }
+}
+
+void
+smp_device_distrust(smp_device_port *port)
+{
+    atomic_store(&port->distrusted, true);
+}
+
+bool
+smp_device_is_distrusted(const smp_device_port *port)
+{
+    return atomic_load(&port->distrusted);
 }
 
 int
@@ -274,15 +385,14 @@ copy_between(const smp_device_port *port, uint64_t to, uint64_t from, size_t byt
                          driver->stream_wait(user, after, 0), why);
 }
 
-/* Waits until the own stream has nothing to do; false: it does not come to that. */
+/* Waits until a stream has nothing to do; false: it does not come to that. */
 static bool
-drain(const smp_device_port *port)
+comes_to_rest(const smp_device_port *port, void *stream)
 {
     int64_t until = smp_clock_ns() + FINISH_NS;
     int     result;
 
-    while ((result = port->driver->stream_query(port->stream)) ==
-               SMP_DRIVER_NOT_READY &&
+    while ((result = port->driver->stream_query(stream)) == SMP_DRIVER_NOT_READY &&
            smp_clock_ns() < until) {
         sched_yield();
     }
@@ -330,7 +440,9 @@ copy_out(smp_device_port *port, int dest, uint64_t data, size_t bytes, void *str
     if (take_span(port, dest, bytes, &span)) {
         if (!copy_between(port, span.at, data, bytes, stream, NULL, span.event, &begun,
                           port->why)) {
-            if (!begun || drain(port)) { /* else the span is never used again */
+            if (!begun ||
+                comes_to_rest(port,
+                              port->stream)) { /* else the span is never used again */
                 smp_device_pool_give_back(atomic_load(&port->pool), span.slot);
             }
             shut(port);
@@ -467,7 +579,7 @@ copy_in(smp_device_port *port, reader_of *peer, smp_block *block, uint64_t to,
     }
     if (!copy_between(port, to, peer->base + block->offset, block->bytes, stream,
                       peer->events[block->slot], r->event, &begun, why)) {
-        *running = begun && !drain(port);
+        *running = begun && !comes_to_rest(port, port->stream);
         put_spare(port, r);
         return false;
     }
@@ -629,13 +741,19 @@ smp_device_port_destroy(smp_device_port *port)
     }
     entered =
         port->stream != NULL && smp_driver_enter(port->driver, port->context, why);
-    quiet = entered && drain(port);
+    quiet = entered && comes_to_rest(port, port->stream) &&
+            (port->trial == NULL || comes_to_rest(port, port->trial));
     free_readings(port, port->first, quiet);
     free_readings(port, port->spare, quiet);
     if (quiet) {
         close_pools(port);
         (void)port->driver->event_destroy(port->fence);
         (void)port->driver->stream_destroy(port->stream);
+        (void)port->driver->free(port->arrived);
+        if (port->trial != NULL) {
+            (void)port->driver->event_destroy(port->written);
+            (void)port->driver->stream_destroy(port->trial);
+        }
     }
     if (entered) {
         smp_driver_leave(port->driver);

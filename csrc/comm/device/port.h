@@ -18,6 +18,16 @@
  *
  * A rank has one port and a port one device, the first that is used.
  *
+ * The pool of a rank is tried before tensors come from it: its owner has put a pattern
+ * there, which the reader copies as it will copy tensors, and compares.  The reader
+ * waits for that, 10 s at most; tensors go through host memory until it is open.  Other
+ * bytes, an error and no end are the same: both ranks' ports are shut, with one warning
+ * (smp_warn), and so is that of every rank that sends to one of them, or hears from one
+ * of them, later.
+ *
+ * Status     No GPU has run it yet, only a stand-in for the driver
+ *            (tests/core/stand_in.c).  Between devices of other hosts there is no path
+ *            of this kind: tensors go through host memory.
  * Ownership  put gives a block to the caller, get takes one, whatever it returns.
  * Threads    put, get, meet, sweep: one at a time (the server's baton guarantees it).
  *            measure, device: any.
@@ -40,13 +50,14 @@
 typedef struct smp_comm        smp_comm;
 typedef struct smp_device_port smp_device_port;
 
-/* Whom a port asks for another rank's memory (comm/neighbour.h), and whether it is
- * gone, in order (left) or not. */
+/* Whom a port asks for another rank's memory (comm/neighbour.h), whether it is gone, in
+ * order (left) or not, and what messages call it. */
 typedef struct {
     const smp_comm *comm; /* borrowed, until the port is destroyed */
     bool (*neighbour)(const smp_comm *comm, int rank, smp_neighbour *out);
     bool (*gone)(const smp_comm *comm, int rank);
     bool (*left)(const smp_comm *comm, int rank);
+    int (*name)(const smp_comm *comm, int rank);
 } smp_device_peers;
 
 /* What smp_device_measure() reports; counts since create. */
@@ -70,12 +81,17 @@ smp_device_port *smp_device_port_create(const smp_device_peers *peers, smp_segme
  * back what it has received.  Takes NULL. */
 void smp_device_port_destroy(smp_device_port *port);
 
+/* A path between devices of this host was tried elsewhere and cannot be relied on: the
+ * groups of this comm are not to try it.  Any thread. */
+void smp_device_distrust(smp_device_port *port);
+bool smp_device_is_distrusted(const smp_device_port *port);
+
 /* The number of the device that this rank reads and writes on, or -1. */
 int smp_device_number(const smp_device_port *port);
 
 /* Device number `device` is this rank's, and `rank` is one that tensors of it come from
- * or go to: makes the own pool, opens that of `rank` once it is shown.  From then on
- * put() there and get() from there work.  Cheap when it is done already. */
+ * or go to: makes the own pool, opens and tries that of `rank` once it is shown.  From
+ * then on put() there and get() from there work.  Cheap when it is done already. */
 void smp_device_meet(smp_device_port *port, int rank, int device);
 
 /* A block for `dest` with the `bytes` at `data`, on device number `device`, as they are

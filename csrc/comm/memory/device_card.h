@@ -2,16 +2,24 @@
  * segment.
  *
  * The owner writes it when it makes the pool, once, and says so in `shown`.  Each other
- * rank that has a device opens the pool then, and says on its own card, under the
- * owner's number, how that went: in this order both know what the other can do, and
- * nobody has to wait.
+ * rank that has a device opens the pool then, tries it with the pattern behind its end,
+ * and says on its own card, under the owner's number, how that went: in this order both
+ * know what the other can do, and nobody has to wait for the other.
  *
  *   owner's shown    NONE -> SHOWN -> WITHDRAWN   (its comm or device has ended)
  *   reader's card    NONE -> OPENING -> OPEN -> CLOSED   (pools[owner])
  *                                  \-> REFUSED
  *
  * A reader at OPENING or OPEN may touch the pool's memory; the owner sends to a reader
- * at OPEN.  One whose device fails goes back to OPENING: it still has the memory.
+ * at OPEN.  One whose device fails goes back to OPENING, and one whose trial fails
+ * stays there: it still has the memory.
+ *
+ * A rank that has seen a trial fail says so in `distrusts`, for good.  Others see that
+ * there before they send to it or open its pool, give up likewise, and say so: so a
+ * path that does not work is off for all ranks of the host that send each other
+ * tensors.
+ *
+ * Status  No GPU has run it yet, only a stand-in for the driver.
  */
 #ifndef SMP_COMM_MEMORY_DEVICE_CARD_H
 #define SMP_COMM_MEMORY_DEVICE_CARD_H
@@ -35,10 +43,12 @@ enum {
 };
 
 typedef struct {
-    _Atomic uint32_t  shown; /* SMP_POOL_*; the four below are written before it */
-    uint32_t          unused;
-    uint64_t          bytes;
+    _Atomic uint32_t  shown;     /* SMP_POOL_*; the five below are written before it */
+    _Atomic uint32_t  distrusts; /* 1: a trial failed */
+    uint64_t          bytes;     /* of the pool; SMP_TRIAL_BYTES of a pattern follow */
+    uint64_t          seed;      /* of that (common/pattern.h) */
     smp_driver_handle memory;
+    smp_driver_handle tried; /* an event: the pattern is there */
     smp_driver_handle
                      events[SMP_DEVICE_SPANS]; /* written before the slot's first use */
     _Atomic uint32_t states[SMP_DEVICE_SPANS]; /* SMP_SLOT_* */

@@ -17,7 +17,7 @@
 #include "common/status.h"
 
 /* Changes with every change of the two tables. */
-#define SMP_TRANSPORT_ABI 8
+#define SMP_TRANSPORT_ABI 9
 
 typedef struct smp_comm smp_comm;
 
@@ -73,6 +73,9 @@ typedef struct {
 
     /* Whether one of the two was called for `rank`.  Any thread. */
     bool (*gone)(const smp_comm *comm, int rank);
+
+    /* What messages call `rank`.  Any thread. */
+    int (*name)(const smp_comm *comm, int rank);
 
     /* Whether a thread sleeps in smp_comm_receive(): nothing else runs on this rank. */
     bool (*waiting)(const smp_comm *comm);

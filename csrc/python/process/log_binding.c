@@ -1,4 +1,4 @@
-/* log and log_rank of smp._core. */
+/* log, log_rank and take_warning of smp._core. */
 #include "python/process/log_binding.h"
 
 #include "common/log.h"
@@ -31,10 +31,26 @@ log_rank(PyObject *module, PyObject *arg)
     Py_RETURN_NONE;
 }
 
+/* take_warning() -> the text that waits, or None */
+static PyObject *
+take_warning(PyObject *module, PyObject *unused)
+{
+    char text[SMP_WARNING_BYTES];
+
+    (void)module;
+    (void)unused;
+    if (!smp_warning_take(text)) {
+        Py_RETURN_NONE;
+    }
+    return PyUnicode_DecodeUTF8(text, (Py_ssize_t)strlen(text), "replace");
+}
+
 static PyMethodDef functions[] = {
     {"log", log_text, METH_O,
      "log(text)\n--\n\nA line on stderr where SMP_LOG is info."},
     {"log_rank", log_rank, METH_O, "log_rank(rank)\n--\n\nWhose lines these are."},
+    {"take_warning", take_warning, METH_NOARGS,
+     "take_warning()\n--\n\nWhat the core has to warn the script of, once; or None."},
     {NULL, NULL, 0, NULL},
 };
 

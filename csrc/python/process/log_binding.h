@@ -7,7 +7,7 @@
 
 #include <Python.h>
 
-/* Adds log() and log_rank().  0, or -1 with an exception. */
+/* Adds log(), log_rank() and take_warning().  0, or -1 with an exception. */
 int smp_python_add_log(PyObject *module);
 
 #endif

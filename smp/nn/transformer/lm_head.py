@@ -4,9 +4,9 @@ import torch
 from torch import Tensor, nn
 
 from smp.nn.cross_entropy import vocabulary_parallel_cross_entropy
+from smp.nn.distributed_linear import DistributedLinear
 from smp.nn.embedding import DistributedEmbedding
 from smp.nn.layer_norm import FusedLayerNorm
-from smp.nn.linear import DistributedLinear
 from smp.nn.transformer.layer import DistributedTransformer
 from smp.nn.transformer.options import Options, takes
 from smp.nn.transformer.seeds import dropout_of_stream

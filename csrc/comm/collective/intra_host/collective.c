@@ -88,7 +88,7 @@ choose_device_way(smp_collective *op, size_t most)
     op->is_small = true; /* no address in the notices */
     if (op->call.offer != NULL) {
         op->way = SMP_BY_MEETING;
-        op->steps = 2;
+        op->steps = SMP_DEVICES_STEPS;
         return;
     }
     half = smp_exchange_half(op->devices.exchange);
@@ -463,16 +463,6 @@ collect_device(smp_collective *op, int *member)
     return SMP_OK;
 }
 
-static void
-collect_meeting(smp_collective *op)
-{
-    if (op->step == 0) {
-        smp_devices_open(&op->devices);
-    } else {
-        smp_devices_decide(&op->devices);
-    }
-}
-
 /* ---------------------------------------------------------------------- agreement */
 
 static const uint64_t *
@@ -657,9 +647,9 @@ smp_collective_prepare(smp_collective *op)
 {
     smp_epoch_barrier *barrier = op->barrier;
 
-    if (op->way == SMP_BY_MEETING && op->step == 0) {
+    if (op->way == SMP_BY_MEETING) {
         op->devices.skip = op->header;
-        smp_devices_offer(&op->devices, op->call.offer);
+        smp_devices_prepare(&op->devices, op->step, op->call.offer);
     }
     if (op->way != SMP_BY_DEVICE ||
         smp_exchange_fill(op->devices.exchange, op->call.gather, round_skip(op),
@@ -755,7 +745,7 @@ smp_collective_collect(smp_collective *op, bool *whole, int *member)
     case SMP_BY_DEVICE:
         return collect_device(op, member);
     case SMP_BY_MEETING:
-        collect_meeting(op);
+        smp_devices_collect(&op->devices, op->step);
         return SMP_OK;
     case SMP_BY_MEMORY:
         break;

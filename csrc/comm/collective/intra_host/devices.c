@@ -6,9 +6,14 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* In the slot of the first step; without the card in that of the second. */
+#include "comm/device/port.h"
+#include "comm/neighbour.h"
+#include "common/log.h"
+
+/* In a slot of the meeting; the card in that of the first step alone. */
 typedef struct {
-    uint64_t          willing;
+    uint32_t          willing;
+    uint32_t          tried; /* ... and that is why it is not willing */
     char              why[SMP_DRIVER_TEXT];
     smp_exchange_card card;
 } word;
@@ -35,22 +40,32 @@ next_word(const smp_devices *devices)
 static bool
 all_willing(smp_devices *devices)
 {
-    for (int m = 0; m < devices->barrier->size; m++) {
-        const word *its = word_of(devices, m, devices->barrier->step);
+    const smp_epoch_barrier *barrier = devices->barrier;
 
-        if (!its->willing) {
-            snprintf(devices->why, sizeof(devices->why), "rank %d: %.*s",
-                     smp_comm_name(devices->barrier->comm,
-                                   devices->barrier->members[m].rank),
-                     (int)sizeof(its->why) - 1, its->why);
-            return false;
+    for (int m = 0; m < barrier->size; m++) {
+        const word *its = word_of(devices, m, barrier->step);
+
+        if (its->willing) {
+            continue;
         }
+        snprintf(devices->why, sizeof(devices->why), "rank %d: %.*s",
+                 smp_comm_name(barrier->comm, barrier->members[m].rank),
+                 (int)sizeof(its->why) - 1, its->why);
+        if (its->tried) {
+            smp_device_distrust(smp_comm_device(barrier->comm));
+        }
+        if (its->tried && m == barrier->self) {
+            smp_warn("all-gathers of the GPUs of this host go through NCCL: the way "
+                     "between their memories was tried and cannot be relied on: %s",
+                     devices->why);
+        }
+        return false;
     }
     return true;
 }
 
-void
-smp_devices_offer(smp_devices *devices, const smp_device_offer *offer)
+static void
+offer_exchange(smp_devices *devices, const smp_device_offer *offer)
 {
     const smp_epoch_barrier *barrier = devices->barrier;
     word                    *own = next_word(devices);
@@ -58,6 +73,10 @@ smp_devices_offer(smp_devices *devices, const smp_device_offer *offer)
     smp_devices_fini(
         devices); /* what an earlier meeting left, in which calls differed */
     memset(own, 0, sizeof(*own));
+    if (smp_device_is_distrusted(smp_comm_device(barrier->comm))) {
+        snprintf(own->why, sizeof(own->why), "a trial in another group failed");
+        return;
+    }
     if (offer->bytes < 128) {
         snprintf(own->why, sizeof(own->why), "comm_device_gather_bytes is %zu",
                  offer->bytes);
@@ -68,19 +87,15 @@ smp_devices_offer(smp_devices *devices, const smp_device_offer *offer)
     own->willing = devices->exchange != NULL;
 }
 
-void
-smp_devices_open(smp_devices *devices)
+static void
+open_exchange(smp_devices *devices, word *own)
 {
     const smp_epoch_barrier *barrier = devices->barrier;
     smp_exchange_card       *cards;
-    word                    *own = next_word(devices);
 
-    own->willing = 0;
-    if (!all_willing(devices)) {
-        return;
-    }
     cards = calloc((size_t)barrier->size, sizeof(*cards));
     if (cards == NULL) {
+        own->willing = 0;
         memcpy(own->why, "out of memory", sizeof("out of memory"));
         return;
     }
@@ -93,15 +108,50 @@ smp_devices_open(smp_devices *devices)
     free(cards);
 }
 
-void
-smp_devices_decide(smp_devices *devices)
+/* What became of a part of the trial goes into the own slot. */
+static void
+say(word *own, bool well)
 {
-    /* Who was not willing at first has said so to all already. */
-    devices->met = devices->why[0] == '\0' && all_willing(devices);
-    if (!devices->met) {
+    own->willing = own->willing && well;
+    own->tried = !own->willing;
+}
+
+void
+smp_devices_prepare(smp_devices *devices, size_t step, const smp_device_offer *offer)
+{
+    word *own = next_word(devices);
+
+    if (step == 0) {
+        offer_exchange(devices, offer);
+    } else if (step <= SMP_TRIAL_ROUNDS && own->willing) {
+        say(own, smp_exchange_try_fill(devices->exchange, (int)step - 1, own->why));
+    }
+}
+
+void
+smp_devices_collect(smp_devices *devices, size_t step)
+{
+    bool  last = step + 1 == SMP_DEVICES_STEPS;
+    bool  willing = devices->why[0] == '\0' && all_willing(devices);
+    word *own = last ? NULL : next_word(devices);
+
+    if (!willing) {
         smp_devices_fini(devices);
     }
-    atomic_store(&devices->decided, true);
+    if (last) {
+        devices->met = willing;
+        atomic_store(&devices->decided, true);
+        return;
+    }
+    own->willing = willing;
+    own->tried = 0;
+    if (willing && step == 0) {
+        open_exchange(devices, own);
+    } else if (willing) {
+        say(own, smp_exchange_try_drain(devices->exchange, (int)step - 1, own->why) &&
+                     (step < SMP_TRIAL_ROUNDS ||
+                      smp_exchange_tried(devices->exchange, own->why)));
+    }
 }
 
 void

@@ -1,12 +1,18 @@
 /* How the members of a group gather tensors of their devices (comm/device/exchange.h),
  * if all are on one host.
  *
- * They *meet* once, in an operation of two steps: each shows the others what it has
- * made on its device, opens what they have made, and says whether it could.  Either all
- * could, or none uses it ever after: the answer is the same on all.  Then each gather
- * is a number of rounds, one step each: before a member posts the step its device is
- * told to fill its half, and when all have, to drain the others'.
+ * They *meet* once, in an operation of SMP_DEVICES_STEPS steps: each shows the others
+ * what it has made on its device, opens what they have made, gathers patterns with them
+ * in the rounds of a trial, and says in each step whether all went well.  Either it did
+ * for all, or none uses it ever after: the answer is the same on all.  After a trial
+ * that failed one of them has warned (smp_warn), and no other group of the comm tries.
  *
+ * Then each gather is a number of rounds, one step each: before a member posts the step
+ * its device is told to fill its half, and when all have, to drain the others'.
+ *
+ * Status   No GPU has run it yet, only a stand-in for the driver
+ *          (tests/core/stand_in.c).  A group of several hosts does not meet: its
+ *          all-gathers of GPUs go through NCCL.
  * Threads  one at a time.
  */
 #ifndef SMP_COMM_COLLECTIVE_INTRA_HOST_DEVICES_H
@@ -18,6 +24,9 @@
 
 #include "comm/collective/intra_host/epoch_barrier.h"
 #include "comm/device/exchange.h"
+
+/* The offer, the rounds of the trial, and the last word. */
+#define SMP_DEVICES_STEPS (2 + SMP_TRIAL_ROUNDS)
 
 /* Room for a rank and what it says. */
 #define SMP_DEVICES_TEXT (SMP_DRIVER_TEXT + 32)
@@ -31,14 +40,14 @@ typedef struct {
     char         why[SMP_DEVICES_TEXT]; /* ... or none does, for this */
 } smp_devices;
 
-/* The first step of a meeting: makes what is offered, and fills the own slot. */
-void smp_devices_offer(smp_devices *devices, const smp_device_offer *offer);
+/* Step `step` of a meeting is posted next: does what all must have done by then, and
+ * completes the own slot.  The first makes what is offered. */
+void smp_devices_prepare(smp_devices *devices, size_t step,
+                         const smp_device_offer *offer);
 
-/* All have posted it: opens what they show, and fills the slot of the second. */
-void smp_devices_open(smp_devices *devices);
-
-/* All have posted that. */
-void smp_devices_decide(smp_devices *devices);
+/* All have posted it: does what follows, and begins the slot of the next step.  The
+ * last decides. */
+void smp_devices_collect(smp_devices *devices, size_t step);
 
 /* Gives back what the device has; before the epoch barrier's end. */
 void smp_devices_fini(smp_devices *devices);

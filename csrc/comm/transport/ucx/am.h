@@ -2,6 +2,7 @@
 #ifndef SMP_COMM_TRANSPORT_UCX_AM_H
 #define SMP_COMM_TRANSPORT_UCX_AM_H
 
+#include <stddef.h>
 #include <stdint.h>
 
 /* The number of our active messages, of our choice. */
@@ -11,9 +12,18 @@ typedef enum {
     SMP_UCX_AM_HELLO = 1, /* the first one of a connection */
     SMP_UCX_AM_HEAD =
         2, /* a message of `first` bytes and `second` blocks: arrivals.h */
-    SMP_UCX_AM_BLOCK = 3,  /* block `first` of a message */
-    SMP_UCX_AM_GOODBYE = 4 /* the last one */
+    SMP_UCX_AM_BLOCK = 3,   /* block `first` of a message */
+    SMP_UCX_AM_GOODBYE = 4, /* the last one */
+
+    /* Patterns that follow the first hello, sent as a head and as a block are. */
+    SMP_UCX_AM_TRY_HEAD = 5,
+    SMP_UCX_AM_TRY_BLOCK = 6
 } smp_ucx_am_kind;
+
+/* Bytes of the two patterns (common/pattern.h), whose seeds are the pass and its
+ * bits the other way round. */
+#define SMP_UCX_TRY_HEAD_BYTES ((size_t)1000)
+#define SMP_UCX_TRY_BLOCK_BYTES ((size_t)65536)
 
 typedef struct {
     uint64_t pass; /* the receiver's; see introduction.h */

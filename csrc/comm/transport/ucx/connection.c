@@ -19,6 +19,7 @@
 #include "comm/transport/ucx/transfer.h"
 #include "common/clock.h"
 #include "common/fork.h"
+#include "common/log.h"
 
 /* How long the end lets UCX close its connections. */
 #define CLOSE_NS (1 * SMP_NS_PER_S)
@@ -94,6 +95,20 @@ peer_create(smp_ucx *self, int rank, int fd, smp_ucx_peer **out)
 err_destroy:
     smp_ucx_peer_destroy(p);
     return status;
+}
+
+/* The first of a rank's peers over which a trial fails is told of. */
+static void
+warn(smp_ucx *self, const smp_ucx_peer *p, const char *how)
+{
+    if (!self->has_warned) {
+        self->has_warned = true;
+        smp_warn(
+            "rank %d does not talk to rank %d over UCX, which was tried and cannot "
+            "be relied on between them: %s; the next of comm_transports serves",
+            self->host->name(self->host->comm, self->host->rank),
+            self->host->name(self->host->comm, p->rank), how);
+    }
 }
 
 /* Gives a peer up before it was reached. */
@@ -270,17 +285,24 @@ is_fast(const smp_ucx_peer *p)
 
 /* Sees how far the meeting with a peer is. */
 static void
-attend(const smp_ucx *self, smp_ucx_peer *p)
+attend(smp_ucx *self, smp_ucx_peer *p)
 {
     char what;
 
     if (p->fault != SMP_OK) {
+        if (p->distrust != NULL) {
+            warn(self, p, p->distrust);
+        }
         drop_peer(p);
         return;
     }
-    if (p->heard && !p->told) {
+    if (p->heard && !p->told && !self->named && !is_fast(p)) {
+        drop_peer(p);
+        return;
+    }
+    if (p->heard && p->tried_head && p->tried_block && !p->told) {
         p->told = true;
-        if ((!self->named && !is_fast(p)) || !smp_lifeline_say(p->fd, SMP_UCX_AGREED)) {
+        if (!smp_lifeline_say(p->fd, SMP_UCX_AGREED)) {
             drop_peer(p);
             return;
         }
@@ -363,6 +385,9 @@ settle(smp_ucx *self, bool *reached, int *failed)
         smp_ucx_peer *p = self->peers[r];
 
         if (p != NULL && !p->gone && !p->met) {
+            if (p->heard && !p->told) {
+                warn(self, p, "a pattern did not arrive in time");
+            }
             drop_peer(p);
         }
         if (p == NULL || p->gone) {

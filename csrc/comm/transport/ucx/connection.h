@@ -1,9 +1,14 @@
 /* How two ranks come to be connected over UCX, and how that ends.
  *
  * They meet over TCP (comm/transport/connecting/meet.h), tell each other where their
- * workers are (introduction.h) and say hello over UCX.  A rank is reached when each
- * side has heard the other's hello and told so.
+ * workers are (introduction.h), say hello over UCX, and send two patterns after it, one
+ * as heads travel and one as blocks do.  A rank is reached when each side has heard the
+ * other's hello, found the patterns right, and told so.  A pair in which one side has
+ * not is not reached over UCX, for good, and the next transport is tried: so it is for
+ * other bytes, errors and patterns that do not come in time, for which that side warns
+ * (smp_warn).
  *
+ * Status   UCX has run over TCP and shared memory, on no InfiniBand or RoCE yet.
  * Threads  whichever may call UCX; see transfer.h.
  */
 #ifndef SMP_COMM_TRANSPORT_UCX_CONNECTION_H

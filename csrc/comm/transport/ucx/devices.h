@@ -1,5 +1,6 @@
 /* Which of this host's network devices UCX is to use.
  *
+ * Status   No host with InfiniBand or RoCE has run it yet.
  * Threads  any.
  */
 #ifndef SMP_COMM_TRANSPORT_UCX_DEVICES_H

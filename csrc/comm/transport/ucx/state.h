@@ -1,4 +1,7 @@
-/* What the files of this folder share: the transport, and the ranks that it reaches. */
+/* What the files of this folder share: the transport, and the ranks that it reaches.
+ *
+ * Status  UCX has run over TCP and shared memory, on no InfiniBand or RoCE yet.
+ */
 #ifndef SMP_COMM_TRANSPORT_UCX_STATE_H
 #define SMP_COMM_TRANSPORT_UCX_STATE_H
 
@@ -30,9 +33,13 @@ struct smp_ucx_peer {
     uint64_t  their_pass; /* for what we send */
     uint64_t  our_pass;   /* in what it sends */
     bool      heard;      /* its hello has come */
-    bool      told;       /* that has been said to it */
-    bool      agreed;     /* it has heard ours, and said so */
-    bool      met;        /* both */
+    bool      tried_head; /* its patterns have come, and are right */
+    bool      tried_block;
+    bool      told;   /* all that has been said to it */
+    bool      agreed; /* it has heard ours, and said so */
+    bool      met;    /* both */
+
+    const char *distrust; /* a trial failed: how; NULL: none did */
 
     /* The progress thread's, once connected. */
     uint64_t         sent;         /* messages */
@@ -50,6 +57,7 @@ struct smp_ucx {
     const smp_ucp  *ucp;   /* the library's */
     bool            only;  /* comm_interface names what may be used */
     bool            named; /* comm_transports asks for it */
+    bool            has_warned;
     char            secret[SMP_LIFELINE_SECRET];
     smp_tcp_door    door;
     ucp_context    *context; /* owned; NULL: nobody is wanted */

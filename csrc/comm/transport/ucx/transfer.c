@@ -7,6 +7,7 @@
 #include "comm/transport/body.h"
 #include "comm/transport/ucx/am.h"
 #include "common/jitter.h"
+#include "common/pattern.h"
 
 /* A message on its way out. */
 struct smp_ucx_outgoing {
@@ -29,7 +30,7 @@ struct smp_ucx_incoming {
     smp_ucx_am        head;
     smp_block        *block; /* owned: where they go, or ... */
     uint8_t          *body;  /* ... owned */
-    size_t            body_bytes;
+    size_t            bytes; /* of either */
 };
 
 static void
@@ -133,6 +134,37 @@ give_out(smp_ucx_peer *p)
     }
 }
 
+/* Whether it travels in a block. */
+static bool
+is_block(const smp_ucx_am *head)
+{
+    return head->kind == SMP_UCX_AM_BLOCK || head->kind == SMP_UCX_AM_TRY_BLOCK;
+}
+
+static uint64_t
+seed_of(uint64_t pass, uint32_t kind)
+{
+    return kind == SMP_UCX_AM_TRY_BLOCK ? ~pass : pass;
+}
+
+/* A pattern is there. */
+static void
+look_at(smp_ucx_peer *p, const smp_ucx_am *head, const void *data, size_t n)
+{
+    bool  is_large = head->kind == SMP_UCX_AM_TRY_BLOCK;
+    bool *tried = is_large ? &p->tried_block : &p->tried_head;
+
+    if (*tried) {
+        smp_ucx_blame(p, SMP_ERR_MALFORMED);
+    } else if (n != (is_large ? SMP_UCX_TRY_BLOCK_BYTES : SMP_UCX_TRY_HEAD_BYTES) ||
+               !smp_pattern_is(data, n, seed_of(p->our_pass, head->kind))) {
+        p->distrust = "a pattern arrived with other bytes than it was sent with";
+        smp_ucx_blame(p, SMP_ERR_MALFORMED);
+    } else {
+        *tried = true;
+    }
+}
+
 /* The bytes of a head or a block are there; takes the block. */
 static void
 take_in(smp_ucx_peer *p, const smp_ucx_am *head, const void *body, size_t n,
@@ -140,6 +172,15 @@ take_in(smp_ucx_peer *p, const smp_ucx_am *head, const void *body, size_t n,
 {
     smp_status status;
 
+    if (head->kind == SMP_UCX_AM_TRY_HEAD) {
+        look_at(p, head, body, n);
+        return;
+    }
+    if (head->kind == SMP_UCX_AM_TRY_BLOCK) {
+        look_at(p, head, p->self->host->block_data(block), n);
+        p->self->host->block_release(block);
+        return;
+    }
     if (head->kind == SMP_UCX_AM_HEAD) {
         status = smp_ucx_arrivals_head(&p->arrivals, head->number, body, n, head->first,
                                        head->second);
@@ -162,12 +203,15 @@ fetched(smp_ucx_incoming *i, ucs_code code)
     smp_jitter();
     incoming_unlink(p->self, i);
     if (code != SMP_UCS_OK) {
+        if (i->head.kind >= SMP_UCX_AM_TRY_HEAD) {
+            p->distrust = "UCX could not fetch a pattern";
+        }
         smp_ucx_blame(p, SMP_ERR_PEER_LOST);
     } else if (!p->gone) {
         smp_block *block = i->block;
 
         i->block = NULL;
-        take_in(p, &i->head, i->body, i->body_bytes, block);
+        take_in(p, &i->head, i->body, i->bytes, block);
     }
     incoming_free(p->self->host, i);
 }
@@ -194,7 +238,8 @@ new_incoming(smp_ucx_peer *p, const smp_ucx_am *head, size_t n)
     }
     i->from = p;
     i->head = *head;
-    if (head->kind == SMP_UCX_AM_BLOCK) {
+    i->bytes = n;
+    if (is_block(head)) {
         if (host->block(host->comm, n, &i->block) != SMP_OK) {
             free(i);
             return NULL;
@@ -202,7 +247,6 @@ new_incoming(smp_ucx_peer *p, const smp_ucx_am *head, size_t n)
         return i;
     }
     i->body = malloc(n + 1);
-    i->body_bytes = n;
     if (i->body == NULL) {
         free(i);
         return NULL;
@@ -246,7 +290,7 @@ copy_in(smp_ucx_peer *p, const smp_ucx_am *head, const void *data, size_t n)
     const smp_host *host = p->self->host;
     smp_block      *block = NULL;
 
-    if (head->kind == SMP_UCX_AM_BLOCK) {
+    if (is_block(head)) {
         if (host->block(host->comm, n, &block) != SMP_OK) {
             smp_ucx_blame(p, SMP_ERR_NO_MEMORY);
             return;
@@ -347,6 +391,28 @@ new_outgoing(smp_ucx_peer *to, smp_ucx_am_kind kind, size_t n, size_t nblocks)
     return o;
 }
 
+/* Gives all of it to UCX, as message `number`. */
+static void
+send_parts(smp_ucx_outgoing *o, uint64_t number)
+{
+    const smp_ucx_peer *p = o->to;
+    smp_ucx            *self = p->self;
+
+    outgoing_link(self, o);
+    o->pending = 1; /* it must outlive the sending of all parts */
+    for (size_t i = 0; i <= o->nblocks; i++) {
+        o->heads[i].number = number;
+        o->heads[i].pass = p->their_pass;
+        o->heads[i].from = self->host->rank;
+    }
+    send_part(o, &o->heads[0], o->body, o->body_bytes, 0);
+    for (size_t i = 0; i < o->nblocks; i++) {
+        send_part(o, &o->heads[i + 1], self->host->block_data(o->blocks[i]),
+                  self->host->block_bytes(o->blocks[i]), SMP_UCP_AM_SEND_FLAG_RNDV);
+    }
+    part_sent(o, false);
+}
+
 static void
 enqueue(smp_ucx *self, smp_ucx_outgoing *o)
 {
@@ -401,6 +467,8 @@ smp_ucx_on_message(void *arg, const void *header, size_t header_bytes, void *dat
         break;
     case SMP_UCX_AM_HEAD:
     case SMP_UCX_AM_BLOCK:
+    case SMP_UCX_AM_TRY_HEAD:
+    case SMP_UCX_AM_TRY_BLOCK:
         if ((param->recv_attr & SMP_UCP_AM_RECV_ATTR_FLAG_RNDV) != 0) {
             fetch(p, &head, data, n);
         } else {
@@ -441,38 +509,41 @@ smp_ucx_start_next(smp_ucx *self)
         outgoing_free(self->host, o);
         return true;
     }
-    outgoing_link(self, o);
-    o->pending = 1; /* it must outlive the sending of all parts */
-    for (size_t i = 0; i <= o->nblocks; i++) {
-        o->heads[i].number = p->sent;
-        o->heads[i].pass = p->their_pass;
-        o->heads[i].from = self->host->rank;
-    }
-    p->sent++;
-    send_part(o, &o->heads[0], o->body, o->body_bytes, 0);
-    for (size_t i = 0; i < o->nblocks; i++) {
-        send_part(o, &o->heads[i + 1], self->host->block_data(o->blocks[i]),
-                  self->host->block_bytes(o->blocks[i]), SMP_UCP_AM_SEND_FLAG_RNDV);
-    }
-    part_sent(o, false);
+    send_parts(o, p->sent++);
     return true;
 }
 
 bool
 smp_ucx_say_hello(smp_ucx_peer *p)
 {
-    smp_ucx_outgoing *o = new_outgoing(p, SMP_UCX_AM_HELLO, 0, 0);
+    const smp_host   *host = p->self->host;
+    smp_ucx_outgoing *hello = new_outgoing(p, SMP_UCX_AM_HELLO, 0, 0);
+    smp_ucx_outgoing *patterns =
+        new_outgoing(p, SMP_UCX_AM_TRY_HEAD, SMP_UCX_TRY_HEAD_BYTES, 1);
 
-    if (o == NULL) {
-        return false;
+    if (hello == NULL || patterns == NULL ||
+        host->block(host->comm, SMP_UCX_TRY_BLOCK_BYTES, &patterns->blocks[0]) !=
+            SMP_OK) {
+        goto err_free;
     }
-    o->heads[0].pass = p->their_pass;
-    o->heads[0].from = p->self->host->rank;
-    outgoing_link(p->self, o);
-    o->pending = 1;
-    send_part(o, &o->heads[0], o->body, 0, 0);
-    part_sent(o, false);
+    patterns->nblocks = 1;
+    patterns->heads[1].kind = SMP_UCX_AM_TRY_BLOCK;
+    smp_pattern_write(patterns->body, SMP_UCX_TRY_HEAD_BYTES,
+                      seed_of(p->their_pass, SMP_UCX_AM_TRY_HEAD));
+    smp_pattern_write(host->block_data(patterns->blocks[0]), SMP_UCX_TRY_BLOCK_BYTES,
+                      seed_of(p->their_pass, SMP_UCX_AM_TRY_BLOCK));
+    send_parts(hello, 0);
+    send_parts(patterns, 0);
     return true;
+
+err_free:
+    if (hello != NULL) {
+        outgoing_free(host, hello);
+    }
+    if (patterns != NULL) {
+        outgoing_free(host, patterns);
+    }
+    return false;
 }
 
 bool

@@ -1,5 +1,6 @@
 /* Messages to and from the ranks that are reached over UCX, in their parts.
  *
+ * Status     UCX has run over TCP and shared memory, on no InfiniBand or RoCE yet.
  * Ownership  What is sent belongs to the transport until UCX has done with it; what
  *            arrives is delivered to the host.
  * Threads    send: any.  The rest: whichever may call UCX, which is the connecting
@@ -24,7 +25,8 @@ void smp_ucx_blame(smp_ucx_peer *p, smp_status why);
 /* Gives the oldest queued message to UCX.  False: there is none. */
 bool smp_ucx_start_next(smp_ucx *self);
 
-/* At once; in its turn, after all that is queued.  False: no memory. */
+/* At once, hello with the patterns; in its turn, after all that is queued.  False: no
+ * memory. */
 bool smp_ucx_say_hello(smp_ucx_peer *p);
 bool smp_ucx_say_goodbye(smp_ucx_peer *p);
 

@@ -1,6 +1,7 @@
 """Activation checkpointing by call, in place of ``torch.utils.checkpoint``.
 
-``smp.patches.checkpoint``; the work is in ``smp.modules.activation_checkpointing``.
+``smdistributed.modelparallel.torch.patches.checkpoint`` is this module; the work is in
+``smp.modules.activation_checkpointing``.
 """
 
 from typing import Any

@@ -1,0 +1,1 @@
+"""What only existing scripts import by name; ``smdistributed`` has those names."""

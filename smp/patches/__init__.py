@@ -1,1 +1,0 @@
-"""What scripts import in place of PyTorch's own functions."""
