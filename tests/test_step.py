@@ -748,10 +748,16 @@ class Trainer:
     def method(self, x, y):
         return self.scale * x + y
 
+    @classmethod
+    @smp.step
+    def of_the_class(cls, x):
+        return cls.scale * x
+
 
 @on_ranks(1)
 def test_a_step_function_may_be_an_attribute_of_a_class():
-    """It gets the instance if its first parameter is ``self``, and not otherwise."""
+    """It gets the instance if its first parameter is ``self``, and not otherwise; a
+    class method gets the class."""
     smp.init({})
     trainer, x = Trainer(), torch.ones(2)
 
@@ -759,6 +765,8 @@ def test_a_step_function_may_be_an_attribute_of_a_class():
     assert torch.equal(trainer.decorated(x).concat(), x + 2)
     assert torch.equal(Trainer.decorated(x).concat(), x + 2)
     assert torch.equal(trainer.method(x, x).concat(), 2 * x + x)
+    assert torch.equal(Trainer.of_the_class(x).concat(), 2 * x)
+    assert torch.equal(trainer.of_the_class(x).concat(), 2 * x)
     assert Trainer.decorated.__name__ == "decorated"
 
 

@@ -84,7 +84,7 @@ def step(
             return _run_alone(rt, function, splitter, detach_outputs, args, kwargs)
         return Step(rt, function, name, splitter, detach_outputs).run(args, kwargs)
 
-    if next(iter(splitter.signature.parameters), None) == "self":
+    if next(iter(splitter.signature.parameters), None) in ("self", "cls"):
         return run
     # As an attribute of a class it takes what it is given, and not the instance before it.
     return staticmethod(run)
