@@ -5,6 +5,7 @@ in one process.
 """
 
 import copy
+import functools
 import gc
 import inspect
 import weakref
@@ -784,6 +785,17 @@ def test_hooks_after_a_step_run_once_each_also_those_that_come_later():
         step(model, rows(0, 2, WIDTH))
         assert heard == list(range(number + 1))
         handle.remove()
+
+
+@on_ranks(1)
+def test_a_callable_object_without_a_name_is_named_by_its_class():
+    smp.init({})
+    inner = smp.step(functools.partial(lambda x: x))
+    with pytest.raises(RuntimeError, match="the step function partial was called inside"):
+        smp.step(lambda x: inner(x))(torch.ones(1))
+    smp.shutdown()
+    with pytest.raises(RuntimeError, match="@smp.step function partial needs smp.init"):
+        inner(torch.ones(1))
 
 
 @on_ranks(1)
