@@ -64,7 +64,7 @@ def kinds(module: nn.Module) -> dict[str, tuple]:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("when", ["before", "after", "twice"])
+@pytest.mark.parametrize("when", ["before", "after", "twice", "of the wrapped module"])
 @pytest.mark.parametrize("name", CONVERSIONS)
 @pytest.mark.sample(15)
 def test_a_conversion_is_that_of_the_plain_model(name, when):
@@ -97,7 +97,8 @@ def test_a_conversion_is_that_of_the_plain_model(name, when):
         train(x)
     for _ in range(2 if when == "twice" else 1):
         CONVERSIONS[name](plain)
-        assert CONVERSIONS[name](model) is model
+        given = net if when == "of the wrapped module" else model
+        assert CONVERSIONS[name](given) is given
     assert kinds(model) == kinds(net) == kinds(plain)
 
     train(x.to(plain.weight.dtype))

@@ -193,7 +193,7 @@ def square(model, x):
 
 @on_ranks(2)
 @pytest.mark.parametrize("rank", [None, 0, 1])
-def test_layers_that_an_autograd_function_runs_again_read_their_own_microbatchs(rank):
+def test_layers_that_an_autograd_function_runs_again_read_what_their_microbatch_set(rank):
     """... and sit together, where nothing is pinned."""
     smp.init({"pipeline_parallel_degree": 2, "microbatches": 4})
     net = WithReversible().double()

@@ -5,6 +5,7 @@ in one process.
 """
 
 import copy
+import functools
 import gc
 import inspect
 import weakref
@@ -748,10 +749,16 @@ class Trainer:
     def method(self, x, y):
         return self.scale * x + y
 
+    @classmethod
+    @smp.step
+    def of_the_class(cls, x):
+        return cls.scale * x
+
 
 @on_ranks(1)
 def test_a_step_function_may_be_an_attribute_of_a_class():
-    """It gets the instance if its first parameter is ``self``, and not otherwise."""
+    """It gets the instance if its first parameter is ``self``, and not otherwise; a
+    class method gets the class."""
     smp.init({})
     trainer, x = Trainer(), torch.ones(2)
 
@@ -759,6 +766,8 @@ def test_a_step_function_may_be_an_attribute_of_a_class():
     assert torch.equal(trainer.decorated(x).concat(), x + 2)
     assert torch.equal(Trainer.decorated(x).concat(), x + 2)
     assert torch.equal(trainer.method(x, x).concat(), 2 * x + x)
+    assert torch.equal(Trainer.of_the_class(x).concat(), 2 * x)
+    assert torch.equal(trainer.of_the_class(x).concat(), 2 * x)
     assert Trainer.decorated.__name__ == "decorated"
 
 
@@ -776,6 +785,17 @@ def test_hooks_after_a_step_run_once_each_also_those_that_come_later():
         step(model, rows(0, 2, WIDTH))
         assert heard == list(range(number + 1))
         handle.remove()
+
+
+@on_ranks(1)
+def test_a_callable_object_without_a_name_is_named_by_its_class():
+    smp.init({})
+    inner = smp.step(functools.partial(lambda x: x))
+    with pytest.raises(RuntimeError, match="the step function partial was called inside"):
+        smp.step(lambda x: inner(x))(torch.ones(1))
+    smp.shutdown()
+    with pytest.raises(RuntimeError, match="@smp.step function partial needs smp.init"):
+        inner(torch.ones(1))
 
 
 @on_ranks(1)

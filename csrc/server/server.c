@@ -849,9 +849,13 @@ says_who_differs(smp_server *server)
         }
         if (left.key != NULL) {
             (void)smp_key_write(left.key, its, sizeof(its));
+        } else {
+            left.rank = right.rank % server->size;
         }
         if (right.key != NULL) {
             (void)smp_key_write(right.key, own, sizeof(own));
+        } else {
+            right.rank = t * server->size + left.rank;
         }
         snprintf(server->mismatch, sizeof(server->mismatch),
                  "%s has called %s, and %s has called %s", server->names[left.rank],

@@ -48,6 +48,7 @@ class Runtime:
     def __init__(self, job: "Job"):
         self.cfg = job.cfg
         self.boot = job.boot
+        self.pid = job.pid
         self.placement = job.placement
         self.pp_group = job.groups["pp"]
         self.pp_size = len(self.pp_group)

@@ -29,6 +29,7 @@ from smp.execution import (
 from smp.execution.runtime import Runtime
 from smp.job import core_warnings, interrupts
 from smp.job.config import ConfigError
+from smp.job.objects import refuse_if_forked
 from smp.modules import changes, homes
 from smp.partitioning.restore import write_back
 from smp.tensor_parallel import order, random_streams, step_end
@@ -79,15 +80,20 @@ def step(
     def run(*args: Any, **kwargs: Any) -> Any:
         rt = runtime.current
         if rt is None:
-            rt = runtime.get(f"the @smp.step function {function.__name__}")
+            rt = runtime.get(f"the @smp.step function {_short_name_of(function)}")
         if rt.alone:
             return _run_alone(rt, function, splitter, detach_outputs, args, kwargs)
         return Step(rt, function, name, splitter, detach_outputs).run(args, kwargs)
 
-    if next(iter(splitter.signature.parameters), None) == "self":
+    if next(iter(splitter.signature.parameters), None) in ("self", "cls"):
         return run
     # As an attribute of a class it takes what it is given, and not the instance before it.
     return staticmethod(run)
+
+
+def _short_name_of(function: Callable) -> str:
+    """A callable object has no name but its class's."""
+    return getattr(function, "__name__", type(function).__name__)
 
 
 def _name_of(function: Callable) -> str:
@@ -100,7 +106,7 @@ def _name_of(function: Callable) -> str:
 def _begin(rt: Runtime, function: Callable) -> None:
     if rt.in_step:
         raise RuntimeError(
-            f"smp: the step function {function.__name__} was called inside another"
+            f"smp: the step function {_short_name_of(function)} was called inside another"
         )
     rt.in_step = True
     rt.saw_backward = False
@@ -170,6 +176,8 @@ class Step:
 
     def run(self, args: tuple, kwargs: dict) -> Any:
         rt = self.rt
+        if rt.pp_size > 1:
+            refuse_if_forked(f"the @smp.step function {self.name}", rt.boot.rank, rt.pid)
         _begin(rt, self.function)
         try:
             rt.forget_old_models()

@@ -410,7 +410,7 @@ def _members(caller: str, group: CommGroup) -> tuple[Job, list[int]]:
         raise TypeError(f"{caller} takes a group such as smp.PP_GROUP, got {group!r}")
     members = job.groups[group.value]
     if len(members) > 1:
-        _refuse_if_forked(caller, job)
+        refuse_if_forked(caller, job.boot.rank, job.pid)
     return job, members
 
 
@@ -431,14 +431,21 @@ def _peer(caller: str, rank: int, rank_type: RankType) -> tuple[Job, int]:
         raise ValueError(
             f"{caller}: {rank_type.name} {rank} is this rank itself, which would wait for ever"
         )
-    _refuse_if_forked(caller, job)
+    refuse_if_forked(caller, job.boot.rank, job.pid)
     return job, members[rank]
 
 
-def _refuse_if_forked(caller: str, job: Job) -> None:
-    """Nobody answers a process that was forked from a rank."""
-    if os.getpid() != job.pid:
+def refuse_if_forked(caller: str, rank: int, pid: int) -> None:
+    """Nobody answers a process that was forked from a rank.
+
+    Args:
+        pid: the rank's process.
+
+    Raises:
+        RuntimeError: this is another one.
+    """
+    if os.getpid() != pid:
         raise RuntimeError(
-            f"{caller}: this process was forked from rank {job.boot.rank} and is no rank: only "
+            f"{caller}: this process was forked from rank {rank} and is no rank: only "
             "the process that called smp.init takes part in calls between ranks"
         )

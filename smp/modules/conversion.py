@@ -9,8 +9,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from smp.modules.remote_modules import RemoteTensor
-
 
 def convert(
     module: nn.Module, function: Callable[[Tensor], Tensor], local: set[nn.Module]
@@ -28,8 +26,19 @@ def convert(
     if module in local:
         module._apply(function, recurse=False)
         return
+    convert_elsewhere(module, function, recurse=False)
+
+
+def convert_elsewhere(
+    module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True
+) -> nn.Module:
+    """``module._apply`` of a module that another rank runs; also of one in a wrapped module
+    that the script converts without its `DistributedModel`."""
+    if recurse:
+        for child in module.children():
+            child._apply(function)
     for parameter in module._parameters.values():
-        if isinstance(parameter, RemoteTensor):
+        if parameter is not None and _is_remote(parameter):
             with torch._C.DisableTorchFunctionSubclass():
                 give_data(parameter, _without_memory(parameter, function))
     for name, buffer in module._buffers.items():
@@ -40,10 +49,15 @@ def convert(
                 converted = buffer.to(_converted_kind(buffer, function).dtype)
             else:
                 converted = function(buffer)
-            if isinstance(buffer, RemoteTensor):
+            if _is_remote(buffer):
                 give_data(buffer, converted)  # it goes to its owner by what it is
             else:
                 module._buffers[name] = converted
+    return module
+
+
+def _is_remote(tensor: Tensor) -> bool:
+    return hasattr(tensor, "_smp_home")  # remote_modules.RemoteTensor
 
 
 def give_data(tensor: Tensor, data: Tensor) -> None:

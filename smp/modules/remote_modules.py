@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from smp import _core
 from smp.execution import left_behind
-from smp.modules import changes, stand_ins
+from smp.modules import changes, conversion, stand_ins
 from smp.partitioning.partition import pin_of
 
 
@@ -56,6 +56,7 @@ def remote(cls: type[nn.Module]) -> dict[str, Any]:
     return {
         "__call__": _core.module_call,
         "forward": forward,
+        "_apply": conversion.convert_elsewhere,
         "_smp_original_class": cls,
         **_slices_of(cls),
         **changes.watched(cls),

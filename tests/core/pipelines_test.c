@@ -550,8 +550,8 @@ TEST_RANK(a_call_that_one_tp_rank_leaves_out_fails_the_step_of_all)
                       NULL);
             } else {
                 CHECK(strstr(said, "has called module 'far' (microbatch ") != NULL);
-                CHECK(strstr(said, "rank 1 of 0 has ") != NULL);
-                CHECK(strstr(said, ", and rank 1 of ") != NULL);
+                CHECK(strstr(said, " of 0 has ") != NULL);
+                CHECK(strstr(said, ", and rank ") != NULL);
             }
         }
         CHECK(check_ended(&self) == 0);
