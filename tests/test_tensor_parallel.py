@@ -671,6 +671,24 @@ def test_a_split_model_is_not_copied():
     assert copy.deepcopy(block.ln_1).weight.equal(block.ln_1.weight)
 
 
+@on_ranks(2, timeout_s=120)
+def test_slices_are_not_saved_for_the_whole(tmp_path):
+    """Hugging Face's save_pretrained asks the wrapped module for its state."""
+    smp.init({"tensor_parallel_degree": 2})
+    net = small_gpt2(marks={"distribute_embedding": True})
+    want = {name: value.shape for name, value in net.state_dict().items()}
+    model = smp.DistributedModel(net)
+    refused = (
+        r"state_dict\(\) would have this rank's slices of 'transformer\.\S+' and \d+ other"
+    )
+    for save in (model.module.state_dict, lambda: model.save_pretrained(tmp_path)):
+        with pytest.raises(RuntimeError, match=refused):
+            save()
+    assert {name: value.shape for name, value in model.state_dict().items()} == want
+    assert model.local_state_dict()
+    model.load_state_dict(model.state_dict())
+
+
 @on_ranks(1)
 def test_distributed_modules_of_one_rank_are_copied():
     smp.init()

@@ -127,6 +127,21 @@ def mark_model(model: nn.Module) -> None:
     if any(slices_of(parameter) is not None for parameter in parameters):
         for parameter in parameters:
             setattr(parameter, _OF_SPLIT_MODEL, True)
+        model.register_state_dict_pre_hook(_refuse_slices)
+
+
+def _refuse_slices(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    """Of the wrapped module, before ``state_dict()``; saving/state_dicts.py keeps variables."""
+    if keep_vars:
+        return
+    cut = [name for name, value in module.named_parameters() if slices_of(value) is not None]
+    if cut:
+        raise RuntimeError(
+            f"smp: {type(module).__name__}.state_dict() would have this rank's slices of "
+            f"'{cut[0]}' and {len(cut) - 1} other parameters: take model.state_dict() of the "
+            "DistributedModel, which is whole (save_pretrained(folder, state_dict=...)), or "
+            "model.local_state_dict()"
+        )
 
 
 def is_of_split_model(parameter: Tensor) -> bool:
