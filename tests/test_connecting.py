@@ -252,7 +252,7 @@ def test_a_process_without_descriptors_is_told_so():
         limit = max(held) + 1 + more
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
         try:
-            _core.open(0, 2, 1, 0, 0, -1, "shm,tcp", None, "job", 0.0, 0.0)
+            _core.open(0, 2, 1, 0, 0, -1, "shm,tcp", None, "job", 0.0, 0.0, ("a", "b"))
             break
         except RuntimeError as error:
             said.append((limit, str(error)))
