@@ -109,7 +109,8 @@ def test_halves_are_tried_at_their_first_use(device, dtype, monkeypatch):
     on = begin()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert gpu_kernels.usable(on, torch.float32) and gpu_kernels.usable(on, dtype)
+        for one in (torch.float32, dtype):
+            assert gpu_kernels.usable(on, one, kernels._trials)
     gpu_kernels._known.clear()
     real = _core.tp_norm
 
@@ -123,7 +124,7 @@ def test_halves_are_tried_at_their_first_use(device, dtype, monkeypatch):
         patch.setattr(_core, "tp_norm", wrong)
         with pytest.warns(UserWarning, match=f"do not serve {dtype} .*: layer norm differs"):
             got, _ = kernels.bias_dropout_residual_layer_norm(x, None, None, ones, ones)
-        assert gpu_kernels.usable(on, torch.float32)
+        assert gpu_kernels.usable(on, torch.float32, kernels._trials)
     torch.testing.assert_close(got, torch.layer_norm(x, (40,), ones, ones))
 
 

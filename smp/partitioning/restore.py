@@ -96,6 +96,10 @@ class Restore:
         for generator, state in self._generators.values():
             generator.set_state(state)
         _set_random_states(self._random)
+        # Whoever keeps this one keeps none of the model's: nn.LSTM's weak references to its
+        # parameters are in a list, and with them those cannot be moved to a device.
+        self._containers.clear()
+        self._seen.clear()
 
     def changed_buffers(self, module: nn.Module) -> list[str]:
         """Names of the module's own buffers that differ from those on entering."""
