@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import smp
+from smp.data_parallel.reduction import Reduction
 from smp.nn import utils as blocks
 from smp.tensor_parallel import assumed, group, primitives, replacement
 from smp.tensor_parallel.slices import slices_of
@@ -210,8 +211,13 @@ def test_ranks_that_are_fed_the_same_batch(tied):
 
 
 @on_ranks(2, 4)
-def test_sparse_tables():
+@pytest.mark.parametrize("late", [False, True])
+def test_sparse_tables(late, monkeypatch):
+    """Whether a bucket is sent during backward depends on the time; if late, on the rank."""
     smp.init({"tensor_parallel_degree": 2})
+    if late:
+        is_quick = smp.rank() in (0, 3)  # one of each TP_GROUP and of each RDP_GROUP
+        monkeypatch.setattr(Reduction, "_has_room", lambda self: is_quick)
     job = WholeJob(
         marked(lambda: Recommender(sparse=True)),
         squares,

@@ -174,6 +174,10 @@ class Reduction:
             return False
         if self._missing[self._sent]:
             return False
+        if self._buckets[self._sent][1].sparse and not self.replicas.have_one_rank:
+            # Its sizes are exchanged first, and waited for: where another rank of this step
+            # sends it later, the two would wait in a circle.
+            return False
         self.active()
         return self._alike and self._has_room()
 
