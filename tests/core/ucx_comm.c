@@ -97,7 +97,7 @@ TEST_RANK(both_ranks_of_a_pair_come_to_the_same_transport)
                      SMP_OK);
     }
     for (int i = 0; i < w->size - 1; i++) {
-        CHECK_STATUS(smp_comm_receive(w->comm, WORLD_PATIENCE_NS, &message), SMP_OK);
+        CHECK_STATUS(smp_comm_receive(w->comm, WORLD_DEADLINE_NS, &message), SMP_OK);
         CHECK(message_filled(message, (uint64_t)message->source, 50, sizes, 2));
         smp_message_free(message);
     }
