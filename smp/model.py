@@ -371,6 +371,8 @@ class DistributedModel(nn.Module):
         ]
         gates = {path: rt.next_gate(count) for path, count in stateful.items()}
         remote_modules.swap_classes(self._smp_module, rank_of, rt.pp_rank, runs, first, gates)
+        if rt.pp_rank == 0:
+            forward_attributes.warn_of_shared(self._smp_module, when_run.attributes, rank_of)
         forward_attributes.watch(self._smp_module, when_run.attributes, when_run.reruns)
         remote_modules.free_remote_parameters(self._smp_module, self._smp_owners, rt.pp_rank)
         remote_modules.mark_remote_buffers(

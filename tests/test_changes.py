@@ -2,6 +2,7 @@
 process, these have it when they run next."""
 
 import copy
+import weakref
 
 import pytest
 import torch
@@ -310,3 +311,29 @@ def test_what_the_code_of_a_request_sets_outlives_the_changes_that_it_brought():
         assert (module.kept, module.changed, module.new) == (2, 2, 2)
         module.changed = 3
     assert (module.kept, module.changed, hasattr(module, "new")) == (1, 3, False)
+
+
+class SetsOnItsChild(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.child, self.last = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x):
+        self.child.asked = True
+        return self.last(self.child(x))
+
+
+@on_ranks(2)
+def test_what_was_set_on_a_model_that_is_gone_does_not_travel():
+    """Its modules have no number for the codec, and a kept change would keep them."""
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": 2})
+    gone = []
+    for _ in range(3):
+        net = nn.Sequential(nn.Linear(3, 3), SetsOnItsChild())
+        for path, rank in (("0", 0), ("1", 1), ("1.child", 0), ("1.last", 1)):
+            smp.set_partition(net.get_submodule(path), rank)
+        model = smp.DistributedModel(net)
+        smp.step(lambda model, x: model(x).sum())(model, torch.ones(4, 3))
+        gone.append(weakref.ref(net[1].child))
+        del net, model
+    assert gone[0]() is None

@@ -125,6 +125,33 @@ def test_values_have_the_default_dtype_of_their_construction():
     assert torch.get_default_dtype() == torch.float32
 
 
+class Sharing(nn.Module):
+    """Tensors that are no ties by name, but show the same memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(4, 3))
+        self.tied = nn.Parameter(self.table.data)
+        self.register_buffer("counts", torch.rand(4))
+        self.register_buffer("first", self.counts[:2])
+        self.rest = self.counts[2:]
+
+
+@on_ranks(1)
+@pytest.mark.parametrize("delayed", [False, True])
+def test_what_shows_the_same_memory_still_does(delayed):
+    smp.init({})
+    model, _ = made(Sharing, 3, delayed)
+
+    smp.DistributedModel(model)
+
+    with torch.no_grad():
+        model.table[1, 2] = 5
+        model.counts.copy_(torch.arange(4.0))
+    assert model.tied[1, 2] == 5
+    assert (model.first.tolist(), model.rest.tolist()) == ([0, 1], [2, 3])
+
+
 @on_ranks(2)
 def test_each_rank_makes_its_own_parameters_alone():
     """After the partition: own values, no memory for others; training equals undelayed."""
@@ -154,10 +181,12 @@ def test_each_rank_makes_its_own_parameters_alone():
 
 
 @on_ranks(2)
-def test_gpt2_trains_from_delayed_values():
+@pytest.mark.filterwarnings("ignore:.*tracing on zeros")  # an expert asks for its tokens
+@pytest.mark.parametrize("name", ["gpt2", "bert", "mixtral", "t5"])
+def test_models_of_transformers_train_from_delayed_values(name):
     """transformers' own initialisation, tied weights, the automatic partition."""
     init(2)
-    real = REAL["gpt2"](seed=0)
+    real = REAL[name](seed=0)
     losses = []
     for delayed in (False, True):
         torch.manual_seed(2)
@@ -166,8 +195,45 @@ def test_gpt2_trains_from_delayed_values():
         model = smp.DistributedModel(module)
         batch = real.make_batch(4, torch.Generator().manual_seed(1))
         torch.manual_seed(8)
-        loss, _ = smp.step(real.step)(model, *batch)
+        out = smp.step(real.step)(model, *batch)
+        loss = out[0] if isinstance(out, tuple) else out
         losses.append(loss.reduce_mean())
+    assert torch.equal(losses[0], losses[1])
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_bert_with_a_mask_trains_from_delayed_values(attention):
+    """It looks at the values of the mask, on the device of its parameters."""
+    init(2)
+    from transformers import BertConfig, BertForSequenceClassification
+
+    config = BertConfig(
+        vocab_size=40,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=32,
+        attn_implementation=attention,
+    )
+
+    @smp.step
+    def step(model, tokens, mask, labels):
+        loss = model(input_ids=tokens, attention_mask=mask, labels=labels).loss
+        model.backward(loss)
+        return loss
+
+    tokens, labels = torch.arange(32).view(4, 8), torch.tensor([0, 1, 0, 1])
+    mask = torch.ones_like(tokens)
+    mask[2:, 5:] = 0
+    losses = []
+    for delayed in (False, True):
+        torch.manual_seed(2)
+        with smp.delay_param_initialization(enabled=delayed):
+            module = BertForSequenceClassification(config)
+        model = smp.DistributedModel(module)
+        torch.manual_seed(8)
+        losses.append(step(model, tokens, mask, labels).reduce_mean())
     assert torch.equal(losses[0], losses[1])
 
 

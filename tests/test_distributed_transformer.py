@@ -131,6 +131,19 @@ def test_a_layer_whose_stream_is_split_by_channels(kind, masks, alike):
     check_layer({**LAYERS[kind], "optimize": "channels"}, masks, alike)
 
 
+@pytest.mark.parametrize("optimize", ["speed", "memory", "channels"])
+@on_ranks(2)
+def test_masks_of_one_shape_are_of_each_ranks_own_samples(optimize):
+    split_over_all_ranks(optimize=optimize)
+    layer = layer_of()
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(2, 6, 10, generator=generator)
+    masks = [masked(2, 6, generator) for _ in range(group.size())]
+    assert not torch.equal(masks[0], masks[1])
+    everyones = [layer((x, mask))[0] for mask in masks]
+    assert_near(layer((x, masks[group.rank()]))[0], everyones[group.rank()], "own mask")
+
+
 @pytest.mark.stress
 @pytest.mark.parametrize("masks", ["all", "no"])
 @pytest.mark.parametrize("kind", LAYERS)

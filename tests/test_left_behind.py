@@ -18,6 +18,7 @@ import smp
 from tests.ranks import on_ranks
 
 variable: contextvars.ContextVar = contextvars.ContextVar("of_the_model")
+variables = [contextvars.ContextVar("in_a_list")]  # of no name that leads to it
 
 
 class Counting(TorchFunctionMode):
@@ -39,14 +40,14 @@ def saved():
 
 
 class Set:
-    def __init__(self, value):
-        self.value = value
+    def __init__(self, value, variable=variable):
+        self.value, self.variable = value, variable
 
     def __enter__(self):
-        self.token = variable.set(self.value)
+        self.token = self.variable.set(self.value)
 
     def __exit__(self, *exception):
-        variable.reset(self.token)
+        self.variable.reset(self.token)
 
 
 def counting_flops():
@@ -59,6 +60,10 @@ def three():
 
 def a_list():
     return Set([])
+
+
+def a_list_that_no_rank_finds():
+    return Set([], variables[0])
 
 
 def of_torch():
@@ -139,6 +144,7 @@ def said(net, around_step=nullcontext):
         (counting_flops, "FlopCounterMode is active around"),
         (saved, "saved_tensors_hooks is active around module 'far'"),
         (three, "context variable 'of_the_model'.*module 'far'"),
+        (a_list_that_no_rank_finds, "context variable 'in_a_list' is no global of a module"),
     ],
 )
 def test_what_is_around_a_remote_call_is_named(around, says):

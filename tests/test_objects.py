@@ -398,13 +398,16 @@ COLLECTIVES = {
     "recv_from": lambda: smp.recv_from(1 - smp.rank(), smp.RankType.WORLD_RANK),
     "step": lambda: smp.step(lambda x: x)(torch.ones(1)),
 }
+CONFIGURATIONS = [({"pipeline_parallel_degree": 2}, name) for name in COLLECTIVES]
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("name", COLLECTIVES)
-def test_a_forked_child_is_no_rank(name):
+@pytest.mark.parametrize("config, name", [*CONFIGURATIONS, ({"ddp": True}, "step")])
+def test_a_forked_child_is_no_rank(config, name):
     """Nobody would answer it; what needs no other rank works there."""
-    smp.init({"pipeline_parallel_degree": 2})
+    smp.init(config)
+    model = smp.DistributedModel(torch.nn.Linear(1, 1))
+    assert model.training
     reads, writes = os.pipe()
     if (child := os.fork()) == 0:
         try:

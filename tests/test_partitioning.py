@@ -367,6 +367,37 @@ def test_an_inherited_pin_that_contradicts_a_tie_names_where_it_comes_from():
         decide(net)
 
 
+class Lends(nn.Module):
+    """Passes a parameter of one child to another, which has one of its own."""
+
+    class Borrows(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.own = nn.Linear(8, 8)
+
+        def forward(self, x, weight):
+            return self.own(nn.functional.linear(x, weight))
+
+    def __init__(self):
+        super().__init__()
+        self.lender, self.borrower = nn.Linear(8, 8), self.Borrows()
+
+    def forward(self, x):
+        return self.borrower(self.lender(x), self.lender.weight)
+
+
+def test_a_pin_is_stronger_than_the_use_of_a_parameter_that_is_passed():
+    """Without one the module that passes it is where it is."""
+    x = torch.randn(2, 8)
+    for rank in (0, 1):
+        net = Lends()
+        set_partition(net.lender, rank)
+        assert decide(net, x).rank_of[""] == rank
+        set_partition(net, 1 - rank)
+        got = decide(net, x).rank_of
+        assert (got[""], got["lender"], got["borrower.own"]) == (1 - rank, rank, 1 - rank)
+
+
 def test_a_pin_out_of_range_names_module_and_values():
     net = Stack()
     set_partition(net.layers[2], 5)

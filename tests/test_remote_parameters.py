@@ -22,6 +22,15 @@ def partitioned() -> tuple[smp.DistributedModel, nn.Parameter]:
     return model, net[1 - smp.pp_rank()].weight
 
 
+def _twice(x: torch.Tensor) -> torch.Tensor:
+    return 2 * x
+
+
+def _without_functions(parameter: nn.Parameter) -> None:
+    with torch._C.DisableTorchFunctionSubclass():
+        parameter.sum()
+
+
 NEEDS_DATA = {
     "norm": lambda p: p.norm(),
     "sum of data": lambda p: p.data.sum(),
@@ -43,6 +52,21 @@ NEEDS_DATA = {
     "by keyword": lambda p: torch.add(torch.ones(p.shape), other=p),
     "in a list in a list": lambda p: torch.block_diag(*[p, p]) + torch._foreach_norm([p])[0],
     "in an index": lambda p: torch.ones(3, 3)[[p.data]],
+    # Torch does not ask a class about these before it computes.
+    "tensor": lambda p: torch.tensor(p),
+    "tensor of data": lambda p: torch.tensor(p.data),
+    "as_tensor": lambda p: torch.as_tensor(p, dtype=torch.float64),
+    "asarray": lambda p: torch.asarray(p, dtype=torch.float64),
+    "in a tensor": lambda p: torch.tensor([p[0, 0]]),
+    "vmap": lambda p: torch.vmap(lambda row: 2 * row)(p),
+    "as_subclass": lambda p: p.as_subclass(torch.Tensor).sum(),
+    "_make_subclass": lambda p: torch.Tensor._make_subclass(torch.Tensor, p).sum(),
+    "parameter": lambda p: nn.Parameter(p),
+    "functional_call": lambda p: torch.func.functional_call(
+        nn.Linear(*p.shape[::-1], bias=False), {"weight": p}, torch.ones(p.size(1))
+    ),
+    "trace": lambda p: torch.jit.trace(lambda x: x + p, torch.ones(p.shape)),
+    "without functions": _without_functions,
 }
 
 
@@ -55,6 +79,39 @@ def test_what_needs_the_data_is_an_error_that_names_the_owner(name):
     told = rf"needs the data of parameter '{path}' .* lives on pp_rank {owner}"
     with pytest.raises(RuntimeError, match=told):
         NEEDS_DATA[name](parameter)
+
+
+@on_ranks(2)
+def test_a_scripted_function_of_it_is_an_error():
+    """... without a word of ours: TorchScript keeps no message."""
+    _, parameter = partitioned()
+    with pytest.raises(RuntimeError, match="TorchScript"):
+        torch.jit.script(_twice)(parameter)
+
+
+@on_ranks(2)
+def test_what_a_script_has_kept_of_it_stays_as_it_was():
+    """A state dict from before the partition, and views."""
+    smp.init({"pipeline_parallel_degree": 2})
+    net = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 3))
+    for rank, layer in enumerate(net):
+        smp.set_partition(layer, rank)
+    before, views = net.state_dict(), [p.data.view(-1) for p in net.parameters()]
+    wanted = [p.data.view(-1).clone() for p in net.parameters()]
+    model = smp.DistributedModel(net)
+    smp.step(lambda model, x: model(x))(model, torch.ones(2, 3))
+
+    for kept, view, value in zip(before.values(), views, wanted, strict=True):
+        assert torch.equal(view, value) and torch.equal(kept.view(-1), value)
+
+
+@on_ranks(2)
+def test_after_a_first_step_in_inference_mode_it_can_be_trained():
+    with torch.inference_mode():
+        _, parameter = partitioned()
+    parameter.requires_grad_(False)
+    parameter.requires_grad_(True)
+    assert parameter.requires_grad
 
 
 @on_ranks(2)

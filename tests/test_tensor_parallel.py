@@ -704,6 +704,25 @@ def test_fewer_heads_than_ranks_are_refused():
         smp.DistributedModel(small_gpt2(heads=1))
 
 
+@on_ranks(2, timeout_s=120)
+def test_prompts_of_different_lengths_with_a_cache_of_a_fixed_length():
+    """Its mask is longer than the longest prompt."""
+    from transformers import StaticCache
+
+    smp.init({"tensor_parallel_degree": 2})
+    net = small_gpt2().eval()
+    plain = copy.deepcopy(net)
+    model = smp.DistributedModel(net)
+    ids, mask = tokens(smp.rank(), 0)
+
+    def logits(of: nn.Module) -> Tensor:
+        cache = StaticCache(config=plain.config, max_cache_len=13)
+        return of(input_ids=ids, attention_mask=mask, past_key_values=cache).logits
+
+    with torch.no_grad():
+        assert_near(logits(model), logits(plain), "logits")
+
+
 def test_in_place_of_no_mask_the_last_positions_see_all_before_them():
     """With a cache there are more keys than queries."""
     seen = regions._nothing_masked(4, torch.bool, 2, 5, True, torch.zeros(1))

@@ -600,6 +600,27 @@ def test_a_slice_of_the_inputs_is_drawn_as_for_all_of_them():
     assert module.linear.bias.abs().max() > bound  # whole: it is as it was
 
 
+@on_ranks(2)
+def test_what_a_creation_scope_says_of_new_parameters():
+    """... and of those that the module has already, nothing."""
+    split_over_all_ranks()
+    module = smp.nn.DistributedModule()
+    module.before = nn.Linear(3, 3)
+    before = copy.deepcopy(module.before.state_dict())
+    options = {"dtype": torch.float64, "use_normal": True, "initializer_range": 0.5}
+    with blocks.parameter_creation_scope(module, **options):
+        module.linear = nn.Linear(64, 64)
+    with blocks.parameter_creation_scope(module):
+        module.plain = nn.Linear(64, 64)
+    weight, bias = module.linear.weight, module.linear.bias
+    assert 0.45 < weight.std() < 0.55 < 3 * 0.5 < weight.abs().max()
+    assert not bias.any()
+    assert weight.dtype == bias.dtype == torch.float64
+    assert module.plain.weight.dtype == torch.float32
+    assert 0 < module.plain.bias.abs().max() <= 1 / 8 >= module.plain.weight.abs().max()
+    assert all(torch.equal(p, before[name]) for name, p in module.before.named_parameters())
+
+
 @on_ranks(4)
 def test_a_registered_class_in_a_pipeline():
     """Its primitives are the collectives of its own path."""

@@ -3,8 +3,10 @@
 import collections
 import copy
 import random
+import resource
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -562,9 +564,112 @@ def test_what_meta_tensors_do_not_allow_is_run_for_real_with_a_warning():
     assert not traced.meta and traced.modules["1.inner"].executions == 1
 
 
+def test_a_meta_model_that_cannot_run_on_them_runs_on_zeros():
+    net = nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 8), Branches())
+    x = torch.randn(4, 8)
+    real = trace(net, run_of(net, x))
+    net = net.to("meta")
+    before = dict(net.state_dict(keep_vars=True))
+    with pytest.warns(
+        UserWarning, match="smp: 2 cannot run on meta tensors .*; tracing on zeros"
+    ):
+        traced = trace(net, run_of(net, x), meta=True)
+
+    for path in ("0", "1", "2.inner"):
+        assert traced.modules[path] == real.modules[path]
+    assert traced.modules["0"].changed_buffers and not traced.meta
+    after = net.state_dict(keep_vars=True)
+    assert all(after[name] is tensor and tensor.is_meta for name, tensor in before.items())
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def test_zeros_of_a_large_model_take_no_memory():
+    """... and tied ones stay tied."""
+    rows = 1 << 20  # 256 MiB each, and there are eight
+    with torch.device("meta"):
+        net = nn.ModuleList([nn.Embedding(rows, 64) for _ in range(8)])
+    net[7].weight = net[6].weight
+
+    def run():
+        assert net[7].weight is net[6].weight and not net[0].weight.is_meta
+        assert not any(part(torch.arange(rows - 9, rows)).any() for part in net)
+        assert net[0].weight.view(-1).max() == 0
+
+    before = resident_bytes()
+    with pytest.warns(UserWarning, match="tracing on zeros"):
+        trace(net, run, meta=True)
+    assert resident_bytes() - before < 200e6
+
+
+class Masked(nn.Module):
+    """Looks at the values of masks that it has put where its parameters are."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x, mask):
+        mask = mask.to(device=self.inner.weight.device, dtype=torch.bool)
+        places = torch.arange(x.size(1), device=self.inner.weight.device)
+        x = self.inner(x)
+        return x if mask.all() and places.max() < 8 else x.masked_fill(~mask, 0.0) * places
+
+
+def test_the_values_of_masks_are_there_on_meta_too():
+    net = Masked().to("meta")
+    x, mask, outputs = torch.randn(4, 8), torch.ones(4, 8, dtype=torch.long), []
+    trace(net, lambda: outputs.append(net(x, mask)), meta=True)
+    mask[1] = 0
+    traced = trace(net, lambda: outputs.append(net(x, mask)), meta=True)
+
+    assert traced.meta and all(out.is_meta and out.shape == x.shape for out in outputs)
+
+
+class Counts(nn.Module):
+    """Looks at integers that it has counted from what meta tensors do not have."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+        self.__dict__["unregistered"] = nn.Parameter(torch.ones(2, device="meta"))
+
+    def forward(self, x):
+        counts = torch.zeros(8, dtype=torch.long, device=self.inner.weight.device)
+        counts.scatter_add_(0, self.inner(x).argmax(-1), counts.new_ones(x.size(0)))
+        return x if sum(counts.tolist()) == x.size(0) else x.missing
+
+
+def test_integers_that_meta_tensors_were_written_into_have_no_values():
+    net = Counts().to("meta")
+    with pytest.warns(UserWarning, match="writes what is not known.*tracing on zeros"):
+        traced = trace(net, run_of(net, torch.randn(4, 8)), meta=True)
+    assert traced.modules["inner"].executions == 1
+    assert net.unregistered.is_meta and "unregistered" not in dict(net.named_parameters())
+
+
+def test_a_recurrent_module_of_a_model_on_meta_keeps_its_weights():
+    """nn.LSTM keeps its parameters in a list, too, which gets their meta twins."""
+    net = nn.Sequential(nn.Linear(8, 8).to("meta"), nn.LSTM(8, 8))
+    traced = trace(net, run_of(net, torch.randn(4, 2, 8)), meta=True)
+    assert traced.meta and "_flat_weights" not in traced.modules["1"].set_attributes
+
+
+class Picky(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        return x / self.scale if self.scale > 0 else x.missing
+
+
 def test_a_meta_model_that_cannot_run_names_the_module():
-    net = nn.Sequential(nn.Linear(8, 8), Branches()).to("meta")
-    with pytest.raises(RuntimeError, match="smp: 1 cannot run on meta tensors"):
+    net = nn.Sequential(nn.Linear(8, 8), Picky()).to("meta")
+    told = "smp: 1 cannot run on meta tensors .*, and 1 cannot run on zeros .*skip_tracing"
+    with pytest.warns(UserWarning), pytest.raises(RuntimeError, match=told):
         trace(net, run_of(net, torch.randn(4, 8)), meta=True)
 
 

@@ -6,7 +6,7 @@
 void
 smp_inbox_init(smp_inbox *inbox)
 {
-    *inbox = (smp_inbox){.first = NULL};
+    *inbox = (smp_inbox){.count = 0};
     atomic_init(&inbox->count, 0);
     smp_lock_init(&inbox->lock, SMP_LOCK_INBOX);
 }
@@ -14,26 +14,16 @@ smp_inbox_init(smp_inbox *inbox)
 void
 smp_inbox_fini(smp_inbox *inbox)
 {
-    smp_message *message;
-
-    while ((message = smp_inbox_get(inbox)) != NULL) {
-        smp_message_free(message);
-    }
+    smp_message_list_clear(&inbox->messages);
     smp_lock_fini(&inbox->lock);
 }
 
 void
 smp_inbox_put(smp_inbox *inbox, smp_message *message)
 {
-    message->next = NULL;
     smp_jitter();
     smp_lock_acquire(&inbox->lock);
-    if (inbox->first == NULL) {
-        inbox->first = message;
-    } else {
-        inbox->last->next = message;
-    }
-    inbox->last = message;
+    smp_message_list_put(&inbox->messages, message);
     atomic_fetch_add(&inbox->count, 1);
     smp_lock_release(&inbox->lock);
 }
@@ -48,9 +38,7 @@ smp_inbox_get(smp_inbox *inbox)
     }
     smp_jitter();
     smp_lock_acquire(&inbox->lock);
-    message = inbox->first;
-    inbox->first = message->next;
-    message->next = NULL;
+    message = smp_message_list_get(&inbox->messages);
     atomic_fetch_sub(&inbox->count, 1);
     smp_lock_release(&inbox->lock);
     return message;

@@ -13,10 +13,9 @@
 #include "common/lock.h"
 
 typedef struct {
-    _Atomic size_t count; /* so that an empty one costs a load */
-    smp_lock       lock;  /* guards all below */
-    smp_message   *first; /* owned: linked by next */
-    smp_message   *last;
+    _Atomic size_t   count;    /* so that an empty one costs a load */
+    smp_lock         lock;     /* guards messages */
+    smp_message_list messages; /* owned */
 } smp_inbox;
 
 void smp_inbox_init(smp_inbox *inbox);

@@ -7,7 +7,6 @@
 #include <stddef.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
-#include <time.h>
 #include <unistd.h>
 
 #include "common/clock.h"
@@ -89,8 +88,7 @@ smp_loop_wait(smp_loop *loop, int64_t wait_ns)
 {
     struct epoll_event events[EVENTS];
     struct pollfd      any = {.fd = loop->epoll_fd, .events = POLLIN};
-    struct timespec    limit = {.tv_sec = (time_t)(wait_ns / SMP_NS_PER_S),
-                                .tv_nsec = (long)(wait_ns % SMP_NS_PER_S)};
+    struct timespec    limit = smp_timespec(wait_ns);
     int                n;
 
     /* ppoll, because epoll_wait counts in milliseconds. */

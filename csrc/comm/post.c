@@ -5,29 +5,6 @@
 
 #include "common/jitter.h"
 
-static void
-append(smp_message **first, smp_message **last, smp_message *message)
-{
-    message->next = NULL;
-    if (*first == NULL) {
-        *first = message;
-    } else {
-        (*last)->next = message;
-    }
-    *last = message;
-}
-
-static void
-free_all(smp_message *message)
-{
-    while (message != NULL) {
-        smp_message *next = message->next;
-
-        smp_message_free(message);
-        message = next;
-    }
-}
-
 static smp_post_head
 head_of(const smp_message *message)
 {
@@ -48,7 +25,7 @@ takes(const smp_channel *channel, const smp_post_head *head)
 static void
 put_into(smp_channel *channel, smp_message *message)
 {
-    append(&channel->first, &channel->last, message);
+    smp_message_list_put(&channel->messages, message);
     smp_jitter();
     atomic_fetch_add(&channel->count, 1);
 }
@@ -63,7 +40,7 @@ smp_post_init(smp_post *post)
 void
 smp_post_fini(smp_post *post)
 {
-    free_all(post->unexpected);
+    smp_message_list_clear(&post->unexpected);
     smp_lock_fini(&post->lock);
 }
 
@@ -91,7 +68,7 @@ smp_post_put(smp_post *post, smp_message *message)
         }
         message = NULL;
     } else if (head.nonce == 0) {
-        append(&post->unexpected, &post->unexpected_last, message);
+        smp_message_list_put(&post->unexpected, message);
         message = NULL;
     }
     smp_lock_release(&post->lock);
@@ -102,33 +79,32 @@ void
 smp_post_keep(smp_post *post, smp_message *message)
 {
     smp_lock_acquire(&post->lock);
-    append(&post->unexpected, &post->unexpected_last, message);
+    smp_message_list_put(&post->unexpected, message);
     smp_lock_release(&post->lock);
 }
 
 void
 smp_channel_open(smp_post *post, smp_channel *channel)
 {
-    smp_message *rest;
+    smp_message_list rest;
+    smp_message     *message;
 
     atomic_init(&channel->count, 0);
     channel->is_open = true;
     channel->doorbell = NULL;
-    channel->first = NULL;
+    channel->messages = (smp_message_list){0};
     smp_lock_acquire(&post->lock);
     channel->next = post->channels;
     post->channels = channel;
     rest = post->unexpected;
-    post->unexpected = NULL;
-    while (rest != NULL) {
-        smp_message  *message = rest;
+    post->unexpected = (smp_message_list){0};
+    while ((message = smp_message_list_get(&rest)) != NULL) {
         smp_post_head head = head_of(message);
 
-        rest = rest->next;
         if (takes(channel, &head)) {
             put_into(channel, message);
         } else {
-            append(&post->unexpected, &post->unexpected_last, message);
+            smp_message_list_put(&post->unexpected, message);
         }
     }
     smp_lock_release(&post->lock);
@@ -161,7 +137,7 @@ smp_post_elsewhere(smp_post *post, const smp_channel *here,
     smp_lock_acquire(&post->lock);
     for (const smp_channel *channel = post->channels; channel != NULL && !found;
          channel = channel->next) {
-        const smp_message *lists[] = {channel->kept, channel->first};
+        const smp_message *lists[] = {channel->kept, channel->messages.first};
 
         for (int i = 0; i < 2 && channel != here; i++) {
             const smp_message *message = lists[i];
@@ -185,8 +161,7 @@ smp_channel_close(smp_post *post, smp_channel *channel)
     }
     *at = channel->next;
     smp_lock_release(&post->lock);
-    free_all(channel->first);
-    channel->first = NULL;
+    smp_message_list_clear(&channel->messages);
 }
 
 smp_message *
@@ -198,9 +173,7 @@ smp_channel_get(smp_post *post, smp_channel *channel)
         return NULL;
     }
     smp_lock_acquire(&post->lock);
-    message = channel->first;
-    channel->first = message->next;
-    message->next = NULL;
+    message = smp_message_list_get(&channel->messages);
     atomic_fetch_sub(&channel->count, 1);
     smp_lock_release(&post->lock);
     return message;

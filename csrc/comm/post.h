@@ -37,19 +37,16 @@ typedef struct smp_channel {
     _Atomic size_t count;    /* messages in it */
     bool           is_open;  /* to messages without a nonce; the post's own, as below */
     smp_doorbell  *doorbell; /* borrowed: rung when something comes, or NULL */
-    smp_message   *first;    /* owned: linked by next */
-    smp_message   *last;
+    smp_message_list messages; /* owned */
     smp_message *kept; /* what its owner took and will look at later, linked by next; it
                           alone changes them, under the lock */
     struct smp_channel *next;
 } smp_channel;
 
 typedef struct {
-    smp_lock     lock; /* guards all below, and the channels */
-    smp_channel *channels;
-    smp_message
-        *unexpected; /* owned: for channels that are not open yet, linked by next */
-    smp_message *unexpected_last;
+    smp_lock         lock; /* guards all below, and the channels */
+    smp_channel     *channels;
+    smp_message_list unexpected; /* owned: for channels that are not open yet */
 } smp_post;
 
 void smp_post_init(smp_post *post);

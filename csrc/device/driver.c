@@ -3,9 +3,12 @@
 
 #include <dlfcn.h>
 #include <pthread.h>
+#include <sched.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+
+#include "common/clock.h"
 
 #define LIBRARY "libcuda.so.1"
 #define INSTEAD "SMP_CUDA_LIBRARY"
@@ -143,4 +146,36 @@ smp_driver_leave(const smp_driver *driver)
         (void)driver->capture_exchange(&capture_before);
     }
     (void)driver->context_pop(&context);
+}
+
+int
+smp_driver_rest(const smp_driver *driver, void *stream, int64_t until_ns)
+{
+    int result;
+
+    while ((result = driver->stream_query(stream)) == SMP_DRIVER_NOT_READY &&
+           smp_clock_ns() < until_ns) {
+        sched_yield();
+    }
+    return result;
+}
+
+bool
+smp_driver_share_event(const smp_driver *driver, void **event,
+                       smp_driver_handle *handle, char why[SMP_DRIVER_TEXT])
+{
+    if (!smp_driver_ok(driver, "cuEventCreate",
+                       driver->event_create(event, SMP_DRIVER_EVENT_UNTIMED |
+                                                       SMP_DRIVER_EVENT_SHARED),
+                       why)) {
+        *event = NULL;
+        return false;
+    }
+    if (!smp_driver_ok(driver, "cuIpcGetEventHandle",
+                       driver->event_export(handle, *event), why)) {
+        (void)driver->event_destroy(*event);
+        *event = NULL;
+        return false;
+    }
+    return true;
 }

@@ -92,4 +92,14 @@ bool smp_driver_is_stand_in(void);
 bool smp_driver_ok(const smp_driver *driver, const char *call, int result,
                    char why[SMP_DRIVER_TEXT]);
 
+/* Waits until the stream has nothing more to do, until_ns (smp_clock_ns) at the latest:
+ * SMP_DRIVER_OK; SMP_DRIVER_NOT_READY: it still has; or what the device says.  The
+ * context is current, as below. */
+int smp_driver_rest(const smp_driver *driver, void *stream, int64_t until_ns);
+
+/* An event that other processes can open by the handle.  False: `why` says what failed,
+ * and there is none. */
+bool smp_driver_share_event(const smp_driver *driver, void **event,
+                            smp_driver_handle *handle, char why[SMP_DRIVER_TEXT]);
+
 #endif

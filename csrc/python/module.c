@@ -5,14 +5,20 @@
 #include "python/collectives/comm.h"
 #include "python/collectives/group.h"
 #include "python/collectives/mail.h"
+#include "python/modules/call.h"
 #include "python/modules/gradients.h"
-#include "python/modules/session.h"
+#include "python/modules/lineup.h"
+#include "python/modules/nodes.h"
+#include "python/modules/serve.h"
+#include "python/modules/session_binding.h"
+#include "python/modules/step.h"
 #include "python/modules/watch.h"
 #include "python/partition_binding.h"
 #include "python/process/comm_binding.h"
 #include "python/process/heap.h"
 #include "python/process/log_binding.h"
 #include "python/tp_kernels_binding.h"
+#include "python/values/codec_binding.h"
 #include "python/values/torch_api.h"
 
 #ifdef __clang__
@@ -28,7 +34,8 @@
 static int
 module_exec(PyObject *module)
 {
-    if (smp_torch_load() < 0 || smp_session_add_functions(module) < 0 ||
+    if (smp_torch_load() < 0 || smp_session_binding_add(module) < 0 ||
+        smp_codec_add(module) < 0 || smp_nodes_add(module) < 0 ||
         smp_step_add(module) < 0 || smp_call_add(module) < 0 ||
         smp_serve_add(module) < 0 || smp_gradients_add_functions(module) < 0 ||
         smp_python_add_comm(module) < 0 || smp_comm_add(module) < 0 ||

@@ -1,273 +1,11 @@
 /* Tensors and numbers in, kernels of csrc/tp_kernels called.  Each function has the
  * arguments of its struct there, in that order, `dtype` and `scratch` apart. */
-#define PY_SSIZE_T_CLEAN
 #include "python/tp_kernels_binding.h"
 
-#include <stdbool.h>
-#include <stdint.h>
 #include <stdlib.h>
 
+#include "python/tp_kernels_call.h"
 #include "python/values/device.h"
-#include "python/values/row.h"
-#include "tp_kernels/gpu.h"
-
-/* What is known of a call's tensors so far. */
-typedef struct {
-    bool         failed; /* with an exception */
-    bool         known;
-    smp_tp_dtype dtype; /* of all floats, when known */
-    bool         placed;
-    dl_device    device; /* of all tensors, when placed */
-} seen;
-
-/* Of the tensors of a call that are float32 whatever the others are. */
-static seen
-statistics_of(const seen *see)
-{
-    return (seen){.failed = see->failed,
-                  .known = true,
-                  .dtype = SMP_TP_F32,
-                  .placed = see->placed,
-                  .device = see->device};
-}
-
-/* 0, or -1 with an exception: it is elsewhere than the others, or no row. */
-static int
-see_placed(seen *see, PyObject *tensor, const char *name, smp_row *row)
-{
-    dl_device device;
-
-    if (smp_see_tensor_anywhere(tensor, row, &device) < 0) {
-        return -1;
-    }
-    if (!see->placed) {
-        see->placed = true;
-        see->device = device;
-    }
-    if (device.type != see->device.type || device.id != see->device.id) {
-        PyErr_Format(PyExc_ValueError, "%s: on another device than the other tensors",
-                     name);
-        return -1;
-    }
-    if (device.type != SMP_DL_CPU && !smp_device_is_drivers(device)) {
-        PyErr_Format(PyExc_BufferError, "%s: neither in host memory nor on a GPU",
-                     name);
-        return -1;
-    }
-    return 0;
-}
-
-/* The data of a dense tensor of `count` elements; NULL when it failed. */
-static void *
-numbers(seen *see, PyObject *tensor, const char *name, smp_dtype want, size_t count)
-{
-    smp_row row;
-
-    if (see->failed) {
-        return NULL;
-    }
-    if (see_placed(see, tensor, name, &row) < 0) {
-        see->failed = true;
-        return NULL;
-    }
-    if (row.dtype != want || row.per != 1 || row.count != count) {
-        PyErr_Format(PyExc_ValueError, "%s: %zu elements of %s, got %zu of %s", name,
-                     count, smp_dtype_name(want), row.count, smp_dtype_name(row.dtype));
-        see->failed = true;
-        return NULL;
-    }
-    return row.data;
-}
-
-/* The same for one of the call's floats; the first tells the dtype. */
-static void *
-floats(seen *see, PyObject *tensor, const char *name, size_t count)
-{
-    static const smp_dtype dtypes[SMP_TP_DTYPES] = {
-        [SMP_TP_F32] = SMP_F32, [SMP_TP_F16] = SMP_F16, [SMP_TP_BF16] = SMP_BF16};
-    smp_row row;
-
-    if (see->failed) {
-        return NULL;
-    }
-    if (!see->known) {
-        if (see_placed(see, tensor, name, &row) < 0) {
-            see->failed = true;
-            return NULL;
-        }
-        while (see->dtype < SMP_TP_DTYPES && dtypes[see->dtype] != row.dtype) {
-            see->dtype++;
-        }
-        if (see->dtype == SMP_TP_DTYPES) {
-            PyErr_Format(PyExc_TypeError, "%s: float32, float16 or bfloat16, got %s",
-                         name, smp_dtype_name(row.dtype));
-            see->failed = true;
-            return NULL;
-        }
-        see->known = true;
-    }
-    return numbers(see, tensor, name, dtypes[see->dtype], count);
-}
-
-/* NULL for None, too. */
-static void *
-floats_or_none(seen *see, PyObject *tensor, const char *name, size_t count)
-{
-    return tensor == Py_None ? NULL : floats(see, tensor, name, count);
-}
-
-/* Scratch of a call: of the host, or memory of torch's on the device, which gives it
- * out again only behind what the stream has now. */
-typedef struct {
-    float    *floats;
-    PyObject *tensor; /* owned; NULL: malloc's */
-} scratch;
-
-static void
-set_error(void *unused, const char *kind, const char *message)
-{
-    (void)unused;
-    PyErr_Format(PyExc_RuntimeError, "smp: scratch of a kernel: %s: %s", kind, message);
-}
-
-static void
-allocate_on_device(seen *see, scratch *out, size_t bytes)
-{
-    int64_t     length = (int64_t)(bytes / sizeof(float) + 1);
-    int64_t     stride = 1;
-    dl_tensor   wanted = {.device = see->device,
-                          .ndim = 1,
-                          .dtype = {SMP_DL_FLOAT, 32, 1},
-                          .shape = &length,
-                          .strides = &stride};
-    dl_managed *managed = NULL;
-    dl_tensor   made;
-    void       *tensor;
-
-    if (smp_torch.dlpack->allocate(&wanted, &managed, NULL, set_error) != 0 ||
-        smp_torch.dlpack->to_python(managed, &tensor) != 0) {
-        if (!PyErr_Occurred()) {
-            PyErr_NoMemory();
-        }
-        see->failed = true;
-        return;
-    }
-    out->tensor = tensor;
-    see->failed = smp_torch.dlpack->borrow(tensor, &made) != 0;
-    out->floats = (float *)(void *)((char *)made.data + made.byte_offset);
-}
-
-/* host_rows: of scratch where the host runs the call.  To be given back; nothing when
- * it failed. */
-static scratch
-scratch_of(seen *see, smp_tp_gpu_kernel kernel, size_t rows, size_t columns,
-           size_t host_rows)
-{
-    scratch out = {.floats = NULL};
-
-    if (see->failed) {
-        return out;
-    }
-    if (see->device.type != SMP_DL_CPU) {
-        allocate_on_device(see, &out, smp_tp_gpu_scratch(kernel, rows, columns));
-        return out;
-    }
-    out.floats =
-        malloc((host_rows * SMP_TP_SCRATCH_ROW(columns) + 1) * sizeof(*out.floats));
-    if (out.floats == NULL) {
-        PyErr_NoMemory();
-        see->failed = true;
-    }
-    return out;
-}
-
-static void
-give_back(scratch *given)
-{
-    if (given->tensor == NULL) {
-        free(given->floats);
-    }
-    Py_CLEAR(given->tensor);
-}
-
-/* Threads: without the GIL. */
-static void
-run_on_host(smp_tp_gpu_kernel kernel, const void *call)
-{
-    const smp_tp_kernels *kernels = smp_tp_kernels_best();
-
-    switch (kernel) {
-    case SMP_TP_GPU_SOFTMAX:
-        kernels->softmax(call);
-        break;
-    case SMP_TP_GPU_SOFTMAX_BACKWARD:
-        kernels->softmax_backward(call);
-        break;
-    case SMP_TP_GPU_RESIDUAL:
-        kernels->residual(call);
-        break;
-    case SMP_TP_GPU_RESIDUAL_BACKWARD:
-        kernels->residual_backward(call);
-        break;
-    case SMP_TP_GPU_NORM:
-        kernels->norm(call);
-        break;
-    case SMP_TP_GPU_NORM_BACKWARD:
-        kernels->norm_backward(call);
-        break;
-    case SMP_TP_GPU_CROSS_ENTROPY_BACKWARD:
-        kernels->cross_entropy_backward(call);
-        break;
-    case SMP_TP_GPU_GATHER:
-        kernels->gather(call);
-        break;
-    case SMP_TP_GPU_CROSS_ENTROPY: /* has a result: tp_cross_entropy() */
-    case SMP_TP_GPU_COLUMN_SUMS:   /* a part of others */
-    case SMP_TP_GPU_KERNELS:
-        break;
-    }
-}
-
-/* On the calling thread's current stream.  False with an exception. */
-static bool
-run_on_gpu(const seen *see, smp_tp_gpu_kernel kernel, const void *call, size_t rows)
-{
-    char  why[SMP_TP_GPU_TEXT];
-    void *stream;
-    bool  ok;
-
-    if (smp_device_stream(see->device, &stream) != 0) {
-        return false;
-    }
-    Py_BEGIN_ALLOW_THREADS;
-    ok = smp_tp_gpu_launch(see->device.id, stream, kernel, call, rows, why);
-    Py_END_ALLOW_THREADS;
-    if (!ok) {
-        PyErr_Format(PyExc_RuntimeError, "smp: a kernel on GPU %d: %s",
-                     (int)see->device.id, why);
-    }
-    return ok;
-}
-
-/* Runs the call where its tensors are, and gives its scratch (or NULL) back. */
-static PyObject *
-run(const seen *see, smp_tp_gpu_kernel kernel, const void *call, size_t rows,
-    scratch *given)
-{
-    bool ok = true;
-
-    if (see->device.type != SMP_DL_CPU) {
-        ok = run_on_gpu(see, kernel, call, rows);
-    } else {
-        Py_BEGIN_ALLOW_THREADS;
-        run_on_host(kernel, call);
-        Py_END_ALLOW_THREADS;
-    }
-    if (given != NULL) {
-        give_back(given);
-    }
-    return ok ? Py_NewRef(Py_None) : NULL;
-}
 
 /* The format of a smp_tp_dropout, and where its parts go. */
 #define DROPOUT "(dKKKKK)"
@@ -277,7 +15,7 @@ _Static_assert(sizeof(unsigned long long) == sizeof(uint64_t), "the format's K")
 
 /* What the kernels rely on. */
 static void
-check_dropout(seen *see, const smp_tp_dropout *dropout)
+check_dropout(smp_tp_seen *see, const smp_tp_dropout *dropout)
 {
     if (!see->failed && !(dropout->p >= 0 && dropout->p <= 1 && dropout->run >= 1)) {
         PyErr_SetString(PyExc_ValueError,
@@ -297,7 +35,7 @@ static PyObject *
 tp_residual(PyObject *module, PyObject *args)
 {
     smp_tp_residual call = {.rows = 0};
-    seen            see = {.failed = false};
+    smp_tp_seen     see = {.failed = false};
     Py_ssize_t      rows;
     Py_ssize_t      columns;
     PyObject       *x;
@@ -313,16 +51,16 @@ tp_residual(PyObject *module, PyObject *args)
     call.rows = (size_t)rows;
     call.columns = (size_t)columns;
     check_dropout(&see, &call.dropout);
-    call.x = floats(&see, x, "x", call.rows * call.columns);
-    call.bias = floats_or_none(&see, bias, "bias", call.columns);
+    call.x = smp_tp_floats(&see, x, "x", call.rows * call.columns);
+    call.bias = smp_tp_floats_or_none(&see, bias, "bias", call.columns);
     call.residual =
-        floats_or_none(&see, residual, "residual", call.rows * call.columns);
-    call.out = floats(&see, out, "out", call.rows * call.columns);
+        smp_tp_floats_or_none(&see, residual, "residual", call.rows * call.columns);
+    call.out = smp_tp_floats(&see, out, "out", call.rows * call.columns);
     if (see.failed) {
         return NULL;
     }
     call.dtype = see.dtype;
-    return run(&see, SMP_TP_GPU_RESIDUAL, &call, call.rows, NULL);
+    return smp_tp_run(&see, SMP_TP_GPU_RESIDUAL, &call, call.rows, NULL);
 }
 
 PyDoc_STRVAR(tp_residual_backward_doc,
@@ -334,8 +72,8 @@ static PyObject *
 tp_residual_backward(PyObject *module, PyObject *args)
 {
     smp_tp_residual_backward call = {.rows = 0};
-    scratch                  given = {.floats = NULL};
-    seen                     see = {.failed = false};
+    smp_tp_scratch           given = {.floats = NULL};
+    smp_tp_seen              see = {.failed = false};
     Py_ssize_t               rows;
     Py_ssize_t               columns;
     PyObject                *grad;
@@ -351,27 +89,27 @@ tp_residual_backward(PyObject *module, PyObject *args)
     call.rows = (size_t)rows;
     call.columns = (size_t)columns;
     check_dropout(&see, &call.dropout);
-    call.grad = floats(&see, grad, "grad", call.rows * call.columns);
-    call.grad_x = floats(&see, grad_x, "grad_x", call.rows * call.columns);
-    call.grad_bias = floats_or_none(&see, grad_bias, "grad_bias", call.columns);
+    call.grad = smp_tp_floats(&see, grad, "grad", call.rows * call.columns);
+    call.grad_x = smp_tp_floats(&see, grad_x, "grad_x", call.rows * call.columns);
+    call.grad_bias = smp_tp_floats_or_none(&see, grad_bias, "grad_bias", call.columns);
     if (grad_bias != Py_None) {
-        given =
-            scratch_of(&see, SMP_TP_GPU_RESIDUAL_BACKWARD, call.rows, call.columns, 2);
+        given = smp_tp_scratch_of(&see, SMP_TP_GPU_RESIDUAL_BACKWARD, call.rows,
+                                  call.columns, 2);
     }
     if (see.failed) {
         return NULL;
     }
     call.dtype = see.dtype;
     call.scratch = given.floats;
-    return run(&see, SMP_TP_GPU_RESIDUAL_BACKWARD, &call, call.rows, &given);
+    return smp_tp_run(&see, SMP_TP_GPU_RESIDUAL_BACKWARD, &call, call.rows, &given);
 }
 
 /* The format of a smp_tp_sight. */
 #define SIGHT "(pLKK)"
 
 static smp_tp_sight
-sight_of(seen *see, int causal, long long first_query, unsigned long long queries,
-         unsigned long long window)
+sight_of(smp_tp_seen *see, int causal, long long first_query,
+         unsigned long long queries, unsigned long long window)
 {
     if (queries < 1 && !see->failed) {
         PyErr_SetString(PyExc_ValueError, "sight: queries must be at least 1");
@@ -402,7 +140,7 @@ sizes(PyObject *tuple, size_t to[SMP_TP_MASK_DIMS])
 
 /* The mask of a call: None, or (tensor, its elements, shape of the rows, strides). */
 static smp_tp_mask
-mask_of(seen *see, PyObject *object, size_t rows, size_t keys)
+mask_of(smp_tp_seen *see, PyObject *object, size_t rows, size_t keys)
 {
     smp_tp_mask mask = {.data = NULL};
     PyObject   *tensor;
@@ -419,7 +157,7 @@ mask_of(seen *see, PyObject *object, size_t rows, size_t keys)
                                     &shape, &PyTuple_Type, &strides) ||
                   (mask.dims = sizes(shape, mask.shape)) < 0 ||
                   sizes(strides, mask.strides) < 0;
-    mask.data = floats(see, tensor, "mask", (size_t)count);
+    mask.data = smp_tp_floats(see, tensor, "mask", (size_t)count);
     if (see->failed) {
         return mask;
     }
@@ -447,8 +185,8 @@ static PyObject *
 tp_softmax(PyObject *module, PyObject *args)
 {
     smp_tp_softmax     call = {.rows = 0};
-    scratch            given = {.floats = NULL};
-    seen               see = {.failed = false};
+    smp_tp_scratch     given = {.floats = NULL};
+    smp_tp_seen        see = {.failed = false};
     Py_ssize_t         rows;
     Py_ssize_t         keys;
     int                causal;
@@ -471,18 +209,18 @@ tp_softmax(PyObject *module, PyObject *args)
     call.keys = (size_t)keys;
     call.sight = sight_of(&see, causal, first_query, queries, window);
     check_dropout(&see, &call.dropout);
-    call.scores = floats(&see, scores, "scores", call.rows * call.keys);
+    call.scores = smp_tp_floats(&see, scores, "scores", call.rows * call.keys);
     call.mask = mask_of(&see, mask, call.rows, call.keys);
     call.probabilities =
-        floats(&see, probabilities, "probabilities", call.rows * call.keys);
-    call.out = floats_or_none(&see, out, "out", call.rows * call.keys);
-    given = scratch_of(&see, SMP_TP_GPU_SOFTMAX, call.rows, call.keys, 1);
+        smp_tp_floats(&see, probabilities, "probabilities", call.rows * call.keys);
+    call.out = smp_tp_floats_or_none(&see, out, "out", call.rows * call.keys);
+    given = smp_tp_scratch_of(&see, SMP_TP_GPU_SOFTMAX, call.rows, call.keys, 1);
     if (see.failed) {
         return NULL;
     }
     call.dtype = see.dtype;
     call.scratch = given.floats;
-    return run(&see, SMP_TP_GPU_SOFTMAX, &call, call.rows, &given);
+    return smp_tp_run(&see, SMP_TP_GPU_SOFTMAX, &call, call.rows, &given);
 }
 
 PyDoc_STRVAR(tp_softmax_backward_doc,
@@ -495,8 +233,8 @@ static PyObject *
 tp_softmax_backward(PyObject *module, PyObject *args)
 {
     smp_tp_softmax_backward call = {.rows = 0};
-    scratch                 given = {.floats = NULL};
-    seen                    see = {.failed = false};
+    smp_tp_scratch          given = {.floats = NULL};
+    smp_tp_seen             see = {.failed = false};
     Py_ssize_t              rows;
     Py_ssize_t              keys;
     int                     causal;
@@ -519,16 +257,18 @@ tp_softmax_backward(PyObject *module, PyObject *args)
     call.sight = sight_of(&see, causal, first_query, queries, window);
     check_dropout(&see, &call.dropout);
     call.probabilities =
-        floats(&see, probabilities, "probabilities", call.rows * call.keys);
-    call.grad = floats(&see, grad, "grad", call.rows * call.keys);
-    call.grad_scores = floats(&see, grad_scores, "grad_scores", call.rows * call.keys);
-    given = scratch_of(&see, SMP_TP_GPU_SOFTMAX_BACKWARD, call.rows, call.keys, 1);
+        smp_tp_floats(&see, probabilities, "probabilities", call.rows * call.keys);
+    call.grad = smp_tp_floats(&see, grad, "grad", call.rows * call.keys);
+    call.grad_scores =
+        smp_tp_floats(&see, grad_scores, "grad_scores", call.rows * call.keys);
+    given =
+        smp_tp_scratch_of(&see, SMP_TP_GPU_SOFTMAX_BACKWARD, call.rows, call.keys, 1);
     if (see.failed) {
         return NULL;
     }
     call.dtype = see.dtype;
     call.scratch = given.floats;
-    return run(&see, SMP_TP_GPU_SOFTMAX_BACKWARD, &call, call.rows, &given);
+    return smp_tp_run(&see, SMP_TP_GPU_SOFTMAX_BACKWARD, &call, call.rows, &given);
 }
 
 PyDoc_STRVAR(tp_norm_doc,
@@ -542,8 +282,8 @@ static PyObject *
 tp_norm(PyObject *module, PyObject *args)
 {
     smp_tp_norm call = {.rows = 0};
-    seen        see = {.failed = false};
-    seen        statistics;
+    smp_tp_seen see = {.failed = false};
+    smp_tp_seen statistics;
     Py_ssize_t  rows;
     Py_ssize_t  columns;
     size_t      count;
@@ -566,21 +306,21 @@ tp_norm(PyObject *module, PyObject *args)
     call.columns = (size_t)columns;
     count = call.rows * call.columns;
     check_dropout(&see, &call.dropout);
-    call.x = floats(&see, x, "x", count);
-    call.bias = floats_or_none(&see, bias, "bias", call.columns);
-    call.residual = floats_or_none(&see, residual, "residual", count);
-    call.weight = floats_or_none(&see, weight, "weight", call.columns);
-    call.shift = floats_or_none(&see, shift, "shift", call.columns);
-    call.sum = floats(&see, sum, "sum", count);
-    call.out = floats(&see, out, "out", count);
-    statistics = statistics_of(&see);
-    call.mean = floats(&statistics, both, "statistics", 2 * call.rows);
+    call.x = smp_tp_floats(&see, x, "x", count);
+    call.bias = smp_tp_floats_or_none(&see, bias, "bias", call.columns);
+    call.residual = smp_tp_floats_or_none(&see, residual, "residual", count);
+    call.weight = smp_tp_floats_or_none(&see, weight, "weight", call.columns);
+    call.shift = smp_tp_floats_or_none(&see, shift, "shift", call.columns);
+    call.sum = smp_tp_floats(&see, sum, "sum", count);
+    call.out = smp_tp_floats(&see, out, "out", count);
+    statistics = smp_tp_statistics_of(&see);
+    call.mean = smp_tp_floats(&statistics, both, "statistics", 2 * call.rows);
     if (statistics.failed) {
         return NULL;
     }
     call.rstd = call.mean + call.rows;
     call.dtype = see.dtype;
-    return run(&see, SMP_TP_GPU_NORM, &call, call.rows, NULL);
+    return smp_tp_run(&see, SMP_TP_GPU_NORM, &call, call.rows, NULL);
 }
 
 PyDoc_STRVAR(
@@ -595,9 +335,9 @@ static PyObject *
 tp_norm_backward(PyObject *module, PyObject *args)
 {
     smp_tp_norm_backward call = {.rows = 0};
-    scratch              given = {.floats = NULL};
-    seen                 see = {.failed = false};
-    seen                 statistics;
+    smp_tp_scratch       given = {.floats = NULL};
+    smp_tp_seen          see = {.failed = false};
+    smp_tp_seen          statistics;
     Py_ssize_t           rows;
     Py_ssize_t           columns;
     size_t               count;
@@ -623,26 +363,26 @@ tp_norm_backward(PyObject *module, PyObject *args)
     call.columns = (size_t)columns;
     count = call.rows * call.columns;
     check_dropout(&see, &call.dropout);
-    call.grad_out = floats(&see, grad_out, "grad_out", count);
-    call.grad_sum = floats_or_none(&see, grad_sum, "grad_sum", count);
-    call.sum = floats(&see, sum, "sum", count);
-    call.weight = floats_or_none(&see, weight, "weight", call.columns);
-    call.grad_residual = floats(&see, grad_residual, "grad_residual", count);
-    call.grad_x = floats_or_none(&see, grad_x, "grad_x", count);
-    call.grad_bias = floats(&see, grad_bias, "grad_bias", call.columns);
-    call.grad_weight = floats(&see, grad_weight, "grad_weight", call.columns);
-    call.grad_shift = floats(&see, grad_shift, "grad_shift", call.columns);
-    statistics = statistics_of(&see);
-    call.mean = floats(&statistics, both, "statistics", 2 * call.rows);
-    given =
-        scratch_of(&statistics, SMP_TP_GPU_NORM_BACKWARD, call.rows, call.columns, 6);
+    call.grad_out = smp_tp_floats(&see, grad_out, "grad_out", count);
+    call.grad_sum = smp_tp_floats_or_none(&see, grad_sum, "grad_sum", count);
+    call.sum = smp_tp_floats(&see, sum, "sum", count);
+    call.weight = smp_tp_floats_or_none(&see, weight, "weight", call.columns);
+    call.grad_residual = smp_tp_floats(&see, grad_residual, "grad_residual", count);
+    call.grad_x = smp_tp_floats_or_none(&see, grad_x, "grad_x", count);
+    call.grad_bias = smp_tp_floats(&see, grad_bias, "grad_bias", call.columns);
+    call.grad_weight = smp_tp_floats(&see, grad_weight, "grad_weight", call.columns);
+    call.grad_shift = smp_tp_floats(&see, grad_shift, "grad_shift", call.columns);
+    statistics = smp_tp_statistics_of(&see);
+    call.mean = smp_tp_floats(&statistics, both, "statistics", 2 * call.rows);
+    given = smp_tp_scratch_of(&statistics, SMP_TP_GPU_NORM_BACKWARD, call.rows,
+                              call.columns, 6);
     if (statistics.failed) {
         return NULL;
     }
     call.rstd = call.mean + call.rows;
     call.dtype = see.dtype;
     call.scratch = given.floats;
-    return run(&see, SMP_TP_GPU_NORM_BACKWARD, &call, call.rows, &given);
+    return smp_tp_run(&see, SMP_TP_GPU_NORM_BACKWARD, &call, call.rows, &given);
 }
 
 PyDoc_STRVAR(
@@ -657,8 +397,8 @@ static PyObject *
 tp_cross_entropy(PyObject *module, PyObject *args)
 {
     smp_tp_cross_entropy call = {.rows = 0};
-    seen                 see = {.failed = false};
-    seen                 statistics;
+    smp_tp_seen          see = {.failed = false};
+    smp_tp_seen          statistics;
     Py_ssize_t           rows;
     Py_ssize_t           columns;
     long long            start;
@@ -683,19 +423,19 @@ tp_cross_entropy(PyObject *module, PyObject *args)
     call.start = start;
     call.vocabulary = vocabulary;
     call.ignored = ignored;
-    call.logits = floats(&see, logits, "logits", call.rows * call.columns);
-    call.targets = numbers(&see, targets, "targets", SMP_I64, call.rows);
-    statistics = statistics_of(&see);
-    call.top = floats(&statistics, top, "top", call.rows);
-    call.sum = floats(&statistics, sum, "sum", call.rows);
-    call.target = floats(&statistics, target, "target", call.rows);
-    call.all = floats_or_none(&statistics, all, "all", call.rows);
+    call.logits = smp_tp_floats(&see, logits, "logits", call.rows * call.columns);
+    call.targets = smp_tp_numbers(&see, targets, "targets", SMP_I64, call.rows);
+    statistics = smp_tp_statistics_of(&see);
+    call.top = smp_tp_floats(&statistics, top, "top", call.rows);
+    call.sum = smp_tp_floats(&statistics, sum, "sum", call.rows);
+    call.target = smp_tp_floats(&statistics, target, "target", call.rows);
+    call.all = smp_tp_floats_or_none(&statistics, all, "all", call.rows);
     if (statistics.failed) {
         return NULL;
     }
     call.dtype = see.dtype;
     if (see.device.type != SMP_DL_CPU) {
-        return run(&see, SMP_TP_GPU_CROSS_ENTROPY, &call, call.rows, NULL);
+        return smp_tp_run(&see, SMP_TP_GPU_CROSS_ENTROPY, &call, call.rows, NULL);
     }
     Py_BEGIN_ALLOW_THREADS;
     wrong = smp_tp_kernels_best()->cross_entropy(&call);
@@ -714,8 +454,8 @@ static PyObject *
 tp_cross_entropy_backward(PyObject *module, PyObject *args)
 {
     smp_tp_cross_entropy_backward call = {.rows = 0};
-    seen                          see = {.failed = false};
-    seen                          statistics;
+    smp_tp_seen                   see = {.failed = false};
+    smp_tp_seen                   statistics;
     Py_ssize_t                    rows;
     Py_ssize_t                    columns;
     long long                     start;
@@ -737,18 +477,18 @@ tp_cross_entropy_backward(PyObject *module, PyObject *args)
     call.columns = (size_t)columns;
     call.start = start;
     call.vocabulary = vocabulary;
-    call.logits = floats(&see, logits, "logits", call.rows * call.columns);
-    call.targets = numbers(&see, targets, "targets", SMP_I64, call.rows);
-    call.grad = floats(&see, grad, "grad", call.rows * call.columns);
-    statistics = statistics_of(&see);
-    call.top = floats(&statistics, top, "top", call.rows);
-    call.sum = floats(&statistics, sum, "sum", call.rows);
-    call.factors = floats(&statistics, factors, "factors", call.rows);
+    call.logits = smp_tp_floats(&see, logits, "logits", call.rows * call.columns);
+    call.targets = smp_tp_numbers(&see, targets, "targets", SMP_I64, call.rows);
+    call.grad = smp_tp_floats(&see, grad, "grad", call.rows * call.columns);
+    statistics = smp_tp_statistics_of(&see);
+    call.top = smp_tp_floats(&statistics, top, "top", call.rows);
+    call.sum = smp_tp_floats(&statistics, sum, "sum", call.rows);
+    call.factors = smp_tp_floats(&statistics, factors, "factors", call.rows);
     if (statistics.failed) {
         return NULL;
     }
     call.dtype = see.dtype;
-    return run(&see, SMP_TP_GPU_CROSS_ENTROPY_BACKWARD, &call, call.rows, NULL);
+    return smp_tp_run(&see, SMP_TP_GPU_CROSS_ENTROPY_BACKWARD, &call, call.rows, NULL);
 }
 
 PyDoc_STRVAR(tp_gather_doc, "tp_gather(count, rows, columns, start, table, ids, out)\n"
@@ -759,7 +499,7 @@ static PyObject *
 tp_gather(PyObject *module, PyObject *args)
 {
     smp_tp_gather call = {.count = 0};
-    seen          see = {.failed = false};
+    smp_tp_seen   see = {.failed = false};
     Py_ssize_t    count;
     Py_ssize_t    rows;
     Py_ssize_t    columns;
@@ -777,14 +517,14 @@ tp_gather(PyObject *module, PyObject *args)
     call.rows = (size_t)rows;
     call.columns = (size_t)columns;
     call.start = start;
-    call.table = floats(&see, table, "table", call.rows * call.columns);
-    call.ids = numbers(&see, ids, "ids", SMP_I64, call.count);
-    call.out = floats(&see, out, "out", call.count * call.columns);
+    call.table = smp_tp_floats(&see, table, "table", call.rows * call.columns);
+    call.ids = smp_tp_numbers(&see, ids, "ids", SMP_I64, call.count);
+    call.out = smp_tp_floats(&see, out, "out", call.count * call.columns);
     if (see.failed) {
         return NULL;
     }
     call.dtype = see.dtype;
-    return run(&see, SMP_TP_GPU_GATHER, &call, call.count, NULL);
+    return smp_tp_run(&see, SMP_TP_GPU_GATHER, &call, call.count, NULL);
 }
 
 PyDoc_STRVAR(tp_scatter_doc,
@@ -796,7 +536,7 @@ static PyObject *
 tp_scatter(PyObject *module, PyObject *args)
 {
     smp_tp_scatter call = {.count = 0};
-    seen           see = {.failed = false};
+    smp_tp_seen    see = {.failed = false};
     Py_ssize_t     count;
     Py_ssize_t     rows;
     Py_ssize_t     columns;
@@ -816,9 +556,10 @@ tp_scatter(PyObject *module, PyObject *args)
     call.columns = (size_t)columns;
     call.start = start;
     call.padding = padding;
-    call.ids = numbers(&see, ids, "ids", SMP_I64, call.count);
-    call.grad = floats(&see, grad, "grad", call.count * call.columns);
-    call.grad_table = floats(&see, grad_table, "grad_table", call.rows * call.columns);
+    call.ids = smp_tp_numbers(&see, ids, "ids", SMP_I64, call.count);
+    call.grad = smp_tp_floats(&see, grad, "grad", call.count * call.columns);
+    call.grad_table =
+        smp_tp_floats(&see, grad_table, "grad_table", call.rows * call.columns);
     if (!see.failed && see.device.type != SMP_DL_CPU) {
         PyErr_SetString(PyExc_BufferError, "tp_scatter: tensors in host memory only");
         see.failed = true;

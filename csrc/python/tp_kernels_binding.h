@@ -9,6 +9,7 @@
 #ifndef SMP_PYTHON_TP_KERNELS_BINDING_H
 #define SMP_PYTHON_TP_KERNELS_BINDING_H
 
+#define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
 /* Adds the functions.  0, or -1 with an exception. */

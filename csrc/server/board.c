@@ -85,7 +85,7 @@ static void
 add_work(text *t, const smp_board *board, const smp_work *work)
 {
     add(t, "microbatch %d, %s: ", (int)work->microbatch,
-        work->phase == SMP_FORWARD ? "forward" : "backward");
+        smp_phase_name((smp_phase)work->phase));
     if (work->entry < 0) {
         add(t, "the step function");
     } else {

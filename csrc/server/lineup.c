@@ -49,8 +49,8 @@ smp_key_write(const smp_key *key, char *out, size_t room)
     const int n =
         snprintf(out, room, "module '%.*s' (microbatch %d, %s, call %u, collective %u)",
                  (int)sizeof(key->path) - 1, key->path, (int)key->microbatch,
-                 key->phase == SMP_FORWARD ? "forward" : "backward",
-                 (unsigned)key->time, (unsigned)key->number);
+                 smp_phase_name((smp_phase)key->phase), (unsigned)key->time,
+                 (unsigned)key->number);
 
     return n < 0 ? 0 : (size_t)n < room ? (size_t)n : room - 1;
 }

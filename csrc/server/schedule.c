@@ -13,6 +13,12 @@ typedef enum {
     MB_DONE,
 } mb_state;
 
+const char *
+smp_phase_name(smp_phase phase)
+{
+    return phase == SMP_FORWARD ? "forward" : "backward";
+}
+
 struct smp_schedule {
     smp_schedule_kind kind;
     int32_t           microbatches;

@@ -20,6 +20,9 @@
 
 typedef enum { SMP_FORWARD = 0, SMP_BACKWARD = 1, SMP_PHASES } smp_phase;
 
+/* "forward"; static storage. */
+const char *smp_phase_name(smp_phase phase);
+
 typedef enum {
     SMP_SCHEDULE_SIMPLE,      /* all forwards, then all backwards */
     SMP_SCHEDULE_INTERLEAVED, /* a backward that is ready, else the next forward */

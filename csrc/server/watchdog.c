@@ -3,12 +3,11 @@
 #include "server/watchdog.h"
 
 #include <pthread.h>
-#include <signal.h>
 #include <stdlib.h>
-#include <time.h>
 
 #include "common/clock.h"
 #include "common/lock.h"
+#include "common/thread.h"
 
 /* It looks this many times within the shorter limit, and at least once in MOST_NS. */
 #define LOOKS 8
@@ -41,14 +40,12 @@ period_of(const smp_watchdog_config *config)
 static bool
 sleep_a_period(smp_watchdog *watchdog)
 {
-    int64_t         until_ns = smp_clock_ns() + watchdog->period_ns;
-    struct timespec until = {.tv_sec = (time_t)(until_ns / SMP_NS_PER_S),
-                             .tv_nsec = (long)(until_ns % SMP_NS_PER_S)};
-    bool            ending;
+    bool ending;
 
     smp_lock_acquire(&watchdog->lock);
     if (!watchdog->ending) {
-        pthread_cond_timedwait(&watchdog->changed, &watchdog->lock.mutex, &until);
+        smp_cond_wait(&watchdog->changed, &watchdog->lock,
+                      smp_clock_ns() + watchdog->period_ns);
     }
     ending = watchdog->ending;
     smp_lock_release(&watchdog->lock);
@@ -90,11 +87,8 @@ smp_status
 smp_watchdog_create(smp_board *board, const smp_watchdog_config *config,
                     smp_watchdog **out)
 {
-    smp_watchdog      *watchdog;
-    pthread_condattr_t monotonic;
-    sigset_t           all;
-    sigset_t           before;
-    int                error;
+    smp_watchdog *watchdog;
+    smp_status    status;
 
     *out = NULL;
     if (config->report_ns == 0 && config->end_ns == 0) {
@@ -108,21 +102,15 @@ smp_watchdog_create(smp_board *board, const smp_watchdog_config *config,
     watchdog->config = *config;
     watchdog->period_ns = period_of(config);
     smp_lock_init(&watchdog->lock, SMP_LOCK_WATCHDOG);
-    pthread_condattr_init(&monotonic);
-    pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
-    pthread_cond_init(&watchdog->changed, &monotonic);
-    pthread_condattr_destroy(&monotonic);
-    sigfillset(&all); /* signals are the other threads' business */
-    pthread_sigmask(SIG_SETMASK, &all, &before);
-    error = pthread_create(&watchdog->thread, NULL, watchdog_main, watchdog);
-    pthread_sigmask(SIG_SETMASK, &before, NULL);
-    if (error != 0) {
+    smp_cond_init(&watchdog->changed);
+    status =
+        smp_thread_start(&watchdog->thread, "smp-watchdog", watchdog_main, watchdog);
+    if (status != SMP_OK) {
         pthread_cond_destroy(&watchdog->changed);
         smp_lock_fini(&watchdog->lock);
         free(watchdog);
-        return SMP_ERR_NO_THREAD;
+        return status;
     }
-    pthread_setname_np(watchdog->thread, "smp-watchdog");
     *out = watchdog;
     return SMP_OK;
 }

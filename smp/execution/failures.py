@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-PHASES = ("forward", "backward")
+from smp import _core
+
 IN_PARTITION = -1  # in place of a microbatch
 _TOLD = "_smp_told"  # in the __dict__ of an exception that came from another rank
 
@@ -91,7 +92,7 @@ def rebuild(description: tuple, local: BaseException | None) -> BaseException:
     if error is None:
         error = RuntimeError(f"{kind}: {message}")
     where = "the step function" if path is None else f"module '{path}'"
-    where += f", microbatch {microbatch}, {PHASES[phase]}"
+    where += f", microbatch {microbatch}, {_core.phases[phase]}"
     if microbatch == IN_PARTITION:
         where = "the partition of the model"
     note = f"raised on {who} in {where}"

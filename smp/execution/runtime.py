@@ -289,6 +289,7 @@ class Runtime:
         """
         if self.has_new_model and live_models.made() > 1:
             gc.collect()
+            changes.forget_others(self.live_models())
         self.has_new_model = False
 
     def live_models(self) -> list["DistributedModel"]:

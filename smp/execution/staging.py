@@ -3,8 +3,8 @@
 GPUs of one host do without, where they can: ``csrc/comm/device``, which leaves to this
 module only where a tensor ends up.
 
-The codec (``csrc/python/values/pack.c``, ``unpack.c``) gives and takes host memory that both
-ranks can see; the device copies into it and out of it, in the order of its stream.
+The codec (``csrc/python/values``) gives and takes host memory that both ranks can see; the
+device copies into it and out of it, in the order of its stream.
 Neither copy makes the thread wait: a message waits once, before it is sent, for all its
 tensors, and memory that is read goes back when the device has read it.
 """

@@ -30,11 +30,10 @@ from smp.execution.runtime import Runtime
 from smp.job import core_warnings, interrupts
 from smp.job.config import ConfigError
 from smp.job.objects import refuse_if_forked
-from smp.modules import changes, homes
+from smp.modules import changes, forward_attributes, homes
 from smp.partitioning.restore import write_back
 from smp.tensor_parallel import order, random_streams, step_end
 
-_FORWARD, _BACKWARD = 0, 1
 _SIMPLE, _INTERLEAVED, _LISTED, _SERVE = 0, 1, 2, -1
 
 
@@ -177,7 +176,7 @@ class Step:
     def run(self, args: tuple, kwargs: dict) -> Any:
         rt = self.rt
         if rt.pp_size > 1:
-            refuse_if_forked(f"the @smp.step function {self.name}", rt.boot.rank, rt.pid)
+            self._refuse_if_forked()
         _begin(rt, self.function)
         try:
             rt.forget_old_models()
@@ -207,6 +206,9 @@ class Step:
             rt.in_step = False
             self.calls = []
 
+    def _refuse_if_forked(self) -> None:
+        refuse_if_forked(f"the @smp.step function {self.name}", self.rt.boot.rank, self.rt.pid)
+
     def _split(self, args: tuple, kwargs: dict) -> None:
         self.calls, self.rt.weights = self.splitter.split(self.count, args, kwargs)
 
@@ -231,6 +233,7 @@ class Step:
         rt = self.rt
         trains = torch.is_grad_enabled() and any(m.training for m in models)
         if trains:
+            self._refuse_if_forked()
             self.reduction = data_parallel.begin(data_parallel.due(models))
         if self.reduction is not None and rt.in_sequence:
             self.reduction.active()  # nothing is under way when modules use the group
@@ -335,6 +338,7 @@ class Step:
             local = None
             rt.local_errors.clear()
             changes.finish()
+            forward_attributes.finish()
             went_well = _core.ended_well()
             _core.gradients_end(not went_well)
             if went_well:
@@ -483,12 +487,9 @@ def read_turns(pipeline: Any, count: int) -> list[tuple[int, int]]:
     Raises:
         ValueError: a pair is malformed; the core refuses an impossible order.
     """
-    phases = {
-        "forward": _FORWARD,
-        "backward": _BACKWARD,
-        _FORWARD: _FORWARD,
-        _BACKWARD: _BACKWARD,
-    }
+    phases: dict[Any, int] = {}
+    for number, name in enumerate(_core.phases):
+        phases[name] = phases[number] = number
     turns = []
     for turn in pipeline(count) if callable(pipeline) else pipeline:
         try:

@@ -76,6 +76,16 @@ def forget() -> None:
     _touched.clear()
 
 
+def forget_others(models: Iterable[nn.Module]) -> None:
+    """Of what is in none of the models: other ranks have it no more."""
+    if not _kept:
+        return
+    theirs = {id(m) for model in models for m in model.modules()}
+    theirs |= {id(p) for model in models for p in model.parameters()}
+    for key in [key for key in _kept if key[0] not in theirs]:
+        del _kept[key]
+
+
 def finish() -> None:
     """The step is over."""
     for microbatch in sorted(_made):

@@ -9,6 +9,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from smp.modules import remote_tensors
+
 
 def convert(
     module: nn.Module, function: Callable[[Tensor], Tensor], local: set[nn.Module]
@@ -38,9 +40,9 @@ def convert_elsewhere(
         for child in module.children():
             child._apply(function)
     for parameter in module._parameters.values():
-        if parameter is not None and _is_remote(parameter):
-            with torch._C.DisableTorchFunctionSubclass():
-                give_data(parameter, _without_memory(parameter, function))
+        if isinstance(parameter, remote_tensors.RemoteParameter):
+            like = _converted_kind(parameter, function)
+            remote_tensors.convert(parameter, like.dtype, like.device)
     for name, buffer in module._buffers.items():
         if buffer is None:
             continue
@@ -49,15 +51,11 @@ def convert_elsewhere(
                 converted = buffer.to(_converted_kind(buffer, function).dtype)
             else:
                 converted = function(buffer)
-            if _is_remote(buffer):
+            if isinstance(buffer, remote_tensors.RemoteBuffer):
                 give_data(buffer, converted)  # it goes to its owner by what it is
             else:
                 module._buffers[name] = converted
     return module
-
-
-def _is_remote(tensor: Tensor) -> bool:
-    return hasattr(tensor, "_smp_home")  # remote_modules.RemoteTensor
 
 
 def give_data(tensor: Tensor, data: Tensor) -> None:
@@ -76,12 +74,3 @@ def _converted_kind(tensor: Tensor, function: Callable[[Tensor], Tensor]) -> Ten
     """An empty tensor of the dtype and on the device that the conversion gives."""
     device = "cpu" if tensor.is_meta else tensor.device
     return function(torch.empty([0] * tensor.dim(), dtype=tensor.dtype, device=device))
-
-
-def _without_memory(tensor: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
-    like = _converted_kind(tensor, function)
-    out = torch.empty_strided(
-        tensor.shape, tensor.stride(), dtype=like.dtype, device=like.device
-    )
-    out.untyped_storage().resize_(0)
-    return out

@@ -1,4 +1,5 @@
-"""Attributes that a module sets in its forward.  Tracing sees which.
+"""Attributes that a module sets in its forward, and lists, dicts and sets that change while
+the model runs.  Tracing sees which.
 
 On ranks that do not run it a parent that reads what its child left there (an auxiliary loss,
 a cache) would read what was there when the model was made: that is an error.
@@ -9,6 +10,7 @@ module reads there is what the forward of the same microbatch has set.
 """
 
 import functools
+from collections import deque
 from collections.abc import Collection
 from typing import Any
 
@@ -55,7 +57,8 @@ class _SetElsewhere:
         if home is None:
             return
         path, owner = home
-        what = f"'{path}.{self.name}' is set in the forward of its module, on pp_rank {owner}"
+        name = f"{path}.{self.name}".lstrip(".")
+        what = f"'{name}' changes when its module runs, on pp_rank {owner}"
         if _core.current() is None:
             left_behind.warn_of_attribute(path, self.name, f"{what}; its value here is older")
         else:
@@ -86,9 +89,9 @@ class _OfMicrobatch:
         if module is None:
             return getattr(stand_ins.users_class(cls), self.name)
         if _in_backward():
-            kept = module.__dict__.get(stand_ins.KEPT, {})
-            if (self.name, _core.current()) in kept:
-                return kept[self.name, _core.current()]
+            key = (id(module), self.name, _core.current())
+            if key in _set:
+                return _set[key]
         if self.name in module.__dict__:
             return module.__dict__[self.name]
         return getattr(super(self.owner, module), self.name)
@@ -97,14 +100,22 @@ class _OfMicrobatch:
         module.__dict__[self.name] = value
         microbatch = _core.current()
         if microbatch is not None and not _in_backward():
-            kept = module.__dict__.setdefault(stand_ins.KEPT, {})
-            kept[self.name, microbatch] = value
+            _set[id(module), self.name, microbatch] = value
 
     def __delete__(self, module: nn.Module) -> None:
         if self.name not in module.__dict__:
             raise AttributeError(self.name)
         del module.__dict__[self.name]
-        module.__dict__.pop(stand_ins.KEPT, None)
+        _set.pop((id(module), self.name, _core.current()), None)
+
+
+# By id of the module, name and microbatch: what forwards of this step have set.
+_set: dict[tuple[int, str, int | None], Any] = {}
+
+
+def finish() -> None:
+    """The step is over."""
+    _set.clear()
 
 
 def _in_backward() -> bool:
@@ -120,6 +131,29 @@ def _local_with(names: tuple[str, ...]) -> stand_ins.Members:
         return {name: _OfMicrobatch() for name in names}
 
     return members
+
+
+def warn_of_shared(
+    root: nn.Module, names: dict[str, tuple[str, ...]], rank_of: dict[str, int]
+) -> None:
+    """Say which lists, dicts and sets modules on several ranks share: each rank has its own."""
+    named = dict(root.named_modules())
+    first: dict[int, tuple[str, str]] = {}  # by id: path and name of who has it
+    for path, of_module in names.items():
+        for name in of_module:
+            value = named[path].__dict__.get(name)
+            if isinstance(value, list | dict | set | deque):
+                at, its = first.setdefault(id(value), (path, name))
+                if rank_of[at] != rank_of[path]:
+                    mine, theirs = f"{path}.{name}".lstrip("."), f"{at}.{its}".lstrip(".")
+                    left_behind.warn_of_attribute(
+                        path,
+                        name,
+                        f"'{mine}' and '{theirs}' are one {type(value).__name__}, which "
+                        f"changes when the model runs; pp_rank {rank_of[path]} and "
+                        f"{rank_of[at]} each have their own: return what goes into it, or "
+                        "place the modules together with smp.set_partition",
+                    )
 
 
 def watch(root: nn.Module, names: dict[str, tuple[str, ...]], reruns: Collection[str]) -> None:

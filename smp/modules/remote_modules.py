@@ -7,21 +7,17 @@ but for ``nn.Sequential`` whose children span ranks; nor are modules that have n
 own, such as an activation, which may be of other models, too: they run where they are called.
 """
 
-import contextlib
-import copy
 import functools
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import groupby
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from smp import _core
-from smp.execution import left_behind
-from smp.modules import changes, conversion, stand_ins
+from smp.modules import changes, conversion, remote_tensors, stand_ins
 from smp.partitioning.partition import pin_of
 
 
@@ -200,184 +196,6 @@ def make_entries(
     return entries, runs
 
 
-# What may be asked of a parameter whose data another rank has.
-_HARMLESS = {
-    "__get__",
-    "__set__",
-    "__hash__",
-    "size",
-    "dim",
-    "numel",
-    "nelement",
-    "stride",
-    "is_floating_point",
-    "is_complex",
-    "element_size",
-    "ndimension",
-    "requires_grad_",
-    "register_hook",
-    "register_post_accumulate_grad_hook",
-}
-
-# Attributes that are views of the data.
-_VIEWS = {"T", "mT", "H", "mH", "real", "imag"}
-
-
-class _Loading(threading.local):
-    depth = 0
-
-
-_loading = _Loading()
-
-
-@contextlib.contextmanager
-def loading() -> Iterator[None]:
-    """A state dict is loaded in this thread: remote parameters take no data, silently."""
-    _loading.depth += 1
-    try:
-        yield
-    finally:
-        _loading.depth -= 1
-
-
-def _remote_in(value: Any) -> "Iterator[RemoteTensor]":
-    """Those in an operator's arguments."""
-    if isinstance(value, RemoteTensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _remote_in(item)
-    elif isinstance(value, dict):
-        yield from _remote_in(tuple(value.values()))
-
-
-class RemoteTensor(Tensor):
-    """A parameter's ``data`` on a rank that does not have it: attributes, no operators."""
-
-    _smp_home: tuple[str, int]  # path of the parameter, and the pp_rank that owns it
-    _smp_kind = "parameter"
-
-    @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
-        name = getattr(func, "__name__", str(func))
-        if name == "copy_" and _loading.depth and isinstance(args[0], RemoteTensor):
-            return args[0]
-        if name in ("__get__", "__set__"):
-            attribute = getattr(func.__self__, "__name__", name)
-            if name == "__set__" and attribute == "data":
-                return None
-            if attribute == "data":
-                return args[0]._smp_data()
-            if attribute in _VIEWS:
-                name = attribute
-        if name in _HARMLESS:
-            with torch._C.DisableTorchFunctionSubclass():
-                required = args[0].requires_grad
-                result = func(*args, **(kwargs or {}))
-                if isinstance(args[0], nn.Parameter) and name in ("__set__", "requires_grad_"):
-                    flag = args[0].requires_grad
-                    changes.note(args[0], changes.REQUIRES_GRAD, flag, before=required)
-            return result
-        written = args[0] if args and name in ("__setitem__", "set_") else None
-        if args and name.endswith("_") and not name.endswith("__"):
-            written = args[0]
-        for tensor in _remote_in((args, kwargs or {})):
-            tensor._smp_refuse(name, tensor is written)
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
-
-    def _smp_refuse(self, name: str, written: bool) -> None:
-        """An operator is about to use the data.
-
-        Args:
-            written: it changes the tensor in place.
-
-        Raises:
-            RuntimeError: this rank does not have it.
-        """
-        path, owner = self._smp_home
-        raise RuntimeError(
-            f"smp: {name} needs the data of {self._smp_kind} '{path}' "
-            f"(shape {tuple(self.shape)}), which lives on pp_rank {owner}; use "
-            "it inside its module, or place both together with smp.set_partition"
-        )
-
-    def _smp_data(self) -> "RemoteTensor":
-        return _as_remote(self, RemoteTensor)
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        path, owner = self._smp_home
-        kind = type(self).__name__
-        return f"{kind}('{path}', shape={tuple(self.shape)}, pp_rank={owner})"
-
-    def __reduce_ex__(self, protocol):
-        path, owner = self._smp_home
-        raise RuntimeError(
-            f"smp: {self._smp_kind} '{path}' lives on pp_rank {owner} and cannot be pickled "
-            "here: save model.state_dict(), which has the whole model, or call "
-            "smp.save_checkpoint"
-        )
-
-
-class RemoteParameter(RemoteTensor, nn.Parameter):
-    """A parameter whose data is on another rank."""
-
-    def __deepcopy__(self, memo):
-        raise RuntimeError(
-            "smp: a model cannot be copied after its partition; copy the module before it is "
-            "wrapped in DistributedModel"
-        )
-
-
-class RemoteBuffer(RemoteTensor):
-    """A buffer that its module's forward changes, on a rank that does not run that.
-
-    Its memory stays: the script may set it, as it does on all ranks.
-    """
-
-    _smp_kind = "buffer"
-
-    def _smp_refuse(self, name: str, written: bool) -> None:
-        """
-        Raises:
-            RuntimeError: in a step.
-        """
-        if _core.current() is not None:
-            super()._smp_refuse(name, written)
-        if not written:
-            path, owner = self._smp_home
-            left_behind.warn_of_attribute(
-                path,
-                "",
-                f"buffer '{path}' is changed by its module, on pp_rank {owner}; its value here "
-                "is older (model.state_dict() has the newest)",
-            )
-
-    def _smp_data(self) -> RemoteTensor:
-        return _as_remote(self, RemoteBuffer)
-
-    def __deepcopy__(self, memo):
-        return copy.deepcopy(self._smp_older("__deepcopy__"), memo)
-
-    def __reduce_ex__(self, protocol):
-        return self._smp_older("__reduce_ex__").__reduce_ex__(protocol)
-
-    def _smp_older(self, name: str) -> Tensor:
-        """Its value here, for copies of its module."""
-        self._smp_refuse(name, written=False)
-        with torch._C.DisableTorchFunctionSubclass():
-            return self.as_subclass(Tensor)
-
-
-def _as_remote(remote: RemoteTensor, cls: type[RemoteTensor]) -> RemoteTensor:
-    """Its ``data``, as that class."""
-    with torch._C.DisableTorchFunctionSubclass():
-        data = remote.data
-    data.__class__ = cls
-    data._smp_home = remote._smp_home  # type: ignore[attr-defined]
-    return data  # type: ignore[return-value]
-
-
 def mark_remote_buffers(
     root: nn.Module, rank_of: dict[str, int], rank: int, changing: dict[str, tuple[str, ...]]
 ) -> None:
@@ -391,11 +209,7 @@ def mark_remote_buffers(
         for name in names:
             buffer = named[path]._buffers.get(name)
             if rank_of[path] != rank and type(buffer) is Tensor:
-                buffer.__class__ = RemoteBuffer
-                buffer._smp_home = (  # type: ignore[attr-defined]
-                    f"{path}.{name}".lstrip("."),
-                    rank_of[path],
-                )
+                remote_tensors.mark(buffer, f"{path}.{name}".lstrip("."), rank_of[path])
 
 
 def parameter_owners(root: nn.Module, rank_of: dict[str, int]) -> dict[str, int]:
@@ -411,24 +225,11 @@ def parameter_owners(root: nn.Module, rank_of: dict[str, int]) -> dict[str, int]
 
 
 def free_remote_parameters(root: nn.Module, owners: dict[str, int], rank: int) -> None:
-    """Give back the memory of the parameters that this rank does not own."""
+    """Let go of the data of the parameters that this rank does not own."""
     named = dict(root.named_parameters())
-    kept = {
-        named[path].untyped_storage().data_ptr()
-        for path, owner in owners.items()
-        if owner == rank and named[path].device.type != "meta"
-    }
     for path, owner in owners.items():
-        if owner == rank:
-            continue
-        parameter = named[path]
-        if parameter.device.type != "meta":
-            storage = parameter.untyped_storage()
-            if storage.data_ptr() not in kept:
-                storage.resize_(0)
-        parameter.grad = None
-        parameter.__class__ = RemoteParameter
-        parameter._smp_home = (path, owner)  # type: ignore[attr-defined]
+        if owner != rank:
+            remote_tensors.forget_data(named[path], path, owner)
 
 
 def swap_classes(

@@ -20,8 +20,7 @@ from torch import nn
 GATE = "_smp_gate"
 RUNS = "_smp_runs"
 CHECKPOINTING = "_smp_checkpointing"
-KEPT = "_smp_kept"
-_OURS = (GATE, RUNS, CHECKPOINTING, KEPT)
+_OURS = (GATE, RUNS, CHECKPOINTING)
 
 # A method of classes whose instances cannot be copied or pickled: it raises why.
 REFUSES_COPIES = "_smp_refuses_copies"

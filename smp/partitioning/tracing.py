@@ -6,6 +6,7 @@ produced, which parameters operators used while it ran.  The run leaves no mark
 arithmetic.
 """
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -23,10 +24,16 @@ from torch.nn.modules import module as torch_module
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from smp.partitioning import twins
 from smp.partitioning.restore import Restore
 
 _PATIENCE_S = 2.0  # a run that takes longer says how far it is
 _NOTE_EVERY_S = 0.5
+# By name: the value of an attribute, and what a comparison needs of it.
+_Attributes = dict[str, tuple[Any, Any]]
+_NEVER: tuple[Any, Any] = (object(), object())
+
+_OF_TORCH = frozenset(vars(nn.Module()))  # its dicts of parameters, hooks, ...
 _PLAIN = (bool, int, float, str, bytes, torch.dtype, torch.device, torch.Size)
 
 
@@ -56,7 +63,8 @@ class ModuleTrace:
         changed_buffers: names of its own buffers that the run changed.
         buffers: names of buffers, of any module, that the run changed and that operators used
             as ``parameters`` says.
-        set_attributes: names of the plain attributes that were set on it while it ran.
+        set_attributes: names of the plain attributes that were set on it while it ran, and of
+            lists, dicts and sets that were changed, also by other modules.
         reruns: paths of modules that it gave to an autograd function of the user's, whose
             backward may call them again; where one of them sets attributes.
     """
@@ -112,7 +120,8 @@ def trace(
         times: measure the modules' times too; makes a second run for that, in which
             nothing else is recorded.
         meta: replace parameters by meta tensors, so that nothing is computed; where the
-            model does not allow that, warn and run it on its own tensors.
+            model does not allow that, warn and run it on its own tensors, or on zeros if
+            those are meta tensors.
         memory: measure what autograd keeps, too.
 
     Returns:
@@ -120,7 +129,8 @@ def trace(
         to it are as before.
 
     Raises:
-        RuntimeError: the model's parameters are meta tensors and it cannot run on them.
+        RuntimeError: the model's parameters are meta tensors, and it can run neither on them
+            nor on zeros.
         Exception: whatever ``run`` raises.
 
     Source: paper, C.1.
@@ -142,23 +152,35 @@ def trace_models(
             recorder.record(run)
             return recorder.traces(timed=False)
         except Exception as error:
-            path = recorder.running_path()
-            if any(p.is_meta for root in roots for p in root.parameters()):
-                raise RuntimeError(
-                    f"smp: {path} cannot run on meta tensors ({type(error).__name__}: "
-                    f"{error}), and the model's parameters are meta tensors; give it real "
-                    "ones or set skip_tracing"
-                ) from error
-            warnings.warn(
-                f"smp: {path} cannot run on meta tensors ({type(error).__name__}: {error}); "
-                "tracing on the model's own tensors instead",
-                stacklevel=3,
+            why = (
+                f"{recorder.running_path()} cannot run on meta tensors "
+                f"({type(error).__name__}: {error})"
             )
+        if any(p.is_meta for root in roots for p in root.parameters()):
+            warnings.warn(f"smp: {why}; tracing on zeros instead", stacklevel=3)
+            return _trace_on_zeros(roots, run, memory, why)
+        warnings.warn(f"smp: {why}; tracing on the model's own tensors instead", stacklevel=3)
     recorder = _Recorder(roots, meta=False, memory=memory)
     recorder.record(run)
     if times:
         recorder.measure(run)
     return recorder.traces(timed=times)
+
+
+def _trace_on_zeros(
+    roots: Sequence[nn.Module], run: Callable[[], Any], memory: bool, why: str
+) -> list[Trace]:
+    with twins.on_zeros(roots):
+        recorder = _Recorder(roots, meta=False, memory=memory)
+        try:
+            recorder.record(run)
+        except Exception as error:
+            raise RuntimeError(
+                f"smp: {why}, and {recorder.running_path()} cannot run on zeros "
+                f"({type(error).__name__}: {error}); give the model its values before its "
+                "first step, or set skip_tracing"
+            ) from error
+        return recorder.traces(timed=False)
 
 
 class _BackwardInModule(RuntimeError):
@@ -173,7 +195,7 @@ class _Frame:
     def __init__(self, number: int, module: nn.Module | None):
         self.number = number  # in _Recorder.records; -1: outside
         self.module = module
-        self.attributes = {} if module is None else dict(module.__dict__)
+        self.attributes = {} if module is None else _attributes_of(module)
         self.used: set[int] = set()  # ids of parameters
         self.calls_s = 0.0  # time of the modules it called
         self.started = 0.0
@@ -207,6 +229,7 @@ class _Recorder:
 
     def _begin(self) -> None:
         self.records = [ModuleTrace() for _ in self.modules]
+        self.left: list[_Attributes] = []  # by module, as its last execution left them
         self.used: list[set[int]] = [set() for _ in self.modules]
         self.used_outside: set[int] = set()
         self.given_away: dict[int, set[int]] = {}  # to autograd functions, by a module
@@ -243,8 +266,13 @@ class _Recorder:
                 self._put_on_meta()
             if self.memory:
                 self._leave_out_state()
-            with self._saved_tensors(), _Observer(self):
-                run()
+            # None when the run is over, as Restore.__exit__ says.
+            self.left = [_attributes_of(module) for module in self.modules]
+            try:
+                with self._saved_tensors(), _Observer(self):
+                    run()
+            finally:
+                self.left.clear()
             self.used_outside = self.frames[0].used
             for module, record in zip(self.modules, self.records, strict=True):
                 if module._buffers:
@@ -314,15 +342,15 @@ class _Recorder:
 
     def _put_on_meta(self) -> None:
         """Give the modules meta tensors for parameters, until the state is restored."""
-        twins: dict[int, nn.Parameter] = {}
+        made: dict[int, nn.Parameter] = {}  # by id of the original
         for module in self.modules:
             for name, parameter in list(module._parameters.items()):
                 if type(parameter) is nn.Parameter and not parameter.is_meta:
-                    if id(parameter) not in twins:
-                        twins[id(parameter)] = _meta_parameter(parameter)
-                    setattr(module, name, twins[id(parameter)])  # nn.LSTM keeps a list too
-        self.twins = list(twins.values())  # so that ids stay theirs
-        self.parameter.update({id(twin): original for original, twin in twins.items()})
+                    if id(parameter) not in made:
+                        made[id(parameter)] = twins.meta_parameter(parameter)
+                    setattr(module, name, made[id(parameter)])  # nn.LSTM keeps a list too
+        self.twins = list(made.values())  # so that ids stay theirs
+        self.parameter.update({id(twin): original for original, twin in made.items()})
 
     @contextlib.contextmanager
     def _hooks(self) -> Iterator[None]:
@@ -397,6 +425,8 @@ class _Recorder:
         if threading.get_ident() != self.thread:
             return  # of a module's own, where no operators are seen: they come in no order
         frame = _Frame(number, module)
+        if not self.timing:
+            self._note_changes(number, self.left[number], frame.attributes, by_others=True)
         self.frames.append(frame)
         self.progress.enter(self.paths[number])
         if self.timing:
@@ -431,11 +461,29 @@ class _Recorder:
             }
             self.used[number] |= frame.used - passed
             self.frames[-1].used |= passed
-            record.set_attributes = tuple(
-                dict.fromkeys((*record.set_attributes, *_set_since(frame.attributes, module)))
-            )
+            self.left[number] = _attributes_of(module)
+            self._note_changes(number, frame.attributes, self.left[number])
             record.input_bytes = max(record.input_bytes, tensor_bytes((args, kwargs)))
             record.output_bytes = max(record.output_bytes, tensor_bytes(output))
+
+    def _note_changes(
+        self, number: int, before: _Attributes, after: _Attributes, by_others: bool = False
+    ) -> None:
+        """Of a module's attributes.
+
+        Args:
+            by_others: between its executions.  What is set then may travel with the next call
+                (modules/changes.py); what is changed in place cannot.
+        """
+        names = [
+            name
+            for name, (value, content) in after.items()
+            if not _is_the_same(before.get(name, _NEVER)[1], content)
+            and (not by_others or (name in before and before[name][0] is value))
+        ]
+        if names:
+            record = self.records[number]
+            record.set_attributes = tuple(dict.fromkeys((*record.set_attributes, *names)))
 
     # ------------------------------------------------------------------------- results
 
@@ -493,17 +541,34 @@ def _seeing_functions(see: Callable[[tuple], None]) -> Iterator[None]:
         function.apply = original
 
 
-def _set_since(before: dict[str, Any], module: nn.Module) -> list[str]:
-    """Names of the module's attributes that are others than before."""
-    return [
-        name
+def _attributes_of(module: nn.Module) -> _Attributes:
+    return {
+        name: (value, value if name in _OF_TORCH else _content(value))
         for name, value in module.__dict__.items()
-        if name not in before or not _is_the_same(before[name], value)
-    ]
+    }
+
+
+def _content(value: Any) -> Any:
+    """What is in a list, dict or set; else the value."""
+    if isinstance(value, dict):
+        return _Content((*value, *value.values()))
+    if isinstance(value, (list, set, collections.deque)):
+        return _Content(value)
+    return value
+
+
+class _Content(tuple):
+    """The elements of something that can change."""
 
 
 def _is_the_same(a: Any, b: Any) -> bool:
-    return a is b or (type(a) is type(b) and isinstance(a, _PLAIN) and a == b)
+    if a is b:
+        return True
+    if type(a) is not type(b):
+        return False
+    if type(a) is _Content:
+        return len(a) == len(b) and all(map(_is_the_same, a, b))
+    return isinstance(a, _PLAIN) and a == b
 
 
 class _Kind:
@@ -522,6 +587,10 @@ class _Kind:
         self.random = torch.Tag.nondeterministic_seeded in func.tags
 
 
+def _is_meta(device: Any) -> bool:
+    return device is not None and torch.device(device).type == "meta"
+
+
 def _call(func: Any, args: tuple, kwargs: dict) -> Any:
     return func(*args, **kwargs)
 
@@ -534,6 +603,7 @@ class _Observer(TorchDispatchMode):
         self.recorder = recorder
         self.kinds: dict[Any, _Kind] = {}
         self.own: set[int] = set()  # storages that were made during the run
+        self.valued: set[int] = set()  # ... by _made_on_meta, with values
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -556,10 +626,14 @@ class _Observer(TorchDispatchMode):
         if recorder.meta:
             args, kwargs, written = self._to_meta(args, kwargs)
         call = self._run_random if kind.random else _call
+        if recorder.meta and not kind.random and _is_meta(kwargs.get("device")):
+            call = self._made_on_meta
         output = call(func, args, kwargs)
         if kind.fresh:
             self._count(frame, output)
         elif kind.writes and recorder.meta and written is not None:
+            if written.untyped_storage()._cdata in self.valued:
+                raise RuntimeError(f"{func} writes what is not known into integers or bools")
             return written
         return output
 
@@ -626,6 +700,19 @@ class _Observer(TorchDispatchMode):
             return False
         return first.numel() > 0
 
+    def _made_on_meta(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        """What a model makes on the device of its parameters, or moves there.
+
+        Integers and bools keep their values, on the CPU: a model may look at its masks.
+        """
+        if any(isinstance(value, Tensor) and value.is_meta for value in args):
+            return func(*args, **kwargs)
+        made = func(*args, **{**kwargs, "device": torch.device("cpu")})
+        if made.is_floating_point() or made.is_complex():
+            return twins.as_meta(made)
+        self.valued.add(made.untyped_storage()._cdata)
+        return made
+
     def _to_meta(self, args: tuple, kwargs: dict) -> tuple[tuple, dict, Tensor | None]:
         """Replace tensors by meta tensors where one is among them; an operator on the
         user's own numbers and on buffers alone is computed.
@@ -636,28 +723,13 @@ class _Observer(TorchDispatchMode):
         flat += [v for value in flat if isinstance(value, (list, tuple)) for v in value]
         if not any(isinstance(v, Tensor) and v.is_meta for v in flat):
             return args, kwargs, None
-        new = tuple(_as_meta(v) for v in args)
+        new = tuple(twins.as_meta(v) for v in args)
         new_kwargs = {
-            k: torch.device("meta") if k == "device" and v is not None else _as_meta(v)
+            k: torch.device("meta") if k == "device" and v is not None else twins.as_meta(v)
             for k, v in kwargs.items()
         }
         first = args[0] if args and isinstance(args[0], Tensor) else None
         return new, new_kwargs, None if first is None or first.is_meta else first
-
-
-def _as_meta(value: Any) -> Any:
-    """A meta tensor like ``value``, also in a list; what is no tensor stays."""
-    if isinstance(value, Tensor) and not value.is_meta:
-        return torch.empty_strided(
-            value.shape, value.stride(), dtype=value.dtype, device="meta"
-        )
-    if type(value) in (list, tuple):
-        return type(value)(_as_meta(v) for v in value)
-    return value
-
-
-def _meta_parameter(parameter: nn.Parameter) -> nn.Parameter:
-    return nn.Parameter(_as_meta(parameter.detach()), requires_grad=parameter.requires_grad)
 
 
 class _Progress:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
 
-from smp.modules import remote_modules
+from smp.modules import remote_tensors
 from smp.ranks import CommGroup
 from smp.saving.replica import Replica, map_tensors
 from smp.tensor_parallel import group
@@ -216,7 +216,7 @@ def _load_now(
         whole.update((n, v) for n, v in given.items() if n not in entries)
         whole._metadata = getattr(given, "_metadata", entries._metadata)  # type: ignore
         given = whole
-    with remote_modules.loading(), warnings.catch_warnings():
+    with remote_tensors.loading(), warnings.catch_warnings():
         # Buffers of other ranks' modules may have no memory.
         warnings.filterwarnings("ignore", message=".*non-meta parameter.*meta")
         return module.load_state_dict(given, strict)

@@ -109,7 +109,7 @@ class Call:
             work.wait()
 
 
-_BACKWARD = 1  # phase, as the core numbers it
+_BACKWARD = _core.phases.index("backward")
 
 
 def await_ends() -> tuple[int, int, int]:

@@ -21,7 +21,6 @@ from smp.job.objects import allgather
 from smp.ranks import CommGroup, rank
 from smp.timeline import timeline_picture
 
-PHASES = ("forward", "backward")
 STEP_FUNCTION = "step function"
 _BEGIN, _WAIT, _GO, _END = range(4)
 
@@ -162,10 +161,14 @@ def _slices(pp_rank: int, tasks: Sequence[Task], first: int) -> Iterator[dict[st
         return event | {"name": name, "args": what} if kind == "B" else event | {"name": name}
 
     def what(task: Task, phase: int) -> dict[str, Any]:
-        return {"module": task.path, "microbatch": task.microbatch, "phase": PHASES[phase]}
+        return {
+            "module": task.path,
+            "microbatch": task.microbatch,
+            "phase": _core.phases[phase],
+        }
 
     for span, task in working(tasks):
-        name = f"{task.path} {PHASES[span.phase]} {task.microbatch}"
+        name = f"{task.path} {_core.phases[span.phase]} {task.microbatch}"
         yield mark("B", 0, span.start_ns, name, **what(task, span.phase))
         yield mark("E", 0, span.end_ns, name)
     for task in tasks:
@@ -173,7 +176,7 @@ def _slices(pp_rank: int, tasks: Sequence[Task], first: int) -> Iterator[dict[st
         name = f"{task.path} {task.microbatch}"
         yield mark("B", row, task.start_ns, name, **what(task, task.spans[0].phase))
         for span in task.spans:
-            inner = "waiting" if span.waiting else PHASES[span.phase]
+            inner = "waiting" if span.waiting else _core.phases[span.phase]
             yield mark("B", row, span.start_ns, inner, **what(task, span.phase))
             yield mark("E", row, span.end_ns, inner)
         yield mark("E", row, task.end_ns, name)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 from xml.sax.saxutils import escape
 
+from smp import _core
 from smp.partitioning.picture import colour
 
 if TYPE_CHECKING:
@@ -162,7 +163,7 @@ def _row(pp_rank: int, bars: Sequence[Bar], y: float, first: int, last: int) -> 
     ]
     for bar in bars:
         x, width = left + (bar.start_ns - first) * scale, (bar.end_ns - bar.start_ns) * scale
-        phase = ("forward", "backward")[bar.phase]
+        phase = _core.phases[bar.phase]
         took = (bar.end_ns - bar.start_ns) / 1e6
         out.append(
             f'<rect x="{x:.2f}" y="{y:g}" width="{max(width, _NARROWEST):.2f}" '

@@ -224,12 +224,6 @@ smp_clock_ns(void)
     return ex.running < 0 ? 0 : (ex.threads[ex.running].clock_ns += TICK_NS);
 }
 
-int64_t
-smp_clock_deadline(int64_t timeout_ns)
-{
-    return timeout_ns < 0 ? SMP_NEVER : smp_clock_ns() + timeout_ns;
-}
-
 static int64_t
 ns_of(const struct timespec *time)
 {

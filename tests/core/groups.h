@@ -208,7 +208,7 @@ TEST_RANK(an_operation_can_be_moved_on_from_outside)
         CHECK(reference_make(&r, group, o, SMP_BF16, 200000, false, 77));
         CHECK_STATUS(smp_group_start(group, &r.call), SMP_OK);
         while (!over) {
-            CHECK_STATUS(smp_group_progress(group, &over), SMP_OK);
+            CHECK_STATUS(smp_group_wait(group, 0, &over), SMP_OK);
             sched_yield();
         }
         CHECK(reference_right(&r));

@@ -252,7 +252,7 @@ TEST_RANK(groups_entered_in_another_order_are_named_across_hosts)
         CHECK_STATUS(smp_group_run(b, &call), SMP_OK);
     } else {
         CHECK_STATUS(smp_group_start(b, &call), SMP_OK);
-        CHECK_STATUS(smp_group_progress(b, &over), SMP_OK);
+        CHECK_STATUS(smp_group_wait(b, 0, &over), SMP_OK);
         CHECK(!over);
         CHECK_STATUS(smp_comm_send(w->comm, 0, "b", 1, NULL, 0), SMP_OK);
         CHECK_STATUS(smp_group_wait(b, SMP_NEVER, &over), SMP_OK);

@@ -20,6 +20,7 @@
 /* There are no tensors in the pool here. */
 #define smp_arena_wants_pages(arena) ((void)(arena), false)
 #include "comm/comm.c"
+#include "comm/messages.c"
 #include "comm/transport/shm/shm.c"
 
 /* ------------------------------------------------------ ranks without their sockets */
@@ -31,9 +32,9 @@ typedef struct {
     shm             transport;
     peer            peers[RANKS];
     peer           *peer_list[RANKS];
-    carrier        *routes[RANKS];
+    smp_endpoint   *routes[RANKS];
     _Atomic uint8_t states[RANKS];
-    traffic         sent[RANKS];
+    smp_traffic     sent[RANKS];
     smp_segment     segment;
     smp_doorbell    doorbell;
 } rank;
@@ -67,13 +68,13 @@ make_rank(int r)
     comm->generation = smp_fork_generation();
     comm->segment = &self->segment;
     comm->loop = (smp_loop){.epoll_fd = kick_fd_of(r) + 1, .kick_fd = kick_fd_of(r)};
-    comm->carriers[0] = (carrier){&smp_transport_shm, &self->transport, true};
-    comm->ncarriers = 1;
+    comm->endpoints =
+        (smp_endpoints){{{&smp_transport_shm, &self->transport, true}}, 1};
     comm->routes = self->routes;
-    comm->wait = WAIT_SPIN;
-    comm->states = self->states;
+    comm->spins = true;
+    comm->peers = (smp_peers){.size = RANKS, .states = self->states};
     comm->traffic = self->sent;
-    atomic_init(&comm->open, RANKS - 1);
+    atomic_init(&comm->peers.open, RANKS - 1);
     smp_inbox_init(&comm->inbox);
     smp_post_init(&comm->post);
     fill_host(comm, NULL);
@@ -83,8 +84,8 @@ make_rank(int r)
         peer *p = &self->peers[other];
 
         if (other != r) {
-            self->routes[other] = &comm->carriers[0];
-            atomic_init(&self->states[other], PEER_OPEN);
+            self->routes[other] = &comm->endpoints.list[0];
+            atomic_init(&self->states[other], SMP_PEER_OPEN);
             self->peer_list[other] = p;
             p->self = &self->transport;
             p->rank = other;
@@ -426,7 +427,8 @@ make_ranks_with_a_full_ring(void)
         send_number(1, 0, i, SMP_RING_ENTRY_BYTES - 64);
     }
     want(rings[0][1].tail + SMP_RING_BYTES / 8 > SMP_RING_BYTES, "not full");
-    start_thread(&ranks[1].comm);
+    (void)smp_thread_start(&ranks[1].comm.thread, "progress", progress_main,
+                           &ranks[1].comm);
 }
 
 static void
@@ -487,7 +489,7 @@ static void
 kill_rank_1(void)
 {
     explore_kill(SENDER);
-    host_lost(&ranks[0].comm, 1, SMP_ERR_PEER_LOST);
+    host_ended(&ranks[0].comm, 1, SMP_ERR_PEER_LOST);
 }
 
 static void
@@ -524,7 +526,7 @@ static void
 make_ranks_without_rank_2(void)
 {
     make_ranks();
-    host_left(&ranks[0].comm, 2);
+    host_ended(&ranks[0].comm, 2, SMP_ERR_CLOSED);
 }
 
 /* Then nobody is left, but not because all have gone by themselves. */
@@ -541,7 +543,7 @@ kill_rank_1_and_ring_softly(void)
     smp_comm *comm = &ranks[0].comm;
 
     explore_kill(SENDER);
-    close_peer(comm, 1, PEER_LOST, fault_of(1, SMP_ERR_PEER_LOST));
+    smp_peers_close(&comm->peers, 1, SMP_ERR_PEER_LOST, "shm");
     smp_doorbell_ring(comm->segment->doorbell);
 }
 
@@ -556,7 +558,7 @@ static void
 say_one_thing_and_leave(void)
 {
     send_one();
-    host_left(&ranks[0].comm, 1);
+    host_ended(&ranks[0].comm, 1, SMP_ERR_CLOSED);
 }
 
 static void
@@ -815,7 +817,7 @@ static void
 kill_member_0(void)
 {
     explore_kill(0);
-    host_lost(&ranks[1].comm, 0, SMP_ERR_PEER_LOST);
+    host_ended(&ranks[1].comm, 0, SMP_ERR_PEER_LOST);
 }
 
 static void

@@ -112,7 +112,7 @@ int explore_join(void);
 #define pthread_create(thread, attributes, run, arg)                                   \
     ((void)(thread), explore_start(run, arg))
 #define pthread_join(thread, result) explore_join()
-#define pthread_setname_np(thread, name) ((void)0)
+#define pthread_setname_np(thread, name) ((void)(name))
 
 void *explore_malloc(size_t bytes);
 void *explore_calloc(size_t n, size_t bytes);

@@ -10,6 +10,7 @@
 #include <sched.h>
 #include <time.h>
 
+#include "server/detection.h"
 #include "server/server.h"
 #include "traffic.h"
 
@@ -1216,27 +1217,20 @@ TEST_RANK(a_late_word_that_all_is_well_is_not_of_this_step)
     return 0;
 }
 
-/* ------------------------------------------------- the search for a deadlock, by hand
- */
+/* ------------------------------------------------- deadlock detection, by hand */
 
-/* As server.c sends it. */
 typedef struct {
     smp_envelope envelope;
-    uint64_t     sent;
-    uint64_t     received;
-    uint64_t     issued;
-    uint64_t     over;
-    smp_standing standing;
-} still;
+    smp_still    still;
+} still_message;
 
 static smp_status
 send_still(world *w, uint32_t step, uint64_t round, uint64_t sent, uint64_t received)
 {
-    still s = {.envelope = {.kind = SMP_MSG_STILL, .step = step, .call = round},
-               .sent = sent,
-               .received = received};
+    still_message m = {.envelope = {.kind = SMP_MSG_STILL, .step = step, .call = round},
+                       .still = {.sent = sent, .received = received}};
 
-    return smp_comm_send(w->comm, 0, &s, sizeof(s), NULL, 0);
+    return smp_comm_send(w->comm, 0, &m, sizeof(m), NULL, 0);
 }
 
 /* Rank 0 has sent one message, and waits for its answer.  What rank 1 says of itself it
@@ -1299,9 +1293,10 @@ TEST_RANK(a_message_under_way_is_no_deadlock)
 static void
 tick(void)
 {
-    const long enough = atomic_load(&looks_at_clock) + 32;
+    long enough;
 
     atomic_fetch_add(&clock_at, 300 * SMP_NS_PER_MS);
+    enough = atomic_load(&looks_at_clock) + 32; /* with the new time, but for one */
     while (atomic_load(&looks_at_clock) < enough) {
         sched_yield();
     }
@@ -1337,7 +1332,8 @@ TEST_RANK(an_answer_and_a_new_step_have_all_asked_often_again)
     if (w->rank == 0) {
         CHECK_STATUS(begin(&self, w), SMP_OK);
         self.first_entry = SILENT;
-        atomic_store(&clock_at, __real_smp_clock_ns());
+        /* In the past: what sleeps until a time that this clock shows wakes at once. */
+        atomic_store(&clock_at, __real_smp_clock_ns() - 60 * SMP_NS_PER_S);
         for (int step = 1; step <= 2; step++) {
             CHECK_STATUS(run_step(&self, SMP_SCHEDULE_INTERLEAVED, 1), SMP_ERR_CLOSED);
         }

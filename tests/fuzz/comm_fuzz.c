@@ -165,7 +165,7 @@ read_stream(const uint8_t *data, size_t size)
 {
     int              pair[2];
     smp_stream       stream;
-    smp_stream_event event = SMP_STREAM_MORE;
+    smp_socket_event event = SMP_SOCKET_MORE;
     size_t           blocks = 0;
     smp_block       *block;
 
@@ -190,13 +190,13 @@ read_stream(const uint8_t *data, size_t size)
         size -= 4 + follows;
     }
     close(pair[1]);
-    while (event == SMP_STREAM_MORE) {
+    while (event == SMP_SOCKET_MORE) {
         size_t more;
 
         event = smp_stream_read(&stream, &more);
         blocks += more;
     }
-    require(event != SMP_STREAM_IDLE && event != SMP_STREAM_BLOCKED);
+    require(event != SMP_SOCKET_IDLE && event != SMP_SOCKET_BLOCKED);
     require(smp_stream_arrived(&stream) == blocks);
     while ((block = smp_stream_get(&stream)) != NULL) {
         require(smp_block_bytes(block) <= UINT16_MAX);

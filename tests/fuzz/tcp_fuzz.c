@@ -36,16 +36,16 @@ static const smp_host host = {MODEST_HOST, .deliver = deliver};
 static void
 read_connection(const uint8_t *data, size_t size)
 {
-    int            pair[2];
-    smp_tcp_reader reader;
-    smp_tcp_event  event = SMP_TCP_IDLE;
-    size_t         came = 0;
-    size_t         cut = size != 0 ? 1 + data[0] : 1;
+    int              pair[2];
+    smp_tcp_reader   reader;
+    smp_socket_event event = SMP_SOCKET_IDLE;
+    size_t           came = 0;
+    size_t           cut = size != 0 ? 1 + data[0] : 1;
 
     delivered = 0;
     require(socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK, 0, pair) == 0);
     require(smp_tcp_reader_init(&reader, pair[0], &host, 1) == SMP_OK);
-    for (size_t at = 1; at < size && event <= SMP_TCP_MORE; at += cut) {
+    for (size_t at = 1; at < size && event <= SMP_SOCKET_MORE; at += cut) {
         size_t n = size - at < cut ? size - at : cut;
         size_t bytes;
 
@@ -56,13 +56,13 @@ read_connection(const uint8_t *data, size_t size)
         came += bytes;
     }
     close(pair[1]);
-    while (event <= SMP_TCP_MORE) {
+    while (event <= SMP_SOCKET_MORE) {
         size_t bytes;
 
         event = smp_tcp_read(&reader, &bytes);
         came += bytes;
     }
-    require(event != SMP_TCP_BLOCKED);
+    require(event != SMP_SOCKET_BLOCKED);
     require(came <= size);
     require(delivered <= came);
     smp_tcp_reader_fini(&reader);

@@ -8,9 +8,6 @@
 #include "comm/collective/group_words.h"
 #include "common/clock.h"
 
-/* What one call of progress may take, about. */
-#define PROGRESS_NS (1 * SMP_NS_PER_MS)
-
 /* On several hosts, who waits for a member of its own host waits so much longer than
  * the time-out: that one may itself wait for another host, and then knows whom to name.
  */
@@ -140,21 +137,18 @@ take_step(smp_group *group)
 
 /* Goes on until the operation is over or somebody is missing: *waits. */
 static smp_status
-take_steps(smp_group *group, int64_t until_ns, bool *waits)
+take_steps(smp_group *group, bool *waits)
 {
     smp_status status = SMP_OK;
 
     *waits = false;
-    while (status == SMP_OK && group->active) {
+    while (status == SMP_OK && group->active && !*waits) {
         if (group->is_hierarchical) {
             status = take_wide_step(group, waits);
         } else if (smp_epoch_barrier_arrived(&group->barrier)) {
             status = take_step(group);
         } else {
             *waits = true;
-        }
-        if (*waits || (until_ns != SMP_NEVER && smp_clock_ns() >= until_ns)) {
-            break;
         }
     }
     return status;
@@ -220,22 +214,6 @@ smp_group_start(smp_group *group, const smp_call *call)
     return group->is_hierarchical ? SMP_OK : post(group);
 }
 
-smp_status
-smp_group_progress(smp_group *group, bool *over)
-{
-    smp_status status = group->broken;
-    bool       waits = false;
-
-    if (group->active) {
-        status = take_steps(group, smp_clock_ns() + PROGRESS_NS, &waits);
-        if (status == SMP_OK && waits) {
-            status = check_waiting(group);
-        }
-    }
-    *over = !group->active;
-    return status;
-}
-
 /* When the operation times out, or until_ns. */
 static int64_t
 wait_deadline(const smp_group *group, int64_t until_ns)
@@ -275,7 +253,7 @@ smp_group_wait(smp_group *group, int64_t until_ns, bool *over)
     while (status == SMP_OK && group->active) {
         bool waits;
 
-        status = take_steps(group, SMP_NEVER, &waits);
+        status = take_steps(group, &waits);
         if (status != SMP_OK || !group->active ||
             (!group->is_hierarchical && smp_epoch_barrier_look(&group->barrier))) {
             continue;

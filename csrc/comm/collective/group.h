@@ -71,12 +71,9 @@ void smp_group_destroy(smp_group *group);
 /* Begins an operation; the one before is over.  `call` itself is copied. */
 smp_status smp_group_start(smp_group *group, const smp_call *call);
 
-/* Moves the operation on, for at most about a millisecond, and never waits.  *over: the
- * buffers are the caller's again.  An error ends the operation too. */
-smp_status smp_group_progress(smp_group *group, bool *over);
-
-/* The same, but waits while others are missing, until_ns (smp_clock_ns) at the latest;
- * that time is not the operation's, and its passing is no error. */
+/* Moves the operation on, and waits while others are missing, until_ns (smp_clock_ns)
+ * at the latest; that time is not the operation's, and its passing is no error.  *over:
+ * the buffers are the caller's again.  An error ends the operation too. */
 smp_status smp_group_wait(smp_group *group, int64_t until_ns, bool *over);
 
 /* start, and wait until it is over. */

@@ -5,12 +5,12 @@
 #include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 
 #include "comm/neighbour.h"
 #include "common/clock.h"
 #include "common/fork.h"
 #include "common/lock.h"
+#include "common/thread.h"
 
 /* A waiter looks this often whether its source has ended. */
 #define LOOK_NS (20 * SMP_NS_PER_MS)
@@ -160,16 +160,6 @@ out:
     return status;
 }
 
-/* Waits for what other threads do; the lock is held. */
-static void
-wait_for_others(smp_mailbox *mailbox, int64_t until_ns)
-{
-    struct timespec until = {.tv_sec = (time_t)(until_ns / SMP_NS_PER_S),
-                             .tv_nsec = (long)(until_ns % SMP_NS_PER_S)};
-
-    pthread_cond_timedwait(&mailbox->changed, &mailbox->lock.mutex, &until);
-}
-
 /* Nothing is there: SMP_ERR_TIMED_OUT, or why a rank is lost.  Nothing more comes for
  * the posted receive if its source was gone before; if another rank is lost, the posted
  * receive stays.  The lock is held. */
@@ -196,7 +186,8 @@ look_for_source(smp_mailbox *mailbox, smp_posted_receive *receive, bool gone,
     } else if (fault) {
         int64_t look_ns = smp_clock_ns() + LOST_LOOK_NS;
 
-        wait_for_others(mailbox, look_ns < until_ns ? look_ns : until_ns);
+        smp_cond_wait(&mailbox->changed, &mailbox->lock,
+                      look_ns < until_ns ? look_ns : until_ns);
     }
 }
 
@@ -244,8 +235,7 @@ sort_in(smp_mailbox *mailbox, smp_posted_receive *receive, int64_t until_ns)
 smp_status
 smp_mailbox_create(smp_comm *comm, smp_mailbox **out)
 {
-    smp_mailbox       *mailbox = calloc(1, sizeof(*mailbox));
-    pthread_condattr_t monotonic;
+    smp_mailbox *mailbox = calloc(1, sizeof(*mailbox));
 
     if (mailbox == NULL) {
         return SMP_ERR_NO_MEMORY;
@@ -255,10 +245,7 @@ smp_mailbox_create(smp_comm *comm, smp_mailbox **out)
     mailbox->receives_last = &mailbox->receives;
     mailbox->unexpected_last = &mailbox->unexpected;
     smp_lock_init(&mailbox->lock, SMP_LOCK_MAILBOX);
-    pthread_condattr_init(&monotonic);
-    pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
-    pthread_cond_init(&mailbox->changed, &monotonic);
-    pthread_condattr_destroy(&monotonic);
+    smp_cond_init(&mailbox->changed);
     *out = mailbox;
     return SMP_OK;
 }
@@ -372,7 +359,7 @@ smp_receive_wait(smp_mailbox *mailbox, smp_posted_receive *receive, int64_t unti
         } else if (!mailbox->ended && !mailbox->sorting) {
             sort_in(mailbox, receive, until_ns);
         } else {
-            wait_for_others(mailbox, until_ns);
+            smp_cond_wait(&mailbox->changed, &mailbox->lock, until_ns);
         }
         if (smp_clock_ns() >= until_ns) {
             break;

@@ -3,16 +3,15 @@
 #include "comm/collective/queue.h"
 
 #include <pthread.h>
-#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 #include <unistd.h>
 
 #include "common/clock.h"
 #include "common/fork.h"
 #include "common/lock.h"
+#include "common/thread.h"
 
 /* How long the carrier stays with one group whose members are missing: alone, and when
  * other groups have orders too. */
@@ -85,19 +84,6 @@ static bool
 is_child(const smp_carrier *carrier)
 {
     return carrier->generation != smp_fork_generation();
-}
-
-static void
-wait_for(pthread_cond_t *what, smp_lock *lock, int64_t until_ns)
-{
-    struct timespec until = {.tv_sec = (time_t)(until_ns / SMP_NS_PER_S),
-                             .tv_nsec = (long)(until_ns % SMP_NS_PER_S)};
-
-    if (until_ns == SMP_NEVER) {
-        pthread_cond_wait(what, &lock->mutex);
-    } else {
-        pthread_cond_timedwait(what, &lock->mutex, &until);
-    }
 }
 
 /* ------------------------------------------------------- by the driver of a queue */
@@ -347,7 +333,7 @@ carrier_main(void *arg)
             break;
         }
         if (n == 0) {
-            wait_for(&carrier->work, &carrier->lock, SMP_NEVER);
+            smp_cond_wait(&carrier->work, &carrier->lock, SMP_NEVER);
             continue;
         }
         /* One that is carried stays in the list: destroy waits for its driver. */
@@ -376,11 +362,8 @@ carrier_main(void *arg)
 smp_status
 smp_carrier_create(smp_carrier **out)
 {
-    smp_carrier       *carrier = calloc(1, sizeof(*carrier));
-    pthread_condattr_t monotonic;
-    sigset_t           all;
-    sigset_t           before;
-    int                error;
+    smp_carrier *carrier = calloc(1, sizeof(*carrier));
+    smp_status   status;
 
     if (carrier == NULL) {
         return SMP_ERR_NO_MEMORY;
@@ -389,22 +372,15 @@ smp_carrier_create(smp_carrier **out)
     carrier->finished_last = &carrier->finished;
     carrier->alone = -1;
     smp_lock_init(&carrier->lock, SMP_LOCK_ORDERS);
-    pthread_condattr_init(&monotonic);
-    pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
-    pthread_cond_init(&carrier->work, &monotonic);
-    pthread_cond_init(&carrier->changed, &monotonic);
-    pthread_cond_init(&carrier->news, &monotonic);
-    pthread_condattr_destroy(&monotonic);
-    sigfillset(&all); /* signals are the other threads' business */
-    pthread_sigmask(SIG_SETMASK, &all, &before);
-    error = pthread_create(&carrier->thread, NULL, carrier_main, carrier);
-    pthread_sigmask(SIG_SETMASK, &before, NULL);
-    if (error != 0) {
+    smp_cond_init(&carrier->work);
+    smp_cond_init(&carrier->changed);
+    smp_cond_init(&carrier->news);
+    status = smp_thread_start(&carrier->thread, "smp-carrier", carrier_main, carrier);
+    if (status != SMP_OK) {
         smp_lock_fini(&carrier->lock);
         free(carrier);
-        return SMP_ERR_NO_THREAD;
+        return status;
     }
-    pthread_setname_np(carrier->thread, "smp-carrier");
     *out = carrier;
     return SMP_OK;
 }
@@ -457,7 +433,7 @@ smp_carrier_finished(smp_carrier *carrier, smp_order **out)
     smp_lock_acquire(&carrier->lock);
     carrier->listening++;
     while (carrier->finished == NULL && !carrier->closed) {
-        wait_for(&carrier->news, &carrier->lock, SMP_NEVER);
+        smp_cond_wait(&carrier->news, &carrier->lock, SMP_NEVER);
     }
     carrier->listening--;
     if (carrier->finished != NULL) {
@@ -504,7 +480,7 @@ smp_queue_destroy(smp_queue *queue)
     queue->closing = true;
     while (queue->driven) {
         carrier->waiters++;
-        wait_for(&carrier->changed, &carrier->lock, SMP_NEVER);
+        smp_cond_wait(&carrier->changed, &carrier->lock, SMP_NEVER);
         carrier->waiters--;
     }
     while (queue->head != NULL) {
@@ -576,7 +552,7 @@ wait_order(smp_order *order, int64_t until_ns, int alone)
             drive(order, until_ns);
         } else {
             carrier->waiters++;
-            wait_for(&carrier->changed, &carrier->lock, until_ns);
+            smp_cond_wait(&carrier->changed, &carrier->lock, until_ns);
             carrier->waiters--;
         }
         if (until_ns != SMP_NEVER && smp_clock_ns() >= until_ns) {
@@ -620,7 +596,7 @@ smp_order_describe(smp_order *order, char *out, size_t bytes)
     carrier->waiters++;
     while (!asked.answered && !smp_order_is_over(order) && smp_clock_ns() < until_ns) {
         if (order->queue->driven) {
-            wait_for(&carrier->changed, &carrier->lock, until_ns);
+            smp_cond_wait(&carrier->changed, &carrier->lock, until_ns);
         } else {
             answer(order->queue);
         }

@@ -1,7 +1,6 @@
 /* Halves, streams, events; and exchanges that wait for their readers to close. */
 #include "comm/device/exchange.h"
 
-#include <sched.h>
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
@@ -188,23 +187,6 @@ smp_exchange_retire(smp_exchange *x, smp_user *readers, int n, bool leave_it)
 /* ------------------------------------------------------------------------ setup */
 
 static bool
-make_shared_event(const smp_exchange *x, void **event, smp_driver_handle *handle,
-                  char why[SMP_DRIVER_TEXT])
-{
-    const smp_driver *driver = x->driver;
-
-    if (!smp_driver_ok(driver, "cuEventCreate",
-                       driver->event_create(event, SMP_DRIVER_EVENT_UNTIMED |
-                                                       SMP_DRIVER_EVENT_SHARED),
-                       why)) {
-        *event = NULL;
-        return false;
-    }
-    return smp_driver_ok(driver, "cuIpcGetEventHandle",
-                         driver->event_export(handle, *event), why);
-}
-
-static bool
 make_stream(const smp_exchange *x, void **stream, char why[SMP_DRIVER_TEXT])
 {
     if (!smp_driver_ok(x->driver, "cuStreamCreate",
@@ -232,10 +214,10 @@ make_halves(smp_exchange *x, smp_exchange_card *card, char why[SMP_DRIVER_TEXT])
     card->seed = (uint64_t)smp_clock_ns() ^ (uint64_t)x->self << 48;
     return smp_driver_ok(driver, "cuIpcGetMemHandle",
                          driver->memory_export(&card->memory, own->base), why) &&
-           make_shared_event(x, &own->filled[0], &card->filled[0], why) &&
-           make_shared_event(x, &own->filled[1], &card->filled[1], why) &&
-           make_shared_event(x, &own->read[0], &card->read[0], why) &&
-           make_shared_event(x, &own->read[1], &card->read[1], why) &&
+           smp_driver_share_event(driver, &own->filled[0], &card->filled[0], why) &&
+           smp_driver_share_event(driver, &own->filled[1], &card->filled[1], why) &&
+           smp_driver_share_event(driver, &own->read[0], &card->read[0], why) &&
+           smp_driver_share_event(driver, &own->read[1], &card->read[1], why) &&
            make_stream(x, &x->fill, why) && make_stream(x, &x->drain, why);
 }
 
@@ -338,19 +320,6 @@ smp_exchange_open(smp_exchange *x, const smp_exchange_card *cards,
     return opened;
 }
 
-/* Whether the stream has nothing more to do; waits until `until_ns`. */
-static bool
-comes_to_rest(const smp_exchange *x, void *stream, int64_t until_ns)
-{
-    int result;
-
-    while ((result = x->driver->stream_query(stream)) == SMP_DRIVER_NOT_READY &&
-           smp_clock_ns() < until_ns) {
-        sched_yield();
-    }
-    return result == SMP_DRIVER_OK;
-}
-
 bool
 smp_exchange_rest(const smp_exchange *x)
 {
@@ -361,7 +330,8 @@ smp_exchange_rest(const smp_exchange *x)
     if (is_child(x) || !smp_driver_enter(x->driver, x->context, why)) {
         return false;
     }
-    rests = comes_to_rest(x, x->fill, until) && comes_to_rest(x, x->drain, until);
+    rests = smp_driver_rest(x->driver, x->fill, until) == SMP_DRIVER_OK &&
+            smp_driver_rest(x->driver, x->drain, until) == SMP_DRIVER_OK;
     smp_driver_leave(x->driver);
     return rests;
 }
@@ -490,6 +460,14 @@ finish(const smp_exchange *x, const smp_device_gather *gather,
            record(x, gather->mark->end, x->drain, why);
 }
 
+/* The end of a call of the driver: the context is not current any more. */
+static bool
+leave(const smp_exchange *x, bool done)
+{
+    smp_driver_leave(x->driver);
+    return done;
+}
+
 static bool
 note(smp_exchange *x, bool done)
 {
@@ -503,25 +481,17 @@ bool
 smp_exchange_fill(smp_exchange *x, const smp_device_gather *gather, size_t skip,
                   size_t bytes, char why[SMP_DRIVER_TEXT])
 {
-    bool done = smp_driver_enter(x->driver, x->context, why);
-
-    if (done) {
-        done = fill(x, gather, skip, bytes, why);
-        smp_driver_leave(x->driver);
-    }
-    return note(x, done);
+    return note(x, smp_driver_enter(x->driver, x->context, why) &&
+                       leave(x, fill(x, gather, skip, bytes, why)));
 }
 
 bool
 smp_exchange_drain(smp_exchange *x, const smp_device_gather *gather, size_t skip,
                    const size_t *bytes, char why[SMP_DRIVER_TEXT])
 {
-    bool done = smp_driver_enter(x->driver, x->context, why);
+    bool done = smp_driver_enter(x->driver, x->context, why) &&
+                leave(x, drain(x, gather, skip, bytes, why));
 
-    if (done) {
-        done = drain(x, gather, skip, bytes, why);
-        smp_driver_leave(x->driver);
-    }
     x->round++;
     return note(x, done);
 }
@@ -530,13 +500,8 @@ bool
 smp_exchange_finish(smp_exchange *x, const smp_device_gather *gather,
                     char why[SMP_DRIVER_TEXT])
 {
-    bool done = smp_driver_enter(x->driver, x->context, why);
-
-    if (done) {
-        done = finish(x, gather, why);
-        smp_driver_leave(x->driver);
-    }
-    return note(x, done);
+    return note(x, smp_driver_enter(x->driver, x->context, why) &&
+                       leave(x, finish(x, gather, why)));
 }
 
 /* ------------------------------------------------------------------------- marks */
@@ -602,41 +567,26 @@ bool
 smp_exchange_begin(const smp_exchange *x, const smp_device_mark *mark, void *stream,
                    char why[SMP_DRIVER_TEXT])
 {
-    bool done = smp_driver_enter(x->driver, x->context, why);
-
-    if (done) {
-        done = record(x, mark->begin, stream, why);
-        smp_driver_leave(x->driver);
-    }
-    return done;
+    return smp_driver_enter(x->driver, x->context, why) &&
+           leave(x, record(x, mark->begin, stream, why));
 }
 
 bool
 smp_exchange_join(const smp_exchange *x, const smp_device_mark *mark, void *stream,
                   char why[SMP_DRIVER_TEXT])
 {
-    bool done = smp_driver_enter(x->driver, x->context, why);
-
-    if (done) {
-        done = wait_for(x, stream, mark->end, why);
-        smp_driver_leave(x->driver);
-    }
-    return done;
+    return smp_driver_enter(x->driver, x->context, why) &&
+           leave(x, wait_for(x, stream, mark->end, why));
 }
 
 bool
 smp_exchange_is_over(const smp_exchange *x, const smp_device_mark *mark)
 {
     char why[SMP_DRIVER_TEXT];
-    bool over;
 
-    if (is_child(x) || atomic_load(&x->failed) ||
-        !smp_driver_enter(x->driver, x->context, why)) {
-        return false;
-    }
-    over = x->driver->event_query(mark->end) == SMP_DRIVER_OK;
-    smp_driver_leave(x->driver);
-    return over;
+    return !is_child(x) && !atomic_load(&x->failed) &&
+           smp_driver_enter(x->driver, x->context, why) &&
+           leave(x, x->driver->event_query(mark->end) == SMP_DRIVER_OK);
 }
 
 /* ------------------------------------------------------------------------- the trial

@@ -112,32 +112,6 @@ static smp_retired_list retired_pools = {
 
 /* -------------------------------------------------------------------- in use */
 
-/* An event, and its handle on the card, unless it is there. */
-static bool
-make_event(const smp_device_pool *pool, void **out, smp_driver_handle *handle,
-           char why[SMP_DRIVER_TEXT])
-{
-    const smp_driver *driver = pool->driver;
-    void             *event;
-
-    if (*out != NULL) {
-        return true;
-    }
-    if (!smp_driver_ok(driver, "cuEventCreate",
-                       driver->event_create(&event, SMP_DRIVER_EVENT_UNTIMED |
-                                                        SMP_DRIVER_EVENT_SHARED),
-                       why)) {
-        return false;
-    }
-    if (!smp_driver_ok(driver, "cuIpcGetEventHandle",
-                       driver->event_export(handle, event), why)) {
-        (void)driver->event_destroy(event);
-        return false;
-    }
-    *out = event;
-    return true;
-}
-
 /* What a reader tries it with; the context is current. */
 static bool
 write_pattern(const smp_device_pool *pool, void *stream, size_t at,
@@ -170,7 +144,7 @@ make_memory(smp_device_pool *pool, void *stream, size_t bytes,
     if (made &&
         (!smp_driver_ok(driver, "cuIpcGetMemHandle",
                         driver->memory_export(&card->memory, pool->base), why) ||
-         !make_event(pool, &pool->tried, &card->tried, why) ||
+         !smp_driver_share_event(driver, &pool->tried, &card->tried, why) ||
          !write_pattern(pool, stream, bytes, why))) {
         if (pool->tried != NULL) {
             (void)driver->event_destroy(pool->tried);
@@ -228,19 +202,23 @@ bool
 smp_device_pool_take(smp_device_pool *pool, size_t bytes, int dest,
                      smp_device_span *out, bool *fault, char why[SMP_DRIVER_TEXT])
 {
+    void **event;
+
     *fault = false;
     if (pool->empty || !smp_arena_take(pool->arena, bytes, &out->slot, &out->offset)) {
         return false;
     }
-    if (!make_event(pool, &pool->events[out->slot],
-                    &pool->own->device->events[out->slot], why)) {
+    event = &pool->events[out->slot];
+    if (*event == NULL &&
+        !smp_driver_share_event(pool->driver, event,
+                                &pool->own->device->events[out->slot], why)) {
         *fault = true;
         smp_device_pool_give_back(pool, out->slot);
         return false;
     }
     pool->dests[out->slot] = dest;
     out->at = pool->base + out->offset;
-    out->event = pool->events[out->slot];
+    out->event = *event;
     return true;
 }
 

@@ -1,7 +1,6 @@
 /* Streams, events and the two copies; what is open of the other ranks' pools. */
 #include "comm/device/port.h"
 
-#include <sched.h>
 #include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -389,14 +388,8 @@ copy_between(const smp_device_port *port, uint64_t to, uint64_t from, size_t byt
 static bool
 comes_to_rest(const smp_device_port *port, void *stream)
 {
-    int64_t until = smp_clock_ns() + FINISH_NS;
-    int     result;
-
-    while ((result = port->driver->stream_query(stream)) == SMP_DRIVER_NOT_READY &&
-           smp_clock_ns() < until) {
-        sched_yield();
-    }
-    return result == SMP_DRIVER_OK;
+    return smp_driver_rest(port->driver, stream, smp_clock_ns() + FINISH_NS) ==
+           SMP_DRIVER_OK;
 }
 
 /* Room in the pool; the pools of dead ranks' spans are looked through when it is full.

@@ -1,7 +1,6 @@
 /* The pattern between host and device, and the wait. */
 #include "comm/device/trial.h"
 
-#include <sched.h>
 #include <stdio.h>
 #include <stdlib.h>
 
@@ -34,15 +33,11 @@ smp_trial_write(const smp_driver *driver, uint64_t to, size_t bytes, uint64_t se
 static bool
 comes_to_rest(const smp_driver *driver, void *stream, char why[SMP_DRIVER_TEXT])
 {
-    int64_t until = smp_clock_ns() + PATIENCE_NS;
-    int     result;
+    int result = smp_driver_rest(driver, stream, smp_clock_ns() + PATIENCE_NS);
 
-    while ((result = driver->stream_query(stream)) == SMP_DRIVER_NOT_READY) {
-        if (smp_clock_ns() >= until) {
-            snprintf(why, SMP_DRIVER_TEXT, "the copy of a pattern did not end");
-            return false;
-        }
-        sched_yield();
+    if (result == SMP_DRIVER_NOT_READY) {
+        snprintf(why, SMP_DRIVER_TEXT, "the copy of a pattern did not end");
+        return false;
     }
     return smp_driver_ok(driver, "cuStreamQuery", result, why);
 }

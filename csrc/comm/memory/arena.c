@@ -11,13 +11,8 @@
 #include <assert.h>
 #include <stdatomic.h>
 #include <stdlib.h>
-#include <sys/mman.h>
 
 #include "common/lock.h"
-
-#ifndef MADV_POPULATE_WRITE /* older C libraries */
-#    define MADV_POPULATE_WRITE 23
-#endif
 
 #define NONE UINT32_MAX
 
@@ -520,7 +515,6 @@ smp_arena_make_pages(smp_arena *arena)
     if (left > PAGES_STEP) {
         left = PAGES_STEP;
     }
-    /* Older kernels refuse, and then pages are made at first use: slower, no worse. */
-    (void)madvise(arena->ground.memory + made, left, MADV_POPULATE_WRITE);
+    smp_segment_make_pages(arena->ground.memory + made, left);
     atomic_store_explicit(&arena->made, made + left, memory_order_relaxed);
 }

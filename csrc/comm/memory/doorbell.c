@@ -5,7 +5,6 @@
 #include <limits.h>
 #include <linux/futex.h>
 #include <sys/syscall.h>
-#include <time.h>
 #include <unistd.h>
 
 #include "common/clock.h"
@@ -21,10 +20,7 @@ smp_doorbell_ring_hard(smp_doorbell *doorbell)
 void
 smp_doorbell_sleep(smp_doorbell *doorbell, int64_t deadline_ns)
 {
-    struct timespec until = {
-        .tv_sec = (time_t)(deadline_ns / SMP_NS_PER_S),
-        .tv_nsec = (long)(deadline_ns % SMP_NS_PER_S),
-    };
+    struct timespec until = smp_timespec(deadline_ns);
 
     smp_jitter();
     /* The bitset form takes an absolute time, so an early return costs no drift. */

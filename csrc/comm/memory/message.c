@@ -50,3 +50,37 @@ smp_message_free(smp_message *message)
     }
     free(message);
 }
+
+void
+smp_message_list_put(smp_message_list *list, smp_message *message)
+{
+    message->next = NULL;
+    if (list->first == NULL) {
+        list->first = message;
+    } else {
+        list->last->next = message;
+    }
+    list->last = message;
+}
+
+smp_message *
+smp_message_list_get(smp_message_list *list)
+{
+    smp_message *message = list->first;
+
+    if (message != NULL) {
+        list->first = message->next;
+        message->next = NULL;
+    }
+    return message;
+}
+
+void
+smp_message_list_clear(smp_message_list *list)
+{
+    smp_message *message;
+
+    while ((message = smp_message_list_get(list)) != NULL) {
+        smp_message_free(message);
+    }
+}

@@ -28,4 +28,16 @@ smp_block *smp_message_take_block(smp_message *message, size_t i);
 /* Frees the message and the blocks that are still in it.  Takes NULL. */
 void smp_message_free(smp_message *message);
 
+/* First in, first out; all zero is empty. */
+typedef struct {
+    smp_message *first; /* owned: linked by next */
+    smp_message *last;
+} smp_message_list;
+
+void         smp_message_list_put(smp_message_list *list, smp_message *message);
+smp_message *smp_message_list_get(smp_message_list *list); /* NULL: empty */
+
+/* Frees all of them. */
+void smp_message_list_clear(smp_message_list *list);
+
 #endif

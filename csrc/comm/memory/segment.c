@@ -10,6 +10,10 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#ifndef MADV_POPULATE_WRITE /* older C libraries */
+#    define MADV_POPULATE_WRITE 23
+#endif
+
 #define PAGE 4096u
 
 /* Seals: the size is final. */
@@ -159,6 +163,15 @@ smp_segment_attach(int fd, int ranks, size_t arena_bytes, smp_segment **out)
 err_free:
     free(segment);
     return status;
+}
+
+void
+smp_segment_make_pages(void *from, size_t bytes)
+{
+    uint8_t *page = (uint8_t *)from - (uintptr_t)from % PAGE;
+
+    /* Older kernels refuse, and then pages are made at first use: slower, no worse. */
+    (void)madvise(page, bytes, MADV_POPULATE_WRITE);
 }
 
 void

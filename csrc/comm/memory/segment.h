@@ -64,6 +64,9 @@ smp_status smp_segment_create(int ranks, size_t arena_bytes, smp_segment **out);
  * smp_segment_create(ranks, arena_bytes) makes; SMP_ERR_SYSTEM; SMP_ERR_NO_MEMORY. */
 smp_status smp_segment_attach(int fd, int ranks, size_t arena_bytes, smp_segment **out);
 
+/* Makes the pages of a part of a segment that was created here, ahead of its use. */
+void smp_segment_make_pages(void *from, size_t bytes);
+
 /* Closes the descriptor; the mapping stays. */
 void smp_segment_close_fd(smp_segment *segment);
 

@@ -17,7 +17,7 @@
 #include "common/status.h"
 
 /* Changes with every change of the two tables. */
-#define SMP_TRANSPORT_ABI 9
+#define SMP_TRANSPORT_ABI 10
 
 typedef struct smp_comm smp_comm;
 
@@ -66,12 +66,11 @@ typedef struct {
      * hears this.  The progress thread. */
     void (*moved)(smp_comm *comm);
 
-    /* Nothing more comes from `rank`: it died or broke the protocol (`why`), or ended
-     * in order.  Only the first call for a rank counts.  Any thread. */
-    void (*lost)(smp_comm *comm, int rank, smp_status why);
-    void (*left)(smp_comm *comm, int rank);
+    /* Nothing more comes from `rank`: it died or broke the protocol, or ended in order
+     * (SMP_ERR_CLOSED).  Only the first call for a rank counts.  Any thread. */
+    void (*ended)(smp_comm *comm, int rank, smp_status why);
 
-    /* Whether one of the two was called for `rank`.  Any thread. */
+    /* Whether that was called for `rank`.  Any thread. */
     bool (*gone)(const smp_comm *comm, int rank);
 
     /* What messages call `rank`.  Any thread. */
@@ -104,11 +103,10 @@ typedef struct {
     bool        same_host; /* whom it reaches is on this machine */
     bool        polls;     /* its progress() keeps a core busy */
 
-    /* `host` is borrowed until destroy. */
-    smp_status (*create)(const smp_host *host, void **self);
-
-    /* How others reach this rank; at most 1 KiB, owned by self. */
-    const void *(*card)(void *self, size_t *bytes);
+    /* `host` is borrowed until destroy.  *card: how others reach this rank; at most
+     * 1 KiB, owned by self. */
+    smp_status (*create)(const smp_host *host, void **self, const void **card,
+                         size_t *card_bytes);
 
     /* Connects to each rank r with wanted[r] that it reaches and sets reached[r].
      * cards[r] is NULL for a rank without this transport.  Every rank of the job calls
@@ -120,8 +118,10 @@ typedef struct {
                           const size_t *card_bytes, const bool *wanted,
                           const smp_deadline *deadline, bool *reached, int *failed);
 
-    /* As smp_comm_block and smp_comm_send, for a rank that was reached.  Any thread. */
-    smp_status (*block)(void *self, int dest, size_t bytes, smp_block **out);
+    /* As smp_comm_block and smp_comm_send, for a rank that was reached.  Any thread.
+     * No `block`: it is the host's.  When send fails the blocks are still the
+     * caller's. */
+    smp_status (*block)(void *self, size_t bytes, smp_block **out);
     smp_status (*send)(void *self, int dest, const void *bytes, size_t nbytes,
                        smp_block *const *blocks, size_t nblocks);
 

@@ -1,265 +1,27 @@
-/* The caller's side of a remote call.
- *
- *     token = Send(leaf, x...)      begin: the request goes out
- *         ... the owner works; this rank runs other tasks ...
- *     y...  = Recv(token)           end: the response is here
+/* A request goes out, and its response becomes values and changed arguments.
  *
  * An argument that the owner changed in place gets its new values by Change(argument,
- * y). In backward, Recv posts the request for the gradients and returns, and Send waits
- * for them: between the two the engine runs what does not depend on them.  [design.md,
- * section 3]
+ * y).
  */
+#include "python/modules/call.h"
+
+#include "comm/comm.h"
+#include "python/modules/hooks.h"
+#include "python/modules/nodes.h"
 #include "python/modules/session.h"
-#include "python/values/pack.h"
+#include "python/modules/streams.h"
+#include "python/modules/task.h"
+#include "python/modules/wait.h"
+#include "python/values/pack_value.h"
 #include "python/values/rank_names.h"
 #include "python/values/registry.h"
-#include "python/values/unpack.h"
-
-/* One remote call, kept alive by its two nodes, which the script may keep for longer
- * than the session's entries live. */
-typedef struct {
-    PyObject  ob_base;
-    uint32_t  opened; /* session and step that made it */
-    uint32_t  step;
-    int32_t   entry;
-    int       owner;
-    PyObject *path; /* owned; the entry's */
-    int32_t   microbatch;
-    uint64_t  number;   /* of the forward: server/calls.h */
-    uint64_t  call;     /* of the forward */
-    uint64_t  backward; /* of the backward; 0: not begun */
-    bool      open;     /* the owner keeps a graph that nobody has used or released */
-    PyObject *outputs;  /* while Recv is built: list of the tensors it gives out */
-} call_object;
-
-PyTypeObject *smp_call_type;
-
-/* Whether the step that made the call is under way.  After it the owner has no graph,
- * and the call's numbers may be another one's. */
-static bool
-is_of_this_step(const call_object *self)
-{
-    const smp_session *session = &smp_the_session;
-
-    return session->in_step && self->opened == session->opened &&
-           self->step == session->step;
-}
-
-/* The caller of a call that can get no backward any more tells the owner. */
-static void
-release_graph(call_object *self)
-{
-    smp_session *session = &smp_the_session;
-    smp_envelope envelope;
-
-    if (!self->open || !is_of_this_step(self)) {
-        return;
-    }
-    self->open = false;
-    envelope = (smp_envelope){.kind = SMP_MSG_RELEASE,
-                              .microbatch = self->microbatch,
-                              .step = session->step,
-                              .entry = self->entry,
-                              .about = self->call};
-    (void)smp_comm_send(session->comm, smp_session_rank_of_comm(self->owner), &envelope,
-                        sizeof(envelope), NULL, 0);
-}
-
-static void
-call_dealloc(PyObject *object)
-{
-    call_object  *self = (call_object *)object;
-    PyTypeObject *type = Py_TYPE(object);
-
-    release_graph(self);
-    Py_XDECREF(self->path);
-    Py_XDECREF(self->outputs);
-    type->tp_free(object);
-    Py_DECREF(type);
-}
-
-/* -------------------------------------------------------------------- the nodes */
-
-static PyObject *name_call;
-static PyObject *name_materialize;
-
-/* ctx.call = call, and undefined gradients stay undefined. */
-static int
-remember(PyObject *ctx, PyObject *call)
-{
-    if (PyObject_SetAttr(ctx, name_call, call) < 0) {
-        return -1;
-    }
-    return PyObject_SetAttr(ctx, name_materialize, Py_False);
-}
-
-/* What stands for the call between its two nodes, and in backward for the gradient,
- * which must be defined for Send to run: a float32 tensor without elements. */
-static PyObject *
-make_token(void)
-{
-    static const int64_t         shape[1] = {0};
-    static const int64_t         strides[1] = {1};
-    static const smp_tensor_meta meta = {.dtype = {2, 32, 1}, .ndim = 1};
-
-    return smp_tensor_copy_of(&meta, shape, strides, NULL);
-}
-
-/* Send.forward(ctx, call, leaf, *tensors) -> token */
-static PyObject *
-send_forward(PyObject *unused, PyObject *const *args, Py_ssize_t nargs)
-{
-    (void)unused;
-    if (nargs < 3 || remember(args[0], args[1]) < 0) {
-        return NULL;
-    }
-    return make_token();
-}
-
-/* Recv.forward(ctx, call, token) -> what the response brought */
-static PyObject *
-recv_forward(PyObject *unused, PyObject *const *args, Py_ssize_t nargs)
-{
-    (void)unused;
-    if (nargs != 3 || remember(args[0], args[1]) < 0) {
-        return NULL;
-    }
-    return PyList_AsTuple(((call_object *)args[1])->outputs);
-}
-
-static int
-raise_for(const call_object *self, const char *what)
-{
-    PyErr_Format(PyExc_RuntimeError, "smp: %s: module '%U' runs on pp_rank %d", what,
-                 self->path, self->owner);
-    return -1;
-}
-
-static int
-check_backward(const call_object *self)
-{
-    if (smp_this_task == NULL || smp_this_task->backward_depth == 0) {
-        return raise_for(self,
-                         "a backward reached a module of another rank, and "
-                         "model.backward(loss) did not begin it; use model.backward "
-                         "inside the step, not loss.backward() or autograd.grad");
-    }
-    if (!is_of_this_step(self)) {
-        return raise_for(self,
-                         "a backward reached a call of a module of another rank that "
-                         "an earlier step made; detach what is kept between steps");
-    }
-    if (self->backward != 0) {
-        return raise_for(
-            self, "a second backward through one call of a module of another rank "
-                  "(retain_graph and double backward do not cross ranks)");
-    }
-    return 0;
-}
-
-/* Recv.backward(ctx, *gradients) -> None, token's gradient */
-static PyObject *
-recv_backward(PyObject *unused, PyObject *const *args, Py_ssize_t nargs)
-{
-    smp_session *session = &smp_the_session;
-    call_object *self;
-    smp_envelope envelope;
-    smp_pack     pack;
-    PyObject    *state;
-    PyObject    *token;
-    int          failed = 0;
-
-    (void)unused;
-    self = (call_object *)PyObject_GetAttr(args[0], name_call);
-    if (self == NULL) {
-        return NULL;
-    }
-    Py_DECREF(self); /* ctx keeps it */
-    if (check_backward(self) < 0 ||
-        (state = PyObject_CallNoArgs(session->capture_backward)) == NULL) {
-        return NULL;
-    }
-    smp_pack_init(&pack, session->comm, smp_session_rank_of_comm(self->owner), NULL);
-    pack.graph = false;
-    failed = smp_pack_u32(&pack, (uint32_t)(nargs - 1));
-    for (Py_ssize_t i = 1; failed == 0 && i < nargs; i++) {
-        failed = smp_pack_value(&pack, args[i]);
-    }
-    if (failed == 0 && state != Py_None) {
-        failed = smp_pack_value(&pack, state);
-    }
-    self->backward = smp_server_next_call(session->server);
-    envelope = (smp_envelope){.kind = SMP_MSG_BACKWARD,
-                              .phase = SMP_BACKWARD,
-                              .flags = state == Py_None ? 0 : SMP_FLAG_STATE,
-                              .microbatch = self->microbatch,
-                              .step = session->step,
-                              .entry = self->entry,
-                              .call = self->backward,
-                              .about = self->call,
-                              .seed = (uint64_t)smp_this_task->backwards,
-                              .number = smp_call_of_backward(self->number)};
-    if (failed == 0) {
-        failed = smp_pack_send(&pack, &envelope);
-    }
-    smp_pack_fini(&pack);
-    Py_DECREF(state);
-    if (failed < 0) {
-        return NULL;
-    }
-    self->open = false;
-    token = make_token();
-    return token == NULL ? NULL : Py_BuildValue("(ON)", Py_None, token);
-}
-
-/* Send.backward(ctx, token's gradient) -> None, None, one per tensor */
-static PyObject *
-send_backward(PyObject *unused, PyObject *const *args, Py_ssize_t nargs)
-{
-    call_object *self;
-    smp_message *response;
-    smp_unpack   unpack;
-    PyObject    *result = NULL;
-    uint32_t     count;
-
-    (void)unused;
-    (void)nargs;
-    self = (call_object *)PyObject_GetAttr(args[0], name_call);
-    if (self == NULL) {
-        return NULL;
-    }
-    Py_DECREF(self); /* ctx keeps it */
-    response = smp_session_wait(self->backward, SMP_WAIT_GRADIENTS, self->entry);
-    if (response == NULL) {
-        return NULL;
-    }
-    if (smp_unpack_init(&unpack, smp_the_session.comm, response, NULL, false, false) ==
-            0 &&
-        smp_unpack_u32(&unpack, &count) == 0) {
-        result = PyTuple_New(2 + (Py_ssize_t)count);
-    }
-    if (result != NULL) {
-        PyTuple_SET_ITEM(result, 0, Py_NewRef(Py_None));
-        PyTuple_SET_ITEM(result, 1, Py_NewRef(Py_None));
-        for (uint32_t i = 0; i < count; i++) {
-            PyObject *gradient = smp_unpack_value(&unpack);
-
-            if (gradient == NULL) {
-                Py_CLEAR(result);
-                break;
-            }
-            PyTuple_SET_ITEM(result, 2 + (Py_ssize_t)i, gradient);
-        }
-    }
-    smp_unpack_fini(&unpack);
-    return result;
-}
-
-/* ------------------------------------------------------------------- the call */
+#include "python/values/unpack_scalar.h"
+#include "python/values/unpack_tensor.h"
+#include "python/values/unpack_value.h"
 
 /* list[:n] of the request's tensors that require grad, behind `head` arguments. */
 static PyObject *
-apply_send(call_object *call, const smp_pack *pack)
+apply_send(smp_call_object *call, const smp_pack *pack)
 {
     smp_session *session = &smp_the_session;
     PyObject    *fixed[10];
@@ -375,9 +137,7 @@ read_dirty(smp_unpack *unpack, const sent_call *sent)
         Py_DECREF(data); /* unpack has it too */
         if (argument >= pack->ntensors || i >= unpack->ntensors ||
             data != unpack->tensors[i]) {
-            PyErr_SetString(PyExc_ValueError,
-                            "smp: malformed message: a changed argument "
-                            "that is none");
+            (void)smp_malformed("a changed argument that is none");
             goto fail;
         }
         if (refuse_shared(sent, pack->tensors[argument]) < 0) {
@@ -403,21 +163,14 @@ fail:
 
 /* Runs Recv and puts its outputs in the place of the tensors that require grad. */
 static int
-apply_recv(call_object *call, PyObject *token, smp_unpack *unpack)
+apply_recv(smp_call_object *call, PyObject *token, smp_unpack *unpack)
 {
-    PyObject  *args[] = {(PyObject *)call, token};
-    PyObject  *outputs;
-    Py_ssize_t at = 0;
+    PyObject *args[] = {(PyObject *)call, token};
+    PyObject *outputs;
 
-    call->outputs = PyList_New(0);
+    call->outputs = smp_unpack_in_graph(unpack);
     if (call->outputs == NULL) {
         return -1;
-    }
-    for (size_t i = 0; i < unpack->ntensors; i++) {
-        if (unpack->requires_grad[i] &&
-            PyList_Append(call->outputs, unpack->tensors[i]) < 0) {
-            return -1;
-        }
     }
     if (PyList_GET_SIZE(call->outputs) == 0) {
         return 0;
@@ -428,12 +181,7 @@ apply_recv(call_object *call, PyObject *token, smp_unpack *unpack)
         return -1;
     }
     call->open = true;
-    for (size_t i = 0; i < unpack->ntensors; i++) {
-        if (unpack->requires_grad[i]) {
-            Py_SETREF(unpack->tensors[i], Py_NewRef(PyTuple_GET_ITEM(outputs, at)));
-            at++;
-        }
-    }
+    smp_unpack_exchange(unpack, outputs);
     Py_DECREF(outputs);
     return 0;
 }
@@ -472,9 +220,7 @@ apply_changes(smp_unpack *unpack, const smp_pack *pack)
             return -1;
         }
         if (number >= pack->nobjects) {
-            PyErr_SetString(PyExc_ValueError,
-                            "smp: malformed message: a changed object that is none");
-            return -1;
+            return smp_malformed("a changed object that is none");
         }
         if (smp_unpack_contents_into(unpack, pack->objects[number]) < 0) {
             return -1;
@@ -485,7 +231,8 @@ apply_changes(smp_unpack *unpack, const smp_pack *pack)
 
 /* Makes the caller's values of a response.  Takes the response. */
 static PyObject *
-finish(call_object *call, PyObject *token, const sent_call *sent, smp_message *response)
+finish(smp_call_object *call, PyObject *token, const sent_call *sent,
+       smp_message *response)
 {
     const smp_pack *pack = sent->pack;
     smp_arguments   arguments = smp_pack_arguments(pack);
@@ -585,18 +332,18 @@ raise_from_there(smp_message *response)
 static PyObject *
 call_entry(int32_t number, PyObject *args, PyObject *kwargs, uint16_t flags)
 {
-    smp_session *session = &smp_the_session;
-    smp_task    *task = smp_this_task;
-    smp_entry   *entry = &session->entries[number];
-    PyObject    *state = NULL; /* with what to call after */
-    PyObject    *token = NULL;
-    PyObject    *value = NULL;
-    call_object *call = NULL;
-    smp_message *response;
-    smp_envelope envelope;
-    smp_pack     pack;
-    uint32_t     before;
-    int          grad;
+    smp_session     *session = &smp_the_session;
+    smp_task        *task = smp_this_task;
+    smp_entry       *entry = &session->entries[number];
+    PyObject        *state = NULL; /* with what to call after */
+    PyObject        *token = NULL;
+    PyObject        *value = NULL;
+    smp_call_object *call = NULL;
+    smp_message     *response;
+    smp_envelope     envelope;
+    smp_pack         pack;
+    uint32_t         before;
+    int              grad;
 
     grad = smp_torch_grad_enabled();
     if (grad < 0 ||
@@ -610,7 +357,7 @@ call_entry(int32_t number, PyObject *args, PyObject *kwargs, uint16_t flags)
         smp_session_warn_if_laden(pack.laden, entry) < 0) {
         goto done;
     }
-    call = (call_object *)smp_call_type->tp_alloc(smp_call_type, 0);
+    call = smp_call_new();
     if (call == NULL) {
         goto done;
     }
@@ -699,8 +446,8 @@ entry_of(PyObject *module)
     return (int32_t)number;
 }
 
-PyObject *
-smp_call_remote(PyObject *module, PyObject *args, PyObject *kwargs, uint16_t flags)
+static PyObject *
+call_remote(PyObject *module, PyObject *args, PyObject *kwargs, uint16_t flags)
 {
     int32_t number = entry_of(module);
 
@@ -729,7 +476,7 @@ module_call(PyObject *unused, PyObject *args, PyObject *kwargs)
         value = PyObject_CallFunctionObjArgs(smp_the_session.call_hooked, module, rest,
                                              kwargs == NULL ? Py_None : kwargs, NULL);
     } else {
-        value = smp_call_remote(module, rest, kwargs, 0);
+        value = call_remote(module, rest, kwargs, 0);
     }
     Py_DECREF(rest);
     return value;
@@ -754,8 +501,7 @@ py_call_remote(PyObject *unused, PyObject *const *args, Py_ssize_t nargs)
     if (args[4] == Py_True) {
         flags |= SMP_FLAG_INPUTS;
     }
-    return smp_call_remote(args[0], args[1], args[2] == Py_None ? NULL : args[2],
-                           flags);
+    return call_remote(args[0], args[1], args[2] == Py_None ? NULL : args[2], flags);
 }
 
 /* call_entry(number, args): calls a run of nn.Sequential children. */
@@ -782,15 +528,7 @@ py_call_entry(PyObject *unused, PyObject *const *args, Py_ssize_t nargs)
     return call_entry((int32_t)number, args[1], NULL, 0);
 }
 
-static PyMethodDef call_functions[] = {
-    {"send_forward", __extension__(PyCFunction)(void (*)(void)) send_forward,
-     METH_FASTCALL, "Send.forward(ctx, call, leaf, *tensors) -> token"},
-    {"send_backward", __extension__(PyCFunction)(void (*)(void)) send_backward,
-     METH_FASTCALL, "Send.backward(ctx, gradient) -> gradients"},
-    {"recv_forward", __extension__(PyCFunction)(void (*)(void)) recv_forward,
-     METH_FASTCALL, "Recv.forward(ctx, call, token) -> outputs"},
-    {"recv_backward", __extension__(PyCFunction)(void (*)(void)) recv_backward,
-     METH_FASTCALL, "Recv.backward(ctx, *gradients) -> the token's gradient"},
+static PyMethodDef functions[] = {
     {"call_remote", __extension__(PyCFunction)(void (*)(void)) py_call_remote,
      METH_FASTCALL,
      "call_remote(module, args, kwargs, bare, inputs): a remote call without hooks"},
@@ -803,18 +541,6 @@ static PyMethodDef module_call_def = {
     "__call__", __extension__(PyCFunction)(void (*)(void)) module_call,
     METH_VARARGS | METH_KEYWORDS, "Runs the module on the rank that owns it."};
 
-static PyType_Slot call_slots[] = {
-    {Py_tp_dealloc, __extension__(void *) call_dealloc},
-    {0, NULL},
-};
-
-static PyType_Spec call_spec = {
-    .name = "smp._core.Call",
-    .basicsize = sizeof(call_object),
-    .flags = Py_TPFLAGS_DEFAULT,
-    .slots = call_slots,
-};
-
 int
 smp_call_add(PyObject *module)
 {
@@ -822,11 +548,7 @@ smp_call_add(PyObject *module)
     PyObject *method;
     int       failed;
 
-    name_call = PyUnicode_InternFromString("call");
-    name_materialize = PyUnicode_InternFromString("materialize_grads");
-    smp_call_type = (PyTypeObject *)PyType_FromSpec(&call_spec);
-    if (name_call == NULL || name_materialize == NULL || smp_call_type == NULL ||
-        PyModule_AddFunctions(module, call_functions) < 0) {
+    if (PyModule_AddFunctions(module, functions) < 0) {
         return -1;
     }
     /* A function of C that binds like a method, for the classes of remote modules. */

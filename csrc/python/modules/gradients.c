@@ -3,7 +3,7 @@
 
 #include <stdlib.h>
 
-#include "python/modules/session.h"
+#include "python/modules/task.h"
 #include "python/values/torch_api.h"
 #include "server/ledger.h"
 

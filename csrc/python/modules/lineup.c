@@ -1,8 +1,12 @@
-/* Collectives of modules, in the order of their TP_GROUP: smp._core.Collective. */
-#include "python/modules/session.h"
+/* A task waits for a collective's turn, and for its end. */
+#include "python/modules/lineup.h"
 
 #include <stdatomic.h>
 
+#include "comm/comm.h"
+#include "python/modules/session.h"
+#include "python/modules/streams.h"
+#include "python/modules/task.h"
 #include "python/process/heap.h"
 
 typedef struct {

@@ -6,12 +6,21 @@
  * A Context keeps y and Enter's gradients from the forward request to the backward
  * request (or to the release).
  */
+#include "python/modules/serve.h"
+
 #include "common/mix.h"
+#include "python/modules/failure.h"
 #include "python/modules/gradients.h"
+#include "python/modules/hooks.h"
 #include "python/modules/session.h"
-#include "python/values/pack.h"
-#include "python/values/registry.h"
-#include "python/values/unpack.h"
+#include "python/modules/streams.h"
+#include "python/values/pack_scalar.h"
+#include "python/values/pack_tensor.h"
+#include "python/values/pack_value.h"
+#include "python/values/snapshot.h"
+#include "python/values/unpack_scalar.h"
+#include "python/values/unpack_tensor.h"
+#include "python/values/unpack_value.h"
 
 typedef struct {
     PyObject  ob_base;
@@ -107,35 +116,6 @@ enter_backward(PyObject *unused, PyObject *const *args, Py_ssize_t nargs)
     return gradients == NULL ? NULL : PyTuple_Pack(2, Py_None, Py_None);
 }
 
-/* ------------------------------------------------------------------------ hooks */
-
-bool
-smp_has_hooks(PyObject *module)
-{
-    static PyObject *names[4];
-    PyObject        *dict;
-    bool             has = false;
-
-    if (module == NULL || module == Py_None) {
-        return false;
-    }
-    if (names[0] == NULL) {
-        names[0] = PyUnicode_InternFromString("_forward_hooks");
-        names[1] = PyUnicode_InternFromString("_forward_pre_hooks");
-        names[2] = PyUnicode_InternFromString("_backward_hooks");
-        names[3] = PyUnicode_InternFromString("_backward_pre_hooks");
-    }
-    dict = PyObject_GetAttr(module, smp_names.dict);
-    for (int i = 0; dict != NULL && i < 4; i++) {
-        PyObject *hooks = PyDict_GetItem(dict, names[i]);
-
-        has =
-            has || (hooks != NULL && PyDict_Check(hooks) && PyDict_GET_SIZE(hooks) > 0);
-    }
-    Py_XDECREF(dict);
-    return has;
-}
-
 /* ---------------------------------------------------------------------- forward */
 
 /* Replaces the tensors that require grad by outputs of an Enter node. */
@@ -144,7 +124,6 @@ enter_graph(smp_unpack *unpack, const smp_envelope *envelope)
 {
     context_object *self = (context_object *)context_type->tp_alloc(context_type, 0);
     PyObject       *outputs;
-    Py_ssize_t      at = 0;
 
     if (self == NULL) {
         return NULL;
@@ -154,15 +133,9 @@ enter_graph(smp_unpack *unpack, const smp_envelope *envelope)
     self->microbatch = envelope->microbatch;
     self->order = envelope->about;
     self->seed = envelope->seed;
-    self->inputs = PyList_New(0);
+    self->inputs = smp_unpack_in_graph(unpack);
     if (self->inputs == NULL) {
         goto err;
-    }
-    for (size_t i = 0; i < unpack->ntensors; i++) {
-        if (unpack->requires_grad[i] &&
-            PyList_Append(self->inputs, unpack->tensors[i]) < 0) {
-            goto err;
-        }
     }
     self->ninputs = (size_t)PyList_GET_SIZE(self->inputs);
     if (self->ninputs == 0) {
@@ -176,12 +149,7 @@ enter_graph(smp_unpack *unpack, const smp_envelope *envelope)
     if (outputs == NULL) {
         goto err;
     }
-    for (size_t i = 0; i < unpack->ntensors; i++) {
-        if (unpack->requires_grad[i]) {
-            Py_SETREF(unpack->tensors[i], Py_NewRef(PyTuple_GET_ITEM(outputs, at)));
-            at++;
-        }
-    }
+    smp_unpack_exchange(unpack, outputs);
     self->node = PyObject_GetAttr(PyTuple_GET_ITEM(outputs, 0), smp_names.grad_fn);
     Py_DECREF(outputs);
     if (self->node == NULL) {
@@ -309,12 +277,12 @@ pack_changes(smp_pack *pack, const smp_unpack *unpack, const smp_entry *entry)
     uint32_t count = 0;
 
     for (size_t i = 0; i < unpack->nobjects; i++) {
-        int changed = smp_unpack_changed(unpack, i);
+        int changed = smp_snapshot_differs(unpack->snapshots[i], unpack->objects[i]);
 
         if (changed < 0) {
             return -1;
         }
-        if (changed == 1 && smp_unpack_is_pickled(unpack, i)) {
+        if (changed == 1 && smp_snapshot_is_pickle(unpack->snapshots[i])) {
             PyErr_Format(
                 PyExc_TypeError,
                 "smp: module '%s' on pp_rank %d changed an argument of type %s in "
@@ -334,7 +302,7 @@ pack_changes(smp_pack *pack, const smp_unpack *unpack, const smp_entry *entry)
         return -1;
     }
     for (size_t i = 0; count > 0 && i < unpack->nobjects; i++) {
-        if (smp_unpack_changed(unpack, i) == 1 &&
+        if (smp_snapshot_differs(unpack->snapshots[i], unpack->objects[i]) == 1 &&
             (smp_pack_u32(pack, (uint32_t)i) < 0 ||
              smp_pack_contents(pack, unpack->objects[i]) < 0)) {
             return -1;
@@ -420,8 +388,7 @@ serve_forward(smp_message *request, smp_task *task)
     smp_pack        pack;
 
     if (envelope.entry < 0 || (size_t)envelope.entry >= session->nentries) {
-        PyErr_Format(PyExc_ValueError, "smp: malformed message: entry %d of %zu",
-                     envelope.entry, session->nentries);
+        (void)smp_malformed("entry %d of %zu", (int)envelope.entry, session->nentries);
         smp_message_free(request);
         return false;
     }
@@ -529,9 +496,7 @@ run_engine(context_object *context, smp_unpack *unpack, uint16_t flags)
         goto done;
     }
     if ((Py_ssize_t)count != noutputs) {
-        PyErr_Format(PyExc_ValueError,
-                     "smp: malformed message: %u gradients for %zd outputs", count,
-                     noutputs);
+        (void)smp_malformed("%u gradients for %zd outputs", (unsigned)count, noutputs);
         goto done;
     }
     for (Py_ssize_t i = 0; i < noutputs; i++) {

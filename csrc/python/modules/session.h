@@ -1,13 +1,12 @@
 /* One rank's session: the comm, the server and what Python told them.
  *
- * There is one session a process.  Its fields are written on the main thread between
- * steps, or by the worker that holds the baton; all with the GIL held.
+ * Threads  There is one session a process.  Its fields are written on the main thread
+ *          between steps, or by the worker that holds the baton; all with the GIL held.
  */
 #ifndef SMP_PYTHON_MODULES_SESSION_H
 #define SMP_PYTHON_MODULES_SESSION_H
 
 #include "python/values/torch_api.h"
-#include "server/calls.h"
 #include "server/server.h"
 
 /* What can be called from another rank: a module, or a run of nn.Sequential children.
@@ -19,22 +18,6 @@ typedef struct {
     int       owner;    /* pp_rank */
     bool      trains;   /* has parameters that require grad; set at each step's begin */
 } smp_entry;
-
-/* A task under way on this rank: the step function of a microbatch, or a request.
- * Lives on its worker's stack. */
-typedef struct smp_task {
-    int32_t   microbatch;
-    int32_t   entry;  /* -1: the step function */
-    uint64_t  number; /* server/calls.h */
-    smp_calls calls;  /* that it has made */
-    uint64_t  order;  /* of this request within its microbatch, by begin */
-    uint64_t  count;  /* requests of the microbatch so far; travels with control */
-    smp_phase phase;
-    int       backward_depth; /* inside model.backward, a backward request, or a forward
-                                 that a checkpoint runs again */
-    int32_t   backwards; /* model.backward calls of the microbatch before this one */
-    PyObject *rng_state; /* owned; its stream while another task has the generator */
-} smp_task;
 
 typedef struct {
     smp_comm   *comm;
@@ -100,67 +83,8 @@ const char *smp_entry_path(const smp_entry *entry);
 /* Raises what the status says of `doing`.  NULL. */
 PyObject *smp_session_raise(smp_status status, const char *doing);
 
-int smp_session_add_functions(PyObject *module);
-
-/* -------------------------------------------------- tasks.c: what the server calls */
-extern const smp_server_ops smp_session_ops;
-
-/* The task of this thread; NULL outside a step. */
-extern _Thread_local smp_task *smp_this_task;
-
-/* Waits for a response with the GIL and the baton given away; kind and entry say what
- * it is.  NULL: with an exception, which is `aborted` when the step failed. */
-smp_message *smp_session_wait(uint64_t call, smp_wait_kind kind, int32_t entry);
-
-/* Takes the exception that is set: ends the step on every rank. */
-void smp_session_fail(smp_task *task);
-
 /* Says once what stays behind of a tensor of a call of the entry.  0, or -1 with an
  * exception: warnings may be errors.  laden: NULL, or that tensor. */
 int smp_session_warn_if_laden(PyObject *laden, const smp_entry *entry);
-
-/* Answers the task's request with the exception that is set, which then is its caller's
- * to catch.  False, with the exception still set: it ends the step (Ctrl-C and the
- * like, a rank that is gone, all in a sequence, or it could not be sent). */
-bool smp_session_answer_raised(const smp_task *task, int source, smp_envelope envelope);
-
-/* To every other rank of the pipeline: a value; 0, or -1 with the first exception.  An
- * ABORT goes to those of other pipelines, too, to all that are there, whatever happens
- * on the way to one of them.  An envelope alone. */
-int  smp_session_send_to_all(smp_msg_kind kind, PyObject *value);
-void smp_session_tell_others(const smp_envelope *envelope);
-
-/* Raises what a signal's handler raised during the step.  False: there is none. */
-bool smp_session_raise_signal(void);
-
-/* ------------------------------------------------------- step.c: from begin to end */
-int smp_step_add(PyObject *module);
-
-/* ------------------------------------------------------------ call.c: the caller */
-extern PyTypeObject *smp_call_type;
-int                  smp_call_add(PyObject *module);
-PyObject            *smp_call_remote(PyObject *module, PyObject *args, PyObject *kwargs,
-                                     uint16_t flags);
-
-/* ------------------------------------------------------------ serve.c: the owner */
-int  smp_serve_add(PyObject *module);
-void smp_serve_request(smp_message *request, smp_task *task); /* takes request */
-bool smp_serve_release(uint64_t call); /* false with an exception */
-void smp_serve_forget(void); /* forwards that wait for a backward: the step is over */
-bool smp_has_hooks(PyObject *module);
-
-/* ------------------------------------------------------- lineup.c: collectives */
-int smp_lineup_add(PyObject *module);
-
-/* ------------------------------------------------------------ streams.c: random
- * numbers */
-
-/* Makes the default generator this task's. 0, or -1 with an exception. */
-int  smp_stream_enter(smp_task *task);
-int  smp_stream_seed(smp_task *task, uint64_t seed);
-void smp_stream_leave(smp_task *task);
-
-/* Draws a request's seed from the stream of the running task. */
-int smp_stream_draw(uint64_t *seed);
 
 #endif

@@ -1,12 +1,19 @@
 /* Steps: from begin to end, their backwards, and the gates on the way. */
-#include "python/modules/session.h"
+#include "python/modules/step.h"
 
 #include <stdlib.h>
 
 #include "comm/device/port.h"
 #include "comm/neighbour.h"
 #include "python/modules/gradients.h"
-#include "python/values/unpack.h"
+#include "python/modules/serve.h"
+#include "python/modules/server_ops.h"
+#include "python/modules/session.h"
+#include "python/modules/streams.h"
+#include "python/modules/task.h"
+#include "python/modules/tell.h"
+#include "python/values/unpack_tensor.h"
+#include "python/values/unpack_value.h"
 
 /* [(microbatch, phase), ...] into turns; NULL with an exception. */
 static smp_turn *
@@ -460,8 +467,29 @@ static PyMethodDef functions[] = {
     {NULL, NULL, 0, NULL},
 };
 
+/* phases: their names, by number. */
+static int
+add_phases(PyObject *module)
+{
+    PyObject *names = PyTuple_New(SMP_PHASES);
+    int       failed;
+
+    for (int i = 0; names != NULL && i < SMP_PHASES; i++) {
+        PyObject *name = PyUnicode_FromString(smp_phase_name((smp_phase)i));
+
+        if (name == NULL) {
+            Py_CLEAR(names);
+        } else {
+            PyTuple_SET_ITEM(names, i, name);
+        }
+    }
+    failed = names == NULL || PyModule_AddObjectRef(module, "phases", names) < 0;
+    Py_XDECREF(names);
+    return failed ? -1 : 0;
+}
+
 int
 smp_step_add(PyObject *module)
 {
-    return PyModule_AddFunctions(module, functions);
+    return add_phases(module) < 0 ? -1 : PyModule_AddFunctions(module, functions);
 }

@@ -1,10 +1,12 @@
-/* Random numbers that depend on the microbatch and the call, not on the timing.
+/* One generator, many streams.
  *
  * PyTorch has one default generator a process, and one for its accelerator.  The task
  * that has the baton owns them; when another task runs, the first one's state is put
  * aside, and only then: a rank that is called again and again by one task copies no
  * state at all.
  */
+#include "python/modules/streams.h"
+
 #include "python/modules/session.h"
 
 /* Whose stream is in the generators; NULL: nobody's. */

@@ -4,6 +4,7 @@
 #include "comm/device/port.h"
 #include "comm/neighbour.h"
 #include "python/values/rank_names.h"
+#include "python/values/unpack.h"
 
 bool
 smp_device_is_drivers(dl_device device)
@@ -41,35 +42,32 @@ smp_device_pack(smp_comm *comm, int dest, const dl_tensor *t, uint64_t bytes,
 }
 
 static void
-set_error(void *unused, const char *kind, const char *message)
+set_error(void *what, const char *kind, const char *message)
 {
-    (void)unused;
-    PyErr_Format(PyExc_RuntimeError, "smp: memory for a tensor that arrives: %s: %s",
-                 kind, message);
+    PyErr_Format(PyExc_RuntimeError, "smp: %s: %s: %s", (const char *)what, kind,
+                 message);
 }
 
-/* A new tensor of PyTorch's own memory: the meta's elements in a row. */
-static PyObject *
-make_row(const smp_tensor_meta *meta, dl_device device)
+PyObject *
+smp_device_allocate(dl_device device, dl_dtype dtype, int64_t length, const char *what)
 {
-    uint64_t    element = ((uint64_t)meta->dtype.bits * meta->dtype.lanes + 7) / 8;
-    int64_t     length = (int64_t)(meta->bytes / element);
     int64_t     stride = 1;
     dl_tensor   wanted = {.device = device,
                           .ndim = 1,
-                          .dtype = meta->dtype,
+                          .dtype = dtype,
                           .shape = &length,
                           .strides = &stride};
     dl_managed *managed = NULL;
     void       *tensor;
 
-    if (smp_torch.dlpack->allocate(&wanted, &managed, NULL, set_error) != 0) {
+    if (smp_torch.dlpack->allocate(&wanted, &managed, (void *)what, set_error) != 0 ||
+        smp_torch.dlpack->to_python(managed, &tensor) != 0) {
         if (!PyErr_Occurred()) {
             PyErr_NoMemory();
         }
         return NULL;
     }
-    return smp_torch.dlpack->to_python(managed, &tensor) == 0 ? tensor : NULL;
+    return tensor;
 }
 
 PyObject *
@@ -85,12 +83,13 @@ smp_device_unpack(smp_comm *comm, int source, smp_block *block,
     smp_status status;
 
     if (device.id < 0 || !smp_device_is_drivers(device)) {
-        PyErr_SetString(PyExc_ValueError,
-                        "smp: malformed message: a tensor in a pool of a device that "
-                        "this rank does not have");
+        (void)smp_malformed(
+            "a tensor in a pool of a device that this rank does not have");
         goto err_release;
     }
-    row = make_row(meta, device);
+    row = smp_device_allocate(device, meta->dtype,
+                              (int64_t)(meta->bytes / smp_element_bytes(meta->dtype)),
+                              "memory for a tensor that arrives");
     if (row == NULL || smp_torch.dlpack->borrow(row, &t) != 0 ||
         smp_device_stream(device, &stream) != 0) {
         goto err_release;

@@ -17,6 +17,11 @@ bool smp_device_is_drivers(dl_device device);
  * exception. */
 int smp_device_stream(dl_device device, void **stream);
 
+/* A new tensor of PyTorch's own memory: so many elements in a row; NULL with an
+ * exception, which says what it was for. */
+PyObject *smp_device_allocate(dl_device device, dl_dtype dtype, int64_t length,
+                              const char *what);
+
 /* A block with the meta's bytes of `t`, a tensor of a device, for `dest` in *out; NULL
  * there: they must go through host memory.  0, or -1 with an exception. */
 int smp_device_pack(smp_comm *comm, int dest, const dl_tensor *t, uint64_t bytes,

@@ -8,20 +8,11 @@
 
 #include <stdint.h>
 
+#include "comm/collective/kernels/kind.h"
+
 #define SMP_DLPACK_MAJOR 1
 
 enum { SMP_DL_CPU = 1, SMP_DL_CUDA = 2, SMP_DL_OTHER = 12 /* kDLExtDev */ };
-
-enum {
-    SMP_DL_INT = 0,
-    SMP_DL_UINT = 1,
-    SMP_DL_FLOAT = 2,
-    SMP_DL_BFLOAT = 4,
-    SMP_DL_COMPLEX = 5,
-    SMP_DL_BOOL = 6,
-    SMP_DL_FLOAT8_E4M3FN = 10,
-    SMP_DL_FLOAT8_E5M2 = 12
-};
 
 typedef struct {
     uint32_t major;
@@ -34,7 +25,7 @@ typedef struct {
 } dl_device;
 
 typedef struct {
-    uint8_t  code;
+    uint8_t  code; /* SMP_DL_INT ... */
     uint8_t  bits;
     uint16_t lanes;
 } dl_dtype;

@@ -1,4 +1,5 @@
-/* Python values into a message.
+/* Python values into a message: what is being written, and how it is sent.  Values are
+ * added by pack_value.h, tensors by pack_tensor.h.
  *
  * Ownership  A pack holds a reference to every tensor and object it has numbered, until
  *            fini: the caller needs them to write back what the callee changed.
@@ -9,16 +10,10 @@
 #define SMP_PYTHON_VALUES_PACK_H
 
 #include "comm/comm.h"
+#include "python/values/buffer.h"
 #include "python/values/ptrmap.h"
-#include "python/values/tensor.h"
 #include "python/values/unpack.h"
 #include "server/envelope.h"
-
-typedef struct {
-    uint8_t *at; /* owned */
-    size_t   size;
-    size_t   room;
-} smp_buffer;
 
 typedef struct {
     smp_comm         *comm; /* borrowed; NULL: small and large tensors alike inside */
@@ -49,6 +44,7 @@ typedef struct {
                          it none is */
 } smp_pack;
 
+/* comm and request are borrowed until fini. */
 void smp_pack_init(smp_pack *pack, smp_comm *comm, int dest, const smp_unpack *request);
 void smp_pack_fini(smp_pack *pack);
 
@@ -61,22 +57,17 @@ smp_pack_arguments(const smp_pack *pack)
                            pack->nobjects};
 }
 
-/* Appends a value.  0, or -1 with an exception. */
-int smp_pack_value(smp_pack *pack, PyObject *value);
-
-/* Appends a number that smp_unpack_u32() reads. */
-int smp_pack_u32(smp_pack *pack, uint32_t number);
-
-/* Appends the tensor as a new one, even if it is an argument of the request. */
-int smp_pack_new_tensor(smp_pack *pack, PyObject *tensor);
-
-/* Appends the present contents of a list, dict, set or object, without a number. */
-int smp_pack_contents(smp_pack *pack, PyObject *object);
-
-/* Sends what was packed, after the envelope. */
+/* Sends what was packed, after the envelope.  0, or -1 with an exception. */
 int smp_pack_send(smp_pack *pack, const smp_envelope *envelope);
 
-/* What was packed, without the envelope, as bytes; for packs without a comm. */
-PyObject *smp_pack_bytes(smp_pack *pack);
+/* What was packed, without the envelope, as bytes (new); for packs without a comm. */
+PyObject *smp_pack_as_bytes(smp_pack *pack);
+
+/* Waits until the blocks hold what the device was told to write there.  0, or -1 with
+ * an exception. */
+int smp_pack_wait_for_device(smp_pack *pack);
+
+/* Raises ConnectionError for what the comm says of the destination.  -1. */
+int smp_pack_raise_unsent(const smp_pack *pack, smp_status status);
 
 #endif

@@ -3,6 +3,19 @@
 
 smp_registry_table smp_registry;
 
+int
+smp_registry_add(PyObject *numbers, const void *address, Py_ssize_t number)
+{
+    PyObject *key = PyLong_FromVoidPtr((void *)address);
+    PyObject *value = PyLong_FromSsize_t(number);
+    int       failed =
+        key == NULL || value == NULL || PyDict_SetItem(numbers, key, value) < 0;
+
+    Py_XDECREF(key);
+    Py_XDECREF(value);
+    return failed ? -1 : 0;
+}
+
 int64_t
 smp_registry_find(PyObject *numbers, const void *address)
 {

@@ -34,6 +34,10 @@ typedef struct {
 
 extern smp_registry_table smp_registry;
 
+/* Gives the object a number in `numbers`, by its address: one that is there twice has
+ * the last.  0, or -1 with an exception. */
+int smp_registry_add(PyObject *numbers, const void *address, Py_ssize_t number);
+
 /* The number of the object in `numbers`, or -1.  No exception is left. */
 int64_t smp_registry_find(PyObject *numbers, const void *address);
 

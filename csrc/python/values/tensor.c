@@ -30,7 +30,6 @@ delete_holder(dl_managed *managed)
 uint64_t
 smp_tensor_span(const dl_tensor *t)
 {
-    uint64_t element = ((uint64_t)t->dtype.bits * t->dtype.lanes + 7) / 8;
     uint64_t last = 0;
 
     for (int i = 0; i < t->ndim; i++) {
@@ -39,7 +38,7 @@ smp_tensor_span(const dl_tensor *t)
         }
         last += (uint64_t)(t->shape[i] - 1) * (uint64_t)t->strides[i];
     }
-    return (last + 1) * element;
+    return (last + 1) * smp_element_bytes(t->dtype);
 }
 
 /* Replaces *held by the result of calling its method `name`. */
@@ -186,11 +185,10 @@ smp_tensor_copy_of(const smp_tensor_meta *meta, const int64_t *shape,
 static smp_tensor_meta
 row_of(const smp_tensor_meta *meta, int64_t *length)
 {
-    uint64_t        element = ((uint64_t)meta->dtype.bits * meta->dtype.lanes + 7) / 8;
     smp_tensor_meta row = *meta;
 
     row.ndim = 1;
-    *length = (int64_t)(meta->bytes / element);
+    *length = (int64_t)(meta->bytes / smp_element_bytes(meta->dtype));
     return row;
 }
 

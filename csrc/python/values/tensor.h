@@ -21,6 +21,13 @@ typedef struct {
     uint64_t  bytes; /* of the span: from the first to behind the last element */
 } smp_tensor_meta;
 
+/* Bytes of one element. */
+static inline uint64_t
+smp_element_bytes(dl_dtype dtype)
+{
+    return ((uint64_t)dtype.bits * dtype.lanes + 7) / 8;
+}
+
 /* Bytes of the elements' span: expanded dimensions count once. */
 uint64_t smp_tensor_span(const dl_tensor *t);
 

@@ -429,7 +429,7 @@ collect_memory(smp_collective *op, bool *whole, int *member)
     if (op->step + 1 == op->steps) { /* the last is only waiting */
         return SMP_OK;
     }
-    /* Who gave up, perhaps before this member came, has its tensors for itself. */
+    /* A member that gave up, perhaps before this one came, uses its tensors again. */
     status = smp_epoch_barrier_given_up(op->barrier, member);
     if (status != SMP_OK) {
         return status;

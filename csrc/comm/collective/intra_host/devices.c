@@ -16,24 +16,24 @@ typedef struct {
     uint32_t          tried; /* ... and that is why it is not willing */
     char              why[SMP_DRIVER_TEXT];
     smp_exchange_card card;
-} word;
+} vote;
 
-/* A member's word in step `step`. */
-static word *
-word_of(const smp_devices *devices, int member, uint64_t step)
+/* A member's vote in step `step`. */
+static vote *
+vote_of(const smp_devices *devices, int member, uint64_t step)
 {
     smp_slot *slot = smp_epoch_barrier_slot(devices->barrier, member, step);
 
-    return (word *)(void *)(slot->data + devices->skip);
+    return (vote *)(void *)(slot->data + devices->skip);
 }
 
 /* The own one, in the step that will be posted next. */
-static word *
-next_word(const smp_devices *devices)
+static vote *
+next_vote(const smp_devices *devices)
 {
     const smp_epoch_barrier *barrier = devices->barrier;
 
-    return word_of(devices, barrier->self, barrier->step + 1);
+    return vote_of(devices, barrier->self, barrier->step + 1);
 }
 
 /* The first member that is not willing says why, to all alike; true: there is none. */
@@ -43,7 +43,7 @@ all_willing(smp_devices *devices)
     const smp_epoch_barrier *barrier = devices->barrier;
 
     for (int m = 0; m < barrier->size; m++) {
-        const word *its = word_of(devices, m, barrier->step);
+        const vote *its = vote_of(devices, m, barrier->step);
 
         if (its->willing) {
             continue;
@@ -68,7 +68,7 @@ static void
 offer_exchange(smp_devices *devices, const smp_device_offer *offer)
 {
     const smp_epoch_barrier *barrier = devices->barrier;
-    word                    *own = next_word(devices);
+    vote                    *own = next_vote(devices);
 
     smp_devices_fini(
         devices); /* what an earlier meeting left, in which calls differed */
@@ -88,7 +88,7 @@ offer_exchange(smp_devices *devices, const smp_device_offer *offer)
 }
 
 static void
-open_exchange(smp_devices *devices, word *own)
+open_exchange(smp_devices *devices, vote *own)
 {
     const smp_epoch_barrier *barrier = devices->barrier;
     smp_exchange_card       *cards;
@@ -100,7 +100,7 @@ open_exchange(smp_devices *devices, word *own)
         return;
     }
     for (int m = 0; m < barrier->size; m++) {
-        cards[m] = word_of(devices, m, barrier->step)->card;
+        cards[m] = vote_of(devices, m, barrier->step)->card;
     }
     /* Before it is said that all is open: see smp_exchange_retire(). */
     atomic_store(&barrier->members[barrier->self].control->holds, 1);
@@ -110,7 +110,7 @@ open_exchange(smp_devices *devices, word *own)
 
 /* What became of a part of the trial goes into the own slot. */
 static void
-say(word *own, bool well)
+say(vote *own, bool well)
 {
     own->willing = own->willing && well;
     own->tried = !own->willing;
@@ -119,7 +119,7 @@ say(word *own, bool well)
 void
 smp_devices_prepare(smp_devices *devices, size_t step, const smp_device_offer *offer)
 {
-    word *own = next_word(devices);
+    vote *own = next_vote(devices);
 
     if (step == 0) {
         offer_exchange(devices, offer);
@@ -133,7 +133,7 @@ smp_devices_collect(smp_devices *devices, size_t step)
 {
     bool  last = step + 1 == SMP_DEVICES_STEPS;
     bool  willing = devices->why[0] == '\0' && all_willing(devices);
-    word *own = last ? NULL : next_word(devices);
+    vote *own = last ? NULL : next_vote(devices);
 
     if (!willing) {
         smp_devices_fini(devices);

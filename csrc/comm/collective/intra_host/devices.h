@@ -25,7 +25,7 @@
 #include "comm/collective/intra_host/epoch_barrier.h"
 #include "comm/device/exchange.h"
 
-/* The offer, the rounds of the trial, and the last word. */
+/* The offer, the rounds of the trial, and the last vote. */
 #define SMP_DEVICES_STEPS (2 + SMP_TRIAL_ROUNDS)
 
 /* Room for a rank and what it says. */

@@ -2,12 +2,12 @@
 #define _GNU_SOURCE
 #include "comm/collective/intra_host/epoch_barrier.h"
 
+#include <assert.h>
 #include <errno.h>
 #include <sched.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/mman.h>
 #include <unistd.h>
 
 #include "comm/collective/checks/identity.h"
@@ -16,10 +16,7 @@
 #include "common/clock.h"
 #include "common/fork.h"
 #include "common/jitter.h"
-
-#ifndef MADV_POPULATE_WRITE /* older C libraries */
-#    define MADV_POPULATE_WRITE 23
-#endif
+#include "common/spin.h"
 
 /* A waiter with a core of its own keeps it for this long; then, and from the beginning
  * if it has none, it gives way to others for GIVE_WAY; then it sleeps. */
@@ -43,16 +40,6 @@
 
 /* How long fini waits for readers. */
 #define READERS_NS (1 * SMP_NS_PER_S)
-
-static void
-relax(void)
-{
-#if defined(__x86_64__) || defined(__i386__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    __asm__ volatile("yield");
-#endif
-}
 
 static void
 ring_others(const smp_epoch_barrier *barrier)
@@ -295,33 +282,23 @@ agree_on_reading(smp_epoch_barrier *barrier, smp_reading reading,
 static smp_status
 list_members(smp_epoch_barrier *barrier, const int *ranks, int *failed)
 {
-    int me = smp_comm_rank(barrier->comm);
-
     barrier->self = -1;
     for (int m = 0; m < barrier->size; m++) {
         smp_neighbour neighbour;
 
-        *failed = ranks[m];
-        if (ranks[m] < 0 || ranks[m] >= smp_comm_size(barrier->comm)) {
-            return SMP_ERR_INVALID;
-        }
-        for (int other = 0; other < m; other++) {
-            if (ranks[other] == ranks[m]) {
-                return SMP_ERR_INVALID;
-            }
-        }
         if (!smp_comm_neighbour(barrier->comm, ranks[m], &neighbour)) {
+            *failed = ranks[m];
             return SMP_ERR_UNREACHABLE;
         }
         smp_segment_ref(neighbour.segment);
         barrier->members[m] = (smp_member){
             .rank = ranks[m], .pid = neighbour.pid, .segment = neighbour.segment};
-        if (ranks[m] == me) {
+        if (ranks[m] == smp_comm_rank(barrier->comm)) {
             barrier->self = m;
         }
     }
-    *failed = me;
-    return barrier->self >= 0 ? SMP_OK : SMP_ERR_INVALID;
+    assert(barrier->self >= 0);
+    return SMP_OK;
 }
 
 static void
@@ -369,10 +346,8 @@ smp_epoch_barrier_init(smp_epoch_barrier *barrier, smp_comm *comm, const int *ra
     char               why[96];
     smp_status         status;
 
+    assert(size >= 1 && size <= SMP_GROUP_MEMBERS && id != 0);
     *failed = smp_comm_rank(comm);
-    if (size < 1 || size > SMP_GROUP_MEMBERS || id == 0) {
-        return SMP_ERR_INVALID;
-    }
     *barrier = (smp_epoch_barrier){.comm = comm,
                                    .size = size,
                                    .spins = smp_comm_spins(comm),
@@ -393,9 +368,7 @@ smp_epoch_barrier_init(smp_epoch_barrier *barrier, smp_comm *comm, const int *ra
         status = SMP_ERR_LIMIT;
         goto err_forget;
     }
-    /* Older kernels refuse, and then pages are made at first use. */
-    (void)madvise((void *)((uintptr_t)control->slots & ~(uintptr_t)4095),
-                  sizeof(control->slots), MADV_POPULATE_WRITE);
+    smp_segment_make_pages(control->slots, sizeof(control->slots));
     own->control = control;
     own->arena = (uint64_t)(uintptr_t)own->segment->arena;
     own->nonce = barrier->nonce;
@@ -483,7 +456,7 @@ look_for_a_while(smp_epoch_barrier *barrier, bool gives_way, int64_t until_ns)
             if (gives_way) {
                 sched_yield();
             } else {
-                relax();
+                smp_spin_pause();
             }
         }
     } while (smp_clock_ns() < until_ns);
@@ -497,7 +470,7 @@ smp_epoch_barrier_look(smp_epoch_barrier *barrier)
         if (smp_epoch_barrier_arrived(barrier)) {
             return true;
         }
-        relax();
+        smp_spin_pause();
     }
     return smp_epoch_barrier_arrived(barrier);
 }

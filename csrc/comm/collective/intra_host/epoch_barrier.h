@@ -54,14 +54,14 @@ typedef struct {
     uint32_t generation; /* smp_fork_generation() */
 } smp_epoch_barrier;
 
-/* Meets the other members; ranks[size] of a connected comm, this one among them, the
- * same on all members, `id` unlike that of any other meeting that one of them is in.
- * Members read each other's memory if that is so for all of them, as `reading` says.
- * SMP_ERR_INVALID; SMP_ERR_UNREACHABLE: *failed is a rank that is not on this host;
- * SMP_ERR_NO_MEMORY; SMP_ERR_LIMIT: this rank is in SMP_CONTROL_BLOCKS groups;
- * SMP_ERR_TIMED_OUT: all that are missing are added to `absent`, if that is not NULL;
- * SMP_ERR_INTERRUPTED, SMP_ERR_PEER_LOST, SMP_ERR_CLOSED, SMP_ERR_MISMATCH (another
- * list of members): with *failed. */
+/* Meets the other members; ranks[size] of a connected comm, at most SMP_GROUP_MEMBERS,
+ * each once and this one among them, the same on all members; `id` is not 0, and unlike
+ * that of any other meeting that one of them is in.  Members read each other's memory
+ * if that is so for all of them, as `reading` says.  SMP_ERR_UNREACHABLE: *failed is a
+ * rank that is not on this host; SMP_ERR_NO_MEMORY; SMP_ERR_LIMIT: this rank is in
+ * SMP_CONTROL_BLOCKS groups; SMP_ERR_TIMED_OUT: all that are missing are added to
+ * `absent`, if that is not NULL; SMP_ERR_INTERRUPTED, SMP_ERR_PEER_LOST,
+ * SMP_ERR_CLOSED, SMP_ERR_MISMATCH (another list of members): with *failed. */
 smp_status smp_epoch_barrier_init(smp_epoch_barrier *barrier, smp_comm *comm,
                                   const int *ranks, int size, uint64_t id,
                                   smp_reading reading, const smp_deadline *deadline,

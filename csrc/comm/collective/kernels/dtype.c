@@ -3,36 +3,33 @@
 
 #include <stdint.h>
 
+static const struct {
+    const char *name;
+    uint8_t     bytes;
+} dtypes[SMP_DTYPES] = {
+    [SMP_U8] = {"uint8", 1},
+    [SMP_I8] = {"int8", 1},
+    [SMP_I32] = {"int32", 4},
+    [SMP_I64] = {"int64", 8},
+    [SMP_F16] = {"float16", 2},
+    [SMP_BF16] = {"bfloat16", 2},
+    [SMP_F32] = {"float32", 4},
+    [SMP_F64] = {"float64", 8},
+    [SMP_BOOL] = {"bool", 1},
+    [SMP_F8_E4M3FN] = {"float8_e4m3fn", 1},
+    [SMP_F8_E5M2] = {"float8_e5m2", 1},
+};
+
 size_t
 smp_dtype_bytes(smp_dtype dtype)
 {
-    static const uint8_t bytes[SMP_DTYPES] = {
-        [SMP_U8] = 1,   [SMP_I8] = 1,        [SMP_I32] = 4,     [SMP_I64] = 8,
-        [SMP_F16] = 2,  [SMP_BF16] = 2,      [SMP_F32] = 4,     [SMP_F64] = 8,
-        [SMP_BOOL] = 1, [SMP_F8_E4M3FN] = 1, [SMP_F8_E5M2] = 1,
-    };
-
-    return bytes[dtype];
+    return dtypes[dtype].bytes;
 }
 
 const char *
 smp_dtype_name(smp_dtype dtype)
 {
-    static const char *const names[SMP_DTYPES] = {
-        [SMP_U8] = "uint8",
-        [SMP_I8] = "int8",
-        [SMP_I32] = "int32",
-        [SMP_I64] = "int64",
-        [SMP_F16] = "float16",
-        [SMP_BF16] = "bfloat16",
-        [SMP_F32] = "float32",
-        [SMP_F64] = "float64",
-        [SMP_BOOL] = "bool",
-        [SMP_F8_E4M3FN] = "float8_e4m3fn",
-        [SMP_F8_E5M2] = "float8_e5m2",
-    };
-
-    return (unsigned)dtype < SMP_DTYPES ? names[dtype] : "unknown";
+    return (unsigned)dtype < SMP_DTYPES ? dtypes[dtype].name : "unknown";
 }
 
 const char *

@@ -1,6 +1,7 @@
 /* Names and sizes of types as DLPack tells them. */
 #include "comm/collective/kernels/kind.h"
 
+#include <stdbool.h>
 #include <stdio.h>
 
 static unsigned
@@ -43,13 +44,28 @@ smp_kind_count(smp_kind kind, smp_dtype dtype, uint64_t count)
 void
 smp_kind_name(smp_kind kind, smp_dtype dtype, char *out, size_t bytes)
 {
-    static const char *const families[] = {"int",    "uint",    "float", "opaque",
-                                           "bfloat", "complex", "bool"};
-    static const char *const whole[] = {
-        [7] = "float8_e3m4",      [8] = "float8_e4m3",      [9] = "float8_e4m3b11fnuz",
-        [10] = "float8_e4m3fn",   [11] = "float8_e4m3fnuz", [12] = "float8_e5m2",
-        [13] = "float8_e5m2fnuz", [14] = "float8_e8m0fnu",  [15] = "float6_e2m3fn",
-        [16] = "float6_e3m2fn",   [17] = "float4_e2m1fn",
+    static const struct {
+        const char *name;
+        bool        sized; /* its bits follow */
+    } codes[SMP_DL_CODES] = {
+        [SMP_DL_INT] = {"int", true},
+        [SMP_DL_UINT] = {"uint", true},
+        [SMP_DL_FLOAT] = {"float", true},
+        [SMP_DL_OPAQUE] = {"opaque", true},
+        [SMP_DL_BFLOAT] = {"bfloat", true},
+        [SMP_DL_COMPLEX] = {"complex", true},
+        [SMP_DL_BOOL] = {"bool", true},
+        [SMP_DL_FLOAT8_E3M4] = {"float8_e3m4", false},
+        [SMP_DL_FLOAT8_E4M3] = {"float8_e4m3", false},
+        [SMP_DL_FLOAT8_E4M3B11FNUZ] = {"float8_e4m3b11fnuz", false},
+        [SMP_DL_FLOAT8_E4M3FN] = {"float8_e4m3fn", false},
+        [SMP_DL_FLOAT8_E4M3FNUZ] = {"float8_e4m3fnuz", false},
+        [SMP_DL_FLOAT8_E5M2] = {"float8_e5m2", false},
+        [SMP_DL_FLOAT8_E5M2FNUZ] = {"float8_e5m2fnuz", false},
+        [SMP_DL_FLOAT8_E8M0FNU] = {"float8_e8m0fnu", false},
+        [SMP_DL_FLOAT6_E2M3FN] = {"float6_e2m3fn", false},
+        [SMP_DL_FLOAT6_E3M2FN] = {"float6_e3m2fn", false},
+        [SMP_DL_FLOAT4_E2M1FN] = {"float4_e2m1fn", false},
     };
     unsigned code = code_of(kind);
     char     lanes[8] = "";
@@ -61,10 +77,10 @@ smp_kind_name(smp_kind kind, smp_dtype dtype, char *out, size_t bytes)
     if (lanes_of(kind) != 1) {
         snprintf(lanes, sizeof(lanes), "_x%u", lanes_of(kind));
     }
-    if (code < sizeof(families) / sizeof(families[0])) {
-        snprintf(out, bytes, "%s%u%s", families[code], bits_of(kind), lanes);
-    } else if (code < sizeof(whole) / sizeof(whole[0])) {
-        snprintf(out, bytes, "%s%s", whole[code], lanes);
+    if (code < SMP_DL_CODES && codes[code].sized) {
+        snprintf(out, bytes, "%s%u%s", codes[code].name, bits_of(kind), lanes);
+    } else if (code < SMP_DL_CODES) {
+        snprintf(out, bytes, "%s%s", codes[code].name, lanes);
     } else {
         snprintf(out, bytes, "type%u_%u%s", code, bits_of(kind), lanes);
     }

@@ -12,6 +12,29 @@
 
 #include "comm/collective/kernels/dtype.h"
 
+/* DLPack's codes of types. */
+enum {
+    SMP_DL_INT,
+    SMP_DL_UINT,
+    SMP_DL_FLOAT,
+    SMP_DL_OPAQUE,
+    SMP_DL_BFLOAT,
+    SMP_DL_COMPLEX,
+    SMP_DL_BOOL,
+    SMP_DL_FLOAT8_E3M4,
+    SMP_DL_FLOAT8_E4M3,
+    SMP_DL_FLOAT8_E4M3B11FNUZ,
+    SMP_DL_FLOAT8_E4M3FN,
+    SMP_DL_FLOAT8_E4M3FNUZ,
+    SMP_DL_FLOAT8_E5M2,
+    SMP_DL_FLOAT8_E5M2FNUZ,
+    SMP_DL_FLOAT8_E8M0FNU,
+    SMP_DL_FLOAT6_E2M3FN,
+    SMP_DL_FLOAT6_E3M2FN,
+    SMP_DL_FLOAT4_E2M1FN,
+    SMP_DL_CODES
+};
+
 /* DLPack's code, bits and lanes; 0: it is the dtype itself. */
 typedef uint32_t smp_kind;
 

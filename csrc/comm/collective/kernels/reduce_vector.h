@@ -2,8 +2,9 @@
  *
  * Included once by each file that makes a set of kernels
  * (comm/collective/kernels/reduce_avx2.c and comm/collective/kernels/reduce_avx512.c),
- * which defines these two, and `widen_f16` and `narrow_f16` before.  Each loop handles
- * whole vectors; the plain C kernel does the rest.
+ * which defines these two, and SMP_WIDEN_F16 and SMP_NARROW_F16, the processor's own
+ * conversions of a vector, whose rounding is the instruction's, whatever the thread's
+ * mode is.  Each loop handles whole vectors; the plain C kernel does the rest.
  */
 #ifndef SMP_COMM_COLLECTIVE_KERNELS_REDUCE_VECTOR_H
 #define SMP_COMM_COLLECTIVE_KERNELS_REDUCE_VECTOR_H
@@ -130,38 +131,48 @@ SCALING(divide_f64, f64, double, divide[SMP_F64], a / v)
 
 #define HALF_LANES (SMP_VECTOR_BYTES / sizeof(float))
 
-SMP_TARGET static void
-widen_bf16(void *out, const void *in, size_t count)
-{
-    size_t          whole = count / HALF_LANES * HALF_LANES;
-    float          *o = out;
-    const uint16_t *x = in;
-
-    for (size_t i = 0; i < whole; i += HALF_LANES) {
-        v_half half = *(const at_half *)(const void *)(x + i);
-
-        *(at_u32 *)(void *)(o + i) = __builtin_convertvector(half, v_u32) << 16;
+/* A kernel that makes a vector `single` of floats of one `half`, ... */
+#define WIDEN(name, dtype, expression)                                                 \
+    SMP_TARGET static void name(void *out, const void *in, size_t count)               \
+    {                                                                                  \
+        size_t          whole = count / HALF_LANES * HALF_LANES;                       \
+        float          *o = out;                                                       \
+        const uint16_t *x = in;                                                        \
+                                                                                       \
+        for (size_t i = 0; i < whole; i += HALF_LANES) {                               \
+            v_half half = *(const at_half *)(const void *)(x + i);                     \
+                                                                                       \
+            *(at_f32 *)(void *)(o + i) = (v_f32)(expression);                          \
+        }                                                                              \
+        smp_kernels_scalar.widen[dtype](o + whole, x + whole, count - whole);          \
     }
-    smp_kernels_scalar.widen[SMP_BF16](o + whole, x + whole, count - whole);
-}
 
-SMP_TARGET static void
-narrow_bf16(void *out, const void *in, size_t count)
-{
-    size_t       whole = count / HALF_LANES * HALF_LANES;
-    uint16_t    *o = out;
-    const float *x = in;
-
-    for (size_t i = 0; i < whole; i += HALF_LANES) {
-        v_u32 bits = *(const at_u32 *)(const void *)(x + i);
-        v_u32 nan = (v_u32)((v_i32)(bits & 0x7fffffffu) > 0x7f800000);
-        v_u32 near = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
-
-        *(at_half *)(void *)(o + i) = __builtin_convertvector(
-            CHOOSE(v_u32, nan, bits >> 16 | 0x40u, near), v_half);
+/* ... and the other way round. */
+#define NARROW(name, dtype, expression)                                                \
+    SMP_TARGET static void name(void *out, const void *in, size_t count)               \
+    {                                                                                  \
+        size_t       whole = count / HALF_LANES * HALF_LANES;                          \
+        uint16_t    *o = out;                                                          \
+        const float *x = in;                                                           \
+                                                                                       \
+        for (size_t i = 0; i < whole; i += HALF_LANES) {                               \
+            v_u32 bits = *(const at_u32 *)(const void *)(x + i);                       \
+                                                                                       \
+            *(at_half *)(void *)(o + i) = (v_half)(expression);                        \
+        }                                                                              \
+        smp_kernels_scalar.narrow[dtype](o + whole, x + whole, count - whole);         \
     }
-    smp_kernels_scalar.narrow[SMP_BF16](o + whole, x + whole, count - whole);
-}
+
+#define IS_NAN(bits) (v_u32)((v_i32)((bits)&0x7fffffffu) > 0x7f800000)
+#define NEAREST(bits) (((bits) + 0x7fffu + ((bits) >> 16 & 1u)) >> 16)
+
+WIDEN(widen_f16, SMP_F16, SMP_WIDEN_F16(half))
+WIDEN(widen_bf16, SMP_BF16, __builtin_convertvector(half, v_u32) << 16)
+NARROW(narrow_f16, SMP_F16, SMP_NARROW_F16(bits))
+NARROW(narrow_bf16, SMP_BF16,
+       __builtin_convertvector(CHOOSE(v_u32, IS_NAN(bits), bits >> 16 | 0x40u,
+                                      NEAREST(bits)),
+                               v_half))
 
 /* The division of integers and floats of 8 bits have no vector form, and are rare. */
 #define SMP_VECTOR_KERNELS                                                             \

@@ -11,14 +11,12 @@
 #include <string.h>
 #include <sys/socket.h>
 
+#include "comm/transport/connecting/meet.h"
 #include "common/clock.h"
 
-/* The other host is asked after so many seconds, this often, so many times.  The kernel
- * does not ask while a byte that we said is unacknowledged: that may take as long. */
-#define ASK_AFTER_S 1
-#define ASK_EVERY_S 1
-#define ASKS 2
-#define UNACKED_MS (1000 * (ASK_AFTER_S + ASK_EVERY_S * ASKS))
+/* The kernel does not ask for the other host while a byte that we said is
+ * unacknowledged: that may take as long. */
+#define UNACKED_MS (1000 * SMP_TCP_SILENT_S)
 
 void
 smp_lifeline_secret(const char *job, const char *transport,
@@ -32,21 +30,12 @@ smp_lifeline_secret(const char *job, const char *transport,
     }
 }
 
-static bool
-set_option(int fd, int level, int name, int value)
-{
-    return setsockopt(fd, level, name, &value, sizeof(value)) == 0;
-}
-
 bool
 smp_lifeline_watch_over(int fd)
 {
-    return set_option(fd, IPPROTO_TCP, TCP_NODELAY, 1) &&
-           set_option(fd, SOL_SOCKET, SO_KEEPALIVE, 1) &&
-           set_option(fd, IPPROTO_TCP, TCP_KEEPIDLE, ASK_AFTER_S) &&
-           set_option(fd, IPPROTO_TCP, TCP_KEEPINTVL, ASK_EVERY_S) &&
-           set_option(fd, IPPROTO_TCP, TCP_KEEPCNT, ASKS) &&
-           set_option(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, UNACKED_MS);
+    int ms = UNACKED_MS;
+
+    return setsockopt(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, &ms, sizeof(ms)) == 0;
 }
 
 bool

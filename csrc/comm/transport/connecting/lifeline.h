@@ -1,9 +1,10 @@
 /* A TCP connection beside another transport, for what must be known although that one
  * cannot say it: that the other side is there.
  *
- * It comes from smp_tcp_meet(), so its other end has proved that it knows the secret.
- * The kernel closes it when the process dies, whatever the transport uses, and asks the
- * other host once a second whether it is there.  Beside that it carries a few bytes.
+ * It comes from smp_tcp_connect(), so its other end has proved that it knows the
+ * secret. The kernel closes it when the process dies, whatever the transport uses, and
+ * asks the other host once a second whether it is there.  Beside that it carries a few
+ * bytes.
  *
  * Threads  one at a time.  No function but smp_lifeline_listen() waits.
  */
@@ -31,7 +32,8 @@ typedef enum {
 void smp_lifeline_secret(const char *job, const char *transport,
                          char out[SMP_LIFELINE_SECRET]);
 
-/* Makes the kernel ask for the other side.  False: it refuses. */
+/* Makes the kernel ask for the other side while a byte is unacknowledged, too.  False:
+ * it refuses. */
 bool smp_lifeline_watch_over(int fd);
 
 /* One byte.  False: the other side has hung up. */

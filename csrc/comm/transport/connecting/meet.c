@@ -4,6 +4,7 @@
 
 #include <errno.h>
 #include <netinet/in.h>
+#include <netinet/tcp.h>
 #include <poll.h>
 #include <stdlib.h>
 #include <string.h>
@@ -23,6 +24,13 @@
  * may not listen yet, or have taken us for one stranger too many. */
 #define PAUSE_NS (2 * SMP_NS_PER_MS)
 #define PAUSE_MAX_NS (200 * SMP_NS_PER_MS)
+
+/* SMP_TCP_SILENT_S: the other host is asked after so many seconds, this often, so many
+ * times. */
+#define ASK_AFTER_S 1
+#define ASK_EVERY_S 1
+#define ASKS 2
+_Static_assert(ASK_AFTER_S + ASK_EVERY_S * ASKS == SMP_TCP_SILENT_S, "as promised");
 
 /* What is expected next on a connection. */
 typedef enum {
@@ -144,44 +152,6 @@ smp_tcp_card_ok(const void *bytes, size_t n, int rank)
     memcpy(&card, bytes, sizeof(card));
     return card.magic == MAGIC && card.version == VERSION && card.rank == rank &&
            smp_tcp_offer_ok(&card.offer);
-}
-
-smp_status
-smp_tcp_cards_read(int size, const void *const *cards, const size_t *card_bytes,
-                   smp_tcp_cards *out, int *failed)
-{
-    smp_tcp_cards read = {.copies = calloc((size_t)size, sizeof(smp_tcp_card)),
-                          .readable = calloc((size_t)size, sizeof(smp_tcp_card *))};
-    smp_status    status = SMP_ERR_NO_MEMORY;
-
-    if (read.copies == NULL || read.readable == NULL) {
-        goto err_free;
-    }
-    for (int r = 0; r < size; r++) {
-        if (cards[r] == NULL) {
-            continue;
-        }
-        if (!smp_tcp_card_ok(cards[r], card_bytes[r], r)) {
-            *failed = r;
-            status = SMP_ERR_MALFORMED;
-            goto err_free;
-        }
-        memcpy(&read.copies[r], cards[r], sizeof(read.copies[r]));
-        read.readable[r] = &read.copies[r];
-    }
-    *out = read;
-    return SMP_OK;
-
-err_free:
-    smp_tcp_cards_free(&read);
-    return status;
-}
-
-void
-smp_tcp_cards_free(smp_tcp_cards *cards)
-{
-    free(cards->copies);
-    free(cards->readable);
 }
 
 bool
@@ -484,35 +454,26 @@ call_all(meeting *m)
     return next;
 }
 
-/* What each rank offers, NULL for one without a card.  NULL: no memory. */
-static const smp_tcp_offer **
-offers_of(const smp_tcp_door *door, const smp_tcp_self *self,
-          const smp_tcp_card *const *cards)
-{
-    const smp_tcp_offer **offers = calloc((size_t)self->size, sizeof(smp_tcp_offer *));
-
-    for (int r = 0; r < self->size && offers != NULL; r++) {
-        offers[r] = cards[r] == NULL ? NULL : &cards[r]->offer;
-    }
-    if (offers != NULL) {
-        offers[self->rank] = &door->card.offer;
-    }
-    return offers;
-}
-
 /* Who is expected, where they listen, and where we do (-1: nowhere). */
 static smp_status
-appoint(meeting *m, const smp_tcp_door *door, const smp_tcp_card *const *cards,
+appoint(meeting *m, smp_tcp_door *door, const smp_tcp_card *const *cards,
         const bool *wanted, int *own)
 {
     int                   size = m->self->size;
-    const smp_tcp_offer **offers = offers_of(door, m->self, cards);
+    const smp_tcp_offer **offers = calloc((size_t)size, sizeof(smp_tcp_offer *));
     bool                  called = false;
 
     if (offers == NULL) {
         return SMP_ERR_NO_MEMORY;
     }
+    for (int r = 0; r < size; r++) {
+        offers[r] = cards[r] == NULL ? NULL : &cards[r]->offer;
+    }
+    offers[m->self->rank] = &door->card.offer;
     *own = smp_tcp_choose(offers, size, m->self->rank);
+    if (*own >= 0) {
+        door->own = door->card.offer.addresses[*own];
+    }
     for (int r = 0; r < size && *own >= 0; r++) {
         appointment *a = &m->appointments[r];
         int          theirs;
@@ -534,20 +495,6 @@ appoint(meeting *m, const smp_tcp_door *door, const smp_tcp_card *const *cards,
         *own = -1;
     }
     return SMP_OK;
-}
-
-bool
-smp_tcp_own_address(const smp_tcp_door *door, const smp_tcp_self *self,
-                    const smp_tcp_card *const *cards, smp_tcp_address *out)
-{
-    const smp_tcp_offer **offers = offers_of(door, self, cards);
-    int own = offers == NULL ? -1 : smp_tcp_choose(offers, self->size, self->rank);
-
-    free(offers);
-    if (own >= 0) {
-        *out = door->card.offer.addresses[own];
-    }
-    return own >= 0;
 }
 
 smp_status
@@ -603,5 +550,82 @@ out:
     free(m.appointments);
     free(m.talks);
     free(m.polled);
+    return status;
+}
+
+/* The cards in a form that can be read, NULL where there is none. */
+static smp_status
+read_cards(int size, const void *const *cards, const size_t *card_bytes,
+           smp_tcp_card *copies, const smp_tcp_card **out, int *failed)
+{
+    for (int r = 0; r < size; r++) {
+        if (cards[r] == NULL) {
+            continue;
+        }
+        if (!smp_tcp_card_ok(cards[r], card_bytes[r], r)) {
+            *failed = r;
+            return SMP_ERR_MALFORMED;
+        }
+        memcpy(&copies[r], cards[r], sizeof(copies[r]));
+        out[r] = &copies[r];
+    }
+    return SMP_OK;
+}
+
+static bool
+set_option(int fd, int level, int name, int value)
+{
+    return setsockopt(fd, level, name, &value, sizeof(value)) == 0;
+}
+
+/* Buffers are the kernel's business: it lets them grow with the connection, which it
+ * stops to do once they are set. */
+static bool
+set_options(int fd)
+{
+    return set_option(fd, IPPROTO_TCP, TCP_NODELAY, 1) &&
+           set_option(fd, SOL_SOCKET, SO_KEEPALIVE, 1) &&
+           set_option(fd, IPPROTO_TCP, TCP_KEEPIDLE, ASK_AFTER_S) &&
+           set_option(fd, IPPROTO_TCP, TCP_KEEPINTVL, ASK_EVERY_S) &&
+           set_option(fd, IPPROTO_TCP, TCP_KEEPCNT, ASKS);
+}
+
+smp_status
+smp_tcp_connect(smp_tcp_door *door, const smp_tcp_self *self, const void *const *cards,
+                const size_t *card_bytes, const bool *wanted,
+                const smp_deadline *deadline, smp_tcp_take *take, void *arg, bool *met,
+                int *failed)
+{
+    size_t               size = (size_t)self->size;
+    smp_deadline         half = smp_deadline_half(deadline);
+    smp_tcp_card        *copies = calloc(size, sizeof(*copies));
+    const smp_tcp_card **readable = calloc(size, sizeof(smp_tcp_card *));
+    int                 *fds = calloc(size, sizeof(*fds));
+    smp_status           status = SMP_ERR_NO_MEMORY;
+
+    if (copies == NULL || readable == NULL || fds == NULL) {
+        goto out;
+    }
+    status = read_cards(self->size, cards, card_bytes, copies, readable, failed);
+    if (status != SMP_OK) {
+        goto out;
+    }
+    status = smp_tcp_meet(door, self, readable, wanted, &half, fds, met);
+    for (int r = 0; r < self->size; r++) {
+        if (met[r]) {
+            smp_status set = set_options(fds[r]) ? SMP_OK : smp_status_refused();
+            smp_status taken = take(arg, r, fds[r]);
+
+            if (status == SMP_OK && (set != SMP_OK || taken != SMP_OK)) {
+                status = set != SMP_OK ? set : taken;
+                *failed = r;
+            }
+        }
+    }
+
+out:
+    free(copies);
+    free(readable);
+    free(fds);
     return status;
 }

@@ -55,8 +55,9 @@ typedef struct {
 
 /* Reserved ports. */
 typedef struct {
-    int          fds[SMP_TCP_ADDRESSES]; /* owned: bound; -1: closed */
-    smp_tcp_card card;
+    int             fds[SMP_TCP_ADDRESSES]; /* owned: bound; -1: closed */
+    smp_tcp_card    card;
+    smp_tcp_address own; /* at which this rank is met; set when it has been chosen */
 } smp_tcp_door;
 
 typedef struct {
@@ -76,23 +77,6 @@ void smp_tcp_door_close(smp_tcp_door *door);
 /* Whether bytes are the card of `rank`. */
 bool smp_tcp_card_ok(const void *bytes, size_t n, int rank);
 
-/* Other ranks' cards, in a form that can be read. */
-typedef struct {
-    smp_tcp_card        *copies;   /* owned: [size] */
-    const smp_tcp_card **readable; /* owned: [size]; NULL where there is none */
-} smp_tcp_cards;
-
-/* From what the comm has: cards[r] is NULL for a rank without one.  SMP_ERR_NO_MEMORY;
- * SMP_ERR_MALFORMED: what *failed has sent is no card. */
-smp_status smp_tcp_cards_read(int size, const void *const *cards,
-                              const size_t *card_bytes, smp_tcp_cards *out,
-                              int *failed);
-void       smp_tcp_cards_free(smp_tcp_cards *cards);
-
-/* The address at which this rank is met.  False: it has none. */
-bool smp_tcp_own_address(const smp_tcp_door *door, const smp_tcp_self *self,
-                         const smp_tcp_card *const *cards, smp_tcp_address *out);
-
 /* Whether a hello comes from `rank` of this job to us. */
 bool smp_tcp_hello_ok(const smp_tcp_hello *hello, const smp_tcp_self *self, int rank);
 
@@ -108,5 +92,21 @@ void smp_tcp_prove(const smp_tcp_self *self, bool calls, const smp_tcp_hello *ca
 smp_status smp_tcp_meet(smp_tcp_door *door, const smp_tcp_self *self,
                         const smp_tcp_card *const *cards, const bool *wanted,
                         const smp_deadline *deadline, int *fds, bool *met);
+
+/* An idle connection ends after so long without a word of the other host. */
+#define SMP_TCP_SILENT_S 3
+
+/* Takes the socket of a rank that was met, whatever it returns. */
+typedef smp_status smp_tcp_take(void *arg, int rank, int fd);
+
+/* The same for a transport, in half of the time: cards[r] is what the comm has, NULL
+ * for a rank without one.  Each socket sends at once what it is given, asks for the
+ * other host while it is idle (SMP_TCP_SILENT_S), and goes to `take`, also after a
+ * failure.  With *failed: SMP_ERR_MALFORMED: what that one has sent is no card; errors
+ * of `take`. */
+smp_status smp_tcp_connect(smp_tcp_door *door, const smp_tcp_self *self,
+                           const void *const *cards, const size_t *card_bytes,
+                           const bool *wanted, const smp_deadline *deadline,
+                           smp_tcp_take *take, void *arg, bool *met, int *failed);
 
 #endif

@@ -9,7 +9,6 @@
 #include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 #include <unistd.h>
 
 #include "comm/transport/connecting/lifeline.h"
@@ -67,16 +66,10 @@ tag_of(const char *job)
 static struct timespec
 from_now(int64_t wait_ns)
 {
-    struct timespec until;
+    struct timespec now;
 
-    clock_gettime(CLOCK_REALTIME, &until);
-    until.tv_sec += (time_t)(wait_ns / SMP_NS_PER_S);
-    until.tv_nsec += (long)(wait_ns % SMP_NS_PER_S);
-    if (until.tv_nsec >= SMP_NS_PER_S) {
-        until.tv_sec++;
-        until.tv_nsec -= SMP_NS_PER_S;
-    }
-    return until;
+    clock_gettime(CLOCK_REALTIME, &now);
+    return smp_timespec(now.tv_sec * SMP_NS_PER_S + now.tv_nsec + wait_ns);
 }
 
 void
@@ -118,17 +111,15 @@ smp_mpi_world_ranks(const smp_mpi_card *own, int rank, int size,
 smp_status
 smp_mpi_meet(smp_tcp_door *door, const char *job, int rank, int size,
              const void *const *cards, const bool *wanted, const smp_deadline *deadline,
-             int *fds, int *failed)
+             smp_tcp_take *take, void *arg, bool *met, int *failed)
 {
-    char          secret[SMP_LIFELINE_SECRET];
-    smp_tcp_self  me = {.rank = rank, .size = size, .job = secret};
-    const void  **doors = calloc((size_t)size, sizeof(*doors));
-    size_t       *bytes = calloc((size_t)size, sizeof(*bytes));
-    bool         *met = calloc((size_t)size, sizeof(*met));
-    smp_tcp_cards others;
-    smp_status    status = SMP_ERR_NO_MEMORY;
+    char         secret[SMP_LIFELINE_SECRET];
+    smp_tcp_self me = {.rank = rank, .size = size, .job = secret};
+    const void **doors = calloc((size_t)size, sizeof(*doors));
+    size_t      *bytes = calloc((size_t)size, sizeof(*bytes));
+    smp_status   status = SMP_ERR_NO_MEMORY;
 
-    if (doors == NULL || bytes == NULL || met == NULL) {
+    if (doors == NULL || bytes == NULL) {
         goto out;
     }
     smp_lifeline_secret(job, "mpi", secret);
@@ -138,12 +129,8 @@ smp_mpi_meet(smp_tcp_door *door, const char *job, int rank, int size,
             bytes[r] = sizeof(smp_tcp_card);
         }
     }
-    status = smp_tcp_cards_read(size, doors, bytes, &others, failed);
-    if (status != SMP_OK) {
-        goto out;
-    }
-    status = smp_tcp_meet(door, &me, others.readable, wanted, deadline, fds, met);
-    smp_tcp_cards_free(&others);
+    status = smp_tcp_connect(door, &me, doors, bytes, wanted, deadline, take, arg, met,
+                             failed);
     for (int r = 0; r < size && status == SMP_OK; r++) {
         if (wanted[r] && !met[r]) {
             *failed = r;
@@ -155,7 +142,6 @@ out:
     smp_tcp_door_close(door);
     free(doors);
     free(bytes);
-    free(met);
     return status;
 }
 

@@ -43,14 +43,13 @@ bool smp_mpi_world_ranks(const smp_mpi_card *own, int rank, int size,
                          const void *const *cards, const size_t *card_bytes,
                          int *ranks);
 
-/* A lifeline to each rank that is wanted, the caller's, into fds[], where all were -1;
- * the cards have passed smp_mpi_world_ranks().  Closes the door.
- * SMP_ERR_UNREACHABLE: *failed has not come in time.  SMP_ERR_MALFORMED: what *failed
- * has sent is no card.  SMP_ERR_INTERRUPTED, SMP_ERR_NO_MEMORY, SMP_ERR_SYSTEM.  After
- * an error, too, what fds[] has is the caller's. */
+/* Gives a lifeline to each rank that is wanted to `take` (smp_tcp_connect); the cards
+ * have passed smp_mpi_world_ranks().  Closes the door.  SMP_ERR_UNREACHABLE: *failed
+ * has not come in time.  Other errors as smp_tcp_connect()'s. */
 smp_status smp_mpi_meet(smp_tcp_door *door, const char *job, int rank, int size,
                         const void *const *cards, const bool *wanted,
-                        const smp_deadline *deadline, int *fds, int *failed);
+                        const smp_deadline *deadline, smp_tcp_take *take, void *arg,
+                        bool *met, int *failed);
 
 /* A communicator in which ranks[r] has rank r and errors are returned; collective over
  * these ranks, which give the same job; fds[] are the lifelines, borrowed.

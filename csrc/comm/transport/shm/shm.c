@@ -25,6 +25,7 @@
 #include "comm/transport/shm/meet.h"
 #include "comm/transport/shm/record.h"
 #include "comm/transport/shm/stream.h"
+#include "comm/transport/socket.h"
 #include "comm/transport/transport.h"
 #include "common/fork.h"
 #include "common/jitter.h"
@@ -137,7 +138,7 @@ flush_waiting(peer *p)
     }
     smp_lock_release(&p->lock);
     if (status != SMP_OK) {
-        p->self->host->lost(p->self->host->comm, p->rank, status);
+        p->self->host->ended(p->self->host->comm, p->rank, status);
     }
     smp_jitter();
     if (moved != NULL) {
@@ -237,11 +238,10 @@ put_record(peer *p, smp_record_kind kind, const void *bytes, size_t nbytes,
 }
 
 static smp_status
-shm_block(void *arg, int dest, size_t bytes, smp_block **out)
+shm_block(void *arg, size_t bytes, smp_block **out)
 {
     const shm *self = arg;
 
-    (void)dest;
     if (bytes <= SMP_RECORD_INLINE) {
         return smp_block_private(bytes, out);
     }
@@ -273,9 +273,6 @@ shm_send(void *arg, int dest, const void *bytes, size_t nbytes,
     }
     if (status != SMP_OK) {
         smp_block_release(body);
-        for (size_t i = 0; i < nblocks; i++) {
-            smp_block_release(blocks[i]);
-        }
     }
     return status;
 }
@@ -379,7 +376,7 @@ shm_poll(void *arg, smp_message **out)
 
             if (status == SMP_ERR_MALFORMED) {
                 p->broken = true;
-                self->host->lost(self->host->comm, p->rank, status);
+                self->host->ended(self->host->comm, p->rank, status);
             } else if (status != SMP_OK) {
                 return status;
             }
@@ -394,53 +391,33 @@ shm_poll(void *arg, smp_message **out)
 
 /* ---------------------------------------------------------- progress thread */
 
+/* Nothing more comes from it or goes there. */
 static void
-peer_gone(peer *p)
+peer_ended(peer *p, smp_status why)
 {
     const smp_host *host = p->self->host;
 
-    if (p->gone) {
-        return;
-    }
     p->gone = true;
     host->unwatch(host->comm, p->stream.fd);
     if (p->pid_fd >= 0) {
         host->unwatch(host->comm, p->pid_fd);
     }
+    host->ended(host->comm, p->rank, why);
 }
 
 /* Reads the socket and acts on what comes. */
-static smp_stream_event
+static smp_socket_event
 read_stream(peer *p)
 {
     const smp_host  *host = p->self->host;
     size_t           blocks;
-    smp_stream_event event = smp_stream_read(&p->stream, &blocks);
+    smp_socket_event event = smp_stream_read(&p->stream, &blocks);
 
     if (blocks != 0) {
         host->arrived(host->comm);
     }
-    switch (event) {
-    case SMP_STREAM_GOODBYE:
-        peer_gone(p);
-        host->left(host->comm, p->rank);
-        break;
-    case SMP_STREAM_HUNG_UP:
-        peer_gone(p);
-        host->lost(host->comm, p->rank, SMP_ERR_PEER_LOST);
-        break;
-    case SMP_STREAM_BROKEN:
-        peer_gone(p);
-        host->lost(host->comm, p->rank, SMP_ERR_MALFORMED);
-        break;
-    case SMP_STREAM_NO_MEMORY:
-        peer_gone(p);
-        host->lost(host->comm, p->rank, SMP_ERR_NO_MEMORY);
-        break;
-    case SMP_STREAM_IDLE:
-    case SMP_STREAM_MORE:
-    case SMP_STREAM_BLOCKED:
-        break;
+    if (smp_socket_end(event) != SMP_OK) {
+        peer_ended(p, smp_socket_end(event));
     }
     return event;
 }
@@ -450,19 +427,14 @@ write_stream(peer *p)
 {
     const smp_host  *host = p->self->host;
     uint64_t         before = p->stream.out_total;
-    smp_stream_event event = smp_stream_write(&p->stream);
-    bool             wanted = event == SMP_STREAM_BLOCKED || event == SMP_STREAM_MORE;
+    smp_socket_event event = smp_stream_write(&p->stream);
+    bool             wanted = event == SMP_SOCKET_BLOCKED || event == SMP_SOCKET_MORE;
 
     if (p->stream.out_total != before) {
         host->moved(host->comm);
     }
-    if (wanted != p->writable_wanted && !p->gone) {
-        uint32_t events = EPOLLIN | (wanted ? (uint32_t)EPOLLOUT : 0);
-
-        /* Changing the events of a watched descriptor does not fail. */
-        (void)host->watch(host->comm, p->stream.fd, events, &p->socket_watch);
-        p->writable_wanted = wanted;
-    }
+    smp_socket_want_room(host, p->stream.fd, &p->socket_watch, wanted,
+                         &p->writable_wanted);
 }
 
 static void
@@ -484,15 +456,14 @@ static void
 pid_ready(void *arg, uint32_t events)
 {
     peer            *p = arg;
-    smp_stream_event event = SMP_STREAM_MORE;
+    smp_socket_event event = SMP_SOCKET_MORE;
 
     (void)events;
-    while (!p->gone && event == SMP_STREAM_MORE) {
+    while (!p->gone && event == SMP_SOCKET_MORE) {
         event = read_stream(p);
     }
     if (!p->gone) {
-        peer_gone(p);
-        p->self->host->lost(p->self->host->comm, p->rank, SMP_ERR_PEER_LOST);
+        peer_ended(p, SMP_ERR_PEER_LOST);
     }
 }
 
@@ -657,7 +628,7 @@ shm_destroy(void *arg)
 }
 
 static smp_status
-shm_create(const smp_host *host, void **out)
+shm_create(const smp_host *host, void **out, const void **card, size_t *card_bytes)
 {
     shm       *self = calloc(1, sizeof(*self));
     smp_status status = SMP_ERR_NO_MEMORY;
@@ -675,21 +646,14 @@ shm_create(const smp_host *host, void **out)
         goto err_free;
     }
     *out = self;
+    *card = &self->door.card;
+    *card_bytes = sizeof(self->door.card);
     return SMP_OK;
 
 err_free:
     free(self->peers);
     free(self);
     return status;
-}
-
-static const void *
-shm_card(void *arg, size_t *bytes)
-{
-    const shm *self = arg;
-
-    *bytes = sizeof(self->door.card);
-    return &self->door.card;
 }
 
 /* The cards in a form that can be read, NULL where there is none.  *failed: whose is
@@ -770,7 +734,6 @@ const smp_transport smp_transport_shm = {
     .same_host = true,
     .polls = false,
     .create = shm_create,
-    .card = shm_card,
     .connect = shm_connect,
     .block = shm_block,
     .send = shm_send,

@@ -68,7 +68,7 @@ smp_stream_get(smp_stream *stream)
 
 /* Reads into [to, to + want); false with *event when there is no more now. */
 static bool
-read_some(smp_stream *stream, void *to, size_t want, smp_stream_event *event)
+read_some(smp_stream *stream, void *to, size_t want, smp_socket_event *event)
 {
     ssize_t n = recv(stream->fd, to, want, 0);
 
@@ -79,36 +79,36 @@ read_some(smp_stream *stream, void *to, size_t want, smp_stream_event *event)
     if (n < 0 && errno == EINTR) {
         return true;
     }
-    *event = n < 0 && errno == EAGAIN ? SMP_STREAM_IDLE : SMP_STREAM_HUNG_UP;
+    *event = n < 0 && errno == EAGAIN ? SMP_SOCKET_IDLE : SMP_SOCKET_HUNG_UP;
     return false;
 }
 
 /* A whole frame is there: what it means. */
 static bool
-begin_block(smp_stream *stream, smp_stream_event *event)
+begin_block(smp_stream *stream, smp_socket_event *event)
 {
     const smp_frame *frame = &stream->in_frame;
 
     if (frame->kind == SMP_FRAME_GOODBYE && frame->bytes == 0) {
-        *event = SMP_STREAM_GOODBYE;
+        *event = SMP_SOCKET_ENDED;
         return false;
     }
     if (frame->kind != SMP_FRAME_BLOCK || frame->zero != 0) {
-        *event = SMP_STREAM_BROKEN;
+        *event = SMP_SOCKET_BROKEN;
         return false;
     }
     if (smp_block_private(frame->bytes, &stream->in_block) != SMP_OK) {
-        *event = SMP_STREAM_NO_MEMORY;
+        *event = SMP_SOCKET_NO_MEMORY;
         return false;
     }
     stream->in_have = 0;
     return true;
 }
 
-smp_stream_event
+smp_socket_event
 smp_stream_read(smp_stream *stream, size_t *blocks)
 {
-    smp_stream_event event = SMP_STREAM_IDLE;
+    smp_socket_event event = SMP_SOCKET_IDLE;
     size_t           moved = 0;
 
     *blocks = 0;
@@ -142,7 +142,7 @@ smp_stream_read(smp_stream *stream, size_t *blocks)
             (*blocks)++;
         }
     }
-    return SMP_STREAM_MORE;
+    return SMP_SOCKET_MORE;
 }
 
 /* The block to be written now, NULL for none; *goodbye: it is time for that. */
@@ -179,7 +179,7 @@ write_some(smp_stream *stream, uint8_t *data, size_t bytes)
     return sendmsg(stream->fd, &message, MSG_NOSIGNAL);
 }
 
-smp_stream_event
+smp_socket_event
 smp_stream_write(smp_stream *stream)
 {
     size_t moved = 0;
@@ -191,10 +191,10 @@ smp_stream_write(smp_stream *stream)
         ssize_t    n;
 
         if (block == NULL && !goodbye) {
-            return SMP_STREAM_IDLE;
+            return SMP_SOCKET_IDLE;
         }
         if (moved >= TURN_BYTES) {
-            return SMP_STREAM_MORE;
+            return SMP_SOCKET_MORE;
         }
         stream->out_frame = (smp_frame){
             .kind = goodbye ? SMP_FRAME_GOODBYE : SMP_FRAME_BLOCK, .bytes = bytes};
@@ -203,11 +203,11 @@ smp_stream_write(smp_stream *stream)
             continue;
         }
         if (n < 0 && errno == EAGAIN) {
-            return SMP_STREAM_BLOCKED;
+            return SMP_SOCKET_BLOCKED;
         }
         if (n < 0) {
             stream->out_ended = true;
-            return SMP_STREAM_HUNG_UP;
+            return SMP_SOCKET_HUNG_UP;
         }
         stream->out_sent += (size_t)n;
         stream->out_total += (uint64_t)n;
@@ -223,5 +223,5 @@ smp_stream_write(smp_stream *stream)
             }
         }
     }
-    return SMP_STREAM_IDLE;
+    return SMP_SOCKET_IDLE;
 }

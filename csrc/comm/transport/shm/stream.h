@@ -16,6 +16,7 @@
 #include <stdint.h>
 
 #include "comm/memory/block.h"
+#include "comm/transport/socket.h"
 #include "common/lock.h"
 #include "common/status.h"
 
@@ -26,17 +27,6 @@ typedef struct {
 } smp_frame;
 
 enum { SMP_FRAME_BLOCK = 0x424cu, SMP_FRAME_GOODBYE = 0x4259u };
-
-/* What one read or write of a stream came to. */
-typedef enum {
-    SMP_STREAM_IDLE,    /* nothing more to read or write now */
-    SMP_STREAM_MORE,    /* stopped at the limit of one call */
-    SMP_STREAM_BLOCKED, /* writing waits for the other side */
-    SMP_STREAM_GOODBYE, /* the other side ended in order */
-    SMP_STREAM_HUNG_UP, /* the other side is gone without a goodbye */
-    SMP_STREAM_BROKEN,  /* it sent what no rank sends */
-    SMP_STREAM_NO_MEMORY,
-} smp_stream_event;
 
 typedef struct {
     int fd; /* owned */
@@ -72,9 +62,9 @@ size_t     smp_stream_arrived(const smp_stream *stream);
 smp_block *smp_stream_get(smp_stream *stream);
 
 /* Reads what is there, up to a limit.  *blocks: how many more have arrived. */
-smp_stream_event smp_stream_read(smp_stream *stream, size_t *blocks);
+smp_socket_event smp_stream_read(smp_stream *stream, size_t *blocks);
 
 /* Writes what is queued, up to a limit: IDLE, MORE, BLOCKED or HUNG_UP. */
-smp_stream_event smp_stream_write(smp_stream *stream);
+smp_socket_event smp_stream_write(smp_stream *stream);
 
 #endif

@@ -167,7 +167,7 @@ consume(smp_tcp_writer *writer, size_t sent, smp_tcp_frames *done)
     }
 }
 
-smp_tcp_event
+smp_socket_event
 smp_tcp_write(smp_tcp_writer *writer, smp_tcp_frames *done)
 {
     struct iovec pieces[PIECES];
@@ -178,7 +178,7 @@ smp_tcp_write(smp_tcp_writer *writer, smp_tcp_frames *done)
         ssize_t       n;
 
         if (moved >= TURN_BYTES) {
-            return SMP_TCP_MORE;
+            return SMP_SOCKET_MORE;
         }
         message.msg_iovlen = collect(writer, pieces, TURN_BYTES);
         n = sendmsg(writer->fd, &message, MSG_NOSIGNAL);
@@ -186,7 +186,7 @@ smp_tcp_write(smp_tcp_writer *writer, smp_tcp_frames *done)
             continue;
         }
         if (n < 0 && errno == EAGAIN) {
-            return SMP_TCP_BLOCKED;
+            return SMP_SOCKET_BLOCKED;
         }
         if (n < 0) {
             writer->ended = true;
@@ -196,7 +196,7 @@ smp_tcp_write(smp_tcp_writer *writer, smp_tcp_frames *done)
         consume(writer, (size_t)n, done);
     }
     if (!writer->ended) {
-        return SMP_TCP_IDLE;
+        return SMP_SOCKET_IDLE;
     }
     while (writer->frames.first != NULL) { /* they go nowhere any more */
         smp_tcp_frame *frame = writer->frames.first;
@@ -204,7 +204,7 @@ smp_tcp_write(smp_tcp_writer *writer, smp_tcp_frames *done)
         writer->frames.first = frame->next;
         put_last(done, frame);
     }
-    return SMP_TCP_HUNG_UP;
+    return SMP_SOCKET_HUNG_UP;
 }
 
 /* ---------------------------------------------------------------------- reading */
@@ -250,34 +250,34 @@ place_of(smp_tcp_reader *reader)
 }
 
 /* A whole header has come. */
-static smp_tcp_event
+static smp_socket_event
 begin_message(smp_tcp_reader *reader)
 {
     const smp_tcp_header *header = &reader->header;
 
     if (header->zero != 0 || header->sequence != reader->sequence++) {
-        return SMP_TCP_BROKEN;
+        return SMP_SOCKET_BROKEN;
     }
     if (header->kind == SMP_TCP_GOODBYE && header->nbytes == 0 &&
         header->nblocks == 0 && header->total == 0) {
-        return SMP_TCP_ENDED;
+        return SMP_SOCKET_ENDED;
     }
     if (header->kind != SMP_TCP_MESSAGE || header->nblocks > INT32_MAX ||
         header->nbytes > header->total ||
         header->nblocks * sizeof(uint64_t) > header->total - header->nbytes) {
-        return SMP_TCP_BROKEN;
+        return SMP_SOCKET_BROKEN;
     }
     if (reader->host->message(reader->rank, (size_t)header->nbytes,
                               (size_t)header->nblocks, &reader->message) != SMP_OK) {
-        return SMP_TCP_NO_MEMORY;
+        return SMP_SOCKET_NO_MEMORY;
     }
     if (header->nblocks != 0) {
         reader->sizes = malloc((size_t)header->nblocks * sizeof(uint64_t));
         if (reader->sizes == NULL) {
-            return SMP_TCP_NO_MEMORY;
+            return SMP_SOCKET_NO_MEMORY;
         }
     }
-    return SMP_TCP_MORE;
+    return SMP_SOCKET_MORE;
 }
 
 /* All sizes have come: whether they add up. */
@@ -297,16 +297,16 @@ sizes_ok(const smp_tcp_reader *reader)
 }
 
 /* Memory for the block that comes next. */
-static smp_tcp_event
+static smp_socket_event
 begin_block(smp_tcp_reader *reader)
 {
     size_t i = reader->block;
 
     if (reader->host->block(reader->host->comm, (size_t)reader->sizes[i],
                             &reader->message->blocks[i]) != SMP_OK) {
-        return SMP_TCP_NO_MEMORY;
+        return SMP_SOCKET_NO_MEMORY;
     }
-    return SMP_TCP_MORE;
+    return SMP_SOCKET_MORE;
 }
 
 /* The message is whole. */
@@ -323,11 +323,11 @@ end_message(smp_tcp_reader *reader)
 }
 
 /* A part is whole: goes on to the next.  MORE: there is one. */
-static smp_tcp_event
+static smp_socket_event
 next_part(smp_tcp_reader *reader)
 {
-    size_t        nblocks = (size_t)reader->header.nblocks;
-    smp_tcp_event event = SMP_TCP_MORE;
+    size_t           nblocks = (size_t)reader->header.nblocks;
+    smp_socket_event event = SMP_SOCKET_MORE;
 
     reader->have = 0;
     switch (reader->part) {
@@ -336,7 +336,7 @@ next_part(smp_tcp_reader *reader)
         reader->part = nblocks != 0 ? PART_SIZES : PART_BYTES;
         break;
     case PART_SIZES:
-        event = sizes_ok(reader) ? SMP_TCP_MORE : SMP_TCP_BROKEN;
+        event = sizes_ok(reader) ? SMP_SOCKET_MORE : SMP_SOCKET_BROKEN;
         reader->part = PART_BYTES;
         break;
     case PART_BYTES:
@@ -354,7 +354,7 @@ next_part(smp_tcp_reader *reader)
 }
 
 /* Reads more of `place`, and ahead of it.  MORE: something has come. */
-static smp_tcp_event
+static smp_socket_event
 read_some(smp_tcp_reader *reader, struct iovec place, size_t *bytes)
 {
     struct iovec pieces[2] = {
@@ -364,14 +364,14 @@ read_some(smp_tcp_reader *reader, struct iovec place, size_t *bytes)
 
     if (reader->drained) {
         reader->drained = false;
-        return SMP_TCP_IDLE;
+        return SMP_SOCKET_IDLE;
     }
     n = readv(reader->fd, pieces, 2);
     if (n < 0 && errno == EINTR) {
-        return SMP_TCP_MORE;
+        return SMP_SOCKET_MORE;
     }
     if (n <= 0) {
-        return n < 0 && errno == EAGAIN ? SMP_TCP_IDLE : SMP_TCP_HUNG_UP;
+        return n < 0 && errno == EAGAIN ? SMP_SOCKET_IDLE : SMP_SOCKET_HUNG_UP;
     }
     *bytes += (size_t)n;
     reader->drained = (size_t)n < pieces[0].iov_len + pieces[1].iov_len;
@@ -382,17 +382,17 @@ read_some(smp_tcp_reader *reader, struct iovec place, size_t *bytes)
         reader->at = 0;
         reader->end = (size_t)n - pieces[0].iov_len;
     }
-    return SMP_TCP_MORE;
+    return SMP_SOCKET_MORE;
 }
 
-smp_tcp_event
+smp_socket_event
 smp_tcp_read(smp_tcp_reader *reader, size_t *bytes)
 {
-    smp_tcp_event event = SMP_TCP_MORE;
+    smp_socket_event event = SMP_SOCKET_MORE;
 
     *bytes = 0;
     reader->drained = false;
-    while (event == SMP_TCP_MORE) {
+    while (event == SMP_SOCKET_MORE) {
         struct iovec place = place_of(reader);
         size_t       ahead = reader->end - reader->at;
         size_t       want = place.iov_len - reader->have;
@@ -407,7 +407,7 @@ smp_tcp_read(smp_tcp_reader *reader, size_t *bytes)
         } else if (want == 0) {
             event = next_part(reader);
         } else if (*bytes >= TURN_BYTES) {
-            return SMP_TCP_MORE;
+            return SMP_SOCKET_MORE;
         } else {
             event = read_some(reader, place, bytes);
         }

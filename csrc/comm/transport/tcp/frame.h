@@ -17,6 +17,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "comm/transport/socket.h"
 #include "comm/transport/transport.h"
 #include "common/status.h"
 
@@ -30,17 +31,6 @@ typedef struct {
     uint64_t nblocks;
     uint64_t total; /* what follows the header */
 } smp_tcp_header;
-
-/* What one read or write came to. */
-typedef enum {
-    SMP_TCP_IDLE,      /* nothing more to read or write now */
-    SMP_TCP_MORE,      /* stopped at the limit of one call */
-    SMP_TCP_BLOCKED,   /* writing waits for the other side */
-    SMP_TCP_ENDED,     /* the other side ended in order */
-    SMP_TCP_HUNG_UP,   /* the other side is gone */
-    SMP_TCP_BROKEN,    /* it sent what no rank sends */
-    SMP_TCP_NO_MEMORY, /* what it sends does not fit here */
-} smp_tcp_event;
 
 /* ---------------------------------------------------------------------- writing */
 
@@ -85,7 +75,7 @@ void smp_tcp_writer_put(smp_tcp_writer *writer, smp_tcp_frame *frame);
 /* Writes what is queued, up to a limit, and moves what is sent to `done`, which the
  * caller frees without the lock.  IDLE, MORE, BLOCKED or HUNG_UP; after that all frames
  * are done. */
-smp_tcp_event smp_tcp_write(smp_tcp_writer *writer, smp_tcp_frames *done);
+smp_socket_event smp_tcp_write(smp_tcp_writer *writer, smp_tcp_frames *done);
 
 /* ---------------------------------------------------------------------- reading */
 
@@ -120,6 +110,6 @@ void       smp_tcp_reader_fini(smp_tcp_reader *reader);
 /* Reads what is there, up to a limit, and delivers whole messages; *bytes is how much
  * came.  Anything but BLOCKED; not to be called again after ENDED, HUNG_UP, BROKEN or
  * NO_MEMORY. */
-smp_tcp_event smp_tcp_read(smp_tcp_reader *reader, size_t *bytes);
+smp_socket_event smp_tcp_read(smp_tcp_reader *reader, size_t *bytes);
 
 #endif

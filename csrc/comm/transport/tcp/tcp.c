@@ -37,11 +37,6 @@
 #define SILENCE_NS (2 * SMP_NS_PER_S)
 #define LOOK_NS (SMP_NS_PER_S / 4)
 
-/* An idle connection is asked after so many seconds, this often, so many times. */
-#define ASK_AFTER_S 1
-#define ASK_EVERY_S 1
-#define ASKS 2
-
 /* Full windows that went unanswered before a silent host is given up. */
 #define PROBES 2
 
@@ -72,7 +67,7 @@ struct tcp {
     const smp_host *host; /* borrowed */
     smp_tcp_door    door;
     int64_t         looked_ns; /* progress thread: at the acknowledgements */
-    peer          **peers;     /* owned: [size]; NULL: not reached */
+    peer           *peers[];   /* owned: [size]; NULL: not reached */
 };
 
 static void
@@ -92,46 +87,32 @@ peer_destroy(peer *p)
 /* ------------------------------------------------------------------ sending */
 
 /* Writes what is queued; caller holds the lock. */
-static smp_tcp_event
+static smp_socket_event
 write_locked(peer *p, smp_tcp_frames *done)
 {
-    smp_tcp_event event = smp_tcp_write(&p->writer, done);
+    smp_socket_event event = smp_tcp_write(&p->writer, done);
 
     atomic_store(&p->waiting, p->writer.frames.first != NULL);
     return event;
 }
 
 static smp_status
-tcp_block(void *arg, int dest, size_t bytes, smp_block **out)
-{
-    const tcp *self = arg;
-
-    (void)dest;
-    return self->host->block(self->host->comm, bytes, out);
-}
-
-static smp_status
 tcp_send(void *arg, int dest, const void *bytes, size_t nbytes,
          smp_block *const *blocks, size_t nblocks)
 {
-    const tcp     *self = arg;
-    peer          *p = self->peers[dest];
-    smp_tcp_frames done = {0};
-    smp_tcp_event  event = SMP_TCP_IDLE;
-    smp_tcp_frame *frame;
+    const tcp       *self = arg;
+    peer            *p = self->peers[dest];
+    smp_tcp_frames   done = {0};
+    smp_socket_event event = SMP_SOCKET_IDLE;
+    smp_tcp_frame   *frame;
     smp_status status = smp_tcp_frame_create(bytes, nbytes, blocks, nblocks, &frame);
 
     if (status != SMP_OK) {
-        for (size_t i = 0; i < nblocks; i++) {
-            smp_block_release(blocks[i]);
-        }
         return status;
     }
     smp_lock_acquire(&p->lock);
     status = p->closed;
-    if (status != SMP_OK) {
-        done = (smp_tcp_frames){frame, frame};
-    } else {
+    if (status == SMP_OK) {
         bool first = p->writer.frames.first == NULL;
 
         smp_tcp_writer_put(&p->writer, frame);
@@ -141,70 +122,53 @@ tcp_send(void *arg, int dest, const void *bytes, size_t nbytes,
     }
     smp_lock_release(&p->lock);
     smp_jitter();
-    if (event == SMP_TCP_BLOCKED || event == SMP_TCP_MORE) {
+    if (event == SMP_SOCKET_BLOCKED || event == SMP_SOCKET_MORE) {
         self->host->kick(self->host->comm);
     }
     smp_tcp_frames_free(&done);
+    if (status != SMP_OK) { /* without the blocks */
+        free(frame);
+    }
     return status;
 }
 
 /* ---------------------------------------------------------- progress thread */
 
-/* Nothing more comes from it or goes there; `why` is what senders are told. */
+/* Nothing more comes from it or goes there. */
 static void
-peer_gone(peer *p, smp_status why)
+peer_ended(peer *p, smp_status why)
 {
     const smp_host *host = p->self->host;
     smp_tcp_frames  dropped;
 
+    /* The comm first: a sender that is told so asks it for the rank. */
+    host->ended(host->comm, p->rank, why);
     p->gone = true;
     host->unwatch(host->comm, p->fd);
     smp_lock_acquire(&p->lock);
-    p->closed = why;
+    p->closed = why == SMP_ERR_CLOSED ? SMP_ERR_CLOSED : SMP_ERR_PEER_LOST;
     dropped = p->writer.frames;
     p->writer.frames = (smp_tcp_frames){0};
     atomic_store(&p->waiting, false);
     smp_lock_release(&p->lock);
     smp_tcp_frames_free(&dropped);
-}
-
-static void
-peer_lost(peer *p, smp_status why)
-{
-    /* The comm first: a sender that is told so asks it for the rank. */
-    p->self->host->lost(p->self->host->comm, p->rank, why);
-    peer_gone(p, SMP_ERR_PEER_LOST);
-    shutdown(p->fd, SHUT_RDWR); /* so that it knows too */
+    if (why != SMP_ERR_CLOSED) {
+        shutdown(p->fd, SHUT_RDWR); /* so that it knows too */
+    }
 }
 
 static void
 read_peer(peer *p)
 {
-    const smp_host *host = p->self->host;
-    size_t          bytes;
-    smp_tcp_event   event = smp_tcp_read(&p->reader, &bytes);
+    const smp_host  *host = p->self->host;
+    size_t           bytes;
+    smp_socket_event event = smp_tcp_read(&p->reader, &bytes);
 
     if (bytes != 0) {
         host->moved(host->comm);
     }
-    switch (event) {
-    case SMP_TCP_ENDED:
-        host->left(host->comm, p->rank);
-        peer_gone(p, SMP_ERR_CLOSED);
-        break;
-    case SMP_TCP_HUNG_UP:
-        peer_lost(p, SMP_ERR_PEER_LOST);
-        break;
-    case SMP_TCP_BROKEN:
-        peer_lost(p, SMP_ERR_MALFORMED);
-        break;
-    case SMP_TCP_NO_MEMORY:
-        peer_lost(p, SMP_ERR_NO_MEMORY);
-        break;
-    case SMP_TCP_IDLE:
-    case SMP_TCP_MORE:
-    case SMP_TCP_BLOCKED:
-        break;
+    if (smp_socket_end(event) != SMP_OK) {
+        peer_ended(p, smp_socket_end(event));
     }
 }
 
@@ -227,13 +191,7 @@ write_peer(peer *p)
         host->moved(host->comm);
     }
     smp_tcp_frames_free(&done);
-    if (wanted != p->writable_wanted) {
-        uint32_t events = EPOLLIN | (wanted ? (uint32_t)EPOLLOUT : 0);
-
-        /* Changing the events of a watched descriptor does not fail. */
-        (void)host->watch(host->comm, p->fd, events, &p->watch);
-        p->writable_wanted = wanted;
-    }
+    smp_socket_want_room(host, p->fd, &p->watch, wanted, &p->writable_wanted);
 }
 
 static void
@@ -286,7 +244,7 @@ look_for_silence(tcp *self)
             continue;
         }
         if (look && is_silent(p, now)) {
-            peer_lost(p, SMP_ERR_PEER_LOST);
+            peer_ended(p, SMP_ERR_PEER_LOST);
         }
         unacked = unacked || p->unacked;
     }
@@ -356,28 +314,11 @@ tcp_finish(void *arg)
 
 /* -------------------------------------------------------- setup and teardown */
 
-static bool
-set_option(int fd, int level, int name, int value)
-{
-    return setsockopt(fd, level, name, &value, sizeof(value)) == 0;
-}
-
-/* Buffers are the kernel's business: it lets them grow with the connection, which it
- * stops to do once they are set. */
-static bool
-set_options(int fd)
-{
-    return set_option(fd, IPPROTO_TCP, TCP_NODELAY, 1) &&
-           set_option(fd, SOL_SOCKET, SO_KEEPALIVE, 1) &&
-           set_option(fd, IPPROTO_TCP, TCP_KEEPIDLE, ASK_AFTER_S) &&
-           set_option(fd, IPPROTO_TCP, TCP_KEEPINTVL, ASK_EVERY_S) &&
-           set_option(fd, IPPROTO_TCP, TCP_KEEPCNT, ASKS);
-}
-
 /* Takes the descriptor, whatever it returns. */
 static smp_status
-peer_create(tcp *self, int rank, int fd, peer **out)
+take_socket(void *arg, int rank, int fd)
 {
+    tcp            *self = arg;
     const smp_host *host = self->host;
     smp_status      status = SMP_ERR_NO_MEMORY;
     peer           *p = calloc(1, sizeof(*p));
@@ -397,15 +338,11 @@ peer_create(tcp *self, int rank, int fd, peer **out)
         smp_fork_close_in_child(fd) != SMP_OK) {
         goto err_destroy;
     }
-    if (!set_options(fd)) {
-        status = smp_status_refused();
-        goto err_destroy;
-    }
     status = host->watch(host->comm, fd, EPOLLIN, &p->watch);
     if (status != SMP_OK) {
         goto err_destroy;
     }
-    *out = p;
+    self->peers[rank] = p;
     return SMP_OK;
 
 err_destroy:
@@ -422,44 +359,28 @@ tcp_destroy(void *arg)
         peer_destroy(self->peers[r]);
     }
     smp_tcp_door_close(&self->door);
-    free(self->peers);
     free(self);
 }
 
 static smp_status
-tcp_create(const smp_host *host, void **out)
+tcp_create(const smp_host *host, void **out, const void **card, size_t *card_bytes)
 {
-    tcp       *self = calloc(1, sizeof(*self));
-    smp_status status = SMP_ERR_NO_MEMORY;
+    tcp       *self = calloc(1, sizeof(*self) + (size_t)host->size * sizeof(peer *));
+    smp_status status;
 
     if (self == NULL) {
         return SMP_ERR_NO_MEMORY;
     }
     self->host = host;
-    self->peers = calloc((size_t)host->size, sizeof(peer *));
-    if (self->peers == NULL) {
-        goto err_free;
-    }
     status = smp_tcp_door_open(host->rank, host->interface, &self->door);
     if (status != SMP_OK) {
-        goto err_free;
+        free(self);
+        return status;
     }
     *out = self;
+    *card = &self->door.card;
+    *card_bytes = sizeof(self->door.card);
     return SMP_OK;
-
-err_free:
-    free(self->peers);
-    free(self);
-    return status;
-}
-
-static const void *
-tcp_card(void *arg, size_t *bytes)
-{
-    const tcp *self = arg;
-
-    *bytes = sizeof(self->door.card);
-    return &self->door.card;
 }
 
 static smp_status
@@ -467,38 +388,12 @@ tcp_connect(void *arg, const void *const *cards, const size_t *card_bytes,
             const bool *wanted, const smp_deadline *deadline, bool *reached,
             int *failed)
 {
-    tcp            *self = arg;
-    const smp_host *host = self->host;
-    int            *fds = calloc((size_t)host->size, sizeof(*fds));
-    smp_tcp_self    me = {.rank = host->rank, .size = host->size, .job = host->job};
-    smp_deadline    half = smp_deadline_half(deadline);
-    smp_tcp_cards   others;
-    smp_status      status = SMP_ERR_NO_MEMORY;
+    tcp         *self = arg;
+    smp_tcp_self me = {
+        .rank = self->host->rank, .size = self->host->size, .job = self->host->job};
 
-    if (fds == NULL) {
-        return SMP_ERR_NO_MEMORY;
-    }
-    status = smp_tcp_cards_read(host->size, cards, card_bytes, &others, failed);
-    if (status != SMP_OK) {
-        goto out;
-    }
-    status =
-        smp_tcp_meet(&self->door, &me, others.readable, wanted, &half, fds, reached);
-    smp_tcp_cards_free(&others);
-    for (int r = 0; r < host->size; r++) {
-        if (reached[r]) {
-            smp_status made = peer_create(self, r, fds[r], &self->peers[r]);
-
-            if (made != SMP_OK && status == SMP_OK) {
-                status = made;
-                *failed = r;
-            }
-        }
-    }
-
-out:
-    free(fds);
-    return status;
+    return smp_tcp_connect(&self->door, &me, cards, card_bytes, wanted, deadline,
+                           take_socket, self, reached, failed);
 }
 
 const smp_transport smp_transport_tcp = {
@@ -507,9 +402,7 @@ const smp_transport smp_transport_tcp = {
     .same_host = false,
     .polls = false,
     .create = tcp_create,
-    .card = tcp_card,
     .connect = tcp_connect,
-    .block = tcp_block,
     .send = tcp_send,
     .poll = NULL,
     .progress = tcp_progress,

@@ -69,8 +69,9 @@ on_fault(void *arg, ucp_ep *ep, ucs_code code)
 
 /* Takes the descriptor, whatever it returns. */
 static smp_status
-peer_create(smp_ucx *self, int rank, int fd, smp_ucx_peer **out)
+take_lifeline(void *arg, int rank, int fd)
 {
+    smp_ucx      *self = arg;
     smp_status    status = SMP_ERR_NO_MEMORY;
     smp_ucx_peer *p = calloc(1, sizeof(*p));
 
@@ -89,7 +90,7 @@ peer_create(smp_ucx *self, int rank, int fd, smp_ucx_peer **out)
         getrandom(&p->our_pass, sizeof(p->our_pass), 0) != sizeof(p->our_pass)) {
         goto err_destroy;
     }
-    *out = p;
+    self->peers[rank] = p;
     return SMP_OK;
 
 err_destroy:
@@ -169,9 +170,9 @@ configure(const smp_ucx *self, ucp_config *config, const char *devices)
     return code;
 }
 
-/* A worker on the devices that belong to `address`. */
+/* A worker on the devices that belong to the address at which this rank is met. */
 static smp_status
-open_worker(smp_ucx *self, const smp_tcp_address *address)
+open_worker(smp_ucx *self)
 {
     const ucp_am_handler_param handler = {
         .field_mask =
@@ -183,7 +184,7 @@ open_worker(smp_ucx *self, const smp_tcp_address *address)
         .arg = self};
     char        devices[SMP_UCX_DEVICES_BYTES];
     ucp_config *config;
-    smp_status  status = smp_ucx_devices(address, self->only, devices);
+    smp_status  status = smp_ucx_devices(&self->door.own, self->only, devices);
     ucs_code    code;
 
     if (status != SMP_OK) {
@@ -384,6 +385,7 @@ settle(smp_ucx *self, bool *reached, int *failed)
     for (int r = 0; r < host->size; r++) {
         smp_ucx_peer *p = self->peers[r];
 
+        reached[r] = false;
         if (p != NULL && !p->gone && !p->met) {
             if (p->heard && !p->told) {
                 warn(self, p, "a pattern did not arrive in time");
@@ -406,30 +408,12 @@ settle(smp_ucx *self, bool *reached, int *failed)
                : host->watch(host->comm, self->efd, EPOLLIN, &self->watch);
 }
 
-/* A peer for each lifeline, which it takes. */
-static smp_status
-take_lifelines(smp_ucx *self, const int *fds, const bool *met, int *failed)
-{
-    smp_status status = SMP_OK;
-
-    for (int r = 0; r < self->host->size; r++) {
-        smp_status its =
-            met[r] ? peer_create(self, r, fds[r], &self->peers[r]) : SMP_OK;
-
-        if (its != SMP_OK && status == SMP_OK) {
-            *failed = r;
-            status = its;
-        }
-    }
-    return status;
-}
-
 /* UCX between us and those at the other end of the lifelines.  Where it does not work
  * nobody is reached, and the others hear at once that we hung up. */
 static smp_status
-meet_over_ucx(smp_ucx *self, const smp_tcp_address *own, const smp_deadline *deadline)
+meet_over_ucx(smp_ucx *self, const smp_deadline *deadline)
 {
-    if (open_worker(self, own) != SMP_OK || introduce(self) != SMP_OK) {
+    if (open_worker(self) != SMP_OK || introduce(self) != SMP_OK) {
         return SMP_OK;
     }
     for (int r = 0; r < self->host->size; r++) {
@@ -458,52 +442,19 @@ smp_ucx_connect(void *arg, const void *const *cards, const size_t *card_bytes,
 {
     smp_ucx        *self = arg;
     const smp_host *host = self->host;
-    size_t          size = (size_t)host->size;
     smp_tcp_self    me = {.rank = host->rank, .size = host->size, .job = self->secret};
-    smp_tcp_cards   others;
-    smp_tcp_address own;
-    smp_deadline    half = smp_deadline_half(deadline);
-    int            *fds = calloc(size, sizeof(*fds));
-    bool           *met = calloc(size, sizeof(*met));
-    smp_status      status = SMP_ERR_NO_MEMORY;
+    smp_status status = smp_tcp_connect(&self->door, &me, cards, card_bytes, wanted,
+                                        deadline, take_lifeline, self, reached, failed);
 
-    if (fds == NULL || met == NULL) {
-        goto out;
-    }
-    status = smp_tcp_cards_read(host->size, cards, card_bytes, &others, failed);
-    if (status != SMP_OK) {
-        goto out;
-    }
-    if (smp_tcp_own_address(&self->door, &me, others.readable, &own)) {
-        status =
-            smp_tcp_meet(&self->door, &me, others.readable, wanted, &half, fds, met);
-    }
-    smp_tcp_cards_free(&others);
-    if (status == SMP_OK) {
-        status = take_lifelines(self, fds, met, failed);
-    } else {
-        for (int r = 0; r < host->size; r++) {
-            if (met[r]) {
-                close(fds[r]);
-            }
-        }
-    }
     for (int r = 0; r < host->size && status == SMP_OK; r++) {
-        if (self->peers[r] != NULL) {
-            half =
-                smp_deadline_half(deadline); /* of what is left, for those who came */
-            status = meet_over_ucx(self, &own, &half);
+        if (self->peers[r] != NULL) { /* half of what is left, for those who came */
+            smp_deadline half = smp_deadline_half(deadline);
+
+            status = meet_over_ucx(self, &half);
             break;
         }
     }
-    if (status == SMP_OK) {
-        status = settle(self, reached, failed);
-    }
-
-out:
-    free(fds);
-    free(met);
-    return status;
+    return status == SMP_OK ? settle(self, reached, failed) : status;
 }
 
 void

@@ -20,8 +20,13 @@
 
 typedef struct smp_ucx          smp_ucx;
 typedef struct smp_ucx_peer     smp_ucx_peer;
-typedef struct smp_ucx_outgoing smp_ucx_outgoing; /* of transfer.c, like the next */
-typedef struct smp_ucx_incoming smp_ucx_incoming;
+typedef struct smp_ucx_outgoing smp_ucx_outgoing; /* of transfer.c */
+
+/* Where a transfer stands among those under way; its first member. */
+typedef struct smp_ucx_link {
+    struct smp_ucx_link *next;
+    struct smp_ucx_link *previous;
+} smp_ucx_link;
 
 struct smp_ucx_peer {
     smp_ucx  *self; /* borrowed */
@@ -65,18 +70,19 @@ struct smp_ucx {
     int             efd;     /* the worker's; -1 */
     smp_watch       watch;
     int             npeers;
-    smp_ucx_peer  **peers; /* owned: [size]; NULL: not reached */
 
     /* The progress thread's. */
-    smp_ucx_outgoing *sending;  /* owned: under way */
-    smp_ucx_incoming *fetching; /* owned */
-    bool              news;     /* a peer's flags have changed */
+    smp_ucx_link *sending;  /* owned: outgoing ones under way */
+    smp_ucx_link *fetching; /* owned: incoming ones */
+    bool          news;     /* a peer's flags have changed */
 
     _Atomic bool   awake;  /* the progress thread looks at the queue: no kick needed */
     _Atomic size_t queued; /* messages in queue */
     smp_lock       lock;   /* guards the queue */
     smp_ucx_outgoing *queue; /* owned: oldest first, not yet given to UCX */
     smp_ucx_outgoing *queue_last;
+
+    smp_ucx_peer *peers[]; /* owned: [size]; NULL: not reached */
 };
 
 #endif

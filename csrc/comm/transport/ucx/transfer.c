@@ -11,8 +11,8 @@
 
 /* A message on its way out. */
 struct smp_ucx_outgoing {
-    smp_ucx_outgoing *next; /* in the queue, then among those under way */
-    smp_ucx_outgoing *previous;
+    smp_ucx_link      link;    /* once it is under way */
+    smp_ucx_outgoing *next;    /* in the queue */
     smp_ucx_peer     *to;      /* borrowed */
     size_t            pending; /* active messages under way */
     smp_ucx_am       *heads;   /* owned: [1 + nblocks] */
@@ -23,15 +23,37 @@ struct smp_ucx_outgoing {
 };
 
 /* Bytes that UCX is fetching. */
-struct smp_ucx_incoming {
-    smp_ucx_incoming *next;
-    smp_ucx_incoming *previous;
-    smp_ucx_peer     *from; /* borrowed */
-    smp_ucx_am        head;
-    smp_block        *block; /* owned: where they go, or ... */
-    uint8_t          *body;  /* ... owned */
-    size_t            bytes; /* of either */
-};
+typedef struct {
+    smp_ucx_link  link;
+    smp_ucx_peer *from; /* borrowed */
+    smp_ucx_am    head;
+    smp_block    *block; /* owned: where they go, or ... */
+    uint8_t      *body;  /* ... owned */
+    size_t        bytes; /* of either */
+} incoming;
+
+static void
+put_link(smp_ucx_link **first, smp_ucx_link *link)
+{
+    *link = (smp_ucx_link){.next = *first};
+    if (link->next != NULL) {
+        link->next->previous = link;
+    }
+    *first = link;
+}
+
+static void
+remove_link(smp_ucx_link **first, const smp_ucx_link *link)
+{
+    if (link->previous != NULL) {
+        link->previous->next = link->next;
+    } else {
+        *first = link->next;
+    }
+    if (link->next != NULL) {
+        link->next->previous = link->previous;
+    }
+}
 
 static void
 outgoing_free(const smp_host *host, smp_ucx_outgoing *o)
@@ -46,72 +68,13 @@ outgoing_free(const smp_host *host, smp_ucx_outgoing *o)
 }
 
 static void
-outgoing_link(smp_ucx *self, smp_ucx_outgoing *o)
-{
-    o->previous = NULL;
-    o->next = self->sending;
-    if (o->next != NULL) {
-        o->next->previous = o;
-    }
-    self->sending = o;
-}
-
-static void
-outgoing_unlink(smp_ucx *self, smp_ucx_outgoing *o)
-{
-    if (o->previous != NULL) {
-        o->previous->next = o->next;
-    } else {
-        self->sending = o->next;
-    }
-    if (o->next != NULL) {
-        o->next->previous = o->previous;
-    }
-}
-
-static void
-free_outgoing(const smp_host *host, smp_ucx_outgoing *first)
-{
-    while (first != NULL) {
-        smp_ucx_outgoing *o = first;
-
-        first = o->next;
-        outgoing_free(host, o);
-    }
-}
-
-static void
-incoming_free(const smp_host *host, smp_ucx_incoming *i)
+incoming_free(const smp_host *host, incoming *i)
 {
     if (i->block != NULL) {
         host->block_release(i->block);
     }
     free(i->body);
     free(i);
-}
-
-static void
-incoming_link(smp_ucx *self, smp_ucx_incoming *i)
-{
-    i->previous = NULL;
-    i->next = self->fetching;
-    if (i->next != NULL) {
-        i->next->previous = i;
-    }
-    self->fetching = i;
-}
-
-static void
-incoming_unlink(smp_ucx *self, smp_ucx_incoming *i)
-{
-    if (i->previous != NULL) {
-        i->previous->next = i->next;
-    } else {
-        self->fetching = i->next;
-    }
-    if (i->next != NULL) {
-        i->next->previous = i->previous;
-    }
 }
 
 /* ---------------------------------------------------------------------- receiving */
@@ -196,12 +159,12 @@ take_in(smp_ucx_peer *p, const smp_ucx_am *head, const void *body, size_t n,
 
 /* Ends an incoming: all is there, or an error. */
 static void
-fetched(smp_ucx_incoming *i, ucs_code code)
+fetched(incoming *i, ucs_code code)
 {
     smp_ucx_peer *p = i->from;
 
     smp_jitter();
-    incoming_unlink(p->self, i);
+    remove_link(&p->self->fetching, &i->link);
     if (code != SMP_UCS_OK) {
         if (i->head.kind >= SMP_UCX_AM_TRY_HEAD) {
             p->distrust = "UCX could not fetch a pattern";
@@ -219,7 +182,7 @@ fetched(smp_ucx_incoming *i, ucs_code code)
 static void
 on_fetched(void *request, ucs_code code, size_t length, void *arg)
 {
-    smp_ucx_incoming *i = arg;
+    incoming *i = arg;
 
     (void)length;
     i->from->self->ucp->ucp_request_free(request);
@@ -227,11 +190,11 @@ on_fetched(void *request, ucs_code code, size_t length, void *arg)
 }
 
 /* Memory for n bytes of a head or a block. */
-static smp_ucx_incoming *
+static incoming *
 new_incoming(smp_ucx_peer *p, const smp_ucx_am *head, size_t n)
 {
-    const smp_host   *host = p->self->host;
-    smp_ucx_incoming *i = calloc(1, sizeof(*i));
+    const smp_host *host = p->self->host;
+    incoming       *i = calloc(1, sizeof(*i));
 
     if (i == NULL) {
         return NULL;
@@ -259,7 +222,7 @@ static void
 fetch(smp_ucx_peer *p, const smp_ucx_am *head, void *announced, size_t n)
 {
     smp_ucx          *self = p->self;
-    smp_ucx_incoming *i = new_incoming(p, head, n);
+    incoming         *i = new_incoming(p, head, n);
     ucp_request_param how = {.op_attr_mask = SMP_UCP_OP_ATTR_FIELD_CALLBACK |
                                              SMP_UCP_OP_ATTR_FIELD_USER_DATA |
                                              SMP_UCP_OP_ATTR_FIELD_MEMORY_TYPE,
@@ -272,7 +235,7 @@ fetch(smp_ucx_peer *p, const smp_ucx_am *head, void *announced, size_t n)
         smp_ucx_blame(p, SMP_ERR_NO_MEMORY);
         return;
     }
-    incoming_link(self, i);
+    put_link(&self->fetching, &i->link);
     started = self->ucp->ucp_am_recv_data_nbx(
         self->worker, announced,
         i->block != NULL ? self->host->block_data(i->block) : i->body, n, &how);
@@ -327,7 +290,7 @@ part_sent(smp_ucx_outgoing *o, bool failed)
     }
     o->pending--;
     if (o->pending == 0) {
-        outgoing_unlink(self, o);
+        remove_link(&self->sending, &o->link);
         outgoing_free(self->host, o);
     }
 }
@@ -398,7 +361,7 @@ send_parts(smp_ucx_outgoing *o, uint64_t number)
     const smp_ucx_peer *p = o->to;
     smp_ucx            *self = p->self;
 
-    outgoing_link(self, o);
+    put_link(&self->sending, &o->link);
     o->pending = 1; /* it must outlive the sending of all parts */
     for (size_t i = 0; i <= o->nblocks; i++) {
         o->heads[i].number = number;
@@ -568,9 +531,6 @@ smp_ucx_send(void *arg, int dest, const void *bytes, size_t nbytes,
                      smp_body_bytes(host, nbytes, blocks, nblocks), nblocks);
 
     if (o == NULL) {
-        for (size_t i = 0; i < nblocks; i++) {
-            host->block_release(blocks[i]);
-        }
         return SMP_ERR_NO_MEMORY;
     }
     o->heads[0].first = nbytes;
@@ -592,12 +552,22 @@ smp_ucx_send(void *arg, int dest, const void *bytes, size_t nbytes,
 void
 smp_ucx_transfers_free(smp_ucx *self)
 {
-    free_outgoing(self->host, self->queue);
-    free_outgoing(self->host, self->sending);
-    while (self->fetching != NULL) {
-        smp_ucx_incoming *i = self->fetching;
+    while (self->queue != NULL) {
+        smp_ucx_outgoing *o = self->queue;
 
-        self->fetching = i->next;
-        incoming_free(self->host, i);
+        self->queue = o->next;
+        outgoing_free(self->host, o);
+    }
+    while (self->sending != NULL) {
+        smp_ucx_link *link = self->sending;
+
+        self->sending = link->next;
+        outgoing_free(self->host, (smp_ucx_outgoing *)link);
+    }
+    while (self->fetching != NULL) {
+        smp_ucx_link *link = self->fetching;
+
+        self->fetching = link->next;
+        incoming_free(self->host, (incoming *)link);
     }
 }

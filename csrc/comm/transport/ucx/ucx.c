@@ -33,15 +33,6 @@
  * us from what comes in. */
 #define STARTS 16
 
-static smp_status
-ucx_block(void *arg, int dest, size_t bytes, smp_block **out)
-{
-    const smp_ucx *self = arg;
-
-    (void)dest;
-    return self->host->block(self->host->comm, bytes, out);
-}
-
 /* ----------------------------------------------------------------- progress thread */
 
 /* Nothing more comes from it or goes there. */
@@ -67,11 +58,11 @@ see_to(smp_ucx_peer *p)
     }
     if (p->goodbye_came) {
         smp_lifeline_say(p->fd, SMP_UCX_ARRIVED);
-        host->left(host->comm, p->rank);
+        host->ended(host->comm, p->rank, SMP_ERR_CLOSED);
         peer_gone(p);
     } else if (p->fault != SMP_OK || p->ended) {
-        host->lost(host->comm, p->rank,
-                   p->fault != SMP_OK ? p->fault : SMP_ERR_PEER_LOST);
+        host->ended(host->comm, p->rank,
+                    p->fault != SMP_OK ? p->fault : SMP_ERR_PEER_LOST);
         peer_gone(p);
         shutdown(p->fd, SHUT_RDWR); /* so that it knows too */
     }
@@ -176,14 +167,13 @@ ucx_destroy(void *arg)
     }
     smp_tcp_door_close(&self->door);
     smp_lock_fini(&self->lock);
-    free(self->peers);
     free(self);
 }
 
 /* SMP_ERR_SYSTEM, as without the library: nobody asked for UCX by name, and this host
  * has no device for which it is worth while. */
 static smp_status
-ucx_create(const smp_host *host, void **out)
+ucx_create(const smp_host *host, void **out, const void **card, size_t *card_bytes)
 {
     smp_status     status;
     smp_ucx       *self;
@@ -196,7 +186,7 @@ ucx_create(const smp_host *host, void **out)
     if (status != SMP_OK) {
         return status;
     }
-    self = calloc(1, sizeof(*self));
+    self = calloc(1, sizeof(*self) + (size_t)host->size * sizeof(smp_ucx_peer *));
     if (self == NULL) {
         return SMP_ERR_NO_MEMORY;
     }
@@ -205,34 +195,18 @@ ucx_create(const smp_host *host, void **out)
                       .only = host->interface != NULL,
                       .named = host->named,
                       .efd = -1,
-                      .watch = {worker_ready, self},
-                      .peers = calloc((size_t)host->size, sizeof(smp_ucx_peer *))};
-    status = SMP_ERR_NO_MEMORY;
-    if (self->peers == NULL) {
-        goto err_free;
-    }
+                      .watch = {worker_ready, self}};
     status = smp_tcp_door_open(host->rank, host->interface, &self->door);
     if (status != SMP_OK) {
-        goto err_free;
+        free(self);
+        return status;
     }
     smp_lifeline_secret(host->job, "ucx", self->secret);
     smp_lock_init(&self->lock, SMP_LOCK_OUTBOX);
     *out = self;
+    *card = &self->door.card;
+    *card_bytes = sizeof(self->door.card);
     return SMP_OK;
-
-err_free:
-    free(self->peers);
-    free(self);
-    return status;
-}
-
-static const void *
-ucx_card(void *arg, size_t *bytes)
-{
-    const smp_ucx *self = arg;
-
-    *bytes = sizeof(self->door.card);
-    return &self->door.card;
 }
 
 const smp_transport smp_transport_ucx = {
@@ -241,9 +215,7 @@ const smp_transport smp_transport_ucx = {
     .same_host = false,
     .polls = false,
     .create = ucx_create,
-    .card = ucx_card,
     .connect = smp_ucx_connect,
-    .block = ucx_block,
     .send = smp_ucx_send,
     .poll = NULL,
     .progress = ucx_progress,

@@ -1,0 +1,22 @@
+/* How a task's exception fails the step, or becomes its caller's.
+ *
+ * Threads  A worker with the GIL and the baton.
+ */
+#ifndef SMP_PYTHON_MODULES_FAILURE_H
+#define SMP_PYTHON_MODULES_FAILURE_H
+
+#include "python/modules/task.h"
+#include "server/envelope.h"
+
+/* Takes the exception that is set: ends the step on every rank. */
+void smp_session_fail(smp_task *task);
+
+/* The same while a message is being read: no other one is read inside it. */
+void smp_session_fail_at_once(const smp_task *task);
+
+/* Answers the task's request with the exception that is set, which then is its caller's
+ * to catch.  False, with the exception still set: it ends the step (Ctrl-C and the
+ * like, a rank that is gone, all in a sequence, or it could not be sent). */
+bool smp_session_answer_raised(const smp_task *task, int source, smp_envelope envelope);
+
+#endif

@@ -1,0 +1,276 @@
+/* Forwards and backwards of Send and Recv. */
+#include "python/modules/nodes.h"
+
+#include "comm/comm.h"
+#include "python/modules/session.h"
+#include "python/modules/task.h"
+#include "python/modules/wait.h"
+#include "python/values/dlpack_abi.h"
+#include "python/values/pack_scalar.h"
+#include "python/values/pack_value.h"
+#include "python/values/unpack_scalar.h"
+#include "python/values/unpack_tensor.h"
+#include "python/values/unpack_value.h"
+
+static PyTypeObject *call_type;
+
+smp_call_object *
+smp_call_new(void)
+{
+    return (smp_call_object *)call_type->tp_alloc(call_type, 0);
+}
+
+/* Whether the step that made the call is under way.  After it the owner has no graph,
+ * and the call's numbers may be another one's. */
+static bool
+is_of_this_step(const smp_call_object *self)
+{
+    const smp_session *session = &smp_the_session;
+
+    return session->in_step && self->opened == session->opened &&
+           self->step == session->step;
+}
+
+/* The caller of a call that can get no backward any more tells the owner. */
+static void
+release_graph(smp_call_object *self)
+{
+    smp_session *session = &smp_the_session;
+    smp_envelope envelope;
+
+    if (!self->open || !is_of_this_step(self)) {
+        return;
+    }
+    self->open = false;
+    envelope = (smp_envelope){.kind = SMP_MSG_RELEASE,
+                              .microbatch = self->microbatch,
+                              .step = session->step,
+                              .entry = self->entry,
+                              .about = self->call};
+    (void)smp_comm_send(session->comm, smp_session_rank_of_comm(self->owner), &envelope,
+                        sizeof(envelope), NULL, 0);
+}
+
+static void
+call_dealloc(PyObject *object)
+{
+    smp_call_object *self = (smp_call_object *)object;
+    PyTypeObject    *type = Py_TYPE(object);
+
+    release_graph(self);
+    Py_XDECREF(self->path);
+    Py_XDECREF(self->outputs);
+    type->tp_free(object);
+    Py_DECREF(type);
+}
+
+static PyObject *name_call;
+static PyObject *name_materialize;
+
+/* ctx.call = call, and undefined gradients stay undefined. */
+static int
+remember(PyObject *ctx, PyObject *call)
+{
+    if (PyObject_SetAttr(ctx, name_call, call) < 0) {
+        return -1;
+    }
+    return PyObject_SetAttr(ctx, name_materialize, Py_False);
+}
+
+/* What stands for the call between its two nodes, and in backward for the gradient,
+ * which must be defined for Send to run: a float32 tensor without elements. */
+static PyObject *
+make_token(void)
+{
+    static const int64_t         shape[1] = {0};
+    static const int64_t         strides[1] = {1};
+    static const smp_tensor_meta meta = {.dtype = {SMP_DL_FLOAT, 32, 1}, .ndim = 1};
+
+    return smp_tensor_copy_of(&meta, shape, strides, NULL);
+}
+
+/* Send.forward(ctx, call, leaf, *tensors) -> token */
+static PyObject *
+send_forward(PyObject *unused, PyObject *const *args, Py_ssize_t nargs)
+{
+    (void)unused;
+    if (nargs < 3 || remember(args[0], args[1]) < 0) {
+        return NULL;
+    }
+    return make_token();
+}
+
+/* Recv.forward(ctx, call, token) -> what the response brought */
+static PyObject *
+recv_forward(PyObject *unused, PyObject *const *args, Py_ssize_t nargs)
+{
+    (void)unused;
+    if (nargs != 3 || remember(args[0], args[1]) < 0) {
+        return NULL;
+    }
+    return PyList_AsTuple(((smp_call_object *)args[1])->outputs);
+}
+
+static int
+raise_for(const smp_call_object *self, const char *what)
+{
+    PyErr_Format(PyExc_RuntimeError, "smp: %s: module '%U' runs on pp_rank %d", what,
+                 self->path, self->owner);
+    return -1;
+}
+
+static int
+check_backward(const smp_call_object *self)
+{
+    if (smp_this_task == NULL || smp_this_task->backward_depth == 0) {
+        return raise_for(self,
+                         "a backward reached a module of another rank, and "
+                         "model.backward(loss) did not begin it; use model.backward "
+                         "inside the step, not loss.backward() or autograd.grad");
+    }
+    if (!is_of_this_step(self)) {
+        return raise_for(self,
+                         "a backward reached a call of a module of another rank that "
+                         "an earlier step made; detach what is kept between steps");
+    }
+    if (self->backward != 0) {
+        return raise_for(
+            self, "a second backward through one call of a module of another rank "
+                  "(retain_graph and double backward do not cross ranks)");
+    }
+    return 0;
+}
+
+/* Recv.backward(ctx, *gradients) -> None, token's gradient */
+static PyObject *
+recv_backward(PyObject *unused, PyObject *const *args, Py_ssize_t nargs)
+{
+    smp_session     *session = &smp_the_session;
+    smp_call_object *self;
+    smp_envelope     envelope;
+    smp_pack         pack;
+    PyObject        *state;
+    PyObject        *token;
+    int              failed = 0;
+
+    (void)unused;
+    self = (smp_call_object *)PyObject_GetAttr(args[0], name_call);
+    if (self == NULL) {
+        return NULL;
+    }
+    Py_DECREF(self); /* ctx keeps it */
+    if (check_backward(self) < 0 ||
+        (state = PyObject_CallNoArgs(session->capture_backward)) == NULL) {
+        return NULL;
+    }
+    smp_pack_init(&pack, session->comm, smp_session_rank_of_comm(self->owner), NULL);
+    pack.graph = false;
+    failed = smp_pack_u32(&pack, (uint32_t)(nargs - 1));
+    for (Py_ssize_t i = 1; failed == 0 && i < nargs; i++) {
+        failed = smp_pack_value(&pack, args[i]);
+    }
+    if (failed == 0 && state != Py_None) {
+        failed = smp_pack_value(&pack, state);
+    }
+    self->backward = smp_server_next_call(session->server);
+    envelope = (smp_envelope){.kind = SMP_MSG_BACKWARD,
+                              .phase = SMP_BACKWARD,
+                              .flags = state == Py_None ? 0 : SMP_FLAG_STATE,
+                              .microbatch = self->microbatch,
+                              .step = session->step,
+                              .entry = self->entry,
+                              .call = self->backward,
+                              .about = self->call,
+                              .seed = (uint64_t)smp_this_task->backwards,
+                              .number = smp_call_of_backward(self->number)};
+    if (failed == 0) {
+        failed = smp_pack_send(&pack, &envelope);
+    }
+    smp_pack_fini(&pack);
+    Py_DECREF(state);
+    if (failed < 0) {
+        return NULL;
+    }
+    self->open = false;
+    token = make_token();
+    return token == NULL ? NULL : Py_BuildValue("(ON)", Py_None, token);
+}
+
+/* Send.backward(ctx, token's gradient) -> None, None, one per tensor */
+static PyObject *
+send_backward(PyObject *unused, PyObject *const *args, Py_ssize_t nargs)
+{
+    smp_call_object *self;
+    smp_message     *response;
+    smp_unpack       unpack;
+    PyObject        *result = NULL;
+    uint32_t         count;
+
+    (void)unused;
+    (void)nargs;
+    self = (smp_call_object *)PyObject_GetAttr(args[0], name_call);
+    if (self == NULL) {
+        return NULL;
+    }
+    Py_DECREF(self); /* ctx keeps it */
+    response = smp_session_wait(self->backward, SMP_WAIT_GRADIENTS, self->entry);
+    if (response == NULL) {
+        return NULL;
+    }
+    if (smp_unpack_init(&unpack, smp_the_session.comm, response, NULL, false, false) ==
+            0 &&
+        smp_unpack_u32(&unpack, &count) == 0) {
+        result = PyTuple_New(2 + (Py_ssize_t)count);
+    }
+    if (result != NULL) {
+        PyTuple_SET_ITEM(result, 0, Py_NewRef(Py_None));
+        PyTuple_SET_ITEM(result, 1, Py_NewRef(Py_None));
+        for (uint32_t i = 0; i < count; i++) {
+            PyObject *gradient = smp_unpack_value(&unpack);
+
+            if (gradient == NULL) {
+                Py_CLEAR(result);
+                break;
+            }
+            PyTuple_SET_ITEM(result, 2 + (Py_ssize_t)i, gradient);
+        }
+    }
+    smp_unpack_fini(&unpack);
+    return result;
+}
+
+static PyMethodDef functions[] = {
+    {"send_forward", __extension__(PyCFunction)(void (*)(void)) send_forward,
+     METH_FASTCALL, "Send.forward(ctx, call, leaf, *tensors) -> token"},
+    {"send_backward", __extension__(PyCFunction)(void (*)(void)) send_backward,
+     METH_FASTCALL, "Send.backward(ctx, gradient) -> gradients"},
+    {"recv_forward", __extension__(PyCFunction)(void (*)(void)) recv_forward,
+     METH_FASTCALL, "Recv.forward(ctx, call, token) -> outputs"},
+    {"recv_backward", __extension__(PyCFunction)(void (*)(void)) recv_backward,
+     METH_FASTCALL, "Recv.backward(ctx, *gradients) -> the token's gradient"},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyType_Slot call_slots[] = {
+    {Py_tp_dealloc, __extension__(void *) call_dealloc},
+    {0, NULL},
+};
+
+static PyType_Spec call_spec = {
+    .name = "smp._core.Call",
+    .basicsize = sizeof(smp_call_object),
+    .flags = Py_TPFLAGS_DEFAULT,
+    .slots = call_slots,
+};
+
+int
+smp_nodes_add(PyObject *module)
+{
+    name_call = PyUnicode_InternFromString("call");
+    name_materialize = PyUnicode_InternFromString("materialize_grads");
+    call_type = (PyTypeObject *)PyType_FromSpec(&call_spec);
+    if (name_call == NULL || name_materialize == NULL || call_type == NULL) {
+        return -1;
+    }
+    return PyModule_AddFunctions(module, functions);
+}

@@ -1,0 +1,41 @@
+/* The two autograd nodes that stand for a remote call on its caller's rank.
+ *
+ *     token = Send(leaf, x...)      begin: the request goes out
+ *         ... the owner works; this rank runs other tasks ...
+ *     y...  = Recv(token)           end: the response is here
+ *
+ * In backward, Recv posts the request for the gradients and returns, and Send waits for
+ * them: between the two the engine runs what does not depend on them.  [design.md,
+ * section 3]
+ *
+ * Threads  The GIL is held, by the holder of the baton.
+ */
+#ifndef SMP_PYTHON_MODULES_NODES_H
+#define SMP_PYTHON_MODULES_NODES_H
+
+#include "python/values/torch_api.h"
+
+/* One remote call, kept alive by its two nodes, which the script may keep for longer
+ * than the session's entries live. */
+typedef struct {
+    PyObject  ob_base;
+    uint32_t  opened; /* session and step that made it */
+    uint32_t  step;
+    int32_t   entry;
+    int       owner;
+    PyObject *path; /* owned; the entry's */
+    int32_t   microbatch;
+    uint64_t  number;   /* of the forward: server/calls.h */
+    uint64_t  call;     /* of the forward */
+    uint64_t  backward; /* of the backward; 0: not begun */
+    bool      open;     /* the owner keeps a graph that nobody has used or released */
+    PyObject *outputs;  /* while Recv is built: list of the tensors it gives out */
+} smp_call_object;
+
+/* A new one, of zeros; NULL with an exception. */
+smp_call_object *smp_call_new(void);
+
+/* Adds the nodes' functions.  0, or -1 with an exception. */
+int smp_nodes_add(PyObject *module);
+
+#endif

@@ -1,0 +1,16 @@
+/* What the server calls: workers, tasks, notes, signals.
+ *
+ * Threads  The server's table says which: server/server.h.
+ */
+#ifndef SMP_PYTHON_MODULES_SERVER_OPS_H
+#define SMP_PYTHON_MODULES_SERVER_OPS_H
+
+#include "server/server.h"
+
+extern const smp_server_ops smp_session_ops;
+
+/* Raises what a signal's handler raised during the step.  False: there is none.  The
+ * GIL is held. */
+bool smp_session_raise_signal(void);
+
+#endif

@@ -1,0 +1,651 @@
+/* Messages that start no task. */
+#include "server/control.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "common/clock.h"
+#include "server/commit.h"
+#include "server/detection.h"
+#include "server/envelope.h"
+#include "server/mismatch.h"
+
+#define AWAITED_BYTES 512
+
+struct smp_control {
+    smp_control_parts parts;
+    smp_grid          grid;
+    smp_control_ops   ops;
+    void             *ctx;       /* borrowed */
+    smp_turns        *turns;     /* borrowed; NULL: no gates */
+    smp_commit       *commit;    /* owned */
+    smp_detection    *detection; /* owned */
+
+    uint32_t   step;
+    bool       failed;
+    smp_status failure; /* why, when this rank knows */
+    char       mismatch[SMP_MISMATCH_BYTES];
+    char       awaited[AWAITED_BYTES]; /* when a rank was lost */
+    int        left;                   /* the rank that has left; -1 */
+
+    uint64_t about_still; /* probes and answers sent */
+    uint64_t received;    /* messages but those */
+    uint64_t asked;       /* the round of the probe to answer; 0: none */
+};
+
+smp_status
+smp_control_create(const smp_control_parts *parts, const smp_grid *grid,
+                   const smp_control_ops *ops, void *ctx, smp_control **out)
+{
+    smp_control *control = calloc(1, sizeof(*control));
+    smp_status   status;
+
+    if (control == NULL) {
+        return SMP_ERR_NO_MEMORY;
+    }
+    control->parts = *parts;
+    control->grid = *grid;
+    control->ops = *ops;
+    control->ctx = ctx;
+    control->left = -1;
+    status = smp_commit_create(parts->comm, grid, &control->commit);
+    if (status == SMP_OK) {
+        status = smp_detection_create(grid, smp_stage_sequence(parts->stage) != NULL,
+                                      &control->detection);
+    }
+    if (status != SMP_OK) {
+        smp_control_destroy(control);
+        return status;
+    }
+    *out = control;
+    return SMP_OK;
+}
+
+void
+smp_control_destroy(smp_control *control)
+{
+    if (control != NULL) {
+        smp_detection_destroy(control->detection);
+        smp_commit_destroy(control->commit);
+        free(control);
+    }
+}
+
+/* ------------------------------------------------------------------ the failure */
+
+void
+smp_control_fail(smp_control *control, smp_status why)
+{
+    control->failed = true;
+    if (control->failure == SMP_OK) {
+        if (why == SMP_ERR_PEER_LOST) {
+            smp_board_write_wait(control->parts.board,
+                                 smp_comm_lost(control->parts.comm), control->awaited,
+                                 sizeof(control->awaited));
+        }
+        control->failure = why;
+    }
+}
+
+bool
+smp_control_failed(const smp_control *control)
+{
+    return control->failed;
+}
+
+void
+smp_control_check_calls(smp_control *control, const smp_key *wanted)
+{
+    smp_lineup_gap gap;
+
+    if (control->failed || smp_stage_one_failed(control->parts.stage) ||
+        !smp_lineup_find_gap(smp_stage_lineup(control->parts.stage), wanted, &gap)) {
+        return;
+    }
+    smp_mismatch_write_gap(&control->grid, control->parts.names, &gap,
+                           control->mismatch, sizeof(control->mismatch));
+    smp_control_fail(control, SMP_ERR_MISMATCH);
+}
+
+void
+smp_control_check_runs(smp_control *control)
+{
+    const smp_sequence *sequence = smp_stage_sequence(control->parts.stage);
+    smp_sequence_gap    gap;
+
+    if (control->failed || smp_stage_one_failed(control->parts.stage) ||
+        !smp_sequence_differs(sequence, &gap)) {
+        return;
+    }
+    smp_mismatch_write_rests(&control->grid, control->parts.names, control->parts.board,
+                             &gap, control->mismatch, sizeof(control->mismatch));
+    smp_control_fail(control, SMP_ERR_MISMATCH);
+}
+
+/* ------------------------------------------------------------- the end of a step */
+
+/* Tells the stage, once, that this rank makes no more collectives in this step. */
+static void
+end_collectives(smp_control *control)
+{
+    smp_stage_end(control->parts.stage, control->failed);
+    smp_control_check_calls(control, NULL);
+}
+
+/* All is well here when all ranks of the stage are through with the step, too. */
+static bool
+stage_is_well(const smp_control *control)
+{
+    return !smp_stage_one_failed(control->parts.stage) &&
+           smp_lineup_is_over(smp_stage_lineup(control->parts.stage));
+}
+
+static void
+vote(smp_control *control)
+{
+    if (!control->failed && stage_is_well(control)) {
+        smp_commit_vote(control->commit);
+    }
+}
+
+/* pp_rank 0 hears whether what it sent before has been acted on here without a failure,
+ * in the same step.  Takes the message. */
+static void
+settle(smp_control *control, smp_message *message)
+{
+    if (control->failed) {
+        smp_message_free(message);
+    } else if (!smp_commit_hear_question(control->commit, message)) {
+        control->ops.note(control->ctx, message);
+    } else {
+        smp_message_free(message);
+        end_collectives(control);
+        vote(control);
+    }
+}
+
+/* pp_rank 0 returns when the others have acted on all that it sent: what it does not
+ * wait for (the end of a microbatch, a release) may fail too.  Not what such a message
+ * made one of them send to a third rank. */
+bool
+smp_control_is_settled(smp_control *control)
+{
+    if (!smp_commit_has_asked(control->commit)) {
+        const smp_status status = smp_commit_ask(control->commit);
+
+        if (status != SMP_OK) {
+            smp_control_fail(control, status);
+        } else {
+            end_collectives(control);
+        }
+    }
+    return smp_commit_is_unanimous(control->commit) && stage_is_well(control);
+}
+
+bool
+smp_control_has_end(const smp_control *control)
+{
+    return smp_commit_has_end(control->commit);
+}
+
+bool
+smp_control_has_voted(const smp_control *control)
+{
+    return smp_commit_has_voted(control->commit);
+}
+
+/* ------------------------------------------------------------------ what arrives */
+
+/* Another rank of the stage tells of collectives or runs. */
+static void
+hear_stage(smp_control *control, const smp_message *message)
+{
+    const uint8_t    kind = smp_message_envelope(message)->kind;
+    const smp_status status = smp_stage_hear(control->parts.stage, message);
+
+    if (status != SMP_OK) {
+        smp_control_fail(control, status);
+    } else if (kind == SMP_MSG_RUNS) {
+        smp_control_check_runs(control);
+    } else if (kind == SMP_MSG_KEY) {
+        smp_control_check_calls(control, NULL);
+    } else {
+        smp_control_check_calls(control, control->ops.wanted(control->ctx));
+        vote(control);
+    }
+}
+
+/* Whether this rank looks for deadlocks. */
+static bool
+detects(const smp_control *control)
+{
+    return control->grid.pp_rank == 0 && control->grid.pipeline == 0 &&
+           smp_comm_size(control->parts.comm) > 1;
+}
+
+/* A rank answered a probe. */
+static void
+hear_still(smp_control *control, const smp_message *message)
+{
+    const smp_envelope *e = smp_message_envelope(message);
+    smp_still           still;
+
+    if (detects(control) && message->source > 0 &&
+        message->nbytes == sizeof(*e) + sizeof(still)) {
+        memcpy(&still, message->bytes + sizeof(*e), sizeof(still));
+        smp_detection_hear(control->detection, message->source, e->call, &still);
+    }
+}
+
+static void
+keep(smp_control *control, smp_message *message)
+{
+    const smp_status status = smp_backlog_keep(control->parts.backlog, message);
+
+    if (status != SMP_OK) {
+        smp_control_fail(control, status);
+    }
+}
+
+/* Acts at once on what starts no task; keeps the rest. */
+static void
+sort_in(smp_control *control, smp_message *message)
+{
+    const smp_envelope *e = smp_message_envelope(message);
+
+    if (e == NULL) {
+        smp_message_free(message);
+        smp_control_fail(control, SMP_ERR_MALFORMED);
+        return;
+    }
+    if (e->step < control->step) { /* left over from a step that failed */
+        smp_message_free(message);
+        return;
+    }
+    if (e->step > control->step) { /* this rank is behind: smp_control_sort_early() */
+        keep(control, message);
+        return;
+    }
+    switch ((smp_msg_kind)e->kind) {
+    case SMP_MSG_RELEASE:
+    case SMP_MSG_CLOSED:
+    case SMP_MSG_FORWARD_DONE:
+        if (e->kind != SMP_MSG_RELEASE && control->turns != NULL) {
+            smp_turns_forward_done(control->turns, e->microbatch);
+        }
+        control->ops.note(control->ctx, message);
+        return;
+    case SMP_MSG_STEP_END:
+    case SMP_MSG_ABORT:
+        if (smp_commit_hear_end(control->commit, message)) {
+            control->failed = true; /* and the message says why */
+        }
+        return;
+    case SMP_MSG_FORWARD:
+    case SMP_MSG_BACKWARD:
+    case SMP_MSG_RESPONSE:
+        keep(control, message);
+        return;
+    case SMP_MSG_SETTLE:
+        settle(control, message);
+        return;
+    case SMP_MSG_SETTLED:
+        smp_commit_hear_vote(control->commit);
+        break;
+    case SMP_MSG_KEY:
+    case SMP_MSG_ISSUED:
+    case SMP_MSG_RUNS:
+        hear_stage(control, message);
+        break;
+    case SMP_MSG_PROBE:
+        control->asked = e->call;
+        break;
+    case SMP_MSG_STILL:
+        hear_still(control, message);
+        break;
+    }
+    smp_message_free(message);
+}
+
+void
+smp_control_sort_early(smp_control *control)
+{
+    smp_message *message = smp_backlog_take_all(control->parts.backlog);
+
+    while (message != NULL) {
+        smp_message *next = message->next;
+
+        message->next = NULL;
+        sort_in(control, message);
+        message = next;
+    }
+}
+
+static bool
+is_about_still(const smp_envelope *e)
+{
+    return e != NULL && (e->kind == SMP_MSG_PROBE || e->kind == SMP_MSG_STILL);
+}
+
+static void
+count_in(smp_control *control, smp_message *message)
+{
+    control->received += !is_about_still(smp_message_envelope(message));
+    sort_in(control, message);
+}
+
+/* Whether this step needs a rank of the comm: pp_rank 0 needs all of its pipeline, the
+ * others need pp_rank 0; and all need those of their stage until they have ended. */
+static bool
+needs(const smp_control *control, int rank)
+{
+    const smp_grid *grid = &control->grid;
+    const int       pipeline = smp_grid_pipeline_of(grid, rank);
+    const int       pp_rank = smp_grid_pp_rank_of(grid, rank);
+
+    if (pipeline == grid->pipeline) {
+        return pp_rank != grid->pp_rank && (grid->pp_rank == 0 || pp_rank == 0);
+    }
+    return pp_rank == grid->pp_rank &&
+           !smp_lineup_has_ended(smp_stage_lineup(control->parts.stage), pipeline);
+}
+
+/* A rank that has left the job and that this step needs; -1: none. */
+static int
+who_left(const smp_control *control)
+{
+    for (int rank = 0; rank < smp_comm_size(control->parts.comm); rank++) {
+        if (needs(control, rank) && smp_comm_left(control->parts.comm, rank)) {
+            return rank;
+        }
+    }
+    return -1;
+}
+
+/* Reads what has arrived; waits up to timeout_ns for the first message.  False: none
+ * came in that time. */
+static bool
+read_comm(smp_control *control, int64_t timeout_ns)
+{
+    bool any = false;
+
+    for (;;) {
+        smp_message *message;
+        smp_status status = smp_comm_receive(control->parts.comm, timeout_ns, &message);
+
+        if (status == SMP_OK) {
+            any = true;
+            count_in(control, message);
+            if (smp_control_has_end(control)) {
+                return true; /* its sender may leave: that is no failure of this step */
+            }
+            timeout_ns = 0;
+            continue;
+        }
+        if (status == SMP_ERR_TIMED_OUT ||
+            (status == SMP_ERR_CLOSED && who_left(control) >= 0)) {
+            return any;
+        }
+        if (status != SMP_ERR_INTERRUPTED) {
+            smp_control_fail(control, status);
+        }
+        return true;
+    }
+}
+
+void
+smp_control_read(smp_control *control)
+{
+    (void)read_comm(control, 0);
+}
+
+void
+smp_control_hear(smp_control *control)
+{
+    smp_message *message;
+
+    while (!smp_control_has_end(control) &&
+           smp_comm_receive(control->parts.comm, 0, &message) == SMP_OK) {
+        count_in(control, message);
+    }
+}
+
+/* ------------------------------------------------------- when there is nothing */
+
+/* What this rank, which has nothing to run, says of itself. */
+static smp_still
+own_still(smp_control *control)
+{
+    const smp_stage *stage = control->parts.stage;
+    smp_still        still = {.sent =
+                                  smp_comm_sent(control->parts.comm) - control->about_still,
+                              .received = control->received,
+                              .issued = smp_lineup_issued(smp_stage_lineup(stage)),
+                              .over = smp_stage_completed(stage)};
+
+    smp_board_read(control->parts.board, &still.standing);
+    return still;
+}
+
+static void
+answer_probe(smp_control *control)
+{
+    struct {
+        smp_envelope envelope;
+        smp_still    still;
+    } message = {.envelope = {.kind = SMP_MSG_STILL,
+                              .step = control->step,
+                              .call = control->asked},
+                 .still = own_still(control)};
+
+    control->asked = 0;
+    if (smp_comm_send(control->parts.comm, 0, &message, sizeof(message), NULL, 0) ==
+        SMP_OK) {
+        control->about_still++;
+    }
+}
+
+static void
+ask_all(smp_control *control)
+{
+    const smp_envelope probe = {.kind = SMP_MSG_PROBE,
+                                .step = control->step,
+                                .call = smp_detection_ask(control->detection)};
+
+    for (int rank = 1; rank < smp_comm_size(control->parts.comm); rank++) {
+        if (smp_comm_send(control->parts.comm, rank, &probe, sizeof(probe), NULL, 0) ==
+            SMP_OK) {
+            control->about_still++;
+        }
+    }
+}
+
+/* All have answered, and rank 0 has nothing to run either.  True: the step has failed.
+ */
+static bool
+is_deadlocked(smp_control *control)
+{
+    const smp_still own = own_still(control);
+
+    switch (smp_detection_judge(control->detection, &own)) {
+    case SMP_DETECTION_DEADLOCK:
+        smp_control_fail(control, smp_mismatch_write_calls(
+                                      &control->grid, control->parts.names,
+                                      smp_detection_answers(control->detection),
+                                      control->mismatch, sizeof(control->mismatch))
+                                      ? SMP_ERR_MISMATCH
+                                      : SMP_ERR_DEADLOCK);
+        return true;
+    case SMP_DETECTION_AGAIN:
+        ask_all(control);
+        return false;
+    default:
+        return false;
+    }
+}
+
+void
+smp_control_idle(smp_control *control)
+{
+    int left;
+
+    smp_board_idle(control->parts.board);
+    smp_stage_tell_runs(control->parts.stage);
+    if (control->asked != 0) {
+        answer_probe(control);
+    }
+    if (detects(control) && smp_detection_is_answered(control->detection) &&
+        is_deadlocked(control)) {
+        return;
+    }
+    left = who_left(control);
+    if (read_comm(control, SMP_DETECTION_IDLE_NS)) {
+        return;
+    }
+    if (left >= 0) { /* and what it sent before has been read */
+        control->left = left;
+        smp_control_fail(control, SMP_ERR_UNREACHABLE);
+    } else if (detects(control) &&
+               smp_detection_idle(control->detection, smp_clock_ns())) {
+        ask_all(control);
+    }
+}
+
+/* ------------------------------------------------------------------------ steps */
+
+/* What the ranks of the stage do together begins. */
+static void
+begin_together(smp_control *control, uint32_t step)
+{
+    control->step = step;
+    smp_stage_begin(control->parts.stage, step);
+    control->mismatch[0] = '\0';
+}
+
+void
+smp_control_begin(smp_control *control, uint32_t step)
+{
+    begin_together(control, step);
+    smp_commit_begin(control->commit, step);
+    smp_detection_begin(control->detection);
+    control->failed = false;
+    control->failure = SMP_OK;
+    control->asked = 0; /* in the last step, whose rounds had the same numbers */
+    control->left = -1;
+    control->awaited[0] = '\0';
+}
+
+void
+smp_control_leave_out(smp_control *control, uint32_t step)
+{
+    begin_together(control, step);
+    control->failed = true;
+    end_collectives(control);
+}
+
+smp_status
+smp_control_end(smp_control *control, smp_message **end)
+{
+    smp_status status = SMP_OK;
+
+    if (control->failed) {
+        status = control->failure == SMP_OK ? SMP_ERR_CLOSED : control->failure;
+        end_collectives(control);
+        smp_backlog_drop(control->parts.backlog, control->step);
+    }
+    *end = smp_commit_take_end(control->commit);
+    smp_control_describe(control, NULL, 0);
+    return status;
+}
+
+void
+smp_control_describe(smp_control *control, const void *bytes, size_t nbytes)
+{
+    smp_commit_describe(control->commit, bytes, nbytes);
+}
+
+void
+smp_control_set_turns(smp_control *control, smp_turns *turns)
+{
+    control->turns = turns;
+}
+
+/* A step has failed here; of its messages only other ranks' last words count. */
+static void
+hear_after(smp_control *control, smp_message *message)
+{
+    const smp_envelope *e = smp_message_envelope(message);
+
+    if (e == NULL || e->step < control->step ||
+        (e->step == control->step && e->kind != SMP_MSG_ISSUED)) {
+        control->received += e != NULL && !is_about_still(e);
+        smp_message_free(message);
+        return;
+    }
+    count_in(control, message);
+}
+
+static bool
+stage_has_ended(const smp_control *control)
+{
+    const smp_lineup *lineup = smp_stage_lineup(control->parts.stage);
+    bool              all_have = true;
+
+    for (int p = 0; p < control->grid.pipelines; p++) {
+        all_have = all_have && (smp_lineup_has_ended(lineup, p) ||
+                                smp_comm_left(control->parts.comm,
+                                              smp_grid_in_stage(&control->grid, p)));
+    }
+    return all_have;
+}
+
+bool
+smp_control_await_stage(smp_control *control, int64_t timeout_ns)
+{
+    while (!stage_has_ended(control)) {
+        smp_message *message;
+        smp_status status = smp_comm_receive(control->parts.comm, timeout_ns, &message);
+
+        if (status == SMP_OK) {
+            hear_after(control, message);
+        } else if (status == SMP_ERR_TIMED_OUT) {
+            return false;
+        } else if (status != SMP_ERR_INTERRUPTED) {
+            break; /* the job comes to its end */
+        }
+    }
+    return true;
+}
+
+/* -------------------------------------------------------------- what has happened */
+
+const char *
+smp_control_mismatch(const smp_control *control)
+{
+    return control->mismatch;
+}
+
+const char *
+smp_control_awaited(const smp_control *control)
+{
+    return control->awaited;
+}
+
+int
+smp_control_left(const smp_control *control)
+{
+    return control->left;
+}
+
+size_t
+smp_control_write_deadlock(smp_control *control, char *out, size_t room)
+{
+    const smp_still *of = smp_detection_answers(control->detection);
+    size_t           used = 0;
+
+    for (int rank = 0; rank < smp_comm_size(control->parts.comm); rank++) {
+        used += smp_board_write(control->parts.board, rank, &of[rank].standing,
+                                out + used, room - used);
+    }
+    return used;
+}

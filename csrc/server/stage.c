@@ -1,0 +1,222 @@
+/* A line-up or a sequence, and the messages that keep it alike on all ranks. */
+#include "server/stage.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "server/envelope.h"
+
+struct smp_stage {
+    smp_comm     *comm; /* borrowed */
+    smp_grid      grid;
+    uint32_t      step;
+    smp_lineup   *lineup;    /* owned */
+    smp_sequence *sequence;  /* owned; NULL: each rank runs in an order of its own */
+    uint64_t      completed; /* collectives of the step */
+    bool          in_order;  /* this rank has done its part, and said so */
+    bool          one_failed;
+};
+
+smp_status
+smp_stage_create(smp_comm *comm, const smp_grid *grid, bool in_sequence,
+                 smp_stage **out)
+{
+    smp_stage *stage = calloc(1, sizeof(*stage));
+    smp_status status;
+
+    if (stage == NULL) {
+        return SMP_ERR_NO_MEMORY;
+    }
+    stage->comm = comm;
+    stage->grid = *grid;
+    status =
+        smp_lineup_create(grid->pipeline, grid->pipelines, in_sequence, &stage->lineup);
+    if (status == SMP_OK && in_sequence) {
+        status = smp_sequence_create(grid->pipeline == 0, &stage->sequence);
+    }
+    if (status != SMP_OK) {
+        smp_stage_destroy(stage);
+        return status;
+    }
+    *out = stage;
+    return SMP_OK;
+}
+
+void
+smp_stage_destroy(smp_stage *stage)
+{
+    if (stage != NULL) {
+        smp_sequence_destroy(stage->sequence);
+        smp_lineup_destroy(stage->lineup);
+        free(stage);
+    }
+}
+
+void
+smp_stage_begin(smp_stage *stage, uint32_t step)
+{
+    stage->step = step;
+    smp_lineup_begin(stage->lineup);
+    if (stage->sequence != NULL) {
+        smp_sequence_begin(stage->sequence);
+    }
+    stage->completed = 0;
+    stage->in_order = false;
+    stage->one_failed = false;
+}
+
+const smp_lineup *
+smp_stage_lineup(const smp_stage *stage)
+{
+    return stage->lineup;
+}
+
+smp_sequence *
+smp_stage_sequence(smp_stage *stage)
+{
+    return stage->sequence;
+}
+
+/* Of one that has gone server/control.c hears otherwise. */
+static void
+send_to_others(smp_stage *stage, const void *bytes, size_t nbytes)
+{
+    for (int p = 0; p < stage->grid.pipelines; p++) {
+        if (p != stage->grid.pipeline) {
+            (void)smp_comm_send(stage->comm, smp_grid_in_stage(&stage->grid, p), bytes,
+                                nbytes, NULL, 0);
+        }
+    }
+}
+
+smp_status
+smp_stage_issue(smp_stage *stage, const smp_key *key)
+{
+    struct {
+        smp_envelope envelope;
+        smp_key      key;
+    } message = {{.kind = SMP_MSG_KEY, .step = stage->step}, *key};
+
+    if (smp_lineup_issue(stage->lineup, key) != SMP_OK) {
+        return SMP_ERR_NO_MEMORY;
+    }
+    if (stage->grid.pipeline == 0 && stage->sequence == NULL) {
+        send_to_others(stage, &message, sizeof(message));
+    }
+    return SMP_OK;
+}
+
+void
+smp_stage_complete(smp_stage *stage)
+{
+    stage->completed++;
+}
+
+uint64_t
+smp_stage_completed(const smp_stage *stage)
+{
+    return stage->completed;
+}
+
+void
+smp_stage_tell_runs(smp_stage *stage)
+{
+    struct {
+        smp_envelope      envelope;
+        smp_sequence_word word;
+    } message = {.envelope = {.kind = SMP_MSG_RUNS, .step = stage->step}};
+
+    if (stage->sequence != NULL && smp_sequence_tell(stage->sequence, &message.word)) {
+        send_to_others(stage, &message, sizeof(message));
+    }
+}
+
+void
+smp_stage_end(smp_stage *stage, bool failed)
+{
+    smp_envelope word = {.kind = SMP_MSG_ISSUED,
+                         .flags = failed ? SMP_FLAG_FAILED : 0,
+                         .step = stage->step,
+                         .call = smp_lineup_issued(stage->lineup)};
+
+    if (smp_lineup_has_ended(stage->lineup, stage->grid.pipeline)) {
+        return;
+    }
+    if (!failed) {
+        smp_stage_tell_runs(stage);
+    }
+    stage->in_order = !failed;
+    smp_lineup_end(stage->lineup, stage->grid.pipeline, word.call);
+    send_to_others(stage, &word, sizeof(word));
+}
+
+/* tp_rank 0 has issued a collective. */
+static smp_status
+hear_key(smp_stage *stage, const smp_message *message)
+{
+    smp_key key;
+
+    if (message->nbytes != sizeof(smp_envelope) + sizeof(key) ||
+        stage->grid.pipeline == 0 || stage->sequence != NULL) {
+        return SMP_ERR_MALFORMED;
+    }
+    memcpy(&key, message->bytes + sizeof(smp_envelope), sizeof(key));
+    key.path[sizeof(key.path) - 1] = '\0';
+    return smp_lineup_hear(stage->lineup, &key);
+}
+
+/* The leader of the sequence has run something. */
+static smp_status
+hear_runs(smp_stage *stage, const smp_message *message)
+{
+    smp_sequence_word word;
+
+    if (message->nbytes != sizeof(smp_envelope) + sizeof(word) ||
+        stage->sequence == NULL) {
+        return SMP_ERR_MALFORMED;
+    }
+    memcpy(&word, message->bytes + sizeof(smp_envelope), sizeof(word));
+    return smp_sequence_hear(stage->sequence, &word);
+}
+
+/* One of the others makes no more collectives. */
+static smp_status
+hear_issued(smp_stage *stage, const smp_message *message)
+{
+    const smp_envelope *e = smp_message_envelope(message);
+    const int           pipeline = smp_grid_pipeline_of(&stage->grid, message->source);
+
+    if (pipeline == stage->grid.pipeline) {
+        return SMP_ERR_MALFORMED;
+    }
+    stage->one_failed = stage->one_failed || (e->flags & SMP_FLAG_FAILED) != 0;
+    smp_lineup_end(stage->lineup, pipeline, e->call);
+    return SMP_OK;
+}
+
+smp_status
+smp_stage_hear(smp_stage *stage, const smp_message *message)
+{
+    switch ((smp_msg_kind)smp_message_envelope(message)->kind) {
+    case SMP_MSG_KEY:
+        return hear_key(stage, message);
+    case SMP_MSG_RUNS:
+        return hear_runs(stage, message);
+    case SMP_MSG_ISSUED:
+        return hear_issued(stage, message);
+    default:
+        return SMP_ERR_MALFORMED;
+    }
+}
+
+bool
+smp_stage_one_failed(const smp_stage *stage)
+{
+    return stage->one_failed;
+}
+
+bool
+smp_stage_ended_in_order(const smp_stage *stage)
+{
+    return stage->in_order;
+}

@@ -1,0 +1,75 @@
+"""What a traced run computes on instead of the model's own tensors."""
+
+import contextlib
+import mmap
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def as_meta(value: Any) -> Any:
+    """A meta tensor like ``value``, also in a list; what is no tensor stays."""
+    if isinstance(value, Tensor) and not value.is_meta:
+        return torch.empty_strided(
+            value.shape, value.stride(), dtype=value.dtype, device="meta"
+        )
+    if type(value) in (list, tuple):
+        return type(value)(as_meta(v) for v in value)
+    return value
+
+
+def meta_parameter(parameter: nn.Parameter) -> nn.Parameter:
+    """A meta parameter like it."""
+    return nn.Parameter(as_meta(parameter.detach()), requires_grad=parameter.requires_grad)
+
+
+_LARGE_BYTES = 1 << 20  # a mapping of its own is worth it from there
+
+
+@contextlib.contextmanager
+def on_zeros(roots: Sequence[nn.Module]) -> Iterator[None]:
+    """In the block the models have zeros for their meta tensors.
+
+    A model that does not fit in memory can be run on them.
+    """
+    zeros: dict[int, Tensor] = {}  # by id of the tensor that they are there for
+    places = [
+        (module, held, name, tensor)
+        for module in {id(m): m for root in roots for m in root.modules()}.values()
+        for held in (module._parameters, module._buffers, module.__dict__)
+        for name, tensor in held.items()
+        if isinstance(tensor, Tensor) and tensor.is_meta
+    ]
+    for _, _, _, tensor in places:
+        if id(tensor) not in zeros:
+            made = _zeros(tensor)
+            if isinstance(tensor, nn.Parameter):
+                made = nn.Parameter(made, requires_grad=tensor.requires_grad)
+            zeros[id(tensor)] = made
+
+    def put(module: nn.Module, held: dict, name: str, tensor: Tensor) -> None:
+        if held is module.__dict__:  # also a parameter, which setattr would register
+            held[name] = tensor
+        else:
+            setattr(module, name, tensor)  # nn.LSTM keeps a list too
+
+    for module, held, name, tensor in places:
+        put(module, held, name, zeros[id(tensor)])
+    try:
+        yield
+    finally:
+        for place in places:
+            put(*place)
+
+
+def _zeros(tensor: Tensor) -> Tensor:
+    """Zeros of its shape and dtype, of memory that is there when it is written to.
+
+    Until then all its pages are one that the system has for that.  torch.zeros writes.
+    """
+    if tensor.nbytes < _LARGE_BYTES:
+        return torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu")
+    memory = mmap.mmap(-1, tensor.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=tensor.dtype).view(tensor.shape)
