@@ -157,6 +157,8 @@ class Watch:
     def __init__(self, model: nn.Module, monkeypatch: pytest.MonkeyPatch):
         self.bytes: list[int] = []
         self.in_backward: list[bool] = []
+        # Held, so that nothing new lies there: Gloo's thread may let go of the last step's
+        # buckets at any later time.
         self._before = self._live(model)
         all_reduce = dist.all_reduce
 
@@ -164,15 +166,15 @@ class Watch:
             if tensor.is_floating_point():
                 live = self._live(model)
                 self.bytes.append(
-                    sum(size for place, size in live.items() if place not in self._before)
+                    sum(s.nbytes() for place, s in live.items() if place not in self._before)
                 )
                 self.in_backward.append(any(p.grad is None for p in model.parameters()))
             return all_reduce(tensor, *args, **kwargs)
 
         monkeypatch.setattr(reduction.dist, "all_reduce", watched)
 
-    def _live(self, model: nn.Module) -> dict[int, int]:
-        """Bytes by address, of tensors that are no parameters, gradients or activations."""
+    def _live(self, model: nn.Module) -> dict[int, torch.UntypedStorage]:
+        """Memory by address, of tensors that are no parameters, gradients or activations."""
         own = {
             t.untyped_storage().data_ptr()
             for p in model.parameters()
@@ -184,7 +186,7 @@ class Watch:
             if type(one) is Tensor and one.grad_fn is None and one.numel() >= SIDE:
                 storage = one.untyped_storage()
                 if storage.data_ptr() not in own:
-                    live[storage.data_ptr()] = storage.nbytes()
+                    live[storage.data_ptr()] = storage
         return live
 
 
