@@ -817,8 +817,8 @@ def test_a_work_that_fails_to_complete_is_the_only_one(tmp_path, monkeypatch):
         group = dist.group.WORLD
         told = []
         monkeypatch.setattr(threading, "excepthook", told.append)
-        order = group._group.order(BARRIER, None, None, 0, 0, 1.0, None, None, 0.0)
-        group._ranks.issue(order, Failing(order))
+        item = group._group.work_item(BARRIER, None, None, 0, 0, 1.0, None, None, 0.0)
+        group._ranks.issue(item, Failing(item))
         over = threading.Event()
         future = dist.all_reduce(torch.ones(1), async_op=True).get_future()
         future.add_done_callback(lambda _: over.set())

@@ -332,9 +332,9 @@ USES = {
 }
 
 
-def collecting(use, owner: int) -> smp.DistributedModel:
+def collecting(use, owner: int, made: type = Collecting) -> smp.DistributedModel:
     smp.init({"pipeline_parallel_degree": 2, "microbatches": 2})
-    net = Collecting(use)
+    net = made(use)
     smp.set_partition(net, 0)
     smp.set_partition(net.child, owner)
     return smp.DistributedModel(net)
@@ -351,6 +351,33 @@ def test_what_a_module_put_in_its_containers_its_parent_cannot_read(name):
 @pytest.mark.parametrize("name", USES)
 def test_containers_are_read_where_both_are_on_one_rank(name):
     step(collecting(USES[name], 0), torch.ones(4, 3))
+
+
+class Emptying(Collecting):
+    """Gives its child new containers; reads them after the call, or before it."""
+
+    def forward(self, x):
+        self.child.losses, self.child.stats, self.child.seen = [], {}, set()
+        if not self.after:
+            assert not self.use(self.child)
+        y = self.child(self.near(x))
+        return y + self.use(self.child) if self.after else y
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("owner", [0, 1])
+@pytest.mark.parametrize("name", USES)
+def test_containers_that_a_parent_has_set_are_its_own_until_the_call(name, owner, after):
+    use = {**USES, "losses": lambda child: sum(child.losses)}[name]
+    model = collecting(use, owner, Emptying)
+    model.module.after = after
+    if owner and after:
+        with pytest.raises(RuntimeError, match=f"'child.{name}' changes when .* was read here"):
+            step(model, torch.ones(4, 3))
+    else:
+        for _ in range(2):
+            step(model, torch.ones(4, 3))
 
 
 def puts_in(child):

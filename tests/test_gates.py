@@ -83,6 +83,51 @@ def test_buffers_change_in_the_order_of_microbatches(how, owner):
             assert type(copied) is Norm and torch.equal(copied.seen, gated.norm.seen)
 
 
+class Tells(Norm):
+    """In evaluation: how many microbatches have trained it."""
+
+    def forward(self, x):
+        return super().forward(x) if self.training else x * 0 + len(self.seen)
+
+
+class Switching(nn.Module):
+    """Evaluates ``norm`` before it trains it; all but number 2 take a way round before."""
+
+    def __init__(self):
+        super().__init__()
+        self.far = nn.Linear(WIDTH, WIDTH)
+        self.norm = Tells()
+
+    def forward(self, x):
+        if x[0, 0] != 2:
+            x = x + 0 * self.far(x)
+        self.norm.eval()
+        trained = self.norm(x)
+        self.norm.train()
+        return trained + 0 * self.norm(x)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("owner", [0, 1])
+def test_a_module_that_a_step_evaluates_and_trains_is_passed_in_order_in_both(owner):
+    begin(microbatches=4, active_microbatches=4)
+    net = Switching()
+    smp.set_partition(net, 0)
+    smp.set_partition(net.far, 1)
+    smp.set_partition(net.norm, owner)
+    model = smp.DistributedModel(net)
+
+    @smp.step
+    def step(model, x):
+        y = model(x)
+        model.backward(y.sum())
+        return y
+
+    for number in range(2):
+        out = step(model, torch.arange(4.0).repeat_interleave(2)[:, None].expand(8, WIDTH))
+        assert [y[0, 0].item() for y in out.outputs] == [4 * number + n for n in range(4)]
+
+
 class Counted(nn.Module):
     """Tells ``Held`` that microbatch 1 has come here."""
 

@@ -12,7 +12,7 @@
 
 /* A thread holding one of these may take only those further down. */
 typedef enum {
-    SMP_LOCK_ORDERS,   /* comm: the queues of the groups                */
+    SMP_LOCK_QUEUES,   /* comm: the queues of the groups                */
     SMP_LOCK_MAILBOX,  /* comm: tensors from rank to rank               */
     SMP_LOCK_PEER,     /* comm: what is on its way to one peer          */
     SMP_LOCK_ARENA,    /* comm: the own arena's books                   */

@@ -400,13 +400,21 @@ smp_control_read(smp_control *control)
 }
 
 void
-smp_control_hear(smp_control *control)
+smp_control_hear(smp_control *control, int64_t timeout_ns)
 {
-    smp_message *message;
+    const int64_t deadline = smp_clock_deadline(timeout_ns);
 
-    while (!smp_control_has_end(control) &&
-           smp_comm_receive(control->parts.comm, 0, &message) == SMP_OK) {
-        count_in(control, message);
+    while (!control->failed && !smp_control_has_end(control)) {
+        const int64_t left = deadline - smp_clock_ns();
+        smp_message  *message;
+        smp_status    status =
+            smp_comm_receive(control->parts.comm, left > 0 ? left : 0, &message);
+
+        if (status == SMP_OK) {
+            count_in(control, message);
+        } else if (status != SMP_ERR_INTERRUPTED) { /* woken: messages may be there */
+            return;
+        }
     }
 }
 

@@ -76,8 +76,9 @@ void smp_control_set_turns(smp_control *control, smp_turns *turns);
 /* Reads what is there. */
 void smp_control_read(smp_control *control);
 
-/* The same without a failure of this step, where the comm comes to its end. */
-void smp_control_hear(smp_control *control);
+/* The same, and what arrives within timeout_ns, until the step has failed.  No failure
+ * of this step where the comm comes to its end. */
+void smp_control_hear(smp_control *control, int64_t timeout_ns);
 
 /* Nothing can run here before a message comes: says so to who has asked, waits for one,
  * and looks for a deadlock, or for a rank that has left, when none comes. */

@@ -705,9 +705,9 @@ smp_server_all_ended_in_order(const smp_server *server)
 }
 
 void
-smp_server_hear(smp_server *server)
+smp_server_hear(smp_server *server, int64_t timeout_ns)
 {
-    smp_control_hear(server->control);
+    smp_control_hear(server->control, timeout_ns);
 }
 
 void

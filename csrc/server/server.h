@@ -145,8 +145,9 @@ bool smp_server_all_ended_in_order(const smp_server *server);
  * main thread. */
 void smp_server_leave_out(smp_server *server, uint32_t step);
 
-/* Reads what has arrived: the step may have failed elsewhere already. */
-void smp_server_hear(smp_server *server);
+/* Reads what has arrived, or does within timeout_ns: the step may have failed elsewhere
+ * already. */
+void smp_server_hear(smp_server *server, int64_t timeout_ns);
 
 /* Ends the step when the task that runs comes to its end or waits.  For check_signals
  * to call before it gives back what workers need to go on; false does it too, later.

@@ -466,14 +466,14 @@ class ProcessGroup(dist.ProcessGroup):
         rest = (reduction, root, factor, *counts, self._limit(opts), 0, assumed)
         waits = not opts.asyncOp and self._coalesced is None
         in_task = waits and self.gives_way is not None and _core.current() is not None
-        begin = self._group.run if waits and not in_task else self._group.order
+        begin = self._group.run if waits and not in_task else self._group.work_item
         try:
             try:
-                order = begin(operation, inputs, outputs, *rest)
+                item = begin(operation, inputs, outputs, *rest)
             except BufferError:
                 given, outputs = outputs, outputs and [dense.dense(t) for t in outputs]
                 inputs = inputs and [dense.dense(t) for t in inputs]
-                order = begin(operation, inputs, outputs, *rest)
+                item = begin(operation, inputs, outputs, *rest)
                 results = given if results is None else results
                 if not _only_reads(operation, root, self._rank):
                     finish = dense.copied_back(outputs or (), given or (), finish)
@@ -482,20 +482,20 @@ class ProcessGroup(dist.ProcessGroup):
         except BaseException:  # of a signal's handler, perhaps
             self._ranks.attend()
             raise
-        if order is None:
+        if item is None:
             if finish is not None:
                 finish()
             return self._over
         work = self._issue(
-            order, Work(order, (outputs if results is None else results) or (), finish)
+            item, Work(item, (outputs if results is None else results) or (), finish)
         )
         if in_task:
             self.gives_way(work)  # type: ignore[misc]
         return work
 
-    def _issue(self, order: _core.Order, work: Work) -> Work:
+    def _issue(self, item: _core.WorkItem, work: Work) -> Work:
         """Begin what somebody waits for later."""
-        self._ranks.issue(order, work)
+        self._ranks.issue(item, work)
         if self._coalesced is not None:
             self._coalesced.append(work)
         if _distributed_c10d._allow_inflight_collective_as_graph_input():
@@ -552,7 +552,7 @@ class ProcessGroup(dist.ProcessGroup):
         limit_s = self._limit(opts)
         try:
             try:
-                order = self._group.gather(inputs, _tuples(outputs), limit_s, waits)
+                item = self._group.gather(inputs, _tuples(outputs), limit_s, waits)
             except BufferError:
                 # Copies back are for this stream, which must know where to wait.
                 copies = [_each(dense.dense, out) for out in outputs]
@@ -565,9 +565,9 @@ class ProcessGroup(dist.ProcessGroup):
         except BaseException:  # of a signal's handler, perhaps
             self._ranks.attend()
             raise
-        if order is None:
+        if item is None:
             return self._over
-        return self._issue(order, DeviceWork(order, device, dense.listed(outputs)))
+        return self._issue(item, DeviceWork(item, device, dense.listed(outputs)))
 
     def _by_nccl(self, name: str, args: tuple) -> dist.Work:
         nccl = self.nccl()

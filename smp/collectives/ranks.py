@@ -171,11 +171,11 @@ class Ranks:
         if not self._groups:
             self.close()
 
-    def issue(self, order: _core.Order, work: Work) -> None:
-        """Begin; the work completes when the order is over, whoever waits for it."""
+    def issue(self, item: _core.WorkItem, work: Work) -> None:
+        """Begin; the work completes when the item is over, whoever waits for it."""
         if not self._threads:
             self._listen()
-        order.issue(work)
+        item.issue(work)
 
     def attend(self) -> None:
         """A signal has ended a wait: what is left of it is let go when it is over."""

@@ -26,7 +26,7 @@ def _are_small(tensors: Sequence[Tensor]) -> bool:
 
 
 class Ended:
-    """In the place of an order that is over and gone."""
+    """In the place of a work item that is over and gone."""
 
     def wait(self, limit_s: float) -> bool:
         return True
@@ -42,16 +42,16 @@ class Work(dist.Work):
     """An operation under way.
 
     Args:
-        order: what the core carries out.
+        item: what the core carries out.
         results: the tensors that it fills.
         finish: what is left to do then, in Python: copies to where results belong.
     """
 
-    _order: Any = Ended()
+    _item: Any = Ended()
     # Most works need none of these.  Who takes an event or a pending future out of the
     # work, which is one step, ends it.
     _completed = False
-    _failure: Exception | None = None  # beside what the order says
+    _failure: Exception | None = None  # beside what the work item says
     _event: profile.Event | None = None
     _future: torch.futures.Future[list[Tensor]] | None = None
     _pending: torch.futures.Future[None] | None = None  # completes the future
@@ -60,12 +60,12 @@ class Work(dist.Work):
 
     def __init__(
         self,
-        order: _core.Order | _core.Receipt,
+        item: _core.WorkItem | _core.Receipt,
         results: Sequence[Tensor] = (),
         finish: Callable[[], None] | None = None,
     ):
         dist.Work.__init__(self)
-        self._order = order
+        self._item = item
         self._results = results
         if finish is not None:
             self._finish = finish
@@ -81,7 +81,7 @@ class Work(dist.Work):
             self._failure = failure.with_traceback(None)  # without what its frames hold
         self._future = self._pending = None
         self._results = self._results if _are_small(self._results) else ()
-        self._order = Ended()
+        self._item = Ended()
         _dropped.append(self)
 
     @property
@@ -90,7 +90,7 @@ class Work(dist.Work):
         return self._pending is not None
 
     def complete(self) -> None:
-        """The order is over: put results in place and complete the future, once."""
+        """The work item is over: put results in place and complete the future, once."""
         if self._finish is not None:
             with self._lock:
                 self._do_finish()
@@ -123,9 +123,9 @@ class Work(dist.Work):
             torch.distributed.DistBackendError: it failed, or did not end in time.
         """
         limit_s = timeout.total_seconds() if timeout else 0
-        if not self._order.wait(limit_s):
-            what = self._order.describe()
-            if what is not None or not self._order.is_over():
+        if not self._item.wait(limit_s):
+            what = self._item.describe()
+            if what is not None or not self._item.is_over():
                 raise dist.DistBackendError(
                     f"smp: {what or 'an operation'}; not over after {limit_s:g} s"
                 )
@@ -137,7 +137,7 @@ class Work(dist.Work):
         self.wait()
 
     def is_completed(self) -> bool:
-        if not self._completed and self._order.is_over():
+        if not self._completed and self._item.is_over():
             self.complete()
         return self._completed
 
@@ -146,7 +146,7 @@ class Work(dist.Work):
 
     def exception(self) -> Exception | None:
         """What went wrong; None while it is under way, too."""
-        if self._failure is not None or self._order.is_over():
+        if self._failure is not None or self._item.is_over():
             try:
                 self._check()
             except Exception as error:
@@ -177,9 +177,9 @@ class Work(dist.Work):
 
     def _check(self) -> None:
         """Raise what went wrong; it is over."""
-        if self._failure is not None:  # also one after which nobody waits for the order
+        if self._failure is not None:  # also one after which nobody waits for the item
             raise self._failure
-        self._order.check()
+        self._item.check()
 
 
 # More than there are operations between DDP's forward, which drops one, and its wait.
@@ -197,15 +197,15 @@ class DeviceWork(Work):
     The core's part is over when all ranks have called it; the copies follow.
 
     Args:
-        order: as above.
+        item: as above.
         device: of this rank.
         results: as above.
     """
 
     def __init__(
-        self, order: _core.Order, device: torch.device, results: Sequence[Tensor] = ()
+        self, item: _core.WorkItem, device: torch.device, results: Sequence[Tensor] = ()
     ):
-        super().__init__(order, results)
+        super().__init__(item, results)
         self._device = device
 
     def __del__(self) -> None:
@@ -214,11 +214,11 @@ class DeviceWork(Work):
     def wait(self, timeout: timedelta | None = None) -> bool:
         """What the current stream is told from now on comes after the copies."""
         super().wait(timeout)
-        self._order.join()
+        self._item.join()
         return True
 
     def is_completed(self) -> bool:
-        return super().is_completed() and self._order.is_done()
+        return super().is_completed() and self._item.is_done()
 
     def _make_pending(self) -> torch.futures.Future[None]:
         """The future is complete when the other ranks have called: its tensors are in order
@@ -228,7 +228,7 @@ class DeviceWork(Work):
     def _value(self, _: Any) -> list[Tensor]:
         """In a stream that the future gives its callbacks."""
         self._check()
-        self._order.join()
+        self._item.join()
         return list(self._results)
 
 
@@ -309,9 +309,9 @@ class Received(Work):
         if self._failure is not None:
             raise self._failure
         limit_s = timeout.total_seconds() if timeout else self._timeout_s
-        if not self._wait(limit_s) and (timeout or not self._order.withdraw()):
+        if not self._wait(limit_s) and (timeout or not self._item.withdraw()):
             late = dist.DistBackendError(
-                f"smp: {self._order.describe()}: timed out after {round(limit_s, 3):g} s"
+                f"smp: {self._item.describe()}: timed out after {round(limit_s, 3):g} s"
             )
             if not timeout:  # else who waits may wait again
                 self._failure = late
@@ -325,17 +325,17 @@ class Received(Work):
         """Whether it is over by then; says so where it takes long."""
         rank, report_s = self._reporter
         if not 0 < report_s < limit_s:
-            return self._order.wait(limit_s)
-        if self._order.wait(report_s):
+            return self._item.wait(limit_s)
+        if self._item.wait(report_s):
             return True
         began, next_s = time.monotonic() - report_s, report_s
         while True:
             waited_s = time.monotonic() - began
             if waited_s >= next_s:
-                what = f"{self._order.describe()}; for {waited_s:.1f} s so far"
+                what = f"{self._item.describe()}; for {waited_s:.1f} s so far"
                 print(f"smp: rank {rank}: {what}", file=sys.stderr, flush=True)
                 next_s = 2 * waited_s
-            if self._order.wait(max(min(next_s, limit_s) - waited_s, 1e-3)):
+            if self._item.wait(max(min(next_s, limit_s) - waited_s, 1e-3)):
                 return True
             if time.monotonic() - began >= limit_s:
                 return False
@@ -361,7 +361,7 @@ class Received(Work):
 
     def source_rank(self) -> int:
         """In the group; it is over."""
-        return self._members.index(self._order.source())
+        return self._members.index(self._item.source())
 
     _source_rank = source_rank
 

@@ -8,6 +8,7 @@ changed; what a module's forward changed goes on with its rank's calls.  Between
 rank runs the script, and makes the change itself.
 """
 
+from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -22,6 +23,7 @@ from smp import _core
 Change = tuple[nn.Module | nn.Parameter, str, Any]
 
 REQUIRES_GRAD = "requires_grad"
+CONTAINERS = (list, dict, set, deque)  # that code changes without setting an attribute
 _ABSENT = object()
 
 Changes = dict[tuple[int, str], Change]  # by id of the object, and name
@@ -30,6 +32,7 @@ _made: dict[int, Changes] = {}  # by microbatch under way
 _kept: Changes = {}  # of microbatches, and by modules in steps, that are over
 _names: set[tuple[int, str]] = set()  # what _made has, or had in this step
 _touched: set[tuple[int, int, str]] = set()  # microbatch and key: set in this step
+_sent: set[tuple[int, int, str]] = set()  # ... and, a container, gone with a call since
 
 
 def note(target: nn.Module | nn.Parameter, name: str, value: Any, before: Any) -> None:
@@ -40,6 +43,7 @@ def note(target: nn.Module | nn.Parameter, name: str, value: Any, before: Any) -
         _kept.pop(key, None)
         return
     _touched.add((at, *key))
+    _sent.discard((at, *key))
     if value is before and key not in _names and key not in _kept:
         return
     _names.add(key)
@@ -47,10 +51,17 @@ def note(target: nn.Module | nn.Parameter, name: str, value: Any, before: Any) -
 
 
 def noted(target: nn.Module | nn.Parameter, name: str) -> bool:
-    """Whether the task that asks has set the attribute, or a microbatch that is over."""
+    """Whether the task that asks has set the attribute, or a microbatch that is over.
+
+    Not a container that the module may have changed since, on its own rank.
+    """
     at = _core.current() if _touched or _kept else None
+    if at is None:
+        return False
     key = (id(target), name)
-    return at is not None and (key in _kept or (at, *key) in _touched)
+    if (at, *key) in _touched:
+        return (at, *key) not in _sent
+    return key in _kept and not isinstance(_kept[key][2], CONTAINERS)
 
 
 def travelling() -> tuple[Change, ...]:
@@ -58,7 +69,11 @@ def travelling() -> tuple[Change, ...]:
     at = _core.current() if _made or _kept else None
     if at is None:
         return ()
-    return tuple((_kept | _made.get(at, {})).values())
+    mine = _made.get(at, {})
+    for key, (_, _, value) in mine.items():
+        if isinstance(value, CONTAINERS):
+            _sent.add((at, *key))
+    return tuple((_kept | mine).values())
 
 
 def returned(microbatch: int) -> None:
@@ -74,6 +89,7 @@ def forget() -> None:
     _kept.clear()
     _names.clear()
     _touched.clear()
+    _sent.clear()
 
 
 def forget_others(models: Iterable[nn.Module]) -> None:
@@ -92,6 +108,7 @@ def finish() -> None:
         returned(microbatch)
     _names.clear()
     _touched.clear()
+    _sent.clear()
 
 
 def told() -> tuple[Change, ...]:

@@ -10,7 +10,6 @@ module reads there is what the forward of the same microbatch has set.
 """
 
 import functools
-from collections import deque
 from collections.abc import Collection
 from typing import Any
 
@@ -142,7 +141,7 @@ def warn_of_shared(
     for path, of_module in names.items():
         for name in of_module:
             value = named[path].__dict__.get(name)
-            if isinstance(value, list | dict | set | deque):
+            if isinstance(value, changes.CONTAINERS):
                 at, its = first.setdefault(id(value), (path, name))
                 if rank_of[at] != rank_of[path]:
                     mine, theirs = f"{path}.{name}".lstrip("."), f"{at}.{its}".lstrip(".")

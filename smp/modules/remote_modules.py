@@ -134,12 +134,21 @@ _passing = _Passing()
 
 
 def through_gate(module: nn.Module, call: Callable, *args: Any, **kwargs: Any) -> Any:
-    """Call it when it is the microbatch's turn at the module's gate, if it has one."""
+    """Call it when it is the microbatch's turn at the module's gate, if it has one.
+
+    In evaluation it changes nothing: that goes past the gate, unless a step also trains it.
+    """
     gate = module.__dict__.get(stand_ins.GATE)
-    if gate is None or not module.training or gate in _passing.gates:
+    if gate is None or gate in _passing.gates:
         return call(*args, **kwargs)
+    switches = stand_ins.SWITCHES in module.__dict__
+    if not module.training and not switches:
+        return call(*args, **kwargs)
+    modes = [(one, one.training) for one in module.modules()] if switches else []
     if not _core.await_turn(gate):
         return call(*args, **kwargs)
+    for one, training in modes:  # another microbatch may have switched them meanwhile
+        one.training = training
     _passing.gates.add(gate)
     try:
         return call(*args, **kwargs)
@@ -162,7 +171,17 @@ def gated(cls: type[nn.Module]) -> dict[str, Any]:
     def forward(self, *args, **kwargs):
         return through_gate(self, cls.forward, self, *args, **kwargs)
 
-    return {"__call__": __call__, "forward": forward, "_smp_original_class": cls}
+    def __setattr__(self, name, value):
+        if name == "training" and _core.current() is not None and value != self.training:
+            self.__dict__[stand_ins.SWITCHES] = True  # for good
+        cls.__setattr__(self, name, value)
+
+    return {
+        "__call__": __call__,
+        "forward": forward,
+        "__setattr__": __setattr__,
+        "_smp_original_class": cls,
+    }
 
 
 def make_entries(

@@ -18,9 +18,10 @@ from torch import nn
 # What a module with such a class has in its __dict__ for it.  It belongs to this job and
 # does not go into copies and pickles.
 GATE = "_smp_gate"
+SWITCHES = "_smp_switches"
 RUNS = "_smp_runs"
 CHECKPOINTING = "_smp_checkpointing"
-_OURS = (GATE, RUNS, CHECKPOINTING)
+_OURS = (GATE, SWITCHES, RUNS, CHECKPOINTING)
 
 # A method of classes whose instances cannot be copied or pickled: it raises why.
 REFUSES_COPIES = "_smp_refuses_copies"

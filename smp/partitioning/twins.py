@@ -26,6 +26,9 @@ def meta_parameter(parameter: nn.Parameter) -> nn.Parameter:
 
 
 _LARGE_BYTES = 1 << 20  # a mapping of its own is worth it from there
+# Linux refuses at once what is more than the machine has, unless told so.  Python names it
+# from 3.13 on; the number is that of x86, Arm, RISC-V and s390.  [linux/mman.h]
+_MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 
 
 @contextlib.contextmanager
@@ -33,6 +36,9 @@ def on_zeros(roots: Sequence[nn.Module]) -> Iterator[None]:
     """In the block the models have zeros for their meta tensors.
 
     A model that does not fit in memory can be run on them.
+
+    Raises:
+        RuntimeError: there is no address space for them.
     """
     zeros: dict[int, Tensor] = {}  # by id of the tensor that they are there for
     places = [
@@ -68,8 +74,19 @@ def _zeros(tensor: Tensor) -> Tensor:
     """Zeros of its shape and dtype, of memory that is there when it is written to.
 
     Until then all its pages are one that the system has for that.  torch.zeros writes.
+
+    Raises:
+        RuntimeError: no address space.
     """
     if tensor.nbytes < _LARGE_BYTES:
         return torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu")
-    memory = mmap.mmap(-1, tensor.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+    try:
+        memory = mmap.mmap(-1, tensor.nbytes, flags=flags)
+    except OSError as error:
+        raise RuntimeError(
+            f"smp: no address space for zeros in the place of a tensor of {tensor.nbytes} "
+            f"bytes ({error}): raise the limit of `ulimit -v` or vm.overcommit_memory, give "
+            "the model its values before its first step, or set skip_tracing"
+        ) from error
     return torch.frombuffer(memory, dtype=tensor.dtype).view(tensor.shape)

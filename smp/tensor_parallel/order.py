@@ -37,6 +37,7 @@ from smp.collectives.process_group import ProcessGroup
 from smp.tensor_parallel import step_end
 
 _LOOK_S = 0.1  # between two looks for signals
+_HEAR_S = 1.0  # for word of a failure that another rank has heard of already
 
 
 class Call:
@@ -106,7 +107,12 @@ class Call:
             work.get_future().add_done_callback(turn)
         turn.wait()
         if work is not None:
-            work.wait()
+            try:
+                work.wait()
+            except Exception as error:
+                if step_end.is_mismatch(error):
+                    _core.hear_failure(_HEAR_S)
+                raise
 
 
 _BACKWARD = _core.phases.index("backward")

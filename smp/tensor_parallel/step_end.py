@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from smp import ranks
 
-_MISMATCH = "[SMP_ERR_MISMATCH]"
+_MISMATCH = "[SMP_ERR_MISMATCH]"  # as csrc/comm says that ranks called other operations
 
 _is_over = False  # whether this step has met the other ranks' failure
 
@@ -69,6 +69,11 @@ def together(group: dist.ProcessGroup | None) -> Iterator[None]:
         raise
 
 
+def is_mismatch(error: Exception) -> bool:
+    """Whether a collective failed because another rank called another operation."""
+    return _MISMATCH in str(error)
+
+
 def hear(path: str, error: Exception) -> None:
     """A collective of the module at ``path`` has failed: what it means if the ranks' differ.
 
@@ -76,7 +81,7 @@ def hear(path: str, error: Exception) -> None:
         PeerFailed: they do.
     """
     global _is_over
-    if _MISMATCH in str(error):
+    if is_mismatch(error):
         _is_over = True
         raise PeerFailed(
             f"smp: {path}: this rank met another rank of its group that had failed, or that "

@@ -20,11 +20,11 @@ typedef struct {
 } line;
 
 typedef struct {
-    smp_order order;
-    smp_call  call;
-    int32_t   value;
-    int32_t   want;
-    bool      announced;
+    smp_work_item item;
+    smp_call      call;
+    int32_t       value;
+    int32_t       want;
+    bool          announced;
 } sum;
 
 /* All ranks, all but the first, all but the last, the first and the last. */
@@ -80,27 +80,27 @@ issue(const world *w, const line *l, sum *s, bool announced)
                          .count = 1,
                          .in = &s->value,
                          .out = &s->value};
-    s->order.calls = &s->call;
-    s->order.ncalls = 1;
-    smp_order_issue(&s->order, l->queue, announced);
+    s->item.calls = &s->call;
+    s->item.ncalls = 1;
+    smp_work_item_issue(&s->item, l->queue, announced);
 }
 
 /* By the only thread of the rank; what is announced is heard of by it, too. */
 static smp_status
 finish(smp_carrier *carrier, sum *s)
 {
-    smp_order *heard;
+    smp_work_item *heard;
 
-    while (!smp_order_wait_alone(&s->order, smp_clock_ns() + SMP_NS_PER_MS, 0)) {
+    while (!smp_work_item_wait_alone(&s->item, smp_clock_ns() + SMP_NS_PER_MS, 0)) {
     }
     if (s->announced) {
         (void)smp_carrier_finished(carrier, &heard);
     }
-    if (s->order.status != SMP_OK) {
-        fprintf(stderr, "%s\n", s->order.error != NULL ? s->order.error : "");
-        smp_order_fini(&s->order);
+    if (s->item.status != SMP_OK) {
+        fprintf(stderr, "%s\n", s->item.error != NULL ? s->item.error : "");
+        smp_work_item_fini(&s->item);
     }
-    return s->order.status;
+    return s->item.status;
 }
 
 /* The same calls on all ranks, in one order; what is waited for when is each rank's
@@ -153,11 +153,12 @@ TEST_RANK(programs_that_come_to_their_end_are_left_to_it)
      * opposite order. */
     if (w->rank == 0 || w->rank == w->size - 1) {
         issue(w, &lines[w->rank == 0 ? 0 : 3], &last, false);
-        while (!smp_order_wait_alone(&last.order, smp_clock_ns() + SMP_NS_PER_MS, 0)) {
+        while (
+            !smp_work_item_wait_alone(&last.item, smp_clock_ns() + SMP_NS_PER_MS, 0)) {
         }
-        CHECK_STATUS(last.order.status, SMP_ERR_DEADLOCK);
-        CHECK(strstr(last.order.error, "deadlock: waits for rank ") != NULL);
-        smp_order_fini(&last.order);
+        CHECK_STATUS(last.item.status, SMP_ERR_DEADLOCK);
+        CHECK(strstr(last.item.error, "deadlock: waits for rank ") != NULL);
+        smp_work_item_fini(&last.item);
     }
     w->barrier(w);
     for (int g = 0; g < GROUPS; g++) {

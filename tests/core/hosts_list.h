@@ -275,15 +275,15 @@ wait_for_each_other(world *w, bool comes)
     bool             is_first = w->rank == 0;
     smp_group_config config = {
         .ranks = ranks, .size = 2, .timeout_ns = WORLD_DEADLINE_NS};
-    smp_call     call = {.operation = SMP_BARRIER};
-    smp_order    own = {.calls = &call, .ncalls = 1};
-    smp_order    other = {.calls = &call, .ncalls = 1};
-    smp_order   *finished;
-    char         want[160];
-    int          failed;
-    smp_carrier *carrier;
-    smp_group   *groups[2];
-    smp_queue   *queues[2];
+    smp_call       call = {.operation = SMP_BARRIER};
+    smp_work_item  own = {.calls = &call, .ncalls = 1};
+    smp_work_item  other = {.calls = &call, .ncalls = 1};
+    smp_work_item *finished;
+    char           want[160];
+    int            failed;
+    smp_carrier   *carrier;
+    smp_group     *groups[2];
+    smp_queue     *queues[2];
 
     if (!is_first && w->rank != w->size - 1) {
         w->barrier(w);
@@ -297,14 +297,14 @@ wait_for_each_other(world *w, bool comes)
         CHECK_STATUS(smp_queue_create(carrier, groups[g], &queues[g]), SMP_OK);
     }
     if (comes && !is_first) {
-        smp_order_issue(&other, queues[0], true);
+        smp_work_item_issue(&other, queues[0], true);
     }
-    smp_order_issue(&own, queues[is_first ? 0 : 1], false);
-    while (!smp_order_wait_alone(&own, smp_clock_ns() + 50 * SMP_NS_PER_MS, 0)) {
+    smp_work_item_issue(&own, queues[is_first ? 0 : 1], false);
+    while (!smp_work_item_wait_alone(&own, smp_clock_ns() + 50 * SMP_NS_PER_MS, 0)) {
     }
     if (comes && is_first) {
-        smp_order_issue(&other, queues[1], false);
-        CHECK(smp_order_wait(&other, SMP_NEVER));
+        smp_work_item_issue(&other, queues[1], false);
+        CHECK(smp_work_item_wait(&other, SMP_NEVER));
     }
     CHECK_STATUS(own.status, comes ? SMP_OK : SMP_ERR_DEADLOCK);
     if (comes && !is_first) {
@@ -322,7 +322,7 @@ wait_for_each_other(world *w, bool comes)
             return 1;
         }
     }
-    smp_order_fini(&own);
+    smp_work_item_fini(&own);
     w->barrier(w);
     for (int g = 0; g < 2; g++) {
         smp_queue_destroy(queues[g]);

@@ -1,6 +1,6 @@
 /* The hand-overs between ranks and threads, in every order of their steps: queue in
  * shared memory, doorbell, kicks of the progress thread; what a server runs next of
- * what has come; modules' collectives; members of a group in steps; orders;
+ * what has come; modules' collectives; members of a group in steps; work items;
  * posted receives.  Spec: csrc/comm/memory/ring.h, csrc/comm/memory/doorbell.h,
  * csrc/comm/comm.h, csrc/server/choice.h and lineup.h,
  * csrc/comm/collective/intra_host/epoch_barrier.h, queue.h and mailbox.h.
@@ -237,8 +237,8 @@ add_to_word_1(void)
     }
 }
 
-/* Two threads that write one word three times each: 6! / (3! 3!) orders.  A third that
- * writes another word adds none. */
+/* Two threads that write one word three times each: 6! / (3! 3!) orders.  A third
+ * that writes another word adds none. */
 TEST(orders_that_differ_are_tried_once_each)
 {
     static const exploration what = {.set_up = make_words,
@@ -842,12 +842,13 @@ RIGHT(a_member_that_dies_at_any_step_is_noticed, .set_up = make_two_members,
                   {"member 1", member_1_until_the_loss, false}},
       .check = nothing, .timers = true)
 
-/* --------------------------------------------------------------------------- orders */
+/* --------------------------------------------------------------------------- work
+ * items */
 
-static smp_carrier *the_carrier;
-static smp_queue   *the_queue;
-static smp_order    orders[2];
-static int          carried_out; /* calls of the group that follows */
+static smp_carrier  *the_carrier;
+static smp_queue    *the_queue;
+static smp_work_item items[2];
+static int           carried_out; /* calls of the group that follows */
 
 /* A group whose operations are over at once, one at a time. */
 smp_status
@@ -922,10 +923,10 @@ make_carrier(void)
     static const smp_call call = {.operation = SMP_BARRIER};
 
     carried_out = 0;
-    memset(orders, 0, sizeof(orders));
+    memset(items, 0, sizeof(items));
     for (int i = 0; i < 2; i++) {
-        orders[i].calls = &call;
-        orders[i].ncalls = 1;
+        items[i].calls = &call;
+        items[i].ncalls = 1;
     }
     want(smp_carrier_create(&the_carrier) == SMP_OK, "no carrier");
     want(smp_queue_create(the_carrier, NULL, &the_queue) == SMP_OK, "no queue");
@@ -934,19 +935,19 @@ make_carrier(void)
 static void
 issue_announced(void)
 {
-    smp_order_issue(&orders[0], the_queue, true);
-    smp_order_issue(&orders[1], the_queue, true);
+    smp_work_item_issue(&items[0], the_queue, true);
+    smp_work_item_issue(&items[1], the_queue, true);
 }
 
 static void
 hear_of_both(void)
 {
     for (int i = 0; i < 2; i++) {
-        smp_order *finished = NULL;
+        smp_work_item *finished = NULL;
 
         want(smp_carrier_finished(the_carrier, &finished) == SMP_OK, "closed");
-        want(finished == &orders[i], "out of order");
-        want(smp_order_is_over(finished), "not over");
+        want(finished == &items[i], "out of order");
+        want(smp_work_item_is_over(finished), "not over");
     }
 }
 
@@ -965,15 +966,15 @@ RIGHT(announced_orders_are_carried_out_and_heard_of, .set_up = make_carrier,
 static void
 issue_and_wait(void)
 {
-    smp_order_issue(&orders[0], the_queue, false);
-    want(smp_order_wait(&orders[0], SMP_NEVER), "not over");
+    smp_work_item_issue(&items[0], the_queue, false);
+    want(smp_work_item_wait(&items[0], SMP_NEVER), "not over");
 }
 
 static void
 issue_announced_and_wait(void)
 {
-    smp_order_issue(&orders[1], the_queue, true);
-    want(smp_order_wait(&orders[1], SMP_NEVER), "not over");
+    smp_work_item_issue(&items[1], the_queue, true);
+    want(smp_work_item_wait(&items[1], SMP_NEVER), "not over");
 }
 
 RIGHT(waiters_and_the_carrier_share_a_queue, .set_up = make_carrier,
@@ -985,14 +986,14 @@ RIGHT(waiters_and_the_carrier_share_a_queue, .set_up = make_carrier,
 static void
 issue_and_leave(void)
 {
-    smp_order_issue(&orders[0], the_queue, false);
-    smp_order_leave(&orders[0]);
+    smp_work_item_issue(&items[0], the_queue, false);
+    smp_work_item_leave(&items[0]);
 }
 
 static void
 hear_of_one(void)
 {
-    smp_order *finished;
+    smp_work_item *finished;
 
     want(smp_carrier_finished(the_carrier, &finished) == SMP_OK, "closed");
 }
@@ -1006,7 +1007,7 @@ RIGHT(an_order_that_is_left_is_the_carriers, .set_up = make_carrier,
 static void
 issue_one_announced(void)
 {
-    smp_order_issue(&orders[1], the_queue, true);
+    smp_work_item_issue(&items[1], the_queue, true);
 }
 
 RIGHT(what_a_waiter_does_not_carry_out_is_the_carriers, .set_up = make_carrier,
@@ -1019,18 +1020,19 @@ RIGHT(what_a_waiter_does_not_carry_out_is_the_carriers, .set_up = make_carrier,
 static void
 issue_and_end(void)
 {
-    smp_order_issue(&orders[0], the_queue, true);
-    smp_order_issue(&orders[1], the_queue, true);
+    smp_work_item_issue(&items[0], the_queue, true);
+    smp_work_item_issue(&items[1], the_queue, true);
     smp_queue_destroy(the_queue);
-    want(smp_order_is_over(&orders[0]) && smp_order_is_over(&orders[1]), "not over");
+    want(smp_work_item_is_over(&items[0]) && smp_work_item_is_over(&items[1]),
+         "not over");
     smp_carrier_close(the_carrier);
 }
 
 static void
 hear_until_closed(void)
 {
-    smp_order *finished;
-    int        heard = 0;
+    smp_work_item *finished;
+    int            heard = 0;
 
     while (smp_carrier_finished(the_carrier, &finished) == SMP_OK) {
         heard++;

@@ -189,7 +189,7 @@ call(rank *self, int32_t microbatch, int32_t entry, smp_phase phase)
         sched_yield();
     }
     if (self->hears) {
-        smp_server_hear(self->server);
+        smp_server_hear(self->server, 0);
     }
     if (status == SMP_OK) {
         self->inside--;

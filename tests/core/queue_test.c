@@ -1,4 +1,4 @@
-/* Orders of groups, and tensors from rank to rank, on ranks that are processes and
+/* Work items of groups, and tensors from rank to rank, on ranks that are processes and
  * threads.  Spec: csrc/comm/collective/queue.h, csrc/comm/collective/mailbox.h. */
 #define _GNU_SOURCE
 #include "comm/collective/queue.h"
@@ -53,9 +53,9 @@ close_line(line *l)
 
 /* A sum of one number. */
 typedef struct {
-    smp_order order;
-    smp_call  call;
-    int32_t   value;
+    smp_work_item item;
+    smp_call      call;
+    int32_t       value;
 } sum;
 
 static void
@@ -67,8 +67,8 @@ issue_sum(sum *s, line *l, int32_t value, bool announced)
                          .count = 1,
                          .in = &s->value,
                          .out = &s->value};
-    s->order = (smp_order){.calls = &s->call, .ncalls = 1};
-    smp_order_issue(&s->order, l->queue, announced);
+    s->item = (smp_work_item){.calls = &s->call, .ncalls = 1};
+    smp_work_item_issue(&s->item, l->queue, announced);
 }
 
 TEST_RANK(announced_orders_are_carried_out_in_the_order_of_issue)
@@ -84,17 +84,18 @@ TEST_RANK(announced_orders_are_carried_out_in_the_order_of_issue)
         issue_sum(&sums[i], &l, i, true);
     }
     for (int i = 0; i < COUNT; i++) {
-        smp_order *order;
+        smp_work_item *item;
 
-        CHECK_STATUS(smp_carrier_finished(carrier, &order), SMP_OK);
-        CHECK(order == &sums[i].order);
-        CHECK(order->sequence == (uint64_t)i + 1);
-        CHECK_STATUS(order->status, SMP_OK);
+        CHECK_STATUS(smp_carrier_finished(carrier, &item), SMP_OK);
+        CHECK(item == &sums[i].item);
+        CHECK(item->sequence == (uint64_t)i + 1);
+        CHECK_STATUS(item->status, SMP_OK);
         CHECK(sums[i].value == i * w->size);
     }
     close_line(&l);
     smp_carrier_close(carrier);
-    CHECK_STATUS(smp_carrier_finished(carrier, &(smp_order *){NULL}), SMP_ERR_CLOSED);
+    CHECK_STATUS(smp_carrier_finished(carrier, &(smp_work_item *){NULL}),
+                 SMP_ERR_CLOSED);
     smp_carrier_destroy(carrier);
     return 0;
 }
@@ -110,17 +111,18 @@ TEST_RANK(a_waiter_gets_what_was_issued_before_too)
     CHECK_STATUS(smp_carrier_create(&carrier), SMP_OK);
     CHECK_STATUS(open_line(w, carrier, 7, &l), SMP_OK);
     for (int i = 0; i < 200; i++) {
-        smp_order *order;
+        smp_work_item *item;
 
         issue_sum(&first, &l, 1, true);
         issue_sum(&second, &l, 2, false);
         issue_sum(&last, &l, 3, false);
-        CHECK(smp_order_wait(&last.order, SMP_NEVER));
-        CHECK(smp_order_is_over(&first.order) && smp_order_is_over(&second.order));
+        CHECK(smp_work_item_wait(&last.item, SMP_NEVER));
+        CHECK(smp_work_item_is_over(&first.item) &&
+              smp_work_item_is_over(&second.item));
         CHECK(first.value == w->size && second.value == 2 * w->size &&
               last.value == 3 * w->size);
-        CHECK_STATUS(smp_carrier_finished(carrier, &order), SMP_OK);
-        CHECK(order == &first.order);
+        CHECK_STATUS(smp_carrier_finished(carrier, &item), SMP_OK);
+        CHECK(item == &first.item);
     }
     close_line(&l);
     smp_carrier_destroy(carrier);
@@ -139,7 +141,7 @@ TEST_RANK(groups_do_not_wait_for_each_other)
         CHECK_STATUS(open_line(w, carrier, 7 + (uint64_t)g, &lines[g]), SMP_OK);
     }
     for (int i = 0; i < 100; i++) {
-        smp_order *order;
+        smp_work_item *item;
 
         /* Each rank begins with another group: one queue for all would never end. */
         for (int k = 0; k < GROUPS; k++) {
@@ -147,10 +149,10 @@ TEST_RANK(groups_do_not_wait_for_each_other)
 
             issue_sum(&sums[g], &lines[g], g, true);
         }
-        CHECK(smp_order_wait(&sums[i % GROUPS].order, SMP_NEVER));
+        CHECK(smp_work_item_wait(&sums[i % GROUPS].item, SMP_NEVER));
         for (int k = 0; k < GROUPS; k++) {
-            CHECK_STATUS(smp_carrier_finished(carrier, &order), SMP_OK);
-            CHECK_STATUS(order->status, SMP_OK);
+            CHECK_STATUS(smp_carrier_finished(carrier, &item), SMP_OK);
+            CHECK_STATUS(item->status, SMP_OK);
         }
         for (int g = 0; g < GROUPS; g++) {
             CHECK(sums[g].value == g * w->size);
@@ -165,24 +167,24 @@ TEST_RANK(groups_do_not_wait_for_each_other)
 
 TEST_RANK(an_order_that_its_waiter_leaves_is_finished_by_the_carrier)
 {
-    smp_carrier *carrier;
-    line         l;
-    sum          s;
-    smp_order   *order;
+    smp_carrier   *carrier;
+    line           l;
+    sum            s;
+    smp_work_item *item;
 
     CHECK_STATUS(smp_carrier_create(&carrier), SMP_OK);
     CHECK_STATUS(open_line(w, carrier, 7, &l), SMP_OK);
     if (w->rank == 0) {
         issue_sum(&s, &l, 1, false);
-        CHECK(!smp_order_wait(&s.order, smp_clock_ns() + SMP_NS_PER_MS));
-        smp_order_leave(&s.order);
+        CHECK(!smp_work_item_wait(&s.item, smp_clock_ns() + SMP_NS_PER_MS));
+        smp_work_item_leave(&s.item);
     }
     w->barrier(w);
     if (w->rank != 0) {
         issue_sum(&s, &l, 1, true);
     }
-    CHECK_STATUS(smp_carrier_finished(carrier, &order), SMP_OK);
-    CHECK(order == &s.order && s.value == w->size);
+    CHECK_STATUS(smp_carrier_finished(carrier, &item), SMP_OK);
+    CHECK(item == &s.item && s.value == w->size);
     close_line(&l);
     smp_carrier_destroy(carrier);
     return 0;
@@ -190,24 +192,24 @@ TEST_RANK(an_order_that_its_waiter_leaves_is_finished_by_the_carrier)
 
 TEST_RANK(an_order_stops_at_the_first_call_that_fails)
 {
-    smp_carrier *carrier;
-    line         l;
-    smp_call     calls[] = {{.operation = SMP_BARRIER},
-                            {.operation = SMP_BROADCAST, .root = w->rank},
-                            {.operation = SMP_BARRIER}};
-    smp_order    order = {.calls = calls, .ncalls = 3};
-    sum          after;
+    smp_carrier  *carrier;
+    line          l;
+    smp_call      calls[] = {{.operation = SMP_BARRIER},
+                             {.operation = SMP_BROADCAST, .root = w->rank},
+                             {.operation = SMP_BARRIER}};
+    smp_work_item item = {.calls = calls, .ncalls = 3};
+    sum           after;
 
     CHECK_STATUS(smp_carrier_create(&carrier), SMP_OK);
     CHECK_STATUS(open_line(w, carrier, 7, &l), SMP_OK);
-    smp_order_issue(&order, l.queue, false);
-    CHECK(smp_order_wait(&order, SMP_NEVER));
-    CHECK_STATUS(order.status, SMP_ERR_MISMATCH);
-    CHECK(order.at == 1 && order.sequence == 2);
-    CHECK(strstr(order.error, "broadcast") != NULL);
-    smp_order_fini(&order);
+    smp_work_item_issue(&item, l.queue, false);
+    CHECK(smp_work_item_wait(&item, SMP_NEVER));
+    CHECK_STATUS(item.status, SMP_ERR_MISMATCH);
+    CHECK(item.at == 1 && item.sequence == 2);
+    CHECK(strstr(item.error, "broadcast") != NULL);
+    smp_work_item_fini(&item);
     issue_sum(&after, &l, 1, false);
-    CHECK(smp_order_wait(&after.order, SMP_NEVER) && after.value == w->size);
+    CHECK(smp_work_item_wait(&after.item, SMP_NEVER) && after.value == w->size);
     close_line(&l);
     smp_carrier_destroy(carrier);
     return 0;
@@ -228,8 +230,8 @@ TEST_RANK(what_a_destroyed_queue_still_had_is_over)
     CHECK(smp_queue_issued(l.queue) == (w->rank == 0 ? 2 : 0)); /* one waits */
     smp_queue_destroy(l.queue);
     for (int i = 0; i < 2 && w->rank == 0; i++) {
-        CHECK(smp_order_is_over(&sums[i].order));
-        CHECK_STATUS(sums[i].order.status, SMP_ERR_CLOSED);
+        CHECK(smp_work_item_is_over(&sums[i].item));
+        CHECK_STATUS(sums[i].item.status, SMP_ERR_CLOSED);
     }
     w->barrier(w);
     smp_group_destroy(l.group);
@@ -301,30 +303,30 @@ shows_stuck(world *w, int rank)
 static int
 wait_in_a_ring(world *w, bool announced)
 {
-    int        next = (w->rank + 1) % w->size;
-    char       want[96];
-    sum        s;
-    smp_order *order;
-    ring       r;
+    int            next = (w->rank + 1) % w->size;
+    char           want[96];
+    sum            s;
+    smp_work_item *item;
+    ring           r;
 
     CHECK_STATUS(open_ring(w, &r), SMP_OK);
     issue_sum(&s, &r.own, 1, announced);
-    while (!smp_order_wait_alone(&s.order, smp_clock_ns() + 50 * SMP_NS_PER_MS, 0)) {
+    while (!smp_work_item_wait_alone(&s.item, smp_clock_ns() + 50 * SMP_NS_PER_MS, 0)) {
     }
-    CHECK_STATUS(s.order.status, SMP_ERR_DEADLOCK);
+    CHECK_STATUS(s.item.status, SMP_ERR_DEADLOCK);
     snprintf(want, sizeof(want),
              "group 'ring %d': all-reduce 1 (sum) of 1 int32: deadlock: waits for "
              "rank %d,",
              w->rank, next);
-    CHECK(strstr(s.order.error, want) != NULL);
+    CHECK(strstr(s.item.error, want) != NULL);
     snprintf(want, sizeof(want), "which waits in group 'ring %d' (all-reduce 1", next);
-    CHECK(strstr(s.order.error, want) != NULL);
+    CHECK(strstr(s.item.error, want) != NULL);
     snprintf(want, sizeof(want), "for rank %d", w->rank);
-    CHECK(strstr(s.order.error, want) != NULL);
+    CHECK(strstr(s.item.error, want) != NULL);
     if (announced) {
-        CHECK_STATUS(smp_carrier_finished(r.carrier, &order), SMP_OK);
+        CHECK_STATUS(smp_carrier_finished(r.carrier, &item), SMP_OK);
     }
-    smp_order_fini(&s.order);
+    smp_work_item_fini(&s.item);
     w->barrier(w);
     close_ring(&r);
     return 0;
@@ -366,7 +368,7 @@ come_late(void *arg)
     }
     issue_sum(&late->s, &late->r->before, 2, false);
     late->failed =
-        !smp_order_wait(&late->s.order, SMP_NEVER) || late->s.order.status != SMP_OK;
+        !smp_work_item_wait(&late->s.item, SMP_NEVER) || late->s.item.status != SMP_OK;
     return NULL;
 }
 
@@ -375,16 +377,16 @@ come_late(void *arg)
 static int
 wait_in_no_ring(world *w, breaker how)
 {
-    bool       is_last = w->rank == w->size - 1;
-    latecomer  late = {.w = w};
-    int        listeners = is_last && how == A_LISTENER ? 1 : 0;
-    bool       alone = !is_last || how != ANOTHER_THREAD;
-    bool       over = false;
-    sum        own;
-    sum        before;
-    smp_order *order;
-    pthread_t  thread;
-    ring       r;
+    bool           is_last = w->rank == w->size - 1;
+    latecomer      late = {.w = w};
+    int            listeners = is_last && how == A_LISTENER ? 1 : 0;
+    bool           alone = !is_last || how != ANOTHER_THREAD;
+    bool           over = false;
+    sum            own;
+    sum            before;
+    smp_work_item *item;
+    pthread_t      thread;
+    ring           r;
 
     CHECK_STATUS(open_ring(w, &r), SMP_OK);
     late.r = &r;
@@ -398,20 +400,20 @@ wait_in_no_ring(world *w, breaker how)
     while (!over) {
         int64_t until_ns = smp_clock_ns() + 50 * SMP_NS_PER_MS;
 
-        over = alone ? smp_order_wait_alone(&own.order, until_ns, listeners)
-                     : smp_order_wait(&own.order, until_ns);
+        over = alone ? smp_work_item_wait_alone(&own.item, until_ns, listeners)
+                     : smp_work_item_wait(&own.item, until_ns);
     }
-    CHECK_STATUS(own.order.status, SMP_OK);
+    CHECK_STATUS(own.item.status, SMP_OK);
     if (is_last && how != ANOTHER_ORDER) {
         pthread_join(thread, NULL);
         CHECK(!late.failed);
     } else if (is_last) {
-        CHECK_STATUS(smp_carrier_finished(r.carrier, &order), SMP_OK);
-        CHECK_STATUS(order->status, SMP_OK);
+        CHECK_STATUS(smp_carrier_finished(r.carrier, &item), SMP_OK);
+        CHECK_STATUS(item->status, SMP_OK);
     } else {
         issue_sum(&before, &r.before, 2, false);
-        CHECK(smp_order_wait(&before.order, SMP_NEVER));
-        CHECK_STATUS(before.order.status, SMP_OK);
+        CHECK(smp_work_item_wait(&before.item, SMP_NEVER));
+        CHECK_STATUS(before.item.status, SMP_OK);
     }
     w->barrier(w);
     close_ring(&r);
@@ -435,16 +437,16 @@ TEST_RANK(a_rank_whose_listener_is_busy_is_in_no_ring)
 
 TEST_RANK(an_order_says_what_it_waits_for)
 {
-    smp_carrier *carrier;
-    smp_order   *order;
-    line         l;
-    sum          first;
-    sum          second;
-    const char  *others = w->size == 2   ? "rank 1"
-                          : w->size == 3 ? "ranks 1, 2"
-                                         : "ranks 1 to ";
-    char         text[SMP_GROUP_TEXT];
-    char         want[160];
+    smp_carrier   *carrier;
+    smp_work_item *item;
+    line           l;
+    sum            first;
+    sum            second;
+    const char    *others = w->size == 2   ? "rank 1"
+                            : w->size == 3 ? "ranks 1, 2"
+                                           : "ranks 1 to ";
+    char           text[SMP_GROUP_TEXT];
+    char           want[160];
 
     CHECK_STATUS(smp_carrier_create(&carrier), SMP_OK);
     CHECK_STATUS(open_line(w, carrier, 7, &l), SMP_OK);
@@ -452,12 +454,12 @@ TEST_RANK(an_order_says_what_it_waits_for)
         issue_sum(&first, &l, 1, true);
         issue_sum(&second, &l, 1, true);
         do { /* the carrier begins when it comes to that */
-            CHECK(smp_order_describe(&first.order, text, sizeof(text)));
+            CHECK(smp_work_item_describe(&first.item, text, sizeof(text)));
         } while (strstr(text, "waits for") == NULL);
         snprintf(want, sizeof(want),
                  "group 'test': all-reduce 1 (sum) of 1 int32 waits for %s", others);
         CHECK(strstr(text, want) == text);
-        CHECK(smp_order_describe(&second.order, text, sizeof(text)));
+        CHECK(smp_work_item_describe(&second.item, text, sizeof(text)));
         snprintf(want, sizeof(want),
                  "group 'test': all-reduce 2 (sum) of 1 int32 stands behind "
                  "all-reduce 1 (sum) of 1 int32, which waits for %s",
@@ -469,10 +471,10 @@ TEST_RANK(an_order_says_what_it_waits_for)
         issue_sum(&first, &l, 1, true);
         issue_sum(&second, &l, 1, true);
     }
-    CHECK(smp_order_wait(&second.order, SMP_NEVER));
-    CHECK(!smp_order_describe(&second.order, text, sizeof(text)));
+    CHECK(smp_work_item_wait(&second.item, SMP_NEVER));
+    CHECK(!smp_work_item_describe(&second.item, text, sizeof(text)));
     for (int i = 0; i < 2; i++) {
-        CHECK_STATUS(smp_carrier_finished(carrier, &order), SMP_OK);
+        CHECK_STATUS(smp_carrier_finished(carrier, &item), SMP_OK);
     }
     close_line(&l);
     smp_carrier_destroy(carrier);

@@ -17,7 +17,7 @@
 #define MICROBATCHES 4
 #define MOST_STEPS 1000
 
-enum { HOPS = 5, GATED = 100, FAULTY = 101, SILENT = 102 };
+enum { HOPS = 5, GATED = 100, FAULTY = 101, SILENT = 102, WOKEN = 103 };
 
 typedef struct {
     world       *w;
@@ -41,6 +41,7 @@ typedef struct {
     int32_t      noted[MICROBATCHES]; /* of the first notes */
     int          mismatches;          /* pp_rank 0 was in another step */
     int          finished;     /* step functions that returned without an error */
+    bool         heard;        /* WOKEN: that the step has failed */
     int          unwound;      /* tasks that were told that the step failed */
     int          begun, ended; /* workers */
     _Atomic int  signals;
@@ -184,6 +185,15 @@ execute(void *ctx, smp_message *request)
         while (self->until_signal && atomic_load(&self->signals) == 0) {
             sched_yield();
         }
+        self->inside--;
+        return;
+    }
+    if (e.entry == WOKEN) {
+        self->w->barrier(self->w);
+        self->w->barrier(self->w); /* a message is here */
+        smp_comm_wake(self->w->comm);
+        smp_server_hear(self->server, 0);
+        self->heard = smp_server_failed(self->server);
         self->inside--;
         return;
     }
@@ -960,6 +970,31 @@ TEST_RANK(a_rank_that_is_away_is_asked_less_and_less_often)
     return 0;
 }
 
+/* What has ended a collective of its own has woken it, too. */
+TEST_RANK(a_failure_is_heard_by_a_task_that_something_else_has_woken)
+{
+    smp_envelope e = {.kind = SMP_MSG_FORWARD, .step = 1, .entry = WOKEN};
+    rank         self;
+
+    if (w->rank == 1) {
+        CHECK_STATUS(begin(&self, w), SMP_OK);
+        CHECK(serve_one(&self, SMP_ERR_CLOSED) == 0);
+        CHECK(self.heard);
+        return finish(&self);
+    }
+    if (w->rank == 0) {
+        CHECK_STATUS(send_raw(w, e, sizeof(e)), SMP_OK);
+    }
+    w->barrier(w);
+    if (w->rank == 0) {
+        e.kind = SMP_MSG_ABORT;
+        CHECK_STATUS(send_raw(w, e, sizeof(e)), SMP_OK);
+    }
+    w->barrier(w);
+    w->barrier(w);
+    return 0;
+}
+
 /* Whatever it says, also if the step that it is about has gone well. */
 TEST_RANK(messages_of_the_last_step_change_nothing_in_the_next)
 {
@@ -1424,6 +1459,8 @@ static const world_test tests[] = {
     {.name = "away", .rank = a_rank_that_is_away_is_asked_less_and_less_often},
     {.name = "often_again",
      .rank = an_answer_and_a_new_step_have_all_asked_often_again},
+    {.name = "woken",
+     .rank = a_failure_is_heard_by_a_task_that_something_else_has_woken},
     {.name = "end_early", .rank = the_end_of_a_step_with_a_call_under_way_fails_it},
 };
 

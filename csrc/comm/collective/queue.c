@@ -1,4 +1,4 @@
-/* Queues, who carries them out, and who hears that an order is over. */
+/* Queues, who carries them out, and who hears that a work item is over. */
 #define _GNU_SOURCE
 #include "comm/collective/queue.h"
 
@@ -14,7 +14,7 @@
 #include "common/thread.h"
 
 /* How long the carrier stays with one group whose members are missing: alone, and when
- * other groups have orders too. */
+ * other groups have work items too. */
 #define STAY_NS (1 * SMP_NS_PER_MS)
 #define SHARE_NS (100 * SMP_NS_PER_US)
 
@@ -37,25 +37,25 @@ struct smp_queue {
     smp_group   *group;   /* borrowed; used by whoever drives the queue */
 
     /* Guarded by the carrier's lock. */
-    bool       driven; /* a thread carries out the head, and it alone takes it off */
-    bool       closing;
-    smp_order *head;
-    smp_order *tail;
-    smp_queue *next;    /* of the carrier's queues */
-    bool       carried; /* driven by the carrier */
-    uint64_t   token;   /* that its group shows the others, or 0 */
-    uint64_t   issued;  /* orders, so far */
+    bool driven; /* a thread carries out the head, and it alone takes it off */
+    bool closing;
+    smp_work_item *head;
+    smp_work_item *tail;
+    smp_queue     *next;    /* of the carrier's queues */
+    bool           carried; /* driven by the carrier */
+    uint64_t       token;   /* that its group shows the others, or 0 */
+    uint64_t       issued;  /* work items, so far */
 
     int64_t report_ns; /* the driver's own: the wait after which it says so */
 };
 
-/* Somebody asks for what an order waits. */
+/* Somebody asks for what a work item waits. */
 typedef struct question {
-    const smp_order *order;
-    char            *out;
-    size_t           bytes;
-    bool             answered;
-    struct question *next;
+    const smp_work_item *item;
+    char                *out;
+    size_t               bytes;
+    bool                 answered;
+    struct question     *next;
 } question;
 
 struct smp_carrier {
@@ -65,19 +65,19 @@ struct smp_carrier {
     int64_t   report_ns;
 
     smp_lock       lock;    /* guards all below, and the queues */
-    pthread_cond_t work;    /* a queue has orders and no driver, or ending */
-    pthread_cond_t changed; /* an order is over, or a queue is not driven any more */
+    pthread_cond_t work;    /* a queue has work items and no driver, or ending */
+    pthread_cond_t changed; /* a work item is over, or a queue is not driven any more */
     pthread_cond_t news;    /* finished, closed */
     int            waiters; /* for changed */
     bool           ending;
     bool           closed;
-    uint64_t       issued;    /* orders, so far */
+    uint64_t       issued;    /* work items, so far */
     int            listening; /* threads in smp_carrier_finished() */
     int            alone; /* -1; else a thread waits alone, with so many listeners */
     question      *questions;
     smp_queue     *queues;
-    smp_order     *finished;      /* announced orders that are over, */
-    smp_order    **finished_last; /* and where the next goes */
+    smp_work_item *finished;       /* announced work items that are over, */
+    smp_work_item **finished_last; /* and where the next goes */
 };
 
 static bool
@@ -157,68 +157,67 @@ look_around(smp_queue *queue)
     return token != 0 ? smp_group_look_around(queue->group, token) : SMP_OK;
 }
 
-/* Moves the order on until it is done or until_ns: true, it is. */
+/* Moves the work item on until it is done or until_ns: true, it is. */
 static bool
-carry_out(smp_order *order, int64_t until_ns)
+carry_out(smp_work_item *item, int64_t until_ns)
 {
-    smp_group *group = order->queue->group;
+    smp_group *group = item->queue->group;
 
-    while (order->at < order->ncalls) {
+    while (item->at < item->ncalls) {
         bool over = false;
 
-        if (!order->begun) {
-            order->status = smp_group_start(group, &order->calls[order->at]);
-            order->begun = true;
-            order->sequence = smp_group_sequence(group);
-            order->queue->report_ns = order->queue->carrier->report_ns;
+        if (!item->begun) {
+            item->status = smp_group_start(group, &item->calls[item->at]);
+            item->begun = true;
+            item->sequence = smp_group_sequence(group);
+            item->queue->report_ns = item->queue->carrier->report_ns;
         } else {
-            order->status = look_around(order->queue);
+            item->status = look_around(item->queue);
         }
-        if (order->status == SMP_OK) {
-            order->status = smp_group_wait(group, until_ns, &over);
+        if (item->status == SMP_OK) {
+            item->status = smp_group_wait(group, until_ns, &over);
         }
-        if (order->status != SMP_OK) {
-            order->error = strdup(smp_group_error(group));
+        if (item->status != SMP_OK) {
+            item->error = strdup(smp_group_error(group));
             return true;
         }
         if (!over) {
             return false;
         }
-        order->begun = false;
-        order->at++;
+        item->begun = false;
+        item->at++;
     }
     return true;
 }
 
-/* Hands an order that is over to smp_carrier_finished(); the lock is held. */
+/* Hands a work item that is over to smp_carrier_finished(); the lock is held. */
 static void
-announce(smp_carrier *carrier, smp_order *order)
+announce(smp_carrier *carrier, smp_work_item *item)
 {
-    *carrier->finished_last = order;
-    carrier->finished_last = &order->next;
+    *carrier->finished_last = item;
+    carrier->finished_last = &item->next;
     pthread_cond_signal(&carrier->news);
 }
 
-/* What an order waits for.  The carrier's lock is held, by the driver of its queue or
- * while there is none. */
+/* What a work item waits for.  The carrier's lock is held, by the driver of its queue
+ * or while there is none. */
 static void
-describe(const smp_order *order, char *out, size_t bytes)
+describe(const smp_work_item *item, char *out, size_t bytes)
 {
-    const smp_queue *queue = order->queue;
+    const smp_queue *queue = item->queue;
     uint64_t         ahead = 0;
 
-    for (const smp_order *o = queue->head; o != order; o = o->next) {
+    for (const smp_work_item *o = queue->head; o != item; o = o->next) {
         ahead += o->ncalls - o->at - o->begun;
     }
-    if (order->begun || order->at == order->ncalls) {
+    if (item->begun || item->at == item->ncalls) {
         smp_group_describe(queue->group, NULL, 0, out, bytes);
     } else {
-        smp_group_describe(queue->group, &order->calls[order->at], ahead + 1, out,
-                           bytes);
+        smp_group_describe(queue->group, &item->calls[item->at], ahead + 1, out, bytes);
     }
 }
 
-/* Answers who asks about the queue's orders.  The carrier's lock is held, by the
+/* Answers who asks about the queue's work items.  The carrier's lock is held, by the
  * driver.
  */
 static void
@@ -228,8 +227,9 @@ answer(const smp_queue *queue)
 
     for (question *q = queue->carrier->questions; q != NULL; q = q->next) {
         /* Of one that is over the queue may be gone. */
-        if (!q->answered && !smp_order_is_over(q->order) && q->order->queue == queue) {
-            describe(q->order, q->out, q->bytes);
+        if (!q->answered && !smp_work_item_is_over(q->item) &&
+            q->item->queue == queue) {
+            describe(q->item, q->out, q->bytes);
             q->answered = any = true;
         }
     }
@@ -238,21 +238,21 @@ answer(const smp_queue *queue)
     }
 }
 
-/* Takes the head, which is done, off its queue.  The carrier's lock is held; the order
- * may be gone when it is released. */
+/* Takes the head, which is done, off its queue.  The carrier's lock is held; the work
+ * item may be gone when it is released. */
 static void
 finish_head(smp_queue *queue)
 {
-    smp_carrier *carrier = queue->carrier;
-    smp_order   *order = queue->head;
+    smp_carrier   *carrier = queue->carrier;
+    smp_work_item *item = queue->head;
 
     show_stuck(queue, 0);
-    queue->head = order->next;
-    order->next = NULL;
-    if (order->announced) {
-        announce(carrier, order);
+    queue->head = item->next;
+    item->next = NULL;
+    if (item->announced) {
+        announce(carrier, item);
     }
-    atomic_store_explicit(&order->over, true, memory_order_release);
+    atomic_store_explicit(&item->over, true, memory_order_release);
     if (carrier->waiters > 0) {
         pthread_cond_broadcast(&carrier->changed);
     }
@@ -273,19 +273,19 @@ stop_driving(smp_queue *queue)
     }
 }
 
-/* Drives the order's queue until the order is over, the queue closes, or until_ns.  The
- * lock is held, and nobody drives. */
+/* Drives the work item's queue until the work item is over, the queue closes, or
+ * until_ns.  The lock is held, and nobody drives. */
 static void
-drive(smp_order *order, int64_t until_ns)
+drive(smp_work_item *item, int64_t until_ns)
 {
-    smp_queue *queue = order->queue;
+    smp_queue *queue = item->queue;
     smp_lock  *lock = &queue->carrier->lock;
     int64_t    now = smp_clock_ns();
 
     queue->driven = true;
     do {
-        smp_order *head = queue->head;
-        bool       done;
+        smp_work_item *head = queue->head;
+        bool           done;
 
         smp_lock_release(lock);
         done = carry_out(head, until_ns - now < LOOK_NS ? until_ns : now + LOOK_NS);
@@ -294,7 +294,7 @@ drive(smp_order *order, int64_t until_ns)
             finish_head(queue);
         }
         answer(queue);
-    } while (!smp_order_is_over(order) && !queue->closing &&
+    } while (!smp_work_item_is_over(item) && !queue->closing &&
              (now = smp_clock_ns()) < until_ns);
     stop_driving(queue);
 }
@@ -371,7 +371,7 @@ smp_carrier_create(smp_carrier **out)
     carrier->generation = smp_fork_generation();
     carrier->finished_last = &carrier->finished;
     carrier->alone = -1;
-    smp_lock_init(&carrier->lock, SMP_LOCK_ORDERS);
+    smp_lock_init(&carrier->lock, SMP_LOCK_QUEUES);
     smp_cond_init(&carrier->work);
     smp_cond_init(&carrier->changed);
     smp_cond_init(&carrier->news);
@@ -423,7 +423,7 @@ smp_carrier_destroy(smp_carrier *carrier)
 }
 
 smp_status
-smp_carrier_finished(smp_carrier *carrier, smp_order **out)
+smp_carrier_finished(smp_carrier *carrier, smp_work_item **out)
 {
     smp_status status = SMP_ERR_CLOSED;
 
@@ -495,25 +495,25 @@ smp_queue_destroy(smp_queue *queue)
 }
 
 void
-smp_order_issue(smp_order *order, smp_queue *queue, bool announced)
+smp_work_item_issue(smp_work_item *item, smp_queue *queue, bool announced)
 {
     smp_carrier *carrier = queue->carrier;
 
-    order->queue = queue;
-    order->carrier = carrier;
-    order->announced = announced;
+    item->queue = queue;
+    item->carrier = carrier;
+    item->announced = announced;
     if (is_child(carrier)) {
-        order->status = SMP_ERR_CLOSED;
-        atomic_store(&order->over, true);
+        item->status = SMP_ERR_CLOSED;
+        atomic_store(&item->over, true);
         return;
     }
     smp_lock_acquire(&carrier->lock);
     if (queue->head == NULL) {
-        queue->head = order;
+        queue->head = item;
     } else {
-        queue->tail->next = order;
+        queue->tail->next = item;
     }
-    queue->tail = order;
+    queue->tail = item;
     queue->issued++;
     carrier->issued++;
     if (announced && !queue->driven) {
@@ -534,22 +534,22 @@ smp_queue_issued(smp_queue *queue)
 }
 
 static bool
-wait_order(smp_order *order, int64_t until_ns, int alone)
+wait_item(smp_work_item *item, int64_t until_ns, int alone)
 {
-    smp_carrier *carrier = order->carrier;
+    smp_carrier *carrier = item->carrier;
 
-    if (smp_order_is_over(order)) {
+    if (smp_work_item_is_over(item)) {
         return true;
     }
     if (is_child(carrier)) {
-        order->status = SMP_ERR_CLOSED;
+        item->status = SMP_ERR_CLOSED;
         return true;
     }
     smp_lock_acquire(&carrier->lock);
     carrier->alone = alone;
-    while (!smp_order_is_over(order)) { /* so that its queue is still there */
-        if (!order->queue->driven && !order->queue->closing) {
-            drive(order, until_ns);
+    while (!smp_work_item_is_over(item)) { /* so that its queue is still there */
+        if (!item->queue->driven && !item->queue->closing) {
+            drive(item, until_ns);
         } else {
             carrier->waiters++;
             smp_cond_wait(&carrier->changed, &carrier->lock, until_ns);
@@ -560,31 +560,31 @@ wait_order(smp_order *order, int64_t until_ns, int alone)
         }
     }
     carrier->alone = -1;
-    if (alone >= 0 && !smp_order_is_over(order)) {
-        show_stuck(order->queue, 0);
+    if (alone >= 0 && !smp_work_item_is_over(item)) {
+        show_stuck(item->queue, 0);
     }
     smp_lock_release(&carrier->lock);
-    return smp_order_is_over(order);
+    return smp_work_item_is_over(item);
 }
 
 bool
-smp_order_wait(smp_order *order, int64_t until_ns)
+smp_work_item_wait(smp_work_item *item, int64_t until_ns)
 {
-    return wait_order(order, until_ns, -1);
+    return wait_item(item, until_ns, -1);
 }
 
 bool
-smp_order_wait_alone(smp_order *order, int64_t until_ns, int listeners)
+smp_work_item_wait_alone(smp_work_item *item, int64_t until_ns, int listeners)
 {
-    return wait_order(order, until_ns, listeners);
+    return wait_item(item, until_ns, listeners);
 }
 
 bool
-smp_order_describe(smp_order *order, char *out, size_t bytes)
+smp_work_item_describe(smp_work_item *item, char *out, size_t bytes)
 {
-    smp_carrier *carrier = order->carrier;
+    smp_carrier *carrier = item->carrier;
     int64_t      until_ns = smp_clock_ns() + ANSWER_NS;
-    question     asked = {.order = order, .out = out, .bytes = bytes};
+    question     asked = {.item = item, .out = out, .bytes = bytes};
     question   **at = &carrier->questions;
 
     if (is_child(carrier)) {
@@ -594,11 +594,12 @@ smp_order_describe(smp_order *order, char *out, size_t bytes)
     asked.next = carrier->questions;
     carrier->questions = &asked;
     carrier->waiters++;
-    while (!asked.answered && !smp_order_is_over(order) && smp_clock_ns() < until_ns) {
-        if (order->queue->driven) {
+    while (!asked.answered && !smp_work_item_is_over(item) &&
+           smp_clock_ns() < until_ns) {
+        if (item->queue->driven) {
             smp_cond_wait(&carrier->changed, &carrier->lock, until_ns);
         } else {
-            answer(order->queue);
+            answer(item->queue);
         }
     }
     carrier->waiters--;
@@ -611,26 +612,26 @@ smp_order_describe(smp_order *order, char *out, size_t bytes)
 }
 
 void
-smp_order_leave(smp_order *order)
+smp_work_item_leave(smp_work_item *item)
 {
-    smp_carrier *carrier = order->carrier;
+    smp_carrier *carrier = item->carrier;
 
     if (is_child(carrier)) {
         return;
     }
     smp_lock_acquire(&carrier->lock);
-    order->announced = true;
-    if (smp_order_is_over(order)) {
-        announce(carrier, order);
-    } else if (!order->queue->driven) {
+    item->announced = true;
+    if (smp_work_item_is_over(item)) {
+        announce(carrier, item);
+    } else if (!item->queue->driven) {
         pthread_cond_signal(&carrier->work);
     }
     smp_lock_release(&carrier->lock);
 }
 
 void
-smp_order_fini(smp_order *order)
+smp_work_item_fini(smp_work_item *item)
 {
-    free(order->error);
-    order->error = NULL;
+    free(item->error);
+    item->error = NULL;
 }

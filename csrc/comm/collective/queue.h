@@ -1,18 +1,19 @@
 /* Operations of groups, in the order in which they were issued.
  *
- * An order is a few calls of one group that are over together.  Each group has a queue
- * of orders.  Who waits for an order carries out the queue up to there; what nobody
+ * A work item is a few calls of one group that are over together.  Each group has a
+ * queue of them.  Who waits for one carries out the queue up to there; what nobody
  * waits for is done by the carrier, one thread for all groups of the process.  (It is
  * not the comm's progress thread: that one answers other ranks within microseconds, and
  * an operation adds up megabytes for milliseconds.)
  *
- * Ownership  An order and its calls are the caller's memory, borrowed from issue until
- *            it is over, and if it is announced until smp_carrier_finished() gives it.
- *            A queue borrows its group and its carrier: destroy it first.  Others may
- *            wait for its orders meanwhile; the carrier outlives those waits.
+ * Ownership  A work item and its calls are the caller's memory, borrowed from issue
+ *            until it is over, and if it is announced until smp_carrier_finished()
+ *            gives it.  A queue borrows its group and its carrier: destroy it first.
+ *            Others may wait for its work items meanwhile; the carrier outlives those
+ *            waits.
  * Threads    any.
- * Errors     An order has its own: status and error.  In a forked child every order is
- *            over at once, with SMP_ERR_CLOSED.
+ * Errors     A work item has its own: status and error.  In a forked child each is over
+ *            at once, with SMP_ERR_CLOSED.
  */
 #ifndef SMP_COMM_COLLECTIVE_QUEUE_H
 #define SMP_COMM_COLLECTIVE_QUEUE_H
@@ -28,21 +29,21 @@
 typedef struct smp_carrier smp_carrier;
 typedef struct smp_queue   smp_queue;
 
-typedef struct smp_order {
+typedef struct smp_work_item {
     const smp_call *calls; /* set before issue, as ncalls */
     size_t          ncalls;
     smp_status      status;   /* once it is over */
     char           *error;    /* owned: what smp_group_error() said, or NULL */
     uint64_t        sequence; /* of its last call in the group, once that has begun */
 
-    _Atomic bool      over; /* the queue's own, like all below */
-    bool              announced;
-    bool              begun; /* call `at` is under way */
-    size_t            at;
-    smp_queue        *queue; /* may be gone once it is over */
-    smp_carrier      *carrier;
-    struct smp_order *next;
-} smp_order;
+    _Atomic bool          over; /* the queue's own, like all below */
+    bool                  announced;
+    bool                  begun; /* call `at` is under way */
+    size_t                at;
+    smp_queue            *queue; /* may be gone once it is over */
+    smp_carrier          *carrier;
+    struct smp_work_item *next;
+} smp_work_item;
 
 /* SMP_ERR_NO_MEMORY, SMP_ERR_NO_THREAD. */
 smp_status smp_carrier_create(smp_carrier **out);
@@ -58,9 +59,9 @@ void smp_carrier_close(smp_carrier *carrier);
 /* All queues are destroyed, and nobody waits in smp_carrier_finished().  Takes NULL. */
 void smp_carrier_destroy(smp_carrier *carrier);
 
-/* The next announced order that is over; waits for one.  SMP_ERR_CLOSED: the carrier is
- * closed, and there is none. */
-smp_status smp_carrier_finished(smp_carrier *carrier, smp_order **out);
+/* The next announced work item that is over; waits for one.  SMP_ERR_CLOSED: the
+ * carrier is closed, and there is none. */
+smp_status smp_carrier_finished(smp_carrier *carrier, smp_work_item **out);
 
 /* SMP_ERR_NO_MEMORY. */
 smp_status smp_queue_create(smp_carrier *carrier, smp_group *group, smp_queue **out);
@@ -68,39 +69,40 @@ smp_status smp_queue_create(smp_carrier *carrier, smp_group *group, smp_queue **
 /* What is still queued is over, with SMP_ERR_CLOSED.  Takes NULL. */
 void smp_queue_destroy(smp_queue *queue);
 
-/* How many orders have been issued to it so far, begun or not. */
+/* How many work items have been issued to it so far, begun or not. */
 uint64_t smp_queue_issued(smp_queue *queue);
 
-/* Puts an order into the queue, all zero but for its calls.  Announced: the carrier
+/* Puts a work item into the queue, all zero but for its calls.  Announced: the carrier
  * sees to it, and smp_carrier_finished() gives it when it is over.  Else somebody waits
  * for it. */
-void smp_order_issue(smp_order *order, smp_queue *queue, bool announced);
+void smp_work_item_issue(smp_work_item *item, smp_queue *queue, bool announced);
 
 /* Waits until it is over or until_ns (smp_clock_ns): true, it is. */
-bool smp_order_wait(smp_order *order, int64_t until_ns);
+bool smp_work_item_wait(smp_work_item *item, int64_t until_ns);
 
-/* The same, by the only thread of the process that can issue orders: all others sleep,
- * `listeners` of them in smp_carrier_finished(), or never issue any.  And it waits on
- * when until_ns has passed.  So nothing happens here until the order is over, and if
- * the ranks that it waits for wait for this one in the same way, it is over after about
- * a second, with SMP_ERR_DEADLOCK (comm/collective/checks/deadlock.h). */
-bool smp_order_wait_alone(smp_order *order, int64_t until_ns, int listeners);
+/* The same, by the only thread of the process that can issue work items: all others
+ * sleep, `listeners` of them in smp_carrier_finished(), or never issue any.  And it
+ * waits on when until_ns has passed.  So nothing happens here until the work item is
+ * over, and if the ranks that it waits for wait for this one in the same way, it is
+ * over after about a second, with SMP_ERR_DEADLOCK (comm/collective/checks/deadlock.h).
+ */
+bool smp_work_item_wait_alone(smp_work_item *item, int64_t until_ns, int listeners);
 
 /* For what it waits, for people, cut off at `bytes`: "group 'a': barrier 3 waits for
  * rank 1".  False: it is over, or its queue does not answer. */
-bool smp_order_describe(smp_order *order, char *out, size_t bytes);
+bool smp_work_item_describe(smp_work_item *item, char *out, size_t bytes);
 
 /* Nobody waits for it any more: from now on it is announced.  Its carrier is still
  * there: one that is over need not be left. */
-void smp_order_leave(smp_order *order);
+void smp_work_item_leave(smp_work_item *item);
 
 static inline bool
-smp_order_is_over(const smp_order *order)
+smp_work_item_is_over(const smp_work_item *item)
 {
-    return atomic_load_explicit(&order->over, memory_order_acquire);
+    return atomic_load_explicit(&item->over, memory_order_acquire);
 }
 
 /* Frees the error. */
-void smp_order_fini(smp_order *order);
+void smp_work_item_fini(smp_work_item *item);
 
 #endif

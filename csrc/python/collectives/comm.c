@@ -7,7 +7,7 @@
 
 #include "common/fork.h"
 #include "python/collectives/objects.h"
-#include "python/collectives/order.h"
+#include "python/collectives/work_item.h"
 #include "python/process/comm_binding.h"
 #include "python/process/signals.h"
 #include "python/values/tensor.h"
@@ -288,7 +288,7 @@ comm_allocate(PyObject *object, PyObject *arg)
     return smp_tensor_wrap_span(&meta, smp_block_data(block), release_block, block);
 }
 
-/* finished() -> the owner of the next order that is over; waits for one.  None: the
+/* finished() -> the owner of the next work item that is over; waits for one.  None: the
  * comm is closing, or closed. */
 static PyObject *
 comm_finished(PyObject *object, PyObject *unused)
@@ -297,23 +297,23 @@ comm_finished(PyObject *object, PyObject *unused)
 
     (void)unused;
     for (;;) {
-        smp_carrier *carrier = self->carrier;
-        smp_order   *order;
-        smp_status   status;
-        PyObject    *owner;
+        smp_carrier   *carrier = self->carrier;
+        smp_work_item *item;
+        smp_status     status;
+        PyObject      *owner;
 
         if (self->comm == NULL) {
             Py_RETURN_NONE;
         }
         self->users++;
         Py_BEGIN_ALLOW_THREADS;
-        status = smp_carrier_finished(carrier, &order);
+        status = smp_carrier_finished(carrier, &item);
         Py_END_ALLOW_THREADS;
         self->users--;
         if (status != SMP_OK) {
             Py_RETURN_NONE;
         }
-        owner = smp_order_owner(order);
+        owner = smp_work_item_owner(item);
         if (owner != NULL) {
             return owner;
         }
@@ -379,7 +379,7 @@ static PyMethodDef comm_methods[] = {
     {"allocate", comm_allocate, METH_O,
      "allocate(bytes)\n--\n\nA uint8 tensor in this rank's pool, where there is room."},
     {"finished", comm_finished, METH_NOARGS,
-     "Wait for the next order that is over, and return its owner; None: closing."},
+     "Wait for the next work item that is over, and return its owner; None: closing."},
     {"report_after", comm_report_after, METH_O,
      "report_after(seconds)\n--\n\nOperations that wait so long for ranks say so on "
      "stderr; 0: none does."},

@@ -5,7 +5,7 @@
 #include <string.h>
 
 #include "comm/collective/checks/agreement.h"
-#include "python/collectives/order.h"
+#include "python/collectives/work_item.h"
 #include "python/process/signals.h"
 
 /* Meets the other members; the GIL is held. */
@@ -140,7 +140,7 @@ close_group(smp_group_object *self)
     if (group == NULL) {
         return;
     }
-    self->closing = true; /* devices may still use what orders have */
+    self->closing = true; /* devices may still use what work items have */
     self->group = NULL;
     self->queue = NULL;
     self->comm->groups--;
@@ -169,46 +169,47 @@ group_dealloc(PyObject *object)
     Py_DECREF(type);
 }
 
-/* order(operation, ins, outs, reduction, root, factor, counts, out_counts, timeout_s,
- * sparse=0, assumed=0) -> an order for a call with each of the tensors; the last two as
- * in smp_call */
+/* work_item(operation, ins, outs, reduction, root, factor, counts, out_counts,
+ * timeout_s, sparse=0, assumed=0) -> a work item for a call with each of the tensors;
+ * the last two as in smp_call */
 static PyObject *
-group_order(PyObject *object, PyObject *const *args, Py_ssize_t nargs)
+group_work_item(PyObject *object, PyObject *const *args, Py_ssize_t nargs)
 {
-    return (PyObject *)smp_order_make((smp_group_object *)object, args, nargs);
+    return (PyObject *)smp_work_item_make((smp_group_object *)object, args, nargs);
 }
 
-/* run(as order): issues it and waits until it is over */
+/* run(as work_item): issues it and waits until it is over */
 static PyObject *
 group_run(PyObject *object, PyObject *const *args, Py_ssize_t nargs)
 {
-    smp_order_object *order = smp_order_make((smp_group_object *)object, args, nargs);
+    smp_work_item_object *item =
+        smp_work_item_make((smp_group_object *)object, args, nargs);
 
-    if (order == NULL || smp_order_run(order) < 0) {
+    if (item == NULL || smp_work_item_run(item) < 0) {
         return NULL;
     }
     Py_RETURN_NONE;
 }
 
-/* gather(ins, outs, timeout_s, waits) -> an order, or, after its end, None */
+/* gather(ins, outs, timeout_s, waits) -> a work item, or, after its end, None */
 static PyObject *
 group_gather(PyObject *object, PyObject *args)
 {
-    PyObject         *ins;
-    PyObject         *outs;
-    double            timeout_s;
-    int               waits;
-    smp_order_object *order;
+    PyObject             *ins;
+    PyObject             *outs;
+    double                timeout_s;
+    int                   waits;
+    smp_work_item_object *item;
 
     if (!PyArg_ParseTuple(args, "OOdp", &ins, &outs, &timeout_s, &waits)) {
         return NULL;
     }
-    order =
-        smp_order_make_gather((smp_group_object *)object, ins, outs, timeout_s, NULL);
-    if (order == NULL || !waits) {
-        return (PyObject *)order;
+    item = smp_work_item_make_gather((smp_group_object *)object, ins, outs, timeout_s,
+                                     NULL);
+    if (item == NULL || !waits) {
+        return (PyObject *)item;
     }
-    if (smp_order_run(order) < 0) {
+    if (smp_work_item_run(item) < 0) {
         return NULL;
     }
     Py_RETURN_NONE;
@@ -216,19 +217,19 @@ group_gather(PyObject *object, PyObject *args)
 
 /* Waits for the group's meeting.  0, or -1 with an exception. */
 static int
-end_of_meeting(smp_group_object *self, smp_order_object *order)
+end_of_meeting(smp_group_object *self, smp_work_item_object *item)
 {
-    if (smp_order_wait_until(order, SMP_NEVER) < 0) {
-        if (!smp_order_is_over(&order->order) && !self->left) {
+    if (smp_work_item_wait_until(item, SMP_NEVER) < 0) {
+        if (!smp_work_item_is_over(&item->item) && !self->left) {
             self->left = true;
-            smp_order_abandon(order);
+            smp_work_item_abandon(item);
         }
         return -1;
     }
-    if (self->meeting == (PyObject *)order) {
+    if (self->meeting == (PyObject *)item) {
         Py_CLEAR(self->meeting);
     }
-    return smp_order_raise(order);
+    return smp_work_item_raise(item);
 }
 
 /* meet_devices(ins, outs, timeout_s, bytes) -> why not, or "" */
@@ -247,24 +248,24 @@ group_meet_devices(PyObject *object, PyObject *args)
     }
     if (self->group != NULL && smp_group_exchange(self->group, &why) == NULL &&
         why[0] == '\0' && self->meeting == NULL) {
-        smp_order_object *order =
-            smp_order_make_gather(self, ins, outs, timeout_s, &self->offer);
+        smp_work_item_object *item =
+            smp_work_item_make_gather(self, ins, outs, timeout_s, &self->offer);
 
-        if (order == NULL) {
+        if (item == NULL) {
             return NULL;
         }
         self->offer.bytes = (size_t)bytes;
-        self->meeting = (PyObject *)order;
+        self->meeting = (PyObject *)item;
         self->left = false;
-        smp_order_begin(order);
+        smp_work_item_begin(item);
     }
     /* A signal may interrupt this wait; who calls again goes on with the same meeting.
      */
     if (self->meeting != NULL) {
-        smp_order_object *order = (smp_order_object *)Py_NewRef(self->meeting);
-        int               over = end_of_meeting(self, order);
+        smp_work_item_object *item = (smp_work_item_object *)Py_NewRef(self->meeting);
+        int                   over = end_of_meeting(self, item);
 
-        Py_DECREF(order);
+        Py_DECREF(item);
         if (over < 0) {
             return NULL;
         }
@@ -287,7 +288,7 @@ group_sequence(PyObject *object, PyObject *unused)
         self->group == NULL ? 0 : smp_group_sequence(self->group));
 }
 
-/* issued() -> how many orders were, begun or not; once closed: 0 */
+/* issued() -> how many work items were, begun or not; once closed: 0 */
 static PyObject *
 group_issued(PyObject *object, PyObject *unused)
 {
@@ -344,17 +345,17 @@ group_close(PyObject *object, PyObject *unused)
 }
 
 static PyMethodDef group_methods[] = {
-    {"order", (PyCFunction)(void (*)(void))group_order, METH_FASTCALL,
-     "order(operation, ins, outs, reduction, root, factor, counts, out_counts, "
+    {"work_item", (PyCFunction)(void (*)(void))group_work_item, METH_FASTCALL,
+     "work_item(operation, ins, outs, reduction, root, factor, counts, out_counts, "
      "timeout_s, sparse=0, assumed=0)\n--\n\n"
-     "An Order of one call for each of the tensors, to be issued."},
+     "A work item of one call for each of the tensors, to be issued."},
     {"run", (PyCFunction)(void (*)(void))group_run, METH_FASTCALL,
      "run(operation, ins, outs, reduction, root, factor, counts, out_counts, "
      "timeout_s, sparse=0, assumed=0)\n--\n\n"
-     "Make such an order and wait until it is over."},
+     "Make such a work item and wait until it is over."},
     {"gather", group_gather, METH_VARARGS,
      "gather(ins, outs, timeout_s, waits)\n--\n\n"
-     "An Order of one all-gather between devices for each of the tensors, to be "
+     "A work item of one all-gather between devices for each of the tensors, to be "
      "issued; "
      "with `waits`, do it."},
     {"meet_devices", group_meet_devices, METH_VARARGS,
@@ -365,7 +366,7 @@ static PyMethodDef group_methods[] = {
      "Whether all members share memory."},
     {"sequence", group_sequence, METH_NOARGS, "How many operations have begun."},
     {"issued", group_issued, METH_NOARGS,
-     "How many orders were issued, whether they have begun or wait behind others."},
+     "How many work items were issued, whether they have begun or wait behind others."},
     {"use", group_use, METH_NOARGS,
      "-> operations, their bytes, messages and bytes to other hosts, whether members "
      "read each other's memory, operations between devices, their bytes, why there are "
@@ -430,7 +431,7 @@ smp_group_add(PyObject *module)
 
     smp_group_type = (PyTypeObject *)PyType_FromSpec(&group_spec);
     failed = smp_group_type == NULL || PyModule_AddType(module, smp_group_type) < 0 ||
-             smp_order_add(module) < 0 ||
+             smp_work_item_add(module) < 0 ||
              add_numbers(module, "operations", operation_name, SMP_OPERATIONS) < 0 ||
              add_numbers(module, "reductions", reduction_name, SMP_REDUCTIONS) < 0 ||
              PyModule_AddStringConstant(module, "SIZES_UNLIKE", SMP_SIZES_UNLIKE) < 0;

@@ -45,7 +45,7 @@ fail_step(const smp_task *task, bool hear)
     take_exception(&type, &value, &traceback);
     if (hear) {
         smp_python_rest();
-        smp_server_hear(session->server);
+        smp_server_hear(session->server, 0);
         smp_python_wake();
     }
     if (smp_comm_lost(session->comm) >= 0 &&

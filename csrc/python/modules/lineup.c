@@ -225,6 +225,26 @@ py_ended_in_order(PyObject *module, PyObject *unused)
                          PyBool_FromLong(smp_server_all_ended_in_order(server)));
 }
 
+/* hear_failure(timeout_s): of the step, in which a collective has failed because a rank
+ * called another operation.  In a sequence that rank may have heard of the failure
+ * before (smp/execution/sequence.py); in other steps nothing is waited for. */
+static PyObject *
+py_hear_failure(PyObject *module, PyObject *timeout)
+{
+    const double timeout_s = PyFloat_AsDouble(timeout);
+
+    (void)module;
+    if (timeout_s == -1.0 && PyErr_Occurred()) {
+        return NULL;
+    }
+    if (smp_this_task != NULL && smp_the_session.in_sequence) {
+        smp_python_rest();
+        smp_server_hear(smp_the_session.server, (int64_t)(timeout_s * 1e9));
+        smp_python_wake();
+    }
+    Py_RETURN_NONE;
+}
+
 static PyMethodDef collective_methods[] = {
     {"issued", collective_issued, METH_NOARGS,
      "issued()\n--\n\nIt has been, since line_up() returned."},
@@ -255,6 +275,9 @@ static PyMethodDef functions[] = {
      "line_up(number, microbatch, phase, call, collective, path) -> Collective"},
     {"collectives_ended", py_collectives_ended, METH_O,
      "collectives_ended(timeout_s) -> (own, fewest, most) or None"},
+    {"hear_failure", py_hear_failure, METH_O,
+     "hear_failure(timeout_s)\n--\n\nOf the step, in which ranks called other "
+     "operations."},
     {"ended_in_order", py_ended_in_order, METH_NOARGS,
      "ended_in_order() -> (this rank, all of its pp_rank)"},
     {NULL, NULL, 0, NULL},

@@ -1,5 +1,5 @@
-/* smp._core.Order, from its making to the end of what a device does for it. */
-#include "python/collectives/order.h"
+/* smp._core.WorkItem, from its making to the end of what a device does for it. */
+#include "python/collectives/work_item.h"
 
 #include <stdlib.h>
 
@@ -7,7 +7,7 @@
 #include "python/process/signals.h"
 #include "python/values/device.h"
 
-static PyTypeObject *order_type;
+static PyTypeObject *item_type;
 
 /* What the group's devices gather with; NULL: nothing. */
 static smp_exchange *
@@ -27,9 +27,10 @@ raise_driver(const smp_group_object *group, const char *why)
     return -1;
 }
 
-/* Has the order begin where the thread's stream is now.  0, or -1 with an exception. */
+/* Has the work item begin where the thread's stream is now.  0, or -1 with an
+ * exception. */
 static int
-mark_begin(smp_order_object *self, smp_exchange *exchange)
+mark_begin(smp_work_item_object *self, smp_exchange *exchange)
 {
     dl_device device = self->gathers.device;
     char      why[SMP_DRIVER_TEXT];
@@ -55,10 +56,11 @@ mark_begin(smp_order_object *self, smp_exchange *exchange)
     return 0;
 }
 
-/* Has the thread's stream wait for an order that is over.  0, or -1 with an exception.
+/* Has the thread's stream wait for a work item that is over.  0, or -1 with an
+ * exception.
  */
 static int
-join_order(smp_order_object *self)
+join_item(smp_work_item_object *self)
 {
     smp_exchange *exchange = exchange_of(self->group);
     char          why[SMP_DRIVER_TEXT];
@@ -83,9 +85,9 @@ join_order(smp_order_object *self)
     return 0;
 }
 
-/* The order goes; what its device still uses stays. */
+/* The work item goes; what its device still uses stays. */
 static void
-let_tensors_go(smp_order_object *self)
+let_tensors_go(smp_work_item_object *self)
 {
     smp_group_object *group = self->group;
     smp_exchange     *exchange = exchange_of(group);
@@ -108,16 +110,16 @@ let_tensors_go(smp_order_object *self)
     }
 }
 
-smp_order_object *
-smp_order_make(smp_group_object *group, PyObject *const *args, Py_ssize_t nargs)
+smp_work_item_object *
+smp_work_item_make(smp_group_object *group, PyObject *const *args, Py_ssize_t nargs)
 {
-    smp_callee        callee = {group->name, group->size, group->member};
-    smp_order_object *self;
+    smp_callee            callee = {group->name, group->size, group->member};
+    smp_work_item_object *self;
 
     if (smp_group_check_open(group) < 0) {
         return NULL;
     }
-    self = (smp_order_object *)order_type->tp_alloc(order_type, 0);
+    self = (smp_work_item_object *)item_type->tp_alloc(item_type, 0);
     if (self == NULL) {
         return NULL;
     }
@@ -128,17 +130,17 @@ smp_order_make(smp_group_object *group, PyObject *const *args, Py_ssize_t nargs)
         Py_DECREF(self);
         return NULL;
     }
-    self->order.calls = self->host.calls;
-    self->order.ncalls = self->host.n;
+    self->item.calls = self->host.calls;
+    self->item.ncalls = self->host.n;
     return self;
 }
 
-smp_order_object *
-smp_order_make_gather(smp_group_object *group, PyObject *ins, PyObject *outs,
-                      double timeout_s, smp_device_offer *offer)
+smp_work_item_object *
+smp_work_item_make_gather(smp_group_object *group, PyObject *ins, PyObject *outs,
+                          double timeout_s, smp_device_offer *offer)
 {
-    smp_exchange     *exchange = exchange_of(group);
-    smp_order_object *self;
+    smp_exchange         *exchange = exchange_of(group);
+    smp_work_item_object *self;
 
     if (smp_group_check_open(group) < 0) {
         return NULL;
@@ -149,7 +151,7 @@ smp_order_make_gather(smp_group_object *group, PyObject *ins, PyObject *outs,
         PyErr_SetString(PyExc_RuntimeError, "smp: the devices have not met");
         return NULL;
     }
-    self = (smp_order_object *)order_type->tp_alloc(order_type, 0);
+    self = (smp_work_item_object *)item_type->tp_alloc(item_type, 0);
     if (self == NULL) {
         return NULL;
     }
@@ -168,8 +170,8 @@ smp_order_make_gather(smp_group_object *group, PyObject *ins, PyObject *outs,
     if (offer == NULL && mark_begin(self, exchange) < 0) {
         goto err;
     }
-    self->order.calls = self->gathers.calls;
-    self->order.ncalls = offer == NULL ? (size_t)self->gathers.n : 1;
+    self->item.calls = self->gathers.calls;
+    self->item.ncalls = offer == NULL ? (size_t)self->gathers.n : 1;
     for (Py_ssize_t i = 0; i < self->gathers.n; i++) {
         self->gathers.calls[i].timeout_ns =
             timeout_s > 1e9 ? -1 : (int64_t)(timeout_s * 1e9);
@@ -190,17 +192,18 @@ err:
 }
 
 void
-smp_order_begin(smp_order_object *self)
+smp_work_item_begin(smp_work_item_object *self)
 {
     self->issued = true;
-    smp_order_issue(&self->order, self->group->queue, false);
+    smp_work_item_issue(&self->item, self->group->queue, false);
 }
 
 /* Who has waited so long without a limit asks whether it is alone with that. */
 #define PATIENT_NS (300 * SMP_NS_PER_MS)
 
 /* How many threads listen (Ranks._complete()), if no other of the process can come to
- * issue an order while this one waits; else -1; -2 with a signal handler's exception.
+ * issue a work item while this one waits; else -1; -2 with a signal handler's
+ * exception.
  */
 static int
 count_listeners(void)
@@ -220,7 +223,7 @@ count_listeners(void)
 }
 
 int
-smp_order_wait_until(smp_order_object *self, int64_t until_ns)
+smp_work_item_wait_until(smp_work_item_object *self, int64_t until_ns)
 {
     smp_comm_object *comm = self->group->comm;
     int64_t          patient_ns =
@@ -238,8 +241,9 @@ smp_order_wait_until(smp_order_object *self, int64_t until_ns)
         look_ns = look_ns < until_ns ? look_ns : until_ns;
         comm->users++;
         Py_BEGIN_ALLOW_THREADS;
-        over = listeners < 0 ? smp_order_wait(&self->order, look_ns)
-                             : smp_order_wait_alone(&self->order, look_ns, listeners);
+        over = listeners < 0
+                   ? smp_work_item_wait(&self->item, look_ns)
+                   : smp_work_item_wait_alone(&self->item, look_ns, listeners);
         Py_END_ALLOW_THREADS;
         comm->users--;
         if (over) {
@@ -255,62 +259,63 @@ smp_order_wait_until(smp_order_object *self, int64_t until_ns)
 }
 
 int
-smp_order_raise(const smp_order_object *self)
+smp_work_item_raise(const smp_work_item_object *self)
 {
-    const smp_order *order = &self->order;
+    const smp_work_item *item = &self->item;
 
-    if (order->status == SMP_OK) {
+    if (item->status == SMP_OK) {
         return 0;
     }
-    if (order->error == NULL) {
+    if (item->error == NULL) {
         char what[96];
 
         PyOS_snprintf(what, sizeof(what), "group '%s'", self->group->name);
-        (void)smp_comm_raise(self->group->comm, order->status, what, NULL);
+        (void)smp_comm_raise(self->group->comm, item->status, what, NULL);
     } else {
-        PyErr_Format(order->status == SMP_ERR_INVALID ? PyExc_ValueError
-                                                      : self->group->comm->error,
-                     "smp: %s%s [%s]", order->error,
-                     order->status == SMP_ERR_TIMED_OUT
+        PyErr_Format(item->status == SMP_ERR_INVALID ? PyExc_ValueError
+                                                     : self->group->comm->error,
+                     "smp: %s%s [%s]", item->error,
+                     item->status == SMP_ERR_TIMED_OUT
                          ? "; a longer timeout can be given to the group"
                          : "",
-                     smp_status_name(order->status));
+                     smp_status_name(item->status));
     }
     return -1;
 }
 
 void
-smp_order_abandon(smp_order_object *self)
+smp_work_item_abandon(smp_work_item_object *self)
 {
     Py_INCREF(self); /* the queue's reference */
-    smp_order_leave(&self->order);
+    smp_work_item_leave(&self->item);
 }
 
 int
-smp_order_run(smp_order_object *order)
+smp_work_item_run(smp_work_item_object *item)
 {
     int over;
 
-    smp_order_begin(order);
-    over = smp_order_wait_until(order, SMP_NEVER);
+    smp_work_item_begin(item);
+    over = smp_work_item_wait_until(item, SMP_NEVER);
     if (over < 0) {
         /* Interrupted: the others may still read the tensors.  If it is over, the
          * signal's handler may have left the group and these ranks. */
-        if (!smp_order_is_over(&order->order)) {
-            smp_order_abandon(order);
+        if (!smp_work_item_is_over(&item->item)) {
+            smp_work_item_abandon(item);
         }
-    } else if (smp_order_raise(order) < 0 || join_order(order) < 0) {
+    } else if (smp_work_item_raise(item) < 0 || join_item(item) < 0) {
         over = -1;
     }
-    Py_DECREF(order);
+    Py_DECREF(item);
     return over < 0 ? -1 : 0;
 }
 
 PyObject *
-smp_order_owner(smp_order *order)
+smp_work_item_owner(smp_work_item *item)
 {
-    smp_order_object *self =
-        (smp_order_object *)(void *)((char *)order - offsetof(smp_order_object, order));
+    smp_work_item_object *self =
+        (smp_work_item_object *)(void *)((char *)item -
+                                         offsetof(smp_work_item_object, item));
     PyObject *owner = self->owner;
 
     self->owner = NULL;
@@ -319,16 +324,16 @@ smp_order_owner(smp_order *order)
 }
 
 static void
-order_dealloc(PyObject *object)
+item_dealloc(PyObject *object)
 {
-    smp_order_object *self = (smp_order_object *)object;
-    PyTypeObject     *type = Py_TYPE(object);
+    smp_work_item_object *self = (smp_work_item_object *)object;
+    PyTypeObject         *type = Py_TYPE(object);
 
     let_tensors_go(self);
     Py_XDECREF(self->owner);
     Py_XDECREF(self->ins);
     Py_XDECREF(self->outs);
-    smp_order_fini(&self->order);
+    smp_work_item_fini(&self->item);
     smp_tensor_calls_fini(&self->host);
     smp_gathers_fini(&self->gathers);
     Py_XDECREF(self->group);
@@ -338,9 +343,9 @@ order_dealloc(PyObject *object)
 
 /* issue(owner): the comm's finished() returns the owner when it is over */
 static PyObject *
-order_issue(PyObject *object, PyObject *owner)
+item_issue(PyObject *object, PyObject *owner)
 {
-    smp_order_object *self = (smp_order_object *)object;
+    smp_work_item_object *self = (smp_work_item_object *)object;
 
     if (self->issued || self->group->group == NULL) {
         PyErr_SetString(PyExc_RuntimeError,
@@ -350,63 +355,65 @@ order_issue(PyObject *object, PyObject *owner)
     self->owner = Py_NewRef(owner);
     self->issued = true;
     Py_INCREF(self); /* the queue's reference */
-    smp_order_issue(&self->order, self->group->queue, true);
+    smp_work_item_issue(&self->item, self->group->queue, true);
     Py_RETURN_NONE;
 }
 
 /* wait(timeout_s) -> whether it is over; 0: no limit */
 static PyObject *
-order_wait(PyObject *object, PyObject *timeout)
+item_wait(PyObject *object, PyObject *timeout)
 {
     int64_t until_ns = smp_python_deadline(timeout);
-    int     over =
-        until_ns < 0 ? -1 : smp_order_wait_until((smp_order_object *)object, until_ns);
+    int     over = until_ns < 0
+                       ? -1
+                       : smp_work_item_wait_until((smp_work_item_object *)object, until_ns);
 
     return over < 0 ? NULL : PyBool_FromLong(over);
 }
 
 /* describe() -> what it waits for, in words; None: it is over, or nobody knows */
 static PyObject *
-order_describe(PyObject *object, PyObject *unused)
+item_describe(PyObject *object, PyObject *unused)
 {
-    smp_order_object *self = (smp_order_object *)object;
-    smp_comm_object  *comm = self->group->comm;
-    char              text[SMP_GROUP_TEXT];
-    bool              known;
+    smp_work_item_object *self = (smp_work_item_object *)object;
+    smp_comm_object      *comm = self->group->comm;
+    char                  text[SMP_GROUP_TEXT];
+    bool                  known;
 
     (void)unused;
     comm->users++;
     Py_BEGIN_ALLOW_THREADS;
-    known = smp_order_describe(&self->order, text, sizeof(text));
+    known = smp_work_item_describe(&self->item, text, sizeof(text));
     Py_END_ALLOW_THREADS;
     comm->users--;
     return Py_BuildValue("z", known ? text : NULL);
 }
 
 static PyObject *
-order_is_over(PyObject *object, PyObject *unused)
+item_is_over(PyObject *object, PyObject *unused)
 {
     (void)unused;
-    return PyBool_FromLong(smp_order_is_over(&((smp_order_object *)object)->order));
+    return PyBool_FromLong(
+        smp_work_item_is_over(&((smp_work_item_object *)object)->item));
 }
 
 /* check(): raises what went wrong; it is over */
 static PyObject *
-order_check(PyObject *object, PyObject *unused)
+item_check(PyObject *object, PyObject *unused)
 {
     (void)unused;
-    if (smp_order_raise((smp_order_object *)object) < 0) {
+    if (smp_work_item_raise((smp_work_item_object *)object) < 0) {
         return NULL;
     }
     Py_RETURN_NONE;
 }
 
-/* join(): the thread's stream waits for the device; the order is over */
+/* join(): the thread's stream waits for the device; the work item is over */
 static PyObject *
-order_join(PyObject *object, PyObject *unused)
+item_join(PyObject *object, PyObject *unused)
 {
     (void)unused;
-    if (join_order((smp_order_object *)object) < 0) {
+    if (join_item((smp_work_item_object *)object) < 0) {
         return NULL;
     }
     Py_RETURN_NONE;
@@ -414,53 +421,52 @@ order_join(PyObject *object, PyObject *unused)
 
 /* is_done() -> whether it is over, and the device has done it */
 static PyObject *
-order_is_done(PyObject *object, PyObject *unused)
+item_is_done(PyObject *object, PyObject *unused)
 {
-    smp_order_object *self = (smp_order_object *)object;
-    smp_exchange     *exchange = exchange_of(self->group);
-    bool              done = smp_order_is_over(&self->order);
+    smp_work_item_object *self = (smp_work_item_object *)object;
+    smp_exchange         *exchange = exchange_of(self->group);
+    bool                  done = smp_work_item_is_over(&self->item);
 
     (void)unused;
-    if (done && self->mark != NULL && exchange != NULL &&
-        self->order.status == SMP_OK) {
+    if (done && self->mark != NULL && exchange != NULL && self->item.status == SMP_OK) {
         done = smp_exchange_is_over(exchange, self->mark);
     }
     return PyBool_FromLong(done);
 }
 
-static PyMethodDef order_methods[] = {
-    {"issue", order_issue, METH_O,
+static PyMethodDef item_methods[] = {
+    {"issue", item_issue, METH_O,
      "issue(owner)\n--\n\nBegin; finished() gives the owner when it is over."},
-    {"wait", order_wait, METH_O,
+    {"wait", item_wait, METH_O,
      "wait(timeout_s)\n--\n\nWhether it is over by then; 0: no limit."},
-    {"describe", order_describe, METH_NOARGS,
+    {"describe", item_describe, METH_NOARGS,
      "What it waits for, in words; None if it is over."},
-    {"is_over", order_is_over, METH_NOARGS, "Whether it is over."},
-    {"check", order_check, METH_NOARGS, "Raise what went wrong; it is over."},
-    {"join", order_join, METH_NOARGS,
-     "Have the current stream wait for the device; the order is over."},
-    {"is_done", order_is_done, METH_NOARGS,
+    {"is_over", item_is_over, METH_NOARGS, "Whether it is over."},
+    {"check", item_check, METH_NOARGS, "Raise what went wrong; it is over."},
+    {"join", item_join, METH_NOARGS,
+     "Have the current stream wait for the device; the work item is over."},
+    {"is_done", item_is_done, METH_NOARGS,
      "Whether it is over, and the device has done it."},
     {NULL, NULL, 0, NULL},
 };
 
-static PyType_Slot order_slots[] = {
-    {Py_tp_dealloc, __extension__(void *) order_dealloc},
-    {Py_tp_methods, order_methods},
+static PyType_Slot item_slots[] = {
+    {Py_tp_dealloc, __extension__(void *) item_dealloc},
+    {Py_tp_methods, item_methods},
     {Py_tp_doc, "Calls of a group that are over together."},
     {0, NULL},
 };
 
-static PyType_Spec order_spec = {
-    .name = "smp._core.Order",
-    .basicsize = sizeof(smp_order_object),
+static PyType_Spec item_spec = {
+    .name = "smp._core.WorkItem",
+    .basicsize = sizeof(smp_work_item_object),
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION,
-    .slots = order_slots,
+    .slots = item_slots,
 };
 
 int
-smp_order_add(PyObject *module)
+smp_work_item_add(PyObject *module)
 {
-    order_type = (PyTypeObject *)PyType_FromSpec(&order_spec);
-    return order_type == NULL ? -1 : PyModule_AddType(module, order_type);
+    item_type = (PyTypeObject *)PyType_FromSpec(&item_spec);
+    return item_type == NULL ? -1 : PyModule_AddType(module, item_type);
 }

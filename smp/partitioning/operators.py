@@ -1,0 +1,177 @@
+"""The operators of a run that is traced: what they use, produce, draw and write.
+
+The recorder (``smp/partitioning/tracing.py``) says which modules run.  On meta tensors the
+operators' arguments are replaced here.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from smp.partitioning import twins
+
+if TYPE_CHECKING:
+    from smp.partitioning.tracing import Frame, Recorder
+
+
+class _Kind:
+    """What the schema of an operator says, looked up once."""
+
+    __slots__ = ("fresh", "random", "writes")
+
+    def __init__(self, func: Any):
+        schema = func._schema
+        self.fresh = any(r.alias_info is None for r in schema.returns)
+        self.writes = [
+            (i, a.name)
+            for i, a in enumerate(schema.arguments)
+            if a.alias_info is not None and a.alias_info.is_write
+        ]
+        self.random = torch.Tag.nondeterministic_seeded in func.tags
+
+
+def _is_meta(device: Any) -> bool:
+    return device is not None and torch.device(device).type == "meta"
+
+
+def _call(func: Any, args: tuple, kwargs: dict) -> Any:
+    return func(*args, **kwargs)
+
+
+class Operators(TorchDispatchMode):
+    """Sees every operator below autograd: arguments, results, draws, writes."""
+
+    def __init__(self, recorder: "Recorder"):
+        super().__init__()
+        self.recorder = recorder
+        self.kinds: dict[Any, _Kind] = {}
+        self.own: set[int] = set()  # storages that were made during the run
+        self.valued: set[int] = set()  # ... by _made_on_meta, with values
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Torch would load dynamo (two seconds) only to keep it away from this mode, which
+        compiled code never meets."""
+        return False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        kwargs = kwargs or {}
+        kind = self.kinds.get(func)
+        if kind is None:
+            kind = self.kinds[func] = _Kind(func)
+        recorder = self.recorder
+        frame = recorder.frames[-1]
+        self._note_parameters(frame, args)
+        if kwargs:
+            self._note_parameters(frame, kwargs.values())
+        if kind.writes:
+            self._keep_written(kind, args, kwargs)
+        if recorder.meta:
+            args, kwargs, written = self._to_meta(args, kwargs)
+        call = self._run_random if kind.random else _call
+        if recorder.meta and not kind.random and _is_meta(kwargs.get("device")):
+            call = self._made_on_meta
+        output = call(func, args, kwargs)
+        if kind.fresh:
+            self._count(frame, output)
+        elif kind.writes and recorder.meta and written is not None:
+            if written.untyped_storage()._cdata in self.valued:
+                raise RuntimeError(f"{func} writes what is not known into integers or bools")
+            return written
+        return output
+
+    def _note_parameters(self, frame: "Frame", values: Any) -> None:
+        parameters = self.recorder.parameter
+        for value in values:
+            parameter = parameters.get(id(value))
+            if parameter is not None:
+                frame.used.add(parameter)
+            elif type(value) in (list, tuple):
+                self._note_parameters(frame, value)
+
+    def _keep_written(self, kind: _Kind, args: tuple, kwargs: dict) -> None:
+        for position, name in kind.writes:
+            value = args[position] if position < len(args) else kwargs.get(name)
+            for tensor in value if isinstance(value, (list, tuple)) else (value,):
+                if isinstance(tensor, Tensor) and not self._made_here(tensor):
+                    self.recorder.restore.before_write(tensor)
+
+    def _made_here(self, tensor: Tensor) -> bool:
+        try:
+            return tensor.untyped_storage()._cdata in self.own
+        except NotImplementedError:  # sparse and other layouts without a storage
+            return True
+
+    def _count(self, frame: "Frame", output: Any) -> None:
+        """Add what an operator produced to the innermost module."""
+        for tensor in output if isinstance(output, (list, tuple)) else (output,):
+            if isinstance(tensor, Tensor):
+                if frame.number >= 0:
+                    self.recorder.records[frame.number].activation_bytes += (
+                        tensor.numel() * tensor.element_size()
+                    )
+                if tensor.layout is torch.strided:
+                    self.own.add(tensor.untyped_storage()._cdata)
+
+    def _run_random(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        """Run an operator that may draw, and mark the modules that run if it does."""
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, torch.Generator):
+                self.recorder.restore.keep_generator(value)
+        before = torch.default_generator.get_state()
+        output = func(*args, **kwargs)
+        drew = not torch.equal(before, torch.default_generator.get_state())
+        if not drew and self._drew_elsewhere(func, args, kwargs, output):
+            drew = True
+        if drew:
+            for frame in self.recorder.frames[1:]:
+                self.recorder.records[frame.number].random = True
+        return output
+
+    def _drew_elsewhere(self, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
+        """Whether another generator was used, as far as the arguments tell."""
+        first = output[0] if isinstance(output, (list, tuple)) and output else output
+        if not isinstance(first, Tensor):
+            return False
+        given = {
+            a.name: args[i] if i < len(args) else kwargs.get(a.name, a.default_value)
+            for i, a in enumerate(func._schema.arguments)
+        }
+        if isinstance(given.get("generator"), torch.Generator):
+            return True
+        if first.device.type == "cpu" or given.get("dropout_p") == 0.0:
+            return False
+        return first.numel() > 0
+
+    def _made_on_meta(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        """What a model makes on the device of its parameters, or moves there.
+
+        Integers and bools keep their values, on the CPU: a model may look at its masks.
+        """
+        if any(isinstance(value, Tensor) and value.is_meta for value in args):
+            return func(*args, **kwargs)
+        made = func(*args, **{**kwargs, "device": torch.device("cpu")})
+        if made.is_floating_point() or made.is_complex():
+            return twins.as_meta(made)
+        self.valued.add(made.untyped_storage()._cdata)
+        return made
+
+    def _to_meta(self, args: tuple, kwargs: dict) -> tuple[tuple, dict, Tensor | None]:
+        """Replace tensors by meta tensors where one is among them; an operator on the
+        user's own numbers and on buffers alone is computed.
+
+        Returns the new arguments, and the first argument if it was replaced.
+        """
+        flat = [*args, *kwargs.values()]
+        flat += [v for value in flat if isinstance(value, (list, tuple)) for v in value]
+        if not any(isinstance(v, Tensor) and v.is_meta for v in flat):
+            return args, kwargs, None
+        new = tuple(twins.as_meta(v) for v in args)
+        new_kwargs = {
+            k: torch.device("meta") if k == "device" and v is not None else twins.as_meta(v)
+            for k, v in kwargs.items()
+        }
+        first = args[0] if args and isinstance(args[0], Tensor) else None
+        return new, new_kwargs, None if first is None or first.is_meta else first
