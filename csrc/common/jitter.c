@@ -3,12 +3,14 @@
 #include "common/jitter.h"
 
 #include <errno.h>
-#include <sched.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <time.h>
 
+#include "common/spin.h"
+
 #define LONGEST_NS 200000u
+#define MOST_PAUSES 256 /* some microseconds */
 
 _Atomic bool smp_jitter_on;
 
@@ -58,7 +60,9 @@ smp_jitter_delay(void)
     case 1:
     case 2:
     case 3:
-        sched_yield();
+        for (uint64_t n = number / 8 % MOST_PAUSES; n > 0; n--) {
+            smp_spin_pause();
+        }
         break;
     default:
         break;

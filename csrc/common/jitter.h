@@ -2,7 +2,8 @@
  *
  * A result that depends on timing shows up sooner when the timing is random.  Off
  * unless the environment has SMP_JITTER, a number from which the delays follow; a call
- * then does nothing, yields the core, or sleeps for up to a fifth of a millisecond.
+ * then does nothing, spins for microseconds, or sleeps for up to a fifth of a
+ * millisecond.  It does not yield: beside a busy process that costs milliseconds.
  *
  * Threads  init: before other threads call jitter.  jitter: any, also with locks held.
  */

@@ -717,7 +717,6 @@ main(int argc, char **argv)
     int failed = 0;
     int ran = 0;
 
-    alarm(280);
     setenv("SMP_JITTER", "5", 0);
     smp_jitter_init();
     for (int p = 0; p < PP; p++) {
@@ -731,6 +730,7 @@ main(int argc, char **argv)
         for (int run = 0; run < 2 * (MOST_TP - 1); run++) {
             const int tp = 2 + run / 2;
 
+            alarm(280);
             in_sequence = run % 2 == 1;
             ran++;
             if (world_run_threads(&tests[i], "shm", PP * tp) != 0) {

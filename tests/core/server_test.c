@@ -1470,12 +1470,12 @@ main(int argc, char **argv)
     int failed = 0;
     int ran = 0;
 
-    alarm(280);
     for (size_t i = 0; i < sizeof(tests) / sizeof(tests[0]); i++) {
         if (argc > 1 && strstr(tests[i].name, argv[1]) == NULL) {
             continue;
         }
         for (int size = 2; size <= 3; size++) {
+            alarm(280);
             ran++;
             if (world_run_threads(&tests[i], "shm", size) != 0) {
                 printf("FAILED %s, %d ranks\n", tests[i].name, size);
