@@ -194,13 +194,16 @@ def test_a_checkpointed_module_keeps_its_class_and_is_pickled():
     assert torch.equal(loaded[0].weight, sequence[0].weight)
 
 
-def test_packed_arguments_reach_the_first_child_as_one():
+@pytest.mark.parametrize("in_a_list", [False, True])
+def test_packed_arguments_reach_the_first_child_as_one(in_a_list):
     class Pair(nn.Module):
         def forward(self, pair):
             return pair[0] + pair[1]
 
     sequence = nn.Sequential(Pair())
-    smp.set_activation_checkpointing(sequence, pack_args_as_tuple=True)
+    # A list hands its arguments on to its children.
+    of = nn.ModuleList([sequence]) if in_a_list else sequence
+    smp.set_activation_checkpointing(of, pack_args_as_tuple=True)
 
     assert torch.equal(sequence(torch.ones(2), torch.ones(2)), torch.full((2,), 2.0))
     pair = torch.ones(2), torch.ones(2)

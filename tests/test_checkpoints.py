@@ -19,6 +19,7 @@ from transformers import GPT2Config
 
 import smp
 from smp.job import objects
+from smp.saving import folder_lock
 from tests.models.trained import (
     OPTIMIZERS,
     PlainRun,
@@ -722,3 +723,19 @@ def test_a_file_that_would_run_code_runs_none(tmp_path):
     with pytest.raises(smp.CheckpointError, match="could run code"):
         smp.load(path, partial=False)
     assert not (tmp_path / "ran").exists()
+
+
+def test_a_lock_whose_file_its_holder_has_just_removed_is_taken_anew(tmp_path, monkeypatch):
+    """Else the next job would make a file of its own, and both would save."""
+    path, lockf, times = tmp_path / ".lock", folder_lock.fcntl.lockf, []
+
+    def after_its_removal(fd: int, how: int) -> None:
+        if not times:
+            path.unlink()
+        times.append(fd)
+        lockf(fd, how)
+
+    monkeypatch.setattr(folder_lock.fcntl, "lockf", after_its_removal)
+    with folder_lock.held(str(tmp_path)):
+        assert path.read_text().startswith(f"process {os.getpid()} on ")
+    assert len(times) == 2 and not path.exists()

@@ -37,6 +37,18 @@ def not_initialised():
     smp.reset()
 
 
+@pytest.mark.parametrize(("tasks", "size"), [("3", 3), (None, 0)])
+def test_a_launcher_that_does_not_say_how_many_ranks_it_has_started(tasks, size, monkeypatch):
+    """srun says it elsewhere; from others it is not known."""
+    for name in (*bootstrap.MPI_SIZES, *bootstrap.MPI_MARKS, "SLURM_NTASKS"):
+        monkeypatch.delenv(name, raising=False)
+    assert bootstrap.mpi_size() == 1
+    monkeypatch.setenv("PMI_RANK", "0")
+    if tasks is not None:
+        monkeypatch.setenv("SLURM_NTASKS", tasks)
+    assert bootstrap.mpi_size() == size
+
+
 def test_one_rank_needs_no_launcher():
     smp.init()
 
