@@ -586,6 +586,11 @@ def test_batches_that_cannot_be_joined_are_named_on_both_ranks():
     mlp = model.get_module().transformer.h[0].mlp
     with pytest.raises(ValueError, match=r"'transformer.h.0.mlp' got hidden_states of shape"):
         mlp(torch.zeros(2, 3, width))
+    dtype = torch.float32 if smp.rank() == 0 else torch.float64
+    with pytest.raises(
+        ValueError, match=r"\[2, 3, 24\] float32 on tp_rank 0 and .* float64 on"
+    ):
+        mlp(torch.zeros(2, 3, 24, dtype=dtype))
 
 
 @pytest.mark.parametrize("where", ["before", "after", "backward", "evaluation"])

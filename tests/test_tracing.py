@@ -604,6 +604,35 @@ def test_zeros_of_a_large_model_take_no_memory():
     assert resident_bytes() - before < 200e6
 
 
+class Huge(nn.Module):
+    """Looks at a value; its weight is larger than machines are."""
+
+    def __init__(self, rows: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(rows, 1 << 10, device="meta"))
+
+    def forward(self):
+        assert self.weight[-1].sum().item() == 0
+
+
+@pytest.mark.filterwarnings("ignore:.*tracing on zeros")
+def test_zeros_are_there_for_more_than_the_machine_has():
+    net = Huge(1 << 28)  # 1 TiB
+    assert trace(net, net, meta=True).modules[""].executions == 1
+
+
+@pytest.mark.filterwarnings("ignore:.*tracing on zeros")
+def test_where_there_is_no_address_space_for_zeros_the_error_says_so():
+    net, before = Huge(1 << 28), resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (1 << 39, before[1]))
+    try:
+        with pytest.raises(RuntimeError, match=f"tensor of {1 << 40} bytes .*ulimit -v"):
+            trace(net, net, meta=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+    assert net.weight.is_meta
+
+
 class Masked(nn.Module):
     """Looks at the values of masks that it has put where its parameters are."""
 

@@ -4,8 +4,8 @@
  * of a later step waits for that: a faster rank may have begun it.
  *
  * Ownership  The backlog owns the messages in it; keep takes, take gives.  A message
- * has an envelope: smp_message_envelope() is not NULL. Threads    None: the holder of
- * the server's baton, or the main thread between steps.
+ *            has an envelope: smp_message_envelope() is not NULL.
+ * Threads    None: the holder of the server's baton, or the main thread between steps.
  */
 #ifndef SMP_SERVER_BACKLOG_H
 #define SMP_SERVER_BACKLOG_H

@@ -11,8 +11,8 @@
  *     PROBE, STILL                    server/detection.h
  *
  * Errors   A failure of the step is kept, with why; smp_control_failed() says so from
- * then on, and smp_control_end() returns it. Threads  None: the holder of the server's
- * baton, or the main thread between steps.
+ *          then on, and smp_control_end() returns it.
+ * Threads  None: the holder of the server's baton, or the main thread between steps.
  */
 #ifndef SMP_SERVER_CONTROL_H
 #define SMP_SERVER_CONTROL_H

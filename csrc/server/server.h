@@ -75,19 +75,21 @@ void smp_server_destroy(smp_server *server);
  * other ranks, which serve until SMP_MSG_STEP_END comes: *end is that message (the
  * caller's).  step numbers the steps of the job, from 1, alike on all ranks.
  *
- * SMP_ERR_CLOSED  the step failed: smp_server_fail() here, or SMP_MSG_ABORT from
- *                 another rank, which is *end then.
+ * SMP_ERR_CLOSED       the step failed: smp_server_fail() here, or SMP_MSG_ABORT from
+ *                      another rank, which is *end then.
  * SMP_ERR_INTERRUPTED  check_signals said so.  Not when pp_rank 0 had ended the step by
- *                 then: SMP_OK, it went well on every rank.
+ *                      then: SMP_OK, it went well on every rank.
  * SMP_ERR_PEER_LOST    a rank died; smp_server_awaited() says what was waited for.
  * SMP_ERR_DEADLOCK     on rank 0 of the comm: no rank has anything to run and no
- * message or collective is under way; smp_server_write_deadlock() says who waits for
- * what. SMP_ERR_MISMATCH     the tp_ranks do not make the same calls of modules with
- * collectives, or in a sequence ranks do not run the same; smp_server_mismatch() says
- * which. SMP_ERR_UNREACHABLE
- * smp_server_left() has left the job: it makes fewer steps. SMP_ERR_MALFORMED,
- * SMP_ERR_NO_THREAD. After a failure no worker is inside a task and the server can run
- * the next step. */
+ *                      message or collective is under way; smp_server_write_deadlock()
+ *                      says who waits for what.
+ * SMP_ERR_MISMATCH     the tp_ranks do not make the same calls of modules with
+ *                      collectives, or in a sequence ranks do not run the same;
+ *                      smp_server_mismatch() says which.
+ * SMP_ERR_UNREACHABLE  smp_server_left() has left the job: it makes fewer steps.
+ * SMP_ERR_MALFORMED, SMP_ERR_NO_THREAD.
+ *
+ * After a failure no worker is inside a task and the server can run the next step. */
 smp_status smp_server_step(smp_server *server, uint32_t step, smp_schedule *schedule,
                            smp_message **end);
 
@@ -118,11 +120,13 @@ smp_status smp_server_await_turn(smp_server *server, int32_t gate, int32_t micro
 
 /* A collective of a module; all by the worker that calls it, in this order.
  *
- * line_up  waits until it is the next that this rank may issue.  SMP_ERR_CLOSED:
- * unwind. issued   says that it has been, before the baton was given away.
- * SMP_ERR_NO_MEMORY. await_collective  waits until *over, which any thread may set and
- * then call smp_comm_wake(); before: what smp_server_issued_so_far() was before
- * `issued`. SMP_ERR_CLOSED: unwind. */
+ * line_up           waits until it is the next that this rank may issue.
+ *                   SMP_ERR_CLOSED: unwind.
+ * issued            says that it has been, before the baton was given away.
+ *                   SMP_ERR_NO_MEMORY.
+ * await_collective  waits until *over, which any thread may set and then call
+ *                   smp_comm_wake(); before: what smp_server_issued_so_far() was before
+ *                   `issued`.  SMP_ERR_CLOSED: unwind. */
 smp_status smp_server_line_up(smp_server *server, const smp_key *key);
 smp_status smp_server_issued(smp_server *server, const smp_key *key);
 smp_status smp_server_await_collective(smp_server *server, const smp_key *key,

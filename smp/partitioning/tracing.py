@@ -6,7 +6,6 @@ produced, which parameters operators used while it ran.  The run leaves no mark
 arithmetic.
 """
 
-import collections
 import contextlib
 import dataclasses
 import functools
@@ -23,6 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules import module as torch_module
 from torch.utils import _pytree as pytree
 
+from smp.modules.changes import CONTAINERS
 from smp.partitioning import twins
 from smp.partitioning.operators import Operators
 from smp.partitioning.restore import Restore
@@ -552,9 +552,7 @@ def _content(value: Any) -> Any:
     """What is in a list, dict or set; else the value."""
     if isinstance(value, dict):
         return _Content((*value, *value.values()))
-    if isinstance(value, (list, set, collections.deque)):
-        return _Content(value)
-    return value
+    return _Content(value) if isinstance(value, CONTAINERS) else value
 
 
 class _Content(tuple):

@@ -8,6 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+_LARGE_BYTES = 1 << 20  # a mapping of its own is worth it from there
+# Linux refuses at once what is more than the machine has, unless told so.  Python may not name
+# it; the number is Linux's for most processors.  [asm-generic/mman.h]
+_MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
+
 
 def as_meta(value: Any) -> Any:
     """A meta tensor like ``value``, also in a list; what is no tensor stays."""
@@ -23,12 +28,6 @@ def as_meta(value: Any) -> Any:
 def meta_parameter(parameter: nn.Parameter) -> nn.Parameter:
     """A meta parameter like it."""
     return nn.Parameter(as_meta(parameter.detach()), requires_grad=parameter.requires_grad)
-
-
-_LARGE_BYTES = 1 << 20  # a mapping of its own is worth it from there
-# Linux refuses at once what is more than the machine has, unless told so.  Python names it
-# from 3.13 on; the number is that of x86, Arm, RISC-V and s390.  [linux/mman.h]
-_MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@
  */
 #define _GNU_SOURCE
 #define WORLD_SPIN_US 0
+#include <limits.h>
 #include <sched.h>
 #include <time.h>
 
@@ -17,7 +18,7 @@
 #define MICROBATCHES 4
 #define MOST_STEPS 1000
 
-enum { HOPS = 5, GATED = 100, FAULTY = 101, SILENT = 102, WOKEN = 103 };
+enum { HOPS = 5, GATED = 100, FAULTY = 101, SILENT = 102, WOKEN = 103, PATIENT };
 
 typedef struct {
     world       *w;
@@ -41,7 +42,7 @@ typedef struct {
     int32_t      noted[MICROBATCHES]; /* of the first notes */
     int          mismatches;          /* pp_rank 0 was in another step */
     int          finished;     /* step functions that returned without an error */
-    bool         heard;        /* WOKEN: that the step has failed */
+    bool         heard;        /* that the step has failed */
     int          unwound;      /* tasks that were told that the step failed */
     int          begun, ended; /* workers */
     _Atomic int  signals;
@@ -193,6 +194,15 @@ execute(void *ctx, smp_message *request)
         self->w->barrier(self->w); /* a message is here */
         smp_comm_wake(self->w->comm);
         smp_server_hear(self->server, 0);
+    } else if (e.entry == PATIENT) {
+        self->w->barrier(self->w);
+        atomic_store(&looks_at_clock, 0);
+        looks_count = true;
+        smp_server_hear(self->server, WORLD_DEADLINE_NS);
+        looks_count = false;
+        atomic_store(&looks_at_clock, LONG_MAX);
+    }
+    if (e.entry == WOKEN || e.entry == PATIENT) {
         self->heard = smp_server_failed(self->server);
         self->inside--;
         return;
@@ -995,6 +1005,36 @@ TEST_RANK(a_failure_is_heard_by_a_task_that_something_else_has_woken)
     return 0;
 }
 
+/* The message comes when the task looks for the third time at the clock: to begin with,
+ * and before the first wait, it looks twice. */
+TEST_RANK(a_failure_is_heard_that_comes_later)
+{
+    smp_envelope e = {.kind = SMP_MSG_FORWARD, .step = 1, .entry = PATIENT};
+    rank         self;
+
+    atomic_store(&looks_at_clock, 0);
+    w->barrier(w);
+    if (w->rank == 1) {
+        CHECK_STATUS(begin(&self, w), SMP_OK);
+        CHECK(serve_one(&self, SMP_ERR_CLOSED) == 0);
+        CHECK(self.heard);
+        return finish(&self);
+    }
+    if (w->rank == 0) {
+        CHECK_STATUS(send_raw(w, e, sizeof(e)), SMP_OK);
+    }
+    w->barrier(w);
+    while (w->rank == 0 && atomic_load(&looks_at_clock) < 3) {
+        sched_yield();
+    }
+    if (w->rank == 0) {
+        e.kind = SMP_MSG_ABORT;
+        CHECK_STATUS(send_raw(w, e, sizeof(e)), SMP_OK);
+    }
+    w->barrier(w);
+    return 0;
+}
+
 /* Whatever it says, also if the step that it is about has gone well. */
 TEST_RANK(messages_of_the_last_step_change_nothing_in_the_next)
 {
@@ -1461,6 +1501,7 @@ static const world_test tests[] = {
      .rank = an_answer_and_a_new_step_have_all_asked_often_again},
     {.name = "woken",
      .rank = a_failure_is_heard_by_a_task_that_something_else_has_woken},
+    {.name = "patient", .rank = a_failure_is_heard_that_comes_later},
     {.name = "end_early", .rank = the_end_of_a_step_with_a_call_under_way_fails_it},
 };
 
