@@ -6,6 +6,7 @@ import gc
 import random
 import weakref
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -28,6 +29,18 @@ def rows_of(rank: int, *shape: int) -> Tensor:
     return torch.randn(shape, generator=generator, dtype=torch.float64)
 
 
+@pytest.fixture(params=[True, False], ids=["columns", "copies"])
+def columns(request):
+    """Whether slices along other axes than the first go straight to where they belong."""
+    return request.param
+
+
+def moving(columns: bool) -> Any:
+    """The block's operations move columns, as on one host, or copy, as everywhere else."""
+    assert group.moves_columns(torch.zeros(1))
+    return mock.patch.object(group, "moves_columns", lambda tensor: columns)
+
+
 def check_adjoint(operation, inputs: list[Tensor], outputs: list[Tensor]) -> None:
     """The operation gives this rank's of the outputs, and its backward is the transpose.
 
@@ -46,7 +59,7 @@ def check_adjoint(operation, inputs: list[Tensor], outputs: list[Tensor]) -> Non
 
 @pytest.mark.parametrize("axis", [0, 1, -1])
 @on_ranks(2, 3)
-def test_all_gather_and_its_adjoint(axis):
+def test_all_gather_and_its_adjoint(axis, columns):
     split_over_all_ranks()
     size = group.size()
 
@@ -57,22 +70,24 @@ def test_all_gather_and_its_adjoint(axis):
 
     inputs = [rows_of(r, *shape(r)).requires_grad_(True) for r in range(size)]
     whole = torch.cat(inputs, axis)
-    check_adjoint(lambda x: blocks.fused_allgather_for_tp(x, axis), inputs, [whole] * size)
+    with moving(columns):
+        check_adjoint(lambda x: blocks.fused_allgather_for_tp(x, axis), inputs, [whole] * size)
 
 
 @pytest.mark.parametrize("axis", [0, 1, -1])
 @on_ranks(2, 3)
-def test_reduce_scatter_and_its_adjoint(axis):
+def test_reduce_scatter_and_its_adjoint(axis, columns):
     split_over_all_ranks()
     size = group.size()
     inputs = [rows_of(r, 5, 5, 5).requires_grad_(True) for r in range(size)]
     outputs = list(torch.stack(inputs).sum(0).tensor_split(size, axis))
-    check_adjoint(lambda x: blocks.reduce_scatter_for_tp(x, axis), inputs, outputs)
+    with moving(columns):
+        check_adjoint(lambda x: blocks.reduce_scatter_for_tp(x, axis), inputs, outputs)
 
 
 @pytest.mark.parametrize(("split", "merge"), [(0, 1), (1, 0), (-1, 0), (0, 2)])
 @on_ranks(2, 3)
-def test_scatter_and_merge_and_its_adjoint(split, merge):
+def test_scatter_and_merge_and_its_adjoint(split, merge, columns):
     split_over_all_ranks()
     size = group.size()
 
@@ -85,7 +100,42 @@ def test_scatter_and_merge_and_its_adjoint(split, merge):
     outputs = [
         torch.cat([x.tensor_split(size, split)[r] for x in inputs], merge) for r in range(size)
     ]
-    check_adjoint(lambda x: blocks.scatter_and_merge_for_tp(x, split, merge), inputs, outputs)
+    with moving(columns):
+        check_adjoint(
+            lambda x: blocks.scatter_and_merge_for_tp(x, split, merge), inputs, outputs
+        )
+
+
+@on_ranks(2)
+def test_slices_along_any_axis_need_no_copy_on_the_way():
+    """What arrives lies as it is used, and nothing is laid out in Python before."""
+    split_over_all_ranks()
+    x = torch.randn(4, 3, 6)
+    with mock.patch.object(torch, "cat", side_effect=AssertionError("a copy")):
+        for got in (
+            blocks.fused_allgather_for_tp(x, 1),
+            blocks.reduce_scatter_for_tp(x, 2),
+            blocks.scatter_and_merge_for_tp(x, 2, 1),
+            blocks.scatter_and_merge_for_tp(x, 0, 2),
+        ):
+            assert got.is_contiguous()
+
+
+@pytest.mark.parametrize("empty", [0, 1])
+@on_ranks(2)
+def test_slices_of_nothing(empty, columns):
+    """One rank has no samples, or all have none; the others' are as they are."""
+    split_over_all_ranks()
+    x = torch.ones(group.rank() * empty, 3, requires_grad=True)
+    with moving(columns):
+        got = blocks.scatter_and_merge_for_tp(x, 1, 0)
+        assert got.shape == (empty, 2 - group.rank())
+        back = blocks.scatter_and_merge_for_tp(got, 0, 1)
+        gathered = blocks.fused_allgather_for_tp(got.new_ones(empty, group.rank()), 1)
+    assert back.shape == ((1 - group.rank()) * empty, 3)
+    assert gathered.shape == (empty, 1)
+    (back.sum() + got.sum()).backward()
+    assert x.grad.shape == x.shape
 
 
 @pytest.mark.parametrize("axis", [1, -1])

@@ -305,12 +305,15 @@ class ProcessGroup(dist.ProcessGroup):
         counts: list[int] | None,
         is_async: bool,
         assumed: int = 0,
+        out_rows: int = 0,
     ) -> dist.Work:
         """The members' elements in a row; tensors of the host, contiguous.
 
         Args:
             counts: elements of each member; None: as many of each.
             is_async: whether the work is still under way when this returns.
+            out_rows: if the output is a matrix of so many rows, and a member's elements are
+                columns of it (`moves_columns`); 0: they are in one piece.
             assumed: if the members may take the counts to be others, what this one takes
                 them to be, by its hash; 0: they are known.
 
@@ -320,16 +323,58 @@ class ProcessGroup(dist.ProcessGroup):
         """
         opts = _ASYNC if is_async else _SYNC
         return self._call(
-            ALL_GATHER, [own], [output], opts, counts=(counts, None), assumed=assumed
+            ALL_GATHER,
+            [own],
+            [output],
+            opts,
+            counts=(counts, None),
+            assumed=assumed,
+            rows=(0, out_rows),
         )
 
     @_operation("reduce_scatter")
     def reduce_rows(
-        self, output: Tensor, terms: Tensor, counts: list[int] | None, is_async: bool
+        self,
+        output: Tensor,
+        terms: Tensor,
+        counts: list[int] | None,
+        is_async: bool,
+        in_rows: int = 0,
     ) -> dist.Work:
         """This member's elements of the sum; arguments as for `gather_rows`."""
         opts = _ASYNC if is_async else _SYNC
-        return self._call(REDUCE_SCATTER, [terms], [output], opts, _SUM, counts=(counts, None))
+        return self._call(
+            REDUCE_SCATTER,
+            [terms],
+            [output],
+            opts,
+            _SUM,
+            counts=(counts, None),
+            rows=(in_rows, 0),
+        )
+
+    @_operation("all_to_all")
+    def exchange_columns(
+        self,
+        output: Tensor,
+        own: Tensor,
+        counts: tuple[list[int], list[int]] | tuple[None, None],
+        rows: tuple[int, int],
+        is_async: bool,
+    ) -> dist.Work:
+        """An all-to-all of columns of matrices (`moves_columns`); as for `gather_rows`.
+
+        Args:
+            counts: elements for each member, and from each; None: as many of each.
+            rows: of ``own`` and of ``output``.
+        """
+        opts = _ASYNC if is_async else _SYNC
+        return self._call(ALL_TO_ALL, [own], [output], opts, counts=counts, rows=rows)
+
+    @property
+    def moves_columns(self) -> bool:
+        """Whether operations can be of columns of matrices in host memory."""
+        return self._group.is_on_one_host()
 
     @_operation("gather")
     def gather(
@@ -455,6 +500,7 @@ class ProcessGroup(dist.ProcessGroup):
         results: Sequence[Tensor] | None = None,
         finish: Callable[[], None] | None = None,
         assumed: int = 0,
+        rows: tuple[int, int] = (0, 0),
     ) -> dist.Work:
         """Calls of the core, one for each of the tensors; without inputs: in place.
 
@@ -462,8 +508,9 @@ class ProcessGroup(dist.ProcessGroup):
             counts: of the elements from or to each rank; two lists for all-to-all.
             results: what the caller sees filled, if not the outputs, by ``finish``.
             assumed: see `gather_rows`.
+            rows: of inputs and outputs that are matrices; 0: they are in one piece.
         """
-        rest = (reduction, root, factor, *counts, self._limit(opts), 0, assumed)
+        rest = (reduction, root, factor, *counts, self._limit(opts), 0, assumed, *rows)
         waits = not opts.asyncOp and self._coalesced is None
         in_task = waits and self.gives_way is not None and _core.current() is not None
         begin = self._group.run if waits and not in_task else self._group.work_item

@@ -129,4 +129,4 @@ def _normed(x: Tensor, mean: Tensor, rstd: Tensor) -> Tensor:
 
 def _everyones(numbers: Tensor, call: Call) -> Tensor:
     """The tp_ranks' numbers, of one shape, stacked."""
-    return primitives.all_gather_rows(numbers[None], [1] * group.size(), call)
+    return primitives.all_gather_slices(numbers[None], [1] * group.size(), call)

@@ -66,7 +66,7 @@ class _GatherBesideLinears(Function):
         ctx: Any, x: Tensor, token: Tensor | None, lengths: list[int], keep: bool
     ) -> tuple:
         ctx.call, ctx.lengths = group.begin_call(), lengths
-        gathered = primitives.all_gather_rows(x, lengths, ctx.call)
+        gathered = primitives.all_gather_slices(x, lengths, ctx.call)
         ctx.save_for_backward(*([] if keep else [x]))
         keep_shape(ctx, gathered)
         return gathered, next_token(token)
@@ -75,8 +75,8 @@ class _GatherBesideLinears(Function):
     def backward(ctx: Any, gradient: Tensor | None, token: Tensor | None) -> tuple:  # type: ignore[override]
         call, gradient = ctx.call.backward(), defined(ctx, gradient)
         for x in ctx.saved_tensors:
-            primitives.all_gather_rows(x, ctx.lengths, call)  # for the others
-        own = primitives.reduce_scatter_rows(gradient, ctx.lengths, call)
+            primitives.all_gather_slices(x, ctx.lengths, call)  # for the others
+        own = primitives.reduce_scatter_slices(gradient, ctx.lengths, call)
         return own, token, None, None
 
 
@@ -92,7 +92,7 @@ class _GatheredLinears(Function):
         *parameters: Tensor | None,
     ) -> tuple:
         ctx.call, ctx.lengths, ctx.keep, ctx.given = group.begin_call(), lengths, keep, x.dtype
-        gathered = primitives.all_gather_rows(x.to(dtype), lengths, ctx.call)
+        gathered = primitives.all_gather_slices(x.to(dtype), lengths, ctx.call)
         weights, biases = parameters[::2], parameters[1::2]
         out = [
             F.linear(gathered, w.to(dtype), None if b is None else b.to(dtype))  # type: ignore[union-attr]
@@ -107,7 +107,7 @@ class _GatheredLinears(Function):
         *given, token = gradients
         kept, *weights = ctx.saved_tensors
         call = ctx.call.backward()
-        gathered = kept if ctx.keep else primitives.all_gather_rows(kept, ctx.lengths, call)
+        gathered = kept if ctx.keep else primitives.all_gather_slices(kept, ctx.lengths, call)
         of_x, of_parameters = None, []
         for i, (gradient, weight) in enumerate(zip(given, weights, strict=True)):
             gradient = defined(ctx, gradient, i)
@@ -120,5 +120,5 @@ class _GatheredLinears(Function):
             part = gradient @ weight.to(gradient.dtype)
             of_x = part if of_x is None else of_x.add_(part)
         assert of_x is not None
-        own = primitives.reduce_scatter_rows(of_x, ctx.lengths, call).to(ctx.given)
+        own = primitives.reduce_scatter_slices(of_x, ctx.lengths, call).to(ctx.given)
         return own, token, None, None, None, *of_parameters

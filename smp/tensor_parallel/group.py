@@ -96,14 +96,20 @@ def gather_numbers(mine: list[int], device: torch.device) -> list[list[int]]:
 
 
 def gather_rows(
-    out: Tensor, own: Tensor, lengths: list[int], call: order.Call, signature: int = 0
+    out: Tensor,
+    own: Tensor,
+    lengths: list[int],
+    call: order.Call,
+    signature: int = 0,
+    axis: int = 0,
 ) -> None:
-    """Fill ``out`` with the tp_ranks' rows, one rank behind the other.
+    """Fill ``out`` with the tp_ranks' slices along an axis, one rank behind the other.
 
     Args:
         out, own: contiguous.
-        lengths: rows of each tp_rank.
+        lengths: of the slice of each tp_rank.
         signature: of the sizes from which the lengths were assumed; 0: they are known.
+        axis: 0, if not `moves_columns`.
 
     Raises:
         assumed.Unlike: the other tp_ranks assumed other sizes.
@@ -111,11 +117,12 @@ def gather_rows(
     tp_group: Any = ranks.get_tp_process_group()
     is_even = len(set(lengths)) == 1
     if _takes_rows(tp_group, own):
-        counts = None if is_even else [n * math.prod(own.shape[1:]) for n in lengths]
+        counts = None if is_even else elements(own, axis, lengths)
+        out_rows = rows_before(out, axis) if axis else 0
 
         def start(is_async: bool) -> dist.Work:
             try:
-                return tp_group.gather_rows(out, own, counts, is_async, signature)
+                return tp_group.gather_rows(out, own, counts, is_async, signature, out_rows)
             except dist.DistBackendError as error:
                 assumed.check(error)
                 raise
@@ -128,18 +135,22 @@ def gather_rows(
         call.run(lambda is_async: dist.all_gather(parts, own, tp_group, is_async))
 
 
-def reduce_rows(out: Tensor, terms: Tensor, lengths: list[int], call: order.Call) -> None:
-    """Fill ``out`` with this tp_rank's rows of the sum of the tp_ranks' terms.
+def reduce_rows(
+    out: Tensor, terms: Tensor, lengths: list[int], call: order.Call, axis: int = 0
+) -> None:
+    """Fill ``out`` with this tp_rank's slice along an axis of the sum of the tp_ranks' terms.
 
     Args:
         out, terms: contiguous.
-        lengths: rows of each tp_rank.
+        lengths: of the slice of each tp_rank.
+        axis: 0, if not `moves_columns`.
     """
     tp_group: Any = ranks.get_tp_process_group()
     is_even = len(set(lengths)) == 1
     if _takes_rows(tp_group, terms):
-        counts = None if is_even else [n * math.prod(terms.shape[1:]) for n in lengths]
-        call.run(lambda is_async: tp_group.reduce_rows(out, terms, counts, is_async))
+        counts = None if is_even else elements(terms, axis, lengths)
+        in_rows = rows_before(terms, axis) if axis else 0
+        call.run(lambda is_async: tp_group.reduce_rows(out, terms, counts, is_async, in_rows))
     elif is_even:
         call.run(
             lambda is_async: dist.reduce_scatter_single(
@@ -156,6 +167,23 @@ def reduce_rows(out: Tensor, terms: Tensor, lengths: list[int], call: order.Call
 def _takes_rows(tp_group: Any, tensor: Tensor) -> bool:
     """Whether rows need no lists of tensors, which are copied, and none of torch's checks."""
     return isinstance(tp_group, ProcessGroup) and tensor.is_cpu
+
+
+def moves_columns(tensor: Tensor) -> bool:
+    """Whether slices along any axis of such tensors travel without copies on the way."""
+    tp_group: Any = ranks.get_tp_process_group()
+    return _takes_rows(tp_group, tensor) and tp_group.moves_columns
+
+
+def elements(tensor: Tensor, axis: int, lengths: list[int]) -> list[int]:
+    """How many elements slices of these lengths along the axis have."""
+    rest = math.prod(tensor.shape[:axis]) * math.prod(tensor.shape[axis + 1 :])
+    return [length * rest for length in lengths]
+
+
+def rows_before(tensor: Tensor, axis: int) -> int:
+    """Of the matrix whose columns are slices along the axis; one if it has no elements."""
+    return math.prod(tensor.shape[:axis]) or 1
 
 
 def broadcast(tensor: Tensor) -> None:

@@ -5,7 +5,6 @@ SageMaker paper, section 5 and appendix E.
 """
 
 import contextlib
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -44,33 +43,39 @@ def requiring(x: Tensor, required: bool) -> Tensor:
     return x.detach().requires_grad_(True)
 
 
-def all_gather_rows(x: Tensor, lengths: Lengths, call: Call, signature: int = 0) -> Tensor:
-    """The ranks' rows, one rank behind the other."""
-    out = x.new_empty((sum(lengths), *x.shape[1:]))
+def all_gather_slices(
+    x: Tensor, lengths: Lengths, call: Call, signature: int = 0, axis: int = 0
+) -> Tensor:
+    """The ranks' slices along an axis, one rank behind the other."""
+    if axis and not group.is_traced() and not group.moves_columns(x):
+        rows = all_gather_slices(x.movedim(axis, 0), lengths, call, signature)
+        return rows.movedim(0, axis)
+    out = x.new_empty(_with_length(x, axis, sum(lengths)))
     if group.is_traced():
-        return out.copy_(x[:1]) if x.numel() else out.zero_()
+        return out.copy_(x.narrow(axis, 0, 1)) if x.numel() else out.zero_()
     if out.numel() or signature:
-        group.gather_rows(out, x.contiguous(), lengths, call, signature)
+        group.gather_rows(out, x.contiguous(), lengths, call, signature, axis)
     return out
 
 
-def reduce_scatter_rows(x: Tensor, lengths: Lengths, call: Call) -> Tensor:
-    """This rank's rows of the sum."""
-    out = x.new_empty((lengths[group.rank()], *x.shape[1:]))
+def reduce_scatter_slices(x: Tensor, lengths: Lengths, call: Call, axis: int = 0) -> Tensor:
+    """This rank's slice along an axis of the sum."""
+    if axis and not group.is_traced() and not group.moves_columns(x):
+        return reduce_scatter_slices(x.movedim(axis, 0), lengths, call).movedim(0, axis)
+    own = lengths[group.rank()]
+    out = x.new_empty(_with_length(x, axis, own))
     if group.is_traced():
-        return out.copy_(x[: out.size(0)])
+        return out.copy_(x.narrow(axis, 0, own))
     if x.numel():
-        group.reduce_rows(out, x.contiguous(), lengths, call)
+        group.reduce_rows(out, x.contiguous(), lengths, call, axis)
     return out
 
 
-def _first(x: Tensor, axis: int) -> Tensor:
-    """The axis in the place of the first, which needs no view where it is that."""
-    return x.movedim(axis, 0) if axis else x
-
-
-def _back(x: Tensor, axis: int) -> Tensor:
-    return x.movedim(0, axis) if axis else x
+def _with_length(x: Tensor, axis: int, length: int) -> list[int]:
+    """The shape, with another length along the axis."""
+    shape = list(x.shape)
+    shape[axis] = length
+    return shape
 
 
 Token = Tensor | None  # see smp.tensor_parallel.chain
@@ -82,7 +87,7 @@ class _Gather(Function):
         ctx: Any, x: Tensor, token: Token, axis: int, lengths: Lengths, signature: int
     ) -> tuple:
         ctx.axis, ctx.lengths, ctx.call = axis, lengths, group.begin_call()
-        out = _back(all_gather_rows(_first(x, axis), lengths, ctx.call, signature), axis)
+        out = all_gather_slices(x, lengths, ctx.call, signature, axis)
         keep_shape(ctx, out)
         if not x.is_floating_point() and not x.is_complex():
             ctx.mark_non_differentiable(out)
@@ -90,24 +95,24 @@ class _Gather(Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, token: Token) -> tuple:  # type: ignore[override]
-        rows = _first(defined(ctx, gradient), ctx.axis)
-        out = reduce_scatter_rows(rows, ctx.lengths, ctx.call.backward())
-        return _back(out, ctx.axis), token, None, None, None
+        gradient, call = defined(ctx, gradient), ctx.call.backward()
+        out = reduce_scatter_slices(gradient, ctx.lengths, call, ctx.axis)
+        return out, token, None, None, None
 
 
 class _ReduceScatter(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, token: Token, axis: int, lengths: Lengths) -> tuple:
         ctx.axis, ctx.lengths, ctx.call = axis, lengths, group.begin_call()
-        out = _back(reduce_scatter_rows(_first(x, axis), lengths, ctx.call), axis)
+        out = reduce_scatter_slices(x, lengths, ctx.call, axis)
         keep_shape(ctx, out)
         return out, next_token(token)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, token: Token) -> tuple:  # type: ignore[override]
-        rows = _first(defined(ctx, gradient), ctx.axis)
-        out = all_gather_rows(rows, ctx.lengths, ctx.call.backward())
-        return _back(out, ctx.axis), token, None, None
+        gradient, call = defined(ctx, gradient), ctx.call.backward()
+        out = all_gather_slices(gradient, ctx.lengths, call, axis=ctx.axis)
+        return out, token, None, None
 
 
 class _OwnPart(Function):
@@ -123,9 +128,9 @@ class _OwnPart(Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, token: Token) -> tuple:  # type: ignore[override]
-        rows = _first(defined(ctx, gradient), ctx.axis)
-        out = all_gather_rows(rows, ctx.lengths, ctx.call.backward())
-        return _back(out, ctx.axis), token, None, None
+        gradient, call = defined(ctx, gradient), ctx.call.backward()
+        out = all_gather_slices(gradient, ctx.lengths, call, axis=ctx.axis)
+        return out, token, None, None
 
 
 class _ScatterAndMerge(Function):
@@ -150,26 +155,31 @@ class _ScatterAndMerge(Function):
 def _scatter_and_merge(
     x: Tensor, call: Call, split: int, merge: int, cut: Lengths, joined: Lengths
 ) -> Tensor:
+    shape = _with_length(x, split, cut[group.rank()])
+    shape[merge] = sum(joined)
+    out = x.new_empty(shape)
+    if group.is_traced():
+        return out.zero_()
+    goes, comes = group.elements(x, split, cut), group.elements(out, merge, joined)
+    is_even = len(set(cut)) == len(set(joined)) == 1  # as all ranks know
+    tp_group: Any = ranks.get_tp_process_group()
+    if group.moves_columns(x):
+        x = x.contiguous()
+        counts = (None, None) if is_even else (goes, comes)
+        rows = group.rows_before(x, split), group.rows_before(out, merge)
+        call.run(
+            lambda is_async: tp_group.exchange_columns(out, x, counts, rows, is_async)
+        )
+        return out
     # Pieces travel one behind the other, which along axis 0 they are already.
     row = x if split == 0 else torch.cat([piece.reshape(-1) for piece in x.split(cut, split)])
-    shape = list(x.shape)
-    shape[split] = 1
-    goes = [n * math.prod(shape) for n in cut]
-    shape[split], shape[merge] = cut[group.rank()], 1
-    comes = [n * math.prod(shape) for n in joined]
-    shape[merge] = sum(joined)
-    out = x.new_empty(sum(comes))
-    if group.is_traced():
-        return out.zero_().view(shape)
-    is_even = len(set(cut)) == len(set(joined)) == 1  # as all ranks know
+    row, came = row.reshape(-1), out.view(-1)
     splits = ([], []) if is_even else (comes, goes)
-    tp_group = ranks.get_tp_process_group()
-    row = row.reshape(-1)
-    call.run(lambda is_async: dist.all_to_all_single(out, row, *splits, tp_group, is_async))
+    call.run(lambda is_async: dist.all_to_all_single(came, row, *splits, tp_group, is_async))
     if merge == 0:
-        return out.view(shape)
+        return out
     before, behind = shape[:merge], shape[merge + 1 :]
-    parts = zip(out.split(comes), joined, strict=True)
+    parts = zip(came.split(comes), joined, strict=True)
     return torch.cat([part.view(*before, n, *behind) for part, n in parts], merge)
 
 
@@ -201,7 +211,7 @@ class _GatherAlike(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: int, lengths: Lengths) -> Tensor:
         ctx.axis, ctx.lengths, ctx.call = axis, lengths, group.begin_call()
-        return _back(all_gather_rows(_first(x, axis), lengths, ctx.call), axis)
+        return all_gather_slices(x, lengths, ctx.call, axis=axis)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]

@@ -99,6 +99,144 @@ TEST_RANK(tensors_in_pools_are_used_where_they_are)
     return 0;
 }
 
+/* ------------------------------------------------------------------------- columns */
+
+/* Ranges one behind the other, of so many elements each, as columns of a matrix with so
+ * many rows; or the way back. */
+static void
+lay_out(uint8_t *matrix, uint8_t *packed, const size_t *lengths, int n, size_t rows,
+        size_t element, bool back)
+{
+    size_t stride = reference_sum(lengths, n) / rows;
+    size_t first = 0;
+
+    for (int m = 0; m < n; m++) {
+        for (size_t i = 0; i < lengths[m]; i++) {
+            size_t   width = lengths[m] / rows;
+            size_t   at = i / width * stride + first + i % width;
+            uint8_t *here = matrix + at * element;
+            uint8_t *there = packed + (first * rows + i) * element;
+
+            memcpy(back ? there : here, back ? here : there, element);
+        }
+        first += lengths[m] / rows;
+    }
+}
+
+/* A call whose inputs or outputs are matrices, and must be what they are in one piece.
+ */
+static int
+run_columns(world *w, smp_group *group, smp_operation operation, smp_dtype dtype,
+            size_t count, bool uneven, uint64_t seed)
+{
+    static const size_t some[] = {1, 2, 5, 10};
+    uint64_t            x = reference_random(seed + (uint64_t)w->rank);
+    size_t              element = smp_dtype_bytes(dtype);
+    size_t              in_rows = some[x % 4];
+    size_t              out_rows = some[x / 4 % 4];
+    uint8_t            *in;
+    uint8_t            *out;
+    reference_call      r;
+
+    CHECK(reference_make(&r, group, operation, dtype, count, uneven, seed));
+    in = malloc(r.in_elements * element + 1);
+    out = malloc(r.out_elements * element + 1);
+    CHECK(in != NULL && out != NULL);
+    memcpy(in, r.in, r.in_elements * element);
+    out[r.out_elements * element] = 0x5a;
+    r.call.in = in;
+    r.call.out = out;
+    if (operation != SMP_ALL_GATHER) {
+        r.call.in_rows = in_rows;
+        lay_out(in, r.in, r.in_counts, r.n, in_rows, element, false);
+    }
+    if (operation != SMP_REDUCE_SCATTER) {
+        r.call.out_rows = out_rows;
+    }
+    CHECK_STATUS(smp_group_run(group, &r.call), SMP_OK);
+    CHECK(out[r.out_elements * element] == 0x5a);
+    if (r.call.out_rows != 0) {
+        lay_out(out, r.out, r.out_counts, r.n, out_rows, element, true);
+    } else {
+        memcpy(r.out, out, r.out_elements * element);
+    }
+    r.call.out = r.out;
+    if (!reference_right(&r)) {
+        fprintf(stderr, "rank %d: %s of %zu %s, %zu to %zu rows, uneven %d\n", w->rank,
+                smp_operation_name(operation), count, smp_dtype_name(dtype), in_rows,
+                out_rows, uneven);
+        return 1;
+    }
+    free(in);
+    free(out);
+    reference_free(&r);
+    return 0;
+}
+
+TEST_RANK(columns_go_from_their_rows_and_into_them)
+{
+    static const smp_operation operations[] = {SMP_ALL_GATHER, SMP_REDUCE_SCATTER,
+                                               SMP_ALL_TO_ALL};
+    /* Multiples of 4 times the rows, so that uneven ones can be cut, too. */
+    static const size_t sizes[] = {0, 40, 1000, 16400, 70000};
+    smp_group          *group;
+    uint64_t            seed = 100;
+
+    CHECK_STATUS(make_world_group(w, 9, false, &group), SMP_OK);
+    for (size_t i = 0; i < sizeof(sizes) / sizeof(sizes[0]); i++) {
+        for (int o = 0; o < 3; o++) {
+            for (int uneven = 0; uneven < 2; uneven++) {
+                CHECK(run_columns(w, group, operations[o], SMP_F32, sizes[i],
+                                  uneven != 0, seed++) == 0);
+                CHECK(run_columns(w, group, operations[o], SMP_BF16, sizes[i],
+                                  uneven != 0, seed++) == 0);
+            }
+        }
+    }
+    smp_group_destroy(group);
+    return 0;
+}
+
+TEST_RANK(rows_that_do_not_fit_are_refused)
+{
+    float      in[64] = {0};
+    float      out[64] = {0};
+    size_t     counts[WORLD_RANKS] = {4, 6, 4, 4, 4, 4, 4, 4};
+    bool       odd = w->rank == w->size - 1;
+    smp_call   call = {.operation = SMP_ALL_TO_ALL,
+                       .dtype = SMP_F32,
+                       .count = 4,
+                       .in_rows = 3,
+                       .in = in,
+                       .out = out};
+    smp_group *group;
+
+    CHECK_STATUS(make_world_group(w, 3, false, &group), SMP_OK);
+    CHECK_STATUS(smp_group_run(group, &call), SMP_ERR_INVALID);
+    call.in_rows = 0;
+    call.out_rows = 3;
+    CHECK_STATUS(smp_group_run(group, &call), SMP_ERR_INVALID);
+    call.counts = counts;
+    call.out_counts = counts;
+    call.out_rows = 4;
+    CHECK_STATUS(smp_group_run(group, &call), SMP_ERR_INVALID);
+    call.counts = call.out_counts = NULL;
+    call.operation = SMP_ALL_GATHER;
+    call.in_rows = 2;
+    CHECK_STATUS(smp_group_run(group, &call), SMP_ERR_INVALID);
+    call.operation = SMP_ALL_REDUCE;
+    call.in_rows = 0;
+    CHECK_STATUS(smp_group_run(group, &call), SMP_ERR_INVALID);
+    call.operation = SMP_ALL_TO_ALL;
+    call.out_rows = 0;
+    call.in_rows = odd ? 0 : 2;
+    CHECK(refuse(w, group, &call, "calls all-to-all 1 of 4 float32 in columns, rank",
+                 "calls all-to-all 1 of 4 float32") == 0);
+    CHECK(random_calls(w, &group, 1, 5, 8) == 0);
+    smp_group_destroy(group);
+    return 0;
+}
+
 /* --------------------------------------------------------- reading others' memory */
 
 /* What process_vm_readv answers: another pid namespace's process is not seen, a filter
@@ -699,6 +837,8 @@ static const entry list[] = {
     POOLED(an_all_gather_between_pools_does_not_go_through_the_slots, 2, 3),
     POOLED(tensors_in_pools_are_used_where_they_are, 2, 4),
     SOME(every_dtype_is_moved_and_reduced, 2, 3),
+    ALL(columns_go_from_their_rows_and_into_them),
+    SOME(rows_that_do_not_fit_are_refused, 2, 3),
     ALL(any_sequence_of_calls_on_several_groups_is_right),
     ALL(a_part_of_the_ranks_in_any_order_is_a_group),
     SOME(groups_come_and_go, 3, 3),

@@ -22,6 +22,25 @@ TEST_RANK(every_operation_gives_the_right_result)
     return 0;
 }
 
+TEST_RANK(columns_are_moved_inside_one_host_only)
+{
+    float      data[64] = {0};
+    smp_call   call = {.operation = SMP_ALL_GATHER,
+                       .dtype = SMP_F32,
+                       .count = 2,
+                       .out_rows = 2,
+                       .in = data,
+                       .out = data};
+    smp_group *group;
+
+    CHECK_STATUS(make_world_group(w, 9, false, &group), SMP_OK);
+    CHECK_STATUS(smp_group_run(group, &call), SMP_ERR_INVALID);
+    CHECK(says(group, "columns are moved inside one host"));
+    CHECK(random_calls(w, &group, 1, 5, 8) == 0);
+    smp_group_destroy(group);
+    return 0;
+}
+
 /* Many rounds for tensors that otherwise go in one. */
 TEST_RANK(large_tensors_go_in_rounds)
 {
@@ -416,6 +435,7 @@ static const hosts_entry hosts_list[] = {
     SOME(a_wait_that_ends_early_is_no_error),
     SOME(different_calls_are_an_error_on_all),
     SOME(what_makes_no_sense_is_refused_at_once),
+    SOME(columns_are_moved_inside_one_host_only),
     SOME(a_member_that_has_left_is_named),
     {ENTRY(a_time_out_names_the_rank_that_is_missing_on_another_host),
      .hosts = {"ab", "abb", "aabb", "abab"}, .threads = true},

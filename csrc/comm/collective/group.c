@@ -196,6 +196,10 @@ smp_group_start(smp_group *group, const smp_call *call)
         smp_group_set_error(group, "tensors of devices are gathered inside one host");
         return SMP_ERR_INVALID;
     }
+    if (group->is_hierarchical && smp_call_has_columns(call)) {
+        smp_group_set_error(group, "columns are moved inside one host");
+        return SMP_ERR_INVALID;
+    }
     status = group->is_hierarchical
                  ? smp_hierarchical_begin(&group->hier, call, group->sequence + 1)
                  : smp_collective_begin(&group->op, call, group->sequence + 1);

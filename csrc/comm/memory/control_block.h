@@ -48,6 +48,7 @@ typedef struct {
     uint32_t kind;      /* smp_kind: what the elements are to the caller */
     uint8_t  on_device; /* SMP_NOTICE_*, or 0 */
     uint8_t  sparse;    /* as in smp_call */
+    uint8_t  columns;   /* 1: of matrices */
 } smp_notice;
 
 enum { SMP_NOTICE_GATHERS = 1, SMP_NOTICE_MEETS };

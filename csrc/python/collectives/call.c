@@ -187,7 +187,7 @@ read_counts(const smp_callee *group, smp_operation operation, PyObject *list,
 
 /* The arguments of Group.order() and .run(); see there. */
 enum { OPERATION, INS, OUTS, REDUCTION, ROOT, FACTOR, COUNTS, OUT_COUNTS, TIMEOUT };
-enum { SPARSE = TIMEOUT + 1, ASSUMED, FEWEST = SPARSE };
+enum { SPARSE = TIMEOUT + 1, ASSUMED, IN_ROWS, OUT_ROWS, MOST, FEWEST = SPARSE };
 
 static int
 read_arguments(smp_tensor_calls *self, const smp_callee *group, PyObject *const *args,
@@ -206,6 +206,10 @@ read_arguments(smp_tensor_calls *self, const smp_callee *group, PyObject *const 
     }
     if (nargs > ASSUMED) {
         call->assumed = PyLong_AsUnsignedLongLong(args[ASSUMED]);
+    }
+    if (nargs > OUT_ROWS) {
+        call->in_rows = PyLong_AsSize_t(args[IN_ROWS]);
+        call->out_rows = PyLong_AsSize_t(args[OUT_ROWS]);
     }
     call->timeout_ns = timeout_s > 1e9 ? -1 : (int64_t)(timeout_s * 1e9);
     if (PyErr_Occurred() != NULL) {
@@ -235,9 +239,8 @@ smp_tensor_calls_init(smp_tensor_calls *self, const smp_callee *group,
     Py_ssize_t n_in;
     Py_ssize_t n_out;
 
-    if (nargs < FEWEST || nargs > FEWEST + 2) {
-        PyErr_Format(PyExc_TypeError, "%d arguments are wanted, or up to two more",
-                     FEWEST);
+    if (nargs < FEWEST || nargs > MOST) {
+        PyErr_Format(PyExc_TypeError, "%d to %d arguments are wanted", FEWEST, MOST);
         return -1;
     }
     if (read_arguments(self, group, args, nargs) < 0 ||

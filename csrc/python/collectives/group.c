@@ -170,8 +170,8 @@ group_dealloc(PyObject *object)
 }
 
 /* work_item(operation, ins, outs, reduction, root, factor, counts, out_counts,
- * timeout_s, sparse=0, assumed=0) -> a work item for a call with each of the tensors;
- * the last two as in smp_call */
+ * timeout_s, sparse=0, assumed=0, in_rows=0, out_rows=0) -> a work item for a call with
+ * each of the tensors; those with a default are as in smp_call */
 static PyObject *
 group_work_item(PyObject *object, PyObject *const *args, Py_ssize_t nargs)
 {
@@ -347,11 +347,11 @@ group_close(PyObject *object, PyObject *unused)
 static PyMethodDef group_methods[] = {
     {"work_item", (PyCFunction)(void (*)(void))group_work_item, METH_FASTCALL,
      "work_item(operation, ins, outs, reduction, root, factor, counts, out_counts, "
-     "timeout_s, sparse=0, assumed=0)\n--\n\n"
+     "timeout_s, sparse=0, assumed=0, in_rows=0, out_rows=0)\n--\n\n"
      "A work item of one call for each of the tensors, to be issued."},
     {"run", (PyCFunction)(void (*)(void))group_run, METH_FASTCALL,
      "run(operation, ins, outs, reduction, root, factor, counts, out_counts, "
-     "timeout_s, sparse=0, assumed=0)\n--\n\n"
+     "timeout_s, sparse=0, assumed=0, in_rows=0, out_rows=0)\n--\n\n"
      "Make such a work item and wait until it is over."},
     {"gather", group_gather, METH_VARARGS,
      "gather(ins, outs, timeout_s, waits)\n--\n\n"

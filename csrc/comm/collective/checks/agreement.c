@@ -19,7 +19,7 @@ same_call(const smp_notice *a, const smp_notice *b)
            a->dtype == b->dtype && a->kind == b->kind && a->reduction == b->reduction &&
            a->uneven == b->uneven && a->root == b->root && a->count == b->count &&
            a->on_device == b->on_device && a->sparse == b->sparse &&
-           assumed(a) == assumed(b);
+           a->columns == b->columns && assumed(a) == assumed(b);
 }
 
 /* Whether all gather with sizes that they assume, and these differ. */
@@ -140,6 +140,7 @@ smp_notice_describe(const smp_notice *notice, char *out, size_t bytes)
     const char   *where = notice->on_device == SMP_NOTICE_MEETS
                               ? " on a device for the first time"
                           : notice->on_device != 0 ? " on a device"
+                          : notice->columns != 0   ? " in columns"
                                                    : "";
 
     if (operation == SMP_BARRIER) {

@@ -77,6 +77,35 @@ count_of(const size_t *counts, size_t count, int member)
     return counts != NULL ? counts[member] : count;
 }
 
+bool
+smp_call_has_columns(const smp_call *call)
+{
+    return call->in_rows != 0 || call->out_rows != 0;
+}
+
+/* Whether the operation has rows on these sides, and they divide the counts. */
+static bool
+rows_fit(const smp_call *call, int n)
+{
+    bool exchanges = call->operation == SMP_ALL_TO_ALL;
+    bool cuts = exchanges || call->operation == SMP_REDUCE_SCATTER;
+    bool joins = exchanges || call->operation == SMP_ALL_GATHER;
+
+    if ((call->in_rows != 0 && !cuts) || (call->out_rows != 0 && !joins)) {
+        return false;
+    }
+    for (int m = 0; m < n; m++) {
+        size_t in = count_of(call->counts, call->count, m);
+        size_t out = exchanges ? count_of(call->out_counts, call->count, m) : in;
+
+        if ((call->in_rows != 0 && in % call->in_rows != 0) ||
+            (call->out_rows != 0 && out % call->out_rows != 0)) {
+            return false;
+        }
+    }
+    return true;
+}
+
 /* Whether a call makes sense by itself. */
 static bool
 is_valid(const smp_call *call, int size)
@@ -113,7 +142,7 @@ is_valid(const smp_call *call, int size)
             return false;
         }
     }
-    return true;
+    return !smp_call_has_columns(call) || rows_fit(call, size);
 }
 
 bool
@@ -225,6 +254,7 @@ smp_call_say(const smp_call *call, int n, uint64_t sequence, smp_notice *notice,
                                   : call->offer != NULL ? SMP_NOTICE_MEETS
                                                         : 0);
     notice->sparse = call->sparse;
+    notice->columns = smp_call_has_columns(call);
     notice->root = smp_operation_has_root(call->operation) ? call->root : 0;
     notice->count = lists != 0 || is_barrier ? 0 : call->count;
     if (call->operation == SMP_ALL_GATHER) {
@@ -254,5 +284,6 @@ smp_call_say_again(const smp_notice *said, smp_notice *notice)
     notice->root = said->root;
     notice->count = said->count;
     notice->sparse = said->sparse;
+    notice->columns = said->columns;
     notice->assumed = said->assumed; /* and the factor, which has the same place */
 }

@@ -31,7 +31,8 @@ typedef enum {
 
 /* What one member calls.  What an operation does not use is ignored.  out may be in, or
  * the part of in (or in the part of out) that belongs to this member; not for
- * SMP_ALL_TO_ALL. */
+ * SMP_ALL_TO_ALL, and not with rows.  Either all members give rows, or none; one that
+ * gives only in_rows or only out_rows has the other in one piece. */
 typedef struct {
     smp_operation operation;
     smp_dtype     dtype;
@@ -41,7 +42,12 @@ typedef struct {
     size_t        count;  /* where counts is NULL */
     const size_t *counts; /* uneven: one for each member; borrowed like the buffers */
     const size_t *out_counts; /* SMP_ALL_TO_ALL with counts */
-    double        factor;     /* SMP_PREMUL_SUM: of this member's `in` */
+    size_t        in_rows;    /* SMP_REDUCE_SCATTER, SMP_ALL_TO_ALL: `in` is a matrix of
+                                 so many rows, and what is for a member are columns of it;
+                                 0: it is in one piece */
+    size_t out_rows;  /* SMP_ALL_GATHER, SMP_ALL_TO_ALL: likewise `out`, and what
+                         comes from a member */
+    double  factor;   /* SMP_PREMUL_SUM: of this member's `in` */
     uint8_t sparse;   /* SMP_ALL_GATHER: which of those that make up an all-reduce of
                          sparse tensors, from 1; 0: of none.  Errors name that. */
     uint64_t assumed; /* SMP_ALL_GATHER: a hash of what this member takes all members'
@@ -77,8 +83,11 @@ smp_range smp_range_window(smp_range range, size_t skip, size_t most);
 bool smp_operation_reduces(smp_operation operation);
 bool smp_operation_has_root(smp_operation operation);
 
+/* Whether it has rows. */
+bool smp_call_has_columns(const smp_call *call);
+
 /* Copies a call of a group of n, without what its operation does not use; false: there
- * is no such operation, reduction, root or count. */
+ * is no such operation, reduction, root or count, or rows do not divide the counts. */
 bool smp_call_copy(const smp_call *call, int n, smp_call *out);
 
 /* Bytes of the tensor that member `self` gives, or that it gets where it gives none. */

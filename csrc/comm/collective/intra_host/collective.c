@@ -6,6 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "comm/collective/kernels/columns.h"
 #include "comm/collective/kernels/copy.h"
 
 /* An all-reduce is done in one step by everyone while all tensors together are at most
@@ -71,6 +72,25 @@ plan_ranges(smp_collective *op)
     }
 }
 
+/* How long the rows are: with what is for all members, and what comes from all. */
+static void
+plan_columns(smp_collective *op)
+{
+    size_t in = 0;
+    size_t out = 0;
+
+    for (int m = 0; m < op->barrier->size; m++) {
+        in += op->pushes[m].count;
+        out += op->pulls[m].count;
+    }
+    if (op->call.in_rows != 0) {
+        op->in_stride = in * op->element / op->call.in_rows;
+    }
+    if (op->call.out_rows != 0) {
+        op->out_stride = out * op->element / op->call.out_rows;
+    }
+}
+
 /* Whether members read memory that is not mapped.  Never to reduce-scatter:
  * slots were faster wherever benchmarks/core/collective.c has measured it. */
 static bool
@@ -116,7 +136,7 @@ choose_way(smp_collective *op, size_t most)
     op->cell = (SMP_SLOT_BYTES - op->header) / cells;
     op->cell = op->cell >= 64 ? op->cell / 64 * 64 : op->cell / 8 * 8;
     elements = op->cell / op->element;
-    op->is_small = all < MEMORY_BYTES;
+    op->is_small = all < MEMORY_BYTES || smp_call_has_columns(&op->call);
     op->is_large = most * op->element * n * n >= UNCACHED_BYTES;
     if (!op->is_small && reads(op)) {
         take_memory(op);
@@ -166,7 +186,41 @@ cell_of(const smp_collective *op, smp_slot *slot, int member)
     return slot->data + op->header + (op->shared ? 0 : (size_t)member * op->cell);
 }
 
-/* Puts this step's data into `slot`. */
+/* Copies the window of a range of `in`. */
+static void
+take_in(const smp_collective *op, smp_range range, smp_range w, uint8_t *to)
+{
+    const uint8_t *in = op->call.in;
+    size_t         rows = op->call.in_rows;
+
+    if (rows == 0) {
+        memcpy(to, in + w.from * op->element, w.count * op->element);
+        return;
+    }
+    smp_columns_take(&(smp_columns){op->in_stride, range.from * op->element / rows,
+                                    range.count * op->element / rows},
+                     in, (w.from - range.from) * op->element, w.count * op->element,
+                     to);
+}
+
+/* Copies to the window of a range of `out`; from there: nothing to do. */
+static void
+put_out(const smp_collective *op, smp_range range, smp_range w, const uint8_t *from)
+{
+    uint8_t *out = op->call.out;
+    size_t   rows = op->call.out_rows;
+
+    if (rows != 0) {
+        smp_columns_put(&(smp_columns){op->out_stride, range.to * op->element / rows,
+                                       range.count * op->element / rows},
+                        out, (w.to - range.to) * op->element, w.count * op->element,
+                        from);
+    } else if (out + w.to * op->element != from) {
+        memmove(out + w.to * op->element, from, w.count * op->element);
+    }
+}
+
+/* Puts this step's data into `slot`; of columns, this member's own, too. */
 static void
 fill(smp_collective *op, smp_slot *slot)
 {
@@ -188,9 +242,8 @@ fill(smp_collective *op, smp_slot *slot)
     for (int m = 0; m < op->barrier->size; m++) {
         smp_range w = window(op, op->pushes[m], round);
 
-        if (m != op->barrier->self && w.count != 0) {
-            memcpy(cell_of(op, slot, m), in + w.from * op->element,
-                   w.count * op->element);
+        if ((m != op->barrier->self || op->call.in_rows != 0) && w.count != 0) {
+            take_in(op, op->pushes[m], w, cell_of(op, slot, m));
             if (op->shared) {
                 return;
             }
@@ -235,7 +288,6 @@ reduce_terms(smp_collective *op, size_t to, size_t count)
 static void
 collect_slots(smp_collective *op)
 {
-    uint8_t       *out = op->call.out;
     const uint8_t *in = op->call.in;
     int            self = op->barrier->self;
     size_t         round = op->step - op->data_step;
@@ -245,10 +297,11 @@ collect_slots(smp_collective *op)
         smp_slot *slot = smp_epoch_barrier_slot(op->barrier, m, op->barrier->step);
 
         w = window(op, op->pulls[m], round);
-        op->terms[m] = m == self ? in + w.from * op->element : cell_of(op, slot, self);
-        if (!smp_operation_reduces(op->call.operation) && w.count != 0 && out != NULL &&
-            out + w.to * op->element != (const uint8_t *)op->terms[m]) {
-            memmove(out + w.to * op->element, op->terms[m], w.count * op->element);
+        op->terms[m] = m == self && op->call.in_rows == 0 ? in + w.from * op->element
+                                                          : cell_of(op, slot, self);
+        if (!smp_operation_reduces(op->call.operation) && w.count != 0 &&
+            op->call.out != NULL) {
+            put_out(op, op->pulls[m], w, op->terms[m]);
         }
     }
     if (smp_operation_reduces(op->call.operation) && w.count != 0) {
@@ -629,6 +682,7 @@ smp_collective_begin(smp_collective *op, const smp_call *call, uint64_t sequence
     /* Until the other members' split sizes are there, nobody knows how many steps. */
     op->data_step = op->call.out_counts != NULL;
     plan_ranges(op);
+    plan_columns(op);
     if (op->call.gather != NULL || op->call.offer != NULL) {
         choose_device_way(op, smp_call_longest(&op->call, barrier->size));
     } else {

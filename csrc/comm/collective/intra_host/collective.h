@@ -6,6 +6,7 @@
  *
  *   SLOTS   In each step a member puts the next piece of its `in` into its slot: one
  *           for all, or a cell for each member.  Data come with the first step.
+ *           Columns of matrices always go so, straight from and into their rows.
  *   SPLIT   All-reduce through the slots when it is not small: of each piece, every
  *           member reduces a part in one step, and takes the other parts in the next.
  *   MEMORY  A member reads the others' memory, at the addresses that came with the
@@ -78,6 +79,8 @@ typedef struct {
     uint64_t first;   /* step of the epoch barrier; its own slot has the notice */
     smp_way  way;
     bool     shared;      /* by slots: all members get the same from one */
+    size_t   in_stride;   /* bytes of a row of `in`, if it has rows */
+    size_t   out_stride;  /* ... of `out` */
     size_t   header;      /* bytes of the counts in a slot */
     size_t   cell;        /* bytes for one member in a slot */
     bool     writes;      /* by memory: members write into the targets */
