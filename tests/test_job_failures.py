@@ -2,9 +2,11 @@
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from smp.job import bootstrap, objects
 from tests.ranks import mpirun, wait_until_gone
 
 # A rank that ends with an error ends the others: first all say what they saw.
@@ -353,6 +355,23 @@ def test_a_rank_that_knows_of_a_death_ends_though_mpi_waits_for_all(pipeline, tm
     for rank in (0, 2):
         assert re.search(rf"rank {rank} saw smp: .*: rank 1 is gone ", done.stdout), done
     assert "rank 0 has ended" in done.stdout, done.stderr
+
+
+def test_who_misses_a_rank_waits_for_the_cores_word_of_its_death(monkeypatch):
+    """torch's connection may break first; without a death nobody ends MPI's clean-up."""
+    answers = [False, False, True]
+    monkeypatch.setattr(
+        bootstrap, "_core", SimpleNamespace(someone_died=lambda: answers.pop(0))
+    )
+    mpi_runs = SimpleNamespace(cache_info=lambda: SimpleNamespace(currsize=1))
+    monkeypatch.setattr(bootstrap, "over_mpi", mpi_runs)
+    monkeypatch.setattr(bootstrap, "_misses_a_rank", False)
+
+    bootstrap.look_for_the_dead()
+    assert len(answers) == 3, "nobody is missed"
+    objects.PeerLost("smp.allgather()", 1)
+    bootstrap.look_for_the_dead()
+    assert not answers
 
 
 HOOK_THAT_TAKES_LONG = """

@@ -83,9 +83,9 @@ def stand_in(name: str, operations) -> None:
     import torch.distributed as dist
     from torch.distributed import distributed_c10d as c10d
 
-    from smp.collectives import process_group
+    from smp.collectives import backend, process_group
 
-    process_group.register()
+    backend.register()
     make, begin = c10d._new_process_group_helper, c10d.init_process_group
     shutdown = process_group.ProcessGroup.shutdown
 

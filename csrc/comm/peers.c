@@ -39,14 +39,14 @@ smp_peers_close(smp_peers *peers, int rank, smp_status why, const char *over)
     if (!atomic_compare_exchange_strong(&peers->states[rank], &from, to)) {
         return;
     }
+    if (why == SMP_ERR_PEER_LOST) {
+        atomic_store(&someone_died, true); /* before anybody can be told */
+    }
     if (to == SMP_PEER_LOST) {
         atomic_compare_exchange_strong(&peers->fault, &none,
                                        (uint64_t)why << 32 | ((uint64_t)rank + 1));
         smp_log(SMP_LOG_INFO, "rank %d is lost, over %s: %s", rank, over,
                 smp_status_text(why));
-    }
-    if (why == SMP_ERR_PEER_LOST) {
-        atomic_store(&someone_died, true);
     }
     smp_jitter();
     /* Last: who sees that nobody is left sees why. */

@@ -5,13 +5,9 @@ all ranks share a host.  The others of CUDA tensors are handed to a NCCL group i
 torch calls the methods under the names that it has for them; `opts` are its option objects.
 """
 
-import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import wraps
-from inspect import signature
 from typing import Any
 
 import torch
@@ -21,8 +17,9 @@ from torch._C import _distributed_c10d
 from torch.distributed.distributed_c10d import AllgatherOptions
 
 from smp import _core
-from smp.collectives import dense, launch, profile, sparse
+from smp.collectives import dense, launch, sparse
 from smp.collectives.monitored_barrier import Monitor
+from smp.collectives.operation import not_traced, operation_of
 from smp.collectives.ranks import Ranks
 from smp.collectives.work import AllOf, DeviceWork, Over, OverOnDevice, Received, Work
 from smp.job import core_warnings
@@ -47,9 +44,6 @@ _REDUCTIONS = {
     for name, number in _core.reductions.items()
 }
 
-# Set where the driver of the tests' pretended accelerator stands in for a GPU's.
-DRIVER = "SMP_CUDA_LIBRARY"
-
 MONITOR_TAG = -1  # of what ranks say about monitored barriers; a script's own are not negative
 
 _SUM = _core.reductions["sum"]
@@ -59,96 +53,6 @@ UNSET = dist.AllreduceOptions().timeout
 
 _SYNC, _ASYNC = AllgatherOptions(), AllgatherOptions()  # never changed
 _SYNC.asyncOp, _ASYNC.asyncOp = False, True
-
-
-def _first(value: Any) -> Any:
-    """The first item of nested lists; None if there is none."""
-    while isinstance(value, (list, tuple)):
-        value = value[0] if value else None
-    return value
-
-
-def _operation(title: str, gathers: bool = False) -> Callable[[Callable], Callable]:
-    """An operation of tensors, which come first; results before inputs.
-
-    Args:
-        title: under which a profile shows it.
-        gathers: it is an all-gather, which devices can do among themselves.  All else of
-            theirs is NCCL's.
-    """
-
-    def decorated(method: Callable) -> Callable:
-        @wraps(method)
-        def operation(self: "ProcessGroup", *args: Any, **kwargs: Any) -> Any:
-            if kwargs:
-                args = _in_order(method, self, args, kwargs)
-            tensor = _first(args[0])
-            if tensor is None and len(args) > 1:
-                tensor = _first(args[1])
-                tensor = tensor if isinstance(tensor, Tensor) else None
-            if tensor is not None and not tensor.is_cpu:
-                if tensor.is_meta:
-                    return self._over  # as for fake ones below: nobody calls, on any backend
-                if _is_driven(tensor):
-                    if gathers and self._devices_gather(tensor, *args):
-                        return self._gather_on_device(tensor.device, *args)
-                    return self._by_nccl(method.__name__, args)
-            if type(tensor) is not Tensor and dense.is_fake(tensor):
-                return self._over
-            if not profile.is_on():
-                return method(self, *args)
-            has_inputs = len(args) > 1 and isinstance(_first(args[1]), Tensor)
-            shown = args[1] if has_inputs else args[0]
-            event = profile.Event(f"{self.name()}:{title}", dense.listed(shown))
-            work = method(self, *args)
-            work.ends(event)
-            return work
-
-        return _not_traced(operation)
-
-    return decorated
-
-
-def _not_traced(method: Callable) -> Callable:
-    """A method that torch.compile calls, and does not look into.
-
-    What torch.compiler.disable() does, but its wrapper, which takes longer than a small
-    operation, and the import of torch.compile's own modules.
-    """
-    method._torchdynamo_disable = True  # type: ignore[attr-defined]
-    method._torchdynamo_disable_msg = "an operation of smddp"  # type: ignore[attr-defined]
-    frames = torch._C._dynamo.eval_frame
-    if hasattr(frames, "set_code_exec_strategy"):  # torch's own, which may change
-        skip = frames._FrameAction.SKIP
-        frames.set_code_exec_strategy(method.__code__, frames._FrameExecStrategy(skip, skip))
-    return method
-
-
-def _in_order(method: Callable, group: "ProcessGroup", args: tuple, named: dict) -> tuple:
-    """The arguments of a call, some of them by torch's names or ours, by their place."""
-    ours = {_NAMES.get(name, name): value for name, value in named.items()}
-    bound = signature(method).bind(group, *args, **ours)
-    bound.apply_defaults()
-    return bound.args[1:]
-
-
-# What torch's own methods call their arguments; one name has ours.
-_NAMES = {
-    "tensor": "tensors",
-    "op": "opts",
-    "output_tensors": "outputs",
-    "input_tensors": "inputs",
-    "input": "own",
-    "output_split_sizes": "output_splits",
-    "input_split_sizes": "input_splits",
-    "dstRank": "to",
-    "srcRank": "source",
-}
-
-
-def _is_driven(tensor: Tensor) -> bool:
-    """Whether a tensor that is not in host memory is a GPU's, or stands for one in tests."""
-    return tensor.is_cuda or DRIVER in os.environ
 
 
 class ProcessGroup(dist.ProcessGroup):
@@ -207,11 +111,11 @@ class ProcessGroup(dist.ProcessGroup):
 
     # ------------------------------------------------------------------- operations
 
-    @_operation("all_reduce")
+    @operation_of("all_reduce")
     def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
         return self._allreduce(tensors, opts, timeout)
 
-    @_operation("all_reduce")
+    @operation_of("all_reduce")
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         return self._allreduce(tensors, opts or dist.AllreduceCoalescedOptions())
 
@@ -226,18 +130,18 @@ class ProcessGroup(dist.ProcessGroup):
         reduction, factor = _reduction(opts.reduceOp)
         return self._call(ALL_REDUCE, None, tensors, opts, reduction, factor)
 
-    @_operation("reduce")
+    @operation_of("reduce")
     def reduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         opts = opts or dist.ReduceOptions()
         reduction, factor = _reduction(opts.reduceOp)
         return self._call(REDUCE, None, tensors, opts, reduction, factor, opts.rootRank)
 
-    @_operation("broadcast")
+    @operation_of("broadcast")
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         opts = opts or dist.BroadcastOptions()
         return self._call(BROADCAST, None, tensors, opts, root=opts.rootRank)
 
-    @_operation("all_gather", gathers=True)
+    @operation_of("all_gather", gathers=True)
     def allgather(
         self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
     ) -> dist.Work:
@@ -258,13 +162,13 @@ class ProcessGroup(dist.ProcessGroup):
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
         return self.all_gather_single_coalesced([output], [input], opts)
 
-    @_operation("all_gather_single", gathers=True)
+    @operation_of("all_gather_single", gathers=True)
     def all_gather_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> dist.Work:
         return self._call(ALL_GATHER, inputs, outputs, opts or AllgatherOptions())
 
-    @_operation("reduce_scatter")
+    @operation_of("reduce_scatter")
     def reduce_scatter(
         self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None
     ) -> dist.Work:
@@ -289,7 +193,7 @@ class ProcessGroup(dist.ProcessGroup):
     ) -> dist.Work:
         return self.reduce_scatter_single_coalesced([outputTensor], [inputTensor], opts)
 
-    @_operation("reduce_scatter_single")
+    @operation_of("reduce_scatter_single")
     def reduce_scatter_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> dist.Work:
@@ -297,7 +201,7 @@ class ProcessGroup(dist.ProcessGroup):
         reduction, factor = _reduction(opts.reduceOp)
         return self._call(REDUCE_SCATTER, inputs, outputs, opts, reduction, factor)
 
-    @_operation("all_gather")
+    @operation_of("all_gather")
     def gather_rows(
         self,
         output: Tensor,
@@ -332,7 +236,7 @@ class ProcessGroup(dist.ProcessGroup):
             rows=(0, out_rows),
         )
 
-    @_operation("reduce_scatter")
+    @operation_of("reduce_scatter")
     def reduce_rows(
         self,
         output: Tensor,
@@ -353,7 +257,7 @@ class ProcessGroup(dist.ProcessGroup):
             rows=(in_rows, 0),
         )
 
-    @_operation("all_to_all")
+    @operation_of("all_to_all")
     def exchange_columns(
         self,
         output: Tensor,
@@ -376,7 +280,7 @@ class ProcessGroup(dist.ProcessGroup):
         """Whether operations can be of columns of matrices in host memory."""
         return self._group.is_on_one_host()
 
-    @_operation("gather")
+    @operation_of("gather")
     def gather(
         self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
     ) -> dist.Work:
@@ -385,7 +289,7 @@ class ProcessGroup(dist.ProcessGroup):
             return self._fill_lists(GATHER, outputs[0], inputs[0], opts, root=opts.rootRank)
         return self._call(GATHER, inputs, None, opts, root=opts.rootRank)
 
-    @_operation("scatter")
+    @operation_of("scatter")
     def scatter(
         self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None
     ) -> dist.Work:
@@ -394,7 +298,7 @@ class ProcessGroup(dist.ProcessGroup):
         parts = [dense.joined(inputs[0])] if is_root else None
         return self._call(SCATTER, parts, outputs, opts, root=opts.rootRank)
 
-    @_operation("all_to_all")
+    @operation_of("all_to_all")
     def all_to_all_single(
         self,
         output: Tensor,
@@ -413,7 +317,7 @@ class ProcessGroup(dist.ProcessGroup):
             ]
         return self._call(ALL_TO_ALL, [own], [output], opts, counts=counts)
 
-    @_operation("all_to_all")
+    @operation_of("all_to_all")
     def alltoall(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> dist.Work:
@@ -429,27 +333,27 @@ class ProcessGroup(dist.ProcessGroup):
             finish=dense.parted(room, outputs),
         )
 
-    @_not_traced
+    @not_traced
     def barrier(self, opts: Any = None) -> dist.Work:
         opts = opts or dist.BarrierOptions()
         if opts.device is not None and opts.device.type == "cuda":
             return self.nccl().barrier(opts)
         return self._call(BARRIER, None, None, opts)
 
-    @_operation("send")
+    @operation_of("send")
     def send(self, tensors: list[Tensor], to: int, tag: int = 0) -> dist.Work:
         _check_tag(tag)
         for tensor in tensors:
             self._ranks.send(self._group, self._members[to], tag, tensor)
         return self._over
 
-    @_operation("recv")
+    @operation_of("recv")
     def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> dist.Work:
         _check_tag(tag)
         works = [self._receive(tensor, source, tag) for tensor in tensors]
         return works[0] if len(works) == 1 else AllOf(works)
 
-    @_operation("recvAnySource")
+    @operation_of("recvAnySource")
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> dist.Work:
         _check_tag(tag)
         (tensor,) = tensors
@@ -806,7 +710,7 @@ class ProcessGroup(dist.ProcessGroup):
     def _leave(self) -> None:
         was_open = self._ranks.is_open
         self._ranks.leave(self._group)
-        if self._ranks is _everyone and was_open and not self._ranks.is_open:
+        if self._ranks.of_default and was_open and not self._ranks.is_open:
             launch.take_next_port()
 
 
@@ -856,51 +760,3 @@ def _elements(size: int, tensor: Tensor, splits: list[int]) -> list[int]:
     rows = tensor.size(0)
     per_row = tensor.numel() // rows if rows else 0
     return [n * per_row for n in splits or [rows // size] * size]
-
-
-_everyone: Ranks | None = None  # those of the default group, if it is one of ours
-
-
-def create(opts: Any, options: Any = None) -> ProcessGroup:
-    """What ``torch.distributed`` calls to make a group; collective over its members.
-
-    Args:
-        options: what the script gave as ``pg_options``: NCCL's, for CUDA tensors.
-    """
-    global _everyone
-    if not (dist.is_nccl_available() and isinstance(options, dist.ProcessGroupNCCL.Options)):
-        options = None
-    rank, size, members = opts.group_rank, opts.group_size, opts.global_ranks_in_group
-    is_default = not members
-    ranks = _everyone
-    if is_default or ranks is None or not ranks.is_open:
-        ranks = Ranks(opts.store, rank, size, opts.timeout, members or range(size))
-        members = list(range(size))
-    if is_default:
-        _everyone = ranks
-    try:
-        return ProcessGroup(
-            ranks, list(members), rank, opts.store, opts.timeout, opts.group_id, options, _shown
-        )
-    except BaseException:
-        ranks.close_unused()
-        raise
-
-
-_shown: str | None = None
-
-
-@contextmanager
-def called(shown: str) -> Iterator[None]:
-    """Errors and reports call a group that is made meanwhile so, not by torch's number."""
-    global _shown
-    _shown = shown
-    try:
-        yield
-    finally:
-        _shown = None
-
-
-def register() -> None:
-    """Make ``smddp`` known to ``torch.distributed``."""
-    dist.Backend.register_backend("smddp", create, extended_api=True, devices=["cpu", "cuda"])

@@ -85,6 +85,8 @@ class Ranks:
 
     open: "weakref.WeakSet[Ranks]" = weakref.WeakSet()
 
+    of_default = False  # whether they are those of torch's default group
+
     def __init__(
         self,
         store: dist.Store,

@@ -52,6 +52,7 @@ LONGEST_PAUSE_S = 0.01
 
 # For what the interpreter and MPI do at the end of a process that knows of a rank's death.
 END_AFTER_DEATH_S = 5.0
+CORE_HEARS_S = 2.0  # of a death that another library has told already
 
 SIZE_BYTES = 8  # of a number of bytes, gathered first
 
@@ -308,6 +309,31 @@ def running_mpi() -> OverMPI | None:
     """The job's MPI, if it runs and any thread may call it; it is not started for this."""
     mpi = over_mpi() if over_mpi.cache_info().currsize else None
     return mpi if mpi is not None and mpi.is_for_any_thread else None
+
+
+_misses_a_rank = False
+
+
+def miss_a_rank() -> None:
+    """torch has told this process that another rank is gone; maybe it has died."""
+    global _misses_a_rank
+    _misses_a_rank = True
+
+
+def look_for_the_dead() -> None:
+    """At the end of the process: have the core hear of a death before its comms are closed.
+
+    torch's connection to a rank that was killed may break a moment before the core's.  A rank
+    that has left has not died, and MPI's clean-up does not wait for it in vain.
+    """
+    until = time.monotonic() + CORE_HEARS_S
+    while (
+        _misses_a_rank
+        and over_mpi.cache_info().currsize
+        and not _core.someone_died()
+        and time.monotonic() < until
+    ):
+        time.sleep(LONGEST_PAUSE_S)
 
 
 def _end_without_the_dead() -> None:

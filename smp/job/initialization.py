@@ -166,4 +166,10 @@ def _ranks(ranks: list[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
 
 
-atexit.register(shutdown)
+def _end() -> None:
+    """At the interpreter's exit."""
+    bootstrap.look_for_the_dead()
+    shutdown()
+
+
+atexit.register(_end)

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from smp import _core
+from smp.job import bootstrap
 from smp.job.together import Call, CallMismatch
 from smp.ranks import CommGroup, RankType
 from smp.state_mod import Job, state
@@ -137,6 +138,7 @@ class PeerLost(ConnectionError):
     def __init__(self, doing: str, rank: int) -> None:
         super().__init__(f"smp: {doing}: rank {rank} is gone (its process ended or was killed)")
         self.rank = rank
+        bootstrap.miss_a_rank()
 
 
 @contextmanager

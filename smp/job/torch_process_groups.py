@@ -17,7 +17,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from smp.collectives import process_group, ranks
+from smp.collectives import backend as smddp
+from smp.collectives import ranks
 from smp.job import addresses
 from smp.job.bootstrap import Bootstrap
 from smp.job.config import Config
@@ -91,7 +92,7 @@ def backend_of(cfg: Config) -> str:
         )
     if wanted == "gloo":
         return wanted
-    process_group.register()
+    smddp.register()
     return "smddp"
 
 
@@ -100,7 +101,7 @@ def _form_default(
 ) -> None:
     hook = sys.excepthook
     settings = ranks.with_settings(vars(cfg))
-    with _gloo_on(interface), settings, process_group.called("WORLD"):
+    with _gloo_on(interface), settings, smddp.called("WORLD"):
         dist.init_process_group(
             backend, store=_store(boot, cfg), rank=boot.rank, world_size=boot.size
         )
@@ -148,7 +149,7 @@ def _form_kinds(
         for members in map(tuple, placement.groups(kind)):
             key = (kind, *members) if kind == "tp" and len(members) > 1 else members
             if key not in made:
-                with process_group.called(f"{kind.upper()}_GROUP"):
+                with smddp.called(f"{kind.upper()}_GROUP"):
                     made[key] = dist.new_group(list(members), backend=backend)
             if boot.rank in members:
                 by_kind[kind] = made[key]

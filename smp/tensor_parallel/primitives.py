@@ -167,9 +167,7 @@ def _scatter_and_merge(
         x = x.contiguous()
         counts = (None, None) if is_even else (goes, comes)
         rows = group.rows_before(x, split), group.rows_before(out, merge)
-        call.run(
-            lambda is_async: tp_group.exchange_columns(out, x, counts, rows, is_async)
-        )
+        call.run(lambda is_async: tp_group.exchange_columns(out, x, counts, rows, is_async))
         return out
     # Pieces travel one behind the other, which along axis 0 they are already.
     row = x if split == 0 else torch.cat([piece.reshape(-1) for piece in x.split(cut, split)])

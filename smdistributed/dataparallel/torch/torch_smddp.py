@@ -4,7 +4,7 @@ Under mpirun it also sets what of RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and 
 is missing, so that ``init_process_group("smddp")`` finds the other processes.
 """
 
-from smp.collectives import launch, process_group
+from smp.collectives import backend, launch
 
-process_group.register()
+backend.register()
 launch.complete_environment()

@@ -1,0 +1,110 @@
+"""What every method of a process group does before and after: tensors of devices go to NCCL,
+fake ones nowhere, and a profile hears of the call.
+"""
+
+import os
+from collections.abc import Callable
+from functools import wraps
+from inspect import signature
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from smp.collectives import dense, profile
+
+if TYPE_CHECKING:
+    from smp.collectives.process_group import ProcessGroup
+
+# Set where the driver of the tests' pretended accelerator stands in for a GPU's.
+DRIVER = "SMP_CUDA_LIBRARY"
+
+
+def _first(value: Any) -> Any:
+    """The first item of nested lists; None if there is none."""
+    while isinstance(value, (list, tuple)):
+        value = value[0] if value else None
+    return value
+
+
+def operation_of(title: str, gathers: bool = False) -> Callable[[Callable], Callable]:
+    """An operation of tensors, which come first; results before inputs.
+
+    Args:
+        title: under which a profile shows it.
+        gathers: it is an all-gather, which devices can do among themselves.  All else of
+            theirs is NCCL's.
+    """
+
+    def decorated(method: Callable) -> Callable:
+        @wraps(method)
+        def operation(self: "ProcessGroup", *args: Any, **kwargs: Any) -> Any:
+            if kwargs:
+                args = _in_order(method, self, args, kwargs)
+            tensor = _first(args[0])
+            if tensor is None and len(args) > 1:
+                tensor = _first(args[1])
+                tensor = tensor if isinstance(tensor, Tensor) else None
+            if tensor is not None and not tensor.is_cpu:
+                if tensor.is_meta:
+                    return self._over  # as for fake ones below: nobody calls, on any backend
+                if _is_driven(tensor):
+                    if gathers and self._devices_gather(tensor, *args):
+                        return self._gather_on_device(tensor.device, *args)
+                    return self._by_nccl(method.__name__, args)
+            if type(tensor) is not Tensor and dense.is_fake(tensor):
+                return self._over
+            if not profile.is_on():
+                return method(self, *args)
+            has_inputs = len(args) > 1 and isinstance(_first(args[1]), Tensor)
+            shown = args[1] if has_inputs else args[0]
+            event = profile.Event(f"{self.name()}:{title}", dense.listed(shown))
+            work = method(self, *args)
+            work.ends(event)
+            return work
+
+        return not_traced(operation)
+
+    return decorated
+
+
+def not_traced(method: Callable) -> Callable:
+    """A method that torch.compile calls, and does not look into.
+
+    What torch.compiler.disable() does, but its wrapper, which takes longer than a small
+    operation, and the import of torch.compile's own modules.
+    """
+    method._torchdynamo_disable = True  # type: ignore[attr-defined]
+    method._torchdynamo_disable_msg = "an operation of smddp"  # type: ignore[attr-defined]
+    frames = torch._C._dynamo.eval_frame
+    if hasattr(frames, "set_code_exec_strategy"):  # torch's own, which may change
+        skip = frames._FrameAction.SKIP
+        frames.set_code_exec_strategy(method.__code__, frames._FrameExecStrategy(skip, skip))
+    return method
+
+
+def _in_order(method: Callable, group: "ProcessGroup", args: tuple, named: dict) -> tuple:
+    """The arguments of a call, some of them by torch's names or ours, by their place."""
+    ours = {_NAMES.get(name, name): value for name, value in named.items()}
+    bound = signature(method).bind(group, *args, **ours)
+    bound.apply_defaults()
+    return bound.args[1:]
+
+
+# What torch's own methods call their arguments; one name has ours.
+_NAMES = {
+    "tensor": "tensors",
+    "op": "opts",
+    "output_tensors": "outputs",
+    "input_tensors": "inputs",
+    "input": "own",
+    "output_split_sizes": "output_splits",
+    "input_split_sizes": "input_splits",
+    "dstRank": "to",
+    "srcRank": "source",
+}
+
+
+def _is_driven(tensor: Tensor) -> bool:
+    """Whether a tensor that is not in host memory is a GPU's, or stands for one in tests."""
+    return tensor.is_cuda or DRIVER in os.environ
