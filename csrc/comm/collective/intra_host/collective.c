@@ -6,20 +6,9 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "comm/collective/intra_host/plan.h"
 #include "comm/collective/kernels/columns.h"
 #include "comm/collective/kernels/copy.h"
-
-/* An all-reduce is done in one step by everyone while all tensors together are at most
- * this large: reading them all costs less than another step. */
-#define FLAT_BYTES ((size_t)64 << 10)
-
-/* From here on, members use each other's memory: the step that it takes pays, and the
- * system calls where it is not mapped. */
-#define MEMORY_BYTES ((size_t)128 << 10)
-
-/* From here on (bytes that all members get), what they copy goes past the caches: who
- * reads it would not find the beginning there. */
-#define UNCACHED_BYTES ((size_t)32 << 20)
 
 /* What is written to one member after the other while it is in the first cache. */
 #define WRITE_BYTES ((size_t)16 << 10)
@@ -32,8 +21,6 @@
 /* The least that one member's piece of FETCH_BYTES has. */
 #define MIN_FETCH ((size_t)4 << 10)
 
-/* ---------------------------------------------------------------------- planning */
-
 /* Elements of a member's piece of what is fetched. */
 static size_t
 fetch_elements(const smp_collective *op)
@@ -41,114 +28,6 @@ fetch_elements(const smp_collective *op)
     size_t bytes = FETCH_BYTES / (size_t)op->barrier->size;
 
     return (bytes < MIN_FETCH ? MIN_FETCH : bytes) / 64 * 64 / op->element;
-}
-
-/* The part of an all-reduce of `count` elements that a member reduces; parts begin on
- * cache lines of a slot. */
-static smp_range
-part_of(const smp_collective *op, size_t count, int member)
-{
-    size_t n = (size_t)op->barrier->size;
-    size_t line = 64 / op->element;
-    size_t each = (count + n - 1) / n;
-    size_t first;
-    size_t end;
-
-    each = (each + line - 1) / line * line;
-    first = (size_t)member * each;
-    first = first < count ? first : count;
-    end = first + each < count ? first + each : count;
-    return (smp_range){first, first, end - first};
-}
-
-static void
-plan_ranges(smp_collective *op)
-{
-    int self = op->barrier->self;
-
-    for (int m = 0; m < op->barrier->size; m++) {
-        op->pulls[m] = smp_call_range(&op->call, self, m, self);
-        op->pushes[m] = smp_call_range(&op->call, self, self, m);
-    }
-}
-
-/* How long the rows are: with what is for all members, and what comes from all. */
-static void
-plan_columns(smp_collective *op)
-{
-    size_t in = 0;
-    size_t out = 0;
-
-    for (int m = 0; m < op->barrier->size; m++) {
-        in += op->pushes[m].count;
-        out += op->pulls[m].count;
-    }
-    if (op->call.in_rows != 0) {
-        op->in_stride = in * op->element / op->call.in_rows;
-    }
-    if (op->call.out_rows != 0) {
-        op->out_stride = out * op->element / op->call.out_rows;
-    }
-}
-
-/* Whether members read memory that is not mapped.  Never to reduce-scatter:
- * slots were faster wherever benchmarks/core/collective.c has measured it. */
-static bool
-reads(const smp_collective *op)
-{
-    return op->barrier->reads && op->call.operation != SMP_REDUCE_SCATTER;
-}
-
-/* Between devices, all steps have the same way. */
-static void
-choose_device_way(smp_collective *op, size_t most)
-{
-    size_t half;
-
-    op->is_small = true; /* no address in the notices */
-    if (op->call.offer != NULL) {
-        op->way = SMP_BY_MEETING;
-        op->steps = SMP_DEVICES_STEPS;
-        return;
-    }
-    half = smp_exchange_half(op->devices.exchange);
-    op->way = SMP_BY_DEVICE;
-    op->steps = (most * op->element + half - 1) / half;
-    op->steps += op->steps == 0;
-}
-
-static void
-take_memory(smp_collective *op)
-{
-    op->way = SMP_BY_MEMORY;
-    op->steps = op->call.operation == SMP_ALL_REDUCE ? 3 : 2;
-}
-
-/* Chooses the way for at most `most` elements between two members. */
-static void
-choose_way(smp_collective *op, size_t most)
-{
-    size_t n = (size_t)op->barrier->size;
-    size_t cells = op->shared ? 1 : n;
-    size_t all = most * op->element * cells;
-    size_t elements;
-
-    op->cell = (SMP_SLOT_BYTES - op->header) / cells;
-    op->cell = op->cell >= 64 ? op->cell / 64 * 64 : op->cell / 8 * 8;
-    elements = op->cell / op->element;
-    op->is_small = all < MEMORY_BYTES || smp_call_has_columns(&op->call);
-    op->is_large = most * op->element * n * n >= UNCACHED_BYTES;
-    if (!op->is_small && reads(op)) {
-        take_memory(op);
-    } else if (op->call.operation == SMP_ALL_REDUCE && n > 1 &&
-               (all > op->cell || all * n > FLAT_BYTES)) {
-        op->way = SMP_BY_SPLIT;
-        op->steps = 2 * ((most + elements - 1) / elements);
-    } else {
-        op->way = SMP_BY_SLOTS;
-        op->steps = op->data_step + (most + elements - 1) / elements;
-        op->steps += op->steps == 0;
-    }
 }
 
 /* ----------------------------------------------------------------------- filling */
@@ -317,7 +196,7 @@ collect_split(smp_collective *op)
     smp_range          w = window(op, (smp_range){0, 0, op->call.count}, op->step / 2);
 
     if (op->step % 2 == 0) {
-        smp_range part = part_of(op, w.count, barrier->self);
+        smp_range part = smp_plan_part(op, w.count, barrier->self);
         smp_slot *next =
             smp_epoch_barrier_slot(barrier, barrier->self, barrier->step + 1);
         size_t skip = part.from * op->element;
@@ -334,7 +213,7 @@ collect_split(smp_collective *op)
         return;
     }
     for (int m = 0; m < barrier->size; m++) {
-        smp_range part = part_of(op, w.count, m);
+        smp_range part = smp_plan_part(op, w.count, m);
 
         if (m != barrier->self && part.count != 0) {
             memcpy(out + (w.to + part.to) * op->element,
@@ -430,7 +309,7 @@ copy_turn(smp_collective *op, bool *whole, int *member)
     int        n = op->barrier->size;
     int        m = (op->barrier->self + op->turn) % n;
     bool       gathers = op->call.operation == SMP_ALL_REDUCE; /* the others' parts */
-    smp_range  range = gathers ? part_of(op, op->call.count, m) : op->pulls[m];
+    smp_range  range = gathers ? smp_plan_part(op, op->call.count, m) : op->pulls[m];
     bool       last = true;
     smp_status status = SMP_OK;
 
@@ -495,7 +374,7 @@ collect_memory(smp_collective *op, bool *whole, int *member)
         return copy_turn(op, whole, member);
     }
     range = op->call.operation == SMP_ALL_REDUCE
-                ? part_of(op, op->call.count, op->barrier->self)
+                ? smp_plan_part(op, op->call.count, op->barrier->self)
                 : op->pulls[op->barrier->self];
     return reduce_memory(op, range, whole, member);
 }
@@ -518,86 +397,10 @@ collect_device(smp_collective *op, int *member)
 
 /* ---------------------------------------------------------------------- agreement */
 
-static const uint64_t *
-slot_counts(const smp_collective *op, int member)
-{
-    const smp_slot *slot =
-        smp_epoch_barrier_slot(op->barrier, member, op->barrier->step);
-
-    return (const uint64_t *)(const void *)slot->data;
-}
-
 static const smp_notice *
 notice_of(const smp_collective *op, int member)
 {
     return &smp_epoch_barrier_slot(op->barrier, member, op->barrier->step)->notice;
-}
-
-static bool
-all_in_arenas(const smp_collective *op, const uint64_t *addresses, size_t bytes)
-{
-    for (int m = 0; m < op->barrier->size; m++) {
-        if (!smp_epoch_barrier_in_arena(op->barrier, m, addresses[m], bytes)) {
-            return false;
-        }
-    }
-    return true;
-}
-
-/* Goes by memory if what the others need is mapped.  All members come to the same
- * answer, for each knows where all tensors lie. */
-static void
-prefer_mapped(smp_collective *op)
-{
-    size_t all = 0;
-
-    if (op->is_small) {
-        return;
-    }
-    for (int m = 0; m < op->barrier->size; m++) {
-        all += op->call.operation == SMP_REDUCE_SCATTER ? op->pushes[m].count
-                                                        : op->pulls[m].count;
-    }
-    all *= op->element;
-    switch (op->call.operation) {
-    case SMP_ALL_GATHER:
-        op->writes = all_in_arenas(op, op->outs, all);
-        for (int m = 0; op->writes && m < op->barrier->size; m++) {
-            op->targets[m] = smp_epoch_barrier_mapped(op->barrier, m, op->outs[m], all);
-        }
-        if (op->writes) {
-            take_memory(op);
-        }
-        break;
-    case SMP_REDUCE_SCATTER:
-        if (all_in_arenas(op, op->ins, all)) {
-            take_memory(op);
-        }
-        break;
-    case SMP_ALL_REDUCE:
-        all = op->call.count * op->element;
-        if (all_in_arenas(op, op->ins, all) && all_in_arenas(op, op->outs, all)) {
-            take_memory(op);
-        }
-        break;
-    default:
-        break;
-    }
-}
-
-/* With the split sizes of all members, an all-to-all can be planned. */
-static void
-plan_all_to_all(smp_collective *op, size_t most)
-{
-    for (int m = 0; m < op->barrier->size; m++) {
-        size_t from = 0;
-
-        for (int to = 0; to < op->barrier->self; to++) {
-            from += slot_counts(op, m)[to];
-        }
-        op->pulls[m].from = from;
-    }
-    choose_way(op, most);
 }
 
 /* ------------------------------------------------------------------------- public */
@@ -681,14 +484,13 @@ smp_collective_begin(smp_collective *op, const smp_call *call, uint64_t sequence
                  call->operation != SMP_SCATTER && call->operation != SMP_ALL_TO_ALL;
     /* Until the other members' split sizes are there, nobody knows how many steps. */
     op->data_step = op->call.out_counts != NULL;
-    plan_ranges(op);
-    plan_columns(op);
+    smp_plan_ranges(op);
     if (op->call.gather != NULL || op->call.offer != NULL) {
-        choose_device_way(op, smp_call_longest(&op->call, barrier->size));
+        smp_plan_on_devices(op, smp_call_longest(&op->call, barrier->size));
     } else {
-        choose_way(op, op->call.out_counts != NULL
-                           ? 0
-                           : smp_call_longest(&op->call, barrier->size));
+        smp_plan_way(op, op->call.out_counts != NULL
+                             ? 0
+                             : smp_call_longest(&op->call, barrier->size));
     }
     smp_call_say(&op->call, barrier->size, sequence, &slot->notice,
                  (uint64_t *)(void *)slot->data);
@@ -742,7 +544,7 @@ smp_collective_begin_part(smp_collective *op, const smp_call *call,
     op->header = 0;
     op->shared = part->operation == SMP_ALL_GATHER;
     op->data_step = 0;
-    choose_way(op, part->most);
+    smp_plan_way(op, part->most);
     smp_call_say_again(notice, &slot->notice);
     slot->notice.in = (uint64_t)(uintptr_t)part->in;
     slot->notice.out = (uint64_t)(uintptr_t)part->out;
@@ -770,15 +572,15 @@ smp_collective_agreed(smp_collective *op, char *text, size_t bytes)
         op->said[m] = (smp_said){
             .name = smp_comm_name(op->barrier->comm, op->barrier->members[m].rank),
             .notice = notice_of(op, m),
-            .counts = slot_counts(op, m)};
+            .counts = smp_plan_counts(op, m)};
     }
     if (!smp_agreement(op->said, op->barrier->size, &most, text, bytes)) {
         return false;
     }
     smp_collective_see(op);
-    prefer_mapped(op);
+    smp_plan_mapped(op);
     if (op->call.out_counts != NULL) {
-        plan_all_to_all(op, most);
+        smp_plan_all_to_all(op, most);
     }
     return true;
 }

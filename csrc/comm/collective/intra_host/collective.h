@@ -1,25 +1,5 @@
 /* One operation of a group, as steps of its members
- * (comm/collective/intra_host/epoch_barrier.h).
- *
- * Every operation is a set of pulls: each member takes ranges of the others' `in` and
- * copies or reduces them into its `out`.  There are four ways.
- *
- *   SLOTS   In each step a member puts the next piece of its `in` into its slot: one
- *           for all, or a cell for each member.  Data come with the first step.
- *           Columns of matrices always go so, straight from and into their rows.
- *   SPLIT   All-reduce through the slots when it is not small: of each piece, every
- *           member reduces a part in one step, and takes the other parts in the next.
- *   MEMORY  A member reads the others' memory, at the addresses that came with the
- *           first step; the last step says that the reading is over.  All-reduce has
- *           one between: every member reduces a part, and takes the others'.  What lies
- *           in a pool is read where it is mapped, without system calls; and if all
- *           outputs of an all-gather do, members write into them, which reads each
- *           input once instead of once for each member.  Whether it does turns out in
- *           the first step: what the slots have by then is left there.
- *
- *   DEVICE  An all-gather of tensors on devices: steps are the rounds of
- *           comm/device/exchange.h.  MEETING: the operation before the first such
- *           (comm/collective/intra_host/devices.h).
+ * (comm/collective/intra_host/epoch_barrier.h); how it goes is in collective_state.h.
  *
  * Threads  one at a time.
  */
@@ -30,68 +10,10 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#include "comm/collective/checks/agreement.h"
 #include "comm/collective/checks/call.h"
-#include "comm/collective/intra_host/devices.h"
+#include "comm/collective/intra_host/collective_state.h"
 #include "comm/collective/intra_host/epoch_barrier.h"
-#include "comm/collective/kernels/reduce.h"
 #include "common/status.h"
-
-typedef enum {
-    SMP_BY_SLOTS,
-    SMP_BY_SPLIT,
-    SMP_BY_MEMORY,
-    SMP_BY_DEVICE,
-    SMP_BY_MEETING
-} smp_way;
-
-/* A node of the tree over a larger group: its term goes to `out`, at the range's `to`.
- * With one member below it, that one's tensor itself. */
-typedef struct {
-    int      first; /* member, and how many from it */
-    int      n;
-    uint8_t *out; /* borrowed */
-} smp_partial;
-
-typedef struct {
-    smp_epoch_barrier *barrier; /* borrowed */
-    const smp_kernels *kernels;
-    smp_range         *pulls;   /* owned, as all below: [n]; from each member */
-    smp_range         *pushes;  /* [n]: to each member */
-    uint64_t          *ins;     /* [n]: addresses in the members' memory */
-    uint64_t          *outs;    /* [n] */
-    uint8_t          **targets; /* [n]: the members' outputs, if members write */
-    double            *factors; /* [n] */
-    const void       **terms;   /* [n] */
-    smp_said          *said;    /* [n] */
-    size_t            *lengths; /* [n]: bytes of the members' pieces in a round */
-    uint8_t           *scratch; /* for smp_reduce() */
-    uint8_t           *fetched; /* pieces of the members' memory */
-
-    smp_devices devices;
-    char        why[SMP_DRIVER_TEXT]; /* a device failed, in the driver's words */
-
-    const smp_partial *partials;  /* borrowed: what a reduction is to give instead of */
-    int                npartials; /* ... the reduced tensors; 0: those */
-
-    smp_call call;    /* the operation under way, like all below */
-    size_t   element; /* bytes */
-    uint64_t first;   /* step of the epoch barrier; its own slot has the notice */
-    smp_way  way;
-    bool     shared;      /* by slots: all members get the same from one */
-    size_t   in_stride;   /* bytes of a row of `in`, if it has rows */
-    size_t   out_stride;  /* ... of `out` */
-    size_t   header;      /* bytes of the counts in a slot */
-    size_t   cell;        /* bytes for one member in a slot */
-    bool     writes;      /* by memory: members write into the targets */
-    bool     is_small;    /* so that only the slots come into question */
-    bool     is_large;    /* so that what is copied goes past the caches */
-    size_t   data_step;   /* by slots: the first with data */
-    size_t   steps;       /* of the operation */
-    size_t   step;        /* now */
-    int      turn;        /* by memory: pulls that are done, and */
-    size_t   turn_offset; /* elements of the next */
-} smp_collective;
 
 /* SMP_ERR_NO_MEMORY.  fini takes one that is all zero. */
 smp_status smp_collective_init(smp_collective *op, smp_epoch_barrier *barrier);
