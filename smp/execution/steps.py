@@ -32,7 +32,7 @@ from smp.job.config import ConfigError
 from smp.job.objects import refuse_if_forked
 from smp.modules import changes, forward_attributes, homes
 from smp.partitioning.restore import write_back
-from smp.tensor_parallel import order, random_streams, step_end
+from smp.tensor_parallel import order, random_streams, step_end, unused
 
 _SIMPLE, _INTERLEAVED, _LISTED, _SERVE = 0, 1, 2, -1
 
@@ -327,6 +327,7 @@ class Step:
         left_behind.warn_of_modes(self.name, "step function")
         self.state = thread_state.capture()
         self.grad = torch.is_grad_enabled()
+        gradients = unused.PipelinedStep(rt.parameters)
         _core.gradients_begin(self.count, rt.backwards, self._on_complete())
         try:
             ok, value = self._run_core(plan, seed)
@@ -341,6 +342,9 @@ class Step:
             forward_attributes.finish()
             went_well = _core.ended_well()
             _core.gradients_end(not went_well)
+            gradients.end()
+            if self.reduction is None:
+                unused.drop_zeros()
             if went_well:
                 random_state.restore()
             else:
