@@ -689,6 +689,11 @@ def test_slices_are_not_saved_for_the_whole(tmp_path):
     for save in (model.module.state_dict, lambda: model.save_pretrained(tmp_path)):
         with pytest.raises(RuntimeError, match=refused):
             save()
+    block = model.get_module().transformer.h[0]
+    for inside in (net.transformer, block, block.attn, block.attn.c_attn, net.lm_head):
+        with pytest.raises(RuntimeError, match=r"state_dict\(\) would have this rank's slices"):
+            inside.state_dict()
+    assert list(block.ln_1.state_dict()) == ["weight", "bias"]  # whole
     assert {name: value.shape for name, value in model.state_dict().items()} == want
     assert model.local_state_dict()
     model.load_state_dict(model.state_dict())
@@ -803,3 +808,24 @@ def test_a_model_whose_values_are_delayed(pipeline):
     job.check_parameters()
     weight = net.transformer.h[0].attn.c_attn.weight
     assert slices_of(weight) is not None and not weight.is_meta
+
+
+@on_ranks(4, timeout_s=120)
+def test_a_whole_state_is_loaded_before_delayed_values_are_made():
+    """Before the partition a rank has slices without values; shapes are checked at once."""
+    smp.init({"tensor_parallel_degree": 2, "pipeline_parallel_degree": 2})
+    plain = small_gpt2()
+    torch.manual_seed(4)
+    with smp.delay_param_initialization(), smp.tensor_parallelism():
+        net = type(plain)(plain.config)
+    job = WholeJob(net, next_token_loss, lambda rank, step: tokens(rank, step, masked=False))
+    job.plain = plain
+    job.plain_optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    given = plain.state_dict()
+    name = "transformer.h.0.attn.c_attn.weight"
+    with pytest.raises(RuntimeError, match=rf"other shapes: {name}: \[24, 36\], where .* 72"):
+        job.model.load_state_dict({**given, name: given[name][:, :36]})
+    assert not any(job.model.load_state_dict(given))
+    for step in range(2):
+        job.step(step)
+    job.check_parameters()
