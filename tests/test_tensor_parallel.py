@@ -282,6 +282,38 @@ def test_other_batches_than_prescaled_batch_says_are_refused():
         job.train(0)
 
 
+@pytest.mark.parametrize("what", ["values", "sizes", "numbers of tensors"])
+@on_ranks(4, timeout_s=120)
+def test_other_inputs_of_a_step_are_refused_in_a_pipeline(what):
+    """On all ranks, in the first steps, and the job goes on."""
+    smp.init(
+        {
+            "tensor_parallel_degree": 2,
+            "pipeline_parallel_degree": 2,
+            "prescaled_batch": True,
+            "microbatches": 2,
+        }
+    )
+    net = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+    smp.set_tensor_parallelism(net)
+    smp.set_partition(net[1], 1)
+    model = smp.DistributedModel(net)
+
+    @smp.step
+    def train(model, x, *more):
+        model.backward(model(x).square().mean())
+
+    x = torch.arange(24.0).view(4, 6)
+    other: tuple = (x.flip(0),)
+    if what != "values":
+        other = (x.repeat(2, 1),) if what == "sizes" else (x, x)
+    refused = "step .*train.* got other samples on tp_rank 1 than on tp_rank 0"
+    with pytest.raises(ValueError, match=refused):
+        train(model, *((x,) if smp.tp_rank() == 0 else other))
+    train(model, x)
+    assert model.get_module_partition(net[1]) == 1
+
+
 @pytest.mark.parametrize("kind", ["linear", "rows", "embedding", "transformer", "positions"])
 @on_ranks(2)
 def test_other_samples_are_refused_by_every_distributed_module(kind):
