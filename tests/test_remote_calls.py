@@ -1121,10 +1121,14 @@ def test_a_module_prepared_for_quantization_aware_training():
     assert_close(mine, {n: g for n, g in gradients(plain).items() if n in mine}, relative=1e-6)
 
 
+@pytest.mark.parametrize("within", [False, True])
 @on_ranks(2)
 @pytest.mark.filterwarnings("ignore")
-def test_a_script_module_is_refused_by_its_path():
+def test_a_script_module_is_refused_by_its_path(within):
     smp.init({"pipeline_parallel_degree": 2})
-    model = smp.DistributedModel(Middle(torch.jit.script(nn.Linear(WIDTH, WIDTH))).double())
-    with pytest.raises(NotImplementedError, match="'far' is a torch.jit.ScriptModule .Linear"):
+    scripted = torch.jit.script(nn.Linear(WIDTH, WIDTH))
+    far, path = (nn.Sequential(scripted), "far.0") if within else (scripted, "far")
+    model = smp.DistributedModel(Middle(far).double())
+    said = rf"'{path}' is a torch.jit.ScriptModule .Linear"
+    with pytest.raises(NotImplementedError, match=said):
         smp.step(squares)(model, rows(4))

@@ -989,11 +989,12 @@ class StagedBranches(nn.Module):
         self.second = nn.Linear(3, 3)
         self.third = nn.Linear(4, 2)
         self.whole = nn.LayerNorm(2)
+        self.other = nn.Embedding(5, 3)
 
     def forward(self, ids: Tensor) -> list[Tensor]:
         x = self.table(ids)
         y, z = self.calling(x)
-        return [y, z, self.second(y), self.whole(self.third(x)), x]
+        return [y, z, self.second(y), self.whole(self.third(x)), x, self.other(ids)]
 
 
 @pytest.mark.parametrize("stages", ["apart", "around", "one"])
@@ -1016,7 +1017,7 @@ def test_a_rank_may_leave_out_what_others_use_of_other_stages(stages):
         return sum(outputs[i].square().mean() for i in uses)
 
     def batch(rank: int, step: int) -> tuple:
-        used = [[0, 1, 2, 3, 4], [3], [1], [4], [0, 4]]
+        used = [[0, 1, 2, 3, 4, 5], [3], [1], [4], [0, 5]]
         return torch.arange(3) + rank, used[(rank + step) % 5]
 
     job = WholeJob(net, loss, batch)
