@@ -551,7 +551,7 @@ class Gate(nn.Module):
 
 
 class SplitGate(smp.nn.DistributedModule):
-    """The worked example of docs/tensor_parallelism.md: a module from the primitives."""
+    """A module from the primitives: as that of docs/tensor_parallelism.md, and with a bias."""
 
     def __init__(self, width: int, inner: int) -> None:
         super().__init__()
