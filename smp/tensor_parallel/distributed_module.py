@@ -22,8 +22,11 @@ class DistributedModule(nn.Module):
     IS_CONTAINER = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        group.call_of(self.__dict__.get(PATH, type(self).__name__))
-        return super().__call__(*args, **kwargs)
+        before = group.call_of(self.__dict__.get(PATH, type(self).__name__))
+        try:
+            return super().__call__(*args, **kwargs)
+        finally:
+            group.call_of(before)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         self._smp_refuses_copies()
