@@ -1,4 +1,4 @@
-"""Partial checkpoints of models that are split over the TP_GROUP: each rank has its slices back.
+"""Partial checkpoints of models that are split over the TP_GROUP: each rank loads its slices.
 
 A run that resumes goes on with the bits of one that was never interrupted.  Under another
 pipeline degree the slices go to the ranks that own them there; under another
