@@ -240,9 +240,11 @@ class DistributedModel(nn.Module):
         rt.backward_calls += 1
         tensors = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
         if rt.pp_size == 1:
+            rt.in_backward = True
             torch.autograd.backward(
                 tensors, rt.seeds(tensors, grad_tensors, self._smp_average_grads)
             )
+            rt.in_backward = False
             return
         _core.begin_backward()
         try:

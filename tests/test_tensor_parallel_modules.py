@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import smp
 from smp.data_parallel.reduction import Reduction
+from smp.modules import hooks
 from smp.nn import utils as blocks
 from smp.tensor_parallel import assumed, group, primitives, replacement
 from smp.tensor_parallel.slices import slices_of
@@ -1213,6 +1214,21 @@ def test_random_models_in_a_pipeline_equal_the_plain_one(seed):
     for step in range(2):
         job.step(step, max_norm=0.05)
     job.check_parameters()
+
+
+@on_ranks(2)
+def test_a_module_names_its_collectives_however_it_is_called():
+    """Called by name, or served with its hooks: not what ran before in the same thread."""
+    smp.init({"tensor_parallel_degree": 2})
+    net = nn.ModuleDict({"other": nn.Linear(4, 4), "own": nn.Linear(4, 4)})
+    smp.set_tensor_parallelism(net)
+    smp.DistributedModel(net)
+    own, x = net["own"], torch.ones(2, 4)
+    for call in (own, own.forward, lambda x: hooks.serve_hooked(own, (x,), None, False, False)):
+        net["other"](x)
+        assert group.begin_call()._path == "other"
+        call(x)
+        assert group.begin_call()._path == "own"
 
 
 def test_lengths_without_a_group():

@@ -108,7 +108,7 @@ def _begin(rt: Runtime, function: Callable) -> None:
             f"smp: the step function {_short_name_of(function)} was called inside another"
         )
     rt.in_step = True
-    rt.saw_backward = False
+    rt.saw_backward = rt.in_backward = False
 
 
 def _run_alone(
@@ -262,7 +262,11 @@ class Step:
             failure = failures.as_failure(error)
             if self.reduction is not None:
                 told = self.description or failures.describe(
-                    failure, None, rt.microbatch, 0, rt.name
+                    failure,
+                    failures.module_of(failure, rt.live_models()),
+                    rt.microbatch,
+                    _core.phases.index("backward" if rt.in_backward else "forward"),
+                    rt.name,
                 )
                 data_parallel.finish(self.reduction, failure, told)
             if failure is not error:
