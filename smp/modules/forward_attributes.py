@@ -21,6 +21,8 @@ from smp.execution import left_behind, runtime
 from smp.modules import changes, live_models, remote_modules, stand_ins
 from smp.partitioning.contents import can_change
 
+_NAMES = "_smp_set_elsewhere"  # in such a class: the names of all of these attributes
+
 
 class _SetElsewhere:
     """Such an attribute in the class that stands in for a remote module's.
@@ -74,7 +76,8 @@ def remote_with(names: tuple[str, ...]) -> stand_ins.Members:
     """As ``remote_modules.remote``, for a module whose forward sets these attributes."""
 
     def members(cls: type[nn.Module]) -> dict[str, Any]:
-        return {**remote_modules.remote(cls), **{name: _SetElsewhere() for name in names}}
+        watched = {name: _SetElsewhere() for name in names}
+        return {**remote_modules.remote(cls), _NAMES: names, **watched}
 
     return members
 
@@ -162,9 +165,10 @@ def watch(root: nn.Module, names: dict[str, tuple[str, ...]], reruns: Collection
     for path, module in root.named_modules():
         if path not in names:
             continue
-        if type(module).__dict__.get("__call__") is _core.module_call:
+        if remote_modules.is_remote(module):
             cls = remote_modules.original_class(module)
-            module.__class__ = stand_ins.stand_in(cls, remote_with(names[path]))
+            its = {*names[path], *getattr(type(module), _NAMES, ())}  # of another model's, too
+            module.__class__ = stand_ins.stand_in(cls, remote_with(tuple(sorted(its))))
         elif path in reruns:
             local = _local_with(names[path])
             module.__class__ = stand_ins.stand_in(type(module), local)
