@@ -28,9 +28,9 @@ class DistributedEmbedding(nn.Embedding, DistributedModule):
         initializer_range: standard deviation of the normal distribution of new values.
         vocab_parallel: cut by rows.
         skip_allgather: the indices are those of the whole TP_GROUP already.
-        skip_scatter_and_merge: return this rank's slice of the vectors of all samples.
-
-    Shapes: indices ``[samples, ...]``, output ``[samples, ..., embedding_dim]``.
+        skip_scatter_and_merge: return this rank's slice of the vectors of all samples; of no
+            effect with ``vocab_parallel``.
+        device, dtype: of the table.
     """
 
     vocab_parallel: bool
@@ -79,7 +79,12 @@ class DistributedEmbedding(nn.Embedding, DistributedModule):
 
     @classmethod
     def take_over(cls, embedding: nn.Embedding, vocab_parallel: bool = False) -> None:
-        """Turn an ``nn.Embedding`` into one, in place.  Collective over the TP_GROUP."""
+        """Turn an ``nn.Embedding`` into one, in place.  Collective over the TP_GROUP.
+
+        Args:
+            embedding: whole, with its weights; they become this rank's slice.
+            vocab_parallel: cut by rows.
+        """
         embedding.__class__ = cls
         embedding._split(vocab_parallel)  # type: ignore[operator]
 
@@ -91,6 +96,19 @@ class DistributedEmbedding(nn.Embedding, DistributedModule):
         self._first_row = slices.ranges[group.rank()][0][0] if vocab_parallel else 0
 
     def forward(self, input: Tensor) -> Tensor:
+        """The vectors of indices.  Collective over the TP_GROUP.
+
+        Args:
+            input: indices, ``[samples, ...]``, of this rank's samples; with ``skip_allgather``
+                of all tp_ranks' samples, one rank's behind the other's.
+
+        Returns:
+            ``[own samples, ..., embedding_dim]``; with ``skip_scatter_and_merge``
+            ``[all samples, ..., own channels]``.
+
+        Raises:
+            IndexError: an index is none of the rows.
+        """
         own = input.reshape(-1)
         same_samples.check(self, own)
         if group.same_samples():
