@@ -213,10 +213,11 @@ class DistributedModel(nn.Module):
         return self._smp_call(*args, **kwargs)
 
     def _smp_call(self, *args: Any, **kwargs: Any) -> Any:
-        if group.size() == 1 or self._smp_runtime.pp_size > 1:
+        rt = self._smp_runtime
+        if group.size() == 1 or rt.tracing:
             return self._smp_module(*args, **kwargs)
         some = next(self._smp_module.parameters(), None)
-        if not self._smp_runtime.in_step and some is not None and is_of_split_model(some):
+        if not rt.in_step and some is not None and is_of_split_model(some):
             random_streams.share()
         with chain.opened():
             return microbatches.map_tensors(self._smp_module(*args, **kwargs), chain.hang)

@@ -13,7 +13,7 @@ from smp.nn.transformer.split_parts import PartOfSum
 from smp.tensor_parallel import group, primitives, same_samples
 from tests.ranks import on_ranks
 from tests.reference import transformer as plain
-from tests.reference.whole_job import WholeJob, assert_near, split_over_all_ranks
+from tests.reference.whole_job import Batch, WholeJob, assert_near, split_over_all_ranks
 
 SIZES = {
     "num_attention_heads": 5,
@@ -114,11 +114,12 @@ def check_layer(options: dict, masks: str, alike: bool = False, steps: int = 2) 
     job.check_parameters()
 
 
+@pytest.mark.parametrize("optimize", ["memory", "speed"])
 @pytest.mark.parametrize("kind", LAYERS)
 @on_ranks(2)
-def test_a_layer_equals_the_plain_one(kind):
+def test_a_layer_equals_the_plain_one(kind, optimize):
     split_over_all_ranks()
-    check_layer(LAYERS[kind], masks="one")
+    check_layer({**LAYERS[kind], "optimize": optimize}, masks="one")
 
 
 @pytest.mark.sample(16)
@@ -200,24 +201,28 @@ def loss_of(model: nn.Module, *batch: Tensor | None) -> Tensor:
     return out if out.dim() == 0 else out.square().mean()
 
 
-def check_lm(kind: str, alike: bool = False, delayed: bool = False) -> WholeJob:
+def check_lm(
+    kind: str, alike: bool = False, delayed: bool = False, batch: Batch | None = None
+) -> WholeJob:
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(3)
     options = {**LM, **LMS[kind]}
     with smp.delay_param_initialization(delayed):
         net = smp.nn.DistributedTransformerLMHead(**options)
     del options["embedding_dropout_prob"]
-    job = WholeJob(net, loss_of, texts(kind, alike), plain=plain.PlainLMHead(**options))
+    batch = batch or texts(kind, alike)
+    job = WholeJob(net, loss_of, batch, plain=plain.PlainLMHead(**options))
     for step in range(3):
         job.step(step, max_norm=0.1)
     job.check_parameters()
     return job
 
 
+@pytest.mark.parametrize("optimize", ["memory", "speed"])
 @pytest.mark.parametrize("kind", LMS)
 @on_ranks(2)
-def test_a_language_model_equals_the_plain_one(kind):
-    split_over_all_ranks()
+def test_a_language_model_equals_the_plain_one(kind, optimize):
+    split_over_all_ranks(optimize=optimize)
     check_lm(kind)
 
 
@@ -339,7 +344,7 @@ def test_ranks_with_the_same_samples_drop_what_one_rank_would(optimize):
 # -------------------------------------------------------------------------- in a pipeline
 
 
-@pytest.mark.parametrize("optimize", ["memory", "channels"])
+@pytest.mark.parametrize("optimize", ["speed", "memory", "channels"])
 @on_ranks(4)
 def test_a_language_model_in_a_pipeline(optimize):
     smp.init({

@@ -231,6 +231,18 @@ assert model.module.head.weight.shape[0] == 500
 """,
         smaller={"200_000": "1_000"},
     ),
+    ("docs/tensor_parallelism.md", "self.gain"): Around(
+        """
+from smp.nn import utils as tp
+
+self, width, x = smp.nn.DistributedModule(), 3, torch.ones(2, 3)
+""",
+        """
+assert everyones.shape == (4, 3)
+everyones.sum().backward()
+assert self.gain.grad.tolist() == [8.0] * 3
+""",
+    ),
 }
 
 

@@ -282,6 +282,38 @@ def test_other_batches_than_prescaled_batch_says_are_refused():
         job.train(0)
 
 
+@pytest.mark.parametrize("what", ["values", "sizes", "numbers of tensors"])
+@on_ranks(4, timeout_s=120)
+def test_other_inputs_of_a_step_are_refused_in_a_pipeline(what):
+    """On all ranks, in the first steps, and the job goes on."""
+    smp.init(
+        {
+            "tensor_parallel_degree": 2,
+            "pipeline_parallel_degree": 2,
+            "prescaled_batch": True,
+            "microbatches": 2,
+        }
+    )
+    net = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+    smp.set_tensor_parallelism(net)
+    smp.set_partition(net[1], 1)
+    model = smp.DistributedModel(net)
+
+    @smp.step
+    def train(model, x, *more):
+        model.backward(model(x).square().mean())
+
+    x = torch.arange(24.0).view(4, 6)
+    other: tuple = (x.flip(0),)
+    if what != "values":
+        other = (x.repeat(2, 1),) if what == "sizes" else (x, x)
+    refused = "step .*train.* got other samples on tp_rank 1 than on tp_rank 0"
+    with pytest.raises(ValueError, match=refused):
+        train(model, *((x,) if smp.tp_rank() == 0 else other))
+    train(model, x)
+    assert model.get_module_partition(net[1]) == 1
+
+
 @pytest.mark.parametrize("kind", ["linear", "rows", "embedding", "transformer", "positions"])
 @on_ranks(2)
 def test_other_samples_are_refused_by_every_distributed_module(kind):
@@ -689,6 +721,11 @@ def test_slices_are_not_saved_for_the_whole(tmp_path):
     for save in (model.module.state_dict, lambda: model.save_pretrained(tmp_path)):
         with pytest.raises(RuntimeError, match=refused):
             save()
+    block = model.get_module().transformer.h[0]
+    for inside in (net.transformer, block, block.attn, block.attn.c_attn, net.lm_head):
+        with pytest.raises(RuntimeError, match=r"state_dict\(\) would have this rank's slices"):
+            inside.state_dict()
+    assert list(block.ln_1.state_dict()) == ["weight", "bias"]  # whole
     assert {name: value.shape for name, value in model.state_dict().items()} == want
     assert model.local_state_dict()
     model.load_state_dict(model.state_dict())
@@ -803,3 +840,24 @@ def test_a_model_whose_values_are_delayed(pipeline):
     job.check_parameters()
     weight = net.transformer.h[0].attn.c_attn.weight
     assert slices_of(weight) is not None and not weight.is_meta
+
+
+@on_ranks(4, timeout_s=120)
+def test_a_whole_state_is_loaded_before_delayed_values_are_made():
+    """Before the partition a rank has slices without values; shapes are checked at once."""
+    smp.init({"tensor_parallel_degree": 2, "pipeline_parallel_degree": 2})
+    plain = small_gpt2()
+    torch.manual_seed(4)
+    with smp.delay_param_initialization(), smp.tensor_parallelism():
+        net = type(plain)(plain.config)
+    job = WholeJob(net, next_token_loss, lambda rank, step: tokens(rank, step, masked=False))
+    job.plain = plain
+    job.plain_optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    given = plain.state_dict()
+    name = "transformer.h.0.attn.c_attn.weight"
+    with pytest.raises(RuntimeError, match=rf"other shapes: {name}: \[24, 36\], where .* 72"):
+        job.model.load_state_dict({**given, name: given[name][:, :36]})
+    assert not any(job.model.load_state_dict(given))
+    for step in range(2):
+        job.step(step)
+    job.check_parameters()

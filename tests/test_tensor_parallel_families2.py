@@ -489,6 +489,101 @@ def test_a_rank_whose_sequences_have_ended_goes_on_until_all_have(family, monkey
     assert torch.equal(got, want)
 
 
+SEARCHES = {
+    "beam search": ({"num_beams": 2}, 2),
+    "assisted decoding": ({"prompt_lookup_num_tokens": 2}, 1),
+}
+
+
+@pytest.mark.parametrize("family", ["llama", "t5"])
+@on_ranks(2, timeout_s=120)
+def test_searches_that_rearrange_caches_are_refused(family, monkeypatch):
+    """They know their own samples; without a cache beams are the plain model's."""
+    compute_in_float64(monkeypatch, family)
+    split_over_all_ranks()
+    plain = made(family).eval()
+    model = smp.DistributedModel(made(family).eval())
+    for search, (options, samples) in SEARCHES.items():
+        ids = tokens(smp.rank(), 0, uneven=False)[0][:samples]
+        with pytest.raises(
+            NotImplementedError, match=rf"by {search} .* TP_GROUP: pass use_cache=False"
+        ):
+            model.generate(ids, max_new_tokens=3, **options)
+    options = {"num_beams": 2, "max_new_tokens": 4, "min_new_tokens": 4, "use_cache": False}
+    ids = tokens(smp.rank(), 0, uneven=False)[0]
+    assert torch.equal(model.generate(ids, **options), plain.generate(ids, **options))
+
+
+@on_ranks(2, timeout_s=120)
+def test_beams_of_a_model_whose_attentions_are_whole(monkeypatch):
+    """Caches are of own samples there."""
+    compute_in_float64(monkeypatch, "llama")
+    split_over_all_ranks()
+    plain, net = made("llama").eval(), made("llama").eval()
+    for layer in net.model.layers:
+        smp.set_tensor_parallelism(layer.self_attn, False)
+    model = smp.DistributedModel(net)
+    options = {"num_beams": 2, "max_new_tokens": 4, "min_new_tokens": 4}
+    ids = tokens(smp.rank(), 0, uneven=False)[0]
+    assert torch.equal(model.generate(ids, **options), plain.generate(ids, **options))
+
+
+def attend_in_packed_sequences(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    scaling: float,
+    position_ids: Tensor,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """As flash attention: a sequence begins where positions begin again."""
+    number = (position_ids == 0).cumsum(-1)
+    seen = number[:, None, :, None] == number[:, None, None, :]
+    seen = seen & torch.ones(seen.shape[-2:], dtype=torch.bool).tril()
+    key, value = (x.repeat_interleave(query.size(1) // x.size(1), 1) for x in (key, value))
+    out = F.scaled_dot_product_attention(query, key, value, attn_mask=seen, scale=scaling)
+    return out.transpose(1, 2), None
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+@on_ranks(2, timeout_s=120)
+def test_positions_of_packed_sequences_are_gathered(family, monkeypatch):
+    from transformers import AttentionInterface
+
+    AttentionInterface.register("packed", attend_in_packed_sequences)
+    compute_in_float64(monkeypatch, family)
+    split_over_all_ranks()
+
+    def loss(model: nn.Module, ids: Tensor, positions: Tensor) -> Tensor:
+        logits = model(input_ids=ids, position_ids=positions).logits[:, :-1]
+        return F.cross_entropy(logits.reshape(-1, VOCABULARY), ids[:, 1:].reshape(-1))
+
+    def batch(rank: int, step: int) -> tuple[Tensor, Tensor]:
+        ids, _ = tokens(rank, step, uneven=False)
+        lengths = (2 + rank, 4 - rank)  # other ones on each rank
+        return ids, torch.cat([torch.arange(n) for n in lengths]).expand(len(ids), -1)
+
+    job = WholeJob(made(family, attn_implementation="packed"), loss, batch)
+    job.step(0)
+
+
+@on_ranks(2)
+def test_a_mask_that_is_no_tensor_is_refused(monkeypatch):
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    compute_in_float64(monkeypatch, "llama")
+    split_over_all_ranks()
+    attention = smp.DistributedModel(made("llama")).get_module().model.layers[0].self_attn
+    mask = create_block_mask(lambda b, h, q, k: q >= k, 2, None, 6, 6, device="cpu")
+    hidden, rotary = torch.ones(2, 6, 24), torch.ones(2, 6, 4)
+    with pytest.raises(NotImplementedError, match="self_attn' got attention_mask as a BlockM"):
+        attention(
+            hidden_states=hidden, position_embeddings=(rotary, rotary), attention_mask=mask
+        )
+
+
 @pytest.mark.parametrize("family", ["llama", "t5", "vit", "mixtral"])
 @on_ranks(2, timeout_s=120)
 def test_what_a_family_records_is_of_own_samples(family, monkeypatch):

@@ -3,6 +3,7 @@
 import copy
 import functools
 import gc
+import os
 import random
 import weakref
 from typing import Any
@@ -963,6 +964,67 @@ def test_a_rank_may_leave_out_of_its_loss_what_others_use():
     job.loss = lambda model, x, _: model(x)[2].square().mean()
     job.train(4)
     job.check_gradients()  # what nobody uses keeps its zeros
+
+
+class Calling(nn.Module):
+    """A module whose child may be elsewhere."""
+
+    def __init__(self, child: nn.Module) -> None:
+        super().__init__()
+        self.before = nn.Linear(4, 4)
+        self.child = child
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.before(x)
+        return self.child(y), y.sin()
+
+
+class StagedBranches(nn.Module):
+    """Parts of it are left out by some ranks' losses, wherever they run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(5, 4)
+        self.calling = Calling(nn.Linear(4, 3))
+        self.second = nn.Linear(3, 3)
+        self.third = nn.Linear(4, 2)
+        self.whole = nn.LayerNorm(2)
+
+    def forward(self, ids: Tensor) -> list[Tensor]:
+        x = self.table(ids)
+        y, z = self.calling(x)
+        return [y, z, self.second(y), self.whole(self.third(x)), x]
+
+
+@pytest.mark.parametrize("stages", ["apart", "around", "one"])
+@on_ranks(2, 4)
+def test_a_rank_may_leave_out_what_others_use_of_other_stages(stages):
+    """Also where the whole of a request is left out, and what is called from within it."""
+    pipeline = int(os.environ["OMPI_COMM_WORLD_SIZE"]) // 2
+    smp.init({"tensor_parallel_degree": 2, "pipeline_parallel_degree": pipeline})
+    net = marked(StagedBranches)
+    if pipeline > 1:
+        for module, home in {
+            "apart": [(net.calling, 1), (net.third, 1), (net.second, 0), (net.table, 0)],
+            "around": [(net.calling, 1), (net.calling.child, 0), (net.table, 1)],
+            "one": [(net.third, 1)],
+        }[stages]:
+            smp.set_partition(module, home)
+
+    def loss(model: nn.Module, ids: Tensor, uses: list[int]) -> Tensor:
+        outputs = model(ids)
+        return sum(outputs[i].square().mean() for i in uses)
+
+    def batch(rank: int, step: int) -> tuple:
+        used = [[0, 1, 2, 3, 4], [3], [1], [4], [0, 4]]
+        return torch.arange(3) + rank, used[(rank + step) % 5]
+
+    job = WholeJob(net, loss, batch)
+    for step in range(5):
+        job.step(step)
+    job.loss = lambda model, ids, _: model(ids)[3].square().mean()
+    job.step(5)  # what nobody uses has no gradient
+    job.check_parameters()
 
 
 class Detaching(Branches):

@@ -46,6 +46,8 @@ enum {
     SMP_FLAG_INPUTS =
         1 << 7, /* answer with what pre-hooks made of the arguments, too */
     SMP_FLAG_FAILED = 1 << 8, /* ISSUED: because the step failed there */
+    SMP_FLAG_UNUSED =
+        1 << 9, /* BACKWARD and its response: zeros may be of what no loss uses */
 };
 
 typedef struct {

@@ -35,7 +35,7 @@ from smp import _core
 from smp.data_parallel.buckets import Bucket, Memory
 from smp.data_parallel.group import Layout, ReplicasDiffer
 from smp.execution import failures
-from smp.tensor_parallel import chain
+from smp.tensor_parallel import unused
 from smp.tensor_parallel.step_end import PeerFailed
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class Reduction:
         }
         self._overlaps = all(m.overlaps for m in members)
         self._joined = joined
-        chain.begin_step()
+        unused.begin_step()
         self.finishes_with_backward = False  # backward has been told to call finish
         self._sent = 0
         self._memory = Memory()
@@ -332,7 +332,7 @@ class Reduction:
         for place in self._late:
             mine[size + place] = 1
         if not self._joined:
-            chain.drop_zeros()
+            unused.drop_zeros()
             flags = [p.grad is not None for p in everything]
             mine[size + nbuckets :] = torch.tensor(flags, dtype=torch.int32, device="cpu")
         shared = mine.to(self.replicas.control_device)

@@ -84,6 +84,7 @@ class Runtime:
         self.microbatch = 0  # under way, without pipeline parallelism
         self.backward_calls = 0  # model.backward calls in it so far
         self.saw_backward = False  # the step called backward
+        self.compared_steps = 0  # whose inputs were compared on the TP_GROUP's ranks
         self.hooks_wait = False  # a model has hooks for its next step
         self.parameters: list[nn.Parameter] = []  # local ones, as the ledger numbers them
         self.gates = array("i")  # by gate: calls a microbatch, 0 where not known

@@ -32,7 +32,7 @@ from smp.job.config import ConfigError
 from smp.job.objects import refuse_if_forked
 from smp.modules import changes, forward_attributes, homes
 from smp.partitioning.restore import write_back
-from smp.tensor_parallel import order, random_streams, step_end
+from smp.tensor_parallel import group, order, random_streams, same_samples, step_end, unused
 
 _SIMPLE, _INTERLEAVED, _LISTED, _SERVE = 0, 1, 2, -1
 
@@ -183,6 +183,7 @@ class Step:
             models = rt.live_models()
             refused = self._split_or_refuse(args, kwargs)
             if rt.pp_size > 1:
+                refused = self._refuse_other_samples(refused)
                 self._partition_new_models(refused)
             if rt.home is not None:
                 self.calls = microbatches.map_calls(self.calls, homes.mover(rt.home))
@@ -220,6 +221,24 @@ class Step:
             except Exception as refused:  # noqa: BLE001 - the other ranks are waiting
                 return refused
         return None
+
+    def _refuse_other_samples(self, refused: Exception | None) -> Exception | None:
+        """Compare what ranks are fed that are said to be fed the same, in the first steps."""
+        rt = self.rt
+        if rt.pp_rank != 0 or rt.compared_steps == same_samples.COMPARED_STEPS:
+            return refused
+        if group.size() == 1 or not group.same_samples():
+            return refused
+        rt.compared_steps += 1
+        inputs: list[Tensor] = []
+
+        def take(tensor: Tensor) -> Tensor:
+            inputs.append(tensor)
+            return tensor
+
+        microbatches.map_calls(self.calls, take)
+        other = same_samples.inputs_differ(self.name, None if refused else inputs)
+        return refused or other
 
     # ----------------------------------------------------------- with the other replicas
 
@@ -327,6 +346,7 @@ class Step:
         left_behind.warn_of_modes(self.name, "step function")
         self.state = thread_state.capture()
         self.grad = torch.is_grad_enabled()
+        gradients = unused.PipelinedStep(rt.parameters)
         _core.gradients_begin(self.count, rt.backwards, self._on_complete())
         try:
             ok, value = self._run_core(plan, seed)
@@ -341,6 +361,9 @@ class Step:
             forward_attributes.finish()
             went_well = _core.ended_well()
             _core.gradients_end(not went_well)
+            gradients.end()
+            if self.reduction is None:
+                unused.drop_zeros()
             if went_well:
                 random_state.restore()
             else:

@@ -15,6 +15,7 @@ from torch.utils import _device
 from smp import state_mod
 from smp.execution import context_variables, left_behind
 from smp.modules import changes, hooks, live_models
+from smp.tensor_parallel import chain
 
 
 def _autocast_devices() -> list[str]:
@@ -51,24 +52,36 @@ def capture() -> tuple | None:
     return _inference(), autocast, default
 
 
-def capture_for_call(path: str) -> tuple[tuple, Callable | None] | None:
-    """What a remote call carries: :func:`capture`, the context variables, and what the
-    caller has changed on modules of other ranks.
+def capture_for_call(path: str) -> tuple[tuple, Callable[[Any], Any] | None] | None:
+    """What a remote call carries: :func:`capture`, the context variables, what the caller has
+    changed on modules of other ranks, and the chain of collectives.
 
     Args:
         path: of the module that is called.
 
     Returns:
-        the state for :func:`serve_with_state`, and what to call after the response.
+        the state for :func:`serve_with_state`, and what to call with that one's result, for
+        the module's own.
     """
     left_behind.warn_of_modes(path)
     state, made = capture(), changes.travelling()
     collected = context_variables.collect(path) if _copy_context() else None
-    if collected is not None:
-        return (state, collected.values, made), collected.settle
-    if state is None and not made:
+    link = (chain.last(),) if chain.is_carried() else ()
+    if collected is None and state is None and not made and not link:
         return None
-    return (state, (), made), None
+    values = () if collected is None else collected.values
+    if collected is None and not link:
+        return (state, values, made, link), None
+
+    def settle(value: Any) -> Any:
+        if collected is not None:
+            collected.settle()
+        if link:
+            value, token = value
+            chain.go_on(token)
+        return value
+
+    return (state, values, made, link), settle
 
 
 def capture_for_backward() -> tuple | None:
@@ -77,20 +90,28 @@ def capture_for_backward() -> tuple | None:
     Autograd runs a graph in the modes of the thread that began the backward.
     """
     state, made = capture(), changes.travelling()
-    return None if state is None and not made else (state, (), made)
+    return None if state is None and not made else (state, (), made, ())
 
 
 def serve_with_state(
     carried: tuple, function: Callable, args: tuple, kwargs: dict | None
 ) -> Any:
-    """Call the function as its caller would on another rank."""
-    state, collected, made = carried
+    """Call the function as its caller would on another rank.
+
+    Returns:
+        what it returns; as a part of a chain of collectives, with its last token.
+    """
+    state, collected, made, link = carried
+    if link:
+        with chain.opened(*link):
+            carried = state, collected, made, ()
+            return serve_with_state(carried, function, args, kwargs), chain.last()
     if made:
         job = state_mod.state
         if job.is_initialized and job.cfg.pipeline != "simple":
             changes.check_frozen(made, function)
         with changes.made(made):
-            return serve_with_state((state, collected, ()), function, args, kwargs)
+            return serve_with_state((state, collected, (), ()), function, args, kwargs)
     tokens = []
     if collected:
         models = [model._smp_module for model in live_models.living()]

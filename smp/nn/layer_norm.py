@@ -8,11 +8,12 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from smp.tensor_parallel import autocast, group, primitives
-from smp.tensor_parallel.chain import defined, keep_shape, linked, next_token
+from smp.tensor_parallel.chain import linked, next_token
 from smp.tensor_parallel.distributed_module import DistributedModule
 from smp.tensor_parallel.linears import keep_slice
 from smp.tensor_parallel.order import Call
 from smp.tensor_parallel.slices import Slices
+from smp.tensor_parallel.unused import defined, keep_shape
 
 
 class FusedLayerNorm(nn.LayerNorm):

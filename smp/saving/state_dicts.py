@@ -176,7 +176,8 @@ def load(
     ):
         with warnings.catch_warnings():  # a meta tensor takes no data: keys and shapes only
             warnings.simplefilter("ignore")
-            keys = model._smp_module.load_state_dict(given, strict)
+            own = _own_slices(_entries(model._smp_module), given)
+            keys = model._smp_module.load_state_dict(own, strict)
         model._smp_deferred_loads.append((given, False, strict, same_partition_load))
         return keys
     return _load_now(model, given, partial, strict, same_partition_load)

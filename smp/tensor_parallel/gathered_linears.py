@@ -17,7 +17,8 @@ from torch.autograd import Function
 
 from smp.tensor_parallel import group, primitives
 from smp.tensor_parallel.autocast import computed_in
-from smp.tensor_parallel.chain import defined, keep_shape, linked, next_token
+from smp.tensor_parallel.chain import linked, next_token
+from smp.tensor_parallel.unused import defined, keep_shape
 
 
 def gathered_linears(

@@ -15,8 +15,9 @@ from torch.autograd import Function
 
 from smp import ranks
 from smp.tensor_parallel import assumed, group
-from smp.tensor_parallel.chain import defined, keep_shape, linked, next_token
+from smp.tensor_parallel.chain import linked, next_token
 from smp.tensor_parallel.order import Call
+from smp.tensor_parallel.unused import defined, keep_shape
 
 Lengths = list[int]  # by tp_rank
 

@@ -148,10 +148,18 @@ def _run(module: nn.Module, forward: Callable, args: tuple, kwargs: dict[str, An
     return out
 
 
-_CACHES = ("past_key_values", "past_key_value", "layer_past")
+CACHES = ("cache", "past_key_values", "past_key_value", "layer_past")  # as versions name them
 
 
 _HAS_PADDING = "_smp_has_padding"  # in a cache's __dict__
+
+
+def takes_cache(module: nn.Module) -> bool:
+    """Whether it is a region whose cache has the samples of the whole TP_GROUP."""
+    if REGION not in module.__dict__:
+        return False
+    _, _, signature, _ = module.__dict__[REGION]
+    return any(name in signature.parameters for name in CACHES)
 
 
 def _check_cache(arguments: dict[str, Any], path: str, uneven: bool) -> None:
@@ -161,7 +169,7 @@ def _check_cache(arguments: dict[str, Any], path: str, uneven: bool) -> None:
         NotImplementedError: the sequences in a cache that is used again were of different
             lengths on the tp_ranks.
     """
-    caches = (arguments.get(name) for name in _CACHES)
+    caches = (arguments.get(name) for name in CACHES)
     cache = next((c for c in caches if c is not None), None)
     if cache is None or not hasattr(cache, "__dict__"):
         return
@@ -286,6 +294,7 @@ class _Argument(NamedTuple):
 
 def _gather(region: Region, path: str, given: dict[str, Any]) -> tuple[dict[str, Any], Rows]:
     """The arguments with all tp_ranks' samples.  Collective over the TP_GROUP."""
+    _refuse_masks_of_no_tensor(region, path, given)
     flat = {name: tree_flatten(value) for name, value in given.items()}
     tensors = {
         name: [leaf if isinstance(leaf, Tensor) else None for leaf in leaves or [None]]
@@ -308,6 +317,19 @@ def _gather(region: Region, path: str, given: dict[str, Any]) -> tuple[dict[str,
     out = gathered(sizes, 0)
     assumed.remember(region, mine, sizes)
     return out
+
+
+def _refuse_masks_of_no_tensor(region: Region, path: str, given: dict[str, Any]) -> None:
+    """Raises NotImplementedError where a mask is something that cannot be gathered."""
+    for name, _ in region.masks:
+        mask = given[name]
+        if mask is not None and not isinstance(mask, Tensor):
+            raise NotImplementedError(
+                f"smp: '{path}' got {name} as a {type(mask).__name__}, which masks this rank's "
+                "samples and not those of the whole TP_GROUP: have it be a tensor "
+                "(attn_implementation 'sdpa' or 'eager'), or leave the attention whole, "
+                "smp.set_tensor_parallelism(attention, False)"
+            )
 
 
 def _gather_all(

@@ -4,14 +4,19 @@ Each adds up the parts of a sum over channels or classes that the others take fo
 own sum, so ranks with other samples train something else without a word.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
 from smp import ranks
 from smp.tensor_parallel import group
 from smp.tensor_parallel.slices import PATH
+from smp.tensor_parallel.step_end import device_of_numbers
 
-_COMPARED_CALLS = 2  # of each module; then the ranks' samples are taken to be the same
+# Of each module, and of steps in a pipeline; then the ranks' samples are taken to be the same.
+_COMPARED_CALLS = 2
+COMPARED_STEPS = 2
 _CALLS = "_smp_compared_calls"
 _WAVES = (0.7548776662, 1.2207440846, 1.8191725134, 2.4142135624)  # radians an element
 
@@ -33,26 +38,73 @@ def check(module: nn.Module, x: object) -> None:
         group.size() == 1
         or not group.same_samples()
         or calls >= _COMPARED_CALLS
-        or ranks.pp_size() > 1  # where calls come in another order on each rank
+        or ranks.pp_size() > 1  # where the inputs of steps are compared
         or not isinstance(x, Tensor)
         or group.is_traced()
     ):
         return
     module.__dict__[_CALLS] = calls + 1
-    everyones = group.gather_numbers([x.numel(), *_bits(_sums(x.detach()))], x.device)
+    everyones = group.gather_numbers(_numbers_of(x), x.device)
+    rank = _other_rank(everyones)
+    if rank is not None:
+        path = module.__dict__.get(PATH, type(module).__name__)
+        raise ValueError(f"smp: '{path}' got {_said_of(rank)}")
+
+
+def inputs_differ(step: str, inputs: Sequence[Tensor] | None) -> ValueError | None:
+    """Compare the inputs of a step on such ranks.  Collective over the TP_GROUP.
+
+    In a pipeline, where modules' calls come in another order on each rank.
+
+    Args:
+        step: its function's name.
+        inputs: the tensors among its arguments; None: these were refused on this rank, and the
+            step fails in any case.
+
+    Returns:
+        what is to be raised on all ranks: they differ; alike on all tp_ranks.
+    """
+    tensors = list(filter(_is_compared, inputs or ()))
+    device = torch.device(device_of_numbers(ranks.get_tp_process_group()))
+    group.call_of("the inputs of a step")
+    own = -1 if inputs is None else len(tensors)
+    counts = [count for (count,) in group.gather_numbers([own], device)]
+    if -1 in counts:
+        return None
+    rank = next((rank for rank, count in enumerate(counts) if count != counts[0]), None)
+    for tensor in tensors:
+        if rank is None:
+            rank = _other_rank(group.gather_numbers(_numbers_of(tensor), device))
+    return None if rank is None else ValueError(f"smp: the step {step} got {_said_of(rank)}")
+
+
+def _is_compared(x: Tensor) -> bool:
+    return x.layout is torch.strided and not x.is_meta and not x.is_complex()
+
+
+def _said_of(rank: int) -> str:
+    return (
+        f"other samples on tp_rank {rank} than on tp_rank 0, and prescaled_batch says that the "
+        "ranks of a TP_GROUP are fed the same batch: have the sampler use smp.rdp_rank() and "
+        "smp.rdp_size() (torch's random numbers are alike, others must be seeded so), or leave "
+        "prescaled_batch out"
+    )
+
+
+def _numbers_of(x: Tensor) -> list[int]:
+    return [x.numel(), *_bits(_sums(x.detach()))]
+
+
+def _other_rank(everyones: list[list[int]]) -> int | None:
+    """The first tp_rank whose tensor is none that tp_rank 0 may have, by their numbers."""
     (count, *first), *others = ((n, *_floats(bits)) for n, *bits in everyones)
     for rank, (their_count, *theirs) in enumerate(others, 1):
         most = _TOLERANCE * max(first[0], theirs[0])
         if their_count != count or any(
             abs(a - b) > most for a, b in zip(first, theirs, strict=True)
         ):
-            path = module.__dict__.get(PATH, type(module).__name__)
-            raise ValueError(
-                f"smp: '{path}' got other samples on tp_rank {rank} than on tp_rank 0, and "
-                "prescaled_batch says that the ranks of a TP_GROUP are fed the same batch: "
-                "have the sampler use smp.rdp_rank() and smp.rdp_size() (torch's random "
-                "numbers are alike, others must be seeded so), or leave prescaled_batch out"
-            )
+            return rank
+    return None
 
 
 def _sums(x: Tensor) -> Tensor:

@@ -127,20 +127,30 @@ def mark_model(model: nn.Module) -> None:
     if any(slices_of(parameter) is not None for parameter in parameters):
         for parameter in parameters:
             setattr(parameter, _OF_SPLIT_MODEL, True)
-        model.register_state_dict_pre_hook(_refuse_slices)
+    for module in model.modules():
+        if _slices_in(module) and _refuse_slices not in module._state_dict_pre_hooks.values():
+            module.register_state_dict_pre_hook(_refuse_slices)
+
+
+def _slices_in(module: nn.Module) -> list[str]:
+    """The names of what a module has slices of."""
+    named = [*module.named_parameters(), *module.named_buffers()]
+    return [name for name, value in named if slices_of(value) is not None]
 
 
 def _refuse_slices(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-    """Of the wrapped module, before ``state_dict()``; saving/state_dicts.py keeps variables."""
-    if keep_vars:
-        return
-    cut = [name for name, value in module.named_parameters() if slices_of(value) is not None]
+    """Of what has slices, before ``state_dict()``; saving/state_dicts.py keeps variables.
+
+    Raises:
+        RuntimeError: what a script would take for the whole is this rank's slices.
+    """
+    cut = [] if keep_vars else _slices_in(module)
     if cut:
         raise RuntimeError(
             f"smp: {type(module).__name__}.state_dict() would have this rank's slices of "
             f"'{cut[0]}' and {len(cut) - 1} other parameters: take model.state_dict() of the "
-            "DistributedModel, which is whole (save_pretrained(folder, state_dict=...)), or "
-            "model.local_state_dict()"
+            "DistributedModel, which is whole, with the names of the wrapped module "
+            "(save_pretrained(folder, state_dict=...)), or model.local_state_dict()"
         )
 
 

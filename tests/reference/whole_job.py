@@ -1,20 +1,23 @@
 """The plain model in one process over all ranks' samples: what a split model must equal.
 
-The loss is the mean over the ranks of each rank's own.  Everything is in float64.
+The loss is the mean over the ranks of each rank's own, which is the mean over its microbatches,
+by their share of its samples.  Everything is in float64.
 """
 
 import copy
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import smp
+from smp.state_mod import state
 from smp.tensor_parallel.slices import slices_of
+from tests.reference.split import split_batch
 
-Loss = Callable[..., Tensor]  # (model, *batch) -> a rank's own loss
+Loss = Callable[..., Tensor]  # (model, *batch) -> a rank's own loss, or a microbatch's
 Batch = Callable[[int, int], tuple]  # (dp_rank, step) -> arguments of the loss
 
 TOLERANCE = 1e-10  # of the largest element
@@ -69,10 +72,36 @@ class WholeJob:
     def train(self, step: int) -> None:
         """Forward and backward of one step on both; losses must be equal."""
         loss = self._train(self.model, *self.batch(smp.dp_rank(), step)).reduce_mean()
-        count = smp.dp_size()
-        own = [self.loss(self.plain, *self.batch(rank, step)) for rank in range(count)]
+        own = self.train_plain(step)
+        assert_near(loss, own[smp.dp_rank()], f"loss of step {step}")
+
+    def train_plain(
+        self, step: int, ended: Collection[int] = (), divide_by_all: bool = True
+    ) -> list[Tensor]:
+        """Forward and backward of one step on the reference.
+
+        Args:
+            ended: dp_ranks that have no samples any more.
+            divide_by_all: the mean is over all ranks, not only those that have samples.
+
+        Returns:
+            by dp_rank the ranks' own losses; of those that have ended, zeros.
+        """
+        own = [
+            torch.zeros(()) if rank in ended else self._own_loss(*self.batch(rank, step))
+            for rank in range(smp.dp_size())
+        ]
+        count = len(own) if divide_by_all else len(own) - len(ended)
         (torch.stack(own).sum() / count).backward()
-        assert_near(loss, own[smp.dp_rank()].detach(), f"loss of step {step}")
+        return [loss.detach() for loss in own]
+
+    def _own_loss(self, *batch: Any) -> Tensor:
+        """The reference's loss of a rank's samples, a microbatch at a time."""
+        microbatches = state.job("WholeJob").cfg.microbatches
+        if microbatches == 1:
+            return self.loss(self.plain, *batch)
+        parts = split_batch(self.loss, self.plain, batch, {}, microbatches)
+        return torch.stack([p.weight * self.loss(self.plain, *p.args) for p in parts]).sum()
 
     def check_gradients(self) -> None:
         """Each local gradient is the reference's, or this rank's slice of it."""

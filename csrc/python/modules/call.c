@@ -285,23 +285,20 @@ pack_request(smp_pack *pack, PyObject *args, PyObject *kwargs, PyObject *state,
     return -1;
 }
 
-/* What the response changed in the containers of context variables, into their
- * originals.  Takes value; NULL with an exception. */
+/* What the caller's thread takes of a response, and the module's own value.  Takes
+ * value; NULL with an exception. */
 static PyObject *
 settle(PyObject *captured, PyObject *value)
 {
     PyObject *after = captured == Py_None ? Py_None : PyTuple_GET_ITEM(captured, 1);
-    PyObject *done;
+    PyObject *own;
 
     if (value == NULL || after == Py_None) {
         return value;
     }
-    done = PyObject_CallNoArgs(after);
-    if (done == NULL) {
-        Py_CLEAR(value);
-    }
-    Py_XDECREF(done);
-    return value;
+    own = PyObject_CallOneArg(after, value);
+    Py_DECREF(value);
+    return own;
 }
 
 /* The exception of the module that was called becomes its caller's.  Takes the

@@ -5,6 +5,7 @@
 
 #include "python/modules/task.h"
 #include "python/values/torch_api.h"
+#include "server/envelope.h"
 #include "server/ledger.h"
 
 static struct {
@@ -14,6 +15,7 @@ static struct {
     PyObject  **base;        /* owned, by number: the gradient outside the ledger */
     bool       *had;         /* by number: there was a gradient when the step began */
     bool       *complete;    /* by number: .grad is base again */
+    bool        leaves_out;  /* some may be zeros of what no loss uses */
     PyObject   *on_complete; /* parameter number -> None; NULL: nobody asked */
     PyObject   *mix_layouts; /* base, term -> sum, when one of them is sparse */
     bool        active;
@@ -342,6 +344,7 @@ py_begin(PyObject *module, PyObject *args)
     if (!PyArg_ParseTuple(args, "iiO", &microbatches, &backwards, &on_complete)) {
         return NULL;
     }
+    gradients.leaves_out = false;
     if (gradients.ledger == NULL) {
         Py_RETURN_NONE;
     }
@@ -413,6 +416,35 @@ py_end(PyObject *module, PyObject *failed)
     Py_RETURN_NONE;
 }
 
+void
+smp_gradients_note(uint16_t flags)
+{
+    gradients.leaves_out = gradients.leaves_out || (flags & SMP_FLAG_UNUSED) != 0;
+}
+
+uint16_t
+smp_gradients_flags(void)
+{
+    return gradients.leaves_out ? SMP_FLAG_UNUSED : 0;
+}
+
+static PyObject *
+py_leave_out(PyObject *module, PyObject *unused)
+{
+    (void)module;
+    (void)unused;
+    gradients.leaves_out = true;
+    Py_RETURN_NONE;
+}
+
+static PyObject *
+py_leaves_out(PyObject *module, PyObject *unused)
+{
+    (void)module;
+    (void)unused;
+    return PyBool_FromLong(gradients.leaves_out);
+}
+
 static PyObject *
 py_held(PyObject *module, PyObject *unused)
 {
@@ -427,6 +459,11 @@ static PyMethodDef functions[] = {
      "gradients_setup(parameters, first, uses, mix_layouts)"},
     {"gradients_begin", py_begin, METH_VARARGS,
      "gradients_begin(microbatches, backwards, on_complete)"},
+    {"gradients_leave_out", py_leave_out, METH_NOARGS,
+     "gradients_leave_out(): some of the step may be zeros of what no loss uses"},
+    {"gradients_leaves_out", py_leaves_out, METH_NOARGS,
+     "gradients_leaves_out() -> whether that was said here, or on a rank that sent "
+     "some"},
     {"gradients_end", py_end, METH_O, "gradients_end(failed)"},
     {"gradients_held", py_held, METH_NOARGS, "Terms that wait for their turn."},
     {NULL, NULL, 0, NULL},

@@ -23,4 +23,9 @@ int smp_gradients_suspect(int32_t microbatch, int32_t entry);
 int smp_gradients_backward(int32_t microbatch, int32_t backward);
 int smp_gradients_done(int32_t microbatch);
 
+/* What a backward, or its response, says of its gradients: SMP_FLAG_UNUSED if some of
+ * the step may be zeros of what no loss uses; and what a rank hears of others'. */
+uint16_t smp_gradients_flags(void);
+void     smp_gradients_note(uint16_t flags);
+
 #endif

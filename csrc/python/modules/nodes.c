@@ -2,6 +2,7 @@
 #include "python/modules/nodes.h"
 
 #include "comm/comm.h"
+#include "python/modules/gradients.h"
 #include "python/modules/session.h"
 #include "python/modules/task.h"
 #include "python/modules/wait.h"
@@ -173,16 +174,18 @@ recv_backward(PyObject *unused, PyObject *const *args, Py_ssize_t nargs)
         failed = smp_pack_value(&pack, state);
     }
     self->backward = smp_server_next_call(session->server);
-    envelope = (smp_envelope){.kind = SMP_MSG_BACKWARD,
-                              .phase = SMP_BACKWARD,
-                              .flags = state == Py_None ? 0 : SMP_FLAG_STATE,
-                              .microbatch = self->microbatch,
-                              .step = session->step,
-                              .entry = self->entry,
-                              .call = self->backward,
-                              .about = self->call,
-                              .seed = (uint64_t)smp_this_task->backwards,
-                              .number = smp_call_of_backward(self->number)};
+    envelope =
+        (smp_envelope){.kind = SMP_MSG_BACKWARD,
+                       .phase = SMP_BACKWARD,
+                       .flags = (uint16_t)((state == Py_None ? 0 : SMP_FLAG_STATE) |
+                                           smp_gradients_flags()),
+                       .microbatch = self->microbatch,
+                       .step = session->step,
+                       .entry = self->entry,
+                       .call = self->backward,
+                       .about = self->call,
+                       .seed = (uint64_t)smp_this_task->backwards,
+                       .number = smp_call_of_backward(self->number)};
     if (failed == 0) {
         failed = smp_pack_send(&pack, &envelope);
     }
@@ -217,6 +220,7 @@ send_backward(PyObject *unused, PyObject *const *args, Py_ssize_t nargs)
     if (response == NULL) {
         return NULL;
     }
+    smp_gradients_note(smp_message_envelope(response)->flags);
     if (smp_unpack_init(&unpack, smp_the_session.comm, response, NULL, false, false) ==
             0 &&
         smp_unpack_u32(&unpack, &count) == 0) {

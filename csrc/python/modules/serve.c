@@ -557,6 +557,7 @@ serve_backward(smp_message *request, smp_task *task)
         smp_message_free(request);
         return false;
     }
+    smp_gradients_note(envelope.flags);
     task->order = context->order;
     task->count = context->count;
     task->entry = context->entry;
@@ -583,6 +584,7 @@ serve_backward(smp_message *request, smp_task *task)
         }
     }
     envelope.kind = SMP_MSG_RESPONSE;
+    envelope.flags = smp_gradients_flags();
     sent = smp_pack_send(&pack, &envelope) == 0;
 done:
     drop_context(context);

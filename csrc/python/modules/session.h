@@ -53,8 +53,9 @@ typedef struct {
         *serve_hooked; /* module, args, kwargs, bare, inputs: pre-hooks and forward */
     PyObject *warn_of_tensor; /* path, a tensor whose class or attributes stay behind */
     PyObject *warn_of_hook;   /* path, of a module that hooked one of its arguments */
-    PyObject
-        *capture_state; /* path -> (state to travel, called after or None), or None */
+    PyObject *
+        capture_state; /* path -> (state to travel, after or None), or None; after
+                          gets what with_state returned, and gives the module's value */
     PyObject *capture_backward; /* -> state to travel with a backward, or None */
     PyObject *with_state;       /* state, callable, args, kwargs -> result */
     PyObject *worker_begin;     /* -> None, on each new worker thread */

@@ -21,6 +21,7 @@ from smp.nn.transformer.lm_head import HIDES
 from smp.state_mod import state
 from smp.tensor_parallel import marking, replacement
 from smp.tensor_parallel.counterparts import BothWays, Translate
+from smp.tensor_parallel.regions import CACHES
 
 Arguments = dict[str, Any]  # of a forward, by name
 
@@ -179,7 +180,7 @@ def refuse(arguments: Arguments, *names: str) -> None:
     """
     for name in names:
         if not _is_absent(arguments.get(name)):
-            caches = "past" in name or name == "use_cache"
+            caches = name in CACHES or name == "use_cache"
             instead = "pass use_cache=False, or " if caches else ""
             raise NotImplementedError(
                 f"smp: {name} of a model that distributed modules have replaced is not built: "
@@ -228,7 +229,7 @@ def language_model(
     In training with labels there are no logits: no rank has them whole.
     """
     refuse(
-        arguments, "past_key_values", "inputs_embeds", "head_mask", *_OF_OUTPUTS,
+        arguments, *CACHES, "inputs_embeds", "head_mask", *_OF_OUTPUTS,
         "cache_position", "shift_labels",
     )  # fmt: skip
     labels, places = arguments.get("labels"), arguments.get("position_ids")
@@ -298,7 +299,7 @@ def encoder(
     """
     refuse(
         arguments, "head_mask", "encoder_hidden_states", "encoder_attention_mask",
-        "past_key_values", "use_cache", *_OF_OUTPUTS,
+        *CACHES, "use_cache", *_OF_OUTPUTS,
     )  # fmt: skip
     hidden = arguments["hidden_states"]
     out = forward((hidden, additive(arguments.get("attention_mask"), hidden)))[0]

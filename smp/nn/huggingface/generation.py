@@ -2,9 +2,13 @@
 
 Whose sequences have ended takes part in the others' collectives until theirs have, too, as
 transformers does for other kinds of sharding (``synced_gpus``).
+
+A split attention's cache has the samples of all tp_ranks, and what reorders or crops a cache
+knows its own samples alone: such searches are refused.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,6 +16,16 @@ from torch import nn
 
 from smp.modules.stand_ins import stand_in
 from smp.tensor_parallel import group
+from smp.tensor_parallel.regions import takes_cache
+
+# Methods that rearrange or crop caches; those without a first "_" of transformers before 4.39.
+_REARRANGE = {
+    "beam search": ("_beam_search", "beam_search", "beam_sample"),
+    "beam search in groups": ("_group_beam_search", "group_beam_search"),
+    "beam search with constraints": ("_constrained_beam_search", "constrained_beam_search"),
+    "contrastive search": ("_contrastive_search", "contrastive_search"),
+    "assisted decoding": ("_assisted_decoding", "assisted_decoding"),
+}
 
 
 def wait_for_peers(model: nn.Module) -> None:
@@ -34,4 +48,27 @@ def _together(cls: Any) -> dict[str, Any]:
         group.call_of("generate")
         return not all(done for (done,) in group.gather_numbers([this_peer_finished], device))
 
-    return {"generate": generate, "_has_unfinished_sequences": _has_unfinished_sequences}
+    members = {"generate": generate, "_has_unfinished_sequences": _has_unfinished_sequences}
+    for search, names in _REARRANGE.items():
+        for name in names:
+            if hasattr(cls, name):
+                members[name] = _without_cache(getattr(cls, name), search)
+    return members
+
+
+def _without_cache(method: Callable[..., Any], search: str) -> Callable[..., Any]:
+    """A search of transformers, refused where it rearranges a split attention's cache."""
+
+    @functools.wraps(method)
+    def searched(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with_cache = kwargs.get("use_cache") is not False  # None: as the model's forward likes
+        if with_cache and any(map(takes_cache, self.modules())):
+            raise NotImplementedError(
+                f"smp: generate() of {type(self).__name__} by {search} rearranges caches, and "
+                "those of its split attentions have the samples of all ranks of the TP_GROUP: "
+                "pass use_cache=False (which assisted decoding does not have), or num_beams=1 "
+                "and no assistant"
+            )
+        return method(self, *args, **kwargs)
+
+    return searched

@@ -16,6 +16,7 @@ from smp.nn.transformer.lm_head import DistributedTransformerLMHead
 from smp.tensor_parallel import plans
 from smp.tensor_parallel.counterparts import BothWays
 from smp.tensor_parallel.linears import cut_outputs
+from smp.tensor_parallel.regions import CACHES
 from smp.tensor_parallel.replacement import Hook, Known
 
 
@@ -182,7 +183,7 @@ def get_hf_gpt2_transformer_layer_hooks() -> tuple[Hook, Hook, Hook]:
 
     def forward_hook(*args: Any, **kwargs: Any) -> tuple[tuple, dict]:
         given = signature.bind(*args, **kwargs).arguments
-        refuse(given, "layer_past", "past_key_values", "head_mask", "output_attentions")
+        refuse(given, *CACHES, "head_mask", "output_attentions")
         hidden = given["hidden_states"]
         mask = additive(given.get("attention_mask"), hidden)
         states = given.get("encoder_hidden_states")

@@ -16,7 +16,7 @@ IN_PLACE = {
         row="out_proj",
         head="head_dim",
         heads="num_attention_heads",
-        samples=("hidden_states", "position_ids"),
+        samples=("hidden_states", "position_ids", "position_embeddings"),
     ),
     "GPTJMLP": partial(plans.mlp, column="fc_in", row="fc_out"),
 }

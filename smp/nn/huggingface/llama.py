@@ -31,7 +31,8 @@ def split_attention(attention: Any, path: str) -> None:
     cut_outputs(attention.q_proj, unit=unit)
     cut_inputs(attention.o_proj, f"{path}.o_proj", unit=unit)
     region = Region(
-        samples=("hidden_states", "position_embeddings"),
+        # Flash attention finds packed sequences by position_ids.
+        samples=("hidden_states", "position_embeddings", "position_ids"),
         masks=(("attention_mask", "hidden_states"),),
         causal=attention.is_causal,
     )
