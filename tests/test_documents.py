@@ -438,6 +438,43 @@ def test_a_link_leads_somewhere(document):
             assert anchor in names, (document, target, anchor)
 
 
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_a_file_that_a_document_names_is_there(document):
+    """By its path, or in one line with another of its folder: `csrc/a/b.c`, `c.c`."""
+    for line in (ROOT / document).read_text().splitlines():
+        folder = None
+        for name in re.findall(r"`([\w./]+)`", line):
+            if re.match(r"(csrc|smp|tests|benchmarks|examples)/", name):
+                folder = (ROOT / name).parent
+                assert (ROOT / name).exists(), (document, name)
+            elif folder is not None and re.fullmatch(r"\w+\.(c|h|cu|py)", name):
+                assert (folder / name).exists(), (document, name)
+
+
+def test_a_function_is_in_the_file_that_the_architecture_says():
+    text = (ROOT / "docs/architecture.md").read_text()
+    said = re.findall(r"`(?:\w+\.)*(\w+)\(\)`\s+in\s+`([\w/]+\.(?:c|py))`", text)
+    assert len(said) > 10
+    for function, file in said:
+        assert re.search(rf"\b{function}\(", (ROOT / file).read_text()), (function, file)
+
+
+def test_the_architecture_has_every_folder_and_every_file_of_the_server_and_of_collectives():
+    text = (ROOT / "docs/architecture.md").read_text()
+    alike = r"`([\w/]+)\{([\w,]+)\}`"  # `a/{b,c}`
+    text = re.sub(alike, lambda m: "".join(f"`{m[1]}{x}`" for x in m[2].split(",")), text)
+    core = ROOT / "csrc"
+    for file in core.glob("**/*.[ch]"):
+        assert f"`{file.parent.relative_to(core)}`" in text, file
+    for folder in (f for f in (ROOT / "smp").iterdir() if (f / "__init__.py").exists()):
+        assert f"`{folder.name}`" in text, folder
+    for file in (core / "server").glob("*.h"):
+        assert f"`{file.stem}`" in text or f"`{file.name}`" in text, file
+    for side in ("intra_host", "inter_host"):
+        for file in (core / "comm/collective" / side).glob("*.c"):
+            assert f"`{file.name}`" in text or f"/{file.name}`" in text, file
+
+
 def test_the_readme_names_every_parameter_that_is_not_built():
     text = (ROOT / "README.md").read_text()
     [row] = [line for line in text.splitlines() if line.startswith("| not built yet |")]
