@@ -75,12 +75,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     Args:
         optimizer: any ``torch.optim.Optimizer``, made before or after the model was wrapped.
-        static_loss_scale, dynamic_loss_scale, dynamic_loss_args: for half precision.
+        static_loss_scale, dynamic_loss_scale, dynamic_loss_args: of no effect: half precision
+            by the library is not built.
 
     Attributes:
         optimizer: the wrapped one.
         overflow: whether the last step was skipped (half precision only).
         redefined_params: whether its parameters are others than the module's: no.
+
+    Raises:
+        NotImplementedError: LBFGS in a pipeline, or an optimizer that takes norms of whole
+            parameters where this rank has slices of them.
     """
 
     optimizer: Any
@@ -116,11 +121,22 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return f"DistributedOptimizer({self.optimizer!r})"
 
     def step(self, closure: Any = None) -> Any:
-        """Update the local parameters."""
+        """Update the local parameters.
+
+        Args:
+            closure: given to the wrapped optimizer, if there is one.
+
+        Returns:
+            what the wrapped optimizer returns.
+        """
         return self.optimizer.step() if closure is None else self.optimizer.step(closure)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients of the parameters."""
+        """Clear the gradients of the parameters.
+
+        Args:
+            set_to_none: have no gradients, rather than zeros.
+        """
         self.optimizer.zero_grad(set_to_none=set_to_none)
 
     @property
@@ -134,8 +150,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Those of the master weights where the wrapped optimizer has them; else the local
         parameters', which is collective over the MP_GROUP.
 
+        Args:
+            max_norm: of all gradients of the model together.
+            norm_type: the p of the p-norm, above 0; ``float("inf")`` for the largest value.
+
         Returns:
-            the norm before.
+            the norm before, a scalar.
         """
         if hasattr(self.optimizer, "clip_master_grads"):
             return self.optimizer.clip_master_grads(max_norm, norm_type)
@@ -143,7 +163,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return clip_by_the_models_norm(parameters, max_norm, norm_type)
 
     def add_param_group(self, param_group: dict) -> None:
-        """Add a group to the wrapped optimizer."""
+        """Add a group to the wrapped optimizer.
+
+        Args:
+            param_group: ``"params"`` and the group's options, as in torch.
+
+        Raises:
+            NotImplementedError: as when it was made.
+        """
         self.optimizer.add_param_group(param_group)
         try:
             _refuse_norms_of_slices(self.optimizer, self.optimizer.param_groups[-1:])
@@ -172,11 +199,19 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return optimizer_state.local_state_dict(self)
 
     def save_optimizer_backcompat(self, gather_if_shard: bool = True) -> dict:
-        """What `local_state_dict` gives; an older name of the original."""
+        """What `local_state_dict` gives; an older name of the original.
+
+        Args:
+            gather_if_shard: as there.
+        """
         return self.local_state_dict(gather_if_shard)
 
     def load_optimizer_backcompat(self, state_dict: dict) -> None:
-        """What `load_state_dict` does; an older name of the original."""
+        """What `load_state_dict` does; an older name of the original.
+
+        Args:
+            state_dict: as there.
+        """
         self.load_state_dict(state_dict)
 
     def orig_state_dict(self) -> dict:
@@ -187,5 +222,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Load a full dict, or a partial one on every rank of the MP_GROUP.
 
         Before the partition the groups are loaded at once and the state waits for it.
+
+        Args:
+            state_dict: that of any plain optimizer of the plain model, or what
+                `local_state_dict` gave on this rank; partial where its key
+                ``_smp_is_partial`` is True.
+
+        Raises:
+            ValueError: groups of other sizes, or slices of another tp_rank or
+                tensor_parallel_degree.
         """
         optimizer_state.load(self, state_dict)

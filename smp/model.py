@@ -323,19 +323,44 @@ class DistributedModel(nn.Module):
         return self._smp_module
 
     def get_submodule(self, target: str) -> nn.Module:
-        """The wrapped module's, as `get_parameter`, `get_buffer`: names there are its own."""
+        """The wrapped module's, as `get_parameter`, `get_buffer`: names there are its own.
+
+        Args:
+            target: its path, as in ``named_modules()`` of the wrapped module.
+
+        Raises:
+            AttributeError: there is none.
+        """
         return self._smp_module.get_submodule(target)
 
     def get_parameter(self, target: str) -> nn.Parameter:
-        """The wrapped module's parameter of that name."""
+        """The wrapped module's parameter of that name.
+
+        Args:
+            target: its name, as in ``named_parameters()`` of the wrapped module.
+
+        Raises:
+            AttributeError: there is none.
+        """
         return self._smp_module.get_parameter(target)
 
     def get_buffer(self, target: str) -> Tensor:
-        """The wrapped module's buffer of that name."""
+        """The wrapped module's buffer of that name.
+
+        Args:
+            target: its name, as in ``named_buffers()`` of the wrapped module.
+
+        Raises:
+            AttributeError: there is none.
+        """
         return self._smp_module.get_buffer(target)
 
     def train(self, mode: bool = True) -> "DistributedModel":
-        """Set training mode on the model and the wrapped module; returns self."""
+        """Set training mode on the model and the wrapped module; returns self.
+
+        Args:
+            mode: False: evaluation mode.
+        """
         self._smp_module.train(mode)
         self.training = mode
         return self
@@ -546,7 +571,15 @@ class DistributedModel(nn.Module):
             yield buffer
 
     def get_module_partition(self, module: str | nn.Module) -> int:
-        """The pp_rank on which a module runs, by path or by the module itself."""
+        """The pp_rank on which a module runs, by path or by the module itself.
+
+        Args:
+            module: its path, as in ``named_modules()`` of the wrapped module; or itself.
+
+        Raises:
+            KeyError: the model has no such module.
+            RuntimeError: before the partition.
+        """
         if self._smp_decision is None:
             raise RuntimeError("smp: the model is partitioned in its first step, not before")
         wanted = module if isinstance(module, str) else inner_module.wrapped_of(module)
@@ -571,19 +604,35 @@ class DistributedModel(nn.Module):
                 yield module
 
     def is_distributed_parameter(self, parameter: nn.Parameter) -> bool:
-        """Whether the ranks of the TP_GROUP have different parts of it."""
+        """Whether the ranks of the TP_GROUP have different parts of it.
+
+        Args:
+            parameter: one of the model's.
+        """
         return slices_of(parameter) is not None
 
     def is_distributed_buffer(self, buffer: Tensor) -> bool:
-        """Whether the ranks of the TP_GROUP have different parts of it."""
+        """Whether the ranks of the TP_GROUP have different parts of it.
+
+        Args:
+            buffer: one of the model's.
+        """
         return slices_of(buffer) is not None
 
     def is_scaled_batch_parameter(self, parameter: nn.Parameter) -> bool:
-        """Whether its gradient is of the whole TP_GROUP's batch."""
+        """Whether its gradient is of the whole TP_GROUP's batch.
+
+        Args:
+            parameter: one of the model's.
+        """
         return is_scaled_batch(parameter)
 
     def is_scaled_batch_buffer(self, buffer: Tensor) -> bool:
-        """Whether it is made of the whole TP_GROUP's batch."""
+        """Whether it is made of the whole TP_GROUP's batch.
+
+        Args:
+            buffer: one of the model's.
+        """
         return is_scaled_batch(buffer)
 
     def default_reducer_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:

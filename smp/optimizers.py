@@ -31,6 +31,9 @@ class FusedAdam(torch.optim.Adam):
         bias_correction: must be True.
         adam_w_mode: decay the weights themselves, not through the gradient.
         set_grad_none: what ``zero_grad`` does where it is not told.
+
+    Raises:
+        NotImplementedError: ``bias_correction=False``.
     """
 
     def __init__(
@@ -60,6 +63,11 @@ class FusedAdam(torch.optim.Adam):
         )
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Clear the gradients.
+
+        Args:
+            set_to_none: have none, rather than zeros; None: as ``set_grad_none`` says.
+        """
         super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
 
 
@@ -73,6 +81,11 @@ class _MultiTensor(torch.optim.Optimizer):
         super().__init__(params, defaults)
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Clear the gradients.
+
+        Args:
+            set_to_none: have none, rather than zeros; None: as ``set_grad_none`` says.
+        """
         super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
 
     @torch.no_grad()
@@ -123,12 +136,17 @@ class FusedLAMB(_MultiTensor):
         params: parameters, or groups of them.
         lr, betas, eps, weight_decay: as in AdamW.
         bias_correction: correct the moments for their start at zero.
+        amsgrad: must be False.
         adam_w_mode: decay the weights themselves, not through the gradient.
         grad_averaging: weigh a new gradient with ``1 - beta1`` in the first moment.
+        set_grad_none: what ``zero_grad`` does where it is not told.
         max_grad_norm: gradients are scaled so that the norm over the whole model is at
             most this; 0 turns it off.  With ``smp`` running that norm is over the
             MP_GROUP, so every rank of it must call ``step``.
         use_nvlamb: scale the step of tensors without weight decay too.
+
+    Raises:
+        ValueError: ``amsgrad=True``.
     """
 
     def __init__(
@@ -203,11 +221,16 @@ class FusedNovoGrad(_MultiTensor):
         params: parameters, or groups of them.
         lr, betas, eps, weight_decay: as in AdamW.
         bias_correction: correct the moments for their start at zero.
+        amsgrad: must be False.
         reg_inside_moment: normalise and decay before the first moment, as the paper
             does, instead of after.
         grad_averaging: weigh a new gradient with ``1 - beta1`` in the first moment.
         norm_type: 2, or 0 for the largest absolute value.
         init_zero: start the second moment at zero, not at the first gradient's norm.
+        set_grad_none: what ``zero_grad`` does where it is not told.
+
+    Raises:
+        ValueError: ``amsgrad=True``, or another ``norm_type``.
     """
 
     def __init__(

@@ -94,6 +94,9 @@ class State:
     def job(self, caller: str) -> Job:
         """The job, for a function that needs one.
 
+        Args:
+            caller: the function, for the error.
+
         Raises:
             RuntimeError: before ``smp.init``; names what was called.
         """
@@ -102,7 +105,11 @@ class State:
         return self._job
 
     def begin(self, job: Job) -> None:
-        """``smp.init`` has made a job."""
+        """``smp.init`` has made a job.
+
+        Args:
+            job: what `job` gives from now on.
+        """
         self._job = job
 
     def end(self) -> None:

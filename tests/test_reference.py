@@ -32,6 +32,7 @@ def public_names() -> dict[str, object]:
     modules = {
         "smp": [name for name in vars(smp) if not name.startswith("_")],
         "smp.nn": smp.nn.__all__,
+        "smp.nn.transformer.options": ["Options"],
         "smp.nn.utils": [name for name in vars(smp.nn.utils) if not name.startswith("_")],
         "smp.optimizers": ["FusedAdam", "FusedLAMB", "FusedNovoGrad"],
         "smp.amp": ["GradScaler"],
@@ -59,6 +60,47 @@ def test_a_public_name_has_a_docstring(name):
     methods = vars(one) if inspect.isclass(one) else {}
     for method in (m for m in methods if not m.startswith("_")):
         assert not inspect.isfunction(methods[method]) or inspect.getdoc(getattr(one, method))
+
+
+OPTIONS = "smp.nn.transformer.options.Options"  # what many classes take some of
+OF_SCRIPTS = ("smp.state", "smp.core")  # instances: scripts call methods of these
+
+
+def docstrings() -> dict[str, tuple[object, str]]:
+    """Each public callable and what its own docstring says, by full name."""
+    found: dict[str, tuple[object, str]] = {}
+    for name, one in public_names().items():
+        if name in OF_SCRIPTS or isinstance(one, enum.Enum):
+            one = type(one)
+        elif callable(one) and not has_other_arguments(one):
+            found[name] = one, one.__doc__ or ""
+        for method, value in vars(one).items() if inspect.isclass(one) else ():
+            plain = getattr(value, "__func__", value)
+            if not method.startswith("_") and inspect.isfunction(plain):
+                found[f"{name}.{method}"] = getattr(one, method), plain.__doc__ or ""
+    return found
+
+
+def has_other_arguments(one: object) -> bool:
+    """Whether scripts make no instances of it, but for messages."""
+    return inspect.isclass(one) and issubclass(one, BaseException | enum.Enum)
+
+
+def names(parameter: str, doc: str) -> bool:
+    """Whether it is an entry of a list such as that of ``Args``, or stands in quotes."""
+    entry = rf"^ +(?:\w+, )*{parameter}(?:, \w+)*:"
+    return bool(re.search(rf"{entry}|`[^`\n]*\b{parameter}\b[^`\n]*`", doc, re.M))
+
+
+@pytest.mark.parametrize("name", docstrings())
+def test_a_docstring_names_every_parameter(name):
+    """Those of the transformers are in one table, to which their classes refer."""
+    one, doc = docstrings()[name]
+    if f":class:`{OPTIONS}`" in doc:
+        doc += public_names()[OPTIONS].__doc__
+    own = [p for p in inspect.signature(one).parameters if p not in ("self", "args", "kwargs")]
+
+    assert doc and not [parameter for parameter in own if not names(parameter, doc)]
 
 
 def test_every_page_is_in_the_table_of_contents():

@@ -15,11 +15,19 @@ verify = not_built.function("smdistributed.modelparallel.test.torch.utils.verify
 
 
 def rmsg(message: str) -> str:
-    """The message with this rank before it, for logs."""
+    """The message with this rank before it, for logs.
+
+    Args:
+        message: one line.
+    """
     return f"[rank {state.job('utils.rmsg()').boot.rank}] {message}"
 
 
 def get_distribution_axis(param: Tensor) -> int | None:
-    """The axis along which tensor parallelism splits a parameter; None: it does not."""
+    """The axis along which tensor parallelism splits a parameter; None: it does not.
+
+    Args:
+        param: a parameter, or a buffer.
+    """
     slices = slices_of(param)
     return None if slices is None else slices.axis

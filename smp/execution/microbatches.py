@@ -14,6 +14,10 @@ from torch import Tensor
 class StepOutput:
     """The versions of one returned tensor, by microbatch.
 
+    Args:
+        outputs: one tensor per microbatch, in order.
+        weights: how many samples each microbatch has; None: all have as many.
+
     Attributes:
         outputs: list of tensors, one per microbatch, in order.
     """
@@ -35,13 +39,21 @@ class StepOutput:
         return _sum(self.outputs)
 
     def concat(self) -> Tensor:
-        """The outputs one behind the other along the first dimension."""
+        """The outputs one behind the other along the first dimension; scalars stacked.
+
+        Raises:
+            RuntimeError: they differ in another dimension.
+        """
         if all(o.dim() == 0 for o in self.outputs):
             return torch.stack(self.outputs)
         return torch.cat(self.outputs)
 
     def stack(self) -> Tensor:
-        """The outputs along a new first dimension, one entry per microbatch."""
+        """The outputs along a new first dimension, one entry per microbatch.
+
+        Raises:
+            RuntimeError: they differ in shape.
+        """
         return torch.stack(self.outputs)
 
     def detach(self) -> "StepOutput":

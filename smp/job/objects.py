@@ -41,6 +41,14 @@ def broadcast(obj: Any, group: CommGroup) -> None:
     """Send ``obj`` to every other member of this rank's ``group``; they call `recv_from`.
 
     Waits until all of them have it.
+
+    Args:
+        obj: what can be pickled; tensors in it travel apart.
+        group: ``smp.WORLD``, ``smp.PP_GROUP``, ...: this rank's of that kind.
+
+    Raises:
+        ConnectionError: a receiver is gone.
+        TypeError: not a group.
     """
     job, members = _members("smp.broadcast()", group)
     parcel = Parcel.of(obj)
@@ -56,9 +64,16 @@ def send(obj: Any, dest_rank: int, rank_type: RankType) -> None:
 
     Returns when the receiver has taken it.
 
+    Args:
+        obj: what can be pickled; tensors in it travel apart.
+        dest_rank: the receiver, as ``rank_type`` counts.
+        rank_type: ``smp.RankType.PP_RANK`` counts in this rank's PP_GROUP, ``WORLD_RANK`` in
+            the whole job, and so on.
+
     Raises:
-        ValueError: no such rank, or this rank itself.
         ConnectionError: the receiver is gone.
+        TypeError: not a type of ranks.
+        ValueError: no such rank, or this rank itself.
     """
     job, dest = _peer("smp.send()", dest_rank, rank_type)
     doing = f"smp.send(..., {dest_rank}, {rank_type})"
@@ -70,9 +85,14 @@ def recv_from(src_rank: int, rank_type: RankType) -> Any:
 
     A tensor that was on a GPU arrives on this rank's current one.
 
+    Args:
+        src_rank: the sender, as ``rank_type`` counts.
+        rank_type: as for `send`.
+
     Raises:
-        ValueError: no such rank, or this rank itself.
         ConnectionError: the sender is gone.
+        TypeError: not a type of ranks.
+        ValueError: no such rank, or this rank itself.
     """
     job, src = _peer("smp.recv_from()", src_rank, rank_type)
     return _take(job, src, TAG_SEND, f"smp.recv_from({src_rank}, {rank_type})").open()
@@ -82,6 +102,15 @@ def allgather(obj: Any, group: CommGroup) -> list[Any]:
     """Every member's object, by its rank in the group.  Collective over the group.
 
     What this rank gave comes back as a copy, like that of the others.
+
+    Args:
+        obj: what can be pickled; tensors in it travel apart.
+        group: ``smp.WORLD``, ``smp.PP_GROUP``, ...: this rank's of that kind.
+
+    Raises:
+        CallMismatch: a member makes another call.
+        ConnectionError: a member is gone.
+        TypeError: not a group.
     """
     job, members = _members("smp.allgather()", group)
     doing = f"smp.allgather(..., {group})"
@@ -119,7 +148,16 @@ def _exchange(together: "_Together", parcel: "Parcel") -> list["Parcel"]:
 
 
 def barrier(group: CommGroup = CommGroup.WORLD) -> None:
-    """Wait until every rank of ``group`` is here."""
+    """Wait until every rank of ``group`` is here.
+
+    Args:
+        group: ``smp.WORLD``, ``smp.PP_GROUP``, ...: this rank's of that kind.
+
+    Raises:
+        CallMismatch: a member makes another call.
+        ConnectionError: a member is gone.
+        TypeError: not a group.
+    """
     job, members = _members("smp.barrier()", group)
     me, size = members.index(job.boot.rank), len(members)
     # Dissemination: after round i each rank has heard, through others, of the 2^i

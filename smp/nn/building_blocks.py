@@ -18,10 +18,18 @@ shard_sequence = primitives.shard_sequence
 
 
 def get_local_channels(n: int) -> int:
-    """How many of ``n`` channels this tp_rank has, as ``torch.tensor_split`` cuts them."""
+    """How many of ``n`` channels this tp_rank has, as ``torch.tensor_split`` cuts them.
+
+    Args:
+        n: channels of all tp_ranks; it need not divide.
+    """
     return group.shares(n)[group.rank()]
 
 
 def get_start_pos_for_slicing(n: int) -> int:
-    """The first of ``n`` channels that this tp_rank has."""
+    """The first of ``n`` channels that this tp_rank has, counted from 0.
+
+    Args:
+        n: channels of all tp_ranks; it need not divide.
+    """
     return sum(group.shares(n)[: group.rank()])

@@ -29,7 +29,9 @@ class DistributedCrossEntropyLoss(nn.Module):
         ignore_index, reduction, label_smoothing, weight: as in ``nn.CrossEntropyLoss``; the
             weight of each class is a buffer, which every rank has whole.
 
-    Shapes and errors: see `vocabulary_parallel_cross_entropy`.
+    Raises:
+        TypeError: the head is no ``nn.Linear``.
+        ValueError: an unknown reduction, or a label smoothing out of range.
 
     Source: the SageMaker paper, section 3.1.
     """
@@ -60,9 +62,22 @@ class DistributedCrossEntropyLoss(nn.Module):
         self.register_buffer("weight", weight)
 
     def extra_repr(self) -> str:
+        """What ``print(model)`` shows of it."""
         return f"ignore_index={self.ignore_index}, reduction={self.reduction!r}"
 
     def forward(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        """The loss of the head's logits.  Collective over the TP_GROUP if the head is split.
+
+        Args:
+            hidden: what the head is called with, ``[..., channels]``.
+            labels: ``[...]``, the class of each position.
+
+        Returns:
+            a scalar, or ``[...]`` with ``reduction="none"``.
+
+        Raises:
+            as `vocabulary_parallel_cross_entropy`.
+        """
         return vocabulary_parallel_cross_entropy(
             self.head,
             hidden,

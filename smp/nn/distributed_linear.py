@@ -20,9 +20,8 @@ class DistributedLinear(nn.Linear, DistributedModule):
 
     Args:
         in_features, out_features, bias: of the whole; sizes need not divide.
+        device, dtype: of weight and bias.
         by_outputs: how it is cut: large vocabularies are, with an embedding that is tied.
-
-    Shapes: input ``[samples, ..., in_features]``, output ``[samples, ..., out_features]``.
     """
 
     by_outputs: bool
@@ -41,7 +40,12 @@ class DistributedLinear(nn.Linear, DistributedModule):
 
     @classmethod
     def take_over(cls, linear: nn.Linear, by_outputs: bool = False) -> None:
-        """Turn an ``nn.Linear`` into one, in place.  Collective over the TP_GROUP."""
+        """Turn an ``nn.Linear`` into one, in place.  Collective over the TP_GROUP.
+
+        Args:
+            linear: whole, with its weights; they become this rank's slice.
+            by_outputs: how it is cut.
+        """
         linear.__class__ = cls
         linear._split(by_outputs)  # type: ignore[operator]
 
@@ -61,9 +65,25 @@ class DistributedLinear(nn.Linear, DistributedModule):
     ) -> Any:
         """The outputs; with labels, each position's loss in their place.
 
-        With class weights also each position's.  See
+        Collective over the TP_GROUP.  With labels see
         ``smp.nn.vocabulary_parallel_cross_entropy``, which calls it so: as a module's call it
         comes to the rank of the pipeline that has the weights.
+
+        Args:
+            input: ``[samples, ..., in_features]``; samples may differ by tp_rank.
+            labels: ``[samples, ...]``, the class of each position; for one that is cut by its
+                outputs.
+            ignore_index: the label of positions that do not count.
+            label_smoothing: in [0, 1].
+            class_weights: ``[classes]``, or ``[own classes]`` on all tp_ranks.
+
+        Returns:
+            ``[samples, ..., out_features]``; with labels losses ``[samples, ...]``; with class
+            weights as well ``(losses, weights)``, where the weights are those of each
+            position's class.
+
+        Raises:
+            IndexError: a label is none of the classes.
         """
         x = input.reshape(-1, input.size(-1))
         same_samples.check(self, x)

@@ -30,6 +30,7 @@ class DistributedEmbedding(nn.Embedding, DistributedModule):
         skip_allgather: the indices are those of the whole TP_GROUP already.
         skip_scatter_and_merge: return this rank's slice of the vectors of all samples; of a
             table that is cut along the embedding dimension.
+        device, dtype: of the table.
 
     Shapes: indices ``[samples, ...]``, output ``[samples, ..., embedding_dim]``.
 
@@ -89,7 +90,12 @@ class DistributedEmbedding(nn.Embedding, DistributedModule):
 
     @classmethod
     def take_over(cls, embedding: nn.Embedding, vocab_parallel: bool = False) -> None:
-        """Turn an ``nn.Embedding`` into one, in place.  Collective over the TP_GROUP."""
+        """Turn an ``nn.Embedding`` into one, in place.  Collective over the TP_GROUP.
+
+        Args:
+            embedding: whole, with its weights; they become this rank's slice.
+            vocab_parallel: cut by rows.
+        """
         embedding.__class__ = cls
         embedding._split(vocab_parallel)  # type: ignore[operator]
 
@@ -101,6 +107,19 @@ class DistributedEmbedding(nn.Embedding, DistributedModule):
         self._first_row = slices.ranges[group.rank()][0][0] if vocab_parallel else 0
 
     def forward(self, input: Tensor) -> Tensor:
+        """The vectors of indices.  Collective over the TP_GROUP.
+
+        Args:
+            input: indices, ``[samples, ...]``, of this rank's samples; with ``skip_allgather``
+                of all tp_ranks' samples, one rank's behind the other's.
+
+        Returns:
+            ``[own samples, ..., embedding_dim]``; with ``skip_scatter_and_merge``
+            ``[all samples, ..., own channels]``.
+
+        Raises:
+            IndexError: an index is none of the rows.
+        """
         own = input.reshape(-1)
         same_samples.check(self, own)
         if group.same_samples():

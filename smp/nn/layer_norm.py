@@ -21,6 +21,14 @@ class FusedLayerNorm(nn.LayerNorm):
 
     A class of its own, because scripts tell by ``isinstance`` which parameters get no
     weight decay.
+
+    Args:
+        normalized_shape: number of channels, or the last axes that are normalised together.
+        eps: added to the variance.
+        elementwise_affine, bias: whether there are a ``weight`` and a ``bias``.
+        device, dtype: of these.
+
+    Shapes: ``[..., channels]``, output likewise.
     """
 
 
@@ -34,8 +42,10 @@ class DistributedLayerNorm(nn.LayerNorm, DistributedModule):
         normalized_shape: number of channels on all tp_ranks; it need not divide.
         eps: added to the variance.
         elementwise_affine: whether there are ``weight`` and ``bias``.
+        device, dtype: of these.
 
-    Shapes: ``[..., own channels]``, the same tokens on all tp_ranks; likewise the output.
+    Raises:
+        ValueError: several axes.
 
     Source: the SageMaker paper, appendix F.2.
     """
@@ -62,6 +72,17 @@ class DistributedLayerNorm(nn.LayerNorm, DistributedModule):
             keep_slice(self, "bias", slices)
 
     def forward(self, input: Tensor) -> Tensor:
+        """Own channels, by mean and variance of all.  Collective over the TP_GROUP.
+
+        Args:
+            input: ``[..., own channels]``, the same tokens on all tp_ranks.
+
+        Returns:
+            ``[..., own channels]``.
+
+        Raises:
+            ValueError: another number of channels than this tp_rank has.
+        """
         shares = group.shares(self.channels)
         own = shares[group.rank()]
         if input.size(-1) != own:

@@ -56,6 +56,10 @@ def initialize_with_input_partition(module: nn.Module) -> Iterator[None]:
 
     They are scaled as if they had been drawn for the whole number of inputs.  Collective over
     the TP_GROUP.
+
+    Args:
+        module: a ``smp.nn.DistributedModule`` in construction; the ranks' parts of a weight lie
+            one behind the other, by tp_rank.
     """
     before = {id(p) for p in module.parameters()}
     yield
@@ -72,6 +76,10 @@ def initialize_with_output_partition(module: nn.Module) -> Iterator[None]:
     """Weights ``[out, in]`` and biases that the module gets inside are cut along their outputs.
 
     Collective over the TP_GROUP.
+
+    Args:
+        module: a ``smp.nn.DistributedModule`` in construction; the ranks' parts of a parameter
+            lie one behind the other, by tp_rank.
     """
     before = {id(p) for p in module.parameters()}
     yield

@@ -41,7 +41,10 @@ class PartitionReport:
         self.costs: list[float] = list(partition.costs)
 
     def rank_of(self, name: str) -> int:
-        """The pp_rank of the module with a path, as in ``named_modules()``.
+        """The pp_rank of the module with a path.
+
+        Args:
+            name: the path, as in ``named_modules()``; ``""`` for the whole model.
 
         Raises:
             KeyError: there is no such module.
@@ -121,7 +124,14 @@ class PartitionReport:
         return ["", f"Split over the TP_GROUP: {done}", *whose, *whole]
 
     def svg(self, path: str | os.PathLike) -> None:
-        """Write the tree as a picture: width is cost, colour is rank, top is the root."""
+        """Write the tree as a picture: width is cost, colour is rank, top is the root.
+
+        Args:
+            path: of the file, which is replaced.
+
+        Raises:
+            OSError: it cannot be written.
+        """
         with open(path, "w", encoding="utf-8") as file:
             file.write(self._repr_svg_())
 

@@ -74,6 +74,8 @@ def save_checkpoint(
         num_kept_partial_checkpoints: remove the oldest partial ones beyond that number.
 
     Raises:
+        ValueError: there is no ``DistributedModel``, the tag is no name of a file, or less
+            than one is to be kept.
         OSError: a file cannot be written; names it.  No part of the checkpoint is left.
         CheckpointError: a file holds what could not be read back; names both.  Or another
             job saves into this folder, or another rank could not save.
@@ -157,6 +159,7 @@ def resume_from_checkpoint(
     Args:
         path: the folder that was given to ``save_checkpoint``.
         tag: which one; the newest if None.
+        partial: whether it is a partial checkpoint, or a full one.
         strict: whether missing and unexpected keys of the model are an error.
         load_optimizer: whether the optimizer's state is loaded, if it was saved.
         load_sharded_optimizer_state: for sharded optimizer state.
@@ -166,9 +169,11 @@ def resume_from_checkpoint(
         the user content; an empty dict where there was none.
 
     Raises:
+        ValueError: there is no ``DistributedModel`` yet.
         FileNotFoundError: there is no such checkpoint.
-        CheckpointError: a file is damaged or missing, on this or another rank; or the
-            tensor parallel degree was another.
+        CheckpointError: a file is damaged or missing, on this or another rank; the tensor
+            parallel degree was another; or the newest is full and ``partial`` is True, or the
+            other way round.
 
     Source: SageMaker Python SDK documentation, ``smp.resume_from_checkpoint``.
     """

@@ -44,6 +44,7 @@ def save(
         obj: what ``torch.save`` takes.
         f: path; or, where not ``partial``, an open file.
         partial: every rank writes a file of its own, ``f_{pp_rank}_{tp_rank}``.
+        pickle_module, pickle_protocol: as for ``torch.save``.
         v3: with sharded state: ``f_{pp_rank}_{tp_rank}_{rdp_rank}``.
 
     Raises:
@@ -69,7 +70,11 @@ def load(
     """Read what :func:`save` wrote; of a partial one, this rank's file.
 
     Args:
-        map_location: as for ``torch.load``.
+        f: what :func:`save` was given: a path without the ranks behind it; or, where not
+            ``partial``, an open file.
+        map_location, pickle_module: as for ``torch.load``.
+        partial: whether every rank wrote a file of its own.
+        load_args: others of ``torch.load``.
         back_compat: ``f_{mp_rank}``, the name of the first versions, comes first; it is
             also read where there is no other.
 

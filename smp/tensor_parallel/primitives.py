@@ -297,6 +297,9 @@ def fused_allgather_for_tp(tensor: Tensor, dim: int) -> Tensor:
     Args:
         tensor: alike on all tp_ranks but for the length of ``dim``.
         dim: the axis.
+
+    Returns:
+        a tensor whose length of ``dim`` is the sum of all.
     """
     return gather_all(tensor, dim % tensor.dim())[0]
 
@@ -309,6 +312,9 @@ def reduce_scatter_for_tp(tensor: Tensor, dim: int) -> Tensor:
     Args:
         tensor: of one shape on all tp_ranks.
         dim: the axis; cut as ``torch.tensor_split`` does.
+
+    Returns:
+        a tensor whose length of ``dim`` is this rank's share.
     """
     dim %= tensor.dim()
     return reduce_scatter(tensor, dim, group.shares(tensor.size(dim)))
@@ -323,6 +329,10 @@ def scatter_and_merge_for_tp(tensor: Tensor, split_dim: int, merge_dim: int) -> 
         tensor: alike on all tp_ranks but for the length of ``merge_dim``.
         split_dim: the axis that is cut, as ``torch.tensor_split`` does.
         merge_dim: another axis.
+
+    Returns:
+        a tensor whose length of ``split_dim`` is this rank's share, and of ``merge_dim`` the
+        sum of all.
 
     Raises:
         ValueError: the axes are the same.
@@ -341,6 +351,9 @@ def bwd_allreduce_for_tp(tensor: Tensor) -> Tensor:
     """The tensor; backward sums the tp_ranks' gradients.
 
     For a value that is the same on all tp_ranks and enters what is split over them.
+
+    Args:
+        tensor: the same on all tp_ranks.
     """
     return linked(_BackwardAllReduce, tensor) if group.size() > 1 else tensor
 
@@ -349,6 +362,9 @@ def fwd_allreduce_for_tp(tensor: Tensor) -> Tensor:
     """The sum of the tp_ranks' tensors; backward passes the gradient on.
 
     For what leaves such a part of a model: its result is the same on all tp_ranks.
+
+    Args:
+        tensor: of one shape on all tp_ranks.
     """
     return _ForwardAllReduce.apply(tensor) if group.size() > 1 else tensor
 
@@ -362,6 +378,9 @@ def shard_sequence(tensor: Tensor, dim: int = 1) -> Tensor:
     Args:
         tensor: ``[samples, positions, ...]``, the same on all tp_ranks.
         dim: the axis; cut as ``torch.tensor_split`` does.
+
+    Returns:
+        a tensor whose length of ``dim`` is this rank's share.
     """
     dim %= tensor.dim()
     return own_part(tensor, dim, group.shares(tensor.size(dim)))

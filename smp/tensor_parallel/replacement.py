@@ -67,7 +67,23 @@ def tp_register(
 ) -> Callable[[type[nn.Module]], type[nn.Module]]:
     """Decorate a module class: ``dist_module`` takes its place under tensor parallelism.
 
-    See `tp_register_with_module`.
+    `tp_register_with_module` says more.
+
+    Args:
+        dist_module: a subclass of ``smp.nn.DistributedModule``.
+        init_hook: from the arguments of the class's ``__init__`` to ``(args, kwargs)`` of
+            ``dist_module``'s; None: they are the same.
+        forward_hook: likewise for ``forward``.
+        return_hook: from what ``dist_module`` returns to what the class returns.
+        translate_functions: from the (whole) state dict of a ``dist_module`` to that of an
+            instance, and back.
+
+    Returns:
+        a decorator, which gives the class back.
+
+    Raises:
+        TypeError: a hook's parameters (names, order, defaults) are not those of the method
+            whose arguments it gets, or one of the classes is none of modules.
     """
 
     def decorate(module_cls: type[nn.Module]) -> type[nn.Module]:
@@ -108,8 +124,8 @@ def tp_register_with_module(
 
     Raises:
         TypeError: a hook's parameters (names, order, defaults) are not those of the method
-            whose arguments it gets, ``return_hook`` does not take one argument, or
-            ``dist_module`` is no class of modules.
+            whose arguments it gets, ``return_hook`` does not take one argument, or one of the
+            classes is none of modules.
 
     Source: the SageMaker paper, appendix I.4.
     """

@@ -59,10 +59,14 @@ def save_trace(path: str | os.PathLike) -> None:
     A path that ends in ``.svg`` becomes a picture; any other the JSON that
     https://ui.perfetto.dev and chrome://tracing open: a process for each rank, in it a
     row "working" whose gaps are idle time, and a row for each worker with its requests
-    and, inside them, its waiting.  Times count from the step's first event.
+    and, inside them, its waiting.  Times count from the step's first event, in
+    microseconds.
 
     Collective over all ranks; rank 0 writes.  Without pipeline parallelism there are no
     requests, and the trace is empty.
+
+    Args:
+        path: of the file, which is replaced.
 
     Raises:
         RuntimeError: before ``smp.init``.

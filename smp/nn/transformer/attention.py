@@ -25,15 +25,24 @@ from smp.tensor_parallel.kernels import Dropout
 
 
 class FlashAttentionLayer(nn.Module):
-    """Attention that never has all scores in memory, by PyTorch's own kernels.
-
-    Shapes: q ``[samples, heads, queries, channels]``, k and v ``[samples, heads, keys,
-    channels]``; mask, added to the scores, broadcasts to ``[samples, heads, queries, keys]``.
-    """
+    """Attention that never has all scores in memory, by PyTorch's own kernels."""
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
     ) -> Tensor:
+        """Softmax of the scores, times the values.
+
+        Args:
+            q: queries, ``[samples, heads, queries, channels]``.
+            k: keys, ``[samples, heads, keys, channels]``.
+            v: values, ``[samples, heads, keys, channels]``.
+            mask: added to the scores; broadcasts to ``[samples, heads, queries, keys]``.
+            causal: hide later positions from each; to be given without a mask.
+            scale: what scores are multiplied by.
+
+        Returns:
+            ``[samples, heads, queries, channels]``.
+        """
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=causal, scale=scale
         )
@@ -50,20 +59,25 @@ class FlashAttentionLayer(nn.Module):
     "fused_dropout", "flash_attention", "optimize",
 )  # fmt: skip
 class DistributedAttentionLayer(DistributedModule):
-    """Attention, a linear behind it, dropout, the residual connection; see ``Options``.
+    """Attention, a linear behind it, dropout, the residual connection.
+
+    Its options are those of :class:`smp.nn.transformer.options.Options`.
 
     ``forward`` takes one tuple, ``(hidden, mask)``, or with ``cross_attention``
     ``(hidden, cross_states, mask)``, and returns a tensor like ``hidden``.
 
-    Shapes: hidden ``[samples, positions, hidden_size]``; cross_states likewise, of other
-    positions; mask ``[samples, 1, 1, keys]``, or what broadcasts to ``[samples, 1, positions,
-    keys]``, added to the scores; or None.  Samples and positions may differ by tp_rank.
+    Raises:
+        ValueError: options that do not go together, or a value out of range; names the option.
     """
 
     options: Options
 
     def build(self, options: Options) -> None:
-        """Make what is in it.  Collective over the TP_GROUP."""
+        """Make what is in it.  Collective over the TP_GROUP.
+
+        Args:
+            options: what ``__init__`` was given.
+        """
         width = options.num_attention_heads * options.attention_head_size
         hidden = options.hidden_size
         self.pre_layernorm = layer_norm(options) if options.pre_layernorm else None
@@ -84,6 +98,22 @@ class DistributedAttentionLayer(DistributedModule):
         self.heads = range(first, first + shares[group.rank()])
 
     def forward(self, inputs: tuple[Any, ...]) -> Tensor:
+        """The hidden states with what each position attends to.  Collective over the TP_GROUP.
+
+        Args:
+            inputs: ``(hidden, mask)``, or with ``cross_attention`` ``(hidden, cross_states,
+                mask)``.  hidden is ``[samples, positions, hidden_size]``; cross_states are
+                ``[samples, keys, hidden_size]``; mask is ``[samples, 1, 1, keys]``, or what
+                broadcasts to ``[samples, 1, positions, keys]``, added to the scores; or None.
+                Samples and positions may differ by tp_rank.
+
+        Returns:
+            ``[samples, positions, hidden_size]``.
+
+        Raises:
+            TypeError: another number of inputs, or a bool mask.
+            ValueError: hidden or mask of another shape; cross_states are missing.
+        """
         given, stream = given_stream(inputs)
         drops = self.training and self.options.attention_dropout_prob > 0
         seed = new_seed() if drops else 0

@@ -30,18 +30,25 @@ _OF_A_LAYER = (
 
 @takes(*_OF_A_LAYER, "layer_idx")
 class DistributedTransformerLayer(DistributedModule):
-    """Attention, cross-attention if there is, and an output layer; see ``Options``.
+    """Attention, cross-attention if there is, and an output layer.
+
+    Its options are those of :class:`smp.nn.transformer.options.Options`.
 
     ``forward`` takes one tuple, ``(hidden, mask)``, or with ``add_cross_attention`` ``(hidden,
-    cross_states, mask, cross_mask)``, and returns it with another ``hidden``.  Where
-    cross_states is None, on all tp_ranks, there is no cross-attention.  Shapes as for
-    ``DistributedAttentionLayer``.
+    cross_states, mask, cross_mask)``, and returns it with another ``hidden``.
+
+    Raises:
+        ValueError: options that do not go together, or a value out of range; names the option.
     """
 
     options: Options
 
     def build(self, options: Options) -> None:
-        """Make what is in it.  Collective over the TP_GROUP."""
+        """Make what is in it.  Collective over the TP_GROUP.
+
+        Args:
+            options: what ``__init__`` was given.
+        """
         attention: tuple[str, ...] = DistributedAttentionLayer.TAKES  # type: ignore[attr-defined]
         output: tuple[str, ...] = DistributedTransformerOutputLayer.TAKES  # type: ignore[attr-defined]
         self.attention = DistributedAttentionLayer(**options.of(attention))
@@ -55,6 +62,23 @@ class DistributedTransformerLayer(DistributedModule):
         self.output = DistributedTransformerOutputLayer(**options.of(output))
 
     def forward(self, inputs: Stream) -> Stream:
+        """The hidden states, one layer on.  Collective over the TP_GROUP.
+
+        Args:
+            inputs: ``(hidden, mask)``, or with ``add_cross_attention`` ``(hidden, cross_states,
+                mask, cross_mask)``.  hidden is ``[samples, positions, hidden_size]``;
+                cross_states are ``[samples, others, hidden_size]``, or None on all tp_ranks:
+                then there is no cross-attention; masks are ``[samples, 1, 1, positions]`` and
+                ``[samples, 1, 1, others]``, or what broadcasts to scores, which they are added
+                to; or None.  Samples and positions may differ by tp_rank.
+
+        Returns:
+            the same tuple with the new hidden.
+
+        Raises:
+            TypeError: another number of inputs, or a bool mask.
+            ValueError: hidden or a mask of another shape.
+        """
         given, stream = given_stream(inputs)
         crossing = self.cross_attention is not None
         wanted = 4 if crossing else 2
@@ -92,18 +116,27 @@ class _LayerStack(nn.Sequential):
 
 @takes("num_layers", *_OF_A_LAYER, "embedding_dropout_prob")
 class DistributedTransformer(DistributedModule):
-    """``DistributedTransformerLayer``s in a row, ``seq_layers``; see ``Options``.
+    """``DistributedTransformerLayer``s in a row, ``seq_layers``.
+
+    Its options are those of :class:`smp.nn.transformer.options.Options`.
 
     ``forward`` takes and returns what a layer does.  With ``pre_layernorm`` and
     ``post_layernorm`` its input and output are normalised, too.  ``embedding_dropout_prob``
     is taken for scripts that give it; the embeddings are outside.
+
+    Raises:
+        ValueError: options that do not go together, or a value out of range; names the option.
     """
 
     IS_CONTAINER = True
     options: Options
 
     def build(self, options: Options) -> None:
-        """Make what is in it.  Collective over the TP_GROUP."""
+        """Make what is in it.  Collective over the TP_GROUP.
+
+        Args:
+            options: what ``__init__`` was given.
+        """
         both = options.pre_layernorm and options.post_layernorm
         size, eps = options.hidden_size, options.layernorm_epsilon
         self.input_layernorm = FusedLayerNorm(size, eps) if both else None
@@ -117,6 +150,18 @@ class DistributedTransformer(DistributedModule):
         self.output_layernorm = FusedLayerNorm(size, eps) if both else None
 
     def forward(self, inputs: Stream) -> Stream:
+        """The hidden states behind the last layer.  Collective over the TP_GROUP.
+
+        Args:
+            inputs: as for `DistributedTransformerLayer.forward`, with the same shapes.
+
+        Returns:
+            the same tuple with the new hidden, ``[samples, positions, hidden_size]``.
+
+        Raises:
+            TypeError: another number of inputs, or a bool mask.
+            ValueError: hidden or a mask of another shape.
+        """
         hidden, *others = inputs
         if self.input_layernorm is not None:
             hidden = self.input_layernorm(hidden)

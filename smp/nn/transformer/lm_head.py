@@ -31,7 +31,9 @@ HIDES = -1e4
     "fused_bias_gelu", "flash_attention", "optimize",
 )  # fmt: skip
 class DistributedTransformerLMHead(DistributedModule):
-    """Word, position and token type embeddings, a transformer, and a head; see ``Options``.
+    """Word, position and token type embeddings, a transformer, and a head.
+
+    Its options are those of :class:`smp.nn.transformer.options.Options`.
 
     Rows of the word embedding, and so of the head that has its weight, are split over the
     TP_GROUP.
@@ -40,21 +42,19 @@ class DistributedTransformerLMHead(DistributedModule):
     ``add_cross_attention`` ``(ids, mask, token_types, position_ids, cross_states, cross_mask,
     labels)``.  All but ``ids`` may be None.
 
-    Shapes: ids, token_types, position_ids and labels ``[samples, positions]``; mask
-    ``[samples, positions]``, 1 where a position is hidden; cross_states ``[samples, others,
-    hidden_size]``, cross_mask ``[samples, 1, 1, others]``, added to the scores.
-
-    Returns without labels logits ``[samples, positions, vocab_size]``, or with
-    ``add_lm_head=False`` hidden states; with labels the mean loss of this rank's samples,
-    where no rank has whole logits.  A causal model's labels are the ids themselves: each
-    position is to tell the next one's.  A label of -100 does not count.
+    Raises:
+        ValueError: options that do not go together, or a value out of range; names the option.
     """
 
     IS_CONTAINER = True
     options: Options
 
     def build(self, options: Options) -> None:
-        """Make what is in it.  Collective over the TP_GROUP."""
+        """Make what is in it.  Collective over the TP_GROUP.
+
+        Args:
+            options: what ``__init__`` was given.
+        """
         size, eps = options.hidden_size, options.layernorm_epsilon
         self.word_embedding = DistributedEmbedding(
             options.vocab_size,
@@ -91,6 +91,29 @@ class DistributedTransformerLMHead(DistributedModule):
         return tied
 
     def forward(self, inputs: tuple[Tensor | None, ...]) -> Tensor:
+        """Logits, or with labels the loss.  Collective over the TP_GROUP.
+
+        Args:
+            inputs: ``(ids, mask, token_types, position_ids, labels)``; with
+                ``add_cross_attention`` cross_states and cross_mask stand before the labels.
+                ids, token_types, position_ids and labels are ``[samples, positions]``; mask is
+                ``[samples, positions]``, 1 where a position is hidden; cross_states are
+                ``[samples, others, hidden_size]``; cross_mask is ``[samples, 1, 1, others]``,
+                added to the scores.  All but ids may be None.  A causal model's labels are the
+                ids themselves: each position is to tell the next one's.  A label of -100 does
+                not count.
+
+        Returns:
+            without labels logits ``[samples, positions, vocab_size]``, or with
+            ``add_lm_head=False`` hidden states ``[samples, positions, hidden_size]``; with
+            labels the mean loss of this rank's samples, a scalar, where no rank has whole
+            logits.
+
+        Raises:
+            IndexError: an id or a label is no row of the embedding.
+            TypeError: another number of inputs.
+            ValueError: ids of another shape, or more positions than ``num_positions``.
+        """
         loss, logits = self.loss_and_logits(inputs, logits=False)
         out = logits if loss is None else loss
         assert out is not None

@@ -57,7 +57,8 @@ class Options:
         final_layernorm: whether the LM head model normalises what its transformer returns;
             None: if the transformer does not, which is so with ``pre_layernorm`` alone.
         use_qkv_bias, use_attn_dense_bias: whether those linears have biases.
-        use_alibi: whether scores fall with the distance (ALiBi), up to 2 ** -alibi_bias_max.
+        use_alibi: whether scores fall with the distance (ALiBi).
+        alibi_bias_max: the least of the heads' slopes is 2 ** -alibi_bias_max a position.
         rotary_dim: first channels of a head that are rotated by their position; 0: none.
         rotary_base: of the angles.
         rotary_pairs: "neighbours" rotates channels 2i and 2i + 1 (GPT-J), "halves" i and
@@ -199,11 +200,20 @@ class Options:
         wants(self.optimize in (None, "speed", "memory", "channels"), "optimize", _OPTIMIZE)
 
     def of(self, taken: Sequence[str], **changes: Any) -> dict[str, Any]:
-        """Those of these names, for another module's ``__init__``."""
+        """Those of these names, for another module's ``__init__``.
+
+        Args:
+            taken: the names.
+            changes: values in place of this one's.
+        """
         return {name: changes.get(name, getattr(self, name)) for name in taken}
 
     def initialize(self, module: nn.Module) -> None:
-        """Give new weights of linears and embeddings their values."""
+        """Give new weights of linears and embeddings their values.
+
+        Args:
+            module: all that is in it.
+        """
         if not self.use_normal_initialization:
             return
         for one in module.modules():
@@ -249,7 +259,7 @@ def takes(*names: str) -> Callable[[Class], Class]:
             self.build(options)
 
         __init__.__signature__ = signature  # type: ignore[attr-defined]
-        __init__.__doc__ = f"{cls.__name__} with options of `smp.nn.transformer.Options`."
+        __init__.__doc__ = f"{cls.__name__} with these of the options of ``Options``."
         cls.__init__ = __init__  # type: ignore[method-assign, misc]
         cls.TAKES = names  # type: ignore[attr-defined]
         return cls

@@ -25,19 +25,25 @@ from smp.tensor_parallel.distributed_module import DistributedModule
     "fp32_residual_addition", "fused_dropout", "fused_bias_gelu", "optimize",
 )  # fmt: skip
 class DistributedTransformerOutputLayer(DistributedModule):
-    """Linear, activation, linear, dropout, the residual connection; see ``Options``.
+    """Linear, activation, linear, dropout, the residual connection.
+
+    Its options are those of :class:`smp.nn.transformer.options.Options`.
 
     ``forward`` takes hidden, or ``(hidden, residual)`` where something else is added to.  With
     ``single_pre_layernorm`` hidden is normalised already.
 
-    Shapes: hidden, residual and output ``[samples, positions, hidden_size]``; samples and
-    positions may differ by tp_rank.
+    Raises:
+        ValueError: options that do not go together, or a value out of range; names the option.
     """
 
     options: Options
 
     def build(self, options: Options) -> None:
-        """Make what is in it.  Collective over the TP_GROUP."""
+        """Make what is in it.  Collective over the TP_GROUP.
+
+        Args:
+            options: what ``__init__`` was given.
+        """
         hidden = options.hidden_size
         normalises = options.pre_layernorm and not options.single_pre_layernorm
         self.pre_layernorm = layer_norm(options) if normalises else None
@@ -52,6 +58,16 @@ class DistributedTransformerOutputLayer(DistributedModule):
         self.activation = ACTIVATIONS[options.activation]
 
     def forward(self, inputs: Any) -> Tensor:
+        """What the linears make of hidden, added to it.  Collective over the TP_GROUP.
+
+        Args:
+            inputs: hidden, ``[samples, positions, hidden_size]``; or ``(hidden, residual)``,
+                both of that shape, where the result is added to residual.  Samples and
+                positions may differ by tp_rank.
+
+        Returns:
+            ``[samples, positions, hidden_size]``.
+        """
         given, stream = given_stream(inputs)
         hidden, residual = (given, given) if isinstance(given, Tensor) else given
         if stream is not None:
