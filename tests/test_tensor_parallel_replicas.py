@@ -18,6 +18,7 @@ from tests import test_tensor_parallel_losses as losses
 from tests.ranks import on_ranks
 from tests.reference.whole_job import Batch, Loss, WholeJob, assert_near
 from tests.test_tensor_parallel import next_token_loss, small_gpt2, tokens
+from tests.test_tensor_parallel_microbatches import MICROBATCHES, uneven
 
 SAMPLES = pytest.mark.parametrize("same", [False, True], ids=["own samples", "same samples"])
 PIPELINES = pytest.mark.parametrize("pipeline", [1, 2], ids=["replicas", "stages"])
@@ -62,11 +63,21 @@ def check(net: nn.Module, loss: Loss, batch: Batch, same: bool, **options: Any) 
 @PIPELINES
 @OPTIMIZE
 @pytest.mark.parametrize("kind", ["gpt", "untied, with a bias, types", "cross", "gpt-j"])
-@pytest.mark.sample(6)
+@pytest.mark.sample(5)
 @on_ranks(4, timeout_s=120)
 def test_a_language_model(kind, optimize, pipeline, same):
     begin(pipeline, same, optimize=optimize)
     transformer.check_lm(kind, batch=fed(transformer.texts(kind), same))
+
+
+@OPTIMIZE
+@pytest.mark.parametrize("kind", ["gpt", "untied, with a bias, types"])
+@pytest.mark.sample(3)
+@on_ranks(4, timeout_s=120)
+def test_microbatches_of_the_same_samples_in_stages(kind, optimize):
+    begin(2, same=True, optimize=optimize, microbatches=MICROBATCHES)
+    batch = uneven(transformer.texts(kind))
+    transformer.check_lm(kind, batch=fed(batch, same=True))
 
 
 @SAMPLES
@@ -82,17 +93,31 @@ def test_gpt2(pipeline, same):
     check(small_gpt2(), next_token_loss, batch, same)
 
 
-@SAMPLES
-@PIPELINES
-@pytest.mark.parametrize("family", ["llama, 1 head of keys", "t5", "mixtral"])
-@pytest.mark.sample(3)
-@on_ranks(4, timeout_s=120)
-def test_a_family(family, pipeline, same, monkeypatch):
-    """Llama's one head of keys and values is whole: each tp_rank has a part of its gradient."""
+def check_family(
+    family: str, pipeline: int, same: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     families.compute_in_float64(monkeypatch, family)
     begin(pipeline, same)
     one = families.FAMILIES[family]
     check(families.made(family), one.loss, one.batch, same)
+
+
+@SAMPLES
+@PIPELINES
+@pytest.mark.sample(2)
+@on_ranks(4, timeout_s=120)
+def test_llama_with_one_head_of_keys(pipeline, same, monkeypatch):
+    """It is whole on every tp_rank, which has a part of its gradient."""
+    check_family("llama, 1 head of keys", pipeline, same, monkeypatch)
+
+
+@SAMPLES
+@PIPELINES
+@pytest.mark.parametrize("family", ["t5", "mixtral"])
+@pytest.mark.sample(2)
+@on_ranks(4, timeout_s=120)
+def test_a_family(family, pipeline, same, monkeypatch):
+    check_family(family, pipeline, same, monkeypatch)
 
 
 @SAMPLES
