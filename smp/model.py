@@ -28,7 +28,14 @@ from smp.optimizers import clip_by_the_models_norm
 from smp.partitioning.partition import Partition, make_partition
 from smp.saving import state_dicts
 from smp.state_mod import state
-from smp.tensor_parallel import chain, gradients, group, in_place, random_streams
+from smp.tensor_parallel import (
+    chain,
+    conversions,
+    gradients,
+    group,
+    in_place,
+    random_streams,
+)
 from smp.tensor_parallel.counterparts import Counterparts, counterparts, shapes_of
 from smp.tensor_parallel.slices import (
     is_of_split_model,
@@ -166,6 +173,7 @@ class DistributedModel(nn.Module):
         if module is not self._smp_module:
             self._smp_wrap(module)
         mark_model(self._smp_module)
+        conversions.keep_from_now()
         self._smp_scale_gradients()
 
     def _smp_scale_gradients(self) -> None:
@@ -619,6 +627,8 @@ def install(rt: runtime.Runtime) -> None:
 def install_gradients(rt: runtime.Runtime, models: list[DistributedModel]) -> None:
     """Tell the core which local parameters each entry may give gradients to."""
     local = [p for m in models for p in m.local_parameters() if p.requires_grad]
+    for parameter in local:
+        conversions.attach_hooks(parameter)  # the core adds its own
     number = {id(p): i for i, p in enumerate(local)}
     first = array("i", [0])
     uses = array("i")
