@@ -35,6 +35,7 @@ from smp.tensor_parallel import (
     group,
     in_place,
     random_streams,
+    replaced,
 )
 from smp.tensor_parallel.counterparts import Counterparts, counterparts, shapes_of
 from smp.tensor_parallel.slices import (
@@ -170,6 +171,8 @@ class DistributedModel(nn.Module):
         plain = shapes_of(self._smp_module)
         module, self._smp_split = in_place.split(self._smp_module)
         self._smp_counterparts = counterparts(module, plain)
+        if state.optimizer is not None:
+            replaced.refuse(state.optimizer.param_groups)
         if module is not self._smp_module:
             self._smp_wrap(module)
         mark_model(self._smp_module)
