@@ -9,6 +9,7 @@ from smp.execution import runtime
 from smp.optimizers import clip_by_the_models_norm
 from smp.saving import optimizer_state
 from smp.state_mod import state
+from smp.tensor_parallel import replaced
 from smp.tensor_parallel.slices import slices_of, whole_shape
 
 _OWN = {"optimizer", "step", "zero_grad", "overflow", "redefined_params"}
@@ -74,7 +75,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     the local ones, and keeps state for these alone.
 
     Args:
-        optimizer: any ``torch.optim.Optimizer``, made before or after the model was wrapped.
+        optimizer: any ``torch.optim.Optimizer``, made before or after the model was wrapped; of
+            a model in which distributed modules take the place of others, after.
         static_loss_scale, dynamic_loss_scale, dynamic_loss_args: of no effect: half precision
             by the library is not built.
 
@@ -100,6 +102,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if state.is_initialized and ranks.pp_size() > 1:
             _refuse(optimizer)
         _refuse_norms_of_slices(optimizer, optimizer.param_groups)
+        replaced.refuse(optimizer.param_groups)
         # Not super().__init__(): the groups and the state are the wrapped optimizer's.
         self.__dict__["optimizer"] = optimizer
         self.__dict__["overflow"] = False
@@ -174,7 +177,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.optimizer.add_param_group(param_group)
         try:
             _refuse_norms_of_slices(self.optimizer, self.optimizer.param_groups[-1:])
-        except NotImplementedError:
+            replaced.refuse(self.optimizer.param_groups[-1:])
+        except (NotImplementedError, ValueError):
             self.optimizer.param_groups.pop()
             raise
 

@@ -29,7 +29,15 @@ from smp.optimizers import clip_by_the_models_norm
 from smp.partitioning.partition import Partition, make_partition
 from smp.saving import state_dicts
 from smp.state_mod import state
-from smp.tensor_parallel import chain, gradients, group, in_place, random_streams
+from smp.tensor_parallel import (
+    chain,
+    conversions,
+    gradients,
+    group,
+    in_place,
+    random_streams,
+    replaced,
+)
 from smp.tensor_parallel.counterparts import Counterparts, counterparts, shapes_of
 from smp.tensor_parallel.slices import (
     is_of_split_model,
@@ -165,9 +173,12 @@ class DistributedModel(nn.Module):
         plain = shapes_of(self._smp_module)
         module, self._smp_split = in_place.split(self._smp_module)
         self._smp_counterparts = counterparts(module, plain)
+        if state.optimizer is not None:
+            replaced.refuse(state.optimizer.param_groups)
         if module is not self._smp_module:
             self._smp_wrap(module)
         mark_model(self._smp_module)
+        conversions.keep_from_now()
         self._smp_scale_gradients()
 
     def _smp_scale_gradients(self) -> None:
@@ -694,6 +705,8 @@ def install_gradients(rt: runtime.Runtime, models: list[DistributedModel]) -> No
     # Models may share some.
     everyone = {id(p): p for m in models for p in m.local_parameters()}
     local = [p for p in everyone.values() if p.requires_grad]
+    for parameter in local:
+        conversions.attach_hooks(parameter)  # the core adds its own
     number = {id(p): i for i, p in enumerate(local)}
     first = array("i", [0])
     uses = array("i")

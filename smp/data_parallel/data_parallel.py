@@ -33,6 +33,7 @@ from smp.execution import microbatches
 from smp.job import objects
 from smp.ranks import CommGroup
 from smp.state_mod import state
+from smp.tensor_parallel.conversions import attach_hooks
 from smp.tensor_parallel.slices import is_scaled_batch
 
 if TYPE_CHECKING:
@@ -140,7 +141,8 @@ class DataParallel:
 
     def _prepare(self) -> None:
         parameters = [p for _, p in self.named_parameters()]
-        now = [(id(p), p.dtype, gradient_dtype(p), p.device) for p in parameters]
+        # A conversion may exchange what is behind a parameter, which has the hooks.
+        now = [(id(p), p._cdata, p.dtype, gradient_dtype(p), p.device) for p in parameters]
         if now == self._built_for:
             return
         self._built_for, self.additions = now, {}
@@ -171,6 +173,7 @@ class DataParallel:
             if (living := this()) is not None:
                 living._accumulated(parameter)
 
+        attach_hooks(parameter)
         return [
             parameter.register_hook(will_accumulate),
             parameter.register_post_accumulate_grad_hook(accumulated),

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from smp.modules import remote_tensors
+from smp.tensor_parallel import conversions
 
 
 def convert(
@@ -39,6 +40,12 @@ def convert_elsewhere(
     if recurse:
         for child in module.children():
             child._apply(function)
+    with conversions.kept(module):
+        _convert_own(module, function)
+    return module
+
+
+def _convert_own(module: nn.Module, function: Callable[[Tensor], Tensor]) -> None:
     for parameter in module._parameters.values():
         if isinstance(parameter, remote_tensors.RemoteParameter):
             like = _converted_kind(parameter, function)
@@ -55,7 +62,6 @@ def convert_elsewhere(
                 give_data(buffer, converted)  # it goes to its owner by what it is
             else:
                 module._buffers[name] = converted
-    return module
 
 
 def give_data(tensor: Tensor, data: Tensor) -> None:

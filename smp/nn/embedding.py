@@ -6,10 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from smp import ranks
 from smp.tensor_parallel import group, primitives, same_samples
 from smp.tensor_parallel.distributed_module import DistributedModule
 from smp.tensor_parallel.linears import cut_weights
-from smp.tensor_parallel.slices import Slices
+from smp.tensor_parallel.slices import PATH, Slices
 
 
 class DistributedEmbedding(nn.Embedding, DistributedModule):
@@ -22,6 +23,7 @@ class DistributedEmbedding(nn.Embedding, DistributedModule):
         num_embeddings, embedding_dim: of the whole; sizes need not divide.
         padding_idx, sparse: as in ``nn.Embedding``.
         max_norm, norm_type: likewise, of whole rows; all tp_ranks' indices are renormalised.
+            Only where there are no replicas of the TP_GROUP.
         scale_grad_by_freq: likewise, by how often an index comes among all tp_ranks' samples
             in one call.
         weight: the whole table, instead of new values.
@@ -100,11 +102,29 @@ class DistributedEmbedding(nn.Embedding, DistributedModule):
         embedding._split(vocab_parallel)  # type: ignore[operator]
 
     def _split(self, vocab_parallel: bool) -> None:
+        self._refuse_norms_of_replicas()
         self.vocab_parallel = vocab_parallel
         axis, size = (0, self.num_embeddings) if vocab_parallel else (1, self.embedding_dim)
         slices = Slices.even(axis, size, group.size())
         cut_weights(self, slices)
         self._first_row = slices.ranges[group.rank()][0][0] if vocab_parallel else 0
+
+    def _refuse_norms_of_replicas(self) -> None:
+        """Each would renormalise the rows of its own samples, and the weights drift apart.
+
+        Raises:
+            NotImplementedError: there are replicas, and a ``max_norm``.
+        """
+        if self.max_norm is None or group.is_traced() or not ranks.state.is_initialized:
+            return
+        if ranks.rdp_size() > 1:
+            where = self.__dict__.get(PATH, type(self).__name__)
+            raise NotImplementedError(
+                f"smp: '{where}' is to be split and has max_norm={self.max_norm}: each of its "
+                f"{ranks.rdp_size()} replicas (rdp_size) would renormalise the rows of its own "
+                "samples, and their weights would drift apart: leave max_norm out, or have one "
+                "TP_GROUP of all ranks"
+            )
 
     def forward(self, input: Tensor) -> Tensor:
         """The vectors of indices.  Collective over the TP_GROUP.

@@ -105,9 +105,11 @@ def _gathered(optimizer: "DistributedOptimizer", own: Mapping[Any, Any]) -> Mapp
     for part in parts:
         merged.update(part)
     by_rank = sorted(zip(replica.tp_ranks(), parts, strict=True), key=itemgetter(0))
+    single = _keys_of_single_numbers(optimizer, merged)
     for number, one in cut.items():
         if number in merged:
-            merged[number] = _joined([p[number] for _, p in by_rank if number in p], one)
+            everyones = [p[number] for _, p in by_rank if number in p]
+            merged[number] = _joined(everyones, one, single)
     numbers = sorted(key for key in merged if isinstance(key, int))
     others = [key for key in merged if not isinstance(key, int)]
     return {key: merged[key] for key in numbers + others}
@@ -144,13 +146,31 @@ def _slices(optimizer: "DistributedOptimizer") -> dict[int, _Cut]:
     return {n: _Cut(s, s.full_shape(p.shape)) for n, s, p in cut if s is not None}
 
 
-def _joined(parts: list[Any], cut: _Cut) -> Any:
-    """One parameter's state from every tp_rank's: what has its shape is cut as it is."""
+def _keys_of_single_numbers(
+    optimizer: "DistributedOptimizer", by_number: Mapping[Any, Any]
+) -> set[str]:
+    """What is a tensor ``[1]`` of parameters with several elements: no slice of length 1."""
+    parameters = [p for members in optimizer.param_groups for p in members["params"]]
+    return {
+        key
+        for number, one in by_number.items()
+        if isinstance(one, dict) and isinstance(number, int) and parameters[number].numel() > 1
+        for key, value in one.items()
+        if isinstance(value, Tensor) and list(value.shape) == [1]
+    }
+
+
+def _joined(parts: list[Any], cut: _Cut, single: set[str]) -> Any:
+    """One parameter's state from every tp_rank's: what has its shape is cut as it is.
+
+    Args:
+        single: keys of what may have that shape, and is one number.
+    """
     if not isinstance(parts[0], dict):
         return parts[0]
     return {
         key: cut.slices.join([part[key].cpu() for part in parts])
-        if cut.is_like(value)
+        if cut.is_like(value) and not (key in single and list(value.shape) == [1])
         else value
         for key, value in parts[0].items()
     }

@@ -17,25 +17,22 @@ from collections import Counter
 
 from torch import nn
 
-from smp.tensor_parallel import group
-from smp.tensor_parallel.slices import is_scaled_batch, slices_of
-
-_SCALES = "_smp_scales"
-_PARTIAL = "_smp_partial_gradient"
+from smp.tensor_parallel import conversions, group
+from smp.tensor_parallel.slices import PARTIAL_GRADIENT, is_scaled_batch, slices_of
 
 
 def mark_partial(module: nn.Module) -> None:
     """Note that each tp_rank has a part of the gradients of what is whole in a module."""
     for parameter in module.parameters():
         if slices_of(parameter) is None:
-            setattr(parameter, _PARTIAL, True)
+            setattr(parameter, PARTIAL_GRADIENT, True)
 
 
 def scale(module: nn.Module) -> None:
     """Give the gradients of such parameters their factors, from the next backward on."""
     if group.same_samples():
         for parameter in module.parameters():
-            if hasattr(parameter, _PARTIAL):
+            if hasattr(parameter, PARTIAL_GRADIENT):
                 _multiply(parameter, float(group.size()))
         return
     factor = 1.0 / group.size()
@@ -44,7 +41,7 @@ def scale(module: nn.Module) -> None:
         weight = getattr(one, "weight", None)
         if getattr(one, "divides_gradient", False) and holders[id(weight)] == 1:
             one.gradient_factor = factor  # type: ignore[assignment]
-            setattr(weight, _SCALES, True)
+            conversions.note_factor_of_module(one.weight)  # type: ignore[arg-type]
     for parameter in module.parameters():
         if is_scaled_batch(parameter):
             _multiply(parameter, factor)
@@ -52,10 +49,6 @@ def scale(module: nn.Module) -> None:
 
 def _multiply(parameter: nn.Parameter, factor: float) -> None:
     """Multiply a parameter's gradients, once however often it is asked for."""
-    if parameter.is_meta or hasattr(parameter, _SCALES):
-        return  # hooks of meta parameters are lost when these get their values
-    frozen = not parameter.requires_grad
-    parameter.requires_grad_(True)  # a hook is for a parameter that trains, now or later
-    parameter.register_hook(lambda gradient: gradient * factor)
-    parameter.requires_grad_(not frozen)
-    setattr(parameter, _SCALES, True)
+    if not parameter.is_meta and not conversions.is_scaled(parameter):
+        # Hooks of meta parameters are lost when these get their values.
+        conversions.multiply_gradients(parameter, factor)

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from smp.modules import creation
+from smp.modules import creation, live_models
 
 MARK = "_smp_tensor_parallelism"  # in a module's __dict__: copied and pickled with it
 
@@ -54,6 +54,7 @@ def set_tensor_parallelism(module: nn.Module, enabled: bool = True, **config: An
 
     Raises:
         TypeError: not a module.
+        RuntimeError: it is wrapped already.
 
     Source: SageMaker Python SDK documentation, ``smp.set_tensor_parallelism``.
     """
@@ -61,8 +62,20 @@ def set_tensor_parallelism(module: nn.Module, enabled: bool = True, **config: An
         raise TypeError(
             f"smp.set_tensor_parallelism takes a torch.nn.Module, not a {type(module).__name__}"
         )
+    _refuse_wrapped(module)
     for one in module.modules():
         one.__dict__[MARK] = dict(config) if enabled else None
+
+
+def _refuse_wrapped(module: nn.Module) -> None:
+    """Raises RuntimeError for what ``smp.DistributedModel`` has split, or left whole."""
+    inside = set(module.modules())
+    for model in live_models.living():
+        if inside <= {model, *model._smp_module.modules()}:
+            raise RuntimeError(
+                f"smp.set_tensor_parallelism: this {type(module).__name__} is in a "
+                "DistributedModel, whose modules were split when it was made: mark it before"
+            )
 
 
 def configuration(module: nn.Module) -> dict[str, Any] | None:

@@ -20,7 +20,7 @@ from smp.modules.conversion import give_data
 from smp.modules.stand_ins import users_class
 from smp.partitioning.partition import hand_on_pin
 from smp.state_mod import state
-from smp.tensor_parallel import group, marking
+from smp.tensor_parallel import group, marking, replaced
 from smp.tensor_parallel.counterparts import REPLACES, BothWays, Translate
 from smp.tensor_parallel.slices import slices_of, whole_shape
 
@@ -113,7 +113,8 @@ def tp_register_with_module(
         module_cls: the user's class.
         dist_module: a subclass of ``smp.nn.DistributedModule``.
         init_hook: from the arguments of the class's ``__init__`` to ``(args, kwargs)`` of
-            ``dist_module``'s; None: they are the same.
+            ``dist_module``'s, or to None for an instance that is to stay whole; None: they are
+            the same.
         forward_hook: likewise for ``forward``.
         return_hook: from what ``dist_module`` returns to what the class returns.
         translate_functions: from the (whole) state dict of a ``dist_module`` to that of an
@@ -237,7 +238,9 @@ def replace(
         return f"it was made before {type(module).__name__} was registered"
     args, kwargs = made_with
     if entry.init_hook is not None:
-        args, kwargs = _called(entry.init_hook, "init_hook", type(module), args, kwargs)
+        if (called := entry.init_hook(*args, **kwargs)) is None:
+            return "init_hook returned None"
+        args, kwargs = _checked(called, "init_hook", type(module))
     config = marking.configuration(module) or {}
     accepted = inspect.signature(entry.dist_module.__init__).parameters
     chosen = {key: value for key, value in config.items() if key in accepted}
@@ -259,8 +262,8 @@ def replace(
     return distributed
 
 
-def _called(hook: Hook, kind: str, cls: type, args: tuple, kwargs: dict) -> tuple:
-    given = hook(*args, **kwargs)
+def _checked(given: Any, kind: str, cls: type) -> tuple[tuple, dict[str, Any]]:
+    """What a hook returned."""
     if not (isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], dict)):
         raise TypeError(
             f"smp.tp_register: {kind} of {cls.__name__} returns (args, kwargs), a tuple and a "
@@ -276,7 +279,8 @@ def _adapted(
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if entry.forward_hook is not None:
-            args, kwargs = _called(entry.forward_hook, "forward_hook", original, args, kwargs)
+            called = entry.forward_hook(*args, **kwargs)
+            args, kwargs = _checked(called, "forward_hook", original)
         result = base.forward(self, *args, **kwargs)
         return result if entry.return_hook is None else entry.return_hook(result)
 
@@ -335,6 +339,7 @@ def take_over(
     _keep_hooks(original, distributed, path)
     hand_on_pin(original, distributed, path)
     distributed.train(original.training)
+    replaced.note(original, distributed, path)
 
 
 def _saved(module: nn.Module) -> dict[str, Tensor]:

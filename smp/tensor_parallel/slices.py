@@ -119,6 +119,10 @@ def is_scaled_batch(parameter: Tensor) -> bool:
 
 
 _OF_SPLIT_MODEL = "_smp_of_split_model"
+PARTIAL_GRADIENT = "_smp_partial_gradient"  # see smp.tensor_parallel.gradients
+
+# What is noted with parameters and buffers.
+MARKS = (_SLICES, _SCALED, _OF_SPLIT_MODEL, PARTIAL_GRADIENT)
 
 
 def mark_model(model: nn.Module) -> None:

@@ -1,0 +1,91 @@
+"""What a split model's tensors keep through ``model.to(...)`` and the like.
+
+torch may put a new tensor into a module, or exchange what is behind a parameter (with
+``torch.__future__.set_swap_module_params_on_conversion``, or for some devices): its attributes
+and hooks are gone then.  How it is cut and the factor of its gradients must not be.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+from smp.tensor_parallel.slices import MARKS
+
+_SCALES = "_smp_scales"  # in a parameter's __dict__: its gradients' factor; None: its module's
+
+
+def is_scaled(parameter: Tensor) -> bool:
+    """Whether its gradients have their factor."""
+    return hasattr(parameter, _SCALES)
+
+
+def note_factor_of_module(parameter: Tensor) -> None:
+    """Its module multiplies its gradients."""
+    setattr(parameter, _SCALES, None)
+
+
+def multiply_gradients(parameter: Tensor, factor: float) -> None:
+    """Multiply its gradients, from the next backward on, also if it is converted before."""
+    frozen = not parameter.requires_grad
+    parameter.requires_grad_(True)  # a hook is for a parameter that trains, now or later
+    parameter.register_hook(lambda gradient: gradient * factor)
+    parameter.requires_grad_(not frozen)
+    setattr(parameter, _SCALES, factor)
+
+
+@contextlib.contextmanager
+def kept(module: nn.Module) -> Iterator[None]:
+    """A block that converts the module's own parameters and buffers."""
+    registers: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+    before = [
+        (register, name, tensor, ours)
+        for register in registers
+        for name, tensor in register.items()
+        if tensor is not None and (ours := _ours(tensor))
+    ]
+    yield
+    for register, name, old, ours in before:
+        tensor = register[name]
+        if _ours(tensor).keys() >= ours.keys():
+            continue  # the same, with other data
+        for mark, value in ours.items():
+            setattr(tensor, mark, value)
+        if tensor is old:
+            attach_hooks(tensor)
+        elif ours.get(_SCALES) is not None:
+            multiply_gradients(tensor, ours[_SCALES])
+
+
+def attach_hooks(parameter: Tensor) -> None:
+    """Have the hooks that a parameter lists be called again.
+
+    Where what is behind it was exchanged torch lists them still, and those that come later, and
+    calls none.
+    """
+    for kind in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        hooks = getattr(parameter, kind, None)
+        if hooks is not None:
+            setattr(parameter, kind, hooks)
+
+
+def _ours(tensor: Tensor) -> dict[str, Any]:
+    attributes = tensor.__dict__
+    return {name: attributes[name] for name in (*MARKS, _SCALES) if name in attributes}
+
+
+@functools.cache
+def keep_from_now() -> None:
+    """Have every module's conversions keep them: a script converts the wrapped one, too."""
+    plain = nn.Module._apply
+
+    @functools.wraps(plain)
+    def _apply(
+        self: nn.Module, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any
+    ) -> Any:
+        with kept(self):
+            return plain(self, fn, *args, **kwargs)
+
+    nn.Module._apply = _apply  # type: ignore[method-assign]

@@ -1,0 +1,44 @@
+"""Parameters of modules whose place distributed ones have taken: an optimizer may hold them."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+
+from smp.modules import live_models
+
+_REPLACED = "_smp_replaced"  # in a parameter's __dict__: its name in the model before
+
+
+def note(original: nn.Module, distributed: nn.Module, path: str) -> None:
+    """Note with the parameters of a module that a distributed one has taken its place.
+
+    Args:
+        path: of both.
+    """
+    there = set(map(id, distributed.parameters()))
+    for name, parameter in original.named_parameters():
+        if id(parameter) not in there:
+            setattr(parameter, _REPLACED, f"{path}.{name}" if path else name)
+
+
+def refuse(groups: Iterable[dict[str, Any]]) -> None:
+    """Refuse an optimizer that holds such parameters, which no model has.
+
+    Args:
+        groups: of its parameters.
+
+    Raises:
+        ValueError: names the first one.
+    """
+    gone = [p for members in groups for p in members["params"] if hasattr(p, _REPLACED)]
+    if not gone:
+        return
+    living = {id(p) for model in live_models.living() for p in model._smp_module.parameters()}
+    gone = [parameter for parameter in gone if id(parameter) not in living]
+    if gone:
+        raise ValueError(
+            f"smp: the optimizer holds '{getattr(gone[0], _REPLACED)}' and {len(gone) - 1} "
+            "other parameters of modules whose place distributed modules have taken, and would "
+            "train nothing: make it from model.parameters() after smp.DistributedModel"
+        )

@@ -1,0 +1,176 @@
+"""What a split model refuses, or says, where it would train something else without a word."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import smp
+from smp.tensor_parallel import group
+from tests.ranks import on_ranks
+from tests.reference.whole_job import WholeJob, assert_near, split_over_all_ranks
+
+
+class Inner(nn.Module):
+    """The user's class; ``width`` 4 is to stay whole."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+
+class SplitInner(smp.nn.DistributedModule):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = smp.nn.DistributedLinear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+
+def only_wide(width: int) -> tuple | None:
+    return None if width == 4 else ((width,), {})
+
+
+@on_ranks(2)
+def test_an_init_hook_may_leave_an_instance_whole():
+    split_over_all_ranks()
+    smp.tp_register_with_module(Inner, SplitInner, only_wide)
+    net = nn.Sequential(Inner(6), nn.Linear(6, 4), Inner(4))
+    smp.set_tensor_parallelism(net)
+    model = smp.DistributedModel(net)
+    assert type(net[0]) is SplitInner
+    assert isinstance(net[2], Inner)
+    report = str(model.partition_report())
+    assert "init_hook returned None" in report
+
+
+@pytest.mark.parametrize("when", ["before", "after", "a group"])
+@on_ranks(2)
+def test_an_optimizer_of_parameters_that_are_gone_is_refused(when):
+    """Of modules that are split in place it may be made before."""
+    split_over_all_ranks()
+    smp.tp_register_with_module(Inner, SplitInner)
+    net = nn.Sequential(Inner(6), nn.Linear(6, 6))
+    smp.set_tensor_parallelism(net)
+    of_all = torch.optim.SGD(net.parameters(), lr=0.1)
+    of_linear = torch.optim.SGD(net[1].parameters(), lr=0.1)
+    gone = list(net[0].parameters())
+    refused = r"holds '0\.linear\.weight' and 1 other .* model\.parameters\(\) after"
+    if when == "before":
+        smp.DistributedOptimizer(of_all)
+        with pytest.raises(ValueError, match=refused):
+            smp.DistributedModel(net)
+        return
+    model = smp.DistributedModel(net)
+    optimizer = smp.DistributedOptimizer(of_linear)
+    if when == "a group":
+        with pytest.raises(ValueError, match=refused):
+            optimizer.add_param_group({"params": gone})
+        assert len(optimizer.param_groups) == 1
+    else:
+        with pytest.raises(ValueError, match=refused):
+            smp.DistributedOptimizer(of_all)
+    smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+@on_ranks(2)
+def test_marks_on_what_is_wrapped_already_are_refused():
+    split_over_all_ranks()
+    net = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4)))
+    model = smp.DistributedModel(net)
+    alone = smp.DistributedModel(nn.Linear(3, 3))
+    for module in (net, net[0], net[1], model, alone, alone.get_module()):
+        with pytest.raises(RuntimeError, match="is in a DistributedModel, .* mark it before"):
+            smp.set_tensor_parallelism(module)
+    smp.set_tensor_parallelism(nn.Sequential(net[0], nn.Linear(4, 4)))  # of another model
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("by_rows", [False, True], ids=["by dimension", "by rows"])
+@on_ranks(4)
+def test_norms_of_rows_in_replicas_are_refused(by_rows):
+    smp.init({"tensor_parallel_degree": 2})
+    net = nn.Sequential(nn.Embedding(7, 4, max_norm=0.5), nn.Linear(4, 4))
+    smp.set_tensor_parallelism(net[0], vocab_parallel=by_rows)
+    with pytest.raises(
+        NotImplementedError, match=r"'0' is to be split and has max_norm=0.5: .* its 2 replicas"
+    ):
+        smp.DistributedModel(net)
+
+
+class Counting(torch.optim.SGD):
+    """Keeps a number as a tensor of one element, beside what has the parameter's shape."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        for number, p in enumerate(self.param_groups[0]["params"]):
+            self.state[p]["count"] = torch.full([1], 3.0)
+            self.state[p]["moment"] = p.detach() + number
+
+
+@on_ranks(2)
+def test_a_number_in_a_state_is_no_slice_of_length_1():
+    split_over_all_ranks()
+    net = nn.Sequential(nn.LayerNorm(3), nn.Linear(3, 2))
+    smp.set_tensor_parallelism(net[1], by_outputs=True)
+    model = smp.DistributedModel(net)
+    optimizer = smp.DistributedOptimizer(Counting(model.parameters(), lr=0.1))
+    optimizer.step()
+    assert net[1].bias.numel() == 1
+    whole, state = model.state_dict(), optimizer.state_dict()["state"]
+    for number, (name, value) in enumerate(whole.items()):
+        assert torch.equal(state[number]["count"], torch.full([1], 3.0)), name
+        assert_near(state[number]["moment"], value + number, name)
+
+
+@on_ranks(2, 3)
+def test_what_a_loss_makes_of_split_weights_themselves():
+    """As docs/tensor_parallelism.md says: by itself 1/tp_size of it, of an embedding all."""
+    split_over_all_ranks()
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(1)
+    net = nn.Sequential(nn.Embedding(5, 6), nn.Linear(6, 4), nn.LayerNorm(4))
+    smp.set_tensor_parallelism(net)
+    model = smp.DistributedModel(net)
+    table, linear, norm = net[0].weight, net[1].weight, net[2].weight
+
+    @smp.step
+    def train(model: nn.Module, ids: Tensor) -> Tensor:
+        penalty = table.square().sum() + linear.square().sum() + norm.square().sum()
+        loss = 0.0 * model(ids).sum() + penalty
+        model.backward(loss)
+        return loss
+
+    train(model, torch.tensor([0, 1]))
+    assert_near(table.grad, 2 * table, "of an embedding")
+    assert_near(linear.grad, 2 * linear / group.size(), "of a linear")
+    assert_near(norm.grad, 2 * norm, "of what is whole")
+
+
+@on_ranks(2, 3)
+def test_a_penalty_of_all_slices_is_the_plain_models():
+    """The sum over the TP_GROUP, in every rank's loss, with the adjoint of that."""
+    split_over_all_ranks()
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(1)
+    net = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4))
+    smp.set_tensor_parallelism(net[0])
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        penalty = next(model.parameters()).square().sum()
+        if isinstance(model, smp.DistributedModel):
+            penalty = smp.nn.utils.fused_allgather_for_tp(penalty[None], 0).sum()
+        return model(x).square().mean() + 0.1 * penalty
+
+    def batch(rank: int, step: int) -> tuple[Tensor]:
+        return (torch.arange(12.0 * (rank + 1)).view(-1, 6) / 10 + step,)
+
+    job = WholeJob(net, loss, batch)
+    for step in range(2):
+        job.step(step)
+    job.check_parameters()
