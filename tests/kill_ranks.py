@@ -1,11 +1,12 @@
 """Jobs of which one rank is killed at a random moment: ``python -m tests.kill_ranks``.
 
 Ranks are forked from a process that has torch, so that a job starts in a second.  They
-train, with DistributedDataParallel on the backend ``smddp`` or with a pipeline; one gets
-SIGKILL.  While all train, each of the others must say which one, and end.  While they start
-(``--moment start``), they may not know each other yet: they get SIGTERM a moment later, as
-launchers send it, and must end.  What is left in ``/dev/shm`` of a rank that was killed before
-it told the others where it is, the next job removes.
+train, with DistributedDataParallel on the backend ``smddp``, with a pipeline, or with layers
+that are split over all ranks, or over pairs of them in a pipeline; one gets SIGKILL.  While all
+train, each of the others must say which one, and end.  While they start (``--moment start``),
+they may not know each other yet: they get SIGTERM a moment later, as launchers send it, and
+must end.  What is left in ``/dev/shm`` of a rank that was killed before it told the others
+where it is, the next job removes.
 
 With ``--rounds`` the times are judged, and what else is promised in time is measured too
 (``tests/promises.py``): at the end stands a table of what was kept.
@@ -78,9 +79,24 @@ def train_with_ddp(ready: Callable[[], None]) -> None:
 
 def train_with_a_pipeline(ready: Callable[[], None]) -> None:
     smp.init({"pipeline_parallel_degree": int(os.environ["WORLD_SIZE"]), "microbatches": 4})
+    train_linears(ready)
+
+
+def train_with_split_layers(ready: Callable[[], None]) -> None:
+    smp.init({"tensor_parallel_degree": int(os.environ["WORLD_SIZE"]), "microbatches": 4})
+    train_linears(ready)
+
+
+def train_with_split_layers_in_a_pipeline(ready: Callable[[], None]) -> None:
+    smp.init({"tensor_parallel_degree": 2, "pipeline_parallel_degree": 2, "microbatches": 4})
+    train_linears(ready)
+
+
+def train_linears(ready: Callable[[], None]) -> None:
     net = nn.Sequential(*(nn.Linear(64, 64) for _ in range(2 * smp.size())))
     for i, part in enumerate(net):
-        smp.set_partition(part, i % smp.size())
+        smp.set_partition(part, i % smp.pp_size())
+    smp.set_tensor_parallelism(net)
     model = smp.DistributedModel(net)
     optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.01))
 
@@ -98,10 +114,23 @@ def train_with_a_pipeline(ready: Callable[[], None]) -> None:
             ready()
 
 
-KINDS = {"ddp": train_with_ddp, "pipeline": train_with_a_pipeline}
+KINDS = {
+    "ddp": train_with_ddp,
+    "pipeline": train_with_a_pipeline,
+    "tensor": train_with_split_layers,
+    "tensor in a pipeline": train_with_split_layers_in_a_pipeline,
+}
+
+# How many ranks there may be.
+SIZES = {"ddp": (2, 3), "pipeline": (2, 3), "tensor": (2, 3), "tensor in a pipeline": (4,)}
 
 # What a survivor must say.
-NAMED = {"ddp": r"rank {} is lost", "pipeline": r"pp_rank {} is gone"}
+NAMED = {
+    "ddp": r"rank {} is lost",
+    "pipeline": r"pp_rank {} is gone",
+    "tensor": r"\brank {}( \([^)]*\))? is (lost|gone)",
+    "tensor in a pipeline": r"\brank {}( \([^)]*\))? is (lost|gone)",
+}
 
 
 def be_rank(plan: Plan, rank: int, port: int, ready: int, folder: Path) -> NoReturn:
@@ -271,13 +300,13 @@ def main() -> int:
         # Ranks meet at the end of their start; most of it is Python's imports.
         early_s, late_s = 0.0, LATEST_S
         if moment == "start":
-            start_s(kind, 3)  # warms the system's caches
-            late_s = start_s(kind, 3)
+            start_s(kind, max(SIZES[kind]))  # warms the system's caches
+            late_s = start_s(kind, max(SIZES[kind]))
             early_s = late_s / 2
         before = stale_files()
         times = []
         for _ in range(options.kills):
-            size = draw.choice([2, 3])
+            size = draw.choice(SIZES[kind])
             delay_s = draw.uniform(early_s, late_s)
             wrong, took_s = kill_and_report(
                 Plan(kind, size, draw.randrange(size), delay_s, moment)
@@ -295,7 +324,7 @@ def main() -> int:
         )
         if moment == "start":
             unknown = stale_files() - before
-            wrong, _ = kill_and_report(Plan(kind, 2, 1, 0.0, "training"))
+            wrong, _ = kill_and_report(Plan(kind, min(SIZES[kind]), 1, 0.0, "training"))
             left = stale_files() - before
             print(f"... {len(unknown)} files left for the next job, {len(left)} after it")
             failed += bool(left or wrong)
