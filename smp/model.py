@@ -23,6 +23,7 @@ from smp.modules import (
     inner_module,
     late_modules,
     remote_modules,
+    stand_ins,
 )
 from smp.optimizers import clip_by_the_models_norm
 from smp.partitioning.partition import Partition, make_partition
@@ -123,6 +124,7 @@ class DistributedModel(nn.Module):
         state.model = self
         self._smp_runtime.add_model(self)
         self._smp_entries: list[remote_modules.Entry] = []
+        self._smp_runs: remote_modules.Runs = {}
         # Modules on this rank whose forward changes their buffers.
         self._smp_stateful: list[nn.Module] = []
         self._smp_deferred_loads: list[tuple] = []
@@ -240,9 +242,11 @@ class DistributedModel(nn.Module):
         rt.backward_calls += 1
         tensors = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
         if rt.pp_size == 1:
+            rt.in_backward = True
             torch.autograd.backward(
                 tensors, rt.seeds(tensors, grad_tensors, self._smp_average_grads)
             )
+            rt.in_backward = False
             return
         _core.begin_backward()
         try:
@@ -388,15 +392,18 @@ class DistributedModel(nn.Module):
             lambda path: rank_of[path] == rt.pp_rank,
         )
         self._smp_scale_gradients()  # of parameters that got their values now
-        self._smp_entries, runs = remote_modules.make_entries(self._smp_module, rank_of)
-        first = sum(len(m._smp_entries) for m in rt.live_models() if m.partitioned)
+        self._smp_entries, self._smp_runs = remote_modules.make_entries(
+            self._smp_module, rank_of
+        )
         self._smp_stateful = [
             module
             for path, module in self._smp_module.named_modules()
             if path in stateful and rank_of[path] == rt.pp_rank
         ]
-        gates = {path: rt.next_gate(count) for path, count in stateful.items()}
-        remote_modules.swap_classes(self._smp_module, rank_of, rt.pp_rank, runs, first, gates)
+        gates = self._smp_make_gates(stateful)
+        remote_modules.swap_classes(
+            self._smp_module, rank_of, rt.pp_rank, self._smp_runs, gates
+        )
         if rt.pp_rank == 0:
             forward_attributes.warn_of_shared(self._smp_module, when_run.attributes, rank_of)
         forward_attributes.watch(self._smp_module, when_run.attributes, when_run.reruns)
@@ -410,6 +417,21 @@ class DistributedModel(nn.Module):
         self._smp_decision = partition
         if rt.home is not None:
             homes.move(self._smp_module, rt.home, set(self.local_modules()))
+
+    def _smp_make_gates(self, stateful: dict[str, int]) -> dict[str, int]:
+        """The numbers of the gates of modules that change their buffers, by path.
+
+        How often a microbatch calls one is not known where another model's trace saw another
+        number of calls.
+        """
+        rt = self._smp_runtime
+        named = dict(self._smp_module.named_modules())
+        gates = {}
+        for path, count in stateful.items():
+            earlier = named[path].__dict__.get(stand_ins.GATE)
+            alike = earlier is None or rt.gates[earlier] == count
+            gates[path] = rt.next_gate(count if alike else 0)
+        return gates
 
     def _smp_run_post_partition_hooks(self) -> None:
         """Call the hooks once, after the partition and before the first step computes."""
@@ -659,6 +681,7 @@ def install(rt: runtime.Runtime) -> None:
                 parameters.append((buffers, name) if owner == rt.pp_rank else buffers[name])
                 owners.append(owner)
                 paths.append(f"{path}.{name}".lstrip("."))
+        remote_modules.number_runs(parts, model._smp_runs, len(entries))
         entries += [tuple(entry) for entry in model._smp_entries]
     _core.set_entries(entries)
     _core.set_gates(rt.gates if len(rt.gates) else None)
@@ -668,7 +691,9 @@ def install(rt: runtime.Runtime) -> None:
 
 def install_gradients(rt: runtime.Runtime, models: list[DistributedModel]) -> None:
     """Tell the core which local parameters each entry may give gradients to."""
-    local = [p for m in models for p in m.local_parameters() if p.requires_grad]
+    # Models may share some.
+    everyone = {id(p): p for m in models for p in m.local_parameters()}
+    local = [p for p in everyone.values() if p.requires_grad]
     number = {id(p): i for i, p in enumerate(local)}
     first = array("i", [0])
     uses = array("i")

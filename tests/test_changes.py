@@ -28,6 +28,12 @@ class Deep(nn.Module):
         self.scale = 1.0
         self.seen = []
 
+    def set_kind(self, kind):
+        """As transformers' BigBird sets the type of its attention."""
+        if kind not in ("plain", "double"):
+            raise ValueError(kind)
+        self.scale = {"plain": 1.0, "double": 2.0}[kind]
+
     def forward(self, x):
         self.seen.append((self.training, self.scale))
         return self.scale * torch.tanh(self.linear(self.norm(x)))
@@ -102,6 +108,15 @@ def an_attribute_by_the_step(model, x):
     return loss
 
 
+def an_attribute_by_a_method(model, x):
+    model.module.b.deep.set_kind("double")
+    loss = model(x).square().mean()
+    model.module.b.deep.set_kind("plain")
+    loss = loss + model(x).square().mean()
+    model.backward(loss)
+    return loss
+
+
 def left_as_it_is(model, x):
     loss = model(x).square().mean()
     model.module.b.deep.norm.eval()
@@ -127,6 +142,7 @@ STEPS = [
     an_attribute_by_the_parent,
     an_attribute_by_the_parent_once,
     an_attribute_by_the_step,
+    an_attribute_by_a_method,
     left_as_it_is,
 ]
 
@@ -241,6 +257,53 @@ def test_a_module_of_another_rank_gets_no_module_in_a_step():
         smp.step(a_module_in_a_step)(model, torch.randn(6, WIDTH))
     with pytest.raises(RuntimeError, match="weight is a Parameter that is set in a step"):
         smp.step(a_parameter_in_a_step)(model, torch.randn(6, WIDTH))
+
+
+def deletes(model, x):
+    if model.module.b.deep.scale == FIRST:
+        del model.module.b.deep.scale
+    loss = model(x).square().mean()
+    model.backward(loss)
+    return loss
+
+
+@on_ranks(2)
+def test_an_attribute_of_a_module_of_another_rank_is_not_deleted_in_a_step():
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": 2})
+    net = Net()
+    smp.set_partition(net.b, 1)
+    smp.set_partition(net.a, 0)
+    model = smp.DistributedModel(net)
+    smp.step(deletes)(model, torch.randn(6, WIDTH))
+    net.b.deep.scale = FIRST
+    told = "attribute 'b.deep.scale', of a module on pp_rank 1, is deleted in a step"
+    with pytest.raises(RuntimeError, match=told):
+        smp.step(deletes)(model, torch.randn(6, WIDTH))
+    assert net.b.deep.scale == FIRST
+    net.b.deep.gone = 1
+    del net.b.deep.gone
+    assert not hasattr(net.b.deep, "gone")
+
+
+@on_ranks(3)
+def test_a_new_attribute_on_a_third_ranks_module_is_gone_after_the_request():
+    """It travels by way of a rank that does not run the module either."""
+    smp.init({"pipeline_parallel_degree": 3, "microbatches": 1})
+    net = Net().double()
+    for path, rank in {"": 0, "b": 1, "b.deep": 2}.items():
+        smp.set_partition(net.get_submodule(path), rank)
+    model = smp.DistributedModel(net)
+
+    @smp.step
+    def step(model, x):
+        model.module.b.deep.note = "new"
+        loss = model(x).square().mean()
+        model.backward(loss)
+        return loss
+
+    for _ in range(2):
+        step(model, torch.randn(6, WIDTH, dtype=torch.float64))
+    assert net.b.deep.note == "new"
 
 
 @on_ranks(3)

@@ -305,6 +305,50 @@ def test_a_call_that_is_left_out_fails_the_step_in_the_order_of_all_that_runs(
     check_against_one_process(model, 2)
 
 
+class Straying(Net):
+    """A net that takes one module for another of equal sizes, on one tp_rank."""
+
+    tp_rank = -1  # that strays
+
+    def forward(self, x):
+        far = self.again if smp.tp_rank() == self.tp_rank else self.far
+        x = x + far(self.near(x))
+        x = x + self.near(self.quiet(x))
+        return self.again(x) + self.far(x)
+
+
+class Confused(Shared):
+    """It makes another module's collective, on one tp_rank."""
+
+    tp_rank = -1
+
+    def share(self, x):
+        return Sum.apply(x, "again" if smp.tp_rank() == self.tp_rank else self.path)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("tp_rank", [0, 1])
+@pytest.mark.parametrize("within", [False, True])
+@pytest.mark.sample(4)
+def test_another_module_in_the_place_of_one_fails_the_step(within, tp_rank, deterministic):
+    """Where sizes are equal, too: by a request for another, or within a request."""
+    begin(deterministic_server=deterministic)
+    torch.manual_seed(7)
+    net = Straying()
+    net.far.__class__ = Confused
+    model = on_two_stages(net)
+    check_against_one_process(model, 1)
+    (net.far if within else net).tp_rank = tp_rank
+    with pytest.raises(RuntimeError, match=r"\[SMP_ERR_MISMATCH\]") as caught:
+        train(model, data_of(smp.tp_rank()))
+    said = str(caught.value)
+    assert "module 'far'" in said and "module 'again'" in said and "microbatch" in said
+    assert len(set(re.findall(r"rank \d \([td]p_rank (\d), pp_rank \d\)", said))) == 2, said
+    net.far.tp_rank = net.tp_rank = -1
+    check_against_one_process(model, 2)
+
+
 @on_ranks(4)
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("tp_rank", [0, 1])

@@ -276,6 +276,27 @@ for work in works:
     ]
 
 
+def test_a_group_that_connects_ranks_of_its_own_reports_them_as_the_job_numbers_them(tmp_path):
+    """Beside a default group of another backend."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        BEGIN.replace('"smddp")', '"gloo")')
+        + """
+group = dist.new_group([1, 2], backend="smddp")
+if rank == 1:
+    late = dist.irecv(torch.ones(3), 2, group)
+    print(error_of(lambda: late.wait(timedelta(seconds=1))), flush=True)
+dist.barrier()
+"""
+    )
+
+    done = mpirun(3, script, env={"SMP_WATCHDOG_REPORT_S": "0.2"})
+
+    assert done.returncode == 0, done.stderr
+    told = re.search(r"smp: rank (.): group '.*': receive \(tag 0\) from rank 2", done.stderr)
+    assert told is not None and told[1] == "1", done.stderr
+
+
 @pytest.mark.stress
 @pytest.mark.parametrize(
     ("call", "said"),

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import smp
 from smp.nn.transformer.split_parts import PartOfSum
-from smp.tensor_parallel import group, primitives, same_samples
+from smp.tensor_parallel import group, kernels, primitives, same_samples
 from tests.ranks import on_ranks
 from tests.reference import transformer as plain
 from tests.reference.whole_job import Batch, WholeJob, assert_near, split_over_all_ranks
@@ -46,6 +46,9 @@ LAYERS = {
     "scaled": {**GPT, "scale_attn_by_layer_idx": True, "query_key_layer_scaling": True,
                "layer_idx": 2},
     "alibi": {**GPT, "use_alibi": True, "num_attention_heads": 4},
+    "alibi, 3 heads": {**GPT, "use_alibi": True, "num_attention_heads": 3},
+    "alibi, 5 heads, less": {"use_alibi": True, "alibi_bias_max": 3, "optimize": "memory"},
+    "gelu fast": {"activation": "gelu_fast"},
     "mask value": {**GPT, "mask_value": -1e4, "window_size": 3},
     "flash": {**GPT, "flash_attention": True},
 }  # fmt: skip
@@ -170,6 +173,9 @@ LMS = {
     },
     "hidden states": {"add_lm_head": False, "num_positions": 0},
     "windows": {**GPT, "window_size": [None, 2]},
+    "final norm": {"final_layernorm": True},
+    "no final norm": {**GPT, "final_layernorm": False},
+    "positions": GPT,
     "cross": {**GPT, "add_cross_attention": True},
     "gpt-j": {**LAYERS["gpt-j"], "num_positions": 0},
 }  # fmt: skip
@@ -186,12 +192,13 @@ def texts(kind: str, alike: bool = False):
         types = torch.randint(0, 3, shape, generator=generator) if "types" in kind else None
         labels = ids.clone()
         labels[0, 0] = labels[0, 2] = -100
+        places = torch.arange(shape[1]).flip(0).expand(shape) if kind == "positions" else None
         cross: tuple = ()
         if kind == "cross":
             states = torch.randn(shape[0], 3, 10, generator=generator, dtype=torch.float64)
             cross = (states, masked(shape[0], 3, generator))
         labels = None if step == 1 or kind == "hidden states" else labels
-        return ids, hidden, types, None, *cross, labels
+        return ids, hidden, types, places, *cross, labels
 
     return batch
 
@@ -426,6 +433,89 @@ def test_under_autocast_and_in_half_precision(optimize):
     half = layer((x.bfloat16(), None))[0]
     assert half.dtype == torch.bfloat16
     torch.testing.assert_close(half.float(), want, atol=0.05, rtol=0.05)
+
+
+def attention_of(**options) -> nn.Module:
+    torch.manual_seed(3)
+    sizes = {name: value for name, value in SIZES.items() if name != "intermediate_size"}
+    del sizes["embedding_dropout_prob"]
+    return smp.nn.DistributedAttentionLayer(**{**sizes, **GPT, **options})
+
+
+@pytest.mark.parametrize("path", [{"window_size": 3}, {"query_key_layer_scaling": True}, {}])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@on_ranks(2)
+def test_scores_in_float32(dtype, path, monkeypatch):
+    """They are computed there, and not rounded before: so softmax sees them."""
+    split_over_all_ranks()
+    seen: list[Tensor] = []
+    softmax = kernels.masked_softmax_dropout
+
+    def noting(scores: Tensor, *args, **kwargs) -> Tensor:
+        seen.append(scores.detach())
+        return softmax(scores, *args, **kwargs)
+
+    monkeypatch.setattr(kernels, "masked_softmax_dropout", noting)
+    x = batch_of("no")(group.rank(), 0)[0].to(dtype)
+    net = attention_of(attention_in_fp32=True, **path).to(dtype)
+    want = attention_of(**path).to(dtype).double()((x.double(), None))
+    seen.clear()
+    got = net((x, None))
+    assert got.dtype == dtype and {scores.dtype for scores in seen} == {torch.float32}
+    assert all(scores.to(dtype).ne(scores).float().mean() > 0.5 for scores in seen)
+    torch.testing.assert_close(got.double(), want, atol=0.05, rtol=0.05)
+    got.float().square().sum().backward()
+    assert all(p.grad.dtype == dtype for p in net.parameters())
+    seen.clear()
+    attention_of(window_size=3).to(dtype)((x, None))
+    assert {scores.dtype for scores in seen} == {dtype}
+
+
+@pytest.mark.parametrize("in_c", [True, False], ids=["kernels", "torch"])
+@pytest.mark.parametrize("optimize", ["speed", "memory", "channels"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.sample(5)
+@on_ranks(2)
+def test_a_residual_that_is_added_in_float32(dtype, optimize, in_c, monkeypatch):
+    """1 + large + 1: in the narrow dtype each 1 would be lost, and the sum of both is not."""
+    split_over_all_ranks()
+    if not in_c:
+        monkeypatch.setattr(kernels, "_in_c", lambda *args, **kwargs: False)
+    layer = smp.nn.DistributedTransformerOutputLayer(
+        hidden_size=10, intermediate_size=13, hidden_dropout_prob=0.0, activation="relu",
+        optimize=optimize, fp32_residual_addition=True, **PRE,
+    ).to(dtype)  # fmt: skip
+    large = 2 / torch.finfo(dtype).eps  # its neighbour is larger by 2
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.zero_()
+        layer.dense1.bias.fill_(1)
+        layer.dense2.bias.fill_(large)
+        if group.rank() == 0:
+            layer.dense2.weight[:, 0] = 1
+        out = layer(torch.ones(2, 3, 10, dtype=dtype))
+    assert out.dtype == dtype and out.eq(large + 2).all()
+
+
+@on_ranks(2, 3)
+def test_new_values_of_a_normal_distribution():
+    """Of all weights; biases are zero, norms as always."""
+    split_over_all_ranks()
+    options = {**LM, **GPT, "hidden_size": 96, "intermediate_size": 384, "vocab_size": 500,
+               "num_token_types": 64, "use_lm_head_bias": True, "add_cross_attention": True,
+               "tie_input_output_embedding": False, "attention_head_size": 16}  # fmt: skip
+    net = smp.nn.DistributedTransformerLMHead(
+        **options, use_normal_initialization=True, initializer_range=0.3
+    )
+    whole = smp.DistributedModel(net).state_dict()
+    assert len(whole) > 40
+    for name, value in whole.items():
+        if name.endswith("bias"):
+            assert not value.any(), name
+        elif "layernorm" in name:
+            assert value.eq(1).all(), name
+        else:
+            assert 0.28 < value.std() < 0.32 and value.mean().abs() < 0.03, name
 
 
 HOOKED = ["attention.query", "attention.key", "attention.value", "attention.dense"]

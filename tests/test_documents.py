@@ -9,10 +9,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import torch
+from torch import nn
 
 import smp
 from smp.job import config
 from tests.ranks import mpirun, on_ranks, rank_environment
+from tests.reference.whole_job import WholeJob, split_over_all_ranks
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = [
@@ -418,6 +421,28 @@ def test_the_cells_of_the_notebook_page_run_one_after_the_other(tmp_path):
     values = [float(loss) for loss in losses.strip("[]").split(",")]
     assert len(values) == 5 and values == sorted(values, reverse=True)
     assert last.startswith("tensor(")
+
+
+@on_ranks(2)
+def test_the_distributed_module_that_is_written_from_the_primitives_equals_the_plain_one():
+    """The block itself, in float64; it is between two linears that are not marked."""
+    [block] = [b for b in python_blocks("docs/tensor_parallelism.md") if "class SplitGate" in b]
+    names: dict = {"__name__": "example"}
+    exec(compile(block, "docs/tensor_parallelism.md", "exec"), names)
+    split_over_all_ranks()
+    torch.set_default_dtype(torch.float64)
+    net = nn.Sequential(nn.Linear(3, 5), names["Gate"](5), nn.Linear(5, 3))
+    smp.set_tensor_parallelism(net[1])
+
+    def batch(rank: int, step: int) -> tuple:
+        generator = torch.Generator().manual_seed(10 * step + rank)
+        return (torch.randn(4, 3, generator=generator),)
+
+    job = WholeJob(net, lambda model, x: model(x).square().mean(), batch)
+    assert type(net[1]) is names["SplitGate"] and net[1].first.weight.shape == (10, 5)
+    for step in range(3):
+        job.step(step, max_norm=0.05)
+    job.check_parameters()
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)

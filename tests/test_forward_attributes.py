@@ -4,11 +4,13 @@ who has it, or in the other rank's own time a warning."""
 import copy
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import smp
+from smp.partitioning import contents
 from tests.ranks import on_ranks
 
 
@@ -300,6 +302,14 @@ def test_what_a_step_has_noted_for_its_backward_is_its_own(owner):
             torch.testing.assert_close(parameter.grad, its[name].grad)
 
 
+class Counts:
+    """A plain object with fields."""
+
+    def __init__(self):
+        self.of = 0
+        self.inner = [{"calls": 0}]
+
+
 class Collects(nn.Module):
     """Puts what it sees in containers, without setting an attribute."""
 
@@ -307,11 +317,21 @@ class Collects(nn.Module):
         super().__init__()
         self.linear = nn.Linear(3, 3)
         self.losses, self.stats, self.seen = [], {}, set()
+        self.nested = {"aux": ([], "more")}
+        self.cache = torch.zeros(3)
+        self.counts, self.deep = Counts(), [Counts()]
+        self.table, self.names = np.zeros((4, 3)), np.array([None, None])
 
     def forward(self, x):
         self.losses.append(x.mean())
         self.stats["mean"] = x.mean()
         self.seen.add(x.size(0))
+        self.nested["aux"][0].append(x.mean())
+        self.cache[:] = x.detach().mean(0)
+        self.counts.of += 1
+        self.deep[0].inner[0]["calls"] += 1
+        self.table[1:, ::2] += 1
+        self.names[1] = f"{x.size(0)} of them"
         return self.linear(x)
 
 
@@ -329,7 +349,14 @@ USES = {
     "losses": lambda child: child.losses[-1],
     "stats": lambda child: child.stats.get("mean", 0.0),
     "seen": lambda child: len(child.seen),
+    "nested": lambda child: child.nested["aux"][0][-1],
+    "cache": lambda child: child.cache.sum(),
+    "counts": lambda child: child.counts.of,
+    "deep": lambda child: child.deep[0].inner[0]["calls"],
+    "table": lambda child: child.table.sum(),
+    "names": lambda child: len(child.names),
 }
+FLAT = ["losses", "stats", "seen"]
 
 
 def collecting(use, owner: int, made: type = Collecting) -> smp.DistributedModel:
@@ -367,7 +394,7 @@ class Emptying(Collecting):
 @on_ranks(2)
 @pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize("owner", [0, 1])
-@pytest.mark.parametrize("name", USES)
+@pytest.mark.parametrize("name", FLAT)
 def test_containers_that_a_parent_has_set_are_its_own_until_the_call(name, owner, after):
     use = {**USES, "losses": lambda child: sum(child.losses)}[name]
     model = collecting(use, owner, Emptying)
@@ -389,6 +416,108 @@ def puts_in(child):
 def test_what_a_parent_puts_into_a_container_of_its_child_is_an_error():
     with pytest.raises(RuntimeError, match=r"'child.stats' changes when .* was read here"):
         step(collecting(puts_in, 1), torch.ones(4, 3))
+
+
+class SetsAndReads(Collecting):
+    """Gives its child a tensor, which that writes into, and reads it again."""
+
+    def forward(self, x):
+        self.child.cache = torch.ones(3)
+        y = self.child(self.near(x))
+        return y + self.child.cache
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("owner", [0, 1])
+def test_a_tensor_that_a_parent_has_set_is_its_own_until_the_call(owner):
+    model = collecting(None, owner, SetsAndReads)
+    if owner:
+        with pytest.raises(RuntimeError, match=r"'child.cache' changes when .* was read here"):
+            step(model, torch.ones(4, 3))
+    else:
+        step(model, torch.ones(4, 3))
+
+
+@on_ranks(2)
+def test_what_no_forward_changes_is_read_anywhere():
+    """... also after the tracing run, which wrote into nothing of it."""
+
+    class Still(Collects):
+        def forward(self, x):
+            assert self.cache.sum() == len(self.losses) == self.counts.of == self.table.sum()
+            return self.linear(x)
+
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": 2})
+    net = Collecting(lambda child: sum(use(child) for use in (USES[n] for n in QUIET)))
+    net.child = Still()
+    smp.set_partition(net, 0)
+    smp.set_partition(net.child, 1)
+    model = smp.DistributedModel(net)
+    for _ in range(2):
+        step(model, torch.ones(4, 3))
+
+
+QUIET = ["stats", "seen", "cache", "counts", "deep", "table", "names"]
+
+
+def test_contents_are_compared_as_deep_as_they_can_change():
+    def made():
+        ring: list = [1]
+        ring.append(ring)
+        tensor = torch.zeros(2)
+        kept = [tensor, {"a": (Counts(), [np.zeros(3)])}, {1, 2}, "text", ring, nn.Linear(1, 1)]
+        return kept, tensor
+
+    def of_a(kept):
+        return kept[1]["a"]
+
+    alterations = [
+        lambda kept, tensor: tensor.add_(1),
+        lambda kept, tensor: setattr(of_a(kept)[0], "of", 2),
+        lambda kept, tensor: of_a(kept)[0].inner[0].update(more=1),
+        lambda kept, tensor: of_a(kept)[1][0].__setitem__(1, 5),
+        lambda kept, tensor: kept[2].add(3),
+        lambda kept, tensor: kept[4].append(2),
+        lambda kept, tensor: kept.reverse(),
+    ]
+    for alter in alterations:
+        kept, tensor = made()
+        before = contents.content_of(kept)
+        assert contents.is_the_same(before, contents.content_of(kept))
+        alter(kept, tensor)
+        assert not contents.is_the_same(before, contents.content_of(kept))
+
+
+def test_a_look_at_contents_comes_to_an_end():
+    value = {"many": [[i] for i in range(100_000)], "last": [1]}
+    before = contents.content_of(value)
+    for count, alter in enumerate([value["many"][-1], value["last"], value["many"][0]]):
+        alter.append(1)
+        seen = not contents.is_the_same(before, contents.content_of(value))
+        assert seen == (count == 2)
+    before = contents.content_of(value)
+    value["many"].append(1)
+    assert not contents.is_the_same(before, contents.content_of(value))
+
+
+@pytest.mark.parametrize(
+    ("value", "can"),
+    [
+        ([], True),
+        ((1, 2), False),
+        ((1, []), True),
+        (torch.zeros(1), True),
+        (nn.Parameter(torch.zeros(1)), False),
+        (np.zeros(1), True),
+        (Counts(), True),
+        (nn.Linear(1, 1), False),
+        (len, False),
+        (1.5, False),
+        (None, False),
+    ],
+)
+def test_what_can_change(value, can):
+    assert contents.can_change(value) == can
 
 
 class OnlyReads(nn.Module):

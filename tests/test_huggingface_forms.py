@@ -94,6 +94,7 @@ FAMILIES: dict[str, tuple[Callable[..., nn.Module], str]] = {
     ),
     "roberta": (roberta, "roberta"),
 }  # fmt: skip
+CACHE = "(cache|past_key_values)"  # from transformers 5.24, and before
 COMPUTE_IN_FLOAT32 = {"gptj": "gptj", "gptneo": "gpt_neo"}  # their scores
 
 
@@ -242,6 +243,32 @@ def test_a_replaced_model_of_channels_in_a_pipeline():
     check_training("gpt2", steps=2, optimize="channels", delayed=True)
 
 
+@pytest.mark.parametrize("flash", [True, False])
+@pytest.mark.parametrize("way", ["model_creation", "tensor_parallelism"])
+@on_ranks(2)
+def test_a_replaced_model_has_flash_attention_if_that_is_asked_for(way, flash):
+    """Scripts look for the class; the logits are those of the plain model."""
+    split_over_all_ranks()
+    torch.manual_seed(1)
+    plain = gpt2().double().eval()
+    torch.manual_seed(1)
+    options = {"replace": True, "flash_attention": flash, "zero_init": True}
+    if way == "model_creation":
+        context = smp.model_creation(tensor_parallelism=True, **options)
+    else:
+        context = smp.tensor_parallelism(**options)
+    with context:
+        net = gpt2()
+    model = smp.DistributedModel(net.double()).eval()
+    found = [
+        m for m in model.get_module().modules() if isinstance(m, smp.nn.FlashAttentionLayer)
+    ]
+    assert len(found) == (3 if flash else 0)
+    batch = {"input_ids": texts(smp.tp_rank(), 1)["input_ids"]}
+    with torch.no_grad():
+        assert_near(model(**batch).logits, plain(**batch).logits, "logits")
+
+
 @on_ranks(2)
 def test_what_scripts_reach_for():
     split_over_all_ranks()
@@ -361,9 +388,7 @@ def test_blocks_that_the_script_registers(monkeypatch):
         del replacement._registered[GPT2Block]
     kinds = {type(m).__name__ for m in model.get_module().transformer.h}
     assert kinds == {"DistributedTransformerLayer"}
-    with pytest.raises(
-        NotImplementedError, match="(cache|past_key_values) of.*pass use_cache=False"
-    ):
+    with pytest.raises(NotImplementedError, match=f"smp: {CACHE} of .*pass use_cache=False"):
         model(**texts(smp.tp_rank(), 0), use_cache=True)
     for step in range(2):
         batch = texts(smp.tp_rank(), step)
@@ -444,7 +469,7 @@ def test_what_cannot_be_had_is_refused():
     model, _ = wrapped(bert())
     refuses(model, "output_hidden_states", output_hidden_states=True)
     model, _ = wrapped(FAMILIES["bert, causal"][0]())
-    refuses(model, "(cache|past_key_values) of.*pass use_cache=False", use_cache=True)
+    refuses(model, f"smp: {CACHE} of .*pass use_cache=False", use_cache=True)
 
     crossing = {"is_decoder": True, "add_cross_attention": True, "intermediate_size": 20}
     for net, words in (

@@ -49,6 +49,26 @@ def test_a_launcher_that_does_not_say_how_many_ranks_it_has_started(tasks, size,
     assert bootstrap.mpi_size() == size
 
 
+def test_a_launcher_that_does_not_say_so_starts_as_many_ranks_as_mpi_sees(tmp_path):
+    path = tmp_path / "script.py"
+    path.write_text(
+        """
+import os
+import smp
+from smp.job import bootstrap
+
+for name in bootstrap.MPI_SIZES:
+    os.environ.pop(name, None)
+assert bootstrap.mpi_size() == 0
+smp.init()
+print("rank", smp.rank(), "of", smp.size(), flush=True)
+"""
+    )
+    done = mpirun(2, path)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["rank 0 of 2", "rank 1 of 2"]
+
+
 def test_one_rank_needs_no_launcher():
     smp.init()
 

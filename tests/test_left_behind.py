@@ -100,6 +100,8 @@ class Far(nn.Module):
         y = torch.tanh(self.linear(x))
         if self.does == "result":
             y.note = "mine"
+        if self.does == "hooked result":
+            y.register_hook(lambda gradient: gradient)
         return y
 
 
@@ -186,6 +188,7 @@ def test_what_goes_along_is_not(around):
         (noted, "", 0, "a call of module 'far', and its attribute 'note' stays behind"),
         (None, "result", 1, "a call of module 'far', and its attribute 'note' stays behind"),
         (None, "hook", 1, "module 'far' calls register_hook on an argument"),
+        (None, "hooked result", 1, "module 'far' calls register_hook on a tensor that it ret"),
     ],
 )
 def test_what_a_tensor_leaves_behind_is_named(give, does, rank, says):

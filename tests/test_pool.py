@@ -113,6 +113,17 @@ def test_the_expected_bytes_are_those_that_cross_by_the_microbatches_under_way(a
     ]
 
 
+def test_what_goes_into_a_run_of_a_sequential_is_its_first_childs():
+    net = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 2), nn.Linear(2, 16))
+    seen = trace(net, lambda: net(torch.ones(2, 8)))
+    into, out = 2 * 4 * 4, 2 * 16 * 4  # of the second and third, on rank 1
+
+    got = pool.expected_bytes(net, {"": 0, "0": 0, "1": 1, "2": 1}, seen, 2, 1)
+    assert got == [into + out, out + into]
+    got = pool.expected_bytes(net, {"": 0, "0": 0, "1": 1, "2": 1}, seen, 2, 3)
+    assert got == [3 * into + out, 3 * out + into]
+
+
 class Trouble(Exception):
     pass
 

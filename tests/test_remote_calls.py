@@ -566,9 +566,125 @@ def test_a_forward_hook_sees_what_a_pre_hook_made_of_the_arguments(keyword):
     Run(far).check(step, rows(7))
 
 
+def doubled(module, args):
+    """Replaces the arguments by what hangs on a parameter of the module's."""
+    return (args[0] * module.linear.weight.mean() * 2, *args[1:])
+
+
 @on_ranks(2)
-def test_a_full_backward_hook_beside_a_pre_hook_that_replaces_is_refused():
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("keyword", [False, True], ids=["positional", "with keywords"])
+@pytest.mark.parametrize("replaces", [False, True])
+def test_a_full_backward_hook_sees_the_gradients_of_what_a_pre_hook_made(
+    replaces, keyword, schedule
+):
+    """... of the arguments, and may replace them before they reach the pre-hook's graph."""
     far = Scaled()
+    seen: list[tuple] = []
+
+    def after(module, grad_input, grad_output):
+        seen.append((_core.current(), *grad_input, *grad_output))
+        return (grad_input[0] * 3, *grad_input[1:]) if replaces else None
+
+    far.register_full_backward_hook(after)
+    far.register_forward_pre_hook(doubled)
+    far.register_forward_pre_hook(lambda module, args: None)
+    if keyword:
+        far.register_forward_pre_hook(
+            lambda module, args, kwargs: (args, {"offset": args[0].mean() * 3}),
+            with_kwargs=True,
+        )
+    far.register_forward_hook(lambda module, args, output: output * args[0].mean())
+
+    def step(model, x):
+        near = model.module.near(x)
+        out = model.module.far(near, near + 1)
+        model.backward(out.square().mean())
+        return {"out": out}
+
+    run = Run(far, pipeline=schedule)
+    got = smp.step(step)(run.model, rows(7))
+    mine, seen[:] = {here: values for here, *values in seen}, []
+    outputs = without_any_loop(step, run.plain, rows(7))
+    assert_close(dict(enumerate(got["out"].outputs)), dict(enumerate(outputs)), relative=1e-12)
+    assert len(mine) == (0 if smp.pp_rank() else 3)
+    for microbatch, values in mine.items():
+        _, *expected = seen[microbatch]
+        assert_close(dict(enumerate(values)), dict(enumerate(expected)), relative=1e-12)
+    owned = {name: p.grad for name, p in run.model.local_named_parameters()}
+    assert_close(owned, gradients(run.plain), relative=1e-12)
+
+
+class Plain:
+    """What a step function gets for the model; microbatches count by their samples."""
+
+    def __init__(self, module, share):
+        self.module, self.share = module, share
+
+    def backward(self, loss):
+        (loss * self.share).backward()
+
+
+def without_any_loop(step, net, x) -> list[torch.Tensor]:
+    """The outputs of torch's own calls: the plain loop runs pre-hooks inside of the others."""
+    parts = x.tensor_split(3)
+    return [step(Plain(net, len(part) / len(x)), part)["out"].detach() for part in parts]
+
+
+class Normed(nn.Module):
+    """Its weight has a norm that is a parameter: as torch.nn.utils.weight_norm does it, a
+    pre-hook makes it of parameters for the next forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.Parameter(torch.ones(()))
+        self.direction = nn.Parameter(torch.randn(WIDTH, WIDTH))
+        self.register_forward_pre_hook(make_weight)
+
+    def forward(self, x):
+        return x @ self.weight
+
+
+def make_weight(module, args):
+    module.weight = module.norm * module.direction / module.direction.norm()
+    return (args[0] + 1,)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_what_a_pre_hook_sets_is_its_microbatchs_beside_a_full_backward_hook(schedule):
+    far = Normed()
+    far.register_full_backward_hook(lambda module, grad_input, grad_output: None)
+
+    def step(model, x):
+        out = model.module.far(model.module.near(x))
+        out = model.module.far(out)
+        model.backward(out.square().mean())
+        return {"out": out}
+
+    run = Run(far, pipeline=schedule)
+    for seed in range(2):
+        smp.step(step)(run.model, rows(7, seed))
+        without_any_loop(step, run.plain, rows(7, seed))
+        owned = {name: p.grad for name, p in run.model.local_named_parameters()}
+        assert_close(owned, gradients(run.plain), relative=1e-12)
+
+
+@on_ranks(2)
+def test_a_full_backward_hook_beside_a_pre_hook_that_replaces_is_refused_at_a_gate():
+    """Microbatches pass a module that changes its buffers in order, one call each."""
+
+    class Counting(Scaled):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x):
+            self.calls += 1
+            return super().forward(x)
+
+    far = Counting()
     far.register_full_backward_hook(lambda *args: None)
     far.register_forward_pre_hook(lambda module, args: None)
 
@@ -1121,10 +1237,14 @@ def test_a_module_prepared_for_quantization_aware_training():
     assert_close(mine, {n: g for n, g in gradients(plain).items() if n in mine}, relative=1e-6)
 
 
+@pytest.mark.parametrize("within", [False, True])
 @on_ranks(2)
 @pytest.mark.filterwarnings("ignore")
-def test_a_script_module_is_refused_by_its_path():
+def test_a_script_module_is_refused_by_its_path(within):
     smp.init({"pipeline_parallel_degree": 2})
-    model = smp.DistributedModel(Middle(torch.jit.script(nn.Linear(WIDTH, WIDTH))).double())
-    with pytest.raises(NotImplementedError, match="'far' is a torch.jit.ScriptModule .Linear"):
+    scripted = torch.jit.script(nn.Linear(WIDTH, WIDTH))
+    far, path = (nn.Sequential(scripted), "far.0") if within else (scripted, "far")
+    model = smp.DistributedModel(Middle(far).double())
+    said = rf"'{path}' is a torch.jit.ScriptModule .Linear"
+    with pytest.raises(NotImplementedError, match=said):
         smp.step(squares)(model, rows(4))

@@ -194,6 +194,26 @@ def test_the_picture_goes_from_left_to_right_in_execution_order(tmp_path):
     assert xs == sorted(xs, reverse=True)
 
 
+def test_a_module_too_thin_to_be_drawn_keeps_its_place(tmp_path):
+    class Thin(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(1))
+
+        def forward(self, x):
+            return x
+
+    net = nn.Sequential(*(Thin() for _ in range(200)), nn.Linear(200, 200))
+    report = plan(net, torch.ones(2, 200), pipeline_parallel_degree=2, memory_weight=1.0)
+    report.svg(tmp_path / "p.svg")
+    drawn = boxes(tmp_path / "p.svg")
+
+    assert set(drawn) == {"(root)", "200"}  # no other is a pixel wide; all together are
+    left, _, width, _, _ = drawn["(root)"]
+    x, _, own, _, _ = drawn["200"]
+    assert x + own == pytest.approx(left + width, abs=0.1) and x > left + 2
+
+
 def test_boxes_lie_within_their_parents_and_beside_one_another(tmp_path):
     report_of(Model(9), pipeline_parallel_degree=4).svg(tmp_path / "p.svg")
     drawn = boxes(tmp_path / "p.svg")

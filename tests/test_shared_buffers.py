@@ -38,6 +38,8 @@ class Net(nn.Module):
             x = x * self.second.seen.clone()
         elif self.what == "written":
             self.second.seen.mul_(2)
+        elif self.what == "set":
+            self.second.seen = torch.full((1,), 0.5)
         return x
 
 
@@ -53,7 +55,7 @@ def init():
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("what", ["apart", "shared", "read", "written"])
+@pytest.mark.parametrize("what", ["apart", "shared", "read", "written", "set"])
 def test_what_changes_it_is_on_one_rank(what):
     init()
     net = Net(what)
@@ -98,6 +100,54 @@ def test_a_module_that_uses_one_and_is_pinned_apart_is_an_error(what):
     told = r"needs the data of buffer 'second.seen' \(shape \(1,\)\), .* on pp_rank 1"
     with pytest.raises(RuntimeError, match=told):
         step(model, torch.randn(4, 64))
+
+
+class Set(Net):
+    """Sets its child's buffer before the call, without a look at it."""
+
+    def forward(self, x):
+        x = self.first(x)
+        self.second.seen = torch.full((1,), 0.5)
+        return self.second(x)
+
+
+@on_ranks(2)
+def test_what_sets_one_is_on_its_rank_or_is_an_error():
+    init()
+    net = Set("apart")
+    plain = copy.deepcopy(net)
+    model = smp.DistributedModel(net)
+    x = torch.randn(4, 64)
+    for _ in range(3):
+        got, want = step(model, x).reduce_mean(), plain(x).square().mean()
+        torch.testing.assert_close(got, want.detach())
+    torch.testing.assert_close(model.state_dict(), plain.state_dict())
+    assert model.get_module_partition(net) == model.get_module_partition(net.second)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("made", [Net, Set])
+def test_what_sets_one_and_is_pinned_apart_is_an_error(made):
+    init()
+    model = pinned_apart(made("set" if made is Net else "apart"))
+    told = "buffer 'second.seen', of a module on pp_rank 1, is set in a step by code on"
+    with pytest.raises(RuntimeError, match=told):
+        step(model, torch.randn(4, 64))
+
+
+@on_ranks(2)
+def test_the_script_sets_one_between_steps():
+    init()
+    net = Net("apart")
+    plain = copy.deepcopy(net)
+    model = pinned_apart(net)
+    x = torch.randn(4, 64)
+    for value in (0.5, 3.0):
+        got, want = step(model, x).reduce_mean(), plain(x).square().mean()
+        torch.testing.assert_close(got, want.detach())
+        for one in (net, plain):
+            one.second.seen = torch.full((1,), value)
+    torch.testing.assert_close(model.state_dict(), plain.state_dict())
 
 
 class Keeping(nn.Module):

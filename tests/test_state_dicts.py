@@ -119,6 +119,21 @@ def test_the_full_optimizer_state_continues_on_the_plain_model(name):
 
 
 @on_ranks(2)
+def test_a_state_from_before_the_wrapping_is_each_owners_alone():
+    """What a rank still has of parameters that went to another one is not the state's."""
+    init(2)
+    plain = PlainRun("adamw")
+    plain.train(0, 2)
+    run = Run("adamw", before_wrapping=True, state=snapshot(plain.optimizer.state_dict()))
+    run.model.load_state_dict(plain.model.state_dict())
+    run.scheduler.load_state_dict(plain.scheduler.state_dict())
+    run.train(2, 4)
+    plain.train(2, 4)
+
+    assert_same(run.optimizer.state_dict(), plain.optimizer.state_dict())
+
+
+@on_ranks(2)
 def test_optimizer_state_is_kept_for_the_parameters_of_this_rank_alone():
     init(2)
     run = Run("adamw")

@@ -125,12 +125,12 @@ CASES = [
 def small(
     name: str, attention: str = "eager", decoder: bool = False, **options: Any
 ) -> nn.Module:
-    """The model, marked, in float64; as a decoder: with cross-attention."""
+    """The model, marked, in float64; as a decoder with cross-attention, by default."""
     import transformers
 
     family = FAMILIES[name]
     if decoder:
-        options |= {"is_decoder": True, "add_cross_attention": True}
+        options = {"is_decoder": True, "add_cross_attention": True, **options}
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(3)
     config = getattr(transformers, family.config)(

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import smp
 from smp.data_parallel.reduction import Reduction
+from smp.modules import hooks
 from smp.nn import utils as blocks
 from smp.tensor_parallel import assumed, group, primitives, replacement
 from smp.tensor_parallel.slices import slices_of
@@ -551,7 +552,7 @@ class Gate(nn.Module):
 
 
 class SplitGate(smp.nn.DistributedModule):
-    """The worked example of docs/tensor_parallelism.md: a module from the primitives."""
+    """A module from the primitives: as that of docs/tensor_parallelism.md, and with a bias."""
 
     def __init__(self, width: int, inner: int) -> None:
         super().__init__()
@@ -989,11 +990,12 @@ class StagedBranches(nn.Module):
         self.second = nn.Linear(3, 3)
         self.third = nn.Linear(4, 2)
         self.whole = nn.LayerNorm(2)
+        self.other = nn.Embedding(5, 3)
 
     def forward(self, ids: Tensor) -> list[Tensor]:
         x = self.table(ids)
         y, z = self.calling(x)
-        return [y, z, self.second(y), self.whole(self.third(x)), x]
+        return [y, z, self.second(y), self.whole(self.third(x)), x, self.other(ids)]
 
 
 @pytest.mark.parametrize("stages", ["apart", "around", "one"])
@@ -1016,7 +1018,7 @@ def test_a_rank_may_leave_out_what_others_use_of_other_stages(stages):
         return sum(outputs[i].square().mean() for i in uses)
 
     def batch(rank: int, step: int) -> tuple:
-        used = [[0, 1, 2, 3, 4], [3], [1], [4], [0, 4]]
+        used = [[0, 1, 2, 3, 4, 5], [3], [1], [4], [0, 5]]
         return torch.arange(3) + rank, used[(rank + step) % 5]
 
     job = WholeJob(net, loss, batch)
@@ -1212,6 +1214,21 @@ def test_random_models_in_a_pipeline_equal_the_plain_one(seed):
     for step in range(2):
         job.step(step, max_norm=0.05)
     job.check_parameters()
+
+
+@on_ranks(2)
+def test_a_module_names_its_collectives_however_it_is_called():
+    """Called by name, or served with its hooks: not what ran before in the same thread."""
+    smp.init({"tensor_parallel_degree": 2})
+    net = nn.ModuleDict({"other": nn.Linear(4, 4), "own": nn.Linear(4, 4)})
+    smp.set_tensor_parallelism(net)
+    smp.DistributedModel(net)
+    own, x = net["own"], torch.ones(2, 4)
+    for call in (own, own.forward, lambda x: hooks.serve_hooked(own, (x,), None, False, False)):
+        net["other"](x)
+        assert group.begin_call()._path == "other"
+        call(x)
+        assert group.begin_call()._path == "own"
 
 
 def test_lengths_without_a_group():

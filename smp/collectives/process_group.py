@@ -107,6 +107,7 @@ class ProcessGroup(dist.ProcessGroup):
         self._over = Over()
         # In a task of a step: waits for what the task calls, and lets others run.
         self.gives_way: Callable[[dist.Work], None] | None = None
+        self.key = 0  # of the next operation without a root, as in smp_call; 0: it has none
         self._group = ranks.group(members, name, timeout, self._shown)
 
     # ------------------------------------------------------------------- operations
@@ -414,7 +415,8 @@ class ProcessGroup(dist.ProcessGroup):
             assumed: see `gather_rows`.
             rows: of inputs and outputs that are matrices; 0: they are in one piece.
         """
-        rest = (reduction, root, factor, *counts, self._limit(opts), 0, assumed, *rows)
+        key, self.key = self.key, 0
+        rest = (reduction, root, factor, *counts, self._limit(opts), 0, assumed, *rows, key)
         waits = not opts.asyncOp and self._coalesced is None
         in_task = waits and self.gives_way is not None and _core.current() is not None
         begin = self._group.run if waits and not in_task else self._group.work_item
@@ -501,14 +503,15 @@ class ProcessGroup(dist.ProcessGroup):
         """
         waits = not getattr(opts, "asyncOp", False) and self._coalesced is None
         limit_s = self._limit(opts)
+        key, self.key = self.key, 0
         try:
             try:
-                item = self._group.gather(inputs, _tuples(outputs), limit_s, waits)
+                item = self._group.gather(inputs, _tuples(outputs), limit_s, waits, key)
             except BufferError:
                 # Copies back are for this stream, which must know where to wait.
                 copies = [_each(dense.dense, out) for out in outputs]
                 own = [dense.dense(tensor) for tensor in inputs]
-                self._group.gather(own, copies, limit_s, True)
+                self._group.gather(own, copies, limit_s, True, key)
                 dense.copied_back(dense.listed(copies), dense.listed(outputs))()
                 return OverOnDevice(device, dense.listed(outputs))
         except dist.DistBackendError:

@@ -2,13 +2,19 @@
 
 import pickle
 import traceback
-from typing import Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from smp import _core
 
+if TYPE_CHECKING:
+    from smp.model import DistributedModel
+
 IN_PARTITION = -1  # in place of a microbatch
+_CALL = nn.Module._call_impl.__name__  # in whose frames ``self`` is a module that is called
 _TOLD = "_smp_told"  # in the __dict__ of an exception that came from another rank
 
 
@@ -36,6 +42,17 @@ def as_failure(error: BaseException) -> BaseException:
     )
     failure.__cause__ = error
     return failure
+
+
+def module_of(error: BaseException, models: Iterable["DistributedModel"]) -> str | None:
+    """The path of the innermost module whose call raised the error; None: there is none."""
+    called = [
+        frame.f_locals.get("self")
+        for frame, _ in traceback.walk_tb(error.__traceback__)
+        if frame.f_code.co_name == _CALL
+    ]
+    paths = {id(m): path for one in models for path, m in one._smp_module.named_modules()}
+    return next((path for m in reversed(called) if (path := paths.get(id(m)))), None)
 
 
 def describe(

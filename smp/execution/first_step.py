@@ -20,7 +20,7 @@ from smp import _core, model, ranks
 from smp.execution import failures, pool, runtime, sequence
 from smp.job import objects
 from smp.modules import homes, sync_batch_norm
-from smp.partitioning import tracing
+from smp.partitioning import shared, tracing, twins
 from smp.partitioning.partition import Partition, PartitionError, make_partition, pin_of
 from smp.ranks import CommGroup
 from smp.saving import state_dicts
@@ -120,26 +120,16 @@ def _decide(
 ) -> tuple[list[bytes], list[dict[str, int]], list[tuple], int, list[int]]:
     """The partition of each model, its stateful modules, its `ForwardState`, the backward
     calls of a step, and what each rank will have in its pool."""
-    cfg = rt.cfg
     for one in models:
         _refuse_compiled_modules(one._smp_module)
     traces: Sequence[tracing.Trace | None] = [None] * len(models)
-    if not cfg.skip_tracing:
+    if not rt.cfg.skip_tracing:
         if rt.in_sequence:
             traces = _trace_together(rt, models, run_traced)
         else:
             traces = _trace(rt, models, run_traced)
-    partitions = [
-        make_partition(
-            m._smp_module,
-            trace,
-            degree=rt.pp_size,
-            memory_weight=cfg.memory_weight,
-            default=cfg.default_partition,
-            auto=cfg.auto_partition,
-        )
-        for m, trace in zip(models, traces, strict=True)
-    ]
+    states = [_forward_state(m, trace) for m, trace in zip(models, traces, strict=True)]
+    partitions = _partitions(rt, models, traces, states)
     gates = [_stateful(m, trace) for m, trace in zip(models, traces, strict=True)]
     pools = [0] * rt.pp_size
     for m, trace, partition in zip(models, traces, partitions, strict=True):
@@ -149,8 +139,33 @@ def _decide(
             )
             pools = [a + b for a, b in zip(pools, more, strict=True)]
     packed = [p.to_bytes() for p in partitions]
-    states = [tuple(_forward_state(m, trace)) for m, trace in zip(models, traces, strict=True)]
-    return packed, gates, states, rt.traced_backwards, pools
+    return packed, gates, [tuple(state) for state in states], rt.traced_backwards, pools
+
+
+def _partitions(
+    rt: "Runtime",
+    models: Sequence["DistributedModel"],
+    traces: Sequence[tracing.Trace | None],
+    states: Sequence[ForwardState],
+) -> list[Partition]:
+    """The models' partitions, in which what several of them have is in one place."""
+    cfg = rt.cfg
+    homes = shared.homes_of(rt.live_models())
+    out = []
+    for number, (m, trace) in enumerate(zip(models, traces, strict=True)):
+        decision = make_partition(
+            m._smp_module,
+            trace,
+            degree=rt.pp_size,
+            memory_weight=cfg.memory_weight,
+            default=cfg.default_partition,
+            auto=cfg.auto_partition,
+            homes=shared.pinned_homes(models[number + 1 :]) | homes,
+        )
+        its = shared.homes_in(m._smp_module, decision.rank_of, states[number].buffers)
+        homes = its | homes
+        out.append(decision)
+    return out
 
 
 def _trace_together(
@@ -177,6 +192,18 @@ def _trace(
     On the accelerator the whole models are, for the run; where they do not fit, it is the
     CPU's, and where the CPU cannot run them, the accelerator's.
     """
+    placed = [m._smp_module for m in rt.live_models() if m.partitioned]
+    with twins.as_in_one_process(placed):
+        return _trace_whole(rt, models, placed, run_traced)
+
+
+def _trace_whole(
+    rt: "Runtime",
+    models: Sequence["DistributedModel"],
+    placed: Sequence[nn.Module],
+    run_traced: Callable[[torch.device | None], Any],
+) -> list[tracing.Trace]:
+    """The traces of models that are on this rank as a whole, beside others that are."""
     modules = [m._smp_module for m in models]
     meta = any(p.is_meta for module in modules for p in module.parameters())
 
@@ -195,7 +222,7 @@ def _trace(
         return trace_on(None)
     if all(m._smp_trace_device == "gpu" for m in models):
         try:
-            return _traced_at(home, modules, trace_on)
+            return _traced_at(home, [*placed, *modules], trace_on)
         except torch.OutOfMemoryError:
             for module in modules:
                 homes.move_back(module, home)
@@ -207,7 +234,7 @@ def _trace(
     except Exception as error:  # noqa: BLE001 - the model's own
         why = f"the model cannot run on the CPU ({type(error).__name__}: {error})"
         warnings.warn(f"smp: {why}; tracing on {home}", stacklevel=2)
-        return _traced_at(home, modules, trace_on)
+        return _traced_at(home, [*placed, *modules], trace_on)
 
 
 def _traced_at(

@@ -88,8 +88,21 @@ def warn_of_attribute(path: str, name: str, text: str) -> None:
     _say(f"attribute {name}", path, text)
 
 
-def warn_of_hook(path: str) -> None:
-    """A module has registered a hook on a tensor that it got from another rank."""
+def warn_of_hook(path: str, returned: bool) -> None:
+    """A module has registered a hook on a tensor that it shares with its caller elsewhere.
+
+    Args:
+        returned: it returns the tensor; else it got it.
+    """
+    if returned:
+        _say(
+            "hook on a result",
+            path,
+            f"module '{path}' calls register_hook on a tensor that it returns to another rank: "
+            "hooks that its caller registers there run before it; register all of them on one "
+            "side",
+        )
+        return
     _say(
         "hook",
         path,

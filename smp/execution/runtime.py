@@ -85,6 +85,7 @@ class Runtime:
         self.backward_calls = 0  # model.backward calls in it so far
         self.saw_backward = False  # the step called backward
         self.compared_steps = 0  # whose inputs were compared on the TP_GROUP's ranks
+        self.in_backward = False  # without a pipeline: model.backward runs, or has failed
         self.hooks_wait = False  # a model has hooks for its next step
         self.parameters: list[nn.Parameter] = []  # local ones, as the ledger numbers them
         self.gates = array("i")  # by gate: calls a microbatch, 0 where not known
@@ -220,6 +221,8 @@ class Runtime:
         error = failures.as_failure(error)
         if failures.is_out_of_memory(error) and failures.told_of(error) is None:
             failures.add_note(error, self._memory())
+        if path is None:
+            path = failures.module_of(error, self.live_models())
         told = failures.describe(error, path, microbatch, phase, self.name)
         self.local_errors.append((told, error))
         return told

@@ -30,7 +30,7 @@ from smp.execution.runtime import Runtime
 from smp.job import core_warnings, interrupts
 from smp.job.config import ConfigError
 from smp.job.objects import refuse_if_forked
-from smp.modules import changes, forward_attributes, homes
+from smp.modules import changes, forward_attributes, homes, hooks
 from smp.partitioning.restore import write_back
 from smp.tensor_parallel import group, order, random_streams, same_samples, step_end, unused
 
@@ -108,7 +108,7 @@ def _begin(rt: Runtime, function: Callable) -> None:
             f"smp: the step function {_short_name_of(function)} was called inside another"
         )
     rt.in_step = True
-    rt.saw_backward = False
+    rt.saw_backward = rt.in_backward = False
 
 
 def _run_alone(
@@ -262,7 +262,11 @@ class Step:
             failure = failures.as_failure(error)
             if self.reduction is not None:
                 told = self.description or failures.describe(
-                    failure, None, rt.microbatch, 0, rt.name
+                    failure,
+                    failures.module_of(failure, rt.live_models()),
+                    rt.microbatch,
+                    _core.phases.index("backward" if rt.in_backward else "forward"),
+                    rt.name,
                 )
                 data_parallel.finish(self.reduction, failure, told)
             if failure is not error:
@@ -359,6 +363,7 @@ class Step:
             rt.local_errors.clear()
             changes.finish()
             forward_attributes.finish()
+            hooks.finish()
             went_well = _core.ended_well()
             _core.gradients_end(not went_well)
             gradients.end()

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from smp.execution import runtime
 from smp.modules import inner_module, live_models, stand_ins
 from smp.modules.stand_ins import CHECKPOINTING
+from smp.tensor_parallel import regions
 
 
 def set_activation_checkpointing(
@@ -135,6 +136,7 @@ def run(function: Callable, preserve: bool, args: tuple, kwargs: dict[str, Any])
     tracing = runtime.current is not None and runtime.current.tracing
     if tracing or not torch.is_grad_enabled():
         return function(*args, **kwargs)
+    function = regions.found_again(function)
     return torch_checkpoint(
         function, *args, use_reentrant=False, preserve_rng_state=preserve, **kwargs
     )

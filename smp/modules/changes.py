@@ -8,7 +8,6 @@ changed; what a module's forward changed goes on with its rank's calls.  Between
 rank runs the script, and makes the change itself.
 """
 
-from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,13 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from smp import _core
+from smp.modules import live_models
+from smp.partitioning.contents import can_change
 
 # A module or parameter, the attribute's name, the value.  The codec sends the first as its
 # number, which is the same on all ranks.
 Change = tuple[nn.Module | nn.Parameter, str, Any]
 
 REQUIRES_GRAD = "requires_grad"
-CONTAINERS = (list, dict, set, deque)  # that code changes without setting an attribute
 _ABSENT = object()
 
 Changes = dict[tuple[int, str], Change]  # by id of the object, and name
@@ -32,7 +32,7 @@ _made: dict[int, Changes] = {}  # by microbatch under way
 _kept: Changes = {}  # of microbatches, and by modules in steps, that are over
 _names: set[tuple[int, str]] = set()  # what _made has, or had in this step
 _touched: set[tuple[int, int, str]] = set()  # microbatch and key: set in this step
-_sent: set[tuple[int, int, str]] = set()  # ... and, a container, gone with a call since
+_sent: set[tuple[int, int, str]] = set()  # ... and can change, and gone with a call since
 
 
 def note(target: nn.Module | nn.Parameter, name: str, value: Any, before: Any) -> None:
@@ -53,7 +53,7 @@ def note(target: nn.Module | nn.Parameter, name: str, value: Any, before: Any) -
 def noted(target: nn.Module | nn.Parameter, name: str) -> bool:
     """Whether the task that asks has set the attribute, or a microbatch that is over.
 
-    Not a container that the module may have changed since, on its own rank.
+    Not what the module may have changed in place since, on its own rank.
     """
     at = _core.current() if _touched or _kept else None
     if at is None:
@@ -61,7 +61,7 @@ def noted(target: nn.Module | nn.Parameter, name: str) -> bool:
     key = (id(target), name)
     if (at, *key) in _touched:
         return (at, *key) not in _sent
-    return key in _kept and not isinstance(_kept[key][2], CONTAINERS)
+    return key in _kept and not can_change(_kept[key][2])
 
 
 def travelling() -> tuple[Change, ...]:
@@ -71,7 +71,7 @@ def travelling() -> tuple[Change, ...]:
         return ()
     mine = _made.get(at, {})
     for key, (_, _, value) in mine.items():
-        if isinstance(value, CONTAINERS):
+        if can_change(value):
             _sent.add((at, *key))
     return tuple((_kept | mine).values())
 
@@ -137,7 +137,7 @@ def made(changes: Iterable[Change]) -> Iterator[None]:
             if getattr(target, name, _ABSENT) is not new:
                 continue  # the request's own code has set it
             if old is _ABSENT:
-                delattr(target, name)
+                target.__dict__.pop(name, None)  # a module of a third rank refuses delattr
             else:
                 setattr(target, name, old)
 
@@ -180,8 +180,30 @@ def watched(cls: type[nn.Module]) -> dict[str, Any]:
                 "in a step, on a module of another rank; set it before the first step, or in "
                 "that module's own forward"
             )
+        if name in self._buffers and _core.current() is not None:
+            raise RuntimeError(
+                f"smp: {_described(self, name, 'buffer')} is set in a step by code on another "
+                "rank, where it is none of the model's: set it in that module's own forward, "
+                "or place the modules together with smp.set_partition"
+            )
         before = self.__dict__.get(name, _ABSENT)
         cls.__setattr__(self, name, value)
         note(self, name, value, before)
 
-    return {"__setattr__": __setattr__}
+    def __delattr__(self, name):
+        if _core.current() is not None:
+            raise RuntimeError(
+                f"smp: {_described(self, name, 'attribute')} is deleted in a step by code on "
+                "another rank, where it would stay: delete it in that module's own forward, or "
+                "place the modules together with smp.set_partition"
+            )
+        cls.__delattr__(self, name)
+
+    return {"__setattr__": __setattr__, "__delattr__": __delattr__}
+
+
+def _described(module: nn.Module, name: str, kind: str) -> str:
+    """Something of another rank's module, and that rank."""
+    path, owner = live_models.home_of(module) or (type(module).__name__, "another one")
+    whole = f"{path}.{name}".lstrip(".")
+    return f"{kind} '{whole}', of a module on pp_rank {owner},"

@@ -1,5 +1,5 @@
-"""Attributes that a module sets in its forward, and lists, dicts and sets that change while
-the model runs.  Tracing sees which.
+"""Attributes that a module sets in its forward, and those in which something changes while
+the model runs: lists, fields of objects, tensors.  Tracing sees which.
 
 On ranks that do not run it a parent that reads what its child left there (an auxiliary loss,
 a cache) would read what was there when the model was made: that is an error.
@@ -19,6 +19,9 @@ from torch import nn
 from smp import _core
 from smp.execution import left_behind, runtime
 from smp.modules import changes, live_models, remote_modules, stand_ins
+from smp.partitioning.contents import can_change
+
+_NAMES = "_smp_set_elsewhere"  # in such a class: the names of all of these attributes
 
 
 class _SetElsewhere:
@@ -73,7 +76,8 @@ def remote_with(names: tuple[str, ...]) -> stand_ins.Members:
     """As ``remote_modules.remote``, for a module whose forward sets these attributes."""
 
     def members(cls: type[nn.Module]) -> dict[str, Any]:
-        return {**remote_modules.remote(cls), **{name: _SetElsewhere() for name in names}}
+        watched = {name: _SetElsewhere() for name in names}
+        return {**remote_modules.remote(cls), _NAMES: names, **watched}
 
     return members
 
@@ -135,13 +139,13 @@ def _local_with(names: tuple[str, ...]) -> stand_ins.Members:
 def warn_of_shared(
     root: nn.Module, names: dict[str, tuple[str, ...]], rank_of: dict[str, int]
 ) -> None:
-    """Say which lists, dicts and sets modules on several ranks share: each rank has its own."""
+    """Say which things that change modules on several ranks share: each rank has its own."""
     named = dict(root.named_modules())
     first: dict[int, tuple[str, str]] = {}  # by id: path and name of who has it
     for path, of_module in names.items():
         for name in of_module:
             value = named[path].__dict__.get(name)
-            if isinstance(value, changes.CONTAINERS):
+            if can_change(value):
                 at, its = first.setdefault(id(value), (path, name))
                 if rank_of[at] != rank_of[path]:
                     mine, theirs = f"{path}.{name}".lstrip("."), f"{at}.{its}".lstrip(".")
@@ -161,9 +165,10 @@ def watch(root: nn.Module, names: dict[str, tuple[str, ...]], reruns: Collection
     for path, module in root.named_modules():
         if path not in names:
             continue
-        if type(module).__dict__.get("__call__") is _core.module_call:
+        if remote_modules.is_remote(module):
             cls = remote_modules.original_class(module)
-            module.__class__ = stand_ins.stand_in(cls, remote_with(names[path]))
+            its = {*names[path], *getattr(type(module), _NAMES, ())}  # of another model's, too
+            module.__class__ = stand_ins.stand_in(cls, remote_with(tuple(sorted(its))))
         elif path in reruns:
             local = _local_with(names[path])
             module.__class__ = stand_ins.stand_in(type(module), local)

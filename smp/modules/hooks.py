@@ -6,12 +6,13 @@ full backward hooks run where it is called (they write into the caller's objects
 
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.hooks import BackwardHook
 
 from smp import _core
 from smp.modules import live_models
 from smp.modules.remote_modules import through_gate
+from smp.modules.stand_ins import GATE
 
 
 def serve_hooked(
@@ -19,16 +20,56 @@ def serve_hooked(
 ) -> Any:
     """Run the pre-hooks (unless ``bare``) and the forward of a module, on its owner.
 
+    ``bare`` and ``inputs``: the pre-hooks alone, for a later call that is ``bare``.
+
     Returns:
         the output; with ``inputs`` the pair of it and of ``(args, kwargs)`` as pre-hooks
-        replaced them, or None where they did not.
+        replaced them, or None where they did not.  Of the pre-hooks alone ``(args, kwargs)``,
+        or None where they cannot run alone: microbatches pass the module in order, which is
+        one call of it.
     """
+    if bare and inputs:
+        if GATE in module.__dict__:
+            return None
+        before = dict(module.__dict__)
+        args, kwargs = _run_pre_hooks(module, args, kwargs or {})
+        _left[id(module), _core.current()] = {
+            name: value
+            for name, value in module.__dict__.items()
+            if isinstance(value, Tensor)
+            and value.requires_grad
+            and before.get(name) is not value
+        }
+        return args, kwargs
     return through_gate(module, _run_hooked, module, args, kwargs or {}, bare, inputs)
+
+
+# By id of the module and microbatch: weights that its pre-hooks have made for its forward
+# (weight norm).  Other microbatches come in between.
+_left: dict[tuple[int, int | None], dict[str, Tensor]] = {}
+
+
+def finish() -> None:
+    """The step is over."""
+    _left.clear()
 
 
 def _run_hooked(module: nn.Module, args: tuple, kwargs: dict, bare: bool, inputs: bool) -> Any:
     given = args, kwargs
-    for key, hook in [] if bare else list(module._forward_pre_hooks.items()):
+    if bare:
+        module.__dict__.update(_left.pop((id(module), _core.current()), {}))
+    else:
+        args, kwargs = _run_pre_hooks(module, args, kwargs)
+    output = module.forward(*args, **kwargs)
+    if not inputs:
+        return output
+    replaced = args is not given[0] or kwargs is not given[1]
+    return output, (args, kwargs) if replaced else None
+
+
+def _run_pre_hooks(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """The arguments that they leave."""
+    for key, hook in list(module._forward_pre_hooks.items()):
         if key in module._forward_pre_hooks_with_kwargs:
             changed = hook(module, args, kwargs)
             if changed is not None:
@@ -37,11 +78,7 @@ def _run_hooked(module: nn.Module, args: tuple, kwargs: dict, bare: bool, inputs
             changed = hook(module, args)
             if changed is not None:
                 args = changed if isinstance(changed, tuple) else (changed,)
-    output = module.forward(*args, **kwargs)
-    if not inputs:
-        return output
-    replaced = args is not given[0] or kwargs is not given[1]
-    return output, (args, kwargs) if replaced else None
+    return args, kwargs
 
 
 def call_hooked(module: nn.Module, args: tuple, kwargs: dict | None) -> Any:
@@ -60,9 +97,17 @@ def call_hooked(module: nn.Module, args: tuple, kwargs: dict | None) -> Any:
     full = (
         BackwardHook(module, backward_hooks, pre_hooks) if backward_hooks or pre_hooks else None
     )
+    bare = False
+    if backward_hooks and module._forward_pre_hooks:
+        alone = _core.call_remote(module, args, kwargs, True, True)
+        if alone is not None:
+            bare = True
+            args, kwargs = alone
     if full is not None:
         args = full.setup_input_hook(args)
-    if not (module._forward_hooks or backward_hooks):
+    if bare:
+        output = _core.call_remote(module, args, kwargs, True, False)
+    elif not (module._forward_hooks or backward_hooks):
         output = _core.call_remote(module, args, kwargs, False, False)
     else:
         output, replaced = _core.call_remote(module, args, kwargs, False, True)
@@ -88,6 +133,7 @@ def _refuse_replaced(module: nn.Module) -> None:
     path, owner = home or (type(module).__name__, "another rank")
     raise NotImplementedError(
         f"smp: module '{path}', on pp_rank {owner}, has a full backward hook, and a forward "
-        "pre-hook that replaces its arguments, whose gradients stay there: replace them in "
-        "the forward, or place the module and its caller together with smp.set_partition"
+        "pre-hook that replaces its arguments, whose gradients stay there, as its buffers "
+        "change or the pre-hook is not on all ranks: replace them in the forward, or place the "
+        "module and its caller together with smp.set_partition"
     )

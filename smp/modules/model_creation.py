@@ -18,7 +18,9 @@ def model_creation(
     Args:
         tensor_parallelism: whether modules are split, as ``smp.tensor_parallelism`` does.
         dtype: of the parameters, where the model does not say.
-        config: for distributed modules; without them, of no effect.
+        config: for distributed modules; without them, and of what they do not know, of no
+            effect.  ``zero_init`` of existing scripts is such a key: the public documentation
+            does not say what it does.
 
     Source: SageMaker Python SDK documentation, ``smp.modules.model_creation``.
     """

@@ -30,6 +30,10 @@ class Entry(NamedTuple):
     owner: int
 
 
+# By path of an ``nn.Sequential`` whose children span ranks: (number of an entry, children).
+Runs = dict[str, list[tuple[int | None, list[nn.Module]]]]
+
+
 class SequentialRun:
     """Consecutive children of an ``nn.Sequential`` with one owner: one request."""
 
@@ -186,7 +190,7 @@ def gated(cls: type[nn.Module]) -> dict[str, Any]:
 
 def make_entries(
     root: nn.Module, rank_of: dict[str, int]
-) -> tuple[list[Entry], dict[str, list[tuple[int | None, list[nn.Module]]]]]:
+) -> tuple[list[Entry], Runs]:
     """What can be called from another rank, and the runs of each spanning Sequential.
 
     Returns:
@@ -196,7 +200,7 @@ def make_entries(
     named = dict(root.named_modules())
     ranks = {id(module): rank_of[path] for path, module in named.items()}
     entries = [Entry(module, module, path, rank_of[path]) for path, module in named.items()]
-    runs: dict[str, list[tuple[int | None, list[nn.Module]]]] = {}
+    runs: Runs = {}
     for path, module in named.items():
         if not spans_ranks(module, ranks):
             continue
@@ -247,7 +251,7 @@ def free_remote_parameters(root: nn.Module, owners: dict[str, int], rank: int) -
     """Let go of the data of the parameters that this rank does not own."""
     named = dict(root.named_parameters())
     for path, owner in owners.items():
-        if owner != rank:
+        if owner != rank and not isinstance(named[path], remote_tensors.RemoteTensor):
             remote_tensors.forget_data(named[path], path, owner)
 
 
@@ -255,14 +259,14 @@ def swap_classes(
     root: nn.Module,
     rank_of: dict[str, int],
     rank: int,
-    runs: dict[str, list[tuple[int | None, list[nn.Module]]]],
-    first_entry: int,
+    runs: Runs,
     gates: dict[str, int],
 ) -> None:
     """Make the calls of other ranks' modules remote.
 
+    What is in another model, too, may have its class already.
+
     Args:
-        first_entry: number of this model's first entry among all entries of the job.
         gates: by path, the number of the gate of a module that changes its buffers.
     """
     for path, module in root.named_modules():
@@ -270,13 +274,35 @@ def swap_classes(
         if runs_where_called(module):
             continue
         if rank_of[path] != rank:
-            module.__class__ = stand_ins.stand_in(cls, remote)
+            if not is_remote(module):
+                module.__class__ = stand_ins.stand_in(cls, remote)
         elif path in runs:
-            module.__dict__[stand_ins.RUNS] = [
-                (None if number is None else number + first_entry, modules)
-                for number, modules in runs[path]
-            ]
-            module.__class__ = stand_ins.stand_in(cls, in_runs)
+            if stand_ins.RUNS not in module.__dict__:
+                module.__dict__[stand_ins.RUNS] = []
+                module.__class__ = stand_ins.stand_in(cls, in_runs)
         elif path in gates:
+            if stand_ins.GATE not in module.__dict__:
+                module.__class__ = stand_ins.stand_in(cls, gated)
             module.__dict__[stand_ins.GATE] = gates[path]
-            module.__class__ = stand_ins.stand_in(cls, gated)
+
+
+def is_remote(module: nn.Module) -> bool:
+    """Whether its calls go to another rank."""
+    return any(
+        base.__dict__.get("__call__") is _core.module_call for base in type(module).__mro__
+    )
+
+
+def number_runs(named: dict[str, nn.Module], runs: Runs, first_entry: int) -> None:
+    """Tell each ``nn.Sequential`` whose children span ranks what it calls, by number.
+
+    Args:
+        named: the model's modules by path.
+        first_entry: number of the model's first entry among all entries of the job.
+    """
+    for path, its in runs.items():
+        if stand_ins.RUNS in named[path].__dict__:
+            named[path].__dict__[stand_ins.RUNS] = [
+                (None if number is None else number + first_entry, modules)
+                for number, modules in its
+            ]

@@ -28,9 +28,14 @@ class DistributedEmbedding(nn.Embedding, DistributedModule):
         initializer_range: standard deviation of the normal distribution of new values.
         vocab_parallel: cut by rows.
         skip_allgather: the indices are those of the whole TP_GROUP already.
-        skip_scatter_and_merge: return this rank's slice of the vectors of all samples; of no
-            effect with ``vocab_parallel``.
+        skip_scatter_and_merge: return this rank's slice of the vectors of all samples; of a
+            table that is cut along the embedding dimension.
         device, dtype: of the table.
+
+    Shapes: indices ``[samples, ...]``, output ``[samples, ..., embedding_dim]``.
+
+    Raises:
+        ValueError: ``skip_scatter_and_merge`` together with ``vocab_parallel``.
     """
 
     vocab_parallel: bool
@@ -55,6 +60,12 @@ class DistributedEmbedding(nn.Embedding, DistributedModule):
         device: Any = None,
         dtype: Any = None,
     ) -> None:
+        if skip_scatter_and_merge and vocab_parallel:
+            raise ValueError(
+                "smp.nn.DistributedEmbedding: skip_scatter_and_merge=True with "
+                "vocab_parallel=True: no rank has a slice of each vector of a table that is "
+                "cut by its rows"
+            )
         super().__init__(
             num_embeddings,
             embedding_dim,

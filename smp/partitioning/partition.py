@@ -9,8 +9,8 @@ import contextvars
 import json
 import warnings
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -19,6 +19,9 @@ from torch.nn.utils import parametrize
 from smp import _core
 from smp.modules import creation, inner_module, live_models
 from smp.partitioning.tracing import ModuleTrace, Trace
+
+if TYPE_CHECKING:
+    from smp.partitioning.shared import Home
 
 _INHERIT, _NOT_PINNED = -1, -2  # SMP_PIN_INHERIT, SMP_PIN_NONE
 _MAGIC = b"smp partition 1\n"
@@ -261,6 +264,7 @@ def make_partition(
     memory_weight: float,
     default: int | None = None,
     auto: bool = True,
+    homes: Mapping[int, "Home"] | None = None,
 ) -> Partition:
     """Decide about all modules of ``root``.
 
@@ -272,9 +276,11 @@ def make_partition(
         memory_weight: the paper's alpha: 1 balances memory, 0 computation.
         default: partition of what is not pinned, when ``auto`` is false.
         auto: decide about what is not pinned.
+        homes: by id of a module, parameter or buffer, where another model has it.
 
     Raises:
-        PartitionError: pins that are out of range or contradict a shared parameter.
+        PartitionError: pins that are out of range, or contradict a shared parameter or another
+            model's place of what is in both.
         ValueError: ``degree``, ``memory_weight`` or ``default`` is out of range.
     """
     if degree < 1:
@@ -289,6 +295,8 @@ def make_partition(
         )
     model = _FlatModel(root, trace)
     pins = model.pins(degree, auto)
+    if homes:
+        model.pin_shared(pins, homes)
     timed = trace is not None and trace.timed
 
     def decide() -> tuple:
@@ -344,11 +352,13 @@ class _FlatModel:
         self.classes = [type(m).__name__ for m in self.modules]
         self.number_of = {id(m): i for i, m in enumerate(self.modules)}
         self.edge_parent, self.edge_child = array("i"), array("i")
+        self.first_parent: dict[int, int] = {}
         for number, module in enumerate(self.modules):
             for child in module._modules.values():
                 if child is not None:
                     self.edge_parent.append(number)
                     self.edge_child.append(self.number_of[id(child)])
+                    self.first_parent.setdefault(self.edge_child[-1], number)
         self.chain = array(
             "b",
             [
@@ -360,6 +370,7 @@ class _FlatModel:
         self._collect_uses(root, trace)
         self._collect_inseparable(trace)
         self.buffer_names: dict[int, str] = {}  # by number among the parameters
+        self.shared: dict[int, Home] = {}  # by number of a module
         if trace is not None:
             self._collect_buffers(root, trace)
         traces = {} if trace is None else trace.modules
@@ -508,6 +519,55 @@ class _FlatModel:
                 out.append(_INHERIT if auto or below else _NOT_PINNED)
         return out
 
+    def pin_shared(self, pins: array, homes: Mapping[int, "Home"]) -> None:
+        """Pin what another model has, too, to where that has it.
+
+        What is in a module that only has such a parameter is pinned as without it.
+
+        Raises:
+            PartitionError: it is pinned elsewhere here, or two such are apart there.
+        """
+        users = self._inherited(pins)
+        in_part: set[int] = set()
+        for number, module in enumerate(self.modules):
+            held = (module, *module._parameters.values(), *module._buffers.values())
+            found = [homes[id(thing)] for thing in held if id(thing) in homes]
+            if found:
+                self._check_homes(number, pins, users[number], found)
+                self.shared[number] = found[0]
+                pins[number] = found[0].rank
+                if id(module) not in homes:
+                    in_part.add(number)
+            elif pins[number] == _INHERIT and self.first_parent.get(number) in in_part:
+                pins[number] = users[number]
+
+    def _inherited(self, pins: array) -> array:
+        """Each module's pin, its own or the one of those above."""
+        out = array("i")
+        for number, pin in enumerate(pins):
+            above = out[self.first_parent[number]] if number else _NOT_PINNED
+            out.append(above if pin == _INHERIT else pin)
+        return out
+
+    def _check_homes(self, number: int, pins: array, pin: int, found: list["Home"]) -> None:
+        """
+        Raises:
+            PartitionError: what a module has is not on the rank that it is pinned to, or not
+                on one.
+        """
+        wanted = found[0].rank if pin < 0 else pin
+        other = next((home for home in found if home.rank != wanted), None)
+        if other is None:
+            return
+        module = self._pinned(pins, number) if pin >= 0 else repr(self.paths[number])
+        also = "" if pin >= 0 else f", and has the {found[0].described()}"
+        verb = "is" if other.kind == "module" else "has"
+        raise PartitionError(
+            f"smp: module {module} {verb} the {other.described()}{also}: what models share is "
+            "on one rank; before the first step, pin it to the same partition in all models, "
+            "or in one of them only"
+        )
+
     def explain_conflict(self, pins: array, a: int, b: int) -> str:
         """The message for two pinned modules that share a parameter."""
         uses: dict[int, set[int]] = {a: set(), b: set()}
@@ -534,11 +594,12 @@ class _FlatModel:
         """A module with its pin, and with the module that it has it from."""
         at = module
         while pins[at] < 0:
-            at = next(
-                p for p, c in zip(self.edge_parent, self.edge_child, strict=True) if c == at
-            )
+            at = self.first_parent[at]
         source = "" if at == module else f" with {self.paths[at]!r}"
-        return f"{self.paths[module]!r} (pinned to partition {pins[at]}{source})"
+        where = f"pinned to partition {pins[at]}{source}"
+        if at in self.shared:
+            where = f"{source} by the {self.shared[at].described()}".lstrip()
+        return f"{self.paths[module]!r} ({where})"
 
 
 def _used_without_a_call(module: nn.Module) -> list[Tensor]:

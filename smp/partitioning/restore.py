@@ -20,10 +20,10 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from smp.execution import accelerator
 
-_DEEPEST = 8  # levels of nested containers that are looked at
+DEEPEST = 8  # levels of nested containers that are looked at
 
 # How things are looked at, by type.
-_LEAF, _OBJECT, _TUPLE, _DICT, _LIST = range(1, 6)
+LEAF, OBJECT, TUPLE, DICT, LIST = range(1, 6)
 _kind_of_type: dict[type, int] = {}
 
 # Never looked into: they cannot change, or are put back by other means.
@@ -115,10 +115,10 @@ class Restore:
 
     def watch(self, thing: Any, depth: int = 0) -> None:
         """Remember the content of containers and plain objects, however nested."""
-        kind = _kind_of_type.get(type(thing)) or _learn_kind(type(thing))
-        if kind == _LEAF or depth > _DEEPEST:
+        kind = kind_of(thing)
+        if kind == LEAF or depth > DEEPEST:
             return
-        if kind == _OBJECT:
+        if kind == OBJECT:
             state = getattr(thing, "__dict__", None)
             if isinstance(state, dict):
                 self.watch(state, depth)
@@ -126,13 +126,13 @@ class Restore:
         if id(thing) in self._seen:
             return
         self._seen[id(thing)] = thing
-        if kind == _TUPLE:
+        if kind == TUPLE:
             content: Any = thing
         else:
-            content = dict(thing) if kind == _DICT else list(thing)
+            content = dict(thing) if kind == DICT else list(thing)
             self._containers.append((thing, content))
-        for value in content.values() if kind == _DICT else content:
-            if _kind_of_type.get(type(value)) != _LEAF:
+        for value in content.values() if kind == DICT else content:
+            if _kind_of_type.get(type(value)) != LEAF:
                 self.watch(value, depth + 1)
 
     def before_write(self, tensor: Tensor) -> None:
@@ -164,14 +164,19 @@ class Restore:
             self._generators[id(generator)] = (generator, generator.get_state())
 
 
+def kind_of(thing: Any) -> int:
+    """How it is looked at: one of `LEAF`, `OBJECT`, `TUPLE`, `DICT` and `LIST`."""
+    return _kind_of_type.get(type(thing)) or _learn_kind(type(thing))
+
+
 def _learn_kind(type_: type) -> int:
     kinds = (
-        (_OPAQUE, _LEAF),
-        (dict, _DICT),
-        ((list, collections.deque, set), _LIST),
-        (tuple, _TUPLE),
+        (_OPAQUE, LEAF),
+        (dict, DICT),
+        ((list, collections.deque, set), LIST),
+        (tuple, TUPLE),
     )
-    kind = next((kind for bases, kind in kinds if issubclass(type_, bases)), _OBJECT)
+    kind = next((kind for bases, kind in kinds if issubclass(type_, bases)), OBJECT)
     _kind_of_type[type_] = kind
     return kind
 

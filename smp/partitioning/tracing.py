@@ -22,8 +22,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules import module as torch_module
 from torch.utils import _pytree as pytree
 
-from smp.modules.changes import CONTAINERS
 from smp.partitioning import twins
+from smp.partitioning.contents import content_of, is_the_same
 from smp.partitioning.operators import Operators
 from smp.partitioning.restore import Restore
 
@@ -34,7 +34,6 @@ _Attributes = dict[str, tuple[Any, Any]]
 _NEVER: tuple[Any, Any] = (object(), object())
 
 _OF_TORCH = frozenset(vars(nn.Module()))  # its dicts of parameters, hooks, ...
-_PLAIN = (bool, int, float, str, bytes, torch.dtype, torch.device, torch.Size)
 
 
 @dataclasses.dataclass(slots=True)
@@ -62,9 +61,9 @@ class ModuleTrace:
         random: it, or a module it called, drew random numbers.
         changed_buffers: names of its own buffers that the run changed.
         buffers: names of buffers, of any module, that the run changed and that operators used
-            as ``parameters`` says.
+            as ``parameters`` says, or that it set.
         set_attributes: names of the plain attributes that were set on it while it ran, and of
-            lists, dicts and sets that were changed, also by other modules.
+            those in which something was changed (`contents`), also by other modules.
         reruns: paths of modules that it gave to an autograd function of the user's, whose
             backward may call them again; where one of them sets attributes.
     """
@@ -220,6 +219,13 @@ class Recorder:
         # By id, of itself or of its meta twin: the id of the parameter.
         self.parameter = {id(p): id(p) for root in roots for p in root.parameters()}
         self.parameter |= {id(b): id(b) for root in roots for b in root.buffers()}
+        # By number of the module, and name.
+        self.buffer_of = {
+            (number, name): id(buffer)
+            for number, module in enumerate(self.modules)
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        }
         self.twins: list[nn.Parameter] = []
         self.keeps_saved = False  # what autograd saves in the run
         self.thread = threading.get_ident()
@@ -363,6 +369,8 @@ class Recorder:
             stack.callback(torch_module.register_module_forward_pre_hook(self._enter).remove)
             handle = torch_module.register_module_forward_hook(self._leave, with_kwargs=True)
             stack.callback(handle.remove)
+            register = torch_module.register_module_buffer_registration_hook
+            stack.callback(register(self._note_set_buffer).remove)
             stack.callback(self.progress.finish)
             stack.enter_context(_run_compiled_code_as_written())
             stack.enter_context(_seeing_functions(self._note_given_away))
@@ -383,6 +391,12 @@ class Recorder:
                 inside = {id(m) for m in module.modules()} & self.number_of.keys()
                 given = self.given_away.setdefault(giver, set())
                 given.update(self.number_of[m] for m in inside)
+
+    def _note_set_buffer(self, module: nn.Module, name: str, buffer: Tensor | None) -> None:
+        """Whoever sets a buffer uses it."""
+        original = self.buffer_of.get((self.number_of.get(id(module), -1), name))
+        if original is not None and threading.get_ident() == self.thread:
+            self.frames[-1].used.add(original)
 
     def _take_arguments_of(self, root: nn.Module) -> None:
         """Watch what a root is given; on meta, give it meta tensors.
@@ -478,7 +492,7 @@ class Recorder:
         names = [
             name
             for name, (value, content) in after.items()
-            if not _is_the_same(before.get(name, _NEVER)[1], content)
+            if not is_the_same(before.get(name, _NEVER)[1], content)
             and (not by_others or (name in before and before[name][0] is value))
         ]
         if names:
@@ -543,30 +557,9 @@ def _seeing_functions(see: Callable[[tuple], None]) -> Iterator[None]:
 
 def _attributes_of(module: nn.Module) -> _Attributes:
     return {
-        name: (value, value if name in _OF_TORCH else _content(value))
+        name: (value, value if name in _OF_TORCH else content_of(value))
         for name, value in module.__dict__.items()
     }
-
-
-def _content(value: Any) -> Any:
-    """What is in a list, dict or set; else the value."""
-    if isinstance(value, dict):
-        return _Content((*value, *value.values()))
-    return _Content(value) if isinstance(value, CONTAINERS) else value
-
-
-class _Content(tuple):
-    """The elements of something that can change."""
-
-
-def _is_the_same(a: Any, b: Any) -> bool:
-    if a is b:
-        return True
-    if type(a) is not type(b):
-        return False
-    if type(a) is _Content:
-        return len(a) == len(b) and all(map(_is_the_same, a, b))
-    return isinstance(a, _PLAIN) and a == b
 
 
 class _Progress:

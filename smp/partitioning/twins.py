@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from smp.modules.remote_tensors import RemoteBuffer, RemoteTensor
+
 _LARGE_BYTES = 1 << 20  # a mapping of its own is worth it from there
 # Linux refuses at once what is more than the machine has, unless told so.  Python may not name
 # it; the number is Linux's for most processors.  [asm-generic/mman.h]
@@ -32,9 +34,10 @@ def meta_parameter(parameter: nn.Parameter) -> nn.Parameter:
 
 @contextlib.contextmanager
 def on_zeros(roots: Sequence[nn.Module]) -> Iterator[None]:
-    """In the block the models have zeros for their meta tensors.
+    """In the block the models have zeros for their meta tensors, and for those of other ranks.
 
-    A model that does not fit in memory can be run on them.
+    A model that does not fit in memory can be run on them.  A buffer of another rank's has the
+    value that was here.
 
     Raises:
         RuntimeError: there is no address space for them.
@@ -45,11 +48,11 @@ def on_zeros(roots: Sequence[nn.Module]) -> Iterator[None]:
         for module in {id(m): m for root in roots for m in root.modules()}.values()
         for held in (module._parameters, module._buffers, module.__dict__)
         for name, tensor in held.items()
-        if isinstance(tensor, Tensor) and tensor.is_meta
+        if isinstance(tensor, RemoteTensor) or (isinstance(tensor, Tensor) and tensor.is_meta)
     ]
     for _, _, _, tensor in places:
         if id(tensor) not in zeros:
-            made = _zeros(tensor)
+            made = _older(tensor) if isinstance(tensor, RemoteBuffer) else _zeros(tensor)
             if isinstance(tensor, nn.Parameter):
                 made = nn.Parameter(made, requires_grad=tensor.requires_grad)
             zeros[id(tensor)] = made
@@ -67,6 +70,33 @@ def on_zeros(roots: Sequence[nn.Module]) -> Iterator[None]:
     finally:
         for place in places:
             put(*place)
+
+
+@contextlib.contextmanager
+def as_in_one_process(roots: Sequence[nn.Module]) -> Iterator[None]:
+    """In the block models that have their partition run here, as they did before it.
+
+    The run of a step function that is traced for other models may call them, too.
+    """
+    ours = [
+        (module, type(module), getattr(type(module), "_smp_original_class", None))
+        for module in {id(m): m for root in roots for m in root.modules()}.values()
+    ]
+    ours = [each for each in ours if each[2] is not None]
+    # Past the __setattr__ of classes that forward it.
+    for module, _, original in ours:
+        object.__setattr__(module, "__class__", original)
+    try:
+        with on_zeros(roots):
+            yield
+    finally:
+        for module, cls, _ in ours:
+            object.__setattr__(module, "__class__", cls)
+
+
+def _older(buffer: RemoteBuffer) -> Tensor:
+    with torch._C.DisableTorchFunctionSubclass():
+        return buffer.detach().as_subclass(Tensor)
 
 
 def _zeros(tensor: Tensor) -> Tensor:

@@ -1,5 +1,8 @@
 """The base of all modules that are split over the TP_GROUP."""
 
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -21,9 +24,14 @@ class DistributedModule(nn.Module):
 
     IS_CONTAINER = False
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "forward" in cls.__dict__:
+            cls.forward = _naming(cls.forward)  # type: ignore[method-assign]
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        group.call_of(self.__dict__.get(PATH, type(self).__name__))
-        return super().__call__(*args, **kwargs)
+        with _named_calls_of(self):
+            return super().__call__(*args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         self._smp_refuses_copies()
@@ -33,3 +41,24 @@ class DistributedModule(nn.Module):
         """See ``smp.modules.stand_ins``."""
         if group.size() > 1 and any(slices_of(p) is not None for p in self.parameters()):
             refuse_copies(self)
+
+
+@contextmanager
+def _named_calls_of(module: DistributedModule) -> Iterator[None]:
+    """The module makes the collectives of the block."""
+    before = group.call_of(module.__dict__.get(PATH, type(module).__name__))
+    try:
+        yield
+    finally:
+        group.call_of(before)
+
+
+def _naming(forward: Callable) -> Callable:
+    """For a forward that is called by itself: what has hooks is served so to other ranks."""
+
+    @functools.wraps(forward)
+    def named(self: DistributedModule, *args: Any, **kwargs: Any) -> Any:
+        with _named_calls_of(self):
+            return forward(self, *args, **kwargs)
+
+    return named

@@ -65,9 +65,19 @@ class _InThisThread(threading.local):
 _called = _InThisThread()
 
 
-def call_of(path: str) -> None:
-    """The module at ``path`` makes the collectives of this thread from now on."""
-    _called.path = path
+def call_of(path: str) -> str:
+    """The module at ``path`` makes the collectives of this thread from now on.
+
+    Returns:
+        whose path they had before, to be given back when the module's call ends.
+    """
+    before, _called.path = _called.path, path
+    return before
+
+
+def called_path() -> str:
+    """Whose collectives this thread makes."""
+    return _called.path
 
 
 def begin_call() -> order.Call:

@@ -20,6 +20,7 @@ from smp.modules.stand_ins import users_class
 from smp.partitioning.partition import keep_together
 from smp.tensor_parallel import adapters, group, marking, replacement
 from smp.tensor_parallel.distributed_module import DistributedModule
+from smp.tensor_parallel.linears import TooShort
 from smp.tensor_parallel.slices import PATH
 
 FAMILIES = "smp.nn.huggingface"
@@ -110,7 +111,7 @@ class _Splitting:
                 # Its parts may have plans of their own, and marks.
                 if not self._left_whole(module, path, self._shared_outside(module)):
                     adapters.check(module, path)
-                    plan(module, path)
+                    _carry_out(plan, module, path)
                     self.has_plans = True
                     keep_together(module)
                     in_plan = True
@@ -187,6 +188,22 @@ class _Splitting:
             if not set(self.owners[id(parameter)]) <= inside:
                 return f"its parameter '{name}' is shared with a module outside of it"
         return ""
+
+
+def _carry_out(plan: Plan, module: nn.Module, path: str) -> None:
+    """Split a module as the plan says.
+
+    Raises:
+        ValueError: it has fewer heads or channels than there are tp_ranks.
+    """
+    try:
+        plan(module, path)
+    except TooShort as short:
+        where = f"'{path}' of class {type(module).__name__}" if path else type(module).__name__
+        raise ValueError(
+            f"smp: {where} cannot be split: {str(short).removeprefix('smp: ')}: leave it "
+            "whole, smp.set_tensor_parallelism(module, False)"
+        ) from None
 
 
 def _replaced(module: nn.Module, path: str) -> nn.Module | str:

@@ -18,6 +18,11 @@ from smp.tensor_parallel import adapters, group, primitives
 from smp.tensor_parallel.regions import draw_alike, give_back, rows_to_give_back
 from smp.tensor_parallel.slices import PATH, Slices, mark, refuse_copies, slices_of
 
+
+class TooShort(ValueError):
+    """A tp_rank would hold nothing of a parameter."""
+
+
 _CHOSEN = "_smp_chosen_outputs"  # likewise: the size of a unit, and which units
 
 
@@ -35,14 +40,14 @@ def keep_slice(module: nn.Module, name: str, slices: Slices | None) -> None:
         slices: None: every tp_rank keeps all of it.
 
     Raises:
-        ValueError: a tp_rank would hold nothing.
+        TooShort: a tp_rank would hold nothing.
     """
     parameter = module.get_parameter(name)
     if slices is not None and slices_of(parameter) == slices:
         return  # tied, and cut with the other module
     if slices is not None:
         if not all(slices.local_size(rank) for rank in range(group.size())):
-            raise ValueError(
+            raise TooShort(
                 f"smp: '{name}' of {type(module).__name__} has shape {list(parameter.shape)}, "
                 f"and axis {slices.axis} is too short to be split over "
                 f"tensor_parallel_degree={group.size()} ranks"

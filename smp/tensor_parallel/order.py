@@ -24,7 +24,8 @@ A module that calls collectives does so in an autograd function::
         return out
 
 Outside a step, while a model is traced, and without a pipeline, the order is the program's and
-a collective is simply made.
+a collective is simply made.  Over ``smddp`` it then says what it belongs to
+(``smp.tensor_parallel.keys``), so that ranks which are in different modules hear of it.
 """
 
 from collections.abc import Callable
@@ -34,7 +35,8 @@ import torch.distributed as dist
 
 from smp import _core, ranks
 from smp.collectives.process_group import ProcessGroup
-from smp.tensor_parallel import step_end
+from smp.execution import runtime
+from smp.tensor_parallel import keys, step_end
 
 _LOOK_S = 0.1  # between two looks for signals
 _HEAR_S = 1.0  # for word of a failure that another rank has heard of already
@@ -49,13 +51,23 @@ class Call:
         path: the module's, alike on all ranks of the TP_GROUP.
         made: number, microbatch, phase and how often its task had called the module before;
             None where the program's order is the order.
+        before: in that order, how many operations of the TP_GROUP came before the call.
+        is_backward: in that order, whether it is the backward of one.
     """
 
-    __slots__ = ("_backwards", "_collectives", "_made", "_path")
+    __slots__ = ("_backwards", "_before", "_collectives", "_is_backward", "_made", "_path")
 
-    def __init__(self, path: str, made: tuple[int, int, int, int] | None):
+    def __init__(
+        self,
+        path: str,
+        made: tuple[int, int, int, int] | None,
+        before: int = 0,
+        is_backward: bool = False,
+    ):
         self._path = path
         self._made = made
+        self._before = before
+        self._is_backward = is_backward
         self._collectives = 0
         self._backwards = 0
 
@@ -67,7 +79,8 @@ class Call:
             RuntimeError: in a step, by a thread of the script.
         """
         path = str(path)
-        return Call(path, _core.distributed_call(path))
+        made = _core.distributed_call(path)
+        return Call(path, made, _begun() if made is None else 0)
 
     def backward(self) -> "Call":
         """The backward of this call, from its autograd node; each time it runs one more."""
@@ -76,8 +89,9 @@ class Call:
             number, microbatch, _, call = self._made
             number = _core.mix(_core.mix(number, _BACKWARD), self._backwards)
             made = number, microbatch, _BACKWARD, call
+        before = self._before + self._backwards
         self._backwards += 1
-        return Call(self._path, made)
+        return Call(self._path, made, before, is_backward=True)
 
     def run(self, start: Callable[[bool], dist.Work | None]) -> None:
         """Begin a collective when it is its turn, and wait until it is over.
@@ -90,15 +104,16 @@ class Call:
             RuntimeError: in the backward, which ``model.backward`` did not begin.
             Exception: what ``start`` raised, or what became of the operation.
         """
+        collective = self._collectives
+        self._collectives += 1
         if self._made is None:
             try:
-                start(False)
+                self._run_in_order(start, collective)
             except Exception as error:
-                step_end.hear(f"module '{self._path}'", error)
+                step_end.hear(self._in_words(), error)
                 raise
             return
-        turn = _core.line_up(*self._made, self._collectives, self._path)
-        self._collectives += 1
+        turn = _core.line_up(*self._made, collective, self._path)
         work = start(True)
         turn.issued()
         if work is None or work.is_completed():
@@ -114,8 +129,36 @@ class Call:
                     _core.hear_failure(_HEAR_S)
                 raise
 
+    def _run_in_order(self, start: Callable[[bool], dist.Work | None], collective: int) -> None:
+        """Make a collective, which says what it belongs to where the backend can."""
+        group: Any = ranks.get_tp_process_group()
+        if not isinstance(group, ProcessGroup):
+            start(False)
+            return
+        phase = _BACKWARD if self._is_backward else _FORWARD
+        group.key = keys.of_collective(self._path, phase, self._before, collective)
+        try:
+            start(False)
+        finally:
+            group.key = 0
 
+    def _in_words(self) -> str:
+        step = runtime.current
+        of_step = f"microbatch {step.microbatch}, " if step is not None and step.in_step else ""
+        phase = "backward" if self._is_backward else "forward"
+        return f"module '{self._path}' ({of_step}{phase})"
+
+
+_FORWARD = _core.phases.index("forward")
 _BACKWARD = _core.phases.index("backward")
+
+
+def _begun() -> int:
+    """How many operations the TP_GROUP has begun: as many on each of its ranks."""
+    if not ranks.state.is_initialized:
+        return 0
+    group: Any = ranks.get_tp_process_group()
+    return group.issued() if isinstance(group, ProcessGroup) else 0
 
 
 def await_ends() -> tuple[int, int, int]:

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from smp.tensor_parallel.linears import cut_inputs, cut_outputs
-from smp.tensor_parallel.regions import Region, make_region
+from smp.tensor_parallel.regions import Region, make_holder, make_region
 
 
 def attention(
@@ -53,12 +53,19 @@ def attention(
     for name in widths:
         setattr(entered, name, own)
     region = Region(samples, masks, causal=getattr(entered, "is_causal", False))
-    make_region(entered, region, f"{path}.{entry}" if entry else path)
+    _enter(module, path, entry, region)
 
 
 def mlp(module: nn.Module, path: str, *, column: str, row: str, entry: str = "") -> None:
     """Cut two linears by the channels between them; arguments as for ``attention``."""
     cut_outputs(module.get_submodule(column))
     cut_inputs(module.get_submodule(row), f"{path}.{row}")
-    region = Region(("hidden_states",))
-    make_region(module.get_submodule(entry), region, f"{path}.{entry}" if entry else path)
+    _enter(module, path, entry, Region(("hidden_states",)))
+
+
+def _enter(module: nn.Module, path: str, entry: str, region: Region) -> None:
+    if entry:
+        make_region(module.get_submodule(entry), region, f"{path}.{entry}", within=path)
+        make_holder(module)
+    else:
+        make_region(module, region, path)

@@ -13,7 +13,7 @@ import functools
 import inspect
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -55,10 +55,23 @@ class Rows(NamedTuple):
     Attributes:
         counts: samples of each tp_rank; None: all have the same ones.
         positions: of this tp_rank's sequences; None: as gathered.
+        within: path of the module in whose call they are led out, by linears in it.
+        backward: in which they were gathered, by torch's number; -1: in none.
     """
 
     counts: list[int] | None
     positions: int | None
+    within: str = ""
+    backward: int = -1
+
+    def lead_out(self, path: str) -> bool:
+        """Whether the linear at ``path``, called now, leads these out."""
+        is_inside = not self.within or path.startswith(f"{self.within}.")
+        return is_inside and self.backward == torch._C._current_graph_task_id()
+
+    def of_call(self, within: str) -> "Rows":
+        """The same, gathered now."""
+        return self._replace(within=within, backward=torch._C._current_graph_task_id())
 
 
 class _InThisThread(threading.local):
@@ -77,13 +90,64 @@ def rows_to_give_back(path: str) -> Rows:
     Raises:
         RuntimeError: the linear at ``path`` was called outside of its region.
     """
-    if _gathered.rows is None:
+    rows = _gathered.rows
+    if rows is None or not rows.lead_out(path):
+        again = ""
+        if torch._C._current_graph_task_id() != -1:
+            again = (
+                " (in a backward: to compute it again, use smp.set_activation_checkpointing, "
+                "or checkpoint all of that module)"
+            )
         raise RuntimeError(
             f"smp: '{path}' holds a slice of its weights and was called outside of the module "
-            "whose forward it belongs to; call that module, or leave it whole: "
+            f"whose forward it belongs to{again}; call that module, or leave it whole: "
             "smp.set_tensor_parallelism(module, False)"
         )
-    return _gathered.rows
+    return rows
+
+
+@contextlib.contextmanager
+def _opened(led_out_later: bool = False) -> Iterator[None]:
+    """A call in which rows are gathered, and led out; behind it they are forgotten.
+
+    Args:
+        led_out_later: by the module around it, in whose call this one is.
+    """
+    before = _gathered.rows, _gathered.common, group.called_path()
+    _gathered.common = None
+    is_over = True
+    try:
+        yield
+        is_over = not led_out_later
+    finally:
+        if is_over:
+            draw_alike()
+            _gathered.rows, _gathered.common, path = before
+            group.call_of(path)
+
+
+def found_again(function: Callable) -> Callable:
+    """A function that is called now, and again in a backward, where it finds what it found.
+
+    That are the rows of the region in whose call it is.
+    """
+    if group.size() == 1:
+        return function
+    rows, common, path = _gathered.rows, _gathered.common, group.called_path()
+    was_called = False
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal was_called
+        if not was_called:
+            was_called = True
+            return function(*args, **kwargs)
+        with _opened():
+            _gathered.rows = None if rows is None else rows.of_call(rows.within)
+            _gathered.common = common
+            group.call_of(path)
+            return function(*args, **kwargs)
+
+    return call
 
 
 def draw_alike() -> None:
@@ -93,14 +157,37 @@ def draw_alike() -> None:
         _gathered.common = None
 
 
-def make_region(module: nn.Module, region: Region, path: str) -> None:
-    """Have a module gather its arguments from now on."""
+def make_region(
+    module: nn.Module, region: Region, path: str, within: str | None = None
+) -> None:
+    """Have a module gather its arguments from now on.
+
+    Args:
+        module: its class is another one then.
+        region: what it gathers.
+        path: of it.
+        within: path of the module around it that leads out (`make_holder`); None: it does.
+    """
     module.__dict__[PATH] = path
     signature = inspect.signature(users_class(type(module)).forward)
     kinds = {p.kind: p.name for p in signature.parameters.values()}
     extra = kinds.get(inspect.Parameter.VAR_KEYWORD)
-    module.__dict__[REGION] = region, path, signature, extra
+    module.__dict__[REGION] = region, path, within, signature, extra
     module.__class__ = stand_in(type(module), _members)
+
+
+def make_holder(module: nn.Module) -> None:
+    """Have what a region in the module has gathered be forgotten where its call ends."""
+    module.__class__ = stand_in(type(module), _holds_region)
+
+
+def _holds_region(cls: type[nn.Module]) -> dict[str, Any]:
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with _opened():
+            return cls.__call__(self, *args, **kwargs)
+
+    # Not the forward: transformers checkpoints a layer by that of its very class.
+    return {"__call__": call}
 
 
 def _members(cls: type[nn.Module]) -> dict[str, Any]:
@@ -108,13 +195,14 @@ def _members(cls: type[nn.Module]) -> dict[str, Any]:
 
     @functools.wraps(users_forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return _run(self, functools.partial(users_forward, self), args, kwargs)
+        with _opened(led_out_later=self.__dict__[REGION][2] is not None):
+            return _run(self, functools.partial(users_forward, self), args, kwargs)
 
     return {"forward": forward, REFUSES_COPIES: refuse_copies}
 
 
 def _run(module: nn.Module, forward: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    region, path, signature, extra = module.__dict__[REGION]
+    region, path, within, signature, extra = module.__dict__[REGION]
     bound = signature.bind(module, *args, **kwargs)
     named = bound.arguments
     names = [*region.samples, *(mask for mask, _ in region.masks)]
@@ -127,7 +215,7 @@ def _run(module: nn.Module, forward: Callable, args: tuple, kwargs: dict[str, An
     else:
         gathered, rows = _gather(region, path, given)
         _check_cache({**others, **named}, path, uneven=rows.positions is not None)
-    _gathered.rows = rows
+    _gathered.rows = rows.of_call(path if within is None else within)
     _gathered.common = random_streams.fork()
     for name, value in gathered.items():
         if name in signature.parameters:

@@ -9,7 +9,7 @@ import functools
 import inspect
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -124,7 +124,8 @@ def tp_register_with_module(
 
     Raises:
         TypeError: a hook's parameters (names, order, defaults) are not those of the method
-            whose arguments it gets, or one of the classes is none of modules.
+            whose arguments it gets, ``return_hook`` does not take one argument, or one of the
+            classes is none of modules.
 
     Source: the SageMaker paper, appendix I.4.
     """
@@ -133,6 +134,7 @@ def tp_register_with_module(
             raise TypeError(f"smp.tp_register: {name} is a class of modules, not {cls!r}")
     _check_hook("init_hook", init_hook, module_cls, "__init__")
     _check_hook("forward_hook", forward_hook, module_cls, "forward")
+    _check_return_hook(return_hook, module_cls)
     translation = None
     if translate_functions is not None:
         to_plain, to_ours = translate_functions
@@ -146,18 +148,44 @@ def tp_register_with_module(
 def _check_hook(kind: str, hook: Hook | None, cls: type[nn.Module], method: str) -> None:
     if hook is None:
         return
+    _check_callable(kind, hook, cls)
     wanted = list(inspect.signature(getattr(cls, method)).parameters.values())[1:]
     given = list(inspect.signature(hook).parameters.values())
-
-    def in_words(parameters: list[inspect.Parameter]) -> str:
-        plain = [p.replace(annotation=inspect.Parameter.empty) for p in parameters]
-        return "(" + ", ".join(map(str, plain)) + ")"
-
-    if in_words(wanted) != in_words(given):
+    if _in_words(wanted) != _in_words(given):
         raise TypeError(
-            f"smp.tp_register: {kind} of {cls.__name__} takes {in_words(given)}; it gets the "
-            f"arguments of {cls.__name__}.{method} and must take the same: {in_words(wanted)}"
+            f"smp.tp_register: {kind} of {cls.__name__} takes {_in_words(given)}; it gets the "
+            f"arguments of {cls.__name__}.{method} and must take the same: {_in_words(wanted)}"
         )
+
+
+def _check_return_hook(hook: Hook | None, cls: type[nn.Module]) -> None:
+    if hook is None:
+        return
+    _check_callable("return_hook", hook, cls)
+    try:
+        signature = inspect.signature(hook)
+    except ValueError:
+        return  # built in, and does not say
+    try:
+        signature.bind(None)
+    except TypeError:
+        raise TypeError(
+            f"smp.tp_register: return_hook of {cls.__name__} takes "
+            f"{_in_words(signature.parameters.values())}; it gets one argument, what the "
+            "distributed module returns"
+        ) from None
+
+
+def _check_callable(kind: str, hook: object, cls: type[nn.Module]) -> None:
+    if not callable(hook):
+        raise TypeError(
+            f"smp.tp_register: {kind} of {cls.__name__} is a function or None, not {hook!r}"
+        )
+
+
+def _in_words(parameters: Iterable[inspect.Parameter]) -> str:
+    plain = [p.replace(annotation=inspect.Parameter.empty) for p in parameters]
+    return "(" + ", ".join(map(str, plain)) + ")"
 
 
 def _record_arguments(cls: type[nn.Module]) -> None:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from smp import ranks
+from smp.tensor_parallel import keys
 
 _MISMATCH = "[SMP_ERR_MISMATCH]"  # as csrc/comm says that ranks called other operations
 
@@ -74,16 +75,24 @@ def is_mismatch(error: Exception) -> bool:
     return _MISMATCH in str(error)
 
 
-def hear(path: str, error: Exception) -> None:
-    """A collective of the module at ``path`` has failed: what it means if the ranks' differ.
+def hear(where: str, error: Exception) -> None:
+    """A collective has failed: what it means if the ranks' differ.
+
+    Args:
+        where: of what, in words.
 
     Raises:
         PeerFailed: they do.
     """
     global _is_over
-    if is_mismatch(error):
-        _is_over = True
-        raise PeerFailed(
-            f"smp: {path}: this rank met another rank of its group that had failed, or that "
-            f"ran other modules: {error}"
-        ) from error
+    if not is_mismatch(error):
+        return
+    _is_over = True
+    met, advice = "had failed, or that ran other modules", ""
+    if keys.tell_unlike(error):
+        met = "ran other modules, or in another order"
+        advice = "; which run, and in which order, must be alike on all ranks of a TP_GROUP"
+    raise PeerFailed(
+        f"smp: {where}: this rank met another rank of its group that {met}: "
+        f"{keys.explained(error)}{advice}"
+    ) from error

@@ -325,7 +325,25 @@ TEST_RANK(different_calls_are_an_error_on_all)
     call.assumed = odd ? 0 : 1;
     call.counts = odd ? splits : NULL; /* who knows the sizes calls something else */
     CHECK(refuse(w, group, &call, "with assumed sizes", "with split sizes") == 0);
-    call.assumed = 0;
+    call.assumed = odd ? 2 : 1;
+    call.key = odd ? 0xabc : 0x12345678; /* what it is for before that */
+    CHECK(refuse(w, group, &call, "assumed sizes with key 12345678",
+                 "assumed sizes with key 00000abc") == 0);
+    call = usual;
+    call.key = odd ? 0 : 0xabc;
+    CHECK(refuse(w, group, &call, "rank 0 calls all-reduce", "with key 00000abc") == 0);
+    CHECK(strstr(smp_group_error(group), "with key 00000000") == NULL);
+    call.key = 0xabc; /* the same says nothing */
+    call.count = odd ? 7 : 8;
+    CHECK(refuse(w, group, &call, "of 8 float32", "of 7 float32") == 0);
+    CHECK(strstr(smp_group_error(group), "key") == NULL);
+    call.count = 8;
+    call.operation = SMP_BROADCAST; /* has a root in its place */
+    call.root = 1;
+    call.key = odd ? 1 : 2;
+    CHECK_STATUS(smp_group_run(group, &call), SMP_OK);
+    memset(out, 0, sizeof(out));
+    call = usual;
     call.operation = SMP_ALL_TO_ALL;
     call.counts = odd ? others : splits;
     call.out_counts = splits;

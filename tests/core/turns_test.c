@@ -77,6 +77,24 @@ TEST(a_number_of_calls_that_was_exceeded_is_not_believed_again)
     return 0;
 }
 
+TEST(each_gate_has_a_number_of_its_own)
+{
+    static const int32_t expected[] = {1, 2, 1, 3};
+    smp_turns           *turns;
+
+    CHECK_STATUS(smp_turns_create(4, expected, &turns), SMP_OK);
+    CHECK_STATUS(smp_turns_begin(turns, 2), SMP_OK);
+    for (int32_t gate = 0; gate < 4; gate++) {
+        for (int32_t call = 1; call <= expected[gate]; call++) {
+            CHECK(!smp_turns_may_enter(turns, gate, 1));
+            smp_turns_left(turns, gate, 0);
+        }
+        CHECK(smp_turns_may_enter(turns, gate, 1));
+    }
+    smp_turns_destroy(turns);
+    return 0;
+}
+
 TEST(numbers_that_name_nothing_change_nothing)
 {
     static const int32_t expected[] = {1};
@@ -105,6 +123,7 @@ main(int argc, char **argv)
          a_microbatch_enters_when_every_earlier_one_has_called_as_often_as_traced},
         {"forward_done", a_forward_that_is_over_opens_every_gate},
         {"exceeded", a_number_of_calls_that_was_exceeded_is_not_believed_again},
+        {"several", each_gate_has_a_number_of_its_own},
         {"range", numbers_that_name_nothing_change_nothing},
     };
 

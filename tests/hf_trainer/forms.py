@@ -91,12 +91,16 @@ def loss_of(model: nn.Module, labels: Tensor, **batch: Tensor) -> Tensor:
 
 
 def trained(
-    family: str, make: Callable[[], nn.Module]
+    family: str, make: Callable[[], nn.Module], **marks: bool
 ) -> tuple[smp.DistributedModel, nn.Module]:
-    """A split model and the plain one after steps in which their losses were equal."""
+    """A split model and the plain one after steps in which their losses were equal.
+
+    Args:
+        marks: what the model is marked with.
+    """
     torch.manual_seed(1)
     smp.state.module_manager.translate_functions.clear()
-    with smp.model_creation(tensor_parallelism=True):
+    with smp.model_creation(tensor_parallelism=True, **marks):
         net = make()
     plain = copy.deepcopy(net)
     model = smp.DistributedModel(net)
@@ -123,8 +127,9 @@ def trained(
     return model, plain
 
 
-def check_in_place(family: str) -> None:
-    model, plain = trained(family, IN_PLACE[family])
+def check_in_place(family: str, make: Callable[[], nn.Module], **marks: bool) -> None:
+    model, plain = trained(family, make, **marks)
+    assert not any(isinstance(m, DISTRIBUTED) for m in model.get_module().modules()), family
     assert any(not one.reason for one in model._smp_split), family
     assert not smp.state.module_manager.translate_functions
     plain_state = plain.state_dict()
@@ -163,7 +168,9 @@ def main() -> None:
     for family in FAMILIES:
         check(family)
     for family in IN_PLACE:
-        check_in_place(family)
+        check_in_place(family, IN_PLACE[family])
+    for family in ("gpt2", "gptj", "gptneo"):  # which have a form, and were tried without it
+        check_in_place(family, FAMILIES[family], replace=False)
 
 
 if __name__ == "__main__":

@@ -92,9 +92,17 @@ def train_step(model: Any, tokens: Tensor) -> Tensor:
 class Run:
     """Training with smp: model, optimizer and scheduler, wrapped."""
 
-    def __init__(self, name: str = "adamw", seed: int = 0, before_wrapping: bool = False):
+    def __init__(
+        self,
+        name: str = "adamw",
+        seed: int = 0,
+        before_wrapping: bool = False,
+        state: dict[str, Any] | None = None,
+    ):
         module = make_model(seed)
         plain = OPTIMIZERS[name](module) if before_wrapping else None
+        if plain is not None and state is not None:
+            plain.load_state_dict(state)
         self.model = smp.DistributedModel(module)
         self.optimizer = smp.DistributedOptimizer(plain or OPTIMIZERS[name](self.model))
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 2, gamma=0.5)

@@ -13,7 +13,21 @@ ACTIVATIONS = {
     "gelu": F.gelu,
     "relu": F.relu,
     "gelu_new": lambda x: F.gelu(x, approximate="tanh"),
+    "gelu_fast": lambda x: (
+        0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * x * (1 + 0.044715 * x * x)))
+    ),
 }
+
+
+def alibi_slopes(heads: int, most: float) -> list[float]:
+    """Those of a power of 2 of heads; further heads have every other one of twice as many.
+
+    Source: Press et al., arXiv:2108.12409, and their code.
+    """
+    power = 2 ** int(math.log2(heads))
+    slopes = [2.0 ** (-most * (i + 1) / power) for i in range(power)]
+    between = [2.0 ** (-most * (i + 1) / (2 * power)) for i in range(0, 2 * power, 2)]
+    return slopes + between[: heads - power]
 
 
 def norm(wanted: bool, size: int, o: dict) -> nn.Module | None:
@@ -58,9 +72,7 @@ class PlainAttention(nn.Module):
             scores = scores / (o.get("layer_idx", 0) + 1)
         places, others = torch.arange(x.size(1)), torch.arange(seen.size(1))
         if o.get("use_alibi"):
-            most = o.get("alibi_bias_max", 8)
-            assert heads & (heads - 1) == 0
-            slopes = torch.tensor([2.0 ** (-most * (i + 1) / heads) for i in range(heads)])
+            slopes = torch.tensor(alibi_slopes(heads, o.get("alibi_bias_max", 8)))
             away = (others[None, :] - places[:, None]).to(scores.dtype)
             scores = scores + slopes[:, None, None] * away
         if o.get("causal_mask_size") is not None and not self.cross:
@@ -168,7 +180,7 @@ class PlainLMHead(nn.Module):
         layers = {k: v for k, v in o.items() if k not in ("vocab_size", "num_positions")}
         self.transformer = PlainTransformer(**layers)
         pre, post = o.get("pre_layernorm", False), o.get("post_layernorm", True)
-        self.layernorm = norm(pre and not post, size, o)
+        self.layernorm = norm(o.get("final_layernorm", pre and not post), size, o)
         self.lm_head = None
         if o.get("add_lm_head", True):
             self.lm_head = nn.Linear(size, o["vocab_size"], o.get("use_lm_head_bias", False))

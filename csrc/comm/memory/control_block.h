@@ -37,8 +37,11 @@ typedef struct {
     uint8_t          dtype;
     uint8_t          reduction;
     uint8_t          uneven; /* the slot's data begin with the counts */
-    int32_t          root;
-    uint64_t         count;
+    union {
+        int32_t  root;
+        uint32_t key; /* of an operation without a root, as in smp_call */
+    };
+    uint64_t count;
     union {
         double   factor;
         uint64_t assumed; /* of an all-gather, as in smp_call */

@@ -187,7 +187,7 @@ read_counts(const smp_callee *group, smp_operation operation, PyObject *list,
 
 /* The arguments of Group.order() and .run(); see there. */
 enum { OPERATION, INS, OUTS, REDUCTION, ROOT, FACTOR, COUNTS, OUT_COUNTS, TIMEOUT };
-enum { SPARSE = TIMEOUT + 1, ASSUMED, IN_ROWS, OUT_ROWS, MOST, FEWEST = SPARSE };
+enum { SPARSE = TIMEOUT + 1, ASSUMED, IN_ROWS, OUT_ROWS, KEY, MOST, FEWEST = SPARSE };
 
 static int
 read_arguments(smp_tensor_calls *self, const smp_callee *group, PyObject *const *args,
@@ -210,6 +210,9 @@ read_arguments(smp_tensor_calls *self, const smp_callee *group, PyObject *const 
     if (nargs > OUT_ROWS) {
         call->in_rows = PyLong_AsSize_t(args[IN_ROWS]);
         call->out_rows = PyLong_AsSize_t(args[OUT_ROWS]);
+    }
+    if (nargs > KEY) {
+        call->key = (uint32_t)PyLong_AsUnsignedLong(args[KEY]);
     }
     call->timeout_ns = timeout_s > 1e9 ? -1 : (int64_t)(timeout_s * 1e9);
     if (PyErr_Occurred() != NULL) {

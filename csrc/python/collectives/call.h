@@ -29,8 +29,8 @@ typedef struct {
 } smp_tensor_calls;
 
 /* From (operation, ins, outs, reduction, root, factor, counts, out_counts, timeout_s,
- * sparse=0, assumed=0, in_rows=0, out_rows=0); ins, outs and the counts may be None,
- * without ins: in place.
+ * sparse=0, assumed=0, in_rows=0, out_rows=0, key=0); ins, outs and the counts may be
+ * None, without ins: in place.
  * Gives the tensors as tuples, or NULL: the caller keeps them, also after a failure,
  * until the calls are over. 0, or -1 with an exception: BufferError if a tensor is not
  * dense. fini takes what init has filled, also in part, and one that is all zero; a

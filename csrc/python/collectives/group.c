@@ -170,8 +170,8 @@ group_dealloc(PyObject *object)
 }
 
 /* work_item(operation, ins, outs, reduction, root, factor, counts, out_counts,
- * timeout_s, sparse=0, assumed=0, in_rows=0, out_rows=0) -> a work item for a call with
- * each of the tensors; those with a default are as in smp_call */
+ * timeout_s, sparse=0, assumed=0, in_rows=0, out_rows=0, key=0) -> a work item for a
+ * call with each of the tensors; those with a default are as in smp_call */
 static PyObject *
 group_work_item(PyObject *object, PyObject *const *args, Py_ssize_t nargs)
 {
@@ -191,7 +191,7 @@ group_run(PyObject *object, PyObject *const *args, Py_ssize_t nargs)
     Py_RETURN_NONE;
 }
 
-/* gather(ins, outs, timeout_s, waits) -> a work item, or, after its end, None */
+/* gather(ins, outs, timeout_s, waits, key=0) -> a work item, or, after its end, None */
 static PyObject *
 group_gather(PyObject *object, PyObject *args)
 {
@@ -199,13 +199,17 @@ group_gather(PyObject *object, PyObject *args)
     PyObject             *outs;
     double                timeout_s;
     int                   waits;
+    unsigned              key = 0;
     smp_work_item_object *item;
 
-    if (!PyArg_ParseTuple(args, "OOdp", &ins, &outs, &timeout_s, &waits)) {
+    if (!PyArg_ParseTuple(args, "OOdp|I", &ins, &outs, &timeout_s, &waits, &key)) {
         return NULL;
     }
     item = smp_work_item_make_gather((smp_group_object *)object, ins, outs, timeout_s,
                                      NULL);
+    for (Py_ssize_t i = 0; item != NULL && i < item->gathers.n; i++) {
+        item->gathers.calls[i].key = key;
+    }
     if (item == NULL || !waits) {
         return (PyObject *)item;
     }
@@ -347,14 +351,14 @@ group_close(PyObject *object, PyObject *unused)
 static PyMethodDef group_methods[] = {
     {"work_item", (PyCFunction)(void (*)(void))group_work_item, METH_FASTCALL,
      "work_item(operation, ins, outs, reduction, root, factor, counts, out_counts, "
-     "timeout_s, sparse=0, assumed=0, in_rows=0, out_rows=0)\n--\n\n"
+     "timeout_s, sparse=0, assumed=0, in_rows=0, out_rows=0, key=0)\n--\n\n"
      "A work item of one call for each of the tensors, to be issued."},
     {"run", (PyCFunction)(void (*)(void))group_run, METH_FASTCALL,
      "run(operation, ins, outs, reduction, root, factor, counts, out_counts, "
-     "timeout_s, sparse=0, assumed=0, in_rows=0, out_rows=0)\n--\n\n"
+     "timeout_s, sparse=0, assumed=0, in_rows=0, out_rows=0, key=0)\n--\n\n"
      "Make such a work item and wait until it is over."},
     {"gather", group_gather, METH_VARARGS,
-     "gather(ins, outs, timeout_s, waits)\n--\n\n"
+     "gather(ins, outs, timeout_s, waits, key=0)\n--\n\n"
      "A work item of one all-gather between devices for each of the tensors, to be "
      "issued; "
      "with `waits`, do it."},
@@ -434,6 +438,7 @@ smp_group_add(PyObject *module)
              smp_work_item_add(module) < 0 ||
              add_numbers(module, "operations", operation_name, SMP_OPERATIONS) < 0 ||
              add_numbers(module, "reductions", reduction_name, SMP_REDUCTIONS) < 0 ||
-             PyModule_AddStringConstant(module, "SIZES_UNLIKE", SMP_SIZES_UNLIKE) < 0;
+             PyModule_AddStringConstant(module, "SIZES_UNLIKE", SMP_SIZES_UNLIKE) < 0 ||
+             PyModule_AddStringConstant(module, "WITH_KEY", SMP_WITH_KEY) < 0;
     return failed ? -1 : 0;
 }

@@ -480,7 +480,7 @@ module_call(PyObject *unused, PyObject *args, PyObject *kwargs)
 }
 
 /* call_remote(module, args, kwargs or None, bare, inputs): the call without the
- * caller's hooks; bare: without the owner's too; inputs: see serve_hooked. */
+ * caller's hooks; bare: without the owner's too; inputs, and both: see serve_hooked. */
 static PyObject *
 py_call_remote(PyObject *unused, PyObject *const *args, Py_ssize_t nargs)
 {

@@ -311,30 +311,44 @@ pack_changes(smp_pack *pack, const smp_unpack *unpack, const smp_entry *entry)
     return 0;
 }
 
-/* Says once that the module has hooked a tensor which its caller may use, too. */
+/* Whether code has called register_hook on the tensor; -1 with an exception. */
 static int
-warn_of_hooks(const smp_unpack *unpack, const smp_entry *entry)
+is_hooked(PyObject *tensor)
 {
-    for (size_t i = 0; i < unpack->ntensors; i++) {
-        PyObject *hooks;
-        PyObject *done;
+    PyObject *hooks = PyObject_GetAttr(tensor, smp_names._backward_hooks);
 
-        if (!unpack->requires_grad[i]) {
-            continue;
-        }
-        hooks = PyObject_GetAttr(unpack->tensors[i], smp_names._backward_hooks);
-        if (hooks == NULL) {
-            return -1;
-        }
-        Py_DECREF(hooks);
-        if (hooks == Py_None) {
-            continue;
-        }
-        done = PyObject_CallOneArg(smp_the_session.warn_of_hook, entry->path);
-        Py_XDECREF(done);
-        return done == NULL ? -1 : 0;
+    if (hooks == NULL) {
+        return -1;
     }
-    return 0;
+    Py_DECREF(hooks);
+    return hooks != Py_None;
+}
+
+/* Says once that the module has hooked a tensor which its caller may use, too: one that
+ * it got, or one that it returns. */
+static int
+warn_of_hooks(const smp_unpack *unpack, const smp_pack *pack, const smp_entry *entry)
+{
+    int       got = 0;
+    int       returned = 0;
+    PyObject *done;
+
+    for (size_t i = 0; i < unpack->ntensors && got == 0; i++) {
+        got = unpack->requires_grad[i] ? is_hooked(unpack->tensors[i]) : 0;
+    }
+    for (size_t i = 0; i < pack->ntensors && got == 0 && returned == 0; i++) {
+        returned = pack->in_graph[i] ? is_hooked(pack->tensors[i]) : 0;
+    }
+    if (got == 0 && returned == 0) {
+        return 0;
+    }
+    if (got < 0 || returned < 0) {
+        return -1;
+    }
+    done = PyObject_CallFunctionObjArgs(smp_the_session.warn_of_hook, entry->path,
+                                        returned ? Py_True : Py_False, NULL);
+    Py_XDECREF(done);
+    return done == NULL ? -1 : 0;
 }
 
 /* Keeps the outputs that require grad until the backward request. */
@@ -423,8 +437,9 @@ serve_forward(smp_message *request, smp_task *task)
         sent = smp_session_answer_raised(task, source, envelope);
         goto done;
     }
-    if (warn_of_hooks(&unpack, entry) < 0 || pack_dirty(&pack, &unpack, context) < 0 ||
-        smp_pack_value(&pack, value) < 0 || pack_changes(&pack, &unpack, entry) < 0 ||
+    if (pack_dirty(&pack, &unpack, context) < 0 || smp_pack_value(&pack, value) < 0 ||
+        warn_of_hooks(&unpack, &pack, entry) < 0 ||
+        pack_changes(&pack, &unpack, entry) < 0 ||
         smp_session_warn_if_laden(pack.laden, entry) < 0) {
         goto done;
     }

@@ -180,7 +180,7 @@ def refuse(arguments: Arguments, *names: str) -> None:
     """
     for name in names:
         if not _is_absent(arguments.get(name)):
-            caches = name in CACHES or name == "use_cache"
+            caches = name in (*CACHES, "use_cache")
             instead = "pass use_cache=False, or " if caches else ""
             raise NotImplementedError(
                 f"smp: {name} of a model that distributed modules have replaced is not built: "

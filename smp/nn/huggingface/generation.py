@@ -45,8 +45,12 @@ def _together(cls: Any) -> dict[str, Any]:
     def _has_unfinished_sequences(
         self: Any, this_peer_finished: bool, synced_gpus: bool, device: torch.device
     ) -> bool:
-        group.call_of("generate")
-        return not all(done for (done,) in group.gather_numbers([this_peer_finished], device))
+        before = group.call_of("generate")
+        try:
+            everyones = group.gather_numbers([this_peer_finished], device)
+        finally:
+            group.call_of(before)
+        return not all(done for (done,) in everyones)
 
     members = {"generate": generate, "_has_unfinished_sequences": _has_unfinished_sequences}
     for search, names in _REARRANGE.items():

@@ -2,6 +2,7 @@
 #include "comm/collective/checks/agreement.h"
 
 #include <stdio.h>
+#include <string.h>
 
 #include "comm/collective/checks/call.h"
 #include "comm/collective/kernels/kind.h"
@@ -12,17 +13,24 @@ assumed(const smp_notice *notice)
     return notice->operation == SMP_ALL_GATHER ? notice->assumed : 0;
 }
 
+static uint32_t
+key(const smp_notice *notice)
+{
+    return smp_operation_has_root((smp_operation)notice->operation) ? 0 : notice->key;
+}
+
 static bool
 same_call(const smp_notice *a, const smp_notice *b)
 {
     return a->sequence == b->sequence && a->operation == b->operation &&
            a->dtype == b->dtype && a->kind == b->kind && a->reduction == b->reduction &&
-           a->uneven == b->uneven && a->root == b->root && a->count == b->count &&
-           a->on_device == b->on_device && a->sparse == b->sparse &&
-           a->columns == b->columns && assumed(a) == assumed(b);
+           a->uneven == b->uneven && a->root == b->root && /* or their keys */
+           a->count == b->count && a->on_device == b->on_device &&
+           a->sparse == b->sparse && a->columns == b->columns &&
+           assumed(a) == assumed(b);
 }
 
-/* Whether all gather with sizes that they assume, and these differ. */
+/* Whether all gather for the same with sizes that they assume, and these differ. */
 static bool
 sizes_unlike(const smp_said *said, int n, char *text, size_t bytes)
 {
@@ -30,7 +38,8 @@ sizes_unlike(const smp_said *said, int n, char *text, size_t bytes)
 
     for (int m = 0; m < n; m++) {
         if (assumed(said[m].notice) == 0 ||
-            said[m].notice->sequence != said[0].notice->sequence) {
+            said[m].notice->sequence != said[0].notice->sequence ||
+            key(said[m].notice) != key(said[0].notice)) {
             return false;
         }
         if (other == 0 && assumed(said[m].notice) != assumed(said[0].notice)) {
@@ -104,6 +113,21 @@ matching_counts(const smp_said *said, int n, char *text, size_t bytes, size_t *m
     return true;
 }
 
+/* As smp_notice_describe(), with the key if the `other` has another one. */
+static void
+describe_beside(const smp_notice *notice, const smp_notice *other, char *out,
+                size_t bytes)
+{
+    size_t length;
+
+    smp_notice_describe(notice, out, bytes);
+    length = strlen(out);
+    if (key(notice) != 0 && key(notice) != key(other)) {
+        snprintf(out + length, bytes - length, SMP_WITH_KEY "%08x",
+                 (unsigned)key(notice));
+    }
+}
+
 bool
 smp_agreement(const smp_said *said, int n, size_t *most, char *text, size_t bytes)
 {
@@ -113,11 +137,11 @@ smp_agreement(const smp_said *said, int n, size_t *most, char *text, size_t byte
     }
     for (int m = 1; m < n; m++) {
         if (!same_call(said[0].notice, said[m].notice)) {
-            char one[96];
-            char other[96];
+            char one[120];
+            char other[120];
 
-            smp_notice_describe(said[0].notice, one, sizeof(one));
-            smp_notice_describe(said[m].notice, other, sizeof(other));
+            describe_beside(said[0].notice, said[m].notice, one, sizeof(one));
+            describe_beside(said[m].notice, said[0].notice, other, sizeof(other));
             snprintf(text, bytes, "rank %d calls %s, rank %d calls %s", said[0].name,
                      one, said[m].name, other);
             return false;

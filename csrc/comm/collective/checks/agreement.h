@@ -21,6 +21,10 @@ typedef struct {
 /* In what it says where members assume other sizes, and only there. */
 #define SMP_SIZES_UNLIKE "assume other sizes"
 
+/* In what it says of a call, before eight hexadecimal digits, if keys differ and this
+ * one has one. */
+#define SMP_WITH_KEY " with key "
+
 /* Says who calls what if they do not agree.  *most: the longest range that one sends to
  * another, of an all-to-all with split sizes. */
 bool smp_agreement(const smp_said *said, int n, size_t *most, char *text, size_t bytes);

@@ -255,7 +255,11 @@ smp_call_say(const smp_call *call, int n, uint64_t sequence, smp_notice *notice,
                                                         : 0);
     notice->sparse = call->sparse;
     notice->columns = smp_call_has_columns(call);
-    notice->root = smp_operation_has_root(call->operation) ? call->root : 0;
+    if (smp_operation_has_root(call->operation)) {
+        notice->root = call->root;
+    } else {
+        notice->key = call->key;
+    }
     notice->count = lists != 0 || is_barrier ? 0 : call->count;
     if (call->operation == SMP_ALL_GATHER) {
         notice->assumed = call->assumed;
@@ -281,9 +285,9 @@ smp_call_say_again(const smp_notice *said, smp_notice *notice)
     notice->kind = said->kind;
     notice->reduction = said->reduction;
     notice->uneven = said->uneven;
-    notice->root = said->root;
+    notice->root = said->root; /* and the key, which has the same place */
     notice->count = said->count;
     notice->sparse = said->sparse;
     notice->columns = said->columns;
-    notice->assumed = said->assumed; /* and the factor, which has the same place */
+    notice->assumed = said->assumed; /* and the factor, likewise */
 }

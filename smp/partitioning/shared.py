@@ -1,0 +1,93 @@
+"""Modules and parameters that several models have.
+
+A module is on one rank, and so is a parameter: where one model has them, there the others
+have them, too.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, NamedTuple
+
+from torch import nn
+
+from smp.modules.remote_modules import runs_where_called
+from smp.partitioning.partition import pin_of
+
+if TYPE_CHECKING:
+    from smp.model import DistributedModel
+
+
+class Home(NamedTuple):
+    """Where something of a model is."""
+
+    kind: str  # "module", "parameter" or "buffer"
+    name: str  # its path there, and the model
+    rank: int  # a pp_rank
+    pinned: bool  # by the user; else decided
+
+    def described(self) -> str:
+        """For messages."""
+        where = f"{'pinned to' if self.pinned else 'on'} partition {self.rank}"
+        return f"{self.kind} {self.name} in another DistributedModel, {where}"
+
+
+# By id of a module, a parameter or a buffer that changes.
+Homes = dict[int, Home]
+
+
+def homes_in(
+    root: nn.Module,
+    rank_of: Mapping[str, int],
+    changing: Mapping[str, Iterable[str]] | None = None,
+    pinned: bool = False,
+) -> Homes:
+    """What is where in a model.
+
+    Args:
+        rank_of: pp_rank by path; modules without one have no home, nor have those that run
+            where they are called.
+        changing: by path, names of the module's buffers that its forward changes.
+        pinned: the ranks are the user's.
+    """
+    homes: Homes = {}
+
+    def add(thing: object, kind: str, path: str, rank: int) -> None:
+        name = f"{path!r} of a {type(root).__name__}"
+        homes.setdefault(id(thing), Home(kind, name, rank, pinned))
+
+    for path, module in root.named_modules():
+        rank = rank_of.get(path)
+        if rank is None or runs_where_called(module):
+            continue
+        add(module, "module", path, rank)
+        changed = (changing or {}).get(path, ())
+        held = [("parameter", item) for item in module._parameters.items()]
+        held += [("buffer", (name, module._buffers.get(name))) for name in changed]
+        for kind, (name, tensor) in held:
+            if tensor is not None:
+                add(tensor, kind, f"{path}.{name}".lstrip("."), rank)
+    return homes
+
+
+def homes_of(models: Iterable["DistributedModel"]) -> Homes:
+    """What is where in models that have been partitioned; the first one's word counts."""
+    homes: Homes = {}
+    for one in models:
+        if one._smp_decision is not None:
+            its = homes_in(one._smp_module, one._smp_decision.rank_of, one._smp_changing)
+            homes = its | homes
+    return homes
+
+
+def pinned_homes(models: Iterable["DistributedModel"]) -> Homes:
+    """What the user has pinned in models that have not been partitioned, with all in it."""
+    homes: Homes = {}
+    for one in models:
+        ranks: dict[str, int] = {}
+        for path, module in one._smp_module.named_modules():
+            rank = pin_of(module)
+            if rank is None and path:
+                rank = ranks.get(path.rpartition(".")[0])
+            if rank is not None:
+                ranks[path] = rank
+        homes = homes_in(one._smp_module, ranks, pinned=True) | homes
+    return homes

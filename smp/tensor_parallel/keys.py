@@ -1,0 +1,87 @@
+"""Keys by which the core sees that the tp_ranks make the same collective, each for itself.
+
+Two modules of equal sizes make equal operations: ranks of which one is in the first and one in
+the second would add up slices of two modules.  So every collective of a module says by its key
+(``key`` in csrc/comm/collective/checks/call.h) what it belongs to.  A key is 32 bits: from the
+path of the module and the phase, 22; from the call and the collective in it, 10.
+"""
+
+import functools
+import hashlib
+import re
+
+from smp import _core
+from smp.execution import runtime
+from smp.tensor_parallel.slices import PATH
+
+_OF_CALL = 10  # bits
+_OF_MODULE = 32 - _OF_CALL
+_MODULES, _CALLS = 2**_OF_MODULE, 2**_OF_CALL
+
+# Odd, so that what is less than 2**10 apart does not meet.
+_A_PHASE = 0x9E377
+_A_COLLECTIVE = 331
+
+_KEY = re.compile(re.escape(_core.WITH_KEY) + "([0-9a-f]{8})")
+
+_numbers: dict[str, int] = {}  # of paths that were asked for
+
+
+def of_collective(path: str, phase: int, call: int, collective: int) -> int:
+    """The key of a collective; the same in every process.
+
+    Args:
+        path: of the module.
+        phase: by its number in ``_core.phases``.
+        call: a number that the call, or the backward of one, has on all tp_ranks.
+        collective: how many the call has made before.
+    """
+    number = _numbers.get(path)
+    if number is None:
+        number = _numbers[path] = _number_of(path)
+    of_module = (number + phase * _A_PHASE) % _MODULES
+    return of_module * _CALLS + (call + collective * _A_COLLECTIVE) % _CALLS
+
+
+def _number_of(path: str) -> int:
+    digest = hashlib.blake2b(path.encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "little") % _MODULES
+
+
+def tell_unlike(error: BaseException) -> bool:
+    """Whether a collective has failed because other tp_ranks made one of another module."""
+    return len(_KEY.findall(str(error))) > 1
+
+
+def explained(error: BaseException) -> str:
+    """What an error says, with modules in the place of keys."""
+    text = str(error)
+    keys = [int(digits, 16) for digits in _KEY.findall(text)]
+    if not keys:
+        return text
+    paths = {*_numbers, *_paths_of_models()}
+    said = _KEY.sub(functools.partial(_in_words, paths), text)
+    if len(keys) > 1 and len({key // _CALLS for key in keys}) == 1:
+        said += "; these are two calls of the module, or two collectives of one call"
+    return said
+
+
+def _in_words(paths: set[str], found: re.Match[str]) -> str:
+    of_module = int(found[1], 16) // _CALLS
+    named = sorted(
+        f"module '{path}' ({_core.phases[phase]})"
+        for path in paths
+        for phase in range(len(_core.phases))
+        if (_number_of(path) + phase * _A_PHASE) % _MODULES == of_module
+    )
+    return f" for {' or '.join(named) or 'a module that this rank does not know'}"
+
+
+def _paths_of_models() -> list[str]:
+    models = runtime.current.live_models() if runtime.current is not None else ()
+    return [
+        module.__dict__[PATH]
+        for model in models
+        for module in model.modules()
+        if PATH in module.__dict__
+    ]

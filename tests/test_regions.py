@@ -1,0 +1,121 @@
+"""Spec: smp/tensor_parallel/regions.py: what a region has gathered is known in its call alone,
+and where a part of that is computed again."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import smp
+from tests.ranks import on_ranks
+from tests.reference.whole_job import split_over_all_ranks
+from tests.test_collective_keys import WIDTH, TwoAlike, check_next_step, job_of, refuse
+
+
+def input_of(rank: int, width: int = WIDTH) -> Tensor:
+    torch.manual_seed(rank)
+    return torch.randn(2 + rank, 3, width)
+
+
+@on_ranks(2)
+def test_what_leads_out_is_called_within_its_own_region():
+    job = job_of("region")
+    net, x = job.net, input_of(smp.rank())
+    inner = torch.zeros(5, 3, net.one.c_proj.nx)
+    for _ in range(2):
+        with pytest.raises(
+            RuntimeError, match=r"'one.c_proj' holds .* called outside of the m"
+        ):
+            net.one.c_proj(inner)
+        net.one(x)
+    # Within another region's call.
+    net.other.act.forward = lambda y: net.one.c_proj(y)
+    with pytest.raises(RuntimeError, match=r"'one.c_proj' holds .* called outside of the m"):
+        net.other(x)
+    del net.other.act.forward
+    with pytest.raises(RuntimeError, match="'other.c_proj' holds"):
+        net.other.c_proj(inner)  # behind a call that raised
+    check_next_step(job)
+
+
+@on_ranks(2)
+def test_what_leads_out_behind_its_region():
+    """BERT's attention gathers in one module, and leads out in the next of its holder."""
+    from transformers import BertConfig
+    from transformers.models.bert.modeling_bert import BertLayer
+
+    split_over_all_ranks()
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(5)
+    config = BertConfig(hidden_size=WIDTH, num_attention_heads=2, intermediate_size=2 * WIDTH)
+    config._attn_implementation = "eager"
+    with smp.tensor_parallelism():
+        layer = BertLayer(config)
+    smp.DistributedModel(nn.ModuleList([layer]))
+    inner = torch.zeros(5, 3, layer.attention.output.dense.in_features)
+    x = input_of(smp.rank())
+    for checkpointed in (False, True):
+        layer.gradient_checkpointing = checkpointed
+        layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
+        layer(x).sum().backward()
+        for path in ("attention.output", "output"):
+            dense = layer.get_submodule(f"{path}.dense")
+            with pytest.raises(RuntimeError, match=f"'0.{path}.dense' holds"):
+                dense(inner)
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.5])
+@pytest.mark.parametrize("alike", [False, True])
+@on_ranks(2)
+def test_a_part_of_a_region_is_computed_again(alike, rate):
+    """Each call with the rows that it had in the forward."""
+    split_over_all_ranks(prescaled_batch=alike)
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(5)
+    net = TwoAlike("region")
+    model = smp.DistributedModel(net)
+    xs = [input_of(0 if alike else smp.rank() + 2 * i) for i in range(2)]
+    net.one.dropout.p = net.other.dropout.p = rate
+
+    def gradients() -> list[Tensor]:
+        model.zero_grad()
+        torch.manual_seed(9)
+        sum(model(x).square().sum() for x in xs).backward()
+        return [p.grad.clone() for p in net.parameters()]
+
+    want = gradients()
+    for mlp in (net.one, net.other):
+        smp.set_activation_checkpointing(mlp.c_proj)
+    for got, wanted in zip(gradients(), want, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
+
+
+@on_ranks(2)
+def test_torchs_own_checkpoint_of_a_part_is_refused():
+    job = job_of("region")
+    mlp = job.net.one
+    leads_out, x = mlp.c_proj.forward, input_of(smp.rank()).requires_grad_()
+    mlp.c_proj.forward = lambda y: checkpoint(leads_out, y, use_reentrant=False)
+    y = mlp(x)
+    with pytest.raises(RuntimeError, match="in a backward: .* smp.set_activation_checkpoint"):
+        y.sum().backward()
+    del mlp.c_proj.forward
+    check_next_step(job)
+
+
+@on_ranks(2)
+def test_random_numbers_are_alike_again_behind_a_region_that_raised():
+    split_over_all_ranks(prescaled_batch=True)
+    net = TwoAlike("region")
+    smp.DistributedModel(net)
+    torch.manual_seed(1)
+    net.one.act.forward = refuse
+    with pytest.raises(ValueError, match="no tensor"):
+        net.one(input_of(0))
+    drawn = torch.rand(4)
+    others = drawn.clone()
+    dist.all_reduce(others, group=smp.get_tp_process_group())
+    torch.testing.assert_close(others, 2 * drawn)
