@@ -500,6 +500,27 @@ def test_the_architecture_has_every_folder_and_every_file_of_the_server_and_of_c
             assert f"`{file.name}`" in text or f"/{file.name}`" in text, file
 
 
+def test_the_configuration_page_names_every_parameter_and_its_default():
+    text = (ROOT / "docs/configuration.md").read_text()
+    public = {name for name in config.FIELDS if not name.startswith("_")}
+    assert public <= set(re.findall(r"`(\w+)(?:=[^`]*)?`", text))
+
+    for names, default in re.findall(r"^\| (`[^|]*) \| ([^|]*) \|", text, re.M):
+        shown = [name for name in re.findall(r"`(\w+)`", names) if name in public]
+        values = default.split(", ") if len(shown) > 1 else [default]
+        for name, value in zip(shown, values, strict=True):
+            assert is_default(name, value), (name, value)
+
+
+def is_default(name: str, shown: str) -> bool:
+    """Whether a page shows a parameter's default; one that depends on others is in words."""
+    value = config.FIELDS[name].default
+    if value is None:
+        return True
+    shown = re.sub(r"^(\d+) MiB$", lambda m: str(int(m[1]) << 20), shown.strip("`"))
+    return shown.strip('"') == str(value) or shown == f"{value:g}"
+
+
 def test_the_readme_names_every_parameter_that_is_not_built():
     text = (ROOT / "README.md").read_text()
     [row] = [line for line in text.splitlines() if line.startswith("| not built yet |")]
