@@ -46,6 +46,9 @@ _REDUCTIONS = {
 
 MONITOR_TAG = -1  # of what ranks say about monitored barriers; a script's own are not negative
 
+# Of groups that nobody has described.
+_NO_DESCRIPTIONS = ("undefined", "default_pg")
+
 _SUM = _core.reductions["sum"]
 
 # What torch's options say where nobody set a timeout.
@@ -65,7 +68,7 @@ class ProcessGroup(dist.ProcessGroup):
         store: for keys that only this group uses.
         timeout: of an operation, unless it says otherwise.
         name: torch's, unlike that of any other group.
-        shown: what errors and reports call it; the name if None.
+        shown: what errors and reports call it, until it has a description.
         nccl_options: for the group inside.
     """
 
@@ -81,8 +84,8 @@ class ProcessGroup(dist.ProcessGroup):
         store: dist.Store,
         timeout: timedelta,
         name: str,
-        nccl_options: Any = None,
-        shown: str | None = None,
+        nccl_options: Any,
+        shown: str,
     ):
         super().__init__(rank, len(members))  # type: ignore[call-arg]
         self._rank = rank
@@ -363,6 +366,7 @@ class ProcessGroup(dist.ProcessGroup):
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
     ) -> None:
         """A barrier that tells rank 0 who did not come (`monitored_barrier.Monitor`)."""
+        show(self)
         timeout = self._timeout if timeout is None else timeout
         self._monitor.barrier(self, timeout, wait_all_ranks)
 
