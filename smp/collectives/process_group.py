@@ -19,7 +19,7 @@ from torch.distributed.distributed_c10d import AllgatherOptions
 from smp import _core
 from smp.collectives import dense, launch, sparse
 from smp.collectives.monitored_barrier import Monitor
-from smp.collectives.operation import not_traced, operation_of
+from smp.collectives.operation import not_traced, operation_of, show
 from smp.collectives.ranks import Ranks
 from smp.collectives.work import AllOf, DeviceWork, Over, OverOnDevice, Received, Work
 from smp.job import core_warnings
@@ -97,8 +97,8 @@ class ProcessGroup(dist.ProcessGroup):
         self._timeout_s = timeout.total_seconds()
         self._limit_s = 0.0  # of one operation; 0: as the group was made
         self._name = name
-        self._shown = shown or name
-        self._description = "undefined"
+        self._shown = shown
+        self._description = _NO_DESCRIPTIONS[0]
         self._device: torch.device | None = None
         self._nccl: Any = None
         self._nccl_options = nccl_options
@@ -338,6 +338,7 @@ class ProcessGroup(dist.ProcessGroup):
 
     @not_traced
     def barrier(self, opts: Any = None) -> dist.Work:
+        show(self)
         opts = opts or dist.BarrierOptions()
         if opts.device is not None and opts.device.type == "cuda":
             return self.nccl().barrier(opts)
@@ -607,7 +608,12 @@ class ProcessGroup(dist.ProcessGroup):
         return self._description
 
     def setGroupDesc(self, desc: str) -> None:
+        """Errors and reports call the group so, if nothing was called in it yet."""
         self._description = desc
+        if desc not in _NO_DESCRIPTIONS and self.issued() == 0:
+            self._shown = desc
+            self._monitor = Monitor(desc, self._rank, self.global_ranks)
+            self._ranks.rename(self._group, desc)
 
     _set_group_desc = setGroupDesc
     group_desc = property(getGroupDesc)
