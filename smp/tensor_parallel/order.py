@@ -34,6 +34,7 @@ import torch.distributed as dist
 
 from smp import _core, ranks
 from smp.collectives.process_group import ProcessGroup
+from smp.job.objects import refuse_if_forked
 from smp.tensor_parallel import step_end
 
 _LOOK_S = 0.1  # between two looks for signals
@@ -91,6 +92,8 @@ class Call:
             Exception: what ``start`` raised, or what became of the operation.
         """
         if self._made is None:
+            job = ranks.state.job("smp")
+            refuse_if_forked(f"smp: module '{self._path}'", job.boot.rank, job.pid)
             try:
                 start(False)
             except Exception as error:
