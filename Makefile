@@ -121,21 +121,29 @@ lint: venv
 	$(BIN)/ruff check smp smdistributed tests benchmarks examples docs setup.py
 	$(BIN)/mypy
 	$(BIN)/codespell README.md CHANGELOG.md CONTRIBUTING.md docs smp csrc tests benchmarks examples
+	$(MAKE) headers
 	$(MAKE) docs
 
 # The reference, from docstrings, in build/docs; a warning is an error.
 docs: venv
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs/reference build/docs
 
-# The core against the headers of the Pythons that are on PATH, and of others: HEADERS="folder ...".
-HEADERS ?= $(shell for minor in 10 11 12 13 14; do python3.$$minor -c $(INCLUDE_OF) 2>/dev/null; done)
+# The core's extension module against the headers of each Python that is on PATH or that pyenv
+# has, one of a minor version, and of others: HEADERS="folder ...".
 INCLUDE_OF := 'import sysconfig; print(sysconfig.get_paths()["include"])'
-WITHOUT_MPI := $(filter-out csrc/python/mpi_module.c csrc/comm/transport/mpi/%,$(filter %.c,$(CSRC)))
+HEADERS ?= $(shell for minor in 10 11 12 13 14; do \
+    for folder in "$$(python3.$$minor -c $(INCLUDE_OF) 2>/dev/null)" \
+        "$$(pyenv root 2>/dev/null)"/versions/3.$$minor.*/include/python3.$$minor; do \
+        if test -e "$$folder/Python.h"; then echo "$$folder"; break; fi; \
+    done; done; true)  # make drops the output of a shell that ends with "not found"
+WITH_PYTHON := $(filter-out csrc/python/mpi_module.c,$(filter csrc/python/%.c,$(CSRC)))
 
 headers:
-	@for folder in $(HEADERS); do echo "$$folder"; printf '%s\n' $(WITHOUT_MPI) | \
-	    xargs $(CC) -std=c11 -O2 -fsyntax-only -Wall -Wextra -Wpedantic -Wconversion -Werror \
-	    -Icsrc -I"$$folder" || exit 1; done
+	@folders='$(strip $(HEADERS))'; \
+	test -n "$$folders" || { echo "no headers of Python 3.10 to 3.14: HEADERS=\"folder ...\"" >&2; exit 1; }; \
+	for folder in $$folders; do echo "$$folder"; printf '%s\n' $(WITH_PYTHON) | \
+	    xargs -P $$(nproc) -n 8 $(CC) -std=c11 -O2 -fsyntax-only -Wall -Wextra -Wpedantic -Wconversion \
+	    -Werror -Icsrc -I"$$folder" || exit 1; done
 
 # Random bytes against the decoders and random trees against the partitioner.
 SECONDS ?= 10

@@ -35,6 +35,7 @@ from smp.job.together import CallMismatch
 from smp.model import DistributedModel, clip_grad_norm_
 from smp.modules.activation_checkpointing import set_activation_checkpointing
 from smp.modules.delayed_init import delay_param_initialization
+from smp.modules.homes import empty_cache
 from smp.modules.model_creation import model_creation
 from smp.partitioning.partition import PartitionError, partition, set_partition
 from smp.partitioning.planning import plan

@@ -3,6 +3,7 @@
 import torch
 import torch.distributed as dist
 
+from smp.job.objects import refuse_if_forked
 from smp.state_mod import state
 
 
@@ -66,4 +67,5 @@ def agree(found_inf: torch.Tensor) -> None:
     if state.is_initialized:
         job = state.job("smp.amp.GradScaler")
         if len(job.groups["mp"]) > 1:
+            refuse_if_forked("smp.amp.GradScaler", job.boot.rank, job.pid)
             dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=job.torch_groups.by_kind["mp"])

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from smp import ranks
+from smp.job.objects import refuse_if_forked
 from smp.state_mod import state
 from smp.tensor_parallel.slices import slices_of
 
@@ -336,6 +337,8 @@ def norm_over_the_model(parameters: list[Tensor], norm_type: float = 2.0) -> Ten
     if state.is_initialized:
         job = state.job("smp.optimizers")
         if len(job.groups["mp"]) > 1:
+            caller = "smp: the norm of the model's gradients"
+            refuse_if_forked(caller, job.boot.rank, job.pid)
             total = total.to(accelerator_or_cpu())
             op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
             dist.all_reduce(total, op, group=job.torch_groups.by_kind["mp"])

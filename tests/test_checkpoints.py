@@ -101,6 +101,7 @@ def test_the_files_have_the_names_of_the_original(tmp_path):
         "model.pt",
         "newest",
         "optimizer_model.pt",
+        "parts_model.pt",
         "user_content_model.pt",
     ]
 
@@ -380,6 +381,39 @@ def test_the_last_part_is_missed_too(tmp_path):
     remove("model_1_0.pt")
     with pytest.raises(smp.CheckpointError, match=r"lacks model_1_0\.pt, user_content\.pt"):
         smp.resume_from_checkpoint(tmp_path, load_optimizer=False)
+
+
+@on_ranks(2)
+def test_a_full_checkpoint_lists_its_files(tmp_path):
+    """What is listed and missing is an error; what an older one of that name had is no part."""
+    init(2)
+    run = Run("adamw")
+    run.train(0, 1)
+
+    def remove(name):
+        smp.barrier()
+        if smp.rank() == 0:
+            (tmp_path / name).unlink()
+        smp.barrier()
+
+    save(run, tmp_path, "a", partial=False)
+    remove("optimizer_a")
+    with pytest.raises(smp.CheckpointError, match="lacks optimizer_a of the checkpoint 'a'"):
+        smp.resume_from_checkpoint(tmp_path, partial=False)
+    found = smp.resume_from_checkpoint(tmp_path, partial=False, load_optimizer=False)
+    assert found["step"] == 3
+    remove("user_content_a")
+    with pytest.raises(smp.CheckpointError, match="lacks user_content_a, optimizer_a"):
+        smp.resume_from_checkpoint(tmp_path, partial=False)
+    remove("parts_a")  # as of versions that listed nothing
+    with pytest.warns(UserWarning, match="has no optimizer state"):
+        assert smp.resume_from_checkpoint(tmp_path, partial=False) == {}
+
+    save(run, tmp_path, "b", partial=False)
+    smp.save_checkpoint(tmp_path, "b", partial=False, model=run.model)
+    assert (tmp_path / "optimizer_b").exists()
+    with pytest.warns(UserWarning, match="has no optimizer state"):
+        smp.resume_from_checkpoint(tmp_path, partial=False)
 
 
 @on_ranks(2)

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import smp
 from tests.namespaces import ranks_behind
 from tests.ranks import on_ranks
 from tests.test_collectives import job, refused
@@ -69,7 +70,7 @@ def test_who_is_killed_goes_by_its_global_number(tmp_path):
         "receive (tag 0) from rank 3",
         "send (tag 0) to rank 3",
     ):
-        told = rf"smp: group '\d+': {re.escape(operation)}: {re.escape(lost)}"
+        told = rf"smp: group '\d+ \(ranks 2, 3\)': {re.escape(operation)}: {re.escape(lost)}"
         assert re.search(told, said), said + errors
 
 
@@ -103,6 +104,45 @@ def test_the_ranks_of_a_group_go_by_their_global_numbers(tmp_path, monkeypatch):
             other = torch.empty(4, dtype=torch.int32)
             error = refused(lambda: dist.recv(other, 3, group, tag=1))
             assert f"receive (tag 1) from rank 3: {sent}" in error
+        dist.barrier()
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("default", ["smddp", "gloo"])
+def test_a_group_goes_by_its_description_or_else_by_its_number_and_ranks(default, tmp_path):
+    with job(tmp_path, default) as (rank, size):
+        for about, called in (
+            ({"ranks": [2, 3]}, r"\d+ \(ranks 2, 3\)"),
+            ({"ranks": [3, 0]}, r"\d+ \(ranks 0, 3\)"),
+            ({"ranks": [0, 1, 2]}, r"\d+ \(ranks 0 to 2\)"),
+            ({"ranks": [1, 3], "group_desc": "evaluation"}, "evaluation"),
+            ({"group_desc": "all of them, " * 6}, ("all of them, " * 6)[:63]),
+            ({}, r"\d+"),
+        ):
+            group = dist.new_group(backend="smddp", **about)
+            members = about.get("ranks", range(size))
+            if rank in members:
+                x = torch.ones(3) if rank == max(members) else torch.ones(4)
+                told = refused(lambda x=x, group=group: dist.all_reduce(x, group=group))
+                assert re.match(f"smp: group '{called}': rank", told), told
+                named = [use.name[:63] for use in smp.comm_report().groups]
+                assert any(re.fullmatch(called, name) for name in named), named
+            dist.barrier()
+
+
+@on_ranks(4)
+def test_a_description_that_comes_later_changes_no_name(tmp_path):
+    with job(tmp_path) as (rank, _):
+        group = dist.new_group([0, 1], backend="smddp", group_desc="early")
+        if rank < 2:
+            dist.barrier(group)
+            group._set_group_desc("late")
+            assert group.group_desc == "late"
+            x = torch.ones(3 + rank)
+            assert "group 'early': rank" in refused(lambda: dist.all_reduce(x, group=group))
+        if rank == 0:
+            wait = partial(group.monitored_barrier, timedelta(seconds=0.01))
+            assert "group 'early': monitored barrier 1" in refused(wait)
         dist.barrier()
 
 

@@ -111,12 +111,41 @@ def test_a_degree_of_minus_1_is_what_the_others_leave(size, monkeypatch):
         assert more.partitions == 2 and more.ddp
 
 
+@pytest.mark.parametrize("size", [1, 2, 3, 12])
+def test_a_tensor_parallel_degree_of_minus_1_is_what_the_others_leave(size, monkeypatch):
+    monkeypatch.setattr(config, "_NOT_BUILT", [])
+    cfg = load(size, tensor_parallel_degree=-1)
+    assert (cfg.tensor_parallel_degree, cfg.pipeline_parallel_degree) == (size, 1)
+    assert cfg.ddp is (size > 1)
+    assert cfg == load(size, tensor_parallel_degree=size)
+    if size == 12:
+        assert load(size, tensor_parallel_degree=-1, partitions=3).tensor_parallel_degree == 4
+        more = load(
+            size, partitions=3, tensor_parallel_degree=-1, sharded_data_parallel_degree=2
+        )
+        assert more.tensor_parallel_degree == 2
+
+
+@pytest.mark.parametrize("pipeline", ["pipeline_parallel_degree", "partitions"])
+@pytest.mark.parametrize("size", [1, 4])
+def test_two_degrees_of_minus_1_are_refused(pipeline, size):
+    with pytest.raises(ConfigError) as caught:
+        load(size, **{pipeline: -1, "tensor_parallel_degree": -1})
+    assert str(caught.value) == (
+        "pipeline_parallel_degree=-1 and tensor_parallel_degree=-1: only one of them can be "
+        "-1, as many ranks as the other degrees leave"
+    )
+
+
 def test_a_degree_of_minus_1_where_the_others_do_not_divide():
     for size in (1, 3):
         with pytest.raises(ConfigError, match="tensor_parallel_degree=2 must divide .* ranks"):
             load(size, pipeline_parallel_degree=-1, tensor_parallel_degree=2)
-    with pytest.raises(ConfigError, match="=-2 .* at least 1, or -1: as many ranks as"):
-        load(4, pipeline_parallel_degree=-2)
+        with pytest.raises(ConfigError, match="pipeline_parallel_degree=2 times .* ranks"):
+            load(size, pipeline_parallel_degree=2, tensor_parallel_degree=-1)
+    for name in ("pipeline_parallel_degree", "tensor_parallel_degree"):
+        with pytest.raises(ConfigError, match="=-2 .* at least 1, or -1: as many ranks as"):
+            load(4, **{name: -2})
 
 
 def test_active_microbatches_is_all_of_them_for_simple():

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import _functional_collectives as functional
 
 import smp
 from tests.ranks import SEEDS, on_ranks
@@ -347,6 +348,99 @@ def test_the_traced_run_fails_on_all_ranks():
         train(model, data_of(smp.dp_rank()))
     net.far.raises = False
     train(model, data_of(smp.dp_rank()))
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("backend", ["smddp", "gloo"])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_without_the_option_a_module_that_calls_a_collective_says_what_to_set(tp, backend):
+    begin(deterministic_server=False, tensor_parallel_degree=tp, ddp_dist_backend=backend)
+    model = on_two_stages(make())
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"module 'near\.norm' \(SharedNorm\)") as caught:
+            train(model, data_of(smp.dp_rank()))
+        assert "over ranks 0, " in str(caught.value)
+        assert "set 'deterministic_server': True" in str(caught.value)
+        assert not model.partitioned
+    for module in model.module.modules():
+        module.shares = False
+    train(model, data_of(smp.dp_rank()))
+
+
+class Calling(nn.Module):
+    """Calls one of torch.distributed's collectives."""
+
+    def __init__(self, call):
+        super().__init__()
+        self.call = call
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        x = self.linear(x)
+        self.call(x.detach().clone())
+        return x
+
+
+CALLS = {
+    "all_reduce": lambda x, group: dist.all_reduce(x, group=group),
+    "async": lambda x, group: dist.all_reduce(x, group=group, async_op=True).wait(),
+    "functional": lambda x, group: functional.all_reduce(x, "sum", group) + 1,
+    "all_gather": lambda x, group: dist.all_gather([x.clone(), x.clone()], x, group=group),
+    "barrier": lambda x, group: dist.barrier(group),
+    "monitored_barrier": lambda x, group: group.monitored_barrier(),
+    "object": lambda x, group: dist.all_gather_object([None, None], 1, group=group),
+    "recv": lambda x, group: dist.recv(x, group=group),
+}
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("backend", ["smddp", "gloo"])
+@pytest.mark.parametrize("call", CALLS)
+def test_whatever_a_module_calls_is_refused(call, backend):
+    begin(deterministic_server=False, ddp_dist_backend=backend)
+    group = smp.get_dp_process_group()
+    with smp.delay_param_initialization(enabled=call == "all_reduce"):
+        net = nn.Sequential(nn.Linear(WIDTH, WIDTH), Calling(lambda x: CALLS[call](x, group)))
+    model = smp.DistributedModel(net)
+    with pytest.raises(RuntimeError, match=r"module '1' \(Calling\) calls a collective"):
+        forward(model, torch.ones(8, WIDTH))
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("option", [False, True])
+def test_a_collective_with_ranks_that_run_other_parts_is_refused(option):
+    begin(deterministic_server=option)
+    net = nn.Sequential(nn.Linear(WIDTH, WIDTH), Calling(dist.all_reduce))
+    model = smp.DistributedModel(net)
+    with pytest.raises(RuntimeError, match="over ranks 0, 1, 2, 3, of which some run other"):
+        forward(model, torch.ones(8, WIDTH))
+
+
+@on_ranks(2)
+def test_a_collective_of_this_rank_alone_is_let_be():
+    begin(deterministic_server=False)
+    groups = [dist.new_group([rank]) for rank in range(2)]
+    net = nn.Sequential(
+        nn.Linear(WIDTH, WIDTH), Calling(lambda x: dist.all_reduce(x, group=groups[smp.rank()]))
+    )
+    model = smp.DistributedModel(net)
+    forward(model, torch.ones(8, WIDTH))
+
+
+@on_ranks(4)
+def test_a_collective_of_the_step_function_is_refused():
+    begin(deterministic_server=False)
+
+    @smp.step
+    def average(model, x):
+        y = model(x).mean()
+        dist.all_reduce(y, group=smp.get_dp_process_group())
+        return y
+
+    model = smp.DistributedModel(nn.Sequential(nn.Linear(WIDTH, 4), nn.Linear(4, WIDTH)))
+    with pytest.raises(RuntimeError, match="the step function calls a collective") as caught:
+        average(model, torch.ones(8, WIDTH))
+    assert "'deterministic_server': True" in str(caught.value)
 
 
 # ---------------------------------------------------------------------- nn.SyncBatchNorm

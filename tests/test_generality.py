@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import smp
-from benchmarks import partition_quality
+from benchmarks import partition_quality, partition_size
 from tests.ranks import on_ranks
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -117,3 +117,22 @@ def test_the_distance_to_the_best_is_that_of_the_page(ranks, modules, children):
 def test_the_least_is_found_by_trying_all():
     assert partition_quality.least([3, 3, 2, 2, 2], 2) == 6
     assert partition_quality.least([5, 1, 1], 2) == 5
+
+
+SIZES = (2_000, 32_000)
+MARGIN = 4  # 16 times the modules take 64 times as long: with their square it were 256
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize(
+    "make, shape",
+    [
+        *[(partition_size.decision, shape) for shape in partition_size.SHAPES],
+        (partition_size.decision_of_modules, "in tens"),
+        (partition_size.decision_of_modules, "in one row"),
+    ],
+)
+def test_the_time_of_a_decision_grows_no_faster_than_the_tree(make, shape):
+    small, large = (partition_size.milliseconds(make(shape, size)) for size in SIZES)
+
+    assert large < small * MARGIN * SIZES[1] / SIZES[0]

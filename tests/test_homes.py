@@ -2,6 +2,7 @@
 
 import os
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -272,3 +273,40 @@ def test_a_place_for_tracing_that_does_not_exist():
     with pytest.raises(ValueError, match="trace_device='tpu': must be 'cpu' or 'gpu'"):
         smp.DistributedModel(net(), trace_device="tpu")
     smp.reset()
+
+
+# ------------------------------------------------------------------------- empty_cache
+
+
+def resident() -> int:
+    """Bytes of this process that are in memory."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+@on_ranks(2)
+def test_empty_cache_gives_the_system_the_free_pages_of_the_heap():
+    begin("cpu")
+    smp.empty_cache()
+    before = resident()
+    blocks = [bytearray(b"x" * (32 << 10)) for _ in range(2000)]
+    del blocks
+    kept = resident() - before
+    smp.empty_cache()
+    assert kept > 32 << 20  # or this test shows nothing
+    assert resident() - before < 16 << 20
+
+
+@on_ranks(2)
+@on_the_pretended
+def test_empty_cache_gives_the_accelerator_what_it_kept(device, monkeypatch):
+    home = begin(device)
+    emptied: list[int] = []
+    module = torch.get_device_module(home)
+    monkeypatch.setattr(module, "empty_cache", lambda: emptied.append(1), raising=False)
+    model = smp.DistributedModel(split(net()))
+    train_step(model, *data())
+    emptied.clear()
+    smp.empty_cache()
+    assert emptied == [1]
+    train_step(model, *data())

@@ -390,28 +390,68 @@ def test_a_dense_tensor_keeps_its_strides(tensor):
         assert [got.stride(i) for i in wide] == [tensor.stride(i) for i in wide]
 
 
+def scaled_step(model: smp.DistributedModel) -> None:
+    """One of smp.amp.GradScaler with gradients that are finite."""
+    scaler = smp.amp.GradScaler("cpu")
+    scaler._lazy_init_scale_growth_tracker(torch.device("cpu"))
+    with_gradients(model)
+    scaler.step(torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def with_gradients(model: smp.DistributedModel) -> list[torch.nn.Parameter]:
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    return list(model.parameters())
+
+
+# What is called, and what the error calls it.
 COLLECTIVES = {
-    "barrier": lambda: smp.barrier(),
-    "broadcast": lambda: smp.broadcast(1, smp.WORLD),
-    "allgather": lambda: smp.allgather(1, smp.WORLD),
-    "send": lambda: smp.send(1, 1 - smp.rank(), smp.RankType.WORLD_RANK),
-    "recv_from": lambda: smp.recv_from(1 - smp.rank(), smp.RankType.WORLD_RANK),
-    "step": lambda: smp.step(lambda x: x)(torch.ones(1)),
+    "barrier": (lambda model: smp.barrier(), "smp.barrier"),
+    "broadcast": (lambda model: smp.broadcast(1, smp.WORLD), "smp.broadcast"),
+    "allgather": (lambda model: smp.allgather(1, smp.WORLD), "smp.allgather"),
+    "send": (lambda model: smp.send(1, 1 - smp.rank(), smp.RankType.WORLD_RANK), "smp.send"),
+    "recv_from": (
+        lambda model: smp.recv_from(1 - smp.rank(), smp.RankType.WORLD_RANK),
+        "smp.recv_from",
+    ),
+    "step": (lambda model: smp.step(lambda x: x)(torch.ones(1)), "@smp.step function"),
+    "norm": (lambda model: model.clip_grad_norm_(1.0), "norm of the model's gradients"),
+    "lamb": (
+        lambda model: smp.optimizers.FusedLAMB(with_gradients(model)).step(),
+        "norm of the model's gradients",
+    ),
+    "scaler": (scaled_step, "smp.amp.GradScaler"),
+    "forward": (lambda model: model(torch.ones(1, 2)), "smp.DistributedModel"),
+    "another": (lambda model: smp.DistributedModel(torch.nn.Linear(1, 1)), "DistributedModel"),
+    "split": (torch.no_grad()(lambda model: model(torch.ones(1, 2))), "module '0'"),
 }
-CONFIGURATIONS = [({"pipeline_parallel_degree": 2}, name) for name in COLLECTIVES]
+PIPELINE, REPLICAS, SPLIT = (
+    {"pipeline_parallel_degree": 2},
+    {"ddp": True},
+    {"tensor_parallel_degree": 2},
+)
+ON_REPLICAS = ["forward", "another"]
+CONFIGURATIONS = [
+    *[(PIPELINE, name) for name in COLLECTIVES if name not in (*ON_REPLICAS, "split")],
+    *[(REPLICAS, name) for name in ("step", *ON_REPLICAS)],
+    (SPLIT, "split"),
+]
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("config, name", [*CONFIGURATIONS, ({"ddp": True}, "step")])
-def test_a_forked_child_is_no_rank(config, name):
+@pytest.mark.sample(10)
+@pytest.mark.parametrize("backend", ["smddp", "gloo"])
+@pytest.mark.parametrize("config, name", CONFIGURATIONS)
+def test_a_forked_child_is_no_rank(config, name, backend):
     """Nobody would answer it; what needs no other rank works there."""
-    smp.init(config)
-    model = smp.DistributedModel(torch.nn.Linear(1, 1))
+    smp.init({**config, "ddp_dist_backend": backend})
+    with smp.tensor_parallelism(enabled=name == "split"):
+        model = smp.DistributedModel(torch.nn.Sequential(torch.nn.Linear(2, 2)))
     assert model.training
     reads, writes = os.pipe()
     if (child := os.fork()) == 0:
         try:
-            COLLECTIVES[name]()
+            COLLECTIVES[name][0](model)
         except RuntimeError as error:
             os.write(writes, f"{smp.rank()}: {error}".encode())
         finally:
@@ -422,5 +462,6 @@ def test_a_forked_child_is_no_rank(config, name):
     os.waitpid(child, 0)
 
     rank = smp.rank()
-    assert re.match(rf"{rank}: .*smp.{name}.*: this process was forked from rank {rank}", said)
+    called = COLLECTIVES[name][1]
+    assert re.match(rf"{rank}: .*{called}.*: this process was forked from rank {rank}", said)
     assert smp.allgather(rank, smp.WORLD) == [0, 1]

@@ -1,7 +1,10 @@
 """Rules of the source that no compiler or formatter checks."""
 
 import ast
+import os
 import re
+import shutil
+import subprocess
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from graphlib import CycleError, TopologicalSorter
@@ -308,3 +311,35 @@ def test_no_two_modules_differ_by_an_s():
     names = {path.stem for path in (ROOT / "smp").rglob("*.py")}
     names |= {path.name for path in (ROOT / "smp").rglob("*") if path.is_dir()}
     assert {name for name in names if f"{name}s" in names} == set()
+
+
+# ------------------------------------------------------------------------ make headers
+
+
+def make_headers(*argv: str, **env: str) -> subprocess.CompletedProcess:
+    command = [shutil.which("make"), "-n" if env else "-s", "headers", *argv]
+    said = {"capture_output": True, "text": True}
+    return subprocess.run(command, cwd=ROOT, env={**os.environ, **env}, **said)
+
+
+def test_no_headers_of_python_are_a_failure():
+    done = make_headers("HEADERS=")
+    assert done.returncode != 0 and "no headers of Python 3.10 to 3.14" in done.stderr
+
+
+def test_headers_are_looked_for_on_path_and_with_pyenv(tmp_path):
+    """... where the last one that is looked for is not there."""
+    folders = [tmp_path / "python3.10", tmp_path / "versions/3.12.1/include/python3.12"]
+    programs = {"python3.10": folders[0], "pyenv": tmp_path}
+    for folder in folders:
+        folder.mkdir(parents=True)
+        (folder / "Python.h").touch()
+    for name, says in programs.items():
+        program = tmp_path / "bin" / name
+        program.parent.mkdir(exist_ok=True)
+        program.write_text(f"#!/bin/sh\necho {says}\n")
+        program.chmod(0o755)
+    done = make_headers(PATH=str(tmp_path / "bin"))
+    assert done.returncode == 0, done.stderr
+    found = re.search("folders='(.*)'", done.stdout)[1].split()
+    assert found == [str(folder) for folder in folders]

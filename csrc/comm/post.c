@@ -119,6 +119,14 @@ smp_channel_narrow(smp_post *post, smp_channel *channel)
 }
 
 void
+smp_channel_set_name(smp_post *post, smp_channel *channel, const char *name)
+{
+    smp_lock_acquire(&post->lock);
+    channel->name = name;
+    smp_lock_release(&post->lock);
+}
+
+void
 smp_channel_set_doorbell(smp_post *post, smp_channel *channel, smp_doorbell *doorbell)
 {
     smp_lock_acquire(&post->lock);

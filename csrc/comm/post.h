@@ -70,6 +70,9 @@ void smp_channel_open(smp_post *post, smp_channel *channel);
 /* From now on only what has its nonce goes in. */
 void smp_channel_narrow(smp_post *post, smp_channel *channel);
 
+/* What it is called from now on: borrowed, or NULL.  Nobody reads the name before. */
+void smp_channel_set_name(smp_post *post, smp_channel *channel, const char *name);
+
 /* What is to be rung from now on; NULL: nothing. */
 void smp_channel_set_doorbell(smp_post *post, smp_channel *channel,
                               smp_doorbell *doorbell);

@@ -9,6 +9,8 @@ import torch.distributed as dist
 from smp.collectives.process_group import ProcessGroup
 from smp.collectives.ranks import Ranks
 
+_ITEMS = 6  # of the ranks in a group's name, which the core keeps 63 bytes of
+
 _everyone: Ranks | None = None  # those of the default group, if it is one of ours
 
 
@@ -32,13 +34,42 @@ def create(opts: Any, options: Any = None) -> ProcessGroup:
             _everyone.of_default = False
         _everyone = ranks
         ranks.of_default = True
+    shown = _shown or _named(opts.group_id, opts.global_ranks_in_group)
     try:
         return ProcessGroup(
-            ranks, list(members), rank, opts.store, opts.timeout, opts.group_id, options, _shown
+            ranks, list(members), rank, opts.store, opts.timeout, opts.group_id, options, shown
         )
     except BaseException:
         ranks.close_unused()
         raise
+
+
+def _named(number: str, members: list[int]) -> str:
+    """Torch's number of a group and, if some ranks of the job are not in it, those that are.
+
+    Args:
+        members: global ranks; none: all.
+    """
+    if not members or len(members) == dist.get_world_size():
+        return number
+    return f"{number} ({_in_words(members)})"
+
+
+def _in_words(ranks: list[int]) -> str:
+    """Three or more in a row are the first to the last; of many the start."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and runs[-1][-1] == rank - 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    items = [
+        item
+        for run in runs
+        for item in ([f"{run[0]} to {run[-1]}"] if len(run) > 2 else map(str, run))
+    ]
+    shown = ", ".join(items[:_ITEMS] + ["..."] * (len(items) > _ITEMS))
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
 
 
 _shown: str | None = None

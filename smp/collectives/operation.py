@@ -3,7 +3,8 @@ fake ones nowhere, and a profile hears of the call.
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from inspect import signature
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,27 @@ if TYPE_CHECKING:
 
 # Set where the driver of the tests' pretended accelerator stands in for a GPU's.
 DRIVER = "SMP_CUDA_LIBRARY"
+
+
+# Hears of each operation's group before the operation, while a model is traced.
+_watch: Callable[["ProcessGroup"], None] | None = None
+
+
+@contextmanager
+def watching(watch: Callable[["ProcessGroup"], None]) -> Iterator[None]:
+    """Have a function hear of each operation's group before the operation; it may raise."""
+    global _watch
+    _watch = watch
+    try:
+        yield
+    finally:
+        _watch = None
+
+
+def show(group: "ProcessGroup") -> None:
+    """An operation of the group begins, for who watches."""
+    if _watch is not None:
+        _watch(group)
 
 
 def _first(value: Any) -> Any:
@@ -39,6 +61,8 @@ def operation_of(title: str, gathers: bool = False) -> Callable[[Callable], Call
     def decorated(method: Callable) -> Callable:
         @wraps(method)
         def operation(self: "ProcessGroup", *args: Any, **kwargs: Any) -> Any:
+            if _watch is not None:
+                _watch(self)
             if kwargs:
                 args = _in_order(method, self, args, kwargs)
             tensor = _first(args[0])

@@ -19,7 +19,7 @@ from torch.distributed.distributed_c10d import AllgatherOptions
 from smp import _core
 from smp.collectives import dense, launch, sparse
 from smp.collectives.monitored_barrier import Monitor
-from smp.collectives.operation import not_traced, operation_of
+from smp.collectives.operation import not_traced, operation_of, show
 from smp.collectives.ranks import Ranks
 from smp.collectives.work import AllOf, DeviceWork, Over, OverOnDevice, Received, Work
 from smp.job import core_warnings
@@ -46,6 +46,9 @@ _REDUCTIONS = {
 
 MONITOR_TAG = -1  # of what ranks say about monitored barriers; a script's own are not negative
 
+# Of groups that nobody has described.
+_NO_DESCRIPTIONS = ("undefined", "default_pg")
+
 _SUM = _core.reductions["sum"]
 
 # What torch's options say where nobody set a timeout.
@@ -65,7 +68,7 @@ class ProcessGroup(dist.ProcessGroup):
         store: for keys that only this group uses.
         timeout: of an operation, unless it says otherwise.
         name: torch's, unlike that of any other group.
-        shown: what errors and reports call it; the name if None.
+        shown: what errors and reports call it, until it has a description.
         nccl_options: for the group inside.
     """
 
@@ -81,8 +84,8 @@ class ProcessGroup(dist.ProcessGroup):
         store: dist.Store,
         timeout: timedelta,
         name: str,
-        nccl_options: Any = None,
-        shown: str | None = None,
+        nccl_options: Any,
+        shown: str,
     ):
         super().__init__(rank, len(members))  # type: ignore[call-arg]
         self._rank = rank
@@ -94,8 +97,8 @@ class ProcessGroup(dist.ProcessGroup):
         self._timeout_s = timeout.total_seconds()
         self._limit_s = 0.0  # of one operation; 0: as the group was made
         self._name = name
-        self._shown = shown or name
-        self._description = "undefined"
+        self._shown = shown
+        self._description = _NO_DESCRIPTIONS[0]
         self._device: torch.device | None = None
         self._nccl: Any = None
         self._nccl_options = nccl_options
@@ -336,6 +339,7 @@ class ProcessGroup(dist.ProcessGroup):
 
     @not_traced
     def barrier(self, opts: Any = None) -> dist.Work:
+        show(self)
         opts = opts or dist.BarrierOptions()
         if opts.device is not None and opts.device.type == "cuda":
             return self.nccl().barrier(opts)
@@ -364,6 +368,7 @@ class ProcessGroup(dist.ProcessGroup):
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
     ) -> None:
         """A barrier that tells rank 0 who did not come (`monitored_barrier.Monitor`)."""
+        show(self)
         timeout = self._timeout if timeout is None else timeout
         self._monitor.barrier(self, timeout, wait_all_ranks)
 
@@ -606,7 +611,12 @@ class ProcessGroup(dist.ProcessGroup):
         return self._description
 
     def setGroupDesc(self, desc: str) -> None:
+        """Errors and reports call the group so, if nothing was called in it yet."""
         self._description = desc
+        if desc not in _NO_DESCRIPTIONS and self.issued() == 0:
+            self._shown = desc
+            self._monitor = Monitor(desc, self._rank, self.global_ranks)
+            self._ranks.rename(self._group, desc)
 
     _set_group_desc = setGroupDesc
     group_desc = property(getGroupDesc)

@@ -158,6 +158,11 @@ class Ranks:
         self._groups[group] = (shown, members)
         return group
 
+    def rename(self, group: _core.Group, shown: str) -> None:
+        """What errors and reports call a group from now on, which has had no operation."""
+        group.rename(shown)
+        self._groups[group] = (shown, self._groups[group][1])
+
     @property
     def is_open(self) -> bool:
         return self in Ranks.open

@@ -203,6 +203,8 @@ class DataParallel:
         """Run a forward whose backward is followed by an exchange (pipeline degree 1)."""
         if not torch.is_grad_enabled():
             return forward()
+        rt = self._model._smp_runtime
+        objects.refuse_if_forked("smp.DistributedModel.forward", rt.boot.rank, rt.pid)
         with_buffers = self.broadcasts_buffers and self._model.training
         self._end_what_a_backward_left()
         if self.reduction is None:

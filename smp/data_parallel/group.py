@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from smp import ranks
+from smp.job.objects import refuse_if_forked
 from smp.tensor_parallel.slices import slices_of
 
 
@@ -98,6 +99,8 @@ class Replicas:
     """
 
     def __init__(self) -> None:
+        job = ranks.state.job("smp.DistributedModel")
+        refuse_if_forked("smp.DistributedModel", job.boot.rank, job.pid)
         self.group = ranks.get_dp_process_group()
         self.global_ranks = ranks.get_dp_group()
         self.rank = ranks.dp_rank()

@@ -10,6 +10,7 @@ import itertools
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -215,6 +216,7 @@ def _trace_whole(
                 times=any(m._smp_trace_times for m in models),
                 memory=any(m._smp_trace_memory for m in models),
                 meta=meta,
+                check=partial(_check_collective, rt),
             )
 
     home = rt.home
@@ -231,10 +233,34 @@ def _trace_whole(
             return trace_on(None)
     try:
         return trace_on(None)
+    except tracing.CollectiveRefused:
+        raise
     except Exception as error:  # noqa: BLE001 - the model's own
         why = f"the model cannot run on the CPU ({type(error).__name__}: {error})"
         warnings.warn(f"smp: {why}; tracing on {home}", stacklevel=2)
         return _traced_at(home, [*placed, *modules], trace_on)
+
+
+def _check_collective(rt: "Runtime", where: str, members: list[int]) -> None:
+    """Those that trace must be able to meet in a collective that a module calls by itself.
+
+    Raises:
+        tracing.CollectiveRefused: they cannot; ``where`` names the module.
+    """
+    if len(members) == 1:
+        return
+    shown = ", ".join(map(str, members))
+    calls = f"smp: {where} calls a collective of its own over ranks {shown}"
+    if not set(members) <= set(ranks.get_dp_group()):
+        raise tracing.CollectiveRefused(
+            f"{calls}, of which some run other parts of the model and do not come: use ranks "
+            f"of this DP_GROUP ({ranks.get_dp_group()})"
+        )
+    if not rt.in_sequence:
+        raise tracing.CollectiveRefused(
+            f"{calls}, and with pipeline_parallel_degree={rt.pp_size} these run microbatches "
+            "in orders of their own: set 'deterministic_server': True in the configuration"
+        )
 
 
 def _traced_at(

@@ -31,6 +31,7 @@ TRANSPORTS = (*_core.transports, "mpi")
 PIPELINES = ("interleaved", "simple", "zero_bubble")
 ONLY_FORWARD = "_only_forward"  # of the original: steps without a backward
 REST = -1  # a degree that follows from the number of ranks
+_RESTS = ("pipeline_parallel_degree", "tensor_parallel_degree")  # one of which may be so
 PLACEMENTS = ("cluster", "spread", *map("".join, itertools.permutations("DPT")))
 
 
@@ -169,7 +170,7 @@ class Config:
     """
 
     pipeline_parallel_degree: int = degree_or_rest(1)
-    tensor_parallel_degree: int = whole(1, at_least=1)
+    tensor_parallel_degree: int = degree_or_rest(1)
     ddp: bool = flag()
     microbatches: int = whole(1, at_least=1)
     active_microbatches: int = whole(None, at_least=1)
@@ -463,11 +464,7 @@ def _unknown(source: str, key: Any, value: Any) -> str:
 
 def _fill(values: dict[str, Any], size: int) -> Config:
     """What depends on other parameters, and on the number of ranks."""
-    config = Config(**values)
-    if config.pipeline_parallel_degree == REST:
-        others = config.tensor_parallel_degree * config.sharded_data_parallel_degree
-        rest = max(1, size // others)
-        config = dataclasses.replace(config, pipeline_parallel_degree=rest)
+    config = _with_the_rest(Config(**values), size)
     computed: dict[str, Any] = {}
     if config.active_microbatches is None:
         computed["active_microbatches"] = (
@@ -480,6 +477,21 @@ def _fill(values: dict[str, Any], size: int) -> Config:
     if size > config.pipeline_parallel_degree:
         computed["ddp"] = True
     return dataclasses.replace(config, **computed)
+
+
+def _with_the_rest(config: Config, size: int) -> Config:
+    """With the degree that is `REST`, if one is, as what the others leave of the ranks."""
+    unknown = [name for name in _RESTS if getattr(config, name) == REST]
+    if not unknown:
+        return config
+    if len(unknown) > 1:
+        raise ConfigError(
+            f"{'=-1 and '.join(unknown)}=-1: only one of them can be -1, as many ranks as the "
+            "other degrees leave"
+        )
+    others = -_degrees(config) * config.sharded_data_parallel_degree
+    rest: dict[str, Any] = {unknown[0]: max(1, size // others)}
+    return dataclasses.replace(config, **rest)
 
 
 _warned: set[str] = set()

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from smp import _core
 from smp.modules import conversion
 
 
@@ -74,7 +75,20 @@ def move_back(module: nn.Module, device: torch.device) -> None:
 
 
 def trim(device: torch.device) -> None:
-    """Give the device back the memory of what other ranks have now."""
+    """Give the device back memory that no tensor uses."""
     module = torch.get_device_module(device)
     if hasattr(module, "empty_cache"):
         module.empty_cache()
+
+
+def empty_cache() -> None:
+    """Give back memory that this rank keeps for later and does not use now.
+
+    The accelerator gets what ``torch.cuda.empty_cache()`` gives, the system the free pages of
+    the heap, which ``smp.init`` has it keep.  Tensors stay as they are; the next step takes
+    what it needs again, which costs time.  Of this rank alone, at any time.
+    """
+    kind = torch.accelerator.current_accelerator(check_available=True)
+    if kind is not None:
+        trim(kind)
+    _core.trim_heap()

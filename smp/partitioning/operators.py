@@ -7,6 +7,7 @@ operators' arguments are replaced here.
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -16,10 +17,27 @@ if TYPE_CHECKING:
     from smp.partitioning.tracing import Frame, Recorder
 
 
+def _place_of_group(schema: Any) -> tuple[int, str] | None:
+    """Which argument of a collective of torch.distributed is its group; None: it is no such."""
+    if "c10d" in schema.name.partition("::")[0]:
+        for place, argument in enumerate(schema.arguments):
+            if argument.name in ("process_group", "group_name"):
+                return place, argument.name
+    return None
+
+
+def _group_of(place: tuple[int, str], args: tuple, kwargs: dict) -> dist.ProcessGroup:
+    position, name = place
+    group = args[position] if position < len(args) else kwargs[name]
+    if not isinstance(group, str):
+        group = dist.ProcessGroup.unbox(group).group_name
+    return dist.distributed_c10d._resolve_process_group(group)
+
+
 class _Kind:
     """What the schema of an operator says, looked up once."""
 
-    __slots__ = ("fresh", "random", "writes")
+    __slots__ = ("fresh", "group", "random", "writes")
 
     def __init__(self, func: Any):
         schema = func._schema
@@ -29,6 +47,7 @@ class _Kind:
             for i, a in enumerate(schema.arguments)
             if a.alias_info is not None and a.alias_info.is_write
         ]
+        self.group = _place_of_group(schema)
         self.random = torch.Tag.nondeterministic_seeded in func.tags
 
 
@@ -63,6 +82,8 @@ class Operators(TorchDispatchMode):
             kind = self.kinds[func] = _Kind(func)
         recorder = self.recorder
         frame = recorder.frames[-1]
+        if kind.group is not None:
+            recorder.hear_collective(_group_of(kind.group, args, kwargs))
         self._note_parameters(frame, args)
         if kwargs:
             self._note_parameters(frame, kwargs.values())

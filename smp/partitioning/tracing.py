@@ -17,11 +17,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules import module as torch_module
 from torch.utils import _pytree as pytree
 
+from smp.collectives.operation import watching
 from smp.partitioning import twins
 from smp.partitioning.contents import content_of, is_the_same
 from smp.partitioning.operators import Operators
@@ -31,6 +33,8 @@ _PATIENCE_S = 2.0  # a run that takes longer says how far it is
 _NOTE_EVERY_S = 0.5
 # By name: the value of an attribute, and what a comparison needs of it.
 _Attributes = dict[str, tuple[Any, Any]]
+# Hears who calls a collective ("module 'a' (Norm)"), and over which ranks.
+CheckCollective = Callable[[str, list[int]], None]
 _NEVER: tuple[Any, Any] = (object(), object())
 
 _OF_TORCH = frozenset(vars(nn.Module()))  # its dicts of parameters, hooks, ...
@@ -143,13 +147,26 @@ def trace_models(
     times: bool = False,
     meta: bool = False,
     memory: bool = False,
+    check: CheckCollective | None = None,
 ) -> list[Trace]:
-    """Trace several models in one run; see :func:`trace`.  Returns one trace for each."""
+    """Trace several models in one run; see :func:`trace`.
+
+    Args:
+        check: hears who calls a collective, and over which ranks, before each of them.
+
+    Returns:
+        One trace for each.
+
+    Raises:
+        CollectiveRefused: what ``check`` may raise.
+    """
     if meta:
-        recorder = Recorder(roots, meta=True, memory=memory)
+        recorder = Recorder(roots, meta=True, memory=memory, check=check)
         try:
             recorder.record(run)
             return recorder.traces(timed=False)
+        except CollectiveRefused:
+            raise
         except Exception as error:
             why = (
                 f"{recorder.running_path()} cannot run on meta tensors "
@@ -157,9 +174,9 @@ def trace_models(
             )
         if any(p.is_meta for root in roots for p in root.parameters()):
             warnings.warn(f"smp: {why}; tracing on zeros instead", stacklevel=3)
-            return _trace_on_zeros(roots, run, memory, why)
+            return _trace_on_zeros(roots, run, memory, why, check)
         warnings.warn(f"smp: {why}; tracing on the model's own tensors instead", stacklevel=3)
-    recorder = Recorder(roots, meta=False, memory=memory)
+    recorder = Recorder(roots, meta=False, memory=memory, check=check)
     recorder.record(run)
     if times:
         recorder.measure(run)
@@ -167,12 +184,18 @@ def trace_models(
 
 
 def _trace_on_zeros(
-    roots: Sequence[nn.Module], run: Callable[[], Any], memory: bool, why: str
+    roots: Sequence[nn.Module],
+    run: Callable[[], Any],
+    memory: bool,
+    why: str,
+    check: CheckCollective | None,
 ) -> list[Trace]:
     with twins.on_zeros(roots):
-        recorder = Recorder(roots, meta=False, memory=memory)
+        recorder = Recorder(roots, meta=False, memory=memory, check=check)
         try:
             recorder.record(run)
+        except CollectiveRefused:
+            raise
         except Exception as error:
             raise RuntimeError(
                 f"smp: {why}, and {recorder.running_path()} cannot run on zeros "
@@ -180,6 +203,10 @@ def _trace_on_zeros(
                 "first step, or set skip_tracing"
             ) from error
         return recorder.traces(timed=False)
+
+
+class CollectiveRefused(RuntimeError):
+    """A module calls a collective whose other ranks do not come."""
 
 
 class _BackwardInModule(RuntimeError):
@@ -203,10 +230,17 @@ class Frame:
 class Recorder:
     """Hooks and counters for the modules of all roots."""
 
-    def __init__(self, roots: Sequence[nn.Module], meta: bool, memory: bool):
+    def __init__(
+        self,
+        roots: Sequence[nn.Module],
+        meta: bool,
+        memory: bool,
+        check: CheckCollective | None = None,
+    ):
         self.roots = roots
         self.meta = meta
         self.memory = memory
+        self.check = check
         self.number_of: dict[int, int] = {}  # id of a module -> its number
         self.paths: list[str] = []
         self.modules: list[nn.Module] = []
@@ -275,7 +309,7 @@ class Recorder:
             # None when the run is over, as Restore.__exit__ says.
             self.left = [_attributes_of(module) for module in self.modules]
             try:
-                with self._saved_tensors(), Operators(self):
+                with self._saved_tensors(), Operators(self), watching(self.hear_collective):
                     run()
             finally:
                 self.left.clear()
@@ -380,6 +414,15 @@ class Recorder:
         """The innermost module that had begun and not ended."""
         number = self.frames[-1].number
         return "the code outside the model" if number < 0 else self.paths[number]
+
+    def hear_collective(self, group: dist.ProcessGroup) -> None:
+        """One begins, also in a thread of the script's that has nothing to do with the run."""
+        if self.check is not None and threading.get_ident() == self.thread:
+            module = self.frames[-1].module
+            where = "the step function"
+            if module is not None:
+                where = f"module '{self.running_path()}' ({type(module).__name__})"
+            self.check(where, dist.get_process_group_ranks(group))
 
     def _note_given_away(self, args: tuple) -> None:
         giver = self.frames[-1].number

@@ -9,6 +9,7 @@ A partial checkpoint is a folder with a file from each rank, a full one is a few
     path/{tag}                     the model, as torch.load and the plain model take it
     path/optimizer_{tag}
     path/user_content_{tag}
+    path/parts_{tag}               the names of these files
     path/newest                    the name of the latest one
 
 All of it is written under names that begin with ``.saving.``; then ``.saved`` lists them,
@@ -94,6 +95,7 @@ def save_checkpoint(
     names = [name]
     if not partial:
         names += [f"user_content_{tag}"] + ([f"optimizer_{tag}"] if optimizer else [])
+        names.append(f"{_PARTS}_{tag}")
     folder = staged_name(os.path.join(root, name))
     with ExitStack() as held:
         if leads:
@@ -129,6 +131,9 @@ def save_checkpoint(
             try:
                 if partial:
                     _list_parts(folder, _names_of_parts(job, optimizer is not None))
+                else:
+                    listed = staged_name(os.path.join(root, f"{_PARTS}_{tag}"))
+                    saved_files.write_text(listed, "\n".join(names[:-1]))
                 saved_files.sync_folder(folder if partial else root)
                 saved_files.write_text(os.path.join(root, _SAVED), "\n".join(names))
             except (OSError, CheckpointError):
@@ -375,12 +380,12 @@ def _list_parts(folder: str, names: list[str]) -> None:
     saved_files.write_text(os.path.join(folder, _PARTS), "\n".join(names))
 
 
-def _listed_parts(folder: str) -> list[str]:
-    """What must be there; for older checkpoints, which do not say it, what is."""
+def _listed_parts(file: str) -> list[str] | None:
+    """What must be there; None for older checkpoints, which do not say it."""
     try:
-        return saved_files.read_text(os.path.join(folder, _PARTS)).splitlines()
+        return saved_files.read_text(file).splitlines()
     except FileNotFoundError:
-        return os.listdir(folder)
+        return None
 
 
 def _refuse_missing(folder: str, names: list[str]) -> None:
@@ -433,12 +438,19 @@ def _from_hugging_face(state_dict: Any) -> Any:
 
 
 def _read_full(root: str, name: str, with_optimizer: bool) -> dict[str, Any]:
+    names = _listed_parts(_where(root, f"{_PARTS}_{name}"))
+    content, states = (_where(root, f"{kind}_{name}") for kind in ("user_content", "optimizer"))
+    if names is not None:
+        with_optimizer = with_optimizer and f"optimizer_{name}" in names
+        wanted = [content, states] if with_optimizer else [content]
+        if missing := [os.path.basename(p) for p in wanted if not os.path.exists(p)]:
+            raise CheckpointError(
+                f"smp: {root} lacks {', '.join(missing)} of the checkpoint {name!r}"
+            )
     found = {"model": saved_files.read(_where(root, name), "cpu")}
-    beside = _where(root, f"user_content_{name}")
-    if not os.path.exists(beside):
-        beside = os.path.join(root, _USER_CONTENT)
-    found["user_content"] = _read_user_content(beside)
-    states = _where(root, f"optimizer_{name}")
+    if not os.path.exists(content):
+        content = os.path.join(root, _USER_CONTENT)
+    found["user_content"] = _read_user_content(content)
     if with_optimizer and os.path.exists(states):
         found["optimizer"] = saved_files.read(states, "cpu")
     return found
@@ -447,7 +459,7 @@ def _read_full(root: str, name: str, with_optimizer: bool) -> dict[str, Any]:
 def _read_partial(job: Job, root: str, name: str, with_optimizer: bool) -> dict[str, Any]:
     """This rank's share of the files; under another pipeline degree, some or none."""
     folder = _where(root, name)
-    names = _listed_parts(folder)
+    names = _listed_parts(os.path.join(folder, _PARTS)) or os.listdir(folder)
     wanted = [n for n in names if with_optimizer or not n.startswith("optimizer_")]
     _refuse_missing(folder, wanted)
     found = {

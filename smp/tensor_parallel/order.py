@@ -36,6 +36,7 @@ import torch.distributed as dist
 from smp import _core, ranks
 from smp.collectives.process_group import ProcessGroup
 from smp.execution import runtime
+from smp.job.objects import refuse_if_forked
 from smp.tensor_parallel import keys, step_end
 
 _LOOK_S = 0.1  # between two looks for signals
@@ -107,6 +108,8 @@ class Call:
         collective = self._collectives
         self._collectives += 1
         if self._made is None:
+            job = ranks.state.job("smp")
+            refuse_if_forked(f"smp: module '{self._path}'", job.boot.rank, job.pid)
             try:
                 self._run_in_order(start, collective)
             except Exception as error:

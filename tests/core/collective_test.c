@@ -776,6 +776,8 @@ TEST_RANK(groups_entered_in_another_order_are_named_at_the_time_out)
     config.id = 2;
     config.name = "b";
     CHECK_STATUS(smp_group_create(w->comm, &config, &b, &failed), SMP_OK);
+    smp_group_rename(a, "first");
+    smp_group_rename(b, "second");
     w->barrier(w); /* rank 1 does not sleep in the meeting any more */
     if (w->rank == 0) {
         while (!sleeps(w, 1)) {
@@ -783,8 +785,8 @@ TEST_RANK(groups_entered_in_another_order_are_named_at_the_time_out)
         }
         call.timeout_ns = SMP_NS_PER_MS;
         CHECK_STATUS(smp_group_run(a, &call), SMP_ERR_TIMED_OUT);
-        CHECK(says(a, "group 'a': barrier 1: timed out"));
-        CHECK(says(a, "without rank 1; rank 1 waits in group 'b' for barrier 1"));
+        CHECK(says(a, "group 'first': barrier 1: timed out"));
+        CHECK(says(a, "without rank 1; rank 1 waits in group 'second' for barrier 1"));
         call.timeout_ns = 0;
         CHECK_STATUS(smp_group_run(b, &call), SMP_OK);
     } else {

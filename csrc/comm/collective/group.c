@@ -3,9 +3,11 @@
 
 #include <assert.h>
 #include <stdatomic.h>
+#include <string.h>
 
 #include "comm/collective/group_state.h"
 #include "comm/collective/group_words.h"
+#include "comm/neighbour.h"
 #include "common/clock.h"
 
 /* On several hosts, who waits for a member of its own host waits so much longer than
@@ -320,6 +322,24 @@ const char *
 smp_group_error(const smp_group *group)
 {
     return group->error;
+}
+
+void
+smp_group_rename(smp_group *group, const char *name)
+{
+    smp_epoch_barrier *barrier = &group->barrier;
+    smp_post          *post = smp_comm_post(barrier->comm);
+
+    if (group->is_hierarchical) { /* other groups' errors read the channel's name */
+        smp_channel_set_name(post, &group->wire.channel, NULL);
+    }
+    memset(group->name, 0, sizeof(group->name));
+    strncpy(group->name, name, sizeof(group->name) - 1);
+    if (group->is_hierarchical) {
+        smp_channel_set_name(post, &group->wire.channel, group->name);
+    }
+    memcpy(barrier->members[barrier->self].control->name, group->name,
+           sizeof(group->name));
 }
 
 int

@@ -98,6 +98,10 @@ smp_status smp_group_look_around(smp_group *group, uint64_t token);
 /* The last error, for people: the group's, until its next call that fails. */
 const char *smp_group_error(const smp_group *group);
 
+/* Before the first operation: what errors and other members call it from now on; the
+ * first 63 bytes are kept. */
+void smp_group_rename(smp_group *group, const char *name);
+
 int      smp_group_size(const smp_group *group);
 int      smp_group_member(const smp_group *group);   /* this one's number */
 uint64_t smp_group_sequence(const smp_group *group); /* operations begun */

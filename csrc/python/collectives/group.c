@@ -303,6 +303,24 @@ group_issued(PyObject *object, PyObject *unused)
         self->queue == NULL ? 0 : smp_queue_issued(self->queue));
 }
 
+/* rename(name): what errors call it, before its first operation */
+static PyObject *
+group_rename(PyObject *object, PyObject *name)
+{
+    smp_group_object *self = (smp_group_object *)object;
+    const char       *text = PyUnicode_AsUTF8(name);
+
+    if (text == NULL) {
+        return NULL;
+    }
+    if (self->group != NULL && smp_queue_issued(self->queue) == 0) {
+        memset(self->name, 0, sizeof(self->name));
+        strncpy(self->name, text, sizeof(self->name) - 1);
+        smp_group_rename(self->group, text);
+    }
+    Py_RETURN_NONE;
+}
+
 /* is_on_one_host() -> whether; once closed: no */
 static PyObject *
 group_is_on_one_host(PyObject *object, PyObject *unused)
@@ -366,6 +384,9 @@ static PyMethodDef group_methods[] = {
      "meet_devices(ins, outs, timeout_s, bytes)\n--\n\n"
      "Before the first gather(), of these tensors: prepare all members' devices.  Why "
      "not, or ''."},
+    {"rename", group_rename, METH_O,
+     "rename(name)\n--\n\n"
+     "What errors call it from now on; without effect after its first operation."},
     {"is_on_one_host", group_is_on_one_host, METH_NOARGS,
      "Whether all members share memory."},
     {"sequence", group_sequence, METH_NOARGS, "How many operations have begun."},
