@@ -31,10 +31,10 @@ from smp.saving import state_dicts
 from smp.state_mod import state
 from smp.tensor_parallel import (
     chain,
-    conversions,
     gradients,
     group,
     in_place,
+    kept_marks,
     random_streams,
     replaced,
 )
@@ -178,7 +178,7 @@ class DistributedModel(nn.Module):
         if module is not self._smp_module:
             self._smp_wrap(module)
         mark_model(self._smp_module)
-        conversions.keep_from_now()
+        kept_marks.keep_from_now()
         self._smp_scale_gradients()
 
     def _smp_scale_gradients(self) -> None:
@@ -706,7 +706,7 @@ def install_gradients(rt: runtime.Runtime, models: list[DistributedModel]) -> No
     everyone = {id(p): p for m in models for p in m.local_parameters()}
     local = [p for p in everyone.values() if p.requires_grad]
     for parameter in local:
-        conversions.attach_hooks(parameter)  # the core adds its own
+        kept_marks.attach_hooks(parameter)  # the core adds its own
     number = {id(p): i for i, p in enumerate(local)}
     first = array("i", [0])
     uses = array("i")

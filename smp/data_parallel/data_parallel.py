@@ -33,7 +33,7 @@ from smp.execution import microbatches
 from smp.job import objects
 from smp.ranks import CommGroup
 from smp.state_mod import state
-from smp.tensor_parallel.conversions import attach_hooks
+from smp.tensor_parallel.kept_marks import attach_hooks
 from smp.tensor_parallel.slices import is_scaled_batch
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from smp.modules import remote_tensors
-from smp.tensor_parallel import conversions
+from smp.tensor_parallel import kept_marks
 
 
 def convert(
@@ -40,7 +40,7 @@ def convert_elsewhere(
     if recurse:
         for child in module.children():
             child._apply(function)
-    with conversions.kept(module):
+    with kept_marks.kept(module):
         _convert_own(module, function)
     return module
 

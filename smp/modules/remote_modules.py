@@ -188,9 +188,7 @@ def gated(cls: type[nn.Module]) -> dict[str, Any]:
     }
 
 
-def make_entries(
-    root: nn.Module, rank_of: dict[str, int]
-) -> tuple[list[Entry], Runs]:
+def make_entries(root: nn.Module, rank_of: dict[str, int]) -> tuple[list[Entry], Runs]:
     """What can be called from another rank, and the runs of each spanning Sequential.
 
     Returns:

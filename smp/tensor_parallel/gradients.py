@@ -17,7 +17,7 @@ from collections import Counter
 
 from torch import nn
 
-from smp.tensor_parallel import conversions, group
+from smp.tensor_parallel import group, kept_marks
 from smp.tensor_parallel.slices import PARTIAL_GRADIENT, is_scaled_batch, slices_of
 
 
@@ -41,7 +41,7 @@ def scale(module: nn.Module) -> None:
         weight = getattr(one, "weight", None)
         if getattr(one, "divides_gradient", False) and holders[id(weight)] == 1:
             one.gradient_factor = factor  # type: ignore[assignment]
-            conversions.note_factor_of_module(one.weight)  # type: ignore[arg-type]
+            kept_marks.note_factor_of_module(one.weight)  # type: ignore[arg-type]
     for parameter in module.parameters():
         if is_scaled_batch(parameter):
             _multiply(parameter, factor)
@@ -49,6 +49,6 @@ def scale(module: nn.Module) -> None:
 
 def _multiply(parameter: nn.Parameter, factor: float) -> None:
     """Multiply a parameter's gradients, once however often it is asked for."""
-    if not parameter.is_meta and not conversions.is_scaled(parameter):
+    if not parameter.is_meta and not kept_marks.is_scaled(parameter):
         # Hooks of meta parameters are lost when these get their values.
-        conversions.multiply_gradients(parameter, factor)
+        kept_marks.multiply_gradients(parameter, factor)
