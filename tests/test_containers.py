@@ -4,6 +4,7 @@ They share ``/dev/shm``, and so are on one host, whatever else they see of each 
 """
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import pytest
 from smp.job import job_end
 from tests import endless
 from tests.namespaces import need, outputs, own, process_of, ranks_behind, without_mpi
+from tests.ranks import mpirun_command, rank_environment
 
 OWN_PIDS = ("--pid", "--fork", "--mount-proc")
 OWN_SHARED_MEMORY = "mount -t tmpfs tmpfs /dev/shm"
@@ -78,6 +80,55 @@ def test_a_pipeline_of_ranks_that_do_not_see_each_others_processes(tmp_path, pid
 
     with ranks_behind(pids, script) as ranks:
         assert outputs(ranks) == ["2 False shm\n"] * 2
+
+
+READ_ONLY = "mount -t tmpfs -o ro tmpfs /dev/shm"
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize(
+    ("job", "said"), [(COLLECTIVES, " tcp\n"), (PIPELINE, "1 True tcp\n")], ids=["smddp", "smp"]
+)
+def test_a_job_whose_shared_memory_cannot_be_written_goes_over_tcp(tmp_path, job, said):
+    script = tmp_path / "script.py"
+    script.write_text(job)
+    behind = own("--mount", first=READ_ONLY)
+
+    with ranks_behind([behind] * 2, script, env={"SMP_COMM_TRANSPORTS": "tcp"}) as ranks:
+        assert outputs(ranks) == [said] * 2
+
+
+STARTS_WITH = """
+import smp
+smp.init({"pipeline_parallel_degree": 2})
+assert smp.allgather(smp.rank(), smp.WORLD) == [0, 1]
+print("came through", flush=True)
+"""
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("transports", ["shm", "tcp"])
+@pytest.mark.parametrize("limit", [32, 36, 40, 44, 48])
+def test_a_job_with_few_descriptors_says_so_and_the_next_one_tidies_up(
+    tmp_path, limit, transports
+):
+    """Wherever it runs out of them, no rank waits for what cannot come any more."""
+    script = tmp_path / "script.py"
+    script.write_text(STARTS_WITH)
+    job = f"{shlex.join(mpirun_command(2))} sh -c 'ulimit -n %d; exec $0 $1' $0 $1"
+    both = f"{job % limit}; echo between; {job % 256}; ls -A /dev/shm"
+    done = subprocess.run(
+        [*own("--mount", first=OWN_SHARED_MEMORY), "sh", "-c", both, sys.executable, script],
+        env=rank_environment({"SMP_COMM_TRANSPORTS": transports}),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+    first, second = done.stdout.split("between\n")
+    refused = f"Too many open files (this process may have {limit}: ulimit -n)"
+    assert first == "came through\n" * 2 or refused in done.stderr, done.stderr
+    assert second == "came through\n" * 2, done.stderr
 
 
 class SecondOfTwo:

@@ -68,7 +68,8 @@ typedef struct {
     bool               *met;
     appointment        *appointments; /* owned: [size] */
     int                 nexpected;
-    talk               *talks; /* owned: talks[0 .. ntalks), room for `room` */
+    smp_status          refused; /* nobody can be met: no descriptors are left */
+    talk               *talks;   /* owned: talks[0 .. ntalks), room for `room` */
     int                 ntalks;
     int                 room;
     struct pollfd      *polled; /* owned: the talks' and ours */
@@ -258,6 +259,15 @@ make_room(meeting *m)
     }
 }
 
+/* A socket was not to be had: if no descriptors are left, waiting brings none. */
+static void
+note_refusal(meeting *m)
+{
+    if (errno == EMFILE || errno == ENFILE) {
+        m->refused = smp_status_refused();
+    }
+}
+
 static void
 call(meeting *m, int rank)
 {
@@ -266,6 +276,9 @@ call(meeting *m, int rank)
     socklen_t               bytes = smp_tcp_socket_address(&a->address, &to);
     int fd = socket(to.ss_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
 
+    if (fd < 0) {
+        note_refusal(m);
+    }
     make_room(m);
     if (fd >= 0 && m->ntalks < m->room &&
         (connect(fd, (struct sockaddr *)&to, bytes) == 0 || errno == EINPROGRESS)) {
@@ -285,6 +298,7 @@ accept_one(meeting *m)
     int fd = accept4(m->listening, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK);
 
     if (fd < 0) {
+        note_refusal(m);
         return;
     }
     make_room(m);
@@ -536,6 +550,7 @@ smp_tcp_meet(smp_tcp_door *door, const smp_tcp_self *self,
         status = smp_deadline_left(deadline, smp_clock_ns());
         if (status == SMP_OK) {
             attend(&m, call_all(&m));
+            status = m.refused;
         }
     }
     if (status == SMP_ERR_TIMED_OUT) { /* who has not come is not met */

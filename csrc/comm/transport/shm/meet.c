@@ -72,6 +72,7 @@ typedef struct {
     bool                      *left;     /* owned: met, and gone since */
     int                        nexpected;
     int                        lost;    /* one that has died or given up; -1: none */
+    smp_status                 refused; /* nobody can be met: no descriptors are left */
     caller                    *callers; /* owned: callers[0 .. ncallers) */
     struct pollfd *polled; /* owned: callers', the door's, by rank guests' */
     int            ncallers;
@@ -197,7 +198,8 @@ send_hello(int fd, const smp_shm_self *self, const smp_shm_card *own,
 }
 
 /* Reads a hello with its two descriptors.  1: read; 0: nothing there yet; -1: the other
- * side has hung up or said something else.  Descriptors are the caller's after 1. */
+ * side has hung up or said something else, or errno says that no descriptors are left.
+ * Descriptors are the caller's after 1. */
 static int
 receive_hello(int fd, smp_shm_hello *hello, int fds[2])
 {
@@ -210,11 +212,17 @@ receive_hello(int fd, smp_shm_hello *hello, int fds[2])
                              .msg_iovlen = 1,
                              .msg_control = control.room,
                              .msg_controllen = sizeof(control.room)};
-    ssize_t       n = recvmsg(fd, &message, MSG_CMSG_CLOEXEC);
+    ssize_t       n;
     size_t        nfds = 0;
 
+    errno = 0;
+    n = recvmsg(fd, &message, MSG_CMSG_CLOEXEC);
     if (n < 0 && (errno == EAGAIN || errno == EINTR)) {
         return 0;
+    }
+    if ((message.msg_flags & MSG_CTRUNC) !=
+        0) { /* the kernel had nowhere to put them */
+        errno = EMFILE;
     }
     for (struct cmsghdr *c = n < 0 ? NULL : CMSG_FIRSTHDR(&message); c != NULL;
          c = CMSG_NXTHDR(&message, c)) {
@@ -227,9 +235,19 @@ receive_hello(int fd, smp_shm_hello *hello, int fds[2])
         return 1;
     }
     for (size_t i = 0; i < nfds; i++) {
+        int why = errno;
+
         close(fds[i]);
+        errno = why;
     }
     return -1;
+}
+
+/* This process or the machine has no descriptors left, and waiting brings none. */
+static bool
+none_left(int why)
+{
+    return why == EMFILE || why == ENFILE;
 }
 
 /* The process at the other end, 0 where this pid namespace does not see it; false
@@ -354,6 +372,9 @@ hear(meeting *m, int i)
     if (heard == 0) {
         return false;
     }
+    if (heard < 0 && none_left(errno)) {
+        m->refused = smp_status_refused();
+    }
     rank = heard < 0 || c->mute ? -1 : recognize(m, &hello, c->rank);
     if (rank >= 0 && c->rank < 0 &&
         !send_hello(c->fd, m->self, &m->door->card, m->cards[rank])) {
@@ -391,6 +412,10 @@ call(meeting *m, int rank)
         return false;
     }
     m->called[rank] = true;
+    if (fd < 0 && none_left(errno)) {
+        m->refused = smp_status_refused();
+        return true;
+    }
     if (fd < 0 && (errno == ECONNREFUSED || errno == ENOENT)) {
         is_lost(m, rank);
         return true;
@@ -456,6 +481,8 @@ attend(meeting *m, int wait_ms)
 
         if (fd >= 0) {
             (void)add_caller(m, fd, -1, false);
+        } else if (none_left(errno)) {
+            m->refused = smp_status_refused();
         }
     }
 }
@@ -569,9 +596,13 @@ meet_all(meeting *m, const smp_deadline *given, int *failed)
         bool none_lost = m->lost < 0;
         bool all_called = call_all(m);
 
-        if (m->nexpected != 0) {
+        if (m->nexpected != 0 && m->refused == SMP_OK) {
             attend(m, all_called ? smp_deadline_ms(&deadline, SMP_NEVER) : RETRY_MS);
             status = smp_deadline_left(&deadline, smp_clock_ns());
+        }
+        if (m->refused != SMP_OK) {
+            *failed = m->self->rank;
+            return m->refused;
         }
         if (none_lost && m->lost >= 0) {
             int64_t until = smp_clock_ns() + GRACE_NS;
