@@ -65,17 +65,26 @@ def inputs_differ(step: str, inputs: Sequence[Tensor] | None) -> ValueError | No
         what is to be raised on all ranks: they differ; alike on all tp_ranks.
     """
     tensors = list(filter(_is_compared, inputs or ()))
+    before = group.call_of("the inputs of a step")
+    try:
+        rank = _rank_with_others(None if inputs is None else tensors)
+    finally:
+        group.call_of(before)
+    return None if rank is None else ValueError(f"smp: the step {step} got {_said_of(rank)}")
+
+
+def _rank_with_others(tensors: list[Tensor] | None) -> int | None:
+    """The first tp_rank that has other inputs than tp_rank 0; None: none, or some has none."""
     device = torch.device(device_of_numbers(ranks.get_tp_process_group()))
-    group.call_of("the inputs of a step")
-    own = -1 if inputs is None else len(tensors)
+    own = -1 if tensors is None else len(tensors)
     counts = [count for (count,) in group.gather_numbers([own], device)]
     if -1 in counts:
         return None
     rank = next((rank for rank, count in enumerate(counts) if count != counts[0]), None)
-    for tensor in tensors:
+    for tensor in tensors or ():
         if rank is None:
             rank = _other_rank(group.gather_numbers(_numbers_of(tensor), device))
-    return None if rank is None else ValueError(f"smp: the step {step} got {_said_of(rank)}")
+    return rank
 
 
 def _is_compared(x: Tensor) -> bool:
