@@ -34,7 +34,7 @@ class Gpt2(nn.Module):
         config = GPT2Config(
             vocab_size=VOCABULARY, n_positions=16, n_embd=12, n_layer=2, n_head=3,
             resid_pdrop=DROPS, embd_pdrop=DROPS, attn_pdrop=DROPS,
-            bos_token_id=0, eos_token_id=0, attn_implementation="eager",
+            bos_token_id=0, eos_token_id=0, attn_implementation="eager", use_cache=False,
         )  # fmt: skip
         with smp.tensor_parallelism():
             self.net = GPT2LMHeadModel(config)
