@@ -165,7 +165,7 @@ class Restore:
 
 
 def kind_of(thing: Any) -> int:
-    """How it is looked at: one of `LEAF`, `OBJECT`, `TUPLE`, `DICT` and `LIST`."""
+    """How it is looked at: one of ``LEAF``, ``OBJECT``, ``TUPLE``, ``DICT`` and ``LIST``."""
     return _kind_of_type.get(type(thing)) or _learn_kind(type(thing))
 
 

@@ -67,7 +67,7 @@ class ModuleTrace:
         buffers: names of buffers, of any module, that the run changed and that operators used
             as ``parameters`` says, or that it set.
         set_attributes: names of the plain attributes that were set on it while it ran, and of
-            those in which something was changed (`contents`), also by other modules.
+            those in which something was changed in place, also by other modules.
         reruns: paths of modules that it gave to an autograd function of the user's, whose
             backward may call them again; where one of them sets attributes.
     """
