@@ -211,8 +211,8 @@ def test_a_monitored_barrier_names_group_number_and_global_ranks(tmp_path):
             group.monitored_barrier()
         if rank == 2:
             assert (
-                f"smp: group '{group.group_name}': monitored barrier 2: Ranks 1 failed to pass "
-                "monitoredBarrier in 300 ms (global ranks 3)"
+                f"smp: group '{group.group_name} (ranks 2, 3)': monitored barrier 2: Ranks 1 "
+                "failed to pass monitoredBarrier in 300 ms (global ranks 3)"
             ) == refused(lambda: group.monitored_barrier(short, wait_all_ranks=True))
         dist.barrier()
 
