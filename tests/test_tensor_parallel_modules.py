@@ -1224,11 +1224,17 @@ def test_a_module_names_its_collectives_however_it_is_called():
     smp.set_tensor_parallelism(net)
     smp.DistributedModel(net)
     own, x = net["own"], torch.ones(2, 4)
+    before = group.begin_call()._path
     for call in (own, own.forward, lambda x: hooks.serve_hooked(own, (x,), None, False, False)):
-        net["other"](x)
-        assert group.begin_call()._path == "other"
-        call(x)
-        assert group.begin_call()._path == "own"
+        with mock.patch.object(group, "begin_call", wraps=group.begin_call) as begun:
+            paths = []
+            begun.side_effect = lambda: paths.append(group._called.path) or mock.DEFAULT
+            net["other"](x)
+            assert set(paths) == {"other"}
+            paths.clear()
+            call(x)
+            assert set(paths) == {"own"}
+        assert group.begin_call()._path == before
 
 
 def test_lengths_without_a_group():

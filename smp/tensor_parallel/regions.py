@@ -246,7 +246,7 @@ def takes_cache(module: nn.Module) -> bool:
     """Whether it is a region whose cache has the samples of the whole TP_GROUP."""
     if REGION not in module.__dict__:
         return False
-    _, _, signature, _ = module.__dict__[REGION]
+    _, _, _, signature, _ = module.__dict__[REGION]
     return any(name in signature.parameters for name in CACHES)
 
 
