@@ -1224,16 +1224,20 @@ def test_a_module_names_its_collectives_however_it_is_called():
     smp.set_tensor_parallelism(net)
     smp.DistributedModel(net)
     own, x = net["own"], torch.ones(2, 4)
-    before = group.begin_call()._path
+    before, begin_call, paths = group.begin_call()._path, group.begin_call, []
+
+    def noted() -> Any:
+        paths.append(group._called.path)
+        return begin_call()
+
     for call in (own, own.forward, lambda x: hooks.serve_hooked(own, (x,), None, False, False)):
-        with mock.patch.object(group, "begin_call", wraps=group.begin_call) as begun:
-            paths = []
-            begun.side_effect = lambda: paths.append(group._called.path) or mock.DEFAULT
+        with mock.patch.object(group, "begin_call", noted):
             net["other"](x)
             assert set(paths) == {"other"}
             paths.clear()
             call(x)
             assert set(paths) == {"own"}
+            paths.clear()
         assert group.begin_call()._path == before
 
 
