@@ -351,6 +351,35 @@ step_with_the_other(world *w, uint64_t id, smp_epoch_barrier *barrier)
                                   &deadline, &failed, NULL);
 }
 
+/* ... into any room, ended, and not beyond. */
+TEST_RANK(why_a_member_gave_up_is_cut_where_there_is_less_room)
+{
+    char              long_one[2 * SMP_WHY_BYTES];
+    char              why[2 * SMP_WHY_BYTES];
+    smp_epoch_barrier barrier;
+
+    memset(long_one, 'x', sizeof(long_one));
+    long_one[sizeof(long_one) - 1] = '\0';
+    CHECK_STATUS(step_with_the_other(w, 6, &barrier), SMP_OK);
+    CHECK(!smp_epoch_barrier_why(&barrier, 1 - w->rank, why, sizeof(why)));
+    w->barrier(w);
+    smp_epoch_barrier_fail(&barrier, SMP_ERR_TIMED_OUT, long_one);
+    w->barrier(w);
+    for (size_t room = 1; room <= sizeof(why); room += room < 9 ? 1 : 199) {
+        size_t most = room < SMP_WHY_BYTES ? room : SMP_WHY_BYTES;
+
+        memset(why, '#', sizeof(why));
+        CHECK(smp_epoch_barrier_why(&barrier, 1 - w->rank, why, room));
+        CHECK(strlen(why) == most - 1);
+        for (size_t i = most; i < sizeof(why); i++) {
+            CHECK(why[i] == '#');
+        }
+    }
+    w->barrier(w);
+    smp_epoch_barrier_fini(&barrier);
+    return 0;
+}
+
 /* Once it could be read: what the system says of the number alone kills nobody. */
 TEST_RANK(a_member_that_is_not_seen_any_more_has_not_died)
 {
@@ -859,6 +888,7 @@ static const entry list[] = {
     FORKED(members_read_where_that_is_faster, 2, 2),
     FORKED(members_do_not_read_where_one_finds_it_slow, 2, 2),
     FORKED(members_that_cannot_be_read_go_by_the_slots, 2, 3),
+    FORKED(why_a_member_gave_up_is_cut_where_there_is_less_room, 2, 2),
     FORKED(a_member_that_is_not_seen_any_more_has_not_died, 2, 2),
     FORKED(a_member_that_died_is_lost_when_it_is_read, 2, 2),
     FORKED(who_gives_up_leaves_its_memory_to_those_who_use_it, 2, 2),
