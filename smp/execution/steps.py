@@ -350,7 +350,7 @@ class Step:
         left_behind.warn_of_modes(self.name, "step function")
         self.state = thread_state.capture()
         self.grad = torch.is_grad_enabled()
-        gradients = unused.PipelinedStep(rt.parameters)
+        gradients = unused.PipelinedStep(rt.parameters if rt.tp_size > 1 else ())
         _core.gradients_begin(self.count, rt.backwards, self._on_complete())
         try:
             ok, value = self._run_core(plan, seed)

@@ -46,9 +46,10 @@ def opened(token: Tensor | None = None) -> Iterator[None]:
 
 def is_carried() -> bool:
     """Whether a request of this thread is a part of a chain."""
+    if not _chain.is_open or not torch.is_grad_enabled():
+        return False
     # What is computed again in a backward has a graph of its own there.
-    in_backward = torch._C._current_graph_task_id() != -1
-    return _chain.is_open and torch.is_grad_enabled() and not in_backward
+    return torch._C._current_graph_task_id() == -1
 
 
 def last() -> Tensor | None:
