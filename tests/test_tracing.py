@@ -485,6 +485,21 @@ def test_a_module_may_run_a_backward_of_its_own(how, meta):
         assert parameter is kept and torch.equal(parameter, value) and parameter.grad is None
 
 
+def test_tensors_of_a_second_run_are_not_taken_for_what_the_first_had():
+    """... whose meta tensors are gone: the ids of theirs may be any tensor's."""
+
+    class Busy(Penalised):
+        def forward(self, x):
+            made = [torch.zeros(()) for _ in range(2000)]
+            return super().forward(x) + torch.stack(made).sum() + sum(t + 1 for t in made)
+
+    net = nn.Sequential(nn.Linear(8, 8), Busy("jacrev"), nn.Linear(8, 8))
+    modules = trace(net, run_of(net, torch.randn(4, 8)), meta=True).modules
+
+    assert modules["1"].parameters == ()
+    assert modules["0"].parameters == ("0.bias", "0.weight")
+
+
 def test_checkpointed_modules_are_traced():
     class Checkpointed(nn.Module):
         def __init__(self):

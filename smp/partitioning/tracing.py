@@ -250,9 +250,10 @@ class Recorder:
                     self.number_of[id(module)] = len(self.modules)
                     self.modules.append(module)
                     self.paths.append(path or f"the root module {type(module).__name__}")
-        # By id, of itself or of its meta twin: the id of the parameter.
-        self.parameter = {id(p): id(p) for root in roots for p in root.parameters()}
-        self.parameter |= {id(b): id(b) for root in roots for b in root.buffers()}
+        self.own = {id(p): id(p) for root in roots for p in root.parameters()}
+        self.own |= {id(b): id(b) for root in roots for b in root.buffers()}
+        # By id, of itself or of its meta twin of this run: the id of the parameter.
+        self.parameter = self.own
         # By number of the module, and name.
         self.buffer_of = {
             (number, name): id(buffer)
@@ -390,7 +391,8 @@ class Recorder:
                         made[id(parameter)] = twins.meta_parameter(parameter)
                     setattr(module, name, made[id(parameter)])  # nn.LSTM keeps a list too
         self.twins = list(made.values())  # so that ids stay theirs
-        self.parameter.update({id(twin): original for original, twin in made.items()})
+        # Not those of an earlier run: any tensor may have got their ids.
+        self.parameter = self.own | {id(twin): original for original, twin in made.items()}
 
     @contextlib.contextmanager
     def _hooks(self) -> Iterator[None]:
