@@ -348,6 +348,57 @@ TEST(a_card_that_no_rank_wrote_is_malformed)
     return 0;
 }
 
+typedef struct {
+    smp_tcp_self               self;
+    smp_tcp_door               door;
+    const smp_tcp_card *const *cards;
+    int                        fds[2];
+    bool                       met[2];
+} choosy;
+
+static void *
+choose_main(void *arg)
+{
+    choosy            *c = arg;
+    const bool         wanted[2] = {true, true};
+    const smp_deadline soon = {.at_ns = smp_clock_ns() + WORLD_DEADLINE_NS};
+
+    (void)smp_tcp_meet(&c->door, &c->self, c->cards, wanted, &soon, c->fds, c->met);
+    return NULL;
+}
+
+/* Rank 1, which calls, has one address; of rank 0's two, the second is where it is met.
+ * Nothing is ever sent to the first. */
+TEST(each_rank_is_called_where_it_listens)
+{
+    choosy              ranks[2] = {0};
+    const smp_tcp_card *cards[2] = {&ranks[0].door.card, &ranks[1].door.card};
+    smp_tcp_offer      *offer = &ranks[0].door.card.offer;
+    pthread_t           threads[2];
+
+    for (int r = 0; r < 2; r++) {
+        ranks[r].self = (smp_tcp_self){.rank = r, .size = 2, .job = "job"};
+        ranks[r].cards = cards;
+        CHECK_STATUS(smp_tcp_door_open(r, LOOPBACK, &ranks[r].door), SMP_OK);
+        ranks[r].door.card.offer.forced = 0;
+    }
+    offer->addresses[1] = offer->addresses[0];
+    memset(offer->addresses[0].bytes, 255, 4);
+    offer->naddresses = 2;
+    ranks[0].door.fds[1] = ranks[0].door.fds[0];
+    ranks[0].door.fds[0] = -1;
+    for (int r = 0; r < 2; r++) {
+        CHECK(pthread_create(&threads[r], NULL, choose_main, &ranks[r]) == 0);
+    }
+    for (int r = 0; r < 2; r++) {
+        pthread_join(threads[r], NULL);
+        CHECK(ranks[r].met[1 - r]);
+        close(ranks[r].fds[1 - r]);
+        smp_tcp_door_close(&ranks[r].door);
+    }
+    return 0;
+}
+
 /* Waits until rank 0 listens. */
 static int
 call_rank_0(const meeter m[2])
@@ -751,6 +802,7 @@ main(int argc, char **argv)
         LISTED_TEST(run_a_stopped_peer_is_not_lost),
         LISTED_TEST(run_what_a_leaving_peer_said_arrives_although_it_is_talked_to),
         LISTED_TEST(the_address_is_in_a_subnet_of_the_others),
+        LISTED_TEST(each_rank_is_called_where_it_listens),
         LISTED_TEST(a_bridge_that_every_host_has_leads_nowhere),
         LISTED_TEST(across_routers_the_first_address_is_taken),
         LISTED_TEST(addresses_may_be_of_version_6),

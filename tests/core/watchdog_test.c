@@ -146,6 +146,32 @@ TEST(a_rank_that_moves_or_is_in_no_step_is_not_reported)
     return 0;
 }
 
+TEST(after_a_step_nothing_runs)
+{
+    static const char *const paths[] = {"encoder"};
+    smp_standing             standing;
+    smp_board               *board;
+    char                     said[256];
+
+    CHECK_STATUS(smp_board_create(0, 2, "tp_rank", names, &board), SMP_OK);
+    CHECK_STATUS(smp_board_name(board, paths, 1), SMP_OK);
+    smp_board_begin(board, 1);
+    smp_board_work(board, (smp_work){.microbatch = 3});
+    smp_board_end(board);
+    smp_board_read(board, &standing);
+    CHECK(smp_board_write(board, 0, &standing, said, sizeof(said)) == 0);
+    smp_board_place(board, "smp.barrier()");
+    smp_board_read(board, &standing);
+    (void)smp_board_write(board, 0, &standing, said, sizeof(said));
+    CHECK(strstr(said, " waits in smp.barrier(), since ") != NULL);
+    smp_board_begin(board, 2);
+    smp_board_read(board, &standing);
+    (void)smp_board_write(board, 0, &standing, said, sizeof(said));
+    CHECK(strstr(said, " has nothing to run, since ") != NULL);
+    smp_board_destroy(board);
+    return 0;
+}
+
 TEST(the_end_comes_at_its_limit)
 {
     listener            l = {0};
@@ -238,6 +264,7 @@ main(int argc, char **argv)
     static const smp_test tests[] = {
         {"report", a_rank_that_does_not_move_is_reported_with_what_it_waits_for},
         {"moving", a_rank_that_moves_or_is_in_no_step_is_not_reported},
+        {"after", after_a_step_nothing_runs},
         {"end", the_end_comes_at_its_limit},
         {"longest", the_board_shows_those_that_wait_longest},
         {"twice", reports_come_after_twice_the_time_each_until_the_rank_moves},
