@@ -288,6 +288,10 @@ def test_what_cannot_be_done_is_refused_before_anybody_waits(device, tmp_path):
     with job_on(device, tmp_path) as (rank, size, on):
         with pytest.raises(ValueError, match="input of 3 and an output of 5"):
             dist.all_gather_into_tensor(torch.empty(5, device=on), torch.empty(3, device=on))
+        for n in (2, 4):
+            own = torch.empty(3, device=on)
+            with pytest.raises(ValueError, match=f"input of 3 and an output of {n}"):
+                dist.all_gather([torch.empty(n, device=on) for _ in range(size)], own)
         with pytest.raises(TypeError, match="other dtypes"):
             dist.group.WORLD.allgather(
                 [[torch.empty(3, device=on, dtype=torch.int32)] * 2],

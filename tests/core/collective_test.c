@@ -513,6 +513,28 @@ TEST_RANK(who_gives_up_leaves_its_memory_to_those_who_use_it)
     return 0;
 }
 
+/* It waits for nobody's reading, and its control block is another group's then. */
+TEST_RANK(who_leaves_last_gives_its_control_block_back)
+{
+    smp_epoch_barrier        barrier;
+    const smp_control_block *control;
+
+    CHECK_STATUS(step_with_the_other(w, 30, &barrier), SMP_OK);
+    control = barrier.members[w->rank].control;
+    w->barrier(w);
+    if (w->rank == 1) {
+        smp_epoch_barrier_fini(&barrier);
+    }
+    w->barrier(w);
+    if (w->rank == 0) {
+        smp_epoch_barrier_post(&barrier);
+        smp_epoch_barrier_fini(&barrier);
+    }
+    CHECK(atomic_load(&control->taken) == SMP_CONTROL_FREE);
+    w->barrier(w);
+    return 0;
+}
+
 /* ------------------------------------------------------------------------- groups */
 
 /* The last step that this rank has posted in the group with this id. */
@@ -892,6 +914,7 @@ static const entry list[] = {
     FORKED(a_member_that_is_not_seen_any_more_has_not_died, 2, 2),
     FORKED(a_member_that_died_is_lost_when_it_is_read, 2, 2),
     FORKED(who_gives_up_leaves_its_memory_to_those_who_use_it, 2, 2),
+    FORKED(who_leaves_last_gives_its_control_block_back, 2, 2),
 };
 enum { LIST = sizeof(list) / sizeof(list[0]) };
 
