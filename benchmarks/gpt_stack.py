@@ -5,6 +5,8 @@
 One TP_GROUP of all ranks, float32, no dropout, the same global batch for all sides:
 
 - "smp": transformers' GPT2Block split in place, each rank's own samples;
+- "smp.nn, speed" and "smp.nn, memory": the layers of ``smp.nn.DistributedTransformer`` with
+  the same weights, each rank's own samples;
 - "DTensor": the same class, its Conv1D made nn.Linear, by ``parallelize_module`` over the
   group of smp (smddp) and over gloo; every rank is fed all samples;
 - "data parallel": whole layers on every rank, each rank's own samples, over smddp.
@@ -137,6 +139,49 @@ def by_smp(stack: Stack, everyones: Tensor, degree: int) -> Side:
     return Side(net, lambda: train(model, own).reduce_mean(), lambda: model(own))
 
 
+def by_layers(stack: Stack, everyones: Tensor, optimize: str) -> Side:
+    """Distributed layers with the stack's weights."""
+    from smp.nn.huggingface.gpt2 import translate_hf_block_state_dict_to_smdistributed as ours
+
+    smp.init({"tensor_parallel_degree": smp_size(), "ddp": True, "optimize": optimize})
+    config = stack.layers[0].attn.config
+    net = smp.nn.DistributedTransformer(
+        num_layers=len(stack.layers),
+        num_attention_heads=config.n_head,
+        attention_head_size=config.n_embd // config.n_head,
+        hidden_size=config.n_embd,
+        intermediate_size=4 * config.n_embd,
+        attention_dropout_prob=0.0,
+        hidden_dropout_prob=0.0,
+        activation="gelu",
+        layernorm_epsilon=config.layer_norm_epsilon,
+        causal_mask_size=config.n_positions,
+        pre_layernorm=True,
+        post_layernorm=False,
+    )
+    model = smp.DistributedModel(net)
+    model.load_state_dict(
+        {
+            f"seq_layers.{i}.{name}": value
+            for i, layer in enumerate(stack.layers)
+            for name, value in ours(layer.state_dict()).items()
+        }
+    )
+    own = everyones.chunk(smp.dp_size())[smp.dp_rank()].clone()  # a storage of its own
+
+    def forward(model: nn.Module) -> Tensor:
+        out = model((own, None))
+        return out if isinstance(out, Tensor) else out[0]
+
+    @smp.step
+    def train(model: nn.Module) -> Tensor:
+        loss = forward(model).square().mean()
+        model.backward(loss)
+        return loss
+
+    return Side(net, lambda: train(model).reduce_mean(), lambda: forward(model))
+
+
 def by_dtensor(stack: Stack, everyones: Tensor, backend: str) -> Side:
     """The group is smp's own (smddp), or one of another backend."""
     smp.init({"tensor_parallel_degree": smp_size()})
@@ -158,6 +203,8 @@ def smp_size() -> int:
 
 SIDES: dict[str, Callable[[Stack, Tensor], Side]] = {
     "smp": lambda stack, x: by_smp(stack, x, smp_size()),
+    "smp.nn, speed": lambda stack, x: by_layers(stack, x, "speed"),
+    "smp.nn, memory": lambda stack, x: by_layers(stack, x, "memory"),
     "DTensor, smddp": lambda stack, x: by_dtensor(stack, x, "smddp"),
     "DTensor, gloo": lambda stack, x: by_dtensor(stack, x, "gloo"),
     "data parallel": lambda stack, x: by_smp(stack, x, 1),

@@ -138,7 +138,7 @@ class DistributedAttentionLayer(DistributedModule):
             (q,) = stream.first(x, [self.query])
             k, v = stream.first_of_states(states, [self.key, self.value])
         parts = zip(
-            stream.sources,
+            stream.batches,
             stream.sequences(q),
             stream.sequences(k, crosses),
             stream.sequences(v, crosses),
@@ -179,7 +179,7 @@ class DistributedAttentionLayer(DistributedModule):
     def _attend(
         self, source: Source, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
     ) -> Tensor:
-        """A source's tokens, ``[tokens, own heads * channels]``, of this tp_rank's heads."""
+        """A batch's tokens, ``[tokens, own heads * channels]``, of this tp_rank's heads."""
         options = self.options
         causal = options.causal_mask_size is not None and not options.cross_attention
         size, heads = options.attention_head_size, len(self.heads)

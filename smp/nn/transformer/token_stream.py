@@ -40,6 +40,19 @@ class Source(NamedTuple):
         return self.samples * self.positions
 
 
+def _length_of_mask(source: Source) -> int:
+    return 0 if source.mask is None else math.prod(source.mask)
+
+
+def _is_alike(source: Source, other: Source) -> bool:
+    """Whether samples of both can be in one batch, which drops nothing."""
+    if source.seed or (source.positions, source.keys) != (other.positions, other.keys):
+        return False
+    if source.mask is None or other.mask is None:
+        return source.mask is other.mask
+    return source.mask[0] == source.samples and source.mask[1:] == other.mask[1:]
+
+
 class Required(NamedTuple):
     """Whether tokens, what their attention looks at, and masks require grad on any tp_rank."""
 
@@ -84,6 +97,19 @@ class TokenStream:
     def others(self) -> list[int]:
         """Rows of what each source's cross-attention looks at."""
         return [source.samples * source.keys for source in self.sources]
+
+    @property
+    def batches(self) -> list[Source]:
+        """The sources as attention takes them: all as one where their samples are alike.
+
+        Samples of several sources in one batch need no copy that joins what comes out.
+        """
+        first = self.sources[0]
+        if len(self.sources) == 1 or not all(_is_alike(of, first) for of in self.sources):
+            return self.sources
+        samples = sum(of.samples for of in self.sources)
+        mask = None if first.mask is None else (samples, *first.mask[1:])
+        return [first._replace(samples=samples, mask=mask)]
 
     def seeded(self, seed: int, device: torch.device) -> "TokenStream":
         """The same for another attention layer, which has new seeds.
@@ -164,22 +190,25 @@ class TokenStream:
     # --------------------------------------------------------------------- attention
 
     def sequences(self, x: Tensor, of_states: bool = False) -> Sequence[Tensor]:
-        """Each source's rows of what ``first`` returned, or ``first_of_states``."""
-        return x.split(self.others if of_states else self.tokens)
+        """Each batch's rows of what ``first`` returned, or ``first_of_states``."""
+        return x.split(
+            [of.samples * (of.keys if of_states else of.positions) for of in self.batches]
+        )
 
     def joined(self, sequences: Sequence[Tensor]) -> Tensor:
-        """The sources' rows as ``last`` takes them."""
+        """The batches' rows as ``last`` takes them."""
         return torch.cat(list(sequences)) if len(sequences) > 1 else sequences[0]
 
     def masks(self, mask: Tensor | None) -> list[Tensor | None]:
-        """Each source's mask."""
+        """Each batch's mask."""
         if mask is None or len(self.sources) == 1:
-            return [mask] * len(self.sources)
-        parts = zip(self.sources, mask.split(self._lengths_of_masks()), strict=True)
+            return [mask] * len(self.batches)
+        lengths = [_length_of_mask(of) for of in self.batches]
+        parts = zip(self.batches, mask.split(lengths), strict=True)
         return [None if of.mask is None else part.view(of.mask) for of, part in parts]
 
     def _lengths_of_masks(self) -> list[int]:
-        return [0 if of.mask is None else math.prod(of.mask) for of in self.sources]
+        return [_length_of_mask(of) for of in self.sources]
 
     # -------------------------------------------------------------------- own tokens
 
