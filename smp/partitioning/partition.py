@@ -436,7 +436,8 @@ class _FlatModel:
         """Modules that stay together use one parameter more, of no size.
 
         So do a module and those that an autograd function of its may call again in the
-        backward, which read what their forwards set.
+        backward, which read what their forwards set; and a module and those that it calls and
+        that hook a tensor of both.
         """
         together = [
             [self.number_of[id(inside)] for inside in module.modules()]
@@ -445,8 +446,9 @@ class _FlatModel:
         ]
         for number, path in enumerate(self.paths):
             seen = _NOT_TRACED if trace is None else trace.modules.get(path, _NOT_TRACED)
-            if seen.reruns:
-                together.append([number, *map(self.paths.index, seen.reruns)])
+            for others in (seen.reruns, seen.hooking):
+                if others:
+                    together.append([number, *map(self.paths.index, others)])
         for numbers in together:
             self.use_module.extend(numbers)
             self.use_parameter.extend([len(self.parameter_bytes)] * len(numbers))

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -70,6 +70,9 @@ class ModuleTrace:
             those in which something was changed in place, also by other modules.
         reruns: paths of modules that it gave to an autograd function of the user's, whose
             backward may call them again; where one of them sets attributes.
+        hooking: paths of modules that it called and that hooked (``x.register_hook``) a tensor
+            which it gave them or got of them: only with it they see its whole gradient, and
+            their hooks and its own run in the order of their registration.
     """
 
     first: int = -1
@@ -86,6 +89,7 @@ class ModuleTrace:
     buffers: tuple[str, ...] = ()
     set_attributes: tuple[str, ...] = ()
     reruns: tuple[str, ...] = ()
+    hooking: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(slots=True)
@@ -216,13 +220,14 @@ class _BackwardInModule(RuntimeError):
 class Frame:
     """One running module, or the code outside all of them."""
 
-    __slots__ = ("attributes", "calls_s", "module", "number", "started", "used")
+    __slots__ = ("attributes", "calls_s", "hooked", "module", "number", "started", "used")
 
     def __init__(self, number: int, module: nn.Module | None):
         self.number = number  # in Recorder.records; -1: outside
         self.module = module
         self.attributes = {} if module is None else _attributes_of(module)
         self.used: set[int] = set()  # ids of parameters
+        self.hooked: dict[int, Tensor] = {}  # while it ran, by id
         self.calls_s = 0.0  # time of the modules it called
         self.started = 0.0
 
@@ -274,6 +279,7 @@ class Recorder:
         self.used: list[set[int]] = [set() for _ in self.modules]
         self.used_outside: set[int] = set()
         self.given_away: dict[int, set[int]] = {}  # to autograd functions, by a module
+        self.hooking: dict[int, set[int]] = {}  # of those that a module called
         self.weighed: dict[int, StorageWeakRef] = {}  # by address, which it reserves
         self.given: dict[int, StorageWeakRef] = {}  # of what the models are called with
         self.frames = [Frame(-1, None)]
@@ -410,6 +416,7 @@ class Recorder:
             stack.callback(self.progress.finish)
             stack.enter_context(_run_compiled_code_as_written())
             stack.enter_context(_seeing_functions(self._note_given_away))
+            stack.enter_context(_seeing_hooks(self._note_hooked))
             yield
 
     def running_path(self) -> str:
@@ -436,6 +443,11 @@ class Recorder:
                 inside = {id(m) for m in module.modules()} & self.number_of.keys()
                 given = self.given_away.setdefault(giver, set())
                 given.update(self.number_of[m] for m in inside)
+
+    def _note_hooked(self, tensor: Tensor) -> None:
+        if threading.get_ident() == self.thread:
+            for frame in self.frames:
+                frame.hooked[id(tensor)] = tensor
 
     def _note_set_buffer(self, module: nn.Module, name: str, buffer: Tensor | None) -> None:
         """Whoever sets a buffer uses it."""
@@ -520,6 +532,8 @@ class Recorder:
             }
             self.used[number] |= frame.used - passed
             self.frames[-1].used |= passed
+            if any(id(t) in frame.hooked for t in tensors_in((args, kwargs, output))):
+                self.hooking.setdefault(self.frames[-1].number, set()).add(number)
             self.left[number] = _attributes_of(module)
             self._note_changes(number, frame.attributes, self.left[number])
             record.input_bytes = max(record.input_bytes, tensor_bytes((args, kwargs)))
@@ -571,15 +585,18 @@ class Recorder:
                 number = self.number_of[id(module)]
                 given = self.given_away.get(number, set())
                 if any(self.records[n].set_attributes for n in given):
-                    modules[path].reruns = tuple(
-                        inside
-                        for inside, m in root.named_modules()
-                        if self.number_of[id(m)] in given
-                    )
+                    modules[path].reruns = self._paths_of(given, root)
+                modules[path].hooking = self._paths_of(self.hooking.get(number, ()), root)
             weighed = any(record.kept_bytes for record in modules.values())
             outside = name_all(self.used_outside)
             out.append(Trace(modules, outside, timed, self.meta, weighed))
         return out
+
+    def _paths_of(self, numbers: Collection[int], root: nn.Module) -> tuple[str, ...]:
+        if not numbers:
+            return ()
+        within = root.named_modules()
+        return tuple(path for path, m in within if self.number_of[id(m)] in numbers)
 
 
 @contextlib.contextmanager
@@ -598,6 +615,23 @@ def _seeing_functions(see: Callable[[tuple], None]) -> Iterator[None]:
         yield
     finally:
         function.apply = original
+
+
+@contextlib.contextmanager
+def _seeing_hooks(see: Callable[[Tensor], None]) -> Iterator[None]:
+    """Show the tensors on which ``register_hook`` is called."""
+    tensors: Any = Tensor
+    original = tensors.register_hook
+
+    def register_hook(self: Tensor, hook: Callable) -> Any:
+        see(self)
+        return original(self, hook)
+
+    tensors.register_hook = register_hook
+    try:
+        yield
+    finally:
+        tensors.register_hook = original
 
 
 def _attributes_of(module: nn.Module) -> _Attributes:
