@@ -6,6 +6,7 @@ import warnings
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import smp
 from smp.partitioning.tracing import trace
@@ -83,6 +84,16 @@ def test_the_traced_run_sees_who_hooks_what_its_caller_has_too(what):
     is_of_both = bool(what) and what != ("inner",)
     assert modules[""].hooking == (("hooking",) if is_of_both else ())
     assert all(seen.hooking == () for path, seen in modules.items() if path)
+
+
+def test_torchs_own_tools_do_not_count():
+    net = Net()
+
+    def run() -> None:
+        with FlopCounterMode(display=False):
+            net(torch.randn(2, 6))
+
+    assert all(seen.hooking == () for seen in trace(net, run).modules.values())
 
 
 @pytest.mark.parametrize("what", WHAT, ids=" ".join)

@@ -120,6 +120,7 @@ class Net(nn.Module):
 
 def said(net, around_step=nullcontext):
     """The warnings of three steps, on this rank."""
+    smp.set_partition(net, 0)
     smp.set_partition(net.far, 1)
     model = smp.DistributedModel(net)
 

@@ -619,12 +619,14 @@ def _seeing_functions(see: Callable[[tuple], None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _seeing_hooks(see: Callable[[Tensor], None]) -> Iterator[None]:
-    """Show the tensors on which ``register_hook`` is called."""
+    """Show the tensors on which ``register_hook`` is called; not by PyTorch's own tools, such
+    as FLOP counters, which hook what every module has."""
     tensors: Any = Tensor
     original = tensors.register_hook
 
     def register_hook(self: Tensor, hook: Callable) -> Any:
-        see(self)
+        if not str(getattr(hook, "__module__", "")).startswith("torch."):
+            see(self)
         return original(self, hook)
 
     tensors.register_hook = register_hook
