@@ -357,6 +357,22 @@ def test_a_damaged_or_missing_part_is_an_error_on_every_rank(tmp_path):
 
 
 @on_ranks(2)
+def test_what_one_rank_cannot_load_is_an_error_on_every_rank(tmp_path):
+    init(2)
+    run = Run("sgd")
+    run.train(0, 1)
+    save(run, tmp_path, "a", partial=True)
+
+    def without_it(state: dict) -> dict:
+        return {name: value for name, value in state.items() if name != "second.0.weight"}
+
+    kind = RuntimeError if smp.rank() == 1 else smp.CheckpointError
+    with pytest.raises(kind, match=r"(?s)Missing key.*second\.0\.weight"):
+        smp.resume_from_checkpoint(tmp_path, translate_function=without_it)
+    assert smp.resume_from_checkpoint(tmp_path)["step"] == 3
+
+
+@on_ranks(2)
 def test_the_last_part_is_missed_too(tmp_path):
     """No gap in the numbers shows it; what is not loaded may be missing."""
     init(2)

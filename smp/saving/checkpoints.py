@@ -177,8 +177,10 @@ def resume_from_checkpoint(
         ValueError: there is no ``DistributedModel`` yet.
         FileNotFoundError: there is no such checkpoint.
         CheckpointError: a file is damaged or missing, on this or another rank; the tensor
-            parallel degree was another; or the newest is full and ``partial`` is True, or the
-            other way round.
+            parallel degree was another; the newest is full and ``partial`` is True, or the
+            other way round; or another rank could not load its part.
+        RuntimeError: a missing or unexpected key of this rank's, when ``strict``, or a tensor
+            of another shape.
 
     Source: SageMaker Python SDK documentation, ``smp.resume_from_checkpoint``.
     """
@@ -201,10 +203,14 @@ def resume_from_checkpoint(
     translate = translate_function
     if translate is None and not partial:
         translate = _from_hugging_face
-    model.load_state_dict(found["model"], strict=strict, translate_function=translate)
+
+    def load_model() -> None:
+        model.load_state_dict(found["model"], strict=strict, translate_function=translate)
+
+    _together(_RESUME, load_model)
     if optimizer is not None and load_optimizer:
         if "optimizer" in found:
-            optimizer.load_state_dict(found["optimizer"])
+            _together(_RESUME, lambda: optimizer.load_state_dict(found["optimizer"]))
         else:
             warnings.warn(f"smp: the checkpoint in {root} has no optimizer state", stacklevel=2)
     content = found["user_content"]
