@@ -2,12 +2,9 @@
 
 import io
 import os
-import resource
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -29,7 +26,7 @@ from tests.models.trained import (
     make_model,
     snapshot,
 )
-from tests.ranks import call_on_ranks, job, on_ranks, rank_environment
+from tests.ranks import call_on_ranks, on_ranks, rank_environment
 
 HERE = Path(__file__).parent
 KINDS = pytest.mark.parametrize("partial", [True, False], ids=["partial", "full"])
@@ -535,107 +532,6 @@ def test_two_jobs_do_not_save_into_one_folder_at_once(tmp_path):
         "{'tag': 'first'}",
         "{'tag': 'second'} ['first_partial', 'newest', 'second_partial']",
     ]
-
-
-@contextmanager
-def file_size_limit(size_bytes: int) -> Iterator[None]:
-    """Writes beyond that size fail, as on a full disk."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
-@on_ranks(2)
-@KINDS
-def test_a_write_that_fails_is_an_error_on_every_rank_and_leaves_nothing(partial, tmp_path):
-    """Disk full: the file is named, the previous checkpoint is as it was."""
-    init(2)
-    run = Run("sgd")
-    run.train(0, 1)
-    save(run, tmp_path, "old", partial)
-    smp.barrier()
-    before = {name: (tmp_path / name).read_bytes() for name in listed(tmp_path)}
-    failing = 1 if partial else 0
-    smp.barrier()
-
-    expected = OSError if smp.rank() == failing else smp.CheckpointError
-    limit = file_size_limit(1000 if smp.rank() == failing else resource.RLIM_INFINITY)
-    with limit, pytest.raises(expected, match="File too large.*(model_1_0.pt|new)"):
-        save(run, tmp_path, "new", partial)
-
-    smp.barrier()
-    assert {name: (tmp_path / name).read_bytes() for name in listed(tmp_path)} == before
-    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
-    smp.barrier()
-    save(run, tmp_path, "new", partial)
-    assert smp.resume_from_checkpoint(tmp_path, partial=partial)["step"] == 3
-
-
-def test_a_full_file_system_is_said_and_leaves_no_half_file(tmp_path):
-    """A tmpfs of 1 MiB in a mount namespace of its own; the file is named."""
-    script = (
-        "import os, sys, smp, torch\n"
-        "smp.init({})\n"
-        "smp.save({'w': torch.zeros(1000)}, 'small', partial=False)\n"
-        "try:\n"
-        "    smp.save({'w': torch.zeros(10**6)}, 'large', partial=False)\n"
-        "except OSError as error:\n"
-        "    print(error)\n"
-        "print(os.listdir('.'), smp.load('small', partial=False)['w'].numel())\n"
-    )
-    mount = f'mount -t tmpfs -o size=1m none "{tmp_path}" && cd "{tmp_path}" && exec "$0" "$@"'
-    done = subprocess.run(
-        ["unshare", "--mount", "--map-root-user"]
-        + ["sh", "-c", mount, sys.executable, "-c", script],
-        env=rank_environment(),
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == ("[Errno 28] No space left on device: 'large'\n['small'] 1000\n"), (
-        done.stderr
-    )
-
-
-KILLED = """
-import os, sys
-import smp, torch
-from tests.models.trained import Run, init
-init(2)
-run = Run("sgd")
-run.train(0, 1)
-smp.save_checkpoint(sys.argv[1], "old", model=run.model, user_content=1)
-real = os.fsync
-def die(fd):
-    if smp.rank() == 1:
-        os.kill(os.getpid(), 9)
-    return real(fd)
-os.fsync = die
-smp.save_checkpoint(sys.argv[1], "new", model=run.model, user_content=2)
-"""
-
-
-def test_a_rank_killed_while_it_writes_leaves_the_previous_checkpoint(tmp_path):
-    script = tmp_path / "train.py"
-    script.write_text(KILLED)
-    with job(2, script, tmp_path / "saved") as running:
-        assert running.wait(60) != 0
-
-    assert (tmp_path / "saved" / "newest").read_text() == "old_partial"
-    assert call_on_ranks(2, _resume, tmp_path / "saved") == [1, 1]
-
-
-def _resume(path: Path) -> int:
-    init(2)
-    run = Run("sgd")
-    content = smp.resume_from_checkpoint(path)
-    run.evaluate()
-    return content
 
 
 # ------------------------------------------------------------------------ save and load

@@ -550,6 +550,9 @@ def test_replicas_with_different_models_are_refused():
     second = nn.Linear(7, 3 + smp.rank())
     with pytest.raises(ReplicasDiffer, match=r"dp_rank 1 .*'1.weight' \[4, 7\].*not.*\[3, 7\]"):
         smp.DistributedModel(nn.Sequential(nn.Linear(WIDTH, 7), second))
+    second = nn.Linear(7, 3, bias=smp.rank() == 0)  # what the ranks say differs in length
+    with pytest.raises(ReplicasDiffer, match=r"dp_rank 1 .* no '1.bias' \[3\] float32"):
+        smp.DistributedModel(nn.Sequential(nn.Linear(WIDTH, 7), second))
 
 
 @on_ranks(2)

@@ -407,6 +407,23 @@ def test_containers_that_a_parent_has_set_are_its_own_until_the_call(name, owner
             step(model, torch.ones(4, 3))
 
 
+class EmptiesAgain(Collecting):
+    def forward(self, x):
+        self.child.losses = []
+        y = self.child(self.near(x))
+        self.child.losses = [x.sum()]
+        assert self.child.losses[0] is not y and len(self.child.losses) == 1
+        return y + sum(self.child.losses)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("owner", [0, 1])
+def test_what_a_parent_sets_again_after_the_call_is_its_own_again(owner):
+    model = collecting(None, owner, EmptiesAgain)
+    for _ in range(2):
+        step(model, torch.ones(4, 3))
+
+
 def puts_in(child):
     child.stats["from its parent"] = 1
     return 0

@@ -190,7 +190,7 @@ def test_fused_layer_norm_is_layer_norm():
     assert not isinstance(torch.nn.LayerNorm(4), smp.nn.FusedLayerNorm)
 
 
-def test_state_as_scripts_read_it():
+def test_state_as_scripts_read_it(monkeypatch):
     smp.init({"microbatches": 2})
 
     assert smp.state.cfg.fp16 is False and smp.state.cfg.prescaled_batch is False
@@ -199,6 +199,8 @@ def test_state_as_scripts_read_it():
     assert list(smp.state.module_manager.translate_functions) == []
     assert smp.core.initialized() and smp.core.rank() == smp.rank() == 0
     assert smp.core.size() == smp.core.local_size() == 1 and smp.core.local_rank() == 0
+    monkeypatch.setattr(smp.state.job("a test").boot, "local_size", 8)
+    assert (smp.core.local_size(), smp.core.size()) == (8, 1)
     linear = torch.nn.Linear
     assert smp.state.patch_manager.get_original_method("forward", linear) is linear.forward
     assert smp.utils.rmsg("hello") == "[rank 0] hello"

@@ -203,6 +203,7 @@ class Cyclic(Plain):
     def __deepcopy__(self, memo):
         made = type(self).__new__(type(self))
         memo[id(self)] = made
+        assert id(self) in memo and memo.get(id(self)) is memo[id(self)] is made
         made.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return made
 

@@ -4,6 +4,7 @@ from collections import OrderedDict
 
 import pytest
 import torch
+from torch import nn
 
 import smp
 from tests.models.trained import (
@@ -37,6 +38,39 @@ def test_a_full_dict_is_that_of_the_plain_model():
     assert full._metadata == plain.model.state_dict()._metadata
     fresh = make_model(seed=5, pin=False)
     assert str(fresh.load_state_dict(full)) == "<All keys matched successfully>"
+
+
+class TwoNames(nn.Module):
+    """A module that is there under two paths, on rank 1."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm = nn.Linear(3, 3), nn.BatchNorm1d(3)
+        self.again = self.norm
+
+    def forward(self, x):
+        return self.again(self.norm(self.first(x))).square().mean()
+
+
+@on_ranks(2)
+def test_a_module_with_two_names_has_one_state():
+    smp.init({"pipeline_parallel_degree": 2})
+    net = TwoNames()
+    names = list(net.norm.state_dict())
+    smp.set_partition(net, 0)
+    smp.set_partition(net.norm, 1)
+    model = smp.DistributedModel(net)
+
+    @smp.step
+    def step(model, x):
+        model.backward(model(x))
+
+    step(model, torch.randn(4, 3))
+    full = model.state_dict()
+
+    assert full["norm.running_mean"].abs().sum() > 0
+    for name in names:
+        assert torch.equal(full[f"again.{name}"], full[f"norm.{name}"]), name
 
 
 @on_ranks(2)

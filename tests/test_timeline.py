@@ -149,6 +149,11 @@ def test_the_picture_has_a_row_for_each_rank_and_both_shades():
     assert {"rank 0", "rank 1", "66% busy", "0% busy", "idle"} <= set(words)
     fills = {rect.get("fill") for rect in drawn.iter(f"{SVG}rect")}
     assert {shade(5, 0), shade(5, 1)} <= fills
+    legend = [r for r in drawn.iter(f"{SVG}rect") if r.get("height") == "14" and r.get("fill")]
+    below = sorted(legend, key=lambda rect: float(rect.get("y")))
+    assert [rect.get("fill") for rect in below] == [shade(5, 0), shade(5, 1)]
+    at = {text.text: float(text.get("y")) for text in drawn.iter(f"{SVG}text")}
+    assert at["forward"] < at["backward"]
     assert not re.search(r"nan|inf", picture([[], []]))
 
 
