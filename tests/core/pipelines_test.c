@@ -47,7 +47,7 @@ static _Atomic int answers[MOST_TP];
 static smp_comm   *comms[PP * MOST_TP];
 
 /* How a tp_rank's calls differ from the others'. */
-typedef enum { ALIKE, LEAVES_OUT, FAILS } mood;
+typedef enum { ALIKE, LEAVES_OUT, FAILS, ANSWERS_NOT } mood;
 
 typedef struct {
     world      *w;
@@ -214,6 +214,10 @@ execute(void *ctx, smp_message *request)
     smp_message_free(request);
     if (++self->inside != 1) {
         abort();
+    }
+    if (e.entry == SHARED && self->mood == ANSWERS_NOT) {
+        self->inside--;
+        return;
     }
     if (e.entry == SHARED && self->mood == FAILS && self->in == e.microbatch) {
         status = SMP_ERR_INVALID;
@@ -577,6 +581,28 @@ TEST_RANK(a_failure_of_one_rank_ends_the_step_of_all_pipelines)
     return finish(&self);
 }
 
+/* ... whatever of a step that failed came late, and was dropped. */
+TEST_RANK(after_failures_a_deadlock_is_found_all_the_same)
+{
+    rank       self;
+    smp_status status;
+
+    CHECK_STATUS(begin(&self, w), SMP_OK);
+    for (int i = 0; i < 2 * self.tp; i++) {
+        self.mood = self.tp_rank == i % self.tp && self.pp_rank == 1 ? FAILS : ALIKE;
+        self.in = i % MICROBATCHES;
+        CHECK_STATUS(run_step(&self), SMP_ERR_CLOSED);
+        CHECK(check_ended(&self) == 0);
+    }
+    self.mood = ANSWERS_NOT;
+    status = run_step(&self);
+    CHECK(status == (w->rank == 0 ? SMP_ERR_DEADLOCK : SMP_ERR_CLOSED));
+    CHECK(check_ended(&self) == 0);
+    self.mood = ALIKE;
+    CHECK(check_step(&self) == 0);
+    return finish(&self);
+}
+
 /* A rank that makes no step, because it has failed before, has issued nothing in it. */
 TEST_RANK(a_rank_that_leaves_a_step_out_has_issued_nothing)
 {
@@ -704,6 +730,7 @@ static const world_test tests[] = {
     {.name = "left_out",
      .rank = a_call_that_one_tp_rank_leaves_out_fails_the_step_of_all},
     {.name = "failure", .rank = a_failure_of_one_rank_ends_the_step_of_all_pipelines},
+    {.name = "late", .rank = after_failures_a_deadlock_is_found_all_the_same},
     {.name = "late_abort",
      .rank =
          another_pipelines_failure_comes_too_late_for_who_has_said_that_all_is_well},
