@@ -452,6 +452,8 @@ def test_a_damaged_partition_is_refused():
         Partition.from_bytes(data[:-10])
     with pytest.raises(ValueError, match="damaged: its hash"):
         Partition.from_bytes(data.replace(b'"ranks":[0,0,0', b'"ranks":[0,0,1'))
+    with pytest.raises(ValueError, match="damaged: its hash"):
+        Partition.from_bytes(data.replace(b'"layers.0', b'"layerz.0'))
     with pytest.raises(ValueError, match="damaged"):
         Partition.from_bytes(data.replace(b'"degree"', b'"degrees"'))
 

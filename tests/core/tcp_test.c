@@ -137,6 +137,10 @@ TEST(an_interface_is_a_name_an_address_or_a_subnet)
         CHECK(smp_tcp_addresses(bad[i], found, NULL) == 0);
         config.interface = bad[i];
         CHECK_STATUS(smp_comm_create(&config, &comm), SMP_ERR_INVALID);
+        /* What was named is not passed over, though another transport would serve. */
+        config.transports = i % 2 == 0 ? "shm,tcp" : "tcp,shm";
+        CHECK_STATUS(smp_comm_create(&config, &comm), SMP_ERR_INVALID);
+        config.transports = "tcp";
     }
     return 0;
 }
