@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 import smp
+from smp import _core
 from smp.job import bootstrap, config, torch_process_groups
 from smp.job.placement import Placement
 from tests.ranks import (
@@ -98,6 +99,20 @@ def test_two_ranks_see_each_other():
     assert (smp.pp_rank(), smp.pp_size(), smp.get_pp_group()) == (smp.rank(), 2, [0, 1])
     assert (smp.dp_rank(), smp.dp_size(), smp.get_dp_group()) == (0, 1, [smp.rank()])
     assert (smp.instance_id(), smp.is_multi_node()) == (0, False)
+
+
+@on_ranks(2)
+def test_init_may_be_tried_again_when_ranks_did_not_reach_each_other(monkeypatch):
+    def connect(*_):
+        raise ConnectionError("no way to the other rank")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(_core, "connect", connect)
+        with pytest.raises(ConnectionError, match="no way"):
+            smp.init({"pipeline_parallel_degree": 2})
+    smp.init({"pipeline_parallel_degree": 2})
+
+    assert smp.allgather(smp.rank(), smp.WORLD) == [0, 1]
 
 
 @on_ranks(4)

@@ -86,6 +86,21 @@ def test_only_rank_0_gets_a_full_dict_that_is_gathered_to_it():
 
 
 @on_ranks(2)
+def test_state_of_an_optimizer_that_is_no_parameters_is_in_the_full_dict():
+    init(2)
+    run = Run("sgd")
+    run.train(0, 1)
+    run.optimizer.optimizer.state["calls"] = {"number": 3}
+
+    full = run.optimizer.state_dict()
+
+    assert full["state"]["calls"] == {"number": 3}
+    assert sorted(k for k in full["state"] if k != "calls") == list(
+        range(len(full["state"]) - 1)
+    )
+
+
+@on_ranks(2)
 def test_a_partial_dict_holds_what_the_rank_owns():
     init(2)
     run = Run("sgd")
