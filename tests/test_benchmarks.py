@@ -1,7 +1,10 @@
 """Spec: benchmarks can be run short, and say how (docs/benchmarks.md)."""
 
+import os
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -32,6 +35,16 @@ def test_benchmarks_of_two_ranks_run_short(name, options, shows):
 
     assert done.returncode == 0, done.stderr
     assert shows in done.stdout
+
+
+def test_the_cores_benchmarks_can_be_built(tmp_path):
+    mpicc = shutil.which("mpicc", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    command = ["make", "-s", "-C", BENCHMARKS / "core", "build"]
+    variables = [f"BUILD={tmp_path}", f"MPICC={mpicc}", "OPTIMIZE=-O1"]
+    done = subprocess.run([*command, *variables], capture_output=True, text=True, timeout=200)
+
+    assert (done.returncode, done.stderr) == (0, "")
+    assert len(list(tmp_path.iterdir())) == 4
 
 
 def test_the_benchmark_of_orders_runs_short():

@@ -236,14 +236,10 @@ def descriptors() -> set[str]:
     return set(os.listdir("/proc/self/fd"))
 
 
-def sockets() -> set[Path]:
-    return set(Path("/dev/shm").glob("smp-*"))
-
-
 def test_a_process_without_descriptors_is_told_so():
     """However few are left: the reason, and the limit; nothing stays open, or in /dev/shm."""
     smp.reset()
-    before, files = descriptors(), sockets()
+    before, files = descriptors(), stale()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     said = []
     for more in range(40):
@@ -264,4 +260,4 @@ def test_a_process_without_descriptors_is_told_so():
     assert len(said) > 3
     for limit, text in said:
         assert f"Too many open files (this process may have {limit}: ulimit -n)" in text, text
-    assert descriptors() == before and sockets() <= files
+    assert descriptors() == before and stale() <= files

@@ -1,13 +1,13 @@
 """Spec: what a user sees when a rank dies or is interrupted in the middle of a step."""
 
 import re
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from smp.job import bootstrap, objects
 from tests.ranks import mpirun, wait_until_gone
+from tests.test_connecting import stale
 
 # A rank that ends with an error ends the others: first all say what they saw.
 SAID = """
@@ -91,10 +91,6 @@ ENDINGS = {
 }
 
 
-def ours_in_shared_memory() -> set[str]:
-    return {p.name for p in Path("/dev/shm").iterdir() if "smp" in p.name}
-
-
 @pytest.mark.parametrize(
     ("ending", "transports"),
     [*((ending, "shm") for ending in ENDINGS), ("killed", "mpi"), ("raised", "mpi")],
@@ -107,7 +103,7 @@ def test_every_rank_hears_of_the_end_of_one(tmp_path, ending, transports):
     script = tmp_path / "train.py"
     both_speak = BOTH_SPEAK if ending == "raised" else ""
     script.write_text(SAID + both_speak + SCRIPT.format(how=how, seen=len(seen)))
-    before = ours_in_shared_memory()
+    before = stale()
 
     done = mpirun(2, script, env={"SMP_COMM_TRANSPORTS": transports}, go_on=by_signal)
 
@@ -125,7 +121,7 @@ def test_every_rank_hears_of_the_end_of_one(tmp_path, ending, transports):
     if ending == "raised":
         assert re.search(r"raised on pp_rank 1 in module '1', microbatch \d, forward", said)
         assert re.search(r"rank \d of 2, after rank \d failed: ValueError: no good\n", said)
-    assert ours_in_shared_memory() <= before
+    assert stale() <= before
 
 
 BESIDE_ANOTHER = """
@@ -213,7 +209,7 @@ def test_a_rank_killed_at_any_instant_leaves_nothing_behind(tmp_path, moment):
     """The other says who died; no process and no shared memory is left."""
     script = tmp_path / "train.py"
     script.write_text(KILLED)
-    before = ours_in_shared_memory()
+    before = stale()
     victim = moment % 2
 
     done = mpirun(2, script, str(victim), str(moment), go_on=True)
@@ -221,7 +217,7 @@ def test_a_rank_killed_at_any_instant_leaves_nothing_behind(tmp_path, moment):
     said = done.stdout + done.stderr
     assert f"pp_rank {victim} is gone" in said, said
     wait_until_gone([int(pid) for pid in re.findall(r"pid (\d+)", said)])
-    assert ours_in_shared_memory() <= before
+    assert stale() <= before
 
 
 TO_ONE_THAT_IS_GONE = """
