@@ -620,12 +620,12 @@ def _seeing_functions(see: Callable[[tuple], None]) -> Iterator[None]:
 @contextlib.contextmanager
 def _seeing_hooks(see: Callable[[Tensor], None]) -> Iterator[None]:
     """Show the tensors on which ``register_hook`` is called; not by PyTorch's own tools, such
-    as FLOP counters, which hook what every module has."""
+    as FLOP counters, which hook what every module has, nor by ours."""
     tensors: Any = Tensor
     original = tensors.register_hook
 
     def register_hook(self: Tensor, hook: Callable) -> Any:
-        if not str(getattr(hook, "__module__", "")).startswith("torch."):
+        if not str(getattr(hook, "__module__", "")).startswith(("torch.", "smp.")):
             see(self)
         return original(self, hook)
 
