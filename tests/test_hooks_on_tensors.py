@@ -96,6 +96,22 @@ def test_torchs_own_tools_do_not_count():
     assert all(seen.hooking == () for seen in trace(net, run).modules.values())
 
 
+@pytest.mark.parametrize("owner", ["smp.nn.embedding", "torch.nn.utils", "smpl", __name__])
+def test_our_own_hooks_do_not_count(owner):
+    hook = note("of a library", 1.0)
+    hook.__module__ = owner
+
+    class Inner(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            x.register_hook(hook)
+            return x * 2
+
+    net = nn.Sequential(nn.Linear(6, 6), Inner())
+    hooking = trace(net, lambda: net(torch.randn(2, 6))).modules[""].hooking
+
+    assert hooking == (() if owner.startswith(("smp.", "torch.")) else ("1",))
+
+
 @pytest.mark.parametrize("what", WHAT, ids=" ".join)
 @pytest.mark.parametrize("kind", [Net, Deep])
 @on_ranks(2)

@@ -27,30 +27,35 @@ def file_size_limit(size_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
+@contextmanager
+def nothing_is_left(path: Path, partial: bool) -> Iterator[Run]:
+    """In the block a save fails: "old" stays as it was, and "new" can be saved after it."""
+    init(2)
+    run = Run("sgd")
+    run.train(0, 1)
+    save(run, path, "old", partial)
+    smp.barrier()
+    before = {name: (path / name).read_bytes() for name in listed(path)}
+    smp.barrier()
+    yield run
+    smp.barrier()
+    assert {name: (path / name).read_bytes() for name in listed(path)} == before
+    assert not [file for file in path.iterdir() if file.name.startswith(".")]
+    smp.barrier()
+    save(run, path, "new", partial)
+    assert smp.resume_from_checkpoint(path, partial=partial)["step"] == 3
+
+
 @on_ranks(2)
 @KINDS
 def test_a_write_that_fails_is_an_error_on_every_rank_and_leaves_nothing(partial, tmp_path):
     """Disk full: the file is named, the previous checkpoint is as it was."""
-    init(2)
-    run = Run("sgd")
-    run.train(0, 1)
-    save(run, tmp_path, "old", partial)
-    smp.barrier()
-    before = {name: (tmp_path / name).read_bytes() for name in listed(tmp_path)}
-    failing = 1 if partial else 0
-    smp.barrier()
-
-    expected = OSError if smp.rank() == failing else smp.CheckpointError
-    limit = file_size_limit(1000 if smp.rank() == failing else resource.RLIM_INFINITY)
-    with limit, pytest.raises(expected, match="File too large.*(model_1_0.pt|new)"):
-        save(run, tmp_path, "new", partial)
-
-    smp.barrier()
-    assert {name: (tmp_path / name).read_bytes() for name in listed(tmp_path)} == before
-    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
-    smp.barrier()
-    save(run, tmp_path, "new", partial)
-    assert smp.resume_from_checkpoint(tmp_path, partial=partial)["step"] == 3
+    with nothing_is_left(tmp_path, partial) as run:
+        fails = smp.rank() == (1 if partial else 0)
+        expected = OSError if fails else smp.CheckpointError
+        limit = file_size_limit(1000 if fails else resource.RLIM_INFINITY)
+        with limit, pytest.raises(expected, match="File too large.*(model_1_0.pt|new)"):
+            save(run, tmp_path, "new", partial)
 
 
 @on_ranks(2)
@@ -59,28 +64,14 @@ def test_a_write_that_fails_is_an_error_on_every_rank_and_leaves_nothing(partial
 def test_a_save_that_fails_when_all_parts_are_written_leaves_nothing(
     fails, partial, tmp_path, monkeypatch
 ):
-    init(2)
-    run = Run("sgd")
-    run.train(0, 1)
-    save(run, tmp_path, "old", partial)
-    smp.barrier()
-    before = {name: (tmp_path / name).read_bytes() for name in listed(tmp_path)}
-    smp.barrier()
-
     def fail(*_):
         raise OSError("disk full")
 
-    expected = OSError if smp.rank() == 0 else smp.CheckpointError
-    with monkeypatch.context() as patched, pytest.raises(expected, match="disk full"):
-        patched.setattr(saved_files, fails, fail)
-        save(run, tmp_path, "new", partial)
-
-    smp.barrier()
-    assert {name: (tmp_path / name).read_bytes() for name in listed(tmp_path)} == before
-    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
-    smp.barrier()
-    save(run, tmp_path, "new", partial)
-    assert smp.resume_from_checkpoint(tmp_path, partial=partial)["step"] == 3
+    with nothing_is_left(tmp_path, partial) as run:
+        expected = OSError if smp.rank() == 0 else smp.CheckpointError
+        with monkeypatch.context() as patched, pytest.raises(expected, match="disk full"):
+            patched.setattr(saved_files, fails, fail)
+            save(run, tmp_path, "new", partial)
 
 
 def test_a_full_file_system_is_said_and_leaves_no_half_file(tmp_path):

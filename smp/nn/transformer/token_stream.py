@@ -53,6 +53,16 @@ def _is_alike(source: Source, other: Source) -> bool:
     return source.mask[0] == source.samples and source.mask[1:] == other.mask[1:]
 
 
+def _in_batches(sources: list[Source]) -> list[Source]:
+    """All as one where their samples are alike: what comes out needs no copy that joins it."""
+    first = sources[0]
+    if len(sources) == 1 or not all(_is_alike(of, first) for of in sources):
+        return sources
+    samples = sum(of.samples for of in sources)
+    mask = None if first.mask is None else (samples, *first.mask[1:])
+    return [first._replace(samples=samples, mask=mask)]
+
+
 class Required(NamedTuple):
     """Whether tokens, what their attention looks at, and masks require grad on any tp_rank."""
 
@@ -79,6 +89,7 @@ class TokenStream:
 
     Attributes:
         sources: whose tokens linears and attention have, one behind the other.
+        batches: the sources as attention takes them.
         crossed: the stream of the cross-attentions in the module; None: they have none.
     """
 
@@ -86,6 +97,7 @@ class TokenStream:
 
     def __init__(self, options: Options, sources: list[Source], required: Required) -> None:
         self.options, self.sources, self.required = options, sources, required
+        self.batches = _in_batches(sources)
         self.crossed: TokenStream | None = None
 
     @property
@@ -97,19 +109,6 @@ class TokenStream:
     def others(self) -> list[int]:
         """Rows of what each source's cross-attention looks at."""
         return [source.samples * source.keys for source in self.sources]
-
-    @property
-    def batches(self) -> list[Source]:
-        """The sources as attention takes them: all as one where their samples are alike.
-
-        Samples of several sources in one batch need no copy that joins what comes out.
-        """
-        first = self.sources[0]
-        if len(self.sources) == 1 or not all(_is_alike(of, first) for of in self.sources):
-            return self.sources
-        samples = sum(of.samples for of in self.sources)
-        mask = None if first.mask is None else (samples, *first.mask[1:])
-        return [first._replace(samples=samples, mask=mask)]
 
     def seeded(self, seed: int, device: torch.device) -> "TokenStream":
         """The same for another attention layer, which has new seeds.
@@ -125,6 +124,7 @@ class TokenStream:
         other.sources = [
             source._replace(seed=one) for source, one in zip(self.sources, seeds, strict=True)
         ]
+        other.batches = _in_batches(other.sources)
         return other
 
     # --------------------------------------------------------------------- in and out
