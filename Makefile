@@ -19,8 +19,8 @@ export OMP_NUM_THREADS := 1
 # Our own builds of the core have no warnings.
 export SMP_WERROR := 1
 
-.PHONY: demo test core-test python-test stress sanitize core-stress ucx-test mpi-test \
-    python-stress hf-test kills fuzz lint docs headers under-load venv clean
+.PHONY: demo test core-test python-test stress stress-build sanitize core-stress ucx-test \
+    mpi-test python-stress hf-test kills fuzz lint docs headers under-load venv clean
 
 # Whether this Python has a torch that is new enough (2.10).
 HAS_TORCH := 'import torch; major, minor = torch.__version__.split(".")[:2]; \
@@ -69,6 +69,13 @@ stress: sanitize python-stress hf-test kills fuzz
 AGAIN ?= 0
 SEEDS ?= 1
 export AGAIN SEEDS
+
+# What it compiles and installs, for who has the processors while ranks of other tests wait.
+stress-build: venv
+	$(MAKE) -C tests/core CC='$(CC)' SANITIZE=address,undefined build
+	$(MAKE) -C tests/core CC='$(CC)' SANITIZE=thread build
+	$(MAKE) -C tests/fuzz build
+	$(MAKE) $(HF)/.ready
 
 PYTEST_STRESS := -m 'stress and not wide' --reruns $(AGAIN) -rR
 

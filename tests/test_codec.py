@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from smp._core import pack, unpack
+from tests import heap
 from tests.codec_values import Cache, Counts, Frozen, Output, Pair, Stack, sample
 
 DTYPES = [
@@ -463,6 +464,15 @@ def test_a_tensor_with_uncountable_elements_is_refused():
 
     with pytest.raises(ValueError, match="more elements than can be counted"):
         unpack(bytes(message))
+
+
+def test_packing_gives_its_memory_back():
+    value = [torch.ones(1000), "word" * 1000]
+    pack(value)
+    before = heap.bytes_in_use()
+    for _ in range(100):
+        pack(value)
+    assert heap.bytes_in_use() - before < 20_000
 
 
 def test_memory_is_given_back():

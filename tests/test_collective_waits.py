@@ -44,23 +44,29 @@ CALL = "all-reduce 1 (sum) of 3 float32"
 
 
 @pytest.mark.parametrize(
-    ("over", "wait"),
+    ("over", "wait", "beside"),
     [
-        ("shm", "dist.all_reduce(x, group=group)"),
-        ("shm", "dist.all_reduce(x, group=group, async_op=True).wait()"),
-        ("tcp", "dist.all_reduce(x, group=group)"),  # as between two hosts
+        ("shm", "dist.all_reduce(x, group=group)", "pass"),
+        ("shm", "dist.all_reduce(x, group=group, async_op=True).wait()", "pass"),
+        ("tcp", "dist.all_reduce(x, group=group)", "pass"),  # as between two hosts
+        ("shm", "dist.all_reduce(x, group=group)", "multiprocessing.Queue().put(1)"),
     ],
-    ids=["sync", "async", "hosts"],
+    ids=["sync", "async", "hosts", "queue"],
 )
 def test_two_groups_entered_in_opposite_order_are_an_error_that_names_both(
-    tmp_path, over, wait
+    tmp_path, over, wait, beside
 ):
-    """... on both sides, long before the time-out of half an hour."""
+    """... on both sides, long before the time-out of half an hour.
+
+    A thread of Python's own beside it, as a data loader has, is no help.
+    """
     lines = said_by(
         tmp_path,
         2,
         f"""
+import multiprocessing
 dist.all_reduce(torch.ones(1), async_op=True).wait()  # there is a thread that listens
+{beside}
 a, b = dist.new_group(), dist.new_group()
 group, x = (a if rank == 0 else b), torch.ones(3)
 print(rank, error_of(lambda: {wait}))
@@ -117,7 +123,8 @@ def test_equal_time_outs_name_where_the_other_is_on_both_sides(tmp_path):
         2,
         """
 a, b = (dist.new_group() for _ in "ab")
-threading.Thread(target=threading.Event().wait, daemon=True).start()
+over = threading.Event()
+threading.Thread(target=over.wait).start()
 a.set_timeout(timedelta(seconds=2))
 b.set_timeout(timedelta(seconds=2))
 group, x = (a if rank == 0 else b), torch.ones(3)
@@ -125,6 +132,7 @@ print(rank, error_of(lambda: dist.all_reduce(x, group=group)), flush=True)
 store = dist.distributed_c10d._get_default_store()
 store.set(f"said {rank}", "")
 store.wait(["said 0", "said 1"])  # nobody enters another group, or leaves, before
+over.set()
 """,
     )
 
@@ -138,22 +146,33 @@ store.wait(["said 0", "said 1"])  # nobody enters another group, or leaves, befo
         ), line
 
 
-def test_a_rank_whose_other_thread_may_still_come_is_in_no_deadlock(tmp_path):
-    """It looks the same from outside, and goes on when the thread has come."""
+@pytest.mark.parametrize("daemon", [False, True])
+def test_a_rank_whose_other_thread_may_still_come_is_in_no_deadlock(tmp_path, daemon):
+    """It looks the same from outside, and goes on when the thread has come.
+
+    A daemon may, too, which has begun an operation before.
+    """
     lines = said_by(
         tmp_path,
         2,
-        """
+        f"""
 a, b = dist.new_group(), dist.new_group()
 if rank == 0:
+    if {daemon}:
+        dist.barrier(a)
     dist.barrier(a)
     dist.barrier(b)
 else:
     def later():
+        if {daemon}:
+            dist.barrier(a)
+        came.set()
         threading.Event().wait(1.5)
         dist.barrier(a)
-    thread = threading.Thread(target=later)
+    came = threading.Event()
+    thread = threading.Thread(target=later, daemon={daemon})
     thread.start()
+    came.wait()
     dist.barrier(b)
     thread.join()
 print(rank, "done")

@@ -1241,17 +1241,18 @@ def test_a_default_device_is_the_script_s_own(tmp_path):
 
 
 @on_ranks(2, timeout_s=60)
-@pytest.mark.parametrize("whose", ["group", "call"])
+@pytest.mark.parametrize("whose", ["group", "call", "arguments"])
 def test_a_time_out_names_the_group_the_call_and_who_is_missing(tmp_path, whose):
-    """The group's limit, or one of the call alone."""
+    """The group's limit, or one of the call alone, in options or as an argument."""
+    short = timedelta(seconds=0.5)
     with job(tmp_path) as (rank, size):
-        limits = {"group": timedelta(hours=1), "call": None, whose: timedelta(seconds=0.5)}
         group, opts = dist.group.WORLD, dist.AllreduceOptions()
-        group.set_timeout(limits["group"])
-        if limits["call"] is not None:
-            opts.timeout = limits["call"]
+        group.set_timeout(short if whose == "group" else timedelta(hours=1))
+        if whose == "call":
+            opts.timeout = short
+        how = (dist.ReduceOp.SUM, short) if whose == "arguments" else (opts,)
         if rank == 0:
-            said = refused(lambda: group.allreduce([torch.ones(3)], opts).wait())
+            said = refused(lambda: group.allreduce([torch.ones(3)], *how).wait())
             assert "group '0': all-reduce 1 (sum) of 3 float32" in said
             assert "timed out after " in said
             assert "rank 1" in said

@@ -295,9 +295,13 @@ def test_a_collective_that_one_replica_leaves_out_is_an_error(dp_rank, at, train
     with pytest.raises(RuntimeError, match=r"\[SMP_ERR_MISMATCH\]") as caught:
         (train if trains else forward)(model, data_of(smp.dp_rank()))
     said = str(caught.value)
+    # Who comes later says which: the other has called another, or has ended its step already.
+    ended = " has ended the step without"
     for other in (0, 1):
-        assert re.search(rf"\(dp_rank {other}, pp_rank 1\).{{,30}}microbatch", said), said[:400]
-    assert "module 'far" in said and "'torch.distributed' (microbatch" in said
+        at_once = rf"\(dp_rank {other}, pp_rank 1\)(.{{,30}}microbatch|{ended})"
+        assert re.search(at_once, said), said[:400]
+    assert "'torch.distributed' (microbatch" in said
+    assert ended in said or "module 'far" in said
     net.far.norm.skips_at = -1
     check_next(model, reference)
 

@@ -712,6 +712,11 @@ def test_what_it_is_made_with_and_given_is_checked():
     for options, words in (
         ({"activation": "swish"}, "activation='swish': must be one of"),
         ({"post_layernorm": False}, "pre_layernorm or post_layernorm must be True"),
+        ({"parallel_attn_output": True}, "parallel_attn_output=True: needs pre_layernorm"),
+        (
+            {"parallel_attn_output": True, "pre_layernorm": True},
+            "parallel_attn_output=True: needs pre_layernorm",
+        ),
         ({"rotary_dim": 3}, "rotary_dim=3: must be even"),
         ({"window_size": 4}, "needs causal_mask_size"),
         ({"num_attention_heads": 1, "attention_head_size": 4}, "too short to be split"),

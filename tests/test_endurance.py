@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import smp
+from tests import heap
 from tests.ranks import on_ranks
 from tests.test_collectives import job
 
@@ -22,6 +23,7 @@ pytestmark = pytest.mark.stress
 WARM_UP, STEPS = 60, 300
 CYCLES = 25
 MAY_GROW = 4 << 20  # bytes
+HEAP_MAY_GROW = 30_000  # bytes: what threads keep of what they have freed
 SOME = 12  # objects that may come and go; a step in 20 fails
 
 
@@ -98,11 +100,12 @@ def test_nothing_grows_over_many_steps():
                     evaluate(model, x).concat()
 
     run(WARM_UP)
-    before, resident = in_use(), resident_bytes()
+    before, resident, allocated = in_use(), resident_bytes(), heap.bytes_in_use()
     run(STEPS)
 
     after = in_use()
     assert all(after[kind] <= before[kind] + 1 for kind in before), (before, after)
+    assert heap.bytes_in_use() - allocated < HEAP_MAY_GROW
     assert resident_bytes() - resident < MAY_GROW
 
 
@@ -116,9 +119,10 @@ def test_starting_and_stopping_leaves_nothing():
         del model
         smp.reset()
         if cycle == 8:
-            before, resident = in_use(), resident_bytes()
+            before, resident, allocated = in_use(), resident_bytes(), heap.bytes_in_use()
     after = in_use()
     assert all(after[kind] <= before[kind] + 1 for kind in before), (before, after)
+    assert heap.bytes_in_use() - allocated < HEAP_MAY_GROW
     assert resident_bytes() - resident < MAY_GROW
 
 
@@ -140,6 +144,8 @@ def test_nothing_grows_over_many_collectives_groups_and_starts(tmp_path):
             else:
                 dist.recv(large, 0, tag=i)
             if i % 20 == 19:
+                if dist.get_rank() == 0:
+                    dist.send(x, 1, tag=rounds + i)  # which nobody receives
                 with pytest.raises(dist.DistBackendError, match="rank 0 calls all-reduce"):
                     dist.all_reduce(x[dist.get_rank() :])
 
@@ -154,9 +160,10 @@ def test_nothing_grows_over_many_collectives_groups_and_starts(tmp_path):
                 dist.barrier(group)
                 dist.destroy_process_group(group)
         if cycle == 8:
-            before, resident = in_use(), resident_bytes()
+            before, resident, allocated = in_use(), resident_bytes(), heap.bytes_in_use()
     after = in_use()
     assert all(after[kind] <= before[kind] + 1 for kind in before), (before, after)
+    assert heap.bytes_in_use() - allocated < HEAP_MAY_GROW
     assert resident_bytes() - resident < MAY_GROW
 
 

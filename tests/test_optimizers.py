@@ -131,6 +131,18 @@ def test_lamb_equals_its_definition(ours, theirs):
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
 
 
+def test_lamb_moves_what_is_zero_and_leaves_what_has_no_update():
+    """Their ratio is 1, as in the definition."""
+    zero, still = with_gradients(torch.tensor([3.0, 4.0]), torch.zeros(2))
+    with torch.no_grad():
+        still.fill_(2)
+
+    FusedLAMB([zero, still], lr=0.1, weight_decay=0.0, use_nvlamb=True).step()
+
+    torch.testing.assert_close(zero.detach(), torch.tensor([-0.1, -0.1]))
+    assert still.eq(2).all()
+
+
 class NovoGrad(torch.optim.Optimizer):
     """The definition: Ginsburg et al., algorithm 1, one tensor at a time."""
 

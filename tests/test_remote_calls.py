@@ -1118,6 +1118,10 @@ NOT_PLAIN = {
         lambda far, y: far(torch.nested.nested_tensor([y, y[:1]], layout=torch.jagged)),
         "a nested tensor",
     ),
+    "nested, strided": (
+        lambda far, y: far(torch.nested.nested_tensor([y, y[:1]])),
+        "a nested tensor .*to_padded_tensor",
+    ),
     "vmap": (lambda far, y: torch.vmap(far)(y), "a transform of torch.func"),
     "quantized": (
         lambda far, y: far(torch.quantize_per_tensor(y.float(), 0.1, 0, torch.qint8)),

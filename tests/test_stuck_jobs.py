@@ -21,7 +21,7 @@ from tests.ranks import job, mpirun, on_ranks
 SIGNALS = 20
 
 STUCK = """
-import ctypes, os, signal, sys, time
+import ctypes, os, signal, sys, threading, time
 import torch
 from torch import nn
 import smp
@@ -55,7 +55,8 @@ print("finished")
 """
 
 WAYS = {
-    "stopped": "os.kill(os.getpid(), signal.SIGSTOP)",
+    # To this thread: one to the process goes to the main thread, and this one runs on meanwhile.
+    "stopped": "signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)",
     "in circles": "while True: pass",
     "in C with the GIL": "ctypes.PyDLL(None).pause()",
 }

@@ -99,8 +99,15 @@ def layers():
     return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.GELU())
 
 
+def frozen_layers():
+    made = layers()
+    made[0].requires_grad_(False)
+    return made
+
+
 MODELS = {
     "layers": layers,
+    "frozen layers": frozen_layers,
     "transformer": lambda: nn.TransformerEncoderLayer(8, 2, 32, batch_first=True),
     "norm": lambda: nn.Sequential(nn.Conv1d(3, 4, 2), nn.BatchNorm1d(4), nn.Flatten()),
     "checkpoint": lambda: nn.Sequential(
@@ -310,6 +317,7 @@ class Careless(nn.Module):
         self.register_buffer("ids", torch.zeros(3))
         self.register_buffer("swapped", torch.ones(3))
         self.plain = torch.zeros(3)
+        self.slots = torch.zeros(2, 3)
         self.calls = 0
         self.seen = {"all": []}
         self.own = torch.Generator().manual_seed(5)
@@ -319,6 +327,8 @@ class Careless(nn.Module):
         self.seen["all"].append(x)
         self.late = x
         self.plain.add_(1)
+        for slot in self.slots:
+            slot.add_(1)
         self.ids[1] = 7
         self.swapped = torch.zeros(3)
         log.append(1)
@@ -338,8 +348,9 @@ class Cache:
 
 
 def state_of(net):
-    plain = {k: v for k, v in net.__dict__.items() if k not in ("own", "plain")}
-    return copy.deepcopy(plain), net.plain.clone(), net.own.get_state()
+    tensors = ("own", "plain", "slots")
+    plain = {k: v for k, v in net.__dict__.items() if k not in tensors}
+    return copy.deepcopy(plain), net.plain.clone(), net.slots.clone(), net.own.get_state()
 
 
 def assert_same(a, b):

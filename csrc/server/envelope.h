@@ -61,7 +61,8 @@ typedef struct {
     uint64_t about;  /* BACKWARD, RELEASE: the forward's call.  RESPONSE, FORWARD: the
                         microbatch's count of requests so far */
     uint64_t seed;   /* FORWARD: seeds the random numbers of this request.  BACKWARD:
-                        number of the model.backward call in its microbatch */
+                        number of the model.backward call in its microbatch.  RESPONSE
+                        of a forward: its unreached (python/modules/reach.h) */
     uint64_t number; /* requests: the task's (server/calls.h) */
 } smp_envelope;
 

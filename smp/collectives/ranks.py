@@ -14,7 +14,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing.queues import Queue
 from typing import Any, NamedTuple
 
 import torch
@@ -27,8 +26,6 @@ from smp.collectives.work import Work, forget_dropped
 from smp.job import core_warnings, transports
 from smp.job.bootstrap import Bootstrap, OverStore, running_mpi
 from smp.job.config import Config, comm_environment
-
-_feed = getattr(Queue, "_feed", None)  # of the thread behind a queue: a data loader's, say
 
 LONGEST_MS = 2**31 - 1
 TOKEN_BYTES = 32  # hexadecimal digits
@@ -313,28 +310,43 @@ def with_settings(given: Mapping[str, Any]) -> Iterator[None]:
         _settings = None
 
 
+_beginners: "weakref.WeakSet[threading.Thread]" = weakref.WeakSet()
+
+
+def note_beginner() -> None:
+    """This thread is about to begin an operation: said from C before its first."""
+    _beginners.add(threading.current_thread())
+
+
 def listeners() -> int:
     """How many threads listen for operations that are over, if nobody else can begin one.
 
-    Asked by a thread that waits for an operation, from C: while it waits, all other threads
-    must be such, or of libraries that never begin one.  Threads of C++ run Python for other
-    backends, for RPC, and in a backward whose graph is on several devices.
+    Asked by a thread that waits for an operation, from C.  What may begin one meanwhile is
+    inside Python now, as workers of a step are, and no daemon of Python's (a data loader's, a
+    progress bar's) that has begun none before.  Threads of C++ come into Python for other
+    backends, and in a backward whose graph is on several devices.
 
     Returns:
         Their number; -1 if something else may begin an operation meanwhile.
     """
-    rpc = sys.modules.get("torch.distributed.rpc.api")
     in_backward = torch._C._current_graph_task_id() != -1
-    if (
-        not all(map(_runs_no_python, dist.distributed_c10d._world.pg_map.items()))
-        or (rpc is not None and rpc._is_current_rpc_agent_set())
-        or (in_backward and torch.accelerator.is_available())
+    if not all(map(_runs_no_python, dist.distributed_c10d._world.pg_map.items())) or (
+        in_backward and torch.accelerator.is_available()
     ):
         return -1
-    known = {thread.ident for ranks in list(Ranks.open) for thread in list(ranks._threads)}
+    ours = {thread.ident for ranks in list(Ranks.open) for thread in list(ranks._threads)}
     harmless = {thread.ident for thread in threading.enumerate() if _begins_nothing(thread)}
-    others = set(sys._current_frames()) - {threading.get_ident()} - harmless
-    return len(others) if others <= known else -1
+    others = set(sys._current_frames()) - {threading.get_ident()} - (harmless - ours)
+    return len(others) if others <= ours else -1
+
+
+def _begins_nothing(thread: threading.Thread) -> bool:
+    """Whether it is a daemon of Python's that has begun no operation.
+
+    A thread of C++ is a daemon to Python, too.
+    """
+    is_pythons = not isinstance(thread, threading._DummyThread)
+    return thread.daemon and is_pythons and thread not in _beginners
 
 
 # Groups of other backends whose operations nobody attaches a callback to.
@@ -347,12 +359,6 @@ def _runs_no_python(made: tuple[dist.ProcessGroup, tuple[str, Any]]) -> bool:
     # "smddp", "cpu:smddp,cuda:nccl"; NCCL's futures complete in who waits for them.
     backends = {each.rpartition(":")[2] for each in kind.split(",")}
     return backends <= {"smddp", "nccl"} or group in without_callbacks
-
-
-def _begins_nothing(thread: threading.Thread) -> bool:
-    """Whether it is one of a library, which runs no function of the script."""
-    target = getattr(thread, "_target", None)
-    return target is _feed or type(thread).__module__ == "tqdm._monitor"
 
 
 @atexit.register

@@ -11,14 +11,14 @@ from smp import _core
 
 
 class Send(Function):
-    """Begin of a remote call: tensors in, a token out; its backward waits."""
+    """The arguments' end of a remote call: tensors in, a token out; its backward waits."""
 
     forward = staticmethod(_core.send_forward)
     backward = staticmethod(_core.send_backward)
 
 
 class Recv(Function):
-    """End of a remote call: the token in, outputs out; its backward posts and returns."""
+    """Its outputs' end: the token in, outputs out; its backward posts and returns."""
 
     forward = staticmethod(_core.recv_forward)
     backward = staticmethod(_core.recv_backward)

@@ -110,13 +110,41 @@ let_tensors_go(smp_work_item_object *self)
     }
 }
 
+/* Python's side of the ranks: a method without arguments.  A new reference. */
+static PyObject *
+ask_ranks(const char *method)
+{
+    PyObject *module = PyImport_ImportModule("smp.collectives.ranks");
+    PyObject *answer =
+        module == NULL ? NULL : PyObject_CallMethod(module, method, NULL);
+
+    Py_XDECREF(module);
+    return answer;
+}
+
+/* Has it noted that this thread begins work items.  0, or -1 with an exception. */
+static int
+note_beginner(void)
+{
+    static _Thread_local bool noted;
+    PyObject                 *done;
+
+    if (noted) {
+        return 0;
+    }
+    done = ask_ranks("note_beginner");
+    noted = done != NULL;
+    Py_XDECREF(done);
+    return noted ? 0 : -1;
+}
+
 smp_work_item_object *
 smp_work_item_make(smp_group_object *group, PyObject *const *args, Py_ssize_t nargs)
 {
     smp_callee            callee = {group->name, group->size, group->member};
     smp_work_item_object *self;
 
-    if (smp_group_check_open(group) < 0) {
+    if (note_beginner() < 0 || smp_group_check_open(group) < 0) {
         return NULL;
     }
     self = (smp_work_item_object *)item_type->tp_alloc(item_type, 0);
@@ -142,7 +170,7 @@ smp_work_item_make_gather(smp_group_object *group, PyObject *ins, PyObject *outs
     smp_exchange         *exchange = exchange_of(group);
     smp_work_item_object *self;
 
-    if (smp_group_check_open(group) < 0) {
+    if (note_beginner() < 0 || smp_group_check_open(group) < 0) {
         return NULL;
     }
     if (exchange != NULL) {
@@ -208,12 +236,9 @@ smp_work_item_begin(smp_work_item_object *self)
 static int
 count_listeners(void)
 {
-    PyObject *module = PyImport_ImportModule("smp.collectives.ranks");
-    PyObject *number =
-        module == NULL ? NULL : PyObject_CallMethod(module, "listeners", NULL);
-    long listeners = number == NULL ? -1 : PyLong_AsLong(number);
+    PyObject *number = ask_ranks("listeners");
+    long      listeners = number == NULL ? -1 : PyLong_AsLong(number);
 
-    Py_XDECREF(module);
     Py_XDECREF(number);
     if (PyErr_Occurred() != NULL && !PyErr_ExceptionMatches(PyExc_Exception)) {
         return -2; /* Ctrl-C */

@@ -8,6 +8,7 @@
 #include "comm/comm.h"
 #include "python/modules/hooks.h"
 #include "python/modules/nodes.h"
+#include "python/modules/reach.h"
 #include "python/modules/session.h"
 #include "python/modules/streams.h"
 #include "python/modules/task.h"
@@ -19,14 +20,15 @@
 #include "python/values/unpack_tensor.h"
 #include "python/values/unpack_value.h"
 
-/* list[:n] of the request's tensors that require grad, behind `head` arguments. */
+/* Runs Send on the request's tensors that require grad, without the unreached. */
 static PyObject *
-apply_send(smp_call_object *call, const smp_pack *pack)
+apply_send(smp_call_object *call, const smp_pack *pack, uint64_t unreached)
 {
     smp_session *session = &smp_the_session;
     PyObject    *fixed[10];
     PyObject   **args = fixed;
     size_t       nargs = 2;
+    size_t       input = 0;
     PyObject    *token;
 
     if (pack->ntensors + 2 > sizeof(fixed) / sizeof(fixed[0])) {
@@ -38,7 +40,7 @@ apply_send(smp_call_object *call, const smp_pack *pack)
     args[0] = (PyObject *)call;
     args[1] = session->leaf;
     for (size_t i = 0; i < pack->ntensors; i++) {
-        if (pack->in_graph[i]) {
+        if (pack->in_graph[i] && smp_is_reached(unreached, input++)) {
             args[nargs++] = pack->tensors[i];
         }
     }
@@ -161,11 +163,12 @@ fail:
     return NULL;
 }
 
-/* Runs Recv and puts its outputs in the place of the tensors that require grad. */
+/* Runs Send and Recv, whose outputs take the place of the tensors that require grad. */
 static int
-apply_recv(smp_call_object *call, PyObject *token, smp_unpack *unpack)
+apply_nodes(smp_call_object *call, const smp_pack *pack, uint64_t unreached,
+            smp_unpack *unpack)
 {
-    PyObject *args[] = {(PyObject *)call, token};
+    PyObject *token;
     PyObject *outputs;
 
     call->outputs = smp_unpack_in_graph(unpack);
@@ -175,7 +178,14 @@ apply_recv(smp_call_object *call, PyObject *token, smp_unpack *unpack)
     if (PyList_GET_SIZE(call->outputs) == 0) {
         return 0;
     }
-    outputs = PyObject_Vectorcall(smp_the_session.recv_apply, args, 2, NULL);
+    token = apply_send(call, pack, unreached);
+    if (token == NULL) {
+        return -1;
+    }
+    outputs =
+        PyObject_Vectorcall(smp_the_session.recv_apply,
+                            (PyObject *const[]){(PyObject *)call, token}, 2, NULL);
+    Py_DECREF(token);
     Py_CLEAR(call->outputs);
     if (outputs == NULL) {
         return -1;
@@ -231,11 +241,12 @@ apply_changes(smp_unpack *unpack, const smp_pack *pack)
 
 /* Makes the caller's values of a response.  Takes the response. */
 static PyObject *
-finish(smp_call_object *call, PyObject *token, const sent_call *sent,
+finish(smp_call_object *call, bool in_graph, const sent_call *sent,
        smp_message *response)
 {
     const smp_pack *pack = sent->pack;
     smp_arguments   arguments = smp_pack_arguments(pack);
+    uint64_t        unreached = smp_message_envelope(response)->seed;
     smp_unpack      unpack;
     PyObject       *dirty = NULL;
     PyObject       *value = NULL;
@@ -243,8 +254,8 @@ finish(smp_call_object *call, PyObject *token, const sent_call *sent,
     if (smp_unpack_init(&unpack, smp_the_session.comm, response, &arguments, false,
                         false) < 0 ||
         (dirty = read_dirty(&unpack, sent)) == NULL ||
-        (token != NULL &&
-         (apply_recv(call, token, &unpack) < 0 || apply_dirty(dirty, &unpack) < 0))) {
+        (in_graph && (apply_nodes(call, pack, unreached, &unpack) < 0 ||
+                      apply_dirty(dirty, &unpack) < 0))) {
         goto done;
     }
     value = smp_unpack_value(&unpack);
@@ -333,7 +344,6 @@ call_entry(int32_t number, PyObject *args, PyObject *kwargs, uint16_t flags)
     smp_task        *task = smp_this_task;
     smp_entry       *entry = &session->entries[number];
     PyObject        *state = NULL; /* with what to call after */
-    PyObject        *token = NULL;
     PyObject        *value = NULL;
     smp_call_object *call = NULL;
     smp_message     *response;
@@ -384,10 +394,6 @@ call_entry(int32_t number, PyObject *args, PyObject *kwargs, uint16_t flags)
     };
     if (grad && (entry->trains || any_requires_grad(&pack))) {
         envelope.flags |= SMP_FLAG_GRAPH;
-        token = apply_send(call, &pack);
-        if (token == NULL) {
-            goto done;
-        }
     }
     if (task->backward_depth > 0) {
         envelope.flags |= SMP_FLAG_RECOMPUTE;
@@ -404,11 +410,10 @@ call_entry(int32_t number, PyObject *args, PyObject *kwargs, uint16_t flags)
         raise_from_there(response);
         goto done;
     }
-    value = settle(state, finish(call, token, &(sent_call){number, args, kwargs, &pack},
-                                 response));
+    value = settle(state, finish(call, (envelope.flags & SMP_FLAG_GRAPH) != 0,
+                                 &(sent_call){number, args, kwargs, &pack}, response));
 done:
     smp_pack_fini(&pack);
-    Py_XDECREF(token);
     Py_XDECREF(call);
     Py_XDECREF(state);
     return value;

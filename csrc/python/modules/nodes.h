@@ -1,9 +1,9 @@
 /* The two autograd nodes that stand for a remote call on its caller's rank.
  *
- *     token = Send(leaf, x...)      begin: the request goes out
- *         ... the owner works; this rank runs other tasks ...
- *     y...  = Recv(token)           end: the response is here
+ *     token = Send(leaf, x...)      x: what the owner's outputs depend on (reach.h)
+ *     y...  = Recv(token)
  *
+ * Both are made when the response is here, for that says which x these are.
  * In backward, Recv posts the request for the gradients and returns, and Send waits for
  * them: between the two the engine runs what does not depend on them.  [design.md,
  * section 3]

@@ -12,6 +12,7 @@
 #include "python/modules/failure.h"
 #include "python/modules/gradients.h"
 #include "python/modules/hooks.h"
+#include "python/modules/reach.h"
 #include "python/modules/session.h"
 #include "python/modules/streams.h"
 #include "python/values/pack_scalar.h"
@@ -32,6 +33,7 @@ typedef struct {
     PyObject *outputs;   /* tuple: the outputs that require grad */
     PyObject *gradients; /* tuple: what arrived at Enter; NULL: nothing did */
     size_t    ninputs;   /* tensors of the request that require grad */
+    uint64_t  unreached; /* of them: reach.h */
     PyObject *node;      /* Enter's, while the forward runs */
     uint64_t  count;     /* requests of the microbatch when the forward ended */
     uint64_t  seed;      /* the request's */
@@ -351,6 +353,28 @@ warn_of_hooks(const smp_unpack *unpack, const smp_pack *pack, const smp_entry *e
     return done == NULL ? -1 : 0;
 }
 
+/* Finds which arguments the outputs do not reach.  An entry whose outputs have reached
+ * as many is taken at its word, for a walk costs 1 us a node: should it detach one of
+ * them later, its caller's backward goes on from there without a gradient. */
+static int
+find_unreached(context_object *context)
+{
+    smp_entry *entry = &smp_the_session.entries[context->entry];
+
+    if (context->ninputs <= entry->reached) {
+        return 0;
+    }
+    if (smp_reach(&PyTuple_GET_ITEM(context->outputs, 0),
+                  (size_t)PyTuple_GET_SIZE(context->outputs), context->node,
+                  context->ninputs, &context->unreached) < 0) {
+        return -1;
+    }
+    if (context->unreached == 0) {
+        entry->reached = context->ninputs;
+    }
+    return 0;
+}
+
 /* Keeps the outputs that require grad until the backward request. */
 static int
 keep_context(context_object *context, const smp_pack *pack, uint64_t call)
@@ -367,11 +391,11 @@ keep_context(context_object *context, const smp_pack *pack, uint64_t call)
             failed = -1;
         }
     }
-    Py_CLEAR(context->node); /* the outputs keep the graph, until their backward */
     if (failed == 0 && PyList_GET_SIZE(outputs) > 0) {
         context->outputs = PyList_AsTuple(outputs);
         key = PyLong_FromUnsignedLongLong(call);
         failed = context->outputs == NULL || key == NULL ||
+                         find_unreached(context) < 0 ||
                          PyDict_SetItem(smp_the_session.contexts, key,
                                         (PyObject *)context) < 0 ||
                          smp_gradients_open(context->microbatch, context->order,
@@ -380,6 +404,7 @@ keep_context(context_object *context, const smp_pack *pack, uint64_t call)
                      : 0;
         Py_XDECREF(key);
     }
+    Py_CLEAR(context->node); /* the outputs keep the graph, until their backward */
     Py_DECREF(outputs);
     return failed;
 }
@@ -451,6 +476,7 @@ serve_forward(smp_message *request, smp_task *task)
     }
     envelope.kind = SMP_MSG_RESPONSE;
     envelope.about = task->count;
+    envelope.seed = context == NULL ? 0 : context->unreached;
     sent = smp_pack_send(&pack, &envelope) == 0;
 done:
     if (sent && value != NULL) {
@@ -557,6 +583,28 @@ done:
     return result == NULL ? -1 : 0;
 }
 
+/* What arrived at Enter, for each argument that is reached. */
+static int
+pack_gradients(smp_pack *pack, const context_object *context)
+{
+    uint32_t count = 0;
+    int      failed;
+
+    for (size_t i = 0; i < context->ninputs; i++) {
+        count += smp_is_reached(context->unreached, i);
+    }
+    failed = smp_pack_u32(pack, count);
+    for (size_t i = 0; i < context->ninputs && failed == 0; i++) {
+        if (smp_is_reached(context->unreached, i)) {
+            failed =
+                smp_pack_value(pack, context->gradients == NULL
+                                         ? Py_None
+                                         : PyTuple_GET_ITEM(context->gradients, i));
+        }
+    }
+    return failed;
+}
+
 static bool
 serve_backward(smp_message *request, smp_task *task)
 {
@@ -586,17 +634,8 @@ serve_backward(smp_message *request, smp_task *task)
         smp_gradients_backward(envelope.microbatch, task->backwards) < 0 ||
         run_engine(context, &unpack, envelope.flags) < 0 ||
         smp_gradients_close(context->microbatch, context->order, context->entry) < 0 ||
-        smp_pack_u32(&pack, (uint32_t)context->ninputs) < 0) {
+        pack_gradients(&pack, context) < 0) {
         goto done;
-    }
-    for (size_t i = 0; i < context->ninputs; i++) {
-        PyObject *gradient = context->gradients == NULL
-                                 ? Py_None
-                                 : PyTuple_GET_ITEM(context->gradients, i);
-
-        if (smp_pack_value(&pack, gradient) < 0) {
-            goto done;
-        }
     }
     envelope.kind = SMP_MSG_RESPONSE;
     envelope.flags = smp_gradients_flags();

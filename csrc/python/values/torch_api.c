@@ -80,6 +80,8 @@ load_names(void)
         {&smp_names.copy_, "copy_"},
         {&smp_names.grad_fn, "grad_fn"},
         {&smp_names._backward_hooks, "_backward_hooks"},
+        {&smp_names.next_functions, "next_functions"},
+        {&smp_names.output_nr, "output_nr"},
         {&smp_names.clone, "clone"},
         {&smp_names.add_, "add_"},
         {&smp_names.detach, "detach"},

@@ -1,0 +1,33 @@
+/* Which arguments of a call its outputs depend on, as autograd sees it.
+ *
+ * A module may detach an argument.  The caller's backward must then not go on from that
+ * argument as if its gradient were one of zeros: hooks would be called, and functions
+ * run, that one process does not run.  So the owner walks the graph from the outputs to
+ * Enter, and says in its response which arguments it did not come to; the caller's Send
+ * leaves them out.
+ *
+ * Inputs   The request's tensors that require grad, counted from 0: the outputs of
+ *          Enter.  A bit each in a word, 1 for the unreached; those past the 64th count
+ *          as reached.
+ * Threads  The GIL is held.
+ */
+#ifndef SMP_PYTHON_MODULES_REACH_H
+#define SMP_PYTHON_MODULES_REACH_H
+
+#include "python/values/torch_api.h"
+
+/* Walks from the grad_fn of the outputs, each a tensor that requires grad, to the node
+ * `enter` of so many inputs, and ends as soon as it has come to them all.
+ *
+ * unreached  written.
+ * Returns    0, or -1 with an exception. */
+int smp_reach(PyObject *const *outputs, size_t noutputs, PyObject *enter,
+              size_t ninputs, uint64_t *unreached);
+
+static inline bool
+smp_is_reached(uint64_t unreached, size_t input)
+{
+    return input >= 64 || (unreached >> input & 1) == 0;
+}
+
+#endif
