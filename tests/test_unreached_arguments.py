@@ -145,8 +145,9 @@ def test_nor_behind_a_module_that_hands_it_on(way):
 
 
 @on_ranks(2)
-def test_an_argument_that_is_reached_later_gets_its_gradient():
-    train_alike(Inner, {"remote": 1}, ["left out", "detached", "used"])
+def test_each_call_says_what_it_reaches():
+    ways = ["left out", "used", "detached", "used", "only detached"]
+    train_alike(Inner, {"remote": 1}, ways)
 
 
 class Many(nn.Module):

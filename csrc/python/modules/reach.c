@@ -73,11 +73,16 @@ smp_reach(PyObject *const *outputs, size_t noutputs, PyObject *enter, size_t nin
           uint64_t *unreached)
 {
     walk w = {.enter = enter,
-              .seen = PySet_New(NULL),
-              .next = PyList_New(0),
               .unreached = ninputs >= 64 ? UINT64_MAX : ((uint64_t)1 << ninputs) - 1};
-    int  failed = w.seen == NULL || w.next == NULL ? -1 : 0;
+    int  failed;
 
+    *unreached = 0;
+    if (ninputs == 0) {
+        return 0;
+    }
+    w.seen = PySet_New(NULL);
+    w.next = PyList_New(0);
+    failed = w.seen == NULL || w.next == NULL ? -1 : 0;
     for (size_t i = 0; i < noutputs && failed == 0 && w.unreached != 0; i++) {
         failed = arrive_at_output(&w, outputs[i]);
     }

@@ -353,26 +353,13 @@ warn_of_hooks(const smp_unpack *unpack, const smp_pack *pack, const smp_entry *e
     return done == NULL ? -1 : 0;
 }
 
-/* Finds which arguments the outputs do not reach.  An entry whose outputs have reached
- * as many is taken at its word, for a walk costs 1 us a node: should it detach one of
- * them later, its caller's backward goes on from there without a gradient. */
+/* Finds which arguments the outputs do not reach. */
 static int
 find_unreached(context_object *context)
 {
-    smp_entry *entry = &smp_the_session.entries[context->entry];
-
-    if (context->ninputs <= entry->reached) {
-        return 0;
-    }
-    if (smp_reach(&PyTuple_GET_ITEM(context->outputs, 0),
-                  (size_t)PyTuple_GET_SIZE(context->outputs), context->node,
-                  context->ninputs, &context->unreached) < 0) {
-        return -1;
-    }
-    if (context->unreached == 0) {
-        entry->reached = context->ninputs;
-    }
-    return 0;
+    return smp_reach(&PyTuple_GET_ITEM(context->outputs, 0),
+                     (size_t)PyTuple_GET_SIZE(context->outputs), context->node,
+                     context->ninputs, &context->unreached);
 }
 
 /* Keeps the outputs that require grad until the backward request. */

@@ -17,7 +17,6 @@ typedef struct {
     PyObject *path;     /* owned; for messages */
     int       owner;    /* pp_rank */
     bool      trains;   /* has parameters that require grad; set at each step's begin */
-    size_t    reached;  /* so many arguments have all been reached: see reach.h */
 } smp_entry;
 
 typedef struct {
