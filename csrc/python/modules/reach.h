@@ -4,7 +4,8 @@
  * argument as if its gradient were one of zeros: hooks would be called, and functions
  * run, that one process does not run.  So the owner walks the graph from the outputs to
  * Enter, and says in its response which arguments it did not come to; the caller's Send
- * leaves them out.  That costs 0.1 us a node, and mostly ends soon: a residual is short.
+ * leaves them out.  That costs 0.1 us a node, and mostly ends soon: a residual is
+ * short.
  *
  * Inputs   The request's tensors that require grad, counted from 0: the outputs of
  *          Enter.  A bit each in a word, 1 for the unreached; those past the 64th count
