@@ -74,7 +74,7 @@ export AGAIN SEEDS
 stress-build: venv
 	$(MAKE) -C tests/core CC='$(CC)' SANITIZE=address,undefined build
 	$(MAKE) -C tests/core CC='$(CC)' SANITIZE=thread build
-	$(MAKE) -C tests/fuzz build
+	$(MAKE) -C tests/fuzz PYTHON=$(CURDIR)/$(BIN)/python build
 	$(MAKE) $(HF)/.ready
 
 PYTEST_STRESS := -m 'stress and not wide' --reruns $(AGAIN) -rR
@@ -155,7 +155,7 @@ headers:
 # Random bytes against the decoders and random trees against the partitioner.
 SECONDS ?= 10
 fuzz: venv
-	$(MAKE) -C tests/fuzz -j$$(nproc) build
+	$(MAKE) -C tests/fuzz -j$$(nproc) PYTHON=$(CURDIR)/$(BIN)/python build
 	$(MAKE) -C tests/fuzz SECONDS=$(SECONDS) PYTHON=$(CURDIR)/$(BIN)/python
 
 # Hugging Face's Trainer, in the last version that knows this library's interface.  Its
