@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from smp.job import bootstrap, objects
+from smp.job.job_end import took_part
 from tests.ranks import mpirun, wait_until_gone
 from tests.test_connecting import stale
 
@@ -506,3 +507,31 @@ def test_all_survivors_hear_which_rank_has_left(tmp_path, size, leaver):
     for rank in set(range(size)) - {leaver}:
         left = rf"rank {rank} saw .*pp_rank {leaver} has left the job in order.*; died: False"
         assert re.search(left, said), said
+
+
+@pytest.mark.parametrize(
+    ("module", "takes_part"),
+    [
+        ("smp", True),
+        ("smp.execution.steps", True),
+        ("smpeg", False),
+        ("torch.distributed", True),
+        ("torch.distributed.distributed_c10d", True),
+        ("torch.distributed_tools", False),
+        ("torch", False),
+        ("torch.distributions", False),
+        ("mpi4py", True),
+        ("mpi4py.MPI", True),
+        ("__main__", False),
+        (None, False),
+    ],
+)
+def test_a_thread_ends_the_job_if_other_ranks_take_part_in_what_raised(module, takes_part):
+    code = {"__name__": module}
+    exec("def fails(): return 1 // 0", code)
+
+    with pytest.raises(ZeroDivisionError) as caught:
+        code["fails"]()
+
+    assert took_part(caught.value.__traceback__.tb_next) is takes_part
+    assert not took_part(None)

@@ -731,6 +731,9 @@ def test_a_name_that_is_no_argument_is_refused(how):
     with pytest.raises(ValueError, match=r"'y' is no argument of train\(model"):
         smp.step(train, **how)
 
+    with pytest.raises(ValueError, match=r"'y' is no argument of partial\(model"):
+        smp.step(partial(train), **how)
+
     smp.step(lambda model, **arguments: None, **how)  # which may have it
 
 

@@ -598,3 +598,33 @@ smp_ledger_held(const smp_ledger *ledger)
 {
     return ledger->held;
 }
+
+static smp_status
+visit_slot(const slot *s, smp_status (*visit)(void *ctx, void *term), void *ctx)
+{
+    smp_status status = s->sum == NULL ? SMP_OK : visit(ctx, s->sum);
+
+    if (status == SMP_OK && s->call_sum != NULL) {
+        status = visit(ctx, s->call_sum);
+    }
+    for (const term *t = s->waiting; status == SMP_OK && t != NULL; t = t->next) {
+        status = visit(ctx, t->value);
+    }
+    return status;
+}
+
+smp_status
+smp_ledger_visit(const smp_ledger *ledger, smp_status (*visit)(void *ctx, void *term),
+                 void             *ctx)
+{
+    smp_status status = SMP_OK;
+
+    for (int32_t p = 0; status == SMP_OK && p < ledger->nparameters; p++) {
+        const slot *s = ledger->parameters[p].slots;
+
+        for (; status == SMP_OK && s != NULL; s = s->next) {
+            status = visit_slot(s, visit, ctx);
+        }
+    }
+    return status;
+}

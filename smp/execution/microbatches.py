@@ -133,6 +133,11 @@ def rebuild_like(value: Any, parts: Mapping) -> Any:
     return made
 
 
+def short_name_of(function: Callable) -> str:
+    """For messages; a callable object, as a partial, has no name but its class's."""
+    return getattr(function, "__name__", type(function).__name__)
+
+
 class Splitter:
     """Cuts the arguments of one step function.
 
@@ -163,7 +168,8 @@ class Splitter:
         for name in [*self.whole, *self.axes]:
             if name not in self.signature.parameters and not variadic:
                 raise ValueError(
-                    f"smp.step: '{name}' is no argument of {function.__name__}{self.signature}"
+                    f"smp.step: '{name}' is no argument of "
+                    f"{short_name_of(function)}{self.signature}"
                 )
 
     def split(

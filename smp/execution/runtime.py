@@ -235,10 +235,11 @@ class Runtime:
 
         parameters = [p for m in self.live_models() for p in m.local_parameters()]
         buffers = [b for m in self.live_models() for _, b in m.local_named_buffers()]
+        gradients = [*(p.grad for p in parameters), *_core.gradients_taken()]
         pool = _core.counters()
         return (
             f"memory of {self.name}: parameters {mib(parameters)} MiB, gradients "
-            f"{mib(p.grad for p in parameters)} MiB, buffers {mib(buffers)} MiB, pool for "
+            f"{mib(gradients)} MiB, buffers {mib(buffers)} MiB, pool for "
             f"messages {pool['pool_in_use'] >> 20} of {pool['pool_size'] >> 20} MiB in use"
         )
 

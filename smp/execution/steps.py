@@ -79,7 +79,7 @@ def step(
     def run(*args: Any, **kwargs: Any) -> Any:
         rt = runtime.current
         if rt is None:
-            rt = runtime.get(f"the @smp.step function {_short_name_of(function)}")
+            rt = runtime.get(f"the @smp.step function {microbatches.short_name_of(function)}")
         if rt.alone:
             return _run_alone(rt, function, splitter, detach_outputs, args, kwargs)
         return Step(rt, function, name, splitter, detach_outputs).run(args, kwargs)
@@ -88,11 +88,6 @@ def step(
         return run
     # As an attribute of a class it takes what it is given, and not the instance before it.
     return staticmethod(run)
-
-
-def _short_name_of(function: Callable) -> str:
-    """A callable object has no name but its class's."""
-    return getattr(function, "__name__", type(function).__name__)
 
 
 def _name_of(function: Callable) -> str:
@@ -105,7 +100,8 @@ def _name_of(function: Callable) -> str:
 def _begin(rt: Runtime, function: Callable) -> None:
     if rt.in_step:
         raise RuntimeError(
-            f"smp: the step function {_short_name_of(function)} was called inside another"
+            f"smp: the step function {microbatches.short_name_of(function)} was called inside "
+            "another"
         )
     rt.in_step = True
     rt.saw_backward = rt.in_backward = False

@@ -228,12 +228,8 @@ def end_all_ranks(boot: Bootstrap, code: int) -> None:
 
 def took_part(trace: TracebackType | None) -> bool:
     """Whether the exception passed through code that other ranks take part in."""
-    return any(
-        (frame.f_globals.get("__name__") or "").partition(".")[0] == name
-        or (frame.f_globals.get("__name__") or "").startswith(name + ".")
-        for frame, _ in traceback.walk_tb(trace)
-        for name in COLLECTIVE
-    )
+    modules = [frame.f_globals.get("__name__") or "" for frame, _ in traceback.walk_tb(trace)]
+    return any(f"{module}.".startswith(f"{name}.") for module in modules for name in COLLECTIVE)
 
 
 def is_interactive() -> bool:

@@ -698,6 +698,23 @@ one_event(program *p, book *b, smp_ledger *l, int m, uint64_t *random, bool *hap
 }
 
 static smp_status
+count_one(void *ctx, void *term)
+{
+    *(size_t *)ctx += term != NULL;
+    return SMP_OK;
+}
+
+/* Whether a visit comes to all terms that are held. */
+static bool
+all_are_visited(const smp_ledger *l)
+{
+    size_t visited = 0;
+
+    return smp_ledger_visit(l, count_one, &visited) == SMP_OK &&
+           visited == smp_ledger_held(l);
+}
+
+static smp_status
 run_program(program *p, book *b, smp_ledger *l, uint64_t order)
 {
     int idle = 0;
@@ -709,6 +726,9 @@ run_program(program *p, book *b, smp_ledger *l, uint64_t order)
 
         if (status != SMP_OK) {
             return status;
+        }
+        if (!all_are_visited(l)) {
+            return SMP_ERR_INVALID;
         }
         idle = happened ? 0 : idle + 1;
     }

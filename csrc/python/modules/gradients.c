@@ -445,6 +445,35 @@ py_leaves_out(PyObject *module, PyObject *unused)
     return PyBool_FromLong(gradients.leaves_out);
 }
 
+static smp_status
+append_to(void *list, void *term)
+{
+    return PyList_Append(list, term) < 0 ? SMP_ERR_INVALID : SMP_OK;
+}
+
+/* What .grad does not show while a step runs. */
+static PyObject *
+py_taken(PyObject *module, PyObject *unused)
+{
+    PyObject *list = PyList_New(0);
+    int       failed = list == NULL;
+
+    (void)module;
+    (void)unused;
+    if (gradients.ledger == NULL) {
+        return list;
+    }
+    for (Py_ssize_t i = 0; !failed && i < PyList_GET_SIZE(gradients.parameters); i++) {
+        failed =
+            gradients.base[i] != NULL && PyList_Append(list, gradients.base[i]) < 0;
+    }
+    if (failed || smp_ledger_visit(gradients.ledger, append_to, list) != SMP_OK) {
+        Py_XDECREF(list);
+        return NULL;
+    }
+    return list;
+}
+
 static PyObject *
 py_held(PyObject *module, PyObject *unused)
 {
@@ -465,6 +494,8 @@ static PyMethodDef functions[] = {
      "gradients_leaves_out() -> whether that was said here, or on a rank that sent "
      "some"},
     {"gradients_end", py_end, METH_O, "gradients_end(failed)"},
+    {"gradients_taken", py_taken, METH_NOARGS,
+     "gradients_taken() -> [gradients and terms of this step that no .grad has]"},
     {"gradients_held", py_held, METH_NOARGS, "Terms that wait for their turn."},
     {NULL, NULL, 0, NULL},
 };
