@@ -1,6 +1,8 @@
 """Spec: smp/tensor_parallel/regions.py: what a region has gathered is known in its call alone,
-and where a part of that is computed again."""
+and where a part of that is computed again; masks of any form on each rank."""
 
+import copy
+import itertools
 from functools import partial
 
 import pytest
@@ -11,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import smp
 from tests.ranks import on_ranks
-from tests.reference.whole_job import split_over_all_ranks
+from tests.reference.whole_job import assert_near, split_over_all_ranks
 from tests.test_collective_keys import WIDTH, TwoAlike, check_next_step, job_of, refuse
 
 
@@ -119,3 +121,63 @@ def test_random_numbers_are_alike_again_behind_a_region_that_raised():
     others = drawn.clone()
     dist.all_reduce(others, group=smp.get_tp_process_group())
     torch.testing.assert_close(others, 2 * drawn)
+
+
+MASKS = {  # samples and rows of a mask; 0: as many as there are
+    "none": None,
+    "one row for all samples": (1, 1),
+    "a row for each sample": (0, 1),
+    "one for all samples": (1, 0),
+    "one for each sample": (0, 0),
+}
+
+
+def mask_of(kind: str, samples: int, positions: int, dtype: torch.dtype) -> Tensor | None:
+    """Any, in which all see the first position."""
+    form = MASKS[kind]
+    if form is None:
+        return None
+    seen = torch.rand(form[0] or samples, 1, form[1] or positions, positions) < 0.5
+    seen[..., 0] = True
+    if dtype == torch.bool:
+        return seen
+    return torch.zeros(seen.shape, dtype=dtype).masked_fill(~seen, torch.finfo(dtype).min)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float64], ids=["bool", "added"])
+@pytest.mark.parametrize("causal", [False, True], ids=["all", "causal"])
+@pytest.mark.sample(2)
+@on_ranks(2)
+def test_masks_of_other_forms_on_each_rank(causal, dtype):
+    """And of other lengths; a rank that gives none sees what it would see by itself."""
+    from transformers import BertConfig, GPT2Config
+    from transformers.models.bert.modeling_bert import BertAttention
+    from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
+
+    split_over_all_ranks()
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(5)
+    if causal:
+        config = GPT2Config(n_embd=WIDTH, n_head=2, n_layer=1)
+        plain = GPT2Attention(config, layer_idx=0)
+    else:
+        config = BertConfig(
+            hidden_size=WIDTH, num_attention_heads=2, intermediate_size=2 * WIDTH
+        )
+        plain = BertAttention(config)
+    config._attn_implementation = "sdpa"
+    plain.eval()
+    net = copy.deepcopy(plain)
+    smp.set_tensor_parallelism(net)
+    smp.DistributedModel(net)
+    at = smp.rank()
+    for kinds in itertools.product(MASKS, MASKS):
+        for lengths in ((4, 4), (3, 5), (5, 1)):
+            torch.manual_seed(at)
+            x = torch.randn(2 + at, lengths[at], WIDTH, requires_grad=True)
+            mask = mask_of(kinds[at], len(x), lengths[at], dtype)
+            outs = [one(x, attention_mask=mask)[0] for one in (net, plain)]
+            grads = [torch.autograd.grad(out.square().sum(), x)[0] for out in outs]
+            what = f"{kinds}, {lengths} positions"
+            assert_near(outs[0], outs[1], what)
+            assert_near(grads[0], grads[1], f"gradient of {what}")

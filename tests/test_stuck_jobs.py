@@ -55,7 +55,7 @@ print("finished")
 """
 
 WAYS = {
-    # To this thread: one to the process goes to the main thread, and this one runs on meanwhile.
+    # To this thread: one to the process goes to the main thread, and this one runs meanwhile.
     "stopped": "signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)",
     "in circles": "while True: pass",
     "in C with the GIL": "ctypes.PyDLL(None).pause()",

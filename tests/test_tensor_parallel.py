@@ -82,6 +82,15 @@ def test_gpt2_equals_the_plain_model(attention):
     job.check_parameters()
 
 
+@pytest.mark.parametrize("uneven", [False, True], ids=["even", "uneven"])
+@on_ranks(2, timeout_s=120)
+def test_gpt2_over_gloo(uneven):
+    split_over_all_ranks(ddp_dist_backend="gloo")
+    job = WholeJob(small_gpt2(), next_token_loss, lambda *of: tokens(*of, uneven=uneven))
+    for step in range(2):
+        job.step(step, max_norm=0.5)
+
+
 @pytest.mark.parametrize("placement", ["cluster", "spread"])
 @on_ranks(4, timeout_s=120)
 def test_replicas_of_a_split_model_equal_the_plain_one(placement):

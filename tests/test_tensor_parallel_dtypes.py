@@ -52,12 +52,7 @@ def check_adjoint(operation: Callable[[Tensor], Tensor], inputs: list[Tensor], o
     assert mine.grad.dtype == dtype and torch.equal(mine.grad, want)
 
 
-@pytest.mark.parametrize("columns", [True, False], ids=["columns", "copies"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.sample(8)
-@on_ranks(2, 4)
-def test_each_primitive_is_exact_in_its_dtype(dtype, columns):
-    split_over_all_ranks()
+def check_primitives(dtype: torch.dtype) -> None:
     size = group.size()
     uneven = [drawn(dtype, r, 3, r + 1, 5) for r in range(size)]
     even = [drawn(dtype, r, 3, 5, 6) for r in range(size)]
@@ -67,24 +62,23 @@ def test_each_primitive_is_exact_in_its_dtype(dtype, columns):
         pieces = [one.tensor_split(size, 2) for one in x]
         return [torch.cat([piece[r] for piece in pieces], 1) for r in range(size)]
 
-    with moving(columns):
-        check_adjoint(
-            lambda x: blocks.fused_allgather_for_tp(x, 1),
-            uneven,
-            lambda x: [torch.cat(x, 1)] * size,
-        )
-        check_adjoint(
-            lambda x: blocks.reduce_scatter_for_tp(x, 1),
-            even,
-            lambda x: list(torch.stack(x).sum(0).tensor_split(size, 1)),
-        )
-        check_adjoint(lambda x: blocks.scatter_and_merge_for_tp(x, 2, 1), uneven, exchanged)
-        # All have one input, and so its gradient is of all outputs.
-        check_adjoint(
-            lambda x: blocks.shard_sequence(x, 1),
-            alike,
-            lambda x: list((sum(x) - (size - 1) * x[0].detach()).tensor_split(size, 1)),
-        )
+    check_adjoint(
+        lambda x: blocks.fused_allgather_for_tp(x, 1),
+        uneven,
+        lambda x: [torch.cat(x, 1)] * size,
+    )
+    check_adjoint(
+        lambda x: blocks.reduce_scatter_for_tp(x, 1),
+        even,
+        lambda x: list(torch.stack(x).sum(0).tensor_split(size, 1)),
+    )
+    check_adjoint(lambda x: blocks.scatter_and_merge_for_tp(x, 2, 1), uneven, exchanged)
+    # All have one input, and so its gradient is of all outputs.
+    check_adjoint(
+        lambda x: blocks.shard_sequence(x, 1),
+        alike,
+        lambda x: list((sum(x) - (size - 1) * x[0].detach()).tensor_split(size, 1)),
+    )
     x = drawn(dtype, group.rank(), 3, 5).requires_grad_()
     y = blocks.fwd_allreduce_for_tp(blocks.bwd_allreduce_for_tp(x))
     everyones = torch.stack([wide(drawn(dtype, r, 3, 5)) for r in range(size)])
@@ -92,6 +86,24 @@ def test_each_primitive_is_exact_in_its_dtype(dtype, columns):
     y.backward(drawn(dtype, 50 + group.rank(), 3, 5))
     seeds = torch.stack([wide(drawn(dtype, 50 + r, 3, 5)) for r in range(size)])
     assert torch.equal(x.grad, seeds.sum(0).to(dtype))
+
+
+@pytest.mark.parametrize("columns", [True, False], ids=["columns", "copies"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.sample(8)
+@on_ranks(2, 4)
+def test_each_primitive_is_exact_in_its_dtype(dtype, columns):
+    split_over_all_ranks()
+    with moving(columns):
+        check_primitives(dtype)
+
+
+@on_ranks(2, 3)
+def test_each_primitive_over_gloo():
+    """Which gathers slices of one length alone, and adds halves in halves."""
+    split_over_all_ranks(ddp_dist_backend="gloo")
+    for dtype in (torch.float32, torch.complex64):
+        check_primitives(dtype)
 
 
 @pytest.mark.parametrize("columns", [True, False], ids=["columns", "copies"])

@@ -97,12 +97,12 @@ def gather_numbers(mine: list[int], device: torch.device) -> list[list[int]]:
     if is_traced():
         return [mine] * size()
     own = torch.tensor(mine, dtype=torch.int64, device=device)
-    out = own.new_empty((size(), len(mine)))
+    out = own.new_empty(size() * len(mine))  # gloo takes no matrix
     tp_group = ranks.get_tp_process_group()
     begin_call().run(
         lambda is_async: dist.all_gather_single(out, own, group=tp_group, async_op=is_async)
     )
-    return out.tolist()
+    return out.view(size(), len(mine)).tolist()
 
 
 def gather_rows(
@@ -140,9 +140,17 @@ def gather_rows(
         call.run(start)
     elif is_even:
         call.run(lambda is_async: dist.all_gather_single(out, own, tp_group, is_async))
+    elif own.is_cpu:  # gloo gathers equal slices alone
+        longest = max(lengths)
+        padded = own.new_zeros((longest, *own.shape[1:]))
+        padded[: len(own)] = own
+        rows = own.new_empty((len(lengths) * longest, *own.shape[1:]))
+        call.run(lambda is_async: dist.all_gather_single(rows, padded, tp_group, is_async))
+        parts = zip(rows.split(longest), lengths, strict=True)
+        torch.cat([part[:length] for part, length in parts], out=out)
     else:
-        parts = list(out.split(lengths))
-        call.run(lambda is_async: dist.all_gather(parts, own, tp_group, is_async))
+        slices = list(out.split(lengths))
+        call.run(lambda is_async: dist.all_gather(slices, own, tp_group, is_async))
 
 
 def reduce_rows(

@@ -546,7 +546,10 @@ def _gather_mask(
     else:
         argument.check_alike(but=(0, 1, 2) if len(model) == 4 else (0,))
     if len(model) == 4:
-        rows = max([mask.size(2), *argument.sizes(2)])
+        # A tp_rank without a mask has a row for each query, or one for all.
+        of_none = queries.sizes(1) if causal else [1] * len(counts)
+        has = zip(argument.shapes, of_none, strict=True)
+        rows = max(none if shape is None else shape[2] for shape, none in has)
         if rows > 1 and queries.is_uneven():
             rows = max(queries.sizes(1))
         if rows > mask.size(2) > 1:
@@ -563,8 +566,9 @@ def _nothing_masked(
     """What another tp_rank's mask would be here, for one sample: causal, or all seen."""
     if axes == 2:  # 1 where a position is seen
         return torch.ones(1, keys, dtype=dtype, device=like.device)
-    seen = torch.ones(1, 1, queries, keys, dtype=torch.bool, device=like.device)
-    if causal and queries > 1:
+    rows = queries if causal else 1
+    seen = torch.ones(1, 1, rows, keys, dtype=torch.bool, device=like.device)
+    if rows > 1:
         seen = seen.tril(keys - queries)
     if not dtype.is_floating_point:
         return seen.to(dtype)
