@@ -324,6 +324,11 @@ def test_a_replaced_decoder_without_an_encoder():
         assert_near(model(**given).logits, plain(**given).logits, "logits")
         given["encoder_hidden_states"] = torch.randn(2, 3, 12)
         assert_near(model(**given).logits, plain(**given).logits, "logits")
+        given["encoder_attention_mask"] = torch.tensor([[1, 1, 0], [1, 1, 1]])
+        assert_near(model(**given).logits, plain(**given).logits, "with a mask")
+    model, _ = replaced(gpt2())
+    with pytest.raises(ValueError, match="encoder_hidden_states are passed to a model without"):
+        model(**given)
 
 
 @on_ranks(2)
@@ -403,6 +408,39 @@ def test_blocks_that_the_script_registers(monkeypatch):
     plain.transformer.h[1].load_state_dict(back)
     again = names.translate_hf_block_state_dict_to_smdistributed(back)
     assert all(torch.equal(again[name], value) for name, value in block.items())
+
+
+@on_ranks(2)
+def test_registered_blocks_with_an_encoder_and_without(monkeypatch):
+    """Without, they skip their cross-attention; states that none looks at are an error."""
+    monkeypatch.setattr(replacement, "_registered", {})
+    split_over_all_ranks()
+    from transformers.models.gpt2.modeling_gpt2 import GPT2Block
+
+    from smp.nn.huggingface import gpt2 as names
+
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(1)
+    net = nn.ModuleList([gpt2(add_cross_attention=True), gpt2()])
+    plain = copy.deepcopy(net)
+    for one in net:
+        smp.set_tensor_parallelism(one.transformer.h, True)
+    hooks = names.get_hf_gpt2_transformer_layer_hooks()
+    smp.tp_register_with_module(GPT2Block, smp.nn.DistributedTransformerLayer, *hooks)
+    inner = smp.DistributedModel(net).get_module()
+    batch = {**texts(smp.tp_rank(), 0), "use_cache": False}
+    states, seen = torch.randn(2, 3, 12), torch.tensor([[1, 1, 0], [1, 1, 1]])
+    for crosses in (False, True):
+        if crosses:
+            batch |= {"encoder_hidden_states": states, "encoder_attention_mask": seen}
+        assert_near(inner[0](**batch).logits, plain[0](**batch).logits, f"{crosses=}")
+        if crosses:
+            with pytest.raises(ValueError, match="without add_cross_attention=True"):
+                inner[1](**batch)
+        else:
+            assert_near(
+                inner[1](**batch).logits, plain[1](**batch).logits, "no cross-attention"
+            )
 
 
 def wrapped(net: nn.Module) -> tuple[smp.DistributedModel, nn.Module]:

@@ -70,7 +70,7 @@ NAMES = Translation(
         "transformer.wpe": "position_embedding",
         "transformer.ln_f": "layernorm",
     },
-    dropped=r"(cross)?attn(ention)?\.(masked_)?bias",
+    dropped=r"(attn|crossattention)\.(masked_)?bias",
 )
 
 
@@ -104,12 +104,15 @@ def translate_state_dict_to_hf_gpt2(
     return NAMES.to_hugging_face(state_dict, buffers=buffers)
 
 
-def _buffers(positions: int) -> StateDict:
+def _buffers(positions: int, layer: StateDict) -> StateDict:
+    """Of each of a layer's attentions; the layer is given by Hugging Face's names."""
     seen = torch.ones(positions, positions, dtype=torch.uint8).tril()
-    return {
-        "attn.bias": seen.view(1, 1, positions, positions),
-        "attn.masked_bias": torch.tensor(-1e4),
-    }
+    out: StateDict = {}
+    for attention in ("attn", "crossattention"):
+        if f"{attention}.c_attn.weight" in layer:
+            out[f"{attention}.bias"] = seen.view(1, 1, positions, positions)
+            out[f"{attention}.masked_bias"] = torch.tensor(-1e4)
+    return out
 
 
 def translate_hf_block_state_dict_to_smdistributed(
@@ -123,8 +126,9 @@ def translate_layer_state_dict_to_hf_gpt2_block(
     state_dict: Mapping[str, Any], max_seq_len: int | None = None
 ) -> StateDict:
     """From a ``DistributedTransformerLayer``'s state dict to a ``GPT2Block``'s."""
-    buffers = {} if max_seq_len is None else _buffers(max_seq_len)
-    return {**NAMES.layer_to_hugging_face(state_dict), **buffers}
+    translated = NAMES.layer_to_hugging_face(state_dict)
+    buffers = {} if max_seq_len is None else _buffers(max_seq_len, translated)
+    return {**translated, **buffers}
 
 
 def _options_of_a_layer(config: Any) -> dict[str, Any]:
@@ -157,6 +161,7 @@ def _options_of_the_model(model: Any) -> dict[str, Any]:
 
 def _call_model(module: Any, forward: Callable[..., Any], arguments: Arguments) -> Any:
     cross: tuple = ()
+    _check_that_it_crosses(module, arguments.get("encoder_hidden_states"))
     if module.options.add_cross_attention:
         states = arguments["encoder_hidden_states"]
         mask = arguments.get("encoder_attention_mask")
@@ -165,6 +170,19 @@ def _call_model(module: Any, forward: Callable[..., Any], arguments: Arguments) 
     return language_model(
         module, arguments, *cross, returns="CausalLMOutputWithCrossAttentions"
     )
+
+
+def _check_that_it_crosses(module: Any, states: Any) -> None:
+    """Raise as the original does, which would have nothing to look at them with.
+
+    Raises:
+        ValueError: there are states, and the model is made without cross-attention.
+    """
+    if states is not None and not module.options.add_cross_attention:
+        raise ValueError(
+            "smp: encoder_hidden_states are passed to a model without cross-attention: make it "
+            "with add_cross_attention=True in its configuration"
+        )
 
 
 def get_hf_gpt2_transformer_layer_hooks() -> tuple[Hook, Hook, Hook]:
@@ -176,6 +194,7 @@ def get_hf_gpt2_transformer_layer_hooks() -> tuple[Hook, Hook, Hook]:
     block = importlib.import_module("transformers.models.gpt2.modeling_gpt2").GPT2Block
     whole = inspect.signature(block.forward)
     signature = whole.replace(parameters=list(whole.parameters.values())[1:])
+    packed = next((p.name for p in whole.parameters.values() if p.kind is p.VAR_KEYWORD), "")
     returns_tuple = "Tuple" in str(whole.return_annotation)
 
     def init_hook(config: Any, layer_idx: int | None = None) -> tuple[tuple, dict]:
@@ -183,14 +202,12 @@ def get_hf_gpt2_transformer_layer_hooks() -> tuple[Hook, Hook, Hook]:
 
     def forward_hook(*args: Any, **kwargs: Any) -> tuple[tuple, dict]:
         given = signature.bind(*args, **kwargs).arguments
+        given = {**given.pop(packed, {}), **given}
         refuse(given, *CACHES, "head_mask", "output_attentions")
         hidden = given["hidden_states"]
         mask = additive(given.get("attention_mask"), hidden)
-        states = given.get("encoder_hidden_states")
-        if states is None:
-            return ((hidden, mask),), {}
         cross_mask = additive(given.get("encoder_attention_mask"), hidden)
-        return ((hidden, states, mask, cross_mask),), {}
+        return ((hidden, given.get("encoder_hidden_states"), mask, cross_mask),), {}
 
     forward_hook.__signature__ = signature  # type: ignore[attr-defined]
 

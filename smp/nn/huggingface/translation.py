@@ -77,14 +77,15 @@ class Translation(NamedTuple):
         self,
         given: Mapping[str, Any],
         heads: int | None = None,
-        buffers: Callable[[], StateDict] | None = None,
+        buffers: Callable[[StateDict], StateDict] | None = None,
     ) -> StateDict:
         """To Hugging Face's names; a dict that has them already is returned as it is.
 
         Args:
             given: a state dict with our names.
             heads: number of attention heads, for families that pack by heads.
-            buffers: of each layer, that follow from the configuration.
+            buffers: from what a layer has, by Hugging Face's names, to its buffers that follow
+                from the configuration.
         """
         layer = _in_a_row(self.ours)
         back = {ours: theirs for theirs, ours in self.others.items()}
@@ -100,7 +101,7 @@ class Translation(NamedTuple):
         for path, inside in layers.items():
             translated = self.layer_to_hugging_face(inside, heads)
             if buffers is not None:
-                translated.update(buffers())
+                translated.update(buffers(translated))
             out.update((path + name, value) for name, value in translated.items())
         return out
 

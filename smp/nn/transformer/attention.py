@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from smp.nn.transformer import positions
-from smp.nn.transformer.meeting import given_stream, meet
+from smp.nn.transformer.meeting import check_hidden, given_stream, meet
 from smp.nn.transformer.options import Options, takes
 from smp.nn.transformer.seeds import new_seed
 from smp.nn.transformer.split_parts import (
@@ -150,7 +150,7 @@ class DistributedAttentionLayer(DistributedModule):
         return stream.add(y, self.dense.bias, hidden, self.layernorm, self.training)
 
     def _arguments(
-        self, inputs: tuple[Tensor | None, ...]
+        self, inputs: tuple[Any, ...]
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         wanted = 3 if self.options.cross_attention else 2
         if not isinstance(inputs, tuple | list) or len(inputs) != wanted:
@@ -163,17 +163,7 @@ class DistributedAttentionLayer(DistributedModule):
             raise ValueError(
                 "smp.nn.DistributedAttentionLayer: with cross_attention, cross_states is None"
             )
-        if hidden is None or hidden.dim() != 3 or hidden.size(-1) != self.options.hidden_size:
-            shape = None if hidden is None else list(hidden.shape)
-            raise ValueError(
-                f"smp.nn.DistributedAttentionLayer: hidden of shape {shape}: must be "
-                f"[samples, positions, {self.options.hidden_size}]"
-            )
-        if mask is not None and mask.dim() != 4:
-            raise ValueError(
-                f"smp.nn.DistributedAttentionLayer: mask of shape {list(mask.shape)}: must be "
-                "[samples, 1, 1, keys], added to the scores"
-            )
+        check_hidden(self, hidden)
         return hidden, states[0] if states else None, mask
 
     def _attend(

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from smp.nn.layer_norm import FusedLayerNorm
 from smp.nn.transformer.attention import DistributedAttentionLayer
-from smp.nn.transformer.meeting import given_stream, travelling
+from smp.nn.transformer.meeting import check_hidden, given_stream, travelling
 from smp.nn.transformer.options import Options, takes
 from smp.nn.transformer.output_layer import DistributedTransformerOutputLayer
 from smp.nn.transformer.token_stream import TokenStream
@@ -35,7 +35,8 @@ class DistributedTransformerLayer(DistributedModule):
     Its options are those of :class:`smp.nn.transformer.options.Options`.
 
     ``forward`` takes one tuple, ``(hidden, mask)``, or with ``add_cross_attention`` ``(hidden,
-    cross_states, mask, cross_mask)``, and returns it with another ``hidden``.
+    cross_states, mask, cross_mask)``, and returns it with another ``hidden``.  The longer tuple
+    with None for ``cross_states`` goes with every layer.
 
     Raises:
         ValueError: options that do not go together, or a value out of range; names the option.
@@ -68,7 +69,8 @@ class DistributedTransformerLayer(DistributedModule):
             inputs: ``(hidden, mask)``, or with ``add_cross_attention`` ``(hidden, cross_states,
                 mask, cross_mask)``.  hidden is ``[samples, positions, hidden_size]``;
                 cross_states are ``[samples, others, hidden_size]``, or None on all tp_ranks:
-                then there is no cross-attention; masks are ``[samples, 1, 1, positions]`` and
+                then there is no cross-attention, and a layer without it takes this tuple, too;
+                masks are ``[samples, 1, 1, positions]`` and
                 ``[samples, 1, 1, others]``, or what broadcasts to scores, which they are added
                 to; or None.  Samples and positions may differ by tp_rank.
 
@@ -77,14 +79,11 @@ class DistributedTransformerLayer(DistributedModule):
 
         Raises:
             TypeError: another number of inputs, or a bool mask.
-            ValueError: hidden or a mask of another shape.
+            ValueError: hidden or a mask of another shape; cross_states without
+                ``add_cross_attention``.
         """
         given, stream = given_stream(inputs)
-        crossing = self.cross_attention is not None
-        wanted = 4 if crossing else 2
-        if not isinstance(given, tuple | list) or len(given) != wanted:
-            names = "(hidden, cross_states, mask, cross_mask)" if crossing else "(hidden, mask)"
-            raise TypeError(f"smp.nn.DistributedTransformerLayer takes one tuple {names}")
+        _check(self, given)
         if stream is not None:
             return self._through(given, stream), *inputs[1:]
         inside = travelling(self, tuple(given))
@@ -159,13 +158,13 @@ class DistributedTransformer(DistributedModule):
             the same tuple with the new hidden, ``[samples, positions, hidden_size]``.
 
         Raises:
-            TypeError: another number of inputs, or a bool mask.
-            ValueError: hidden or a mask of another shape.
+            as `DistributedTransformerLayer.forward`.
         """
+        _check(self, inputs)
         hidden, *others = inputs
+        check_hidden(self, hidden)
         if self.input_layernorm is not None:
             hidden = self.input_layernorm(hidden)
-        assert hidden is not None
         inside = travelling(self, (hidden, *others))
         if inside is None:
             hidden, *others = self.seq_layers((hidden, *others))
@@ -174,6 +173,30 @@ class DistributedTransformer(DistributedModule):
         if self.output_layernorm is not None:
             hidden = self.output_layernorm(hidden)
         return hidden, *others
+
+
+def _check(module: Any, given: Any) -> None:
+    """Refuse what is no tuple of a layer's.
+
+    Args:
+        module: a layer, or a row of them.
+        given: to its ``forward``.
+
+    Raises:
+        as `DistributedTransformerLayer.forward`.
+    """
+    crossing, name = module.options.add_cross_attention, type(module).__name__
+    if not isinstance(given, tuple | list) or len(given) not in (4 if crossing else 2, 4):
+        names = "(hidden, cross_states, mask, cross_mask)" if crossing else "(hidden, mask)"
+        count = (
+            f"one of {len(given)}" if isinstance(given, tuple | list) else type(given).__name__
+        )
+        raise TypeError(f"smp.nn.{name} takes one tuple {names}, not {count}")
+    if not crossing and len(given) == 4 and given[1] is not None:
+        raise ValueError(
+            f"smp.nn.{name}: cross_states are given, and it is made without "
+            "add_cross_attention=True"
+        )
 
 
 def _windows(options: Options) -> list[int | None]:

@@ -18,6 +18,8 @@ from smp.nn.transformer.token_stream import (
 )
 from smp.tensor_parallel import group, same_samples
 
+_MASK_AXES = 4
+
 
 def form_of(options: Options) -> type[TokenStream]:
     """How the tp_ranks share the residual stream of a module with these options."""
@@ -33,6 +35,25 @@ def given_stream(inputs: Any) -> tuple[Any, TokenStream | None]:
     if isinstance(inputs, tuple | list) and inputs and isinstance(inputs[-1], TokenStream):
         return inputs[:-1], inputs[-1]
     return inputs, None
+
+
+def check_hidden(module: Any, hidden: Any) -> None:
+    """Refuse what is no hidden state of a module.
+
+    Args:
+        module: a distributed module, with ``options``.
+        hidden: what the user gave.
+
+    Raises:
+        ValueError: names the module, what it was given and what is wanted.
+    """
+    width = module.options.hidden_size
+    if not isinstance(hidden, Tensor) or hidden.dim() != 3 or hidden.size(-1) != width:
+        found = f"shape {list(hidden.shape)}" if isinstance(hidden, Tensor) else repr(hidden)
+        raise ValueError(
+            f"smp.nn.{type(module).__name__}: hidden of {found}: must be [samples, positions, "
+            f"{width}]"
+        )
 
 
 def meet(
@@ -53,8 +74,10 @@ def meet(
 
     Raises:
         TypeError: the mask is bool.
-        ValueError: ranks that are said to have the same samples have others.
+        ValueError: hidden or mask of another shape; ranks that are said to have the same
+            samples have others.
     """
+    check_hidden(module, hidden)
     same_samples.check(module, hidden)
     return _meet(module.options, hidden, states, mask, seed)
 
@@ -70,6 +93,11 @@ def _meet(
         raise TypeError(
             "smp.nn: the attention mask is bool: it is added to the scores, so give 0 where a "
             "position is seen and a large negative number where it is not"
+        )
+    if mask is not None and mask.dim() != _MASK_AXES:
+        raise ValueError(
+            f"smp.nn: the attention mask has shape {list(mask.shape)}: must be [samples, 1, 1, "
+            "keys], added to the scores"
         )
     samples, positions, _ = hidden.shape
     own = Source(
@@ -111,9 +139,6 @@ def travelling(module: Any, inputs: tuple[Tensor | None, ...]) -> tuple | None:
         states = stream.crossed.enter_states(states)
         cross_mask = stream.crossed.enter_mask(cross_mask, hidden)
     return entered, states, mask, cross_mask, stream
-
-
-_MASK_AXES = 4
 
 
 def _everyones(

@@ -158,12 +158,14 @@ class Options:
                 value = getattr(self, option)
                 raise ValueError(f"smp.nn.{name}: {option}={value!r}: {wanted}")
 
-        for option in ("num_layers", "num_attention_heads", "attention_head_size"):
+        for option in _COUNTS:
             wants(getattr(self, option) > 0, option, "must be at least 1")
+        for option in ("num_positions", "num_token_types"):
+            wants(getattr(self, option) >= 0, option, "must be at least 0")
         wants(
             self.activation in ACTIVATIONS, "activation", f"must be one of {list(ACTIVATIONS)}"
         )
-        for option in ("attention_dropout_prob", "hidden_dropout_prob"):
+        for option in _PROBABILITIES:
             wants(0 <= getattr(self, option) < 1, option, "must be in [0, 1)")
         wants(
             self.pre_layernorm or self.post_layernorm,
@@ -177,6 +179,9 @@ class Options:
             "rotary_dim",
             f"must be even and at most attention_head_size={self.attention_head_size}",
         )
+        windows = self.window_size
+        each = windows if isinstance(windows, Sequence) else [windows]
+        wants(all(w is None or w > 0 for w in each), "window_size", "must be at least 1")
         wants(
             not self.window_size or self.causal_mask_size is not None,
             "window_size",
@@ -223,6 +228,11 @@ class Options:
                 one.bias.data.zero_()
 
 
+_COUNTS = (
+    "num_layers", "num_attention_heads", "attention_head_size", "hidden_size",
+    "intermediate_size", "vocab_size",
+)  # fmt: skip
+_PROBABILITIES = [f"{of}_dropout_prob" for of in ("attention", "hidden", "embedding")]
 _ROTARY_PAIRS = "must be 'neighbours' or 'halves'"
 _OPTIMIZE = "must be 'speed', 'memory' or 'channels'"
 
