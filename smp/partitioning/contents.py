@@ -5,7 +5,6 @@ nested.  Two contents are compared without another copy of any data: tensors by 
 version, arrays by a checksum.
 """
 
-import sys
 import zlib
 from collections.abc import Collection
 from typing import Any
@@ -52,7 +51,7 @@ def _content(value: Any, depth: int, looking: _Looking) -> Any:
         return Content((keys, _all(dict.values(value), depth, looking)))
     if kind in (restore.LIST, restore.TUPLE):
         return _all(value, depth, looking)
-    if _is_array(value):
+    if restore.is_array(value):
         if value.dtype.hasobject:
             return Content((value, _all(value.ravel(), depth, looking)))
         return Content((value, _checksum(value)))
@@ -92,13 +91,8 @@ def can_change(value: Any) -> bool:
     if kind == restore.TUPLE:
         return any(map(can_change, value))
     if kind == restore.OBJECT:
-        return _is_array(value) or isinstance(getattr(value, "__dict__", None), dict)
+        return restore.is_array(value) or isinstance(getattr(value, "__dict__", None), dict)
     return kind in (restore.DICT, restore.LIST)
-
-
-def _is_array(value: Any) -> bool:
-    numpy = sys.modules.get("numpy")
-    return numpy is not None and isinstance(value, numpy.ndarray)
 
 
 def _checksum(array: Any) -> int:

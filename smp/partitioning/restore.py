@@ -2,8 +2,8 @@
 
 Tracing runs the user's model once before training begins, and nothing may tell
 afterwards that it did: random number generators, buffers, gradients, attributes of the
-modules, the containers that were passed in, and every tensor that an operator wrote
-into are put back.
+modules, the containers and NumPy arrays in them and in what was passed in, and every
+tensor that an operator wrote into are put back.
 """
 
 import collections
@@ -60,6 +60,7 @@ class Restore:
     def __init__(self, roots: Iterable[nn.Module]):
         self._modules = list({id(m): m for root in roots for m in root.modules()}.values())
         self._containers: list[tuple[Any, Any]] = []
+        self._arrays: list[tuple[Any, Any]] = []
         self._seen: dict[int, Any] = {}  # keeps the objects, so that ids stay theirs
         self._written: list[tuple[Tensor, Tensor]] = []
         self._writes: set[tuple] = set()
@@ -84,6 +85,8 @@ class Restore:
     def __exit__(self, *exception: object) -> None:
         for container, content in reversed(self._containers):
             _put_back(container, content)
+        for array, content in self._arrays:
+            array[...] = content
         with torch.no_grad():
             for tensor, content in reversed(self._written):
                 write_back(tensor, content)
@@ -99,6 +102,7 @@ class Restore:
         # Whoever keeps this one keeps none of the model's: nn.LSTM's weak references to its
         # parameters are in a list, and with them those cannot be moved to a device.
         self._containers.clear()
+        self._arrays.clear()
         self._seen.clear()
 
     def changed_buffers(self, module: nn.Module) -> list[str]:
@@ -122,6 +126,9 @@ class Restore:
             state = getattr(thing, "__dict__", None)
             if isinstance(state, dict):
                 self.watch(state, depth)
+            if is_array(thing) and id(thing) not in self._seen and thing.flags.writeable:
+                self._seen[id(thing)] = thing
+                self._arrays.append((thing, thing.copy()))
             return
         if id(thing) in self._seen:
             return
@@ -181,6 +188,12 @@ def _learn_kind(type_: type) -> int:
     return kind
 
 
+def is_array(thing: Any) -> bool:
+    """Whether it is NumPy's."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(thing, numpy.ndarray)
+
+
 def write_back(tensor: Tensor, content: Tensor) -> None:
     """Give a tensor its former shape and content, outside of autograd."""
     if tensor.shape != content.shape:
@@ -192,13 +205,12 @@ def _same(a: Tensor, b: Tensor) -> bool:
     if a.shape != b.shape or a.layout is not b.layout:
         return False
     pairs = zip(parts_of(a), parts_of(b), strict=True)
-    return all(
-        torch.equal(
-            torch.nan_to_num(x) if x.is_floating_point() else x,
-            torch.nan_to_num(y) if y.is_floating_point() else y,
-        )
-        for x, y in pairs
-    )
+    # What is no number is the same where its bits are.
+    return all(torch.equal(x, y) or torch.equal(_bits(x), _bits(y)) for x, y in pairs)
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.detach().resolve_conj().resolve_neg().reshape(-1).view(torch.uint8)
 
 
 def parts_of(tensor: Tensor) -> tuple[Tensor, ...]:
@@ -220,9 +232,17 @@ def _holds_still(container: Any, content: Any) -> bool:
         return False
     if not isinstance(container, dict):
         return all(map(operator.is_, container, content))
-    return all(map(operator.is_, dict.__iter__(container), content)) and all(
-        map(operator.is_, dict.values(container), content.values())
+    base = _base_of(container)
+    return all(map(operator.is_, base.__iter__(container), content)) and all(
+        map(operator.is_, base.values(container), content.values())
     )
+
+
+def _base_of(container: dict) -> Any:
+    """Whose methods are those of any dict: ModelOutput and others forbid theirs."""
+    if isinstance(container, collections.OrderedDict):
+        return collections.OrderedDict
+    return dict
 
 
 def _put_back(container: Any, content: Any) -> None:
@@ -230,10 +250,7 @@ def _put_back(container: Any, content: Any) -> None:
     if _holds_still(container, content):
         return
     if isinstance(container, dict):
-        # The base's own methods: ModelOutput and others forbid theirs.
-        base = (
-            collections.OrderedDict if isinstance(container, collections.OrderedDict) else dict
-        )
+        base = _base_of(container)
         base.clear(container)
         for key, value in content.items():
             base.__setitem__(container, key, value)

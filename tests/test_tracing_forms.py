@@ -1,0 +1,390 @@
+"""What a traced run sees and puts back, of models of many forms."""
+
+import collections
+import copy
+import dataclasses
+import threading
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from smp.partitioning.tracing import trace
+
+ON = pytest.mark.parametrize("meta", [False, True], ids=["real", "meta"])
+
+
+def run_of(model, *args, **kwargs):
+    return lambda: model(*args, **kwargs)
+
+
+class Linears(nn.Module):
+    """Two layers, whose parameters ``forward`` uses itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        weight = torch.cat([self.one.weight, self.two.weight])
+        return x @ weight.T + torch.stack((self.one.bias, self.two.bias)).sum()
+
+
+@ON
+def test_parameters_in_a_list_are_used(meta):
+    net = Linears()
+    modules = trace(net, run_of(net, torch.randn(2, 4)), meta=meta).modules
+    assert modules[""].parameters == ("one.bias", "one.weight", "two.bias", "two.weight")
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.norm = nn.Embedding(10, 4), nn.LayerNorm(4)
+        self.head = nn.Linear(4, 10, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids):
+        return self.head(self.norm(self.embed(ids)))
+
+
+def test_a_tied_parameter_is_that_of_all_its_users_on_meta_too():
+    net, ids = Tied(), torch.arange(6)
+    seen = trace(net, run_of(net, ids), meta=True)
+    assert seen.modules == trace(net, run_of(net, ids)).modules
+    for path in ("embed", "head"):
+        assert seen.modules[path].parameters == ("embed.weight",)
+    assert net.head.weight is net.embed.weight
+
+
+@ON
+def test_parameters_of_integers_are_traced(meta):
+    """Quantized models have such."""
+
+    class Quantized(nn.Module):
+        def __init__(self):
+            super().__init__()
+            codes = torch.ones(4, 4, dtype=torch.int8)
+            self.codes = nn.Parameter(codes, requires_grad=False)
+            self.scale = nn.Parameter(torch.ones(4))
+
+        def forward(self, x):
+            return x @ (self.codes.to(x.dtype) * self.scale)
+
+    net = Quantized().to("meta" if meta else "cpu")
+    modules = trace(net, run_of(net, torch.randn(2, 4)), meta=meta).modules
+    assert modules[""].parameters == ("codes", "scale")
+    assert net.codes.dtype is torch.int8 and not net.codes.requires_grad
+
+
+@dataclasses.dataclass
+class Pair:
+    a: Tensor
+    rest: dict
+
+
+class Sized(nn.Module):
+    def forward(self, x, *, more=None):
+        return Pair(x * 2, {"it": [x.sum(), more]})
+
+
+class CallsSized(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.sized = Sized()
+
+    def forward(self, x):
+        self.sized(x[:1])
+        self.sized(x, more=Pair(x, {"it": (x,)}))
+        return self.sized(x[:2]).a
+
+
+def test_bytes_in_and_out_are_those_of_the_execution_that_had_most():
+    """Whatever holds the tensors, and however they are passed."""
+    net = CallsSized()
+    seen = trace(net, run_of(net, torch.randn(4, 8))).modules["sized"]
+    row = 4 * 8
+    assert seen.input_bytes == 3 * 4 * row
+    assert seen.output_bytes == 3 * 4 * row + 4
+    assert seen.activation_bytes == (1 + 4 + 2) * row + 3 * 4
+
+
+def test_everything_that_an_operator_returns_counts():
+    class Largest(nn.Module):
+        def forward(self, x):
+            values, places = x.max(dim=1)
+            return values[places.clamp(max=1)]
+
+    net = Largest()
+    seen = trace(net, run_of(net, torch.randn(4, 8))).modules[""]
+    assert seen.activation_bytes == 4 * (4 + 8) + 4 * 8 + 4 * 4
+
+
+class Threaded(nn.Module):
+    """Its branches run in threads of their own."""
+
+    def __init__(self):
+        super().__init__()
+        self.branches = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.last = nn.Linear(4, 4)
+
+    def forward(self, x):
+        out = [None, None]
+
+        def run(i):
+            out[i] = self.branches[i](x)
+
+        threads = [threading.Thread(target=run, args=(i,)) for i in range(2)]
+        for thread in threads:
+            thread.start()
+            thread.join()
+        return self.last(out[0] + out[1])
+
+
+@pytest.mark.parametrize("times", [False, True])
+def test_modules_that_run_in_threads_are_counted_and_confuse_nothing(times):
+    net = Threaded()
+    modules = trace(net, run_of(net, torch.randn(2, 4)), times=times, memory=True).modules
+    executions = {path: m.executions for path, m in modules.items()}
+    assert executions == {"": 1, "branches": 0, "branches.0": 1, "branches.1": 1, "last": 1}
+    assert [modules[p].first for p in ("", "branches.0", "branches.1", "last")] == [0, 1, 2, 3]
+    assert modules["last"].parameters == ("last.bias", "last.weight")
+    assert modules["last"].kept_bytes == 4 * 8
+    assert modules[""].activation_bytes == 4 * 8, "what ran in threads has left its mark"
+
+
+def test_what_a_forward_used_before_it_raised_is_its_own():
+    class Fails(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def forward(self, x, other):
+            if (x * self.scale + other).numel():
+                raise ValueError
+
+    class Tries(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fails, self.layer = Fails(), nn.Linear(4, 4)
+
+        def forward(self, x):
+            try:
+                self.fails(x, self.layer.weight[0])
+            except ValueError:
+                return self.layer(x)
+
+    net = Tries()
+    modules = trace(net, run_of(net, torch.randn(2, 4))).modules
+    assert modules["fails"].parameters == ("fails.scale",)
+    assert modules[""].parameters == ("layer.weight",)
+
+
+class Notes(nn.Module):
+    """Sets an attribute, as what may not be run again elsewhere does."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.calls = nn.Linear(4, 4), 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.layer(x)
+
+
+def test_what_torch_checkpoints_is_not_given_away():
+    class Checkpoints(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.notes = Notes()
+
+        def forward(self, x):
+            return checkpoint(self.notes, x, use_reentrant=True)
+
+    net = Checkpoints()
+    modules = trace(net, run_of(net, torch.randn(2, 4, requires_grad=True))).modules
+    assert modules["notes"].set_attributes == ("calls",)
+    assert modules[""].reruns == ()
+
+
+def test_kept_bytes_are_measured_once_though_times_are_too():
+    net = nn.Sequential(nn.Linear(8, 16), nn.Tanh())
+    x = torch.randn(4, 8)
+    both = trace(net, run_of(net, x), times=True, memory=True)
+    alone = trace(net, run_of(net, x), memory=True)
+    assert both.timed and both.weighed and not alone.timed
+    for path, seen in alone.modules.items():
+        assert both.modules[path].kept_bytes == seen.kept_bytes
+        assert both.modules[path].executions == 1
+
+
+@pytest.mark.filterwarnings("ignore:.*tracing on zeros")
+def test_kept_bytes_are_measured_on_zeros_too():
+    class Looks(nn.Module):
+        def forward(self, x):
+            return x if x.sum() > 0 else x * 2
+
+    net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), Looks())
+    net[0].weight.requires_grad_(False)
+    x = torch.randn(4, 8)
+    want = {
+        path: m.kept_bytes
+        for path, m in trace(net, run_of(net, x), memory=True).modules.items()
+    }
+    seen = trace(net.to("meta"), run_of(net, x), meta=True, memory=True)
+    assert seen.weighed
+    assert {path: m.kept_bytes for path, m in seen.modules.items()} == want
+
+
+# --------------------------------------------------------------------------- left as it was
+
+
+class Kinds(nn.Module):
+    """Changes containers of many kinds, and tensors in many ways."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.names = {"a", "b"}
+        self.ordered = collections.OrderedDict(x=1, y=2)
+        self.counts = collections.defaultdict(int, seen=3)
+        self.queue = collections.deque([1, 2], maxlen=2)
+        self.array = np.zeros((2, 3))
+        self.arrays = {"strided": np.arange(6.0)[::2], "objects": np.array([1, "a"], object)}
+        self.overlapping = torch.arange(4.0)
+        self.grown = torch.ones(2)
+        self.given_out = torch.ones(3)
+        self.many = [torch.ones(2), torch.ones(3)]
+        self.complex = torch.zeros(2, dtype=torch.complex64)
+
+    def forward(self, x, seen=None):
+        self.names.discard("a")
+        self.names.add("c")
+        self.ordered.move_to_end("x")
+        self.counts["seen"] += 1
+        self.counts["new"] += 1
+        self.queue.append(3)
+        self.array[0] += 1
+        self.arrays["strided"][1] = 7
+        self.arrays["objects"][0] = "b"
+        self.overlapping[1].mul_(3)
+        self.overlapping.add_(1)
+        self.overlapping[1:].zero_()
+        self.grown.resize_(5).fill_(2)
+        torch.add(self.given_out, 1, out=self.given_out)
+        torch._foreach_add_(self.many, 1.0)
+        self.complex.fill_(1j)
+        if seen is not None:
+            seen.append(x)
+        return self.layer(x)
+
+
+def what_it_has(net):
+    return {k: copy.deepcopy(v) for k, v in net.__dict__.items() if not k.startswith("_")}
+
+
+def assert_same(got, want):
+    assert type(got) is type(want)
+    if isinstance(want, (Tensor, np.ndarray)):
+        assert got.dtype == want.dtype and got.tolist() == want.tolist()
+    elif isinstance(want, dict):
+        assert list(got) == list(want)
+        for key in want:
+            assert_same(got[key], want[key])
+    elif isinstance(want, (list, collections.deque)):
+        assert len(got) == len(want)
+        for a, b in zip(got, want, strict=True):
+            assert_same(a, b)
+    else:
+        assert got == want
+
+
+@pytest.mark.parametrize("times", [False, True])
+def test_whatever_a_forward_changes_is_as_before(times):
+    net, seen = Kinds(), [1]
+    objects = {k: v for k, v in net.__dict__.items() if not k.startswith("_")}
+    before = what_it_has(net)
+    trace(net, run_of(net, torch.ones(2, 4), seen), times=times)
+
+    assert_same(what_it_has(net), before)
+    assert all(net.__dict__[name] is thing for name, thing in objects.items())
+    assert net.queue.maxlen == 2 and net.counts.default_factory is int
+    assert seen == [1], "a list that is passed by position was changed"
+
+
+class Fills(nn.Module):
+    """Changes one element of a buffer."""
+
+    def __init__(self, before, after):
+        super().__init__()
+        self.layer, self.after = nn.Linear(2, 2), after
+        self.register_buffer("level", torch.tensor([before, 1.0]))
+
+    def forward(self, x):
+        self.level[0] = self.after
+        return self.layer(x)
+
+
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(NAN, NAN), (NAN, 0.0), (0.0, NAN), (INF, 3.4028234663852886e38), (2.0, 2.0)],
+)
+def test_what_is_no_number_changes_as_numbers_do(before, after):
+    """A buffer that has none yet is filled in the first forward, which traces."""
+    net = Fills(before, after)
+    modules = trace(net, run_of(net, torch.ones(1, 2))).modules
+    is_changed = repr(before) != repr(after)
+    assert modules[""].changed_buffers == (("level",) if is_changed else ())
+    assert repr(net.level[0].item()) == repr(before)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_is_watched_in_torch_is_put_back(fails):
+    net = nn.Linear(2, 2)
+    before = vars(torch.autograd.Function)["apply"], Tensor.register_hook, net.forward
+
+    def run():
+        net(torch.ones(1, 2))
+        if fails:
+            raise KeyError
+
+    try:
+        trace(net, run, times=True)
+    except KeyError:
+        assert fails
+    hooks = nn.modules.module
+    assert (vars(torch.autograd.Function)["apply"], Tensor.register_hook, net.forward) == before
+    assert not hooks._global_buffer_registration_hooks and not hooks._global_forward_hooks
+
+
+# -------------------------------------------------------------------------- what cannot run
+
+
+class Looks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        return x * self.scale if self.scale > 0 else x.missing
+
+
+def test_a_root_module_that_cannot_run_on_meta_tensors_is_named_by_its_class():
+    net = Looks()
+    with pytest.warns(UserWarning, match="smp: the root module Looks cannot run on meta"):
+        assert not trace(net, run_of(net, torch.ones(2)), meta=True).meta
+
+
+def test_code_outside_the_model_that_cannot_run_on_meta_tensors_is_not_a_modules():
+    net = nn.Linear(2, 2)
+
+    def run():
+        return net(torch.ones(1, 2)).sum().item()
+
+    with pytest.warns(UserWarning, match="smp: the code outside the model cannot run on meta"):
+        assert trace(net, run, meta=True).modules[""].executions == 1
