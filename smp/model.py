@@ -450,6 +450,10 @@ class DistributedModel(nn.Module):
         for hook in list(hooks.values()):
             hook(self, state.optimizer)
 
+    def _smp_has_hooks(self) -> bool:
+        """Whether there are any for the next step."""
+        return bool(self._smp_post_partition_hooks or self._smp_post_step_hooks)
+
     def _smp_run_post_step_hooks(self) -> None:
         """Call the hooks once, after the step."""
         hooks, self._smp_post_step_hooks = self._smp_post_step_hooks, OrderedDict()

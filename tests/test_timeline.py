@@ -2,6 +2,7 @@
 
 import json
 import re
+import time
 import xml.etree.ElementTree as ElementTree
 from collections import defaultdict
 
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 import smp
+from smp import _core
 from smp.timeline.timeline import as_json, read_events, working
 from smp.timeline.timeline_picture import merged, picture, shade
 from tests.ranks import on_ranks
@@ -165,3 +167,155 @@ def test_bars_nearly_adjacent_and_alike_are_one():
         (150, 170, 1),
     ]
     assert len(merged(tasks, gap_ns=1)) == 4
+
+
+def numbers(text: str) -> list[float]:
+    return [float(number) for number in re.findall(r"-?\d+\.?\d*", text)]
+
+
+def test_slices_have_their_module_microbatch_and_phase():
+    trace = json.loads(as_json([read_events(EVENTS, [""]), []]))
+    slices = slices_of(trace)
+
+    step = {"module": "step function", "microbatch": 5}
+    root = {"module": "(root)", "microbatch": 5, "phase": "forward"}
+    assert slices[0, 0] == [
+        (0.0, 0.01, "step function forward 5", {**step, "phase": "forward"}),
+        (0.012, 0.018, "(root) forward 5", root),
+        (0.03, 0.04, "step function forward 5", {**step, "phase": "forward"}),
+        (0.05, 0.07, "step function backward 5", {**step, "phase": "backward"}),
+    ]
+    waits = [(begin, end) for begin, end, name, _ in slices[0, 1] if name == "waiting"]
+    assert waits == [(0.01, 0.03), (0.04, 0.05)]
+    assert slices[0, 1][-1][:3] == (0.0, 0.07, "step function 5")
+    assert [s[2] for s in slices[0, 2]] == ["forward", "(root) 5"]
+    named = {
+        (e["pid"], e["tid"], e["name"]): e["args"]
+        for e in trace["traceEvents"]
+        if e["ph"] == "M"
+    }
+    assert named == {
+        (0, 0, "process_name"): {"name": "pp_rank 0"},
+        (0, 0, "process_sort_index"): {"sort_index": 0},
+        (0, 0, "thread_name"): {"name": "working"},
+        (0, 1, "thread_name"): {"name": "worker 0"},
+        (0, 2, "thread_name"): {"name": "worker 1"},
+        (1, 0, "process_name"): {"name": "pp_rank 1"},
+        (1, 0, "process_sort_index"): {"sort_index": 1},
+        (1, 0, "thread_name"): {"name": "working"},
+    }
+    assert trace["displayTimeUnit"] == "ms"
+
+
+def test_times_count_from_the_first_event_of_any_rank():
+    later = read_events(EVENTS, ["far"])
+    first = read_events(EVENTS, ["far"], ahead_ns=50)
+    for ranks in ([first, later], [later, first]):
+        begins = {
+            e["pid"]: e["ts"]
+            for e in reversed(json.loads(as_json(ranks))["traceEvents"])
+            if e["ph"] == "B"
+        }
+        assert begins == {ranks.index(first): 0.0, ranks.index(later): 0.05}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_clocks_of_other_hosts_are_set_by_the_first_ranks(hosts, tmp_path, monkeypatch):
+    """Rank 1's clock is an hour ahead; on one host there is one clock."""
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": 1})
+    model = smp.DistributedModel(Net())
+    smp.step(lambda x: model.backward(model(x)))(torch.ones(2, 4))
+    boot = smp.state.job("a test").boot
+    monkeypatch.setattr(boot, "host", boot.host if hosts == 1 else smp.rank())
+    hour = 3600 * 10**9 * smp.rank()
+    events = [(at + hour, *rest) for at, *rest in _core.timeline()]
+    monkeypatch.setattr(_core, "timeline", lambda: events)
+    now = time.monotonic_ns
+    monkeypatch.setattr(time, "monotonic_ns", lambda: now() + hour)
+
+    path = tmp_path / "trace.json"
+    smp.save_trace(str(path) if hosts == 1 else path)
+    smp.barrier()
+
+    slices = slices_of(json.loads(path.read_text()))
+    last = max(end for row in slices.values() for _, end, *_ in row)
+    assert (last < 1800e6) == (hosts == 2)
+
+
+@on_ranks(1)
+@pytest.mark.parametrize("name", ["step.svg", "STEP.SVG", "step.svg.json"])
+def test_the_files_name_says_whether_it_is_a_picture(name, tmp_path):
+    """An older file of that name is replaced."""
+    smp.init({})
+    path = tmp_path / name
+    path.write_text("x" * 100_000)
+
+    smp.save_trace(path)
+
+    text = path.read_text()
+    assert text.startswith("<svg" if name.lower().endswith(".svg") else "{")
+    assert "xxx" not in text
+
+
+@pytest.mark.parametrize("length_ns", [900, 70_000, 1_000_000, 11_900_000, 730_000_000])
+def test_the_picture_is_to_scale(length_ns):
+    """Two microbatches, each a third of the step, on the first of two ranks; then a gap."""
+    third = length_ns // 3
+    events = [
+        (0, 0, BEGIN, 0, 0, -1),
+        (third, 0, END, 0, 0, -1),
+        (third, 0, BEGIN, 0, 1, -1),
+        (2 * third, 0, END, 1, 1, -1),
+    ]
+    last = [(0, 0, BEGIN, 0, 0, -1), (3 * third, 0, END, 0, 0, -1)]
+    text = picture([read_events(events, []), read_events(last, [])])
+    drawn = ElementTree.fromstring(text)
+
+    rects = [r for r in drawn.iter(f"{SVG}rect") if r.find(f"{SVG}title") is not None]
+    told = [numbers(r.find(f"{SVG}title").text) for r in rects]
+    ms = third / 1e6
+    assert [t[0] for t in told] == [0, 1, 0]
+    assert [t[1] for t in told] == pytest.approx([ms, ms, 3 * ms], abs=6e-4)
+    idle = [r for r in drawn.iter(f"{SVG}rect") if r.get("class") == "idle"][1:]
+    left, width = float(idle[0].get("x")), float(idle[0].get("width"))
+    at = [(float(r.get("x")), float(r.get("width")), r.get("fill")) for r in rects]
+    assert [x for x, *_ in at] == pytest.approx([left, left + width / 3, left], abs=0.02)
+    assert [w for _, w, _ in at] == pytest.approx([width / 3, width / 3, width], abs=0.02)
+    assert [fill for *_, fill in at] == [shade(0, 0), shade(1, 1), shade(0, 0)]
+    assert [r.get("y") for r in rects] == [idle[0].get("y")] * 2 + [idle[1].get("y")]
+    words = [t.text for t in drawn.iter(f"{SVG}text")]
+    assert {"67% busy", "100% busy", "rank 0", "rank 1"} <= set(words)
+    assert f"2 microbatches, {3 * third / 1e6:.1f} ms" in words
+    assert drawn.find(f"{SVG}title").text == "One step on 2 ranks"
+    inside = [t for t in drawn.iter(f"{SVG}text") if t.get("class") == ""]
+    assert [(t.text, t.get("fill")) for t in inside] == [
+        ("0", "#16181d"),
+        ("1", "#ffffff"),
+        ("0", "#16181d"),
+    ]
+
+    lines = [float(tick.get("x1")) for tick in drawn.iter(f"{SVG}line")]
+    bottom = max(float(t.get("y")) for t in drawn.iter(f"{SVG}text"))
+    axis = [t for t in drawn.iter(f"{SVG}text") if float(t.get("y")) == bottom]
+    times = [float(t.text) for t in axis[:-1]]
+    assert axis[-1].text == "ms" and 2 <= len(times) <= 13
+    scale = width / (3 * third / 1e6)
+    assert lines == pytest.approx([left + time * scale for time in times], abs=0.1)
+    assert 3 * third / 1e6 - times[-1] <= times[1] - times[0] + 1e-9
+
+
+def test_the_legend_shows_the_first_twelve_microbatches():
+    tasks = [
+        task
+        for number in range(15)
+        for task in read_events(
+            [(number, 0, BEGIN, 0, number, -1), (number + 1, 0, END, 0, number, -1)], []
+        )
+    ]
+    drawn = ElementTree.fromstring(picture([tasks]))
+    ink = [t for t in drawn.iter(f"{SVG}text") if t.get("class") == "ink"]
+
+    assert [t.text for t in ink if t.text.isdigit()] == [str(i) for i in range(12)]
+    assert drawn.find(f"{SVG}title").text == "One step on 1 rank"
+    assert len({shade(i, phase) for i in range(8) for phase in (0, 1)}) == 16

@@ -125,9 +125,10 @@ def _run_alone(
         if rt.home is not None:
             calls = microbatches.map_calls(calls, homes.mover(rt.home))
         output = _run_in_order(rt, function, detach, calls)
-        for one in hooked:
-            one._smp_run_post_step_hooks()
-            rt.hooks_wait = False
+        if hooked:
+            for one in hooked:
+                one._smp_run_post_step_hooks()
+            rt.hooks_wait = any(one._smp_has_hooks() for one in rt.live_models())
         return output
     finally:
         rt.in_step = False

@@ -5,6 +5,7 @@ The file stands alone, and follows the reader's light or dark colour scheme.
 """
 
 import colorsys
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 from xml.sax.saxutils import escape
@@ -140,7 +141,7 @@ def _legend(microbatches: Sequence[int]) -> list[str]:
 
 def _axis(length_ms: float, bottom: float) -> list[str]:
     """Lines at round times, their numbers below the rows."""
-    unit = 10.0 ** len(str(int(length_ms))) / 10
+    unit = 10.0 ** max(-3, math.floor(math.log10(length_ms)))
     step = next(s for s in (unit / 5, unit / 2, unit, unit * 2) if length_ms / s <= 12)
     out = []
     for i in range(int(length_ms / step) + 1):
