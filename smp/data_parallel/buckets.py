@@ -137,11 +137,7 @@ class Bucket:
         """Copy gradients in, by parameter; where there is none, zeros."""
         if self.sparse:
             (gradient,) = gradients
-            if gradient is None:
-                gradient = torch.zeros_like(
-                    self._parameters[0], dtype=self.dtype, layout=torch.sparse_coo
-                )
-            self._buffer = gradient.detach().to_sparse(1).coalesce().clone()
+            self._buffer = self._no_rows() if gradient is None else _rows_of(gradient)
             return
         if self._buffer is None:
             nbytes = self._size * self.dtype.itemsize
@@ -177,6 +173,21 @@ class Bucket:
         self._buffer = buffer
         self._views = [buffer.as_strided(*place) for place in self._layout]
 
+    def _no_rows(self) -> Tensor:
+        """The gradient of a table that was not used."""
+        (table,) = self._parameters
+        indices = torch.empty((1, 0), dtype=torch.int64, device=table.device)
+        values = torch.empty((0, *table.shape[1:]), dtype=self.dtype, device=table.device)
+        return torch.sparse_coo_tensor(indices, values, table.shape, is_coalesced=True)
+
+
+def _rows_of(gradient: Tensor) -> Tensor:
+    """A copy of a table's gradient as sparse rows, each once."""
+    gradient = gradient.detach()
+    if gradient.is_sparse and gradient.sparse_dim() != 1:
+        gradient = gradient.to_dense()
+    return gradient.to_sparse(1).coalesce().clone()
+
 
 def make_buckets(
     module: nn.Module,
@@ -195,11 +206,13 @@ def make_buckets(
         holders_of: the ranks that exchange a parameter's gradient.
         as_views: gradients are views of the buckets.
     """
-    sparse = {
-        id(owner.weight)
-        for owner in module.modules()
-        if isinstance(owner, nn.Embedding | nn.EmbeddingBag) and owner.sparse
-    }
+    sparse: set[int] = set()
+    dense: set[int] = set()
+    for owner in module.modules():
+        is_table = isinstance(owner, nn.Embedding | nn.EmbeddingBag) and owner.sparse
+        for parameter in owner._parameters.values():
+            (sparse if is_table else dense).add(id(parameter))
+    sparse -= dense  # of a tied table the sum of gradients is dense
     members: list[list[nn.Parameter]] = []
     open_at: dict[Any, tuple[int, int]] = {}  # dtype and device -> place, bytes
     for parameter in reversed(parameters):

@@ -292,14 +292,15 @@ class DataParallel:
     def _accompany(self) -> None:
         """Take part in the others' exchanges, with nothing to give, while there are any."""
         while True:
-            reduction = Reduction([self], joined=True)
-            if self._raises_early:
-                self._stop(reduction)
+            reduction = Reduction([self], with_buffers=False, joined=True)
             if not reduction.active():
                 break
+            if self._raises_early:
+                self._stop(reduction)
             self._check_tp_groups(reduction)
             self._last_active = reduction.active()[0]
-            reduction.exchange_buffers()
+            if reduction.with_buffers():
+                reduction.exchange_buffers()
             reduction.finish()
         if self._last_active is not None:
             self._broadcast_from(self._last_active)
@@ -351,6 +352,13 @@ def due(models: Sequence["DistributedModel"]) -> list[DataParallel]:
     return [member for member in members if member.takes_part()]
 
 
+def watch(models: Sequence["DistributedModel"]) -> None:
+    """A step begins whose backward, if it has one, is followed by an exchange."""
+    for model in models:
+        if model._smp_data_parallel is not None:
+            model._smp_data_parallel._prepare()
+
+
 def begin(members: Sequence[DataParallel], with_buffers: bool = True) -> Reduction | None:
     """A step begins, after which the models exchange gradients.  Collective.
 
@@ -359,10 +367,11 @@ def begin(members: Sequence[DataParallel], with_buffers: bool = True) -> Reducti
     """
     if not members:
         return None
-    reduction = Reduction(members)
+    reduction = Reduction(members, with_buffers)
     for member in members:
         if member.is_joining:
             member.note_active(reduction)
+            with_buffers = reduction.with_buffers()  # who has joined does not know it
     if with_buffers:
         reduction.exchange_buffers()
     for member in members:

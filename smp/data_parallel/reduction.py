@@ -2,8 +2,9 @@
 
 What is sent, in this order on every replica:
 
-1. the header: each replica's layout of gradients, and whether it takes part;
-2. buffers of modules, from the first replica that takes part;
+1. the header: each replica's layout of gradients, whether it takes part and whether it
+   wants buffers;
+2. buffers of modules, from the first replica that takes part, if one wants them;
 3. the buckets, each as soon as backward has completed its gradients and those of the
    buckets before it;
 4. the report: whose step failed, which parameters have a gradient, which buckets got a
@@ -49,10 +50,13 @@ class Reduction:
 
     Args:
         members: the models that take part, in order of creation.
+        with_buffers: this replica's step begins with the first one's buffers.
         joined: this replica has no inputs left and only keeps the others company.
     """
 
-    def __init__(self, members: Sequence["DataParallel"], joined: bool = False):
+    def __init__(
+        self, members: Sequence["DataParallel"], with_buffers: bool, joined: bool = False
+    ):
         self.members = members
         self.replicas = members[0].replicas
         # Backward reaches the last model first.
@@ -67,6 +71,7 @@ class Reduction:
         }
         self._overlaps = all(m.overlaps for m in members)
         self._joined = joined
+        self._wants_buffers = with_buffers and any(m.broadcasts_buffers for m in members)
         unused.begin_step()
         self.finishes_with_backward = False  # backward has been told to call finish
         self._sent = 0
@@ -81,6 +86,7 @@ class Reduction:
         self._taken_in: set[int] = set()
         self._failure: Exception | None = None
         self._active: list[int] | None = None  # dp_ranks that take part, once known
+        self._some_want_buffers = False
         self._alike = True
         for _, bucket in self._buckets:
             bucket.is_launched = False
@@ -96,9 +102,10 @@ class Reduction:
                 for name, parameter in member.named_parameters()
             ]
         )
-        self._header = self.replicas.numbers(self.replicas.size, 2)
+        self._header = self.replicas.numbers(self.replicas.size, 3)
         self._header[self.replicas.rank, 0] = self._layout.signature()
         self._header[self.replicas.rank, 1] = not self._joined
+        self._header[self.replicas.rank, 2] = self._wants_buffers
         self._header_work = self.replicas.sum(self._header)
 
     def active(self) -> list[int]:
@@ -108,7 +115,13 @@ class Reduction:
             rows = self._header.tolist()
             self._active = [rank for rank, row in enumerate(rows) if row[1]]
             self._alike = len({row[0] for row in rows}) == 1
+            self._some_want_buffers = any(row[2] for row in rows)
         return self._active
+
+    def with_buffers(self) -> bool:
+        """Whether a replica wants buffers at the begin; waits for the header."""
+        self.active()
+        return self._some_want_buffers
 
     def exchange_buffers(self) -> None:
         """Give all replicas the buffers of the first one that takes part."""

@@ -399,7 +399,8 @@ def inverse(order: tuple[int, ...]) -> tuple[int, ...]:
 
 def as_bytes(tensor: Tensor) -> Tensor:
     """The memory of a contiguous tensor, as bytes."""
-    return tensor.reshape(-1).view(torch.uint8)
+    # A single element is contiguous whatever its strides are, which a view of bytes is not.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 # The parts of one message follow each other: a thread posts or takes all of them.

@@ -21,6 +21,7 @@ that is done, after a crash, takes them under the first name.  ``newest`` comes 
 import os
 import re
 import shutil
+import traceback
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
@@ -45,6 +46,7 @@ _REMOVING = ".removing."
 _PARTIAL = "_partial"
 _USER_CONTENT = "user_content.pt"
 _PARTS = "parts"
+_BESIDE = ("optimizer_", "user_content_", "parts_")  # files of a full one, before its tag
 _SAVE, _RESUME = "smp.save_checkpoint", "smp.resume_from_checkpoint"
 
 
@@ -75,8 +77,8 @@ def save_checkpoint(
         num_kept_partial_checkpoints: remove the oldest partial ones beyond that number.
 
     Raises:
-        ValueError: there is no ``DistributedModel``, the tag is no name of a file, or less
-            than one is to be kept.
+        ValueError: there is no ``DistributedModel``, the tag is no name of a file or that of
+            another file of a checkpoint, or less than one is to be kept.
         OSError: a file cannot be written; names it.  No part of the checkpoint is left.
         CheckpointError: a file holds what could not be read back; names both.  Or another
             job saves into this folder, or another rank could not save.
@@ -85,7 +87,7 @@ def save_checkpoint(
     """
     job = state.job("smp.save_checkpoint")
     root, tag = os.fspath(path), str(tag)
-    _check_name(tag, num_kept_partial_checkpoints)
+    _check_name(tag, partial, num_kept_partial_checkpoints)
     if model is None:
         model = state.model
     if model is None:
@@ -217,9 +219,15 @@ def resume_from_checkpoint(
     return {} if content is None else content
 
 
-def _check_name(tag: str, kept: int | None) -> None:
+def _check_name(tag: str, partial: bool, kept: int | None) -> None:
     if not tag or tag != os.path.basename(tag) or tag.startswith("."):
         raise ValueError(f"smp: the tag of a checkpoint is a plain file name, not {tag!r}")
+    if not partial and (tag == _NEWEST or tag.startswith(_BESIDE) or tag.endswith(_PARTIAL)):
+        raise ValueError(
+            f"smp: a full checkpoint cannot be called {tag!r}: {_NEWEST!r}, names that begin "
+            f"with {', '.join(map(repr, _BESIDE))} and those that end with {_PARTIAL!r} are "
+            "files and folders of other checkpoints; give it another tag"
+        )
     if kept is not None and kept < 1:
         raise ValueError(f"smp: num_kept_partial_checkpoints is at least 1, got {kept}")
 
@@ -234,16 +242,24 @@ def _together(what: str, function: Callable[[], None] | None = None) -> None:
             error = raised
     try:
         said = objects.gather_bytes(
-            what, CommGroup.WORLD, str(error).encode() if error else b""
+            what, CommGroup.WORLD, _told(error).encode() if error else b""
         )
-    except (CallMismatch, PeerLost):
-        if not isinstance(error, CallMismatch | PeerLost):  # which says more than its sequel
+    except (CallMismatch, PeerLost) as sequel:
+        if error is None:
             raise
+        if not isinstance(error, CallMismatch | PeerLost):  # which says more than its sequel
+            raise sequel from error
     if error is not None:
         raise error
     for rank, text in enumerate(said):
         if text:
             raise CheckpointError(f"on rank {rank}: {text.decode()}")
+
+
+def _told(error: Exception) -> str:
+    """What other ranks hear of an error; never empty."""
+    ours = isinstance(error, CheckpointError | OSError) and str(error)
+    return str(error) if ours else "".join(traceback.format_exception_only(error)).strip()
 
 
 # --------------------------------------------------------------------------------- files

@@ -121,7 +121,7 @@ class Replica:
         for tensor in tensors:
             if tensor.numel():
                 dense = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-                send(dense.reshape(-1).view(torch.uint8))
+                send(objects.as_bytes(dense))
 
     def _receive(self, source: int) -> Any:
         origin = self.ranks[source]
@@ -146,7 +146,7 @@ class Replica:
             if slot.number == len(arrived):
                 tensor = torch.empty(slot.shape, dtype=slot.dtype, device="cpu")
                 if tensor.numel():
-                    receive(tensor.reshape(-1).view(torch.uint8))
+                    receive(objects.as_bytes(tensor))
                 arrived.append(tensor)
             return arrived[slot.number]
 

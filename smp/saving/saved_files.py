@@ -217,6 +217,9 @@ def _written(path: str, shown: str | None = None) -> Iterator[int]:
         with contextlib.suppress(OSError):
             os.unlink(path)
         if isinstance(error, OSError):
+            if error.errno is None:  # an object's that is saved
+                text = str(error) or type(error).__name__
+                raise OSError(f"{shown or path}: {text}") from error
             raise OSError(error.errno, error.strerror, shown or path) from error
         raise
 
