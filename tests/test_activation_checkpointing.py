@@ -216,3 +216,73 @@ def test_an_unknown_strategy_is_refused(strategy):
         smp.set_activation_checkpointing(nn.Sequential(), strategy=strategy)
     with pytest.raises(ValueError, match="needs an nn.Sequential"):
         smp.set_activation_checkpointing(nn.ModuleList(), strategy="group_2")
+
+
+class Draws(nn.Module):
+    """Scales by a random number, and notes which."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+        self.drawn: list[float] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.drawn.append(torch.rand(()).item())
+        return x * self.scale * self.drawn[-1]
+
+
+def of_the_module(layer: Draws, preserve: bool):
+    smp.set_activation_checkpointing(layer, preserve_rng_state=preserve)
+    return layer
+
+
+def of_a_sequence(layer: Draws, preserve: bool):
+    sequence = nn.Sequential(layer)
+    smp.set_activation_checkpointing(sequence, preserve_rng_state=preserve)
+    return sequence
+
+
+def of_a_list(layer: Draws, preserve: bool):
+    layers = nn.ModuleList([layer])
+    smp.set_activation_checkpointing(layers, preserve_rng_state=preserve)
+    return layers[0]
+
+
+def set_again(layer: Draws, preserve: bool):
+    smp.set_activation_checkpointing(layer, preserve_rng_state=not preserve)
+    return of_the_module(layer, preserve)
+
+
+def by_call(layer: Draws, preserve: bool):
+    return lambda x: checkpoint(layer, x, preserve_rng_state=preserve)
+
+
+def by_call_of_a_sequence(layer: Draws, preserve: bool):
+    return lambda x: checkpoint_sequential(nn.Sequential(layer), x, preserve_rng_state=preserve)
+
+
+@pytest.mark.parametrize("preserve", [False, True])
+@pytest.mark.parametrize(
+    "make",
+    [of_the_module, of_a_sequence, of_a_list, set_again, by_call, by_call_of_a_sequence],
+)
+def test_the_numbers_that_a_layer_draws_are_drawn_again_if_that_is_asked_for(make, preserve):
+    """Once forward and once in backward; without gradients there is no backward."""
+    smp.reset()
+    layer = Draws()
+    call = make(layer, preserve)
+    with torch.no_grad():
+        call(torch.ones(2))
+    assert len(layer.drawn) == 1
+
+    call(torch.ones(2)).sum().backward()
+
+    _, first, again = layer.drawn
+    assert (first == again) is preserve
+
+
+def test_what_is_no_module_is_refused():
+    with pytest.raises(TypeError, match="takes a torch.nn.Module, got a list"):
+        smp.set_activation_checkpointing([nn.Linear(1, 1)])
+    with pytest.raises(ValueError, match="strategy 'all': it is 'each'"):
+        checkpoint_sequential(nn.Sequential(nn.Linear(1, 1)), torch.ones(1), strategy="all")

@@ -317,12 +317,16 @@ class Step:
         if on is not None:
             calls = microbatches.map_calls(calls, homes.mover(on))
         [(args, kwargs)] = calls
+        # Those of the modules inside are put back with all that tracing puts back.
+        modes = [(one, one.training) for one in self.rt.live_models()]
         self.rt.tracing = True
         self.rt.traced_backwards = 0
         try:
             self.function(*args, **kwargs)
         finally:
             self.rt.tracing = False
+            for one, mode in modes:
+                one.training = mode
 
     # -------------------------------------------------------------------- the pipeline
 
