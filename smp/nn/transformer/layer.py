@@ -83,9 +83,9 @@ class DistributedTransformerLayer(DistributedModule):
                 ``add_cross_attention``.
         """
         given, stream = given_stream(inputs)
-        _check(self, given)
         if stream is not None:
             return self._through(given, stream), *inputs[1:]
+        _check(self, given)
         inside = travelling(self, tuple(given))
         if inside is None:
             return self._through(given, None), *inputs[1:]
@@ -162,7 +162,6 @@ class DistributedTransformer(DistributedModule):
         """
         _check(self, inputs)
         hidden, *others = inputs
-        check_hidden(self, hidden)
         if self.input_layernorm is not None:
             hidden = self.input_layernorm(hidden)
         inside = travelling(self, (hidden, *others))
@@ -197,6 +196,7 @@ def _check(module: Any, given: Any) -> None:
             f"smp.nn.{name}: cross_states are given, and it is made without "
             "add_cross_attention=True"
         )
+    check_hidden(module, given[0])
 
 
 def _windows(options: Options) -> list[int | None]:

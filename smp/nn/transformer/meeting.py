@@ -99,6 +99,11 @@ def _meet(
             f"smp.nn: the attention mask has shape {list(mask.shape)}: must be [samples, 1, 1, "
             "keys], added to the scores"
         )
+    if mask is not None and mask.size(1) != 1 and group.size() > 1:
+        raise ValueError(
+            f"smp.nn: the attention mask has shape {list(mask.shape)}, and heads are split "
+            "over the TP_GROUP: it must be one for all heads, [samples, 1, positions, keys]"
+        )
     samples, positions, _ = hidden.shape
     own = Source(
         samples=samples,
