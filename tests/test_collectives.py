@@ -1140,6 +1140,9 @@ def test_what_cannot_be_done_is_refused_before_anybody_waits(tmp_path):
             dist.all_gather_into_tensor(torch.empty(5), torch.empty(3))
         with pytest.raises(ValueError, match="do not go together"):
             dist.all_to_all_single(torch.ones(4), torch.ones(4), [2, 2], [1, 2])
+        for x in (torch.ones(5), torch.ones(5, 2), torch.ones(5, dtype=torch.complex64)):
+            with pytest.raises(ValueError, match="axis of 5 is not cut evenly among 2 ranks"):
+                dist.all_to_all_single(x.clone(), x)
 
 
 @on_ranks(2)

@@ -319,6 +319,11 @@ class ProcessGroup(dist.ProcessGroup):
                 _elements(self.size(), own, input_splits),
                 _elements(self.size(), output, output_splits),
             ]
+        elif own.dim() and own.size(0) % self.size() != 0:
+            raise ValueError(
+                f"smp: all-to-all: a first axis of {own.size(0)} is not cut evenly among "
+                f"{self.size()} ranks; give the sizes of the parts"
+            )
         return self._call(ALL_TO_ALL, [own], [output], opts, counts=counts)
 
     @operation_of("all_to_all")

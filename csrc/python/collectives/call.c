@@ -28,9 +28,10 @@ makes_up(const smp_callee *group, const size_t *counts, size_t whole, size_t par
     return whole == part * (size_t)group->size;
 }
 
-/* Whether the sizes of in and out go together; sets the call's count. */
+/* Whether the sizes of in and out, of elements of `per` numbers, go together; sets the
+ * call's count. */
 static bool
-sizes_fit(const smp_callee *group, smp_call *call, size_t in, size_t out)
+sizes_fit(const smp_callee *group, smp_call *call, size_t in, size_t out, size_t per)
 {
     bool is_root = group->member == call->root;
 
@@ -52,7 +53,7 @@ sizes_fit(const smp_callee *group, smp_call *call, size_t in, size_t out)
                    out == sum(call->out_counts, group->size);
         }
         call->count = in / (size_t)group->size;
-        return in == out && in % (size_t)group->size == 0;
+        return in == out && in % ((size_t)group->size * per) == 0;
     default:
         return in == out;
     }
@@ -122,7 +123,7 @@ fill_call(const smp_tensor_calls *self, const smp_callee *group, smp_call *call,
     if (self->counts != NULL) {
         scale_counts(self, call, group->size, from.per);
     }
-    if (!sizes_fit(group, call, from.count, to.count)) {
+    if (!sizes_fit(group, call, from.count, to.count, from.per)) {
         PyErr_Format(
             PyExc_ValueError,
             "smp: group '%s' of %d ranks: %s: an input of %zu and an output of "
