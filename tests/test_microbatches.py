@@ -30,6 +30,13 @@ class Batch:
     name: str = "a batch"
 
 
+@dataclass(eq=False)
+class Described(nn.Module):
+    """A module whose fields hold a tensor."""
+
+    rows: Tensor
+
+
 class Rows(list):
     """Has an attribute beside its items."""
 
@@ -197,7 +204,11 @@ def tensors(value: Any) -> list[Tensor]:
 
 
 def test_what_is_no_collection_is_every_microbatchs():
-    for value in ("ab", b"ab", range(4), torch.Size([4, 2]), None, 3, Batch, partial(int)):
+    module = Described.__new__(Described)
+    nn.Module.__init__(module)
+    module.rows = rows()
+    plain = ("ab", b"ab", range(4), torch.Size([4, 2]), None, 3, Batch, partial(int))
+    for value in (*plain, module):
         assert all(piece is value for piece in cut(value, 2, 0, "x", []))
     assert cut({1, 2}, 2, 0, "x", []) == [{1, 2}] * 2
     assert cut(Sliced(), 2, 1, "x", []) == [(2, 0, 1), (2, 1, 1)]

@@ -1,0 +1,251 @@
+"""Spec: what an exception that nobody catches says, and with what the job ends.
+
+In this process, which ends only as far as it says so; ``test_initialization.py`` has jobs.
+"""
+
+import io
+import os
+import sys
+import threading
+from contextlib import suppress
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from smp.job import job_end
+from smp.job.config import ConfigError
+from smp.job.job_end import Watch
+
+
+class Ended(BaseException):
+    """In place of the end of the process."""
+
+
+class Rank:
+    """A rank of a job of two, or one, with its exception hooks."""
+
+    def __init__(self, size: int, failed_first: str = "") -> None:
+        self.codes: list[int] = []
+        self.boot: Any = SimpleNamespace(
+            rank=size - 1,
+            size=size,
+            local_rank=0,
+            host=0,
+            allgather_bytes=lambda mine: [mine],
+            barrier=lambda: None,
+        )
+        self.watch = Watch(self.boot)
+        if failed_first:
+            assert self.watch.first.claim(0, failed_first) == (0, True)
+            self.watch.first.told()
+
+    def end(self, boot: Any, code: int) -> None:
+        assert boot is self.boot
+        self.codes.append(code)
+        raise Ended
+
+    def fails(self, error: BaseException) -> None:
+        """As the main thread does."""
+        try:
+            raise error
+        except BaseException as raised:  # noqa: BLE001 - any kind
+            caught = raised
+        sys.excepthook(type(caught), caught, caught.__traceback__)
+
+
+@pytest.fixture
+def begin(monkeypatch):
+    """Begins a rank; all is as before when the test is over."""
+    begun: list[Rank] = []
+    for hooks in (sys, threading):
+        monkeypatch.setattr(hooks, "excepthook", hooks.__excepthook__)
+    monkeypatch.setattr(job_end, "is_interactive", lambda: False)
+
+    def rank(size: int, failed_first: str = "") -> Rank:
+        begun.append(Rank(size, failed_first))
+        monkeypatch.setattr(job_end, "end_all_ranks", begun[-1].end)
+        begun[-1].watch.start()
+        return begun[-1]
+
+    yield rank
+    for one in begun:
+        one.watch.stop()
+
+
+def test_the_first_to_fail_shows_its_traceback_and_ends_the_job(begin, capsys):
+    rank = begin(2)
+    with pytest.raises(Ended):
+        rank.fails(ValueError("no good"))
+
+    said = capsys.readouterr().err
+    assert said.startswith("Traceback") and "ValueError: no good" in said
+    assert said.endswith("smp: rank 1 of 2: not caught; ending all ranks\n")
+    assert rank.codes == [1]
+
+
+@pytest.mark.parametrize(
+    ("error", "told", "code"),
+    [
+        (ConfigError("no such option"), "ConfigError: no such option (at {at})", 1),
+        (KeyboardInterrupt(), "interrupted at {at}", 130),
+    ],
+)
+def test_what_says_enough_by_itself_is_one_line(begin, capsys, error, told, code):
+    rank = begin(2)
+    with pytest.raises(Ended):
+        rank.fails(error)
+
+    said = capsys.readouterr().err
+    line = Rank.fails.__code__.co_firstlineno + 3
+    assert said == f"smp: rank 1 of 2: {told.format(at=f'{__file__}:{line}')}\n"
+    assert rank.codes == [code]
+
+
+@pytest.mark.parametrize("error", [ValueError("no\ngood"), ConfigError("mine")])
+def test_who_fails_later_by_something_else_says_a_line(begin, capsys, error):
+    rank = begin(2, failed_first="what rank 0 has seen")
+    with pytest.raises(Ended):
+        rank.fails(error)
+
+    first = str(error).splitlines()[0]
+    told = f"smp: rank 1 of 2, after rank 0 failed: {type(error).__name__}: {first}\n"
+    assert capsys.readouterr().err == told
+    assert rank.codes == [1]
+
+
+def test_who_fails_later_by_the_same_says_nothing(begin, capsys):
+    rank = begin(2, failed_first="KeyboardInterrupt")
+    with pytest.raises(Ended):
+        rank.fails(KeyboardInterrupt())
+
+    assert capsys.readouterr().err == "" and rank.codes == [130]
+
+
+def test_a_hook_of_the_scripts_own_shows_what_it_wants(begin, capsys, monkeypatch):
+    seen: list[tuple] = []
+    monkeypatch.setattr(sys, "excepthook", lambda *given: seen.append(given))
+    rank, error = begin(2), ConfigError("no such option")
+    with pytest.raises(Ended):
+        rank.fails(error)
+
+    assert seen == [(ConfigError, error, error.__traceback__)]
+    assert capsys.readouterr().err == "smp: rank 1 of 2: not caught; ending all ranks\n"
+
+
+def test_one_rank_alone_and_a_forked_child_end_by_themselves(begin, capsys, monkeypatch):
+    alone = begin(1)
+    assert threading.excepthook is threading.__excepthook__
+    alone.fails(ConfigError("no such option"))
+    assert capsys.readouterr().err.startswith("smp: ConfigError: no such option (at ")
+    alone.fails(ValueError("no good"))
+    assert "ValueError: no good" in capsys.readouterr().err
+    alone.watch.stop()
+
+    child = begin(2)
+    monkeypatch.setattr(os, "getpid", lambda: child.watch.pid + 1)
+    child.fails(ConfigError("no such option"))
+    said = capsys.readouterr().err
+    assert said.startswith("Traceback") and "smp: rank" not in said
+    assert alone.codes == child.codes == []
+
+
+def in_a_thread(rank: Rank, target: Any) -> None:
+    """Run it, and have the exception hook's own end stay in the thread."""
+    hook = threading.excepthook
+
+    def ends(args: Any) -> None:
+        with suppress(Ended):
+            hook(args)
+
+    threading.excepthook = ends
+    try:
+        thread = threading.Thread(target=target, name="mine")
+        thread.start()
+        thread.join()
+    finally:
+        threading.excepthook = hook
+
+
+def test_a_thread_that_other_ranks_wait_for_ends_the_job(begin, capsys):
+    rank = begin(2)
+    in_a_thread(rank, lambda: 1 // 0)
+    said = capsys.readouterr().err
+    assert "ZeroDivisionError" in said and "smp: rank" not in said and rank.codes == []
+
+    code: dict[str, Any] = {"__name__": "smp.of_a_test"}
+    exec("def fails(): 1 // 0", code)
+    in_a_thread(rank, code["fails"])
+    said = capsys.readouterr().err
+    assert "ZeroDivisionError" in said
+    assert said.endswith("smp: rank 1 of 2: not caught in thread 'mine'; ending all ranks\n")
+    assert rank.codes == [1]
+
+
+def test_what_torch_collects_is_said_at_once(begin, monkeypatch):
+    """Its own hook puts a StringIO in the place of stderr."""
+    told = io.StringIO()
+    monkeypatch.setattr(sys, "__stderr__", told)
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    rank = begin(2)
+    with pytest.raises(Ended):
+        rank.fails(ValueError("no good"))
+
+    assert "not caught" in told.getvalue() and sys.stderr.getvalue() == ""
+
+
+def test_hooks_that_a_script_has_put_around_ours_are_left_alone(begin, monkeypatch):
+    rank = begin(2)
+    assert sys.excepthook != sys.__excepthook__
+    rank.watch.stop()
+    assert (sys.excepthook, threading.excepthook) == (
+        sys.__excepthook__,
+        threading.__excepthook__,
+    )
+
+    rank = begin(2)
+
+    def own(*given: Any) -> None: ...
+
+    monkeypatch.setattr(sys, "excepthook", own)
+    monkeypatch.setattr(threading, "excepthook", own)
+    rank.watch.stop()
+    assert sys.excepthook is threading.excepthook is own
+    rank.watch.stop()  # again
+
+
+def test_at_a_prompt_nothing_is_installed(begin, monkeypatch):
+    monkeypatch.setattr(job_end, "is_interactive", lambda: True)
+    begin(2)
+    assert sys.excepthook is sys.__excepthook__
+
+
+@pytest.mark.parametrize("how", ["prompt", "flag", "notebook", "script"])
+def test_a_prompt_or_a_notebook_is_interactive(how, monkeypatch):
+    monkeypatch.delattr(sys, "ps1", raising=False)
+    monkeypatch.delitem(sys.modules, "ipykernel", raising=False)
+    if how == "prompt":
+        monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    elif how == "flag":
+        monkeypatch.setattr(sys, "flags", SimpleNamespace(interactive=1))
+    elif how == "notebook":
+        monkeypatch.setitem(sys.modules, "ipykernel", job_end)
+    assert job_end.is_interactive() is (how != "script")
+
+
+@pytest.mark.parametrize("stream", [None, "closed", "open"])
+def test_the_end_of_all_ranks_flushes_what_was_said(stream, monkeypatch):
+    """... as far as there is a stream; without MPI the process ends by itself."""
+    out = io.StringIO()
+    flushed: list[int] = []
+    out.flush = lambda: flushed.append(1)
+    if stream == "closed":
+        out.close()
+        del out.flush
+    monkeypatch.setattr(sys, "stdout", None if stream is None else out)
+    codes: list[int] = []
+    monkeypatch.setattr(os, "_exit", codes.append)
+
+    job_end.end_all_ranks(SimpleNamespace(), 7)
+
+    assert codes == [7] and flushed == ([1] if stream == "open" else [])
