@@ -371,7 +371,6 @@ def begin(members: Sequence[DataParallel], with_buffers: bool = True) -> Reducti
     for member in members:
         if member.is_joining:
             member.note_active(reduction)
-            with_buffers = reduction.with_buffers()  # who has joined does not know it
     if with_buffers:
         reduction.exchange_buffers()
     for member in members:

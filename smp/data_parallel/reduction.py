@@ -119,7 +119,7 @@ class Reduction:
         return self._active
 
     def with_buffers(self) -> bool:
-        """Whether a replica wants buffers at the begin; waits for the header."""
+        """Whether a replica wants buffers, which one that has joined is told by the header."""
         self.active()
         return self._some_want_buffers
 
