@@ -28,13 +28,11 @@ class Layer(nn.Module):
         self.register_buffer("seen", torch.zeros(0))
         self.register_buffer("nothing", None)
         self.fails = False
-        self.threads: list[int] = []
 
     def forward(self, x: Tensor) -> Tensor:
         if self.fails:
             raise ArithmeticError("told to")
         self.seen = torch.cat([self.seen, x.detach()[:1, 0]])
-        self.threads.append(torch.get_num_threads())
         return torch.tanh(self.linear(x))
 
 
@@ -101,7 +99,7 @@ def test_outputs_that_the_script_keeps_hold_no_memory_for_messages():
     model.eval()
     kept, copies = [], []
     for _ in range(4):
-        kept += evaluate(model, torch.randn(4, WIDTH)).outputs
+        kept += evaluate(model, torch.randn(20_000, WIDTH)).outputs
         copies = [*copies, *(output.clone() for output in kept[len(copies) :])]
     smp.barrier()
 
@@ -124,16 +122,6 @@ def test_the_mode_in_which_a_step_leaves_the_model_is_that_of_all_ranks(ends_in)
         step(model, torch.randn(4, WIDTH))
         assert model.training is ends_in
         assert model.module[smp.pp_rank()].training is ends_in
-
-
-@on_ranks(2)
-def test_modules_use_as_many_threads_as_the_script():
-    torch.set_num_threads(3)
-    model = make()
-    train(model, torch.randn(4, WIDTH))
-
-    mine = model.module[smp.pp_rank()].threads
-    assert len(mine) >= 2 and set(mine) == {3}
 
 
 @on_ranks(2)
