@@ -123,6 +123,8 @@ def _decide(
     calls of a step, and what each rank will have in its pool."""
     for one in models:
         _refuse_compiled_modules(one._smp_module)
+        if rt.boot.size > 1:
+            _refuse_lazy_modules(one._smp_module)
     traces: Sequence[tracing.Trace | None] = [None] * len(models)
     if not rt.cfg.skip_tracing:
         if rt.in_sequence:
@@ -271,6 +273,23 @@ def _traced_at(
     for module in modules:
         homes.move(module, home)
     return trace_on(home)
+
+
+def _refuse_lazy_modules(root: nn.Module) -> None:
+    """
+    Raises:
+        RuntimeError: a parameter gets its shape in the first forward, in which each rank would
+            draw values of its own.
+    """
+    for path, module in root.named_modules():
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None and is_lazy(tensor):
+                what = f"'{f'{path}.{name}'.lstrip('.')}' of a {type(module).__name__}"
+                raise RuntimeError(
+                    f"smp: {what} has no shape before the first forward, and ranks need it "
+                    "before: call the model once, on every rank with the same seed, before "
+                    "smp.DistributedModel"
+                )
 
 
 def _refuse_compiled_modules(root: nn.Module) -> None:

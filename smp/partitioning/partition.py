@@ -67,7 +67,7 @@ def set_partition(module: nn.Module, partition: int) -> None:
     ``DistributedModel`` or before.
 
     Args:
-        module: any module of the model.
+        module: any module of the model; a ``DistributedModel`` stands for the one it wraps.
         partition: a pp_rank, from 0.
 
     Raises:
@@ -84,6 +84,7 @@ def set_partition(module: nn.Module, partition: int) -> None:
         )
     partition = _checked(partition)
     module = inner_module.wrapped_of(module)
+    module = module.__dict__.get("_smp_module", module)  # of a DistributedModel
     home = live_models.home_of(module)
     if home is not None:
         path, owner = home

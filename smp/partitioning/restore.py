@@ -16,7 +16,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.parameter import is_lazy
 
 from smp.execution import accelerator
 
@@ -72,14 +74,17 @@ class Restore:
             (p, p.grad) for m in self._modules for p in m._parameters.values() if p is not None
         ]
         self._buffers = [
-            (m, name, b, None if b.is_meta else b.detach().clone())
+            (m, name, b, None if b.is_meta or is_lazy(b) else b.detach().clone())
             for m in self._modules
             for name, b in m._buffers.items()
             if b is not None
         ]
+        self._lazy_norms: list[Any] = []
         for module in self._modules:
             if not isinstance(module, LazyModuleMixin):  # materializing it must last
                 self.watch(module.__dict__)
+            elif isinstance(module, _NormBase) and module.has_uninitialized_params():
+                self._lazy_norms.append(module)
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -93,6 +98,9 @@ class Restore:
             for _, _, buffer, before in self._buffers:
                 if before is not None and not _same(buffer, before):
                     write_back(buffer, before)
+        for norm in self._lazy_norms:
+            if not any(b is not None and is_lazy(b) for b in norm._buffers.values()):
+                norm.reset_running_stats()  # as they were made
         for parameter, gradient in self._grads:
             if parameter.grad is not gradient:
                 parameter.grad = gradient
