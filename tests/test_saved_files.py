@@ -1,5 +1,12 @@
 """What `smp.save_checkpoint` and `smp.save` refuse, and how they say what went wrong."""
 
+import io
+import pickle
+import zipfile
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy
 import pytest
 import torch
 
@@ -117,3 +124,117 @@ def test_single_elements_with_odd_strides_are_saved_whole(tmp_path):
         saved = torch.load(tmp_path / "optimizer_t", weights_only=True)["state"].values()
         got = {float(one["odd"]): one["odd"].shape for one in saved}
         assert got == {float(one): one.shape for one in odd[:2]}
+
+
+@on_ranks(2)
+def test_full_checkpoints_are_translated_unless_told_not_to(tmp_path):
+    """By all registered functions, in their order; partial ones have the module's names."""
+
+    def renamed(old: str, new: str):
+        return lambda states: {name.replace(old, new): v for name, v in states.items()}
+
+    init(2)
+    run = Run("sgd")
+    run.train(0, 1)
+    functions = smp.state.module_manager.translate_functions
+    functions.append((renamed("first", "1st"), renamed("1st", "first")))
+    functions.append((renamed("1st", "theirs"), renamed("theirs", "1st")))
+    try:
+        save(run, tmp_path, "theirs", partial=False)
+        save(run, tmp_path, "ours", partial=False, translate_if_full=False)
+        save(run, tmp_path, "p", partial=True)
+        smp.barrier()
+        names = {tag: set(torch.load(tmp_path / tag)) for tag in ("theirs", "ours")}
+        assert names["ours"] == set(run.model.state_dict())
+        assert names["theirs"] == {n.replace("first", "theirs") for n in names["ours"]}
+        assert "first.0.weight" in torch.load(tmp_path / "p_partial" / "model_1_0.pt")
+        want = run.model.state_dict()["first.0.weight"].clone()
+
+        def blank() -> None:
+            with torch.no_grad():
+                for parameter in run.model.local_parameters():
+                    parameter.zero_()
+
+        for tag, partial, function in (
+            ("ours", False, lambda states: states),
+            ("theirs", False, renamed("theirs", "first")),
+            ("p", True, None),
+        ):
+            blank()
+            smp.resume_from_checkpoint(
+                tmp_path, tag, partial=partial, translate_function=function
+            )
+            assert torch.equal(run.model.state_dict()["first.0.weight"], want)
+    finally:
+        functions.clear()
+
+
+class Noted(pickle.Pickler):
+    """A pickler of a script's own."""
+
+    made = 0
+
+    def __init__(self, *args, **kwargs):
+        Noted.made += 1
+        super().__init__(*args, **kwargs)
+
+
+def protocol_of(path: Path) -> int:
+    with zipfile.ZipFile(path) as archive:
+        name = next(n for n in archive.namelist() if n.endswith("data.pkl"))
+        return archive.read(name)[1]
+
+
+@on_ranks(2)
+def test_save_hears_of_pickles_and_takes_open_files(tmp_path):
+    """As torch.save does; a file that is open is the caller's, and whole at once."""
+    smp.init({})
+    value = {"x": torch.arange(3), "n": numpy.float64(2)}
+    module = SimpleNamespace(**{**vars(pickle), "Pickler": Noted})
+    for partial in True, False:
+        name = f"{smp.rank()}"
+        path = tmp_path / (f"{name}_0_0" if partial else name)
+        smp.save(value, tmp_path / name, partial)
+        assert protocol_of(path) == 2 and Noted.made == 0
+        smp.save(value, tmp_path / name, partial, pickle_protocol=4)
+        assert protocol_of(path) == 4
+        smp.save({"x": 1}, tmp_path / name, partial, pickle_module=module)
+        assert Noted.made == 1 and smp.load(tmp_path / name, partial=partial) == {"x": 1}
+        Noted.made = 0
+    file = io.BytesIO()
+    smp.save({"x": 2}, file, False, pickle_module=module, pickle_protocol=3)
+    assert Noted.made == 1
+    Noted.made = 0
+    file.seek(0)
+    assert smp.load(file, partial=False) == {"x": 2}
+    file.seek(0)
+    (tmp_path / f"file{smp.rank()}").write_bytes(file.read())
+    assert protocol_of(tmp_path / f"file{smp.rank()}") == 3
+
+
+class Read(pickle.Unpickler):
+    """The same for reading."""
+
+    made = 0
+
+    def __init__(self, *args, **kwargs):
+        Read.made += 1
+        super().__init__(*args, **kwargs)
+
+
+def test_load_passes_on_what_torch_load_takes(tmp_path):
+    """``map_location``, and what comes by its name; none of it gets lost."""
+    smp.save({"x": torch.arange(3)}, tmp_path / "f", partial=False)
+    assert smp.load(tmp_path / "f", "meta", partial=False)["x"].is_meta
+    assert smp.load(tmp_path / "f", map_location="meta", partial=False, mmap=False)["x"].is_meta
+    with open(tmp_path / "f", "rb") as file:
+        assert smp.load(file, "meta", partial=False)["x"].is_meta
+    module = SimpleNamespace(**{**vars(pickle), "Unpickler": Read})
+    assert smp.load(tmp_path / "f", partial=False, pickle_module=module)["x"].tolist() == [
+        0,
+        1,
+        2,
+    ]
+    with open(tmp_path / "f", "rb") as file:
+        smp.load(file, partial=False, pickle_module=module)
+    assert Read.made == 2
