@@ -1,5 +1,7 @@
 """Samples of several tp_ranks in one batch of attention: ``TokenStream.batches``."""
 
+import os
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -8,7 +10,15 @@ import smp
 from tests.ranks import on_ranks
 from tests.reference import transformer as plain
 from tests.reference.whole_job import WholeJob, split_over_all_ranks
-from tests.test_distributed_transformer import LAYERS, PRE, SIZES, Around, masked, squares
+from tests.test_distributed_transformer import (
+    DROPS,
+    LAYERS,
+    PRE,
+    SIZES,
+    Around,
+    masked,
+    squares,
+)
 
 
 def batch_of(masks: str):
@@ -66,6 +76,48 @@ def test_a_layer_equals_the_plain_one(kind, masks, monkeypatch):
     together = [sum(alone)]
     of_self = alone if masks == "one" else together
     assert samples[: len(of_self)] == of_self
+
+
+@pytest.mark.parametrize("optimize", ["speed", "channels"])
+@on_ranks(2)
+def test_what_is_attended_to_has_another_length_on_each_rank(optimize):
+    """The samples themselves have one, and so may be taken together."""
+    split_over_all_ranks()
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(3)
+    options = {**SIZES, "add_cross_attention": True}
+    del options["embedding_dropout_prob"]
+    net = Around(smp.nn.DistributedTransformerLayer(**options, optimize=optimize), True)
+
+    def batch(rank: int, step: int) -> tuple:
+        x, mask, *_ = batch_of("each")(rank, step)
+        generator = torch.Generator().manual_seed(rank)
+        states = torch.randn(len(x), 2 + rank, 10, generator=generator)
+        return x, mask, states, masked(len(x), 2 + rank, generator) if step else None
+
+    job = WholeJob(net, squares, batch, plain=Around(plain.PlainLayer(**options), True))
+    for step in range(2):
+        job.step(step)
+    job.check_parameters()
+
+
+@pytest.mark.parametrize("optimize", ["speed", "channels"])
+@on_ranks(2)
+def test_samples_of_one_length_drop_what_they_would_alone(optimize):
+    """By the numbers of their own rank, whoever computes it."""
+    torch.set_default_dtype(torch.float64)
+    rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
+    x = batch_of("no")(rank, 0)[0]
+
+    def dropped() -> Tensor:
+        torch.manual_seed(5)
+        layer = smp.nn.DistributedTransformerLayer(**DROPS, optimize=optimize)
+        torch.manual_seed(100 + rank)
+        return layer((x, None))[0]
+
+    alone = dropped()  # before smp.init nothing is split
+    split_over_all_ranks()
+    torch.testing.assert_close(dropped(), alone, atol=1e-10, rtol=1e-10)
 
 
 @pytest.mark.parametrize(

@@ -268,6 +268,7 @@ MASKS = [(1, 1, 1, 4), (2, 1, 1, 4), (1, 1, 4, 4), (2, 1, 4, 4), (2, 3, 4, 4), (
     [
         {}, {"causal_mask_size": 4}, {"causal_mask_size": 4, "window_size": 2},
         {"causal_mask_size": 4, "mask_value": -0.5}, {"use_alibi": True},
+        {"causal_mask_size": 4, "mask_value": 0.0},
         {"query_key_layer_scaling": True, "layer_idx": 2, "causal_mask_size": 4},
     ],
 )  # fmt: skip
@@ -278,6 +279,29 @@ def test_masks_of_all_shapes_that_broadcast(shape, options, float64):
     x, mask = torch.randn(2, 4, 6).double(), torch.randn(shape).double()
     assert_near(net((x, mask)), reference((x, mask)), "output")
     assert_near(net((x, mask.float())), reference((x, mask.float().double())), "float32")
+
+
+@pytest.mark.parametrize("flash", [False, True])
+def test_flash_attention_is_called_where_it_is_asked_for(flash):
+    """Scripts find the module by its class, and hook it."""
+    net, _ = attention(flash_attention=flash)
+    found = [m for m in net.modules() if isinstance(m, smp.nn.FlashAttentionLayer)]
+    calls: list[Any] = []
+    for module in found:
+        module.register_forward_hook(lambda *_: calls.append(None))
+    net((torch.randn(2, 4, 6).double(), None))
+    assert len(found) == len(calls) == flash
+
+
+@pytest.mark.parametrize("more", [{}, {"window_size": 2}, {"mask_value": -0.5}])
+def test_a_cross_attention_sees_all_that_it_is_given(more, float64):
+    """Whatever the options say of positions of one sequence."""
+    net, reference = attention(cross_attention=True, causal_mask_size=4, **more)
+    reference.load_state_dict(net.state_dict())
+    x, states, mask = torch.randn(2, 4, 6), torch.randn(2, 3, 6), torch.randn(2, 1, 1, 3)
+    for given_mask in (None, mask):
+        inputs = x, states, given_mask
+        assert_near(net(inputs), reference(inputs), "output")
 
 
 @pytest.mark.parametrize("optimize", ["speed", "channels"])
@@ -427,7 +451,9 @@ def test_what_is_dropped_has_its_own_probability(which):
     trained, other = net((x, None))[0], net((x, None))[0]
     assert not torch.equal(trained, other)
     net.eval()
-    assert torch.equal(net((x, None))[0], net((x, None))[0])
+    without = made("TransformerLayer", **drops).double()
+    without.load_state_dict(net.state_dict())
+    assert torch.equal(net((x, None))[0], without((x, None))[0])
     part = net.output if which == "attention" else net.attention
     net.train()
     inputs = x if which == "attention" else (x, None)
