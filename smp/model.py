@@ -704,6 +704,11 @@ def install(rt: runtime.Runtime) -> None:
     install_gradients(rt, models)
 
 
+def _sum_of_layouts(total: Tensor, term: Tensor) -> Tensor:
+    """Of two gradients, one of them sparse: torch adds a sparse tensor to a dense one alone."""
+    return term + total if total.is_sparse else total + term
+
+
 def install_gradients(rt: runtime.Runtime, models: list[DistributedModel]) -> None:
     """Tell the core which local parameters each entry may give gradients to."""
     # Models may share some.
@@ -722,7 +727,7 @@ def install_gradients(rt: runtime.Runtime, models: list[DistributedModel]) -> No
             trains.append(any(p.requires_grad for p in inside))
             uses.extend(sorted({number[id(p)] for p in inside if id(p) in number}))
             first.append(len(uses))
-    _core.gradients_setup(local, first, uses, torch.add)
+    _core.gradients_setup(local, first, uses, _sum_of_layouts)
     rt.parameters = local
     rt.staging.live_with(t for m in models for t in (*m.local_parameters(), *m.local_buffers()))
     rt.trains = bytes(trains)

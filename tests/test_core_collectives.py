@@ -430,6 +430,16 @@ def test_a_time_out_of_one_call_says_who_is_missing_and_what_to_do():
             call(mine, "broadcast", None, [torch.ones(4)])
 
 
+def test_a_root_that_is_no_member_is_refused_on_this_rank_alone():
+    with groups() as (mine, theirs):
+        for root in (-1, 2):
+            with pytest.raises(
+                ValueError, match="no such operation, .* root or count .SMP_ERR_IN"
+            ):
+                call(mine, "broadcast", None, [torch.ones(4)], root=root)
+        assert on_both(lambda r: call((mine, theirs)[r], "barrier", None, None)) == [None] * 2
+
+
 def test_a_name_changes_before_the_first_operation_alone():
     with groups() as (mine, theirs):
         on_both(lambda r: (mine, theirs)[r].rename("renamed"))
