@@ -256,6 +256,78 @@ class TestEach:
         assert kept.grad.tolist() == [0]
         assert dropped.grad is None
 
+    def test_what_zero_grad_is_told_comes_before_set_grad_none(self, kind):
+        kept, dropped = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
+        for parameter, none in ((kept, True), (dropped, False)):
+            parameter.sum().backward()
+            kind([parameter], set_grad_none=none).zero_grad(set_to_none=not none)
+
+        assert kept.grad.tolist() == [0]
+        assert dropped.grad is None
+
+    def test_a_closure_computes_the_gradients_of_its_step(self, kind):
+        ours, theirs = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+        first, second = kind([ours], lr=0.1), kind([theirs], lr=0.1)
+
+        def closure():
+            first.zero_grad()
+            loss = ours.square().sum()
+            loss.backward()
+            return loss
+
+        for _ in range(2):
+            second.zero_grad()
+            loss = theirs.square().sum()
+            loss.backward()
+            with torch.no_grad():
+                assert first.step(closure).item() == loss.item()
+            assert second.step() is None
+            assert torch.equal(ours, theirs)
+
+    def test_a_group_that_waits_for_its_gradients_counts_its_steps(self, kind):
+        """A group's counter is of the optimizer's steps; torch's Adam has one by parameter."""
+        early, late = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+        optimizer = kind([{"params": [early]}, {"params": [late]}], lr=0.1)
+        for parameters in ([early], [early, late]):
+            optimizer.zero_grad()
+            sum(p.square().sum() for p in parameters).backward()
+            optimizer.step()
+        if kind is not FusedAdam:
+            assert [group["step"] for group in optimizer.param_groups] == [2, 2]
+        assert (late != 1).all()
+
+    def test_its_defaults_are_apexs(self, kind):
+        decay = 0.01 if kind is FusedLAMB else 0.0
+        eps = 1e-6 if kind is FusedLAMB else 1e-8
+        (group,) = kind([nn.Parameter(torch.ones(1))]).param_groups
+        assert (group["lr"], group["betas"], group["eps"]) == (1e-3, (0.9, 0.999), eps)
+        assert group["weight_decay"] == decay and not group["amsgrad"]
+
+
+@pytest.mark.parametrize("ours, theirs", [(FusedLAMB, Lamb), (FusedNovoGrad, NovoGrad)])
+def test_groups_have_settings_of_their_own(ours, theirs):
+    """The norm that LAMB clips by is that of all groups."""
+    a, b = model(), model()
+    more = {"correct": True, "averaging": True, "eps": 1e-6}
+    if theirs is Lamb:
+        more.update(always=False)
+    else:
+        more.update(inside=False, largest=False, zero=False)
+
+    def groups(net: nn.Module, decay: str, limit: str) -> list[dict]:
+        first = {"lr": 0.05, "betas": (0.9, 0.99), decay: 0.1}
+        second = {"lr": 0.02, "betas": (0.6, 0.7), decay: 0.0}
+        if theirs is Lamb:
+            first[limit], second[limit] = 0.5, 2.0
+        return [
+            {"params": list(net[0].parameters()), **first},
+            {"params": list(net[2].parameters()), **second},
+        ]
+
+    got = train(a, ours(groups(a, "weight_decay", "max_grad_norm"), eps=1e-6), scale=20.0)
+    want = train(b, theirs(groups(b, "decay", "max_norm"), **more), scale=20.0)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+
 
 @pytest.mark.parametrize("kind", [FusedLAMB, FusedNovoGrad])
 def test_half_precision_parameters_keep_float32_moments(kind):
