@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import smp
+from smp.tensor_parallel import marking
 from tests.models.real import REAL
 from tests.models.trained import assert_same, batch_of, init, make_model, rank_of, train_step
 from tests.ranks import call_on_ranks, on_ranks
@@ -353,3 +354,19 @@ def test_model_creation_sets_the_dtype_and_takes_what_it_does_not_know():
     assert nn.Linear(2, 2).weight.dtype is torch.float32
     with smp.tensor_parallelism(enabled=False, fused_softmax=True):
         smp.set_tensor_parallelism(inside, False)
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_model_creation_ends_with_its_block_also_after_an_error(split):
+    smp.reset()
+    with (
+        pytest.raises(ArithmeticError),
+        smp.model_creation(tensor_parallelism=split, dtype=torch.float64),
+    ):
+        inside = nn.Linear(2, 2)
+        raise ArithmeticError
+    outside = nn.Linear(2, 2)
+
+    assert (inside.weight.dtype, outside.weight.dtype) == (torch.float64, torch.float32)
+    marked = [marking.configuration(module) is not None for module in (inside, outside)]
+    assert marked == [split, False]

@@ -3,6 +3,7 @@
 In this process, which ends only as far as it says so; ``test_initialization.py`` has jobs.
 """
 
+import fcntl
 import io
 import os
 import sys
@@ -249,3 +250,55 @@ def test_the_end_of_all_ranks_flushes_what_was_said(stream, monkeypatch):
     job_end.end_all_ranks(SimpleNamespace(), 7)
 
     assert codes == [7] and flushed == ([1] if stream == "open" else [])
+
+
+def test_over_mpi_the_end_is_that_of_all_its_ranks(monkeypatch):
+    codes: list[tuple] = []
+    comm = SimpleNamespace(Abort=lambda code: codes.append(("MPI", code)))
+
+    class OverMPI(SimpleNamespace): ...
+
+    monkeypatch.setattr(job_end, "OverMPI", OverMPI)
+    monkeypatch.setattr(os, "_exit", lambda code: codes.append(("process", code)))
+
+    job_end.end_all_ranks(OverMPI(comm=comm), 7)
+
+    assert codes[0] == ("MPI", 7)
+
+
+def test_without_stderr_nothing_is_said(monkeypatch):
+    monkeypatch.setattr(sys, "stderr", None)
+    job_end.say("to nobody")
+
+
+def is_held_for_others(fd: int) -> bool:
+    """Whether another process would have to wait for the first failure to be shown."""
+    child = os.fork()
+    if child == 0:
+        try:
+            fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, job_end.TELLING)
+        except OSError:
+            os._exit(1)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+
+
+def test_who_failed_first_holds_up_the_others_until_it_is_shown(begin, capsys):
+    rank = begin(2)
+    fd = rank.watch.first._fd
+    held: list[bool] = []
+    shows = rank.watch.previous[0]
+
+    def show(*given: Any) -> None:
+        held.append(is_held_for_others(fd))
+        shows(*given)
+
+    rank.watch.previous = (show, rank.watch.previous[1])
+    assert not is_held_for_others(fd)
+    with pytest.raises(Ended):
+        rank.fails(ValueError("no good"))
+
+    assert held == [True] and not is_held_for_others(fd)
+    rank.watch.stop()
+    with pytest.raises(OSError):
+        os.fstat(fd)
