@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 import smp
 from smp.data_parallel.reduction import Reduction
@@ -488,13 +489,15 @@ def test_what_cannot_be_split_by_itself_stays_whole():
             super().__init__()
             self.narrow = nn.Linear(1, 4)
             self.normed = torch.nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
+            self.pruned = prune.identity(nn.Linear(4, 4), "weight")
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.normed(self.narrow(x))
+            return self.pruned(self.normed(self.narrow(x)))
 
     model = smp.DistributedModel(marked(Odd))
     reasons = {one.path: one.reason for one in model._smp_split}
     assert reasons["narrow"] == "it is too small for tensor_parallel_degree=2"
+    assert reasons["pruned"] == "its weight is not a parameter of its own"
     model(torch.ones(2, 1)).sum().backward()
 
 

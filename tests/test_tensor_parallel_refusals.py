@@ -174,3 +174,97 @@ def test_a_penalty_of_all_slices_is_the_plain_models():
     for step in range(2):
         job.step(step)
     job.check_parameters()
+
+
+@on_ranks(2)
+def test_arguments_that_a_region_cannot_gather_are_named():
+    from transformers import GPT2Config
+    from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
+
+    split_over_all_ranks()
+    config = GPT2Config(n_embd=4, n_head=2, n_layer=1)
+    config._attn_implementation = "eager"
+    net = nn.ModuleList([GPT2Attention(config, is_cross_attention=True, layer_idx=0)])
+    smp.set_tensor_parallelism(net)
+    smp.DistributedModel(net)
+    attention, x, source = net[0], torch.ones(2, 3, 4), torch.ones(2, 5, 4)
+    first = smp.rank() == 0
+    dtypes = r"torch.(float32|complex64)"
+    for wrong in (x[0, 0].expand(1, 1, 1, 1, 1, 1, 4), x.to(torch.complex64)):
+        with pytest.raises(
+            NotImplementedError,
+            match=rf"'0' got a tensor of shape \[.*4\] and {dtypes}, which tensor p",
+        ):
+            attention(wrong, encoder_hidden_states=source)
+    with pytest.raises(TypeError, match="'0' got no tensor as hidden_states"):
+        attention(None, encoder_hidden_states=source)
+    with pytest.raises(
+        ValueError, match="got encoder_hidden_states on tp_rank 0 and not on tp_rank 1"
+    ):
+        attention(x, encoder_hidden_states=source if first else None)
+    with pytest.raises(ValueError, match=r"hidden_states of shape \[3, 5, 4\] for 2 samples"):
+        attention(x, encoder_hidden_states=torch.ones(3, 5, 4))
+    axes = source if first else source[:, :, None]
+    with pytest.raises(
+        ValueError, match=r"\[2, 5, 4\] float32 on tp_rank 0 and \[2, 5, 1, 4\] float32 on tp"
+    ):
+        attention(x, encoder_hidden_states=axes)
+    mask = torch.zeros(2, 1, 1, 5, dtype=torch.float32 if first else torch.float64)
+    with pytest.raises(
+        ValueError, match=r"got encoder_attention_mask of shape .* float32 .* float64 on"
+    ):
+        attention(x, encoder_hidden_states=source, encoder_attention_mask=mask)
+
+
+@on_ranks(2)
+def test_a_cache_of_sequences_of_different_lengths_is_not_gone_on_with():
+    """Of equal ones it is, and what is behind a shorter one would be padding."""
+    from transformers import DynamicCache, GPT2Config
+    from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
+
+    split_over_all_ranks()
+    config = GPT2Config(n_embd=4, n_head=2, n_layer=1)
+    config._attn_implementation = "eager"
+    net = GPT2Attention(config, layer_idx=0).eval()
+    smp.set_tensor_parallelism(net)
+    smp.DistributedModel(net)
+    caches = [DynamicCache(config=config) for _ in range(2)]
+    for cache, length in zip(caches, (3, 3 + smp.rank()), strict=True):
+        net(torch.ones(2, length, 4), past_key_values=cache)
+    net(torch.ones(2, 1, 4), past_key_values=caches[0])
+    with pytest.raises(NotImplementedError, match="different lengths .* pad the prompts, on"):
+        net(torch.ones(2, 1, 4), past_key_values=caches[1])
+
+
+@on_ranks(2)
+def test_what_is_no_module_is_refused():
+    split_over_all_ranks()
+    with pytest.raises(TypeError, match="takes a torch.nn.Module, not a str"):
+        smp.set_tensor_parallelism("layer")
+    with pytest.raises(TypeError, match="dist_module is a class of modules, not Linear"):
+        smp.tp_register_with_module(Inner, nn.Linear(2, 2))
+    with pytest.raises(TypeError, match="module_cls is a class of modules, not 'Inner'"):
+        smp.tp_register(SplitInner)("Inner")
+
+
+@on_ranks(2)
+def test_torchs_clipping_is_torchs_where_nothing_is_split():
+    """With all its arguments, of one tensor, a list or a generator."""
+    split_over_all_ranks()
+    clip = nn.utils.clip_grad_norm_
+
+    def clipped(*options: Any, given: Any = list, **more: Any) -> tuple[Tensor, Tensor]:
+        weight = nn.Parameter(torch.ones(3))
+        weight.grad = torch.tensor([3.0, -4.0, 0.0])
+        one = weight if given is None else given([weight])
+        return clip(one, *options, **more), weight.grad
+
+    for given in (None, list, iter):
+        norm, gradient = clipped(1.0, given=given)
+        assert norm == 5 and gradient.norm() == pytest.approx(1)
+    norm, gradient = clipped(2.0, float("inf"), False, False)
+    assert norm == 4 and gradient[1] == pytest.approx(-2)
+    weight = nn.Parameter(torch.ones(1))
+    weight.grad = torch.full((1,), torch.inf)
+    with pytest.raises(RuntimeError, match="non-finite"):
+        clip(weight, 1.0, error_if_nonfinite=True)
