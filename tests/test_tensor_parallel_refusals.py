@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import smp
+from smp.nn import utils as blocks
 from smp.tensor_parallel import group
 from tests.ranks import on_ranks
 from tests.reference.whole_job import WholeJob, assert_near, split_over_all_ranks
@@ -243,6 +244,8 @@ def test_what_is_no_module_is_refused():
         smp.set_tensor_parallelism("layer")
     with pytest.raises(TypeError, match="dist_module is a class of modules, not Linear"):
         smp.tp_register_with_module(Inner, nn.Linear(2, 2))
+    with pytest.raises(TypeError, match="dist_module is a class of modules, not <class 'dict'"):
+        smp.tp_register_with_module(Inner, dict)
     with pytest.raises(TypeError, match="module_cls is a class of modules, not 'Inner'"):
         smp.tp_register(SplitInner)("Inner")
 
@@ -268,3 +271,50 @@ def test_torchs_clipping_is_torchs_where_nothing_is_split():
     weight.grad = torch.full((1,), torch.inf)
     with pytest.raises(RuntimeError, match="non-finite"):
         clip(weight, 1.0, error_if_nonfinite=True)
+
+
+def twice(function: Any, x: Tensor) -> Tensor:
+    """A second derivative, as a penalty of gradients takes one."""
+    (slope,) = torch.autograd.grad(function(x).pow(3).sum(), x, create_graph=True)
+    return torch.autograd.grad((slope * x).sum(), x)[0]
+
+
+@pytest.mark.parametrize("alike", [False, True], ids=["own samples", "same samples"])
+@on_ranks(2)
+def test_a_second_derivative_through_what_is_split_is_refused(alike):
+    """A penalty of gradients; through what is whole it is the plain model's."""
+    split_over_all_ranks(prescaled_batch=alike)
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(1)
+    layer = smp.nn.DistributedTransformerLayer(
+        num_attention_heads=2, attention_head_size=2, hidden_size=4, intermediate_size=8,
+        attention_dropout_prob=0.0, hidden_dropout_prob=0.0,
+    )  # fmt: skip
+    linears = {"linear": nn.Linear(4, 4), "rows": nn.Linear(4, 4)}
+    net = nn.ModuleDict({**linears, "layer": layer, "whole": nn.Linear(4, 4)})
+    smp.set_tensor_parallelism(net.linear)
+    smp.set_tensor_parallelism(net.rows, by_outputs=True)
+    model = smp.DistributedModel(net)
+    assert len(model._smp_split) == 2
+    x = torch.randn(2, 3, 4, requires_grad=True)
+    for name in ("linear", "rows"):
+        with pytest.raises(
+            RuntimeError, match=rf"derivative \(.*through module '{name}'.*whole, smp.set_ten"
+        ):
+            twice(lambda x, name=name: torch.tanh(net[name](torch.tanh(x))), x)
+    with pytest.raises(RuntimeError, match="second derivative .* which is split"):
+        twice(lambda x: net.layer((x, None))[0], x)
+    for block in (
+        lambda x: blocks.fused_allgather_for_tp(x, 0),
+        lambda x: blocks.reduce_scatter_for_tp(x, 0),
+        lambda x: blocks.scatter_and_merge_for_tp(x, 2, 0),
+        lambda x: blocks.shard_sequence(x, 2),
+        blocks.fwd_allreduce_for_tp,
+        blocks.bwd_allreduce_for_tp,
+    ):
+        with pytest.raises(RuntimeError, match="second derivative .* through module 'a fun"):
+            twice(block, x)
+    assert twice(net.whole, x).shape == x.shape
+    # The first derivative is there in a graph, too.
+    (slope,) = torch.autograd.grad(net.rows(x).sum(), x, create_graph=True)
+    assert_near(slope, torch.autograd.grad(net.rows(x).sum(), x)[0], "slope")

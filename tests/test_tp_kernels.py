@@ -1,6 +1,7 @@
 """Spec: tensor.md, sections 6 and 7: the kernels of tensor parallelism, against torch."""
 
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from torch.nn import functional as F
 
 from smp.tensor_parallel import kernels
 from smp.tensor_parallel.kernels import Dropout
+from tests import heap
 
 IN_C = [torch.float32, torch.float16, torch.bfloat16]
 DTYPES = [*IN_C, torch.float64]
@@ -386,3 +388,84 @@ def test_torchs_default_dtype_changes_nothing():
         torch.set_default_dtype(default)
     torch.testing.assert_close(losses, F.cross_entropy(logits, targets, reduction="none"))
     torch.testing.assert_close(normed, F.layer_norm(logits, (5,)))
+
+
+KERNELS = {  # of [6, 5], with what depends on the values
+    "residual": lambda x: kernels.bias_dropout_residual(x, x[0], x, Dropout(0.1, 1)),
+    "norm": lambda x: kernels.bias_dropout_residual_layer_norm(x, None, x, x[0], x[1])[0],
+    "softmax": lambda x: kernels.masked_softmax_dropout(x, causal=True),
+    "entropy": lambda x: kernels.split_cross_entropy(
+        x, torch.arange(6) % 5, 0, 5, lambda own: own
+    ),
+    "embedding": lambda x: kernels.split_embedding(x, torch.arange(6), 0),
+}
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_second_derivative_is_refused(name):
+    """Also of a loss itself, whose gradient is a constant; not of what is linear."""
+    x, kernel = drawn(6, 5), KERNELS[name]
+    refused = pytest.raises(RuntimeError, match="derivative .* through a kernel of smp.nn")
+    for out in (kernel(x).sum(), kernel(x).square().sum()):
+        (slope,) = torch.autograd.grad(out, x, create_graph=True)
+        linear = name in ("residual", "embedding") and not slope.requires_grad
+        with nullcontext() if linear else refused:
+            torch.autograd.grad((slope * x).sum(), x)
+    assert slope.requires_grad
+
+
+@pytest.mark.parametrize("dtype", IN_C)
+@pytest.mark.parametrize("name", KERNELS)
+def test_inputs_and_gradients_may_lie_anyhow(name, dtype):
+    kernel = KERNELS[name]
+
+    def run(x, lay):
+        x = lay(x).detach().requires_grad_()
+        out = kernel(x)
+        out.backward(lay(torch.arange(out.numel(), dtype=out.dtype).view(out.shape) / 8))
+        return out, x.grad
+
+    def apart(t):
+        return t.t().contiguous().t() if t.dim() == 2 else torch.stack([t, t], 1)[:, 0]
+
+    x = torch.randn(6, 5).to(dtype)
+    for got, want in zip(run(x, apart), run(x, torch.clone), strict=True):
+        assert torch.equal(got, want)
+
+
+def test_scores_of_more_axes_than_the_core_takes():
+    for axes in range(8, 12):
+        scores = torch.randn([2] * axes)
+        mask = torch.randn(2, *[1] * (axes - 2), 2)
+        want = (scores + mask).softmax(-1)
+        torch.testing.assert_close(kernels.masked_softmax_dropout(scores, mask), want)
+
+
+def test_of_a_norm_what_is_normalised_may_be_used_alone():
+    x, residual = drawn(3, 5), drawn(3, 5)
+    _, total = kernels.bias_dropout_residual_layer_norm(x, None, residual, None, None)
+    total.backward(seed := torch.randn(3, 5))
+    assert torch.equal(x.grad, seed) and torch.equal(residual.grad, seed)
+
+
+def test_nothing_is_left_behind():
+    """What a kernel needs for a while is freed."""
+    x = torch.randn(2, 5000)  # of which some rows are needed: 20 KB each
+
+    def all_kernels():
+        leaf = x.clone().requires_grad_()
+        vectors = [x[0].clone().requires_grad_() for _ in range(3)]
+        bias, weight, shift = vectors
+        y = kernels.bias_dropout_residual(leaf, bias, leaf, Dropout(0.1, 1))
+        y, _ = kernels.bias_dropout_residual_layer_norm(y, bias, y, weight, shift)
+        y = kernels.masked_softmax_dropout(y, causal=True, drop=Dropout(0.1, 1))
+        y = kernels.split_embedding(y, torch.tensor([0, 1]), 0)
+        kernels.split_cross_entropy(
+            y, torch.tensor([1, 2]), 0, 5000, lambda own: own
+        ).sum().backward()
+
+    all_kernels()
+    before = heap.bytes_in_use()
+    for _ in range(30):
+        all_kernels()
+    assert heap.bytes_in_use() - before < 30 * 4000

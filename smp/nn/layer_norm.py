@@ -12,6 +12,7 @@ from smp.tensor_parallel.chain import linked, next_token
 from smp.tensor_parallel.distributed_module import DistributedModule
 from smp.tensor_parallel.linears import keep_slice
 from smp.tensor_parallel.order import Call
+from smp.tensor_parallel.second_derivatives import refused_of_values
 from smp.tensor_parallel.slices import Slices
 from smp.tensor_parallel.unused import defined, keep_shape
 
@@ -125,6 +126,7 @@ class _SplitNorm(Function):
         return out, next_token(token)
 
     @staticmethod
+    @refused_of_values
     def backward(ctx: Any, gradient: Tensor | None, token: Tensor | None) -> tuple:  # type: ignore[override]
         x, weight, mean, rstd = ctx.saved_tensors
         gradient = _wide(defined(ctx, gradient))

@@ -18,6 +18,7 @@ from torch.autograd import Function
 from smp.tensor_parallel import group, primitives
 from smp.tensor_parallel.autocast import computed_in
 from smp.tensor_parallel.chain import linked, next_token
+from smp.tensor_parallel.second_derivatives import refused, refused_of_values
 from smp.tensor_parallel.unused import defined, keep_shape
 
 
@@ -73,6 +74,7 @@ class _GatherBesideLinears(Function):
         return gathered, next_token(token)
 
     @staticmethod
+    @refused
     def backward(ctx: Any, gradient: Tensor | None, token: Tensor | None) -> tuple:  # type: ignore[override]
         call, gradient = ctx.call.backward(), defined(ctx, gradient)
         for x in ctx.saved_tensors:
@@ -104,6 +106,7 @@ class _GatheredLinears(Function):
         return *out, next_token(token)
 
     @staticmethod
+    @refused_of_values
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple:
         *given, token = gradients
         kept, *weights = ctx.saved_tensors

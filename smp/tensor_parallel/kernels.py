@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from smp import _core
 from smp.tensor_parallel import gpu_kernels
+from smp.tensor_parallel.second_derivatives import refused, refused_of_values
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _MASK_DIMS = 8  # SMP_TP_MASK_DIMS: those of the scores but the last
@@ -149,7 +149,7 @@ class _Residual(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @refused
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad = grad.contiguous()
         grad_x = torch.empty_like(grad)
@@ -206,7 +206,7 @@ class _Norm(torch.autograd.Function):
         return out, total
 
     @staticmethod
-    @once_differentiable
+    @refused_of_values
     def backward(ctx: Any, grad: Tensor | None, grad_total: Tensor | None) -> Any:
         total, weight, statistics = ctx.saved_tensors
         rows, columns = _rows(total)
@@ -296,7 +296,7 @@ class _Softmax(torch.autograd.Function):
         return probabilities if out is None else out
 
     @staticmethod
-    @once_differentiable
+    @refused_of_values
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (probabilities,) = ctx.saved_tensors
         grad, grad_mask = grad.contiguous(), None
@@ -472,7 +472,7 @@ class _CrossEntropy(torch.autograd.Function):
         return losses.masked_fill(targets == ignore_index, 0)
 
     @staticmethod
-    @once_differentiable
+    @refused_of_values
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         logits, targets, top, total = ctx.saved_tensors
         start, vocabulary, ignore_index, smoothing, in_place = ctx.settings
@@ -566,7 +566,7 @@ class _Embedding(torch.autograd.Function):
         return table[at].masked_fill(~here, 0)
 
     @staticmethod
-    @once_differentiable
+    @refused
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (ids,) = ctx.saved_tensors
         shape, start, padding, sparse = ctx.settings

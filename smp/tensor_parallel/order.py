@@ -72,6 +72,11 @@ class Call:
         self._collectives = 0
         self._backwards = 0
 
+    @property
+    def path(self) -> str:
+        """The module's."""
+        return self._path
+
     @staticmethod
     def of_module(path: str | int) -> "Call":
         """A call of the module that begins now.

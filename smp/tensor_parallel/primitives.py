@@ -17,6 +17,7 @@ from smp import ranks
 from smp.tensor_parallel import assumed, group
 from smp.tensor_parallel.chain import linked, next_token
 from smp.tensor_parallel.order import Call
+from smp.tensor_parallel.second_derivatives import refused
 from smp.tensor_parallel.unused import defined, keep_shape
 
 Lengths = list[int]  # by tp_rank
@@ -95,6 +96,7 @@ class _Gather(Function):
         return out, next_token(token)
 
     @staticmethod
+    @refused
     def backward(ctx: Any, gradient: Tensor, token: Token) -> tuple:  # type: ignore[override]
         gradient, call = defined(ctx, gradient), ctx.call.backward()
         out = reduce_scatter_slices(gradient, ctx.lengths, call, ctx.axis)
@@ -110,6 +112,7 @@ class _ReduceScatter(Function):
         return out, next_token(token)
 
     @staticmethod
+    @refused
     def backward(ctx: Any, gradient: Tensor, token: Token) -> tuple:  # type: ignore[override]
         gradient, call = defined(ctx, gradient), ctx.call.backward()
         out = all_gather_slices(gradient, ctx.lengths, call, axis=ctx.axis)
@@ -128,6 +131,7 @@ class _OwnPart(Function):
         return out, next_token(token)
 
     @staticmethod
+    @refused
     def backward(ctx: Any, gradient: Tensor, token: Token) -> tuple:  # type: ignore[override]
         gradient, call = defined(ctx, gradient), ctx.call.backward()
         out = all_gather_slices(gradient, ctx.lengths, call, axis=ctx.axis)
@@ -147,6 +151,7 @@ class _ScatterAndMerge(Function):
         return out, next_token(token)
 
     @staticmethod
+    @refused
     def backward(ctx: Any, gradient: Tensor, token: Token) -> tuple:  # type: ignore[override]
         call = ctx.call.backward()
         out = _scatter_and_merge(defined(ctx, gradient), call, *ctx.arguments)
@@ -190,6 +195,7 @@ class _BackwardAllReduce(Function):
         return x.view_as(x), next_token(token)
 
     @staticmethod
+    @refused
     def backward(ctx: Any, gradient: Tensor, token: Token) -> tuple:  # type: ignore[override]
         return _sum(defined(ctx, gradient), ctx.call.backward()), token
 
@@ -197,11 +203,13 @@ class _BackwardAllReduce(Function):
 class _ForwardAllReduce(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        return _sum(x, group.begin_call())
+        ctx.call = group.begin_call()
+        return _sum(x, ctx.call)
 
     @staticmethod
+    @refused
     def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
-        return gradient
+        return gradient.view_as(gradient)
 
 
 class _GatherAlike(Function):
@@ -213,6 +221,7 @@ class _GatherAlike(Function):
         return all_gather_slices(x, lengths, ctx.call, axis=axis)
 
     @staticmethod
+    @refused
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
         first = sum(ctx.lengths[: group.rank()])
         return gradient.narrow(ctx.axis, first, ctx.lengths[group.rank()]), None, None
