@@ -527,9 +527,13 @@ def test_a_group_of_other_stages_is_an_error():
 
 
 @on_ranks(2)
-def test_one_replica_needs_no_order():
+@pytest.mark.parametrize("given", [False, True])
+def test_one_replica_needs_no_order(given):
+    """Its group is the stage's also where the script has named all ranks."""
     begin(deterministic_server=False)
     net, model = split_sync_batch_norm()
+    if given:
+        net.norm.process_group = dist.group.WORLD
     model.eval()
     forward(model, torch.ones(8, WIDTH))
     assert net.norm.process_group is smp.get_dp_process_group()

@@ -1,6 +1,8 @@
-"""Spec: what the notes of a failed step say: the memory of the rank that has none left."""
+"""Spec: how an error becomes the same one on every rank: what its notes say, and the memory of
+a rank that has none left."""
 
 import re
+import threading
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ from torch import nn
 
 import smp
 from smp import _core
+from smp.execution import failures, pickling
 from tests.ranks import on_ranks
 
 MIB = 1 << 20
@@ -110,3 +113,89 @@ def test_an_error_of_another_kind_says_nothing_of_memory():
         model.module[1].error = RuntimeError("no good")
 
     assert "memory of" not in notes_of_failed_step(model, RuntimeError("no good"))
+
+
+WHO, MICROBATCH = "pp_rank 1", 3
+
+
+class Odd(Exception):
+    """Cannot be made again of its arguments."""
+
+    def __init__(self, one: int, two: int) -> None:
+        super().__init__(f"{one} and {two}")
+
+
+@pytest.mark.parametrize("path", [None, "net.far"])
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_an_error_says_on_which_rank_and_where_it_was_raised(path, phase):
+    """The rank that raised it has the traceback already; others get it in the note."""
+    where = "the step function" if path is None else f"module '{path}'"
+    note = f"raised on {WHO} in {where}, microbatch {MICROBATCH}, {phase}"
+    error = ValueError("no good", 7)
+    number = _core.phases.index(phase)
+    told = failures.describe(error, path, MICROBATCH, number, WHO)
+
+    here = failures.rebuild(told, error)
+    assert here is error and here.__notes__ == [note]
+    there = failures.rebuild(told, None)
+    assert type(there) is ValueError and there.args == ("no good", 7)
+    [said] = there.__notes__
+    assert said == f"{note}; there:\nValueError: ('no good', 7)\n"
+
+    odd = Odd(1, 2)
+    there = failures.rebuild(failures.describe(odd, path, MICROBATCH, number, WHO), None)
+    assert type(there) is RuntimeError and str(there) == f"{__name__}.Odd: 1 and 2"
+    assert there.__notes__[0].startswith(note)
+
+
+def test_an_error_on_its_way_is_still_that_of_the_rank_that_raised_it():
+    told = failures.describe(ValueError("no good"), "far", MICROBATCH, 0, WHO)
+    passing = failures.raised_there(told)
+
+    again = failures.describe(passing, "near", 5, 1, "pp_rank 0")
+    assert again == told and failures.told_of(passing) == told
+    assert failures.rebuild(again, passing) is passing and len(passing.__notes__) == 1
+    assert failures.told_of(ValueError()) is None
+
+
+def test_the_partition_has_no_microbatch():
+    told = failures.describe(ValueError("no"), None, failures.IN_PARTITION, 0, WHO)
+    [note] = failures.rebuild(told, None).__notes__
+    assert note.startswith(f"raised on {WHO} in the partition of the model; there:")
+
+
+@pytest.mark.parametrize(("code", "shown"), [(None, ""), (0, "0"), (False, "False")])
+def test_an_exit_that_would_pass_for_success_is_an_error(code, shown):
+    given = SystemExit(code)
+    failure = failures.as_failure(given)
+    assert type(failure) is RuntimeError and failure.__cause__ is given
+    assert str(failure).startswith(f"smp: sys.exit({shown}) inside a step, which the other")
+    for other in (SystemExit(3), SystemExit("why"), KeyboardInterrupt(), ValueError()):
+        assert failures.as_failure(other) is other
+
+
+class Parcel:
+    """Of a class that the codec does not know."""
+
+    def __init__(self, **contents: Any) -> None:
+        self.__dict__.update(contents)
+
+
+def test_what_is_pickled_has_its_tensors_and_modules_beside_it():
+    tensor, module = torch.ones(2, requires_grad=True), nn.Linear(1, 1)
+    data, outside = pickling.dumps(Parcel(inner=[tensor, {"m": module}], number=3))
+
+    assert [id(one) for one in outside] == [id(tensor), id(module)]
+    got = pickling.loads(data, outside)
+    assert type(got) is Parcel and got.number == 3
+    assert got.inner[0] is tensor and got.inner[1]["m"] is module
+    other = torch.zeros(1)
+    assert pickling.loads(data, [other, module]).inner[0] is other
+
+
+@pytest.mark.parametrize("inside", [lambda: 1, threading.Lock()], ids=["lambda", "lock"])
+def test_what_cannot_be_pickled_is_named_by_its_class(inside):
+    told = f"a {__name__}.Parcel cannot be sent to another rank: .*"
+    with pytest.raises(TypeError, match=told) as caught:
+        pickling.dumps(Parcel(inside=inside))
+    assert str(caught.value.__cause__) in str(caught.value)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import smp
+from smp.modules import forward_attributes, stand_ins
 from smp.partitioning import contents
 from tests.ranks import on_ranks
 
@@ -595,3 +596,31 @@ def test_a_list_that_modules_on_several_ranks_share_is_named():
     told = [str(one.message) for one in said if "are one list" in str(one.message)]
     assert len(told) == (smp.pp_rank() == 0)
     assert not told or "'layers.1.losses' and 'losses' are one list" in told[0]
+
+
+class WithDefault(nn.Module):
+    """Its class has a value for the attribute that its forward sets."""
+
+    aux = 1
+
+
+@pytest.mark.parametrize(
+    "members", [forward_attributes.remote_with(("aux", "late")), None], ids=["remote", "local"]
+)
+def test_an_attribute_that_is_watched_is_set_and_deleted_as_any_other(members):
+    """Beside the default that its class has, and without one."""
+    members = members or forward_attributes._local_with(("aux", "late"))
+    module = WithDefault()
+    module.__class__ = stand_ins.stand_in(WithDefault, members)
+
+    assert type(module).aux == module.aux == 1 and not hasattr(type(module), "late")
+    for name, default in (("aux", 1), ("late", None)):
+        assert getattr(module, name, None) == default
+        setattr(module, name, 2)
+        assert getattr(module, name) == vars(module)[name] == 2
+        delattr(module, name)
+        assert getattr(module, name, None) == default and name not in vars(module)
+        with pytest.raises(AttributeError, match=name):
+            delattr(module, name)
+    with pytest.raises(AttributeError, match="'WithDefault' object has no attribute 'late'"):
+        module.late  # noqa: B018
