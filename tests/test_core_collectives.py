@@ -424,8 +424,11 @@ def test_a_time_out_of_one_call_says_who_is_missing_and_what_to_do():
             r"'mine': broadcast 1 of 4 float32 with root 0: timed out after \d.\d s without "
             r"rank 11; a longer timeout can be given to the group \[SMP_ERR_TIMED_OUT\]"
         )
+        item = call(mine, "broadcast", None, [torch.ones(4)], timeout_s=0.01, run=False)
+        item.issue("nobody")
+        assert item.wait(LIMIT_S)
         with pytest.raises(DistBackendError, match=said):
-            call(mine, "broadcast", None, [torch.ones(4)], timeout_s=0.01)
+            item.check()
         with pytest.raises(DistBackendError, match="the group ended before: broadcast 1 of 4"):
             call(mine, "broadcast", None, [torch.ones(4)])
 

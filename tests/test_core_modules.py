@@ -4,6 +4,7 @@ another rank does to its arguments, and who may catch what it raises.
 
 import collections
 import copy
+import threading
 from itertools import product
 
 import pytest
@@ -275,3 +276,32 @@ def test_a_caller_can_catch_errors_of_a_far_module_and_not_what_ends_a_program(e
         assert caught == ([RuntimeError] * 2 if smp.pp_rank() == 0 else [])
     net[1].raises = None
     step(model, x)
+
+
+@on_ranks(2)
+def test_a_result_that_cannot_travel_fails_that_step_on_every_rank():
+    """It is found when all have come to the end; no gradient is left of it."""
+    smp.init({"pipeline_parallel_degree": 2})
+    net = nn.Sequential(nn.Linear(WIDTH, WIDTH), Far())
+    plain = copy.deepcopy(net)
+    for module, rank in ((net, 0), (net[0], 0), (net[1], 1)):
+        smp.set_partition(module, rank)
+    model = smp.DistributedModel(net)
+
+    @smp.step
+    def step(model: nn.Module, x: Tensor, travels: bool) -> object:
+        loss = model(x).square().sum()
+        model.backward(loss)
+        return loss if travels else threading.Lock()
+
+    x = torch.ones(2, WIDTH)
+    step(model, x, True)
+    model.zero_grad()
+    for _ in range(2):
+        with pytest.raises(TypeError, match="cannot pickle '_thread.lock' object"):
+            step(model, x, False)
+        assert all(p.grad is None for p in model.local_parameters())
+    step(model, x, True)
+    plain(x).square().sum().backward()
+    for name, parameter in model.local_named_parameters():
+        torch.testing.assert_close(parameter.grad, plain.get_parameter(name).grad)

@@ -258,6 +258,125 @@ TEST(the_board_shows_those_that_wait_longest)
     return 0;
 }
 
+TEST(each_kind_of_wait_is_said_with_who_and_what)
+{
+    static const char *const paths[] = {"encoder", "decoder.0"};
+    static const struct {
+        smp_wait    wait;
+        int         rank;
+        const char *said;
+    } cases[] = {
+        {{.work = {3, -1, SMP_FORWARD}, .kind = SMP_WAIT_NOTHING},
+         0,
+         "microbatch 3, forward: the step function has come to its end"},
+        {{.work = {1, 0, SMP_FORWARD},
+          .kind = SMP_WAIT_OUTPUTS,
+          .wanted = 1,
+          .asked = 1},
+         0,
+         "microbatch 1, forward: module 'encoder' waits for module 'decoder.0' on rank "
+         "5 (pp_rank 1)"},
+        {{.work = {1, 1, SMP_BACKWARD},
+          .kind = SMP_WAIT_GRADIENTS,
+          .wanted = 0,
+          .asked = 0},
+         3,
+         "microbatch 1, backward: module 'decoder.0' waits for the backward of module "
+         "'encoder' on rank 6 (pp_rank 0)"},
+        {{.work = {0, 7, SMP_FORWARD},
+          .kind = SMP_WAIT_OUTPUTS,
+          .wanted = -1,
+          .asked = 2},
+         2,
+         "microbatch 0, forward: module '?' waits for module '?' on ?"},
+        {{.work = {2, -1, SMP_FORWARD}, .kind = SMP_WAIT_SCHEDULE},
+         0,
+         "microbatch 2, forward: the step function waits for its turn to begin "
+         "backward"},
+        {{.work = {2, 1, SMP_FORWARD}, .kind = SMP_WAIT_GATE},
+         0,
+         "microbatch 2, forward: module 'decoder.0' waits for earlier microbatches to "
+         "pass this module, which changes its buffers"},
+        {{.work = {2, 1, SMP_FORWARD},
+          .kind = SMP_WAIT_ISSUE,
+          .key = {.path = "split", .microbatch = 1, .time = 2, .number = 4}},
+         2,
+         "microbatch 2, forward: module 'decoder.0' waits for tp_rank 0 to call module "
+         "'split' (microbatch 1, forward, call 2, collective 4)"},
+        {{.work = {2, 1, SMP_FORWARD},
+          .kind = SMP_WAIT_COLLECTIVE,
+          .key = {.path = "split", .phase = SMP_BACKWARD}},
+         2,
+         "microbatch 2, forward: module 'decoder.0' waits for the other tp_ranks in "
+         "module 'split' (microbatch 0, backward, call 0, collective 0)"},
+    };
+    smp_board *board;
+    char       said[512];
+
+    CHECK_STATUS(smp_board_create(0, 2, "tp_rank", names, &board), SMP_OK);
+    CHECK_STATUS(smp_board_name(board, paths, 2), SMP_OK);
+    for (size_t i = 0; i < sizeof(cases) / sizeof(cases[0]); i++) {
+        smp_board_write_one(board, cases[i].rank, &cases[i].wait, said, sizeof(said));
+        CHECK(strcmp(said, cases[i].said) == 0);
+        smp_board_write_one(board, cases[i].rank, &cases[i].wait, said, 20);
+        CHECK(strlen(said) == 19 && strncmp(said, cases[i].said, 19) == 0);
+    }
+    smp_board_destroy(board);
+    return 0;
+}
+
+TEST(waits_that_are_not_shown_are_counted)
+{
+    smp_standing now;
+    smp_board   *board;
+    char         said[8192];
+
+    CHECK_STATUS(smp_board_create(1, 2, "tp_rank", names, &board), SMP_OK);
+    smp_board_begin(board, 1);
+    for (uint16_t i = 0; i < SMP_STANDING_WAITS + 3; i++) {
+        smp_board_read(board, &now);
+        (void)smp_board_write(board, 1, &now, said, sizeof(said));
+        CHECK((strstr(said, "more wait") != NULL) == (i > SMP_STANDING_WAITS));
+        smp_board_wait(board, i, (smp_wait){.work = {.microbatch = i, .entry = -1}});
+    }
+    smp_board_read(board, &now);
+    (void)smp_board_write(board, 1, &now, said, sizeof(said));
+    CHECK(strstr(said, "  rank 5 (pp_rank 1): 3 more wait\n") != NULL);
+    CHECK(smp_board_write(board, 1, &now, said, 30) == 29 && strlen(said) == 29);
+    smp_board_destroy(board);
+    return 0;
+}
+
+/* For which rank a task waits: one of its pipeline that has its module, or all of its
+ * stage. */
+TEST(of_a_rank_that_is_lost_the_task_that_waits_for_it_is_shown)
+{
+    smp_board *board;
+    char       said[512];
+
+    CHECK_STATUS(smp_board_create(2, 2, "tp_rank", names, &board), SMP_OK);
+    smp_board_write_wait(board, 3, said, sizeof(said));
+    CHECK(said[0] == '\0');
+    smp_board_begin(board, 1);
+    smp_board_wait(board, 0,
+                   (smp_wait){.work = {0, -1, SMP_FORWARD}, .kind = SMP_WAIT_SCHEDULE});
+    smp_board_wait(board, 1,
+                   (smp_wait){.work = {1, -1, SMP_BACKWARD},
+                              .kind = SMP_WAIT_GRADIENTS,
+                              .asked = 1});
+    smp_board_wait(
+        board, 2,
+        (smp_wait){.work = {2, -1, SMP_FORWARD}, .kind = SMP_WAIT_COLLECTIVE});
+    smp_board_write_wait(board, 3, said, sizeof(said));
+    CHECK(strstr(said, "microbatch 1, backward") == said);
+    smp_board_write_wait(board, 0, said, sizeof(said));
+    CHECK(strstr(said, "microbatch 2, forward") == said);
+    smp_board_write_wait(board, 1, said, sizeof(said)); /* nobody waits for that one */
+    CHECK(strstr(said, "microbatch 0, forward") == said);
+    smp_board_destroy(board);
+    return 0;
+}
+
 int
 main(int argc, char **argv)
 {
@@ -267,6 +386,9 @@ main(int argc, char **argv)
         {"after", after_a_step_nothing_runs},
         {"end", the_end_comes_at_its_limit},
         {"longest", the_board_shows_those_that_wait_longest},
+        {"kinds", each_kind_of_wait_is_said_with_who_and_what},
+        {"counted", waits_that_are_not_shown_are_counted},
+        {"lost", of_a_rank_that_is_lost_the_task_that_waits_for_it_is_shown},
         {"twice", reports_come_after_twice_the_time_each_until_the_rank_moves},
     };
 
