@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import smp
+from smp import ranks
 from smp.nn import utils as blocks
 from smp.nn import vocabulary_parallel_cross_entropy
 from smp.tensor_parallel import group
@@ -84,6 +85,15 @@ def test_an_index_that_is_no_row_is_named(index, ranks_alike):
 
 
 @on_ranks(2)
+def test_a_norm_of_rows_needs_one_tp_group(monkeypatch):
+    split_over_all_ranks()
+    monkeypatch.setattr(ranks, "rdp_size", lambda: 2)
+    with pytest.raises(NotImplementedError, match="max_norm=0.5: each of its 2 replicas"):
+        smp.nn.DistributedEmbedding(7, 4, max_norm=0.5)
+    smp.nn.DistributedEmbedding(7, 4)
+
+
+@on_ranks(2)
 def test_indices_of_any_shape():
     split_over_all_ranks()
     for by_rows in (False, True):
@@ -115,6 +125,23 @@ def test_a_linear_made_by_hand(by_outputs, alike):
         for shape in ((2, 5), (3, 2, 5), (1, 2, 3, 5)):
             x = torch.randn(shape, dtype=torch.float64)
             assert_near(linear(x), whole(x), f"{shape}")
+
+
+@pytest.mark.parametrize("alike", [False, True], ids=["own samples", "same samples"])
+@on_ranks(2)
+def test_a_linears_input_of_another_width_is_an_error_on_every_rank(alike):
+    """Before any collective; of one that is wider, no channels are left out."""
+    split_over_all_ranks(prescaled_batch=alike)
+    net = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 5))
+    smp.set_tensor_parallelism(net[0])
+    smp.set_tensor_parallelism(net[1], by_outputs=True)
+    smp.DistributedModel(net)
+    for linear, path in zip(net, "01", strict=True):
+        for width in (4, 6, 8):
+            words = rf"'{path}' got an input of shape \[2, {width}\]: .* in_features=[57]"
+            with pytest.raises(ValueError, match=words):
+                linear(torch.ones(2, width))
+        linear(torch.ones(2, linear.in_features))
 
 
 # ---------------------------------------------------------------------------------- norms

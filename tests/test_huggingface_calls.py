@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from smp.nn.huggingface import forms, gpt2, gptj, gptneo, gptneox
+from smp.nn.huggingface import forms, generation, gpt2, gptj, gptneo, gptneox
 from smp.nn.huggingface.forms import additive, hidden_positions, language_model
 
 pytest.importorskip("transformers")
@@ -220,3 +220,50 @@ def test_a_language_model_by_itself():
     head = Head()
     language_model(head, {"input_ids": IDS, "token_type_ids": LABELS})
     assert head.seen[0][0][2] is LABELS
+
+
+# ------------------------------------------------------------------------------ generate
+
+SEARCHES = {  # as versions of transformers name them
+    "beam search": ("_beam_search", "beam_search", "beam_sample"),
+    "beam search in groups": ("_group_beam_search", "group_beam_search"),
+    "beam search with constraints": ("_constrained_beam_search", "constrained_beam_search"),
+    "contrastive search": ("_contrastive_search", "contrastive_search"),
+    "assisted decoding": ("_assisted_decoding", "assisted_decoding"),
+}
+
+
+class Generates(nn.Module):
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        return args, kwargs
+
+    def _sample(self) -> None: ...
+
+
+for _name in (name for names in SEARCHES.values() for name in names):
+    setattr(Generates, _name, lambda self, *args, **kwargs: (args, kwargs))
+
+
+@pytest.mark.parametrize("search", SEARCHES)
+def test_searches_that_rearrange_a_split_cache_are_refused(search, monkeypatch):
+    members = generation._together(Generates)
+    model = nn.Sequential(Generates())
+    for splits in (True, False):
+        monkeypatch.setattr(generation, "takes_cache", lambda m, s=splits: s and m is model[0])
+        for name in SEARCHES[search]:
+            assert members[name](model, 1, use_cache=False) == ((1,), {"use_cache": False})
+            for given in ({}, {"use_cache": None}, {"use_cache": True}):
+                if not splits:
+                    assert members[name](model, 1, **given) == ((1,), given)
+                    continue
+                words = rf"generate\(\) of Sequential by {search} rearranges .* use_cache=False"
+                with pytest.raises(NotImplementedError, match=words):
+                    members[name](model, 1, **given)
+    assert "_sample" not in members
+
+
+def test_generate_goes_on_until_all_ranks_have_finished():
+    generate = generation._together(Generates)["generate"]
+    for given in ({}, {"synced_gpus": False}, {"synced_gpus": None}):
+        args, kwargs = generate(Generates(), 1, top_k=2, **given)
+        assert args == (1,) and kwargs == {"synced_gpus": True, "top_k": 2}

@@ -625,6 +625,7 @@ def test_an_encoder_of_vit_is_replaced():
     model = smp.DistributedModel(net)
     inner = model.get_module()[0]
     assert isinstance(inner, smp.nn.DistributedTransformer) and inner.config is config
+    assert inspect.signature(inner.forward) == inspect.signature(plain[0].forward)
     x = torch.randn(2 + smp.tp_rank(), 4, SIZE)
 
     out = inner(x, return_dict=True)

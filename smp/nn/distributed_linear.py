@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from smp.tensor_parallel import cross_entropy, group, primitives, same_samples
 from smp.tensor_parallel.distributed_module import DistributedModule
 from smp.tensor_parallel.linears import cut_weights
-from smp.tensor_parallel.slices import Slices
+from smp.tensor_parallel.slices import PATH, Slices
 
 
 class DistributedLinear(nn.Linear, DistributedModule):
@@ -84,7 +84,14 @@ class DistributedLinear(nn.Linear, DistributedModule):
 
         Raises:
             IndexError: a label is none of the classes.
+            ValueError: the input has another number of channels.
         """
+        if input.dim() == 0 or input.size(-1) != self.in_features:
+            where = self.__dict__.get(PATH, type(self).__name__)
+            raise ValueError(
+                f"smp: '{where}' got an input of shape {list(input.shape)}: its last axis must "
+                f"be in_features={self.in_features}"
+            )
         x = input.reshape(-1, input.size(-1))
         same_samples.check(self, x)
         if labels is not None:
