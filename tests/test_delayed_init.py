@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import smp
+from smp.modules.delayed_init import is_delayed, materialize
 from smp.tensor_parallel import marking
 from tests.models.real import REAL
 from tests.models.trained import assert_same, batch_of, init, make_model, rank_of, train_step
@@ -370,3 +371,103 @@ def test_model_creation_ends_with_its_block_also_after_an_error(split):
     assert (inside.weight.dtype, outside.weight.dtype) == (torch.float64, torch.float32)
     marked = [marking.configuration(module) is not None for module in (inside, outside)]
     assert marked == [split, False]
+
+
+def test_model_creation_marks_with_its_settings_what_is_to_be_split():
+    smp.reset()
+    marks = []
+    for wanted in (True, False):
+        with smp.model_creation(tensor_parallelism=wanted, fused_bias_gelu=True):
+            marks.append(nn.Linear(2, 2))
+        assert marks[-1].weight.dtype is torch.float32
+    assert [marking.configuration(m) for m in marks] == [{"fused_bias_gelu": True}, None]
+
+
+# --------------------------------------------------------- without ranks: what is recorded
+
+
+def filled(model: nn.Module) -> nn.Module:
+    """With all its values, as the only rank makes them."""
+    materialize(model, lambda name: True, lambda path: True)
+    return model
+
+
+class OwnDtypes(nn.Module):
+    """Draws of several dtypes, one after the other, from two generators."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        super().__init__()
+        self.linear = nn.Linear(20, 5)
+        self.wide = nn.Linear(20, 5, dtype=torch.float64)
+        self.normal = nn.Parameter(torch.empty(33, dtype=torch.float64).normal_())
+        self.narrow = nn.Parameter(torch.empty(33, dtype=torch.float16).uniform_())
+        self.own = nn.Parameter(nn.init.normal_(torch.empty(17), generator=generator))
+        self.again = nn.Parameter(torch.rand(4, generator=generator, dtype=torch.float64))
+        self.whole = nn.Parameter(torch.randint(9, (5,)), requires_grad=False)
+        self.order = nn.Parameter(torch.randperm(6), requires_grad=False)
+        self.last = nn.Parameter(torch.randn(3))
+
+
+def test_draws_are_of_a_parameters_own_dtype_and_generator():
+    """Both generators are where they would have been, and making the values moves none."""
+    models, following = [], []
+    for delayed in (False, True):
+        generator = torch.Generator().manual_seed(7)
+        model, more = made(lambda g=generator: OwnDtypes(g), 3, delayed)
+        assert all(p.is_meta == delayed for p in model.parameters())
+        torch.manual_seed(77)
+        own = generator.get_state()
+        filled(model)
+        assert torch.equal(generator.get_state(), own)
+        following.append((more, torch.rand(3), torch.rand(3, generator=generator)))
+        models.append(model)
+    assert_same(following[1], following[0])
+    assert_same(models[1].state_dict(), models[0].state_dict())
+
+
+class Noted(nn.Module):
+    """Tensors with what scripts put on them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("shown", torch.rand(3))
+        self.shown.note = "mine"
+        self.learned = torch.rand(2).requires_grad_()
+        self.inner = nn.Module()
+        self.inner.register_buffer("shown", self.shown)
+        self.left = torch.empty(2, device="meta")
+        self.frozen = nn.Parameter(torch.rand(3, 2).t(), requires_grad=False)
+
+
+def test_what_a_script_put_on_its_tensors_stays():
+    want = Noted()
+    model, _ = made(Noted, 3, delayed=True)
+    assert is_delayed(model.shown) and not is_delayed(model.left)
+    filled(model)
+    assert model.inner.shown is model.shown and model.shown.note == "mine"
+    assert model.learned.requires_grad and not model.shown.requires_grad
+    assert model.learned.device.type == "cpu" and model.left.is_meta
+    assert not model.frozen.requires_grad and model.frozen.stride() == want.frozen.stride()
+
+
+def test_what_another_rank_owns_has_its_form_and_no_memory():
+    want = Noted()
+    model, _ = made(Noted, 3, delayed=True)
+    materialize(model, lambda name: name != "frozen", lambda path: path != "inner")
+    assert model.frozen.untyped_storage().nbytes() == 0
+    assert (model.frozen.shape, model.frozen.stride()) == ((2, 3), want.frozen.stride())
+    assert model.frozen.device.type == "cpu" and not model.frozen.requires_grad
+    assert is_delayed(model.inner.shown) and not is_delayed(model.shown)
+
+
+def test_contexts_within_one_another_end_with_the_outermost():
+    with pytest.raises(KeyError), smp.delay_param_initialization():
+        with smp.delay_param_initialization():
+            first = nn.Linear(2, 2)
+        with smp.delay_param_initialization(enabled=False):
+            second = nn.Linear(2, 2)
+        third = nn.Linear(2, 2)
+        raise KeyError
+    after = nn.Linear(2, 2)
+    delayed = [is_delayed(layer.weight) for layer in (first, second, third, after)]
+    assert delayed == [True, True, True, False]

@@ -7,15 +7,18 @@ import torch
 from torch import nn
 
 import smp
+from smp.saving import optimizer_state, state_dicts
 from tests.models.trained import (
     OPTIMIZERS,
     PlainRun,
     Run,
     assert_same,
+    batch_of,
     init,
     make_model,
     rank_of,
     snapshot,
+    train_step,
 )
 from tests.ranks import on_ranks
 
@@ -343,3 +346,191 @@ def test_a_full_dict_has_another_ranks_sparse_buffers():
     net[1].coo.values().zero_()
     model.load_state_dict(full)
     assert smp.pp_rank() == 0 or torch.equal(net[1].coo.to_dense(), plain.coo.to_dense())
+
+
+# ------------------------------------------------------- what modules add, and how they load
+
+
+class Versioned(nn.Module):
+    """Counts its calls in extra state, adds an entry, and loads by its version."""
+
+    _version = 3
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.calls, self.loaded = nn.Linear(4, 4), 0, []
+        self._register_state_dict_hook(self._add)
+
+    def forward(self, x):
+        self.calls += 1
+        return self.linear(x)
+
+    @staticmethod
+    def _add(module, state_dict, prefix, local_metadata):
+        if module.calls:
+            state_dict[f"{prefix}linear.note"] = torch.tensor(module.calls)
+
+    def get_extra_state(self):
+        return {"calls": self.calls}
+
+    def set_extra_state(self, state):
+        self.calls = state["calls"]
+
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, *rest):
+        self.loaded.append(local_metadata.get("version"))
+        state_dict.pop(f"{prefix}linear.note", None)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
+
+
+def versioned():
+    torch.manual_seed(1)
+    net = nn.Sequential(nn.Linear(4, 4), Versioned())
+    smp.set_partition(net, 0)
+    smp.set_partition(net[1], 1)
+    return net, smp.DistributedModel(net)
+
+
+@smp.step
+def call(model, x):
+    return model(x)
+
+
+def run_once(model):
+    with torch.no_grad():
+        call(model, torch.ones(2, 4))
+
+
+@on_ranks(2)
+def test_extra_state_and_entries_of_hooks_are_those_of_the_modules_own_rank():
+    init(2)
+    net, model = versioned()
+    before = model.state_dict()
+    assert before["1._extra_state"] == {"calls": 0} and "1.linear.note" not in before
+    run_once(model)
+    run_once(model)
+
+    full, partial = model.state_dict(), model.local_state_dict()
+    assert full["1._extra_state"] == {"calls": 4} and full["1.linear.note"] == 4
+    assert ("1.linear.note" in partial) == ("1._extra_state" in partial) == (smp.pp_rank() == 1)
+    assert ("0.weight" in partial) == (smp.pp_rank() == 0)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kind", ["full", "partial", "translated"])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_modules_load_with_the_version_that_they_were_saved_with(kind, when):
+    init(2)
+    _, saved = versioned()
+    run_once(saved)
+    state = saved.local_state_dict() if kind == "partial" else saved.state_dict()
+    state._metadata["1"] = {"version": 2}
+    net, model = versioned()
+    if when == "after":
+        run_once(model)
+    translate = {"translate_function": dict} if kind == "translated" else {}
+    model.load_state_dict(state, **translate)
+    if when == "before":
+        run_once(model)
+    assert set(net[1].loaded) == {2}
+    if smp.pp_rank() == 1:
+        assert net[1].calls == 2 + (2 if when == "before" else 0)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("same", [False, True])
+def test_a_partial_dict_waits_for_the_partition_with_how_it_is_to_be_loaded(same):
+    """Whether other keys are allowed, and whether its ranks are the right ones."""
+    init(2)
+    want = make_model(seed=3, pin=False).state_dict()
+    swapped = {n: t for n, t in want.items() if ("second" in n) == (smp.pp_rank() == 0)}
+    swapped = {**swapped, "third.bias": torch.zeros(6), "_smp_is_partial": True}
+    run = Run("sgd")
+    own = make_model(pin=False).state_dict()
+    keys = run.model.load_state_dict(swapped, strict=False, same_partition_load=same)
+    assert (keys.missing_keys, keys.unexpected_keys) == ([], [])
+    run.evaluate()
+    for name, value in run.model.state_dict().items():
+        # The others of its rank's are on the other one.
+        is_loaded = not same or name.startswith("first.")
+        assert_same(value, (want if is_loaded else own)[name], name)
+
+    strict = Run("sgd")
+    strict.model.load_state_dict(swapped, same_partition_load=same)
+    with pytest.raises(RuntimeError, match=r"Unexpected key.*third\.bias"):
+        strict.evaluate()
+
+
+@on_ranks(2)
+def test_before_the_partition_every_rank_has_all_and_asks_nobody(monkeypatch):
+    init(2)
+    run, plain = Run("adamw", before_wrapping=True), PlainRun("adamw")
+
+    def ask(*_):
+        raise AssertionError("other ranks were asked")
+
+    for module in (state_dicts, optimizer_state):
+        monkeypatch.setattr(module, "Replica", ask)
+    assert_same(run.model.state_dict(), plain.model.state_dict())
+    assert_same(run.optimizer.state_dict(), plain.optimizer.state_dict())
+    run.model.load_state_dict(plain.model.state_dict())
+    local = run.model.local_state_dict()
+    assert local.pop("_smp_is_partial") and list(local) == list(plain.model.state_dict())
+
+
+# ------------------------------------------------------------- optimizers of other forms
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("partial", [False, True])
+def test_state_of_a_parameter_of_no_model_and_of_none_is_on_every_rank(partial):
+    init(2)
+
+    def made():
+        model = smp.DistributedModel(make_model())
+        extra = nn.Parameter(torch.ones(2))
+        sgd = torch.optim.SGD([extra, *model.parameters()], lr=0.1, momentum=0.9)
+        return model, extra, smp.DistributedOptimizer(sgd)
+
+    def step(model, extra, optimizer):
+        smp.step(train_step)(model, batch_of(0))
+        extra.grad = torch.full((2,), 3.0)
+        optimizer.step()
+
+    first = made()
+    step(*first)
+    first[2].optimizer.state["calls"] = {"number": 3}
+    state = first[2].local_state_dict() if partial else first[2].state_dict()
+    assert state["state"][0]["momentum_buffer"].tolist() == [3, 3]
+    assert state["state"]["calls"] == {"number": 3}
+
+    _, extra, optimizer = second = made()
+    step(*second)
+    optimizer.load_state_dict(snapshot(state))
+    assert optimizer.optimizer.state[extra]["momentum_buffer"].tolist() == [3, 3]
+    assert optimizer.optimizer.state["calls"] == {"number": 3}
+    again = optimizer.local_state_dict() if partial else optimizer.state_dict()
+    assert_same(again, state)
+
+
+class Counter(torch.optim.SGD):
+    """Its state dict has a form of its own."""
+
+    def state_dict(self):
+        return {"steps": 5}
+
+    def load_state_dict(self, state_dict):
+        self.loaded = state_dict
+
+
+@on_ranks(2)
+def test_a_state_of_an_optimizers_own_form_is_left_as_it_is():
+    init(2)
+    run = Run("sgd")
+    run.evaluate()
+    optimizer = smp.DistributedOptimizer(Counter(run.model.parameters(), lr=0.1))
+    assert optimizer.state_dict() == {"steps": 5}
+    partial = optimizer.local_state_dict()
+    assert partial == {"steps": 5, "_smp_is_partial": True}
+    for given in ({"steps": 7}, partial):
+        optimizer.load_state_dict(given)
+        assert optimizer.optimizer.loaded == {"steps": given["steps"]}
