@@ -224,11 +224,20 @@ def test_the_state_has_the_latest_model_and_optimizer_until_the_end(pipelined):
     assert smp.state.param_name_to_index_tp_group == [
         {name: index for index, name in enumerate(names)}
     ]
-    assert smp.state.core.local_rank() == smp.rank()
+    core = smp.state.core
+    assert core.local_rank() == core.rank() == smp.rank()
+    assert core.local_size() == core.size() == smp.size()
+    assert smp.utils.rmsg("told") == f"[rank {smp.rank()}] told"
 
     smp.shutdown()
     assert smp.state.model is None and smp.state.optimizer is None
     assert smp.state.module_manager.translate_functions == []
+    assert not core.initialized()
+    for name in ("rank", "size", "local_rank", "local_size"):
+        with pytest.raises(RuntimeError, match=rf"^smp.core.{name}\(\) needs smp.init\(\)"):
+            getattr(core, name)()
+    with pytest.raises(RuntimeError, match=r"^utils.rmsg\(\) needs smp.init\(\)"):
+        smp.utils.rmsg("told")
 
 
 def test_an_optimizer_shows_the_one_that_it_wraps():
