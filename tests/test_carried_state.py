@@ -70,6 +70,7 @@ def scripts_state(model: smp.DistributedModel) -> dict[str, Any]:
 
 
 @on_ranks(2)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("how", ["a layer raises", "the batch is too small"])
 @pytest.mark.parametrize("graded", [False, True])
 def test_a_step_that_fails_leaves_the_script_as_it_was(how, graded):

@@ -125,7 +125,7 @@ def test_a_hook_after_a_step_may_ask_for_the_next_one(pipelined):
     assert heard == [0, 1, 2, 3]
 
 
-@on_ranks(1, 2)
+@on_ranks(2)
 @pytest.mark.parametrize("pipelined", [False, True])
 def test_what_is_local_is_all_until_the_partition_and_then_this_ranks(pipelined):
     degree = init(pipelined)
@@ -208,7 +208,7 @@ def test_its_mode_is_that_of_the_module_and_its_calls_return_it():
     assert model.requires_grad_(False) is model and not net.last.weight.requires_grad
 
 
-@on_ranks(1, 2)
+@on_ranks(2)
 @pytest.mark.parametrize("pipelined", [False, True])
 def test_the_state_has_the_latest_model_and_optimizer_until_the_end(pipelined):
     degree = init(pipelined)

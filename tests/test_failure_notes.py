@@ -75,6 +75,7 @@ def notes_of_failed_step(model: smp.DistributedModel, error: Exception) -> str:
 
 
 @on_ranks(2)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("number", range(len(NO_MEMORY)))
 def test_without_memory_every_rank_hears_what_the_ranks_memory_holds(rank, number):
