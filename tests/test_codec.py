@@ -316,7 +316,22 @@ def test_unknown_types_are_refused_by_name_before_init():
     class Number(float):
         pass
 
-    for value in (Text("a"), Number(1.0), bytearray(b"a"), range(3)):
+    class Slotted:
+        __slots__ = ("__dict__", "kept")
+
+    class Within(Slotted):
+        """A slot of its base's is no item of its __dict__."""
+
+    class Reduced:
+        def __reduce__(self):
+            return Reduced, ()
+
+    class ReducedOtherwise:
+        def __reduce_ex__(self, protocol):
+            return ReducedOtherwise, ()
+
+    made = [Slotted(), Within(), Reduced(), ReducedOtherwise()]
+    for value in (Text("a"), Number(1.0), bytearray(b"a"), range(3), *made):
         with pytest.raises(TypeError, match=f"cannot send a .*{type(value).__name__}"):
             pack(value)
 

@@ -5,6 +5,7 @@ another rank does to its arguments, and who may catch what it raises.
 import collections
 import copy
 import threading
+from contextlib import suppress
 from itertools import product
 
 import pytest
@@ -303,5 +304,51 @@ def test_a_result_that_cannot_travel_fails_that_step_on_every_rank():
         assert all(p.grad is None for p in model.local_parameters())
     step(model, x, True)
     plain(x).square().sum().backward()
+    for name, parameter in model.local_named_parameters():
+        torch.testing.assert_close(parameter.grad, plain.get_parameter(name).grad)
+
+
+class Refusing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, refuses: bool) -> Tensor:
+        if refuses:
+            raise RuntimeError("refused")
+        return self.linear(x)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("pipeline", ["simple", "interleaved"])
+def test_a_far_module_that_raises_without_gradients_has_them_in_its_next_call(pipeline):
+    """The thread that ran it is as it was before."""
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": 2, "pipeline": pipeline})
+    net = nn.Sequential(nn.Linear(WIDTH, WIDTH), Refusing())
+    plain = copy.deepcopy(net)
+    for module, rank in ((net, 0), (net[0], 0), (net[1], 1)):
+        smp.set_partition(module, rank)
+    model = smp.DistributedModel(net, average_grads_across_microbatches=False)
+
+    def compute(module: nn.Module, x: Tensor) -> Tensor:
+        y = module[0](x)
+        for _ in range(3):
+            with torch.no_grad(), suppress(RuntimeError):
+                module[1](y, True)
+            y = module[1](y, False)
+            assert y.requires_grad
+        return y.square().sum()
+
+    @smp.step
+    def step(model: nn.Module, x: Tensor) -> Tensor:
+        loss = compute(model.module, x)
+        model.backward(loss)
+        return loss
+
+    x = torch.randn(4, WIDTH)
+    for _ in range(2):
+        model.zero_grad()
+        step(model, x)
+    compute(plain, x).backward()
     for name, parameter in model.local_named_parameters():
         torch.testing.assert_close(parameter.grad, plain.get_parameter(name).grad)

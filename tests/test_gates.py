@@ -4,6 +4,7 @@ Microbatches overtake one another on their way to such a module, and still pass 
 order.
 """
 
+import copy
 import os
 import pickle
 import select
@@ -14,6 +15,8 @@ from torch import nn
 
 import smp
 from tests.ranks import on_ranks
+from tests.reference.compare import assert_same_bits
+from tests.reference.cut_loop import cut_loop
 
 WIDTH = 16
 
@@ -197,3 +200,69 @@ def test_a_forward_that_runs_again_in_backward_is_no_call_more(tmp_path):
         os.mkfifo(there)
     smp.barrier()
     step(model, x)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("pipeline", ["simple", "interleaved"])
+def test_a_microbatch_that_leaves_a_gate_out_holds_up_nobody_behind_it(pipeline):
+    """Its forward is over when its backward begins, which itself may wait for the others."""
+    begin(microbatches=3, active_microbatches=3, pipeline=pipeline)
+    net = nn.Sequential(nn.Linear(WIDTH, WIDTH), Norm())
+    for module, rank in [(net, 0), (net[0], 0), (net[1], 1)]:
+        smp.set_partition(module, rank)
+    model = smp.DistributedModel(net)
+
+    @smp.step
+    def step(model, x, left_out):
+        y = model.module[0](x)
+        if x[0, 0] not in left_out:
+            y = model.module[1](y)
+        model.backward(y.sum())
+
+    x = torch.arange(3.0)[:, None].expand(3, WIDTH).clone()
+    step(model, x, [])
+    for left_out in ([0], [1], [0, 1], [0, 1, 2]):
+        before = len(net[1].seen)
+        step(model, x, left_out)
+        came = len(net[1].seen) - before
+        assert came == (3 - len(left_out) if smp.pp_rank() == 1 else 0)
+
+
+class Overtaken(nn.Module):
+    """The way to the gate is longer for microbatch 0, and behind it numbers are drawn."""
+
+    def __init__(self):
+        super().__init__()
+        self.far = nn.Linear(WIDTH, WIDTH)
+        self.norm = Norm()
+
+    def forward(self, x, number):
+        y = x
+        for _ in range(3 if number == 0 else 1):
+            y = self.far(y)
+        return self.norm(y) * torch.rand(()) + torch.rand(WIDTH)
+
+
+@on_ranks(2)
+def test_behind_a_gate_each_microbatch_draws_its_own_numbers():
+    """... though another one drew while it waited."""
+    begin(microbatches=3, active_microbatches=3)
+    net = Overtaken()
+    for module, rank in [(net, 0), (net.norm, 0), (net.far, 1)]:
+        smp.set_partition(module, rank)
+    plain = copy.deepcopy(net)
+    options = {"rank_of": {"": 0, "norm": 0, "far": 1}, "ranks": 2, "microbatches": 3}
+    model = smp.DistributedModel(net)
+
+    def step(model, x):
+        y = model(x, int(x[0, 0]))
+        model.backward(y.square().sum())
+        return y
+
+    x = torch.arange(3.0)[:, None].expand(3, WIDTH).clone()
+    for _ in range(3):
+        torch.manual_seed(4)
+        got = smp.step(step)(model, x)
+        torch.manual_seed(4)
+        want = cut_loop(step, plain, (x,), **options).outputs
+        assert_same_bits(dict(enumerate(got)), dict(enumerate(want)))
