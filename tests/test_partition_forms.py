@@ -1,6 +1,7 @@
 """Partitions, reports and plans of models of many forms, and what they say of pins."""
 
 import re
+from array import array
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import smp
-from smp import plan
+from smp import _core, plan
 from smp.modules import creation
 from smp.partitioning.partition import (
     Partition,
@@ -117,6 +118,66 @@ def test_what_is_not_pinned_is_on_partition_0_without_another_default():
 def test_a_number_out_of_range_is_told_with_what_is_allowed(wrong, told):
     with pytest.raises(ValueError, match=f"smp: {told}"):
         make_partition(nn.Linear(1, 1), None, **{"memory_weight": 1.0, **wrong})
+
+
+def core(**other):
+    """Two modules, the second with the only parameter."""
+    given = {
+        "devices": 2,
+        "memory_weight": 1.0,
+        "default_device": -1,
+        "nmodules": 2,
+        "edge_parent": array("i", [0]),
+        "edge_child": array("i", [1]),
+        "parameter_bytes": array("q", [8]),
+        "use_module": array("i", [1]),
+        "use_parameter": array("i", [0]),
+    }
+    return _core.partition(**{**given, **other})
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "told"),
+    [
+        ({"edge_parent": array("q", [0])}, TypeError, "edge_parent: .* got 1 of 8-byte 'q'"),
+        (
+            {"parameter_bytes": array("i", [8])},
+            TypeError,
+            "parameter_bytes: .* 8-byte elements",
+        ),
+        (
+            {"seconds": array("q", [1, 1])},
+            TypeError,
+            "seconds: .* type 'd', got 1 of 8-byte 'q'",
+        ),
+        ({"use_module": None}, TypeError, "NoneType"),
+        ({"edge_child": array("i", [1, 1])}, ValueError, "edge_parent has 1 .*, edge_child 2"),
+        ({"use_module": array("i")}, ValueError, "use_module has 0 .*, use_parameter 1"),
+        ({"first_run": array("q", [0])}, ValueError, "first_run: 1 elements for 2 modules"),
+        ({"pin": array("i", [0, 0, 0])}, ValueError, "pin: 3 elements for 2 modules"),
+        ({"pin": array("i", [0, 2])}, ValueError, "out of range"),
+        ({"use_parameter": array("i", [1])}, ValueError, "out of range"),
+        ({"devices": 0}, ValueError, "devices must be 1 to .* got 0 and default_device -1"),
+    ],
+)
+def test_arrays_that_do_not_fit_one_another_are_refused(wrong, error, told):
+    with pytest.raises(error, match=told):
+        core(**wrong)
+
+
+def test_what_is_not_known_of_modules_may_be_left_out():
+    names = ("first_run", "activation_bytes", "seconds", "chain", "pin")
+    assert core(**dict.fromkeys(names)) == core()
+    device, node, own_cost, cost = core(activation_bytes=array("q", [8, 0]))
+    assert [array("i", one).tolist() for one in (device, node)] == [[0, 1], [0, 1]]
+    assert [array("d", one).tolist() for one in (own_cost, cost)] == [[0.5, 0.5], [0.5, 0.5]]
+    with pytest.raises(_core.PartitionConflict) as conflict:
+        core(
+            use_module=array("i", [0, 1]),
+            use_parameter=array("i", [0, 0]),
+            pin=array("i", [0, 1]),
+        )
+    assert conflict.value.args == (0, 1)
 
 
 # ----------------------------------------------------------------------------------- pins
