@@ -71,17 +71,17 @@ def test_a_split_table_with_the_options_of_torchs(option, by_rows):
     assert_near(table.weight, slices.take(whole.weight, group.rank()), "table")
 
 
-@pytest.mark.parametrize("index", [-1, 5, 99])
 @pytest.mark.parametrize("ranks_alike", [False, True])
 @on_ranks(2)
-def test_an_index_that_is_no_row_is_named(index, ranks_alike):
+def test_an_index_that_is_no_row_is_named(ranks_alike):
     split_over_all_ranks(prescaled_batch=ranks_alike)
     table = smp.nn.DistributedEmbedding(5, 4, vocab_parallel=True)
     for good in (0, 4):
         table(torch.tensor([good]))
     table(torch.zeros(0, dtype=torch.int64))
-    with pytest.raises(IndexError, match=f"an index is {index}, of 5 embeddings"):
-        table(torch.tensor([1, index]))
+    for index in (-1, 5, 99):
+        with pytest.raises(IndexError, match=f"an index is {index}, of 5 embeddings"):
+            table(torch.tensor([1, index]))
 
 
 @on_ranks(2)
