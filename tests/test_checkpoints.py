@@ -1,5 +1,6 @@
 """Saving and loading: files that are whole, checked, and load into what trains."""
 
+import errno
 import io
 import os
 import subprocess
@@ -669,6 +670,16 @@ def test_a_file_that_would_run_code_runs_none(tmp_path):
     with pytest.raises(smp.CheckpointError, match="could run code"):
         smp.load(path, partial=False)
     assert not (tmp_path / "ran").exists()
+
+
+def test_where_a_file_system_has_no_locks_nobody_is_kept_out(tmp_path, monkeypatch):
+    def without(fd: int, how: int) -> None:
+        raise OSError(errno.ENOLCK, "no locks here")
+
+    monkeypatch.setattr(folder_lock.fcntl, "lockf", without)
+    with folder_lock.held(str(tmp_path)), folder_lock.held(str(tmp_path)):
+        assert (tmp_path / ".lock").exists()
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_lock_whose_file_its_holder_has_just_removed_is_taken_anew(tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import importlib
 import math
 import random
 import sys
@@ -305,6 +306,18 @@ def test_conjugate_and_negative_views_are_resolved():
 def test_a_tensor_without_data_is_refused_by_name():
     with pytest.raises((RuntimeError, ValueError, BufferError), match=r"meta|without data"):
         pack(torch.empty(2, device="meta"))
+
+
+def test_who_has_not_imported_the_module_of_a_class_does(tmp_path, monkeypatch):
+    (tmp_path / "known_elsewhere.py").write_text("class Kept:\n    pass\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    value = importlib.import_module("known_elsewhere").Kept()
+    value.number = 3
+    sent = pack(value)
+    del value, sys.modules["known_elsewhere"]
+
+    made = unpack(sent)
+    assert type(made) is sys.modules.pop("known_elsewhere").Kept and made.number == 3
 
 
 def test_unknown_types_are_refused_by_name_before_init():

@@ -403,6 +403,16 @@ def test_all_to_all_in_all_its_forms(tmp_path):
         )
         assert same(out, torch.cat(want))
 
+        # Rank r gets r + 1 of each: what it gets is even, what it gives is not; then back.
+        splits, own = [r + 1 for r in range(size)], torch.full((rank + 1,), float(rank))
+        gotten = torch.empty(size * (rank + 1))
+        given = torch.cat([torch.full((n,), float(rank)) for n in splits])
+        dist.all_to_all_single(gotten, given, input_split_sizes=splits)
+        assert same(gotten, torch.arange(float(size)).repeat_interleave(rank + 1))
+        back = torch.empty(sum(splits))
+        dist.all_to_all_single(back, own.repeat(size), output_split_sizes=splits)
+        assert same(back, torch.cat([torch.full((n,), n - 1.0) for n in splits]))
+
         even = torch.empty(size * 3)
         dist.all_to_all_single(even, drawn(rank, (size * 3,), torch.float32))
         assert same(
@@ -982,6 +992,10 @@ def test_sub_groups_work_by_themselves(tmp_path):
 
 @on_ranks(2)
 def test_a_group_beside_a_default_group_of_another_backend(tmp_path):
+    """... also where that has taken the place of one of ours."""
+    (tmp_path / "before").mkdir(exist_ok=True)
+    with job(tmp_path / "before"):
+        dist.barrier()
     with job(tmp_path, "gloo") as (rank, size):
         group = dist.new_group(backend="smddp")
         tensor = torch.ones(3)

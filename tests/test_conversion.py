@@ -5,6 +5,7 @@ import torch
 from torch import Tensor, nn
 
 import smp
+from smp.modules.conversion import give_data
 from tests.ranks import on_ranks
 
 CONVERSIONS = {
@@ -129,3 +130,14 @@ def test_buffers_without_memory_are_converted_too():
         "1.num_batches_tracked": torch.int64,
     }
     assert net[1].running_mean.is_meta == (smp.pp_rank() == 0)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_who_is_given_data_of_any_device_stays_the_same(device):
+    frozen = nn.Parameter(torch.ones(2), requires_grad=False)
+    for tensor in (nn.Parameter(torch.ones(2)), frozen, torch.ones(2)):
+        kind, required, tensor.mark = type(tensor), tensor.requires_grad, "of the script"
+        give_data(tensor, torch.zeros(3, dtype=torch.float64, device=device))
+        now = (type(tensor), tensor.requires_grad, tensor.mark)
+        assert now == (kind, required, "of the script")
+        assert (tensor.device.type, tensor.dtype, len(tensor)) == (device, torch.float64, 3)

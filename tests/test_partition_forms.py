@@ -15,6 +15,7 @@ from smp.modules import creation
 from smp.partitioning.partition import (
     Partition,
     PartitionError,
+    _FlatModel,
     hand_on_pin,
     keep_together,
     make_partition,
@@ -53,6 +54,13 @@ def test_an_activation_stays_with_its_parent_unless_that_only_hands_on(made):
     set_partition(net[0], 0)
     set_partition(net[2], 1)
     assert decide(net, torch.ones(2, 8)).rank_of["3"] == (made is nn.Sequential)
+
+
+def test_children_follow_one_another_where_the_class_says_so_alone():
+    """... and not in a Sequential with a forward of its own, whose children may branch."""
+    for made in (nn.Sequential, Skips):
+        net = nn.Sequential(made(*linears(3)))
+        assert list(_FlatModel(net, None).chain)[:2] == [True, made is nn.Sequential]
 
 
 @pytest.mark.parametrize("held", [nn.ParameterList, nn.ParameterDict])

@@ -50,6 +50,7 @@ NEEDS_DATA = {
     "detach": lambda p: p.detach(),
     "clone": lambda p: p.data.clone(),
     "by keyword": lambda p: torch.add(torch.ones(p.shape), other=p),
+    "out": lambda p: torch.add(torch.ones(p.shape), torch.ones(p.shape), out=p.data),
     "in a list in a list": lambda p: torch.block_diag(*[p, p]) + torch._foreach_norm([p])[0],
     "in an index": lambda p: torch.ones(3, 3)[[p.data]],
     # Torch does not ask a class about these before it computes.
@@ -79,6 +80,14 @@ def test_what_needs_the_data_is_an_error_that_names_the_owner(name):
     told = rf"needs the data of parameter '{path}' .* lives on pp_rank {owner}"
     with pytest.raises(RuntimeError, match=told):
         NEEDS_DATA[name](parameter)
+
+
+@on_ranks(2)
+def test_a_load_lets_nobody_copy_into_it_later():
+    model, parameter = partitioned()
+    model.load_state_dict(model.state_dict())
+    with pytest.raises(RuntimeError, match="needs the data of parameter"):
+        parameter.data.copy_(torch.ones(parameter.shape))
 
 
 @on_ranks(2)

@@ -231,6 +231,13 @@ def test_the_picture_stands_alone_and_follows_the_colour_scheme(tmp_path):
     assert not re.search(r"href|url\(|@import|<script", text)
 
 
+def test_a_picture_takes_the_place_of_another_one(tmp_path):
+    path = tmp_path / "p.svg"
+    report_of(Model(9)).svg(path)
+    report_of().svg(path)
+    assert path.read_text() == report_of()._repr_svg_()
+
+
 def test_names_are_escaped(tmp_path):
     model = nn.Sequential()
     model.add_module("<&>", nn.Linear(100, 100))

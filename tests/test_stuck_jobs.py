@@ -80,6 +80,7 @@ def test_the_watchdog_says_who_waits_for_whom_and_ends_the_job_when_told_to(tmp_
         said,
     ), said
     assert "ends the job (watchdog_end_s)" in said
+    assert re.search(r"has not moved for \d+\.\d s, in step 3\n", said), said
     assert 'train.py", line' in said and "in train" in said  # the stack of a worker
     if way != "stopped":
         assert re.search(r"pp_rank 1: microbatch \d, forward: module '1' runs, since", said), (
@@ -110,6 +111,7 @@ def test_calls_that_wait_for_each_other_are_named_by_each_rank(tmp_path):
 
     said = done.stdout + done.stderr
     assert done.returncode != 0
+    assert re.search(r"has not moved for \d+\.\d s, after step 0\n", said), said
     assert re.search(r"pp_rank 0 waits in smp.barrier\(.*receiving from rank 1, since", said)
     assert re.search(r"pp_rank 1 waits in smp.recv_from\(.*receiving from rank 0, since", said)
     assert "ends the job (watchdog_end_s)" in said

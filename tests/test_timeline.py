@@ -319,3 +319,22 @@ def test_the_legend_shows_the_first_twelve_microbatches():
     assert [t.text for t in ink if t.text.isdigit()] == [str(i) for i in range(12)]
     assert drawn.find(f"{SVG}title").text == "One step on 1 rank"
     assert len({shade(i, phase) for i in range(8) for phase in (0, 1)}) == 16
+
+
+@on_ranks(2)
+@pytest.mark.stress
+def test_of_a_long_step_the_last_events_are_kept():
+    """A call is two of them on each rank."""
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": 1})
+    model = smp.DistributedModel(Net())
+    smp.step(lambda x: model(x))(torch.ones(1, 4))
+
+    @smp.step
+    def calls(x):
+        with torch.no_grad():
+            for _ in range(40_000):
+                model.module.far(x)
+
+    calls(torch.ones(1, 4))
+    times = [at for at, *_ in _core.timeline()]
+    assert len(times) == 65_536 and times == sorted(times)

@@ -95,7 +95,8 @@ def test_bias_dropout_residual_layer_norm(dtype, drop, shape, given, both):
 
 
 MASKS = [None, (5,), (4, 5), (2, 1, 1, 5), (3, 4, 1), (2, 3, 4, 5), ()]
-SIGHTS = [{}, {"causal": True}, {"causal": True, "first_query": 2, "window": 2}]
+SIGHTS = [{}, {"causal": True}]
+SIGHTS += [{"causal": True, "first_query": at, "window": 2 + at} for at in (0, 2)]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
