@@ -597,7 +597,7 @@ class DistributedModel(nn.Module):
         """
         if self._smp_decision is None:
             raise RuntimeError("smp: the model is partitioned in its first step, not before")
-        wanted = module if isinstance(module, str) else inner_module.wrapped_of(module)
+        wanted = module if isinstance(module, str) else inner_module.users_module(module)
         for path, candidate in self._smp_module.named_modules():
             if path == wanted or candidate is wanted:
                 return self._smp_decision.rank_of[path]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from smp.partitioning.restore import Restore
 from smp.partitioning.tracing import trace
 
 ON = pytest.mark.parametrize("meta", [False, True], ids=["real", "meta"])
@@ -279,6 +280,19 @@ class Kinds(nn.Module):
         if seen is not None:
             seen.append(x)
         return self.layer(x)
+
+
+def test_an_array_that_is_mapped_from_a_file_is_not_copied(tmp_path):
+    """... nor one that is a part of it: it may be larger than memory."""
+    path = tmp_path / "data"
+    path.write_bytes(bytes(32))
+    net = nn.Identity()
+    net.data = np.memmap(path, dtype=np.float64, mode="r+")
+    net.part, net.own = np.asarray(net.data)[1:], np.ones(2)
+    with Restore([net]):
+        for array in (net.data, net.own):
+            array[0] = 7
+    assert net.data.tolist() == [7, 0, 0, 0] and net.own.tolist() == [1, 1]
 
 
 def what_it_has(net):

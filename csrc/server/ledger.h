@@ -87,7 +87,8 @@ void       smp_ledger_abandon(smp_ledger *ledger);
 /* Terms held now, for tests and reports. */
 size_t smp_ledger_held(const smp_ledger *ledger);
 
-/* Calls visit with each of them, in no order, until one call does not return SMP_OK. */
+/* Calls visit with each of them, in no order, until one call does not return SMP_OK;
+ * that status.  A term is lent for the call, which must not come back to the ledger. */
 smp_status smp_ledger_visit(const smp_ledger *ledger,
                             smp_status (*visit)(void *ctx, void *term), void *ctx);
 

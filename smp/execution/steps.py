@@ -251,7 +251,7 @@ class Step:
         if trains:
             self._refuse_if_forked()
             self.reduction = data_parallel.begin(data_parallel.due(models))
-        else:
+        elif torch.is_grad_enabled():
             data_parallel.watch(models)
         if self.reduction is not None and rt.in_sequence:
             self.reduction.active()  # nothing is under way when modules use the group

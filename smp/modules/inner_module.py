@@ -79,3 +79,9 @@ def inner(cls: type[nn.Module]) -> dict[str, Any]:
 def wrapped_of(module: nn.Module) -> nn.Module:
     """The module that ``model.module.module`` stands for; any other one itself."""
     return getattr(module, "_smp_wrapped", module)
+
+
+def users_module(module: nn.Module) -> nn.Module:
+    """The same, and of a ``DistributedModel`` the one it wraps."""
+    module = wrapped_of(module)
+    return module.__dict__.get("_smp_module", module)

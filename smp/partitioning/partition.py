@@ -83,8 +83,7 @@ def set_partition(module: nn.Module, partition: int) -> None:
             f"smp.set_partition pins a torch.nn.Module, got a {type(module).__name__}"
         )
     partition = _checked(partition)
-    module = inner_module.wrapped_of(module)
-    module = module.__dict__.get("_smp_module", module)  # of a DistributedModel
+    module = inner_module.users_module(module)
     home = live_models.home_of(module)
     if home is not None:
         path, owner = home

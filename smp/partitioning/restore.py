@@ -134,7 +134,7 @@ class Restore:
             state = getattr(thing, "__dict__", None)
             if isinstance(state, dict):
                 self.watch(state, depth)
-            if is_array(thing) and id(thing) not in self._seen and thing.flags.writeable:
+            if _can_be_kept(thing) and id(thing) not in self._seen:
                 self._seen[id(thing)] = thing
                 self._arrays.append((thing, thing.copy()))
             return
@@ -200,6 +200,15 @@ def is_array(thing: Any) -> bool:
     """Whether it is NumPy's."""
     numpy = sys.modules.get("numpy")
     return numpy is not None and isinstance(thing, numpy.ndarray)
+
+
+def _can_be_kept(thing: Any) -> bool:
+    """Whether it is an array that may change, and in memory: a mapped file may be larger."""
+    if not is_array(thing) or not thing.flags.writeable:
+        return False
+    while is_array(thing) and not isinstance(thing, sys.modules["numpy"].memmap):
+        thing = thing.base
+    return not is_array(thing)
 
 
 def write_back(tensor: Tensor, content: Tensor) -> None:

@@ -32,7 +32,9 @@ def refused(backward: Callable, of_values: bool = False) -> Callable:
         with torch.no_grad():
             out = backward(ctx, *gradients)
         call = getattr(ctx, "call", None)
-        where = "a kernel of smp.nn" if call is None else f"module '{call.path}'"
+        where = "a kernel of smp.nn"
+        if call is not None:
+            where = f"module '{call.path}', which is split over the TP_GROUP"
 
         def marked(part: Any) -> Any:
             handed_on = any(part is gradient for gradient in gradients)
@@ -57,7 +59,7 @@ class _Refuse(Function):
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> Any:  # type: ignore[override]
         raise RuntimeError(
-            f"smp: a second derivative (create_graph=True) through {ctx.where}, which is split "
-            "over the TP_GROUP and has the first one alone: leave the modules between the two "
-            "whole, smp.set_tensor_parallelism(module, False)"
+            f"smp: a second derivative (create_graph=True) through {ctx.where}: it has the "
+            "first one alone; leave the modules between the two whole, "
+            "smp.set_tensor_parallelism(module, False)"
         )

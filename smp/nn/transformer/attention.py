@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from smp.nn.transformer import positions
-from smp.nn.transformer.meeting import check_hidden, given_stream, meet
+from smp.nn.transformer.meeting import given_stream, meet
 from smp.nn.transformer.options import Options, takes
 from smp.nn.transformer.seeds import new_seed
 from smp.nn.transformer.split_parts import (
@@ -163,7 +163,6 @@ class DistributedAttentionLayer(DistributedModule):
             raise ValueError(
                 "smp.nn.DistributedAttentionLayer: with cross_attention, cross_states is None"
             )
-        check_hidden(self, hidden)
         return hidden, states[0] if states else None, mask
 
     def _attend(
