@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from smp import _core
 from smp.tensor_parallel import kernels
 from smp.tensor_parallel.kernels import Dropout
 from tests import heap
@@ -440,6 +441,118 @@ def test_scores_of_more_axes_than_the_core_takes():
         mask = torch.randn(2, *[1] * (axes - 2), 2)
         want = (scores + mask).softmax(-1)
         torch.testing.assert_close(kernels.masked_softmax_dropout(scores, mask), want)
+
+
+# ------------------------------------------------------------------- the core's functions
+
+SHAPE = {"rows": 3, "columns": 4}
+PLACE = {"dropout": (0.5, 1, 0, 1, 4, 4)}
+SEEN = {"scale": 1.0, "sight": (True, 0, 3, 0), **PLACE}
+WHOLE, VECTOR = torch.ones(12).half(), torch.ones(4).half()
+EACH, BOTH, IDS = torch.ones(3), torch.ones(6), torch.arange(3)  # statistics are float32
+CALLS = {  # what each takes, in its order
+    "tp_residual": {
+        **SHAPE, **PLACE, "x": WHOLE, "bias": VECTOR, "residual": WHOLE, "out": WHOLE,
+    },
+    "tp_residual_backward": {
+        **SHAPE, **PLACE, "grad": WHOLE, "grad_x": WHOLE, "grad_bias": VECTOR,
+    },
+    "tp_norm": {
+        **SHAPE, **PLACE, "x": WHOLE, "bias": VECTOR, "residual": WHOLE, "weight": VECTOR,
+        "shift": VECTOR, "eps": 1e-5, "sum": WHOLE, "out": WHOLE, "statistics": BOTH,
+    },
+    "tp_norm_backward": {
+        **SHAPE, **PLACE, "grad_out": WHOLE, "grad_sum": WHOLE, "sum": WHOLE,
+        "weight": VECTOR, "statistics": BOTH, "grad_residual": WHOLE, "grad_x": WHOLE,
+        "grad_bias": VECTOR, "grad_weight": VECTOR, "grad_shift": VECTOR,
+    },
+    "tp_softmax": {
+        **SHAPE, **SEEN, "scores": WHOLE, "mask": None, "probabilities": WHOLE, "out": WHOLE,
+    },
+    "tp_softmax_backward": {
+        **SHAPE, **SEEN, "probabilities": WHOLE, "grad": WHOLE, "grad_scores": WHOLE,
+    },
+    "tp_cross_entropy": {
+        **SHAPE, "ids": (0, 4, -1), "logits": WHOLE, "targets": IDS, "top": EACH, "sum": EACH,
+        "target": EACH, "all": EACH,
+    },
+    "tp_cross_entropy_backward": {
+        **SHAPE, "ids": (0, 4), "smoothing": 0.0, "logits": WHOLE, "targets": IDS, "top": EACH,
+        "sum": EACH, "factors": EACH, "grad": WHOLE,
+    },
+    "tp_gather": {"count": 3, **SHAPE, "start": 0, "table": WHOLE, "ids": IDS, "out": WHOLE},
+    "tp_scatter": {
+        "count": 3, **SHAPE, "start": 0, "padding": -1, "ids": IDS, "grad": WHOLE,
+        "grad_table": WHOLE,
+    },
+}  # fmt: skip
+
+
+def call(kernel, **others):
+    """Calls the core's function with copies of these tensors, but for the ``others``."""
+    given = {**CALLS[kernel], **others}
+    tensors = {name: t.clone() for name, t in given.items() if isinstance(t, torch.Tensor)}
+    return getattr(_core, kernel)(*{**given, **tensors}.values())
+
+
+@pytest.mark.parametrize("kernel", CALLS)
+def test_the_core_takes_no_tensor_of_another_size_or_dtype(kernel):
+    call(kernel)
+    tensors = {n: t for n, t in CALLS[kernel].items() if isinstance(t, torch.Tensor)}
+    first = next(name for name, tensor in tensors.items() if tensor.is_floating_point())
+    for name, tensor in tensors.items():
+        n, dtype = len(tensor), str(tensor.dtype).removeprefix("torch.")
+        for wrong in (tensor[1:], tensor.repeat(2)):
+            said = f"^{name}: {n} elements of {dtype}, got {len(wrong)} of {dtype}$"
+            with pytest.raises(ValueError, match=said):
+                call(kernel, **{name: wrong})
+        wrong = tensor.double() if tensor.is_floating_point() else tensor.int()
+        other = str(wrong.dtype).removeprefix("torch.")
+        said = f"^{name}: {n} elements of {dtype}, got {n} of {other}$"
+        if name == first:
+            said = f"^{name}: float32, float16 or bfloat16, got float64$"
+        with pytest.raises((TypeError, ValueError), match=said):
+            call(kernel, **{name: wrong})
+
+
+@pytest.mark.parametrize("kernel", [name for name in CALLS if "dropout" in CALLS[name]])
+def test_the_core_takes_no_other_dropout(kernel):
+    for p, run in ((-0.1, 1), (1.1, 1), (math.nan, 1), (0.5, 0)):
+        with pytest.raises(
+            ValueError, match=r"^dropout: p must be in \[0, 1\] and run at least"
+        ):
+            call(kernel, dropout=(p, 1, 0, run, 4, 4))
+
+
+def test_the_core_looks_at_what_a_mask_and_a_sight_say():
+    def masked(elements, shape, strides):
+        mask = torch.zeros(elements).half(), elements, shape, strides
+        return call("tp_softmax", mask=mask)
+
+    for elements, shape, strides in (
+        (12, (3,), (4,)),
+        (10, (1, 3), (99, 3)),
+        (4, (1,) * 7 + (3,), (0,) * 8),
+    ):
+        masked(elements, shape, strides)
+        for wrong in (
+            (elements - 1, shape, strides),
+            (elements, (2, *shape), (0, *strides)),
+            (elements, (*shape[:-1], 2), strides),
+            (elements, shape, strides[1:]),
+        ):
+            with pytest.raises(
+                ValueError, match="^mask: (shape and strides leave the|at most)"
+            ):
+                masked(*wrong)
+    for shape, strides in (((1,) * 8 + (3,), (0,)), ((3,), (0,) * 9)):
+        with pytest.raises(ValueError, match="^mask: at most 8 dimensions of rows, got 9$"):
+            masked(12, shape, strides)
+    with pytest.raises(ValueError, match="^mask: 12 elements of float16, got 4 of float16$"):
+        call("tp_softmax", mask=(VECTOR, 12, (3,), (4,)))
+    for kernel in ("tp_softmax", "tp_softmax_backward"):
+        with pytest.raises(ValueError, match="^sight: queries must be at least 1$"):
+            call(kernel, sight=(True, 0, 0, 0))
 
 
 def test_of_a_norm_what_is_normalised_may_be_used_alone():
