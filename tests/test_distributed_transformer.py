@@ -437,6 +437,10 @@ def test_under_autocast_and_in_half_precision(optimize):
     half = layer((x.bfloat16(), None))[0]
     assert half.dtype == torch.bfloat16
     torch.testing.assert_close(half.float(), want, atol=0.05, rtol=0.05)
+    layer.double()
+    wide = layer((x.double(), None))[0]
+    with torch.autocast("cpu", torch.bfloat16):  # which casts no float64
+        assert torch.equal(layer((x.double(), None))[0], wide)
 
 
 def attention_of(**options) -> nn.Module:

@@ -20,7 +20,7 @@ from smp.data_parallel.reduction import Reduction
 from smp.modules import hooks
 from smp.nn import utils as blocks
 from smp.tensor_parallel import assumed, group, primitives, replacement
-from smp.tensor_parallel.slices import slices_of
+from smp.tensor_parallel.slices import Slices, slices_of
 from tests.ranks import on_ranks
 from tests.reference.whole_job import WholeJob, assert_near, split_over_all_ranks
 
@@ -150,6 +150,7 @@ def test_a_slice_of_what_all_have_and_its_adjoint(axis):
     got = blocks.shard_sequence(mine, axis)
     parts = whole.tensor_split(group.size(), axis)
     assert torch.equal(got, parts[group.rank()])
+    assert got.untyped_storage().nbytes() == got.nbytes  # it does not keep the whole
     seeds = [rows_of(100 + r, *part.shape) for r, part in enumerate(parts)]
     got.backward(seeds[group.rank()])
     assert torch.equal(mine.grad, torch.cat(seeds, axis))
@@ -162,6 +163,7 @@ def test_all_reduces_are_a_pair():
     y = blocks.fwd_allreduce_for_tp(blocks.bwd_allreduce_for_tp(x) * (group.rank() + 1))
     factor = sum(range(1, group.size() + 1))
     assert_near(y, x * factor, "sum")
+    assert torch.equal(x, rows_of(7, 3, 3))
     y.sum().backward()
     assert_near(x.grad, torch.full_like(x, factor), "gradient")
 
@@ -1244,6 +1246,24 @@ def test_a_module_names_its_collectives_however_it_is_called():
         assert group.begin_call()._path == before
 
 
+@on_ranks(2)
+def test_a_slice_is_of_tp_rank_0s_values_and_leaves_what_it_is_taken_from():
+    split_over_all_ranks()
+    whole = torch.arange(6.0) + 10 * group.rank()
+    before = whole.clone()
+    for slices in (None, Slices.even(0, 6, 2)):
+        got = group.own_slice(slices, whole)
+        everyones = torch.arange(6.0)
+        want = everyones if slices is None else everyones.chunk(2)[group.rank()]
+        assert torch.equal(got.neg_(), -want) and torch.equal(whole, before)
+    with group.planned(3):  # of which this is the first, and the only one
+        assert (group.size(), group.rank(), group.shares(7)) == (3, 0, [3, 2, 2])
+        got = group.own_slice(Slices.even(0, 6, 3), whole)
+        assert torch.equal(got.neg_(), -before[:2]) and torch.equal(whole, before)
+        assert group.gather_numbers([4, 2], whole.device) == [[4, 2]] * 3
+    assert (group.size(), group.rank()) == (2, smp.rank())
+
+
 def test_lengths_without_a_group():
     x = torch.zeros(3, 2)
     assert primitives.entering(x, 0) == (x, [3])
@@ -1283,6 +1303,15 @@ def test_lengths_are_exchanged_only_when_they_are_not_what_they_were(monkeypatch
     assert gathered(0) == 0
     assert gathered(2 if rank == 1 else 0) == 1  # rank 0 took all to have nothing
     assert gathered(3) == 0
+
+
+def test_lengths_of_ever_new_batches_are_forgotten(monkeypatch):
+    monkeypatch.setattr(assumed, "_MOST", 3)
+    monkeypatch.setattr(assumed, "_seen", seen := {})
+    for length in range(8):
+        had = ((length,), (length + 1,))
+        assumed.remember("lengths", (length,), had)
+        assert len(seen) <= 3 and had in seen.values()
 
 
 @on_ranks(2, 3)

@@ -8,6 +8,12 @@
 #include "tp_kernels/gpu.h"
 
 static const smp_tp_kernels *on_lanes(void);
+static int                   a_device_that_cannot_be_used_says_why_each_time(void);
+static int                   a_launch_leaves_the_context_that_was(void);
+
+#define TESTS_OF_DEVICES                                                               \
+    LISTED_TEST(a_device_that_cannot_be_used_says_why_each_time),                      \
+        LISTED_TEST(a_launch_leaves_the_context_that_was),
 
 #include "tp_kernels_test.c"
 
@@ -15,6 +21,7 @@ static const smp_tp_kernels *on_lanes(void);
 #include <sched.h>
 #include <stdatomic.h>
 
+#include "device/driver.h"
 #include "stand_in_library.h"
 #include "tp_kernels/sets.h"
 
@@ -137,4 +144,62 @@ on_lanes(void)
 
     (void)driver();
     return &kernels;
+}
+
+static bool
+has_no_context(void)
+{
+    char              why[SMP_DRIVER_TEXT];
+    const smp_driver *loaded = smp_driver_load(why);
+    void             *context;
+
+    return loaded->context_pop(&context) != SMP_DRIVER_OK;
+}
+
+TEST(a_device_that_cannot_be_used_says_why_each_time)
+{
+    smp_tp_gather call = {.columns = 0};
+    char          why[SMP_TP_GPU_TEXT];
+
+    (void)driver();
+    CHECK(!smp_tp_gpu_open(-1, why) && strcmp(why, "device -1 is not in [0, 64)") == 0);
+    CHECK(!smp_tp_gpu_open(64, why) && strcmp(why, "device 64 is not in [0, 64)") == 0);
+    for (int i = 0; i < 2; i++) {
+        CHECK(!smp_tp_gpu_open(63, strcpy(why, "")) && strstr(why, "cuDeviceGet: "));
+    }
+    driver()->fail("cuModuleGetFunction", SMP_TP_GPU_KERNELS, 701);
+    CHECK(!smp_tp_gpu_open(1, why) && strstr(why, "cuModuleGetFunction: "));
+    CHECK(driver()->failed() && has_no_context());
+    driver()->fail(NULL, 0, 0);
+    CHECK(!smp_tp_gpu_launch(1, NULL, SMP_TP_GPU_GATHER, &call, 1, strcpy(why, "")));
+    CHECK(strstr(why, "cuModuleGetFunction: "));
+    return 0;
+}
+
+TEST(a_launch_leaves_the_context_that_was)
+{
+    float sums[3][1];
+    float scratch[6 * 32 * 32];
+
+    smp_tp_norm_backward call = {.columns = 1,
+                                 .grad_bias = sums[0],
+                                 .grad_weight = sums[1],
+                                 .grad_shift = sums[2],
+                                 .scratch = scratch};
+    char                 why[SMP_TP_GPU_TEXT];
+
+    (void)driver();
+    CHECK(smp_tp_gpu_scratch(SMP_TP_GPU_NORM_BACKWARD, 0, 1) <= sizeof(scratch));
+    CHECK(smp_tp_gpu_open(0, why) && has_no_context());
+    /* The kernel itself, and then a launch for each sum. */
+    for (int nth = 0; nth <= 4; nth++) {
+        driver()->fail("cuLaunchKernel", nth, nth == 0 ? 0 : 701);
+        CHECK(smp_tp_gpu_launch(0, NULL, SMP_TP_GPU_NORM_BACKWARD, &call, 0, why) ==
+              (nth == 0));
+        CHECK(nth == 0 || strstr(why, "cuLaunchKernel: "));
+        driver()->fail(NULL, 0, 0);
+        finish();
+        CHECK(has_no_context());
+    }
+    return 0;
 }

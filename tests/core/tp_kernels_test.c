@@ -960,6 +960,9 @@ main(int argc, char **argv)
         LISTED_TEST(cross_entropy_of_many_columns_is_exact),
         LISTED_TEST(layer_norm_after_the_residual_gives_what_the_definition_says),
         LISTED_TEST(gather_and_scatter_take_the_rows_of_the_slice),
+#ifdef TESTS_OF_DEVICES
+        TESTS_OF_DEVICES
+#endif
     };
     return run_tests(tests, sizeof(tests) / sizeof(tests[0]), argc, argv);
 }
