@@ -56,6 +56,7 @@ def listed(path: Path) -> list[str]:
 @on_ranks(2, 4)  # one replica, two
 @KINDS
 @pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.sample(4)
 def test_a_run_resumes_with_the_bits_of_an_uninterrupted_one(partial, when, tmp_path):
     """Model, optimizer, scheduler, before the first step and after it."""
     init(2)
@@ -501,6 +502,7 @@ def test_ranks_may_write_the_same_file(tmp_path):
 
 @KINDS
 @pytest.mark.parametrize("tags", ["same", "other"])
+@pytest.mark.sample(2)
 def test_a_crash_at_any_point_leaves_a_whole_checkpoint(partial, tags, tmp_path):
     """The process ends at its first, second, third ... write until it gets through."""
     kind = "partial" if partial else "full"

@@ -260,6 +260,7 @@ def forward(model, x):
 @pytest.mark.parametrize("tp_rank", [0, 1])
 @pytest.mark.parametrize(("left_out", "when"), [("far", 1), ("again", 3), ("near", 7)])
 @pytest.mark.parametrize("backward", [True, False])
+@pytest.mark.sample(6)
 def test_a_call_that_one_rank_leaves_out_fails_the_step(backward, left_out, when, tp_rank):
     begin()
     net = moody()
@@ -353,6 +354,7 @@ def test_another_module_in_the_place_of_one_fails_the_step(within, tp_rank, dete
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("tp_rank", [0, 1])
 @pytest.mark.parametrize("raises_in", ["far", "near"])
+@pytest.mark.sample(4)
 def test_after_a_failure_on_one_rank_the_next_step_works(raises_in, tp_rank, deterministic):
     begin(deterministic_server=deterministic)
     net = moody()

@@ -256,6 +256,7 @@ print(rank, "done")
 
 
 @pytest.mark.parametrize("over", ["shm", "tcp"])
+@pytest.mark.sample(1)
 def test_no_program_that_comes_to_its_end_is_told_that_it_will_not(tmp_path, over):
     """Ranks that dawdle, works that are waited for later or never, threads."""
     said = said_by(tmp_path, 4, RANDOM, SMP_COMM_TRANSPORTS=over)

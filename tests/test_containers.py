@@ -168,6 +168,7 @@ def test_files_of_a_process_whose_number_means_another_are_left_alone(tmp_path):
 
 
 @pytest.mark.parametrize("kind", endless.SCRIPTS)
+@pytest.mark.sample(2)
 def test_a_rank_of_another_pid_namespace_that_is_killed_is_named(tmp_path, pids, kind):
     script = tmp_path / "script.py"
     script.write_text(endless.SCRIPTS[kind])
@@ -246,6 +247,7 @@ def test_other_shared_memory_is_another_host(tmp_path, start, said):
     ("start", "said"),
     [("smddp", ["tcp 0\n"] * 2), ("smp.init", ["0 1 0 True tcp 0\n", "0 1 1 True tcp 0\n"])],
 )
+@pytest.mark.sample(1)
 def test_with_a_secret_file_there_is_nothing_to_warn_of(tmp_path, start, said):
     script = tmp_path / "script.py"
     script.write_text(STARTS[start])
@@ -278,6 +280,7 @@ def test_a_secret_file_that_others_may_read_is_refused(tmp_path, start):
 
 
 @pytest.mark.parametrize("start", STARTS)
+@pytest.mark.sample(1)
 def test_ranks_that_know_no_port_meet_at_torchs_own(tmp_path, start):
     """RANK, WORLD_SIZE and MASTER_ADDR are enough.  In a network of their own."""
     need("ip")

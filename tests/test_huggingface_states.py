@@ -134,6 +134,7 @@ def check_there_and_back(kind: str, make: Make, folder: str) -> None:
 @pytest.mark.parametrize("make", [adamw, without_decay_of_vectors])
 @pytest.mark.parametrize("kind", ["gpt2", "gptneox", "bert"])
 @on_ranks(2)
+@pytest.mark.sample(3)
 def test_the_state_is_that_of_the_plain_models_optimizer(kind, make, tmp_path):
     split_over_all_ranks()
     check_there_and_back(kind, make, str(tmp_path))

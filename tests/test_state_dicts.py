@@ -124,6 +124,7 @@ def test_a_partial_dict_holds_what_the_rank_owns():
 @pytest.mark.parametrize("partial", [False, True])
 @pytest.mark.parametrize("when", ["before", "after"])
 @EVERY_OPTIMIZER
+@pytest.mark.sample(10)
 def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(name, partial, when):
     """Model, optimizer and scheduler state loaded before or after the partition."""
     init(smp.job.bootstrap.mpi_size())

@@ -124,6 +124,7 @@ class OwnClasses(nn.Module):
 
 
 @pytest.mark.parametrize("same", [False, True], ids=["own samples", "same samples"])
+@pytest.mark.sample(2)
 @on_ranks(2, 3)
 def test_class_weights(same):
     """Of all classes, or of a rank's own; the mean is over the weights of what counts."""

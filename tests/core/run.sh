@@ -1,12 +1,15 @@
 #!/usr/bin/env bash
-# Runs one command of the core's tests: run.sh COMMAND...
+# Runs one command of the core's tests: run.sh COMMAND...  What it says is shown when it has
+# ended, since others may run beside it.
 #
 # AGAIN=n: each test of it that failed is run n times more, by itself (a command without such
 # tests, or one that crashed, as a whole).  What passes then is told as UNSTEADY and does not
 # fail the command; a test that a sanitizer has something to say of has failed.
 set -uo pipefail
 log=$(mktemp)
-trap 'rm -f "$log"' EXIT
+said=$(mktemp)
+exec 3>&1 >"$said"
+trap 'cat "$said" >&3; rm -f "$log" "$said"' EXIT
 begin=$SECONDS
 
 run() { timeout 900 "$@" 2>&1 | tee "$log"; }
