@@ -7,6 +7,7 @@ bits), and as the plain loop (the same numbers).
 
 import copy
 import random
+import warnings
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
@@ -821,6 +822,70 @@ def test_forward_hooks_run_on_the_caller_and_replace_the_output(place):
 
     given = (3, {"scale": 2.0}) if place == "a module" else (1, {})
     assert seen == [(0, *given, True)] * (0 if smp.pp_rank() else 3)
+
+
+class Picky(nn.Linear):
+    def forward(self, x, limit=10.0):
+        if x.max() > limit:
+            raise ValueError("too large")
+        return super().forward(x)
+
+
+class Catching(nn.Module):
+    """A far module's exception is its caller's to catch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.near, self.far = nn.Linear(WIDTH, WIDTH), Picky(WIDTH, WIDTH)
+
+    def forward(self, x):
+        x = self.near(x)
+        try:
+            return self.far(100 + x * 0, limit=50.0)
+        except ValueError:
+            return self.far(x * 0, limit=50.0)
+
+
+@on_ranks(2)
+def test_forward_hooks_that_are_always_called_hear_of_a_forward_that_fails():
+    smp.init({"pipeline_parallel_degree": 2})
+    torch.manual_seed(0)
+    net = Catching()
+    plain = copy.deepcopy(net)
+    smp.set_partition(net, 0)
+    smp.set_partition(net.far, 1)
+    heard: list = []
+
+    def refuses(module, args, output):
+        if output is None:
+            raise KeyError("of the hook")
+
+    for far in (net.far, plain.far):
+        mine: list = []
+        heard.append(mine)
+        far.register_forward_hook(lambda *call, mine=mine: mine.append("never"))
+        far.register_forward_hook(
+            lambda module, args, kwargs, output, mine=mine: mine.append(
+                (kwargs, None if output is None else output.shape)
+            ),
+            with_kwargs=True,
+            always_call=True,
+        )
+        far.register_forward_hook(refuses, always_call=True)
+    model = smp.DistributedModel(net)
+    step = smp.step(lambda model, x: model(x))
+    with torch.no_grad(), warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        step(model, torch.ones(2, WIDTH))  # traced
+        heard[0].clear(), warned.clear()
+        step(model, torch.ones(2, WIDTH))
+    with torch.no_grad(), pytest.warns(UserWarning, match="of the hook"):
+        plain(torch.ones(2, WIDTH))
+
+    want = [({"limit": 50.0}, None), "never", ({"limit": 50.0}, (2, WIDTH))]
+    assert heard[1] == want
+    assert heard[0] == (want if smp.pp_rank() == 0 else [])
+    assert sum("of the hook" in str(w.message) for w in warned) == (smp.pp_rank() == 0)
 
 
 _noted: ContextVar[list] = ContextVar("noted")

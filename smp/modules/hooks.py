@@ -4,6 +4,7 @@ Pre-hooks run where the module runs (weight norm changes parameters there); forw
 full backward hooks run where it is called (they write into the caller's objects).
 """
 
+import warnings
 from typing import Any
 
 from torch import Tensor, nn
@@ -97,34 +98,56 @@ def call_hooked(module: nn.Module, args: tuple, kwargs: dict | None) -> Any:
     full = (
         BackwardHook(module, backward_hooks, pre_hooks) if backward_hooks or pre_hooks else None
     )
-    bare = False
-    if backward_hooks and module._forward_pre_hooks:
-        alone = _core.call_remote(module, args, kwargs, True, True)
-        if alone is not None:
-            bare = True
-            args, kwargs = alone
-    if full is not None:
-        args = full.setup_input_hook(args)
-    if bare:
-        output = _core.call_remote(module, args, kwargs, True, False)
-    elif not (module._forward_hooks or backward_hooks):
-        output = _core.call_remote(module, args, kwargs, False, False)
-    else:
-        output, replaced = _core.call_remote(module, args, kwargs, False, True)
-        if replaced is not None:
-            if backward_hooks:
-                _refuse_replaced(module)
-            args, kwargs = replaced
-    for key, hook in list(module._forward_hooks.items()):
-        if key in module._forward_hooks_with_kwargs:
-            changed = hook(module, args, kwargs or {}, output)
+    output = None
+    ran: set[int] = set()
+    try:
+        bare = False
+        if backward_hooks and module._forward_pre_hooks:
+            alone = _core.call_remote(module, args, kwargs, True, True)
+            if alone is not None:
+                bare = True
+                args, kwargs = alone
+        if full is not None:
+            args = full.setup_input_hook(args)
+        if bare:
+            output = _core.call_remote(module, args, kwargs, True, False)
+        elif not (module._forward_hooks or backward_hooks):
+            output = _core.call_remote(module, args, kwargs, False, False)
         else:
-            changed = hook(module, args, output)
-        if changed is not None:
-            output = changed
-    if full is not None:
-        output = full.setup_output_hook(output)
-    return output
+            output, replaced = _core.call_remote(module, args, kwargs, False, True)
+            if replaced is not None:
+                if backward_hooks:
+                    _refuse_replaced(module)
+                args, kwargs = replaced
+        for key, hook in list(module._forward_hooks.items()):
+            ran.add(key)
+            changed = _run_forward_hook(module, key, hook, args, kwargs, output)
+            if changed is not None:
+                output = changed
+        if full is not None:
+            output = full.setup_output_hook(output)
+        return output
+    except Exception:  # as in nn.Module, which keeps this from other ends of a call
+        for key, hook in list(module._forward_hooks.items()):
+            if key in module._forward_hooks_always_called and key not in ran:
+                try:
+                    changed = _run_forward_hook(module, key, hook, args, kwargs, output)
+                    output = output if changed is None else changed
+                except Exception as error:
+                    warnings.warn(
+                        "smp: a forward hook with always_call=True raised an exception, beside "
+                        f"that of the forward: {error}",
+                        stacklevel=2,
+                    )
+        raise
+
+
+def _run_forward_hook(
+    module: nn.Module, key: int, hook: Any, args: tuple, kwargs: dict | None, output: Any
+) -> Any:
+    if key in module._forward_hooks_with_kwargs:
+        return hook(module, args, kwargs or {}, output)
+    return hook(module, args, output)
 
 
 def _refuse_replaced(module: nn.Module) -> None:
