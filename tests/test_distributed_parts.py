@@ -69,6 +69,9 @@ def test_a_split_table_with_the_options_of_torchs(option, by_rows):
     got = table.weight.grad.to_dense()
     assert_near(got, slices.take(whole.weight.grad.to_dense(), group.rank()), "gradient")
     assert_near(table.weight, slices.take(whole.weight, group.rank()), "table")
+    with torch.no_grad():
+        out, want = table(parts[group.rank()]), whole(every)
+    assert_near(out, want[:1] if group.rank() == 0 else want[1:], "vectors without grad")
 
 
 @pytest.mark.parametrize("ranks_alike", [False, True])
@@ -122,7 +125,7 @@ def test_a_linear_made_by_hand(by_outputs, alike):
         whole = nn.Linear(5, 7, bias, dtype=torch.float64)
         whole.load_state_dict(smp.DistributedModel(linear).state_dict())
         torch.manual_seed(0 if alike else group.rank())
-        for shape in ((2, 5), (3, 2, 5), (1, 2, 3, 5)):
+        for shape in ((5,), (2, 5), (3, 2, 5), (1, 2, 3, 5)):
             x = torch.randn(shape, dtype=torch.float64)
             assert_near(linear(x), whole(x), f"{shape}")
 
@@ -142,6 +145,8 @@ def test_a_linears_input_of_another_width_is_an_error_on_every_rank(alike):
             with pytest.raises(ValueError, match=words):
                 linear(torch.ones(2, width))
         linear(torch.ones(2, linear.in_features))
+        with pytest.raises(ValueError, match=rf"'{path}' got an input of shape \[\]: "):
+            linear(torch.ones(()))
 
 
 # ---------------------------------------------------------------------------------- norms
@@ -267,15 +272,20 @@ def test_a_split_heads_loss_of_edges():
 # ------------------------------------------------------------------------ building blocks
 
 
-def test_a_creation_scope_that_fails_leaves_the_default_dtype():
-    module = smp.nn.DistributedModule()
-    with (
-        contextlib.suppress(KeyError),
-        blocks.parameter_creation_scope(module, dtype=torch.float64),
-    ):
-        assert torch.get_default_dtype() == torch.float64
-        raise KeyError
-    assert torch.get_default_dtype() == torch.float32
+@pytest.mark.parametrize("default", [torch.float32, torch.float64])
+def test_a_creation_scope_that_fails_leaves_the_default_dtype(default):
+    module, before = smp.nn.DistributedModule(), torch.get_default_dtype()
+    torch.set_default_dtype(default)
+    try:
+        with (
+            contextlib.suppress(KeyError),
+            blocks.parameter_creation_scope(module, dtype=torch.float16),
+        ):
+            assert torch.get_default_dtype() == torch.float16
+            raise KeyError
+        assert torch.get_default_dtype() == default
+    finally:
+        torch.set_default_dtype(before)
 
 
 @on_ranks(2)

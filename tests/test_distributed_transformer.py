@@ -145,7 +145,10 @@ def test_masks_of_one_shape_are_of_each_ranks_own_samples(optimize):
     masks = [masked(2, 6, generator) for _ in range(group.size())]
     assert not torch.equal(masks[0], masks[1])
     everyones = [layer((x, mask))[0] for mask in masks]
-    assert_near(layer((x, masks[group.rank()]))[0], everyones[group.rank()], "own mask")
+    own = masks[group.rank()]
+    assert_near(layer((x, own))[0], everyones[group.rank()], "own mask")
+    narrow = own.to((torch.float32, torch.int64)[group.rank()])
+    assert_near(layer((x, narrow))[0], everyones[group.rank()], "own mask of another dtype")
 
 
 @pytest.mark.stress
@@ -352,6 +355,45 @@ def test_ranks_with_the_same_samples_drop_what_one_rank_would(optimize):
     assert_near(split((x, None))[0], want, "output")
 
 
+def everything(net: nn.Module, given: list[Tensor], seed: int) -> list[Tensor]:
+    """What comes out, and the gradient of each input."""
+    given = [tensor.clone().requires_grad_(True) for tensor in given]
+    torch.manual_seed(seed)
+    out = net(tuple(given))
+    hidden = out if isinstance(out, Tensor) else out[0]
+    weights = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(1))
+    (hidden * weights).sum().backward()
+    return [hidden, *(tensor.grad for tensor in given)]
+
+
+@pytest.mark.parametrize("alike", [False, True], ids=["own samples", "same samples"])
+@pytest.mark.parametrize("optimize", ["speed", "memory", "channels"])
+@on_ranks(2)
+def test_all_that_a_layer_is_given_gets_the_gradient_of_one_rank(optimize, alike):
+    """Hidden states, what they look at, and both masks; with what each attention drops."""
+    torch.set_default_dtype(torch.float64)
+    rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
+    x, mask, states, other = batch_of("all", alike)(rank, 0)
+    layer = {**DROPS, "optimize": optimize, "causal_mask_size": None}
+    attention = {name: value for name, value in layer.items() if name != "intermediate_size"}
+
+    def made() -> list[nn.Module]:
+        torch.manual_seed(5)
+        return [
+            smp.nn.DistributedTransformerLayer(**layer, add_cross_attention=True),
+            smp.nn.DistributedAttentionLayer(**attention, cross_attention=True),
+        ]
+
+    given = [x, states, mask, other], [x, states, other]
+    seed = 100 if alike else 100 + rank
+    want = [everything(*both, seed) for both in zip(made(), given, strict=True)]
+    split_over_all_ranks(prescaled_batch=alike)
+    got = [everything(*both, 100 + rank) for both in zip(made(), given, strict=True)]
+    for kind, ours, plain_ones in zip(("layer", "attention"), got, want, strict=True):
+        for number, (one, of) in enumerate(zip(ours, plain_ones, strict=True)):
+            assert_near(one, of, f"{kind}: {number}")
+
+
 # -------------------------------------------------------------------------- in a pipeline
 
 
@@ -425,16 +467,17 @@ def test_under_autocast_and_in_half_precision(optimize):
     options = {**SIZES, **GPT, "optimize": optimize}
     del options["embedding_dropout_prob"]
     layer = smp.nn.DistributedTransformerLayer(**options)
-    x = batch_of("no")(group.rank(), 0)[0].float()
-    want = layer((x, None))[0]
+    x, mask, *_ = batch_of("all")(group.rank(), 0)
+    x, mask = x.float(), mask.float()
+    want = layer((x, mask))[0]
     with torch.autocast("cpu", torch.bfloat16):
-        out = layer((x, None))[0]
+        out = layer((x, mask))[0]
     assert out.dtype == torch.float32
     torch.testing.assert_close(out, want, atol=0.05, rtol=0.05)
     out.sum().backward()
     assert all(p.grad.dtype == torch.float32 for p in layer.parameters())
     layer.bfloat16()
-    half = layer((x.bfloat16(), None))[0]
+    half = layer((x.bfloat16(), mask))[0]
     assert half.dtype == torch.bfloat16
     torch.testing.assert_close(half.float(), want, atol=0.05, rtol=0.05)
     layer.double()

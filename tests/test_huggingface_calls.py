@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from smp.nn.huggingface import forms, generation, gpt2, gptj, gptneo, gptneox
 from smp.nn.huggingface.forms import additive, hidden_positions, language_model
+from smp.tensor_parallel import group
 
 pytest.importorskip("transformers")
 
@@ -267,3 +268,23 @@ def test_generate_goes_on_until_all_ranks_have_finished():
     for given in ({}, {"synced_gpus": False}, {"synced_gpus": None}):
         args, kwargs = generate(Generates(), 1, top_k=2, **given)
         assert args == (1,) and kwargs == {"synced_gpus": True, "top_k": 2}
+
+
+@pytest.mark.parametrize("others", [(True, True), (True, False), (False, False)])
+def test_some_ranks_have_unfinished_sequences(others, monkeypatch):
+    """The rank's own is asked for in the name of generate, whatever becomes of it."""
+    unfinished = generation._together(Generates)["_has_unfinished_sequences"]
+    before, asked = group.called_path(), []
+
+    def gather(mine: list[int], device: torch.device) -> list[list[int]]:
+        asked.append((mine, group.called_path()))
+        if len(asked) > 1:
+            raise RuntimeError
+        return [mine, *([int(one)] for one in others)]
+
+    monkeypatch.setattr(group, "gather_numbers", gather)
+    assert unfinished(Generates(), True, True, torch.device("cpu")) == (not all(others))
+    assert asked == [([True], "generate")] and group.called_path() == before
+    with pytest.raises(RuntimeError):
+        unfinished(Generates(), False, True, torch.device("cpu"))
+    assert group.called_path() == before

@@ -331,6 +331,17 @@ def test_a_replaced_decoder_without_an_encoder():
         model(**given)
 
 
+def test_what_a_model_is_marked_with_comes_before_its_configuration():
+    """And what no distributed module takes is of other kinds of splitting."""
+    form = importlib.import_module("smp.nn.huggingface.gpt2").FORMS["GPT2LMHeadModel"]
+    net = gpt2()
+    marks = {"attention_dropout_prob": 0.7, "optimize": "memory", "zero_init": True}
+    made = form._make(net, marks)
+    options = made.options
+    assert (options.attention_dropout_prob, options.optimize) == (0.7, "memory")
+    assert options.hidden_dropout_prob == 0.0 and made.config is net.config
+
+
 @on_ranks(2)
 def test_weights_that_would_be_lost_are_named():
     split_over_all_ranks()
@@ -356,7 +367,10 @@ def test_state_dicts_there_and_back(kind):
     plain = FAMILIES[kind][0]().state_dict()
     ours = to_ours(plain)
     assert any(".seq_layers." in name for name in ours) and set(ours) != set(plain)
-    assert all(torch.equal(to_hf(ours)[name], value) for name, value in plain.items())
+    back = to_hf(ours)
+    assert all(torch.equal(back[name], value) for name, value in plain.items())
+    # As it is saved: not as a view of something larger.
+    assert all(value.is_contiguous() for value in (*ours.values(), *back.values()))
     assert set(to_ours(ours)) == set(ours)  # it is ours already
     assert set(to_hf(plain)) == set(plain)  # or is split in place
 
@@ -368,6 +382,9 @@ def test_parts_that_are_packed_by_heads():
     assert ours["x.seq_layers.0.q.weight"].flatten().tolist() == [0, 1, 2, 3, 12, 13, 14, 15]
     back = names.to_hugging_face(ours, heads=2)
     assert torch.equal(back["x.layer.0.qkv.weight"], whole)
+    added = {"x.layer.0.extra": whole}  # the script's own, in a layer
+    assert names.to_ours(added).keys() == {"x.seq_layers.0.extra"}
+    assert names.to_hugging_face(names.to_ours(added)) == added
     with pytest.raises(ValueError, match="give num_attention_heads"):
         names.to_ours({"x.layer.0.qkv.weight": whole})
 
@@ -556,6 +573,8 @@ def test_families_that_are_split_in_place_keep_their_names():
         assert getattr(family, f"translate_state_dict_to_hf_{name}")(state, 7) == state
         there = getattr(family, f"translate_hf_state_dict_to_smdistributed_{name}")
         assert there(state) == state
+        there(state).clear()
+        assert len(state) == 1  # which is the caller's
 
 
 @on_ranks(2)

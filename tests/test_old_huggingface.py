@@ -8,6 +8,7 @@ import copy
 import importlib
 import inspect
 import itertools
+import pickle
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, Optional, Union
@@ -244,6 +245,18 @@ def test_a_blocks_state_dict_with_buffers(cross):
     more = gpt2.translate_layer_state_dict_to_hf_gpt2_block(state, max_seq_len=3)
     assert more.keys() == given.keys()
     assert all(more[name].shape == (1, 1, 3, 3) for name in buffers if "masked" not in name)
+
+
+@pytest.mark.parametrize("module", [bert, gpt2, gptj, gptneo, gptneox, vit])
+def test_translations_are_where_they_say(module):
+    """So that they can be pickled, and are found in tracebacks."""
+    family = module.__name__.rpartition(".")[2]
+    for name in (
+        f"translate_hf_state_dict_to_smdistributed_{family}",
+        f"translate_state_dict_to_hf_{family}",
+    ):
+        assert pickle.loads(pickle.dumps(getattr(module, name))) is getattr(module, name)
+        assert getattr(module, name).__name__ == name
 
 
 def test_queries_keys_and_values_lie_as_each_family_packs_them():

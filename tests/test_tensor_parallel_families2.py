@@ -15,8 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import smp
+from smp.nn.huggingface import mixtral as mixtral_plan
 from smp.nn.huggingface.llama import shared_heads
 from smp.tensor_parallel import group
+from smp.tensor_parallel.slices import slices_of
 from tests.ranks import on_ranks
 from tests.reference.whole_job import WholeJob, assert_near, split_over_all_ranks
 
@@ -626,6 +628,30 @@ def test_queries_find_the_heads_that_they_share(shared, together, monkeypatch):
             chosen, equally = shared_heads(shared, together)
             heads += [head for head in chosen for _ in range(equally)]
         assert heads == [query // together for query in range(shared * together)]
+
+
+@pytest.mark.parametrize(
+    ("channels", "ranges"),
+    [
+        (80, [(0, 32), (32, 64), (64, 80)]), (16, [(0, 8), (8, 16)]), (15, [(0, 8), (8, 15)]),
+        (24, [(0, 16), (16, 24)]), (48, [(0, 16), (16, 32), (32, 48)]),
+    ],
+)  # fmt: skip
+def test_channels_of_experts_stay_together_where_there_are_enough(channels, ranges):
+    """By 16, or what divides them; gate and up are cut alike."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.MixtralConfig(
+        hidden_size=4, intermediate_size=channels, num_local_experts=2
+    )
+    modeling = importlib.import_module("transformers.models.mixtral.modeling_mixtral")
+    experts = modeling.MixtralExperts(config)
+    with group.planned(len(ranges)):
+        mixtral_plan.split_experts(experts, "experts")
+    down, both = slices_of(experts.down_proj), slices_of(experts.gate_up_proj)
+    assert (down.axis, down.ranges) == (2, tuple((one,) for one in ranges))
+    shifted = [(first + channels, last + channels) for first, last in ranges]
+    assert (both.axis, both.ranges) == (1, tuple(zip(ranges, shifted, strict=True)))
+    assert experts.intermediate_dim == ranges[0][1]
 
 
 @pytest.mark.stress

@@ -304,6 +304,8 @@ def test_heads_and_labels_that_do_not_fit_are_refused():
     x, labels = torch.zeros(2, 4), torch.zeros(2, dtype=torch.int64)
     with pytest.raises(ValueError, match=r"'0' is cut by its inputs; .* by_outputs=True"):
         vocabulary_parallel_cross_entropy(net[0], x, labels)
+    with pytest.raises(ValueError, match="'the head' is cut by its inputs"):
+        vocabulary_parallel_cross_entropy(smp.nn.DistributedLinear(4, CLASSES), x, labels)
     with pytest.raises(ValueError, match=r"labels have shape \[1, 2\]; of hidden \[2, 4\] it"):
         vocabulary_parallel_cross_entropy(net[0], x, labels[None])
     with pytest.raises(TypeError, match="class numbers, not torch.float64"):

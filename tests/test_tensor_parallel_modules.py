@@ -514,6 +514,7 @@ def test_tables_for_those_who_gather_and_scatter_themselves(by_rows):
     table = smp.nn.DistributedEmbedding(9, 5, skip_allgather=True, **options)
     got = table(ids)
     assert torch.equal(got, weight[ids.tensor_split(group.size())[group.rank()]])
+    assert table(ids[:0]).shape == (0, 2, 5)
     got.square().sum().backward()
     weight[ids].square().sum().backward()
     slices = slices_of(table.weight)
@@ -533,12 +534,14 @@ def test_an_index_out_of_range_is_an_error():
         table(torch.tensor([1, 99]))
 
 
+@pytest.mark.parametrize("alike", [False, True], ids=["own samples", "same samples"])
 @on_ranks(2)
-def test_autocast_gives_its_dtype():
-    split_over_all_ranks()
-    linear = smp.nn.DistributedLinear(6, 4)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert linear(torch.ones(2, 6)).dtype is torch.bfloat16
+def test_autocast_gives_its_dtype(alike):
+    split_over_all_ranks(prescaled_batch=alike)
+    for by_outputs in (False, True):
+        linear = smp.nn.DistributedLinear(6, 4, by_outputs=by_outputs)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert linear(torch.ones(2, 6)).dtype is torch.bfloat16
 
 
 # --------------------------------------------------------------------- registered modules

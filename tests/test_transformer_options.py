@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import smp
+from smp.nn.transformer.options import ACTIVATIONS
 from smp.tensor_parallel import group
 from tests.ranks import on_ranks
 from tests.reference import transformer as plain
@@ -362,6 +364,8 @@ def refuses_inputs() -> None:
                 net(wrong)
         with pytest.raises(ValueError, match=r"mask.* shape \[2, 4\]: must be"):
             net((X, STATES, MASK, torch.zeros(2, 4)))
+        with pytest.raises(TypeError, match="mask is bool"):
+            net((X, STATES, MASK, torch.zeros(2, 1, 1, 4).bool()))
         with pytest.raises(ValueError, match="made without add_cross_attention=True"):
             made(kind)((X, STATES, MASK, None))
         made(kind)((X, None, MASK, None))
@@ -440,6 +444,52 @@ def test_the_embeddings_are_dropped_in_training_alone(training):
     dropped = seen[0] == 0
     assert 0.2 < dropped.double().mean() < 0.3
     torch.testing.assert_close(seen[0], (whole / 0.75).masked_fill(dropped, 0.0))
+
+
+def test_activations_by_the_names_of_transformers(float64):
+    by_tanh = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh")
+    wanted = {"gelu": "none", **dict.fromkeys(by_tanh, "tanh"), "relu": None}
+    assert ACTIVATIONS.keys() == wanted.keys()
+    x = torch.linspace(-3, 3, 36).view(2, 3, 6)
+    for name, approximate in wanted.items():
+        net = made("TransformerOutputLayer", activation=name, hidden_dropout_prob=0.0)
+        y = net.dense1(x)
+        y = y.relu() if approximate is None else F.gelu(y, approximate=approximate)
+        want = net.layernorm(x + net.dense2(y) + net.dense2.bias)
+        assert_near(net(x), want, name)
+
+
+def test_scores_that_half_precision_cannot_hold_are_divided_by_the_layers_number():
+    """... before they are computed: of equal scores each position has the same share."""
+    net, _ = attention(query_key_layer_scaling=True, layer_idx=3)
+    with torch.no_grad():
+        for linear in (net.query, net.key):
+            linear.weight.zero_()
+            linear.bias.fill_(1)
+        x = torch.randn(2, 4, 6).half()
+        want = net.half()((x, None))
+        for linear in (net.query, net.key):
+            linear.bias.fill_(300)  # 2 channels: scores of 127,279, and 31,820 a layer
+        assert torch.equal(net((x, None)), want) and want.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_residual_that_is_added_in_float32_is_normalised_in_its_own_dtype(dtype):
+    """large + y - large: in the narrow dtype nothing is left of y."""
+    net = made("TransformerOutputLayer", hidden_dropout_prob=0.0, fp32_residual_addition=True)
+    large = 2 / torch.finfo(dtype).eps
+    y = torch.arange(6) % 2
+    with torch.no_grad():
+        for linear in (net.dense1, net.dense2):
+            linear.weight.zero_()
+        net.dense1.bias.fill_(1)
+        net.activation = F.relu
+        net.dense2.weight[:, 0] = y
+        net.dense2.bias.fill_(large)
+        out = net.to(dtype)(torch.full((2, 3, 6), -large, dtype=dtype))
+    assert out.dtype == dtype
+    want = (2.0 * y - 1).expand(2, 3, 6)
+    torch.testing.assert_close(out.float(), want, atol=0.01, rtol=0.01)
 
 
 @pytest.mark.parametrize("which", ["attention", "hidden"])

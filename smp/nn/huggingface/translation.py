@@ -67,8 +67,6 @@ class Translation(NamedTuple):
                 out[_renamed(name, self.others)] = value
                 continue
             before, index, rest = found.groups()
-            if re.fullmatch(self.dropped, rest):
-                continue
             for ours, tensor in self.layer_to_ours({rest: value}, heads).items():
                 out[f"{before}{self.ours}.{index}.{ours}"] = tensor
         return out
