@@ -127,6 +127,9 @@ def test_a_group_goes_by_its_description_or_else_by_its_number_and_ranks(default
                 assert re.match(f"smp: group '{called}': rank", told), told
                 named = [use.name[:63] for use in smp.comm_report().groups]
                 assert any(re.fullmatch(called, name) for name in named), named
+                uses = [use.ranks for use in smp.comm_report().groups]
+                assert tuple(group.global_ranks) in uses
+                assert sorted(group.global_ranks) == sorted(members)
             dist.barrier()
 
 
@@ -202,18 +205,31 @@ def test_splits_that_disagree_name_the_operation_and_its_number(tmp_path):
 
 
 @on_ranks(4)
-def test_a_monitored_barrier_names_group_number_and_global_ranks(tmp_path):
+@pytest.mark.parametrize("default", ["smddp", "gloo"])
+def test_a_monitored_barrier_names_group_number_and_global_ranks(default, tmp_path):
     """... around the words of gloo, whose ranks are those of the group."""
     short = timedelta(seconds=0.3)
-    with job(tmp_path, "gloo") as (rank, size):
+    with job(tmp_path, default) as (rank, size):
         group = dist.new_group([2, 3], backend="smddp")
         if rank >= 2:
             group.monitored_barrier()
         if rank == 2:
-            assert (
-                f"smp: group '{group.group_name} (ranks 2, 3)': monitored barrier 2: Ranks 1 "
-                "failed to pass monitoredBarrier in 300 ms (global ranks 3)"
-            ) == refused(lambda: group.monitored_barrier(short, wait_all_ranks=True))
+            called = f"smp: group '{group.group_name} (ranks 2, 3)': monitored barrier"
+            late = "failed to pass monitoredBarrier in"
+            assert (f"{called} 2: Ranks 1 {late} 300 ms (global ranks 3)") == refused(
+                lambda: group.monitored_barrier(short, wait_all_ranks=True)
+            )
+            group.set_timeout(timedelta(seconds=0.2))
+            assert f"{called} 3: Rank 1 {late} 200 ms (global ranks 3)" == refused(
+                group.monitored_barrier
+            )
+            now = timedelta()
+            assert f"{called} 4: Rank 0 timed out in monitoredBarrier after 0 ms" == refused(
+                lambda: group.monitored_barrier(now)
+            )
+            assert f"{called} 5: Ranks 1 {late} 0 ms (global ranks 3)" == refused(
+                lambda: group.monitored_barrier(now, wait_all_ranks=True)
+            )
         dist.barrier()
 
 

@@ -17,8 +17,10 @@ import torch.distributed as dist
 
 import smdistributed.dataparallel.torch.torch_smddp  # noqa: F401
 import smp
-from smp.collectives import monitored_barrier
+from smp.collectives import launch, monitored_barrier
+from smp.collectives.backend import called
 from smp.collectives.process_group import BARRIER
+from smp.collectives.ranks import with_settings
 from smp.collectives.work import AllOf, Work
 from tests.ranks import on_ranks
 from tests.reference.collectives import drawn, reduced
@@ -143,25 +145,43 @@ def test_reduce_fills_the_root_and_leaves_the_others(tmp_path):
 
 
 @on_ranks(*ON)
-def test_reduce_scatter_in_all_its_forms(tmp_path):
+@pytest.mark.parametrize("name", ["SUM", "MAX", "AVG", "PREMUL_SUM"])
+def test_a_reduction_is_followed_in_all_forms(name, tmp_path):
+    """All-reduces and reduce-scatters, of one tensor, of lists and coalesced."""
     with job(tmp_path) as (rank, size):
         terms = [drawn(r, (size * 6, 5), torch.float32) for r in range(size)]
-        want = reduced("SUM", terms)[rank * 6 : (rank + 1) * 6]
+        op = getattr(dist.ReduceOp, name)
+        whole = reduced(name, terms) if name != "PREMUL_SUM" else None
+        if whole is None:
+            op = dist._make_nccl_premul_sum(0.5 + rank)
+            whole = reduced("SUM", [(0.5 + r) * term for r, term in enumerate(terms)])
+        want = whole[rank * 6 : (rank + 1) * 6]
 
-        whole = torch.empty(6, 5)
-        dist.reduce_scatter_tensor(whole, terms[rank].clone())
-        assert same(whole, want)
+        one = torch.empty(6, 5)
+        dist.reduce_scatter_tensor(one, terms[rank].clone(), op)
+        assert same(one, want)
 
         from_list = torch.empty(6, 5)
-        dist.reduce_scatter(from_list, list(terms[rank].clone().chunk(size)))
+        dist.reduce_scatter(from_list, list(terms[rank].clone().chunk(size)), op)
         assert same(from_list, want)
 
         many = [torch.empty(6, 5), torch.empty(6, 5)]
         with dist._coalescing_manager():
             for out in many:
-                dist.reduce_scatter_tensor(out, terms[rank].clone())
+                dist.reduce_scatter_tensor(out, terms[rank].clone(), op)
         assert same(many[0], want)
         assert same(many[1], want)
+
+        many = [terms[rank].clone(), terms[rank].clone()]
+        with dist._coalescing_manager():
+            for tensor in many:
+                dist.all_reduce(tensor, op)
+        assert same(many[0], whole)
+        assert same(many[1], whole)
+
+        at_root = terms[rank].clone()
+        dist.reduce(at_root, size - 1, op)
+        assert same(at_root, whole if rank == size - 1 else terms[rank])
 
 
 @on_ranks(*ON)
@@ -193,7 +213,7 @@ def test_many_tensors_are_reduced_as_one(tmp_path):
             )
 
 
-@on_ranks(*ON)
+@on_ranks(2, 3, 4)
 def test_sparse_tensors_are_summed(tmp_path):
     with job(tmp_path) as (rank, size):
         terms = []
@@ -223,9 +243,14 @@ def test_sparse_tensors_that_differ_raise_on_both_sides_and_name_both(tmp_path):
         assert "2 of a float32 of" in dtypes and "2 of a float64 of" in dtypes
         dims = refused(lambda: dist.all_reduce(torch.ones(4, 2).to_sparse(1 + rank)))
         assert "1 of its dimensions sparse" in dims and "2 of its dimensions" in dims
+        rows = said(torch.ones(4, 2), torch.ones(4, 3))
+        assert "4 of a float32 of shape (4, 2)" in rows and "of shape (4, 3)" in rows
+        with pytest.raises(ValueError, match="sparse tensors is defined for SUM alone"):
+            dist.all_reduce(torch.ones(4).to_sparse(1), dist.ReduceOp.AVG)
 
         same_shape = torch.ones(4).to_sparse(1)  # and the group goes on
-        dist.all_reduce(same_shape)
+        work = dist.all_reduce(same_shape, async_op=True)
+        assert work.wait() and work.result()[0] is same_shape
         assert same_shape.to_dense().tolist() == [2.0] * 4
 
 
@@ -337,6 +362,40 @@ def test_methods_of_a_group_take_torch_s_names(tmp_path):
             group.allreduce(tensors=[total], no_such=1)
 
 
+@on_ranks(2)
+def test_methods_of_a_group_take_several_tensors(tmp_path):
+    with job(tmp_path) as (rank, size):
+        group = dist.group.WORLD
+
+        def two() -> list[torch.Tensor]:
+            return [torch.full((3,), 1.0 + rank), torch.full((2,), 10.0 + rank)]
+
+        both = [[1.0, 10.0], [2.0, 11.0]]  # by rank
+        options = dist.BroadcastOptions()
+        options.rootRank = 1
+        group.broadcast(tensors := two(), options).wait()
+        assert [t[-1].item() for t in tensors] == both[1]
+        options = dist.ReduceOptions()
+        options.rootRank = 1
+        group.reduce(tensors := two(), options).wait()
+        assert [t[-1].item() for t in tensors] == ([3.0, 21.0] if rank == 1 else both[0])
+
+        group.send(two(), 1 - rank, 0)
+        group.recv(tensors := two(), 1 - rank, 0).wait()
+        assert [t[-1].item() for t in tensors] == both[1 - rank]
+
+        listed = [[torch.empty_like(t) for _ in range(size)] for t in two()]
+        group.allgather(listed, two()).wait()
+        assert [[t[-1].item() for t in one] for one in listed] == [[1, 2], [10, 11]]
+        outputs = [torch.empty(1), torch.empty(2)]
+        inputs = [[torch.tensor([5.0 + r]) for r in range(size)], [*torch.eye(2)]]
+        group.reduce_scatter(outputs, inputs).wait()
+        assert [t.tolist() for t in outputs] == [
+            [10.0 + 2 * rank],
+            [2.0 * (rank == i) for i in range(2)],
+        ]
+
+
 @on_ranks(*ON)
 def test_results_go_into_tensors_with_gaps(tmp_path):
     """... and leave what lies between their elements."""
@@ -365,6 +424,28 @@ def test_results_go_into_tensors_with_gaps(tmp_path):
             assert not asynchronous or work.wait()
             assert same(out, torch.cat([term.chunk(size)[rank] for term in terms]))
             assert whole[..., 1::2].eq(-1).all()
+
+            for root in (0, size - 1):
+                whole, out = gaps(2 * size, 3)
+                out.copy_(terms[rank])
+                work = dist.reduce(out, root, async_op=asynchronous)
+                assert not asynchronous or work.wait()
+                assert same(out, reduced("SUM", terms) if rank == root else terms[rank])
+                assert whole[..., 1::2].eq(-1).all()
+
+                parts = [gaps(2 * size, 3) for _ in terms]
+                got = [out for _, out in parts] if rank == root else None
+                work = dist.gather(given, got, root, async_op=asynchronous)
+                assert not asynchronous or work.wait()
+                assert got is None or all(map(same, got, terms))
+                assert all(whole[..., 1::2].eq(-1).all() for whole, _ in parts)
+
+                whole, out = gaps(2, 3)
+                cut = list(given.chunk(size)) if rank == root else None
+                work = dist.scatter(out, cut, root, async_op=asynchronous)
+                assert not asynchronous or work.wait()
+                assert same(out, terms[root].chunk(size)[rank])
+                assert whole[..., 1::2].eq(-1).all()
 
 
 @on_ranks(*ON)
@@ -591,6 +672,87 @@ def test_operations_of_cuda_tensors_are_coalesced_by_nccl(tmp_path):
         group._nccl = None
 
 
+@on_ranks(2)
+def test_other_operations_of_cuda_tensors_are_nccl_s(tmp_path):
+    """Also where this rank gives or gets nothing, and of a barrier; its end is NCCL's, too."""
+    with job(tmp_path) as (rank, size):
+        gpu = torch.ones(3).as_subclass(OnCuda)
+        for end in ("shutdown", "abort"):
+            group = dist.new_group()
+            group._nccl = nccl = Recorder()
+            device = torch.device("cuda", 0)
+            group.gather([] if rank else [[gpu] * size], [gpu])
+            group.scatter([gpu], [] if rank else [[gpu] * size])
+            options = dist.BarrierOptions()
+            options.device = device
+            group.barrier(options)
+            assert nccl.asked == ["gather", "scatter", "barrier"]
+            nccl.asked.clear()
+            with pytest.raises(ArithmeticError), dist._coalescing_manager(group, device):
+                group.reduce([gpu])
+                raise ArithmeticError
+            with dist._coalescing_manager(group, device):
+                group.reduce([gpu])
+            assert nccl.asked == ["_start_coalescing", "reduce", "_end_coalescing"] * 2
+            assert group._get_backend(device) is not group
+            getattr(group, end)()
+            assert nccl.asked[-1] == end and group._group.sequence() == 0
+            assert "was destroyed" in refused(lambda: group.barrier())  # noqa: B023
+
+
+class Nccl:
+    """In place of NCCL's backend."""
+
+    class Options:
+        _timeout = None
+
+    def __init__(self, *given):
+        self.given = given
+
+
+class GroupOfNccl:
+    """In place of torch's group around it."""
+
+    BackendType = dist.ProcessGroup.BackendType
+
+    def __init__(self, *given):
+        self.given, self.set = given, {}
+
+    def __getattr__(self, name):
+        return lambda *given: self.set.update({name: given})
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("has_options", [False, True])
+def test_the_group_of_nccl_has_the_group_s_ranks_name_and_time(
+    has_options, tmp_path, monkeypatch
+):
+    with job(tmp_path) as (rank, size):
+        monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
+        group = dist.new_group()
+        group.bound_device_id = None
+        with pytest.raises(RuntimeError, match="CUDA tensors need NCCL, which this torch has"):
+            group.allreduce([torch.ones(3).as_subclass(OnCuda)])
+
+        monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+        monkeypatch.setattr(dist, "ProcessGroupNCCL", Nccl, raising=False)
+        options = Nccl.Options() if has_options else None
+        group = dist.new_group(timeout=timedelta(seconds=41), pg_options=options)
+        monkeypatch.setattr(dist, "ProcessGroup", GroupOfNccl)
+        nccl = group.nccl()
+        device, kind, backend = nccl.set["_register_backend"]
+        store, *place, given = backend.given
+        assert group.nccl() is nccl and nccl.given == (store, rank, size)
+        assert place == [rank, size] and isinstance(given, Nccl.Options)
+        assert given is options or (not has_options and given._timeout.total_seconds() == 41)
+        assert device.type == "cuda" and nccl.set["_set_default_backend"] == (kind,)
+        assert kind == GroupOfNccl.BackendType.NCCL
+        assert nccl.set["_set_group_name"] == (group.group_name,)
+        store.set(f"key {rank}", "")
+        assert group.get_group_store().check([f"nccl/key {rank}"])
+        group._nccl = None
+
+
 @on_ranks(*ON)
 def test_tensors_with_gaps_are_filled_where_they_are(tmp_path):
     with job(tmp_path) as (rank, size):
@@ -688,6 +850,21 @@ def test_tags_and_sources_tell_messages_apart(tmp_path):
             assert heard == set(range(1, size))
         else:
             dist.send(torch.full((3,), float(rank)), 0)
+        other = size - 2  # with 2 ranks rank 0 itself
+        if rank == size - 1:
+            of_first, of_other = torch.empty(1), torch.empty(1)
+            from_first = dist.irecv(of_first, 0, tag=1)
+        if rank == other:
+            dist.send(torch.tensor([9.0]), size - 1, tag=0 if other == 0 else 1)
+        dist.barrier()
+        if rank == size - 1:
+            assert not from_first.is_completed()  # what has come is another's
+        dist.barrier()
+        if rank == 0:
+            dist.send(torch.tensor([8.0]), size - 1, tag=1)
+        if rank == size - 1:
+            dist.recv(of_other, other, tag=0 if other == 0 else 1)
+            assert from_first.wait() and (of_first.item(), of_other.item()) == (8, 9)
 
 
 @on_ranks(4)
@@ -969,6 +1146,9 @@ def test_works_that_are_one_have_one_time_out(tmp_path):
         assert "late after 3 s" in refused(
             lambda: AllOf([Late(2), Late(2)]).wait(timedelta(seconds=3))
         )
+        clock[0] = 0.0  # what is left for the last is next to nothing, and not no limit
+        late = refused(lambda: AllOf([Late(3), Late(9)]).wait(timedelta(seconds=3)))
+        assert "late after 3.001 s" in late
 
 
 # ----------------------------------------------------------------- groups, order, works
@@ -991,17 +1171,45 @@ def test_sub_groups_work_by_themselves(tmp_path):
 
 
 @on_ranks(2)
-def test_a_group_beside_a_default_group_of_another_backend(tmp_path):
-    """... also where that has taken the place of one of ours."""
+def test_a_group_beside_a_default_group_of_another_backend(tmp_path, monkeypatch):
+    """... also where that has taken the place of one of ours.  The port is the default's."""
+    left = []
+    monkeypatch.setattr(launch, "take_next_port", lambda: left.append(1))
     (tmp_path / "before").mkdir(exist_ok=True)
     with job(tmp_path / "before"):
+        dist.destroy_process_group(dist.new_group())
         dist.barrier()
+        assert left == []
+    assert left == [1]
     with job(tmp_path, "gloo") as (rank, size):
         group = dist.new_group(backend="smddp")
         tensor = torch.ones(3)
         dist.all_reduce(tensor, group=group)
         assert tensor.tolist() == [size] * 3
         assert dist.get_backend(group) == "smddp"
+    assert left == [1]
+
+
+@on_ranks(2)
+def test_what_is_set_for_groups_ends_with_its_block(tmp_path, monkeypatch):
+    """Of ranks, and what groups are called; also where an error ends it."""
+    monkeypatch.setenv("SMP_COMM_POOL_BYTES", str(4 << 20))
+    names = ["comm_pool_bytes", "comm_device_gather_bytes", "watchdog_report_s"]
+    given = dict(zip(names, (16 << 20, 12345, 67.5), strict=True))
+    for number in range(2):
+        (tmp_path / str(number)).mkdir(exist_ok=True)
+        with pytest.raises(LookupError), with_settings(given), called("mine"):
+            with job(tmp_path / str(number)):
+                ((pool,), (use,)) = (lambda r: (r.group_pools, r.groups))(smp.comm_report())
+                assert use.name == "mine" and pool.bytes >= 16 << 20
+                ranks = dist.group.WORLD._ranks
+                assert (ranks.gather_bytes, ranks.report_s) == (12345, 67.5)
+            raise LookupError
+        with job(tmp_path / str(number)):
+            ((pool,), (use,)) = (lambda r: (r.group_pools, r.groups))(smp.comm_report())
+            assert use.name == "0" and pool.bytes <= 5 << 20
+            ranks = dist.group.WORLD._ranks
+            assert ranks.gather_bytes > 12345 and ranks.report_s != 67.5
 
 
 @on_ranks(2)
@@ -1070,6 +1278,36 @@ def test_a_result_that_nobody_keeps_is_still_delivered(tmp_path):
             dist.all_reduce(tensor, async_op=True)
         dist.barrier()
         assert all(tensor[999].item() == size for tensor in tensors)
+
+
+@on_ranks(2)
+def test_a_group_answers_what_torch_asks(tmp_path):
+    with job(tmp_path) as (rank, size):
+        host, gpu = torch.device("cpu"), torch.device("cuda", 0)
+        group = dist.new_group(group_desc="mine")
+        assert (group.rank(), group.size(), group.name()) == (rank, size, "smddp")
+        assert group.group_desc == "mine" and group.group_name == group.getGroupName() == "1"
+        assert group.bound_device_id is None
+        group.bound_device_id = gpu
+        assert group.bound_device_id == gpu
+        group.bound_device_id = None
+        assert host in group._device_types and group._get_backend(host) is group
+        assert group.supports_tensor_alloc(host) and not group.supports_tensor_alloc(gpu)
+        with pytest.raises(ValueError, match="memory of the host, not of cuda:0"):
+            group.allocate_tensor(4, dtype=torch.float32, device=gpu)
+        assert dist.irecv(torch.empty(1), 1 - rank)._timeout_s == 30  # the job's
+        before = group._get_sequence_number_for_group(), group.issued()
+        dist.barrier(group)
+        after = group._get_sequence_number_for_group(), group.issued()
+        assert [b - a for a, b in zip(before, after, strict=True)] == [1, 1]
+        store = group.get_group_store()
+        store.set(f"key {rank}", b"text")
+        assert store.get(f"key {1 - rank}") == b"text"
+        other = dist.new_group().get_group_store()
+        assert not other.check([f"key {rank}"])
+        alone = [dist.new_group([member]) for member in range(size)][rank]
+        assert not alone.supports_tensor_alloc(host)
+        dist.barrier()
 
 
 # --------------------------------------------------------------------------- mismatches

@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 import smdistributed.dataparallel.torch.torch_smddp  # noqa: F401
 import smp
+from smp import _core
 from tests import accelerator
 from tests.devices import DEVICES
 from tests.ranks import on_ranks
@@ -138,9 +139,14 @@ def test_tensors_with_gaps_are_filled_where_they_are(device, tmp_path):
             work = dist.all_gather(got, strided(rank).to(on), async_op=asynchronous)
             if work is not None:
                 work.wait()
+                work.synchronize()
+                assert work.is_success() and work.exception() is None
+                assert all(a is b for a, b in zip(work.result(), got, strict=True))
+                assert work.get_future().wait()[0] is not None
             for r in range(size):
                 assert torch.equal(got[r].cpu(), strided(r))
                 assert not got[r].is_contiguous()
+            assert work is None or work.is_completed()
         assert gathered() == 2
 
 
@@ -245,6 +251,11 @@ def test_calls_that_differ_name_both(device, tmp_path):
             assert "of 4 float32 on a device" in said and "rank 1 calls all-gather" in said
             assert torch.equal(gather(3000, on), torch.ones(6000))
         for asynchronous in (False, True):
+            if rank == 0:
+                dist.group.WORLD.key = 7
+            said = refused(lambda: gather(2000, on, asynchronous))  # noqa: B023
+            assert f"{_core.WITH_KEY}00000007" in said
+        for asynchronous in (False, True):
             said = refused(lambda: gather(2000 + rank, on, asynchronous))  # noqa: B023
             assert "of 2000 float32 on a device" in said and "of 2001" in said
         assert torch.equal(gather(5, on), torch.ones(10))
@@ -286,17 +297,19 @@ def test_who_was_interrupted_in_the_first_call_goes_on_with_it(device, tmp_path)
 @on_gpus
 def test_what_cannot_be_done_is_refused_before_anybody_waits(device, tmp_path):
     with job_on(device, tmp_path) as (rank, size, on):
-        with pytest.raises(ValueError, match="input of 3 and an output of 5"):
-            dist.all_gather_into_tensor(torch.empty(5, device=on), torch.empty(3, device=on))
+        for n in (5, 7):
+            with pytest.raises(ValueError, match=f"input of 3 and an output of {n}"):
+                dist.all_gather_into_tensor(
+                    torch.empty(n, device=on), torch.empty(3, device=on)
+                )
         for n in (2, 4):
             own = torch.empty(3, device=on)
             with pytest.raises(ValueError, match=f"input of 3 and an output of {n}"):
                 dist.all_gather([torch.empty(n, device=on) for _ in range(size)], own)
-        with pytest.raises(TypeError, match="other dtypes"):
-            dist.group.WORLD.allgather(
-                [[torch.empty(3, device=on, dtype=torch.int32)] * 2],
-                [torch.empty(3, device=on)],
-            )
+        for own, other in (("float32", "int32"), ("int16", "uint16")):
+            made = [torch.empty(3, device=on, dtype=getattr(torch, d)) for d in (own, other)]
+            with pytest.raises(TypeError, match="other dtypes"):
+                dist.group.WORLD.allgather([[made[1]] * 2], [made[0]])
         with pytest.raises(BufferError):
             dist.group.WORLD.allgather([[torch.empty(3)] * 2], [torch.empty(3, device=on)])
         dist.barrier()
@@ -336,6 +349,19 @@ def test_one_rank_that_will_not_leaves_it_to_nccl_for_all(device, tmp_path):
         report = str(smp.comm_report())
         why = "rank 1: comm_device_gather_bytes is 0"
         assert f"group 0: all-gathers of GPUs by NCCL ({why})" in report
+        group._nccl = None
+
+
+@on_ranks(2)
+@on_gpus
+def test_ranks_of_several_hosts_leave_it_to_nccl(device, tmp_path, monkeypatch):
+    monkeypatch.setenv("SMP_COMM_TRANSPORTS", "tcp")
+    with job_on(device, tmp_path) as (rank, size, on):
+        group = dist.group.WORLD
+        group._nccl = nccl = Recorder()
+        for _ in range(2):
+            dist.all_gather_into_tensor(torch.empty(8, device=on), torch.ones(4, device=on))
+        assert nccl.asked == ["all_gather_single_coalesced"] * 2
         group._nccl = None
 
 

@@ -94,6 +94,32 @@ def test_the_next_store_is_at_another_port_if_the_port_is_ours(environment, monk
         assert environment["MASTER_PORT"] == port
 
 
+@pytest.mark.parametrize("given", [{}, {"LOCAL_RANK": "3", "MASTER_PORT": "77"}], ids=str)
+def test_one_rank_of_an_mpi_launcher_meets_itself_without_mpi(given, environment, monkeypatch):
+    """What is there stays; a port that somebody else has chosen is not ours to change."""
+    watched: list[bootstrap.Bootstrap] = []
+    monkeypatch.setattr(
+        launch, "Watch", lambda boot: SimpleNamespace(start=lambda: watched.append(boot))
+    )
+    monkeypatch.setattr(launch, "_ports", [])
+    monkeypatch.setattr(launch, "_reserved", [])
+    monkeypatch.setattr(bootstrap, "has_mpi4py", lambda: False)
+    environment.update(given, OMPI_COMM_WORLD_SIZE="1")
+    launch.complete_environment()
+    reserved = [str(listener.getsockname()[1]) for listener in launch._reserved]
+    for listener in launch._reserved:
+        listener.close()
+    first, second = reserved
+    assert first != second and [type(boot) for boot in watched] == [bootstrap.Alone]
+    want = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    want |= {"MASTER_PORT": first, **given}
+    assert {name: environment[name] for name in launch.WANTED} == want
+    launch.take_next_port()
+    assert environment["MASTER_PORT"] == ("77" if given else second)
+    launch.complete_environment()  # all is there
+    assert launch._ports == ([] if given else [second, first])
+
+
 class Everyone(bootstrap.Bootstrap):
     """Three ranks, of which this one is the second; what the others say is given."""
 

@@ -18,6 +18,7 @@ class Item:
     def __init__(self, clock: "Clock | None" = None, takes_s: float = float("inf")):
         self.clock, self.takes_s = clock, takes_s
         self.over, self.error, self.limits, self.withdrawn = False, None, [], 0
+        self.words: str | None = "all-reduce 7"
 
     def wait(self, limit_s: float) -> bool:
         self.limits.append(limit_s)
@@ -34,8 +35,8 @@ class Item:
         if self.error is not None:
             raise self.error
 
-    def describe(self) -> str:
-        return "all-reduce 7"
+    def describe(self) -> str | None:
+        return self.words
 
     def withdraw(self) -> bool:
         """Whether it had come after all."""
@@ -73,7 +74,8 @@ def test_what_is_left_to_do_is_done_once_when_the_operation_is_over():
     item.over = True
     assert work.is_completed() and work.is_success() and work.exception() is None
     assert work.wait() and work.wait(timedelta(seconds=1)) and work.is_completed()
-    assert calls == [1] and event.ended == 1 and item.limits == [0, 1]
+    work.synchronize()
+    assert calls == [1] and event.ended == 1 and item.limits == [0, 1, 0]
     late = Event()
     work.ends(late)
     assert late.ended == 1
@@ -100,12 +102,17 @@ def test_an_error_in_what_is_left_to_do_is_the_works():
     item = Item()
     item.over = True
 
+    calls = []
+
     def fail() -> None:
+        calls.append(1)
         raise LookupError("no room")
 
     work = Work(item, (), fail)
-    with pytest.raises(LookupError, match="no room"):
-        work.wait()
+    for _ in range(2):
+        with pytest.raises(LookupError, match="no room"):
+            work.wait()
+    assert calls == [1]  # it is not tried again
     assert work.is_completed() and not work.is_success()
     assert isinstance(work.exception(), LookupError)
 
@@ -114,6 +121,10 @@ def test_a_wait_that_ends_too_early_names_the_operation_and_may_come_again():
     item = Item()
     work = Work(item)
     with pytest.raises(dist.DistBackendError, match=r"all-reduce 7; not over after 2.5 s"):
+        work.wait(timedelta(seconds=2.5))
+    assert not work.is_completed()
+    item.words = None  # nobody knows
+    with pytest.raises(dist.DistBackendError, match="an operation; not over after 2.5 s"):
         work.wait(timedelta(seconds=2.5))
     assert not work.is_completed()
     item.over = True
@@ -155,8 +166,21 @@ def test_works_that_are_one_end_with_the_last_and_fail_with_the_first_that_did()
     assert together.is_completed() and not together.is_success() and event.ended == 1
     assert together.exception() is items[1].error
     assert [int(t) for t in together.result()] == [0, 1, 2]
-    with pytest.raises(LookupError, match="second"):
-        together.wait()
+    for wait in (together.wait, together.synchronize):
+        with pytest.raises(LookupError, match="second"):
+            wait()
+    assert items[2].limits == []
+
+
+def test_the_future_of_works_that_are_one_has_the_futures_of_all():
+    items = [Item(), Item()]
+    together = AllOf([Work(item, [torch.tensor(n)]) for n, item in enumerate(items)])
+    future = together.get_future()
+    for item, work in zip(items, together._works, strict=True):
+        assert not future.done()
+        item.over = True
+        assert work.is_completed()
+    assert [int(one.wait()[0]) for one in future.wait()] == [0, 1]
 
 
 def received(
