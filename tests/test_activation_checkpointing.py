@@ -178,6 +178,10 @@ def test_the_functions_equal_a_plain_call():
     for strategy in STRATEGIES:
         out = checkpoint_sequential(sequence, x, strategy=strategy)
         assert_same(torch.autograd.grad(out.sum(), list(sequence.parameters())), want)
+    runs: list[int] = []
+    noted = nn.Sequential(*[Noted(number, runs) for number in range(3)])
+    checkpoint_sequential(noted, torch.ones(2, 4)).sum().backward()
+    assert runs == [0, 1, 2, 2, 1, 0]  # each by itself, if nothing else is said
     out = checkpoint(sequence[0], x, scale=3.0)
     assert torch.equal(out, sequence[0](x, scale=3.0))
     with pytest.raises(TypeError, match="nn.Sequential, got a Layer"):

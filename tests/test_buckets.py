@@ -5,8 +5,9 @@ import torch
 from torch import Tensor, nn
 
 import smp
-from smp.data_parallel.buckets import MEGABYTE, Memory
-from smp.data_parallel.group import Layout, ReplicasDiffer
+from smp.data_parallel.buckets import MEGABYTE, Bucket, Memory
+from smp.data_parallel.group import Holders, Layout, Replicas, ReplicasDiffer
+from smp.tensor_parallel.slices import Slices, mark
 from tests.ranks import on_ranks
 from tests.test_data_parallel import BACKENDS, averaged, local_gradients
 
@@ -146,6 +147,76 @@ def test_a_layout_survives_its_bytes_and_its_signature_tells_it_from_others():
     assert layout.first_difference(Layout.of(tensors)) == ""
 
 
+def test_a_layout_says_how_a_parameter_is_cut_and_of_which_whole():
+    """Two slices of one size may be of other wholes, or of other parts of one."""
+    layouts = []
+    for slices in (
+        Slices.even(0, 8, 2),
+        Slices.even(0, 8, 2, blocks=2),
+        Slices.even(1, 6, 2),
+        None,
+    ):
+        weight = nn.Parameter(torch.zeros(4, 3))
+        if slices is not None:
+            mark(weight, slices, False)
+        layouts.append(Layout.of([("w", weight)]))
+    assert [layouts[0].first_difference(one) for one in layouts] == [
+        "",
+        "'w' [8, 3] float32 cut along axis 0 in 2 blocks, "
+        "not 'w' [8, 3] float32 cut along axis 0",
+        "'w' [4, 6] float32 cut along axis 1, not 'w' [8, 3] float32 cut along axis 0",
+        "'w' [4, 3] float32, not 'w' [8, 3] float32 cut along axis 0",
+    ]
+
+
+@on_ranks(4)
+def test_replicas_exchange_bytes_and_tensors_and_go_by_their_ranks_in_the_job():
+    smp.init({"pipeline_parallel_degree": 2, "ddp": True})
+    replicas, mine = Replicas(), smp.dp_rank()
+    members = smp.get_dp_group()
+    assert replicas.gather_bytes(b"x" * 3 * mine) == [b"", b"xxx"]
+    assert replicas.gather_bytes(b"") == [b"", b""]
+    assert not replicas.have_one_rank and replicas.numbers(2, 3).tolist() == [[0] * 3] * 2
+    for source in range(2):
+        tensors = [
+            torch.full((2, 3), 1.0 + mine).t(),
+            torch.full((), 10 + mine),
+            torch.full((3,), 100.0 + mine, requires_grad=True),
+        ]
+        replicas.broadcast(tensors, source)
+        assert [t.reshape(-1)[-1].item() for t in tensors] == [
+            1.0 + source,
+            10 + source,
+            100.0 + source,
+        ]
+    others = Layout.of([("w", torch.zeros(1 + mine))])
+    with pytest.raises(ReplicasDiffer) as caught:
+        replicas.check_alike(others)
+    assert str(caught.value) == (
+        f"smp: dp_rank 1 (rank {members[1]}) has another model than dp_rank 0 "
+        f"(rank {members[0]}): it has 'w' [2] float32, not 'w' [1] float32"
+    )
+
+
+def test_a_sparse_bucket_has_a_copy_of_rows_each_once():
+    """Whatever form the gradient has; none: no rows."""
+    table = nn.Parameter(torch.zeros(3, 2))
+    bucket = Bucket([table], torch.float32, True, Holders(None, [0]))
+    rows = torch.tensor([[1.0, 2.0], [0.0, 0.0], [5.0, 6.0]])
+    twice = torch.sparse_coo_tensor(
+        [[0, 2, 2]], rows[[0, 0, 2]] / 2, (3, 2), check_invariants=True
+    )
+    once = twice.coalesce()
+    for gradient in (rows, rows.to_sparse(), twice, once, None):
+        bucket.fill([gradient], Memory())
+        got = bucket.buffer()
+        want = torch.zeros(3, 2) if gradient is None else gradient.to_dense().clone()
+        assert got.is_coalesced() and (got.sparse_dim(), got.dense_dim()) == (1, 1)
+        assert torch.equal(got.to_dense(), want) and bucket.gradients()[0] is got
+        got.values().mul_(2)
+        assert gradient is None or torch.equal(gradient.to_dense(), want)
+
+
 def test_memory_of_buckets_is_used_again():
     """A spare one that is large enough; else a new one takes the place of a spare one."""
     memory, host = Memory(), torch.device("cpu")
@@ -156,3 +227,5 @@ def test_memory_of_buckets_is_used_again():
     memory.give_back(small)
     larger = memory.take(2000, host)
     assert larger.numel() == 2000 and memory.take(100, host) is not small
+    memory.give_back(torch.empty(500, dtype=torch.uint8, device="meta"))
+    assert memory.take(100, host).device == host

@@ -151,11 +151,12 @@ def test_who_has_joined_calls_the_hook_with_zeros():
         assert_same_bits(local_gradients(model), gradients(alone))
 
 
+@pytest.mark.parametrize("overlaps", [True, False])
 @on_ranks(2)
-def test_a_future_that_ends_with_an_error_fails_the_step_and_the_next_one_works():
+def test_a_future_that_ends_with_an_error_fails_the_step_and_the_next_one_works(overlaps):
     """On the replica whose future it is, after the others have all that they wait for."""
     smp.init({"ddp": True})
-    model = smp.DistributedModel(plain_model())
+    model = smp.DistributedModel(plain_model(), overlapping_allreduce=overlaps)
     fails = [True]
 
     def hook(group, bucket):

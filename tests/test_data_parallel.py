@@ -515,6 +515,51 @@ def test_buffers_may_stay_a_replicas_own(broadcasts, in_step):
     assert_same_bits(dict(module.named_buffers()), dict(reference.named_buffers()))
 
 
+class WithBuffer(nn.Module):
+    """One that the forward leaves as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, 2)
+        self.register_buffer("place", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+@on_ranks(2)
+def test_outside_a_step_buffers_are_exchanged_by_forwards_that_train_and_synchronise():
+    """Each of several before one backward; not in evaluation mode, nor under no_sync()."""
+    smp.init({"ddp": True})
+    model = smp.DistributedModel(WithBuffer())
+    mine = 5.0 + smp.rank()
+
+    def after_forward() -> tuple[Tensor, float]:
+        model.place.fill_(mine)
+        output = model(batch_of(smp.rank()))
+        return output.square().sum(), model.place.item()
+
+    first, place = after_forward()
+    assert place == 5
+    second, place = after_forward()
+    assert place == 5
+    with model.no_sync():
+        third, place = after_forward()
+        assert place == mine
+    model.eval()
+    fourth, place = after_forward()
+    assert place == mine
+    model.train()
+    with torch.no_grad():
+        assert after_forward()[1] == mine
+    (first + second + third + fourth).backward()
+    model.eval()
+    loss, place = after_forward()
+    assert place == mine
+    loss.backward()
+    assert after_forward()[1] == mine
+
+
 @on_ranks(2)
 def test_a_gradient_that_the_script_keeps_is_not_written_again():
     """Of an earlier step; a parameter that is thawed in between takes part from then on."""
@@ -564,6 +609,17 @@ def test_replicas_that_freeze_different_parameters_are_refused():
     model.module[2].bias.requires_grad_(smp.rank() == 0)
     with pytest.raises(ReplicasDiffer, match="dp_rank 1 .*'3.weight' .* not '2.bias'"):
         step(model, batch_of(smp.dp_rank()))
+    assert all(p.grad is None for p in model.parameters())
+
+    @smp.step
+    def failing(model: nn.Module, x: Tensor) -> None:
+        mean_loss(model, x)
+        if smp.rank() == 1:
+            raise LookupError("mine")
+
+    # Who failed hears of its own error.
+    with pytest.raises(*((LookupError,) if smp.rank() == 1 else (ReplicasDiffer,))):
+        failing(model, batch_of(smp.dp_rank()))
     assert all(p.grad is None for p in model.parameters())
     model.module[2].bias.requires_grad_(True)
     step(model, batch_of(smp.dp_rank()))
@@ -685,7 +741,9 @@ def test_a_failed_step_of_one_replica_fails_on_all(phase, failing, backend):
         step(model, batch_of(smp.dp_rank(), 0, rows))
     notes = "\n".join(getattr(caught.value, "__notes__", []))
     if smp.dp_rank() != failing:
-        assert f"failed on dp_rank {failing}" in notes and "there:" in notes
+        rank = smp.get_dp_group()[failing]
+        assert f"this is dp_rank {1 - failing}; " in notes and "there:" in notes
+        assert f"the step failed on dp_rank {failing} (rank {rank}) and counts on no" in notes
     assert all(p.grad is None for p in model.local_parameters())
 
     fails[0] = False
@@ -695,6 +753,11 @@ def test_a_failed_step_of_one_replica_fails_on_all(phase, failing, backend):
         for x in batch_of(rank, 1).split(2):
             (replica(x).square().mean() / 2).backward()
     assert_same_bits(local_gradients(model), averaged(replicas))
+
+    fails[0] = smp.dp_rank() == failing  # gradients of before are there, changed or not
+    with pytest.raises(kind, match=text):
+        step(model, batch_of(smp.dp_rank(), 0, rows))
+    assert all(p.grad is not None for p in model.local_parameters())
 
 
 @on_ranks(2)

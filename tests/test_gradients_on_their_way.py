@@ -122,13 +122,16 @@ def test_a_hook_gets_buckets_of_the_gradients_dtype():
 def test_a_gradient_wider_than_was_told_is_an_error_on_all(options):
     """Not rounded without a word; a replica without that gradient cannot know of it."""
     smp.init({"ddp": True})
-    net = nn.Sequential(HalfLinear(5, WIDTH, told=False), nn.Linear(5, 2))
+    net = nn.Sequential(nn.Linear(WIDTH, 4), HalfLinear(5, 4, told=False), nn.Linear(5, 2))
     if smp.rank() == 1:
-        net[0].weight.grad_dtype = torch.bfloat16
+        net[1].weight.grad_dtype = torch.bfloat16
     model = smp.DistributedModel(net, **options)
-    with pytest.raises(TypeError, match="'0.weight' has a gradient of torch.float32"):
+    with pytest.raises(TypeError, match="'1.weight' has a gradient of torch.float32"):
         smp.step(mean_loss)(model, batch_of(smp.dp_rank()))
     assert all(p.grad is None for p in model.parameters())
+    net[1].weight.grad_dtype = torch.float32  # what the error says to do
+    smp.step(mean_loss)(model, batch_of(smp.dp_rank()))
+    assert all(p.grad.dtype == torch.float32 for p in model.parameters())
 
 
 @on_ranks(2)

@@ -141,6 +141,23 @@ def test_a_replica_that_has_joined_gives_nothing_to_a_sparse_table(backend):
         torch.testing.assert_close(mine, want, msg=name)
 
 
+@on_ranks(2)
+def test_the_gradient_of_a_sparse_bag_is_averaged_as_rows():
+    smp.init({"ddp": True})
+
+    def make() -> nn.Module:
+        torch.manual_seed(5)
+        return nn.EmbeddingBag(ROWS, WIDTH, sparse=True)
+
+    model, replicas = smp.DistributedModel(make()), [make() for _ in TOKENS]
+    model(TOKENS[smp.rank()].view(1, -1)).square().sum().backward()
+    for replica, tokens in zip(replicas, TOKENS, strict=True):
+        replica(tokens.view(1, -1)).square().sum().backward()
+    got = model.get_parameter("weight").grad
+    assert got.is_sparse
+    torch.testing.assert_close(got.to_dense(), average(replicas, 2, "weight"))
+
+
 class Tied(nn.Module):
     """What reads its rows writes them, too."""
 
