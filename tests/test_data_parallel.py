@@ -7,6 +7,8 @@ gradients are summed in rank order and divided once.
 import copy
 import gc
 import random
+import sys
+from typing import Any
 
 import pytest
 import torch
@@ -758,6 +760,58 @@ def test_a_failed_step_of_one_replica_fails_on_all(phase, failing, backend):
     with pytest.raises(kind, match=text):
         step(model, batch_of(smp.dp_rank(), 0, rows))
     assert all(p.grad is not None for p in model.local_parameters())
+
+
+@on_ranks(2)
+def test_the_other_replicas_hear_in_which_module_microbatch_and_phase_one_failed():
+    """... of this step, whatever the one before failed with."""
+    smp.init({"ddp": True, "microbatches": 3})
+    model = smp.DistributedModel(plain_model())
+    fails: list = []
+
+    def raise_error(*given: Any) -> None:
+        raise LookupError("no such row")
+
+    @smp.step
+    def step(model: nn.Module, x: Tensor, numbers: Tensor) -> None:
+        if fails == [int(numbers[0]), "forward"]:
+            model.module[2].register_forward_pre_hook(raise_error)
+        out = model(x)
+        if fails == [int(numbers[0]), "backward"]:
+            out.register_hook(raise_error)
+        model.backward(out.square().mean())
+
+    for number, phase, where in (
+        (2, "backward", "the step function"),
+        (1, "forward", "module '2'"),
+        (0, "forward", "module '2'"),
+        (1, "backward", "the step function"),
+    ):
+        fails = [number, phase] if smp.dp_rank() == 1 else []
+        with pytest.raises(LookupError) as caught:
+            step(model, batch_of(0, rows=6), torch.arange(3).repeat_interleave(2))
+        model.module[2]._forward_pre_hooks.clear()
+        told = f"raised on rank 1 (pp_rank 0) in {where}, microbatch {number}, {phase}"
+        notes = "\n".join(caught.value.__notes__) if smp.dp_rank() == 0 else told
+        assert told in notes, notes
+
+
+@on_ranks(2)
+def test_an_exit_of_one_replica_that_would_pass_for_success_is_an_error_on_all():
+    smp.init({"ddp": True})
+    model = smp.DistributedModel(plain_model())
+
+    @smp.step
+    def step(model: nn.Module, x: Tensor) -> None:
+        model.backward(model(x).sum())
+        if smp.dp_rank() == 1:
+            sys.exit()
+
+    with pytest.raises(RuntimeError, match=r"sys.exit\(\) inside a step") as caught:
+        step(model, batch_of(0))
+    if smp.dp_rank() == 1:
+        assert type(caught.value.__cause__) is SystemExit
+    assert all(p.grad is None for p in model.parameters())
 
 
 @on_ranks(2)

@@ -254,4 +254,6 @@ def test_an_optimizer_shows_the_one_that_it_wraps():
     assert optimizer.step() == "a scheduler's" and "step" not in vars(sgd)
     with pytest.raises(AttributeError, match="'SGD' object has no attribute 'nothing'"):
         optimizer.nothing  # noqa: B018
+    with pytest.raises(AttributeError):  # as of one that is being copied, and no recursion
+        smp.DistributedOptimizer.__new__(smp.DistributedOptimizer).state  # noqa: B018
     smp.reset()

@@ -11,7 +11,7 @@ from torch import nn
 
 import smp
 from smp import _core
-from smp.execution import failures, pickling
+from smp.execution import failures, pickling, staging
 from tests.ranks import on_ranks
 
 MIB = 1 << 20
@@ -149,6 +149,30 @@ def test_an_error_says_on_which_rank_and_where_it_was_raised(path, phase):
     assert there.__notes__[0].startswith(note)
 
 
+class Once(Exception):
+    """Can be made again of its arguments on the rank that raised it alone."""
+
+    there = True
+
+    def __reduce__(self):
+        return Once.make, self.args
+
+    @classmethod
+    def make(cls, *args: Any) -> "Once":
+        if not cls.there:
+            raise ImportError("no such module here")
+        return cls(*args)
+
+
+def test_an_error_that_this_rank_cannot_make_is_told_in_words(monkeypatch):
+    told = failures.describe(Once("no good"), "far", MICROBATCH, 0, WHO)
+    assert type(failures.rebuild(told, None)) is Once
+    monkeypatch.setattr(Once, "there", False)
+    there = failures.rebuild(told, None)
+    assert type(there) is RuntimeError and str(there) == f"{__name__}.Once: no good"
+    assert there.__notes__[0].startswith(f"raised on {WHO} in module 'far', microbatch")
+
+
 def test_an_error_on_its_way_is_still_that_of_the_rank_that_raised_it():
     told = failures.describe(ValueError("no good"), "far", MICROBATCH, 0, WHO)
     passing = failures.raised_there(told)
@@ -192,6 +216,13 @@ def test_what_is_pickled_has_its_tensors_and_modules_beside_it():
     assert got.inner[0] is tensor and got.inner[1]["m"] is module
     other = torch.zeros(1)
     assert pickling.loads(data, [other, module]).inner[0] is other
+
+
+def test_a_tensor_that_cannot_be_sent_for_another_reason_is_described_with_it():
+    said = staging.unsendable(torch.ones(2, 3), RuntimeError("no memory\nfrom there"))
+    assert said == (
+        "a tensor of shape (2, 3) and torch.float32 cannot be sent to another rank: no memory"
+    )
 
 
 @pytest.mark.parametrize("inside", [lambda: 1, threading.Lock()], ids=["lambda", "lock"])

@@ -135,6 +135,9 @@ def test_groups_of_four_ranks(strategy):
         dist.all_reduce(total, group=group)
         assert total.item() == sum(member + 1 for member in members)
         assert dist.get_process_group_ranks(group) == members
+        getattr(smp, f"get_{kind}_group")().clear()  # a list of the script's own
+        assert getattr(smp, f"get_{kind}_group")() == members
+        assert getattr(smp, f"{kind}_size")() == len(members)
 
 
 @on_ranks(2)

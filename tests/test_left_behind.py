@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import smp
+from smp.execution import left_behind
 from tests.ranks import on_ranks
 
 variable: contextvars.ContextVar = contextvars.ContextVar("of_the_model")
@@ -203,3 +204,35 @@ def test_what_a_tensor_leaves_behind_is_named(give, does, rank, says):
         assert re.search(says, text)
     else:
         assert found == []
+
+
+def words(*paths):
+    """What is said of a tensor and of a variable in calls of the modules."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for path in paths:
+            left_behind.warn_of_tensor(path, tagged(torch.ones(1)))
+            left_behind.warn_of_tensor(path, noted(torch.ones(1)))
+            left_behind.warn_of_variable(path, "mine")
+    return [str(w.message) for w in caught]
+
+
+def test_a_tensor_is_spoken_of_once_for_each_module_and_a_variable_once_in_a_job():
+    left_behind.forget()
+    first = words("near", "far", "near")
+
+    assert [re.findall("near|far", text) for text in first] == [["near"]] * 3 + [["far"]] * 2
+    assert "a Tagged crosses" in first[3] and "attribute 'note'" in first[4]
+    assert words("near", "far") == []
+    left_behind.forget()  # as smp.init does
+    assert words("near", "far") == first
+    left_behind.forget()
+
+
+def test_what_torch_itself_notes_on_a_tensor_is_not_spoken_of():
+    buffer = nn.Buffer(torch.ones(1))
+    assert "persistent" in vars(buffer)
+    buffer._private = 1  # nor what looks like a library's own
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        left_behind.warn_of_tensor("far", buffer)

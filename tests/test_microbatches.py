@@ -253,6 +253,9 @@ def test_a_step_output_is_a_sequence_of_its_versions():
     assert torch.equal(output.concat(), x)
     with pytest.raises(RuntimeError):
         output.stack()
+    told = "'StepOutput' object has no attribute 'item': it holds a tensor for each microbatch"
+    with pytest.raises(AttributeError, match=told):
+        output.item()
 
 
 def test_the_mean_of_versions_counts_samples():

@@ -330,19 +330,27 @@ def test_groups_have_settings_of_their_own(ours, theirs):
 
 
 @pytest.mark.parametrize("kind", [FusedLAMB, FusedNovoGrad])
-def test_half_precision_parameters_keep_float32_moments(kind):
-    parameter = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
-    optimizer = kind([parameter], lr=0.1)
+@pytest.mark.parametrize(
+    ("dtype", "wide"),
+    [
+        (torch.bfloat16, torch.float32),
+        (torch.float16, torch.float32),
+        (torch.float64, torch.float64),
+    ],
+)
+def test_moments_have_their_parameters_precision_and_float32_at_least(kind, dtype, wide):
+    parameter = nn.Parameter(torch.ones(4, dtype=dtype))
+    optimizer = kind([parameter], lr=1.0)
 
     parameter.square().sum().backward()
     optimizer.step()
 
-    resumed = kind([parameter], lr=0.1)
+    resumed = kind([parameter], lr=1.0)
     resumed.load_state_dict(optimizer.state_dict())
 
-    assert parameter.dtype == torch.bfloat16
+    assert parameter.dtype == dtype and (parameter != 1).all()
     for each in (optimizer, resumed):
-        assert each.state[parameter]["exp_avg"].dtype == torch.float32
+        assert {moment.dtype for moment in each.state[parameter].values()} == {wide}
 
 
 @pytest.mark.parametrize("kind", [FusedLAMB, FusedNovoGrad])

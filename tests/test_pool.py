@@ -35,6 +35,10 @@ class Chain(nn.Module):
 
 def begin(microbatches: int = 4, **config) -> smp.DistributedModel:
     smp.init({"pipeline_parallel_degree": 2, "microbatches": microbatches, **config})
+    return wrapped()
+
+
+def wrapped() -> smp.DistributedModel:
     torch.manual_seed(0)
     net = Chain()
     smp.set_partition(net, 0)
@@ -122,6 +126,43 @@ def test_what_goes_into_a_run_of_a_sequential_is_its_first_childs():
     assert got == [into + out, out + into]
     got = pool.expected_bytes(net, {"": 0, "0": 0, "1": 1, "2": 1}, seen, 2, 3)
     assert got == [3 * into + out, 3 * out + into]
+
+
+class Twice(nn.Module):
+    """Calls one child twice, and one not at all."""
+
+    def __init__(self):
+        super().__init__()
+        self.far = nn.Linear(8, 4)
+        self.beside = nn.Linear(8, 8)
+        self.unused = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.far(self.beside(x)) + self.far(x)
+
+
+def test_each_call_counts_and_what_is_not_called_does_not():
+    net = Twice()
+    seen = trace(net, lambda: net(torch.ones(2, 8)))
+    into, out = 2 * 8 * 4, 2 * 4 * 4
+
+    got = pool.expected_bytes(net, {"": 0, "far": 1, "beside": 0, "unused": 1}, seen, 2, 3)
+    assert got == [3 * 2 * into + 2 * out, 3 * 2 * out + 2 * into]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("microbatches", "active", "under_way"), [(4, {"active_microbatches": 1}, 1), (2, {}, 2)]
+)
+def test_models_expect_their_bytes_together(monkeypatch, microbatches, active, under_way):
+    told: list[int] = []
+    monkeypatch.setattr(_core, "expect_in_pool", told.append)
+    models = [begin(microbatches, **active)]
+    train(models[0], torch.randn(microbatches * SAMPLES, WIDTH))
+    models.append(wrapped())
+    train(models[1], torch.randn(microbatches * SAMPLES, WIDTH))
+
+    assert told == [(under_way + 1) * ONE, 2 * (under_way + 1) * ONE]
 
 
 class Trouble(Exception):

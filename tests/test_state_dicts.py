@@ -187,6 +187,28 @@ def test_a_state_from_before_the_wrapping_is_each_owners_alone():
 
 
 @on_ranks(2)
+def test_a_state_that_waited_for_the_partition_is_loaded_once():
+    """Before hooks hear of the partition; not again in that of a later model."""
+    init(2)
+    plain = PlainRun("adamw")
+    plain.train(0, 2)
+    run, heard = Run("adamw", seed=9), []
+    run.model.load_state_dict(plain.model.state_dict())
+    run.optimizer.load_state_dict(snapshot(plain.optimizer.state_dict()))
+    run.model.register_post_partition_hook(
+        lambda *given: heard.append(snapshot([each.state_dict() for each in given]))
+    )
+    run.train(2, 3)
+    assert_same(heard, [[plain.model.state_dict(), plain.optimizer.state_dict()]])
+
+    before = snapshot(run.optimizer.state_dict())
+    later = smp.DistributedModel(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+    smp.step(lambda model, x: model(x))(later, torch.ones(2, 2))
+    assert later.partitioned
+    assert_same(run.optimizer.state_dict(), before)
+
+
+@on_ranks(2)
 def test_optimizer_state_is_kept_for_the_parameters_of_this_rank_alone():
     init(2)
     run = Run("adamw")

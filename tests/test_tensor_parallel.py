@@ -500,13 +500,21 @@ def test_optimizers_that_take_norms_of_parameters_are_refused():
     model = smp.DistributedModel(small_gpt2())
     cut = model.get_parameter("transformer.h.0.mlp.c_fc.weight")
     whole = model.get_parameter("transformer.h.0.ln_1.weight"), nn.Parameter(torch.ones(4, 4))
-    lamb = type("Lamb", (torch.optim.SGD,), {})  # as other packages call it
+    # As other packages call them, and a script's own that is one of them.
+    named = [
+        type(name, (torch.optim.SGD,), {})
+        for name in (
+            "Lamb", "LARS", "LARC", "SOAP", "Shampoo", "NovoGrad", "NvNovoGrad", "CPULAMB",
+            "OnebitLamb",
+        )
+    ]  # fmt: skip
+    named.append(type("Mine", (named[0],), {}))
     refused = (
         r"scales each .* a slice of 'transformer.h.0.mlp.c_fc.weight', \[.*torch.optim.AdamW"
     )
     for kind in (
         smp.optimizers.FusedLAMB, smp.optimizers.FusedNovoGrad, torch.optim.Adafactor,
-        torch.optim.Muon, lamb,
+        torch.optim.Muon, *named,
     ):  # fmt: skip
         some = whole[1:] if kind is torch.optim.Muon else whole  # it takes matrices alone
         optimizer = smp.DistributedOptimizer(kind(some, lr=0.1))
