@@ -361,6 +361,8 @@ def everything(net: nn.Module, given: list[Tensor], seed: int) -> list[Tensor]:
     torch.manual_seed(seed)
     out = net(tuple(given))
     hidden = out if isinstance(out, Tensor) else out[0]
+    if hidden is not out:
+        assert all(a is b for a, b in zip(out[1:], given[1:], strict=True))
     weights = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(1))
     (hidden * weights).sum().backward()
     return [hidden, *(tensor.grad for tensor in given)]
@@ -381,17 +383,19 @@ def test_all_that_a_layer_is_given_gets_the_gradient_of_one_rank(optimize, alike
         torch.manual_seed(5)
         return [
             smp.nn.DistributedTransformerLayer(**layer, add_cross_attention=True),
+            smp.nn.DistributedTransformer(2, **layer, add_cross_attention=True),
             smp.nn.DistributedAttentionLayer(**attention, cross_attention=True),
         ]
 
-    given = [x, states, mask, other], [x, states, other]
+    of_layers = [x, states, mask, other]
+    given = of_layers, of_layers, [x, states, other]
     seed = 100 if alike else 100 + rank
     want = [everything(*both, seed) for both in zip(made(), given, strict=True)]
     split_over_all_ranks(prescaled_batch=alike)
     got = [everything(*both, 100 + rank) for both in zip(made(), given, strict=True)]
-    for kind, ours, plain_ones in zip(("layer", "attention"), got, want, strict=True):
+    for ours, plain_ones, net in zip(got, want, made(), strict=True):
         for number, (one, of) in enumerate(zip(ours, plain_ones, strict=True)):
-            assert_near(one, of, f"{kind}: {number}")
+            assert_near(one, of, f"{type(net).__name__}: {number}")
 
 
 # -------------------------------------------------------------------------- in a pipeline
@@ -459,12 +463,13 @@ def test_layers_are_checkpointed(strategy, optimize):
         assert_near(a, b, "gradient")
 
 
+@pytest.mark.parametrize("kind", ["bert", "gpt"])
 @pytest.mark.parametrize("optimize", ["speed", "memory", "channels"])
 @on_ranks(2)
-def test_under_autocast_and_in_half_precision(optimize):
+def test_under_autocast_and_in_half_precision(optimize, kind):
     split_over_all_ranks()
     torch.manual_seed(3)
-    options = {**SIZES, **GPT, "optimize": optimize}
+    options = {**SIZES, **LAYERS[kind], "optimize": optimize}
     del options["embedding_dropout_prob"]
     layer = smp.nn.DistributedTransformerLayer(**options)
     x, mask, *_ = batch_of("all")(group.rank(), 0)

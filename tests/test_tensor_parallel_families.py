@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import smp
 from tests.ranks import on_ranks
 from tests.reference.whole_job import WholeJob, assert_near, split_over_all_ranks
+from tests.test_tensor_parallel_families2 import attend_in_packed_sequences
 
 VOCABULARY = 61
 HEADS = 5
@@ -235,6 +236,23 @@ def test_hidden_states_are_the_plain_models(name, monkeypatch):
     assert len(got) == len(want) == 3
     for layer, (one, other) in enumerate(zip(got, want, strict=True)):
         assert_near(one, other, f"hidden state {layer}")
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gptneox"])
+@on_ranks(2, timeout_s=120)
+def test_positions_of_packed_sequences_are_gathered(name):
+    """Some attention functions of transformers find by them where a sequence begins."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register("packed", attend_in_packed_sequences)
+    split_over_all_ranks()
+
+    def batch(rank: int, step: int) -> tuple[dict[str, Tensor]]:
+        ids = tokens(rank, 1)["input_ids"]
+        positions = torch.cat([torch.arange(n) for n in (2 + rank, 4 - rank)])
+        return ({"input_ids": ids, "position_ids": positions.expand(len(ids), -1)},)
+
+    WholeJob(small(name, "packed"), token_loss, batch).step(0)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -672,8 +672,11 @@ def test_what_a_creation_scope_says_of_new_parameters():
         module.linear = nn.Linear(64, 64)
     with blocks.parameter_creation_scope(module):
         module.plain = nn.Linear(64, 64)
+    with blocks.parameter_creation_scope(module, use_normal=True):
+        module.narrow = nn.Linear(64, 64)
     weight, bias = module.linear.weight, module.linear.bias
     assert 0.45 < weight.std() < 0.55 < 3 * 0.5 < weight.abs().max()
+    assert 0.018 < module.narrow.weight.std() < 0.022
     assert not bias.any()
     assert weight.dtype == bias.dtype == torch.float64
     assert module.plain.weight.dtype == torch.float32

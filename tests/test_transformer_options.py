@@ -414,6 +414,9 @@ def test_batches_of_a_language_model_that_do_not_fit_are_named():
         net((long, *[None] * 4))
     assert net((ids, *[None] * 4)).shape == (2, 8, 7)
     assert net((long, None, None, long, None)).shape == (2, 9, 7)  # at places of their own
+    net.eval()
+    of_types = (ids, None, torch.ones_like(ids), None, None)
+    assert torch.equal(net(of_types), net((ids, *[None] * 4)))  # no embedding of types
     without = made("TransformerLMHead", num_positions=0)
     assert without((long, *[None] * 4)).shape == (2, 9, 7)
     for label in (7, -1):
@@ -526,6 +529,9 @@ def test_values_of_new_embeddings_and_linears(normal):
         want = spread if normal else 1 / (3 * 64) ** 0.5
         assert 0.9 * want < linear.weight.std() < 1.1 * want
         assert linear.bias.any() != normal
+    norms = [module for module in net.modules() if isinstance(module, nn.LayerNorm)]
+    # By which scripts tell what has no weight decay.
+    assert len(norms) == 2 and all(type(norm) is smp.nn.FusedLayerNorm for norm in norms)
 
 
 def test_a_tied_head_has_the_embeddings_weight_and_a_bias_of_zeros():

@@ -34,7 +34,8 @@ def split_attention(attention: Any, path: str) -> None:
         heads="num_heads",
         widths=("split_size",),
         blocks=2 if cross else 3,
-        samples=("hidden_states", "encoder_hidden_states"),
+        # Flash attention finds packed sequences by position_ids.
+        samples=("hidden_states", "encoder_hidden_states", "position_ids"),
         masks=(
             ("attention_mask", "hidden_states"),
             ("encoder_attention_mask", "encoder_hidden_states"),
