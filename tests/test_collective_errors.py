@@ -108,6 +108,22 @@ def test_the_ranks_of_a_group_go_by_their_global_numbers(tmp_path, monkeypatch):
 
 
 @on_ranks(4)
+def test_sparse_tensors_and_peers_go_by_their_global_numbers(tmp_path):
+    """... in a group beside a default group of another backend."""
+    with job(tmp_path, "gloo") as (rank, size):
+        group = dist.new_group([2, 3], backend="smddp")
+        if rank >= 2:
+            told = refused(
+                lambda: dist.all_reduce(torch.ones(2 + rank).to_sparse(), group=group)
+            )
+            for member in (2, 3):
+                shape = f"of a float32 of shape ({2 + member},), 1 of"
+                assert f"rank {member} calls sparse all-reduce 1 {shape}" in told
+            assert [peer.rank for peer in smp.comm_report().group_peers] == [5 - rank]
+        dist.barrier()
+
+
+@on_ranks(4)
 @pytest.mark.parametrize("default", ["smddp", "gloo"])
 def test_a_group_goes_by_its_description_or_else_by_its_number_and_ranks(default, tmp_path):
     with job(tmp_path, default) as (rank, size):

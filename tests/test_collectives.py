@@ -20,7 +20,7 @@ import smp
 from smp.collectives import launch, monitored_barrier
 from smp.collectives.backend import called
 from smp.collectives.process_group import BARRIER
-from smp.collectives.ranks import with_settings
+from smp.collectives.ranks import Ranks, with_settings
 from smp.collectives.work import AllOf, Work
 from tests.ranks import on_ranks
 from tests.reference.collectives import drawn, reduced
@@ -463,11 +463,12 @@ def test_gather_and_scatter(tmp_path):
 
 
 @on_ranks(*ON)
-def test_all_to_all_in_all_its_forms(tmp_path):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64], ids=str)
+def test_all_to_all_in_all_its_forms(dtype, tmp_path):
     with job(tmp_path) as (rank, size):
 
         def sent(r, to):
-            return drawn(r * size + to, (r + to, 2), torch.float32)
+            return drawn(r * size + to, (r + to, 2), dtype)
 
         want = [sent(r, rank) for r in range(size)]
 
@@ -494,14 +495,10 @@ def test_all_to_all_in_all_its_forms(tmp_path):
         dist.all_to_all_single(back, own.repeat(size), output_split_sizes=splits)
         assert same(back, torch.cat([torch.full((n,), n - 1.0) for n in splits]))
 
-        even = torch.empty(size * 3)
-        dist.all_to_all_single(even, drawn(rank, (size * 3,), torch.float32))
-        assert same(
-            even,
-            torch.cat(
-                [drawn(r, (size * 3,), torch.float32).chunk(size)[rank] for r in range(size)]
-            ),
-        )
+        even = torch.empty(size * 3, dtype=dtype)
+        dist.all_to_all_single(even, drawn(rank, (size * 3,), dtype))
+        parts = [drawn(r, (size * 3,), dtype).chunk(size)[rank] for r in range(size)]
+        assert same(even, torch.cat(parts))
 
 
 @on_ranks(*ON)
@@ -568,6 +565,26 @@ def test_the_report_counts_the_bytes_that_this_rank_gives_or_gets(tmp_path):
             before = moved()
             call()
             assert moved() - before == 4 * elements
+
+
+@on_ranks(2)
+def test_the_report_says_what_went_to_other_hosts(tmp_path, monkeypatch):
+    monkeypatch.setenv("SMP_COMM_TRANSPORTS", "tcp")
+    with job(tmp_path) as (rank, _):
+
+        def use():
+            (group,) = smp.comm_report().groups
+            return group
+
+        before = use()
+        assert (before.on_host, before.to_hosts) == ("", ("tcp",))
+        dist.all_reduce(torch.ones(1 << 15))
+        after = use()
+        assert after.messages > before.messages and after.operations == before.operations + 1
+        assert after.sent - before.sent >= 1 << 16  # half of the sum, at least
+        dist.barrier()  # which has no elements, but words
+        assert use().sent > after.sent and use().bytes == after.bytes
+        dist.barrier()
 
 
 @on_ranks(2)
@@ -751,6 +768,9 @@ def test_the_group_of_nccl_has_the_group_s_ranks_name_and_time(
         store.set(f"key {rank}", "")
         assert group.get_group_store().check([f"nccl/key {rank}"])
         group._nccl = None
+        for has_gpu, names in ((False, ["cpu"]), (True, ["cpu", "cuda"])):
+            monkeypatch.setattr(torch.cuda, "is_available", lambda has=has_gpu: has)
+            assert [device.type for device in group._device_types] == names
 
 
 @on_ranks(*ON)
@@ -1188,6 +1208,21 @@ def test_a_group_beside_a_default_group_of_another_backend(tmp_path, monkeypatch
         assert tensor.tolist() == [size] * 3
         assert dist.get_backend(group) == "smddp"
     assert left == [1]
+
+
+@on_ranks(1)
+@pytest.mark.parametrize("default", ["smddp", "gloo"])
+def test_a_group_that_cannot_be_made_leaves_no_ranks(default, tmp_path, monkeypatch):
+    def refuse(*_):
+        raise LookupError("no group")
+
+    before = len(Ranks.open)
+    monkeypatch.setattr("smp.collectives.backend.ProcessGroup", refuse)
+    with pytest.raises(LookupError, match="no group"), job(tmp_path, default):
+        dist.new_group(backend="smddp")
+    assert len(Ranks.open) == before
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 @on_ranks(2)

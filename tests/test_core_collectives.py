@@ -457,6 +457,11 @@ def test_a_name_changes_before_the_first_operation_alone():
 # ------------------------------------------------------------------------------- ranks
 
 
+def test_a_pool_that_nobody_has_is_said_with_its_size():
+    with pytest.raises(MemoryError, match="preparing the collectives.*1099511627776 MiB"):
+        _core.Comm(0, NUMBERS, 1 << 60, "shm", None, SECRET)
+
+
 def test_ranks_that_share_no_transport_are_told_so():
     comms = make_comms("shm", "tcp")
     cards = [comm.card() for comm in comms]

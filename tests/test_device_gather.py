@@ -298,10 +298,10 @@ def test_who_was_interrupted_in_the_first_call_goes_on_with_it(device, tmp_path)
 def test_what_cannot_be_done_is_refused_before_anybody_waits(device, tmp_path):
     with job_on(device, tmp_path) as (rank, size, on):
         for n in (5, 7):
-            with pytest.raises(ValueError, match=f"input of 3 and an output of {n}"):
-                dist.all_gather_into_tensor(
-                    torch.empty(n, device=on), torch.empty(3, device=on)
-                )
+            for dtype in (torch.float32, torch.complex64):
+                out, own = (torch.empty(m, dtype=dtype, device=on) for m in (n, 3))
+                with pytest.raises(ValueError, match=f"input of 3 and an output of {n}"):
+                    dist.group.WORLD.all_gather_single_coalesced([out], [own])
         for n in (2, 4):
             own = torch.empty(3, device=on)
             with pytest.raises(ValueError, match=f"input of 3 and an output of {n}"):

@@ -2,13 +2,14 @@
 
 import os
 import socket
+from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
 
-from smp.collectives import launch
-from smp.job import addresses, bootstrap
+from smp.collectives import launch, ranks
+from smp.job import addresses, bootstrap, transports
 from smp.job.config import ConfigError
 
 
@@ -154,6 +155,64 @@ def test_who_does_not_come_to_a_store_is_named():
     store.set("b", b"")
     with pytest.raises(dist.DistStoreError, match=r"ranks \[4, 9\] of 3 have not come within"):
         boot._wait(["a", "b", "c"], 0.0)
+
+
+class Comm:
+    """In place of the core's; what it was asked."""
+
+    def __init__(self, *given):
+        self.given, self.asked, self.fails = given, [], Comm.fails
+
+    fails = False
+
+    def __getattr__(self, name):
+        def ask(*given):
+            self.asked.append((name, *given))
+            if name == "connect" and self.fails:
+                raise dist.DistBackendError("nobody")
+            return b"a card" if name == "card" else None
+
+        return ask
+
+
+@pytest.mark.parametrize(
+    "limit, milliseconds",
+    [(timedelta(seconds=7.5), 7500), (timedelta(days=300), 2**31 - 1)],
+    ids=str,
+)
+@pytest.mark.parametrize("fails", [False, True])
+def test_ranks_of_a_group_connect_as_the_settings_say(fails, limit, milliseconds, monkeypatch):
+    """Ranks that cannot connect leave nothing behind."""
+    made = []
+    monkeypatch.setattr(Comm, "fails", fails)
+    monkeypatch.setattr(ranks._core, "Comm", lambda *a: made.append(Comm(*a)) or made[-1])
+    monkeypatch.setattr(transports, "job_secret", lambda boot, token: "secret")
+    monkeypatch.setattr(transports, "check_interface", lambda interface: None)
+    settings = {
+        "comm_pool_bytes": 1 << 21,
+        "comm_transports": ("tcp", "shm"),
+        "comm_interface": "eth9",
+        "comm_device_gather_bytes": 77,
+        "watchdog_report_s": 2.5,
+    }
+    before = len(ranks.Ranks.open)
+    with ranks.with_settings(settings):
+        if fails:
+            with pytest.raises(dist.DistBackendError, match="nobody"):
+                ranks.Ranks(dist.HashStore(), 0, 1, limit, [4])
+        else:
+            here = ranks.Ranks(dist.HashStore(), 0, 1, limit, [4])
+    (comm,) = made
+    assert comm.given == (0, [4], 1 << 21, "tcp,shm", "eth9", "secret")
+    asked = [("card",), ("report_after", 2.5), ("connect", [b"a card"], milliseconds)]
+    if fails:
+        assert comm.asked == [*asked, ("close",)]
+    else:
+        assert comm.asked == asked and here.is_open and here.gather_bytes == 77
+        assert (here.rank, here.global_rank) == (0, 4)
+        here.close_unused()
+        assert comm.asked == [*asked, ("stop",), ("close",)] and not here.is_open
+    assert len(ranks.Ranks.open) == before
 
 
 @pytest.mark.parametrize(

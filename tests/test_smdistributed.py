@@ -201,6 +201,8 @@ def test_state_as_scripts_read_it(monkeypatch):
     assert smp.core.size() == smp.core.local_size() == 1 and smp.core.local_rank() == 0
     monkeypatch.setattr(smp.state.job("a test").boot, "local_size", 8)
     assert (smp.core.local_size(), smp.core.size()) == (8, 1)
+    monkeypatch.setattr(smp.state.job("a test").boot, "local_rank", 3)
+    assert (smp.core.local_rank(), smp.core.rank()) == (3, 0)
     linear = torch.nn.Linear
     assert smp.state.patch_manager.get_original_method("forward", linear) is linear.forward
     assert smp.utils.rmsg("hello") == "[rank 0] hello"

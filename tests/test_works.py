@@ -183,6 +183,35 @@ def test_the_future_of_works_that_are_one_has_the_futures_of_all():
     assert [int(one.wait()[0]) for one in future.wait()] == [0, 1]
 
 
+def dropped(work: list[Work]) -> Work:
+    """What is kept of the only reference, which the list has."""
+    number = id(work[0])
+    work.clear()
+    (kept,) = (one for one in works._dropped if id(one) == number)
+    return kept
+
+
+@pytest.mark.parametrize("error", [None, LookupError("lost")], ids=["good", "failed"])
+def test_a_work_that_is_dropped_stays_for_a_while_with_small_results_alone(error):
+    """C++ may still ask it.  What the frames of a traceback hold is let go."""
+    small, large, sparse = torch.ones(1000), torch.ones(2000), torch.eye(2).to_sparse()
+    for results, stay in (
+        ([small], True),
+        ([large], False),
+        ([small, small.clone()], False),
+        ([sparse], False),
+    ):
+        item = Item()
+        item.over, item.error = True, error
+        kept = dropped([Work(item, results)])
+        assert error is None or error.__traceback__ is None
+        assert [*map(id, kept.result())] == ([*map(id, results)] if stay else [])
+        assert kept.is_completed() and kept.exception() is error
+        assert kept.is_success() == (error is None) and (error is not None or kept.wait())
+    works.forget_dropped()
+    assert kept not in works._dropped
+
+
 def received(
     item: Item, into: Tensor, filled: Tensor | None = None, report_s: float = 0
 ) -> Received:
