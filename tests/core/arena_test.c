@@ -231,6 +231,21 @@ TEST(pages_that_are_expected_are_made_and_measured)
     const uint64_t expected = (uint64_t)20 << 20;
     fixture        f = make_arena((size_t)64 << 20);
     smp_arena_use  use;
+    uint32_t       slots[2];
+    uint64_t       offset;
+
+    for (int i = 0; i < 2; i++) {
+        CHECK(smp_arena_take(f.arena, 3000, &slots[i], &offset));
+    }
+    for (int i = 0; i < 2; i++) {
+        give_back(f, slots[i]);
+    }
+    CHECK(in_use(f) == 0);
+    CHECK(smp_arena_take(f.arena, 100, &slots[0], &offset));
+    smp_arena_measure(f.arena, &use);
+    CHECK(use.in_use == 128 && use.high == 2 * 3008); /* in units of 64 */
+    CHECK(use.made >= 2 * 3008);
+    give_back(f, slots[0]);
 
     smp_arena_expect(f.arena, expected);
     while (smp_arena_wants_pages(f.arena)) {

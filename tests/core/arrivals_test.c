@@ -213,6 +213,11 @@ TEST(parts_that_do_not_fit_are_malformed)
     CHECK_STATUS(put_head(&a, 0), SMP_ERR_MALFORMED); /* is out already */
     CHECK_STATUS(put_block(&a, 1, 7, BIG), SMP_OK);   /* early, and wrong */
     CHECK_STATUS(put_head(&a, 1), SMP_ERR_MALFORMED);
+    CHECK_STATUS(put_block(&a, 4, 0, BIG), SMP_OK);
+    CHECK_STATUS(smp_ucx_arrivals_goodbye(&a, 4), SMP_ERR_MALFORMED); /* of a message */
+    CHECK_STATUS(smp_ucx_arrivals_goodbye(&a, 5), SMP_OK);
+    CHECK_STATUS(smp_ucx_arrivals_goodbye(&a, 5), SMP_ERR_MALFORMED);
+    CHECK_STATUS(put_head(&a, 5), SMP_ERR_MALFORMED);
     smp_ucx_arrivals_fini(&a);
     return 0;
 }

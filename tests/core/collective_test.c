@@ -628,6 +628,26 @@ TEST_RANK(meetings_that_fail_take_no_group_away)
 
 /* ------------------------------------------------------------------ disagreements */
 
+/* Whether no group is made, and what is said of it. */
+static int
+is_no_group(world *w, smp_group_config config, smp_status want, int want_failed,
+            const char *words)
+{
+    char       why[SMP_GROUP_TEXT] = "";
+    int        failed = -7;
+    smp_group *group;
+
+    config.why = why;
+    CHECK_STATUS(smp_group_create(w->comm, &config, &group, &failed), want);
+    CHECK(failed == want_failed || want == SMP_ERR_MISMATCH);
+    if (strstr(why, "group 'test': could not make the group: rank ") != why ||
+        strstr(why, words) == NULL) {
+        fprintf(stderr, "'%s' lacks '%s'\n", why, words);
+        return 1;
+    }
+    return 0;
+}
+
 TEST_RANK(a_group_needs_one_list_of_ranks_on_all)
 {
     int              ranks[WORLD_RANKS];
@@ -636,23 +656,38 @@ TEST_RANK(a_group_needs_one_list_of_ranks_on_all)
                                .id = 3,
                                .name = "test",
                                .timeout_ns = WORLD_DEADLINE_NS};
-    int              failed;
-    smp_group       *group;
+    char             own[32];
+    char             none[32];
 
+    snprintf(own, sizeof(own), ": rank %d ", w->rank);
+    snprintf(none, sizeof(none), ": rank %d ", w->size);
     for (int r = 0; r < w->size; r++) {
         ranks[r] = w->rank == 1 ? w->size - 1 - r : r;
     }
     if (w->size > 1) {
-        CHECK_STATUS(smp_group_create(w->comm, &config, &group, &failed),
-                     SMP_ERR_MISMATCH);
+        CHECK(is_no_group(w, config, SMP_ERR_MISMATCH, 0,
+                          " has another list of ranks") == 0);
     }
     ranks[0] = w->size;
-    CHECK_STATUS(smp_group_create(w->comm, &config, &group, &failed), SMP_ERR_INVALID);
-    CHECK(failed == w->size);
-    ranks[0] = w->rank;
+    CHECK(is_no_group(w, config, SMP_ERR_INVALID, w->size, none) == 0);
+    ranks[0] = -1;
+    CHECK(is_no_group(w, config, SMP_ERR_INVALID, -1, ": rank -1 ") == 0);
+    ranks[0] = ranks[1] = w->rank;
+    config.size = 2;
+    CHECK(is_no_group(w, config, SMP_ERR_INVALID, w->rank, own) == 0);
     config.size = 1;
+    if (w->size > 1) {
+        ranks[0] = other(w, 0); /* without this one */
+        CHECK(is_no_group(w, config, SMP_ERR_INVALID, w->rank, own) == 0);
+        ranks[0] = w->rank;
+    }
     config.id = 0;
-    CHECK_STATUS(smp_group_create(w->comm, &config, &group, &failed), SMP_ERR_INVALID);
+    CHECK(is_no_group(w, config, SMP_ERR_INVALID, w->rank, own) == 0);
+    config.id = 3;
+    config.size = 0;
+    CHECK(is_no_group(w, config, SMP_ERR_INVALID, w->rank, own) == 0);
+    config.size = SMP_GROUP_MEMBERS + 1;
+    CHECK(is_no_group(w, config, SMP_ERR_INVALID, w->rank, own) == 0);
     w->barrier(w); /* nobody leaves while others meet */
     return 0;
 }

@@ -206,23 +206,29 @@ TEST_RANK(a_receive_ends_at_its_timeout)
 
 TEST_RANK(the_end_of_a_peer_is_not_its_loss)
 {
+    enum { COUNT = 300 }; /* more than a queue holds */
     static const size_t sizes[] = {2 << 20};
     smp_message        *message;
     smp_status          status;
     int                 received = 0;
 
+    for (int i = 0; i < COUNT && w->rank != 0; i++) {
+        CHECK_STATUS(send_filled(w, 0, 2, 1000, NULL, 0), SMP_OK);
+    }
+    w->barrier(w);
     if (w->rank != 0) { /* what was sent before the end arrives */
         CHECK_STATUS(send_filled(w, 0, 1, 100, sizes, 1), SMP_OK);
         return 0;
     }
     while ((status = smp_comm_receive(w->comm, WORLD_DEADLINE_NS, &message)) ==
            SMP_OK) {
-        CHECK(message_filled(message, 1, 100, sizes, 1));
+        CHECK(message->nblocks == 0 ? message_filled(message, 2, 1000, NULL, 0)
+                                    : message_filled(message, 1, 100, sizes, 1));
         smp_message_free(message);
         received++;
     }
     CHECK_STATUS(status, SMP_ERR_CLOSED);
-    CHECK(received == w->size - 1);
+    CHECK(received == (COUNT + 1) * (w->size - 1));
     CHECK(smp_comm_lost(w->comm) == -1);
     for (int r = 1; r < w->size; r++) {
         CHECK(smp_comm_left(w->comm, r));
@@ -233,12 +239,19 @@ TEST_RANK(the_end_of_a_peer_is_not_its_loss)
 
 TEST_RANK(a_wrong_destination_is_refused_and_the_blocks_are_freed)
 {
-    smp_block *block;
+    int64_t        deadline = smp_clock_ns() + WORLD_DEADLINE_NS;
+    smp_comm_stats stats;
+    smp_block     *block;
 
     CHECK_STATUS(smp_comm_block(w->comm, w->size, 8, &block), SMP_ERR_INVALID);
     CHECK_STATUS(smp_comm_block(w->comm, w->rank, 8, &block), SMP_ERR_INVALID);
     CHECK_STATUS(smp_comm_block(w->comm, other(w, 0), 4000, &block), SMP_OK);
     CHECK_STATUS(smp_comm_send(w->comm, -1, "x", 1, &block, 1), SMP_ERR_INVALID);
+    do { /* but for what a transport holds for itself */
+        smp_comm_counters(w->comm, &stats);
+        CHECK(smp_clock_ns() < deadline);
+    } while (stats.pool_in_use != 0);
+    CHECK(stats.messages == 0 && stats.bytes == 0);
     w->barrier(w);
     return 0;
 }

@@ -63,6 +63,37 @@ TEST_RANK(large_tensors_go_in_rounds)
     return 0;
 }
 
+/* No step of its host says the factor of one that is alone there. */
+TEST_RANK(each_member_has_its_own_factor)
+{
+    smp_call call = {.operation = SMP_REDUCE,
+                     .dtype = SMP_F32,
+                     .reduction = SMP_PREMUL_SUM,
+                     .count = 1};
+    float    in = (float)(w->rank + 1);
+    float    want = 0;
+    float    out;
+
+    smp_group *group;
+
+    CHECK_STATUS(make_world_group(w, 9, false, &group), SMP_OK);
+    for (int r = 0; r < w->size; r++) {
+        want += (float)((r + 1) * (r + 2));
+    }
+    call.in = &in;
+    call.out = &out;
+    for (call.root = 0; call.root < w->size; call.root++) {
+        for (int times = 1; times <= 2; times++) {
+            call.factor = times * (w->rank + 2);
+            out = 0;
+            CHECK_STATUS(smp_group_run(group, &call), SMP_OK);
+            CHECK(w->rank != call.root || out == (float)times * want);
+        }
+    }
+    smp_group_destroy(group);
+    return 0;
+}
+
 /* ------------------------------------------------------------------- bytes on the wire
  */
 
@@ -428,6 +459,7 @@ static const hosts_entry hosts_list[] = {
     ALL(any_sequence_of_calls_on_several_groups_is_right, NULL),
     ALL(a_part_of_the_ranks_in_any_order_is_a_group, "aabb"),
     ALL(large_tensors_go_in_rounds, "aba"),
+    SOME(each_member_has_its_own_factor, "aba"),
     {ENTRY(each_byte_goes_over_the_wire_once),
      .hosts = {"ab", "aabb", "abab", "aabbcc", "aaaabbbb"}, .threads = true,
      .sample = "abab"},

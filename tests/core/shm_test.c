@@ -3,15 +3,20 @@
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
+#include <linux/sockios.h>
 #include <sys/eventfd.h>
+#include <sys/ioctl.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/un.h>
 
+#include "comm/memory/block.h"
 #include "comm/memory/segment.h"
 #include "comm/transport/shm/meet.h"
+#include "comm/transport/shm/record.h"
 #include "comm/transport/shm/stream.h"
+#include "comm/transport/transport.h"
 #include "deaths.h"
 #include "traffic.h"
 
@@ -133,6 +138,28 @@ TEST_RANK(a_block_that_a_child_sees_is_not_used_again_without_descriptors)
     CHECK(waitpid(pid, &how, 0) == pid && WIFEXITED(how) && WEXITSTATUS(how) == 0);
     smp_comm_counters(w->comm, &stats);
     CHECK(stats.pool_in_use >= sizes[0]);
+    w->barrier(w);
+    return 0;
+}
+
+/* ----------------------------------------------------------------------- turns */
+
+/* None whose messages are there waits for all of another's. */
+TEST_RANK(peers_take_turns)
+{
+    smp_message *message;
+    int          last = -1;
+
+    for (int i = 0; i < 10 && w->rank != 0; i++) {
+        CHECK_STATUS(send_filled(w, 0, (uint64_t)i, 8, NULL, 0), SMP_OK);
+    }
+    w->barrier(w);
+    for (int i = 0; i < 20 && w->rank == 0; i++) {
+        CHECK_STATUS(smp_comm_receive(w->comm, WORLD_DEADLINE_NS, &message), SMP_OK);
+        CHECK(message->source != last);
+        last = message->source;
+        smp_message_free(message);
+    }
     w->barrier(w);
     return 0;
 }
@@ -327,6 +354,93 @@ TEST(a_card_of_another_rank_or_size_is_malformed)
     return 0;
 }
 
+/* The card's sections, which are what its reader follows. */
+static int
+check_sections(smp_comm *comm)
+{
+    _Alignas(8) uint8_t copy[SMP_CARD_BYTES];
+    smp_card           *card = (smp_card *)(void *)copy;
+    const void         *good;
+    size_t              n;
+
+    good = smp_comm_card(comm, &n);
+    CHECK(smp_card_ok(good, n, 0, 2));
+    CHECK(!smp_card_ok(good, n - 8, 0, 2));
+    memcpy(copy, good, n);
+    card->sections[0].offset = (uint32_t)n - 8;
+    CHECK(!smp_card_ok(copy, n, 0, 2));
+    memcpy(copy, good, n);
+    card->sections[0].bytes = UINT32_MAX;
+    CHECK(!smp_card_ok(copy, n, 0, 2));
+    memcpy(copy, good, n);
+    memset(card->sections[0].name, 'x', sizeof(card->sections[0].name));
+    CHECK(!smp_card_ok(copy, n, 0, 2));
+    memcpy(copy, good, n);
+    card->nsections = SMP_CARD_SECTIONS + 1;
+    CHECK(!smp_card_ok(copy, n, 0, 2));
+    memcpy(copy, good, n);
+    card->version++;
+    CHECK(!smp_card_ok(copy, n, 0, 2));
+    return 0;
+}
+
+TEST(cards_and_hellos_that_differ_in_anything_are_refused)
+{
+    smp_shm_self  self = {.rank = 0, .size = 2, .job = "job"};
+    smp_shm_door  doors[2];
+    smp_shm_card  card;
+    smp_shm_hello good = {.rank = 1, .size = 2, .job = "job"};
+    smp_shm_hello bad[8];
+    smp_comm     *comm;
+
+    for (int r = 0; r < 2; r++) {
+        CHECK_STATUS(smp_shm_door_open(r, &doors[r]), SMP_OK);
+        smp_shm_door_close(&doors[r]);
+    }
+    good.magic = doors[0].card.magic;
+    good.version = doors[0].card.version;
+    memcpy(good.to, doors[0].card.token, SMP_TOKEN_BYTES);
+    memcpy(good.from, doors[1].card.token, SMP_TOKEN_BYTES);
+    CHECK(smp_shm_hello_ok(&good, &self, 1, &doors[0].card, &doors[1].card));
+    for (int i = 0; i < 8; i++) {
+        bad[i] = good;
+    }
+    bad[0].magic++;
+    bad[1].version++;
+    bad[2].rank = 0;
+    bad[3].size = 3;
+    bad[4].to[SMP_TOKEN_BYTES - 1] ^= 1;
+    bad[5].from[0] ^= 1;
+    strcpy(bad[6].job, "jo");
+    strcpy(bad[7].job, "job of others");
+    for (int i = 0; i < 8; i++) {
+        CHECK(!smp_shm_hello_ok(&bad[i], &self, 1, &doors[0].card, &doors[1].card));
+    }
+
+    card = doors[1].card;
+    CHECK(smp_shm_card_ok(&card, sizeof(card), 1));
+    CHECK(!smp_shm_card_ok(&card, sizeof(card), 0));
+    CHECK(!smp_shm_card_ok(&card, sizeof(card) - 1, 1));
+    card.magic++;
+    CHECK(!smp_shm_card_ok(&card, sizeof(card), 1));
+    card = doors[1].card;
+    card.version++;
+    CHECK(!smp_shm_card_ok(&card, sizeof(card), 1));
+    strcpy(card.path, "/dev/shm/smp-a/b.sock"); /* not in this folder */
+    card.version--;
+    CHECK(!smp_shm_card_ok(&card, sizeof(card), 1));
+    strcpy(card.path, "/run/shm/smp-a.sock");
+    CHECK(!smp_shm_card_ok(&card, sizeof(card), 1));
+    memset(card.path + 20, 'a', sizeof(card.path) - 20); /* without an end */
+    memcpy(card.path, doors[1].card.path, 20);
+    CHECK(!smp_shm_card_ok(&card, sizeof(card), 1));
+
+    CHECK_STATUS(create_comm(0, 2, "job", &comm), SMP_OK);
+    CHECK(check_sections(comm) == 0);
+    smp_comm_destroy(comm);
+    return 0;
+}
+
 static int
 call_door(const smp_shm_card *card)
 {
@@ -495,6 +609,54 @@ TEST(a_full_ring_is_announced_and_filled_again_on_a_kick)
             CHECK(write(im.guest.kick_fd, &one, sizeof(one)) == sizeof(one));
         }
     }
+    for (int i = 0; i < COUNT; i++) { /* which nobody takes: the end gives up */
+        CHECK_STATUS(smp_comm_send(im.comm, 1, bytes, sizeof(bytes), NULL, 0), SMP_OK);
+    }
+    drop_impostor(&im);
+    return 0;
+}
+
+/* A message with two blocks of the socket, of which one has come, is not there yet. */
+TEST(a_message_waits_for_all_its_blocks)
+{
+    enum { BYTES = 5000 };
+    smp_ring_producer producer = {0};
+    impostor          im = {0};
+    smp_block        *blocks[2];
+    smp_message      *message;
+    void             *record;
+
+    CHECK(make_impostor(&im) == 0);
+    producer.ring = &im.theirs->rings[1];
+    for (int i = 0; i < 2; i++) {
+        CHECK_STATUS(smp_block_private(BYTES, &blocks[i]), SMP_OK);
+        fill(smp_block_data(blocks[i]), BYTES, (uint64_t)i);
+    }
+    CHECK_STATUS(
+        smp_ring_reserve(&producer, smp_record_bytes(8, blocks, 2, im.own), &record),
+        SMP_OK);
+    smp_record_write(record, SMP_RECORD_WHOLE, "eight by", 8, blocks, 2, im.own);
+    smp_ring_commit(&producer);
+    for (int i = 0; i < 2; i++) {
+        smp_frame frame = {.kind = SMP_FRAME_BLOCK, .bytes = BYTES};
+        int       unread = 1;
+
+        CHECK_STATUS(smp_comm_receive(im.comm, 20 * SMP_NS_PER_MS, &message),
+                     SMP_ERR_TIMED_OUT);
+        CHECK(write(im.guest.socket, &frame, sizeof(frame)) == sizeof(frame));
+        CHECK(write(im.guest.socket, smp_block_data(blocks[i]), BYTES) == BYTES);
+        while (unread != 0) {
+            CHECK(ioctl(im.guest.socket, SIOCOUTQ, &unread) == 0);
+            sched_yield();
+        }
+    }
+    CHECK_STATUS(smp_comm_receive(im.comm, WORLD_DEADLINE_NS, &message), SMP_OK);
+    CHECK(message->source == 1 && message->nbytes == 8 && message->nblocks == 2);
+    for (int i = 0; i < 2; i++) {
+        CHECK(filled(smp_block_data(message->blocks[i]), BYTES, (uint64_t)i));
+        smp_block_release(blocks[i]);
+    }
+    smp_message_free(message);
     drop_impostor(&im);
     return 0;
 }
@@ -515,7 +677,11 @@ send_frame(smp_frame frame, smp_status want)
 
 TEST(garbage_in_the_socket_is_malformed)
 {
-    return send_frame((smp_frame){.kind = 77, .bytes = 1}, SMP_ERR_MALFORMED);
+    CHECK(send_frame((smp_frame){.kind = 77, .bytes = 1}, SMP_ERR_MALFORMED) == 0);
+    CHECK(send_frame((smp_frame){.kind = SMP_FRAME_BLOCK, .zero = 1, .bytes = 8},
+                     SMP_ERR_MALFORMED) == 0);
+    return send_frame((smp_frame){.kind = SMP_FRAME_GOODBYE, .bytes = 8},
+                      SMP_ERR_MALFORMED);
 }
 
 TEST(a_block_larger_than_memory_is_no_memory)
@@ -571,6 +737,76 @@ TEST(without_descriptors_create_fails_and_leaves_none)
     return 0;
 }
 
+/* Waiting brings none, so nobody waits: rank 1, who calls, and rank 0, who is called.
+ */
+TEST(without_descriptors_nobody_is_met_and_this_rank_is_named)
+{
+    struct rlimit before;
+    struct rlimit low;
+
+    CHECK(getrlimit(RLIMIT_NOFILE, &before) == 0);
+    low = before;
+    low.rlim_cur = 3; /* all of these are open */
+    for (int r = 0; r < 2; r++) {
+        meeter m = {.timeout_ms = 600000, .failed = -1};
+        int    stranger = -1;
+
+        smp_comm *comms[2];
+
+        CHECK_STATUS(create_comm(0, 2, "job", &comms[0]), SMP_OK);
+        CHECK_STATUS(create_comm(1, 2, "job", &comms[1]), SMP_OK);
+        m.comm = comms[r];
+        for (int i = 0; i < 2; i++) {
+            m.cards[i] = smp_comm_card(comms[i], &m.bytes[i]);
+        }
+        stranger = call_door(shm_card_of(m.cards[r]));
+        CHECK(stranger >= 0);
+        CHECK(setrlimit(RLIMIT_NOFILE, &low) == 0);
+        meet_main(&m);
+        CHECK(setrlimit(RLIMIT_NOFILE, &before) == 0);
+        CHECK_STATUS(m.status, SMP_ERR_SYSTEM);
+        CHECK(m.failed == r);
+        close(stranger);
+        smp_comm_destroy(comms[0]);
+        smp_comm_destroy(comms[1]);
+    }
+    return 0;
+}
+
+TEST(a_transport_of_another_build_or_one_too_many_is_refused)
+{
+    static smp_transport others[SMP_TRANSPORTS];
+    static const char *names[SMP_TRANSPORTS] = {"a", "b", "c", "d", "e", "f", "g", "h"};
+    const smp_transport *all[SMP_TRANSPORTS];
+    int                  before = smp_transport_all(all);
+    pid_t                pid = fork(); /* what is registered stays so */
+    int                  how;
+
+    if (pid == 0) {
+        bool well;
+
+        for (int i = 0; i < SMP_TRANSPORTS; i++) {
+            others[i] = (smp_transport){.abi = SMP_TRANSPORT_ABI, .name = names[i]};
+        }
+        others[0].abi++;
+        well = smp_transport_register(&others[0]) == SMP_ERR_INVALID;
+        others[0].abi--;
+        for (int i = 0; i < SMP_TRANSPORTS; i++) {
+            well = well && smp_transport_register(&others[i]) ==
+                               (before + i < SMP_TRANSPORTS ? SMP_OK : SMP_ERR_INVALID);
+        }
+        others[1].name = "tcp"; /* is there already */
+        well = well && smp_transport_register(&others[1]) == SMP_OK;
+        well = well && smp_transport_find("tcp", 3) == &smp_transport_tcp;
+        well = well && smp_transport_find("a,b", 1) == &others[0];
+        well = well && smp_transport_find("tc", 2) == NULL;
+        well = well && smp_transport_all(all) == SMP_TRANSPORTS;
+        _exit(well && all[0] == &smp_transport_shm ? 0 : 1);
+    }
+    CHECK(waitpid(pid, &how, 0) == pid && WIFEXITED(how) && WEXITSTATUS(how) == 0);
+    return 0;
+}
+
 TEST(an_unknown_transport_is_invalid)
 {
     smp_comm_config config = {.size = 2, .transports = "shm,pigeon", .job = "job"};
@@ -623,6 +859,7 @@ IN_WORLD(a_forked_child_can_do_nothing_and_breaks_nothing, 2, 0)
 IN_WORLD(a_block_that_a_child_sees_is_not_used_again, 2, 1 << 20)
 IN_WORLD(a_block_that_a_child_sees_is_not_used_again_without_descriptors, 2, 1 << 20)
 IN_WORLD(the_socket_file_is_gone_once_all_have_met, 4, 0)
+IN_WORLD(peers_take_turns, 3, 0)
 
 TEST(run_a_killed_peer_is_named_to_all_others)
 {
@@ -638,6 +875,7 @@ main(int argc, char **argv)
 {
     /* Those in which this process has threads come last: the others fork. */
     static const smp_test tests[] = {
+        LISTED_TEST(a_transport_of_another_build_or_one_too_many_is_refused),
         {"the_socket_file_of_a_killed_rank_is_removed_by_the_next",
          the_socket_file_of_a_killed_rank_is_removed_by_the_next},
         {"a_killed_peer_is_named_to_all_others",
@@ -657,6 +895,7 @@ main(int argc, char **argv)
          run_a_block_that_a_child_sees_is_not_used_again_without_descriptors},
         {"the_socket_file_is_gone_once_all_have_met",
          run_the_socket_file_is_gone_once_all_have_met},
+        {"peers_take_turns", run_peers_take_turns},
         {"nobody_else_can_call_at_the_door", nobody_else_can_call_at_the_door},
         {"a_file_that_never_got_its_name_is_removed_after_a_while",
          a_file_that_never_got_its_name_is_removed_after_a_while},
@@ -664,10 +903,12 @@ main(int argc, char **argv)
         {"a_wrong_secret_is_refused", a_wrong_secret_is_refused},
         {"a_card_of_another_rank_or_size_is_malformed",
          a_card_of_another_rank_or_size_is_malformed},
+        LISTED_TEST(cards_and_hellos_that_differ_in_anything_are_refused),
         {"strangers_at_the_door_disturb_nobody", strangers_at_the_door_disturb_nobody},
         {"garbage_in_the_ring_is_malformed", garbage_in_the_ring_is_malformed},
         {"a_full_ring_is_announced_and_filled_again_on_a_kick",
          a_full_ring_is_announced_and_filled_again_on_a_kick},
+        LISTED_TEST(a_message_waits_for_all_its_blocks),
         {"garbage_in_the_socket_is_malformed", garbage_in_the_socket_is_malformed},
         {"a_block_larger_than_memory_is_no_memory",
          a_block_larger_than_memory_is_no_memory},
@@ -675,6 +916,7 @@ main(int argc, char **argv)
         {"a_segment_without_seals_is_refused", a_segment_without_seals_is_refused},
         {"without_descriptors_create_fails_and_leaves_none",
          without_descriptors_create_fails_and_leaves_none},
+        LISTED_TEST(without_descriptors_nobody_is_met_and_this_rank_is_named),
         {"an_unknown_transport_is_invalid", an_unknown_transport_is_invalid},
         {"a_job_of_one_needs_no_connection", a_job_of_one_needs_no_connection},
     };

@@ -3,12 +3,16 @@
 #define _GNU_SOURCE
 #include <arpa/inet.h>
 #include <errno.h>
+#include <fcntl.h>
 #include <ifaddrs.h>
 #include <net/if.h>
+#include <netinet/tcp.h>
 #include <poll.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 
 #include "comm/transport/connecting/address.h"
+#include "comm/transport/connecting/lifeline.h"
 #include "comm/transport/connecting/meet.h"
 #include "comm/transport/tcp/frame.h"
 #include "deaths.h"
@@ -566,6 +570,125 @@ TEST(a_recorded_handshake_is_refused)
     return 0;
 }
 
+/* What becomes of the socket of a rank that was met. */
+typedef struct {
+    smp_tcp_self self;
+    smp_tcp_door door;
+    const void  *cards[2];
+    size_t       bytes[2];
+    int          fd; /* -1: none was taken */
+    bool         met[2];
+    smp_status   status;
+} caller;
+
+static smp_status
+take_socket(void *arg, int rank, int fd)
+{
+    caller *c = arg;
+
+    c->fd = rank == 1 - c->self.rank ? fd : -1;
+    return smp_lifeline_watch_over(fd) ? SMP_OK : SMP_ERR_SYSTEM;
+}
+
+static void *
+call_main(void *arg)
+{
+    static const bool wanted[2] = {true, true};
+    caller           *c = arg;
+    int               failed;
+
+    c->status = smp_tcp_connect(&c->door, &c->self, c->cards, c->bytes, wanted,
+                                PATIENCE_MS(60000), take_socket, c, c->met, &failed);
+    return NULL;
+}
+
+static int
+option_of(int fd, int level, int name)
+{
+    int       value = -1;
+    socklen_t bytes = sizeof(value);
+
+    return getsockopt(fd, level, name, &value, &bytes) == 0 ? value : -1;
+}
+
+/* Or messages wait for one another, and hosts that die are not noticed. */
+TEST(sockets_send_at_once_and_ask_for_the_other_host)
+{
+    caller    callers[2];
+    pthread_t threads[2];
+
+    for (int r = 0; r < 2; r++) {
+        callers[r] = (caller){.self = {.rank = r, .size = 2, .job = "job"}, .fd = -1};
+        CHECK_STATUS(smp_tcp_door_open(r, LOOPBACK, &callers[r].door), SMP_OK);
+    }
+    for (int r = 0; r < 2; r++) {
+        for (int i = 0; i < 2; i++) {
+            callers[r].cards[i] = &callers[i].door.card;
+            callers[r].bytes[i] = sizeof(smp_tcp_card);
+        }
+        CHECK(pthread_create(&threads[r], NULL, call_main, &callers[r]) == 0);
+    }
+    for (int r = 0; r < 2; r++) {
+        int fd;
+
+        pthread_join(threads[r], NULL);
+        CHECK_STATUS(callers[r].status, SMP_OK);
+        CHECK(callers[r].met[1 - r] && !callers[r].met[r]);
+        fd = callers[r].fd;
+        CHECK(fd >= 0 && (fcntl(fd, F_GETFL) & O_NONBLOCK) != 0);
+        CHECK((fcntl(fd, F_GETFD) & FD_CLOEXEC) != 0);
+        CHECK(option_of(fd, IPPROTO_TCP, TCP_NODELAY) != 0);
+        CHECK(option_of(fd, SOL_SOCKET, SO_KEEPALIVE) != 0);
+        CHECK(option_of(fd, IPPROTO_TCP, TCP_KEEPIDLE) == 1);
+        CHECK(option_of(fd, IPPROTO_TCP, TCP_KEEPINTVL) == 1);
+        CHECK(option_of(fd, IPPROTO_TCP, TCP_KEEPCNT) == SMP_TCP_SILENT_S - 1);
+        CHECK(option_of(fd, IPPROTO_TCP, TCP_USER_TIMEOUT) == 1000 * SMP_TCP_SILENT_S);
+        close(fd);
+    }
+    return 0;
+}
+
+/* Waiting brings none, so nobody waits: rank 1, who calls, and rank 0, who is called.
+ */
+TEST(without_descriptors_nobody_waits_for_a_meeting)
+{
+    struct rlimit before;
+    struct rlimit low;
+
+    CHECK(getrlimit(RLIMIT_NOFILE, &before) == 0);
+    low = before;
+    low.rlim_cur = 3; /* all of these are open */
+    for (int r = 0; r < 2; r++) {
+        pthread_t thread;
+        meeter    m[2];
+        int       fd = -1;
+
+        CHECK(create_pair(m, "job", 600000) == 0);
+        if (r == 0) {
+            fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+        }
+        CHECK(setrlimit(RLIMIT_NOFILE, &low) == 0);
+        CHECK(pthread_create(&thread, NULL, meet_main, &m[r]) == 0);
+        if (r == 0) {
+            struct sockaddr_storage to;
+            const smp_tcp_card     *card = tcp_card_of(m[0].cards[0]);
+            socklen_t bytes = smp_tcp_socket_address(&card->offer.addresses[0], &to);
+
+            while (connect(fd, (struct sockaddr *)&to, bytes) != 0) {
+                sched_yield();
+            }
+        }
+        pthread_join(thread, NULL);
+        CHECK(setrlimit(RLIMIT_NOFILE, &before) == 0);
+        CHECK_STATUS(m[r].status, SMP_ERR_SYSTEM);
+        if (fd >= 0) {
+            close(fd);
+        }
+        drop_pair(m);
+    }
+    return 0;
+}
+
 /* ----------------------------------- a peer that knows the secret and goes wrong */
 
 typedef struct {
@@ -819,6 +942,8 @@ main(int argc, char **argv)
         LISTED_TEST(a_card_that_no_rank_wrote_is_malformed),
         LISTED_TEST(strangers_disturb_nobody),
         LISTED_TEST(a_recorded_handshake_is_refused),
+        LISTED_TEST(sockets_send_at_once_and_ask_for_the_other_host),
+        LISTED_TEST(without_descriptors_nobody_waits_for_a_meeting),
         LISTED_TEST(frames_that_no_rank_sends_are_malformed),
         LISTED_TEST(a_message_larger_than_memory_is_no_memory),
         LISTED_TEST(a_frame_that_ends_early_is_a_loss),
