@@ -90,7 +90,7 @@ def test_ranks_in_different_modules_hear_of_both(kind):
         with pytest.raises(step_end.PeerFailed, match="ran other modules") as caught:
             job._train(job.model, *job.batch(smp.rank(), 0))
         assert {"'one' (forward)", "'other' (forward)"} <= paths_in(caught.value)
-        assert "microbatch 0" in str(caught.value)
+        assert re.match(r"smp: module '\w+' \(microbatch 0, forward\): ", str(caught.value))
         job.net.strays = False
         check_next_step(job)
 
@@ -111,6 +111,7 @@ def test_outside_of_a_step(kind):
         with pytest.raises(step_end.PeerFailed) as caught:
             mine(x)
         assert {"'one' (forward)", "'other' (forward)"} <= paths_in(caught.value)
+        assert re.match(r"smp: module '\w+' \(forward\): ", str(caught.value))
         job.net.one(x)
     check_next_step(job)
 
@@ -133,6 +134,7 @@ def test_another_order_of_backwards(kind, which):
     with pytest.raises(step_end.PeerFailed, match="in another order") as caught:
         train(job.model, *job.batch(smp.rank(), 0))
     assert {"'one' (backward)", f"'{which}' (backward)"} <= paths_in(caught.value)
+    assert re.match(r"smp: module '\w+' \(microbatch 0, backward\): ", str(caught.value))
     assert ("two calls of the module" in str(caught.value)) == (which == "one")
     check_next_step(job)
 

@@ -181,3 +181,6 @@ def test_tensors_of_two_devices_are_refused(device):
     x = torch.ones(3, 4, device=on)
     with pytest.raises(ValueError, match="out: on another device than the other tensors"):
         _core.tp_residual(3, 4, DROP.placed(4), x, None, None, torch.ones(3, 4))
+    ids = torch.arange(3, device=on)
+    with pytest.raises(BufferError, match="tp_scatter: tensors in host memory only"):
+        _core.tp_scatter(3, 3, 4, 0, -1, ids, x, torch.ones(3, 4, device=on))

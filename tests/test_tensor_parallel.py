@@ -20,7 +20,7 @@ from torch.nn.utils import clip_grad_norm_ as imported_early
 import smp
 from smp.data_parallel.buckets import MEGABYTE, make_buckets
 from smp.data_parallel.group import Holders
-from smp.tensor_parallel import regions, step_end
+from smp.tensor_parallel import regions, same_samples, step_end
 from smp.tensor_parallel.slices import Slices, mark, slices_of
 from tests.ranks import on_ranks
 from tests.reference.whole_job import WholeJob, assert_near, split_over_all_ranks
@@ -349,6 +349,30 @@ def test_other_samples_are_refused_by_every_distributed_module(kind):
         ValueError, match="'0.*' got other samples on tp_rank 1 .* must be seeded so"
     ):
         model(others if isinstance(given, Tensor) else (others, None))
+
+
+def test_samples_differ_by_more_than_rounding():
+    """One of 64 of them does; how large they are, and numbers that are none, hide nothing."""
+
+    def other(*tensors: Tensor) -> int | None:
+        return same_samples._other_rank([same_samples._numbers_of(t) for t in tensors])
+
+    torch.manual_seed(1)
+    x = torch.randn(64, 10)
+    one = x.clone()
+    one[5] = torch.randn(10)
+    holes = torch.rand(64, 10) < 0.1
+    for scale in (1, 1e4, 1e-4):
+        assert other(scale * x, scale * x, (scale * x).bfloat16(), 1.001 * scale * x) is None
+        assert other(scale * x, scale * x, scale * one) == 2
+        assert other(scale * one, scale * x, scale * x) == 1
+        for hole in (torch.nan, torch.inf):
+            given, others = (scale * t.masked_fill(holes, hole) for t in (x, one))
+            assert other(given, given) is None
+            assert hole == torch.inf or other(given, given, others) == 2
+    assert other(x, x[:-1]) == other(x, torch.cat([x, x[:1] * 0])) == 1
+    assert other(torch.arange(9), torch.arange(9)) is None
+    assert other(torch.arange(9), torch.arange(9).roll(1)) == 1
 
 
 # ------------------------------------------------------------------------ what a user asks
@@ -739,7 +763,9 @@ def test_slices_are_not_saved_for_the_whole(tmp_path):
         with pytest.raises(RuntimeError, match=refused):
             save()
     block = model.get_module().transformer.h[0]
-    for inside in (net.transformer, block, block.attn, block.attn.c_attn, net.lm_head):
+    with pytest.raises(RuntimeError, match=r"^smp: Conv1D.* slices of 'weight' and 1 other"):
+        block.attn.c_attn.state_dict()
+    for inside in (net.transformer, block, block.attn, net.lm_head):
         with pytest.raises(RuntimeError, match=r"state_dict\(\) would have this rank's slices"):
             inside.state_dict()
     assert list(block.ln_1.state_dict()) == ["weight", "bias"]  # whole
@@ -780,6 +806,22 @@ def test_prompts_of_different_lengths_with_a_cache_of_a_fixed_length():
 
     with torch.no_grad():
         assert_near(logits(model), logits(plain), "logits")
+
+
+def test_rows_are_led_out_by_linears_of_the_module_that_gathered_them():
+    """... in its very call, not where it is computed again."""
+    rows = regions.Rows(None, None).of_call("layer.1")
+    assert rows.lead_out("layer.1.out")
+    assert not rows.lead_out("layer.10.out") and not rows.lead_out("layer.1")
+    assert regions.Rows(None, None).of_call("").lead_out("out")
+    seen = []
+    x = torch.ones(2, requires_grad=True)
+    (2 * x).sum().backward(inputs=[x])
+    y = 2 * x
+    y.register_hook(lambda _: seen.append(rows.lead_out("layer.1.out")))
+    y.register_hook(lambda _: seen.append(rows.of_call("layer.1").lead_out("layer.1.out")))
+    y.sum().backward()
+    assert seen == [False, True]
 
 
 def test_in_place_of_no_mask_the_last_positions_see_all_before_them():

@@ -98,6 +98,25 @@ def test_the_slice_of_a_buffer_stays_one():
     model.double()
     assert model.is_distributed_buffer(net.scale)
     assert_near(model.state_dict()["scale"], torch.arange(1.0, 8), "scale")
+    with pytest.raises(RuntimeError, match=r"slices of 'table.weight' and 4 other parameters"):
+        net.state_dict()
+
+
+@pytest.mark.parametrize("whose", ["model", "module"])
+@on_ranks(2)
+def test_gradients_of_new_parameters_have_their_factors(whose):
+    """As torch makes them where it overwrites what it converts."""
+    smp.init({"tensor_parallel_degree": 2})
+    job = WholeJob(made(), loss, batch)
+    before = dict(job.net.named_parameters())
+    torch.__future__.set_overwrite_module_params_on_conversion(True)
+    try:
+        convert(job, whose, False)
+    finally:
+        torch.__future__.set_overwrite_module_params_on_conversion(False)
+    assert not any(before[name] is p for name, p in job.net.named_parameters())
+    job.train(0)
+    job.check_gradients()
 
 
 @on_ranks(4, timeout_s=120)

@@ -19,7 +19,7 @@ import smp
 from smp.data_parallel.reduction import Reduction
 from smp.modules import hooks
 from smp.nn import utils as blocks
-from smp.tensor_parallel import assumed, group, primitives, replacement
+from smp.tensor_parallel import assumed, chain, group, primitives, replacement
 from smp.tensor_parallel.slices import Slices, slices_of
 from tests.ranks import on_ranks
 from tests.reference.whole_job import WholeJob, assert_near, split_over_all_ranks
@@ -761,6 +761,28 @@ def test_a_replaced_module_stays_on_its_device():
     assert {(p.device.type, p.dtype) for p in new.parameters()} == {("meta", torch.bfloat16)}
 
 
+class Scaled(nn.Module):
+    def __init__(self, width: int, by: float = 1.0) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.by = by
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight * self.by
+
+
+class ScaledThere(Scaled, smp.nn.DistributedModule):
+    pass
+
+
+def test_what_a_mark_says_goes_before_what_an_instance_was_made_with():
+    smp.tp_register_with_module(Scaled, ScaledThere)
+    with smp.tensor_parallelism(by=3.0, of_others="nothing"):
+        module = Scaled(2, by=2.0)
+    new = replacement.replace(module, "scaled")
+    assert isinstance(new, ScaledThere) and new.by == 3.0
+
+
 class Unlike(smp.nn.DistributedModule):
     """Lacks a bias, has a scale, another width and a buffer."""
 
@@ -1038,6 +1060,38 @@ def test_a_rank_may_leave_out_what_others_use_of_other_stages(stages):
     job.loss = lambda model, ids, _: model(ids)[3].square().mean()
     job.step(5)  # what nobody uses has no gradient
     job.check_parameters()
+
+
+class Recomputing(torch.autograd.Function):
+    """Notes whether a collective of its backward would be in a chain."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seen: list[bool]) -> Tensor:
+        ctx.seen = seen
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        with torch.enable_grad():
+            ctx.seen.append(chain.is_carried())
+        return gradient, None
+
+
+def test_a_call_within_another_has_a_chain_of_its_own():
+    """The other's goes on behind it."""
+    seen: list[bool] = []
+    x, token = torch.ones(2, requires_grad=True), torch.zeros(())
+    assert not chain.is_carried()
+    with chain.opened(token):
+        with chain.opened():
+            assert chain.is_carried() and chain.last() is None
+            with torch.no_grad():
+                assert not chain.is_carried()
+            Recomputing.apply(x, seen).sum().backward()
+            chain.go_on(torch.ones(()))
+        assert chain.is_carried() and chain.last() is token
+    assert not chain.is_carried() and chain.last() is None
+    assert seen == [False]
 
 
 class Detaching(Branches):
