@@ -706,6 +706,35 @@ def test_a_registered_class_in_a_pipeline():
     job.check_parameters()
 
 
+class OneOf(nn.Module):
+    """A model that has all it has in one module."""
+
+    def __init__(self, one: nn.Module, call: Any) -> None:
+        super().__init__()
+        self.one, self.call = one, call
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.call(self.one, x)
+
+
+@pytest.mark.filterwarnings("ignore:.*no module of OneOf is on partition 1")
+def test_what_is_split_as_one_is_on_one_stage():
+    """A distributed module, and one that is split where it stands."""
+    from transformers import GPT2Config
+    from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
+
+    smp.tp_register_with_module(Gate, SplitGate, arguments, inputs, lambda y: {"y": y})
+    x = torch.ones(4, 3, 40)
+    for one, call, parts in (
+        (Gate(40), lambda gate, x: gate(x, scale=1.0)["y"], ["first", "second"]),
+        (GPT2MLP(160, GPT2Config(n_embd=40)), lambda mlp, x: mlp(x), ["c_fc", "c_proj"]),
+    ):
+        smp.set_tensor_parallelism(one)
+        degrees = {"pipeline_parallel_degree": 2, "tensor_parallel_degree": 2}
+        plan = smp.plan(OneOf(one, call), x, memory_weight=1.0, **degrees)
+        assert [plan.rank_of(f"one.{part}") for part in parts] == [0, 0]
+
+
 class Listening(Gate):
     """Hooks of the class itself are those of what is no longer called."""
 
