@@ -149,6 +149,15 @@ def test_a_linears_input_of_another_width_is_an_error_on_every_rank(alike):
             linear(torch.ones(()))
 
 
+def test_modules_are_made_where_they_are_wanted():
+    made = [
+        smp.nn.DistributedLinear(5, 7, device="meta"),
+        smp.nn.DistributedEmbedding(5, 7, padding_idx=1, device="meta"),
+        smp.nn.DistributedLayerNorm(7, device="meta"),
+    ]
+    assert all(p.is_meta for module in made for p in module.parameters())
+
+
 # ---------------------------------------------------------------------------------- norms
 
 

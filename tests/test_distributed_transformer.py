@@ -359,10 +359,10 @@ def everything(net: nn.Module, given: list[Tensor], seed: int) -> list[Tensor]:
     """What comes out, and the gradient of each input."""
     given = [tensor.clone().requires_grad_(True) for tensor in given]
     torch.manual_seed(seed)
-    out = net(tuple(given))
+    out = net(tuple(given) if len(given) > 1 else (*given, None))
     hidden = out if isinstance(out, Tensor) else out[0]
     if hidden is not out:
-        assert all(a is b for a, b in zip(out[1:], given[1:], strict=True))
+        assert all(a is b for a, b in zip(out[1:], given[1:] or [None], strict=True))
     weights = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(1))
     (hidden * weights).sum().backward()
     return [hidden, *(tensor.grad for tensor in given)]
@@ -682,6 +682,18 @@ def test_a_batch_of_no_samples(optimize, prescaled):
     out = net((x, None))[0]
     out.sum().backward()
     assert out.shape == x.shape == x.grad.shape
+
+
+@pytest.mark.parametrize("alike", [False, True], ids=["own samples", "same samples"])
+@pytest.mark.parametrize("optimize", ["memory", "channels"])
+@on_ranks(3)
+def test_sequences_of_fewer_positions_than_ranks(optimize, alike):
+    rank = 0 if alike else int(os.environ["OMPI_COMM_WORLD_RANK"])
+    x = batch_of("no")(rank, 0)[0][:, :2]
+    want = everything(layer_of(optimize=optimize), [x], 1)
+    split_over_all_ranks(prescaled_batch=alike)
+    for one, of in zip(everything(layer_of(optimize=optimize), [x], 1), want, strict=True):
+        assert_near(one, of, "output or gradient")
 
 
 @pytest.mark.parametrize("optimize", ["memory", "channels"])

@@ -82,6 +82,67 @@ def test_every_option_is_one_of_the_language_models():
     assert taken >= OTHERS.keys() - {"layer_idx"}
 
 
+OF_THE_MODEL = {
+    "num_layers", "vocab_size", "num_positions", "num_token_types", "add_lm_head",
+    "embedding_dropout_prob", "tie_input_output_embedding", "use_lm_head_bias",
+    "final_layernorm",
+}  # fmt: skip
+# Of a layer's options those that are of its attentions alone, and of its output layer alone.
+OF_ATTENTION = {
+    "num_attention_heads", "attention_head_size", "attention_dropout_prob", "causal_mask_size",
+    "use_qkv_bias", "use_attn_dense_bias", "use_alibi", "alibi_bias_max", "rotary_dim",
+    "rotary_base", "rotary_pairs", "attention_in_fp32", "query_key_layer_scaling",
+    "scale_attention_scores", "scale_attn_by_layer_idx", "mask_value", "window_size",
+    "fused_softmax", "flash_attention", "add_cross_attention",
+}  # fmt: skip
+OF_OUTPUT = {
+    "intermediate_size", "activation", "parallel_attn_output", "single_pre_layernorm",
+    "fused_bias_gelu", "add_cross_attention",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("crosses", [False, True])
+def test_options_of_a_language_model_are_those_of_its_parts(crosses):
+    given: dict[str, Any] = {
+        "num_layers": 2, "num_attention_heads": 3, "attention_head_size": 4, "hidden_size": 6,
+        "intermediate_size": 5, "vocab_size": 7, "num_positions": 8, "num_token_types": 2,
+        "attention_dropout_prob": 0.2, "hidden_dropout_prob": 0.3,
+        "embedding_dropout_prob": 0.4, "activation": "relu", "layernorm_epsilon": 0.5,
+        "causal_mask_size": 9, "add_cross_attention": crosses, "initializer_range": 0.6,
+        "use_normal_initialization": True, "pre_layernorm": True, "post_layernorm": False,
+        "tie_input_output_embedding": False, "use_lm_head_bias": True, "add_lm_head": False,
+        "final_layernorm": False, "use_qkv_bias": False, "use_attn_dense_bias": False,
+        "use_alibi": True, "alibi_bias_max": 7, "rotary_dim": 2, "rotary_base": 10.0,
+        "rotary_pairs": "halves", "parallel_attn_output": not crosses,
+        "single_pre_layernorm": not crosses, "attention_in_fp32": True,
+        "query_key_layer_scaling": True, "scale_attention_scores": False,
+        "scale_attn_by_layer_idx": True, "mask_value": -1.0, "window_size": 3,
+        "fp32_residual_addition": True, "fused_softmax": False, "fused_dropout": True,
+        "fused_bias_gelu": True, "flash_attention": True, "optimize": "memory",
+    }  # fmt: skip
+    net = smp.nn.DistributedTransformerLMHead(**given)
+    of_layer = given.keys() - OF_THE_MODEL
+    for number, layer in enumerate(net.transformer.seq_layers):
+        parts = [
+            (net, given.keys()),
+            (net.transformer, of_layer | {"num_layers", "embedding_dropout_prob"}),
+            (layer, of_layer),
+            (layer.attention, of_layer - OF_OUTPUT),
+            (layer.output, of_layer - OF_ATTENTION),
+        ]
+        for part, names in parts:
+            found = {name: getattr(part.options, name) for name in names}
+            assert found == {name: given[name] for name in names}, type(part).__name__
+        assert layer.options.layer_idx == layer.attention.options.layer_idx == number
+        assert not layer.attention.options.cross_attention
+        assert (layer.cross_attention is not None) == crosses
+        if crosses:
+            of = layer.cross_attention.options
+            names = of_layer - OF_OUTPUT - {"causal_mask_size", "window_size"}
+            assert {name: getattr(of, name) for name in names} == {n: given[n] for n in names}
+            assert of.cross_attention and of.layer_idx == number
+
+
 # ------------------------------------------------------------------------ values refused
 
 SMALL = {
@@ -520,7 +581,8 @@ def test_values_of_new_embeddings_and_linears(normal):
         num_layers=1, num_attention_heads=2, attention_head_size=32, hidden_size=64,
         intermediate_size=64, vocab_size=300, num_positions=300, num_token_types=64,
         use_normal_initialization=normal, initializer_range=0.05,
-        tie_input_output_embedding=False, use_lm_head_bias=True,
+        tie_input_output_embedding=False, use_lm_head_bias=True, pre_layernorm=True,
+        final_layernorm=True,
     )  # fmt: skip
     spread = 0.05 if normal else 1.0  # else torch's own
     for table in (net.word_embedding, net.position_embedding, net.token_type_embedding):
@@ -531,7 +593,7 @@ def test_values_of_new_embeddings_and_linears(normal):
         assert linear.bias.any() != normal
     norms = [module for module in net.modules() if isinstance(module, nn.LayerNorm)]
     # By which scripts tell what has no weight decay.
-    assert len(norms) == 2 and all(type(norm) is smp.nn.FusedLayerNorm for norm in norms)
+    assert len(norms) == 7 and all(type(norm) is smp.nn.FusedLayerNorm for norm in norms)
 
 
 def test_a_tied_head_has_the_embeddings_weight_and_a_bias_of_zeros():
