@@ -2,8 +2,11 @@
 
 import collections
 import dataclasses
+from typing import Generic, TypeVar
 
 import torch
+
+T = TypeVar("T")
 
 Pair = collections.namedtuple("Pair", "first second")
 
@@ -21,6 +24,13 @@ class Cache:
 
     def __init__(self, layers):
         self.layers = layers
+
+
+class Boxed(Generic[T]):
+    """Its base's slots are none."""
+
+    def __init__(self, held: T):
+        self.held = held
 
 
 class Output(collections.OrderedDict):

@@ -2,6 +2,7 @@
 process, these have it when they run next."""
 
 import copy
+import types
 import weakref
 
 import pytest
@@ -384,6 +385,71 @@ class SetsOnItsChild(nn.Module):
     def forward(self, x):
         self.child.asked = True
         return self.last(self.child(x))
+
+
+@pytest.fixture
+def task(monkeypatch):
+    """What says which microbatch's task runs here; None: the script does."""
+    now: list[int | None] = [None]
+    monkeypatch.setattr(changes, "_core", types.SimpleNamespace(current=lambda: now[0]))
+    changes.forget()
+    yield lambda microbatch: now.__setitem__(0, microbatch)
+    changes.forget()
+
+
+def sets(module: nn.Module | nn.Parameter, name: str, value: object) -> None:
+    before = getattr(module, name, None)
+    setattr(module, name, value)
+    changes.note(module, name, value, before)
+
+
+def test_what_travels_is_the_microbatchs_own_before_what_others_have_left(task):
+    module = nn.Linear(1, 1)
+    task(1)
+    sets(module, "scale", 5)
+    task(0)
+    assert changes.travelling() == () and not changes.noted(module, "scale")
+    sets(module, "scale", 4)
+    assert changes.travelling() == ((module, "scale", 4),) and changes.noted(module, "scale")
+    changes.finish()  # the last microbatch's counts, whichever was set last here
+    task(2)
+    assert changes.travelling() == ((module, "scale", 5),) and changes.noted(module, "scale")
+    sets(module, "scale", 4)  # as it is here
+    assert changes.travelling() == ((module, "scale", 4),)
+    changes.returned(2)
+    assert changes.told() == ((module, "scale", 4),)
+    assert changes.told() == changes.travelling() == ()
+
+
+def test_what_can_change_is_ones_own_until_it_goes_with_a_call(task):
+    """Then the module may have put something in it, on its own rank."""
+    module = nn.Linear(1, 1)
+    task(0)
+    sets(module, "cache", [])
+    sets(module, "scale", 2)
+    assert changes.noted(module, "cache") and changes.noted(module, "scale")
+    changes.travelling()
+    assert not changes.noted(module, "cache") and changes.noted(module, "scale")
+    sets(module, "cache", [])
+    assert changes.noted(module, "cache")
+    changes.returned(0)
+    task(1)
+    assert not changes.noted(module, "cache") and changes.noted(module, "scale")
+    task(None)
+    sets(module, "scale", 3)  # by the script, on all ranks
+    assert changes.told() == ((module, "cache", []),)
+
+
+def test_of_models_that_are_gone_nothing_is_kept(task):
+    here, gone = nn.Linear(1, 1), nn.Linear(1, 1)
+    task(0)
+    for module in (here, gone):
+        sets(module, "scale", 2)
+        sets(module.weight, "requires_grad", False)
+    sets(here, "output", torch.ones(1))  # of a graph
+    changes.finish()
+    changes.forget_others([nn.Sequential(here)])
+    assert changes.told() == ((here, "scale", 2), (here.weight, "requires_grad", False))
 
 
 @on_ranks(2)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from smp._core import pack, unpack
 from tests import heap
-from tests.codec_values import Cache, Counts, Frozen, Output, Pair, Stack, sample
+from tests.codec_values import Boxed, Cache, Counts, Frozen, Output, Pair, Stack, sample
 
 DTYPES = [
     torch.bool,
@@ -114,6 +114,7 @@ values = st.recursive(
         st.builds(Pair, inner, inner),
         st.builds(Frozen, inner, inner),
         st.builds(Cache, inner),
+        st.builds(Boxed, inner),
         st.builds(Output, inner, inner),
         st.lists(inner, max_size=3).map(Stack),
     ),
@@ -163,7 +164,16 @@ def test_a_defaultdict_and_its_subclass_keep_the_factory():
 
 
 def test_one_object_arrives_as_one():
-    for shared in ([1], {"k": 1}, {1}, Cache(2), torch.ones(2), Output(1, 2), Stack([1])):
+    for shared in (
+        [1],
+        {"k": 1},
+        {1},
+        Cache(2),
+        Boxed(2),
+        torch.ones(2),
+        Output(1, 2),
+        Stack([1]),
+    ):
         first, second, (third,) = trip((shared, shared, [shared]))
         assert first is second is third
 

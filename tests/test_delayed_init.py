@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import smp
-from smp.modules.delayed_init import is_delayed, materialize
+from smp.modules.delayed_init import is_delayed, materialize, value_of
 from smp.tensor_parallel import marking
 from tests.models.real import REAL
 from tests.models.trained import assert_same, batch_of, init, make_model, rank_of, train_step
@@ -423,6 +423,42 @@ def test_draws_are_of_a_parameters_own_dtype_and_generator():
         models.append(model)
     assert_same(following[1], following[0])
     assert_same(models[1].state_dict(), models[0].state_dict())
+
+
+OUTSIDE = torch.arange(8.0)
+
+
+class Deciding(nn.Module):
+    """Asks for values while it is made, and uses a tensor that is not its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(8))
+        with torch.no_grad():
+            self.weight.add_(OUTSIDE)
+            self.weight[2:4] = OUTSIDE[:2]
+        self.chosen = torch.nonzero(self.weight > 4.5).flatten().tolist()
+        self.unique = nn.Parameter(torch.unique(self.weight))
+        self.image = nn.Conv2d(3, 2, 4)
+
+
+def test_what_needs_values_gets_those_so_far():
+    torch.manual_seed(3)
+    want = Deciding()
+    model, _ = made(Deciding, 3, delayed=True)
+    assert model.chosen == want.chosen
+    assert is_delayed(model.weight)
+    for _ in range(2):
+        value = value_of(model.weight)
+        assert torch.equal(value, want.weight) and not value.requires_grad
+        value.zero_()  # its memory is its own
+    given = value_of(want.weight)
+    given.zero_()
+    assert torch.equal(model.unique, want.unique) and want.weight.any()
+    for module in (want, model):
+        module.to(memory_format=torch.channels_last).double()
+    filled(model)
+    assert_same(model.state_dict(), want.state_dict())
 
 
 class Noted(nn.Module):

@@ -96,7 +96,11 @@ def make(pipeline: str = "interleaved") -> tuple[Net, smp.DistributedModel]:
     smp.init({"pipeline_parallel_degree": 2, "microbatches": 3, "pipeline": pipeline})
     net = Net()
     reference = copy.deepcopy(net)
-    return reference, smp.DistributedModel(pinned(net, RANK_OF))
+    return reference, make_model(net)
+
+
+def make_model(net: nn.Module | None = None) -> smp.DistributedModel:
+    return smp.DistributedModel(pinned(net or Net(), RANK_OF))
 
 
 def train(model, x):
@@ -581,6 +585,24 @@ def test_the_model_called_outside_a_step_says_so():
 
 
 @on_ranks(2)
+def test_a_module_of_another_rank_called_outside_a_step_or_without_its_model_says_so():
+    _, model = make()
+    step, x = smp.step(train), torch.randn(6, 8)
+    step(model, x)
+    path, owner = ("b", 1) if smp.pp_rank() == 0 else ("a", 0)
+    far = getattr(model.module, path)
+    told = f"module '{path}' runs on pp_rank {owner} and can only be called inside a function"
+    for call in (far, far.forward):
+        with pytest.raises(RuntimeError, match=told):
+            call(x)
+    del model
+    gc.collect()
+    step(make_model(), x)
+    with pytest.raises(RuntimeError, match="a Part that belongs to another rank was called"):
+        far(x)
+
+
+@on_ranks(2)
 def test_backward_outside_a_step_says_so():
     _, model = make()
     with pytest.raises(RuntimeError, match="model.backward.* inside a function with @smp.step"):
@@ -602,7 +624,9 @@ def test_a_backward_past_model_backward_says_so(how):
         else:
             torch.autograd.grad(loss, x)
 
-    with pytest.raises(RuntimeError, match="use model.backward"):
+    with pytest.raises(
+        RuntimeError, match="use model.backward .*: module 'norm' runs on pp_rank 1"
+    ):
         smp.step(wrong)(model, torch.randn(6, 8))
 
 
@@ -627,7 +651,8 @@ def test_double_backward_through_a_remote_call_says_so():
         model.backward(loss)
         model.backward(loss)
 
-    with pytest.raises(RuntimeError, match="a second backward through one call of a module"):
+    told = "a second backward through one call of a module .*: module 'norm' runs on pp_rank 1"
+    with pytest.raises(RuntimeError, match=told):
         smp.step(twice)(model, torch.randn(6, 8))
 
 
@@ -780,7 +805,8 @@ def test_a_graph_that_a_module_keeps_between_calls_says_so():
     smp.init({"pipeline_parallel_degree": 2, "microbatches": 1})
     net = pinned(CallsTwice(), {"": 0, "first": 0, "far": 1, "far.linear": 1})
     model = smp.DistributedModel(net)
-    with pytest.raises(RuntimeError, match="'far' .* tensor with grad that the first one kept"):
+    told = "'far' on pp_rank 1 was called twice .* tensor with grad that the first one kept"
+    with pytest.raises(RuntimeError, match=told):
         smp.step(train)(model, torch.randn(2, 4))
 
 
@@ -820,17 +846,20 @@ def test_a_graph_that_outlives_its_session_is_dropped_without_a_word():
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("how", ["loss.backward", "model.backward"])
+@pytest.mark.parametrize("how", ["loss.backward", "model.backward", "in one session"])
 def test_a_backward_into_a_graph_of_an_earlier_session_says_so(how):
-    """The session's table of modules has gone, or is another one."""
-    kept = keep_graphs(make()[1], torch.randn(6, 8))
-    smp.reset()
+    """The session's table of modules has gone, or is another one; or of an earlier step."""
+    _, model = make()
+    kept = keep_graphs(model, torch.randn(6, 8))
+    if how != "in one session":
+        smp.reset()
     if how == "loss.backward":
         for output in kept[1:]:  # the first was traced
             with pytest.raises(RuntimeError, match="module 'norm' runs on pp_rank 1"):
                 output.sum().backward()
         return
-    _, model = make()
+    if how == "model.backward":
+        _, model = make()
     step = smp.step(lambda model, x: model.backward(kept[-1].sum() + model(x).sum()))
     with pytest.raises(RuntimeError, match="earlier step made; .*'norm' runs on pp_rank 1"):
         step(model, torch.randn(6, 8))

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import smp
-from smp.modules import forward_attributes, stand_ins
+from smp.modules import forward_attributes, remote_modules, stand_ins
 from smp.partitioning import contents
 from tests.ranks import on_ranks
 
@@ -596,6 +596,16 @@ def test_a_list_that_modules_on_several_ranks_share_is_named():
     told = [str(one.message) for one in said if "are one list" in str(one.message)]
     assert len(told) == (smp.pp_rank() == 0)
     assert not told or "'layers.1.losses' and 'losses' are one list" in told[0]
+
+
+def test_what_each_of_two_models_sets_is_watched_on_a_module_of_both():
+    child = nn.Linear(1, 1)
+    child.__class__ = stand_ins.stand_in(nn.Linear, remote_modules.remote)
+    for name in ("late", "aux"):
+        forward_attributes.watch(nn.Sequential(child), {"0": (name,)}, ())
+    kind = forward_attributes._SetElsewhere
+    watched = {name for name, value in vars(type(child)).items() if isinstance(value, kind)}
+    assert watched == {"aux", "late"}
 
 
 class WithDefault(nn.Module):

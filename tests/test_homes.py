@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import smp
+from smp.modules import homes
 from tests.devices import DEVICES, use
 from tests.ranks import on_ranks
 
@@ -254,6 +255,29 @@ def test_a_model_that_is_on_a_device_stays_there(device):
     train(model, smp.DistributedOptimizer(torch.optim.AdamW(model.parameters())), 1)
 
     assert all(p.device == there for p in model.local_parameters())
+
+
+@on_ranks(2)
+@on_the_pretended
+def test_the_device_that_a_script_has_chosen_is_its_home(device):
+    begin(device)
+    torch.accelerator.set_device_index(1)
+    model = smp.DistributedModel(split(net()))
+    train(model, smp.DistributedOptimizer(torch.optim.AdamW(model.parameters())), 1)
+
+    assert_at_home(model, torch.device(device, 1))
+
+
+@pytest.mark.parametrize("swaps", [False, True])
+def test_how_torch_converts_modules_is_after_a_move_as_it_was(swaps):
+    torch.__future__.set_swap_module_params_on_conversion(swaps)
+    try:
+        with pytest.raises(ArithmeticError), homes.keeping_parameters(torch.device("meta")):
+            assert torch.__future__.get_swap_module_params_on_conversion()
+            raise ArithmeticError
+        assert torch.__future__.get_swap_module_params_on_conversion() is swaps
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
 
 
 @on_ranks(2)

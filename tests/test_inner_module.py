@@ -116,10 +116,20 @@ def test_an_attribute_of_that_name_is_the_users(net, kind):
     assert model.module is net and net.module is value
 
 
-@pytest.mark.parametrize("value", [nn.Linear(1, 1), "mine"], ids=["child", "attribute"])
-def test_an_attribute_that_gets_that_name_later_is_the_users(net, value):
+@pytest.mark.parametrize("kind", ["child", "parameter", "buffer", "attribute"])
+def test_an_attribute_that_gets_that_name_later_is_the_users(net, kind):
+    value = {
+        "child": nn.Linear(1, 1),
+        "parameter": nn.Parameter(torch.ones(3)),
+        "buffer": torch.ones(3),
+        "attribute": "mine",
+    }[kind]
     model = wrapped(net)
-    net.module = value
+    register = {"parameter": net._parameters, "buffer": net._buffers}.get(kind)
+    if register is None:
+        net.module = value
+    else:
+        register["module"] = value  # torch's own methods refuse the name
     assert model.module is net and net.module is value
 
 

@@ -7,6 +7,8 @@ from torch import Tensor, nn
 import smp
 from tests.ranks import on_ranks
 
+X = torch.ones(2, 3)
+
 
 class Net(nn.Module):
     def __init__(self) -> None:
@@ -19,6 +21,13 @@ class Net(nn.Module):
             self.now = block  # another name for it
             x = self.now(x)
         return self.far(self.act(self.near(x)))
+
+
+class HasBuffer(nn.Module):
+    def __init__(self, buffer: Tensor | None = X) -> None:
+        super().__init__()
+        self.register_parameter("weight", None)
+        self.register_buffer("buffer", buffer)
 
 
 REFUSED = {
@@ -46,6 +55,10 @@ REFUSED = {
         lambda m: m.get_module().add_module("more", nn.Linear(1, 1)),
         "'more' (Linear) cannot be added",
     ),
+    "with a buffer alone": (
+        lambda m: m.get_module().add_module("more", HasBuffer()),
+        "'more' (HasBuffer) cannot be added",
+    ),
     "with parameters inside": (
         lambda m: m.get_module().add_module("more", nn.Sequential(nn.Linear(1, 1))),
         "'more' (Sequential) cannot be added",
@@ -63,6 +76,7 @@ REFUSED = {
 LET_THROUGH = {
     "without parameters": lambda m: setattr(m.module, "act", nn.Tanh()),
     "new, without parameters": lambda m: setattr(m.module, "more", nn.Tanh()),
+    "with None for them": lambda m: m.get_module().add_module("more", HasBuffer(None)),
     "the same": lambda m: setattr(m.module, "far", m.module.far),
     "another name": lambda m: setattr(m.module, "alias", m.module.far),
     "another model": lambda m: nn.Sequential().add_module("far", m.module.far),
@@ -129,3 +143,7 @@ def test_modules_are_free_again_after_the_end():
     net = model.get_module()
     smp.shutdown()
     net.more = nn.Linear(1, 1)
+    again = partitioned()  # of another job, in which the first model is a plain one
+    net.far = nn.Linear(3, 3)
+    with pytest.raises(RuntimeError, match="'far' .* cannot be replaced"):
+        again.module.far = nn.Linear(3, 3)

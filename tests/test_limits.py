@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from smp import _core
-from smp._core import pack
+from smp._core import pack, unpack
 
 ROOT = Path(__file__).resolve().parent.parent
 TABLE = (ROOT / "docs/limits.md").read_text()
@@ -37,10 +37,11 @@ def test_a_tensor_with_too_many_dimensions_is_told_how_many_it_may_have():
 
 def test_a_value_nested_too_deeply_is_told_how_deep_it_may_be():
     deep: list = []
-    for _ in range(201):
+    for _ in range(199):
         deep = [deep]
+    assert str(unpack(pack(deep))) == str(deep)
     with pytest.raises(RecursionError, match="deeper than 200"):
-        pack(deep)
+        pack([deep])
 
 
 def test_a_group_with_too_many_ranks_is_told_how_many_it_may_have():

@@ -58,4 +58,5 @@ def _check(parent: nn.Module, name: str, module: nn.Module | None) -> None:
 
 
 def _has_values(module: nn.Module) -> bool:
-    return any(inside._parameters or inside._buffers for inside in module.modules())
+    held = (register for m in module.modules() for register in (m._parameters, m._buffers))
+    return any(tensor is not None for register in held for tensor in register.values())

@@ -152,6 +152,7 @@ TEST(after_a_step_nothing_runs)
     smp_standing             standing;
     smp_board               *board;
     char                     said[256];
+    int64_t                  moved_ns;
 
     CHECK_STATUS(smp_board_create(0, 2, "tp_rank", names, &board), SMP_OK);
     CHECK_STATUS(smp_board_name(board, paths, 1), SMP_OK);
@@ -164,10 +165,22 @@ TEST(after_a_step_nothing_runs)
     smp_board_read(board, &standing);
     (void)smp_board_write(board, 0, &standing, said, sizeof(said));
     CHECK(strstr(said, " waits in smp.barrier(), since ") != NULL);
+    CHECK(smp_board_write(board, 1, &standing, said, sizeof(said)) ==
+          0); /* not there */
     smp_board_begin(board, 2);
     smp_board_read(board, &standing);
     (void)smp_board_write(board, 0, &standing, said, sizeof(said));
     CHECK(strstr(said, " has nothing to run, since ") != NULL);
+    moved_ns = standing.moved_ns;
+    smp_board_idle(board); /* that it still has nothing is no move */
+    smp_board_read(board, &standing);
+    CHECK(standing.moved_ns == moved_ns);
+    smp_board_work(board, (smp_work){.microbatch = 3});
+    smp_board_read(board, &standing);
+    moved_ns = standing.moved_ns;
+    smp_board_idle(board);
+    smp_board_read(board, &standing);
+    CHECK(standing.moved_ns > moved_ns && !standing.works);
     smp_board_destroy(board);
     return 0;
 }
@@ -246,6 +259,7 @@ TEST(the_board_shows_those_that_wait_longest)
         smp_board_wait(board, (uint16_t)(39 - i),
                        (smp_wait){.work = {.microbatch = i, .entry = -1}});
     }
+    smp_board_work(board, (smp_work){.microbatch = 50, .entry = 7});
     smp_board_go(board, 39); /* microbatch 0 */
     smp_board_read(board, &now);
     CHECK(now.nwaits == 39 && now.nshown == SMP_STANDING_WAITS);
@@ -253,7 +267,7 @@ TEST(the_board_shows_those_that_wait_longest)
         CHECK(i == 0 || now.waits[i - 1].since_ns <= now.waits[i].since_ns);
         CHECK(now.waits[i].work.microbatch <= SMP_STANDING_WAITS + 4);
     }
-    CHECK(now.works == 1 && now.work.microbatch == 0);
+    CHECK(now.works == 1 && now.work.microbatch == 0 && now.work.entry == -1);
     smp_board_destroy(board);
     return 0;
 }
