@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import smp
+from smp import _core
 from smp.tensor_parallel import order
 from tests.ranks import SEEDS, on_ranks
 
@@ -204,6 +205,36 @@ def test_a_call_belongs_to_the_step_that_runs():
             outputs[0].sum().backward()
 
 
+@on_ranks(2)
+def test_a_call_is_told_by_its_microbatch_its_phase_and_how_often_its_task_made_it():
+    begin(tp=1)
+    net = make()
+    model = on_two_stages(net)
+    train(model, data_of(0))  # is traced
+    told: list[tuple] = []
+    numbers: set[int] = set()
+
+    def call(path: str) -> None:
+        number, *rest = _core.distributed_call(path)
+        numbers.add(number)
+        told.append((_core.current(), path, *rest))
+
+    @smp.step
+    def step(model, x):
+        for path in ("a", "b", "a"):
+            call(path)
+        model.backward(model(x).square().sum())
+        call("a")
+
+    step(model, data_of(0))
+    if smp.pp_rank() == 0:
+        for i in range(MICROBATCHES):
+            mine = [(path, *rest) for at, path, *rest in told if at == i]
+            forward = [("a", i, 0, 0), ("b", i, 0, 0), ("a", i, 0, 1)]
+            assert mine == [*forward, ("a", i, 1, 2)]
+        assert len(numbers) == 4 * MICROBATCHES
+
+
 def test_each_backward_of_a_call_has_a_key_of_its_own():
     call = order.Call("near", (5, 0, 0, 0))
     numbers = {5, *(call.backward()._made[0] for _ in range(3))}
@@ -271,7 +302,9 @@ def test_a_call_that_one_rank_leaves_out_fails_the_step(backward, left_out, when
     with pytest.raises(RuntimeError, match=r"\[SMP_ERR_MISMATCH\]") as caught:
         (train if backward else forward)(model, data_of(smp.tp_rank()))
     said = str(caught.value)
-    assert f"module '{left_out}' (microbatch" in said
+    phase, call = "\\w+" if backward else "forward", "0" if left_out == "again" else "[01]"
+    which = rf"module '{left_out}' \(microbatch [0-3], {phase}, call {call}, collective 0\)"
+    assert re.search(which, said), said
     assert len(set(re.findall(r"rank \d \(tp_rank (\d), pp_rank \d\) has", said))) == 2, said
     net.tp_rank = -1
     for name in net.calls:

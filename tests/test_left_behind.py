@@ -179,7 +179,6 @@ def test_what_goes_along_is_not(around):
     net.around = around
     smp.set_activation_checkpointing(net)
     net.far.linear.bias.note = "a parameter's, which does not cross"
-    net.give = lambda x: nn.Parameter(x.detach())  # a class that the other rank has
     assert said(net) == []
 
 

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import smp
 from smp import _core
+from smp.modules import remote_modules, stand_ins
 from tests.models.partition import partition_by_path
 from tests.ranks import on_ranks
 from tests.reference.compare import (
@@ -1106,6 +1107,52 @@ def test_parts_of_a_sequential_and_a_child_that_it_has_twice(there):
     equals_a_plain_run(HasParts().double(), there)
 
 
+def test_children_of_one_rank_that_follow_each_other_are_one_entry():
+    """Named by the first and the last; one child alone is called as a module."""
+    net = nn.ModuleDict({"body": nn.Sequential(*map(nn.Linear, [1] * 6, [1] * 6))})
+    body = net["body"].extend([nn.Tanh(), nn.Tanh()])
+    named = dict(net.named_modules())
+    rank_of = dict(zip(named, [0, 0, 0, 1, 1, 1, 0, 1, 2, 2], strict=True))
+    entries, runs = remote_modules.make_entries(net, rank_of)
+
+    first, count = entries[: len(named)], len(named)
+    assert [(e.path, e.owner, e.module) for e in first] == [
+        (path, rank_of[path], module) for path, module in named.items()
+    ]
+    assert [(e.path, e.owner, e.module) for e in entries[count:]] == [
+        ("body.1 to 3", 1, None),
+        ("body.6 to 7", 2, None),
+    ]
+    x = torch.ones(1, 1)
+    assert torch.equal(entries[count].callable(x), body[1:4](x))
+    # Those that own nothing run where they are called.
+    children, cuts = list(body), [0, 1, 4, 5, 6, 8]
+    parts = [children[a:b] for a, b in zip(cuts, cuts[1:], strict=False)]
+    assert runs == {"body": list(zip([None, count, None, None, None], parts, strict=True))}
+    vars(body)[stand_ins.RUNS] = []
+    remote_modules.number_runs(named, runs, 5)
+    assert [number for number, _ in vars(body)[stand_ins.RUNS]] == [
+        None, count + 5, None, None, None,
+    ]  # fmt: skip
+
+
+def test_a_hook_of_any_kind_or_a_pin_is_something_to_own():
+    assert remote_modules.runs_where_called(nn.Tanh())
+    assert not remote_modules.runs_where_called(nn.BatchNorm1d(2, affine=False))
+    for kind in (
+        "forward_pre_hook",
+        "forward_hook",
+        "full_backward_hook",
+        "full_backward_pre_hook",
+    ):
+        hooked = nn.Tanh()
+        getattr(hooked, f"register_{kind}")(refused)
+        assert not remote_modules.runs_where_called(hooked), kind
+    pinned = nn.Tanh()
+    smp.set_partition(pinned, 0)
+    assert not remote_modules.runs_where_called(pinned)
+
+
 class HasSlopes(nn.Module):
     """``far`` needs gradients inside its forward."""
 
@@ -1174,6 +1221,32 @@ def test_a_call_of_another_rank_by_a_thread_of_the_script_says_so():
     smp.set_partition(net.far.parts[1], 1)
     with pytest.raises(RuntimeError, match=r"'far.parts.1' runs on pp_rank 1 .* by a thread"):
         smp.step(squares)(smp.DistributedModel(net), rows(4))
+
+
+@on_ranks(2)
+def test_an_argument_that_cannot_go_keeps_the_kind_of_its_error():
+    run = Run(Scaled())
+    given: list = [0.0]
+
+    def step(model, x):
+        out = model.module.far(model.module.near(x), *given)
+        model.backward(out.square().mean())
+        return {"out": out}
+
+    run.check(step, rows(7))
+    deep: list = []
+    for _ in range(300):
+        deep = [deep]
+    for wrong, error, said in (
+        (deep, RecursionError, "nested deeper than 200"),
+        (torch.zeros([1] * 65), ValueError, "65 dimensions"),
+    ):
+        given[:] = [wrong]
+        told = f"an argument of module 'far' cannot go to pp_rank 1: .*{said}"
+        with pytest.raises(error, match=told):
+            smp.step(step)(run.model, rows(7))
+    given[:] = [0.0]
+    run.check(step, rows(7))
 
 
 NOT_PLAIN = {

@@ -229,3 +229,39 @@ def test_between_steps_the_script_sets_one_and_is_told_when_it_reads_another_ran
     got, want = step(model, x.double()).reduce_mean(), plain(x.double()).square().mean()
     torch.testing.assert_close(got, want.detach())
     torch.testing.assert_close(model.state_dict(), plain.state_dict())
+
+
+class Removing(Keeping):
+    """Takes its buffer out when it is told to."""
+
+    def __init__(self):
+        super().__init__("in place")
+        self.removes = False
+
+    def forward(self, x, kept=None):
+        if self.removes and kept is None:
+            del self.kept
+            return torch.tanh(self.linear(x))
+        return super().forward(x)
+
+
+class GivesBack(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 64), Removing()
+
+    def forward(self, x):
+        x = self.second(self.first(x))
+        return self.second(x, self.second.kept)
+
+
+@on_ranks(2)
+def test_one_that_is_passed_on_when_its_module_has_removed_it_is_named():
+    init()
+    net = GivesBack()
+    model = pinned_apart(net)
+    step(model, torch.randn(4, 64))
+    net.second.removes = True
+    told = "an argument is the buffer 'kept', which its module has removed"
+    with pytest.raises(AttributeError, match=told):
+        step(model, torch.randn(4, 64))
