@@ -128,6 +128,8 @@ def test_a_linear_made_by_hand(by_outputs, alike):
         for shape in ((5,), (2, 5), (3, 2, 5), (1, 2, 3, 5)):
             x = torch.randn(shape, dtype=torch.float64)
             assert_near(linear(x), whole(x), f"{shape}")
+    with pytest.raises(ValueError, match=r"'DistributedLinear' got an input of shape \[2, 4\]"):
+        smp.nn.DistributedLinear(5, 7, by_outputs=by_outputs)(torch.ones(2, 4))
 
 
 @pytest.mark.parametrize("alike", [False, True], ids=["own samples", "same samples"])

@@ -291,6 +291,12 @@ def test_the_head_of_gptneox_has_the_installed_versions_name(monkeypatch):
     monkeypatch.setitem(vars(installed.GPTNeoXForCausalLM), "_tied_weights_keys", None)
     assert list(gptneox.translate_state_dict_to_hf_gptneox(ours)) == ["embed_out.weight"]
 
+    def not_installed(name: str) -> None:
+        raise ImportError(name)
+
+    monkeypatch.setattr(importlib, "import_module", not_installed)
+    assert list(gptneox.translate_state_dict_to_hf_gptneox(ours)) == ["lm_head.weight"]
+
 
 # ------------------------------------------------------------------- hooks of blocks
 

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import smp
+from smp.nn.transformer import seeds
 from smp.nn.transformer.options import ACTIVATIONS
 from smp.tensor_parallel import group
 from tests.ranks import on_ranks
@@ -201,6 +202,13 @@ def test_a_value_that_makes_no_sense_is_named(case):
     options, words = REFUSED[case]
     with pytest.raises(ValueError, match=f"^smp.nn.DistributedTransformer(LMHead)?: {words}"):
         smp.nn.DistributedTransformerLMHead(**{**SMALL, **options})
+
+
+@pytest.mark.parametrize("kind", ["TransformerLayer", "AttentionLayer"])
+def test_one_layer_has_one_window(kind):
+    words = r"^smp.nn.DistributedAttentionLayer: window_size=\[2\]: one attention has one"
+    with pytest.raises(ValueError, match=words):
+        made(kind, window_size=[2], causal_mask_size=8)
 
 
 def test_the_least_values():
@@ -418,6 +426,7 @@ def refuses_inputs() -> None:
             net((X, MASK[:, 0, 0]))
         with pytest.raises(TypeError, match="mask is bool: .* give 0 where a position is seen"):
             net((X, MASK.bool()))
+        net([X, MASK])  # a list is as good as a tuple
     for kind in ("Transformer", "TransformerLayer"):
         net = made(kind, add_cross_attention=True)
         for wrong in (X, (X, MASK), (X, STATES, MASK)):
@@ -473,7 +482,8 @@ def test_batches_of_a_language_model_that_do_not_fit_are_named():
     long = torch.zeros(2, 9, dtype=torch.int64)
     with pytest.raises(ValueError, match=r"ids of shape \[2, 9\]: there are num_positions=8"):
         net((long, *[None] * 4))
-    assert net((ids, *[None] * 4)).shape == (2, 8, 7)
+    for batch in ((ids, *[None] * 4), [ids, *[None] * 4]):
+        assert net(batch).shape == (2, 8, 7)
     assert net((long, None, None, long, None)).shape == (2, 9, 7)  # at places of their own
     net.eval()
     of_types = (ids, None, torch.ones_like(ids), None, None)
@@ -554,6 +564,13 @@ def test_a_residual_that_is_added_in_float32_is_normalised_in_its_own_dtype(dtyp
     assert out.dtype == dtype
     want = (2.0 * y - 1).expand(2, 3, 6)
     torch.testing.assert_close(out.float(), want, atol=0.01, rtol=0.01)
+
+
+def test_seeds_are_drawn_on_the_host():
+    """Wherever new tensors are made by default."""
+    with torch.device("meta"):
+        first, second = seeds.new_seed(), seeds.new_seed()
+    assert 0 < first != second > 0
 
 
 @pytest.mark.parametrize("which", ["attention", "hidden"])

@@ -1,6 +1,7 @@
 """``DistributedAttentionLayer``: attention whose heads are split over the TP_GROUP."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -78,6 +79,11 @@ class DistributedAttentionLayer(DistributedModule):
         Args:
             options: what ``__init__`` was given.
         """
+        if isinstance(options.window_size, Sequence):
+            raise ValueError(
+                f"smp.nn.DistributedAttentionLayer: window_size={options.window_size!r}: one "
+                "attention has one window"
+            )
         width = options.num_attention_heads * options.attention_head_size
         hidden = options.hidden_size
         self.pre_layernorm = layer_norm(options) if options.pre_layernorm else None
