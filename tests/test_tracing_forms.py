@@ -80,6 +80,20 @@ def test_parameters_of_integers_are_traced(meta):
     assert net.codes.dtype is torch.int8 and not net.codes.requires_grad
 
 
+def test_tensors_on_meta_have_the_strides_of_the_models_own():
+    class Transposed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4, 2).t())
+
+        def forward(self, x):
+            return x @ self.weight + self.weight.t().view(8).sum()
+
+    net = Transposed()
+    seen = trace(net, run_of(net, torch.randn(3, 2)), meta=True)
+    assert seen.meta and seen.modules[""].parameters == ("weight",)
+
+
 @dataclasses.dataclass
 class Pair:
     a: Tensor
@@ -237,6 +251,30 @@ def test_kept_bytes_are_measured_on_zeros_too():
     seen = trace(net.to("meta"), run_of(net, x), meta=True, memory=True)
     assert seen.weighed
     assert {path: m.kept_bytes for path, m in seen.modules.items()} == want
+
+
+class Graph(nn.Module):
+    """Has a sparse matrix, is given another, and multiplies with both."""
+
+    def __init__(self, own):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("own", own)
+
+    def forward(self, x, given):
+        return torch.sparse.mm(given, torch.sparse.mm(self.own, self.layer(x)))
+
+
+@pytest.mark.filterwarnings("ignore:.*Sparse .* tensor support is in beta")
+def test_a_sparse_tensor_has_the_bytes_of_its_indices_and_values():
+    """... and a buffer is there whether autograd keeps it or not."""
+    net, x = Graph(torch.eye(100).to_sparse()), torch.randn(100, 4)
+    seen = trace(net, run_of(net, x, torch.eye(100).to_sparse()), memory=True).modules
+    held = 100 * (4 + 2 * 8)
+    assert (seen[""].kept_bytes, seen[""].input_bytes) == (held, held + 4 * 400)
+    assert seen["layer"].kept_bytes == seen["layer"].activation_bytes == 4 * 400
+    seen = trace(net, run_of(net, x, torch.eye(100).to_sparse_csr())).modules
+    assert seen[""].input_bytes == 100 * (4 + 8) + 101 * 8 + 4 * 400
 
 
 # --------------------------------------------------------------------------- left as it was

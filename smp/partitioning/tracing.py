@@ -27,7 +27,7 @@ from smp.collectives.operation import watching
 from smp.partitioning import twins
 from smp.partitioning.contents import content_of, is_the_same
 from smp.partitioning.operators import Operators
-from smp.partitioning.restore import Restore
+from smp.partitioning.restore import Restore, parts_of
 
 _PATIENCE_S = 2.0  # a run that takes longer says how far it is
 _NOTE_EVERY_S = 0.5
@@ -37,6 +37,13 @@ _Attributes = dict[str, tuple[Any, Any]]
 CheckCollective = Callable[[str, list[int]], None]
 _NEVER: tuple[Any, Any] = (object(), object())
 
+_SPARSE = (
+    torch.sparse_coo,
+    torch.sparse_csr,
+    torch.sparse_csc,
+    torch.sparse_bsr,
+    torch.sparse_bsc,
+)
 _OF_TORCH = frozenset(vars(nn.Module()))  # its dicts of parameters, hooks, ...
 
 
@@ -371,9 +378,13 @@ class Recorder:
         """Charge the memory of a tensor to the innermost running module, once."""
         if threading.get_ident() != self.thread:
             return
+        if tensor.layout in _SPARSE:
+            for part in parts_of(tensor.detach()):
+                self._weigh(part, outside)
+            return
         try:
             storage = tensor.untyped_storage()
-        except (NotImplementedError, RuntimeError, ValueError):  # sparse, or not made yet
+        except (NotImplementedError, RuntimeError, ValueError):  # not made yet, or has none
             if outside:
                 return
             nbytes, number = tensor_bytes(tensor), self.frames[-1].number
@@ -715,5 +726,10 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def tensor_bytes(value: Any) -> int:
-    """Bytes of the tensors in ``value``; see :func:`tensors_in`."""
-    return sum(t.numel() * t.element_size() for t in tensors_in(value))
+    """Bytes of the tensors in ``value``, see :func:`tensors_in`; of a sparse one those of its
+    indices and values."""
+    total = 0
+    for tensor in tensors_in(value):
+        parts = parts_of(tensor.detach()) if tensor.layout in _SPARSE else (tensor,)
+        total += sum(part.numel() * part.element_size() for part in parts)
+    return total
