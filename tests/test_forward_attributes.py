@@ -484,6 +484,7 @@ def test_contents_are_compared_as_deep_as_they_can_change():
         ring.append(ring)
         tensor = torch.zeros(2)
         kept = [tensor, {"a": (Counts(), [np.zeros(3)])}, {1, 2}, "text", ring, nn.Linear(1, 1)]
+        kept += [np.zeros(6)[::2], np.array([[1], "b"], object)]
         return kept, tensor
 
     def of_a(kept):
@@ -496,6 +497,10 @@ def test_contents_are_compared_as_deep_as_they_can_change():
         lambda kept, tensor: of_a(kept)[1][0].__setitem__(1, 5),
         lambda kept, tensor: kept[2].add(3),
         lambda kept, tensor: kept[4].append(2),
+        lambda kept, tensor: kept[1].update(b=kept[1].pop("a")),
+        lambda kept, tensor: kept[6].__setitem__(1, 5),
+        lambda kept, tensor: kept[7][0].append(2),
+        lambda kept, tensor: kept[7].__setitem__(1, "c"),
         lambda kept, tensor: kept.reverse(),
     ]
     for alter in alterations:

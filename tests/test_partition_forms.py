@@ -101,6 +101,18 @@ def test_parameters_over_the_same_memory_are_counted_once():
     assert partition.own_costs.tolist() == pytest.approx([0, 72 / 80, 8 / 80])
 
 
+def test_parameters_weigh_their_bytes():
+    dtypes = [torch.int8, torch.float16, torch.float32, torch.float64]
+    net = nn.Module()
+    for dtype in dtypes:
+        inner = nn.Module()
+        inner.p = nn.Parameter(torch.zeros(10, dtype=dtype), requires_grad=False)
+        net.add_module(str(dtype)[6:], inner)
+    partition = decide(net, degree=1)
+    assert partition.own_costs.tolist() == pytest.approx([0, 1 / 15, 2 / 15, 4 / 15, 8 / 15])
+    assert partition.parameters.tolist() == [0, 10, 10, 10, 10]
+
+
 def test_what_is_not_pinned_is_on_partition_0_without_another_default():
     with smp.partition(1):
         net = nn.Sequential(*linears(1))
@@ -203,6 +215,36 @@ def test_pins_that_contradict_over_a_third_module_name_both():
     )
     with pytest.raises(PartitionError, match=told):
         decide(net)
+
+
+def in_two_places() -> nn.Sequential:
+    """A layer that two boxes hold, pinned to 0 and to 1."""
+    layer, *others = linears(4)
+    net = nn.Sequential(nn.Sequential(layer, others[0]), nn.Sequential(layer, others[1]))
+    net.append(others[2])
+    set_partition(net[0], 0)
+    set_partition(net[1], 1)
+    return net
+
+
+@pytest.mark.parametrize("auto", [True, False])
+def test_a_module_in_two_places_is_pinned_as_the_first_defined(auto):
+    ranks = decide(in_two_places(), degree=3, auto=auto, default=2).rank_of
+    assert (ranks["0"], ranks["0.0"], ranks["0.1"]) == (0, 0, 0)
+    assert (ranks["1"], ranks["1.1"], ranks["2"]) == (1, 1, 2)
+
+
+def test_a_module_in_two_places_says_where_it_has_its_pin_from():
+    net = in_two_places()
+    net[2].weight = net[0][0].weight
+    set_partition(net[2], 1)
+    told = r"'0.0' \(pinned to partition 0 with '0'\) and '2' \(pinned to partition 1\) share"
+    with pytest.raises(PartitionError, match=told):
+        decide(net)
+    homes = {id(net[0][0]): home("module", 1)}
+    told = r"module '0.0' \(pinned to partition 0 with '0'\) is the module 'it' of a Net"
+    with pytest.raises(PartitionError, match=told):
+        decide(net, homes=homes)
 
 
 def test_a_pin_is_handed_on_to_what_takes_a_modules_place():

@@ -218,7 +218,7 @@ def random_tree(draw):
     if draw.random() < 0.3:
         for _ in range(draw.randrange(4)):
             tree.pin[draw.randrange(n)] = draw.choice([reference.NONE, 0, 1])
-        tree.default = draw.choice([-1, -1, -1, 1])
+        tree.default = draw.choice([-1, -1, 0, 1])
     return tree
 
 
@@ -398,11 +398,12 @@ def test_a_pin_is_stronger_than_the_use_of_a_parameter_that_is_passed():
         assert (got[""], got["lender"], got["borrower.own"]) == (1 - rank, rank, 1 - rank)
 
 
-def test_a_pin_out_of_range_names_module_and_values():
+@pytest.mark.parametrize("pin", [2, 5])
+def test_a_pin_out_of_range_names_module_and_values(pin):
     net = Stack()
-    set_partition(net.layers[2], 5)
+    set_partition(net.layers[2], pin)
     with pytest.raises(
-        PartitionError, match=r"'layers\.2' is pinned to partition 5, .*degree is 2"
+        PartitionError, match=rf"'layers\.2' is pinned to partition {pin}, .*degree is 2"
     ):
         decide(net)
 

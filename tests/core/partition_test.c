@@ -408,12 +408,13 @@ TEST(children_are_cut_in_execution_order_and_those_never_run_come_last)
     add(&m, 0, 10); /* 3: runs first */
     add(&m, 0, 10); /* 4: runs second */
     m.first_run[1] = SMP_NEVER_RUN;
-    m.first_run[2] = 30;
-    m.first_run[3] = 10;
-    m.first_run[4] = 20;
-    CHECK_STATUS(decide(&m, &d), SMP_OK);
-
-    CHECK_TEXT(devices_of(&d, 1, 4), "1 1 0 0");
+    for (int shift = 0; shift < 60; shift++) { /* of long runs, too */
+        m.first_run[2] = INT64_C(7) << shift;
+        m.first_run[3] = 0;
+        m.first_run[4] = INT64_C(1) << shift;
+        CHECK_STATUS(decide(&m, &d), SMP_OK);
+        CHECK_TEXT(devices_of(&d, 1, 4), "1 1 0 0");
+    }
     return 0;
 }
 
@@ -749,25 +750,47 @@ TEST(numbers_out_of_range_are_refused)
     CHECK_STATUS(decide(&good, &d), SMP_OK);
     m = good, m.devices = 0;
     CHECK_STATUS(decide(&m, &d), SMP_ERR_INVALID);
+    m = good, m.devices = SMP_PARTITION_MAX_DEVICES + 1;
+    CHECK_STATUS(decide(&m, &d), SMP_ERR_INVALID);
     m = good, m.memory_weight = 1.5;
+    CHECK_STATUS(decide(&m, &d), SMP_ERR_INVALID);
+    m = good, m.memory_weight = -0.5;
     CHECK_STATUS(decide(&m, &d), SMP_ERR_INVALID);
     m = good, m.memory_weight = 0.0 / (double)m.nextra;
     CHECK_STATUS(decide(&m, &d), SMP_ERR_INVALID);
     m = good, m.default_device = 2;
     CHECK_STATUS(decide(&m, &d), SMP_ERR_INVALID);
+    m = good, m.default_device = -2;
+    CHECK_STATUS(decide(&m, &d), SMP_ERR_INVALID);
     m = good, m.parent[2] = 3;
+    CHECK_STATUS(decide(&m, &d), SMP_ERR_INVALID);
+    m = good, m.parent[2] = -1;
     CHECK_STATUS(decide(&m, &d), SMP_ERR_INVALID);
     m = good, m.parent[1] = 2; /* 1 and 2 hold each other, the root neither */
     CHECK_STATUS(decide(&m, &d), SMP_ERR_INVALID);
     m = good, m.pin[1] = 2;
     CHECK_STATUS(decide(&m, &d), SMP_ERR_INVALID);
+    m = good, m.pin[1] = SMP_PIN_NONE - 1;
+    CHECK_STATUS(decide(&m, &d), SMP_ERR_INVALID);
+    m = good, m.bytes[1] = -1;
+    CHECK_STATUS(decide(&m, &d), SMP_ERR_INVALID);
     m = good, m.bytes[1] = 1, m.activation_bytes[1] = -1;
     CHECK_STATUS(decide(&m, &d), SMP_ERR_INVALID);
     m = good, m.seconds[1] = -1;
     CHECK_STATUS(decide(&m, &d), SMP_ERR_INVALID);
-    m = good, uses(&m, 1, 7);
+    m = good, m.seconds[1] = 1.0 / (double)m.nextra;
     CHECK_STATUS(decide(&m, &d), SMP_ERR_INVALID);
-    CHECK(d.conflict[0] == -1);
+    m = good, m.seconds[1] = 0.0 / (double)m.nextra;
+    CHECK_STATUS(decide(&m, &d), SMP_ERR_INVALID);
+    for (int32_t wrong = -1; wrong <= 3; wrong += 4) {
+        m = good, uses(&m, 1, wrong);
+        CHECK_STATUS(decide(&m, &d), SMP_ERR_INVALID);
+        m = good, uses(&m, wrong, 1);
+        CHECK_STATUS(decide(&m, &d), SMP_ERR_INVALID);
+    }
+    CHECK(d.conflict[0] == -1 && d.conflict[1] == -1);
+    m = good, m.devices = SMP_PARTITION_MAX_DEVICES, m.pin[1] = m.devices - 1;
+    CHECK_STATUS(decide_with(&m, 8, &d), SMP_ERR_NO_MEMORY);
     return 0;
 }
 
@@ -780,8 +803,21 @@ TEST(the_hash_changes_with_any_device_and_any_name)
     CHECK(hash != smp_partition_hash(device, 2, "a\0b", 4));
     CHECK(hash != smp_partition_hash(device, 3, "a\0c", 4));
     CHECK(hash != smp_partition_hash(device, 3, "a\0b\0", 5));
-    device[2] = 1;
-    CHECK(hash != smp_partition_hash(device, 3, "a\0b", 4));
+    for (int32_t changed = 0; changed < 3; changed++) {
+        device[changed]++;
+        CHECK(hash != smp_partition_hash(device, 3, "a\0b", 4));
+        device[changed]--;
+    }
+    char names[] = "layers.0.linear1\0layers";
+
+    for (size_t length = 1; length < sizeof(names); length++) {
+        hash = smp_partition_hash(device, 3, names, length);
+        for (size_t at = 0; at < length; at++) {
+            names[at] ^= 1;
+            CHECK(hash != smp_partition_hash(device, 3, names, length));
+            names[at] ^= 1;
+        }
+    }
     return 0;
 }
 
