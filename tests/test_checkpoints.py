@@ -17,7 +17,7 @@ from transformers import GPT2Config
 
 import smp
 from smp.job import objects
-from smp.saving import folder_lock
+from smp.saving import folder_lock, saved_files
 from tests.models.trained import (
     OPTIMIZERS,
     PlainRun,
@@ -292,6 +292,31 @@ def test_the_lock_of_a_save_is_gone_before_any_rank_returns(tmp_path, monkeypatc
     assert smp.rank() != 0 or (any(held) and not held[-1])
 
 
+@on_ranks(4)
+@KINDS
+def test_the_first_replica_writes_and_its_buffers_are_saved(partial, tmp_path, monkeypatch):
+    smp.init({"pipeline_parallel_degree": 2, "ddp": True})
+    run, written = Run("sgd"), []
+    write = saved_files.write_in_staged_folder
+
+    def noted(path, value):
+        written.append(Path(path).name.removeprefix(".saving."))
+        write(path, value)
+
+    monkeypatch.setattr(saved_files, "write_in_staged_folder", noted)
+    for path in ("first.1.running_mean", "second.1.running_mean"):
+        run.model.module.get_buffer(path).fill_(1.0 + smp.rdp_rank())
+    save(run, tmp_path, "a", partial)
+
+    mine = [f"{kind}_{smp.pp_rank()}_0.pt" for kind in ("model", "optimizer")]
+    first = ["user_content.pt"] if partial else ["a", "optimizer_a", "user_content_a"]
+    want = [*(mine if partial else []), *(first if smp.rank() == 0 else [])]
+    assert written == (want if smp.rdp_rank() == 0 else [])
+    smp.resume_from_checkpoint(tmp_path, partial=partial)
+    run.evaluate()
+    assert set(run.model.state_dict()["second.1.running_mean"].tolist()) == {1.0}
+
+
 @on_ranks(2)
 def test_the_oldest_partial_checkpoints_are_removed(tmp_path):
     init(2)
@@ -306,6 +331,19 @@ def test_the_oldest_partial_checkpoints_are_removed(tmp_path):
     assert smp.resume_from_checkpoint(tmp_path)["step"] == 3
     with pytest.raises(FileNotFoundError, match="c_partial"):
         smp.resume_from_checkpoint(tmp_path, "c")
+    smp.barrier()
+    if smp.rank() == 0:  # a clock that went back; a folder without the file, and no folder
+        os.utime(tmp_path / "b_partial" / "user_content.pt", (2**33, 2**33))
+        (tmp_path / "x_partial").mkdir()
+        (tmp_path / "y_partial").touch()
+    smp.barrier()
+    save(run, tmp_path, "d", partial=True, num_kept_partial_checkpoints=2)
+    kept = sorted(path.name for path in tmp_path.iterdir())
+    assert kept == ["b_partial", "d_partial", "newest", "y_partial"]
+    smp.barrier()
+    save(run, tmp_path, "e", partial=True, num_kept_partial_checkpoints=1)
+    kept = sorted(path.name for path in tmp_path.iterdir())
+    assert kept == ["e_partial", "newest", "y_partial"]
 
 
 @on_ranks(2)
@@ -437,11 +475,26 @@ def test_a_checkpoint_that_does_not_list_its_parts_loads(tmp_path):
     run = Run("sgd")
     run.train(0, 1)
     save(run, tmp_path, "a", partial=True)
-    if smp.rank() == 0:
-        (tmp_path / "a_partial" / "parts").unlink()
-    smp.barrier()
 
+    def remove(name):
+        smp.barrier()
+        if smp.rank() == 0:
+            (tmp_path / "a_partial" / name).unlink()
+        smp.barrier()
+
+    remove("parts")
     assert smp.resume_from_checkpoint(tmp_path)["step"] == 3
+    remove("user_content.pt")
+    assert smp.resume_from_checkpoint(tmp_path) == {}
+    remove("optimizer_0_0.pt")
+    with pytest.raises(smp.CheckpointError, match=r"a_partial lacks optimizer_0_0\.pt$"):
+        smp.resume_from_checkpoint(tmp_path)
+    remove("model_0_0.pt")
+    with pytest.raises(smp.CheckpointError, match=r"a_partial lacks model_0_0\.pt$"):
+        smp.resume_from_checkpoint(tmp_path, load_optimizer=False)
+    remove("model_1_0.pt")
+    with pytest.raises(smp.CheckpointError, match=r"a_partial has no model_\*_\*\.pt$"):
+        smp.resume_from_checkpoint(tmp_path)
 
 
 @on_ranks(2)
@@ -568,6 +621,22 @@ def test_every_rank_saves_a_file_of_its_own(tmp_path):
         smp.load(tmp_path / "x.pt")
 
 
+@on_ranks(4)
+@pytest.mark.parametrize("pp, tp", [(2, 2), (2, 1), (1, 2)])
+def test_the_names_of_partial_files_are_of_pp_tp_and_rdp_ranks(pp, tp, tmp_path):
+    smp.init({"pipeline_parallel_degree": pp, "tensor_parallel_degree": tp, "ddp": True})
+    at = f"{smp.pp_rank()}_{smp.tp_rank()}"
+    smp.save(at, tmp_path / "s")
+    smp.save([at, smp.rdp_rank()], tmp_path / "v", v3=True)
+    smp.save(smp.mp_rank(), tmp_path / f"w_{smp.mp_rank()}", partial=False)
+    smp.barrier()
+    assert torch.load(tmp_path / f"s_{at}") == smp.load(tmp_path / "s") == at
+    read = torch.load(tmp_path / f"v_{at}_{smp.rdp_rank()}")
+    assert read == smp.load(tmp_path / "v") == [at, smp.rdp_rank()]
+    assert smp.load(tmp_path / "w") == smp.mp_rank()
+    assert len(listed(tmp_path)) == 2 * pp * tp + 4
+
+
 @pytest.fixture
 def saved(tmp_path) -> Path:
     """A file with a layer, an entry that shares its weight, and a list."""
@@ -609,6 +678,30 @@ def test_the_damaged_tensor_is_named(saved, tensor, name):
 
     with pytest.raises(smp.CheckpointError, match=rf"file\.pt is damaged: tensor '{name}' "):
         smp.load(saved, partial=False)
+
+
+def test_a_damaged_tensor_without_a_name_is_its_record(tmp_path):
+    """Nothing tells the elements of a set apart."""
+    tensor = torch.arange(9.0)
+    smp.save({"some": {tensor}}, tmp_path / "file.pt", partial=False)
+    data = bytearray((tmp_path / "file.pt").read_bytes())
+    data[data.index(tensor.numpy().tobytes())] ^= 1
+    (tmp_path / "file.pt").write_bytes(data)
+
+    with pytest.raises(smp.CheckpointError, match=r"damaged: its record '\w+/data/0' does"):
+        smp.load(tmp_path / "file.pt", partial=False)
+
+
+def test_files_of_the_first_torch_are_read(saved):
+    """They have no checksums."""
+    value = {"a": torch.arange(3.0), "b": [1]}
+    torch.save(value, saved, _use_new_zipfile_serialization=False)
+    assert_same(smp.load(saved, partial=False), value)
+    data = saved.read_bytes()
+    for damaged in data[:50], data[:30] + b"\xff" * 20 + data[50:]:
+        saved.write_bytes(damaged)
+        with pytest.raises(smp.CheckpointError, match=r"file\.pt is damaged"):
+            smp.load(saved, partial=False)
 
 
 @pytest.mark.parametrize("length", [0, 1, 100, 0.5, -1])

@@ -84,6 +84,10 @@ def test_tags_that_are_files_of_other_checkpoints_are_refused(tmp_path):
     A partial one is a folder with a name that none of them has.
     """
     init(2)
+    with pytest.raises(ValueError, match=r"smp\.save_checkpoint: there is no DistributedModel"):
+        smp.save_checkpoint(tmp_path, "a")
+    with pytest.raises(ValueError, match="resume_from_checkpoint: make the DistributedModel"):
+        smp.resume_from_checkpoint(tmp_path, "a")
     run = Run("sgd")
     run.train(0, 1)
     save(run, tmp_path, "a", partial=False)
@@ -97,11 +101,26 @@ def test_tags_that_are_files_of_other_checkpoints_are_refused(tmp_path):
     for tag in "newest", "optimizer_a", "user_content_a", "parts_a", "a_partial":
         with pytest.raises(ValueError, match=f"'{tag}'.*give it another tag"):
             save(run, tmp_path, tag, partial=False)
+    for kept in 0, -1:
+        with pytest.raises(ValueError, match=f"num_kept_partial_.* at least 1, got {kept}"):
+            save(run, tmp_path, "b", True, num_kept_partial_checkpoints=kept)
     assert {name: (tmp_path / name).read_bytes() for name in listed(tmp_path)} == before
     smp.barrier()
     for tag in "newest", "optimizer_a":
         save(run, tmp_path, tag, partial=True)
         assert smp.resume_from_checkpoint(tmp_path)["step"] == 3
+
+
+@on_ranks(2)
+@KINDS
+def test_user_content_is_rank_0s_and_only_none_is_an_empty_dict(partial, tmp_path):
+    init(2)
+    run = Run("sgd")
+    for number, content in enumerate([0, False, [], "", None, {"a": 1}]):
+        mine = content if smp.rank() == 0 else "of another rank"
+        smp.save_checkpoint(tmp_path, f"{number}", partial, run.model, user_content=mine)
+        read = smp.resume_from_checkpoint(tmp_path, partial=partial, load_optimizer=False)
+        assert repr(read) == repr({} if content is None else content)
 
 
 def odd_strides() -> list[torch.Tensor]:

@@ -74,6 +74,14 @@ def test_a_save_that_fails_when_all_parts_are_written_leaves_nothing(
             save(run, tmp_path, "new", partial)
 
 
+def test_a_text_that_cannot_be_written_is_said_and_leaves_what_was_there(tmp_path):
+    path = tmp_path / "newest"
+    saved_files.write_text(str(path), "old")
+    with file_size_limit(4), pytest.raises(OSError, match=f"File too large: '{path}'"):
+        saved_files.write_text(str(path), "longer")
+    assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
+
+
 def test_a_full_file_system_is_said_and_leaves_no_half_file(tmp_path):
     """A tmpfs of 1 MiB in a mount namespace of its own; the file is named."""
     script = (

@@ -7,7 +7,9 @@ import torch
 from torch import nn
 
 import smp
+from smp.ranks import CommGroup
 from smp.saving import optimizer_state, state_dicts
+from smp.saving.replica import Replica
 from tests.models.trained import (
     OPTIMIZERS,
     PlainRun,
@@ -37,6 +39,7 @@ def test_a_full_dict_is_that_of_the_plain_model():
     full = run.model.state_dict()
 
     assert_same(full, plain.model.state_dict())
+    assert not any(tensor.requires_grad for tensor in full.values())
     assert full["output.weight"] is full["embedding.weight"], "tied entries came apart"
     assert full._metadata == plain.model.state_dict()._metadata
     fresh = make_model(seed=5, pin=False)
@@ -112,6 +115,9 @@ def test_a_partial_dict_holds_what_the_rank_owns():
     partial = run.model.local_state_dict()
 
     assert partial.pop("_smp_is_partial") is True
+    assert not any(tensor.requires_grad for tensor in partial.values())
+    parameters = dict(run.model.local_named_parameters())
+    assert all(partial[n].data_ptr() == p.data_ptr() for n, p in parameters.items()), "copied"
     owned = [
         name
         for name in make_model(pin=False).state_dict()
@@ -316,6 +322,46 @@ def test_a_full_dict_may_say_that_it_is_not_partial():
     assert "_smp_is_partial" in renamed, "the user's dict was changed"
 
 
+def of_rank(rank: int) -> dict:
+    """Some of what only one rank holds."""
+    one = torch.tensor([1 + 1j * rank, 2 - 3j])
+    return {
+        "views": [one.conj(), one[1:].conj().imag, one.expand(2, 2), one[:0], one.real[1:]],
+        rank: (torch.tensor(rank), "text", [None, 1.5]),
+        "ordered": OrderedDict(b=one, a=one),
+    }
+
+
+@on_ranks(3)
+def test_values_come_from_their_own_rank_and_else_from_the_first_that_holds_them():
+    init(3)
+    rank = smp.pp_rank()
+    held = {"all": torch.tensor(rank), f"of {rank}": of_rank(rank)}
+    if rank > 0:
+        held["some"] = torch.tensor(rank)
+    wanted = ["all", "some", "nobody's", *(f"of {other}" for other in range(3))]
+    found = Replica("test", CommGroup.PP_GROUP).route(held, wanted)
+
+    assert found.keys() == set(wanted) - {"nobody's"}
+    assert (int(found["all"]), int(found["some"])) == (rank, max(rank, 1))
+    for other in range(3):
+        got, want = found[f"of {other}"], of_rank(other)
+        assert_same(got, want)
+        assert [type(one) for one in got.values()] == [list, tuple, OrderedDict]
+        assert got["ordered"]["a"] is got["ordered"]["b"]
+
+
+@on_ranks(3)
+@pytest.mark.parametrize("only_to", [None, 0, 2])
+def test_what_is_gathered_is_by_rank_and_only_where_it_is_wanted(only_to):
+    init(3)
+    got = Replica("test").gather(of_rank(smp.mp_rank()), only_to)
+    if only_to in (None, smp.mp_rank()):
+        assert_same(got, [of_rank(rank) for rank in range(3)])
+    else:
+        assert got is None
+
+
 @on_ranks(4)
 def test_one_replica_gathers_alone():
     """state_dict() needs only the ranks of its own MP_GROUP."""
@@ -392,6 +438,7 @@ class Versioned(nn.Module):
     def _add(module, state_dict, prefix, local_metadata):
         if module.calls:
             state_dict[f"{prefix}linear.note"] = torch.tensor(module.calls)
+            state_dict[f"{prefix}of.no.module"] = (module.calls, [torch.tensor([module.calls])])
 
     def get_extra_state(self):
         return {"calls": self.calls}
@@ -402,6 +449,7 @@ class Versioned(nn.Module):
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, *rest):
         self.loaded.append(local_metadata.get("version"))
         state_dict.pop(f"{prefix}linear.note", None)
+        state_dict.pop(f"{prefix}of.no.module", None)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
 
 
@@ -434,7 +482,9 @@ def test_extra_state_and_entries_of_hooks_are_those_of_the_modules_own_rank():
 
     full, partial = model.state_dict(), model.local_state_dict()
     assert full["1._extra_state"] == {"calls": 4} and full["1.linear.note"] == 4
-    assert ("1.linear.note" in partial) == ("1._extra_state" in partial) == (smp.pp_rank() == 1)
+    assert full["1.of.no.module"] == (4, [torch.tensor([4])])
+    of_1 = [name for name in partial if name in ("1.linear.note", "1.of.no.module")]
+    assert len(of_1) == (2 if "1._extra_state" in partial else 0) == 2 * smp.pp_rank()
     assert ("0.weight" in partial) == (smp.pp_rank() == 0)
 
 
