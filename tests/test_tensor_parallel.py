@@ -3,10 +3,13 @@
 The reference is ``tests/reference/whole_job.py``, in float64.
 """
 
+import contextlib
 import copy
 import io
 import itertools
 import pickle
+import sys
+import types
 from typing import Any
 
 import pytest
@@ -16,11 +19,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.utils import clip_grad_norm_ as imported_early
+from torch.utils._pytree import tree_flatten
 
 import smp
 from smp.data_parallel.buckets import MEGABYTE, make_buckets
 from smp.data_parallel.group import Holders
-from smp.tensor_parallel import regions, same_samples, step_end
+from smp.tensor_parallel import group, regions, same_samples, step_end
 from smp.tensor_parallel.slices import Slices, mark, slices_of
 from tests.ranks import on_ranks
 from tests.reference.whole_job import WholeJob, assert_near, split_over_all_ranks
@@ -375,6 +379,20 @@ def test_samples_differ_by_more_than_rounding():
     assert other(torch.arange(9), torch.arange(9).roll(1)) == 1
 
 
+@on_ranks(2)
+def test_inputs_that_one_rank_refuses_are_not_compared():
+    """The step fails in any case, by that rank's error."""
+    split_over_all_ranks(prescaled_batch=True)
+    second, x = smp.tp_rank() == 1, torch.ones(3)
+    before = group.called_path()
+    assert same_samples.inputs_differ("f", [x]) is None
+    assert same_samples.inputs_differ("f", None if second else [x]) is None
+    for others in ([2 * x], [x, x], [x[1:]]):
+        error = same_samples.inputs_differ("f", others if second else [x])
+        assert str(error).startswith("smp: the step f got other samples on tp_rank 1 than on")
+    assert group.called_path() == before
+
+
 # ------------------------------------------------------------------------ what a user asks
 
 
@@ -398,6 +416,8 @@ def test_which_parameters_are_split():
     assert model.num_parameters() == total
     assert smp.utils.get_distribution_axis(mlp.c_fc.weight) == 1
     assert smp.utils.get_distribution_axis(mlp.c_proj.bias) is None
+    assert (mlp.c_fc.nx, mlp.c_fc.nf) == tuple(mlp.c_fc.weight.shape) == (24, 48)
+    assert (mlp.c_proj.nx, mlp.c_proj.nf) == tuple(mlp.c_proj.weight.shape) == (48, 24)
     names = [name for name, _ in net.named_parameters()]
     assert list(smp.state.param_name_to_index_tp_group[1]) == names
     assert smp.state.param_index_to_name_tp_group[0][2] == names[2]
@@ -822,6 +842,127 @@ def test_rows_are_led_out_by_linears_of_the_module_that_gathered_them():
     y.register_hook(lambda _: seen.append(rows.of_call("layer.1").lead_out("layer.1.out")))
     y.sum().backward()
     assert seen == [False, True]
+
+
+class Stream:
+    """In the place of the ranks' common stream of random numbers."""
+
+    restored = 0
+
+    def restore(self) -> None:
+        self.restored += 1
+
+
+def test_what_a_call_gathers_is_forgotten_behind_it():
+    """Unless the module around it leads it out; and it is found again in a backward."""
+    now, path = regions._gathered, group.called_path()
+    outer, inner = regions.Rows([1], None), regions.Rows([2], 3)
+    streams = [Stream(), Stream()]
+    try:
+        now.rows, now.common = outer, streams[0]
+        for later, error in ((False, False), (True, True), (False, True)):
+            with contextlib.suppress(ValueError), regions._opened(led_out_later=later):
+                assert now.rows is outer and now.common is None
+                now.rows, now.common = inner, streams[1]
+                group.call_of("inner")
+                if error:
+                    raise ValueError
+            assert (now.rows, now.common, group.called_path()) == (outer, streams[0], path)
+        assert (streams[0].restored, streams[1].restored) == (0, 3)
+        with regions._opened(led_out_later=True):
+            now.rows = inner
+            group.call_of("inner")
+        assert (now.rows, group.called_path()) == (inner, "inner")
+        now.common = streams[1]
+        with group.planned(2):
+            again = regions.found_again(lambda: (now.rows, now.common, group.called_path()))
+        found = again()
+        now.rows, now.common = outer, streams[0]
+        group.call_of("another")
+        assert again() == found == (inner, streams[1], "inner")
+        assert (now.rows, now.common, group.called_path()) == (outer, streams[0], "another")
+    finally:
+        now.rows = now.common = None
+        group.call_of(path)
+
+
+def test_which_rows_of_a_mask_stand_for_a_rank_that_has_none(monkeypatch):
+    """This is tp_rank 0 of 2, and what it would give to the gather is looked at."""
+    monkeypatch.setattr(regions.primitives, "gather", lambda x, *_: x)
+
+    def argument(name: str, mine: Tensor | None, *shapes: list[int] | None) -> Any:
+        dtypes = [None if shape is None else torch.float32 for shape in shapes]
+        return regions._Argument("h", name, mine, list(shapes), dtypes)
+
+    def gathered(mask: Any, queries: Any, keys: Any, causal: bool) -> Tensor | None:
+        with group.planned(2):
+            return regions._gather_mask(mask, queries, keys, causal, queries.mine, [2, 1])
+
+    hidden = argument("hidden", torch.ones(2, 3, 4), [2, 3, 4], [1, 3, 4])
+    others = argument("mask", None, None, [1, 5, 3, 3])
+    got = gathered(others, hidden, hidden, causal=True)
+    assert got.shape == (2, 5, 3, 3)
+    assert torch.equal(got == 0, torch.ones(3, 3).tril().bool().expand(2, 5, 3, 3))
+    got = gathered(others, hidden, hidden, causal=False)
+    assert got.shape == (2, 5, 3, 3) and not got.any()
+    assert gathered(argument("mask", None, None, None), hidden, hidden, False) is None
+    # Where the other rank has more positions, nobody sees what is behind this one's.
+    uneven = argument("hidden", torch.ones(2, 3, 4), [2, 3, 4], [1, 5, 4])
+    got = gathered(argument("mask", None, None, None), uneven, uneven, causal=False)
+    assert got.shape == (2, 1, 1, 5)
+    assert torch.equal(got[0, 0, 0], torch.tensor([0, 0, 0, -torch.inf, -torch.inf]))
+    assert gathered(argument("mask", None, None, None), uneven, uneven, causal=True) is None
+    got = gathered(argument("mask", None, None, [1, 1, 5, 5]), uneven, uneven, causal=True)
+    assert got.shape == (2, 1, 5, 5) and got[..., 3:].eq(-torch.inf).all()
+    assert torch.equal(got[0, 0, :, :3] == 0, torch.ones(5, 3).tril().bool())
+    mask = torch.arange(18.0).view(2, 1, 3, 3)
+    own = argument("mask", mask, [2, 1, 3, 3], [1, 1, 5, 5])
+    got = gathered(own, uneven, uneven, causal=True)
+    assert torch.equal(got[..., :3, :3], mask) and got[..., 3:].eq(-torch.inf).all()
+    assert torch.equal(got[:, :, 3:, :3], mask[:, :, -1:].expand(-1, -1, 2, -1))
+    # The other's mask has a row for each of its positions, which are fewer.
+    longer = argument("hidden", torch.ones(2, 5, 4), [2, 5, 4], [1, 3, 4])
+    got = gathered(argument("mask", None, None, [1, 1, 3, 3]), longer, longer, causal=False)
+    assert got.shape == (2, 1, 5, 5) and not got.any()
+
+
+def test_without_a_mask_causal_are_the_regions_own_positions(monkeypatch):
+    """Not those of another argument; and what is assumed the first gather alone says."""
+    causal, signatures = [], []
+    monkeypatch.setattr(regions, "_gather_mask", lambda *args: causal.append(args[3]))
+    monkeypatch.setattr(
+        regions.primitives, "gather", lambda x, axis, counts, sig: signatures.append(sig)
+    )
+    region = regions.Region(
+        ("hidden", "states"), (("mask", "hidden"), ("cross", "states")), causal=True
+    )
+    x = torch.ones(2, 3, 4)
+    given = {"hidden": x, "states": x, "mask": None, "cross": None}
+    tensors = {name: [value] for name, value in given.items()}
+    with group.planned(2):
+        mine = tuple(w for (t,) in tensors.values() for w in regions._in_words(t, "h"))
+        arguments = regions._arguments("h", tensors, (mine, mine))
+        flat = {name: tree_flatten(value) for name, value in given.items()}
+        _, rows = regions._gather_all(region, given, flat, arguments, 7)
+        assert rows == regions.Rows([2, 2], None)
+        regions._gather_all(region._replace(causal=False), given, flat, arguments, 0)
+    assert causal == [True, False, False, False]
+    assert signatures == [7, 0, 0, 0]
+
+
+def test_attentions_are_recorded_if_an_argument_or_a_hook_of_transformers_says_so(monkeypatch):
+    assert regions._records_attentions({"output_attentions": True})
+    assert not regions._records_attentions({"output_attentions": None})
+    collecting: dict[str, Any] = {}
+    capturing = types.SimpleNamespace(
+        _active_collector=types.SimpleNamespace(get=lambda: collecting)
+    )
+    monkeypatch.setitem(sys.modules, "transformers.utils.output_capturing", capturing)
+    assert not regions._records_attentions({})
+    collecting["hidden_states"] = []
+    assert not regions._records_attentions({})
+    collecting["cross_attentions"] = []
+    assert regions._records_attentions({})
 
 
 def test_in_place_of_no_mask_the_last_positions_see_all_before_them():

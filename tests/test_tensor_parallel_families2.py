@@ -364,6 +364,9 @@ def test_adapted_linears_of_a_region_are_split_with_it(family, prescaled, monkey
         net, next_token_loss, lambda rank, step: tokens(1 if prescaled else rank, step)
     )
     assert not any(one.reason for one in job.model._smp_split)
+    for linear in job.net.modules():
+        if isinstance(linear, nn.Linear):
+            assert linear.weight.shape == (linear.out_features, linear.in_features)
     for step in range(2):
         job.step(step, max_norm=0.3)
     job.check_parameters()

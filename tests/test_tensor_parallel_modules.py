@@ -19,7 +19,7 @@ import smp
 from smp.data_parallel.reduction import Reduction
 from smp.modules import hooks
 from smp.nn import utils as blocks
-from smp.tensor_parallel import assumed, chain, group, primitives, replacement
+from smp.tensor_parallel import assumed, chain, group, primitives, replacement, unused
 from smp.tensor_parallel.slices import Slices, slices_of
 from tests.ranks import on_ranks
 from tests.reference.whole_job import WholeJob, assert_near, split_over_all_ranks
@@ -812,6 +812,37 @@ def test_what_a_mark_says_goes_before_what_an_instance_was_made_with():
     assert isinstance(new, ScaledThere) and new.by == 3.0
 
 
+class HeardThere(ScaledThere):
+    def __init__(self, width: int, by: float = 1.0) -> None:
+        super().__init__(width, by)
+        self.register_forward_hook(lambda *_: heard.append("its own"))
+
+
+heard: list[Any] = []
+
+
+def test_hooks_of_both_modules_are_called_as_what_they_are():
+    smp.tp_register_with_module(Scaled, HeardThere)
+    module = Scaled(2, by=3.0)
+    module.register_forward_hook(lambda *_: heard.append("the user's"))
+    module.register_full_backward_hook(lambda _, given, out: heard.append([*given, *out]))
+    new = replacement.replace(module, "scaled")
+    heard.clear()
+    new(torch.ones(2, requires_grad=True)).sum().backward()
+    *names, (given, out) = heard
+    assert sorted(names) == ["its own", "the user's"]
+    assert (given.tolist(), out.tolist()) == ([3.0, 3.0], [1.0, 1.0])
+
+
+def test_new_values_have_the_dtype_of_those_that_are_kept():
+    functions = (from_renamed, to_renamed)
+    smp.tp_register_with_module(Gate, Renamed, translate_functions=functions)
+    new = replacement.replace(Gate(5).bfloat16(), "gate")
+    assert {name: p.dtype for name, p in new.named_parameters()} == dict.fromkeys(
+        ("weights", "below", "scale"), torch.bfloat16
+    )
+
+
 class Unlike(smp.nn.DistributedModule):
     """Lacks a bias, has a scale, another width and a buffer."""
 
@@ -1169,6 +1200,22 @@ def test_what_no_rank_uses_has_no_gradient_under_no_sync():
     job.optimizer.step()
     job.plain_optimizer.step()
     job.check_parameters()
+
+
+def test_zeros_alone_of_what_a_loss_leaves_out_are_dropped():
+    """Not a sparse gradient, nor what a backward before had left, which failed."""
+    zeros, some, none, sparse = parameters = [nn.Parameter(torch.ones(2)) for _ in range(4)]
+    zeros.grad, some.grad = torch.zeros(2), torch.tensor([0.0, 1.0])
+    sparse.grad = torch.zeros(2).to_sparse()
+    before = some.grad
+    unused._without[5] = list(parameters)
+    unused.begin_step()
+    unused.drop_zeros()
+    assert zeros.grad is not None
+    unused._without[5] = list(parameters)
+    unused.drop_zeros()
+    assert zeros.grad is none.grad is None
+    assert some.grad is before and sparse.grad.is_sparse and not unused._without
 
 
 class Chained(nn.Module):

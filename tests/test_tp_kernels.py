@@ -443,6 +443,22 @@ def test_scores_of_more_axes_than_the_core_takes():
         torch.testing.assert_close(kernels.masked_softmax_dropout(scores, mask), want)
 
 
+def test_while_a_model_is_compiled_torchs_operators_serve(monkeypatch):
+    x, drop = torch.randn(3, 5), Dropout(0.5, 1)
+    want = kernels.dropout(x, drop)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    monkeypatch.setattr(_core, "tp_residual", None)
+    torch.testing.assert_close(kernels.dropout(x, drop), want)
+
+
+def test_a_second_derivative_by_what_a_kernel_hands_on():
+    x, residual = torch.randn(3, 5), drawn(3, 5)
+    out = kernels.bias_dropout_residual(x, None, residual)
+    (slope,) = torch.autograd.grad(out.square().sum(), residual, create_graph=True)
+    (twice,) = torch.autograd.grad((slope * residual).sum(), residual)
+    torch.testing.assert_close(twice, 2 * out + 2 * residual)
+
+
 # ------------------------------------------------------------------- the core's functions
 
 SHAPE = {"rows": 3, "columns": 4}
