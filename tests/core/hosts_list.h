@@ -6,6 +6,8 @@
 
 #include "comm/collective/checks/call.h"
 #include "comm/collective/group.h"
+#include "comm/collective/group_state.h"
+#include "comm/collective/inter_host/wire.h"
 #include "comm/collective/queue.h"
 #include "groups.h"
 
@@ -148,7 +150,9 @@ sent_by_host(world *w, smp_group *group, smp_operation operation, size_t count,
     }
     smp_group_count(group, &after);
     if (after.operations != before.operations + 1 ||
-        after.bytes - before.bytes != smp_call_bytes(&r.call, w->size, w->rank)) {
+        after.bytes - before.bytes != smp_call_bytes(&r.call, w->size, w->rank) ||
+        after.other_bytes - before.other_bytes <
+            (after.parcels - before.parcels) * sizeof(smp_parcel)) {
         abort();
     }
     reference_free(&r);
@@ -260,6 +264,101 @@ TEST_RANK(a_time_out_names_the_rank_that_is_missing_on_another_host)
     }
     w->barrier(w);
     smp_group_destroy(group);
+    return 0;
+}
+
+/* Rank 1, on the second host, does not come; who waits for it hears that rank 2, on the
+ * third, has given up, and waits no more. */
+TEST_RANK(who_waits_for_one_host_hears_that_another_gave_up)
+{
+    smp_call   call = {.operation = SMP_BARRIER};
+    smp_group *group;
+
+    CHECK_STATUS(make_world_group(w, 3, false, &group), SMP_OK);
+    call.timeout_ns = w->rank == 2 ? 20 * SMP_NS_PER_MS : 0;
+    if (w->rank != 1) {
+        CHECK_STATUS(smp_group_run(group, &call), SMP_ERR_TIMED_OUT);
+        CHECK(says(group, w->rank == 0 ? "rank 2 gave up: barrier 1: timed out after "
+                                       : "barrier 1: timed out after "));
+    }
+    w->barrier(w);
+    if (w->rank == 1) { /* the others' calls are there, but no more */
+        CHECK_STATUS(smp_group_run(group, &call), SMP_OK);
+        CHECK_STATUS(smp_group_run(group, &call), SMP_ERR_TIMED_OUT);
+        CHECK(says(group, "gave up: barrier 1: "));
+    }
+    w->barrier(w);
+    smp_group_destroy(group);
+    return 0;
+}
+
+/* A parcel that rank 1 sends to rank 0 before it calls what both call. */
+typedef struct {
+    smp_parcel_kind kind;
+    uint64_t        tag;
+    const void     *rest;
+    size_t          bytes;
+    size_t          block; /* bytes; 0: none */
+} nonsense;
+
+static inline int
+hear_nonsense(world *w, const nonsense *said)
+{
+    float      data[4] = {0};
+    smp_call   call = {.operation = SMP_BROADCAST,
+                       .dtype = SMP_F32,
+                       .root = 1,
+                       .count = 4,
+                       .in = data,
+                       .out = data};
+    smp_block *block = NULL;
+    smp_group *group;
+
+    CHECK_STATUS(make_world_group(w, 3, false, &group), SMP_OK);
+    if (w->rank == 0) {
+        CHECK_STATUS(smp_group_run(group, &call), SMP_ERR_MALFORMED);
+        CHECK(says(group, "what rank 1 sent makes no sense"));
+        CHECK_STATUS(smp_group_run(group, &call), SMP_ERR_MALFORMED);
+    } else {
+        CHECK(said->block == 0 ||
+              smp_comm_block(w->comm, 0, said->block, &block) == SMP_OK);
+        CHECK_STATUS(smp_wire_send(&group->wire, 0, said->kind, 1, said->tag,
+                                   said->rest, said->bytes, block),
+                     SMP_OK);
+        (void)smp_group_run(group, &call); /* it may end before rank 0 gives up */
+    }
+    w->barrier(w);
+    smp_group_destroy(group);
+    return 0;
+}
+
+TEST_RANK(what_no_rank_of_another_host_sends_ends_the_group)
+{
+    /* A call with three lists of split sizes; the data of round 0. */
+    static const struct {
+        smp_notice notice;
+        uint64_t   counts[6];
+    } call = {.notice = {.sequence = 1, .operation = SMP_BROADCAST, .uneven = 3}};
+    static const nonsense all[] = {
+        {SMP_PARCEL_CALLS, 0, "abc", 3, 0},
+        {SMP_PARCEL_CALLS, 0, &call, sizeof(call), 0},
+        {SMP_PARCEL_CALLS, 0, &call, 64 + 8, 0},
+        {SMP_PARCEL_DATA, 1, NULL, 0, 12},
+        {SMP_PARCEL_DATA, 1, NULL, 0, 0},
+        {SMP_PARCEL_DATA, 1, "eight by", 8, 16},
+        {SMP_PARCEL_FAILED, SMP_OK, "why", 4, 0},
+        {SMP_PARCEL_FAILED, 9999, "why", 4, 0},
+        {SMP_PARCEL_FAILED, SMP_ERR_TIMED_OUT, "why", 3, 0},
+        {SMP_PARCEL_FAILED, SMP_ERR_TIMED_OUT, NULL, 0, 0},
+        {SMP_PARCELS, 0, NULL, 0, 0},
+    };
+
+    for (size_t i = 0; i < sizeof(all) / sizeof(all[0]); i++) {
+        if (hear_nonsense(w, &all[i]) != 0) {
+            fprintf(stderr, "parcel %zu\n", i);
+            return 1;
+        }
+    }
     return 0;
 }
 
@@ -449,7 +548,7 @@ typedef struct {
  * under the sanitizers. */
 static const hosts_entry hosts_list[] = {
     {ENTRY(a_killed_member_is_named_to_all_others), .hosts = {"abb", "aab", "abc"},
-     .times = 6, .forks = true},
+     .times = 6, .forks = true, .sample = "abb"},
     {ENTRY(a_killed_member_is_named_by_those_who_use_slots), .hosts = {"aba"},
      .times = 6, .forks = true},
     {ENTRY(a_forked_child_is_no_member), .hosts = {"ab", "aab"}, .forks = true},
@@ -479,6 +578,10 @@ static const hosts_entry hosts_list[] = {
      .hosts = {"ab", "aab"}, .threads = true},
     {ENTRY(ranks_of_two_hosts_that_come_are_told_nothing), .hosts = {"ab"},
      .threads = true},
+    {ENTRY(who_waits_for_one_host_hears_that_another_gave_up), .hosts = {"abc"},
+     .threads = true, .sample = "abc"},
+    {ENTRY(what_no_rank_of_another_host_sends_ends_the_group), .hosts = {"ab"},
+     .threads = true, .sample = "ab"},
     {ENTRY(hosts_that_list_other_ranks_are_told), .hosts = {"ab", "aabb"},
      .sample = "aabb"},
 };
