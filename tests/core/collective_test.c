@@ -883,6 +883,38 @@ TEST_RANK(groups_entered_in_another_order_are_named_at_the_time_out)
     return 0;
 }
 
+/* Rank 1 has given up a call of b when rank 0 calls a. */
+TEST_RANK(a_member_that_gave_up_elsewhere_is_named_with_that)
+{
+    int              ranks[] = {0, 1};
+    smp_group_config config = {.ranks = ranks,
+                               .size = 2,
+                               .id = 1,
+                               .name = "a",
+                               .timeout_ns = WORLD_DEADLINE_NS};
+    smp_call         call = {.operation = SMP_BARRIER, .timeout_ns = SMP_NS_PER_MS};
+    int              failed;
+    smp_group       *a;
+    smp_group       *b;
+
+    CHECK_STATUS(smp_group_create(w->comm, &config, &a, &failed), SMP_OK);
+    config.id = 2;
+    config.name = "b";
+    CHECK_STATUS(smp_group_create(w->comm, &config, &b, &failed), SMP_OK);
+    if (w->rank == 1) {
+        CHECK_STATUS(smp_group_run(b, &call), SMP_ERR_TIMED_OUT);
+    }
+    w->barrier(w);
+    if (w->rank == 0) {
+        CHECK_STATUS(smp_group_run(a, &call), SMP_ERR_TIMED_OUT);
+        CHECK(says(a, "without rank 1; rank 1 gave up in group 'b': barrier 1"));
+    }
+    w->barrier(w);
+    smp_group_destroy(a);
+    smp_group_destroy(b);
+    return 0;
+}
+
 /* -------------------------------------------------------------------------- main */
 
 typedef struct {
@@ -941,6 +973,7 @@ static const entry list[] = {
     SOME(who_gave_up_has_its_tensors_for_itself, 2, 3),
     POOLED(a_block_is_not_used_again_while_a_member_may_write_into_it, 2, 2),
     SOME(groups_entered_in_another_order_are_named_at_the_time_out, 2, 2),
+    SOME(a_member_that_gave_up_elsewhere_is_named_with_that, 2, 2),
     SOME(a_member_that_has_left_is_named, 2, 3),
     FORKED(members_read_where_that_is_faster, 2, 2),
     FORKED(members_do_not_read_where_one_finds_it_slow, 2, 2),

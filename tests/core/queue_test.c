@@ -170,6 +170,7 @@ TEST_RANK(an_order_that_its_waiter_leaves_is_finished_by_the_carrier)
     smp_carrier   *carrier;
     line           l;
     sum            s;
+    sum            again;
     smp_work_item *item;
 
     CHECK_STATUS(smp_carrier_create(&carrier), SMP_OK);
@@ -185,7 +186,15 @@ TEST_RANK(an_order_that_its_waiter_leaves_is_finished_by_the_carrier)
     }
     CHECK_STATUS(smp_carrier_finished(carrier, &item), SMP_OK);
     CHECK(item == &s.item && s.value == w->size);
+    issue_sum(&again, &l, 1, false);
+    CHECK(smp_work_item_wait(&again.item, SMP_NEVER));
+    smp_work_item_leave(&again.item); /* that it is over is still to be told */
+    CHECK_STATUS(smp_carrier_finished(carrier, &item), SMP_OK);
+    CHECK(item == &again.item && again.value == w->size);
+    CHECK(smp_queue_issued(l.queue) == 2);
     close_line(&l);
+    smp_carrier_close(carrier);
+    CHECK_STATUS(smp_carrier_finished(carrier, &item), SMP_ERR_CLOSED);
     smp_carrier_destroy(carrier);
     return 0;
 }

@@ -368,6 +368,43 @@ TEST(the_result_may_take_the_place_of_any_tensor)
     return 0;
 }
 
+/* Six tensors in three terms: four of them, and two alone. */
+TEST(terms_give_what_their_tensors_do)
+{
+    enum { N = 6, FIRST = 4, COUNT = 3000 };
+    static _Alignas(64) uint8_t term[(COUNT + 16) * 8];
+    const void                 *in[N];
+    double                      factors[N];
+
+    for (smp_dtype d = 0; d < SMP_DTYPES; d++) {
+        fill(d, 5, false);
+        for (int m = 0; m < N; m++) {
+            in[m] = inputs[m];
+            factors[m] = reference_factor(m);
+        }
+        for (smp_reduction o = 0; o < SMP_REDUCTIONS; o++) {
+            const smp_term terms[] = {{term, FIRST, 1},
+                                      {inputs[FIRST], 1, factors[FIRST]},
+                                      {inputs[FIRST + 1], 1, factors[FIRST + 1]}};
+
+            if (!smp_reduction_defined(o, d)) {
+                continue;
+            }
+            smp_reduce(smp_kernels_best(), o, d, outputs[0], in, factors, N, COUNT,
+                       scratch);
+            smp_reduce_term(smp_kernels_best(), o, d, term, in, factors, FIRST, COUNT,
+                            scratch);
+            smp_reduce_terms(smp_kernels_best(), o, d, outputs[1], terms, 3, COUNT,
+                             scratch);
+            if (!same(d, outputs[1], outputs[0], COUNT)) {
+                fprintf(stderr, "%s of %s\n", smp_reduction_name(o), smp_dtype_name(d));
+                return 1;
+            }
+        }
+    }
+    return 0;
+}
+
 TEST(what_is_not_defined_is_said_to_be_so)
 {
     CHECK(!smp_reduction_defined(SMP_BAND, SMP_F32));
@@ -399,6 +436,7 @@ main(int argc, char **argv)
          floats_of_eight_bits_are_converted_as_they_are_defined},
         {"the_result_may_take_the_place_of_any_tensor",
          the_result_may_take_the_place_of_any_tensor},
+        LISTED_TEST(terms_give_what_their_tensors_do),
         {"what_is_not_defined_is_said_to_be_so", what_is_not_defined_is_said_to_be_so},
     };
     return run_tests(tests, sizeof(tests) / sizeof(tests[0]), argc, argv);

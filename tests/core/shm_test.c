@@ -699,10 +699,22 @@ TEST(a_goodbye_is_the_end)
 TEST(a_segment_without_seals_is_refused)
 {
     smp_segment *segment;
+    smp_segment *good;
     int          fd = memfd_create("loose", MFD_CLOEXEC);
 
     CHECK(ftruncate(fd, 8 << 20) == 0);
     CHECK_STATUS(smp_segment_attach(fd, 2, 1 << 20, &segment), SMP_ERR_MALFORMED);
+    close(fd);
+    CHECK_STATUS(smp_segment_create(2, 1 << 20, &good), SMP_OK);
+    fd = memfd_create("loose", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+    CHECK(ftruncate(fd, (off_t)good->bytes) == 0);
+    CHECK(fcntl(fd, F_ADD_SEALS, F_SEAL_GROW) == 0); /* it may still shrink */
+    CHECK_STATUS(smp_segment_attach(fd, 2, 1 << 20, &segment), SMP_ERR_MALFORMED);
+    CHECK(fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK) == 0);
+    CHECK_STATUS(smp_segment_attach(fd, 3, 1 << 20, &segment), SMP_ERR_MALFORMED);
+    CHECK_STATUS(smp_segment_attach(fd, 2, 1 << 20, &segment), SMP_OK);
+    smp_segment_unref(segment);
+    smp_segment_unref(good);
     close(fd);
     return 0;
 }
