@@ -91,6 +91,8 @@ TEST_RANK(a_full_queue_and_a_full_pool_make_nobody_wait)
     enum { COUNT = 60 };
     static const size_t sizes[] = {100, 3 << 10, 200 << 10};
     smp_comm_stats      stats;
+    uint64_t            sent;
+    uint64_t            bytes;
     smp_message        *message;
 
     for (uint64_t i = 0; i < COUNT; i++) {
@@ -105,6 +107,11 @@ TEST_RANK(a_full_queue_and_a_full_pool_make_nobody_wait)
     smp_comm_counters(w->comm, &stats);
     CHECK(stats.messages == COUNT);
     CHECK(stats.bytes == COUNT * (4000 + sizes[0] + sizes[1] + sizes[2]));
+    CHECK(smp_comm_sent(w->comm) == COUNT);
+    smp_comm_sent_to(w->comm, other(w, 0), &sent, &bytes);
+    CHECK(sent == COUNT && bytes == stats.bytes);
+    smp_comm_sent_to(w->comm, w->rank, &sent, &bytes);
+    CHECK(sent == 0 && bytes == 0);
     CHECK(stats.pool_size == 1 << 20);
     CHECK(stats.pool_fallbacks > 0);
     CHECK(stats.pool_blocks > 0);

@@ -825,6 +825,131 @@ TEST(an_unknown_transport_is_invalid)
     smp_comm       *comm;
 
     CHECK_STATUS(smp_comm_create(&config, &comm), SMP_ERR_INVALID);
+    config.transports = "^shm,^ucx,^tcp"; /* which leaves none */
+    CHECK_STATUS(smp_comm_create(&config, &comm), SMP_ERR_INVALID);
+    return 0;
+}
+
+TEST(a_rank_that_is_none_and_a_job_without_an_end_are_invalid)
+{
+    const smp_comm_config good = {.size = 2, .transports = "shm", .job = "job"};
+    smp_comm_config       bad[4] = {good, good, good, good};
+    smp_comm             *comm;
+
+    bad[0].size = 0;
+    bad[1].rank = -1;
+    bad[2].rank = 2;
+    memset(bad[3].job, 'x', sizeof(bad[3].job));
+    for (int i = 0; i < 4; i++) {
+        CHECK_STATUS(smp_comm_create(&bad[i], &comm), SMP_ERR_INVALID);
+    }
+    return 0;
+}
+
+/* Two ranks of this process, each made while its thread may run on one core alone. */
+static int
+connect_on(const char *transports, int cores[2], int spin_us, meeter m[2])
+{
+    cpu_set_t before;
+    pthread_t threads[2];
+
+    CHECK(sched_getaffinity(0, sizeof(before), &before) == 0);
+    for (int r = 0; r < 2; r++) {
+        smp_comm_config config = {.rank = r,
+                                  .size = 2,
+                                  .pool_bytes = 4 << 20,
+                                  .spin_us = spin_us,
+                                  .transports = transports,
+                                  .job = "job"};
+        cpu_set_t       one;
+
+        CPU_ZERO(&one);
+        CPU_SET((size_t)cores[r], &one);
+        m[r] = (meeter){.timeout_ms = 60000};
+        CHECK(sched_setaffinity(0, sizeof(one), &one) == 0);
+        CHECK_STATUS(smp_comm_create(&config, &m[r].comm), SMP_OK);
+    }
+    CHECK(sched_setaffinity(0, sizeof(before), &before) == 0);
+    for (int r = 0; r < 2; r++) {
+        for (int i = 0; i < 2; i++) {
+            m[r].cards[i] = smp_comm_card(m[i].comm, &m[r].bytes[i]);
+        }
+        CHECK(pthread_create(&threads[r], NULL, meet_main, &m[r]) == 0);
+    }
+    for (int r = 0; r < 2; r++) {
+        pthread_join(threads[r], NULL);
+        CHECK_STATUS(m[r].status, SMP_OK);
+    }
+    return 0;
+}
+
+static int
+spin_on(const char *transports, int cores[2], int spin_us, bool want)
+{
+    meeter m[2];
+
+    CHECK(connect_on(transports, cores, spin_us, m) == 0);
+    for (int r = 0; r < 2; r++) {
+        CHECK(smp_comm_spins(m[r].comm) == want);
+        CHECK_STATUS(smp_comm_connect(m[r].comm, m[r].cards, m[r].bytes,
+                                      PATIENCE_MS(100), &m[r].failed),
+                     SMP_ERR_CLOSED); /* only once */
+    }
+    smp_comm_destroy(m[0].comm);
+    smp_comm_destroy(m[1].comm);
+    return 0;
+}
+
+/* Whoever waits would keep the core from the other rank, or from its own thread that
+ * brings the messages. */
+TEST(ranks_keep_their_cores_only_where_each_has_one)
+{
+    cpu_set_t all;
+    int       cores[2] = {-1, -1};
+    int       same[2];
+    int       n = 0;
+
+    CHECK(sched_getaffinity(0, sizeof(all), &all) == 0);
+    for (int c = 0; c < CPU_SETSIZE && n < 2; c++) {
+        if (CPU_ISSET((size_t)c, &all)) {
+            cores[n++] = c;
+        }
+    }
+    same[0] = same[1] = cores[0];
+    CHECK(spin_on("shm", same, -1, false) == 0);
+    CHECK(spin_on("shm", same, 10, true) == 0); /* somebody says so */
+    CHECK(spin_on("tcp", same, -1, false) == 0);
+    if (n == 2) {
+        CHECK(spin_on("shm", cores, -1, true) == 0);
+        CHECK(spin_on("tcp", cores, -1, false) == 0);
+    }
+    return 0;
+}
+
+TEST(pages_that_are_expected_are_made_while_nobody_sends)
+{
+    const uint64_t expected = 3 << 20;
+    int64_t        deadline = smp_clock_ns() + WORLD_DEADLINE_NS;
+    smp_comm_stats stats;
+    int            cores[2];
+    cpu_set_t      all;
+    meeter         m[2];
+
+    CHECK(sched_getaffinity(0, sizeof(all), &all) == 0);
+    for (cores[0] = 0; !CPU_ISSET((size_t)cores[0], &all); cores[0]++) {
+    }
+    cores[1] = cores[0];
+    CHECK(connect_on("shm", cores, 0, m) == 0);
+    smp_comm_counters(m[0].comm, &stats);
+    CHECK(stats.pool_made < expected && stats.pool_size == 4 << 20);
+    smp_comm_expect(m[0].comm, expected);
+    do {
+        smp_comm_counters(m[0].comm, &stats);
+        CHECK(smp_clock_ns() < deadline);
+    } while (stats.pool_made < expected);
+    CHECK(stats.pool_in_use == 0);
+    smp_comm_destroy(m[0].comm);
+    smp_comm_destroy(m[1].comm);
     return 0;
 }
 
@@ -930,6 +1055,9 @@ main(int argc, char **argv)
          without_descriptors_create_fails_and_leaves_none},
         LISTED_TEST(without_descriptors_nobody_is_met_and_this_rank_is_named),
         {"an_unknown_transport_is_invalid", an_unknown_transport_is_invalid},
+        LISTED_TEST(a_rank_that_is_none_and_a_job_without_an_end_are_invalid),
+        LISTED_TEST(ranks_keep_their_cores_only_where_each_has_one),
+        LISTED_TEST(pages_that_are_expected_are_made_while_nobody_sends),
         {"a_job_of_one_needs_no_connection", a_job_of_one_needs_no_connection},
     };
     return run_tests(tests, sizeof(tests) / sizeof(tests[0]), argc, argv);
