@@ -151,9 +151,13 @@ TEST(runs_that_come_to_rest_otherwise_differ)
 {
     smp_wait key = rest_of(SMP_WAIT_COLLECTIVE, 0, 0);
     smp_wait other_key = key;
+    smp_wait other_entry = rest_of(SMP_WAIT_OUTPUTS, 3, 0);
+    smp_wait other_phase = other_entry;
 
     key.key = smp_key_of("a");
     other_key.key = smp_key_of("b");
+    other_entry.work.entry++;
+    other_phase.work.phase = SMP_BACKWARD;
     for (int first = 0; first < 2; first++) {
         const smp_wait outputs = rest_of(SMP_WAIT_OUTPUTS, 3, 0);
         bool           differs;
@@ -161,6 +165,8 @@ TEST(runs_that_come_to_rest_otherwise_differ)
         CHECK(rest_both(outputs, outputs, first != 0, &differs) == 0 && !differs);
         CHECK(rest_both(key, key, first != 0, &differs) == 0 && !differs);
         CHECK(rest_both(key, other_key, first != 0, &differs) == 0 && differs);
+        CHECK(rest_both(outputs, other_entry, first != 0, &differs) == 0 && differs);
+        CHECK(rest_both(outputs, other_phase, first != 0, &differs) == 0 && differs);
         CHECK(rest_both(outputs, rest_of(SMP_WAIT_OUTPUTS, 4, 0), first != 0,
                         &differs) == 0 &&
               differs);

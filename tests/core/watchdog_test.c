@@ -388,6 +388,18 @@ TEST(of_a_rank_that_is_lost_the_task_that_waits_for_it_is_shown)
     smp_board_write_wait(board, 1, said, sizeof(said)); /* nobody waits for that one */
     CHECK(strstr(said, "microbatch 0, forward") == said);
     smp_board_destroy(board);
+
+    CHECK_STATUS(smp_board_create(1, 2, "tp_rank", names, &board), SMP_OK);
+    smp_board_begin(board, 1);
+    smp_board_wait(board, 0,
+                   (smp_wait){.work = {0, 1, SMP_FORWARD}, .kind = SMP_WAIT_GATE});
+    smp_board_wait(board, 1,
+                   (smp_wait){.work = {1, 1, SMP_FORWARD}, .kind = SMP_WAIT_OUTPUTS});
+    smp_board_write_wait(board, 0, said, sizeof(said)); /* its pp_rank 0 */
+    CHECK(strstr(said, "microbatch 1, forward") == said);
+    smp_board_write_wait(board, 3, said, sizeof(said)); /* nobody waits for that one */
+    CHECK(strstr(said, "microbatch 0, forward") == said);
+    smp_board_destroy(board);
     return 0;
 }
 
