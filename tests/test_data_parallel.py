@@ -274,10 +274,11 @@ class Checkpointed(nn.Module):
         self.stem = nn.Linear(WIDTH, WIDTH)
         self.layer = nn.Linear(WIDTH, WIDTH)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, times: int = 2) -> Tensor:
         x = self.layer(self.stem(x))
-        x = checkpoint(self.layer, torch.tanh(x), use_reentrant=True)
-        return checkpoint(self.layer, torch.tanh(x), use_reentrant=True)
+        for _ in range(times):
+            x = checkpoint(self.layer, torch.tanh(x), use_reentrant=True)
+        return x
 
 
 @pytest.mark.parametrize("in_step", [False, True])
@@ -297,6 +298,38 @@ def test_a_gradient_that_grows_after_its_bucket_was_sent_is_sent_again(in_step):
     for rank, replica in enumerate(replicas):
         replica(batch_of(rank)).square().mean().backward()
     assert_same_bits(local_gradients(model), averaged(replicas))
+
+
+@pytest.mark.parametrize("in_step", [False, True])
+@pytest.mark.parametrize("cap_mb", [1e-5, 25])
+@on_ranks(2)
+def test_a_gradient_that_grows_more_often_than_before_is_sent_again_by_itself(cap_mb, in_step):
+    """On all replicas or on one, with others in its bucket or without, added up or not."""
+    smp.init({"ddp": True})
+    model = smp.DistributedModel(Checkpointed(), bucket_cap_mb=cap_mb)
+    replicas = [Checkpointed(), Checkpointed()]
+
+    @smp.step
+    def step(model: nn.Module, x: Tensor, times: int) -> None:
+        model.backward(model(x, times).square().mean())
+
+    for number, (times, zero) in enumerate(
+        [([1, 1], True), ([3, 3], True), ([1, 4], True), ([5, 0], False), ([2, 2], False)]
+    ):
+        for net in (model, *replicas) if zero else ():
+            net.zero_grad()
+        x, mine = batch_of(smp.rank(), number), times[smp.rank()]
+        if in_step:
+            step(model, x, mine)
+        else:
+            model(x, mine).square().mean().backward()
+        for rank, replica in enumerate(replicas):
+            replica(batch_of(rank, number), times[rank]).square().mean().backward()
+        want = averaged(replicas)
+        assert_close(local_gradients(model), want, 1e-6)
+        for replica in replicas:
+            for name, parameter in replica.named_parameters():
+                parameter.grad = want[name].clone()
 
 
 # --------------------------------------------------------------------- unused, accumulated
@@ -363,10 +396,12 @@ def test_without_sync_gradients_add_up_until_the_next_step():
         replica(batch_of(rank, 0)).square().mean().backward()
     assert_same_bits(local_gradients(model), gradients(replicas[smp.dp_rank()]))
 
+    held = local_gradients(model)
     step(model, batch_of(smp.dp_rank(), 1))
     for rank, replica in enumerate(replicas):
         replica(batch_of(rank, 1)).square().mean().backward()
     assert_same_bits(local_gradients(model), averaged(replicas))
+    assert all(gradient is held[name] for name, gradient in local_gradients(model).items())
 
 
 @pytest.mark.parametrize("in_step", [False, True])

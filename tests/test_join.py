@@ -93,8 +93,13 @@ def test_join_with_any_numbers_of_batches_equals_ddp():
     smp.init({"ddp": True})
     draw = random.Random(3)
     group = smp.get_dp_process_group()
-    for by_all in (True, False):
-        model = smp.DistributedModel(plain_model(), bucket_cap_mb=1e-4)
+    for by_all, options in (
+        (True, {}),
+        (False, {}),
+        (True, {"overlapping_allreduce": False}),
+        (False, {"gradient_as_bucket_view": True}),
+    ):
+        model = smp.DistributedModel(plain_model(), bucket_cap_mb=1e-4, **options)
         reference = DistributedDataParallel(plain_model(), process_group=group)
         ours, theirs = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, reference))
         for epoch in range(2):
