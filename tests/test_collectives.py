@@ -485,6 +485,15 @@ def test_all_to_all_in_all_its_forms(dtype, tmp_path):
         )
         assert same(out, torch.cat(want))
 
+        # torch's own functions make pairs of reals of complex numbers.
+        group, own = dist.group.WORLD, [sent(rank, to) for to in range(size)]
+        got = [torch.empty_like(t) for t in want]
+        group.alltoall(got, own).wait()
+        assert all(map(same, got, want))
+        splits = [len(t) for t in want], [rank + to for to in range(size)]
+        group.all_to_all_single(out.zero_(), torch.cat(own), *splits).wait()
+        assert same(out, torch.cat(want))
+
         # Rank r gets r + 1 of each: what it gets is even, what it gives is not; then back.
         splits, own = [r + 1 for r in range(size)], torch.full((rank + 1,), float(rank))
         gotten = torch.empty(size * (rank + 1))
