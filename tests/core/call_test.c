@@ -23,8 +23,7 @@ call_of(smp_operation operation)
     return (smp_call){.operation = operation, .dtype = SMP_F32, .count = 10, .root = 1};
 }
 
-/* --------------------------------------------------------------------- what it moves
- */
+/* ------------------------------------------------------------------- what it moves */
 
 TEST(the_bytes_of_a_call_are_those_of_the_tensor_that_a_member_gives)
 {
@@ -125,8 +124,7 @@ TEST(the_longest_is_that_of_the_splits)
     return 0;
 }
 
-/* -------------------------------------------------------------- whether it makes sense
- */
+/* ---------------------------------------------------------- whether it makes sense */
 
 static bool
 makes_sense(smp_call call)
@@ -226,8 +224,7 @@ TEST(a_call_that_makes_no_sense_is_not_copied)
     return 0;
 }
 
-/* ------------------------------------------------------------------- what is said of
- * it */
+/* -------------------------------------------------------------- what is said of it */
 
 static int
 reads(const smp_notice *notice, const char *want)
@@ -456,8 +453,7 @@ TEST(split_sizes_that_differ_are_named_with_both_members)
     return 0;
 }
 
-/* ------------------------------------------------------------------ where it is said
- */
+/* ---------------------------------------------------------------- where it is said */
 
 /* Of those that were forgotten the first comes first, after all that nobody had. */
 TEST(control_blocks_are_taken_blank_and_given_back)

@@ -209,6 +209,44 @@ TEST(addresses_of_a_link_alone_and_of_interfaces_that_are_down_are_left_out)
     return 0;
 }
 
+TEST(more_addresses_than_a_card_holds_are_left_out_but_for_one_that_is_named)
+{
+    enum { COUNT = SMP_TCP_ADDRESSES + 3 };
+    struct sockaddr_in6 addresses[COUNT] = {0};
+    struct sockaddr_in6 mask = {.sin6_family = AF_INET6};
+    struct ifaddrs      ones[COUNT] = {0};
+    char                name[] = "eth7";
+    smp_tcp_address     found[SMP_TCP_ADDRESSES];
+    char                texts[SMP_TCP_ADDRESSES][SMP_TCP_TEXT];
+
+    memset(&mask.sin6_addr, 0xff, 6);
+    for (int i = 0; i < COUNT; i++) {
+        char text[32];
+
+        snprintf(text, sizeof(text), "fd00:7:%d::1", i + 1);
+        addresses[i].sin6_family = AF_INET6;
+        inet_pton(AF_INET6, text, &addresses[i].sin6_addr);
+        ones[i] = (struct ifaddrs){
+            .ifa_next = i + 1 < COUNT ? &ones[i + 1] : NULL,
+            .ifa_name = name,
+            .ifa_flags = IFF_UP,
+            .ifa_addr = (struct sockaddr *)&addresses[i],
+            .ifa_netmask = (struct sockaddr *)&mask,
+        };
+    }
+    listed = ones;
+    CHECK(smp_tcp_addresses(NULL, found, texts) == SMP_TCP_ADDRESSES);
+    CHECK(strcmp(texts[0], "eth7 fd00:7:1::1/48") == 0);
+    CHECK(found[SMP_TCP_ADDRESSES - 1].prefix == 48);
+    CHECK(memcmp(found[SMP_TCP_ADDRESSES - 1].bytes,
+                 &addresses[SMP_TCP_ADDRESSES - 1].sin6_addr, 16) == 0);
+    addresses[COUNT - 1].sin6_addr.s6_addr[5] = 0x77;
+    CHECK(smp_tcp_addresses("fd00:7:77::/48", found, texts) == 1);
+    CHECK(strcmp(texts[0], "eth7 fd00:7:77::1/48") == 0);
+    listed = NULL;
+    return 0;
+}
+
 /* A connection to the port of a card; -1 with errno. */
 static int
 call_port(const smp_tcp_card *card)
@@ -567,6 +605,66 @@ TEST(a_recorded_handshake_is_refused)
     close(fds[0]);
     close(fds[1]);
     drop_pair(m);
+    return 0;
+}
+
+/* ---------------------------------------------------------------------- lifelines */
+
+TEST(each_transport_of_each_job_has_its_own_secret)
+{
+    static const char *const of[][2] = {
+        {"job", "ucx"}, {"job", "mpi"}, {"job", "uc"}, {"jobs", "ucx"}};
+    char    secrets[4][SMP_LIFELINE_SECRET];
+    uint8_t proof[SMP_PROOF_BYTES];
+
+    for (int i = 0; i < 4; i++) {
+        smp_lifeline_secret(of[i][0], of[i][1], secrets[i]);
+        CHECK(strlen(secrets[i]) == SMP_LIFELINE_SECRET - 1);
+        for (int j = 0; j < i; j++) {
+            CHECK(strcmp(secrets[i], secrets[j]) != 0);
+        }
+    }
+    smp_proof("job", "ucx", sizeof("ucx"), proof);
+    for (int i = 0; i < SMP_PROOF_BYTES; i++) {
+        char digits[3];
+
+        snprintf(digits, sizeof(digits), "%02x", proof[i]);
+        CHECK(memcmp(secrets[0] + 2 * i, digits, 2) == 0);
+    }
+    return 0;
+}
+
+static bool
+gives_up(void *arg)
+{
+    (void)arg;
+    return true;
+}
+
+TEST(a_lifeline_carries_bytes_and_tells_of_the_end)
+{
+    smp_deadline later = {smp_clock_deadline(WORLD_DEADLINE_NS), gives_up, NULL};
+    char         bytes[8] = "";
+    char         what = 0;
+    int          fds[2];
+
+    CHECK(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, fds) == 0);
+    CHECK(smp_lifeline_hear(fds[1], &what) == SMP_LIFELINE_QUIET);
+    CHECK(smp_lifeline_say(fds[0], 'a') && smp_lifeline_tell(fds[0], "bcd", 3));
+    CHECK(smp_lifeline_hear(fds[1], &what) == SMP_LIFELINE_SAID && what == 'a');
+    CHECK_STATUS(smp_lifeline_listen(fds[1], bytes, 3, PATIENCE_MS(60000)), SMP_OK);
+    CHECK(memcmp(bytes, "bcd", 3) == 0);
+    CHECK_STATUS(smp_lifeline_listen(fds[1], bytes, 1, PATIENCE_MS(1)),
+                 SMP_ERR_TIMED_OUT);
+    CHECK_STATUS(smp_lifeline_listen(fds[1], bytes, 1, &later), SMP_ERR_INTERRUPTED);
+    CHECK(smp_lifeline_tell(fds[0], "ef", 2)); /* of four */
+    close(fds[0]);
+    CHECK_STATUS(smp_lifeline_listen(fds[1], bytes, 4, PATIENCE_MS(60000)),
+                 SMP_ERR_PEER_LOST);
+    CHECK(memcmp(bytes, "ef", 2) == 0);
+    CHECK(smp_lifeline_hear(fds[1], &what) == SMP_LIFELINE_HUNG_UP);
+    CHECK(!smp_lifeline_say(fds[1], 'g'));
+    close(fds[1]);
     return 0;
 }
 
@@ -942,6 +1040,10 @@ main(int argc, char **argv)
         LISTED_TEST(a_card_that_no_rank_wrote_is_malformed),
         LISTED_TEST(strangers_disturb_nobody),
         LISTED_TEST(a_recorded_handshake_is_refused),
+        LISTED_TEST(
+            more_addresses_than_a_card_holds_are_left_out_but_for_one_that_is_named),
+        LISTED_TEST(each_transport_of_each_job_has_its_own_secret),
+        LISTED_TEST(a_lifeline_carries_bytes_and_tells_of_the_end),
         LISTED_TEST(sockets_send_at_once_and_ask_for_the_other_host),
         LISTED_TEST(without_descriptors_nobody_waits_for_a_meeting),
         LISTED_TEST(frames_that_no_rank_sends_are_malformed),

@@ -8,10 +8,12 @@
 #include <ifaddrs.h>
 #include <net/if.h>
 #include <sched.h>
+#include <sys/socket.h>
 #include <sys/stat.h>
 
 #include "comm/neighbour.h"
 #include "comm/transport/ucx/devices.h"
+#include "comm/transport/ucx/introduction.h"
 #include "comm/transport/ucx/library.h"
 #include "common/log.h"
 #include "stand_in_ucp.h"
@@ -20,8 +22,7 @@
 static char                path[512]; /* of the stand-in */
 static stand_in_ucp_table *ucp;
 
-/* ----------------------------------------------------------------------- the library
- */
+/* --------------------------------------------------------------------- the library */
 
 /* Whether what lies there now is refused, with these words. */
 static int
@@ -84,8 +85,58 @@ TEST(a_package_has_the_library_where_the_system_has_none)
     return 0;
 }
 
-/* ----------------------------------------------------------------------- the devices
- */
+/* -------------------------------------------------------------- introductions */
+
+/* Whether the one at the other end is introduced by these bytes. */
+static int
+is_introduced(const void *bytes, size_t n, smp_status want)
+{
+    void    *address;
+    uint64_t pass;
+    int      fds[2];
+
+    CHECK(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, fds) == 0);
+    CHECK(write(fds[0], bytes, n) == (ssize_t)n);
+    close(fds[0]);
+    CHECK_STATUS(smp_ucx_be_introduced(fds[1], PATIENCE_MS(60000), &pass, &address),
+                 want);
+    if (want == SMP_OK) {
+        CHECK(pass == 0x123456789abcdefu && memcmp(address, "address", 8) == 0);
+        free(address);
+    }
+    close(fds[1]);
+    return 0;
+}
+
+TEST(an_introduction_has_a_pass_and_an_address)
+{
+    uint64_t good[4]; /* magic and version, pass, bytes, address */
+    uint64_t bad[4];
+    int      fds[2];
+
+    CHECK(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, fds) == 0);
+    CHECK(smp_ucx_introduce(fds[0], 0x123456789abcdefu, "address", 8));
+    CHECK(read(fds[1], good, sizeof(good)) == sizeof(good));
+    CHECK(is_introduced(good, sizeof(good), SMP_OK) == 0);
+    CHECK(is_introduced(good, sizeof(good) - 1, SMP_ERR_PEER_LOST) == 0);
+    CHECK(is_introduced(good, 20, SMP_ERR_PEER_LOST) == 0);
+    memcpy(bad, good, sizeof(bad));
+    bad[0] = good[0] ^ 1; /* magic */
+    CHECK(is_introduced(bad, sizeof(bad), SMP_ERR_MALFORMED) == 0);
+    bad[0] = good[0] ^ (uint64_t)1 << 40; /* version */
+    CHECK(is_introduced(bad, sizeof(bad), SMP_ERR_MALFORMED) == 0);
+    bad[0] = good[0];
+    bad[2] = 0;
+    CHECK(is_introduced(bad, sizeof(bad), SMP_ERR_MALFORMED) == 0);
+    bad[2] = SMP_UCX_ADDRESS_BYTES + 1;
+    CHECK(is_introduced(bad, sizeof(bad), SMP_ERR_MALFORMED) == 0);
+    close(fds[1]);
+    CHECK(!smp_ucx_introduce(fds[0], 1, "address", 8));
+    close(fds[0]);
+    return 0;
+}
+
+/* --------------------------------------------------------------------- the devices */
 
 /* Where this host's folders of devices are instead; "": nowhere else. */
 static char folder[64];
@@ -297,8 +348,7 @@ TEST(devices_are_those_of_the_address_or_all_but_other_interfaces)
     return wrong;
 }
 
-/* ------------------------------------------------------------------------- two ranks
- */
+/* ----------------------------------------------------------------------- two ranks */
 
 /* Each a thread of this process. */
 typedef struct {
@@ -428,7 +478,7 @@ TEST(who_has_left_is_not_lost_and_what_it_sent_arrives)
     return 0;
 }
 
-/* ------------------------------------------------------------------------- failures */
+/* ------------------------------------------------------------------------ failures */
 
 /* Rank `who` finds that the other one is lost, which hears of it, and has so much of
  * its pool in use in the end. */
@@ -563,8 +613,7 @@ TEST(where_ucx_does_not_begin_the_next_transport_serves)
     return 0;
 }
 
-/* ------------------------------------------------------------------- what UCX is told
- */
+/* ---------------------------------------------------------------- what UCX is told */
 
 static int
 is_told(const char *interface, const char *net_devices, const char *tls)
@@ -635,7 +684,7 @@ TEST(without_being_named_it_serves_by_devices_that_tcp_does_not_drive)
     return drop_pair(ends);
 }
 
-/* ----------------------------------------------------------------------------- main */
+/* ---------------------------------------------------------------------------- main */
 
 /* The stand-in lies beside this program. */
 static bool
@@ -658,6 +707,7 @@ main(int argc, char **argv)
     static const smp_test tests[] = {
         LISTED_TEST(a_package_has_the_library_where_the_system_has_none),
         LISTED_TEST(a_library_that_is_missing_no_ucx_or_another_version_is_refused),
+        LISTED_TEST(an_introduction_has_a_pass_and_an_address),
         LISTED_TEST(devices_are_those_of_the_address_or_all_but_other_interfaces),
         LISTED_TEST(who_has_left_is_not_lost_and_what_it_sent_arrives),
         LISTED_TEST(who_sends_what_cannot_be_fetched_is_lost),
