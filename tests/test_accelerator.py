@@ -4,12 +4,15 @@ Spec: design.md, sections 3 (state that threads do not inherit) and 6 (staging).
 trees on an accelerator are in ``tests/test_equality.py``.
 """
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
 
 import smp
-from smp import _core
+from smp import _core, execution
+from smp.execution import staging
 from tests import accelerator
 from tests.devices import DEVICES, use
 from tests.ranks import on_ranks
@@ -344,3 +347,70 @@ def test_a_compiled_accelerator_is_compiled_once():
     first = accelerator.build().stat().st_mtime_ns
 
     assert accelerator.build().stat().st_mtime_ns == first
+
+
+class Module:
+    """What ``torch.get_device_module`` gives, of a device with one number as its state."""
+
+    def __init__(self) -> None:
+        self.started, self.states = True, [10, 11]
+
+    def is_initialized(self) -> bool:
+        return self.started
+
+    def get_rng_state(self, index: int) -> torch.Tensor:
+        return torch.tensor(self.states[index])
+
+    def set_rng_state(self, state: torch.Tensor, index: int) -> None:
+        self.states[index] = int(state)
+
+
+@pytest.fixture
+def module(monkeypatch) -> Module:
+    """Of a host with two devices, of which the second is the current one."""
+    made = Module()
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("xpu"))
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 1)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda: "a stream")
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: made)
+    return made
+
+
+@pytest.mark.parametrize("every", [False, True])
+def test_random_numbers_of_the_current_device_or_of_every_one_are_put_back(module, every):
+    users = torch.random.get_rng_state()
+    state = execution.accelerator.RandomState(every_device=every)
+    module.states = [20, 21]
+    torch.rand(1)
+    state.restore()
+    assert module.states == [10 if every else 20, 11]
+    assert torch.equal(torch.random.get_rng_state(), users)
+
+
+def test_a_device_that_nobody_has_started_is_left_alone(module):
+    assert execution.accelerator.place() == (1, "a stream")
+    host, device = execution.accelerator.generators()
+    assert host is torch.default_generator and int(device.get_state()) == 11
+    module.default_generators = ["the first one's", "the second one's"]
+    assert execution.accelerator.generator() == "the second one's"
+    assert execution.accelerator.generator(0) == "the first one's"
+    module.started = False
+    assert execution.accelerator.in_use() is None and execution.accelerator.place() is None
+    assert execution.accelerator.generator() is None
+    assert execution.accelerator.generators() == [torch.default_generator]
+
+
+def test_what_arrives_goes_to_where_the_parameters_are(module):
+    """To the current device if some are there."""
+    cpu, meta, *devices = map(torch.device, ("cpu", "meta", "xpu:0", "xpu:1", "xpu:2"))
+    arrives = staging.Staging()
+    for homes, home in (
+        ([], torch.device("xpu")),
+        ([cpu, meta], torch.device("xpu")),
+        ([cpu, devices[0]], devices[0]),
+        ([devices[2], devices[0]], devices[2]),
+        ([devices[0], devices[1], meta], devices[1]),
+    ):
+        arrives.live_with(SimpleNamespace(device=device) for device in homes)
+        assert arrives._home() == home

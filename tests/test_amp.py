@@ -54,6 +54,15 @@ def test_it_is_a_torch_scaler():
     assert smp.amp.GradScaler().is_enabled()
 
 
+def test_its_device_is_the_accelerator_that_there_is_unless_another_is_named(monkeypatch):
+    found: list = [None, torch.device("xpu", 0)]
+    monkeypatch.setattr(
+        torch.accelerator, "current_accelerator", lambda check_available: found.pop()
+    )
+    assert [smp.amp.GradScaler()._device for _ in range(2)] == ["xpu", "cpu"]
+    assert smp.amp.GradScaler("meta")._device == "meta"
+
+
 @on_ranks(2)
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("which", [0, 1])

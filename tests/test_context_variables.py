@@ -6,6 +6,7 @@ Without ranks: what the callee does is done here to what would travel.
 
 import contextvars
 import re
+import warnings
 from contextvars import ContextVar
 from typing import Any
 
@@ -158,3 +159,17 @@ def test_what_does_not_travel_is_a_warning_with_the_variables_name():
     told = "the context variable 'noted' was set in the step, and module 'far', on another rank"
     with pytest.warns(UserWarning, match=re.escape(told)):
         assert collected_in_a_step(noted, None, 3) is None
+
+
+def test_variables_of_torch_itself_are_not_spoken_of(monkeypatch):
+    """By their name, or by the module that has them; what is nowhere may be a library's."""
+    of_torch: ContextVar = ContextVar("number of threads")
+    monkeypatch.setattr(torch.nn.functional, "threads", of_torch, raising=False)
+    named: ContextVar = ContextVar("torch.mode")
+    monkeypatch.setattr(holder, "named", named, raising=False)
+    nowhere: ContextVar = ContextVar("nowhere either")
+    left_behind.forget()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for variable in (of_torch, named, nowhere):
+            assert collected_in_a_step(variable, None, 3) is None

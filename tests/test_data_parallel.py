@@ -687,6 +687,26 @@ def test_one_replica_evaluates_alone():
     assert_same_bits(local_gradients(model), averaged(replicas))
 
 
+@on_ranks(2)
+def test_a_backward_in_evaluation_mode_averages_gradients_and_leaves_buffers():
+    """... also in the first step; training begins with the buffers of the first replica."""
+    smp.init({"ddp": True})
+    module = nn.Sequential(plain_model(), nn.BatchNorm1d(3))
+    replicas = [copy.deepcopy(module) for _ in range(2)]
+    model = smp.DistributedModel(module)
+    step = smp.step(mean_loss)
+    for number, trains in enumerate((False, True, False)):
+        for net in (model, *replicas):
+            net.train(trains)
+            net.zero_grad()
+        step(model, batch_of(smp.dp_rank(), number))
+        for rank, replica in enumerate(replicas):
+            replica(batch_of(rank, number)).square().mean().backward()
+        assert_same_bits(local_gradients(model), averaged(replicas))
+        mine = replicas[smp.dp_rank()]
+        assert_same_bits(dict(module.named_buffers()), dict(mine.named_buffers()))
+
+
 # ------------------------------------------------------------------------------ comm hooks
 
 
@@ -817,10 +837,9 @@ def test_the_other_replicas_hear_in_which_module_microbatch_and_phase_one_failed
         model.backward(out.square().mean())
 
     for number, phase, where in (
-        (2, "backward", "the step function"),
         (1, "forward", "module '2'"),
+        (2, "backward", "the step function"),
         (0, "forward", "module '2'"),
-        (1, "backward", "the step function"),
     ):
         fails = [number, phase] if smp.dp_rank() == 1 else []
         with pytest.raises(LookupError) as caught:
@@ -849,25 +868,35 @@ def test_an_exit_of_one_replica_that_would_pass_for_success_is_an_error_on_all()
     assert all(p.grad is None for p in model.parameters())
 
 
-@on_ranks(2)
+@on_ranks(2, 4)
 def test_a_failed_comm_hook_fails_the_step_on_all():
-    smp.init({"ddp": True})
-    model = smp.DistributedModel(plain_model(), bucket_cap_mb=1e-4)
+    """In a pipeline, too, whose steps that fail leave the script's buffers and numbers."""
+    pp = smp.job.bootstrap.mpi_size() // 2
+    smp.init({"pipeline_parallel_degree": pp, "ddp": True})
+    module = nn.Sequential(*plain_model(), nn.BatchNorm1d(3))
+    model = smp.DistributedModel(module, bucket_cap_mb=1e-4)
     group = smp.get_dp_process_group()
+    step = smp.step(mean_loss)
+    step(model, batch_of(smp.dp_rank()))
+    model.zero_grad()
 
     def hook(state, bucket):
-        if smp.rank() == 1 and bucket.index() == 1 and not state:
+        if smp.dp_rank() == 1 and bucket.index() == 1 and not state:
             state.append(1)
             raise LookupError("lost")
         return default_hooks.allreduce_hook(group, bucket)
 
     model.register_comm_hook([], hook)
-    step = smp.step(mean_loss)
+    before = copy.deepcopy([dict(model.local_named_buffers()), torch.random.get_rng_state()])
     with pytest.raises(LookupError, match="lost"):
         step(model, batch_of(smp.dp_rank()))
     assert all(p.grad is None for p in model.parameters())
+    if pp > 1:
+        buffers = smp.allgather(before[0], smp.DP_GROUP)[0]  # with which the step began
+        assert_same_bits(dict(model.local_named_buffers()), buffers)
+        assert torch.equal(torch.random.get_rng_state(), before[1])
     step(model, batch_of(smp.dp_rank()))
-    assert all(p.grad is not None for p in model.parameters())
+    assert all(p.grad is not None for p in model.local_parameters())
 
 
 # ----------------------------------------------------------------------------------- join

@@ -116,6 +116,26 @@ def test_an_error_of_another_kind_says_nothing_of_memory():
     assert "memory of" not in notes_of_failed_step(model, RuntimeError("no good"))
 
 
+@on_ranks(2)
+def test_an_error_before_the_first_step_says_whether_the_model_ran():
+    model = make()
+
+    @smp.step
+    def fails(model, x):
+        raise ValueError("in the traced run")
+
+    with pytest.raises(ValueError) as caught:
+        fails(model, torch.ones(4, 2))
+    where = "raised on pp_rank 0 in the step function, microbatch 0, forward"
+    assert any(note.startswith(where) for note in caught.value.__notes__)
+
+    model.module[1].weight = model.module[0].weight  # they are pinned apart
+    with pytest.raises(smp.PartitionError) as caught:
+        train(model, torch.ones(4, 2))
+    where = "raised on pp_rank 0 in the partition of the model"
+    assert any(note.startswith(where) for note in caught.value.__notes__)
+
+
 WHO, MICROBATCH = "pp_rank 1", 3
 
 

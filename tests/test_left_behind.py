@@ -207,22 +207,28 @@ def test_what_a_tensor_leaves_behind_is_named(give, does, rank, says):
 
 
 def words(*paths):
-    """What is said of a tensor and of a variable in calls of the modules."""
+    """What is said in calls of the modules."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for path in paths:
             left_behind.warn_of_tensor(path, tagged(torch.ones(1)))
             left_behind.warn_of_tensor(path, noted(torch.ones(1)))
+            left_behind.warn_of_attribute(path, "count", f"count of {path}")
+            left_behind.warn_of_attribute(path, "sum", f"sum of {path}")
+            left_behind.warn_of_hook(path, returned=False)
+            left_behind.warn_of_hook(path, returned=True)
             left_behind.warn_of_variable(path, "mine")
     return [str(w.message) for w in caught]
 
 
-def test_a_tensor_is_spoken_of_once_for_each_module_and_a_variable_once_in_a_job():
+def test_what_stays_behind_is_said_once_for_each_module_and_a_variable_once_in_a_job():
     left_behind.forget()
     first = words("near", "far", "near")
 
-    assert [re.findall("near|far", text) for text in first] == [["near"]] * 3 + [["far"]] * 2
-    assert "a Tagged crosses" in first[3] and "attribute 'note'" in first[4]
+    assert [re.findall("near|far", text) for text in first] == [["near"]] * 7 + [["far"]] * 6
+    assert "a Tagged crosses" in first[7] and "attribute 'note'" in first[8]
+    assert first[9:11] == ["smp: count of far", "smp: sum of far"]
+    assert "on an argument that came" in first[11] and "on a tensor that it" in first[12]
     assert words("near", "far") == []
     left_behind.forget()  # as smp.init does
     assert words("near", "far") == first

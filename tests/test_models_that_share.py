@@ -246,6 +246,30 @@ def test_buffers_of_a_shared_module_change_as_in_one_process(pin):
     check([smp.DistributedModel(net) for net in nets], plain)
 
 
+class Twice(Head):
+    """Calls what it shares a second time."""
+
+    def forward(self, x):
+        return super().forward(self.encoder(x))
+
+
+@on_ranks(2)
+def test_a_shared_module_that_models_call_differently_often_has_its_buffers_in_order():
+    """Each is traced by itself, so that nobody knows how often a microbatch calls it."""
+    init()
+    encoder = Counting()
+    nets = [Head(encoder).double(), Twice(encoder).double()]
+    plain = copy.deepcopy(nets)
+    for net in nets:
+        smp.set_partition(net, 0)
+    smp.set_partition(encoder, 1)
+    models = [smp.DistributedModel(nets[0])]
+    check(models, plain[:1], steps=1)
+    models.append(smp.DistributedModel(nets[1]))
+    check(models[1:], plain[1:], steps=1)
+    check(models, plain)
+
+
 class SetsOnes(nn.Module):
     """Its forward sets an attribute."""
 

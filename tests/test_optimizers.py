@@ -13,6 +13,7 @@ from smp.optimizers import FusedAdam, FusedLAMB, FusedNovoGrad, norm_over_the_mo
 from tests.ranks import on_ranks
 
 STEPS = 5
+HALF_AND_WIDE = (torch.float16, torch.float32)
 
 
 def model() -> nn.Module:
@@ -351,6 +352,19 @@ def test_moments_have_their_parameters_precision_and_float32_at_least(kind, dtyp
     assert parameter.dtype == dtype and (parameter != 1).all()
     for each in (optimizer, resumed):
         assert {moment.dtype for moment in each.state[parameter].values()} == {wide}
+
+
+@pytest.mark.parametrize("kind", [FusedLAMB, FusedNovoGrad])
+def test_half_precision_parameters_are_updated_as_in_float32(kind):
+    """With norms and sums that half precision cannot hold."""
+    half, wide = (nn.Parameter(torch.full((4096,), 2e3, dtype=d)) for d in HALF_AND_WIDE)
+    for parameter in (half, wide):
+        optimizer = kind([parameter], lr=0.05, weight_decay=0.1)
+        for _ in range(2):
+            parameter.grad = torch.linspace(-5e2, 5e2, 4096).to(parameter.dtype)
+            optimizer.step()
+    assert (wide - 2e3).abs().min() > 4  # more than what is between two numbers there
+    torch.testing.assert_close(half.float(), wide.detach(), rtol=1e-3, atol=0)
 
 
 @pytest.mark.parametrize("kind", [FusedLAMB, FusedNovoGrad])

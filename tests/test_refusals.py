@@ -68,6 +68,19 @@ def test_a_backward_without_gradients_begins_with_scalars():
 
 
 @on_ranks(2)
+def test_a_model_in_a_pipeline_is_called_inside_of_steps_alone():
+    model = make()
+    x = torch.ones(2, WIDTH)
+    told = (
+        "called outside a step: with pipeline_parallel_degree 2 call it inside a function with"
+    )
+    for _ in range(2):  # before the partition, and after it
+        with pytest.raises(RuntimeError, match=told):
+            model(x)
+        train(model, x)
+
+
+@on_ranks(2)
 def test_a_model_is_not_copied_after_its_partition():
     model = make()
     assert type(copy.deepcopy(model.module)) is nn.Sequential

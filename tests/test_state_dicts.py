@@ -206,6 +206,8 @@ def test_a_state_that_waited_for_the_partition_is_loaded_once():
     )
     run.train(2, 3)
     assert_same(heard, [[plain.model.state_dict(), plain.optimizer.state_dict()]])
+    run.optimizer.load_state_dict(snapshot(run.optimizer.state_dict()))
+    run.train(3, 4)
 
     before = snapshot(run.optimizer.state_dict())
     later = smp.DistributedModel(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))

@@ -19,8 +19,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 import smp
+from smp import _core
+from smp.execution import thread_state
 from tests.ranks import on_ranks
 from tests.reference.compare import (
     assert_close,
@@ -519,6 +522,25 @@ def test_modules_of_every_rank_run_in_the_callers_modes(outer):
             assert_same_bits(mine, gradients(reference))
 
 
+class Counting(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("inner", ["cpu", "meta"])
+def test_what_a_thread_has_beside_a_fresh_one_is_the_innermost(inner):
+    assert thread_state.capture() is None
+    with torch.device("cpu"), torch.device("meta"), torch.device(inner):
+        assert thread_state.capture() == (False, (), torch.device(inner))
+        with torch.autocast("cpu", torch.float16, cache_enabled=False):
+            autocast = ("cpu", torch.float16, False)
+            assert thread_state.capture() == (False, (autocast,), torch.device(inner))
+    with torch.inference_mode():
+        assert thread_state.capture() == (True, (), None)
+    with Counting():  # no mode that travels
+        assert thread_state.capture() is None
+
+
 # ---------------------------------------------------------------- from step to step
 
 
@@ -816,7 +838,44 @@ def test_a_schedule_that_needs_more_microbatches_in_flight_than_may_be_is_refuse
     for pipeline in (turns, lambda count: turns):
         for active in (2, 3):
             model, _ = make(2, microbatches=3, active_microbatches=active, pipeline=pipeline)
-            refused = pytest.raises(smp.ConfigError, match="active_microbatches=2 is too few")
+            refused = pytest.raises(
+                smp.ConfigError, match="active_microbatches=2 is too few .* has 3 microbatches"
+            )
             with refused if active == 2 else nullcontext():
                 smp.step(train)(model, rows(0, 3, WIDTH))
             smp.reset()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("active", [1, 2])
+def test_no_more_microbatches_are_in_flight_than_may_be(active):
+    """... of which one may wait for the other rank while the next one begins."""
+    model, _ = make(2, microbatches=4, active_microbatches=active, pipeline="interleaved")
+    in_flight: set[int] = set()
+    most = []
+
+    @smp.step
+    def step(model, x):
+        number = int(x[0, 0])
+        in_flight.add(number)
+        most.append(len(in_flight))
+        model.backward(model(x).sum())
+        in_flight.discard(number)
+
+    x = torch.arange(4.0)[:, None].expand(4, WIDTH).clone()
+    step(model, x)
+    assert not most or max(most) <= active
+    assert len(most) == (0 if smp.pp_rank() else 1 + 4)  # the first run is traced
+
+
+@on_ranks(2)
+def test_what_the_core_has_to_warn_of_in_a_step_is_a_warning_of_its_caller(monkeypatch):
+    model, _ = make(2, microbatches=2)
+    step, x = smp.step(train), rows(0, 2, WIDTH)
+    step(model, x)
+    waiting = ["the card is slow", "there is no memory"]
+    monkeypatch.setattr(_core, "take_warning", lambda: waiting.pop() if waiting else None)
+    with pytest.warns(UserWarning) as caught:
+        step(model, x)
+    texts = [str(warning.message) for warning in caught]
+    assert texts == ["smp: there is no memory", "smp: the card is slow"]
