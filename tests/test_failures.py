@@ -188,6 +188,23 @@ def test_the_rank_that_raised_raises_the_very_object(where, phase):
                 assert re.search(rf'{__file__}", line \d+, in {name}\n', note), note
 
 
+@on_ranks(2)
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_an_error_is_gone_with_all_its_frames_when_the_script_lets_it_go(phase):
+    _, model = make()
+    step, x = smp.step(train), torch.randn(6, 8)
+    step(model, x)
+    raised.clear()
+    model.module.b.trouble = phase
+    with pytest.raises(Trouble) as caught:
+        step(model, x)
+    errors = [weakref.ref(error) for error in (caught.value, *raised)]
+    raised.clear()
+    del caught
+    gc.collect()
+    assert [error() for error in errors] == [None] * len(errors)
+
+
 def by_number(x: torch.Tensor) -> int:
     """The microbatch that it is, of `numbered`."""
     return int(x[0, 0])

@@ -122,6 +122,10 @@ def test_each_rank_moves_what_it_owns_at_the_partition(device, made):
     assert close(train(model, smp.DistributedOptimizer(optimizer)), losses_on_the_cpu())
     assert_at_home(model, home)
     assert all(p.device.type == device for p in model.parameters())
+    mine = {name for name, _ in model.local_named_parameters()}
+    for name, value in model.state_dict(cast_to_cpu=False).items():
+        assert name not in mine or value.device == home
+    assert all(value.device.type == "cpu" for value in model.state_dict().values())
     assert len(optimizer.state) == 2
     assert all(
         v.device == home for s in optimizer.state.values() for v in s.values() if v.dim()

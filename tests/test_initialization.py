@@ -116,6 +116,33 @@ def test_init_may_be_tried_again_when_ranks_did_not_reach_each_other(monkeypatch
     assert smp.allgather(smp.rank(), smp.WORLD) == [0, 1]
 
 
+@on_ranks(2)
+def test_the_core_is_opened_as_it_is_configured(monkeypatch):
+    given, open_core = [], _core.open
+
+    def opened(*arguments):
+        given.append(arguments)
+        return open_core(*arguments)
+
+    monkeypatch.setattr(_core, "open", opened)
+    smp.init(
+        {
+            "pipeline_parallel_degree": 2,
+            "comm_pool_bytes": 8 << 20,
+            "comm_device_pool_bytes": 4 << 20,
+            "comm_transports": ["shm", "tcp"],
+            "comm_interface": "127.0.0.1",
+            "watchdog_report_s": 50.0,
+            "watchdog_end_s": 100.0,
+        }
+    )
+    [[*place, pool, device_pool, _, transports, interface, _, report, end, names, _]] = given
+    assert place == [smp.rank(), 2, 1] and names == ("pp_rank 0", "pp_rank 1")
+    assert (pool, device_pool) == (8 << 20, 4 << 20)
+    assert (transports, interface) == ("shm,tcp", "127.0.0.1")
+    assert (report, end) == (50.0, 100.0)
+
+
 @on_ranks(4)
 @pytest.mark.parametrize("strategy", ["cluster", "spread"])
 def test_groups_of_four_ranks(strategy):

@@ -329,6 +329,24 @@ def test_a_lazy_layer_is_to_be_called_before_the_ranks_share_its_model(called):
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("default", [0, 1])
+def test_without_the_automatic_partition_what_is_not_pinned_is_on_the_configured_one(default):
+    smp.init(
+        {
+            "pipeline_parallel_degree": 2,
+            "auto_partition": False,
+            "default_partition": default,
+        }
+    )
+    net = nn.Sequential(*linears(4))
+    smp.set_partition(net[1], 1 - default)
+    model = smp.DistributedModel(net)
+    smp.step(lambda model, x: model.backward(model(x).sum()))(model, torch.ones(2, 8))
+    ranks = [model.get_module_partition(module) for module in net.modules()]
+    assert ranks == [default, default, 1 - default, default, default]
+
+
+@on_ranks(2)
 @pytest.mark.filterwarnings("ignore:.*no module of Sequential is on partition 0")
 def test_a_distributed_model_is_pinned_as_its_module():
     smp.init({"pipeline_parallel_degree": 2})

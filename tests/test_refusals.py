@@ -126,6 +126,24 @@ def test_ranks_with_models_in_different_modes_say_in_which():
     both(torch.ones(2, WIDTH))
 
 
+@on_ranks(2)
+def test_ranks_that_train_other_parameters_say_how_many():
+    """Of the whole model; also where they are as many, and others."""
+    model = make()
+    x = torch.ones(2, WIDTH)
+    train(model, x)
+    model.module[1].bias.requires_grad_(smp.pp_rank() == 1)
+    told = r"pp_rank 0 .*, 3 of 4 parameters require grad .*pp_rank 1 .*, 4 of 4 parameters"
+    with pytest.raises(RuntimeError, match=told):
+        train(model, x)
+    model.module[0].bias.requires_grad_(smp.pp_rank() == 0)
+    told = r"pp_rank 0 .*, 3 of 4 parameters require grad .*pp_rank 1 .*, 3 of 4 parameters"
+    with pytest.raises(RuntimeError, match=told):
+        train(model, x)
+    model.requires_grad_(True)
+    train(model, x)
+
+
 TURNS = [(0, "forward"), (1, "forward"), (1, "backward"), (0, "backward")]
 
 
