@@ -414,3 +414,26 @@ def test_what_arrives_goes_to_where_the_parameters_are(module):
     ):
         arrives.live_with(SimpleNamespace(device=device) for device in homes)
         assert arrives._home() == home
+
+
+def test_what_is_in_host_memory_stays_there_without_a_device(monkeypatch):
+    """As a tensor of its own: no view, and changed by nobody."""
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: None)
+    memory = torch.arange(6.0).add_(1)
+    arrives = staging.Staging()
+    for take in (arrives.into, arrives.placed):
+        got = take(memory, (3, 2), (1, 3))
+        assert torch.equal(got, torch.tensor([[1.0, 4.0], [2.0, 5.0], [3.0, 6.0]]))
+        assert got._base is None and got._version == 0
+        assert got.data_ptr() == memory.data_ptr()
+
+
+def test_what_leaves_is_written_as_it_lies_in_memory():
+    leaves, turned = staging.Staging(), torch.arange(6.0, requires_grad=True).view(2, 3).t()
+    host = torch.empty(6)
+    leaves.out(turned, host)
+    assert host.tolist() == list(range(6))
+    with_gaps = torch.arange(24.0, requires_grad=True).view(4, 6)[:, :3].t()
+    copied = staging.dense(with_gaps)
+    assert torch.equal(copied, with_gaps) and not copied.requires_grad
+    assert copied.stride() == (1, 3)

@@ -4,6 +4,7 @@ error."""
 
 import os
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from torch import nn
 from torch.distributed import _functional_collectives as functional
 
 import smp
+from smp import _core
+from smp.execution import sequence
 from tests.ranks import SEEDS, on_ranks
 
 WIDTH = 3
@@ -561,3 +564,28 @@ def test_three_replicas_and_two_stages(pipeline, placement):
     model, reference = on_two_stages(make()), Reference()
     for step in range(15 * SEEDS):
         check_step(model, reference, step)
+
+
+def test_collectives_of_a_backend_that_cannot_end_them_are_the_jobs_end(monkeypatch):
+    """Unless this rank has begun as many as the others; what those raise is over."""
+    monkeypatch.setattr(dist, "get_backend", lambda group: "gloo")
+    waited = []
+
+    def wait() -> None:
+        waited.append(None)
+        raise RuntimeError("two that differ")
+
+    group = sequence._Group.__new__(sequence._Group)
+    group.group, group.begun = object(), 3
+    group._works = [SimpleNamespace(wait=wait), SimpleNamespace(wait=wait)]
+    group.make_up(3)
+    assert len(waited) == 2
+    with pytest.raises(RuntimeError, match="the backend 'gloo' cannot end: this job cannot go"):
+        group.make_up(4)
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_with_a_rank_that_is_gone_no_collective_is_waited_for(lost, monkeypatch):
+    monkeypatch.setattr(_core, "counters", lambda: {"lost": lost})
+    monkeypatch.setattr(sequence, "_process_groups", lambda: pytest.fail("asked for groups"))
+    assert sequence.finish_failed_step() is None

@@ -3,6 +3,7 @@ a rank that has none left."""
 
 import re
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,8 @@ from torch import nn
 
 import smp
 from smp import _core
-from smp.execution import failures, pickling, staging
+from smp.execution import failures, first_step, pickling, runtime, staging
+from smp.tensor_parallel.step_end import PeerFailed
 from tests.ranks import on_ranks
 
 MIB = 1 << 20
@@ -251,3 +253,31 @@ def test_what_cannot_be_pickled_is_named_by_its_class(inside):
     with pytest.raises(TypeError, match=told) as caught:
         pickling.dumps(Parcel(inside=inside))
     assert str(caught.value.__cause__) in str(caught.value)
+
+
+def test_of_ranks_that_failed_in_the_traced_run_the_one_that_began_it_is_heard():
+    followed, also = (
+        failures.describe(PeerFailed("another one"), None, 0, 0, f"rank {n}") for n in (0, 1)
+    )
+    began = failures.describe(ValueError("no good"), None, 0, 0, "rank 2")
+    assert first_step._first_failure([followed, began, also]) is began
+    assert first_step._first_failure([began, followed]) is began
+    assert first_step._first_failure([followed, also]) is followed
+
+
+@pytest.mark.parametrize(
+    ("size", "group", "in_sequence", "name"),
+    [
+        (2, [0, 1], False, "pp_rank 1"),
+        (4, [0, 1], False, "rank 1 (pp_rank 1)"),
+        (4, [3, 1], False, "rank 1 (pp_rank 1)"),
+        (4, [3, 2, 1, 0], False, "rank 1 (tp_rank 1, pp_rank 0)"),
+        (4, [0, 1, 2, 3], False, "rank 1 (tp_rank 0, pp_rank 1)"),
+        (4, [3, 2, 1, 0], True, "rank 1 (dp_rank 1, pp_rank 0)"),
+    ],
+)
+def test_a_rank_is_named_as_closely_as_the_job_needs(size, group, in_sequence, name):
+    one = SimpleNamespace(
+        core_group=group, pp_size=2, boot=SimpleNamespace(size=size), in_sequence=in_sequence
+    )
+    assert runtime.Runtime.name_of(one, 1) == name

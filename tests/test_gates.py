@@ -8,12 +8,15 @@ import copy
 import os
 import pickle
 import select
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
 import smp
+from smp.execution import first_step
+from smp.partitioning.tracing import trace
 from tests.ranks import on_ranks
 from tests.reference.compare import assert_same_bits
 from tests.reference.cut_loop import cut_loop
@@ -266,3 +269,33 @@ def test_behind_a_gate_each_microbatch_draws_its_own_numbers():
         torch.manual_seed(4)
         want = cut_loop(step, plain, (x,), **options).outputs
         assert_same_bits(dict(enumerate(got)), dict(enumerate(want)))
+
+
+class Kinds(nn.Module):
+    """Modules with buffers: statistics, one that nobody changes, one that is changed twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.statistics = nn.BatchNorm1d(WIDTH)
+        self.table = nn.Linear(WIDTH, WIDTH)
+        self.table.register_buffer("values", torch.ones(WIDTH))
+        self.norm = Norm()
+        self.idle = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x):
+        return self.norm(self.norm(self.table(self.statistics(x))))
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_gates_are_before_what_a_traced_run_changes_and_what_training_may_change(trains):
+    """BatchNorm's buffers stay as they are in evaluation; what did not run may run later."""
+    net = Kinds().train(trains)
+    one = SimpleNamespace(_smp_module=net)
+    seen = trace(net, lambda: net(torch.ones(2, WIDTH)))
+
+    assert first_step._stateful(one, seen) == {"statistics": 1, "norm": 2, "idle": 0}
+    changed = {"statistics": tuple(net.statistics._buffers), "norm": ("seen",)}
+    assert first_step._forward_state(one, seen) == ({}, changed, [])
+    unknown = dict.fromkeys(("statistics", "table", "norm", "idle"), 0)
+    assert first_step._stateful(one, None) == unknown
+    assert first_step._forward_state(one, None) == ({}, {}, [])

@@ -6,6 +6,7 @@ and divided once.
 
 import copy
 import gc
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import smp
 from smp.data_parallel import reduction
+from smp.execution import runtime
 from tests.ranks import on_ranks
 from tests.reference.compare import assert_close, assert_same_bits
 from tests.test_data_parallel import averaged, batch_of, local_gradients, mean_loss
@@ -359,3 +361,20 @@ def test_what_is_added_after_a_bucket_was_sent_counts(in_step, arrives_at_once, 
         everyones = smp.allgather(list(local_gradients(model).values()), smp.DP_GROUP)
         for one, other in zip(*everyones, strict=True):
             assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("microbatch", [0, 1, 2])
+@pytest.mark.parametrize("calls", [0, 1, 2, 3])
+def test_the_last_backward_is_that_of_the_last_microbatch_as_far_as_known(microbatch, calls):
+    """Of a step whose microbatches had two before; outside a step each is the last."""
+    rt = SimpleNamespace(
+        cfg=SimpleNamespace(microbatches=3),
+        microbatch=microbatch,
+        backward_calls=calls,
+        backwards=2,
+        in_step=True,
+    )
+    last = runtime.Runtime.in_last_backward
+    assert last(rt) == (microbatch == 2 and calls >= 2)
+    rt.in_step = False
+    assert last(rt)

@@ -3,13 +3,14 @@
 import copy
 import re
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import smp
-from smp.execution.steps import most_in_flight, read_turns
+from smp.execution.steps import Step, most_in_flight, read_turns
 from tests.ranks import on_ranks
 
 WIDTH = 4
@@ -190,3 +191,16 @@ def test_a_turn_that_is_none_is_shown(turn):
 def test_microbatches_in_flight_are_those_between_their_first_and_last_turn(turns, most):
     named = [(int(turn[0]), "fb".index(turn[1])) for turn in turns.split()]
     assert most_in_flight(named) == most
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "want"),
+    [("simple", (0, [], 3)), ("interleaved", (1, [], 2)), (TURNS, (2, [(0, 0)], 3))],
+)
+def test_a_schedule_says_how_many_microbatches_may_be_in_flight(pipeline, want):
+    """One that lists its turns, and the simple one, as many as it has; others serve."""
+    cfg = SimpleNamespace(pipeline=pipeline[:1] if pipeline is TURNS else pipeline)
+    for pp_rank in (0, 1):
+        rt = SimpleNamespace(cfg=cfg, pp_rank=pp_rank, active_microbatches=2)
+        got = Step._schedule(SimpleNamespace(rt=rt, count=3))
+        assert got == (want if pp_rank == 0 else (-1, [], 2))
