@@ -320,8 +320,8 @@ class DistributedModel(nn.Module):
             state: given to each call.
             callable: gets a bucket like ``torch.distributed.GradBucket`` and returns a
                 future of the averaged buffer (it divides by itself).  What it raises on
-                one replica fails the step on all, if the others' hooks wait for a sum of
-                their buffers; other collectives are not completed.
+                one replica fails the step on all ranks of its DP_GROUP, if the others' hooks
+                wait for a sum of their buffers; other collectives are not completed.
 
         Raises:
             RuntimeError: there is one already.

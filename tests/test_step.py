@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -539,6 +540,38 @@ def test_what_a_thread_has_beside_a_fresh_one_is_the_innermost(inner):
         assert thread_state.capture() == (True, (), None)
     with Counting():  # no mode that travels
         assert thread_state.capture() is None
+
+
+def test_a_remote_call_carries_what_differs_here_and_a_backward_what_it_can_see(monkeypatch):
+    """Of modes and changes both, of collected values and the chain of collectives a call."""
+    assert thread_state.capture_for_call("far") is None
+    assert thread_state.capture_for_backward() is None
+    meta = (False, (), torch.device("meta"))
+    with torch.device("meta"):
+        assert thread_state.capture_for_call("far") == ((meta, (), (), ()), None)
+        assert thread_state.capture_for_backward() == (meta, (), (), ())
+
+    changed = (("a module", "training", False),)
+    monkeypatch.setattr(thread_state.changes, "travelling", lambda: changed)
+    assert thread_state.capture_for_call("far") == ((None, (), changed, ()), None)
+    assert thread_state.capture_for_backward() == (None, (), changed, ())
+
+    calls = []
+    collected = SimpleNamespace(values=("a list",), settle=lambda: calls.append("settled"))
+    monkeypatch.setattr(thread_state.context_variables, "collect", lambda path: collected)
+    monkeypatch.setattr(thread_state, "_copy_context", lambda: {"a variable": []})
+    carried, settle = thread_state.capture_for_call("far")
+    assert carried == (None, ("a list",), changed, ())
+    assert settle("its result") == "its result" and calls == ["settled"]
+
+    monkeypatch.setattr(thread_state.chain, "is_carried", lambda: True)
+    monkeypatch.setattr(thread_state.chain, "last", lambda: "a token")
+    monkeypatch.setattr(thread_state.chain, "go_on", calls.append)
+    carried, settle = thread_state.capture_for_call("far")
+    assert carried == (None, ("a list",), changed, ("a token",))
+    assert settle(("its result", "a later one")) == "its result"
+    assert calls == ["settled", "settled", "a later one"]
+    assert thread_state.capture_for_backward() == (None, (), changed, ())
 
 
 # ---------------------------------------------------------------- from step to step
