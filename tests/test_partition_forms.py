@@ -130,8 +130,8 @@ def test_what_is_not_pinned_is_on_partition_0_without_another_default():
         ),
         ({"degree": 2, "memory_weight": 1.1}, "memory_weight must be between 0 and 1, got 1.1"),
         (
-            {"degree": 2, "auto": False, "default": 3},
-            "default_partition must be below pipeline_parallel_degree 2, got 3",
+            {"degree": 2, "auto": False, "default": 2},
+            "default_partition must be below pipeline_parallel_degree 2, got 2",
         ),
     ],
 )

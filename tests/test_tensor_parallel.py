@@ -636,6 +636,24 @@ def test_state_of_another_shape_than_the_parameters_stays_as_it_is():
     job.check_parameters()
 
 
+@on_ranks(2)
+def test_one_number_is_no_slice_of_length_1():
+    smp.init({"tensor_parallel_degree": 2})
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    smp.set_tensor_parallelism(net[1], by_outputs=True)
+    model = smp.DistributedModel(net)
+    optimizer = smp.DistributedOptimizer(Scaling(model.parameters(), lr=0.1, momentum=0.9))
+    model.backward(model(torch.ones(2, 4)).square().sum())
+    optimizer.step()
+    assert list(net[1].bias.shape) == [1]
+    state = optimizer.state_dict()["state"]
+    shapes = {key: [list(one[key].shape) for one in state.values()] for key in state[0]}
+    assert shapes == {
+        "momentum_buffer": [[4, 4], [4], [2, 4], [2]],
+        "scale": [[1, 1], [1], [1, 1], [1]],
+    }
+
+
 @on_ranks(2, timeout_s=120)
 def test_a_partial_state_of_another_degree_is_refused():
     smp.init({"tensor_parallel_degree": 2})
