@@ -209,6 +209,32 @@ class Notes(nn.Module):
         return self.layer(x)
 
 
+def test_what_others_change_in_place_between_executions_is_noted_and_what_they_set_is_not():
+    class Child(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.log, self.level = [], 0
+
+        def forward(self, x):
+            return x + self.level + len(self.log)
+
+    class Parent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.child = Child()
+
+        def forward(self, x):
+            x = self.child(x)
+            self.child.log.append(1)
+            self.child.level = 2
+            return self.child(x)
+
+    net = Parent()
+    modules = trace(net, run_of(net, torch.ones(2))).modules
+    assert modules["child"].set_attributes == ("log",) and modules[""].set_attributes == ()
+    assert (net.child.log, net.child.level) == ([], 0)
+
+
 def test_what_torch_checkpoints_is_not_given_away():
     class Checkpoints(nn.Module):
         def __init__(self):
@@ -288,6 +314,7 @@ class Kinds(nn.Module):
         self.layer = nn.Linear(4, 4)
         self.names = {"a", "b"}
         self.ordered = collections.OrderedDict(x=1, y=2)
+        self.renamed = {"before": None}
         self.counts = collections.defaultdict(int, seen=3)
         self.queue = collections.deque([1, 2], maxlen=2)
         self.array = np.zeros((2, 3))
@@ -302,6 +329,8 @@ class Kinds(nn.Module):
         self.names.discard("a")
         self.names.add("c")
         self.ordered.move_to_end("x")
+        self.renamed["after"] = self.renamed.pop("before")
+        self.layer.weight.grad, self.layer.bias.grad = None, torch.ones(4)
         self.counts["seen"] += 1
         self.counts["new"] += 1
         self.queue.append(3)
@@ -358,9 +387,11 @@ def test_whatever_a_forward_changes_is_as_before(times):
     net, seen = Kinds(), [1]
     objects = {k: v for k, v in net.__dict__.items() if not k.startswith("_")}
     before = what_it_has(net)
+    net.layer.weight.grad = gradient = torch.ones(4, 4)
     trace(net, run_of(net, torch.ones(2, 4), seen), times=times)
 
     assert_same(what_it_has(net), before)
+    assert net.layer.weight.grad is gradient and net.layer.bias.grad is None
     assert all(net.__dict__[name] is thing for name, thing in objects.items())
     assert net.queue.maxlen == 2 and net.counts.default_factory is int
     assert seen == [1], "a list that is passed by position was changed"
