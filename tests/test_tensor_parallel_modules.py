@@ -170,7 +170,11 @@ def test_all_reduces_are_a_pair():
 
 @on_ranks(2)
 def test_integers_are_gathered_and_have_no_gradient():
+    """Also where numbers of that length had one on the other rank."""
     split_over_all_ranks()
+    x = torch.ones(3, requires_grad=group.rank() == 1)
+    assert blocks.fused_allgather_for_tp(x, 0).requires_grad
+    assert blocks.fused_allgather_for_tp(torch.arange(3), 0).tolist() == [0, 1, 2] * 2
     got = blocks.fused_allgather_for_tp(torch.arange(group.rank() + 1), 0)
     assert got.tolist() == [0, 0, 1] and not got.requires_grad
     with pytest.raises(ValueError, match="the same axis"):

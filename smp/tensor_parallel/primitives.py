@@ -255,13 +255,15 @@ def gather_all(x: Tensor, axis: int) -> tuple[Tensor, Lengths]:
     if group.size() == 1:
         return x, [x.size(axis)]
     mine = _of_entering(x, axis)
+    # Indices never require grad, whatever numbers of that length did.
+    kind = "lengths", x.is_floating_point() or x.is_complex()
     if assumed.is_possible(x):
-        everyones = assumed.everyones("lengths", mine)
+        everyones = assumed.everyones(kind, mine)
         x_now, lengths = _entered(x, everyones)
         with contextlib.suppress(assumed.Unlike):
             return gather(x_now, axis, lengths, assumed.signature(everyones)), lengths
     known = group.gather_numbers([*mine], x.device)
-    assumed.remember("lengths", mine, tuple((length, requires) for length, requires in known))
+    assumed.remember(kind, mine, tuple((length, requires) for length, requires in known))
     x, lengths = _entered(x, known)
     return gather(x, axis, lengths), lengths
 
