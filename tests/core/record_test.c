@@ -111,7 +111,6 @@ TEST(a_cut_record_is_malformed)
     return 0;
 }
 
-/* Any change gives a status, or a message whose blocks lie where blocks may lie. */
 /* Who reads the record that lies in that block does not reach a device's memory. */
 TEST(a_spilled_record_does_not_lie_on_a_device)
 {
@@ -139,6 +138,7 @@ TEST(a_spilled_record_does_not_lie_on_a_device)
     return 0;
 }
 
+/* Any change gives a status, or a message whose blocks lie where blocks may lie. */
 TEST(a_changed_record_never_leads_outside)
 {
     fixture  f = make_blocks();

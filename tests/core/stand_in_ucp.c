@@ -101,12 +101,17 @@ new_request(ucp_worker *worker, const ucp_request_param *how, bool fetches)
     return r;
 }
 
-/* It is over; its worker hears of it.  The lock is held. */
+/* It is over; its worker, if there is one, hears of it.  The lock is held. */
 static void
 end_request(request *r, ucs_code code)
 {
     const uint64_t one = 1;
 
+    if (r->worker->fd < 0) {
+        free(r);
+        atomic_fetch_sub(&stand_in_ucp.alive, 1);
+        return;
+    }
     r->code = code;
     r->next = r->worker->ended;
     r->worker->ended = r;
