@@ -381,6 +381,21 @@ check_sections(smp_comm *comm)
     memcpy(copy, good, n);
     card->version++;
     CHECK(!smp_card_ok(copy, n, 0, 2));
+
+    smp_card_begin(card, 1, 2);
+    CHECK(smp_card_add(card, "a", "x", 1) && smp_card_add(card, "b", "two", 4));
+    CHECK(smp_card_ok(copy, card->bytes, 1, 2));
+    CHECK(*(const char *)smp_card_find(card, "a", &n) == 'x' && n == 1);
+    CHECK(strcmp(smp_card_find(card, "b", &n), "two") == 0 && n == 4);
+    CHECK(card->sections[1].offset % 8 == 0);
+    CHECK(smp_card_find(card, "c", &n) == NULL);
+    CHECK(!smp_card_add(card, "too long", "x", 1));
+    CHECK(!smp_card_add(card, "c", copy, SMP_CARD_BYTES - card->bytes + 1));
+    for (uint32_t i = 2; i < SMP_CARD_SECTIONS; i++) {
+        CHECK(smp_card_add(card, "c", "x", 1));
+    }
+    CHECK(!smp_card_add(card, "d", "x", 1));
+    CHECK(smp_card_ok(copy, card->bytes, 1, 2));
     return 0;
 }
 
@@ -926,6 +941,37 @@ TEST(ranks_keep_their_cores_only_where_each_has_one)
     return 0;
 }
 
+/* Who is reached by the first is no matter of the second. */
+TEST(the_transport_that_is_named_first_serves)
+{
+    static const char *const lists[][2] = {{"shm,tcp", "shm"}, {"tcp,shm", "tcp"}};
+    int                      cores[2] = {0, 0};
+    cpu_set_t                all;
+    smp_message             *message;
+
+    CHECK(sched_getaffinity(0, sizeof(all), &all) == 0);
+    while (!CPU_ISSET((size_t)cores[0], &all)) {
+        cores[0]++;
+    }
+    cores[1] = cores[0];
+    for (int i = 0; i < 2; i++) {
+        meeter m[2];
+
+        CHECK(connect_on(lists[i][0], cores, 0, m) == 0);
+        for (int r = 0; r < 2; r++) {
+            CHECK(strcmp(smp_comm_transport(m[r].comm, 1 - r), lists[i][1]) == 0);
+        }
+        CHECK_STATUS(smp_comm_send(m[1].comm, 0, "x", 1, NULL, 0), SMP_OK);
+        smp_comm_destroy(m[1].comm);
+        CHECK_STATUS(smp_comm_receive(m[0].comm, WORLD_DEADLINE_NS, &message), SMP_OK);
+        smp_message_free(message);
+        CHECK_STATUS(smp_comm_receive(m[0].comm, WORLD_DEADLINE_NS, &message),
+                     SMP_ERR_CLOSED);
+        smp_comm_destroy(m[0].comm);
+    }
+    return 0;
+}
+
 TEST(pages_that_are_expected_are_made_while_nobody_sends)
 {
     const uint64_t expected = 3 << 20;
@@ -1057,6 +1103,7 @@ main(int argc, char **argv)
         {"an_unknown_transport_is_invalid", an_unknown_transport_is_invalid},
         LISTED_TEST(a_rank_that_is_none_and_a_job_without_an_end_are_invalid),
         LISTED_TEST(ranks_keep_their_cores_only_where_each_has_one),
+        LISTED_TEST(the_transport_that_is_named_first_serves),
         LISTED_TEST(pages_that_are_expected_are_made_while_nobody_sends),
         {"a_job_of_one_needs_no_connection", a_job_of_one_needs_no_connection},
     };
