@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 import smp
-from smp.data_parallel.buckets import MEGABYTE, Bucket, Memory
+from smp.data_parallel.buckets import MEGABYTE, Bucket, Memory, make_buckets
 from smp.data_parallel.group import Holders, Layout, Replicas, ReplicasDiffer
 from smp.tensor_parallel.slices import Slices, mark
 from tests.ranks import on_ranks
@@ -167,6 +167,26 @@ def test_a_layout_says_how_a_parameter_is_cut_and_of_which_whole():
         "'w' [4, 6] float32 cut along axis 1, not 'w' [8, 3] float32 cut along axis 0",
         "'w' [4, 3] float32, not 'w' [8, 3] float32 cut along axis 0",
     ]
+
+
+def test_buckets_of_uneven_slices_are_alike_on_all_tp_ranks():
+    """Ranks that have 4 and 3 of 7 rows put the same parameters into each."""
+    slices, holders, made = Slices.even(0, 7, 2), Holders(None, [0, 1]), []
+    for part in range(2):
+        rows = slices.local_size(part)
+        module = nn.ParameterList(nn.Parameter(torch.zeros(rows, n)) for n in (2, 3, 5, 1, 8))
+        for parameter in module:
+            mark(parameter, slices, True)
+        held = []
+        for elements in range(3, 80):
+            cap_mb = elements * 4 / MEGABYTE
+            buckets = make_buckets(module, [*module], cap_mb, lambda _: holders)
+            held.append([[p.shape[1] for p in bucket.parameters()] for bucket in buckets])
+            assert [bucket.index() for bucket in buckets] == [*range(len(buckets))]
+            assert [b.is_last() for b in buckets] == [False] * (len(buckets) - 1) + [True]
+        made.append(held)
+    assert made[0] == made[1] and made[0][0] == [[8], [1], [5], [3], [2]]
+    assert made[0][-1] == [[8, 1, 5, 3, 2]]
 
 
 @on_ranks(4)
