@@ -80,6 +80,12 @@ def test_after_the_first_step_the_pool_is_large_enough_and_no_larger():
     assert [c["pool_fallbacks"] for c in counters] == [0] * 4
     assert counters[-1]["pool_high"] >= ONE
     assert counters[-1]["pool_made"] <= (1 + 3 + 1) * ONE + (4 << 20)
+    last = counters[-1]
+    assert last["pool_in_use"] <= last["pool_high"] <= last["pool_made"] <= last["pool_size"]
+    assert last["pool_blocks"] > counters[0]["pool_blocks"] > 0 == last["device_tensors"]
+    sent = [(messages, size) for _, messages, size in _core.peers()]
+    assert sent[smp.pp_rank()] == (0, 0)
+    assert tuple(map(sum, zip(*sent, strict=True))) == (last["messages"], last["bytes"])
 
 
 @on_ranks(2)
