@@ -1,5 +1,6 @@
 """Checkpointed modules give the bits of plain ones, on any rank, and run again."""
 
+import copy
 import pickle
 
 import pytest
@@ -196,6 +197,24 @@ def test_a_checkpointed_module_keeps_its_class_and_is_pickled():
     assert type(sequence[0]).__name__ == "Linear"
     loaded = pickle.loads(pickle.dumps(sequence))
     assert torch.equal(loaded[0].weight, sequence[0].weight)
+
+
+class Single(nn.Linear):
+    """There is one of it, which a pickle has by its name."""
+
+    def __reduce_ex__(self, protocol):
+        return "SINGLE"
+
+
+SINGLE = Single(2, 2)
+
+
+def test_what_its_class_does_not_copy_stays_the_same_module():
+    smp.set_activation_checkpointing(SINGLE)
+    for take in (copy.copy, copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))):
+        assert take(SINGLE) is SINGLE
+    copied = copy.deepcopy([SINGLE, SINGLE])
+    assert copied[0] is copied[1] is SINGLE and hasattr(type(SINGLE), "_smp_checkpointed")
 
 
 @pytest.mark.parametrize("in_a_list", [False, True])

@@ -77,14 +77,22 @@ def shallow_copy(module: nn.Module) -> nn.Module:
     """What ``copy.copy`` gives for an instance of the user's class."""
     if hasattr(users_class(type(module)), "__copy__"):
         return _copy(module)
-    return copy._reconstruct(module, None, *module.__reduce_ex__(4))  # type: ignore
+    return _rebuilt(module, None)
 
 
 def deep_copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """What ``copy.deepcopy`` gives for an instance of the user's class."""
     if hasattr(users_class(type(module)), "__deepcopy__"):
         return _deepcopy(module, memo)
-    return copy._reconstruct(module, memo, *module.__reduce_ex__(4))  # type: ignore
+    return _rebuilt(module, memo)
+
+
+def _rebuilt(module: nn.Module, memo: dict[int, Any] | None) -> nn.Module:
+    """As copy does it where a class has no idea of its own."""
+    reduced = module.__reduce_ex__(4)
+    if isinstance(reduced, str):  # the name of something there is one of
+        return module
+    return copy._reconstruct(module, memo, *reduced)  # type: ignore
 
 
 def _check_copies(module: nn.Module) -> None:
