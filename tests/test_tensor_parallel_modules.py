@@ -19,8 +19,18 @@ import smp
 from smp.data_parallel.reduction import Reduction
 from smp.modules import hooks
 from smp.nn import utils as blocks
-from smp.tensor_parallel import assumed, chain, group, primitives, replacement, unused
-from smp.tensor_parallel.slices import Slices, slices_of
+from smp.tensor_parallel import (
+    assumed,
+    chain,
+    counterparts,
+    gradients,
+    group,
+    kept_marks,
+    primitives,
+    replacement,
+    unused,
+)
+from smp.tensor_parallel.slices import Slices, mark, slices_of
 from tests.ranks import on_ranks
 from tests.reference.whole_job import WholeJob, assert_near, split_over_all_ranks
 
@@ -1220,6 +1230,84 @@ def test_zeros_alone_of_what_a_loss_leaves_out_are_dropped():
     unused.drop_zeros()
     assert zeros.grad is none.grad is None
     assert some.grad is before and sparse.grad.is_sparse and not unused._without
+
+
+def test_a_pipelines_step_is_under_way_until_its_end():
+    try:
+        step = unused.PipelinedStep([nn.Parameter(torch.ones(1))])
+        assert unused.PipelinedStep.is_under_way
+        step.end()
+        assert not unused.PipelinedStep.is_under_way and not unused._without
+    finally:
+        unused.PipelinedStep.is_under_way = False
+
+
+class Dividing(nn.Embedding):
+    """Divides the gradient of what is looked up."""
+
+    divides_gradient = True
+    gradient_factor = 1.0
+
+
+def test_gradients_have_their_factor_once():
+    linear, meta = nn.Linear(2, 2), nn.Linear(2, 2, device="meta")
+    frozen, table, tied = nn.Linear(2, 2), Dividing(3, 2), Dividing(3, 2)
+    frozen.weight.requires_grad_(False)
+    head = nn.Linear(2, 3, bias=False)
+    head.weight = tied.weight
+    net = nn.ModuleList([linear, meta, frozen, table, tied, head])
+    for module in net:
+        mark(module.weight, None, scaled_batch=True)
+    with group.planned(4):
+        for _ in range(2):
+            gradients.scale(net)
+    (linear(torch.ones(1, 2)) + head(torch.ones(1, 2)).sum()).sum().backward()
+    assert linear.weight.grad.eq(0.25).all() and linear.bias.grad.eq(1).all()
+    assert (table.gradient_factor, tied.gradient_factor) == (0.25, 1.0)
+    assert tied.weight.grad.eq(2 * 0.25).all()
+    assert not frozen.weight.requires_grad
+    frozen.weight.requires_grad_(True)
+    frozen(torch.ones(1, 2)).sum().backward()
+    assert frozen.weight.grad.eq(0.25).all()
+    table(torch.tensor([0])).sum().backward()
+    assert table.weight.grad[0].eq(1).all()  # its module's, which this one leaves out
+    scaled = [kept_marks.is_scaled(module.weight) for module in net]
+    assert scaled == [True, False, True, True, True, True]
+
+
+class OfAnother(nn.Module):
+    """Has one parameter under two names, and one of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.ones(3))
+        self.again = self.first
+        self.new = nn.Parameter(torch.ones(1))
+
+
+def test_what_parameters_of_a_plain_model_are_now():
+    """Those that stayed, one under another name, one that is gone, and a new one."""
+    one = OfAnother()
+    one.__dict__[counterparts.REPLACES] = counterparts.BothWays(
+        lambda plain: {"again": -plain["old"]} if "old" in plain else {},
+        lambda ours: {"old": -ours["again"]} if "again" in ours else {},
+    )
+    net = nn.Sequential(nn.Linear(2, 1), one)
+    plain = {"0.weight": [1, 2], "1.old": [3], "1.gone": [4], "0.bias": [1]}
+    found = counterparts.counterparts(net, plain)
+    assert found.order == {"0.weight": 0, "1.old": 1, "1.gone": 2, "0.bias": 3}
+    every = [each for each in found.every if each.plain or each.ours]
+    assert [(each.plain, each.ours) for each in every] == [
+        ({"0.weight": [1, 2]}, {"0.weight": [1, 2]}),
+        ({"1.old": [3]}, {"1.first": [3]}),
+        ({"1.gone": [4]}, {}),
+        ({}, {"1.new": [1]}),
+        ({"0.bias": [1]}, {"0.bias": [1]}),
+    ]
+    renamed = every[1]
+    assert renamed.to_ours({"1.old": 5}) == {"1.first": -5}
+    assert renamed.to_plain({"1.first": 5}) == {"1.old": -5}
+    assert counterparts.counterparts(nn.Sequential(nn.Linear(2, 1)), plain) is None
 
 
 class Chained(nn.Module):
