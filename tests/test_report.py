@@ -182,6 +182,10 @@ def test_the_legend_says_cost_and_mean_and_the_fullest_rank_is_not_full():
 
 def test_the_picture_goes_from_left_to_right_in_execution_order(tmp_path):
     class Backwards(Model):
+        def __init__(self):
+            super().__init__()
+            self.never_runs = nn.Linear(10, 10)
+
         def forward(self, ids):
             x = self.embed(ids)
             for layer in reversed(self.layers):
@@ -192,6 +196,7 @@ def test_the_picture_goes_from_left_to_right_in_execution_order(tmp_path):
     drawn = boxes(tmp_path / "p.svg")
     xs = [drawn[f"layers.{i}"][0] for i in range(6)]
     assert xs == sorted(xs, reverse=True)
+    assert drawn["embed"][0] < min(xs) and max(xs) < drawn["never_runs"][0]
 
 
 def test_a_module_too_thin_to_be_drawn_keeps_its_place(tmp_path):
