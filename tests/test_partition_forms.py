@@ -160,6 +160,8 @@ def core(**other):
     ("wrong", "error", "told"),
     [
         ({"edge_parent": array("q", [0])}, TypeError, "edge_parent: .* got 1 of 8-byte 'q'"),
+        ({"edge_parent": array("f", [0])}, TypeError, "edge_parent: .* got 1 of 4-byte 'f'"),
+        ({"use_module": memoryview(bytes(4)).cast("i", (1, 1))}, TypeError, "got 2 of 4-byte"),
         (
             {"parameter_bytes": array("i", [8])},
             TypeError,
@@ -188,6 +190,7 @@ def test_arrays_that_do_not_fit_one_another_are_refused(wrong, error, told):
 def test_what_is_not_known_of_modules_may_be_left_out():
     names = ("first_run", "activation_bytes", "seconds", "chain", "pin")
     assert core(**dict.fromkeys(names)) == core()
+    assert core(edge_parent=memoryview(bytes(4)).cast("@i")) == core()  # a format of struct
     device, node, own_cost, cost = core(activation_bytes=array("q", [8, 0]))
     assert [array("i", one).tolist() for one in (device, node)] == [[0, 1], [0, 1]]
     assert [array("d", one).tolist() for one in (own_cost, cost)] == [[0.5, 0.5], [0.5, 0.5]]

@@ -165,15 +165,13 @@ def test_importing_touches_no_gpu():
     )
 
 
-@pytest.mark.parametrize(
-    "use",
-    [
-        lambda: smp.utils.verify(),
-    ],
-)
-def test_what_is_not_built_says_so_when_used(use):
-    with pytest.raises(NotImplementedError, match="not built yet"):
-        use()
+@pytest.mark.parametrize("name", ["dump_model", "verify"])
+def test_what_is_not_built_says_so_when_used(name):
+    use = getattr(smp.utils, name)
+    told = rf"^smdistributed\..*\.utils\.{name}: it is not built yet$"
+    with pytest.raises(NotImplementedError, match=told):
+        use(torch.nn.Linear(1, 1), verbose=True)
+    assert use.__name__ == use.__qualname__ == name and "Not built yet" in use.__doc__
 
 
 def test_nothing_is_an_instance_of_what_is_not_built():

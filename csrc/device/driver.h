@@ -34,6 +34,18 @@ enum {
     SMP_DRIVER_CAPTURE_RELAXED = 2, /* CU_STREAM_CAPTURE_MODE_RELAXED */
 };
 
+/* The driver shares memory with other processes in blocks of this size: what is smaller
+ * would take others' allocations along.  [CUDA programming guide, interprocess
+ * communication] */
+#define SMP_DRIVER_BLOCK ((size_t)2 << 20)
+
+/* So many whole blocks that `bytes` fit into them, in bytes. */
+static inline size_t
+smp_driver_blocks(size_t bytes)
+{
+    return (bytes + SMP_DRIVER_BLOCK - 1) / SMP_DRIVER_BLOCK * SMP_DRIVER_BLOCK;
+}
+
 /* CUcontext, CUstream, CUevent, CUmodule and CUfunction are pointers; CUdeviceptr is a
  * uint64_t. */
 typedef struct {

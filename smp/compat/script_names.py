@@ -10,8 +10,8 @@ from smp import not_built
 from smp.state_mod import state
 from smp.tensor_parallel.slices import slices_of
 
-dump_model = not_built.function("smdistributed.modelparallel.test.torch.utils.dump_model", "it")
-verify = not_built.function("smdistributed.modelparallel.test.torch.utils.verify", "it")
+dump_model = not_built.function("smdistributed.modelparallel.test.torch.utils.dump_model")
+verify = not_built.function("smdistributed.modelparallel.test.torch.utils.verify")
 
 
 def rmsg(message: str) -> str:

@@ -4,7 +4,9 @@
 #include "comm/device/port.h"
 
 #include <sched.h>
+#include <sys/wait.h>
 
+#include "comm/device/pool.h"
 #include "comm/memory/device_card.h"
 #include "comm/neighbour.h"
 #include "common/log.h"
@@ -121,6 +123,94 @@ expect_empty(user *u)
         smp_device_measure(u->port, &use);
     } while (use.in_use != 0);
     return 0;
+}
+
+/* ----------------------------------------------------------------------- a pool */
+
+/* On the card of rank 1, which has no tensors of its own; rank 1 is its reader, too. */
+static smp_device_pool *
+pool_on(user *u, const smp_neighbour *its)
+{
+    char             why[SMP_DRIVER_TEXT];
+    int              device;
+    smp_device_pool *pool = NULL;
+
+    if (u->driver->device_get(&device, 0) == 0) {
+        pool = smp_device_pool_create(u->driver, device, u->stream, 100, 0,
+                                      its->segment, why);
+    }
+    return pool;
+}
+
+static smp_device_reader *
+reader_of_pool(const smp_neighbour *its, pid_t pid)
+{
+    smp_device_reader *reader = calloc(1, sizeof(*reader));
+
+    if (reader != NULL) {
+        *reader = (smp_device_reader){its->segment, pid};
+        smp_segment_ref(its->segment);
+    }
+    return reader;
+}
+
+/* Memory and the event of its pattern, until no reader has it. */
+TEST_RANK(a_pool_is_kept_while_a_reader_may_touch_it)
+{
+    char             why[SMP_DRIVER_TEXT];
+    bool             fault;
+    smp_device_span  span;
+    smp_neighbour    its;
+    smp_device_card *card;
+    smp_device_pool *pool;
+    user             u;
+    int              before;
+    pid_t            dead = 0;
+
+    CHECK(begin(w, &u) == 0);
+    CHECK(smp_comm_neighbour(w->comm, 1, &its));
+    card = its.segment->device;
+    before = u.stand_in->alive();
+    for (uint32_t state = SMP_READER_NONE; w->rank == 0 && state <= SMP_READER_CLOSED;
+         state++) {
+        bool kept = state == SMP_READER_OPENING || state == SMP_READER_OPEN;
+
+        for (int lives = 1; lives >= 0; lives--) {
+            pool = pool_on(&u, &its);
+            CHECK(pool != NULL && u.stand_in->alive() > before);
+            CHECK(card->bytes == 128 && atomic_load(&card->shown) == SMP_POOL_SHOWN);
+            atomic_store(&card->pools[0], state);
+            if (lives == 0 && dead == 0) {
+                dead = fork();
+                if (dead == 0) {
+                    _exit(0);
+                }
+                CHECK(waitpid(dead, NULL, 0) == dead);
+            }
+            smp_device_pool_retire(pool, reader_of_pool(&its, lives ? its.pid : dead),
+                                   1, false);
+            CHECK(atomic_load(&card->shown) == SMP_POOL_WITHDRAWN);
+            CHECK((u.stand_in->alive() > before) == (kept && lives != 0));
+            atomic_store(&card->pools[0], SMP_READER_CLOSED); /* the next looks */
+        }
+    }
+    if (w->rank == 0) {
+        pool = pool_on(&u, &its);
+        CHECK(pool != NULL && u.stand_in->alive() > before);
+        smp_device_pool_withdraw(pool);
+        smp_device_pool_withdraw(pool);
+        CHECK(atomic_load(&card->shown) == SMP_POOL_WITHDRAWN);
+        CHECK(u.stand_in->alive() == before);
+        CHECK(!smp_device_pool_take(pool, 64, 1, &span, &fault, why) && !fault);
+        smp_device_pool_retire(pool, NULL, 0, false);
+        CHECK(u.stand_in->alive() == before);
+        pool = pool_on(&u, &its);
+        CHECK(pool != NULL);
+        smp_device_pool_retire(pool, NULL, 0, true); /* left to the process's end */
+        CHECK(u.stand_in->alive() > before);
+    }
+    w->barrier(w);
+    return end(&u);
 }
 
 /* ---------------------------------------------------------------------- tests */
@@ -358,7 +448,9 @@ TEST_RANK(another_device_of_the_rank_is_not_served)
 
     CHECK(begin(w, &u) == 0);
     CHECK(smp_device_number(u.port) == -1);
+    watch_exports(&u);
     CHECK(shake_hands(w, &u) == 0);
+    CHECK(shown_bytes > POOL && shown_bytes % SMP_DRIVER_BLOCK == 0); /* ours alone */
     CHECK(smp_device_number(u.port) == 0);
     smp_device_measure(u.port, &before);
     CHECK(smp_device_put(u.port, 1 - w->rank, 1, u.x, 100, u.stream) == NULL);
@@ -531,6 +623,7 @@ TEST_RANK(other_bytes_turn_the_pools_off)
 /* The first copy that rank 1 makes is that of rank 0's pattern. */
 TEST_RANK(an_error_turns_the_pools_off)
 {
+    smp_neighbour  its;
     smp_device_use use;
     uint64_t       warnings;
     user           u;
@@ -549,6 +642,8 @@ TEST_RANK(an_error_turns_the_pools_off)
                                        : "a trial failed on rank 1") != NULL);
     CHECK(count_warnings(w, "cuMemcpyDtoDAsync: CUDA_ERROR", &warnings) == 0);
     CHECK(warnings == 1);
+    CHECK(smp_comm_neighbour(w->comm, 1, &its)); /* which still has the memory */
+    CHECK(atomic_load(&its.segment->device->pools[0]) == SMP_READER_OPENING);
     w->barrier(w);
     return end(&u);
 }
@@ -673,6 +768,7 @@ PROCESSES(a_tensor_is_what_it_was_when_it_was_sent, 2)
 PROCESSES(a_capture_in_another_thread_stays_whole, 2)
 PROCESSES(a_message_does_not_wait_for_the_device, 2)
 PROCESSES(a_full_pool_is_counted_and_empties_again, 2)
+PROCESSES(a_pool_is_kept_while_a_reader_may_touch_it, 2)
 PROCESSES(what_a_dead_rank_had_comes_back, 3)
 PROCESSES(a_pool_that_nobody_can_open_has_no_memory, 3)
 PROCESSES(another_device_of_the_rank_is_not_served, 2)
@@ -740,6 +836,8 @@ main(int argc, char **argv)
          a_message_does_not_wait_for_the_device_processes},
         {"a_full_pool_is_counted_and_empties_again",
          a_full_pool_is_counted_and_empties_again_processes},
+        {"a_pool_is_kept_while_a_reader_may_touch_it",
+         a_pool_is_kept_while_a_reader_may_touch_it_processes},
         {"what_a_dead_rank_had_comes_back", what_a_dead_rank_had_comes_back_processes},
         {"a_pool_that_nobody_can_open_has_no_memory",
          a_pool_that_nobody_can_open_has_no_memory_processes},

@@ -166,6 +166,44 @@ alive(void)
     return n;
 }
 
+/* ------------------------------------------------------------------ what is shown */
+
+/* Of the allocation that was last exported, in this process. */
+static size_t   shown_bytes;
+static uint64_t last_at;
+static size_t   last_bytes;
+static int (*real_alloc)(uint64_t *at, size_t bytes);
+static int (*real_export)(smp_driver_handle *handle, uint64_t at);
+
+static int
+watched_alloc(uint64_t *at, size_t bytes)
+{
+    int result = real_alloc(at, bytes);
+
+    last_at = *at;
+    last_bytes = bytes;
+    return result;
+}
+
+static int
+watched_export(smp_driver_handle *handle, uint64_t at)
+{
+    shown_bytes = at == last_at ? last_bytes : 0;
+    return real_export(handle, at);
+}
+
+/* In a process of its own. */
+static inline void
+watch_exports(user *u)
+{
+    smp_driver *table = (smp_driver *)(uintptr_t)u->driver;
+
+    real_alloc = table->alloc;
+    real_export = table->memory_export;
+    table->alloc = watched_alloc;
+    table->memory_export = watched_export;
+}
+
 /* ------------------------------------------------------------------ failures */
 
 /* The call of the driver that fails, in which rank, and (shared by the ranks) whether

@@ -261,11 +261,16 @@ TEST_RANK(nobody_waits_for_a_device)
 {
     smp_exchange *exchange;
     smp_group    *group;
+    char          why[SMP_DRIVER_TEXT];
     task          t;
     user          u;
     bool          begun;
+    int           before;
 
     CHECK(begin_group(w, &u, SMALL, &group, &exchange) == 0);
+    before = u.stand_in->alive();
+    smp_exchange_put_mark(exchange, smp_exchange_mark(exchange, why));
+    CHECK(u.stand_in->alive() == before); /* the trial has given its own back */
     w->barrier(w);
     if (w->rank == 0) {
         u.stand_in->hold(true);
@@ -463,7 +468,9 @@ TEST_RANK(members_may_have_halves_of_other_sizes)
 
     CHECK(begin(w, &u) == 0);
     CHECK_STATUS(make_world_group(w, &group), SMP_OK);
+    watch_exports(&u);
     CHECK_STATUS(meet(group, SMALL + (size_t)w->rank * 1000, &exchange, &why), SMP_OK);
+    CHECK(shown_bytes > 0 && shown_bytes % SMP_DRIVER_BLOCK == 0); /* ours alone */
     CHECK(exchange != NULL && smp_exchange_half(exchange) == SMALL / 2);
     for (uint64_t i = 0; i < 5; i++) {
         plan(&t, w->size, i, u.x, u.y, 9000, true);
@@ -513,12 +520,14 @@ TEST_RANK(one_may_leave_before_the_others)
 
 /* What the unlucky rank and the others may say of an operation. */
 static int
-expect_one_to_blame(const world *w, smp_group *group, smp_status status, bool begun)
+expect_one_to_blame(const world *w, smp_group *group, smp_status status, bool begun,
+                    bool is_over)
 {
     char who[64];
 
     if (w->rank == unlucky_rank) {
         CHECK_STATUS(status, SMP_ERR_SYSTEM);
+        CHECK(!is_over); /* nobody knows what its device still does */
         CHECK(!begun || says(group, "CUDA_ERROR_OUT_OF_MEMORY"));
         return 0;
     }
@@ -557,7 +566,9 @@ TEST_RANK(every_failure_is_survived)
         plan(&t, w->size, i, u.x, u.y, 7000, i % 2 == 1);
         status = run_task(&u, group, exchange, &t, &begun);
         if (status != SMP_OK) {
-            CHECK(expect_one_to_blame(w, group, status, begun) == 0);
+            CHECK(expect_one_to_blame(w, group, status, begun,
+                                      begun &&
+                                          smp_exchange_is_over(exchange, t.mark)) == 0);
         } else if (smp_exchange_join(exchange, t.mark, u.stream, (char[160]){0})) {
             for (int m = 0; m < w->size; m++) {
                 launch(&u, check_kernel, t.outs[m], t.counts[m], seed_of(&t, m));

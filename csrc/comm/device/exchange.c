@@ -14,11 +14,6 @@
 /* Halves begin, and are cut, at multiples of it. */
 #define UNIT ((size_t)64)
 
-/* The driver shares memory with other processes in blocks of this size: what is smaller
- * would take others' allocations along.  [CUDA programming guide, interprocess
- * communication] */
-#define BLOCK ((size_t)2 << 20)
-
 /* How long close waits for copies. */
 #define FINISH_NS (1 * SMP_NS_PER_S)
 
@@ -204,7 +199,7 @@ make_halves(smp_exchange *x, smp_exchange_card *card, char why[SMP_DRIVER_TEXT])
 {
     const smp_driver *driver = x->driver;
     member           *own = &x->members[x->self];
-    size_t            bytes = (2 * x->half + BLOCK - 1) / BLOCK * BLOCK;
+    size_t            bytes = smp_driver_blocks(2 * x->half);
 
     if (!smp_driver_ok(driver, "cuMemAlloc", driver->alloc(&own->base, bytes), why)) {
         own->base = 0;

@@ -139,8 +139,9 @@ make_memory(smp_device_pool *pool, void *stream, size_t bytes,
     if (!smp_driver_enter(driver, pool->context, why)) {
         return false;
     }
-    made = smp_driver_ok(driver, "cuMemAlloc",
-                         driver->alloc(&pool->base, bytes + SMP_TRIAL_BYTES), why);
+    made = smp_driver_ok(
+        driver, "cuMemAlloc",
+        driver->alloc(&pool->base, smp_driver_blocks(bytes + SMP_TRIAL_BYTES)), why);
     if (made &&
         (!smp_driver_ok(driver, "cuIpcGetMemHandle",
                         driver->memory_export(&card->memory, pool->base), why) ||
