@@ -2,7 +2,7 @@
  * libucp.so.0, so that building needs no UCX.
  *
  * UCX keeps them compatible within that name: a struct begins with a mask that says
- * which of its fields count, and grows only at its end.  tests/core/ucx_abi_test.c
+ * which of its fields count, and grows only at its end.  tests/core/ucx_abi.c
  * compares all of this with UCX's own headers where it finds them.
  *
  * Source: ucp/api/ucp.h, ucp/api/ucp_def.h, ucs/type/status.h and
