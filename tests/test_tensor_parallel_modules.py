@@ -19,6 +19,7 @@ import smp
 from smp.data_parallel.reduction import Reduction
 from smp.modules import hooks
 from smp.nn import utils as blocks
+from smp.state_mod import state
 from smp.tensor_parallel import (
     assumed,
     chain,
@@ -848,7 +849,8 @@ def test_hooks_of_both_modules_are_called_as_what_they_are():
     assert (given.tolist(), out.tolist()) == ([3.0, 3.0], [1.0, 1.0])
 
 
-def test_new_values_have_the_dtype_of_those_that_are_kept():
+def test_new_values_have_the_dtype_of_those_that_are_kept(monkeypatch):
+    monkeypatch.setattr(state.module_manager, "translate_functions", [])
     functions = (from_renamed, to_renamed)
     smp.tp_register_with_module(Gate, Renamed, translate_functions=functions)
     new = replacement.replace(Gate(5).bfloat16(), "gate")
