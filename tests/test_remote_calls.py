@@ -703,7 +703,9 @@ def test_a_full_backward_hook_beside_a_pre_hook_that_replaces_is_refused_at_a_ga
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("ranks", [(0, 1), (1,)], ids=["on all ranks", "on its own"])
+@pytest.mark.parametrize(
+    "ranks", [(0, 1), (1,), (0,)], ids=["on all ranks", "on its own", "on the other"]
+)
 @pytest.mark.parametrize("late", [False, True], ids=["before", "after the partition"])
 def test_a_hook_on_a_parameters_sum_is_refused(ranks, late):
     def step(model, x):
