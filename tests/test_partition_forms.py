@@ -497,6 +497,31 @@ def test_modules_alike_are_joined_where_their_numbers_follow_and_their_numbers_a
     ]
 
 
+def test_a_report_counts_what_is_split_and_says_why_the_rest_is_whole():
+    partition = decide(nn.Linear(1, 1), degree=1)
+    split = [("a", "Linear", ""), ("b", "Linear", "it is odd"), ("c", "Linear", "")]
+    lines = str(partition.report(split)).splitlines()
+    assert lines[-4:] == [
+        "",
+        "Split over the TP_GROUP: 2 x Linear",
+        "parameters and costs are tp_rank 0's",
+        "left whole: b (Linear): it is odd",
+    ]
+    told = str(partition.report(split[1:2])).splitlines()
+    assert told[-2:] == ["Split over the TP_GROUP: nothing", lines[-1]]
+
+
+@pytest.mark.parametrize("degree", [1, 8, 9, 16, 17])
+def test_a_pictures_tree_is_below_the_legend_of_all_ranks(degree):
+    names, ones = [f"m{i}" for i in range(degree)], [1] * degree
+    partition = made_up(names, [0, *range(degree)], [0, *ones], [0, *ones], (), degree)
+    text = partition.report()._repr_svg_()
+    rows = [float(y) for y in re.findall(r' y="([\d.]+)"[^>]*class="track"', text)]
+    boxes = [float(y) for y in re.findall(r' y="([\d.]+)"[^>]*class="part', text)]
+    assert len(rows) == degree and len(set(rows)) == -(-degree // 8)
+    assert max(rows) + 20 < min(boxes) < max(rows) + 60
+
+
 def test_a_report_of_one_rank_shows_what_the_model_holds():
     net = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 4), nn.ReLU()))
     report = plan(net, torch.ones(2, 8), pipeline_parallel_degree=1)

@@ -94,6 +94,38 @@ def test_tensors_on_meta_have_the_strides_of_the_models_own():
     assert seen.meta and seen.modules[""].parameters == ("weight",)
 
 
+def test_what_a_forward_makes_meets_meta_tensors_in_lists_and_in_place():
+    class Makes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x):
+            x = torch.cat([torch.ones(1, 4), self.layer(x)])
+            sums = torch.zeros(4, dtype=torch.complex64, device=self.layer.weight.device)
+            return x + sums.add_(x[0]).real
+
+    net = Makes()
+    seen = trace(net, run_of(net, torch.randn(2, 4)), meta=True)
+    assert seen.meta and seen.modules[""].activation_bytes >= 4 * 12 + 8 * 4
+
+
+def test_a_model_of_which_a_part_is_on_meta_and_that_cannot_run_there_runs_on_zeros():
+    class Branches(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x):
+            x = self.layer(x)
+            return x if x.sum() > 0 else -x
+
+    net = nn.Sequential(nn.Linear(4, 4), Branches().to("meta"))
+    with pytest.warns(UserWarning, match="smp: 1 cannot run on meta .*; tracing on zeros"):
+        seen = trace(net, run_of(net, torch.randn(2, 4)), meta=True)
+    assert seen.modules["1.layer"].executions == 1 and net[1].layer.weight.is_meta
+
+
 @dataclasses.dataclass
 class Pair:
     a: Tensor
@@ -233,6 +265,38 @@ def test_what_others_change_in_place_between_executions_is_noted_and_what_they_s
     modules = trace(net, run_of(net, torch.ones(2))).modules
     assert modules["child"].set_attributes == ("log",) and modules[""].set_attributes == ()
     assert (net.child.log, net.child.level) == ([], 0)
+
+
+def test_who_sets_a_buffer_uses_it():
+    class Child(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("level", torch.zeros(()))
+
+        def forward(self, x):
+            return x + 1
+
+    class Parent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.child = Child()
+
+        def forward(self, x):
+            self.child.level = x.detach().sum()
+            return self.child(x)
+
+    net = Parent()
+    level = net.child.level
+    modules = trace(net, run_of(net, torch.ones(2))).modules
+    assert modules[""].buffers == ("child.level",) and modules["child"].buffers == ()
+    assert modules["child"].changed_buffers == ("level",) and net.child.level is level
+
+
+def test_a_backward_in_the_run_that_is_no_modules_is_an_error():
+    net = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
+    with pytest.raises(RuntimeError, match=r"write model\.backward\(loss\)"):
+        trace(net, lambda: net(torch.ones(1, 2)).sum().backward())
+    assert net[0].weight.grad is None
 
 
 def test_what_torch_checkpoints_is_not_given_away():
