@@ -2,6 +2,7 @@
 who has it, or in the other rank's own time a warning."""
 
 import copy
+import types
 import warnings
 
 import numpy as np
@@ -639,3 +640,29 @@ def test_an_attribute_that_is_watched_is_set_and_deleted_as_any_other(members):
             delattr(module, name)
     with pytest.raises(AttributeError, match="'WithDefault' object has no attribute 'late'"):
         module.late  # noqa: B018
+
+
+def test_a_backward_reads_what_the_forward_of_its_microbatch_has_left(monkeypatch):
+    module = WithDefault()
+    local = forward_attributes._local_with(("aux", "late"))
+    module.__class__ = stand_ins.stand_in(WithDefault, local)
+    at: dict = {"microbatch": 0, "backward": False}
+    task = types.SimpleNamespace(current=lambda: at["microbatch"])
+    monkeypatch.setattr(forward_attributes, "_core", task)
+    monkeypatch.setattr(forward_attributes, "_in_backward", lambda: at["backward"])
+    for at["microbatch"] in (0, 1):
+        module.aux = f"of {at['microbatch']}"
+    at["backward"] = True
+    for at["microbatch"] in (0, 1):
+        assert module.aux == f"of {at['microbatch']}"
+        module.aux = "of its forward, once more"
+        assert module.aux == f"of {at['microbatch']}"
+    at.update(microbatch=0, backward=False)
+    assert module.aux == "of its forward, once more"
+    del module.aux
+    at["backward"] = True
+    assert module.aux == 1  # its class's
+    at["microbatch"] = 1
+    assert module.aux == "of 1"
+    forward_attributes.finish()
+    assert module.aux == 1
