@@ -2,6 +2,8 @@
 connected and closed in this process, whose other ranks do not exist or are of the collectives.
 """
 
+import ctypes
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -9,6 +11,7 @@ from typing import Any
 import pytest
 
 from smp import _core
+from tests import heap
 
 NAMES = ("pp_rank 0 of the test", "pp_rank 1 of the test")
 SECRET = "a secret of both"
@@ -152,3 +155,23 @@ def test_the_pool_has_the_size_that_was_asked_for():
             counters = _core.counters()
             assert counters["pool_size"] == megabytes << 20
             assert counters["pool_in_use"] == counters["pool_fallbacks"] == 0
+
+
+@pytest.mark.skipif(
+    any(name.startswith("MALLOC_") for name in os.environ), reason="the user's own heap"
+)
+def test_the_heap_keeps_its_pages_until_it_is_trimmed():
+    """Of blocks up to 32 MiB, which torch would else get afresh in each step."""
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype = ctypes.c_void_p
+    _core.share_heap()
+    before, blocks = heap.bytes_of_system(), []
+    while heap.bytes_of_system() == before and len(blocks) < 50:
+        blocks.append(ctypes.c_void_p(libc.malloc(ctypes.c_size_t(20 << 20))))
+    most = heap.bytes_of_system()
+    assert most > before, "they have pages of their own"
+    for block in blocks:
+        libc.free(block)
+    assert heap.bytes_of_system() == most
+    _core.trim_heap()
+    assert heap.bytes_of_system() < most
