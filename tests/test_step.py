@@ -12,6 +12,8 @@ import weakref
 from collections import OrderedDict, UserDict, defaultdict, namedtuple
 from collections.abc import Iterator
 from contextlib import nullcontext
+from contextvars import ContextVar
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
@@ -546,6 +548,11 @@ def test_a_remote_call_carries_what_differs_here_and_a_backward_what_it_can_see(
     """Of modes and changes both, of collected values and the chain of collectives a call."""
     assert thread_state.capture_for_call("far") is None
     assert thread_state.capture_for_backward() is None
+    torchs = ContextVar("torchs")
+    monkeypatch.setattr(torch.fx, "noted_while_compiling", torchs, raising=False)
+    given = torchs.set({1})
+    assert thread_state.capture_for_call("far") is None
+    torchs.reset(given)
     meta = (False, (), torch.device("meta"))
     with torch.device("meta"):
         assert thread_state.capture_for_call("far") == ((meta, (), (), ()), None)

@@ -141,7 +141,8 @@ def collect(path: str) -> Collected | None:
         if _outside.get(variable) is value:
             continue
         if type(value) in _CONTAINERS:
-            if (home := _home_of(variable)) is not None:
+            home = _home_of(variable)
+            if home is not None and not _is_torchs(home):
                 found.append((home, value))
         elif _is_users(variable):
             left_behind.warn_of_variable(path, variable.name)
@@ -155,8 +156,13 @@ def _is_users(variable: ContextVar) -> bool:
         return False
     if variable not in _users:
         home = _search(variable)
-        _users[variable] = home is not None and home[0].partition(".")[0] != "torch"
+        _users[variable] = home is not None and not _is_torchs(home)
     return _users[variable]
+
+
+def _is_torchs(home: tuple[str, ...]) -> bool:
+    """What torch notes for itself while it compiles is of no use elsewhere."""
+    return home[0].partition(".")[0] == "torch"
 
 
 def set_collected(

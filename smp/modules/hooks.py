@@ -127,7 +127,7 @@ def call_hooked(module: nn.Module, args: tuple, kwargs: dict | None) -> Any:
         if full is not None:
             output = full.setup_output_hook(output)
         return output
-    except Exception:  # as in nn.Module, which keeps this from other ends of a call
+    except Exception:  # as in nn.Module: none for Ctrl-C, nor where the step has ended
         for key, hook in list(module._forward_hooks.items()):
             if key in module._forward_hooks_always_called and key not in ran:
                 try:
