@@ -13,7 +13,6 @@ from collections import OrderedDict, UserDict, defaultdict, namedtuple
 from collections.abc import Iterator
 from contextlib import nullcontext
 from contextvars import ContextVar
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
