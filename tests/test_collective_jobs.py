@@ -154,6 +154,7 @@ for life in range(30):
 
 
 @pytest.mark.parametrize("start", [mpirun, torchrun])
+@pytest.mark.sample(1)
 def test_ranks_meet_again(start, tmp_path):
     """torchrun's store outlives them; under mpirun rank 0 may be the last that ends its own."""
     path = tmp_path / "script.py"
