@@ -203,6 +203,12 @@ def tensors(value: Any) -> list[Tensor]:
     return found
 
 
+def test_a_class_is_no_instance_of_itself():
+    for given in (list, dict, Pair, Batch):
+        assert map_tensors(given, torch.clone) is given
+        assert cut(given, 2, 0, "x", []) == [given, given]
+
+
 def test_what_is_no_collection_is_every_microbatchs():
     module = Described.__new__(Described)
     nn.Module.__init__(module)

@@ -9,6 +9,7 @@ import copy
 import random
 import warnings
 import weakref
+from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 
@@ -223,6 +224,38 @@ def test_an_attribute_that_the_module_sets_is_set_for_the_caller(kind):
         return {"latest": note.latest}
 
     Run(Fills()).check(step, rows(7))
+
+
+class Removes(nn.Module):
+    """Takes from all that it is given, and adds to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x, names, ordered, numbers, members, note):
+        names["new"] = names.pop("old") + 1
+        ordered.popitem(last=False)
+        ordered.move_to_end(1)
+        del numbers[1:]
+        members ^= {2, 3}
+        note.new = 7
+        del note.old
+        return self.linear(x).mean()
+
+
+@on_ranks(2)
+def test_what_the_module_removes_is_gone_for_the_caller():
+    def step(model, x):
+        names, note = {"old": 1, "kept": 3}, Noted()
+        ordered = OrderedDict((number, number) for number in range(4))
+        numbers, members, note.old = [4, 5, 6], {1, 2}, 8
+        mean = model.module.far(model.module.near(x), names, ordered, numbers, members, note)
+        model.backward(mean)
+        left = [*names.values(), -1, *ordered, -1, *numbers, -1, *sorted(members), -1]
+        return {"left": torch.tensor([*left, *vars(note).values()])}
+
+    Run(Removes()).check(step, rows(7))
 
 
 @on_ranks(2)

@@ -574,7 +574,7 @@ def test_the_core_looks_at_what_a_mask_and_a_sight_say():
 def test_of_a_norm_what_is_normalised_may_be_used_alone():
     x, residual = drawn(3, 5), drawn(3, 5)
     _, total = kernels.bias_dropout_residual_layer_norm(x, None, residual, None, None)
-    total.backward(seed := torch.randn(3, 5))
+    total.backward(seed := torch.randn(5, 3).t())  # in another order in memory
     assert torch.equal(x.grad, seed) and torch.equal(residual.grad, seed)
 
 

@@ -220,7 +220,7 @@ def _run(module: nn.Module, forward: Callable, args: tuple, kwargs: dict[str, An
     for name, value in gathered.items():
         if name in signature.parameters:
             named[name] = value
-        elif extra and (value is not None or name in others):
+        elif extra and value is not None:
             named.setdefault(extra, {})[name] = value
     out = forward(*bound.args[1:], **bound.kwargs)
     if isinstance(out, tuple) and _records_attentions({**others, **named}):

@@ -7,6 +7,7 @@ values).  Everything else is passed as it is: modules, functions, numbers, strin
 
 import copy
 import enum
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -84,13 +85,18 @@ class Copier:
 
     def _fill_mapping(self, target: dict, source: dict) -> None:
         values = {key: self.copy(value) for key, value in source.items()}
+        base = OrderedDict if isinstance(target, OrderedDict) else dict
         for key in [key for key in target if key not in values]:
-            dict.pop(target, key)
+            base.pop(target, key)
         for key, value in values.items():
             if key not in target:
                 target[key] = value  # a subclass keeps its own books of keys
             elif dict.__getitem__(target, key) is not value:
                 dict.__setitem__(target, key, value)
+        if list(target) != list(values):  # in this order
+            for key, value in values.items():
+                base.pop(target, key)
+                base.__setitem__(target, key, value)
 
     @staticmethod
     def _shell(obj: Any) -> Any:
