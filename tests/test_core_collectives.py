@@ -5,6 +5,7 @@ Two ranks are two objects of this process, each with a thread of its own; they g
 """
 
 import gc
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
@@ -183,6 +184,19 @@ def test_what_comes_for_a_receive_that_is_given_up_is_the_next_ones(how):
         assert later.wait(LIMIT_S)
         assert later.withdraw()  # it is over after all
         assert second.tolist() == [1, 2] and first.tolist() == [0, 0]
+
+
+def test_a_receive_keeps_its_tensor():
+    with groups() as (_, theirs):
+        got = torch.zeros(2)
+        kept = weakref.ref(got)
+        receipt = _core.receive(theirs, 0, 0, got)
+        del got
+        gc.collect()
+        assert kept() is not None
+        del receipt
+        gc.collect()
+        assert kept() is None
 
 
 @pytest.mark.parametrize(
