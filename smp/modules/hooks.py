@@ -128,18 +128,30 @@ def call_hooked(module: nn.Module, args: tuple, kwargs: dict | None) -> Any:
             output = full.setup_output_hook(output)
         return output
     except Exception:  # as in nn.Module: none for Ctrl-C, nor where the step has ended
-        for key, hook in list(module._forward_hooks.items()):
-            if key in module._forward_hooks_always_called and key not in ran:
-                try:
-                    changed = _run_forward_hook(module, key, hook, args, kwargs, output)
-                    output = output if changed is None else changed
-                except Exception as error:
-                    warnings.warn(
-                        "smp: a forward hook with always_call=True raised an exception, beside "
-                        f"that of the forward: {error}",
-                        stacklevel=2,
-                    )
+        _run_always_called(module, ran, args, kwargs, output)
         raise
+
+
+def _run_always_called(
+    module: nn.Module, ran: set[int], args: tuple, kwargs: dict | None, output: Any
+) -> None:
+    """The forward hooks with ``always_call=True`` that have not run, when a call fails.
+
+    What they raise is a warning: the call raises what it failed with.
+    """
+    for key, hook in list(module._forward_hooks.items()):
+        if key not in module._forward_hooks_always_called or key in ran:
+            continue
+        try:
+            changed = _run_forward_hook(module, key, hook, args, kwargs, output)
+        except Exception as error:
+            warnings.warn(
+                "smp: a forward hook with always_call=True raised an exception, beside "
+                f"that of the forward: {error}",
+                stacklevel=3,
+            )
+        else:
+            output = output if changed is None else changed
 
 
 def _run_forward_hook(
