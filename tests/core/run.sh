@@ -32,7 +32,7 @@ if sanitizer_spoke; then
     status=1 # though the program may have gone on
 elif [ "$status" -ne 0 ] && [ "${AGAIN:-0}" -gt 0 ]; then
     mapfile -t names < <(sed -n 's/^FAILED \([A-Za-z0-9_]*\).*/\1/p' "$log" | sort -u)
-    grep -qE '^[0-9]+ passed, ' "$log" || names=()
+    grep -qE '(^|[;:] )[0-9]+ passed, ' "$log" || names=()
     status=0
     for name in "${names[@]:-}"; do
         if later "$@" ${name:+"$name"}; then
