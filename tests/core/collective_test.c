@@ -915,6 +915,35 @@ TEST_RANK(a_member_that_gave_up_elsewhere_is_named_with_that)
     return 0;
 }
 
+/* Rank 1 has begun barrier 1 and not looked whether it is over. */
+TEST_RANK(a_member_that_has_not_seen_the_end_of_the_last_call_waits_nowhere_else)
+{
+    static const int ranks[] = {0, 1};
+    smp_group_config config = {.ranks = ranks,
+                               .size = 2,
+                               .id = 1,
+                               .name = "a",
+                               .timeout_ns = WORLD_DEADLINE_NS};
+    smp_call         call = {.operation = SMP_BARRIER};
+    int              failed;
+    smp_group       *a;
+
+    CHECK_STATUS(smp_group_create(w->comm, &config, &a, &failed), SMP_OK);
+    if (w->rank == 1) {
+        CHECK_STATUS(smp_group_start(a, &call), SMP_OK);
+    } else {
+        CHECK_STATUS(smp_group_run(a, &call), SMP_OK);
+        call.timeout_ns = SMP_NS_PER_MS;
+        CHECK_STATUS(smp_group_run(a, &call), SMP_ERR_TIMED_OUT);
+        CHECK(says(a, "barrier 2: timed out"));
+        CHECK(says(a, "without rank 1") &&
+              strstr(smp_group_error(a), "rank 1 waits") == NULL);
+    }
+    w->barrier(w);
+    smp_group_destroy(a);
+    return 0;
+}
+
 /* -------------------------------------------------------------------------- main */
 
 typedef struct {
@@ -974,6 +1003,7 @@ static const entry list[] = {
     POOLED(a_block_is_not_used_again_while_a_member_may_write_into_it, 2, 2),
     SOME(groups_entered_in_another_order_are_named_at_the_time_out, 2, 2),
     SOME(a_member_that_gave_up_elsewhere_is_named_with_that, 2, 2),
+    SOME(a_member_that_has_not_seen_the_end_of_the_last_call_waits_nowhere_else, 2, 2),
     SOME(a_member_that_has_left_is_named, 2, 3),
     FORKED(members_read_where_that_is_faster, 2, 2),
     FORKED(members_do_not_read_where_one_finds_it_slow, 2, 2),

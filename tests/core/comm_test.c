@@ -1,8 +1,42 @@
 /* The list of tests for transports, over those that are always registered: ranks as
  * processes and as threads.  UCX, which needs a library, has ucx_comm.c. */
 #define _GNU_SOURCE
+#include <fcntl.h>
+
 #include "comm/transport/transport.h"
 #include "comm_list.h"
+
+/* ... of a comm that is made here.  UCX and MPI open what they like. */
+TEST_RANK(a_program_that_is_started_inherits_no_descriptor)
+{
+    enum { FDS = 256 };
+    bool      before[FDS];
+    int       added = 0;
+    int       failed_rank;
+    world_end end;
+
+    for (int fd = 0; fd < FDS; fd++) {
+        before[fd] = fcntl(fd, F_GETFD) >= 0;
+    }
+    CHECK_STATUS(world_prepare(w, "another", &end), SMP_OK);
+    CHECK_STATUS(smp_comm_connect(end.comm, end.cards, end.card_bytes,
+                                  PATIENCE_MS(60000), &failed_rank),
+                 SMP_OK);
+    for (int fd = 0; fd < FDS; fd++) {
+        int flags = fcntl(fd, F_GETFD);
+
+        CHECK(before[fd] || flags < 0 || (flags & FD_CLOEXEC) != 0);
+        added += !before[fd] && flags >= 0;
+    }
+    CHECK(added >= 3); /* epoll, the kick, one for each peer */
+    w->barrier(w);
+    smp_comm_destroy(end.comm);
+    return 0;
+}
+
+static const world_test own_list[] = {
+    LISTED(a_program_that_is_started_inherits_no_descriptor, 0),
+};
 
 static int failed;
 static int ran;
@@ -22,21 +56,34 @@ run(const world_test *test, const char *transport, int size, bool as_threads)
     }
 }
 
-int
-main(int argc, char **argv)
+#define COUNT_OF(list) (sizeof(list) / sizeof((list)[0]))
+
+/* Over each transport, with two and four ranks. */
+static void
+run_everywhere(const world_test *test)
 {
     const smp_transport *transports[SMP_TRANSPORTS];
     int                  ntransports = smp_transport_all(transports);
 
-    for (size_t i = 0; i < COMM_LIST_COUNT; i++) {
-        for (int t = 0; t < ntransports; t++) {
-            for (int size = 2; size <= 4; size += 2) {
-                if (transports[t] != &smp_transport_ucx &&
-                    (argc == 1 || strstr(comm_list[i].name, argv[1]) != NULL)) {
-                    run(&comm_list[i], transports[t]->name, size, false);
-                    run(&comm_list[i], transports[t]->name, size, true);
-                }
+    for (int t = 0; t < ntransports; t++) {
+        for (int size = 2; size <= 4; size += 2) {
+            if (transports[t] != &smp_transport_ucx) {
+                run(test, transports[t]->name, size, false);
+                run(test, transports[t]->name, size, true);
             }
+        }
+    }
+}
+
+int
+main(int argc, char **argv)
+{
+    for (size_t i = 0; i < COMM_LIST_COUNT + COUNT_OF(own_list); i++) {
+        const world_test *test =
+            i < COMM_LIST_COUNT ? &comm_list[i] : &own_list[i - COMM_LIST_COUNT];
+
+        if (argc == 1 || strstr(test->name, argv[1]) != NULL) {
+            run_everywhere(test);
         }
     }
     printf("%d passed, %d failed\n", ran - failed, failed);

@@ -685,6 +685,31 @@ TEST_RANK(another_pipelines_failure_comes_too_late_for_who_has_said_that_all_is_
     return finish(&self);
 }
 
+/* A key goes from the first of a pp_rank's pipelines to the others, and in a sequence
+ * to nobody. */
+TEST_RANK(a_key_for_who_leads_fails_its_step)
+{
+    const int    dest = in_sequence ? PP + 1 : 1;
+    const int    source = in_sequence ? 1 : PP + 1;
+    smp_message *end;
+    rank         self;
+
+    CHECK_STATUS(begin(&self, w), SMP_OK);
+    if (w->rank == dest) {
+        CHECK_STATUS(smp_server_step(self.server, 1, NULL, &end), SMP_ERR_MALFORMED);
+    } else if (w->rank == source) {
+        struct {
+            smp_envelope envelope;
+            smp_key      key;
+        } word = {.envelope = {.kind = SMP_MSG_KEY, .step = 1},
+                  .key = smp_key_of("far")};
+
+        CHECK_STATUS(smp_comm_send(w->comm, dest, &word, sizeof(word), NULL, 0),
+                     SMP_OK);
+    }
+    return finish(&self);
+}
+
 /* Rank 0 runs a step function that nobody answers; rank 1 may have said that all is
  * well. */
 TEST_RANK(pp_rank_0_passes_another_pipelines_failure_on)
@@ -734,6 +759,7 @@ static const world_test tests[] = {
     {.name = "late_abort",
      .rank =
          another_pipelines_failure_comes_too_late_for_who_has_said_that_all_is_well},
+    {.name = "key", .rank = a_key_for_who_leads_fails_its_step},
     {.name = "passed_on", .rank = pp_rank_0_passes_another_pipelines_failure_on},
     {.name = "no_step", .rank = a_rank_that_leaves_a_step_out_has_issued_nothing},
 };

@@ -139,6 +139,15 @@ TEST(a_spilled_record_does_not_lie_on_a_device)
 }
 
 /* Any change gives a status, or a message whose blocks lie where blocks may lie. */
+TEST(a_message_of_a_size_that_overflows_is_refused)
+{
+    smp_message *message;
+
+    CHECK_STATUS(smp_message_create(0, SIZE_MAX - 8, 0, &message), SMP_ERR_NO_MEMORY);
+    CHECK_STATUS(smp_message_create(0, 0, SIZE_MAX / 8, &message), SMP_ERR_NO_MEMORY);
+    return 0;
+}
+
 TEST(a_changed_record_never_leads_outside)
 {
     fixture  f = make_blocks();
@@ -197,6 +206,7 @@ main(int argc, char **argv)
     static const smp_test tests[] = {
         {"what_was_written_is_read", what_was_written_is_read},
         {"a_cut_record_is_malformed", a_cut_record_is_malformed},
+        LISTED_TEST(a_message_of_a_size_that_overflows_is_refused),
         {"a_spilled_record_does_not_lie_on_a_device",
          a_spilled_record_does_not_lie_on_a_device},
         {"a_changed_record_never_leads_outside", a_changed_record_never_leads_outside},
