@@ -31,8 +31,15 @@ def ask(address: str, argv: list[str]) -> None:
     socket.send_fds(connection, [len(wish).to_bytes(8, "little")], [0, 1, 2])
     connection.sendall(wish)
     child = int.from_bytes(connection.recv(8, socket.MSG_WAITALL), "little")
+
+    def pass_on(number: int, _frame: object) -> None:
+        from contextlib import suppress
+
+        with suppress(ProcessLookupError):  # it has ended, and how is about to be told
+            os.kill(child, number)
+
     for number in PASSED_ON:
-        signal.signal(number, lambda number, frame: os.kill(child, number))
+        signal.signal(number, pass_on)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
     status = int.from_bytes(connection.recv(8, socket.MSG_WAITALL), "little")
     if os.WIFSIGNALED(status):
