@@ -18,6 +18,7 @@ TEST_RANK(a_program_that_is_started_inherits_no_descriptor)
     for (int fd = 0; fd < FDS; fd++) {
         before[fd] = fcntl(fd, F_GETFD) >= 0;
     }
+    w->barrier(w); /* ranks that are threads have the same descriptors */
     CHECK_STATUS(world_prepare(w, "another", &end), SMP_OK);
     CHECK_STATUS(smp_comm_connect(end.comm, end.cards, end.card_bytes,
                                   PATIENCE_MS(60000), &failed_rank),
