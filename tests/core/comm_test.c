@@ -6,7 +6,8 @@
 #include "comm/transport/transport.h"
 #include "comm_list.h"
 
-/* ... of a comm that is made here.  UCX and MPI open what they like. */
+/* ... of a comm that is made here.  Ranks are processes: one that is closed just now,
+ * by another thread, may look as if it were inherited. */
 TEST_RANK(a_program_that_is_started_inherits_no_descriptor)
 {
     enum { FDS = 256 };
@@ -18,7 +19,6 @@ TEST_RANK(a_program_that_is_started_inherits_no_descriptor)
     for (int fd = 0; fd < FDS; fd++) {
         before[fd] = fcntl(fd, F_GETFD) >= 0;
     }
-    w->barrier(w); /* ranks that are threads have the same descriptors */
     CHECK_STATUS(world_prepare(w, "another", &end), SMP_OK);
     CHECK_STATUS(smp_comm_connect(end.comm, end.cards, end.card_bytes,
                                   PATIENCE_MS(60000), &failed_rank),
@@ -35,6 +35,7 @@ TEST_RANK(a_program_that_is_started_inherits_no_descriptor)
     return 0;
 }
 
+/* UCX and MPI open what they like. */
 static const world_test own_list[] = {
     LISTED(a_program_that_is_started_inherits_no_descriptor, 0),
 };
@@ -59,9 +60,9 @@ run(const world_test *test, const char *transport, int size, bool as_threads)
 
 #define COUNT_OF(list) (sizeof(list) / sizeof((list)[0]))
 
-/* Over each transport, with two and four ranks. */
+/* Over each transport, with two and four ranks; as threads, too, where it may be. */
 static void
-run_everywhere(const world_test *test)
+run_everywhere(const world_test *test, bool as_threads)
 {
     const smp_transport *transports[SMP_TRANSPORTS];
     int                  ntransports = smp_transport_all(transports);
@@ -70,7 +71,9 @@ run_everywhere(const world_test *test)
         for (int size = 2; size <= 4; size += 2) {
             if (transports[t] != &smp_transport_ucx) {
                 run(test, transports[t]->name, size, false);
-                run(test, transports[t]->name, size, true);
+                if (as_threads) {
+                    run(test, transports[t]->name, size, true);
+                }
             }
         }
     }
@@ -84,7 +87,7 @@ main(int argc, char **argv)
             i < COMM_LIST_COUNT ? &comm_list[i] : &own_list[i - COMM_LIST_COUNT];
 
         if (argc == 1 || strstr(test->name, argv[1]) != NULL) {
-            run_everywhere(test);
+            run_everywhere(test, i < COMM_LIST_COUNT);
         }
     }
     printf("%d passed, %d failed\n", ran - failed, failed);
