@@ -1200,6 +1200,19 @@ def test_sub_groups_work_by_themselves(tmp_path):
 
 
 @on_ranks(2)
+def test_an_aborted_group_is_left(tmp_path):
+    with job(tmp_path) as (rank, _):
+        group = dist.new_group()
+        dist.barrier(group)
+        if rank == 0:
+            group.abort()
+        else:
+            with pytest.raises(dist.DistBackendError, match="rank 0 has left"):
+                dist.barrier(group)
+        dist.barrier()  # rank 0 is still in this one
+
+
+@on_ranks(2)
 def test_a_group_beside_a_default_group_of_another_backend(tmp_path, monkeypatch):
     """... also where that has taken the place of one of ours.  The port is the default's."""
     left = []

@@ -924,6 +924,48 @@ def test_forward_hooks_that_are_always_called_hear_of_a_forward_that_fails():
     assert sum("of the hook" in str(w.message) for w in warned) == (smp.pp_rank() == 0)
 
 
+class Retrying(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.far = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        try:
+            return self.far(x)
+        except ValueError:
+            return self.far(x * 0)
+
+
+@on_ranks(2)
+def test_a_hook_that_is_always_called_and_raises_is_called_once():
+    smp.init({"pipeline_parallel_degree": 2})
+    net = Retrying()
+    plain = copy.deepcopy(net)
+    smp.set_partition(net, 0)
+    smp.set_partition(net.far, 1)
+    calls: list[list] = [[], []]
+
+    for far, mine in zip((net.far, plain.far), calls, strict=True):
+
+        def refuses(module, args, output, mine=mine):
+            mine.append(output is None)
+            if args[0].any():
+                raise ValueError("of the hook")
+
+        far.register_forward_hook(refuses, always_call=True)
+    model = smp.DistributedModel(net)
+    step = smp.step(lambda model, x: model(x))
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step(model, torch.ones(2, WIDTH))  # traced
+        calls[0].clear()
+        step(model, torch.ones(2, WIDTH))
+        plain(torch.ones(2, WIDTH))
+
+    assert calls[1] == [False, False]
+    assert calls[0] == (calls[1] if smp.pp_rank() == 0 else [])
+
+
 _noted: ContextVar[list] = ContextVar("noted")
 
 

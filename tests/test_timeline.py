@@ -308,18 +308,26 @@ def test_the_picture_is_to_scale(length_ns):
     assert 3 * third / 1e6 - times[-1] <= times[1] - times[0] + 1e-9
 
 
-def test_the_legend_shows_the_first_twelve_microbatches():
+def picture_of_microbatches(count):
+    """A task of each; the texts in ink beside it."""
     tasks = [
         task
-        for number in range(15)
+        for number in range(count)
         for task in read_events(
             [(number, 0, BEGIN, 0, number, -1), (number + 1, 0, END, 0, number, -1)], []
         )
     ]
     drawn = ElementTree.fromstring(picture([tasks]))
     ink = [t for t in drawn.iter(f"{SVG}text") if t.get("class") == "ink"]
+    return drawn, [t for t in ink if t.text.isdigit()]
 
-    assert [t.text for t in ink if t.text.isdigit()] == [str(i) for i in range(12)]
+
+def test_the_legend_shows_the_first_twelve_microbatches():
+    drawn, shown = picture_of_microbatches(15)
+    _, few = picture_of_microbatches(3)
+
+    assert [t.text for t in shown] == [str(i) for i in range(12)]
+    assert shown[-1].get("x") == few[-1].get("x")  # at the right edge
     assert drawn.find(f"{SVG}title").text == "One step on 1 rank"
     assert len({shade(i, phase) for i in range(8) for phase in (0, 1)}) == 16
 
