@@ -1254,15 +1254,16 @@ def test_what_is_set_for_groups_ends_with_its_block(tmp_path, monkeypatch):
     names = ["comm_pool_bytes", "comm_device_gather_bytes", "watchdog_report_s"]
     given = dict(zip(names, (16 << 20, 12345, 67.5), strict=True))
     for number in range(2):
-        (tmp_path / str(number)).mkdir(exist_ok=True)
+        inside, after = (tmp_path / f"{number}{part}" for part in ("inside", "after"))
+        inside.mkdir(exist_ok=True), after.mkdir(exist_ok=True)
         with pytest.raises(LookupError), with_settings(given), called("mine"):
-            with job(tmp_path / str(number)):
+            with job(inside):
                 ((pool,), (use,)) = (lambda r: (r.group_pools, r.groups))(smp.comm_report())
                 assert use.name == "mine" and pool.bytes >= 16 << 20
                 ranks = dist.group.WORLD._ranks
                 assert (ranks.gather_bytes, ranks.report_s) == (12345, 67.5)
             raise LookupError
-        with job(tmp_path / str(number)):
+        with job(after):
             ((pool,), (use,)) = (lambda r: (r.group_pools, r.groups))(smp.comm_report())
             assert use.name == "0" and pool.bytes <= 5 << 20
             ranks = dist.group.WORLD._ranks
