@@ -827,23 +827,6 @@ TEST_RANK(a_block_is_not_used_again_while_a_member_may_write_into_it)
     return 0;
 }
 
-/* Whether a rank sleeps in some group. */
-static bool
-sleeps(world *w, int rank)
-{
-    smp_neighbour neighbour;
-
-    if (!smp_comm_neighbour(w->comm, rank, &neighbour)) {
-        abort();
-    }
-    for (int i = 0; i < SMP_CONTROL_BLOCKS; i++) {
-        if (atomic_load(&neighbour.segment->controls[i].waits) != 0) {
-            return true;
-        }
-    }
-    return false;
-}
-
 /* Rank 0 calls a, then b; rank 1 calls b, then a. */
 TEST_RANK(groups_entered_in_another_order_are_named_at_the_time_out)
 {
@@ -866,7 +849,7 @@ TEST_RANK(groups_entered_in_another_order_are_named_at_the_time_out)
     smp_group_rename(b, "second");
     w->barrier(w); /* rank 1 does not sleep in the meeting any more */
     if (w->rank == 0) {
-        while (!sleeps(w, 1)) {
+        while (!world_sleeps(w, 1)) {
             sched_yield();
         }
         call.timeout_ns = SMP_NS_PER_MS;

@@ -248,6 +248,46 @@ TEST_RANK(what_a_destroyed_queue_still_had_is_over)
     return 0;
 }
 
+static void *
+wait_for_sum(void *arg)
+{
+    sum *s = arg;
+
+    return smp_work_item_wait(&s->item, SMP_NEVER) ? s : NULL;
+}
+
+/* Rank 0's thread is in an operation that nobody joins. */
+TEST_RANK(who_waits_in_a_queue_that_is_destroyed_is_told)
+{
+    smp_carrier *carrier;
+    line         l;
+    sum          s;
+    pthread_t    thread;
+    void        *over;
+
+    CHECK_STATUS(smp_carrier_create(&carrier), SMP_OK);
+    CHECK_STATUS(open_line(w, carrier, 7, &l), SMP_OK);
+    w->barrier(w); /* nobody sleeps in the meeting any more */
+    if (w->rank == 0) {
+        issue_sum(&s, &l, 1, false);
+        CHECK(pthread_create(&thread, NULL, wait_for_sum, &s) == 0);
+    }
+    while (!world_sleeps(w, 0)) {
+        sched_yield();
+    }
+    w->barrier(w);
+    smp_queue_destroy(l.queue);
+    if (w->rank == 0) {
+        pthread_join(thread, &over);
+        CHECK(over == &s);
+        CHECK_STATUS(s.item.status, SMP_ERR_CLOSED);
+    }
+    w->barrier(w);
+    smp_group_destroy(l.group);
+    smp_carrier_destroy(carrier);
+    return 0;
+}
+
 /* ------------------------------------------------------------------------- deadlocks
  */
 
@@ -794,6 +834,7 @@ static const world_test list[] = {
     LISTED(an_order_that_its_waiter_leaves_is_finished_by_the_carrier),
     LISTED(an_order_stops_at_the_first_call_that_fails),
     LISTED(what_a_destroyed_queue_still_had_is_over),
+    LISTED(who_waits_in_a_queue_that_is_destroyed_is_told),
     LISTED(ranks_that_wait_in_a_ring_of_groups_are_told_the_ring),
     LISTED(ranks_whose_carriers_wait_in_a_ring_are_told_the_ring),
     LISTED(a_rank_with_another_thread_is_in_no_ring),

@@ -734,6 +734,33 @@ TEST(a_segment_without_seals_is_refused)
     return 0;
 }
 
+static bool
+lie_apart(const void *first, size_t bytes, const void *next)
+{
+    return (const uint8_t *)first + bytes <= (const uint8_t *)next;
+}
+
+TEST(the_parts_of_a_segment_lie_apart)
+{
+    for (int ranks = 1; ranks < 6; ranks++) {
+        smp_segment *s;
+
+        CHECK_STATUS(smp_segment_create(ranks, 1 << 20, &s), SMP_OK);
+        CHECK(lie_apart(s->base, 0, s->doorbell));
+        CHECK(lie_apart(s->doorbell, sizeof(*s->doorbell), s->states));
+        CHECK(lie_apart(s->states, s->nslots * sizeof(*s->states), s->rings));
+        CHECK(lie_apart(s->rings, (size_t)ranks * sizeof(*s->rings), s->controls));
+        CHECK(lie_apart(s->controls, SMP_CONTROL_BLOCKS * sizeof(*s->controls),
+                        s->device));
+        CHECK(lie_apart(s->device,
+                        sizeof(*s->device) + (size_t)ranks * sizeof(uint32_t),
+                        s->arena));
+        CHECK(lie_apart(s->arena, s->arena_bytes, s->base + s->bytes));
+        smp_segment_unref(s);
+    }
+    return 0;
+}
+
 /* ------------------------------------------------------------ what can be missing */
 
 TEST(without_descriptors_create_fails_and_leaves_none)
@@ -1097,6 +1124,7 @@ main(int argc, char **argv)
          a_block_larger_than_memory_is_no_memory},
         {"a_goodbye_is_the_end", a_goodbye_is_the_end},
         {"a_segment_without_seals_is_refused", a_segment_without_seals_is_refused},
+        LISTED_TEST(the_parts_of_a_segment_lie_apart),
         {"without_descriptors_create_fails_and_leaves_none",
          without_descriptors_create_fails_and_leaves_none},
         LISTED_TEST(without_descriptors_nobody_is_met_and_this_rank_is_named),

@@ -106,11 +106,12 @@ TEST(a_rank_that_does_not_move_is_reported_with_what_it_waits_for)
     CHECK(l.first.step == 7 && l.first.nwaits == 1);
     CHECK(l.first.now_ns - l.first.moved_ns >= LIMIT_NS);
     CHECK(atomic_load(&l.ends) == 0);
+    l.first.waits[0].since_ns = l.first.now_ns - 7 * SMP_NS_PER_S;
     (void)smp_board_write(board, 0, &l.first, said, sizeof(said));
     CHECK(strstr(said, "microbatch 2, backward: module 'encoder' runs, since ") !=
           NULL);
     CHECK(strstr(said, "microbatch 3, forward: the step function waits for module "
-                       "'decoder.0' on rank 5 (pp_rank 1), since ") != NULL);
+                       "'decoder.0' on rank 5 (pp_rank 1), since 7.0 s") != NULL);
     CHECK(strstr(said, "  rank 4 (pp_rank 0): microbatch 2") == said);
     (void)smp_board_write(board, 2, &l.first, said, sizeof(said));
     CHECK(strstr(said, "  rank 6 (pp_rank 0): microbatch 3, forward: the step function "

@@ -23,6 +23,9 @@
 
 #include "check.h"
 #include "comm/comm.h"
+#include "comm/memory/control_block.h"
+#include "comm/memory/segment.h"
+#include "comm/neighbour.h"
 #include "comm/transport/card.h"
 #include "common/clock.h"
 
@@ -324,6 +327,23 @@ world_run_threads(const world_test *test, const char *transports, int size)
     }
     munmap(shared, sizeof(*shared));
     return 0;
+}
+
+/* Whether a rank sleeps in some group. */
+static inline bool
+world_sleeps(const world *w, int rank)
+{
+    smp_neighbour neighbour;
+
+    if (!smp_comm_neighbour(w->comm, rank, &neighbour)) {
+        abort();
+    }
+    for (int i = 0; i < SMP_CONTROL_BLOCKS; i++) {
+        if (atomic_load(&neighbour.segment->controls[i].waits) != 0) {
+            return true;
+        }
+    }
+    return false;
 }
 
 #endif
