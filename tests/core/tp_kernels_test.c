@@ -524,6 +524,7 @@ check_softmax(const smp_tp_kernels *kernels, size_t t, double huge)
         {.causal = false},
         {.causal = true, .queries = queries, .first_query = (int64_t)n - 2},
         {.causal = true, .queries = queries, .first_query = -1},
+        {.causal = true, .queries = queries, .first_query = 3, .window = 1},
         {.causal = true, .queries = queries, .first_query = 3, .window = 2},
         {.causal = true, .queries = queries, .first_query = 40, .window = 19},
     };
@@ -539,7 +540,8 @@ check_softmax(const smp_tp_kernels *kernels, size_t t, double huge)
                                     .rows = rows,
                                     .keys = n,
                                     .scale = (float)scale,
-                                    .sight = sights[t / 7 % 5],
+                                    .sight =
+                                        sights[t / 7 % (sizeof(sights) / sizeof(sights[0]))],
                                     .dropout = way(t / 3, n),
                                     .scores = scores,
                                     .mask = mask_at(t / 2, added, queries, n),
