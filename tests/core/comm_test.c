@@ -35,9 +35,32 @@ TEST_RANK(a_program_that_is_started_inherits_no_descriptor)
     return 0;
 }
 
+/* Rank 0 does not connect; whoever else is late, it is the first. */
+TEST_RANK(the_first_rank_that_does_not_connect_in_time_is_named)
+{
+    bool       is_shm = strcmp(w->transports, "shm") == 0;
+    int        failed_rank = -1;
+    smp_status status = SMP_OK;
+    world_end  end;
+
+    CHECK_STATUS(world_prepare(w, "another", &end), SMP_OK);
+    if (w->rank != 0) {
+        status = smp_comm_connect(end.comm, end.cards, end.card_bytes, PATIENCE_MS(200),
+                                  &failed_rank);
+    }
+    w->barrier(w);
+    smp_comm_destroy(end.comm);
+    if (w->rank != 0) {
+        CHECK_STATUS(status, is_shm ? SMP_ERR_TIMED_OUT : SMP_ERR_UNREACHABLE);
+        CHECK(failed_rank == 0);
+    }
+    return 0;
+}
+
 /* UCX and MPI open what they like. */
 static const world_test own_list[] = {
     LISTED(a_program_that_is_started_inherits_no_descriptor, 0),
+    LISTED(the_first_rank_that_does_not_connect_in_time_is_named, 0),
 };
 
 static int failed;
