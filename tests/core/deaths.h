@@ -90,7 +90,7 @@ TEST_RANK(a_killed_peer_is_noticed_although_its_child_lives)
 
 /* Rank 1 is dead when the others connect: whoever shares its memory is told at once,
  * others when it has not come by half of their time, in which they have met one
- * another. Nothing of it is left. */
+ * another.  Nothing of it is left. */
 TEST_RANK(a_rank_that_dies_before_it_connects_is_named)
 {
     bool       is_shm = strcmp(w->transports, "shm") == 0;

@@ -334,13 +334,10 @@ close_ring(ring *r)
 static bool
 shows_stuck(world *w, int rank)
 {
-    smp_neighbour neighbour;
+    const smp_control_block *controls = world_control_blocks(w, rank);
 
-    if (!smp_comm_neighbour(w->comm, rank, &neighbour)) {
-        abort();
-    }
     for (int i = 0; i < SMP_CONTROL_BLOCKS; i++) {
-        if (atomic_load(&neighbour.segment->controls[i].stuck) != 0) {
+        if (atomic_load(&controls[i].stuck) != 0) {
             return true;
         }
     }

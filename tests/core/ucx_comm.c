@@ -14,16 +14,6 @@
 #include "hosts_list.h"
 #include "partings.h"
 
-/* What UCX keeps of requests that it has not finished after a loss: it rarely forgets a
- * region of its cache of registrations, and is ended with them (close_worker). */
-const char *__lsan_default_suppressions(void);
-
-const char *
-__lsan_default_suppressions(void)
-{
-    return "leak:ucs_posix_memalign\n";
-}
-
 /* --------------------------------------------------------------------- the library */
 
 /* Whether libucp is refused at `path`, with the text in the reason; in a process that

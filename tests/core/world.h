@@ -329,17 +329,26 @@ world_run_threads(const world_test *test, const char *transports, int size)
     return 0;
 }
 
-/* Whether a rank sleeps in some group. */
-static inline bool
-world_sleeps(const world *w, int rank)
+/* The SMP_CONTROL_BLOCKS of a rank that shares its memory; borrowed. */
+static inline const smp_control_block *
+world_control_blocks(const world *w, int rank)
 {
     smp_neighbour neighbour;
 
     if (!smp_comm_neighbour(w->comm, rank, &neighbour)) {
         abort();
     }
+    return neighbour.segment->controls;
+}
+
+/* Whether a rank sleeps in some group. */
+static inline bool
+world_sleeps(const world *w, int rank)
+{
+    const smp_control_block *controls = world_control_blocks(w, rank);
+
     for (int i = 0; i < SMP_CONTROL_BLOCKS; i++) {
-        if (atomic_load(&neighbour.segment->controls[i].waits) != 0) {
+        if (atomic_load(&controls[i].waits) != 0) {
             return true;
         }
     }
