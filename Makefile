@@ -156,7 +156,7 @@ headers:
 SECONDS ?= 10
 fuzz: venv
 	$(MAKE) -C tests/fuzz -j$$(nproc) PYTHON=$(CURDIR)/$(BIN)/python build
-	$(MAKE) -C tests/fuzz SECONDS=$(SECONDS) PYTHON=$(CURDIR)/$(BIN)/python
+	$(MAKE) -C tests/fuzz -j$$(nproc) SECONDS=$(SECONDS) PYTHON=$(CURDIR)/$(BIN)/python
 
 # Hugging Face's Trainer, in the last version that knows this library's interface.  Its
 # environment has that version of its own and takes all else from .venv.

@@ -859,6 +859,55 @@ def test_new_values_have_the_dtype_of_those_that_are_kept(monkeypatch):
     )
 
 
+def test_a_decorated_class_has_its_values_translated_too(monkeypatch):
+    monkeypatch.setattr(state.module_manager, "translate_functions", [])
+
+    @smp.tp_register(Renamed, translate_functions=(from_renamed, to_renamed))
+    class Decorated(Gate):
+        pass
+
+    module = Decorated(5)
+    given = {name: value.clone() for name, value in module.state_dict().items()}
+    new = replacement.replace(module, "gate")
+    for name, value in to_renamed(given).items():
+        assert torch.equal(new.get_parameter(name), value), name
+
+
+class Normed(nn.Module):
+    """Has buffers of one shape, of which two are equal."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(width))
+        for number, name in enumerate(("mean", "low", "std")):
+            self.register_buffer(name, torch.full((width,), float(number // 2)))
+
+    forward = Scaled.forward
+
+
+@on_ranks(2)
+def test_what_a_distributed_module_lacks_keeps_its_own_value():
+    split_over_all_ranks()
+
+    def renamed(given: dict[str, Tensor], name: str, to: str) -> dict[str, Tensor]:
+        return {to: given[name]} if name in given else {}
+
+    functions = (
+        functools.partial(renamed, name="weight", to="gain"),
+        functools.partial(renamed, name="gain", to="weight"),
+    )
+    smp.tp_register_with_module(Normed, ScaledThere, translate_functions=functions)
+    net = marked(lambda: nn.Sequential(Normed(2)))
+    wanted = copy.deepcopy(Normed(2).state_dict())
+    model = smp.DistributedModel(net)
+    assert isinstance(net[0], ScaledThere)
+    ((to_plain, _),) = smp.state.module_manager.translate_functions
+    found = to_plain(model.state_dict())
+    assert found.keys() == {f"0.{name}" for name in wanted}
+    for name, value in wanted.items():
+        assert torch.equal(found[f"0.{name}"], value), name
+
+
 class Unlike(smp.nn.DistributedModule):
     """Lacks a bias, has a scale, another width and a buffer."""
 

@@ -314,6 +314,31 @@ def test_what_torch_checkpoints_is_not_given_away():
     assert modules[""].reruns == ()
 
 
+class Runs(torch.autograd.Function):
+    """Runs a module that it is given."""
+
+    @staticmethod
+    def forward(ctx, module, x):
+        return module(x)
+
+
+@pytest.mark.parametrize("package", ["torchgpipe.checkpoint", "torchvision", "checkpoints"])
+def test_what_another_packages_function_is_given_is_given_away(package, monkeypatch):
+    monkeypatch.setattr(Runs, "__module__", package)
+
+    class Gives(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.notes = Notes()
+
+        def forward(self, x):
+            return Runs.apply(self.notes, x)
+
+    net = Gives()
+    modules = trace(net, run_of(net, torch.randn(2, 4))).modules
+    assert modules[""].reruns == ("notes", "notes.layer")
+
+
 def test_kept_bytes_are_measured_once_though_times_are_too():
     net = nn.Sequential(nn.Linear(8, 16), nn.Tanh())
     x = torch.randn(4, 8)

@@ -146,7 +146,7 @@ TEST_RANK(programs_that_come_to_their_end_are_left_to_it)
 
     CHECK_STATUS(smp_carrier_create(&carrier), SMP_OK);
     CHECK(open_lines(w, carrier, lines) == 0);
-    for (uint64_t seed = 1; seed <= PROGRAMS; seed++) {
+    for (uint64_t seed = 1; seed <= (uint64_t)world_times(PROGRAMS); seed++) {
         CHECK(run_program(w, carrier, lines, seed) == 0);
     }
     /* All of two groups have come to an end: the first and the last rank enter them in

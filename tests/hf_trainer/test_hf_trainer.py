@@ -150,6 +150,7 @@ ALIKE = ("--in-order", "--max-norm", "0.5")
 REPLACED = {"gpt2": "DistributedTransformerLMHead", "bert": "DistributedTransformer"}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("alike", [False, True])
 @pytest.mark.parametrize("model", REPLACED)
 def test_the_trainer_with_a_split_model(model, alike, tmp_path):
