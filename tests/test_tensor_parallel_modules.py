@@ -876,36 +876,38 @@ def test_a_decorated_class_has_its_values_translated_too(monkeypatch):
 class Normed(nn.Module):
     """Has buffers of one shape, of which two are equal."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, name: str) -> None:
         super().__init__()
-        self.gain = nn.Parameter(torch.ones(width))
-        for number, name in enumerate(("mean", "low", "std")):
-            self.register_buffer(name, torch.full((width,), float(number // 2)))
-
-    forward = Scaled.forward
+        self.register_parameter(name, nn.Parameter(torch.ones(width)))
+        for number, buffer in enumerate(("mean", "low", "std")):
+            self.register_buffer(buffer, torch.full((width,), float(number // 2)))
 
 
 @on_ranks(2)
-def test_what_a_distributed_module_lacks_keeps_its_own_value():
+@pytest.mark.parametrize("name", ["gain", "weight"])
+def test_what_a_distributed_module_lacks_keeps_its_own_value(name):
     split_over_all_ranks()
 
-    def renamed(given: dict[str, Tensor], name: str, to: str) -> dict[str, Tensor]:
-        return {to: given[name]} if name in given else {}
+    def renamed(given: dict[str, Tensor], old: str, new: str) -> dict[str, Tensor]:
+        return {new: given[old]} if old in given else {}
 
     functions = (
-        functools.partial(renamed, name="weight", to="gain"),
-        functools.partial(renamed, name="gain", to="weight"),
+        functools.partial(renamed, old="weight", new=name),
+        functools.partial(renamed, old=name, new="weight"),
     )
-    smp.tp_register_with_module(Normed, ScaledThere, translate_functions=functions)
-    net = marked(lambda: nn.Sequential(Normed(2)))
-    wanted = copy.deepcopy(Normed(2).state_dict())
+    smp.tp_register_with_module(
+        Normed, ScaledThere, lambda width, name: ((width,), {}), translate_functions=functions
+    )
+    net = marked(lambda: nn.Sequential(Normed(2, name)))
+    wanted = Normed(2, name).state_dict()
     model = smp.DistributedModel(net)
     assert isinstance(net[0], ScaledThere)
-    ((to_plain, _),) = smp.state.module_manager.translate_functions
+    ((to_plain, to_ours),) = smp.state.module_manager.translate_functions
     found = to_plain(model.state_dict())
     assert found.keys() == {f"0.{name}" for name in wanted}
     for name, value in wanted.items():
         assert torch.equal(found[f"0.{name}"], value), name
+    assert to_ours(found).keys() == {"0.weight"} and to_plain({"1.x": 0}) == {"1.x": 0}
 
 
 class Unlike(smp.nn.DistributedModule):

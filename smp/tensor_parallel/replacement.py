@@ -446,7 +446,7 @@ def _with_buffers(to_plain: Translate, buffers: Mapping[str, Tensor]) -> Transla
 
     def translated(state_dict: Mapping[str, Any]) -> dict[str, Any]:
         out = to_plain(state_dict)
-        return out if out.keys() == state_dict.keys() else {**buffers, **out}
+        return {**buffers, **out} if out else out
 
     return translated
 
