@@ -386,6 +386,27 @@ def test_ucx_without_its_library_is_refused_and_the_error_says_what_to_install(t
     assert "pip install libucx-cu12" in ran.stderr
 
 
+def test_an_mpi_that_cannot_serve_says_why(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import mpi4py\n"
+        "for start in (lambda: None, lambda: __import__('mpi4py.MPI')):\n"
+        "    mpi4py.rc.thread_level = 'single'\n"
+        "    start()\n"
+        "    try:\n"
+        "        import smp._mpi\n"
+        "    except ImportError as error:\n"
+        "        print(error)\n"
+    )
+    ran = subprocess.run(
+        [sys.executable, script], env=rank_environment(), capture_output=True, text=True
+    )
+
+    idle, single = ran.stdout.splitlines()
+    assert "MPI is not running in this process: import mpi4py.MPI first" in idle
+    assert "for one thread only" in single and "(mpi4py.rc.thread_level)" in single
+
+
 @on_ranks(2)
 def test_ucx_is_not_used_unasked_where_it_has_nothing_but_tcp():
     if os.path.isdir("/sys/class/infiniband") and os.listdir("/sys/class/infiniband"):

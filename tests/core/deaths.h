@@ -88,42 +88,6 @@ TEST_RANK(a_killed_peer_is_noticed_although_its_child_lives)
     return await_loss_of_rank_1(w);
 }
 
-/* Rank 1 is dead when the others connect: whoever shares its memory is told at once,
- * others when it has not come by half of their time, in which they have met one
- * another.  Nothing of it is left. */
-TEST_RANK(a_rank_that_dies_before_it_connects_is_named)
-{
-    bool       is_shm = strcmp(w->transports, "shm") == 0;
-    int64_t    patience_ms = is_shm ? 60000 : WORLD_SANITIZED ? 20000 : 4000;
-    int        failed = -1;
-    char       path[64];
-    world_end  end;
-    smp_status status;
-
-    CHECK_STATUS(world_prepare(w, "with one dead", &end), SMP_OK);
-    if (w->rank == 1) {
-        kill(getpid(), SIGKILL);
-    }
-    while (!smp_comm_gone(w->comm, 1)) {
-        sched_yield();
-    }
-    status = smp_comm_connect(end.comm, end.cards, end.card_bytes,
-                              PATIENCE_MS(patience_ms), &failed);
-    /* Who leaves is not to be reached either by one that takes longer. */
-    atomic_fetch_add(&w->shared->scratch[0], 1);
-    while (atomic_load(&w->shared->scratch[0]) < w->size - 1) {
-        sched_yield();
-    }
-    CHECK_STATUS(status, is_shm ? SMP_ERR_PEER_LOST : SMP_ERR_UNREACHABLE);
-    CHECK(failed == 1);
-    smp_comm_destroy(end.comm);
-    for (int r = 0; r <= 1; r++) {
-        CHECK(!world_socket_file(&end, r == 0 ? 1 : w->rank, path) ||
-              access(path, F_OK) != 0);
-    }
-    return 0;
-}
-
 static inline int
 open_fds(void)
 {
@@ -135,6 +99,52 @@ open_fds(void)
     }
     closedir(folder);
     return count;
+}
+
+/* Rank 1 is dead when the others connect: whoever shares its memory is told at once,
+ * others when it has not come by half of their time, in which they have met one
+ * another.  Nothing of it is left, nor of whom they have met. */
+TEST_RANK(a_rank_that_dies_before_it_connects_is_named)
+{
+    bool       is_shm = strcmp(w->transports, "shm") == 0;
+    int64_t    patience_ms = is_shm ? 60000 : WORLD_SANITIZED ? 20000 : 4000;
+    int        failed = -1;
+    int        fds = open_fds();
+    bool       is_there;
+    char       path[64];
+    world_end  end;
+    smp_status status;
+
+    CHECK_STATUS(world_prepare(w, "with one dead", &end), SMP_OK);
+    fds -= open_fds(); /* its own */
+    if (is_shm) {
+        w->barrier(w);
+    }
+    if (w->rank == 1) {
+        kill(getpid(), SIGKILL);
+    }
+    while (!smp_comm_gone(w->comm, 1)) {
+        sched_yield();
+    }
+    fds += open_fds(); /* the dead one's may go yet */
+    /* A job that starts meanwhile removes it, as every file of the dead. */
+    is_there = world_socket_file(&end, 1, path) && access(path, F_OK) == 0;
+    status = smp_comm_connect(end.comm, end.cards, end.card_bytes,
+                              PATIENCE_MS(patience_ms), &failed);
+    /* Who leaves is not to be reached either by one that takes longer. */
+    atomic_fetch_add(&w->shared->scratch[0], 1);
+    while (atomic_load(&w->shared->scratch[0]) < w->size - 1) {
+        sched_yield();
+    }
+    CHECK_STATUS(status, is_shm && is_there ? SMP_ERR_PEER_LOST : SMP_ERR_UNREACHABLE);
+    CHECK(failed == 1);
+    smp_comm_destroy(end.comm);
+    CHECK(!is_shm || open_fds() <= fds);
+    for (int r = 0; r <= 1; r++) {
+        CHECK(!world_socket_file(&end, r == 0 ? 1 : w->rank, path) ||
+              access(path, F_OK) != 0);
+    }
+    return 0;
 }
 
 TEST_RANK(a_forked_child_can_do_nothing_and_breaks_nothing)
