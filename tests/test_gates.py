@@ -58,7 +58,7 @@ class Gated(nn.Module):
         call = self.norm.forward if self.how == "forward alone" else self.norm
         if x[0, 0] != 2:
             x = x + 0 * self.far(x)  # all but number 2 take a way round
-        return call(x)
+        return call(x) if self.how == "a hook" else call(x=x)
 
 
 @on_ranks(2)

@@ -27,6 +27,7 @@ class Tables(nn.Module):
         torch.manual_seed(5)
         self.tables = nn.ModuleList(nn.Embedding(ROWS, WIDTH, sparse=True) for _ in range(3))
         self.head = nn.Linear(WIDTH, 2)
+        self.double()  # not what new tensors are
 
     def forward(self, tokens: Tensor, used: list[int]) -> Tensor:
         return self.head(sum(self.tables[number](tokens) for number in used))
