@@ -61,7 +61,7 @@ def run(ranks: int, folder: Path, *options: str) -> list[str]:
 @pytest.mark.stress
 def test_split_over_two_ranks_it_learns_and_goes_on_from_its_checkpoint(tmp_path):
     """A run that was stopped ends as one that was not: the same losses, the same text."""
-    options = ("--tensor-parallel", "2", "--batch", "2")
+    options = ("--tensor-parallel", "2", "--batch", "4")
     whole = run(2, tmp_path / "whole", *options, "--steps", "28")
     assert "parameters on 2 ranks" in whole[0] and "step 0 of 28" in whole[0]
     losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)$", "\n".join(whole), re.M)]
