@@ -885,7 +885,7 @@ class Normed(nn.Module):
 
 @on_ranks(2)
 @pytest.mark.parametrize("name", ["gain", "weight"])
-def test_what_a_distributed_module_lacks_keeps_its_own_value(name):
+def test_what_a_distributed_module_lacks_keeps_its_own_value(name, tmp_path):
     split_over_all_ranks()
 
     def renamed(given: dict[str, Tensor], old: str, new: str) -> dict[str, Tensor]:
@@ -904,10 +904,19 @@ def test_what_a_distributed_module_lacks_keeps_its_own_value(name):
     assert isinstance(net[0], ScaledThere)
     ((to_plain, to_ours),) = smp.state.module_manager.translate_functions
     found = to_plain(model.state_dict())
-    assert found.keys() == {f"0.{name}" for name in wanted}
-    for name, value in wanted.items():
-        assert torch.equal(found[f"0.{name}"], value), name
+    assert found.keys() == {f"0.{key}" for key in wanted}
+    for key, value in wanted.items():
+        assert torch.equal(found[f"0.{key}"], value), key
     assert to_ours(found).keys() == {"0.weight"} and to_plain({"1.x": 0}) == {"1.x": 0}
+    optimizer = smp.DistributedOptimizer(torch.optim.Adam(model.parameters()))
+    model(torch.ones(2)).sum().backward()
+    optimizer.step()
+    assert len(optimizer.state_dict()["state"]) == 1
+    smp.save_checkpoint(tmp_path, "full", False, model, optimizer)
+    plain = nn.Sequential(Normed(2, name))
+    plain.load_state_dict(torch.load(tmp_path / "full"))
+    assert torch.equal(plain[0].get_parameter(name), net[0].weight)
+    smp.resume_from_checkpoint(tmp_path, "full", partial=False)
 
 
 class Unlike(smp.nn.DistributedModule):

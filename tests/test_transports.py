@@ -398,9 +398,8 @@ def test_an_mpi_that_cannot_serve_says_why(tmp_path):
         "    except ImportError as error:\n"
         "        print(error)\n"
     )
-    ran = subprocess.run(
-        [sys.executable, script], env=rank_environment(), capture_output=True, text=True
-    )
+    command, environment = [sys.executable, script], rank_environment()
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
 
     idle, single = ran.stdout.splitlines()
     assert "MPI is not running in this process: import mpi4py.MPI first" in idle
