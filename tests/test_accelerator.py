@@ -369,7 +369,7 @@ class Module:
 def module(monkeypatch) -> Module:
     """Of a host with two devices, of which the second is the current one."""
     made = Module()
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("xpu"))
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("xpu"))
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 1)
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda: "a stream")
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
@@ -418,7 +418,7 @@ def test_what_arrives_goes_to_where_the_parameters_are(module):
 
 def test_what_is_in_host_memory_stays_there_without_a_device(monkeypatch):
     """As a tensor of its own: no view, and changed by nobody."""
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: None)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: None)
     memory = torch.arange(6.0).add_(1)
     arrives = staging.Staging()
     for take in (arrives.into, arrives.placed):

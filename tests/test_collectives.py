@@ -665,6 +665,13 @@ class Recorder:
     def __init__(self):
         self.asked = []
 
+    @classmethod
+    def of(cls, group):
+        """The group's, as if no two of its ranks shared a GPU."""
+        group._nccl = cls()
+        group._through_host[None] = False
+        return group._nccl
+
     def __getattr__(self, name):
         if not hasattr(dist.ProcessGroup, name):
             raise AttributeError(name)
@@ -682,7 +689,7 @@ class Recorder:
 def test_operations_of_cuda_tensors_are_coalesced_by_nccl(tmp_path):
     with job(tmp_path):
         group = dist.group.WORLD
-        group._nccl = nccl = Recorder()
+        nccl = Recorder.of(group)
         tensors = [torch.ones(3).as_subclass(OnCuda), torch.ones(4).as_subclass(OnCuda)]
 
         with dist._coalescing_manager(device=torch.device("cuda")):
@@ -705,7 +712,7 @@ def test_other_operations_of_cuda_tensors_are_nccl_s(tmp_path):
         gpu = torch.ones(3).as_subclass(OnCuda)
         for end in ("shutdown", "abort"):
             group = dist.new_group()
-            group._nccl = nccl = Recorder()
+            nccl = Recorder.of(group)
             device = torch.device("cuda", 0)
             group.gather([] if rank else [[gpu] * size], [gpu])
             group.scatter([gpu], [] if rank else [[gpu] * size])
@@ -754,12 +761,6 @@ def test_the_group_of_nccl_has_the_group_s_ranks_name_and_time(
     has_options, tmp_path, monkeypatch
 ):
     with job(tmp_path) as (rank, size):
-        monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
-        group = dist.new_group()
-        group.bound_device_id = None
-        with pytest.raises(RuntimeError, match="CUDA tensors need NCCL, which this torch has"):
-            group.allreduce([torch.ones(3).as_subclass(OnCuda)])
-
         monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
         monkeypatch.setattr(dist, "ProcessGroupNCCL", Nccl, raising=False)
         options = Nccl.Options() if has_options else None

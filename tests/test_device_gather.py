@@ -337,7 +337,7 @@ def test_one_rank_that_will_not_leaves_it_to_nccl_for_all(device, tmp_path):
     memory = TINY if os.environ["OMPI_COMM_WORLD_RANK"] == "0" else "0"
     with job_on(device, tmp_path, memory) as (rank, size, on):
         group = dist.group.WORLD
-        group._nccl = nccl = Recorder()
+        nccl = Recorder.of(group)
         own, out = torch.ones(4, device=on), torch.empty(8, device=on)
         for _ in range(2):
             dist.all_gather_into_tensor(out, own)
@@ -358,7 +358,7 @@ def test_ranks_of_several_hosts_leave_it_to_nccl(device, tmp_path, monkeypatch):
     monkeypatch.setenv("SMP_COMM_TRANSPORTS", "tcp")
     with job_on(device, tmp_path) as (rank, size, on):
         group = dist.group.WORLD
-        group._nccl = nccl = Recorder()
+        nccl = Recorder.of(group)
         for _ in range(2):
             dist.all_gather_into_tensor(torch.empty(8, device=on), torch.ones(4, device=on))
         assert nccl.asked == ["all_gather_single_coalesced"] * 2
@@ -371,7 +371,7 @@ def test_copies_that_change_bytes_leave_it_to_nccl_for_all(device, tmp_path):
     """They are tried when the ranks meet; one rank warns, the report says why."""
     with job_on(device, tmp_path) as (rank, size, on):
         group = dist.group.WORLD
-        group._nccl = nccl = Recorder()
+        nccl = Recorder.of(group)
         own, out = torch.ones(4, device=on), torch.empty(4 * size, device=on)
 
         with (
@@ -394,7 +394,7 @@ def test_copies_that_change_bytes_leave_it_to_nccl_for_all(device, tmp_path):
 def test_other_operations_are_nccl_s(device, tmp_path):
     with job_on(device, tmp_path) as (rank, size, on):
         group = dist.group.WORLD
-        group._nccl = nccl = Recorder()
+        nccl = Recorder.of(group)
         own, out = torch.ones(4, device=on), torch.empty(8, device=on)
         with dist._coalescing_manager(device=on):
             dist.all_gather_into_tensor(out, own)

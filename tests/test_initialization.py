@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 import smp
 from smp import _core
-from smp.collectives import ranks
+from smp.collectives import ranks, shared_gpus
 from smp.job import bootstrap, config, torch_process_groups
 from smp.job.placement import Placement
 from tests.ranks import (
@@ -261,15 +261,34 @@ def test_nccl_on_a_host_without_a_gpu_becomes_smddp(monkeypatch):
 
 
 def test_a_gpu_is_served_by_smddp_unless_nccl_is_named(monkeypatch):
+    """... and has a GPU for each rank."""
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(shared_gpus, "visible", lambda: ["A", "B"])
 
-    def backend(name):
-        return torch_process_groups.backend_of(config.load({"ddp_dist_backend": name}, 1))
+    class Others(bootstrap.Alone):
+        """The GPUs that the other ranks see."""
+
+        theirs: tuple[bytes, ...] = ()
+
+        def allgather_bytes(self, data):
+            return [data, *self.theirs]
+
+    def backend(name, *theirs):
+        boot = Others()
+        boot.theirs = theirs
+        return torch_process_groups.backend_of(config.load({"ddp_dist_backend": name}, 1), boot)
 
     assert backend("auto") == backend("smddp") == "smddp"
-    assert backend("nccl") == "cpu:gloo,cuda:nccl"
+    assert backend("nccl") == backend("nccl", b"A\nB", b"C") == "cpu:gloo,cuda:nccl"
     assert backend("gloo") == "gloo"
+    for theirs, said in [
+        ((b"A\nB", b"B"), "ranks 0, 1, 2 have 2 in all"),
+        ((b"C", b"C"), "ranks 1, 2 have 1 in all"),
+        ((b"C", b""), "rank 2 has none"),
+    ]:
+        with pytest.warns(UserWarning, match=f"a GPU for each rank, and {said}: using 'smddp'"):
+            assert backend("nccl", *theirs) == "smddp"
 
 
 NEEDS_INIT = [

@@ -1,7 +1,8 @@
 """Dense copies of tensors, for a core that takes only such.
 
-The core wants tensors without gaps, in the order of their indices.  Lists of tensors that
-an operation takes or gives as one are joined here, and parted again.
+The core wants tensors without gaps, in the order of their indices, and most of its operations
+want them in host memory.  Lists of tensors that an operation takes or gives as one are joined
+here, and parted again.
 """
 
 import sys
@@ -49,6 +50,39 @@ def dense(tensor: Tensor) -> Tensor:
     if isinstance(tensor, AsyncCollectiveTensor):
         tensor = tensor.trigger_wait()
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
+
+
+def in_host_memory(tensor: Tensor, is_read: bool = True) -> Tensor:
+    """The tensor itself if the core takes it there, else a copy that it takes.
+
+    The device has done by then what its current stream was told before.  A GPU copies to and
+    from pinned memory, which goes back when the GPU has copied.
+
+    Args:
+        is_read: whether the elements matter, or are written over.
+
+    Raises:
+        RuntimeError: a CUDA graph is being captured, which has no calls of the host.
+    """
+    tensor = dense(tensor)
+    if tensor.is_cpu:
+        return tensor
+    if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "smp: a CUDA graph cannot hold collectives that go through host memory, as those of "
+            "ranks that share a GPU do: capture the graph without them"
+        )
+    copy = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+    if is_read:
+        copy.copy_(tensor)
+    else:
+        torch.accelerator.current_stream(tensor.device).synchronize()
+    return copy
+
+
+def devices_of(tensors: Sequence[Tensor]) -> list[int | str | torch.device]:
+    """As a future wants them that has these tensors."""
+    return list({t.device: None for t in tensors if t.device.type not in ("cpu", "meta")})
 
 
 def is_fake(tensor: Tensor | None) -> bool:

@@ -1,5 +1,5 @@
-"""What every method of a process group does before and after: tensors of devices go to NCCL,
-fake ones nowhere, and a profile hears of the call.
+"""What every method of a process group does before and after: tensors of devices go to each
+other, to NCCL or through host memory, fake ones nowhere, and a profile hears of the call.
 """
 
 import os
@@ -49,13 +49,16 @@ def _first(value: Any) -> Any:
     return value
 
 
-def operation_of(title: str, gathers: bool = False) -> Callable[[Callable], Callable]:
+def operation_of(
+    title: str, gathers: bool = False, of_two: bool = False
+) -> Callable[[Callable], Callable]:
     """An operation of tensors, which come first; results before inputs.
 
     Args:
         title: under which a profile shows it.
         gathers: it is an all-gather, which devices can do among themselves.  All else of
-            theirs is NCCL's.
+            theirs is NCCL's, or goes through host memory.
+        of_two: it is of this rank and the one that the second argument names.
     """
 
     def decorated(method: Callable) -> Callable:
@@ -69,15 +72,15 @@ def operation_of(title: str, gathers: bool = False) -> Callable[[Callable], Call
             if tensor is None and len(args) > 1:
                 tensor = _first(args[1])
                 tensor = tensor if isinstance(tensor, Tensor) else None
+            if type(tensor) is not Tensor and dense.is_fake(tensor):
+                return self._over  # nobody calls, on any backend
             if tensor is not None and not tensor.is_cpu:
                 if tensor.is_meta:
-                    return self._over  # as for fake ones below: nobody calls, on any backend
-                if _is_driven(tensor):
-                    if gathers and self._devices_gather(tensor, *args):
-                        return self._gather_on_device(tensor.device, *args)
+                    return self._over
+                if gathers and _is_driven(tensor) and self._devices_gather(tensor, *args):
+                    return self._gather_on_device(tensor.device, *args)
+                if not self._goes_through_host(tensor.device, args[1] if of_two else None):
                     return self._by_nccl(method.__name__, args)
-            if type(tensor) is not Tensor and dense.is_fake(tensor):
-                return self._over
             if not profile.is_on():
                 return method(self, *args)
             has_inputs = len(args) > 1 and isinstance(_first(args[1]), Tensor)

@@ -1,7 +1,8 @@
 """The backend ``smddp`` of ``torch.distributed``: a process group over the C core.
 
 Collectives of tensors in host memory are the core's, and all-gathers of CUDA tensors where
-all ranks share a host.  The others of CUDA tensors are handed to a NCCL group inside.
+all ranks share a host.  The others of CUDA tensors are handed to a NCCL group inside; where
+NCCL cannot serve them, as where ranks share a GPU, the core has copies in host memory.
 torch calls the methods under the names that it has for them; `opts` are its option objects.
 """
 
@@ -21,6 +22,7 @@ from smp.collectives import dense, launch, sparse
 from smp.collectives.monitored_barrier import Monitor
 from smp.collectives.operation import not_traced, operation_of, show
 from smp.collectives.ranks import Ranks
+from smp.collectives.shared_gpus import SharedGpus
 from smp.collectives.work import AllOf, DeviceWork, Over, OverOnDevice, Received, Work
 from smp.job import core_warnings
 
@@ -102,6 +104,9 @@ class ProcessGroup(dist.ProcessGroup):
         self._device: torch.device | None = None
         self._nccl: Any = None
         self._nccl_options = nccl_options
+        self._gpus = SharedGpus(dist.PrefixStore("gpus", store), rank, self.global_ranks)
+        # Whether tensors of devices go through host memory: with one rank, with all (None).
+        self._through_host: dict[int | None, bool] = {}
         self._nccl_waits: torch.device | None = None  # to be told that operations coalesce
         self._nccl_coalesces = False
         self._why_nccl: str | None = None  # gathers, too; "": it does not; None: not known
@@ -347,17 +352,19 @@ class ProcessGroup(dist.ProcessGroup):
         show(self)
         opts = opts or dist.BarrierOptions()
         if opts.device is not None and opts.device.type == "cuda":
-            return self.nccl().barrier(opts)
+            if not self._goes_through_host(opts.device):
+                return self.nccl().barrier(opts)
+            torch.accelerator.current_stream(opts.device).synchronize()
         return self._call(BARRIER, None, None, opts)
 
-    @operation_of("send")
+    @operation_of("send", of_two=True)
     def send(self, tensors: list[Tensor], to: int, tag: int = 0) -> dist.Work:
         _check_tag(tag)
         for tensor in tensors:
             self._ranks.send(self._group, self._members[to], tag, tensor)
         return self._over
 
-    @operation_of("recv")
+    @operation_of("recv", of_two=True)
     def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> dist.Work:
         _check_tag(tag)
         works = [self._receive(tensor, source, tag) for tensor in tensors]
@@ -434,8 +441,11 @@ class ProcessGroup(dist.ProcessGroup):
             try:
                 item = begin(operation, inputs, outputs, *rest)
             except BufferError:
-                given, outputs = outputs, outputs and [dense.dense(t) for t in outputs]
-                inputs = inputs and [dense.dense(t) for t in inputs]
+                if len({t.device.type for t in (*(inputs or ()), *(outputs or ()))}) > 1:
+                    raise
+                given, in_place = outputs, inputs is None
+                outputs = outputs and [dense.in_host_memory(t, in_place) for t in outputs]
+                inputs = inputs and [dense.in_host_memory(t) for t in inputs]
                 item = begin(operation, inputs, outputs, *rest)
                 results = given if results is None else results
                 if not _only_reads(operation, root, self._rank):
@@ -533,6 +543,34 @@ class ProcessGroup(dist.ProcessGroup):
             return self._over
         return self._issue(item, DeviceWork(item, device, dense.listed(outputs)))
 
+    def _goes_through_host(self, device: torch.device, peer: int | None = None) -> bool:
+        """Whether a device's tensors are copied to host memory and back, by the core.
+
+        The ranks of an operation know it alike.  The first one waits for the others.
+
+        Args:
+            peer: the other rank of a send or a receive; None: all ranks call.
+        """
+        if self._coalesced is not None:
+            peer = None  # NCCL makes one operation of a block, over all ranks of the group
+        if peer not in self._through_host:
+            why = self._why_not_nccl(device, peer)
+            self._through_host[peer] = bool(why)
+            if why:
+                self._ranks.through_host[self._group] = why
+        return self._through_host[peer]
+
+    def _why_not_nccl(self, device: torch.device, peer: int | None) -> str:
+        if device.type != "cuda":
+            return f"NCCL does not serve {device.type} tensors"
+        if not dist.is_nccl_available():
+            return "this torch has no NCCL"
+        if self.size() == 1:
+            return ""
+        members = range(self.size()) if peer is None else [peer]
+        shared = self._gpus.found(device, members, self._timeout)
+        return f"ranks {', '.join(map(str, shared))} share a GPU" if shared else ""
+
     def _by_nccl(self, name: str, args: tuple) -> dist.Work:
         nccl = self.nccl()
         if self._nccl_waits is not None:
@@ -586,9 +624,9 @@ class ProcessGroup(dist.ProcessGroup):
 
         for tensor in tensors:
             with torch.no_grad():
-                tensor.copy_(
-                    sparse.summed(tensor.coalesce(), self.global_ranks, gather, self._shown)
-                )
+                own = tensor.coalesce().to("cpu")
+                total = sparse.summed(own, self.global_ranks, gather, self._shown)
+                tensor.copy_(total.to(tensor.device))
         return Over(tensors)
 
     # --------------------------------------------------------- what torch asks a group
@@ -627,12 +665,14 @@ class ProcessGroup(dist.ProcessGroup):
     group_desc = property(getGroupDesc)
 
     def _get_backend(self, device: torch.device) -> Any:
-        return self.nccl()._get_backend(device) if device.type == "cuda" else self
+        if device.type != "cuda" or self._through_host.get(None):
+            return self
+        return self.nccl()._get_backend(device)
 
     @property
     def _device_types(self) -> list[torch.device]:
-        has_cuda = torch.cuda.is_available() and dist.is_nccl_available()
-        return [torch.device(name) for name in (["cpu", "cuda"] if has_cuda else ["cpu"])]
+        names = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+        return [torch.device(name) for name in names]
 
     @property
     def bound_device_id(self) -> torch.device | None:
@@ -698,8 +738,6 @@ class ProcessGroup(dist.ProcessGroup):
     def nccl(self) -> dist.ProcessGroup:
         """The group that serves CUDA tensors, made when the first comes."""
         if self._nccl is None:
-            if not dist.is_nccl_available():
-                raise RuntimeError("smp: CUDA tensors need NCCL, which this torch has not")
             store = dist.PrefixStore("nccl", self._store)
             options = self._nccl_options
             if options is None:

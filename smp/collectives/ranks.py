@@ -64,6 +64,7 @@ class GroupUse:
     device_operations: int = 0  # all-gathers between devices, of the operations
     device_bytes: int = 0  # ... and of the bytes
     device_why: str = ""  # why NCCL does those
+    through_host: str = ""  # why all that devices do not do goes through host memory
 
 
 class Ranks:
@@ -130,6 +131,7 @@ class Ranks:
             on_failure.pop_all()
         core_warnings.pass_on()
         self._groups: dict[_core.Group, tuple[str, list[int]]] = {}  # with name and members
+        self.through_host: dict[_core.Group, str] = {}  # the groups to which that applies, why
         self._lock = threading.Lock()  # guards the two below
         self._idle = 0  # threads that wait for the next operation to end
         self._threads: list[threading.Thread] = []
@@ -191,16 +193,16 @@ class Ranks:
         try:
             _core.send(group, to, tag, tensor)
         except BufferError:
-            _core.send(group, to, tag, dense.dense(tensor))
+            _core.send(group, to, tag, dense.in_host_memory(tensor))
 
     def receive(
         self, group: _core.Group, source: int, tag: int, tensor: Tensor
     ) -> tuple[_core.Receipt, Tensor]:
-        """Where to wait for it, and what it fills: the tensor, or a copy without gaps."""
+        """Where to wait for it, and what it fills: the tensor, or a dense copy."""
         try:
             return _core.receive(group, source, tag, tensor), tensor
         except BufferError:
-            copy = dense.dense(tensor)
+            copy = dense.in_host_memory(tensor)
             return _core.receive(group, source, tag, copy), copy
 
     def uses(self) -> list[GroupUse]:
@@ -221,6 +223,7 @@ class Ranks:
                     messages,
                     sent,
                     *of_devices,
+                    through_host=self.through_host.get(group, ""),
                 )
             )
         return uses

@@ -169,7 +169,7 @@ class Work(dist.Work):
         return self._future
 
     def _make_pending(self) -> torch.futures.Future[None]:
-        return torch.futures.Future()
+        return torch.futures.Future(devices=dense.devices_of(self._results))
 
     def _value(self, _: Any) -> list[Tensor]:
         self._check()
@@ -386,7 +386,8 @@ class Over(Work):
         return None
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
-        future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
+        devices = dense.devices_of(self._results)
+        future: torch.futures.Future[list[Tensor]] = torch.futures.Future(devices=devices)
         future.set_result(list(self._results))
         return future
 

@@ -165,11 +165,16 @@ def _of_pool(size: int, high: int, blocks: int, fallbacks: int) -> str:
 
 
 def _of_devices(use: "GroupUse") -> list[str]:
+    lines = []
+    if use.through_host:
+        lines = [f"group {use.name}: GPUs' tensors through host memory ({use.through_host})"]
     if use.device_why:
-        return [f"group {use.name}: all-gathers of GPUs by NCCL ({use.device_why})"]
+        way = "through host memory" if use.through_host else "by NCCL"
+        return [*lines, f"group {use.name}: all-gathers of GPUs {way} ({use.device_why})"]
     if not use.device_operations:
-        return []
+        return lines
     return [
+        *lines,
         f"group {use.name}: {use.device_operations} all-gathers of {_mib(use.device_bytes)} "
         "MiB by the GPUs' own copies"
     ]

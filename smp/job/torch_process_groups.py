@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from smp.collectives import backend as smddp
-from smp.collectives import ranks
+from smp.collectives import ranks, shared_gpus
 from smp.job import addresses
 from smp.job.bootstrap import Bootstrap
 from smp.job.config import Config
@@ -45,7 +45,8 @@ def form(boot: Bootstrap, placement: Placement, cfg: Config) -> Groups:
     owns_default = not dist.is_initialized()
     interface = addresses.interface(boot, cfg.comm_interface)
     # A script that has made the default group has chosen a backend, unless it says more.
-    backend = backend_of(cfg) if owns_default or cfg.ddp_dist_backend != "auto" else None
+    takes = owns_default or cfg.ddp_dist_backend != "auto"
+    backend = backend_of(cfg, boot) if takes else None
     try:
         if owns_default:
             _form_default(boot, cfg, interface, backend)
@@ -79,21 +80,40 @@ def destroy(groups: Groups) -> None:
         dist.destroy_process_group(group)
 
 
-def backend_of(cfg: Config) -> str:
-    """What init_process_group calls it; torch.cuda is left alone where there is none."""
+def backend_of(cfg: Config, boot: Bootstrap) -> str:
+    """What init_process_group calls it; torch.cuda is left alone where there is none.
+
+    Collective where the configuration wants NCCL.
+    """
     wanted = cfg.ddp_dist_backend
-    has_cuda = torch.backends.cuda.is_built() and torch.cuda.is_available()
-    if has_cuda and wanted == "nccl":
-        return "cpu:gloo,cuda:nccl"
     if wanted == "nccl":
-        warnings.warn(
-            "smp: ddp_dist_backend='nccl' needs a GPU and there is none: using 'smddp'",
-            stacklevel=2,
-        )
+        has_cuda = torch.backends.cuda.is_built() and torch.cuda.is_available()
+        mine = shared_gpus.visible() if has_cuda else []
+        all_of_them = boot.allgather_bytes("\n".join(mine).encode())
+        why = _why_not_nccl([set(gpus.decode().splitlines()) for gpus in all_of_them])
+        if not why:
+            return "cpu:gloo,cuda:nccl"
+        warnings.warn(f"smp: ddp_dist_backend='nccl' {why}: using 'smddp'", stacklevel=2)
     if wanted == "gloo":
         return wanted
     smddp.register()
     return "smddp"
+
+
+def _why_not_nccl(visible: list[set[str]]) -> str:
+    """Why NCCL cannot serve the job; "": it can, if the ranks choose different GPUs.
+
+    Args:
+        visible: the GPUs that each rank may use.
+    """
+    if set() in visible:
+        return f"needs a GPU for each rank, and rank {visible.index(set())} has none"
+    for mine in visible:
+        sharing = [rank for rank, theirs in enumerate(visible) if theirs <= mine]
+        if len(sharing) > len(mine):
+            ranks_have = f"ranks {', '.join(map(str, sharing))} have {len(mine)} in all"
+            return f"needs a GPU for each rank, and {ranks_have}"
+    return ""
 
 
 def _form_default(

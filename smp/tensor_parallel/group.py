@@ -140,7 +140,7 @@ def gather_rows(
         call.run(start)
     elif is_even:
         call.run(lambda is_async: torch_versions.all_gather_single(out, own, tp_group, is_async))
-    elif own.is_cpu:  # gloo gathers equal slices alone
+    elif _is_gloo(tp_group, own):  # gathers equal slices alone
         longest = max(lengths)
         padded = own.new_zeros((longest, *own.shape[1:]))
         padded[: len(own)] = own
@@ -175,11 +175,20 @@ def reduce_rows(
                 out, terms, group=tp_group, async_op=is_async
             )
         )
+    elif not terms.is_cpu and _is_gloo(tp_group, terms):  # scatters those of hosts alone
+        total = terms.clone()
+        call.run(lambda is_async: dist.all_reduce(total, group=tp_group, async_op=is_async))
+        out.copy_(total.split(lengths)[rank()])
     else:
         rows = list(terms.split(lengths))
         call.run(
             lambda is_async: dist.reduce_scatter(out, rows, group=tp_group, async_op=is_async)
         )
+
+
+def _is_gloo(tp_group: Any, tensor: Tensor) -> bool:
+    """Whether gloo serves such tensors: all of host memory that smddp does not."""
+    return tensor.is_cpu or tp_group._get_backend(tensor.device).name() == "gloo"
 
 
 def _takes_rows(tp_group: Any, tensor: Tensor) -> bool:
