@@ -44,7 +44,7 @@ reduce_scatter_single: Callable[..., Any] = getattr(
     dist, "reduce_scatter_single", dist.reduce_scatter_tensor
 )
 
-_NAMES_BEFORE_2_13 = {
+NAMES_BEFORE_2_13 = {
     "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
     "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
     "all_to_all_single": "alltoall_base",
@@ -56,9 +56,23 @@ def operation_of(group: dist.ProcessGroup, name: str) -> Callable[..., Any]:
 
     Can go when 2.13 is the oldest version.
     """
-    if name in _NAMES_BEFORE_2_13 and not hasattr(group, name):
-        name = _NAMES_BEFORE_2_13[name]
+    if name in NAMES_BEFORE_2_13 and not hasattr(group, name):
+        name = NAMES_BEFORE_2_13[name]
     return getattr(group, name)
+
+
+def is_made(group: dist.ProcessGroup) -> bool:
+    """Whether ``torch.distributed`` has made a group and knows it.
+
+    From 2.15 torch attaches a recorder to a group in the making that serves any device.  That
+    fails for a group like smddp's, which has no backend in C++.
+    """
+    return group in dist.distributed_c10d._world.pg_map
+
+
+# Whether a profile shows an event that ends in another thread than it began in.  Can go when
+# 2.12 is the oldest version.
+EVENTS_CROSS_THREADS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12)
 
 
 # By owner: names that PyTorch may change in any version.

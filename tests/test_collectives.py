@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 import smdistributed.dataparallel.torch.torch_smddp  # noqa: F401
 import smp
+from smp import torch_versions
 from smp.collectives import launch, monitored_barrier
 from smp.collectives.backend import called
 from smp.collectives.process_group import BARRIER
@@ -622,8 +623,9 @@ def test_in_a_profile_an_operation_lasts_until_all_have_come(tmp_path):
             store.wait(["come"])
             dist.all_reduce(torch.ones(2))
     times = {e.name: e.time_range for e in profile.events()}
-    if rank == 0:
-        assert times["smddp:all_reduce"].end >= times["meanwhile"].end
+    if rank == 0:  # before PyTorch 2.12 the call is shown
+        is_shown = torch_versions.EVENTS_CROSS_THREADS
+        assert (times["smddp:all_reduce"].end >= times["meanwhile"].end) == is_shown
 
 
 @on_ranks(2)
@@ -663,7 +665,7 @@ class Recorder:
     """In place of a NCCL group: what it is asked to do."""
 
     def __init__(self):
-        self.asked = []
+        self.asked = []  # by the names of PyTorch 2.13
 
     @classmethod
     def of(cls, group):
@@ -677,7 +679,8 @@ class Recorder:
             raise AttributeError(name)
 
         def method(*args):
-            self.asked.append(name)
+            older = torch_versions.NAMES_BEFORE_2_13
+            self.asked.append(next((new for new in older if older[new] == name), name))
             done = torch.futures.Future()
             done.set_result(None)
             return torch._C._distributed_c10d._create_work_from_future(done)

@@ -128,7 +128,8 @@ class Alone:
         return self.module(*args)
 
     def backward(self, loss: Tensor) -> None:
-        loss.backward(torch.full_like(loss, self.share))
+        # Tensor.backward() has no function modes in PyTorch 2.10.
+        torch.autograd.backward((loss,), (torch.full_like(loss, self.share),))
 
 
 def make(degree: int, dtype: torch.dtype = torch.float32, **config: Any):

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from smp import torch_versions
 from smp.collectives import dense, profile
 
 if TYPE_CHECKING:
@@ -87,7 +88,10 @@ def operation_of(
             shown = args[1] if has_inputs else args[0]
             event = profile.Event(f"{self.name()}:{title}", dense.listed(shown))
             work = method(self, *args)
-            work.ends(event)
+            if torch_versions.EVENTS_CROSS_THREADS:
+                work.ends(event)
+            else:  # a call's, not an operation's
+                event.end()
             return work
 
         return not_traced(operation)

@@ -671,6 +671,8 @@ class ProcessGroup(dist.ProcessGroup):
 
     @property
     def _device_types(self) -> list[torch.device]:
+        if not torch_versions.is_made(self):
+            return []
         names = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
         return [torch.device(name) for name in names]
 

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from torch.autograd import profiler
 
+from smp import torch_versions
+
 
 def is_on() -> bool:
     """Whether a profiler records."""
@@ -26,6 +28,9 @@ class Event:
 
     def end(self) -> None:
         """In another thread: so a profile knows what runs beside the script's own work."""
+        if not torch_versions.EVENTS_CROSS_THREADS:
+            torch.autograd._record_function_with_args_exit(self._handle)
+            return
         thread = threading.Thread(
             target=torch.autograd._record_function_with_args_exit, args=(self._handle,)
         )
