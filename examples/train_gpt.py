@@ -162,7 +162,7 @@ def write_some(model: nn.Module, length: int, count: int) -> list[bytes]:
     generator = torch.Generator().manual_seed(0)
     text = torch.tensor([list(prompt) for prompt in PROMPTS])
     for _ in range(count):
-        scores = next_scores(model, text[:, -length:]).concat() / 0.6
+        scores = next_scores(model, text[:, -length:]).concat().cpu() / 0.6
         drawn = torch.multinomial(F.softmax(scores, dim=-1), 1, generator=generator)
         text = torch.cat([text, drawn], dim=1)
     model.train()
@@ -175,6 +175,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=800)
     parser.add_argument("--batch", type=int, default=8, help="pieces in a step")
     parser.add_argument("--rate", type=float, default=3e-3, help="highest learning rate")
+    parser.add_argument("--write", type=int, default=120, metavar="BYTES", help="at its end")
     parser.add_argument("--tensor-parallel", type=int, default=1, metavar="T")
     options = parser.parse_args()
 
@@ -252,7 +253,7 @@ def main() -> None:
             )
     mean = sum(losses) / len(losses)
     say(f"mean loss of the last {len(losses)} steps: {mean:.3f} nats a byte")
-    for written in write_some(model, length, count=120):
+    for written in write_some(model, length, options.write):
         say("\n" + written.decode(errors="replace").strip("\n"))
 
 

@@ -24,6 +24,8 @@ DEVICES = [
     ),
     *(["cuda"] if torch.cuda.is_available() else []),
 ]
+# Kinds of which a rank has two or more.
+SEVERAL = [DEVICES[1], *(["cuda"] if torch.cuda.device_count() > 1 else [])]
 
 
 def use(name: str) -> torch.device:

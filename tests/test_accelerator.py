@@ -14,7 +14,7 @@ import smp
 from smp import _core, execution
 from smp.execution import staging
 from tests import accelerator
-from tests.devices import DEVICES, use
+from tests.devices import DEVICES, SEVERAL, use
 from tests.ranks import on_ranks
 
 WIDTH = 64
@@ -143,12 +143,10 @@ def test_what_a_module_changes_in_place_comes_back(device):
 
 
 @on_ranks(2)
-@on_accelerators
+@pytest.mark.parametrize("device", SEVERAL)
 def test_tensors_arrive_on_the_device_of_the_ranks_own_parameters(device):
     """Device 1 of one rank is device 0 of another, and neither need be the current one."""
     on = begin(device)
-    if torch.accelerator.device_count() < 2:
-        pytest.skip("there is one device")
     mine = torch.device(on.type, 1 - smp.pp_rank())
     seen = []
 

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import smp
+from tests import accelerator
 from tests.ranks import TESTS, mpirun, on_ranks
 from tests.reference.whole_job import WholeJob, split_over_all_ranks
 
@@ -49,6 +50,26 @@ def test_its_model_split_over_two_ranks_equals_the_plain_one():
     for step in range(2):
         job.step(step)
     job.check_parameters()
+
+
+@pytest.mark.skipif(accelerator.compiler() is None, reason="no C++ compiler")
+@pytest.mark.parametrize("split", [1, 2])
+def test_on_an_accelerator_it_trains_and_writes_to_its_end(split, tmp_path):
+    accelerator.build()
+    script = tmp_path / "on_accelerator.py"
+    script.write_text(
+        "import runpy, sys\n"
+        "from tests import accelerator\n"
+        "accelerator.load()\n"
+        "sys.argv[0] = sys.argv.pop(1)\n"
+        "runpy.run_path(sys.argv[0], run_name='__main__')\n"
+    )
+    options = ("--steps", "2", "--write", "2", "--tensor-parallel", str(split))
+    done = mpirun(2, script, DEMO, "--output", tmp_path, *options)
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    assert "mean loss of the last 2 steps" in done.stdout
+    written = done.stdout.partition("nats a byte\n")[2]
+    assert "    def " in written and "class " in written
 
 
 def run(ranks: int, folder: Path, *options: str) -> list[str]:

@@ -13,8 +13,8 @@
  * bits.  One device, whose streams share one queue.
  *
  * With the stand-in of the GPU's driver (use_driver) its streams are the driver's null
- * stream too: what the driver is told on others comes before or after work here by events
- * only.
+ * stream too: what the driver is told on others comes before or after work here by
+ * events only.
  */
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
@@ -513,6 +513,41 @@ native_dropout(const at::Tensor &input, double p, std::optional<bool> train)
     return {input.mul(mask).mul_(p == 1 ? 0 : 1 / (1 - p)), mask.to(c10::kBool)};
 }
 
+// Convolutions: operators that devices other than the CPU have of their own.
+
+at::Tensor
+convolution(const at::Tensor &input, const at::Tensor &weight,
+            const std::optional<at::Tensor> &bias, at::IntArrayRef stride,
+            at::IntArrayRef padding, at::IntArrayRef dilation, bool transposed,
+            at::IntArrayRef output_padding, int64_t groups)
+{
+    const auto added =
+        bias && bias->defined() ? std::optional(bias->cpu()) : std::nullopt;
+
+    return at::convolution(input.cpu(), weight.cpu(), added, stride, padding, dilation,
+                           transposed, output_padding, groups)
+        .to(current());
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor>
+convolution_backward(const at::Tensor &gradient, const at::Tensor &input,
+                     const at::Tensor &weight, at::IntArrayRef stride,
+                     at::IntArrayRef padding, at::IntArrayRef dilation, bool transposed,
+                     at::IntArrayRef output_padding, int64_t groups,
+                     std::array<bool, 3> wanted)
+{
+    const std::array<int64_t, 1> bias{gradient.size(1)};
+    const auto                   all = at::convolution_backward(
+                          gradient.cpu(), input.cpu(), weight.cpu(),
+        wanted[2] ? at::OptionalIntArrayRef(bias) : std::nullopt, stride, padding,
+                          dilation, transposed, output_padding, groups, wanted);
+    const auto back = [](const at::Tensor &t) {
+        return t.defined() ? t.to(current()) : t;
+    };
+
+    return {back(std::get<0>(all)), back(std::get<1>(all)), back(std::get<2>(all))};
+}
+
 // Cells of nn.LSTM and nn.GRU: operators that the CPU does not have.
 
 bool
@@ -629,6 +664,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m)
     m.impl("_local_scalar_dense", &local_scalar_dense);
     m.impl("bernoulli_.float", &bernoulli_);
     m.impl("native_dropout", &native_dropout);
+    m.impl("convolution_overrideable", &convolution);
+    m.impl("convolution_backward_overrideable", &convolution_backward);
     m.impl("_thnn_fused_lstm_cell", &lstm_cell);
     m.impl("_thnn_fused_lstm_cell_backward_impl", &lstm_cell_backward);
     m.impl("_thnn_fused_gru_cell", &gru_cell);
