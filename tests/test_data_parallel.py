@@ -6,6 +6,7 @@ gradients are summed in rank order and divided once.
 
 import copy
 import gc
+import os
 import random
 import sys
 from typing import Any
@@ -20,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import smp
 from smp.data_parallel.group import ReplicasDiffer
+from tests.devices import DEVICES, use
 from tests.models.random_tree import describe, make_tree, random_partition
 from tests.ranks import on_ranks
 from tests.reference.compare import assert_close, assert_same_bits, gradients
@@ -81,9 +83,12 @@ def mean_loss(model: nn.Module, x: Tensor) -> Tensor:
 # ------------------------------------------------------------------ equal to the reference
 
 
-def check_tree(seed: int, microbatches: int, options: dict) -> None:
+def check_tree(
+    seed: int, microbatches: int, options: dict, device: torch.device | str = "cpu"
+) -> None:
     """Two steps of a random tree, added up: the same bits as the replicas' cut loops."""
     tree = make_tree(seed, features_for(seed, smp.state.cfg.pipeline))
+    tree.model.to(device)
     rank_of = random_partition(tree.model, smp.pp_size(), seed)
     references = [copy.deepcopy(tree.model) for _ in range(smp.dp_size())]
     for path, module in tree.model.named_modules():
@@ -97,6 +102,7 @@ def check_tree(seed: int, microbatches: int, options: dict) -> None:
         for dp_rank, reference in enumerate(references):
             generator = torch.Generator().manual_seed(seed + 10 * dp_rank + number)
             batch = tree.make_batch(2 * microbatches, generator)
+            batch = tuple(tensor.to(device) for tensor in batch)
             if dp_rank == smp.dp_rank():
                 torch.manual_seed(seed + dp_rank)
                 step(model, *batch)
@@ -138,6 +144,17 @@ def test_random_trees_on_two_replicas_equal_the_average_of_the_cut_loops(options
     first = random.Random(str(options)).randrange(10**6)
     for seed in range(first, first + 6):
         check_tree(seed, 2, options)
+
+
+@pytest.mark.parametrize("device", DEVICES[1:])
+@on_ranks(2, 4, timeout_s=150)
+def test_random_trees_on_an_accelerator_equal_the_average_of_the_cut_loops(device):
+    """Two replicas, of one rank or of two; where these share it, through host memory."""
+    degree = int(os.environ["OMPI_COMM_WORLD_SIZE"]) // 2
+    smp.init({"pipeline_parallel_degree": degree, "microbatches": 2, "ddp": True})
+    on = use(device)
+    for seed in range(3):
+        check_tree(seed, 2, {"bucket_cap_mb": 1e-4} if seed % 2 else {}, on)
 
 
 @pytest.mark.sample(2)

@@ -26,6 +26,7 @@ from smp.data_parallel.buckets import MEGABYTE, make_buckets
 from smp.data_parallel.group import Holders
 from smp.tensor_parallel import group, regions, same_samples, step_end
 from smp.tensor_parallel.slices import Slices, mark, slices_of
+from tests.devices import DEVICES, use
 from tests.ranks import on_ranks
 from tests.reference.whole_job import WholeJob, assert_near, split_over_all_ranks
 
@@ -84,6 +85,25 @@ def test_gpt2_equals_the_plain_model(attention):
     for step in range(3):
         job.step(step, max_norm=0.3)
     job.check_parameters()
+
+
+@pytest.mark.parametrize("device", DEVICES[1:])
+@pytest.mark.parametrize("config", [{}, {"pipeline_parallel_degree": 2}, {"ddp": True}], ids=str)
+@on_ranks(4, timeout_s=120)
+def test_on_an_accelerator(config, device):
+    """Where ranks share one, in a pipeline and beside replicas, too."""
+    degree = 2 if config else 4
+    smp.init({"tensor_parallel_degree": degree, "microbatches": len(config) + 1, **config})
+    on = use(device)
+    job = WholeJob(
+        small_gpt2(heads=5),
+        next_token_loss,
+        lambda rank, step: tokens(rank, step, uneven=not config),
+    )
+    for step in range(2):
+        job.step(step, max_norm=0.3)
+    job.check_parameters()
+    assert {p.device.type for p in job.model.local_parameters()} == {on.type}
 
 
 @pytest.mark.parametrize("uneven", [False, True], ids=["even", "uneven"])

@@ -1,7 +1,8 @@
 """The plain model in one process over all ranks' samples: what a split model must equal.
 
 The loss is the mean over the ranks of each rank's own, which is the mean over its microbatches,
-by their share of its samples.  Everything is in float64.
+by their share of its samples.  Everything is in float64; where there is an accelerator, the
+split model is on it, and the plain one in host memory.
 """
 
 import copy
@@ -152,7 +153,7 @@ def compare_slice(
 
 def assert_near(got: Tensor, want: Tensor, what: str, scale: float | None = None) -> None:
     """Equal but for rounding."""
-    got, want = got.detach().double(), want.detach().double()
+    got, want = (tensor.detach().cpu().double() for tensor in (got, want))
     scale = max(want.abs().max().item() if scale is None else scale, 1e-3)
     worst = (got - want).abs().max().item() if want.numel() else 0.0
     assert worst <= TOLERANCE * scale, f"{what}: {worst:.2e} off, of {scale:.2e}"
