@@ -7,10 +7,13 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+import smp
 from smp import _core
 from smp.tensor_parallel import kernels
 from smp.tensor_parallel.kernels import Dropout
 from tests import heap
+from tests.devices import DEVICES, use
+from tests.ranks import on_ranks
 
 IN_C = [torch.float32, torch.float16, torch.bfloat16]
 DTYPES = [*IN_C, torch.float64]
@@ -367,9 +370,13 @@ def test_split_embedding(dtype, sparse, padding):
     assert torch.equal(total.double(), want)
 
 
-def test_a_gradient_of_many_occurrences_is_rounded_once():
-    table = torch.zeros(2, 3, dtype=torch.bfloat16).requires_grad_()
-    ids = torch.ones(1000, dtype=torch.long)
+@on_ranks(1)
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", IN_C)
+def test_a_gradient_of_many_occurrences_is_rounded_once(device, dtype):
+    smp.init()
+    table = torch.zeros(2, 3, dtype=dtype, device=use(device)).requires_grad_()
+    ids = torch.ones(1000, dtype=torch.long, device=table.device)
     kernels.split_embedding(table, ids, 0).sum().backward()
     assert table.grad[1].tolist() == [1000] * 3 and not table.grad[0].any()
 

@@ -19,7 +19,8 @@ from smp import _core
 from smp.tensor_parallel import gpu_kernels
 from smp.tensor_parallel.second_derivatives import refused, refused_of_values
 
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_HALF = (torch.float16, torch.bfloat16)
+_DTYPES = (torch.float32, *_HALF)
 _MASK_DIMS = 8  # SMP_TP_MASK_DIMS: those of the scores but the last
 _PLAIN = (Tensor, torch.nn.Parameter)
 
@@ -576,11 +577,14 @@ class _Embedding(torch.autograd.Function):
             return out, *[None] * 4
         ids, grad = ids.flatten(), grad.reshape(-1, shape[1])
         here = (ids >= start) & (ids < start + shape[0]) & (ids != padding)
-        at, values = ids[here] - start, grad[here]
         if sparse:
+            at, values = ids[here] - start, grad[here]
             out = torch.sparse_coo_tensor(at[None], values, shape, check_invariants=False)
-        else:
-            out = grad.new_zeros(shape).index_add_(0, at, values)
+        else:  # ids that are not here add to a row behind the table
+            at = torch.where(here, ids - start, shape[0])
+            wide = grad.float() if grad.dtype in _HALF else grad  # as the core sums
+            out = torch.ops.aten.embedding_dense_backward(wide, at, shape[0] + 1, -1, False)
+            out = out[:-1].to(grad.dtype)
         return out, *[None] * 4
 
 
