@@ -1,7 +1,7 @@
 """Whether the core's kernels run on a GPU, which is tried before they are trusted.
 
-``csrc/tp_kernels/gpu.cu`` has been compiled and run by the tests on the CPU, not yet on
-a GPU.  So at the first use of a dtype on a device all kernels compute something small in it,
+``csrc/tp_kernels/gpu.cu`` is run by the tests on the CPU, and has run on one model of GPU, an
+H100.  So at the first use of a dtype on a device all kernels compute something small in it,
 and torch's operators the same in float32.  If they differ by more than the dtype's rounding, or
 the driver refuses, a warning says so and torch's operators serve tensors of that dtype there.
 """

@@ -29,8 +29,8 @@
  * Before the first operation the members gather patterns, in SMP_TRIAL_ROUNDS rounds
  * like those above, and each looks at what has arrived.
  *
- * Status     No GPU has run it yet, only a stand-in for the driver
- *            (tests/core/stand_in.c).  Between hosts there is no path of this kind: an
+ * Status     Run by ranks that share one H100, not yet between two GPUs; the tests have
+ *            a stand-in for the driver (tests/core/stand_in.c).  Between hosts there is no path of this kind: an
  *            all-gather of GPUs goes through NCCL there.
  * Ownership  Tensors are borrowed until the end of the operation's mark.
  * Threads    fill, drain, finish, open, close: one at a time.  mark, begin, join,

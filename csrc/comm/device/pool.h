@@ -4,8 +4,8 @@
  * on the segment's card.  It never is memory of PyTorch's allocator, whose expandable
  * segments cannot be exported.  A pattern lies behind its end, for whoever opens it.
  *
- * Status     No GPU has run it yet, only a stand-in for the driver
- *            (tests/core/stand_in.c).
+ * Status     Run by ranks that share one H100, not yet between two GPUs; the tests have
+ *            a stand-in for the driver (tests/core/stand_in.c).
  * Ownership  A span that was taken is the caller's until it is sent, then the
  *            receiver's, who gives it back by one store (a block's release).
  * Threads    create, take, give_back, withdraw, retire: one at a time.

@@ -25,8 +25,8 @@
  * (smp_warn), and so is that of every rank that sends to one of them, or hears from one
  * of them, later.
  *
- * Status     No GPU has run it yet, only a stand-in for the driver
- *            (tests/core/stand_in.c).  Between devices of other hosts there is no path
+ * Status     Run by ranks that share one H100, not yet between two GPUs; the tests have
+ *            a stand-in for the driver (tests/core/stand_in.c).  Between devices of other hosts there is no path
  *            of this kind: tensors go through host memory.
  * Ownership  put gives a block to the caller, get takes one, whatever it returns.
  * Threads    put, get, meet, sweep: one at a time (the server's baton guarantees it).

@@ -19,7 +19,7 @@
  * path that does not work is off for all ranks of the host that send each other
  * tensors.
  *
- * Status  No GPU has run it yet, only a stand-in for the driver.
+ * Status  Run by ranks that share one H100, not yet between two GPUs.
  */
 #ifndef SMP_COMM_MEMORY_DEVICE_CARD_H
 #define SMP_COMM_MEMORY_DEVICE_CARD_H

@@ -10,8 +10,8 @@
  * Then each gather is a number of rounds, one step each: before a member posts the step
  * its device is told to fill its half, and when all have, to drain the others'.
  *
- * Status   No GPU has run it yet, only a stand-in for the driver
- *          (tests/core/stand_in.c).  A group of several hosts does not meet: its
+ * Status   Run by ranks that share one H100, not yet between two GPUs; the tests have a
+ *          stand-in for the driver (tests/core/stand_in.c).  A group of several hosts does not meet: its
  *          all-gathers of GPUs go through NCCL.
  * Threads  one at a time.
  */
