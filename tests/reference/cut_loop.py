@@ -371,21 +371,22 @@ class _Loop:
     def _checkpoints_bound(self) -> Iterator[None]:
         """What a checkpoint computes again runs as the request that called it."""
         place = torch.utils.checkpoint
-        reentrant, other = (
-            place.CheckpointFunction,
-            place._checkpoint_without_reentrant_generator,
-        )
+        name = "_checkpoint_without_reentrant_generator"
+        if hasattr(place, f"{name}_impl"):  # from PyTorch 2.14
+            name = f"{name}_impl"
+        reentrant, other = place.CheckpointFunction, getattr(place, name)
         place.CheckpointFunction = SimpleNamespace(
             apply=lambda function, *rest: reentrant.apply(self._bound(function), *rest)
         )
-        place._checkpoint_without_reentrant_generator = lambda function, *rest, **options: (
-            other(self._bound(function), *rest, **options)
+        again = lambda function, *rest, **options: other(  # noqa: E731
+            self._bound(function), *rest, **options
         )
+        setattr(place, name, again)
         try:
             yield
         finally:
             place.CheckpointFunction = reentrant
-            place._checkpoint_without_reentrant_generator = other
+            setattr(place, name, other)
 
     def _bound(self, function: Callable) -> Callable:
         """``function``, run as the request that is current now.
