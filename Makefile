@@ -185,7 +185,8 @@ COMPAT_TESTS := $(addprefix tests/test_, torch_versions.py equality.py step.py d
 compat: compat-oldest compat-newest
 
 compat-oldest compat-newest: compat-%: compat-build-%
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(COMPAT)/$*/bin/python -m pytest $(COMPAT_TESTS)
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(COMPAT)/$*/bin/python -m pytest --reruns $(AGAIN) -rR \
+	    $(COMPAT_TESTS)
 
 compat-build: compat-build-oldest compat-build-newest
 compat-build-oldest: TORCH := torch==2.10.*

@@ -367,7 +367,8 @@ class Module:
 def module(monkeypatch) -> Module:
     """Of a host with two devices, of which the second is the current one."""
     made = Module()
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("xpu"))
+    kind = torch.device("xpu")
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: kind)
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 1)
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda: "a stream")
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)

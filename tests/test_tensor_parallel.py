@@ -88,7 +88,7 @@ def test_gpt2_equals_the_plain_model(attention):
 
 
 @pytest.mark.parametrize("device", DEVICES[1:])
-@pytest.mark.parametrize("config", [{}, {"pipeline_parallel_degree": 2}, {"ddp": True}], ids=str)
+@pytest.mark.parametrize("config", [{}, {"pipeline_parallel_degree": 2}, {"ddp": True}])
 @on_ranks(4, timeout_s=120)
 def test_on_an_accelerator(config, device):
     """Where ranks share one, in a pipeline and beside replicas, too."""

@@ -21,60 +21,50 @@ from tests.test_device_gather import job_on
 
 on_devices = pytest.mark.parametrize("device", DEVICES[1:])
 
-ROW, WIDE = (4, 6), (12, 6)  # for 2 and 3 ranks
 
+def operations(rank: int, size: int, to: torch.device | str, **how: bool) -> dict[str, tuple]:
+    """By name: what calls it, and the tensors that it fills on this rank."""
 
-def operations(rank: int, size: int, to: torch.device, **how) -> dict[str, tuple]:
-    """By name: what calls it, on tensors that are there, and what shows its results."""
+    def own(*shape: int) -> torch.Tensor:
+        return drawn(rank, shape or (4, 6), torch.float32).to(to)
 
-    def own(shape=ROW, step=1):
-        return drawn(rank, shape, torch.float32).to(to)[::step]
+    def empty(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape or (4, 6), device=to)
 
-    def empty(shape=ROW):
-        return torch.zeros(shape, device=to)
-
-    x, y, z, last = own(), own(), own((8, 6), 2), size - 1
-    wide, out, listed = own(WIDE), empty(), [empty() for _ in range(size)]
-    gathered = empty((size * 4, 6))
-    rest = {"async_op": True} if how else {}
-    shift = [int(r == rank) for r in range(size)]
+    last = size - 1
+    summed, gaps, half, reduced, sent = own(), own(8, 6)[::2], own().half(), own(), own()
+    joined, swapped = empty(4 * size, 6), empty(12, 6)
+    gathered, listed, at_root = ([empty() for _ in range(size)] for _ in range(3))
+    part, uneven, given = empty(12 // size, 6), empty(1 + rank, 6), empty()
+    terms = [own(1 + r, 6) for r in range(size)]
+    is_root = rank == last
     return {
-        "all_reduce": (lambda: dist.all_reduce(x, **rest), [x]),
-        "with gaps": (lambda: dist.all_reduce(z, **rest), [z]),
-        "half": (lambda h=x.half(): dist.all_reduce(h, dist.ReduceOp.MAX, **rest), [x]),
-        "reduce": (lambda: dist.reduce(y, last, **rest), [y] if rank == last else []),
-        "broadcast": (lambda: dist.broadcast(out, last, **rest), [out]),
-        "all_gather": (lambda: dist.all_gather(listed, own(), **rest), listed),
-        "single": (lambda: dist.all_gather_into_tensor(gathered, own(), **rest), [gathered]),
-        "reduce_scatter": (
-            lambda o=empty((12 // size, 6)): dist.reduce_scatter_tensor(o, wide, **rest),
-            [wide],
-        ),
-        "uneven": (
-            lambda o=empty((1 + rank, 6)): dist.reduce_scatter(
-                o, [own((1 + r, 6)) for r in range(size)], **rest
-            ),
-            [],
-        ),
+        "all_reduce": (lambda: dist.all_reduce(summed, **how), [summed]),
+        "with gaps": (lambda: dist.all_reduce(gaps, **how), [gaps]),
+        "half": (lambda: dist.all_reduce(half, dist.ReduceOp.MAX, **how), [half]),
+        "reduce": (lambda: dist.reduce(reduced, last, **how), [reduced] if is_root else []),
+        "broadcast": (lambda: dist.broadcast(sent, last, **how), [sent]),
+        "all_gather": (lambda: dist.all_gather(gathered, own(), **how), gathered),
+        "of one": (lambda: dist.all_gather_into_tensor(joined, own(), **how), [joined]),
+        "scattered": (lambda: dist.reduce_scatter_tensor(part, own(12, 6), **how), [part]),
+        "uneven": (lambda: dist.reduce_scatter(uneven, terms, **how), [uneven]),
         "gather": (
-            lambda: dist.gather(own(), listed if rank == last else None, last, **rest),
-            listed if rank == last else [],
+            lambda: dist.gather(own(), at_root if is_root else None, last, **how),
+            at_root if is_root else [],
         ),
         "scatter": (
-            lambda: dist.scatter(
-                out, [own() for _ in shift] if rank == last else None, last, **rest
-            ),
-            [out],
+            lambda: dist.scatter(given, [own()] * size if is_root else None, last, **how),
+            [given],
         ),
-        "all_to_all": (lambda: dist.all_to_all_single(empty(WIDE), wide, **rest), [wide]),
-        "list to all": (lambda: dist.all_to_all(listed, [own()] * size, **rest), listed),
+        "all to all": (lambda: dist.all_to_all_single(swapped, own(12, 6), **how), [swapped]),
+        "lists": (lambda: dist.all_to_all(listed, [own()] * size, **how), listed),
     }
 
 
 @on_ranks(2, 3)
 @on_devices
 @pytest.mark.parametrize("is_async", [False, True])
-def test_every_operation_is_that_of_host_memory(device, is_async, tmp_path, monkeypatch):
+def test_every_operation_is_that_of_host_memory(device, is_async, tmp_path):
     how = {"async_op": True} if is_async else {}
     with job_on(device, tmp_path, memory="0") as (rank, size, on):
         dist.group.WORLD._through_host[None] = True  # one GPU for each there may be
@@ -85,10 +75,8 @@ def test_every_operation_is_that_of_host_memory(device, is_async, tmp_path, monk
                 if is_async:
                     work.wait()
                     work.get_future().wait()
-            assert all(one.device.type == on.type for one in results), name
-            assert all(
-                same(one.cpu(), want) for one, want in zip(results, wanted, strict=True)
-            ), name
+            for got, want in zip(results, wanted, strict=True):
+                assert got.device.type == on.type and same(got.cpu(), want), name
         assert dist.group.WORLD._nccl is None
         (use,) = [use for use in smp.comm_report().groups if use.name == "0"]
         assert use.device_operations == 0
@@ -170,5 +158,5 @@ def test_who_calls_without_a_gpu_is_named_after_the_timeout(tmp_path, monkeypatc
         group: ProcessGroup = dist.new_group(timeout=timedelta(seconds=0.2))
         if rank == 0:
             said = refused(lambda: group._goes_through_host(torch.device("cuda", 0)))
-            assert "rank 1 had no CUDA tensor in an operation of this group within 0.2 s" in said
+            assert "rank 1 had no CUDA tensor in an operation of this group within 0.2" in said
         dist.barrier()

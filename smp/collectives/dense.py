@@ -69,8 +69,8 @@ def in_host_memory(tensor: Tensor, is_read: bool = True) -> Tensor:
         return tensor
     if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
-            "smp: a CUDA graph cannot hold collectives that go through host memory, as those of "
-            "ranks that share a GPU do: capture the graph without them"
+            "smp: a CUDA graph cannot hold collectives that go through host memory, as those "
+            "of ranks that share a GPU do: capture the graph without them"
         )
     copy = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
     if is_read:

@@ -665,7 +665,8 @@ class ProcessGroup(dist.ProcessGroup):
     group_desc = property(getGroupDesc)
 
     def _get_backend(self, device: torch.device) -> Any:
-        if device.type != "cuda" or self._through_host.get(None):
+        has_nccl = self._nccl is not None or dist.is_nccl_available()
+        if device.type != "cuda" or not has_nccl or self._through_host.get(None):
             return self
         return self.nccl()._get_backend(device)
 

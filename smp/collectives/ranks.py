@@ -210,6 +210,7 @@ class Ranks:
         uses = []
         for group, (name, members) in list(self._groups.items()):
             operations, moved, messages, sent, reads, *of_devices = group.use()
+            of_devices.append(self.through_host.get(group, ""))
             ways = {self.comm.transport(rank) for rank in members if rank != self.rank}
             here = "process_vm_readv" if reads else "shared memory"
             uses.append(
@@ -223,7 +224,6 @@ class Ranks:
                     messages,
                     sent,
                     *of_devices,
-                    through_host=self.through_host.get(group, ""),
                 )
             )
         return uses

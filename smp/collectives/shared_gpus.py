@@ -62,9 +62,9 @@ class SharedGpus:
                 self._store.wait([str(member)], timeout)
             except RuntimeError as error:  # each store has its own
                 raise dist.DistBackendError(
-                    f"smp: rank {self._global_ranks[member]} had no CUDA tensor in an operation "
-                    f"of this group within {timeout.total_seconds():g} s ({error}): its "
-                    "operation is another one, or of tensors in host memory"
+                    f"smp: rank {self._global_ranks[member]} had no CUDA tensor in an "
+                    f"operation of this group within {timeout.total_seconds():g} s ({error}): "
+                    "its operation is another one, or of tensors in host memory"
                 ) from error
             self._gpus[member] = self._store.get(str(member)).decode()
         return self._gpus[member]

@@ -100,7 +100,9 @@ def gather_numbers(mine: list[int], device: torch.device) -> list[list[int]]:
     out = own.new_empty(size() * len(mine))  # gloo takes no matrix
     tp_group = ranks.get_tp_process_group()
     begin_call().run(
-        lambda is_async: torch_versions.all_gather_single(out, own, group=tp_group, async_op=is_async)
+        lambda is_async: torch_versions.all_gather_single(
+            out, own, group=tp_group, async_op=is_async
+        )
     )
     return out.view(size(), len(mine)).tolist()
 
@@ -139,13 +141,17 @@ def gather_rows(
 
         call.run(start)
     elif is_even:
-        call.run(lambda is_async: torch_versions.all_gather_single(out, own, tp_group, is_async))
+        call.run(
+            lambda is_async: torch_versions.all_gather_single(out, own, tp_group, is_async)
+        )
     elif _is_gloo(tp_group, own):  # gathers equal slices alone
         longest = max(lengths)
         padded = own.new_zeros((longest, *own.shape[1:]))
         padded[: len(own)] = own
         rows = own.new_empty((len(lengths) * longest, *own.shape[1:]))
-        call.run(lambda is_async: torch_versions.all_gather_single(rows, padded, tp_group, is_async))
+        call.run(
+            lambda is_async: torch_versions.all_gather_single(rows, padded, tp_group, is_async)
+        )
         parts = zip(rows.split(longest), lengths, strict=True)
         torch.cat([part[:length] for part, length in parts], out=out)
     else:

@@ -30,14 +30,13 @@
  * like those above, and each looks at what has arrived.
  *
  * Status     Run by ranks that share one H100, not yet between two GPUs; the tests have
- *            a stand-in for the driver (tests/core/stand_in.c).  Between hosts there is no path of this kind: an
- *            all-gather of GPUs goes through NCCL there.
- * Ownership  Tensors are borrowed until the end of the operation's mark.
- * Threads    fill, drain, finish, open, close: one at a time.  mark, begin, join,
- *            is_over, put_mark: one at a time, beside those.
- * Errors     False, with `why` in the driver's words.  After a failure of fill, drain
- *            or finish nobody knows what the device still does: its marks are never
- *            over.  In a forked child nothing is done.
+ *            a stand-in for the driver (tests/core/stand_in.c).  Between hosts there is
+ * no path of this kind: an all-gather of GPUs goes through NCCL there. Ownership
+ * Tensors are borrowed until the end of the operation's mark. Threads    fill, drain,
+ * finish, open, close: one at a time.  mark, begin, join, is_over, put_mark: one at a
+ * time, beside those. Errors     False, with `why` in the driver's words.  After a
+ * failure of fill, drain or finish nobody knows what the device still does: its marks
+ * are never over.  In a forked child nothing is done.
  */
 #ifndef SMP_COMM_DEVICE_EXCHANGE_H
 #define SMP_COMM_DEVICE_EXCHANGE_H

@@ -26,14 +26,13 @@
  * of them, later.
  *
  * Status     Run by ranks that share one H100, not yet between two GPUs; the tests have
- *            a stand-in for the driver (tests/core/stand_in.c).  Between devices of other hosts there is no path
- *            of this kind: tensors go through host memory.
- * Ownership  put gives a block to the caller, get takes one, whatever it returns.
- * Threads    put, get, meet, sweep: one at a time (the server's baton guarantees it).
- *            measure, device: any.
- * Errors     put has none: NULL means that the tensor goes through host memory.  After
- * a failure of the driver the port is shut, on this rank; `why` of measure says it in
- * the driver's words.
+ *            a stand-in for the driver (tests/core/stand_in.c).  Between devices of
+ * other hosts there is no path of this kind: tensors go through host memory. Ownership
+ * put gives a block to the caller, get takes one, whatever it returns. Threads    put,
+ * get, meet, sweep: one at a time (the server's baton guarantees it). measure, device:
+ * any. Errors     put has none: NULL means that the tensor goes through host memory.
+ * After a failure of the driver the port is shut, on this rank; `why` of measure says
+ * it in the driver's words.
  */
 #ifndef SMP_COMM_DEVICE_PORT_H
 #define SMP_COMM_DEVICE_PORT_H

@@ -11,9 +11,8 @@
  * its device is told to fill its half, and when all have, to drain the others'.
  *
  * Status   Run by ranks that share one H100, not yet between two GPUs; the tests have a
- *          stand-in for the driver (tests/core/stand_in.c).  A group of several hosts does not meet: its
- *          all-gathers of GPUs go through NCCL.
- * Threads  one at a time.
+ *          stand-in for the driver (tests/core/stand_in.c).  A group of several hosts
+ * does not meet: its all-gathers of GPUs go through NCCL. Threads  one at a time.
  */
 #ifndef SMP_COMM_COLLECTIVE_INTRA_HOST_DEVICES_H
 #define SMP_COMM_COLLECTIVE_INTRA_HOST_DEVICES_H
