@@ -447,21 +447,67 @@ def test_a_gradient_that_cannot_be_added_up_fails_the_step(stepped):
     assert smp.pp_rank() == 0 or mine["b.weight"].grad.abs().sum() > 0
 
 
-@on_ranks(2)
-def test_an_exception_of_a_class_that_cannot_travel_keeps_its_text():
-    """An exception that pickle cannot carry arrives as its class name and message."""
-    _, model = make()
+class Two(Exception):
+    """Of two arguments, of which its base gets one."""
 
-    class Local(Exception):
+    def __init__(self, a: int, b: object):
+        super().__init__(f"only here: {a}")
+        self.a, self.b = a, b
+
+
+class NoFile(FileNotFoundError):
+    def __init__(self, name: str, reason: object):
+        super().__init__(2, f"only here: {reason}", name)
+
+
+def of_a_local_class() -> Exception:
+    class Local(Two):
         pass
 
-    def failing(model, x):
-        model(x)
-        raise Local("only here")
+    return Local(1, 2)
 
-    with pytest.raises(Exception, match="only here") as caught:
-        smp.step(failing)(model, torch.randn(6, 8))
-    assert smp.pp_rank() == 0 or "Local" in str(caught.value)
+
+# What is raised, the class that the other rank sees, whether it is that class itself, and how.
+TRAVELS = {
+    "two arguments": (lambda: Two(1, "b"), Two, True, lambda e: (e.a, e.b) == (1, "b")),
+    "of the system": (lambda: NoFile("x", 1), NoFile, True, lambda e: e.filename == "x"),
+    "a local class": (of_a_local_class, Two, False, lambda e: type(e).__name__ == "Local"),
+    "a lock on it": (lambda: Two(1, threading.Lock()), Two, False, lambda e: e.a == 1),
+    "a lock in it": (lambda: KeyError("only here", threading.Lock()), KeyError, False, str),
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("case", TRAVELS)
+def test_an_exception_that_pickle_cannot_carry_is_still_of_its_class(case):
+    """What is caught by its class in one process is caught so where the call is remote."""
+    raised, kind, is_itself, check = TRAVELS[case]
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": 2})
+    net = pinned(Net(), RANK_OF)
+    b = next(module for path, module in net.named_modules() if RANK_OF[path] == 1)
+    model = smp.DistributedModel(net)
+    caught = []
+
+    def fails(module, args):
+        raise raised()
+
+    def step(model, x):
+        try:
+            model(x)
+        except kind as error:
+            caught.append(error)
+        loss = x.sum().requires_grad_()
+        model.backward(loss)
+        return loss
+
+    smp.step(step)(model, torch.randn(6, 8))
+    assert not caught
+    b.register_forward_pre_hook(fails)
+    smp.step(step)(model, torch.randn(6, 8))
+    assert len(caught) == (2 if smp.pp_rank() == 0 else 0)
+    for error in caught:
+        assert "only here" in str(error) and check(error)
+        assert (type(error) is kind) == is_itself
 
 
 class Three(nn.Module):

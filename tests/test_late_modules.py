@@ -147,3 +147,48 @@ def test_modules_are_free_again_after_the_end():
     net.far = nn.Linear(3, 3)
     with pytest.raises(RuntimeError, match="'far' .* cannot be replaced"):
         again.module.far = nn.Linear(3, 3)
+
+
+class Delegating(nn.Module):
+    """As many libraries' wrappers are: what it lacks is its module's."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def __getattr__(self, name: str):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.module, name)
+
+
+class Equal(nn.Module):
+    """Of a class that cannot be hashed."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.inner = module
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Equal)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("wrap", [Delegating, Equal, torch.compile])
+def test_modules_that_smp_never_saw_are_made_moved_and_clipped_as_ever(wrap):
+    """... whatever hooks and patches a partitioned model has left in the process."""
+    smp.init({"pipeline_parallel_degree": 2, "tensor_parallel_degree": 1})
+    with smp.delay_param_initialization():
+        net = Net()
+    model = smp.DistributedModel(net)
+    smp.step(lambda model, x: model.backward(model(x).sum()))(model, X)
+    other = nn.Sequential(nn.Linear(3, 3), nn.LazyLinear(2))
+    made = wrap(other)
+    other(X).sum().backward()
+    made.double()
+    made.to(torch.device("meta"))
+    made = wrap(nn.Linear(3, 3))
+    made.extra = wrap(nn.Linear(3, 3))
+    norm = nn.utils.clip_grad_norm_(other[0].bias, 1.0)
+    assert norm.is_meta and hasattr(made, "extra")

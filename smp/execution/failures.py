@@ -3,7 +3,7 @@
 import pickle
 import traceback
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -69,13 +69,61 @@ def describe(
     if told is not None:
         return told
     text = "".join(traceback.format_exception(error))
-    try:
-        pickled = pickle.dumps(error)
-        pickle.loads(pickled)
-    except Exception:  # noqa: BLE001 - an exception of any shape may come
-        pickled = b""
+    pickled = _pickled(error) or pickle.dumps(Parts.of(error))
     kind = f"{type(error).__module__}.{type(error).__qualname__}"
     return who, path, microbatch, phase, kind, str(error), text, pickled
+
+
+def _pickled(value: object) -> bytes:
+    """The value as another rank can build it; empty: it cannot."""
+    try:
+        pickled = pickle.dumps(value)
+        pickle.loads(pickled)
+    except Exception:  # noqa: BLE001 - values of any shape may come
+        return b""
+    return pickled
+
+
+class Parts(NamedTuple):
+    """What is left of an exception that cannot be pickled.
+
+    Most often its class gives ``Exception.__init__`` other arguments than it takes, so that
+    pickle cannot call it.  The exception is then made without that call, of the same class.
+    """
+
+    base: type[BaseException]  # the class, or the first of its bases that can be imported
+    names: dict[str, str]  # the class's own
+    args: tuple
+    state: dict[str, Any]
+    message: str
+    is_whole: bool
+
+    @classmethod
+    def of(cls, error: BaseException) -> "Parts":
+        """Those of the error that other ranks can build."""
+        kind = type(error)
+        base = next(each for each in kind.__mro__ if _pickled(each))
+        given: Any = BaseException.__reduce__(error)[1]
+        if isinstance(error, OSError):
+            given = OSError.__reduce__(error)[1]  # with the names of files
+        args = given if _pickled(given) else (str(error),)
+        state = {name: value for name, value in vars(error).items() if _pickled(value)}
+        is_whole = base is kind and args is given and len(state) == len(vars(error))
+        names = {"__qualname__": kind.__qualname__, "__module__": kind.__module__}
+        return cls(base, names, args, state, str(error), is_whole)
+
+    def rebuilt(self) -> BaseException:
+        """The exception; if parts are missing, of a subclass with the name and the text."""
+        made: Any = self.base
+        if not self.is_whole:
+            text = self.message
+            own = {**self.names, "__str__": lambda error: text}
+            made = type(self.names["__qualname__"].rpartition(".")[2], (made,), own)
+        builtin = next(each for each in made.__mro__ if each.__module__ == "builtins")
+        error = builtin.__new__(made, *self.args)
+        builtin.__init__(error, *self.args)
+        error.__dict__.update(self.state)
+        return error
 
 
 def told_of(error: BaseException) -> tuple | None:
@@ -104,6 +152,7 @@ def rebuild(description: tuple, local: BaseException | None) -> BaseException:
     if error is None and pickled:
         try:
             error = pickle.loads(pickled)
+            error = error.rebuilt() if isinstance(error, Parts) else error
         except Exception:  # noqa: BLE001 - a class that this rank cannot build
             error = None
     if error is None:

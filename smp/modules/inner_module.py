@@ -77,8 +77,14 @@ def inner(cls: type[nn.Module]) -> dict[str, Any]:
 
 
 def wrapped_of(module: nn.Module) -> nn.Module:
-    """The module that ``model.module.module`` stands for; any other one itself."""
-    return getattr(module, "_smp_wrapped", module)
+    """The module that ``model.module.module`` stands for; any other one itself.
+
+    Never calls a user's ``__getattr__``, which may need what the module does not have yet.
+    """
+    try:
+        return object.__getattribute__(module, "_smp_wrapped")
+    except AttributeError:
+        return module
 
 
 def users_module(module: nn.Module) -> nn.Module:

@@ -5,7 +5,7 @@ that runs them, and saved from another.  What has neither parameters nor buffers
 it is called, and another name for a module of the model is just that; both are let through.
 """
 
-from weakref import WeakKeyDictionary
+from weakref import WeakValueDictionary
 
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
@@ -13,22 +13,31 @@ from torch.utils.hooks import RemovableHandle
 
 from smp.modules.inner_module import wrapped_of
 
-_paths: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()  # of partitioned models
+# The modules of partitioned models, by id: a class of a user's may not be hashable.
+_modules: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()
+_paths: dict[int, str] = {}  # of these
 _hooks: list[RemovableHandle] = []
 
 
 def refuse_from_now(root: nn.Module) -> None:
     """Refuse modules with parameters or buffers that are put into ``root``, or taken out."""
-    _paths.update((module, path) for path, module in root.named_modules())
+    for path, module in root.named_modules():
+        _modules[id(module)], _paths[id(module)] = module, path
     if not _hooks:
         _hooks.append(register_module_module_registration_hook(_check))
 
 
 def forget() -> None:
     """Refuse nothing any more."""
+    _modules.clear()
     _paths.clear()
     while _hooks:
         _hooks.pop().remove()
+
+
+def _path(module: nn.Module) -> str | None:
+    """In the partitioned model that has it; None: none has."""
+    return _paths[id(module)] if _modules.get(id(module)) is module else None
 
 
 def _check(parent: nn.Module, name: str, module: nn.Module | None) -> None:
@@ -37,17 +46,17 @@ def _check(parent: nn.Module, name: str, module: nn.Module | None) -> None:
     Raises:
         RuntimeError: it has, or what it replaces, parameters or buffers.
     """
-    parent = wrapped_of(parent)
-    if parent not in _paths:
+    above = _path(wrapped_of(parent))
+    if above is None:
         return
-    path = f"{_paths[parent]}.{name}".lstrip(".")
-    before = parent._modules.get(name)
+    path = f"{above}.{name}".lstrip(".")
+    before = wrapped_of(parent)._modules.get(name)
     if module is before:
         return
-    if before is not None and _paths.get(before) == path and _has_values(before):
+    if before is not None and _path(before) == path and _has_values(before):
         by = "None" if module is None else f"a {type(module).__name__}"
         what = f"({type(before).__name__}) cannot be replaced by {by}"
-    elif module is not None and module not in _paths and _has_values(module):
+    elif module is not None and _path(module) is None and _has_values(module):
         what = f"({type(module).__name__}) cannot be added"
     else:
         return
