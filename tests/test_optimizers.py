@@ -490,10 +490,10 @@ def test_what_an_optimizer_for_half_precision_has_is_its_own():
 
 
 @on_ranks(2, 4)
-@pytest.mark.parametrize("by", ["smp", "optimizer"])
+@pytest.mark.parametrize("by", ["smp", "optimizer", "torch", "total norm"])
 @pytest.mark.parametrize("norm_type", [1, 2.0, 3.0, float("inf")])
 @pytest.mark.parametrize("max_norm", [0.01, 1e3])
-@pytest.mark.sample(8)
+@pytest.mark.sample(12)
 def test_gradients_are_clipped_by_the_norm_of_the_whole_model(norm_type, max_norm, by):
     """As torch's clip_grad_norm_ on the plain model, within rounding of float64."""
     smp.init({"pipeline_parallel_degree": 2, "microbatches": 2, "ddp": True})
@@ -514,6 +514,18 @@ def test_gradients_are_clipped_by_the_norm_of_the_whole_model(norm_type, max_nor
     step(model, x)
     if by == "smp":
         norm = smp.clip_grad_norm_(model, max_norm, norm_type)
+    elif by == "torch":
+        norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm, norm_type)
+    elif by == "total norm":
+        mine = [p for p in model.parameters() if p.grad is not None]
+        other = nn.Parameter(torch.ones(1))
+        assert nn.utils.clip_grad_norm_(other, max_norm, norm_type) == 0
+        assert nn.utils.get_total_norm([torch.ones(1)], norm_type) == 1
+        if mine:
+            with pytest.raises(ValueError, match=f"{len(mine)} gradients of a model that sev"):
+                nn.utils.get_total_norm([torch.ones(1), *(p.grad for p in mine)], norm_type)
+        norm = nn.utils.get_total_norm([p.grad for p in mine], norm_type)
+        nn.utils.clip_grads_with_norm_(mine, max_norm, norm)
     else:
         optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0))
         norm = optimizer.clip_master_grads(max_norm, norm_type)

@@ -250,6 +250,10 @@ def test_torchs_clipping_is_by_the_models_norm():
         got = nn.utils.clip_grad_norm_(job.model.parameters(), 0.01, norm_type)
         assert_near(got, want, "norm")
         job.check_gradients()
+        gradients = [p.grad for p in job.model.parameters()]
+        got = nn.utils.get_total_norm(gradients, norm_type)
+        want = nn.utils.get_total_norm([p.grad for p in job.plain.parameters()], norm_type)
+        assert_near(got, want, "norm of gradients")
     if smp.rank() == 1:
         job.net.transformer.h[0].mlp.c_fc.weight.grad[0, 0] = torch.inf
     with pytest.raises(RuntimeError, match="non-finite"):

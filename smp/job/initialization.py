@@ -66,8 +66,8 @@ def init(config: Mapping[str, Any] | None = None) -> None:
         state.begin(job)
         undo.callback(state.end)
         undo.callback(runtime.stop)
-        if cfg.tensor_parallel_degree > 1:
-            undo.callback(norms.clip_by_the_models_norm_from_now())
+        if len(groups["mp"]) > 1:
+            undo.callback(norms.take_the_models_norm_from_now())
         runtime.start(state)
         job.undo = undo.pop_all()
 
