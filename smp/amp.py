@@ -1,10 +1,17 @@
-"""``smp.amp.GradScaler``: loss scaling in which all ranks of a model agree."""
+"""``smp.amp.GradScaler``: loss scaling in which all ranks of a model agree.
+
+``torch.amp.GradScaler`` does the same for the parameters of a model that several ranks have.
+"""
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from smp.job.objects import refuse_if_forked
 from smp.state_mod import state
+from smp.tensor_parallel.norms import shared_parameters
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -55,11 +62,60 @@ class GradScaler(torch.amp.GradScaler):
         allow_fp16: bool,
     ) -> dict[torch.device, torch.Tensor]:
         found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
-        for tensor in found.values():
-            torch.maximum(found_inf, tensor.to(found_inf.device), out=found_inf)
-        agree(found_inf)
-        # A rank without gradients has an entry too: torch refuses a step without any.
-        return {found_inf.device: found_inf, **{d: found_inf.to(d) for d in found}}
+        return _agreed(found, found_inf)
+
+
+def _agreed(
+    found: dict[torch.device, torch.Tensor], found_inf: torch.Tensor
+) -> dict[torch.device, torch.Tensor]:
+    """What each device of this rank found, when all ranks have been asked."""
+    for tensor in found.values():
+        torch.maximum(found_inf, tensor.to(found_inf.device), out=found_inf)
+    agree(found_inf)
+    # A rank without gradients has an entry too: torch refuses a step without any.
+    return {found_inf.device: found_inf, **{d: found_inf.to(d) for d in found}}
+
+
+def agree_from_now() -> Callable[[], None]:
+    """Have torch's scalers agree where they unscale gradients of a model of several ranks.
+
+    Returns:
+        undoes it.
+    """
+    torchs: Any = torch.amp.GradScaler
+    plain = {
+        name: getattr(torchs, name)
+        for name in ("_check_scale_growth_tracker", "_unscale_grads_")
+    }
+
+    def _check_scale_growth_tracker(self: Any, funcname: str) -> Any:
+        if self._scale is None and shared_parameters():
+            # The rank that runs the step function has called scale().
+            self._lazy_init_scale_growth_tracker(torch.device(self._device))
+        return plain["_check_scale_growth_tracker"](self, funcname)
+
+    def _unscale_grads_(
+        self: Any,
+        optimizer: torch.optim.Optimizer,
+        inv_scale: torch.Tensor,
+        found_inf: torch.Tensor,
+        allow_fp16: bool,
+    ) -> dict[torch.device, torch.Tensor]:
+        found = plain["_unscale_grads_"](self, optimizer, inv_scale, found_inf, allow_fp16)
+        if isinstance(self, GradScaler):
+            return found
+        shared = shared_parameters()
+        given = (p for group in optimizer.param_groups for p in group["params"])
+        return _agreed(found, found_inf) if any(id(p) in shared for p in given) else found
+
+    torchs._check_scale_growth_tracker = _check_scale_growth_tracker
+    torchs._unscale_grads_ = _unscale_grads_
+
+    def undo() -> None:
+        for name, function in plain.items():
+            setattr(torchs, name, function)
+
+    return undo
 
 
 def agree(found_inf: torch.Tensor) -> None:

@@ -128,3 +128,43 @@ def test_a_delayed_model_is_traced_with_a_scaled_loss(listed):
 
     assert scaler.get_scale() == 8.0
     assert smp.pp_rank() == 0 or torch.equal(net[1].bias.grad, torch.full((3,), 2.0))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kind", [torch.amp.GradScaler, smp.amp.GradScaler])
+@pytest.mark.parametrize("degree", ["pipeline_parallel_degree", "tensor_parallel_degree"])
+def test_torchs_scaler_agrees_for_a_model_of_several_ranks(kind, degree):
+    """As a script written for one process has it; an optimizer of other parameters is its own."""
+    smp.init({degree: 2})
+    scaler, own = (torch.amp.GradScaler("cpu", init_scale=8.0) for _ in range(2))
+    if kind is smp.amp.GradScaler:
+        scaler = kind("cpu", init_scale=8.0)
+    with smp.tensor_parallelism(enabled=degree == "tensor_parallel_degree"):
+        net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    smp.set_partition(net[0], 0)
+    smp.set_partition(net[1], smp.pp_size() - 1)
+    model = smp.DistributedModel(net)
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0))
+
+    @smp.step
+    def step(model, x):
+        loss = model(x).sum()
+        model.backward(scaler.scale(loss))
+        return loss
+
+    for overflows in (True, False):
+        optimizer.zero_grad()
+        step(model, torch.ones(2, 4))
+        mine = [p for _, p in model.local_named_parameters()]
+        before = [p.detach().clone() for p in mine]
+        if overflows and smp.rank() == 1:
+            mine[0].grad.fill_(float("inf"))
+        scaler.step(optimizer)
+        scaler.update()
+        assert all(map(torch.equal, before, mine)) == overflows
+        assert scaler.get_scale() == 4.0
+    if smp.rank() == 0:  # alone
+        assert one_step(own, overflow=True) == (0.0, 4.0)
+    smp.shutdown()
+    with pytest.raises(AssertionError, match="_scale is None"):
+        torch.amp.GradScaler("cpu").update()

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any
 
-from smp import _core
+from smp import _core, amp
 from smp._version import __version__
 from smp.execution import runtime
 from smp.job import bootstrap, config, torch_process_groups
@@ -68,6 +68,7 @@ def init(config: Mapping[str, Any] | None = None) -> None:
         undo.callback(runtime.stop)
         if len(groups["mp"]) > 1:
             undo.callback(norms.take_the_models_norm_from_now())
+            undo.callback(amp.agree_from_now())
         runtime.start(state)
         job.undo = undo.pop_all()
 

@@ -36,7 +36,7 @@ def take_the_models_norm_from_now() -> Callable[[], None]:
         foreach: bool | None = None,
     ) -> Tensor:
         some = _listed(parameters)
-        of_models = _shared_parameters()
+        of_models = shared_parameters()
         # A stage may have no parameters; it decides as the others do.
         if some and not any(id(p) in of_models for p in some) or not of_models:
             if all(p.grad is None for p in some):
@@ -53,7 +53,7 @@ def take_the_models_norm_from_now() -> Callable[[], None]:
         foreach: bool | None = None,
     ) -> Tensor:
         some = _listed(tensors)
-        of_models = _shared_parameters()
+        of_models = shared_parameters()
         by_gradient = {id(p.grad): p for p in of_models.values() if p.grad is not None}
         found = [by_gradient[id(tensor)] for tensor in some if id(tensor) in by_gradient]
         if some and not found or not of_models:
@@ -93,9 +93,9 @@ def _listed(tensors: Tensor | Iterable[Tensor]) -> list[Tensor]:
     return [tensors] if isinstance(tensors, Tensor) else list(tensors)
 
 
-def _shared_parameters() -> dict[int, Tensor]:
+def shared_parameters() -> dict[int, Tensor]:
     """By id, the parameters of models of which this rank has a part."""
-    rt = runtime.get("clip_grad_norm_")
+    rt = runtime.get("a function of torch's that takes gradients")
     return {
         id(parameter): parameter
         for model in rt.live_models()
