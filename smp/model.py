@@ -1,5 +1,6 @@
 """``DistributedModel``: the user's module, partitioned over the PP_GROUP."""
 
+import copy
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
@@ -200,6 +201,15 @@ class DistributedModel(nn.Module):
         raise AttributeError(
             f"neither smp.DistributedModel nor its module, of type {kind}, has {name!r}"
         )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        """A copy of the wrapped module, of the user's class: values, as averaging wants them.
+
+        Raises:
+            RuntimeError: parts of the model are on other ranks.
+            TypeError: parts of the model are split over the TP_GROUP.
+        """
+        return copy.deepcopy(self._smp_module, memo)
 
     @property
     def module(self) -> nn.Module:

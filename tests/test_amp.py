@@ -134,7 +134,7 @@ def test_a_delayed_model_is_traced_with_a_scaled_loss(listed):
 @pytest.mark.parametrize("kind", [torch.amp.GradScaler, smp.amp.GradScaler])
 @pytest.mark.parametrize("degree", ["pipeline_parallel_degree", "tensor_parallel_degree"])
 def test_torchs_scaler_agrees_for_a_model_of_several_ranks(kind, degree):
-    """As a script written for one process has it; an optimizer of other parameters is its own."""
+    """As a script for one process has it; an optimizer of other parameters is on its own."""
     smp.init({degree: 2})
     scaler, own = (torch.amp.GradScaler("cpu", init_scale=8.0) for _ in range(2))
     if kind is smp.amp.GradScaler:

@@ -202,6 +202,53 @@ def test_training_equals_ddp():
     )
 
 
+class SharesMemory(nn.Module):
+    """Tensors whose elements share memory, or lie apart."""
+
+    def __init__(self, value: float, fails: bool = False) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("expanded", torch.full((WIDTH,), value).expand(2, WIDTH))
+        self.register_buffer("windows", torch.full((6,), value).unfold(0, 4, 2))
+        self.register_buffer("apart", torch.full((4, 6), value).t()[::2])
+        self.register_buffer("count", torch.zeros(()))
+        self.frozen = nn.Parameter(torch.full((1,), value).expand(WIDTH), requires_grad=False)
+        self.fails = fails
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        out = self.linear(x) * self.frozen + self.expanded[0] + self.windows.sum()
+        if self.fails:
+            raise ArithmeticError("here")
+        return out
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@on_ranks(2)
+def test_tensors_whose_elements_share_memory_are_the_first_replica_s(backend):
+    smp.init({"ddp": True, "ddp_dist_backend": backend})
+    net = SharesMemory(3.0 - smp.dp_rank())
+    model = smp.DistributedModel(net)
+    smp.step(mean_loss)(model, batch_of(smp.dp_rank()))
+    for name in ("expanded", "windows", "apart", "frozen"):
+        assert getattr(net, name).unique().tolist() == [3.0], name
+
+
+@on_ranks(2)
+def test_buffers_whose_elements_share_memory_are_put_back_after_a_step_that_failed():
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": 2})
+    net = nn.Sequential(nn.Linear(WIDTH, WIDTH), SharesMemory(3.0))
+    smp.set_partition(net, 0)
+    smp.set_partition(net[1], 1)
+    model, step = smp.DistributedModel(net), smp.step(mean_loss)
+    step(model, batch_of(0))
+    net[1].fails = True
+    with pytest.raises(ArithmeticError):
+        step(model, batch_of(0))
+    if smp.pp_rank() == 1:
+        assert net[1].count == 2 and net[1].windows.unique().tolist() == [3.0]
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @on_ranks(3)
 def test_three_replicas_have_the_same_bits(backend):

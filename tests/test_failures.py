@@ -694,13 +694,19 @@ def test_a_backward_past_model_backward_says_so(how):
 
 
 @on_ranks(2)
-def test_loss_backward_in_the_first_step_says_so():
+@pytest.mark.parametrize("how", ["loss.backward", "autograd.grad"])
+def test_another_backward_in_the_first_step_says_so(how):
     _, model = make()
 
     def wrong(model, x):
-        model(x).sum().backward()
+        loss = model(x.requires_grad_()).sum()
+        loss.backward() if how == "loss.backward" else torch.autograd.grad(loss, x)
 
-    with pytest.raises(RuntimeError, match="write model.backward\\(loss\\), not loss.backward"):
+    said = {
+        "loss.backward": "write model.backward\\(loss\\), not loss.backward",
+        "autograd.grad": "torch.autograd.grad was called .* come from model.backward",
+    }
+    with pytest.raises(RuntimeError, match=said[how]):
         smp.step(wrong)(model, torch.randn(6, 8))
 
 

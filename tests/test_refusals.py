@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim import swa_utils
 
 import smp
 from smp.execution.steps import Step, most_in_flight, read_turns
@@ -90,8 +91,27 @@ def test_a_model_is_not_copied_after_its_partition():
     other = model.module[1 - smp.pp_rank()]
     with pytest.raises(RuntimeError, match="cannot be copied after its partition; copy the"):
         copy.deepcopy(other.weight)
-    with pytest.raises(RuntimeError, match="cannot be copied after its partition"):
-        copy.deepcopy(model.module)
+    for whole in (model.module, model):
+        with pytest.raises(RuntimeError, match="cannot be copied after its partition"):
+            copy.deepcopy(whole)
+
+
+@on_ranks(2)
+def test_a_model_whose_parts_are_all_here_is_copied_as_the_plain_module():
+    """As for a mean over steps; replicas' copies are alike."""
+    smp.init({"ddp": True})
+    model = smp.DistributedModel(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
+    mean = swa_utils.AveragedModel(model, use_buffers=True)
+    first = copy.deepcopy(model)
+    train(model, torch.ones(2, 2) * smp.rank())
+    with torch.no_grad():
+        model.module[0].bias += 2
+    for _ in range(2):
+        mean.update_parameters(model)
+    assert type(first) is type(mean.module) is nn.Sequential
+    assert torch.equal(mean.module[0].bias, first[0].bias + 2)
+    assert not torch.equal(first[0].bias, model.module[0].bias)
+    assert mean(torch.ones(2, 2)).shape == (2, 2)
 
 
 @on_ranks(2)

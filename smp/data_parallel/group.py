@@ -14,6 +14,7 @@ from torch import Tensor
 
 from smp import ranks
 from smp.job.objects import refuse_if_forked
+from smp.partitioning.restore import write
 from smp.tensor_parallel.slices import slices_of
 
 
@@ -163,7 +164,7 @@ class Replicas:
             parts = flat.split([tensor.numel() for tensor in alike])
             with torch.no_grad():
                 for tensor, part in zip(alike, parts, strict=True):
-                    tensor.copy_(part.view(tensor.shape))
+                    write(tensor, part.view(tensor.shape))
 
     def check_alike(self, layout: Layout) -> None:
         """Compare what the replicas have.

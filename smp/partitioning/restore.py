@@ -215,7 +215,36 @@ def write_back(tensor: Tensor, content: Tensor) -> None:
     """Give a tensor its former shape and content, outside of autograd."""
     if tensor.shape != content.shape:
         tensor.resize_(content.shape)
-    tensor.data.copy_(content)  # .data: the version counter stays out of it
+    write(tensor.data, content)  # .data: the version counter stays out of it
+
+
+def write(tensor: Tensor, content: Tensor) -> None:
+    """Copy the content, of the tensor's shape, also where elements share memory."""
+    if tensor.layout is torch.strided and 0 in tensor.stride():  # expanded
+        own = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())
+        tensor, content = tensor[own], content[own]
+    if tensor.layout is not torch.strided or not _overlaps(tensor):
+        tensor.copy_(content)
+        return
+    places = torch.arange(1 + _reach(tensor), device=tensor.device)
+    row = tensor.as_strided(places.shape, (1,))
+    row[places.as_strided(tensor.shape, tensor.stride())] = content
+
+
+def _reach(tensor: Tensor) -> int:
+    """From the first element to the last, in elements."""
+    return sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _overlaps(tensor: Tensor) -> bool:
+    """Whether elements may share memory, of a tensor that is not expanded."""
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride <= reach:
+                return True
+            reach += (size - 1) * stride
+    return False
 
 
 def _same(a: Tensor, b: Tensor) -> bool:

@@ -360,9 +360,18 @@ class Recorder:
 
         def refuse(packed: None) -> Tensor:
             kind = RuntimeError if self.frames[-1].number < 0 else _BackwardInModule
+            began = "a backward began"
+            instead = "write model.backward(loss), not loss.backward()"
+            if _calls(torch.autograd.grad):
+                began = "torch.autograd.grad was called"
+                instead = (
+                    "in a step gradients come from model.backward(loss) alone; take others, as "
+                    "of a gradient penalty, in the forward of a module whose children are on "
+                    "its rank (smp.set_partition)"
+                )
             raise kind(
-                "smp: a backward began in the first run of a step function, where autograd "
-                "keeps nothing: write model.backward(loss), not loss.backward()"
+                f"smp: {began} in the first run of a step function, where autograd keeps "
+                f"nothing: {instead}"
             )
 
         return torch.autograd.graph.saved_tensors_hooks(keep, give)
@@ -645,6 +654,14 @@ def _seeing_hooks(see: Callable[[Tensor], None]) -> Iterator[None]:
         yield
     finally:
         tensors.register_hook = original
+
+
+def _calls(function: Callable) -> bool:
+    """Whether this thread is inside a call of the function."""
+    frame: Any = sys._getframe()
+    while frame is not None and frame.f_code is not function.__code__:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _attributes_of(module: nn.Module) -> _Attributes:
