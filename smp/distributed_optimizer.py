@@ -9,7 +9,7 @@ from smp.execution import runtime
 from smp.optimizers import clip_by_the_models_norm
 from smp.saving import optimizer_state
 from smp.state_mod import state
-from smp.tensor_parallel import replaced
+from smp.tensor_parallel import group, optimizer_trial, replaced
 from smp.tensor_parallel.slices import slices_of, whole_shape
 
 _OWN = {"optimizer", "step", "zero_grad", "overflow", "redefined_params"}
@@ -44,20 +44,48 @@ def _refuse_norms_of_slices(
         groups: of its parameters.
 
     Raises:
-        NotImplementedError: it takes norms, or rows and columns, of each parameter.
+        NotImplementedError: it takes norms, or rows and columns, of each parameter, or has
+            made other steps with slices than with the whole.
     """
-    if not {cls.__name__.lower() for cls in type(optimizer).__mro__} & _BY_TENSOR:
-        return
-    parameters = [p for members in groups for p in members["params"]]
-    cut = next((p for p in parameters if slices_of(p) is not None), None)
+    with_slices = (
+        (p, members)
+        for members in groups
+        for p in members["params"]
+        if slices_of(p) is not None
+    )
+    cut, members = next(with_slices, (None, {}))
     if cut is None:
         return
+    if {cls.__name__.lower() for cls in type(optimizer).__mro__} & _BY_TENSOR:
+        why = "scales each parameter by norms of the whole of it"
+    elif optimizer_trial.differs_on_slices(optimizer, members):
+        why = "has updated slices of a small parameter otherwise than the whole"
+    else:
+        return
     raise NotImplementedError(
-        f"smp: {type(optimizer).__name__} scales each parameter by norms of the whole of it, "
+        f"smp: {type(optimizer).__name__} {why}, "
         f"and with tensor parallelism this rank has a slice of {_name_of(cut)}, "
         f"{list(cut.shape)} of {whole_shape(cut)}: use an optimizer that updates each element "
         "by itself, as torch.optim.AdamW does, or that one for whole parameters alone"
     )
+
+
+def _cut_state(optimizer: torch.optim.Optimizer) -> None:
+    """Cut state that was made before the parameters were, like them.
+
+    The values are tp_rank 0's, as those of the parameters are.  Collective over the TP_GROUP
+    if this rank has slices.
+    """
+    for members in optimizer.param_groups:
+        for parameter in members["params"]:
+            slices = slices_of(parameter)
+            if slices is None or parameter not in optimizer.state:
+                continue
+            whole = whole_shape(parameter)
+            kept = optimizer.state[parameter]
+            for name, value in kept.items():
+                if isinstance(value, torch.Tensor) and list(value.shape) == whole:
+                    kept[name] = group.own_slice(slices, value)
 
 
 def _name_of(parameter: torch.Tensor) -> str:
@@ -87,7 +115,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     Raises:
         NotImplementedError: LBFGS in a pipeline, or an optimizer that takes norms of whole
-            parameters where this rank has slices of them.
+            parameters, or updates slices otherwise, where this rank has slices of them.
     """
 
     optimizer: Any
@@ -103,6 +131,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             _refuse(optimizer)
         _refuse_norms_of_slices(optimizer, optimizer.param_groups)
         replaced.refuse(optimizer.param_groups)
+        _cut_state(optimizer)
         # Not super().__init__(): the groups and the state are the wrapped optimizer's.
         self.__dict__["optimizer"] = optimizer
         self.__dict__["overflow"] = False

@@ -1,6 +1,7 @@
 """``DistributedModel``: the user's module, partitioned over the PP_GROUP."""
 
 import copy
+import warnings
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
@@ -178,6 +179,13 @@ class DistributedModel(nn.Module):
             replaced.refuse(state.optimizer.param_groups)
         if module is not self._smp_module:
             self._smp_wrap(module)
+        if not self._smp_split and not any(map(slices_of, self._smp_module.parameters())):
+            warnings.warn(
+                f"smp: tensor_parallel_degree is {group.size()} and no module of the model is "
+                "marked, so that nothing is split: make it in smp.tensor_parallelism(), or "
+                "mark modules by smp.set_tensor_parallelism",
+                stacklevel=4,
+            )
         mark_model(self._smp_module)
         kept_marks.keep_from_now()
         self._smp_scale_gradients()

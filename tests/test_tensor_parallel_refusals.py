@@ -1,5 +1,6 @@
 """What a split model refuses, or says, where it would train something else without a word."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -318,3 +319,129 @@ def test_a_second_derivative_through_what_is_split_is_refused(alike):
     # The first derivative is there in a graph, too.
     (slope,) = torch.autograd.grad(net.rows(x).sum(), x, create_graph=True)
     assert_near(slope, torch.autograd.grad(net.rows(x).sum(), x)[0], "slope")
+
+
+class BySign(torch.optim.Optimizer):
+    """Each element by itself, of a class that nobody knows."""
+
+    def __init__(self, params: Any, rate: float, decay: float = 0.1) -> None:
+        super().__init__(params, {"rate": rate, "decay": decay})
+
+    def change(self, gradient: Tensor) -> Tensor:
+        return gradient.sign()
+
+    def step(self, closure: Any = None) -> None:
+        for members in self.param_groups:
+            rate, decay = members["rate"], members["decay"]
+            for p in members["params"]:
+                p.data.mul_(1 - decay).sub_(self.change(p.grad), alpha=rate)
+
+
+class ByRow(BySign):
+    def change(self, gradient: Tensor) -> Tensor:
+        return gradient / gradient.norm(dim=1, keepdim=True)
+
+
+class ByColumn(BySign):
+    def change(self, gradient: Tensor) -> Tensor:
+        return gradient / gradient.norm(dim=0, keepdim=True)
+
+
+class ByNorm(torch.optim.SGD):
+    """A subclass of a class that is known, in a class around it."""
+
+    def step(self, closure: Any = None) -> None:
+        for members in self.param_groups:
+            nn.utils.clip_grad_norm_(members["params"], 0.1)
+        super().step()
+
+
+class Around(torch.optim.Optimizer):
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.optimizer, self.state, self.defaults = inner, inner.state, {}
+        self.param_groups = inner.param_groups
+
+
+class Asks(BySign):
+    """Of an argument that it does not keep."""
+
+    def __init__(self, params: Any, secret: int) -> None:
+        super().__init__(params, 0.1)
+
+
+TRIED = {
+    "by element": (lambda params: BySign(params, 0.1), None),
+    "a closure": (lambda params: torch.optim.LBFGS(params), "LBFGS"),
+    "rows": (lambda params: ByRow(params, 0.1), "ByRow"),
+    "columns": (lambda params: ByColumn(params, 0.1), "ByColumn"),
+    "norms": (lambda params: ByNorm(params, 0.1), "ByNorm"),
+    "around": (lambda params: Around(ByRow(params, 0.1)), "Around"),
+    "known": (lambda params: torch.optim.Adam(params, 0.1), None),
+}
+
+
+@on_ranks(2)
+def test_an_optimizer_of_unknown_class_is_tried_on_slices():
+    split_over_all_ranks()
+    with smp.tensor_parallelism():
+        net = nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6))
+    model = smp.DistributedModel(net)
+    before = torch.get_rng_state()
+    for made, refused in TRIED.values():
+        if refused is None:
+            smp.DistributedOptimizer(made(model.parameters()))
+            continue
+        said = rf"{refused} has updated slices .* slice of '0.weight', \[\d, 2\] of \[6, 4\]"
+        with pytest.raises(NotImplementedError, match=said):
+            smp.DistributedOptimizer(made(model.parameters()))
+        smp.DistributedOptimizer(made(net[1].parameters()))  # whole ones
+    with pytest.warns(UserWarning, match="Asks could not be tried on slices .*TypeError"):
+        smp.DistributedOptimizer(Asks(model.parameters(), secret=1))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@on_ranks(2)
+def test_state_that_was_made_before_the_wrap_is_cut_like_its_parameter():
+    split_over_all_ranks()
+    torch.manual_seed(1)
+    with smp.tensor_parallelism():
+        net = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+    x = torch.randn(4, 5, dtype=torch.float64)
+    optimizer = torch.optim.AdamW(net.parameters())
+    net(x).square().mean().backward()
+    optimizer.step()
+    plain = copy.deepcopy(net)
+    reference = torch.optim.AdamW(plain.parameters())
+    reference.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    model = smp.DistributedModel(net)
+    optimizer = smp.DistributedOptimizer(optimizer)
+
+    @smp.step
+    def step(model: nn.Module, x: Tensor) -> Tensor:
+        loss = model(x).square().mean()
+        model.backward(loss)
+        return loss
+
+    for _ in range(2):
+        optimizer.zero_grad()
+        reference.zero_grad()
+        step(model, x)
+        plain(x).square().mean().backward()
+        optimizer.step()
+        reference.step()
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value, plain.state_dict()[name], rtol=0, atol=1e-12)
+
+
+@on_ranks(2)
+def test_a_model_of_which_nothing_is_marked_is_warned_of_and_what_is_split_says_so():
+    split_over_all_ranks()
+    with pytest.warns(UserWarning, match="tensor_parallel_degree is 2 and no module .* marked"):
+        smp.DistributedModel(nn.Linear(4, 4))
+    with smp.tensor_parallelism():
+        net = nn.Sequential(nn.Linear(4, 6), nn.Embedding(5, 4))
+    model = smp.DistributedModel(net)
+    assert "(in_features=4, out_features=6, bias=True, this rank's 2 of 4 in axis 1" in repr(
+        model
+    )
+    assert "(5, 4, this rank's 2 of 4 in axis 1 of the weight)" in repr(model)

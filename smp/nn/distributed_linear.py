@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from smp.tensor_parallel import cross_entropy, group, primitives, same_samples
 from smp.tensor_parallel.distributed_module import DistributedModule
 from smp.tensor_parallel.linears import cut_weights
-from smp.tensor_parallel.slices import PATH, Slices
+from smp.tensor_parallel.slices import PATH, Slices, in_words
 
 
 class DistributedLinear(nn.Linear, DistributedModule):
@@ -54,6 +54,10 @@ class DistributedLinear(nn.Linear, DistributedModule):
         axis, size = (0, self.out_features) if by_outputs else (1, self.in_features)
         self._slices = Slices.even(axis, size, group.size())
         cut_weights(self, self._slices, cut_bias=by_outputs)
+
+    def extra_repr(self) -> str:
+        """The whole module's sizes, and what of the weight this rank has."""
+        return super().extra_repr() + in_words(self.weight)
 
     def forward(
         self,

@@ -10,7 +10,7 @@ from smp import ranks
 from smp.tensor_parallel import group, primitives, same_samples
 from smp.tensor_parallel.distributed_module import DistributedModule
 from smp.tensor_parallel.linears import cut_weights
-from smp.tensor_parallel.slices import PATH, Slices
+from smp.tensor_parallel.slices import PATH, Slices, in_words
 
 
 class DistributedEmbedding(nn.Embedding, DistributedModule):
@@ -125,6 +125,10 @@ class DistributedEmbedding(nn.Embedding, DistributedModule):
                 "samples, and their weights would drift apart: leave max_norm out, or have one "
                 "TP_GROUP of all ranks"
             )
+
+    def extra_repr(self) -> str:
+        """The whole module's sizes, and what of the weight this rank has."""
+        return super().extra_repr() + in_words(self.weight)
 
     def forward(self, input: Tensor) -> Tensor:
         """The vectors of indices.  Collective over the TP_GROUP.

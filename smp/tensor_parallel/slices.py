@@ -113,6 +113,15 @@ def whole_shape(parameter: Tensor) -> list[int]:
     return list(parameter.shape) if slices is None else slices.full_shape(parameter.shape)
 
 
+def in_words(parameter: Tensor) -> str:
+    """What of a parameter this rank has, for a module's representation; "" for all of it."""
+    slices = slices_of(parameter)
+    if slices is None:
+        return ""
+    local, whole = parameter.shape[slices.axis], slices.size
+    return f", this rank's {local} of {whole} in axis {slices.axis} of the weight"
+
+
 def is_scaled_batch(parameter: Tensor) -> bool:
     """Whether a parameter sees the samples of the whole TP_GROUP."""
     return getattr(parameter, _SCALED, False)

@@ -1,0 +1,93 @@
+"""Whether an optimizer may act on slices of parameters: it looks at each element by itself.
+
+Optimizers of PyTorch's that are known to do so may.  Any other class is tried: an instance
+with the same options makes a few steps with a small parameter, others with slices of it.
+"""
+
+import inspect
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_BY_ELEMENT = {
+    "ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop",
+    "Rprop", "SGD", "SparseAdam",
+}  # fmt: skip
+_SHAPE = (6, 4)
+_STEPS = 3
+
+
+def differs_on_slices(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
+    """Whether steps with slices of a parameter are other ones than with the whole.
+
+    Warns where the optimizer cannot be tried: nothing is known then.
+
+    Args:
+        group: the optimizer's options for the parameters that are cut, and these.
+    """
+    inner = getattr(optimizer, "optimizer", None)  # of what wraps one, as for half precision
+    if isinstance(inner, torch.optim.Optimizer):
+        return differs_on_slices(inner, group)
+    kind = type(optimizer)
+    if kind.__name__ in _BY_ELEMENT and kind is getattr(torch.optim, kind.__name__, None):
+        return False
+    options = _options(optimizer, group)
+    device = group["params"][0].device
+    try:
+        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            (whole,) = _stepped(kind, options, device, [slice(None)], 0)
+            for axis in (0, 1):
+                cuts = [slice(0, 2), slice(2, None)]
+                parts = _stepped(kind, options, device, cuts, axis)
+                if not torch.allclose(torch.cat(parts, axis), whole, 1e-6, 1e-9):
+                    return True
+    except Exception as error:  # noqa: BLE001 - an optimizer of any kind may raise anything
+        warnings.warn(
+            f"smp: {kind.__name__} could not be tried on slices of a parameter "
+            f"({type(error).__name__}: {error}): with tensor parallelism it is right if it "
+            "updates each element by itself",
+            stacklevel=4,
+        )
+    return False
+
+
+def _options(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> dict[str, Any]:
+    """What the class is to be called with, beside parameters."""
+    takes = inspect.signature(type(optimizer)).parameters
+    known = {**optimizer.defaults, **group}
+    return {name: known[name] for name in takes if name in known and name != "params"}
+
+
+def _stepped(
+    kind: Any, options: dict[str, Any], device: torch.device, cuts: list[slice], axis: int
+) -> list[Tensor]:
+    """What becomes of each part of a small parameter, in an optimizer of its own."""
+    source = torch.Generator().manual_seed(1)
+    values = [torch.randn(_SHAPE, generator=source, dtype=torch.float64) for _ in range(7)]
+    at = [(cut,) if axis == 0 else (slice(None), cut) for cut in cuts]
+    results = []
+    for part in at:
+        parameter = nn.Parameter(values[0][part].clone().to(device))
+        trial = kind([parameter], **options)
+        for gradient in values[1 : 1 + _STEPS]:
+            parameter.grad = gradient[part].clone().to(device)
+            _step(trial)
+        results.append(parameter.detach().cpu())
+    return results
+
+
+def _step(trial: torch.optim.Optimizer) -> None:
+    """One step; with a closure, where the optimizer wants one."""
+    required = [
+        parameter
+        for parameter in inspect.signature(trial.step).parameters.values()
+        if parameter.default is parameter.empty
+        and parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+    ]
+    if required:
+        trial.step(lambda: torch.zeros(()))  # type: ignore[arg-type, return-value]
+    else:
+        trial.step()
