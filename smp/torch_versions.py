@@ -121,7 +121,11 @@ PRIVATE: dict[str, tuple[str, ...]] = {
         "_values",
         "_version",
     ),
-    "torch.amp.GradScaler": ("_unscale_grads_",),
+    "torch.amp.GradScaler": (
+        "_check_scale_growth_tracker",
+        "_lazy_init_scale_growth_tracker",
+        "_unscale_grads_",
+    ),
     "torch.autograd": ("_record_function_with_args_enter", "_record_function_with_args_exit"),
     "torch.autograd.Variable": ("_execution_engine",),
     "torch.autograd.profiler": ("_is_profiler_enabled",),

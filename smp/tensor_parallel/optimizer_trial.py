@@ -34,7 +34,8 @@ def differs_on_slices(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -
     if kind.__name__ in _BY_ELEMENT and kind is getattr(torch.optim, kind.__name__, None):
         return False
     options = _options(optimizer, group)
-    device = group["params"][0].device
+    here = (p.device for p in group["params"] if not p.is_meta)
+    device = next(here, torch.device("cpu"))
     try:
         with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
             warnings.simplefilter("ignore")
