@@ -38,8 +38,10 @@ def scale(module: nn.Module) -> None:
     factor = 1.0 / group.size()
     holders = Counter(id(p) for m in module.modules() for p in m._parameters.values())
     for one in module.modules():
-        weight = getattr(one, "weight", None)
-        if getattr(one, "divides_gradient", False) and holders[id(weight)] == 1:
+        # Not the attribute: a parametrized one is computed, by another power iteration perhaps.
+        weight = one._parameters.get("weight")
+        divides = hasattr(type(one), "divides_gradient") and one.divides_gradient
+        if divides and weight is not None and holders[id(weight)] == 1:
             one.gradient_factor = factor  # type: ignore[assignment]
             kept_marks.note_factor_of_module(one.weight)  # type: ignore[arg-type]
     for parameter in module.parameters():

@@ -173,13 +173,13 @@ class _Splitting:
             split_leaf(module, by_rows)
 
     def _is_tied_vocabulary(self, module: nn.Module, others: list[nn.Module]) -> bool:
-        """Whether an embedding and a linear, both marked, share their weight."""
-        kinds = {type(one) for one in (module, *others)}
-        kinds |= {
-            base for one in others for base in type(one).__bases__
-        }  # one is split already
+        """Whether an embedding and a linear, both marked, share their weight.
+
+        A subclass of a user's is neither: what it makes of its weight is not known.
+        """
+        kinds = {_leaf_class(one) for one in (module, *others)}
         marked = all(marking.configuration(one) is not None for one in others)
-        return len(others) == 1 and {nn.Embedding, nn.Linear} <= kinds and marked
+        return len(others) == 1 and kinds == {nn.Embedding, nn.Linear} and marked
 
     def _shared_outside(self, module: nn.Module) -> str:
         """Why a module cannot be split alone: the parameter that others own, too; or ""."""
@@ -188,6 +188,13 @@ class _Splitting:
             if not set(self.owners[id(parameter)]) <= inside:
                 return f"its parameter '{name}' is shared with a module outside of it"
         return ""
+
+
+def _leaf_class(module: nn.Module) -> type[nn.Module]:
+    """A leaf's class, also of one that is split already."""
+    if isinstance(module, DistributedModule):
+        return nn.Embedding if isinstance(module, nn.Embedding) else nn.Linear
+    return users_class(type(module))
 
 
 def _carry_out(plan: Plan, module: nn.Module, path: str) -> None:
