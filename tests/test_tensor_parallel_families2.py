@@ -6,6 +6,7 @@ The reference is ``tests/reference/whole_job.py``, in float64.
 import importlib
 import importlib.util
 import types
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -672,3 +673,52 @@ def test_slices_of_experts_suit_grouped_products():
     ids, mask = tokens(smp.rank(), 0)
     got, want = (m(input_ids=ids, attention_mask=mask).logits for m in (model, plain))
     torch.testing.assert_close(got, want)
+
+
+def class_of_users(kind: str, base: type[nn.Module]) -> type[nn.Module]:
+    """A subclass of a llama's MLP or attention."""
+
+    def forward(self: Any, x: Tensor, *args: Any, **options: Any) -> Any:
+        inner = self.act_fn(self.gate_proj(x)) * self.up_proj(x)
+        return self.down_proj(inner / inner.pow(2).mean(-1, keepdim=True).sqrt())
+
+    def scaled(self: Any, hidden_states: Tensor, *args: Any, **options: Any) -> Any:
+        return base.forward(self, hidden_states * 1.5, *args, **options)
+
+    members = {
+        "norm inside": {"forward": forward},
+        "the same name": {"forward": forward},
+        "scaled attention": {"forward": scaled},
+        "more beside": {"more": lambda self: 1, "extra_repr": lambda self: "more"},
+    }[kind]
+    return type(base.__name__ if kind == "the same name" else "Own", (base,), members)
+
+
+@pytest.mark.parametrize(
+    "kind", ["norm inside", "the same name", "scaled attention", "more beside"]
+)
+@pytest.mark.parametrize("prescaled", [False, True])
+@on_ranks(2, timeout_s=120)
+def test_a_users_subclass_is_split_where_it_leaves_the_methods_of_the_plans_class(
+    kind, prescaled, monkeypatch
+):
+    """... and whole where it has its own: what that does to inner channels is not known."""
+    compute_in_float64(monkeypatch, "llama")
+    split_over_all_ranks(prescaled_batch=prescaled)
+    net = made("llama")
+    part = "self_attn" if kind == "scaled attention" else "mlp"
+    changed = getattr(net.model.layers[0], part)
+    changed.__class__ = class_of_users(kind, type(changed))
+    path, is_split = f"model.layers.0.{part}", kind == "more beside"
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        job = WholeJob(
+            net, next_token_loss, lambda rank, step: tokens(rank * (not prescaled), step)
+        )
+    warned = [str(w.message) for w in caught if "is left whole" in str(w.message)]
+    reasons = {one.path: one.reason for one in job.model._smp_split}
+    assert (reasons[path] == "") == is_split == (not warned)
+    assert is_split or f"'{path}' is left whole: its class" in warned[0]
+    for step in range(2):
+        job.step(step)
+    job.check_parameters()

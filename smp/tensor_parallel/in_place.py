@@ -9,6 +9,7 @@ embedding is split by itself.
 import importlib
 import importlib.util
 import sys
+import warnings
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -108,8 +109,13 @@ class _Splitting:
                 self._replace(module, path)
                 return
             if plan is not None:
+                changed = _changed_by_user(cls)
+                if changed:
+                    where = f"'{path}'" if path else "the model"
+                    warnings.warn(f"smp: {where} is left whole: {changed}", stacklevel=2)
                 # Its parts may have plans of their own, and marks.
-                if not self._left_whole(module, path, self._shared_outside(module)):
+                reason = changed or self._shared_outside(module)
+                if not self._left_whole(module, path, reason):
                     adapters.check(module, path)
                     _carry_out(plan, module, path)
                     self.has_plans = True
@@ -256,6 +262,27 @@ def plan_of(cls: type[nn.Module]) -> Plan | None:
     """The plan for a class, or for the class that it inherits from."""
     plans = _named_in_family(cls, "IN_PLACE")
     return next((plans[b.__name__] for b in cls.__mro__ if b.__name__ in plans), None)
+
+
+def _changed_by_user(cls: type[nn.Module]) -> str:
+    """Why a class's plan may not hold for it; "": it is the class, or does the same.
+
+    The plan is for the methods of a class of transformers; what a subclass of the user's does
+    in their place, a norm over inner channels for example, is not known.
+    """
+    plans = _named_in_family(cls, "IN_PLACE")
+    for one in users_class(cls).__mro__:
+        if one.__module__.startswith("transformers."):
+            return ""
+        methods = (name for name, value in vars(one).items() if callable(value))
+        own = {name for name in methods if name == "__call__" or not name.startswith("__")}
+        base = next(b for b in one.__mro__ if b.__name__ in plans and b is not one)
+        if instead := sorted(name for name in own - {"extra_repr"} if hasattr(base, name)):
+            return (
+                f"its class {one.__name__} has a {instead[0]} of its own, and the plan for "
+                f"tensor parallelism is {base.__name__}'s"
+            )
+    return ""
 
 
 def _wanted_form(module: nn.Module) -> Any:
