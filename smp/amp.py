@@ -68,7 +68,7 @@ class GradScaler(torch.amp.GradScaler):
 def _agreed(
     found: dict[torch.device, torch.Tensor], found_inf: torch.Tensor
 ) -> dict[torch.device, torch.Tensor]:
-    """What each device of this rank found, when all ranks have been asked."""
+    """The answer of all ranks, for each device of this one that found something."""
     for tensor in found.values():
         torch.maximum(found_inf, tensor.to(found_inf.device), out=found_inf)
     agree(found_inf)

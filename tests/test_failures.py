@@ -467,7 +467,7 @@ def of_a_local_class() -> Exception:
     return Local(1, 2)
 
 
-# What is raised, the class that the other rank sees, whether it is that class itself, and how.
+# The exception, the class that the other rank sees, whether it is that class, a check.
 TRAVELS = {
     "two arguments": (lambda: Two(1, "b"), Two, True, lambda e: (e.a, e.b) == (1, "b")),
     "of the system": (lambda: NoFile("x", 1), NoFile, True, lambda e: e.filename == "x"),
@@ -480,7 +480,7 @@ TRAVELS = {
 @on_ranks(2)
 @pytest.mark.parametrize("case", TRAVELS)
 def test_an_exception_that_pickle_cannot_carry_is_still_of_its_class(case):
-    """What is caught by its class in one process is caught so where the call is remote."""
+    """Its caller's except clause catches it, as in one process."""
     raised, kind, is_itself, check = TRAVELS[case]
     smp.init({"pipeline_parallel_degree": 2, "microbatches": 2})
     net = pinned(Net(), RANK_OF)

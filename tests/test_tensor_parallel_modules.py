@@ -491,7 +491,7 @@ class TiedBy(nn.Module):
 )
 @on_ranks(2)
 def test_a_vocabulary_that_is_tied_by_a_subclass_stays_whole(embedding, linear):
-    """What a class of the user's makes of its weight is not known."""
+    """A user's class may make anything of its weight."""
     split_over_all_ranks()
 
     def loss(model: nn.Module, ids: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ _warned = False  # in this process: the other groups of a job are of the same ra
 
 
 class SharedGpus:
-    """What the ranks of a group have said.
+    """The GPUs of a group's ranks, as these have said.
 
     Args:
         store: of which this object, and nobody else, uses the keys.

@@ -85,7 +85,7 @@ def _pickled(value: object) -> bytes:
 
 
 class Parts(NamedTuple):
-    """What is left of an exception that cannot be pickled.
+    """The parts of an exception that other ranks can build, where it cannot be pickled.
 
     Most often its class gives ``Exception.__init__`` other arguments than it takes, so that
     pickle cannot call it.  The exception is then made without that call, of the same class.

@@ -79,7 +79,7 @@ def take_the_models_norm_from_now() -> Callable[[], None]:
 
 
 def _inside(users: Any) -> tuple[Callable[..., Tensor], Callable[[Callable], None]]:
-    """What one of torch's functions calls under no_grad, and what has it call another one."""
+    """The function that one of torch's calls without grad, and a setter for another."""
     plain = users.__wrapped__
     (called,) = (cell for cell in users.__closure__ if cell.cell_contents is plain)
 

@@ -56,7 +56,7 @@ def differs_on_slices(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -
 
 
 def _options(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> dict[str, Any]:
-    """What the class is to be called with, beside parameters."""
+    """Arguments of the class, beside parameters."""
     takes = inspect.signature(type(optimizer)).parameters
     known = {**optimizer.defaults, **group}
     return {name: known[name] for name in takes if name in known and name != "params"}
@@ -65,7 +65,7 @@ def _options(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> dict[st
 def _stepped(
     kind: Any, options: dict[str, Any], device: torch.device, cuts: list[slice], axis: int
 ) -> list[Tensor]:
-    """What becomes of each part of a small parameter, in an optimizer of its own."""
+    """Each part of a small parameter after steps in an optimizer of its own."""
     source = torch.Generator().manual_seed(1)
     values = [torch.randn(_SHAPE, generator=source, dtype=torch.float64) for _ in range(7)]
     at = [(cut,) if axis == 0 else (slice(None), cut) for cut in cuts]

@@ -114,7 +114,7 @@ def whole_shape(parameter: Tensor) -> list[int]:
 
 
 def in_words(parameter: Tensor) -> str:
-    """What of a parameter this rank has, for a module's representation; "" for all of it."""
+    """This rank's share of a parameter, for a module's representation; "" for all of it."""
     slices = slices_of(parameter)
     if slices is None:
         return ""
