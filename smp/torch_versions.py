@@ -64,8 +64,8 @@ def operation_of(group: dist.ProcessGroup, name: str) -> Callable[..., Any]:
 def is_made(group: dist.ProcessGroup) -> bool:
     """Whether ``torch.distributed`` has made a group and knows it.
 
-    Needed from 2.15 on: torch attaches a recorder to a group in the making that serves any device.  That
-    fails for a group like smddp's, which has no backend in C++.
+    Needed from 2.15 on: torch attaches a recorder to a group in the making that serves any
+    device.  That fails for a group like smddp's, which has no backend in C++.
     """
     return group in dist.distributed_c10d._world.pg_map
 
