@@ -24,11 +24,13 @@ from smp.modules import (
     homes,
     inner_module,
     late_modules,
+    microbatch_attributes,
     remote_modules,
     stand_ins,
 )
 from smp.optimizers import clip_by_the_models_norm
 from smp.partitioning.partition import Partition, make_partition
+from smp.partitioning.turns import Turns
 from smp.saving import state_dicts
 from smp.state_mod import state
 from smp.tensor_parallel import (
@@ -403,13 +405,13 @@ class DistributedModel(nn.Module):
     def _smp_apply_partition(
         self,
         partition: Partition,
-        stateful: dict[str, int],
+        turns: Turns,
         when_run: "ForwardState",
     ) -> None:
         """Make this rank's part of a decided partition: classes, parameters, entries.
 
         Args:
-            stateful: modules that change their buffers: path -> calls a microbatch.
+            turns: what microbatches pass in their order.
             when_run: what else its modules change when they run.
         """
         rt = self._smp_runtime
@@ -427,15 +429,26 @@ class DistributedModel(nn.Module):
         self._smp_stateful = [
             module
             for path, module in self._smp_module.named_modules()
-            if path in stateful and rank_of[path] == rt.pp_rank
+            if path in turns.modules and rank_of[path] == rt.pp_rank
         ]
-        gates = self._smp_make_gates(stateful)
+        gates = self._smp_make_gates(turns)
         remote_modules.swap_classes(
-            self._smp_module, rank_of, rt.pp_rank, self._smp_runs, gates
+            self._smp_module,
+            rank_of,
+            rt.pp_rank,
+            self._smp_runs,
+            {path: gates[number] for path, number in turns.modules.items()},
         )
         if rt.pp_rank == 0:
             forward_attributes.warn_of_shared(self._smp_module, when_run.attributes, rank_of)
-        forward_attributes.watch(self._smp_module, when_run.attributes, when_run.reruns)
+        forward_attributes.watch(self._smp_module, when_run.attributes)
+        microbatch_attributes.keep_apart(
+            self._smp_module,
+            {path for path, rank in rank_of.items() if rank == rt.pp_rank},
+            turns,
+            gates,
+            [one.path for one in self._smp_split if not one.reason],
+        )
         remote_modules.free_remote_parameters(self._smp_module, self._smp_owners, rt.pp_rank)
         remote_modules.mark_remote_buffers(
             self._smp_module, rank_of, rt.pp_rank, when_run.buffers
@@ -447,20 +460,21 @@ class DistributedModel(nn.Module):
         if rt.home is not None:
             homes.move(self._smp_module, rt.home, set(self.local_modules()))
 
-    def _smp_make_gates(self, stateful: dict[str, int]) -> dict[str, int]:
-        """The numbers of the gates of modules that change their buffers, by path.
+    def _smp_make_gates(self, turns: Turns) -> list[int]:
+        """The numbers in this job of the model's gates, and of one more, which a microbatch is
+        past when its forward is over.
 
-        How often a microbatch calls one is not known where another model's trace saw another
+        How often a microbatch passes one is not known where another model's trace saw another
         number of calls.
         """
         rt = self._smp_runtime
         named = dict(self._smp_module.named_modules())
-        gates = {}
-        for path, count in stateful.items():
+        expected = list(turns.expected)
+        for path, gate in turns.modules.items():
             earlier = named[path].__dict__.get(stand_ins.GATE)
-            alike = earlier is None or rt.gates[earlier] == count
-            gates[path] = rt.next_gate(count if alike else 0)
-        return gates
+            if earlier is not None and rt.gates[earlier] != expected[gate]:
+                expected[gate] = 0
+        return [rt.next_gate(count) for count in (*expected, 0)]
 
     def _smp_run_post_partition_hooks(self) -> None:
         """Call the hooks once, after the partition and before the first step computes."""

@@ -2,7 +2,6 @@
 who has it, or in the other rank's own time a warning."""
 
 import copy
-import types
 import warnings
 
 import numpy as np
@@ -11,7 +10,7 @@ import torch
 from torch import nn
 
 import smp
-from smp.modules import forward_attributes, remote_modules, stand_ins
+from smp.modules import forward_attributes, microbatch_attributes, remote_modules, stand_ins
 from smp.partitioning import contents
 from tests.ranks import on_ranks
 
@@ -608,7 +607,7 @@ def test_what_each_of_two_models_sets_is_watched_on_a_module_of_both():
     child = nn.Linear(1, 1)
     child.__class__ = stand_ins.stand_in(nn.Linear, remote_modules.remote)
     for name in ("late", "aux"):
-        forward_attributes.watch(nn.Sequential(child), {"0": (name,)}, ())
+        forward_attributes.watch(nn.Sequential(child), {"0": (name,)})
     kind = forward_attributes._SetElsewhere
     watched = {name for name, value in vars(type(child)).items() if isinstance(value, kind)}
     assert watched == {"aux", "late"}
@@ -621,11 +620,15 @@ class WithDefault(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "members", [forward_attributes.remote_with(("aux", "late")), None], ids=["remote", "local"]
+    "members",
+    [
+        forward_attributes.remote_with(("aux", "late")),
+        microbatch_attributes.own_of_microbatch(("aux", "late")),
+    ],
+    ids=["remote", "local"],
 )
 def test_an_attribute_that_is_watched_is_set_and_deleted_as_any_other(members):
     """Beside the default that its class has, and without one."""
-    members = members or forward_attributes._local_with(("aux", "late"))
     module = WithDefault()
     module.__class__ = stand_ins.stand_in(WithDefault, members)
 
@@ -640,29 +643,3 @@ def test_an_attribute_that_is_watched_is_set_and_deleted_as_any_other(members):
             delattr(module, name)
     with pytest.raises(AttributeError, match="'WithDefault' object has no attribute 'late'"):
         module.late  # noqa: B018
-
-
-def test_a_backward_reads_what_the_forward_of_its_microbatch_has_left(monkeypatch):
-    module = WithDefault()
-    local = forward_attributes._local_with(("aux", "late"))
-    module.__class__ = stand_ins.stand_in(WithDefault, local)
-    at: dict = {"microbatch": 0, "backward": False}
-    task = types.SimpleNamespace(current=lambda: at["microbatch"])
-    monkeypatch.setattr(forward_attributes, "_core", task)
-    monkeypatch.setattr(forward_attributes, "_in_backward", lambda: at["backward"])
-    for at["microbatch"] in (0, 1):
-        module.aux = f"of {at['microbatch']}"
-    at["backward"] = True
-    for at["microbatch"] in (0, 1):
-        assert module.aux == f"of {at['microbatch']}"
-        module.aux = "of its forward, once more"
-        assert module.aux == f"of {at['microbatch']}"
-    at.update(microbatch=0, backward=False)
-    assert module.aux == "of its forward, once more"
-    del module.aux
-    at["backward"] = True
-    assert module.aux == 1  # its class's
-    at["microbatch"] = 1
-    assert module.aux == "of 1"
-    forward_attributes.finish()
-    assert module.aux == 1

@@ -17,6 +17,7 @@ from torch import nn
 import smp
 from smp.execution import first_step
 from smp.partitioning.tracing import trace
+from smp.partitioning.turns import turns_of
 from tests.ranks import on_ranks
 from tests.reference.compare import assert_same_bits
 from tests.reference.cut_loop import cut_loop
@@ -293,9 +294,12 @@ def test_gates_are_before_what_a_traced_run_changes_and_what_training_may_change
     one = SimpleNamespace(_smp_module=net)
     seen = trace(net, lambda: net(torch.ones(2, WIDTH)))
 
-    assert first_step._stateful(one, seen) == {"statistics": 1, "norm": 2, "idle": 0}
+    its = turns_of(net, seen)
+    calls = {path: its.expected[gate] for path, gate in its.modules.items()}
+    assert calls == {"statistics": 1, "norm": 2, "idle": 0}
     changed = {"statistics": tuple(net.statistics._buffers), "norm": ("seen",)}
-    assert first_step._forward_state(one, seen) == ({}, changed, [])
-    unknown = dict.fromkeys(("statistics", "table", "norm", "idle"), 0)
-    assert first_step._stateful(one, None) == unknown
-    assert first_step._forward_state(one, None) == ({}, {}, [])
+    assert first_step._forward_state(one, seen) == ({}, changed)
+    unknown = turns_of(net, None)
+    assert [*unknown.modules] == ["statistics", "table", "norm", "idle"]
+    assert unknown.expected == [0] * 4
+    assert first_step._forward_state(one, None) == ({}, {})

@@ -23,6 +23,7 @@ from smp.job import objects
 from smp.modules import homes, sync_batch_norm
 from smp.partitioning import shared, tracing, twins
 from smp.partitioning.partition import Partition, PartitionError, make_partition, pin_of
+from smp.partitioning.turns import Turns, turns_of
 from smp.ranks import CommGroup
 from smp.saving import state_dicts
 from smp.tensor_parallel import step_end
@@ -39,7 +40,6 @@ class ForwardState(NamedTuple):
 
     attributes: dict[str, tuple[str, ...]]  # names of plain attributes that it sets
     buffers: dict[str, tuple[str, ...]]  # names of buffers that it changes
-    reruns: list[str]  # modules that an autograd function may call again in the backward
 
 
 class PartitionMismatch(RuntimeError):
@@ -85,10 +85,11 @@ def partition_models(
         first = _first_failure([what for what, gates, *_ in everything if gates is None])
         raise failures.rebuild(first, error if first == told else None)
     partitions = [Partition.from_bytes(one) for one in packed]
-    _check_models(models, partitions, gates)
+    turns = [Turns(*one) for one in gates]
+    _check_models(models, partitions, turns)
     rt.backwards = max(1, backwards)
-    for one, partition, stateful, state in zip(models, partitions, gates, states, strict=True):
-        one._smp_apply_partition(partition, stateful, ForwardState(*state))
+    for one, partition, its, state in zip(models, partitions, turns, states, strict=True):
+        one._smp_apply_partition(partition, its, ForwardState(*state))
     _core.trim_heap()
     if rt.home is not None:
         homes.trim(rt.home)
@@ -118,9 +119,9 @@ def _decide(
     rt: "Runtime",
     models: Sequence["DistributedModel"],
     run_traced: Callable[[torch.device | None], Any],
-) -> tuple[list[bytes], list[dict[str, int]], list[tuple], int, list[int]]:
-    """The partition of each model, its stateful modules, its `ForwardState`, the backward
-    calls of a step, and what each rank will have in its pool."""
+) -> tuple[list[bytes], list[tuple], list[tuple], int, list[int]]:
+    """The partition of each model, its `Turns`, its `ForwardState`, the backward calls of a
+    step, and what each rank will have in its pool."""
     for one in models:
         _refuse_compiled_modules(one._smp_module)
         if rt.boot.size > 1:
@@ -133,7 +134,9 @@ def _decide(
             traces = _trace(rt, models, run_traced)
     states = [_forward_state(m, trace) for m, trace in zip(models, traces, strict=True)]
     partitions = _partitions(rt, models, traces, states)
-    gates = [_stateful(m, trace) for m, trace in zip(models, traces, strict=True)]
+    gates = [
+        tuple(turns_of(m._smp_module, trace)) for m, trace in zip(models, traces, strict=True)
+    ]
     pools = [0] * rt.pp_size
     for m, trace, partition in zip(models, traces, partitions, strict=True):
         if trace is not None:
@@ -307,54 +310,34 @@ def _refuse_compiled_modules(root: nn.Module) -> None:
             )
 
 
-def _stateful(one: "DistributedModel", trace: tracing.Trace | None) -> dict[str, int]:
-    """Modules that microbatches must pass in order: path -> executions a microbatch.
-
-    Without a trace, every module with buffers, and the number is not known (0); nor is it
-    for a module that the traced microbatch did not run: another may take its branch.
-    Buffers that training changes may stay as they are in a traced evaluation, so BatchNorm
-    and the like count in any case.
-    """
-    out = {}
-    for path, module in one._smp_module.named_modules():
-        if not module._buffers:
-            continue
-        if trace is None or trace.modules[path].executions == 0:
-            out[path] = 0
-        elif trace.modules[path].changed_buffers or hasattr(module, "track_running_stats"):
-            out[path] = trace.modules[path].executions
-    return out
-
-
 def _forward_state(one: "DistributedModel", trace: tracing.Trace | None) -> ForwardState:
     if trace is None:
-        return ForwardState({}, {}, [])
+        return ForwardState({}, {})
     attributes: dict[str, tuple[str, ...]] = {}
     buffers: dict[str, tuple[str, ...]] = {}
     for path, module in one._smp_module.named_modules():
         seen = trace.modules[path]
         if seen.set_attributes:
             attributes[path] = seen.set_attributes
-        # As _stateful() has it: BatchNorm's may stay as they are in a traced evaluation.
+        # As turns_of() has it: BatchNorm's may stay as they are in a traced evaluation.
         tracked = seen.executions > 0 and hasattr(module, "track_running_stats")
         names = tuple(module._buffers) if tracked else seen.changed_buffers
         if names:
             buffers[path] = names
-    reruns = {path for seen in trace.modules.values() for path in seen.reruns}
-    return ForwardState(attributes, buffers, sorted(reruns))
+    return ForwardState(attributes, buffers)
 
 
 def _check_models(
     models: Sequence["DistributedModel"],
     partitions: Sequence[Partition],
-    gates: Sequence[dict[str, int]],
+    turns: Sequence[Turns],
 ) -> None:
     """Compare what this rank has and will apply with the other ranks.
 
     Raises:
         PartitionMismatch: on every rank; names the first difference.
     """
-    mine = _description(models, partitions, gates)
+    mine = _description(models, partitions, turns)
     digest = hashlib.sha256("\n".join(mine).encode()).digest()
     digests = objects.gather_bytes(runtime.FIRST_STEP, CommGroup.WORLD, digest)
     if len(set(digests)) == 1:
@@ -377,18 +360,18 @@ def _check_models(
 def _description(
     models: Sequence["DistributedModel"],
     partitions: Sequence[Partition],
-    gates: Sequence[dict[str, int]],
+    turns: Sequence[Turns],
 ) -> list[str]:
     """A line for each thing that all ranks must have alike."""
     lines = [f"{len(models)} models to partition, {len(partitions)} partitions"]
-    for number, (one, partition, stateful) in enumerate(
-        zip(models, partitions, gates, strict=False)
+    for number, (one, partition, its) in enumerate(
+        zip(models, partitions, turns, strict=False)
     ):
         for path, module in one._smp_module.named_modules():
             where = f"on pp_rank {partition.rank_of.get(path, 'none')}"
             if (pin := pin_of(module)) is not None:
                 where += f", pinned to {pin}"
-            if path in stateful:
+            if path in its.modules:
                 where += ", passed in order"
             lines.append(f"module '{path}' ({type(module).__name__}) {where}, model {number}")
             lines += [_line("parameter", path, *one) for one in module._parameters.items()]

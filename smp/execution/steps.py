@@ -30,7 +30,7 @@ from smp.execution.runtime import Runtime
 from smp.job import core_warnings, interrupts
 from smp.job.config import ConfigError
 from smp.job.objects import refuse_if_forked
-from smp.modules import changes, forward_attributes, homes, hooks
+from smp.modules import changes, homes, hooks, microbatch_attributes
 from smp.partitioning.restore import write_back
 from smp.tensor_parallel import group, order, random_streams, same_samples, step_end, unused
 
@@ -365,9 +365,9 @@ class Step:
             local = None
             rt.local_errors.clear()
             changes.finish()
-            forward_attributes.finish()
             hooks.finish()
             went_well = _core.ended_well()
+            microbatch_attributes.finish(went_well)
             _core.gradients_end(not went_well)
             gradients.end()
             if self.reduction is None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from smp import _core
-from smp.modules import live_models
+from smp.modules import live_models, microbatch_attributes
 from smp.partitioning.contents import can_change
 
 # A module or parameter, the attribute's name, the value.  The codec sends the first as its
@@ -128,18 +128,31 @@ def make(changes: Iterable[Change]) -> None:
 @contextmanager
 def made(changes: Iterable[Change]) -> Iterator[None]:
     """Changes that a request brought, until it is done."""
-    before = [(target, name, getattr(target, name, _ABSENT)) for target, name, _ in changes]
-    make(changes)
+    before = [_before(target, name) for target, name, _ in changes]
+    for (target, name, value), old in zip(changes, before, strict=True):
+        if old is not value:
+            _bring(target, name, value)
     try:
         yield
     finally:
-        for (target, name, old), (_, _, new) in zip(before, changes, strict=True):
-            if getattr(target, name, _ABSENT) is not new:
-                continue  # the request's own code has set it
-            if old is _ABSENT:
-                target.__dict__.pop(name, None)  # a module of a third rank refuses delattr
-            else:
-                setattr(target, name, old)
+        for (target, name, new), old in zip(changes, before, strict=True):
+            if _before(target, name) is new:  # else the request's own code has set it
+                _bring(target, name, old)
+
+
+def _before(target: nn.Module | nn.Parameter, name: str) -> Any:
+    if microbatch_attributes.keeps(target, name):
+        return microbatch_attributes.of_this_microbatch(target, name, _ABSENT)
+    return getattr(target, name, _ABSENT)
+
+
+def _bring(target: nn.Module | nn.Parameter, name: str, value: Any) -> None:
+    if microbatch_attributes.keeps(target, name):
+        microbatch_attributes.put(target, name, value, _ABSENT)
+    elif value is _ABSENT:
+        target.__dict__.pop(name, None)  # a module of a third rank refuses delattr
+    else:
+        setattr(target, name, value)
 
 
 def check_frozen(changes: Iterable[Change], called: object) -> None:

@@ -4,16 +4,12 @@ the model runs: lists, fields of objects, tensors.  Tracing sees which.
 On ranks that do not run it a parent that reads what its child left there (an auxiliary loss,
 a cache) would read what was there when the model was made: that is an error.
 
-On its own rank microbatches are under way together, and share it.  Where an autograd
-function of the user's calls modules again in its backward (reversible layers), what a
-module reads there is what the forward of the same microbatch has set.
+On its own rank each microbatch has its own (``smp/modules/microbatch_attributes.py``).
 """
 
 import functools
-from collections.abc import Collection
 from typing import Any
 
-import torch
 from torch import nn
 
 from smp import _core
@@ -82,60 +78,6 @@ def remote_with(names: tuple[str, ...]) -> stand_ins.Members:
     return members
 
 
-class _OfMicrobatch:
-    """Such an attribute of a module that the backward calls again."""
-
-    def __set_name__(self, owner: type[nn.Module], name: str) -> None:
-        self.owner, self.name = owner, name
-
-    def __get__(self, module: nn.Module | None, cls: type[nn.Module]) -> Any:
-        if module is None:
-            return getattr(stand_ins.users_class(cls), self.name)
-        if _in_backward():
-            key = (id(module), self.name, _core.current())
-            if key in _set:
-                return _set[key]
-        if self.name in module.__dict__:
-            return module.__dict__[self.name]
-        return getattr(super(self.owner, module), self.name)
-
-    def __set__(self, module: nn.Module, value: Any) -> None:
-        module.__dict__[self.name] = value
-        microbatch = _core.current()
-        if microbatch is not None and not _in_backward():
-            _set[id(module), self.name, microbatch] = value
-
-    def __delete__(self, module: nn.Module) -> None:
-        if self.name not in module.__dict__:
-            raise AttributeError(self.name)
-        del module.__dict__[self.name]
-        _set.pop((id(module), self.name, _core.current()), None)
-
-
-# By id of the module, name and microbatch: what forwards of this step have set.
-_set: dict[tuple[int, str, int | None], Any] = {}
-
-
-def finish() -> None:
-    """The step is over."""
-    _set.clear()
-
-
-def _in_backward() -> bool:
-    """Autograd's engine runs in this thread."""
-    return torch._C._current_graph_task_id() != -1
-
-
-@functools.cache
-def _local_with(names: tuple[str, ...]) -> stand_ins.Members:
-    """The methods of a class like that of a module which the backward calls again."""
-
-    def members(cls: type[nn.Module]) -> dict[str, Any]:
-        return {name: _OfMicrobatch() for name in names}
-
-    return members
-
-
 def warn_of_shared(
     root: nn.Module, names: dict[str, tuple[str, ...]], rank_of: dict[str, int]
 ) -> None:
@@ -159,16 +101,10 @@ def warn_of_shared(
                     )
 
 
-def watch(root: nn.Module, names: dict[str, tuple[str, ...]], reruns: Collection[str]) -> None:
-    """Watch these attributes of the modules that are remote here, and of those that may be
-    called again in the backward; all by path."""
+def watch(root: nn.Module, names: dict[str, tuple[str, ...]]) -> None:
+    """Watch these attributes of the modules that are remote here, by path."""
     for path, module in root.named_modules():
-        if path not in names:
-            continue
-        if remote_modules.is_remote(module):
+        if path in names and remote_modules.is_remote(module):
             cls = remote_modules.original_class(module)
             its = {*names[path], *getattr(type(module), _NAMES, ())}  # of another model's, too
             module.__class__ = stand_ins.stand_in(cls, remote_with(tuple(sorted(its))))
-        elif path in reruns:
-            local = _local_with(names[path])
-            module.__class__ = stand_ins.stand_in(type(module), local)

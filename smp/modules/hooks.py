@@ -12,7 +12,7 @@ from torch.utils.hooks import BackwardHook
 
 from smp import _core
 from smp.modules import live_models
-from smp.modules.remote_modules import through_gate
+from smp.modules.gates import through_gate
 from smp.modules.stand_ins import GATE
 
 

@@ -8,16 +8,14 @@ own, such as an activation, which may be of other models, too: they run where th
 """
 
 import functools
-import threading
 from collections import OrderedDict
-from collections.abc import Callable
 from itertools import groupby
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from smp import _core
-from smp.modules import changes, conversion, remote_tensors, stand_ins
+from smp.modules import changes, conversion, gates, remote_tensors, stand_ins
 from smp.partitioning.partition import pin_of
 
 
@@ -127,67 +125,6 @@ def in_runs(cls: type[nn.Module]) -> dict[str, Any]:
     return {"forward": forward, "_smp_original_class": cls, **_slices_of(cls)}
 
 
-class _Passing(threading.local):
-    """The gates that this thread is in."""
-
-    def __init__(self) -> None:
-        self.gates: set[int] = set()
-
-
-_passing = _Passing()
-
-
-def through_gate(module: nn.Module, call: Callable, *args: Any, **kwargs: Any) -> Any:
-    """Call it when it is the microbatch's turn at the module's gate, if it has one.
-
-    In evaluation it changes nothing: that goes past the gate, unless a step also trains it.
-    """
-    gate = module.__dict__.get(stand_ins.GATE)
-    if gate is None or gate in _passing.gates:
-        return call(*args, **kwargs)
-    switches = stand_ins.SWITCHES in module.__dict__
-    if not module.training and not switches:
-        return call(*args, **kwargs)
-    modes = [(one, one.training) for one in module.modules()] if switches else []
-    if not _core.await_turn(gate):
-        return call(*args, **kwargs)
-    for one, training in modes:  # another microbatch may have switched them meanwhile
-        one.training = training
-    _passing.gates.add(gate)
-    try:
-        return call(*args, **kwargs)
-    finally:
-        _passing.gates.discard(gate)
-        _core.left(gate)
-
-
-def gated(cls: type[nn.Module]) -> dict[str, Any]:
-    """The methods of a class like ``cls`` that microbatches call in their order: it changes
-    buffers.
-
-    So do hooks before the forward (spectral norm), and the forward may be called alone.
-    """
-
-    def __call__(self, *args, **kwargs):
-        return through_gate(self, cls.__call__, self, *args, **kwargs)
-
-    @functools.wraps(cls.forward)
-    def forward(self, *args, **kwargs):
-        return through_gate(self, cls.forward, self, *args, **kwargs)
-
-    def __setattr__(self, name, value):
-        if name == "training" and _core.current() is not None and value != self.training:
-            self.__dict__[stand_ins.SWITCHES] = True  # for good
-        cls.__setattr__(self, name, value)
-
-    return {
-        "__call__": __call__,
-        "forward": forward,
-        "__setattr__": __setattr__,
-        "_smp_original_class": cls,
-    }
-
-
 def make_entries(root: nn.Module, rank_of: dict[str, int]) -> tuple[list[Entry], Runs]:
     """What can be called from another rank, and the runs of each spanning Sequential.
 
@@ -258,14 +195,14 @@ def swap_classes(
     rank_of: dict[str, int],
     rank: int,
     runs: Runs,
-    gates: dict[str, int],
+    gate_of: dict[str, int],
 ) -> None:
     """Make the calls of other ranks' modules remote.
 
     What is in another model, too, may have its class already.
 
     Args:
-        gates: by path, the number of the gate of a module that changes its buffers.
+        gate_of: by path, the number of the gate that calls of a module pass.
     """
     for path, module in root.named_modules():
         cls = original_class(module)
@@ -278,10 +215,10 @@ def swap_classes(
             if stand_ins.RUNS not in module.__dict__:
                 module.__dict__[stand_ins.RUNS] = []
                 module.__class__ = stand_ins.stand_in(cls, in_runs)
-        elif path in gates:
+        elif path in gate_of:
             if stand_ins.GATE not in module.__dict__:
-                module.__class__ = stand_ins.stand_in(cls, gated)
-            module.__dict__[stand_ins.GATE] = gates[path]
+                module.__class__ = stand_ins.stand_in(cls, gates.gated)
+            module.__dict__[stand_ins.GATE] = gate_of[path]
 
 
 def is_remote(module: nn.Module) -> bool:

@@ -21,7 +21,9 @@ GATE = "_smp_gate"
 SWITCHES = "_smp_switches"
 RUNS = "_smp_runs"
 CHECKPOINTING = "_smp_checkpointing"
-_OURS = (GATE, SWITCHES, RUNS, CHECKPOINTING)
+KEPT = "_smp_kept"
+ORDER = "_smp_order"
+_OURS = (GATE, SWITCHES, RUNS, CHECKPOINTING, KEPT, ORDER)
 
 # A method of classes whose instances cannot be copied or pickled: it raises why.
 REFUSES_COPIES = "_smp_refuses_copies"

@@ -111,12 +111,34 @@ class Operators(TorchDispatchMode):
                 frame.used.add(parameter)
             elif type(value) in (list, tuple):
                 self._note_parameters(frame, value)
+            elif isinstance(value, Tensor):
+                parameter = self._whose_data(value)
+                if parameter is not None:
+                    frame.used.add(parameter)
+
+    def _whose_data(self, tensor: Tensor) -> int | None:
+        """The id of the parameter ``p`` where the tensor is ``p.data``, which autograd does
+        not know of."""
+        if tensor.requires_grad or tensor.layout is not torch.strided or tensor._is_view():
+            return None
+        try:
+            return self.recorder.memory_of.get(tensor.untyped_storage()._cdata)
+        except (NotImplementedError, RuntimeError):  # it has none
+            return None
+
+    def _note_written(self, tensor: Tensor) -> None:
+        """A parameter that an operator writes into changes."""
+        parameters = self.recorder.parameter
+        parameter = parameters.get(id(tensor), self._whose_data(tensor))
+        if parameter is not None:
+            self.recorder.written.add(parameter)
 
     def _keep_written(self, kind: _Kind, args: tuple, kwargs: dict) -> None:
         for position, name in kind.writes:
             value = args[position] if position < len(args) else kwargs.get(name)
             for tensor in value if isinstance(value, (list, tuple)) else (value,):
                 if isinstance(tensor, Tensor) and not self._made_here(tensor):
+                    self._note_written(tensor)
                     self.recorder.restore.before_write(tensor)
 
     def _made_here(self, tensor: Tensor) -> bool:

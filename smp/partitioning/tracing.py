@@ -21,11 +21,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules import module as torch_module
+from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from smp.collectives.operation import watching
 from smp.partitioning import twins
-from smp.partitioning.contents import content_of, is_the_same
+from smp.partitioning.contents import can_change, content_of, is_the_same
 from smp.partitioning.operators import Operators
 from smp.partitioning.restore import Restore, parts_of
 
@@ -45,6 +46,7 @@ _SPARSE = (
     torch.sparse_bsc,
 )
 _OF_TORCH = frozenset(vars(nn.Module()))  # its dicts of parameters, hooks, ...
+_NOT_SEEN = _OF_TORCH - {"training"} | {"__dict__", "__class__"}
 
 
 @dataclasses.dataclass(slots=True)
@@ -75,6 +77,18 @@ class ModuleTrace:
             as ``parameters`` says, or that it set.
         set_attributes: names of the plain attributes that were set on it while it ran, and of
             those in which something was changed in place, also by other modules.
+        own_attributes: names of the plain attributes that were set on it, by any code, before
+            anything read them.
+        restored_attributes: those that had their former value when the run ended.
+        carried_attributes: those that were read first, and set to another value; with how
+            often they were read and set.
+        grows: something changed in place in an attribute that was not set before.
+        outside_reads: names of buffers, of carried attributes and of those that grow, that
+            were read or set while it did not run.
+        swaps: it called a module whose parameters or buffers it had replaced for the call, as
+            ``torch.func.functional_call`` does.
+        changed_parameters: names of parameters, of any module, that the run changed and that
+            operators used as ``parameters`` says.
         reruns: paths of modules that it gave to an autograd function of the user's, whose
             backward may call them again; where one of them sets attributes.
         hooking: paths of modules that it called and that hooked (``x.register_hook``) a tensor
@@ -95,6 +109,13 @@ class ModuleTrace:
     changed_buffers: tuple[str, ...] = ()
     buffers: tuple[str, ...] = ()
     set_attributes: tuple[str, ...] = ()
+    own_attributes: tuple[str, ...] = ()
+    restored_attributes: tuple[str, ...] = ()
+    carried_attributes: dict[str, int] = dataclasses.field(default_factory=dict)
+    grows: bool = False
+    outside_reads: tuple[str, ...] = ()
+    swaps: bool = False
+    changed_parameters: tuple[str, ...] = ()
     reruns: tuple[str, ...] = ()
     hooking: tuple[str, ...] = ()
 
@@ -216,6 +237,18 @@ def _trace_on_zeros(
         return recorder.traces(timed=False)
 
 
+class _Uses:
+    """How an attribute or a buffer of a module was read and set, by any code."""
+
+    __slots__ = ("count", "outside", "read_first", "sets")
+
+    def __init__(self, read_first: bool):
+        self.read_first = read_first
+        self.count = 0
+        self.sets = False
+        self.outside = False  # also while the module did not run
+
+
 class CollectiveRefused(RuntimeError):
     """A module calls a collective whose other ranks do not come."""
 
@@ -273,6 +306,7 @@ class Recorder:
             for name, buffer in module._buffers.items()
             if buffer is not None
         }
+        self.memory_of: dict[int, int] = {}  # by address of a storage: the parameter's id
         self.twins: list[nn.Parameter] = []
         self.keeps_saved = False  # what autograd saves in the run
         self.thread = threading.get_ident()
@@ -283,6 +317,8 @@ class Recorder:
     def _begin(self) -> None:
         self.records = [ModuleTrace() for _ in self.modules]
         self.left: list[_Attributes] = []  # by module, as its last execution left them
+        self.uses: dict[tuple[int, str], _Uses] = {}  # by number of the module, and name
+        self.written: set[int] = set()  # ids of parameters that operators wrote into
         self.used: list[set[int]] = [set() for _ in self.modules]
         self.used_outside: set[int] = set()
         self.given_away: dict[int, set[int]] = {}  # to autograd functions, by a module
@@ -320,13 +356,22 @@ class Recorder:
                 self._put_on_meta()
             if self.memory:
                 self._leave_out_state()
+            self.memory_of = _by_memory(self.modules, self.parameter)
             # None when the run is over, as Restore.__exit__ says.
             self.left = [_attributes_of(module) for module in self.modules]
+            initial = list(self.left)
             try:
-                with self._saved_tensors(), Operators(self), watching(self.hear_collective):
+                with (
+                    self._saved_tensors(),
+                    Operators(self),
+                    watching(self.hear_collective),
+                    _seeing_attributes(self._note_use),
+                ):
                     run()
+                self._note_what_microbatches_share(initial)
             finally:
                 self.left.clear()
+                initial.clear()
             self.used_outside = self.frames[0].used
             for module, record in zip(self.modules, self.records, strict=True):
                 if module._buffers:
@@ -517,12 +562,24 @@ class Recorder:
             return  # of a module's own, where no operators are seen: they come in no order
         frame = Frame(number, module)
         if not self.timing:
+            self._note_swaps(number, module)
             self._note_changes(number, self.left[number], frame.attributes, by_others=True)
         self.frames.append(frame)
         self.progress.enter(self.paths[number])
         if self.timing:
             _wait_for_device(module)
         frame.started = time.perf_counter()
+
+    def _note_swaps(self, number: int, module: nn.Module) -> None:
+        """What calls a module with other tensors than its own puts these back afterwards."""
+        caller = self.frames[-1].number
+        if caller >= 0 and not self.records[caller].swaps:
+            self.records[caller].swaps = any(
+                tensor is not None and id(tensor) not in self.parameter
+                for inside in module.modules()
+                if id(inside) in self.number_of
+                for tensor in inside._parameters.values()
+            )
 
     def _leave(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
         number = self.number_of.get(id(module))
@@ -558,6 +615,50 @@ class Recorder:
             self._note_changes(number, frame.attributes, self.left[number])
             record.input_bytes = max(record.input_bytes, tensor_bytes((args, kwargs)))
             record.output_bytes = max(record.output_bytes, tensor_bytes(output))
+
+    def _note_use(self, module: nn.Module, name: str, sets: bool) -> None:
+        """Code reads an attribute of a module, or sets one."""
+        number = self.number_of.get(id(module))
+        if number is None or threading.get_ident() != self.thread:
+            return
+        its = object.__getattribute__(module, "__dict__")
+        held = name in its or name in its["_buffers"]
+        if not held and not sets and hasattr(type(module), name):
+            return  # a method
+        uses = self.uses.get((number, name))
+        if uses is None:
+            uses = self.uses[number, name] = _Uses(read_first=not sets)
+        uses.count += 1
+        uses.sets |= sets
+        if not uses.outside:
+            uses.outside = all(frame.number != number for frame in self.frames)
+
+    def _note_what_microbatches_share(self, initial: list[_Attributes]) -> None:
+        """Of attributes: what each microbatch sets anew, and what one leaves to the next."""
+        for (number, name), uses in self.uses.items():
+            module, record = self.modules[number], self.records[number]
+            its = module.__dict__
+            if uses.outside and name in its["_buffers"]:
+                record.outside_reads += (name,)
+            if name in its["_parameters"] or name in its["_modules"] or name in its["_buffers"]:
+                continue
+            before = initial[number].get(name, _NEVER)
+            value = its.get(name, _NEVER[0])
+            absent = before is _NEVER and value is _NEVER[0]
+            same = absent or is_the_same(before[1], content_of(value))
+            if not uses.sets or (value is before[0] and can_change(value)):
+                if not same:  # in place
+                    record.grows = True
+                    if uses.outside:
+                        record.outside_reads += (name,)
+            elif not same and uses.read_first:
+                record.carried_attributes[name] = uses.count
+                if uses.outside:
+                    record.outside_reads += (name,)
+            elif same:
+                record.restored_attributes += (name,)
+            else:
+                record.own_attributes += (name,)
 
     def _note_changes(
         self, number: int, before: _Attributes, after: _Attributes, by_others: bool = False
@@ -600,6 +701,7 @@ class Recorder:
                 record = self.records[number]
                 record.parameters = name_all(self.used[number])
                 record.buffers = name_all(self.used[number], changed)
+                record.changed_parameters = name_all(self.used[number] & self.written)
                 modules[path] = record
             for path, module in root.named_modules():
                 number = self.number_of[id(module)]
@@ -638,6 +740,30 @@ def _seeing_functions(see: Callable[[tuple], None]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def _seeing_attributes(see: Callable[[nn.Module, str, bool], None]) -> Iterator[None]:
+    """Show each attribute of a module that code reads or sets (True); torch's own are not."""
+    modules: Any = nn.Module
+    original = modules.__setattr__
+
+    def __getattribute__(self: nn.Module, name: str) -> Any:
+        if name not in _NOT_SEEN:
+            see(self, name, False)
+        return super(nn.Module, self).__getattribute__(name)
+
+    def __setattr__(self: nn.Module, name: str, value: Any) -> None:
+        if name not in _NOT_SEEN:
+            see(self, name, True)
+        original(self, name, value)
+
+    modules.__getattribute__, modules.__setattr__ = __getattribute__, __setattr__
+    try:
+        yield
+    finally:
+        del modules.__getattribute__
+        modules.__setattr__ = original
+
+
+@contextlib.contextmanager
 def _seeing_hooks(see: Callable[[Tensor], None]) -> Iterator[None]:
     """Show the tensors on which ``register_hook`` is called; not by PyTorch's own tools, such
     as FLOP counters, which hook what every module has, nor by ours."""
@@ -662,6 +788,16 @@ def _calls(function: Callable) -> bool:
     while frame is not None and frame.f_code is not function.__code__:
         frame = frame.f_back
     return frame is not None
+
+
+def _by_memory(modules: Sequence[nn.Module], parameter: dict[int, int]) -> dict[int, int]:
+    """By address of its storage: the id of a parameter, which ``p.data`` shares it with."""
+    found: dict[int, int] = {}
+    for module in modules:
+        for tensor in module._parameters.values():
+            if tensor is not None and tensor.layout is torch.strided and not is_lazy(tensor):
+                found[tensor.untyped_storage()._cdata] = parameter[id(tensor)]
+    return found
 
 
 def _attributes_of(module: nn.Module) -> _Attributes:

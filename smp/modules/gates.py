@@ -1,0 +1,136 @@
+"""Modules that microbatches call in their order; ``smp/partitioning/turns.py`` says which."""
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from smp import _core
+from smp.modules import stand_ins
+
+
+class _Passing(threading.local):
+    """The gates that this thread is in."""
+
+    def __init__(self) -> None:
+        self.gates: set[int] = set()
+
+
+_passing = _Passing()
+
+
+def through_gate(module: nn.Module, call: Callable, *args: Any, **kwargs: Any) -> Any:
+    """Call it when it is the microbatch's turn at the module's gate, if it has one.
+
+    Running statistics change in training alone: an evaluation goes past the gate, unless the
+    same step also trains the module.
+    """
+    gate = module.__dict__.get(stand_ins.GATE)
+    if gate is None or gate in _passing.gates:
+        return call(*args, **kwargs)
+    switches = stand_ins.SWITCHES in module.__dict__
+    if not switches and changes_nothing(module):
+        return call(*args, **kwargs)
+    modes = [(one, one.training) for one in module.modules()] if switches else []
+    if not _core.await_turn(gate):
+        return call(*args, **kwargs)
+    for one, training in modes:  # another microbatch may have switched them meanwhile
+        one.training = training
+    _passing.gates.add(gate)
+    try:
+        return call(*args, **kwargs)
+    finally:
+        _passing.gates.discard(gate)
+        _core.left(gate)
+
+
+def changes_nothing(module: nn.Module) -> bool:
+    """Whether it is one of torch's norms, in evaluation."""
+    return not module.training and hasattr(module, "track_running_stats")
+
+
+def await_turn(gate: int) -> bool:
+    """Wait for the microbatch's turn there, unless this thread's task is past it.
+
+    Returns:
+        Whether it passes the gate now, as ``_core.left`` is then to hear.
+    """
+    return gate not in _passing.gates and _core.await_turn(gate)
+
+
+def gated(cls: type[nn.Module]) -> dict[str, Any]:
+    """The methods of a class like ``cls`` that microbatches call in their order: it changes
+    what the next one's calls, or other modules, read.
+
+    So do hooks before the forward (spectral norm), and the forward may be called alone.
+    """
+
+    def __call__(self, *args, **kwargs):
+        return through_gate(self, cls.__call__, self, *args, **kwargs)
+
+    @functools.wraps(cls.forward)
+    def forward(self, *args, **kwargs):
+        return through_gate(self, cls.forward, self, *args, **kwargs)
+
+    def __setattr__(self, name, value):
+        if name == "training" and _core.current() is not None and value != self.training:
+            self.__dict__[stand_ins.SWITCHES] = True  # for good
+        cls.__setattr__(self, name, value)
+
+    return {
+        "__call__": __call__,
+        "forward": forward,
+        "__setattr__": __setattr__,
+        "_smp_original_class": cls,
+    }
+
+
+class _ReadOutside:
+    """A buffer or an attribute that its module changes, and that other code reads in a step."""
+
+    def __set_name__(self, owner: type[nn.Module], name: str) -> None:
+        self.owner, self.name = owner, name
+
+    def __get__(self, module: nn.Module | None, cls: type[nn.Module]) -> Any:
+        if module is None:
+            return getattr(stand_ins.users_class(cls), self.name)
+        _await_turn_at(module)
+        if self.name in module.__dict__:
+            return module.__dict__[self.name]
+        return getattr(super(self.owner, module), self.name)
+
+    def __set__(self, module: nn.Module, value: Any) -> None:
+        module.__dict__[self.name] = value
+
+    def __delete__(self, module: nn.Module) -> None:
+        if self.name not in module.__dict__:
+            raise AttributeError(self.name)
+        del module.__dict__[self.name]
+
+
+def _await_turn_at(module: nn.Module) -> None:
+    gate = module.__dict__.get(stand_ins.GATE)
+    if gate is not None and not changes_nothing(module):
+        await_turn(gate)
+
+
+@functools.cache
+def read_outside(names: tuple[str, ...]) -> stand_ins.Members:
+    """The methods of a class like that of a module with a gate, which other code reads: a
+    microbatch that does so has its turn there, and is past when its forward is over."""
+
+    def members(cls: type[nn.Module]) -> dict[str, Any]:
+        def __setattr__(self, name, value):
+            if name in names and _core.current() is not None:
+                _await_turn_at(self)
+            cls.__setattr__(self, name, value)
+
+        return {
+            "__setattr__": __setattr__,
+            "_smp_original_class": getattr(cls, "_smp_original_class", cls),
+            **{name: _ReadOutside() for name in names},
+        }
+
+    return members

@@ -1,0 +1,315 @@
+"""Attributes that code sets on modules in a step: each microbatch has its own.
+
+Several microbatches are under way on a rank, and one may run while another waits within a
+module's forward, between ``self.h = f(x)`` and what reads it.  Each reads what it has set
+itself.  A microbatch that reads first gets what the one before it has left, and waits until
+that is known; what the last one has set stays when the step is over.  So it is in one process.
+
+Values are kept apart by descriptors in a class that stands in for the module's own: of the
+names that tracing saw being set, and on modules that call others' ranks also of those that
+are set for the first time in a later step.
+"""
+
+import functools
+import threading
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import nn
+
+from smp import _core
+from smp.modules import gates, live_models, stand_ins
+
+if TYPE_CHECKING:
+    from smp.partitioning.turns import Turns
+
+_ABSENT = object()
+_DELETED = object()
+_OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
+
+
+class Kept(NamedTuple):
+    """How one attribute of one module goes from microbatch to microbatch.
+
+    Attributes:
+        gate: where a microbatch waits that reads before it has set it; -1: nowhere, it has the
+            value from before the step.
+        uses: reads and sets after which a call of the module is past the gate; 0: its end.
+        counted: calls of the module pass the gate.
+    """
+
+    gate: int
+    uses: int = 0
+    counted: bool = False
+
+
+class _Values:
+    """Of one attribute of one module, in this step."""
+
+    __slots__ = ("by_microbatch", "module", "read_before")
+
+    def __init__(self, module: nn.Module):
+        self.module = module
+        self.by_microbatch: dict[int, Any] = {}
+        self.read_before = -1  # the last microbatch that has read another one's
+
+
+_values: dict[tuple[int, str], _Values] = {}  # by id of the module, and name
+
+
+class _Running(threading.local):
+    """The calls of modules with carried attributes that this thread is in."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[nn.Module, dict[str, int]]] = []
+
+
+_running = _Running()
+
+
+class _OfMicrobatch:
+    """Such an attribute, in the class that stands in for a module's."""
+
+    def __set_name__(self, owner: type[nn.Module], name: str) -> None:
+        self.owner, self.name = owner, name
+
+    def __get__(self, module: nn.Module | None, cls: type[nn.Module]) -> Any:
+        if module is None:
+            return getattr(stand_ins.users_class(cls), self.name)
+        microbatch = _core.current()
+        if microbatch is not None:
+            kept = module.__dict__[stand_ins.KEPT][self.name]
+            passes = kept.counted and gates.await_turn(kept.gate)
+            value = self._value(module, kept, microbatch)
+            if passes:
+                _count(module, self.name, kept)
+            if value is _DELETED:
+                return getattr(super(self.owner, module), self.name)  # its class may have one
+            if value is not _ABSENT:
+                return value
+        if self.name in module.__dict__:
+            return module.__dict__[self.name]
+        return getattr(super(self.owner, module), self.name)
+
+    def __set__(self, module: nn.Module, value: Any) -> None:
+        microbatch = _core.current()
+        if microbatch is None:
+            module.__dict__[self.name] = value
+            return
+        kept = module.__dict__[stand_ins.KEPT][self.name]
+        passes = kept.counted and gates.await_turn(kept.gate)
+        values = _values.get((id(module), self.name))
+        if values is None:
+            values = _values[id(module), self.name] = _Values(module)
+        if values.read_before > microbatch and not _in_backward():
+            self._refuse(module, microbatch, values.read_before)
+        values.by_microbatch[microbatch] = value
+        if passes:
+            _count(module, self.name, kept)
+
+    def __delete__(self, module: nn.Module) -> None:
+        if _core.current() is not None:
+            self.__get__(module, type(module))
+            self.__set__(module, _DELETED)
+        elif self.name in module.__dict__:
+            del module.__dict__[self.name]
+        else:
+            raise AttributeError(self.name)
+
+    def _value(self, module: nn.Module, kept: Kept, microbatch: int) -> Any:
+        """What the microbatch has set, or those before it have left; ``_ABSENT``: that from
+        before the step."""
+        values = _values.get((id(module), self.name))
+        if values is not None and microbatch in values.by_microbatch:
+            return values.by_microbatch[microbatch]
+        if kept.gate < 0 or _in_backward() or (values is None and not kept.counted):
+            return _ABSENT
+        if not kept.counted:
+            _core.await_turn(kept.gate)
+        if values is None:
+            values = _values.setdefault((id(module), self.name), _Values(module))
+        values.read_before = max(values.read_before, microbatch)
+        earlier = [one for one in values.by_microbatch if one < microbatch]
+        return values.by_microbatch[max(earlier)] if earlier else _ABSENT
+
+    def _refuse(self, module: nn.Module, microbatch: int, other: int) -> None:
+        path, owner = live_models.home_of(module) or (type(module).__name__, 0)
+        name = f"{path}.{self.name}".lstrip(".")
+        raise RuntimeError(
+            f"smp: '{name}' on pp_rank {owner} is set in microbatch {microbatch}, after "
+            f"microbatch {other}, which runs beside it, has read it: set it in each microbatch "
+            "before it is read, return it from the forward instead, or set "
+            "'active_microbatches': 1"
+        )
+
+
+def _count(module: nn.Module, name: str, kept: Kept) -> None:
+    """A use of a carried attribute: with the last one of a call its microbatch is past."""
+    if kept.uses and _running.calls and _running.calls[-1][0] is module:
+        left = _running.calls[-1][1]
+        left[name] -= 1
+        if left[name] == 0:
+            _core.left(kept.gate)
+
+
+def _in_backward() -> bool:
+    """Autograd's engine runs in this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def _counting(cls: type[nn.Module]) -> dict[str, Any]:
+    """The methods of a class like that of a module with carried attributes: a call that ends
+    lets the next microbatch's read them."""
+
+    def counted(self: nn.Module, call: Any, *args: Any, **kwargs: Any) -> Any:
+        if _core.current() is None or any(one is self for one, _ in _running.calls):
+            return call(self, *args, **kwargs)
+        kept = {n: one for n, one in self.__dict__[stand_ins.KEPT].items() if one.counted}
+        left = {name: one.uses for name, one in kept.items()}
+        _running.calls.append((self, left))
+        try:
+            return call(self, *args, **kwargs)
+        finally:
+            _running.calls.pop()
+            for name, one in kept.items():
+                if left[name] > 0 or one.uses == 0:
+                    _core.left(one.gate)
+
+    def __call__(self, *args, **kwargs):
+        return counted(self, cls.__call__, *args, **kwargs)
+
+    @functools.wraps(cls.forward)
+    def forward(self, *args, **kwargs):
+        return counted(self, cls.forward, *args, **kwargs)
+
+    return {"__call__": __call__, "forward": forward, **_original(cls)}
+
+
+def _original(cls: type[nn.Module]) -> dict[str, Any]:
+    return {"_smp_original_class": getattr(cls, "_smp_original_class", cls)}
+
+
+@functools.cache
+def own_of_microbatch(names: tuple[str, ...]) -> stand_ins.Members:
+    """The methods of a class like that of a module of which these attributes are set."""
+
+    def members(cls: type[nn.Module]) -> dict[str, Any]:
+        return {**_original(cls), **{name: _OfMicrobatch() for name in names}}
+
+    return members
+
+
+def _adopting(cls: type[nn.Module]) -> dict[str, Any]:
+    """The methods of a class like that of a module which calls others' ranks: an attribute
+    that code sets in a step for the first time is each microbatch's own from then on."""
+
+    def __setattr__(self, name, value):
+        if _core.current() is not None and _can_be_own(self, name, value):
+            watch(self, {name: Kept(self.__dict__[stand_ins.ORDER])})
+        cls.__setattr__(self, name, value)
+
+    return {"__setattr__": __setattr__, **_original(cls)}
+
+
+def _can_be_own(module: nn.Module, name: str, value: Any) -> bool:
+    """Whether it is a plain attribute, and none of ours or of torch's."""
+    if name in module.__dict__.get(stand_ins.KEPT, ()) or name.startswith(("_smp_", "__")):
+        return False
+    registered = (module._parameters, module._buffers, module._modules)
+    if any(name in names for names in registered) or name in _OF_TORCH:
+        return False
+    if isinstance(value, nn.Parameter | nn.Module):
+        return False
+    return not hasattr(getattr(type(module), name, None), "__set__")
+
+
+def watch(module: nn.Module, kept: Mapping[str, Kept]) -> None:
+    """Keep these attributes of a module of this rank apart, from microbatch to microbatch."""
+    known = module.__dict__.setdefault(stand_ins.KEPT, {})
+    new = tuple(sorted(kept.keys() - known.keys()))
+    known.update(kept)
+    if new:
+        module.__class__ = stand_ins.stand_in(type(module), own_of_microbatch(new))
+    if any(one.counted for one in kept.values()):
+        module.__class__ = stand_ins.stand_in(type(module), _counting)
+
+
+def adopt(module: nn.Module, order: int) -> None:
+    """Keep apart whatever is set on a module of this rank that calls others' ranks.
+
+    Args:
+        order: the gate that a microbatch is past when its forward is over.
+    """
+    if stand_ins.ORDER not in module.__dict__:
+        module.__class__ = stand_ins.stand_in(type(module), _adopting)
+    module.__dict__[stand_ins.ORDER] = order
+
+
+def keep_apart(
+    root: nn.Module,
+    here: Collection[str],
+    turns: "Turns",
+    numbers: Sequence[int],
+    split: Sequence[str],
+) -> None:
+    """What code sets on a model's modules of this rank is each microbatch's own.
+
+    Args:
+        here: paths of the modules that are on this rank.
+        numbers: of the model's gates in this job, and of one more, which a microbatch is past
+            when its forward is over.
+        split: paths of modules that are split by tensor parallelism, whose calls wait for
+            other ranks, too.
+    """
+    order = numbers[-1]
+    for path, module in root.named_modules():
+        if path not in here:
+            continue
+        if path in turns.reads:
+            reads = gates.read_outside(tuple(turns.reads[path]))
+            module.__class__ = stand_ins.stand_in(type(module), reads)
+        kept = {name: Kept(order) for name in turns.own.get(path, ())}
+        kept |= {name: Kept(-1) for name in turns.restored.get(path, ())}
+        for name, (gate, uses) in turns.carried.get(path, {}).items():
+            kept[name] = Kept(numbers[gate], uses, counted=True)
+        if kept:
+            watch(module, kept)
+        inside = f"{path}." if path else ""
+        theirs = [f"{inside}{name}" for name, _ in module.named_modules() if name]
+        if any(one not in here or one in split for one in theirs):
+            adopt(module, order)
+
+
+def keeps(target: nn.Module | nn.Parameter, name: str) -> bool:
+    """Whether each microbatch has its own."""
+    return name in target.__dict__.get(stand_ins.KEPT, ())
+
+
+def of_this_microbatch(target: nn.Module | nn.Parameter, name: str, absent: Any) -> Any:
+    """What the microbatch that asks has set, without a look at others' values."""
+    values = _values.get((id(target), name))
+    return absent if values is None else values.by_microbatch.get(_core.current(), absent)
+
+
+def put(module: Any, name: str, value: Any, absent: Any) -> None:
+    """Give the microbatch a value that comes from elsewhere, or ``absent``, for a while."""
+    values = _values.setdefault((id(module), name), _Values(module))
+    microbatch = _core.current()
+    if value is absent:
+        values.by_microbatch.pop(microbatch, None)
+    else:
+        values.by_microbatch[microbatch] = value
+
+
+def finish(went_well: bool) -> None:
+    """The step is over: what the last microbatch has set stays."""
+    for (_, name), values in _values.items():
+        if not went_well or not values.by_microbatch:
+            continue
+        last = values.by_microbatch[max(values.by_microbatch)]
+        if last is _DELETED:
+            values.module.__dict__.pop(name, None)
+        else:
+            values.module.__dict__[name] = last
+    _values.clear()
