@@ -28,7 +28,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.models.partition import random_partition
 
-__all__ = ["ALL", "Tree", "describe", "make_tree", "random_partition"]
+__all__ = ["ALL", "ORDERED", "Tree", "describe", "make_tree", "random_partition"]
 
 WIDTH = 8
 DEPTH = 3  # composites around a leaf, at most
@@ -133,6 +133,51 @@ class Reuse(nn.Module):
         for _ in range(self.times):
             x = self.block(x)
         return x
+
+
+class Kept(nn.Module):
+    """Keeps what its call made on itself, and its mode, over a call of its child."""
+
+    def __init__(self, inner: Callable[[], Block], rng: random.Random) -> None:
+        super().__init__()
+        self.block = inner()
+        self.factor = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept = torch.tanh(x)
+        self.factor = 0.5 + float(x.detach()[0, 0] > 0)
+        y = self.block(x) * self.factor
+        self.factor = 1.0
+        return y + self.kept
+
+
+class Carried(nn.Module):
+    """Leaves what its calls made on itself to the next: a number and a tensor."""
+
+    def __init__(self, inner: Callable[[], Block], rng: random.Random) -> None:
+        super().__init__()
+        self.block = inner()
+        self.calls = 0
+        self.mean = torch.zeros(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls = self.calls + 1
+        self.mean = 0.9 * self.mean.to(x) + 0.1 * x.detach().mean(0)
+        return self.block(x - self.mean) / self.calls
+
+
+class Grows(nn.Module):
+    """Leaves a list that grows to its next call."""
+
+    def __init__(self, inner: Callable[[], Block], rng: random.Random) -> None:
+        super().__init__()
+        self.block = inner()
+        self.seen: list[float] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.block(x)
+        self.seen.append(float(x.detach().mean()))
+        return y + 0.1 * sum(self.seen)
 
 
 class SharedModule(nn.Module):
@@ -803,7 +848,12 @@ COMPOSITES: dict[str, type] = {
     "pass_through": PassThrough,
     "hooks": Hooks,
     "collected": Collected,
+    "kept": Kept,
+    "carried": Carried,
+    "grows": Grows,
 }
+#: What leaves something to the next microbatch, which is to come after it.
+ORDERED = frozenset(["batch_norm", "buffer", "carried", "grows"])
 # Features of the whole tree: two far leaves share a weight; the step calls the model
 # twice; the step calls backward twice.
 WHOLE = ("far_tied", "two_calls", "two_backwards")
@@ -818,10 +868,6 @@ ONE_USE = frozenset(
     + ["in_place_module", "changed_result", "reentrant_checkpoint", "checkpoint"]
     + ["sequential", "dict"]
 )
-
-# What a checkpoint computes again in backward changes buffers again: when is up to the
-# schedule, and how often, without re-entrance, to where the modules in it are.
-_NOT_IN_CHECKPOINT = frozenset(["batch_norm", "buffer"])
 
 
 class Root(nn.Module):
@@ -852,7 +898,9 @@ class _Builder:
         end = depth == 0 or self._left < 0 or (depth < DEPTH and self.rng.random() < 0.1)
         name = self.rng.choice(leaves if end or not composites else composites)
         checkpoints = ("checkpoint", "reentrant_checkpoint")
-        inside = without | _NOT_IN_CHECKPOINT if name in checkpoints else without
+        # It computes again in backward: when is up to the schedule, and how often, without
+        # re-entrance, to where the modules in it are.
+        inside = without | ORDERED if name in checkpoints else without
         kind = {**LEAVES, **COMPOSITES}[name]
         return kind(lambda: self.block(depth - 1, inside), self.rng)
 
