@@ -313,7 +313,9 @@ def test_an_attribute_is_each_microbatchs_own_until_the_step_is_over(monkeypatch
     """... where none leaves it to the next; its class may have another value."""
     at: dict = {"microbatch": None}
     core = types.SimpleNamespace(
-        current=lambda: at["microbatch"], await_turn=lambda gate: False
+        current=lambda: at["microbatch"],
+        await_turn=lambda gate: None,
+        in_backward=lambda: False,
     )
     monkeypatch.setattr(microbatch_attributes, "_core", core)
     module = Counter()

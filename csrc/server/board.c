@@ -129,7 +129,7 @@ add_wait(text *t, const smp_board *board, int rank, const smp_wait *wait)
         break;
     case SMP_WAIT_GATE:
         add(t, " waits for earlier microbatches to pass this module, which changes its "
-               "buffers");
+               "buffers or attributes");
         break;
     case SMP_WAIT_ISSUE:
         add(t, " waits for tp_rank 0 to call ");

@@ -15,7 +15,6 @@ import threading
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
 from torch import nn
 
 from smp import _core
@@ -79,11 +78,7 @@ class _OfMicrobatch:
             return getattr(stand_ins.users_class(cls), self.name)
         microbatch = _core.current()
         if microbatch is not None:
-            kept = module.__dict__[stand_ins.KEPT][self.name]
-            passes = kept.counted and gates.await_turn(kept.gate)
-            value = self._value(module, kept, microbatch)
-            if passes:
-                _count(module, self.name, kept)
+            value = self._value(module, module.__dict__[stand_ins.KEPT][self.name], microbatch)
             if value is _DELETED:
                 return getattr(super(self.owner, module), self.name)  # its class may have one
             if value is not _ABSENT:
@@ -98,15 +93,18 @@ class _OfMicrobatch:
             module.__dict__[self.name] = value
             return
         kept = module.__dict__[stand_ins.KEPT][self.name]
-        passes = kept.counted and gates.await_turn(kept.gate)
         values = _values.get((id(module), self.name))
         if values is None:
             values = _values[id(module), self.name] = _Values(module)
-        if values.read_before > microbatch and not _in_backward():
+        if _core.in_backward():
+            values.by_microbatch[_owner_in_backward(kept, values, microbatch)] = value
+            return
+        if kept.counted and microbatch not in values.by_microbatch:
+            _core.await_turn(kept.gate)
+        if values.read_before > microbatch:
             self._refuse(module, microbatch, values.read_before)
         values.by_microbatch[microbatch] = value
-        if passes:
-            _count(module, self.name, kept)
+        _count(module, self.name, kept)
 
     def __delete__(self, module: nn.Module) -> None:
         if _core.current() is not None:
@@ -121,15 +119,22 @@ class _OfMicrobatch:
         """What the microbatch has set, or those before it have left; ``_ABSENT``: that from
         before the step."""
         values = _values.get((id(module), self.name))
+        if _core.in_backward():
+            if values is None:
+                return _ABSENT
+            return values.by_microbatch.get(
+                _owner_in_backward(kept, values, microbatch), _ABSENT
+            )
         if values is not None and microbatch in values.by_microbatch:
+            _count(module, self.name, kept)
             return values.by_microbatch[microbatch]
-        if kept.gate < 0 or _in_backward() or (values is None and not kept.counted):
+        if kept.gate < 0 or (values is None and not kept.counted):
             return _ABSENT
-        if not kept.counted:
+        if values is None or values.read_before < microbatch:
             _core.await_turn(kept.gate)
-        if values is None:
             values = _values.setdefault((id(module), self.name), _Values(module))
-        values.read_before = max(values.read_before, microbatch)
+            values.read_before = max(values.read_before, microbatch)
+        _count(module, self.name, kept)
         earlier = [one for one in values.by_microbatch if one < microbatch]
         return values.by_microbatch[max(earlier)] if earlier else _ABSENT
 
@@ -144,18 +149,19 @@ class _OfMicrobatch:
         )
 
 
+def _owner_in_backward(kept: Kept, values: _Values, microbatch: int) -> int:
+    """Whose value it is to a forward that runs again: of a carried attribute the newest, since
+    backwards come in an order of their own."""
+    return max(values.by_microbatch, default=microbatch) if kept.counted else microbatch
+
+
 def _count(module: nn.Module, name: str, kept: Kept) -> None:
     """A use of a carried attribute: with the last one of a call its microbatch is past."""
-    if kept.uses and _running.calls and _running.calls[-1][0] is module:
+    if kept.counted and kept.uses and _running.calls and _running.calls[-1][0] is module:
         left = _running.calls[-1][1]
         left[name] -= 1
         if left[name] == 0:
             _core.left(kept.gate)
-
-
-def _in_backward() -> bool:
-    """Autograd's engine runs in this thread."""
-    return torch._C._current_graph_task_id() != -1
 
 
 def _counting(cls: type[nn.Module]) -> dict[str, Any]:
@@ -163,7 +169,7 @@ def _counting(cls: type[nn.Module]) -> dict[str, Any]:
     lets the next microbatch's read them."""
 
     def counted(self: nn.Module, call: Any, *args: Any, **kwargs: Any) -> Any:
-        if _core.current() is None or any(one is self for one, _ in _running.calls):
+        if _core.current() is None or _core.in_backward() or any(one is self for one, _ in _running.calls):
             return call(self, *args, **kwargs)
         kept = {n: one for n, one in self.__dict__[stand_ins.KEPT].items() if one.counted}
         left = {name: one.uses for name, one in kept.items()}

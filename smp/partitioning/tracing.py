@@ -623,7 +623,7 @@ class Recorder:
             return
         its = object.__getattribute__(module, "__dict__")
         held = name in its or name in its["_buffers"]
-        if not held and not sets and hasattr(type(module), name):
+        if not held and not sets and hasattr(getattr(type(module), name, None), "__get__"):
             return  # a method
         uses = self.uses.get((number, name))
         if uses is None:
@@ -642,10 +642,10 @@ class Recorder:
                 record.outside_reads += (name,)
             if name in its["_parameters"] or name in its["_modules"] or name in its["_buffers"]:
                 continue
-            before = initial[number].get(name, _NEVER)
-            value = its.get(name, _NEVER[0])
-            absent = before is _NEVER and value is _NEVER[0]
-            same = absent or is_the_same(before[1], content_of(value))
+            default = getattr(type(module), name, _NEVER[0])
+            before = initial[number].get(name, (default, default))
+            value = its.get(name, default)
+            same = is_the_same(before[1], content_of(value))
             if not uses.sets or (value is before[0] and can_change(value)):
                 if not same:  # in place
                     record.grows = True

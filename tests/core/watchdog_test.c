@@ -311,7 +311,8 @@ TEST(each_kind_of_wait_is_said_with_who_and_what)
         {{.work = {2, 1, SMP_FORWARD}, .kind = SMP_WAIT_GATE},
          0,
          "microbatch 2, forward: module 'decoder.0' waits for earlier microbatches to "
-         "pass this module, which changes its buffers"},
+         "pass this module, which changes its buffers or "
+         "attributes"},
         {{.work = {2, 1, SMP_FORWARD},
           .kind = SMP_WAIT_ISSUE,
           .key = {.path = "split", .microbatch = 1, .time = 2, .number = 4}},

@@ -377,6 +377,15 @@ py_await_turn(PyObject *module, PyObject *gate)
     Py_RETURN_TRUE;
 }
 
+/* in_backward() -> whether this thread's task runs a backward, or for one */
+static PyObject *
+py_in_backward(PyObject *module, PyObject *unused)
+{
+    (void)module;
+    (void)unused;
+    return PyBool_FromLong(smp_this_task != NULL && smp_this_task->backward_depth > 0);
+}
+
 static PyObject *
 py_left(PyObject *module, PyObject *gate)
 {
@@ -459,6 +468,7 @@ static PyMethodDef functions[] = {
     {"end_backward", py_end_backward, METH_NOARGS, "The backward is over."},
     {"set_gates", py_set_gates, METH_O, "set_gates(expected or None)"},
     {"await_turn", py_await_turn, METH_O, "await_turn(gate) -> bool"},
+    {"in_backward", py_in_backward, METH_NOARGS, "in_backward() -> bool"},
     {"left", py_left, METH_O, "left(gate)"},
     {"current", py_current, METH_NOARGS, "-> (microbatch, entry) or None"},
     {"task_number", py_task_number, METH_NOARGS, "-> int or None"},
