@@ -201,6 +201,38 @@ class BufferOfChild(Block):
         return self.far(self.near(x)) - self.near.total
 
 
+class Hooked(Block):
+    """What a hook keeps is the script's, not a module's."""
+
+    def __init__(self):
+        super().__init__()
+        store = {}
+        self.near.register_forward_hook(lambda module, args, out: store.update(out=out))
+        self.read = lambda: store["out"]
+
+    def forward(self, x):
+        return self.far(self.near(x)) + self.read()
+
+
+class Extractor:
+    def keep(self, module, args, out):
+        self.out = out
+
+    def read(self):
+        return self.out
+
+
+class HookedByMethod(Block):
+    def __init__(self):
+        super().__init__()
+        extractor = Extractor()
+        self.far.register_forward_hook(extractor.keep)
+        self.read = extractor.read
+
+    def forward(self, x):
+        return self.far(self.near(self.far(x))) + self.read()
+
+
 class Late(Block):
     """Sets what the traced microbatch did not."""
 
@@ -229,6 +261,8 @@ KINDS = [
     Momentum,
     BufferOfTwo,
     BufferOfChild,
+    Hooked,
+    HookedByMethod,
     Late,
 ]
 

@@ -83,7 +83,7 @@ def gated(cls: type[nn.Module]) -> dict[str, Any]:
         "__call__": __call__,
         "forward": forward,
         "__setattr__": __setattr__,
-        "_smp_original_class": cls,
+        "_smp_original_class": getattr(cls, "_smp_original_class", cls),
     }
 
 

@@ -169,7 +169,11 @@ def _counting(cls: type[nn.Module]) -> dict[str, Any]:
     lets the next microbatch's read them."""
 
     def counted(self: nn.Module, call: Any, *args: Any, **kwargs: Any) -> Any:
-        if _core.current() is None or _core.in_backward() or any(one is self for one, _ in _running.calls):
+        if (
+            _core.current() is None
+            or _core.in_backward()
+            or any(one is self for one, _ in _running.calls)
+        ):
             return call(self, *args, **kwargs)
         kept = {n: one for n, one in self.__dict__[stand_ins.KEPT].items() if one.counted}
         left = {name: one.uses for name, one in kept.items()}

@@ -211,13 +211,13 @@ def swap_classes(
         if rank_of[path] != rank:
             if not is_remote(module):
                 module.__class__ = stand_ins.stand_in(cls, remote)
-        elif path in runs:
-            if stand_ins.RUNS not in module.__dict__:
-                module.__dict__[stand_ins.RUNS] = []
-                module.__class__ = stand_ins.stand_in(cls, in_runs)
-        elif path in gate_of:
+            continue
+        if path in runs and stand_ins.RUNS not in module.__dict__:
+            module.__dict__[stand_ins.RUNS] = []
+            module.__class__ = stand_ins.stand_in(cls, in_runs)
+        if path in gate_of:
             if stand_ins.GATE not in module.__dict__:
-                module.__class__ = stand_ins.stand_in(cls, gates.gated)
+                module.__class__ = stand_ins.stand_in(type(module), gates.gated)
             module.__dict__[stand_ins.GATE] = gate_of[path]
 
 

@@ -25,7 +25,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from smp.collectives.operation import watching
-from smp.partitioning import twins
+from smp.partitioning import hook_containers, twins
 from smp.partitioning.contents import can_change, content_of, is_the_same
 from smp.partitioning.operators import Operators
 from smp.partitioning.restore import Restore, parts_of
@@ -87,6 +87,7 @@ class ModuleTrace:
             were read or set while it did not run.
         swaps: it called a module whose parameters or buffers it had replaced for the call, as
             ``torch.func.functional_call`` does.
+        hooks_keep: hooks of its forward put tensors into a container of the script.
         changed_parameters: names of parameters, of any module, that the run changed and that
             operators used as ``parameters`` says.
         reruns: paths of modules that it gave to an autograd function of the user's, whose
@@ -115,6 +116,7 @@ class ModuleTrace:
     grows: bool = False
     outside_reads: tuple[str, ...] = ()
     swaps: bool = False
+    hooks_keep: bool = False
     changed_parameters: tuple[str, ...] = ()
     reruns: tuple[str, ...] = ()
     hooking: tuple[str, ...] = ()
@@ -360,6 +362,7 @@ class Recorder:
             # None when the run is over, as Restore.__exit__ says.
             self.left = [_attributes_of(module) for module in self.modules]
             initial = list(self.left)
+            boxes = self._containers_of_hooks()
             try:
                 with (
                     self._saved_tensors(),
@@ -369,9 +372,14 @@ class Recorder:
                 ):
                     run()
                 self._note_what_microbatches_share(initial)
+                for number, value, before in boxes:
+                    if not is_the_same(before, content_of(value())):
+                        holds = hook_containers.holds_tensors(value())
+                        self.records[number].hooks_keep |= holds
             finally:
                 self.left.clear()
                 initial.clear()
+                boxes.clear()
             self.used_outside = self.frames[0].used
             for module, record in zip(self.modules, self.records, strict=True):
                 if module._buffers:
@@ -615,6 +623,14 @@ class Recorder:
             self._note_changes(number, frame.attributes, self.left[number])
             record.input_bytes = max(record.input_bytes, tensor_bytes((args, kwargs)))
             record.output_bytes = max(record.output_bytes, tensor_bytes(output))
+
+    def _containers_of_hooks(self) -> list[tuple[int, Callable[[], Any], Any]]:
+        """Number of a module, what its hooks may fill, and what is in that now."""
+        found = []
+        for number, module in enumerate(self.modules):
+            for value in hook_containers.of_module(module):
+                found.append((number, value, content_of(value())))
+        return found
 
     def _note_use(self, module: nn.Module, name: str, sets: bool) -> None:
         """Code reads an attribute of a module, or sets one."""

@@ -5,6 +5,7 @@ another call of it, or another module, reads, the next microbatch's first use wa
 last one's end: both stand behind one gate (``csrc/server/turns.h``).
 """
 
+import warnings
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -67,6 +68,16 @@ class _Making:
         for path, module in self.named.items():
             if self._changes_alone(module, seen[path]):
                 self._join(path, path)
+            if seen[path].hooks_keep:
+                self._join(path, path)
+                self.unknown.add(path)
+                warnings.warn(
+                    f"smp: a hook of module '{path}' ({type(module).__name__}) keeps tensors "
+                    "where microbatches share them: each calls the module when the forward of "
+                    "the one before it is over, and the pipeline waits; return the tensors "
+                    "from the forward instead",
+                    stacklevel=2,
+                )
             names = set(seen[path].outside_reads) - seen[path].carried_attributes.keys()
             if names and path in self.member_of:
                 self.unknown.add(path)
