@@ -13,6 +13,7 @@ as it would have; its state before is kept and set again when the operator is re
 import contextlib
 import functools
 import heapq
+import mmap
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
@@ -26,6 +27,8 @@ from torch.utils._python_dispatch import (
     _get_current_dispatch_mode_stack,
 )
 from torch.utils._pytree import tree_flatten, tree_map
+
+from smp import _core
 
 
 @contextlib.contextmanager
@@ -48,8 +51,11 @@ def delay_param_initialization(enabled: bool = True) -> Iterator[None]:
         yield
         return
     _convert_later()
-    with _recorder, _OnHost(_recorder):
-        yield
+    try:
+        with _recorder, _OnHost(_recorder):
+            yield
+    finally:
+        _recorder.scratch.free()
 
 
 class _Ref(NamedTuple):
@@ -76,11 +82,35 @@ class _Op(NamedTuple):
     default_dtype: torch.dtype
 
 
+class _Scratch:
+    """Memory to draw into: one mapping, of the largest tensor's size so far.
+
+    Tensors from the heap would leave holes there, in which small things settle.
+    """
+
+    def __init__(self) -> None:
+        self.bytes = torch.empty(0, dtype=torch.uint8)
+
+    def like(self, ref: _Ref) -> Tensor:
+        """A tensor of the reference's shape, strides and dtype; the last one's memory."""
+        reach = 1 + sum((n - 1) * s for n, s in zip(ref.size, ref.stride, strict=True))
+        needed = reach * ref.dtype.itemsize if 0 not in ref.size else 0
+        if needed > len(self.bytes):
+            self.free()
+            self.bytes = torch.frombuffer(mmap.mmap(-1, needed), dtype=torch.uint8)
+        return _show(self.bytes.untyped_storage(), ref._replace(offset=0))
+
+    def free(self) -> None:
+        self.bytes = torch.empty(0, dtype=torch.uint8)
+        _core.trim_heap()
+
+
 class Recorder(TorchDispatchMode):
     """The tape."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.scratch = _Scratch()
         self.tape: list[_Op] = []
         self.writers: list[list[int]] = []  # by storage: which operators of the tape
         self.numbers: dict[int, int] = {}  # by the address of a meta storage
@@ -156,9 +186,11 @@ class Recorder(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded in func.tags:
             generator = _generator(kwargs, args)
             state = generator.get_state()
-            self._draw(func, inputs, {self.ref(t) for t in written})
         for tensor in made.values():
             self._number(tensor)
+        if state is not None:
+            into = [self.ref(t) for t in outputs if isinstance(t, Tensor)]
+            self._draw(func, inputs, {self.ref(t) for t in written}, into)
         refs = [self.ref(t) if isinstance(t, Tensor) else None for t in outputs]
         writes = {self.numbers[address] for address in made}
         writes |= {self.ref(t).storage for t in written}
@@ -213,8 +245,13 @@ class Recorder(TorchDispatchMode):
     def _to_ref(self, value: Any) -> Any:
         return self.ref(value) if isinstance(value, Tensor) and self.knows(value) else value
 
-    def _draw(self, func: Any, inputs: tuple, written: set[_Ref]) -> None:
-        """Move the generator on: run the operator on scratch memory."""
+    def _draw(self, func: Any, inputs: tuple, written: set[_Ref], made: list[_Ref]) -> None:
+        """Move the generator on: run the operator on scratch memory.
+
+        Args:
+            written: what it changes.
+            made: what it returns.
+        """
         read = [r.storage for r in _refs_in(inputs) if r not in written]
         values = self.replay(read)
 
@@ -222,11 +259,21 @@ class Recorder(TorchDispatchMode):
             if not isinstance(value, _Ref):
                 return value
             if value in written:
-                return torch.empty_strided(value.size, value.stride, dtype=value.dtype)
+                return scratch(value)
             return _show(values[value.storage], value)
 
+        def scratch(ref: _Ref) -> Tensor:
+            if len(written | set(made)) == 1:  # the scratch memory is one tensor's
+                return self.scratch.like(ref)
+            return torch.empty_strided(ref.size, ref.stride, dtype=ref.dtype)
+
         args, kwargs = _map_refs(real, inputs)
-        func(*args, **kwargs)
+        into = None if written else _with_out(func)
+        if into is None:
+            func(*args, **kwargs)
+        else:
+            given = {k: v for k, v in kwargs.items() if k not in _OF_THE_RESULT}
+            into(*args, **given, out=scratch(made[0]))
 
     def _run_with_values(self, func: Any, args: tuple, kwargs: dict) -> Any:
         """Run an operator that needs the data of recorded tensors now."""
@@ -332,6 +379,16 @@ def _as_then(op: _Op) -> Iterator[None]:
         torch.set_default_dtype(dtype)
         if op.generator is not None and state is not None:
             op.generator.set_state(state)
+
+
+_OF_THE_RESULT = ("dtype", "layout", "device", "pin_memory", "memory_format")
+
+
+def _with_out(func: Any) -> Any:
+    """The overload of an operator that writes its one result into a given tensor, or None."""
+    name = "out" if func._overloadname == "default" else f"{func._overloadname}_out"
+    found = getattr(func._overloadpacket, name, None)
+    return found if found is not None and len(found._schema.returns) == 1 else None
 
 
 def _generator(kwargs: dict, args: tuple) -> torch.Generator:
