@@ -27,6 +27,7 @@ from smp.modules import (
     microbatch_attributes,
     remote_modules,
     stand_ins,
+    sync_batch_norm,
 )
 from smp.optimizers import clip_by_the_models_norm
 from smp.partitioning.partition import Partition, make_partition
@@ -152,6 +153,7 @@ class DistributedModel(nn.Module):
         self._smp_counterparts: Counterparts | None = None
         if group.size() > 1:
             self._smp_split_over_the_tp_group()
+        self._smp_has_sync_norm = sync_batch_norm.is_in(module)
         self._smp_data_parallel: DataParallel | None = None
         if ranks.dp_size() > 1:
             self._smp_data_parallel = DataParallel(

@@ -228,8 +228,104 @@ def test_parameters_are_not_frozen_under_a_call_that_waits():
     for path, module in net.named_modules():
         smp.set_partition(module, int(path == "b" or path.startswith("b.linear")))
     model = smp.DistributedModel(net)
+
+    def step(model, x):
+        model.module.b.linear.requires_grad_(False)
+        loss = model(x).square().mean()
+        model.module.b.linear.requires_grad_(True)
+        model.backward(loss)
+
     with pytest.raises(RuntimeError, match="whose module 'deep.*' is on another rank"):
-        smp.step(frozen_for_a_call)(model, torch.randn(6, WIDTH))
+        smp.step(step)(model, torch.randn(6, WIDTH))
+
+
+class Freezing(nn.Module):
+    """Changes what of its children requires grad, in its forward."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.b.requires_grad_("thaws" not in kind)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.kind == "freezes":
+            self.b.requires_grad_(False)
+        elif self.kind == "thaws":
+            self.b.requires_grad_(True)
+        elif self.kind == "freezes one":
+            self.b.weight.requires_grad = False
+        elif self.kind == "as data say":
+            self.b.requires_grad_(bool(x[0, 0] > 0))
+        elif self.kind == "freezes its own":
+            self.a.requires_grad_(False)
+        elif self.kind == "looks first" and self.b.weight.requires_grad:
+            self.b.weight.requires_grad_(False)
+        kept = 0.0
+        if self.kind == "for a call":
+            self.b.requires_grad_(False)
+            kept = self.b(x)
+            self.b.requires_grad_(True)
+        elif self.kind == "its own for a call":
+            self.a.requires_grad_(False)
+            kept = self.b(self.a(x))
+            self.a.requires_grad_(True)
+        y = self.b(torch.tanh(self.a(x))) + kept
+        if self.kind == "after the call":
+            self.b.requires_grad_(False)
+        return y
+
+
+ELSEWHERE = ["freezes", "thaws", "freezes one", "as data say", "for a call", "after the call"]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("pipeline", ["simple", "interleaved"])
+@pytest.mark.parametrize("kind", ELSEWHERE)
+def test_what_a_parents_forward_freezes_on_another_rank_is_frozen_as_in_one_process(
+    kind, pipeline
+):
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": 3, "pipeline": pipeline})
+    net = Freezing(kind).double()
+    plain = copy.deepcopy(net)
+    smp.set_partition(net, 0)
+    smp.set_partition(net.b, 1)
+    model = smp.DistributedModel(net)
+    for seed in range(3):
+        x = torch.randn(6, WIDTH, dtype=torch.float64, generator=torch.manual_seed(seed))
+        smp.step(squared)(model, x)
+        for part in x.chunk(3):
+            squared(Plain(plain, 3), part)
+        mine = {name: p.grad for name, p in model.local_named_parameters()}
+        expected = {name: g for name, g in gradients(plain).items() if name in mine}
+        assert_close(mine, expected, relative=1e-12)
+        for one, other in zip(net.parameters(), plain.parameters(), strict=True):
+            assert one.requires_grad is other.requires_grad
+            one.grad = other.grad = None
+
+
+def squared(model, x):
+    loss = model(x).square().mean()
+    if loss.requires_grad:
+        model.backward(loss)
+    return loss
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    "kind, name", [("freezes its own", "a"), ("its own for a call", "a"), ("looks first", "b")]
+)
+def test_what_microbatches_would_freeze_for_one_another_is_refused_by_name(kind, name):
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": 3})
+    net = Freezing(kind)
+    smp.set_partition(net, 0)
+    smp.set_partition(net.a, 0)
+    smp.set_partition(net.b, 1)
+    model = smp.DistributedModel(net)
+    told = rf"module '', on pp_rank 0, changes requires_grad of parameter '{name}.weight'"
+    with pytest.raises(ValueError, match=told):
+        smp.step(squared)(model, torch.randn(6, WIDTH))
+    assert net.a.weight.requires_grad and net.b.weight.requires_grad
 
 
 def a_module_in_a_step(model, x):

@@ -66,29 +66,55 @@ def f(model, x, *rest, y=None, **more):
 
 def split(function: Any, count: int, *args: Any, **options: Any) -> tuple:
     kwargs = options.pop("kwargs", {})
-    return Splitter(function, **options).split(count, args, kwargs)
+    splitter = Splitter(function, **options)
+    return splitter.split(splitter.count(count, args, kwargs), args, kwargs)
 
 
 def test_each_argument_has_the_name_of_its_parameter_in_errors():
-    one = rows(1)
+    none = rows(0)
     for args, kwargs, name in (
-        ((one,), {}, "model"),
-        ((None, one), {}, "x"),
-        ((None, None, None, one), {}, "rest"),
-        ((None, None), {"y": one}, "y"),
-        ((None, None), {"z": one}, "z"),
-        ((None, [rows(), {"deep": (one,)}]), {}, "x[1]['deep'][0]"),
-        ((None, Pair(rows(), Batch(one))), {}, "x[1]['rows']"),
+        ((none,), {}, "model"),
+        ((None, none), {}, "x"),
+        ((None, None, None, none), {}, "rest"),
+        ((None, None), {"y": none}, "y"),
+        ((None, None), {"z": none}, "z"),
+        ((None, [rows(), {"deep": (none,)}]), {}, "x[1]['deep'][0]"),
+        ((None, Pair(rows(), Batch(none))), {}, "x[1]['rows']"),
     ):
         with pytest.raises(ValueError) as caught:
             split(f, 2, *args, kwargs=kwargs)
         assert str(caught.value) == (
-            f"smp.step: argument '{name}' has 1 samples on axis 0 (shape (1, 2)), which is "
-            "fewer than the 2 microbatches; use a larger batch or fewer microbatches, or name "
-            "it in non_split_inputs"
+            f"smp.step: argument '{name}' has 0 samples on axis 0 (shape (0, 2)): use a batch "
+            "that has some, or name it in non_split_inputs"
         )
-    with pytest.raises(ValueError, match="argument 'argument 1' has 1 samples"):
-        split(lambda x: x, 2, rows(), one)
+    with pytest.raises(ValueError, match="argument 'argument 1' has 0 samples"):
+        split(lambda x: x, 2, rows(), none)
+
+
+def test_fewer_samples_than_microbatches_have_one_each_at_any_depth():
+    x, y = [rows(3), {"deep": (rows(3),)}], Batch(rows(3))
+    sliced = Sliced()
+    calls, weights = split(
+        f, 4, None, x, sliced, kwargs={"y": y, "whole": rows(1)}, non_split_inputs=["whole"]
+    )
+
+    assert weights == [1.0] * 3 and len(calls) == 3
+    for number, ((_, (one, inner), its_slice), kwargs) in enumerate(calls):
+        for part in (one, inner["deep"][0], kwargs["y"].rows):
+            assert torch.equal(part, rows(3)[number : number + 1])
+        assert its_slice == (3, number, 0) and len(kwargs["whole"]) == 1
+
+
+@pytest.mark.parametrize("x, y", [(5, 1), (1, 5), (3, 2)])
+def test_fewer_samples_than_microbatches_and_than_another_has_are_an_error(x, y):
+    (_, more), (count, less) = sorted([(y, "y"), (x, "x")], reverse=True)
+    with pytest.raises(ValueError) as caught:
+        split(f, 4, None, rows(x), kwargs={"y": rows(y)})
+    assert str(caught.value) == (
+        f"smp.step: argument '{less}' has {count} samples on axis 0 (shape ({count}, 2)), "
+        f"which is fewer than the 4 microbatches, and '{more}' has {max(x, y)}: give both as "
+        f"many, or name '{less}' in non_split_inputs"
+    )
 
 
 @pytest.mark.parametrize("axis", [2, -3, 7])

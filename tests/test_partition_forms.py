@@ -578,8 +578,8 @@ def test_a_plan_of_a_model_of_which_only_a_part_is_on_meta_computes_nothing():
     assert net[1].weight.is_meta and not net[0].layer.weight.is_meta
 
 
-def test_a_plan_names_the_shape_that_it_cannot_cut():
-    told = r"tensor of shape \(3, 8\) cannot be cut along axis 0 into 4 microbatches"
+def test_a_plan_names_what_a_step_cannot_cut():
+    told = r"'x' has 0 samples on axis 0 \(shape \(0, 8\)\)"
     with pytest.raises(ValueError, match=told):
-        plan(Spy(), torch.ones(3, 8), pipeline_parallel_degree=1, microbatches=4)
-    plan(Spy(), torch.ones(3, 8), pipeline_parallel_degree=1, microbatches=3)
+        plan(Spy(), torch.ones(0, 8), pipeline_parallel_degree=1, microbatches=4)
+    plan(Spy(), torch.ones(3, 8), pipeline_parallel_degree=1, microbatches=4)

@@ -134,6 +134,9 @@ def _decide(
             traces = _trace(rt, models, run_traced)
     states = [_forward_state(m, trace) for m, trace in zip(models, traces, strict=True)]
     partitions = _partitions(rt, models, traces, states)
+    for trace, partition in zip(traces, partitions, strict=True):
+        if trace is not None:
+            _check_grad_flags(rt, trace, partition)
     gates = [
         tuple(turns_of(m._smp_module, trace)) for m, trace in zip(models, traces, strict=True)
     ]
@@ -172,6 +175,32 @@ def _partitions(
         homes = its | homes
         out.append(decision)
     return out
+
+
+def _check_grad_flags(rt: "Runtime", trace: tracing.Trace, partition: Partition) -> None:
+    """Changes of ``requires_grad`` travel with calls to other ranks; on one they are all's.
+
+    Raises:
+        PartitionError: a parameter's would reach other microbatches, or not all ranks.
+    """
+    alone = rt.active_microbatches == 1
+    for name, flag in trace.grad_flags.items():
+        own = partition.rank_of[name.rpartition(".")[0]]
+        for setter in flag.setters:
+            rank = partition.rank_of.get(setter or "", 0)
+            if rank != own and (alone or not flag.read_first):
+                if rank == 0 or not flag.lasts:
+                    continue
+            elif alone and not flag.lasts:
+                continue
+            who = "the step function" if setter is None else f"module '{setter}'"
+            raise PartitionError(
+                f"smp: {who}, on pp_rank {rank}, changes requires_grad of parameter '{name}', "
+                f"on pp_rank {own}, in the step: the microbatches that are under way there "
+                "would not each have their own; change it between steps, on all ranks, or in "
+                "code of pp_rank 0 for parameters of other ranks, which does not read it first "
+                "(smp.set_partition)"
+            )
 
 
 def _trace_together(

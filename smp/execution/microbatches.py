@@ -5,7 +5,7 @@ import dataclasses
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -138,6 +138,35 @@ def short_name_of(function: Callable) -> str:
     return getattr(function, "__name__", type(function).__name__)
 
 
+class Samples(NamedTuple):
+    """How many samples a tensor among the arguments has.
+
+    Attributes:
+        argument: its name, and where in it.
+        shape, axis: of the tensor, and along which it is cut.
+    """
+
+    argument: str
+    shape: tuple[int, ...]
+    axis: int
+
+    @property
+    def total(self) -> int:
+        """Number of samples."""
+        return self.shape[self.axis]
+
+    def __str__(self) -> str:
+        return (
+            f"argument '{self.argument}' has {self.total} samples on axis {self.axis} "
+            f"(shape {self.shape})"
+        )
+
+    def by_microbatch(self, microbatches: int) -> list[int]:
+        """As ``torch.tensor_split`` gives them."""
+        least, more = divmod(self.total, microbatches)
+        return [least + (i < more) for i in range(microbatches)]
+
+
 class Splitter:
     """Cuts the arguments of one step function.
 
@@ -172,28 +201,59 @@ class Splitter:
                     f"{short_name_of(function)}{self.signature}"
                 )
 
+    def count(self, most: int, args: tuple, kwargs: dict) -> int:
+        """How many microbatches the arguments make: ``most``, or one for each sample.
+
+        Raises:
+            ValueError: a tensor has no samples, or fewer than ``most`` and than another has.
+        """
+        if most == 1 and _are_tensors(args, kwargs):
+            return 1
+        samples: list[Samples] = []
+        self._columns(0, args, kwargs, samples)
+        by_count = sorted(samples, key=lambda one: one.total)
+        if not by_count or by_count[0].total >= most:
+            return most
+        fewest, largest = by_count[0], by_count[-1]
+        if fewest.total == 0:
+            raise ValueError(
+                f"smp.step: {fewest}: use a batch that has some, or name it in non_split_inputs"
+            )
+        if fewest.total < largest.total:
+            raise ValueError(
+                f"smp.step: {fewest}, which is fewer than the {most} microbatches, and "
+                f"'{largest.argument}' has {largest.total}: give both as many, or name "
+                f"'{fewest.argument}' in non_split_inputs"
+            )
+        return fewest.total
+
     def split(
         self, microbatches: int, args: tuple, kwargs: dict
     ) -> tuple[list[tuple[tuple, dict]], list[float]]:
         """The arguments of each microbatch, and each one's number of samples.
 
-        Raises:
-            ValueError: a tensor has fewer samples than there are microbatches.
+        Args:
+            microbatches: how many, as :meth:`count` has it, or fewer.
         """
-        if microbatches == 1 and not kwargs and all(isinstance(a, Tensor) for a in args):
+        if microbatches == 1 and _are_tensors(args, kwargs):
             return [(args, kwargs)], [1.0]
-        names = self._names(args)
-        samples: list[list[int]] = []
-        columns = [
-            self._cut(a, microbatches, n, samples) for a, n in zip(args, names, strict=True)
-        ]
-        named = {k: self._cut(v, microbatches, k, samples) for k, v in kwargs.items()}
+        samples: list[Samples] = []
+        columns, named = self._columns(microbatches, args, kwargs, samples)
         calls = [
             (tuple(c[i] for c in columns), {k: v[i] for k, v in named.items()})
             for i in range(microbatches)
         ]
-        weights = [float(n) for n in samples[0]] if samples else [1.0] * microbatches
-        return calls, weights
+        if not samples:
+            return calls, [1.0] * microbatches
+        return calls, [float(n) for n in samples[0].by_microbatch(microbatches)]
+
+    def _columns(
+        self, count: int, args: tuple, kwargs: dict, samples: list[Samples]
+    ) -> tuple[list[list], dict[str, list]]:
+        """For each argument its pieces."""
+        names = self._names(args)
+        columns = [self._cut(a, count, n, samples) for a, n in zip(args, names, strict=True)]
+        return columns, {k: self._cut(v, count, k, samples) for k, v in kwargs.items()}
 
     def _names(self, args: tuple) -> list[str]:
         known = self.positional
@@ -202,14 +262,22 @@ class Splitter:
         beyond = range(len(known), len(args))  # *args takes them
         return known + [self.rest[0] if self.rest else f"argument {i}" for i in beyond]
 
-    def _cut(self, value: Any, count: int, name: str, samples: list) -> list:
+    def _cut(self, value: Any, count: int, name: str, samples: list[Samples]) -> list:
         if name in self.whole:
             return [value] * count
         return cut(value, count, self.axes.get(name, 0), name, samples)
 
 
-def cut(value: Any, count: int, axis: int, name: str, samples: list) -> list:
-    """``count`` pieces of a value; tensors at any depth are cut, the rest is shared."""
+def _are_tensors(args: tuple, kwargs: dict) -> bool:
+    return not kwargs and all(isinstance(a, Tensor) for a in args)
+
+
+def cut(value: Any, count: int, axis: int, name: str, samples: list[Samples]) -> list:
+    """``count`` pieces of a value; tensors at any depth are cut, the rest is shared.
+
+    Args:
+        samples: gets those of each tensor that is cut; with ``count`` 0 that is all.
+    """
     if isinstance(value, Tensor):
         return _cut_tensor(value, count, axis, name, samples)
     if hasattr(value, "smp_slice"):
@@ -244,7 +312,9 @@ def _dict_like(value: dict, parts: dict) -> dict:
     return parts if type(value) is dict else rebuild_like(value, parts)
 
 
-def _cut_tensor(value: Tensor, count: int, axis: int, name: str, samples: list) -> list:
+def _cut_tensor(
+    value: Tensor, count: int, axis: int, name: str, samples: list[Samples]
+) -> list:
     if value.dim() == 0:
         return [value] * count
     if axis >= value.dim() or axis < -value.dim():
@@ -252,15 +322,10 @@ def _cut_tensor(value: Tensor, count: int, axis: int, name: str, samples: list) 
             f"smp.step: argument '{name}' with shape {tuple(value.shape)} has no axis {axis}; "
             "name it in non_split_inputs or give its axis in input_split_axes"
         )
-    if value.shape[axis] < count:
-        raise ValueError(
-            f"smp.step: argument '{name}' has {value.shape[axis]} samples on axis {axis} "
-            f"(shape {tuple(value.shape)}), which is fewer than the {count} microbatches; "
-            "use a larger batch or fewer microbatches, or name it in non_split_inputs"
-        )
-    pieces = [value] if count == 1 else list(torch.tensor_split(value, count, dim=axis))
-    samples.append([piece.shape[axis] for piece in pieces])
-    return pieces
+    samples.append(Samples(name, tuple(value.shape), axis))
+    if count < 2:
+        return [value] * count
+    return list(torch.tensor_split(value, count, dim=axis))
 
 
 def merge(outputs: list, weights: list[float]) -> Any:

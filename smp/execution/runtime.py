@@ -273,7 +273,7 @@ class Runtime:
         """Whether no later backward of the step is expected (pipeline degree 1)."""
         if not self.in_step:
             return True
-        last = self.microbatch == self.cfg.microbatches - 1
+        last = self.microbatch == len(self.weights) - 1
         return last and self.backward_calls >= self.backwards
 
     def next_gate(self, calls: int) -> int:

@@ -10,9 +10,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from smp import _core, model
+from smp import _core, model, ranks
 from smp.data_parallel import data_parallel
 from smp.data_parallel.reduction import Reduction
 from smp.execution import (
@@ -52,7 +53,9 @@ def step(
     """Decorate a training or evaluation step.
 
     Every tensor in the arguments is cut along axis 0 into ``microbatches`` pieces, the
-    function runs once for each, and returned tensors become :class:`smp.StepOutput`.
+    function runs once for each, and returned tensors become :class:`smp.StepOutput`.  A batch
+    with fewer samples than that has one in each piece, and as many pieces; the ranks of a
+    TP_GROUP as many as the one with the fewest.
 
     Args:
         function: the step function; calls the model and ``model.backward(loss)``.
@@ -61,7 +64,8 @@ def step(
         detach_outputs: return tensors without their graph.
 
     Raises:
-        ValueError: a batch is smaller than the number of microbatches.
+        ValueError: a batch has no samples, or one of its tensors has fewer than there are
+            microbatches and than another one.
 
     Source: SageMaker Python SDK documentation, ``smp.step``.
     """
@@ -121,7 +125,8 @@ def _run_alone(
         hooked = rt.live_models() if rt.hooks_wait else ()
         for one in hooked:
             one._smp_run_post_partition_hooks()
-        calls, rt.weights = splitter.split(rt.cfg.microbatches, args, kwargs)
+        count = splitter.count(rt.cfg.microbatches, args, kwargs)
+        calls, rt.weights = splitter.split(count, args, kwargs)
         if rt.home is not None:
             calls = microbatches.map_calls(calls, homes.mover(rt.home))
         output = _run_in_order(rt, function, detach, calls)
@@ -163,9 +168,10 @@ class Step:
         self.name = name
         self.splitter = splitter
         self.detach = detach_outputs
-        self.count = rt.cfg.microbatches
+        self.count = rt.cfg.microbatches  # on pp_rank 0 fewer, if there are fewer samples
+        self.given: tuple[tuple, dict] = (), {}
         self.calls: list[tuple[tuple, dict]] = []
-        self.outputs: list[Any] = [None] * self.count
+        self.outputs: list[Any] = []
         self.reduction: Reduction | None = None  # gradients are exchanged after the step
         self.before: StepState | None = None
         self.description: tuple | None = None  # of the step's failure
@@ -178,12 +184,12 @@ class Step:
         try:
             rt.forget_old_models()
             models = rt.live_models()
-            refused = self._split_or_refuse(args, kwargs)
+            self.given = args, kwargs
+            refused = self._split_or_refuse()
             if rt.pp_size > 1:
                 refused = self._refuse_other_samples(refused)
                 self._partition_new_models(refused)
-            if rt.home is not None:
-                self.calls = microbatches.map_calls(self.calls, homes.mover(rt.home))
+            self._move_inputs()
             if rt.pp_size == 1:
                 for one in models:
                     one._smp_run_post_partition_hooks()
@@ -202,22 +208,59 @@ class Step:
             return output
         finally:
             rt.in_step = False
-            self.calls = []
+            self.calls, self.given = [], ((), {})
 
     def _refuse_if_forked(self) -> None:
         refuse_if_forked(f"the @smp.step function {self.name}", self.rt.boot.rank, self.rt.pid)
 
-    def _split(self, args: tuple, kwargs: dict) -> None:
-        self.calls, self.rt.weights = self.splitter.split(self.count, args, kwargs)
+    def _split(self, count: int) -> None:
+        self.calls, self.rt.weights = self.splitter.split(count, *self.given)
+        self.count = count
 
-    def _split_or_refuse(self, args: tuple, kwargs: dict) -> Exception | None:
+    def _split_or_refuse(self) -> Exception | None:
         """Cut the arguments on pp_rank 0; what is wrong with them is for every rank."""
         if self.rt.pp_rank == 0:
             try:
-                self._split(args, kwargs)
+                self._split(self.splitter.count(self.count, *self.given))
             except Exception as refused:  # noqa: BLE001 - the other ranks are waiting
                 return refused
         return None
+
+    def _move_inputs(self) -> None:
+        if self.rt.home is not None:
+            self.calls = microbatches.map_calls(self.calls, homes.mover(self.rt.home))
+
+    def _split_as_others(self, refused: Exception | None) -> Exception | None:
+        """Have no more microbatches than any rank whose modules this one meets in collectives.
+
+        Collective over these ranks, in the step.
+        """
+        rt, most = self.rt, self.rt.cfg.microbatches
+        if rt.pp_rank != 0 or most == 1:
+            return refused
+        synchronised = any(m.training and m._smp_has_sync_norm for m in rt.live_models())
+        if rt.in_sequence or synchronised:
+            others = ranks.get_dp_process_group()
+        elif rt.tp_size > 1:
+            others = ranks.get_tp_process_group()
+        else:
+            return refused
+        self._refuse_if_forked()
+        fewest = torch.tensor(
+            [self.count if refused is None else most], device=step_end.device_of_numbers(others)
+        )
+        try:
+            try:
+                dist.all_reduce(fewest, dist.ReduceOp.MIN, others)
+            except Exception as error:
+                step_end.hear("the number of microbatches of a step", error)
+                raise
+            if refused is None and fewest < self.count:
+                self._split(int(fewest))
+                self._move_inputs()
+        except Exception as error:  # noqa: BLE001 - the other ranks are waiting
+            return error if refused is None else refused
+        return refused
 
     def _refuse_other_samples(self, refused: Exception | None) -> Exception | None:
         """Compare what ranks are fed that are said to be fed the same, in the first steps."""
@@ -287,6 +330,7 @@ class Step:
     def _run_unpipelined(self, refused: Exception | None) -> Any:
         with step_end.of_tp_group():
             random_streams.share()  # before anything that may fail on one tp_rank alone
+            refused = self._split_as_others(refused)
             if refused is not None:
                 raise refused
             return _run_in_order(self.rt, self.function, self.detach, self.calls)
@@ -338,6 +382,8 @@ class Step:
         seed = random_streams.shared_seed(
             int(torch.empty((), dtype=torch.int64, device="cpu").random_())
         )
+        refused = self._split_as_others(refused)
+        self.outputs = [None] * self.count
         if model.requires_grad_flags(models) != rt.grad_flags:
             model.install_gradients(rt, models)
         try:
@@ -489,6 +535,8 @@ class Step:
         if rt.cfg.pipeline == "interleaved":
             return _INTERLEAVED, [], active
         turns = read_turns(rt.cfg.pipeline, self.count)
+        # A list is made for batches that have a sample for each microbatch.
+        turns = [turn for turn in turns if not self.count <= turn[0] < rt.cfg.microbatches]
         if (most := most_in_flight(turns)) > active:
             raise ConfigError(
                 f"active_microbatches={active} is too few for the schedule, which has {most} "

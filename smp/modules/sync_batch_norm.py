@@ -49,6 +49,12 @@ def prepare(models: Sequence["DistributedModel"], rt: "Runtime") -> None:
             )
 
 
+def is_in(model: nn.Module) -> bool:
+    """Whether a step of the model exchanges statistics with other data-parallel ranks."""
+    norms = (isinstance(module, nn.SyncBatchNorm) for module in model.modules())
+    return len(ranks.get_dp_group()) > 1 and any(norms)
+
+
 @contextmanager
 def alone(models: Sequence["DistributedModel"]) -> Iterator[None]:
     """Have the models' SyncBatchNorms take the statistics of what they get, as BatchNorm does.

@@ -5,9 +5,9 @@ import warnings
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils import _pytree as pytree
+from torch import nn
 
+from smp.execution.microbatches import Splitter
 from smp.partitioning.partition import make_partition
 from smp.partitioning.report import PartitionReport
 from smp.partitioning.tracing import trace
@@ -47,8 +47,7 @@ def plan(
 
     Raises:
         PartitionError: pins that are out of range or contradict a shared parameter.
-        ValueError: a number is out of range, or the batch has fewer samples than
-            ``microbatches``.
+        ValueError: a number is out of range, or the batch is one that a step refuses.
         RuntimeError: the model is on the meta device and cannot run there.
     """
     if tensor_parallel_degree < 1:
@@ -59,9 +58,10 @@ def plan(
         raise ValueError(f"smp: microbatches must be at least 1, got {microbatches}")
     traced = None
     if args or kwargs:
-        args, kwargs = pytree.tree_map_only(
-            Tensor, lambda t: _first_microbatch(t, microbatches), (args, kwargs)
-        )
+        if microbatches > 1:
+            splitter = Splitter(module.forward)
+            count = splitter.count(microbatches, args, kwargs)
+            args, kwargs = splitter.split(count, args, kwargs)[0][0]
         meta = any(p.is_meta for p in module.parameters())
         traced = trace(
             module, lambda: module(*args, **kwargs), meta=meta, memory=trace_memory_usage
@@ -93,15 +93,3 @@ def _split(module: nn.Module, size: int) -> tuple[nn.Module, list[in_place.Outco
     with group.planned(size), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "smp: module .* was replaced by")
         return in_place.split(copied)
-
-
-def _first_microbatch(tensor: Tensor, microbatches: int) -> Tensor:
-    if tensor.dim() == 0 or microbatches == 1:
-        return tensor
-    samples = tensor.shape[0]
-    if samples < microbatches:
-        raise ValueError(
-            f"smp: a tensor of shape {tuple(tensor.shape)} cannot be cut along axis 0 into "
-            f"{microbatches} microbatches"
-        )
-    return torch.tensor_split(tensor, microbatches)[0]

@@ -1,9 +1,9 @@
 """Taking back what a forward pass leaves behind.
 
 Tracing runs the user's model once before training begins, and nothing may tell
-afterwards that it did: random number generators, buffers, gradients, attributes of the
-modules, the containers and NumPy arrays in them and in what was passed in, and every
-tensor that an operator wrote into are put back.
+afterwards that it did: random number generators, buffers, gradients and whether parameters
+require them, attributes of the modules, the containers and NumPy arrays in them and in what
+was passed in, and every tensor that an operator wrote into are put back.
 """
 
 import collections
@@ -71,7 +71,10 @@ class Restore:
     def __enter__(self) -> "Restore":
         self._random = _random_states()
         self._grads = [
-            (p, p.grad) for m in self._modules for p in m._parameters.values() if p is not None
+            (p, p.grad, p.requires_grad)
+            for m in self._modules
+            for p in m._parameters.values()
+            if p is not None
         ]
         self._buffers = [
             (m, name, b, None if b.is_meta or is_lazy(b) else b.detach().clone())
@@ -101,9 +104,11 @@ class Restore:
         for norm in self._lazy_norms:
             if not any(b is not None and is_lazy(b) for b in norm._buffers.values()):
                 norm.reset_running_stats()  # as they were made
-        for parameter, gradient in self._grads:
+        for parameter, gradient, required in self._grads:
             if parameter.grad is not gradient:
                 parameter.grad = gradient
+            if parameter.requires_grad is not required:
+                parameter.requires_grad_(required)
         for generator, state in self._generators.values():
             generator.set_state(state)
         _set_random_states(self._random)

@@ -123,12 +123,28 @@ class ModuleTrace:
 
 
 @dataclasses.dataclass(slots=True)
+class GradFlag:
+    """How a parameter's ``requires_grad`` was changed in the traced run.
+
+    Attributes:
+        setters: paths of the innermost modules that ran; None: the code outside all of them.
+        read_first: code read it before anything changed it.
+        lasts: it was another one when the run ended.
+    """
+
+    setters: tuple[str | None, ...]
+    read_first: bool
+    lasts: bool
+
+
+@dataclasses.dataclass(slots=True)
 class Trace:
     """A traced run of one root module.
 
     Attributes:
         modules: by path, as in ``root.named_modules()``.
         parameters_outside: names of parameters that operators used while no module ran.
+        grad_flags: by name, of the parameters whose ``requires_grad`` the run changed.
         timed: times were measured.
         meta: the run was made on meta tensors.
         weighed: what autograd keeps was measured: it was asked for, and the run kept
@@ -137,6 +153,7 @@ class Trace:
 
     modules: dict[str, ModuleTrace]
     parameters_outside: tuple[str, ...]
+    grad_flags: dict[str, GradFlag]
     timed: bool
     meta: bool
     weighed: bool = False
@@ -321,6 +338,9 @@ class Recorder:
         self.left: list[_Attributes] = []  # by module, as its last execution left them
         self.uses: dict[tuple[int, str], _Uses] = {}  # by number of the module, and name
         self.written: set[int] = set()  # ids of parameters that operators wrote into
+        self.flags_read: set[int] = set()  # ids of parameters: requires_grad
+        self.flags_set: dict[int, set[int]] = {}  # ... and the modules that ran
+        self.flags_last: set[int] = set()  # ... that have another one now
         self.used: list[set[int]] = [set() for _ in self.modules]
         self.used_outside: set[int] = set()
         self.given_away: dict[int, set[int]] = {}  # to autograd functions, by a module
@@ -490,6 +510,7 @@ class Recorder:
             stack.enter_context(_run_compiled_code_as_written())
             stack.enter_context(_seeing_functions(self._note_given_away))
             stack.enter_context(_seeing_hooks(self._note_hooked))
+            stack.enter_context(_seeing_grad_flags(self._note_flag))
             yield
 
     def running_path(self) -> str:
@@ -521,6 +542,18 @@ class Recorder:
         if threading.get_ident() == self.thread:
             for frame in self.frames:
                 frame.hooked[id(tensor)] = tensor
+
+    def _note_flag(self, tensor: Tensor, value: bool | None = None) -> None:
+        """Code sets a tensor's ``requires_grad``; None: reads it."""
+        parameter = self.parameter.get(id(tensor))
+        if parameter is None or threading.get_ident() != self.thread:
+            return
+        if value is None:
+            if parameter not in self.flags_set:
+                self.flags_read.add(parameter)
+        elif value is not _requires_grad(tensor):
+            self.flags_set.setdefault(parameter, set()).add(self.frames[-1].number)
+            self.flags_last ^= {parameter}
 
     def _note_set_buffer(self, module: nn.Module, name: str, buffer: Tensor | None) -> None:
         """Whoever sets a buffer uses it."""
@@ -727,8 +760,23 @@ class Recorder:
                 modules[path].hooking = self._paths_of(self.hooking.get(number, ()), root)
             weighed = any(record.kept_bytes for record in modules.values())
             outside = name_all(self.used_outside)
-            out.append(Trace(modules, outside, timed, self.meta, weighed))
+            flags = self._grad_flags(root)
+            out.append(Trace(modules, outside, flags, timed, self.meta, weighed))
         return out
+
+    def _grad_flags(self, root: nn.Module) -> dict[str, GradFlag]:
+        if not self.flags_set:
+            return {}
+        path_of = {self.number_of[id(m)]: path for path, m in root.named_modules()}
+        return {
+            name: GradFlag(
+                tuple(path_of.get(number) for number in sorted(self.flags_set[id(parameter)])),
+                id(parameter) in self.flags_read,
+                id(parameter) in self.flags_last,
+            )
+            for name, parameter in root.named_parameters()
+            if id(parameter) in self.flags_set
+        }
 
     def _paths_of(self, numbers: Collection[int], root: nn.Module) -> tuple[str, ...]:
         if not numbers:
@@ -777,6 +825,39 @@ def _seeing_attributes(see: Callable[[nn.Module, str, bool], None]) -> Iterator[
     finally:
         del modules.__getattribute__
         modules.__setattr__ = original
+
+
+_flag: Any = torch._C.TensorBase.requires_grad  # type: ignore[attr-defined]
+
+
+def _requires_grad(tensor: Tensor) -> bool:
+    """Its flag, without :func:`_seeing_grad_flags` seeing the read."""
+    return bool(_flag.__get__(tensor))
+
+
+@contextlib.contextmanager
+def _seeing_grad_flags(see: Callable[..., None]) -> Iterator[None]:
+    """Show each tensor whose ``requires_grad`` code reads, and with the value, sets."""
+    tensors: Any = Tensor
+    original = tensors.requires_grad_
+
+    def read(self: Tensor) -> bool:
+        see(self)
+        return _requires_grad(self)
+
+    def write(self: Tensor, value: bool) -> None:
+        see(self, value)
+        _flag.__set__(self, value)
+
+    def requires_grad_(self: Tensor, requires_grad: bool = True) -> Tensor:
+        see(self, requires_grad)
+        return original(self, requires_grad)
+
+    tensors.requires_grad, tensors.requires_grad_ = property(read, write), requires_grad_
+    try:
+        yield
+    finally:
+        del tensors.requires_grad, tensors.requires_grad_
 
 
 @contextlib.contextmanager

@@ -39,14 +39,25 @@ def split_batch(
 ) -> list[Microbatch]:
     """The arguments of ``step(model, *args, **kwargs)``, microbatch by microbatch.
 
-    The first tensor that is split says how many samples each microbatch has; where
-    there is none, all weigh the same.  Tensors without dimensions, modules and what
-    holds no tensors are passed through.
+    There are as many as the tensor with the fewest samples has, if these are fewer.  The
+    first tensor that is split says how many samples each microbatch has; where there is none,
+    all weigh the same.  Tensors without dimensions, modules and what holds no tensors are
+    passed through.
     """
     axes = dict(input_split_axes or {})
     bound = inspect.signature(step).bind(model, *args, **kwargs)
+    given = {
+        name: value
+        for number, (name, value) in enumerate(bound.arguments.items())
+        if number > 0 and name not in non_split_inputs
+        if isinstance(value, Tensor) or is_container(value)
+    }
     sizes: list[int] = []
+    samples: list[int] = []
     split: list[Microbatch] = []
+
+    def count(value: Any, axis: int) -> None:
+        Copier(lambda t: samples.extend([t.size(axis)] if t.dim() else []) or t).copy(value)
 
     def part(value: Any, index: int, axis: int) -> Any:
         if hasattr(value, "smp_slice") and not isinstance(value, nn.Module):
@@ -62,13 +73,13 @@ def split_batch(
 
         return Copier(piece).copy(value)
 
+    for name, value in given.items():
+        count(value, axes.get(name, 0))
+    microbatches = min([microbatches, *samples])
     for index in range(microbatches):
         mine = inspect.BoundArguments(bound.signature, bound.arguments.copy())
-        for number, (name, value) in enumerate(bound.arguments.items()):
-            if number == 0 or name in non_split_inputs:
-                continue
-            if isinstance(value, Tensor) or is_container(value):
-                mine.arguments[name] = part(value, index, axes.get(name, 0))
+        for name, value in given.items():
+            mine.arguments[name] = part(value, index, axes.get(name, 0))
         weight = sizes[index] / sum(sizes) if sizes else 1 / microbatches
         split.append(Microbatch(mine.args[1:], mine.kwargs, weight))
     return split

@@ -26,9 +26,13 @@ def test_a_batch_is_split_as_evenly_as_possible_larger_ones_first(rows, microbat
     assert split_sizes(rows, microbatches) == want
 
 
-def test_a_batch_smaller_than_the_number_of_microbatches_is_refused():
+def test_a_batch_smaller_than_the_number_of_microbatches_has_one_for_each_sample():
     with pytest.raises(ValueError, match="3 samples cannot fill 4 microbatches"):
-        split_batch(step, None, (rows(3),), {}, 4)
+        split_sizes(3, 4)
+    parts = split_batch(step, None, (rows(5), rows(2, 3)), {}, 4, input_split_axes={"y": 1})
+
+    assert [part.weight for part in parts] == [2 / 5, 2 / 5, 1 / 5]
+    assert [part.args[1].shape for part in parts] == [(2, 1)] * 3
 
 
 def test_each_microbatch_weighs_its_share_of_the_samples():
