@@ -9,6 +9,7 @@ weights, arguments and results.
 import functools
 import importlib
 import inspect
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -64,6 +65,8 @@ class Form:
             {name: getattr(config, name, None) for name in _OF_OUTPUTS},
             *_OF_OUTPUTS,
         )
+        if getattr(config, "tie_word_embeddings", False):
+            _tie_head(original)
         made = self._make(original, marking.configuration(original) or {})
         to_ours, to_hugging_face = self.to_ours, self.to_hugging_face
         if self.packed_by_heads:
@@ -108,6 +111,26 @@ class Form:
         if hasattr(original, "config"):
             made.config = original.config  # scripts ask the wrapped model for it
         return made
+
+
+def _tie_head(model: Any) -> None:
+    """Have the head's weight be the embedding's, as the configuration says.
+
+    Scripts that switch ``PreTrainedModel.init_weights`` off have two: it is what ties them.
+    """
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    if head is None:
+        return
+    tied = model.get_input_embeddings().weight
+    if head.weight is tied or head.weight.shape != tied.shape:
+        return
+    head.weight = tied
+    warnings.warn(
+        f"smp: {type(model).__name__} has a head whose weight is not the embedding's, and its "
+        "configuration says tie_word_embeddings=True: the embedding's stands for both; to keep "
+        "two, set config.tie_word_embeddings=False before smp.DistributedModel",
+        stacklevel=2,
+    )
 
 
 def heads_of_the_model(given: int | None) -> int | None:
