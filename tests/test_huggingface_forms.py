@@ -371,6 +371,24 @@ def test_weights_that_would_be_lost_are_named():
         replaced(net)
 
 
+@on_ranks(2)
+def test_layers_keep_the_activation_that_they_were_made_with():
+    """Scripts change the configuration of a model that is there already."""
+    split_over_all_ranks()
+    torch.set_default_dtype(torch.float64)
+    for made, changed in (("gelu", "gelu_new"), ("relu", "gelu"), ("gelu_new", "silu")):
+        torch.manual_seed(1)
+        net = gpt2(activation_function=made)
+        for name, parameter in net.named_parameters():
+            if "mlp" in name:
+                parameter.data.mul_(20)
+        net.config.activation_function = changed
+        model, plain = replaced(net)
+        batch = {"input_ids": texts(smp.tp_rank(), 1)["input_ids"]}
+        with torch.no_grad():
+            assert_near(model(**batch).logits, plain(**batch).logits, made)
+
+
 @pytest.mark.parametrize("delayed", [False, True])
 @on_ranks(2)
 def test_a_head_is_tied_as_the_configuration_says(delayed, monkeypatch):
