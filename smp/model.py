@@ -40,6 +40,7 @@ from smp.tensor_parallel import (
     group,
     in_place,
     kept_marks,
+    marking,
     random_streams,
     replaced,
 )
@@ -151,7 +152,7 @@ class DistributedModel(nn.Module):
         # What became of the modules that tensor parallelism was to split.
         self._smp_split: list[in_place.Outcome] = []
         self._smp_counterparts: Counterparts | None = None
-        if group.size() > 1:
+        if group.size() > 1 or marking.is_marked(module):
             self._smp_split_over_the_tp_group()
         self._smp_has_sync_norm = sync_batch_norm.is_in(module)
         self._smp_data_parallel: DataParallel | None = None
@@ -183,6 +184,8 @@ class DistributedModel(nn.Module):
             replaced.refuse(state.optimizer.param_groups)
         if module is not self._smp_module:
             self._smp_wrap(module)
+        if group.size() == 1:
+            return  # what took modules' places has all of each parameter
         if not self._smp_split and not any(map(slices_of, self._smp_module.parameters())):
             warnings.warn(
                 f"smp: tensor_parallel_degree is {group.size()} and no module of the model is "

@@ -127,6 +127,8 @@ class _MultiTensor(torch.optim.Optimizer):
         params = [p for group in self.param_groups for p in group["params"]]
         for i, p in zip(saved, params, strict=True):
             for name, value in state_dict["state"].get(i, {}).items():
+                if not isinstance(value, Tensor):
+                    continue  # a script's own: torch has taken it as it is
                 self.state[p][name] = value.to(p.device, wide(p).dtype, copy=True)
 
 

@@ -3,6 +3,7 @@
 import copy
 import functools
 import importlib
+import os
 import types
 from collections.abc import Callable
 from typing import Any
@@ -194,6 +195,21 @@ def test_a_replaced_model_trains_as_the_plain_one(kind, monkeypatch):
     assert any(isinstance(m, smp.nn.DistributedTransformer) for m in model.modules())
 
 
+@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.sample(4)
+@on_ranks(1, 2)
+def test_a_replaced_model_on_one_rank(kind, monkeypatch):
+    """As on more: scripts reach for the names of what is in its place, at any degree."""
+    in_float64(kind, monkeypatch)
+    smp.init({"pipeline_parallel_degree": int(os.environ["OMPI_COMM_WORLD_SIZE"])})
+    model = check_training(kind, steps=2, optimize="channels")
+    assert any(isinstance(m, smp.nn.DistributedTransformer) for m in model.modules())
+    assert "TP_GROUP" not in str(model.partition_report())
+    if smp.pp_size() == 1:  # nothing is split
+        assert model.get_module().state_dict().keys() == model.state_dict().keys()
+    smp.DistributedOptimizer(smp.optimizers.FusedLAMB(model.parameters()))
+
+
 @pytest.mark.stress
 @pytest.mark.parametrize("kind", FAMILIES)
 @on_ranks(3)
@@ -346,13 +362,55 @@ def test_what_a_model_is_marked_with_comes_before_its_configuration():
 def test_weights_that_would_be_lost_are_named():
     split_over_all_ranks()
     net = gpt2()
-    net.lm_head.weight = nn.Parameter(net.lm_head.weight.detach().clone())
+    net.lm_head.weight = nn.Parameter(torch.zeros(38, 12))  # no embedding's
     net.value = nn.Linear(12, 1)
     lost = (
         "GPT2LMHeadModel is .*'lm_head.weight' would be lost; .*'value.bias' would be lost: its"
     )
     with pytest.raises(ValueError, match=lost):
         replaced(net)
+
+
+@on_ranks(2)
+def test_layers_keep_the_activation_that_they_were_made_with():
+    """Scripts change the configuration of a model that is there already."""
+    split_over_all_ranks()
+    torch.set_default_dtype(torch.float64)
+    for made, changed in (("gelu", "gelu_new"), ("relu", "gelu"), ("gelu_new", "silu")):
+        torch.manual_seed(1)
+        net = gpt2(activation_function=made)
+        for name, parameter in net.named_parameters():
+            if "mlp" in name:
+                parameter.data.mul_(20)
+        net.config.activation_function = changed
+        model, plain = replaced(net)
+        batch = {"input_ids": texts(smp.tp_rank(), 1)["input_ids"]}
+        with torch.no_grad():
+            assert_near(model(**batch).logits, plain(**batch).logits, made)
+
+
+@pytest.mark.parametrize("delayed", [False, True])
+@on_ranks(2)
+def test_a_head_is_tied_as_the_configuration_says(delayed, monkeypatch):
+    """Scripts switch off what ties it, since the distributed module makes the weights."""
+    monkeypatch.setattr(transformers.PreTrainedModel, "init_weights", lambda self: None)
+    split_over_all_ranks()
+    torch.manual_seed(1)
+    plain = gpt2().eval()
+    assert plain.lm_head.weight is not plain.transformer.wte.weight
+    plain.lm_head.weight = plain.transformer.wte.weight
+    torch.manual_seed(1)
+    with (
+        smp.model_creation(tensor_parallelism=True, replace=True),
+        smp.delay_param_initialization(enabled=delayed),
+    ):
+        net = gpt2()
+    with pytest.warns(UserWarning, match="GPT2LMHeadModel has a head .*=True: the embedding's"):
+        model = smp.DistributedModel(net).eval()
+    given = texts(smp.tp_rank(), 0)
+    with torch.no_grad():
+        torch.testing.assert_close(model(**given).loss, plain(**given).loss)
+    assert not any("lm_head" in name for name, _ in model.named_parameters())
 
 
 @pytest.mark.parametrize("kind", FAMILIES)

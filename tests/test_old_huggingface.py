@@ -455,6 +455,8 @@ def test_options_of_gptj():
     config.rotary_dim = config.n_inner = None
     whole = {"rotary_dim": SIZE // HEADS, "intermediate_size": 4 * SIZE}
     assert options(SimpleNamespace(config=config)) == {**want, **whole}
+    config.rotary_dim = 64  # more than a head has: all of it, as there
+    assert options(SimpleNamespace(config=config)) == {**want, **whole}
 
 
 def test_options_of_gptneo():
@@ -508,6 +510,9 @@ def test_options_of_gptneox():
     assert options(neox(old=False)) == want
     dropped = dict.fromkeys([name for name in want if "dropout" in name], 0.0)
     assert options(neox(old=True)) == {**want, **dropped, "rotary_base": 100}
+    without = neox(old=True)
+    del without.config.use_parallel_residual
+    assert options(without)["parallel_attn_output"] is True
     between = neox(old=False)
     between.gpt_neox.layers[0].attention.attention_dropout = nn.Dropout(0.4)
     assert options(between)["attention_dropout_prob"] == 0.4

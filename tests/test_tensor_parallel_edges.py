@@ -225,7 +225,7 @@ class LateThere(Late, smp.nn.DistributedModule):
     pass
 
 
-@on_ranks(2)
+@on_ranks(1, 2)
 def test_what_was_made_before_its_class_was_registered_stays_whole(monkeypatch):
     monkeypatch.setattr(replacement, "_registered", {})
     monkeypatch.setattr(Late, "__init__", Late.__init__)  # which registering replaces

@@ -11,7 +11,7 @@ from smp.execution.microbatches import Splitter
 from smp.partitioning.partition import make_partition
 from smp.partitioning.report import PartitionReport
 from smp.partitioning.tracing import trace
-from smp.tensor_parallel import group, in_place
+from smp.tensor_parallel import group, in_place, marking
 
 _MEMORY_WEIGHT = 0.8  # the default of optimize="memory"
 
@@ -73,7 +73,7 @@ def plan(
             stacklevel=2,
         )
     outcomes: list[in_place.Outcome] = []
-    if tensor_parallel_degree > 1:
+    if tensor_parallel_degree > 1 or marking.is_marked(module):
         module, outcomes = _split(module, tensor_parallel_degree)
     decision = make_partition(
         module, traced, degree=pipeline_parallel_degree, memory_weight=memory_weight

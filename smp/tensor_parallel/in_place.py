@@ -3,7 +3,8 @@
 What of a module is cut in place, a *plan* of its family says (``smp/nn/huggingface``, one file
 a family): a function that cuts a module's linears and makes it a region.  A registered class
 is replaced (``smp.tensor_parallel.replacement``).  Of models without either, each linear and
-embedding is split by itself.
+embedding is split by itself.  A TP_GROUP of one rank splits nothing, and replaces as others do:
+scripts reach for what is in the distributed forms.
 """
 
 import importlib
@@ -59,6 +60,8 @@ def split(model: nn.Module) -> tuple[nn.Module, list[Outcome]]:
     """
     splitting = _Splitting(model)
     splitting.run()
+    if group.size() == 1:
+        return splitting.model, [one for one in splitting.out if one.reason]
     return splitting.model, splitting.out
 
 
@@ -103,11 +106,12 @@ class _Splitting:
         if isinstance(module, DistributedModule):
             return  # made so by the user: what is in it is split already
         cls = type(module)
-        if marking.configuration(module) is not None:
+        is_marked = marking.configuration(module) is not None
+        if is_marked and (replacement.registration_of(module) or _wanted_form(module)):
+            self._replace(module, path)
+            return
+        if is_marked and group.size() > 1:
             plan = plan_of(cls)
-            if replacement.registration_of(module) or _wanted_form(module):
-                self._replace(module, path)
-                return
             if plan is not None:
                 changed = _changed_by_user(cls)
                 if changed:

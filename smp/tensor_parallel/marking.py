@@ -83,6 +83,11 @@ def configuration(module: nn.Module) -> dict[str, Any] | None:
     return module.__dict__.get(MARK)
 
 
+def is_marked(model: nn.Module) -> bool:
+    """Whether any module of a model is."""
+    return any(configuration(module) is not None for module in model.modules())
+
+
 def _mark_created(module: nn.Module) -> None:
     config = _innermost.get()
     if config is not _OUTSIDE:

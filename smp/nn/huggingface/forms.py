@@ -9,6 +9,7 @@ weights, arguments and results.
 import functools
 import importlib
 import inspect
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 from smp.modules.stand_ins import users_class
 from smp.nn.transformer.lm_head import HIDES
+from smp.nn.transformer.options import ACTIVATIONS
 from smp.state_mod import state
 from smp.tensor_parallel import marking, replacement
 from smp.tensor_parallel.counterparts import BothWays, Translate
@@ -64,6 +66,8 @@ class Form:
             {name: getattr(config, name, None) for name in _OF_OUTPUTS},
             *_OF_OUTPUTS,
         )
+        if getattr(config, "tie_word_embeddings", False):
+            _tie_head(original)
         made = self._make(original, marking.configuration(original) or {})
         to_ours, to_hugging_face = self.to_ours, self.to_hugging_face
         if self.packed_by_heads:
@@ -89,7 +93,9 @@ class Form:
         """
         accepted = inspect.signature(self.dist_module.__init__).parameters
         chosen = {key: value for key, value in config.items() if key in accepted}
-        made = self.dist_module(**{**self.options(original), **chosen})
+        options = self.options(original)
+        options["activation"] = _activation(original, options["activation"])
+        made = self.dist_module(**{**options, **chosen})
         base, call = type(made), self.call
         signature = inspect.signature(users_class(type(original)).forward)
         packs = [p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD]
@@ -108,6 +114,47 @@ class Form:
         if hasattr(original, "config"):
             made.config = original.config  # scripts ask the wrapped model for it
         return made
+
+
+def _tie_head(model: Any) -> None:
+    """Have the head's weight be the embedding's, as the configuration says.
+
+    Scripts that switch ``PreTrainedModel.init_weights`` off have two: it is what ties them.
+    """
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    if head is None:
+        return
+    tied = model.get_input_embeddings().weight
+    if head.weight is tied or head.weight.shape != tied.shape:
+        return
+    head.weight = tied
+    warnings.warn(
+        f"smp: {type(model).__name__} has a head whose weight is not the embedding's, and its "
+        "configuration says tie_word_embeddings=True: the embedding's stands for both; to keep "
+        "two, set config.tie_word_embeddings=False before smp.DistributedModel",
+        stacklevel=2,
+    )
+
+
+def _activation(original: nn.Module, configured: Any) -> Any:
+    """The name of the activation that the layers were made with.
+
+    A script may have changed the configuration since.
+
+    Args:
+        configured: the name there.
+
+    Raises:
+        NotImplementedError: the layers have several.
+    """
+    known = importlib.import_module("transformers.activations").ACT2FN
+    kinds = {type(known[name]): name for name in reversed(ACTIVATIONS) if name in known}
+    found = {type(module) for module in original.modules()} & kinds.keys()
+    if not found or configured in known and found == {type(known[configured])}:
+        return configured
+    names = sorted(kinds[kind] for kind in found)
+    wants(len(names) == 1, "activation", names)
+    return names[0]
 
 
 def heads_of_the_model(given: int | None) -> int | None:

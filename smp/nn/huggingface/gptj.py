@@ -62,7 +62,7 @@ def _options(model: Any) -> dict[str, Any]:
         "use_qkv_bias": False,
         "use_attn_dense_bias": False,
         "use_lm_head_bias": True,
-        "rotary_dim": config.rotary_dim or size // config.num_attention_heads,
+        "rotary_dim": min(config.rotary_dim or size, size // config.num_attention_heads),
         "attention_in_fp32": True,
     }
 

@@ -113,7 +113,8 @@ def _options(model: Any) -> dict[str, Any]:
         "activation": config.hidden_act,
         "layernorm_epsilon": config.layer_norm_eps,
         "causal_mask_size": config.max_position_embeddings,
-        "parallel_attn_output": config.use_parallel_residual,
+        # Transformers 4.21 has no such option: the two are side by side.
+        "parallel_attn_output": getattr(config, "use_parallel_residual", True),
         "use_qkv_bias": has_bias,
         "use_attn_dense_bias": has_bias,
         "rotary_dim": first.attention.rotary_ndims,
