@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from smp import _core, ranks
 from smp.data_parallel.data_parallel import DataParallel
 from smp.execution import microbatches, runtime
+from smp.execution.compiled_code import not_traced
 from smp.modules import (
     conversion,
     delayed_init,
@@ -236,6 +237,7 @@ class DistributedModel(nn.Module):
         """Whether the partition has been made."""
         return self._smp_decision is not None
 
+    @not_traced("a model that smp distributes", and_all_below=False)
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the wrapped module; with pipeline parallelism only inside a step."""
         rt = self._smp_runtime
@@ -250,6 +252,7 @@ class DistributedModel(nn.Module):
             )
         return self._smp_call(*args, **kwargs)
 
+    @not_traced("a model that smp distributes", and_all_below=False)
     def _smp_call(self, *args: Any, **kwargs: Any) -> Any:
         rt = self._smp_runtime
         if group.size() == 1 or rt.tracing:
@@ -260,6 +263,7 @@ class DistributedModel(nn.Module):
         with chain.opened():
             return microbatches.map_tensors(self._smp_module(*args, **kwargs), chain.hang)
 
+    @not_traced("the backward of a model that smp distributes")
     def backward(self, tensors: Tensor | tuple[Tensor, ...], grad_tensors: Any = None) -> None:
         """Run the backward of this microbatch, in place of ``loss.backward()``.
 

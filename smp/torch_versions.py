@@ -107,6 +107,7 @@ PRIVATE: dict[str, tuple[str, ...]] = {
         "_register_work",
     ),
     "torch._C._dynamo": ("eval_frame",),
+    "torch._dynamo.OptimizedModule": ("_initialize",),
     "torch._C._functorch": ("is_functorch_wrapped_tensor",),
     "torch.Tensor": (
         "__dlpack_c_exchange_api__",

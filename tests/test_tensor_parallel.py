@@ -910,7 +910,7 @@ def test_what_a_call_gathers_is_forgotten_behind_it():
     try:
         now.rows, now.common = outer, streams[0]
         for later, error in ((False, False), (True, True), (False, True)):
-            with contextlib.suppress(ValueError), regions._opened(led_out_later=later):
+            with contextlib.suppress(ValueError), regions._Opened(led_out_later=later):
                 assert now.rows is outer and now.common is None
                 now.rows, now.common = inner, streams[1]
                 group.call_of("inner")
@@ -918,7 +918,7 @@ def test_what_a_call_gathers_is_forgotten_behind_it():
                     raise ValueError
             assert (now.rows, now.common, group.called_path()) == (outer, streams[0], path)
         assert (streams[0].restored, streams[1].restored) == (0, 3)
-        with regions._opened(led_out_later=True):
+        with regions._Opened(led_out_later=True):
             now.rows = inner
             group.call_of("inner")
         assert (now.rows, group.called_path()) == (inner, "inner")

@@ -9,11 +9,11 @@ from functools import wraps
 from inspect import signature
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from smp import torch_versions
 from smp.collectives import dense, profile
+from smp.execution.compiled_code import not_traced
 
 if TYPE_CHECKING:
     from smp.collectives.process_group import ProcessGroup
@@ -94,24 +94,9 @@ def operation_of(
                 event.end()
             return work
 
-        return not_traced(operation)
+        return not_traced("an operation of smddp")(operation)
 
     return decorated
-
-
-def not_traced(method: Callable) -> Callable:
-    """A method that torch.compile calls, and does not look into.
-
-    What torch.compiler.disable() does, but its wrapper, which takes longer than a small
-    operation, and the import of torch.compile's own modules.
-    """
-    method._torchdynamo_disable = True  # type: ignore[attr-defined]
-    method._torchdynamo_disable_msg = "an operation of smddp"  # type: ignore[attr-defined]
-    frames = torch._C._dynamo.eval_frame
-    if hasattr(frames, "set_code_exec_strategy"):  # torch's own, which may change
-        skip = frames._FrameAction.SKIP
-        frames.set_code_exec_strategy(method.__code__, frames._FrameExecStrategy(skip, skip))
-    return method
 
 
 def _in_order(method: Callable, group: "ProcessGroup", args: tuple, named: dict) -> tuple:

@@ -20,10 +20,11 @@ from torch.distributed.distributed_c10d import AllgatherOptions
 from smp import _core, torch_versions
 from smp.collectives import dense, launch, sparse
 from smp.collectives.monitored_barrier import Monitor
-from smp.collectives.operation import not_traced, operation_of, show
+from smp.collectives.operation import operation_of, show
 from smp.collectives.ranks import Ranks
 from smp.collectives.shared_gpus import SharedGpus
 from smp.collectives.work import AllOf, DeviceWork, Over, OverOnDevice, Received, Work
+from smp.execution.compiled_code import not_traced
 from smp.job import core_warnings
 
 BARRIER = _core.operations["barrier"]
@@ -347,7 +348,7 @@ class ProcessGroup(dist.ProcessGroup):
             finish=dense.parted(room, outputs),
         )
 
-    @not_traced
+    @not_traced("an operation of smddp")
     def barrier(self, opts: Any = None) -> dist.Work:
         show(self)
         opts = opts or dist.BarrierOptions()

@@ -24,6 +24,7 @@ from smp.execution import (
     staging,
     thread_state,
 )
+from smp.execution.compiled_code import not_traced
 from smp.job import core_warnings, objects, transports
 from smp.modules import changes, hooks, late_modules, live_models
 from smp.ranks import CommGroup
@@ -173,6 +174,29 @@ class Runtime:
             self.close()
             raise
         core_warnings.pass_on()
+        calls: dict[str, Any] = {
+            "describe_error": self._describe,
+            "raised_there": failures.raised_there,
+            "refuse_changed": shared_memory.refuse_changed,
+            "call_hooked": hooks.call_hooked,
+            "serve_hooked": hooks.serve_hooked,
+            "warn_of_tensor": left_behind.warn_of_tensor,
+            "warn_of_hook": left_behind.warn_of_hook,
+            "capture_state": thread_state.capture_for_call,
+            "capture_backward": thread_state.capture_for_backward,
+            "with_state": thread_state.serve_with_state,
+            "worker_begin": self._worker_begin,
+            "dumps": pickling.dumps,
+            "loads": pickling.loads,
+            "dense": staging.dense,
+            "unsendable": staging.unsendable,
+            "stage_out": self.staging.out,
+            "stage_wait": self.staging.wait,
+            "stage_in": self.staging.into,
+            "stage_placed": self.staging.placed,
+        }
+        for function in calls.values():
+            not_traced("a function of smp's, which the core calls")(function)
         _core.configure(
             send_apply=autograd.apply_of(autograd.Send),
             recv_apply=autograd.apply_of(autograd.Recv),
@@ -180,26 +204,8 @@ class Runtime:
             enter_apply=autograd.apply_of(autograd.Enter),
             leaf=torch.zeros((), requires_grad=True, device="cpu"),
             seed_tensor=torch.empty((), dtype=torch.int64, device="cpu"),
-            describe_error=self._describe,
-            raised_there=failures.raised_there,
-            refuse_changed=shared_memory.refuse_changed,
-            call_hooked=hooks.call_hooked,
-            serve_hooked=hooks.serve_hooked,
-            warn_of_tensor=left_behind.warn_of_tensor,
-            warn_of_hook=left_behind.warn_of_hook,
-            capture_state=thread_state.capture_for_call,
-            capture_backward=thread_state.capture_for_backward,
-            with_state=thread_state.serve_with_state,
-            worker_begin=self._worker_begin,
             aborted=failures.StepAborted,
-            dumps=pickling.dumps,
-            loads=pickling.loads,
-            dense=staging.dense,
-            unsendable=staging.unsendable,
-            stage_out=self.staging.out,
-            stage_wait=self.staging.wait,
-            stage_in=self.staging.into,
-            stage_placed=self.staging.placed,
+            **calls,
         )
 
     def share_place(self) -> None:

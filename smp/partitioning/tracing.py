@@ -25,6 +25,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from smp.collectives.operation import watching
+from smp.execution import compiled_code
 from smp.partitioning import hook_containers, twins
 from smp.partitioning.contents import can_change, content_of, is_the_same
 from smp.partitioning.operators import Operators
@@ -507,7 +508,7 @@ class Recorder:
             register = torch_module.register_module_buffer_registration_hook
             stack.callback(register(self._note_set_buffer).remove)
             stack.callback(self.progress.finish)
-            stack.enter_context(_run_compiled_code_as_written())
+            stack.enter_context(compiled_code.run_as_written())
             stack.enter_context(_seeing_functions(self._note_given_away))
             stack.enter_context(_seeing_hooks(self._note_hooked))
             stack.enter_context(_seeing_grad_flags(self._note_flag))
@@ -939,17 +940,6 @@ class _Progress:
             print(f"\r\033[K{line}", end="", file=sys.stderr, flush=True)
         else:
             print(line, file=sys.stderr, flush=True)
-
-
-def _run_compiled_code_as_written() -> Any:
-    """Hooks and operators of compiled modules are seen, and nothing is compiled for a run
-    that is thrown away.  Without dynamo there is nothing compiled; it is not loaded."""
-    stack = contextlib.ExitStack()
-    if "torch._dynamo" in sys.modules:
-        stack.enter_context(torch.compiler.set_stance("force_eager"))
-        stack.enter_context(warnings.catch_warnings())
-        warnings.filterwarnings("ignore", "Using `torch.compile.module.` when there are global")
-    return stack
 
 
 def _wait_for_device(module: nn.Module) -> None:

@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from smp.execution.compiled_code import not_traced
+
 
 class _InThisThread(threading.local):
     is_open = False
@@ -62,6 +64,7 @@ def go_on(token: Tensor | None) -> None:
     _chain.token = token
 
 
+@not_traced("a collective of smp's tensor parallelism")
 def linked(function: type[Function], x: Tensor, *args: Any) -> Any:
     """``function.apply(x, token, *args)``, which returns its outputs and a token.
 
@@ -81,6 +84,7 @@ def next_token(token: Tensor | None) -> Tensor | None:
     return None if token is None else token.clone()
 
 
+@not_traced("smp's order of backwards")
 def hang(output: Tensor) -> Tensor:
     """A tensor that the model returns, behind the chain's last collective."""
     if _chain.token is None or not output.requires_grad:

@@ -1,14 +1,17 @@
 """The base of all modules that are split over the TP_GROUP."""
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
+from smp.execution.compiled_code import not_traced
 from smp.tensor_parallel import group
 from smp.tensor_parallel.slices import PATH, refuse_copies, slices_of
+
+_not_traced = not_traced("a module that smp splits over the TP_GROUP")
+_not_traced_itself = not_traced("a module that smp splits over the TP_GROUP", False)
 
 
 class DistributedModule(nn.Module):
@@ -29,8 +32,9 @@ class DistributedModule(nn.Module):
         if "forward" in cls.__dict__:
             cls.forward = _naming(cls.forward)  # type: ignore[method-assign]
 
+    @_not_traced_itself
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with _named_calls_of(self):
+        with _NamedCallsOf(self):
             return super().__call__(*args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -43,22 +47,29 @@ class DistributedModule(nn.Module):
             refuse_copies(self)
 
 
-@contextmanager
-def _named_calls_of(module: DistributedModule) -> Iterator[None]:
+class _NamedCallsOf:
     """The module makes the collectives of the block."""
-    before = group.call_of(module.__dict__.get(PATH, type(module).__name__))
-    try:
-        yield
-    finally:
-        group.call_of(before)
+
+    @_not_traced
+    def __init__(self, module: DistributedModule) -> None:
+        self._path = module.__dict__.get(PATH, type(module).__name__)
+
+    @_not_traced
+    def __enter__(self) -> None:
+        self._before = group.call_of(self._path)
+
+    @_not_traced
+    def __exit__(self, *_: object) -> None:
+        group.call_of(self._before)
 
 
 def _naming(forward: Callable) -> Callable:
     """For a forward that is called by itself: what has hooks is served so to other ranks."""
 
+    @_not_traced_itself
     @functools.wraps(forward)
     def named(self: DistributedModule, *args: Any, **kwargs: Any) -> Any:
-        with _named_calls_of(self):
+        with _NamedCallsOf(self):
             return forward(self, *args, **kwargs)
 
     return named

@@ -17,6 +17,7 @@ from torch import Tensor
 from smp import ranks, torch_versions
 from smp.collectives.process_group import ProcessGroup
 from smp.execution import runtime
+from smp.execution.compiled_code import not_traced
 from smp.tensor_parallel import assumed, order
 from smp.tensor_parallel.slices import Slices, share
 
@@ -65,6 +66,7 @@ class _InThisThread(threading.local):
 _called = _InThisThread()
 
 
+@not_traced("who calls, as smp's collectives say")
 def call_of(path: str) -> str:
     """The module at ``path`` makes the collectives of this thread from now on.
 

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from smp.execution import compiled_code
 from smp.modules import activation_checkpointing, delayed_init
 from smp.modules.stand_ins import users_class
 from smp.partitioning.partition import keep_together
@@ -67,7 +68,8 @@ def split(model: nn.Module) -> tuple[nn.Module, list[Outcome]]:
 
 class _Splitting:
     def __init__(self, model: nn.Module) -> None:
-        self.model = model
+        self.compiled = compiled_code.Lifted(model)
+        self.model = model = self.compiled.root
         self.owners: dict[int, list[nn.Module]] = defaultdict(list)  # of a parameter, by id
         for module in model.modules():
             for parameter in module._parameters.values():
@@ -91,6 +93,7 @@ class _Splitting:
         for module, arguments in checkpointed.items():
             now = self.replaced.get(module, module)
             activation_checkpointing.set_activation_checkpointing(now, *arguments)
+        self.model = self.compiled.put_back(self.model, self.replaced)
 
     def _visit(
         self,

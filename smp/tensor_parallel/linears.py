@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from smp.execution.compiled_code import not_traced
 from smp.modules import delayed_init
 from smp.modules.stand_ins import REFUSES_COPIES, stand_in
 from smp.tensor_parallel import adapters, group, primitives
@@ -156,6 +157,9 @@ def _compute_for_cut_outputs(linears: list[Any]) -> None:
         choose_outputs(linear, linear.out_features, [0])
 
 
+_not_traced = not_traced("a linear that smp splits over the TP_GROUP")
+
+
 def _computes_some(cls: type[nn.Module]) -> dict[str, Any]:
     def some(self: Any, whole: Tensor) -> Tensor:
         unit, chosen = self.__dict__[_CHOSEN]
@@ -164,6 +168,7 @@ def _computes_some(cls: type[nn.Module]) -> dict[str, Any]:
             whole = primitives.bwd_allreduce_for_tp(whole)
         return torch.cat([whole.narrow(0, i * unit, unit) for i in chosen])
 
+    @_not_traced
     @functools.wraps(cls.forward)
     def forward(self: Any, x: Tensor) -> Tensor:
         bias = None if self.bias is None else some(self, self.bias)
@@ -173,6 +178,7 @@ def _computes_some(cls: type[nn.Module]) -> dict[str, Any]:
 
 
 def _leads_out(cls: type[nn.Module]) -> dict[str, Any]:
+    @_not_traced
     @functools.wraps(cls.forward)
     def forward(self: Any, x: Tensor) -> Tensor:
         rows = rows_to_give_back(self.__dict__[PATH])

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from smp import ranks
+from smp.execution.compiled_code import not_traced
 from smp.tensor_parallel import assumed, group
 from smp.tensor_parallel.chain import linked, next_token
 from smp.tensor_parallel.order import Call
@@ -395,3 +396,21 @@ def shard_sequence(tensor: Tensor, dim: int = 1) -> Tensor:
     """
     dim %= tensor.dim()
     return own_part(tensor, dim, group.shares(tensor.size(dim)))
+
+
+for _function in (
+    entering,
+    gather,
+    gather_all,
+    reduce_scatter,
+    own_part,
+    scatter_and_merge,
+    gather_alike,
+    fused_allgather_for_tp,
+    reduce_scatter_for_tp,
+    scatter_and_merge_for_tp,
+    bwd_allreduce_for_tp,
+    fwd_allreduce_for_tp,
+    shard_sequence,
+):
+    not_traced("a collective of smp's tensor parallelism")(_function)

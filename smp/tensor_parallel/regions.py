@@ -13,7 +13,7 @@ import functools
 import inspect
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from smp.execution.accelerator import RandomState
+from smp.execution.compiled_code import not_traced
 from smp.modules.stand_ins import REFUSES_COPIES, stand_in, users_class
 from smp.tensor_parallel import assumed, group, primitives, random_streams, same_samples
 from smp.tensor_parallel.assumed import Everyones
@@ -106,23 +107,31 @@ def rows_to_give_back(path: str) -> Rows:
     return rows
 
 
-@contextlib.contextmanager
-def _opened(led_out_later: bool = False) -> Iterator[None]:
+_not_traced = not_traced("a region that smp splits over the TP_GROUP")
+_not_traced_itself = not_traced("a region that smp splits over the TP_GROUP", False)
+
+
+class _Opened:
     """A call in which rows are gathered, and led out; behind it they are forgotten.
 
     Args:
         led_out_later: by the module around it, in whose call this one is.
     """
-    before = _gathered.rows, _gathered.common, group.called_path()
-    _gathered.common = None
-    is_over = True
-    try:
-        yield
-        is_over = not led_out_later
-    finally:
-        if is_over:
+
+    @_not_traced
+    def __init__(self, led_out_later: bool = False) -> None:
+        self._led_out_later = led_out_later
+        self._before = _gathered.rows, _gathered.common, group.called_path()
+
+    @_not_traced
+    def __enter__(self) -> None:
+        _gathered.common = None
+
+    @_not_traced
+    def __exit__(self, failed: type[BaseException] | None, *_: object) -> None:
+        if failed is not None or not self._led_out_later:
             draw_alike()
-            _gathered.rows, _gathered.common, path = before
+            _gathered.rows, _gathered.common, path = self._before
             group.call_of(path)
 
 
@@ -141,7 +150,7 @@ def found_again(function: Callable) -> Callable:
         if not was_called:
             was_called = True
             return function(*args, **kwargs)
-        with _opened():
+        with _Opened():
             _gathered.rows = None if rows is None else rows.of_call(rows.within)
             _gathered.common = common
             group.call_of(path)
@@ -182,8 +191,9 @@ def make_holder(module: nn.Module) -> None:
 
 
 def _holds_region(cls: type[nn.Module]) -> dict[str, Any]:
+    @_not_traced_itself
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with _opened():
+        with _Opened():
             return cls.__call__(self, *args, **kwargs)
 
     # Not the forward: transformers checkpoints a layer by that of its very class.
@@ -193,15 +203,31 @@ def _holds_region(cls: type[nn.Module]) -> dict[str, Any]:
 def _members(cls: type[nn.Module]) -> dict[str, Any]:
     users_forward = cls.forward
 
+    @_not_traced_itself
     @functools.wraps(users_forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with _opened(led_out_later=self.__dict__[REGION][2] is not None):
+        with _Opened(led_out_later=self.__dict__[REGION][2] is not None):
             return _run(self, functools.partial(users_forward, self), args, kwargs)
 
     return {"forward": forward, REFUSES_COPIES: refuse_copies}
 
 
+@_not_traced_itself
 def _run(module: nn.Module, forward: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    bound, others, rows = _enter(module, args, kwargs)
+    out = forward(*bound.args[1:], **bound.kwargs)
+    return _leave(module, {**others, **bound.arguments}, rows, out)
+
+
+@_not_traced
+def _enter(
+    module: nn.Module, args: tuple, kwargs: dict[str, Any]
+) -> tuple[inspect.BoundArguments, dict[str, Any], Rows]:
+    """The arguments of a region's call, gathered.
+
+    Returns:
+        the arguments; those of them that its signature does not name; whose rows they have.
+    """
     region, path, within, signature, extra = module.__dict__[REGION]
     bound = signature.bind(module, *args, **kwargs)
     named = bound.arguments
@@ -222,8 +248,14 @@ def _run(module: nn.Module, forward: Callable, args: tuple, kwargs: dict[str, An
             named[name] = value
         elif extra and value is not None:
             named.setdefault(extra, {})[name] = value
-    out = forward(*bound.args[1:], **bound.kwargs)
-    if isinstance(out, tuple) and _records_attentions({**others, **named}):
+    return bound, others, rows
+
+
+@_not_traced
+def _leave(module: nn.Module, arguments: dict[str, Any], rows: Rows, out: Any) -> Any:
+    """What a region returns of its own output."""
+    region, path, *_ = module.__dict__[REGION]
+    if isinstance(out, tuple) and _records_attentions(arguments):
         raise NotImplementedError(
             f"smp: '{path}' is split, and output_attentions would be the weights of some heads "
             "for all tp_ranks' samples: leave the attentions whole, "
