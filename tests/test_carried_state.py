@@ -71,7 +71,7 @@ def scripts_state(model: smp.DistributedModel) -> dict[str, Any]:
 
 @on_ranks(2)
 @pytest.mark.sample(2)
-@pytest.mark.parametrize("how", ["a layer raises", "the batch is too small"])
+@pytest.mark.parametrize("how", ["a layer raises", "the batch is empty"])
 @pytest.mark.parametrize("graded", [False, True])
 def test_a_step_that_fails_leaves_the_script_as_it_was(how, graded):
     """Buffers are the same objects, however the forward sets them; gradients too."""
@@ -81,7 +81,7 @@ def test_a_step_that_fails_leaves_the_script_as_it_was(how, graded):
         model.zero_grad()
     objects = dict(model.local_named_buffers())
     model.module[1].fails = how == "a layer raises"
-    x = torch.randn(4 if model.module[1].fails else 1, WIDTH)
+    x = torch.randn(4 if model.module[1].fails else 0, WIDTH)
     before = scripts_state(model)
 
     with pytest.raises((ArithmeticError, ValueError)):

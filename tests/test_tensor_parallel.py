@@ -7,6 +7,7 @@ import contextlib
 import copy
 import io
 import itertools
+import os
 import pickle
 import sys
 import types
@@ -93,14 +94,8 @@ def test_gpt2_equals_the_plain_model(attention):
 def test_on_an_accelerator(config, device):
     """Where ranks share one, in a pipeline and beside replicas, too."""
     degree = 2 if config else 4
-    smp.init(
-        {
-            "tensor_parallel_degree": degree,
-            "microbatches": len(config) + 1,
-            "device": "auto",  # ranks of tests stay on the CPU where there is a GPU
-            **config,
-        }
-    )
+    os.environ.pop("SMP_DEVICE", None)  # ranks of tests stay on the CPU where there is a GPU
+    smp.init({"tensor_parallel_degree": degree, "microbatches": len(config) + 1, **config})
     on = use(device)
     job = WholeJob(
         small_gpt2(heads=5),
