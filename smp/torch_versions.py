@@ -92,6 +92,7 @@ PRIVATE: dict[str, tuple[str, ...]] = {
     "torch._C": (
         "DisableTorchFunction",
         "DisableTorchFunctionSubclass",
+        "TensorBase",
         "_current_graph_task_id",
         "_disabled_torch_dispatch_impl",
         "_get_dispatch_stack_at",

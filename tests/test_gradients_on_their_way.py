@@ -368,7 +368,7 @@ def test_what_is_added_after_a_bucket_was_sent_counts(in_step, arrives_at_once, 
 def test_the_last_backward_is_that_of_the_last_microbatch_as_far_as_known(microbatch, calls):
     """Of a step whose microbatches had two before; outside a step each is the last."""
     rt = SimpleNamespace(
-        cfg=SimpleNamespace(microbatches=3),
+        weights=[1 / 3] * 3,
         microbatch=microbatch,
         backward_calls=calls,
         backwards=2,

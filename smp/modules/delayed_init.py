@@ -386,7 +386,8 @@ _OF_THE_RESULT = ("dtype", "layout", "device", "pin_memory", "memory_format")
 
 def _with_out(func: Any) -> Any:
     """The overload of an operator that writes its one result into a given tensor, or None."""
-    name = "out" if func._overloadname == "default" else f"{func._overloadname}_out"
+    overload = func._schema.overload_name
+    name = f"{overload}_out" if overload else "out"
     found = getattr(func._overloadpacket, name, None)
     return found if found is not None and len(found._schema.returns) == 1 else None
 
