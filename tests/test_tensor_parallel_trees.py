@@ -18,7 +18,15 @@ import torch
 from torch import Tensor, nn
 
 import smp
-from tests.models.random_tree import ALL, Hooks, Tree, describe, make_tree, random_partition
+from tests.models.random_tree import (
+    ALL,
+    ORDERED,
+    Hooks,
+    Tree,
+    describe,
+    make_tree,
+    random_partition,
+)
 from tests.ranks import SEEDS, on_ranks
 from tests.reference.cut_loop import plain_loop
 from tests.reference.whole_job import assert_near, compare_slice
@@ -26,7 +34,7 @@ from tests.reference.whole_job import assert_near, compare_slice
 STEPS = 2
 
 # Statistics and masks that one process over all samples draws otherwise.
-OF_A_BATCH = {"batch_norm", "buffer", "dropout"}
+OF_A_BATCH = ORDERED | {"dropout"}
 
 
 def features_for(alike: bool) -> set[str]:
