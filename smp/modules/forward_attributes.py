@@ -20,31 +20,15 @@ from smp.partitioning.contents import can_change
 _NAMES = "_smp_set_elsewhere"  # in such a class: the names of all of these attributes
 
 
-class _SetElsewhere:
+class _SetElsewhere(stand_ins.WatchedAttribute):
     """Such an attribute in the class that stands in for a remote module's.
 
     Whoever has set it here in the same step may read it.
     """
 
-    def __set_name__(self, owner: type[nn.Module], name: str) -> None:
-        self.owner, self.name = owner, name
-
-    def __get__(self, module: nn.Module | None, cls: type[nn.Module]) -> Any:
-        if module is None:
-            return getattr(stand_ins.users_class(cls), self.name)
+    def before_read(self, module: nn.Module) -> None:
         if not changes.noted(module, self.name):
             self._tell(module)
-        if self.name in module.__dict__:
-            return module.__dict__[self.name]
-        return getattr(super(self.owner, module), self.name)
-
-    def __set__(self, module: nn.Module, value: Any) -> None:
-        module.__dict__[self.name] = value
-
-    def __delete__(self, module: nn.Module) -> None:
-        if self.name not in module.__dict__:
-            raise AttributeError(self.name)
-        del module.__dict__[self.name]
 
     def _tell(self, module: nn.Module) -> None:
         """

@@ -51,15 +51,6 @@ def changes_nothing(module: nn.Module) -> bool:
     return not module.training and hasattr(module, "track_running_stats")
 
 
-def await_turn(gate: int) -> bool:
-    """Wait for the microbatch's turn there, unless this thread's task is past it.
-
-    Returns:
-        Whether it passes the gate now, as ``_core.left`` is then to hear.
-    """
-    return gate not in _passing.gates and _core.await_turn(gate)
-
-
 def gated(cls: type[nn.Module]) -> dict[str, Any]:
     """The methods of a class like ``cls`` that microbatches call in their order: it changes
     what the next one's calls, or other modules, read.
@@ -87,33 +78,18 @@ def gated(cls: type[nn.Module]) -> dict[str, Any]:
     }
 
 
-class _ReadOutside:
+class _ReadOutside(stand_ins.WatchedAttribute):
     """A buffer or an attribute that its module changes, and that other code reads in a step."""
 
-    def __set_name__(self, owner: type[nn.Module], name: str) -> None:
-        self.owner, self.name = owner, name
-
-    def __get__(self, module: nn.Module | None, cls: type[nn.Module]) -> Any:
-        if module is None:
-            return getattr(stand_ins.users_class(cls), self.name)
+    def before_read(self, module: nn.Module) -> None:
         _await_turn_at(module)
-        if self.name in module.__dict__:
-            return module.__dict__[self.name]
-        return getattr(super(self.owner, module), self.name)
-
-    def __set__(self, module: nn.Module, value: Any) -> None:
-        module.__dict__[self.name] = value
-
-    def __delete__(self, module: nn.Module) -> None:
-        if self.name not in module.__dict__:
-            raise AttributeError(self.name)
-        del module.__dict__[self.name]
 
 
 def _await_turn_at(module: nn.Module) -> None:
+    """Wait for the microbatch's turn there, unless this thread's task is in a call of it."""
     gate = module.__dict__.get(stand_ins.GATE)
-    if gate is not None and not changes_nothing(module):
-        await_turn(gate)
+    if gate is not None and gate not in _passing.gates and not changes_nothing(module):
+        _core.await_turn(gate)
 
 
 @functools.cache

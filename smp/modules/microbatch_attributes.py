@@ -67,30 +67,23 @@ class _Running(threading.local):
 _running = _Running()
 
 
-class _OfMicrobatch:
+class _OfMicrobatch(stand_ins.WatchedAttribute):
     """Such an attribute, in the class that stands in for a module's."""
 
-    def __set_name__(self, owner: type[nn.Module], name: str) -> None:
-        self.owner, self.name = owner, name
-
     def __get__(self, module: nn.Module | None, cls: type[nn.Module]) -> Any:
-        if module is None:
-            return getattr(stand_ins.users_class(cls), self.name)
-        microbatch = _core.current()
-        if microbatch is not None:
+        microbatch = None if module is None else _core.current()
+        if module is not None and microbatch is not None:
             value = self._value(module, module.__dict__[stand_ins.KEPT][self.name], microbatch)
             if value is _DELETED:
                 return getattr(super(self.owner, module), self.name)  # its class may have one
             if value is not _ABSENT:
                 return value
-        if self.name in module.__dict__:
-            return module.__dict__[self.name]
-        return getattr(super(self.owner, module), self.name)
+        return super().__get__(module, cls)
 
     def __set__(self, module: nn.Module, value: Any) -> None:
         microbatch = _core.current()
         if microbatch is None:
-            module.__dict__[self.name] = value
+            super().__set__(module, value)
             return
         kept = module.__dict__[stand_ins.KEPT][self.name]
         values = _values.get((id(module), self.name))
@@ -110,10 +103,8 @@ class _OfMicrobatch:
         if _core.current() is not None:
             self.__get__(module, type(module))
             self.__set__(module, _DELETED)
-        elif self.name in module.__dict__:
-            del module.__dict__[self.name]
         else:
-            raise AttributeError(self.name)
+            super().__delete__(module)
 
     def _value(self, module: nn.Module, kept: Kept, microbatch: int) -> Any:
         """What the microbatch has set, or those before it have left; ``_ABSENT``: that from

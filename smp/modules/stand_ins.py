@@ -70,6 +70,35 @@ def users_class(cls: type[nn.Module]) -> type[nn.Module]:
     return getattr(cls, "_smp_users_class", cls)
 
 
+class WatchedAttribute:
+    """A plain attribute of modules, in a class that stands in for theirs.
+
+    Its value is in the module's ``__dict__``, as ever; `before_read` hears of each read.
+    """
+
+    def __set_name__(self, owner: type[nn.Module], name: str) -> None:
+        self.owner, self.name = owner, name
+
+    def __get__(self, module: nn.Module | None, cls: type[nn.Module]) -> Any:
+        if module is None:
+            return getattr(users_class(cls), self.name)
+        self.before_read(module)
+        if self.name in module.__dict__:
+            return module.__dict__[self.name]
+        return getattr(super(self.owner, module), self.name)
+
+    def __set__(self, module: nn.Module, value: Any) -> None:
+        module.__dict__[self.name] = value
+
+    def __delete__(self, module: nn.Module) -> None:
+        if self.name not in module.__dict__:
+            raise AttributeError(self.name)
+        del module.__dict__[self.name]
+
+    def before_read(self, module: nn.Module) -> None:
+        """Does nothing here."""
+
+
 class _Unheard(nn.Module):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         pass
