@@ -9,9 +9,8 @@ from torch import Tensor, nn
 
 import smp
 from smp.nn import utils as blocks
-from smp.tensor_parallel import group
 from tests.ranks import on_ranks
-from tests.reference.whole_job import WholeJob, assert_near, split_over_all_ranks
+from tests.reference.whole_job import assert_near, split_over_all_ranks
 
 
 class Inner(nn.Module):
@@ -128,54 +127,6 @@ def test_a_number_in_a_state_is_no_slice_of_length_1():
     for number, (name, value) in enumerate(whole.items()):
         assert torch.equal(state[number]["count"], torch.full([1], 3.0)), name
         assert_near(state[number]["moment"], value + number, name)
-
-
-@on_ranks(2, 3)
-def test_what_a_loss_makes_of_split_weights_themselves():
-    """As docs/tensor_parallelism.md says: by itself 1/tp_size of it, of an embedding all."""
-    split_over_all_ranks()
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(1)
-    net = nn.Sequential(nn.Embedding(5, 6), nn.Linear(6, 4), nn.LayerNorm(4))
-    smp.set_tensor_parallelism(net)
-    model = smp.DistributedModel(net)
-    table, linear, norm = net[0].weight, net[1].weight, net[2].weight
-
-    @smp.step
-    def train(model: nn.Module, ids: Tensor) -> Tensor:
-        penalty = table.square().sum() + linear.square().sum() + norm.square().sum()
-        loss = 0.0 * model(ids).sum() + penalty
-        model.backward(loss)
-        return loss
-
-    train(model, torch.tensor([0, 1]))
-    assert_near(table.grad, 2 * table, "of an embedding")
-    assert_near(linear.grad, 2 * linear / group.size(), "of a linear")
-    assert_near(norm.grad, 2 * norm, "of what is whole")
-
-
-@on_ranks(2, 3)
-def test_a_penalty_of_all_slices_is_the_plain_models():
-    """The sum over the TP_GROUP, in every rank's loss, with the adjoint of that."""
-    split_over_all_ranks()
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(1)
-    net = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4))
-    smp.set_tensor_parallelism(net[0])
-
-    def loss(model: nn.Module, x: Tensor) -> Tensor:
-        penalty = next(model.parameters()).square().sum()
-        if isinstance(model, smp.DistributedModel):
-            penalty = smp.nn.utils.fused_allgather_for_tp(penalty[None], 0).sum()
-        return model(x).square().mean() + 0.1 * penalty
-
-    def batch(rank: int, step: int) -> tuple[Tensor]:
-        return (torch.arange(12.0 * (rank + 1)).view(-1, 6) / 10 + step,)
-
-    job = WholeJob(net, loss, batch)
-    for step in range(2):
-        job.step(step)
-    job.check_parameters()
 
 
 @on_ranks(2)

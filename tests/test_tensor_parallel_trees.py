@@ -29,7 +29,7 @@ from tests.models.random_tree import (
 )
 from tests.ranks import SEEDS, on_ranks
 from tests.reference.cut_loop import plain_loop
-from tests.reference.whole_job import assert_near, compare_slice
+from tests.reference.whole_job import assert_near, compare_slice, own
 
 STEPS = 2
 
@@ -56,9 +56,6 @@ def mark_at_random(net: nn.Module, draw: random.Random) -> None:
         elif draw.random() < 0.3:
             smp.set_tensor_parallelism(module, False)
     for module in net.modules():
-        # What reads a weight itself has it whole.
-        for child in getattr(module, "reads_weights_of", ()):
-            smp.set_tensor_parallelism(getattr(module, child), False)
         if isinstance(module, Hooks):
             smp.set_tensor_parallelism(module.child, False)
 
@@ -112,7 +109,7 @@ def check_tree(seed: int, microbatches: int, alike: bool) -> int:
             optimizer.step()
             plain_optimizer.step()
             for name, parameter in model.local_named_parameters():
-                compare_slice(parameter.detach(), wanted[name].detach(), parameter, name)
+                compare_slice(own(parameter), wanted[name].detach(), parameter, name)
     except AssertionError as error:
         split = [one.path for one in model._smp_split if not one.reason]
         raise AssertionError(

@@ -19,6 +19,7 @@ from torch.nn.utils import parametrize
 from smp import _core
 from smp.modules import creation, inner_module, live_models
 from smp.partitioning.tracing import ModuleTrace, Trace
+from smp.tensor_parallel.split_parameters import is_plain
 
 if TYPE_CHECKING:
     from smp.partitioning.shared import Home
@@ -404,7 +405,7 @@ class _FlatModel:
             elements = parameter.numel()
             size = elements * parameter.element_size()
         number = len(self.parameter_bytes)
-        if size > 0 and not parameter.is_meta and type(parameter) is nn.Parameter:
+        if size > 0 and not parameter.is_meta and is_plain(parameter):
             number = by_memory.setdefault((parameter.data_ptr(), size), number)
         self.parameter_of[id(parameter)] = number
         if number == len(self.parameter_bytes):

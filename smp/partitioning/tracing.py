@@ -30,6 +30,7 @@ from smp.partitioning import hook_containers, twins
 from smp.partitioning.contents import can_change, content_of, is_the_same
 from smp.partitioning.operators import Operators
 from smp.partitioning.restore import Restore, parts_of
+from smp.tensor_parallel.split_parameters import is_plain
 
 _PATIENCE_S = 2.0  # a run that takes longer says how far it is
 _NOTE_EVERY_S = 0.5
@@ -486,7 +487,7 @@ class Recorder:
         made: dict[int, nn.Parameter] = {}  # by id of the original
         for module in self.modules:
             for name, parameter in list(module._parameters.items()):
-                if type(parameter) is nn.Parameter and not parameter.is_meta:
+                if parameter is not None and is_plain(parameter) and not parameter.is_meta:
                     if id(parameter) not in made:
                         made[id(parameter)] = twins.meta_parameter(parameter)
                     setattr(module, name, made[id(parameter)])  # nn.LSTM keeps a list too

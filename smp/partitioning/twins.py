@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from smp.modules.remote_tensors import RemoteBuffer, RemoteTensor
+from smp.tensor_parallel import split_parameters
 
 _LARGE_BYTES = 1 << 20  # a mapping of its own is worth it from there
 # Linux refuses at once what is more than the machine has, unless told so.  Python may not name
@@ -29,7 +30,9 @@ def as_meta(value: Any) -> Any:
 
 def meta_parameter(parameter: nn.Parameter) -> nn.Parameter:
     """A meta parameter like it."""
-    return nn.Parameter(as_meta(parameter.detach()), requires_grad=parameter.requires_grad)
+    twin = nn.Parameter(as_meta(parameter.detach()), requires_grad=parameter.requires_grad)
+    split_parameters.become_like(twin, parameter)
+    return twin
 
 
 @contextlib.contextmanager
@@ -55,6 +58,7 @@ def on_zeros(roots: Sequence[nn.Module]) -> Iterator[None]:
             made = _older(tensor) if isinstance(tensor, RemoteBuffer) else _zeros(tensor)
             if isinstance(tensor, nn.Parameter):
                 made = nn.Parameter(made, requires_grad=tensor.requires_grad)
+                split_parameters.become_like(made, tensor)
             zeros[id(tensor)] = made
 
     def put(module: nn.Module, held: dict, name: str, tensor: Tensor) -> None:

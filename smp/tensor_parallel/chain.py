@@ -46,6 +46,11 @@ def opened(token: Tensor | None = None) -> Iterator[None]:
         _chain.is_open, _chain.token = before
 
 
+def is_open() -> bool:
+    """Whether this thread is in a call of the model."""
+    return _chain.is_open
+
+
 def is_carried() -> bool:
     """Whether a request of this thread is a part of a chain."""
     if not _chain.is_open or not torch.is_grad_enabled():

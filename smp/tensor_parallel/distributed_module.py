@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from smp.execution.compiled_code import not_traced
-from smp.tensor_parallel import group
+from smp.tensor_parallel import group, script_uses
 from smp.tensor_parallel.slices import PATH, refuse_copies, slices_of
 
 _not_traced = not_traced("a module that smp splits over the TP_GROUP")
@@ -70,6 +70,6 @@ def _naming(forward: Callable) -> Callable:
     @functools.wraps(forward)
     def named(self: DistributedModule, *args: Any, **kwargs: Any) -> Any:
         with _NamedCallsOf(self):
-            return forward(self, *args, **kwargs)
+            return forward(self, *script_uses.whole_among(args), **kwargs)
 
     return named

@@ -21,7 +21,7 @@ from smp.execution import compiled_code
 from smp.modules import activation_checkpointing, delayed_init
 from smp.modules.stand_ins import users_class
 from smp.partitioning.partition import keep_together
-from smp.tensor_parallel import adapters, group, marking, replacement
+from smp.tensor_parallel import adapters, group, marking, replacement, split_parameters
 from smp.tensor_parallel.distributed_module import DistributedModule
 from smp.tensor_parallel.linears import TooShort
 from smp.tensor_parallel.slices import PATH
@@ -125,6 +125,7 @@ class _Splitting:
                 if not self._left_whole(module, path, reason):
                     adapters.check(module, path)
                     _carry_out(plan, module, path)
+                    split_parameters.guard(module, path)
                     self.has_plans = True
                     keep_together(module)
                     in_plan = True
@@ -184,6 +185,7 @@ class _Splitting:
             split_leaf = _leaves[type(module)]
             module.__dict__[PATH] = path
             split_leaf(module, by_rows)
+            split_parameters.guard(module, path)
 
     def _is_tied_vocabulary(self, module: nn.Module, others: list[nn.Module]) -> bool:
         """Whether an embedding and a linear, both marked, share their weight.

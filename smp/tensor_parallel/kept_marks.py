@@ -12,19 +12,18 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from smp.tensor_parallel.slices import MARKS
-
-_SCALES = "_smp_scales"  # in a parameter's __dict__: its gradients' factor; None: its module's
+from smp.tensor_parallel.slices import MARKS, SCALES
+from smp.tensor_parallel.split_parameters import SplitParameter
 
 
 def is_scaled(parameter: Tensor) -> bool:
     """Whether its gradients have their factor."""
-    return hasattr(parameter, _SCALES)
+    return hasattr(parameter, SCALES)
 
 
 def note_factor_of_module(parameter: Tensor) -> None:
     """Its module multiplies its gradients."""
-    setattr(parameter, _SCALES, None)
+    setattr(parameter, SCALES, None)
 
 
 def multiply_gradients(parameter: Tensor, factor: float) -> None:
@@ -33,7 +32,7 @@ def multiply_gradients(parameter: Tensor, factor: float) -> None:
     parameter.requires_grad_(True)  # a hook is for a parameter that trains, now or later
     parameter.register_hook(lambda gradient: gradient * factor)
     parameter.requires_grad_(not frozen)
-    setattr(parameter, _SCALES, factor)
+    setattr(parameter, SCALES, factor)
 
 
 @contextlib.contextmanager
@@ -41,22 +40,27 @@ def kept(module: nn.Module) -> Iterator[None]:
     """A block that converts the module's own parameters and buffers."""
     registers: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
     before = [
-        (register, name, tensor, ours)
+        (register, name, tensor, type(tensor), ours)
         for register in registers
         for name, tensor in register.items()
         if tensor is not None and (ours := _ours(tensor))
     ]
+    for _, _, tensor, kind, _ in before:
+        if kind is SplitParameter:
+            tensor.__class__ = nn.Parameter  # torch makes another like it, perhaps
     yield
-    for register, name, old, ours in before:
+    for register, name, old, kind, ours in before:
         tensor = register[name]
+        if kind is SplitParameter and type(tensor) is nn.Parameter:
+            tensor.__class__ = kind
         if _ours(tensor).keys() >= ours.keys():
             continue  # the same, with other data
         for mark, value in ours.items():
             setattr(tensor, mark, value)
         if tensor is old:
             attach_hooks(tensor)
-        elif ours.get(_SCALES) is not None:
-            multiply_gradients(tensor, ours[_SCALES])
+        elif ours.get(SCALES) is not None:
+            multiply_gradients(tensor, ours[SCALES])
 
 
 def attach_hooks(parameter: Tensor) -> None:
@@ -73,7 +77,7 @@ def attach_hooks(parameter: Tensor) -> None:
 
 def _ours(tensor: Tensor) -> dict[str, Any]:
     attributes = tensor.__dict__
-    return {name: attributes[name] for name in (*MARKS, _SCALES) if name in attributes}
+    return {name: attributes[name] for name in (*MARKS, SCALES) if name in attributes}
 
 
 @functools.cache

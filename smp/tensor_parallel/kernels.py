@@ -18,11 +18,12 @@ from torch import Tensor
 from smp import _core
 from smp.tensor_parallel import gpu_kernels
 from smp.tensor_parallel.second_derivatives import refused, refused_of_values
+from smp.tensor_parallel.split_parameters import SplitParameter
 
 _HALF = (torch.float16, torch.bfloat16)
 _DTYPES = (torch.float32, *_HALF)
 _MASK_DIMS = 8  # SMP_TP_MASK_DIMS: those of the scores but the last
-_PLAIN = (Tensor, torch.nn.Parameter)
+_PLAIN = (Tensor, torch.nn.Parameter, SplitParameter)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from smp.execution.compiled_code import not_traced
 from smp.modules import delayed_init
 from smp.modules.stand_ins import REFUSES_COPIES, stand_in
-from smp.tensor_parallel import adapters, group, primitives
+from smp.tensor_parallel import adapters, group, primitives, split_parameters
 from smp.tensor_parallel.regions import draw_alike, give_back, rows_to_give_back
 from smp.tensor_parallel.slices import PATH, Slices, mark, refuse_copies, slices_of
 
@@ -62,7 +62,12 @@ def keep_slice(module: nn.Module, name: str, slices: Slices | None) -> None:
 
 
 def _holds_slices(cls: type[nn.Module]) -> dict[str, Any]:
-    return {REFUSES_COPIES: refuse_copies}
+    @functools.wraps(cls.forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with split_parameters.own_call(self):
+            return cls.forward(self, *args, **kwargs)
+
+    return {"forward": forward, REFUSES_COPIES: refuse_copies}
 
 
 def cut_weights(module: Any, slices: Slices, cut_bias: bool = False) -> None:

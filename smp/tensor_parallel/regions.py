@@ -24,7 +24,14 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from smp.execution.accelerator import RandomState
 from smp.execution.compiled_code import not_traced
 from smp.modules.stand_ins import REFUSES_COPIES, stand_in, users_class
-from smp.tensor_parallel import assumed, group, primitives, random_streams, same_samples
+from smp.tensor_parallel import (
+    assumed,
+    group,
+    primitives,
+    random_streams,
+    same_samples,
+    script_uses,
+)
 from smp.tensor_parallel.assumed import Everyones
 from smp.tensor_parallel.slices import PATH, refuse_copies
 
@@ -229,7 +236,7 @@ def _enter(
         the arguments; those of them that its signature does not name; whose rows they have.
     """
     region, path, within, signature, extra = module.__dict__[REGION]
-    bound = signature.bind(module, *args, **kwargs)
+    bound = signature.bind(module, *script_uses.whole_among(args), **kwargs)
     named = bound.arguments
     names = [*region.samples, *(mask for mask, _ in region.masks)]
     others = named.get(extra, {}) if extra else {}

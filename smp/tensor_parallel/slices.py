@@ -85,6 +85,16 @@ class Slices(NamedTuple):
                 at += last - first
         return whole
 
+    def in_order(self, joined: Tensor) -> Tensor:
+        """The whole, from the ranks' parts one behind the other along the axis."""
+        if all(len(ranges) == 1 for ranges in self.ranges):
+            return joined
+        held = [
+            i for ranges in self.ranges for first, last in ranges for i in range(first, last)
+        ]
+        places = torch.tensor(held, device=joined.device).argsort()
+        return joined.index_select(self.axis, places)
+
 
 _SLICES = "_smp_slices"
 _SCALED = "_smp_scaled_batch"
@@ -127,11 +137,19 @@ def is_scaled_batch(parameter: Tensor) -> bool:
     return getattr(parameter, _SCALED, False)
 
 
+def is_scaled_by_module(parameter: Tensor) -> bool:
+    """Whether its module multiplies the gradients of what it makes of the parameter."""
+    return getattr(parameter, SCALES, 1.0) is None
+
+
 _OF_SPLIT_MODEL = "_smp_of_split_model"
 PARTIAL_GRADIENT = "_smp_partial_gradient"  # see smp.tensor_parallel.gradients
+PATH_OF_PARAMETER = "_smp_path"  # of one that is cut where it stands
+
+SCALES = "_smp_scales"  # its gradients' factor; None: its module's
 
 # What is noted with parameters and buffers.
-MARKS = (_SLICES, _SCALED, _OF_SPLIT_MODEL, PARTIAL_GRADIENT)
+MARKS = (_SLICES, _SCALED, _OF_SPLIT_MODEL, PARTIAL_GRADIENT, PATH_OF_PARAMETER)
 
 
 def mark_model(model: nn.Module) -> None:

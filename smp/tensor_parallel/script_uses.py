@@ -1,0 +1,233 @@
+"""What operators of the script's own code get of parameters that are split.
+
+- In a call of the model, or in a step, it is the whole, by a gather that counts in backward.
+- Elsewhere the tp_ranks need not come together.  An operator that acts on each element by
+  itself acts on the slice, random values are drawn for the whole, and all else is refused.
+"""
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from smp import _core
+from smp.execution import runtime
+from smp.tensor_parallel import chain, group, primitives, split_parameters
+from smp.tensor_parallel.slices import (
+    PATH_OF_PARAMETER,
+    Slices,
+    is_scaled_by_module,
+    mark,
+    slices_of,
+    whole_shape,
+)
+from smp.tensor_parallel.split_parameters import INIT, SplitTensor, refuse
+
+# What the memory of a slice, or the parameter as an object, is asked for.
+_METADATA = {
+    "__get__", "__set__", "__hash__", "__format__", "__repr__", "backward", "data_ptr", "dim",
+    "element_size", "empty_like", "full_like", "get_device", "is_complex", "is_contiguous",
+    "is_floating_point", "is_pinned", "is_shared", "is_signed", "ndimension", "new_empty",
+    "new_full", "new_ones", "new_tensor", "new_zeros", "ones_like", "register_hook",
+    "register_post_accumulate_grad_hook", "requires_grad_", "retain_grad", "storage_offset",
+    "stride", "untyped_storage", "zeros_like",
+}  # fmt: skip
+_SIZES = {"__len__", "nelement", "numel", "shape", "size"}
+_VIEWS = {"H", "T", "imag", "mH", "mT", "real"}  # attributes
+
+# Names without underscores, which also stand for operators in place and for reflected ones.
+_BY_ELEMENT = {
+    "abs", "add", "addcdiv", "addcmul", "bfloat16", "clamp", "clampmax", "clampmin", "clone",
+    "contiguous", "copy", "cpu", "cuda", "data", "detach", "div", "double", "eq", "erfinv",
+    "exp", "fill", "float", "ge", "gt", "half", "iadd", "imul", "isfinite", "isinf", "isnan",
+    "isub", "itruediv", "le", "lerp", "log", "lt", "maskedfill", "maximum", "minimum", "mul",
+    "ne", "neg", "pow", "radd", "reciprocal", "rmul", "rsqrt", "rsub", "rtruediv", "sign",
+    "sqrt", "square", "sub", "to", "truediv", "truedivide", "type", "zero",
+}  # fmt: skip
+_DRAW = {
+    "bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "random_",
+    "uniform_",
+}  # fmt: skip
+_DRAW_ALIKE = {"rand_like", "randint_like", "randn_like"}
+
+
+def whole_among(values: Any) -> Any:
+    """The arguments of a call, with the whole in the place of each such parameter."""
+    if any(isinstance(value, SplitTensor) for value in values):
+        return tuple(_whole(v) if isinstance(v, SplitTensor) else v for v in values)
+    return values
+
+
+def _come_together() -> bool:
+    """Whether the tp_ranks run the same code now: a call of the model, or a step."""
+    rt = runtime.current
+    if rt is None:
+        return False
+    return chain.is_open() or rt.in_step or rt.tracing or _core.current() is not None
+
+
+def _of_slice(func: Any, args: tuple, kwargs: dict[str, Any], initializes: bool) -> Any:
+    """What a function of the script's gives; NotImplemented: it is for the whole value.
+
+    Raises:
+        RuntimeError: it is not to be had.
+    """
+    name = getattr(func, "__name__", str(func))
+    if name in ("__get__", "__set__"):
+        attribute = getattr(func.__self__, "__name__", name)
+        if name == "__set__" and attribute == "data":
+            return _set_data(args[0], args[1])
+        if attribute in _VIEWS or attribute in _SIZES or attribute == "data":
+            name = attribute
+    together = _come_together()
+    first = args[0] if args else kwargs.get("tensor")  # functions of torch.nn.init
+    first = first if isinstance(first, SplitTensor) else None
+    if name in _SIZES and first is not None:
+        if not (together or initializes):
+            return func(*args, **kwargs)
+        whole = torch.empty(whole_shape(first), device="meta")
+        return func(whole, *args[1:], **kwargs)
+    if name in _METADATA:
+        return func(*args, **kwargs)
+    if first is not None:
+        if name in _DRAW or getattr(func, "__module__", "") == INIT:
+            return _draw(func, first, args[1:], kwargs)
+        if name in _DRAW_ALIKE:
+            return _slice_like(first, func(_empty_whole(first), *args[1:], **kwargs))
+        if initializes and name == "view_as":
+            return _slice_like(first, None)
+    writes = name.rstrip("_") != name and not name.endswith("__") or name.startswith("__i")
+    is_by_element = name.strip("_").replace("_", "") in _BY_ELEMENT
+    if is_by_element or name.startswith("_foreach_") and "norm" not in name:
+        stays = not together or name in ("data", "detach")
+        if stays or writes and not torch.is_grad_enabled():
+            return _by_element(func, name, args, kwargs)
+    if not together or writes or name == "__setitem__" or "out" in kwargs:
+        refuse(_first_of(args, kwargs), name, together)
+    return NotImplemented
+
+
+def _first_of(args: tuple, kwargs: dict[str, Any]) -> SplitTensor:
+    found: list[SplitTensor] = []
+    tree_map_only(SplitTensor, found.append, (args, kwargs))
+    return found[0]
+
+
+def _whole(part: SplitTensor) -> Tensor:
+    """All of it, on each tp_rank.  Collective over the TP_GROUP."""
+    slices = slices_of(part)
+    with torch._C.DisableTorchFunctionSubclass():
+        if slices is None:
+            return part.as_subclass(Tensor)
+        _refuse_in_function(part)
+        before = group.call_of(getattr(part, PATH_OF_PARAMETER))
+        lengths = [slices.local_size(rank) for rank in range(group.size())]
+        try:
+            if group.same_samples():
+                joined = primitives.gather_alike(part, slices.axis, lengths)
+            else:
+                joined = primitives.gather(part, slices.axis, lengths)
+        finally:
+            group.call_of(before)
+        if joined.requires_grad and is_scaled_by_module(part):
+            factor = 1.0 / group.size()
+            joined.register_hook(lambda gradient: gradient * factor)
+        return slices.in_order(joined)
+
+
+def _refuse_in_function(part: Tensor) -> None:
+    """Of one that is given to an autograd function: the gradient would be of the whole."""
+    if torch.is_grad_enabled() or not part.requires_grad:
+        return
+    frame = sys._getframe(1)
+    while frame is not None:
+        names = frame.f_globals.get("__name__"), frame.f_code.co_name
+        is_apply = names == ("torch.autograd.function", "apply")
+        if is_apply and any(value is part for value in frame.f_locals.get("args", ())):
+            refuse(part, f"{frame.f_locals['cls'].__name__}.apply", together=True)
+        frame = frame.f_back  # type: ignore[assignment]
+
+
+def _slice_like(part: SplitTensor, whole: Tensor | None) -> Tensor:
+    """This rank's slice of a tensor, or an alias of the part, that knows it is one."""
+    slices = slices_of(part)
+    assert slices is not None
+    value = part.detach() if whole is None else slices.take(whole, group.rank())
+    return _marked(value, part, slices)
+
+
+def _marked(value: Tensor, like: SplitTensor, slices: Slices) -> SplitTensor:
+    out = value.as_subclass(SplitTensor)
+    mark(out, slices, scaled_batch=True)
+    setattr(out, PATH_OF_PARAMETER, getattr(like, PATH_OF_PARAMETER))
+    return out
+
+
+def _empty_whole(part: SplitTensor) -> Tensor:
+    return torch.empty(whole_shape(part), dtype=part.dtype, device=part.device)
+
+
+def _draw(func: Any, part: SplitTensor, rest: tuple, kwargs: dict[str, Any]) -> Any:
+    """Values as they are drawn for the whole, from this rank's generator."""
+    slices = slices_of(part)
+    assert slices is not None
+    whole = _empty_whole(part)
+    kwargs = {k: v for k, v in kwargs.items() if v is not part}  # tensor=
+    func(whole, *rest, **kwargs)
+    part.copy_(slices.take(whole, group.rank()))
+    return part
+
+
+def _set_data(part: SplitTensor, data: Tensor) -> None:
+    part.data = _operand(part, data, "data")  # type: ignore[assignment]
+
+
+def _by_element(func: Any, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """What acts on each element, done to slices alike; what is of the whole's shape is cut.
+
+    Raises:
+        RuntimeError: an operand is neither.
+    """
+    part = _first_of(args, kwargs)
+    slices = slices_of(part)
+    assert slices is not None
+    if name.startswith("_foreach_"):
+        args = tuple(_operands_of_lists(part, values, name, args[0]) for values in args)
+    else:
+        args, kwargs = tree_map_only(
+            Tensor, lambda value: _operand(part, value, name), (args, kwargs)
+        )
+    out = func(*args, **kwargs)
+    if type(out) is Tensor and out.shape == part.shape:
+        return _marked(out, part, slices)
+    return out
+
+
+def _operands_of_lists(part: SplitTensor, values: Any, name: str, first: Any) -> Any:
+    if not isinstance(values, list | tuple) or not isinstance(first, list | tuple):
+        return values
+    pairs = zip(values, first, strict=True)
+    return [
+        _operand(like, value, name)
+        if isinstance(value, Tensor) and isinstance(like, SplitTensor)
+        else value
+        for value, like in pairs
+    ]
+
+
+def _operand(part: SplitTensor, value: Tensor, name: str) -> Tensor:
+    slices = slices_of(part)
+    assert slices is not None
+    if isinstance(value, SplitTensor):
+        if slices_of(value) != slices:
+            refuse(part, name)
+    elif list(value.shape) == whole_shape(part):
+        return slices.take(value, group.rank())
+    elif value.dim() and value.shape != part.shape:
+        refuse(part, name)
+    return value
+
+
+split_parameters.serve(split_parameters.Service(_of_slice, _whole))

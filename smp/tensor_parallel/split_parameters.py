@@ -1,0 +1,182 @@
+"""Parameters that are cut where they stand.
+
+Such a parameter is this rank's slice, and the object that optimizers and scripts know.  As a
+slice it serves its module's call, smp and PyTorch's optimizers.  An operator of the script's
+own code has no slice in mind: ``smp.tensor_parallel.script_uses`` gives it what it gets.
+"""
+
+import contextlib
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from smp.tensor_parallel.slices import PATH_OF_PARAMETER, slices_of, whole_shape
+
+INIT = "torch.nn.init"
+
+
+class Service(NamedTuple):
+    """What operators of the script's own code get.
+
+    Attributes:
+        of_slice: the result of an operator; NotImplemented: it is to have the whole.
+        whole: of a slice.
+    """
+
+    of_slice: Callable[[Any, tuple, dict[str, Any], bool], Any]
+    whole: Callable[["SplitTensor"], Tensor]
+
+
+_service: list[Service] = []
+
+
+def serve(service: Service) -> None:
+    """Have scripts served so, from now on."""
+    _service[:] = [service]
+
+
+class _InThisThread(threading.local):
+    called: nn.Module | None = None
+
+
+_own = _InThisThread()
+
+
+@contextlib.contextmanager
+def own_call(module: nn.Module) -> Iterator[None]:
+    """In the block the module's own parameters are what this rank has of them."""
+    before, _own.called = _own.called, module
+    try:
+        yield
+    finally:
+        _own.called = before
+
+
+class SplitTensor(Tensor):
+    """This rank's slice of something, which only its owner takes for what it is."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        user = "" if _are_own(args) else _user()
+        with torch._C.DisableTorchFunctionSubclass():
+            if not user:
+                return func(*args, **kwargs)
+            result = _service[0].of_slice(func, args, kwargs, user == INIT)
+        if result is not NotImplemented:
+            return result
+        args, kwargs = tree_map_only(SplitTensor, _service[0].whole, (args, kwargs))
+        return func(*args, **kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if _user():
+            refuse(self, "pickling")
+        return super().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        refuse(self, "copying")
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        with torch._C.DisableTorchFunctionSubclass():
+            shown = repr(self.detach().as_subclass(Tensor))
+        slices = slices_of(self)
+        of = "" if slices is None else f" of {slices.size} in axis {slices.axis}"
+        return f"{type(self).__name__}: this rank's part{of}:\n{shown}"
+
+
+class SplitParameter(SplitTensor, nn.Parameter):
+    """A parameter that `keep_slice` has cut."""
+
+
+def guard(module: nn.Module, path: str) -> None:
+    """Have all parameters in a module that are cut be such; they stay the same objects.
+
+    Args:
+        module: that was split where it stands.
+        path: of it.
+    """
+    for name, parameter in module.named_parameters():
+        if slices_of(parameter) is not None and type(parameter) is nn.Parameter:
+            parameter.__class__ = SplitParameter
+            setattr(parameter, PATH_OF_PARAMETER, f"{path}.{name}" if path else name)
+
+
+def become_like(twin: nn.Parameter, parameter: Tensor) -> None:
+    """Of a parameter that stands in for another: it is cut alike."""
+    if isinstance(parameter, SplitParameter):
+        twin.__class__ = SplitParameter
+        twin.__dict__.update(parameter.__dict__)
+
+
+def is_plain(parameter: Tensor) -> bool:
+    """Whether it is of no class that a user or another library has made."""
+    return type(parameter) in (nn.Parameter, SplitParameter)
+
+
+# ------------------------------------------------------------------------- who uses it
+
+
+def _are_own(args: tuple) -> bool:
+    """Whether it is the module under way that uses its own parameters, and no others'."""
+    module = _own.called
+    if module is None:
+        return False
+    own = {id(parameter) for parameter in module._parameters.values()}
+    return all(id(value) in own for value in args if isinstance(value, SplitTensor))
+
+
+def _user() -> str:
+    """The Python module whose code this is; "" for smp and PyTorch's own bookkeeping."""
+    frame = sys._getframe()
+    while frame is not None and frame.f_globals is globals():
+        frame = frame.f_back  # type: ignore[assignment]
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if name == "smp" or name.startswith(("smp.", "torch.optim.")):
+            return ""
+        if name == "torch.nn.modules.module":
+            is_call = frame.f_code.co_name in ("_call_impl", "_wrapped_call_impl")
+            return name if is_call else ""
+        if name == INIT or not name.startswith("torch"):
+            return name
+        frame = frame.f_back  # type: ignore[assignment]
+    return ""
+
+
+def refuse(part: Tensor, name: str, together: bool = False) -> Any:
+    """Of an operator that is not served.
+
+    Args:
+        name: of it.
+        together: in a call of the model, or a step.
+
+    Raises:
+        RuntimeError: the script would take this rank's slice for the whole; names it.
+    """
+    path = getattr(part, PATH_OF_PARAMETER, "a parameter")
+    module = path.rpartition(".")[0]
+    frame = sys._getframe(1)
+    while frame is not None:  # of one that initializes, rather than an operator in it
+        if frame.f_globals.get("__name__") == INIT:
+            name = frame.f_code.co_name
+        frame = frame.f_back  # type: ignore[assignment]
+    elsewhere = (
+        "change it outside of steps, by each element"
+        if together
+        else "use it in a step or a call of the model, where it is gathered, or take "
+        "model.state_dict(), which is whole"
+    )
+    with torch._C.DisableTorchFunctionSubclass():
+        raise RuntimeError(
+            f"smp: {name} needs all of '{path}', of shape {whole_shape(part)}, and it is split "
+            f"over the TP_GROUP: this rank has {list(part.shape)}: {elsewhere}, or leave its "
+            f"module whole before smp.DistributedModel: smp.set_tensor_parallelism('{module}', "
+            "False)"
+        )
