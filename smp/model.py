@@ -197,6 +197,7 @@ class DistributedModel(nn.Module):
             )
         mark_model(self._smp_module)
         kept_marks.keep_from_now()
+        late_modules.refuse_from_now(self._smp_module, is_split=True)
         self._smp_scale_gradients()
 
     def _smp_scale_gradients(self) -> None:

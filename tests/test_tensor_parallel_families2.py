@@ -308,6 +308,21 @@ def test_a_cache_of_prompts_of_different_lengths_is_refused(monkeypatch):
         model.get_module().generate(ids, max_new_tokens=2, min_new_tokens=2)
 
 
+@pytest.mark.parametrize("prescaled", [False, True], ids=["own samples", "same samples"])
+@on_ranks(2)
+def test_a_cache_that_the_script_has_filled_is_refused(prescaled):
+    split_over_all_ranks(prescaled_batch=prescaled)
+    model = smp.DistributedModel(made("llama")).eval()
+    config = model.get_module().config
+    heads, width = config.num_key_value_heads, config.hidden_size // config.num_attention_heads
+    cache = importlib.import_module("transformers").DynamicCache()
+    cache.update(torch.zeros(2, heads, 3, width), torch.zeros(2, heads, 3, width), 0)
+    wanted = "this rank's heads" if prescaled else "the 4 samples of all ranks"
+    match = rf"0.self_attn' is split .* shape \[2, {heads}, 3, {width}\] instead of {wanted}"
+    with pytest.raises(NotImplementedError, match=match), torch.no_grad():
+        model(input_ids=torch.ones(2, 3, dtype=torch.int64), past_key_values=cache)
+
+
 @pytest.mark.parametrize("family", ["llama", "t5", "vit", "mixtral"])
 @on_ranks(2, timeout_s=120)
 def test_a_checkpointed_family_equals_the_plain_model(family, monkeypatch):
