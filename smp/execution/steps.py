@@ -145,6 +145,7 @@ def _run_in_order(
     """One microbatch after the other, without a pipeline."""
     outputs = []
     for i, (args, kwargs) in enumerate(calls):
+        _core.moved()
         rt.microbatch, rt.backward_calls = i, 0
         output = function(*args, **kwargs)
         outputs.append(microbatches.map_tensors(output, Tensor.detach) if detach else output)
@@ -181,6 +182,7 @@ class Step:
         if rt.pp_size > 1:
             self._refuse_if_forked()
         _begin(rt, self.function)
+        _core.place_of_step(f"the step function {self.name}")
         try:
             rt.forget_old_models()
             models = rt.live_models()
@@ -207,6 +209,7 @@ class Step:
                 self._raise_late_signal()
             return output
         finally:
+            _core.place_of_step(None)
             rt.in_step = False
             self.calls, self.given = [], ((), {})
 

@@ -511,6 +511,12 @@ TEST_RANK(an_order_says_what_it_waits_for)
                  "all-reduce 1 (sum) of 1 int32, which waits for %s",
                  others);
         CHECK(strstr(text, want) == text);
+        do { /* the carrier tells a wait when it has lasted for a while */
+            smp_carrier_describe(carrier, text, sizeof(text));
+        } while (text[0] == '\0');
+        snprintf(want, sizeof(want),
+                 "group 'test': all-reduce 1 (sum) of 1 int32 waits for %s", others);
+        CHECK(strstr(text, want) == text);
     }
     w->barrier(w);
     if (w->rank != 0) {
@@ -519,6 +525,8 @@ TEST_RANK(an_order_says_what_it_waits_for)
     }
     CHECK(smp_work_item_wait(&second.item, SMP_NEVER));
     CHECK(!smp_work_item_describe(&second.item, text, sizeof(text)));
+    smp_carrier_describe(carrier, text, sizeof(text));
+    CHECK(text[0] == '\0');
     for (int i = 0; i < 2; i++) {
         CHECK_STATUS(smp_carrier_finished(carrier, &item), SMP_OK);
     }

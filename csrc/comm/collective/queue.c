@@ -29,6 +29,9 @@
 #    define BEFORE_LOOK_NS (400 * SMP_NS_PER_MS)
 #endif
 
+/* When a wait is told to smp_carrier_describe(). */
+#define TELL_NS (200 * SMP_NS_PER_MS)
+
 /* How long a question waits for the driver of a queue. */
 #define ANSWER_NS (1 * SMP_NS_PER_S)
 
@@ -45,6 +48,8 @@ struct smp_queue {
     bool           carried; /* driven by the carrier */
     uint64_t       token;   /* that its group shows the others, or 0 */
     uint64_t       issued;  /* work items, so far */
+    char
+        *waits; /* owned: what the head has waited for, or NULL; the driver writes it */
 
     int64_t report_ns; /* the driver's own: the wait after which it says so */
 };
@@ -108,6 +113,29 @@ report(smp_queue *queue, int64_t waited_ns)
     }
 }
 
+/* Has smp_carrier_describe() say for what the group waits, if it has for a while. */
+static void
+tell(smp_queue *queue, int64_t waited_ns)
+{
+    char what[SMP_GROUP_TEXT];
+
+    if (waited_ns < TELL_NS || queue->waits != NULL) {
+        return;
+    }
+    smp_group_describe(queue->group, NULL, 0, what, sizeof(what));
+    smp_lock_acquire(&queue->carrier->lock);
+    queue->waits = strdup(what);
+    smp_lock_release(&queue->carrier->lock);
+}
+
+/* That wait is over. */
+static void
+forget_wait(smp_queue *queue)
+{
+    free(queue->waits);
+    queue->waits = NULL;
+}
+
 /* Whether nothing can happen in this process before others have come on in the queue's
  * group (comm/collective/checks/deadlock.h).  The carrier's lock is held. */
 static bool
@@ -145,6 +173,7 @@ look_around(smp_queue *queue)
     uint64_t token = 0;
 
     report(queue, waited_ns);
+    tell(queue, waited_ns);
     if (waited_ns < BEFORE_LOOK_NS) {
         return SMP_OK;
     }
@@ -161,7 +190,8 @@ look_around(smp_queue *queue)
 static bool
 carry_out(smp_work_item *item, int64_t until_ns)
 {
-    smp_group *group = item->queue->group;
+    smp_queue *queue = item->queue;
+    smp_group *group = queue->group;
 
     while (item->at < item->ncalls) {
         bool over = false;
@@ -170,9 +200,9 @@ carry_out(smp_work_item *item, int64_t until_ns)
             item->status = smp_group_start(group, &item->calls[item->at]);
             item->begun = true;
             item->sequence = smp_group_sequence(group);
-            item->queue->report_ns = item->queue->carrier->report_ns;
+            queue->report_ns = queue->carrier->report_ns;
         } else {
-            item->status = look_around(item->queue);
+            item->status = look_around(queue);
         }
         if (item->status == SMP_OK) {
             item->status = smp_group_wait(group, until_ns, &over);
@@ -186,6 +216,11 @@ carry_out(smp_work_item *item, int64_t until_ns)
         }
         item->begun = false;
         item->at++;
+        if (queue->waits != NULL) {
+            smp_lock_acquire(&queue->carrier->lock);
+            forget_wait(queue);
+            smp_lock_release(&queue->carrier->lock);
+        }
     }
     return true;
 }
@@ -249,6 +284,7 @@ finish_head(smp_queue *queue)
     show_stuck(queue, 0);
     queue->head = item->next;
     item->next = NULL;
+    forget_wait(queue);
     if (item->announced) {
         announce(carrier, item);
     }
@@ -390,6 +426,26 @@ smp_carrier_report_after(smp_carrier *carrier, int name, int64_t wait_ns)
 {
     carrier->name = name;
     carrier->report_ns = wait_ns;
+}
+
+void
+smp_carrier_describe(smp_carrier *carrier, char *out, size_t bytes)
+{
+    size_t used = 0;
+
+    out[0] = '\0';
+    if (is_child(carrier)) {
+        return;
+    }
+    smp_lock_acquire(&carrier->lock);
+    for (const smp_queue *q = carrier->queues; q != NULL && used < bytes; q = q->next) {
+        if (q->waits != NULL) {
+            const int n = snprintf(out + used, bytes - used, "%s\n", q->waits);
+
+            used += n > 0 ? (size_t)n : 0;
+        }
+    }
+    smp_lock_release(&carrier->lock);
 }
 
 void

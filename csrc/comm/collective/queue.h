@@ -53,6 +53,10 @@ smp_status smp_carrier_create(smp_carrier **out);
  * rank's (smp_comm_name()).  Before the first queue. */
 void smp_carrier_report_after(smp_carrier *carrier, int name, int64_t wait_ns);
 
+/* What operations have waited for, for a while now: lines for people, cut off at
+ * `bytes`; "": none has. */
+void smp_carrier_describe(smp_carrier *carrier, char *out, size_t bytes);
+
 /* Makes smp_carrier_finished() return. */
 void smp_carrier_close(smp_carrier *carrier);
 
