@@ -208,9 +208,9 @@ class Ranks:
         """What this rank has done in each of the groups."""
         uses = []
         for group, (name, members) in list(self._groups.items()):
-            operations, moved, messages, sent, reads, *of_devices = group.use()
-            of_devices.append(self.through_host.get(group, ""))
-            ways = {self.comm.transport(rank) for rank in members if rank != self.rank}
+            operations, moved, messages, sent, reads, gathers, gathered, why = group.use()
+            others = (self.comm.transport(rank) for rank in members if rank != self.rank)
+            ways = {way for way in others if way is not None}
             here = "process_vm_readv" if reads else "shared memory"
             uses.append(
                 GroupUse(
@@ -222,7 +222,10 @@ class Ranks:
                     tuple(sorted(ways - {"shm"})),
                     messages,
                     sent,
-                    *of_devices,
+                    gathers,
+                    gathered,
+                    why,
+                    self.through_host.get(group, ""),
                 )
             )
         return uses
@@ -230,9 +233,11 @@ class Ranks:
     def peers(self) -> list[PeerUse]:
         """What this rank has sent to each of the others."""
         return [
-            PeerUse(rank, *use)
-            for rank, use in zip(self.global_ranks, self.comm.peers(), strict=True)
-            if use[0] is not None
+            PeerUse(rank, way, messages, sent)
+            for rank, (way, messages, sent) in zip(
+                self.global_ranks, self.comm.peers(), strict=True
+            )
+            if way is not None
         ]
 
     def pool(self) -> PoolUse:

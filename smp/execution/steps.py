@@ -37,6 +37,8 @@ from smp.tensor_parallel import group, order, random_streams, same_samples, step
 
 _SIMPLE, _INTERLEAVED, _LISTED, _SERVE = 0, 1, 2, -1
 
+Plan = tuple[int, int, int, list[tuple[int, int]]]
+
 
 def is_tracing() -> bool:
     """Whether the step function runs now to be traced, before the first real step."""
@@ -434,7 +436,7 @@ class Step:
         core_warnings.pass_on()
         return microbatches.merge(list(outputs), list(weights))
 
-    def _run_core(self, plan: tuple, seed: int) -> tuple[bool, Any]:
+    def _run_core(self, plan: Plan, seed: int) -> tuple[bool, Any]:
         """Whether the step went well, and what pp_rank 0 gave all ranks at its end.
 
         What this rank's core finds, and Ctrl-C, is for every rank.
@@ -442,8 +444,12 @@ class Step:
         rt = self.rt
         try:
             with interrupts.heard():
+                kind, count, active, turns = plan
                 ok, value = _core.step(
-                    *plan,
+                    kind,
+                    count,
+                    active,
+                    turns,
                     rt.trains,
                     self._run_microbatch,
                     seed,
@@ -496,7 +502,7 @@ class Step:
         parameters = self.rt.parameters
         return lambda number: reduction.complete(parameters[number])
 
-    def _plan(self, refused: Exception | None) -> tuple[int, int, int, list[tuple[int, int]]]:
+    def _plan(self, refused: Exception | None) -> Plan:
         """Kind, microbatches, active microbatches and turns of the schedule.
 
         Raises:
