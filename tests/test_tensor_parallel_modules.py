@@ -464,52 +464,6 @@ def test_a_tied_vocabulary_of_which_a_part_is_not_marked_stays_whole(left_out):
     assert net.head.weight.shape == (7, 4)
 
 
-class TimesThree(nn.Embedding):
-    def forward(self, ids: Tensor) -> Tensor:
-        return super().forward(ids) * 3.0
-
-
-class LinearTimesThree(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * 3.0
-
-
-class TiedBy(nn.Module):
-    """An embedding and a linear of these classes, tied."""
-
-    def __init__(self, embedding: type[nn.Embedding], linear: type[nn.Linear]) -> None:
-        super().__init__()
-        self.embedding, self.inner = embedding(7, 4), nn.Linear(4, 4)
-        self.head = linear(4, 7, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.head(torch.tanh(self.inner(self.embedding(ids))))
-
-
-@pytest.mark.parametrize(
-    ("embedding", "linear"),
-    [(TimesThree, nn.Linear), (nn.Embedding, LinearTimesThree), (TimesThree, LinearTimesThree)],
-)
-@on_ranks(2)
-def test_a_vocabulary_that_is_tied_by_a_subclass_stays_whole(embedding, linear):
-    """A user's class may make anything of its weight."""
-    split_over_all_ranks()
-
-    def loss(model: nn.Module, ids: Tensor) -> Tensor:
-        return F.cross_entropy(model(ids).flatten(0, -2), ids.flatten())
-
-    job = WholeJob(
-        marked(lambda: TiedBy(embedding, linear)),
-        loss,
-        lambda rank, step: picks(rank, step)[1:],
-    )
-    assert job.net.head.weight.shape == (7, 4) and job.net.inner.weight.shape == (4, 2)
-    for step in range(2):
-        job.step(step)
-    job.check_parameters()
-
-
 @on_ranks(2)
 def test_a_parametrized_weight_is_not_computed_at_the_wrap():
     """Of a spectral norm that would be one more power iteration."""
