@@ -36,9 +36,9 @@ TEST(a_message_is_taken_once)
     bool     seen[MANY + 1] = {false};
     uint64_t arrival;
 
-    CHECK_STATUS(smp_backlog_create(&backlog), SMP_OK);
+    CHECK_OK(smp_backlog_create(&backlog));
     for (uint64_t call = 1; call <= MANY; call++) {
-        CHECK_STATUS(keep(SMP_MSG_FORWARD, 1, call), SMP_OK);
+        CHECK_OK(keep(SMP_MSG_FORWARD, 1, call));
     }
     for (size_t left = MANY; left > 0; left--) {
         const size_t       i = left * left * 7 % 31 % left;
@@ -52,21 +52,19 @@ TEST(a_message_is_taken_once)
     }
     CHECK(smp_backlog_count(backlog) == 0);
     smp_backlog_destroy(backlog);
-    return 0;
 }
 
 TEST(a_response_is_found_by_its_call)
 {
-    CHECK_STATUS(smp_backlog_create(&backlog), SMP_OK);
-    CHECK_STATUS(keep(SMP_MSG_FORWARD, 1, 8), SMP_OK);
-    CHECK_STATUS(keep(SMP_MSG_RESPONSE, 1, 7), SMP_OK);
-    CHECK_STATUS(keep(SMP_MSG_RESPONSE, 1, 9), SMP_OK);
+    CHECK_OK(smp_backlog_create(&backlog));
+    CHECK_OK(keep(SMP_MSG_FORWARD, 1, 8));
+    CHECK_OK(keep(SMP_MSG_RESPONSE, 1, 7));
+    CHECK_OK(keep(SMP_MSG_RESPONSE, 1, 9));
     CHECK(call_of(smp_backlog_take_response(backlog, 8)) == 0); /* a request */
     CHECK(call_of(smp_backlog_take_response(backlog, 9)) == 9);
     CHECK(call_of(smp_backlog_take_response(backlog, 9)) == 0);
     CHECK(smp_backlog_count(backlog) == 2);
     smp_backlog_destroy(backlog);
-    return 0;
 }
 
 /* Also after one was taken from their middle. */
@@ -76,10 +74,10 @@ TEST(all_are_taken_in_the_order_of_their_arrival)
     uint64_t     last = 0;
     int          n = 0;
 
-    CHECK_STATUS(smp_backlog_create(&backlog), SMP_OK);
+    CHECK_OK(smp_backlog_create(&backlog));
     CHECK(smp_backlog_take_all(backlog) == NULL);
     for (uint64_t call = 1; call <= MANY; call++) {
-        CHECK_STATUS(keep(SMP_MSG_FORWARD, 2, call), SMP_OK);
+        CHECK_OK(keep(SMP_MSG_FORWARD, 2, call));
     }
     smp_message_free(smp_backlog_take(backlog, 3));
     m = smp_backlog_take_all(backlog);
@@ -95,32 +93,19 @@ TEST(all_are_taken_in_the_order_of_their_arrival)
     }
     CHECK(n == MANY - 1 && last == MANY);
     smp_backlog_destroy(backlog);
-    return 0;
 }
 
 TEST(what_belongs_to_a_step_that_is_over_is_dropped)
 {
-    CHECK_STATUS(smp_backlog_create(&backlog), SMP_OK);
+    CHECK_OK(smp_backlog_create(&backlog));
     for (uint32_t step = 1; step <= 6; step++) {
-        CHECK_STATUS(keep(SMP_MSG_FORWARD, step % 3 + 1, step), SMP_OK);
+        CHECK_OK(keep(SMP_MSG_FORWARD, step % 3 + 1, step));
     }
     smp_backlog_drop(backlog, 2);
     CHECK(smp_backlog_count(backlog) == 2);
     CHECK(smp_message_envelope(smp_backlog_at(backlog, 0, &(uint64_t){0}))->step == 3);
     CHECK(smp_message_envelope(smp_backlog_at(backlog, 1, &(uint64_t){0}))->step == 3);
     smp_backlog_destroy(backlog); /* frees the rest: the leak check sees it */
-    return 0;
 }
 
-static const smp_test tests[] = {
-    LISTED_TEST(a_message_is_taken_once),
-    LISTED_TEST(a_response_is_found_by_its_call),
-    LISTED_TEST(all_are_taken_in_the_order_of_their_arrival),
-    LISTED_TEST(what_belongs_to_a_step_that_is_over_is_dropped),
-};
-
-int
-main(int argc, char **argv)
-{
-    return run_tests(tests, sizeof(tests) / sizeof(tests[0]), argc, argv);
-}
+RUN_TESTS

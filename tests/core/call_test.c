@@ -47,66 +47,62 @@ TEST(the_bytes_of_a_call_are_those_of_the_tensor_that_a_member_gives)
     call.operation = SMP_ALL_TO_ALL;
     call.dtype = SMP_F64;
     CHECK(smp_call_bytes(&call, MEMBERS, 1) == 88);
-    return 0;
 }
 
-static int
+static void
 range_is(smp_range got, size_t from, size_t to, size_t count)
 {
     CHECK(got.count == count);
     CHECK(count == 0 || (got.from == from && got.to == to));
-    return 0;
 }
 
 TEST(ranges_go_where_the_operation_says)
 {
     smp_call call = call_of(SMP_ALL_REDUCE);
 
-    CHECK(range_is(smp_call_range(&call, 0, 2, 1), 0, 0, 10) == 0);
+    range_is(smp_call_range(&call, 0, 2, 1), 0, 0, 10);
     call.operation = SMP_REDUCE;
-    CHECK(range_is(smp_call_range(&call, 0, 2, 1), 0, 0, 10) == 0);
-    CHECK(range_is(smp_call_range(&call, 0, 1, 2), 0, 0, 0) == 0);
+    range_is(smp_call_range(&call, 0, 2, 1), 0, 0, 10);
+    range_is(smp_call_range(&call, 0, 1, 2), 0, 0, 0);
     call.operation = SMP_REDUCE_SCATTER;
-    CHECK(range_is(smp_call_range(&call, 0, 1, 2), 20, 0, 10) == 0);
+    range_is(smp_call_range(&call, 0, 1, 2), 20, 0, 10);
     call.operation = SMP_ALL_GATHER;
-    CHECK(range_is(smp_call_range(&call, 0, 2, 1), 0, 20, 10) == 0);
+    range_is(smp_call_range(&call, 0, 2, 1), 0, 20, 10);
     call.operation = SMP_BROADCAST;
-    CHECK(range_is(smp_call_range(&call, 0, 1, 2), 0, 0, 10) == 0);
-    CHECK(range_is(smp_call_range(&call, 0, 2, 1), 0, 0, 0) == 0);
+    range_is(smp_call_range(&call, 0, 1, 2), 0, 0, 10);
+    range_is(smp_call_range(&call, 0, 2, 1), 0, 0, 0);
     call.operation = SMP_GATHER;
-    CHECK(range_is(smp_call_range(&call, 0, 2, 1), 0, 20, 10) == 0);
-    CHECK(range_is(smp_call_range(&call, 0, 1, 2), 0, 0, 0) == 0);
+    range_is(smp_call_range(&call, 0, 2, 1), 0, 20, 10);
+    range_is(smp_call_range(&call, 0, 1, 2), 0, 0, 0);
     call.operation = SMP_SCATTER;
-    CHECK(range_is(smp_call_range(&call, 0, 1, 2), 20, 0, 10) == 0);
-    CHECK(range_is(smp_call_range(&call, 0, 2, 1), 0, 0, 0) == 0);
+    range_is(smp_call_range(&call, 0, 1, 2), 20, 0, 10);
+    range_is(smp_call_range(&call, 0, 2, 1), 0, 0, 0);
     call.operation = SMP_ALL_TO_ALL;
-    CHECK(range_is(smp_call_range(&call, 2, 2, 1), 10, 0, 10) == 0);
-    CHECK(range_is(smp_call_range(&call, 1, 2, 1), 10, 20, 10) == 0);
+    range_is(smp_call_range(&call, 2, 2, 1), 10, 0, 10);
+    range_is(smp_call_range(&call, 1, 2, 1), 10, 20, 10);
     call.operation = SMP_BARRIER;
-    CHECK(range_is(smp_call_range(&call, 0, 1, 2), 0, 0, 0) == 0);
+    range_is(smp_call_range(&call, 0, 1, 2), 0, 0, 0);
 
     call.counts = splits;
     call.operation = SMP_REDUCE_SCATTER;
-    CHECK(range_is(smp_call_range(&call, 0, 1, 2), 4, 0, 7) == 0);
+    range_is(smp_call_range(&call, 0, 1, 2), 4, 0, 7);
     call.operation = SMP_ALL_GATHER;
-    CHECK(range_is(smp_call_range(&call, 0, 2, 1), 0, 4, 7) == 0);
+    range_is(smp_call_range(&call, 0, 2, 1), 0, 4, 7);
     call.operation = SMP_ALL_TO_ALL;
     call.out_counts = outs;
-    CHECK(range_is(smp_call_range(&call, 0, 0, 2), 4, 0, 7) == 0);
-    CHECK(range_is(smp_call_range(&call, 0, 2, 0), 0, 11, 1) == 0);
-    return 0;
+    range_is(smp_call_range(&call, 0, 0, 2), 4, 0, 7);
+    range_is(smp_call_range(&call, 0, 2, 0), 0, 11, 1);
 }
 
 TEST(a_window_of_a_range_ends_with_it)
 {
     const smp_range range = {100, 200, 10};
 
-    CHECK(range_is(smp_range_window(range, 0, 4), 100, 200, 4) == 0);
-    CHECK(range_is(smp_range_window(range, 4, 4), 104, 204, 4) == 0);
-    CHECK(range_is(smp_range_window(range, 8, 4), 108, 208, 2) == 0);
-    CHECK(range_is(smp_range_window(range, 10, 4), 0, 0, 0) == 0);
-    CHECK(range_is(smp_range_window(range, 11, SIZE_MAX), 0, 0, 0) == 0);
-    return 0;
+    range_is(smp_range_window(range, 0, 4), 100, 200, 4);
+    range_is(smp_range_window(range, 4, 4), 104, 204, 4);
+    range_is(smp_range_window(range, 8, 4), 108, 208, 2);
+    range_is(smp_range_window(range, 10, 4), 0, 0, 0);
+    range_is(smp_range_window(range, 11, SIZE_MAX), 0, 0, 0);
 }
 
 TEST(the_longest_is_that_of_the_splits)
@@ -121,7 +117,6 @@ TEST(the_longest_is_that_of_the_splits)
     CHECK(smp_call_lists(&call) == 2);
     call.operation = SMP_BARRIER;
     CHECK(smp_call_longest(&call, MEMBERS) == 0);
-    return 0;
 }
 
 /* ---------------------------------------------------------- whether it makes sense */
@@ -220,26 +215,21 @@ TEST(a_call_that_makes_no_sense_is_not_copied)
     call.out_rows = 2;
     CHECK(!makes_sense(call)); /* of outs */
     CHECK(!makes_sense((smp_call){.operation = SMP_OPERATIONS}));
-    CHECK(strcmp(smp_operation_name(SMP_OPERATIONS), "unknown") == 0);
-    return 0;
+    CHECK_TEXT(smp_operation_name(SMP_OPERATIONS), "unknown");
 }
 
 /* -------------------------------------------------------------- what is said of it */
 
-static int
+static void
 reads(const smp_notice *notice, const char *want)
 {
     char got[120];
 
     smp_notice_describe(notice, got, sizeof(got));
-    if (strcmp(got, want) != 0) {
-        fprintf(stderr, "'%s' is not '%s'\n", got, want);
-        return 1;
-    }
-    return 0;
+    CHECK_TEXT(got, want);
 }
 
-static int
+static void
 is_said(smp_call call, const char *want)
 {
     uint64_t   counts[2 * MEMBERS];
@@ -249,8 +239,8 @@ is_said(smp_call call, const char *want)
     smp_call_say(&call, MEMBERS, 9, &notice, counts);
     smp_call_say_again(&notice, &again);
     again.on_device = notice.on_device; /* which no call has that is said again */
-    CHECK(reads(&notice, want) == 0);
-    return reads(&again, want);
+    reads(&notice, want);
+    reads(&again, want);
 }
 
 TEST(a_notice_reads_as_the_call)
@@ -258,36 +248,34 @@ TEST(a_notice_reads_as_the_call)
     smp_call call = call_of(SMP_ALL_REDUCE);
 
     call.reduction = SMP_PREMUL_SUM;
-    CHECK(is_said(call, "all-reduce 9 (premultiplied sum) of 10 float32") == 0);
+    is_said(call, "all-reduce 9 (premultiplied sum) of 10 float32");
     call.operation = SMP_REDUCE;
     call.reduction = SMP_AVG;
-    CHECK(is_said(call, "reduce 9 (avg) of 10 float32 with root 1") == 0);
+    is_said(call, "reduce 9 (avg) of 10 float32 with root 1");
     call.operation = SMP_BARRIER;
-    CHECK(is_said(call, "barrier 9") == 0);
+    is_said(call, "barrier 9");
     call.operation = SMP_SCATTER;
     call.kind = smp_kind_of(SMP_DL_COMPLEX, 64, 1);
-    CHECK(is_said(call, "scatter 9 of 5 complex64 with root 1") == 0);
+    is_said(call, "scatter 9 of 5 complex64 with root 1");
     call = call_of(SMP_ALL_TO_ALL);
     call.in_rows = 5;
-    CHECK(is_said(call, "all-to-all 9 of 10 float32 in columns") == 0);
+    is_said(call, "all-to-all 9 of 10 float32 in columns");
     call.in_rows = 0;
     call.counts = splits;
     call.out_counts = outs;
-    CHECK(is_said(call, "all-to-all 9 of float32 with split sizes") == 0);
+    is_said(call, "all-to-all 9 of float32 with split sizes");
     call = call_of(SMP_ALL_GATHER);
     call.assumed = 77;
-    CHECK(is_said(call, "all-gather 9 of float32 with assumed sizes") == 0);
+    is_said(call, "all-gather 9 of float32 with assumed sizes");
     call.assumed = 0;
     call.gather = (const smp_device_gather *)(const void *)splits;
-    CHECK(is_said(call, "all-gather 9 of 10 float32 on a device") == 0);
+    is_said(call, "all-gather 9 of 10 float32 on a device");
     call.gather = NULL;
     call.offer = (const smp_device_offer *)(const void *)splits;
-    CHECK(is_said(call, "all-gather 9 of 10 float32 on a device for the first time") ==
-          0);
+    is_said(call, "all-gather 9 of 10 float32 on a device for the first time");
     call.offer = NULL;
     call.sparse = 2;
-    CHECK(is_said(call, "sparse all-reduce 8 (sum)") == 0);
-    return 0;
+    is_said(call, "sparse all-reduce 8 (sum)");
 }
 
 TEST(a_notice_has_the_callers_lists_addresses_and_factor)
@@ -313,7 +301,6 @@ TEST(a_notice_has_the_callers_lists_addresses_and_factor)
     call.key = 5;
     smp_call_say(&call, MEMBERS, 9, &notice, counts);
     CHECK(notice.root == 1 && notice.count == 10);
-    return 0;
 }
 
 TEST(kinds_are_named_and_counted_as_their_caller_sees_them)
@@ -340,23 +327,22 @@ TEST(kinds_are_named_and_counted_as_their_caller_sees_them)
 
     for (size_t i = 0; i < sizeof(kinds) / sizeof(kinds[0]); i++) {
         smp_kind_name(kinds[i].kind, kinds[i].dtype, name, sizeof(name));
-        CHECK(strcmp(name, kinds[i].name) == 0);
+        CHECK_TEXT(name, kinds[i].name);
         CHECK(smp_kind_bytes(kinds[i].kind, kinds[i].dtype) == kinds[i].bytes);
         CHECK(smp_kind_count(kinds[i].kind, kinds[i].dtype, 48) == kinds[i].of_48);
     }
     CHECK(smp_kind_count(kinds[1].kind, SMP_DTYPES, 48) == 48);
     smp_kind_name(kinds[3].kind, SMP_F64, name, 8); /* cut off */
-    CHECK(strcmp(name, "complex") == 0);
-    CHECK(strcmp(smp_dtype_name(SMP_DTYPES), "unknown") == 0);
-    CHECK(strcmp(smp_reduction_name(SMP_REDUCTIONS), "unknown") == 0);
-    return 0;
+    CHECK_TEXT(name, "complex");
+    CHECK_TEXT(smp_dtype_name(SMP_DTYPES), "unknown");
+    CHECK_TEXT(smp_reduction_name(SMP_REDUCTIONS), "unknown");
 }
 
 /* --------------------------------------------------------------------- who differs */
 
 /* What members 0 and 1 are told if the last member's notice is another one; NULL: they
  * agree. */
-static int
+static void
 differ(const smp_notice *usual, const smp_notice *other, const char *words)
 {
     smp_said said[MEMBERS];
@@ -368,12 +354,11 @@ differ(const smp_notice *usual, const smp_notice *other, const char *words)
     }
     if (smp_agreement(said, MEMBERS, &most, text, sizeof(text)) != (words == NULL)) {
         fprintf(stderr, "'%s'\n", text);
-        return 1;
+        check_fail();
     }
     CHECK(words == NULL ||
           (strstr(text, words) != NULL && strstr(text, "rank 10 ") != NULL &&
            strstr(text, "rank 12 ") != NULL));
-    return 0;
 }
 
 TEST(members_agree_only_in_all_that_counts)
@@ -381,40 +366,38 @@ TEST(members_agree_only_in_all_that_counts)
     smp_notice usual = {.sequence = 3, .operation = SMP_ALL_TO_ALL, .count = 8};
     smp_notice other = usual;
 
-    CHECK(differ(&usual, &other, NULL) == 0);
+    differ(&usual, &other, NULL);
     other.in = other.out = 77; /* are each one's own */
     other.factor = 1.5;
-    CHECK(differ(&usual, &other, NULL) == 0);
+    differ(&usual, &other, NULL);
     other = usual;
     other.sequence++;
-    CHECK(differ(&usual, &other, "rank 12 calls all-to-all 4 of 8 uint8") == 0);
+    differ(&usual, &other, "rank 12 calls all-to-all 4 of 8 uint8");
     other = usual;
     other.columns = 1;
-    CHECK(differ(&usual, &other, "of 8 uint8 in columns") == 0);
+    differ(&usual, &other, "of 8 uint8 in columns");
     other = usual;
     other.on_device = SMP_NOTICE_GATHERS;
-    CHECK(differ(&usual, &other, "on a device") == 0);
+    differ(&usual, &other, "on a device");
     other = usual;
     other.key = 0xab;
-    CHECK(differ(&usual, &other, "with key 000000ab") == 0);
+    differ(&usual, &other, "with key 000000ab");
     other = usual;
     other.kind = smp_kind_of(SMP_DL_INT, 8, 1);
-    CHECK(differ(&usual, &other, "of 8 int8") == 0);
+    differ(&usual, &other, "of 8 int8");
     usual.operation = other.operation = SMP_ALL_GATHER;
     other = usual;
     other.sparse = 1;
-    CHECK(differ(&usual, &other, "sparse all-reduce 3") == 0);
+    differ(&usual, &other, "sparse all-reduce 3");
     other = usual;
     other.assumed = 5;
-    CHECK(differ(&usual, &other, "with assumed sizes") == 0);
+    differ(&usual, &other, "with assumed sizes");
     usual.assumed = 6; /* all do */
-    CHECK(differ(&usual, &other,
-                 "all-gather 3: rank 10 and rank 12 " SMP_SIZES_UNLIKE) == 0);
+    differ(&usual, &other, "all-gather 3: rank 10 and rank 12 " SMP_SIZES_UNLIKE);
     other.count = 9; /* whatever else differs */
-    CHECK(differ(&usual, &other, SMP_SIZES_UNLIKE) == 0);
+    differ(&usual, &other, SMP_SIZES_UNLIKE);
     other.sequence++; /* but that */
-    CHECK(differ(&usual, &other, "rank 12 calls all-gather 4") == 0);
-    return 0;
+    differ(&usual, &other, "rank 12 calls all-gather 4");
 }
 
 TEST(split_sizes_that_differ_are_named_with_both_members)
@@ -437,8 +420,8 @@ TEST(split_sizes_that_differ_are_named_with_both_members)
     counts[2][MEMBERS + 1] = 10; /* of which member 1 sends 7 */
     counts[1][2] = 6;
     CHECK(!smp_agreement(said, MEMBERS, &most, text, sizeof(text)));
-    CHECK(strcmp(text, "all-to-all 3 of complex64 with split sizes: rank 11 sends 3 "
-                       "elements to rank 12, which expects 5") == 0);
+    CHECK_TEXT(text, "all-to-all 3 of complex64 with split sizes: rank 11 sends 3 "
+                     "elements to rank 12, which expects 5");
     notice.operation = SMP_ALL_GATHER;
     notice.uneven = 1;
     for (int m = 0; m < MEMBERS; m++) {
@@ -447,10 +430,8 @@ TEST(split_sizes_that_differ_are_named_with_both_members)
     CHECK(smp_agreement(said, MEMBERS, &most, text, sizeof(text)));
     counts[2][1] = 12;
     CHECK(!smp_agreement(said, MEMBERS, &most, text, sizeof(text)));
-    CHECK(strcmp(text,
-                 "all-gather 3 of complex64 with split sizes: split size 1 is 2 on "
-                 "rank 10 and 6 on rank 12") == 0);
-    return 0;
+    CHECK_TEXT(text, "all-gather 3 of complex64 with split sizes: split size 1 is 2 on "
+                     "rank 10 and 6 on rank 12");
 }
 
 /* ---------------------------------------------------------------- where it is said */
@@ -504,25 +485,6 @@ TEST(control_blocks_are_taken_blank_and_given_back)
     for (size_t i = 0; i < SMP_GROUP_MEMBERS * sizeof(uint64_t); i++) {
         CHECK(control->slots[0].data[i] == 0);
     }
-    return 0;
 }
 
-int
-main(int argc, char **argv)
-{
-    static const smp_test tests[] = {
-        LISTED_TEST(the_bytes_of_a_call_are_those_of_the_tensor_that_a_member_gives),
-        LISTED_TEST(ranges_go_where_the_operation_says),
-        LISTED_TEST(a_window_of_a_range_ends_with_it),
-        LISTED_TEST(the_longest_is_that_of_the_splits),
-        LISTED_TEST(a_call_that_makes_no_sense_is_not_copied),
-        LISTED_TEST(a_notice_reads_as_the_call),
-        LISTED_TEST(a_notice_has_the_callers_lists_addresses_and_factor),
-        LISTED_TEST(kinds_are_named_and_counted_as_their_caller_sees_them),
-        LISTED_TEST(members_agree_only_in_all_that_counts),
-        LISTED_TEST(split_sizes_that_differ_are_named_with_both_members),
-        LISTED_TEST(control_blocks_are_taken_blank_and_given_back),
-    };
-
-    return run_tests(tests, sizeof(tests) / sizeof(tests[0]), argc, argv);
-}
+RUN_TESTS

@@ -5,16 +5,15 @@
 enum { MODULES = 40, TIMES = 5 };
 
 /* Calls the modules from `first` on, each once, round and round. */
-static int
+static void
 call_all(smp_calls *calls, uint64_t first, uint32_t before)
 {
     for (uint64_t i = 0; i < MODULES; i++) {
         uint32_t got;
 
-        CHECK_STATUS(smp_calls_count(calls, (first + i) % MODULES, &got), SMP_OK);
+        CHECK_OK(smp_calls_count(calls, (first + i) % MODULES, &got));
         CHECK(got == before);
     }
-    return 0;
 }
 
 TEST(each_module_is_counted_by_itself)
@@ -22,12 +21,11 @@ TEST(each_module_is_counted_by_itself)
     smp_calls calls = {0};
 
     for (uint32_t time = 0; time < TIMES; time++) {
-        CHECK(call_all(&calls, 7 * time, time) == 0);
+        call_all(&calls, 7 * time, time);
     }
     smp_calls_fini(&calls);
-    CHECK(call_all(&calls, 0, 0) == 0); /* as new */
+    call_all(&calls, 0, 0); /* as new */
     smp_calls_fini(&calls);
-    return 0;
 }
 
 TEST(a_number_says_caller_module_time_and_phase)
@@ -57,16 +55,6 @@ TEST(a_number_says_caller_module_time_and_phase)
             CHECK(numbers[i] != numbers[j]);
         }
     }
-    return 0;
 }
 
-int
-main(int argc, char **argv)
-{
-    static const smp_test tests[] = {
-        LISTED_TEST(each_module_is_counted_by_itself),
-        LISTED_TEST(a_number_says_caller_module_time_and_phase),
-    };
-
-    return run_tests(tests, sizeof(tests) / sizeof(tests[0]), argc, argv);
-}
+RUN_TESTS

@@ -68,7 +68,6 @@ TEST(nothing_is_chosen_of_nothing)
 
     CHECK(smp_choose(NULL, 0, &overtaken) == -1);
     CHECK(overtaken);
-    return 0;
 }
 
 /* In the list, too, the order says nothing. */
@@ -97,11 +96,10 @@ TEST(the_first_match_goes_first)
             if (strcmp(draw(cases[i].ready, backwards), cases[i].runs) != 0) {
                 fprintf(stderr, "%s: %s, not %s\n", cases[i].ready,
                         draw(cases[i].ready, backwards), cases[i].runs);
-                return 1;
+                check_fail();
             }
         }
     }
-    return 0;
 }
 
 TEST(one_request_of_a_forward_goes_before_one_of_a_backward_that_is_alone)
@@ -121,10 +119,9 @@ TEST(one_request_of_a_forward_goes_before_one_of_a_backward_that_is_alone)
         if (strcmp(draw(cases[i].ready, false), cases[i].runs) != 0) {
             fprintf(stderr, "%s: %s, not %s\n", cases[i].ready,
                     draw(cases[i].ready, false), cases[i].runs);
-            return 1;
+            check_fail();
         }
     }
-    return 0;
 }
 
 /* Else a rank that always has a request of a forward would never run that backward. */
@@ -142,19 +139,6 @@ TEST(a_backward_is_overtaken_once)
         CHECK(smp_choose(ready, 2, &overtaken) == 0);
         CHECK(!overtaken);
     }
-    return 0;
 }
 
-int
-main(int argc, char **argv)
-{
-    static const smp_test tests[] = {
-        LISTED_TEST(nothing_is_chosen_of_nothing),
-        LISTED_TEST(the_first_match_goes_first),
-        LISTED_TEST(
-            one_request_of_a_forward_goes_before_one_of_a_backward_that_is_alone),
-        LISTED_TEST(a_backward_is_overtaken_once),
-    };
-
-    return run_tests(tests, sizeof(tests) / sizeof(tests[0]), argc, argv);
-}
+RUN_TESTS

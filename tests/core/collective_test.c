@@ -18,32 +18,33 @@
 
 /* ------------------------------------------------------------------------ results */
 
-static int
+static void
 every_operation(world *w, bool only_slots)
 {
     smp_group *group;
 
-    CHECK_STATUS(make_world_group(w, 9, only_slots, &group), SMP_OK);
+    CHECK_OK(make_world_group(w, 9, only_slots, &group));
     CHECK(smp_group_reads_memory(group) == !only_slots);
     for (int i = 0; i < COUNTS; i++) {
-        CHECK(all_operations(w, group, SMP_F32, counts[i], (uint64_t)i) == 0);
+        all_operations(w, group, SMP_F32, counts[i], (uint64_t)i);
     }
     smp_group_destroy(group);
-    return 0;
 }
 
-TEST_RANK(every_operation_gives_the_right_result_by_memory)
+TEST_RANK(every_operation_gives_the_right_result_by_memory, .processes = "12345",
+          .threads = "123")
 {
-    return every_operation(w, false);
+    every_operation(w, false);
 }
 
-TEST_RANK(every_operation_gives_the_right_result_by_slots)
+TEST_RANK(every_operation_gives_the_right_result_by_slots, .processes = "12345",
+          .threads = "123")
 {
-    return every_operation(w, true);
+    every_operation(w, true);
 }
 
 /* Runs a call with its tensors in blocks of this rank's pool. */
-static int
+static void
 run_in_pool(world *w, smp_group *group, reference_call *r)
 {
     size_t     element = smp_dtype_bytes(r->call.dtype);
@@ -53,28 +54,26 @@ run_in_pool(world *w, smp_group *group, reference_call *r)
     smp_block *in;
     smp_block *out;
 
-    CHECK_STATUS(smp_comm_block(w->comm, (w->rank + 1) % w->size, in_bytes, &in),
-                 SMP_OK);
-    CHECK_STATUS(smp_comm_block(w->comm, (w->rank + 1) % w->size, out_bytes, &out),
-                 SMP_OK);
+    CHECK_OK(smp_comm_block(w->comm, (w->rank + 1) % w->size, in_bytes, &in));
+    CHECK_OK(smp_comm_block(w->comm, (w->rank + 1) % w->size, out_bytes, &out));
     memcpy(smp_block_data(in), r->call.in, in_bytes);
     r->call.in = smp_block_data(in);
     r->call.out = r->out == NULL ? smp_block_data(in) : smp_block_data(out);
-    CHECK_STATUS(smp_group_run(group, &r->call), SMP_OK);
+    CHECK_OK(smp_group_run(group, &r->call));
     memcpy(result, r->call.out, out_bytes);
     r->call.out = result;
     smp_block_release(in);
     smp_block_release(out);
-    return 0;
 }
 
 /* Of all members, and of some. */
-TEST_RANK(tensors_in_pools_are_used_where_they_are)
+TEST_RANK(tensors_in_pools_are_used_where_they_are, .processes = "234", .threads = "23",
+          .pool_bytes = (size_t)64 << 20)
 {
     static const size_t sizes[] = {40000, 600001};
     smp_group          *group;
 
-    CHECK_STATUS(make_world_group(w, 9, false, &group), SMP_OK);
+    CHECK_OK(make_world_group(w, 9, false, &group));
     for (uint64_t seed = 0; seed < 16; seed++) {
         smp_operation  o = SMP_ALL_REDUCE + (smp_operation)(seed % 8);
         bool           uneven = seed % 5 == 0;
@@ -84,19 +83,18 @@ TEST_RANK(tensors_in_pools_are_used_where_they_are)
             continue;
         }
         if (seed % 3 != 0 || w->rank % 2 == 0) {
-            CHECK(run_in_pool(w, group, &r) == 0);
+            run_in_pool(w, group, &r);
         } else {
-            CHECK_STATUS(smp_group_run(group, &r.call), SMP_OK);
+            CHECK_OK(smp_group_run(group, &r.call));
         }
         if (!reference_right(&r)) {
             fprintf(stderr, "rank %d: wrong %s, uneven %d, seed %d\n", w->rank,
                     smp_operation_name(o), uneven, (int)seed);
-            return 1;
+            check_fail();
         }
         reference_free(&r);
     }
     smp_group_destroy(group);
-    return 0;
 }
 
 /* ------------------------------------------------------------------------- columns */
@@ -125,7 +123,7 @@ lay_out(uint8_t *matrix, uint8_t *packed, const size_t *lengths, int n, size_t r
 
 /* A call whose inputs or outputs are matrices, and must be what they are in one piece.
  */
-static int
+static void
 run_columns(world *w, smp_group *group, smp_operation operation, smp_dtype dtype,
             size_t count, bool uneven, uint64_t seed)
 {
@@ -153,7 +151,7 @@ run_columns(world *w, smp_group *group, smp_operation operation, smp_dtype dtype
     if (operation != SMP_REDUCE_SCATTER) {
         r.call.out_rows = out_rows;
     }
-    CHECK_STATUS(smp_group_run(group, &r.call), SMP_OK);
+    CHECK_OK(smp_group_run(group, &r.call));
     CHECK(out[r.out_elements * element] == 0x5a);
     if (r.call.out_rows != 0) {
         lay_out(out, r.out, r.out_counts, r.n, out_rows, element, true);
@@ -165,15 +163,15 @@ run_columns(world *w, smp_group *group, smp_operation operation, smp_dtype dtype
         fprintf(stderr, "rank %d: %s of %zu %s, %zu to %zu rows, uneven %d\n", w->rank,
                 smp_operation_name(operation), count, smp_dtype_name(dtype), in_rows,
                 out_rows, uneven);
-        return 1;
+        check_fail();
     }
     free(in);
     free(out);
     reference_free(&r);
-    return 0;
 }
 
-TEST_RANK(columns_go_from_their_rows_and_into_them)
+TEST_RANK(columns_go_from_their_rows_and_into_them, .processes = "12345",
+          .threads = "123")
 {
     static const smp_operation operations[] = {SMP_ALL_GATHER, SMP_REDUCE_SCATTER,
                                                SMP_ALL_TO_ALL};
@@ -182,22 +180,21 @@ TEST_RANK(columns_go_from_their_rows_and_into_them)
     smp_group          *group;
     uint64_t            seed = 100;
 
-    CHECK_STATUS(make_world_group(w, 9, false, &group), SMP_OK);
+    CHECK_OK(make_world_group(w, 9, false, &group));
     for (size_t i = 0; i < sizeof(sizes) / sizeof(sizes[0]); i++) {
         for (int o = 0; o < 3; o++) {
             for (int uneven = 0; uneven < 2; uneven++) {
-                CHECK(run_columns(w, group, operations[o], SMP_F32, sizes[i],
-                                  uneven != 0, seed++) == 0);
-                CHECK(run_columns(w, group, operations[o], SMP_BF16, sizes[i],
-                                  uneven != 0, seed++) == 0);
+                run_columns(w, group, operations[o], SMP_F32, sizes[i], uneven != 0,
+                            seed++);
+                run_columns(w, group, operations[o], SMP_BF16, sizes[i], uneven != 0,
+                            seed++);
             }
         }
     }
     smp_group_destroy(group);
-    return 0;
 }
 
-TEST_RANK(rows_that_do_not_fit_are_refused)
+TEST_RANK(rows_that_do_not_fit_are_refused, .processes = "23", .threads = "23")
 {
     float      in[64] = {0};
     float      out[64] = {0};
@@ -211,7 +208,7 @@ TEST_RANK(rows_that_do_not_fit_are_refused)
                        .out = out};
     smp_group *group;
 
-    CHECK_STATUS(make_world_group(w, 3, false, &group), SMP_OK);
+    CHECK_OK(make_world_group(w, 3, false, &group));
     CHECK_STATUS(smp_group_run(group, &call), SMP_ERR_INVALID);
     call.in_rows = 0;
     call.out_rows = 3;
@@ -230,11 +227,10 @@ TEST_RANK(rows_that_do_not_fit_are_refused)
     call.operation = SMP_ALL_TO_ALL;
     call.out_rows = 0;
     call.in_rows = odd ? 0 : 2;
-    CHECK(refuse(w, group, &call, "calls all-to-all 1 of 4 float32 in columns, rank",
-                 "calls all-to-all 1 of 4 float32") == 0);
-    CHECK(random_calls(w, &group, 1, 5, 8) == 0);
+    refuse(w, group, &call, "calls all-to-all 1 of 4 float32 in columns, rank",
+           "calls all-to-all 1 of 4 float32");
+    random_calls(w, &group, 1, 5, 8);
     smp_group_destroy(group);
-    return 0;
 }
 
 /* --------------------------------------------------------- reading others' memory */
@@ -289,7 +285,7 @@ process_vm_readv(pid_t pid, const struct iovec *local, unsigned long nlocal,
 }
 
 /* Each member finds out by itself; it takes all of them, and a core for each. */
-static int
+static void
 make_group_that_chooses(world *w, answer of_last, bool want)
 {
     int              ranks[] = {0, 1};
@@ -302,41 +298,39 @@ make_group_that_chooses(world *w, answer of_last, bool want)
     int              failed;
 
     planned = w->rank == w->size - 1 ? of_last : FAST;
-    CHECK_STATUS(smp_group_create(w->comm, &config, &group, &failed), SMP_OK);
+    CHECK_OK(smp_group_create(w->comm, &config, &group, &failed));
     CHECK(smp_group_reads_memory(group) == want);
     for (int i = 0; i < COUNTS; i++) {
-        CHECK(all_operations(w, group, SMP_F32, counts[i], (uint64_t)i) == 0);
+        all_operations(w, group, SMP_F32, counts[i], (uint64_t)i);
     }
     smp_group_destroy(group);
-    return 0;
 }
 
-TEST_RANK(members_read_where_that_is_faster)
+TEST_RANK(members_read_where_that_is_faster, .processes = "2")
 {
-    return make_group_that_chooses(w, FAST, smp_comm_spins(w->comm));
+    make_group_that_chooses(w, FAST, smp_comm_spins(w->comm));
 }
 
-TEST_RANK(members_do_not_read_where_one_finds_it_slow)
+TEST_RANK(members_do_not_read_where_one_finds_it_slow, .processes = "2")
 {
-    return make_group_that_chooses(w, SLOW, false);
+    make_group_that_chooses(w, SLOW, false);
 }
 
 /* The last rank alone cannot read; all agree on it, and nobody counts as lost. */
-TEST_RANK(members_that_cannot_be_read_go_by_the_slots)
+TEST_RANK(members_that_cannot_be_read_go_by_the_slots, .processes = "23")
 {
     for (answer a = READS; a <= ANOTHER; a++) {
         smp_group *group;
 
         planned = w->rank == w->size - 1 ? a : READS;
-        CHECK_STATUS(make_world_group(w, 10 + (uint64_t)a, false, &group), SMP_OK);
+        CHECK_OK(make_world_group(w, 10 + (uint64_t)a, false, &group));
         CHECK(smp_group_reads_memory(group) == (a == READS));
         for (int i = 0; i < COUNTS; i++) {
-            CHECK(all_operations(w, group, SMP_F32, counts[i], (uint64_t)i) == 0);
+            all_operations(w, group, SMP_F32, counts[i], (uint64_t)i);
         }
         CHECK(smp_comm_lost(w->comm) < 0);
         smp_group_destroy(group);
     }
-    return 0;
 }
 
 /* The steps of ranks 0 and 1, who read each other's memory. */
@@ -352,7 +346,7 @@ step_with_the_other(world *w, uint64_t id, smp_epoch_barrier *barrier)
 }
 
 /* ... into any room, ended, and not beyond. */
-TEST_RANK(why_a_member_gave_up_is_cut_where_there_is_less_room)
+TEST_RANK(why_a_member_gave_up_is_cut_where_there_is_less_room, .processes = "2")
 {
     char              long_one[2 * SMP_WHY_BYTES];
     char              why[2 * SMP_WHY_BYTES];
@@ -360,7 +354,7 @@ TEST_RANK(why_a_member_gave_up_is_cut_where_there_is_less_room)
 
     memset(long_one, 'x', sizeof(long_one));
     long_one[sizeof(long_one) - 1] = '\0';
-    CHECK_STATUS(step_with_the_other(w, 6, &barrier), SMP_OK);
+    CHECK_OK(step_with_the_other(w, 6, &barrier));
     CHECK(!smp_epoch_barrier_why(&barrier, 1 - w->rank, why, sizeof(why)));
     w->barrier(w);
     smp_epoch_barrier_fail(&barrier, SMP_ERR_TIMED_OUT, long_one);
@@ -377,17 +371,16 @@ TEST_RANK(why_a_member_gave_up_is_cut_where_there_is_less_room)
     }
     w->barrier(w);
     smp_epoch_barrier_fini(&barrier);
-    return 0;
 }
 
 /* Once it could be read: what the system says of the number alone kills nobody. */
-TEST_RANK(a_member_that_is_not_seen_any_more_has_not_died)
+TEST_RANK(a_member_that_is_not_seen_any_more_has_not_died, .processes = "2")
 {
     uint64_t          mine = 4711;
     uint64_t          its = 0;
     smp_epoch_barrier barrier;
 
-    CHECK_STATUS(step_with_the_other(w, 5, &barrier), SMP_OK);
+    CHECK_OK(step_with_the_other(w, 5, &barrier));
     CHECK(barrier.reads);
     atomic_store(&w->shared->scratch[w->rank], (int64_t)(uintptr_t)&mine);
     w->barrier(w);
@@ -395,9 +388,8 @@ TEST_RANK(a_member_that_is_not_seen_any_more_has_not_died)
         uint64_t from = (uint64_t)atomic_load(&w->shared->scratch[1 - w->rank]);
 
         planned = READS;
-        CHECK_STATUS(
-            smp_epoch_barrier_copy(&barrier, 1 - w->rank, &its, from, sizeof(its)),
-            SMP_OK);
+        CHECK_OK(
+            smp_epoch_barrier_copy(&barrier, 1 - w->rank, &its, from, sizeof(its)));
         CHECK(its == 4711);
         planned = a;
         CHECK_STATUS(
@@ -407,16 +399,15 @@ TEST_RANK(a_member_that_is_not_seen_any_more_has_not_died)
     CHECK(smp_comm_lost(w->comm) < 0);
     w->barrier(w); /* nobody reads any more */
     smp_epoch_barrier_fini(&barrier);
-    return 0;
 }
 
 /* ... and one that has died is named by what watches it. */
-TEST_RANK(a_member_that_died_is_lost_when_it_is_read)
+TEST_RANK(a_member_that_died_is_lost_when_it_is_read, .processes = "2")
 {
     uint64_t          its = 0;
     smp_epoch_barrier barrier;
 
-    CHECK_STATUS(step_with_the_other(w, 5, &barrier), SMP_OK);
+    CHECK_OK(step_with_the_other(w, 5, &barrier));
     atomic_store(&w->shared->scratch[w->rank], (int64_t)(uintptr_t)&its);
     w->barrier(w);
     if (w->rank == 1) {
@@ -430,7 +421,6 @@ TEST_RANK(a_member_that_died_is_lost_when_it_is_read)
     }
     CHECK(smp_comm_lost(w->comm) == 1);
     smp_epoch_barrier_fini(&barrier);
-    return 0;
 }
 
 /* How a member ends what it does with another's memory. */
@@ -450,7 +440,7 @@ run_by(pid_t pid)
 }
 
 /* Member 1 uses the memory of member 0, which gives up and wants it back. */
-static int
+static void
 retreat(world *w, its_end end)
 {
     _Atomic int64_t  *asks = &w->shared->scratch[2 * end];
@@ -459,7 +449,7 @@ retreat(world *w, its_end end)
     int64_t           ran;
     smp_epoch_barrier barrier;
 
-    CHECK_STATUS(step_with_the_other(w, 20 + (uint64_t)end, &barrier), SMP_OK);
+    CHECK_OK(step_with_the_other(w, 20 + (uint64_t)end, &barrier));
     smp_epoch_barrier_post(&barrier);
     while (!smp_epoch_barrier_arrived(&barrier)) {
         smp_epoch_barrier_wait(&barrier, SMP_NEVER);
@@ -502,24 +492,22 @@ retreat(world *w, its_end end)
     if (end != LEAVES || w->rank == 0) {
         smp_epoch_barrier_fini(&barrier);
     }
-    return 0;
 }
 
-TEST_RANK(who_gives_up_leaves_its_memory_to_those_who_use_it)
+TEST_RANK(who_gives_up_leaves_its_memory_to_those_who_use_it, .processes = "2")
 {
     for (its_end end = 0; end < ENDS; end++) {
-        CHECK(retreat(w, end) == 0);
+        retreat(w, end);
     }
-    return 0;
 }
 
 /* It waits for nobody's reading, and its control block is another group's then. */
-TEST_RANK(who_leaves_last_gives_its_control_block_back)
+TEST_RANK(who_leaves_last_gives_its_control_block_back, .processes = "2")
 {
     smp_epoch_barrier        barrier;
     const smp_control_block *control;
 
-    CHECK_STATUS(step_with_the_other(w, 30, &barrier), SMP_OK);
+    CHECK_OK(step_with_the_other(w, 30, &barrier));
     control = barrier.members[w->rank].control;
     w->barrier(w);
     if (w->rank == 1) {
@@ -532,7 +520,6 @@ TEST_RANK(who_leaves_last_gives_its_control_block_back)
     }
     CHECK(atomic_load(&control->taken) == SMP_CONTROL_FREE);
     w->barrier(w);
-    return 0;
 }
 
 /* ------------------------------------------------------------------------- groups */
@@ -557,51 +544,50 @@ own_step(const world *w, uint64_t id)
 
 /* Two steps, also where members must not read each other's memory; through the slots
  * it takes one for every 64 KiB. */
-TEST_RANK(an_all_gather_between_pools_does_not_go_through_the_slots)
+TEST_RANK(an_all_gather_between_pools_does_not_go_through_the_slots, .processes = "23",
+          .threads = "23", .pool_bytes = (size_t)64 << 20)
 {
     enum { ID = 9, COUNT = 300000 };
     smp_group *group;
 
-    CHECK_STATUS(make_world_group(w, ID, true, &group), SMP_OK);
+    CHECK_OK(make_world_group(w, ID, true, &group));
     for (int pooled = 0; pooled < 2; pooled++) {
         uint64_t       before = own_step(w, ID);
         reference_call r;
 
         CHECK(reference_make(&r, group, SMP_ALL_GATHER, SMP_F32, COUNT, false, 3));
         if (pooled != 0) {
-            CHECK(run_in_pool(w, group, &r) == 0);
+            run_in_pool(w, group, &r);
             CHECK(own_step(w, ID) - before == 2);
         } else {
-            CHECK_STATUS(smp_group_run(group, &r.call), SMP_OK);
+            CHECK_OK(smp_group_run(group, &r.call));
             CHECK(own_step(w, ID) - before > 10);
         }
         CHECK(reference_right(&r));
         reference_free(&r);
     }
     smp_group_destroy(group);
-    return 0;
 }
 
-TEST_RANK(a_rank_is_in_at_most_so_many_groups)
+TEST_RANK(a_rank_is_in_at_most_so_many_groups, .processes = "2", .threads = "2")
 {
     static smp_group *groups[WORLD_RANKS][SMP_CONTROL_BLOCKS];
     smp_group       **mine = groups[w->rank];
     smp_group        *more;
 
     for (uint64_t i = 0; i < SMP_CONTROL_BLOCKS; i++) {
-        CHECK_STATUS(make_world_group(w, 1 + i, true, &mine[i]), SMP_OK);
+        CHECK_OK(make_world_group(w, 1 + i, true, &mine[i]));
     }
     CHECK_STATUS(make_world_group(w, 1000, true, &more), SMP_ERR_LIMIT);
-    CHECK(random_calls(w, mine, SMP_CONTROL_BLOCKS, 100, 3) == 0);
+    random_calls(w, mine, SMP_CONTROL_BLOCKS, 100, 3);
     for (int i = 0; i < SMP_CONTROL_BLOCKS; i++) {
         smp_group_destroy(mine[i]);
     }
-    return 0;
 }
 
 /* The last rank does not come, more often than a rank can be in groups; then it does.
  */
-TEST_RANK(meetings_that_fail_take_no_group_away)
+TEST_RANK(meetings_that_fail_take_no_group_away, .processes = "23", .threads = "23")
 {
     int              ranks[WORLD_RANKS];
     smp_group_config config = {.ranks = ranks,
@@ -620,16 +606,15 @@ TEST_RANK(meetings_that_fail_take_no_group_away)
                      SMP_ERR_TIMED_OUT);
     }
     w->barrier(w);
-    CHECK_STATUS(make_world_group(w, 3, true, &group), SMP_OK);
-    CHECK(random_calls(w, &group, 1, 10, 3) == 0);
+    CHECK_OK(make_world_group(w, 3, true, &group));
+    random_calls(w, &group, 1, 10, 3);
     smp_group_destroy(group);
-    return 0;
 }
 
 /* ------------------------------------------------------------------ disagreements */
 
 /* Whether no group is made, and what is said of it. */
-static int
+static void
 is_no_group(world *w, smp_group_config config, smp_status want, int want_failed,
             const char *words)
 {
@@ -643,12 +628,11 @@ is_no_group(world *w, smp_group_config config, smp_status want, int want_failed,
     if (strstr(why, "group 'test': could not make the group: rank ") != why ||
         strstr(why, words) == NULL) {
         fprintf(stderr, "'%s' lacks '%s'\n", why, words);
-        return 1;
+        check_fail();
     }
-    return 0;
 }
 
-TEST_RANK(a_group_needs_one_list_of_ranks_on_all)
+TEST_RANK(a_group_needs_one_list_of_ranks_on_all, .processes = "123", .threads = "123")
 {
     int              ranks[WORLD_RANKS];
     smp_group_config config = {.ranks = ranks,
@@ -665,37 +649,36 @@ TEST_RANK(a_group_needs_one_list_of_ranks_on_all)
         ranks[r] = w->rank == 1 ? w->size - 1 - r : r;
     }
     if (w->size > 1) {
-        CHECK(is_no_group(w, config, SMP_ERR_MISMATCH, 0,
-                          " has another list of ranks") == 0);
+        is_no_group(w, config, SMP_ERR_MISMATCH, 0, " has another list of ranks");
     }
     ranks[0] = w->size;
-    CHECK(is_no_group(w, config, SMP_ERR_INVALID, w->size, none) == 0);
+    is_no_group(w, config, SMP_ERR_INVALID, w->size, none);
     ranks[0] = -1;
-    CHECK(is_no_group(w, config, SMP_ERR_INVALID, -1, ": rank -1 ") == 0);
+    is_no_group(w, config, SMP_ERR_INVALID, -1, ": rank -1 ");
     ranks[0] = ranks[1] = w->rank;
     config.size = 2;
-    CHECK(is_no_group(w, config, SMP_ERR_INVALID, w->rank, own) == 0);
+    is_no_group(w, config, SMP_ERR_INVALID, w->rank, own);
     config.size = 1;
     if (w->size > 1) {
         ranks[0] = other(w, 0); /* without this one */
-        CHECK(is_no_group(w, config, SMP_ERR_INVALID, w->rank, own) == 0);
+        is_no_group(w, config, SMP_ERR_INVALID, w->rank, own);
         ranks[0] = w->rank;
     }
     config.id = 0;
-    CHECK(is_no_group(w, config, SMP_ERR_INVALID, w->rank, own) == 0);
+    is_no_group(w, config, SMP_ERR_INVALID, w->rank, own);
     config.id = 3;
     config.size = 0;
-    CHECK(is_no_group(w, config, SMP_ERR_INVALID, w->rank, own) == 0);
+    is_no_group(w, config, SMP_ERR_INVALID, w->rank, own);
     config.size = SMP_GROUP_MEMBERS + 1;
-    CHECK(is_no_group(w, config, SMP_ERR_INVALID, w->rank, own) == 0);
+    is_no_group(w, config, SMP_ERR_INVALID, w->rank, own);
     w->barrier(w); /* nobody leaves while others meet */
-    return 0;
 }
 
 /* ------------------------------------------------------------------------ trouble */
 
 /* The last rank does not come. */
-TEST_RANK(a_time_out_names_group_operation_and_the_missing_ranks)
+TEST_RANK(a_time_out_names_group_operation_and_the_missing_ranks, .processes = "23",
+          .threads = "23")
 {
     smp_call   call = {.operation = SMP_BARRIER};
     smp_call   reduce = {.operation = SMP_ALL_REDUCE, .dtype = SMP_F32};
@@ -703,10 +686,10 @@ TEST_RANK(a_time_out_names_group_operation_and_the_missing_ranks)
     smp_group *group;
 
     if (w->size == 1) {
-        return 0;
+        return;
     }
-    CHECK_STATUS(make_world_group(w, 3, false, &group), SMP_OK);
-    CHECK_STATUS(smp_group_run(group, &call), SMP_OK);
+    CHECK_OK(make_world_group(w, 3, false, &group));
+    CHECK_OK(smp_group_run(group, &call));
     if (w->rank != w->size - 1) {
         smp_status status;
 
@@ -724,17 +707,16 @@ TEST_RANK(a_time_out_names_group_operation_and_the_missing_ranks)
     }
     w->barrier(w);
     if (w->rank == w->size - 1) { /* the others' slots are there, but no more */
-        CHECK_STATUS(smp_group_run(group, &call), SMP_OK);
+        CHECK_OK(smp_group_run(group, &call));
         CHECK_STATUS(smp_group_run(group, &call), SMP_ERR_TIMED_OUT);
         CHECK(says(group, "rank 0 gave up: barrier 2: timed out"));
     }
     smp_group_destroy(group);
-    return 0;
 }
 
 /* All but the last rank give up an operation on tensors in their pools and use them for
  * something else; then the last one comes. */
-static int
+static void
 come_too_late(world *w, smp_operation operation, uint64_t id)
 {
     enum { COUNT = 50000 };
@@ -745,9 +727,9 @@ come_too_late(world *w, smp_operation operation, uint64_t id)
     smp_block *out;
     smp_group *group;
 
-    CHECK_STATUS(make_world_group(w, id, false, &group), SMP_OK);
-    CHECK_STATUS(smp_comm_block(w->comm, (w->rank + 1) % w->size, bytes, &in), SMP_OK);
-    CHECK_STATUS(smp_comm_block(w->comm, (w->rank + 1) % w->size, bytes, &out), SMP_OK);
+    CHECK_OK(make_world_group(w, id, false, &group));
+    CHECK_OK(smp_comm_block(w->comm, (w->rank + 1) % w->size, bytes, &in));
+    CHECK_OK(smp_comm_block(w->comm, (w->rank + 1) % w->size, bytes, &out));
     memset(smp_block_data(in), 0, bytes);
     call.in = smp_block_data(in);
     call.out = smp_block_data(out);
@@ -768,15 +750,13 @@ come_too_late(world *w, smp_operation operation, uint64_t id)
     smp_block_release(in);
     smp_block_release(out);
     smp_group_destroy(group);
-    return 0;
 }
 
-TEST_RANK(who_gave_up_has_its_tensors_for_itself)
+TEST_RANK(who_gave_up_has_its_tensors_for_itself, .processes = "23", .threads = "23")
 {
-    CHECK(w->size == 1 || come_too_late(w, SMP_ALL_GATHER, 3) == 0);
-    CHECK(w->size == 1 || come_too_late(w, SMP_REDUCE_SCATTER, 4) == 0);
-    CHECK(w->size == 1 || come_too_late(w, SMP_ALL_REDUCE, 5) == 0);
-    return 0;
+    come_too_late(w, SMP_ALL_GATHER, 3);
+    come_too_late(w, SMP_REDUCE_SCATTER, 4);
+    come_too_late(w, SMP_ALL_REDUCE, 5);
 }
 
 static uint64_t
@@ -790,7 +770,8 @@ pool_in_use(const world *w)
 
 /* Rank 1 stops where it writes into the tensors of others; rank 0 gives up and gives
  * its tensors back. */
-TEST_RANK(a_block_is_not_used_again_while_a_member_may_write_into_it)
+TEST_RANK(a_block_is_not_used_again_while_a_member_may_write_into_it, .processes = "2",
+          .threads = "2", .pool_bytes = (size_t)64 << 20)
 {
     enum { COUNT = 50000 };
     smp_call   call = {.operation = SMP_ALL_GATHER, .dtype = SMP_F32, .count = COUNT};
@@ -800,14 +781,14 @@ TEST_RANK(a_block_is_not_used_again_while_a_member_may_write_into_it)
     smp_block *out;
     smp_group *group;
 
-    CHECK_STATUS(make_world_group(w, 3, false, &group), SMP_OK);
-    CHECK_STATUS(smp_comm_block(w->comm, 1 - w->rank, bytes / 2, &in), SMP_OK);
-    CHECK_STATUS(smp_comm_block(w->comm, 1 - w->rank, bytes, &out), SMP_OK);
+    CHECK_OK(make_world_group(w, 3, false, &group));
+    CHECK_OK(smp_comm_block(w->comm, 1 - w->rank, bytes / 2, &in));
+    CHECK_OK(smp_comm_block(w->comm, 1 - w->rank, bytes, &out));
     memset(smp_block_data(in), 0, bytes / 2);
     call.in = smp_block_data(in);
     call.out = smp_block_data(out);
     call.timeout_ns = w->rank == 0 ? SMP_NS_PER_MS : 0;
-    CHECK_STATUS(smp_group_start(group, &call), SMP_OK);
+    CHECK_OK(smp_group_start(group, &call));
     w->barrier(w); /* both have begun it; rank 1 goes on only when rank 0 has ended */
     if (w->rank == 0) {
         CHECK_STATUS(smp_group_wait(group, SMP_NEVER, &over), SMP_ERR_TIMED_OUT);
@@ -824,11 +805,11 @@ TEST_RANK(a_block_is_not_used_again_while_a_member_may_write_into_it)
     w->barrier(w);
     CHECK(pool_in_use(w) == 0);
     smp_group_destroy(group);
-    return 0;
 }
 
 /* Rank 0 calls a, then b; rank 1 calls b, then a. */
-TEST_RANK(groups_entered_in_another_order_are_named_at_the_time_out)
+TEST_RANK(groups_entered_in_another_order_are_named_at_the_time_out, .processes = "2",
+          .threads = "2")
 {
     static const int ranks[] = {0, 1};
     smp_group_config config = {.ranks = ranks,
@@ -841,10 +822,10 @@ TEST_RANK(groups_entered_in_another_order_are_named_at_the_time_out)
     smp_group       *a;
     smp_group       *b;
 
-    CHECK_STATUS(smp_group_create(w->comm, &config, &a, &failed), SMP_OK);
+    CHECK_OK(smp_group_create(w->comm, &config, &a, &failed));
     config.id = 2;
     config.name = "b";
-    CHECK_STATUS(smp_group_create(w->comm, &config, &b, &failed), SMP_OK);
+    CHECK_OK(smp_group_create(w->comm, &config, &b, &failed));
     smp_group_rename(a, "first");
     smp_group_rename(b, "second");
     w->barrier(w); /* rank 1 does not sleep in the meeting any more */
@@ -857,17 +838,17 @@ TEST_RANK(groups_entered_in_another_order_are_named_at_the_time_out)
         CHECK(says(a, "group 'first': barrier 1: timed out"));
         CHECK(says(a, "without rank 1; rank 1 waits in group 'second' for barrier 1"));
         call.timeout_ns = 0;
-        CHECK_STATUS(smp_group_run(b, &call), SMP_OK);
+        CHECK_OK(smp_group_run(b, &call));
     } else {
-        CHECK_STATUS(smp_group_run(b, &call), SMP_OK);
+        CHECK_OK(smp_group_run(b, &call));
     }
     smp_group_destroy(a);
     smp_group_destroy(b);
-    return 0;
 }
 
 /* Rank 1 has given up a call of b when rank 0 calls a. */
-TEST_RANK(a_member_that_gave_up_elsewhere_is_named_with_that)
+TEST_RANK(a_member_that_gave_up_elsewhere_is_named_with_that, .processes = "2",
+          .threads = "2")
 {
     int              ranks[] = {0, 1};
     smp_group_config config = {.ranks = ranks,
@@ -880,10 +861,10 @@ TEST_RANK(a_member_that_gave_up_elsewhere_is_named_with_that)
     smp_group       *a;
     smp_group       *b;
 
-    CHECK_STATUS(smp_group_create(w->comm, &config, &a, &failed), SMP_OK);
+    CHECK_OK(smp_group_create(w->comm, &config, &a, &failed));
     config.id = 2;
     config.name = "b";
-    CHECK_STATUS(smp_group_create(w->comm, &config, &b, &failed), SMP_OK);
+    CHECK_OK(smp_group_create(w->comm, &config, &b, &failed));
     if (w->rank == 1) {
         CHECK_STATUS(smp_group_run(b, &call), SMP_ERR_TIMED_OUT);
     }
@@ -895,11 +876,11 @@ TEST_RANK(a_member_that_gave_up_elsewhere_is_named_with_that)
     w->barrier(w);
     smp_group_destroy(a);
     smp_group_destroy(b);
-    return 0;
 }
 
 /* Rank 1 has begun barrier 1 and not looked whether it is over. */
-TEST_RANK(a_member_that_has_not_seen_the_end_of_the_last_call_waits_nowhere_else)
+TEST_RANK(a_member_that_has_not_seen_the_end_of_the_last_call_waits_nowhere_else,
+          .processes = "2", .threads = "2")
 {
     static const int ranks[] = {0, 1};
     smp_group_config config = {.ranks = ranks,
@@ -912,12 +893,12 @@ TEST_RANK(a_member_that_has_not_seen_the_end_of_the_last_call_waits_nowhere_else
     int              failed;
     smp_group       *a;
 
-    CHECK_STATUS(smp_group_create(w->comm, &config, &a, &failed), SMP_OK);
+    CHECK_OK(smp_group_create(w->comm, &config, &a, &failed));
     if (w->rank == 1) {
-        CHECK_STATUS(smp_group_start(a, &call), SMP_OK);
+        CHECK_OK(smp_group_start(a, &call));
         w->barrier(w);
     } else {
-        CHECK_STATUS(smp_group_run(a, &call), SMP_OK);
+        CHECK_OK(smp_group_run(a, &call));
         call.timeout_ns = SMP_NS_PER_MS;
         status = smp_group_run(a, &call);
         w->barrier(w);
@@ -927,113 +908,6 @@ TEST_RANK(a_member_that_has_not_seen_the_end_of_the_last_call_waits_nowhere_else
         CHECK(strstr(smp_group_error(a), "rank 1 waits") == NULL);
     }
     smp_group_destroy(a);
-    return 0;
 }
 
-/* -------------------------------------------------------------------------- main */
-
-typedef struct {
-    world_test test;
-    int        first; /* sizes of the world */
-    int        last;
-    int        times;   /* 0: once */
-    bool       threads; /* also with ranks as threads */
-} entry;
-
-#define ENTRY(fn) .test = {.name = #fn, .rank = fn}
-#define SOME(name, from, to)                                                           \
-    {                                                                                  \
-        ENTRY(name), .first = from, .last = to, .threads = true                        \
-    }
-#define ALL(name) SOME(name, 1, 5)
-#define POOLED(fn, from, to)                                                           \
-    {                                                                                  \
-        .test = {.name = #fn, .rank = fn, .pool_bytes = (size_t)64 << 20},             \
-        .first = from, .last = to, .threads = true                                     \
-    }
-#define FORKED(name, from, to)                                                         \
-    {                                                                                  \
-        ENTRY(name), .first = from, .last = to                                         \
-    }
-#define KILLED(name, size)                                                             \
-    {                                                                                  \
-        ENTRY(name), .first = size, .last = size, .times = 12                          \
-    }
-
-/* Those that need processes come first: a process that has had threads forks badly
- * under the sanitizers. */
-static const entry list[] = {
-    KILLED(a_killed_member_is_named_to_all_others, 3),
-    KILLED(a_killed_member_is_named_by_those_who_use_slots, 3),
-    FORKED(a_forked_child_is_no_member, 2, 2),
-    ALL(nobody_leaves_a_barrier_before_all_have_come),
-    ALL(every_operation_gives_the_right_result_by_memory),
-    ALL(every_operation_gives_the_right_result_by_slots),
-    POOLED(an_all_gather_between_pools_does_not_go_through_the_slots, 2, 3),
-    POOLED(tensors_in_pools_are_used_where_they_are, 2, 4),
-    SOME(every_dtype_is_moved_and_reduced, 2, 3),
-    ALL(columns_go_from_their_rows_and_into_them),
-    SOME(rows_that_do_not_fit_are_refused, 2, 3),
-    ALL(any_sequence_of_calls_on_several_groups_is_right),
-    ALL(a_part_of_the_ranks_in_any_order_is_a_group),
-    SOME(groups_come_and_go, 3, 3),
-    SOME(a_rank_is_in_at_most_so_many_groups, 2, 2),
-    SOME(meetings_that_fail_take_no_group_away, 2, 3),
-    SOME(an_operation_can_be_moved_on_from_outside, 2, 3),
-    SOME(a_wait_that_ends_early_is_no_error, 1, 3),
-    SOME(different_calls_are_an_error_on_all, 2, 4),
-    SOME(what_makes_no_sense_is_refused_at_once, 1, 2),
-    SOME(a_group_needs_one_list_of_ranks_on_all, 1, 3),
-    SOME(a_time_out_names_group_operation_and_the_missing_ranks, 2, 3),
-    SOME(who_gave_up_has_its_tensors_for_itself, 2, 3),
-    POOLED(a_block_is_not_used_again_while_a_member_may_write_into_it, 2, 2),
-    SOME(groups_entered_in_another_order_are_named_at_the_time_out, 2, 2),
-    SOME(a_member_that_gave_up_elsewhere_is_named_with_that, 2, 2),
-    SOME(a_member_that_has_not_seen_the_end_of_the_last_call_waits_nowhere_else, 2, 2),
-    SOME(a_member_that_has_left_is_named, 2, 3),
-    FORKED(members_read_where_that_is_faster, 2, 2),
-    FORKED(members_do_not_read_where_one_finds_it_slow, 2, 2),
-    FORKED(members_that_cannot_be_read_go_by_the_slots, 2, 3),
-    FORKED(why_a_member_gave_up_is_cut_where_there_is_less_room, 2, 2),
-    FORKED(a_member_that_is_not_seen_any_more_has_not_died, 2, 2),
-    FORKED(a_member_that_died_is_lost_when_it_is_read, 2, 2),
-    FORKED(who_gives_up_leaves_its_memory_to_those_who_use_it, 2, 2),
-    FORKED(who_leaves_last_gives_its_control_block_back, 2, 2),
-};
-enum { LIST = sizeof(list) / sizeof(list[0]) };
-
-int
-main(int argc, char **argv)
-{
-    int failed = 0;
-    int ran = 0;
-
-    for (int threads = 0; threads < 2; threads++) {
-        for (size_t i = 0; i < LIST; i++) {
-            const world_test *test = &list[i].test;
-
-            if ((argc > 1 && strstr(test->name, argv[1]) == NULL) ||
-                !world_learns(threads != 0, list[i].threads)) {
-                continue;
-            }
-            /* As threads, for the thread sanitizer: up to three are enough. */
-            for (int size = list[i].first;
-                 size <= list[i].last && (threads == 0 || size <= 3); size++) {
-                for (int time = 0; time == 0 || time < world_times(list[i].times);
-                     time++) {
-                    int wrong = threads != 0 ? world_run_threads(test, "shm", size)
-                                             : world_run_processes(test, "shm", size);
-
-                    if (wrong != 0) {
-                        printf("FAILED %s, %d ranks, %s\n", test->name, size,
-                               threads != 0 ? "threads" : "processes");
-                    }
-                    failed += wrong != 0;
-                    ran++;
-                }
-            }
-        }
-    }
-    printf("%d passed, %d failed\n", ran - failed, failed);
-    return failed != 0 || ran == 0;
-}
+RUN_WORLDS(.transports = "shm")

@@ -19,14 +19,13 @@ TEST_RANK(messages_arrive_in_the_order_of_their_sends)
             uint64_t extra = i * 37 % 700;
 
             memcpy(bytes, &i, 8);
-            CHECK_STATUS(smp_comm_send(w->comm, other(w, j), bytes, 8 + extra, NULL, 0),
-                         SMP_OK);
+            CHECK_OK(smp_comm_send(w->comm, other(w, j), bytes, 8 + extra, NULL, 0));
         }
     }
     for (int i = 0; i < COUNT * (w->size - 1); i++) {
         uint64_t got;
 
-        CHECK_STATUS(smp_comm_receive(w->comm, WORLD_DEADLINE_NS, &message), SMP_OK);
+        CHECK_OK(smp_comm_receive(w->comm, WORLD_DEADLINE_NS, &message));
         memcpy(&got, message->bytes, 8);
         CHECK(got == next[message->source]);
         CHECK(message->nbytes == 8 + got * 37 % 700);
@@ -35,7 +34,6 @@ TEST_RANK(messages_arrive_in_the_order_of_their_sends)
     }
     CHECK_STATUS(smp_comm_receive(w->comm, 0, &message), SMP_ERR_TIMED_OUT);
     w->barrier(w); /* nobody leaves while others look for more */
-    return 0;
 }
 
 TEST_RANK(every_size_arrives_whole)
@@ -54,17 +52,16 @@ TEST_RANK(every_size_arrives_whole)
     for (size_t i = 0; i < COUNT; i++) {
         size_t head = sizes[i] < 200000 ? sizes[i] : 100;
 
-        CHECK_STATUS(send_filled(w, other(w, 0), i, head, &sizes[i], 1), SMP_OK);
-        CHECK_STATUS(smp_comm_receive(w->comm, WORLD_DEADLINE_NS, &message), SMP_OK);
+        CHECK_OK(send_filled(w, other(w, 0), i, head, &sizes[i], 1));
+        CHECK_OK(smp_comm_receive(w->comm, WORLD_DEADLINE_NS, &message));
         CHECK(message->source == other(w, w->size - 2));
         CHECK(message_filled(message, i, head, &sizes[i], 1));
         smp_message_free(message);
     }
-    CHECK_STATUS(send_filled(w, other(w, 0), 99, 10, sizes, COUNT), SMP_OK);
-    CHECK_STATUS(smp_comm_receive(w->comm, WORLD_DEADLINE_NS, &message), SMP_OK);
+    CHECK_OK(send_filled(w, other(w, 0), 99, 10, sizes, COUNT));
+    CHECK_OK(smp_comm_receive(w->comm, WORLD_DEADLINE_NS, &message));
     CHECK(message_filled(message, 99, 10, sizes, COUNT));
     smp_message_free(message);
-    return 0;
 }
 
 TEST_RANK(a_message_may_have_thousands_of_blocks)
@@ -76,17 +73,16 @@ TEST_RANK(a_message_may_have_thousands_of_blocks)
     for (size_t i = 0; i < COUNT; i++) {
         sizes[i] = i * 13 % 2100;
     }
-    CHECK_STATUS(send_filled(w, other(w, 0), 5, 11, sizes, COUNT), SMP_OK);
-    CHECK_STATUS(smp_comm_receive(w->comm, WORLD_DEADLINE_NS, &message), SMP_OK);
+    CHECK_OK(send_filled(w, other(w, 0), 5, 11, sizes, COUNT));
+    CHECK_OK(smp_comm_receive(w->comm, WORLD_DEADLINE_NS, &message));
     CHECK(message_filled(message, 5, 11, sizes, COUNT));
     smp_message_free(message);
     free(sizes);
-    return 0;
 }
 
 /* Both ways at once, and nobody reads until everything is sent: no call may wait for
  * the other side. */
-TEST_RANK(a_full_queue_and_a_full_pool_make_nobody_wait)
+TEST_RANK(a_full_queue_and_a_full_pool_make_nobody_wait, .pool_bytes = 1 << 20)
 {
     enum { COUNT = 60 };
     static const size_t sizes[] = {100, 3 << 10, 200 << 10};
@@ -96,11 +92,11 @@ TEST_RANK(a_full_queue_and_a_full_pool_make_nobody_wait)
     smp_message        *message;
 
     for (uint64_t i = 0; i < COUNT; i++) {
-        CHECK_STATUS(send_filled(w, other(w, 0), i, 4000, sizes, 3), SMP_OK);
+        CHECK_OK(send_filled(w, other(w, 0), i, 4000, sizes, 3));
     }
     w->barrier(w);
     for (uint64_t i = 0; i < COUNT; i++) {
-        CHECK_STATUS(smp_comm_receive(w->comm, WORLD_DEADLINE_NS, &message), SMP_OK);
+        CHECK_OK(smp_comm_receive(w->comm, WORLD_DEADLINE_NS, &message));
         CHECK(message_filled(message, i, 4000, sizes, 3));
         smp_message_free(message);
     }
@@ -116,7 +112,6 @@ TEST_RANK(a_full_queue_and_a_full_pool_make_nobody_wait)
     CHECK(stats.pool_fallbacks > 0);
     CHECK(stats.pool_blocks > 0);
     CHECK(stats.pool_high <= stats.pool_size);
-    return 0;
 }
 
 TEST_RANK(blocks_outlive_the_comm)
@@ -127,10 +122,10 @@ TEST_RANK(blocks_outlive_the_comm)
     smp_message        *message;
 
     for (uint64_t i = 0; i < COUNT; i++) {
-        CHECK_STATUS(send_filled(w, other(w, 0), i, 100, sizes, 3), SMP_OK);
+        CHECK_OK(send_filled(w, other(w, 0), i, 100, sizes, 3));
     }
     for (uint64_t i = 0; i < COUNT; i++) {
-        CHECK_STATUS(smp_comm_receive(w->comm, WORLD_DEADLINE_NS, &message), SMP_OK);
+        CHECK_OK(smp_comm_receive(w->comm, WORLD_DEADLINE_NS, &message));
         for (size_t j = 0; j < 3; j++) {
             kept[i][j] = smp_message_take_block(message, j);
         }
@@ -145,10 +140,9 @@ TEST_RANK(blocks_outlive_the_comm)
             smp_block_release(kept[i][j]);
         }
     }
-    return 0;
 }
 
-TEST_RANK(released_blocks_return_to_the_pool)
+TEST_RANK(released_blocks_return_to_the_pool, .pool_bytes = 2 << 20)
 {
     static const size_t sizes[] = {300 << 10};
     smp_comm_stats      stats;
@@ -157,13 +151,13 @@ TEST_RANK(released_blocks_return_to_the_pool)
     int64_t             deadline = smp_clock_ns() + WORLD_DEADLINE_NS;
 
     for (uint64_t i = 0; i < 100; i++) { /* 30 MB through 2 MiB */
-        CHECK_STATUS(send_filled(w, other(w, 0), i, 8, sizes, 1), SMP_OK);
-        CHECK_STATUS(smp_comm_receive(w->comm, WORLD_DEADLINE_NS, &message), SMP_OK);
+        CHECK_OK(send_filled(w, other(w, 0), i, 8, sizes, 1));
+        CHECK_OK(smp_comm_receive(w->comm, WORLD_DEADLINE_NS, &message));
         CHECK(message_filled(message, i, 8, sizes, 1));
         smp_message_free(message);
         w->barrier(w);
     }
-    CHECK_STATUS(smp_comm_block(w->comm, other(w, 0), 5000, &unsent), SMP_OK);
+    CHECK_OK(smp_comm_block(w->comm, other(w, 0), 5000, &unsent));
     smp_block_release(unsent);
     w->barrier(w);
     do { /* a transport may hold the last one until it knows that it has arrived */
@@ -172,7 +166,6 @@ TEST_RANK(released_blocks_return_to_the_pool)
     } while (stats.pool_in_use != 0);
     CHECK(stats.pool_fallbacks == 0);
     CHECK(stats.pool_high >= sizes[0]);
-    return 0;
 }
 
 static inline void *
@@ -195,7 +188,6 @@ TEST_RANK(wake_interrupts_one_receive)
         CHECK_STATUS(smp_comm_receive(w->comm, 0, &message), SMP_ERR_TIMED_OUT);
     }
     w->barrier(w); /* nobody leaves while others are at it */
-    return 0;
 }
 
 TEST_RANK(a_receive_ends_at_its_timeout)
@@ -208,7 +200,6 @@ TEST_RANK(a_receive_ends_at_its_timeout)
                  SMP_ERR_TIMED_OUT);
     CHECK(smp_clock_ns() - start >= 5 * SMP_NS_PER_MS);
     w->barrier(w);
-    return 0;
 }
 
 TEST_RANK(the_end_of_a_peer_is_not_its_loss)
@@ -220,12 +211,12 @@ TEST_RANK(the_end_of_a_peer_is_not_its_loss)
     int                 received = 0;
 
     for (int i = 0; i < COUNT && w->rank != 0; i++) {
-        CHECK_STATUS(send_filled(w, 0, 2, 1000, NULL, 0), SMP_OK);
+        CHECK_OK(send_filled(w, 0, 2, 1000, NULL, 0));
     }
     w->barrier(w);
     if (w->rank != 0) { /* what was sent before the end arrives */
-        CHECK_STATUS(send_filled(w, 0, 1, 100, sizes, 1), SMP_OK);
-        return 0;
+        CHECK_OK(send_filled(w, 0, 1, 100, sizes, 1));
+        return;
     }
     while ((status = smp_comm_receive(w->comm, WORLD_DEADLINE_NS, &message)) ==
            SMP_OK) {
@@ -241,7 +232,6 @@ TEST_RANK(the_end_of_a_peer_is_not_its_loss)
         CHECK(smp_comm_left(w->comm, r));
         CHECK_STATUS(smp_comm_send(w->comm, r, "x", 1, NULL, 0), SMP_ERR_CLOSED);
     }
-    return 0;
 }
 
 TEST_RANK(a_wrong_destination_is_refused_and_the_blocks_are_freed)
@@ -252,7 +242,7 @@ TEST_RANK(a_wrong_destination_is_refused_and_the_blocks_are_freed)
 
     CHECK_STATUS(smp_comm_block(w->comm, w->size, 8, &block), SMP_ERR_INVALID);
     CHECK_STATUS(smp_comm_block(w->comm, w->rank, 8, &block), SMP_ERR_INVALID);
-    CHECK_STATUS(smp_comm_block(w->comm, other(w, 0), 4000, &block), SMP_OK);
+    CHECK_OK(smp_comm_block(w->comm, other(w, 0), 4000, &block));
     CHECK_STATUS(smp_comm_send(w->comm, -1, "x", 1, &block, 1), SMP_ERR_INVALID);
     do { /* but for what a transport holds for itself */
         smp_comm_counters(w->comm, &stats);
@@ -260,7 +250,6 @@ TEST_RANK(a_wrong_destination_is_refused_and_the_blocks_are_freed)
     } while (stats.pool_in_use != 0);
     CHECK(stats.messages == 0 && stats.bytes == 0);
     w->barrier(w);
-    return 0;
 }
 
 typedef struct {
@@ -309,7 +298,7 @@ TEST_RANK(threads_may_send_at_once)
     for (int i = 0; i < SENDERS * SENDER_MESSAGES; i++) {
         uint64_t tag[2];
 
-        CHECK_STATUS(smp_comm_receive(w->comm, WORLD_DEADLINE_NS, &message), SMP_OK);
+        CHECK_OK(smp_comm_receive(w->comm, WORLD_DEADLINE_NS, &message));
         CHECK(message->nbytes == sizeof(tag) && message->nblocks == 1);
         memcpy(tag, message->bytes, sizeof(tag));
         CHECK(tag[0] < SENDERS && tag[1] == next[tag[0]]);
@@ -324,7 +313,6 @@ TEST_RANK(threads_may_send_at_once)
         CHECK(senders[i].failed == 0);
     }
     w->barrier(w);
-    return 0;
 }
 
 /* Random sizes to random peers; the receiver keeps some blocks for a while and, with
@@ -354,13 +342,11 @@ TEST_RANK(all_to_all_with_random_sizes)
 
                 sizes[i] = next_random(&random) % top;
             }
-            CHECK_STATUS(send_filled(w, dest, seed, 8 + sizes[0] / 8, sizes, dice % 4),
-                         SMP_OK);
+            CHECK_OK(send_filled(w, dest, seed, 8 + sizes[0] / 8, sizes, dice % 4));
             done++;
             if (done == COUNT) {
                 for (int i = 0; i < w->size - 1; i++) {
-                    CHECK_STATUS(smp_comm_send(w->comm, other(w, i), "end", 3, NULL, 0),
-                                 SMP_OK);
+                    CHECK_OK(smp_comm_send(w->comm, other(w, i), "end", 3, NULL, 0));
                 }
             }
         }
@@ -372,7 +358,7 @@ TEST_RANK(all_to_all_with_random_sizes)
         if (status == SMP_ERR_TIMED_OUT && done < COUNT) {
             continue;
         }
-        CHECK_STATUS(status, SMP_OK);
+        CHECK_OK(status);
         if (message->nbytes == 3) {
             ended++;
         } else {
@@ -391,7 +377,6 @@ TEST_RANK(all_to_all_with_random_sizes)
         smp_message_free(kept[i]);
     }
     w->barrier(w);
-    return 0;
 }
 
 /* One that asks for so long that the others wait by then. */
@@ -414,7 +399,7 @@ TEST_RANK(who_waits_for_a_rank_that_does_not_connect_may_give_up)
     world_end    end;
     smp_message *message;
 
-    CHECK_STATUS(world_prepare(w, "with one missing", &end), SMP_OK);
+    CHECK_OK(world_prepare(w, "with one missing", &end));
     if (w->rank != w->size - 1) {
         CHECK_STATUS(
             smp_comm_connect(end.comm, end.cards, end.card_bytes, &deadline, &failed),
@@ -429,34 +414,10 @@ TEST_RANK(who_waits_for_a_rank_that_does_not_connect_may_give_up)
     }
     smp_comm_destroy(end.comm);
     CHECK(!world_socket_file(&end, w->rank, path) || access(path, F_OK) != 0);
-    CHECK_STATUS(smp_comm_send(w->comm, other(w, 0), "on", 2, NULL, 0), SMP_OK);
-    CHECK_STATUS(smp_comm_receive(w->comm, WORLD_DEADLINE_NS, &message), SMP_OK);
+    CHECK_OK(smp_comm_send(w->comm, other(w, 0), "on", 2, NULL, 0));
+    CHECK_OK(smp_comm_receive(w->comm, WORLD_DEADLINE_NS, &message));
     smp_message_free(message);
     w->barrier(w);
-    return 0;
 }
-
-#define LISTED(fn, pool)                                                               \
-    {                                                                                  \
-        .name = #fn, .rank = fn, .pool_bytes = pool                                    \
-    }
-
-static const world_test comm_list[] = {
-    LISTED(messages_arrive_in_the_order_of_their_sends, 0),
-    LISTED(every_size_arrives_whole, 0),
-    LISTED(a_message_may_have_thousands_of_blocks, 0),
-    LISTED(a_full_queue_and_a_full_pool_make_nobody_wait, 1 << 20),
-    LISTED(blocks_outlive_the_comm, 0),
-    LISTED(released_blocks_return_to_the_pool, 2 << 20),
-    LISTED(wake_interrupts_one_receive, 0),
-    LISTED(a_receive_ends_at_its_timeout, 0),
-    LISTED(the_end_of_a_peer_is_not_its_loss, 0),
-    LISTED(a_wrong_destination_is_refused_and_the_blocks_are_freed, 0),
-    LISTED(threads_may_send_at_once, 0),
-    LISTED(all_to_all_with_random_sizes, 0),
-    LISTED(who_waits_for_a_rank_that_does_not_connect_may_give_up, 0),
-};
-
-#define COMM_LIST_COUNT (sizeof(comm_list) / sizeof(comm_list[0]))
 
 #endif

@@ -93,13 +93,12 @@ is_another_generation(void)
 
 TEST(a_child_is_of_another_generation_and_the_parent_counts_forks)
 {
-    CHECK_STATUS(smp_fork_init(), SMP_OK);
-    CHECK_STATUS(smp_fork_init(), SMP_OK);
+    CHECK_OK(smp_fork_init());
+    CHECK_OK(smp_fork_init());
     generation = smp_fork_generation();
     epoch = smp_fork_epoch();
     CHECK(let_go(fork_child(is_another_generation)) == 0);
     CHECK(smp_fork_generation() == generation && smp_fork_epoch() == epoch + 1);
-    return 0;
 }
 
 static int kept[4]; /* descriptors; the child is to have the last one alone */
@@ -119,16 +118,16 @@ TEST(a_child_closes_the_descriptors_that_are_not_forgotten)
 {
     static const int forgotten[] = {3, 0, 2, 1};
 
-    CHECK_STATUS(smp_fork_init(), SMP_OK);
+    CHECK_OK(smp_fork_init());
     for (int i = 0; i < 4; i++) {
         kept[i] = dup(STDERR_FILENO);
         CHECK(kept[i] >= 0);
     }
     /* The one that is forgotten stands between others. */
-    CHECK_STATUS(smp_fork_close_in_child(kept[0]), SMP_OK);
-    CHECK_STATUS(smp_fork_close_in_child(kept[3]), SMP_OK);
-    CHECK_STATUS(smp_fork_close_in_child(kept[1]), SMP_OK);
-    CHECK_STATUS(smp_fork_close_in_child(kept[2]), SMP_OK);
+    CHECK_OK(smp_fork_close_in_child(kept[0]));
+    CHECK_OK(smp_fork_close_in_child(kept[3]));
+    CHECK_OK(smp_fork_close_in_child(kept[1]));
+    CHECK_OK(smp_fork_close_in_child(kept[2]));
     smp_fork_forget_fd(kept[3]);
     CHECK(let_go(fork_child(has_only_what_was_forgotten)) == 0);
     for (int i = 0; i < 4; i++) {
@@ -140,7 +139,6 @@ TEST(a_child_closes_the_descriptors_that_are_not_forgotten)
     for (int i = 0; i < 4; i++) {
         close(kept[i]);
     }
-    return 0;
 }
 
 static int given; /* how often something was given back */
@@ -167,9 +165,9 @@ TEST(what_a_child_sees_is_given_back_when_it_has_ended)
     living   first;
     living   second;
 
-    CHECK_STATUS(smp_fork_init(), SMP_OK);
+    CHECK_OK(smp_fork_init());
     CHECK(!smp_fork_sweep());
-    CHECK_STATUS(smp_fork_close_in_child(fd), SMP_OK);
+    CHECK_OK(smp_fork_close_in_child(fd));
     old = smp_fork_epoch();
     CHECK(!smp_fork_defer(old, count_one, &given) && given == 0); /* nobody sees it */
     first = fork_child(NULL);
@@ -190,7 +188,6 @@ TEST(what_a_child_sees_is_given_back_when_it_has_ended)
     CHECK(open_descriptors() == descriptors - 2); /* the first's pipes are gone */
     smp_fork_forget_fd(fd);
     close(fd);
-    return 0;
 }
 
 TEST(without_descriptors_of_the_cores_no_child_is_watched)
@@ -198,13 +195,12 @@ TEST(without_descriptors_of_the_cores_no_child_is_watched)
     uint32_t old;
     living   child;
 
-    CHECK_STATUS(smp_fork_init(), SMP_OK);
+    CHECK_OK(smp_fork_init());
     old = smp_fork_epoch();
     given = 0;
     child = fork_child(NULL);
     CHECK(!smp_fork_defer(old, count_one, &given));
     CHECK(let_go(child) == 0 && given == 0);
-    return 0;
 }
 
 /* Nobody can tell when such a child ends.  Comes last: it is so for ever. */
@@ -217,8 +213,8 @@ TEST(without_a_pipe_what_a_child_saw_is_kept)
     pid_t         pid;
     int           status;
 
-    CHECK_STATUS(smp_fork_init(), SMP_OK);
-    CHECK_STATUS(smp_fork_close_in_child(fd), SMP_OK);
+    CHECK_OK(smp_fork_init());
+    CHECK_OK(smp_fork_close_in_child(fd));
     old = smp_fork_epoch();
     given = 0;
     CHECK(getrlimit(RLIMIT_NOFILE, &most) == 0);
@@ -236,7 +232,6 @@ TEST(without_a_pipe_what_a_child_saw_is_kept)
     CHECK(smp_fork_sweep() && given == 0);
     smp_fork_forget_fd(fd);
     close(fd);
-    return 0;
 }
 
 /* ------------------------------------------------------------------------- clocks */
@@ -254,7 +249,6 @@ TEST(a_deadline_that_is_negative_or_beyond_time_never_comes)
     CHECK(smp_clock_deadline(SMP_NEVER) == SMP_NEVER);
     CHECK(smp_clock_deadline(SMP_NEVER - 1) == SMP_NEVER);
     CHECK(parts.tv_sec == 3 && parts.tv_nsec == 7);
-    return 0;
 }
 
 static bool
@@ -270,14 +264,13 @@ TEST(a_wait_ends_at_its_time_or_when_its_thread_gives_up)
     smp_deadline at = {1000, NULL, NULL};
     smp_deadline gives_up = {1000, says_so, asked};
 
-    CHECK_STATUS(smp_deadline_left(&at, 999), SMP_OK);
+    CHECK_OK(smp_deadline_left(&at, 999));
     CHECK_STATUS(smp_deadline_left(&at, 1000), SMP_ERR_TIMED_OUT);
-    CHECK_STATUS(smp_deadline_left(&gives_up, 999), SMP_OK);
+    CHECK_OK(smp_deadline_left(&gives_up, 999));
     asked[0] = 1;
     CHECK_STATUS(smp_deadline_left(&gives_up, 999), SMP_ERR_INTERRUPTED);
     CHECK_STATUS(smp_deadline_left(&gives_up, 1000), SMP_ERR_TIMED_OUT);
     CHECK(asked[1] == 2);
-    return 0;
 }
 
 TEST(who_sleeps_looks_when_it_is_time_to)
@@ -290,7 +283,6 @@ TEST(who_sleeps_looks_when_it_is_time_to)
     CHECK(smp_deadline_ms(&gives_up, SMP_NEVER) == 21);
     CHECK(smp_deadline_ms(&never, over.at_ns) == 1);
     CHECK(smp_deadline_ms(&over, SMP_NEVER) == 1);
-    return 0;
 }
 
 TEST(half_of_a_deadline_is_half_of_what_is_left)
@@ -305,7 +297,6 @@ TEST(half_of_a_deadline_is_half_of_what_is_left)
     CHECK(half.at_ns <= smp_clock_ns() + (at.at_ns - smp_clock_ns()) / 2 + 1);
     CHECK(half.gives_up == says_so && half.arg == asked);
     CHECK(smp_deadline_half(&never).at_ns == SMP_NEVER);
-    return 0;
 }
 
 /* ------------------------------------------------------------------------ numbers */
@@ -343,7 +334,6 @@ TEST(every_half_has_its_value_and_comes_back)
             CHECK(back == h);
         }
     }
-    return 0;
 }
 
 TEST(what_lies_between_halves_goes_to_the_nearest_and_to_the_even_one)
@@ -363,7 +353,6 @@ TEST(what_lies_between_halves_goes_to_the_nearest_and_to_the_even_one)
     }
     CHECK(smp_f32_to_f16(INFINITY) == 0x7c00u && smp_f32_to_f16(1e30f) == 0x7c00u);
     CHECK(smp_f32_to_f16(smp_f32_of_bits(0xff800001u)) == 0xfe00u); /* NaN stays one */
-    return 0;
 }
 
 TEST(bfloat16_is_the_upper_half_rounded_to_nearest_even)
@@ -384,7 +373,6 @@ TEST(bfloat16_is_the_upper_half_rounded_to_nearest_even)
         CHECK(smp_f32_to_bf16(smp_f32_of_bits(bits | 0x8000u)) == (h & 1u ? up : h));
         CHECK(smp_f32_to_bf16(smp_f32_of_bits(bits | 0x8001u)) == up);
     }
-    return 0;
 }
 
 static int
@@ -410,7 +398,6 @@ TEST(numbers_that_follow_from_two_others_are_positive_and_differ)
     for (int i = 1; i < SIDE * SIDE; i++) {
         CHECK(made[i] != made[i - 1]);
     }
-    return 0;
 }
 
 TEST(a_pattern_is_known_and_every_other_byte_is_noticed)
@@ -434,7 +421,6 @@ TEST(a_pattern_is_known_and_every_other_byte_is_noticed)
     }
     memcpy(moved, bytes + 8, 16);
     CHECK(!smp_pattern_is(moved, 16, 7));
-    return 0;
 }
 
 /* ------------------------------------------------------------------------ threads */
@@ -463,8 +449,7 @@ TEST(signals_are_not_for_threads_of_the_core)
     int            named;
 
     CHECK(pthread_barrier_init(&seen.looked, NULL, 2) == 0);
-    CHECK_STATUS(smp_thread_start(&thread, "smp-of-a-test", look_around, &seen),
-                 SMP_OK);
+    CHECK_OK(smp_thread_start(&thread, "smp-of-a-test", look_around, &seen));
     named = pthread_getname_np(thread, name, sizeof(name));
     pthread_barrier_wait(&seen.looked);
     CHECK(pthread_join(thread, NULL) == 0);
@@ -473,29 +458,6 @@ TEST(signals_are_not_for_threads_of_the_core)
     CHECK(sigismember(&seen.blocked, SIGINT) && sigismember(&seen.blocked, SIGTERM));
     pthread_sigmask(SIG_SETMASK, NULL, &mine);
     CHECK(!sigismember(&mine, SIGINT) && !sigismember(&mine, SIGTERM));
-    return 0;
 }
 
-int
-main(int argc, char **argv)
-{
-    static const smp_test tests[] = {
-        LISTED_TEST(a_child_is_of_another_generation_and_the_parent_counts_forks),
-        LISTED_TEST(a_child_closes_the_descriptors_that_are_not_forgotten),
-        LISTED_TEST(what_a_child_sees_is_given_back_when_it_has_ended),
-        LISTED_TEST(without_descriptors_of_the_cores_no_child_is_watched),
-        LISTED_TEST(without_a_pipe_what_a_child_saw_is_kept),
-        LISTED_TEST(a_deadline_that_is_negative_or_beyond_time_never_comes),
-        LISTED_TEST(a_wait_ends_at_its_time_or_when_its_thread_gives_up),
-        LISTED_TEST(who_sleeps_looks_when_it_is_time_to),
-        LISTED_TEST(half_of_a_deadline_is_half_of_what_is_left),
-        LISTED_TEST(every_half_has_its_value_and_comes_back),
-        LISTED_TEST(what_lies_between_halves_goes_to_the_nearest_and_to_the_even_one),
-        LISTED_TEST(bfloat16_is_the_upper_half_rounded_to_nearest_even),
-        LISTED_TEST(numbers_that_follow_from_two_others_are_positive_and_differ),
-        LISTED_TEST(a_pattern_is_known_and_every_other_byte_is_noticed),
-        LISTED_TEST(signals_are_not_for_threads_of_the_core),
-    };
-
-    return run_tests(tests, sizeof(tests) / sizeof(tests[0]), argc, argv);
-}
+RUN_TESTS

@@ -11,7 +11,8 @@
 #include "traffic.h"
 
 /* Everybody talks to everybody, with blocks of all kinds; then rank 1 is gone. */
-TEST_RANK(a_killed_peer_is_named_to_all_others)
+TEST_RANK(a_killed_peer_is_named_to_all_others, .processes = "3", .times = 40,
+          .pool_bytes = 1 << 20, .forks = true)
 {
     static const size_t sizes[] = {100, 10000, 3 << 20};
     pthread_t           killer;
@@ -49,7 +50,6 @@ TEST_RANK(a_killed_peer_is_named_to_all_others)
             }
         }
     }
-    return 0;
 }
 
 /* Lives until the others have seen that its parent is gone. */
@@ -63,7 +63,7 @@ child_main(world *w)
     _exit(0);
 }
 
-static inline int
+static inline void
 await_loss_of_rank_1(world *w)
 {
     smp_message *message;
@@ -73,10 +73,10 @@ await_loss_of_rank_1(world *w)
     CHECK(smp_comm_lost(w->comm) == 1);
     CHECK_STATUS(smp_comm_send(w->comm, 1, "x", 1, NULL, 0), SMP_ERR_PEER_LOST);
     atomic_store(&w->shared->scratch[0], 1);
-    return 0;
 }
 
-TEST_RANK(a_killed_peer_is_noticed_although_its_child_lives)
+TEST_RANK(a_killed_peer_is_noticed_although_its_child_lives, .processes = "2",
+          .forks = true)
 {
     w->barrier(w);
     if (w->rank == 1) {
@@ -85,7 +85,7 @@ TEST_RANK(a_killed_peer_is_noticed_although_its_child_lives)
         }
         kill(getpid(), SIGKILL);
     }
-    return await_loss_of_rank_1(w);
+    await_loss_of_rank_1(w);
 }
 
 static inline int
@@ -104,7 +104,7 @@ open_fds(void)
 /* Rank 1 is dead when the others connect: whoever shares its memory is told at once,
  * others when it has not come by half of their time, in which they have met one
  * another.  Nothing of it is left, nor of whom they have met. */
-TEST_RANK(a_rank_that_dies_before_it_connects_is_named)
+TEST_RANK(a_rank_that_dies_before_it_connects_is_named, .processes = "3", .forks = true)
 {
     bool       is_shm = strcmp(w->transports, "shm") == 0;
     int64_t    patience_ms = is_shm ? 60000 : WORLD_SANITIZED ? 20000 : 4000;
@@ -117,7 +117,7 @@ TEST_RANK(a_rank_that_dies_before_it_connects_is_named)
     world_end  end;
     smp_status status;
 
-    CHECK_STATUS(world_prepare(w, "with one dead", &end), SMP_OK);
+    CHECK_OK(world_prepare(w, "with one dead", &end));
     own = open_fds() - before;
     if (is_shm) {
         w->barrier(w);
@@ -146,10 +146,9 @@ TEST_RANK(a_rank_that_dies_before_it_connects_is_named)
         CHECK(!world_socket_file(&end, r == 0 ? 1 : w->rank, path) ||
               access(path, F_OK) != 0);
     }
-    return 0;
 }
 
-TEST_RANK(a_forked_child_can_do_nothing_and_breaks_nothing)
+TEST_RANK(a_forked_child_can_do_nothing_and_breaks_nothing, .processes = "2")
 {
     static const size_t sizes[] = {5000};
     smp_message        *message;
@@ -158,9 +157,9 @@ TEST_RANK(a_forked_child_can_do_nothing_and_breaks_nothing)
     int                 fds;
     int                 how;
 
-    CHECK_STATUS(send_filled(w, other(w, 0), 4, 10, sizes, 1), SMP_OK);
-    CHECK_STATUS(smp_comm_receive(w->comm, WORLD_DEADLINE_NS, &message), SMP_OK);
-    CHECK_STATUS(smp_comm_block(w->comm, other(w, 0), 5000, &unsent), SMP_OK);
+    CHECK_OK(send_filled(w, other(w, 0), 4, 10, sizes, 1));
+    CHECK_OK(smp_comm_receive(w->comm, WORLD_DEADLINE_NS, &message));
+    CHECK_OK(smp_comm_block(w->comm, other(w, 0), 5000, &unsent));
     memset(smp_block_data(unsent), 7, 5000);
     fds = open_fds();
     pid = fork();
@@ -182,22 +181,21 @@ TEST_RANK(a_forked_child_can_do_nothing_and_breaks_nothing)
     CHECK(waitpid(pid, &how, 0) == pid && WIFEXITED(how) && WEXITSTATUS(how) == 0);
     w->barrier(w);
     for (uint64_t i = 0; i < 8; i++) { /* would lie where the child's copies lay */
-        CHECK_STATUS(send_filled(w, other(w, 0), 50 + i, 10, sizes, 1), SMP_OK);
+        CHECK_OK(send_filled(w, other(w, 0), 50 + i, 10, sizes, 1));
     }
     w->barrier(w);
     CHECK(message_filled(message, 4, 10, sizes, 1));
     smp_message_free(message);
-    CHECK_STATUS(smp_comm_send(w->comm, other(w, 0), "y", 1, &unsent, 1), SMP_OK);
+    CHECK_OK(smp_comm_send(w->comm, other(w, 0), "y", 1, &unsent, 1));
     for (uint64_t i = 0; i < 8; i++) {
-        CHECK_STATUS(smp_comm_receive(w->comm, WORLD_DEADLINE_NS, &message), SMP_OK);
+        CHECK_OK(smp_comm_receive(w->comm, WORLD_DEADLINE_NS, &message));
         CHECK(message_filled(message, 50 + i, 10, sizes, 1));
         smp_message_free(message);
     }
-    CHECK_STATUS(smp_comm_receive(w->comm, WORLD_DEADLINE_NS, &message), SMP_OK);
+    CHECK_OK(smp_comm_receive(w->comm, WORLD_DEADLINE_NS, &message));
     CHECK(((uint8_t *)smp_block_data(message->blocks[0]))[4999] == 7);
     smp_message_free(message);
     w->barrier(w);
-    return 0;
 }
 
 #endif

@@ -18,11 +18,10 @@ begin(int pp_size, int pipelines, bool in_sequence)
     return status;
 }
 
-static int
+static void
 end(void)
 {
     smp_detection_destroy(detection);
-    return 0;
 }
 
 static void
@@ -49,7 +48,7 @@ judge(uint64_t sent, uint64_t received)
 
 TEST(two_rounds_without_a_message_under_way_are_a_deadlock)
 {
-    CHECK_STATUS(begin(3, 1, false), SMP_OK);
+    CHECK_OK(begin(3, 1, false));
     for (int round = 0; round < 2; round++) {
         ask();
         answer(1, 2, 4);
@@ -62,12 +61,12 @@ TEST(two_rounds_without_a_message_under_way_are_a_deadlock)
     }
     CHECK(smp_detection_answers(detection)[0].sent == 7);
     CHECK(smp_detection_answers(detection)[2].sent == 3);
-    return end();
+    end();
 }
 
 TEST(a_message_under_way_is_no_deadlock)
 {
-    CHECK_STATUS(begin(2, 1, false), SMP_OK);
+    CHECK_OK(begin(2, 1, false));
     ask();
     answer(1, 0, 0);
     CHECK(judge(1, 0) == SMP_DETECTION_UNKNOWN);
@@ -75,14 +74,14 @@ TEST(a_message_under_way_is_no_deadlock)
     ask();
     answer(1, 0, 1);
     CHECK(judge(1, 0) == SMP_DETECTION_AGAIN); /* that was the first such round */
-    return end();
+    end();
 }
 
 /* Rank 0 sent a message after its answer and before that of rank 1, who had one for
  * rank 0 then: the sums are alike, and neither waits. */
 TEST(what_was_done_between_two_rounds_is_no_deadlock)
 {
-    CHECK_STATUS(begin(2, 1, false), SMP_OK);
+    CHECK_OK(begin(2, 1, false));
     ask();
     answer(1, 0, 1);
     CHECK(judge(1, 0) == SMP_DETECTION_AGAIN);
@@ -92,13 +91,13 @@ TEST(what_was_done_between_two_rounds_is_no_deadlock)
     ask();
     answer(1, 1, 2);
     CHECK(judge(2, 1) == SMP_DETECTION_DEADLOCK);
-    return end();
+    end();
 }
 
 /* What came in between has been answered: the two rounds do not follow one another. */
 TEST(a_rank_that_was_idle_in_between_begins_with_the_first_round)
 {
-    CHECK_STATUS(begin(2, 1, false), SMP_OK);
+    CHECK_OK(begin(2, 1, false));
     ask();
     answer(1, 0, 1);
     CHECK(judge(1, 0) == SMP_DETECTION_AGAIN);
@@ -106,14 +105,14 @@ TEST(a_rank_that_was_idle_in_between_begins_with_the_first_round)
     ask();
     answer(1, 0, 1);
     CHECK(judge(1, 0) == SMP_DETECTION_AGAIN);
-    return end();
+    end();
 }
 
 TEST(an_answer_of_another_round_or_step_does_not_count)
 {
     const smp_still still = {.sent = 0};
 
-    CHECK_STATUS(begin(2, 1, false), SMP_OK);
+    CHECK_OK(begin(2, 1, false));
     ask();
     ask();
     smp_detection_hear(detection, 1, round_now - 1, &still);
@@ -128,7 +127,7 @@ TEST(an_answer_of_another_round_or_step_does_not_count)
     ask();
     answer(1, 0, 0);
     CHECK(judge(0, 0) == SMP_DETECTION_AGAIN); /* not the second such round */
-    return end();
+    end();
 }
 
 /* Two pipelines of one rank each: rank 0 issued `left` collectives and rank 1 `right`,
@@ -146,15 +145,15 @@ judge_issued(uint64_t left, uint64_t right)
 
 TEST(a_collective_that_all_have_issued_is_under_way_until_it_is_over)
 {
-    CHECK_STATUS(begin(1, 2, false), SMP_OK);
+    CHECK_OK(begin(1, 2, false));
     CHECK(judge_issued(1, 1) == SMP_DETECTION_UNKNOWN);
     CHECK(judge_issued(0, 1) == SMP_DETECTION_AGAIN); /* it waits for rank 0 */
     CHECK(judge_issued(0, 1) == SMP_DETECTION_DEADLOCK);
     (void)end();
 
-    CHECK_STATUS(begin(1, 2, true), SMP_OK); /* rank 0 is yet to issue it */
+    CHECK_OK(begin(1, 2, true)); /* rank 0 is yet to issue it */
     CHECK(judge_issued(0, 1) == SMP_DETECTION_UNKNOWN);
-    return end();
+    end();
 }
 
 /* When it asks, looking every NS from `from` on, where the nth time is 1 << n. */
@@ -173,7 +172,7 @@ TEST(pauses_double_until_someone_answers)
 {
     const unsigned doubling = 1u << 0 | 1u << 1 | 1u << 4 | 1u << 11;
 
-    CHECK_STATUS(begin(2, 1, false), SMP_OK);
+    CHECK_OK(begin(2, 1, false));
     CHECK(times_asked(NS, 16) == doubling);
     ask();
     answer(1, 0, 0);
@@ -183,21 +182,7 @@ TEST(pauses_double_until_someone_answers)
     for (int i = 0; i < 100; i++) {         /* but not for ever */
         CHECK(smp_detection_idle(detection, 1000 * NS + i * 19 * SMP_NS_PER_S));
     }
-    return end();
+    end();
 }
 
-static const smp_test tests[] = {
-    LISTED_TEST(two_rounds_without_a_message_under_way_are_a_deadlock),
-    LISTED_TEST(a_message_under_way_is_no_deadlock),
-    LISTED_TEST(what_was_done_between_two_rounds_is_no_deadlock),
-    LISTED_TEST(a_rank_that_was_idle_in_between_begins_with_the_first_round),
-    LISTED_TEST(an_answer_of_another_round_or_step_does_not_count),
-    LISTED_TEST(a_collective_that_all_have_issued_is_under_way_until_it_is_over),
-    LISTED_TEST(pauses_double_until_someone_answers),
-};
-
-int
-main(int argc, char **argv)
-{
-    return run_tests(tests, sizeof(tests) / sizeof(tests[0]), argc, argv);
-}
+RUN_TESTS

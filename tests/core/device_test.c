@@ -30,7 +30,7 @@ typedef struct {
 
 /* x is written, sent and written again, all on the user's stream.  A tensor that the
  * port does not take is announced without its bytes. */
-static int
+static void
 send_x(world *w, user *u, int dest, uint64_t seed, size_t bytes, bool *taken)
 {
     letter     l = {seed, bytes, 0};
@@ -43,20 +43,17 @@ send_x(world *w, user *u, int dest, uint64_t seed, size_t bytes, bool *taken)
     if (taken != NULL) {
         *taken = block != NULL;
     }
-    CHECK_STATUS(
-        smp_comm_send(w->comm, dest, &l, sizeof(l), &block, block == NULL ? 0 : 1),
-        SMP_OK);
-    return 0;
+    CHECK_OK(
+        smp_comm_send(w->comm, dest, &l, sizeof(l), &block, block == NULL ? 0 : 1));
 }
 
-static int
+static void
 receive(world *w, smp_message **message, letter *l)
 {
-    CHECK_STATUS(smp_comm_receive(w->comm, WORLD_DEADLINE_NS, message), SMP_OK);
+    CHECK_OK(smp_comm_receive(w->comm, WORLD_DEADLINE_NS, message));
     CHECK((*message)->nbytes == sizeof(*l));
     memcpy(l, (*message)->bytes, sizeof(*l));
     CHECK((*message)->nblocks == l->on_device);
-    return 0;
 }
 
 /* The bytes of a message go to y, which is in use before and after; they are looked at
@@ -82,35 +79,33 @@ read_y(user *u, smp_message *message, const letter *l, char why[SMP_DRIVER_TEXT]
     return status;
 }
 
-static int
+static void
 receive_y(world *w, user *u)
 {
     char         why[SMP_DRIVER_TEXT];
     smp_message *message;
     letter       l;
 
-    CHECK(receive(w, &message, &l) == 0);
-    CHECK_STATUS(read_y(u, message, &l, why), SMP_OK);
-    return 0;
+    receive(w, &message, &l);
+    CHECK_OK(read_y(u, message, &l, why));
 }
 
 /* Both ranks have opened each other's pools after three tensors. */
-static int
+static void
 shake_hands(world *w, user *u)
 {
     if (w->rank == 0) {
-        CHECK(send_x(w, u, 1, 1, 100, NULL) == 0);
-        CHECK(receive_y(w, u) == 0);
-        CHECK(send_x(w, u, 1, 2, 100, NULL) == 0);
+        send_x(w, u, 1, 1, 100, NULL);
+        receive_y(w, u);
+        send_x(w, u, 1, 2, 100, NULL);
     } else {
-        CHECK(receive_y(w, u) == 0);
-        CHECK(send_x(w, u, 0, 3, 100, NULL) == 0);
-        CHECK(receive_y(w, u) == 0);
+        receive_y(w, u);
+        send_x(w, u, 0, 3, 100, NULL);
+        receive_y(w, u);
     }
-    return 0;
 }
 
-static int
+static void
 expect_empty(user *u)
 {
     int64_t        until = smp_clock_ns() + WORLD_DEADLINE_NS;
@@ -122,7 +117,6 @@ expect_empty(user *u)
         smp_device_sweep(u->port);
         smp_device_measure(u->port, &use);
     } while (use.in_use != 0);
-    return 0;
 }
 
 /* ----------------------------------------------------------------------- a pool */
@@ -155,7 +149,7 @@ reader_of_pool(const smp_neighbour *its, pid_t pid)
 }
 
 /* Memory and the event of its pattern, until no reader has it. */
-TEST_RANK(a_pool_is_kept_while_a_reader_may_touch_it)
+TEST_RANK(a_pool_is_kept_while_a_reader_may_touch_it, .processes = "2")
 {
     char             why[SMP_DRIVER_TEXT];
     bool             fault;
@@ -167,7 +161,7 @@ TEST_RANK(a_pool_is_kept_while_a_reader_may_touch_it)
     int              before;
     pid_t            dead = 0;
 
-    CHECK(begin(w, &u) == 0);
+    begin(w, &u);
     CHECK(smp_comm_neighbour(w->comm, 1, &its));
     card = its.segment->device;
     before = u.stand_in->alive();
@@ -212,66 +206,64 @@ TEST_RANK(a_pool_is_kept_while_a_reader_may_touch_it)
         CHECK(u.stand_in->alive() > before);
     }
     w->barrier(w);
-    return end(&u);
+    end(&u);
 }
 
 /* ---------------------------------------------------------------------- tests */
 
 /* Another thread of each rank captures a graph while the pools are made and opened, and
  * while tensors go back and forth. */
-TEST_RANK(a_capture_in_another_thread_stays_whole)
+TEST_RANK(a_capture_in_another_thread_stays_whole, .processes = "2")
 {
     int  mode = 0;
     bool taken;
     user u;
 
-    CHECK(begin(w, &u) == 0);
+    begin(w, &u);
     u.stand_in->begin_capture(NULL);
-    CHECK(shake_hands(w, &u) == 0);
+    shake_hands(w, &u);
     for (uint64_t i = 0; i < 20; i++) {
-        CHECK(send_x(w, &u, 1 - w->rank, i, 5000, NULL) == 0);
-        CHECK(receive_y(w, &u) == 0);
+        send_x(w, &u, 1 - w->rank, i, 5000, NULL);
+        receive_y(w, &u);
         smp_device_sweep(u.port);
     }
     CHECK(u.stand_in->end_capture());
     u.stand_in->begin_capture(u.stream); /* its copy would be made later, or never */
-    CHECK(send_x(w, &u, 1 - w->rank, 20, 5000, &taken) == 0);
+    send_x(w, &u, 1 - w->rank, 20, 5000, &taken);
     CHECK(!taken);
-    CHECK(receive_y(w, &u) == 0);
+    receive_y(w, &u);
     CHECK(u.stand_in->end_capture());
     CHECK(u.driver->capture_exchange(&mode) == 0 && mode == 0); /* as it was before */
-    CHECK(end(&u) == 0);
+    end(&u);
     CHECK(u.right != 0);
     w->barrier(w);
-    return 0;
 }
 
-TEST_RANK(a_tensor_is_what_it_was_when_it_was_sent)
+TEST_RANK(a_tensor_is_what_it_was_when_it_was_sent, .processes = "2", .threads = "3")
 {
     uint64_t       random = (uint64_t)w->rank + 5;
     smp_device_use use;
     user           u;
 
-    CHECK(begin(w, &u) == 0);
+    begin(w, &u);
     for (int i = 0; i < ROUNDS; i++) {
         size_t bytes = 1 + next_random(&random) % LARGEST;
 
         for (int other = 0; other < w->size; other++) {
             if (other != w->rank) {
-                CHECK(send_x(w, &u, other, (uint64_t)(i * 8 + w->rank), bytes, NULL) ==
-                      0);
+                send_x(w, &u, other, (uint64_t)(i * 8 + w->rank), bytes, NULL);
             }
         }
         for (int other = 0; other < w->size - 1; other++) {
-            CHECK(receive_y(w, &u) == 0);
+            receive_y(w, &u);
         }
         if (i % 4 == 0) { /* or the thread is far ahead, and the pool full */
-            CHECK(settle(&u) == 0);
+            settle(&u);
         }
     }
-    CHECK(settle(&u) == 0);
+    settle(&u);
     smp_device_measure(u.port, &use);
-    CHECK(strcmp(use.why, "") == 0);
+    CHECK_TEXT(use.why, "");
     CHECK(use.tensors + use.fallbacks == (uint64_t)(ROUNDS * (w->size - 1)));
     CHECK(use.tensors >= ROUNDS / 2);
     CHECK(use.high <= use.size && use.size == POOL && use.bytes > use.high);
@@ -280,37 +272,37 @@ TEST_RANK(a_tensor_is_what_it_was_when_it_was_sent)
     w->barrier(w); /* all have given back what they had */
     smp_device_measure(u.port, &use);
     CHECK(use.in_use == 0);
-    return end(&u);
+    end(&u);
 }
 
 /* The receiver has the message, and has told its stream what to do with it, before the
  * sender's device has done anything. */
-TEST_RANK(a_message_does_not_wait_for_the_device)
+TEST_RANK(a_message_does_not_wait_for_the_device, .processes = "2")
 {
     user u;
 
-    CHECK(begin(w, &u) == 0);
-    CHECK(shake_hands(w, &u) == 0);
-    CHECK(settle(&u) == 0);
+    begin(w, &u);
+    shake_hands(w, &u);
+    settle(&u);
     w->barrier(w);
     if (w->rank == 0) {
         u.stand_in->hold(true);
-        CHECK(send_x(w, &u, 1, 77, 5000, NULL) == 0);
+        send_x(w, &u, 1, 77, 5000, NULL);
         w->barrier(w);
         u.stand_in->hold(false);
     } else {
         u.right = 0;
-        CHECK(receive_y(w, &u) == 0);
+        receive_y(w, &u);
         CHECK(u.driver->stream_query(u.stream) == SMP_DRIVER_NOT_READY);
         CHECK(u.right == 0);
         w->barrier(w);
-        CHECK(settle(&u) == 0);
+        settle(&u);
         CHECK(u.right == 1);
     }
-    return end(&u);
+    end(&u);
 }
 
-TEST_RANK(a_full_pool_is_counted_and_empties_again)
+TEST_RANK(a_full_pool_is_counted_and_empties_again, .processes = "2", .threads = "2")
 {
     smp_message   *messages[8];
     letter         l;
@@ -320,14 +312,14 @@ TEST_RANK(a_full_pool_is_counted_and_empties_again)
     user           u;
     bool           taken;
 
-    CHECK(begin(w, &u) == 0);
-    CHECK(shake_hands(w, &u) == 0);
+    begin(w, &u);
+    shake_hands(w, &u);
     if (w->rank == 0) {
         w->barrier(w); /* rank 1 has read the last tensor */
-        CHECK(expect_empty(&u) == 0);
+        expect_empty(&u);
         smp_device_measure(u.port, &before);
         for (int i = 0; i < 8; i++) { /* 5 of 200,000 bytes fit into 1 MiB */
-            CHECK(send_x(w, &u, 1, (uint64_t)i, LARGEST, &taken) == 0);
+            send_x(w, &u, 1, (uint64_t)i, LARGEST, &taken);
             CHECK(taken == (i < 5));
         }
         smp_device_measure(u.port, &use);
@@ -335,33 +327,33 @@ TEST_RANK(a_full_pool_is_counted_and_empties_again)
         CHECK(use.tensors == before.tensors + 5);
         CHECK(use.in_use > POOL - LARGEST && use.high >= use.in_use);
         w->barrier(w);
-        CHECK(expect_empty(&u) == 0);
-        CHECK(send_x(w, &u, 1, 9, LARGEST, &taken) == 0);
+        expect_empty(&u);
+        send_x(w, &u, 1, 9, LARGEST, &taken);
         CHECK(taken);
     } else {
-        CHECK(settle(&u) == 0);
+        settle(&u);
         smp_device_sweep(u.port);
         w->barrier(w);
         for (int i = 0; i < 8; i++) {
-            CHECK(receive(w, &messages[i], &l) == 0);
+            receive(w, &messages[i], &l);
         }
         for (int i = 0; i < 8; i++) {
             memcpy(&l, messages[i]->bytes, sizeof(l));
             if (i % 2 == 0) {
-                CHECK_STATUS(read_y(&u, messages[i], &l, why), SMP_OK);
+                CHECK_OK(read_y(&u, messages[i], &l, why));
             } else { /* as after a step that failed: nobody reads it */
                 smp_message_free(messages[i]);
             }
         }
-        CHECK(settle(&u) == 0);
+        settle(&u);
         smp_device_sweep(u.port);
         w->barrier(w);
-        CHECK(receive_y(w, &u) == 0);
+        receive_y(w, &u);
     }
-    return end(&u);
+    end(&u);
 }
 
-TEST_RANK(what_a_dead_rank_had_comes_back)
+TEST_RANK(what_a_dead_rank_had_comes_back, .processes = "3")
 {
     smp_device_use use;
     smp_message   *message;
@@ -370,19 +362,19 @@ TEST_RANK(what_a_dead_rank_had_comes_back)
     smp_block     *packed;
     bool           taken;
 
-    CHECK(begin(w, &u) == 0);
+    begin(w, &u);
     if (w->rank == 0) {
         for (int r = 1; r < 3; r++) { /* two tensors: they have opened the pool */
-            CHECK(send_x(w, &u, r, 1, 100, NULL) == 0);
-            CHECK(receive_y(w, &u) == 0);
+            send_x(w, &u, r, 1, 100, NULL);
+            receive_y(w, &u);
         }
         for (int i = 0; i < 4; i++) {
-            CHECK(send_x(w, &u, 1, 1, LARGEST, &taken) == 0);
+            send_x(w, &u, 1, 1, LARGEST, &taken);
             CHECK(taken);
         }
         packed = smp_device_put(u.port, 1, 0, u.x, LARGEST, u.stream);
         CHECK(packed != NULL);
-        CHECK(send_x(w, &u, 2, 1, LARGEST, &taken) == 0);
+        send_x(w, &u, 2, 1, LARGEST, &taken);
         CHECK(!taken);
         CHECK(kill(w->shared->pids[1], SIGKILL) == 0);
         CHECK_STATUS(smp_comm_receive(w->comm, WORLD_DEADLINE_NS, &message),
@@ -393,31 +385,32 @@ TEST_RANK(what_a_dead_rank_had_comes_back)
                 CHECK_STATUS(smp_comm_send(w->comm, 1, &l, sizeof(l), &packed, 1),
                              SMP_ERR_PEER_LOST);
             }
-            CHECK(send_x(w, &u, 2, 1, LARGEST, &taken) == 0);
+            send_x(w, &u, 2, 1, LARGEST, &taken);
             CHECK(taken == (i != 4));
         }
         smp_device_measure(u.port, &use);
         CHECK(use.in_use < POOL);
         atomic_store(&w->shared->scratch[0], 1);
-        return end(&u);
+        end(&u);
+        return;
     }
-    CHECK(receive_y(w, &u) == 0);
-    CHECK(send_x(w, &u, 0, 1, 100, NULL) == 0);
+    receive_y(w, &u);
+    send_x(w, &u, 0, 1, 100, NULL);
     while (w->rank == 1) {
-        CHECK(receive(w, &message, &l) == 0); /* and keeps it */
+        receive(w, &message, &l); /* and keeps it */
     }
     while (atomic_load(&w->shared->scratch[0]) == 0) {
         sched_yield();
     }
-    return end(&u);
+    end(&u);
 }
 
-TEST_RANK(a_pool_that_nobody_can_open_has_no_memory)
+TEST_RANK(a_pool_that_nobody_can_open_has_no_memory, .processes = "3")
 {
     smp_device_use use;
     user           u;
 
-    CHECK(begin(w, &u) == 0);
+    begin(w, &u);
     if (w->rank != 0) {
         u.stand_in->fail("cuIpcOpenMemHandle_v2", 1, 2);
     }
@@ -426,10 +419,10 @@ TEST_RANK(a_pool_that_nobody_can_open_has_no_memory)
             int before = u.stand_in->alive();
 
             if (w->rank == 0) {
-                CHECK(send_x(w, &u, other, 1, 100, NULL) == 0);
+                send_x(w, &u, other, 1, 100, NULL);
                 CHECK((u.stand_in->alive() < before) == (i == 1 && other == 1));
             } else if (w->rank == other) {
-                CHECK(receive_y(w, &u) == 0);
+                receive_y(w, &u);
             }
         }
         w->barrier(w);
@@ -437,48 +430,48 @@ TEST_RANK(a_pool_that_nobody_can_open_has_no_memory)
     smp_device_measure(u.port, &use);
     if (w->rank == 0) {
         CHECK(use.size == 0 && use.tensors == 0 && use.fallbacks == 8);
-        CHECK(strcmp(use.why, USELESS) == 0);
+        CHECK_TEXT(use.why, USELESS);
     }
-    return end(&u);
+    end(&u);
 }
 
-TEST_RANK(another_device_of_the_rank_is_not_served)
+TEST_RANK(another_device_of_the_rank_is_not_served, .processes = "2")
 {
     smp_device_use before;
     smp_device_use use;
     user           u;
 
-    CHECK(begin(w, &u) == 0);
+    begin(w, &u);
     CHECK(smp_device_number(u.port) == -1);
     watch_exports(&u);
-    CHECK(shake_hands(w, &u) == 0);
+    shake_hands(w, &u);
     CHECK(shown_bytes > POOL && shown_bytes % SMP_DRIVER_BLOCK == 0); /* ours alone */
     CHECK(smp_device_number(u.port) == 0);
     smp_device_measure(u.port, &before);
     CHECK(smp_device_put(u.port, 1 - w->rank, 1, u.x, 100, u.stream) == NULL);
     smp_device_measure(u.port, &use);
     CHECK(use.fallbacks == before.fallbacks + 1);
-    CHECK(strcmp(use.why, "") == 0);
+    CHECK_TEXT(use.why, "");
     w->barrier(w);
-    return end(&u);
+    end(&u);
 }
 
-TEST_RANK(a_rank_of_another_host_is_not_served)
+TEST_RANK(a_rank_of_another_host_is_not_served, .processes = "2", .hosts = "ab")
 {
     smp_device_use use;
     user           u;
 
-    CHECK(begin(w, &u) == 0);
+    begin(w, &u);
     for (int i = 0; i < 3; i++) {
-        CHECK(send_x(w, &u, 1 - w->rank, 1, 100, NULL) == 0);
-        CHECK(receive_y(w, &u) == 0);
+        send_x(w, &u, 1 - w->rank, 1, 100, NULL);
+        receive_y(w, &u);
     }
     smp_device_measure(u.port, &use);
     CHECK(use.tensors == 0 && use.fallbacks == 0 && use.size == 0);
-    return end(&u);
+    end(&u);
 }
 
-TEST_RANK(without_a_driver_the_report_says_why)
+TEST_RANK(without_a_driver_the_report_says_why, .processes = "")
 {
     const char    *wanted = getenv("SMP_TEST_WHY");
     uint64_t       memory[4] = {0};
@@ -490,13 +483,12 @@ TEST_RANK(without_a_driver_the_report_says_why)
                              NULL) == NULL);
     }
     smp_device_measure(smp_comm_device(w->comm), &use);
-    CHECK(strstr(use.why, wanted) != NULL);
+    CHECK_HAS(use.why, wanted);
     CHECK(use.fallbacks == 3 && use.size == 0);
     w->barrier(w);
-    return 0;
 }
 
-TEST_RANK(a_pool_of_no_bytes_is_no_pool)
+TEST_RANK(a_pool_of_no_bytes_is_no_pool, .processes = "2", .no_device_pool = true)
 {
     smp_device_use use;
 
@@ -505,12 +497,11 @@ TEST_RANK(a_pool_of_no_bytes_is_no_pool)
     smp_device_measure(smp_comm_device(w->comm), &use);
     CHECK(use.fallbacks == 0 && strcmp(use.why, "") == 0);
     w->barrier(w);
-    return 0;
 }
 
 /* Whatever fails: what arrives is right, nobody waits for ever, and a get() that cannot
  * be done says why. */
-TEST_RANK(every_failure_is_survived)
+TEST_RANK(every_failure_is_survived, .processes = "")
 {
     char           why[SMP_DRIVER_TEXT] = "";
     smp_message   *message;
@@ -520,16 +511,16 @@ TEST_RANK(every_failure_is_survived)
     user           u;
     int            lost = 0;
 
-    CHECK(begin(w, &u) == 0);
+    begin(w, &u);
     if (w->rank == unlucky_rank) {
         u.stand_in->fail(NULL, unlucky_call, 2);
     }
     for (int i = 0; i < 6; i++) {
         for (int turn = 0; turn < 2; turn++) {
             if (turn == w->rank) {
-                CHECK(send_x(w, &u, 1 - w->rank, (uint64_t)i, 30000, NULL) == 0);
+                send_x(w, &u, 1 - w->rank, (uint64_t)i, 30000, NULL);
             } else {
-                CHECK(receive(w, &message, &l) == 0);
+                receive(w, &message, &l);
                 status = read_y(&u, message, &l, why);
                 CHECK(status == SMP_OK || status == SMP_ERR_SYSTEM);
                 CHECK(status == SMP_OK ||
@@ -549,14 +540,14 @@ TEST_RANK(every_failure_is_survived)
               strstr(use.why, "a trial failed on rank ") == use.why);
     }
     w->barrier(w);
-    return end(&u);
+    end(&u);
 }
 
 /* ----------------------------------------------------- a path not to be relied on */
 
 /* All tell all others something, and hear it, whichever way it goes; *taken: how many
  * went by the pool. */
-static int
+static void
 tell_all(world *w, user *u, uint64_t seed, int *taken)
 {
     *taken = 0;
@@ -568,62 +559,59 @@ tell_all(world *w, user *u, uint64_t seed, int *taken)
                 continue;
             }
             if (w->rank == from) {
-                CHECK(send_x(w, u, other, seed, 5000, &by_pool) == 0);
+                send_x(w, u, other, seed, 5000, &by_pool);
                 *taken += by_pool;
             } else if (w->rank == other) {
-                CHECK(receive_y(w, u) == 0);
+                receive_y(w, u);
             }
         }
     }
-    CHECK(settle(u) == 0);
-    return 0;
+    settle(u);
 }
 
 /* Of this rank; *all counts those of all ranks. */
-static int
+static void
 count_warnings(world *w, const char *of, uint64_t *all)
 {
     char text[SMP_WARNING_BYTES];
 
     if (smp_warning_take(text)) {
-        CHECK(strstr(text, of) != NULL);
-        CHECK(strstr(text, "go through host memory") != NULL);
+        CHECK_HAS(text, of);
+        CHECK_HAS(text, "go through host memory");
         atomic_fetch_add(&w->shared->scratch[1], 1);
     }
     CHECK(!smp_warning_take(text));
     w->barrier(w);
     *all = (uint64_t)atomic_load(&w->shared->scratch[1]);
-    return 0;
 }
 
 /* Rank 1's copies change bytes: nobody of the host uses a pool, and one has warned. */
-TEST_RANK(other_bytes_turn_the_pools_off)
+TEST_RANK(other_bytes_turn_the_pools_off, .processes = "3")
 {
     smp_device_use use;
     uint64_t       warnings;
     user           u;
     int            taken;
 
-    CHECK(begin(w, &u) == 0);
+    begin(w, &u);
     u.stand_in->misbehave(w->rank == 1 ? STAND_IN_SPOILS_BYTES : STAND_IN_IS_SOUND);
     for (uint64_t i = 0; i < 4; i++) {
-        CHECK(tell_all(w, &u, i, &taken) == 0);
+        tell_all(w, &u, i, &taken);
         CHECK(taken == 0 || w->rank != 1);
     }
     u.stand_in->misbehave(STAND_IN_IS_SOUND);
-    CHECK(tell_all(w, &u, 4, &taken) == 0); /* off for good */
+    tell_all(w, &u, 4, &taken); /* off for good */
     CHECK(taken == 0);
     smp_device_measure(u.port, &use);
-    CHECK(strstr(use.why, w->rank == 1 ? "other bytes than" : "a trial failed on") !=
-          NULL);
-    CHECK(count_warnings(w, "to rank 1 was tried and cannot", &warnings) == 0);
+    CHECK_HAS(use.why, w->rank == 1 ? "other bytes than" : "a trial failed on");
+    count_warnings(w, "to rank 1 was tried and cannot", &warnings);
     CHECK(warnings == 1);
     w->barrier(w);
-    return end(&u);
+    end(&u);
 }
 
 /* The first copy that rank 1 makes is that of rank 0's pattern. */
-TEST_RANK(an_error_turns_the_pools_off)
+TEST_RANK(an_error_turns_the_pools_off, .processes = "2")
 {
     smp_neighbour  its;
     smp_device_use use;
@@ -631,59 +619,58 @@ TEST_RANK(an_error_turns_the_pools_off)
     user           u;
     int            taken;
 
-    CHECK(begin(w, &u) == 0);
+    begin(w, &u);
     if (w->rank == 1) {
         u.stand_in->fail("cuMemcpyDtoDAsync_v2", 1, 2);
     }
     for (uint64_t i = 0; i < 3; i++) {
-        CHECK(tell_all(w, &u, i, &taken) == 0);
+        tell_all(w, &u, i, &taken);
         CHECK(taken == 0);
     }
     smp_device_measure(u.port, &use);
-    CHECK(strstr(use.why, w->rank == 1 ? "cuMemcpyDtoDAsync: CUDA_ERROR_OUT_OF_MEMORY"
-                                       : "a trial failed on rank 1") != NULL);
-    CHECK(count_warnings(w, "cuMemcpyDtoDAsync: CUDA_ERROR", &warnings) == 0);
+    CHECK_HAS(use.why, w->rank == 1 ? "cuMemcpyDtoDAsync: CUDA_ERROR_OUT_OF_MEMORY"
+                                    : "a trial failed on rank 1");
+    count_warnings(w, "cuMemcpyDtoDAsync: CUDA_ERROR", &warnings);
     CHECK(warnings == 1);
     CHECK(smp_comm_neighbour(w->comm, 1, &its)); /* which still has the memory */
     CHECK(atomic_load(&its.segment->device->pools[0]) == SMP_READER_OPENING);
     w->barrier(w);
-    return end(&u);
+    end(&u);
 }
 
 /* Rank 0's pattern is never there. */
-TEST_RANK(a_trial_without_an_end_turns_the_pools_off)
+TEST_RANK(a_trial_without_an_end_turns_the_pools_off, .processes = "2")
 {
     smp_device_use use;
     uint64_t       warnings;
     user           u;
     int            taken;
 
-    CHECK(begin(w, &u) == 0);
+    begin(w, &u);
     if (w->rank == 0) {
         u.stand_in->misbehave(STAND_IN_LATE_EVENTS);
-        CHECK(send_x(w, &u, 1, 1, 5000, NULL) == 0);
+        send_x(w, &u, 1, 1, 5000, NULL);
     } else {
         hurries = true;
-        CHECK(receive_y(w, &u) == 0);
+        receive_y(w, &u);
         hurries = false;
     }
     w->barrier(w);
     u.stand_in->misbehave(STAND_IN_IS_SOUND);
     for (uint64_t i = 0; i < 2; i++) {
-        CHECK(tell_all(w, &u, i, &taken) == 0);
+        tell_all(w, &u, i, &taken);
         CHECK(taken == 0);
     }
     smp_device_measure(u.port, &use);
-    CHECK(strstr(use.why, w->rank == 1 ? "did not end" : "a trial failed on rank 1") !=
-          NULL);
-    CHECK(count_warnings(w, "did not end", &warnings) == 0);
+    CHECK_HAS(use.why, w->rank == 1 ? "did not end" : "a trial failed on rank 1");
+    count_warnings(w, "did not end", &warnings);
     CHECK(warnings == 1);
     w->barrier(w);
-    return end(&u);
+    end(&u);
 }
 
 /* Rank 0's pattern is there only after rank 1 has begun to look. */
-TEST_RANK(a_trial_waits_for_a_device_that_is_late)
+TEST_RANK(a_trial_waits_for_a_device_that_is_late, .processes = "2")
 {
     smp_neighbour  its;
     smp_device_use use;
@@ -691,43 +678,43 @@ TEST_RANK(a_trial_waits_for_a_device_that_is_late)
     user           u;
     bool           taken;
 
-    CHECK(begin(w, &u) == 0);
+    begin(w, &u);
     if (w->rank == 0) {
         CHECK(smp_comm_neighbour(w->comm, 1, &its));
         u.stand_in->misbehave(STAND_IN_LATE_EVENTS);
-        CHECK(send_x(w, &u, 1, 1, 5000, NULL) == 0);
+        send_x(w, &u, 1, 1, 5000, NULL);
         while (atomic_load(&its.segment->device->pools[0]) == SMP_READER_NONE) {
             sched_yield();
         }
         u.stand_in->misbehave(STAND_IN_IS_SOUND);
         w->barrier(w);
-        CHECK(send_x(w, &u, 1, 2, 5000, &taken) == 0);
+        send_x(w, &u, 1, 2, 5000, &taken);
         CHECK(taken);
     } else {
-        CHECK(receive_y(w, &u) == 0);
+        receive_y(w, &u);
         w->barrier(w);
-        CHECK(receive_y(w, &u) == 0);
+        receive_y(w, &u);
     }
     smp_device_measure(u.port, &use);
-    CHECK(strcmp(use.why, "") == 0);
-    CHECK(count_warnings(w, "", &warnings) == 0);
+    CHECK_TEXT(use.why, "");
+    count_warnings(w, "", &warnings);
     CHECK(warnings == 0);
     w->barrier(w);
-    return end(&u);
+    end(&u);
 }
 
 /* --------------------------------------------------------------- one process */
 
 /* A comm ends while another one has its pool open: the pool ends with the last of both.
  */
-TEST_RANK(a_pool_outlives_its_comm_while_it_is_open)
+TEST_RANK(a_pool_outlives_its_comm_while_it_is_open, .threads = "2")
 {
     user u;
 
-    CHECK(begin(w, &u) == 0);
-    CHECK(shake_hands(w, &u) == 0);
-    CHECK(settle(&u) == 0);
-    CHECK(end(&u) == 0);
+    begin(w, &u);
+    shake_hands(w, &u);
+    settle(&u);
+    end(&u);
     w->barrier(w);
     if (w->rank == 0) {
         smp_comm_destroy(w->comm);
@@ -735,134 +722,37 @@ TEST_RANK(a_pool_outlives_its_comm_while_it_is_open)
         CHECK(alive() > 0);
     }
     w->barrier(w);
-    return 0;
 }
 
 /* ----------------------------------------------------------------------- main */
 
-static int
-run(const char *name, int (*rank)(world *), int size, size_t pool, const char *hosts,
-    bool threads)
-{
-    const world_test test = {
-        .name = name, .rank = rank, .device_pool_bytes = pool, .hosts = hosts};
-    const char *transports = hosts == NULL ? "shm" : "shm,tcp";
-
-    return threads ? world_run_threads(&test, transports, size)
-                   : world_run_processes(&test, transports, size);
-}
-
-#define PROCESSES(name, size)                                                          \
-    TEST(name##_processes)                                                             \
-    {                                                                                  \
-        return run(#name, name, size, POOL, NULL, false);                              \
-    }
-
-#define THREADS(name, size)                                                            \
-    TEST(name##_threads)                                                               \
-    {                                                                                  \
-        CHECK(run(#name, name, size, POOL, NULL, true) == 0);                          \
-        CHECK(alive() == 0);                                                           \
-        return 0;                                                                      \
-    }
-
-PROCESSES(a_tensor_is_what_it_was_when_it_was_sent, 2)
-PROCESSES(a_capture_in_another_thread_stays_whole, 2)
-PROCESSES(a_message_does_not_wait_for_the_device, 2)
-PROCESSES(a_full_pool_is_counted_and_empties_again, 2)
-PROCESSES(a_pool_is_kept_while_a_reader_may_touch_it, 2)
-PROCESSES(what_a_dead_rank_had_comes_back, 3)
-PROCESSES(a_pool_that_nobody_can_open_has_no_memory, 3)
-PROCESSES(another_device_of_the_rank_is_not_served, 2)
-PROCESSES(other_bytes_turn_the_pools_off, 3)
-PROCESSES(an_error_turns_the_pools_off, 2)
-PROCESSES(a_trial_without_an_end_turns_the_pools_off, 2)
-PROCESSES(a_trial_waits_for_a_device_that_is_late, 2)
-THREADS(a_tensor_is_what_it_was_when_it_was_sent, 3)
-THREADS(a_full_pool_is_counted_and_empties_again, 2)
-THREADS(a_pool_outlives_its_comm_while_it_is_open, 2)
-
-TEST(ranks_of_other_hosts)
-{
-    return run("a_rank_of_another_host_is_not_served",
-               a_rank_of_another_host_is_not_served, 2, POOL, "ab", false);
-}
-
-TEST(no_pool)
-{
-    return run("a_pool_of_no_bytes_is_no_pool", a_pool_of_no_bytes_is_no_pool, 2, 0,
-               NULL, false);
-}
+static const world_plan plan = {
+    .transports = "shm,tcp", .device_pool_bytes = POOL, .after = none_alive};
 
 /* What stands in for the driver, and what the report then says. */
-TEST(no_driver)
+TEST(without_a_driver_all_goes_as_bytes)
 {
     static const char *const cases[][2] = {
         {"/nowhere/libcuda.so", "there is no /nowhere/libcuda.so"},
         {"libc.so.6", "libc.so.6 has no cuInit"},
     };
-    int failed = 0;
 
     for (size_t i = 0; i < 2; i++) {
         setenv("SMP_CUDA_LIBRARY", cases[i][0], 1);
         setenv("SMP_TEST_WHY", cases[i][1], 1);
-        failed |= run("without_a_driver_the_report_says_why",
-                      without_a_driver_the_report_says_why, 2, POOL, NULL, false);
+        world_run(&world_without_a_driver_the_report_says_why, &plan, 2, NULL, false);
     }
     setenv("SMP_CUDA_LIBRARY", library, 1);
-    return failed;
 }
 
-static int
-fail_once(void)
+TEST(no_failure_is_fatal)
 {
-    return run("every_failure_is_survived", every_failure_is_survived, 2, POOL, NULL,
-               false);
-}
-
-TEST(failures)
-{
-    return fail_each_call(fail_once, 30, MOST_CALLS);
+    fail_each_call(&world_every_failure_is_survived, &plan, 30, MOST_CALLS);
 }
 
 int
 main(int argc, char **argv)
 {
-    /* Those in which this process has threads come last: the others fork. */
-    static const smp_test tests[] = {
-        {"a_tensor_is_what_it_was_when_it_was_sent",
-         a_tensor_is_what_it_was_when_it_was_sent_processes},
-        {"a_capture_in_another_thread_stays_whole",
-         a_capture_in_another_thread_stays_whole_processes},
-        {"a_message_does_not_wait_for_the_device",
-         a_message_does_not_wait_for_the_device_processes},
-        {"a_full_pool_is_counted_and_empties_again",
-         a_full_pool_is_counted_and_empties_again_processes},
-        {"a_pool_is_kept_while_a_reader_may_touch_it",
-         a_pool_is_kept_while_a_reader_may_touch_it_processes},
-        {"what_a_dead_rank_had_comes_back", what_a_dead_rank_had_comes_back_processes},
-        {"a_pool_that_nobody_can_open_has_no_memory",
-         a_pool_that_nobody_can_open_has_no_memory_processes},
-        {"another_device_of_the_rank_is_not_served",
-         another_device_of_the_rank_is_not_served_processes},
-        {"other_bytes_turn_the_pools_off", other_bytes_turn_the_pools_off_processes},
-        {"an_error_turns_the_pools_off", an_error_turns_the_pools_off_processes},
-        {"a_trial_without_an_end_turns_the_pools_off",
-         a_trial_without_an_end_turns_the_pools_off_processes},
-        {"a_trial_waits_for_a_device_that_is_late",
-         a_trial_waits_for_a_device_that_is_late_processes},
-        {"a_rank_of_another_host_is_not_served", ranks_of_other_hosts},
-        {"a_pool_of_no_bytes_is_no_pool", no_pool},
-        {"without_a_driver_the_report_says_why", no_driver},
-        {"every_failure_is_survived", failures},
-        {"a_tensor_is_what_it_was_when_it_was_sent_in_threads",
-         a_tensor_is_what_it_was_when_it_was_sent_threads},
-        {"a_full_pool_is_counted_and_empties_again_in_threads",
-         a_full_pool_is_counted_and_empties_again_threads},
-        {"a_pool_outlives_its_comm_while_it_is_open_in_threads",
-         a_pool_outlives_its_comm_while_it_is_open_threads},
-    };
-
     find_library();
-    return run_tests(tests, sizeof(tests) / sizeof(tests[0]), argc, argv);
+    return run_worlds(argc, argv, &plan);
 }

@@ -61,7 +61,7 @@ __wrap_smp_trial_read(const smp_driver *driver, uint64_t at, size_t bytes,
 }
 
 /* Memory, a stream and the context for this rank's thread, on device 0. */
-static inline int
+static inline void
 begin(world *w, user *u)
 {
     char  why[SMP_DRIVER_TEXT];
@@ -82,10 +82,9 @@ begin(world *w, user *u)
     CHECK(u->driver->stream_create(&u->stream, SMP_DRIVER_STREAM_ALONE) == 0);
     CHECK(u->driver->alloc(&u->x, USER_BYTES) == 0 &&
           u->driver->alloc(&u->y, USER_BYTES) == 0);
-    return 0;
 }
 
-static inline int
+static inline void
 settle(user *u)
 {
     int64_t until = smp_clock_ns() + WORLD_DEADLINE_NS;
@@ -94,23 +93,21 @@ settle(user *u)
         CHECK(smp_clock_ns() < until);
         sched_yield();
     }
-    return 0;
 }
 
-static inline int
+static inline void
 end(user *u)
 {
     void *before;
     int   device;
 
-    CHECK(settle(u) == 0);
+    settle(u);
     CHECK(u->wrong == 0);
     CHECK(u->driver->stream_destroy(u->stream) == 0);
     CHECK(u->driver->free(u->x) == 0 && u->driver->free(u->y) == 0);
     CHECK(u->driver->context_pop(&before) == 0);
     CHECK(u->driver->device_get(&device, 0) == 0);
     CHECK(u->driver->context_release(device) == 0);
-    return 0;
 }
 
 /* ------------------------------------------------------------------- kernels */
@@ -166,6 +163,13 @@ alive(void)
     return n;
 }
 
+static inline void
+none_alive(void *unused)
+{
+    (void)unused;
+    CHECK(alive() == 0);
+}
+
 /* ------------------------------------------------------------------ what is shown */
 
 /* Of the allocation that was last exported, in this process. */
@@ -216,10 +220,10 @@ static _Atomic bool *unlucky;
  * are repetitions, and fewer than `least` are too few to be all.  A sanitizer tries a
  * sample, others in the one rank than in the other; the thread sanitizer, which sees no
  * more in ranks that are processes, a smaller one. */
-static inline int
-fail_each_call(int (*run_once)(void), int least, int most)
+static inline void
+fail_each_call(const world_test *test, const world_plan *plan, int least, int most)
 {
-    int step = !WORLD_SANITIZED ? 1 : world_learns(false, true) ? 4 : 8;
+    int step = !WORLD_SANITIZED ? 1 : WORLD_SANITIZER_OF_THREADS ? 8 : 4;
 
     unlucky = mmap(NULL, sizeof(*unlucky), PROT_READ | PROT_WRITE,
                    MAP_SHARED | MAP_ANONYMOUS, -1, 0);
@@ -228,12 +232,11 @@ fail_each_call(int (*run_once)(void), int least, int most)
         unlucky_call = unlucky_rank * step / 2;
         do {
             unlucky_call += step;
-            CHECK(run_once() == 0);
+            CHECK(!world_fails(test, plan, 2, NULL, false));
         } while (atomic_load(unlucky) && unlucky_call < most);
         CHECK(unlucky_call > least);
     }
     munmap(unlucky, sizeof(*unlucky));
-    return 0;
 }
 
 #endif

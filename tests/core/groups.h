@@ -12,6 +12,11 @@
 #include "traffic.h"
 #include "world.h"
 
+/* Two hosts, whose ranks are neighbours in the tree of sums or are not; one rank on
+ * each; hosts of several sizes. */
+#define ON_ALL_LAYOUTS .layouts = {"ab", "aba", "aabb", "abab", "abbc", "cbbac"}
+#define ON_TWO_HOSTS .layouts = {"ab", "aba"}
+
 static inline smp_status
 make_group(world *w, const int *ranks, int size, uint64_t id, bool only_slots,
            smp_group **out)
@@ -44,7 +49,7 @@ make_world_group(world *w, uint64_t id, bool only_slots, smp_group **out)
 static const size_t counts[] = {0, 1, 3, 1000, 2048, 4097, 16384, 16385, 33000, 70001};
 enum { COUNTS = sizeof(counts) / sizeof(counts[0]) };
 
-static inline int
+static inline void
 all_operations(world *w, smp_group *group, smp_dtype dtype, size_t count, uint64_t seed)
 {
     for (smp_operation o = SMP_BARRIER; o < SMP_OPERATIONS; o++) {
@@ -54,22 +59,21 @@ all_operations(world *w, smp_group *group, smp_dtype dtype, size_t count, uint64
             if (!reference_make(&r, group, o, dtype, count, uneven != 0, seed)) {
                 continue;
             }
-            CHECK_STATUS(smp_group_run(group, &r.call), SMP_OK);
+            CHECK_OK(smp_group_run(group, &r.call));
             if (!reference_right(&r)) {
                 fprintf(stderr, "rank %d: %s of %zu %s, uneven %d, reduction %s\n",
                         w->rank, smp_operation_name(o), count, smp_dtype_name(dtype),
                         uneven, smp_reduction_name(r.call.reduction));
-                return 1;
+                check_fail();
             }
             reference_free(&r);
             seed += 17;
         }
     }
-    return 0;
 }
 
 /* Every member of a group draws the same calls. */
-static inline int
+static inline void
 random_calls(world *w, smp_group **groups, int ngroups, int count, uint64_t seed)
 {
     for (int i = 0; i < count; i++) {
@@ -83,19 +87,18 @@ random_calls(world *w, smp_group **groups, int ngroups, int count, uint64_t seed
         reference_call r;
 
         if (reference_make(&r, group, o, dtype, elements, uneven, content)) {
-            CHECK_STATUS(smp_group_run(group, &r.call), SMP_OK);
+            CHECK_OK(smp_group_run(group, &r.call));
             if (!reference_right(&r)) {
                 fprintf(stderr, "rank %d: call %d: %s of %zu %s\n", w->rank, i,
                         smp_operation_name(o), elements, smp_dtype_name(dtype));
-                return 1;
+                check_fail();
             }
             reference_free(&r);
         }
     }
-    return 0;
 }
 
-static inline int
+static inline void
 refuse(world *w, smp_group *group, const smp_call *call, const char *one,
        const char *other)
 {
@@ -105,9 +108,8 @@ refuse(world *w, smp_group *group, const smp_call *call, const char *one,
     CHECK_STATUS(smp_group_run(group, call), SMP_ERR_MISMATCH);
     if (strstr(error, one) == NULL || strstr(error, other) == NULL) {
         fprintf(stderr, "'%s' lacks '%s' or '%s'\n", error, one, other);
-        return 1;
+        check_fail();
     }
-    return 0;
 }
 
 static inline int
@@ -120,40 +122,41 @@ says(const smp_group *group, const char *what)
     return 1;
 }
 
-TEST_RANK(nobody_leaves_a_barrier_before_all_have_come)
+TEST_RANK(nobody_leaves_a_barrier_before_all_have_come, .processes = "12345",
+          .threads = "123", ON_TWO_HOSTS)
 {
     enum { COUNT = 300 };
     smp_call   barrier = {.operation = SMP_BARRIER};
     smp_group *group;
 
-    CHECK_STATUS(make_world_group(w, 7, false, &group), SMP_OK);
+    CHECK_OK(make_world_group(w, 7, false, &group));
     for (int i = 1; i <= COUNT; i++) {
         atomic_store(&w->shared->scratch[w->rank], i);
-        CHECK_STATUS(smp_group_run(group, &barrier), SMP_OK);
+        CHECK_OK(smp_group_run(group, &barrier));
         for (int r = 0; r < w->size; r++) {
             CHECK(atomic_load(&w->shared->scratch[r]) >= i);
         }
     }
     CHECK(smp_group_sequence(group) == COUNT);
     smp_group_destroy(group);
-    return 0;
 }
 
-TEST_RANK(any_sequence_of_calls_on_several_groups_is_right)
+TEST_RANK(any_sequence_of_calls_on_several_groups_is_right, .processes = "12345",
+          .threads = "123", ON_ALL_LAYOUTS)
 {
     smp_group *groups[3];
 
     for (int i = 0; i < 3; i++) {
-        CHECK_STATUS(make_world_group(w, 20 + (uint64_t)i, i == 1, &groups[i]), SMP_OK);
+        CHECK_OK(make_world_group(w, 20 + (uint64_t)i, i == 1, &groups[i]));
     }
-    CHECK(random_calls(w, groups, 3, 300, 4711) == 0);
+    random_calls(w, groups, 3, 300, 4711);
     for (int i = 0; i < 3; i++) {
         smp_group_destroy(groups[i]);
     }
-    return 0;
 }
 
-TEST_RANK(a_part_of_the_ranks_in_any_order_is_a_group)
+TEST_RANK(a_part_of_the_ranks_in_any_order_is_a_group, .processes = "12345",
+          .threads = "123", ON_ALL_LAYOUTS, .sample = "aabb")
 {
     int        ranks[WORLD_RANKS];
     int        n = 0;
@@ -163,95 +166,92 @@ TEST_RANK(a_part_of_the_ranks_in_any_order_is_a_group)
     for (int r = w->size; r-- > 0;) {
         ranks[n++] = r;
     }
-    CHECK_STATUS(make_group(w, ranks, n, 1, false, &world), SMP_OK);
+    CHECK_OK(make_group(w, ranks, n, 1, false, &world));
     CHECK(smp_group_member(world) == w->size - 1 - w->rank);
     n = 0;
     for (int r = w->rank % 2; r < w->size; r += 2) {
         ranks[n++] = r;
     }
-    CHECK_STATUS(make_group(w, ranks, n, 2 + (uint64_t)(w->rank % 2), false, &mine),
-                 SMP_OK);
+    CHECK_OK(make_group(w, ranks, n, 2 + (uint64_t)(w->rank % 2), false, &mine));
     CHECK(smp_group_size(mine) == n);
     for (uint64_t i = 0; i < 10; i++) {
-        CHECK(random_calls(w, &mine, 1, 10, 100 + i + (uint64_t)(w->rank % 2)) == 0);
-        CHECK(random_calls(w, &world, 1, 10, 200 + i) == 0);
+        random_calls(w, &mine, 1, 10, 100 + i + (uint64_t)(w->rank % 2));
+        random_calls(w, &world, 1, 10, 200 + i);
     }
     smp_group_destroy(mine);
     smp_group_destroy(world);
-    return 0;
 }
 
 /* More groups than a rank can be in at once, one after the other, with one id: no
  * member takes another's last group for the next one. */
-TEST_RANK(groups_come_and_go)
+TEST_RANK(groups_come_and_go, .processes = "3", .threads = "3", ON_TWO_HOSTS)
 {
     for (uint64_t i = 0; i < SMP_CONTROL_BLOCKS + 10; i++) {
         smp_group *group;
 
-        CHECK_STATUS(make_world_group(w, 5, i % 2 == 0, &group), SMP_OK);
-        CHECK(random_calls(w, &group, 1, 3, i) == 0);
+        CHECK_OK(make_world_group(w, 5, i % 2 == 0, &group));
+        random_calls(w, &group, 1, 3, i);
         smp_group_destroy(group);
     }
-    return 0;
 }
 
 /* Nobody waits in C: all is done by calls that return at once. */
-TEST_RANK(an_operation_can_be_moved_on_from_outside)
+TEST_RANK(an_operation_can_be_moved_on_from_outside, .processes = "23", .threads = "23",
+          ON_TWO_HOSTS)
 {
     smp_group *group;
 
-    CHECK_STATUS(make_world_group(w, 3, w->size % 2 == 0, &group), SMP_OK);
+    CHECK_OK(make_world_group(w, 3, w->size % 2 == 0, &group));
     for (smp_operation o = 0; o < SMP_OPERATIONS; o++) {
         reference_call r;
         bool           over = false;
 
         CHECK(reference_make(&r, group, o, SMP_BF16, 200000, false, 77));
-        CHECK_STATUS(smp_group_start(group, &r.call), SMP_OK);
+        CHECK_OK(smp_group_start(group, &r.call));
         while (!over) {
-            CHECK_STATUS(smp_group_wait(group, 0, &over), SMP_OK);
+            CHECK_OK(smp_group_wait(group, 0, &over));
             sched_yield();
         }
         CHECK(reference_right(&r));
         reference_free(&r);
     }
     smp_group_destroy(group);
-    return 0;
 }
 
 /* Waiting may be cut into pieces. */
-TEST_RANK(a_wait_that_ends_early_is_no_error)
+TEST_RANK(a_wait_that_ends_early_is_no_error, .processes = "123", .threads = "123",
+          ON_TWO_HOSTS)
 {
     smp_call   barrier = {.operation = SMP_BARRIER};
     bool       over = false;
     smp_group *group;
 
-    CHECK_STATUS(make_world_group(w, 3, false, &group), SMP_OK);
+    CHECK_OK(make_world_group(w, 3, false, &group));
     if (w->rank == 0 && w->size > 1) {
-        CHECK_STATUS(smp_group_start(group, &barrier), SMP_OK);
-        CHECK_STATUS(smp_group_wait(group, smp_clock_ns(), &over), SMP_OK);
-        CHECK_STATUS(smp_group_wait(group, smp_clock_ns() + 1000000, &over), SMP_OK);
+        CHECK_OK(smp_group_start(group, &barrier));
+        CHECK_OK(smp_group_wait(group, smp_clock_ns(), &over));
+        CHECK_OK(smp_group_wait(group, smp_clock_ns() + 1000000, &over));
         CHECK(!over);
         CHECK(smp_group_waited_ns(group) > 0);
         w->barrier(w);
         while (!over) {
-            CHECK_STATUS(smp_group_wait(group, smp_clock_ns() + 1000000, &over),
-                         SMP_OK);
+            CHECK_OK(smp_group_wait(group, smp_clock_ns() + 1000000, &over));
         }
     } else {
         w->barrier(w); /* rank 0 has found out that nobody else comes */
-        CHECK_STATUS(smp_group_run(group, &barrier), SMP_OK);
+        CHECK_OK(smp_group_run(group, &barrier));
     }
     /* The time of the next one is its own. */
-    CHECK_STATUS(smp_group_start(group, &barrier), SMP_OK);
+    CHECK_OK(smp_group_start(group, &barrier));
     CHECK(smp_group_waited_ns(group) == 0);
-    CHECK_STATUS(smp_group_wait(group, SMP_NEVER, &over), SMP_OK);
+    CHECK_OK(smp_group_wait(group, SMP_NEVER, &over));
     CHECK(over && smp_group_waited_ns(group) == 0);
     smp_group_destroy(group);
-    return 0;
 }
 
 /* The last rank calls something else; all are told both sides, and go on. */
-TEST_RANK(different_calls_are_an_error_on_all)
+TEST_RANK(different_calls_are_an_error_on_all, .processes = "234", .threads = "23",
+          ON_TWO_HOSTS, .sample = "aba")
 {
     enum { LARGE = 1 << 18 };
     static float   large[LARGE];
@@ -270,101 +270,100 @@ TEST_RANK(different_calls_are_an_error_on_all)
     smp_group     *group;
 
     if (w->size == 1) {
-        return 0;
+        return;
     }
-    CHECK_STATUS(make_world_group(w, 3, false, &group), SMP_OK);
+    CHECK_OK(make_world_group(w, 3, false, &group));
     snprintf(odd_rank, sizeof(odd_rank), "rank %d calls", w->size - 1);
     call = usual;
     call.operation = odd ? SMP_ALL_GATHER : SMP_ALL_REDUCE;
-    CHECK(refuse(w, group, &call, "rank 0 calls all-reduce 1 (sum) of 8 float32",
-                 "calls all-gather 1 of 8 float32") == 0);
+    refuse(w, group, &call, "rank 0 calls all-reduce 1 (sum) of 8 float32",
+           "calls all-gather 1 of 8 float32");
     call = usual;
     call.count = odd ? 7 : 8;
-    CHECK(refuse(w, group, &call, "of 8 float32", "of 7 float32") == 0);
+    refuse(w, group, &call, "of 8 float32", "of 7 float32");
     call.count = odd ? 0 : 8;
-    CHECK(refuse(w, group, &call, odd_rank, "of 0 float32") == 0);
+    refuse(w, group, &call, odd_rank, "of 0 float32");
     call.count = odd ? LARGE : 8; /* large ones go another way */
     call.in = odd ? large : in;
     call.out = odd ? large : out;
-    CHECK(refuse(w, group, &call, odd_rank, "of 8 float32") == 0);
+    refuse(w, group, &call, odd_rank, "of 8 float32");
     call = usual;
     call.dtype = odd ? SMP_I32 : SMP_F32;
-    CHECK(refuse(w, group, &call, "float32", "int32") == 0);
+    refuse(w, group, &call, "float32", "int32");
     call = usual;
     call.operation = SMP_BROADCAST; /* what the core moves as bytes, or as two reals */
     call.dtype = SMP_U8;
     call.kind = odd ? 0 : smp_kind_of(0, 16, 1);
-    CHECK(refuse(w, group, &call, "of 4 int16", "of 8 uint8") == 0);
+    refuse(w, group, &call, "of 4 int16", "of 8 uint8");
     call.kind = smp_kind_of(odd ? 11 : 13, 8, 1);
-    CHECK(refuse(w, group, &call, "of 8 float8_e5m2fnuz", "of 8 float8_e4m3fnuz") == 0);
+    refuse(w, group, &call, "of 8 float8_e5m2fnuz", "of 8 float8_e4m3fnuz");
     call = usual;
     call.kind = odd ? 0 : smp_kind_of(5, 64, 1);
-    CHECK(refuse(w, group, &call, "(sum) of 4 complex64", "(sum) of 8 float32") == 0);
+    refuse(w, group, &call, "(sum) of 4 complex64", "(sum) of 8 float32");
     call = usual;
     call.reduction = odd ? SMP_MAX : SMP_SUM;
-    CHECK(refuse(w, group, &call, "(sum)", "(max)") == 0);
+    refuse(w, group, &call, "(sum)", "(max)");
     call = usual;
     call.operation = SMP_BROADCAST;
     call.root = odd ? 1 : 0;
-    CHECK(refuse(w, group, &call, "with root 0", "with root 1") == 0);
+    refuse(w, group, &call, "with root 0", "with root 1");
     call = usual;
     call.operation = odd ? SMP_BARRIER : SMP_ALL_REDUCE;
-    CHECK(refuse(w, group, &call, odd_rank, "calls barrier") == 0);
+    refuse(w, group, &call, odd_rank, "calls barrier");
     call = usual;
     call.operation = SMP_ALL_GATHER;
     call.counts = odd ? others : splits;
-    CHECK(refuse(w, group, &call, "split size 0 is 1 on rank 0", "and 2 on rank") == 0);
+    refuse(w, group, &call, "split size 0 is 1 on rank 0", "and 2 on rank");
     call.counts = splits;
     call.kind = smp_kind_of(odd ? 5 : 4, 64, 1);
-    CHECK(refuse(w, group, &call, "of bfloat64 with", "of complex64 with") == 0);
+    refuse(w, group, &call, "of bfloat64 with", "of complex64 with");
     call.kind = 0;
     call.counts = odd ? NULL : splits;
-    CHECK(refuse(w, group, &call, "with split sizes", "of 8 float32") == 0);
+    refuse(w, group, &call, "with split sizes", "of 8 float32");
     call.assumed = odd ? 2 : 1; /* which counts before all that differs */
-    CHECK(refuse(w, group, &call, SMP_SIZES_UNLIKE, SMP_SIZES_UNLIKE) == 0);
+    refuse(w, group, &call, SMP_SIZES_UNLIKE, SMP_SIZES_UNLIKE);
     call.assumed = odd ? 0 : 1;
     call.counts = odd ? splits : NULL; /* who knows the sizes calls something else */
-    CHECK(refuse(w, group, &call, "with assumed sizes", "with split sizes") == 0);
+    refuse(w, group, &call, "with assumed sizes", "with split sizes");
     call.assumed = odd ? 2 : 1;
     call.key = odd ? 0xabc : 0x12345678; /* what it is for before that */
-    CHECK(refuse(w, group, &call, "assumed sizes with key 12345678",
-                 "assumed sizes with key 00000abc") == 0);
+    refuse(w, group, &call, "assumed sizes with key 12345678",
+           "assumed sizes with key 00000abc");
     call = usual;
     call.key = odd ? 0 : 0xabc;
-    CHECK(refuse(w, group, &call, "rank 0 calls all-reduce", "with key 00000abc") == 0);
+    refuse(w, group, &call, "rank 0 calls all-reduce", "with key 00000abc");
     CHECK(strstr(smp_group_error(group), "with key 00000000") == NULL);
     call.key = 0xabc; /* the same says nothing */
     call.count = odd ? 7 : 8;
-    CHECK(refuse(w, group, &call, "of 8 float32", "of 7 float32") == 0);
+    refuse(w, group, &call, "of 8 float32", "of 7 float32");
     CHECK(strstr(smp_group_error(group), "key") == NULL);
     call.count = 8;
     call.operation = SMP_BROADCAST; /* has a root in its place */
     call.root = 1;
     call.key = odd ? 1 : 2;
-    CHECK_STATUS(smp_group_run(group, &call), SMP_OK);
+    CHECK_OK(smp_group_run(group, &call));
     memset(out, 0, sizeof(out));
     call = usual;
     call.operation = SMP_ALL_TO_ALL;
     call.counts = odd ? others : splits;
     call.out_counts = splits;
-    CHECK(refuse(w, group, &call, "sends 2 elements to rank 0", "which expects 1") ==
-          0);
+    refuse(w, group, &call, "sends 2 elements to rank 0", "which expects 1");
     for (int i = 0; i < 512; i++) {
         CHECK(out[i] == 0); /* nothing was written */
     }
-    CHECK(random_calls(w, &group, 1, 20, 8) == 0);
+    random_calls(w, &group, 1, 20, 8);
     smp_group_destroy(group);
-    return 0;
 }
 
-TEST_RANK(what_makes_no_sense_is_refused_at_once)
+TEST_RANK(what_makes_no_sense_is_refused_at_once, .processes = "12", .threads = "12",
+          ON_TWO_HOSTS)
 {
     float      data[8] = {0};
     size_t     counts[WORLD_RANKS] = {1, 1, 1, 1, 1, 1, 1, 1};
     smp_call   call = {.dtype = SMP_F32, .count = 1, .in = data, .out = data};
     smp_group *group;
 
-    CHECK_STATUS(make_world_group(w, 3, false, &group), SMP_OK);
+    CHECK_OK(make_world_group(w, 3, false, &group));
     call.operation = SMP_OPERATIONS;
     CHECK_STATUS(smp_group_run(group, &call), SMP_ERR_INVALID);
     call.operation = SMP_ALL_REDUCE;
@@ -382,36 +381,36 @@ TEST_RANK(what_makes_no_sense_is_refused_at_once)
     call.counts = counts;
     CHECK_STATUS(smp_group_run(group, &call), SMP_ERR_INVALID);
     CHECK(smp_group_sequence(group) == 0);
-    CHECK(random_calls(w, &group, 1, 5, 8) == 0);
+    random_calls(w, &group, 1, 5, 8);
     smp_group_destroy(group);
-    return 0;
 }
 
-TEST_RANK(a_member_that_has_left_is_named)
+TEST_RANK(a_member_that_has_left_is_named, .processes = "23", .threads = "23",
+          ON_TWO_HOSTS, .sample = "aba")
 {
     smp_call   call = {.operation = SMP_BARRIER};
     smp_group *group;
     smp_status status;
 
-    CHECK_STATUS(make_world_group(w, 3, false, &group), SMP_OK);
-    CHECK_STATUS(smp_group_run(group, &call), SMP_OK);
+    CHECK_OK(make_world_group(w, 3, false, &group));
+    CHECK_OK(smp_group_run(group, &call));
     if (w->rank != 0) {
         status = smp_group_run(group, &call);
         CHECK_STATUS(status, SMP_ERR_CLOSED);
         CHECK(says(group, "rank 0"));
     }
     smp_group_destroy(group);
-    return 0;
 }
 
-TEST_RANK(a_forked_child_is_no_member)
+TEST_RANK(a_forked_child_is_no_member, .processes = "2", .layouts = {"ab", "aab"},
+          .forks = true)
 {
     smp_call   call = {.operation = SMP_BARRIER};
     int        how;
     pid_t      pid;
     smp_group *group;
 
-    CHECK_STATUS(make_world_group(w, 3, false, &group), SMP_OK);
+    CHECK_OK(make_world_group(w, 3, false, &group));
     pid = fork();
     if (pid == 0) {
         int closed = smp_group_run(group, &call) == SMP_ERR_CLOSED;
@@ -420,37 +419,36 @@ TEST_RANK(a_forked_child_is_no_member)
         _exit(closed ? 0 : 1);
     }
     CHECK(waitpid(pid, &how, 0) == pid && how == 0);
-    CHECK(random_calls(w, &group, 1, 10, 5) == 0);
+    random_calls(w, &group, 1, 10, 5);
     smp_group_destroy(group);
-    return 0;
 }
 
 /* Sizes of 5 bytes to 300 KB, every dtype, whatever reduction and root come up. */
-TEST_RANK(every_dtype_is_moved_and_reduced)
+TEST_RANK(every_dtype_is_moved_and_reduced, .processes = "23", .threads = "23",
+          .layouts = {"aab", "abab"})
 {
     static const size_t sizes[] = {5, 3001, 37000};
     smp_group          *group;
 
     /* The largest goes the same ways as the tests' larger float32. */
-    CHECK_STATUS(make_world_group(w, 9, false, &group), SMP_OK);
+    CHECK_OK(make_world_group(w, 9, false, &group));
     for (smp_dtype d = 0; d < SMP_DTYPES; d++) {
         for (size_t i = 0; i < (WORLD_SANITIZED ? 2 : 3); i++) {
-            CHECK(all_operations(w, group, d, sizes[i], 1000 + d * 10 + i) == 0);
+            all_operations(w, group, d, sizes[i], 1000 + d * 10 + i);
         }
     }
     smp_group_destroy(group);
-    return 0;
 }
 
 /* Everybody calls what comes up; then, at any moment, rank 1 is dead. */
-static inline int
+static inline void
 run_until_rank_1_dies(world *w, bool only_slots)
 {
     uint64_t   seed = 99;
     smp_status status = SMP_OK;
     smp_group *group;
 
-    CHECK_STATUS(make_world_group(w, 3, only_slots, &group), SMP_OK);
+    CHECK_OK(make_world_group(w, 3, only_slots, &group));
     w->barrier(w); /* a transport may lose what it has not sent when its process dies */
     if (w->rank == 1) {
         pthread_t killer;
@@ -475,17 +473,18 @@ run_until_rank_1_dies(world *w, bool only_slots)
         }
     }
     smp_group_destroy(group);
-    return 0;
 }
 
-TEST_RANK(a_killed_member_is_named_to_all_others)
+TEST_RANK(a_killed_member_is_named_to_all_others, .processes = "3", .times = 12,
+          .layouts = {"abb", "aab", "abc"}, .sample = "abb", .forks = true)
 {
-    return run_until_rank_1_dies(w, false);
+    run_until_rank_1_dies(w, false);
 }
 
-TEST_RANK(a_killed_member_is_named_by_those_who_use_slots)
+TEST_RANK(a_killed_member_is_named_by_those_who_use_slots, .processes = "3",
+          .times = 12, .layouts = {"aba"}, .forks = true)
 {
-    return run_until_rank_1_dies(w, true);
+    run_until_rank_1_dies(w, true);
 }
 
 #endif

@@ -53,7 +53,7 @@ TEST(a_head_comes_back_with_room_for_what_follows)
     size_t       n;
     uint8_t     *head = written(&n);
 
-    CHECK_STATUS(smp_mpi_head_read(&host, 3, head, n, &message), SMP_OK);
+    CHECK_OK(smp_mpi_head_read(&host, 3, head, n, &message));
     CHECK(message->source == 3 && message->nbytes == 8 && message->nblocks == BLOCKS);
     CHECK(memcmp(message->bytes, "eight by", 8) == 0);
     CHECK(!smp_mpi_follows(&host, message->blocks[0]));
@@ -62,7 +62,6 @@ TEST(a_head_comes_back_with_room_for_what_follows)
     CHECK(smp_block_bytes(message->blocks[1]) == BIG);
     smp_message_free(message);
     free(head);
-    return 0;
 }
 
 TEST(a_goodbye_is_no_message)
@@ -71,15 +70,13 @@ TEST(a_goodbye_is_no_message)
     smp_message        *message = (smp_message *)(void *)goodbye;
 
     smp_mpi_goodbye_write(goodbye);
-    CHECK_STATUS(smp_mpi_head_read(&host, 1, goodbye, SMP_MPI_GOODBYE_BYTES, &message),
-                 SMP_OK);
+    CHECK_OK(smp_mpi_head_read(&host, 1, goodbye, SMP_MPI_GOODBYE_BYTES, &message));
     CHECK(message == NULL);
     CHECK_STATUS(smp_mpi_head_read(&host, 1, goodbye, sizeof(goodbye), &message),
                  SMP_ERR_MALFORMED);
     goodbye[8] = 1; /* of so many bytes */
     CHECK_STATUS(smp_mpi_head_read(&host, 1, goodbye, SMP_MPI_GOODBYE_BYTES, &message),
                  SMP_ERR_MALFORMED);
-    return 0;
 }
 
 TEST(a_head_that_is_cut_or_too_long_is_malformed)
@@ -100,11 +97,10 @@ TEST(a_head_that_is_cut_or_too_long_is_malformed)
     memset(head + n, 0, 8);
     CHECK_STATUS(smp_mpi_head_read(&host, 1, head, n + 8, &message), SMP_ERR_MALFORMED);
     free(head);
-    return 0;
 }
 
 /* Whether the head with a word changed is refused so. */
-static int
+static void
 refused(size_t word, uint64_t value, smp_status want)
 {
     smp_message *message;
@@ -114,32 +110,19 @@ refused(size_t word, uint64_t value, smp_status want)
     memcpy(head + 8 * word, &value, sizeof(value));
     CHECK_STATUS(smp_mpi_head_read(&host, 1, head, n, &message), want);
     free(head);
-    return 0;
 }
 
 TEST(wrong_words_are_refused)
 {
-    CHECK(refused(0, 0, SMP_ERR_MALFORMED) == 0);           /* neither magic nor kind */
-    CHECK(refused(0, 0x49504d53u, SMP_ERR_MALFORMED) == 0); /* no kind */
-    CHECK(refused(1, 9, SMP_ERR_MALFORMED) == 0);           /* bytes */
-    CHECK(refused(1, UINT64_MAX, SMP_ERR_MALFORMED) == 0);
-    CHECK(refused(2, 3, SMP_ERR_MALFORMED) == 0); /* blocks */
-    CHECK(refused(2, UINT64_MAX / 8, SMP_ERR_MALFORMED) == 0);
-    CHECK(refused(3, BIG, SMP_ERR_MALFORMED) == 0);        /* the small one's size */
-    CHECK(refused(4, UINT64_MAX, SMP_ERR_MALFORMED) == 0); /* the large one's */
-    CHECK(refused(4, MOST + 1, SMP_ERR_NO_MEMORY) == 0);
-    return 0;
+    refused(0, 0, SMP_ERR_MALFORMED);           /* neither magic nor kind */
+    refused(0, 0x49504d53u, SMP_ERR_MALFORMED); /* no kind */
+    refused(1, 9, SMP_ERR_MALFORMED);           /* bytes */
+    refused(1, UINT64_MAX, SMP_ERR_MALFORMED);
+    refused(2, 3, SMP_ERR_MALFORMED); /* blocks */
+    refused(2, UINT64_MAX / 8, SMP_ERR_MALFORMED);
+    refused(3, BIG, SMP_ERR_MALFORMED);        /* the small one's size */
+    refused(4, UINT64_MAX, SMP_ERR_MALFORMED); /* the large one's */
+    refused(4, MOST + 1, SMP_ERR_NO_MEMORY);
 }
 
-int
-main(int argc, char **argv)
-{
-    static const smp_test tests[] = {
-        LISTED_TEST(a_head_comes_back_with_room_for_what_follows),
-        LISTED_TEST(a_goodbye_is_no_message),
-        LISTED_TEST(a_head_that_is_cut_or_too_long_is_malformed),
-        LISTED_TEST(wrong_words_are_refused),
-    };
-
-    return run_tests(tests, sizeof(tests) / sizeof(tests[0]), argc, argv);
-}
+RUN_TESTS

@@ -11,20 +11,21 @@
 #include "comm/collective/queue.h"
 #include "groups.h"
 
-TEST_RANK(every_operation_gives_the_right_result)
+TEST_RANK(every_operation_gives_the_right_result, .threads = "234", ON_ALL_LAYOUTS,
+          .sample = "abbc")
 {
     smp_group *group;
 
-    CHECK_STATUS(make_world_group(w, 9, w->size % 2 == 0, &group), SMP_OK);
+    CHECK_OK(make_world_group(w, 9, w->size % 2 == 0, &group));
     CHECK(!smp_group_is_on_one_host(group));
     for (int i = 0; i < COUNTS; i += 1 + i % 2) {
-        CHECK(all_operations(w, group, SMP_F32, counts[i], (uint64_t)i) == 0);
+        all_operations(w, group, SMP_F32, counts[i], (uint64_t)i);
     }
     smp_group_destroy(group);
-    return 0;
 }
 
-TEST_RANK(columns_are_moved_inside_one_host_only)
+TEST_RANK(columns_are_moved_inside_one_host_only, .threads = "234", ON_TWO_HOSTS,
+          .sample = "ab")
 {
     float      data[64] = {0};
     smp_call   call = {.operation = SMP_ALL_GATHER,
@@ -35,7 +36,7 @@ TEST_RANK(columns_are_moved_inside_one_host_only)
                        .out = data};
     smp_group *group;
 
-    CHECK_STATUS(make_world_group(w, 9, false, &group), SMP_OK);
+    CHECK_OK(make_world_group(w, 9, false, &group));
     CHECK_STATUS(smp_group_run(group, &call), SMP_ERR_INVALID);
     CHECK(says(group, "columns are moved inside one host"));
     call.out_rows = 0;
@@ -47,13 +48,12 @@ TEST_RANK(columns_are_moved_inside_one_host_only)
     call.gather = (const smp_device_gather *)(const void *)data;
     CHECK_STATUS(smp_group_run(group, &call), SMP_ERR_INVALID);
     CHECK(says(group, "tensors of devices are gathered inside one host"));
-    CHECK(random_calls(w, &group, 1, 5, 8) == 0);
+    random_calls(w, &group, 1, 5, 8);
     smp_group_destroy(group);
-    return 0;
 }
 
 /* Many rounds for tensors that otherwise go in one. */
-TEST_RANK(large_tensors_go_in_rounds)
+TEST_RANK(large_tensors_go_in_rounds, .threads = "234", ON_ALL_LAYOUTS, .sample = "aba")
 {
     int              ranks[WORLD_RANKS] = {0, 1, 2, 3, 4, 5, 6, 7};
     smp_group_config config = {.ranks = ranks,
@@ -65,17 +65,17 @@ TEST_RANK(large_tensors_go_in_rounds)
     int              failed;
     smp_group       *group;
 
-    CHECK_STATUS(smp_group_create(w->comm, &config, &group, &failed), SMP_OK);
+    CHECK_OK(smp_group_create(w->comm, &config, &group, &failed));
     for (uint64_t i = 0; i < (uint64_t)world_times(2); i++) {
-        CHECK(all_operations(w, group, SMP_F32, 50001, i) == 0);
-        CHECK(all_operations(w, group, SMP_F16, 40000, 50 + i) == 0);
+        all_operations(w, group, SMP_F32, 50001, i);
+        all_operations(w, group, SMP_F16, 40000, 50 + i);
     }
     smp_group_destroy(group);
-    return 0;
 }
 
 /* No step of its host says the factor of one that is alone there. */
-TEST_RANK(each_member_has_its_own_factor)
+TEST_RANK(each_member_has_its_own_factor, .threads = "234", ON_TWO_HOSTS,
+          .sample = "aba")
 {
     smp_call call = {.operation = SMP_REDUCE,
                      .dtype = SMP_F32,
@@ -87,7 +87,7 @@ TEST_RANK(each_member_has_its_own_factor)
 
     smp_group *group;
 
-    CHECK_STATUS(make_world_group(w, 9, false, &group), SMP_OK);
+    CHECK_OK(make_world_group(w, 9, false, &group));
     for (int r = 0; r < w->size; r++) {
         want += (float)((r + 1) * (r + 2));
     }
@@ -97,12 +97,11 @@ TEST_RANK(each_member_has_its_own_factor)
         for (int times = 1; times <= 2; times++) {
             call.factor = times * (w->rank + 2);
             out = 0;
-            CHECK_STATUS(smp_group_run(group, &call), SMP_OK);
+            CHECK_OK(smp_group_run(group, &call));
             CHECK(w->rank != call.root || out == (float)times * want);
         }
     }
     smp_group_destroy(group);
-    return 0;
 }
 
 /* ------------------------------------------------------------------- bytes on the wire
@@ -189,7 +188,8 @@ sent_by_host(world *w, smp_group *group, smp_operation operation, size_t count,
  *   all-reduce      the same, and S to each other host
  *   broadcast       N to each other host, from the root's
  *   reduce          T * N, to the root's host */
-TEST_RANK(each_byte_goes_over_the_wire_once)
+TEST_RANK(each_byte_goes_over_the_wire_once, .threads = "234",
+          .layouts = {"ab", "aabb", "abab", "aabbcc", "aaaabbbb"}, .sample = "abab")
 {
     enum { COUNT = 65536 }; /* of 4 bytes: divides by all that occurs but 6 */
     const char *hosts = w->test->hosts;
@@ -211,7 +211,7 @@ TEST_RANK(each_byte_goes_over_the_wire_once)
         }
     }
     CHECK(nodes != 0);
-    CHECK_STATUS(make_world_group(w, 1, false, &group), SMP_OK);
+    CHECK_OK(make_world_group(w, 1, false, &group));
     for (smp_operation o = 0; o < SMP_OPERATIONS; o++) {
         sent[o] = sent_by_host(w, group, o, (size_t)bytes / 4, &parcels[o]);
     }
@@ -235,14 +235,14 @@ TEST_RANK(each_byte_goes_over_the_wire_once)
         CHECK(sent[o] == least[o]);
     }
     smp_group_destroy(group);
-    return 0;
 }
 
 /* ------------------------------------------------------------------------ trouble */
 
 /* The last rank does not come.  Its host tells the other one, which would else have to
  * blame all of it; all other ranks, whomever they wait for, name that rank alone. */
-TEST_RANK(a_time_out_names_the_rank_that_is_missing_on_another_host)
+TEST_RANK(a_time_out_names_the_rank_that_is_missing_on_another_host, .threads = "234",
+          .layouts = {"ab", "abb", "aabb", "abab"}, .sample = "abb")
 {
     smp_call    call = {.operation = SMP_ALL_REDUCE, .dtype = SMP_F32, .count = 1};
     float       x = 1;
@@ -253,8 +253,8 @@ TEST_RANK(a_time_out_names_the_rank_that_is_missing_on_another_host)
     smp_group  *group;
 
     call.in = call.out = &x;
-    CHECK_STATUS(make_world_group(w, 3, false, &group), SMP_OK);
-    CHECK_STATUS(smp_group_run(group, &call), SMP_OK);
+    CHECK_OK(make_world_group(w, 3, false, &group));
+    CHECK_OK(smp_group_run(group, &call));
     if (w->rank != last) {
         call.timeout_ns = 1 * SMP_NS_PER_S;
         CHECK_STATUS(smp_group_run(group, &call), SMP_ERR_TIMED_OUT);
@@ -273,17 +273,17 @@ TEST_RANK(a_time_out_names_the_rank_that_is_missing_on_another_host)
     }
     w->barrier(w);
     smp_group_destroy(group);
-    return 0;
 }
 
 /* Rank 1, on the second host, does not come; who waits for it hears that rank 2, on the
  * third, has given up, and waits no more. */
-TEST_RANK(who_waits_for_one_host_hears_that_another_gave_up)
+TEST_RANK(who_waits_for_one_host_hears_that_another_gave_up, .threads = "234",
+          .layouts = {"abc"}, .sample = "abc")
 {
     smp_call   call = {.operation = SMP_BARRIER};
     smp_group *group;
 
-    CHECK_STATUS(make_world_group(w, 3, false, &group), SMP_OK);
+    CHECK_OK(make_world_group(w, 3, false, &group));
     call.timeout_ns = w->rank == 2 ? 20 * SMP_NS_PER_MS : 0;
     if (w->rank != 1) {
         CHECK_STATUS(smp_group_run(group, &call), SMP_ERR_TIMED_OUT);
@@ -300,7 +300,6 @@ TEST_RANK(who_waits_for_one_host_hears_that_another_gave_up)
     }
     w->barrier(w);
     smp_group_destroy(group);
-    return 0;
 }
 
 /* A parcel that rank 1 sends to rank 0 before it calls what both call. */
@@ -312,7 +311,7 @@ typedef struct {
     size_t          block; /* bytes; 0: none */
 } nonsense;
 
-static inline int
+static inline void
 hear_nonsense(world *w, const nonsense *said)
 {
     float      data[4] = {0};
@@ -325,7 +324,7 @@ hear_nonsense(world *w, const nonsense *said)
     smp_block *block = NULL;
     smp_group *group;
 
-    CHECK_STATUS(make_world_group(w, 3, false, &group), SMP_OK);
+    CHECK_OK(make_world_group(w, 3, false, &group));
     w->barrier(w); /* nobody meets any more */
     if (w->rank == 0) {
         CHECK_STATUS(smp_group_run(group, &call), SMP_ERR_MALFORMED);
@@ -334,17 +333,16 @@ hear_nonsense(world *w, const nonsense *said)
     } else {
         CHECK(said->block == 0 ||
               smp_comm_block(w->comm, 0, said->block, &block) == SMP_OK);
-        CHECK_STATUS(smp_wire_send(&group->wire, 0, said->kind, 1, said->tag,
-                                   said->rest, said->bytes, block),
-                     SMP_OK);
+        CHECK_OK(smp_wire_send(&group->wire, 0, said->kind, 1, said->tag, said->rest,
+                               said->bytes, block));
         (void)smp_group_run(group, &call); /* it may end before rank 0 gives up */
     }
     w->barrier(w);
     smp_group_destroy(group);
-    return 0;
 }
 
-TEST_RANK(what_no_rank_of_another_host_sends_ends_the_group)
+TEST_RANK(what_no_rank_of_another_host_sends_ends_the_group, .threads = "234",
+          .layouts = {"ab"}, .sample = "ab")
 {
     /* A call with three lists of split sizes; the data of round 0. */
     static const struct {
@@ -366,16 +364,13 @@ TEST_RANK(what_no_rank_of_another_host_sends_ends_the_group)
     };
 
     for (size_t i = 0; i < sizeof(all) / sizeof(all[0]); i++) {
-        if (hear_nonsense(w, &all[i]) != 0) {
-            fprintf(stderr, "parcel %zu\n", i);
-            return 1;
-        }
+        hear_nonsense(w, &all[i]);
     }
-    return 0;
 }
 
 /* Rank 0 calls a, then b; the last one, on another host, calls b, then a. */
-TEST_RANK(groups_entered_in_another_order_are_named_across_hosts)
+TEST_RANK(groups_entered_in_another_order_are_named_across_hosts, .threads = "234",
+          .layouts = {"ab", "aab"}, .sample = "aab")
 {
     int              ranks[] = {0, w->size - 1};
     smp_group_config config = {.ranks = ranks,
@@ -393,14 +388,14 @@ TEST_RANK(groups_entered_in_another_order_are_named_across_hosts)
 
     if (w->rank != 0 && w->rank != w->size - 1) {
         w->barrier(w);
-        return 0;
+        return;
     }
-    CHECK_STATUS(smp_group_create(w->comm, &config, &a, &failed), SMP_OK);
+    CHECK_OK(smp_group_create(w->comm, &config, &a, &failed));
     config.id = 2;
     config.name = "b";
-    CHECK_STATUS(smp_group_create(w->comm, &config, &b, &failed), SMP_OK);
+    CHECK_OK(smp_group_create(w->comm, &config, &b, &failed));
     if (w->rank == 0) { /* its call in b comes before this message */
-        CHECK_STATUS(smp_comm_receive(w->comm, WORLD_DEADLINE_NS, &message), SMP_OK);
+        CHECK_OK(smp_comm_receive(w->comm, WORLD_DEADLINE_NS, &message));
         smp_message_free(message);
         call.timeout_ns = SMP_NS_PER_MS;
         CHECK_STATUS(smp_group_run(a, &call), SMP_ERR_TIMED_OUT);
@@ -410,24 +405,24 @@ TEST_RANK(groups_entered_in_another_order_are_named_across_hosts)
         CHECK(says(a, "group 'a': barrier 1: timed out"));
         CHECK(says(a, other));
         call.timeout_ns = 0;
-        CHECK_STATUS(smp_group_run(b, &call), SMP_OK);
+        CHECK_OK(smp_group_run(b, &call));
     } else {
-        CHECK_STATUS(smp_group_start(b, &call), SMP_OK);
-        CHECK_STATUS(smp_group_wait(b, 0, &over), SMP_OK);
+        CHECK_OK(smp_group_start(b, &call));
+        CHECK_OK(smp_group_wait(b, 0, &over));
         CHECK(!over);
-        CHECK_STATUS(smp_comm_send(w->comm, 0, "b", 1, NULL, 0), SMP_OK);
-        CHECK_STATUS(smp_group_wait(b, SMP_NEVER, &over), SMP_OK);
-        CHECK_STATUS(smp_group_run(a, &call), SMP_OK); /* rank 0 has called it */
+        CHECK_OK(smp_comm_send(w->comm, 0, "b", 1, NULL, 0));
+        CHECK_OK(smp_group_wait(b, SMP_NEVER, &over));
+        CHECK_OK(smp_group_run(a, &call)); /* rank 0 has called it */
         CHECK_STATUS(smp_group_run(a, &call), SMP_ERR_TIMED_OUT);
         CHECK(says(a, "rank 0 gave up: barrier 1: timed out"));
     }
     smp_group_destroy(a);
     smp_group_destroy(b);
     w->barrier(w);
-    return 0;
 }
 
-TEST_RANK(hosts_that_list_other_ranks_are_told)
+TEST_RANK(hosts_that_list_other_ranks_are_told, .layouts = {"ab", "aabb"},
+          .sample = "aabb")
 {
     int              ranks[WORLD_RANKS];
     int              n = 0;
@@ -444,135 +439,9 @@ TEST_RANK(hosts_that_list_other_ranks_are_told)
     CHECK_STATUS(smp_group_create(w->comm, &config, &group, &failed), SMP_ERR_MISMATCH);
     CHECK(w->test->hosts[failed] != w->test->hosts[w->rank]);
     w->barrier(w);
-    CHECK_STATUS(make_world_group(w, 4, false, &group), SMP_OK);
-    CHECK(random_calls(w, &group, 1, 5, 1) == 0);
+    CHECK_OK(make_world_group(w, 4, false, &group));
+    random_calls(w, &group, 1, 5, 1);
     smp_group_destroy(group);
-    return 0;
-}
-
-/* The largest number of layouts of a test. */
-#define LAYOUTS 6
-
-/* So many ranks as threads are enough for the thread sanitizer. */
-enum { HOSTS_THREADS = 4 };
-
-typedef struct {
-    world_test  test;
-    const char *hosts[LAYOUTS]; /* a letter for each rank */
-    int         times;          /* 0: once */
-    bool        threads;        /* also as threads, where they are few */
-    bool        forks;          /* or ends ranks: they must be processes of ours */
-    const char *sample;         /* the layout that is enough at a time; NULL: none */
-} hosts_entry;
-
-#define ENTRY(fn) .test = {.name = #fn, .rank = fn}
-
-/* Two hosts, whose ranks are neighbours in the tree of sums or are not; one rank on
- * each; hosts of several sizes. */
-#define ALL(name, enough)                                                              \
-    {                                                                                  \
-        ENTRY(name), .hosts = {"ab", "aba", "aabb", "abab", "abbc", "cbbac"},          \
-                     .threads = true, .sample = enough                                 \
-    }
-
-#define SOME(name, enough)                                                             \
-    {                                                                                  \
-        ENTRY(name), .hosts = {"ab", "aba"}, .threads = true, .sample = enough         \
-    }
-
-/* Those that need processes come first: a process that has had threads forks badly
- * under the sanitizers. */
-static const hosts_entry hosts_list[] = {
-    {ENTRY(a_killed_member_is_named_to_all_others), .hosts = {"abb", "aab", "abc"},
-     .times = 6, .forks = true, .sample = "abb"},
-    {ENTRY(a_killed_member_is_named_by_those_who_use_slots), .hosts = {"aba"},
-     .times = 6, .forks = true},
-    {ENTRY(a_forked_child_is_no_member), .hosts = {"ab", "aab"}, .forks = true},
-    ALL(every_operation_gives_the_right_result, "abbc"),
-    {ENTRY(every_dtype_is_moved_and_reduced), .hosts = {"aab", "abab"},
-     .threads = true},
-    ALL(any_sequence_of_calls_on_several_groups_is_right, NULL),
-    ALL(a_part_of_the_ranks_in_any_order_is_a_group, "aabb"),
-    ALL(large_tensors_go_in_rounds, "aba"),
-    SOME(each_member_has_its_own_factor, "aba"),
-    {ENTRY(each_byte_goes_over_the_wire_once),
-     .hosts = {"ab", "aabb", "abab", "aabbcc", "aaaabbbb"}, .threads = true,
-     .sample = "abab"},
-    SOME(nobody_leaves_a_barrier_before_all_have_come, NULL),
-    SOME(groups_come_and_go, NULL),
-    SOME(an_operation_can_be_moved_on_from_outside, NULL),
-    SOME(a_wait_that_ends_early_is_no_error, NULL),
-    SOME(different_calls_are_an_error_on_all, "aba"),
-    SOME(what_makes_no_sense_is_refused_at_once, NULL),
-    SOME(columns_are_moved_inside_one_host_only, "ab"),
-    SOME(a_member_that_has_left_is_named, "aba"),
-    {ENTRY(a_time_out_names_the_rank_that_is_missing_on_another_host),
-     .hosts = {"ab", "abb", "aabb", "abab"}, .threads = true, .sample = "abb"},
-    {ENTRY(groups_entered_in_another_order_are_named_across_hosts),
-     .hosts = {"ab", "aab"}, .threads = true, .sample = "aab"},
-    {ENTRY(who_waits_for_one_host_hears_that_another_gave_up), .hosts = {"abc"},
-     .threads = true, .sample = "abc"},
-    {ENTRY(what_no_rank_of_another_host_sends_ends_the_group), .hosts = {"ab"},
-     .threads = true, .sample = "ab"},
-    {ENTRY(hosts_that_list_other_ranks_are_told), .hosts = {"ab", "aabb"},
-     .sample = "aabb"},
-};
-enum { HOSTS_LIST = sizeof(hosts_list) / sizeof(hosts_list[0]) };
-
-/* All of them on ranks of this process's own, that run `as_threads` or as processes;
- * step: each how many-th layout, from the first; only: a part of the name, or NULL.
- * Adds to what ran and what failed. */
-static inline void
-run_hosts_list(const char *transports, bool as_threads, int step, const char *only,
-               int *ran, int *failed)
-{
-    for (size_t i = 0; i < HOSTS_LIST; i++) {
-        const hosts_entry *listed = &hosts_list[i];
-
-        if ((only != NULL && strstr(listed->test.name, only) == NULL) ||
-            !world_learns(as_threads, listed->threads)) {
-            continue;
-        }
-        for (int l = 0; l < LAYOUTS && listed->hosts[l] != NULL; l += step) {
-            world_test test = listed->test;
-            int        size = (int)strlen(listed->hosts[l]);
-
-            test.hosts = listed->hosts[l];
-            if (as_threads && size > HOSTS_THREADS) {
-                continue;
-            }
-            for (int time = 0; time == 0 || time < world_times(listed->times); time++) {
-                int wrong = as_threads ? world_run_threads(&test, transports, size)
-                                       : world_run_processes(&test, transports, size);
-
-                if (wrong != 0) {
-                    printf("FAILED %s, hosts %s, %s, %s\n", test.name, test.hosts,
-                           transports, as_threads ? "threads" : "processes");
-                }
-                *failed += wrong != 0;
-                ++*ran;
-            }
-        }
-    }
-}
-
-/* Each once, with its sample, on ranks that are processes; as above. */
-static inline void
-run_hosts_sample(const char *transports, const char *only, int *ran, int *failed)
-{
-    for (size_t i = 0; i < HOSTS_LIST; i++) {
-        world_test test = hosts_list[i].test;
-
-        test.hosts = hosts_list[i].sample;
-        if (test.hosts == NULL || (only != NULL && strstr(test.name, only) == NULL)) {
-            continue;
-        }
-        if (world_run_processes(&test, transports, (int)strlen(test.hosts)) != 0) {
-            printf("FAILED %s, hosts %s, %s\n", test.name, test.hosts, transports);
-            ++*failed;
-        }
-        ++*ran;
-    }
 }
 
 #endif

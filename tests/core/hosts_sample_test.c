@@ -3,13 +3,4 @@
 #define _GNU_SOURCE
 #include "hosts_list.h"
 
-int
-main(int argc, char **argv)
-{
-    int failed = 0;
-    int ran = 0;
-
-    run_hosts_sample("shm,tcp", argc > 1 ? argv[1] : NULL, &ran, &failed);
-    printf("%d passed, %d failed\n", ran - failed, failed);
-    return failed != 0 || ran == 0;
-}
+RUN_WORLDS(.transports = "shm,tcp", .by = WORLD_SAMPLE)

@@ -6,12 +6,10 @@
 int
 main(int argc, char **argv)
 {
-    const char *only = argc > 1 ? argv[1] : NULL;
-    int         failed = 0;
-    int         ran = 0;
+    world_plan plan = {.transports = "shm,tcp", .by = WORLD_LAYOUTS_ALONE};
 
-    run_hosts_list("shm,tcp", false, 1, only, &ran, &failed);
-    run_hosts_list("shm,tcp", true, WORLD_SANITIZED ? 2 : 1, only, &ran, &failed);
-    printf("%d passed, %d failed\n", ran - failed, failed);
-    return failed != 0 || ran == 0;
+    run_worlds_as(argc, argv, &plan, false);
+    plan.step = WORLD_SANITIZED ? 2 : 1;
+    run_worlds_as(argc, argv, &plan, true);
+    return tests_are_over();
 }

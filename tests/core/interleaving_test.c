@@ -162,7 +162,7 @@ receive_in_order(int senders, uint64_t last)
 
 /* ------------------------------------------------------------- looking for mistakes */
 
-static int
+static void
 all_right(const exploration *what, const char *name)
 {
     explore_findings found;
@@ -175,10 +175,9 @@ all_right(const exploration *what, const char *name)
     }
     CHECK(found.wrong[0] == '\0');
     CHECK(found.runs > 1);
-    return 0;
 }
 
-static int
+static void
 finds(const exploration *what, const char *wrong)
 {
     explore_findings found;
@@ -187,9 +186,8 @@ finds(const exploration *what, const char *wrong)
     if (strcmp(found.wrong, wrong) != 0) {
         fprintf(stderr, "found '%s', not '%s', in %llu orders\n", found.wrong, wrong,
                 (unsigned long long)found.runs);
-        return 1;
+        check_fail();
     }
-    return 0;
 }
 
 #define RIGHT(name, ...)                                                               \
@@ -197,7 +195,7 @@ finds(const exploration *what, const char *wrong)
     {                                                                                  \
         static const exploration what = {__VA_ARGS__};                                 \
                                                                                        \
-        return all_right(&what, #name);                                                \
+        all_right(&what, #name);                                                       \
     }
 
 #define WRONG(name, text, ...)                                                         \
@@ -205,7 +203,7 @@ finds(const exploration *what, const char *wrong)
     {                                                                                  \
         static const exploration what = {__VA_ARGS__};                                 \
                                                                                        \
-        return finds(&what, text);                                                     \
+        finds(&what, text);                                                            \
     }
 
 /* --------------------------------------------------------------------- the explorer */
@@ -251,7 +249,6 @@ TEST(orders_that_differ_are_tried_once_each)
     explore(&what, true, &found);
     CHECK(found.wrong[0] == '\0');
     CHECK(found.runs == 20);
-    return 0;
 }
 
 static void
@@ -1289,48 +1286,4 @@ RIGHT(a_message_to_oneself_wakes_who_waits_for_it, .set_up = make_mailboxes,
                   {"waiter", get_from_itself, false}},
       .check = nothing)
 
-int
-main(int argc, char **argv)
-{
-#define ENTRY(name)                                                                    \
-    {                                                                                  \
-#        name, name                                                                    \
-    }
-    static const smp_test tests[] = {
-        ENTRY(orders_that_differ_are_tried_once_each),
-        ENTRY(a_lost_update_is_found),
-        ENTRY(a_message_is_never_slept_through),
-        ENTRY(two_messages_come_in_order),
-        ENTRY(two_senders_are_both_heard),
-        ENTRY(a_receiver_that_does_not_look_again_is_found),
-        ENTRY(a_sender_that_rings_before_it_publishes_is_found),
-        ENTRY(a_wake_up_call_is_heard_beside_a_message),
-        ENTRY(what_the_progress_thread_delivers_is_heard_beside_the_queues),
-        ENTRY(a_full_ring_is_refilled_when_there_is_room),
-        ENTRY(a_producer_that_asks_and_does_not_look_again_is_found),
-        ENTRY(a_sender_that_dies_at_any_step_is_noticed_after_its_messages),
-        ENTRY(a_sender_that_dies_last_has_not_left),
-        ENTRY(a_doorbell_that_is_not_rung_hard_after_a_death_is_found),
-        ENTRY(the_last_words_of_who_leaves_are_heard),
-        ENTRY(a_slot_is_filled_again_when_all_have_read_it),
-        ENTRY(two_members_never_miss_a_step),
-        ENTRY(a_member_waits_for_the_last_of_two),
-        ENTRY(a_member_that_gives_up_is_heard),
-        ENTRY(a_member_that_does_not_look_again_is_found),
-        ENTRY(a_member_that_does_not_wait_for_the_readers_is_found),
-        ENTRY(a_member_that_dies_at_any_step_is_noticed),
-        ENTRY(announced_orders_are_carried_out_and_heard_of),
-        ENTRY(waiters_and_the_carrier_share_a_queue),
-        ENTRY(an_order_that_is_left_is_the_carriers),
-        ENTRY(what_a_waiter_does_not_carry_out_is_the_carriers),
-        ENTRY(a_queue_ends_with_all_its_orders),
-        ENTRY(whatever_the_order_of_arrival_the_first_match_goes_first),
-        ENTRY(the_end_of_a_collective_is_never_slept_through),
-        ENTRY(a_completer_that_wakes_before_it_says_so_is_found),
-        ENTRY(a_follower_issues_in_the_order_of_tp_rank_0),
-        ENTRY(one_waiter_sorts_in_for_the_other),
-        ENTRY(who_gives_up_leaves_the_sorting_to_the_others),
-        ENTRY(a_message_to_oneself_wakes_who_waits_for_it),
-    };
-    return run_tests(tests, sizeof(tests) / sizeof(tests[0]), argc, argv);
-}
+RUN_TESTS

@@ -13,7 +13,6 @@ TEST(without_the_variable_nothing_is_delayed)
     smp_jitter_init();
 
     CHECK(!smp_jitter_on);
-    return 0;
 }
 
 TEST(an_empty_variable_is_none)
@@ -22,7 +21,6 @@ TEST(an_empty_variable_is_none)
     smp_jitter_init();
 
     CHECK(!smp_jitter_on);
-    return 0;
 }
 
 TEST(a_number_turns_it_on_and_a_later_look_off_again)
@@ -34,7 +32,6 @@ TEST(a_number_turns_it_on_and_a_later_look_off_again)
     unsetenv("SMP_JITTER");
     smp_jitter_init();
     CHECK(!smp_jitter_on);
-    return 0;
 }
 
 /* It stands between system calls and the look at their errno. */
@@ -47,20 +44,6 @@ TEST(a_delay_leaves_errno_alone)
         smp_jitter();
         CHECK(errno == ENOENT);
     }
-    return 0;
 }
 
-int
-main(int argc, char **argv)
-{
-    static const smp_test tests[] = {
-        {"without_the_variable_nothing_is_delayed",
-         without_the_variable_nothing_is_delayed},
-        {"an_empty_variable_is_none", an_empty_variable_is_none},
-        {"a_number_turns_it_on_and_a_later_look_off_again",
-         a_number_turns_it_on_and_a_later_look_off_again},
-        {"a_delay_leaves_errno_alone", a_delay_leaves_errno_alone},
-    };
-
-    return run_tests(tests, sizeof(tests) / sizeof(tests[0]), argc, argv);
-}
+RUN_TESTS

@@ -77,7 +77,7 @@ note_the_time(const actor *a)
 
 /* Groups of all, of all from the last to the first by slots alone, and of those up to
  * this rank's neighbours.  *named: not made, because of the victim. */
-static int
+static void
 meet(actor *a, bool *named)
 {
     int ranks[WORLD_RANKS];
@@ -104,15 +104,15 @@ meet(actor *a, bool *named)
                 fprintf(stderr, "rank %d: making group %d: %s, rank %d\n", a->w->rank,
                         g, smp_status_name(status), failed);
             }
-            return !*named;
+            CHECK(*named);
+            return;
         }
         a->ngroups++;
     }
-    return 0;
 }
 
 /* Messages to all, and what has come.  *named: the victim is. */
-static int
+static void
 talk(actor *a, bool *named)
 {
     static const size_t sizes[] = {100, 20000, 300000};
@@ -125,7 +125,7 @@ talk(actor *a, bool *named)
         status = send_filled(a->w, other(a->w, j), a->own_seed, 50, sizes, nblocks);
         if (names_in_comm(a, status)) {
             *named = true;
-            return 0;
+            return;
         }
         /* Another survivor may have heard of it first, and left. */
         CHECK(status == SMP_OK || status == SMP_ERR_CLOSED);
@@ -138,11 +138,10 @@ talk(actor *a, bool *named)
     } while (status == SMP_OK);
     *named = names_in_comm(a, status);
     CHECK(*named || status == SMP_ERR_TIMED_OUT);
-    return 0;
 }
 
 /* What all call; *named: it was not done because of the victim. */
-static int
+static void
 call(actor *a, bool *named)
 {
     smp_group     *group = a->groups[next_random(&a->shared_seed) % GROUPS];
@@ -165,10 +164,10 @@ call(actor *a, bool *named)
         }
     }
     reference_free(&r);
-    return status != SMP_OK && !*named;
+    CHECK(status == SMP_OK || *named);
 }
 
-static int
+static void
 act(world *w, const kill_plan *plan)
 {
     actor a = {.w = w,
@@ -176,13 +175,12 @@ act(world *w, const kill_plan *plan)
                .shared_seed = plan->seed | 1,
                .own_seed = plan->seed * 31 + (uint64_t)w->rank + 1};
     bool  named = false;
-    int   wrong;
 
-    wrong = meet(&a, &named);
-    while (!named && wrong == 0) {
-        wrong = talk(&a, &named);
-        if (!named && wrong == 0) {
-            wrong = call(&a, &named);
+    meet(&a, &named);
+    while (!named) {
+        talk(&a, &named);
+        if (!named) {
+            call(&a, &named);
         }
     }
     if (atomic_load(&w->shared->scratch[NOTICED_AT + w->rank]) == 0) {
@@ -191,19 +189,18 @@ act(world *w, const kill_plan *plan)
     for (int g = 0; g < a.ngroups; g++) {
         smp_group_destroy(a.groups[g]);
     }
-    return wrong;
 }
 
 /* Connects while the victim may die.  *named: that is why it did not work.  (Between
  * hosts, who comes late may find one that has left because of it, and cannot tell.) */
-static int
+static void
 connect_meanwhile(world *w, const kill_plan *plan, bool *named)
 {
     int        failed = -1;
     world_end  end;
     smp_status status;
 
-    CHECK_STATUS(world_prepare(w, "kills", &end), SMP_OK);
+    CHECK_OK(world_prepare(w, "kills", &end));
     w->comm = end.comm;
     if (plan->connecting) {
         atomic_fetch_add(&w->shared->scratch[READY], 1);
@@ -219,38 +216,30 @@ connect_meanwhile(world *w, const kill_plan *plan, bool *named)
     if (status != SMP_OK && !*named) {
         fprintf(stderr, "rank %d connects: %s, rank %d\n", w->rank,
                 smp_status_name(status), failed);
-        return 1;
+        check_fail();
     }
     if (!plan->connecting) {
         atomic_fetch_add(&w->shared->scratch[READY], 1);
     }
-    return 0;
 }
 
 static char transports[32];
 
-static int
+static void
 be_rank(const kill_plan *plan, world_shared *shared, int rank)
 {
-    world_test test = {.name = "kill", .hosts = plan->hosts};
-    world      w = {.test = &test,
-                    .transports = transports,
-                    .rank = rank,
-                    .size = plan->size,
-                    .pool_bytes = 1 << 20, /* some blocks go through the socket */
-                    .shared = shared,
-                    .barrier = world_local_barrier,
-                    .exchange = world_local_exchange};
+    world_test test = {.name = "kill",
+                       .hosts = plan->hosts,
+                       .pool_bytes = 1 << 20}; /* some blocks go through the socket */
+    world      w = world_of(&test, transports, rank, plan->size, shared);
     bool       named = false;
-    int        wrong;
 
     alarm(WORLD_SECONDS);
-    wrong = connect_meanwhile(&w, plan, &named);
-    if (wrong == 0 && !named) {
-        wrong = act(&w, plan);
+    connect_meanwhile(&w, plan, &named);
+    if (!named) {
+        act(&w, plan);
     }
     smp_comm_destroy(w.comm);
-    return wrong;
 }
 
 /* ------------------------------------------------------------------------- kills */
@@ -321,7 +310,8 @@ kill_by_plan(const kill_plan *plan, int64_t *slowest_ns)
         pid_t pid = fork();
 
         if (pid == 0) {
-            exit(be_rank(plan, shared, r)); /* exit: the leak check runs */
+            be_rank(plan, shared, r);
+            exit(0); /* exit: the leak check runs */
         }
         shared->pids[r] = pid;
     }

@@ -111,7 +111,7 @@ open_book(book *b, int32_t microbatches, int32_t backwards)
     return ledger;
 }
 
-static int
+static void
 close_book(book *b, smp_ledger *ledger)
 {
     CHECK(smp_ledger_held(ledger) == (size_t)b->live);
@@ -120,7 +120,6 @@ close_book(book *b, smp_ledger *ledger)
         free(b->gradient[p]);
     }
     CHECK(b->live == 0);
-    return 0;
 }
 
 #define CHECK_GRADIENT(b, parameter, want)                                             \
@@ -128,20 +127,18 @@ close_book(book *b, smp_ledger *ledger)
         if (strcmp((b).gradient[parameter], want) != 0) {                              \
             fprintf(stderr, "%s:%d: want %s, got %s\n", __FILE__, __LINE__, want,      \
                     (b).gradient[parameter]);                                          \
-            return 1;                                                                  \
+            check_fail();                                                              \
         }                                                                              \
     } while (0)
 
 /* Short hands: every test reads as a list of events. */
-#define OPEN(mb, order, entry)                                                         \
-    CHECK_STATUS(smp_ledger_open(l, mb, order, entry), SMP_OK)
-#define CLOSE(mb, order, entry)                                                        \
-    CHECK_STATUS(smp_ledger_close(l, mb, order, entry), SMP_OK)
-#define BACKWARD(mb, n) CHECK_STATUS(smp_ledger_backward(l, mb, n), SMP_OK)
-#define DONE(mb) CHECK_STATUS(smp_ledger_done(l, mb), SMP_OK)
+#define OPEN(mb, order, entry) CHECK_OK(smp_ledger_open(l, mb, order, entry))
+#define CLOSE(mb, order, entry) CHECK_OK(smp_ledger_close(l, mb, order, entry))
+#define BACKWARD(mb, n) CHECK_OK(smp_ledger_backward(l, mb, n))
+#define DONE(mb) CHECK_OK(smp_ledger_done(l, mb))
 #define ADD(mb, n, order, parameter, text)                                             \
-    CHECK_STATUS(smp_ledger_add(l, mb, n, order, parameter, term_of(&b, text)), SMP_OK)
-#define END() CHECK_STATUS(smp_ledger_end(l), SMP_OK)
+    CHECK_OK(smp_ledger_add(l, mb, n, order, parameter, term_of(&b, text)))
+#define END() CHECK_OK(smp_ledger_end(l))
 
 TEST(terms_are_added_by_request_then_microbatch)
 {
@@ -167,7 +164,7 @@ TEST(terms_are_added_by_request_then_microbatch)
     END();
     CHECK_GRADIENT(b, 0, "((G+(c2+c1))+d1)");
     CHECK(b.completed[0] == 1);
-    return close_book(&b, l);
+    close_book(&b, l);
 }
 
 TEST(a_requests_own_terms_are_summed_by_themselves)
@@ -186,7 +183,7 @@ TEST(a_requests_own_terms_are_summed_by_themselves)
     CLOSE(0, 1, 0);
     CHECK_GRADIENT(b, 0, "(G+((c2+c2')+(c1+c1')))");
     END();
-    return close_book(&b, l);
+    close_book(&b, l);
 }
 
 /* The same events in two steps of one microbatch: a request gives one term. */
@@ -203,7 +200,7 @@ TEST(after_the_first_step_a_single_term_does_not_wait_for_its_request)
     DONE(0);
     DONE(1);
     END();
-    CHECK_STATUS(smp_ledger_begin(l, 2, 1), SMP_OK);
+    CHECK_OK(smp_ledger_begin(l, 2, 1));
     OPEN(0, 0, -1);
     OPEN(1, 0, -1);
     BACKWARD(1, 0);
@@ -222,7 +219,7 @@ TEST(after_the_first_step_a_single_term_does_not_wait_for_its_request)
     DONE(1);
     END();
     CHECK_GRADIENT(b, 1, "(G+f)");
-    return close_book(&b, l);
+    close_book(&b, l);
 }
 
 TEST(a_single_term_waits_for_other_requests)
@@ -231,7 +228,7 @@ TEST(a_single_term_waits_for_other_requests)
     smp_ledger *l = open_book(&b, 1, 1);
 
     for (int step = 0; step < 2; step++) {
-        CHECK_STATUS(smp_ledger_begin(l, 1, 1), SMP_OK);
+        CHECK_OK(smp_ledger_begin(l, 1, 1));
         OPEN(0, 1, 0);
         OPEN(0, 2, 0);
         BACKWARD(0, 0);
@@ -245,7 +242,7 @@ TEST(a_single_term_waits_for_other_requests)
         END();
     }
     CHECK_GRADIENT(b, 0, "((G+(c2+c1))+(c2+c1))");
-    return close_book(&b, l);
+    close_book(&b, l);
 }
 
 TEST(a_single_term_waits_for_the_last_backward_call)
@@ -254,7 +251,7 @@ TEST(a_single_term_waits_for_the_last_backward_call)
     smp_ledger *l = open_book(&b, 1, 2);
 
     for (int step = 0; step < 2; step++) {
-        CHECK_STATUS(smp_ledger_begin(l, 1, 2), SMP_OK);
+        CHECK_OK(smp_ledger_begin(l, 1, 2));
         OPEN(0, 0, -1);
         BACKWARD(0, 0);
         ADD(0, 0, 0, 0, "c");
@@ -270,7 +267,7 @@ TEST(a_single_term_waits_for_the_last_backward_call)
         END();
     }
     CHECK_GRADIENT(b, 0, "((G+(c+d))+(c+d))");
-    return close_book(&b, l);
+    close_book(&b, l);
 }
 
 TEST(terms_that_come_twice_in_a_request_wait_ever_after)
@@ -279,7 +276,7 @@ TEST(terms_that_come_twice_in_a_request_wait_ever_after)
     smp_ledger *l = open_book(&b, 1, 1);
 
     for (int step = 0; step < 4; step++) {
-        CHECK_STATUS(smp_ledger_begin(l, 1, 1), SMP_OK);
+        CHECK_OK(smp_ledger_begin(l, 1, 1));
         OPEN(0, 1, 0);
         BACKWARD(0, 0);
         ADD(0, 0, 1, 0, "c");
@@ -292,7 +289,7 @@ TEST(terms_that_come_twice_in_a_request_wait_ever_after)
     }
     /* Step 1 did not expect the second one and lost nothing. */
     CHECK_GRADIENT(b, 0, "(((((G+c)+c)+d)+(c+d))+(c+d))");
-    return close_book(&b, l);
+    close_book(&b, l);
 }
 
 TEST(an_entry_delays_only_what_it_may_use)
@@ -316,7 +313,7 @@ TEST(an_entry_delays_only_what_it_may_use)
     CHECK_GRADIENT(b, 1, "(G+(b2+b))");
     CHECK(b.completed[1] == 1 && b.completed[2] == 1);
     END();
-    return close_book(&b, l);
+    close_book(&b, l);
 }
 
 TEST(the_step_function_may_use_all)
@@ -334,7 +331,7 @@ TEST(the_step_function_may_use_all)
     ADD(0, 0, 0, 2, "root'");
     CLOSE(0, 0, -1);
     CHECK_GRADIENT(b, 2, "(G+(c1+(root+root')))");
-    return close_book(&b, l);
+    close_book(&b, l);
 }
 
 TEST(a_released_request_lets_the_others_through)
@@ -354,7 +351,7 @@ TEST(a_released_request_lets_the_others_through)
     CHECK_GRADIENT(b, 0, "G");
     CLOSE(0, 2, 0); /* its outputs never reached the loss */
     CHECK_GRADIENT(b, 0, "((G+c1)+d1)");
-    return close_book(&b, l);
+    close_book(&b, l);
 }
 
 TEST(a_suspect_waits_until_its_microbatch_is_done)
@@ -363,7 +360,7 @@ TEST(a_suspect_waits_until_its_microbatch_is_done)
     smp_ledger *l = open_book(&b, 2, 1);
 
     OPEN(0, 1, 0);
-    CHECK_STATUS(smp_ledger_suspect(l, 0, 0), SMP_OK); /* checkpointed: runs again */
+    CHECK_OK(smp_ledger_suspect(l, 0, 0)); /* checkpointed: runs again */
     BACKWARD(0, 0);
     BACKWARD(1, 0);
     ADD(0, 0, 1, 0, "c1");
@@ -377,7 +374,7 @@ TEST(a_suspect_waits_until_its_microbatch_is_done)
     DONE(0);
     CHECK_GRADIENT(b, 0, "(G+(c1+again))");
     CHECK(b.completed[0] == 1);
-    return close_book(&b, l);
+    close_book(&b, l);
 }
 
 TEST(done_closes_what_gets_no_backward)
@@ -395,7 +392,7 @@ TEST(done_closes_what_gets_no_backward)
     CHECK_GRADIENT(b, 0, "(G+d1)");
     CLOSE(0, 1, 0); /* the graph outlived its microbatch */
     CHECK(b.completed[0] == 1);
-    return close_book(&b, l);
+    close_book(&b, l);
 }
 
 TEST(backward_calls_of_a_microbatch_are_added_in_order)
@@ -420,7 +417,7 @@ TEST(backward_calls_of_a_microbatch_are_added_in_order)
     CHECK(b.completed[0] == 0); /* microbatch 1 has a second backward to come */
     END();
     CHECK(b.completed[0] == 1);
-    return close_book(&b, l);
+    close_book(&b, l);
 }
 
 TEST(a_late_term_is_still_added)
@@ -434,7 +431,7 @@ TEST(a_late_term_is_still_added)
     DONE(1);
     ADD(1, 0, 1, 0, "later");
     CHECK_GRADIENT(b, 0, "((G+late)+later)");
-    return close_book(&b, l);
+    close_book(&b, l);
 }
 
 TEST(the_end_of_a_step_folds_what_is_left_in_order)
@@ -451,7 +448,7 @@ TEST(the_end_of_a_step_folds_what_is_left_in_order)
     CHECK_GRADIENT(b, 0, "((G+c1)+e1)");
     CHECK(b.completed[0] == 1 && b.completed[1] == 1 && b.completed[2] == 1);
     CHECK(smp_ledger_held(l) == 0);
-    return close_book(&b, l);
+    close_book(&b, l);
 }
 
 TEST(a_step_that_failed_leaves_nothing)
@@ -465,14 +462,14 @@ TEST(a_step_that_failed_leaves_nothing)
     smp_ledger_abandon(l);
     CHECK(smp_ledger_held(l) == 0 && b.live == 0);
     CHECK_GRADIENT(b, 0, "G");
-    CHECK_STATUS(smp_ledger_begin(l, 1, 1), SMP_OK); /* the next one works */
+    CHECK_OK(smp_ledger_begin(l, 1, 1)); /* the next one works */
     OPEN(0, 1, 0);
     BACKWARD(0, 0);
     ADD(0, 0, 1, 0, "n");
     CLOSE(0, 1, 0);
     CHECK_GRADIENT(b, 0, "(G+n)");
     CHECK(b.completed[0] == 1);
-    return close_book(&b, l);
+    close_book(&b, l);
 }
 
 TEST(numbers_that_name_nothing_are_invalid_and_their_terms_dropped)
@@ -492,7 +489,7 @@ TEST(numbers_that_name_nothing_are_invalid_and_their_terms_dropped)
                  SMP_ERR_INVALID);
     CHECK_STATUS(smp_ledger_add(l, 0, 0, 1, -1, term_of(&b, "x")), SMP_ERR_INVALID);
     CHECK(b.live == 0);
-    return close_book(&b, l);
+    close_book(&b, l);
 }
 
 /* ------------------------------------------------------- any order, the same sum */
@@ -738,19 +735,19 @@ run_program(program *p, book *b, smp_ledger *l, uint64_t order)
 }
 
 /* Runs the program in one order of events and compares the gradients. */
-static int
+static void
 check_program(uint64_t seed, uint64_t order, book *b, smp_ledger *l)
 {
     program p;
 
     make_program(&p, seed * 7919);
-    CHECK_STATUS(smp_ledger_begin(l, MICROBATCHES, p.backwards), SMP_OK);
+    CHECK_OK(smp_ledger_begin(l, MICROBATCHES, p.backwards));
     for (int32_t i = 0; i < PARAMETERS; i++) {
         free(b->gradient[i]);
         b->gradient[i] = strdup("G");
         b->completed[i] = 0;
     }
-    CHECK_STATUS(run_program(&p, b, l, order * 104729 + seed), SMP_OK);
+    CHECK_OK(run_program(&p, b, l, order * 104729 + seed));
     for (int32_t i = 0; i < PARAMETERS; i++) {
         char *want = expected(&p, i);
         bool  same = strcmp(want, b->gradient[i]) == 0;
@@ -763,7 +760,6 @@ check_program(uint64_t seed, uint64_t order, book *b, smp_ledger *l)
         CHECK(same && b->completed[i] == 1);
     }
     CHECK(smp_ledger_held(l) == 0 && b->live == 0);
-    return 0;
 }
 
 /* In the second and third step the ledger knows how many terms to expect. */
@@ -775,12 +771,11 @@ TEST(the_sum_never_depends_on_the_order_of_events)
             smp_ledger *l = open_book(&b, MICROBATCHES, 1);
 
             for (uint64_t step = 0; step < 3; step++) {
-                CHECK(check_program(seed, order + 10 * step, &b, l) == 0);
+                check_program(seed, order + 10 * step, &b, l);
             }
-            CHECK(close_book(&b, l) == 0);
+            close_book(&b, l);
         }
     }
-    return 0;
 }
 
 TEST(an_op_that_fails_leaks_nothing_and_the_next_step_works)
@@ -800,43 +795,17 @@ TEST(an_op_that_fails_leaks_nothing_and_the_next_step_works)
         smp_ledger_abandon(l);
         CHECK(b.live == 0);
         if (status == SMP_OK) {
-            CHECK(close_book(&b, l) == 0);
+            close_book(&b, l);
             break;
         }
         CHECK_STATUS(status, SMP_ERR_SYSTEM);
         failures++;
         make_program(&p, 4242);
-        CHECK_STATUS(smp_ledger_begin(l, MICROBATCHES, p.backwards), SMP_OK);
-        CHECK_STATUS(run_program(&p, &b, l, 7), SMP_OK);
-        CHECK(close_book(&b, l) == 0);
+        CHECK_OK(smp_ledger_begin(l, MICROBATCHES, p.backwards));
+        CHECK_OK(run_program(&p, &b, l, 7));
+        close_book(&b, l);
     }
     CHECK(failures > 10);
-    return 0;
 }
 
-int
-main(int argc, char **argv)
-{
-    static const smp_test tests[] = {
-        {"order", terms_are_added_by_request_then_microbatch},
-        {"request", a_requests_own_terms_are_summed_by_themselves},
-        {"single", after_the_first_step_a_single_term_does_not_wait_for_its_request},
-        {"single_requests", a_single_term_waits_for_other_requests},
-        {"single_calls", a_single_term_waits_for_the_last_backward_call},
-        {"several", terms_that_come_twice_in_a_request_wait_ever_after},
-        {"uses", an_entry_delays_only_what_it_may_use},
-        {"root", the_step_function_may_use_all},
-        {"release", a_released_request_lets_the_others_through},
-        {"suspect", a_suspect_waits_until_its_microbatch_is_done},
-        {"done", done_closes_what_gets_no_backward},
-        {"backwards", backward_calls_of_a_microbatch_are_added_in_order},
-        {"late", a_late_term_is_still_added},
-        {"end", the_end_of_a_step_folds_what_is_left_in_order},
-        {"abandon", a_step_that_failed_leaves_nothing},
-        {"range", numbers_that_name_nothing_are_invalid_and_their_terms_dropped},
-        {"property", the_sum_never_depends_on_the_order_of_events},
-        {"failures", an_op_that_fails_leaks_nothing_and_the_next_step_works},
-    };
-
-    return run_tests(tests, sizeof(tests) / sizeof(tests[0]), argc, argv);
-}
+RUN_TESTS

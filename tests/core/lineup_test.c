@@ -20,28 +20,27 @@ TEST(tp_rank_0_issues_at_once_and_the_others_in_its_order)
     smp_lineup   *first;
     smp_lineup   *second;
 
-    CHECK_STATUS(smp_lineup_create(0, 2, false, &first), SMP_OK);
-    CHECK_STATUS(smp_lineup_create(1, 2, false, &second), SMP_OK);
+    CHECK_OK(smp_lineup_create(0, 2, false, &first));
+    CHECK_OK(smp_lineup_create(1, 2, false, &second));
     for (int step = 0; step < 2; step++) {
         smp_lineup_begin(first);
         smp_lineup_begin(second);
         CHECK(smp_lineup_may_issue(first, &b) && smp_lineup_may_issue(first, &a));
         CHECK(!smp_lineup_may_issue(second, &a) && !smp_lineup_may_issue(second, &b));
-        CHECK_STATUS(smp_lineup_issue(first, &b), SMP_OK);
-        CHECK_STATUS(smp_lineup_hear(second, &b), SMP_OK);
-        CHECK_STATUS(smp_lineup_issue(first, &a), SMP_OK);
-        CHECK_STATUS(smp_lineup_hear(second, &a), SMP_OK);
+        CHECK_OK(smp_lineup_issue(first, &b));
+        CHECK_OK(smp_lineup_hear(second, &b));
+        CHECK_OK(smp_lineup_issue(first, &a));
+        CHECK_OK(smp_lineup_hear(second, &a));
         CHECK(!smp_lineup_may_issue(second, &a) && smp_lineup_may_issue(second, &b));
-        CHECK_STATUS(smp_lineup_issue(second, &b), SMP_OK);
+        CHECK_OK(smp_lineup_issue(second, &b));
         CHECK(smp_lineup_may_issue(second, &a) && !smp_lineup_may_issue(second, &b));
-        CHECK_STATUS(smp_lineup_issue(second, &a), SMP_OK);
+        CHECK_OK(smp_lineup_issue(second, &a));
         CHECK(!smp_lineup_may_issue(second, &a));
         CHECK(smp_lineup_issued(first) == 2 && smp_lineup_issued(second) == 2);
     }
     smp_lineup_destroy(first);
     smp_lineup_destroy(second);
     smp_lineup_destroy(NULL);
-    return 0;
 }
 
 TEST(keys_differ_by_call_number_and_path)
@@ -54,7 +53,6 @@ TEST(keys_differ_by_call_number_and_path)
             CHECK(smp_key_equal(&keys[i], &keys[j]) == (i == j));
         }
     }
-    return 0;
 }
 
 TEST(a_long_list_keeps_its_order)
@@ -62,21 +60,20 @@ TEST(a_long_list_keeps_its_order)
     enum { KEYS = 1000 };
     smp_lineup *lineup;
 
-    CHECK_STATUS(smp_lineup_create(1, 2, false, &lineup), SMP_OK);
+    CHECK_OK(smp_lineup_create(1, 2, false, &lineup));
     smp_lineup_begin(lineup);
     for (uint64_t i = 0; i < KEYS; i++) {
         const smp_key key = key_of("a", i, 0);
 
-        CHECK_STATUS(smp_lineup_hear(lineup, &key), SMP_OK);
+        CHECK_OK(smp_lineup_hear(lineup, &key));
     }
     for (uint64_t i = 0; i < KEYS; i++) {
         const smp_key key = key_of("a", i, 0);
 
         CHECK(smp_lineup_may_issue(lineup, &key));
-        CHECK_STATUS(smp_lineup_issue(lineup, &key), SMP_OK);
+        CHECK_OK(smp_lineup_issue(lineup, &key));
     }
     smp_lineup_destroy(lineup);
-    return 0;
 }
 
 TEST(a_key_says_module_microbatch_phase_and_call)
@@ -91,19 +88,17 @@ TEST(a_key_says_module_microbatch_phase_and_call)
     key.time = 1;
     key.number = 2;
     CHECK(smp_key_write(&key, said, sizeof(said)) == strlen(said));
-    CHECK(strcmp(said,
-                 "module 'net.0' (microbatch 3, backward, call 1, collective 2)") == 0);
+    CHECK_TEXT(said, "module 'net.0' (microbatch 3, backward, call 1, collective 2)");
     CHECK(smp_key_write(&key, cut, sizeof(cut)) == 7 && strcmp(cut, "module ") == 0);
 
     memset(path, 'x', sizeof(path));
     memcpy(path + sizeof(path) - 6, ".last", 6);
     key = smp_key_of(path);
     CHECK(memcmp(key.path, "...xx", 5) == 0);
-    CHECK(strcmp(key.path + sizeof(key.path) - 6, ".last") == 0);
+    CHECK_TEXT(key.path + sizeof(key.path) - 6, ".last");
     path[SMP_KEY_PATH - 1] = '\0'; /* the longest that is whole */
     key = smp_key_of(path);
-    CHECK(strcmp(key.path, path) == 0);
-    return 0;
+    CHECK_TEXT(key.path, path);
 }
 
 /* What rank `self` of 3 finds when tp_rank 0 has issued `keys` and the ranks have ended
@@ -152,7 +147,6 @@ TEST(who_ends_with_too_few_is_found)
     CHECK(finds(1, 2, (int[]){2, -1, 2}, &b, &gap)); /* it wants one more */
     CHECK(gap.caller == 1 && gap.other == 0 && gap.key.call == 9);
     CHECK(!finds(1, 2, (int[]){-1, -1, -1}, &b, &gap));
-    return 0;
 }
 
 TEST(all_ranks_end_with_a_number)
@@ -161,7 +155,7 @@ TEST(all_ranks_end_with_a_number)
     uint64_t    least;
     uint64_t    most;
 
-    CHECK_STATUS(smp_lineup_create(2, 3, false, &lineup), SMP_OK);
+    CHECK_OK(smp_lineup_create(2, 3, false, &lineup));
     smp_lineup_begin(lineup);
     smp_lineup_end(lineup, 0, 5);
     smp_lineup_end(lineup, 2, 3);
@@ -175,7 +169,6 @@ TEST(all_ranks_end_with_a_number)
     smp_lineup_begin(lineup);
     CHECK(!smp_lineup_has_ended(lineup, 0));
     smp_lineup_destroy(lineup);
-    return 0;
 }
 
 TEST(in_a_sequence_each_rank_issues_at_once)
@@ -185,11 +178,11 @@ TEST(in_a_sequence_each_rank_issues_at_once)
     smp_lineup    *lineup;
     smp_lineup_gap gap;
 
-    CHECK_STATUS(smp_lineup_create(1, 3, true, &lineup), SMP_OK);
+    CHECK_OK(smp_lineup_create(1, 3, true, &lineup));
     smp_lineup_begin(lineup);
     CHECK(smp_lineup_may_issue(lineup, &a) && smp_lineup_may_issue(lineup, &b));
-    CHECK_STATUS(smp_lineup_issue(lineup, &a), SMP_OK);
-    CHECK_STATUS(smp_lineup_issue(lineup, &b), SMP_OK);
+    CHECK_OK(smp_lineup_issue(lineup, &a));
+    CHECK_OK(smp_lineup_issue(lineup, &b));
     CHECK(smp_lineup_issued(lineup) == 2);
     smp_lineup_end(lineup, 0, 2);
     CHECK(!smp_lineup_find_gap(lineup, NULL, &gap));
@@ -197,21 +190,6 @@ TEST(in_a_sequence_each_rank_issues_at_once)
     CHECK(smp_lineup_find_gap(lineup, NULL, &gap));
     CHECK(gap.caller == 1 && gap.other == 2 && smp_key_equal(&gap.key, &b));
     smp_lineup_destroy(lineup);
-    return 0;
 }
 
-int
-main(int argc, char **argv)
-{
-    static const smp_test tests[] = {
-        LISTED_TEST(tp_rank_0_issues_at_once_and_the_others_in_its_order),
-        LISTED_TEST(keys_differ_by_call_number_and_path),
-        LISTED_TEST(a_long_list_keeps_its_order),
-        LISTED_TEST(a_key_says_module_microbatch_phase_and_call),
-        LISTED_TEST(who_ends_with_too_few_is_found),
-        LISTED_TEST(all_ranks_end_with_a_number),
-        LISTED_TEST(in_a_sequence_each_rank_issues_at_once),
-    };
-
-    return run_tests(tests, sizeof(tests) / sizeof(tests[0]), argc, argv);
-}
+RUN_TESTS

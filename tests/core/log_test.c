@@ -62,8 +62,7 @@ TEST(a_level_has_the_graver_ones)
         say(asked[i], "thing", out);
         CHECK(lines(out) == want[i]);
     }
-    CHECK(strstr(out, " debug: one of many thing\n") != NULL);
-    return 0;
+    CHECK_HAS(out, " debug: one of many thing\n");
 }
 
 TEST(a_line_has_the_time_and_the_rank)
@@ -77,8 +76,7 @@ TEST(a_line_has_the_time_and_the_rank)
                  &day[2], &day[3]) == 4);
     smp_log_rank(-1);
     say("warn", "thing", out);
-    CHECK(strstr(out, " process ") != NULL);
-    return 0;
+    CHECK_HAS(out, " process ");
 }
 
 TEST(what_is_no_level_is_told)
@@ -86,9 +84,8 @@ TEST(what_is_no_level_is_told)
     char out[ROOM];
 
     say("loud", "thing", out);
-    CHECK(strstr(out, "SMP_LOG=loud: must be off, warn, info or debug\n") != NULL);
+    CHECK_HAS(out, "SMP_LOG=loud: must be off, warn, info or debug\n");
     CHECK(lines(out) == 2); /* as with warn */
-    return 0;
 }
 
 TEST(a_long_text_is_cut_and_is_still_a_line)
@@ -100,7 +97,6 @@ TEST(a_long_text_is_cut_and_is_still_a_line)
     text[sizeof(text) - 1] = '\0';
     say("warn", text, out);
     CHECK(strlen(out) == 1000 && out[999] == '\n');
-    return 0;
 }
 
 TEST(the_first_warning_waits_for_the_script)
@@ -117,7 +113,6 @@ TEST(the_first_warning_waits_for_the_script)
     large[sizeof(large) - 1] = '\0';
     smp_warn("%s", large);
     CHECK(smp_warning_take(text) && strlen(text) == sizeof(text) - 1);
-    return 0;
 }
 
 TEST(errno_is_left_alone)
@@ -131,20 +126,6 @@ TEST(errno_is_left_alone)
     smp_log(SMP_LOG_WARN, "nobody hears it");
     CHECK(errno == ENOENT);
     CHECK(!smp_log_has(SMP_LOG_WARN)); /* and is not said again */
-    return 0;
 }
 
-int
-main(int argc, char **argv)
-{
-    static const smp_test tests[] = {
-        LISTED_TEST(a_level_has_the_graver_ones),
-        LISTED_TEST(a_line_has_the_time_and_the_rank),
-        LISTED_TEST(what_is_no_level_is_told),
-        LISTED_TEST(a_long_text_is_cut_and_is_still_a_line),
-        LISTED_TEST(the_first_warning_waits_for_the_script),
-        LISTED_TEST(errno_is_left_alone),
-    };
-
-    return run_tests(tests, sizeof(tests) / sizeof(tests[0]), argc, argv);
-}
+RUN_TESTS

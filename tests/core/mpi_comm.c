@@ -19,20 +19,6 @@
 #include "hosts_list.h"
 #include "partings.h"
 
-static const world_test partings[] = {
-    LISTED(a_forked_child_can_do_nothing_and_breaks_nothing, 0),
-    LISTED(a_stopped_peer_is_not_lost, 0),
-    LISTED(what_a_leaving_peer_said_arrives_although_it_is_talked_to, 0),
-};
-
-static const world_test deaths[] = {
-    LISTED(a_killed_peer_is_named_to_all_others, 1 << 20),
-    LISTED(a_killed_peer_is_noticed_although_its_child_lives, 0),
-    LISTED(a_rank_that_dies_before_it_connects_is_named, 0),
-};
-
-#define COUNT_OF(list) (sizeof(list) / sizeof((list)[0]))
-
 /* A name of `names` for each peer, as a set of bits. */
 static int
 transports_used(const world *w)
@@ -50,11 +36,10 @@ transports_used(const world *w)
 
 static int used;
 
-TEST_RANK(remember_transports)
+TEST_RANK(remember_transports, .processes = "")
 {
     used = transports_used(w);
     w->barrier(w);
-    return 0;
 }
 
 /* What all ranks map, as those of world.h do: a file without a name of rank 0, which
@@ -97,7 +82,7 @@ share(int rank, int size)
 }
 
 /* This rank's part of a test. */
-static int
+static bool
 run_here(world *w, const world_test *test)
 {
     alarm(WORLD_SECONDS);
@@ -106,28 +91,29 @@ run_here(world *w, const world_test *test)
     return world_run_rank(w);
 }
 
-/* Whether it failed on any rank. */
-static bool
+/* It has failed if it did on any rank. */
+static void
 run(world *w, const world_test *test)
 {
     int mine = run_here(w, test);
     int worst;
 
     MPI_Allreduce(&mine, &worst, 1, MPI_INT, MPI_MAX, MPI_COMM_WORLD);
+    check_ran++;
+    check_failed += worst;
     if (worst != 0 && w->rank == 0) {
         printf("FAILED %s, %d ranks, hosts %s, %s\n", test->name, w->size,
                test->hosts != NULL ? test->hosts : "as they are", w->transports);
     }
-    return worst != 0;
 }
 
 /* The end of this process. */
 static void
 run_death(world *w, const char *name)
 {
-    for (size_t i = 0; i < COUNT_OF(deaths); i++) {
-        if (strcmp(deaths[i].name, name) == 0) {
-            int     failed = run_here(w, &deaths[i]);
+    for (world_test *test = world_list; test != NULL; test = test->next) {
+        if (strcmp(test->name, name) == 0) {
+            bool    failed = run_here(w, test);
             int64_t took = atomic_load(&w->shared->scratch[1 + w->rank]);
 
             printf("rank %d, %s: %s", w->rank, name, failed ? "FAILED" : "passed");
@@ -141,20 +127,34 @@ run_death(world *w, const char *name)
     exit(1);
 }
 
+/* By its layouts of so many ranks, or by so many. */
+static void
+run_test(world *w, const world_test *test, const char *transports)
+{
+    world_test one = *test;
+
+    for (int l = 0; l < WORLD_LAYOUTS && test->layouts[l] != NULL; l++) {
+        if (transports == NULL && (int)strlen(test->layouts[l]) == w->size) {
+            w->transports = "shm,mpi";
+            one.hosts = test->layouts[l];
+            run(w, &one);
+        }
+    }
+    if (test->layouts[0] == NULL &&
+        (test->processes == NULL || strchr(test->processes, '0' + w->size) != NULL)) {
+        w->transports = transports != NULL ? transports : "mpi";
+        run(w, test);
+    }
+}
+
 int
 main(int argc, char **argv)
 {
-    static const world_test first = LISTED(remember_transports, 0);
-    const char             *transports = getenv("SMP_TEST_TRANSPORTS");
-    bool                    kills = argc > 2 && strcmp(argv[1], "killed") == 0;
-    const char             *only = argc > 1 ? argv[1] : "";
-
-    world w = {.transports = transports != NULL ? transports : "mpi",
-               .barrier = world_local_barrier,
-               .exchange = world_local_exchange};
-    int   level = 0;
-    int   ran = 0;
-    int   failed = 0;
+    const char *transports = getenv("SMP_TEST_TRANSPORTS");
+    world       w = {.transports = transports != NULL ? transports : "mpi",
+                     .barrier = world_local_barrier,
+                     .exchange = world_local_exchange};
+    int         level = 0;
 
     MPI_Init_thread(&argc, &argv, MPI_THREAD_MULTIPLE, &level);
     MPI_Comm_rank(MPI_COMM_WORLD, &w.rank);
@@ -163,44 +163,21 @@ main(int argc, char **argv)
     if (smp_transport_register(&smp_transport_mpi) != SMP_OK || w.size > WORLD_RANKS) {
         return 1;
     }
-    if (kills) {
+    if (argc > 2 && strcmp(argv[1], "killed") == 0) {
         run_death(&w, argv[2]);
     }
-    failed += run(&w, &first);
-    for (size_t i = 0; i < COUNT_OF(partings) && w.size == 2; i++) {
-        if (strstr(partings[i].name, only) != NULL) {
-            failed += run(&w, &partings[i]);
-            ran++;
-        }
-    }
-    for (size_t i = 0; i < COMM_LIST_COUNT; i++) {
-        if (strstr(comm_list[i].name, only) != NULL) {
-            failed += run(&w, &comm_list[i]);
-            ran++;
-        }
-    }
-    w.transports = "shm,mpi";
-    for (size_t i = 0; i < HOSTS_LIST && transports == NULL; i++) {
-        const hosts_entry *listed = &hosts_list[i];
-
-        if (strstr(listed->test.name, only) == NULL || listed->forks) {
-            continue;
-        }
-        for (int l = 0; l < LAYOUTS && listed->hosts[l] != NULL; l++) {
-            world_test test = listed->test;
-
-            test.hosts = listed->hosts[l];
-            if ((int)strlen(test.hosts) == w.size) {
-                failed += run(&w, &test);
-                ran++;
-            }
+    check_only = argc > 1 ? argv[1] : "";
+    run(&w, &world_remember_transports);
+    for (world_test *test = world_list; test != NULL; test = test->next) {
+        if (check_chosen(test->name) && !test->forks) {
+            run_test(&w, test, transports);
         }
     }
     MPI_Allreduce(MPI_IN_PLACE, &used, 1, MPI_INT, MPI_BOR, MPI_COMM_WORLD);
+    MPI_Finalize();
     if (w.rank == 0) {
         printf("over%s%s: ", used & 1 ? " shm" : "", used & 2 ? " mpi" : "");
-        printf("%d passed, %d failed\n", ran - failed, failed);
+        return tests_are_over();
     }
-    MPI_Finalize();
-    return failed != 0 || ran == 0;
+    return check_failed != 0;
 }

@@ -7,7 +7,7 @@
 #include "traffic.h"
 
 /* Its kernel still answers, and its buffers are full: it is stuck, not lost. */
-TEST_RANK(a_stopped_peer_is_not_lost)
+TEST_RANK(a_stopped_peer_is_not_lost, .processes = "2")
 {
     static const size_t sizes[] = {32 << 20};
     smp_message        *message;
@@ -15,23 +15,23 @@ TEST_RANK(a_stopped_peer_is_not_lost)
     if (w->rank == 1) {
         kill(getpid(), SIGSTOP);
     } else {
-        CHECK_STATUS(send_filled(w, 1, 1, 10, sizes, 1), SMP_OK);
+        CHECK_OK(send_filled(w, 1, 1, 10, sizes, 1));
         CHECK_STATUS(smp_comm_receive(w->comm, 5 * SMP_NS_PER_S, &message),
                      SMP_ERR_TIMED_OUT);
         CHECK(smp_comm_lost(w->comm) == -1);
         CHECK(kill(w->shared->pids[1], SIGCONT) == 0);
     }
     if (w->rank == 1) {
-        CHECK_STATUS(smp_comm_receive(w->comm, WORLD_DEADLINE_NS, &message), SMP_OK);
+        CHECK_OK(smp_comm_receive(w->comm, WORLD_DEADLINE_NS, &message));
         CHECK(message_filled(message, 1, 10, sizes, 1));
         smp_message_free(message);
     }
     w->barrier(w);
-    return 0;
 }
 
 /* What reaches a socket after its end makes the kernel forget what that had to say. */
-TEST_RANK(what_a_leaving_peer_said_arrives_although_it_is_talked_to)
+TEST_RANK(what_a_leaving_peer_said_arrives_although_it_is_talked_to, .processes = "2",
+          .times = 20)
 {
     enum { COUNT = 50 };
     static const size_t sizes[] = {200000};
@@ -40,7 +40,7 @@ TEST_RANK(what_a_leaving_peer_said_arrives_although_it_is_talked_to)
     uint64_t            count = 0;
 
     for (uint64_t i = 0; w->rank == 0 && i < COUNT; i++) {
-        CHECK_STATUS(send_filled(w, 1, i, 100, sizes, 1), SMP_OK);
+        CHECK_OK(send_filled(w, 1, i, 100, sizes, 1));
     }
     while (w->rank == 1 && status != SMP_ERR_CLOSED) {
         status = send_filled(w, 0, 1, 1000, NULL, 0);
@@ -55,7 +55,6 @@ TEST_RANK(what_a_leaving_peer_said_arrives_although_it_is_talked_to)
     }
     CHECK(w->rank == 0 || count == COUNT);
     CHECK(smp_comm_lost(w->comm) == -1);
-    return 0;
 }
 
 #endif

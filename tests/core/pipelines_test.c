@@ -356,13 +356,12 @@ begin(rank *self, world *w)
                              0, &ops, self, &self->server);
 }
 
-static int
+static void
 finish(rank *self)
 {
     self->w->barrier(self->w);
     smp_server_destroy(self->server);
     CHECK(self->inside == 0);
-    return 0;
 }
 
 /* This rank's schedule; NULL on those that have none. */
@@ -425,26 +424,25 @@ run_step(rank *self)
     return status;
 }
 
-static int
+static void
 check_step(rank *self)
 {
-    CHECK_STATUS(run_step(self), SMP_OK);
+    CHECK_OK(run_step(self));
     CHECK(self->pp_rank != 0 || self->finished == MICROBATCHES);
     CHECK(!stages[self->pp_rank].mixed);
     CHECK(stages[self->pp_rank].count[self->tp_rank] == 2 * MICROBATCHES);
-    return 0;
 }
 
 TEST_RANK(collectives_may_hold_the_baton_in_a_sequence)
 {
     rank self;
 
-    CHECK_STATUS(begin(&self, w), SMP_OK);
+    CHECK_OK(begin(&self, w));
     self.holds = in_sequence;
     for (int i = 0; i < 60; i++) {
-        CHECK(check_step(&self) == 0);
+        check_step(&self);
     }
-    return finish(&self);
+    finish(&self);
 }
 
 /* Some find a response that is there already, where others wait for theirs. */
@@ -452,12 +450,12 @@ TEST_RANK(what_a_response_finds_does_not_change_the_sequence)
 {
     rank self;
 
-    CHECK_STATUS(begin(&self, w), SMP_OK);
+    CHECK_OK(begin(&self, w));
     self.hears = in_sequence && self.tp_rank > 0;
     for (int i = 0; i < 6; i++) {
-        CHECK(check_step(&self) == 0);
+        check_step(&self);
     }
-    return finish(&self);
+    finish(&self);
 }
 
 /* The leader has nothing to run any more when the others have to hear of it. */
@@ -465,7 +463,7 @@ TEST_RANK(other_calls_in_the_last_run_are_a_mismatch)
 {
     rank self;
 
-    CHECK_STATUS(begin(&self, w), SMP_OK);
+    CHECK_OK(begin(&self, w));
     self.microbatches = 1;
     for (int t = 0; in_sequence && t < self.tp; t++) {
         smp_status status;
@@ -478,18 +476,18 @@ TEST_RANK(other_calls_in_the_last_run_are_a_mismatch)
             CHECK(strstr(smp_server_mismatch(self.server), " has come to its end"));
         }
     }
-    return finish(&self);
+    finish(&self);
 }
 
 TEST_RANK(pipelines_issue_the_same_in_the_same_order)
 {
     rank self;
 
-    CHECK_STATUS(begin(&self, w), SMP_OK);
+    CHECK_OK(begin(&self, w));
     for (int i = 0; i < 60; i++) {
-        CHECK(check_step(&self) == 0);
+        check_step(&self);
     }
-    return finish(&self);
+    finish(&self);
 }
 
 /* A rank that waited with the baton would keep the others' microbatch 0 from its
@@ -499,17 +497,17 @@ TEST_RANK(a_rank_that_waits_for_a_collective_runs_what_others_wait_for)
 {
     rank self;
 
-    CHECK_STATUS(begin(&self, w), SMP_OK);
+    CHECK_OK(begin(&self, w));
     self.crosses = !in_sequence; /* where each may run in an order of its own */
     for (int i = 0; i < 20; i++) {
-        CHECK_STATUS(run_step(&self), SMP_OK);
+        CHECK_OK(run_step(&self));
         CHECK(self.pp_rank != 0 || self.finished == (in_sequence ? MICROBATCHES : 2));
     }
-    return finish(&self);
+    finish(&self);
 }
 
 /* So many are issued as by the tp_rank that issued most. */
-static int
+static void
 check_ended(rank *self)
 {
     uint64_t least;
@@ -528,14 +526,13 @@ check_ended(rank *self)
     }
     CHECK(counted == most);
     self->w->barrier(self->w);
-    return 0;
 }
 
 TEST_RANK(a_call_that_one_tp_rank_leaves_out_fails_the_step_of_all)
 {
     rank self;
 
-    CHECK_STATUS(begin(&self, w), SMP_OK);
+    CHECK_OK(begin(&self, w));
     for (int i = 0; i < 2 * self.tp; i++) {
         smp_status status;
 
@@ -548,37 +545,36 @@ TEST_RANK(a_call_that_one_tp_rank_leaves_out_fails_the_step_of_all)
 
             if (in_sequence) {
                 CHECK(strstr(said, "rank 1 of 0: microbatch ") == said);
-                CHECK(strstr(said, "; rank 1 of ") != NULL);
-                CHECK(strstr(said, " has come to its end") != NULL);
-                CHECK(strstr(said, " waits for the other dp_ranks in module 'far'") !=
-                      NULL);
+                CHECK_HAS(said, "; rank 1 of ");
+                CHECK_HAS(said, " has come to its end");
+                CHECK_HAS(said, " waits for the other dp_ranks in module 'far'");
             } else {
-                CHECK(strstr(said, "has called module 'far' (microbatch ") != NULL);
-                CHECK(strstr(said, " of 0 has ") != NULL);
-                CHECK(strstr(said, ", and rank ") != NULL);
+                CHECK_HAS(said, "has called module 'far' (microbatch ");
+                CHECK_HAS(said, " of 0 has ");
+                CHECK_HAS(said, ", and rank ");
             }
         }
-        CHECK(check_ended(&self) == 0);
+        check_ended(&self);
         self.mood = ALIKE;
-        CHECK(check_step(&self) == 0);
+        check_step(&self);
     }
-    return finish(&self);
+    finish(&self);
 }
 
 TEST_RANK(a_failure_of_one_rank_ends_the_step_of_all_pipelines)
 {
     rank self;
 
-    CHECK_STATUS(begin(&self, w), SMP_OK);
+    CHECK_OK(begin(&self, w));
     for (int i = 0; i < 4 * self.tp; i++) {
         self.mood = self.tp_rank == i % self.tp && self.pp_rank == 1 ? FAILS : ALIKE;
         self.in = i % MICROBATCHES;
         CHECK_STATUS(run_step(&self), SMP_ERR_CLOSED);
-        CHECK(check_ended(&self) == 0);
+        check_ended(&self);
         self.mood = ALIKE;
-        CHECK(check_step(&self) == 0);
+        check_step(&self);
     }
-    return finish(&self);
+    finish(&self);
 }
 
 /* ... whatever of a step that failed came late, and was dropped. */
@@ -587,20 +583,20 @@ TEST_RANK(after_failures_a_deadlock_is_found_all_the_same)
     rank       self;
     smp_status status;
 
-    CHECK_STATUS(begin(&self, w), SMP_OK);
+    CHECK_OK(begin(&self, w));
     for (int i = 0; i < 2 * self.tp; i++) {
         self.mood = self.tp_rank == i % self.tp && self.pp_rank == 1 ? FAILS : ALIKE;
         self.in = i % MICROBATCHES;
         CHECK_STATUS(run_step(&self), SMP_ERR_CLOSED);
-        CHECK(check_ended(&self) == 0);
+        check_ended(&self);
     }
     self.mood = ANSWERS_NOT;
     status = run_step(&self);
     CHECK(status == (w->rank == 0 ? SMP_ERR_DEADLOCK : SMP_ERR_CLOSED));
-    CHECK(check_ended(&self) == 0);
+    check_ended(&self);
     self.mood = ALIKE;
-    CHECK(check_step(&self) == 0);
-    return finish(&self);
+    check_step(&self);
+    finish(&self);
 }
 
 /* A rank that makes no step, because it has failed before, has issued nothing in it. */
@@ -610,8 +606,8 @@ TEST_RANK(a_rank_that_leaves_a_step_out_has_issued_nothing)
     uint64_t most;
     rank     self;
 
-    CHECK_STATUS(begin(&self, w), SMP_OK);
-    CHECK(check_step(&self) == 0);
+    CHECK_OK(begin(&self, w));
+    check_step(&self);
     if (w->rank == w->size - 1) {
         self.step++;
         w->barrier(w); /* run_step()'s */
@@ -626,8 +622,8 @@ TEST_RANK(a_rank_that_leaves_a_step_out_has_issued_nothing)
     CHECK(smp_server_collectives_ended(self.server, WORLD_DEADLINE_NS, &least, &most));
     CHECK(self.pp_rank != PP - 1 || least == 0);
     w->barrier(w);
-    CHECK(check_step(&self) == 0);
-    return finish(&self);
+    check_step(&self);
+    finish(&self);
 }
 
 /* ---------------------------------------------------- messages written by hand */
@@ -639,15 +635,14 @@ write_to(world *w, int dest, smp_envelope envelope)
     return smp_comm_send(w->comm, dest, &envelope, sizeof(envelope), NULL, 0);
 }
 
-static int
+static void
 expect(world *w, smp_msg_kind kind, int source)
 {
     smp_message *m;
 
-    CHECK_STATUS(smp_comm_receive(w->comm, WORLD_DEADLINE_NS, &m), SMP_OK);
+    CHECK_OK(smp_comm_receive(w->comm, WORLD_DEADLINE_NS, &m));
     CHECK(smp_message_envelope(m)->kind == kind && m->source == source);
     smp_message_free(m);
-    return 0;
 }
 
 /* Rank 1 serves; its pp_rank 0, and its peers, are by hand. */
@@ -656,33 +651,33 @@ TEST_RANK(another_pipelines_failure_comes_too_late_for_who_has_said_that_all_is_
     smp_message *end;
     rank         self;
 
-    CHECK_STATUS(begin(&self, w), SMP_OK);
+    CHECK_OK(begin(&self, w));
     if (w->rank == 1) {
-        CHECK_STATUS(smp_server_step(self.server, 1, NULL, &end), SMP_OK);
+        CHECK_OK(smp_server_step(self.server, 1, NULL, &end));
         CHECK(smp_message_envelope(end)->kind == SMP_MSG_STEP_END);
         smp_message_free(end);
     } else if (w->rank == 0) {
-        CHECK_STATUS(write_to(w, 1, (smp_envelope){.kind = SMP_MSG_SETTLE}), SMP_OK);
-        CHECK(expect(w, SMP_MSG_SETTLED, 1) == 0); /* not before its peers have ended */
+        CHECK_OK(write_to(w, 1, (smp_envelope){.kind = SMP_MSG_SETTLE}));
+        expect(w, SMP_MSG_SETTLED, 1); /* not before its peers have ended */
         CHECK(atomic_load(&w->shared->scratch[0]) == self.tp - 1);
         atomic_store(&w->shared->scratch[1], 1);
         while (atomic_load(&w->shared->scratch[1]) == 1) {
             sched_yield();
         }
-        CHECK_STATUS(write_to(w, 1, (smp_envelope){.kind = SMP_MSG_STEP_END}), SMP_OK);
+        CHECK_OK(write_to(w, 1, (smp_envelope){.kind = SMP_MSG_STEP_END}));
     } else if (self.pp_rank == 1) {
-        CHECK(expect(w, SMP_MSG_ISSUED, 1) == 0);
+        expect(w, SMP_MSG_ISSUED, 1);
         atomic_fetch_add(&w->shared->scratch[0], 1);
-        CHECK_STATUS(write_to(w, 1, (smp_envelope){.kind = SMP_MSG_ISSUED}), SMP_OK);
+        CHECK_OK(write_to(w, 1, (smp_envelope){.kind = SMP_MSG_ISSUED}));
     }
     if (w->rank == 3) {
         while (atomic_load(&w->shared->scratch[1]) == 0) {
             sched_yield();
         }
-        CHECK_STATUS(write_to(w, 1, (smp_envelope){.kind = SMP_MSG_ABORT}), SMP_OK);
+        CHECK_OK(write_to(w, 1, (smp_envelope){.kind = SMP_MSG_ABORT}));
         atomic_store(&w->shared->scratch[1], 2);
     }
-    return finish(&self);
+    finish(&self);
 }
 
 /* A key goes from the first of a pp_rank's pipelines to the others, and in a sequence
@@ -694,7 +689,7 @@ TEST_RANK(a_key_for_who_leads_fails_its_step)
     smp_message *end;
     rank         self;
 
-    CHECK_STATUS(begin(&self, w), SMP_OK);
+    CHECK_OK(begin(&self, w));
     if (w->rank == dest) {
         CHECK_STATUS(smp_server_step(self.server, 1, NULL, &end), SMP_ERR_MALFORMED);
     } else if (w->rank == source) {
@@ -704,10 +699,9 @@ TEST_RANK(a_key_for_who_leads_fails_its_step)
         } word = {.envelope = {.kind = SMP_MSG_KEY, .step = 1},
                   .key = smp_key_of("far")};
 
-        CHECK_STATUS(smp_comm_send(w->comm, dest, &word, sizeof(word), NULL, 0),
-                     SMP_OK);
+        CHECK_OK(smp_comm_send(w->comm, dest, &word, sizeof(word), NULL, 0));
     }
-    return finish(&self);
+    finish(&self);
 }
 
 /* Rank 0 runs a step function that nobody answers; rank 1 may have said that all is
@@ -716,14 +710,13 @@ TEST_RANK(pp_rank_0_passes_another_pipelines_failure_on)
 {
     rank self;
 
-    CHECK_STATUS(begin(&self, w), SMP_OK);
+    CHECK_OK(begin(&self, w));
     if (w->rank == 0) {
         smp_schedule *schedule;
         smp_message  *end;
 
-        CHECK_STATUS(
-            smp_schedule_create(SMP_SCHEDULE_INTERLEAVED, 1, 1, NULL, 0, &schedule),
-            SMP_OK);
+        CHECK_OK(
+            smp_schedule_create(SMP_SCHEDULE_INTERLEAVED, 1, 1, NULL, 0, &schedule));
         self.step = 1;
         CHECK_STATUS(smp_server_step(self.server, 1, schedule, &end), SMP_ERR_CLOSED);
         CHECK(smp_message_envelope(end)->kind == SMP_MSG_ABORT);
@@ -734,65 +727,30 @@ TEST_RANK(pp_rank_0_passes_another_pipelines_failure_on)
         while (kind != SMP_MSG_ABORT) {
             smp_message *m;
 
-            CHECK_STATUS(smp_comm_receive(w->comm, WORLD_DEADLINE_NS, &m), SMP_OK);
+            CHECK_OK(smp_comm_receive(w->comm, WORLD_DEADLINE_NS, &m));
             CHECK(m->source == 0);
             kind = (smp_msg_kind)smp_message_envelope(m)->kind;
             smp_message_free(m);
         }
     } else if (w->rank == PP) {
-        CHECK_STATUS(write_to(w, 0, (smp_envelope){.kind = SMP_MSG_ABORT}), SMP_OK);
+        CHECK_OK(write_to(w, 0, (smp_envelope){.kind = SMP_MSG_ABORT}));
     }
-    return finish(&self);
+    finish(&self);
 }
-
-static const world_test tests[] = {
-    {.name = "alike", .rank = pipelines_issue_the_same_in_the_same_order},
-    {.name = "early", .rank = what_a_response_finds_does_not_change_the_sequence},
-    {.name = "last_run", .rank = other_calls_in_the_last_run_are_a_mismatch},
-    {.name = "held", .rank = collectives_may_hold_the_baton_in_a_sequence},
-    {.name = "crossed",
-     .rank = a_rank_that_waits_for_a_collective_runs_what_others_wait_for},
-    {.name = "left_out",
-     .rank = a_call_that_one_tp_rank_leaves_out_fails_the_step_of_all},
-    {.name = "failure", .rank = a_failure_of_one_rank_ends_the_step_of_all_pipelines},
-    {.name = "late", .rank = after_failures_a_deadlock_is_found_all_the_same},
-    {.name = "late_abort",
-     .rank =
-         another_pipelines_failure_comes_too_late_for_who_has_said_that_all_is_well},
-    {.name = "key", .rank = a_key_for_who_leads_fails_its_step},
-    {.name = "passed_on", .rank = pp_rank_0_passes_another_pipelines_failure_on},
-    {.name = "no_step", .rank = a_rank_that_leaves_a_step_out_has_issued_nothing},
-};
 
 int
 main(int argc, char **argv)
 {
-    int failed = 0;
-    int ran = 0;
-
     setenv("SMP_JITTER", "5", 0);
     smp_jitter_init();
     for (int p = 0; p < PP; p++) {
         pthread_mutex_init(&stages[p].lock, NULL);
         pthread_cond_init(&stages[p].is_over, NULL);
     }
-    for (size_t i = 0; i < sizeof(tests) / sizeof(tests[0]); i++) {
-        if (argc > 1 && strstr(tests[i].name, argv[1]) == NULL) {
-            continue;
-        }
-        for (int run = 0; run < 2 * (MOST_TP - 1); run++) {
-            const int tp = 2 + run / 2;
-
-            alarm(280);
-            in_sequence = run % 2 == 1;
-            ran++;
-            if (world_run_threads(&tests[i], "shm", PP * tp) != 0) {
-                printf("FAILED %s, %d ranks%s\n", tests[i].name, PP * tp,
-                       in_sequence ? " in sequence" : "");
-                failed++;
-            }
-        }
+    for (int i = 0; i < 2; i++) {
+        in_sequence = i != 0;
+        run_worlds_as(argc, argv, &(world_plan){.transports = "shm", .threads = "46"},
+                      true);
     }
-    printf("%d passed, %d failed\n", ran - failed, failed);
-    return failed != 0 || ran == 0;
+    return tests_are_over();
 }

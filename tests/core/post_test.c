@@ -28,23 +28,22 @@ TEST(messages_wait_for_their_channel_while_others_open)
 
     smp_post_init(&post);
     for (int i = 0; i < 2; i++) {
-        CHECK_STATUS(put(&post, 3, 0), SMP_OK);
-        CHECK_STATUS(put(&post, 2, 0), SMP_OK);
+        CHECK_OK(put(&post, 3, 0));
+        CHECK_OK(put(&post, 2, 0));
     }
-    CHECK_STATUS(put(&post, 2, 21), SMP_OK); /* of a channel that is closed: dropped */
+    CHECK_OK(put(&post, 2, 21)); /* of a channel that is closed: dropped */
     for (int i = 0; i < 3; i++) {
         smp_channel_open(&post, &channels[i]);
         CHECK(atomic_load(&channels[i].count) == (i == 0 ? 0 : 2));
     }
-    CHECK_STATUS(put(&post, 1, 10), SMP_OK);
+    CHECK_OK(put(&post, 1, 10));
     CHECK(atomic_load(&channels[0].count) == 1);
-    CHECK_STATUS(put(&post, 2, 21), SMP_OK); /* nor does the open one take it */
+    CHECK_OK(put(&post, 2, 21)); /* nor does the open one take it */
     CHECK(atomic_load(&channels[1].count) == 2);
     for (int i = 0; i < 3; i++) {
         smp_channel_close(&post, &channels[i]);
     }
     smp_post_fini(&post);
-    return 0;
 }
 
 TEST(an_open_channel_that_is_narrowed_leaves_the_rest_to_the_next)
@@ -56,15 +55,14 @@ TEST(an_open_channel_that_is_narrowed_leaves_the_rest_to_the_next)
     smp_post_init(&post);
     smp_channel_open(&post, &first);
     smp_channel_narrow(&post, &first);
-    CHECK_STATUS(put(&post, 1, 0), SMP_OK);
-    CHECK_STATUS(put(&post, 1, 10), SMP_OK);
+    CHECK_OK(put(&post, 1, 0));
+    CHECK_OK(put(&post, 1, 10));
     CHECK(atomic_load(&first.count) == 1);
     smp_channel_open(&post, &next);
     CHECK(atomic_load(&next.count) == 1);
     smp_channel_close(&post, &first);
     smp_channel_close(&post, &next);
     smp_post_fini(&post);
-    return 0;
 }
 
 TEST(what_comes_rings_the_doorbell_of_its_channel)
@@ -80,16 +78,15 @@ TEST(what_comes_rings_the_doorbell_of_its_channel)
         smp_channel_set_doorbell(&post, &channels[i], &bells[i]);
         smp_doorbell_lie_down(&bells[i]);
     }
-    CHECK_STATUS(put(&post, 2, 0), SMP_OK);
+    CHECK_OK(put(&post, 2, 0));
     CHECK(atomic_load(&bells[0].asleep) != 0 && atomic_load(&bells[1].asleep) == 0);
     smp_channel_set_doorbell(&post, &channels[0], NULL);
-    CHECK_STATUS(put(&post, 1, 10), SMP_OK);
+    CHECK_OK(put(&post, 1, 10));
     CHECK(atomic_load(&bells[0].asleep) != 0);
     for (int i = 0; i < 2; i++) {
         smp_channel_close(&post, &channels[i]);
     }
     smp_post_fini(&post);
-    return 0;
 }
 
 typedef struct {
@@ -122,7 +119,7 @@ TEST(what_has_come_elsewhere_is_shown_with_the_names_of_channels)
     for (int i = 0; i < 3; i++) {
         smp_channel_open(&post, &channels[i]);
         for (int j = 0; j < 2; j++) {
-            CHECK_STATUS(put(&post, channels[i].address, 0), SMP_OK);
+            CHECK_OK(put(&post, channels[i].address, 0));
             channels[i].messages.last->source = 3 * i + j;
         }
     }
@@ -132,15 +129,14 @@ TEST(what_has_come_elsewhere_is_shown_with_the_names_of_channels)
     channels[2].kept = kept;
     smp_channel_set_name(&post, &channels[0], "first");
     CHECK(!smp_post_elsewhere(&post, &channels[1], look_at, &all));
-    CHECK(strcmp(all.text, "8 7 first0 first1 ") == 0);
+    CHECK_TEXT(all.text, "8 7 first0 first1 ");
     CHECK(smp_post_elsewhere(&post, &channels[0], look_at, &some));
-    CHECK(strcmp(some.text, "8 7 ") == 0);
+    CHECK_TEXT(some.text, "8 7 ");
     smp_message_free(kept);
     for (int i = 0; i < 3; i++) {
         smp_channel_close(&post, &channels[i]);
     }
     smp_post_fini(&post);
-    return 0;
 }
 
 /* It turned out to be for the next one. */
@@ -154,7 +150,7 @@ TEST(what_is_given_back_goes_to_the_next_channel_with_the_address)
     smp_post_init(&post);
     smp_channel_open(&post, &first);
     CHECK(smp_channel_get(&post, &first) == NULL);
-    CHECK_STATUS(put(&post, 1, 0), SMP_OK);
+    CHECK_OK(put(&post, 1, 0));
     message = smp_channel_get(&post, &first);
     CHECK(message != NULL && smp_post_is(message));
     smp_post_keep(&post, message);
@@ -167,19 +163,6 @@ TEST(what_is_given_back_goes_to_the_next_channel_with_the_address)
     smp_message_free(message);
     smp_channel_close(&post, &next);
     smp_post_fini(&post);
-    return 0;
 }
 
-int
-main(int argc, char **argv)
-{
-    static const smp_test tests[] = {
-        {"wait", messages_wait_for_their_channel_while_others_open},
-        {"narrow", an_open_channel_that_is_narrowed_leaves_the_rest_to_the_next},
-        LISTED_TEST(what_comes_rings_the_doorbell_of_its_channel),
-        LISTED_TEST(what_has_come_elsewhere_is_shown_with_the_names_of_channels),
-        LISTED_TEST(what_is_given_back_goes_to_the_next_channel_with_the_address),
-    };
-
-    return run_tests(tests, sizeof(tests) / sizeof(tests[0]), argc, argv);
-}
+RUN_TESTS

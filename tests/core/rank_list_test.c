@@ -33,11 +33,10 @@ TEST(ranks_are_said_in_order_and_rows_of_them_as_ranges)
     static const int some[] = {20, 1, 17, 16, 3,  5,  4,  6, 7,
                                15, 8, 9,  10, 11, 12, 13, 14};
 
-    CHECK(strcmp(said(0, NULL, 256), "") == 0);
-    CHECK(strcmp(said(1, one, 256), "rank 7") == 0);
-    CHECK(strcmp(said(2, two, 256), "ranks 3, 4") == 0);
-    CHECK(strcmp(said(17, some, 256), "ranks 1, 3 to 17, 20") == 0);
-    return 0;
+    CHECK_TEXT(said(0, NULL, 256), "");
+    CHECK_TEXT(said(1, one, 256), "rank 7");
+    CHECK_TEXT(said(2, two, 256), "ranks 3, 4");
+    CHECK_TEXT(said(17, some, 256), "ranks 1, 3 to 17, 20");
 }
 
 /* What the words say: member[r] is set for each rank.  False: they are none. */
@@ -91,18 +90,6 @@ TEST(words_say_what_is_in_them_however_little_room_there_is)
             CHECK(i == n || (cut && i > 0));
         }
     }
-    return 0;
 }
 
-int
-main(int argc, char **argv)
-{
-    static const smp_test list[] = {
-        {"ranks_are_said_in_order_and_rows_of_them_as_ranges",
-         ranks_are_said_in_order_and_rows_of_them_as_ranges},
-        {"words_say_what_is_in_them_however_little_room_there_is",
-         words_say_what_is_in_them_however_little_room_there_is},
-    };
-
-    return run_tests(list, sizeof(list) / sizeof(list[0]), argc, argv);
-}
+RUN_TESTS

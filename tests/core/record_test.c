@@ -70,9 +70,7 @@ TEST(what_was_written_is_read)
     size_t          bytes;
     uint8_t        *record = write_record(f, &bytes);
 
-    CHECK_STATUS(
-        smp_record_read(record, bytes, 1, f.segment, &message, &kind, &missing),
-        SMP_OK);
+    CHECK_OK(smp_record_read(record, bytes, 1, f.segment, &message, &kind, &missing));
 
     CHECK(kind == SMP_RECORD_WHOLE && missing == 1 && message->source == 1);
     CHECK(message->nbytes == 9 && memcmp(message->bytes, "nine byte", 9) == 0);
@@ -86,7 +84,6 @@ TEST(what_was_written_is_read)
     smp_message_free(message);
     free(record);
     drop_blocks(f);
-    return 0;
 }
 
 TEST(a_cut_record_is_malformed)
@@ -108,7 +105,6 @@ TEST(a_cut_record_is_malformed)
     }
     free(record);
     drop_blocks(f);
-    return 0;
 }
 
 /* Who reads the record that lies in that block does not reach a device's memory. */
@@ -135,7 +131,6 @@ TEST(a_spilled_record_does_not_lie_on_a_device)
         }
     }
     drop_blocks(f);
-    return 0;
 }
 
 /* Any change gives a status, or a message whose blocks lie where blocks may lie. */
@@ -145,7 +140,6 @@ TEST(a_message_of_a_size_that_overflows_is_refused)
 
     CHECK_STATUS(smp_message_create(0, SIZE_MAX - 8, 0, &message), SMP_ERR_NO_MEMORY);
     CHECK_STATUS(smp_message_create(0, 0, SIZE_MAX / 8, &message), SMP_ERR_NO_MEMORY);
-    return 0;
 }
 
 TEST(a_changed_record_never_leads_outside)
@@ -197,19 +191,6 @@ TEST(a_changed_record_never_leads_outside)
     free(changed);
     free(record);
     drop_blocks(f);
-    return 0;
 }
 
-int
-main(int argc, char **argv)
-{
-    static const smp_test tests[] = {
-        {"what_was_written_is_read", what_was_written_is_read},
-        {"a_cut_record_is_malformed", a_cut_record_is_malformed},
-        LISTED_TEST(a_message_of_a_size_that_overflows_is_refused),
-        {"a_spilled_record_does_not_lie_on_a_device",
-         a_spilled_record_does_not_lie_on_a_device},
-        {"a_changed_record_never_leads_outside", a_changed_record_never_leads_outside},
-    };
-    return run_tests(tests, sizeof(tests) / sizeof(tests[0]), argc, argv);
-}
+RUN_TESTS

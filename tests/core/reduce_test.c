@@ -167,12 +167,11 @@ TEST(plain_c_gives_what_the_definition_says)
                 if (!same(d, got, want, COUNT)) {
                     fprintf(stderr, "%s of %d %s\n", smp_reduction_name(o), n,
                             smp_dtype_name(d));
-                    return 1;
+                    check_fail();
                 }
             }
         }
     }
-    return 0;
 }
 
 /* With NaNs, infinities, zeros of both signs, subnormals, wherever tensors begin. */
@@ -197,13 +196,12 @@ TEST(every_set_of_kernels_gives_the_bits_of_plain_c)
                         got[counts[i] * smp_dtype_bytes(d)] != 0x5a) {
                         fprintf(stderr, "set %d: %s of %d x %zu %s\n", (int)isa,
                                 smp_reduction_name(o), n, counts[i], smp_dtype_name(d));
-                        return 1;
+                        check_fail();
                     }
                 }
             }
         }
     }
-    return 0;
 }
 
 TEST(nan_propagates_through_min_and_max_from_any_rank)
@@ -237,7 +235,6 @@ TEST(nan_propagates_through_min_and_max_from_any_rank)
             }
         }
     }
-    return 0;
 }
 
 TEST(all_halves_are_widened_exactly_and_come_back)
@@ -266,7 +263,6 @@ TEST(all_halves_are_widened_exactly_and_come_back)
             }
         }
     }
-    return 0;
 }
 
 /* Around every half: the value between it and the next, and the floats beside that. */
@@ -303,7 +299,6 @@ TEST(floats_are_rounded_to_the_nearest_half_and_to_even)
             }
         }
     }
-    return 0;
 }
 
 /* All of them, exactly and back; between two, the nearer one, or the even one. */
@@ -346,7 +341,6 @@ TEST(floats_of_eight_bits_are_converted_as_they_are_defined)
             }
         }
     }
-    return 0;
 }
 
 TEST(the_result_may_take_the_place_of_any_tensor)
@@ -365,7 +359,6 @@ TEST(the_result_may_take_the_place_of_any_tensor)
             CHECK(same(SMP_F32, inputs[place], outputs[0], ELEMENTS));
         }
     }
-    return 0;
 }
 
 /* Six tensors in three terms: four of them, and two alone. */
@@ -398,11 +391,10 @@ TEST(terms_give_what_their_tensors_do)
                              scratch);
             if (!same(d, outputs[1], outputs[0], COUNT)) {
                 fprintf(stderr, "%s of %s\n", smp_reduction_name(o), smp_dtype_name(d));
-                return 1;
+                check_fail();
             }
         }
     }
-    return 0;
 }
 
 TEST(what_is_not_defined_is_said_to_be_so)
@@ -413,31 +405,8 @@ TEST(what_is_not_defined_is_said_to_be_so)
     CHECK(!smp_reduction_defined(SMP_PREMUL_SUM, SMP_I64));
     CHECK(smp_reduction_defined(SMP_PREMUL_SUM, SMP_F16));
     CHECK(smp_reduction_defined(SMP_AVG, SMP_I8));
-    CHECK(strcmp(smp_dtype_name(SMP_DTYPES), "unknown") == 0);
-    CHECK(strcmp(smp_reduction_name(SMP_REDUCTIONS), "unknown") == 0);
-    return 0;
+    CHECK_TEXT(smp_dtype_name(SMP_DTYPES), "unknown");
+    CHECK_TEXT(smp_reduction_name(SMP_REDUCTIONS), "unknown");
 }
 
-int
-main(int argc, char **argv)
-{
-    static const smp_test tests[] = {
-        {"plain_c_gives_what_the_definition_says",
-         plain_c_gives_what_the_definition_says},
-        {"every_set_of_kernels_gives_the_bits_of_plain_c",
-         every_set_of_kernels_gives_the_bits_of_plain_c},
-        {"nan_propagates_through_min_and_max_from_any_rank",
-         nan_propagates_through_min_and_max_from_any_rank},
-        {"all_halves_are_widened_exactly_and_come_back",
-         all_halves_are_widened_exactly_and_come_back},
-        {"floats_are_rounded_to_the_nearest_half_and_to_even",
-         floats_are_rounded_to_the_nearest_half_and_to_even},
-        {"floats_of_eight_bits_are_converted_as_they_are_defined",
-         floats_of_eight_bits_are_converted_as_they_are_defined},
-        {"the_result_may_take_the_place_of_any_tensor",
-         the_result_may_take_the_place_of_any_tensor},
-        LISTED_TEST(terms_give_what_their_tensors_do),
-        {"what_is_not_defined_is_said_to_be_so", what_is_not_defined_is_said_to_be_so},
-    };
-    return run_tests(tests, sizeof(tests) / sizeof(tests[0]), argc, argv);
-}
+RUN_TESTS

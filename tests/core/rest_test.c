@@ -47,16 +47,15 @@ sleep_until_given(void *arg)
     return NULL;
 }
 
-static int
+static void
 listen_with(sleeper *s)
 {
     struct sigaction act = {.sa_handler = handler, .sa_flags = SA_RESTART};
 
     CHECK(sigaction(SIGUSR1, &act, NULL) == 0);
     s->forward = -1;
-    CHECK_STATUS(smp_rest_init(&s->rest), SMP_OK);
+    CHECK_OK(smp_rest_init(&s->rest));
     atomic_store(&wakeup_fd, s->rest.pipe[1]);
-    return 0;
 }
 
 TEST(one_signal_to_another_thread_ends_the_wait)
@@ -64,7 +63,7 @@ TEST(one_signal_to_another_thread_ends_the_wait)
     sleeper   s = {0};
     pthread_t thread;
 
-    CHECK(listen_with(&s) == 0);
+    listen_with(&s);
     for (int i = 1; i <= ROUNDS; i++) {
         atomic_store(&s.given, 0);
         CHECK(pthread_create(&thread, NULL, sleep_until_given, &s) == 0);
@@ -78,7 +77,6 @@ TEST(one_signal_to_another_thread_ends_the_wait)
     }
     CHECK(atomic_load(&s.signals) == ROUNDS);
     smp_rest_fini(&s.rest);
-    return 0;
 }
 
 TEST(a_signal_and_the_baton_at_once_lose_nothing)
@@ -86,7 +84,7 @@ TEST(a_signal_and_the_baton_at_once_lose_nothing)
     sleeper   s = {0};
     pthread_t thread;
 
-    CHECK(listen_with(&s) == 0);
+    listen_with(&s);
     for (int i = 0; i < ROUNDS; i++) {
         CHECK(pthread_create(&thread, NULL, sleep_until_given, &s) == 0);
         if (i % 2 == 0) {
@@ -99,7 +97,6 @@ TEST(a_signal_and_the_baton_at_once_lose_nothing)
         pthread_join(thread, NULL);
     }
     smp_rest_fini(&s.rest);
-    return 0;
 }
 
 TEST(what_another_listened_for_goes_on_to_it)
@@ -109,7 +106,7 @@ TEST(what_another_listened_for_goes_on_to_it)
     int       others[2];
     uint8_t   byte = 0;
 
-    CHECK(listen_with(&s) == 0);
+    listen_with(&s);
     CHECK(pipe2(others, O_NONBLOCK) == 0);
     s.forward = others[1];
     CHECK(pthread_create(&thread, NULL, sleep_until_given, &s) == 0);
@@ -123,18 +120,12 @@ TEST(what_another_listened_for_goes_on_to_it)
     smp_rest_fini(&s.rest);
     close(others[0]);
     close(others[1]);
-    return 0;
 }
 
 int
 main(int argc, char **argv)
 {
-    static const smp_test tests[] = {
-        {"signal", one_signal_to_another_thread_ends_the_wait},
-        {"signal_race", a_signal_and_the_baton_at_once_lose_nothing},
-        {"forward", what_another_listened_for_goes_on_to_it},
-    };
-
     alarm(240);
-    return run_tests(tests, sizeof(tests) / sizeof(tests[0]), argc, argv);
+    run_tests(argc, argv);
+    return tests_are_over();
 }

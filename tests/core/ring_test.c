@@ -58,7 +58,7 @@ TEST(entries_come_out_whole_and_in_order)
         const void *from;
         size_t      bytes;
 
-        CHECK_STATUS(smp_ring_peek(&consumer, &from, &bytes), SMP_OK);
+        CHECK_OK(smp_ring_peek(&consumer, &from, &bytes));
         if (from == NULL) {
             sched_yield();
             continue;
@@ -73,7 +73,6 @@ TEST(entries_come_out_whole_and_in_order)
     pthread_join(thread, &wrong);
     CHECK(wrong == NULL);
     free(ring);
-    return 0;
 }
 
 TEST(a_hungry_producer_is_reported_when_there_is_room_for_any_entry)
@@ -87,7 +86,7 @@ TEST(a_hungry_producer_is_reported_when_there_is_room_for_any_entry)
     bool              told = false;
 
     for (;;) {
-        CHECK_STATUS(smp_ring_reserve(&producer, 5000, &to), SMP_OK);
+        CHECK_OK(smp_ring_reserve(&producer, 5000, &to));
         if (to == NULL) {
             break;
         }
@@ -95,14 +94,13 @@ TEST(a_hungry_producer_is_reported_when_there_is_room_for_any_entry)
     }
     smp_ring_ask_for_room(&producer);
     while (!told) {
-        CHECK_STATUS(smp_ring_peek(&consumer, &from, &bytes), SMP_OK);
+        CHECK_OK(smp_ring_peek(&consumer, &from, &bytes));
         CHECK(from != NULL);
         told = smp_ring_advance(&consumer);
     }
-    CHECK_STATUS(smp_ring_reserve(&producer, SMP_RING_ENTRY_BYTES, &to), SMP_OK);
+    CHECK_OK(smp_ring_reserve(&producer, SMP_RING_ENTRY_BYTES, &to));
     CHECK(to != NULL);
     free(ring);
-    return 0;
 }
 
 TEST(a_counter_that_runs_ahead_is_malformed)
@@ -125,14 +123,13 @@ TEST(a_counter_that_runs_ahead_is_malformed)
 
         if (status == SMP_ERR_MALFORMED) {
             free(ring);
-            return 0;
+            return;
         }
-        CHECK_STATUS(status, SMP_OK);
+        CHECK_OK(status);
         CHECK(to != NULL);
         smp_ring_commit(&producer);
     }
     CHECK(!"the producer never looked at head");
-    return 0;
 }
 
 TEST(an_entry_longer_than_what_is_published_is_malformed)
@@ -144,12 +141,11 @@ TEST(an_entry_longer_than_what_is_published_is_malformed)
     size_t            bytes;
     void             *to;
 
-    CHECK_STATUS(smp_ring_reserve(&producer, 1000, &to), SMP_OK);
+    CHECK_OK(smp_ring_reserve(&producer, 1000, &to));
     smp_ring_commit(&producer);
     atomic_store(&ring->tail, 64);
     CHECK_STATUS(smp_ring_peek(&consumer, &from, &bytes), SMP_ERR_MALFORMED);
     free(ring);
-    return 0;
 }
 
 /* Whatever the other side writes: a status, or an entry inside the ring. */
@@ -187,22 +183,6 @@ TEST(random_bytes_in_the_ring_never_lead_outside)
     }
     CHECK(found > 0);
     free(ring);
-    return 0;
 }
 
-int
-main(int argc, char **argv)
-{
-    static const smp_test tests[] = {
-        {"entries_come_out_whole_and_in_order", entries_come_out_whole_and_in_order},
-        {"a_hungry_producer_is_reported_when_there_is_room_for_any_entry",
-         a_hungry_producer_is_reported_when_there_is_room_for_any_entry},
-        {"a_counter_that_runs_ahead_is_malformed",
-         a_counter_that_runs_ahead_is_malformed},
-        {"an_entry_longer_than_what_is_published_is_malformed",
-         an_entry_longer_than_what_is_published_is_malformed},
-        {"random_bytes_in_the_ring_never_lead_outside",
-         random_bytes_in_the_ring_never_lead_outside},
-    };
-    return run_tests(tests, sizeof(tests) / sizeof(tests[0]), argc, argv);
-}
+RUN_TESTS

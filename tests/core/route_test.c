@@ -10,7 +10,7 @@ enum { ROUNDS = 7, PER_ROUND = 4096, BYTES = 8 * PER_ROUND * 4 };
 
 /* How often each kind of stage of a member is planned, by round; *ahead: sends before
  * the first thing that is awaited. */
-static int
+static void
 count_stages(smp_operation operation, int counts[SMP_STAGE_RECEIVE + 1][ROUNDS],
              int *ahead)
 {
@@ -25,13 +25,13 @@ count_stages(smp_operation operation, int counts[SMP_STAGE_RECEIVE + 1][ROUNDS],
     smp_route    route;
     bool         waits = false;
 
-    CHECK_STATUS(smp_hosts_init(&hosts, lowest, 2), SMP_OK);
-    CHECK_STATUS(smp_route_init(&route, &hosts, 0, BYTES), SMP_OK);
+    CHECK_OK(smp_hosts_init(&hosts, lowest, 2));
+    CHECK_OK(smp_route_init(&route, &hosts, 0, BYTES));
     *ahead = 0;
     for (size_t tick = 0; tick < smp_route_ticks(&route, &call); tick++) {
         int phase = 0;
 
-        CHECK_STATUS(smp_route_plan(&route, &call, tick, NULL), SMP_OK);
+        CHECK_OK(smp_route_plan(&route, &call, tick, NULL));
         for (size_t i = 0; i < route.nstages; i++) {
             const smp_stage *stage = &route.stages[i];
             int              round = (int)tick - stage->phase * SMP_ROUTE_AHEAD;
@@ -47,7 +47,6 @@ count_stages(smp_operation operation, int counts[SMP_STAGE_RECEIVE + 1][ROUNDS],
     }
     smp_route_fini(&route);
     smp_hosts_fini(&hosts);
-    return 0;
 }
 
 TEST(an_all_reduce_sends_rounds_ahead)
@@ -55,7 +54,7 @@ TEST(an_all_reduce_sends_rounds_ahead)
     int counts[SMP_STAGE_RECEIVE + 1][ROUNDS] = {0};
     int ahead;
 
-    CHECK(count_stages(SMP_ALL_REDUCE, counts, &ahead) == 0);
+    count_stages(SMP_ALL_REDUCE, counts, &ahead);
     for (int round = 0; round < ROUNDS; round++) {
         CHECK(counts[SMP_STAGE_SEND_TERMS][round] == 1);
         CHECK(counts[SMP_STAGE_RECEIVE_TERMS][round] == 1);
@@ -65,7 +64,6 @@ TEST(an_all_reduce_sends_rounds_ahead)
     }
     CHECK(ahead == SMP_ROUTE_SLOTS);
     CHECK(SMP_ROUTE_SLOTS > 1);
-    return 0;
 }
 
 TEST(an_all_gather_sends_rounds_ahead)
@@ -73,23 +71,13 @@ TEST(an_all_gather_sends_rounds_ahead)
     int counts[SMP_STAGE_RECEIVE + 1][ROUNDS] = {0};
     int ahead;
 
-    CHECK(count_stages(SMP_ALL_GATHER, counts, &ahead) == 0);
+    count_stages(SMP_ALL_GATHER, counts, &ahead);
     for (int round = 0; round < ROUNDS; round++) {
         CHECK(counts[SMP_STAGE_SEND][round] == 1);
         CHECK(counts[SMP_STAGE_RECEIVE][round] == 1);
         CHECK(counts[SMP_STAGE_SHARE][round] == 1);
     }
     CHECK(ahead == SMP_ROUTE_SLOTS);
-    return 0;
 }
 
-int
-main(int argc, char **argv)
-{
-    static const smp_test tests[] = {
-        {"an_all_reduce_sends_rounds_ahead", an_all_reduce_sends_rounds_ahead},
-        {"an_all_gather_sends_rounds_ahead", an_all_gather_sends_rounds_ahead},
-    };
-
-    return run_tests(tests, sizeof(tests) / sizeof(tests[0]), argc, argv);
-}
+RUN_TESTS

@@ -72,7 +72,7 @@ draw(const plan *p, char *picture)
         if (strcmp(got_, want) != 0) {                                                 \
             fprintf(stderr, "%s:%d\nwant %s\ngot  %s\n", __FILE__, __LINE__, want,     \
                     got_);                                                             \
-            return 1;                                                                  \
+            check_fail();                                                              \
         }                                                                              \
     } while (0)
 
@@ -81,7 +81,6 @@ TEST(simple_runs_all_forwards_then_all_backwards)
     plan p = {.kind = SMP_SCHEDULE_SIMPLE, .microbatches = 4, .active = 4};
 
     CHECK_PICTURE(p, "F0 F1 F2 F3 B0 B1 B2 B3");
-    return 0;
 }
 
 TEST(interleaved_prefers_a_backward_that_is_ready)
@@ -94,7 +93,6 @@ TEST(interleaved_prefers_a_backward_that_is_ready)
 
     CHECK_PICTURE(quick, "F0 B0 F1 B1 F2 B2");
     CHECK_PICTURE(slow, "F0 F1 B0 B1 F2 F3 B2 B3");
-    return 0;
 }
 
 TEST(the_third_forward_waits_while_two_microbatches_are_active)
@@ -105,7 +103,6 @@ TEST(the_third_forward_waits_while_two_microbatches_are_active)
               .forward_ticks = 4};
 
     CHECK_PICTURE(p, "F0 F1 .. .. B0 B1 F2 .. .. .. B2");
-    return 0;
 }
 
 TEST(one_active_microbatch_is_plain_accumulation)
@@ -116,7 +113,6 @@ TEST(one_active_microbatch_is_plain_accumulation)
               .forward_ticks = 2};
 
     CHECK_PICTURE(p, "F0 .. B0 F1 .. B1 F2 .. B2");
-    return 0;
 }
 
 TEST(a_listed_order_is_followed_strictly)
@@ -133,7 +129,6 @@ TEST(a_listed_order_is_followed_strictly)
     CHECK_PICTURE(p, "F0 F1 B1 F2 B0 B2");
     p.forward_ticks = 3;
     CHECK_PICTURE(p, "F0 F1 .. .. B1 F2 B0 .. B2");
-    return 0;
 }
 
 TEST(a_run_without_backward_gives_its_place_to_the_next)
@@ -158,7 +153,6 @@ TEST(a_run_without_backward_gives_its_place_to_the_next)
     CHECK_PICTURE(listed, "F0 F1 B1");
     CHECK_PICTURE(simple, "F0 F1 F2 B0 B2");
     CHECK_PICTURE(none, "F0 F1 F2");
-    return 0;
 }
 
 TEST(a_listed_forward_waits_while_as_many_as_allowed_are_active)
@@ -174,7 +168,6 @@ TEST(a_listed_forward_waits_while_as_many_as_allowed_are_active)
               .without_backward = {true, true}};
 
     CHECK_PICTURE(p, "F0 .. F1 ..");
-    return 0;
 }
 
 static smp_status
@@ -202,7 +195,7 @@ TEST(an_order_that_names_not_each_forward_once_before_its_backward_is_invalid)
         {0, SMP_FORWARD}, {-1, SMP_FORWARD}, {0, SMP_BACKWARD}, {-1, SMP_BACKWARD}};
     smp_schedule *schedule = NULL;
 
-    CHECK_STATUS(create_listed(right, 4), SMP_OK);
+    CHECK_OK(create_listed(right, 4));
     CHECK_STATUS(create_listed(right, 3), SMP_ERR_INVALID);
     CHECK_STATUS(create_listed(right, 0), SMP_ERR_INVALID);
     CHECK_STATUS(create_listed(early, 4), SMP_ERR_INVALID);
@@ -216,23 +209,6 @@ TEST(an_order_that_names_not_each_forward_once_before_its_backward_is_invalid)
     CHECK_STATUS(smp_schedule_create(SMP_SCHEDULE_SIMPLE, 3, 2, NULL, 0, &schedule),
                  SMP_ERR_INVALID); /* its third forward would wait for ever */
     CHECK(schedule == NULL);
-    return 0;
 }
 
-int
-main(int argc, char **argv)
-{
-    static const smp_test tests[] = {
-        {"simple", simple_runs_all_forwards_then_all_backwards},
-        {"interleaved", interleaved_prefers_a_backward_that_is_ready},
-        {"active", the_third_forward_waits_while_two_microbatches_are_active},
-        {"one_active", one_active_microbatch_is_plain_accumulation},
-        {"listed", a_listed_order_is_followed_strictly},
-        {"listed_active", a_listed_forward_waits_while_as_many_as_allowed_are_active},
-        {"without_backward", a_run_without_backward_gives_its_place_to_the_next},
-        {"invalid",
-         an_order_that_names_not_each_forward_once_before_its_backward_is_invalid},
-    };
-
-    return run_tests(tests, sizeof(tests) / sizeof(tests[0]), argc, argv);
-}
+RUN_TESTS

@@ -24,14 +24,13 @@ typedef struct {
     smp_sequence *follower;
 } pair;
 
-static int
+static void
 begin(pair *p)
 {
-    CHECK_STATUS(smp_sequence_create(true, &p->leader), SMP_OK);
-    CHECK_STATUS(smp_sequence_create(false, &p->follower), SMP_OK);
+    CHECK_OK(smp_sequence_create(true, &p->leader));
+    CHECK_OK(smp_sequence_create(false, &p->follower));
     smp_sequence_begin(p->leader);
     smp_sequence_begin(p->follower);
-    return 0;
 }
 
 static void
@@ -65,19 +64,18 @@ TEST(a_follower_runs_what_the_leader_ran_when_it_is_ready)
     const smp_ready here[] = {one, two};
     pair            p;
 
-    CHECK(begin(&p) == 0);
+    begin(&p);
     CHECK(smp_sequence_leads(p.leader) && !smp_sequence_leads(p.follower));
     CHECK(smp_sequence_find(p.follower, here, 2) == -1); /* nothing is known */
     CHECK(lead(&p, two));
     CHECK(lead(&p, one));
     CHECK(smp_sequence_find(p.follower, here, 1) == -1); /* two is not here yet */
     CHECK(smp_sequence_find(p.follower, here, 2) == 1);
-    CHECK_STATUS(smp_sequence_run(p.follower, &two), SMP_OK);
+    CHECK_OK(smp_sequence_run(p.follower, &two));
     CHECK(smp_sequence_find(p.follower, here, 2) == 0);
-    CHECK_STATUS(smp_sequence_run(p.follower, &one), SMP_OK);
+    CHECK_OK(smp_sequence_run(p.follower, &one));
     CHECK(smp_sequence_find(p.follower, here, 2) == -1); /* no more is known */
     end(&p);
-    return 0;
 }
 
 TEST(what_differs_in_anything_is_another_run)
@@ -91,11 +89,10 @@ TEST(what_differs_in_anything_is_another_run)
     };
     pair p;
 
-    CHECK(begin(&p) == 0);
+    begin(&p);
     CHECK(lead(&p, what));
     CHECK(smp_sequence_find(p.follower, others, 4) == -1);
     end(&p);
-    return 0;
 }
 
 TEST(of_two_that_are_alike_the_first_that_arrived_is_next)
@@ -108,24 +105,24 @@ TEST(of_two_that_are_alike_the_first_that_arrived_is_next)
     here[0].arrival = 1;
     here[1].arrival = 5;
     here[2].arrival = 3;
-    CHECK(begin(&p) == 0);
+    begin(&p);
     CHECK(lead(&p, ready_of(SMP_READY_REQUEST, SMP_FORWARD, 0, 7)));
     CHECK(smp_sequence_find(p.follower, here, 3) == 2);
     end(&p);
-    return 0;
 }
 
 /* Both run the same, and come to rest so; the leader tells before, or after. */
-static int
-rest_both(smp_wait leader, smp_wait own, bool is_told_first, bool *differs)
+static bool
+rest_both(smp_wait leader, smp_wait own, bool is_told_first)
 {
     const smp_ready  what = ready_of(SMP_READY_REQUEST, SMP_FORWARD, 0, 7);
     smp_sequence_gap gap;
+    bool             differs;
     pair             p;
 
-    CHECK(begin(&p) == 0);
+    begin(&p);
     CHECK(lead(&p, what));
-    CHECK_STATUS(smp_sequence_run(p.follower, &what), SMP_OK);
+    CHECK_OK(smp_sequence_run(p.follower, &what));
     if (!is_told_first) {
         smp_sequence_rest(p.follower, &own);
         CHECK(!smp_sequence_differs(p.follower, &gap)); /* as far as known */
@@ -136,15 +133,15 @@ rest_both(smp_wait leader, smp_wait own, bool is_told_first, bool *differs)
         CHECK(!smp_sequence_differs(p.follower, &gap));
         smp_sequence_rest(p.follower, &own);
     }
-    *differs = smp_sequence_differs(p.follower, &gap);
-    CHECK(!*differs ||
+    differs = smp_sequence_differs(p.follower, &gap);
+    CHECK(!differs ||
           (gap.leader.kind == leader.kind && gap.own.kind == own.kind &&
            gap.leader.wanted == leader.wanted && gap.own.wanted == own.wanted));
     smp_sequence_begin(p.follower); /* the next step knows nothing of it */
     CHECK(!smp_sequence_differs(p.follower, &gap));
     CHECK(smp_sequence_find(p.follower, &what, 1) == -1);
     end(&p);
-    return 0;
+    return differs;
 }
 
 TEST(runs_that_come_to_rest_otherwise_differ)
@@ -160,24 +157,17 @@ TEST(runs_that_come_to_rest_otherwise_differ)
     other_phase.work.phase = SMP_BACKWARD;
     for (int first = 0; first < 2; first++) {
         const smp_wait outputs = rest_of(SMP_WAIT_OUTPUTS, 3, 0);
-        bool           differs;
+        const smp_wait others[] = {
+            other_entry, other_phase, rest_of(SMP_WAIT_OUTPUTS, 4, 0),
+            rest_of(SMP_WAIT_OUTPUTS, 3, 1), rest_of(SMP_WAIT_NOTHING, 3, 0)};
 
-        CHECK(rest_both(outputs, outputs, first != 0, &differs) == 0 && !differs);
-        CHECK(rest_both(key, key, first != 0, &differs) == 0 && !differs);
-        CHECK(rest_both(key, other_key, first != 0, &differs) == 0 && differs);
-        CHECK(rest_both(outputs, other_entry, first != 0, &differs) == 0 && differs);
-        CHECK(rest_both(outputs, other_phase, first != 0, &differs) == 0 && differs);
-        CHECK(rest_both(outputs, rest_of(SMP_WAIT_OUTPUTS, 4, 0), first != 0,
-                        &differs) == 0 &&
-              differs);
-        CHECK(rest_both(outputs, rest_of(SMP_WAIT_OUTPUTS, 3, 1), first != 0,
-                        &differs) == 0 &&
-              differs);
-        CHECK(rest_both(outputs, rest_of(SMP_WAIT_NOTHING, 3, 0), first != 0,
-                        &differs) == 0 &&
-              differs);
+        CHECK(!rest_both(outputs, outputs, first != 0));
+        CHECK(!rest_both(key, key, first != 0));
+        CHECK(rest_both(key, other_key, first != 0));
+        for (size_t i = 0; i < COUNT_OF(others); i++) {
+            CHECK(rest_both(outputs, others[i], first != 0));
+        }
     }
-    return 0;
 }
 
 TEST(each_thing_is_told_once)
@@ -187,15 +177,15 @@ TEST(each_thing_is_told_once)
     smp_ready         one = ready_of(SMP_READY_TURN, SMP_FORWARD, 0, 7);
     pair              p;
 
-    CHECK(begin(&p) == 0);
+    begin(&p);
     smp_sequence_rest(p.leader, &rest); /* nothing ran */
     CHECK(!smp_sequence_tell(p.leader, &word));
-    CHECK_STATUS(smp_sequence_run(p.leader, &one), SMP_OK);
+    CHECK_OK(smp_sequence_run(p.leader, &one));
     CHECK(smp_sequence_tell(p.leader, &word) && word.runs && !word.rests);
     CHECK(!smp_sequence_tell(p.leader, &word));
     smp_sequence_rest(p.leader, &rest);
     one.call = 8;
-    CHECK_STATUS(smp_sequence_run(p.leader, &one), SMP_OK);
+    CHECK_OK(smp_sequence_run(p.leader, &one));
     CHECK(smp_sequence_tell(p.leader, &word) && word.runs && word.rests);
     CHECK(word.next.call == 8);
     smp_sequence_rest(p.leader, &rest);
@@ -203,7 +193,6 @@ TEST(each_thing_is_told_once)
     CHECK(!smp_sequence_tell(p.leader, &word));
     CHECK(!smp_sequence_tell(p.follower, &word));
     end(&p);
-    return 0;
 }
 
 TEST(what_no_leader_tells_is_malformed)
@@ -212,14 +201,13 @@ TEST(what_no_leader_tells_is_malformed)
     const smp_sequence_word fine = {.runs = true};
     pair                    p;
 
-    CHECK(begin(&p) == 0);
+    begin(&p);
     CHECK_STATUS(smp_sequence_hear(p.follower, &early), SMP_ERR_MALFORMED);
     CHECK_STATUS(smp_sequence_hear(p.leader, &fine), SMP_ERR_MALFORMED);
-    CHECK_STATUS(smp_sequence_hear(p.follower, &fine), SMP_OK);
-    CHECK_STATUS(smp_sequence_hear(p.follower, &early), SMP_OK);
+    CHECK_OK(smp_sequence_hear(p.follower, &fine));
+    CHECK_OK(smp_sequence_hear(p.follower, &early));
     CHECK_STATUS(smp_sequence_hear(p.follower, &early), SMP_ERR_MALFORMED);
     end(&p);
-    return 0;
 }
 
 /* Of MOST things some are ready on each rank at a time, in an order of its own; the
@@ -237,7 +225,7 @@ TEST(all_run_in_the_leaders_order_whatever_comes_when)
 
         srand(seed);
         for (int r = 0; r <= FOLLOWERS; r++) {
-            CHECK_STATUS(smp_sequence_create(r == 0, &sequences[r]), SMP_OK);
+            CHECK_OK(smp_sequence_create(r == 0, &sequences[r]));
             smp_sequence_begin(sequences[r]);
         }
         while (done < (1 + FOLLOWERS) * MOST) {
@@ -266,12 +254,12 @@ TEST(all_run_in_the_leaders_order_whatever_comes_when)
                 const smp_wait    rest = rest_of(SMP_WAIT_NOTHING, 0, 0);
                 smp_sequence_word word;
 
-                CHECK_STATUS(smp_sequence_run(sequences[r], &here[at]), SMP_OK);
+                CHECK_OK(smp_sequence_run(sequences[r], &here[at]));
                 ran[r][nran[r]++] = here[at].call;
                 done++;
                 if (smp_sequence_tell(sequences[r], &word)) {
                     for (int f = 1; f <= FOLLOWERS; f++) {
-                        CHECK_STATUS(smp_sequence_hear(sequences[f], &word), SMP_OK);
+                        CHECK_OK(smp_sequence_hear(sequences[f], &word));
                     }
                 }
                 smp_sequence_rest(sequences[r], &rest);
@@ -285,21 +273,6 @@ TEST(all_run_in_the_leaders_order_whatever_comes_when)
             smp_sequence_destroy(sequences[r]);
         }
     }
-    return 0;
 }
 
-int
-main(int argc, char **argv)
-{
-    static const smp_test tests[] = {
-        LISTED_TEST(a_follower_runs_what_the_leader_ran_when_it_is_ready),
-        LISTED_TEST(what_differs_in_anything_is_another_run),
-        LISTED_TEST(of_two_that_are_alike_the_first_that_arrived_is_next),
-        LISTED_TEST(runs_that_come_to_rest_otherwise_differ),
-        LISTED_TEST(each_thing_is_told_once),
-        LISTED_TEST(what_no_leader_tells_is_malformed),
-        LISTED_TEST(all_run_in_the_leaders_order_whatever_comes_when),
-    };
-
-    return run_tests(tests, sizeof(tests) / sizeof(tests[0]), argc, argv);
-}
+RUN_TESTS

@@ -166,7 +166,6 @@ TEST(the_generator_of_the_reference_gives_the_known_answer)
     CHECK(philox(0, 0, 1) == 0x0d893f64u);
     CHECK(philox(0, 0, 2) == 0x4f121f81u);
     CHECK(philox(0, 0, 3) == 0x4f730a48u);
-    return 0;
 }
 
 TEST(dropout_keeps_what_the_generator_says)
@@ -202,7 +201,6 @@ TEST(dropout_keeps_what_the_generator_says)
             }
         }
     }
-    return 0;
 }
 
 TEST(residual_and_its_backward_give_what_the_definition_says)
@@ -277,7 +275,6 @@ TEST(residual_and_its_backward_give_what_the_definition_says)
             free(scratch);
         }
     }
-    return 0;
 }
 
 /* Sums of two halves, many of them in the middle between two halves. */
@@ -319,7 +316,6 @@ TEST(results_are_rounded_to_the_nearest_half_and_to_even)
         free(residual);
         free(out);
     }
-    return 0;
 }
 
 TEST(layer_norm_after_the_residual_gives_what_the_definition_says)
@@ -451,7 +447,6 @@ TEST(layer_norm_after_the_residual_gives_what_the_definition_says)
             }
         }
     }
-    return 0;
 }
 
 /* Whether a row sees a key. */
@@ -511,7 +506,7 @@ reference_softmax(const double *scores, size_t n, double *probabilities)
 }
 
 /* One call of softmax, then its backward from what it saved; scores up to 2 * huge. */
-static int
+static void
 check_softmax(const smp_tp_kernels *kernels, size_t t, double huge)
 {
     enum { KEYS = 257 };
@@ -609,7 +604,6 @@ check_softmax(const smp_tp_kernels *kernels, size_t t, double huge)
     free(grad);
     free(grad_scores);
     free(scratch);
-    return 0;
 }
 
 TEST(softmax_and_its_backward_give_what_the_definition_says)
@@ -617,10 +611,9 @@ TEST(softmax_and_its_backward_give_what_the_definition_says)
     FOR_SETS(kernels)
     {
         for (size_t t = 0; t < 3 * SIZES * 20; t++) {
-            CHECK(check_softmax(kernels, t, 1) == 0);
+            check_softmax(kernels, t, 1);
         }
     }
-    return 0;
 }
 
 TEST(softmax_of_huge_scores_is_finite)
@@ -639,13 +632,12 @@ TEST(softmax_of_huge_scores_is_finite)
                                .scratch = scratch};
 
         for (size_t t = 0; t < 3 * SIZES * 5; t++) {
-            CHECK(check_softmax(kernels, t, 3e4) == 0);
+            check_softmax(kernels, t, 3e4);
         }
         kernels->softmax(&call);
         CHECK(probabilities[0] == 0 && probabilities[1] == 0);
         CHECK(probabilities[2] == 0.5f && probabilities[3] == 0.5f);
     }
-    return 0;
 }
 
 TEST(softmax_is_as_exact_as_float32_allows)
@@ -676,7 +668,6 @@ TEST(softmax_is_as_exact_as_float32_allows)
             CHECK(fabs((double)probabilities[k] - want) < 1e-6 * want + 1.2e-38);
         }
     }
-    return 0;
 }
 
 TEST(softmax_of_a_nan_is_nan)
@@ -707,7 +698,6 @@ TEST(softmax_of_a_nan_is_nan)
             CHECK(isnan(probabilities[0]) && isnan(probabilities[19]));
         }
     }
-    return 0;
 }
 
 TEST(cross_entropy_and_its_backward_give_what_the_definition_says)
@@ -824,7 +814,6 @@ TEST(cross_entropy_and_its_backward_give_what_the_definition_says)
             free(grad);
         }
     }
-    return 0;
 }
 
 /* Of a vocabulary as models have it: float32 sums do not lose the small terms. */
@@ -866,7 +855,6 @@ TEST(cross_entropy_of_many_columns_is_exact)
         }
     }
     free(logits);
-    return 0;
 }
 
 TEST(gather_and_scatter_take_the_rows_of_the_slice)
@@ -943,28 +931,6 @@ TEST(gather_and_scatter_take_the_rows_of_the_slice)
             free(lists);
         }
     }
-    return 0;
 }
 
-int
-main(int argc, char **argv)
-{
-    static const smp_test tests[] = {
-        LISTED_TEST(the_generator_of_the_reference_gives_the_known_answer),
-        LISTED_TEST(dropout_keeps_what_the_generator_says),
-        LISTED_TEST(residual_and_its_backward_give_what_the_definition_says),
-        LISTED_TEST(results_are_rounded_to_the_nearest_half_and_to_even),
-        LISTED_TEST(softmax_and_its_backward_give_what_the_definition_says),
-        LISTED_TEST(softmax_of_huge_scores_is_finite),
-        LISTED_TEST(softmax_is_as_exact_as_float32_allows),
-        LISTED_TEST(softmax_of_a_nan_is_nan),
-        LISTED_TEST(cross_entropy_and_its_backward_give_what_the_definition_says),
-        LISTED_TEST(cross_entropy_of_many_columns_is_exact),
-        LISTED_TEST(layer_norm_after_the_residual_gives_what_the_definition_says),
-        LISTED_TEST(gather_and_scatter_take_the_rows_of_the_slice),
-#ifdef TESTS_OF_DEVICES
-        TESTS_OF_DEVICES
-#endif
-    };
-    return run_tests(tests, sizeof(tests) / sizeof(tests[0]), argc, argv);
-}
+RUN_TESTS

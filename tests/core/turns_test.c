@@ -20,20 +20,19 @@ TEST(a_microbatch_enters_when_every_earlier_one_has_called_as_often_as_traced)
     static const int32_t expected[] = {2};
     smp_turns           *turns;
 
-    CHECK_STATUS(smp_turns_create(1, expected, &turns), SMP_OK);
-    CHECK_STATUS(smp_turns_begin(turns, 3), SMP_OK);
-    CHECK(strcmp(draw(turns, 0, 3), "x..") == 0);
+    CHECK_OK(smp_turns_create(1, expected, &turns));
+    CHECK_OK(smp_turns_begin(turns, 3));
+    CHECK_TEXT(draw(turns, 0, 3), "x..");
     smp_turns_left(turns, 0, 0);
-    CHECK(strcmp(draw(turns, 0, 3), "x..") == 0);
+    CHECK_TEXT(draw(turns, 0, 3), "x..");
     smp_turns_left(turns, 0, 0);
-    CHECK(strcmp(draw(turns, 0, 3), "xx.") == 0);
+    CHECK_TEXT(draw(turns, 0, 3), "xx.");
     smp_turns_left(turns, 0, 1);
     smp_turns_left(turns, 0, 1);
-    CHECK(strcmp(draw(turns, 0, 3), "xxx") == 0);
-    CHECK_STATUS(smp_turns_begin(turns, 3), SMP_OK); /* the next step starts anew */
-    CHECK(strcmp(draw(turns, 0, 3), "x..") == 0);
+    CHECK_TEXT(draw(turns, 0, 3), "xxx");
+    CHECK_OK(smp_turns_begin(turns, 3)); /* the next step starts anew */
+    CHECK_TEXT(draw(turns, 0, 3), "x..");
     smp_turns_destroy(turns);
-    return 0;
 }
 
 TEST(a_forward_that_is_over_opens_every_gate)
@@ -41,18 +40,17 @@ TEST(a_forward_that_is_over_opens_every_gate)
     static const int32_t expected[] = {1, 0};
     smp_turns           *turns;
 
-    CHECK_STATUS(smp_turns_create(2, expected, &turns), SMP_OK);
-    CHECK_STATUS(smp_turns_begin(turns, 3), SMP_OK);
+    CHECK_OK(smp_turns_create(2, expected, &turns));
+    CHECK_OK(smp_turns_begin(turns, 3));
     smp_turns_left(turns, 1,
                    0); /* not known how often: only the end of forward tells */
-    CHECK(strcmp(draw(turns, 1, 3), "x..") == 0);
+    CHECK_TEXT(draw(turns, 1, 3), "x..");
     smp_turns_forward_done(turns, 1);
-    CHECK(strcmp(draw(turns, 0, 3), "x..") == 0);
+    CHECK_TEXT(draw(turns, 0, 3), "x..");
     smp_turns_forward_done(turns, 0);
-    CHECK(strcmp(draw(turns, 0, 3), "xxx") == 0);
-    CHECK(strcmp(draw(turns, 1, 3), "xxx") == 0);
+    CHECK_TEXT(draw(turns, 0, 3), "xxx");
+    CHECK_TEXT(draw(turns, 1, 3), "xxx");
     smp_turns_destroy(turns);
-    return 0;
 }
 
 /* Data may decide how often a module is called. */
@@ -61,8 +59,8 @@ TEST(a_number_of_calls_that_was_exceeded_is_not_believed_again)
     static const int32_t expected[] = {1};
     smp_turns           *turns;
 
-    CHECK_STATUS(smp_turns_create(1, expected, &turns), SMP_OK);
-    CHECK_STATUS(smp_turns_begin(turns, 3), SMP_OK);
+    CHECK_OK(smp_turns_create(1, expected, &turns));
+    CHECK_OK(smp_turns_begin(turns, 3));
     smp_turns_left(turns, 0, 0);
     CHECK(smp_turns_may_enter(turns, 0, 1));
     smp_turns_left(turns, 0, 0);
@@ -70,11 +68,10 @@ TEST(a_number_of_calls_that_was_exceeded_is_not_believed_again)
     smp_turns_forward_done(turns, 0);
     CHECK(smp_turns_may_enter(turns, 0, 1));
 
-    CHECK_STATUS(smp_turns_begin(turns, 3), SMP_OK);
+    CHECK_OK(smp_turns_begin(turns, 3));
     smp_turns_left(turns, 0, 0);
     CHECK(!smp_turns_may_enter(turns, 0, 1));
     smp_turns_destroy(turns);
-    return 0;
 }
 
 TEST(each_gate_has_a_number_of_its_own)
@@ -82,8 +79,8 @@ TEST(each_gate_has_a_number_of_its_own)
     static const int32_t expected[] = {1, 2, 1, 3};
     smp_turns           *turns;
 
-    CHECK_STATUS(smp_turns_create(4, expected, &turns), SMP_OK);
-    CHECK_STATUS(smp_turns_begin(turns, 2), SMP_OK);
+    CHECK_OK(smp_turns_create(4, expected, &turns));
+    CHECK_OK(smp_turns_begin(turns, 2));
     for (int32_t gate = 0; gate < 4; gate++) {
         for (int32_t call = 1; call <= expected[gate]; call++) {
             CHECK(!smp_turns_may_enter(turns, gate, 1));
@@ -92,7 +89,6 @@ TEST(each_gate_has_a_number_of_its_own)
         CHECK(smp_turns_may_enter(turns, gate, 1));
     }
     smp_turns_destroy(turns);
-    return 0;
 }
 
 TEST(numbers_that_name_nothing_change_nothing)
@@ -100,32 +96,18 @@ TEST(numbers_that_name_nothing_change_nothing)
     static const int32_t expected[] = {1};
     smp_turns           *turns;
 
-    CHECK_STATUS(smp_turns_create(1, expected, &turns), SMP_OK);
-    CHECK_STATUS(smp_turns_begin(turns, 2), SMP_OK);
+    CHECK_OK(smp_turns_create(1, expected, &turns));
+    CHECK_OK(smp_turns_begin(turns, 2));
     smp_turns_left(turns, 0, -1);
     smp_turns_left(turns, 0, 2);
     smp_turns_left(turns, 1, 0);
     smp_turns_left(turns, -1, 0);
     smp_turns_forward_done(turns, -1);
     smp_turns_forward_done(turns, 2);
-    CHECK(strcmp(draw(turns, 0, 2), "x.") == 0);
+    CHECK_TEXT(draw(turns, 0, 2), "x.");
     CHECK(smp_turns_may_enter(turns, 5, 1) && smp_turns_may_enter(turns, -1, 1));
     smp_turns_destroy(turns);
     smp_turns_destroy(NULL);
-    return 0;
 }
 
-int
-main(int argc, char **argv)
-{
-    static const smp_test tests[] = {
-        {"order",
-         a_microbatch_enters_when_every_earlier_one_has_called_as_often_as_traced},
-        {"forward_done", a_forward_that_is_over_opens_every_gate},
-        {"exceeded", a_number_of_calls_that_was_exceeded_is_not_believed_again},
-        {"several", each_gate_has_a_number_of_its_own},
-        {"range", numbers_that_name_nothing_change_nothing},
-    };
-
-    return run_tests(tests, sizeof(tests) / sizeof(tests[0]), argc, argv);
-}
+RUN_TESTS

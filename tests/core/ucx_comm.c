@@ -18,7 +18,7 @@
 
 /* Whether libucp is refused at `path`, with the text in the reason; in a process that
  * has none yet. */
-static int
+static void
 refused_at(const char *path, const char *reason)
 {
     pid_t pid = fork();
@@ -36,33 +36,12 @@ refused_at(const char *path, const char *reason)
         _exit(0);
     }
     CHECK(waitpid(pid, &how, 0) == pid && WIFEXITED(how) && WEXITSTATUS(how) == 0);
-    return 0;
 }
 
 TEST(a_library_that_is_missing_or_no_ucx_is_refused_with_the_reason)
 {
-    CHECK(refused_at("/nowhere/libucp.so.0", "/nowhere/libucp.so.0: cannot open") == 0);
-    CHECK(refused_at("libm.so.6", "no function ucp_get_version") == 0);
-    return 0;
-}
-
-TEST(without_being_named_it_serves_only_devices_that_tcp_does_not)
-{
-    smp_comm_config config = {.size = 2, .pool_bytes = 1 << 20, .job = "job"};
-    smp_comm       *comm;
-    const void     *card;
-    size_t          bytes;
-
-    CHECK_STATUS(smp_comm_create(&config, &comm), SMP_OK);
-    card = smp_comm_card(comm, &bytes);
-    CHECK((smp_card_find(card, "ucx", &bytes) != NULL) == smp_ucx_fast_devices());
-    CHECK(smp_card_find(card, "tcp", &bytes) != NULL);
-    smp_comm_destroy(comm);
-    config.transports = "ucx";
-    CHECK_STATUS(smp_comm_create(&config, &comm), SMP_OK);
-    CHECK(smp_card_find(smp_comm_card(comm, &bytes), "ucx", &bytes) != NULL);
-    smp_comm_destroy(comm);
-    return 0;
+    refused_at("/nowhere/libucp.so.0", "/nowhere/libucp.so.0: cannot open");
+    refused_at("libm.so.6", "no function ucp_get_version");
 }
 
 /* --------------------------------------------------------------------- the trial */
@@ -82,7 +61,7 @@ __wrap_smp_pattern_is(const void *from, size_t bytes, uint64_t seed)
 
 /* One of three ranks has found a pattern wrong: it and its peer, which has not, talk
  * over TCP, the others over UCX; nothing is lost. */
-TEST_RANK(both_ranks_of_a_pair_come_to_the_same_transport)
+TEST_RANK(both_ranks_of_a_pair_come_to_the_same_transport, .processes = "")
 {
     static const size_t sizes[] = {100, 300000};
     char                text[SMP_WARNING_BYTES];
@@ -93,40 +72,57 @@ TEST_RANK(both_ranks_of_a_pair_come_to_the_same_transport)
 
         CHECK(strcmp(by, "ucx") == 0 || strcmp(by, "tcp") == 0);
         atomic_fetch_add(&w->shared->scratch[0], strcmp(by, "tcp") == 0);
-        CHECK_STATUS(send_filled(w, other(w, i), (uint64_t)w->rank, 50, sizes, 2),
-                     SMP_OK);
+        CHECK_OK(send_filled(w, other(w, i), (uint64_t)w->rank, 50, sizes, 2));
     }
     for (int i = 0; i < w->size - 1; i++) {
-        CHECK_STATUS(smp_comm_receive(w->comm, WORLD_DEADLINE_NS, &message), SMP_OK);
+        CHECK_OK(smp_comm_receive(w->comm, WORLD_DEADLINE_NS, &message));
         CHECK(message_filled(message, (uint64_t)message->source, 50, sizes, 2));
         smp_message_free(message);
     }
     if (smp_warning_take(text)) {
-        CHECK(strstr(text, "over UCX, which was tried") != NULL);
-        CHECK(strstr(text, "other bytes than") != NULL);
+        CHECK_HAS(text, "over UCX, which was tried");
+        CHECK_HAS(text, "other bytes than");
         atomic_fetch_add(&w->shared->scratch[1], 1);
     }
     w->barrier(w);
     CHECK(atomic_load(&w->shared->scratch[0]) == 2);
     CHECK(atomic_load(&w->shared->scratch[1]) == 1);
     w->barrier(w);
-    return 0;
 }
 
 TEST(a_pair_whose_trial_fails_talks_over_the_next_transport)
 {
-    const world_test test = {.name = "both_ranks_of_a_pair_come_to_the_same_transport",
-                             .rank = both_ranks_of_a_pair_come_to_the_same_transport};
-    int              result;
+    bool failed;
 
     wrong_patterns = mmap(NULL, sizeof(*wrong_patterns), PROT_READ | PROT_WRITE,
                           MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     CHECK(wrong_patterns != MAP_FAILED);
     atomic_store(wrong_patterns, 1);
-    result = world_run_processes(&test, "ucx,tcp", 3);
+    failed = world_run_processes(&world_both_ranks_of_a_pair_come_to_the_same_transport,
+                                 "ucx,tcp", 3);
     munmap(wrong_patterns, sizeof(*wrong_patterns));
     wrong_patterns = NULL;
-    return result;
+    CHECK(!failed);
+}
+
+/* ------------------------------------------------------------------ its devices */
+
+TEST(without_being_named_it_serves_only_devices_that_tcp_does_not)
+{
+    smp_comm_config config = {.size = 2, .pool_bytes = 1 << 20, .job = "job"};
+    smp_comm       *comm;
+    const void     *card;
+    size_t          bytes;
+
+    CHECK_OK(smp_comm_create(&config, &comm));
+    card = smp_comm_card(comm, &bytes);
+    CHECK((smp_card_find(card, "ucx", &bytes) != NULL) == smp_ucx_fast_devices());
+    CHECK(smp_card_find(card, "tcp", &bytes) != NULL);
+    smp_comm_destroy(comm);
+    config.transports = "ucx";
+    CHECK_OK(smp_comm_create(&config, &comm));
+    CHECK(smp_card_find(smp_comm_card(comm, &bytes), "ucx", &bytes) != NULL);
+    smp_comm_destroy(comm);
 }
 
 /* ------------------------------------------------------------------- an impostor */
@@ -191,7 +187,7 @@ take(void *arg, const void *header, size_t header_bytes, void *data, size_t n,
     return SMP_UCS_OK;
 }
 
-static int
+static void
 open_impostors_ucx(impostor *im)
 {
     const ucp_am_handler_param handler = {.field_mask =
@@ -206,7 +202,7 @@ open_impostors_ucx(impostor *im)
     ucp_worker_params          worker = {.field_mask = 0};
     ucp_config                *config;
 
-    CHECK_STATUS(smp_ucx_library(&im->ucp), SMP_OK);
+    CHECK_OK(smp_ucx_library(&im->ucp));
     CHECK(im->ucp->ucp_config_read(NULL, NULL, &config) == SMP_UCS_OK);
     CHECK(im->ucp->ucp_config_modify(config, "TLS", "^shm") == SMP_UCS_OK);
     CHECK(im->ucp->ucp_init_version(SMP_UCP_MAJOR, SMP_UCP_MINOR, &params, config,
@@ -214,11 +210,10 @@ open_impostors_ucx(impostor *im)
     im->ucp->ucp_config_release(config);
     CHECK(im->ucp->ucp_worker_create(im->context, &worker, &im->worker) == SMP_UCS_OK);
     CHECK(im->ucp->ucp_worker_set_am_recv_handler(im->worker, &handler) == SMP_UCS_OK);
-    return 0;
 }
 
 /* Rank 1's side of the meeting, up to where it would say hello. */
-static int
+static void
 introduce_impostor(impostor *im)
 {
     ucp_worker_attr attr = {.field_mask = SMP_UCP_WORKER_ATTR_FIELD_ADDRESS};
@@ -227,19 +222,17 @@ introduce_impostor(impostor *im)
                               .err_mode = SMP_UCP_ERR_HANDLING_MODE_PEER};
     void           *theirs;
 
-    CHECK(open_impostors_ucx(im) == 0);
+    open_impostors_ucx(im);
     CHECK(im->ucp->ucp_worker_query(im->worker, &attr) == SMP_UCS_OK);
     CHECK(smp_ucx_introduce(im->fd, 77, attr.address, attr.address_length));
     im->ucp->ucp_worker_release_address(im->worker, attr.address);
-    CHECK_STATUS(smp_ucx_be_introduced(im->fd, PATIENCE_MS(60000), &im->pass, &theirs),
-                 SMP_OK);
+    CHECK_OK(smp_ucx_be_introduced(im->fd, PATIENCE_MS(60000), &im->pass, &theirs));
     params.address = theirs;
     CHECK(im->ucp->ucp_ep_create(im->worker, &params, &im->ep) == SMP_UCS_OK);
     free(theirs);
-    return 0;
 }
 
-static int
+static void
 make_impostor(impostor *im, int timeout_ms)
 {
     smp_comm_config config = {
@@ -256,8 +249,8 @@ make_impostor(impostor *im, int timeout_ms)
 
     im->timeout_ms = timeout_ms;
     smp_lifeline_secret("job", "ucx", secret);
-    CHECK_STATUS(smp_comm_create(&config, &im->comm), SMP_OK);
-    CHECK_STATUS(smp_tcp_door_open(1, NULL, &door), SMP_OK);
+    CHECK_OK(smp_comm_create(&config, &im->comm));
+    CHECK_OK(smp_tcp_door_open(1, NULL, &door));
     smp_card_begin(card, 1, 2);
     CHECK(smp_card_add(card, "ucx", &door.card, sizeof(door.card)));
     im->cards[0] = smp_comm_card(im->comm, &im->card_bytes[0]);
@@ -265,16 +258,14 @@ make_impostor(impostor *im, int timeout_ms)
     im->card_bytes[1] = card->bytes;
     cards[0] = smp_card_find(im->cards[0], "ucx", &bytes);
     CHECK(pthread_create(&im->thread, NULL, connect_main, im) == 0);
-    CHECK_STATUS(
-        smp_tcp_meet(&door, &self, cards, wanted, PATIENCE_MS(20000), fds, met),
-        SMP_OK);
+    CHECK_OK(smp_tcp_meet(&door, &self, cards, wanted, PATIENCE_MS(20000), fds, met));
     CHECK(met[0]);
     im->fd = fds[0];
-    return introduce_impostor(im);
+    introduce_impostor(im);
 }
 
 /* Sends one active message and waits until it is gone, or rank 0 has given us up. */
-static int
+static void
 say(impostor *im, smp_ucx_am head, size_t head_bytes, const void *data, size_t n)
 {
     ucp_request_param how = {0};
@@ -292,7 +283,6 @@ say(impostor *im, smp_ucx_am head, size_t head_bytes, const void *data, size_t n
     if (sent != NULL) {
         im->ucp->ucp_request_free(sent);
     }
-    return 0;
 }
 
 static smp_ucx_am
@@ -305,14 +295,14 @@ head_of(const impostor *im, smp_ucx_am_kind kind, uint64_t number, uint64_t nbyt
                         .first = nbytes};
 }
 
-static int
+static void
 say_plainly(impostor *im, smp_ucx_am head, const void *data, size_t n)
 {
-    return say(im, head, sizeof(head), data, n);
+    say(im, head, sizeof(head), data, n);
 }
 
 /* Rank 0's connect comes to its end. */
-static int
+static void
 end_connect(impostor *im, smp_status want)
 {
     while (!atomic_load(&im->connected)) {
@@ -321,12 +311,11 @@ end_connect(impostor *im, smp_status want)
     }
     pthread_join(im->thread, NULL);
     CHECK_STATUS(im->status, want);
-    return 0;
 }
 
 /* The pattern that travels as a head does, and the one that travels as a block; with
  * `spoil`, another byte in the middle. */
-static int
+static void
 say_pattern(impostor *im, smp_ucx_am_kind kind, bool spoil)
 {
     static uint8_t pattern[SMP_UCX_TRY_BLOCK_BYTES];
@@ -335,18 +324,18 @@ say_pattern(impostor *im, smp_ucx_am_kind kind, bool spoil)
 
     smp_pattern_write(pattern, n, large ? ~im->pass : im->pass);
     pattern[n / 2] ^= spoil;
-    return say_plainly(im, head_of(im, kind, 0, 0), pattern, n);
+    say_plainly(im, head_of(im, kind, 0, 0), pattern, n);
 }
 
-static int
+static void
 be_met(impostor *im)
 {
-    CHECK(make_impostor(im, 60000) == 0);
-    CHECK(say_plainly(im, head_of(im, SMP_UCX_AM_HELLO, 0, 0), NULL, 0) == 0);
-    CHECK(say_pattern(im, SMP_UCX_AM_TRY_BLOCK, false) == 0);
-    CHECK(say_pattern(im, SMP_UCX_AM_TRY_HEAD, false) == 0);
+    make_impostor(im, 60000);
+    say_plainly(im, head_of(im, SMP_UCX_AM_HELLO, 0, 0), NULL, 0);
+    say_pattern(im, SMP_UCX_AM_TRY_BLOCK, false);
+    say_pattern(im, SMP_UCX_AM_TRY_HEAD, false);
     CHECK(smp_lifeline_say(im->fd, SMP_UCX_AGREED));
-    return end_connect(im, SMP_OK);
+    end_connect(im, SMP_OK);
 }
 
 static void
@@ -374,50 +363,49 @@ TEST(who_does_not_know_the_pass_is_not_reached)
     impostor   im = {.fd = -1};
     smp_ucx_am wrong;
 
-    CHECK(make_impostor(&im, 1000) == 0);
+    make_impostor(&im, 1000);
     wrong = head_of(&im, SMP_UCX_AM_HELLO, 0, 0);
     wrong.pass ^= 1;
-    CHECK(say_plainly(&im, wrong, NULL, 0) == 0);
+    say_plainly(&im, wrong, NULL, 0);
     CHECK(smp_lifeline_say(im.fd, SMP_UCX_AGREED));
-    CHECK(end_connect(&im, SMP_ERR_UNREACHABLE) == 0);
+    end_connect(&im, SMP_ERR_UNREACHABLE);
     CHECK(im.failed == 1);
     drop_impostor(&im);
-    return 0;
 }
 
 /* One who says of himself that all is well is not reached, and rank 0 warns. */
-static int
+static void
 fails_its_trial(int timeout_ms, bool spoil_head, bool spoil_block, bool leave_out,
                 const char *how)
 {
     impostor im = {.fd = -1};
     char     text[SMP_WARNING_BYTES];
 
-    CHECK(make_impostor(&im, timeout_ms) == 0);
-    CHECK(say_plainly(&im, head_of(&im, SMP_UCX_AM_HELLO, 0, 0), NULL, 0) == 0);
+    make_impostor(&im, timeout_ms);
+    say_plainly(&im, head_of(&im, SMP_UCX_AM_HELLO, 0, 0), NULL, 0);
     CHECK(smp_lifeline_say(im.fd, SMP_UCX_AGREED));
-    CHECK(leave_out || say_pattern(&im, SMP_UCX_AM_TRY_BLOCK, spoil_block) == 0);
-    CHECK(say_pattern(&im, SMP_UCX_AM_TRY_HEAD, spoil_head) == 0);
-    CHECK(end_connect(&im, SMP_ERR_UNREACHABLE) == 0);
+    if (!leave_out) {
+        say_pattern(&im, SMP_UCX_AM_TRY_BLOCK, spoil_block);
+    }
+    say_pattern(&im, SMP_UCX_AM_TRY_HEAD, spoil_head);
+    end_connect(&im, SMP_ERR_UNREACHABLE);
     CHECK(im.failed == 1);
     CHECK(smp_warning_take(text));
-    CHECK(strstr(text, "rank 0 does not talk to rank 1 over UCX") != NULL);
-    CHECK(strstr(text, how) != NULL);
+    CHECK_HAS(text, "rank 0 does not talk to rank 1 over UCX");
+    CHECK_HAS(text, how);
     CHECK(!smp_warning_take(text));
     drop_impostor(&im);
-    return 0;
 }
 
 TEST(who_sends_other_bytes_is_not_reached)
 {
-    CHECK(fails_its_trial(60000, true, false, false, "other bytes than") == 0);
-    CHECK(fails_its_trial(60000, false, true, false, "other bytes than") == 0);
-    return 0;
+    fails_its_trial(60000, true, false, false, "other bytes than");
+    fails_its_trial(60000, false, true, false, "other bytes than");
 }
 
 TEST(who_does_not_send_all_patterns_is_not_reached)
 {
-    return fails_its_trial(1000, false, false, true, "did not arrive in time");
+    fails_its_trial(1000, false, false, true, "did not arrive in time");
 }
 
 TEST(messages_without_the_pass_are_dropped)
@@ -426,30 +414,29 @@ TEST(messages_without_the_pass_are_dropped)
     smp_ucx_am   head;
     smp_message *message;
 
-    CHECK(be_met(&im) == 0);
+    be_met(&im);
     head = head_of(&im, SMP_UCX_AM_HEAD, 0, 8);
     head.pass ^= (uint64_t)1 << 63;
-    CHECK(say_plainly(&im, head, "no pass.", 8) == 0);
+    say_plainly(&im, head, "no pass.", 8);
     head = head_of(&im, SMP_UCX_AM_GOODBYE, 0, 0);
     head.pass = 0;
-    CHECK(say_plainly(&im, head, NULL, 0) == 0);
+    say_plainly(&im, head, NULL, 0);
     head = head_of(&im, SMP_UCX_AM_HEAD, 0, 8);
     for (head.from = -1; head.from < 3; head.from += head.from == 0 ? 2 : 1) {
-        CHECK(say_plainly(&im, head, "another.", 8) == 0); /* -1, 0 and 2 */
+        say_plainly(&im, head, "another.", 8); /* -1, 0 and 2 */
     }
     head.from = 1;
-    CHECK(say(&im, head, sizeof(head) - 1, "too few.", 8) == 0);
-    CHECK(say_plainly(&im, head, "a rank's", 8) == 0);
-    CHECK_STATUS(smp_comm_receive(im.comm, WORLD_DEADLINE_NS, &message), SMP_OK);
+    say(&im, head, sizeof(head) - 1, "too few.", 8);
+    say_plainly(&im, head, "a rank's", 8);
+    CHECK_OK(smp_comm_receive(im.comm, WORLD_DEADLINE_NS, &message));
     CHECK(message->nbytes == 8 && memcmp(message->bytes, "a rank's", 8) == 0);
     smp_message_free(message);
     CHECK_STATUS(smp_comm_receive(im.comm, 0, &message), SMP_ERR_TIMED_OUT);
     drop_impostor(&im);
-    return 0;
 }
 
 /* Whether rank 0 takes it as malformed and hangs up. */
-static int
+static void
 breaks(smp_ucx_am_kind kind, uint64_t number, uint64_t nbytes, size_t n)
 {
     static const uint8_t zeros[1 << 16];
@@ -457,11 +444,11 @@ breaks(smp_ucx_am_kind kind, uint64_t number, uint64_t nbytes, size_t n)
     smp_message         *message;
     char                 what;
 
-    CHECK(be_met(&im) == 0);
-    CHECK(say_plainly(&im, head_of(&im, SMP_UCX_AM_HEAD, 0, 8), zeros, 8) == 0);
-    CHECK_STATUS(smp_comm_receive(im.comm, WORLD_DEADLINE_NS, &message), SMP_OK);
+    be_met(&im);
+    say_plainly(&im, head_of(&im, SMP_UCX_AM_HEAD, 0, 8), zeros, 8);
+    CHECK_OK(smp_comm_receive(im.comm, WORLD_DEADLINE_NS, &message));
     smp_message_free(message);
-    CHECK(say_plainly(&im, head_of(&im, kind, number, nbytes), zeros, n) == 0);
+    say_plainly(&im, head_of(&im, kind, number, nbytes), zeros, n);
     CHECK_STATUS(smp_comm_receive(im.comm, WORLD_DEADLINE_NS, &message),
                  SMP_ERR_MALFORMED);
     CHECK(smp_comm_lost(im.comm) == 1);
@@ -470,19 +457,17 @@ breaks(smp_ucx_am_kind kind, uint64_t number, uint64_t nbytes, size_t n)
         sched_yield();
     }
     drop_impostor(&im);
-    return 0;
 }
 
 TEST(what_no_rank_says_is_malformed)
 {
-    CHECK(breaks((smp_ucx_am_kind)99, 1, 0, 8) == 0);
-    CHECK(breaks(SMP_UCX_AM_HEAD, 0, 8, 8) == 0);  /* said before */
-    CHECK(breaks(SMP_UCX_AM_HEAD, 1, 16, 8) == 0); /* more than there is */
-    CHECK(breaks(SMP_UCX_AM_HEAD, 1, 8, 16) == 0);
-    CHECK(breaks(SMP_UCX_AM_BLOCK, 0, 0, 8) == 0);
-    CHECK(breaks(SMP_UCX_AM_TRY_HEAD, 0, 0, 8) == 0); /* tried before */
-    CHECK(breaks(SMP_UCX_AM_GOODBYE, 0, 0, 0) == 0);
-    return 0;
+    breaks((smp_ucx_am_kind)99, 1, 0, 8);
+    breaks(SMP_UCX_AM_HEAD, 0, 8, 8);  /* said before */
+    breaks(SMP_UCX_AM_HEAD, 1, 16, 8); /* more than there is */
+    breaks(SMP_UCX_AM_HEAD, 1, 8, 16);
+    breaks(SMP_UCX_AM_BLOCK, 0, 0, 8);
+    breaks(SMP_UCX_AM_TRY_HEAD, 0, 0, 8); /* tried before */
+    breaks(SMP_UCX_AM_GOODBYE, 0, 0, 0);
 }
 
 TEST(a_lifeline_that_ends_without_goodbye_is_a_loss)
@@ -490,13 +475,12 @@ TEST(a_lifeline_that_ends_without_goodbye_is_a_loss)
     impostor     im = {.fd = -1};
     smp_message *message;
 
-    CHECK(be_met(&im) == 0);
+    be_met(&im);
     shutdown(im.fd, SHUT_WR);
     CHECK_STATUS(smp_comm_receive(im.comm, WORLD_DEADLINE_NS, &message),
                  SMP_ERR_PEER_LOST);
     CHECK(smp_comm_lost(im.comm) == 1);
     drop_impostor(&im);
-    return 0;
 }
 
 TEST(a_goodbye_is_answered_when_all_before_it_has_arrived)
@@ -505,108 +489,45 @@ TEST(a_goodbye_is_answered_when_all_before_it_has_arrived)
     smp_message *message;
     char         what = 0;
 
-    CHECK(be_met(&im) == 0);
-    CHECK(say_plainly(&im, head_of(&im, SMP_UCX_AM_GOODBYE, 1, 0), NULL, 0) == 0);
-    CHECK(say_plainly(&im, head_of(&im, SMP_UCX_AM_HEAD, 0, 8), "the rest", 8) == 0);
+    be_met(&im);
+    say_plainly(&im, head_of(&im, SMP_UCX_AM_GOODBYE, 1, 0), NULL, 0);
+    say_plainly(&im, head_of(&im, SMP_UCX_AM_HEAD, 0, 8), "the rest", 8);
     while (what != SMP_UCX_ARRIVED) {
         CHECK(smp_lifeline_hear(im.fd, &what) != SMP_LIFELINE_HUNG_UP);
         im.ucp->ucp_worker_progress(im.worker);
     }
-    CHECK_STATUS(smp_comm_receive(im.comm, WORLD_DEADLINE_NS, &message), SMP_OK);
+    CHECK_OK(smp_comm_receive(im.comm, WORLD_DEADLINE_NS, &message));
     CHECK(memcmp(message->bytes, "the rest", 8) == 0);
     smp_message_free(message);
     CHECK_STATUS(smp_comm_receive(im.comm, WORLD_DEADLINE_NS, &message),
                  SMP_ERR_CLOSED);
     CHECK(smp_comm_lost(im.comm) == -1 && smp_comm_left(im.comm, 1));
     drop_impostor(&im);
-    return 0;
 }
 
 /* ---------------------------------------------------------------------------- main */
 
-/* Those that end ranks run as processes only. */
-static const world_test partings[] = {
-    LISTED(a_killed_peer_is_named_to_all_others, 1 << 20),
-    LISTED(a_killed_peer_is_noticed_although_its_child_lives, 0),
-    LISTED(a_rank_that_dies_before_it_connects_is_named, 0),
-    LISTED(a_forked_child_can_do_nothing_and_breaks_nothing, 0),
-    LISTED(a_stopped_peer_is_not_lost, 0),
-    LISTED(what_a_leaving_peer_said_arrives_although_it_is_talked_to, 0),
-};
-
-#define PARTINGS (sizeof(partings) / sizeof(partings[0]))
-
 /* Of ucx_abi.c. */
 extern const char smp_ucx_abi_checked[];
 
-static int ran;
-static int failed;
-
-static void
-run_listed(const world_test *test, int size, bool as_threads, bool can_be_threads,
-           const char *only)
-{
-    if ((only != NULL && strstr(test->name, only) == NULL) ||
-        !world_learns(as_threads, can_be_threads)) {
-        return;
-    }
-    ran++;
-    if ((as_threads ? world_run_threads : world_run_processes)(test, "ucx", size) !=
-        0) {
-        failed++;
-        printf("FAILED %s, ucx, %d ranks, %s\n", test->name, size,
-               as_threads ? "threads" : "processes");
-    }
-}
-
-static void
-run_tests_of(const smp_test *tests, size_t n, const char *only)
-{
-    for (size_t i = 0; i < n; i++) {
-        if (only == NULL || strstr(tests[i].name, only) != NULL) {
-            ran++;
-            if (tests[i].run() != 0) {
-                failed++;
-                printf("FAILED %s\n", tests[i].name);
-            }
-        }
-    }
-}
-
+/* This process forks, and loads UCX only after that.  Layouts of hosts are a matter of
+ * the collectives, which run on all of them over TCP. */
 int
 main(int argc, char **argv)
 {
-    static const smp_test forking[] = {
-        LISTED_TEST(a_pair_whose_trial_fails_talks_over_the_next_transport),
-    };
-    static const smp_test tests[] = {
-        LISTED_TEST(a_library_that_is_missing_or_no_ucx_is_refused_with_the_reason),
-        LISTED_TEST(without_being_named_it_serves_only_devices_that_tcp_does_not),
-        LISTED_TEST(who_does_not_know_the_pass_is_not_reached),
-        LISTED_TEST(who_sends_other_bytes_is_not_reached),
-        LISTED_TEST(who_does_not_send_all_patterns_is_not_reached),
-        LISTED_TEST(messages_without_the_pass_are_dropped),
-        LISTED_TEST(what_no_rank_says_is_malformed),
-        LISTED_TEST(a_lifeline_that_ends_without_goodbye_is_a_loss),
-        LISTED_TEST(a_goodbye_is_answered_when_all_before_it_has_arrived),
-    };
-    const char *only = argc > 1 ? argv[1] : NULL;
+    static const world_plan sizes = {.transports = "ucx",
+                                     .by = WORLD_SIZES_ALONE,
+                                     .processes = "24",
+                                     .threads = "24",
+                                     .once = true};
+    static const world_plan layouts = {
+        .transports = "shm,ucx", .by = WORLD_LAYOUTS_ALONE, .step = 3};
 
-    /* This process forks, and loads UCX only after that.  Layouts of hosts are a matter
-     * of the collectives, which run on all of them over TCP. */
-    run_tests_of(forking, 1, only);
-    for (size_t i = 0; i < PARTINGS; i++) {
-        run_listed(&partings[i], i == 0 || i == 2 ? 3 : 2, false, false, only);
-    }
-    for (size_t i = 0; i < 2 * COMM_LIST_COUNT; i++) {
-        run_listed(&comm_list[i / 2], i % 2 ? 4 : 2, false, true, only);
-    }
-    run_hosts_list("shm,ucx", false, 3, only, &ran, &failed);
-    run_tests_of(tests, sizeof(tests) / sizeof(tests[0]), only);
-    for (size_t i = 0; i < 2 * COMM_LIST_COUNT; i++) {
-        run_listed(&comm_list[i / 2], i % 2 ? 4 : 2, true, true, only);
-    }
-    run_hosts_list("shm,ucx", true, 3, only, &ran, &failed);
-    printf("%s; %d passed, %d failed\n", smp_ucx_abi_checked, ran - failed, failed);
-    return failed != 0 || ran == 0;
+    run_worlds_as(argc, argv, &sizes, false);
+    run_worlds_as(argc, argv, &layouts, false);
+    run_tests(argc, argv);
+    run_worlds_as(argc, argv, &sizes, true);
+    run_worlds_as(argc, argv, &layouts, true);
+    printf("%s; ", smp_ucx_abi_checked);
+    return tests_are_over();
 }

@@ -25,7 +25,7 @@ static stand_in_ucp_table *ucp;
 /* --------------------------------------------------------------------- the library */
 
 /* Whether what lies there now is refused, with these words. */
-static int
+static void
 is_refused(unsigned major, unsigned minor, const char *words)
 {
     const smp_ucp *functions;
@@ -35,30 +35,8 @@ is_refused(unsigned major, unsigned minor, const char *words)
     CHECK_STATUS(smp_ucx_library(&functions), SMP_ERR_SYSTEM);
     if (strstr(smp_ucx_trouble(), words) == NULL) {
         fprintf(stderr, "'%s' lacks '%s'\n", smp_ucx_trouble(), words);
-        return 1;
+        check_fail();
     }
-    return 0;
-}
-
-TEST(a_library_that_is_missing_no_ucx_or_another_version_is_refused)
-{
-    const smp_ucp *functions;
-
-    setenv("SMP_UCX_LIBRARY", "/nowhere/libucp.so.0", 1);
-    CHECK(is_refused(1, 13, "/nowhere/libucp.so.0: cannot open") == 0);
-    setenv("SMP_UCX_LIBRARY", "libm.so.6", 1);
-    CHECK(is_refused(1, 13, "libucp.so.0 has no function ucp_get_version") == 0);
-    setenv("SMP_UCX_LIBRARY", path, 1);
-    CHECK(is_refused(1, 12, "libucp.so.0 is UCX 1.12.0; needed is 1.13 or a later 1") ==
-          0);
-    CHECK(is_refused(0, 99, "is UCX 0.99.0") == 0);
-    CHECK(is_refused(2, 14, "is UCX 2.14.0") == 0);
-    ucp->major = 1;
-    ucp->minor = 13;
-    CHECK_STATUS(smp_ucx_library(&functions), SMP_OK);
-    ucp->minor = 12; /* it is loaded for good */
-    CHECK_STATUS(smp_ucx_library(&functions), SMP_OK);
-    return 0;
 }
 
 /* In a process that has none yet. */
@@ -82,13 +60,31 @@ TEST(a_package_has_the_library_where_the_system_has_none)
         _exit(well ? 0 : 1);
     }
     CHECK(waitpid(pid, &how, 0) == pid && WIFEXITED(how) && WEXITSTATUS(how) == 0);
-    return 0;
+}
+
+TEST(a_library_that_is_missing_no_ucx_or_another_version_is_refused)
+{
+    const smp_ucp *functions;
+
+    setenv("SMP_UCX_LIBRARY", "/nowhere/libucp.so.0", 1);
+    is_refused(1, 13, "/nowhere/libucp.so.0: cannot open");
+    setenv("SMP_UCX_LIBRARY", "libm.so.6", 1);
+    is_refused(1, 13, "libucp.so.0 has no function ucp_get_version");
+    setenv("SMP_UCX_LIBRARY", path, 1);
+    is_refused(1, 12, "libucp.so.0 is UCX 1.12.0; needed is 1.13 or a later 1");
+    is_refused(0, 99, "is UCX 0.99.0");
+    is_refused(2, 14, "is UCX 2.14.0");
+    ucp->major = 1;
+    ucp->minor = 13;
+    CHECK_OK(smp_ucx_library(&functions));
+    ucp->minor = 12; /* it is loaded for good */
+    CHECK_OK(smp_ucx_library(&functions));
 }
 
 /* -------------------------------------------------------------- introductions */
 
 /* Whether the one at the other end is introduced by these bytes. */
-static int
+static void
 is_introduced(const void *bytes, size_t n, smp_status want)
 {
     void    *address;
@@ -105,7 +101,6 @@ is_introduced(const void *bytes, size_t n, smp_status want)
         free(address);
     }
     close(fds[1]);
-    return 0;
 }
 
 TEST(an_introduction_has_a_pass_and_an_address)
@@ -117,23 +112,22 @@ TEST(an_introduction_has_a_pass_and_an_address)
     CHECK(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, fds) == 0);
     CHECK(smp_ucx_introduce(fds[0], 0x123456789abcdefu, "address", 8));
     CHECK(read(fds[1], good, sizeof(good)) == sizeof(good));
-    CHECK(is_introduced(good, sizeof(good), SMP_OK) == 0);
-    CHECK(is_introduced(good, sizeof(good) - 1, SMP_ERR_PEER_LOST) == 0);
-    CHECK(is_introduced(good, 20, SMP_ERR_PEER_LOST) == 0);
+    is_introduced(good, sizeof(good), SMP_OK);
+    is_introduced(good, sizeof(good) - 1, SMP_ERR_PEER_LOST);
+    is_introduced(good, 20, SMP_ERR_PEER_LOST);
     memcpy(bad, good, sizeof(bad));
     bad[0] = good[0] ^ 1; /* magic */
-    CHECK(is_introduced(bad, sizeof(bad), SMP_ERR_MALFORMED) == 0);
+    is_introduced(bad, sizeof(bad), SMP_ERR_MALFORMED);
     bad[0] = good[0] ^ (uint64_t)1 << 40; /* version */
-    CHECK(is_introduced(bad, sizeof(bad), SMP_ERR_MALFORMED) == 0);
+    is_introduced(bad, sizeof(bad), SMP_ERR_MALFORMED);
     bad[0] = good[0];
     bad[2] = 0;
-    CHECK(is_introduced(bad, sizeof(bad), SMP_ERR_MALFORMED) == 0);
+    is_introduced(bad, sizeof(bad), SMP_ERR_MALFORMED);
     bad[2] = SMP_UCX_ADDRESS_BYTES + 1;
-    CHECK(is_introduced(bad, sizeof(bad), SMP_ERR_MALFORMED) == 0);
+    is_introduced(bad, sizeof(bad), SMP_ERR_MALFORMED);
     close(fds[1]);
     CHECK(!smp_ucx_introduce(fds[0], 1, "address", 8));
     close(fds[0]);
-    return 0;
 }
 
 /* --------------------------------------------------------------------- the devices */
@@ -218,7 +212,7 @@ __wrap_if_freenameindex(struct if_nameindex *all)
 }
 
 /* A folder below `folder`, and those above it. */
-static int
+static void
 make_folder(const char *name)
 {
     char  whole[256];
@@ -231,16 +225,15 @@ make_folder(const char *name)
         (void)mkdir(whole, 0700);
         *slash++ = '/';
     }
-    return 0;
 }
 
 /* Folders in which no interface has such a device. */
-static int
+static void
 begin_folders(void)
 {
     snprintf(folder, sizeof(folder), "%s", "/tmp/smp-devices-XXXXXX");
     CHECK(mkdtemp(folder) != NULL);
-    return make_folder("net");
+    make_folder("net");
 }
 
 static void
@@ -263,7 +256,7 @@ address_of(const char *text)
 }
 
 /* Whether UCX is to use these devices for an address; NULL: there are none. */
-static int
+static void
 devices_are(const char *address, bool only, const char *want)
 {
     smp_tcp_address at = address_of(address);
@@ -273,13 +266,12 @@ devices_are(const char *address, bool only, const char *want)
                  want != NULL ? SMP_OK : SMP_ERR_SYSTEM);
     if (want != NULL && strcmp(got, want) != 0) {
         fprintf(stderr, "'%s' is not '%s'\n", got, want);
-        return 1;
+        check_fail();
     }
-    return 0;
 }
 
 /* Two interfaces with an address each, and another one. */
-static int
+static void
 check_devices(void)
 {
     char                many[800][IF_NAMESIZE];
@@ -302,50 +294,46 @@ check_devices(void)
     listed = ones;
     names = three;
     CHECK(!smp_ucx_fast_devices());
-    CHECK(devices_are("127.0.0.1", false, "all") == 0);
-    CHECK(devices_are("::1", false, "all") == 0);
-    CHECK(devices_are("127.0.0.1", true, NULL) == 0); /* no interface has it */
-    CHECK(devices_are("10.7.0.2", false, NULL) == 0);
-    CHECK(devices_are("10.7.0.1", false, "eth7") == 0);
-    CHECK(devices_are("10.7.0.1", true, "eth7") == 0);
-    CHECK(devices_are("fd00:7::1", false, "ib0") == 0);
+    devices_are("127.0.0.1", false, "all");
+    devices_are("::1", false, "all");
+    devices_are("127.0.0.1", true, NULL); /* no interface has it */
+    devices_are("10.7.0.2", false, NULL);
+    devices_are("10.7.0.1", false, "eth7");
+    devices_are("10.7.0.1", true, "eth7");
+    devices_are("fd00:7::1", false, "ib0");
 
-    CHECK(make_folder("infiniband") == 0); /* which holds nothing */
+    make_folder("infiniband"); /* which holds nothing */
     CHECK(!smp_ucx_fast_devices());
-    CHECK(make_folder("infiniband/mlx5_3") == 0);
-    CHECK(make_folder("net/ib0/device/infiniband/mlx5_3") == 0);
+    make_folder("infiniband/mlx5_3");
+    make_folder("net/ib0/device/infiniband/mlx5_3");
     CHECK(smp_ucx_fast_devices());
-    CHECK(devices_are("fd00:7::1", true, "ib0,mlx5_3:1") == 0);
+    devices_are("fd00:7::1", true, "ib0,mlx5_3:1");
     snprintf(name, sizeof(name), "%s/net/ib0/dev_port", folder);
     port = __real_fopen(name, "w");
     fputs("1\n", port);
     fclose(port);
-    CHECK(devices_are("fd00:7::1", true, "ib0,mlx5_3:2") == 0);
-    CHECK(devices_are("10.7.0.1", true, "eth7") == 0);
-    CHECK(devices_are("10.7.0.1", false, "^docker0,ib0") == 0);
-    CHECK(devices_are("fd00:7::1", false, "^docker0,eth7") == 0);
-    CHECK(devices_are("::1", false, "all") == 0);
+    devices_are("fd00:7::1", true, "ib0,mlx5_3:2");
+    devices_are("10.7.0.1", true, "eth7");
+    devices_are("10.7.0.1", false, "^docker0,ib0");
+    devices_are("fd00:7::1", false, "^docker0,eth7");
+    devices_are("::1", false, "all");
     names = &three[2];
-    CHECK(devices_are("fd00:7::1", false, "all") == 0);
+    devices_are("fd00:7::1", false, "all");
     for (int i = 0; i < 800; i++) {
         snprintf(many[i], IF_NAMESIZE, "interface%u", (unsigned)i % 1000);
         long_list[i] = (struct if_nameindex){(unsigned)i + 1, many[i]};
     }
     names = long_list;
-    CHECK(devices_are("fd00:7::1", false, NULL) == 0);
-    return 0;
+    devices_are("fd00:7::1", false, NULL);
 }
 
 TEST(devices_are_those_of_the_address_or_all_but_other_interfaces)
 {
-    int wrong;
-
-    CHECK(begin_folders() == 0);
-    wrong = check_devices();
+    begin_folders();
+    check_devices();
     listed = NULL;
     names = NULL;
     end_folders();
-    return wrong;
 }
 
 /* ----------------------------------------------------------------------- two ranks */
@@ -369,7 +357,7 @@ connect_main(void *arg)
     return NULL;
 }
 
-static int
+static void
 make_pair_at(end ends[2], const char *transports, const char *interface)
 {
     static const int called[2] = {20, 21};
@@ -384,7 +372,7 @@ make_pair_at(end ends[2], const char *transports, const char *interface)
     for (int r = 0; r < 2; r++) {
         ends[r] = (end){.failed = -1};
         config.rank = r;
-        CHECK_STATUS(smp_comm_create(&config, &ends[r].comm), SMP_OK);
+        CHECK_OK(smp_comm_create(&config, &ends[r].comm));
     }
     for (int r = 0; r < 2; r++) {
         for (int other = 0; other < 2; other++) {
@@ -397,29 +385,27 @@ make_pair_at(end ends[2], const char *transports, const char *interface)
     }
     for (int r = 0; r < 2; r++) {
         pthread_join(threads[r], NULL);
-        CHECK_STATUS(ends[r].status, SMP_OK);
+        CHECK_OK(ends[r].status);
     }
-    return 0;
 }
 
-static int
+static void
 make_pair(end ends[2], const char *transports)
 {
-    return make_pair_at(ends, transports, NULL);
+    make_pair_at(ends, transports, NULL);
 }
 
 /* Nothing of UCX's is left. */
-static int
+static void
 drop_pair(end ends[2])
 {
     smp_comm_destroy(ends[0].comm);
     smp_comm_destroy(ends[1].comm);
     CHECK(atomic_load(&ucp->alive) == 0);
-    return 0;
 }
 
 /* Both talk over it. */
-static int
+static void
 talk_over(end ends[2], const char *transport)
 {
     static const size_t sizes[] = {100, 0, 5000, 2048, 2049, 300000};
@@ -428,21 +414,18 @@ talk_over(end ends[2], const char *transport)
     for (int r = 0; r < 2; r++) {
         world w = {.comm = ends[r].comm, .rank = r, .size = 2};
 
-        CHECK(strcmp(smp_comm_transport(w.comm, 1 - r), transport) == 0);
-        CHECK_STATUS(send_filled(&w, 1 - r, 40 + (uint64_t)r, 50, sizes, 6), SMP_OK);
-        CHECK_STATUS(send_filled(&w, 1 - r, 50 + (uint64_t)r, 0, NULL, 0), SMP_OK);
+        CHECK_TEXT(smp_comm_transport(w.comm, 1 - r), transport);
+        CHECK_OK(send_filled(&w, 1 - r, 40 + (uint64_t)r, 50, sizes, 6));
+        CHECK_OK(send_filled(&w, 1 - r, 50 + (uint64_t)r, 0, NULL, 0));
     }
     for (int r = 0; r < 2; r++) {
-        CHECK_STATUS(smp_comm_receive(ends[r].comm, WORLD_DEADLINE_NS, &message),
-                     SMP_OK);
+        CHECK_OK(smp_comm_receive(ends[r].comm, WORLD_DEADLINE_NS, &message));
         CHECK(message_filled(message, 41 - (uint64_t)r, 50, sizes, 6));
         smp_message_free(message);
-        CHECK_STATUS(smp_comm_receive(ends[r].comm, WORLD_DEADLINE_NS, &message),
-                     SMP_OK);
+        CHECK_OK(smp_comm_receive(ends[r].comm, WORLD_DEADLINE_NS, &message));
         CHECK(message_filled(message, 51 - (uint64_t)r, 0, NULL, 0));
         smp_message_free(message);
     }
-    return 0;
 }
 
 TEST(who_has_left_is_not_lost_and_what_it_sent_arrives)
@@ -455,34 +438,32 @@ TEST(who_has_left_is_not_lost_and_what_it_sent_arrives)
         world w = {.rank = 1, .size = 2};
 
         ucp->late = late != 0;
-        CHECK(make_pair(ends, "ucx") == 0);
-        CHECK(talk_over(ends, "ucx") == 0);
+        make_pair(ends, "ucx");
+        talk_over(ends, "ucx");
         w.comm = ends[1].comm;
         for (uint64_t i = 0; i < 40; i++) {
-            CHECK_STATUS(send_filled(&w, 0, i, 10, sizes, i % 2), SMP_OK);
+            CHECK_OK(send_filled(&w, 0, i, 10, sizes, i % 2));
         }
         smp_comm_destroy(ends[1].comm);
         ends[1].comm = NULL;
         for (uint64_t i = 0; i < 40; i++) {
-            CHECK_STATUS(smp_comm_receive(ends[0].comm, WORLD_DEADLINE_NS, &message),
-                         SMP_OK);
+            CHECK_OK(smp_comm_receive(ends[0].comm, WORLD_DEADLINE_NS, &message));
             CHECK(message_filled(message, i, 10, sizes, i % 2));
             smp_message_free(message);
         }
         CHECK_STATUS(smp_comm_receive(ends[0].comm, WORLD_DEADLINE_NS, &message),
                      SMP_ERR_CLOSED);
         CHECK(smp_comm_left(ends[0].comm, 1) && smp_comm_lost(ends[0].comm) == -1);
-        CHECK(drop_pair(ends) == 0);
+        drop_pair(ends);
     }
     ucp->late = false;
-    return 0;
 }
 
 /* ------------------------------------------------------------------------ failures */
 
 /* Rank `who` finds that the other one is lost, which hears of it, and has so much of
  * its pool in use in the end. */
-static int
+static void
 is_lost(end ends[2], int who, uint64_t in_use)
 {
     int64_t        deadline = smp_clock_ns() + WORLD_DEADLINE_NS;
@@ -503,45 +484,42 @@ is_lost(end ends[2], int who, uint64_t in_use)
         smp_comm_counters(ends[who].comm, &stats);
         CHECK(smp_clock_ns() < deadline);
     } while (stats.pool_in_use != in_use);
-    return 0;
 }
 
 /* A message with two blocks from rank 0 to rank 1, one part of which fails. */
-static int
+static void
 fails(_Atomic int *what, int nth, bool late, int who, uint64_t in_use)
 {
     static const size_t sizes[] = {10000, 20000};
     end                 ends[2];
     world               w = {.size = 2};
 
-    CHECK(make_pair(ends, "ucx") == 0);
+    make_pair(ends, "ucx");
     ucp->late = late;
     atomic_store(what, nth);
     w.comm = ends[0].comm;
-    CHECK_STATUS(send_filled(&w, 1, 5, 30, sizes, 2), SMP_OK);
-    CHECK(is_lost(ends, who, in_use) == 0);
+    CHECK_OK(send_filled(&w, 1, 5, 30, sizes, 2));
+    is_lost(ends, who, in_use);
     CHECK(atomic_load(what) == 0);
     ucp->late = false;
-    return drop_pair(ends);
+    drop_pair(ends);
 }
 
 TEST(who_sends_what_cannot_be_fetched_is_lost)
 {
     for (int late = 0; late < 2; late++) {
-        CHECK(fails(&ucp->fetch, 1, late != 0, 1, 0) == 0);
+        fails(&ucp->fetch, 1, late != 0, 1, 0);
         /* The other block waits for it until the end. */
-        CHECK(fails(&ucp->fetch, 2, late != 0, 1, 10048) == 0);
+        fails(&ucp->fetch, 2, late != 0, 1, 10048);
     }
-    return 0;
 }
 
 TEST(whom_nothing_can_be_sent_is_lost)
 {
     for (int nth = 1; nth <= 3; nth++) {
-        CHECK(fails(&ucp->sent, nth, false, 0, 0) == 0);
-        CHECK(fails(&ucp->sent, nth, true, 0, 0) == 0);
+        fails(&ucp->sent, nth, false, 0, 0);
+        fails(&ucp->sent, nth, true, 0, 0);
     }
-    return 0;
 }
 
 TEST(a_broken_connection_is_a_loss)
@@ -549,9 +527,9 @@ TEST(a_broken_connection_is_a_loss)
     end          ends[2];
     smp_message *message;
 
-    CHECK(make_pair(ends, "ucx") == 0);
+    make_pair(ends, "ucx");
     atomic_store(&ucp->faults, 1);
-    CHECK_STATUS(smp_comm_send(ends[0].comm, 1, "x", 1, NULL, 0), SMP_OK);
+    CHECK_OK(smp_comm_send(ends[0].comm, 1, "x", 1, NULL, 0));
     for (int r = 0; r < 2; r++) { /* the one who finds it, and the one who hears */
         smp_status status;
 
@@ -564,7 +542,7 @@ TEST(a_broken_connection_is_a_loss)
         CHECK_STATUS(status, SMP_ERR_PEER_LOST);
         CHECK(smp_comm_lost(ends[r].comm) == 1 - r);
     }
-    return drop_pair(ends);
+    drop_pair(ends);
 }
 
 TEST(a_pattern_that_cannot_be_fetched_makes_the_next_transport_serve)
@@ -575,18 +553,17 @@ TEST(a_pattern_that_cannot_be_fetched_makes_the_next_transport_serve)
     for (int late = 0; late < 2; late++) {
         ucp->late = late != 0;
         atomic_store(&ucp->fetch, 1);
-        CHECK(make_pair(ends, "ucx,tcp") == 0);
+        make_pair(ends, "ucx,tcp");
         ucp->late = false;
-        CHECK(talk_over(ends, "tcp") == 0);
+        talk_over(ends, "tcp");
         CHECK(smp_warning_take(text));
         CHECK(strstr(text, "rank 20 does not talk to rank 21 over UCX") != NULL ||
               strstr(text, "rank 21 does not talk to rank 20 over UCX") != NULL);
-        CHECK(strstr(text, "UCX could not fetch a pattern") != NULL);
-        CHECK(strstr(text, "the next of comm_transports serves") != NULL);
+        CHECK_HAS(text, "UCX could not fetch a pattern");
+        CHECK_HAS(text, "the next of comm_transports serves");
         CHECK(!smp_warning_take(text));
-        CHECK(drop_pair(ends) == 0);
+        drop_pair(ends);
     }
-    return 0;
 }
 
 TEST(where_ucx_does_not_begin_the_next_transport_serves)
@@ -604,84 +581,79 @@ TEST(where_ucx_does_not_begin_the_next_transport_serves)
 
     for (size_t i = 0; i < sizeof(broken) / sizeof(broken[0]); i++) {
         ucp->broken = broken[i];
-        CHECK(make_pair(ends, "ucx,tcp") == 0);
-        CHECK(talk_over(ends, "tcp") == 0);
-        CHECK(drop_pair(ends) == 0);
+        make_pair(ends, "ucx,tcp");
+        talk_over(ends, "tcp");
+        drop_pair(ends);
         CHECK(!smp_warning_take(text));
     }
     ucp->broken = NULL;
-    return 0;
 }
 
 /* ---------------------------------------------------------------- what UCX is told */
 
-static int
+static void
 is_told(const char *interface, const char *net_devices, const char *tls)
 {
     end ends[2];
 
-    CHECK(make_pair_at(ends, "ucx", interface) == 0);
-    CHECK(strcmp(ucp->net_devices, net_devices) == 0);
-    CHECK(strcmp(ucp->tls, tls) == 0);
-    CHECK(talk_over(ends, "ucx") == 0);
-    return drop_pair(ends);
+    make_pair_at(ends, "ucx", interface);
+    CHECK_TEXT(ucp->net_devices, net_devices);
+    CHECK_TEXT(ucp->tls, tls);
+    talk_over(ends, "ucx");
+    drop_pair(ends);
 }
 
 TEST(the_users_variables_count_but_for_the_interface_that_is_named)
 {
-    CHECK(is_told(NULL, "all", "^shm") == 0);
-    CHECK(is_told("127.0.0.1", "lo", "^shm") == 0);
+    is_told(NULL, "all", "^shm");
+    is_told("127.0.0.1", "lo", "^shm");
     setenv("UCX_NET_DEVICES", "eth0", 1);
-    CHECK(is_told(NULL, "", "^shm") == 0);
-    CHECK(is_told("127.0.0.1", "lo", "^shm") == 0);
+    is_told(NULL, "", "^shm");
+    is_told("127.0.0.1", "lo", "^shm");
     setenv("UCX_TLS", "tcp", 1);
-    CHECK(is_told(NULL, "", "") == 0);
+    is_told(NULL, "", "");
     unsetenv("UCX_NET_DEVICES");
-    CHECK(is_told(NULL, "all", "") == 0);
+    is_told(NULL, "all", "");
     unsetenv("UCX_TLS");
-    return 0;
 }
 
 /* Nobody named it: it serves where this host has such devices, and by these alone. */
-static int
+static void
 is_chosen(const char *transport, const char *broken, const char *want)
 {
     end ends[2];
 
     ucp->transport = transport;
     ucp->broken = broken;
-    CHECK(make_pair(ends, "^shm") == 0);
-    CHECK(talk_over(ends, want) == 0);
+    make_pair(ends, "^shm");
+    talk_over(ends, want);
     ucp->transport = "rc_mlx5";
     ucp->broken = NULL;
-    return drop_pair(ends);
+    drop_pair(ends);
 }
 
-static int
+static void
 check_choices(void)
 {
-    CHECK(is_chosen("rc_mlx5", NULL, "tcp") == 0); /* no such device */
-    CHECK(make_folder("infiniband/mlx5_0") == 0);
-    CHECK(is_chosen("rc_mlx5", NULL, "ucx") == 0);
-    CHECK(is_chosen("tcp", NULL, "tcp") == 0);
-    CHECK(is_chosen("rc_mlx5", "ucp_ep_query", "tcp") == 0);
-    return 0;
+    is_chosen("rc_mlx5", NULL, "tcp"); /* no such device */
+    make_folder("infiniband/mlx5_0");
+    is_chosen("rc_mlx5", NULL, "ucx");
+    is_chosen("tcp", NULL, "tcp");
+    is_chosen("rc_mlx5", "ucp_ep_query", "tcp");
 }
 
 TEST(without_being_named_it_serves_by_devices_that_tcp_does_not_drive)
 {
     end ends[2];
-    int wrong;
 
-    CHECK(begin_folders() == 0);
-    wrong = check_choices();
+    begin_folders();
+    check_choices();
     end_folders();
-    CHECK(wrong == 0);
     ucp->transport = "tcp"; /* who is named is asked for no device */
-    CHECK(make_pair(ends, "ucx") == 0);
-    CHECK(talk_over(ends, "ucx") == 0);
+    make_pair(ends, "ucx");
+    talk_over(ends, "ucx");
     ucp->transport = "rc_mlx5";
-    return drop_pair(ends);
+    drop_pair(ends);
 }
 
 /* ---------------------------------------------------------------------------- main */
@@ -703,26 +675,11 @@ load_stand_in(void)
 int
 main(int argc, char **argv)
 {
-    /* Those that need a process without the library come first. */
-    static const smp_test tests[] = {
-        LISTED_TEST(a_package_has_the_library_where_the_system_has_none),
-        LISTED_TEST(a_library_that_is_missing_no_ucx_or_another_version_is_refused),
-        LISTED_TEST(an_introduction_has_a_pass_and_an_address),
-        LISTED_TEST(devices_are_those_of_the_address_or_all_but_other_interfaces),
-        LISTED_TEST(who_has_left_is_not_lost_and_what_it_sent_arrives),
-        LISTED_TEST(who_sends_what_cannot_be_fetched_is_lost),
-        LISTED_TEST(whom_nothing_can_be_sent_is_lost),
-        LISTED_TEST(a_broken_connection_is_a_loss),
-        LISTED_TEST(a_pattern_that_cannot_be_fetched_makes_the_next_transport_serve),
-        LISTED_TEST(where_ucx_does_not_begin_the_next_transport_serves),
-        LISTED_TEST(the_users_variables_count_but_for_the_interface_that_is_named),
-        LISTED_TEST(without_being_named_it_serves_by_devices_that_tcp_does_not_drive),
-    };
-
     if (!load_stand_in()) {
         fprintf(stderr, "%s: %s\n", path, dlerror());
         return 1;
     }
     setenv("SMP_UCX_LIBRARY", path, 1);
-    return run_tests(tests, sizeof(tests) / sizeof(tests[0]), argc, argv);
+    run_tests(argc, argv);
+    return tests_are_over();
 }

@@ -89,8 +89,8 @@ TEST(a_rank_that_does_not_move_is_reported_with_what_it_waits_for)
     smp_board    *board;
     char          said[1024];
 
-    CHECK_STATUS(smp_board_create(0, 2, "tp_rank", names, &board), SMP_OK);
-    CHECK_STATUS(smp_board_name(board, paths, 2), SMP_OK);
+    CHECK_OK(smp_board_create(0, 2, "tp_rank", names, &board));
+    CHECK_OK(smp_board_name(board, paths, 2));
     smp_board_begin(board, 7);
     smp_board_work(board, (smp_work){.microbatch = 3, .entry = -1});
     smp_board_wait(board, 0,
@@ -100,7 +100,7 @@ TEST(a_rank_that_does_not_move_is_reported_with_what_it_waits_for)
                               .asked = 1});
     smp_board_work(board,
                    (smp_work){.microbatch = 2, .entry = 0, .phase = SMP_BACKWARD});
-    CHECK_STATUS(smp_watchdog_create(board, &config, &watchdog), SMP_OK);
+    CHECK_OK(smp_watchdog_create(board, &config, &watchdog));
     wait_for_reports(&l, 2);
     smp_watchdog_destroy(watchdog);
     CHECK(l.first.step == 7 && l.first.nwaits == 1);
@@ -108,18 +108,16 @@ TEST(a_rank_that_does_not_move_is_reported_with_what_it_waits_for)
     CHECK(atomic_load(&l.ends) == 0);
     l.first.waits[0].since_ns = l.first.now_ns - 7 * SMP_NS_PER_S;
     (void)smp_board_write(board, 0, &l.first, said, sizeof(said));
-    CHECK(strstr(said, "microbatch 2, backward: module 'encoder' runs, since ") !=
-          NULL);
-    CHECK(strstr(said, "microbatch 3, forward: the step function waits for module "
-                       "'decoder.0' on rank 5 (pp_rank 1), since 7.0 s") != NULL);
+    CHECK_HAS(said, "microbatch 2, backward: module 'encoder' runs, since ");
+    CHECK_HAS(said, "microbatch 3, forward: the step function waits for module "
+                    "'decoder.0' on rank 5 (pp_rank 1), since 7.0 s");
     CHECK(strstr(said, "  rank 4 (pp_rank 0): microbatch 2") == said);
     (void)smp_board_write(board, 2, &l.first, said, sizeof(said));
-    CHECK(strstr(said, "  rank 6 (pp_rank 0): microbatch 3, forward: the step function "
-                       "waits for module 'decoder.0' on rank 7 (pp_rank 1), ") != NULL);
+    CHECK_HAS(said, "  rank 6 (pp_rank 0): microbatch 3, forward: the step function "
+                    "waits for module 'decoder.0' on rank 7 (pp_rank 1), ");
     smp_board_write_wait(board, 1, said, sizeof(said));
     CHECK(strstr(said, "microbatch 3, forward: the step function waits") == said);
     smp_board_destroy(board);
-    return 0;
 }
 
 TEST(a_rank_that_moves_or_is_in_no_step_is_not_reported)
@@ -131,8 +129,8 @@ TEST(a_rank_that_moves_or_is_in_no_step_is_not_reported)
     smp_board    *board;
     int64_t       until = smp_clock_ns() + 3 * SMP_NS_PER_S / 2;
 
-    CHECK_STATUS(smp_board_create(0, 2, "tp_rank", names, &board), SMP_OK);
-    CHECK_STATUS(smp_watchdog_create(board, &config, &watchdog), SMP_OK);
+    CHECK_OK(smp_board_create(0, 2, "tp_rank", names, &board));
+    CHECK_OK(smp_watchdog_create(board, &config, &watchdog));
     smp_board_begin(board, 1);
     while (smp_clock_ns() < until) {
         smp_board_work(board, (smp_work){.entry = -1});
@@ -144,7 +142,6 @@ TEST(a_rank_that_moves_or_is_in_no_step_is_not_reported)
     smp_watchdog_destroy(watchdog);
     CHECK(atomic_load(&l.reports) == 0);
     smp_board_destroy(board);
-    return 0;
 }
 
 TEST(after_a_step_nothing_runs)
@@ -155,8 +152,8 @@ TEST(after_a_step_nothing_runs)
     char                     said[256];
     int64_t                  moved_ns;
 
-    CHECK_STATUS(smp_board_create(0, 2, "tp_rank", names, &board), SMP_OK);
-    CHECK_STATUS(smp_board_name(board, paths, 1), SMP_OK);
+    CHECK_OK(smp_board_create(0, 2, "tp_rank", names, &board));
+    CHECK_OK(smp_board_name(board, paths, 1));
     smp_board_begin(board, 1);
     smp_board_work(board, (smp_work){.microbatch = 3});
     smp_board_end(board);
@@ -165,13 +162,13 @@ TEST(after_a_step_nothing_runs)
     smp_board_place(board, "waits in smp.barrier()");
     smp_board_read(board, &standing);
     (void)smp_board_write(board, 0, &standing, said, sizeof(said));
-    CHECK(strstr(said, " waits in smp.barrier(), since ") != NULL);
+    CHECK_HAS(said, " waits in smp.barrier(), since ");
     CHECK(smp_board_write(board, 1, &standing, said, sizeof(said)) ==
           0); /* not there */
     smp_board_begin(board, 2);
     smp_board_read(board, &standing);
     (void)smp_board_write(board, 0, &standing, said, sizeof(said));
-    CHECK(strstr(said, " has nothing to run, since ") != NULL);
+    CHECK_HAS(said, " has nothing to run, since ");
     moved_ns = standing.moved_ns;
     smp_board_idle(board); /* that it still has nothing is no move */
     smp_board_read(board, &standing);
@@ -185,9 +182,8 @@ TEST(after_a_step_nothing_runs)
     CHECK(smp_board_write_others(board, said, sizeof(said)) == 0);
     smp_board_hear(board, "  rank 1 is elsewhere\n");
     (void)smp_board_write_others(board, said, sizeof(said));
-    CHECK(strcmp(said, "  rank 1 is elsewhere\n") == 0);
+    CHECK_TEXT(said, "  rank 1 is elsewhere\n");
     smp_board_destroy(board);
-    return 0;
 }
 
 TEST(the_end_comes_at_its_limit)
@@ -197,14 +193,13 @@ TEST(the_end_comes_at_its_limit)
     smp_watchdog       *watchdog;
     smp_board          *board;
 
-    CHECK_STATUS(smp_board_create(0, 2, "tp_rank", names, &board), SMP_OK);
+    CHECK_OK(smp_board_create(0, 2, "tp_rank", names, &board));
     smp_board_place(board, "waits in smp.barrier()");
-    CHECK_STATUS(smp_watchdog_create(board, &config, &watchdog), SMP_OK);
+    CHECK_OK(smp_watchdog_create(board, &config, &watchdog));
     wait_for_reports(&l, 1);
     smp_watchdog_destroy(watchdog);
     CHECK(atomic_load(&l.ends) >= 1);
     smp_board_destroy(board);
-    return 0;
 }
 
 TEST(reports_come_after_twice_the_time_each_until_the_rank_moves)
@@ -220,8 +215,8 @@ TEST(reports_come_after_twice_the_time_each_until_the_rank_moves)
 
     mover = pthread_self();
     atomic_store(&shown_ns, moved_ns);
-    CHECK_STATUS(smp_board_create(0, 2, "tp_rank", names, &board), SMP_OK);
-    CHECK_STATUS(smp_watchdog_create(board, &config, &watchdog), SMP_OK);
+    CHECK_OK(smp_board_create(0, 2, "tp_rank", names, &board));
+    CHECK_OK(smp_watchdog_create(board, &config, &watchdog));
     smp_board_begin(board, 1);
     smp_board_end(board);
     smp_board_place(board, "waits in smp.barrier()");
@@ -250,7 +245,6 @@ TEST(reports_come_after_twice_the_time_each_until_the_rank_moves)
     smp_watchdog_destroy(watchdog);
     smp_board_destroy(board);
     atomic_store(&shown_ns, 0);
-    return 0;
 }
 
 TEST(the_board_shows_those_that_wait_longest)
@@ -258,7 +252,7 @@ TEST(the_board_shows_those_that_wait_longest)
     smp_standing now;
     smp_board   *board;
 
-    CHECK_STATUS(smp_board_create(0, 2, "tp_rank", names, &board), SMP_OK);
+    CHECK_OK(smp_board_create(0, 2, "tp_rank", names, &board));
     smp_board_begin(board, 1);
     for (uint16_t i = 0; i < 40; i++) {
         smp_board_wait(board, (uint16_t)(39 - i),
@@ -274,7 +268,6 @@ TEST(the_board_shows_those_that_wait_longest)
     }
     CHECK(now.works == 1 && now.work.microbatch == 0 && now.work.entry == -1);
     smp_board_destroy(board);
-    return 0;
 }
 
 TEST(each_kind_of_wait_is_said_with_who_and_what)
@@ -333,16 +326,15 @@ TEST(each_kind_of_wait_is_said_with_who_and_what)
     smp_board *board;
     char       said[512];
 
-    CHECK_STATUS(smp_board_create(0, 2, "tp_rank", names, &board), SMP_OK);
-    CHECK_STATUS(smp_board_name(board, paths, 2), SMP_OK);
+    CHECK_OK(smp_board_create(0, 2, "tp_rank", names, &board));
+    CHECK_OK(smp_board_name(board, paths, 2));
     for (size_t i = 0; i < sizeof(cases) / sizeof(cases[0]); i++) {
         smp_board_write_one(board, cases[i].rank, &cases[i].wait, said, sizeof(said));
-        CHECK(strcmp(said, cases[i].said) == 0);
+        CHECK_TEXT(said, cases[i].said);
         smp_board_write_one(board, cases[i].rank, &cases[i].wait, said, 20);
         CHECK(strlen(said) == 19 && strncmp(said, cases[i].said, 19) == 0);
     }
     smp_board_destroy(board);
-    return 0;
 }
 
 TEST(waits_that_are_not_shown_are_counted)
@@ -351,7 +343,7 @@ TEST(waits_that_are_not_shown_are_counted)
     smp_board   *board;
     char         said[8192];
 
-    CHECK_STATUS(smp_board_create(1, 2, "tp_rank", names, &board), SMP_OK);
+    CHECK_OK(smp_board_create(1, 2, "tp_rank", names, &board));
     smp_board_begin(board, 1);
     for (uint16_t i = 0; i < SMP_STANDING_WAITS + 3; i++) {
         smp_board_read(board, &now);
@@ -361,10 +353,9 @@ TEST(waits_that_are_not_shown_are_counted)
     }
     smp_board_read(board, &now);
     (void)smp_board_write(board, 1, &now, said, sizeof(said));
-    CHECK(strstr(said, "  rank 5 (pp_rank 1): 3 more wait\n") != NULL);
+    CHECK_HAS(said, "  rank 5 (pp_rank 1): 3 more wait\n");
     CHECK(smp_board_write(board, 1, &now, said, 30) == 29 && strlen(said) == 29);
     smp_board_destroy(board);
-    return 0;
 }
 
 /* For which rank a task waits: one of its pipeline that has its module, or all of its
@@ -374,7 +365,7 @@ TEST(of_a_rank_that_is_lost_the_task_that_waits_for_it_is_shown)
     smp_board *board;
     char       said[512];
 
-    CHECK_STATUS(smp_board_create(2, 2, "tp_rank", names, &board), SMP_OK);
+    CHECK_OK(smp_board_create(2, 2, "tp_rank", names, &board));
     smp_board_write_wait(board, 3, said, sizeof(said));
     CHECK(said[0] == '\0');
     smp_board_begin(board, 1);
@@ -395,7 +386,7 @@ TEST(of_a_rank_that_is_lost_the_task_that_waits_for_it_is_shown)
     CHECK(strstr(said, "microbatch 0, forward") == said);
     smp_board_destroy(board);
 
-    CHECK_STATUS(smp_board_create(1, 2, "tp_rank", names, &board), SMP_OK);
+    CHECK_OK(smp_board_create(1, 2, "tp_rank", names, &board));
     smp_board_begin(board, 1);
     smp_board_wait(board, 0,
                    (smp_wait){.work = {0, 1, SMP_FORWARD}, .kind = SMP_WAIT_GATE});
@@ -406,24 +397,12 @@ TEST(of_a_rank_that_is_lost_the_task_that_waits_for_it_is_shown)
     smp_board_write_wait(board, 3, said, sizeof(said)); /* nobody waits for that one */
     CHECK(strstr(said, "microbatch 0, forward") == said);
     smp_board_destroy(board);
-    return 0;
 }
 
 int
 main(int argc, char **argv)
 {
-    static const smp_test tests[] = {
-        {"report", a_rank_that_does_not_move_is_reported_with_what_it_waits_for},
-        {"moving", a_rank_that_moves_or_is_in_no_step_is_not_reported},
-        {"after", after_a_step_nothing_runs},
-        {"end", the_end_comes_at_its_limit},
-        {"longest", the_board_shows_those_that_wait_longest},
-        {"kinds", each_kind_of_wait_is_said_with_who_and_what},
-        {"counted", waits_that_are_not_shown_are_counted},
-        {"lost", of_a_rank_that_is_lost_the_task_that_waits_for_it_is_shown},
-        {"twice", reports_come_after_twice_the_time_each_until_the_rank_moves},
-    };
-
     alarm(240);
-    return run_tests(tests, sizeof(tests) / sizeof(tests[0]), argc, argv);
+    run_tests(argc, argv);
+    return tests_are_over();
 }

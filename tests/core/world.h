@@ -1,8 +1,9 @@
 /* Several ranks for a test: forked processes, or threads of this one.
  *
- * A test of the list is one function that every rank runs.  It gets a connected comm
- * and returns 0, or prints what is wrong and returns 1.  A rank that says nothing for
- * WORLD_SECONDS is killed by its alarm, so no test waits for ever.
+ * TEST_RANK(name, ...) { ... } is one function that every rank runs, with a connected
+ * comm; it adds itself to the list that run_worlds() runs.  Behind the name stands how
+ * it is run, as of a world_test.  A rank that says nothing for WORLD_SECONDS is killed
+ * by its alarm, so no test waits for ever.
  */
 #ifndef SMP_TESTS_WORLD_H
 #define SMP_TESTS_WORLD_H
@@ -30,6 +31,7 @@
 #include "common/clock.h"
 
 #define WORLD_RANKS 8
+#define WORLD_LAYOUTS 6 /* at the most */
 
 /* smp_comm_config.spin_us.  Ranks that outnumber the cores sleep at once in tests that
  * wait thousands of times: to yield is to wait for whatever else the machine runs. */
@@ -44,17 +46,46 @@
 
 typedef struct world world;
 
-/* One rank's part of a test. */
-#define TEST_RANK(name) static int name(world *w)
-
-typedef struct {
+/* Hosts are a letter for each rank: those with the same see each other's shared memory.
+ * Ranks are numbered by digits: "24" is a run of two and one of four. */
+typedef struct world_test {
     const char *name;
-    int (*rank)(world *w);
+    void (*rank)(world *w);
+    const char
+        *processes;      /* how many ranks, as processes; as threads.  Where neither */
+    const char *threads; /* is said, the program's plan counts */
+    const char *hosts;   /* of the ranks; NULL: one host */
+    int         times;   /* of what differs each time; 0: once */
     size_t      pool_bytes;        /* 0: WORLD_POOL */
-    size_t      device_pool_bytes; /* 0: none */
-    const char *hosts; /* a letter for each rank: those with the same see each other's
-                          shared memory; NULL: all do */
+    size_t      device_pool_bytes; /* the plan's */
+    bool        no_device_pool;    /* whatever the plan says */
+    /* For programs of several hosts, hosts_test.c and others. */
+    const char        *layouts[WORLD_LAYOUTS]; /* hosts of a run each */
+    const char        *sample; /* the layout that is enough at a time; NULL: none */
+    bool               forks;  /* or ends ranks: they must be processes of ours */
+    struct world_test *next;
 } world_test;
+
+static world_test *world_list;
+
+static inline void
+world_enlist(world_test *test)
+{
+    static world_test **last = &world_list;
+
+    *last = test;
+    last = &test->next;
+}
+
+#define TEST_RANK(...) TEST_RANK_(__VA_ARGS__, .next = NULL)
+#define TEST_RANK_(test, ...)                                                          \
+    static void       test(world *w);                                                  \
+    static world_test world_##test = {.name = #test, .rank = test, __VA_ARGS__};       \
+    __attribute__((constructor)) static void list_##test(void)                         \
+    {                                                                                  \
+        world_enlist(&world_##test);                                                   \
+    }                                                                                  \
+    static void test(world *w)
 
 #define WORLD_POOL ((size_t)8 << 20)
 
@@ -176,20 +207,26 @@ world_connect(world *w, int *failed)
                             failed);
 }
 
-static inline int
+static inline void
+world_run_connected(void *arg)
+{
+    world *w = arg;
+
+    w->test->rank(w);
+}
+
+static inline bool
 world_run_rank(world *w)
 {
     int        other = -1;
     smp_status status = world_connect(w, &other);
-    int        failed = 1;
+    bool       failed = status != SMP_OK || check_fails(world_run_connected, w);
 
-    if (status == SMP_OK) {
-        failed = w->test->rank(w);
-    } else {
+    if (status != SMP_OK) {
         fprintf(stderr, "rank %d: connect to %d: %s\n", w->rank, other,
                 smp_status_name(status));
     }
-    if (failed != 0) {
+    if (failed) {
         fprintf(stderr, "rank %d of %s failed\n", w->rank, w->test->name);
     }
     smp_comm_destroy(w->comm);
@@ -213,26 +250,33 @@ world_share(int size)
     return shared;
 }
 
+static inline world
+world_of(const world_test *test, const char *transports, int rank, int size,
+         world_shared *shared)
+{
+    return (world){.test = test,
+                   .transports = transports,
+                   .rank = rank,
+                   .size = size,
+                   .pool_bytes = test->pool_bytes ? test->pool_bytes : WORLD_POOL,
+                   .shared = shared,
+                   .barrier = world_local_barrier,
+                   .exchange = world_local_exchange};
+}
+
 /* Each rank a process.  A rank that a test kills with SIGKILL has not failed. */
-static inline int
+static inline bool
 world_run_processes(const world_test *test, const char *transports, int size)
 {
     world_shared *shared = world_share(size);
-    int           failed = 0;
+    bool          failed = false;
 
     fflush(NULL);
     for (int r = 0; r < size; r++) {
         pid_t pid = fork();
 
         if (pid == 0) {
-            world w = {.test = test,
-                       .transports = transports,
-                       .rank = r,
-                       .size = size,
-                       .pool_bytes = test->pool_bytes ? test->pool_bytes : WORLD_POOL,
-                       .shared = shared,
-                       .barrier = world_local_barrier,
-                       .exchange = world_local_exchange};
+            world w = world_of(test, transports, r, size, shared);
 
             alarm(WORLD_SECONDS);
             shared->pids[r] = getpid();
@@ -248,35 +292,33 @@ world_run_processes(const world_test *test, const char *transports, int size)
             fprintf(stderr, "rank %d ended with %s %d\n", r,
                     WIFSIGNALED(how) ? "signal" : "status",
                     WIFSIGNALED(how) ? WTERMSIG(how) : WEXITSTATUS(how));
-            failed = 1;
+            failed = true;
         }
     }
     munmap(shared, sizeof(*shared));
     return failed;
 }
 
-/* Whether this build can learn from running a test's ranks as threads, or as processes.
- * The thread sanitizer sees one process, so that what can run as threads does, with as
- * many ranks as its list says; the address sanitizer sees no more in threads than in
- * processes. */
-static inline bool
-world_learns(bool as_threads, bool can_be_threads)
-{
 #if defined(__SANITIZE_THREAD__)
-    return as_threads == can_be_threads;
-#elif defined(__SANITIZE_ADDRESS__)
-    (void)can_be_threads;
-    return !as_threads;
+#    define WORLD_SANITIZER_OF_THREADS 1
 #else
-    return can_be_threads || !as_threads;
+#    define WORLD_SANITIZER_OF_THREADS 0
 #endif
-}
 
 #if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
 #    define WORLD_SANITIZED 1
 #else
 #    define WORLD_SANITIZED 0
 #endif
+
+/* Whether this build learns nothing from ranks of a kind, when a test can be run with
+ * the other kind.  The thread sanitizer sees one process; the address sanitizer sees no
+ * more in threads than in processes. */
+static inline bool
+world_skips(bool as_threads)
+{
+    return WORLD_SANITIZED && as_threads != WORLD_SANITIZER_OF_THREADS;
+}
 
 /* How often this build repeats what is the same each time but for its order.  A
  * sanitizer takes many times as long, and sees at the first what it sees. */
@@ -291,7 +333,8 @@ world_thread_main(void *arg)
 {
     world *w = arg;
 
-    if (world_run_rank(w) != 0) {
+    if (world_run_rank(w)) {
+        printf("FAILED %s, %d ranks, threads\n", w->test->name, w->size);
         fflush(NULL);
         _exit(1);
     }
@@ -301,23 +344,16 @@ world_thread_main(void *arg)
 /* Each rank a thread: for the thread sanitizer, which sees one process.  It ends with
  * the first rank that fails: others may wait for that one, at a barrier without a
  * limit. */
-static inline int
+static inline void
 world_run_threads(const world_test *test, const char *transports, int size)
 {
     world_shared *shared = world_share(size);
     pthread_t     threads[WORLD_RANKS];
     world         worlds[WORLD_RANKS];
 
+    alarm(WORLD_SECONDS);
     for (int r = 0; r < size; r++) {
-        worlds[r] =
-            (world){.test = test,
-                    .transports = transports,
-                    .rank = r,
-                    .size = size,
-                    .pool_bytes = test->pool_bytes ? test->pool_bytes : WORLD_POOL,
-                    .shared = shared,
-                    .barrier = world_local_barrier,
-                    .exchange = world_local_exchange};
+        worlds[r] = world_of(test, transports, r, size, shared);
         if (pthread_create(&threads[r], NULL, world_thread_main, &worlds[r]) != 0) {
             abort();
         }
@@ -325,8 +361,8 @@ world_run_threads(const world_test *test, const char *transports, int size)
     for (int r = 0; r < size; r++) {
         pthread_join(threads[r], NULL);
     }
+    alarm(0);
     munmap(shared, sizeof(*shared));
-    return 0;
 }
 
 /* The SMP_CONTROL_BLOCKS of a rank that shares its memory; borrowed. */
@@ -354,5 +390,136 @@ world_sleeps(const world *w, int rank)
     }
     return false;
 }
+
+/* --------------------------------------------------------------------- the list */
+
+/* How a program runs its tests: each by its numbers of ranks, or on its layouts. */
+typedef enum {
+    WORLD_SIZES,
+    WORLD_SIZES_ALONE,
+    WORLD_LAYOUTS_ALONE,
+    WORLD_SAMPLE
+} world_by;
+
+typedef struct {
+    const char *transports;
+    world_by    by;
+    const char *processes; /* as of a world_test */
+    const char *threads;
+    int         step; /* each how many-th layout; 0: all */
+    bool        once; /* whatever the test says */
+    size_t      device_pool_bytes;
+    void (*after)(void *); /* what holds when threads have ended; NULL: nothing */
+} world_plan;
+
+/* The largest layout as threads: enough for the thread sanitizer. */
+#define WORLD_LAYOUT_THREADS 4
+
+static inline bool
+world_fails(const world_test *test, const world_plan *plan, int size, const char *hosts,
+            bool as_threads)
+{
+    world_test one = *test;
+
+    one.hosts = hosts;
+    one.device_pool_bytes = test->no_device_pool ? 0 : plan->device_pool_bytes;
+    if (!as_threads) {
+        return world_run_processes(&one, plan->transports, size);
+    }
+    world_run_threads(&one, plan->transports, size);
+    return plan->after != NULL && check_fails(plan->after, NULL);
+}
+
+static inline void
+world_run(const world_test *test, const world_plan *plan, int size, const char *hosts,
+          bool as_threads)
+{
+    check_ran++;
+    if (world_fails(test, plan, size, hosts, as_threads)) {
+        check_failed++;
+        printf("FAILED %s, %d ranks, hosts %s, %s, %s\n", test->name, size,
+               hosts != NULL ? hosts : "a", plan->transports,
+               as_threads ? "threads" : "processes");
+    }
+}
+
+static inline void
+world_run_sizes(const world_test *test, const world_plan *plan, bool as_threads)
+{
+    bool        own = test->processes != NULL || test->threads != NULL;
+    const char *processes = own ? test->processes : plan->processes;
+    const char *threads = own ? test->threads : plan->threads;
+    const char *sizes = as_threads ? threads : processes;
+    int         times = plan->once ? 1 : world_times(test->times);
+
+    if (sizes == NULL ||
+        (processes != NULL && threads != NULL && world_skips(as_threads))) {
+        return;
+    }
+    for (; *sizes != '\0'; sizes++) {
+        for (int i = 0; i == 0 || i < times; i++) {
+            world_run(test, plan, *sizes - '0', test->hosts, as_threads);
+        }
+    }
+}
+
+static inline void
+world_run_layouts(const world_test *test, const world_plan *plan, bool as_threads)
+{
+    int step = plan->step == 0 ? 1 : plan->step;
+    int times = plan->once ? 1 : world_times(test->times);
+
+    if (as_threads ? test->threads == NULL || world_skips(true)
+                   : test->threads != NULL && world_skips(false)) {
+        return;
+    }
+    for (int l = 0; l < WORLD_LAYOUTS && test->layouts[l] != NULL; l += step) {
+        int size = (int)strlen(test->layouts[l]);
+
+        for (int i = 0; i == 0 || i < times; i++) {
+            if (!as_threads || size <= WORLD_LAYOUT_THREADS) {
+                world_run(test, plan, size, test->layouts[l], as_threads);
+            }
+        }
+    }
+}
+
+static inline void
+run_worlds_as(int argc, char **argv, const world_plan *plan, bool as_threads)
+{
+    check_only = argc > 1 ? argv[1] : "";
+    for (world_test *test = world_list; test != NULL; test = test->next) {
+        if (!check_chosen(test->name)) {
+            continue;
+        }
+        if (plan->by == WORLD_SAMPLE) {
+            if (test->sample != NULL && !as_threads) {
+                world_run(test, plan, (int)strlen(test->sample), test->sample, false);
+            }
+        } else if (plan->by == WORLD_LAYOUTS_ALONE) {
+            world_run_layouts(test, plan, as_threads);
+        } else if (plan->by == WORLD_SIZES || test->layouts[0] == NULL) {
+            world_run_sizes(test, plan, as_threads);
+        }
+    }
+}
+
+/* Processes first, and tests that fork: a process that has had threads forks badly
+ * under the sanitizers. */
+static inline int
+run_worlds(int argc, char **argv, const world_plan *plan)
+{
+    run_worlds_as(argc, argv, plan, false);
+    run_tests(argc, argv);
+    run_worlds_as(argc, argv, plan, true);
+    return tests_are_over();
+}
+
+/* The program that does just that. */
+#define RUN_WORLDS(...)                                                                \
+    int main(int argc, char **argv)                                                    \
+    {                                                                                  \
+        return run_worlds(argc, argv, &(world_plan){__VA_ARGS__});                     \
+    }
 
 #endif
