@@ -21,9 +21,8 @@
 static void
 every_operation(world *w, bool only_slots)
 {
-    smp_group *group;
+    smp_group *group = world_group(w, 9, only_slots);
 
-    CHECK_OK(make_world_group(w, 9, only_slots, &group));
     CHECK(smp_group_reads_memory(group) == !only_slots);
     for (int i = 0; i < COUNTS; i++) {
         all_operations(w, group, SMP_F32, counts[i], (uint64_t)i);
@@ -71,9 +70,8 @@ TEST_RANK(tensors_in_pools_are_used_where_they_are, .processes = "234", .threads
           .pool_bytes = (size_t)64 << 20)
 {
     static const size_t sizes[] = {40000, 600001};
-    smp_group          *group;
+    smp_group          *group = world_group(w, 9, false);
 
-    CHECK_OK(make_world_group(w, 9, false, &group));
     for (uint64_t seed = 0; seed < 16; seed++) {
         smp_operation  o = SMP_ALL_REDUCE + (smp_operation)(seed % 8);
         bool           uneven = seed % 5 == 0;
@@ -180,7 +178,7 @@ TEST_RANK(columns_go_from_their_rows_and_into_them, .processes = "12345",
     smp_group          *group;
     uint64_t            seed = 100;
 
-    CHECK_OK(make_world_group(w, 9, false, &group));
+    group = world_group(w, 9, false);
     for (size_t i = 0; i < sizeof(sizes) / sizeof(sizes[0]); i++) {
         for (int o = 0; o < 3; o++) {
             for (int uneven = 0; uneven < 2; uneven++) {
@@ -206,9 +204,8 @@ TEST_RANK(rows_that_do_not_fit_are_refused, .processes = "23", .threads = "23")
                        .in_rows = 3,
                        .in = in,
                        .out = out};
-    smp_group *group;
+    smp_group *group = world_group(w, 3, false);
 
-    CHECK_OK(make_world_group(w, 3, false, &group));
     CHECK_STATUS(smp_group_run(group, &call), SMP_ERR_INVALID);
     call.in_rows = 0;
     call.out_rows = 3;
@@ -323,7 +320,7 @@ TEST_RANK(members_that_cannot_be_read_go_by_the_slots, .processes = "23")
         smp_group *group;
 
         planned = w->rank == w->size - 1 ? a : READS;
-        CHECK_OK(make_world_group(w, 10 + (uint64_t)a, false, &group));
+        group = world_group(w, 10 + (uint64_t)a, false);
         CHECK(smp_group_reads_memory(group) == (a == READS));
         for (int i = 0; i < COUNTS; i++) {
             all_operations(w, group, SMP_F32, counts[i], (uint64_t)i);
@@ -548,9 +545,8 @@ TEST_RANK(an_all_gather_between_pools_does_not_go_through_the_slots, .processes 
           .threads = "23", .pool_bytes = (size_t)64 << 20)
 {
     enum { ID = 9, COUNT = 300000 };
-    smp_group *group;
+    smp_group *group = world_group(w, ID, true);
 
-    CHECK_OK(make_world_group(w, ID, true, &group));
     for (int pooled = 0; pooled < 2; pooled++) {
         uint64_t       before = own_step(w, ID);
         reference_call r;
@@ -576,9 +572,9 @@ TEST_RANK(a_rank_is_in_at_most_so_many_groups, .processes = "2", .threads = "2")
     smp_group        *more;
 
     for (uint64_t i = 0; i < SMP_CONTROL_BLOCKS; i++) {
-        CHECK_OK(make_world_group(w, 1 + i, true, &mine[i]));
+        mine[i] = world_group(w, 1 + i, true);
     }
-    CHECK_STATUS(make_world_group(w, 1000, true, &more), SMP_ERR_LIMIT);
+    CHECK_STATUS(make_group(w, (int[]){0, 1}, 2, 1000, true, &more), SMP_ERR_LIMIT);
     random_calls(w, mine, SMP_CONTROL_BLOCKS, 100, 3);
     for (int i = 0; i < SMP_CONTROL_BLOCKS; i++) {
         smp_group_destroy(mine[i]);
@@ -606,7 +602,7 @@ TEST_RANK(meetings_that_fail_take_no_group_away, .processes = "23", .threads = "
                      SMP_ERR_TIMED_OUT);
     }
     w->barrier(w);
-    CHECK_OK(make_world_group(w, 3, true, &group));
+    group = world_group(w, 3, true);
     random_calls(w, &group, 1, 10, 3);
     smp_group_destroy(group);
 }
@@ -688,7 +684,7 @@ TEST_RANK(a_time_out_names_group_operation_and_the_missing_ranks, .processes = "
     if (w->size == 1) {
         return;
     }
-    CHECK_OK(make_world_group(w, 3, false, &group));
+    group = world_group(w, 3, false);
     CHECK_OK(smp_group_run(group, &call));
     if (w->rank != w->size - 1) {
         smp_status status;
@@ -725,9 +721,8 @@ come_too_late(world *w, smp_operation operation, uint64_t id)
     smp_call   call = {.operation = operation, .dtype = SMP_F32, .count = COUNT};
     smp_block *in;
     smp_block *out;
-    smp_group *group;
+    smp_group *group = world_group(w, id, false);
 
-    CHECK_OK(make_world_group(w, id, false, &group));
     CHECK_OK(smp_comm_block(w->comm, (w->rank + 1) % w->size, bytes, &in));
     CHECK_OK(smp_comm_block(w->comm, (w->rank + 1) % w->size, bytes, &out));
     memset(smp_block_data(in), 0, bytes);
@@ -779,9 +774,8 @@ TEST_RANK(a_block_is_not_used_again_while_a_member_may_write_into_it, .processes
     bool       over = false;
     smp_block *in;
     smp_block *out;
-    smp_group *group;
+    smp_group *group = world_group(w, 3, false);
 
-    CHECK_OK(make_world_group(w, 3, false, &group));
     CHECK_OK(smp_comm_block(w->comm, 1 - w->rank, bytes / 2, &in));
     CHECK_OK(smp_comm_block(w->comm, 1 - w->rank, bytes, &out));
     memset(smp_block_data(in), 0, bytes / 2);

@@ -59,24 +59,19 @@ TEST_RANK(every_size_arrives_whole)
         smp_message_free(message);
     }
     CHECK_OK(send_filled(w, other(w, 0), 99, 10, sizes, COUNT));
-    CHECK_OK(smp_comm_receive(w->comm, WORLD_DEADLINE_NS, &message));
-    CHECK(message_filled(message, 99, 10, sizes, COUNT));
-    smp_message_free(message);
+    expect_filled(w, 99, 10, sizes, COUNT);
 }
 
 TEST_RANK(a_message_may_have_thousands_of_blocks)
 {
     enum { COUNT = 5000 };
-    size_t      *sizes = malloc(COUNT * sizeof(*sizes));
-    smp_message *message;
+    size_t *sizes = malloc(COUNT * sizeof(*sizes));
 
     for (size_t i = 0; i < COUNT; i++) {
         sizes[i] = i * 13 % 2100;
     }
     CHECK_OK(send_filled(w, other(w, 0), 5, 11, sizes, COUNT));
-    CHECK_OK(smp_comm_receive(w->comm, WORLD_DEADLINE_NS, &message));
-    CHECK(message_filled(message, 5, 11, sizes, COUNT));
-    smp_message_free(message);
+    expect_filled(w, 5, 11, sizes, COUNT);
     free(sizes);
 }
 
@@ -89,16 +84,13 @@ TEST_RANK(a_full_queue_and_a_full_pool_make_nobody_wait, .pool_bytes = 1 << 20)
     smp_comm_stats      stats;
     uint64_t            sent;
     uint64_t            bytes;
-    smp_message        *message;
 
     for (uint64_t i = 0; i < COUNT; i++) {
         CHECK_OK(send_filled(w, other(w, 0), i, 4000, sizes, 3));
     }
     w->barrier(w);
     for (uint64_t i = 0; i < COUNT; i++) {
-        CHECK_OK(smp_comm_receive(w->comm, WORLD_DEADLINE_NS, &message));
-        CHECK(message_filled(message, i, 4000, sizes, 3));
-        smp_message_free(message);
+        expect_filled(w, i, 4000, sizes, 3);
     }
     smp_comm_counters(w->comm, &stats);
     CHECK(stats.messages == COUNT);
@@ -146,15 +138,12 @@ TEST_RANK(released_blocks_return_to_the_pool, .pool_bytes = 2 << 20)
 {
     static const size_t sizes[] = {300 << 10};
     smp_comm_stats      stats;
-    smp_message        *message;
     smp_block          *unsent;
     int64_t             deadline = smp_clock_ns() + WORLD_DEADLINE_NS;
 
     for (uint64_t i = 0; i < 100; i++) { /* 30 MB through 2 MiB */
         CHECK_OK(send_filled(w, other(w, 0), i, 8, sizes, 1));
-        CHECK_OK(smp_comm_receive(w->comm, WORLD_DEADLINE_NS, &message));
-        CHECK(message_filled(message, i, 8, sizes, 1));
-        smp_message_free(message);
+        expect_filled(w, i, 8, sizes, 1);
         w->barrier(w);
     }
     CHECK_OK(smp_comm_block(w->comm, other(w, 0), 5000, &unsent));
@@ -182,8 +171,7 @@ TEST_RANK(wake_interrupts_one_receive)
 
     for (int i = 0; i < 200; i++) {
         CHECK(pthread_create(&waker, NULL, wake_main, w->comm) == 0);
-        CHECK_STATUS(smp_comm_receive(w->comm, WORLD_DEADLINE_NS, &message),
-                     SMP_ERR_INTERRUPTED);
+        expect_end(w, SMP_ERR_INTERRUPTED);
         pthread_join(waker, NULL);
         CHECK_STATUS(smp_comm_receive(w->comm, 0, &message), SMP_ERR_TIMED_OUT);
     }

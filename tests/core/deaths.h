@@ -66,10 +66,8 @@ child_main(world *w)
 static inline void
 await_loss_of_rank_1(world *w)
 {
-    smp_message *message;
 
-    CHECK_STATUS(smp_comm_receive(w->comm, WORLD_DEADLINE_NS, &message),
-                 SMP_ERR_PEER_LOST);
+    expect_end(w, SMP_ERR_PEER_LOST);
     CHECK(smp_comm_lost(w->comm) == 1);
     CHECK_STATUS(smp_comm_send(w->comm, 1, "x", 1, NULL, 0), SMP_ERR_PEER_LOST);
     atomic_store(&w->shared->scratch[0], 1);
@@ -188,9 +186,7 @@ TEST_RANK(a_forked_child_can_do_nothing_and_breaks_nothing, .processes = "2")
     smp_message_free(message);
     CHECK_OK(smp_comm_send(w->comm, other(w, 0), "y", 1, &unsent, 1));
     for (uint64_t i = 0; i < 8; i++) {
-        CHECK_OK(smp_comm_receive(w->comm, WORLD_DEADLINE_NS, &message));
-        CHECK(message_filled(message, 50 + i, 10, sizes, 1));
-        smp_message_free(message);
+        expect_filled(w, 50 + i, 10, sizes, 1);
     }
     CHECK_OK(smp_comm_receive(w->comm, WORLD_DEADLINE_NS, &message));
     CHECK(((uint8_t *)smp_block_data(message->blocks[0]))[4999] == 7);

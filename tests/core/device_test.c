@@ -377,8 +377,7 @@ TEST_RANK(what_a_dead_rank_had_comes_back, .processes = "3")
         send_x(w, &u, 2, 1, LARGEST, &taken);
         CHECK(!taken);
         CHECK(kill(w->shared->pids[1], SIGKILL) == 0);
-        CHECK_STATUS(smp_comm_receive(w->comm, WORLD_DEADLINE_NS, &message),
-                     SMP_ERR_PEER_LOST);
+        expect_end(w, SMP_ERR_PEER_LOST);
         CHECK(smp_device_put(u.port, 1, 0, u.x, 100, u.stream) == NULL);
         for (int i = 0; i < 6; i++) { /* what was not sent comes back from its packer */
             if (i == 5) {

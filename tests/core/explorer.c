@@ -622,7 +622,9 @@ run_once(void)
         ex.depth++;
         resume(t);
     }
-    ex.what->check();
+    if (ex.what->check != NULL) {
+        ex.what->check();
+    }
 }
 
 /* Makes the path the next one; false: there is none. */

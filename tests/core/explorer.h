@@ -35,7 +35,7 @@ typedef struct {
 typedef struct {
     void (*set_up)(void);                    /* before each run, without points */
     explore_thread threads[EXPLORE_THREADS]; /* up to the first without a name */
-    void (*check)(void); /* after each run, without points: explore_wrong() */
+    void (*check)(void); /* after each run, without points: explore_wrong(); or NULL */
     bool timers;         /* the limit of a sleep may be what ends it */
 } exploration;
 

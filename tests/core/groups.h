@@ -34,15 +34,14 @@ make_group(world *w, const int *ranks, int size, uint64_t id, bool only_slots,
 }
 
 /* Of all ranks, in order. */
-static inline smp_status
-make_world_group(world *w, uint64_t id, bool only_slots, smp_group **out)
+static inline smp_group *
+world_group(world *w, uint64_t id, bool only_slots)
 {
-    int ranks[WORLD_RANKS];
+    static const int ranks[WORLD_RANKS] = {0, 1, 2, 3, 4, 5, 6, 7};
+    smp_group       *group = NULL;
 
-    for (int r = 0; r < w->size; r++) {
-        ranks[r] = r;
-    }
-    return make_group(w, ranks, w->size, id, only_slots, out);
+    CHECK_OK(make_group(w, ranks, w->size, id, only_slots, &group));
+    return group;
 }
 
 /* Around everything at which the way changes, in elements of 4 bytes. */
@@ -127,9 +126,8 @@ TEST_RANK(nobody_leaves_a_barrier_before_all_have_come, .processes = "12345",
 {
     enum { COUNT = 300 };
     smp_call   barrier = {.operation = SMP_BARRIER};
-    smp_group *group;
+    smp_group *group = world_group(w, 7, false);
 
-    CHECK_OK(make_world_group(w, 7, false, &group));
     for (int i = 1; i <= COUNT; i++) {
         atomic_store(&w->shared->scratch[w->rank], i);
         CHECK_OK(smp_group_run(group, &barrier));
@@ -147,7 +145,7 @@ TEST_RANK(any_sequence_of_calls_on_several_groups_is_right, .processes = "12345"
     smp_group *groups[3];
 
     for (int i = 0; i < 3; i++) {
-        CHECK_OK(make_world_group(w, 20 + (uint64_t)i, i == 1, &groups[i]));
+        groups[i] = world_group(w, 20 + (uint64_t)i, i == 1);
     }
     random_calls(w, groups, 3, 300, 4711);
     for (int i = 0; i < 3; i++) {
@@ -189,7 +187,7 @@ TEST_RANK(groups_come_and_go, .processes = "3", .threads = "3", ON_TWO_HOSTS)
     for (uint64_t i = 0; i < SMP_CONTROL_BLOCKS + 10; i++) {
         smp_group *group;
 
-        CHECK_OK(make_world_group(w, 5, i % 2 == 0, &group));
+        group = world_group(w, 5, i % 2 == 0);
         random_calls(w, &group, 1, 3, i);
         smp_group_destroy(group);
     }
@@ -199,9 +197,8 @@ TEST_RANK(groups_come_and_go, .processes = "3", .threads = "3", ON_TWO_HOSTS)
 TEST_RANK(an_operation_can_be_moved_on_from_outside, .processes = "23", .threads = "23",
           ON_TWO_HOSTS)
 {
-    smp_group *group;
+    smp_group *group = world_group(w, 3, w->size % 2 == 0);
 
-    CHECK_OK(make_world_group(w, 3, w->size % 2 == 0, &group));
     for (smp_operation o = 0; o < SMP_OPERATIONS; o++) {
         reference_call r;
         bool           over = false;
@@ -224,9 +221,8 @@ TEST_RANK(a_wait_that_ends_early_is_no_error, .processes = "123", .threads = "12
 {
     smp_call   barrier = {.operation = SMP_BARRIER};
     bool       over = false;
-    smp_group *group;
+    smp_group *group = world_group(w, 3, false);
 
-    CHECK_OK(make_world_group(w, 3, false, &group));
     if (w->rank == 0 && w->size > 1) {
         CHECK_OK(smp_group_start(group, &barrier));
         CHECK_OK(smp_group_wait(group, smp_clock_ns(), &over));
@@ -272,7 +268,7 @@ TEST_RANK(different_calls_are_an_error_on_all, .processes = "234", .threads = "2
     if (w->size == 1) {
         return;
     }
-    CHECK_OK(make_world_group(w, 3, false, &group));
+    group = world_group(w, 3, false);
     snprintf(odd_rank, sizeof(odd_rank), "rank %d calls", w->size - 1);
     call = usual;
     call.operation = odd ? SMP_ALL_GATHER : SMP_ALL_REDUCE;
@@ -361,9 +357,8 @@ TEST_RANK(what_makes_no_sense_is_refused_at_once, .processes = "12", .threads = 
     float      data[8] = {0};
     size_t     counts[WORLD_RANKS] = {1, 1, 1, 1, 1, 1, 1, 1};
     smp_call   call = {.dtype = SMP_F32, .count = 1, .in = data, .out = data};
-    smp_group *group;
+    smp_group *group = world_group(w, 3, false);
 
-    CHECK_OK(make_world_group(w, 3, false, &group));
     call.operation = SMP_OPERATIONS;
     CHECK_STATUS(smp_group_run(group, &call), SMP_ERR_INVALID);
     call.operation = SMP_ALL_REDUCE;
@@ -392,7 +387,7 @@ TEST_RANK(a_member_that_has_left_is_named, .processes = "23", .threads = "23",
     smp_group *group;
     smp_status status;
 
-    CHECK_OK(make_world_group(w, 3, false, &group));
+    group = world_group(w, 3, false);
     CHECK_OK(smp_group_run(group, &call));
     if (w->rank != 0) {
         status = smp_group_run(group, &call);
@@ -408,9 +403,8 @@ TEST_RANK(a_forked_child_is_no_member, .processes = "2", .layouts = {"ab", "aab"
     smp_call   call = {.operation = SMP_BARRIER};
     int        how;
     pid_t      pid;
-    smp_group *group;
+    smp_group *group = world_group(w, 3, false);
 
-    CHECK_OK(make_world_group(w, 3, false, &group));
     pid = fork();
     if (pid == 0) {
         int closed = smp_group_run(group, &call) == SMP_ERR_CLOSED;
@@ -431,7 +425,7 @@ TEST_RANK(every_dtype_is_moved_and_reduced, .processes = "23", .threads = "23",
     smp_group          *group;
 
     /* The largest goes the same ways as the tests' larger float32. */
-    CHECK_OK(make_world_group(w, 9, false, &group));
+    group = world_group(w, 9, false);
     for (smp_dtype d = 0; d < SMP_DTYPES; d++) {
         for (size_t i = 0; i < (WORLD_SANITIZED ? 2 : 3); i++) {
             all_operations(w, group, d, sizes[i], 1000 + d * 10 + i);
@@ -446,9 +440,8 @@ run_until_rank_1_dies(world *w, bool only_slots)
 {
     uint64_t   seed = 99;
     smp_status status = SMP_OK;
-    smp_group *group;
+    smp_group *group = world_group(w, 3, only_slots);
 
-    CHECK_OK(make_world_group(w, 3, only_slots, &group));
     w->barrier(w); /* a transport may lose what it has not sent when its process dies */
     if (w->rank == 1) {
         pthread_t killer;

@@ -14,9 +14,8 @@
 TEST_RANK(every_operation_gives_the_right_result, .threads = "234", ON_ALL_LAYOUTS,
           .sample = "abbc")
 {
-    smp_group *group;
+    smp_group *group = world_group(w, 9, w->size % 2 == 0);
 
-    CHECK_OK(make_world_group(w, 9, w->size % 2 == 0, &group));
     CHECK(!smp_group_is_on_one_host(group));
     for (int i = 0; i < COUNTS; i += 1 + i % 2) {
         all_operations(w, group, SMP_F32, counts[i], (uint64_t)i);
@@ -34,9 +33,8 @@ TEST_RANK(columns_are_moved_inside_one_host_only, .threads = "234", ON_TWO_HOSTS
                        .out_rows = 2,
                        .in = data,
                        .out = data};
-    smp_group *group;
+    smp_group *group = world_group(w, 9, false);
 
-    CHECK_OK(make_world_group(w, 9, false, &group));
     CHECK_STATUS(smp_group_run(group, &call), SMP_ERR_INVALID);
     CHECK(says(group, "columns are moved inside one host"));
     call.out_rows = 0;
@@ -85,9 +83,8 @@ TEST_RANK(each_member_has_its_own_factor, .threads = "234", ON_TWO_HOSTS,
     float    want = 0;
     float    out;
 
-    smp_group *group;
+    smp_group *group = world_group(w, 9, false);
 
-    CHECK_OK(make_world_group(w, 9, false, &group));
     for (int r = 0; r < w->size; r++) {
         want += (float)((r + 1) * (r + 2));
     }
@@ -211,7 +208,7 @@ TEST_RANK(each_byte_goes_over_the_wire_once, .threads = "234",
         }
     }
     CHECK(nodes != 0);
-    CHECK_OK(make_world_group(w, 1, false, &group));
+    group = world_group(w, 1, false);
     for (smp_operation o = 0; o < SMP_OPERATIONS; o++) {
         sent[o] = sent_by_host(w, group, o, (size_t)bytes / 4, &parcels[o]);
     }
@@ -253,7 +250,7 @@ TEST_RANK(a_time_out_names_the_rank_that_is_missing_on_another_host, .threads = 
     smp_group  *group;
 
     call.in = call.out = &x;
-    CHECK_OK(make_world_group(w, 3, false, &group));
+    group = world_group(w, 3, false);
     CHECK_OK(smp_group_run(group, &call));
     if (w->rank != last) {
         call.timeout_ns = 1 * SMP_NS_PER_S;
@@ -281,9 +278,8 @@ TEST_RANK(who_waits_for_one_host_hears_that_another_gave_up, .threads = "234",
           .layouts = {"abc"}, .sample = "abc")
 {
     smp_call   call = {.operation = SMP_BARRIER};
-    smp_group *group;
+    smp_group *group = world_group(w, 3, false);
 
-    CHECK_OK(make_world_group(w, 3, false, &group));
     call.timeout_ns = w->rank == 2 ? 20 * SMP_NS_PER_MS : 0;
     if (w->rank != 1) {
         CHECK_STATUS(smp_group_run(group, &call), SMP_ERR_TIMED_OUT);
@@ -322,9 +318,8 @@ hear_nonsense(world *w, const nonsense *said)
                        .in = data,
                        .out = data};
     smp_block *block = NULL;
-    smp_group *group;
+    smp_group *group = world_group(w, 3, false);
 
-    CHECK_OK(make_world_group(w, 3, false, &group));
     w->barrier(w); /* nobody meets any more */
     if (w->rank == 0) {
         CHECK_STATUS(smp_group_run(group, &call), SMP_ERR_MALFORMED);
@@ -439,7 +434,7 @@ TEST_RANK(hosts_that_list_other_ranks_are_told, .layouts = {"ab", "aabb"},
     CHECK_STATUS(smp_group_create(w->comm, &config, &group, &failed), SMP_ERR_MISMATCH);
     CHECK(w->test->hosts[failed] != w->test->hosts[w->rank]);
     w->barrier(w);
-    CHECK_OK(make_world_group(w, 4, false, &group));
+    group = world_group(w, 4, false);
     random_calls(w, &group, 1, 5, 1);
     smp_group_destroy(group);
 }

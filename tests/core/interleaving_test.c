@@ -108,11 +108,6 @@ make_ranks(void)
 }
 
 static void
-nothing(void)
-{
-}
-
-static void
 want(bool condition, const char *what)
 {
     if (!condition) {
@@ -190,6 +185,13 @@ finds(const exploration *what, const char *wrong)
     }
 }
 
+/* What a thread does, or a set-up, by the name that the explorer shows. */
+#define STEP(name, what)                                                               \
+    static void name(void)                                                             \
+    {                                                                                  \
+        what;                                                                          \
+    }
+
 #define RIGHT(name, ...)                                                               \
     TEST(name)                                                                         \
     {                                                                                  \
@@ -212,12 +214,7 @@ enum { WRITES = 3 };
 
 static _Atomic int words[2];
 
-static void
-make_words(void)
-{
-    atomic_init(&words[0], 0);
-    atomic_init(&words[1], 0);
-}
+STEP(make_words, atomic_init(&words[0], 0); atomic_init(&words[1], 0))
 
 static void
 add_to_word_0(void)
@@ -239,29 +236,21 @@ add_to_word_1(void)
  * that writes another word adds none. */
 TEST(orders_that_differ_are_tried_once_each)
 {
-    static const exploration what = {.set_up = make_words,
-                                     .threads = {{"a", add_to_word_0, false},
-                                                 {"b", add_to_word_0, false},
-                                                 {"c", add_to_word_1, false}},
-                                     .check = nothing};
-    explore_findings         found;
+    static const exploration what = {
+        .set_up = make_words,
+        .threads = {{"a", add_to_word_0, false},
+                    {"b", add_to_word_0, false},
+                    {"c", add_to_word_1, false}},
+    };
+    explore_findings found;
 
     explore(&what, true, &found);
     CHECK(found.wrong[0] == '\0');
     CHECK(found.runs == 20);
 }
 
-static void
-add_in_two_steps(void)
-{
-    atomic_store(&words[0], atomic_load(&words[0]) + 1);
-}
-
-static void
-check_both_counted(void)
-{
-    want(words[0] == 2, "an addition is lost");
-}
+STEP(add_in_two_steps, atomic_store(&words[0], atomic_load(&words[0]) + 1))
+STEP(check_both_counted, want(words[0] == 2, "an addition is lost"))
 
 WRONG(a_lost_update_is_found, "an addition is lost", .set_up = make_words,
       .threads = {{"a", add_in_two_steps, false}, {"b", add_in_two_steps, false}},
@@ -269,56 +258,23 @@ WRONG(a_lost_update_is_found, "an addition is lost", .set_up = make_words,
 
 /* ------------------------------------------------------- the queue and the doorbell */
 
-static void
-send_one(void)
-{
-    send_number(1, 0, 1, 8);
-}
-
-static void
-send_two(void)
-{
-    send_number(1, 0, 1, 8);
-    send_number(1, 0, 2, 8);
-}
-
-static void
-send_from_2(void)
-{
-    send_number(2, 0, 1, 8);
-}
-
-static void
-receive_one(void)
-{
-    receive_in_order(1, 1);
-}
-
-static void
-receive_two(void)
-{
-    receive_in_order(1, 2);
-}
-
-static void
-receive_from_both(void)
-{
-    receive_in_order(2, 1);
-}
+STEP(send_one, send_number(1, 0, 1, 8))
+STEP(send_two, send_number(1, 0, 1, 8); send_number(1, 0, 2, 8))
+STEP(send_from_2, send_number(2, 0, 1, 8))
+STEP(receive_one, receive_in_order(1, 1))
+STEP(receive_two, receive_in_order(1, 2))
+STEP(receive_from_both, receive_in_order(2, 1))
 
 RIGHT(a_message_is_never_slept_through, .set_up = make_ranks,
-      .threads = {{"sender", send_one, false}, {"receiver", receive_one, false}},
-      .check = nothing)
+      .threads = {{"sender", send_one, false}, {"receiver", receive_one, false}})
 
 RIGHT(two_messages_come_in_order, .set_up = make_ranks,
-      .threads = {{"sender", send_two, false}, {"receiver", receive_two, false}},
-      .check = nothing)
+      .threads = {{"sender", send_two, false}, {"receiver", receive_two, false}})
 
 RIGHT(two_senders_are_both_heard, .set_up = make_ranks,
       .threads = {{"sender 1", send_one, false},
                   {"sender 2", send_from_2, false},
-                  {"receiver", receive_from_both, false}},
-      .check = nothing)
+                  {"receiver", receive_from_both, false}})
 
 /* Sleeps as smp_comm_receive() does, but for the look after it lies down. */
 static void
@@ -338,8 +294,7 @@ receive_without_a_second_look(void)
 WRONG(a_receiver_that_does_not_look_again_is_found, "receiver: sleeps for ever",
       .set_up = make_ranks,
       .threads = {{"sender", send_one, false},
-                  {"receiver", receive_without_a_second_look, false}},
-      .check = nothing)
+                  {"receiver", receive_without_a_second_look, false}})
 
 /* Rings, then publishes. */
 static void
@@ -359,16 +314,11 @@ send_the_wrong_way_round(void)
 WRONG(a_sender_that_rings_before_it_publishes_is_found, "receiver: sleeps for ever",
       .set_up = make_ranks,
       .threads = {{"sender", send_the_wrong_way_round, false},
-                  {"receiver", receive_one, false}},
-      .check = nothing)
+                  {"receiver", receive_one, false}})
 
 /* ----------------------------------------------------------------------- other news */
 
-static void
-wake_rank_0(void)
-{
-    smp_comm_wake(&ranks[0].comm);
-}
+STEP(wake_rank_0, smp_comm_wake(&ranks[0].comm))
 
 static void
 receive_and_be_woken(void)
@@ -390,8 +340,7 @@ receive_and_be_woken(void)
 RIGHT(a_wake_up_call_is_heard_beside_a_message, .set_up = make_ranks,
       .threads = {{"sender", send_one, false},
                   {"waker", wake_rank_0, false},
-                  {"receiver", receive_and_be_woken, false}},
-      .check = nothing)
+                  {"receiver", receive_and_be_woken, false}})
 
 /* As the progress thread does with what came through a socket. */
 static void
@@ -409,8 +358,7 @@ RIGHT(what_the_progress_thread_delivers_is_heard_beside_the_queues,
       .set_up = make_ranks,
       .threads = {{"sender", send_one, false},
                   {"progress", deliver_one, false},
-                  {"receiver", receive_from_both, false}},
-      .check = nothing)
+                  {"receiver", receive_from_both, false}})
 
 /* ---------------------------------------------------------------------- a full ring */
 
@@ -428,23 +376,13 @@ make_ranks_with_a_full_ring(void)
                            &ranks[1].comm);
 }
 
-static void
-send_one_more(void)
-{
-    send_number(1, 0, FULL + 1, SMP_RING_ENTRY_BYTES - 64);
-}
-
-static void
-receive_all(void)
-{
-    receive_in_order(1, FULL + 1);
-}
+STEP(send_one_more, send_number(1, 0, FULL + 1, SMP_RING_ENTRY_BYTES - 64))
+STEP(receive_all, receive_in_order(1, FULL + 1))
 
 RIGHT(a_full_ring_is_refilled_when_there_is_room, .set_up = make_ranks_with_a_full_ring,
       .threads = {{"sender", send_one_more, false},
                   {"receiver", receive_all, false},
-                  {"progress", NULL, true}},
-      .check = nothing)
+                  {"progress", NULL, true}})
 
 /* A progress thread that does not reserve once more after it has asked. */
 static void
@@ -464,18 +402,13 @@ ask_and_wait(void)
     }
 }
 
-static void
-receive_what_fills_it(void)
-{
-    receive_in_order(1, FULL);
-}
+STEP(receive_what_fills_it, receive_in_order(1, FULL))
 
 WRONG(a_producer_that_asks_and_does_not_look_again_is_found,
       "progress: sleeps for ever", .set_up = make_ranks_with_a_full_ring,
       .threads = {{"progress", ask_and_wait, false},
                   {"receiver", receive_what_fills_it, false},
-                  {"unused", NULL, true}},
-      .check = nothing)
+                  {"unused", NULL, true}})
 
 /* --------------------------------------------------------------------------- deaths */
 
@@ -548,15 +481,9 @@ WRONG(a_doorbell_that_is_not_rung_hard_after_a_death_is_found,
       "receiver: sleeps for ever", .set_up = make_ranks,
       .threads = {{"sender", send_one, false},
                   {"killer", kill_rank_1_and_ring_softly, false},
-                  {"receiver", receive_until_the_loss, false}},
-      .check = nothing)
+                  {"receiver", receive_until_the_loss, false}})
 
-static void
-say_one_thing_and_leave(void)
-{
-    send_one();
-    host_ended(&ranks[0].comm, 1, SMP_ERR_CLOSED);
-}
+STEP(say_one_thing_and_leave, send_one(); host_ended(&ranks[0].comm, 1, SMP_ERR_CLOSED))
 
 static void
 receive_until_it_has_left(void)
@@ -575,8 +502,7 @@ receive_until_it_has_left(void)
 
 RIGHT(the_last_words_of_who_leaves_are_heard, .set_up = make_ranks_without_rank_2,
       .threads = {{"leaver", say_one_thing_and_leave, false},
-                  {"receiver", receive_until_it_has_left, false}},
-      .check = nothing)
+                  {"receiver", receive_until_it_has_left, false}})
 
 /* ----------------------------------------------------------------- members in steps */
 
@@ -615,17 +541,8 @@ make_members(int n)
     }
 }
 
-static void
-make_two_members(void)
-{
-    make_members(2);
-}
-
-static void
-make_three_members(void)
-{
-    make_members(3);
-}
+STEP(make_two_members, make_members(2))
+STEP(make_three_members, make_members(3))
 
 /* Posts its number for this step. */
 static void
@@ -680,12 +597,7 @@ make_two_members_in_step_1(void)
     post(1);
 }
 
-static void
-read_step_1(void)
-{
-    want(await(0) == SMP_OK, "trouble");
-    post(0);
-}
+STEP(read_step_1, want(await(0) == SMP_OK, "trouble"); post(0))
 
 /* The slot of step 3 is that of step 1. */
 static void
@@ -697,58 +609,26 @@ go_on_to_step_3(void)
     post(1);
 }
 
-static void
-member_0_twice(void)
-{
-    go_in_steps(0, 2);
-}
-
-static void
-member_1_twice(void)
-{
-    go_in_steps(1, 2);
-}
-
-static void
-member_0_once(void)
-{
-    go_in_steps(0, 1);
-}
-
-static void
-member_1_once(void)
-{
-    go_in_steps(1, 1);
-}
-
-static void
-member_1_that_posts(void)
-{
-    post(1);
-}
-
-static void
-member_2_that_posts(void)
-{
-    post(2);
-}
+STEP(member_0_twice, go_in_steps(0, 2))
+STEP(member_1_twice, go_in_steps(1, 2))
+STEP(member_0_once, go_in_steps(0, 1))
+STEP(member_1_once, go_in_steps(1, 1))
+STEP(member_1_that_posts, post(1))
+STEP(member_2_that_posts, post(2))
 
 RIGHT(a_slot_is_filled_again_when_all_have_read_it,
       .set_up = make_two_members_in_step_1,
       .threads = {{"member 0", read_step_1, false},
-                  {"member 1", go_on_to_step_3, false}},
-      .check = nothing)
+                  {"member 1", go_on_to_step_3, false}})
 
 RIGHT(two_members_never_miss_a_step, .set_up = make_two_members,
       .threads = {{"member 0", member_0_twice, false},
-                  {"member 1", member_1_twice, false}},
-      .check = nothing)
+                  {"member 1", member_1_twice, false}})
 
 RIGHT(a_member_waits_for_the_last_of_two, .set_up = make_three_members,
       .threads = {{"member 0", member_0_once, false},
                   {"member 1", member_1_that_posts, false},
-                  {"member 2", member_2_that_posts, false}},
-      .check = nothing)
+                  {"member 2", member_2_that_posts, false}})
 
 static void
 give_up_in_step_2(void)
@@ -772,8 +652,7 @@ hear_of_it_in_step_2(void)
 
 RIGHT(a_member_that_gives_up_is_heard, .set_up = make_two_members,
       .threads = {{"member 0", hear_of_it_in_step_2, false},
-                  {"member 1", give_up_in_step_2, false}},
-      .check = nothing)
+                  {"member 1", give_up_in_step_2, false}})
 
 /* Lies down and sleeps without looking whether the others have posted meanwhile. */
 static void
@@ -791,8 +670,7 @@ member_0_without_a_second_look(void)
 WRONG(a_member_that_does_not_look_again_is_found, "member 0: sleeps for ever",
       .set_up = make_two_members,
       .threads = {{"member 0", member_0_without_a_second_look, false},
-                  {"member 1", member_1_once, false}},
-      .check = nothing)
+                  {"member 1", member_1_once, false}})
 
 /* A step ahead of the others' reading: with one slot for all steps, that is. */
 static void
@@ -806,16 +684,10 @@ member_1_that_does_not_wait(void)
 WRONG(a_member_that_does_not_wait_for_the_readers_is_found,
       "member 0: a slot has another step's number", .set_up = make_two_members,
       .threads = {{"member 0", member_0_once, false},
-                  {"member 1", member_1_that_does_not_wait, false}},
-      .check = nothing)
+                  {"member 1", member_1_that_does_not_wait, false}})
 
 /* Nobody rings for the dead: the sleeper looks around every SLEEP_NS. */
-static void
-kill_member_0(void)
-{
-    explore_kill(0);
-    host_ended(&ranks[1].comm, 0, SMP_ERR_PEER_LOST);
-}
+STEP(kill_member_0, explore_kill(0); host_ended(&ranks[1].comm, 0, SMP_ERR_PEER_LOST))
 
 static void
 member_1_until_the_loss(void)
@@ -837,7 +709,7 @@ RIGHT(a_member_that_dies_at_any_step_is_noticed, .set_up = make_two_members,
       .threads = {{"member 0", member_0_once, false},
                   {"killer", kill_member_0, false},
                   {"member 1", member_1_until_the_loss, false}},
-      .check = nothing, .timers = true)
+      .timers = true)
 
 /* --------------------------------------------------------------------------- work
  * items */
@@ -933,11 +805,7 @@ hear_of_both(void)
     }
 }
 
-static void
-check_two_calls(void)
-{
-    want(carried_out == 2, "not two calls");
-}
+STEP(check_two_calls, want(carried_out == 2, "not two calls"))
 
 RIGHT(announced_orders_are_carried_out_and_heard_of, .set_up = make_carrier,
       .threads = {{"issuer", issue_announced, false},
@@ -983,14 +851,9 @@ hear_of_one(void)
 RIGHT(an_order_that_is_left_is_the_carriers, .set_up = make_carrier,
       .threads = {{"leaver", issue_and_leave, false},
                   {"listener", hear_of_one, false},
-                  {"carrier", NULL, true}},
-      .check = nothing)
+                  {"carrier", NULL, true}})
 
-static void
-issue_one_announced(void)
-{
-    smp_work_item_issue(&items[1], the_queue, true);
-}
+STEP(issue_one_announced, smp_work_item_issue(&items[1], the_queue, true))
 
 RIGHT(what_a_waiter_does_not_carry_out_is_the_carriers, .set_up = make_carrier,
       .threads = {{"waiter", issue_and_wait, false},
@@ -1025,8 +888,7 @@ hear_until_closed(void)
 RIGHT(a_queue_ends_with_all_its_orders, .set_up = make_carrier,
       .threads = {{"owner", issue_and_end, false},
                   {"listener", hear_until_closed, false},
-                  {"carrier", NULL, true}},
-      .check = nothing)
+                  {"carrier", NULL, true}})
 
 /* ------------------------------------------------------------- what a server chooses
  */
@@ -1036,17 +898,8 @@ static const smp_ready choices[2] = {
     {.kind = SMP_READY_RESPONSE, .phase = SMP_FORWARD, .microbatch = 1},
 };
 
-static void
-send_choice_0(void)
-{
-    send_number(1, 0, 0, 8);
-}
-
-static void
-send_choice_1(void)
-{
-    send_number(2, 0, 1, 8);
-}
+STEP(send_choice_0, send_number(1, 0, 0, 8))
+STEP(send_choice_1, send_number(2, 0, 1, 8))
 
 /* Rank 0 runs one of what has come, until it has run both. */
 static void
@@ -1077,20 +930,14 @@ serve_choices(void)
 RIGHT(whatever_the_order_of_arrival_the_first_match_goes_first, .set_up = make_ranks,
       .threads = {{"server", serve_choices, false},
                   {"sender 1", send_choice_0, false},
-                  {"sender 2", send_choice_1, false}},
-      .check = nothing)
+                  {"sender 2", send_choice_1, false}})
 
 /* ------------------------------------------------------------- collectives of modules
  */
 
 static _Atomic bool collective_over;
 
-static void
-make_collective(void)
-{
-    make_ranks();
-    atomic_init(&collective_over, false);
-}
+STEP(make_collective, make_ranks(); atomic_init(&collective_over, false))
 
 static void
 end_collective(void)
@@ -1125,14 +972,12 @@ await_collective(void)
 
 RIGHT(the_end_of_a_collective_is_never_slept_through, .set_up = make_collective,
       .threads = {{"completer", end_collective, false},
-                  {"server", await_collective, false}},
-      .check = nothing)
+                  {"server", await_collective, false}})
 
 WRONG(a_completer_that_wakes_before_it_says_so_is_found, "server: sleeps for ever",
       .set_up = make_collective,
       .threads = {{"completer", end_collective_the_wrong_way_round, false},
-                  {"server", await_collective, false}},
-      .check = nothing)
+                  {"server", await_collective, false}})
 
 static smp_lineup *tp_ranks[2];
 
@@ -1187,8 +1032,7 @@ issue_what_comes(void)
 
 RIGHT(a_follower_issues_in_the_order_of_tp_rank_0, .set_up = make_tp_ranks,
       .threads = {{"tp_rank 0", issue_1_then_0, false},
-                  {"tp_rank 1", issue_what_comes, false}},
-      .check = nothing)
+                  {"tp_rank 1", issue_what_comes, false}})
 
 /* ---------------------------------------------------------------------- posted
  * receives */
@@ -1226,30 +1070,14 @@ get_tag(int source, int64_t tag)
     want(receive.status == SMP_OK && got == tag, "another message");
 }
 
-static void
-post_2_then_1(void)
-{
-    post_tag(1, 2);
-    post_tag(1, 1);
-}
-
-static void
-get_1(void)
-{
-    get_tag(1, 1);
-}
-
-static void
-get_2(void)
-{
-    get_tag(1, 2);
-}
+STEP(post_2_then_1, post_tag(1, 2); post_tag(1, 1))
+STEP(get_1, get_tag(1, 1))
+STEP(get_2, get_tag(1, 2))
 
 RIGHT(one_waiter_sorts_in_for_the_other, .set_up = make_mailboxes,
       .threads = {{"sender", post_2_then_1, false},
                   {"waiter 1", get_1, false},
-                  {"waiter 2", get_2, false}},
-      .check = nothing)
+                  {"waiter 2", get_2, false}})
 
 /* Gives up; what the other one waits for comes later. */
 static void
@@ -1267,23 +1095,13 @@ give_up_then_post_2(void)
 
 RIGHT(who_gives_up_leaves_the_sorting_to_the_others, .set_up = make_mailboxes,
       .threads = {{"waiter 1", give_up_then_post_2, false}, {"waiter 2", get_2, false}},
-      .check = nothing, .timers = true)
+      .timers = true)
 
-static void
-post_to_itself(void)
-{
-    post_tag(0, 3);
-}
-
-static void
-get_from_itself(void)
-{
-    get_tag(0, 3);
-}
+STEP(post_to_itself, post_tag(0, 3))
+STEP(get_from_itself, get_tag(0, 3))
 
 RIGHT(a_message_to_oneself_wakes_who_waits_for_it, .set_up = make_mailboxes,
       .threads = {{"sender", post_to_itself, false},
-                  {"waiter", get_from_itself, false}},
-      .check = nothing)
+                  {"waiter", get_from_itself, false}})
 
 RUN_TESTS

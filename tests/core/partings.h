@@ -22,9 +22,7 @@ TEST_RANK(a_stopped_peer_is_not_lost, .processes = "2")
         CHECK(kill(w->shared->pids[1], SIGCONT) == 0);
     }
     if (w->rank == 1) {
-        CHECK_OK(smp_comm_receive(w->comm, WORLD_DEADLINE_NS, &message));
-        CHECK(message_filled(message, 1, 10, sizes, 1));
-        smp_message_free(message);
+        expect_filled(w, 1, 10, sizes, 1);
     }
     w->barrier(w);
 }

@@ -18,6 +18,7 @@
 #include "comm/transport/shm/stream.h"
 #include "comm/transport/transport.h"
 #include "deaths.h"
+#include "pair.h"
 #include "traffic.h"
 
 /* ---------------------------------------------------------------------- deaths */
@@ -39,7 +40,6 @@ TEST_RANK(a_killed_peer_is_noticed_although_its_child_holds_its_descriptors,
 TEST_RANK(what_a_dead_peer_had_sent_arrives, .processes = "2")
 {
     static const size_t sizes[] = {300000, 100, 40000};
-    smp_message        *message;
 
     w->barrier(w);
     if (w->rank == 1) {
@@ -52,12 +52,9 @@ TEST_RANK(what_a_dead_peer_had_sent_arrives, .processes = "2")
         sched_yield();
     }
     for (uint64_t i = 0; i < 3; i++) {
-        CHECK_OK(smp_comm_receive(w->comm, WORLD_DEADLINE_NS, &message));
-        CHECK(message_filled(message, i, 3000 + 9000 * i, sizes, 3));
-        smp_message_free(message);
+        expect_filled(w, i, 3000 + 9000 * i, sizes, 3);
     }
-    CHECK_STATUS(smp_comm_receive(w->comm, WORLD_DEADLINE_NS, &message),
-                 SMP_ERR_PEER_LOST);
+    expect_end(w, SMP_ERR_PEER_LOST);
 }
 
 /* ----------------------------------------------------------------------- forks */
@@ -185,16 +182,16 @@ TEST_RANK(the_socket_file_is_gone_once_all_have_met, .processes = "4")
     w->barrier(w);
 }
 
-static smp_status
-create_comm(int rank, int size, const char *job, smp_comm **comm)
-{
-    smp_comm_config config = {.rank = rank,
-                              .size = size,
-                              .pool_bytes = 1 << 20,
-                              .spin_us = 0,
-                              .transports = "shm"};
+static const smp_comm_config as_job = {
+    .size = 2, .pool_bytes = 1 << 20, .transports = "shm", .job = "job"};
 
-    snprintf(config.job, sizeof(config.job), "%s", job);
+static smp_status
+create_comm(int rank, int size, smp_comm **comm)
+{
+    smp_comm_config config = as_job;
+
+    config.rank = rank;
+    config.size = size;
     return smp_comm_create(&config, comm);
 }
 
@@ -241,7 +238,7 @@ TEST(the_socket_file_of_a_killed_rank_is_removed_by_the_next)
     pid_t         pid = fork();
 
     if (pid == 0) {
-        if (create_comm(0, 2, "dies", &comm) == SMP_OK) {
+        if (create_comm(0, 2, &comm) == SMP_OK) {
             *left = *shm_card_of(smp_comm_card(comm, &bytes));
         }
         kill(getpid(), SIGKILL);
@@ -251,7 +248,7 @@ TEST(the_socket_file_of_a_killed_rank_is_removed_by_the_next)
 
     pid = fork();
     if (pid == 0) {
-        int ok = create_comm(0, 2, "next", &comm) == SMP_OK;
+        int ok = create_comm(0, 2, &comm) == SMP_OK;
 
         smp_comm_destroy(comm);
         exit(!ok);
@@ -261,55 +258,23 @@ TEST(the_socket_file_of_a_killed_rank_is_removed_by_the_next)
     munmap(left, sizeof(*left));
 }
 
-/* Two ranks, each a thread, that may have different ideas of the job. */
-typedef struct {
-    smp_comm   *comm;
-    const void *cards[2];
-    size_t      bytes[2];
-    int         timeout_ms;
-    int         failed;
-    smp_status  status;
-} meeter;
-
-static void *
-meet_main(void *arg)
-{
-    meeter *m = arg;
-
-    m->status = smp_comm_connect(m->comm, m->cards, m->bytes,
-                                 PATIENCE_MS(m->timeout_ms), &m->failed);
-    return NULL;
-}
-
 /* Rank 1's view of the job differs: it must not get in, and both are told. */
 static void
 refuse(const char *job_of_1, bool other_token)
 {
     _Alignas(8) uint8_t forged[SMP_CARD_BYTES];
-    meeter              m[2] = {{.timeout_ms = 60000, .failed = -1},
-                                {.timeout_ms = 300, .failed = -1}};
-    pthread_t           threads[2];
+    meeter              m[2];
 
-    CHECK_OK(create_comm(0, 2, "job", &m[0].comm));
-    CHECK_OK(create_comm(1, 2, job_of_1, &m[1].comm));
-    for (int r = 0; r < 2; r++) {
-        m[0].cards[r] = smp_comm_card(m[r].comm, &m[0].bytes[r]);
-        m[1].cards[r] = m[0].cards[r];
-        m[1].bytes[r] = m[0].bytes[r];
-    }
+    create_pair(m, &as_job, job_of_1, 300);
+    m[0].timeout_ms = 60000;
     if (other_token) {
         memcpy(forged, m[0].cards[0], m[0].bytes[0]);
         ((smp_shm_card *)(uintptr_t)shm_card_of(forged))->token[5] ^= 1;
         m[1].cards[0] = forged;
     }
-    for (int r = 0; r < 2; r++) {
-        CHECK(pthread_create(&threads[r], NULL, meet_main, &m[r]) == 0);
-    }
-    for (int r = 0; r < 2; r++) {
-        pthread_join(threads[r], NULL);
-        CHECK(m[r].failed == 1 - r);
-        smp_comm_destroy(m[r].comm);
-    }
+    meet_pair(m);
+    drop_pair(m);
+    CHECK(m[0].failed == 1 && m[1].failed == 0);
     CHECK_STATUS(m[0].status, SMP_ERR_PEER_LOST); /* it has given up */
     CHECK_STATUS(m[1].status, SMP_ERR_UNREACHABLE);
 }
@@ -366,8 +331,8 @@ TEST(a_card_of_another_rank_or_size_is_malformed)
     size_t      bytes[2];
     int         failed = -1;
 
-    CHECK_OK(create_comm(0, 2, "job", &comms[0]));
-    CHECK_OK(create_comm(1, 3, "job", &comms[1]));
+    CHECK_OK(create_comm(0, 2, &comms[0]));
+    CHECK_OK(create_comm(1, 3, &comms[1]));
     cards[0] = smp_comm_card(comms[0], &bytes[0]);
     cards[1] = smp_comm_card(comms[1], &bytes[1]);
     CHECK_STATUS(smp_comm_connect(comms[0], cards, bytes, PATIENCE_MS(100), &failed),
@@ -475,7 +440,7 @@ TEST(cards_and_hellos_that_differ_in_anything_are_refused)
     memcpy(card.path, doors[1].card.path, 20);
     CHECK(!smp_shm_card_ok(&card, sizeof(card), 1));
 
-    CHECK_OK(create_comm(0, 2, "job", &comm));
+    CHECK_OK(create_comm(0, 2, &comm));
     check_sections(comm);
     smp_comm_destroy(comm);
 }
@@ -497,18 +462,11 @@ call_door(const smp_shm_card *card)
 /* One says nothing, one talks nonsense, one hangs up, one sends half a hello. */
 TEST(strangers_at_the_door_disturb_nobody)
 {
-    meeter    m[2] = {{.timeout_ms = 20000}, {.timeout_ms = 20000}};
-    pthread_t threads[2];
-    int       strangers[4];
-    char      nonsense[sizeof(smp_shm_hello)];
+    meeter m[2];
+    int    strangers[4];
+    char   nonsense[sizeof(smp_shm_hello)];
 
-    CHECK_OK(create_comm(0, 2, "job", &m[0].comm));
-    CHECK_OK(create_comm(1, 2, "job", &m[1].comm));
-    for (int r = 0; r < 2; r++) {
-        m[0].cards[r] = smp_comm_card(m[r].comm, &m[0].bytes[r]);
-        m[1].cards[r] = m[0].cards[r];
-        m[1].bytes[r] = m[0].bytes[r];
-    }
+    create_pair(m, &as_job, "job", 20000);
     for (int i = 0; i < 4; i++) {
         strangers[i] = call_door(shm_card_of(m[0].cards[0]));
         CHECK(strangers[i] >= 0);
@@ -517,16 +475,10 @@ TEST(strangers_at_the_door_disturb_nobody)
     CHECK(write(strangers[1], nonsense, sizeof(nonsense)) == sizeof(nonsense));
     close(strangers[2]);
     CHECK(write(strangers[3], nonsense, sizeof(nonsense) / 2) == sizeof(nonsense) / 2);
-    for (int r = 0; r < 2; r++) {
-        CHECK(pthread_create(&threads[r], NULL, meet_main, &m[r]) == 0);
-    }
-    for (int r = 0; r < 2; r++) {
-        pthread_join(threads[r], NULL);
-        CHECK_OK(m[r].status);
-    }
-    for (int r = 0; r < 2; r++) {
-        smp_comm_destroy(m[r].comm);
-    }
+    meet_pair(m);
+    CHECK_OK(m[0].status);
+    CHECK_OK(m[1].status);
+    drop_pair(m);
     close(strangers[0]);
     close(strangers[1]);
     close(strangers[3]);
@@ -552,11 +504,10 @@ make_impostor(impostor *im)
     const smp_shm_card        *cards[2] = {NULL, NULL};
     smp_shm_guest              guests[2];
     bool                       met[2] = {false, false};
-    pthread_t                  thread;
     int                        failed;
     smp_shm_self               self;
 
-    CHECK_OK(create_comm(0, 2, "job", &im->comm));
+    CHECK_OK(create_comm(0, 2, &im->comm));
     CHECK_OK(smp_segment_create(2, 1 << 20, &im->own));
     CHECK_OK(smp_shm_door_open(1, &im->door));
     im->kick_fd = eventfd(0, EFD_CLOEXEC);
@@ -566,7 +517,7 @@ make_impostor(impostor *im)
     m.cards[0] = smp_comm_card(im->comm, &m.bytes[0]);
     m.cards[1] = card;
     m.bytes[1] = card->bytes;
-    CHECK(pthread_create(&thread, NULL, meet_main, &m) == 0);
+    meet_in_thread(&m);
     self = (smp_shm_self){.rank = 1,
                           .size = 2,
                           .job = "job",
@@ -577,7 +528,7 @@ make_impostor(impostor *im)
     CHECK_OK(smp_shm_meet(&im->door, &self, cards, PATIENCE_MS(20000), guests, met,
                           &failed));
     CHECK(met[0]);
-    pthread_join(thread, NULL);
+    pthread_join(m.thread, NULL);
     CHECK_OK(m.status);
     im->guest = guests[0];
     CHECK_OK(smp_segment_attach(im->guest.segment_fd, 2, 1 << 20, &im->theirs));
@@ -791,7 +742,7 @@ TEST(without_descriptors_create_fails_and_leaves_none)
     for (low.rlim_cur = 3; status != SMP_OK; low.rlim_cur++) {
         CHECK(low.rlim_cur < 100);
         CHECK(setrlimit(RLIMIT_NOFILE, &low) == 0);
-        status = create_comm(0, 2, "job", &comm);
+        status = create_comm(0, 2, &comm);
         CHECK(setrlimit(RLIMIT_NOFILE, &before) == 0);
         if (status != SMP_OK) {
             CHECK_STATUS(status, SMP_ERR_SYSTEM);
@@ -815,27 +766,19 @@ TEST(without_descriptors_nobody_is_met_and_this_rank_is_named)
     low = before;
     low.rlim_cur = 3; /* all of these are open */
     for (int r = 0; r < 2; r++) {
-        meeter m = {.timeout_ms = 600000, .failed = -1};
-        int    stranger = -1;
+        meeter m[2];
+        int    stranger;
 
-        smp_comm *comms[2];
-
-        CHECK_OK(create_comm(0, 2, "job", &comms[0]));
-        CHECK_OK(create_comm(1, 2, "job", &comms[1]));
-        m.comm = comms[r];
-        for (int i = 0; i < 2; i++) {
-            m.cards[i] = smp_comm_card(comms[i], &m.bytes[i]);
-        }
-        stranger = call_door(shm_card_of(m.cards[r]));
+        create_pair(m, &as_job, "job", 600000);
+        stranger = call_door(shm_card_of(m[r].cards[r]));
         CHECK(stranger >= 0);
         CHECK(setrlimit(RLIMIT_NOFILE, &low) == 0);
-        meet_main(&m);
+        meet_main(&m[r]);
         CHECK(setrlimit(RLIMIT_NOFILE, &before) == 0);
-        CHECK_STATUS(m.status, SMP_ERR_SYSTEM);
-        CHECK(m.failed == r);
+        CHECK_STATUS(m[r].status, SMP_ERR_SYSTEM);
+        CHECK(m[r].failed == r);
         close(stranger);
-        smp_comm_destroy(comms[0]);
-        smp_comm_destroy(comms[1]);
+        drop_pair(m);
     }
 }
 
@@ -869,7 +812,6 @@ static void
 connect_on(const char *transports, int cores[2], int spin_us, meeter m[2])
 {
     cpu_set_t before;
-    pthread_t threads[2];
 
     CHECK(sched_getaffinity(0, sizeof(before), &before) == 0);
     for (int r = 0; r < 2; r++) {
@@ -888,16 +830,10 @@ connect_on(const char *transports, int cores[2], int spin_us, meeter m[2])
         CHECK_OK(smp_comm_create(&config, &m[r].comm));
     }
     CHECK(sched_setaffinity(0, sizeof(before), &before) == 0);
-    for (int r = 0; r < 2; r++) {
-        for (int i = 0; i < 2; i++) {
-            m[r].cards[i] = smp_comm_card(m[i].comm, &m[r].bytes[i]);
-        }
-        CHECK(pthread_create(&threads[r], NULL, meet_main, &m[r]) == 0);
-    }
-    for (int r = 0; r < 2; r++) {
-        pthread_join(threads[r], NULL);
-        CHECK_OK(m[r].status);
-    }
+    exchange_cards(m);
+    meet_pair(m);
+    CHECK_OK(m[0].status);
+    CHECK_OK(m[1].status);
 }
 
 static void
@@ -912,8 +848,7 @@ spin_on(const char *transports, int cores[2], int spin_us, bool want)
                                       PATIENCE_MS(100), &m[r].failed),
                      SMP_ERR_CLOSED); /* only once */
     }
-    smp_comm_destroy(m[0].comm);
-    smp_comm_destroy(m[1].comm);
+    drop_pair(m);
 }
 
 /* Whoever waits would keep the core from the other rank, or from its own thread that
@@ -993,8 +928,7 @@ TEST(pages_that_are_expected_are_made_while_nobody_sends)
         CHECK(smp_clock_ns() < deadline);
     } while (stats.pool_made < expected);
     CHECK(stats.pool_in_use == 0);
-    smp_comm_destroy(m[0].comm);
-    smp_comm_destroy(m[1].comm);
+    drop_pair(m);
 }
 
 TEST(a_job_of_one_needs_no_connection)
@@ -1005,7 +939,7 @@ TEST(a_job_of_one_needs_no_connection)
     size_t       bytes;
     int          failed;
 
-    CHECK_OK(create_comm(0, 1, "job", &comm));
+    CHECK_OK(create_comm(0, 1, &comm));
     card = smp_comm_card(comm, &bytes);
     CHECK_OK(smp_comm_connect(comm, &card, &bytes, PATIENCE_MS(100), &failed));
     CHECK_STATUS(smp_comm_receive(comm, 1000, &message), SMP_ERR_TIMED_OUT);

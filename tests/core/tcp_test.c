@@ -16,24 +16,17 @@
 #include "comm/transport/connecting/meet.h"
 #include "comm/transport/tcp/frame.h"
 #include "deaths.h"
+#include "pair.h"
 #include "partings.h"
 #include "traffic.h"
 
 #define LOOPBACK "127.0.0.1"
 
-static smp_status
-create_comm(int rank, int size, const char *job, smp_comm **comm)
-{
-    smp_comm_config config = {.rank = rank,
-                              .size = size,
-                              .pool_bytes = 1 << 20,
-                              .spin_us = 0,
-                              .transports = "tcp",
-                              .interface = LOOPBACK};
-
-    snprintf(config.job, sizeof(config.job), "%s", job);
-    return smp_comm_create(&config, comm);
-}
+static const smp_comm_config as_job = {.size = 2,
+                                       .pool_bytes = 1 << 20,
+                                       .transports = "tcp",
+                                       .interface = LOOPBACK,
+                                       .job = "job"};
 
 static const smp_tcp_card *
 tcp_card_of(const void *card)
@@ -93,26 +86,16 @@ choices_are(const char *const *one, const char *const *two, int of_one, int of_t
 
 #define LIST(...) ((const char *const[]){__VA_ARGS__, NULL})
 
-TEST(the_address_is_in_a_subnet_of_the_others)
+TEST(an_address_that_leads_to_the_others_is_taken)
 {
     choices_are(LIST("127.0.0.1/8", "192.168.1.4/24", "10.0.0.1/16"),
                 LIST("127.0.0.1/8", "10.0.0.2/16", "192.168.2.4/24"), 2, 1);
-}
-
-TEST(a_bridge_that_every_host_has_leads_nowhere)
-{
+    /* A bridge that every host has leads nowhere. */
     choices_are(LIST("127.0.0.1/8", "172.17.0.1/16", "10.0.0.1/24"),
                 LIST("127.0.0.1/8", "172.17.0.1/16", "10.0.0.2/24"), 2, 2);
-}
-
-TEST(across_routers_the_first_address_is_taken)
-{
+    /* Across routers the first one is taken. */
     choices_are(LIST("127.0.0.1/8", "10.1.0.1/24", "10.2.0.1/24"),
                 LIST("127.0.0.1/8", "10.3.0.1/24"), 1, 1);
-}
-
-TEST(addresses_may_be_of_version_6)
-{
     choices_are(LIST("::1/128", "10.1.0.1/24", "fd00:1::7/64"),
                 LIST("::1/128", "fd00:1::8/64", "10.3.0.1/24"), 2, 1);
 }
@@ -188,31 +171,39 @@ __wrap_freeifaddrs(struct ifaddrs *all)
     }
 }
 
-TEST(addresses_of_a_link_alone_and_of_interfaces_that_are_down_are_left_out)
+/* Lists interfaces eth7 of version 6, at these addresses; the last one is down. */
+static struct sockaddr_in6 *
+list_at(int count, const char *const *at, int prefix_bytes, bool last_is_down)
 {
-    enum { COUNT = 4 };
-    static const char *const at[COUNT] = {"fe80::1", "fd00:1::7", "febf::2",
-                                          "fd00:2::7"};
-    struct sockaddr_in6      addresses[COUNT] = {0};
-    struct sockaddr_in6      mask = {.sin6_family = AF_INET6};
-    struct ifaddrs           ones[COUNT] = {0};
-    char                     name[] = "eth7";
-    smp_tcp_address          found[SMP_TCP_ADDRESSES];
-    char                     texts[SMP_TCP_ADDRESSES][SMP_TCP_TEXT];
+    enum { MOST = SMP_TCP_ADDRESSES + 3 };
+    static struct sockaddr_in6 addresses[MOST];
+    static struct sockaddr_in6 mask;
+    static struct ifaddrs      ones[MOST];
+    static char                name[] = "eth7";
 
-    memset(&mask.sin6_addr, 0xff, 8);
-    for (int i = 0; i < COUNT; i++) {
-        addresses[i].sin6_family = AF_INET6;
+    mask = (struct sockaddr_in6){.sin6_family = AF_INET6};
+    memset(&mask.sin6_addr, 0xff, (size_t)prefix_bytes);
+    for (int i = 0; i < count; i++) {
+        addresses[i] = (struct sockaddr_in6){.sin6_family = AF_INET6};
         inet_pton(AF_INET6, at[i], &addresses[i].sin6_addr);
         ones[i] = (struct ifaddrs){
-            .ifa_next = i + 1 < COUNT ? &ones[i + 1] : NULL,
+            .ifa_next = i + 1 < count ? &ones[i + 1] : NULL,
             .ifa_name = name,
-            .ifa_flags = i == 3 ? 0 : IFF_UP,
+            .ifa_flags = last_is_down && i == count - 1 ? 0 : IFF_UP,
             .ifa_addr = (struct sockaddr *)&addresses[i],
             .ifa_netmask = (struct sockaddr *)&mask,
         };
     }
     listed = ones;
+    return addresses;
+}
+
+TEST(addresses_of_a_link_alone_and_of_interfaces_that_are_down_are_left_out)
+{
+    smp_tcp_address found[SMP_TCP_ADDRESSES];
+    char            texts[SMP_TCP_ADDRESSES][SMP_TCP_TEXT];
+
+    list_at(4, LIST("fe80::1", "fd00:1::7", "febf::2", "fd00:2::7"), 8, true);
     CHECK(smp_tcp_addresses(NULL, found, texts) == 1);
     CHECK_TEXT(texts[0], "eth7 fd00:1::7/64");
     CHECK(smp_tcp_addresses("eth7", found, NULL) == 1);
@@ -223,35 +214,22 @@ TEST(addresses_of_a_link_alone_and_of_interfaces_that_are_down_are_left_out)
 TEST(more_addresses_than_a_card_holds_are_left_out_but_for_one_that_is_named)
 {
     enum { COUNT = SMP_TCP_ADDRESSES + 3 };
-    struct sockaddr_in6 addresses[COUNT] = {0};
-    struct sockaddr_in6 mask = {.sin6_family = AF_INET6};
-    struct ifaddrs      ones[COUNT] = {0};
-    char                name[] = "eth7";
-    smp_tcp_address     found[SMP_TCP_ADDRESSES];
-    char                texts[SMP_TCP_ADDRESSES][SMP_TCP_TEXT];
+    char                 at[COUNT][32];
+    const char          *all[COUNT];
+    struct sockaddr_in6 *addresses;
+    smp_tcp_address      found[SMP_TCP_ADDRESSES];
+    char                 texts[SMP_TCP_ADDRESSES][SMP_TCP_TEXT];
 
-    memset(&mask.sin6_addr, 0xff, 6);
     for (int i = 0; i < COUNT; i++) {
-        char text[32];
-
-        snprintf(text, sizeof(text), "fd00:7:%d::1", i + 1);
-        addresses[i].sin6_family = AF_INET6;
-        inet_pton(AF_INET6, text, &addresses[i].sin6_addr);
-        ones[i] = (struct ifaddrs){
-            .ifa_next = i + 1 < COUNT ? &ones[i + 1] : NULL,
-            .ifa_name = name,
-            .ifa_flags = IFF_UP,
-            .ifa_addr = (struct sockaddr *)&addresses[i],
-            .ifa_netmask = (struct sockaddr *)&mask,
-        };
+        snprintf(at[i], sizeof(at[i]), "fd00:7:%x::1", i + 1 < COUNT ? i + 1 : 0x77);
+        all[i] = at[i];
     }
-    listed = ones;
+    addresses = list_at(COUNT, all, 6, false);
     CHECK(smp_tcp_addresses(NULL, found, texts) == SMP_TCP_ADDRESSES);
     CHECK_TEXT(texts[0], "eth7 fd00:7:1::1/48");
     CHECK(found[SMP_TCP_ADDRESSES - 1].prefix == 48);
     CHECK(memcmp(found[SMP_TCP_ADDRESSES - 1].bytes,
                  &addresses[SMP_TCP_ADDRESSES - 1].sin6_addr, 16) == 0);
-    addresses[COUNT - 1].sin6_addr.s6_addr[5] = 0x77;
     CHECK(smp_tcp_addresses("fd00:7:77::/48", found, texts) == 1);
     CHECK_TEXT(texts[0], "eth7 fd00:7:77::1/48");
     listed = NULL;
@@ -294,65 +272,11 @@ TEST_RANK(nobody_listens_once_all_have_met, .processes = "4")
 
 /* -------------------------------------------------------------- who is let in */
 
-/* Two ranks, each a thread, that may have different ideas of the job. */
-typedef struct {
-    smp_comm   *comm;
-    const void *cards[2];
-    size_t      bytes[2];
-    int         timeout_ms;
-    int         failed;
-    smp_status  status;
-} meeter;
-
-static void *
-meet_main(void *arg)
-{
-    meeter *m = arg;
-
-    m->status = smp_comm_connect(m->comm, m->cards, m->bytes,
-                                 PATIENCE_MS(m->timeout_ms), &m->failed);
-    return NULL;
-}
-
-static void
-create_pair(meeter m[2], const char *job_of_1, int timeout_ms)
-{
-    for (int r = 0; r < 2; r++) {
-        m[r] = (meeter){.timeout_ms = timeout_ms, .failed = -1};
-        CHECK_OK(create_comm(r, 2, r == 0 ? "job" : job_of_1, &m[r].comm));
-    }
-    for (int r = 0; r < 2; r++) {
-        m[0].cards[r] = smp_comm_card(m[r].comm, &m[0].bytes[r]);
-        m[1].cards[r] = m[0].cards[r];
-        m[1].bytes[r] = m[0].bytes[r];
-    }
-}
-
-static void
-meet_pair(meeter m[2])
-{
-    pthread_t threads[2];
-
-    for (int r = 0; r < 2; r++) {
-        CHECK(pthread_create(&threads[r], NULL, meet_main, &m[r]) == 0);
-    }
-    for (int r = 0; r < 2; r++) {
-        pthread_join(threads[r], NULL);
-    }
-}
-
-static void
-drop_pair(meeter m[2])
-{
-    smp_comm_destroy(m[0].comm);
-    smp_comm_destroy(m[1].comm);
-}
-
 TEST(a_wrong_secret_is_refused)
 {
     meeter m[2];
 
-    create_pair(m, "another job", 400);
+    create_pair(m, &as_job, "another job", 400);
     meet_pair(m);
     for (int r = 0; r < 2; r++) {
         CHECK_STATUS(m[r].status, SMP_ERR_UNREACHABLE);
@@ -365,7 +289,7 @@ TEST(a_rank_that_never_comes_is_not_reached)
 {
     meeter m[2];
 
-    create_pair(m, "job", 100);
+    create_pair(m, &as_job, "job", 100);
     meet_main(&m[0]);
     CHECK_STATUS(m[0].status, SMP_ERR_UNREACHABLE);
     CHECK(m[0].failed == 1);
@@ -374,28 +298,23 @@ TEST(a_rank_that_never_comes_is_not_reached)
 
 TEST(a_card_that_no_rank_wrote_is_malformed)
 {
-    smp_tcp_card good = {.rank = 1};
     smp_tcp_door door;
-    smp_tcp_card bad;
+    smp_tcp_card good;
+    smp_tcp_card bad[4];
 
     CHECK_OK(smp_tcp_door_open(1, LOOPBACK, &door));
-    good = door.card;
+    good = bad[0] = bad[1] = bad[2] = bad[3] = door.card;
     smp_tcp_door_close(&door);
     CHECK(smp_tcp_card_ok(&good, sizeof(good), 1));
     CHECK(!smp_tcp_card_ok(&good, sizeof(good), 0));
     CHECK(!smp_tcp_card_ok(&good, sizeof(good) - 1, 1));
-    bad = good;
-    bad.version++;
-    CHECK(!smp_tcp_card_ok(&bad, sizeof(bad), 1));
-    bad = good;
-    bad.offer.naddresses = SMP_TCP_ADDRESSES + 1;
-    CHECK(!smp_tcp_card_ok(&bad, sizeof(bad), 1));
-    bad = good;
-    bad.offer.addresses[0].prefix = 33;
-    CHECK(!smp_tcp_card_ok(&bad, sizeof(bad), 1));
-    bad = good;
-    bad.offer.addresses[0].family = 5;
-    CHECK(!smp_tcp_card_ok(&bad, sizeof(bad), 1));
+    bad[0].version++;
+    bad[1].offer.naddresses = SMP_TCP_ADDRESSES + 1;
+    bad[2].offer.addresses[0].prefix = 33;
+    bad[3].offer.addresses[0].family = 5;
+    for (int i = 0; i < 4; i++) {
+        CHECK(!smp_tcp_card_ok(&bad[i], sizeof(bad[i]), 1));
+    }
 }
 
 typedef struct {
@@ -516,7 +435,6 @@ TEST(strangers_disturb_nobody)
 {
     enum { SILENT = 100 }; /* more than there is room for */
     meeter         m[2];
-    pthread_t      thread;
     smp_tcp_hello  good = hello_to_rank_0();
     smp_tcp_hello  bad[6];
     int            silent[SILENT];
@@ -526,8 +444,8 @@ TEST(strangers_disturb_nobody)
     smp_tcp_self   impostor = {.rank = 1, .size = 2, .job = "guessed"};
     uint8_t        proof[SMP_PROOF_BYTES];
 
-    create_pair(m, "job", 60000);
-    CHECK(pthread_create(&thread, NULL, meet_main, &m[0]) == 0);
+    create_pair(m, &as_job, "job", 60000);
+    meet_in_thread(&m[0]);
 
     memset(nonsense, 'x', sizeof(nonsense));
     say_to_rank_0(m, nonsense, sizeof(nonsense), false); /* oversized */
@@ -567,7 +485,7 @@ TEST(strangers_disturb_nobody)
         CHECK(silent[i] >= 0);
     }
     meet_main(&m[1]);
-    pthread_join(thread, NULL);
+    pthread_join(m[0].thread, NULL);
     CHECK_OK(m[0].status);
     CHECK_OK(m[1].status);
     for (int i = 0; i < SILENT; i++) {
@@ -581,7 +499,6 @@ TEST(strangers_disturb_nobody)
 TEST(a_recorded_handshake_is_refused)
 {
     meeter         m[2];
-    pthread_t      thread;
     smp_tcp_hello  hello = hello_to_rank_0();
     smp_tcp_self   self = {.rank = 1, .size = 2, .job = "job"};
     smp_tcp_answer first;
@@ -589,8 +506,8 @@ TEST(a_recorded_handshake_is_refused)
     uint8_t        proof[SMP_PROOF_BYTES];
     int            fds[2];
 
-    create_pair(m, "job", 60000);
-    CHECK(pthread_create(&thread, NULL, meet_main, &m[0]) == 0);
+    create_pair(m, &as_job, "job", 60000);
+    meet_in_thread(&m[0]);
     for (int i = 0; i < 2; i++) {
         fds[i] = call_rank_0(m);
         CHECK(write(fds[i], &hello, sizeof(hello)) == sizeof(hello));
@@ -601,7 +518,7 @@ TEST(a_recorded_handshake_is_refused)
     CHECK(write(fds[1], proof, sizeof(proof)) == sizeof(proof));
     CHECK(is_hung_up(fds[1]));
     CHECK(write(fds[0], proof, sizeof(proof)) == sizeof(proof));
-    pthread_join(thread, NULL);
+    pthread_join(m[0].thread, NULL);
     CHECK_OK(m[0].status);
     close(fds[0]);
     close(fds[1]);
@@ -754,16 +671,15 @@ TEST(without_descriptors_nobody_waits_for_a_meeting)
     low = before;
     low.rlim_cur = 3; /* all of these are open */
     for (int r = 0; r < 2; r++) {
-        pthread_t thread;
-        meeter    m[2];
-        int       fd = -1;
+        meeter m[2];
+        int    fd = -1;
 
-        create_pair(m, "job", 600000);
+        create_pair(m, &as_job, "job", 600000);
         if (r == 0) {
             fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
         }
         CHECK(setrlimit(RLIMIT_NOFILE, &low) == 0);
-        CHECK(pthread_create(&thread, NULL, meet_main, &m[r]) == 0);
+        meet_in_thread(&m[r]);
         if (r == 0) {
             struct sockaddr_storage to;
             const smp_tcp_card     *card = tcp_card_of(m[0].cards[0]);
@@ -773,7 +689,7 @@ TEST(without_descriptors_nobody_waits_for_a_meeting)
                 sched_yield();
             }
         }
-        pthread_join(thread, NULL);
+        pthread_join(m[r].thread, NULL);
         CHECK(setrlimit(RLIMIT_NOFILE, &before) == 0);
         CHECK_STATUS(m[r].status, SMP_ERR_SYSTEM);
         if (fd >= 0) {
@@ -793,7 +709,6 @@ typedef struct {
 static void
 make_impostor(impostor *im)
 {
-    pthread_t           thread;
     smp_tcp_self        self = {.rank = 1, .size = 2, .job = "job"};
     smp_tcp_door        door = {.card = {.rank = 1}};
     const smp_tcp_card *cards[2] = {NULL, NULL};
@@ -801,8 +716,8 @@ make_impostor(impostor *im)
     bool                met[2] = {false, false};
     int                 fds[2];
 
-    create_pair(im->m, "job", 60000);
-    CHECK(pthread_create(&thread, NULL, meet_main, &im->m[0]) == 0);
+    create_pair(im->m, &as_job, "job", 60000);
+    meet_in_thread(&im->m[0]);
     for (int i = 0; i < SMP_TCP_ADDRESSES; i++) {
         door.fds[i] = -1;
     }
@@ -810,7 +725,7 @@ make_impostor(impostor *im)
     door.card = *tcp_card_of(im->m[0].cards[1]);
     CHECK_OK(smp_tcp_meet(&door, &self, cards, wanted, PATIENCE_MS(20000), fds, met));
     CHECK(met[0]);
-    pthread_join(thread, NULL);
+    pthread_join(im->m[0].thread, NULL);
     CHECK_OK(im->m[0].status);
     im->fd = fds[0];
 }
@@ -870,26 +785,20 @@ send_small(small_frame frame, smp_status want)
 
 TEST(frames_that_no_rank_sends_are_malformed)
 {
-    small_frame frame = frame_number(0);
+    small_frame bad[7];
 
-    frame.header.kind = 77;
-    send_small(frame, SMP_ERR_MALFORMED);
-    send_small(frame_number(1), SMP_ERR_MALFORMED); /* reordered */
-    frame = frame_number(0);
-    frame.header.total++;
-    send_small(frame, SMP_ERR_MALFORMED);
-    frame = frame_number(0);
-    frame.sizes[0]++;
-    send_small(frame, SMP_ERR_MALFORMED);
-    frame = frame_number(0);
-    frame.sizes[1] = UINT64_MAX - 5; /* with the first one it wraps around */
-    send_small(frame, SMP_ERR_MALFORMED);
-    frame = frame_number(0);
-    frame.header.nblocks = UINT64_MAX / 8 + 1;
-    send_small(frame, SMP_ERR_MALFORMED);
-    frame = frame_number(0);
-    frame.header.kind = SMP_TCP_GOODBYE;
-    send_small(frame, SMP_ERR_MALFORMED);
+    for (int i = 0; i < 7; i++) {
+        bad[i] = frame_number(i == 1); /* reordered */
+    }
+    bad[0].header.kind = 77;
+    bad[2].header.total++;
+    bad[3].sizes[0]++;
+    bad[4].sizes[1] = UINT64_MAX - 5; /* with the first one it wraps around */
+    bad[5].header.nblocks = UINT64_MAX / 8 + 1;
+    bad[6].header.kind = SMP_TCP_GOODBYE;
+    for (int i = 0; i < 7; i++) {
+        send_small(bad[i], SMP_ERR_MALFORMED);
+    }
 }
 
 TEST(a_message_larger_than_memory_is_no_memory)

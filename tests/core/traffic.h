@@ -102,6 +102,27 @@ message_filled(const smp_message *message, uint64_t seed, size_t nbytes,
     return true;
 }
 
+/* The next message is one of send_filled(). */
+static inline void
+expect_filled(world *w, uint64_t seed, size_t nbytes, const size_t *sizes,
+              size_t nblocks)
+{
+    smp_message *message;
+
+    CHECK_OK(smp_comm_receive(w->comm, WORLD_DEADLINE_NS, &message));
+    CHECK(message_filled(message, seed, nbytes, sizes, nblocks));
+    smp_message_free(message);
+}
+
+/* No message comes any more. */
+static inline void
+expect_end(world *w, smp_status why)
+{
+    smp_message *message;
+
+    CHECK_STATUS(smp_comm_receive(w->comm, WORLD_DEADLINE_NS, &message), why);
+}
+
 /* All ranks but this one, in a ring: the first is the next rank. */
 static inline int
 other(const world *w, int i)

@@ -16,6 +16,7 @@
 #include "comm/transport/ucx/introduction.h"
 #include "comm/transport/ucx/library.h"
 #include "common/log.h"
+#include "pair.h"
 #include "stand_in_ucp.h"
 #include "traffic.h"
 
@@ -338,78 +339,32 @@ TEST(devices_are_those_of_the_address_or_all_but_other_interfaces)
 
 /* ----------------------------------------------------------------------- two ranks */
 
-/* Each a thread of this process. */
-typedef struct {
-    smp_comm   *comm;
-    const void *cards[2];
-    size_t      bytes[2];
-    int         failed;
-    smp_status  status;
-} end;
-
-static void *
-connect_main(void *arg)
-{
-    end *e = arg;
-
-    e->status =
-        smp_comm_connect(e->comm, e->cards, e->bytes, PATIENCE_MS(60000), &e->failed);
-    return NULL;
-}
-
 static void
-make_pair_at(end ends[2], const char *transports, const char *interface)
+make_pair_at(meeter ends[2], const char *transports, const char *interface)
 {
     static const int called[2] = {20, 21};
-    smp_comm_config  config = {.size = 2,
-                               .names = called,
-                               .pool_bytes = 4 << 20,
-                               .transports = transports,
-                               .interface = interface,
-                               .job = "job"};
-    pthread_t        threads[2];
 
-    for (int r = 0; r < 2; r++) {
-        ends[r] = (end){.failed = -1};
-        config.rank = r;
-        CHECK_OK(smp_comm_create(&config, &ends[r].comm));
-    }
-    for (int r = 0; r < 2; r++) {
-        for (int other = 0; other < 2; other++) {
-            ends[r].cards[other] =
-                smp_comm_card(ends[other].comm, &ends[r].bytes[other]);
-        }
-    }
-    for (int r = 0; r < 2; r++) {
-        CHECK(pthread_create(&threads[r], NULL, connect_main, &ends[r]) == 0);
-    }
-    for (int r = 0; r < 2; r++) {
-        pthread_join(threads[r], NULL);
-        CHECK_OK(ends[r].status);
-    }
-}
-
-static void
-make_pair(end ends[2], const char *transports)
-{
-    make_pair_at(ends, transports, NULL);
+    make_pair(ends, &(smp_comm_config){.size = 2,
+                                       .names = called,
+                                       .pool_bytes = 4 << 20,
+                                       .transports = transports,
+                                       .interface = interface,
+                                       .job = "job"});
 }
 
 /* Nothing of UCX's is left. */
 static void
-drop_pair(end ends[2])
+drop_ucx_pair(meeter ends[2])
 {
-    smp_comm_destroy(ends[0].comm);
-    smp_comm_destroy(ends[1].comm);
+    drop_pair(ends);
     CHECK(atomic_load(&ucp->alive) == 0);
 }
 
 /* Both talk over it. */
 static void
-talk_over(end ends[2], const char *transport)
+talk_over(meeter ends[2], const char *transport)
 {
     static const size_t sizes[] = {100, 0, 5000, 2048, 2049, 300000};
-    smp_message        *message;
 
     for (int r = 0; r < 2; r++) {
         world w = {.comm = ends[r].comm, .rank = r, .size = 2};
@@ -419,12 +374,10 @@ talk_over(end ends[2], const char *transport)
         CHECK_OK(send_filled(&w, 1 - r, 50 + (uint64_t)r, 0, NULL, 0));
     }
     for (int r = 0; r < 2; r++) {
-        CHECK_OK(smp_comm_receive(ends[r].comm, WORLD_DEADLINE_NS, &message));
-        CHECK(message_filled(message, 41 - (uint64_t)r, 50, sizes, 6));
-        smp_message_free(message);
-        CHECK_OK(smp_comm_receive(ends[r].comm, WORLD_DEADLINE_NS, &message));
-        CHECK(message_filled(message, 51 - (uint64_t)r, 0, NULL, 0));
-        smp_message_free(message);
+        world w = {.comm = ends[r].comm, .rank = r, .size = 2};
+
+        expect_filled(&w, 41 - (uint64_t)r, 50, sizes, 6);
+        expect_filled(&w, 51 - (uint64_t)r, 0, NULL, 0);
     }
 }
 
@@ -434,11 +387,11 @@ TEST(who_has_left_is_not_lost_and_what_it_sent_arrives)
     smp_message        *message;
 
     for (int late = 0; late < 2; late++) {
-        end   ends[2];
-        world w = {.rank = 1, .size = 2};
+        meeter ends[2];
+        world  w = {.rank = 1, .size = 2};
 
         ucp->late = late != 0;
-        make_pair(ends, "ucx");
+        make_pair_at(ends, "ucx", NULL);
         talk_over(ends, "ucx");
         w.comm = ends[1].comm;
         for (uint64_t i = 0; i < 40; i++) {
@@ -454,7 +407,7 @@ TEST(who_has_left_is_not_lost_and_what_it_sent_arrives)
         CHECK_STATUS(smp_comm_receive(ends[0].comm, WORLD_DEADLINE_NS, &message),
                      SMP_ERR_CLOSED);
         CHECK(smp_comm_left(ends[0].comm, 1) && smp_comm_lost(ends[0].comm) == -1);
-        drop_pair(ends);
+        drop_ucx_pair(ends);
     }
     ucp->late = false;
 }
@@ -464,7 +417,7 @@ TEST(who_has_left_is_not_lost_and_what_it_sent_arrives)
 /* Rank `who` finds that the other one is lost, which hears of it, and has so much of
  * its pool in use in the end. */
 static void
-is_lost(end ends[2], int who, uint64_t in_use)
+is_lost(meeter ends[2], int who, uint64_t in_use)
 {
     int64_t        deadline = smp_clock_ns() + WORLD_DEADLINE_NS;
     smp_comm_stats stats;
@@ -491,10 +444,10 @@ static void
 fails(_Atomic int *what, int nth, bool late, int who, uint64_t in_use)
 {
     static const size_t sizes[] = {10000, 20000};
-    end                 ends[2];
+    meeter              ends[2];
     world               w = {.size = 2};
 
-    make_pair(ends, "ucx");
+    make_pair_at(ends, "ucx", NULL);
     ucp->late = late;
     atomic_store(what, nth);
     w.comm = ends[0].comm;
@@ -502,7 +455,7 @@ fails(_Atomic int *what, int nth, bool late, int who, uint64_t in_use)
     is_lost(ends, who, in_use);
     CHECK(atomic_load(what) == 0);
     ucp->late = false;
-    drop_pair(ends);
+    drop_ucx_pair(ends);
 }
 
 TEST(who_sends_what_cannot_be_fetched_is_lost)
@@ -524,10 +477,10 @@ TEST(whom_nothing_can_be_sent_is_lost)
 
 TEST(a_broken_connection_is_a_loss)
 {
-    end          ends[2];
+    meeter       ends[2];
     smp_message *message;
 
-    make_pair(ends, "ucx");
+    make_pair_at(ends, "ucx", NULL);
     atomic_store(&ucp->faults, 1);
     CHECK_OK(smp_comm_send(ends[0].comm, 1, "x", 1, NULL, 0));
     for (int r = 0; r < 2; r++) { /* the one who finds it, and the one who hears */
@@ -542,18 +495,18 @@ TEST(a_broken_connection_is_a_loss)
         CHECK_STATUS(status, SMP_ERR_PEER_LOST);
         CHECK(smp_comm_lost(ends[r].comm) == 1 - r);
     }
-    drop_pair(ends);
+    drop_ucx_pair(ends);
 }
 
 TEST(a_pattern_that_cannot_be_fetched_makes_the_next_transport_serve)
 {
-    char text[SMP_WARNING_BYTES];
-    end  ends[2];
+    char   text[SMP_WARNING_BYTES];
+    meeter ends[2];
 
     for (int late = 0; late < 2; late++) {
         ucp->late = late != 0;
         atomic_store(&ucp->fetch, 1);
-        make_pair(ends, "ucx,tcp");
+        make_pair_at(ends, "ucx,tcp", NULL);
         ucp->late = false;
         talk_over(ends, "tcp");
         CHECK(smp_warning_take(text));
@@ -562,7 +515,7 @@ TEST(a_pattern_that_cannot_be_fetched_makes_the_next_transport_serve)
         CHECK_HAS(text, "UCX could not fetch a pattern");
         CHECK_HAS(text, "the next of comm_transports serves");
         CHECK(!smp_warning_take(text));
-        drop_pair(ends);
+        drop_ucx_pair(ends);
     }
 }
 
@@ -577,13 +530,13 @@ TEST(where_ucx_does_not_begin_the_next_transport_serves)
                                          "ucp_worker_query",
                                          "ucp_ep_create"};
     char                     text[SMP_WARNING_BYTES];
-    end                      ends[2];
+    meeter                   ends[2];
 
     for (size_t i = 0; i < sizeof(broken) / sizeof(broken[0]); i++) {
         ucp->broken = broken[i];
-        make_pair(ends, "ucx,tcp");
+        make_pair_at(ends, "ucx,tcp", NULL);
         talk_over(ends, "tcp");
-        drop_pair(ends);
+        drop_ucx_pair(ends);
         CHECK(!smp_warning_take(text));
     }
     ucp->broken = NULL;
@@ -594,13 +547,13 @@ TEST(where_ucx_does_not_begin_the_next_transport_serves)
 static void
 is_told(const char *interface, const char *net_devices, const char *tls)
 {
-    end ends[2];
+    meeter ends[2];
 
     make_pair_at(ends, "ucx", interface);
     CHECK_TEXT(ucp->net_devices, net_devices);
     CHECK_TEXT(ucp->tls, tls);
     talk_over(ends, "ucx");
-    drop_pair(ends);
+    drop_ucx_pair(ends);
 }
 
 TEST(the_users_variables_count_but_for_the_interface_that_is_named)
@@ -621,15 +574,15 @@ TEST(the_users_variables_count_but_for_the_interface_that_is_named)
 static void
 is_chosen(const char *transport, const char *broken, const char *want)
 {
-    end ends[2];
+    meeter ends[2];
 
     ucp->transport = transport;
     ucp->broken = broken;
-    make_pair(ends, "^shm");
+    make_pair_at(ends, "^shm", NULL);
     talk_over(ends, want);
     ucp->transport = "rc_mlx5";
     ucp->broken = NULL;
-    drop_pair(ends);
+    drop_ucx_pair(ends);
 }
 
 static void
@@ -644,16 +597,16 @@ check_choices(void)
 
 TEST(without_being_named_it_serves_by_devices_that_tcp_does_not_drive)
 {
-    end ends[2];
+    meeter ends[2];
 
     begin_folders();
     check_choices();
     end_folders();
     ucp->transport = "tcp"; /* who is named is asked for no device */
-    make_pair(ends, "ucx");
+    make_pair_at(ends, "ucx", NULL);
     talk_over(ends, "ucx");
     ucp->transport = "rc_mlx5";
-    drop_pair(ends);
+    drop_ucx_pair(ends);
 }
 
 /* ---------------------------------------------------------------------------- main */
