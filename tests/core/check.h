@@ -31,11 +31,17 @@ typedef struct {
 
 static _Thread_local check_point *check_back;
 
+/* The row of a table that a test has come to, for whoever reads of its failure. */
+static _Thread_local const char *check_row;
+
 _Noreturn static inline void
 check_fail(void)
 {
     void *callers[8]; /* for addr2line */
 
+    if (check_row != NULL) {
+        fprintf(stderr, "row: %s\n", check_row);
+    }
     backtrace_symbols_fd(callers, backtrace(callers, 8), STDERR_FILENO);
     fflush(NULL);
     if (check_back == NULL || check_back->process != getpid()) {
@@ -53,6 +59,7 @@ check_fails(void (*run)(void *arg), void *arg)
     bool         failed = true;
 
     check_back = &here;
+    check_row = NULL;
     if (setjmp(here.back) == 0) {
         run(arg);
         failed = false;

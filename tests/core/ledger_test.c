@@ -122,355 +122,252 @@ close_book(book *b, smp_ledger *ledger)
     CHECK(b->live == 0);
 }
 
-#define CHECK_GRADIENT(b, parameter, want)                                             \
-    do {                                                                               \
-        if (strcmp((b).gradient[parameter], want) != 0) {                              \
-            fprintf(stderr, "%s:%d: want %s, got %s\n", __FILE__, __LINE__, want,      \
-                    (b).gradient[parameter]);                                          \
-            check_fail();                                                              \
-        }                                                                              \
-    } while (0)
+/* A scenario reads as a list of events, and of what must be true in between. */
+typedef enum {
+    OPENS,
+    CLOSES,
+    BACKWARDS,
+    IS_DONE,
+    ADDS,
+    SUSPECTS,
+    BEGINS,
+    ENDS,
+    ABANDONS,
+    IS_GRADIENT,
+    IS_COMPLETED,
+    IS_HELD,
+} event_kind;
 
-/* Short hands: every test reads as a list of events. */
-#define OPEN(mb, order, entry) CHECK_OK(smp_ledger_open(l, mb, order, entry))
-#define CLOSE(mb, order, entry) CHECK_OK(smp_ledger_close(l, mb, order, entry))
-#define BACKWARD(mb, n) CHECK_OK(smp_ledger_backward(l, mb, n))
-#define DONE(mb) CHECK_OK(smp_ledger_done(l, mb))
+typedef struct {
+    event_kind  kind;
+    int32_t     at[4];
+    const char *text;
+} event;
+
+#define OPEN(mb, order, entry)                                                         \
+    {                                                                                  \
+        OPENS, {mb, order, entry}, NULL                                                \
+    }
+#define CLOSE(mb, order, entry)                                                        \
+    {                                                                                  \
+        CLOSES, {mb, order, entry}, NULL                                               \
+    }
+#define BACKWARD(mb, n)                                                                \
+    {                                                                                  \
+        BACKWARDS, {mb, n}, NULL                                                       \
+    }
+#define DONE(mb)                                                                       \
+    {                                                                                  \
+        IS_DONE, {mb}, NULL                                                            \
+    }
 #define ADD(mb, n, order, parameter, text)                                             \
-    CHECK_OK(smp_ledger_add(l, mb, n, order, parameter, term_of(&b, text)))
-#define END() CHECK_OK(smp_ledger_end(l))
-
-TEST(terms_are_added_by_request_then_microbatch)
-{
-    book        b;
-    smp_ledger *l = open_book(&b, 2, 1);
-
-    OPEN(0, 1, 0);
-    OPEN(0, 2, 0);
-    OPEN(1, 1, 0);
-    BACKWARD(1, 0);
-    ADD(1, 0, 1, 0, "d1"); /* microbatch 1 is first */
-    CLOSE(1, 1, 0);
-    BACKWARD(0, 0);
-    ADD(0, 0, 1, 0, "c1"); /* and request 1 before request 2 */
-    CHECK_GRADIENT(b, 0, "G");
-    CLOSE(0, 1, 0);
-    ADD(0, 0, 2, 0, "c2");
-    CHECK_GRADIENT(b, 0, "G");
-    CLOSE(0, 2, 0);
-    CHECK_GRADIENT(b, 0, "((G+(c2+c1))+d1)");
-    CHECK(b.completed[0] == 1);
-    CHECK(smp_ledger_held(l) == 0);
-    END();
-    CHECK_GRADIENT(b, 0, "((G+(c2+c1))+d1)");
-    CHECK(b.completed[0] == 1);
-    close_book(&b, l);
-}
-
-TEST(a_requests_own_terms_are_summed_by_themselves)
-{
-    book        b;
-    smp_ledger *l = open_book(&b, 1, 1);
-
-    OPEN(0, 1, 0);
-    OPEN(0, 2, 0);
-    BACKWARD(0, 0);
-    ADD(0, 0, 1, 0, "c1");
-    ADD(0, 0, 2, 0, "c2");
-    ADD(0, 0, 1, 0, "c1'"); /* it suspended in between */
-    ADD(0, 0, 2, 0, "c2'");
-    CLOSE(0, 2, 0);
-    CLOSE(0, 1, 0);
-    CHECK_GRADIENT(b, 0, "(G+((c2+c2')+(c1+c1')))");
-    END();
-    close_book(&b, l);
-}
-
-/* The same events in two steps of one microbatch: a request gives one term. */
-TEST(after_the_first_step_a_single_term_does_not_wait_for_its_request)
-{
-    book        b;
-    smp_ledger *l = open_book(&b, 2, 1);
-
-    OPEN(0, 0, -1);
-    BACKWARD(0, 0);
-    ADD(0, 0, 0, 0, "c");
-    CHECK_GRADIENT(b, 0, "G"); /* who knows */
-    CLOSE(0, 0, -1);
-    DONE(0);
-    DONE(1);
-    END();
-    CHECK_OK(smp_ledger_begin(l, 2, 1));
-    OPEN(0, 0, -1);
-    OPEN(1, 0, -1);
-    BACKWARD(1, 0);
-    ADD(1, 0, 0, 0, "e"); /* microbatch 0 comes first all the same */
-    CHECK_GRADIENT(b, 0, "(G+c)");
-    BACKWARD(0, 0);
-    ADD(0, 0, 0, 0, "d");
-    CHECK_GRADIENT(b, 0, "(((G+c)+d)+e)");
-    CHECK(smp_ledger_held(l) == 0);
-    CHECK(b.completed[0] == 2);
-    ADD(0, 0, 0, 1, "f"); /* of this one the first step showed nothing */
-    CHECK_GRADIENT(b, 1, "G");
-    CLOSE(0, 0, -1);
-    CLOSE(1, 0, -1);
-    DONE(0);
-    DONE(1);
-    END();
-    CHECK_GRADIENT(b, 1, "(G+f)");
-    close_book(&b, l);
-}
-
-TEST(a_single_term_waits_for_other_requests)
-{
-    book        b;
-    smp_ledger *l = open_book(&b, 1, 1);
-
-    for (int step = 0; step < 2; step++) {
-        CHECK_OK(smp_ledger_begin(l, 1, 1));
-        OPEN(0, 1, 0);
-        OPEN(0, 2, 0);
-        BACKWARD(0, 0);
-        ADD(0, 0, 1, 0, "c1");
-        CHECK_GRADIENT(b, 0, step == 0 ? "G" : "(G+(c2+c1))");
-        ADD(0, 0, 2, 0, "c2");
-        CHECK_GRADIENT(b, 0, step == 0 ? "G" : "((G+(c2+c1))+(c2+c1))");
-        CLOSE(0, 2, 0);
-        CLOSE(0, 1, 0);
-        DONE(0);
-        END();
+    {                                                                                  \
+        ADDS, {mb, n, order, parameter}, text                                          \
     }
-    CHECK_GRADIENT(b, 0, "((G+(c2+c1))+(c2+c1))");
-    close_book(&b, l);
-}
-
-TEST(a_single_term_waits_for_the_last_backward_call)
-{
-    book        b;
-    smp_ledger *l = open_book(&b, 1, 2);
-
-    for (int step = 0; step < 2; step++) {
-        CHECK_OK(smp_ledger_begin(l, 1, 2));
-        OPEN(0, 0, -1);
-        BACKWARD(0, 0);
-        ADD(0, 0, 0, 0, "c");
-        OPEN(0, 0, -1);
-        BACKWARD(0, 1);
-        BACKWARD(0, 0); /* a request of the first one is served late */
-        CHECK_GRADIENT(b, 0, step == 0 ? "G" : "(G+(c+d))");
-        ADD(0, 1, 0, 0, "d");
-        CHECK_GRADIENT(b, 0, step == 0 ? "G" : "((G+(c+d))+(c+d))");
-        CLOSE(0, 0, -1);
-        CLOSE(0, 0, -1);
-        DONE(0);
-        END();
+#define SUSPECT(mb, parameter)                                                         \
+    {                                                                                  \
+        SUSPECTS, {mb, parameter}, NULL                                                \
     }
-    CHECK_GRADIENT(b, 0, "((G+(c+d))+(c+d))");
-    close_book(&b, l);
-}
-
-TEST(terms_that_come_twice_in_a_request_wait_ever_after)
-{
-    book        b;
-    smp_ledger *l = open_book(&b, 1, 1);
-
-    for (int step = 0; step < 4; step++) {
-        CHECK_OK(smp_ledger_begin(l, 1, 1));
-        OPEN(0, 1, 0);
-        BACKWARD(0, 0);
-        ADD(0, 0, 1, 0, "c");
-        if (step > 0) {
-            ADD(0, 0, 1, 0, "d"); /* not in the first step */
-        }
-        CLOSE(0, 1, 0);
-        DONE(0);
-        END();
+#define BEGIN(microbatches, backwards)                                                 \
+    {                                                                                  \
+        BEGINS, {microbatches, backwards}, NULL                                        \
     }
-    /* Step 1 did not expect the second one and lost nothing. */
-    CHECK_GRADIENT(b, 0, "(((((G+c)+c)+d)+(c+d))+(c+d))");
-    close_book(&b, l);
+#define END                                                                            \
+    {                                                                                  \
+        ENDS, {0}, NULL                                                                \
+    }
+#define END                                                                            \
+    {                                                                                  \
+        ENDS, {0}, NULL                                                                \
+    }
+#define ABANDON                                                                        \
+    {                                                                                  \
+        ABANDONS, {0}, NULL                                                            \
+    }
+#define GRADIENT(parameter, want)                                                      \
+    {                                                                                  \
+        IS_GRADIENT, {parameter}, want                                                 \
+    }
+#define COMPLETED(parameter, times)                                                    \
+    {                                                                                  \
+        IS_COMPLETED, {parameter, times}, NULL                                         \
+    }
+#define HELD(terms)                                                                    \
+    {                                                                                  \
+        IS_HELD, {terms}, NULL                                                         \
+    }
+
+static void
+play_one(book *b, smp_ledger *l, const event *e)
+{
+    uint64_t order = (uint64_t)e->at[e->kind == ADDS ? 2 : 1];
+
+    switch (e->kind) {
+    case OPENS:
+        CHECK_OK(smp_ledger_open(l, e->at[0], order, e->at[2]));
+        break;
+    case CLOSES:
+        CHECK_OK(smp_ledger_close(l, e->at[0], order, e->at[2]));
+        break;
+    case BACKWARDS:
+        CHECK_OK(smp_ledger_backward(l, e->at[0], e->at[1]));
+        break;
+    case IS_DONE:
+        CHECK_OK(smp_ledger_done(l, e->at[0]));
+        break;
+    case ADDS:
+        CHECK_OK(smp_ledger_add(l, e->at[0], e->at[1], order, e->at[3],
+                                term_of(b, e->text)));
+        break;
+    case SUSPECTS:
+        CHECK_OK(smp_ledger_suspect(l, e->at[0], e->at[1]));
+        break;
+    case BEGINS:
+        CHECK_OK(smp_ledger_begin(l, e->at[0], e->at[1]));
+        break;
+    case ENDS:
+        CHECK_OK(smp_ledger_end(l));
+        break;
+    case ABANDONS:
+        smp_ledger_abandon(l);
+        CHECK(b->live == 0);
+        break;
+    case IS_GRADIENT:
+        CHECK_TEXT(b->gradient[e->at[0]], e->text);
+        break;
+    case IS_COMPLETED:
+        CHECK(b->completed[e->at[0]] == e->at[1]);
+        break;
+    case IS_HELD:
+        CHECK(smp_ledger_held(l) == (size_t)e->at[0]);
+        break;
+    }
 }
 
-TEST(an_entry_delays_only_what_it_may_use)
+static void
+play(const event *events, size_t n, int32_t microbatches, int32_t backwards)
 {
     book        b;
-    smp_ledger *l = open_book(&b, 2, 1);
+    smp_ledger *l = open_book(&b, microbatches, backwards);
 
-    OPEN(0, 1, 0);
-    OPEN(0, 2, 1);
-    OPEN(0, 3, 2);
-    BACKWARD(0, 0);
-    BACKWARD(1, 0);
-    ADD(0, 0, 1, 0, "a");
-    ADD(0, 0, 1, 1, "b");
-    CLOSE(0, 1, 0);
-    CHECK_GRADIENT(b, 0, "(G+a)");
-    CHECK(b.completed[0] == 1);
-    CHECK_GRADIENT(b, 1, "G");
-    ADD(0, 0, 2, 1, "b2");
-    CLOSE(0, 2, 1);
-    CHECK_GRADIENT(b, 1, "(G+(b2+b))");
-    CHECK(b.completed[1] == 1 && b.completed[2] == 1);
-    END();
+    for (size_t i = 0; i < n; i++) {
+        play_one(&b, l, &events[i]);
+    }
     close_book(&b, l);
 }
 
-TEST(the_step_function_may_use_all)
-{
-    book        b;
-    smp_ledger *l = open_book(&b, 1, 1);
+#define SCENARIO(name, microbatches, backwards, ...)                                   \
+    TEST(name)                                                                         \
+    {                                                                                  \
+        static const event events[] = {__VA_ARGS__};                                   \
+                                                                                       \
+        play(events, COUNT_OF(events), microbatches, backwards);                       \
+    }
 
-    OPEN(0, 0, -1);
-    OPEN(0, 1, 1);
-    BACKWARD(0, 0);
-    ADD(0, 0, 0, 2, "root");
-    ADD(0, 0, 1, 2, "c1");
-    CLOSE(0, 1, 1);
-    CHECK_GRADIENT(b, 2, "G");
-    ADD(0, 0, 0, 2, "root'");
-    CLOSE(0, 0, -1);
-    CHECK_GRADIENT(b, 2, "(G+(c1+(root+root')))");
-    close_book(&b, l);
-}
+/* Microbatch 1 gives first, and request 1 before request 2. */
+SCENARIO(terms_are_added_by_request_then_microbatch, 2, 1, OPEN(0, 1, 0), OPEN(0, 2, 0),
+         OPEN(1, 1, 0), BACKWARD(1, 0), ADD(1, 0, 1, 0, "d1"), CLOSE(1, 1, 0),
+         BACKWARD(0, 0), ADD(0, 0, 1, 0, "c1"), GRADIENT(0, "G"), CLOSE(0, 1, 0),
+         ADD(0, 0, 2, 0, "c2"), GRADIENT(0, "G"), CLOSE(0, 2, 0),
+         GRADIENT(0, "((G+(c2+c1))+d1)"), COMPLETED(0, 1), HELD(0), END,
+         GRADIENT(0, "((G+(c2+c1))+d1)"), COMPLETED(0, 1))
 
-TEST(a_released_request_lets_the_others_through)
-{
-    book        b;
-    smp_ledger *l = open_book(&b, 2, 1);
+/* The requests suspend in between. */
+SCENARIO(a_requests_own_terms_are_summed_by_themselves, 1, 1, OPEN(0, 1, 0),
+         OPEN(0, 2, 0), BACKWARD(0, 0), ADD(0, 0, 1, 0, "c1"), ADD(0, 0, 2, 0, "c2"),
+         ADD(0, 0, 1, 0, "c1'"), ADD(0, 0, 2, 0, "c2'"), CLOSE(0, 2, 0), CLOSE(0, 1, 0),
+         GRADIENT(0, "(G+((c2+c2')+(c1+c1')))"), END)
 
-    OPEN(0, 1, 0);
-    OPEN(0, 2, 0);
-    OPEN(1, 1, 0);
-    BACKWARD(0, 0);
-    BACKWARD(1, 0);
-    ADD(1, 0, 1, 0, "d1");
-    CLOSE(1, 1, 0);
-    ADD(0, 0, 1, 0, "c1");
-    CLOSE(0, 1, 0);
-    CHECK_GRADIENT(b, 0, "G");
-    CLOSE(0, 2, 0); /* its outputs never reached the loss */
-    CHECK_GRADIENT(b, 0, "((G+c1)+d1)");
-    close_book(&b, l);
-}
+/* The same events in two steps of one microbatch: a request gives one term.  The first
+ * step shows that of parameter 0, and nothing of parameter 1; microbatch 0 comes first
+ * all the same. */
+SCENARIO(after_the_first_step_a_single_term_does_not_wait_for_its_request, 2, 1,
+         OPEN(0, 0, -1), BACKWARD(0, 0), ADD(0, 0, 0, 0, "c"), GRADIENT(0, "G"),
+         CLOSE(0, 0, -1), DONE(0), DONE(1), END, BEGIN(2, 1), OPEN(0, 0, -1),
+         OPEN(1, 0, -1), BACKWARD(1, 0), ADD(1, 0, 0, 0, "e"), GRADIENT(0, "(G+c)"),
+         BACKWARD(0, 0), ADD(0, 0, 0, 0, "d"), GRADIENT(0, "(((G+c)+d)+e)"), HELD(0),
+         COMPLETED(0, 2), ADD(0, 0, 0, 1, "f"), GRADIENT(1, "G"), CLOSE(0, 0, -1),
+         CLOSE(1, 0, -1), DONE(0), DONE(1), END, GRADIENT(1, "(G+f)"))
 
-TEST(a_suspect_waits_until_its_microbatch_is_done)
-{
-    book        b;
-    smp_ledger *l = open_book(&b, 2, 1);
+#define STEP(one, both)                                                                \
+    BEGIN(1, 1), OPEN(0, 1, 0), OPEN(0, 2, 0), BACKWARD(0, 0), ADD(0, 0, 1, 0, "c1"),  \
+        GRADIENT(0, one), ADD(0, 0, 2, 0, "c2"), GRADIENT(0, both), CLOSE(0, 2, 0),    \
+        CLOSE(0, 1, 0), DONE(0), END
+SCENARIO(a_single_term_waits_for_other_requests, 1, 1, STEP("G", "G"),
+         STEP("(G+(c2+c1))", "((G+(c2+c1))+(c2+c1))"),
+         GRADIENT(0, "((G+(c2+c1))+(c2+c1))"))
+#undef STEP
 
-    OPEN(0, 1, 0);
-    CHECK_OK(smp_ledger_suspect(l, 0, 0)); /* checkpointed: runs again */
-    BACKWARD(0, 0);
-    BACKWARD(1, 0);
-    ADD(0, 0, 1, 0, "c1");
-    CLOSE(0, 1, 0);
-    CHECK_GRADIENT(b, 0, "G");
-    OPEN(0, 2, 0); /* ... as a request of the backward */
-    ADD(0, 0, 2, 0, "again");
-    CLOSE(0, 2, 0);
-    CHECK_GRADIENT(b, 0, "G");
-    CHECK(b.completed[2] == 0);
-    DONE(0);
-    CHECK_GRADIENT(b, 0, "(G+(c1+again))");
-    CHECK(b.completed[0] == 1);
-    close_book(&b, l);
-}
+/* A request of the first call is served late. */
+#define STEP(one, both)                                                                \
+    BEGIN(1, 2), OPEN(0, 0, -1), BACKWARD(0, 0), ADD(0, 0, 0, 0, "c"), OPEN(0, 0, -1), \
+        BACKWARD(0, 1), BACKWARD(0, 0), GRADIENT(0, one), ADD(0, 1, 0, 0, "d"),        \
+        GRADIENT(0, both), CLOSE(0, 0, -1), CLOSE(0, 0, -1), DONE(0), END
+SCENARIO(a_single_term_waits_for_the_last_backward_call, 1, 2, STEP("G", "G"),
+         STEP("(G+(c+d))", "((G+(c+d))+(c+d))"), GRADIENT(0, "((G+(c+d))+(c+d))"))
+#undef STEP
 
-TEST(done_closes_what_gets_no_backward)
-{
-    book        b;
-    smp_ledger *l = open_book(&b, 2, 1);
+/* The second one does not come in the first step; the second step did not expect it and
+ * lost nothing. */
+#define STEP                                                                           \
+    BEGIN(1, 1), OPEN(0, 1, 0), BACKWARD(0, 0), ADD(0, 0, 1, 0, "c"),                  \
+        ADD(0, 0, 1, 0, "d"), CLOSE(0, 1, 0), DONE(0), END
+SCENARIO(terms_that_come_twice_in_a_request_wait_ever_after, 1, 1, OPEN(0, 1, 0),
+         BACKWARD(0, 0), ADD(0, 0, 1, 0, "c"), CLOSE(0, 1, 0), DONE(0), END, STEP, STEP,
+         STEP, GRADIENT(0, "(((((G+c)+c)+d)+(c+d))+(c+d))"))
+#undef STEP
 
-    OPEN(0, 1, 0);
-    OPEN(1, 1, 0);
-    BACKWARD(1, 0);
-    ADD(1, 0, 1, 0, "d1");
-    CLOSE(1, 1, 0);
-    CHECK_GRADIENT(b, 0, "G");
-    DONE(0); /* without any model.backward */
-    CHECK_GRADIENT(b, 0, "(G+d1)");
-    CLOSE(0, 1, 0); /* the graph outlived its microbatch */
-    CHECK(b.completed[0] == 1);
-    close_book(&b, l);
-}
+SCENARIO(an_entry_delays_only_what_it_may_use, 2, 1, OPEN(0, 1, 0), OPEN(0, 2, 1),
+         OPEN(0, 3, 2), BACKWARD(0, 0), BACKWARD(1, 0), ADD(0, 0, 1, 0, "a"),
+         ADD(0, 0, 1, 1, "b"), CLOSE(0, 1, 0), GRADIENT(0, "(G+a)"), COMPLETED(0, 1),
+         GRADIENT(1, "G"), ADD(0, 0, 2, 1, "b2"), CLOSE(0, 2, 1),
+         GRADIENT(1, "(G+(b2+b))"), COMPLETED(1, 1), COMPLETED(2, 1), END)
 
-TEST(backward_calls_of_a_microbatch_are_added_in_order)
-{
-    book        b;
-    smp_ledger *l = open_book(&b, 2, 2);
+SCENARIO(the_step_function_may_use_all, 1, 1, OPEN(0, 0, -1), OPEN(0, 1, 1),
+         BACKWARD(0, 0), ADD(0, 0, 0, 2, "root"), ADD(0, 0, 1, 2, "c1"), CLOSE(0, 1, 1),
+         GRADIENT(2, "G"), ADD(0, 0, 0, 2, "root'"), CLOSE(0, 0, -1),
+         GRADIENT(2, "(G+(c1+(root+root')))"))
 
-    OPEN(0, 1, 0);
-    OPEN(0, 2, 0);
-    OPEN(0, 3, 0);
-    BACKWARD(0, 0);
-    ADD(0, 0, 1, 0, "c1");
-    CLOSE(0, 1, 0);
-    ADD(0, 0, 3, 0, "c3");
-    CLOSE(0, 3, 0);
-    BACKWARD(0, 1);
-    ADD(0, 1, 2, 0, "e2");
-    CHECK_GRADIENT(b, 0, "G");
-    CLOSE(0, 2, 0);
-    CHECK_GRADIENT(b, 0, "(G+((c3+c1)+e2))");
-    BACKWARD(1, 0);
-    CHECK(b.completed[0] == 0); /* microbatch 1 has a second backward to come */
-    END();
-    CHECK(b.completed[0] == 1);
-    close_book(&b, l);
-}
+/* The outputs of the second one never reached the loss. */
+SCENARIO(a_released_request_lets_the_others_through, 2, 1, OPEN(0, 1, 0), OPEN(0, 2, 0),
+         OPEN(1, 1, 0), BACKWARD(0, 0), BACKWARD(1, 0), ADD(1, 0, 1, 0, "d1"),
+         CLOSE(1, 1, 0), ADD(0, 0, 1, 0, "c1"), CLOSE(0, 1, 0), GRADIENT(0, "G"),
+         CLOSE(0, 2, 0), GRADIENT(0, "((G+c1)+d1)"))
 
-TEST(a_late_term_is_still_added)
-{
-    book        b;
-    smp_ledger *l = open_book(&b, 2, 1);
+/* What is checkpointed runs again, as a request of the backward. */
+SCENARIO(a_suspect_waits_until_its_microbatch_is_done, 2, 1, OPEN(0, 1, 0),
+         SUSPECT(0, 0), BACKWARD(0, 0), BACKWARD(1, 0), ADD(0, 0, 1, 0, "c1"),
+         CLOSE(0, 1, 0), GRADIENT(0, "G"), OPEN(0, 2, 0), ADD(0, 0, 2, 0, "again"),
+         CLOSE(0, 2, 0), GRADIENT(0, "G"), COMPLETED(2, 0), DONE(0),
+         GRADIENT(0, "(G+(c1+again))"), COMPLETED(0, 1))
 
-    DONE(0);
-    ADD(0, 0, 1, 0, "late");
-    CHECK_GRADIENT(b, 0, "(G+late)");
-    DONE(1);
-    ADD(1, 0, 1, 0, "later");
-    CHECK_GRADIENT(b, 0, "((G+late)+later)");
-    close_book(&b, l);
-}
+/* Without any model.backward; the graph outlives its microbatch. */
+SCENARIO(done_closes_what_gets_no_backward, 2, 1, OPEN(0, 1, 0), OPEN(1, 1, 0),
+         BACKWARD(1, 0), ADD(1, 0, 1, 0, "d1"), CLOSE(1, 1, 0), GRADIENT(0, "G"),
+         DONE(0), GRADIENT(0, "(G+d1)"), CLOSE(0, 1, 0), COMPLETED(0, 1))
 
-TEST(the_end_of_a_step_folds_what_is_left_in_order)
-{
-    book        b;
-    smp_ledger *l = open_book(&b, 3, 1);
+/* In the end microbatch 1 has a second backward to come. */
+SCENARIO(backward_calls_of_a_microbatch_are_added_in_order, 2, 2, OPEN(0, 1, 0),
+         OPEN(0, 2, 0), OPEN(0, 3, 0), BACKWARD(0, 0), ADD(0, 0, 1, 0, "c1"),
+         CLOSE(0, 1, 0), ADD(0, 0, 3, 0, "c3"), CLOSE(0, 3, 0), BACKWARD(0, 1),
+         ADD(0, 1, 2, 0, "e2"), GRADIENT(0, "G"), CLOSE(0, 2, 0),
+         GRADIENT(0, "(G+((c3+c1)+e2))"), BACKWARD(1, 0), COMPLETED(0, 0), END,
+         COMPLETED(0, 1))
 
-    OPEN(0, 1, 0);
-    OPEN(2, 1, 0);
-    ADD(2, 0, 1, 0, "e1");
-    ADD(0, 0, 1, 0, "c1");
-    CHECK(smp_ledger_held(l) == 2);
-    END();
-    CHECK_GRADIENT(b, 0, "((G+c1)+e1)");
-    CHECK(b.completed[0] == 1 && b.completed[1] == 1 && b.completed[2] == 1);
-    CHECK(smp_ledger_held(l) == 0);
-    close_book(&b, l);
-}
+SCENARIO(a_late_term_is_still_added, 2, 1, DONE(0), ADD(0, 0, 1, 0, "late"),
+         GRADIENT(0, "(G+late)"), DONE(1), ADD(1, 0, 1, 0, "later"),
+         GRADIENT(0, "((G+late)+later)"))
 
-TEST(a_step_that_failed_leaves_nothing)
-{
-    book        b;
-    smp_ledger *l = open_book(&b, 2, 1);
+SCENARIO(the_end_of_a_step_folds_what_is_left_in_order, 3, 1, OPEN(0, 1, 0),
+         OPEN(2, 1, 0), ADD(2, 0, 1, 0, "e1"), ADD(0, 0, 1, 0, "c1"), HELD(2), END,
+         GRADIENT(0, "((G+c1)+e1)"), COMPLETED(0, 1), COMPLETED(1, 1), COMPLETED(2, 1),
+         HELD(0))
 
-    OPEN(0, 1, 0);
-    ADD(0, 0, 1, 0, "c1");
-    ADD(1, 0, 1, 1, "d1");
-    smp_ledger_abandon(l);
-    CHECK(smp_ledger_held(l) == 0 && b.live == 0);
-    CHECK_GRADIENT(b, 0, "G");
-    CHECK_OK(smp_ledger_begin(l, 1, 1)); /* the next one works */
-    OPEN(0, 1, 0);
-    BACKWARD(0, 0);
-    ADD(0, 0, 1, 0, "n");
-    CLOSE(0, 1, 0);
-    CHECK_GRADIENT(b, 0, "(G+n)");
-    CHECK(b.completed[0] == 1);
-    close_book(&b, l);
-}
+/* And the next one works. */
+SCENARIO(a_step_that_failed_leaves_nothing, 2, 1, OPEN(0, 1, 0), ADD(0, 0, 1, 0, "c1"),
+         ADD(1, 0, 1, 1, "d1"), ABANDON, HELD(0), GRADIENT(0, "G"), BEGIN(1, 1),
+         OPEN(0, 1, 0), BACKWARD(0, 0), ADD(0, 0, 1, 0, "n"), CLOSE(0, 1, 0),
+         GRADIENT(0, "(G+n)"), COMPLETED(0, 1))
 
 TEST(numbers_that_name_nothing_are_invalid_and_their_terms_dropped)
 {

@@ -134,6 +134,15 @@ decide(const model *m, decision *d)
     return decide_with(m, -1, d);
 }
 
+static decision
+decided(const model *m)
+{
+    decision d;
+
+    CHECK_OK(decide(m, &d));
+    return d;
+}
+
 /* "0 0 1 2": the devices of the modules from `first` on. */
 static const char *
 devices_of(const decision *d, int32_t first, int32_t count)
@@ -231,34 +240,25 @@ TEST(segments_beyond_the_greatest_one_are_even_too)
     }
 }
 
-TEST(each_device_goes_to_the_highest_average)
+/* To the highest average; the first wins a tie; what nobody can use is left over. */
+TEST(devices_are_shared_by_cost)
 {
-    int64_t cost[2] = {8, 2};
-    int32_t capacity[2] = {8, 8};
-    int32_t seats[2];
+    static const struct {
+        int64_t cost[3];
+        int32_t capacity[3], segments, devices, left, seats[3];
+    } rows[] = {
+        {{8, 2}, {8, 8}, 2, 8, 0, {7, 1}},
+        {{5, 5, 5}, {9, 9, 9}, 3, 4, 0, {2, 1, 1}},
+        {{5, 0, 1}, {2, 9, 1}, 3, 8, 5, {2, 0, 1}},
+    };
 
-    CHECK(smp_share_devices(cost, capacity, 2, 8, seats) == 0);
-    CHECK(seats[0] == 7 && seats[1] == 1);
-}
+    for (size_t i = 0; i < COUNT_OF(rows); i++) {
+        int32_t seats[3] = {0};
 
-TEST(the_first_segment_wins_a_tie_for_a_device)
-{
-    int64_t cost[3] = {5, 5, 5};
-    int32_t capacity[3] = {9, 9, 9};
-    int32_t seats[3];
-
-    CHECK(smp_share_devices(cost, capacity, 3, 4, seats) == 0);
-    CHECK(seats[0] == 2 && seats[1] == 1 && seats[2] == 1);
-}
-
-TEST(devices_that_nobody_can_use_are_left_over)
-{
-    int64_t cost[3] = {5, 0, 1};
-    int32_t capacity[3] = {2, 9, 1};
-    int32_t seats[3];
-
-    CHECK(smp_share_devices(cost, capacity, 3, 8, seats) == 5);
-    CHECK(seats[0] == 2 && seats[1] == 0 && seats[2] == 1);
+        CHECK(smp_share_devices(rows[i].cost, rows[i].capacity, rows[i].segments,
+                                rows[i].devices, seats) == rows[i].left);
+        CHECK(memcmp(seats, rows[i].seats, sizeof(seats)) == 0);
+    }
 }
 
 /* A row to pack, and whether it can be packed under a bound, by trying everything. */
@@ -346,33 +346,105 @@ TEST(a_row_is_packed_under_the_least_bound_that_trying_everything_finds)
     }
 }
 
-TEST(parts_of_some_size_do_not_pile_up_on_the_parents_device)
-{
-    model   m = new_model(8);
-    int32_t trunk = add(&m, 0, 0);
-    int32_t head[4];
+/* Modules that follow one another in a model; module 0 is its root. */
+typedef struct {
+    int32_t count;
+    int32_t parent;
+    int64_t bytes; /* of each one's parameter */
+    int32_t pin;   /* PIN(device); 0: none */
+    int64_t runs;  /* RUNS(when), the first of them; 0: in this order; -1: never */
+} part;
 
-    for (int i = 0; i < 12; i++) {
-        add(&m, trunk, 5);
+#define PIN(device) .pin = (device) + 1
+#define RUNS(when) .runs = (when) + 1
+
+typedef struct {
+    const char *says;
+    const char *want; /* the devices of all modules */
+    int32_t     devices;
+    int64_t     root_bytes;
+    bool        chain;         /* the root is one */
+    int32_t     other_default; /* the default device + 1; 0: none */
+    part        parts[8];
+} placement;
+
+static const placement placements[] = {
+    {"parts of some size do not pile up on the parent's device",
+     "0 0 0 0 0 1 1 1 2 2 2 3 3 3 4 5 6 7", 8,
+     .parts = {{1, 0, 0}, {12, 1, 5}, {4, 0, 10}}},
+    {"a container that is never called runs when its first module does", "0 1 0 0", 2,
+     .parts = {{1, 0, 20, RUNS(2)}, {1, 0, 0, .runs = -1}, {1, 2, 20, RUNS(1)}}},
+    {"what a parent owns counts against the device it sits on", "0 0 0 1 1 1 1 1", 2,
+     30, .parts = {{7, 0, 10}}},
+    {"a parent with its full share keeps its device for itself", "0 1 1 2 2", 3, 100,
+     .parts = {{4, 0, 10}}},
+    {"a part too small for a device sits with its parent",
+     "0 0 0 2 0 0 0 0 1 1 1 1 2 2 2 2 3 3 3 3", 4,
+     .parts = {{1, 0, 1},
+               {1, 0, 0, RUNS(99)},
+               {1, 0, 0, RUNS(199)},
+               {8, 2, 10, RUNS(100)},
+               {8, 3, 10, RUNS(200)}}},
+    {"a module without parameters runs where its parent runs", "0 0 0 1 0 0", 2,
+     .parts = {{1, 0, 10}, {1, 0, 0}, {1, 0, 10}, {1, 0, 0}, {1, 4, 0}}},
+    {"in a chain it runs with the module before it", "0 0 0 0 1 1 1", 2, .chain = true,
+     .parts = {{1, 0, 0}, {1, 0, 10}, {1, 0, 0}, {1, 0, 10}, {1, 0, 0}, {1, 5, 0}}},
+    {"a container goes where the modules it holds are", "0 0 1 1", 2,
+     .parts = {{1, 0, 50}, {1, 0, 0}, {1, 2, 50}}},
+    {"also where they are pinned, not it", "0 1 0 0", 2,
+     .parts = {{1, 0, 50}, {1, 0, 0}, {1, 2, 50, PIN(0)}}},
+    {"a pinned subtree sits there and the innermost pin wins", "0 3 2 2 3 0 0 1 1 3 3",
+     4,
+     .parts =
+         {{1, 0, 10, PIN(3)}, {1, 1, 10, PIN(2)}, {1, 2, 10}, {1, 1, 0}, {6, 0, 10}}},
+    {"what is pinned to a device leaves less room for the rest",
+     "0 2 0 0 0 1 1 1 2 3 3 3", 4, .parts = {{1, 0, 20, PIN(2)}, {10, 0, 10}}},
+    {"with a default device only pins move a module", "1 1 3 3 1 3", 4,
+     .other_default = 2,
+     .parts = {{1, 0, 40},
+               {1, 0, 40, PIN(3)},
+               {1, 2, 40},
+               {1, 2, 40, PIN(SMP_PIN_NONE)},
+               {1, 2, 0}}},
+    {"more devices than modules leaves some empty", "0 0 1 2", 16,
+     .parts = {{2, 0, 30}, {1, 0, 1}}},
+};
+
+TEST(modules_are_placed_by_their_costs_order_and_pins)
+{
+    for (size_t i = 0; i < COUNT_OF(placements); i++) {
+        const placement *row = &placements[i];
+        model            m = new_model(row->devices);
+
+        m.bytes[0] = row->root_bytes;
+        m.chain[0] = row->chain;
+        m.default_device = row->other_default - 1;
+        for (const part *some = row->parts; some->count != 0; some++) {
+            for (int32_t k = 0; k < some->count; k++) {
+                int32_t n = add(&m, some->parent, some->bytes);
+
+                m.pin[n] = some->pin != 0 ? some->pin - 1 : SMP_PIN_INHERIT;
+                if (some->runs != 0) {
+                    m.first_run[n] =
+                        some->runs < 0 ? SMP_NEVER_RUN : some->runs - 1 + k;
+                }
+            }
+        }
+        decision d = decided(&m);
+
+        check_row = row->says;
+        CHECK_TEXT(devices_of(&d, 0, m.nmodules), row->want);
     }
-    for (int i = 0; i < 4; i++) {
-        head[i] = add(&m, 0, 10);
-    }
-    decision d;
-    CHECK_OK(decide(&m, &d));
-    CHECK_TEXT(devices_of(&d, trunk + 1, 12), "0 0 0 1 1 1 2 2 2 3 3 3");
-    CHECK_TEXT(devices_of(&d, head[0], 4), "4 5 6 7");
 }
 
 TEST(equal_layers_are_spread_evenly_in_their_order)
 {
-    model    m = new_model(4);
-    decision d;
+    model m = new_model(4);
 
     for (int i = 0; i < 8; i++) {
         add(&m, 0, 10);
     }
-    CHECK_OK(decide(&m, &d));
+    decision d = decided(&m);
 
     CHECK_TEXT(devices_of(&d, 0, 9), "0 0 0 1 1 2 2 3 3");
     for (int i = 0; i < 4; i++) {
@@ -399,74 +471,6 @@ TEST(children_are_cut_in_execution_order_and_those_never_run_come_last)
     }
 }
 
-TEST(a_container_that_is_never_called_runs_when_its_first_module_does)
-{
-    model   m = new_model(2);
-    int32_t head = add(&m, 0, 20);
-    int32_t list = add(&m, 0, 0);
-    int32_t layer = add(&m, list, 20);
-
-    m.first_run[list] = SMP_NEVER_RUN;
-    m.first_run[layer] = 1;
-    m.first_run[head] = 2;
-
-    decision d;
-    CHECK_OK(decide(&m, &d));
-    CHECK(d.device[layer] == 0 && d.device[list] == 0 && d.device[head] == 1);
-}
-
-TEST(what_a_parent_owns_counts_against_the_device_it_sits_on)
-{
-    model    m = new_model(2);
-    decision d;
-
-    m.bytes[0] = 30;
-    for (int i = 0; i < 7; i++) {
-        add(&m, 0, 10);
-    }
-    CHECK_OK(decide(&m, &d));
-
-    CHECK_TEXT(devices_of(&d, 0, 8), "0 0 0 1 1 1 1 1");
-}
-
-TEST(a_parent_with_its_full_share_keeps_its_device_for_itself)
-{
-    model    m = new_model(3);
-    decision d;
-
-    m.bytes[0] = 100;
-    for (int i = 0; i < 4; i++) {
-        add(&m, 0, 10);
-    }
-    CHECK_OK(decide(&m, &d));
-
-    CHECK_TEXT(devices_of(&d, 0, 5), "0 1 1 2 2");
-}
-
-TEST(a_part_too_small_for_a_device_sits_with_its_parent)
-{
-    model   m = new_model(4);
-    int32_t embedding = add(&m, 0, 1);
-    int32_t stack[2] = {add(&m, 0, 0), add(&m, 0, 0)};
-    int32_t layer[2][8];
-
-    for (int s = 0; s < 2; s++) {
-        for (int i = 0; i < 8; i++) {
-            layer[s][i] = add(&m, stack[s], 10);
-            m.first_run[layer[s][i]] = 100 * (s + 1) + i;
-        }
-    }
-    m.first_run[stack[0]] = 99;
-    m.first_run[stack[1]] = 199;
-
-    decision d;
-    CHECK_OK(decide(&m, &d));
-    CHECK(d.device[embedding] == 0);
-    CHECK_TEXT(devices_of(&d, layer[0][0], 8), "0 0 0 0 1 1 1 1");
-    CHECK_TEXT(devices_of(&d, layer[1][0], 8), "2 2 2 2 3 3 3 3");
-    CHECK(d.device[stack[0]] == 0 && d.device[stack[1]] == 2);
-}
-
 TEST(modules_that_share_a_parameter_sit_together)
 {
     model   m = new_model(4);
@@ -478,8 +482,8 @@ TEST(modules_that_share_a_parameter_sit_together)
     int32_t head = add(&m, 0, 0);
     uses(&m, head, embedding);
 
-    decision d;
-    CHECK_OK(decide(&m, &d));
+    decision d = decided(&m);
+
     CHECK(d.node[head] == d.node[embedding]);
     CHECK(d.device[head] == d.device[embedding]);
     CHECK(d.device[head - 1] == 3);
@@ -495,95 +499,11 @@ TEST(a_parent_that_uses_a_childs_weight_lands_beside_it)
 
     uses(&m, layer, linear);
 
-    decision d;
-    CHECK_OK(decide(&m, &d));
+    decision d = decided(&m);
+
     CHECK(d.device[first] == 0);
     CHECK(d.device[layer] == 1 && d.device[linear] == 1 && d.device[other] == 1);
     CHECK(d.node[layer] == d.node[linear] && d.node[layer] != d.node[other]);
-}
-
-TEST(a_module_without_parameters_runs_where_its_parent_runs)
-{
-    model   m = new_model(2);
-    int32_t a = add(&m, 0, 10);
-    int32_t after_a = add(&m, 0, 0);
-    int32_t b = add(&m, 0, 10);
-    int32_t after_b = add(&m, 0, 0);
-    int32_t inside = add(&m, after_b, 0);
-
-    decision d;
-    CHECK_OK(decide(&m, &d));
-    CHECK(d.device[a] == 0 && d.device[b] == 1);
-    CHECK(d.device[after_a] == 0 && d.device[after_b] == 0 && d.device[inside] == 0);
-}
-
-TEST(in_a_chain_it_runs_with_the_module_before_it)
-{
-    model m = new_model(2);
-
-    m.chain[0] = 1;
-    add(&m, 0, 0);
-    add(&m, 0, 10);
-    add(&m, 0, 0);
-    add(&m, 0, 10);
-    int32_t last = add(&m, 0, 0);
-    int32_t inside = add(&m, last, 0);
-
-    decision d;
-    CHECK_OK(decide(&m, &d));
-    CHECK_TEXT(devices_of(&d, 0, 6), "0 0 0 0 1 1");
-    CHECK(d.device[inside] == 1);
-}
-
-TEST(a_container_goes_where_the_modules_it_holds_are)
-{
-    model   m = new_model(2);
-    int32_t a = add(&m, 0, 50);
-    int32_t box = add(&m, 0, 0);
-    int32_t b = add(&m, box, 50);
-
-    decision d;
-    CHECK_OK(decide(&m, &d));
-    CHECK(d.device[a] == 0 && d.device[box] == 1 && d.device[b] == 1);
-
-    m.pin[b] = 0; /* now what it holds is pinned, not it */
-    CHECK_OK(decide(&m, &d));
-    CHECK(d.device[box] == 0 && d.device[b] == 0 && d.device[a] == 1);
-}
-
-TEST(a_pinned_subtree_sits_there_and_the_innermost_pin_wins)
-{
-    model   m = new_model(4);
-    int32_t box = add(&m, 0, 10);
-    int32_t inner = add(&m, box, 10);
-    int32_t leaf = add(&m, inner, 10);
-    int32_t beside = add(&m, box, 0);
-
-    for (int i = 0; i < 6; i++) {
-        add(&m, 0, 10);
-    }
-    m.pin[box] = 3;
-    m.pin[inner] = 2;
-
-    decision d;
-    CHECK_OK(decide(&m, &d));
-    CHECK(d.device[box] == 3 && d.device[beside] == 3);
-    CHECK(d.device[inner] == 2 && d.device[leaf] == 2);
-}
-
-TEST(what_is_pinned_to_a_device_leaves_less_room_for_the_rest)
-{
-    model   m = new_model(4);
-    int32_t head = add(&m, 0, 20);
-
-    for (int i = 0; i < 10; i++) {
-        add(&m, 0, 10);
-    }
-    m.pin[head] = 2;
-
-    decision d;
-    CHECK_OK(decide(&m, &d));
-    CHECK_TEXT(devices_of(&d, head + 1, 10), "0 0 0 1 1 1 2 3 3 3");
 }
 
 TEST(pins_that_contradict_a_shared_parameter_name_both_modules)
@@ -608,26 +528,6 @@ TEST(pins_that_contradict_a_shared_parameter_name_both_modules)
     CHECK(d.device[head] == 0 && d.device[box] == 1);
 }
 
-TEST(with_a_default_device_only_pins_move_a_module)
-{
-    model   m = new_model(4);
-    int32_t a = add(&m, 0, 40);
-    int32_t b = add(&m, 0, 40);
-    int32_t inside = add(&m, b, 40);
-    int32_t other = add(&m, b, 40);
-    int32_t act = add(&m, b, 0);
-
-    m.default_device = 1;
-    m.pin[b] = 3;
-    m.pin[other] = SMP_PIN_NONE;
-
-    decision d;
-    CHECK_OK(decide(&m, &d));
-    CHECK(d.device[0] == 1 && d.device[a] == 1);
-    CHECK(d.device[b] == 3 && d.device[inside] == 3 && d.device[act] == 3);
-    CHECK(d.device[other] == 1);
-}
-
 TEST(costs_of_zero_and_models_without_parameters_come_to_an_end)
 {
     model m = new_model(8);
@@ -638,8 +538,8 @@ TEST(costs_of_zero_and_models_without_parameters_come_to_an_end)
         add(&m, box, 0);
     }
 
-    decision d;
-    CHECK_OK(decide(&m, &d));
+    decision d = decided(&m);
+
     for (int32_t i = 0; i < m.nmodules; i++) {
         CHECK(d.device[i] == 0);
         CHECK(d.own_cost[i] == 0);
@@ -654,30 +554,16 @@ TEST(costs_of_zero_and_models_without_parameters_come_to_an_end)
     CHECK(d.cost[d.device[4]] == 1.0);
 }
 
-TEST(more_devices_than_modules_leaves_some_empty)
-{
-    model    m = new_model(16);
-    decision d;
-
-    add(&m, 0, 30);
-    add(&m, 0, 30);
-    add(&m, 0, 1);
-    CHECK_OK(decide(&m, &d));
-
-    CHECK_TEXT(devices_of(&d, 0, 4), "0 0 1 2");
-}
-
 TEST(the_parts_of_the_cost_have_no_unit)
 {
-    model    m = new_model(1);
-    decision d;
+    model m = new_model(1);
 
     m.memory_weight = 0.75;
     add(&m, 0, 3000);
     int32_t b = add(&m, 0, 1000);
     m.activation_bytes[b] = 4000;
     m.seconds[b] = 5e-6;
-    CHECK_OK(decide(&m, &d));
+    decision d = decided(&m);
 
     CHECK(d.own_cost[1] > 0.28124 && d.own_cost[1] < 0.28126);
     CHECK(d.own_cost[2] > 0.71874 && d.own_cost[2] < 0.71876);
@@ -712,45 +598,29 @@ TEST(numbers_out_of_range_are_refused)
     add(&good, 0, 1);
     add(&good, 1, 1);
     CHECK_OK(decide(&good, &d));
-    m = good, m.devices = 0;
-    CHECK_STATUS(decide(&m, &d), SMP_ERR_INVALID);
-    m = good, m.devices = SMP_PARTITION_MAX_DEVICES + 1;
-    CHECK_STATUS(decide(&m, &d), SMP_ERR_INVALID);
-    m = good, m.memory_weight = 1.5;
-    CHECK_STATUS(decide(&m, &d), SMP_ERR_INVALID);
-    m = good, m.memory_weight = -0.5;
-    CHECK_STATUS(decide(&m, &d), SMP_ERR_INVALID);
-    m = good, m.memory_weight = 0.0 / (double)m.nextra;
-    CHECK_STATUS(decide(&m, &d), SMP_ERR_INVALID);
-    m = good, m.default_device = 2;
-    CHECK_STATUS(decide(&m, &d), SMP_ERR_INVALID);
-    m = good, m.default_device = -2;
-    CHECK_STATUS(decide(&m, &d), SMP_ERR_INVALID);
-    m = good, m.parent[2] = 3;
-    CHECK_STATUS(decide(&m, &d), SMP_ERR_INVALID);
-    m = good, m.parent[2] = -1;
-    CHECK_STATUS(decide(&m, &d), SMP_ERR_INVALID);
-    m = good, m.parent[1] = 2; /* 1 and 2 hold each other, the root neither */
-    CHECK_STATUS(decide(&m, &d), SMP_ERR_INVALID);
-    m = good, m.pin[1] = 2;
-    CHECK_STATUS(decide(&m, &d), SMP_ERR_INVALID);
-    m = good, m.pin[1] = SMP_PIN_NONE - 1;
-    CHECK_STATUS(decide(&m, &d), SMP_ERR_INVALID);
-    m = good, m.bytes[1] = -1;
-    CHECK_STATUS(decide(&m, &d), SMP_ERR_INVALID);
-    m = good, m.bytes[1] = 1, m.activation_bytes[1] = -1;
-    CHECK_STATUS(decide(&m, &d), SMP_ERR_INVALID);
-    m = good, m.seconds[1] = -1;
-    CHECK_STATUS(decide(&m, &d), SMP_ERR_INVALID);
-    m = good, m.seconds[1] = 1.0 / (double)m.nextra;
-    CHECK_STATUS(decide(&m, &d), SMP_ERR_INVALID);
-    m = good, m.seconds[1] = 0.0 / (double)m.nextra;
-    CHECK_STATUS(decide(&m, &d), SMP_ERR_INVALID);
+#define REFUSES(...)                                                                   \
+    m = good, __VA_ARGS__;                                                             \
+    CHECK_STATUS(decide(&m, &d), SMP_ERR_INVALID)
+    REFUSES(m.devices = 0);
+    REFUSES(m.devices = SMP_PARTITION_MAX_DEVICES + 1);
+    REFUSES(m.memory_weight = 1.5);
+    REFUSES(m.memory_weight = -0.5);
+    REFUSES(m.memory_weight = 0.0 / (double)m.nextra);
+    REFUSES(m.default_device = 2);
+    REFUSES(m.default_device = -2);
+    REFUSES(m.parent[2] = 3);
+    REFUSES(m.parent[2] = -1);
+    REFUSES(m.parent[1] = 2); /* 1 and 2 hold each other, the root neither */
+    REFUSES(m.pin[1] = 2);
+    REFUSES(m.pin[1] = SMP_PIN_NONE - 1);
+    REFUSES(m.bytes[1] = -1);
+    REFUSES(m.bytes[1] = 1, m.activation_bytes[1] = -1);
+    REFUSES(m.seconds[1] = -1);
+    REFUSES(m.seconds[1] = 1.0 / (double)m.nextra);
+    REFUSES(m.seconds[1] = 0.0 / (double)m.nextra);
     for (int32_t wrong = -1; wrong <= 3; wrong += 4) {
-        m = good, uses(&m, 1, wrong);
-        CHECK_STATUS(decide(&m, &d), SMP_ERR_INVALID);
-        m = good, uses(&m, wrong, 1);
-        CHECK_STATUS(decide(&m, &d), SMP_ERR_INVALID);
+        REFUSES(uses(&m, 1, wrong));
+        REFUSES(uses(&m, wrong, 1));
     }
     CHECK(d.conflict[0] == -1 && d.conflict[1] == -1);
     m = good, m.devices = SMP_PARTITION_MAX_DEVICES, m.pin[1] = m.devices - 1;
