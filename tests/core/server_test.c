@@ -405,6 +405,12 @@ run_step(rank *self, smp_schedule_kind kind, int32_t active)
     return status;
 }
 
+static void
+expect_step(rank *self, int32_t active, smp_status want)
+{
+    CHECK_STATUS(run_step(self, SMP_SCHEDULE_INTERLEAVED, active), want);
+}
+
 static bool
 gate_was_in_order(const rank *self)
 {
@@ -418,53 +424,55 @@ gate_was_in_order(const rank *self)
 
 /* ---------------------------------------------------------------------- steps */
 
-TEST_RANK(nested_calls_answer_on_every_schedule)
+/* A test in which all ranks have servers, from its begin to its end. */
+#define SERVER_TEST(name)                                                              \
+    static void name##_served(rank *self);                                             \
+    TEST_RANK(name)                                                                    \
+    {                                                                                  \
+        rank self;                                                                     \
+                                                                                       \
+        CHECK_OK(begin(&self, w));                                                     \
+        name##_served(&self);                                                          \
+        finish(&self);                                                                 \
+    }                                                                                  \
+    static void name##_served(rank *self)
+
+SERVER_TEST(nested_calls_answer_on_every_schedule)
 {
     static const smp_schedule_kind kinds[] = {SMP_SCHEDULE_SIMPLE,
                                               SMP_SCHEDULE_INTERLEAVED};
-    rank                           self;
 
-    CHECK_OK(begin(&self, w));
     for (int kind = 0; kind < 2; kind++) {
         int32_t least = kinds[kind] == SMP_SCHEDULE_SIMPLE ? MICROBATCHES : 1;
 
         for (int32_t active = least; active <= MICROBATCHES; active++) {
-            CHECK_OK(run_step(&self, kinds[kind], active));
-            CHECK(w->rank != 0 || self.finished == MICROBATCHES);
-            CHECK(w->rank != 1 || gate_was_in_order(&self));
+            CHECK_OK(run_step(self, kinds[kind], active));
+            CHECK(self->w->rank != 0 || self->finished == MICROBATCHES);
+            CHECK(self->w->rank != 1 || gate_was_in_order(self));
         }
     }
-    CHECK(w->rank != 1 || self.notes == 5 * MICROBATCHES * 3);
-    CHECK(smp_server_timeline(self.server)->count > 0);
-    finish(&self);
+    CHECK(self->w->rank != 1 || self->notes == 5 * MICROBATCHES * 3);
+    CHECK(smp_server_timeline(self->server)->count > 0);
 }
 
-TEST_RANK(a_thousand_steps_with_random_delays)
+SERVER_TEST(a_thousand_steps_with_random_delays)
 {
-    rank self;
-
-    CHECK_OK(begin(&self, w));
-    self.delays = true;
+    self->delays = true;
     for (int i = 0; i < world_times(MOST_STEPS); i++) {
-        CHECK_OK(run_step(&self, SMP_SCHEDULE_INTERLEAVED, MICROBATCHES));
-        CHECK(w->rank != 1 || gate_was_in_order(&self));
+        expect_step(self, MICROBATCHES, SMP_OK);
+        CHECK(self->w->rank != 1 || gate_was_in_order(self));
     }
     /* Every thread was used again: there are no more than tasks of one step. */
-    CHECK(self.begun <= MICROBATCHES * (HOPS + 2));
-    finish(&self);
+    CHECK(self->begun <= MICROBATCHES * (HOPS + 2));
 }
 
-TEST_RANK(runs_without_backward_end_the_step)
+SERVER_TEST(runs_without_backward_end_the_step)
 {
-    rank self;
-
-    CHECK_OK(begin(&self, w));
-    self.no_backward = true;
+    self->no_backward = true;
     for (int i = 0; i < 20; i++) {
-        CHECK_OK(run_step(&self, SMP_SCHEDULE_INTERLEAVED, 2));
-        CHECK(w->rank != 0 || self.finished == MICROBATCHES);
+        expect_step(self, 2, SMP_OK);
+        CHECK(self->w->rank != 0 || self->finished == MICROBATCHES);
     }
-    finish(&self);
 }
 
 /* -------------------------------------------------------------------- failures */
@@ -476,40 +484,31 @@ fail_once_then_work(rank *self)
     int tasks_left;
 
     self->delays = true;
-    CHECK_STATUS(run_step(self, SMP_SCHEDULE_INTERLEAVED, MICROBATCHES),
-                 SMP_ERR_CLOSED);
+    expect_step(self, MICROBATCHES, SMP_ERR_CLOSED);
     tasks_left = self->inside;
     CHECK(tasks_left == 0);
     CHECK(self->finished < MICROBATCHES);
     self->faulty = -1;
     self->first_entry = HOPS;
-    CHECK_OK(run_step(self, SMP_SCHEDULE_INTERLEAVED, MICROBATCHES));
+    expect_step(self, MICROBATCHES, SMP_OK);
     CHECK(self->w->rank != 0 || self->finished == MICROBATCHES);
     CHECK(self->w->rank != 1 || gate_was_in_order(self));
 }
 
-TEST_RANK(a_failing_module_ends_the_step_everywhere)
+SERVER_TEST(a_failing_module_ends_the_step_everywhere)
 {
-    rank self;
-
-    CHECK_OK(begin(&self, w));
     for (int i = 0; i < 30; i++) {
-        self.first_entry = FAULTY;
-        fail_once_then_work(&self);
+        self->first_entry = FAULTY;
+        fail_once_then_work(self);
     }
-    finish(&self);
 }
 
-TEST_RANK(a_failing_step_function_ends_the_step_everywhere)
+SERVER_TEST(a_failing_step_function_ends_the_step_everywhere)
 {
-    rank self;
-
-    CHECK_OK(begin(&self, w));
     for (int i = 0; i < 30; i++) {
-        self.faulty = i % MICROBATCHES;
-        fail_once_then_work(&self);
+        self->faulty = i % MICROBATCHES;
+        fail_once_then_work(self);
     }
-    finish(&self);
 }
 
 static void
@@ -539,67 +538,58 @@ nag(void *arg)
     return NULL;
 }
 
-TEST_RANK(a_signal_that_says_stop_ends_the_step)
+SERVER_TEST(a_signal_that_says_stop_ends_the_step)
 {
     struct sigaction act = {.sa_handler = no_action};
-    rank             self;
 
     sigaction(SIGUSR1, &act, NULL);
-    CHECK_OK(begin(&self, w));
-    self.first_entry = SILENT; /* never answered: only the signal can end it */
-    self.until_signal = true;
-    if (w->rank == 1) {
-        nagger    n = {&self, pthread_self()};
+    self->first_entry = SILENT; /* never answered: only the signal can end it */
+    self->until_signal = true;
+    if (self->w->rank == 1) {
+        nagger    n = {self, pthread_self()};
         pthread_t thread;
 
         CHECK(pthread_create(&thread, NULL, nag, &n) == 0);
-        CHECK_STATUS(run_step(&self, SMP_SCHEDULE_INTERLEAVED, 1), SMP_ERR_INTERRUPTED);
+        expect_step(self, 1, SMP_ERR_INTERRUPTED);
         pthread_join(thread, NULL);
     } else {
-        CHECK_STATUS(run_step(&self, SMP_SCHEDULE_INTERLEAVED, 1), SMP_ERR_CLOSED);
+        expect_step(self, 1, SMP_ERR_CLOSED);
     }
-    CHECK(self.inside == 0);
-    self.first_entry = HOPS;
-    CHECK_OK(run_step(&self, SMP_SCHEDULE_INTERLEAVED, 1));
-    finish(&self);
+    CHECK(self->inside == 0);
+    self->first_entry = HOPS;
+    expect_step(self, 1, SMP_OK);
 }
 
-TEST_RANK(a_deadlock_is_found_and_says_who_waits)
+SERVER_TEST(a_deadlock_is_found_and_says_who_waits)
 {
-    rank self;
     char said[4096];
 
-    CHECK_OK(begin(&self, w));
-    CHECK_OK(run_step(&self, SMP_SCHEDULE_INTERLEAVED, 1));
-    self.first_entry = SILENT; /* nobody answers, and nobody has anything to do */
-    if (w->rank == 0) {
-        CHECK_STATUS(run_step(&self, SMP_SCHEDULE_INTERLEAVED, 2), SMP_ERR_DEADLOCK);
-        CHECK(smp_server_write_deadlock(self.server, said, sizeof(said)) ==
+    expect_step(self, 1, SMP_OK);
+    self->first_entry = SILENT; /* nobody answers, and nobody has anything to do */
+    if (self->w->rank == 0) {
+        expect_step(self, 2, SMP_ERR_DEADLOCK);
+        CHECK(smp_server_write_deadlock(self->server, said, sizeof(said)) ==
               strlen(said));
         CHECK_HAS(said, "rank 0: microbatch 0, forward: the step function waits "
                         "for module '?' on rank 1");
         CHECK_HAS(said, "rank 1 has nothing to run");
     } else {
-        CHECK_STATUS(run_step(&self, SMP_SCHEDULE_INTERLEAVED, 2), SMP_ERR_CLOSED);
+        expect_step(self, 2, SMP_ERR_CLOSED);
     }
-    CHECK(self.inside == 0);
-    self.first_entry = HOPS;
-    CHECK_OK(run_step(&self, SMP_SCHEDULE_INTERLEAVED, 2));
-    finish(&self);
+    CHECK(self->inside == 0);
+    self->first_entry = HOPS;
+    expect_step(self, 2, SMP_OK);
 }
 
-TEST_RANK(a_rank_that_is_slow_or_late_is_no_deadlock)
+SERVER_TEST(a_rank_that_is_slow_or_late_is_no_deadlock)
 {
     int64_t until;
-    rank    self;
 
-    CHECK_OK(begin(&self, w));
     until = smp_clock_ns() + SMP_NS_PER_S; /* the others look why, meanwhile */
-    while (w->rank == w->size - 1 && smp_clock_ns() < until) {
+    while (self->w->rank == self->w->size - 1 && smp_clock_ns() < until) {
         sched_yield();
     }
-    CHECK_OK(run_step(&self, SMP_SCHEDULE_INTERLEAVED, 2));
-    finish(&self);
+    expect_step(self, 2, SMP_OK);
 }
 
 TEST_RANK(a_step_ends_when_the_others_have_left)
@@ -616,10 +606,9 @@ TEST_RANK(a_step_ends_when_the_others_have_left)
     while (!smp_comm_left(w->comm, 1)) {
         sched_yield();
     }
-    CHECK_STATUS(run_step(&self, SMP_SCHEDULE_INTERLEAVED, 2),
-                 SMP_ERR_CLOSED); /* send */
+    expect_step(&self, 2, SMP_ERR_CLOSED); /* send */
     self.no_request = true;
-    CHECK_STATUS(run_step(&self, SMP_SCHEDULE_INTERLEAVED, 2), SMP_ERR_UNREACHABLE);
+    expect_step(&self, 2, SMP_ERR_UNREACHABLE);
     CHECK(smp_server_left(self.server) >= 1);
     CHECK(self.inside == 0 && self.finished == 0);
     smp_server_destroy(self.server);
@@ -641,7 +630,7 @@ TEST_RANK(a_step_ends_when_one_of_the_others_has_left)
         while (!smp_comm_left(w->comm, last)) {
             sched_yield();
         }
-        CHECK_STATUS(run_step(&self, SMP_SCHEDULE_INTERLEAVED, 2), SMP_ERR_UNREACHABLE);
+        expect_step(&self, 2, SMP_ERR_UNREACHABLE);
         CHECK(smp_server_left(self.server) == last);
         finish(&self);
         return;
@@ -657,204 +646,176 @@ send_raw(world *w, smp_envelope envelope, size_t nbytes)
     return smp_comm_send(w->comm, 1, &envelope, nbytes, NULL, 0);
 }
 
-/* Rank 0 writes by hand; the other ranks serve. */
-static void
-serve_one(rank *self, smp_status want)
+/* Rank 0 writes by hand, rank 1 serves; both by a list of acts. */
+typedef enum { OVER, SAYS, HEARS, MEETS, SERVES } act_kind;
+
+typedef struct {
+    act_kind     kind;
+    smp_envelope e;            /* says or hears */
+    size_t       cut;          /* bytes that are not sent */
+    smp_status   want;         /* of a step */
+    int          tasks, notes; /* that have been run when it is over */
+} act;
+
+#define SAY(of, in, ...)                                                               \
+    {                                                                                  \
+        .kind = SAYS, .e = {.kind = SMP_MSG_##of, .step = in, __VA_ARGS__ }            \
+    }
+#define END(in) SAY(STEP_END, in, .call = 0)
+#define HEAR(of, in, to)                                                               \
+    {                                                                                  \
+        .kind = HEARS, .e = {.kind = SMP_MSG_##of, .step = in, .call = to }            \
+    }
+#define MEET                                                                           \
+    {                                                                                  \
+        .kind = MEETS                                                                  \
+    }
+#define SERVE(status, so_far)                                                          \
+    {                                                                                  \
+        .kind = SERVES, .want = status, .tasks = so_far                                \
+    }
+
+/* The next message of another rank, which must be of a kind. */
+static smp_envelope
+hear(world *w, smp_msg_kind kind)
 {
-    CHECK_STATUS(run_step(self, SMP_SCHEDULE_INTERLEAVED, 1), want);
+    smp_message *m;
+    smp_envelope e;
+
+    CHECK_OK(smp_comm_receive(w->comm, WORLD_DEADLINE_NS, &m));
+    e = *smp_message_envelope(m);
+    smp_message_free(m);
+    CHECK(e.kind == kind);
+    return e;
 }
 
-/* The value of the next message to rank 0, which must be a response in `step`. */
+/* A response in `step`. */
 static void
 expect_response(world *w, uint32_t step, uint64_t call_number)
 {
-    smp_message *m;
+    smp_envelope e = hear(w, SMP_MSG_RESPONSE);
 
-    CHECK_OK(smp_comm_receive(w->comm, WORLD_DEADLINE_NS, &m));
-    CHECK(smp_message_envelope(m)->kind == SMP_MSG_RESPONSE);
-    CHECK(smp_message_envelope(m)->step == step);
-    CHECK(smp_message_envelope(m)->call == call_number);
-    smp_message_free(m);
+    CHECK(e.step == step && e.call == call_number);
 }
+
+static void
+do_act(world *w, rank *self, const act *a)
+{
+    smp_envelope e;
+
+    switch (a->kind) {
+    case SAYS:
+        CHECK_OK(send_raw(w, a->e, sizeof(a->e) - a->cut));
+        break;
+    case HEARS:
+        e = hear(w, (smp_msg_kind)a->e.kind);
+        CHECK(e.step == a->e.step && e.call == a->e.call);
+        break;
+    case MEETS:
+        w->barrier(w);
+        break;
+    case SERVES:
+        expect_step(self, 1, a->want);
+        CHECK(self->tasks == a->tasks && self->notes == a->notes);
+        break;
+    case OVER:
+        break;
+    }
+}
+
+/* Others than ranks 0 and 1 meet as often. */
+static void
+act_by_hand(world *w, rank *self, const act *by_0, const act *by_1)
+{
+    *self = (rank){0};
+    if (w->rank == 1) {
+        CHECK_OK(begin(self, w));
+    }
+    for (const act *a = w->rank == 1 ? by_1 : by_0; a->kind != OVER; a++) {
+        if (w->rank <= 1 || a->kind == MEETS) {
+            do_act(w, self, a);
+        }
+    }
+    if (w->rank == 1) {
+        finish(self);
+    } else {
+        w->barrier(w);
+    }
+}
+
+#define BY(...) ((const act[]){__VA_ARGS__, {.kind = OVER}})
 
 TEST_RANK(messages_of_the_next_step_wait_for_it)
 {
-    smp_envelope e = {.kind = SMP_MSG_FORWARD, .step = 2, .call = 22};
-    rank         self;
+    rank self;
 
-    if (w->rank == 1) {
-        CHECK_OK(begin(&self, w));
-        serve_one(&self, SMP_OK);
-        CHECK(self.tasks == 1);
-        serve_one(&self, SMP_OK);
-        CHECK(self.tasks == 2);
-        finish(&self);
-        return;
-    }
-    if (w->rank == 0) {
-        CHECK_OK(send_raw(w, e, sizeof(e))); /* a step too early */
-        e.step = 1;
-        e.call = 11;
-        CHECK_OK(send_raw(w, e, sizeof(e)));
-        expect_response(w, 1, 11);
-        e.kind = SMP_MSG_STEP_END;
-        CHECK_OK(send_raw(w, e, sizeof(e)));
-        expect_response(w, 2, 22);
-        e.step = 2;
-        CHECK_OK(send_raw(w, e, sizeof(e)));
-    }
-    w->barrier(w);
+    act_by_hand(w, &self,
+                BY(SAY(FORWARD, 2, .call = 22), /* a step too early */
+                   SAY(FORWARD, 1, .call = 11), HEAR(RESPONSE, 1, 11), END(1),
+                   HEAR(RESPONSE, 2, 22), END(2)),
+                BY(SERVE(SMP_OK, 1), SERVE(SMP_OK, 2)));
 }
 
 TEST_RANK(what_came_early_is_acted_on_in_the_order_of_its_arrival)
 {
-    smp_envelope e = {.kind = SMP_MSG_FORWARD, .step = 1};
-    rank         self;
+    rank self;
 
-    if (w->rank == 0) {
-        CHECK_OK(send_raw(w, e, sizeof(e))); /* leaves a gap before them */
-        e = (smp_envelope){.kind = SMP_MSG_RELEASE, .step = 2};
-        for (; e.microbatch < MICROBATCHES; e.microbatch++) {
-            CHECK_OK(send_raw(w, e, sizeof(e)));
-        }
+    act_by_hand(
+        w, &self,
+        BY(SAY(FORWARD, 1, .call = 0), /* leaves a gap before them */
+           SAY(RELEASE, 2, .microbatch = 0), SAY(RELEASE, 2, .microbatch = 1),
+           SAY(RELEASE, 2, .microbatch = 2), SAY(RELEASE, 2, .microbatch = 3), MEET,
+           HEAR(RESPONSE, 1, 0), END(1), END(2)),
+        BY(MEET, /* all are read at once */
+           SERVE(SMP_OK, 1),
+           {.kind = SERVES, .want = SMP_OK, .tasks = 1, .notes = MICROBATCHES}));
+    for (int32_t i = 0; i < MICROBATCHES && w->rank == 1; i++) {
+        CHECK(self.noted[i] == i);
     }
-    w->barrier(w); /* rank 1 reads them at once */
-    if (w->rank == 1) {
-        CHECK_OK(begin(&self, w));
-        serve_one(&self, SMP_OK);
-        CHECK(self.notes == 0);
-        serve_one(&self, SMP_OK);
-        CHECK(self.notes == MICROBATCHES);
-        for (int32_t i = 0; i < MICROBATCHES; i++) {
-            CHECK(self.noted[i] == i);
-        }
-        finish(&self);
-        return;
-    }
-    if (w->rank == 0) {
-        expect_response(w, 1, 0);
-        for (uint32_t step = 1; step <= 2; step++) {
-            e = (smp_envelope){.kind = SMP_MSG_STEP_END, .step = step};
-            CHECK_OK(send_raw(w, e, sizeof(e)));
-        }
-    }
-    w->barrier(w);
 }
 
 /* Four requests wait when step 2 begins; answers come in the order of the work. */
 TEST_RANK(one_forward_goes_before_a_backward_that_is_alone)
 {
-    static const struct {
-        smp_msg_kind kind;
-        int32_t      microbatch;
-    } sent[] = {{SMP_MSG_FORWARD, 2},
-                {SMP_MSG_FORWARD, 3},
-                {SMP_MSG_BACKWARD, 1},
-                {SMP_MSG_BACKWARD, 0}};
-    static const uint64_t order[] = {4, 1, 3, 2}; /* calls: places in `sent`, from 1 */
-    smp_envelope          e = {.step = 2};
-    rank                  self;
+    rank self;
 
-    if (w->rank == 1) {
-        CHECK_OK(begin(&self, w));
-        serve_one(&self, SMP_OK);
-        serve_one(&self, SMP_OK);
-        CHECK(self.tasks == 4);
-        finish(&self);
-        return;
-    }
-    if (w->rank == 0) {
-        for (uint64_t i = 0; i < 4; i++) {
-            e.kind = (uint8_t)sent[i].kind;
-            e.phase = e.kind == SMP_MSG_BACKWARD ? SMP_BACKWARD : SMP_FORWARD;
-            e.microbatch = sent[i].microbatch;
-            e.call = i + 1;
-            CHECK_OK(send_raw(w, e, sizeof(e)));
-        }
-        e = (smp_envelope){.kind = SMP_MSG_STEP_END, .step = 1};
-        CHECK_OK(send_raw(w, e, sizeof(e)));
-        for (int i = 0; i < 4; i++) {
-            expect_response(w, 2, order[i]);
-        }
-        e.step = 2;
-        CHECK_OK(send_raw(w, e, sizeof(e)));
-    }
-    w->barrier(w);
+    act_by_hand(w, &self,
+                BY(SAY(FORWARD, 2, .microbatch = 2, .call = 1),
+                   SAY(FORWARD, 2, .microbatch = 3, .call = 2),
+                   SAY(BACKWARD, 2, .microbatch = 1, .phase = SMP_BACKWARD, .call = 3),
+                   SAY(BACKWARD, 2, .microbatch = 0, .phase = SMP_BACKWARD, .call = 4),
+                   END(1), HEAR(RESPONSE, 2, 4), HEAR(RESPONSE, 2, 1),
+                   HEAR(RESPONSE, 2, 3), HEAR(RESPONSE, 2, 2), END(2)),
+                BY(SERVE(SMP_OK, 0), SERVE(SMP_OK, 4)));
 }
 
 TEST_RANK(messages_of_a_step_that_failed_are_dropped)
 {
-    smp_envelope e = {.kind = SMP_MSG_ABORT, .step = 1};
-    rank         self;
+    rank self;
 
-    if (w->rank == 1) {
-        CHECK_OK(begin(&self, w));
-        serve_one(&self, SMP_ERR_CLOSED);
-        serve_one(&self, SMP_OK);
-        CHECK(self.tasks == 1);
-        finish(&self);
-        return;
-    }
-    if (w->rank == 0) {
-        CHECK_OK(send_raw(w, e, sizeof(e)));
-        e.kind = SMP_MSG_FORWARD; /* sent before the failure was known */
-        CHECK_OK(send_raw(w, e, sizeof(e)));
-        e.kind = SMP_MSG_RESPONSE;
-        CHECK_OK(send_raw(w, e, sizeof(e)));
-        e.kind = SMP_MSG_FORWARD;
-        e.step = 2;
-        CHECK_OK(send_raw(w, e, sizeof(e)));
-        expect_response(w, 2, 0);
-        e.kind = SMP_MSG_STEP_END;
-        CHECK_OK(send_raw(w, e, sizeof(e)));
-    }
-    w->barrier(w);
+    act_by_hand(w, &self,
+                BY(SAY(ABORT, 1, .call = 0),
+                   SAY(FORWARD, 1, .call = 0), /* sent before the failure was known */
+                   SAY(RESPONSE, 1, .call = 0), SAY(FORWARD, 2, .call = 0),
+                   HEAR(RESPONSE, 2, 0), END(2)),
+                BY(SERVE(SMP_ERR_CLOSED, 0), SERVE(SMP_OK, 1)));
 }
 
 TEST_RANK(what_no_server_wrote_fails_the_step)
 {
-    smp_envelope e = {.kind = SMP_MSG_FORWARD, .step = 1};
-    rank         self;
+    rank self;
 
-    if (w->rank == 1) {
-        CHECK_OK(begin(&self, w));
-        for (int i = 0; i < 4; i++) {
-            serve_one(&self, SMP_ERR_MALFORMED);
-        }
-        serve_one(&self, SMP_OK);
-        CHECK(self.tasks == 0);
-        finish(&self);
-        return;
-    }
-    if (w->rank == 0) {
-        smp_message *m;
-
-        for (uint32_t step = 1; step <= 5; step++) {
-            e = (smp_envelope){.kind = SMP_MSG_FORWARD, .step = step};
-            if (step == 1) {
-                CHECK_OK(send_raw(w, e, sizeof(e) - 1));
-            } else if (step == 2) {
-                e.kind = SMP_MSG_LAST + 1;
-                CHECK_OK(send_raw(w, e, sizeof(e)));
-            } else if (step == 3) {
-                e.phase = 2; /* smp_choose() has no place for it */
-                CHECK_OK(send_raw(w, e, sizeof(e)));
-            } else if (step == 4) {
-                CHECK_OK(send_raw(w, e, 0));
-            } else {
-                e.kind = SMP_MSG_RESPONSE; /* to a call that nobody made */
-                e.call = 0;
-                CHECK_OK(send_raw(w, e, sizeof(e)));
-                e.kind = SMP_MSG_STEP_END;
-                CHECK_OK(send_raw(w, e, sizeof(e)));
-                continue;
-            }
-            CHECK_OK(smp_comm_receive(w->comm, WORLD_DEADLINE_NS, &m));
-            CHECK(smp_message_envelope(m)->kind == SMP_MSG_ABORT);
-            smp_message_free(m);
-        }
-    }
-    w->barrier(w);
+    act_by_hand(w, &self,
+                BY({.kind = SAYS, .e = {.kind = SMP_MSG_FORWARD, .step = 1}, .cut = 1},
+                   HEAR(ABORT, 1, 0), SAY(LAST + 1, 2, .call = 0), HEAR(ABORT, 2, 0),
+                   SAY(FORWARD, 3, .phase = 2), /* smp_choose() has no place for it */
+                   HEAR(ABORT, 3, 0), {.kind = SAYS, .cut = sizeof(smp_envelope)},
+                   HEAR(ABORT, 4, 0),
+                   SAY(RESPONSE, 5, .call = 0), /* to a call that nobody made */
+                   END(5)),
+                BY(SERVE(SMP_ERR_MALFORMED, 0), SERVE(SMP_ERR_MALFORMED, 0),
+                   SERVE(SMP_ERR_MALFORMED, 0), SERVE(SMP_ERR_MALFORMED, 0),
+                   SERVE(SMP_OK, 0)));
 }
 
 /* What no server wrote is there when the step has been interrupted, and is read while
@@ -868,7 +829,7 @@ TEST_RANK(of_two_failures_the_first_is_told)
         CHECK_OK(begin(&self, w));
         self.no_request = true;
         self.interrupts = true;
-        CHECK_STATUS(run_step(&self, SMP_SCHEDULE_INTERLEAVED, 1), SMP_ERR_INTERRUPTED);
+        expect_step(&self, 1, SMP_ERR_INTERRUPTED);
         CHECK(self.unwound == 1);
         finish(&self);
         return;
@@ -884,12 +845,11 @@ TEST_RANK(of_two_failures_the_first_is_told)
 TEST_RANK(the_end_of_a_step_with_a_call_under_way_fails_it)
 {
     smp_envelope e = {.kind = SMP_MSG_FORWARD, .entry = 1, .step = 1};
-    smp_message *m;
     rank         self;
 
     if (w->rank == 1) {
         CHECK_OK(begin(&self, w));
-        serve_one(&self, SMP_ERR_MALFORMED);
+        expect_step(&self, 1, SMP_ERR_MALFORMED);
         CHECK(self.unwound == 1 && self.inside == 0);
         finish(&self);
         return;
@@ -898,9 +858,7 @@ TEST_RANK(the_end_of_a_step_with_a_call_under_way_fails_it)
         e.entry = w->size - 1; /* its call comes back here in the end, or to rank 2 */
         if (w->size == 2) {
             CHECK_OK(send_raw(w, e, sizeof(e)));
-            CHECK_OK(smp_comm_receive(w->comm, WORLD_DEADLINE_NS, &m));
-            CHECK(smp_message_envelope(m)->kind == SMP_MSG_FORWARD);
-            smp_message_free(m);
+            hear(w, SMP_MSG_FORWARD);
             e.entry =
                 0; /* another worker looks for work then, not the one that waits */
             e.call = 7;
@@ -915,32 +873,26 @@ TEST_RANK(the_end_of_a_step_with_a_call_under_way_fails_it)
             CHECK_OK(send_raw(w, e, sizeof(e)));
         }
     } else {
-        CHECK_OK(smp_comm_receive(w->comm, WORLD_DEADLINE_NS, &m));
-        CHECK(smp_message_envelope(m)->kind == SMP_MSG_FORWARD);
-        smp_message_free(m);
+        hear(w, SMP_MSG_FORWARD);
         e.kind = SMP_MSG_STEP_END;
         CHECK_OK(send_raw(w, e, sizeof(e)));
     }
     w->barrier(w);
 }
 
-TEST_RANK(ranks_that_describe_the_step_otherwise_fail_it)
+SERVER_TEST(ranks_that_describe_the_step_otherwise_fail_it)
 {
-    rank self;
-
-    CHECK_OK(begin(&self, w));
     for (int i = 0; i < 2; i++) { /* of another length, and of the same */
         const char *other = i == 0 ? "evaluate" : "tests";
 
-        smp_server_describe(self.server, w->rank == 1 ? other : "train",
-                            w->rank == 1 ? strlen(other) : 5);
-        CHECK_STATUS(run_step(&self, SMP_SCHEDULE_INTERLEAVED, 2), SMP_ERR_CLOSED);
-        CHECK(self.mismatches == (w->rank == 1) * (i + 1));
+        smp_server_describe(self->server, self->w->rank == 1 ? other : "train",
+                            self->w->rank == 1 ? strlen(other) : 5);
+        expect_step(self, 2, SMP_ERR_CLOSED);
+        CHECK(self->mismatches == (self->w->rank == 1) * (i + 1));
     }
-    smp_server_describe(self.server, "train", 5);
-    CHECK_OK(run_step(&self, SMP_SCHEDULE_INTERLEAVED, 2));
-    CHECK_OK(run_step(&self, SMP_SCHEDULE_INTERLEAVED, 2));
-    finish(&self);
+    smp_server_describe(self->server, "train", 5);
+    expect_step(self, 2, SMP_OK);
+    expect_step(self, 2, SMP_OK);
 }
 
 /* Rank 0 asks at 0.3 s, after 0.3 s more, after 0.9 s, ...; a slow machine only asks
@@ -957,7 +909,7 @@ TEST_RANK(a_rank_that_is_away_is_asked_less_and_less_often)
         CHECK_OK(begin(&self, w));
         self.first_entry = SILENT;
         atomic_store(&w->shared->scratch[0], smp_clock_ns());
-        CHECK_STATUS(run_step(&self, SMP_SCHEDULE_INTERLEAVED, 2), SMP_ERR_CLOSED);
+        expect_step(&self, 2, SMP_ERR_CLOSED);
         finish(&self);
         return;
     }
@@ -978,26 +930,13 @@ TEST_RANK(a_rank_that_is_away_is_asked_less_and_less_often)
 /* What has ended a collective of its own has woken it, too. */
 TEST_RANK(a_failure_is_heard_by_a_task_that_something_else_has_woken)
 {
-    smp_envelope e = {.kind = SMP_MSG_FORWARD, .step = 1, .entry = WOKEN};
-    rank         self;
+    rank self;
 
-    if (w->rank == 1) {
-        CHECK_OK(begin(&self, w));
-        serve_one(&self, SMP_ERR_CLOSED);
-        CHECK(self.heard);
-        finish(&self);
-        return;
-    }
-    if (w->rank == 0) {
-        CHECK_OK(send_raw(w, e, sizeof(e)));
-    }
-    w->barrier(w);
-    if (w->rank == 0) {
-        e.kind = SMP_MSG_ABORT;
-        CHECK_OK(send_raw(w, e, sizeof(e)));
-    }
-    w->barrier(w);
-    w->barrier(w);
+    act_by_hand(
+        w, &self,
+        BY(SAY(FORWARD, 1, .entry = WOKEN), MEET, SAY(ABORT, 1, .call = 0), MEET),
+        BY(SERVE(SMP_ERR_CLOSED, 1)));
+    CHECK(w->rank != 1 || self.heard);
 }
 
 /* The message comes when the task looks for the third time at the clock: to begin with,
@@ -1011,7 +950,7 @@ TEST_RANK(a_failure_is_heard_that_comes_later)
     w->barrier(w);
     if (w->rank == 1) {
         CHECK_OK(begin(&self, w));
-        serve_one(&self, SMP_ERR_CLOSED);
+        expect_step(&self, 1, SMP_ERR_CLOSED);
         CHECK(self.heard);
         finish(&self);
         return;
@@ -1033,50 +972,20 @@ TEST_RANK(a_failure_is_heard_that_comes_later)
 /* Whatever it says, also if the step that it is about has gone well. */
 TEST_RANK(messages_of_the_last_step_change_nothing_in_the_next)
 {
-    static const smp_msg_kind late[] = {
-        SMP_MSG_RELEASE, SMP_MSG_CLOSED,   SMP_MSG_FORWARD_DONE,
-        SMP_MSG_PROBE,   SMP_MSG_STILL,    SMP_MSG_SETTLE,
-        SMP_MSG_SETTLED, SMP_MSG_STEP_END, SMP_MSG_ABORT,
-    };
-    smp_envelope e = {.kind = SMP_MSG_STEP_END, .step = 1};
-    rank         self;
+    rank self;
 
-    if (w->rank == 1) {
-        CHECK_OK(begin(&self, w));
-        serve_one(&self, SMP_OK);
-        w->barrier(w); /* now they come */
-        serve_one(&self, SMP_OK);
-        CHECK(self.tasks == 2);
-        CHECK(self.notes == 1); /* of its own step */
-        finish(&self);
-        return;
-    }
-    if (w->rank == 0) {
-        CHECK_OK(send_raw(w, e, sizeof(e)));
-        w->barrier(w);
-        for (size_t i = 0; i < sizeof(late) / sizeof(late[0]); i++) {
-            e.kind = (uint8_t)late[i];
-            CHECK_OK(send_raw(w, e, sizeof(e)));
-        }
-        e = (smp_envelope){.kind = SMP_MSG_FORWARD, .step = 2};
-        e.entry = GATED; /* which microbatch 0 of this step has not passed */
-        e.microbatch = 1;
-        e.call = 11;
-        CHECK_OK(send_raw(w, e, sizeof(e)));
-        e.entry = 0;
-        e.microbatch = 2;
-        e.call = 22;
-        CHECK_OK(send_raw(w, e, sizeof(e)));
-        expect_response(w, 2, 22);
-        e = (smp_envelope){.kind = SMP_MSG_FORWARD_DONE, .step = 2};
-        CHECK_OK(send_raw(w, e, sizeof(e)));
-        expect_response(w, 2, 11);
-        e.kind = SMP_MSG_STEP_END;
-        CHECK_OK(send_raw(w, e, sizeof(e)));
-    } else {
-        w->barrier(w);
-    }
-    w->barrier(w);
+    act_by_hand(w, &self,
+                BY(END(1), MEET, SAY(RELEASE, 1, .call = 0), SAY(CLOSED, 1, .call = 0),
+                   SAY(FORWARD_DONE, 1, .call = 0), SAY(PROBE, 1, .call = 0),
+                   SAY(STILL, 1, .call = 0), SAY(SETTLE, 1, .call = 0),
+                   SAY(SETTLED, 1, .call = 0), END(1), SAY(ABORT, 1, .call = 0),
+                   /* A gate that microbatch 0 of this step has not passed. */
+                   SAY(FORWARD, 2, .entry = GATED, .microbatch = 1, .call = 11),
+                   SAY(FORWARD, 2, .microbatch = 2, .call = 22), HEAR(RESPONSE, 2, 22),
+                   SAY(FORWARD_DONE, 2, .call = 0), HEAR(RESPONSE, 2, 11), END(2)),
+                /* The note is of its own step. */
+                BY(SERVE(SMP_OK, 0), MEET,
+                   {.kind = SERVES, .want = SMP_OK, .tasks = 2, .notes = 1}));
 }
 
 /* What was not yet acted on is let go: its sender has its memory back. */
@@ -1088,7 +997,7 @@ TEST_RANK(a_step_that_fails_keeps_no_memory_of_its_messages)
     if (w->rank == 1) {
         CHECK_OK(begin(&self, w));
         w->barrier(w); /* sent: both are read before one is acted on */
-        serve_one(&self, SMP_ERR_CLOSED);
+        expect_step(&self, 1, SMP_ERR_CLOSED);
         CHECK(self.tasks == 0);
         w->barrier(w); /* rank 0 has its memory */
         finish(&self);
@@ -1136,10 +1045,10 @@ TEST_RANK(a_signal_at_the_end_of_a_step_ends_neither_it_nor_the_next)
         self.until_signal = true;
         self.says_late = true;
         CHECK(pthread_create(&thread, NULL, nag, &n) == 0);
-        serve_one(&self, SMP_OK);
+        expect_step(&self, 1, SMP_OK);
         pthread_join(thread, NULL);
         w->barrier(w);
-        serve_one(&self, SMP_OK);
+        expect_step(&self, 1, SMP_OK);
         finish(&self);
         return;
     }
@@ -1187,20 +1096,17 @@ TEST_RANK(who_has_said_that_all_is_well_is_not_interrupted)
 
         CHECK_OK(begin(&self, w));
         CHECK(pthread_create(&thread, NULL, interrupt_when_asked, &self) == 0);
-        serve_one(&self, SMP_OK);
+        expect_step(&self, 1, SMP_OK);
         atomic_store(&w->shared->scratch[0], 2);
-        serve_one(&self, SMP_ERR_INTERRUPTED);
+        expect_step(&self, 1, SMP_ERR_INTERRUPTED);
         pthread_join(thread, NULL);
         finish(&self);
         return;
     }
     if (w->rank == 0) {
-        smp_message *m;
 
         CHECK_OK(send_raw(w, e, sizeof(e)));
-        CHECK_OK(smp_comm_receive(w->comm, WORLD_DEADLINE_NS, &m));
-        CHECK(smp_message_envelope(m)->kind == SMP_MSG_SETTLED);
-        smp_message_free(m);
+        hear(w, SMP_MSG_SETTLED);
         e.kind = SMP_MSG_STEP_END;
         for (int round = 1; round <= 2; round++) {
             if (round == 1) {
@@ -1259,7 +1165,7 @@ TEST_RANK(a_late_word_that_all_is_well_is_not_of_this_step)
         self.first_entry = 0;
         self.no_backward = true;
         for (int step = 1; step <= STEPS; step++) {
-            CHECK_OK(run_step(&self, SMP_SCHEDULE_INTERLEAVED, 2));
+            expect_step(&self, 2, SMP_OK);
             CHECK(self.tasks == step);
         }
         finish(&self);
@@ -1323,7 +1229,7 @@ TEST_RANK(a_message_under_way_is_no_deadlock)
         CHECK_OK(begin(&self, w));
         self.first_entry = 0;
         self.no_backward = true;
-        CHECK_OK(run_step(&self, SMP_SCHEDULE_INTERLEAVED, 1));
+        expect_step(&self, 1, SMP_OK);
         CHECK(self.finished == MICROBATCHES);
         finish(&self);
         return;
@@ -1404,7 +1310,7 @@ TEST_RANK(an_answer_and_a_new_step_have_all_asked_often_again)
         /* In the past: what sleeps until a time that this clock shows wakes at once. */
         atomic_store(&clock_at, __real_smp_clock_ns() - 60 * SMP_NS_PER_S);
         for (int step = 1; step <= 2; step++) {
-            CHECK_STATUS(run_step(&self, SMP_SCHEDULE_INTERLEAVED, 1), SMP_ERR_CLOSED);
+            expect_step(&self, 1, SMP_ERR_CLOSED);
         }
         atomic_store(&clock_at, 0);
         finish(&self);
@@ -1412,11 +1318,8 @@ TEST_RANK(an_answer_and_a_new_step_have_all_asked_often_again)
     }
     for (uint32_t step = 1; w->rank == 1 && step <= 2; step++) {
         const smp_envelope e = {.kind = SMP_MSG_ABORT, .step = step};
-        smp_message       *m;
 
-        CHECK_OK(smp_comm_receive(w->comm, SMP_NEVER, &m));
-        CHECK(smp_message_envelope(m)->kind == SMP_MSG_FORWARD);
-        smp_message_free(m);
+        hear(w, SMP_MSG_FORWARD);
         CHECK(ticks_until_asked(w, 2) <= 4); /* after pauses of one tick, */
         CHECK(ticks_until_asked(w, 3) > 2);  /* ... three, seven and so on */
         CHECK_OK(send_still(w, step, 3, 0, 0));
@@ -1441,8 +1344,8 @@ TEST_RANK(a_rank_that_was_asked_in_the_last_step_does_not_answer_in_the_next)
     w->barrier(w);
     if (w->rank == 1) {
         CHECK_OK(begin(&self, w));
-        serve_one(&self, SMP_ERR_CLOSED);
-        serve_one(&self, SMP_OK);
+        expect_step(&self, 1, SMP_ERR_CLOSED);
+        expect_step(&self, 1, SMP_OK);
         finish(&self);
         return;
     }

@@ -62,17 +62,31 @@ put(void *tensor, size_t i, smp_tp_dtype dtype, double value)
     ((float *)tensor)[i] = (float)value;
 }
 
+static void *drawings[32];
+static int   ndrawings;
+
 /* A tensor of its own allocation, so that the sanitizer sees its ends; values in (-2,
- * 2).  To be freed. */
+ * 2).  It lives until free_drawn(). */
 static void *
 drawn(uint64_t seed, size_t count, smp_tp_dtype dtype)
 {
     void *tensor = malloc(count * smp_tp_dtype_bytes(dtype) + (count == 0));
 
+    CHECK(ndrawings < (int)COUNT_OF(drawings));
+    drawings[ndrawings++] = tensor;
+
     for (size_t i = 0; i < count; i++) {
         put(tensor, i, dtype, (double)(mixed(seed + 977 * i) >> 11) / 0x1p51 - 2);
     }
     return tensor;
+}
+
+static void
+free_drawn(void)
+{
+    while (ndrawings > 0) {
+        free(drawings[--ndrawings]);
+    }
 }
 
 static bool
@@ -196,8 +210,7 @@ TEST(dropout_keeps_what_the_generator_says)
                 for (size_t i = 0; i < ROWS * n; i++) {
                     CHECK(out[i] == (float)kept(&call.dropout, i / n, i % n));
                 }
-                free(x);
-                free(out);
+                free_drawn();
             }
         }
     }
@@ -266,13 +279,7 @@ TEST(residual_and_its_backward_give_what_the_definition_says)
             call.out = grad_x;
             kernels->residual(&call);
             CHECK(memcmp(out, grad_x, rows * n * smp_tp_dtype_bytes(dtype)) == 0);
-            free(x);
-            free(bias);
-            free(residual);
-            free(out);
-            free(grad_x);
-            free(grad_bias);
-            free(scratch);
+            free_drawn();
         }
     }
 }
@@ -312,9 +319,7 @@ TEST(results_are_rounded_to_the_nearest_half_and_to_even)
                 CHECK(isnan(sum) ? isnan(get(out, i, dtypes[d])) : out[i] == want);
             }
         }
-        free(x);
-        free(residual);
-        free(out);
+        free_drawn();
     }
 }
 
@@ -437,14 +442,7 @@ TEST(layer_norm_after_the_residual_gives_what_the_definition_says)
                 CHECK(near(get(grad_weight, c, dtype), sums[1][c], scale, dtype));
                 CHECK(near(get(grad_shift, c, dtype), sums[2][c], scale, dtype));
             }
-            void *all[] = {x,          bias,          residual, weight,    shift,
-                           sum,        out,           mean,     rstd,      grad_out,
-                           grad_sum,   grad_residual, grad_x,   grad_bias, grad_weight,
-                           grad_shift, scratch};
-
-            for (size_t i = 0; i < sizeof(all) / sizeof(all[0]); i++) {
-                free(all[i]);
-            }
+            free_drawn();
         }
     }
 }
@@ -597,13 +595,7 @@ check_softmax(const smp_tp_kernels *kernels, size_t t, double huge)
                        scale * p * 4, dtype));
         }
     }
-    free(scores);
-    free(added);
-    free(probabilities);
-    free(out);
-    free(grad);
-    free(grad_scores);
-    free(scratch);
+    free_drawn();
 }
 
 TEST(softmax_and_its_backward_give_what_the_definition_says)
@@ -810,8 +802,7 @@ TEST(cross_entropy_and_its_backward_give_what_the_definition_says)
             back.grad = logits;
             kernels->cross_entropy_backward(&back);
             CHECK(memcmp(logits, grad, rows * n * smp_tp_dtype_bytes(dtype)) == 0);
-            free(logits);
-            free(grad);
+            free_drawn();
         }
     }
 }
@@ -854,7 +845,7 @@ TEST(cross_entropy_of_many_columns_is_exact)
             CHECK(fabs((double)sum - want) < 2e-6 * want);
         }
     }
-    free(logits);
+    free_drawn();
 }
 
 TEST(gather_and_scatter_take_the_rows_of_the_slice)
@@ -923,12 +914,9 @@ TEST(gather_and_scatter_take_the_rows_of_the_slice)
                 CHECK(near(get(grad_table, i, dtype), want,
                            dtype == SMP_TP_F32 ? scale : fabs(want), dtype));
             }
-            free(table);
-            free(out);
-            free(grad);
-            free(grad_table);
             free(ids);
             free(lists);
+            free_drawn();
         }
     }
 }
