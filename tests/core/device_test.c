@@ -149,7 +149,7 @@ reader_of_pool(const smp_neighbour *its, pid_t pid)
 }
 
 /* Memory and the event of its pattern, until no reader has it. */
-TEST_RANK(a_pool_is_kept_while_a_reader_may_touch_it, .processes = "2")
+DEVICE_TEST(a_pool_is_kept_while_a_reader_may_touch_it, .processes = "2")
 {
     char             why[SMP_DRIVER_TEXT];
     bool             fault;
@@ -157,21 +157,19 @@ TEST_RANK(a_pool_is_kept_while_a_reader_may_touch_it, .processes = "2")
     smp_neighbour    its;
     smp_device_card *card;
     smp_device_pool *pool;
-    user             u;
     int              before;
     pid_t            dead = 0;
 
-    begin(w, &u);
     CHECK(smp_comm_neighbour(w->comm, 1, &its));
     card = its.segment->device;
-    before = u.stand_in->alive();
+    before = u->stand_in->alive();
     for (uint32_t state = SMP_READER_NONE; w->rank == 0 && state <= SMP_READER_CLOSED;
          state++) {
         bool kept = state == SMP_READER_OPENING || state == SMP_READER_OPEN;
 
         for (int lives = 1; lives >= 0; lives--) {
-            pool = pool_on(&u, &its);
-            CHECK(pool != NULL && u.stand_in->alive() > before);
+            pool = pool_on(u, &its);
+            CHECK(pool != NULL && u->stand_in->alive() > before);
             CHECK(card->bytes == 128 && atomic_load(&card->shown) == SMP_POOL_SHOWN);
             atomic_store(&card->pools[0], state);
             if (lives == 0 && dead == 0) {
@@ -184,29 +182,28 @@ TEST_RANK(a_pool_is_kept_while_a_reader_may_touch_it, .processes = "2")
             smp_device_pool_retire(pool, reader_of_pool(&its, lives ? its.pid : dead),
                                    1, false);
             CHECK(atomic_load(&card->shown) == SMP_POOL_WITHDRAWN);
-            CHECK((u.stand_in->alive() > before) == (kept && lives != 0));
+            CHECK((u->stand_in->alive() > before) == (kept && lives != 0));
             atomic_store(&card->pools[0], SMP_READER_CLOSED); /* the next looks */
         }
     }
     if (w->rank == 0) {
-        pool = pool_on(&u, &its);
-        CHECK(pool != NULL && u.stand_in->alive() > before);
+        pool = pool_on(u, &its);
+        CHECK(pool != NULL && u->stand_in->alive() > before);
         smp_device_pool_withdraw(pool);
         smp_device_pool_withdraw(pool);
         CHECK(atomic_load(&card->shown) == SMP_POOL_WITHDRAWN);
-        CHECK(u.stand_in->alive() == before);
+        CHECK(u->stand_in->alive() == before);
         CHECK(!smp_device_pool_take(pool, 64, 1, &span, &fault, why) && !fault);
         smp_device_pool_retire(pool, NULL, 0, false);
-        CHECK(u.stand_in->alive() == before);
+        CHECK(u->stand_in->alive() == before);
     }
     if (w->rank == 0 && !WORLD_SANITIZED) { /* which takes it for a leak */
-        pool = pool_on(&u, &its);
+        pool = pool_on(u, &its);
         CHECK(pool != NULL);
         smp_device_pool_retire(pool, NULL, 0, true); /* left to the process's end */
-        CHECK(u.stand_in->alive() > before);
+        CHECK(u->stand_in->alive() > before);
     }
     w->barrier(w);
-    end(&u);
 }
 
 /* ---------------------------------------------------------------------- tests */
@@ -239,100 +236,91 @@ TEST_RANK(a_capture_in_another_thread_stays_whole, .processes = "2")
     w->barrier(w);
 }
 
-TEST_RANK(a_tensor_is_what_it_was_when_it_was_sent, .processes = "2", .threads = "3")
+DEVICE_TEST(a_tensor_is_what_it_was_when_it_was_sent, .processes = "2", .threads = "3")
 {
     uint64_t       random = (uint64_t)w->rank + 5;
     smp_device_use use;
-    user           u;
 
-    begin(w, &u);
     for (int i = 0; i < ROUNDS; i++) {
         size_t bytes = 1 + next_random(&random) % LARGEST;
 
         for (int other = 0; other < w->size; other++) {
             if (other != w->rank) {
-                send_x(w, &u, other, (uint64_t)(i * 8 + w->rank), bytes, NULL);
+                send_x(w, u, other, (uint64_t)(i * 8 + w->rank), bytes, NULL);
             }
         }
         for (int other = 0; other < w->size - 1; other++) {
-            receive_y(w, &u);
+            receive_y(w, u);
         }
         if (i % 4 == 0) { /* or the thread is far ahead, and the pool full */
-            settle(&u);
+            settle(u);
         }
     }
-    settle(&u);
-    smp_device_measure(u.port, &use);
+    settle(u);
+    smp_device_measure(u->port, &use);
     CHECK_TEXT(use.why, "");
     CHECK(use.tensors + use.fallbacks == (uint64_t)(ROUNDS * (w->size - 1)));
     CHECK(use.tensors >= ROUNDS / 2);
     CHECK(use.high <= use.size && use.size == POOL && use.bytes > use.high);
-    CHECK(u.right > 0);
-    smp_device_sweep(u.port);
+    CHECK(u->right > 0);
+    smp_device_sweep(u->port);
     w->barrier(w); /* all have given back what they had */
-    smp_device_measure(u.port, &use);
+    smp_device_measure(u->port, &use);
     CHECK(use.in_use == 0);
-    end(&u);
 }
 
 /* The receiver has the message, and has told its stream what to do with it, before the
  * sender's device has done anything. */
-TEST_RANK(a_message_does_not_wait_for_the_device, .processes = "2")
+DEVICE_TEST(a_message_does_not_wait_for_the_device, .processes = "2")
 {
-    user u;
-
-    begin(w, &u);
-    shake_hands(w, &u);
-    settle(&u);
+    shake_hands(w, u);
+    settle(u);
     w->barrier(w);
     if (w->rank == 0) {
-        u.stand_in->hold(true);
-        send_x(w, &u, 1, 77, 5000, NULL);
+        u->stand_in->hold(true);
+        send_x(w, u, 1, 77, 5000, NULL);
         w->barrier(w);
-        u.stand_in->hold(false);
+        u->stand_in->hold(false);
     } else {
-        u.right = 0;
-        receive_y(w, &u);
-        CHECK(u.driver->stream_query(u.stream) == SMP_DRIVER_NOT_READY);
-        CHECK(u.right == 0);
+        u->right = 0;
+        receive_y(w, u);
+        CHECK(u->driver->stream_query(u->stream) == SMP_DRIVER_NOT_READY);
+        CHECK(u->right == 0);
         w->barrier(w);
-        settle(&u);
-        CHECK(u.right == 1);
+        settle(u);
+        CHECK(u->right == 1);
     }
-    end(&u);
 }
 
-TEST_RANK(a_full_pool_is_counted_and_empties_again, .processes = "2", .threads = "2")
+DEVICE_TEST(a_full_pool_is_counted_and_empties_again, .processes = "2", .threads = "2")
 {
     smp_message   *messages[8];
     letter         l;
     char           why[SMP_DRIVER_TEXT];
     smp_device_use before;
     smp_device_use use;
-    user           u;
     bool           taken;
 
-    begin(w, &u);
-    shake_hands(w, &u);
+    shake_hands(w, u);
     if (w->rank == 0) {
         w->barrier(w); /* rank 1 has read the last tensor */
-        expect_empty(&u);
-        smp_device_measure(u.port, &before);
+        expect_empty(u);
+        smp_device_measure(u->port, &before);
         for (int i = 0; i < 8; i++) { /* 5 of 200,000 bytes fit into 1 MiB */
-            send_x(w, &u, 1, (uint64_t)i, LARGEST, &taken);
+            send_x(w, u, 1, (uint64_t)i, LARGEST, &taken);
             CHECK(taken == (i < 5));
         }
-        smp_device_measure(u.port, &use);
+        smp_device_measure(u->port, &use);
         CHECK(use.fallbacks == before.fallbacks + 3);
         CHECK(use.tensors == before.tensors + 5);
         CHECK(use.in_use > POOL - LARGEST && use.high >= use.in_use);
         w->barrier(w);
-        expect_empty(&u);
-        send_x(w, &u, 1, 9, LARGEST, &taken);
+        expect_empty(u);
+        send_x(w, u, 1, 9, LARGEST, &taken);
         CHECK(taken);
     } else {
-        settle(&u);
-        smp_device_sweep(u.port);
+        settle(u);
+        smp_device_sweep(u->port);
         w->barrier(w);
         for (int i = 0; i < 8; i++) {
             receive(w, &messages[i], &l);
@@ -340,134 +328,120 @@ TEST_RANK(a_full_pool_is_counted_and_empties_again, .processes = "2", .threads =
         for (int i = 0; i < 8; i++) {
             memcpy(&l, messages[i]->bytes, sizeof(l));
             if (i % 2 == 0) {
-                CHECK_OK(read_y(&u, messages[i], &l, why));
+                CHECK_OK(read_y(u, messages[i], &l, why));
             } else { /* as after a step that failed: nobody reads it */
                 smp_message_free(messages[i]);
             }
         }
-        settle(&u);
-        smp_device_sweep(u.port);
+        settle(u);
+        smp_device_sweep(u->port);
         w->barrier(w);
-        receive_y(w, &u);
+        receive_y(w, u);
     }
-    end(&u);
 }
 
-TEST_RANK(what_a_dead_rank_had_comes_back, .processes = "3")
+DEVICE_TEST(what_a_dead_rank_had_comes_back, .processes = "3")
 {
     smp_device_use use;
     smp_message   *message;
-    user           u;
     letter         l = {0};
     smp_block     *packed;
     bool           taken;
 
-    begin(w, &u);
     if (w->rank == 0) {
         for (int r = 1; r < 3; r++) { /* two tensors: they have opened the pool */
-            send_x(w, &u, r, 1, 100, NULL);
-            receive_y(w, &u);
+            send_x(w, u, r, 1, 100, NULL);
+            receive_y(w, u);
         }
         for (int i = 0; i < 4; i++) {
-            send_x(w, &u, 1, 1, LARGEST, &taken);
+            send_x(w, u, 1, 1, LARGEST, &taken);
             CHECK(taken);
         }
-        packed = smp_device_put(u.port, 1, 0, u.x, LARGEST, u.stream);
+        packed = smp_device_put(u->port, 1, 0, u->x, LARGEST, u->stream);
         CHECK(packed != NULL);
-        send_x(w, &u, 2, 1, LARGEST, &taken);
+        send_x(w, u, 2, 1, LARGEST, &taken);
         CHECK(!taken);
         CHECK(kill(w->shared->pids[1], SIGKILL) == 0);
         expect_end(w, SMP_ERR_PEER_LOST);
-        CHECK(smp_device_put(u.port, 1, 0, u.x, 100, u.stream) == NULL);
+        CHECK(smp_device_put(u->port, 1, 0, u->x, 100, u->stream) == NULL);
         for (int i = 0; i < 6; i++) { /* what was not sent comes back from its packer */
             if (i == 5) {
                 CHECK_STATUS(smp_comm_send(w->comm, 1, &l, sizeof(l), &packed, 1),
                              SMP_ERR_PEER_LOST);
             }
-            send_x(w, &u, 2, 1, LARGEST, &taken);
+            send_x(w, u, 2, 1, LARGEST, &taken);
             CHECK(taken == (i != 4));
         }
-        smp_device_measure(u.port, &use);
+        smp_device_measure(u->port, &use);
         CHECK(use.in_use < POOL);
         atomic_store(&w->shared->scratch[0], 1);
-        end(&u);
         return;
     }
-    receive_y(w, &u);
-    send_x(w, &u, 0, 1, 100, NULL);
+    receive_y(w, u);
+    send_x(w, u, 0, 1, 100, NULL);
     while (w->rank == 1) {
         receive(w, &message, &l); /* and keeps it */
     }
     while (atomic_load(&w->shared->scratch[0]) == 0) {
         sched_yield();
     }
-    end(&u);
 }
 
-TEST_RANK(a_pool_that_nobody_can_open_has_no_memory, .processes = "3")
+DEVICE_TEST(a_pool_that_nobody_can_open_has_no_memory, .processes = "3")
 {
     smp_device_use use;
-    user           u;
 
-    begin(w, &u);
     if (w->rank != 0) {
-        u.stand_in->fail("cuIpcOpenMemHandle_v2", 1, 2);
+        u->stand_in->fail("cuIpcOpenMemHandle_v2", 1, 2);
     }
     for (int i = 0; i < 4; i++) {
         for (int other = 1; other < w->size; other++) {
-            int before = u.stand_in->alive();
+            int before = u->stand_in->alive();
 
             if (w->rank == 0) {
-                send_x(w, &u, other, 1, 100, NULL);
-                CHECK((u.stand_in->alive() < before) == (i == 1 && other == 1));
+                send_x(w, u, other, 1, 100, NULL);
+                CHECK((u->stand_in->alive() < before) == (i == 1 && other == 1));
             } else if (w->rank == other) {
-                receive_y(w, &u);
+                receive_y(w, u);
             }
         }
         w->barrier(w);
     }
-    smp_device_measure(u.port, &use);
+    smp_device_measure(u->port, &use);
     if (w->rank == 0) {
         CHECK(use.size == 0 && use.tensors == 0 && use.fallbacks == 8);
         CHECK_TEXT(use.why, USELESS);
     }
-    end(&u);
 }
 
-TEST_RANK(another_device_of_the_rank_is_not_served, .processes = "2")
+DEVICE_TEST(another_device_of_the_rank_is_not_served, .processes = "2")
 {
     smp_device_use before;
     smp_device_use use;
-    user           u;
 
-    begin(w, &u);
-    CHECK(smp_device_number(u.port) == -1);
-    watch_exports(&u);
-    shake_hands(w, &u);
+    CHECK(smp_device_number(u->port) == -1);
+    watch_exports(u);
+    shake_hands(w, u);
     CHECK(shown_bytes > POOL && shown_bytes % SMP_DRIVER_BLOCK == 0); /* ours alone */
-    CHECK(smp_device_number(u.port) == 0);
-    smp_device_measure(u.port, &before);
-    CHECK(smp_device_put(u.port, 1 - w->rank, 1, u.x, 100, u.stream) == NULL);
-    smp_device_measure(u.port, &use);
+    CHECK(smp_device_number(u->port) == 0);
+    smp_device_measure(u->port, &before);
+    CHECK(smp_device_put(u->port, 1 - w->rank, 1, u->x, 100, u->stream) == NULL);
+    smp_device_measure(u->port, &use);
     CHECK(use.fallbacks == before.fallbacks + 1);
     CHECK_TEXT(use.why, "");
     w->barrier(w);
-    end(&u);
 }
 
-TEST_RANK(a_rank_of_another_host_is_not_served, .processes = "2", .hosts = "ab")
+DEVICE_TEST(a_rank_of_another_host_is_not_served, .processes = "2", .hosts = "ab")
 {
     smp_device_use use;
-    user           u;
 
-    begin(w, &u);
     for (int i = 0; i < 3; i++) {
-        send_x(w, &u, 1 - w->rank, 1, 100, NULL);
-        receive_y(w, &u);
+        send_x(w, u, 1 - w->rank, 1, 100, NULL);
+        receive_y(w, u);
     }
-    smp_device_measure(u.port, &use);
+    smp_device_measure(u->port, &use);
     CHECK(use.tensors == 0 && use.fallbacks == 0 && use.size == 0);
-    end(&u);
 }
 
 TEST_RANK(without_a_driver_the_report_says_why, .processes = "")
@@ -500,27 +474,25 @@ TEST_RANK(a_pool_of_no_bytes_is_no_pool, .processes = "2", .no_device_pool = tru
 
 /* Whatever fails: what arrives is right, nobody waits for ever, and a get() that cannot
  * be done says why. */
-TEST_RANK(every_failure_is_survived, .processes = "")
+DEVICE_TEST(every_failure_is_survived, .processes = "")
 {
     char           why[SMP_DRIVER_TEXT] = "";
     smp_message   *message;
     letter         l;
     smp_status     status;
     smp_device_use use;
-    user           u;
     int            lost = 0;
 
-    begin(w, &u);
     if (w->rank == unlucky_rank) {
-        u.stand_in->fail(NULL, unlucky_call, 2);
+        u->stand_in->fail(NULL, unlucky_call, 2);
     }
     for (int i = 0; i < 6; i++) {
         for (int turn = 0; turn < 2; turn++) {
             if (turn == w->rank) {
-                send_x(w, &u, 1 - w->rank, (uint64_t)i, 30000, NULL);
+                send_x(w, u, 1 - w->rank, (uint64_t)i, 30000, NULL);
             } else {
                 receive(w, &message, &l);
-                status = read_y(&u, message, &l, why);
+                status = read_y(u, message, &l, why);
                 CHECK(status == SMP_OK || status == SMP_ERR_SYSTEM);
                 CHECK(status == SMP_OK ||
                       strstr(why, "CUDA_ERROR_OUT_OF_MEMORY") != NULL);
@@ -528,10 +500,10 @@ TEST_RANK(every_failure_is_survived, .processes = "")
             }
         }
     }
-    smp_device_measure(u.port, &use);
+    smp_device_measure(u->port, &use);
     if (w->rank == unlucky_rank) {
-        atomic_store(unlucky, u.stand_in->failed());
-        u.stand_in->fail(NULL, 0, 0);
+        atomic_store(unlucky, u->stand_in->failed());
+        u->stand_in->fail(NULL, 0, 0);
         CHECK(lost <= 1);
     } else {
         CHECK(lost == 0);
@@ -539,17 +511,17 @@ TEST_RANK(every_failure_is_survived, .processes = "")
               strstr(use.why, "a trial failed on rank ") == use.why);
     }
     w->barrier(w);
-    end(&u);
 }
 
 /* ----------------------------------------------------- a path not to be relied on */
 
-/* All tell all others something, and hear it, whichever way it goes; *taken: how many
+/* All tell all others something, and hear it, whichever way it goes: how many
  * went by the pool. */
-static void
-tell_all(world *w, user *u, uint64_t seed, int *taken)
+static int
+tell_all(world *w, user *u, uint64_t seed)
 {
-    *taken = 0;
+    int taken = 0;
+
     for (int from = 0; from < w->size; from++) {
         for (int other = 0; other < w->size; other++) {
             bool by_pool = false;
@@ -559,13 +531,14 @@ tell_all(world *w, user *u, uint64_t seed, int *taken)
             }
             if (w->rank == from) {
                 send_x(w, u, other, seed, 5000, &by_pool);
-                *taken += by_pool;
+                taken += by_pool;
             } else if (w->rank == other) {
                 receive_y(w, u);
             }
         }
     }
     settle(u);
+    return taken;
 }
 
 /* Of this rank; *all counts those of all ranks. */
@@ -584,122 +557,97 @@ count_warnings(world *w, const char *of, uint64_t *all)
     *all = (uint64_t)atomic_load(&w->shared->scratch[1]);
 }
 
-/* Rank 1's copies change bytes: nobody of the host uses a pool, and one has warned. */
-TEST_RANK(other_bytes_turn_the_pools_off, .processes = "3")
+/* Why this rank uses no pool any more ("": it does); rank 1 is the one to blame.  One
+ * rank of the host has warned, if any. */
+static void
+expect_pools(world *w, user *u, const char *why_of_1, const char *warning)
 {
+    bool           off = *why_of_1 != '\0';
     smp_device_use use;
     uint64_t       warnings;
-    user           u;
-    int            taken;
 
-    begin(w, &u);
-    u.stand_in->misbehave(w->rank == 1 ? STAND_IN_SPOILS_BYTES : STAND_IN_IS_SOUND);
-    for (uint64_t i = 0; i < 4; i++) {
-        tell_all(w, &u, i, &taken);
-        CHECK(taken == 0 || w->rank != 1);
-    }
-    u.stand_in->misbehave(STAND_IN_IS_SOUND);
-    tell_all(w, &u, 4, &taken); /* off for good */
-    CHECK(taken == 0);
-    smp_device_measure(u.port, &use);
-    CHECK_HAS(use.why, w->rank == 1 ? "other bytes than" : "a trial failed on");
-    count_warnings(w, "to rank 1 was tried and cannot", &warnings);
-    CHECK(warnings == 1);
+    smp_device_measure(u->port, &use);
+    CHECK_HAS(use.why, w->rank == 1 || !off ? why_of_1 : "a trial failed on rank 1");
+    CHECK(off || strcmp(use.why, "") == 0);
+    count_warnings(w, warning, &warnings);
+    CHECK(warnings == (off ? 1 : 0));
     w->barrier(w);
-    end(&u);
+}
+
+/* Rank 1's copies change bytes: nobody of the host uses a pool, and one has warned. */
+DEVICE_TEST(other_bytes_turn_the_pools_off, .processes = "3")
+{
+
+    u->stand_in->misbehave(w->rank == 1 ? STAND_IN_SPOILS_BYTES : STAND_IN_IS_SOUND);
+    for (uint64_t i = 0; i < 4; i++) {
+        CHECK(tell_all(w, u, i) == 0 || w->rank != 1);
+    }
+    u->stand_in->misbehave(STAND_IN_IS_SOUND);
+    CHECK(tell_all(w, u, 4) == 0); /* off for good */
+    expect_pools(w, u, "other bytes than", "to rank 1 was tried and cannot");
 }
 
 /* The first copy that rank 1 makes is that of rank 0's pattern. */
-TEST_RANK(an_error_turns_the_pools_off, .processes = "2")
+DEVICE_TEST(an_error_turns_the_pools_off, .processes = "2")
 {
-    smp_neighbour  its;
-    smp_device_use use;
-    uint64_t       warnings;
-    user           u;
-    int            taken;
+    smp_neighbour its;
 
-    begin(w, &u);
     if (w->rank == 1) {
-        u.stand_in->fail("cuMemcpyDtoDAsync_v2", 1, 2);
+        u->stand_in->fail("cuMemcpyDtoDAsync_v2", 1, 2);
     }
     for (uint64_t i = 0; i < 3; i++) {
-        tell_all(w, &u, i, &taken);
-        CHECK(taken == 0);
+        CHECK(tell_all(w, u, i) == 0);
     }
-    smp_device_measure(u.port, &use);
-    CHECK_HAS(use.why, w->rank == 1 ? "cuMemcpyDtoDAsync: CUDA_ERROR_OUT_OF_MEMORY"
-                                    : "a trial failed on rank 1");
-    count_warnings(w, "cuMemcpyDtoDAsync: CUDA_ERROR", &warnings);
-    CHECK(warnings == 1);
+    expect_pools(w, u, "cuMemcpyDtoDAsync: CUDA_ERROR_OUT_OF_MEMORY",
+                 "cuMemcpyDtoDAsync: CUDA_ERROR");
     CHECK(smp_comm_neighbour(w->comm, 1, &its)); /* which still has the memory */
     CHECK(atomic_load(&its.segment->device->pools[0]) == SMP_READER_OPENING);
     w->barrier(w);
-    end(&u);
 }
 
 /* Rank 0's pattern is never there. */
-TEST_RANK(a_trial_without_an_end_turns_the_pools_off, .processes = "2")
+DEVICE_TEST(a_trial_without_an_end_turns_the_pools_off, .processes = "2")
 {
-    smp_device_use use;
-    uint64_t       warnings;
-    user           u;
-    int            taken;
 
-    begin(w, &u);
     if (w->rank == 0) {
-        u.stand_in->misbehave(STAND_IN_LATE_EVENTS);
-        send_x(w, &u, 1, 1, 5000, NULL);
+        u->stand_in->misbehave(STAND_IN_LATE_EVENTS);
+        send_x(w, u, 1, 1, 5000, NULL);
     } else {
         hurries = true;
-        receive_y(w, &u);
+        receive_y(w, u);
         hurries = false;
     }
     w->barrier(w);
-    u.stand_in->misbehave(STAND_IN_IS_SOUND);
+    u->stand_in->misbehave(STAND_IN_IS_SOUND);
     for (uint64_t i = 0; i < 2; i++) {
-        tell_all(w, &u, i, &taken);
-        CHECK(taken == 0);
+        CHECK(tell_all(w, u, i) == 0);
     }
-    smp_device_measure(u.port, &use);
-    CHECK_HAS(use.why, w->rank == 1 ? "did not end" : "a trial failed on rank 1");
-    count_warnings(w, "did not end", &warnings);
-    CHECK(warnings == 1);
-    w->barrier(w);
-    end(&u);
+    expect_pools(w, u, "did not end", "did not end");
 }
 
 /* Rank 0's pattern is there only after rank 1 has begun to look. */
-TEST_RANK(a_trial_waits_for_a_device_that_is_late, .processes = "2")
+DEVICE_TEST(a_trial_waits_for_a_device_that_is_late, .processes = "2")
 {
-    smp_neighbour  its;
-    smp_device_use use;
-    uint64_t       warnings;
-    user           u;
-    bool           taken;
+    smp_neighbour its;
+    bool          taken;
 
-    begin(w, &u);
     if (w->rank == 0) {
         CHECK(smp_comm_neighbour(w->comm, 1, &its));
-        u.stand_in->misbehave(STAND_IN_LATE_EVENTS);
-        send_x(w, &u, 1, 1, 5000, NULL);
+        u->stand_in->misbehave(STAND_IN_LATE_EVENTS);
+        send_x(w, u, 1, 1, 5000, NULL);
         while (atomic_load(&its.segment->device->pools[0]) == SMP_READER_NONE) {
             sched_yield();
         }
-        u.stand_in->misbehave(STAND_IN_IS_SOUND);
+        u->stand_in->misbehave(STAND_IN_IS_SOUND);
         w->barrier(w);
-        send_x(w, &u, 1, 2, 5000, &taken);
+        send_x(w, u, 1, 2, 5000, &taken);
         CHECK(taken);
     } else {
-        receive_y(w, &u);
+        receive_y(w, u);
         w->barrier(w);
-        receive_y(w, &u);
+        receive_y(w, u);
     }
-    smp_device_measure(u.port, &use);
-    CHECK_TEXT(use.why, "");
-    count_warnings(w, "", &warnings);
-    CHECK(warnings == 0);
-    w->barrier(w);
-    end(&u);
+    expect_pools(w, u, "", "");
 }
 
 /* --------------------------------------------------------------- one process */

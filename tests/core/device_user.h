@@ -110,6 +110,20 @@ end(user *u)
     CHECK(u->driver->context_release(device) == 0);
 }
 
+/* A test whose ranks use a device, from its begin to its end. */
+#define DEVICE_TEST(...) DEVICE_TEST_(__VA_ARGS__, .next = NULL)
+#define DEVICE_TEST_(test, ...)                                                        \
+    static void test##_used(world *w, user *u);                                        \
+    TEST_RANK_(test, __VA_ARGS__)                                                      \
+    {                                                                                  \
+        user u;                                                                        \
+                                                                                       \
+        begin(w, &u);                                                                  \
+        test##_used(w, &u);                                                            \
+        end(&u);                                                                       \
+    }                                                                                  \
+    static void test##_used(world *w, user *u)
+
 /* ------------------------------------------------------------------- kernels */
 
 typedef struct {

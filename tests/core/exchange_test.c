@@ -56,10 +56,13 @@ make_group_of_all(world *w, uint64_t id, smp_group **out)
     return smp_group_create(w->comm, &config, out, &failed);
 }
 
-static smp_status
-make_world_group(world *w, smp_group **out)
+static smp_group *
+world_group(world *w)
 {
-    return make_group_of_all(w, 7, out);
+    smp_group *group = NULL;
+
+    CHECK_OK(make_group_of_all(w, 7, &group));
+    return group;
 }
 
 static bool
@@ -156,77 +159,79 @@ begin_group(world *w, user *u, size_t bytes, smp_group **group, smp_exchange **e
     const char *why;
 
     begin(w, u);
-    CHECK_OK(make_world_group(w, group));
+    *group = world_group(w);
     CHECK(smp_group_exchange(*group, &why) == NULL && strcmp(why, "") == 0);
     CHECK_OK(meet(*group, bytes, exchange, &why));
     CHECK(*exchange != NULL && strcmp(why, "") == 0);
     CHECK(smp_exchange_device(*exchange) == 0);
 }
 
+/* A test in a group of all ranks that has met. */
+#define EXCHANGE_TEST(...) EXCHANGE_TEST_(__VA_ARGS__, .next = NULL)
+#define EXCHANGE_TEST_(test, ...)                                                      \
+    static void test##_met(world *w, user *u, smp_group *group,                        \
+                           smp_exchange *exchange);                                    \
+    TEST_RANK_(test, __VA_ARGS__)                                                      \
+    {                                                                                  \
+        smp_exchange *exchange;                                                        \
+        smp_group    *group;                                                           \
+        user          u;                                                               \
+                                                                                       \
+        begin_group(w, &u, SMALL, &group, &exchange);                                  \
+        test##_met(w, &u, group, exchange);                                            \
+        smp_group_destroy(group);                                                      \
+        end(&u);                                                                       \
+    }                                                                                  \
+    static void test##_met(world *w, user *u, smp_group *group, smp_exchange *exchange)
+
 /* ------------------------------------------------------------------------- tests */
 
-TEST_RANK(every_member_gets_what_all_had, .processes = "4", .threads = "13")
+EXCHANGE_TEST(every_member_gets_what_all_had, .processes = "4", .threads = "13")
 {
     uint64_t      random = 3;
-    smp_exchange *exchange;
-    smp_group    *group;
     smp_group_use use;
     task          t;
-    user          u;
 
-    begin_group(w, &u, SMALL, &group, &exchange);
     CHECK(smp_exchange_half(exchange) == SMALL / 2);
     for (int i = 0; i < ROUNDS; i++) {
         size_t most = i % 3 == 0 ? 100 : i % 3 == 1 ? 9000 : LARGEST;
 
-        plan(&t, w->size, next_random(&random) % 1000, u.x, u.y, most, i % 2 == 1);
-        gather(&u, group, exchange, &t);
+        plan(&t, w->size, next_random(&random) % 1000, u->x, u->y, most, i % 2 == 1);
+        gather(u, group, exchange, &t);
         if (i % 8 == 0) { /* or the thread is far ahead */
-            settle(&u);
+            settle(u);
         }
     }
-    settle(&u);
-    CHECK(u.right == ROUNDS * w->size);
+    settle(u);
+    CHECK(u->right == ROUNDS * w->size);
     smp_group_count(group, &use);
     CHECK(use.operations == ROUNDS && use.device_operations == ROUNDS);
     CHECK(use.bytes == use.device_bytes && use.bytes > 0);
-    smp_group_destroy(group);
-    end(&u);
 }
 
 /* In place, and of nothing. */
-TEST_RANK(the_own_part_may_lie_in_the_output, .processes = "3")
+EXCHANGE_TEST(the_own_part_may_lie_in_the_output, .processes = "3")
 {
-    smp_exchange *exchange;
-    smp_group    *group;
-    task          t;
-    user          u;
+    task t;
 
-    begin_group(w, &u, SMALL, &group, &exchange);
     for (uint64_t i = 0; i < 12; i++) {
-        plan(&t, w->size, i, u.x, u.y, 7000, i % 2 == 1);
+        plan(&t, w->size, i, u->x, u->y, 7000, i % 2 == 1);
         t.x = t.outs[w->rank];
-        gather(&u, group, exchange, &t);
+        gather(u, group, exchange, &t);
     }
-    plan(&t, w->size, 0, u.x, u.y, 0, false);
-    gather(&u, group, exchange, &t);
-    settle(&u);
-    smp_group_destroy(group);
-    end(&u);
+    plan(&t, w->size, 0, u->x, u->y, 0, false);
+    gather(u, group, exchange, &t);
+    settle(u);
 }
 
 /* Several are under way, and are waited for in another order; host tensors go between
  * them. */
-TEST_RANK(operations_overlap, .processes = "3", .threads = "2")
+EXCHANGE_TEST(operations_overlap, .processes = "3", .threads = "2")
 {
-    const size_t  room = USER_BYTES / AT_ONCE;
-    smp_exchange *exchange;
-    smp_group    *group;
-    task          tasks[AT_ONCE];
-    user          u;
-    bool          begun;
+    const size_t room = USER_BYTES / AT_ONCE;
+    task         tasks[AT_ONCE];
+    bool         begun;
 
-    begin_group(w, &u, SMALL, &group, &exchange);
     for (uint64_t round = 0; round < 6; round++) {
         for (size_t i = 0; i < AT_ONCE; i++) {
             float    in = (float)w->rank;
@@ -237,68 +242,57 @@ TEST_RANK(operations_overlap, .processes = "3", .threads = "2")
                              .in = &in,
                              .out = &out};
 
-            plan(&tasks[i], w->size, round * AT_ONCE + i, u.x + i * room,
-                 u.y + i * room, room / WORLD_RANKS, (i + round) % 2 == 1);
-            CHECK_OK(run_task(&u, group, exchange, &tasks[i], &begun));
+            plan(&tasks[i], w->size, round * AT_ONCE + i, u->x + i * room,
+                 u->y + i * room, room / WORLD_RANKS, (i + round) % 2 == 1);
+            CHECK_OK(run_task(u, group, exchange, &tasks[i], &begun));
             CHECK_OK(smp_group_run(group, &call));
             CHECK(out == (float)(w->size * (w->size - 1) / 2));
         }
         for (size_t i = AT_ONCE; i-- > 0;) {
-            look_at(&u, group, exchange, &tasks[i]);
+            look_at(u, group, exchange, &tasks[i]);
         }
     }
-    settle(&u);
-    CHECK(u.right == 6 * AT_ONCE * w->size);
-    smp_group_destroy(group);
-    end(&u);
+    settle(u);
+    CHECK(u->right == 6 * AT_ONCE * w->size);
 }
 
 /* Operations of many rounds are over on the hosts before the device of rank 0 has done
  * anything. */
-TEST_RANK(nobody_waits_for_a_device, .processes = "2")
+EXCHANGE_TEST(nobody_waits_for_a_device, .processes = "2")
 {
-    smp_exchange *exchange;
-    smp_group    *group;
-    char          why[SMP_DRIVER_TEXT];
-    task          t;
-    user          u;
-    bool          begun;
-    int           before;
+    char why[SMP_DRIVER_TEXT];
+    task t;
+    bool begun;
+    int  before;
 
-    begin_group(w, &u, SMALL, &group, &exchange);
-    before = u.stand_in->alive();
+    before = u->stand_in->alive();
     smp_exchange_put_mark(exchange, smp_exchange_mark(exchange, why));
-    CHECK(u.stand_in->alive() == before); /* the trial has given its own back */
+    CHECK(u->stand_in->alive() == before); /* the trial has given its own back */
     w->barrier(w);
     if (w->rank == 0) {
-        u.stand_in->hold(true);
+        u->stand_in->hold(true);
     }
     w->barrier(w);
-    plan(&t, w->size, 1, u.x, u.y, LARGEST, false);
+    plan(&t, w->size, 1, u->x, u->y, LARGEST, false);
     CHECK(t.counts[0] > 3 * SMALL / 2); /* four rounds and more */
-    CHECK_OK(run_task(&u, group, exchange, &t, &begun));
+    CHECK_OK(run_task(u, group, exchange, &t, &begun));
     CHECK(!smp_exchange_is_over(exchange, t.mark));
-    CHECK(u.driver->stream_query(u.stream) == SMP_DRIVER_NOT_READY || w->rank != 0);
+    CHECK(u->driver->stream_query(u->stream) == SMP_DRIVER_NOT_READY || w->rank != 0);
     w->barrier(w);
-    u.stand_in->hold(false);
-    look_at(&u, group, exchange, &t);
-    settle(&u);
+    u->stand_in->hold(false);
+    look_at(u, group, exchange, &t);
+    settle(u);
     CHECK(smp_exchange_is_over(exchange, t.mark));
-    CHECK(u.right == w->size);
-    smp_group_destroy(group);
-    end(&u);
+    CHECK(u->right == w->size);
 }
 
 /* Who calls something else is named with what it calls, and the group goes on. */
-TEST_RANK(calls_that_differ_are_an_error_on_all, .processes = "3", .threads = "2")
+EXCHANGE_TEST(calls_that_differ_are_an_error_on_all, .processes = "3", .threads = "2")
 {
-    smp_exchange  *exchange;
-    smp_group     *group;
     char           why[SMP_DRIVER_TEXT];
     uint8_t        in = 0;
     uint8_t        out[WORLD_RANKS];
     task           t;
-    user           u;
     bool           begun;
     bool           last = w->rank == w->size - 1;
     bool           is_process = w->shared->pids[w->rank] == getpid();
@@ -308,12 +302,11 @@ TEST_RANK(calls_that_differ_are_an_error_on_all, .processes = "3", .threads = "2
                               .in = &in,
                               .out = out};
 
-    begin_group(w, &u, SMALL, &group, &exchange);
     for (uint64_t i = 0; i < 6; i++) {
-        plan(&t, w->size, i, u.x, u.y, 9000, false);
-        gather(&u, group, exchange, &t);
+        plan(&t, w->size, i, u->x, u->y, 9000, false);
+        gather(u, group, exchange, &t);
 
-        plan(&t, w->size, i, u.x, u.y, 0, false);
+        plan(&t, w->size, i, u->x, u->y, 0, false);
         for (int m = 0; m < w->size; m++) {
             t.counts[m] = i % 2 == 0 ? 1 : last ? 5001 : 5000;
         }
@@ -322,35 +315,30 @@ TEST_RANK(calls_that_differ_are_an_error_on_all, .processes = "3", .threads = "2
         } else {
             /* Nobody uses the tensor, but the own half may be filled from it. */
             if (is_process) {
-                settle(&u);
+                settle(u);
             }
-            u.stand_in->hold(is_process);
-            CHECK_STATUS(run_task(&u, group, exchange, &t, &begun), SMP_ERR_MISMATCH);
+            u->stand_in->hold(is_process);
+            CHECK_STATUS(run_task(u, group, exchange, &t, &begun), SMP_ERR_MISMATCH);
             CHECK(!is_process || !smp_exchange_is_over(exchange, t.mark));
-            u.stand_in->hold(false);
-            CHECK(smp_exchange_join(exchange, t.mark, u.stream, why));
-            launch(&u, fill_kernel, t.x, t.counts[w->rank], 9);
+            u->stand_in->hold(false);
+            CHECK(smp_exchange_join(exchange, t.mark, u->stream, why));
+            launch(u, fill_kernel, t.x, t.counts[w->rank], 9);
             smp_exchange_put_mark(exchange, t.mark);
         }
         CHECK(says(group, " uint8 on a device"));
     }
-    settle(&u);
-    CHECK(u.right == 6 * w->size);
-    smp_group_destroy(group);
-    end(&u);
+    settle(u);
+    CHECK(u->right == 6 * w->size);
 }
 
 /* In the meeting, too: the next one is another. */
-TEST_RANK(a_meeting_can_be_tried_again, .processes = "3", .threads = "2")
+DEVICE_TEST(a_meeting_can_be_tried_again, .processes = "3", .threads = "2")
 {
     const char   *why;
     smp_exchange *exchange;
-    smp_group    *group;
+    smp_group    *group = world_group(w);
     task          t;
-    user          u;
 
-    begin(w, &u);
-    CHECK_OK(make_world_group(w, &group));
     if (w->rank == 0) {
         CHECK_STATUS(smp_group_run(group, &(smp_call){.operation = SMP_BARRIER}),
                      SMP_ERR_MISMATCH);
@@ -360,28 +348,24 @@ TEST_RANK(a_meeting_can_be_tried_again, .processes = "3", .threads = "2")
     }
     CHECK_OK(meet(group, SMALL, &exchange, &why));
     CHECK(exchange != NULL);
-    plan(&t, w->size, 1, u.x, u.y, 9000, true);
-    gather(&u, group, exchange, &t);
-    settle(&u);
+    plan(&t, w->size, 1, u->x, u->y, 9000, true);
+    gather(u, group, exchange, &t);
+    settle(u);
     smp_group_destroy(group);
-    end(&u);
 }
 
 /* All have the same answer, and the same words for it. */
-TEST_RANK(one_that_will_not_is_enough, .processes = "3", .threads = "2")
+DEVICE_TEST(one_that_will_not_is_enough, .processes = "3", .threads = "2")
 {
     const char   *why;
     smp_exchange *exchange;
-    smp_group    *group;
-    user          u;
+    smp_group    *group = world_group(w);
 
-    begin(w, &u);
-    CHECK_OK(make_world_group(w, &group));
     CHECK_OK(meet(group, w->rank == 1 ? 0 : SMALL, &exchange, &why));
     CHECK(exchange == NULL);
     CHECK_TEXT(why, "rank 1: comm_device_gather_bytes is 0");
+    CHECK(u->right == 0);
     smp_group_destroy(group);
-    end(&u);
 }
 
 /* Nobody's device gathers, all know why, one has warned of it, and the group goes on.
@@ -402,7 +386,7 @@ expect_nobody_gathers(world *w, user *u, const char *of)
                          .in = &in,
                          .out = &out};
 
-    CHECK_OK(make_world_group(w, &group));
+    group = world_group(w);
     CHECK_OK(meet(group, SMALL, &exchange, &why));
     hurries = false;
     u->stand_in->misbehave(STAND_IN_IS_SOUND);
@@ -458,27 +442,23 @@ TEST_RANK(a_trial_without_an_end_turns_it_off, .processes = "2")
 }
 
 /* Halves are as large as the smallest of all members' is. */
-TEST_RANK(members_may_have_halves_of_other_sizes, .processes = "3")
+DEVICE_TEST(members_may_have_halves_of_other_sizes, .processes = "3")
 {
     const char   *why;
     smp_exchange *exchange;
-    smp_group    *group;
+    smp_group    *group = world_group(w);
     task          t;
-    user          u;
 
-    begin(w, &u);
-    CHECK_OK(make_world_group(w, &group));
-    watch_exports(&u);
+    watch_exports(u);
     CHECK_OK(meet(group, SMALL + (size_t)w->rank * 1000, &exchange, &why));
     CHECK(shown_bytes > 0 && shown_bytes % SMP_DRIVER_BLOCK == 0); /* ours alone */
     CHECK(exchange != NULL && smp_exchange_half(exchange) == SMALL / 2);
     for (uint64_t i = 0; i < 5; i++) {
-        plan(&t, w->size, i, u.x, u.y, 9000, true);
-        gather(&u, group, exchange, &t);
+        plan(&t, w->size, i, u->x, u->y, 9000, true);
+        gather(u, group, exchange, &t);
     }
-    settle(&u);
+    settle(u);
     smp_group_destroy(group);
-    end(&u);
 }
 
 /* One leaves early: its memory stays until the others have left, too. */
@@ -538,20 +518,17 @@ expect_one_to_blame(const world *w, smp_group *group, smp_status status, bool be
 
 /* Whatever fails: either nobody uses devices, or what arrives is right and who failed
  * is named. */
-TEST_RANK(every_failure_is_survived, .processes = "")
+DEVICE_TEST(every_failure_is_survived, .processes = "")
 {
     const char   *why;
     smp_exchange *exchange;
-    smp_group    *group;
+    smp_group    *group = world_group(w);
     smp_status    status = SMP_OK;
     task          t;
-    user          u;
     bool          begun;
 
-    begin(w, &u);
-    CHECK_OK(make_world_group(w, &group));
     if (w->rank == unlucky_rank) {
-        u.stand_in->fail(NULL, unlucky_call, 2);
+        u->stand_in->fail(NULL, unlucky_call, 2);
     }
     CHECK_OK(meet(group, SMALL, &exchange, &why));
     if (exchange == NULL) {
@@ -562,17 +539,17 @@ TEST_RANK(every_failure_is_survived, .processes = "")
         CHECK_HAS(why, "CUDA_ERROR_OUT_OF_MEMORY");
     }
     for (uint64_t i = 0; i < 4 && exchange != NULL && status == SMP_OK; i++) {
-        plan(&t, w->size, i, u.x, u.y, 7000, i % 2 == 1);
-        status = run_task(&u, group, exchange, &t, &begun);
+        plan(&t, w->size, i, u->x, u->y, 7000, i % 2 == 1);
+        status = run_task(u, group, exchange, &t, &begun);
         if (status != SMP_OK) {
             expect_one_to_blame(w, group, status, begun,
                                 begun && smp_exchange_is_over(exchange, t.mark));
-        } else if (smp_exchange_join(exchange, t.mark, u.stream, (char[160]){0})) {
+        } else if (smp_exchange_join(exchange, t.mark, u->stream, (char[160]){0})) {
             for (int m = 0; m < w->size; m++) {
-                launch(&u, check_kernel, t.outs[m], t.counts[m], seed_of(&t, m));
+                launch(u, check_kernel, t.outs[m], t.counts[m], seed_of(&t, m));
             }
             if (w->rank != unlucky_rank) {
-                settle(&u);
+                settle(u);
             }
         } else {
             CHECK(w->rank == unlucky_rank);
@@ -580,11 +557,10 @@ TEST_RANK(every_failure_is_survived, .processes = "")
         }
     }
     if (w->rank == unlucky_rank) {
-        atomic_store(unlucky, u.stand_in->failed());
-        u.stand_in->fail(NULL, 0, 0);
+        atomic_store(unlucky, u->stand_in->failed());
+        u->stand_in->fail(NULL, 0, 0);
     }
     smp_group_destroy(group);
-    end(&u);
 }
 
 /* A member is killed while devices exchange: all others name it, at once, though theirs
