@@ -488,16 +488,22 @@ use_memory(uint64_t at)
 /* No header declares them: they are looked up by name. */
 #pragma GCC diagnostic ignored "-Wmissing-prototypes"
 
+#define OR_REFUSED(how)                                                                \
+    do {                                                                               \
+        int refused_ = how(__func__);                                                  \
+        if (refused_ != SUCCESS) {                                                     \
+            return refused_;                                                           \
+        }                                                                              \
+    } while (0)
+
 int
 cuInit(unsigned flags)
 {
-    int result = refused("cuInit");
 
     (void)flags;
-    if (result == SUCCESS) {
-        atomic_store(&started, true);
-    }
-    return result;
+    OR_REFUSED(refused);
+    atomic_store(&started, true);
+    return SUCCESS;
 }
 
 int
@@ -513,16 +519,14 @@ cuDeviceGet(int *device, int ordinal)
 int
 cuDevicePrimaryCtxRetain(void **context, int device)
 {
-    int result = refused("cuDevicePrimaryCtxRetain");
 
     if (device < 40 || device >= 40 + DEVICES) {
         return INVALID_DEVICE;
     }
-    if (result == SUCCESS) {
-        *context = (void *)(uintptr_t)(device - 39);
-        atomic_fetch_add(&living, 1);
-    }
-    return result;
+    OR_REFUSED(refused);
+    *context = (void *)(uintptr_t)(device - 39);
+    atomic_fetch_add(&living, 1);
+    return SUCCESS;
 }
 
 int
@@ -538,12 +542,10 @@ cuDevicePrimaryCtxRelease_v2(int device)
 int
 cuCtxPushCurrent_v2(void *context)
 {
-    int result = refused("cuCtxPushCurrent_v2");
 
-    if (result == SUCCESS) {
-        contexts[context_depth++ % 8] = (long)(intptr_t)context;
-    }
-    return result;
+    OR_REFUSED(refused);
+    contexts[context_depth++ % 8] = (long)(intptr_t)context;
+    return SUCCESS;
 }
 
 int
@@ -615,13 +617,10 @@ cuIpcGetMemHandle(handle64 *handle, uint64_t at)
 int
 cuIpcOpenMemHandle_v2(uint64_t *at, handle64 handle, unsigned flags)
 {
-    int   result = refused_here("cuIpcOpenMemHandle_v2");
     void *base;
 
     (void)flags;
-    if (result != SUCCESS) {
-        return result;
-    }
+    OR_REFUSED(refused_here);
     base = map_handle(&handle);
     if (base == NULL) {
         return INVALID_HANDLE;
@@ -640,12 +639,9 @@ cuIpcCloseMemHandle(uint64_t at)
 int
 cuStreamCreate(void **made, unsigned flags)
 {
-    int result = refused_here("cuStreamCreate");
 
     (void)flags;
-    if (result != SUCCESS) {
-        return result;
-    }
+    OR_REFUSED(refused_here);
     *made = make_stream();
     if (*made == NULL) {
         return OUT_OF_MEMORY;
@@ -693,29 +689,24 @@ cuStreamSynchronize(void *given)
 int
 cuStreamWaitEvent(void *s, void *given, unsigned flags)
 {
-    int    result = refused_here("cuStreamWaitEvent");
     event *e = given;
 
     (void)flags;
-    if (result == SUCCESS) {
-        atomic_fetch_add(&e->users, 1);
-        put_work(stream_of(s), (work){.kind = WORK_WAIT,
-                                      .event = e,
-                                      .count = atomic_load(&e->at->recorded)});
-    }
-    return result;
+    OR_REFUSED(refused_here);
+    atomic_fetch_add(&e->users, 1);
+    put_work(
+        stream_of(s),
+        (work){.kind = WORK_WAIT, .event = e, .count = atomic_load(&e->at->recorded)});
+    return SUCCESS;
 }
 
 int
 cuEventCreate(void **made, unsigned flags)
 {
     const unsigned untimed = 2, shared = 4;
-    int            result = refused_here("cuEventCreate");
     event         *e;
 
-    if (result != SUCCESS) {
-        return result;
-    }
+    OR_REFUSED(refused_here);
     if ((flags & shared) != 0 && (flags & untimed) == 0) {
         return INVALID_VALUE;
     }
@@ -748,12 +739,9 @@ cuEventDestroy_v2(void *given)
 int
 cuEventRecord(void *given, void *s)
 {
-    int    result = refused_here("cuEventRecord");
     event *e = given;
 
-    if (result != SUCCESS) {
-        return result;
-    }
+    OR_REFUSED(refused_here);
     if (!e->mine) {
         return INVALID_HANDLE;
     }
@@ -770,12 +758,9 @@ cuEventRecord(void *given, void *s)
 int
 cuEventQuery(void *given)
 {
-    int          result = refused_beside_capture("cuEventQuery");
     const event *e = given;
 
-    if (result != SUCCESS) {
-        return result;
-    }
+    OR_REFUSED(refused_beside_capture);
     return atomic_load(&e->at->done) < atomic_load(&e->at->recorded) ? NOT_READY
                                                                      : SUCCESS;
 }
@@ -798,12 +783,9 @@ cuIpcGetEventHandle(handle64 *handle, void *given)
 int
 cuIpcOpenEventHandle(void **made, handle64 handle)
 {
-    int    result = refused_here("cuIpcOpenEventHandle");
     event *e;
 
-    if (result != SUCCESS) {
-        return result;
-    }
+    OR_REFUSED(refused_here);
     e = calloc(1, sizeof(*e));
     if (e == NULL) {
         return OUT_OF_MEMORY;
@@ -823,29 +805,24 @@ cuIpcOpenEventHandle(void **made, handle64 handle)
 int
 cuMemcpyDtoDAsync_v2(uint64_t to, uint64_t from, size_t bytes, void *s)
 {
-    int result = refused_here("cuMemcpyDtoDAsync_v2");
 
-    if (result == SUCCESS) {
-        put_work(stream_of(s), (work){.kind = WORK_COPY,
-                                      .to = (void *)(uintptr_t)to,
-                                      .from = (const void *)(uintptr_t)from,
-                                      .bytes = bytes,
-                                      .inside = true,
-                                      .uses = {use_memory(from), use_memory(to)}});
-    }
-    return result;
+    OR_REFUSED(refused_here);
+    put_work(stream_of(s), (work){.kind = WORK_COPY,
+                                  .to = (void *)(uintptr_t)to,
+                                  .from = (const void *)(uintptr_t)from,
+                                  .bytes = bytes,
+                                  .inside = true,
+                                  .uses = {use_memory(from), use_memory(to)}});
+    return SUCCESS;
 }
 
 /* The host's memory may be used again at once, as with the driver's pageable memory. */
 int
 cuMemcpyHtoDAsync_v2(uint64_t to, const void *from, size_t bytes, void *s)
 {
-    int   result = refused_here("cuMemcpyHtoDAsync_v2");
     void *staged;
 
-    if (result != SUCCESS) {
-        return result;
-    }
+    OR_REFUSED(refused_here);
     staged = malloc(bytes + 1);
     if (staged == NULL) {
         return OUT_OF_MEMORY;
@@ -864,12 +841,9 @@ cuMemcpyHtoDAsync_v2(uint64_t to, const void *from, size_t bytes, void *s)
 int
 cuMemcpyDtoHAsync_v2(void *to, uint64_t from, size_t bytes, void *given)
 {
-    int     result = refused_here("cuMemcpyDtoHAsync_v2");
     stream *s = stream_of(given);
 
-    if (result != SUCCESS) {
-        return result;
-    }
+    OR_REFUSED(refused_here);
     put_work(s, (work){.kind = WORK_COPY,
                        .to = to,
                        .from = (const void *)(uintptr_t)from,
@@ -956,32 +930,24 @@ cuLaunchKernel(void *function, unsigned grid_x, unsigned grid_y, unsigned grid_z
 int
 cuGetErrorName(int result, const char **name)
 {
-    switch (result) {
-    case INVALID_VALUE:
-        *name = "CUDA_ERROR_INVALID_VALUE";
-        break;
-    case OUT_OF_MEMORY:
-        *name = "CUDA_ERROR_OUT_OF_MEMORY";
-        break;
-    case INVALID_CONTEXT:
-        *name = "CUDA_ERROR_INVALID_CONTEXT";
-        break;
-    case INVALID_DEVICE:
-        *name = "CUDA_ERROR_INVALID_DEVICE";
-        break;
-    case INVALID_HANDLE:
-        *name = "CUDA_ERROR_INVALID_HANDLE";
-        break;
-    case NOT_FOUND:
-        *name = "CUDA_ERROR_NOT_FOUND";
-        break;
-    case NOT_READY:
-        *name = "CUDA_ERROR_NOT_READY";
-        break;
-    default:
-        return INVALID_VALUE;
+    static const struct {
+        int         result;
+        const char *name;
+    } names[] = {{INVALID_VALUE, "CUDA_ERROR_INVALID_VALUE"},
+                 {OUT_OF_MEMORY, "CUDA_ERROR_OUT_OF_MEMORY"},
+                 {INVALID_CONTEXT, "CUDA_ERROR_INVALID_CONTEXT"},
+                 {INVALID_DEVICE, "CUDA_ERROR_INVALID_DEVICE"},
+                 {INVALID_HANDLE, "CUDA_ERROR_INVALID_HANDLE"},
+                 {NOT_FOUND, "CUDA_ERROR_NOT_FOUND"},
+                 {NOT_READY, "CUDA_ERROR_NOT_READY"}};
+
+    for (size_t i = 0; i < sizeof(names) / sizeof(names[0]); i++) {
+        if (names[i].result == result) {
+            *name = names[i].name;
+            return SUCCESS;
+        }
     }
-    return SUCCESS;
+    return INVALID_VALUE;
 }
 
 /* ------------------------------------------------------------ what tests tell it */

@@ -81,6 +81,13 @@ is_broken(const char *name)
     return stand_in_ucp.broken != NULL && strcmp(stand_in_ucp.broken, name) == 0;
 }
 
+#define OR_BROKEN                                                                      \
+    do {                                                                               \
+        if (is_broken(__func__)) {                                                     \
+            return IO_ERROR;                                                           \
+        }                                                                              \
+    } while (0)
+
 /* Whether the one whose turn it is fails. */
 static bool
 is_the_one(_Atomic int *number)
@@ -131,8 +138,6 @@ free_parcel(parcel *p, ucs_code code)
 
 /* ------------------------------------------------------------ versions and contexts */
 
-void ucp_get_version(unsigned *major, unsigned *minor, unsigned *release);
-
 void
 ucp_get_version(unsigned *major, unsigned *minor, unsigned *release)
 {
@@ -141,24 +146,18 @@ ucp_get_version(unsigned *major, unsigned *minor, unsigned *release)
     *release = 0;
 }
 
-const char *ucp_get_version_string(void);
-
 const char *
 ucp_get_version_string(void)
 {
     return "stand-in";
 }
 
-ucs_code ucp_config_read(const char *prefix, const char *file, ucp_config **out);
-
 ucs_code
 ucp_config_read(const char *prefix, const char *file, ucp_config **out)
 {
     (void)prefix;
     (void)file;
-    if (is_broken("ucp_config_read")) {
-        return IO_ERROR;
-    }
+    OR_BROKEN;
     pthread_mutex_lock(&lock);
     stand_in_ucp.net_devices[0] = stand_in_ucp.tls[0] = '\0';
     pthread_mutex_unlock(&lock);
@@ -167,24 +166,18 @@ ucp_config_read(const char *prefix, const char *file, ucp_config **out)
     return SMP_UCS_OK;
 }
 
-ucs_code ucp_config_modify(ucp_config *config, const char *name, const char *value);
-
 ucs_code
 ucp_config_modify(ucp_config *config, const char *name, const char *value)
 {
     char *to = strcmp(name, "TLS") == 0 ? stand_in_ucp.tls : stand_in_ucp.net_devices;
 
     (void)config;
-    if (is_broken("ucp_config_modify")) {
-        return IO_ERROR;
-    }
+    OR_BROKEN;
     pthread_mutex_lock(&lock);
     strncpy(to, value, sizeof(stand_in_ucp.tls) - 1);
     pthread_mutex_unlock(&lock);
     return SMP_UCS_OK;
 }
-
-void ucp_config_release(ucp_config *config);
 
 void
 ucp_config_release(ucp_config *config)
@@ -192,9 +185,6 @@ ucp_config_release(ucp_config *config)
     free(config);
     atomic_fetch_sub(&stand_in_ucp.alive, 1);
 }
-
-ucs_code ucp_init_version(unsigned major, unsigned minor, const ucp_params *params,
-                          const ucp_config *config, ucp_context **out);
 
 ucs_code
 ucp_init_version(unsigned major, unsigned minor, const ucp_params *params,
@@ -211,8 +201,6 @@ ucp_init_version(unsigned major, unsigned minor, const ucp_params *params,
     return SMP_UCS_OK;
 }
 
-void ucp_cleanup(ucp_context *context);
-
 void
 ucp_cleanup(ucp_context *context)
 {
@@ -222,18 +210,13 @@ ucp_cleanup(ucp_context *context)
 
 /* ------------------------------------------------------------------------- workers */
 
-ucs_code ucp_worker_create(ucp_context *context, const ucp_worker_params *params,
-                           ucp_worker **out);
-
 ucs_code
 ucp_worker_create(ucp_context *context, const ucp_worker_params *params,
                   ucp_worker **out)
 {
     (void)context;
     (void)params;
-    if (is_broken("ucp_worker_create")) {
-        return IO_ERROR;
-    }
+    OR_BROKEN;
     *out = calloc(1, sizeof(**out));
     (*out)->fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     pthread_mutex_lock(&lock);
@@ -245,8 +228,6 @@ ucp_worker_create(ucp_context *context, const ucp_worker_params *params,
 }
 
 ucs_code_ptr ucp_ep_close_nbx(ucp_ep *ep, const ucp_request_param *param);
-
-void ucp_worker_destroy(ucp_worker *worker);
 
 /* Its memory stays: others may still have its address. */
 void
@@ -275,22 +256,16 @@ ucp_worker_destroy(ucp_worker *worker)
     atomic_fetch_sub(&stand_in_ucp.alive, 1);
 }
 
-ucs_code ucp_worker_query(ucp_worker *worker, ucp_worker_attr *attr);
-
 ucs_code
 ucp_worker_query(ucp_worker *worker, ucp_worker_attr *attr)
 {
-    if (is_broken("ucp_worker_query")) {
-        return IO_ERROR;
-    }
+    OR_BROKEN;
     attr->address = malloc(sizeof(worker));
     attr->address_length = sizeof(worker);
     memcpy(attr->address, &worker, sizeof(worker));
     atomic_fetch_add(&stand_in_ucp.alive, 1);
     return SMP_UCS_OK;
 }
-
-void ucp_worker_release_address(ucp_worker *worker, ucp_address *address);
 
 void
 ucp_worker_release_address(ucp_worker *worker, ucp_address *address)
@@ -300,16 +275,12 @@ ucp_worker_release_address(ucp_worker *worker, ucp_address *address)
     atomic_fetch_sub(&stand_in_ucp.alive, 1);
 }
 
-ucs_code ucp_worker_get_efd(ucp_worker *worker, int *fd);
-
 ucs_code
 ucp_worker_get_efd(ucp_worker *worker, int *fd)
 {
     *fd = worker->fd;
     return is_broken("ucp_worker_get_efd") ? IO_ERROR : SMP_UCS_OK;
 }
-
-ucs_code ucp_worker_arm(ucp_worker *worker);
 
 ucs_code
 ucp_worker_arm(ucp_worker *worker)
@@ -323,9 +294,6 @@ ucp_worker_arm(ucp_worker *worker)
     pthread_mutex_unlock(&lock);
     return is_idle ? SMP_UCS_OK : SMP_UCS_ERR_BUSY;
 }
-
-ucs_code ucp_worker_set_am_recv_handler(ucp_worker                 *worker,
-                                        const ucp_am_handler_param *param);
 
 ucs_code
 ucp_worker_set_am_recv_handler(ucp_worker *worker, const ucp_am_handler_param *param)
@@ -352,8 +320,6 @@ hand_over(ucp_worker *worker, parcel *p)
         free(p);
     }
 }
-
-unsigned ucp_worker_progress(ucp_worker *worker);
 
 unsigned
 ucp_worker_progress(ucp_worker *worker)
@@ -385,14 +351,10 @@ ucp_worker_progress(ucp_worker *worker)
 
 /* --------------------------------------------------------------------- connections */
 
-ucs_code ucp_ep_create(ucp_worker *worker, const ucp_ep_params *params, ucp_ep **out);
-
 ucs_code
 ucp_ep_create(ucp_worker *worker, const ucp_ep_params *params, ucp_ep **out)
 {
-    if (is_broken("ucp_ep_create")) {
-        return IO_ERROR;
-    }
+    OR_BROKEN;
     *out = calloc(1, sizeof(**out));
     pthread_mutex_lock(&lock);
     **out = (ucp_ep){.next = worker->connections, .from = worker, .params = *params};
@@ -403,15 +365,11 @@ ucp_ep_create(ucp_worker *worker, const ucp_ep_params *params, ucp_ep **out)
     return SMP_UCS_OK;
 }
 
-ucs_code ucp_ep_query(ucp_ep *ep, ucp_ep_attr *attr);
-
 ucs_code
 ucp_ep_query(ucp_ep *ep, ucp_ep_attr *attr)
 {
     (void)ep;
-    if (is_broken("ucp_ep_query")) {
-        return IO_ERROR;
-    }
+    OR_BROKEN;
     attr->transports.entries[0] =
         (ucp_transport_entry){.transport_name = stand_in_ucp.transport};
     attr->transports.num_entries = 1;
@@ -453,10 +411,6 @@ refused(void)
     return (
         void *)(intptr_t)IO_ERROR; /* NOLINT(performance-no-int-to-ptr): as UCX does */
 }
-
-ucs_code_ptr ucp_am_send_nbx(ucp_ep *ep, unsigned id, const void *header,
-                             size_t header_length, const void *buffer, size_t count,
-                             const ucp_request_param *param);
 
 ucs_code_ptr
 ucp_am_send_nbx(ucp_ep *ep, unsigned id, const void *header, size_t header_length,
@@ -502,9 +456,6 @@ ucp_am_send_nbx(ucp_ep *ep, unsigned id, const void *header, size_t header_lengt
     return r;
 }
 
-ucs_code_ptr ucp_am_recv_data_nbx(ucp_worker *worker, void *data, void *buffer,
-                                  size_t count, const ucp_request_param *param);
-
 ucs_code_ptr
 ucp_am_recv_data_nbx(ucp_worker *worker, void *data, void *buffer, size_t count,
                      const ucp_request_param *param)
@@ -528,15 +479,11 @@ ucp_am_recv_data_nbx(ucp_worker *worker, void *data, void *buffer, size_t count,
     return fails && r == NULL ? refused() : r;
 }
 
-ucs_code ucp_request_check_status(void *r);
-
 ucs_code
 ucp_request_check_status(void *r)
 {
     return ((request *)r)->code;
 }
-
-void ucp_request_free(void *r);
 
 void
 ucp_request_free(void *r)

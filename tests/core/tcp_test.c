@@ -4,7 +4,6 @@
 #include <arpa/inet.h>
 #include <errno.h>
 #include <fcntl.h>
-#include <ifaddrs.h>
 #include <net/if.h>
 #include <netinet/tcp.h>
 #include <poll.h>
@@ -16,6 +15,7 @@
 #include "comm/transport/connecting/meet.h"
 #include "comm/transport/tcp/frame.h"
 #include "deaths.h"
+#include "interfaces.h"
 #include "pair.h"
 #include "partings.h"
 #include "traffic.h"
@@ -141,33 +141,6 @@ TEST(an_interface_is_a_name_an_address_or_a_subnet)
         config.transports = i % 2 == 0 ? "shm,tcp" : "tcp,shm";
         CHECK_STATUS(smp_comm_create(&config, &comm), SMP_ERR_INVALID);
         config.transports = "tcp";
-    }
-}
-
-/* What the kernel lists in place of this machine's interfaces; NULL: nothing takes its
- * place. */
-static struct ifaddrs *listed;
-
-int  __real_getifaddrs(struct ifaddrs **all);
-int  __wrap_getifaddrs(struct ifaddrs **all);
-void __real_freeifaddrs(struct ifaddrs *all);
-void __wrap_freeifaddrs(struct ifaddrs *all);
-
-int
-__wrap_getifaddrs(struct ifaddrs **all)
-{
-    if (listed == NULL) {
-        return __real_getifaddrs(all);
-    }
-    *all = listed;
-    return 0;
-}
-
-void
-__wrap_freeifaddrs(struct ifaddrs *all)
-{
-    if (all != listed) {
-        __real_freeifaddrs(all);
     }
 }
 

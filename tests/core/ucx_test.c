@@ -5,7 +5,6 @@
 #include <arpa/inet.h>
 #include <dirent.h>
 #include <dlfcn.h>
-#include <ifaddrs.h>
 #include <net/if.h>
 #include <sched.h>
 #include <sys/socket.h>
@@ -16,6 +15,7 @@
 #include "comm/transport/ucx/introduction.h"
 #include "comm/transport/ucx/library.h"
 #include "common/log.h"
+#include "interfaces.h"
 #include "pair.h"
 #include "stand_in_ucp.h"
 #include "traffic.h"
@@ -138,17 +138,12 @@ static char folder[64];
 
 /* What the kernel lists in place of this machine's interfaces; NULL: nothing takes its
  * place. */
-static struct ifaddrs      *listed;
 static struct if_nameindex *names;
 
 DIR                 *__real_opendir(const char *name);
 DIR                 *__wrap_opendir(const char *name);
 FILE                *__real_fopen(const char *name, const char *mode);
 FILE                *__wrap_fopen(const char *name, const char *mode);
-int                  __real_getifaddrs(struct ifaddrs **all);
-int                  __wrap_getifaddrs(struct ifaddrs **all);
-void                 __real_freeifaddrs(struct ifaddrs *all);
-void                 __wrap_freeifaddrs(struct ifaddrs *all);
 struct if_nameindex *__real_if_nameindex(void);
 struct if_nameindex *__wrap_if_nameindex(void);
 void                 __real_if_freenameindex(struct if_nameindex *all);
@@ -178,24 +173,6 @@ __wrap_fopen(const char *name, const char *mode)
     char room[256];
 
     return __real_fopen(moved(name, room, sizeof(room)), mode);
-}
-
-int
-__wrap_getifaddrs(struct ifaddrs **all)
-{
-    if (listed == NULL) {
-        return __real_getifaddrs(all);
-    }
-    *all = listed;
-    return 0;
-}
-
-void
-__wrap_freeifaddrs(struct ifaddrs *all)
-{
-    if (all != listed) {
-        __real_freeifaddrs(all);
-    }
 }
 
 struct if_nameindex *
