@@ -338,7 +338,7 @@ static const char *const names[PP * MOST_TP] = {"rank 0 of 0", "rank 1 of 0",
                                                 "rank 0 of 1", "rank 1 of 1",
                                                 "rank 0 of 2", "rank 1 of 2"};
 
-static smp_status
+static void
 begin(rank *self, world *w)
 {
     *self = (rank){.w = w,
@@ -348,12 +348,12 @@ begin(rank *self, world *w)
                    .microbatches = MICROBATCHES};
     comms[w->rank] = w->comm;
     w->barrier(w);
-    return smp_server_create(w->comm,
-                             &(smp_server_place){.rank = w->rank,
-                                                 .pipelines = self->tp,
-                                                 .in_sequence = in_sequence,
-                                                 .names = names},
-                             0, &ops, self, &self->server);
+    CHECK_OK(smp_server_create(w->comm,
+                               &(smp_server_place){.rank = w->rank,
+                                                   .pipelines = self->tp,
+                                                   .in_sequence = in_sequence,
+                                                   .names = names},
+                               0, &ops, self, &self->server));
 }
 
 static void
@@ -433,77 +433,57 @@ check_step(rank *self)
     CHECK(stages[self->pp_rank].count[self->tp_rank] == 2 * MICROBATCHES);
 }
 
-TEST_RANK(collectives_may_hold_the_baton_in_a_sequence)
+TEST_OF(rank, collectives_may_hold_the_baton_in_a_sequence)
 {
-    rank self;
-
-    CHECK_OK(begin(&self, w));
-    self.holds = in_sequence;
+    self->holds = in_sequence;
     for (int i = 0; i < 60; i++) {
-        check_step(&self);
+        check_step(self);
     }
-    finish(&self);
 }
 
 /* Some find a response that is there already, where others wait for theirs. */
-TEST_RANK(what_a_response_finds_does_not_change_the_sequence)
+TEST_OF(rank, what_a_response_finds_does_not_change_the_sequence)
 {
-    rank self;
-
-    CHECK_OK(begin(&self, w));
-    self.hears = in_sequence && self.tp_rank > 0;
+    self->hears = in_sequence && self->tp_rank > 0;
     for (int i = 0; i < 6; i++) {
-        check_step(&self);
+        check_step(self);
     }
-    finish(&self);
 }
 
 /* The leader has nothing to run any more when the others have to hear of it. */
-TEST_RANK(other_calls_in_the_last_run_are_a_mismatch)
+TEST_OF(rank, other_calls_in_the_last_run_are_a_mismatch)
 {
-    rank self;
-
-    CHECK_OK(begin(&self, w));
-    self.microbatches = 1;
-    for (int t = 0; in_sequence && t < self.tp; t++) {
+    self->microbatches = 1;
+    for (int t = 0; in_sequence && t < self->tp; t++) {
         smp_status status;
 
-        self.mood = self.tp_rank == t ? LEAVES_OUT : ALIKE;
-        self.in = 0;
-        status = run_step(&self);
+        self->mood = self->tp_rank == t ? LEAVES_OUT : ALIKE;
+        self->in = 0;
+        status = run_step(self);
         CHECK(status == SMP_ERR_CLOSED || status == SMP_ERR_MISMATCH);
         if (status == SMP_ERR_MISMATCH) {
-            CHECK(strstr(smp_server_mismatch(self.server), " has come to its end"));
+            CHECK(strstr(smp_server_mismatch(self->server), " has come to its end"));
         }
     }
-    finish(&self);
 }
 
-TEST_RANK(pipelines_issue_the_same_in_the_same_order)
+TEST_OF(rank, pipelines_issue_the_same_in_the_same_order)
 {
-    rank self;
-
-    CHECK_OK(begin(&self, w));
     for (int i = 0; i < 60; i++) {
-        check_step(&self);
+        check_step(self);
     }
-    finish(&self);
 }
 
 /* A rank that waited with the baton would keep the others' microbatch 0 from its
  * collective; on that tp_rank 1 waits before it begins microbatch 1, and on that all.
  */
-TEST_RANK(a_rank_that_waits_for_a_collective_runs_what_others_wait_for)
+TEST_OF(rank, a_rank_that_waits_for_a_collective_runs_what_others_wait_for)
 {
-    rank self;
-
-    CHECK_OK(begin(&self, w));
-    self.crosses = !in_sequence; /* where each may run in an order of its own */
+    self->crosses = !in_sequence; /* where each may run in an order of its own */
     for (int i = 0; i < 20; i++) {
-        CHECK_OK(run_step(&self));
-        CHECK(self.pp_rank != 0 || self.finished == (in_sequence ? MICROBATCHES : 2));
+        CHECK_OK(run_step(self));
+        CHECK(self->pp_rank != 0 || self->finished == (in_sequence ? MICROBATCHES : 2));
     }
-    finish(&self);
 }
 
 /* So many are issued as by the tp_rank that issued most. */
@@ -528,20 +508,17 @@ check_ended(rank *self)
     self->w->barrier(self->w);
 }
 
-TEST_RANK(a_call_that_one_tp_rank_leaves_out_fails_the_step_of_all)
+TEST_OF(rank, a_call_that_one_tp_rank_leaves_out_fails_the_step_of_all)
 {
-    rank self;
-
-    CHECK_OK(begin(&self, w));
-    for (int i = 0; i < 2 * self.tp; i++) {
+    for (int i = 0; i < 2 * self->tp; i++) {
         smp_status status;
 
-        self.mood = self.tp_rank == i % self.tp ? LEAVES_OUT : ALIKE;
-        self.in = i < self.tp ? 1 : MICROBATCHES - 1;
-        status = run_step(&self);
+        self->mood = self->tp_rank == i % self->tp ? LEAVES_OUT : ALIKE;
+        self->in = i < self->tp ? 1 : MICROBATCHES - 1;
+        status = run_step(self);
         CHECK(status == SMP_ERR_MISMATCH || status == SMP_ERR_CLOSED);
         if (status == SMP_ERR_MISMATCH) {
-            const char *said = smp_server_mismatch(self.server);
+            const char *said = smp_server_mismatch(self->server);
 
             if (in_sequence) {
                 CHECK(strstr(said, "rank 1 of 0: microbatch ") == said);
@@ -554,85 +531,76 @@ TEST_RANK(a_call_that_one_tp_rank_leaves_out_fails_the_step_of_all)
                 CHECK_HAS(said, ", and rank ");
             }
         }
-        check_ended(&self);
-        self.mood = ALIKE;
-        check_step(&self);
+        check_ended(self);
+        self->mood = ALIKE;
+        check_step(self);
     }
-    finish(&self);
 }
 
-TEST_RANK(a_failure_of_one_rank_ends_the_step_of_all_pipelines)
+TEST_OF(rank, a_failure_of_one_rank_ends_the_step_of_all_pipelines)
 {
-    rank self;
-
-    CHECK_OK(begin(&self, w));
-    for (int i = 0; i < 4 * self.tp; i++) {
-        self.mood = self.tp_rank == i % self.tp && self.pp_rank == 1 ? FAILS : ALIKE;
-        self.in = i % MICROBATCHES;
-        CHECK_STATUS(run_step(&self), SMP_ERR_CLOSED);
-        check_ended(&self);
-        self.mood = ALIKE;
-        check_step(&self);
+    for (int i = 0; i < 4 * self->tp; i++) {
+        self->mood =
+            self->tp_rank == i % self->tp && self->pp_rank == 1 ? FAILS : ALIKE;
+        self->in = i % MICROBATCHES;
+        CHECK_STATUS(run_step(self), SMP_ERR_CLOSED);
+        check_ended(self);
+        self->mood = ALIKE;
+        check_step(self);
     }
-    finish(&self);
 }
 
 /* ... whatever of a step that failed came late, and was dropped. */
-TEST_RANK(after_failures_a_deadlock_is_found_all_the_same)
+TEST_OF(rank, after_failures_a_deadlock_is_found_all_the_same)
 {
-    rank       self;
     smp_status status;
 
-    CHECK_OK(begin(&self, w));
-    for (int i = 0; i < 2 * self.tp; i++) {
-        self.mood = self.tp_rank == i % self.tp && self.pp_rank == 1 ? FAILS : ALIKE;
-        self.in = i % MICROBATCHES;
-        CHECK_STATUS(run_step(&self), SMP_ERR_CLOSED);
-        check_ended(&self);
+    for (int i = 0; i < 2 * self->tp; i++) {
+        self->mood =
+            self->tp_rank == i % self->tp && self->pp_rank == 1 ? FAILS : ALIKE;
+        self->in = i % MICROBATCHES;
+        CHECK_STATUS(run_step(self), SMP_ERR_CLOSED);
+        check_ended(self);
     }
-    self.mood = ANSWERS_NOT;
-    status = run_step(&self);
-    CHECK(status == (w->rank == 0 ? SMP_ERR_DEADLOCK : SMP_ERR_CLOSED));
-    check_ended(&self);
-    self.mood = ALIKE;
-    check_step(&self);
-    finish(&self);
+    self->mood = ANSWERS_NOT;
+    status = run_step(self);
+    CHECK(status == (self->w->rank == 0 ? SMP_ERR_DEADLOCK : SMP_ERR_CLOSED));
+    check_ended(self);
+    self->mood = ALIKE;
+    check_step(self);
 }
 
 /* A rank that makes no step, because it has failed before, has issued nothing in it. */
-TEST_RANK(a_rank_that_leaves_a_step_out_has_issued_nothing)
+TEST_OF(rank, a_rank_that_leaves_a_step_out_has_issued_nothing)
 {
     uint64_t least;
     uint64_t most;
-    rank     self;
 
-    CHECK_OK(begin(&self, w));
-    check_step(&self);
-    if (w->rank == w->size - 1) {
-        self.step++;
-        w->barrier(w); /* run_step()'s */
-        w->barrier(w);
-        smp_server_leave_out(self.server, self.step);
-        for (int r = 0; r < w->size - 1; r++) {
-            (void)send_to(&self, r, (smp_envelope){.kind = SMP_MSG_ABORT});
+    check_step(self);
+    if (self->w->rank == self->w->size - 1) {
+        self->step++;
+        self->w->barrier(self->w); /* run_step()'s */
+        self->w->barrier(self->w);
+        smp_server_leave_out(self->server, self->step);
+        for (int r = 0; r < self->w->size - 1; r++) {
+            (void)send_to(self, r, (smp_envelope){.kind = SMP_MSG_ABORT});
         }
     } else {
-        CHECK_STATUS(run_step(&self), SMP_ERR_CLOSED);
+        CHECK_STATUS(run_step(self), SMP_ERR_CLOSED);
     }
-    CHECK(smp_server_collectives_ended(self.server, WORLD_DEADLINE_NS, &least, &most));
-    CHECK(self.pp_rank != PP - 1 || least == 0);
-    w->barrier(w);
-    check_step(&self);
-    finish(&self);
+    CHECK(smp_server_collectives_ended(self->server, WORLD_DEADLINE_NS, &least, &most));
+    CHECK(self->pp_rank != PP - 1 || least == 0);
+    self->w->barrier(self->w);
+    check_step(self);
 }
 
 /* ---------------------------------------------------- messages written by hand */
 
-static smp_status
+static void
 write_to(world *w, int dest, smp_envelope envelope)
 {
     envelope.step = 1;
-    return smp_comm_send(w->comm, dest, &envelope, sizeof(envelope), NULL, 0);
+    CHECK_OK(smp_comm_send(w->comm, dest, &envelope, sizeof(envelope), NULL, 0));
 }
 
 static void
@@ -646,96 +614,87 @@ expect(world *w, smp_msg_kind kind, int source)
 }
 
 /* Rank 1 serves; its pp_rank 0, and its peers, are by hand. */
-TEST_RANK(another_pipelines_failure_comes_too_late_for_who_has_said_that_all_is_well)
+TEST_OF(rank,
+        another_pipelines_failure_comes_too_late_for_who_has_said_that_all_is_well)
 {
     smp_message *end;
-    rank         self;
 
-    CHECK_OK(begin(&self, w));
-    if (w->rank == 1) {
-        CHECK_OK(smp_server_step(self.server, 1, NULL, &end));
+    if (self->w->rank == 1) {
+        CHECK_OK(smp_server_step(self->server, 1, NULL, &end));
         CHECK(smp_message_envelope(end)->kind == SMP_MSG_STEP_END);
         smp_message_free(end);
-    } else if (w->rank == 0) {
-        CHECK_OK(write_to(w, 1, (smp_envelope){.kind = SMP_MSG_SETTLE}));
-        expect(w, SMP_MSG_SETTLED, 1); /* not before its peers have ended */
-        CHECK(atomic_load(&w->shared->scratch[0]) == self.tp - 1);
-        atomic_store(&w->shared->scratch[1], 1);
-        while (atomic_load(&w->shared->scratch[1]) == 1) {
+    } else if (self->w->rank == 0) {
+        write_to(self->w, 1, (smp_envelope){.kind = SMP_MSG_SETTLE});
+        expect(self->w, SMP_MSG_SETTLED, 1); /* not before its peers have ended */
+        CHECK(atomic_load(&self->w->shared->scratch[0]) == self->tp - 1);
+        atomic_store(&self->w->shared->scratch[1], 1);
+        while (atomic_load(&self->w->shared->scratch[1]) == 1) {
             sched_yield();
         }
-        CHECK_OK(write_to(w, 1, (smp_envelope){.kind = SMP_MSG_STEP_END}));
-    } else if (self.pp_rank == 1) {
-        expect(w, SMP_MSG_ISSUED, 1);
-        atomic_fetch_add(&w->shared->scratch[0], 1);
-        CHECK_OK(write_to(w, 1, (smp_envelope){.kind = SMP_MSG_ISSUED}));
+        write_to(self->w, 1, (smp_envelope){.kind = SMP_MSG_STEP_END});
+    } else if (self->pp_rank == 1) {
+        expect(self->w, SMP_MSG_ISSUED, 1);
+        atomic_fetch_add(&self->w->shared->scratch[0], 1);
+        write_to(self->w, 1, (smp_envelope){.kind = SMP_MSG_ISSUED});
     }
-    if (w->rank == 3) {
-        while (atomic_load(&w->shared->scratch[1]) == 0) {
+    if (self->w->rank == 3) {
+        while (atomic_load(&self->w->shared->scratch[1]) == 0) {
             sched_yield();
         }
-        CHECK_OK(write_to(w, 1, (smp_envelope){.kind = SMP_MSG_ABORT}));
-        atomic_store(&w->shared->scratch[1], 2);
+        write_to(self->w, 1, (smp_envelope){.kind = SMP_MSG_ABORT});
+        atomic_store(&self->w->shared->scratch[1], 2);
     }
-    finish(&self);
 }
 
 /* A key goes from the first of a pp_rank's pipelines to the others, and in a sequence
  * to nobody. */
-TEST_RANK(a_key_for_who_leads_fails_its_step)
+TEST_OF(rank, a_key_for_who_leads_fails_its_step)
 {
     const int    dest = in_sequence ? PP + 1 : 1;
     const int    source = in_sequence ? 1 : PP + 1;
     smp_message *end;
-    rank         self;
 
-    CHECK_OK(begin(&self, w));
-    if (w->rank == dest) {
-        CHECK_STATUS(smp_server_step(self.server, 1, NULL, &end), SMP_ERR_MALFORMED);
-    } else if (w->rank == source) {
+    if (self->w->rank == dest) {
+        CHECK_STATUS(smp_server_step(self->server, 1, NULL, &end), SMP_ERR_MALFORMED);
+    } else if (self->w->rank == source) {
         struct {
             smp_envelope envelope;
             smp_key      key;
         } word = {.envelope = {.kind = SMP_MSG_KEY, .step = 1},
                   .key = smp_key_of("far")};
 
-        CHECK_OK(smp_comm_send(w->comm, dest, &word, sizeof(word), NULL, 0));
+        CHECK_OK(smp_comm_send(self->w->comm, dest, &word, sizeof(word), NULL, 0));
     }
-    finish(&self);
 }
 
 /* Rank 0 runs a step function that nobody answers; rank 1 may have said that all is
  * well. */
-TEST_RANK(pp_rank_0_passes_another_pipelines_failure_on)
+TEST_OF(rank, pp_rank_0_passes_another_pipelines_failure_on)
 {
-    rank self;
-
-    CHECK_OK(begin(&self, w));
-    if (w->rank == 0) {
+    if (self->w->rank == 0) {
         smp_schedule *schedule;
         smp_message  *end;
 
         CHECK_OK(
             smp_schedule_create(SMP_SCHEDULE_INTERLEAVED, 1, 1, NULL, 0, &schedule));
-        self.step = 1;
-        CHECK_STATUS(smp_server_step(self.server, 1, schedule, &end), SMP_ERR_CLOSED);
+        self->step = 1;
+        CHECK_STATUS(smp_server_step(self->server, 1, schedule, &end), SMP_ERR_CLOSED);
         CHECK(smp_message_envelope(end)->kind == SMP_MSG_ABORT);
         smp_message_free(end);
-    } else if (w->rank == 1) {
+    } else if (self->w->rank == 1) {
         smp_msg_kind kind = SMP_MSG_FORWARD;
 
         while (kind != SMP_MSG_ABORT) {
             smp_message *m;
 
-            CHECK_OK(smp_comm_receive(w->comm, WORLD_DEADLINE_NS, &m));
+            CHECK_OK(smp_comm_receive(self->w->comm, WORLD_DEADLINE_NS, &m));
             CHECK(m->source == 0);
             kind = (smp_msg_kind)smp_message_envelope(m)->kind;
             smp_message_free(m);
         }
-    } else if (w->rank == PP) {
-        CHECK_OK(write_to(w, 0, (smp_envelope){.kind = SMP_MSG_ABORT}));
+    } else if (self->w->rank == PP) {
+        write_to(self->w, 0, (smp_envelope){.kind = SMP_MSG_ABORT});
     }
-    finish(&self);
 }
 
 int

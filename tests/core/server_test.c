@@ -349,19 +349,17 @@ static const smp_server_ops ops = {.worker_begin = worker_begin,
 static const char *const names[WORLD_RANKS] = {"rank 0", "rank 1", "rank 2", "rank 3",
                                                "rank 4", "rank 5", "rank 6", "rank 7"};
 
-static smp_status
+static void
 begin(rank *self, world *w)
 {
     static const int32_t once[] = {1};
 
     *self = (rank){
         .w = w, .random = (uint64_t)w->rank + 77, .first_entry = HOPS, .faulty = -1};
-    if (smp_turns_create(1, once, &self->turns) != SMP_OK) {
-        return SMP_ERR_NO_MEMORY;
-    }
-    return smp_server_create(
+    CHECK_OK(smp_turns_create(1, once, &self->turns));
+    CHECK_OK(smp_server_create(
         w->comm, &(smp_server_place){.rank = w->rank, .pipelines = 1, .names = names},
-        0, &ops, self, &self->server);
+        0, &ops, self, &self->server));
 }
 
 /* Ends the servers; no rank leaves while another still works. */
@@ -424,20 +422,7 @@ gate_was_in_order(const rank *self)
 
 /* ---------------------------------------------------------------------- steps */
 
-/* A test in which all ranks have servers, from its begin to its end. */
-#define SERVER_TEST(name)                                                              \
-    static void name##_served(rank *self);                                             \
-    TEST_RANK(name)                                                                    \
-    {                                                                                  \
-        rank self;                                                                     \
-                                                                                       \
-        CHECK_OK(begin(&self, w));                                                     \
-        name##_served(&self);                                                          \
-        finish(&self);                                                                 \
-    }                                                                                  \
-    static void name##_served(rank *self)
-
-SERVER_TEST(nested_calls_answer_on_every_schedule)
+TEST_OF(rank, nested_calls_answer_on_every_schedule)
 {
     static const smp_schedule_kind kinds[] = {SMP_SCHEDULE_SIMPLE,
                                               SMP_SCHEDULE_INTERLEAVED};
@@ -455,7 +440,7 @@ SERVER_TEST(nested_calls_answer_on_every_schedule)
     CHECK(smp_server_timeline(self->server)->count > 0);
 }
 
-SERVER_TEST(a_thousand_steps_with_random_delays)
+TEST_OF(rank, a_thousand_steps_with_random_delays)
 {
     self->delays = true;
     for (int i = 0; i < world_times(MOST_STEPS); i++) {
@@ -466,7 +451,7 @@ SERVER_TEST(a_thousand_steps_with_random_delays)
     CHECK(self->begun <= MICROBATCHES * (HOPS + 2));
 }
 
-SERVER_TEST(runs_without_backward_end_the_step)
+TEST_OF(rank, runs_without_backward_end_the_step)
 {
     self->no_backward = true;
     for (int i = 0; i < 20; i++) {
@@ -495,7 +480,7 @@ fail_once_then_work(rank *self)
     CHECK(self->w->rank != 1 || gate_was_in_order(self));
 }
 
-SERVER_TEST(a_failing_module_ends_the_step_everywhere)
+TEST_OF(rank, a_failing_module_ends_the_step_everywhere)
 {
     for (int i = 0; i < 30; i++) {
         self->first_entry = FAULTY;
@@ -503,7 +488,7 @@ SERVER_TEST(a_failing_module_ends_the_step_everywhere)
     }
 }
 
-SERVER_TEST(a_failing_step_function_ends_the_step_everywhere)
+TEST_OF(rank, a_failing_step_function_ends_the_step_everywhere)
 {
     for (int i = 0; i < 30; i++) {
         self->faulty = i % MICROBATCHES;
@@ -538,7 +523,7 @@ nag(void *arg)
     return NULL;
 }
 
-SERVER_TEST(a_signal_that_says_stop_ends_the_step)
+TEST_OF(rank, a_signal_that_says_stop_ends_the_step)
 {
     struct sigaction act = {.sa_handler = no_action};
 
@@ -560,7 +545,7 @@ SERVER_TEST(a_signal_that_says_stop_ends_the_step)
     expect_step(self, 1, SMP_OK);
 }
 
-SERVER_TEST(a_deadlock_is_found_and_says_who_waits)
+TEST_OF(rank, a_deadlock_is_found_and_says_who_waits)
 {
     char said[4096];
 
@@ -581,7 +566,7 @@ SERVER_TEST(a_deadlock_is_found_and_says_who_waits)
     expect_step(self, 2, SMP_OK);
 }
 
-SERVER_TEST(a_rank_that_is_slow_or_late_is_no_deadlock)
+TEST_OF(rank, a_rank_that_is_slow_or_late_is_no_deadlock)
 {
     int64_t until;
 
@@ -601,7 +586,7 @@ TEST_RANK(a_step_ends_when_the_others_have_left)
         w->comm = NULL;
         return;
     }
-    CHECK_OK(begin(&self, w));
+    begin(&self, w);
     self.first_entry = SILENT;
     while (!smp_comm_left(w->comm, 1)) {
         sched_yield();
@@ -625,7 +610,7 @@ TEST_RANK(a_step_ends_when_one_of_the_others_has_left)
         smp_comm_destroy(w->comm);
         w->comm = NULL;
     } else if (w->rank == 0) {
-        CHECK_OK(begin(&self, w));
+        begin(&self, w);
         self.no_request = true;
         while (!smp_comm_left(w->comm, last)) {
             sched_yield();
@@ -729,7 +714,7 @@ act_by_hand(world *w, rank *self, const act *by_0, const act *by_1)
 {
     *self = (rank){0};
     if (w->rank == 1) {
-        CHECK_OK(begin(self, w));
+        begin(self, w);
     }
     for (const act *a = w->rank == 1 ? by_1 : by_0; a->kind != OVER; a++) {
         if (w->rank <= 1 || a->kind == MEETS) {
@@ -826,7 +811,7 @@ TEST_RANK(of_two_failures_the_first_is_told)
     rank               self;
 
     if (w->rank == 0) {
-        CHECK_OK(begin(&self, w));
+        begin(&self, w);
         self.no_request = true;
         self.interrupts = true;
         expect_step(&self, 1, SMP_ERR_INTERRUPTED);
@@ -848,7 +833,7 @@ TEST_RANK(the_end_of_a_step_with_a_call_under_way_fails_it)
     rank         self;
 
     if (w->rank == 1) {
-        CHECK_OK(begin(&self, w));
+        begin(&self, w);
         expect_step(&self, 1, SMP_ERR_MALFORMED);
         CHECK(self.unwound == 1 && self.inside == 0);
         finish(&self);
@@ -880,7 +865,7 @@ TEST_RANK(the_end_of_a_step_with_a_call_under_way_fails_it)
     w->barrier(w);
 }
 
-SERVER_TEST(ranks_that_describe_the_step_otherwise_fail_it)
+TEST_OF(rank, ranks_that_describe_the_step_otherwise_fail_it)
 {
     for (int i = 0; i < 2; i++) { /* of another length, and of the same */
         const char *other = i == 0 ? "evaluate" : "tests";
@@ -906,7 +891,7 @@ TEST_RANK(a_rank_that_is_away_is_asked_less_and_less_often)
     int           probes = 0;
 
     if (w->rank == 0) {
-        CHECK_OK(begin(&self, w));
+        begin(&self, w);
         self.first_entry = SILENT;
         atomic_store(&w->shared->scratch[0], smp_clock_ns());
         expect_step(&self, 2, SMP_ERR_CLOSED);
@@ -949,7 +934,7 @@ TEST_RANK(a_failure_is_heard_that_comes_later)
     atomic_store(&looks_at_clock, 0);
     w->barrier(w);
     if (w->rank == 1) {
-        CHECK_OK(begin(&self, w));
+        begin(&self, w);
         expect_step(&self, 1, SMP_ERR_CLOSED);
         CHECK(self.heard);
         finish(&self);
@@ -995,7 +980,7 @@ TEST_RANK(a_step_that_fails_keeps_no_memory_of_its_messages)
     rank         self;
 
     if (w->rank == 1) {
-        CHECK_OK(begin(&self, w));
+        begin(&self, w);
         w->barrier(w); /* sent: both are read before one is acted on */
         expect_step(&self, 1, SMP_ERR_CLOSED);
         CHECK(self.tasks == 0);
@@ -1041,7 +1026,7 @@ TEST_RANK(a_signal_at_the_end_of_a_step_ends_neither_it_nor_the_next)
         pthread_t thread;
 
         sigaction(SIGUSR1, &act, NULL);
-        CHECK_OK(begin(&self, w));
+        begin(&self, w);
         self.until_signal = true;
         self.says_late = true;
         CHECK(pthread_create(&thread, NULL, nag, &n) == 0);
@@ -1094,7 +1079,7 @@ TEST_RANK(who_has_said_that_all_is_well_is_not_interrupted)
     if (w->rank == 1) {
         pthread_t thread;
 
-        CHECK_OK(begin(&self, w));
+        begin(&self, w);
         CHECK(pthread_create(&thread, NULL, interrupt_when_asked, &self) == 0);
         expect_step(&self, 1, SMP_OK);
         atomic_store(&w->shared->scratch[0], 2);
@@ -1161,7 +1146,7 @@ TEST_RANK(a_late_word_that_all_is_well_is_not_of_this_step)
     rank self;
 
     if (w->rank == 0) {
-        CHECK_OK(begin(&self, w));
+        begin(&self, w);
         self.first_entry = 0;
         self.no_backward = true;
         for (int step = 1; step <= STEPS; step++) {
@@ -1226,7 +1211,7 @@ TEST_RANK(a_message_under_way_is_no_deadlock)
     rank         self;
 
     if (w->rank == 0) {
-        CHECK_OK(begin(&self, w));
+        begin(&self, w);
         self.first_entry = 0;
         self.no_backward = true;
         expect_step(&self, 1, SMP_OK);
@@ -1305,7 +1290,7 @@ TEST_RANK(an_answer_and_a_new_step_have_all_asked_often_again)
     rank self;
 
     if (w->rank == 0) {
-        CHECK_OK(begin(&self, w));
+        begin(&self, w);
         self.first_entry = SILENT;
         /* In the past: what sleeps until a time that this clock shows wakes at once. */
         atomic_store(&clock_at, __real_smp_clock_ns() - 60 * SMP_NS_PER_S);
@@ -1343,7 +1328,7 @@ TEST_RANK(a_rank_that_was_asked_in_the_last_step_does_not_answer_in_the_next)
     }
     w->barrier(w);
     if (w->rank == 1) {
-        CHECK_OK(begin(&self, w));
+        begin(&self, w);
         expect_step(&self, 1, SMP_ERR_CLOSED);
         expect_step(&self, 1, SMP_OK);
         finish(&self);

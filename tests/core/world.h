@@ -87,6 +87,19 @@ world_enlist(world_test *test)
     }                                                                                  \
     static void test(world *w)
 
+/* A test in which each rank has something of a type, from begin() to finish(). */
+#define TEST_OF(type, test)                                                            \
+    static void test##_of(type *self);                                                 \
+    TEST_RANK(test)                                                                    \
+    {                                                                                  \
+        type self;                                                                     \
+                                                                                       \
+        begin(&self, w);                                                               \
+        test##_of(&self);                                                              \
+        finish(&self);                                                                 \
+    }                                                                                  \
+    static void test##_of(type *self)
+
 #define WORLD_POOL ((size_t)8 << 20)
 
 /* Shared by the ranks of one test. */
