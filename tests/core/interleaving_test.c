@@ -185,7 +185,13 @@ finds(const exploration *what, const char *wrong)
     }
 }
 
-/* What a thread does, or a set-up, by the name that the explorer shows. */
+/* A thread, by the name of what it does. */
+#define T(what)                                                                        \
+    {                                                                                  \
+#        what, what, false                                                             \
+    }
+
+/* What a thread does, or a set-up. */
 #define STEP(name, what)                                                               \
     static void name(void)                                                             \
     {                                                                                  \
@@ -238,9 +244,7 @@ TEST(orders_that_differ_are_tried_once_each)
 {
     static const exploration what = {
         .set_up = make_words,
-        .threads = {{"a", add_to_word_0, false},
-                    {"b", add_to_word_0, false},
-                    {"c", add_to_word_1, false}},
+        .threads = {T(add_to_word_0), T(add_to_word_0), T(add_to_word_1)},
     };
     explore_findings found;
 
@@ -253,7 +257,7 @@ STEP(add_in_two_steps, atomic_store(&words[0], atomic_load(&words[0]) + 1))
 STEP(check_both_counted, want(words[0] == 2, "an addition is lost"))
 
 WRONG(a_lost_update_is_found, "an addition is lost", .set_up = make_words,
-      .threads = {{"a", add_in_two_steps, false}, {"b", add_in_two_steps, false}},
+      .threads = {T(add_in_two_steps), T(add_in_two_steps)},
       .check = check_both_counted)
 
 /* ------------------------------------------------------- the queue and the doorbell */
@@ -266,15 +270,13 @@ STEP(receive_two, receive_in_order(1, 2))
 STEP(receive_from_both, receive_in_order(2, 1))
 
 RIGHT(a_message_is_never_slept_through, .set_up = make_ranks,
-      .threads = {{"sender", send_one, false}, {"receiver", receive_one, false}})
+      .threads = {T(send_one), T(receive_one)})
 
 RIGHT(two_messages_come_in_order, .set_up = make_ranks,
-      .threads = {{"sender", send_two, false}, {"receiver", receive_two, false}})
+      .threads = {T(send_two), T(receive_two)})
 
 RIGHT(two_senders_are_both_heard, .set_up = make_ranks,
-      .threads = {{"sender 1", send_one, false},
-                  {"sender 2", send_from_2, false},
-                  {"receiver", receive_from_both, false}})
+      .threads = {T(send_one), T(send_from_2), T(receive_from_both)})
 
 /* Sleeps as smp_comm_receive() does, but for the look after it lies down. */
 static void
@@ -291,10 +293,9 @@ receive_without_a_second_look(void)
     smp_message_free(message);
 }
 
-WRONG(a_receiver_that_does_not_look_again_is_found, "receiver: sleeps for ever",
-      .set_up = make_ranks,
-      .threads = {{"sender", send_one, false},
-                  {"receiver", receive_without_a_second_look, false}})
+WRONG(a_receiver_that_does_not_look_again_is_found,
+      "receive_without_a_second_look: sleeps for ever", .set_up = make_ranks,
+      .threads = {T(send_one), T(receive_without_a_second_look)})
 
 /* Rings, then publishes. */
 static void
@@ -311,10 +312,8 @@ send_the_wrong_way_round(void)
     smp_ring_commit(producer);
 }
 
-WRONG(a_sender_that_rings_before_it_publishes_is_found, "receiver: sleeps for ever",
-      .set_up = make_ranks,
-      .threads = {{"sender", send_the_wrong_way_round, false},
-                  {"receiver", receive_one, false}})
+WRONG(a_sender_that_rings_before_it_publishes_is_found, "receive_one: sleeps for ever",
+      .set_up = make_ranks, .threads = {T(send_the_wrong_way_round), T(receive_one)})
 
 /* ----------------------------------------------------------------------- other news */
 
@@ -338,9 +337,7 @@ receive_and_be_woken(void)
 }
 
 RIGHT(a_wake_up_call_is_heard_beside_a_message, .set_up = make_ranks,
-      .threads = {{"sender", send_one, false},
-                  {"waker", wake_rank_0, false},
-                  {"receiver", receive_and_be_woken, false}})
+      .threads = {T(send_one), T(wake_rank_0), T(receive_and_be_woken)})
 
 /* As the progress thread does with what came through a socket. */
 static void
@@ -356,9 +353,7 @@ deliver_one(void)
 
 RIGHT(what_the_progress_thread_delivers_is_heard_beside_the_queues,
       .set_up = make_ranks,
-      .threads = {{"sender", send_one, false},
-                  {"progress", deliver_one, false},
-                  {"receiver", receive_from_both, false}})
+      .threads = {T(send_one), T(deliver_one), T(receive_from_both)})
 
 /* ---------------------------------------------------------------------- a full ring */
 
@@ -380,9 +375,7 @@ STEP(send_one_more, send_number(1, 0, FULL + 1, SMP_RING_ENTRY_BYTES - 64))
 STEP(receive_all, receive_in_order(1, FULL + 1))
 
 RIGHT(a_full_ring_is_refilled_when_there_is_room, .set_up = make_ranks_with_a_full_ring,
-      .threads = {{"sender", send_one_more, false},
-                  {"receiver", receive_all, false},
-                  {"progress", NULL, true}})
+      .threads = {T(send_one_more), T(receive_all), {"progress", NULL, true}})
 
 /* A progress thread that does not reserve once more after it has asked. */
 static void
@@ -405,10 +398,8 @@ ask_and_wait(void)
 STEP(receive_what_fills_it, receive_in_order(1, FULL))
 
 WRONG(a_producer_that_asks_and_does_not_look_again_is_found,
-      "progress: sleeps for ever", .set_up = make_ranks_with_a_full_ring,
-      .threads = {{"progress", ask_and_wait, false},
-                  {"receiver", receive_what_fills_it, false},
-                  {"unused", NULL, true}})
+      "ask_and_wait: sleeps for ever", .set_up = make_ranks_with_a_full_ring,
+      .threads = {T(ask_and_wait), T(receive_what_fills_it), {"unused", NULL, true}})
 
 /* --------------------------------------------------------------------------- deaths */
 
@@ -447,9 +438,7 @@ check_that_all_was_read(void)
 
 RIGHT(a_sender_that_dies_at_any_step_is_noticed_after_its_messages,
       .set_up = make_ranks,
-      .threads = {{"sender", send_one, false},
-                  {"killer", kill_rank_1, false},
-                  {"receiver", receive_until_the_loss, false}},
+      .threads = {T(send_one), T(kill_rank_1), T(receive_until_the_loss)},
       .check = check_that_all_was_read)
 
 static void
@@ -461,9 +450,7 @@ make_ranks_without_rank_2(void)
 
 /* Then nobody is left, but not because all have gone by themselves. */
 RIGHT(a_sender_that_dies_last_has_not_left, .set_up = make_ranks_without_rank_2,
-      .threads = {{"sender", send_one, false},
-                  {"killer", kill_rank_1, false},
-                  {"receiver", receive_until_the_loss, false}},
+      .threads = {T(send_one), T(kill_rank_1), T(receive_until_the_loss)},
       .check = check_that_all_was_read)
 
 /* One that died between clearing the doorbell and the system call. */
@@ -478,10 +465,9 @@ kill_rank_1_and_ring_softly(void)
 }
 
 WRONG(a_doorbell_that_is_not_rung_hard_after_a_death_is_found,
-      "receiver: sleeps for ever", .set_up = make_ranks,
-      .threads = {{"sender", send_one, false},
-                  {"killer", kill_rank_1_and_ring_softly, false},
-                  {"receiver", receive_until_the_loss, false}})
+      "receive_until_the_loss: sleeps for ever", .set_up = make_ranks,
+      .threads = {T(send_one), T(kill_rank_1_and_ring_softly),
+                  T(receive_until_the_loss)})
 
 STEP(say_one_thing_and_leave, send_one(); host_ended(&ranks[0].comm, 1, SMP_ERR_CLOSED))
 
@@ -501,8 +487,7 @@ receive_until_it_has_left(void)
 }
 
 RIGHT(the_last_words_of_who_leaves_are_heard, .set_up = make_ranks_without_rank_2,
-      .threads = {{"leaver", say_one_thing_and_leave, false},
-                  {"receiver", receive_until_it_has_left, false}})
+      .threads = {T(say_one_thing_and_leave), T(receive_until_it_has_left)})
 
 /* ----------------------------------------------------------------- members in steps */
 
@@ -618,17 +603,13 @@ STEP(member_2_that_posts, post(2))
 
 RIGHT(a_slot_is_filled_again_when_all_have_read_it,
       .set_up = make_two_members_in_step_1,
-      .threads = {{"member 0", read_step_1, false},
-                  {"member 1", go_on_to_step_3, false}})
+      .threads = {T(read_step_1), T(go_on_to_step_3)})
 
 RIGHT(two_members_never_miss_a_step, .set_up = make_two_members,
-      .threads = {{"member 0", member_0_twice, false},
-                  {"member 1", member_1_twice, false}})
+      .threads = {T(member_0_twice), T(member_1_twice)})
 
 RIGHT(a_member_waits_for_the_last_of_two, .set_up = make_three_members,
-      .threads = {{"member 0", member_0_once, false},
-                  {"member 1", member_1_that_posts, false},
-                  {"member 2", member_2_that_posts, false}})
+      .threads = {T(member_0_once), T(member_1_that_posts), T(member_2_that_posts)})
 
 static void
 give_up_in_step_2(void)
@@ -651,8 +632,7 @@ hear_of_it_in_step_2(void)
 }
 
 RIGHT(a_member_that_gives_up_is_heard, .set_up = make_two_members,
-      .threads = {{"member 0", hear_of_it_in_step_2, false},
-                  {"member 1", give_up_in_step_2, false}})
+      .threads = {T(hear_of_it_in_step_2), T(give_up_in_step_2)})
 
 /* Lies down and sleeps without looking whether the others have posted meanwhile. */
 static void
@@ -667,10 +647,9 @@ member_0_without_a_second_look(void)
     }
 }
 
-WRONG(a_member_that_does_not_look_again_is_found, "member 0: sleeps for ever",
-      .set_up = make_two_members,
-      .threads = {{"member 0", member_0_without_a_second_look, false},
-                  {"member 1", member_1_once, false}})
+WRONG(a_member_that_does_not_look_again_is_found,
+      "member_0_without_a_second_look: sleeps for ever", .set_up = make_two_members,
+      .threads = {T(member_0_without_a_second_look), T(member_1_once)})
 
 /* A step ahead of the others' reading: with one slot for all steps, that is. */
 static void
@@ -682,9 +661,8 @@ member_1_that_does_not_wait(void)
 }
 
 WRONG(a_member_that_does_not_wait_for_the_readers_is_found,
-      "member 0: a slot has another step's number", .set_up = make_two_members,
-      .threads = {{"member 0", member_0_once, false},
-                  {"member 1", member_1_that_does_not_wait, false}})
+      "member_0_once: a slot has another step's number", .set_up = make_two_members,
+      .threads = {T(member_0_once), T(member_1_that_does_not_wait)})
 
 /* Nobody rings for the dead: the sleeper looks around every SLEEP_NS. */
 STEP(kill_member_0, explore_kill(0); host_ended(&ranks[1].comm, 0, SMP_ERR_PEER_LOST))
@@ -706,9 +684,7 @@ member_1_until_the_loss(void)
 }
 
 RIGHT(a_member_that_dies_at_any_step_is_noticed, .set_up = make_two_members,
-      .threads = {{"member 0", member_0_once, false},
-                  {"killer", kill_member_0, false},
-                  {"member 1", member_1_until_the_loss, false}},
+      .threads = {T(member_0_once), T(kill_member_0), T(member_1_until_the_loss)},
       .timers = true)
 
 /* --------------------------------------------------------------------------- work
@@ -808,9 +784,7 @@ hear_of_both(void)
 STEP(check_two_calls, want(carried_out == 2, "not two calls"))
 
 RIGHT(announced_orders_are_carried_out_and_heard_of, .set_up = make_carrier,
-      .threads = {{"issuer", issue_announced, false},
-                  {"listener", hear_of_both, false},
-                  {"carrier", NULL, true}},
+      .threads = {T(issue_announced), T(hear_of_both), {"carrier", NULL, true}},
       .check = check_two_calls)
 
 static void
@@ -828,8 +802,8 @@ issue_announced_and_wait(void)
 }
 
 RIGHT(waiters_and_the_carrier_share_a_queue, .set_up = make_carrier,
-      .threads = {{"waiter", issue_and_wait, false},
-                  {"other", issue_announced_and_wait, false},
+      .threads = {T(issue_and_wait),
+                  T(issue_announced_and_wait),
                   {"carrier", NULL, true}},
       .check = check_two_calls)
 
@@ -849,16 +823,14 @@ hear_of_one(void)
 }
 
 RIGHT(an_order_that_is_left_is_the_carriers, .set_up = make_carrier,
-      .threads = {{"leaver", issue_and_leave, false},
-                  {"listener", hear_of_one, false},
-                  {"carrier", NULL, true}})
+      .threads = {T(issue_and_leave), T(hear_of_one), {"carrier", NULL, true}})
 
 STEP(issue_one_announced, smp_work_item_issue(&items[1], the_queue, true))
 
 RIGHT(what_a_waiter_does_not_carry_out_is_the_carriers, .set_up = make_carrier,
-      .threads = {{"waiter", issue_and_wait, false},
-                  {"issuer", issue_one_announced, false},
-                  {"listener", hear_of_one, false},
+      .threads = {T(issue_and_wait),
+                  T(issue_one_announced),
+                  T(hear_of_one),
                   {"carrier", NULL, true}},
       .check = check_two_calls)
 
@@ -886,9 +858,7 @@ hear_until_closed(void)
 }
 
 RIGHT(a_queue_ends_with_all_its_orders, .set_up = make_carrier,
-      .threads = {{"owner", issue_and_end, false},
-                  {"listener", hear_until_closed, false},
-                  {"carrier", NULL, true}})
+      .threads = {T(issue_and_end), T(hear_until_closed), {"carrier", NULL, true}})
 
 /* ------------------------------------------------------------- what a server chooses
  */
@@ -928,9 +898,7 @@ serve_choices(void)
 }
 
 RIGHT(whatever_the_order_of_arrival_the_first_match_goes_first, .set_up = make_ranks,
-      .threads = {{"server", serve_choices, false},
-                  {"sender 1", send_choice_0, false},
-                  {"sender 2", send_choice_1, false}})
+      .threads = {T(serve_choices), T(send_choice_0), T(send_choice_1)})
 
 /* ------------------------------------------------------------- collectives of modules
  */
@@ -971,13 +939,11 @@ await_collective(void)
 }
 
 RIGHT(the_end_of_a_collective_is_never_slept_through, .set_up = make_collective,
-      .threads = {{"completer", end_collective, false},
-                  {"server", await_collective, false}})
+      .threads = {T(end_collective), T(await_collective)})
 
-WRONG(a_completer_that_wakes_before_it_says_so_is_found, "server: sleeps for ever",
-      .set_up = make_collective,
-      .threads = {{"completer", end_collective_the_wrong_way_round, false},
-                  {"server", await_collective, false}})
+WRONG(a_completer_that_wakes_before_it_says_so_is_found,
+      "await_collective: sleeps for ever", .set_up = make_collective,
+      .threads = {T(end_collective_the_wrong_way_round), T(await_collective)})
 
 static smp_lineup *tp_ranks[2];
 
@@ -1031,8 +997,7 @@ issue_what_comes(void)
 }
 
 RIGHT(a_follower_issues_in_the_order_of_tp_rank_0, .set_up = make_tp_ranks,
-      .threads = {{"tp_rank 0", issue_1_then_0, false},
-                  {"tp_rank 1", issue_what_comes, false}})
+      .threads = {T(issue_1_then_0), T(issue_what_comes)})
 
 /* ---------------------------------------------------------------------- posted
  * receives */
@@ -1075,9 +1040,7 @@ STEP(get_1, get_tag(1, 1))
 STEP(get_2, get_tag(1, 2))
 
 RIGHT(one_waiter_sorts_in_for_the_other, .set_up = make_mailboxes,
-      .threads = {{"sender", post_2_then_1, false},
-                  {"waiter 1", get_1, false},
-                  {"waiter 2", get_2, false}})
+      .threads = {T(post_2_then_1), T(get_1), T(get_2)})
 
 /* Gives up; what the other one waits for comes later. */
 static void
@@ -1094,14 +1057,12 @@ give_up_then_post_2(void)
 }
 
 RIGHT(who_gives_up_leaves_the_sorting_to_the_others, .set_up = make_mailboxes,
-      .threads = {{"waiter 1", give_up_then_post_2, false}, {"waiter 2", get_2, false}},
-      .timers = true)
+      .threads = {T(give_up_then_post_2), T(get_2)}, .timers = true)
 
 STEP(post_to_itself, post_tag(0, 3))
 STEP(get_from_itself, get_tag(0, 3))
 
 RIGHT(a_message_to_oneself_wakes_who_waits_for_it, .set_up = make_mailboxes,
-      .threads = {{"sender", post_to_itself, false},
-                  {"waiter", get_from_itself, false}})
+      .threads = {T(post_to_itself), T(get_from_itself)})
 
 RUN_TESTS
