@@ -5,6 +5,7 @@
 #include <errno.h>
 
 #include "comm/transport/shm/meet.h"
+#include "pair.h"
 #include "traffic.h"
 
 void *__real_malloc(size_t bytes);
@@ -88,30 +89,24 @@ TEST(create_without_memory)
 }
 
 typedef struct {
-    smp_comm   *comm;
-    const void *cards[2]; /* into copies */
-    size_t      bytes[2];
-    int         timeout_ms;
-    uint64_t    copies[2][SMP_CARD_BYTES / 8];
-    int         scarce; /* for `left` of the connecting thread */
-    smp_status  status;
-    bool        plenty; /* not all of `scarce` was needed */
+    meeter   m;
+    uint64_t copies[2][SMP_CARD_BYTES / 8]; /* of the cards: who fails is gone */
+    int      scarce;                        /* for `left` of the connecting thread */
+    bool     plenty;                        /* not all of `scarce` was needed */
 } end;
 
 static void *
 connect_main(void *arg)
 {
     end *e = arg;
-    int  failed;
 
     left = e->scarce;
-    e->status = smp_comm_connect(e->comm, e->cards, e->bytes,
-                                 PATIENCE_MS(e->timeout_ms), &failed);
+    meet_main(&e->m);
     e->plenty = left != 0;
     left = -1;
-    if (e->status != SMP_OK) { /* so that the other one does not wait for us */
-        smp_comm_destroy(e->comm);
-        e->comm = NULL;
+    if (e->m.status != SMP_OK) { /* so that the other one does not wait for us */
+        smp_comm_destroy(e->m.comm);
+        e->m.comm = NULL;
     }
     return NULL;
 }
@@ -120,39 +115,36 @@ connect_main(void *arg)
 static void
 connect_both(end ends[2], int scarce)
 {
-    pthread_t threads[2];
+    bool slow = scarce < 0 || strcmp(transport, "tcp") != 0;
 
     for (int r = 0; r < 2; r++) {
-        CHECK_OK(create_comm(r, &ends[r].comm));
+        ends[r].m = (meeter){.timeout_ms = slow ? 20000 : 1000};
+        CHECK_OK(create_comm(r, &ends[r].m.comm));
         ends[r].scarce = r == 0 ? scarce : -1;
-        ends[r].timeout_ms = scarce < 0 || strcmp(transport, "tcp") != 0 ? 20000 : 1000;
     }
-    for (int r = 0; r < 2; r++) {
-        for (int other = 0; other < 2; other++) {
-            const void *card = smp_comm_card(ends[other].comm, &ends[r].bytes[other]);
+    for (int i = 0; i < 4; i++) {
+        end        *e = &ends[i / 2];
+        const void *card = smp_comm_card(ends[i % 2].m.comm, &e->m.bytes[i % 2]);
 
-            memcpy(ends[r].copies[other], card, ends[r].bytes[other]);
-            ends[r].cards[other] = ends[r].copies[other];
-        }
+        e->m.cards[i % 2] = memcpy(e->copies[i % 2], card, e->m.bytes[i % 2]);
     }
     for (int r = 0; r < 2; r++) {
-        CHECK(pthread_create(&threads[r], NULL, connect_main, &ends[r]) == 0);
+        CHECK(pthread_create(&ends[r].m.thread, NULL, connect_main, &ends[r]) == 0);
     }
-    for (int r = 0; r < 2; r++) {
-        pthread_join(threads[r], NULL);
-    }
+    pthread_join(ends[0].m.thread, NULL);
+    pthread_join(ends[1].m.thread, NULL);
 }
 
 static void
 drop_both(end ends[2])
 {
-    smp_comm_destroy(ends[0].comm);
-    smp_comm_destroy(ends[1].comm);
+    smp_comm_destroy(ends[0].m.comm);
+    smp_comm_destroy(ends[1].m.comm);
 }
 
 TEST(connect_without_memory)
 {
-    end  ends[2] = {{0}};
+    end  ends[2] = {{.scarce = 0}};
     int  failures = 0;
     bool plenty = false;
 
@@ -160,29 +152,29 @@ TEST(connect_without_memory)
         CHECK(n < 100);
         connect_both(ends, n);
         plenty = ends[0].plenty;
-        if (ends[0].status != SMP_OK) {
-            CHECK_STATUS(ends[0].status, SMP_ERR_NO_MEMORY);
+        if (ends[0].m.status != SMP_OK) {
+            CHECK_STATUS(ends[0].m.status, SMP_ERR_NO_MEMORY);
             failures++;
         }
         drop_both(ends);
     }
     CHECK(failures >= 8);
-    CHECK_OK(ends[0].status);
+    CHECK_OK(ends[0].m.status);
 }
 
 /* A send of three blocks, one of each kind; then the same for the receive. */
 TEST(messages_without_memory)
 {
     static const size_t sizes[] = {100, 5000, 2 << 20};
-    end                 ends[2] = {{0}};
+    end                 ends[2] = {{.scarce = 0}};
     world               w = {.rank = 0, .size = 2};
     smp_message        *message;
     smp_status          status = SMP_ERR_NO_MEMORY;
     int                 failures = 0;
 
     connect_both(ends, -1);
-    CHECK(ends[0].status == SMP_OK && ends[1].status == SMP_OK);
-    w.comm = ends[0].comm;
+    CHECK(ends[0].m.status == SMP_OK && ends[1].m.status == SMP_OK);
+    w.comm = ends[0].m.comm;
     for (int n = 0; status != SMP_OK; n++) {
         smp_block *blocks[3];
         uint8_t    bytes[20000];
@@ -203,7 +195,7 @@ TEST(messages_without_memory)
     for (int n = 0;; n++) { /* nothing of the failed sends, and nothing is lost */
         CHECK(n < 100000000);
         left = n % 8;
-        status = smp_comm_receive(ends[1].comm, 0, &message);
+        status = smp_comm_receive(ends[1].m.comm, 0, &message);
         left = -1;
         if (status == SMP_OK) {
             break;
@@ -212,7 +204,7 @@ TEST(messages_without_memory)
     }
     CHECK(message_filled(message, 9, 20000, sizes, 3));
     smp_message_free(message);
-    CHECK_STATUS(smp_comm_receive(ends[1].comm, 0, &message), SMP_ERR_TIMED_OUT);
+    CHECK_STATUS(smp_comm_receive(ends[1].m.comm, 0, &message), SMP_ERR_TIMED_OUT);
 
     for (int n = 0; n < 3; n++) { /* a block for each place */
         smp_block *block;
