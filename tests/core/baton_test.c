@@ -58,10 +58,4 @@ TEST(two_threads_hand_over_without_loss)
     play_with(20);
 }
 
-int
-main(int argc, char **argv)
-{
-    alarm(240);
-    run_tests(argc, argv);
-    return tests_are_over();
-}
+RUN_TESTS

@@ -122,10 +122,4 @@ TEST(what_another_listened_for_goes_on_to_it)
     close(others[1]);
 }
 
-int
-main(int argc, char **argv)
-{
-    alarm(240);
-    run_tests(argc, argv);
-    return tests_are_over();
-}
+RUN_TESTS

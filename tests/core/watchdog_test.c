@@ -399,10 +399,4 @@ TEST(of_a_rank_that_is_lost_the_task_that_waits_for_it_is_shown)
     smp_board_destroy(board);
 }
 
-int
-main(int argc, char **argv)
-{
-    alarm(240);
-    run_tests(argc, argv);
-    return tests_are_over();
-}
+RUN_TESTS
