@@ -325,7 +325,7 @@ TEST(kinds_are_named_and_counted_as_their_caller_sees_them)
     };
     char name[32];
 
-    for (size_t i = 0; i < sizeof(kinds) / sizeof(kinds[0]); i++) {
+    for (size_t i = 0; i < COUNT_OF(kinds); i++) {
         smp_kind_name(kinds[i].kind, kinds[i].dtype, name, sizeof(name));
         CHECK_TEXT(name, kinds[i].name);
         CHECK(smp_kind_bytes(kinds[i].kind, kinds[i].dtype) == kinds[i].bytes);

@@ -91,13 +91,9 @@ TEST(the_first_match_goes_first)
         {"g1 g0", "g0 g1"},
     };
 
-    for (size_t i = 0; i < sizeof(cases) / sizeof(cases[0]); i++) {
+    for (size_t i = 0; i < COUNT_OF(cases); i++) {
         for (int backwards = 0; backwards < 2; backwards++) {
-            if (strcmp(draw(cases[i].ready, backwards), cases[i].runs) != 0) {
-                fprintf(stderr, "%s: %s, not %s\n", cases[i].ready,
-                        draw(cases[i].ready, backwards), cases[i].runs);
-                check_fail();
-            }
+            CHECK_TEXT(draw(cases[i].ready, backwards), cases[i].runs);
         }
     }
 }
@@ -115,12 +111,8 @@ TEST(one_request_of_a_forward_goes_before_one_of_a_backward_that_is_alone)
         {"Q0 q1 r2", "r2 q1 Q0"}, {"Q0 t1 T2 g3", "Q0 T2 g3 t1"},
     };
 
-    for (size_t i = 0; i < sizeof(cases) / sizeof(cases[0]); i++) {
-        if (strcmp(draw(cases[i].ready, false), cases[i].runs) != 0) {
-            fprintf(stderr, "%s: %s, not %s\n", cases[i].ready,
-                    draw(cases[i].ready, false), cases[i].runs);
-            check_fail();
-        }
+    for (size_t i = 0; i < COUNT_OF(cases); i++) {
+        CHECK_TEXT(draw(cases[i].ready, false), cases[i].runs);
     }
 }
 

@@ -179,7 +179,7 @@ TEST_RANK(columns_go_from_their_rows_and_into_them, .processes = "12345",
     uint64_t            seed = 100;
 
     group = world_group(w, 9, false);
-    for (size_t i = 0; i < sizeof(sizes) / sizeof(sizes[0]); i++) {
+    for (size_t i = 0; i < COUNT_OF(sizes); i++) {
         for (int o = 0; o < 3; o++) {
             for (int uneven = 0; uneven < 2; uneven++) {
                 run_columns(w, group, operations[o], SMP_F32, sizes[i], uneven != 0,

@@ -46,7 +46,7 @@ TEST_RANK(every_size_arrives_whole)
                                    16385,   65535,      65536,
                                    65537,   1 << 20,    (1 << 20) + 1,
                                    5 << 20, WORLD_POOL, WORLD_POOL + 1};
-    enum { COUNT = sizeof(sizes) / sizeof(sizes[0]) };
+    enum { COUNT = COUNT_OF(sizes) };
     smp_message *message;
 
     for (size_t i = 0; i < COUNT; i++) {

@@ -153,7 +153,6 @@ TEST_RANK(a_forked_child_can_do_nothing_and_breaks_nothing, .processes = "2")
     smp_block          *unsent;
     pid_t               pid;
     int                 fds;
-    int                 how;
 
     CHECK_OK(send_filled(w, other(w, 0), 4, 10, sizes, 1));
     CHECK_OK(smp_comm_receive(w->comm, WORLD_DEADLINE_NS, &message));
@@ -176,7 +175,7 @@ TEST_RANK(a_forked_child_can_do_nothing_and_breaks_nothing, .processes = "2")
         smp_comm_destroy(w->comm);
         _exit(bad);
     }
-    CHECK(waitpid(pid, &how, 0) == pid && WIFEXITED(how) && WEXITSTATUS(how) == 0);
+    expect_well(pid);
     w->barrier(w);
     for (uint64_t i = 0; i < 8; i++) { /* would lie where the child's copies lay */
         CHECK_OK(send_filled(w, other(w, 0), 50 + i, 10, sizes, 1));

@@ -46,7 +46,7 @@ world_group(world *w, uint64_t id, bool only_slots)
 
 /* Around everything at which the way changes, in elements of 4 bytes. */
 static const size_t counts[] = {0, 1, 3, 1000, 2048, 4097, 16384, 16385, 33000, 70001};
-enum { COUNTS = sizeof(counts) / sizeof(counts[0]) };
+enum { COUNTS = COUNT_OF(counts) };
 
 static inline void
 all_operations(world *w, smp_group *group, smp_dtype dtype, size_t count, uint64_t seed)

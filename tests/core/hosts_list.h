@@ -202,7 +202,7 @@ TEST_RANK(each_byte_goes_over_the_wire_once, .threads = "234",
     uint64_t    parcels[SMP_OPERATIONS];
     smp_group  *group;
 
-    for (size_t i = 0; i < sizeof(cuts) / sizeof(cuts[0]); i++) {
+    for (size_t i = 0; i < COUNT_OF(cuts); i++) {
         if (strcmp(cuts[i].hosts, hosts) == 0) {
             nodes = (uint64_t)cuts[i].nodes[here - 'a'];
         }
@@ -358,7 +358,7 @@ TEST_RANK(what_no_rank_of_another_host_sends_ends_the_group, .threads = "234",
         {SMP_PARCELS, 0, NULL, 0, 0},
     };
 
-    for (size_t i = 0; i < sizeof(all) / sizeof(all[0]); i++) {
+    for (size_t i = 0; i < COUNT_OF(all); i++) {
         hear_nonsense(w, &all[i]);
     }
 }

@@ -251,7 +251,7 @@ make_plan(uint64_t *seed)
     kill_plan                plan = {.seed = next_random(seed)};
 
     plan.connecting = next_random(seed) % CONNECTING == 0;
-    plan.hosts = layouts[next_random(seed) % (sizeof(layouts) / sizeof(layouts[0]))];
+    plan.hosts = layouts[next_random(seed) % (COUNT_OF(layouts))];
     if (plan.connecting && next_random(seed) % ON_HOSTS != 0) {
         plan.hosts = NULL;
     }

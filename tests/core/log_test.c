@@ -58,7 +58,7 @@ TEST(a_level_has_the_graver_ones)
     static const int         want[] = {0, 0, 0, 1, 2, 3};
     char                     out[ROOM];
 
-    for (size_t i = 0; i < sizeof(want) / sizeof(want[0]); i++) {
+    for (size_t i = 0; i < COUNT_OF(want); i++) {
         say(asked[i], "thing", out);
         CHECK(lines(out) == want[i]);
     }

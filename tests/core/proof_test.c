@@ -29,7 +29,7 @@ TEST(the_proofs_are_those_of_rfc_4231)
          "b0344c61d8db38535ca8afceaf0bf12b881dc200c9833da726e9376c2e32cff7"},
     };
 
-    for (size_t i = 0; i < sizeof(cases) / sizeof(cases[0]); i++) {
+    for (size_t i = 0; i < COUNT_OF(cases); i++) {
         uint8_t proof[SMP_PROOF_BYTES];
         char    hex[2 * SMP_PROOF_BYTES + 1];
 
@@ -55,7 +55,7 @@ TEST(every_padding_is_right)
         {200, "31f37d12b1ac6b929c714096be1fc84246ccb3bb8cb21389652e58c76064f69f"},
     };
 
-    for (size_t i = 0; i < sizeof(cases) / sizeof(cases[0]); i++) {
+    for (size_t i = 0; i < COUNT_OF(cases); i++) {
         uint8_t proof[SMP_PROOF_BYTES];
         char    text[256];
         char    hex[2 * SMP_PROOF_BYTES + 1];

@@ -31,16 +31,13 @@ open_line_of(world *w, smp_carrier *carrier, const smp_group_config *config, lin
 static smp_status
 open_line(world *w, smp_carrier *carrier, uint64_t id, line *out)
 {
-    int              ranks[WORLD_RANKS];
-    smp_group_config config = {.ranks = ranks,
-                               .size = w->size,
-                               .id = id,
-                               .name = "test",
-                               .timeout_ns = WORLD_DEADLINE_NS};
+    static const int       ranks[WORLD_RANKS] = {0, 1, 2, 3, 4, 5, 6, 7};
+    const smp_group_config config = {.ranks = ranks,
+                                     .size = w->size,
+                                     .id = id,
+                                     .name = "test",
+                                     .timeout_ns = WORLD_DEADLINE_NS};
 
-    for (int r = 0; r < w->size; r++) {
-        ranks[r] = r;
-    }
     return open_line_of(w, carrier, &config, out);
 }
 
@@ -356,6 +353,15 @@ arrives(smp_mailbox *mailbox, smp_posted_receive *receive)
     return smp_receive_wait(mailbox, receive, smp_clock_ns() + WORLD_DEADLINE_NS);
 }
 
+/* Posts it, and it is over with that status. */
+static void
+hears(smp_mailbox *mailbox, smp_posted_receive *receive, smp_status want)
+{
+    smp_receive_post(mailbox, receive);
+    CHECK(arrives(mailbox, receive));
+    CHECK_STATUS(receive->status, want);
+}
+
 TEST_RANK(messages_are_told_apart_by_tag_and_source)
 {
     smp_mailbox       *mailbox;
@@ -412,9 +418,7 @@ TEST_RANK(large_messages_from_anybody)
     }
     for (int n = 0; n < w->size; n++) {
         receive = receive_for(SMP_ANY_SOURCE, 0, numbers, COUNT);
-        smp_receive_post(mailbox, &receive);
-        CHECK(arrives(mailbox, &receive));
-        CHECK_OK(receive.status);
+        hears(mailbox, &receive, SMP_OK);
         CHECK(numbers[COUNT - 1] == receive.from * (COUNT - 1));
         heard |= 1 << receive.from;
     }
@@ -442,17 +446,11 @@ TEST_RANK(a_message_of_another_size_or_dtype_is_an_error_that_has_both)
         CHECK_OK(smp_mailbox_send(mailbox, r, &bytes, sent));
         CHECK_OK(smp_mailbox_send(mailbox, r, &odd, sent));
     }
-    smp_receive_post(mailbox, &receive);
-    CHECK(arrives(mailbox, &receive));
-    CHECK_STATUS(receive.status, SMP_ERR_MISMATCH);
+    hears(mailbox, &receive, SMP_ERR_MISMATCH);
     CHECK(receive.got.count == 3 && receive.got.dtype == SMP_I32 && receive.from == 0);
-    smp_receive_post(mailbox, &receive);
-    CHECK(arrives(mailbox, &receive));
-    CHECK_STATUS(receive.status, SMP_ERR_MISMATCH);
+    hears(mailbox, &receive, SMP_ERR_MISMATCH);
     CHECK(receive.got.count == 2 && receive.got.dtype == SMP_U8 && two[0] == 0);
-    smp_receive_post(mailbox, &receive);
-    CHECK(arrives(mailbox, &receive));
-    CHECK_STATUS(receive.status, SMP_ERR_MISMATCH);
+    hears(mailbox, &receive, SMP_ERR_MISMATCH);
     CHECK(receive.got.kind == smp_kind_of(1, 32, 1) && two[0] == 0);
     smp_mailbox_destroy(mailbox);
     w->barrier(w);
@@ -502,13 +500,9 @@ TEST_RANK(a_source_that_has_left_is_named_after_its_last_message)
         return;
     }
     value = 0;
-    smp_receive_post(mailbox, &receive);
-    CHECK(arrives(mailbox, &receive));
-    CHECK_OK(receive.status);
+    hears(mailbox, &receive, SMP_OK);
     CHECK(value == 5);
-    smp_receive_post(mailbox, &receive);
-    CHECK(arrives(mailbox, &receive));
-    CHECK_STATUS(receive.status, SMP_ERR_CLOSED);
+    hears(mailbox, &receive, SMP_ERR_CLOSED);
     CHECK(receive.from == 0);
     smp_mailbox_destroy(mailbox);
     w->barrier(w);
@@ -535,9 +529,7 @@ TEST_RANK(a_dead_rank_keeps_nobody_from_hearing_the_living, .processes = "234")
         smp_mailbox_destroy(mailbox);
         return;
     }
-    smp_receive_post(mailbox, &receive);
-    CHECK(arrives(mailbox, &receive));
-    CHECK_STATUS(receive.status, SMP_ERR_PEER_LOST);
+    hears(mailbox, &receive, SMP_ERR_PEER_LOST);
     CHECK(receive.from == 1);
     for (int r = 2; r < w->size; r++) {
         receive = receive_for(r, 0, &value, 1);
@@ -547,15 +539,11 @@ TEST_RANK(a_dead_rank_keeps_nobody_from_hearing_the_living, .processes = "234")
         CHECK(arrives(mailbox, &receive));
         CHECK_OK(receive.status);
         CHECK(value == r);
-        smp_receive_post(mailbox, &receive); /* it leaves, as it should */
-        CHECK(arrives(mailbox, &receive));
-        CHECK_STATUS(receive.status, SMP_ERR_CLOSED);
+        hears(mailbox, &receive, SMP_ERR_CLOSED);
         CHECK(receive.from == r);
     }
     receive = receive_for(SMP_ANY_SOURCE, 0, &value, 1);
-    smp_receive_post(mailbox, &receive);
-    CHECK(arrives(mailbox, &receive));
-    CHECK_STATUS(receive.status, SMP_ERR_PEER_LOST);
+    hears(mailbox, &receive, SMP_ERR_PEER_LOST);
     CHECK(receive.from == 1);
     smp_mailbox_destroy(mailbox);
 }

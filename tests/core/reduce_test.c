@@ -15,7 +15,7 @@ static _Alignas(64) uint8_t scratch[SMP_REDUCE_SCRATCH];
 static const size_t counts[] = {0,   1,   2,   3,    7,    8,    15,   16,   17,
                                 31,  32,  33,  63,   64,   65,   127,  128,  129,
                                 255, 257, 511, 1000, 2047, 2048, 2049, 4096, 4999};
-enum { COUNTS = sizeof(counts) / sizeof(counts[0]) };
+enum { COUNTS = COUNT_OF(counts) };
 
 /* Bits of values at which conversions, comparisons and sums are special. */
 static uint64_t
@@ -208,7 +208,7 @@ TEST(nan_propagates_through_min_and_max_from_any_rank)
 {
     static const smp_dtype dtypes[] = {SMP_F16, SMP_BF16,      SMP_F32,
                                        SMP_F64, SMP_F8_E4M3FN, SMP_F8_E5M2};
-    enum { N = sizeof(dtypes) / sizeof(dtypes[0]) };
+    enum { N = COUNT_OF(dtypes) };
 
     for (smp_isa isa = 0; isa < SMP_ISAS; isa++) {
         for (int d = 0; d < N && smp_kernels_of(isa) != NULL; d++) {

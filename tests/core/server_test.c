@@ -1206,7 +1206,7 @@ TEST_RANK(a_message_under_way_is_no_deadlock)
         {2, 3}, /* but something was done in between */
         {3, 3}, /* and the answer comes: just before this */
     };
-    enum { ROUNDS = sizeof(rounds) / sizeof(rounds[0]) };
+    enum { ROUNDS = COUNT_OF(rounds) };
     smp_envelope request;
     rank         self;
 

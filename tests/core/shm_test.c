@@ -69,7 +69,6 @@ show_a_block_to_a_child(world *w, bool sees_its_end)
     smp_comm_stats      stats;
     smp_message        *message;
     pid_t               pid;
-    int                 how;
 
     CHECK_OK(send_filled(w, other(w, 0), 1, 8, sizes, 1));
     CHECK_OK(smp_comm_receive(w->comm, WORLD_DEADLINE_NS, &message));
@@ -97,7 +96,7 @@ show_a_block_to_a_child(world *w, bool sees_its_end)
     CHECK(stats.pool_in_use >= sizes[0]);
     w->barrier(w);
     atomic_store(&w->shared->scratch[w->rank], 1);
-    CHECK(waitpid(pid, &how, 0) == pid && WIFEXITED(how) && WEXITSTATUS(how) == 0);
+    expect_well(pid);
     do { /* and comes back soon after the child's end */
         smp_comm_counters(w->comm, &stats);
         sched_yield();
@@ -181,7 +180,6 @@ TEST(a_transport_of_another_build_or_one_too_many_is_refused)
     const smp_transport *all[SMP_TRANSPORTS];
     int                  before = smp_transport_all(all);
     pid_t                pid = fork(); /* what is registered stays so */
-    int                  how;
 
     if (pid == 0) {
         bool well;
@@ -204,7 +202,7 @@ TEST(a_transport_of_another_build_or_one_too_many_is_refused)
         well = well && smp_transport_all(all) == SMP_TRANSPORTS;
         _exit(well && all[0] == &smp_transport_shm ? 0 : 1);
     }
-    CHECK(waitpid(pid, &how, 0) == pid && WIFEXITED(how) && WEXITSTATUS(how) == 0);
+    expect_well(pid);
 }
 
 TEST(the_socket_file_of_a_killed_rank_is_removed_by_the_next)
@@ -232,7 +230,7 @@ TEST(the_socket_file_of_a_killed_rank_is_removed_by_the_next)
         smp_comm_destroy(comm);
         exit(!ok);
     }
-    CHECK(waitpid(pid, &how, 0) == pid && WIFEXITED(how) && WEXITSTATUS(how) == 0);
+    expect_well(pid);
     CHECK(access(left->path, F_OK) != 0);
     munmap(left, sizeof(*left));
 }

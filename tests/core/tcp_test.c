@@ -129,11 +129,11 @@ TEST(an_interface_is_a_name_an_address_or_a_subnet)
     smp_comm_config          config = {.size = 2, .transports = "tcp", .job = "job"};
     smp_comm                *comm;
 
-    for (size_t i = 0; i < sizeof(good) / sizeof(good[0]); i++) {
+    for (size_t i = 0; i < COUNT_OF(good); i++) {
         CHECK(smp_tcp_addresses(good[i], found, texts) >= 1);
         CHECK_TEXT(texts[0], "lo 127.0.0.1/8");
     }
-    for (size_t i = 0; i < sizeof(bad) / sizeof(bad[0]); i++) {
+    for (size_t i = 0; i < COUNT_OF(bad); i++) {
         CHECK(smp_tcp_addresses(bad[i], found, NULL) == 0);
         config.interface = bad[i];
         CHECK_STATUS(smp_comm_create(&config, &comm), SMP_ERR_INVALID);

@@ -19,7 +19,7 @@ tolerance(smp_tp_dtype dtype)
 
 /* Sizes around whole vectors. */
 static const size_t sizes[] = {0, 1, 7, 8, 9, 15, 16, 17, 33, 63, 64, 65, 100, 257};
-enum { SIZES = sizeof(sizes) / sizeof(sizes[0]) };
+enum { SIZES = COUNT_OF(sizes) };
 
 static uint64_t
 mixed(uint64_t x)
@@ -161,7 +161,7 @@ way(size_t i, size_t columns)
         {.p = 1, .seed = 9, .run = 1, .jump = columns},
     };
 
-    return ways[i % (sizeof(ways) / sizeof(ways[0]))];
+    return ways[i % (COUNT_OF(ways))];
 }
 
 /* tp_gpu_test.c has a set of its own. */
@@ -533,8 +533,7 @@ check_softmax(const smp_tp_kernels *kernels, size_t t, double huge)
                                     .rows = rows,
                                     .keys = n,
                                     .scale = (float)scale,
-                                    .sight =
-                                        sights[t / 7 % (sizeof(sights) / sizeof(sights[0]))],
+                                    .sight = sights[t / 7 % (COUNT_OF(sights))],
                                     .dropout = way(t / 3, n),
                                     .scores = scores,
                                     .mask = mask_at(t / 2, added, queries, n),
@@ -695,7 +694,7 @@ TEST(softmax_of_a_nan_is_nan)
 TEST(cross_entropy_and_its_backward_give_what_the_definition_says)
 {
     static const size_t columns[] = {0, 1, 15, 16, 17, 65, 257, 2047, 2048, 2049, 5000};
-    enum { COLUMNS = sizeof(columns) / sizeof(columns[0]), ROWS = 7 };
+    enum { COLUMNS = COUNT_OF(columns), ROWS = 7 };
 
     FOR_SETS(kernels)
     {

@@ -35,7 +35,7 @@ refused_at(const char *path, const char *reason)
         }
         _exit(0);
     }
-    CHECK(waitpid(pid, &how, 0) == pid && WIFEXITED(how) && WEXITSTATUS(how) == 0);
+    expect_well(pid);
 }
 
 TEST(a_library_that_is_missing_or_no_ucx_is_refused_with_the_reason)

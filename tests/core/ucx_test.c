@@ -45,7 +45,6 @@ TEST(a_package_has_the_library_where_the_system_has_none)
 {
     void *systems = dlopen("libucp.so.0", RTLD_LAZY);
     pid_t pid = fork();
-    int   how;
 
     if (pid == 0) {
         const smp_ucp *functions = NULL;
@@ -60,7 +59,7 @@ TEST(a_package_has_the_library_where_the_system_has_none)
                         strcmp(functions->ucp_get_version_string(), "stand-in") == 0);
         _exit(well ? 0 : 1);
     }
-    CHECK(waitpid(pid, &how, 0) == pid && WIFEXITED(how) && WEXITSTATUS(how) == 0);
+    expect_well(pid);
 }
 
 TEST(a_library_that_is_missing_no_ucx_or_another_version_is_refused)
@@ -509,7 +508,7 @@ TEST(where_ucx_does_not_begin_the_next_transport_serves)
     char                     text[SMP_WARNING_BYTES];
     meeter                   ends[2];
 
-    for (size_t i = 0; i < sizeof(broken) / sizeof(broken[0]); i++) {
+    for (size_t i = 0; i < COUNT_OF(broken); i++) {
         ucp->broken = broken[i];
         make_pair_at(ends, "ucx,tcp", NULL);
         talk_over(ends, "tcp");

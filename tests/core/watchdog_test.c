@@ -328,7 +328,7 @@ TEST(each_kind_of_wait_is_said_with_who_and_what)
 
     CHECK_OK(smp_board_create(0, 2, "tp_rank", names, &board));
     CHECK_OK(smp_board_name(board, paths, 2));
-    for (size_t i = 0; i < sizeof(cases) / sizeof(cases[0]); i++) {
+    for (size_t i = 0; i < COUNT_OF(cases); i++) {
         smp_board_write_one(board, cases[i].rank, &cases[i].wait, said, sizeof(said));
         CHECK_TEXT(said, cases[i].said);
         smp_board_write_one(board, cases[i].rank, &cases[i].wait, said, 20);

@@ -246,6 +246,15 @@ world_run_rank(world *w)
     return failed;
 }
 
+/* A child of a test's has found nothing wrong. */
+static inline void
+expect_well(pid_t child)
+{
+    int how;
+
+    CHECK(waitpid(child, &how, 0) == child && WIFEXITED(how) && WEXITSTATUS(how) == 0);
+}
+
 static inline world_shared *
 world_share(int size)
 {
