@@ -51,18 +51,21 @@ typedef struct world world;
 typedef struct world_test {
     const char *name;
     void (*rank)(world *w);
-    const char
-        *processes;      /* how many ranks, as processes; as threads.  Where neither */
-    const char *threads; /* is said, the program's plan counts */
-    const char *hosts;   /* of the ranks; NULL: one host */
-    int         times;   /* of what differs each time; 0: once */
-    size_t      pool_bytes;        /* 0: WORLD_POOL */
-    size_t      device_pool_bytes; /* the plan's */
-    bool        no_device_pool;    /* whatever the plan says */
-    /* For programs of several hosts, hosts_test.c and others. */
-    const char        *layouts[WORLD_LAYOUTS]; /* hosts of a run each */
-    const char        *sample; /* the layout that is enough at a time; NULL: none */
-    bool               forks;  /* or ends ranks: they must be processes of ours */
+    /* How many ranks, as processes and as threads; neither: as the plan says. */
+    const char *processes;
+    const char *threads;
+    const char *hosts;          /* of the ranks; NULL: one host */
+    int         times;          /* of what differs each time; 0: once */
+    size_t      pool_bytes;     /* 0: WORLD_POOL */
+    bool        no_device_pool; /* whatever the plan says */
+    size_t      device_pool_bytes;
+
+    /* For programs of several hosts, hosts_test.c and others: the hosts of a run each,
+     * and those that are enough at a time (NULL: none). */
+    const char *layouts[WORLD_LAYOUTS];
+    const char *sample;
+    bool        forks; /* or ends ranks: they must be processes of ours */
+
     struct world_test *next;
 } world_test;
 
@@ -415,12 +418,12 @@ world_sleeps(const world *w, int rank)
 
 /* --------------------------------------------------------------------- the list */
 
-/* How a program runs its tests: each by its numbers of ranks, or on its layouts. */
+/* How a program runs its tests. */
 typedef enum {
-    WORLD_SIZES,
-    WORLD_SIZES_ALONE,
-    WORLD_LAYOUTS_ALONE,
-    WORLD_SAMPLE
+    WORLD_SIZES,         /* each by its numbers of ranks */
+    WORLD_SIZES_ALONE,   /* but for those that have layouts */
+    WORLD_LAYOUTS_ALONE, /* those, on their layouts */
+    WORLD_SAMPLE,        /* on the one that is enough */
 } world_by;
 
 typedef struct {
