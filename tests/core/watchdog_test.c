@@ -79,17 +79,28 @@ wait_for_reports(listener *l, int n)
     }
 }
 
-TEST(a_rank_that_does_not_move_is_reported_with_what_it_waits_for)
+/* A test with the board of rank `at`, of pipelines of two. */
+#define BOARD_TEST(name, at)                                                           \
+    static void name##_on(smp_board *board);                                           \
+    TEST(name)                                                                         \
+    {                                                                                  \
+        smp_board *board;                                                              \
+                                                                                       \
+        CHECK_OK(smp_board_create(at, 2, "tp_rank", names, &board));                   \
+        name##_on(board);                                                              \
+        smp_board_destroy(board);                                                      \
+    }                                                                                  \
+    static void name##_on(smp_board *board)
+
+BOARD_TEST(a_rank_that_does_not_move_is_reported_with_what_it_waits_for, 0)
 {
     static const char *const paths[] = {"encoder", "decoder.0"};
     listener                 l = {0};
     smp_watchdog_config      config = {
              .report_ns = LIMIT_NS, .report = take_report, .ctx = &l};
     smp_watchdog *watchdog;
-    smp_board    *board;
     char          said[1024];
 
-    CHECK_OK(smp_board_create(0, 2, "tp_rank", names, &board));
     CHECK_OK(smp_board_name(board, paths, 2));
     smp_board_begin(board, 7);
     smp_board_work(board, (smp_work){.microbatch = 3, .entry = -1});
@@ -117,19 +128,16 @@ TEST(a_rank_that_does_not_move_is_reported_with_what_it_waits_for)
                     "waits for module 'decoder.0' on rank 7 (pp_rank 1), ");
     smp_board_write_wait(board, 1, said, sizeof(said));
     CHECK(strstr(said, "microbatch 3, forward: the step function waits") == said);
-    smp_board_destroy(board);
 }
 
-TEST(a_rank_that_moves_or_is_in_no_step_is_not_reported)
+BOARD_TEST(a_rank_that_moves_or_is_in_no_step_is_not_reported, 0)
 {
     listener            l = {0};
     smp_watchdog_config config = {
         .report_ns = SMP_NS_PER_S, .report = take_report, .ctx = &l};
     smp_watchdog *watchdog;
-    smp_board    *board;
     int64_t       until = smp_clock_ns() + 3 * SMP_NS_PER_S / 2;
 
-    CHECK_OK(smp_board_create(0, 2, "tp_rank", names, &board));
     CHECK_OK(smp_watchdog_create(board, &config, &watchdog));
     smp_board_begin(board, 1);
     while (smp_clock_ns() < until) {
@@ -141,18 +149,15 @@ TEST(a_rank_that_moves_or_is_in_no_step_is_not_reported)
     smp_board_end(board);
     smp_watchdog_destroy(watchdog);
     CHECK(atomic_load(&l.reports) == 0);
-    smp_board_destroy(board);
 }
 
-TEST(after_a_step_nothing_runs)
+BOARD_TEST(after_a_step_nothing_runs, 0)
 {
     static const char *const paths[] = {"encoder"};
     smp_standing             standing;
-    smp_board               *board;
     char                     said[256];
     int64_t                  moved_ns;
 
-    CHECK_OK(smp_board_create(0, 2, "tp_rank", names, &board));
     CHECK_OK(smp_board_name(board, paths, 1));
     smp_board_begin(board, 1);
     smp_board_work(board, (smp_work){.microbatch = 3});
@@ -183,23 +188,19 @@ TEST(after_a_step_nothing_runs)
     smp_board_hear(board, "  rank 1 is elsewhere\n");
     (void)smp_board_write_others(board, said, sizeof(said));
     CHECK_TEXT(said, "  rank 1 is elsewhere\n");
-    smp_board_destroy(board);
 }
 
-TEST(the_end_comes_at_its_limit)
+BOARD_TEST(the_end_comes_at_its_limit, 0)
 {
     listener            l = {0};
     smp_watchdog_config config = {.end_ns = LIMIT_NS, .report = take_report, .ctx = &l};
     smp_watchdog       *watchdog;
-    smp_board          *board;
 
-    CHECK_OK(smp_board_create(0, 2, "tp_rank", names, &board));
     smp_board_place(board, "waits in smp.barrier()");
     CHECK_OK(smp_watchdog_create(board, &config, &watchdog));
     wait_for_reports(&l, 1);
     smp_watchdog_destroy(watchdog);
     CHECK(atomic_load(&l.ends) >= 1);
-    smp_board_destroy(board);
 }
 
 TEST(reports_come_after_twice_the_time_each_until_the_rank_moves)
@@ -247,12 +248,10 @@ TEST(reports_come_after_twice_the_time_each_until_the_rank_moves)
     atomic_store(&shown_ns, 0);
 }
 
-TEST(the_board_shows_those_that_wait_longest)
+BOARD_TEST(the_board_shows_those_that_wait_longest, 0)
 {
     smp_standing now;
-    smp_board   *board;
 
-    CHECK_OK(smp_board_create(0, 2, "tp_rank", names, &board));
     smp_board_begin(board, 1);
     for (uint16_t i = 0; i < 40; i++) {
         smp_board_wait(board, (uint16_t)(39 - i),
@@ -267,10 +266,9 @@ TEST(the_board_shows_those_that_wait_longest)
         CHECK(now.waits[i].work.microbatch <= SMP_STANDING_WAITS + 4);
     }
     CHECK(now.works == 1 && now.work.microbatch == 0 && now.work.entry == -1);
-    smp_board_destroy(board);
 }
 
-TEST(each_kind_of_wait_is_said_with_who_and_what)
+BOARD_TEST(each_kind_of_wait_is_said_with_who_and_what, 0)
 {
     static const char *const paths[] = {"encoder", "decoder.0"};
     static const struct {
@@ -323,10 +321,8 @@ TEST(each_kind_of_wait_is_said_with_who_and_what)
          "microbatch 2, forward: module 'decoder.0' waits for the other tp_ranks in "
          "module 'split' (microbatch 0, backward, call 0, collective 0)"},
     };
-    smp_board *board;
-    char       said[512];
+    char said[512];
 
-    CHECK_OK(smp_board_create(0, 2, "tp_rank", names, &board));
     CHECK_OK(smp_board_name(board, paths, 2));
     for (size_t i = 0; i < COUNT_OF(cases); i++) {
         smp_board_write_one(board, cases[i].rank, &cases[i].wait, said, sizeof(said));
@@ -334,16 +330,13 @@ TEST(each_kind_of_wait_is_said_with_who_and_what)
         smp_board_write_one(board, cases[i].rank, &cases[i].wait, said, 20);
         CHECK(strlen(said) == 19 && strncmp(said, cases[i].said, 19) == 0);
     }
-    smp_board_destroy(board);
 }
 
-TEST(waits_that_are_not_shown_are_counted)
+BOARD_TEST(waits_that_are_not_shown_are_counted, 1)
 {
     smp_standing now;
-    smp_board   *board;
     char         said[8192];
 
-    CHECK_OK(smp_board_create(1, 2, "tp_rank", names, &board));
     smp_board_begin(board, 1);
     for (uint16_t i = 0; i < SMP_STANDING_WAITS + 3; i++) {
         smp_board_read(board, &now);
@@ -355,7 +348,6 @@ TEST(waits_that_are_not_shown_are_counted)
     (void)smp_board_write(board, 1, &now, said, sizeof(said));
     CHECK_HAS(said, "  rank 5 (pp_rank 1): 3 more wait\n");
     CHECK(smp_board_write(board, 1, &now, said, 30) == 29 && strlen(said) == 29);
-    smp_board_destroy(board);
 }
 
 /* For which rank a task waits: one of its pipeline that has its module, or all of its
