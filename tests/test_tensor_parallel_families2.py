@@ -403,7 +403,23 @@ def test_a_cache_that_the_script_has_filled_is_refused(prescaled):
     cache.update(torch.zeros(2, heads, 3, width), torch.zeros(2, heads, 3, width), 0)
     wanted = "this rank's heads" if prescaled else "the 4 samples of all ranks"
     match = rf"0.self_attn' is split .* shape \[2, {heads}, 3, {width}\] instead of {wanted}"
+    ids = torch.ones(2, 3, dtype=torch.int64)
     with pytest.raises(NotImplementedError, match=match), torch.no_grad():
+        model(input_ids=ids, past_key_values=cache)
+
+
+@on_ranks(2)
+def test_a_cache_that_prefixes_train_through_is_refused():
+    """Each rank would have the gradient of its own heads, where they share one head of keys."""
+    split_over_all_ranks(prescaled_batch=True)
+    model = smp.DistributedModel(made("llama, 1 head of keys"))
+    config = model.get_module().config
+    width = config.hidden_size // config.num_attention_heads
+    prefix = torch.zeros(2, 1, 3, width, requires_grad=True)
+    cache = importlib.import_module("transformers").DynamicCache()
+    cache.update(prefix, prefix, 0)
+    match = r"0.self_attn' is split .* shape \[2, 1, 3"
+    with pytest.raises(NotImplementedError, match=match):
         model(input_ids=torch.ones(2, 3, dtype=torch.int64), past_key_values=cache)
 
 

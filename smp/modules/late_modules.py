@@ -72,11 +72,7 @@ def _check(parent: nn.Module, name: str, module: nn.Module | None) -> None:
     before = wrapped_of(parent)._modules.get(name)
     if module is before:
         return
-    if (
-        _since[id(wrapped_of(parent))] == _SPLIT
-        and module is not None
-        and _wraps(module, before)
-    ):
+    if _since[id(wrapped_of(parent))] == _SPLIT and _is_known(module):
         return
     if before is not None and _path(before) == path and _has_values(before):
         by = "None" if module is None else f"a {type(module).__name__}"
@@ -88,12 +84,10 @@ def _check(parent: nn.Module, name: str, module: nn.Module | None) -> None:
     raise RuntimeError(f"smp: module '{path}' {what} after {_since[id(wrapped_of(parent))]}")
 
 
-def _wraps(module: nn.Module, before: nn.Module | None) -> bool:
-    """Whether it has the module that it replaces, and no values besides, as a compiled one."""
-    if before is None:
-        return False
-    theirs = {id(tensor) for tensor in _values(before)}
-    return {id(tensor) for tensor in _values(module)} == theirs
+def _is_known(module: nn.Module | None) -> bool:
+    """Whether all its values are of modules that the model had, as those of a compiled one."""
+    inside = () if module is None else module.modules()
+    return all(_path(m) is not None or not any(True for _ in _own_values(m)) for m in inside)
 
 
 def _has_values(module: nn.Module) -> bool:
@@ -102,5 +96,9 @@ def _has_values(module: nn.Module) -> bool:
 
 def _values(module: nn.Module) -> Iterator[Tensor]:
     for one in module.modules():
-        for register in (one._parameters, one._buffers):
-            yield from (tensor for tensor in register.values() if tensor is not None)
+        yield from _own_values(one)
+
+
+def _own_values(module: nn.Module) -> Iterator[Tensor]:
+    for register in (module._parameters, module._buffers):
+        yield from (tensor for tensor in register.values() if tensor is not None)

@@ -5,12 +5,14 @@ Such a cache has the samples of the whole TP_GROUP and this tp_rank's heads.
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 CACHES = ("cache", "past_key_values", "past_key_value", "layer_past")  # as versions name them
 
 _STATES_OF_OTHERS = ("encoder_hidden_states", "key_value_states")  # of a cross attention
 _HAS_PADDING = "_smp_has_padding"  # in a cache's __dict__
+_FILLED_BY = "_smp_filled_by"  # likewise: paths of attentions
 
 
 def refuse_padding(arguments: dict[str, Any], path: str, uneven: bool) -> None:
@@ -55,6 +57,28 @@ def refuse_others(
     keys = _keys(arguments, module)
     if keys is not None and keys.size(0) != samples:
         raise _others(path, keys, f"the {samples} samples of all ranks")
+
+
+def refuse_gradients_of_others(arguments: dict[str, Any], module: nn.Module, path: str) -> None:
+    """The ranks have the same samples, and each would give the cache its own heads' gradient.
+
+    Args:
+        arguments: of the attention's call.
+        module: the attention.
+        path: of it.
+
+    Raises:
+        NotImplementedError: autograd leads from the attention to a cache that is another's.
+    """
+    cache = _cache_among(arguments)
+    if cache is None or not hasattr(cache, "__dict__"):
+        return
+    keys = _keys(arguments, module)
+    filled = cache.__dict__.setdefault(_FILLED_BY, set())
+    if keys is None or not keys.numel():
+        filled.add(path)
+    elif keys.requires_grad and torch.is_grad_enabled() and path not in filled:
+        raise _others(path, keys, "this rank's heads")
 
 
 def refuse_after(

@@ -251,6 +251,7 @@ def _enter(
     if group.same_samples():
         same_samples.check(module, given[region.samples[0]])
         gathered, rows = _enter_alike(given)
+        caches.refuse_gradients_of_others({**others, **named}, module, path)
     else:
         gathered, rows = _gather(region, path, given)
         arguments = {**others, **named}
