@@ -471,10 +471,6 @@ NOT_YET = {
     "SECURITY.md",
     "docs/architecture.md",
     "docs/benchmarks.md",
-    "docs/debugging.md",
-    "docs/generality.md",
-    "docs/partition.md",
-    "docs/porting.md",
     "docs/tensor_parallelism.md",
 }
 
