@@ -46,6 +46,7 @@ from smp.tensor_parallel import (
     replaced,
 )
 from smp.tensor_parallel.counterparts import Counterparts, counterparts, shapes_of
+from smp.tensor_parallel.script_uses import gathers_of
 from smp.tensor_parallel.slices import (
     is_of_split_model,
     is_scaled_batch,
@@ -529,7 +530,7 @@ class DistributedModel(nn.Module):
                 "smp: the model is partitioned in its first step, not before; use smp.plan to "
                 "look ahead"
             )
-        return decision.report(self._smp_split)
+        return decision.report(self._smp_split, gathers_of(self._smp_module))
 
     def state_dict(  # type: ignore[override]
         self, gather_to_rank0: bool = False, cast_to_cpu: bool = True

@@ -165,11 +165,18 @@ PRIVATE: dict[str, tuple[str, ...]] = {
     "torch.nn.modules.batchnorm": ("_BatchNorm", "_NormBase"),
     "torch.nn.modules.module": ("_IncompatibleKeys",),
     "torch.ops.aten._to_copy.default": ("_overloadpacket", "_schema"),
+    "torch.optim.optimizer": ("_foreach_supported_types",),
     "torch.utils": ("_device", "_pytree"),
     "torch.utils._python_dispatch": (
         "TorchDispatchMode",
         "_disable_current_modes",
         "_get_current_dispatch_mode_stack",
     ),
-    "torch.utils._pytree": ("tree_flatten", "tree_leaves", "tree_map", "tree_unflatten"),
+    "torch.utils._pytree": (
+        "tree_flatten",
+        "tree_leaves",
+        "tree_map",
+        "tree_map_only",
+        "tree_unflatten",
+    ),
 }

@@ -163,9 +163,8 @@ def trained(
         for name, parameter in model.local_named_parameters():
             out[f"gradient of {name} in step {step}"] = digest(parameter.grad)
         optimizer.step()
-    for name, parameter in model.local_named_parameters():
-        out[name] = digest(parameter)
-    return out
+    parts = model.local_state_dict()
+    return out | {name: digest(parts[name]) for name, _ in model.local_named_parameters()}
 
 
 def digest(tensor: Tensor) -> str:

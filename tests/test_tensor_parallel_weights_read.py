@@ -76,7 +76,7 @@ def sizes(net: Net, x: Tensor) -> Tensor:
 def without_gradient(net: Net, x: Tensor) -> Tensor:
     scale = net.first.weight.detach().abs().max() + net.second.weight.data.std()
     with torch.no_grad():
-        scale = scale * net.words.weight.sum()
+        scale = scale * net.words.weight.sum() + sum(row.norm() for row in net.first.weight)
     return x * scale
 
 
@@ -150,6 +150,8 @@ def test_a_penalty_in_the_step_is_of_whole_weights(prescaled):
     job = WholeJob(Net(plain), of_all_parameters, alike if prescaled else batch)
     for step in range(2):
         job.step(step)
+    report = str(job.model.partition_report())
+    assert "gathered 4 times, for uses without its module's call: first.weight" in report
 
 
 def plain(net: Net, x: Tensor) -> Tensor:
@@ -271,8 +273,24 @@ OUTSIDE = {
     "copy_": lambda net: net.first.weight.data.copy_(torch.zeros(INNER, 1)),
     "data": lambda net: setattr(net.first.weight, "data", torch.zeros(3)),
 }
+
+
+@torch.no_grad()
+def rows_one_by_one(net: Net, x: Tensor) -> None:
+    for row in net.first.weight:
+        row.div_(row.norm())
+
+
+@torch.no_grad()
+def a_view_of_a_view(net: Net, x: Tensor) -> None:
+    net.first.weight[1:].t()[0] += 1
+
+
 INSIDE = {
     "__setitem__": lambda net, x: x + (an_element(net) or 0),
+    "div_": rows_one_by_one,
+    "add_": a_view_of_a_view,
+    "fill_": lambda net, x: net.first.weight.data.view(-1)[3].fill_(0),
     "zero_": lambda net, x: x + net.first.weight.zero_().sum(),
     "Scale.apply": lambda net, x: x + Scale.apply(net.first.weight).sum(),
 }
@@ -299,3 +317,56 @@ def test_what_would_change_the_whole_in_a_forward_is_refused(name):
     model = smp.DistributedModel(Net(INSIDE[name]))
     with pytest.raises(RuntimeError, match=f"smp: {name} needs all of 'first.weight'"):
         model(*batch(0, 0))
+
+
+class Returning(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, INNER)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.inner(x), self.inner.weight
+
+
+class Given(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(WORDS))
+
+    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
+        return F.linear(x, weight, self.bias)
+
+
+class OverRanks(nn.Module):
+    """Weights go to modules of another pp_rank, and come from one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, WIDTH)
+        self.returning = Returning()
+        self.given = Given()
+        for module in (self.words, self.returning):
+            smp.set_tensor_parallelism(module)
+        for module in (self.returning, self.given):
+            smp.set_partition(module, 1)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        inner, weight = self.returning(self.words(ids))
+        return self.given(torch.tanh(inner @ weight), self.words.weight)
+
+
+@pytest.mark.parametrize("prescaled", [False, True], ids=["own samples", "same samples"])
+@on_ranks(4)
+def test_a_weight_goes_whole_to_another_stage(prescaled):
+    smp.init(
+        {
+            "tensor_parallel_degree": 2,
+            "pipeline_parallel_degree": 2,
+            "prescaled_batch": prescaled,
+        }
+    )
+    torch.set_default_dtype(torch.float64)
+    job = WholeJob(OverRanks(), squares, alike if prescaled else batch)
+    for step in range(2):
+        job.step(step)
+    job.check_parameters()

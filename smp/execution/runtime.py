@@ -28,6 +28,7 @@ from smp.execution.compiled_code import not_traced
 from smp.job import core_warnings, objects, transports
 from smp.modules import changes, hooks, late_modules, live_models
 from smp.ranks import CommGroup
+from smp.tensor_parallel import split_parameters
 
 if TYPE_CHECKING:
     from smp.model import DistributedModel
@@ -189,6 +190,7 @@ class Runtime:
             "dumps": pickling.dumps,
             "loads": pickling.loads,
             "dense": staging.dense,
+            "whole": split_parameters.whole_of,
             "unsendable": staging.unsendable,
             "stage_out": self.staging.out,
             "stage_wait": self.staging.wait,
@@ -205,6 +207,7 @@ class Runtime:
             leaf=torch.zeros((), requires_grad=True, device="cpu"),
             seed_tensor=torch.empty((), dtype=torch.int64, device="cpu"),
             aborted=failures.StepAborted,
+            split_tensor=split_parameters.SplitTensor,
             **calls,
         )
 

@@ -207,15 +207,15 @@ class Partition:
         self.rank_of: dict[str, int] = dict(zip(paths, self.ranks, strict=True))
         self.hash: int = _core.partition_hash(self.ranks, "\0".join(paths).encode())
 
-    def report(self, split: Sequence[tuple[str, str, str]] = ()) -> Any:
-        """A :class:`smp.partitioning.report.PartitionReport` of it.
-
-        Args:
-            split: what became of the modules that tensor parallelism was to split.
-        """
+    def report(
+        self,
+        split: Sequence[tuple[str, str, str]] = (),
+        gathered: Mapping[str, int] | None = None,
+    ) -> Any:
+        """A :class:`smp.partitioning.report.PartitionReport` of it; see there for arguments."""
         from smp.partitioning.report import PartitionReport
 
-        return PartitionReport(self, split)
+        return PartitionReport(self, split, gathered)
 
     def to_bytes(self) -> bytes:
         """The partition as plain numbers and strings, for :meth:`from_bytes`."""

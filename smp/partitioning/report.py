@@ -6,7 +6,7 @@ printed on any rank, and without the model.
 
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from smp.partitioning.picture import picture
@@ -33,11 +33,19 @@ class PartitionReport:
         costs: by rank, the cost of what sits there; they add up to 1.
         split: what became of the modules that tensor parallelism was to split: path, class
             name, and why it was left whole ("" if it was not).
+        gathered: by path of a split weight, how often its uses without its module's call have
+            gathered it on this rank.
     """
 
-    def __init__(self, partition: "Partition", split: Sequence[tuple[str, str, str]] = ()):
+    def __init__(
+        self,
+        partition: "Partition",
+        split: Sequence[tuple[str, str, str]] = (),
+        gathered: Mapping[str, int] | None = None,
+    ):
         self.partition = partition
         self.split = list(split)
+        self.gathered = dict(gathered or {})
         self.costs: list[float] = list(partition.costs)
 
     def rank_of(self, name: str) -> int:
@@ -121,7 +129,11 @@ class PartitionReport:
             if reason
         ]
         whose = ["parameters and costs are tp_rank 0's"] if counts else []
-        return ["", f"Split over the TP_GROUP: {done}", *whose, *whole]
+        gathered = [
+            f"gathered {count} times, for uses without its module's call: {path}"
+            for path, count in self.gathered.items()
+        ]
+        return ["", f"Split over the TP_GROUP: {done}", *whose, *whole, *gathered]
 
     def svg(self, path: str | os.PathLike) -> None:
         """Write the tree as a picture: width is cost, colour is rank, top is the root.

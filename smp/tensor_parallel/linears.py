@@ -64,6 +64,9 @@ def keep_slice(module: nn.Module, name: str, slices: Slices | None) -> None:
 def _holds_slices(cls: type[nn.Module]) -> dict[str, Any]:
     @functools.wraps(cls.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            with torch._C.DisableTorchFunctionSubclass():
+                return cls.forward(self, *args, **kwargs)
         with split_parameters.own_call(self):
             return cls.forward(self, *args, **kwargs)
 

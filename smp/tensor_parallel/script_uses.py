@@ -9,7 +9,7 @@ import sys
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from smp import _core
@@ -51,6 +51,15 @@ _DRAW = {
     "uniform_",
 }  # fmt: skip
 _DRAW_ALIKE = {"rand_like", "randint_like", "randn_like"}
+
+
+_GATHERS = "_smp_gathers"  # of a parameter: how often
+
+
+def gathers_of(model: nn.Module) -> dict[str, int]:
+    """By path of a split weight, how often its whole was gathered for the script's own code."""
+    counts = ((p, getattr(p, _GATHERS, 0)) for p in model.parameters())
+    return {getattr(p, PATH_OF_PARAMETER): count for p, count in counts if count}
 
 
 def whole_among(values: Any) -> Any:
@@ -98,13 +107,13 @@ def _of_slice(func: Any, args: tuple, kwargs: dict[str, Any], initializes: bool)
             return _slice_like(first, func(_empty_whole(first), *args[1:], **kwargs))
         if initializes and name == "view_as":
             return _slice_like(first, None)
-    writes = name.rstrip("_") != name and not name.endswith("__") or name.startswith("__i")
+    writes = split_parameters.writes(name)
     is_by_element = name.strip("_").replace("_", "") in _BY_ELEMENT
     if is_by_element or name.startswith("_foreach_") and "norm" not in name:
         stays = not together or name in ("data", "detach")
         if stays or writes and not torch.is_grad_enabled():
             return _by_element(func, name, args, kwargs)
-    if not together or writes or name == "__setitem__" or "out" in kwargs:
+    if not together or writes or "out" in kwargs:
         refuse(_first_of(args, kwargs), name, together)
     return NotImplemented
 
@@ -122,7 +131,10 @@ def _whole(part: SplitTensor) -> Tensor:
         if slices is None:
             return part.as_subclass(Tensor)
         _refuse_in_function(part)
-        before = group.call_of(getattr(part, PATH_OF_PARAMETER))
+        path = getattr(part, PATH_OF_PARAMETER)
+        if isinstance(part, nn.Parameter) and not part.is_meta:
+            setattr(part, _GATHERS, getattr(part, _GATHERS, 0) + 1)
+        before = group.call_of(path)
         lengths = [slices.local_size(rank) for rank in range(group.size())]
         try:
             if group.same_samples():

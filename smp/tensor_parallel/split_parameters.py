@@ -13,11 +13,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import _foreach_supported_types
 from torch.utils._pytree import tree_map_only
 
+from smp.execution.compiled_code import not_traced
 from smp.tensor_parallel.slices import PATH_OF_PARAMETER, slices_of, whole_shape
 
 INIT = "torch.nn.init"
+_NOT_SCRIPTS = ("smp.", "torch.optim.", "torch._dynamo.")
 
 
 class Service(NamedTuple):
@@ -38,6 +41,11 @@ _service: list[Service] = []
 def serve(service: Service) -> None:
     """Have scripts served so, from now on."""
     _service[:] = [service]
+
+
+def whole_of(part: "SplitTensor") -> Tensor:
+    """All of it, on each tp_rank.  Collective over the TP_GROUP."""
+    return _service[0].whole(part)
 
 
 class _InThisThread(threading.local):
@@ -72,8 +80,7 @@ class SplitTensor(Tensor):
             result = _service[0].of_slice(func, args, kwargs, user == INIT)
         if result is not NotImplemented:
             return result
-        args, kwargs = tree_map_only(SplitTensor, _service[0].whole, (args, kwargs))
-        return func(*args, **kwargs)
+        return _of_whole(func, args, kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         if _user():
@@ -91,8 +98,31 @@ class SplitTensor(Tensor):
         return f"{type(self).__name__}: this rank's part{of}:\n{shown}"
 
 
+class GatheredView(Tensor):
+    """A view of a whole that was gathered.  What is written there would be lost."""
+
+    _smp_part: SplitTensor
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        viewed: list[GatheredView] = []
+        tree_map_only(GatheredView, viewed.append, (args, kwargs))
+        name = getattr(func, "__name__", str(func))
+        with torch._C.DisableTorchFunctionSubclass():
+            if writes(name):
+                refuse(viewed[0]._smp_part, name, together=True)
+            result = func(*args, **(kwargs or {}))
+            return _read_only(result, viewed[0], viewed[0]._smp_part)
+
+
 class SplitParameter(SplitTensor, nn.Parameter):
     """A parameter that `keep_slice` has cut."""
+
+
+# Optimizers compute over lists of exactly these classes at once.
+_foreach_supported_types.append(SplitParameter)
 
 
 def guard(module: nn.Module, path: str) -> None:
@@ -120,6 +150,44 @@ def is_plain(parameter: Tensor) -> bool:
     return type(parameter) in (nn.Parameter, SplitParameter)
 
 
+def writes(name: str) -> bool:
+    """Whether an operator of that name changes its first argument."""
+    in_place = name.endswith("_") and not name.endswith("__")
+    return in_place or name == "__setitem__" or name.startswith("__i") and name != "__iter__"
+
+
+def _of_whole(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    gathered: list[tuple[Tensor, SplitTensor]] = []
+
+    def whole(part: SplitTensor) -> Tensor:
+        gathered.append((whole_of(part), part))
+        return gathered[-1][0]
+
+    if getattr(func, "__name__", "") == "__iter__":
+        return iter(_of_whole(Tensor.unbind, args, kwargs))
+    args, kwargs = tree_map_only(SplitTensor, whole, (args, kwargs))
+    result = func(*args, **kwargs)
+    for value, part in gathered:
+        result = _read_only(result, value, part)
+    return result
+
+
+def _read_only(result: Any, of: Tensor, part: SplitTensor) -> Any:
+    """Have views of a tensor refuse writes, unless autograd sees them."""
+    if of.is_meta or of.requires_grad:
+        return result
+    memory = of.untyped_storage().data_ptr()
+
+    def seen(value: Tensor) -> Tensor:
+        if value.layout is not torch.strided or value.untyped_storage().data_ptr() != memory:
+            return value
+        view = value.as_subclass(GatheredView)
+        view._smp_part = part
+        return view
+
+    return tree_map_only(Tensor, seen, result)
+
+
 # ------------------------------------------------------------------------- who uses it
 
 
@@ -132,6 +200,7 @@ def _are_own(args: tuple) -> bool:
     return all(id(value) in own for value in args if isinstance(value, SplitTensor))
 
 
+@not_traced("an operator that is given a weight that smp splits over the TP_GROUP")
 def _user() -> str:
     """The Python module whose code this is; "" for smp and PyTorch's own bookkeeping."""
     frame = sys._getframe()
@@ -139,7 +208,7 @@ def _user() -> str:
         frame = frame.f_back  # type: ignore[assignment]
     while frame is not None:
         name = frame.f_globals.get("__name__", "")
-        if name == "smp" or name.startswith(("smp.", "torch.optim.")):
+        if name == "smp" or name.startswith(_NOT_SCRIPTS):
             return ""
         if name == "torch.nn.modules.module":
             is_call = frame.f_code.co_name in ("_call_impl", "_wrapped_call_impl")

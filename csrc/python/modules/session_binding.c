@@ -249,6 +249,8 @@ py_configure(PyObject *module, PyObject *args, PyObject *kwargs)
         {"dumps", &smp_registry.dumps},
         {"loads", &smp_registry.loads},
         {"dense", &smp_registry.dense},
+        {"split_tensor", &smp_registry.split_tensor},
+        {"whole", &smp_registry.whole},
         {"unsendable", &smp_registry.unsendable},
         {"stage_out", &smp_registry.stage_out},
         {"stage_wait", &smp_registry.stage_wait},

@@ -328,13 +328,36 @@ add_tensor(smp_pack *pack, PyObject *tensor, uint32_t *number)
     return 0;
 }
 
+/* Of a parameter that tensor parallelism has split another rank gets the whole. */
+static int
+add_whole(smp_pack *pack, PyObject *part, uint32_t *number)
+{
+    PyObject *whole = PyObject_CallOneArg(smp_registry.whole, part);
+    int       failed = whole == NULL || add_tensor(pack, whole, number) < 0;
+
+    Py_XDECREF(whole);
+    if (!failed && !smp_ptrmap_add(&pack->tensor_numbers, part, *number)) {
+        PyErr_NoMemory();
+        failed = 1;
+    }
+    return failed ? -1 : 0;
+}
+
+static bool
+is_split(PyObject *tensor)
+{
+    return smp_registry.split_tensor != NULL &&
+           PyType_IsSubtype(Py_TYPE(tensor),
+                            (PyTypeObject *)smp_registry.split_tensor);
+}
+
 int
 smp_pack_new_tensor(smp_pack *pack, PyObject *tensor)
 {
     uint32_t number;
 
     if (!smp_ptrmap_get(&pack->tensor_numbers, tensor, &number) &&
-        add_tensor(pack, tensor, &number) < 0) {
+        (is_split(tensor) ? add_whole : add_tensor)(pack, tensor, &number) < 0) {
         return -1;
     }
     return smp_pack_number(pack, TAG_TENSOR, number);

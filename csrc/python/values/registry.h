@@ -24,6 +24,8 @@ typedef struct {
     PyObject *dumps;             /* value -> (bytes, [tensors]) */
     PyObject *loads;             /* bytes, [tensors] -> value */
     PyObject *dense;             /* tensor -> dense copy */
+    PyObject *split_tensor;      /* class of this tp_rank's slices; NULL: none */
+    PyObject *whole;             /* one of those -> whole tensor, by a collective */
     PyObject *unsendable;        /* tensor, PyTorch's error -> what to say of it */
     PyObject *stage_out;  /* tensor, host memory: begins to copy its span there */
     PyObject *stage_wait; /* waits for what stage_out began */
