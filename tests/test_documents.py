@@ -471,7 +471,6 @@ NOT_YET = {
     "SECURITY.md",
     "docs/architecture.md",
     "docs/benchmarks.md",
-    "docs/tensor_parallelism.md",
 }
 
 
