@@ -469,7 +469,6 @@ def test_every_block_is_python(document):
 NOT_YET = {
     "CONTRIBUTING.md",
     "SECURITY.md",
-    "docs/architecture.md",
     "docs/benchmarks.md",
 }
 
