@@ -33,6 +33,7 @@ def passages(page: str) -> list[tuple[str, str]]:
     text = re.sub(r"^```.*?^```$", "\n", page, flags=re.M | re.S)
     text = re.sub(r"`[^`]*`", "code", text)
     text = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", text)
+    text = re.sub(r"^> ?", "", text, flags=re.M)
     text = re.sub(r"^\s*(?:[-*+]|\d+\.)\s+", "\n", text, flags=re.M)
     text = re.sub(r"^(#+ .*)$", r"\n\1\n", text, flags=re.M)
     found = []
