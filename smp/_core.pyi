@@ -1,5 +1,753 @@
-"""The C core; its functions are documented where C defines them (csrc/python)."""
+"""The C core of smp: the manual of its binding (``csrc/python``).
 
-from typing import Any
+A rank is the core's number of it: pipeline * pp_size + pp_rank in steps, its place in the names
+of a ``Comm`` in collectives.  Seconds are floats, sizes bytes.  A buffer is contiguous, and
+borrowed for the call.  A tensor that is not dense raises BufferError.  Functions that wait for
+other ranks drop the GIL and raise what a signal's handler raises.
 
-def __getattr__(name: str) -> Any: ...
+Errors of statuses end with the status's name, "[SMP_ERR_TIMED_OUT]".  SMP_ERR_NO_MEMORY is a
+MemoryError, SMP_ERR_INVALID a ValueError; the rest is, from collectives, a
+``torch.distributed.DistBackendError``, from steps a RuntimeError, and a ConnectionError where a
+rank is lost (SMP_ERR_PEER_LOST) or has left (SMP_ERR_UNREACHABLE).
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypedDict, final, type_check_only
+
+from torch import Tensor, nn
+from typing_extensions import Buffer
+
+# ---------------------------------------------------------------------------- constants
+
+ANY_SOURCE: int  # of `receive`
+SIZES_UNLIKE: str  # in an error of an all-gather whose members assumed other sizes, alone
+WITH_KEY: str  # in an error, before the eight hexadecimal digits of a key that differs
+compiler: str  # with its version
+flags: str  # of the compiler
+has_gpu_kernels: bool  # the build has the kernels of tensor parallelism for GPUs
+operations: dict[str, int]  # "all-reduce" -> the number that `Group.work_item` takes
+phases: tuple[str, ...]  # "forward", "backward", by number
+reductions: dict[str, int]  # "sum" -> the number that `Group.work_item` takes
+transports: tuple[str, ...]  # those that every build has, in the order of preference
+
+# ----------------------------------------------------------------- the session of a rank
+
+def open(
+    rank: int,
+    size: int,
+    pipelines: int,
+    pool_bytes: int,
+    device_pool_bytes: int,
+    spin_us: int,
+    transports: str | None,
+    interface: str | None,
+    job: str,
+    report_s: float,
+    end_s: float,
+    names: tuple[str, ...],
+    in_sequence: bool = False,
+    /,
+) -> bytes:
+    """Prepare the session: the comm, the server, the watchdog.  This rank's address card.
+
+    rank, size: of all pipelines.  pool_bytes: 0: a quarter of the machine's memory.  spin_us:
+    how long a wait spins; -1: the core decides.  transports: "shm,tcp", None: all.  job: the
+    secret that the ranks share.  report_s, end_s: the watchdog's limits, 0: none.  names: what
+    messages call the ranks, by rank.  in_sequence: all replicas run in one order.
+
+    RuntimeError: the session is open.  ValueError, MemoryError, RuntimeError: a status.
+    """
+
+def connect(cards: list[bytes], timeout_ms: int, /) -> None:
+    """Connect to all ranks, whose cards are by rank.  Collective.
+
+    ConnectionError names the rank that is not reached.  ValueError: not a card for each.
+    """
+
+def close() -> None:
+    """Join the workers and leave the other ranks; without effect where none is open."""
+
+def configure(**objects: Any) -> None:
+    """Python's side of the session; the names are in ``csrc/python/modules/session.h``.
+
+    TypeError: there is no such name.
+    """
+
+def set_entries(
+    entries: list[tuple[Callable[..., Any], nn.Module | None, str, int]], /
+) -> None:
+    """What other ranks can call, by number: (callable, module or None, path, owner)."""
+
+def set_names(
+    modules: list[Any], parameters: list[Any], owners: list[Any], paths: list[Any], /
+) -> None:
+    """What the codec sends by number: modules and parameters, of these the owner's pp_rank and
+    the path.  Alike on all ranks."""
+
+def signal_fd() -> int:
+    """The descriptor for ``signal.set_wakeup_fd`` during steps."""
+
+def forward_signals(fd: int, /) -> None:
+    """Have what comes to `signal_fd` go on to ``fd``; -1: nowhere."""
+
+def expect_in_pool(bytes: int, /) -> None:
+    """So many bytes of the own pool will be in use at a time."""
+
+@type_check_only
+class _Counters(TypedDict):
+    messages: int  # sent
+    bytes: int  # ... of them
+    pool_blocks: int  # tensors that were in the pool
+    pool_fallbacks: int  # ... that did not fit
+    pool_in_use: int  # bytes now,
+    pool_high: int  # ... at most so far,
+    pool_made: int  # ... that the system has given,
+    pool_size: int  # ... at most
+    left: int  # ranks that have left
+    lost: int  # the rank that is lost; -1
+    device_tensors: int
+    device_bytes: int
+    device_fallbacks: int
+    device_in_use: int
+    device_high: int
+    device_size: int
+    device_why: str  # why there is no device pool, or ""
+
+def counters() -> _Counters:
+    """What the session's comm has done so far; an empty dict where none is open."""
+
+def peers() -> list[tuple[str | None, int, int]]:
+    """By rank: the transport's name (None: this rank), messages and bytes sent."""
+
+def mix(a: int, b: int, /) -> int:
+    """A number of 64 bits from two: how seeds and numbers of calls are derived."""
+
+# ------------------------------------------------------------------------------- steps
+
+def step(
+    kind: int,
+    microbatches: int,
+    active: int,
+    turns: list[tuple[int, int]],
+    trains: Buffer,
+    run_root: Callable[[int], None],
+    seed: int,
+    backwards: int,
+    described: bytes,
+    /,
+) -> tuple[bool, Any]:
+    """Run a step: whether it went well, and what pp_rank 0 sent at its end (None there), or the
+    description of the failure that `configure`'s ``describe_error`` made.
+
+    kind: 0 simple, 1 interleaved, 2 as ``turns`` (microbatch, phase) say; -1: serve pp_rank 0.
+    active: microbatches at a time.  trains: a byte for each entry.  run_root: called for each
+    microbatch, on a worker's thread.  described: what all ranks must have alike.
+
+    ConnectionError: a rank is lost, or has left.  RuntimeError: a deadlock, or the ranks do not
+    make the same calls.  KeyboardInterrupt and what else signals raise.
+    """
+
+def send_end(value: object, /) -> None:
+    """The other ranks' steps return it."""
+
+def send_abort(value: object, /) -> None:
+    """The other ranks' steps fail with it: the one under way; where that ended well the next
+    one, which this rank then leaves out."""
+
+def skip_step(value: object, /) -> None:
+    """The step that is about to begin fails on every rank, with ``value``."""
+
+def ended_well() -> bool:
+    """Whether the last step that began is over, and well, on every rank."""
+
+def raise_signal() -> None:
+    """Raise what a signal's handler raised while the last step ended, if one did."""
+
+def check_schedule(microbatches: int, turns: list[tuple[int, int]], /) -> None:
+    """ValueError: the turns are not a forward and then a backward of each microbatch."""
+
+def begin_backward() -> int:
+    """The step function reached model.backward: wait for its turn.  The microbatch.
+
+    RuntimeError: outside a step, in a module's forward, or inside a backward.
+    """
+
+def end_backward() -> None:
+    """The backward is over."""
+
+def in_backward() -> bool:
+    """Whether this thread's task runs a backward, or for one."""
+
+def set_gates(expected: Buffer | None, /) -> None:
+    """int32, by gate: how often a microbatch passes it, 0 where not known; None: no gates."""
+
+def await_turn(gate: int, /) -> bool:
+    """Wait until earlier microbatches have left the gate.  Whether this one must say that it
+    `left`: not outside a step, and not in a backward."""
+
+def left(gate: int, /) -> None:
+    """This thread's microbatch has left the gate."""
+
+def current() -> int | None:
+    """The microbatch of this thread's task; None: it runs none."""
+
+def task_number() -> int | None:
+    """The number of this thread's task (``csrc/server/calls.h``); None: it runs none."""
+
+def timeline() -> list[tuple[int, int, int, int, int, int]]:
+    """The last step's events, oldest first: (nanoseconds, worker, kind, phase, microbatch,
+    entry)."""
+
+# --------------------------------------------------------------- calls of remote modules
+
+def module_call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+    """``__call__`` of a module that another rank owns; binds like a method.
+
+    RuntimeError: outside a step, or its DistributedModel is gone; what the module raised.
+    """
+
+def call_remote(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any] | None,
+    bare: bool,
+    inputs: bool,
+    /,
+) -> Any:
+    """The call without the caller's hooks; bare: without the owner's, too; inputs, and both: as
+    ``smp.modules.hooks.serve_hooked`` says."""
+
+def call_entry(number: int, args: tuple[Any, ...], /) -> Any:
+    """Call a run of ``nn.Sequential`` children by its entry's number."""
+
+# The nodes of `smp.execution.autograd`, whose drawings are in ``csrc/python/modules``.
+def send_forward(ctx: Any, call: Any, leaf: Tensor, *tensors: Tensor) -> Tensor: ...
+def send_backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]: ...
+def recv_forward(ctx: Any, call: Any, token: Tensor) -> tuple[Tensor, ...]: ...
+def recv_backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]: ...
+def enter_forward(ctx: Any, context: Any, leaf: Tensor) -> tuple[Tensor, ...]: ...
+def enter_backward(ctx: Any, *grad_outputs: Any) -> tuple[None, ...]: ...
+
+# --------------------------------------------------------------------------- gradients
+
+def gradients_setup(
+    parameters: list[nn.Parameter],
+    first: Buffer,
+    uses: Buffer,
+    mix_layouts: Callable[[Tensor, Tensor], Tensor],
+    /,
+) -> None:
+    """The parameters whose gradients wait in the ledger.  first, uses: int32, as
+    ``smp_ledger_create()`` takes them.  mix_layouts: the sum of a dense and a sparse tensor."""
+
+def gradients_begin(
+    microbatches: int, backwards: int, on_complete: Callable[[int], None] | None, /
+) -> None:
+    """A step begins, with so many backwards of a microbatch.  on_complete: called with a
+    parameter's number when its gradient is complete."""
+
+def gradients_end(failed: bool, /) -> None:
+    """Put every ``.grad`` back; after a failure those that were None are None again."""
+
+def gradients_leave_out() -> None:
+    """Some gradients of the step may be zeros of what no loss uses."""
+
+def gradients_leaves_out() -> bool:
+    """Whether that was said here, or on a rank that sent some."""
+
+def gradients_taken() -> list[Tensor]:
+    """Gradients and terms of this step that no ``.grad`` has."""
+
+def gradients_held() -> int:
+    """Terms that wait for their turn."""
+
+# ----------------------------------------------------- collectives of modules in a step
+
+@type_check_only
+@final
+class _Collective:
+    """A collective whose turn it is."""
+
+    def __call__(self, *future: Any) -> None:
+        """It is over.  Any thread, at any time."""
+
+    def issued(self) -> None:
+        """It has been, since `line_up` returned.  RuntimeError: the ranks call others."""
+
+    def wait(self) -> None:
+        """Wait until it is over, while other tasks run."""
+
+def distributed_call(path: str, /) -> tuple[int, int, int, int] | None:
+    """A call of the module by this thread's task: its number, microbatch, phase, and which call
+    of the module by the task; None: there is no step, or one without a server.
+
+    RuntimeError: by a thread of the script during a step.
+    """
+
+def line_up(
+    number: int, microbatch: int, phase: int, call: int, collective: int, path: str, /
+) -> _Collective:
+    """Wait until the collective is this rank's next.  RuntimeError: the ranks of the TP_GROUP
+    do not make the same calls, or the call runs outside its step."""
+
+def collectives_ended(timeout_s: float, /) -> tuple[int, int, int] | None:
+    """After a step that failed: how many collectives this rank has issued, and the fewest and
+    the most of a rank of its pp_rank; None: not known within the time."""
+
+def ended_in_order() -> tuple[bool, bool]:
+    """Whether this rank had done its part of the last step before that failed; whether all of
+    its pp_rank had, as far as `collectives_ended` knows."""
+
+def hear_failure(timeout_s: float, /) -> None:
+    """Wait for word of a failure of the step, in which ranks called other operations."""
+
+# ------------------------------------------------------------------------ the watchdog
+
+def watch(name: str, report_s: float, end_s: float, /) -> None:
+    """Watch a rank without a session, until `unwatch`.  Limits in seconds, 0: none."""
+
+def unwatch() -> None:
+    """End what `watch` began, if it did."""
+
+def place(call: str | None, /) -> None:
+    """The script waits for other ranks in the call; None: not any more."""
+
+def place_of_step(text: str | None, /) -> None:
+    """Where the script is when it waits in no call; None: nowhere."""
+
+def moved() -> None:
+    """This rank goes on, where it was."""
+
+def standing() -> tuple[float, str] | None:
+    """Seconds without a move, and what this rank does and waits for in lines; None: it is in no
+    step and no call."""
+
+def hear_of(lines: str, /) -> None:
+    """Where other ranks stand, for the next reports."""
+
+# ------------------------------------------------------------------------- collectives
+
+@final
+class Comm:
+    """One rank's end of a set of ranks that do collectives; errors call rank r names[r].
+
+    Once closed, RuntimeError.
+    """
+
+    def __new__(
+        cls,
+        rank: int,
+        names: list[int],
+        pool_bytes: int,
+        transports: str | None,
+        interface: str | None,
+        job: str,
+        /,
+    ) -> Comm: ...
+    def card(self) -> bytes:
+        """How other ranks reach this one."""
+
+    def connect(self, cards: list[bytes], timeout_ms: int, /) -> None:
+        """Connect to all ranks, whose cards are by rank.  Collective."""
+
+    def transport(self, rank: int, /) -> str | None:
+        """The name of the transport to that rank; None: this one."""
+
+    def peers(self) -> list[tuple[str | None, int, int]]:
+        """By rank: the transport's name (None: this rank), messages and bytes sent."""
+
+    def pool(self) -> tuple[int, int, int, int]:
+        """Bytes at most, the most in use so far, blocks from it, blocks that did not fit."""
+
+    def allocate(self, bytes: int, /) -> Tensor:
+        """A uint8 tensor of so many bytes in this rank's pool, where there is room."""
+
+    def finished(self) -> Any:
+        """Wait for the next work item that is over; its owner.  None: closing, or closed."""
+
+    def report_after(self, seconds: float, /) -> None:
+        """Have operations that wait so long for ranks say so on stderr; 0: none does."""
+
+    def waits(self) -> str:
+        """What operations have waited for, for a while now: lines."""
+
+    def stop(self) -> None:
+        """Let `finished` come to its end."""
+
+    def close(self) -> None:
+        """Leave the other ranks.  RuntimeError: groups are open."""
+
+@final
+class Group:
+    """Ranks of a comm that do collectives together.  Making one is collective over them.
+
+    id: 64 bits, not 0, unlike that of any other group that one of them is in.  Once closed,
+    DistBackendError, and of what only tells: nothing, 0, False.
+    """
+
+    def __new__(
+        cls, comm: Comm, ranks: list[int], id: int, name: str, timeout_s: float, /
+    ) -> Group: ...
+    def work_item(
+        self,
+        operation: int,
+        ins: Sequence[Tensor] | None,
+        outs: Sequence[Tensor] | None,
+        reduction: int,
+        root: int,
+        factor: float,
+        counts: list[int] | None,
+        out_counts: list[int] | None,
+        timeout_s: float,
+        sparse: int = 0,
+        assumed: int = 0,
+        in_rows: int = 0,
+        out_rows: int = 0,
+        key: int = 0,
+        /,
+    ) -> WorkItem:
+        """A work item of one call for each of the tensors, to be issued.
+
+        Tensors in host memory, ``ins`` and ``outs`` of a call with the dtype in common; without
+        ``ins``: in place.  counts, out_counts: elements for each member.  root: a member.
+        timeout_s: 0: the group's.  The rest is as in ``smp_call`` (checks/call.h).
+
+        BufferError: a tensor is not dense.  TypeError: dtypes differ, or the reduction is not
+        defined for them.  ValueError: sizes do not go together.
+        """
+
+    def run(
+        self,
+        operation: int,
+        ins: Sequence[Tensor] | None,
+        outs: Sequence[Tensor] | None,
+        reduction: int,
+        root: int,
+        factor: float,
+        counts: list[int] | None,
+        out_counts: list[int] | None,
+        timeout_s: float,
+        sparse: int = 0,
+        assumed: int = 0,
+        in_rows: int = 0,
+        out_rows: int = 0,
+        key: int = 0,
+        /,
+    ) -> None:
+        """Make such a work item and wait until it is over; raise what went wrong."""
+
+    def gather(
+        self,
+        ins: Sequence[Tensor],
+        outs: Sequence[Tensor],
+        timeout_s: float,
+        waits: bool,
+        key: int = 0,
+        /,
+    ) -> WorkItem | None:
+        """A work item of one all-gather between devices for each of the tensors, to be issued;
+        with ``waits``, do it: None.  After `meet_devices`."""
+
+    def meet_devices(
+        self, ins: Sequence[Tensor], outs: Sequence[Tensor], timeout_s: float, bytes: int, /
+    ) -> str:
+        """Before the first `gather`, of these tensors: prepare all members' devices, with so
+        many bytes of each.  Why not, or "".  Collective."""
+
+    def sequence(self) -> int:
+        """How many operations have begun."""
+
+    def issued(self) -> int:
+        """How many work items were issued, whether they have begun or wait behind others."""
+
+    def rename(self, name: str, /) -> None:
+        """What errors call it from now on; without effect after its first operation."""
+
+    def is_on_one_host(self) -> bool:
+        """Whether all members share memory."""
+
+    def use(self) -> tuple[int, int, int, int, bool, int, int, str]:
+        """Operations, their bytes, messages and bytes to other hosts, whether members read each
+        other's memory, operations between devices, their bytes, why there are none."""
+
+    def close(self) -> None:
+        """Leave the group; what is under way is over, with an error."""
+
+@final
+class WorkItem:
+    """Calls of a group that are over together."""
+
+    def issue(self, owner: Any, /) -> None:
+        """Begin; `Comm.finished` gives the owner when it is over."""
+
+    def wait(self, timeout_s: float, /) -> bool:
+        """Whether it is over by then; 0: no limit."""
+
+    def describe(self) -> str | None:
+        """What it waits for, in words; None: it is over, or nobody knows."""
+
+    def is_over(self) -> bool:
+        """Whether it is over."""
+
+    def is_done(self) -> bool:
+        """Whether it is over, and the device has done it."""
+
+    def check(self) -> None:
+        """Raise what went wrong; it is over."""
+
+    def join(self) -> None:
+        """Have the current stream wait for the device; it is over."""
+
+@final
+class Receipt:
+    """A tensor on its way."""
+
+    def wait(self, timeout_s: float, /) -> bool:
+        """Whether it is over by then; 0: no limit."""
+
+    def withdraw(self) -> bool:
+        """Whether it is over after all; else nothing comes any more."""
+
+    def describe(self) -> str:
+        """The group, the tag and the rank that it is from, in words."""
+
+    def is_over(self) -> bool:
+        """Whether it is over."""
+
+    def check(self) -> None:
+        """Raise what went wrong; it is over."""
+
+    def source(self) -> int:
+        """The rank that sent it; it is over."""
+
+def send(group: Group, rank: int, tag: int, tensor: Tensor, /) -> None:
+    """Send a copy of the tensor; does not wait for the receiver."""
+
+def receive(group: Group, rank: int, tag: int, tensor: Tensor, /) -> Receipt:
+    """A receipt of the next tensor from that rank, or from any: ANY_SOURCE."""
+
+# ------------------------------------------------------------- the process, and the codec
+
+def register_transport(capsule: object, /) -> None:
+    """Sessions opened from now on may use this transport (``smp._mpi.transport``)."""
+
+def load_ucx(path: str | None, /) -> str:
+    """Load libucp.so.0: its version.  path: where a package has it, looked at last.
+
+    OSError says why it cannot be used.
+    """
+
+def addresses(interface: str | None, /) -> list[str]:
+    """This host's addresses that ``comm_interface`` may name, "eth0 10.0.0.7/24"; None: all."""
+
+def someone_died() -> bool:
+    """Whether a rank died that this process was connected to, also in a job that it left."""
+
+def log(text: str, /) -> None:
+    """Write a line on stderr where SMP_LOG is info."""
+
+def log_rank(rank: int, /) -> None:
+    """Whose lines these are."""
+
+def take_warning() -> str | None:
+    """What the core has to warn the script of, once; None: nothing."""
+
+def share_heap() -> None:
+    """Have all threads that begin to allocate from here on share one heap, which keeps its
+    pages."""
+
+def trim_heap() -> None:
+    """Give the system back the pages of the heap that hold nothing."""
+
+def pack(value: object, /) -> bytes:
+    """What the codec makes of a value, tensors too."""
+
+def unpack(bytes: Buffer, /) -> Any:
+    """The value of `pack`.  ValueError: not such bytes."""
+
+# ------------------------------------------------------------------------ the partition
+
+class PartitionConflict(ValueError):
+    """Two modules that share a parameter are pinned to different devices: their numbers."""
+
+def partition(
+    devices: int,
+    memory_weight: float,
+    default_device: int,
+    nmodules: int,
+    edge_parent: Buffer,
+    edge_child: Buffer,
+    parameter_bytes: Buffer,
+    use_module: Buffer,
+    use_parameter: Buffer,
+    first_run: Buffer | None = None,
+    activation_bytes: Buffer | None = None,
+    seconds: Buffer | None = None,
+    chain: Buffer | None = None,
+    pin: Buffer | None = None,
+) -> tuple[bytes, bytes, bytes, bytes]:
+    """Which device each module sits on; see ``csrc/partition/partition.h``.
+
+    Buffers: int32 for indices and pins, int64 for bytes and positions, float64 for seconds,
+    int8 for chain.  device and node (int32 by module), own_cost (float64 by module), cost
+    (float64 by device).
+
+    PartitionConflict; ValueError: an index, a number or a length is out of range; TypeError: a
+    buffer of other elements.
+    """
+
+def partition_hash(device: Buffer, names: Buffer, /) -> int:
+    """A number of 64 bits for the ranks to compare: of int32 ``device`` and bytes ``names``."""
+
+# ---------------------------------------------------- kernels of tensor parallelism
+
+_Dropout = tuple[float, int, int, int, int, int]  # p, seed, first, run, jump, width
+_Sight = tuple[bool, int, int, int]  # causal, first_query, queries, window
+_Mask = tuple[Tensor, int, tuple[int, ...], tuple[int, ...]]  # with elements, shape, strides
+
+# Tensors of one dtype (float32, float16, bfloat16) and device, [rows, columns] or [columns];
+# statistics are float32, [rows], ids and targets int64.  See ``csrc/tp_kernels/tp_kernels.h``.
+# BufferError: a tensor is not dense, or where no kernels are.  TypeError: another dtype.
+# ValueError: another number of elements, or another device.
+
+def tp_gpu_open(tensor: Tensor, /) -> str | None:
+    """Why kernels do not run where the tensor is; None: they do."""
+
+def tp_residual(
+    rows: int,
+    columns: int,
+    dropout: _Dropout,
+    x: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    out: Tensor,
+    /,
+) -> None:
+    """out = residual + dropout(x + bias)."""
+
+def tp_residual_backward(
+    rows: int,
+    columns: int,
+    dropout: _Dropout,
+    grad: Tensor,
+    grad_x: Tensor,
+    grad_bias: Tensor | None,
+    /,
+) -> None:
+    """grad_x = dropout(grad); grad_bias = the sum of its rows."""
+
+def tp_norm(
+    rows: int,
+    columns: int,
+    dropout: _Dropout,
+    x: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    shift: Tensor | None,
+    eps: float,
+    sum: Tensor,
+    out: Tensor,
+    statistics: Tensor,
+    /,
+) -> None:
+    """sum = residual + dropout(x + bias); out = its normalised rows * weight + shift;
+    statistics [2, rows]: mean and 1 / deviation."""
+
+def tp_norm_backward(
+    rows: int,
+    columns: int,
+    dropout: _Dropout,
+    grad_out: Tensor,
+    grad_sum: Tensor | None,
+    sum: Tensor,
+    weight: Tensor | None,
+    statistics: Tensor,
+    grad_residual: Tensor,
+    grad_x: Tensor | None,
+    grad_bias: Tensor,
+    grad_weight: Tensor,
+    grad_shift: Tensor,
+    /,
+) -> None:
+    """The gradients of all inputs from those of out and sum."""
+
+def tp_softmax(
+    rows: int,
+    keys: int,
+    scale: float,
+    sight: _Sight,
+    dropout: _Dropout,
+    scores: Tensor,
+    mask: _Mask | None,
+    probabilities: Tensor,
+    out: Tensor | None,
+    /,
+) -> None:
+    """probabilities = softmax(scores * scale + mask) over the keys that a row sees;
+    out = dropout(probabilities).  All [rows, keys]."""
+
+def tp_softmax_backward(
+    rows: int,
+    keys: int,
+    scale: float,
+    sight: _Sight,
+    dropout: _Dropout,
+    probabilities: Tensor,
+    grad: Tensor,
+    grad_scores: Tensor,
+    /,
+) -> None:
+    """The gradient of the scores."""
+
+def tp_cross_entropy(
+    rows: int,
+    columns: int,
+    where: tuple[int, int, int],
+    logits: Tensor,
+    targets: Tensor,
+    top: Tensor,
+    sum: Tensor,
+    target: Tensor,
+    all: Tensor | None,
+    /,
+) -> int | None:
+    """One rank's statistics of its columns, of which where = (id of the first, vocabulary,
+    ignored target).  The first row whose target is neither an id nor ignored, or ``rows``; on a
+    GPU None: there the targets are the caller's to check."""
+
+def tp_cross_entropy_backward(
+    rows: int,
+    columns: int,
+    where: tuple[int, int],
+    smoothing: float,
+    logits: Tensor,
+    targets: Tensor,
+    top: Tensor,
+    sum: Tensor,
+    factors: Tensor,
+    grad: Tensor,
+    /,
+) -> None:
+    """The gradient of the logits, from the statistics of all ranks; factors: of the rows'
+    losses.  grad may be logits."""
+
+def tp_gather(
+    count: int, rows: int, columns: int, start: int, table: Tensor, ids: Tensor, out: Tensor, /
+) -> None:
+    """out [count, columns]: the row of the table [rows, columns] for each id from ``start`` on;
+    zeros where another rank has it."""
+
+def tp_scatter(
+    count: int,
+    rows: int,
+    columns: int,
+    start: int,
+    padding: int,
+    ids: Tensor,
+    grad: Tensor,
+    grad_table: Tensor,
+    /,
+) -> None:
+    """grad_table: the sums of grad's rows by id, in their order; host memory only.  padding: an
+    id that gets no gradient; -1: none."""

@@ -6,6 +6,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any
 from zlib import crc32
@@ -197,6 +198,7 @@ class DistributedModel(nn.Module):
             )
         mark_model(self._smp_module)
         kept_marks.keep_from_now()
+        late_modules.refuse_from_now(self._smp_module, is_split=True)
         self._smp_scale_gradients()
 
     def _smp_scale_gradients(self) -> None:
@@ -262,7 +264,8 @@ class DistributedModel(nn.Module):
         if not rt.in_step and some is not None and is_of_split_model(some):
             random_streams.share()
         with chain.opened():
-            return microbatches.map_tensors(self._smp_module(*args, **kwargs), chain.hang)
+            out = self._smp_module(*args, **kwargs)
+            return microbatches.map_tensors(out, partial(chain.hang, token=chain.joined()))
 
     @not_traced("the backward of a model that smp distributes")
     def backward(self, tensors: Tensor | tuple[Tensor, ...], grad_tensors: Any = None) -> None:
@@ -284,9 +287,10 @@ class DistributedModel(nn.Module):
         tensors = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
         if rt.pp_size == 1:
             rt.in_backward = True
-            torch.autograd.backward(
-                tensors, rt.seeds(tensors, grad_tensors, self._smp_average_grads)
-            )
+            with nullcontext() if group.size() == 1 else chain.in_this_thread():
+                torch.autograd.backward(
+                    tensors, rt.seeds(tensors, grad_tensors, self._smp_average_grads)
+                )
             rt.in_backward = False
             return
         _core.begin_backward()

@@ -93,6 +93,7 @@ PRIVATE: dict[str, tuple[str, ...]] = {
         "DisableTorchFunction",
         "DisableTorchFunctionSubclass",
         "TensorBase",
+        "_are_functorch_transforms_active",
         "_current_graph_task_id",
         "_disabled_torch_dispatch_impl",
         "_get_dispatch_stack_at",
@@ -102,6 +103,7 @@ PRIVATE: dict[str, tuple[str, ...]] = {
         "_len_torch_function_stack",
         "_swap_tensor_impl",
     ),
+    "torch._C._FunctionBase": ("_raw_saved_tensors",),
     "torch._C._autograd": ("_top_saved_tensors_default_hooks",),
     "torch._C._distributed_c10d": (
         "_allow_inflight_collective_as_graph_input",

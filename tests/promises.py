@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import smp
@@ -186,30 +185,6 @@ def deadlocks_in_steps(rounds: int) -> list[Moment]:
     return moments
 
 
-def deadlocks_of_groups(rounds: int, folder: Path) -> list[Moment]:
-    """Two groups of ``smddp``, entered in opposite order."""
-    import smdistributed.dataparallel.torch.torch_smddp  # noqa: F401
-
-    rank, size = smp.job.bootstrap.over_mpi().rank, 2
-    store = dist.FileStore(str(folder / "store"), size)
-    dist.init_process_group("smddp", store=store, rank=rank, world_size=size)
-    moments = []
-    try:
-        for _ in range(rounds):
-            groups = [dist.new_group() for _ in range(2)]
-            dist.barrier()
-            began = time.monotonic()
-            try:
-                dist.all_reduce(torch.ones(3), group=groups[rank])
-                raise AssertionError("the call came to its end")
-            except dist.DistBackendError as error:
-                assert "deadlock: " in str(error)
-                moments.append(Moment(began, time.monotonic()))
-    finally:
-        dist.destroy_process_group()
-    return moments
-
-
 def times_of(by_rank: list[list[Moment]]) -> list[float]:
     """From the last beginning of a round to when the last rank had raised."""
     return [
@@ -320,9 +295,6 @@ def measured(rounds: int) -> list[Promise]:
             promises.append(Promise(what, limit_s, on(size, trouble_in_steps, how)))
     what = "deadlock of a step: both ranks raise it"
     promises.append(Promise(what, 1.0, on(2, deadlocks_in_steps)))
-    with tempfile.TemporaryDirectory() as folder:
-        what = "deadlock of two groups: both ranks raise it"
-        promises.append(Promise(what, 1.0, on(2, deadlocks_of_groups, Path(folder))))
     for what, limit_s, end in (
         ("uncaught exception: both ranks have ended", 1.0, end_after_an_exception),
         ("end of the script: both ranks have shut down", 2.0, end_in_order),

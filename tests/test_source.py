@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from smp import _core
+
 HERE = Path(__file__).resolve()  # holds every pattern, and is left out
 ROOT = HERE.parent.parent
 OURS = ["csrc", "smp", "smdistributed", "tests", "benchmarks", "examples", "docs", ".ci"]
@@ -343,3 +345,20 @@ def test_headers_are_looked_for_on_path_and_with_pyenv(tmp_path):
     assert done.returncode == 0, done.stderr
     found = re.search("folders='(.*)'", done.stdout)[1].split()
     assert found == [str(folder) for folder in folders]
+
+
+def test_the_manual_of_the_core_has_its_names():
+    """Functions, constants and classes, and of these the methods."""
+    manual = ast.parse((ROOT / "smp/_core.pyi").read_text()).body
+    there = [one.target.id for one in manual if isinstance(one, ast.AnnAssign)]
+    defined = [one for one in manual if isinstance(one, ast.FunctionDef | ast.ClassDef)]
+    there += [one.name for one in defined]
+    assert sorted(public(there)) == sorted(public(vars(_core)))
+    for one in defined:
+        if isinstance(one, ast.ClassDef) and not one.name.startswith("_"):
+            methods = [each.name for each in one.body if isinstance(each, ast.FunctionDef)]
+            assert sorted(public(methods)) == sorted(public(vars(getattr(_core, one.name))))
+
+
+def public(names: Iterable[str]) -> list[str]:
+    return [name for name in names if not name.startswith("_")]

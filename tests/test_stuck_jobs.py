@@ -117,6 +117,74 @@ def test_calls_that_wait_for_each_other_are_named_by_each_rank(tmp_path):
     assert "ends the job (watchdog_end_s)" in said
 
 
+ALONE = """
+import torch
+from torch import nn
+import smp
+
+smp.init({{"microbatches": 2, "watchdog_report_s": 1, "watchdog_end_s": 3, **{config}}})
+with smp.tensor_parallelism(smp.tp_size() > 1):
+    net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+if smp.pp_size() > 1:
+    smp.set_partition(net[0], 0)
+    smp.set_partition(net[1], 1)
+model = smp.DistributedModel(net)
+
+@smp.step
+def run(model, x):
+    loss = model(x).sum()
+    {backward}
+    return loss
+
+x = torch.randn(4, 8)
+run(model, x)
+if smp.rank() == 0:
+    run(model, x)
+smp.barrier()
+"""
+
+
+@pytest.mark.parametrize(
+    ("config", "backward", "rank", "waits"),
+    [
+        ({"tensor_parallel_degree": 2, "ddp": True}, "", "rank {}", "waits for rank 1"),
+        (
+            {"pipeline_parallel_degree": 2},
+            "",
+            "pp_rank {}",
+            "the step function waits for module '1' on pp_rank 1",
+        ),
+        ({"ddp": True}, "model.backward(loss)", "rank {}", "waits for rank 1"),
+    ],
+    ids=["slices", "pipeline", "replicas"],
+)
+def test_a_step_of_one_rank_alone_is_told_on_both_sides(
+    tmp_path, config, backward, rank, waits
+):
+    """Each rank's report names both places, and the job ends when told to."""
+    script = tmp_path / "train.py"
+    script.write_text(ALONE.format(config=config, backward=backward))
+
+    done = mpirun(2, script)
+
+    said = done.stdout + done.stderr
+    assert done.returncode != 0
+    assert "ends the job (watchdog_end_s)" in said
+    reports = {
+        said_of[0]: said_of[1]
+        for said_of in re.findall(
+            r"^smp: ((?:pp_)?rank \d) \(process \d+\) has not moved.*\n((?: .*\n)*)", said, re.M
+        )
+    }
+    assert set(reports) == {rank.format(0), rank.format(1)}, said
+    for report in reports.values():
+        assert re.search(
+            rf"{rank.format(1)} waits in smp.barrier\(.*from rank 0, since", report
+        )
+        assert re.search(rf"{rank.format(0)}.* the step function", report), said
+    assert waits in reports[rank.format(1)], said
+
+
 def deadlock(**config) -> str:
     """What a schedule fails with that ends microbatch 1 before it starts microbatch 0: these
     pass a module with buffers in order."""

@@ -38,7 +38,7 @@ class TorchInFloat64(types.ModuleType):
 
 def compute_in_float64(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
     """Have a rank compute all of a family in float64."""
-    folder = FAMILIES[family].folder
+    folder = (FAMILIES | TIED)[family].folder
     modeling = importlib.import_module(f"transformers.models.{folder}.modeling_{folder}")
     monkeypatch.setattr(modeling, "torch", TorchInFloat64("torch"))
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
@@ -223,11 +223,76 @@ FAMILIES = {
 }
 
 
+def tied(name: str, model: str, **options: Any) -> Callable[..., nn.Module]:
+    """Makes a small model whose embedding has a factor, and shares its weight with the head."""
+
+    def make(**more: Any) -> nn.Module:
+        import transformers
+
+        given = {
+            "vocab_size": VOCABULARY,
+            "pad_token_id": 0,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "tie_word_embeddings": True,
+            **options,
+            **more,
+        }
+        return getattr(transformers, model)(getattr(transformers, f"{name}Config")(**given))
+
+    return make
+
+
+GEMMA = {
+    "hidden_size": 24,
+    "head_dim": 4,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "intermediate_size": 29,
+    "num_hidden_layers": 2,
+    "initializer_range": 0.2,
+}
+XGLM = {
+    "d_model": 20,
+    "ffn_dim": 23,
+    "num_layers": 2,
+    "attention_heads": 5,
+    "init_std": 0.2,
+    "max_position_embeddings": 32,
+    "dropout": 0.0,
+    "attention_dropout": 0.0,
+    "scale_embedding": True,
+}
+BIOGPT = {
+    "hidden_size": 20,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 5,
+    "intermediate_size": 23,
+    "max_position_embeddings": 32,
+    "initializer_range": 0.2,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+    "scale_embedding": True,
+}
+
+TIED = {
+    folder: Family(folder, tied(name, model, **options), {}, next_token_loss, tokens, 0)
+    for folder, name, model, options in (
+        ("gemma", "Gemma", "GemmaForCausalLM", GEMMA),
+        ("gemma2", "Gemma2", "Gemma2ForCausalLM", GEMMA),
+        ("gemma3", "Gemma3Text", "Gemma3ForCausalLM", GEMMA),
+        ("xglm", "XGLM", "XGLMForCausalLM", XGLM),
+        ("biogpt", "BioGpt", "BioGptForCausalLM", BIOGPT),
+    )
+}
+
+
 def made(family: str, **options: Any) -> nn.Module:
     """A family's small model, to be split, in training mode."""
     torch.manual_seed(3)
+    one = (FAMILIES | TIED)[family]
     with smp.tensor_parallelism():
-        net = FAMILIES[family].make(**FAMILIES[family].options, **options)
+        net = one.make(**one.options, **options)
     with torch.no_grad():
         for parameter in net.parameters():
             if parameter.dim() == 1:  # biases and norms: zero or one so far
@@ -262,6 +327,25 @@ def check_equality(
 def test_a_family_equals_the_plain_model(family, attention, monkeypatch):
     """Losses, gradients, norms, parameters, state; uneven samples, lengths, heads, padding."""
     check_equality(monkeypatch, family, attention)
+
+
+@pytest.mark.parametrize("prescaled", [False, True])
+@pytest.mark.parametrize("family", TIED)
+@pytest.mark.sample(5)
+@on_ranks(2, timeout_s=120)
+def test_an_embedding_with_a_factor_that_is_tied_is_split(family, prescaled, monkeypatch):
+    compute_in_float64(monkeypatch, family)
+    split_over_all_ranks(prescaled_batch=prescaled)
+    net = made(family, attn_implementation="eager")
+    head, embedding = net.get_output_embeddings(), net.get_input_embeddings()
+    assert type(embedding) is not nn.Embedding and head.weight is embedding.weight
+    job = WholeJob(
+        net, next_token_loss, lambda rank, step: tokens(rank * (not prescaled), step)
+    )
+    assert head.weight is embedding.weight and len(head.weight) < VOCABULARY
+    for step in range(2):
+        job.step(step, max_norm=0.3)
+    job.check_parameters()
 
 
 @pytest.mark.stress
@@ -306,6 +390,21 @@ def test_a_cache_of_prompts_of_different_lengths_is_refused(monkeypatch):
     ids = torch.ones(1, 6 - 3 * smp.rank(), dtype=torch.int64)
     with pytest.raises(NotImplementedError, match="different lengths .* together with a cache"):
         model.get_module().generate(ids, max_new_tokens=2, min_new_tokens=2)
+
+
+@pytest.mark.parametrize("prescaled", [False, True], ids=["own samples", "same samples"])
+@on_ranks(2)
+def test_a_cache_that_the_script_has_filled_is_refused(prescaled):
+    split_over_all_ranks(prescaled_batch=prescaled)
+    model = smp.DistributedModel(made("llama")).eval()
+    config = model.get_module().config
+    heads, width = config.num_key_value_heads, config.hidden_size // config.num_attention_heads
+    cache = importlib.import_module("transformers").DynamicCache()
+    cache.update(torch.zeros(2, heads, 3, width), torch.zeros(2, heads, 3, width), 0)
+    wanted = "this rank's heads" if prescaled else "the 4 samples of all ranks"
+    match = rf"0.self_attn' is split .* shape \[2, {heads}, 3, {width}\] instead of {wanted}"
+    with pytest.raises(NotImplementedError, match=match), torch.no_grad():
+        model(input_ids=torch.ones(2, 3, dtype=torch.int64), past_key_values=cache)
 
 
 @pytest.mark.parametrize("family", ["llama", "t5", "vit", "mixtral"])

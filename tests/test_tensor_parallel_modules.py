@@ -6,6 +6,7 @@ import gc
 import os
 import random
 import weakref
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -14,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import prune
+from torch.utils.checkpoint import checkpoint
 
 import smp
 from smp.data_parallel.reduction import Reduction
@@ -33,7 +35,7 @@ from smp.tensor_parallel import (
 )
 from smp.tensor_parallel.slices import Slices, mark, slices_of
 from tests.ranks import on_ranks
-from tests.reference.whole_job import WholeJob, assert_near, split_over_all_ranks
+from tests.reference.whole_job import WholeJob, assert_near, compare_slice, split_over_all_ranks
 
 # --------------------------------------------------------------------------- primitives
 
@@ -460,52 +462,6 @@ def test_a_tied_vocabulary_of_which_a_part_is_not_marked_stays_whole(left_out):
     reasons = {one.path: one.reason for one in model._smp_split}
     assert reasons[other] == "its parameter 'weight' is shared with a module outside of it"
     assert net.head.weight.shape == (7, 4)
-
-
-class TimesThree(nn.Embedding):
-    def forward(self, ids: Tensor) -> Tensor:
-        return super().forward(ids) * 3.0
-
-
-class LinearTimesThree(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * 3.0
-
-
-class TiedBy(nn.Module):
-    """An embedding and a linear of these classes, tied."""
-
-    def __init__(self, embedding: type[nn.Embedding], linear: type[nn.Linear]) -> None:
-        super().__init__()
-        self.embedding, self.inner = embedding(7, 4), nn.Linear(4, 4)
-        self.head = linear(4, 7, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.head(torch.tanh(self.inner(self.embedding(ids))))
-
-
-@pytest.mark.parametrize(
-    ("embedding", "linear"),
-    [(TimesThree, nn.Linear), (nn.Embedding, LinearTimesThree), (TimesThree, LinearTimesThree)],
-)
-@on_ranks(2)
-def test_a_vocabulary_that_is_tied_by_a_subclass_stays_whole(embedding, linear):
-    """A user's class may make anything of its weight."""
-    split_over_all_ranks()
-
-    def loss(model: nn.Module, ids: Tensor) -> Tensor:
-        return F.cross_entropy(model(ids).flatten(0, -2), ids.flatten())
-
-    job = WholeJob(
-        marked(lambda: TiedBy(embedding, linear)),
-        loss,
-        lambda rank, step: picks(rank, step)[1:],
-    )
-    assert job.net.head.weight.shape == (7, 4) and job.net.inner.weight.shape == (4, 2)
-    for step in range(2):
-        job.step(step)
-    job.check_parameters()
 
 
 @on_ranks(2)
@@ -1273,18 +1229,96 @@ class Recomputing(torch.autograd.Function):
 def test_a_call_within_another_has_a_chain_of_its_own():
     """The other's goes on behind it."""
     seen: list[bool] = []
-    x, token = torch.ones(2, requires_grad=True), torch.zeros(())
+    x = torch.ones(2, requires_grad=True)
+    token = chain._Join.apply(torch.zeros((), requires_grad=True))
     assert not chain.is_carried()
-    with chain.opened(token):
+    with chain.opened():
+        chain.take(token)
         with chain.opened():
-            assert chain.is_carried() and chain.last() is None
+            assert chain.is_carried() and chain.joined() is None
             with torch.no_grad():
                 assert not chain.is_carried()
             Recomputing.apply(x, seen).sum().backward()
-            chain.go_on(torch.ones(()))
-        assert chain.is_carried() and chain.last() is token
-    assert not chain.is_carried() and chain.last() is None
+            chain.take(token)
+        assert chain.is_carried() and chain.joined() is token
+    assert not chain.is_carried() and chain.joined() is None
     assert seen == [False]
+
+
+class WithGradients(nn.Module):
+    """Takes a gradient in its forward."""
+
+    def __init__(self, take: Callable) -> None:
+        super().__init__()
+        self.before, self.inner, self.after = (nn.Linear(4, 4) for _ in range(3))
+        self.take = take
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.before(x))
+        return self.after(h + self.take(self.inner, x))
+
+
+def slope(function: Callable, x: Tensor, create_graph: bool = False) -> Tensor:
+    x = x.detach().requires_grad_()
+    (out,) = torch.autograd.grad(function(x).pow(2).sum(), x, create_graph=create_graph)
+    return out
+
+
+def backward_within(function: Callable, x: Tensor) -> Tensor:
+    """Of parameters, too, which are used once more."""
+    function(x).pow(2).mean().backward()
+    return function(x)
+
+
+TAKES = {
+    "grad": slope,
+    "in a graph": lambda function, x: slope(function, x, True).detach(),
+    "backward": backward_within,
+    "recomputed": lambda function, x: checkpoint(
+        lambda x: slope(function, x) + function(x), x, use_reentrant=False
+    ),
+    "of what is recomputed": lambda function, x: slope(
+        lambda x: checkpoint(function, x, use_reentrant=False), x
+    ),
+    "before one with a backward of its own": lambda function, x: checkpoint(
+        function, x + slope(function, x), use_reentrant=True
+    ),
+}
+
+
+@pytest.mark.parametrize("take", TAKES)
+@on_ranks(2)
+def test_a_gradient_that_a_split_model_takes_in_its_forward(take):
+    """What it frees is not asked for once more, and what others need is not freed."""
+    split_over_all_ranks(microbatches=2)
+    torch.manual_seed(1)
+    net = WithGradients(TAKES[take]).double()
+    plain = copy.deepcopy(net)
+    smp.set_tensor_parallelism(net)
+    model = smp.DistributedModel(net)
+    x = torch.randn(4, 4, dtype=torch.float64)
+    for _ in range(2):
+        model.zero_grad()
+        plain.zero_grad()
+        smp.step(lambda model, x: model.backward(model(x).square().mean()))(model, x)
+        for part in x.chunk(2):
+            (plain(part).square().mean() / 2).backward()
+        for name, parameter in plain.named_parameters():
+            split = net.get_parameter(name)
+            compare_slice(split.grad, parameter.grad, split, name)
+
+
+@on_ranks(2)
+def test_a_transform_of_torch_func_over_what_is_split_is_refused():
+    split_over_all_ranks()
+    net = nn.Sequential(nn.Linear(4, 4))
+    smp.set_tensor_parallelism(net)
+    model = smp.DistributedModel(net)
+    for transform in (torch.func.vmap, lambda f: torch.func.grad(lambda x: f(x).sum())):
+        with pytest.raises(
+            NotImplementedError, match=r"'0'.* torch.func .*torch.autograd.grad"
+        ):
+            transform(model)(torch.ones(2, 4))
 
 
 class Detaching(Branches):

@@ -370,3 +370,39 @@ def test_a_weight_goes_whole_to_another_stage(prescaled):
     for step in range(2):
         job.step(step)
     job.check_parameters()
+
+
+@pytest.mark.parametrize("prescaled", [False, True], ids=["own samples", "same samples"])
+@on_ranks(2)
+def test_a_hook_multiplies_a_slice_of_the_gradient_by_a_slice_of_its_mask(prescaled):
+    split_over_all_ranks(prescaled_batch=prescaled)
+    torch.set_default_dtype(torch.float64)
+    job = WholeJob(Net(plain), squares, alike if prescaled else batch)
+    mask = (torch.arange(INNER * WIDTH) % 2.0).view(INNER, WIDTH)
+    for one in (job.net, job.plain):
+        one.first.weight.register_hook(lambda gradient: gradient * mask)
+    job.step(0)
+    job.net.first.weight.register_hook(lambda gradient: gradient / gradient.norm())
+    with pytest.raises(RuntimeError, match="smp: norm needs all of 'first.weight'"):
+        job.step(1)
+
+
+@on_ranks(2)
+def test_a_module_that_is_replaced_after_the_wrap_is_refused():
+    split_over_all_ranks()
+    net = Net(plain)
+    model = smp.DistributedModel(net)
+    net.norm = Wrapped(net.norm)
+    model(*batch(0, 0))
+    message = r"'words' \(DistributedEmbedding\) cannot be replaced by .* after smp.Distributed"
+    with pytest.raises(RuntimeError, match=message):
+        net.words = nn.Embedding(WORDS, WIDTH)
+
+
+class Wrapped(nn.Module):
+    def __init__(self, inside: nn.Module) -> None:
+        super().__init__()
+        self.inside = inside
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inside(x)

@@ -34,6 +34,7 @@ struct smp_board {
     smp_work           work;
     bool               outside;
     char               place[PLACE_BYTES];
+    char               others[SMP_BOARD_OTHERS];
     int32_t            nwaits;
     size_t             top; /* seats from here on are free */
     seat               seats[SEATS];
@@ -275,6 +276,14 @@ smp_board_place(smp_board *board, const char *what)
 }
 
 void
+smp_board_hear(smp_board *board, const char *others)
+{
+    smp_lock_acquire(&board->lock);
+    snprintf(board->others, sizeof(board->others), "%s", others);
+    smp_lock_release(&board->lock);
+}
+
+void
 smp_board_work(smp_board *board, smp_work work)
 {
     smp_lock_acquire(&board->lock);
@@ -357,7 +366,7 @@ smp_board_write(smp_board *board, int rank, const smp_standing *standing, char *
             seconds(standing->moved_ns, standing->now_ns));
     } else if (standing->outside && rank == board->rank) {
         begin_line(&t, board, rank);
-        add(&t, " waits in %s, since %.1f s\n", board->place,
+        add(&t, " %s, since %.1f s\n", board->place,
             seconds(standing->moved_ns, standing->now_ns));
     }
     for (int32_t i = 0; i < standing->nshown && i < SMP_STANDING_WAITS; i++) {
@@ -371,6 +380,18 @@ smp_board_write(smp_board *board, int rank, const smp_standing *standing, char *
         begin_line(&t, board, rank);
         add(&t, ": %d more wait\n", (int)(standing->nwaits - standing->nshown));
     }
+    smp_lock_release(&board->lock);
+    return t.used;
+}
+
+size_t
+smp_board_write_others(smp_board *board, char *out, size_t room)
+{
+    text t = {.at = out, .room = room};
+
+    out[0] = '\0';
+    smp_lock_acquire(&board->lock);
+    add(&t, "%s", board->others);
     smp_lock_release(&board->lock);
     return t.used;
 }

@@ -57,7 +57,7 @@ typedef struct {
     int32_t  in_step;
     int32_t  works;   /* a task runs: work */
     smp_work work;    /* since moved_ns */
-    int32_t  outside; /* waits outside a step, at what smp_board_place() says */
+    int32_t  outside; /* of a step, at what smp_board_place() says */
     int32_t  nwaits;  /* all */
     int32_t  nshown;  /* in waits[], those that wait longest first */
     smp_wait waits[SMP_STANDING_WAITS];
@@ -76,8 +76,14 @@ smp_status smp_board_name(smp_board *board, const char *const *paths, size_t n);
 void smp_board_begin(smp_board *board, uint32_t step);
 void smp_board_end(smp_board *board);
 
-/* The rank waits for other ranks outside a step, in `what`; NULL: not any more. */
+/* The rank is somewhere outside a step: "waits in smp.barrier()"; NULL: not any more.
+ */
 void smp_board_place(smp_board *board, const char *what);
+
+/* Where other ranks stand, as they have told it: lines for smp_board_write_others();
+ * "": nowhere.  Copied, and cut off at SMP_BOARD_OTHERS - 1 bytes. */
+#define SMP_BOARD_OTHERS 2048
+void smp_board_hear(smp_board *board, const char *others);
 
 /* A task runs; or nothing does. */
 void smp_board_work(smp_board *board, smp_work work);
@@ -93,6 +99,9 @@ void smp_board_read(smp_board *board, smp_standing *out);
  * the final NUL.  The number of bytes without it. */
 size_t smp_board_write(smp_board *board, int rank, const smp_standing *standing,
                        char *out, size_t room);
+
+/* What smp_board_hear() got last, likewise. */
+size_t smp_board_write_others(smp_board *board, char *out, size_t room);
 
 /* Who on `rank` waits for what, as smp_board_write() has it, at most `room` bytes with
  * the final NUL. */

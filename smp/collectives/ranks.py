@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -209,9 +208,9 @@ class Ranks:
         """What this rank has done in each of the groups."""
         uses = []
         for group, (name, members) in list(self._groups.items()):
-            operations, moved, messages, sent, reads, *of_devices = group.use()
-            of_devices.append(self.through_host.get(group, ""))
-            ways = {self.comm.transport(rank) for rank in members if rank != self.rank}
+            operations, moved, messages, sent, reads, gathers, gathered, why = group.use()
+            others = (self.comm.transport(rank) for rank in members if rank != self.rank)
+            ways = {way for way in others if way is not None}
             here = "process_vm_readv" if reads else "shared memory"
             uses.append(
                 GroupUse(
@@ -223,7 +222,10 @@ class Ranks:
                     tuple(sorted(ways - {"shm"})),
                     messages,
                     sent,
-                    *of_devices,
+                    gathers,
+                    gathered,
+                    why,
+                    self.through_host.get(group, ""),
                 )
             )
         return uses
@@ -231,9 +233,11 @@ class Ranks:
     def peers(self) -> list[PeerUse]:
         """What this rank has sent to each of the others."""
         return [
-            PeerUse(rank, *use)
-            for rank, use in zip(self.global_ranks, self.comm.peers(), strict=True)
-            if use[0] is not None
+            PeerUse(rank, way, messages, sent)
+            for rank, (way, messages, sent) in zip(
+                self.global_ranks, self.comm.peers(), strict=True
+            )
+            if way is not None
         ]
 
     def pool(self) -> PoolUse:
@@ -311,57 +315,6 @@ def with_settings(given: Mapping[str, Any]) -> Iterator[None]:
         yield
     finally:
         _settings = None
-
-
-_beginners: "weakref.WeakSet[threading.Thread]" = weakref.WeakSet()
-
-
-def note_beginner() -> None:
-    """This thread is about to begin an operation: said from C before its first."""
-    _beginners.add(threading.current_thread())
-
-
-def listeners() -> int:
-    """How many threads listen for operations that are over, if nobody else can begin one.
-
-    Asked by a thread that waits for an operation, from C.  What may begin one meanwhile is
-    inside Python now, as workers of a step are, and no daemon of Python's (a data loader's, a
-    progress bar's) that has begun none before.  Threads of C++ come into Python for other
-    backends, and in a backward whose graph is on several devices.
-
-    Returns:
-        Their number; -1 if something else may begin an operation meanwhile.
-    """
-    in_backward = torch._C._current_graph_task_id() != -1
-    if not all(map(_runs_no_python, dist.distributed_c10d._world.pg_map.items())) or (
-        in_backward and torch.accelerator.is_available()
-    ):
-        return -1
-    ours = {thread.ident for ranks in list(Ranks.open) for thread in list(ranks._threads)}
-    harmless = {thread.ident for thread in threading.enumerate() if _begins_nothing(thread)}
-    others = set(sys._current_frames()) - {threading.get_ident()} - (harmless - ours)
-    return len(others) if others <= ours else -1
-
-
-def _begins_nothing(thread: threading.Thread) -> bool:
-    """Whether it is a daemon of Python's that has begun no operation.
-
-    A thread of C++ is a daemon to Python, too.
-    """
-    is_pythons = not isinstance(thread, threading._DummyThread)
-    return thread.daemon and is_pythons and thread not in _beginners
-
-
-# Groups of other backends whose operations nobody attaches a callback to.
-without_callbacks: "weakref.WeakSet[dist.ProcessGroup]" = weakref.WeakSet()
-
-
-def _runs_no_python(made: tuple[dist.ProcessGroup, tuple[str, Any]]) -> bool:
-    """Whether no thread of C++ of this group, which torch made, runs Python."""
-    group, (kind, _) = made
-    # "smddp", "cpu:smddp,cuda:nccl"; NCCL's futures complete in who waits for them.
-    backends = {each.rpartition(":")[2] for each in kind.split(",")}
-    return backends <= {"smddp", "nccl"} or group in without_callbacks
 
 
 @atexit.register

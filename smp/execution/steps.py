@@ -37,6 +37,8 @@ from smp.tensor_parallel import group, order, random_streams, same_samples, step
 
 _SIMPLE, _INTERLEAVED, _LISTED, _SERVE = 0, 1, 2, -1
 
+Plan = tuple[int, int, int, list[tuple[int, int]]]
+
 
 def is_tracing() -> bool:
     """Whether the step function runs now to be traced, before the first real step."""
@@ -145,6 +147,7 @@ def _run_in_order(
     """One microbatch after the other, without a pipeline."""
     outputs = []
     for i, (args, kwargs) in enumerate(calls):
+        _core.moved()
         rt.microbatch, rt.backward_calls = i, 0
         output = function(*args, **kwargs)
         outputs.append(microbatches.map_tensors(output, Tensor.detach) if detach else output)
@@ -181,6 +184,7 @@ class Step:
         if rt.pp_size > 1:
             self._refuse_if_forked()
         _begin(rt, self.function)
+        _core.place_of_step(f"the step function {self.name}")
         try:
             rt.forget_old_models()
             models = rt.live_models()
@@ -207,6 +211,7 @@ class Step:
                 self._raise_late_signal()
             return output
         finally:
+            _core.place_of_step(None)
             rt.in_step = False
             self.calls, self.given = [], ((), {})
 
@@ -431,7 +436,7 @@ class Step:
         core_warnings.pass_on()
         return microbatches.merge(list(outputs), list(weights))
 
-    def _run_core(self, plan: tuple, seed: int) -> tuple[bool, Any]:
+    def _run_core(self, plan: Plan, seed: int) -> tuple[bool, Any]:
         """Whether the step went well, and what pp_rank 0 gave all ranks at its end.
 
         What this rank's core finds, and Ctrl-C, is for every rank.
@@ -439,8 +444,12 @@ class Step:
         rt = self.rt
         try:
             with interrupts.heard():
+                kind, count, active, turns = plan
                 ok, value = _core.step(
-                    *plan,
+                    kind,
+                    count,
+                    active,
+                    turns,
                     rt.trains,
                     self._run_microbatch,
                     seed,
@@ -493,7 +502,7 @@ class Step:
         parameters = self.rt.parameters
         return lambda number: reduction.complete(parameters[number])
 
-    def _plan(self, refused: Exception | None) -> tuple[int, int, int, list[tuple[int, int]]]:
+    def _plan(self, refused: Exception | None) -> Plan:
         """Kind, microbatches, active microbatches and turns of the schedule.
 
         Raises:

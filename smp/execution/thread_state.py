@@ -66,7 +66,7 @@ def capture_for_call(path: str) -> tuple[tuple, Callable[[Any], Any] | None] | N
     left_behind.warn_of_modes(path)
     state, made = capture(), changes.travelling()
     collected = context_variables.collect(path) if _copy_context() else None
-    link = (chain.last(),) if chain.is_carried() else ()
+    link = chain.is_carried()
     if collected is None and state is None and not made and not link:
         return None
     values = () if collected is None else collected.values
@@ -78,7 +78,7 @@ def capture_for_call(path: str) -> tuple[tuple, Callable[[Any], Any] | None] | N
             collected.settle()
         if link:
             value, token = value
-            chain.go_on(token)
+            chain.take(token)
         return value
 
     return (state, values, made, link), settle
@@ -90,7 +90,7 @@ def capture_for_backward() -> tuple | None:
     Autograd runs a graph in the modes of the thread that began the backward.
     """
     state, made = capture(), changes.travelling()
-    return None if state is None and not made else (state, (), made, ())
+    return None if state is None and not made else (state, (), made, False)
 
 
 def serve_with_state(
@@ -99,19 +99,19 @@ def serve_with_state(
     """Call the function as its caller would on another rank.
 
     Returns:
-        what it returns; as a part of a chain of collectives, with its last token.
+        what it returns; as a part of a chain of collectives, with the token of its collectives.
     """
     state, collected, made, link = carried
     if link:
-        with chain.opened(*link):
-            carried = state, collected, made, ()
-            return serve_with_state(carried, function, args, kwargs), chain.last()
+        with chain.opened():
+            carried = state, collected, made, False
+            return serve_with_state(carried, function, args, kwargs), chain.joined()
     if made:
         job = state_mod.state
         if job.is_initialized and job.cfg.pipeline != "simple":
             changes.check_frozen(made, function)
         with changes.made(made):
-            return serve_with_state((state, collected, (), ()), function, args, kwargs)
+            return serve_with_state((state, collected, (), False), function, args, kwargs)
     tokens = []
     if collected:
         models = [model._smp_module for model in live_models.living()]

@@ -16,7 +16,7 @@ from typing import Any
 from smp import _core, amp
 from smp._version import __version__
 from smp.execution import runtime
-from smp.job import bootstrap, config, torch_process_groups
+from smp.job import bootstrap, config, torch_process_groups, whereabouts
 from smp.job.bootstrap import Bootstrap, OverMPI
 from smp.job.config import Config, ConfigError
 from smp.job.job_end import Watch
@@ -70,6 +70,8 @@ def init(config: Mapping[str, Any] | None = None) -> None:
             undo.callback(norms.take_the_models_norm_from_now())
             undo.callback(amp.agree_from_now())
         runtime.start(state)
+        if boot.size > 1:
+            undo.enter_context(whereabouts.shared(job))
         job.undo = undo.pop_all()
 
 

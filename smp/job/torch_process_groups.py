@@ -59,7 +59,6 @@ def form(boot: Bootstrap, placement: Placement, cfg: Config) -> Groups:
         with _gloo_on(interface), ranks.with_settings(vars(cfg)):
             by_kind = _form_kinds(boot, placement, None if owns_default else backend)
             objects = dist.new_group(backend="gloo", timeout=OBJECTS_TIMEOUT)
-        ranks.without_callbacks.add(objects)
         # Rank 0 serves the store that the others read until here.
         boot.barrier()
     except BaseException:

@@ -289,14 +289,17 @@ def keeps(target: nn.Module | nn.Parameter, name: str) -> bool:
 
 def of_this_microbatch(target: nn.Module | nn.Parameter, name: str, absent: Any) -> Any:
     """What the microbatch that asks has set, without a look at others' values."""
-    values = _values.get((id(target), name))
-    return absent if values is None else values.by_microbatch.get(_core.current(), absent)
+    values, microbatch = _values.get((id(target), name)), _core.current()
+    if values is None or microbatch is None:
+        return absent
+    return values.by_microbatch.get(microbatch, absent)
 
 
 def put(module: Any, name: str, value: Any, absent: Any) -> None:
     """Give the microbatch a value that comes from elsewhere, or ``absent``, for a while."""
     values = _values.setdefault((id(module), name), _Values(module))
     microbatch = _core.current()
+    assert microbatch is not None, "values come within a task"
     if value is absent:
         values.by_microbatch.pop(microbatch, None)
     else:

@@ -30,17 +30,21 @@ REFUSES_COPIES = "_smp_refuses_copies"
 
 Members = Callable[[type[nn.Module]], dict[str, Any]]
 
-_made: dict[tuple[type, Members], type] = {}
+_made: dict[tuple[type, Members, tuple[type, ...]], type] = {}
 
 
-def stand_in(cls: type[nn.Module], members: Members) -> type[nn.Module]:
+def stand_in(
+    cls: type[nn.Module], members: Members, *behind: type[nn.Module]
+) -> type[nn.Module]:
     """The class that stands in for ``cls``; the same one each time.
 
     Args:
         cls: the user's class, or one that stands in for it already.
         members: a top-level function that gives the methods that differ, for ``cls``.
+        behind: classes that ``super()`` in ``cls`` finds before the base that they share.
     """
-    made = _made.get((cls, members))
+    bases = (cls, *behind)
+    made = _made.get((cls, members, behind))
     if made is None:
         names: dict[str, Any] = {
             "__module__": cls.__module__,
@@ -57,11 +61,11 @@ def stand_in(cls: type[nn.Module], members: Members) -> type[nn.Module]:
         if hasattr(cls.__init_subclass__, "__func__"):
             # The user's class does not hear of it: it may keep a list of its subclasses, by
             # name.
-            made = type(cls.__name__, (_Unheard, cls), names)
-            made.__bases__ = (cls,)
+            made = type(cls.__name__, (_Unheard, *bases), names)
+            made.__bases__ = bases
         else:
-            made = type(cls.__name__, (cls,), names)
-        _made[cls, members] = made
+            made = type(cls.__name__, bases, names)
+        _made[cls, members, behind] = made
     return made
 
 

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from smp.modules.stand_ins import users_class
 from smp.nn.distributed_linear import DistributedLinear
 from smp.tensor_parallel import autocast, group, in_place
 from smp.tensor_parallel.slices import PATH
@@ -140,7 +141,9 @@ def vocabulary_parallel_cross_entropy(
             f"{labels.dtype}"
         )
     labels = labels.long()
-    if not isinstance(head, DistributedLinear):
+    # A split head of a user's class makes its logits in a forward of its own.
+    is_own = not issubclass(users_class(type(head)), DistributedLinear)
+    if is_own or not isinstance(head, DistributedLinear):
         logits = head(hidden)
         losses = F.cross_entropy(
             logits.reshape(-1, logits.size(-1)),

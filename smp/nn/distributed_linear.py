@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from smp.tensor_parallel import cross_entropy, group, primitives, same_samples
-from smp.tensor_parallel.distributed_module import DistributedModule
+from smp.tensor_parallel.distributed_module import DistributedModule, take_class
 from smp.tensor_parallel.linears import cut_weights
 from smp.tensor_parallel.slices import PATH, Slices, in_words
 
@@ -46,7 +46,7 @@ class DistributedLinear(nn.Linear, DistributedModule):
             linear: whole, with its weights; they become this rank's slice.
             by_outputs: how it is cut.
         """
-        linear.__class__ = cls
+        take_class(linear, cls)
         linear._split(by_outputs)  # type: ignore[operator]
 
     def _split(self, by_outputs: bool) -> None:

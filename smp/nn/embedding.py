@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from smp import ranks
 from smp.tensor_parallel import group, primitives, same_samples
-from smp.tensor_parallel.distributed_module import DistributedModule
+from smp.tensor_parallel.distributed_module import DistributedModule, take_class
 from smp.tensor_parallel.linears import cut_weights
 from smp.tensor_parallel.slices import PATH, Slices, in_words
 
@@ -98,7 +98,7 @@ class DistributedEmbedding(nn.Embedding, DistributedModule):
             embedding: whole, with its weights; they become this rank's slice.
             vocab_parallel: cut by rows.
         """
-        embedding.__class__ = cls
+        take_class(embedding, cls)
         embedding._split(vocab_parallel)  # type: ignore[operator]
 
     def _split(self, vocab_parallel: bool) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from smp.tensor_parallel import autocast, group, primitives
-from smp.tensor_parallel.chain import linked, next_token
+from smp.tensor_parallel.chain import linked, new_token
 from smp.tensor_parallel.distributed_module import DistributedModule
 from smp.tensor_parallel.linears import keep_slice
 from smp.tensor_parallel.order import Call
@@ -101,7 +101,6 @@ class _SplitNorm(Function):
     def forward(
         ctx: Any,
         x: Tensor,
-        token: Tensor | None,
         weight: Tensor | None,
         bias: Tensor | None,
         shares: list[int],
@@ -123,11 +122,11 @@ class _SplitNorm(Function):
         # What torch's own gives: autocast has it in float32.
         out = out if autocast.is_on(x.device) else out.to(x.dtype)
         keep_shape(ctx, out)
-        return out, next_token(token)
+        return out, new_token()
 
     @staticmethod
     @refused_of_values
-    def backward(ctx: Any, gradient: Tensor | None, token: Tensor | None) -> tuple:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor | None, _: Any) -> tuple:  # type: ignore[override]
         x, weight, mean, rstd = ctx.saved_tensors
         gradient = _wide(defined(ctx, gradient))
         normed = _normed(_wide(x), mean, rstd)
@@ -140,7 +139,7 @@ class _SplitNorm(Function):
         if weight is not None:
             of_weight = (gradient * normed).flatten(0, -2).sum(0).to(weight.dtype)
             of_bias = gradient.flatten(0, -2).sum(0).to(weight.dtype)
-        return of_x.to(x.dtype), token, of_weight, of_bias, None, None
+        return of_x.to(x.dtype), of_weight, of_bias, None, None
 
 
 def _wide(x: Tensor) -> Tensor:

@@ -1,18 +1,25 @@
-"""The chain through all collectives of a call of the model, which backward follows.
+"""The tie between what a call of the model returns and all collectives that it has made.
 
 A rank's loss may leave out what other ranks' losses use; then its backward would not come to
-that part's collectives, and the others would wait.  So each collective takes a token (a
-number without meaning) from the one before it and gives one to the next, and what the model
-returns hangs on the last: backward comes to every one, in the reverse order of the calls, with
-zeros where nothing was used.  A parameter that no rank's loss used keeps no gradient, though.
+that part's collectives, and the others would wait.  So each collective's function returns a
+token (a number without meaning) beside its output, and what the model returns hangs on all
+tokens: backward comes to every one, with zeros where nothing was used.  A parameter that no
+rank's loss used keeps no gradient, though.
 
-In a pipeline the chain goes through the ranks' requests: each carries its caller's token and
-brings one back.
+Autograd's engine runs, of what it can run, the node that was made last; a node's consumers are
+made after it.  So a thread that runs a backward comes to the collectives of a call in the
+reverse order of the program, as on all other ranks.  In ``model.backward`` one thread runs
+the nodes of all devices.
+
+A collective is no input of the next, so a backward within a ``forward`` comes to its own
+collectives alone.  It may free these, which need no backward then and are left out.
+
+In a pipeline a request brings back one token, of all its collectives.
 """
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -23,78 +30,96 @@ from smp.execution.compiled_code import not_traced
 
 
 class _InThisThread(threading.local):
-    is_open = False
-    token: Tensor | None = None
+    tokens: list[Tensor] | None = None  # None: in no call of the model
 
 
 _chain = _InThisThread()
 
 
 @contextmanager
-def opened(token: Tensor | None = None) -> Iterator[None]:
-    """A call of the model: its collectives are a chain, and end with it.
-
-    Args:
-        token: where the chain goes on that the caller of this request has begun; None: it
-            begins here.
-    """
-    before = _chain.is_open, _chain.token
-    _chain.is_open, _chain.token = True, token
+def opened() -> Iterator[None]:
+    """A call of the model, or a request of one: its collectives are a chain."""
+    before, _chain.tokens = _chain.tokens, []
     try:
         yield
     finally:
-        _chain.is_open, _chain.token = before
+        _chain.tokens = before
 
 
 def is_open() -> bool:
     """Whether this thread is in a call of the model."""
-    return _chain.is_open
+    return _chain.tokens is not None
 
 
 def is_carried() -> bool:
     """Whether a request of this thread is a part of a chain."""
-    if not _chain.is_open or not torch.is_grad_enabled():
+    if _chain.tokens is None or not torch.is_grad_enabled():
         return False
     # What is computed again in a backward has a graph of its own there.
     return torch._C._current_graph_task_id() == -1
 
 
-def last() -> Tensor | None:
-    """The token of the collective that was called last; None before the first."""
-    return _chain.token
+def take(token: Tensor | None) -> None:
+    """A token joins the chain, of a request's collectives; None: it made none."""
+    if token is not None and token.requires_grad and is_carried():
+        assert _chain.tokens is not None
+        _chain.tokens.append(token)
 
 
-def go_on(token: Tensor | None) -> None:
-    """Of a request: what comes next follows its last collective."""
-    _chain.token = token
+def joined() -> Tensor | None:
+    """One token for all of the chain whose graphs are there; None: there are none."""
+    tokens = [token for token in _chain.tokens or () if not _is_freed(token)]
+    return _Join.apply(*tokens) if len(tokens) > 1 else next(iter(tokens), None)
+
+
+def _is_freed(token: Tensor) -> bool:
+    """Whether a backward has been to the token's function and has freed what it had saved."""
+    try:
+        token.grad_fn._raw_saved_tensors  # type: ignore[union-attr]  # noqa: B018
+    except RuntimeError:
+        return True
+    return False
 
 
 @not_traced("a collective of smp's tensor parallelism")
 def linked(function: type[Function], x: Tensor, *args: Any) -> Any:
-    """``function.apply(x, token, *args)``, which returns its outputs and a token.
+    """``function.apply(x, *args)``, which returns its outputs and a token.
 
     Returns:
         the output, or a list of them if there are several.
     """
-    if not (x.requires_grad and is_carried()):
-        *outputs, _ = function.apply(x, None, *args)
-    else:
-        token = torch.zeros((), device="cpu") if _chain.token is None else _chain.token
-        *outputs, _chain.token = function.apply(x, token, *args)
+    *outputs, token = function.apply(x, *args)
+    take(token)
     return outputs[0] if len(outputs) == 1 else outputs
 
 
-def next_token(token: Tensor | None) -> Tensor | None:
-    """What such a function returns as its token."""
-    return None if token is None else token.clone()
+def new_token() -> Tensor:
+    """The last of the values that such a function returns."""
+    return torch.zeros((), device="cpu")
 
 
 @not_traced("smp's order of backwards")
-def hang(output: Tensor) -> Tensor:
-    """A tensor that the model returns, behind the chain's last collective."""
-    if _chain.token is None or not output.requires_grad:
+def hang(output: Tensor, token: Tensor | None) -> Tensor:
+    """A tensor that the model returns, behind the chain's collectives."""
+    if token is None or not output.requires_grad:
         return output
-    return _Hang.apply(output, _chain.token)
+    return _Hang.apply(output, token)
+
+
+def in_this_thread() -> AbstractContextManager[Any]:
+    """In the block a backward's nodes run in this thread, on an accelerator, too."""
+    return torch.autograd.set_multithreading_enabled(False)
+
+
+class _Join(Function):
+    @staticmethod
+    def forward(ctx: Any, *tokens: Tensor) -> Tensor:
+        ctx.count = len(tokens)
+        return new_token()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        return (gradient,) * ctx.count
 
 
 class _Hang(Function):

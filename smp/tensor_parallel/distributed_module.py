@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from smp.execution.compiled_code import not_traced
+from smp.modules.stand_ins import stand_in
 from smp.tensor_parallel import group, script_uses
 from smp.tensor_parallel.slices import PATH, refuse_copies, slices_of
 
@@ -45,6 +46,20 @@ class DistributedModule(nn.Module):
         """See ``smp.modules.stand_ins``."""
         if group.size() > 1 and any(slices_of(p) is not None for p in self.parameters()):
             refuse_copies(self)
+
+
+def take_class(module: nn.Module, distributed: type[DistributedModule]) -> None:
+    """Have a module be a distributed one of the class that it inherits from.
+
+    What its own class does around the call of that class's ``forward``, it goes on doing.
+    """
+    cls = type(module)
+    is_own = cls not in distributed.__bases__
+    module.__class__ = stand_in(cls, _no_members, distributed) if is_own else distributed
+
+
+def _no_members(cls: type[nn.Module]) -> dict[str, Any]:
+    return {}
 
 
 class _NamedCallsOf:

@@ -17,7 +17,7 @@ from torch.autograd import Function
 
 from smp.tensor_parallel import group, primitives
 from smp.tensor_parallel.autocast import computed_in
-from smp.tensor_parallel.chain import linked, next_token
+from smp.tensor_parallel.chain import linked, new_token
 from smp.tensor_parallel.second_derivatives import refused, refused_of_values
 from smp.tensor_parallel.unused import defined, keep_shape
 
@@ -64,23 +64,21 @@ class _GatherBesideLinears(Function):
     """A gather, with the collectives of the other ranks' ``_GatheredLinears``."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, token: Tensor | None, lengths: list[int], keep: bool
-    ) -> tuple:
+    def forward(ctx: Any, x: Tensor, lengths: list[int], keep: bool) -> tuple:
         ctx.call, ctx.lengths = group.begin_call(), lengths
         gathered = primitives.all_gather_slices(x, lengths, ctx.call)
         ctx.save_for_backward(*([] if keep else [x]))
         keep_shape(ctx, gathered)
-        return gathered, next_token(token)
+        return gathered, new_token()
 
     @staticmethod
     @refused
-    def backward(ctx: Any, gradient: Tensor | None, token: Tensor | None) -> tuple:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor | None, _: Any) -> tuple:  # type: ignore[override]
         call, gradient = ctx.call.backward(), defined(ctx, gradient)
         for x in ctx.saved_tensors:
             primitives.all_gather_slices(x, ctx.lengths, call)  # for the others
         own = primitives.reduce_scatter_slices(gradient, ctx.lengths, call)
-        return own, token, None, None
+        return own, None, None
 
 
 class _GatheredLinears(Function):
@@ -88,7 +86,6 @@ class _GatheredLinears(Function):
     def forward(
         ctx: Any,
         x: Tensor,
-        token: Tensor | None,
         lengths: list[int],
         keep: bool,
         dtype: torch.dtype,
@@ -103,12 +100,12 @@ class _GatheredLinears(Function):
         ]
         ctx.save_for_backward(gathered if keep else x.to(dtype), *weights)
         keep_shape(ctx, *out)
-        return *out, next_token(token)
+        return *out, new_token()
 
     @staticmethod
     @refused_of_values
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple:
-        *given, token = gradients
+        *given, _ = gradients
         kept, *weights = ctx.saved_tensors
         call = ctx.call.backward()
         gathered = kept if ctx.keep else primitives.all_gather_slices(kept, ctx.lengths, call)
@@ -116,13 +113,13 @@ class _GatheredLinears(Function):
         for i, (gradient, weight) in enumerate(zip(given, weights, strict=True)):
             gradient = defined(ctx, gradient, i)
             of_weight = of_bias = None
-            if ctx.needs_input_grad[5 + 2 * i]:
+            if ctx.needs_input_grad[4 + 2 * i]:
                 of_weight = (gradient.t() @ gathered).to(weight.dtype)
-            if ctx.needs_input_grad[6 + 2 * i]:
+            if ctx.needs_input_grad[5 + 2 * i]:
                 of_bias = gradient.sum(0).to(weight.dtype)
             of_parameters += [of_weight, of_bias]
             part = gradient @ weight.to(gradient.dtype)
             of_x = part if of_x is None else of_x.add_(part)
         assert of_x is not None
         own = primitives.reduce_scatter_slices(of_x, ctx.lengths, call).to(ctx.given)
-        return own, token, None, None, None, *of_parameters
+        return own, None, None, None, *of_parameters

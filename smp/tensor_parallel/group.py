@@ -72,7 +72,17 @@ def call_of(path: str) -> str:
 
     Returns:
         whose path they had before, to be given back when the module's call ends.
+
+    Raises:
+        NotImplementedError: in a transform of ``torch.func``.
     """
+    if torch._C._are_functorch_transforms_active() and size() > 1:
+        raise NotImplementedError(
+            f"smp: module '{path}', which is split over the TP_GROUP, was called within a "
+            "transform of torch.func (grad, vmap, jvp, ...), which its collectives do not "
+            "know: leave it whole, smp.set_tensor_parallelism(module, False), or take a "
+            "gradient by torch.autograd.grad"
+        )
     before, _called.path = _called.path, path
     return before
 

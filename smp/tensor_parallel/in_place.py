@@ -7,6 +7,7 @@ embedding is split by itself.  A TP_GROUP of one rank splits nothing, and replac
 scripts reach for what is in the distributed forms.
 """
 
+import functools
 import importlib
 import importlib.util
 import sys
@@ -21,7 +22,14 @@ from smp.execution import compiled_code
 from smp.modules import activation_checkpointing, delayed_init
 from smp.modules.stand_ins import users_class
 from smp.partitioning.partition import keep_together
-from smp.tensor_parallel import adapters, group, marking, replacement, split_parameters
+from smp.tensor_parallel import (
+    adapters,
+    group,
+    leaf_trial,
+    marking,
+    replacement,
+    split_parameters,
+)
 from smp.tensor_parallel.distributed_module import DistributedModule
 from smp.tensor_parallel.linears import TooShort
 from smp.tensor_parallel.slices import PATH
@@ -48,7 +56,10 @@ _USE_CHILDRENS_WEIGHTS = (nn.TransformerEncoderLayer, nn.MultiheadAttention)
 
 
 def register_leaf(cls: type[nn.Module], split: Callable[..., None]) -> None:
-    """Have marked modules of just this class split by ``split(module, by_rows)``."""
+    """Have marked modules of this class split by ``split(module, by_rows)``.
+
+    Those of a class that inherits from it are, where a trial shows that they can be.
+    """
     _leaves[cls] = split
 
 
@@ -71,11 +82,14 @@ class _Splitting:
         self.compiled = compiled_code.Lifted(model)
         self.model = model = self.compiled.root
         self.owners: dict[int, list[nn.Module]] = defaultdict(list)  # of a parameter, by id
-        for module in model.modules():
+        self.paths = {module: path for path, module in model.named_modules()}
+        for module in self.paths:
             for parameter in module._parameters.values():
                 if parameter is not None:
                     self.owners[id(parameter)].append(module)
         self.out: list[Outcome] = []
+        self.warned: dict[str, list[str]] = defaultdict(list)  # paths by reason
+        self.trials: dict[int, str] = {}  # of a leaf of a user's class, by id
         self.done: set[int] = set()
         self.has_plans = False  # whether a part of a model of transformers is split in place
         self.replaced: dict[nn.Module, nn.Module] = {}
@@ -83,6 +97,7 @@ class _Splitting:
     def run(self) -> None:
         checkpointed = activation_checkpointing.lift(self.model)
         self._visit(self.model, "", None)
+        self._warn()
         if self.has_plans:
             importlib.import_module(f"{FAMILIES}.generation").wait_for_peers(self.model)
         for path, module in self.model.named_modules():
@@ -118,8 +133,7 @@ class _Splitting:
             if plan is not None:
                 changed = _changed_by_user(cls)
                 if changed:
-                    where = f"'{path}'" if path else "the model"
-                    warnings.warn(f"smp: {where} is left whole: {changed}", stacklevel=2)
+                    self.warned[changed].append(path)
                 # Its parts may have plans of their own, and marks.
                 reason = changed or self._shared_outside(module)
                 if not self._left_whole(module, path, reason):
@@ -129,8 +143,11 @@ class _Splitting:
                     self.has_plans = True
                     keep_together(module)
                     in_plan = True
-            elif cls in _leaves and not in_plan:
-                self._split_leaf(module, path, parent, in_family)
+            elif (
+                leaf_class(module) is not None
+                and not in_plan
+                and self._split_leaf(module, path, parent, in_family)
+            ):
                 return
         in_family = in_family or family_of(cls) is not None
         for name, child in module.named_children():
@@ -162,10 +179,12 @@ class _Splitting:
 
     def _split_leaf(
         self, module: nn.Module, path: str, parent: nn.Module | None, in_family: bool
-    ) -> None:
+    ) -> bool:
+        """Returns whether it is split."""
         if module._parameters.get("weight") is None:
-            self._left_whole(module, path, "its weight is not a parameter of its own")
-            return
+            return not self._left_whole(
+                module, path, "its weight is not a parameter of its own"
+            )
         config = marking.configuration(module) or {}
         others = [one for one in self.owners[id(module.weight)] if one is not module]
         tied = self._is_tied_vocabulary(module, others)
@@ -173,7 +192,7 @@ class _Splitting:
         if in_family and not is_cut_by_rows(module):
             vocabulary = tied or isinstance(module, nn.Embedding)
             if not (vocabulary and config.get("distribute_embedding")):
-                return  # the family's plan says what is split
+                return False  # the family's plan says what is split
         reason = ""
         if others and not tied:
             reason = "its parameter 'weight' is shared with a module outside of it"
@@ -181,20 +200,40 @@ class _Splitting:
             reason = f"{type(parent).__name__} uses its weight without calling it"
         elif _length_that_is_cut(module, by_rows) < group.size():
             reason = f"it is too small for tensor_parallel_degree={group.size()}"
+        else:
+            reason = self._not_proven(module, by_rows)
+            for other in others:
+                if not reason and (why := self._not_proven(other, by_rows)):
+                    reason = f"it shares its weight with a {type(other).__name__}: {why}"
         if not self._left_whole(module, path, reason):
-            split_leaf = _leaves[type(module)]
             module.__dict__[PATH] = path
-            split_leaf(module, by_rows)
+            _split_as(module, by_rows)
             split_parameters.guard(module, path)
+        return not reason
+
+    def _not_proven(self, module: nn.Module, by_rows: bool) -> str:
+        """Why a leaf is to be left whole; "": it is PyTorch's, or has proved itself."""
+        if isinstance(module, DistributedModule) or users_class(type(module)) in _leaves:
+            return ""
+        if id(module) not in self.trials:
+            path = self.paths[module]
+            split = functools.partial(_split_as, by_rows=by_rows)
+            self.trials[id(module)] = why = leaf_trial.why_whole(module, path, split)
+            if why:
+                self.warned[why].append(path)
+        return self.trials[id(module)]
 
     def _is_tied_vocabulary(self, module: nn.Module, others: list[nn.Module]) -> bool:
-        """Whether an embedding and a linear, both marked, share their weight.
-
-        A subclass of a user's is neither: what it makes of its weight is not known.
-        """
-        kinds = {_leaf_class(one) for one in (module, *others)}
+        """Whether an embedding and a linear, both marked, share their weight."""
+        kinds = {leaf_class(one) for one in (module, *others)}
         marked = all(marking.configuration(one) is not None for one in others)
         return len(others) == 1 and kinds == {nn.Embedding, nn.Linear} and marked
+
+    def _warn(self) -> None:
+        for reason, paths in self.warned.items():
+            where = f"'{paths[0]}'" if paths[0] else "the model"
+            more = f" and {len(paths) - 1} more are" if len(paths) > 1 else " is"
+            warnings.warn(f"smp: {where}{more} left whole: {reason}", stacklevel=6)
 
     def _shared_outside(self, module: nn.Module) -> str:
         """Why a module cannot be split alone: the parameter that others own, too; or ""."""
@@ -205,11 +244,15 @@ class _Splitting:
         return ""
 
 
-def _leaf_class(module: nn.Module) -> type[nn.Module]:
-    """A leaf's class, also of one that is split already."""
-    if isinstance(module, DistributedModule):
-        return nn.Embedding if isinstance(module, nn.Embedding) else nn.Linear
-    return users_class(type(module))
+def leaf_class(module: nn.Module) -> type[nn.Module] | None:
+    """The class of PyTorch's that a leaf is of, or inherits from; None: it is no leaf."""
+    return next((base for base in type(module).__mro__ if base in _leaves), None)
+
+
+def _split_as(module: nn.Module, by_rows: bool) -> None:
+    kind = leaf_class(module)
+    assert kind is not None
+    _leaves[kind](module, by_rows)
 
 
 def _carry_out(plan: Plan, module: nn.Module, path: str) -> None:

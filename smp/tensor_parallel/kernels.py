@@ -196,14 +196,23 @@ class _Norm(torch.autograd.Function):
         rows, columns = _rows(x)
         total, out = torch.empty_like(x), torch.empty_like(x)
         statistics = torch.empty(2 * rows, dtype=torch.float32, device=x.device)
-        vectors = [
-            None if t is None else t.contiguous() for t in (bias, residual, weight, shift)
-        ]
+        weight = None if weight is None else weight.contiguous()
         ctx.drop = drop
         _core.tp_norm(
-            rows, columns, drop.placed(columns), x, *vectors, eps, total, out, statistics
+            rows,
+            columns,
+            drop.placed(columns),
+            x,
+            None if bias is None else bias.contiguous(),
+            None if residual is None else residual.contiguous(),
+            weight,
+            None if shift is None else shift.contiguous(),
+            eps,
+            total,
+            out,
+            statistics,
         )
-        ctx.save_for_backward(total, vectors[2], statistics)
+        ctx.save_for_backward(total, weight, statistics)
         ctx.set_materialize_grads(False)
         return out, total
 
@@ -292,8 +301,9 @@ class _Softmax(torch.autograd.Function):
             strides = mask.expand(scores.shape).stride()[:-1]
             added = (mask, mask.numel(), tuple(scores.shape[:-1]), strides)
         ctx.scale = scale
-        ctx.settings = (sight, drop.placed(keys))
-        _core.tp_softmax(rows, keys, scale, *ctx.settings, scores, added, probabilities, out)
+        placed = drop.placed(keys)
+        ctx.settings = sight, placed
+        _core.tp_softmax(rows, keys, scale, sight, placed, scores, added, probabilities, out)
         ctx.save_for_backward(probabilities)
         return probabilities if out is None else out
 
@@ -305,8 +315,9 @@ class _Softmax(torch.autograd.Function):
         of_mask = ctx.needs_input_grad[1]  # that of the scores, but for the scale
         grad_scores = torch.empty_like(grad)
         scale = 1.0 if of_mask else ctx.scale
+        (rows, keys), (sight, placed) = _rows(grad), ctx.settings
         _core.tp_softmax_backward(
-            *_rows(grad), scale, *ctx.settings, probabilities, grad, grad_scores
+            rows, keys, scale, sight, placed, probabilities, grad, grad_scores
         )
         if of_mask:
             grad_mask = grad_scores.sum_to_size(ctx.mask_shape)
@@ -408,15 +419,19 @@ def cross_entropy_statistics(
     logits = logits.detach()
     if _in_c(logits, ids=targets):
         count = 4 if label_smoothing else 3
-        out = list(torch.empty((count, len(logits)), dtype=torch.float32, device=logits.device))
+        out = torch.empty((count, len(logits)), dtype=torch.float32, device=logits.device)
+        statistics = Statistics(*out)
         wrong = _core.tp_cross_entropy(
-            *logits.shape,
+            logits.shape[0],
+            logits.shape[1],
             (start, vocabulary, ignore_index),
             logits.contiguous(),
             targets.long().contiguous(),
-            *(out if label_smoothing else [*out, None]),
+            statistics.top,
+            statistics.sum,
+            statistics.target,
+            statistics.every,
         )
-        statistics = Statistics(*out)
     else:
         wrong = None
         statistics = _statistics(logits, targets - start, bool(label_smoothing))
@@ -506,7 +521,8 @@ def _cross_entropy_backward(
         dense = logits.contiguous()
         out = dense if in_place else torch.empty_like(dense)
         _core.tp_cross_entropy_backward(
-            *logits.shape,
+            logits.shape[0],
+            logits.shape[1],
             (start, vocabulary),
             smoothing,
             dense,
@@ -559,7 +575,8 @@ class _Embedding(torch.autograd.Function):
         ctx.settings = (tuple(table.shape), start, padding, sparse)
         if _in_c(table, ids=ids):
             out = table.new_empty(*ids.shape, table.shape[1])
-            _core.tp_gather(ids.numel(), *table.shape, start, table, ids, out)
+            rows, columns = table.shape
+            _core.tp_gather(ids.numel(), rows, columns, start, table, ids, out)
             return out
         here = ((ids >= start) & (ids < start + len(table)))[..., None]
         if not len(table):
@@ -574,7 +591,9 @@ class _Embedding(torch.autograd.Function):
         shape, start, padding, sparse = ctx.settings
         if not sparse and grad.device.type == "cpu" and _in_c(grad, ids=ids):
             out = grad.new_empty(shape)
-            _core.tp_scatter(ids.numel(), *shape, start, padding, ids, grad.contiguous(), out)
+            rows, columns = shape
+            grad = grad.contiguous()
+            _core.tp_scatter(ids.numel(), rows, columns, start, padding, ids, grad, out)
             return out, *[None] * 4
         ids, grad = ids.flatten(), grad.reshape(-1, shape[1])
         here = (ids >= start) & (ids < start + shape[0]) & (ids != padding)

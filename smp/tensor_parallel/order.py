@@ -140,6 +140,7 @@ class Call:
     def _run_in_order(self, start: Callable[[bool], dist.Work | None], collective: int) -> None:
         """Make a collective, which says what it belongs to where the backend can."""
         group: Any = ranks.get_tp_process_group()
+        _core.moved()
         if not isinstance(group, ProcessGroup):
             start(False)
             return

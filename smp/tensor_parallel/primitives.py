@@ -16,7 +16,7 @@ from torch.autograd import Function
 from smp import ranks
 from smp.execution.compiled_code import not_traced
 from smp.tensor_parallel import assumed, group
-from smp.tensor_parallel.chain import linked, next_token
+from smp.tensor_parallel.chain import linked, new_token
 from smp.tensor_parallel.order import Call
 from smp.tensor_parallel.second_derivatives import refused
 from smp.tensor_parallel.unused import defined, keep_shape
@@ -81,62 +81,57 @@ def _with_length(x: Tensor, axis: int, length: int) -> list[int]:
     return shape
 
 
-Token = Tensor | None  # see smp.tensor_parallel.chain
-
-
 class _Gather(Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, token: Token, axis: int, lengths: Lengths, signature: int
-    ) -> tuple:
+    def forward(ctx: Any, x: Tensor, axis: int, lengths: Lengths, signature: int) -> tuple:
         ctx.axis, ctx.lengths, ctx.call = axis, lengths, group.begin_call()
         out = all_gather_slices(x, lengths, ctx.call, signature, axis)
         keep_shape(ctx, out)
         if not x.is_floating_point() and not x.is_complex():
             ctx.mark_non_differentiable(out)
-        return out, next_token(token)
+        return out, new_token()
 
     @staticmethod
     @refused
-    def backward(ctx: Any, gradient: Tensor, token: Token) -> tuple:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor, _: Any) -> tuple:  # type: ignore[override]
         gradient, call = defined(ctx, gradient), ctx.call.backward()
         out = reduce_scatter_slices(gradient, ctx.lengths, call, ctx.axis)
-        return out, token, None, None, None
+        return out, None, None, None
 
 
 class _ReduceScatter(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, token: Token, axis: int, lengths: Lengths) -> tuple:
+    def forward(ctx: Any, x: Tensor, axis: int, lengths: Lengths) -> tuple:
         ctx.axis, ctx.lengths, ctx.call = axis, lengths, group.begin_call()
         out = reduce_scatter_slices(x, lengths, ctx.call, axis)
         keep_shape(ctx, out)
-        return out, next_token(token)
+        return out, new_token()
 
     @staticmethod
     @refused
-    def backward(ctx: Any, gradient: Tensor, token: Token) -> tuple:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor, _: Any) -> tuple:  # type: ignore[override]
         gradient, call = defined(ctx, gradient), ctx.call.backward()
         out = all_gather_slices(gradient, ctx.lengths, call, axis=ctx.axis)
-        return out, token, None, None
+        return out, None, None
 
 
 class _OwnPart(Function):
     """This rank's slice of what all tp_ranks have alike."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, token: Token, axis: int, lengths: Lengths) -> tuple:
+    def forward(ctx: Any, x: Tensor, axis: int, lengths: Lengths) -> tuple:
         ctx.axis, ctx.lengths, ctx.call = axis, lengths, group.begin_call()
         first = sum(lengths[: group.rank()])
         out = x.narrow(axis, first, lengths[group.rank()]).clone()
         keep_shape(ctx, out)
-        return out, next_token(token)
+        return out, new_token()
 
     @staticmethod
     @refused
-    def backward(ctx: Any, gradient: Tensor, token: Token) -> tuple:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor, _: Any) -> tuple:  # type: ignore[override]
         gradient, call = defined(ctx, gradient), ctx.call.backward()
         out = all_gather_slices(gradient, ctx.lengths, call, axis=ctx.axis)
-        return out, token, None, None
+        return out, None, None
 
 
 class _ScatterAndMerge(Function):
@@ -144,19 +139,19 @@ class _ScatterAndMerge(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, token: Token, split: int, merge: int, cut: Lengths, joined: Lengths
+        ctx: Any, x: Tensor, split: int, merge: int, cut: Lengths, joined: Lengths
     ) -> tuple:
         ctx.arguments, ctx.call = (merge, split, joined, cut), group.begin_call()
         out = _scatter_and_merge(x, ctx.call, split, merge, cut, joined)
         keep_shape(ctx, out)
-        return out, next_token(token)
+        return out, new_token()
 
     @staticmethod
     @refused
-    def backward(ctx: Any, gradient: Tensor, token: Token) -> tuple:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor, _: Any) -> tuple:  # type: ignore[override]
         call = ctx.call.backward()
         out = _scatter_and_merge(defined(ctx, gradient), call, *ctx.arguments)
-        return out, token, None, None, None, None
+        return out, None, None, None, None
 
 
 def _scatter_and_merge(
@@ -190,15 +185,15 @@ def _scatter_and_merge(
 
 class _BackwardAllReduce(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, token: Token) -> tuple:
+    def forward(ctx: Any, x: Tensor) -> tuple:
         keep_shape(ctx, x)
         ctx.call = group.begin_call()
-        return x.view_as(x), next_token(token)
+        return x.view_as(x), new_token()
 
     @staticmethod
     @refused
-    def backward(ctx: Any, gradient: Tensor, token: Token) -> tuple:  # type: ignore[override]
-        return _sum(defined(ctx, gradient), ctx.call.backward()), token
+    def backward(ctx: Any, gradient: Tensor, _: Any) -> Tensor:  # type: ignore[override]
+        return _sum(defined(ctx, gradient), ctx.call.backward())
 
 
 class _ForwardAllReduce(Function):

@@ -26,6 +26,7 @@ from smp.execution.compiled_code import not_traced
 from smp.modules.stand_ins import REFUSES_COPIES, stand_in, users_class
 from smp.tensor_parallel import (
     assumed,
+    caches,
     group,
     primitives,
     random_streams,
@@ -222,7 +223,12 @@ def _members(cls: type[nn.Module]) -> dict[str, Any]:
 @_not_traced_itself
 def _run(module: nn.Module, forward: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     bound, others, rows = _enter(module, args, kwargs)
-    out = forward(*bound.args[1:], **bound.kwargs)
+    try:
+        out = forward(*bound.args[1:], **bound.kwargs)
+    except RuntimeError as error:
+        path = module.__dict__[REGION][1]
+        caches.refuse_after(error, {**others, **bound.arguments}, module, path)
+        raise
     return _leave(module, {**others, **bound.arguments}, rows, out)
 
 
@@ -247,7 +253,9 @@ def _enter(
         gathered, rows = _enter_alike(given)
     else:
         gathered, rows = _gather(region, path, given)
-        _check_cache({**others, **named}, path, uneven=rows.positions is not None)
+        arguments = {**others, **named}
+        caches.refuse_others(arguments, module, path, gathered[region.samples[0]].size(0))
+        caches.refuse_padding(arguments, path, uneven=rows.positions is not None)
     _gathered.rows = rows.of_call(path if within is None else within)
     _gathered.common = random_streams.fork()
     for name, value in gathered.items():
@@ -275,39 +283,12 @@ def _leave(module: nn.Module, arguments: dict[str, Any], rows: Rows, out: Any) -
     return out
 
 
-CACHES = ("cache", "past_key_values", "past_key_value", "layer_past")  # as versions name them
-
-
-_HAS_PADDING = "_smp_has_padding"  # in a cache's __dict__
-
-
 def takes_cache(module: nn.Module) -> bool:
     """Whether it is a region whose cache has the samples of the whole TP_GROUP."""
     if REGION not in module.__dict__:
         return False
     _, _, _, signature, _ = module.__dict__[REGION]
-    return any(name in signature.parameters for name in CACHES)
-
-
-def _check_cache(arguments: dict[str, Any], path: str, uneven: bool) -> None:
-    """A cache keeps the padding behind a shorter sequence, and then goes on behind that.
-
-    Raises:
-        NotImplementedError: the sequences in a cache that is used again were of different
-            lengths on the tp_ranks.
-    """
-    caches = (arguments.get(name) for name in CACHES)
-    cache = next((c for c in caches if c is not None), None)
-    if cache is None or not hasattr(cache, "__dict__"):
-        return
-    if uneven:
-        cache.__dict__[_HAS_PADDING] = True
-    elif cache.__dict__.get(_HAS_PADDING, False):
-        raise NotImplementedError(
-            f"smp: '{path}' got sequences of different lengths on the ranks of a TP_GROUP, "
-            "together with a cache: pad the prompts, on their left, to one length on all of "
-            "them, or generate with use_cache=False"
-        )
+    return any(name in signature.parameters for name in caches.CACHES)
 
 
 def give_back(part: Tensor, rows: Rows) -> Tensor:

@@ -5,7 +5,10 @@
   itself acts on the slice, random values are drawn for the whole, and all else is refused.
 """
 
+import functools
 import sys
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,7 +33,7 @@ _METADATA = {
     "__get__", "__set__", "__hash__", "__format__", "__repr__", "backward", "data_ptr", "dim",
     "element_size", "empty_like", "full_like", "get_device", "is_complex", "is_contiguous",
     "is_floating_point", "is_pinned", "is_shared", "is_signed", "ndimension", "new_empty",
-    "new_full", "new_ones", "new_tensor", "new_zeros", "ones_like", "register_hook",
+    "new_full", "new_ones", "new_tensor", "new_zeros", "ones_like",
     "register_post_accumulate_grad_hook", "requires_grad_", "retain_grad", "storage_offset",
     "stride", "untyped_storage", "zeros_like",
 }  # fmt: skip
@@ -90,7 +93,7 @@ def _of_slice(func: Any, args: tuple, kwargs: dict[str, Any], initializes: bool)
             return _set_data(args[0], args[1])
         if attribute in _VIEWS or attribute in _SIZES or attribute == "data":
             name = attribute
-    together = _come_together()
+    together = _come_together() and not _hook.under_way
     first = args[0] if args else kwargs.get("tensor")  # functions of torch.nn.init
     first = first if isinstance(first, SplitTensor) else None
     if name in _SIZES and first is not None:
@@ -100,6 +103,8 @@ def _of_slice(func: Any, args: tuple, kwargs: dict[str, Any], initializes: bool)
         return func(whole, *args[1:], **kwargs)
     if name in _METADATA:
         return func(*args, **kwargs)
+    if name == "register_hook" and isinstance(first, nn.Parameter):
+        return func(first, _on_slices(first, *args[1:], **kwargs))
     if first is not None:
         if name in _DRAW or getattr(func, "__module__", "") == INIT:
             return _draw(func, first, args[1:], kwargs)
@@ -116,6 +121,30 @@ def _of_slice(func: Any, args: tuple, kwargs: dict[str, Any], initializes: bool)
     if not together or writes or "out" in kwargs:
         refuse(_first_of(args, kwargs), name, together)
     return NotImplemented
+
+
+class _Hook(threading.local):
+    under_way = False
+
+
+_hook = _Hook()
+
+
+def _on_slices(part: SplitTensor, hook: Callable[[Tensor], Tensor | None]) -> Any:
+    """A script's hook on gradients: autograd calls it where the ranks do not come together."""
+    slices = slices_of(part)
+    assert slices is not None
+
+    @functools.wraps(hook)
+    def called(gradient: Tensor) -> Tensor | None:
+        _hook.under_way, before = True, _hook.under_way
+        try:
+            result = hook(_marked(gradient, part, slices))
+        finally:
+            _hook.under_way = before
+        return result.as_subclass(Tensor) if isinstance(result, SplitTensor) else result
+
+    return called
 
 
 def _first_of(args: tuple, kwargs: dict[str, Any]) -> SplitTensor:

@@ -427,82 +427,6 @@ TEST_RANK(groups_entered_in_another_order_are_named_across_hosts)
     return 0;
 }
 
-/* Rank 0 and the last one, on another host, each in a group of its own of the two, with
- * nothing else to do; `comes`: the last one has issued its part of the other group. */
-static inline int
-wait_for_each_other(world *w, bool comes)
-{
-    int              ranks[] = {0, w->size - 1};
-    bool             is_first = w->rank == 0;
-    smp_group_config config = {
-        .ranks = ranks, .size = 2, .timeout_ns = WORLD_DEADLINE_NS};
-    smp_call       call = {.operation = SMP_BARRIER};
-    smp_work_item  own = {.calls = &call, .ncalls = 1};
-    smp_work_item  other = {.calls = &call, .ncalls = 1};
-    smp_work_item *finished;
-    char           want[160];
-    int            failed;
-    smp_carrier   *carrier;
-    smp_group     *groups[2];
-    smp_queue     *queues[2];
-
-    if (!is_first && w->rank != w->size - 1) {
-        w->barrier(w);
-        return 0;
-    }
-    CHECK_STATUS(smp_carrier_create(&carrier), SMP_OK);
-    for (int g = 0; g < 2; g++) {
-        config.id = 1 + (uint64_t)g;
-        config.name = g == 0 ? "a" : "b";
-        CHECK_STATUS(smp_group_create(w->comm, &config, &groups[g], &failed), SMP_OK);
-        CHECK_STATUS(smp_queue_create(carrier, groups[g], &queues[g]), SMP_OK);
-    }
-    if (comes && !is_first) {
-        smp_work_item_issue(&other, queues[0], true);
-    }
-    smp_work_item_issue(&own, queues[is_first ? 0 : 1], false);
-    while (!smp_work_item_wait_alone(&own, smp_clock_ns() + 50 * SMP_NS_PER_MS, 0)) {
-    }
-    if (comes && is_first) {
-        smp_work_item_issue(&other, queues[1], false);
-        CHECK(smp_work_item_wait(&other, SMP_NEVER));
-    }
-    CHECK_STATUS(own.status, comes ? SMP_OK : SMP_ERR_DEADLOCK);
-    if (comes && !is_first) {
-        CHECK_STATUS(smp_carrier_finished(carrier, &finished), SMP_OK);
-    }
-    CHECK_STATUS(other.status, SMP_OK);
-    if (!comes) {
-        snprintf(want, sizeof(want),
-                 "group '%s': barrier 1: deadlock: waits for rank %d, which waits in "
-                 "group '%s' (barrier 1) for rank %d",
-                 is_first ? "a" : "b", ranks[is_first ? 1 : 0], is_first ? "b" : "a",
-                 w->rank);
-        if (strcmp(own.error, want) != 0) {
-            fprintf(stderr, "'%s' is not '%s'\n", own.error, want);
-            return 1;
-        }
-    }
-    smp_work_item_fini(&own);
-    w->barrier(w);
-    for (int g = 0; g < 2; g++) {
-        smp_queue_destroy(queues[g]);
-        smp_group_destroy(groups[g]);
-    }
-    smp_carrier_destroy(carrier);
-    return 0;
-}
-
-TEST_RANK(ranks_of_two_hosts_that_wait_for_each_other_are_both_told)
-{
-    return wait_for_each_other(w, false);
-}
-
-TEST_RANK(ranks_of_two_hosts_that_come_are_told_nothing)
-{
-    return wait_for_each_other(w, true);
-}
-
 TEST_RANK(hosts_that_list_other_ranks_are_told)
 {
     int              ranks[WORLD_RANKS];
@@ -586,10 +510,6 @@ static const hosts_entry hosts_list[] = {
      .hosts = {"ab", "abb", "aabb", "abab"}, .threads = true, .sample = "abb"},
     {ENTRY(groups_entered_in_another_order_are_named_across_hosts),
      .hosts = {"ab", "aab"}, .threads = true, .sample = "aab"},
-    {ENTRY(ranks_of_two_hosts_that_wait_for_each_other_are_both_told),
-     .hosts = {"ab", "aab"}, .threads = true},
-    {ENTRY(ranks_of_two_hosts_that_come_are_told_nothing), .hosts = {"ab"},
-     .threads = true},
     {ENTRY(who_waits_for_one_host_hears_that_another_gave_up), .hosts = {"abc"},
      .threads = true, .sample = "abc"},
     {ENTRY(what_no_rank_of_another_host_sends_ends_the_group), .hosts = {"ab"},

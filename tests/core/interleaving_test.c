@@ -902,21 +902,6 @@ smp_group_describe(const smp_group *group, const smp_call *next, uint64_t ahead,
     out[0] = '\0';
 }
 
-void
-smp_group_show_stuck(smp_group *group, uint64_t token)
-{
-    (void)group;
-    (void)token;
-}
-
-smp_status
-smp_group_look_around(smp_group *group, uint64_t token)
-{
-    (void)group;
-    (void)token;
-    return SMP_OK;
-}
-
 static void
 make_carrier(void)
 {

@@ -288,200 +288,7 @@ TEST_RANK(who_waits_in_a_queue_that_is_destroyed_is_told)
     return 0;
 }
 
-/* ------------------------------------------------------------------------- deadlocks
- */
-
-/* Groups in a ring: group r has ranks r and r + 1, and each rank is in two, `own` with
- * the next rank and `before` with the one before. */
-typedef struct {
-    smp_carrier *carrier;
-    line         own;
-    line         before;
-} ring;
-
-static smp_status
-open_ring(world *w, ring *out)
-{
-    smp_status status = smp_carrier_create(&out->carrier);
-
-    for (int g = 0; g < w->size && status == SMP_OK; g++) {
-        int              ranks[] = {g, (g + 1) % w->size};
-        char             name[32];
-        smp_group_config config = {.ranks = ranks,
-                                   .size = 2,
-                                   .id = 7 + (uint64_t)g,
-                                   .name = name,
-                                   .timeout_ns = WORLD_DEADLINE_NS};
-
-        snprintf(name, sizeof(name), "ring %d", g);
-        if (w->rank == ranks[0] || w->rank == ranks[1]) {
-            status = open_line_of(w, out->carrier, &config,
-                                  w->rank == g ? &out->own : &out->before);
-        }
-    }
-    return status;
-}
-
-static void
-close_ring(ring *r)
-{
-    close_line(&r->own);
-    close_line(&r->before);
-    smp_carrier_destroy(r->carrier);
-}
-
-/* Whether that rank shows that it is stuck. */
-static bool
-shows_stuck(world *w, int rank)
-{
-    const smp_control_block *controls = world_control_blocks(w, rank);
-
-    for (int i = 0; i < SMP_CONTROL_BLOCKS; i++) {
-        if (atomic_load(&controls[i].stuck) != 0) {
-            return true;
-        }
-    }
-    return false;
-}
-
-/* All wait for the next rank, in another group than that does; by themselves, or for
- * the carrier. */
-static int
-wait_in_a_ring(world *w, bool announced)
-{
-    int            next = (w->rank + 1) % w->size;
-    char           want[96];
-    sum            s;
-    smp_work_item *item;
-    ring           r;
-
-    CHECK_STATUS(open_ring(w, &r), SMP_OK);
-    issue_sum(&s, &r.own, 1, announced);
-    while (!smp_work_item_wait_alone(&s.item, smp_clock_ns() + 50 * SMP_NS_PER_MS, 0)) {
-    }
-    CHECK_STATUS(s.item.status, SMP_ERR_DEADLOCK);
-    snprintf(want, sizeof(want),
-             "group 'ring %d': all-reduce 1 (sum) of 1 int32: deadlock: waits for "
-             "rank %d,",
-             w->rank, next);
-    CHECK(strstr(s.item.error, want) != NULL);
-    snprintf(want, sizeof(want), "which waits in group 'ring %d' (all-reduce 1", next);
-    CHECK(strstr(s.item.error, want) != NULL);
-    snprintf(want, sizeof(want), "for rank %d", w->rank);
-    CHECK(strstr(s.item.error, want) != NULL);
-    if (announced) {
-        CHECK_STATUS(smp_carrier_finished(r.carrier, &item), SMP_OK);
-    }
-    smp_work_item_fini(&s.item);
-    w->barrier(w);
-    close_ring(&r);
-    return 0;
-}
-
-TEST_RANK(ranks_that_wait_in_a_ring_of_groups_are_told_the_ring)
-{
-    return wait_in_a_ring(w, false);
-}
-
-TEST_RANK(ranks_whose_carriers_wait_in_a_ring_are_told_the_ring)
-{
-    return wait_in_a_ring(w, true);
-}
-
-/* What breaks the ring at its last rank. */
-typedef enum { ANOTHER_THREAD, ANOTHER_ORDER, A_LISTENER } breaker;
-
-typedef struct {
-    world *w;
-    ring  *r;
-    sum    s;
-    int    failed;
-} latecomer;
-
-/* Comes when rank 0 has been stuck for longer than it takes to be sure of a ring. */
-static void *
-come_late(void *arg)
-{
-    latecomer *late = arg;
-    int64_t    until;
-
-    while (!shows_stuck(late->w, 0)) {
-        sched_yield();
-    }
-    until = smp_clock_ns() + 600 * SMP_NS_PER_MS;
-    while (smp_clock_ns() < until) {
-        sched_yield();
-    }
-    issue_sum(&late->s, &late->r->before, 2, false);
-    late->failed =
-        !smp_work_item_wait(&late->s.item, SMP_NEVER) || late->s.item.status != SMP_OK;
-    return NULL;
-}
-
-/* The ring, but the last rank comes to the others by itself: nobody may be told that it
- * waits for ever. */
-static int
-wait_in_no_ring(world *w, breaker how)
-{
-    bool           is_last = w->rank == w->size - 1;
-    latecomer      late = {.w = w};
-    int            listeners = is_last && how == A_LISTENER ? 1 : 0;
-    bool           alone = !is_last || how != ANOTHER_THREAD;
-    bool           over = false;
-    sum            own;
-    sum            before;
-    smp_work_item *item;
-    pthread_t      thread;
-    ring           r;
-
-    CHECK_STATUS(open_ring(w, &r), SMP_OK);
-    late.r = &r;
-    if (is_last && how == ANOTHER_ORDER) {
-        issue_sum(&before, &r.before, 2, true);
-    }
-    issue_sum(&own, &r.own, 1, false);
-    if (is_last && how != ANOTHER_ORDER) { /* a listener that is not there, but here */
-        CHECK(pthread_create(&thread, NULL, come_late, &late) == 0);
-    }
-    while (!over) {
-        int64_t until_ns = smp_clock_ns() + 50 * SMP_NS_PER_MS;
-
-        over = alone ? smp_work_item_wait_alone(&own.item, until_ns, listeners)
-                     : smp_work_item_wait(&own.item, until_ns);
-    }
-    CHECK_STATUS(own.item.status, SMP_OK);
-    if (is_last && how != ANOTHER_ORDER) {
-        pthread_join(thread, NULL);
-        CHECK(!late.failed);
-    } else if (is_last) {
-        CHECK_STATUS(smp_carrier_finished(r.carrier, &item), SMP_OK);
-        CHECK_STATUS(item->status, SMP_OK);
-    } else {
-        issue_sum(&before, &r.before, 2, false);
-        CHECK(smp_work_item_wait(&before.item, SMP_NEVER));
-        CHECK_STATUS(before.item.status, SMP_OK);
-    }
-    w->barrier(w);
-    close_ring(&r);
-    return 0;
-}
-
-TEST_RANK(a_rank_with_another_thread_is_in_no_ring)
-{
-    return wait_in_no_ring(w, ANOTHER_THREAD);
-}
-
-TEST_RANK(a_rank_with_another_order_is_in_no_ring)
-{
-    return wait_in_no_ring(w, ANOTHER_ORDER);
-}
-
-TEST_RANK(a_rank_whose_listener_is_busy_is_in_no_ring)
-{
-    return wait_in_no_ring(w, A_LISTENER);
-}
-
-TEST_RANK(an_order_says_what_it_waits_for)
+TEST_RANK(a_work_item_says_what_it_waits_for)
 {
     smp_carrier   *carrier;
     smp_work_item *item;
@@ -511,6 +318,12 @@ TEST_RANK(an_order_says_what_it_waits_for)
                  "all-reduce 1 (sum) of 1 int32, which waits for %s",
                  others);
         CHECK(strstr(text, want) == text);
+        do { /* the carrier tells a wait when it has lasted for a while */
+            smp_carrier_describe(carrier, text, sizeof(text));
+        } while (text[0] == '\0');
+        snprintf(want, sizeof(want),
+                 "group 'test': all-reduce 1 (sum) of 1 int32 waits for %s", others);
+        CHECK(strstr(text, want) == text);
     }
     w->barrier(w);
     if (w->rank != 0) {
@@ -519,6 +332,8 @@ TEST_RANK(an_order_says_what_it_waits_for)
     }
     CHECK(smp_work_item_wait(&second.item, SMP_NEVER));
     CHECK(!smp_work_item_describe(&second.item, text, sizeof(text)));
+    smp_carrier_describe(carrier, text, sizeof(text));
+    CHECK(text[0] == '\0');
     for (int i = 0; i < 2; i++) {
         CHECK_STATUS(smp_carrier_finished(carrier, &item), SMP_OK);
     }
@@ -832,12 +647,7 @@ static const world_test list[] = {
     LISTED(an_order_stops_at_the_first_call_that_fails),
     LISTED(what_a_destroyed_queue_still_had_is_over),
     LISTED(who_waits_in_a_queue_that_is_destroyed_is_told),
-    LISTED(ranks_that_wait_in_a_ring_of_groups_are_told_the_ring),
-    LISTED(ranks_whose_carriers_wait_in_a_ring_are_told_the_ring),
-    LISTED(a_rank_with_another_thread_is_in_no_ring),
-    LISTED(a_rank_with_another_order_is_in_no_ring),
-    LISTED(a_rank_whose_listener_is_busy_is_in_no_ring),
-    LISTED(an_order_says_what_it_waits_for),
+    LISTED(a_work_item_says_what_it_waits_for),
     LISTED(messages_are_told_apart_by_tag_and_source),
     LISTED(large_messages_from_anybody),
     LISTED(a_message_of_another_size_or_dtype_is_an_error_that_has_both),

@@ -162,7 +162,7 @@ TEST(after_a_step_nothing_runs)
     smp_board_end(board);
     smp_board_read(board, &standing);
     CHECK(smp_board_write(board, 0, &standing, said, sizeof(said)) == 0);
-    smp_board_place(board, "smp.barrier()");
+    smp_board_place(board, "waits in smp.barrier()");
     smp_board_read(board, &standing);
     (void)smp_board_write(board, 0, &standing, said, sizeof(said));
     CHECK(strstr(said, " waits in smp.barrier(), since ") != NULL);
@@ -182,6 +182,10 @@ TEST(after_a_step_nothing_runs)
     smp_board_idle(board);
     smp_board_read(board, &standing);
     CHECK(standing.moved_ns > moved_ns && !standing.works);
+    CHECK(smp_board_write_others(board, said, sizeof(said)) == 0);
+    smp_board_hear(board, "  rank 1 is elsewhere\n");
+    (void)smp_board_write_others(board, said, sizeof(said));
+    CHECK(strcmp(said, "  rank 1 is elsewhere\n") == 0);
     smp_board_destroy(board);
     return 0;
 }
@@ -194,7 +198,7 @@ TEST(the_end_comes_at_its_limit)
     smp_board          *board;
 
     CHECK_STATUS(smp_board_create(0, 2, "tp_rank", names, &board), SMP_OK);
-    smp_board_place(board, "smp.barrier()");
+    smp_board_place(board, "waits in smp.barrier()");
     CHECK_STATUS(smp_watchdog_create(board, &config, &watchdog), SMP_OK);
     wait_for_reports(&l, 1);
     smp_watchdog_destroy(watchdog);
@@ -220,7 +224,7 @@ TEST(reports_come_after_twice_the_time_each_until_the_rank_moves)
     CHECK_STATUS(smp_watchdog_create(board, &config, &watchdog), SMP_OK);
     smp_board_begin(board, 1);
     smp_board_end(board);
-    smp_board_place(board, "smp.barrier()");
+    smp_board_place(board, "waits in smp.barrier()");
     smp_board_place(board, NULL);
     move_clock(moved_ns + 20 * limit); /* in no step and no call, as long as it likes */
     CHECK(atomic_load(&l.reports) == 0);

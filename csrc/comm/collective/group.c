@@ -41,14 +41,6 @@ check_waiting(smp_group *group)
                             ? smp_hierarchical_trouble(&group->hier, &member)
                             : smp_epoch_barrier_trouble(&group->barrier, &member);
 
-    if (status == SMP_ERR_CLOSED && group->deadlock.is_sure) {
-        /* It has left because of that, too. */
-        return smp_group_give_up_in_ring(group, group->deadlock.text);
-    }
-    if (status == SMP_ERR_CLOSED && group->is_hierarchical &&
-        smp_cross_host_look_again(&group->cross_host, &group->hier)) {
-        return smp_group_give_up_in_ring(group, group->cross_host.text);
-    }
     if (status != SMP_OK) {
         return smp_group_give_up_without(group, status, member);
     }
@@ -215,8 +207,6 @@ smp_group_start(smp_group *group, const smp_call *call)
     group->active = true;
     group->agreed = false;
     group->started_ns = 0;
-    smp_deadlock_forget(&group->deadlock);
-    smp_cross_host_forget(&group->cross_host);
     return group->is_hierarchical ? SMP_OK : post(group);
 }
 
@@ -297,25 +287,6 @@ smp_group_describe(const smp_group *group, const smp_call *next, uint64_t after,
                    char *out, size_t bytes)
 {
     smp_group_say_wait(group, next, after, out, bytes);
-}
-
-void
-smp_group_show_stuck(smp_group *group, uint64_t token)
-{
-    atomic_store(&group->barrier.members[group->barrier.self].control->stuck, token);
-}
-
-smp_status
-smp_group_look_around(smp_group *group, uint64_t token)
-{
-    if (smp_deadlock_look(&group->deadlock, group->barrier.comm)) {
-        return smp_group_give_up_in_ring(group, group->deadlock.text);
-    }
-    if (group->is_hierarchical &&
-        smp_cross_host_look(&group->cross_host, &group->hier, token)) {
-        return smp_group_give_up_in_ring(group, group->cross_host.text);
-    }
-    return SMP_OK;
 }
 
 const char *

@@ -87,14 +87,6 @@ int64_t smp_group_waited_ns(const smp_group *group);
 void smp_group_describe(const smp_group *group, const smp_call *next, uint64_t after,
                         char *out, size_t bytes);
 
-/* Shows the others whether this rank is stuck in the operation under way: a token, or 0
- * (comm/collective/checks/deadlock.h).  Any thread, while it is under way. */
-void smp_group_show_stuck(smp_group *group, uint64_t token);
-
-/* It is, with that token: looks whether those that it waits for wait for it.
- * SMP_ERR_DEADLOCK: they do, and the operation is over. */
-smp_status smp_group_look_around(smp_group *group, uint64_t token);
-
 /* The last error, for people: the group's, until its next call that fails. */
 const char *smp_group_error(const smp_group *group);
 

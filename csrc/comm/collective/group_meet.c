@@ -250,12 +250,6 @@ smp_group_create(smp_comm *comm, const smp_group_config *config, smp_group **out
         goto err_free;
     }
     status = smp_collective_init(&group->op, &group->barrier);
-    if (status == SMP_OK) {
-        status = smp_deadlock_init(&group->deadlock, comm);
-    }
-    if (status == SMP_OK && group->is_hierarchical) {
-        status = smp_cross_host_init(&group->cross_host, group->size);
-    }
     if (status == SMP_OK && group->is_hierarchical) {
         status = make_hierarchical(group, config);
     }
@@ -269,8 +263,6 @@ err_fini:
     smp_epoch_barrier_fail(&group->barrier, status, smp_status_text(status));
     leave_hosts(group, status, smp_status_text(status));
     smp_collective_fini(&group->op);
-    smp_deadlock_fini(&group->deadlock);
-    smp_cross_host_fini(&group->cross_host);
     smp_epoch_barrier_fini(&group->barrier);
 err_free:
     explain(comm, config, status, *failed, &absent, smp_clock_ns() - began);
@@ -296,8 +288,6 @@ smp_group_destroy(smp_group *group)
         &group->op.devices); /* the epoch barrier says when the others have */
     smp_epoch_barrier_fini(&group->barrier);
     smp_collective_fini(&group->op);
-    smp_deadlock_fini(&group->deadlock);
-    smp_cross_host_fini(&group->cross_host);
     free(group->ranks);
     free(group->scratch);
     free(group);

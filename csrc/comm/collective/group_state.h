@@ -2,8 +2,6 @@
 #ifndef SMP_COMM_COLLECTIVE_GROUP_STATE_H
 #define SMP_COMM_COLLECTIVE_GROUP_STATE_H
 
-#include "comm/collective/checks/deadlock.h"
-#include "comm/collective/inter_host/cross_host_deadlock.h"
 #include "comm/collective/inter_host/hierarchical.h"
 #include "comm/collective/inter_host/wire.h"
 #include "comm/collective/intra_host/collective.h"
@@ -13,30 +11,28 @@
 typedef struct smp_group smp_group;
 
 struct smp_group {
-    int                     size;
-    int                     self;
-    int                    *ranks;           /* owned: [size] */
-    int                    *scratch;         /* owned: [size], for lists of ranks */
-    smp_epoch_barrier       barrier;         /* of the members on this host */
-    smp_collective          op;              /* theirs */
-    bool                    is_hierarchical; /* there are others: */
-    smp_wire                wire;
-    smp_hierarchical        hier;
-    smp_deadlock            deadlock;
-    smp_cross_host_deadlock cross_host; /* of a hierarchical one */
-    char                    name[64];
-    int64_t                 timeout_ns;
-    uint64_t                sequence; /* of the last operation */
-    bool                    active;   /* it is under way */
-    bool                    agreed;   /* all members call the same */
-    int64_t          started_ns; /* when somebody was found missing; 0: nobody was */
-    smp_status       broken;     /* what every later call returns, */
-    char             end[SMP_WHY_BYTES]; /* ... and what it was, in words */
-    _Atomic uint64_t operations;         /* begun, for smp_group_count() */
-    _Atomic uint64_t bytes;
-    _Atomic uint64_t device_operations;
-    _Atomic uint64_t device_bytes;
-    char             error[SMP_GROUP_TEXT];
+    int               size;
+    int               self;
+    int              *ranks;           /* owned: [size] */
+    int              *scratch;         /* owned: [size], for lists of ranks */
+    smp_epoch_barrier barrier;         /* of the members on this host */
+    smp_collective    op;              /* theirs */
+    bool              is_hierarchical; /* there are others: */
+    smp_wire          wire;
+    smp_hierarchical  hier;
+    char              name[64];
+    int64_t           timeout_ns;
+    uint64_t          sequence;   /* of the last operation */
+    bool              active;     /* it is under way */
+    bool              agreed;     /* all members call the same */
+    int64_t           started_ns; /* when somebody was found missing; 0: nobody was */
+    smp_status        broken;     /* what every later call returns, */
+    char              end[SMP_WHY_BYTES]; /* ... and what it was, in words */
+    _Atomic uint64_t  operations;         /* begun, for smp_group_count() */
+    _Atomic uint64_t  bytes;
+    _Atomic uint64_t  device_operations;
+    _Atomic uint64_t  device_bytes;
+    char              error[SMP_GROUP_TEXT];
 };
 
 /* Whether this process is forked from the one that is the member. */

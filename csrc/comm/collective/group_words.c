@@ -144,6 +144,23 @@ list_missing(const smp_group *group, char *out, size_t bytes)
     smp_rank_list_say(&missing, out, bytes);
 }
 
+/* What a control block's owner calls in its group.  False: nothing yet. */
+static bool
+describe_control(const smp_control_block *control, char *name, size_t name_bytes,
+                 char *call, size_t call_bytes)
+{
+    const smp_notice *a = &control->slots[0].notice;
+    const smp_notice *b = &control->slots[1].notice;
+    const smp_notice *last = a->sequence > b->sequence ? a : b;
+
+    if (last->sequence == 0) {
+        return false;
+    }
+    snprintf(name, name_bytes, "%.*s", (int)sizeof(control->name) - 1, control->name);
+    smp_notice_describe(last, call, call_bytes);
+    return true;
+}
+
 /* What a member of this host does in another group: "waits in group 'b' for barrier 3".
  */
 static bool
@@ -156,7 +173,7 @@ is_beside(const smp_group *group, int member, char *out, size_t bytes)
     char call[96];
 
     if (control == NULL ||
-        !smp_control_block_describe(control, name, sizeof(name), call, sizeof(call))) {
+        !describe_control(control, name, sizeof(name), call, sizeof(call))) {
         return false;
     }
     has_failed = atomic_load(&control->failed) != SMP_OK;
@@ -236,15 +253,6 @@ smp_group_give_up_without(smp_group *group, smp_status status, int member)
                  status == SMP_ERR_PEER_LOST ? "is lost" : "has left");
     }
     return smp_group_give_up(group, status, text);
-}
-
-smp_status
-smp_group_give_up_in_ring(smp_group *group, const char *ring)
-{
-    char why[320];
-
-    snprintf(why, sizeof(why), "deadlock: %s", ring);
-    return smp_group_give_up(group, SMP_ERR_DEADLOCK, why);
 }
 
 /* Whether its tensors are its own again: it is gone, or gave up. */

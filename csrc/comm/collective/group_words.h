@@ -28,9 +28,6 @@ smp_status smp_group_give_up_late(smp_group *group, int64_t waited_ns);
 /* A member will not come: `status` of smp_epoch_barrier_trouble(). */
 smp_status smp_group_give_up_without(smp_group *group, smp_status status, int member);
 
-/* SMP_ERR_DEADLOCK: the members wait for each other in a ring of groups, in words. */
-smp_status smp_group_give_up_in_ring(smp_group *group, const char *ring);
-
 /* A member's memory, which could be read when the group was made, cannot be read any
  * more: it has died or is about to end, or the address was none.  Waits for the news,
  * 1 s at most. */

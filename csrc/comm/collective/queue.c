@@ -18,16 +18,11 @@
 #define STAY_NS (1 * SMP_NS_PER_MS)
 #define SHARE_NS (100 * SMP_NS_PER_US)
 
-/* How often a waiter that drives a queue looks whether it closes; and who has waited
- * for so long for other ranks looks whether they wait for this one.  A test looks at
- * once, as in deadlock.c and cross_host_deadlock.c. */
-#ifdef SMP_HASTY
-#    define LOOK_NS (20 * SMP_NS_PER_US)
-#    define BEFORE_LOOK_NS 0
-#else
-#    define LOOK_NS (20 * SMP_NS_PER_MS)
-#    define BEFORE_LOOK_NS (400 * SMP_NS_PER_MS)
-#endif
+/* How often a waiter that drives a queue looks whether it closes. */
+#define LOOK_NS (20 * SMP_NS_PER_MS)
+
+/* When a wait is told to smp_carrier_describe(). */
+#define TELL_NS (200 * SMP_NS_PER_MS)
 
 /* How long a question waits for the driver of a queue. */
 #define ANSWER_NS (1 * SMP_NS_PER_S)
@@ -43,8 +38,9 @@ struct smp_queue {
     smp_work_item *tail;
     smp_queue     *next;    /* of the carrier's queues */
     bool           carried; /* driven by the carrier */
-    uint64_t       token;   /* that its group shows the others, or 0 */
     uint64_t       issued;  /* work items, so far */
+    char
+        *waits; /* owned: what the head has waited for, or NULL; the driver writes it */
 
     int64_t report_ns; /* the driver's own: the wait after which it says so */
 };
@@ -71,9 +67,7 @@ struct smp_carrier {
     int            waiters; /* for changed */
     bool           ending;
     bool           closed;
-    uint64_t       issued;    /* work items, so far */
-    int            listening; /* threads in smp_carrier_finished() */
-    int            alone; /* -1; else a thread waits alone, with so many listeners */
+    uint64_t       issued; /* work items, so far */
     question      *questions;
     smp_queue     *queues;
     smp_work_item *finished;       /* announced work items that are over, */
@@ -108,60 +102,35 @@ report(smp_queue *queue, int64_t waited_ns)
     }
 }
 
-/* Whether nothing can happen in this process before others have come on in the queue's
- * group (comm/collective/checks/deadlock.h).  The carrier's lock is held. */
-static bool
-is_stuck(const smp_queue *queue)
-{
-    const smp_carrier *carrier = queue->carrier;
-
-    if (carrier->alone < 0 || carrier->finished != NULL ||
-        carrier->listening != carrier->alone) {
-        return false;
-    }
-    for (const smp_queue *q = carrier->queues; q != NULL; q = q->next) {
-        if (q != queue && q->head != NULL) {
-            return false;
-        }
-    }
-    return true;
-}
-
-/* The group shows whether this rank is stuck in it.  The carrier's lock is held. */
+/* Has smp_carrier_describe() say for what the group waits, if it has for a while. */
 static void
-show_stuck(smp_queue *queue, uint64_t token)
+tell(smp_queue *queue, int64_t waited_ns)
 {
-    if (token != queue->token) {
-        smp_group_show_stuck(queue->group, token);
+    char what[SMP_GROUP_TEXT];
+
+    if (waited_ns < TELL_NS || queue->waits != NULL) {
+        return;
     }
-    queue->token = token;
+    smp_group_describe(queue->group, NULL, 0, what, sizeof(what));
+    smp_lock_acquire(&queue->carrier->lock);
+    queue->waits = strdup(what);
+    smp_lock_release(&queue->carrier->lock);
 }
 
-/* In a wait: reports, and finds out that it will never end. */
-static smp_status
-look_around(smp_queue *queue)
+/* That wait is over. */
+static void
+forget_wait(smp_queue *queue)
 {
-    int64_t  waited_ns = smp_group_waited_ns(queue->group);
-    uint64_t token = 0;
-
-    report(queue, waited_ns);
-    if (waited_ns < BEFORE_LOOK_NS) {
-        return SMP_OK;
-    }
-    smp_lock_acquire(&queue->carrier->lock);
-    if (is_stuck(queue)) {
-        token = queue->carrier->issued;
-    }
-    show_stuck(queue, token);
-    smp_lock_release(&queue->carrier->lock);
-    return token != 0 ? smp_group_look_around(queue->group, token) : SMP_OK;
+    free(queue->waits);
+    queue->waits = NULL;
 }
 
 /* Moves the work item on until it is done or until_ns: true, it is. */
 static bool
 carry_out(smp_work_item *item, int64_t until_ns)
 {
-    smp_group *group = item->queue->group;
+    smp_queue *queue = item->queue;
+    smp_group *group = queue->group;
 
     while (item->at < item->ncalls) {
         bool over = false;
@@ -170,9 +139,12 @@ carry_out(smp_work_item *item, int64_t until_ns)
             item->status = smp_group_start(group, &item->calls[item->at]);
             item->begun = true;
             item->sequence = smp_group_sequence(group);
-            item->queue->report_ns = item->queue->carrier->report_ns;
+            queue->report_ns = queue->carrier->report_ns;
         } else {
-            item->status = look_around(item->queue);
+            const int64_t waited_ns = smp_group_waited_ns(group);
+
+            report(queue, waited_ns);
+            tell(queue, waited_ns);
         }
         if (item->status == SMP_OK) {
             item->status = smp_group_wait(group, until_ns, &over);
@@ -186,6 +158,11 @@ carry_out(smp_work_item *item, int64_t until_ns)
         }
         item->begun = false;
         item->at++;
+        if (queue->waits != NULL) {
+            smp_lock_acquire(&queue->carrier->lock);
+            forget_wait(queue);
+            smp_lock_release(&queue->carrier->lock);
+        }
     }
     return true;
 }
@@ -246,9 +223,9 @@ finish_head(smp_queue *queue)
     smp_carrier   *carrier = queue->carrier;
     smp_work_item *item = queue->head;
 
-    show_stuck(queue, 0);
     queue->head = item->next;
     item->next = NULL;
+    forget_wait(queue);
     if (item->announced) {
         announce(carrier, item);
     }
@@ -370,7 +347,6 @@ smp_carrier_create(smp_carrier **out)
     }
     carrier->generation = smp_fork_generation();
     carrier->finished_last = &carrier->finished;
-    carrier->alone = -1;
     smp_lock_init(&carrier->lock, SMP_LOCK_QUEUES);
     smp_cond_init(&carrier->work);
     smp_cond_init(&carrier->changed);
@@ -390,6 +366,26 @@ smp_carrier_report_after(smp_carrier *carrier, int name, int64_t wait_ns)
 {
     carrier->name = name;
     carrier->report_ns = wait_ns;
+}
+
+void
+smp_carrier_describe(smp_carrier *carrier, char *out, size_t bytes)
+{
+    size_t used = 0;
+
+    out[0] = '\0';
+    if (is_child(carrier)) {
+        return;
+    }
+    smp_lock_acquire(&carrier->lock);
+    for (const smp_queue *q = carrier->queues; q != NULL && used < bytes; q = q->next) {
+        if (q->waits != NULL) {
+            const int n = snprintf(out + used, bytes - used, "%s\n", q->waits);
+
+            used += n > 0 ? (size_t)n : 0;
+        }
+    }
+    smp_lock_release(&carrier->lock);
 }
 
 void
@@ -431,11 +427,9 @@ smp_carrier_finished(smp_carrier *carrier, smp_work_item **out)
         return status;
     }
     smp_lock_acquire(&carrier->lock);
-    carrier->listening++;
     while (carrier->finished == NULL && !carrier->closed) {
         smp_cond_wait(&carrier->news, &carrier->lock, SMP_NEVER);
     }
-    carrier->listening--;
     if (carrier->finished != NULL) {
         *out = carrier->finished;
         carrier->finished = (*out)->next;
@@ -515,7 +509,6 @@ smp_work_item_issue(smp_work_item *item, smp_queue *queue, bool announced)
     }
     queue->tail = item;
     queue->issued++;
-    carrier->issued++;
     if (announced && !queue->driven) {
         pthread_cond_signal(&carrier->work);
     }
@@ -533,8 +526,8 @@ smp_queue_issued(smp_queue *queue)
     return issued;
 }
 
-static bool
-wait_item(smp_work_item *item, int64_t until_ns, int alone)
+bool
+smp_work_item_wait(smp_work_item *item, int64_t until_ns)
 {
     smp_carrier *carrier = item->carrier;
 
@@ -546,7 +539,6 @@ wait_item(smp_work_item *item, int64_t until_ns, int alone)
         return true;
     }
     smp_lock_acquire(&carrier->lock);
-    carrier->alone = alone;
     while (!smp_work_item_is_over(item)) { /* so that its queue is still there */
         if (!item->queue->driven && !item->queue->closing) {
             drive(item, until_ns);
@@ -559,24 +551,8 @@ wait_item(smp_work_item *item, int64_t until_ns, int alone)
             break;
         }
     }
-    carrier->alone = -1;
-    if (alone >= 0 && !smp_work_item_is_over(item)) {
-        show_stuck(item->queue, 0);
-    }
     smp_lock_release(&carrier->lock);
     return smp_work_item_is_over(item);
-}
-
-bool
-smp_work_item_wait(smp_work_item *item, int64_t until_ns)
-{
-    return wait_item(item, until_ns, -1);
-}
-
-bool
-smp_work_item_wait_alone(smp_work_item *item, int64_t until_ns, int listeners)
-{
-    return wait_item(item, until_ns, listeners);
 }
 
 bool

@@ -53,6 +53,10 @@ smp_status smp_carrier_create(smp_carrier **out);
  * rank's (smp_comm_name()).  Before the first queue. */
 void smp_carrier_report_after(smp_carrier *carrier, int name, int64_t wait_ns);
 
+/* What operations have waited for, for a while now: lines for people, cut off at
+ * `bytes`; "": none has. */
+void smp_carrier_describe(smp_carrier *carrier, char *out, size_t bytes);
+
 /* Makes smp_carrier_finished() return. */
 void smp_carrier_close(smp_carrier *carrier);
 
@@ -79,14 +83,6 @@ void smp_work_item_issue(smp_work_item *item, smp_queue *queue, bool announced);
 
 /* Waits until it is over or until_ns (smp_clock_ns): true, it is. */
 bool smp_work_item_wait(smp_work_item *item, int64_t until_ns);
-
-/* The same, by the only thread of the process that can issue work items: all others
- * sleep, `listeners` of them in smp_carrier_finished(), or never issue any.  And it
- * waits on when until_ns has passed.  So nothing happens here until the work item is
- * over, and if the ranks that it waits for wait for this one in the same way, it is
- * over after about a second, with SMP_ERR_DEADLOCK (comm/collective/checks/deadlock.h).
- */
-bool smp_work_item_wait_alone(smp_work_item *item, int64_t until_ns, int listeners);
 
 /* For what it waits, for people, cut off at `bytes`: "group 'a': barrier 3 waits for
  * rank 1".  False: it is over, or its queue does not answer. */

@@ -41,8 +41,6 @@ smp_control_block_take(smp_control_block *controls)
             atomic_store(&control->failed, 0);
             atomic_store(&control->holds, 0);
             atomic_store(&control->waits, 0);
-            atomic_store(&control->stuck, 0);
-            atomic_store(&control->sure, 0);
             atomic_store(&control->slots[0].notice.step, 0);
             atomic_store(&control->slots[1].notice.step, 0);
             control->slots[0].notice.sequence = 0; /* no operation yet */

@@ -76,8 +76,6 @@ typedef struct {
     _Alignas(64) smp_doorbell doorbell; /* written by all members */
     _Alignas(64) _Atomic uint64_t read; /* the last step whose reading is over */
     _Atomic uint64_t waits;  /* the step for which the member sleeps; 0: it does not */
-    _Atomic uint64_t stuck;  /* comm/collective/checks/deadlock.h: a token, or 0, */
-    _Atomic uint64_t sure;   /* ... and one with which it has found a ring */
     _Atomic uint32_t failed; /* smp_status: the member has given up */
     _Atomic uint32_t holds;  /* 1: it may have the other members' device memory open */
     char             name[64]; /* of the group, for errors */

@@ -349,6 +349,20 @@ comm_report_after(PyObject *object, PyObject *arg)
     Py_RETURN_NONE;
 }
 
+/* waits() -> what operations have waited for, for a while now: lines */
+static PyObject *
+comm_waits(PyObject *object, PyObject *unused)
+{
+    smp_comm_object *self = (smp_comm_object *)object;
+    char             lines[2048] = "";
+
+    (void)unused;
+    if (self->carrier != NULL) {
+        smp_carrier_describe(self->carrier, lines, sizeof(lines));
+    }
+    return PyUnicode_DecodeUTF8(lines, (Py_ssize_t)strlen(lines), "replace");
+}
+
 /* close(): leaves the other ranks; after stop(), and when all groups are closed */
 static PyObject *
 comm_close(PyObject *object, PyObject *unused)
@@ -383,6 +397,8 @@ static PyMethodDef comm_methods[] = {
     {"report_after", comm_report_after, METH_O,
      "report_after(seconds)\n--\n\nOperations that wait so long for ranks say so on "
      "stderr; 0: none does."},
+    {"waits", comm_waits, METH_NOARGS,
+     "What operations have waited for, for a while now: lines."},
     {"stop", comm_stop, METH_NOARGS, "Let finished() come to its end."},
     {"close", comm_close, METH_NOARGS, "Leave the other ranks."},
     {NULL, NULL, 0, NULL},

@@ -110,41 +110,13 @@ let_tensors_go(smp_work_item_object *self)
     }
 }
 
-/* Python's side of the ranks: a method without arguments.  A new reference. */
-static PyObject *
-ask_ranks(const char *method)
-{
-    PyObject *module = PyImport_ImportModule("smp.collectives.ranks");
-    PyObject *answer =
-        module == NULL ? NULL : PyObject_CallMethod(module, method, NULL);
-
-    Py_XDECREF(module);
-    return answer;
-}
-
-/* Has it noted that this thread begins work items.  0, or -1 with an exception. */
-static int
-note_beginner(void)
-{
-    static _Thread_local bool noted;
-    PyObject                 *done;
-
-    if (noted) {
-        return 0;
-    }
-    done = ask_ranks("note_beginner");
-    noted = done != NULL;
-    Py_XDECREF(done);
-    return noted ? 0 : -1;
-}
-
 smp_work_item_object *
 smp_work_item_make(smp_group_object *group, PyObject *const *args, Py_ssize_t nargs)
 {
     smp_callee            callee = {group->name, group->size, group->member};
     smp_work_item_object *self;
 
-    if (note_beginner() < 0 || smp_group_check_open(group) < 0) {
+    if (smp_group_check_open(group) < 0) {
         return NULL;
     }
     self = (smp_work_item_object *)item_type->tp_alloc(item_type, 0);
@@ -170,7 +142,7 @@ smp_work_item_make_gather(smp_group_object *group, PyObject *ins, PyObject *outs
     smp_exchange         *exchange = exchange_of(group);
     smp_work_item_object *self;
 
-    if (note_beginner() < 0 || smp_group_check_open(group) < 0) {
+    if (smp_group_check_open(group) < 0) {
         return NULL;
     }
     if (exchange != NULL) {
@@ -226,49 +198,19 @@ smp_work_item_begin(smp_work_item_object *self)
     smp_work_item_issue(&self->item, self->group->queue, false);
 }
 
-/* Who has waited so long without a limit asks whether it is alone with that. */
-#define PATIENT_NS (300 * SMP_NS_PER_MS)
-
-/* How many threads listen (Ranks._complete()), if no other of the process can come to
- * issue a work item while this one waits; else -1; -2 with a signal handler's
- * exception.
- */
-static int
-count_listeners(void)
-{
-    PyObject *number = ask_ranks("listeners");
-    long      listeners = number == NULL ? -1 : PyLong_AsLong(number);
-
-    Py_XDECREF(number);
-    if (PyErr_Occurred() != NULL && !PyErr_ExceptionMatches(PyExc_Exception)) {
-        return -2; /* Ctrl-C */
-    }
-    PyErr_Clear(); /* nobody knows, then */
-    return (int)listeners;
-}
-
 int
 smp_work_item_wait_until(smp_work_item_object *self, int64_t until_ns)
 {
     smp_comm_object *comm = self->group->comm;
-    int64_t          patient_ns =
-        until_ns == SMP_NEVER ? smp_clock_ns() + PATIENT_NS : SMP_NEVER;
 
     for (;;) {
-        int64_t now = smp_clock_ns();
-        int64_t look_ns = now + SMP_SIGNALS_NS;
-        int     listeners = now < patient_ns ? -1 : count_listeners();
+        int64_t look_ns = smp_clock_ns() + SMP_SIGNALS_NS;
         bool    over;
 
-        if (listeners == -2) {
-            return -1;
-        }
         look_ns = look_ns < until_ns ? look_ns : until_ns;
         comm->users++;
         Py_BEGIN_ALLOW_THREADS;
-        over = listeners < 0
-                   ? smp_work_item_wait(&self->item, look_ns)
-                   : smp_work_item_wait_alone(&self->item, look_ns, listeners);
+        over = smp_work_item_wait(&self->item, look_ns);
         Py_END_ALLOW_THREADS;
         comm->users--;
         if (over) {

@@ -470,7 +470,7 @@ static PyMethodDef functions[] = {
     {"await_turn", py_await_turn, METH_O, "await_turn(gate) -> bool"},
     {"in_backward", py_in_backward, METH_NOARGS, "in_backward() -> bool"},
     {"left", py_left, METH_O, "left(gate)"},
-    {"current", py_current, METH_NOARGS, "-> (microbatch, entry) or None"},
+    {"current", py_current, METH_NOARGS, "-> the microbatch, or None"},
     {"task_number", py_task_number, METH_NOARGS, "-> int or None"},
     {"timeline", py_timeline, METH_NOARGS,
      "-> [(time_ns, worker, kind, phase, microbatch, entry), ...]"},

@@ -4,6 +4,7 @@
 
 #include <dlfcn.h>
 #include <stdio.h>
+#include <string.h>
 #include <unistd.h>
 
 #include "server/watchdog.h"
@@ -16,11 +17,13 @@ typedef const char *(*dump_threads)(int fd, PyInterpreterState *interpreter,
                                     PyThreadState *thread);
 
 typedef struct {
-    smp_board          *board; /* borrowed; NULL: nothing is watched */
-    int                 rank;
-    char                name[64];
-    smp_watchdog       *thread; /* owned */
-    dump_threads        dump;   /* NULL: this Python hides it */
+    smp_board    *board; /* borrowed, unless it is `own`; NULL: nothing is watched */
+    smp_board    *own;   /* owned: of a rank without a server */
+    int           rank;
+    char          name[64];
+    char          step[200]; /* the step's place; "": in none */
+    smp_watchdog *thread;    /* owned */
+    dump_threads  dump;      /* NULL: this Python hides it */
     PyInterpreterState *interpreter;
 } watch;
 
@@ -48,15 +51,18 @@ report_stuck(void *ctx, const smp_standing *standing, bool ends)
     double still = (double)(standing->now_ns - standing->moved_ns) / 1e9;
 
     (void)ctx;
-    used = (size_t)snprintf(
-        said, sizeof(said),
-        standing->in_step ? "smp: %s (process %d) has not moved for %.1f s, in "
-                            "step %u\n"
-                          : "smp: %s (process %d) has not moved for %.1f s, after "
-                            "step %u\n",
-        the_watch.name, (int)getpid(), still, (unsigned)standing->step);
+    used = (size_t)snprintf(said, sizeof(said),
+                            "smp: %s (process %d) has not moved for %.1f s",
+                            the_watch.name, (int)getpid(), still);
+    if (the_watch.own == NULL) { /* the server counts steps */
+        used += (size_t)snprintf(said + used, sizeof(said) - used, ", %s step %u",
+                                 standing->in_step ? "in" : "after",
+                                 (unsigned)standing->step);
+    }
+    said[used++] = '\n';
     used += smp_board_write(the_watch.board, the_watch.rank, standing, said + used,
                             sizeof(said) - used);
+    used += smp_board_write_others(the_watch.board, said + used, sizeof(said) - used);
     print(said, used);
     if (the_watch.dump != NULL) {
         (void)the_watch.dump(STDERR_FILENO, the_watch.interpreter, NULL);
@@ -98,20 +104,128 @@ smp_watch_start(smp_board *board, int rank, const char *name, double report_s,
     return status;
 }
 
-/* place(text or None): the script waits for other ranks, outside a step. */
+/* watch(name, report_s, end_s): a rank without a server, until unwatch() */
 static PyObject *
-py_place(PyObject *module, PyObject *what)
+py_watch(PyObject *module, PyObject *args)
 {
-    const char *text = NULL;
+    static const char *const names[] = {the_watch.name};
+    const char              *name;
+    double                   report_s;
+    double                   end_s;
+    smp_status               status;
 
     (void)module;
-    if (what != Py_None && (text = PyUnicode_AsUTF8(what)) == NULL) {
+    if (!PyArg_ParseTuple(args, "sdd", &name, &report_s, &end_s)) {
+        return NULL;
+    }
+    status = smp_board_create(0, 1, "", names, &the_watch.own);
+    if (status == SMP_OK) {
+        status = smp_watch_start(the_watch.own, 0, name, report_s, end_s);
+    }
+    if (status != SMP_OK) {
+        smp_board_destroy(the_watch.own);
+        the_watch.own = NULL;
+        return PyErr_Format(PyExc_RuntimeError, "smp: starting the watchdog: %s [%s]",
+                            smp_status_text(status), smp_status_name(status));
+    }
+    Py_RETURN_NONE;
+}
+
+/* unwatch(): what watch() began, if it did */
+static PyObject *
+py_unwatch(PyObject *module, PyObject *unused)
+{
+    (void)module;
+    (void)unused;
+    if (the_watch.own != NULL) {
+        Py_BEGIN_ALLOW_THREADS;
+        smp_watch_stop();
+        Py_END_ALLOW_THREADS;
+        smp_board_destroy(the_watch.own);
+        the_watch.own = NULL;
+    }
+    Py_RETURN_NONE;
+}
+
+/* standing() -> (seconds without a move, lines), or None: in no step and no call */
+static PyObject *
+py_standing(PyObject *module, PyObject *unused)
+{
+    smp_standing now;
+    char         lines[SMP_BOARD_OTHERS];
+
+    (void)module;
+    (void)unused;
+    if (the_watch.board == NULL) {
+        Py_RETURN_NONE;
+    }
+    smp_board_read(the_watch.board, &now);
+    if (!now.in_step && !now.outside) {
+        Py_RETURN_NONE;
+    }
+    (void)smp_board_write(the_watch.board, the_watch.rank, &now, lines, sizeof(lines));
+    return Py_BuildValue(
+        "dN", (double)(now.now_ns - now.moved_ns) / 1e9,
+        PyUnicode_DecodeUTF8(lines, (Py_ssize_t)strlen(lines), "replace"));
+}
+
+/* hear_of(lines): where other ranks stand, for the next reports */
+static PyObject *
+py_hear_of(PyObject *module, PyObject *lines)
+{
+    const char *text = PyUnicode_AsUTF8(lines);
+
+    (void)module;
+    if (text == NULL) {
         return NULL;
     }
     if (the_watch.board != NULL) {
-        smp_board_place(the_watch.board, text);
+        smp_board_hear(the_watch.board, text);
     }
     Py_RETURN_NONE;
+}
+
+/* place(call or None): the script waits for other ranks in it; None: not any more. */
+static PyObject *
+py_place(PyObject *module, PyObject *what)
+{
+    const char *call = NULL;
+    char        text[256];
+
+    (void)module;
+    if (what != Py_None && (call = PyUnicode_AsUTF8(what)) == NULL) {
+        return NULL;
+    }
+    snprintf(text, sizeof(text), "%s%s", call != NULL ? "waits in " : "is in ",
+             call != NULL ? call : the_watch.step);
+    if (the_watch.board != NULL) {
+        smp_board_place(the_watch.board,
+                        call == NULL && the_watch.step[0] == '\0' ? NULL : text);
+    }
+    Py_RETURN_NONE;
+}
+
+/* place_of_step(text or None): where the script is, until None, when it waits in no
+ * call
+ */
+static PyObject *
+py_place_of_step(PyObject *module, PyObject *what)
+{
+    const char *text = "";
+
+    if (what != Py_None && (text = PyUnicode_AsUTF8(what)) == NULL) {
+        return NULL;
+    }
+    snprintf(the_watch.step, sizeof(the_watch.step), "%s", text);
+    return py_place(module, Py_None);
+}
+
+/* moved(): this rank goes on, where it was */
+static PyObject *
+py_moved(PyObject *module, PyObject *unused)
+{
+    (void)unused;
+    return py_place(module, Py_None);
 }
 
 void
@@ -123,8 +237,18 @@ smp_watch_stop(void)
 }
 
 static PyMethodDef functions[] = {
+    {"watch", py_watch, METH_VARARGS,
+     "watch(name, report_s, end_s): a rank without a server, until unwatch()"},
+    {"unwatch", py_unwatch, METH_NOARGS, "unwatch(): what watch() began, if it did"},
+    {"standing", py_standing, METH_NOARGS,
+     "standing() -> (seconds without a move, lines), or None: in no step and no call"},
+    {"hear_of", py_hear_of, METH_O,
+     "hear_of(lines): where other ranks stand, for the next reports"},
     {"place", py_place, METH_O,
-     "place(text or None): the script waits for other ranks, outside a step"},
+     "place(call or None): the script waits for other ranks in it; None: not any more"},
+    {"place_of_step", py_place_of_step, METH_O,
+     "place_of_step(text or None): where it is, until None, when it waits in no call"},
+    {"moved", py_moved, METH_NOARGS, "moved(): this rank goes on, where it was"},
     {NULL, NULL, 0, NULL},
 };
 

@@ -347,8 +347,7 @@ static bool
 is_split(PyObject *tensor)
 {
     return smp_registry.split_tensor != NULL &&
-           PyType_IsSubtype(Py_TYPE(tensor),
-                            (PyTypeObject *)smp_registry.split_tensor);
+           PyType_IsSubtype(Py_TYPE(tensor), (PyTypeObject *)smp_registry.split_tensor);
 }
 
 int

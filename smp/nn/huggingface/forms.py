@@ -22,8 +22,8 @@ from smp.nn.transformer.lm_head import HIDES
 from smp.nn.transformer.options import ACTIVATIONS
 from smp.state_mod import state
 from smp.tensor_parallel import marking, replacement
+from smp.tensor_parallel.caches import CACHES
 from smp.tensor_parallel.counterparts import BothWays, Translate
-from smp.tensor_parallel.regions import CACHES
 
 Arguments = dict[str, Any]  # of a forward, by name
 

@@ -14,9 +14,9 @@ from smp.nn.huggingface.translation import QKV, StateDict, Translation, part
 from smp.nn.transformer.layer import DistributedTransformerLayer
 from smp.nn.transformer.lm_head import DistributedTransformerLMHead
 from smp.tensor_parallel import plans
+from smp.tensor_parallel.caches import CACHES
 from smp.tensor_parallel.counterparts import BothWays
 from smp.tensor_parallel.linears import cut_outputs
-from smp.tensor_parallel.regions import CACHES
 from smp.tensor_parallel.replacement import Hook, Known
 
 

@@ -254,8 +254,6 @@ sort_in(smp_wire *wire, smp_message *message, int *member)
     case SMP_PARCEL_LEFT:
         wire->members[head.member].left = true;
         break;
-    case SMP_PARCEL_STUCK: /* not any more: here this rank is */
-        break;
     case SMP_PARCEL_NOTE: /* the last of a member counts */
         drop_note(wire, head.member);
         keep(wire, message);

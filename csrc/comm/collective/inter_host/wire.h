@@ -30,9 +30,6 @@ typedef enum {
     SMP_PARCEL_DATA,
     SMP_PARCEL_FAILED, /* its sender gives up: status, and why in words */
     SMP_PARCEL_LEFT,   /* its sender has destroyed the group */
-    SMP_PARCEL_STUCK,  /* its sender waits for the receiver:
-                        * comm/collective/inter_host/cross_host_deadlock.h
-                        */
     SMP_PARCELS
 } smp_parcel_kind;
 

@@ -1,0 +1,126 @@
+"""Where the ranks of the job stand, told to one another once one of them does not go on.
+
+The watchdog in C knows this rank alone.  A thread here puts what it shows into the job's store
+while the rank stands still, reads what others have put there, and gives that to the watchdog
+for its reports.  A rank that moves tells nothing.
+"""
+
+import itertools
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import torch.distributed as dist
+
+from smp import _core
+from smp.collectives.ranks import Ranks
+from smp.state_mod import Job
+
+LOOKS = 8  # within the shorter limit
+LONGEST_S = 1.0  # between two looks
+LEAVE_S = 1.0  # that `stop` waits for a look
+SHOWN = 8  # ranks in a report
+SHOWN_BYTES = 900  # of each
+
+
+_generations = itertools.count()  # each job has keys of its own
+
+
+@contextmanager
+def shared(job: Job) -> Iterator[None]:
+    """Have the watchdog's reports say where the job's other ranks stand.
+
+    A rank without a pipeline has its watchdog from here, too; else it is the core's.
+    """
+    limits = job.cfg.watchdog_report_s, job.cfg.watchdog_end_s
+    store = dist.PrefixStore(
+        f"smp-whereabouts-{next(_generations)}", dist.distributed_c10d._get_default_store()
+    )
+    if len(job.groups["pp"]) == 1:
+        _core.watch(f"rank {job.boot.rank}", *limits)
+    told = Whereabouts(store, job.boot.rank, job.boot.size, *limits)
+    told.start()
+    try:
+        yield
+    finally:
+        told.stop()
+        _core.unwatch()
+
+
+class Whereabouts:
+    """The thread of this rank, from `start` to `stop`.
+
+    Args:
+        store: of which the ranks of this job, and nobody else, use the keys.
+        rank: this one, among ``size``.
+        limits: in seconds, after which the watchdog reports, or ends the job; 0: never.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, size: int, *limits: float) -> None:
+        self.store, self.rank, self.size = store, rank, size
+        self.limit = min((limit for limit in limits if 0 < limit < 1e9), default=0.0)
+        self.has_told = False
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="smp-whereabouts", daemon=True)
+
+    def start(self) -> None:
+        if self.limit:
+            self._thread.start()
+
+    def stop(self) -> None:
+        self._end.set()
+        if self._thread.is_alive():
+            self._thread.join(LEAVE_S)  # a store whose rank is stopped answers late
+
+    def _run(self) -> None:
+        while not self._end.wait(min(self.limit / LOOKS, LONGEST_S)):
+            with suppress(RuntimeError):  # the store's rank has ended
+                self._look()
+
+    def _look(self) -> None:
+        still, here = standing()
+        if still < self.limit / 2:
+            if self.has_told:
+                self.store.set(str(self.rank), "")
+                self.has_told = False
+            return
+        self.store.set(str(self.rank), here)
+        self.has_told = True
+        if still >= self.limit * (LOOKS - 2) / LOOKS:
+            others = self._others()
+            if not self._end.is_set():
+                _core.hear_of(others)
+
+    def _others(self) -> str:
+        """What others have told, and which have told nothing: lines for the report."""
+        shown, silent = [], []
+        for rank in range(self.size):
+            if rank == self.rank:
+                continue
+            key = str(rank)
+            told = self.store.get(key).decode() if self.store.check([key]) else ""
+            if told:
+                shown.append(told)
+            else:
+                silent.append(key)
+        lines = "".join(shown[:SHOWN])
+        if len(shown) > SHOWN:
+            lines += f"  {len(shown) - SHOWN} more ranks wait\n"
+        if silent:
+            more = ", ..." if len(silent) > SHOWN else ""
+            lines += (
+                f"  rank{'s' if len(silent) > 1 else ''} {', '.join(silent[:SHOWN])}{more} "
+                "told nothing: computing, in no step and no call of smp, or stopped\n"
+            )
+        return lines
+
+
+def standing() -> tuple[float, str]:
+    """Seconds without a move, and where this rank stands; 0.0: it is in no step and no call."""
+    now = _core.standing()
+    if now is None:
+        return 0.0, ""
+    still, lines = now
+    for ranks in list(Ranks.open):
+        lines += "".join(f"    {wait}\n" for wait in ranks.comm.waits().splitlines())
+    return still, lines[:SHOWN_BYTES]

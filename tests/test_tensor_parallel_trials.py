@@ -1,0 +1,201 @@
+"""What is not as PyTorch's or transformers' class has it is split only where that is right.
+
+The reference is ``tests/reference/whole_job.py``, in float64.
+"""
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import smp
+from tests.ranks import on_ranks
+from tests.reference.whole_job import WholeJob, assert_near, split_over_all_ranks
+
+# -------------------------------------------------- linears and embeddings of a user's class
+
+
+class Threefold(nn.Embedding):
+    def forward(self, ids: Tensor) -> Tensor:
+        return super().forward(ids) * 3.0
+
+
+class Gained(nn.Embedding):
+    """With a parameter and a buffer of its own, in a forward of its own module."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.norm = nn.LayerNorm(sizes[1])
+        self.shift = nn.Parameter(torch.ones(()))
+        self.register_buffer("factor", torch.tensor(2.0))
+        self.calls = 0
+
+    def forward(self, ids: Tensor) -> Tensor:
+        self.calls += 1
+        return self.norm(super().forward(ids) * self.factor) + self.shift
+
+
+class Shifted(nn.Embedding):
+    """As learned positions of BART: of other rows than it is asked for."""
+
+    def __init__(self, rows: int, width: int) -> None:
+        super().__init__(rows, width)
+        self.rows = rows
+
+    def forward(self, ids: Tensor) -> Tensor:
+        _samples, _positions = ids.shape
+        return super().forward((ids + 2) % self.rows)
+
+
+class Sparsely(nn.Embedding):
+    def forward(self, ids: Tensor, more: Tensor | None = None) -> Any:
+        return {"found": super().forward(ids), "ids": ids}
+
+
+class Reading(nn.Embedding):
+    """Its forward reads the weight by itself."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return F.embedding(ids, self.weight) * 3.0
+
+
+class Centred(nn.Embedding):
+    """Its forward is the parent's but for a mean over the weight."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return super().forward(ids) - self.weight.detach().mean()
+
+
+class Demanding(nn.Embedding):
+    """Its forward cannot be called with indices alone."""
+
+    def forward(self, ids: Tensor, *, factor: float) -> Tensor:
+        return super().forward(ids) * factor
+
+
+class LinearThreefold(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * 3.0
+
+
+class LinearBounded(nn.Linear):
+    """Of vectors of length 1, with a softmax over the outputs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(F.normalize(x, dim=-1)).softmax(-1)
+
+
+class LinearReading(nn.Linear):
+    """As weight standardization: its forward reads the weight by itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight - self.weight.mean(), self.bias)
+
+
+class Net(nn.Module):
+    """An embedding, a linear and a head of these classes."""
+
+    def __init__(
+        self, embedding: type[nn.Embedding], linear: type[nn.Linear], tied: bool
+    ) -> None:
+        super().__init__()
+        self.embedding = embedding(VOCABULARY, 4)
+        self.inner = linear(4, 4)
+        self.head = linear(4, VOCABULARY, bias=not tied)
+        if tied:
+            self.head.weight = self.embedding.weight
+        self.given = {"factor": 3.0} if embedding is Demanding else {}
+
+    def forward(self, ids: Tensor) -> Tensor:
+        found = self.embedding(ids, **self.given)
+        found = found["found"] if isinstance(found, dict) else found
+        return self.head(torch.tanh(self.inner(found)))
+
+
+VOCABULARY = 7
+SPLIT = (Threefold, Gained, Shifted, Sparsely), (LinearThreefold, LinearBounded)
+REASONS = {
+    Reading: "which does not give the same when the weight is split",
+    Centred: "which does not give the same when the weight is split",
+    Demanding: "which cannot be tried with rows alone (TypeError",
+    LinearReading: "which does not give the same when the weight is split",
+}
+
+
+def net_of(embedding: type[nn.Embedding], linear: type[nn.Linear], tied: bool) -> Net:
+    torch.manual_seed(1)
+    torch.set_default_dtype(torch.float64)
+    with smp.tensor_parallelism():
+        return Net(embedding, linear, tied)
+
+
+def cross_entropy(model: nn.Module, ids: Tensor) -> Tensor:
+    return F.cross_entropy(model(ids).flatten(0, -2), ids.flatten())
+
+
+def ids_of(rank: int, step: int, prescaled: bool) -> tuple[Tensor]:
+    draw = torch.Generator().manual_seed(10 * step + rank * (not prescaled))
+    return (torch.randint(0, VOCABULARY, (2 + rank * (not prescaled), 3), generator=draw),)
+
+
+CLASSES = [
+    *((one, nn.Linear) for one in (*SPLIT[0], Reading, Centred, Demanding)),
+    *((nn.Embedding, one) for one in (*SPLIT[1], LinearReading)),
+    (Threefold, LinearThreefold),
+    (Threefold, LinearReading),
+]
+
+
+@pytest.mark.parametrize("prescaled", [False, True])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("embedding", "linear"), CLASSES)
+@pytest.mark.sample(12)
+@on_ranks(2)
+def test_a_leaf_of_a_users_class_is_split_where_it_has_proved_itself(
+    embedding, linear, tied, prescaled
+):
+    split_over_all_ranks(prescaled_batch=prescaled)
+    net = net_of(embedding, linear, tied)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        job = WholeJob(net, cross_entropy, lambda rank, step: ids_of(rank, step, prescaled))
+    reasons = {one.path: one.reason for one in job.model._smp_split}
+    failing = [cls for cls in (embedding, linear) if cls in REASONS]
+    warned = [str(w.message) for w in caught if "left whole" in str(w.message)]
+    assert len(warned) == len(failing)
+    for path, cls in (("embedding", embedding), ("inner", linear), ("head", linear)):
+        shares = tied and path != "inner"
+        why = cls if cls in failing else failing[0] if failing and shares else None
+        assert (reasons[path] == "") == (why is None), reasons
+        if why is not None:
+            assert f"class {why.__name__} has a forward of its own" in reasons[path]
+            assert REASONS[why] in reasons[path]
+    if isinstance(net.embedding, Gained):
+        assert net.embedding.calls == 0  # copies were tried
+    for step in range(2):
+        job.step(step)
+    job.check_parameters()
+
+
+@on_ranks(4)
+def test_a_leaf_of_a_users_class_whose_values_are_made_later():
+    """A trial needs none of them."""
+    smp.init({"tensor_parallel_degree": 2, "pipeline_parallel_degree": 2})
+    plain = net_of(Threefold, LinearBounded, True)
+    with smp.delay_param_initialization():
+        net = net_of(Threefold, LinearBounded, True)
+    smp.set_partition(net.inner, 1)
+    model = smp.DistributedModel(net)
+    assert [one.reason for one in model._smp_split] == [""] * 3
+
+    @smp.step
+    def step(model: nn.Module, ids: Tensor) -> Tensor:
+        out = model(ids)
+        model.backward(out.square().mean())
+        return out
+
+    ids = ids_of(smp.dp_rank(), 0, False)[0]
+    assert_near(step(model, ids).concat(), plain(ids), "logits")
