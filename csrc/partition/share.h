@@ -14,7 +14,7 @@
 int32_t smp_share_devices(const int64_t *cost, const int32_t *capacity,
                           int32_t segments, int32_t devices, int32_t *seats);
 
-/* The same for `devices` more, beside those that the segments have in seats[]. */
+/* The same for `devices` more, beside the segments' own in seats[]. */
 int32_t smp_share_more(const int64_t *cost, const int32_t *capacity, int32_t segments,
                        int32_t devices, int32_t *seats);
 
