@@ -1,4 +1,4 @@
-/* A thread that mostly sleeps. */
+/* A thread, mostly asleep. */
 #define _GNU_SOURCE
 #include "server/watchdog.h"
 
