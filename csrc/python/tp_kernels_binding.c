@@ -1,5 +1,5 @@
 /* Tensors and numbers in, kernels of csrc/tp_kernels called.  Each function has the
- * arguments of its struct there, in that order, `dtype` and `scratch` apart. */
+ * arguments of its struct there, in its order, `dtype` and `scratch` apart. */
 #include "python/tp_kernels_binding.h"
 
 #include <stdlib.h>
@@ -13,7 +13,7 @@
 
 _Static_assert(sizeof(unsigned long long) == sizeof(uint64_t), "the format's K");
 
-/* What the kernels rely on. */
+/* The kernels rely on these bounds. */
 static void
 check_dropout(smp_tp_seen *see, const smp_tp_dropout *dropout)
 {

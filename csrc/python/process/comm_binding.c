@@ -149,7 +149,7 @@ static PyMethodDef functions[] = {
     {NULL, NULL, 0, NULL},
 };
 
-/* transports: the names of those that are always registered */
+/* transports: the names of those always registered */
 static int
 add_transports(PyObject *module)
 {
