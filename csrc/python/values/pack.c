@@ -51,7 +51,7 @@ smp_pack_init(smp_pack *pack, smp_comm *comm, int dest, const smp_unpack *reques
 void
 smp_pack_fini(smp_pack *pack)
 {
-    if (pack->staged) { /* never sent: nobody may have the blocks before */
+    if (pack->staged) { /* never sent: no reader may have the blocks before */
         PyObject *type;
         PyObject *value;
         PyObject *traceback;
@@ -84,7 +84,7 @@ smp_pack_fini(smp_pack *pack)
     free(pack->data.at);
 }
 
-/* Writes everything behind `head` bytes that are left free, into one buffer. */
+/* Writes everything behind `head` free bytes, into one buffer. */
 static int
 join(smp_pack *pack, size_t head, smp_buffer *out)
 {

@@ -1,4 +1,4 @@
-/* Looking PyTorch up once, so that the hot path makes no attribute chains. */
+/* The look-up of PyTorch's objects, once: the hot path follows no attribute chains. */
 #include "python/values/torch_api.h"
 
 smp_torch_api   smp_torch;

@@ -1,4 +1,4 @@
-/* What of PyTorch the binding calls, looked up once.
+/* PyTorch's objects for the binding, looked up once.
  *
  * Threads  Written by smp_torch_load() under the GIL; read with the GIL held.
  */
