@@ -1,4 +1,4 @@
-/* What the session says of itself. */
+/* The session's own name, errors and warnings. */
 #include "python/modules/session.h"
 
 #include "comm/neighbour.h"

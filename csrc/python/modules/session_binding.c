@@ -1,4 +1,4 @@
-/* The session's life, and what Python tells it. */
+/* The session's life, and its values from Python. */
 #include "python/modules/session_binding.h"
 
 #include <stdlib.h>
@@ -19,8 +19,8 @@
 /* open(rank, size, pipelines, pool_bytes, device_pool_bytes, spin_us, transports,
  * interface, job, report_s, end_s, names, in_sequence=False) -> the address card.  rank
  * and size: of all pipelines, as pipeline * pp_size + pp_rank.  report_s and end_s are
- * the watchdog's limits, 0 for none.  names, a tuple of str by rank: what messages call
- * the ranks. */
+ * the watchdog's limits, 0 for none.  names, a tuple of str: the ranks' names in
+ * messages, by rank. */
 static PyObject *
 py_open(PyObject *module, PyObject *args)
 {
@@ -362,7 +362,7 @@ number_by_address(PyObject **slot, PyObject *list)
     return numbers == NULL ? -1 : 0;
 }
 
-/* set_names(modules, parameters, owners, paths): what the codec sends by number. */
+/* set_names(modules, parameters, owners, paths): the objects sent by number. */
 static PyObject *
 py_set_names(PyObject *module, PyObject *args)
 {
@@ -396,7 +396,7 @@ py_signal_fd(PyObject *module, PyObject *unused)
     return PyLong_FromLong(smp_server_signal_fd(smp_the_session.server));
 }
 
-/* forward_signals(fd): where what comes to signal_fd() goes on to; -1: nowhere */
+/* forward_signals(fd): the descriptor for the bytes of signal_fd(); -1: none */
 static PyObject *
 py_forward_signals(PyObject *module, PyObject *fd)
 {

@@ -41,7 +41,7 @@ smp_session_send_to_all(smp_msg_kind kind, PyObject *value)
         if (type == NULL && !smp_comm_gone(session->comm, rank)) {
             PyErr_Fetch(&type, &error, &traceback);
         } else {
-            PyErr_Clear(); /* who has gone needs no word any more */
+            PyErr_Clear(); /* a departed rank needs no message any more */
         }
     }
     if (type != NULL) {

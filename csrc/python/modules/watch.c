@@ -1,4 +1,4 @@
-/* The watchdog's report: who waits for whom, and Python's stacks, without the GIL. */
+/* The watchdog's report: the waits, and Python's stacks, without the GIL. */
 #define _GNU_SOURCE 1 /* as pyconfig.h of Python 3.10 has it */
 #include "python/modules/watch.h"
 
@@ -11,8 +11,8 @@
 
 #define EXIT_STUCK 1
 
-/* CPython's own, which faulthandler uses: needs no GIL.  Found at run time, because
- * newer versions hide it. */
+/* CPython's own, for faulthandler: needs no GIL.  Found at run time, because newer
+ * versions hide it. */
 typedef const char *(*dump_threads)(int fd, PyInterpreterState *interpreter,
                                     PyThreadState *thread);
 
@@ -76,7 +76,7 @@ report_stuck(void *ctx, const smp_standing *standing, bool ends)
     }
 }
 
-/* Limits beyond a human's patience are none: inf, and what an int64 cannot hold. */
+/* Limits beyond a human's patience are none: inf, and numbers beyond an int64. */
 static int64_t
 limit_ns(double seconds)
 {
@@ -131,7 +131,7 @@ py_watch(PyObject *module, PyObject *args)
     Py_RETURN_NONE;
 }
 
-/* unwatch(): what watch() began, if it did */
+/* unwatch(): ends watch(), if begun */
 static PyObject *
 py_unwatch(PyObject *module, PyObject *unused)
 {
