@@ -1,5 +1,5 @@
 /* Buffers in, bytes out: the arrays of smp_partition_decide() are array.array's,
- * numpy's or anyone's memory on the way in, and bytes on the way out. */
+ * numpy's or other memory on the way in, and bytes on the way out. */
 #define PY_SSIZE_T_CLEAN
 #include "python/partition_binding.h"
 

@@ -68,7 +68,8 @@ smp_detection_verdict smp_detection_judge(smp_detection   *detection,
                                           const smp_still *own);
 
 /* Nothing came for SMP_DETECTION_IDLE_NS.  True: begin a round.  The time between two
- * such rounds doubles while nobody answers, because probes wait where they are sent. */
+ * such rounds doubles while no rank answers, because probes wait where they are sent.
+ */
 bool smp_detection_idle(smp_detection *detection, int64_t now_ns);
 
 /* The answers by rank of the comm, after SMP_DETECTION_DEADLOCK; before, the last ones.

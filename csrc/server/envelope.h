@@ -45,7 +45,8 @@ enum {
     SMP_FLAG_INPUTS = 1 << 7,    /* answer with the arguments after pre-hooks, too */
     SMP_FLAG_FAILED = 1 << 8,    /* ISSUED: because the step failed there */
     SMP_FLAG_UNUSED =
-        1 << 9, /* BACKWARD and its response: zeros may be of outputs without a loss */
+        1
+        << 9, /* BACKWARD and its response: zeros may be of outputs that no loss uses */
 };
 
 typedef struct {

@@ -493,7 +493,7 @@ smp_ledger_add(smp_ledger *ledger, int32_t microbatch, int32_t backward, uint64_
     }
     p = &ledger->parameters[parameter];
     p->had_terms = true;
-    if (microbatch < p->next) { /* finished, as far as anyone could know: still right
+    if (microbatch < p->next) { /* finished, as far as known by then: still right
                                    within rounding */
         p->terms = TERMS_SEVERAL;
         return ledger->ops.fold(ledger->ctx, parameter, value);

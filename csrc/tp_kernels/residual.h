@@ -9,7 +9,7 @@
 #define SUM_ROWS 128
 
 typedef struct {
-    float *part; /* NULL: nobody wants them */
+    float *part; /* NULL: not wanted */
     float *whole;
     size_t columns;
     size_t rows; /* in part */

@@ -6,7 +6,7 @@
 
 #include "comm/comm.h"
 
-/* [(transport or None, messages sent, bytes sent), ...] by rank; NULL: nobody.  New
+/* [(transport or None, messages sent, bytes sent), ...] by rank; NULL: no rank.  New
  * reference, or NULL with an exception. */
 PyObject *smp_python_peers(smp_comm *comm);
 
