@@ -876,6 +876,13 @@ smp_group_sequence(const smp_group *group)
     return (uint64_t)carried_out;
 }
 
+void
+smp_group_keys(const smp_group *group, uint32_t keys[2])
+{
+    (void)group;
+    keys[0] = keys[1] = 0;
+}
+
 const char *
 smp_group_error(const smp_group *group)
 {
