@@ -15,11 +15,11 @@
 #include "python/modules/watch.h"
 #include "python/partition_binding.h"
 #include "python/process/comm_binding.h"
-#include "python/process/error.h"
 #include "python/process/heap.h"
 #include "python/process/log_binding.h"
 #include "python/tp_kernels_binding.h"
 #include "python/values/codec_binding.h"
+#include "python/values/error.h"
 #include "python/values/torch_api.h"
 
 #ifdef __clang__

@@ -7,7 +7,7 @@
 
 #include "comm/collective/group_state.h"
 #include "comm/collective/group_words.h"
-#include "comm/neighbour.h"
+#include "comm/messaging/neighbour.h"
 #include "common/clock.h"
 
 /* On several hosts, who waits for a member of its own host waits so much longer than

@@ -32,8 +32,8 @@
 
 #include "comm/collective/checks/call.h"
 #include "comm/collective/intra_host/reading.h"
-#include "comm/comm.h"
 #include "comm/device/exchange.h"
+#include "comm/messaging/comm.h"
 #include "common/status.h"
 
 typedef struct smp_group smp_group;

@@ -8,7 +8,7 @@
 
 #include "comm/collective/checks/rank_list.h"
 #include "comm/collective/group_state.h"
-#include "comm/neighbour.h"
+#include "comm/messaging/neighbour.h"
 #include "common/clock.h"
 
 /* A member that ends unmaps its tensors before it is gone: for so long an address that

@@ -6,8 +6,8 @@
 
 #include "comm/collective/checks/agreement.h"
 #include "python/collectives/work_item.h"
-#include "python/process/error.h"
 #include "python/process/signals.h"
+#include "python/values/error.h"
 
 /* Meets the other members; the GIL is held. */
 static smp_status

@@ -1,7 +1,7 @@
 /* The objects of collectives: what is asked of them, and how they raise. */
 #include "python/collectives/objects.h"
 
-#include "python/process/error.h"
+#include "python/values/error.h"
 
 PyTypeObject *smp_comm_type;
 PyTypeObject *smp_group_type;

@@ -16,7 +16,7 @@
 #include "comm/collective/group.h"
 #include "comm/collective/mailbox.h"
 #include "comm/collective/queue.h"
-#include "comm/comm.h"
+#include "comm/messaging/comm.h"
 #include "common/clock.h"
 #include "python/collectives/gathers.h"
 
@@ -42,9 +42,9 @@ typedef struct {
     int              size;
     int              member;
     smp_device_offer offer;   /* of the meeting */
-    PyObject        *meeting; /* owned: its order, until it is over, or NULL */
+    PyObject        *meeting; /* owned: its work item, until it is over, or NULL */
     bool             left;    /* nobody waits for it */
-    smp_held        *held;    /* owned: tensors of orders that are gone */
+    smp_held        *held;    /* owned: tensors of work items that are gone */
     bool             closing; /* devices may still use theirs */
     bool             stuck;   /* ... for ever */
     char             name[64];

@@ -4,9 +4,9 @@
 #include <stdlib.h>
 
 #include "common/clock.h"
-#include "python/process/error.h"
 #include "python/process/signals.h"
 #include "python/values/device.h"
+#include "python/values/error.h"
 
 static PyTypeObject *item_type;
 

@@ -1,8 +1,8 @@
 /* What the session says of itself. */
 #include "python/modules/session.h"
 
-#include "comm/neighbour.h"
-#include "python/process/error.h"
+#include "comm/messaging/neighbour.h"
+#include "python/values/error.h"
 #include "python/values/rank_names.h"
 
 smp_session smp_the_session;

@@ -5,15 +5,15 @@
 #include <string.h>
 
 #include "comm/device/port.h"
-#include "comm/neighbour.h"
+#include "comm/messaging/neighbour.h"
 #include "common/clock.h"
 #include "common/mix.h"
 #include "python/modules/server_ops.h"
 #include "python/modules/session.h"
 #include "python/modules/watch.h"
 #include "python/process/comm_binding.h"
-#include "python/process/error.h"
 #include "python/process/signals.h"
+#include "python/values/error.h"
 #include "python/values/rank_names.h"
 #include "python/values/registry.h"
 

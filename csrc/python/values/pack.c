@@ -4,7 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "python/process/error.h"
+#include "python/values/error.h"
 #include "python/values/rank_names.h"
 #include "python/values/registry.h"
 #include "python/values/wire.h"

@@ -9,7 +9,7 @@
 
 #include "comm/collective/inter_host/signature.h"
 #include "comm/collective/inter_host/stage.h"
-#include "comm/neighbour.h"
+#include "comm/messaging/neighbour.h"
 #include "common/clock.h"
 
 /* A waiter gives way to others for so long, then it sleeps, and looks around this

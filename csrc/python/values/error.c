@@ -1,9 +1,11 @@
 /* Three classes, and how the two that are raised are made. */
-#include "python/process/error.h"
+#include "python/values/error.h"
 
 #include <stdarg.h>
 #include <stdbool.h>
 #include <string.h>
+
+#include "python/values/torch_api.h"
 
 PyObject *smp_error_of_group;
 PyObject *smp_error_of_peer;
@@ -61,24 +63,6 @@ smp_error_raise(PyObject *kind, smp_status status, const smp_error_keys *keys,
     return NULL;
 }
 
-/* torch.distributed's DistBackendError; a PyTorch without it: RuntimeError. */
-static PyObject *
-backend_error(void)
-{
-    PyObject *torch_c = PyImport_ImportModule("torch._C");
-    PyObject *error = NULL;
-
-    if (torch_c != NULL) {
-        error = PyObject_GetAttrString(torch_c, "_DistBackendError");
-        Py_DECREF(torch_c);
-    }
-    if (error == NULL && PyErr_ExceptionMatches(PyExc_AttributeError)) {
-        PyErr_Clear();
-        error = Py_NewRef(PyExc_RuntimeError);
-    }
-    return error;
-}
-
 /* A class of that name, also of `other`; the module has it.  Borrowed, or NULL. */
 static PyObject *
 add_kind(PyObject *module, const char *name, PyObject *base, PyObject *other)
@@ -101,15 +85,14 @@ smp_error_add(PyObject *module)
 {
     PyObject *attributes = Py_BuildValue("{s:s,s:()}", "status", "", "keys");
     PyObject *base = NULL;
-    PyObject *backend = backend_error();
     bool      added = false;
 
     if (attributes != NULL) {
         base = PyErr_NewException("smp._core.Error", PyExc_Exception, attributes);
     }
-    if (base != NULL && backend != NULL &&
-        PyModule_AddObjectRef(module, "Error", base) == 0) {
-        smp_error_of_group = add_kind(module, "smp._core.GroupError", base, backend);
+    if (base != NULL && PyModule_AddObjectRef(module, "Error", base) == 0) {
+        smp_error_of_group =
+            add_kind(module, "smp._core.GroupError", base, smp_torch.backend_error);
         smp_error_of_peer =
             smp_error_of_group == NULL
                 ? NULL
@@ -118,6 +101,5 @@ smp_error_add(PyObject *module)
     }
     Py_XDECREF(attributes);
     Py_XDECREF(base);
-    Py_XDECREF(backend);
     return added ? 0 : -1;
 }

@@ -3,8 +3,8 @@
  *
  * Threads  The GIL is held.
  */
-#ifndef SMP_PYTHON_PROCESS_ERROR_H
-#define SMP_PYTHON_PROCESS_ERROR_H
+#ifndef SMP_PYTHON_VALUES_ERROR_H
+#define SMP_PYTHON_VALUES_ERROR_H
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
