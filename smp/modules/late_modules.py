@@ -1,4 +1,4 @@
-"""Modules that a script puts into a model after its partition.
+"""Modules, and parameters, that a script puts into a model after its partition.
 
 Nobody has decided about them: their parameters would be on every rank, trained on the one
 that runs them, and saved from another.  What has neither parameters nor buffers runs where
@@ -8,10 +8,15 @@ it is called, and another name for a module of the model is just that; both are 
 from weakref import WeakValueDictionary
 
 from torch import nn
-from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 from torch.utils.hooks import RemovableHandle
 
+from smp import _core
 from smp.modules.inner_module import wrapped_of
+from smp.partitioning.first_forward import has_values
 
 # The modules of partitioned models, by id: a class of a user's may not be hashable.
 _modules: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()
@@ -25,6 +30,7 @@ def refuse_from_now(root: nn.Module) -> None:
         _modules[id(module)], _paths[id(module)] = module, path
     if not _hooks:
         _hooks.append(register_module_module_registration_hook(_check))
+        _hooks.append(register_module_parameter_registration_hook(_check_parameter))
 
 
 def forget() -> None:
@@ -53,10 +59,10 @@ def _check(parent: nn.Module, name: str, module: nn.Module | None) -> None:
     before = wrapped_of(parent)._modules.get(name)
     if module is before:
         return
-    if before is not None and _path(before) == path and _has_values(before):
+    if before is not None and _path(before) == path and has_values(before):
         by = "None" if module is None else f"a {type(module).__name__}"
         what = f"({type(before).__name__}) cannot be replaced by {by}"
-    elif module is not None and _path(module) is None and _has_values(module):
+    elif module is not None and _path(module) is None and has_values(module):
         what = f"({type(module).__name__}) cannot be added"
     else:
         return
@@ -66,6 +72,19 @@ def _check(parent: nn.Module, name: str, module: nn.Module | None) -> None:
     )
 
 
-def _has_values(module: nn.Module) -> bool:
-    held = (register for m in module.modules() for register in (m._parameters, m._buffers))
-    return any(tensor is not None for register in held for tensor in register.values())
+def _check_parameter(parent: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+    """Called by torch before ``parent`` gets the parameter by that name.
+
+    Raises:
+        RuntimeError: in a step, where it had none.
+    """
+    if parameter is None or _core.current() is None or parent._parameters.get(name) is not None:
+        return
+    above = _path(wrapped_of(parent))
+    if above is not None:
+        path = f"{above}.{name}".lstrip(".")
+        raise RuntimeError(
+            f"smp: parameter '{path}' {list(parameter.shape)} cannot be added after the "
+            "partition, which decided about the parameters that the model had: add it before "
+            "its first step"
+        )
