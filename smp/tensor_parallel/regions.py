@@ -28,6 +28,7 @@ from smp.tensor_parallel import (
     assumed,
     caches,
     group,
+    inner_hooks,
     primitives,
     random_streams,
     same_samples,
@@ -242,6 +243,7 @@ def _enter(
         the arguments; those of them that its signature does not name; whose rows they have.
     """
     region, path, within, signature, extra = module.__dict__[REGION]
+    inner_hooks.refuse(module)
     bound = signature.bind(module, *script_uses.whole_among(args), **kwargs)
     named = bound.arguments
     names = [*region.samples, *(mask for mask, _ in region.masks)]
