@@ -180,10 +180,10 @@ TEST(a_call_that_makes_no_sense_is_not_copied)
         call.out_counts = outs; /* without counts they are of no use */
         CHECK(smp_call_copy(&call, MEMBERS, &copy) && copy.out_counts == NULL);
         call = call_of(o);
-        call.sparse = 1;
+        call.hints.sparse = 1;
         CHECK(makes_sense(call) == is_gather);
         call = call_of(o);
-        call.assumed = 1;
+        call.hints.assumed = 1;
         CHECK(makes_sense(call) == is_gather);
         call = call_of(o);
         call.gather = gather;
@@ -275,9 +275,9 @@ TEST(a_notice_reads_as_the_call)
     call.out_counts = outs;
     CHECK(is_said(call, "all-to-all 9 of float32 with split sizes") == 0);
     call = call_of(SMP_ALL_GATHER);
-    call.assumed = 77;
+    call.hints.assumed = 77;
     CHECK(is_said(call, "all-gather 9 of float32 with assumed sizes") == 0);
-    call.assumed = 0;
+    call.hints.assumed = 0;
     call.gather = (const smp_device_gather *)(const void *)splits;
     CHECK(is_said(call, "all-gather 9 of 10 float32 on a device") == 0);
     call.gather = NULL;
@@ -285,7 +285,7 @@ TEST(a_notice_reads_as_the_call)
     CHECK(is_said(call, "all-gather 9 of 10 float32 on a device for the first time") ==
           0);
     call.offer = NULL;
-    call.sparse = 2;
+    call.hints.sparse = 2;
     CHECK(is_said(call, "sparse all-reduce 8 (sum)") == 0);
     return 0;
 }
@@ -301,7 +301,7 @@ TEST(a_notice_has_the_callers_lists_addresses_and_factor)
     call.in = splits;
     call.out = counts;
     call.factor = 2.5;
-    call.key = 0xabc;
+    call.hints.key = 0xabc;
     smp_call_say(&call, MEMBERS, 9, &notice, counts);
     for (int m = 0; m < MEMBERS; m++) {
         CHECK(counts[m] == splits[m] && counts[MEMBERS + m] == outs[m]);
@@ -310,7 +310,7 @@ TEST(a_notice_has_the_callers_lists_addresses_and_factor)
     CHECK(notice.in == (uint64_t)(uintptr_t)splits);
     CHECK(notice.out == (uint64_t)(uintptr_t)counts && notice.factor == 2.5);
     call = call_of(SMP_BROADCAST);
-    call.key = 5;
+    call.hints.key = 5;
     smp_call_say(&call, MEMBERS, 9, &notice, counts);
     CHECK(notice.root == 1 && notice.count == 10);
     return 0;
@@ -354,25 +354,31 @@ TEST(kinds_are_named_and_counted_as_their_caller_sees_them)
 
 /* --------------------------------------------------------------------- who differs */
 
+#define SIZES_UNLIKE "assume other sizes"
+
 /* What members 0 and 1 are told if the last member's notice is another one; NULL: they
  * agree. */
 static int
 differ(const smp_notice *usual, const smp_notice *other, const char *words)
 {
-    smp_said said[MEMBERS];
-    char     text[320] = "";
-    size_t   most;
+    smp_said    said[MEMBERS];
+    smp_refusal refusal;
+    const char *text = refusal.text;
+    size_t      most;
 
     for (int m = 0; m < MEMBERS; m++) {
         said[m] = (smp_said){.name = 10 + m, .notice = m == 2 ? other : usual};
     }
-    if (smp_agreement(said, MEMBERS, &most, text, sizeof(text)) != (words == NULL)) {
+    if (smp_agreement(said, MEMBERS, &most, &refusal) != (words == NULL)) {
         fprintf(stderr, "'%s'\n", text);
         return 1;
     }
     CHECK(words == NULL ||
           (strstr(text, words) != NULL && strstr(text, "rank 10 ") != NULL &&
-           strstr(text, "rank 12 ") != NULL));
+           strstr(text, "rank 12 ") != NULL &&
+           refusal.status == (strstr(text, SIZES_UNLIKE) != NULL ? SMP_ERR_SIZES
+                                                                 : SMP_ERR_MISMATCH)));
+    CHECK(words == NULL || (refusal.keys[0] == 0 && refusal.keys[1] == other->key));
     return 0;
 }
 
@@ -408,10 +414,10 @@ TEST(members_agree_only_in_all_that_counts)
     other.assumed = 5;
     CHECK(differ(&usual, &other, "with assumed sizes") == 0);
     usual.assumed = 6; /* all do */
-    CHECK(differ(&usual, &other,
-                 "all-gather 3: rank 10 and rank 12 " SMP_SIZES_UNLIKE) == 0);
+    CHECK(differ(&usual, &other, "all-gather 3: rank 10 and rank 12 " SIZES_UNLIKE) ==
+          0);
     other.count = 9; /* whatever else differs */
-    CHECK(differ(&usual, &other, SMP_SIZES_UNLIKE) == 0);
+    CHECK(differ(&usual, &other, SIZES_UNLIKE) == 0);
     other.sequence++; /* but that */
     CHECK(differ(&usual, &other, "rank 12 calls all-gather 4") == 0);
     return 0;
@@ -421,22 +427,23 @@ TEST(split_sizes_that_differ_are_named_with_both_members)
 {
     uint64_t counts[MEMBERS][2 * MEMBERS] = {
         {2, 4, 6, 2, 1, 8}, {1, 5, 7, 4, 5, 9}, {8, 9, 3, 6, 7, 3}};
-    smp_notice notice = {.sequence = 3,
-                         .operation = SMP_ALL_TO_ALL,
-                         .dtype = SMP_F32,
-                         .uneven = 2,
-                         .kind = smp_kind_of(SMP_DL_COMPLEX, 64, 1)};
-    smp_said   said[MEMBERS];
-    char       text[320];
-    size_t     most = 0;
+    smp_notice  notice = {.sequence = 3,
+                          .operation = SMP_ALL_TO_ALL,
+                          .dtype = SMP_F32,
+                          .uneven = 2,
+                          .kind = smp_kind_of(SMP_DL_COMPLEX, 64, 1)};
+    smp_said    said[MEMBERS];
+    smp_refusal refusal;
+    const char *text = refusal.text;
+    size_t      most = 0;
 
     for (int m = 0; m < MEMBERS; m++) {
         said[m] = (smp_said){.name = 10 + m, .notice = &notice, .counts = counts[m]};
     }
-    CHECK(smp_agreement(said, MEMBERS, &most, text, sizeof(text)) && most == 9);
+    CHECK(smp_agreement(said, MEMBERS, &most, &refusal) && most == 9);
     counts[2][MEMBERS + 1] = 10; /* of which member 1 sends 7 */
     counts[1][2] = 6;
-    CHECK(!smp_agreement(said, MEMBERS, &most, text, sizeof(text)));
+    CHECK(!smp_agreement(said, MEMBERS, &most, &refusal));
     CHECK(strcmp(text, "all-to-all 3 of complex64 with split sizes: rank 11 sends 3 "
                        "elements to rank 12, which expects 5") == 0);
     notice.operation = SMP_ALL_GATHER;
@@ -444,9 +451,9 @@ TEST(split_sizes_that_differ_are_named_with_both_members)
     for (int m = 0; m < MEMBERS; m++) {
         memcpy(counts[m], counts[0], sizeof(counts[0]));
     }
-    CHECK(smp_agreement(said, MEMBERS, &most, text, sizeof(text)));
+    CHECK(smp_agreement(said, MEMBERS, &most, &refusal));
     counts[2][1] = 12;
-    CHECK(!smp_agreement(said, MEMBERS, &most, text, sizeof(text)));
+    CHECK(!smp_agreement(said, MEMBERS, &most, &refusal));
     CHECK(strcmp(text,
                  "all-gather 3 of complex64 with split sizes: split size 1 is 2 on "
                  "rank 10 and 6 on rank 12") == 0);

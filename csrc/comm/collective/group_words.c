@@ -8,7 +8,7 @@
 
 #include "comm/collective/checks/rank_list.h"
 #include "comm/collective/group_state.h"
-#include "comm/neighbour.h"
+#include "comm/messaging/neighbour.h"
 #include "common/clock.h"
 
 /* A member that ends unmaps its tensors before it is gone: for so long an address that
@@ -69,10 +69,11 @@ take_back_tensors(smp_group *group)
 {
     smp_collective *op = &group->op;
     uint64_t        last;
-    char            how[320];
+    smp_refusal     refusal;
 
-    if (!group->agreed && !(smp_epoch_barrier_all_here(&group->barrier) &&
-                            smp_collective_agreed(op, how, sizeof(how)))) {
+    if (group->phase != SMP_GROUP_AGREES &&
+        !(smp_epoch_barrier_all_here(&group->barrier) &&
+          smp_collective_agreed(op, &refusal))) {
         return;
     }
     last = op->first + op->steps - 1;
@@ -111,8 +112,7 @@ smp_group_give_up(smp_group *group, smp_status status, const char *why)
         take_back_tensors(group);
         smp_collective_finish(&group->op);
     }
-    group->active = false;
-    group->broken = status;
+    smp_group_enter(group, SMP_GROUP_ENDED, status);
     return status;
 }
 
@@ -331,7 +331,7 @@ smp_group_say_wait(const smp_group *group, const smp_call *next, uint64_t after,
         smp_notice_describe(&notice, call, sizeof(call));
         snprintf(queued, sizeof(queued), "%s stands behind ", call);
     }
-    if (!group->active) {
+    if (!smp_group_is_active(group)) {
         snprintf(out, bytes, "group '%s': %sothers", group->name, queued);
         return;
     }

@@ -13,7 +13,7 @@
 #ifndef SMP_PYTHON_VALUES_UNPACK_H
 #define SMP_PYTHON_VALUES_UNPACK_H
 
-#include "comm/comm.h"
+#include "comm/messaging/comm.h"
 #include "python/values/tensor.h"
 
 /* A request's tensors and objects by number, for references in its answer. */
