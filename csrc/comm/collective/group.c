@@ -9,12 +9,13 @@
 #include "comm/messaging/neighbour.h"
 #include "common/clock.h"
 
-/* On several hosts, who waits for a member of its own host waits so much longer than
- * the time-out: that one may itself wait for another host, and then knows whom to name.
+/* On several hosts, a wait for a member of the same host lasts so much longer than the
+ * time-out: that member may itself wait for another host, and then names the missing
+ * one.
  */
 #define GRACE_NS (1 * SMP_NS_PER_S)
 
-/* When other hosts are told who is missing here. */
+/* The time until other hosts hear of members missing here. */
 #define NOTE_NS (2 * SMP_NS_PER_MS)
 
 /* How long the operation may wait; < 0: for ever. */
@@ -57,7 +58,7 @@ check_waiting(smp_group *group)
     return SMP_OK;
 }
 
-/* Keeps what the members are told, who do not call the same. */
+/* Keeps the refusal's text and keys, for members with different calls. */
 static smp_status
 refuse(smp_group *group, const smp_refusal *refusal)
 {
@@ -76,7 +77,7 @@ disagree(smp_group *group, const smp_refusal *refusal)
     return refuse(group, refusal);
 }
 
-/* What can be done now, on several hosts; *waits: nothing. */
+/* Takes the next steps, on several hosts; *waits: none is possible now. */
 static smp_status
 take_wide_step(smp_group *group, bool *waits)
 {
@@ -95,7 +96,7 @@ take_wide_step(smp_group *group, bool *waits)
     return SMP_OK;
 }
 
-/* Begins a step, of which the slot is filled. */
+/* Begins a step with its slot filled. */
 static smp_status
 post(smp_group *group)
 {
@@ -108,7 +109,7 @@ post(smp_group *group)
     return SMP_OK;
 }
 
-/* What can be done now that all have posted the step. */
+/* Takes a step posted by all. */
 static smp_status
 take_step(smp_group *group)
 {

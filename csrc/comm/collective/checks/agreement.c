@@ -1,4 +1,4 @@
-/* Comparing calls, and naming the two that differ. */
+/* Comparing calls, and naming two different ones. */
 #include "comm/collective/checks/agreement.h"
 
 #include <stdio.h>
@@ -30,7 +30,7 @@ same_call(const smp_notice *a, const smp_notice *b)
            assumed(a) == assumed(b);
 }
 
-/* Whether all gather for the same with sizes that they assume, and these differ. */
+/* Whether all gather for the same with assumed sizes, and these differ. */
 static bool
 sizes_unlike(const smp_said *said, int n, smp_refusal *refusal)
 {
@@ -88,7 +88,7 @@ same_counts(const smp_said *said, int n, smp_refusal *refusal)
     return true;
 }
 
-/* Whether each member expects what is sent to it; *most: the longest range. */
+/* Whether each member expects the counts of its senders; *most: the longest range. */
 static bool
 matching_counts(const smp_said *said, int n, smp_refusal *refusal, size_t *most)
 {
@@ -115,8 +115,8 @@ matching_counts(const smp_said *said, int n, smp_refusal *refusal, size_t *most)
     return true;
 }
 
-/* As smp_notice_describe(), with the key, which it returns, if the `other` has another
- * one; 0: it has none, or the same. */
+/* As smp_notice_describe(), with the key, if the `other` has another one.  Returns the
+ * key; 0: it has none, or the same. */
 static uint32_t
 describe_beside(const smp_notice *notice, const smp_notice *other, char *out,
                 size_t bytes)

@@ -12,7 +12,7 @@
 #include "comm/memory/control_block.h"
 #include "common/status.h"
 
-/* What one member says; all borrowed. */
+/* One member's signature; all borrowed. */
 typedef struct {
     int               name; /* of its rank: smp_comm_name() */
     const smp_notice *notice;
@@ -21,17 +21,17 @@ typedef struct {
 
 /* Why members do not agree. */
 typedef struct {
-    smp_status status; /* SMP_ERR_SIZES: they assume other sizes, and that alone; else
+    smp_status status; /* SMP_ERR_SIZES: only their assumed sizes differ; else
                           SMP_ERR_MISMATCH */
-    uint32_t keys[2];  /* of the two calls that `text` names, where these differ; 0:
-                          it has none */
-    char text[320];    /* who calls what; a key that differs as SMP_WITH_KEY and
-                          eight hexadecimal digits */
+    uint32_t
+         keys[2];   /* of the two calls in `text`, where these differ; 0: it has none */
+    char text[320]; /* the members' calls; a different key as SMP_WITH_KEY and eight
+                       hexadecimal digits */
 } smp_refusal;
 
 #define SMP_WITH_KEY " with key "
 
-/* Fills the refusal if they do not agree.  *most: the longest range that one sends to
+/* Fills the refusal if they do not agree.  *most: the longest range from one member to
  * another, of an all-to-all with split sizes. */
 bool smp_agreement(const smp_said *said, int n, size_t *most, smp_refusal *refusal);
 

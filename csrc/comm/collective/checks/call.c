@@ -1,4 +1,4 @@
-/* What a call says, and what it moves. */
+/* A call's notice, and its ranges. */
 #include "comm/collective/checks/call.h"
 
 #include "comm/collective/kernels/reduce.h"
@@ -285,7 +285,7 @@ smp_call_say_again(const smp_notice *said, smp_notice *notice)
     notice->kind = said->kind;
     notice->reduction = said->reduction;
     notice->uneven = said->uneven;
-    notice->root = said->root; /* and the key, which has the same place */
+    notice->root = said->root; /* and the key, in the same place */
     notice->count = said->count;
     notice->sparse = said->sparse;
     notice->columns = said->columns;

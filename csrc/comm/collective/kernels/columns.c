@@ -9,7 +9,7 @@ typedef struct {
     size_t bytes;
 } piece;
 
-/* What lies in one row behind `skip` bytes of the columns, at most `most`. */
+/* The piece in one row behind `skip` bytes of the columns, at most `most`. */
 static piece
 next_piece(const smp_columns *columns, size_t skip, size_t most)
 {

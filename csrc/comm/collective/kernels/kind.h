@@ -1,6 +1,6 @@
-/* What the elements of a tensor are to those who call, where the core has no dtype for
- * them: it moves such a tensor as a row of a dtype that it has, and compares what the
- * callers mean by it.
+/* The callers' meaning of a tensor's elements without a dtype in the core: the core
+ * moves such a tensor as a row of a dtype of its own, and compares the callers'
+ * meanings.
  *
  * Source  dlpack.h 1.3 (https://github.com/dmlc/dlpack): codes of types.
  */
