@@ -1,4 +1,4 @@
-/* What a comm is made of: for comm.c and messages.c alone. */
+/* The state of a comm, for comm.c and messages.c alone. */
 #ifndef SMP_COMM_MESSAGING_COMM_STATE_H
 #define SMP_COMM_MESSAGING_COMM_STATE_H
 
@@ -19,7 +19,7 @@
 #include "comm/transport/transport.h"
 #include "common/fork.h"
 
-/* What was sent to a rank. */
+/* The counts of one rank's messages. */
 typedef struct {
     _Atomic uint64_t messages;
     _Atomic uint64_t bytes;
@@ -31,7 +31,7 @@ struct smp_comm {
     int             *names; /* owned: [size] */
     int              spin_us;
     char             job[64];
-    uint32_t         generation; /* smp_fork_generation() of the process that made it */
+    uint32_t         generation; /* smp_fork_generation() of its own process */
     smp_segment     *segment;    /* owned: one reference */
     smp_arena       *arena;      /* owned */
     smp_device_port *device;     /* owned */
@@ -49,9 +49,10 @@ struct smp_comm {
     pthread_t thread;
 
     smp_peers    peers;
-    _Atomic bool woken;       /* smp_comm_wake() */
-    _Atomic bool stopping;    /* the progress thread is to finish */
-    _Atomic bool pages_asked; /* it has been told that the arena wants pages */
+    _Atomic bool woken;    /* smp_comm_wake() */
+    _Atomic bool stopping; /* the progress thread is to finish */
+    _Atomic bool
+        pages_asked; /* the progress thread has been asked for the arena's pages */
 
     int64_t moved_ns; /* progress thread: when a transport moved something */
 

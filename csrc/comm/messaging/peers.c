@@ -49,7 +49,7 @@ smp_peers_close(smp_peers *peers, int rank, smp_status why, const char *over)
                 smp_status_text(why));
     }
     smp_jitter();
-    /* Last: who sees that nobody is left sees why. */
+    /* Last: a thread that sees no rank left also sees the reason. */
     atomic_fetch_sub(&peers->open, 1);
 }
 

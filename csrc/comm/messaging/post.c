@@ -1,4 +1,4 @@
-/* Channels, and unexpected messages: those that came before theirs was open. */
+/* Channels, and unexpected messages: those from before their channel's opening. */
 #include "comm/messaging/post.h"
 
 #include <string.h>
