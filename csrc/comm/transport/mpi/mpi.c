@@ -2,19 +2,19 @@
  *
  * A message travels as one MPI message with the head (head.h: sizes of all blocks, the
  * bytes, the bytes of small blocks), then one per larger block, in order.  MPI keeps
- * the order of messages with one tag between two ranks, so the receiver, which posts
- * the receives for the blocks of one head after the other, gets each into its place.
+ * the order of messages with one tag between two ranks, so the receiver posts the
+ * receives for the blocks of one head after the other, and gets each into its place.
  *
- * MPI does not tell who died, so beside it there is a lifeline to each rank
- * (comm/transport/connecting/lifeline.h).  Who ends says goodbye over MPI, and the
- * other says over the lifeline that all before it has arrived.  After a loss this rank
- * calls MPI no more: Open MPI, when it sees a connection of its own end, ends the
- * process that sees it. So the lifelines are looked at before every round of calls. The
- * other ranks hear of the loss by themselves; who then ends before they have tells them
- * over the lifeline that it is not the one to name.
+ * MPI does not name a dead rank, so beside it each rank has a lifeline
+ * (comm/transport/connecting/lifeline.h).  A rank at its end says goodbye over MPI, and
+ * the other confirms all earlier messages over the lifeline.  After a loss this rank
+ * calls MPI no more: Open MPI, when it sees a connection of its own end, ends its
+ * process.  So the lifelines are looked at before every round of calls.  The other
+ * ranks hear of the loss by themselves; a rank at its end before then tells them over
+ * the lifeline that it is not the one to name.
  *
  * MPI has no descriptor to sleep on.  The progress thread polls hard for a moment after
- * something has moved, and longer while the receiving thread sleeps (this rank's core
+ * a transfer's progress, and longer while the receiving thread sleeps (this rank's core
  * is free then); otherwise it looks once in a while.
  *
  * This file is part of another shared object than the rest of csrc/comm, and uses it
@@ -48,8 +48,8 @@ lifelines_ready(void *arg, uint32_t events)
     (void)events;
 }
 
-/* Nothing is on its way between us any more, so nothing can arrive for a communicator
- * that does not exist. */
+/* No message is on its way between us any more, so none can arrive for a freed
+ * communicator. */
 static bool
 is_parted(const smp_mpi_peer *p)
 {
@@ -171,7 +171,7 @@ take_lifeline(void *arg, int rank, int fd)
                                        : SMP_ERR_SYSTEM;
 }
 
-/* Lifelines to those that are wanted, and a communicator of all. */
+/* Lifelines to the wanted ranks, and a communicator of all. */
 static smp_status
 meet(smp_mpi *self, const void *const *cards, const int *ranks, const bool *wanted,
      const smp_deadline *deadline, bool *reached, int *failed)

@@ -12,7 +12,7 @@ smp_status smp_mpi_send(void *self, int dest, const void *bytes, size_t nbytes,
                         smp_block *const *blocks, size_t nblocks);
 int64_t    smp_mpi_progress(void *self);
 
-/* Queues it, after all that is.  False: no memory. */
+/* Queues it, after all others.  False: no memory. */
 bool smp_mpi_say_goodbye(smp_mpi *self, int rank);
 
 /* False: MPI has ended, or is not to be called.  Else leave must follow. */

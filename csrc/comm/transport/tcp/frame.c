@@ -8,7 +8,7 @@
 #include <sys/socket.h>
 #include <sys/uio.h>
 
-/* Bytes moved in one call, so that one peer does not keep the others waiting. */
+/* Bytes moved in one call, so one peer does not keep the others waiting. */
 #define TURN_BYTES ((size_t)8 << 20)
 
 /* Pieces of memory in one system call. */
@@ -296,7 +296,7 @@ sizes_ok(const smp_tcp_reader *reader)
     return left == 0;
 }
 
-/* Memory for the block that comes next. */
+/* Memory for the next block. */
 static smp_socket_event
 begin_block(smp_tcp_reader *reader)
 {
