@@ -18,7 +18,7 @@ sum(const size_t *counts, int n)
     return total;
 }
 
-/* Whether `whole` has the parts of all members, of which `part` is this one's. */
+/* Whether `whole` has the parts of all members; `part` is this one's. */
 static bool
 makes_up(const smp_callee *group, const size_t *counts, size_t whole, size_t part)
 {
@@ -75,7 +75,7 @@ may_reduce(const smp_row *r, smp_reduction reduction)
     return (r->all || (r->sums && adds)) && smp_reduction_defined(reduction, r->dtype);
 }
 
-/* Has the call use the counts, which are of the tensor's elements. */
+/* Sets the call's counts, in the tensor's elements. */
 static void
 scale_counts(const smp_tensor_calls *self, smp_call *call, int n, size_t per)
 {
@@ -156,7 +156,7 @@ keep_tensors(PyObject *sequence, PyObject **out)
     return *out == NULL && sequence != Py_None ? -1 : 0;
 }
 
-/* Of a list of ints: counts[0 .. group's size).  0, or -1 with an exception. */
+/* Reads a list of ints: counts[0 .. group's size).  0, or -1 with an exception. */
 static int
 read_counts(const smp_callee *group, smp_operation operation, PyObject *list,
             size_t *counts)

@@ -1,4 +1,5 @@
-/* smp._core.Comm: connecting ranks for collectives, and hearing what is finished. */
+/* smp._core.Comm: connecting ranks for collectives, and the news of finished work
+ * items. */
 #include "python/collectives/comm.h"
 
 #include <sched.h>
@@ -232,8 +233,7 @@ comm_peers(PyObject *object, PyObject *unused)
     return smp_comm_check_open(self) < 0 ? NULL : smp_python_peers(self->comm);
 }
 
-/* pool() -> (bytes at most, most in use so far, blocks that came from it, blocks that
- * did not fit) */
+/* pool() -> (bytes at most, most in use so far, blocks from it, blocks without room) */
 static PyObject *
 comm_pool(PyObject *object, PyObject *unused)
 {
@@ -255,8 +255,8 @@ release_block(void *owner)
     smp_block_release(owner);
 }
 
-/* allocate(bytes) -> a uint8 tensor over pages that others gave back before; over fresh
- * ones when the pool is full */
+/* allocate(bytes) -> a uint8 tensor over pages given back before; over fresh ones when
+ * the pool is full */
 static PyObject *
 comm_allocate(PyObject *object, PyObject *arg)
 {
@@ -279,7 +279,7 @@ comm_allocate(PyObject *object, PyObject *arg)
     return smp_tensor_wrap_span(&meta, smp_block_data(block), release_block, block);
 }
 
-/* finished() -> the owner of the next work item that is over; waits for one.  None: the
+/* finished() -> the owner of the next finished work item; waits for one.  None: the
  * comm is closing, or closed. */
 static PyObject *
 comm_finished(PyObject *object, PyObject *unused)
@@ -311,7 +311,7 @@ comm_finished(PyObject *object, PyObject *unused)
     }
 }
 
-/* stop(): finished() gives what is left, then None */
+/* stop(): finished() gives the remaining ones, then None */
 static PyObject *
 comm_stop(PyObject *object, PyObject *unused)
 {
@@ -340,7 +340,7 @@ comm_report_after(PyObject *object, PyObject *arg)
     Py_RETURN_NONE;
 }
 
-/* waits() -> what operations have waited for, for a while now: lines */
+/* waits() -> the waits of operations since a while: lines */
 static PyObject *
 comm_waits(PyObject *object, PyObject *unused)
 {

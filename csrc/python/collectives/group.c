@@ -49,7 +49,7 @@ meet(smp_group_object *self, const int *ranks, int64_t timeout_ns, char *why)
     return status;
 }
 
-/* The group could not be made: `why`, if that says something, and what to do. */
+/* The group could not be made: `why`, if not empty, and the remedy. */
 static void
 raise_failure(const smp_group_object *self, smp_status status, const char *why)
 {
@@ -129,7 +129,7 @@ err:
     return NULL;
 }
 
-/* Ends what is under way; the GIL is held. */
+/* Ends the work items under way; the GIL is held. */
 static void
 close_group(smp_group_object *self)
 {
@@ -140,7 +140,7 @@ close_group(smp_group_object *self)
     if (group == NULL) {
         return;
     }
-    self->closing = true; /* devices may still use what work items have */
+    self->closing = true; /* devices may still use work items' tensors */
     self->group = NULL;
     self->queue = NULL;
     self->comm->groups--;
@@ -263,7 +263,7 @@ group_meet_devices(PyObject *object, PyObject *args)
         self->left = false;
         smp_work_item_begin(item);
     }
-    /* A signal may interrupt this wait; who calls again goes on with the same meeting.
+    /* A signal may interrupt this wait; another call goes on with the same meeting.
      */
     if (self->meeting != NULL) {
         smp_work_item_object *item = (smp_work_item_object *)Py_NewRef(self->meeting);
@@ -303,7 +303,7 @@ group_issued(PyObject *object, PyObject *unused)
         self->queue == NULL ? 0 : smp_queue_issued(self->queue));
 }
 
-/* rename(name): what errors call it, before its first operation */
+/* rename(name): its name in errors, before its first operation */
 static PyObject *
 group_rename(PyObject *object, PyObject *name)
 {
@@ -357,7 +357,7 @@ group_use(PyObject *object, PyObject *unused)
         (unsigned long long)use.device_bytes, why);
 }
 
-/* close(): what is under way is over, with an error */
+/* close(): work items under way are over, with an error */
 static PyObject *
 group_close(PyObject *object, PyObject *unused)
 {

@@ -1,4 +1,4 @@
-/* The objects of collectives: what is asked of them, and how they raise. */
+/* The objects of collectives: their names and deadlines, and their exceptions. */
 #include "python/collectives/objects.h"
 
 #include "python/values/error.h"

@@ -1,4 +1,4 @@
-/* smp._core.WorkItem, from its making to the end of what a device does for it. */
+/* smp._core.WorkItem, from its making to the end of its device's work. */
 #include "python/collectives/work_item.h"
 
 #include <stdlib.h>
@@ -10,7 +10,7 @@
 
 static PyTypeObject *item_type;
 
-/* What the group's devices gather with; NULL: nothing. */
+/* The exchange of the group's devices; NULL: none. */
 static smp_exchange *
 exchange_of(const smp_group_object *group)
 {
@@ -57,8 +57,7 @@ mark_begin(smp_work_item_object *self, smp_exchange *exchange)
     return 0;
 }
 
-/* Has the thread's stream wait for a work item that is over.  0, or -1 with an
- * exception.
+/* Has the thread's stream wait for a finished work item.  0, or -1 with an exception.
  */
 static int
 join_item(smp_work_item_object *self)
@@ -86,7 +85,7 @@ join_item(smp_work_item_object *self)
     return 0;
 }
 
-/* The work item goes; what its device still uses stays. */
+/* The work item goes; tensors in use by its device stay. */
 static void
 let_tensors_go(smp_work_item_object *self)
 {
@@ -342,7 +341,7 @@ item_wait(PyObject *object, PyObject *timeout)
     return over < 0 ? NULL : PyBool_FromLong(over);
 }
 
-/* describe() -> what it waits for, in words; None: it is over, or nobody knows */
+/* describe() -> its wait, in words; None: it is over, or unknown */
 static PyObject *
 item_describe(PyObject *object, PyObject *unused)
 {
@@ -368,7 +367,7 @@ item_is_over(PyObject *object, PyObject *unused)
         smp_work_item_is_over(&((smp_work_item_object *)object)->item));
 }
 
-/* check(): raises what went wrong; it is over */
+/* check(): raises its error; it is over */
 static PyObject *
 item_check(PyObject *object, PyObject *unused)
 {
