@@ -1,6 +1,6 @@
 """How a page is written: its sentences, and those that are beside the rules of CONTRIBUTING.md.
 
-``python -m tests.prose PAGE ...`` prints them.
+``python -m tests.prose PAGE ...`` prints them, also for the comments of C files and folders.
 """
 
 import re
@@ -11,6 +11,11 @@ from typing import NamedTuple
 RELATIVE = re.compile(r"\b(?:that|which|what|who|whose)\b", re.I)
 RATE = 1.8  # of these, in 100 words
 LENGTH = 25  # words of a sentence, without what is in parentheses
+C = {".c", ".h", ".cu"}
+LITERAL_OR_COMMENT = re.compile(
+    r'"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\'|/\*(.*?)\*/|//([^\n]*)', re.S
+)
+LABEL = re.compile(r"^( *\S[^.?!\n]{0,40}?[^\s.?!:)\]]) {2,}(?=\S)", re.M)  # "Threads  any."
 NO_SUBJECT = re.compile(r"[(*\"]*(?:What|Who|That|Of|Which)\b")
 
 
@@ -23,6 +28,20 @@ class Prose(NamedTuple):
     @property
     def rate(self) -> float:
         return 100 * self.relative / max(self.words, 1)
+
+
+def comments(source: str) -> str:
+    """Comments of C as a page: a paragraph each, and their labels as headings."""
+    found = [c or line for c, line in LITERAL_OR_COMMENT.findall(source) if c or line]
+    text = "\n\n".join(re.sub(r"^\s*\*( |$)", "", c, flags=re.M) for c in found)
+    return LABEL.sub(r"\1\n\n", text)
+
+
+def page_of(path: Path) -> str:
+    """A page, or the comments of a C file, or those of a folder's files."""
+    if path.is_dir():
+        return "\n\n".join(page_of(file) for file in sorted(path.iterdir()) if file.suffix in C)
+    return comments(path.read_text()) if path.suffix in C else path.read_text()
 
 
 def passages(page: str) -> list[tuple[str, str]]:
@@ -61,7 +80,7 @@ def prose(page: str) -> Prose:
 
 def main() -> None:
     for name in sys.argv[1:]:
-        found = prose(Path(name).read_text())
+        found = prose(page_of(Path(name)))
         print(f"{name}: {found.words} words, {found.rate:.2f} in 100 are {RELATIVE.pattern}")
         for kind, sentences in (("begins", found.without_subject), ("long", found.long)):
             for sentence in sentences:

@@ -14,11 +14,14 @@ from torch import nn
 
 import smp
 from smp.job import config
-from tests.prose import RATE, prose
+from tests.prose import RATE, C, comments, page_of, prose
 from tests.ranks import mpirun, on_ranks, rank_environment
 from tests.reference.whole_job import WholeJob, split_over_all_ranks
 
 ROOT = Path(__file__).resolve().parent.parent
+SOURCES = sorted(
+    {str(p.parent.relative_to(ROOT)) for p in ROOT.glob("csrc/**/*") if p.suffix in C}
+)
 DOCUMENTS = [
     "README.md",
     "CONTRIBUTING.md",
@@ -466,10 +469,10 @@ def test_every_block_is_python(document):
         compile(block.replace(", ...}", "}"), document, "exec")
 
 
-@pytest.mark.parametrize("document", DOCUMENTS)
-def test_a_page_is_in_the_projects_voice(document):
+@pytest.mark.parametrize("page", DOCUMENTS + SOURCES)
+def test_a_page_and_the_comments_of_a_folder_are_in_the_projects_voice(page):
     """``python -m tests.prose PAGE`` shows the sentences."""
-    found = prose((ROOT / document).read_text())
+    found = prose(page_of(ROOT / page))
     assert found.rate <= RATE and not found.without_subject and not found.long, found
 
 
@@ -486,6 +489,19 @@ def test_a_sentence_beside_the_rules_is_found(page, fault):
     block = f"```text\n{page}\n```"
     assert prose(block).words == 0
     assert prose("A rank `that` waits for a rank that waits.").relative == 1
+
+
+def test_the_comments_of_c_are_a_page():
+    source = """
+/* A rank waits.
+ *
+ * Threads  What waits. */
+char *who = "/* who */"; // which waits
+int   x; /* whose */ // that, too
+"""
+    page = comments(source)
+    assert prose(page).words == 11 and prose(page).relative == 4, page
+    assert prose(page).without_subject == ["What waits."]
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)

@@ -1,6 +1,6 @@
 /* The fork handlers, and the callbacks deferred until forked children end.
  *
- * A fork's children hold the write end of a pipe made just before it; the pipe hangs
+ * A fork's children hold the write end of a pipe made just before it.  The pipe hangs
  * up when the last of them (and of their children) has exited or run exec.
  */
 #define _GNU_SOURCE

@@ -1,7 +1,7 @@
 /* Random delays where threads and ranks hand something over, for tests.
  *
  * Random timing shows a result's dependence on timing sooner.  Off unless the
- * environment has SMP_JITTER, the seed of the delays; a call then does nothing, spins
+ * environment has SMP_JITTER, the seed of the delays.  A call then does nothing, spins
  * for microseconds, or sleeps for up to a fifth of a millisecond.  It does not yield: a
  * yield costs milliseconds beside a busy process.
  *

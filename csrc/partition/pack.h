@@ -9,9 +9,9 @@
 #include <stdint.h>
 
 /* Cuts `items` items into consecutive segments and gives each a number of devices, so
- * that the greatest load of a device is small.  Item i costs prefix[i + 1] - prefix[i];
- * an item above that load is divided over several devices, capacity[i] at most, and its
- * first device may hold earlier items as well; the first device carries `front`
+ * that the greatest load of a device is small.  Item i costs prefix[i + 1] - prefix[i].
+ * An item above that load is divided over several devices, capacity[i] at most, and its
+ * first device may hold earlier items as well.  The first device carries `front`
  * already.  Where no capacity is reached, no other such cut has a smaller greatest
  * load.
  *

@@ -1,9 +1,9 @@
 /* Partition: each module's device in the pipeline.
  *
  * A model comes in as flat arrays, a decision goes out.  Modules joined by a shared
- * parameter form one node; the nodes form a tree; the devices of a node are divided
- * among its children in proportion to their cost, children that run one after the
- * other staying together.  [paper 4.5, C; docs/partition.md]
+ * parameter form one node; the nodes form a tree.  The devices of a node are divided
+ * among its children in proportion to their cost.  Children that run one after the
+ * other stay together.  [paper 4.5, C; docs/partition.md]
  *
  * Ownership  Every array is the caller's: inputs are read, outputs filled.  The
  *            decision's memory is handed in as `scratch`.

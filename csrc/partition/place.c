@@ -71,8 +71,8 @@ look_below(smp_place *place, const smp_tree *tree)
 }
 
 /* Decides which nodes ride with another: with the parent, or in a chain with the child
- * before, so that a chain does not go back to the parent for an activation function
- * between two layers of another device. */
+ * before.  So a chain does not go back to the parent for an activation function between
+ * two layers of another device. */
 static void
 find_hosts(smp_place *place, const smp_tree *tree)
 {
@@ -211,7 +211,7 @@ weigh(const smp_place *place, const smp_place_job *job, int32_t loads, smp_divis
 }
 
 /* Cuts the job's row into a segment for each device, or for each node if these are
- * fewer, and shares the devices among the segments by highest averages. */
+ * fewer.  Shares the devices among the segments by highest averages. */
 static void
 cut_and_share(smp_place *place, const smp_place_job *job, int32_t loads)
 {

@@ -1,9 +1,9 @@
 /* Optimal contiguous segmentation.
  *
- * The recursion (3) of the paper costs segments * items^2.  The same optimum comes
- * from a search for the least load at which filling the segments from the left, each
- * as full as it goes, uses up all items: costs are integers, so the search ends at
- * it exactly, after about 40 fillings of segments * log(items) steps.  [paper C.4]
+ * The recursion (3) of the paper costs segments * items^2.  The same optimum comes from
+ * a search for the least load that all items fit under, with segments filled from the
+ * left: costs are integers, so the search ends at it exactly, after about 40 fillings
+ * of segments * log(items) steps.  [paper C.4]
  */
 #include "partition/segment.h"
 

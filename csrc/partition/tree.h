@@ -1,7 +1,7 @@
 /* The tree of nodes: modules joined by shared parameters, under one parent each.
  *
  * Nodes are numbered breadth first from the root's node, so a parent has a smaller
- * number than its children and one pass in either direction needs no stack.
+ * number than its children.  One pass in either direction needs no stack.
  *
  * Ownership  The arrays lie in the scratch given to smp_tree_lay_out().
  * Threads    The caller's.

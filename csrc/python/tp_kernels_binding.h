@@ -1,7 +1,7 @@
 /* The kernels of tensor parallelism as Python sees them: _core.tp_*().
  *
- * Tensors are dense, all in host memory or on one GPU, float32, float16 or bfloat16;
- * outputs are written in place, on a GPU behind the work of its current stream.
+ * Tensors are dense, all in host memory or on one GPU, float32, float16 or bfloat16.
+ * Outputs are written in place, on a GPU behind the work of its current stream.
  * Another tensor raises, and smp/tensor_parallel/kernels.py passes none.
  *
  * Threads    With the GIL, given away while a kernel runs.

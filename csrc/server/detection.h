@@ -3,9 +3,9 @@
  * Rank 0 of the comm runs it while it has nothing to run, by the four-counter method of
  * termination detection.  It asks all ranks (PROBE), and each answers (STILL) when it
  * has nothing to run either, with its numbers of sent and received messages.  An idle
- * rank runs again only when a message comes, or a collective is over.  So all are
- * deadlocked when two rounds of answers found as many messages received as sent, no
- * more in the second than in the first, and no collective under way.
+ * rank runs again only when a message comes, or a collective is over.  All are
+ * deadlocked after two rounds of answers with as many messages received as sent, the
+ * same number in both, and no collective under way.
  *
  * The detection decides; the caller sends and receives.
  *

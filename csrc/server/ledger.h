@@ -13,13 +13,13 @@
  * A microbatch is finished for a parameter when its backward has begun and no open
  * forward may use the parameter, or when pp_rank 0 says so.
  *
- * The engine adds up a request's contributions before it gives them away, so a request
- * has one term for a parameter, and a term need not wait for the end of its own
- * request: else a whole backward's gradients would wait here, as large as the
- * parameters.  Only engines inside the request's (checkpoints entered again) give
- * several.  The first step with terms for a parameter is taken to hold: where each
- * request gave one, later steps expect one.  An unexpected second one is added on
- * arrival, right within rounding, and from then on both wait.
+ * The engine adds up a request's contributions before it gives them away: a request has
+ * one term for a parameter.  So a term need not wait for the end of its own request:
+ * else a whole backward's gradients would wait here, as large as the parameters.  Only
+ * engines inside the request's (checkpoints entered again) give several.  The first
+ * step with terms for a parameter is taken to hold: where each request gave one, later
+ * steps expect one.  An unexpected second one is added on arrival, right within
+ * rounding, and from then on both wait.
  *
  * Ownership  Terms are opaque; the ledger owns its terms and gives them to ops->add,
  *            ops->fold or ops->drop.

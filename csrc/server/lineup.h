@@ -3,7 +3,7 @@
  * Each rank's server runs requests in an order of its own, and a collective needs one
  * order on all ranks.  So every collective has a key, known to each rank by itself.
  * tp_rank 0 issues in its program's order, and appends each key to a list, sent to the
- * others; another rank issues when the next key of the list is its own.
+ * others.  Another rank issues when the next key of the list is its own.
  *
  * At the end of its collectives in the step, a rank tells their number.  Different
  * numbers mean different calls.

@@ -2,9 +2,9 @@
  *
  * A module in a collective of its own holds the baton.  So the ranks of a DP_GROUP,
  * each in a pipeline of its own, must let their tasks run in one order.  The leader,
- * dp_rank 0, chooses freely, and its runs make a list, sent to the others; they run the
- * next one of the list when they can.  No ranks wait in a circle: a run of the leader
- * needs only its earlier runs.
+ * dp_rank 0, chooses freely, and its runs make a list, sent to the others.  They run
+ * the next one of the list when they can.  No ranks wait in a circle: a run of the
+ * leader needs only its earlier runs.
  *
  * One run is all work of a task until it gives the baton away.  A run's rest (over, or
  * a wait) is alike on all ranks, too; the leader tells its own, and another rest means

@@ -1,9 +1,9 @@
 /* The module server: one rank's requests, workers and baton.
  *
  * During a step exactly one thread of the rank works: it holds the baton.  A worker
- * with its remote call under way hands the baton on; a holder with nothing to run waits
- * on the comm's doorbell itself, so no thread stands between a message and its worker.
- * [paper, section 4.2; design.md, section 4]
+ * with its remote call under way hands the baton on.  A holder with nothing to run
+ * waits on the comm's doorbell itself: no thread stands between a message and its
+ * worker.  [paper, section 4.2; design.md, section 4]
  *
  *     IDLE --task--> EXECUTING --remote call--> PENDING
  *      ^                 |  ^                      |
@@ -139,8 +139,8 @@ uint64_t   smp_server_issued_so_far(const smp_server *server);
 bool smp_server_collectives_ended(smp_server *server, int64_t timeout_ns,
                                   uint64_t *least, uint64_t *most);
 
-/* Whether this rank had done all its part of the last step before its failure; and
- * whether all of the same pp_rank had, known after smp_server_collectives_ended(). */
+/* Whether this rank had done all its part of the last step before its failure.
+ * Likewise all of the same pp_rank, known after smp_server_collectives_ended(). */
 bool smp_server_ended_in_order(const smp_server *server);
 bool smp_server_all_ended_in_order(const smp_server *server);
 

@@ -1,8 +1,8 @@
 /* A stage: the ranks of one pp_rank, one in each pipeline.
  *
  * They issue the collectives of modules in one order (server/lineup.h), or run all in
- * one order (server/sequence.h), and tell one another when they are through with a
- * step. The messages are KEY, RUNS and ISSUED.
+ * one order (server/sequence.h).  Each tells the others when it is through with a step.
+ * The messages are KEY, RUNS and ISSUED.
  *
  * Threads  None: the holder of the server's baton, or the main thread between steps.
  */

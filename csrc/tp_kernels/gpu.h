@@ -3,10 +3,10 @@
  *
  * They come as a fat binary in this library, if built with nvcc, and are loaded and
  * launched through the driver: nothing is linked.  A row is computed by a warp in the
- * same steps as on the CPU; sums of columns are added up by a kernel of their own.
+ * same steps as on the CPU.  Sums of columns are added up by a kernel of their own.
  *
  * Status     Run on an H100 in odd shapes of three dtypes, without an error of memory
- *            or a race; the tests run them on lanes taking turns on a CPU.  Python
+ *            or a race.  The tests run them on lanes taking turns on a CPU.  Python
  *            compares each kernel with torch's operators at its first use on a device
  *            (smp/tensor_parallel/gpu_kernels.py).
  * Ownership  As there; all memory, scratch too, is the device's.

@@ -37,7 +37,7 @@ size_t smp_tp_dtype_bytes(smp_tp_dtype dtype); /* of one element */
  * first) of Philox4x32-7(counter = i / 8, key = seed) is at least p * 2^16, rounded to
  * nearest, and to less than 2^16.  So any part of the tensor may be a call, and
  * backward makes the mask again.  Philox, because torch and cuRAND use this generator
- * on GPUs, and a word needs 2 products of 32 bits a round; 7 rounds, because with so
+ * on GPUs, and a word needs 2 products of 32 bits a round.  7 rounds, because with so
  * many it passes BigCrush. [Salmon et al., Parallel random numbers: as easy as 1, 2, 3,
  * SC 2011]  16 bits an element, because with 32 and 10 rounds the generator is half of
  * a kernel's time; p is met within 2^-17.
@@ -94,8 +94,8 @@ typedef struct {
 
 #define SMP_TP_MASK_DIMS 8
 
-/* The addend of the scores.  The rows of the call form a tensor of `shape`; the mask of
- * row [i, j, ...] begins at element i * strides[0] + j * strides[1] ...; its keys
+/* The addend of the scores.  The rows of the call form a tensor of `shape`.  The mask
+ * of row [i, j, ...] begins at element i * strides[0] + j * strides[1] ...; its keys
  * follow one another. */
 typedef struct {
     const void *data; /* NULL: no mask */

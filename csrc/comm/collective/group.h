@@ -1,14 +1,14 @@
 /* Operations of a group of ranks.
  *
  * Every member of a group calls the same operations in the same order.  An operation
- * begins with all members showing each other their calls; a different one makes it
- * SMP_ERR_MISMATCH (or SMP_ERR_SIZES) on all, before any result is written, and the
- * group goes on.  Sums follow one binary tree over the members' order
+ * begins with all members showing each other their calls; a different call makes it
+ * SMP_ERR_MISMATCH (or SMP_ERR_SIZES) on all, before any result is written.  The group
+ * goes on.  Sums follow one binary tree over the members' order
  * (comm/collective/kernels/reduce.h), so all members get the same bits, in every run,
  * by whatever way.
  *
- * Inside a host, small tensors go through the members' control blocks in shared memory;
- * large ones are read from each other's memory if the system allows this, else they too
+ * Inside a host, small tensors go through the members' control blocks in shared memory.
+ * Large ones are read from each other's memory if the system allows this, else they too
  * go through the slots, piece by piece.  Members on several hosts send each other
  * messages of their comm (comm/collective/inter_host/route.h), and sums keep their
  * bits.
@@ -73,7 +73,7 @@ void smp_group_destroy(smp_group *group);
 smp_status smp_group_start(smp_group *group, const smp_call *call);
 
 /* Moves the operation on, and waits while others are missing, until_ns (smp_clock_ns)
- * at the latest; this limit is not the operation's, and its passing is no error.
+ * at the latest.  This limit is not the operation's, and its passing is no error.
  * *over: the buffers are the caller's again.  An error ends the operation too. */
 smp_status smp_group_wait(smp_group *group, int64_t until_ns, bool *over);
 

@@ -1,6 +1,6 @@
 /* Tensors sent from one rank to another, matched by group, source and tag.
  *
- * Sending never waits: the bytes are copied.  A receive is posted by its owner; a
+ * Sending never waits: the bytes are copied.  A receive is posted by its owner.  A
  * message goes into the first fitting posted receive, in the order of their posts, and
  * an unexpected message is kept.  A thread waiting for a posted receive sorts in
  * arrivals, for all receives.

@@ -1,7 +1,7 @@
 /* Operations of groups, in the order of their issue.
  *
  * A work item is a few calls of one group, over together.  Each group has a queue of
- * them.  A thread waiting for one carries out the queue up to there; the carrier, one
+ * them.  A thread waiting for one carries out the queue up to there.  The carrier, one
  * thread for all groups of the process, does those without a waiter.  (It is not the
  * comm's progress thread: that thread answers other ranks within microseconds, and an
  * operation adds up megabytes for milliseconds.)

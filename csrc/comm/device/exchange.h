@@ -10,10 +10,10 @@
  * Round k uses half k % 2, counted over all operations.  fill waits for all others'
  * read[half] of round k - 2, drain for their filled[half] of round k, both on the
  * device. The host only has to order the calls: a wait for an event comes after the
- * call of its record, and before the next record's, since a wait means the last record
- * at the time of the call.  Common steps of all members do it: a member goes from
- * fill() of round k to drain() of round k when all have come back from fill() of round
- * k (comm/collective/intra_host/epoch_barrier.h).
+ * call of its record, and before the next record's.  A wait means the last record at
+ * the time of its call.  Common steps of all members do it: a member goes from fill()
+ * of round k to drain() of round k when all have come back from fill() of round k
+ * (comm/collective/intra_host/epoch_barrier.h).
  *
  *   - drain(k) waits for filled[half] of round k: fill(k) of all has returned.  None
  *     has begun fill(k + 2), since it comes after step k + 1, and this member comes
@@ -113,7 +113,7 @@ bool smp_exchange_close(smp_exchange *exchange);
 
 /* Takes it, after close, and readers[0 .. n) with their references.  Its memory is
  * freed when no reader has it open any more: now, or when another of this process is
- * retired or made; the end of the process frees it in any case, and alone does so after
+ * retired or made; the end of the process frees it in any case.  It alone does so after
  * the death of a reader with a process invisible from here.  With `leave` it is left to
  * the process's end. */
 void smp_exchange_retire(smp_exchange *exchange, smp_user *readers, int n, bool leave);

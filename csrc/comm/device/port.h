@@ -1,10 +1,10 @@
 /* The port: tensors enter and leave a rank's device there, past host memory.
  *
- * put() copies a tensor from the user's memory into the own pool; its block travels in
- * a message like any other, and get(), on the receiving rank, copies from the sender's
- * pool into fresh memory of the receiver.  So nothing aliases, and the span goes back
- * as soon as the second copy is done.  Both copies run on a stream of the port's own,
- * in order with the user's stream by events; the thread waits for neither:
+ * put() copies a tensor from the user's memory into the own pool.  Its block travels in
+ * a message like any other; get(), on the receiving rank, copies from the sender's pool
+ * into fresh memory of the receiver.  So nothing aliases, and the span goes back as
+ * soon as the second copy is done.  Both copies run on a stream of the port's own, in
+ * order with the user's stream by events; the thread waits for neither:
  *
  *     user's stream   ...writes x | fence ............ (x may be changed again)...
  *     own stream                    \-> x -> pool | event of the span ->/
@@ -20,8 +20,7 @@
  * there; the reader copies it in a tensor's way, and compares.  The reader waits for
  * the copy, 10 s at most; tensors go through host memory until it is open.  Other
  * bytes, an error and no end are the same: both ranks' ports are shut, with one warning
- * (smp_warn), and so is the port of every rank at its next message to or from one of
- * them.
+ * (smp_warn).  So is the port of every rank at its next message to or from one of them.
  *
  * Status     Run by ranks on one shared H100, not yet between two GPUs; the tests have
  *            a stand-in for the driver (tests/core/stand_in.c).  Between devices of

@@ -1,8 +1,8 @@
 /* The arena's books.
  *
- * A slot describes a run of bytes, free or taken, and is linked to its neighbours in
+ * A slot describes a run of bytes, free or taken.  It is linked to its neighbours in
  * address order, so a freed run finds the free runs beside it.  Free runs of about one
- * size are in one bin; taken ones are in a ring list, in the order of their taking; a
+ * size are in one bin.  Taken ones are in a ring list, in the order of their taking; a
  * hand moves around this list and finds the returned ones.
  */
 #define _GNU_SOURCE

@@ -7,7 +7,7 @@
  * damage them.
  *
  * A block is given back by storing SMP_SLOT_FREE into its state in shared memory, from
- * any process; the owner notices at later calls of take, and leaves the block as long
+ * any process.  The owner notices at later calls of take, and leaves the block as long
  * as another process may write into it (smp_arena_keep).
  *
  * Threads  any.

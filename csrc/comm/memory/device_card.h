@@ -1,9 +1,9 @@
 /* A rank's card of its device pool for the others of its host: a part of its segment.
  *
  * The owner writes it when it makes the pool, once, and says so in `shown`.  Each other
- * rank with a device opens the pool then, tries it with the pattern behind its end, and
- * writes the outcome on its own card, under the owner's number: in this order both know
- * the other's abilities, and neither has to wait.
+ * rank with a device opens the pool then, and tries it with the pattern behind its end.
+ * It writes the outcome on its own card, under the owner's number: in this order both
+ * know the other's abilities, and neither has to wait.
  *
  *   owner's shown    NONE -> SHOWN -> WITHDRAWN   (its comm or device has ended)
  *   reader's card    NONE -> OPENING -> OPEN -> CLOSED   (pools[owner])

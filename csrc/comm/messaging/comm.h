@@ -5,10 +5,10 @@
  * transport allows it: the sender writes a tensor once and the receiver uses that
  * memory as its tensor.
  *
- * Ownership  smp_comm_block() gives a block to the caller; smp_comm_send() takes
- *            it, whatever it returns; smp_comm_receive() gives a message, with
- *            its blocks, to the caller; smp_message_take_block() moves a block
- *            out of it.  A block goes back by smp_block_release().
+ * Ownership  smp_comm_block() gives a block to the caller; smp_comm_send() takes it,
+ *            also on an error.  smp_comm_receive() gives a message, with its blocks, to
+ *            the caller; smp_message_take_block() moves a block out of it.  A block
+ *            goes back by smp_block_release().
  * Threads    send, block, release, wake: any.  receive: one at a time (the
  *            server's baton guarantees it).  None of them needs the GIL, and no
  *            callback runs under a lock.
@@ -105,8 +105,8 @@ smp_status smp_comm_send(smp_comm *comm, int dest, const void *bytes, size_t nby
  * SMP_ERR_TIMED_OUT; SMP_ERR_INTERRUPTED after smp_comm_wake() (once a call).  After
  * the last message, and from then on: SMP_ERR_PEER_LOST when a peer died,
  * SMP_ERR_MALFORMED or SMP_ERR_NO_MEMORY when its messages cannot be read
- * (smp_comm_lost names the peer); SMP_ERR_CLOSED when every peer has ended in order, or
- * in a forked child. */
+ * (smp_comm_lost names the peer).  SMP_ERR_CLOSED when every peer has ended in order,
+ * or in a forked child. */
 smp_status smp_comm_receive(smp_comm *comm, int64_t timeout_ns, smp_message **out);
 
 /* Makes the present or next smp_comm_receive() return SMP_ERR_INTERRUPTED.

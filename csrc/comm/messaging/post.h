@@ -2,7 +2,7 @@
  * messages, with several threads waiting at once.
  *
  * Such a message begins with an smp_post_head.  A message without nonce waits until a
- * channel with its address is open; one with a nonce is for that channel alone, and is
+ * channel with its address is open.  One with a nonce is for that channel alone, and is
  * dropped after the channel's close.
  *
  * Ownership  put takes a message, get gives it.  A channel is its owner's memory, from

@@ -1,6 +1,6 @@
 /* The structs of the objects of collectives: smp._core.Comm, a rank's end of a set of
- * ranks, and smp._core.Group, some of them with collectives of tensors together; and
- * their exceptions.
+ * ranks, and smp._core.Group, some of them with collectives of tensors together.  Their
+ * exceptions, too.
  *
  * Threads  Under the GIL.
  */

@@ -33,9 +33,9 @@ typedef struct {
     bool             joined;  /* that stream waits for the device */
 } smp_work_item_object;
 
-/* A new work item, not yet issued, from the arguments of smp_tensor_calls_init(); or of
- * all-gathers of tensors on devices, with `offer` of the meeting before the first. NULL
- * with an exception. */
+/* A new work item, not yet issued, from the arguments of smp_tensor_calls_init().  The
+ * second: of all-gathers of tensors on devices, with `offer` of the meeting before the
+ * first. NULL with an exception. */
 smp_work_item_object *smp_work_item_make(smp_group_object *group, PyObject *const *args,
                                          Py_ssize_t nargs);
 smp_work_item_object *smp_work_item_make_gather(smp_group_object *group, PyObject *ins,

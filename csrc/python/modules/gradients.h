@@ -1,7 +1,7 @@
 /* The ledger over PyTorch's .grad, for the engine's gradients during a step.
  *
  * A hook on each local parameter takes the engine's accumulated gradient, by microbatch
- * and request, and leaves .grad empty; the ledger adds it up in order.  Outside a step
+ * and request, and leaves .grad empty.  The ledger adds it up in order.  Outside a step
  * .grad is PyTorch's.
  *
  * Threads  The GIL is held; during a step, by the holder of the baton.

@@ -213,7 +213,8 @@ py_collectives_ended(PyObject *module, PyObject *timeout)
 }
 
 /* ended_in_order() -> (whether this rank had done its part of the last step before its
- * failure, whether all of the same pp_rank had, as far as collectives_ended() knows) */
+ * failure, the same of all of this pp_rank).  The second as far as collectives_ended()
+ * knows. */
 static PyObject *
 py_ended_in_order(PyObject *module, PyObject *unused)
 {

@@ -17,7 +17,7 @@
 #include "python/values/torch_api.h"
 
 /* Walks from the grad_fn of the outputs, each a tensor with requires_grad, to the node
- * `enter` of so many inputs, and ends as soon as all are reached.
+ * `enter` of so many inputs.  Ends as soon as all are reached.
  *
  * unreached  written.
  * Returns    0, or -1 with an exception. */

@@ -1,7 +1,7 @@
 /* One heap for threads working one at a time.
  *
  * glibc gives each new thread a heap of its own, up to eight for each core, so that
- * threads do not wait for each other.  Ours do not allocate at the same time; but a
+ * threads do not wait for each other.  Ours do not allocate at the same time.  But a
  * tensor made by one worker and freed by another would leave its memory with the first,
  * unused: a rank then holds twice its need (benchmarks/memory.py).
  *

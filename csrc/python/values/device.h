@@ -26,8 +26,8 @@ PyObject *smp_device_allocate(dl_device device, dl_dtype dtype, int64_t length,
 int smp_device_pack(smp_comm *comm, int dest, const dl_tensor *t, uint64_t bytes,
                     smp_block **out);
 
-/* A new tensor on this rank's device with the elements of the meta's span in a row,
- * from a block on a device, received from `source`; takes the block. */
+/* A new tensor on this rank's device with the elements of the meta's span in a row.
+ * Takes the block: a device's, received from `source`. */
 PyObject *smp_device_unpack(smp_comm *comm, int source, smp_block *block,
                             const smp_tensor_meta *meta);
 

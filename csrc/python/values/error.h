@@ -23,9 +23,9 @@ typedef struct {
     uint32_t of[2];
 } smp_error_keys;
 
-/* Raises one of them with the text (as PyErr_Format() has it), which ends with the
- * status's name; its `status` is that name, its `keys` those that are not 0.  keys:
- * NULL for none.  NULL. */
+/* Raises one of them with the text (as PyErr_Format() has it), ending with the status's
+ * name.  Its `status` is that name, its `keys` those that are not 0.  keys: NULL for
+ * none.  NULL. */
 PyObject *smp_error_raise(PyObject *kind, smp_status status, const smp_error_keys *keys,
                           const char *format, ...);
 

@@ -4,9 +4,9 @@
  *
  * and one block for the bytes of each large tensor.  A value is one tag byte and the
  * tag's content; containers nest.  Tensors are numbered by first occurrence, and so are
- * the objects open to changes in place by a callee; a second occurrence is a reference,
- * so one object arrives as one.  Nothing here is executable: no pickle, but for
- * TAG_PICKLE, for types without another tag.
+ * the objects open to changes in place by a callee.  A second occurrence is a
+ * reference, so one object arrives as one.  Nothing here is executable: no pickle, but
+ * for TAG_PICKLE, for types without another tag.
  */
 #ifndef SMP_PYTHON_VALUES_WIRE_H
 #define SMP_PYTHON_VALUES_WIRE_H

@@ -1,9 +1,9 @@
 /* A hierarchical operation: one of a group on several hosts.
  *
- * First the members of a host show each other their calls; the first member, the host's
- * node leader, sends these to the other hosts' node leaders, compares them with theirs,
- * and shows the outcome to its host: the signature check.  So all know whether they
- * agree before a result is written.  Then the operation goes its route
+ * First the members of a host show each other their calls.  The first member, the
+ * host's node leader, sends these to the other hosts' node leaders and compares them
+ * with theirs.  It shows the outcome to its host: the signature check.  So all know
+ * whether they agree before a result is written.  Then the operation goes its route
  * (comm/collective/inter_host/route.h).
  *
  * Ownership  Borrows barrier and op, of this host's members, and wire.

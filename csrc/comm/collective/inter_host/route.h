@@ -9,16 +9,16 @@
  *   broadcast       The root's host shares the tensor; then each of its members sends a
  *                   slice of it to every other host, as for an all-gather.
  *   reduce-scatter  For each receiver, one member of every host reduces that part of
- *                   its host's tensors as far as the tree of sums allows, to the nodes
- *                   within the host (hosts.h), and sends these terms to the receiver.
- *                   The receiver merges them.
+ *                   its host's tensors as far as the tree of sums allows.  It sends
+ *                   these terms, of the nodes within the host (hosts.h), to the
+ *                   receiver.  The receiver merges them.
  *   all-reduce      A reduce-scatter of even parts, then an all-gather of them.
  *   reduce          A reduce-scatter among the members of the root's host; then the
  *                   root gathers the result.
  *   others          Each pair on its own.
  *
  * Large tensors go in rounds, each with its stages.  A round's phases are parted by its
- * waits for other hosts; rounds overlap in a pipeline, so that bytes of one are on the
+ * waits for other hosts.  Rounds overlap in a pipeline, so that bytes of one are on the
  * way while another is summed and copied.  Its ticks:
  *
  *     tick     0    1    2    3    4    5 ...

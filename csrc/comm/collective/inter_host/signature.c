@@ -38,8 +38,8 @@ hear_host(smp_hierarchical *hier)
     }
 }
 
-/* An all-to-all with split sizes needs the places of its parts in this host's tensors;
- * if not all have called it, the result is not used. */
+/* An all-to-all with split sizes needs the places of its parts in this host's tensors.
+ * If not all have called it, the result is not used. */
 static void
 find_parts(smp_hierarchical *hier)
 {

@@ -1,6 +1,6 @@
 /* Parcels between members of a group on different hosts, through their comm.
  *
- * They meet by a hello from each to each, with a random nonce; from then on a parcel
+ * They meet by a hello from each to each, with a random nonce.  From then on a parcel
  * goes to the nonce of its receiver, so no group takes an earlier group's.  Parcels are
  * kept until taken.
  *

@@ -11,10 +11,10 @@
  *   MEMORY  A member reads the others' memory, at the addresses of the first step; the
  *           last step ends the reading.  All-reduce has one between: every member
  *           reduces a part, and takes the others'.  Memory of a pool is read where
- *           mapped, without system calls; and if all outputs of an all-gather lie
- *           there, members write into them, and each input is read once instead of once
- *           for each member.  The first step decides on this way: slots filled by then
- *           are left.
+ *           mapped, without system calls.  If all outputs of an all-gather lie there,
+ *           members write into them, and each input is read once instead of once for
+ *           each member.  The first step decides on this way: slots filled by then are
+ *           left.
  *
  *   DEVICE  An all-gather of tensors on devices: steps are the rounds of
  *           comm/device/exchange.h.  MEETING: the operation before the first of these

@@ -2,10 +2,10 @@
  * on one host.
  *
  * They *meet* once, in an operation of SMP_DEVICES_STEPS steps: each shows the others
- * the handles of its device's memory, opens theirs, gathers patterns with them in the
- * rounds of a trial, and votes in each step.  Without all votes, no member uses the
- * device ever after: the answer is the same on all.  After a failed trial one of them
- * has warned (smp_warn), and no other group of the comm tries.
+ * the handles of its device's memory, and opens theirs.  Each gathers patterns with
+ * them in the rounds of a trial, and votes in each step.  Without all votes, no member
+ * uses the device ever after: the answer is the same on all.  After a failed trial one
+ * of them has warned (smp_warn), and no other group of the comm tries.
  *
  * Then each gather is a number of rounds, one step each: before a member posts the step
  * its device is told to fill its half, and after all posts, to drain the others'.

@@ -18,8 +18,8 @@
 #include "common/jitter.h"
 #include "common/spin.h"
 
-/* A waiter with a core of its own keeps it for this long; then, and from the beginning
- * if it has none, it gives way to others for GIVE_WAY; then it sleeps. */
+/* A waiter with a core of its own keeps it for this long.  Then, and from the beginning
+ * without one, it gives way to others for GIVE_WAY; then it sleeps. */
 #define SPIN_NS (50 * SMP_NS_PER_US)
 #define GIVE_WAY_NS (200 * SMP_NS_PER_US)
 

@@ -54,11 +54,11 @@ typedef struct {
 } smp_epoch_barrier;
 
 /* Meets the other members; ranks[size] of a connected comm, at most SMP_GROUP_MEMBERS,
- * each once and this one among them, the same on all members; `id` is not 0, and unlike
- * the id of any other present meeting of a member.  Members read each other's memory if
- * all can, as `reading` says.  SMP_ERR_UNREACHABLE: *failed is a rank of another host;
- * SMP_ERR_NO_MEMORY; SMP_ERR_LIMIT: this rank is in SMP_CONTROL_BLOCKS groups;
- * SMP_ERR_TIMED_OUT: all missing ones are added to `absent`, if not NULL;
+ * each once and this one among them, the same on all members.  `id` is not 0, and
+ * unlike the id of any other present meeting of a member.  Members read each other's
+ * memory if all can, as `reading` says.  SMP_ERR_UNREACHABLE: *failed is a rank of
+ * another host; SMP_ERR_NO_MEMORY; SMP_ERR_LIMIT: this rank is in SMP_CONTROL_BLOCKS
+ * groups; SMP_ERR_TIMED_OUT: all missing ones are added to `absent`, if not NULL;
  * SMP_ERR_INTERRUPTED, SMP_ERR_PEER_LOST, SMP_ERR_CLOSED, SMP_ERR_MISMATCH (another
  * list of members): with *failed. */
 smp_status smp_epoch_barrier_init(smp_epoch_barrier *barrier, smp_comm *comm,
@@ -115,7 +115,7 @@ void smp_epoch_barrier_wait(smp_epoch_barrier *barrier, int64_t until_ns);
 bool smp_epoch_barrier_look(smp_epoch_barrier *barrier);
 
 /* The control block of another group with an unfinished operation of the member, first
- * one with the member asleep; else of a given-up one; or NULL.
+ * one with the member asleep.  Else of a given-up one; or NULL.
  */
 const smp_control_block *smp_epoch_barrier_elsewhere(const smp_epoch_barrier *barrier,
                                                      int                      member);

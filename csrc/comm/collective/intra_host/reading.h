@@ -1,8 +1,8 @@
 /* Reading the memory of another process of this host by a system call.
  *
- * It needs no preparation and no memory in common; but the kernel walks through the
- * pages and copies in its own way, faster than two copies through a slot on some
- * machines and slower on others.
+ * It needs no preparation and no memory in common.  But the kernel walks through the
+ * pages and copies in its own way: faster than two copies through a slot on some
+ * machines, slower on others.
  *
  * Threads  any.
  */

@@ -2,7 +2,7 @@
  *
  * A plain store first reads the overwritten line, and throws others out of the caches.
  * The C library knows other stores, but uses them from a size on derived from the cache
- * of the whole processor; a virtual machine has a part of that.
+ * of the whole processor.  A virtual machine has a part of that.
  *
  * Threads  any.
  */

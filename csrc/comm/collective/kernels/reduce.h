@@ -18,9 +18,9 @@
  * AVG        SUM, then one division by n (of integers: towards zero).  Not bool.
  * PREMUL_SUM SUM of in[i] times the factor of i, in f32 (f64 for f64).  Floating types.
  *
- * The plain C kernels (comm/collective/kernels/reduce_scalar.c) are the definition; the
- * others are chosen by the processor at run time and give the same bits, except for the
- * choice between two NaNs of a sum or a product.
+ * The plain C kernels (comm/collective/kernels/reduce_scalar.c) are the definition.
+ * The others, chosen by the processor at run time, give the same bits, except for the
+ * choice between two NaNs of a sum or product.
  *
  * Threads  any; the caller's memory.
  */

@@ -146,7 +146,7 @@ out:
 }
 
 /* The rank to name while the communicator is made; -1: none.  A rank may have given up
- * because of a dead one, so a dead one comes first, and the other only when it has
+ * because of a dead one.  So a dead one comes first, and the other only when it has
  * `given_up` for a look already. */
 static int
 missing(const int *fds, int size, int *given_up)

@@ -1,6 +1,6 @@
 /* The connection of ranks over MPI: lifelines (comm/transport/connecting/lifeline.h) to
  * the wanted ranks, since MPI does not report a dead process, and a communicator of the
- * job's ranks alone, both made from the ranks' cards.
+ * job's ranks alone.  Both are made from the ranks' cards.
  *
  * Threads  one, before the comm's own.
  */

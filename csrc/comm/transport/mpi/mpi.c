@@ -2,7 +2,7 @@
  *
  * A message travels as one MPI message with the head (head.h: sizes of all blocks, the
  * bytes, the bytes of small blocks), then one per larger block, in order.  MPI keeps
- * the order of messages with one tag between two ranks, so the receiver posts the
+ * the order of messages with one tag between two ranks.  So the receiver posts the
  * receives for the blocks of one head after the other, and gets each into its place.
  *
  * MPI does not name a dead rank, so beside it each rank has a lifeline
@@ -10,12 +10,12 @@
  * the other confirms all earlier messages over the lifeline.  After a loss this rank
  * calls MPI no more: Open MPI, when it sees a connection of its own end, ends its
  * process.  So the lifelines are looked at before every round of calls.  The other
- * ranks hear of the loss by themselves; a rank at its end before then tells them over
+ * ranks hear of the loss by themselves.  A rank at its end before then tells them over
  * the lifeline that it is not the one to name.
  *
  * MPI has no descriptor to sleep on.  The progress thread polls hard for a moment after
  * a transfer's progress, and longer while the receiving thread sleeps (this rank's core
- * is free then); otherwise it looks once in a while.
+ * is free then).  Otherwise it looks once in a while.
  *
  * This file is part of another shared object than the rest of csrc/comm, and uses it
  * only through the host's table.
@@ -220,8 +220,8 @@ watch_lifelines(smp_mpi *self)
                : status;
 }
 
-/* Ranks on one host reach one another by shared memory or not at all, so either every
- * rank of the job wants somebody, or nobody does: all come to the same answer. */
+/* Ranks on one host reach one another by shared memory or not at all.  So either every
+ * rank of the job wants a connection, or none does: all come to the same answer. */
 static smp_status
 mpi_connect(void *arg, const void *const *cards, const size_t *card_bytes,
             const bool *wanted, const smp_deadline *deadline, bool *reached,

@@ -1,6 +1,6 @@
 /* The socket file and the handshake.
  *
- * Of a pair the higher rank connects and speaks first.  The lower one answers only from
+ * The higher rank of a pair connects and speaks first.  The lower one answers only from
  * inside smp_shm_meet(), after its look at the files: so no rank removes its file
  * before the look of every rank on the host.
  *

@@ -1,14 +1,14 @@
 /* The meeting of one host's ranks: a socket file in /dev/shm, and a handshake.
  *
  * "One host" means a reachable file: host names, boot ids and pids are shared by
- * network namespaces with different /dev/shm, and memory can be read across namespaces
+ * network namespaces with different /dev/shm.  Memory can be read across namespaces
  * that should be kept apart.
  *
  * The card names the file (mode 0600, 128 random bits in its name) and holds a secret
  * token.  Both sides of a connection prove their knowledge of the other's token and
- * send their version, job and rank; then they exchange the descriptors of their segment
- * and of their progress thread's eventfd.  A caller with other bytes is turned away.
- * The file is removed as soon as all have met.
+ * send their version, job and rank.  Then they exchange the descriptors of their
+ * segment and of their progress thread's eventfd.  A caller with other bytes is turned
+ * away.  The file is removed as soon as all have met.
  *
  * Threads  one, before the comm's own.
  */

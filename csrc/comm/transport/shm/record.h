@@ -3,8 +3,8 @@
  *   head | one ref per block | the message's bytes | bytes of inline blocks
  *
  * each part padded to 8 bytes.  A message too long for the ring is written as such a
- * record into a block of its own; the ring then holds a spilled record, with that block
- * as its one ref.
+ * record into a block of its own.  The ring then holds a spilled record, with that
+ * block as its one ref.
  *
  * Both sides are processes of one machine: host byte order.
  */

@@ -7,9 +7,9 @@
  * Two things can be full, and neither is waited for.  A full ring: the record waits in
  * this process, and the progress thread moves it when the receiver, seeing the ring
  * hungry, writes to our eventfd.  A full arena: the block's bytes go through the pair's
- * socket, and its message waits for them at the receiver.  Order is kept because
- * records are put into the ring, and blocks into the socket, in the order of the sends,
- * and the receiver takes both in that order.
+ * socket, and its message waits for them at the receiver.  Order is kept: records are
+ * put into the ring, and blocks into the socket, in the order of the sends.  The
+ * receiver takes both in that order.
  */
 #define _GNU_SOURCE
 #include <poll.h>

@@ -1,7 +1,7 @@
 /* The TCP transport: one connection for each pair of ranks.
  *
- * The sending thread itself writes as much as the socket takes; the rest waits in this
- * process, and the progress thread writes it when there is room again.  The progress
+ * The sending thread itself writes as much as the socket takes.  The rest waits in this
+ * process; the progress thread writes it when the socket has room again.  The progress
  * thread reads everything.
  *
  * A dying peer closes its connection.  A dying host says nothing: when bytes stay

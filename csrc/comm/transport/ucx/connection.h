@@ -1,11 +1,11 @@
 /* The connection of two ranks over UCX, and its end.
  *
  * They meet over TCP (comm/transport/connecting/meet.h), tell each other their workers'
- * addresses (introduction.h), say hello over UCX, and send two patterns behind it, one
- * as a head and one as a block.  A rank is reached when each side has heard the other's
- * hello, found the patterns right, and told so.  Otherwise the pair is not reached over
- * UCX, for good, and the next transport is tried: so for other bytes, errors and late
- * patterns, with a warning on that side (smp_warn).
+ * addresses (introduction.h), and say hello over UCX.  Two patterns follow the hello,
+ * one as a head and one as a block.  A rank is reached when each side has heard the
+ * other's hello, found the patterns right, and told so.  Otherwise the pair is not
+ * reached over UCX, for good, and the next transport is tried: so for other bytes,
+ * errors and late patterns, with a warning on that side (smp_warn).
  *
  * Status   UCX has run over TCP and shared memory, on no InfiniBand or RoCE yet.
  * Threads  the one allowed to call UCX; see transfer.h.

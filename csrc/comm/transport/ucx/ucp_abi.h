@@ -7,8 +7,8 @@
  *
  * Source: ucp/api/ucp.h, ucp/api/ucp_def.h, ucs/type/status.h and
  * ucs/type/thread_mode.h of UCX 1.22 (https://github.com/openucx/ucx), the interface
- * only; as much of it as 1.13 has.  Copyright (C) NVIDIA CORPORATION & AFFILIATES and
- * others, BSD-3-Clause.
+ * only.  1.13 has all of it.  Copyright (C) NVIDIA CORPORATION & AFFILIATES and others,
+ * BSD-3-Clause.
  */
 #ifndef SMP_COMM_TRANSPORT_UCX_UCP_ABI_H
 #define SMP_COMM_TRANSPORT_UCX_UCP_ABI_H
