@@ -2,8 +2,10 @@
 
 One may keep tensors where microbatches share them, for the forward or the step function to
 read.  In one process a microbatch is over before the next one's hook runs; so the hook waits
-for that, for good if it has kept something in its first step, with a warning.  A hook that
-a step registers is its microbatch's own until the step is over.
+for that, for good if it has kept something in its first step, with a warning.  A hook that a
+microbatch registers does not run in earlier ones, and in later ones if it is still there.
+
+Those of transformers keep what they see in a context variable, which is the microbatch's.
 """
 
 import warnings
@@ -21,6 +23,7 @@ from smp.partitioning import hook_containers
 from smp.partitioning.contents import content_of, is_the_same
 
 _OF_TORCH = frozenset(vars(nn.Module()))  # its dicts of parameters, hooks, ...
+_KNOWN = ("torch.", "smp.", "transformers.")
 _REGISTER = ("register_forward_pre_hook", "register_forward_hook")
 
 
@@ -81,8 +84,8 @@ def forget() -> None:
 def _noticing(original: Callable) -> Callable:
     def register(self: nn.Module, hook: Callable, *args: Any, **kwargs: Any) -> Any:
         module = wrapped_of(self)
-        ours = str(getattr(hook, "__module__", "")).startswith(("torch.", "smp."))
-        if not ours and _modules.get(id(module)) is module:
+        is_known = str(getattr(hook, "__module__", "")).startswith(_KNOWN)
+        if not is_known and _modules.get(id(module)) is module:
             place = _places[id(module)]
             if "pre_hook" in original.__name__:
                 place = place._replace(is_called_here=not is_remote(module))
@@ -122,10 +125,12 @@ class _Late:
         microbatch = _core.current()
         if microbatch is None or not self._waits:
             return self._hook(*args, **kwargs)
-        if self._microbatch not in (None, microbatch):
+        if self._microbatch is not None and microbatch < self._microbatch:
             return None
         if not _core.in_backward():
             _core.await_turn(self._order)
+        if self._microbatch not in (None, microbatch) and not self._is_there(args[0]):
+            return None
         if self._keeps:
             return self._hook(*args, **kwargs)
         boxes: list[Callable[[], Any]] = [
@@ -140,6 +145,10 @@ class _Late:
                 if not is_the_same(earlier, content_of(value())):
                     self._keeps |= hook_containers.holds_tensors(value())
             _called.append(self)
+
+    def _is_there(self, module: nn.Module) -> bool:
+        hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+        return any(hook is self for hook in hooks)
 
     def __reduce__(self) -> tuple:
         """Copies and pickles have the script's."""
