@@ -8,7 +8,7 @@
 #include "common/clock.h"
 #include "common/status.h"
 
-/* Whoever waits with it looks at least this often. */
+/* A thread waiting with it looks at least this often. */
 #define SMP_DEADLINE_LOOK_NS (20 * SMP_NS_PER_MS)
 
 typedef struct {

@@ -138,7 +138,7 @@ take_step(smp_group *group)
     return SMP_OK;
 }
 
-/* Goes on until the operation is over or somebody is missing: *waits. */
+/* Goes on until the operation is over or a member is missing: *waits. */
 static smp_status
 take_steps(smp_group *group, bool *waits)
 {
@@ -165,7 +165,7 @@ add(_Atomic uint64_t *counter, uint64_t n)
     atomic_fetch_add_explicit(counter, n, memory_order_relaxed);
 }
 
-/* A meeting moves nothing, and nobody has called it. */
+/* A meeting moves nothing, and no caller has asked for it. */
 static void
 count_call(smp_group *group, const smp_call *call)
 {

@@ -35,7 +35,7 @@ struct smp_group {
     int64_t           timeout_ns;
     uint64_t          sequence;   /* of the last operation */
     smp_group_phase   phase;      /* smp_group_enter() alone writes it, and `broken` */
-    int64_t           started_ns; /* when somebody was found missing; 0: nobody was */
+    int64_t           started_ns; /* when a member was found missing; 0: none was */
     smp_status        broken;     /* ENDED: the status of every later call, */
     char              end[SMP_WHY_BYTES]; /* ... and its text */
     _Atomic uint64_t  operations;         /* begun, for smp_group_count() */

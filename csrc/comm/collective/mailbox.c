@@ -32,7 +32,7 @@ struct smp_mailbox {
     uint32_t  generation; /* smp_fork_generation() */
 
     smp_lock       lock;    /* guards all below, and the posted receives */
-    pthread_cond_t changed; /* a posted receive is over, or nobody sorts any more */
+    pthread_cond_t changed; /* a posted receive is over, or no thread sorts any more */
     bool           sorting; /* a thread is in smp_comm_receive() */
     bool           ended;   /* nothing comes any more but from this rank itself */
     smp_posted_receive  *receives; /* in the order of their posts */
@@ -221,7 +221,7 @@ sort_in(smp_mailbox *mailbox, smp_posted_receive *receive, int64_t until_ns)
     pthread_cond_broadcast(&mailbox->changed);
     if (status == SMP_OK) {
         deliver(mailbox, l);
-    } else if (sender != SMP_ANY_SOURCE) { /* nobody knows for whom it was */
+    } else if (sender != SMP_ANY_SOURCE) { /* its receiver is unknown */
         if (!receive->over) {
             finish(mailbox, receive, status, sender);
         }

@@ -29,7 +29,7 @@
 
 struct smp_queue {
     smp_carrier *carrier; /* borrowed */
-    smp_group   *group;   /* borrowed; used by whoever drives the queue */
+    smp_group   *group;   /* borrowed; used by the queue's driver */
 
     /* Guarded by the carrier's lock. */
     bool driven; /* a thread carries out the head, and it alone takes it off */
@@ -97,7 +97,7 @@ report(smp_queue *queue, int64_t waited_ns)
     n = snprintf(line, sizeof(line), "smp: rank %d: %s; for %.1f s so far\n",
                  queue->carrier->name, what, (double)waited_ns / (double)SMP_NS_PER_S);
     if (n > 0 && write(STDERR_FILENO, line, (size_t)n) < 0) {
-        queue->report_ns = 0; /* nobody reads it */
+        queue->report_ns = 0; /* no reader */
     }
 }
 
@@ -253,7 +253,7 @@ stop_driving(smp_queue *queue)
 }
 
 /* Drives the work item's queue until the work item is over, the queue closes, or
- * until_ns.  The lock is held, and nobody drives. */
+ * until_ns.  The lock is held, and the queue has no driver. */
 static void
 drive(smp_work_item *item, int64_t until_ns)
 {
@@ -412,7 +412,7 @@ smp_carrier_destroy(smp_carrier *carrier)
     carrier->ending = true;
     pthread_cond_signal(&carrier->work);
     smp_lock_release(&carrier->lock);
-    pthread_join(carrier->thread, NULL); /* 2. nobody else uses it now */
+    pthread_join(carrier->thread, NULL); /* 2. no other user now */
     pthread_cond_destroy(&carrier->work);
     pthread_cond_destroy(&carrier->changed);
     pthread_cond_destroy(&carrier->news);

@@ -60,7 +60,8 @@ void smp_carrier_describe(smp_carrier *carrier, char *out, size_t bytes);
 /* Makes smp_carrier_finished() return. */
 void smp_carrier_close(smp_carrier *carrier);
 
-/* All queues are destroyed, and nobody waits in smp_carrier_finished().  Takes NULL. */
+/* All queues are destroyed, and no thread waits in smp_carrier_finished().  Takes
+ * NULL. */
 void smp_carrier_destroy(smp_carrier *carrier);
 
 /* The next announced work item that is over; waits for one.  SMP_ERR_CLOSED: the
@@ -77,7 +78,7 @@ void smp_queue_destroy(smp_queue *queue);
 uint64_t smp_queue_issued(smp_queue *queue);
 
 /* Puts a work item into the queue, all zero but for its calls.  Announced: the carrier
- * sees to it, and smp_carrier_finished() gives it when it is over.  Else somebody waits
+ * sees to it, and smp_carrier_finished() gives it when it is over.  Else a thread waits
  * for it. */
 void smp_work_item_issue(smp_work_item *item, smp_queue *queue, bool announced);
 

@@ -57,8 +57,8 @@ void smp_device_pool_give_back(smp_device_pool *pool, uint32_t slot);
 /* `dest` is dead: its spans come back. */
 void smp_device_pool_reclaim(smp_device_pool *pool, int dest);
 
-/* Nobody can read it: gives its memory back.  Nothing was sent, and nothing is from now
- * on. */
+/* No rank can read it: gives its memory back.  Nothing was sent, and nothing is from
+ * now on. */
 void smp_device_pool_withdraw(smp_device_pool *pool);
 
 void smp_device_pool_measure(smp_device_pool *pool, smp_arena_use *use);

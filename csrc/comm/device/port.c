@@ -63,10 +63,10 @@ struct smp_device_port {
     _Atomic int                state; /* port_state; `why` is written before SHUT */
     char                       why[SMP_DRIVER_TEXT];
     _Atomic bool               distrusted; /* by groups */
-    _Atomic bool               useless; /* nobody can open the pool: it has no memory */
-    _Atomic uint64_t           tensors;
-    _Atomic uint64_t           sent;
-    _Atomic uint64_t           fallbacks;
+    _Atomic bool     useless; /* no rank can open the pool: it has no memory */
+    _Atomic uint64_t tensors;
+    _Atomic uint64_t sent;
+    _Atomic uint64_t fallbacks;
 };
 
 static port_state
@@ -75,7 +75,7 @@ state_of(const smp_device_port *port)
     return (port_state)atomic_load(&port->state);
 }
 
-/* Nothing is sent by it any more, and nobody sends to it; `why` is written. */
+/* Nothing is sent by it any more, and no rank sends to it; `why` is written. */
 static void
 shut(smp_device_port *port)
 {

@@ -62,8 +62,8 @@ smp_block *smp_block_list_get(smp_block_list *list); /* NULL: empty */
 /* Releases all of them. */
 void smp_block_list_clear(smp_block_list *list);
 
-/* Frees the handle of a shared block and leaves its slot taken: someone else in the
- * job holds it now. */
+/* Frees the handle of a shared block and leaves its slot taken: another rank in the job
+ * holds it now. */
 void smp_block_forget(smp_block *block);
 
 /* The same for one on a device, before the receiver can see it: from now on it comes

@@ -69,11 +69,11 @@ enum { SMP_CONTROL_FREE, SMP_CONTROL_TAKEN, SMP_CONTROL_FORGOTTEN };
 typedef struct {
     _Alignas(64) _Atomic uint32_t taken;
     int64_t          forgotten_ns; /* when; the owner's alone */
-    _Atomic uint64_t id;     /* of the group; 0: nobody looks at this control block */
-    _Atomic uint64_t nonce;  /* of this member's meeting */
-    uint64_t         probe;  /* address of the nonce in its own memory */
-    uint64_t         arena;  /* address of its segment's arena there */
-    uint64_t         digest; /* of the list of members */
+    _Atomic uint64_t id;    /* of the group; 0: no member looks at this control block */
+    _Atomic uint64_t nonce; /* of this member's meeting */
+    uint64_t         probe; /* address of the nonce in its own memory */
+    uint64_t         arena; /* address of its segment's arena there */
+    uint64_t         digest;            /* of the list of members */
     _Alignas(64) smp_doorbell doorbell; /* written by all members */
     _Alignas(64) _Atomic uint64_t read; /* the last step with its reading over */
     _Atomic uint64_t waits;             /* the step of the member's sleep; 0: awake */

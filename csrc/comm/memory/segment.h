@@ -26,7 +26,7 @@
 #include "common/status.h"
 
 /* State of a slot of the arena, in shared memory.  Giving a block back is one store of
- * SMP_SLOT_FREE, by whoever holds it; all other stores are the owner's. */
+ * SMP_SLOT_FREE, by its holder; all other stores are the owner's. */
 enum {
     SMP_SLOT_FREE = 0,
     SMP_SLOT_TAKEN = 1,
@@ -35,7 +35,7 @@ enum {
 
 typedef struct smp_segment {
     _Atomic uint32_t   references;
-    int                fd; /* owned; -1 once nobody needs to be given it */
+    int                fd; /* owned; -1 once no rank needs to be given it */
     uint8_t           *base;
     size_t             bytes;    /* of the mapping */
     smp_doorbell      *doorbell; /* this and all below: into the mapping */

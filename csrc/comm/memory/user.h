@@ -14,7 +14,7 @@
 #include "comm/memory/segment.h"
 
 typedef struct {
-    smp_segment             *segment; /* owned: one reference; NULL: nobody */
+    smp_segment             *segment; /* owned: one reference; NULL: none */
     const smp_control_block *control; /* in the segment: the member's state */
     uint64_t                 nonce;   /* of its meeting */
     pid_t pid; /* 0: it cannot be seen from here, and never counts as dead */

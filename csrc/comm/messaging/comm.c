@@ -374,7 +374,7 @@ smp_comm_destroy(smp_comm *comm)
     }
     smp_device_port_destroy(comm->device);   /* 2. end the device's work */
     smp_endpoints_destroy(&comm->endpoints); /* 3. close the ways to the peers */
-    smp_inbox_fini(&comm->inbox);            /* 4. nobody else sees the rest now */
+    smp_inbox_fini(&comm->inbox);            /* 4. no other thread sees the rest now */
     smp_post_fini(&comm->post);
     smp_arena_destroy(comm->arena);
     smp_segment_unref(comm->segment);

@@ -40,7 +40,7 @@ smp_peers_close(smp_peers *peers, int rank, smp_status why, const char *over)
         return;
     }
     if (why == SMP_ERR_PEER_LOST) {
-        atomic_store(&someone_died, true); /* before anybody can be told */
+        atomic_store(&someone_died, true); /* before any thread can be told */
     }
     if (to == SMP_PEER_LOST) {
         atomic_compare_exchange_strong(&peers->fault, &none,

@@ -95,7 +95,7 @@ close_comm(smp_comm_object *self)
     if (carrier != NULL) {
         smp_carrier_close(carrier);
     }
-    /* Whoever is inside looks around every SMP_SIGNALS_NS, and finds it closed. */
+    /* A thread inside looks around every SMP_SIGNALS_NS, and finds it closed. */
     while (self->users > 0 && self->generation == smp_fork_generation()) {
         Py_BEGIN_ALLOW_THREADS;
         sched_yield();

@@ -23,7 +23,7 @@
 typedef struct {
     PyObject     ob_base;
     smp_comm    *comm;       /* owned; NULL once closed */
-    smp_carrier *carrier;    /* owned, until nobody is inside, like the mailbox */
+    smp_carrier *carrier;    /* owned, until no thread is inside, like the mailbox */
     smp_mailbox *mailbox;    /* owned */
     Py_ssize_t   groups;     /* open ones */
     Py_ssize_t   users;      /* threads inside, without the GIL */
@@ -43,7 +43,7 @@ typedef struct {
     int              member;
     smp_device_offer offer;   /* of the meeting */
     PyObject        *meeting; /* owned: its work item, until it is over, or NULL */
-    bool             left;    /* nobody waits for it */
+    bool             left;    /* no thread waits for it */
     smp_held        *held;    /* owned: tensors of freed work items */
     bool             closing; /* devices may still use theirs */
     bool             stuck;   /* ... for ever */

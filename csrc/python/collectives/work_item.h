@@ -52,7 +52,7 @@ void smp_work_item_begin(smp_work_item_object *self);
 int  smp_work_item_wait_until(smp_work_item_object *self, int64_t until_ns);
 int  smp_work_item_raise(const smp_work_item_object *self);
 
-/* Nobody waits for it any more: it goes when it is over. */
+/* No thread waits for it any more: it goes when it is over. */
 void smp_work_item_abandon(smp_work_item_object *self);
 
 /* Takes the queue's reference, for an item from smp_carrier_finished().  Returns a new

@@ -31,7 +31,7 @@ typedef struct {
 
 static watch the_watch;
 
-/* The board; NULL in a forked child, too, where its lock may be somebody's for ever. */
+/* The board; NULL in a forked child, too: its lock may be held there for ever. */
 static smp_board *
 own_board(void)
 {

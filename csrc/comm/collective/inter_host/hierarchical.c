@@ -13,7 +13,7 @@
 #include "common/clock.h"
 
 /* A waiter gives way to others for so long, then it sleeps, and looks around this
- * often: nobody rings for a dead member. */
+ * often: a dead member does not ring. */
 #define GIVE_WAY_NS (200 * SMP_NS_PER_US)
 #define SLEEP_NS (20 * SMP_NS_PER_MS)
 

@@ -58,7 +58,7 @@ typedef struct {
     smp_block *own[SMP_ROUTE_SLOTS];  /* owned: this host's terms of this member's
                                          part, until they are merged */
     smp_block *result;                /* owned, or NULL */
-    bool       waits_local;           /* somebody on this host is missing */
+    bool       waits_local;           /* a member on this host is missing */
     int        noted; /* how many were missing when other hosts were told */
 } smp_hierarchical;
 

@@ -50,8 +50,8 @@ typedef enum {
 } smp_stage_kind;
 
 /* The local ones go by `ranges`, one for each place on the host: SHARE: its member's
- * for others; REDUCE: its member's to reduce; EXCHANGE: this member's from each place,
- * and after these its own for each place. */
+ * for others; REDUCE: its member's to reduce; EXCHANGE: the ranges taken from each
+ * place by this member, and after these its own for each place. */
 typedef struct {
     smp_stage_kind kind;
     int            phase;

@@ -490,7 +490,7 @@ smp_wire_meet(smp_wire *wire, smp_doorbell *doorbell, const smp_deadline *deadli
             return left;
         }
         smp_doorbell_lie_down(doorbell);
-        if (!smp_wire_stirs(wire)) { /* nobody rings for a dead member */
+        if (!smp_wire_stirs(wire)) { /* a dead member does not ring */
             smp_doorbell_sleep(doorbell, now + SMP_DEADLINE_LOOK_NS);
         }
         smp_doorbell_get_up(doorbell);
@@ -517,7 +517,7 @@ smp_wire_fini(smp_wire *wire)
         free(far->why);
     }
     smp_channel_close(smp_comm_post(wire->comm), &wire->channel);
-    while (wire->channel.kept != NULL) { /* nobody else sees them now */
+    while (wire->channel.kept != NULL) { /* no other reader now */
         smp_message *message = wire->channel.kept;
 
         wire->channel.kept = message->next;

@@ -482,7 +482,7 @@ smp_collective_begin(smp_collective *op, const smp_call *call, uint64_t sequence
     op->header = (lists * (size_t)barrier->size * sizeof(uint64_t) + 63) / 64 * 64;
     op->shared = call->operation != SMP_REDUCE_SCATTER &&
                  call->operation != SMP_SCATTER && call->operation != SMP_ALL_TO_ALL;
-    /* Until the other members' split sizes are there, nobody knows how many steps. */
+    /* The number of steps is unknown until the other members' split sizes are there. */
     op->data_step = op->call.out_counts != NULL;
     smp_plan_ranges(op);
     if (op->call.gather != NULL || op->call.offer != NULL) {

@@ -26,7 +26,7 @@
 /* Looks between two looks at the clock. */
 #define LOOKS 64
 
-/* A sleeper looks around this often: nobody rings for a dead member. */
+/* A sleeper looks around this often: a dead member does not ring. */
 #define SLEEP_NS (20 * SMP_NS_PER_MS)
 #define MEETING_SLEEP_NS (1 * SMP_NS_PER_MS)
 

@@ -331,7 +331,7 @@ smp_tcp_choose(const smp_tcp_offer *const *offers, int size, int rank)
         int                    neighbours = together && is_loopback(address);
 
         if (!own->forced && is_loopback(address) && !together) {
-            continue; /* nobody else reaches it */
+            continue; /* no other rank reaches it */
         }
         for (int r = 0; r < size; r++) {
             neighbours += offers[r] != NULL &&

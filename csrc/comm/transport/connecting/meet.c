@@ -63,12 +63,12 @@ typedef struct {
 typedef struct {
     const smp_tcp_self *self;
     const smp_deadline *deadline;
-    int                 listening; /* -1: nobody calls us */
+    int                 listening; /* -1: no rank calls us */
     int                *fds;
     bool               *met;
     appointment        *appointments; /* owned: [size] */
     int                 nexpected;
-    smp_status          refused; /* nobody can be met: no descriptors are left */
+    smp_status          refused; /* no rank can be met: no descriptors are left */
     talk               *talks;   /* owned: talks[0 .. ntalks), room for `room` */
     int                 ntalks;
     int                 room;

@@ -248,7 +248,7 @@ mpi_connect(void *arg, const void *const *cards, const size_t *card_bytes,
     if (!smp_mpi_world_ranks(&self->card, host->rank, size, cards, card_bytes, ranks)) {
         free(ranks);
         smp_tcp_door_close(&self->door);
-        return SMP_OK; /* reaches nobody */
+        return SMP_OK; /* reaches no rank */
     }
     *failed = wants;
     status = meet(self, cards, ranks, wanted, deadline, reached, failed);
@@ -295,7 +295,7 @@ mpi_destroy(void *arg)
         MPI_Comm_free(&self->comm);
         smp_mpi_leave(self);
     }
-    if (!atomic_load(&self->ended)) {                      /* these speak to nobody */
+    if (!atomic_load(&self->ended)) {                      /* these speak to no rank */
         MPI_Comm_delete_attr(MPI_COMM_SELF, self->keyval); /* runs mpi_ends */
         MPI_Comm_free_keyval(&self->keyval);
     }

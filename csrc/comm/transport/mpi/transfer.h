@@ -1,6 +1,6 @@
 /* Messages over MPI, in their parts, and the progress thread's rounds.
  *
- * Threads  send: any.  The rest: the progress thread, or whoever has none beside it.
+ * Threads  send: any.  The rest: the progress thread, or a thread with none beside it.
  */
 #ifndef SMP_COMM_TRANSPORT_MPI_TRANSFER_H
 #define SMP_COMM_TRANSPORT_MPI_TRANSFER_H

@@ -72,10 +72,10 @@ typedef struct {
     bool                      *called;   /* owned: ... with a connection from us */
     bool                      *left;     /* owned: met, and gone since */
     int                        nexpected;
-    int                        lost;    /* a rank dead or given up; -1: none */
-    smp_status                 refused; /* nobody can be met: no descriptors are left */
-    caller                    *callers; /* owned: callers[0 .. ncallers) */
-    struct pollfd *polled; /* owned: callers', the door's, by rank guests' */
+    int                        lost; /* a rank dead or given up; -1: none */
+    smp_status     refused;          /* no rank can be met: no descriptors are left */
+    caller        *callers;          /* owned: callers[0 .. ncallers) */
+    struct pollfd *polled;           /* owned: callers', the door's, by rank guests' */
     int            ncallers;
     int            room;
 } meeting;
@@ -267,7 +267,7 @@ same_user(int fd, pid_t *pid)
     return true;
 }
 
-/* Takes the descriptor.  False: there is no room, or it is somebody else's. */
+/* Takes the descriptor.  False: there is no room, or it is another's. */
 static bool
 add_caller(meeting *m, int fd, int rank, bool mute)
 {
@@ -433,7 +433,7 @@ call(meeting *m, int rank)
     return true;
 }
 
-/* Calls whoever is to be called; false: some must be called again soon. */
+/* Calls the ranks to be called; false: some must be called again soon. */
 static bool
 call_all(meeting *m)
 {
@@ -586,7 +586,7 @@ first_expected(const meeting *m)
     return r;
 }
 
-/* Until nobody is expected any more. */
+/* Until no rank is expected any more. */
 static smp_status
 meet_all(meeting *m, const smp_deadline *given, int *failed)
 {

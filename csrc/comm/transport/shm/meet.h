@@ -76,7 +76,7 @@ smp_status smp_shm_door_open(int rank, smp_shm_door *door);
 /* Removes the file.  Twice is fine. */
 void smp_shm_door_close(smp_shm_door *door);
 
-/* Removes a rank's file if nobody listens there any more: it has died. */
+/* Removes a rank's file if it has no listener any more: the rank has died. */
 void smp_shm_remove_dead(const char *path);
 
 /* Whether bytes are the card of `rank`. */

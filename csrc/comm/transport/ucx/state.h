@@ -65,7 +65,7 @@ struct smp_ucx {
     bool            has_warned;
     char            secret[SMP_LIFELINE_SECRET];
     smp_tcp_door    door;
-    ucp_context    *context; /* owned; NULL: nobody is wanted */
+    ucp_context    *context; /* owned; NULL: no rank is wanted */
     ucp_worker     *worker;  /* owned */
     int             efd;     /* the worker's; -1 */
     smp_watch       watch;
