@@ -27,7 +27,7 @@ smp_status smp_fork_init(void);
 /* Differs between a process and its forked children. */
 uint32_t smp_fork_generation(void);
 
-/* How many forks this process has made. */
+/* The number of this process's forks. */
 uint32_t smp_fork_epoch(void);
 
 /* Until smp_fork_forget_fd(fd), a forked child closes its copy.  Call forget before

@@ -12,7 +12,7 @@
 #include "partition/scratch.h"
 #include "partition/tree.h"
 
-/* How a node comes to its device. */
+/* The way of a node to its device. */
 typedef enum {
     SMP_NODE_SHARED_OUT, /* first of its share of the parent's devices */
     SMP_NODE_PINNED,     /* the user said so, or sits where its first child is pinned */

@@ -118,7 +118,7 @@ sight_of(smp_tp_seen *see, int causal, long long first_query,
     return (smp_tp_sight){causal != 0, first_query, queries, window};
 }
 
-/* Numbers of a tuple into `to`; how many, or -1 with an exception. */
+/* Reads a tuple's numbers into `to`; returns their count, or -1 with an exception. */
 static int
 sizes(PyObject *tuple, size_t to[SMP_TP_MASK_DIMS])
 {

@@ -80,8 +80,8 @@ void smp_board_end(smp_board *board);
  */
 void smp_board_place(smp_board *board, const char *what);
 
-/* Where other ranks stand, as they have told it: lines for smp_board_write_others();
- * "": nowhere.  Copied, and cut off at SMP_BOARD_OTHERS - 1 bytes. */
+/* Other ranks' standings, as told by them: lines for smp_board_write_others(); "":
+ * nowhere.  Copied, and cut off at SMP_BOARD_OTHERS - 1 bytes. */
 #define SMP_BOARD_OTHERS 2048
 void smp_board_hear(smp_board *board, const char *others);
 

@@ -25,7 +25,7 @@
 
 #include "server/schedule.h"
 
-/* Why something could run. */
+/* The reason of a possible run. */
 typedef enum {
     SMP_READY_ISSUE,    /* a worker's collective is the next; in any phase */
     SMP_READY_RESPONSE, /* a message for a waiting worker */

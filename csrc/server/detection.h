@@ -22,7 +22,7 @@
 #include "server/board.h"
 #include "server/grid.h"
 
-/* How long a rank has nothing to run before it looks why. */
+/* A rank's time without a run until it looks for the reason. */
 #define SMP_DETECTION_IDLE_NS (300 * SMP_NS_PER_MS)
 
 typedef struct smp_detection smp_detection;

@@ -38,8 +38,8 @@ typedef struct {
     bool         *suspect; /* owned, by parameter; NULL: none is */
 } microbatch_state;
 
-/* How many terms a request gives for a parameter.  From NEW once, at the end of a step;
- * to SEVERAL at any time. */
+/* The number of a request's terms for a parameter.  From NEW once, at the end of a
+ * step; to SEVERAL at any time. */
 typedef enum { TERMS_NEW, TERMS_ONE, TERMS_SEVERAL } term_count;
 
 typedef struct {

@@ -65,7 +65,7 @@ smp_status smp_lineup_hear(smp_lineup *lineup, const smp_key *key);
 /* A rank, this one too, makes no more; it has issued so many. */
 void smp_lineup_end(smp_lineup *lineup, int tp_rank, uint64_t issued);
 
-/* How many this rank has issued. */
+/* The number issued by this rank. */
 uint64_t smp_lineup_issued(const smp_lineup *lineup);
 
 /* Whether a rank has ended; and every one. */

@@ -23,7 +23,7 @@ typedef struct {
     size_t     room;
 } smp_ready_list;
 
-/* Where it is looked up; all borrowed for the call. */
+/* The list's sources; all borrowed for the call. */
 typedef struct {
     uint32_t           step;
     const smp_backlog *backlog;

@@ -34,7 +34,7 @@ typedef struct {
     smp_ready next; /* arrival and index: 0 */
 } smp_sequence_word;
 
-/* How a run of this rank came to rest otherwise than the leader's. */
+/* A rest of this rank's run unlike the leader's. */
 typedef struct {
     smp_wait leader;
     smp_wait own;

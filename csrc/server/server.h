@@ -178,8 +178,9 @@ int smp_server_left(const smp_server *server);
  * rank, as smp_board_write(). */
 size_t smp_server_write_deadlock(smp_server *server, char *out, size_t room);
 
-/* Where a signal handler writes a byte for each signal (signal.set_wakeup_fd); those
- * bytes go on to `forward`, -1 for nowhere.  The main thread, between steps. */
+/* The descriptor for a signal handler's bytes, one for each signal
+ * (signal.set_wakeup_fd); those bytes go on to `forward`, -1 for nowhere.  The main
+ * thread, between steps. */
 int  smp_server_signal_fd(const smp_server *server);
 void smp_server_forward_signals(smp_server *server, int forward);
 

@@ -39,7 +39,7 @@ smp_sequence *smp_stage_sequence(smp_stage *stage);
  * SMP_ERR_NO_MEMORY. */
 smp_status smp_stage_issue(smp_stage *stage, const smp_key *key);
 
-/* A collective of this rank is over; and how many of this step are. */
+/* A collective of this rank is over; and the number of this step's finished ones. */
 void     smp_stage_complete(smp_stage *stage);
 uint64_t smp_stage_completed(const smp_stage *stage);
 

@@ -30,7 +30,7 @@ typedef enum {
     SMP_WORKER_PENDING,
 } smp_worker_state;
 
-/* Why a worker is given the baton. */
+/* The reason of giving a worker the baton. */
 typedef enum {
     SMP_WHY_NOTHING,
     SMP_WHY_REQUEST,  /* worker->message is to be executed */
@@ -79,7 +79,7 @@ void smp_workers_destroy(smp_workers *workers);
 /* The worker of this thread. */
 smp_worker *smp_workers_self(void);
 
-/* All there are, linked by next; and how many. */
+/* All workers, linked by next; and their number. */
 smp_worker *smp_workers_first(const smp_workers *workers);
 size_t      smp_workers_count(const smp_workers *workers);
 

@@ -18,7 +18,7 @@
 /* The time until other hosts hear of members missing here. */
 #define NOTE_NS (2 * SMP_NS_PER_MS)
 
-/* How long the operation may wait; < 0: for ever. */
+/* The most time of the operation's waits; < 0: no limit. */
 static int64_t
 time_limit(const smp_group *group)
 {

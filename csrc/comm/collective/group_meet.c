@@ -1,4 +1,4 @@
-/* How the members of a group meet, and part. */
+/* The meeting of a group's members, and their parting. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -176,7 +176,7 @@ make_hierarchical(smp_group *group, const smp_group_config *config)
     return status;
 }
 
-/* Why there is no group, for people. */
+/* The reason of a failed creation, for people. */
 static void
 explain(const smp_comm *comm, const smp_group_config *config, smp_status status,
         int failed, smp_rank_list *absent, int64_t waited_ns)

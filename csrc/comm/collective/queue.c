@@ -24,7 +24,7 @@
 /* When a wait is told to smp_carrier_describe(). */
 #define TELL_NS (200 * SMP_NS_PER_MS)
 
-/* How long a question waits for the driver of a queue. */
+/* The time of a question's wait for the driver of a queue. */
 #define ANSWER_NS (1 * SMP_NS_PER_S)
 
 struct smp_queue {

@@ -74,7 +74,7 @@ smp_status smp_queue_create(smp_carrier *carrier, smp_group *group, smp_queue **
 /* Queued work items are over, with SMP_ERR_CLOSED.  Takes NULL. */
 void smp_queue_destroy(smp_queue *queue);
 
-/* How many work items have been issued to it so far, begun or not. */
+/* The number of work items issued to it so far, begun or not. */
 uint64_t smp_queue_issued(smp_queue *queue);
 
 /* Puts a work item into the queue, all zero but for its calls.  Announced: the carrier

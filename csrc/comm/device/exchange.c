@@ -14,7 +14,7 @@
 /* Halves begin, and are cut, at multiples of it. */
 #define UNIT ((size_t)64)
 
-/* How long close waits for copies. */
+/* The most time of close's wait for copies. */
 #define FINISH_NS (1 * SMP_NS_PER_S)
 
 /* A member's open objects; this member's own, made here. */
@@ -392,7 +392,7 @@ copy(const smp_exchange *x, uint64_t to, uint64_t from, size_t bytes, void *stre
                          x->driver->copy(to, from, bytes, stream), why);
 }
 
-/* Where a member's half of the present round is. */
+/* The address of a member's half of the present round. */
 static uint64_t
 half_of(const smp_exchange *x, int m)
 {

@@ -60,7 +60,7 @@ typedef struct {
     smp_driver_handle read[2];
 } smp_exchange_card;
 
-/* Where an operation lies in the time of its caller's stream. */
+/* An operation's place in the time of its caller's stream. */
 typedef struct smp_device_mark {
     void                   *begin; /* owned: from here on its tensors may be used */
     void                   *end;   /* owned: from here on they are the caller's again */

@@ -14,7 +14,7 @@
 #include "common/fork.h"
 #include "common/log.h"
 
-/* How long destroy waits for copies. */
+/* The most time of destroy's wait for copies. */
 #define FINISH_NS (1 * SMP_NS_PER_S)
 
 /* IDLE -> OPEN -> SHUT, or IDLE -> SHUT. */

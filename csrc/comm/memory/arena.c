@@ -31,7 +31,7 @@
  * hand gains on the takes. */
 #define LOOKS 4
 
-/* How many runs of the bin below are tried before giving up. */
+/* The number of tried runs of the bin below before giving up. */
 #define TRIES 32
 
 /* Pages are made in steps, one ahead of the highest use. */

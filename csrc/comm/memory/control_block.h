@@ -15,10 +15,10 @@
 
 #include "comm/memory/doorbell.h"
 
-/* How many groups a rank can be in at once. */
+/* The most groups of a rank at once. */
 #define SMP_CONTROL_BLOCKS 256
 
-/* How many members a group can have. */
+/* The most members of a group. */
 #define SMP_GROUP_MEMBERS 1024
 
 /* Bytes of a member's text at its giving up, and of the longest text of its group about

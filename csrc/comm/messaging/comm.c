@@ -32,7 +32,8 @@
 #define IDLE_NS (1 * SMP_NS_PER_S)
 #define SWEEP_NS (20 * SMP_NS_PER_MS)
 
-/* How long destroy waits while nothing moves, and how often it looks. */
+/* The time of destroy's wait without a transfer's move, and the interval of its
+ * looks. */
 #define FINISH_NS (1 * SMP_NS_PER_S)
 #define FINISH_STEP_NS (1 * SMP_NS_PER_MS)
 

@@ -38,8 +38,8 @@ typedef struct {
                           pages take memory. */
     size_t device_pool_bytes; /* of the device pool, made when a tensor of a device is
                                  sent first (comm/device/port.h); 0: none */
-    int spin_us;              /* how long a waiter polls before it sleeps; -1: decide
-                                 by the number of cores and local ranks */
+    int spin_us; /* the time of a waiter's poll before its sleep; -1: decide by the
+                    number of cores and local ranks */
     const char
         *transports; /* comma-separated names in order of preference; or, each with a
                         leading '^', those not to be used; NULL: all registered ones */

@@ -43,7 +43,7 @@ struct smp_comm {
     smp_endpoint **routes; /* owned: [size] of borrowed; set by connect, like all up to
                               thread */
     bool      spins;       /* a waiter may keep its core between two looks */
-    int64_t   look_ns;     /* how long it looks before it sleeps */
+    int64_t   look_ns;     /* the time of its look before its sleep */
     bool      polls;       /* a route's transport does */
     bool      started;     /* the thread runs */
     pthread_t thread;

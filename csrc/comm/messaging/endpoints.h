@@ -38,7 +38,7 @@ smp_status smp_endpoints_connect(smp_endpoints *endpoints, const smp_host *host,
                                  const void *const *cards, const smp_deadline *deadline,
                                  smp_peers *peers, smp_endpoint **routes, int *failed);
 
-/* progress() of all; how long to wait then, at most wait_ns. */
+/* progress() of all; returns the time to wait then, at most wait_ns. */
 int64_t smp_endpoints_progress(const smp_endpoints *endpoints, int64_t wait_ns);
 
 /* finish() of all; whether they have. */

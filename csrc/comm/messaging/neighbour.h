@@ -31,11 +31,11 @@ bool smp_comm_gone(const smp_comm *comm, int rank);
 /* The number of this rank. */
 int smp_comm_rank(const smp_comm *comm);
 
-/* Where messages for groups arrive: those of other hosts' ranks, without anybody
- * waiting in smp_comm_receive(). */
+/* The post of groups' messages: those of other hosts' ranks, without a wait in
+ * smp_comm_receive(). */
 smp_post *smp_comm_post(smp_comm *comm);
 
-/* Where tensors of this rank's device enter and leave it (comm/device/port.h). */
+/* The port of tensors into and out of this rank's device (comm/device/port.h). */
 smp_device_port *smp_comm_device(smp_comm *comm);
 
 /* Whether a waiter may keep its core from others: each rank of this host has one. */

@@ -22,7 +22,7 @@ typedef enum {
 typedef struct {
     int              size;
     _Atomic uint8_t *states; /* owned: [size] of smp_peer_state */
-    _Atomic int      open;   /* how many are SMP_PEER_OPEN */
+    _Atomic int      open;   /* the number of those SMP_PEER_OPEN */
     _Atomic uint64_t fault;  /* the first lost rank and why; 0: none is */
 } smp_peers;
 
@@ -49,7 +49,7 @@ smp_peers_all_closed(const smp_peers *peers)
     return atomic_load(&peers->open) == 0 && peers->size > 1;
 }
 
-/* Why the first lost rank is so; SMP_OK: none is. */
+/* The reason of the first lost rank; SMP_OK: none is. */
 smp_status smp_peers_fault(const smp_peers *peers);
 
 /* The first lost one, or -1. */

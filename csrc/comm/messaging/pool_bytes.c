@@ -1,4 +1,4 @@
-/* How large the pool of a comm may become. */
+/* The size limit of a comm's pool. */
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>

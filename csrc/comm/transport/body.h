@@ -21,7 +21,7 @@
 
 #define SMP_BODY_INLINE ((size_t)2048)
 
-/* How long it will be. */
+/* The length of a message's body. */
 size_t smp_body_bytes(const smp_host *host, size_t nbytes, smp_block *const *blocks,
                       size_t nblocks);
 

@@ -103,8 +103,8 @@ typedef struct {
     bool        same_host; /* whom it reaches is on this machine */
     bool        polls;     /* its progress() keeps a core busy */
 
-    /* `host` is borrowed until destroy.  *card: how others reach this rank; at most
-     * 1 KiB, owned by self. */
+    /* `host` is borrowed until destroy.  *card: this rank's addresses for the others;
+     * at most 1 KiB, owned by self. */
     smp_status (*create)(const smp_host *host, void **self, const void **card,
                          size_t *card_bytes);
 
@@ -152,7 +152,7 @@ smp_status smp_transport_register(const smp_transport *transport);
 /* The registered transport with the name name[0 .. length), or NULL. */
 const smp_transport *smp_transport_find(const char *name, size_t length);
 
-/* All of them, in order; how many. */
+/* All of them, in order; returns their number. */
 int smp_transport_all(const smp_transport *out[SMP_TRANSPORTS]);
 
 /* Always registered, in this order: shared memory, UCX, TCP. */

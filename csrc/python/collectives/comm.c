@@ -122,7 +122,7 @@ comm_dealloc(PyObject *object)
     Py_DECREF(type);
 }
 
-/* card() -> bytes: how other ranks reach this one */
+/* card() -> bytes: this rank's addresses for the others */
 static PyObject *
 comm_card(PyObject *object, PyObject *unused)
 {

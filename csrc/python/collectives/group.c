@@ -281,7 +281,7 @@ group_meet_devices(PyObject *object, PyObject *args)
     return PyUnicode_DecodeUTF8(why, (Py_ssize_t)strlen(why), "replace");
 }
 
-/* sequence() -> how many operations have begun */
+/* sequence() -> the number of begun operations */
 static PyObject *
 group_sequence(PyObject *object, PyObject *unused)
 {
@@ -292,7 +292,7 @@ group_sequence(PyObject *object, PyObject *unused)
         self->group == NULL ? 0 : smp_group_sequence(self->group));
 }
 
-/* issued() -> how many work items were, begun or not; once closed: 0 */
+/* issued() -> the number of issued work items, begun or not; once closed: 0 */
 static PyObject *
 group_issued(PyObject *object, PyObject *unused)
 {

@@ -1,4 +1,4 @@
-/* How a task's exception fails the step, or becomes its caller's.
+/* A task's exception: it fails the step, or becomes the caller's.
  *
  * Threads  A worker with the GIL and the baton.
  */

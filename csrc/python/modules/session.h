@@ -29,7 +29,7 @@ typedef struct {
     int         pipeline; /* tp_rank, in a sequence dp_rank */
     int         pipelines;
     bool        in_sequence; /* server/sequence.h */
-    uint32_t    opened;      /* how often the session has been */
+    uint32_t    opened;      /* the count of the session's openings */
     uint32_t    step;        /* number of the last one begun */
     bool        in_step;
     bool        ended_well; /* the last one begun, on every rank */

@@ -462,7 +462,7 @@ py_peers(PyObject *module, PyObject *unused)
     (void)unused;
     return smp_python_peers(smp_the_session.comm);
 }
-/* mix(a, b) -> int: how seeds are derived. */
+/* mix(a, b) -> int: the derivation of seeds. */
 static PyObject *
 py_mix(PyObject *module, PyObject *args)
 {

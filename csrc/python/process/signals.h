@@ -7,7 +7,7 @@
 
 #include "common/deadline.h"
 
-/* How often Python's signals are looked at in a wait without the GIL. */
+/* The interval of looks at Python's signals in a wait without the GIL. */
 #define SMP_SIGNALS_NS (50 * SMP_NS_PER_MS)
 
 typedef struct {

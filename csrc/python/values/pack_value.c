@@ -20,7 +20,7 @@ raise_resized(PyObject *container)
     return -1;
 }
 
-/* How many items it has, n, and then the items. */
+/* The number n of its items, and then the items. */
 static int
 put_iterable(smp_pack *pack, PyObject *iterable, Py_ssize_t n)
 {

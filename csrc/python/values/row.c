@@ -68,7 +68,7 @@ is_dense(const dl_tensor *t)
     return true;
 }
 
-/* Where a tensor is to be; in words, too. */
+/* The place for a tensor; in words, too. */
 typedef enum { IN_HOST_MEMORY, ON_A_DEVICE, ANYWHERE } whereabouts;
 
 static const char *const places[] = {" in host memory", " on a device", ""};

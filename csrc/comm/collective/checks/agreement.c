@@ -56,7 +56,7 @@ sizes_unlike(const smp_said *said, int n, smp_refusal *refusal)
     return other != 0;
 }
 
-/* How many of the caller's elements these are. */
+/* The count in the caller's elements. */
 static unsigned long long
 elements(const smp_notice *notice, uint64_t count)
 {

@@ -19,7 +19,7 @@ typedef struct {
     const uint64_t   *counts; /* [uneven * n]: its lists of split sizes */
 } smp_said;
 
-/* Why members do not agree. */
+/* The reason of a disagreement. */
 typedef struct {
     smp_status status; /* SMP_ERR_SIZES: only their assumed sizes differ; else
                           SMP_ERR_MISMATCH */

@@ -100,7 +100,7 @@ bool smp_call_copy(const smp_call *call, int n, smp_call *out);
 /* Bytes of the tensor given by member `self`, or of its result if it gives none. */
 uint64_t smp_call_bytes(const smp_call *call, int n, int self);
 
-/* How many lists of split sizes it has. */
+/* The number of its lists of split sizes. */
 size_t smp_call_lists(const smp_call *call);
 
 /* The range from `source` to `receiver`, as known to member `self`: for SMP_ALL_TO_ALL

@@ -59,7 +59,7 @@ typedef struct {
                                          part, until they are merged */
     smp_block *result;                /* owned, or NULL */
     bool       waits_local;           /* a member on this host is missing */
-    int        noted; /* how many were missing when other hosts were told */
+    int        noted; /* the number of missing ones in the last note to other hosts */
 } smp_hierarchical;
 
 /* The node leader of a host. */

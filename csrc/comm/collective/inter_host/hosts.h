@@ -49,7 +49,7 @@ smp_hosts_member(const smp_hosts *hosts, int host, int place)
     return hosts->order[hosts->starts[host] + place];
 }
 
-/* How many nodes a host has. */
+/* The number of a host's nodes. */
 int smp_hosts_nodes(const smp_hosts *hosts, int host);
 
 #endif

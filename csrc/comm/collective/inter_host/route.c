@@ -462,7 +462,7 @@ plan_gather(smp_route *route, const smp_call *call, uint64_t tag, size_t round)
     return status;
 }
 
-/* Where this member's part begins in the tensor of the member at a place. */
+/* The beginning of this member's part in the tensor of the member at a place. */
 static size_t
 from_in(const smp_route *route, const smp_call *call, int place, size_t from)
 {

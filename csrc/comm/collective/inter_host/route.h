@@ -99,7 +99,7 @@ smp_status smp_route_init(smp_route *route, const smp_hosts *hosts, int self,
                           size_t bytes);
 void       smp_route_fini(smp_route *route);
 
-/* How many ticks a call takes. */
+/* The number of a call's ticks. */
 size_t smp_route_ticks(const smp_route *route, const smp_call *call);
 
 /* The elements of this member's `result` for smp_route_plan(). */

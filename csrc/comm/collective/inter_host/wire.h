@@ -33,7 +33,7 @@ typedef enum {
     SMP_PARCELS
 } smp_parcel_kind;
 
-/* How every parcel begins. */
+/* The beginning of every parcel. */
 typedef struct {
     smp_post_head post;
     uint32_t      kind;

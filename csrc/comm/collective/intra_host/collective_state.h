@@ -44,7 +44,7 @@ typedef enum {
 /* A node of the tree over a larger group: its term goes to `out`, at the range's `to`.
  * With one member below, that member's tensor itself. */
 typedef struct {
-    int      first; /* member, and how many from it */
+    int      first; /* member, and the number from it on */
     int      n;
     uint8_t *out; /* borrowed */
 } smp_partial;

@@ -38,7 +38,7 @@
  * memory first, then closes the sockets. */
 #define END_NS (3 * SMP_NS_PER_S)
 
-/* How long fini waits for readers. */
+/* The most time of fini's wait for readers. */
 #define READERS_NS (1 * SMP_NS_PER_S)
 
 static void
@@ -68,7 +68,7 @@ is_away(const smp_epoch_barrier *barrier, int member)
 
 /* While they meet, a member's first slot has a greeting for each other one: the nonce
  * of its control block.  A control block of an earlier meeting with the same id greets
- * nobody new. */
+ * no new member. */
 static _Atomic uint64_t *
 greetings(smp_control_block *control)
 {

@@ -3,7 +3,7 @@
 
 #include <string.h>
 
-/* Where a piece of a row is. */
+/* A piece of a row. */
 typedef struct {
     size_t at; /* in the matrix */
     size_t bytes;

@@ -47,7 +47,7 @@ smp_kind_of(uint8_t code, uint8_t bits, uint16_t lanes)
 /* Bytes of one element. */
 size_t smp_kind_bytes(smp_kind kind, smp_dtype dtype);
 
-/* How many elements the caller sees in so many of the dtype, of whatever a message
+/* The number of the caller's elements in so many of the dtype, of whatever a message
  * says.
  */
 uint64_t smp_kind_count(smp_kind kind, smp_dtype dtype, uint64_t count);

@@ -15,7 +15,7 @@
 /* The length of a goodbye. */
 #define SMP_MPI_GOODBYE_BYTES 24
 
-/* How long the head of a message will be. */
+/* The length of a message's head. */
 size_t smp_mpi_head_bytes(const smp_host *host, size_t nbytes, smp_block *const *blocks,
                           size_t nblocks);
 

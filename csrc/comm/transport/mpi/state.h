@@ -36,7 +36,7 @@ struct smp_mpi {
     smp_tcp_door    door;
     MPI_Comm        comm;   /* MPI_COMM_NULL until connected */
     int             keyval; /* its deletion is MPI's end */
-    int             npeers; /* set by connect: how many are reached */
+    int             npeers; /* set by connect: the number of reached ranks */
     int             epoll;  /* owned: all lifelines; -1 */
     smp_watch       watch;  /* of epoll */
 

@@ -1,4 +1,4 @@
-/* Requests in and out, and how often the progress thread looks at them. */
+/* Requests in and out, and the progress thread's intervals of looks. */
 #define _GNU_SOURCE
 #include "comm/transport/mpi/transfer.h"
 
@@ -27,8 +27,8 @@
 /* Rounds of progress(), while it polls hard, before it returns to the loop. */
 #define ROUNDS 16
 
-/* How long to poll hard after something moved; the same while the receiver sleeps; the
- * longest pauses afterwards. */
+/* The time of hard polling after a transfer's move; the same while the receiver sleeps;
+ * the longest pauses afterwards. */
 #define HARD_NS 100000
 #define HARD_WAITING_NS 5000000
 #define PAUSE_NS 1000000
@@ -359,7 +359,7 @@ ended(smp_mpi *self, smp_mpi_transfer *t, bool failed)
     }
 }
 
-/* How long to wait until the next look. */
+/* The time until the next look. */
 static int64_t
 pause_for(smp_mpi *self)
 {

@@ -47,7 +47,7 @@
  * hang-up. */
 #define DYING_LOOKS 100
 
-/* How long to wait before trying a peer's full backlog again. */
+/* The pause before another try of a peer's full backlog. */
 #define RETRY_MS 5
 
 /* When one is lost, the others are still met, if they come within this time: a rank

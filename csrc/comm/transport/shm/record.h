@@ -29,7 +29,7 @@ typedef enum {
     SMP_RECORD_SPILLED = 0x53u,
 } smp_record_kind;
 
-/* Where a block's bytes are. */
+/* The place of a block's bytes. */
 typedef enum {
     SMP_IN_RECORD = 1, /* at the record's end */
     SMP_IN_ARENA = 2,  /* in the sender's arena */

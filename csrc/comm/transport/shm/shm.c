@@ -42,7 +42,7 @@ typedef struct waiting {
     uint64_t        record[];
 } waiting;
 
-/* How long a process may take to end once it has closed its connections. */
+/* The most time of a process's end once it has closed its connections. */
 #define DYING_MS 1000
 
 typedef struct shm shm;

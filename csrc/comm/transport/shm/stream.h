@@ -57,7 +57,7 @@ void smp_stream_fini(smp_stream *stream);
 void smp_stream_put(smp_stream *stream, smp_block *block);
 void smp_stream_say_goodbye(smp_stream *stream);
 
-/* How many blocks have arrived, and the oldest (NULL: none). */
+/* The number of arrived blocks, and the oldest (NULL: none). */
 size_t     smp_stream_arrived(const smp_stream *stream);
 smp_block *smp_stream_get(smp_stream *stream);
 

@@ -32,7 +32,7 @@
 #include "common/jitter.h"
 #include "common/lock.h"
 
-/* How long a host may be silent although it was sent something, and how often we look
+/* The most time of a host's silence after bytes to it, and the interval of our looks
  * while something is on its way. */
 #define SILENCE_NS (2 * SMP_NS_PER_S)
 #define LOOK_NS (SMP_NS_PER_S / 4)

@@ -21,7 +21,7 @@
 #include "common/fork.h"
 #include "common/log.h"
 
-/* How long the end lets UCX close its connections. */
+/* UCX's time at the end to close its connections. */
 #define CLOSE_NS (1 * SMP_NS_PER_S)
 
 /* The most transports looked at between two ranks. */
@@ -209,7 +209,7 @@ open_worker(smp_ucx *self)
 
 /* ---------------------------------------------------------------------- the meeting */
 
-/* Tells each peer where our worker is and how to speak to it. */
+/* Tells each peer our worker's address and the pass. */
 static smp_status
 introduce(smp_ucx *self)
 {

@@ -18,14 +18,15 @@
 #include "comm/transport/ucx/ucp_abi.h"
 #include "common/status.h"
 
-/* Where a Python package has it; the first call counts.  SMP_ERR_NO_MEMORY. */
+/* The path of a Python package's; the first call counts.  SMP_ERR_NO_MEMORY. */
 smp_status smp_ucx_packaged(const char *path);
 
 /* Loads it, once; *out has static storage.  SMP_ERR_SYSTEM: it is missing, is older
  * than ucp_abi.h, or lacks a function; smp_ucx_trouble() names the cause. */
 smp_status smp_ucx_library(const smp_ucp **out);
 
-/* Why the last smp_ucx_library() of this thread failed; valid until its next one. */
+/* The reason of the last failure of smp_ucx_library() on this thread; valid until its
+ * next one. */
 const char *smp_ucx_trouble(void);
 
 #endif

@@ -22,7 +22,7 @@ typedef struct smp_ucx          smp_ucx;
 typedef struct smp_ucx_peer     smp_ucx_peer;
 typedef struct smp_ucx_outgoing smp_ucx_outgoing; /* of transfer.c */
 
-/* Where a transfer stands among those under way; its first member. */
+/* A transfer's place among those under way; its first member. */
 typedef struct smp_ucx_link {
     struct smp_ucx_link *next;
     struct smp_ucx_link *previous;
@@ -44,7 +44,7 @@ struct smp_ucx_peer {
     bool      agreed; /* it has heard ours, and said so */
     bool      met;    /* both */
 
-    const char *distrust; /* a trial failed: how; NULL: none did */
+    const char *distrust; /* the failure of a trial; NULL: none */
 
     /* The progress thread's, once connected. */
     uint64_t         sent;         /* messages */
