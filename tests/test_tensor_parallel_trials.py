@@ -369,16 +369,23 @@ def test_a_leaf_with_another_forward_is_left_whole():
     job.step(0)
 
 
+LATER = {
+    hook_before: "down_proj' has a forward pre-hook",
+    an_activation(nn.Softmax(-1)): "act_fn' is another module than before",
+    another_forward_inside: "down_proj' has another forward than its class",
+}
+
+
+@pytest.mark.parametrize("number", range(len(LATER)))
 @on_ranks(2, timeout_s=120)
-def test_a_hook_inside_of_what_is_split_already_is_refused(monkeypatch):
+def test_what_is_changed_inside_of_what_is_split_already_is_refused(number, monkeypatch):
+    change, what = list(LATER.items())[number]
     families.compute_in_float64(monkeypatch, "llama")
     split_over_all_ranks()
     job = WholeJob(families.made("llama"), families.next_token_loss, families.tokens)
-    attention = job.net.model.layers[0].self_attn
-    handle = attention.q_proj.register_forward_hook(lambda *_: None)
-    named = "'model.layers.0.self_attn.q_proj' has a forward hook"
-    with pytest.raises(RuntimeError, match=named):
-        job.step(0)
-    handle.remove()
-    attention.register_forward_hook(lambda *_: None)
+    mlp = job.net.model.layers[0].mlp
+    mlp.register_forward_hook(lambda *_: None)
     job.step(0)
+    change(mlp)
+    with pytest.raises(RuntimeError, match=f"'model.layers.0.mlp.{what}"):
+        job.step(1)
