@@ -442,5 +442,6 @@ def test_a_call_with_another_weight_on_other_samples_is_refused():
     net = Scaled()
     smp.set_tensor_parallelism(net.linear)
     model = smp.DistributedModel(net)
-    with pytest.raises(NotImplementedError, match=r"'linear' .* \[9, 7\] in the place of its 'we"):
+    message = r"'linear' .* \[9, 7\] in the place of its 'weight'"
+    with pytest.raises(NotImplementedError, match=message):
         model(*batch(smp.rank(), 0))

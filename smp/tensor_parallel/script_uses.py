@@ -91,8 +91,8 @@ def called_with_slices(
             path = module.__dict__.get(PATH, type(module).__name__)
             raise NotImplementedError(
                 f"smp: '{path}' is split over the TP_GROUP, and was called with a tensor of "
-                f"shape {list(whole.shape)} in the place of its '{name}', on different samples: "
-                f"leave it whole, smp.set_tensor_parallelism('{path}', False)"
+                f"shape {list(whole.shape)} in the place of its '{name}', on different "
+                f"samples: leave it whole, smp.set_tensor_parallelism('{path}', False)"
             )
         cut = slices[name]
         lengths = [cut.local_size(rank) for rank in range(group.size())]
