@@ -28,7 +28,7 @@ from smp.tensor_parallel import (
     assumed,
     caches,
     group,
-    inner_hooks,
+    inside_regions,
     primitives,
     random_streams,
     same_samples,
@@ -244,7 +244,7 @@ def _enter(
         the arguments; those of them that its signature does not name; whose rows they have.
     """
     region, path, within, signature, extra = module.__dict__[REGION]
-    inner_hooks.refuse(module)
+    inside_regions.refuse(module)
     bound = signature.bind(module, *script_uses.whole_among(args), **kwargs)
     named = bound.arguments
     names = [*region.samples, *(mask for mask, _ in region.masks)]
