@@ -16,7 +16,7 @@ void smp_session_fail_at_once(const smp_task *task);
 
 /* Answers the task's request with the set exception, then its caller's to catch.
  * False, with the exception still set: it ends the step (Ctrl-C and the like, a lost
- * rank, all in a sequence, or an unsendable exception). */
+ * rank, all in a sequence, or a failed send). */
 bool smp_session_answer_raised(const smp_task *task, int source, smp_envelope envelope);
 
 #endif
