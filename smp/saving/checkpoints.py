@@ -77,7 +77,7 @@ def save_checkpoint(
         num_kept_partial_checkpoints: remove the oldest partial ones beyond this number.
 
     Raises:
-        ValueError: no ``DistributedModel`` exists; the tag is no name of a file, or is another
+        ValueError: no ``DistributedModel`` exists; the tag is no file name, or is another
             file's of a checkpoint; or less than one is to be kept.
         OSError: a file cannot be written; the text names it.  No part of the checkpoint is
             left.
