@@ -477,10 +477,8 @@ class DistributedModel(nn.Module):
     def _smp_make_gates(self, turns: Turns) -> list[int]:
         """The numbers in this job of the model's gates, and of one more.
 
-        A microbatch passes that one at the end of its forward.
-
-        The number of a microbatch's passes is unknown where another model's trace saw another
-        number of calls.
+        A microbatch passes that one at the end of its forward.  The number of a microbatch's
+        passes is unknown where another model's trace saw another number of calls.
         """
         rt = self._smp_runtime
         named = dict(self._smp_module.named_modules())
