@@ -6,21 +6,21 @@ borrowed for the call.  A tensor that is not dense raises BufferError.  Function
 other ranks drop the GIL and raise what a signal's handler raises.
 
 Errors of statuses end with the status's name, "[SMP_ERR_TIMED_OUT]".  SMP_ERR_NO_MEMORY is a
-MemoryError, SMP_ERR_INVALID a ValueError; the rest is, from collectives, a
-``torch.distributed.DistBackendError``, from steps a RuntimeError, and a ConnectionError where a
-rank is lost (SMP_ERR_PEER_LOST) or has left (SMP_ERR_UNREACHABLE).
+MemoryError, SMP_ERR_INVALID a ValueError; the rest is, from collectives, a `GroupError`, from
+steps a RuntimeError, and a `PeerError` where a rank is lost (SMP_ERR_PEER_LOST), has left
+(SMP_ERR_UNREACHABLE, SMP_ERR_CLOSED) or cannot be connected.
 """
 
 from collections.abc import Callable, Sequence
 from typing import Any, TypedDict, final, type_check_only
 
 from torch import Tensor, nn
+from torch.distributed import DistBackendError
 from typing_extensions import Buffer
 
 # ---------------------------------------------------------------------------- constants
 
 ANY_SOURCE: int  # of `receive`
-SIZES_UNLIKE: str  # in an error of an all-gather whose members assumed other sizes, alone
 WITH_KEY: str  # in an error, before the eight hexadecimal digits of a key that differs
 compiler: str  # with its version
 flags: str  # of the compiler
@@ -29,6 +29,25 @@ operations: dict[str, int]  # "all-reduce" -> the number that `Group.work_item` 
 phases: tuple[str, ...]  # "forward", "backward", by number
 reductions: dict[str, int]  # "sum" -> the number that `Group.work_item` takes
 transports: tuple[str, ...]  # those that every build has, in the order of preference
+
+# ------------------------------------------------------------------------------ errors
+
+class Error(Exception):
+    """What an error of the core says beside its text; raised as one of the classes below."""
+
+    status: str  # "SMP_ERR_MISMATCH"; "" where there is none
+    keys: tuple[int, ...]  # of the two calls of SMP_ERR_MISMATCH, where these have other ones
+
+class GroupError(Error, DistBackendError):
+    """Of collectives.
+
+    SMP_ERR_MISMATCH: the members called other operations; SMP_ERR_SIZES: all gathered with
+    sizes that they assumed, and other ones.  The group goes on after both, and has ended after
+    others.
+    """
+
+class PeerError(Error, ConnectionError):
+    """Of steps, and of what is sent to other ranks outside of groups."""
 
 # ----------------------------------------------------------------- the session of a rank
 
@@ -382,7 +401,7 @@ class Group:
     """Ranks of a comm that do collectives together.  Making one is collective over them.
 
     id: 64 bits, not 0, unlike that of any other group that one of them is in.  Once closed,
-    DistBackendError, and of what only tells: nothing, 0, False.
+    GroupError, and of what only tells: nothing, 0, False.
     """
 
     def __new__(

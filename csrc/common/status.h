@@ -19,6 +19,7 @@
     X(SMP_ERR_MALFORMED, "bytes that no rank of this job wrote")                       \
     X(SMP_ERR_INVALID, "invalid argument")                                             \
     X(SMP_ERR_MISMATCH, "the ranks do not call the same")                              \
+    X(SMP_ERR_SIZES, "the ranks assume other sizes")                                   \
     X(SMP_ERR_UNREACHABLE, "no transport reaches that rank")                           \
     X(SMP_ERR_LIMIT, "no more at a time")                                              \
     X(SMP_ERR_SYSTEM, "the system refused")

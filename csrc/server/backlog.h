@@ -13,7 +13,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#include "comm/comm.h"
+#include "comm/messaging/comm.h"
 #include "common/status.h"
 
 typedef struct smp_backlog smp_backlog;

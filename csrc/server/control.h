@@ -21,7 +21,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#include "comm/comm.h"
+#include "comm/messaging/comm.h"
 #include "common/status.h"
 #include "server/backlog.h"
 #include "server/board.h"

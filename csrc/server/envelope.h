@@ -9,7 +9,7 @@
 #include <stdbool.h>
 #include <stdint.h>
 
-#include "comm/comm.h"
+#include "comm/messaging/comm.h"
 #include "server/schedule.h"
 
 typedef enum {

@@ -22,7 +22,7 @@
 #include <stdbool.h>
 #include <stdint.h>
 
-#include "comm/comm.h"
+#include "comm/messaging/comm.h"
 #include "common/status.h"
 #include "server/board.h"
 #include "server/envelope.h"

@@ -12,7 +12,7 @@
 #include <stdbool.h>
 #include <stdint.h>
 
-#include "comm/comm.h"
+#include "comm/messaging/comm.h"
 #include "common/status.h"
 #include "server/grid.h"
 #include "server/lineup.h"

@@ -232,7 +232,7 @@ class ProcessGroup(dist.ProcessGroup):
                 its hash; 0: they are known.
 
         Raises:
-            dist.DistBackendError: with ``_core.SIZES_UNLIKE`` where all assume counts, but
+            dist.DistBackendError: of status SMP_ERR_SIZES where all assume counts, but
                 not the same.
         """
         opts = _ASYNC if is_async else _SYNC

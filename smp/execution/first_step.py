@@ -21,8 +21,14 @@ from smp import _core, model, ranks
 from smp.execution import failures, pool, runtime, sequence
 from smp.job import objects
 from smp.modules import homes, sync_batch_norm
-from smp.partitioning import shared, tracing, twins
-from smp.partitioning.partition import Partition, PartitionError, make_partition, pin_of
+from smp.partitioning import first_forward, shared, tracing, twins
+from smp.partitioning.partition import (
+    Partition,
+    PartitionError,
+    inherit_pin,
+    make_partition,
+    pin_of,
+)
 from smp.partitioning.turns import Turns, turns_of
 from smp.ranks import CommGroup
 from smp.saving import state_dicts
@@ -66,20 +72,36 @@ def partition_models(
     sync_batch_norm.prepare(models, rt)
     if rt.in_sequence:
         sequence.prepare()
-    mine = b""
-    told: tuple | None = None
-    error: BaseException | None = None
-    if rt.traces:
-        try:
-            decided = _decide(rt, models, run_traced)
-            mine = _core.pack(decided) if rt.decides else b""
-        except (Exception, SystemExit) as raised:  # the others wait for the decision
-            error = failures.as_failure(raised)
-            microbatch = failures.IN_PARTITION if isinstance(error, PartitionError) else 0
-            told = failures.describe(error, None, microbatch, 0, rt.name)
-            mine = _core.pack((told, None, (), 0, 0))
+    earlier: list[tracing.Trace | None] = []  # of a run that has made modules
+
+    def decide() -> tuple | None:
+        if not rt.traces:
+            return None
+        traces = _traces(rt, models, run_traced)
+        if traces[0] is not None and traces[0].made:
+            earlier.extend(traces)
+            return traces[0].made, (), (), 0, ()
+        return _decide(rt, models, traces)
+
+    def decide_again() -> tuple | None:
+        modules = [one._smp_module for one in models]
+        replaced, flags = first_forward.make(modules, packed)
+        for old, new in replaced:
+            inherit_pin(old, new)
+        if not rt.traces:
+            return None
+        traces = _traces(rt, models, run_traced)
+        for before, after in zip(earlier, traces, strict=True):
+            _check_second(before, after, flags)
+        return _decide(rt, models, traces)
+
+    told, error, mine = _attempted(rt, decide)
     decision, others = rt.share_decision(mine)
     packed, gates, states, backwards, pools = _core.unpack(decision)
+    if isinstance(packed, bytes) and not others:
+        told, error, mine = _attempted(rt, decide_again)
+        decision, others = rt.share_decision(mine)
+        packed, gates, states, backwards, pools = _core.unpack(decision)
     if gates is None or others:
         everything = [_core.unpack(one) for one in (decision, *others)]
         first = _first_failure([what for what, gates, *_ in everything if gates is None])
@@ -109,29 +131,80 @@ def partition_models(
         one._smp_run_post_partition_hooks()
 
 
+def _attempted(
+    rt: "Runtime", decide: Callable[[], tuple | None]
+) -> tuple[tuple | None, BaseException | None, bytes]:
+    """How a failure is told to the other ranks, the failure, and the bytes for them."""
+    try:
+        decided = decide()
+    except (Exception, SystemExit) as raised:  # the others wait for the decision
+        error = failures.as_failure(raised)
+        microbatch = failures.IN_PARTITION if isinstance(error, PartitionError) else 0
+        told = failures.describe(error, None, microbatch, 0, rt.name)
+        return told, error, _core.pack((told, None, (), 0, 0))
+    return None, None, _core.pack(decided) if rt.decides else b""
+
+
+def _check_second(
+    first: tracing.Trace | None, second: tracing.Trace | None, flags: set[str]
+) -> None:
+    """The forward after the one that has made modules is like all that follow.
+
+    Args:
+        flags: names of attributes that have kept the values which the first one has set.
+
+    Raises:
+        RuntimeError: it makes modules again; or the first has done more that is not to be
+            seen any more, as a process would have kept it.
+    """
+    if first is None or second is None:
+        return
+    instead = "so that the partition cannot decide about it: do so before smp.DistributedModel"
+    if second.made:
+        raise RuntimeError(
+            f"smp: {first.makes} in the first forward, and in the next {second.makes} again, "
+            f"{instead}"
+        )
+    before, after = first.changed(), second.changed()
+    lost = {n for n in before.keys() - after.keys() if n.rpartition(".")[0] in second.modules}
+    other = min((lost - flags) | (flags & after.keys()), default=None)
+    if other is not None:
+        raise RuntimeError(
+            f"smp: {first.makes} in the first forward, which changes "
+            f"{(before | after)[other]} '{other}' otherwise than the next one does, {instead}"
+        )
+
+
 def _first_failure(failed: Sequence[tuple]) -> tuple:
     """Of what the ranks that traced failed with: not what followed from another's."""
     follows = f".{PeerFailed.__name__}"
     return next((told for told in failed if not told[4].endswith(follows)), failed[0])
 
 
-def _decide(
+def _traces(
     rt: "Runtime",
     models: Sequence["DistributedModel"],
     run_traced: Callable[[torch.device | None], Any],
-) -> tuple[list[bytes], list[tuple], list[tuple], int, list[int]]:
-    """The partition of each model, its `Turns`, its `ForwardState`, the backward calls of a
-    step, and what each rank will have in its pool."""
+) -> Sequence[tracing.Trace | None]:
+    """The models' traces; None for each with ``skip_tracing``."""
     for one in models:
         _refuse_compiled_modules(one._smp_module)
         if rt.boot.size > 1:
             _refuse_lazy_modules(one._smp_module)
-    traces: Sequence[tracing.Trace | None] = [None] * len(models)
-    if not rt.cfg.skip_tracing:
-        if rt.in_sequence:
-            traces = _trace_together(rt, models, run_traced)
-        else:
-            traces = _trace(rt, models, run_traced)
+    if rt.cfg.skip_tracing:
+        return [None] * len(models)
+    if rt.in_sequence:
+        return _trace_together(rt, models, run_traced)
+    return _trace(rt, models, run_traced)
+
+
+def _decide(
+    rt: "Runtime",
+    models: Sequence["DistributedModel"],
+    traces: Sequence[tracing.Trace | None],
+) -> tuple[list[bytes], list[tuple], list[tuple], int, list[int]]:
+    """The partition of each model, its `Turns`, its `ForwardState`, the backward calls of a
+    step, and what each rank will have in its pool."""
     states = [_forward_state(m, trace) for m, trace in zip(models, traces, strict=True)]
     partitions = _partitions(rt, models, traces, states)
     for trace, partition in zip(traces, partitions, strict=True):

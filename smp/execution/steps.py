@@ -465,7 +465,7 @@ class Step:
         except ConnectionError as error:
             # That a rank died each finds by itself, and what it wanted of it; that one has
             # left in order only those find that need it.
-            if "[SMP_ERR_PEER_LOST]" not in str(error):
+            if not (isinstance(error, _core.Error) and error.status == "SMP_ERR_PEER_LOST"):
                 _core.send_abort(failures.describe(error, None, 0, 0, rt.name))
             raise
         except BaseException as error:

@@ -123,6 +123,12 @@ def hand_on_pin(module: nn.Module, new: nn.Module, path: str) -> None:
             inner.__dict__[_PIN] = pin
 
 
+def inherit_pin(module: nn.Module, new: nn.Module) -> None:
+    """Have what has taken a module's place sit where that was pinned, unless it is pinned."""
+    if _PIN in module.__dict__:
+        new.__dict__.setdefault(_PIN, module.__dict__[_PIN])
+
+
 def pin_of(module: nn.Module) -> int | None:
     """The partition that the module itself is pinned to."""
     pin = module.__dict__.get(_PIN)

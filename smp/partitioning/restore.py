@@ -70,25 +70,27 @@ class Restore:
 
     def __enter__(self) -> "Restore":
         self._random = _random_states()
-        self._grads = [
-            (p, p.grad, p.requires_grad)
-            for m in self._modules
-            for p in m._parameters.values()
-            if p is not None
-        ]
-        self._buffers = [
-            (m, name, b, None if b.is_meta or is_lazy(b) else b.detach().clone())
-            for m in self._modules
-            for name, b in m._buffers.items()
-            if b is not None
-        ]
+        self._grads: list[tuple[nn.Parameter, Tensor | None, bool]] = []
+        self._buffers: list[tuple[nn.Module, str, Tensor, Tensor | None]] = []
         self._lazy_norms: list[Any] = []
         for module in self._modules:
-            if not isinstance(module, LazyModuleMixin):  # materializing it must last
-                self.watch(module.__dict__)
-            elif isinstance(module, _NormBase) and module.has_uninitialized_params():
-                self._lazy_norms.append(module)
+            self.watch_module(module)
         return self
+
+    def watch_module(self, module: nn.Module) -> None:
+        """Remember what a module has, without those in it."""
+        self._grads += [
+            (p, p.grad, p.requires_grad) for p in module._parameters.values() if p is not None
+        ]
+        self._buffers += [
+            (module, name, b, None if b.is_meta or is_lazy(b) else b.detach().clone())
+            for name, b in module._buffers.items()
+            if b is not None
+        ]
+        if not isinstance(module, LazyModuleMixin):  # materializing it must last
+            self.watch(module.__dict__)
+        elif isinstance(module, _NormBase) and module.has_uninitialized_params():
+            self._lazy_norms.append(module)
 
     def __exit__(self, *exception: object) -> None:
         for container, content in reversed(self._containers):

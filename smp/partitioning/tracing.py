@@ -26,7 +26,7 @@ from torch.utils import _pytree as pytree
 
 from smp.collectives.operation import watching
 from smp.execution import compiled_code
-from smp.partitioning import hook_containers, twins
+from smp.partitioning import first_forward, hook_containers, twins
 from smp.partitioning.contents import can_change, content_of, is_the_same
 from smp.partitioning.operators import Operators
 from smp.partitioning.restore import Restore, parts_of
@@ -151,6 +151,9 @@ class Trace:
         meta: the run was made on meta tensors.
         weighed: what autograd keeps was measured: it was asked for, and the run kept
             something, which one under ``torch.no_grad()`` does not.
+        made: modules and parameters that the run has put into the models, for
+            `first_forward.make`; empty: none.
+        makes: the first of them, in words.
     """
 
     modules: dict[str, ModuleTrace]
@@ -159,6 +162,17 @@ class Trace:
     timed: bool
     meta: bool
     weighed: bool = False
+    made: bytes = b""
+    makes: str = ""
+
+    def changed(self) -> dict[str, str]:
+        """What else the run has changed, by name: of modules attributes and tensors."""
+        found: dict[str, str] = {}
+        for path, seen in self.modules.items():
+            own = (*seen.own_attributes, *seen.carried_attributes, *seen.changed_buffers)
+            found |= {f"{path}.{name}".lstrip("."): "attribute" for name in own}
+            found |= dict.fromkeys(seen.changed_parameters, "parameter")
+        return found
 
 
 def trace(
@@ -333,6 +347,7 @@ class Recorder:
         self.thread = threading.get_ident()
         self.timing = False
         self.restore: Restore
+        self.registers: first_forward.Registers
         self._begin()
 
     def _begin(self) -> None:
@@ -381,6 +396,7 @@ class Recorder:
             if self.memory:
                 self._leave_out_state()
             self.memory_of = _by_memory(self.modules, self.parameter)
+            self.registers = first_forward.Registers(self.modules, self.parameter)
             # None when the run is over, as Restore.__exit__ says.
             self.left = [_attributes_of(module) for module in self.modules]
             initial = list(self.left)
@@ -393,6 +409,7 @@ class Recorder:
                     _seeing_attributes(self._note_use),
                 ):
                     run()
+                self.registers.take()
                 self._note_what_microbatches_share(initial)
                 for number, value, before in boxes:
                     if not is_the_same(before, content_of(value())):
@@ -406,6 +423,7 @@ class Recorder:
             for module, record in zip(self.modules, self.records, strict=True):
                 if module._buffers:
                     record.changed_buffers = tuple(self.restore.changed_buffers(module))
+        self.registers.keep_new()
 
     def measure(self, run: Callable[[], Any]) -> None:
         """Run once more with nothing but clocks."""
@@ -508,6 +526,8 @@ class Recorder:
             stack.callback(handle.remove)
             register = torch_module.register_module_buffer_registration_hook
             stack.callback(register(self._note_set_buffer).remove)
+            register = torch_module.register_module_module_registration_hook
+            stack.callback(register(self._note_put_module).remove)
             stack.callback(self.progress.finish)
             stack.enter_context(compiled_code.run_as_written())
             stack.enter_context(_seeing_functions(self._note_given_away))
@@ -562,6 +582,12 @@ class Recorder:
         original = self.buffer_of.get((self.number_of.get(id(module), -1), name))
         if original is not None and threading.get_ident() == self.thread:
             self.frames[-1].used.add(original)
+
+    def _note_put_module(self, parent: nn.Module, name: str, module: nn.Module | None) -> None:
+        """What a new module has when it gets its place is put back, too."""
+        if module is not None and not self.timing and threading.get_ident() == self.thread:
+            for new in self.registers.add(module):
+                self.restore.watch_module(new)
 
     def _take_arguments_of(self, root: nn.Module) -> None:
         """Watch what a root is given; on meta, give it meta tensors.
@@ -735,6 +761,10 @@ class Recorder:
     def traces(self, timed: bool) -> list[Trace]:
         """The recorded run as one trace for each root."""
         out = []
+        made, makes = b"", ""
+        if self.registers.changed:
+            made = first_forward.packed(self.roots, self.registers, self.parameter)
+            makes = first_forward.described(self.roots, self.registers)
         for root in self.roots:
             names = {id(p): name for name, p in root.named_parameters()}
 
@@ -763,7 +793,7 @@ class Recorder:
             weighed = any(record.kept_bytes for record in modules.values())
             outside = name_all(self.used_outside)
             flags = self._grad_flags(root)
-            out.append(Trace(modules, outside, flags, timed, self.meta, weighed))
+            out.append(Trace(modules, outside, flags, timed, self.meta, weighed, made, makes))
         return out
 
     def _grad_flags(self, root: nn.Module) -> dict[str, GradFlag]:

@@ -62,5 +62,5 @@ def check(error: dist.DistBackendError) -> None:
     Raises:
         Unlike: others assumed other sizes, and it has failed for that alone.
     """
-    if _core.SIZES_UNLIKE in str(error):
+    if isinstance(error, _core.Error) and error.status == "SMP_ERR_SIZES":
         raise Unlike from None

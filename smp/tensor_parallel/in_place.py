@@ -16,22 +16,28 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
+from smp import ranks
 from smp.execution import compiled_code
 from smp.modules import activation_checkpointing, delayed_init
 from smp.modules.stand_ins import users_class
 from smp.partitioning.partition import keep_together
 from smp.tensor_parallel import (
     adapters,
+    changed,
     group,
+    inner_hooks,
     leaf_trial,
     marking,
     replacement,
     split_parameters,
+    step_end,
 )
 from smp.tensor_parallel.distributed_module import DistributedModule
 from smp.tensor_parallel.linears import TooShort
+from smp.tensor_parallel.regions import REGION
 from smp.tensor_parallel.slices import PATH
 
 FAMILIES = "smp.nn.huggingface"
@@ -87,6 +93,7 @@ class _Splitting:
             for parameter in module._parameters.values():
                 if parameter is not None:
                     self.owners[id(parameter)].append(module)
+        self.changed: dict[nn.Module, str] = {}  # why modules are left whole
         self.out: list[Outcome] = []
         self.warned: dict[str, list[str]] = defaultdict(list)  # paths by reason
         self.trials: dict[int, str] = {}  # of a leaf of a user's class, by id
@@ -96,6 +103,8 @@ class _Splitting:
 
     def run(self) -> None:
         checkpointed = activation_checkpointing.lift(self.model)
+        if group.size() > 1:
+            self._find_changed()
         self._visit(self.model, "", None)
         self._warn()
         if self.has_plans:
@@ -131,15 +140,13 @@ class _Splitting:
         if is_marked and group.size() > 1:
             plan = plan_of(cls)
             if plan is not None:
-                changed = _changed_by_user(cls)
-                if changed:
-                    self.warned[changed].append(path)
                 # Its parts may have plans of their own, and marks.
-                reason = changed or self._shared_outside(module)
+                reason = self._changed(module, path) or self._shared_outside(module)
                 if not self._left_whole(module, path, reason):
                     adapters.check(module, path)
                     _carry_out(plan, module, path)
                     split_parameters.guard(module, path)
+                    _watch(module, path)
                     self.has_plans = True
                     keep_together(module)
                     in_plan = True
@@ -153,6 +160,33 @@ class _Splitting:
         for name, child in module.named_children():
             below = f"{path}.{name}" if path else name
             self._visit(child, below, module, in_family, in_plan)
+
+    def _find_changed(self) -> None:
+        """What a script has changed on any of the tp_ranks.  Collective over the TP_GROUP."""
+        modules = [
+            one
+            for one in self.paths
+            if marking.configuration(one) is not None
+            and not isinstance(one, DistributedModule)
+            and (_is_planned(type(one)) or leaf_class(one) is not None)
+        ]
+        if not modules:
+            return
+        reasons = [_why_whole(one) for one in modules]
+        device = "cpu"
+        if not group.is_traced():
+            device = step_end.device_of_numbers(ranks.get_tp_process_group())
+        own = [int(bool(reason)) for reason in reasons]
+        everyones = group.gather_numbers(own, torch.device(device))
+        for module, reason, *flags in zip(modules, reasons, *everyones, strict=True):
+            if any(flags):
+                self.changed[module] = reason or "it is changed on another rank"
+
+    def _changed(self, module: nn.Module, path: str) -> str:
+        reason = self.changed.get(module, "")
+        if reason:
+            self.warned[reason].append(path)
+        return reason
 
     def _left_whole(self, module: nn.Module, path: str, reason: str) -> bool:
         self.out.append(Outcome(path, type(module).__name__, reason))
@@ -201,9 +235,11 @@ class _Splitting:
         elif _length_that_is_cut(module, by_rows) < group.size():
             reason = f"it is too small for tensor_parallel_degree={group.size()}"
         else:
-            reason = self._not_proven(module, by_rows)
+            reason = self._changed(module, path) or self._not_proven(module, by_rows)
             for other in others:
-                if not reason and (why := self._not_proven(other, by_rows)):
+                if reason:
+                    break
+                if why := self.changed.get(other) or self._not_proven(other, by_rows):
                     reason = f"it shares its weight with a {type(other).__name__}: {why}"
         if not self._left_whole(module, path, reason):
             module.__dict__[PATH] = path
@@ -316,25 +352,26 @@ def plan_of(cls: type[nn.Module]) -> Plan | None:
     return next((plans[b.__name__] for b in cls.__mro__ if b.__name__ in plans), None)
 
 
-def _changed_by_user(cls: type[nn.Module]) -> str:
-    """Why a class's plan may not hold for it; "": it is the class, or does the same.
+def _is_planned(cls: type[nn.Module]) -> bool:
+    return plan_of(cls) is not None
 
-    The plan is for the methods of a class of transformers; what a subclass of the user's does
-    in their place, a norm over inner channels for example, is not known.
-    """
-    plans = _named_in_family(cls, "IN_PLACE")
-    for one in users_class(cls).__mro__:
-        if one.__module__.startswith("transformers."):
-            return ""
-        methods = (name for name, value in vars(one).items() if callable(value))
-        own = {name for name in methods if name == "__call__" or not name.startswith("__")}
-        base = next(b for b in one.__mro__ if b.__name__ in plans and b is not one)
-        if instead := sorted(name for name in own - {"extra_repr"} if hasattr(base, name)):
-            return (
-                f"its class {one.__name__} has a {instead[0]} of its own, and the plan for "
-                f"tensor parallelism is {base.__name__}'s"
-            )
-    return ""
+
+def _why_whole(module: nn.Module) -> str:
+    """Why this rank would leave a module whole that has a plan or is a leaf; ""."""
+    cls = type(module)
+    if _is_planned(cls):
+        return changed.why_whole(module, _named_in_family(cls, "IN_PLACE"), _is_planned)
+    method = changed.method_of_instance(module)
+    return f"it has another {method} than its class" if method else ""
+
+
+def _watch(module: nn.Module, path: str) -> None:
+    """Have the region in a module that was split look for hooks in it."""
+    inside = dict(changed.inside(module, _is_planned))
+    paths = {f"{path}.{name}".lstrip("."): one for name, one in inside.items() if name}
+    for one in inside.values():
+        if REGION in one.__dict__:
+            inner_hooks.watch(one, path, paths)
 
 
 def _wanted_form(module: nn.Module) -> Any:

@@ -28,6 +28,7 @@ from smp.tensor_parallel import (
     assumed,
     caches,
     group,
+    inner_hooks,
     primitives,
     random_streams,
     same_samples,
@@ -47,7 +48,7 @@ class Region(NamedTuple):
             first is the hidden state, ``[samples, positions, ...]`` or ``[samples, ...]``.
         masks: names of arguments that mask positions, ``[samples, ..., positions]``, each with
             that of the argument whose positions it masks.
-        causal: whether without a mask a position sees the earlier ones only.
+        causal: whether a position sees the earlier ones only.
         sums: whether a tp_rank's output is its part of a sum, and the sum is led out; else
             a linear inside leads out.
     """
@@ -242,6 +243,7 @@ def _enter(
         the arguments; those of them that its signature does not name; whose rows they have.
     """
     region, path, within, signature, extra = module.__dict__[REGION]
+    inner_hooks.refuse(module)
     bound = signature.bind(module, *script_uses.whole_among(args), **kwargs)
     named = bound.arguments
     names = [*region.samples, *(mask for mask, _ in region.masks)]
@@ -253,7 +255,7 @@ def _enter(
         gathered, rows = _enter_alike(given)
         caches.refuse_gradients_of_others({**others, **named}, module, path)
     else:
-        gathered, rows = _gather(region, path, given)
+        gathered, rows = _gather(region, path, given, _sees_without_mask(module, region))
         arguments = {**others, **named}
         caches.refuse_others(arguments, module, path, gathered[region.samples[0]].size(0))
         caches.refuse_padding(arguments, path, uneven=rows.positions is not None)
@@ -401,8 +403,31 @@ class _Argument(NamedTuple):
                 )
 
 
-def _gather(region: Region, path: str, given: dict[str, Any]) -> tuple[dict[str, Any], Rows]:
-    """The arguments with all tp_ranks' samples.  Collective over the TP_GROUP."""
+_ALL, _EARLIER, _NOT_KNOWN = "all", "earlier", "not known"  # positions that one sees
+
+
+def _sees_without_mask(module: nn.Module, region: Region) -> str:
+    """What a position of a module's first argument sees if no mask says so.
+
+    Of transformers' attention functions those alone that have kernels for it know causality.
+    """
+    if not region.causal:
+        return _ALL
+    config = getattr(module, "config", None)
+    function = getattr(config, "_attn_implementation", None) or "eager"
+    if function == "eager":
+        return _ALL
+    return _EARLIER if function == "sdpa" or "flash" in function else _NOT_KNOWN
+
+
+def _gather(
+    region: Region, path: str, given: dict[str, Any], sees: str
+) -> tuple[dict[str, Any], Rows]:
+    """The arguments with all tp_ranks' samples.  Collective over the TP_GROUP.
+
+    Args:
+        sees: see `_sees_without_mask`.
+    """
     _refuse_masks_of_no_tensor(region, path, given)
     flat = {name: tree_flatten(value) for name, value in given.items()}
     tensors = {
@@ -416,7 +441,7 @@ def _gather(region: Region, path: str, given: dict[str, Any]) -> tuple[dict[str,
 
     def gathered(everyones: Everyones, signature: int) -> tuple[dict[str, Any], Rows]:
         arguments = _arguments(path, tensors, everyones)
-        return _gather_all(region, given, flat, arguments, signature)
+        return _gather_all(region, given, flat, arguments, signature, sees)
 
     if assumed.is_possible(hidden):
         sizes = assumed.everyones(region, mine)
@@ -447,6 +472,7 @@ def _gather_all(
     flat: dict[str, Any],
     arguments: dict[str, list[_Argument]],
     signature: int,
+    sees: str,
 ) -> tuple[dict[str, Any], Rows]:
     """The same, once it is known or assumed what the tp_ranks have.
 
@@ -468,8 +494,8 @@ def _gather_all(
                 new.append(leaf)
             elif name in masked:
                 keys = arguments[masked[name]][0]
-                causal = region.causal and keys is first
-                new.append(_gather_mask(argument, first, keys, causal, hidden, counts))
+                seen = sees if keys is first else _ALL
+                new.append(_gather_mask(argument, first, keys, seen, hidden, counts))
             else:
                 new.append(_gather_samples(argument, counts, signature))
                 signature = 0
@@ -537,7 +563,7 @@ def _gather_mask(
     argument: _Argument,
     queries: _Argument,
     keys: _Argument,
-    causal: bool,
+    sees: str,
     hidden: Tensor,
     counts: list[int],
 ) -> Tensor | None:
@@ -545,11 +571,25 @@ def _gather_mask(
 
     Args:
         queries, keys: the arguments whose positions see, and are seen.
-        causal: what no mask means: positions see earlier ones only.
+        sees: what positions see where there is no mask.
+
+    Raises:
+        ValueError: that is not known, and it matters; on every tp_rank alike.
     """
     rank = group.rank()
     having = [tp_rank for tp_rank, shape in enumerate(argument.shapes) if shape is not None]
     longest = max(keys.sizes(1), default=0)
+    if sees == _NOT_KNOWN and (
+        len(having) not in (0, len(counts)) or not having and keys.is_uneven()
+    ):
+        without = next(i for i, shape in enumerate(argument.shapes) if shape is None)
+        raise ValueError(
+            f"smp: '{argument.path}' got no {argument.name} on tp_rank {without}, the ranks of "
+            f"its TP_GROUP have sequences of lengths {keys.sizes(1)}, and which positions its "
+            "attention function sees without a mask is not known: give a mask on all of them, "
+            "or pad the sequences to one length"
+        )
+    causal = sees == _EARLIER
     if not having:
         if causal or not keys.is_uneven():
             return None

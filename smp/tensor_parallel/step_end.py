@@ -16,10 +16,8 @@ from contextlib import contextmanager, suppress
 import torch
 import torch.distributed as dist
 
-from smp import ranks
+from smp import _core, ranks
 from smp.tensor_parallel import keys
-
-_MISMATCH = "[SMP_ERR_MISMATCH]"  # as csrc/comm says that ranks called other operations
 
 _is_over = False  # whether this step has met the other ranks' failure
 
@@ -72,7 +70,7 @@ def together(group: dist.ProcessGroup | None) -> Iterator[None]:
 
 def is_mismatch(error: Exception) -> bool:
     """Whether a collective failed because another rank called another operation."""
-    return _MISMATCH in str(error)
+    return isinstance(error, _core.Error) and error.status == "SMP_ERR_MISMATCH"
 
 
 def hear(where: str, error: Exception) -> None:

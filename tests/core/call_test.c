@@ -354,25 +354,31 @@ TEST(kinds_are_named_and_counted_as_their_caller_sees_them)
 
 /* --------------------------------------------------------------------- who differs */
 
+#define SIZES_UNLIKE "assume other sizes"
+
 /* What members 0 and 1 are told if the last member's notice is another one; NULL: they
  * agree. */
 static int
 differ(const smp_notice *usual, const smp_notice *other, const char *words)
 {
-    smp_said said[MEMBERS];
-    char     text[320] = "";
-    size_t   most;
+    smp_said    said[MEMBERS];
+    smp_refusal refusal;
+    const char *text = refusal.text;
+    size_t      most;
 
     for (int m = 0; m < MEMBERS; m++) {
         said[m] = (smp_said){.name = 10 + m, .notice = m == 2 ? other : usual};
     }
-    if (smp_agreement(said, MEMBERS, &most, text, sizeof(text)) != (words == NULL)) {
+    if (smp_agreement(said, MEMBERS, &most, &refusal) != (words == NULL)) {
         fprintf(stderr, "'%s'\n", text);
         return 1;
     }
     CHECK(words == NULL ||
           (strstr(text, words) != NULL && strstr(text, "rank 10 ") != NULL &&
-           strstr(text, "rank 12 ") != NULL));
+           strstr(text, "rank 12 ") != NULL &&
+           refusal.status == (strstr(text, SIZES_UNLIKE) != NULL ? SMP_ERR_SIZES
+                                                                 : SMP_ERR_MISMATCH)));
+    CHECK(words == NULL || (refusal.keys[0] == 0 && refusal.keys[1] == other->key));
     return 0;
 }
 
@@ -408,10 +414,10 @@ TEST(members_agree_only_in_all_that_counts)
     other.assumed = 5;
     CHECK(differ(&usual, &other, "with assumed sizes") == 0);
     usual.assumed = 6; /* all do */
-    CHECK(differ(&usual, &other,
-                 "all-gather 3: rank 10 and rank 12 " SMP_SIZES_UNLIKE) == 0);
+    CHECK(differ(&usual, &other, "all-gather 3: rank 10 and rank 12 " SIZES_UNLIKE) ==
+          0);
     other.count = 9; /* whatever else differs */
-    CHECK(differ(&usual, &other, SMP_SIZES_UNLIKE) == 0);
+    CHECK(differ(&usual, &other, SIZES_UNLIKE) == 0);
     other.sequence++; /* but that */
     CHECK(differ(&usual, &other, "rank 12 calls all-gather 4") == 0);
     return 0;
@@ -421,22 +427,23 @@ TEST(split_sizes_that_differ_are_named_with_both_members)
 {
     uint64_t counts[MEMBERS][2 * MEMBERS] = {
         {2, 4, 6, 2, 1, 8}, {1, 5, 7, 4, 5, 9}, {8, 9, 3, 6, 7, 3}};
-    smp_notice notice = {.sequence = 3,
-                         .operation = SMP_ALL_TO_ALL,
-                         .dtype = SMP_F32,
-                         .uneven = 2,
-                         .kind = smp_kind_of(SMP_DL_COMPLEX, 64, 1)};
-    smp_said   said[MEMBERS];
-    char       text[320];
-    size_t     most = 0;
+    smp_notice  notice = {.sequence = 3,
+                          .operation = SMP_ALL_TO_ALL,
+                          .dtype = SMP_F32,
+                          .uneven = 2,
+                          .kind = smp_kind_of(SMP_DL_COMPLEX, 64, 1)};
+    smp_said    said[MEMBERS];
+    smp_refusal refusal;
+    const char *text = refusal.text;
+    size_t      most = 0;
 
     for (int m = 0; m < MEMBERS; m++) {
         said[m] = (smp_said){.name = 10 + m, .notice = &notice, .counts = counts[m]};
     }
-    CHECK(smp_agreement(said, MEMBERS, &most, text, sizeof(text)) && most == 9);
+    CHECK(smp_agreement(said, MEMBERS, &most, &refusal) && most == 9);
     counts[2][MEMBERS + 1] = 10; /* of which member 1 sends 7 */
     counts[1][2] = 6;
-    CHECK(!smp_agreement(said, MEMBERS, &most, text, sizeof(text)));
+    CHECK(!smp_agreement(said, MEMBERS, &most, &refusal));
     CHECK(strcmp(text, "all-to-all 3 of complex64 with split sizes: rank 11 sends 3 "
                        "elements to rank 12, which expects 5") == 0);
     notice.operation = SMP_ALL_GATHER;
@@ -444,9 +451,9 @@ TEST(split_sizes_that_differ_are_named_with_both_members)
     for (int m = 0; m < MEMBERS; m++) {
         memcpy(counts[m], counts[0], sizeof(counts[0]));
     }
-    CHECK(smp_agreement(said, MEMBERS, &most, text, sizeof(text)));
+    CHECK(smp_agreement(said, MEMBERS, &most, &refusal));
     counts[2][1] = 12;
-    CHECK(!smp_agreement(said, MEMBERS, &most, text, sizeof(text)));
+    CHECK(!smp_agreement(said, MEMBERS, &most, &refusal));
     CHECK(strcmp(text,
                  "all-gather 3 of complex64 with split sizes: split size 1 is 2 on "
                  "rank 10 and 6 on rank 12") == 0);

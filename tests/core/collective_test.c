@@ -10,7 +10,7 @@
 #include "comm/collective/group.h"
 #include "comm/collective/intra_host/epoch_barrier.h"
 #include "comm/memory/control_block.h"
-#include "comm/neighbour.h"
+#include "comm/messaging/neighbour.h"
 #include "common/deadline.h"
 #include "groups.h"
 

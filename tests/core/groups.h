@@ -268,6 +268,7 @@ TEST_RANK(different_calls_are_an_error_on_all)
     smp_call       call;
     char           odd_rank[32];
     smp_group     *group;
+    uint32_t       keys[2];
 
     if (w->size == 1) {
         return 0;
@@ -321,7 +322,8 @@ TEST_RANK(different_calls_are_an_error_on_all)
     call.counts = odd ? NULL : splits;
     CHECK(refuse(w, group, &call, "with split sizes", "of 8 float32") == 0);
     call.assumed = odd ? 2 : 1; /* which counts before all that differs */
-    CHECK(refuse(w, group, &call, SMP_SIZES_UNLIKE, SMP_SIZES_UNLIKE) == 0);
+    CHECK_STATUS(smp_group_run(group, &call), SMP_ERR_SIZES);
+    CHECK(says(group, "assume other sizes"));
     call.assumed = odd ? 0 : 1;
     call.counts = odd ? splits : NULL; /* who knows the sizes calls something else */
     CHECK(refuse(w, group, &call, "with assumed sizes", "with split sizes") == 0);
@@ -329,14 +331,20 @@ TEST_RANK(different_calls_are_an_error_on_all)
     call.key = odd ? 0xabc : 0x12345678; /* what it is for before that */
     CHECK(refuse(w, group, &call, "assumed sizes with key 12345678",
                  "assumed sizes with key 00000abc") == 0);
+    smp_group_keys(group, keys);
+    CHECK(keys[0] == 0x12345678 && keys[1] == 0xabc);
     call = usual;
     call.key = odd ? 0 : 0xabc;
     CHECK(refuse(w, group, &call, "rank 0 calls all-reduce", "with key 00000abc") == 0);
     CHECK(strstr(smp_group_error(group), "with key 00000000") == NULL);
+    smp_group_keys(group, keys);
+    CHECK(keys[0] == 0xabc && keys[1] == 0);
     call.key = 0xabc; /* the same says nothing */
     call.count = odd ? 7 : 8;
     CHECK(refuse(w, group, &call, "of 8 float32", "of 7 float32") == 0);
     CHECK(strstr(smp_group_error(group), "key") == NULL);
+    smp_group_keys(group, keys);
+    CHECK(keys[0] == 0 && keys[1] == 0);
     call.count = 8;
     call.operation = SMP_BROADCAST; /* has a root in its place */
     call.root = 1;

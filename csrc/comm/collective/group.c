@@ -7,7 +7,7 @@
 
 #include "comm/collective/group_state.h"
 #include "comm/collective/group_words.h"
-#include "comm/neighbour.h"
+#include "comm/messaging/neighbour.h"
 #include "common/clock.h"
 
 /* On several hosts, who waits for a member of its own host waits so much longer than
@@ -57,15 +57,23 @@ check_waiting(smp_group *group)
     return SMP_OK;
 }
 
+/* Keeps what the members are told, who do not call the same. */
+static smp_status
+refuse(smp_group *group, const smp_refusal *refusal)
+{
+    smp_group_set_error(group, refusal->text);
+    memcpy(group->keys, refusal->keys, sizeof(group->keys));
+    group->active = false;
+    return refusal->status;
+}
+
 /* The others call something else: the operation is over, the group is not. */
 static smp_status
-disagree(smp_group *group, const char *how)
+disagree(smp_group *group, const smp_refusal *refusal)
 {
-    smp_group_set_error(group, how);
     smp_collective_finish(&group->op);
     smp_epoch_barrier_read(&group->barrier);
-    group->active = false;
-    return SMP_ERR_MISMATCH;
+    return refuse(group, refusal);
 }
 
 /* What can be done now, on several hosts; *waits: nothing. */
@@ -79,9 +87,7 @@ take_wide_step(smp_group *group, bool *waits)
         return smp_group_give_up_hierarchical(group, status, member);
     }
     if (group->hier.phase == SMP_HIERARCHICAL_REFUSED) {
-        smp_group_set_error(group, group->hier.refusal);
-        group->active = false;
-        return SMP_ERR_MISMATCH;
+        return refuse(group, &group->hier.refusal);
     }
     group->active = group->hier.phase != SMP_HIERARCHICAL_OVER;
     return SMP_OK;
@@ -104,14 +110,14 @@ post(smp_group *group)
 static smp_status
 take_step(smp_group *group)
 {
-    char       how[320];
-    bool       whole;
-    int        member = 0;
-    smp_status status;
+    smp_refusal refusal;
+    bool        whole;
+    int         member = 0;
+    smp_status  status;
 
     if (!group->agreed) {
-        if (!smp_collective_agreed(&group->op, how, sizeof(how))) {
-            return disagree(group, how);
+        if (!smp_collective_agreed(&group->op, &refusal)) {
+            return disagree(group, &refusal);
         }
         group->agreed = true;
     }
@@ -293,6 +299,12 @@ const char *
 smp_group_error(const smp_group *group)
 {
     return group->error;
+}
+
+void
+smp_group_keys(const smp_group *group, uint32_t keys[2])
+{
+    memcpy(keys, group->keys, sizeof(group->keys));
 }
 
 void

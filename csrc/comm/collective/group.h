@@ -2,8 +2,8 @@
  *
  * Every member of a group calls the same operations in the same order.  An operation
  * begins with all members showing each other what they call; one that calls something
- * else makes it SMP_ERR_MISMATCH on all, before any result is written, and the group
- * goes on.  Sums follow one binary tree over the members' order
+ * else makes it SMP_ERR_MISMATCH (or SMP_ERR_SIZES) on all, before any result is
+ * written, and the group goes on.  Sums follow one binary tree over the members' order
  * (comm/collective/kernels/reduce.h), so all members get the same bits, in every run,
  * by whatever way.
  *
@@ -18,10 +18,10 @@
  *            elements.
  * Ownership  A group borrows its comm: destroy it first.
  * Threads    A group: one at a time.  Different groups: at the same time.
- * Errors     After SMP_ERR_MISMATCH, SMP_ERR_INVALID the group is as before.  After any
- *            other it has ended: each later call returns the same.  smp_group_error()
- *            says it in words, with the names of the group, the operation and the
- *            ranks (smp_comm_name()), and of a later call also what ended the group.
+ * Errors     After SMP_ERR_MISMATCH, SMP_ERR_SIZES, SMP_ERR_INVALID the group is as
+ * before.  After any other it has ended: each later call returns the same.
+ * smp_group_error() says it in words, with the names of the group, the operation and
+ * the ranks (smp_comm_name()), and of a later call also what ended the group.
  */
 #ifndef SMP_COMM_COLLECTIVE_GROUP_H
 #define SMP_COMM_COLLECTIVE_GROUP_H
@@ -32,8 +32,8 @@
 
 #include "comm/collective/checks/call.h"
 #include "comm/collective/intra_host/reading.h"
-#include "comm/comm.h"
 #include "comm/device/exchange.h"
+#include "comm/messaging/comm.h"
 #include "common/status.h"
 
 typedef struct smp_group smp_group;
@@ -89,6 +89,10 @@ void smp_group_describe(const smp_group *group, const smp_call *next, uint64_t a
 
 /* The last error, for people: the group's, until its next call that fails. */
 const char *smp_group_error(const smp_group *group);
+
+/* After SMP_ERR_MISMATCH: the keys of the two calls that it names, where these differ;
+ * 0: it has none. */
+void smp_group_keys(const smp_group *group, uint32_t keys[2]);
 
 /* Before the first operation: what errors and other members call it from now on; the
  * first 63 bytes are kept. */

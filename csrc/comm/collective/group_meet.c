@@ -6,7 +6,7 @@
 #include "comm/collective/checks/rank_list.h"
 #include "comm/collective/group.h"
 #include "comm/collective/group_state.h"
-#include "comm/neighbour.h"
+#include "comm/messaging/neighbour.h"
 #include "common/clock.h"
 
 /* Bytes of tensors that are on the way between hosts at a time, if nobody says. */

@@ -33,6 +33,7 @@ struct smp_group {
     _Atomic uint64_t  device_operations;
     _Atomic uint64_t  device_bytes;
     char              error[SMP_GROUP_TEXT];
+    uint32_t keys[2]; /* of the two calls that it names last, as smp_refusal has them */
 };
 
 /* Whether this process is forked from the one that is the member. */

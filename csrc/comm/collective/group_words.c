@@ -8,7 +8,7 @@
 
 #include "comm/collective/checks/rank_list.h"
 #include "comm/collective/group_state.h"
-#include "comm/neighbour.h"
+#include "comm/messaging/neighbour.h"
 #include "common/clock.h"
 
 /* A member that ends unmaps its tensors before it is gone: for so long an address that
@@ -69,10 +69,10 @@ take_back_tensors(smp_group *group)
 {
     smp_collective *op = &group->op;
     uint64_t        last;
-    char            how[320];
+    smp_refusal     refusal;
 
     if (!group->agreed && !(smp_epoch_barrier_all_here(&group->barrier) &&
-                            smp_collective_agreed(op, how, sizeof(how)))) {
+                            smp_collective_agreed(op, &refusal))) {
         return;
     }
     last = op->first + op->steps - 1;

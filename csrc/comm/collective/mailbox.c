@@ -6,7 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "comm/neighbour.h"
+#include "comm/messaging/neighbour.h"
 #include "common/clock.h"
 #include "common/fork.h"
 #include "common/lock.h"

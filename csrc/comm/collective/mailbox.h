@@ -19,7 +19,7 @@
 
 #include "comm/collective/kernels/dtype.h"
 #include "comm/collective/kernels/kind.h"
-#include "comm/comm.h"
+#include "comm/messaging/comm.h"
 #include "common/status.h"
 
 #define SMP_ANY_SOURCE (-1)

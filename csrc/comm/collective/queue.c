@@ -151,6 +151,9 @@ carry_out(smp_work_item *item, int64_t until_ns)
         }
         if (item->status != SMP_OK) {
             item->error = strdup(smp_group_error(group));
+            if (item->status == SMP_ERR_MISMATCH) {
+                smp_group_keys(group, item->keys);
+            }
             return true;
         }
         if (!over) {

@@ -34,6 +34,7 @@ typedef struct smp_work_item {
     size_t          ncalls;
     smp_status      status;   /* once it is over */
     char           *error;    /* owned: what smp_group_error() said, or NULL */
+    uint32_t        keys[2];  /* SMP_ERR_MISMATCH: as smp_group_keys() */
     uint64_t        sequence; /* of its last call in the group, once that has begun */
 
     _Atomic bool          over; /* the queue's own, like all below */

@@ -49,8 +49,8 @@
 typedef struct smp_comm        smp_comm;
 typedef struct smp_device_port smp_device_port;
 
-/* Whom a port asks for another rank's memory (comm/neighbour.h), whether it is gone, in
- * order (left) or not, and what messages call it. */
+/* Whom a port asks for another rank's memory (comm/messaging/neighbour.h), whether it
+ * is gone, in order (left) or not, and what messages call it. */
 typedef struct {
     const smp_comm *comm; /* borrowed, until the port is destroyed */
     bool (*neighbour)(const smp_comm *comm, int rank, smp_neighbour *out);

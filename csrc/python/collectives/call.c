@@ -186,7 +186,7 @@ read_counts(const smp_callee *group, smp_operation operation, PyObject *list,
     return 0;
 }
 
-/* The arguments of Group.order() and .run(); see there. */
+/* The arguments of Group.work_item() and .run(); see there. */
 enum { OPERATION, INS, OUTS, REDUCTION, ROOT, FACTOR, COUNTS, OUT_COUNTS, TIMEOUT };
 enum { SPARSE = TIMEOUT + 1, ASSUMED, IN_ROWS, OUT_ROWS, KEY, MOST, FEWEST = SPARSE };
 

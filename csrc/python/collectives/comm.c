@@ -34,7 +34,6 @@ comm_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     smp_comm_config  config = {.spin_us = -1};
     smp_comm_object *self;
-    PyObject        *torch_c;
     PyObject        *list;
     Py_ssize_t       pool;
     const char      *job;
@@ -58,13 +57,6 @@ comm_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     }
     config.size = self->size;
     config.names = self->names;
-    torch_c = PyImport_ImportModule("torch._C");
-    self->error =
-        torch_c == NULL ? NULL : PyObject_GetAttrString(torch_c, "_DistBackendError");
-    Py_XDECREF(torch_c);
-    if (self->error == NULL) {
-        goto err;
-    }
     status = smp_comm_create(&config, &self->comm);
     if (status == SMP_OK) {
         status = smp_carrier_create(&self->carrier);
@@ -77,7 +69,7 @@ comm_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 
         (void)(status == SMP_ERR_NO_MEMORY
                    ? smp_python_no_room(doing, smp_comm_pool_bytes(&config))
-                   : smp_comm_raise(self, status, doing, NULL));
+                   : smp_comm_raise(status, doing, NULL));
         goto err;
     }
     return (PyObject *)self;
@@ -124,7 +116,6 @@ comm_dealloc(PyObject *object)
     PyTypeObject    *type = Py_TYPE(object);
 
     close_comm(self);
-    Py_XDECREF(self->error);
     free(self->names);
     type->tp_free(object);
     Py_DECREF(type);
@@ -210,7 +201,7 @@ comm_connect(PyObject *object, PyObject *args)
             smp_comm_counters(self->comm, &stats);
             return smp_python_no_room(who, (size_t)stats.pool_size);
         }
-        return smp_comm_raise(self, status, who, NULL);
+        return smp_comm_raise(status, who, NULL);
     }
     Py_RETURN_NONE;
 }
@@ -283,7 +274,7 @@ comm_allocate(PyObject *object, PyObject *arg)
     status =
         smp_comm_block(self->comm, self->rank == 0 ? self->size - 1 : 0, bytes, &block);
     if (status != SMP_OK) {
-        return smp_comm_raise(self, status, "allocating a tensor", NULL);
+        return smp_comm_raise(status, "allocating a tensor", NULL);
     }
     return smp_tensor_wrap_span(&meta, smp_block_data(block), release_block, block);
 }

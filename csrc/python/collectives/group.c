@@ -7,6 +7,7 @@
 #include "comm/collective/checks/agreement.h"
 #include "python/collectives/work_item.h"
 #include "python/process/signals.h"
+#include "python/values/error.h"
 
 /* Meets the other members; the GIL is held. */
 static smp_status
@@ -56,16 +57,15 @@ raise_failure(const smp_group_object *self, smp_status status, const char *why)
 
     PyOS_snprintf(what, sizeof(what), "group '%s'", self->name);
     if (why[0] == '\0' || status == SMP_ERR_NO_MEMORY || status == SMP_ERR_INVALID) {
-        (void)smp_comm_raise(self->comm, status, what, NULL);
+        (void)smp_comm_raise(status, what, NULL);
     } else {
-        PyErr_Format(self->comm->error, "smp: %s%s [%s]", why,
-                     status == SMP_ERR_TIMED_OUT
-                         ? "; a longer timeout can be given to the group"
-                     : status == SMP_ERR_LIMIT
-                         ? ": give those back that are not used any more, by "
-                           "torch.distributed.destroy_process_group(group)"
-                         : "",
-                     smp_status_name(status));
+        (void)smp_error_raise(smp_error_of_group, status, NULL, "smp: %s%s", why,
+                              status == SMP_ERR_TIMED_OUT
+                                  ? "; a longer timeout can be given to the group"
+                              : status == SMP_ERR_LIMIT
+                                  ? ": give those back that are not used any more, by "
+                                    "torch.distributed.destroy_process_group(group)"
+                                  : "");
     }
 }
 
@@ -459,7 +459,6 @@ smp_group_add(PyObject *module)
              smp_work_item_add(module) < 0 ||
              add_numbers(module, "operations", operation_name, SMP_OPERATIONS) < 0 ||
              add_numbers(module, "reductions", reduction_name, SMP_REDUCTIONS) < 0 ||
-             PyModule_AddStringConstant(module, "SIZES_UNLIKE", SMP_SIZES_UNLIKE) < 0 ||
              PyModule_AddStringConstant(module, "WITH_KEY", SMP_WITH_KEY) < 0;
     return failed ? -1 : 0;
 }

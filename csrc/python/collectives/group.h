@@ -1,7 +1,7 @@
 /* smp._core.Group: ranks that do collectives of torch's tensors together.
  *
- * A Group makes Orders (python/collectives/order.h), which keep their tensors until
- * they are over.
+ * A Group makes work items (python/collectives/work_item.h), which keep their tensors
+ * until they are over.
  *
  * Threads  Made, used and given up under the GIL, which is released to wait.
  */

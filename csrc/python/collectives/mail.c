@@ -95,7 +95,7 @@ py_send(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
                   smp_comm_object_name(comm, l.rank));
     describe_end(comm, l.rank, status, why, sizeof(why));
     return smp_comm_raise(
-        comm, status, what,
+        status, what,
         status == SMP_ERR_CLOSED || status == SMP_ERR_PEER_LOST ? why : NULL);
 }
 
@@ -261,7 +261,7 @@ receipt_check(PyObject *object, PyObject *unused)
     }
     name_receipt(self, what, sizeof(what));
     if (receive->from == SMP_ANY_SOURCE) {
-        return smp_comm_raise(comm, receive->status, what,
+        return smp_comm_raise(receive->status, what,
                               receive->status == SMP_ERR_CLOSED ? "all ranks have left"
                                                                 : NULL);
     }
@@ -277,7 +277,7 @@ receipt_check(PyObject *object, PyObject *unused)
     } else {
         describe_end(comm, receive->from, receive->status, why, sizeof(why));
     }
-    return smp_comm_raise(comm, receive->status, what, why);
+    return smp_comm_raise(receive->status, what, why);
 }
 
 /* source() -> the rank that sent it; it is over */

@@ -16,7 +16,7 @@
 #include "comm/collective/group.h"
 #include "comm/collective/mailbox.h"
 #include "comm/collective/queue.h"
-#include "comm/comm.h"
+#include "comm/messaging/comm.h"
 #include "common/clock.h"
 #include "python/collectives/gathers.h"
 
@@ -28,7 +28,6 @@ typedef struct {
     Py_ssize_t   groups;     /* that are open */
     Py_ssize_t   users;      /* threads that are inside, without the GIL */
     uint32_t     generation; /* smp_fork_generation(): a child has no such threads */
-    PyObject    *error;      /* owned: torch.distributed.DistBackendError */
     int          rank;
     int          size;
     int         *names; /* owned: [size], as smp_comm_name() */
@@ -43,9 +42,9 @@ typedef struct {
     int              size;
     int              member;
     smp_device_offer offer;   /* of the meeting */
-    PyObject        *meeting; /* owned: its order, until it is over, or NULL */
+    PyObject        *meeting; /* owned: its work item, until it is over, or NULL */
     bool             left;    /* nobody waits for it */
-    smp_held        *held;    /* owned: tensors of orders that are gone */
+    smp_held        *held;    /* owned: tensors of work items that are gone */
     bool             closing; /* devices may still use theirs */
     bool             stuck;   /* ... for ever */
     char             name[64];
@@ -61,8 +60,7 @@ int smp_comm_object_name(const smp_comm_object *comm, int rank);
 
 /* Raises what the status stands for: "smp: `what`: `why`, or else the status's own text
  * [name]".  NULL. */
-PyObject *smp_comm_raise(const smp_comm_object *comm, smp_status status,
-                         const char *what, const char *why);
+PyObject *smp_comm_raise(smp_status status, const char *what, const char *why);
 
 /* So many seconds from now; SMP_NEVER for 0 and for what nobody waits for; -1 with an
  * exception. */

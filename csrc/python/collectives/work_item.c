@@ -6,6 +6,7 @@
 #include "common/clock.h"
 #include "python/process/signals.h"
 #include "python/values/device.h"
+#include "python/values/error.h"
 
 static PyTypeObject *item_type;
 
@@ -22,7 +23,7 @@ exchange_of(const smp_group_object *group)
 static int
 raise_driver(const smp_group_object *group, const char *why)
 {
-    PyErr_Format(group->comm->error, "smp: group '%s': all-gather on a device: %s",
+    PyErr_Format(smp_error_of_group, "smp: group '%s': all-gather on a device: %s",
                  group->name, why);
     return -1;
 }
@@ -233,19 +234,22 @@ smp_work_item_raise(const smp_work_item_object *self)
     if (item->status == SMP_OK) {
         return 0;
     }
-    if (item->error == NULL) {
+    if (item->status == SMP_ERR_INVALID && item->error != NULL) {
+        PyErr_Format(PyExc_ValueError, "smp: %s [%s]", item->error,
+                     smp_status_name(item->status));
+    } else if (item->error == NULL) {
         char what[96];
 
         PyOS_snprintf(what, sizeof(what), "group '%s'", self->group->name);
-        (void)smp_comm_raise(self->group->comm, item->status, what, NULL);
+        (void)smp_comm_raise(item->status, what, NULL);
     } else {
-        PyErr_Format(item->status == SMP_ERR_INVALID ? PyExc_ValueError
-                                                     : self->group->comm->error,
-                     "smp: %s%s [%s]", item->error,
-                     item->status == SMP_ERR_TIMED_OUT
-                         ? "; a longer timeout can be given to the group"
-                         : "",
-                     smp_status_name(item->status));
+        const smp_error_keys keys = {{item->keys[0], item->keys[1]}};
+
+        (void)smp_error_raise(smp_error_of_group, item->status, &keys, "smp: %s%s",
+                              item->error,
+                              item->status == SMP_ERR_TIMED_OUT
+                                  ? "; a longer timeout can be given to the group"
+                                  : "");
     }
     return -1;
 }

@@ -5,7 +5,7 @@
  */
 #include "python/modules/call.h"
 
-#include "comm/comm.h"
+#include "comm/messaging/comm.h"
 #include "python/modules/hooks.h"
 #include "python/modules/nodes.h"
 #include "python/modules/reach.h"

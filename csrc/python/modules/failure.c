@@ -1,7 +1,7 @@
 /* Exceptions into words for other ranks. */
 #include "python/modules/failure.h"
 
-#include "comm/neighbour.h"
+#include "comm/messaging/neighbour.h"
 #include "python/modules/session.h"
 #include "python/modules/tell.h"
 

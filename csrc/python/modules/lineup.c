@@ -3,7 +3,7 @@
 
 #include <stdatomic.h>
 
-#include "comm/comm.h"
+#include "comm/messaging/comm.h"
 #include "python/modules/session.h"
 #include "python/modules/streams.h"
 #include "python/modules/task.h"

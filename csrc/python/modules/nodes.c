@@ -1,7 +1,7 @@
 /* Forwards and backwards of Send and Recv. */
 #include "python/modules/nodes.h"
 
-#include "comm/comm.h"
+#include "comm/messaging/comm.h"
 #include "python/modules/gradients.h"
 #include "python/modules/session.h"
 #include "python/modules/task.h"

@@ -5,7 +5,7 @@
 #ifndef SMP_PYTHON_MODULES_SERVE_H
 #define SMP_PYTHON_MODULES_SERVE_H
 
-#include "comm/comm.h"
+#include "comm/messaging/comm.h"
 #include "python/modules/task.h"
 
 int smp_serve_add(PyObject *module);

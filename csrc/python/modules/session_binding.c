@@ -5,7 +5,7 @@
 #include <string.h>
 
 #include "comm/device/port.h"
-#include "comm/neighbour.h"
+#include "comm/messaging/neighbour.h"
 #include "common/clock.h"
 #include "common/mix.h"
 #include "python/modules/server_ops.h"
@@ -13,6 +13,7 @@
 #include "python/modules/watch.h"
 #include "python/process/comm_binding.h"
 #include "python/process/signals.h"
+#include "python/values/error.h"
 #include "python/values/rank_names.h"
 #include "python/values/registry.h"
 
@@ -152,11 +153,9 @@ py_connect(PyObject *module, PyObject *args)
         return NULL;
     }
     if (status == SMP_ERR_UNREACHABLE) {
-        PyErr_Format(PyExc_ConnectionError,
-                     "smp: no transport reaches %s from %s "
-                     "(comm_transports) [SMP_ERR_UNREACHABLE]",
-                     smp_rank_name(failed), smp_session_own_name());
-        return NULL;
+        return smp_error_raise(smp_error_of_peer, status, NULL,
+                               "smp: no transport reaches %s from %s (comm_transports)",
+                               smp_rank_name(failed), smp_session_own_name());
     }
     if (status == SMP_ERR_NO_MEMORY) {
         smp_comm_stats stats;
@@ -165,10 +164,9 @@ py_connect(PyObject *module, PyObject *args)
         return smp_python_no_room("connecting the ranks", (size_t)stats.pool_size);
     }
     if (status != SMP_OK && failed >= 0) {
-        PyErr_Format(PyExc_ConnectionError, "smp: connecting %s to %s: %s [%s]",
-                     smp_session_own_name(), smp_rank_name(failed),
-                     smp_status_text(status), smp_status_name(status));
-        return NULL;
+        return smp_error_raise(smp_error_of_peer, status, NULL,
+                               "smp: connecting %s to %s: %s", smp_session_own_name(),
+                               smp_rank_name(failed), smp_status_text(status));
     }
     if (status != SMP_OK) {
         return smp_session_raise(status, "connecting the ranks");

@@ -4,7 +4,7 @@
 #include <stdlib.h>
 
 #include "comm/device/port.h"
-#include "comm/neighbour.h"
+#include "comm/messaging/neighbour.h"
 #include "python/modules/gradients.h"
 #include "python/modules/serve.h"
 #include "python/modules/server_ops.h"

@@ -1,7 +1,7 @@
 /* Notes to other ranks. */
 #include "python/modules/tell.h"
 
-#include "comm/neighbour.h"
+#include "comm/messaging/neighbour.h"
 #include "python/modules/session.h"
 #include "python/values/pack_value.h"
 

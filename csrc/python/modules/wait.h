@@ -5,7 +5,7 @@
 #ifndef SMP_PYTHON_MODULES_WAIT_H
 #define SMP_PYTHON_MODULES_WAIT_H
 
-#include "comm/comm.h"
+#include "comm/messaging/comm.h"
 #include "python/values/torch_api.h"
 #include "server/server.h"
 

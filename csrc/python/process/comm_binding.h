@@ -4,7 +4,7 @@
 
 #include <Python.h>
 
-#include "comm/comm.h"
+#include "comm/messaging/comm.h"
 
 /* [(transport or None, messages sent, bytes sent), ...] by rank; NULL: nobody.  New
  * reference, or NULL with an exception. */

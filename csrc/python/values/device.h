@@ -6,7 +6,7 @@
 #ifndef SMP_PYTHON_VALUES_DEVICE_H
 #define SMP_PYTHON_VALUES_DEVICE_H
 
-#include "comm/comm.h"
+#include "comm/messaging/comm.h"
 #include "python/values/tensor.h"
 
 /* Whether the driver has this device: CUDA's, or one that the tests have put beside the

@@ -9,7 +9,7 @@
 #ifndef SMP_PYTHON_VALUES_PACK_H
 #define SMP_PYTHON_VALUES_PACK_H
 
-#include "comm/comm.h"
+#include "comm/messaging/comm.h"
 #include "python/values/buffer.h"
 #include "python/values/ptrmap.h"
 #include "python/values/unpack.h"

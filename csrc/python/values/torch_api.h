@@ -28,6 +28,7 @@ typedef struct {
     PyObject          *run_backward; /* the engine's */
     PyObject          *generator;    /* the default CPU generator */
     PyObject          *set_multithreading;
+    PyObject          *backend_error; /* torch.distributed.DistBackendError */
 } smp_torch_api;
 
 extern smp_torch_api smp_torch;

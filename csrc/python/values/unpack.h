@@ -13,7 +13,7 @@
 #ifndef SMP_PYTHON_VALUES_UNPACK_H
 #define SMP_PYTHON_VALUES_UNPACK_H
 
-#include "comm/comm.h"
+#include "comm/messaging/comm.h"
 #include "python/values/tensor.h"
 
 /* What was sent with a request, by number: what its answer may refer to. */

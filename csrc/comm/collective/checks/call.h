@@ -52,7 +52,7 @@ typedef struct {
                          sparse tensors, from 1; 0: of none.  Errors name that. */
     uint64_t assumed; /* SMP_ALL_GATHER: a hash of what this member takes all members'
                          sizes to be; 0: it knows them.  If they are not the same the
-                         members disagree (SMP_SIZES_UNLIKE), whatever but the key
+                         members disagree (SMP_ERR_SIZES), whatever but the key
                          differs. */
     uint32_t key;     /* without a root: what this operation is to the caller, or 0; the
                          same on all.  Where it differs, errors tell it (SMP_WITH_KEY). */

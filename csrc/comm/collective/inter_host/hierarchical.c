@@ -9,7 +9,7 @@
 
 #include "comm/collective/inter_host/signature.h"
 #include "comm/collective/inter_host/stage.h"
-#include "comm/neighbour.h"
+#include "comm/messaging/neighbour.h"
 #include "common/clock.h"
 
 /* A waiter gives way to others for so long, then it sleeps, and looks around this
@@ -226,7 +226,7 @@ smp_hierarchical_go_on(smp_hierarchical *hier, bool *waits, int *member)
         if (*waits) {
             return SMP_OK;
         }
-        if (smp_signature_agreed(hier, hier->refusal, sizeof(hier->refusal))) {
+        if (smp_signature_agreed(hier, &hier->refusal)) {
             return set_out(hier);
         }
         smp_epoch_barrier_read(hier->barrier);

@@ -47,7 +47,7 @@ typedef struct {
     smp_notice             notice;
     uint64_t               sequence;
     smp_hierarchical_phase phase;
-    char                   refusal[320];
+    smp_refusal            refusal;
     size_t                 ticks;
     size_t                 tick;
     size_t                 stage;     /* of the route */

@@ -8,8 +8,8 @@
 
 /* The outcome in the node leader's slot. */
 typedef struct {
-    uint64_t agreed;
-    char     refusal[320];
+    uint64_t    agreed;
+    smp_refusal refusal;
 } outcome;
 
 static const uint64_t *
@@ -175,20 +175,19 @@ smp_signature_compare(smp_hierarchical *hier)
     outcome *v = (outcome *)(void *)smp_hierarchical_next_slot(hier)->data;
     size_t   most;
 
-    v->agreed =
-        smp_agreement(hier->said, hier->size, &most, v->refusal, sizeof(v->refusal));
+    v->agreed = smp_agreement(hier->said, hier->size, &most, &v->refusal);
     smp_signature_forget(hier);
 }
 
 bool
-smp_signature_agreed(const smp_hierarchical *hier, char *refusal, size_t bytes)
+smp_signature_agreed(const smp_hierarchical *hier, smp_refusal *refusal)
 {
     const smp_slot *slot =
         smp_epoch_barrier_slot(hier->barrier, 0, hier->barrier->step);
     const outcome *v = (const outcome *)(const void *)slot->data;
 
     if (v->agreed == 0) {
-        snprintf(refusal, bytes, "%s", v->refusal);
+        *refusal = v->refusal;
     }
     return v->agreed != 0;
 }

@@ -31,7 +31,7 @@ void smp_signature_compare(smp_hierarchical *hier);
 
 /* Whether the node leader's outcome, in the step that all have posted, is that all
  * agree; else says who calls what. */
-bool smp_signature_agreed(const smp_hierarchical *hier, char *refusal, size_t bytes);
+bool smp_signature_agreed(const smp_hierarchical *hier, smp_refusal *refusal);
 
 /* Drops the signatures that other node leaders have sent. */
 void smp_signature_forget(smp_hierarchical *hier);

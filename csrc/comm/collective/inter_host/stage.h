@@ -8,7 +8,7 @@
 
 #include "comm/collective/inter_host/hierarchical_state.h"
 #include "comm/collective/inter_host/route.h"
-#include "comm/comm.h"
+#include "comm/messaging/comm.h"
 #include "common/status.h"
 
 /* Goes on with it; *done: it is over.  *waits, *member and errors as

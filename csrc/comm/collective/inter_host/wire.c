@@ -8,7 +8,7 @@
 
 #include "comm/collective/checks/agreement.h"
 #include "comm/collective/checks/identity.h"
-#include "comm/neighbour.h"
+#include "comm/messaging/neighbour.h"
 #include "common/clock.h"
 
 static smp_parcel

@@ -18,8 +18,8 @@
 
 #include "comm/collective/checks/call.h"
 #include "comm/collective/checks/rank_list.h"
-#include "comm/comm.h"
-#include "comm/post.h"
+#include "comm/messaging/comm.h"
+#include "comm/messaging/post.h"
 #include "common/deadline.h"
 #include "common/status.h"
 

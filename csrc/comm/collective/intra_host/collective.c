@@ -564,7 +564,7 @@ smp_collective_see(smp_collective *op)
 }
 
 bool
-smp_collective_agreed(smp_collective *op, char *text, size_t bytes)
+smp_collective_agreed(smp_collective *op, smp_refusal *refusal)
 {
     size_t most = 0;
 
@@ -574,7 +574,7 @@ smp_collective_agreed(smp_collective *op, char *text, size_t bytes)
             .notice = notice_of(op, m),
             .counts = smp_plan_counts(op, m)};
     }
-    if (!smp_agreement(op->said, op->barrier->size, &most, text, bytes)) {
+    if (!smp_agreement(op->said, op->barrier->size, &most, refusal)) {
         return false;
     }
     smp_collective_see(op);

@@ -54,7 +54,7 @@ void smp_collective_see(smp_collective *op);
 
 /* Whether all members call the same, once they have posted the first step; else says
  * who calls what. */
-bool smp_collective_agreed(smp_collective *op, char *text, size_t bytes);
+bool smp_collective_agreed(smp_collective *op, smp_refusal *refusal);
 
 /* Reads what the members posted; *whole: the step is done.  SMP_ERR_SYSTEM: *member's
  * memory cannot be read; if that is this one, its device failed (op->why).

@@ -7,7 +7,7 @@
 #include <string.h>
 
 #include "comm/device/port.h"
-#include "comm/neighbour.h"
+#include "comm/messaging/neighbour.h"
 #include "common/log.h"
 
 /* In a slot of the meeting; the card in that of the first step alone. */

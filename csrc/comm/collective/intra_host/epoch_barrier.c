@@ -12,7 +12,7 @@
 
 #include "comm/collective/checks/identity.h"
 #include "comm/collective/intra_host/reading.h"
-#include "comm/neighbour.h"
+#include "comm/messaging/neighbour.h"
 #include "common/clock.h"
 #include "common/fork.h"
 #include "common/jitter.h"

@@ -21,10 +21,10 @@
 
 #include "comm/collective/checks/rank_list.h"
 #include "comm/collective/intra_host/reading.h"
-#include "comm/comm.h"
 #include "comm/memory/control_block.h"
 #include "comm/memory/segment.h"
 #include "comm/memory/user.h"
+#include "comm/messaging/comm.h"
 #include "common/deadline.h"
 #include "common/status.h"
 

@@ -9,8 +9,8 @@
  *            open until close.
  * Threads    put: any.  The rest: the channel's owner.
  */
-#ifndef SMP_COMM_POST_H
-#define SMP_COMM_POST_H
+#ifndef SMP_COMM_MESSAGING_POST_H
+#define SMP_COMM_MESSAGING_POST_H
 
 #include <stdatomic.h>
 #include <stdbool.h>

@@ -5,7 +5,7 @@
 #include <sys/resource.h>
 #include <unistd.h>
 
-#include "comm/comm.h"
+#include "comm/messaging/comm.h"
 
 /* The pool's limit is this part of the machine's memory, if nobody says otherwise;
  * and this where that is not known. */

@@ -6,11 +6,11 @@
 #include <sched.h>
 #include <stdatomic.h>
 
-#include "comm/comm.h"
-#include "comm/comm_state.h"
 #include "comm/memory/block.h"
 #include "comm/memory/doorbell.h"
 #include "comm/memory/message.h"
+#include "comm/messaging/comm.h"
+#include "comm/messaging/comm_state.h"
 #include "common/clock.h"
 #include "common/jitter.h"
 #include "common/spin.h"

@@ -3,8 +3,8 @@
  * Threads  kick: any, also other processes through kick_fd.  watch, unwatch: before
  *          the thread starts, or on it.  wait: the progress thread.
  */
-#ifndef SMP_COMM_LOOP_H
-#define SMP_COMM_LOOP_H
+#ifndef SMP_COMM_MESSAGING_LOOP_H
+#define SMP_COMM_MESSAGING_LOOP_H
 
 #include <stdint.h>
 

@@ -3,8 +3,8 @@
  * Ownership  put takes a message, get gives it.
  * Threads    put: any.  get: the receiving thread.
  */
-#ifndef SMP_COMM_INBOX_H
-#define SMP_COMM_INBOX_H
+#ifndef SMP_COMM_MESSAGING_INBOX_H
+#define SMP_COMM_MESSAGING_INBOX_H
 
 #include <stdatomic.h>
 #include <stddef.h>

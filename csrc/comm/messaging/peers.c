@@ -1,5 +1,5 @@
 /* Their states, and the first fault as one value. */
-#include "comm/peers.h"
+#include "comm/messaging/peers.h"
 
 #include <stdlib.h>
 

@@ -1,7 +1,7 @@
 /* What a comm knows of the other ranks, for what is faster than messages through
  * smp_comm_receive(). */
-#ifndef SMP_COMM_NEIGHBOUR_H
-#define SMP_COMM_NEIGHBOUR_H
+#ifndef SMP_COMM_MESSAGING_NEIGHBOUR_H
+#define SMP_COMM_MESSAGING_NEIGHBOUR_H
 
 #include <stdbool.h>
 #include <stddef.h>
@@ -9,7 +9,7 @@
 
 #include "comm/memory/segment.h"
 #include "comm/memory/user.h"
-#include "comm/post.h"
+#include "comm/messaging/post.h"
 
 typedef struct smp_comm        smp_comm;
 typedef struct smp_device_port smp_device_port;

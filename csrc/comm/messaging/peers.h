@@ -2,8 +2,8 @@
  *
  * Threads  any; init, fini and open: one, while no other is there.
  */
-#ifndef SMP_COMM_PEERS_H
-#define SMP_COMM_PEERS_H
+#ifndef SMP_COMM_MESSAGING_PEERS_H
+#define SMP_COMM_MESSAGING_PEERS_H
 
 #include <stdatomic.h>
 #include <stdbool.h>

@@ -1,5 +1,5 @@
 /* Which transports, whom each reaches, and what the progress thread asks of all. */
-#include "comm/endpoints.h"
+#include "comm/messaging/endpoints.h"
 
 #include <assert.h>
 #include <stdlib.h>

@@ -15,8 +15,8 @@
  * Order      Messages of one sender to one receiver arrive in the order of the
  *            calls to smp_comm_send().
  */
-#ifndef SMP_COMM_COMM_H
-#define SMP_COMM_COMM_H
+#ifndef SMP_COMM_MESSAGING_COMM_H
+#define SMP_COMM_MESSAGING_COMM_H
 
 #include <stdbool.h>
 #include <stddef.h>

@@ -1,11 +1,11 @@
 /* A comm: what it does for its transports, its progress thread, its beginning and end.
  *
- * The receiving thread (comm/messages.c) looks at the rings itself and sleeps on the
- * segment's doorbell.  The progress thread does everything else; it rings the same
- * doorbell.
+ * The receiving thread (comm/messaging/messages.c) looks at the rings itself and sleeps
+ * on the segment's doorbell.  The progress thread does everything else; it rings the
+ * same doorbell.
  */
 #define _GNU_SOURCE
-#include "comm/comm.h"
+#include "comm/messaging/comm.h"
 
 #include <pthread.h>
 #include <stdatomic.h>
@@ -13,10 +13,10 @@
 #include <string.h>
 #include <unistd.h>
 
-#include "comm/comm_state.h"
 #include "comm/memory/block.h"
 #include "comm/memory/doorbell.h"
-#include "comm/neighbour.h"
+#include "comm/messaging/comm_state.h"
+#include "comm/messaging/neighbour.h"
 #include "common/clock.h"
 #include "common/jitter.h"
 #include "common/log.h"

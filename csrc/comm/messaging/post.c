@@ -1,5 +1,5 @@
 /* Channels, and unexpected messages: those that came before theirs was open. */
-#include "comm/post.h"
+#include "comm/messaging/post.h"
 
 #include <string.h>
 

@@ -1,6 +1,6 @@
 /* What a comm is made of: for comm.c and messages.c alone. */
-#ifndef SMP_COMM_COMM_STATE_H
-#define SMP_COMM_COMM_STATE_H
+#ifndef SMP_COMM_MESSAGING_COMM_STATE_H
+#define SMP_COMM_MESSAGING_COMM_STATE_H
 
 #include <pthread.h>
 #include <stdatomic.h>
@@ -8,13 +8,13 @@
 #include <stdint.h>
 
 #include "comm/device/port.h"
-#include "comm/endpoints.h"
-#include "comm/inbox.h"
-#include "comm/loop.h"
 #include "comm/memory/arena.h"
 #include "comm/memory/segment.h"
-#include "comm/peers.h"
-#include "comm/post.h"
+#include "comm/messaging/endpoints.h"
+#include "comm/messaging/inbox.h"
+#include "comm/messaging/loop.h"
+#include "comm/messaging/peers.h"
+#include "comm/messaging/post.h"
 #include "comm/transport/card.h"
 #include "comm/transport/transport.h"
 #include "common/fork.h"

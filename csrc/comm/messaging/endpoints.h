@@ -3,13 +3,13 @@
  * Threads  create, connect, destroy: one, while no other is there.  The rest: the
  *          progress thread.
  */
-#ifndef SMP_COMM_ENDPOINTS_H
-#define SMP_COMM_ENDPOINTS_H
+#ifndef SMP_COMM_MESSAGING_ENDPOINTS_H
+#define SMP_COMM_MESSAGING_ENDPOINTS_H
 
 #include <stdbool.h>
 #include <stdint.h>
 
-#include "comm/peers.h"
+#include "comm/messaging/peers.h"
 #include "comm/transport/card.h"
 #include "comm/transport/transport.h"
 #include "common/deadline.h"
