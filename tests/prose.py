@@ -1,16 +1,21 @@
 """How a page is written: its sentences, and those that are beside the rules of CONTRIBUTING.md.
 
-``python -m tests.prose PAGE ...`` prints them.
+``python -m tests.prose PAGE ...`` prints them; a file of Python is read as its docstrings and
+comments.
 """
 
+import ast
+import io
 import re
 import sys
+import tokenize
 from pathlib import Path
 from typing import NamedTuple
 
 RELATIVE = re.compile(r"\b(?:that|which|what|who|whose)\b", re.I)
 RATE = 1.8  # of these, in 100 words
 LENGTH = 25  # words of a sentence, without what is in parentheses
+TO_TOOLS = re.compile(r"#\s*(?:type|fmt|noqa|ruff|mypy)\b")
 NO_SUBJECT = re.compile(r"[(*\"]*(?:What|Who|That|Of|Which)\b")
 
 
@@ -59,9 +64,31 @@ def prose(page: str) -> Prose:
     return Prose(words, relative, without_subject, long)
 
 
+def remarks(code: str) -> str:
+    """The docstrings and comments of a Python file as a page, without examples of code."""
+    found = [
+        re.sub(r"::\n(?:\n| .*(?:\n|$))+", ":\n\n", ast.get_docstring(node) or "")
+        for node in ast.walk(ast.parse(code))
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
+    above = None  # the place of a comment's line, if the line has no code
+    for token in tokenize.generate_tokens(io.StringIO(code).readline):
+        if token.type != tokenize.COMMENT or TO_TOOLS.match(token.string):
+            continue
+        row, column = token.start
+        text = token.string.lstrip("#:- ")
+        if above == (row - 1, column):
+            found[-1] += f"\n{text}"
+        else:
+            found.append(text)
+        above = token.start if token.line[:column].isspace() or column == 0 else None
+    return "\n\n".join(found).replace("``", "`")
+
+
 def main() -> None:
     for name in sys.argv[1:]:
-        found = prose(Path(name).read_text())
+        page = Path(name).read_text()
+        found = prose(remarks(page) if name.endswith(".py") else page)
         print(f"{name}: {found.words} words, {found.rate:.2f} in 100 are {RELATIVE.pattern}")
         for kind, sentences in (("begins", found.without_subject), ("long", found.long)):
             for sentence in sentences:

@@ -14,7 +14,7 @@ from torch import nn
 
 import smp
 from smp.job import config
-from tests.prose import RATE, prose
+from tests.prose import RATE, prose, remarks
 from tests.ranks import mpirun, on_ranks, rank_environment
 from tests.reference.whole_job import WholeJob, split_over_all_ranks
 
@@ -486,6 +486,31 @@ def test_a_sentence_beside_the_rules_is_found(page, fault):
     block = f"```text\n{page}\n```"
     assert prose(block).words == 0
     assert prose("A rank `that` waits for a rank that waits.").relative == 1
+
+
+@pytest.mark.parametrize(
+    "folder", sorted({str(p.parent.relative_to(ROOT)) for p in ROOT.glob("smp/**/*.py")})
+)
+def test_docstrings_and_comments_are_in_the_projects_voice(folder):
+    """``python -m tests.prose FILE.py`` shows the sentences."""
+    files = sorted((ROOT / folder).glob("*.py"))
+    found = prose("\n\n".join(remarks(file.read_text()) for file in files))
+    assert found.rate <= RATE and not found.without_subject and not found.long, found
+
+
+def test_a_files_remarks_are_its_docstrings_and_comments():
+    code = '''"""A rank that waits::
+
+    what = a rank
+"""
+who = "which"  # What is ``that``?
+# That is a
+# rank.
+x = 1  # type: ignore[misc]
+'''
+    found = prose(remarks(code))
+    assert found.relative == 3 and len(found.without_subject) == 2
+    assert "a rank." in " ".join(remarks(code).split()) and "ignore" not in remarks(code)
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
