@@ -265,7 +265,7 @@ class DistributedModel(nn.Module):
             random_streams.share()
         with chain.opened():
             out = self._smp_module(*args, **kwargs)
-            return microbatches.map_tensors(out, partial(chain.hang, token=chain.joined()))
+            return microbatches.map_tensors(out, partial(chain.hang, behind=chain.tokens()))
 
     @not_traced("the backward of a model that smp distributes")
     def backward(self, tensors: Tensor | tuple[Tensor, ...], grad_tensors: Any = None) -> None:

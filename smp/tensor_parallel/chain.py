@@ -66,10 +66,15 @@ def take(token: Tensor | None) -> None:
         _chain.tokens.append(token)
 
 
+def tokens() -> list[Tensor]:
+    """Those of the chain whose graphs are there."""
+    return [token for token in _chain.tokens or () if not _is_freed(token)]
+
+
 def joined() -> Tensor | None:
     """One token for all of the chain whose graphs are there; None: there are none."""
-    tokens = [token for token in _chain.tokens or () if not _is_freed(token)]
-    return _Join.apply(*tokens) if len(tokens) > 1 else next(iter(tokens), None)
+    present = tokens()
+    return _Join.apply(*present) if len(present) > 1 else next(iter(present), None)
 
 
 def _is_freed(token: Tensor) -> bool:
@@ -99,11 +104,15 @@ def new_token() -> Tensor:
 
 
 @not_traced("smp's order of backwards")
-def hang(output: Tensor, token: Tensor | None) -> Tensor:
-    """A tensor that the model returns, behind the chain's collectives."""
-    if token is None or not output.requires_grad:
+def hang(output: Tensor, behind: list[Tensor]) -> Tensor:
+    """A tensor that the model returns, behind the collectives of these tokens.
+
+    No node lies between: on an accelerator autograd would run a node of tokens alone in
+    another thread than the collectives, which may then begin in another order.
+    """
+    if not behind or not output.requires_grad:
         return output
-    return _Hang.apply(output, token)
+    return _Hang.apply(output, *behind)
 
 
 def in_this_thread() -> AbstractContextManager[Any]:
@@ -124,9 +133,10 @@ class _Join(Function):
 
 class _Hang(Function):
     @staticmethod
-    def forward(ctx: Any, output: Tensor, token: Tensor) -> Tensor:
+    def forward(ctx: Any, output: Tensor, *tokens: Tensor) -> Tensor:
+        ctx.count = len(tokens)
         return output.clone()  # of a view, scripts could not do loss /= n
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        return gradient, torch.zeros((), device="cpu")
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        return gradient, *(new_token(),) * ctx.count
