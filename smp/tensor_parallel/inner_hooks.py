@@ -1,4 +1,4 @@
-"""Hooks of a script on modules inside of a region, which has this rank's channels there."""
+"""Hooks of a script on modules inside of a region, with this rank's channels there."""
 
 import functools
 from collections.abc import Mapping
@@ -6,18 +6,18 @@ from typing import Any
 
 from torch import nn
 
-_INSIDE = "_smp_inside_region"  # in a region's __dict__: whose it is, and modules by path
+_INSIDE = "_smp_inside_region"  # in a region's __dict__: the planned path, and modules by path
 _KINDS = {
     "_forward_pre_hooks": "forward pre-hook",
     "_forward_hooks": "forward hook",
     "_backward_pre_hooks": "backward pre-hook",
     "_backward_hooks": "backward hook",
 }
-_LIBRARIES = ("torch", "smp", "transformers", "peft")  # whose hooks do not look at channels
+_LIBRARIES = ("torch", "smp", "transformers", "peft")  # their hooks do not look at channels
 
 
 def kind_of(module: nn.Module) -> str:
-    """Of a hook that a script has put on a module; "": there is none."""
+    """The kind of a script's hook on a module; "": none."""
     for table, kind in _KINDS.items():
         hooks: Mapping[int, Any] = module.__dict__[table]
         if hooks and any(map(_is_of_script, hooks.values())):
@@ -36,17 +36,17 @@ def watch(region: nn.Module, outer: str, inside: Mapping[str, nn.Module]) -> Non
     """Have the calls of a region look for hooks.
 
     Args:
-        outer: path of the planned module, at whose ends channels are whole.
-        inside: modules in that, by path.
+        outer: path of the planned module; at its ends channels are whole.
+        inside: modules in it, by path.
     """
     region.__dict__[_INSIDE] = outer, inside
 
 
 def refuse(region: nn.Module) -> None:
-    """In a call of a region.
+    """Refuse hooks in a call of a region.
 
     Raises:
-        RuntimeError: a module inside has a hook; names it.
+        RuntimeError: a module inside has a hook; the text names the module.
     """
     outer, inside = region.__dict__.get(_INSIDE, ("", {}))
     for path, module in inside.items():
