@@ -154,8 +154,8 @@ def _check_second(
         flags: names of attributes still at the first forward's values.
 
     Raises:
-        RuntimeError: the second forward makes modules again; or changes of the first, other
-            than the flags, are absent in the second, though a process would have kept them.
+        RuntimeError: the second forward makes modules again; or it lacks changes of the first,
+            other than the flags.  A process would have kept these.
     """
     if first is None or second is None:
         return

@@ -69,7 +69,7 @@ def _can_be_trusted(device: torch.device, dtype: torch.dtype, trials: Trials) ->
         return False
     try:
         refused = _core.tp_gpu_open(torch.zeros(1, device=device))
-    except (BufferError, RuntimeError) as error:  # of a device without lent tensors
+    except (BufferError, RuntimeError) as error:  # its tensors cannot be lent
         refused = str(error)
     if refused is not None:
         return False  # built without them, or no CUDA device: nothing to warn of
