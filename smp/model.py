@@ -25,6 +25,7 @@ from smp.modules import (
     forward_attributes,
     homes,
     inner_module,
+    late_hooks,
     late_modules,
     microbatch_attributes,
     remote_modules,
@@ -470,6 +471,7 @@ class DistributedModel(nn.Module):
         self._smp_changing = when_run.buffers
         late_modules.refuse_from_now(self._smp_module)
         late_modules.refuse_from_now(self)  # the same children
+        late_hooks.notice_from_now(self._smp_module, gates[-1], rt.pp_rank == 0)
         self._smp_decision = partition
         if rt.home is not None:
             homes.move(self._smp_module, rt.home, set(self.local_modules()))

@@ -328,6 +328,19 @@ def test_a_module_of_a_family_that_is_changed_is_left_whole(number, prescaled, m
     job.check_parameters()
 
 
+@on_ranks(4, timeout_s=120)
+def test_a_hook_of_one_rank_of_a_pipeline(monkeypatch):
+    """All stages and replicas of them leave the same modules whole."""
+    families.compute_in_float64(monkeypatch, "llama")
+    smp.init({"tensor_parallel_degree": 2, "pipeline_parallel_degree": 2})
+    net = families.made("llama")
+    hook_of_a_rank(net.model.layers[0].mlp)
+    job = WholeJob(net, families.next_token_loss, families.tokens)
+    left = [one.path for one in job.model._smp_split if one.reason]
+    assert left == ["model.layers.0.mlp"]
+    job.step(0)
+
+
 @on_ranks(2, timeout_s=120)
 def test_a_leaf_with_another_forward_is_left_whole():
     split_over_all_ranks()

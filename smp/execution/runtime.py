@@ -26,7 +26,7 @@ from smp.execution import (
 )
 from smp.execution.compiled_code import not_traced
 from smp.job import core_warnings, objects, transports
-from smp.modules import changes, hooks, late_modules, live_models
+from smp.modules import changes, hooks, late_hooks, late_modules, live_models
 from smp.ranks import CommGroup
 from smp.tensor_parallel import split_parameters
 
@@ -336,6 +336,7 @@ def stop() -> None:
     if current is not None:
         running, current = current, None
         late_modules.forget()
+        late_hooks.forget()
         live_models.forget()
         running.close()
 

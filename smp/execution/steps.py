@@ -31,7 +31,7 @@ from smp.execution.runtime import Runtime
 from smp.job import core_warnings, interrupts
 from smp.job.config import ConfigError
 from smp.job.objects import refuse_if_forked
-from smp.modules import changes, homes, hooks, microbatch_attributes
+from smp.modules import changes, homes, hooks, late_hooks, microbatch_attributes
 from smp.partitioning.restore import write_back
 from smp.tensor_parallel import group, order, random_streams, same_samples, step_end, unused
 
@@ -417,6 +417,7 @@ class Step:
             rt.local_errors.clear()
             changes.finish()
             hooks.finish()
+            late_hooks.finish()
             went_well = _core.ended_well()
             microbatch_attributes.finish(went_well)
             _core.gradients_end(not went_well)

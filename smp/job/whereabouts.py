@@ -16,7 +16,7 @@ from smp import _core
 from smp.collectives.ranks import Ranks
 from smp.state_mod import Job
 
-LOOKS = 8  # within the shorter limit
+LOOKS = 8  # within the shorter limit, and within each time of a rank's standstill
 LONGEST_S = 1.0  # between two looks
 LEAVE_S = 1.0  # for `stop` to wait for a look
 SHOWN = 8  # ranks in a report
@@ -57,14 +57,17 @@ class Whereabouts:
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, *limits: float) -> None:
-        self.store, self.rank, self.size = store, rank, size
+        self.store, self.rank = store, rank
         self.limit = min((limit for limit in limits if 0 < limit < 1e9), default=0.0)
-        self.has_told = False
+        self.keys = [str(each) for each in range(size)]
+        self.period = min(self.limit / LOOKS, LONGEST_S)
+        self.next = self.limit / 2  # without a move: when to tell and to read
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, name="smp-whereabouts", daemon=True)
 
     def start(self) -> None:
         if self.limit:
+            self.store.set(str(self.rank), "")
             self._thread.start()
 
     def stop(self) -> None:
@@ -73,36 +76,33 @@ class Whereabouts:
             self._thread.join(LEAVE_S)  # a store whose rank is stopped answers late
 
     def _run(self) -> None:
-        while not self._end.wait(min(self.limit / LOOKS, LONGEST_S)):
+        while not self._end.wait(self.period):
             with suppress(RuntimeError):  # the store's rank has ended
                 self._look()
 
     def _look(self) -> None:
         still, here = standing()
         if still < self.limit / 2:
-            if self.has_told:
+            if self.next > self.limit / 2:
                 self.store.set(str(self.rank), "")
-                self.has_told = False
+                self.next = self.limit / 2
+                _core.hear_of("")
             return
+        if still < self.next:
+            return
+        self.next = still + max(self.period, still / LOOKS)
         self.store.set(str(self.rank), here)
-        self.has_told = True
-        if still >= self.limit * (LOOKS - 2) / LOOKS:
+        if still >= self.limit * (LOOKS - 2) / LOOKS and self.store.check(self.keys):
             others = self._others()
             if not self._end.is_set():
                 _core.hear_of(others)
 
     def _others(self) -> str:
         """The lines of other ranks, and the ranks without one, for the report."""
-        shown, silent = [], []
-        for rank in range(self.size):
-            if rank == self.rank:
-                continue
-            key = str(rank)
-            told = self.store.get(key).decode() if self.store.check([key]) else ""
-            if told:
-                shown.append(told)
-            else:
-                silent.append(key)
+        told = dict(zip(self.keys, self.store.multi_get(self.keys), strict=True))
+        del told[str(self.rank)]
+        shown = [lines.decode() for lines in told.values() if lines]
+        silent = [rank for rank, lines in told.items() if not lines]
         lines = "".join(shown[:SHOWN])
         if len(shown) > SHOWN:
             lines += f"  {len(shown) - SHOWN} more ranks wait\n"

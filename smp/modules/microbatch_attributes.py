@@ -6,8 +6,8 @@ that reads first gets the value left by the one before, and waits until that is 
 one's value stays after the step.  One process behaves so.
 
 Descriptors in a stand-in class keep the values apart.  They have the names set in the traced
-run.  On modules with calls to other ranks, they also have names set for the first time in a
-later step.
+run, and those set in branches of code not traced (``smp/partitioning/stores.py``).  On modules
+with calls to other ranks, they also have names set for the first time in a later step.
 """
 
 import functools
@@ -19,6 +19,7 @@ from torch import nn
 
 from smp import _core
 from smp.modules import gates, live_models, stand_ins
+from smp.partitioning import stores
 
 if TYPE_CHECKING:
     from smp.partitioning.turns import Turns
@@ -36,11 +37,13 @@ class Kept(NamedTuple):
             it has the value from before the step.
         uses: reads and sets until a call of the module is past the gate; 0: its end.
         counted: calls of the module pass the gate.
+        unseen: code may set it, but the traced run has not: its readers are noted.
     """
 
     gate: int
     uses: int = 0
     counted: bool = False
+    unseen: bool = False
 
 
 class _Values:
@@ -118,7 +121,11 @@ class _OfMicrobatch(stand_ins.WatchedAttribute):
         if values is not None and microbatch in values.by_microbatch:
             _count(module, self.name, kept)
             return values.by_microbatch[microbatch]
-        if kept.gate < 0 or (values is None and not kept.counted):
+        if kept.gate < 0 or (values is None and not kept.counted and not kept.unseen):
+            return _ABSENT
+        if kept.unseen and (values is None or not values.by_microbatch):
+            values = _values.setdefault((id(module), self.name), _Values(module))
+            values.read_before = max(values.read_before, microbatch)
             return _ABSENT
         if values is None or values.read_before < microbatch:
             _core.await_turn(kept.gate)
@@ -208,21 +215,20 @@ def _adopting(cls: type[nn.Module]) -> dict[str, Any]:
     """
 
     def __setattr__(self, name, value):
-        if _core.current() is not None and _can_be_own(self, name, value):
+        is_module = isinstance(value, nn.Parameter | nn.Module)
+        if _core.current() is not None and not is_module and _can_be_own(self, name):
             watch(self, {name: Kept(self.__dict__[stand_ins.ORDER])})
         cls.__setattr__(self, name, value)
 
     return {"__setattr__": __setattr__, **_original(cls)}
 
 
-def _can_be_own(module: nn.Module, name: str, value: Any) -> bool:
+def _can_be_own(module: nn.Module, name: str) -> bool:
     """Whether the attribute is a plain one, and none of ours or of torch's."""
     if name in module.__dict__.get(stand_ins.KEPT, ()) or name.startswith(("_smp_", "__")):
         return False
     registered = (module._parameters, module._buffers, module._modules)
     if any(name in names for names in registered) or name in _OF_TORCH:
-        return False
-    if isinstance(value, nn.Parameter | nn.Module):
         return False
     return not hasattr(getattr(type(module), name, None), "__set__")
 
@@ -266,7 +272,9 @@ def keep_apart(
             too.
     """
     order = numbers[-1]
-    for path, module in root.named_modules():
+    named = dict(root.named_modules())
+    may_be_set = stores.stored(named)
+    for path, module in named.items():
         if path not in here:
             continue
         if path in turns.reads:
@@ -276,6 +284,10 @@ def keep_apart(
         kept |= {name: Kept(-1) for name in turns.restored.get(path, ())}
         for name, (gate, uses) in turns.carried.get(path, {}).items():
             kept[name] = Kept(numbers[gate], uses, counted=True)
+        read = turns.reads.get(path, ())
+        for name in may_be_set[path] - kept.keys() - set(read):
+            if _can_be_own(module, name):
+                kept[name] = Kept(order, unseen=True)
         if kept:
             watch(module, kept)
         inside = f"{path}." if path else ""

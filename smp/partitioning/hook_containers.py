@@ -19,18 +19,18 @@ def of_module(module: nn.Module) -> Iterator[Callable[[], Any]]:
     for hooks in (module._forward_pre_hooks, module._forward_hooks):
         for hook in hooks.values():
             if not str(getattr(hook, "__module__", "")).startswith(("torch.", "smp.")):
-                yield from _reachable(hook)
+                yield from of_hook(hook)
 
 
-def _reachable(hook: Callable) -> Iterator[Callable[[], Any]]:
+def of_hook(hook: Callable) -> Iterator[Callable[[], Any]]:
     """A function's arguments, closure and globals, its object, or the object called."""
     if isinstance(hook, partial):
         for held in (*hook.args, *hook.keywords.values()):
             yield partial(_itself, held)
-        yield from _reachable(hook.func)
+        yield from of_hook(hook.func)
     elif isinstance(hook, types.MethodType):
         yield partial(_itself, hook.__self__)
-        yield from _reachable(hook.__func__)
+        yield from of_hook(hook.__func__)
     elif isinstance(hook, types.FunctionType):
         for held in (*(hook.__defaults__ or ()), *(hook.__kwdefaults__ or {}).values()):
             yield partial(_itself, held)

@@ -16,14 +16,14 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import torch
 from torch import nn
 
-from smp import ranks
 from smp.execution import compiled_code
+from smp.job import objects
 from smp.modules import activation_checkpointing, delayed_init
 from smp.modules.stand_ins import users_class
 from smp.partitioning.partition import keep_together
+from smp.ranks import CommGroup
 from smp.tensor_parallel import (
     adapters,
     changed,
@@ -33,7 +33,6 @@ from smp.tensor_parallel import (
     marking,
     replacement,
     split_parameters,
-    step_end,
 )
 from smp.tensor_parallel.distributed_module import DistributedModule
 from smp.tensor_parallel.linears import TooShort
@@ -162,7 +161,7 @@ class _Splitting:
             self._visit(child, below, module, in_family, in_plan)
 
     def _find_changed(self) -> None:
-        """Find a script's changes on any of the tp_ranks.  Collective over the TP_GROUP."""
+        """Find a script's changes on any rank.  Collective over all ranks."""
         modules = [
             one
             for one in self.paths
@@ -173,11 +172,12 @@ class _Splitting:
         if not modules:
             return
         reasons = [_why_whole(one) for one in modules]
-        device = "cpu"
+        own = bytes(map(bool, reasons))
+        everyones = [own]
         if not group.is_traced():
-            device = step_end.device_of_numbers(ranks.get_tp_process_group())
-        own = [int(bool(reason)) for reason in reasons]
-        everyones = group.gather_numbers(own, torch.device(device))
+            everyones = objects.gather_bytes("smp.DistributedModel", CommGroup.WORLD, own)
+        if len(set(map(len, everyones))) > 1:
+            everyones = [own]  # the models differ, as the first step says by name
         for module, reason, *flags in zip(modules, reasons, *everyones, strict=True):
             if any(flags):
                 self.changed[module] = reason or "it is changed on another rank"

@@ -7,7 +7,7 @@ slice: a ``forward`` with its own read of it fails the trial.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -47,19 +47,20 @@ def why_whole(module: nn.Module, path: str, split: Callable[[nn.Module], None]) 
         torch.enable_grad(),
         torch.autocast(device.type, enabled=False),
     ):
-        whole, part = (_copy(module, device) for _ in range(2))
-        part.__dict__[PATH] = path
-        wanted, error = _of_whole(whole)
-        if wanted is None:
+        try:
+            whole, part = (_copy(module, device) for _ in range(2))
+            wanted = _of_whole(whole)
+        except Exception as error:  # any exception of a user's code
             return f"{its}, which cannot be tried with rows alone ({_in_words(error)})"
+        part.__dict__[PATH] = path
         split(part)
         if _differs(part, wanted, device):
             return f"{its}, which does not give the same when the weight is split"
     return ""
 
 
-def _in_words(error: Exception | None) -> str:
-    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+def _in_words(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
 # ---------------------------------------------------------------------------------- copies
@@ -67,7 +68,7 @@ def _in_words(error: Exception | None) -> str:
 
 def _copy(module: nn.Module, device: torch.device) -> nn.Module:
     """A module of the same class without hooks, in float64, with values alike on all ranks."""
-    draw = torch.Generator().manual_seed(_SEED)
+    draw = torch.Generator("cpu").manual_seed(_SEED)
     made: dict[int, nn.Module] = {}
     values: dict[int, nn.Parameter] = {}
 
@@ -77,7 +78,7 @@ def _copy(module: nn.Module, device: torch.device) -> nn.Module:
             if any(one is named for named in (weight, module._parameters.get("bias"))):
                 shape[0] = rows
             # Those of few axes are factors and norms: they may have to be positive.
-            value = torch.empty(shape, dtype=torch.float64)
+            value = torch.empty(shape, dtype=torch.float64, device="cpu")
             if len(shape) > 1:
                 value.normal_(generator=draw)
             else:
@@ -93,8 +94,7 @@ def _copy(module: nn.Module, device: torch.device) -> nn.Module:
         tables = vars(twin).keys()
         for name, value in vars(one).items():
             if name not in tables:
-                containers = (list, dict, set)
-                twin.__dict__[name] = value.copy() if isinstance(value, containers) else value
+                twin.__dict__[name] = _attribute(value, device)
         twin.__dict__["training"] = one.training
         for name, p in one._parameters.items():
             twin._parameters[name] = None if p is None else parameter(p)
@@ -120,6 +120,13 @@ def _copy(module: nn.Module, device: torch.device) -> nn.Module:
     return twin
 
 
+def _attribute(value: Any, device: torch.device) -> Any:
+    """A plain attribute's value, where changes are not seen in the module itself."""
+    if isinstance(value, Tensor):
+        return delayed_init.value_of(value).to(device)
+    return value.copy() if isinstance(value, list | dict | set) else value
+
+
 # ------------------------------------------------------------------------------- the trial
 
 
@@ -139,20 +146,20 @@ class _Wanted(NamedTuple):
     all: dict[str, Tensor | None]
 
 
-def _of_whole(module: nn.Module) -> tuple[_Wanted | None, Exception | None]:
-    failed = None
-    for form in _forms(module):
+def _of_whole(module: nn.Module) -> _Wanted:
+    forms = _forms(module)
+    for number, form in enumerate(forms, 1):
         try:
             runs = [_run(module, form, rank) for rank in range(group.size())]
-        except Exception as error:  # any exception of a user's code
-            failed = failed or error
-            continue
-        outputs, own = runs[group.rank()]
-        total = own
-        if not group.same_samples():
-            total = {name: _sum([of[name] for _, of in runs]) for name in own}
-        return _Wanted(form, outputs, own, total), None
-    return None, failed
+            break
+        except Exception:  # any exception of a user's code
+            if number == len(forms):
+                raise
+    outputs, own = runs[group.rank()]
+    total = own
+    if not group.same_samples():
+        total = {name: _sum([of[name] for _, of in runs]) for name in own}
+    return _Wanted(form, outputs, own, total)
 
 
 def _sum(gradients: list[Tensor | None]) -> Tensor | None:
@@ -160,26 +167,25 @@ def _sum(gradients: list[Tensor | None]) -> Tensor | None:
     return torch.stack(there).sum(0) if there else None
 
 
-def _forms(module: Any) -> Iterator[tuple[int, ...]]:
+def _forms(module: Any) -> list[tuple[int, ...]]:
     """The possible shapes of inputs: samples, positions and channels, or some of them."""
     if isinstance(module, nn.Embedding):
-        yield from ((2, 2 * group.size() + 3), (4 * group.size() + 6,))
-    else:
-        yield from ((2, 3, module.in_features), (6, module.in_features))
+        return [(2, 2 * group.size() + 3), (4 * group.size() + 6,)]
+    return [(2, 3, module.in_features), (6, module.in_features)]
 
 
 def _input(module: Any, form: tuple[int, ...], rank: int) -> Tensor:
     """A rank's input; under ``prescaled_batch`` all have the same."""
     rank = 0 if group.same_samples() else rank
-    draw = torch.Generator().manual_seed(_SEED + rank)
+    draw = torch.Generator("cpu").manual_seed(_SEED + rank)
     device = module.weight.device
     if not isinstance(module, nn.Embedding):
-        values = torch.randn(form, dtype=torch.float64, generator=draw)
+        values = torch.randn(form, dtype=torch.float64, generator=draw, device="cpu")
         return values.to(device).requires_grad_()
     rows = module.num_embeddings
     # Indices of every slice of the rows.
-    spread = torch.linspace(0, rows - 1, math.prod(form)).long()
-    shifts = torch.randint(0, rows, form, generator=draw) * (rank % 2)
+    spread = torch.linspace(0, rows - 1, math.prod(form), device="cpu").long()
+    shifts = torch.randint(0, rows, form, generator=draw, device="cpu") * (rank % 2)
     return ((spread.view(form) + shifts) % rows).to(device)
 
 

@@ -48,14 +48,15 @@ class Region(NamedTuple):
             is the hidden state, ``[samples, positions, ...]`` or ``[samples, ...]``.
         masks: names of arguments with masks of positions, ``[samples, ..., positions]``, each
             with the name of the masked argument.
-        causal: whether a position sees the earlier ones only.
+        causal: whether without a mask a position sees the earlier ones only; in a call None for
+            unknown.
         sums: whether a tp_rank's output is its part of a sum, and the sum is led out; else
             a linear inside leads out.
     """
 
     samples: tuple[str, ...]
     masks: tuple[tuple[str, str], ...] = ()
-    causal: bool = False
+    causal: bool | None = False
     sums: bool = False
 
 
@@ -256,7 +257,8 @@ def _enter(
         gathered, rows = _enter_alike(given)
         caches.refuse_gradients_of_others({**others, **named}, module, path)
     else:
-        gathered, rows = _gather(region, path, given, _sees_without_mask(module, region))
+        called = region._replace(causal=_is_causal(module, region))
+        gathered, rows = _gather(called, path, given)
         arguments = {**others, **named}
         caches.refuse_others(arguments, module, path, gathered[region.samples[0]].size(0))
         caches.refuse_padding(arguments, path, uneven=rows.positions is not None)
@@ -404,31 +406,19 @@ class _Argument(NamedTuple):
                 )
 
 
-_ALL, _EARLIER, _NOT_KNOWN = "all", "earlier", "not known"  # positions seen by one
+def _is_causal(module: nn.Module, region: Region) -> bool | None:
+    """Whether a position sees the earlier ones only in a call without a mask.
 
-
-def _sees_without_mask(module: nn.Module, region: Region) -> str:
-    """The positions seen by one of a module's first argument, without a mask.
-
-    Transformers' attention functions know causality only if they have kernels for it.
+    Only transformers' attention functions with kernels for causality do this.
     """
-    if not region.causal:
-        return _ALL
-    config = getattr(module, "config", None)
-    function = getattr(config, "_attn_implementation", None) or "eager"
-    if function == "eager":
-        return _ALL
-    return _EARLIER if function == "sdpa" or "flash" in function else _NOT_KNOWN
+    function = getattr(getattr(module, "config", None), "_attn_implementation", None)
+    if not region.causal or function in (None, "eager"):
+        return False
+    return True if function == "sdpa" or "flash" in function else None
 
 
-def _gather(
-    region: Region, path: str, given: dict[str, Any], sees: str
-) -> tuple[dict[str, Any], Rows]:
-    """The arguments with all tp_ranks' samples.  Collective over the TP_GROUP.
-
-    Args:
-        sees: see `_sees_without_mask`.
-    """
+def _gather(region: Region, path: str, given: dict[str, Any]) -> tuple[dict[str, Any], Rows]:
+    """The arguments with all tp_ranks' samples.  Collective over the TP_GROUP."""
     _refuse_masks_of_no_tensor(region, path, given)
     flat = {name: tree_flatten(value) for name, value in given.items()}
     tensors = {
@@ -442,7 +432,7 @@ def _gather(
 
     def gathered(everyones: Everyones, signature: int) -> tuple[dict[str, Any], Rows]:
         arguments = _arguments(path, tensors, everyones)
-        return _gather_all(region, given, flat, arguments, signature, sees)
+        return _gather_all(region, given, flat, arguments, signature)
 
     if assumed.is_possible(hidden):
         sizes = assumed.everyones(region, mine)
@@ -473,7 +463,6 @@ def _gather_all(
     flat: dict[str, Any],
     arguments: dict[str, list[_Argument]],
     signature: int,
-    sees: str,
 ) -> tuple[dict[str, Any], Rows]:
     """The same, with the tp_ranks' sizes known or assumed.
 
@@ -495,8 +484,8 @@ def _gather_all(
                 new.append(leaf)
             elif name in masked:
                 keys = arguments[masked[name]][0]
-                seen = sees if keys is first else _ALL
-                new.append(_gather_mask(argument, first, keys, seen, hidden, counts))
+                causal = region.causal if keys is first else False
+                new.append(_gather_mask(argument, first, keys, causal, hidden, counts))
             else:
                 new.append(_gather_samples(argument, counts, signature))
                 signature = 0
@@ -564,7 +553,7 @@ def _gather_mask(
     argument: _Argument,
     queries: _Argument,
     keys: _Argument,
-    sees: str,
+    causal: bool | None,
     hidden: Tensor,
     counts: list[int],
 ) -> Tensor | None:
@@ -572,15 +561,15 @@ def _gather_mask(
 
     Args:
         queries, keys: the arguments with the seeing positions, and with the seen ones.
-        sees: the positions seen without a mask.
+        causal: whether without a mask positions see the earlier ones only; None: unknown.
 
     Raises:
-        ValueError: this is unknown, and matters; on every tp_rank alike.
+        ValueError: this matters and is unknown; on every tp_rank alike.
     """
     rank = group.rank()
     having = [tp_rank for tp_rank, shape in enumerate(argument.shapes) if shape is not None]
     longest = max(keys.sizes(1), default=0)
-    if sees == _NOT_KNOWN and (
+    if causal is None and (
         len(having) not in (0, len(counts)) or not having and keys.is_uneven()
     ):
         without = next(i for i, shape in enumerate(argument.shapes) if shape is None)
@@ -590,7 +579,7 @@ def _gather_mask(
             "attention function sees without a mask is not known: give a mask on all of them, "
             "or pad the sequences to one length"
         )
-    causal = sees == _EARLIER
+    causal = bool(causal)
     if not having:
         if causal or not keys.is_uneven():
             return None

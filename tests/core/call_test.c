@@ -180,10 +180,10 @@ TEST(a_call_that_makes_no_sense_is_not_copied)
         call.out_counts = outs; /* without counts they are of no use */
         CHECK(smp_call_copy(&call, MEMBERS, &copy) && copy.out_counts == NULL);
         call = call_of(o);
-        call.sparse = 1;
+        call.hints.sparse = 1;
         CHECK(makes_sense(call) == is_gather);
         call = call_of(o);
-        call.assumed = 1;
+        call.hints.assumed = 1;
         CHECK(makes_sense(call) == is_gather);
         call = call_of(o);
         call.gather = gather;
@@ -275,9 +275,9 @@ TEST(a_notice_reads_as_the_call)
     call.out_counts = outs;
     CHECK(is_said(call, "all-to-all 9 of float32 with split sizes") == 0);
     call = call_of(SMP_ALL_GATHER);
-    call.assumed = 77;
+    call.hints.assumed = 77;
     CHECK(is_said(call, "all-gather 9 of float32 with assumed sizes") == 0);
-    call.assumed = 0;
+    call.hints.assumed = 0;
     call.gather = (const smp_device_gather *)(const void *)splits;
     CHECK(is_said(call, "all-gather 9 of 10 float32 on a device") == 0);
     call.gather = NULL;
@@ -285,7 +285,7 @@ TEST(a_notice_reads_as_the_call)
     CHECK(is_said(call, "all-gather 9 of 10 float32 on a device for the first time") ==
           0);
     call.offer = NULL;
-    call.sparse = 2;
+    call.hints.sparse = 2;
     CHECK(is_said(call, "sparse all-reduce 8 (sum)") == 0);
     return 0;
 }
@@ -301,7 +301,7 @@ TEST(a_notice_has_the_callers_lists_addresses_and_factor)
     call.in = splits;
     call.out = counts;
     call.factor = 2.5;
-    call.key = 0xabc;
+    call.hints.key = 0xabc;
     smp_call_say(&call, MEMBERS, 9, &notice, counts);
     for (int m = 0; m < MEMBERS; m++) {
         CHECK(counts[m] == splits[m] && counts[MEMBERS + m] == outs[m]);
@@ -310,7 +310,7 @@ TEST(a_notice_has_the_callers_lists_addresses_and_factor)
     CHECK(notice.in == (uint64_t)(uintptr_t)splits);
     CHECK(notice.out == (uint64_t)(uintptr_t)counts && notice.factor == 2.5);
     call = call_of(SMP_BROADCAST);
-    call.key = 5;
+    call.hints.key = 5;
     smp_call_say(&call, MEMBERS, 9, &notice, counts);
     CHECK(notice.root == 1 && notice.count == 10);
     return 0;

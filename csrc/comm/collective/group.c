@@ -1,7 +1,6 @@
 /* A group: one operation at a time, in steps of all members. */
 #include "comm/collective/group.h"
 
-#include <assert.h>
 #include <stdatomic.h>
 #include <string.h>
 
@@ -23,7 +22,8 @@ static int64_t
 time_limit(const smp_group *group)
 {
     const smp_call *call = group->is_hierarchical ? &group->hier.call : &group->op.call;
-    int64_t limit = call->timeout_ns != 0 ? call->timeout_ns : group->timeout_ns;
+    int64_t         limit =
+        call->hints.timeout_ns != 0 ? call->hints.timeout_ns : group->timeout_ns;
 
     return limit >= 0 && group->is_hierarchical && group->hier.waits_local
                ? limit + GRACE_NS
@@ -63,7 +63,7 @@ refuse(smp_group *group, const smp_refusal *refusal)
 {
     smp_group_set_error(group, refusal->text);
     memcpy(group->keys, refusal->keys, sizeof(group->keys));
-    group->active = false;
+    smp_group_enter(group, SMP_GROUP_IDLE, SMP_OK);
     return refusal->status;
 }
 
@@ -89,7 +89,9 @@ take_wide_step(smp_group *group, bool *waits)
     if (group->hier.phase == SMP_HIERARCHICAL_REFUSED) {
         return refuse(group, &group->hier.refusal);
     }
-    group->active = group->hier.phase != SMP_HIERARCHICAL_OVER;
+    if (group->hier.phase == SMP_HIERARCHICAL_OVER) {
+        smp_group_enter(group, SMP_GROUP_IDLE, SMP_OK);
+    }
     return SMP_OK;
 }
 
@@ -115,11 +117,11 @@ take_step(smp_group *group)
     int         member = 0;
     smp_status  status;
 
-    if (!group->agreed) {
+    if (group->phase == SMP_GROUP_SHOWS) {
         if (!smp_collective_agreed(&group->op, &refusal)) {
             return disagree(group, &refusal);
         }
-        group->agreed = true;
+        smp_group_enter(group, SMP_GROUP_AGREES, SMP_OK);
     }
     status = smp_collective_collect(&group->op, &whole, &member);
     if (status != SMP_OK) {
@@ -130,7 +132,7 @@ take_step(smp_group *group)
     }
     if (whole) {
         smp_epoch_barrier_read(&group->barrier);
-        group->active = false;
+        smp_group_enter(group, SMP_GROUP_IDLE, SMP_OK);
     }
     return SMP_OK;
 }
@@ -142,7 +144,7 @@ take_steps(smp_group *group, bool *waits)
     smp_status status = SMP_OK;
 
     *waits = false;
-    while (status == SMP_OK && group->active && !*waits) {
+    while (status == SMP_OK && smp_group_is_active(group) && !*waits) {
         if (group->is_hierarchical) {
             status = take_wide_step(group, waits);
         } else if (smp_epoch_barrier_arrived(&group->barrier)) {
@@ -188,10 +190,9 @@ smp_group_start(smp_group *group, const smp_call *call)
         smp_group_set_error(group, "a forked process is no member");
         return SMP_ERR_CLOSED;
     }
-    if (group->broken != SMP_OK) {
+    if (group->phase == SMP_GROUP_ENDED) {
         return smp_group_refuse(group, call);
     }
-    assert(!group->active);
     if (group->is_hierarchical && (call->gather != NULL || call->offer != NULL)) {
         smp_group_set_error(group, "tensors of devices are gathered inside one host");
         return SMP_ERR_INVALID;
@@ -210,8 +211,7 @@ smp_group_start(smp_group *group, const smp_call *call)
     }
     group->sequence++;
     count_call(group, call);
-    group->active = true;
-    group->agreed = false;
+    smp_group_enter(group, SMP_GROUP_SHOWS, SMP_OK);
     group->started_ns = 0;
     return group->is_hierarchical ? SMP_OK : post(group);
 }
@@ -252,11 +252,11 @@ smp_group_wait(smp_group *group, int64_t until_ns, bool *over)
 {
     smp_status status = group->broken;
 
-    while (status == SMP_OK && group->active) {
+    while (status == SMP_OK && smp_group_is_active(group)) {
         bool waits;
 
         status = take_steps(group, &waits);
-        if (status != SMP_OK || !group->active ||
+        if (status != SMP_OK || !smp_group_is_active(group) ||
             (!group->is_hierarchical && smp_epoch_barrier_look(&group->barrier))) {
             continue;
         }
@@ -268,7 +268,7 @@ smp_group_wait(smp_group *group, int64_t until_ns, bool *over)
             break;
         }
     }
-    *over = !group->active;
+    *over = !smp_group_is_active(group);
     return status;
 }
 
@@ -284,8 +284,9 @@ smp_group_run(smp_group *group, const smp_call *call)
 int64_t
 smp_group_waited_ns(const smp_group *group)
 {
-    return group->active && group->started_ns != 0 ? smp_clock_ns() - group->started_ns
-                                                   : 0;
+    return smp_group_is_active(group) && group->started_ns != 0
+               ? smp_clock_ns() - group->started_ns
+               : 0;
 }
 
 void

@@ -213,11 +213,11 @@ say_who_is_lost(smp_group *group)
     int             lost = smp_comm_lost(comm);
     char            text[32];
 
-    if (lost >= 0 && group->broken == SMP_OK && !smp_group_is_child(group)) {
+    if (lost >= 0 && group->phase != SMP_GROUP_ENDED && !smp_group_is_child(group)) {
         snprintf(text, sizeof(text), "rank %d is lost", smp_comm_name(comm, lost));
         smp_epoch_barrier_fail(&group->barrier, SMP_ERR_PEER_LOST, text);
         if (group->is_hierarchical) { /* what is over it does not undo */
-            smp_wire_fail(&group->wire, group->sequence + !group->active,
+            smp_wire_fail(&group->wire, group->sequence + !smp_group_is_active(group),
                           SMP_ERR_PEER_LOST, text);
         }
     }

@@ -71,8 +71,9 @@ take_back_tensors(smp_group *group)
     uint64_t        last;
     smp_refusal     refusal;
 
-    if (!group->agreed && !(smp_epoch_barrier_all_here(&group->barrier) &&
-                            smp_collective_agreed(op, &refusal))) {
+    if (group->phase != SMP_GROUP_AGREES &&
+        !(smp_epoch_barrier_all_here(&group->barrier) &&
+          smp_collective_agreed(op, &refusal))) {
         return;
     }
     last = op->first + op->steps - 1;
@@ -111,8 +112,7 @@ smp_group_give_up(smp_group *group, smp_status status, const char *why)
         take_back_tensors(group);
         smp_collective_finish(&group->op);
     }
-    group->active = false;
-    group->broken = status;
+    smp_group_enter(group, SMP_GROUP_ENDED, status);
     return status;
 }
 
@@ -331,7 +331,7 @@ smp_group_say_wait(const smp_group *group, const smp_call *next, uint64_t after,
         smp_notice_describe(&notice, call, sizeof(call));
         snprintf(queued, sizeof(queued), "%s stands behind ", call);
     }
-    if (!group->active) {
+    if (!smp_group_is_active(group)) {
         snprintf(out, bytes, "group '%s': %sothers", group->name, queued);
         return;
     }

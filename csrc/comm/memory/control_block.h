@@ -39,18 +39,18 @@ typedef struct {
     uint8_t          uneven; /* the slot's data begin with the counts */
     union {
         int32_t  root;
-        uint32_t key; /* of an operation without a root, as in smp_call */
+        uint32_t key; /* of an operation without a root, as in smp_call_hints */
     };
     uint64_t count;
     union {
         double   factor;
-        uint64_t assumed; /* of an all-gather, as in smp_call */
+        uint64_t assumed; /* of an all-gather, as in smp_call_hints */
     };
     uint64_t in; /* addresses in the member's memory */
     uint64_t out;
     uint32_t kind;      /* smp_kind: what the elements are to the caller */
     uint8_t  on_device; /* SMP_NOTICE_*, or 0 */
-    uint8_t  sparse;    /* as in smp_call */
+    uint8_t  sparse;    /* as in smp_call_hints */
     uint8_t  columns;   /* 1: of matrices */
 } smp_notice;
 

@@ -203,19 +203,19 @@ read_arguments(smp_tensor_calls *self, const smp_callee *group, PyObject *const 
     call->root = (int)PyLong_AsLong(args[ROOT]);
     call->factor = PyFloat_AsDouble(args[FACTOR]);
     if (nargs > SPARSE) {
-        call->sparse = (uint8_t)PyLong_AsLong(args[SPARSE]);
+        call->hints.sparse = (uint8_t)PyLong_AsLong(args[SPARSE]);
     }
     if (nargs > ASSUMED) {
-        call->assumed = PyLong_AsUnsignedLongLong(args[ASSUMED]);
+        call->hints.assumed = PyLong_AsUnsignedLongLong(args[ASSUMED]);
     }
     if (nargs > OUT_ROWS) {
         call->in_rows = PyLong_AsSize_t(args[IN_ROWS]);
         call->out_rows = PyLong_AsSize_t(args[OUT_ROWS]);
     }
     if (nargs > KEY) {
-        call->key = (uint32_t)PyLong_AsUnsignedLong(args[KEY]);
+        call->hints.key = (uint32_t)PyLong_AsUnsignedLong(args[KEY]);
     }
-    call->timeout_ns = timeout_s > 1e9 ? -1 : (int64_t)(timeout_s * 1e9);
+    call->hints.timeout_ns = timeout_s > 1e9 ? -1 : (int64_t)(timeout_s * 1e9);
     if (PyErr_Occurred() != NULL) {
         return -1;
     }

@@ -208,7 +208,7 @@ group_gather(PyObject *object, PyObject *args)
     item = smp_work_item_make_gather((smp_group_object *)object, ins, outs, timeout_s,
                                      NULL);
     for (Py_ssize_t i = 0; item != NULL && i < item->gathers.n; i++) {
-        item->gathers.calls[i].key = key;
+        item->gathers.calls[i].hints.key = key;
     }
     if (item == NULL || !waits) {
         return (PyObject *)item;

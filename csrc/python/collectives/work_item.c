@@ -174,7 +174,7 @@ smp_work_item_make_gather(smp_group_object *group, PyObject *ins, PyObject *outs
     self->item.calls = self->gathers.calls;
     self->item.ncalls = offer == NULL ? (size_t)self->gathers.n : 1;
     for (Py_ssize_t i = 0; i < self->gathers.n; i++) {
-        self->gathers.calls[i].timeout_ns =
+        self->gathers.calls[i].hints.timeout_ns =
             timeout_s > 1e9 ? -1 : (int64_t)(timeout_s * 1e9);
     }
     if (offer != NULL) {

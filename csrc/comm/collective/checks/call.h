@@ -29,6 +29,19 @@ typedef enum {
     SMP_OPERATIONS
 } smp_operation;
 
+/* What a call says beside what is to be done: for its errors, and how long it waits. */
+typedef struct {
+    uint8_t sparse;   /* SMP_ALL_GATHER: which of those that make up an all-reduce of
+                         sparse tensors, from 1; 0: of none.  Errors name that. */
+    uint32_t key;     /* without a root: what this operation is to the caller, or 0; the
+                         same on all.  Where it differs, errors tell it (SMP_WITH_KEY). */
+    uint64_t assumed; /* SMP_ALL_GATHER: a hash of what this member takes all members'
+                         sizes to be; 0: it knows them.  If they are not the same the
+                         members disagree (SMP_ERR_SIZES), whatever but the key
+                         differs. */
+    int64_t timeout_ns; /* 0: the group's; < 0: no limit */
+} smp_call_hints;
+
 /* What one member calls.  What an operation does not use is ignored.  out may be in, or
  * the part of in (or in the part of out) that belongs to this member; not for
  * SMP_ALL_TO_ALL, and not with rows.  Either all members give rows, or none; one that
@@ -38,6 +51,7 @@ typedef struct {
     smp_dtype     dtype;
     smp_kind      kind; /* what the elements are to the caller; the same on all */
     smp_reduction reduction;
+    double        factor; /* SMP_PREMUL_SUM: of this member's `in` */
     int           root;   /* a member, not a rank */
     size_t        count;  /* where counts is NULL */
     const size_t *counts; /* uneven: one for each member; borrowed like the buffers */
@@ -45,20 +59,10 @@ typedef struct {
     size_t        in_rows;    /* SMP_REDUCE_SCATTER, SMP_ALL_TO_ALL: `in` is a matrix of
                                  so many rows, and what is for a member are columns of it;
                                  0: it is in one piece */
-    size_t out_rows;  /* SMP_ALL_GATHER, SMP_ALL_TO_ALL: likewise `out`, and what
-                         comes from a member */
-    double  factor;   /* SMP_PREMUL_SUM: of this member's `in` */
-    uint8_t sparse;   /* SMP_ALL_GATHER: which of those that make up an all-reduce of
-                         sparse tensors, from 1; 0: of none.  Errors name that. */
-    uint64_t assumed; /* SMP_ALL_GATHER: a hash of what this member takes all members'
-                         sizes to be; 0: it knows them.  If they are not the same the
-                         members disagree (SMP_ERR_SIZES), whatever but the key
-                         differs. */
-    uint32_t key;     /* without a root: what this operation is to the caller, or 0; the
-                         same on all.  Where it differs, errors tell it (SMP_WITH_KEY). */
+    size_t out_rows; /* SMP_ALL_GATHER, SMP_ALL_TO_ALL: likewise `out`, and what
+                        comes from a member */
     const void *in;
     void       *out;
-    int64_t     timeout_ns; /* 0: the group's; < 0: no limit */
 
     /* SMP_ALL_GATHER of tensors on devices: in the place of `in` and `out`.  After
      * smp_group_exchange() has become one. */
@@ -68,6 +72,7 @@ typedef struct {
     /* Before that, of the first such: moves nothing, but has all members show each
      * other memory of their devices. */
     const smp_device_offer *offer; /* the same */
+    smp_call_hints          hints;
 } smp_call;
 
 /* "all-reduce"; static storage. */
