@@ -502,6 +502,8 @@ def test_a_files_remarks_are_its_docstrings_and_comments():
     code = '''"""A rank that waits::
 
     what = a rank
+
+A rank ends.
 """
 who = "which"  # What is ``that``?
 # That is a
