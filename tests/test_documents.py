@@ -493,7 +493,7 @@ def test_a_sentence_beside_the_rules_is_found(page, fault):
 )
 def test_docstrings_and_comments_are_in_the_projects_voice(folder):
     """``python -m tests.prose FILE.py`` shows the sentences."""
-    files = sorted((ROOT / folder).glob("*.py"))
+    files = sorted([*(ROOT / folder).glob("*.py"), *(ROOT / folder).glob("*.pyi")])
     found = prose("\n\n".join(remarks(file.read_text()) for file in files))
     assert found.rate <= RATE and not found.without_subject and not found.long, found
 
