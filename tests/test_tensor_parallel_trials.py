@@ -80,6 +80,17 @@ class Demanding(nn.Embedding):
         return super().forward(ids) * factor
 
 
+class Failing(nn.Embedding):
+    """Its forward fails on one rank, as long as the model is not wrapped."""
+
+    is_wrapped = False
+
+    def forward(self, ids: Tensor) -> Tensor:
+        if smp.rank() == 1 and not Failing.is_wrapped:
+            raise ValueError("no")
+        return super().forward(ids)
+
+
 class LinearThreefold(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) * 3.0
@@ -125,6 +136,7 @@ REASONS = {
     Reading: "which does not give the same when the weight is split",
     Centred: "which does not give the same when the weight is split",
     Demanding: "which cannot be tried with rows alone (TypeError",
+    Failing: "which cannot be tried with rows alone (",
     LinearReading: "which does not give the same when the weight is split",
 }
 
@@ -146,7 +158,7 @@ def ids_of(rank: int, step: int, prescaled: bool) -> tuple[Tensor]:
 
 
 CLASSES = [
-    *((one, nn.Linear) for one in (*SPLIT[0], Reading, Centred, Demanding)),
+    *((one, nn.Linear) for one in (*SPLIT[0], Reading, Centred, Demanding, Failing)),
     *((nn.Embedding, one) for one in (*SPLIT[1], LinearReading)),
     (Threefold, LinearThreefold),
     (Threefold, LinearReading),
@@ -163,9 +175,11 @@ def test_a_leaf_of_a_users_class_is_split_where_it_has_proved_itself(
 ):
     split_over_all_ranks(prescaled_batch=prescaled)
     net = net_of(embedding, linear, tied)
+    Failing.is_wrapped = False
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         job = WholeJob(net, cross_entropy, lambda rank, step: ids_of(rank, step, prescaled))
+    Failing.is_wrapped = True
     reasons = {one.path: one.reason for one in job.model._smp_split}
     failing = [cls for cls in (embedding, linear) if cls in REASONS]
     warned = [str(w.message) for w in caught if "left whole" in str(w.message)]
@@ -355,16 +369,23 @@ def test_a_leaf_with_another_forward_is_left_whole():
     job.step(0)
 
 
+LATER = {
+    hook_before: "down_proj' has a forward pre-hook",
+    an_activation(nn.Softmax(-1)): "act_fn' is another module than before",
+    another_forward_inside: "down_proj' has another forward than its class",
+}
+
+
+@pytest.mark.parametrize("number", range(len(LATER)))
 @on_ranks(2, timeout_s=120)
-def test_a_hook_inside_of_what_is_split_already_is_refused(monkeypatch):
+def test_what_is_changed_inside_of_what_is_split_already_is_refused(number, monkeypatch):
+    change, what = list(LATER.items())[number]
     families.compute_in_float64(monkeypatch, "llama")
     split_over_all_ranks()
     job = WholeJob(families.made("llama"), families.next_token_loss, families.tokens)
-    attention = job.net.model.layers[0].self_attn
-    handle = attention.q_proj.register_forward_hook(lambda *_: None)
-    named = "'model.layers.0.self_attn.q_proj' has a forward hook"
-    with pytest.raises(RuntimeError, match=named):
-        job.step(0)
-    handle.remove()
-    attention.register_forward_hook(lambda *_: None)
+    mlp = job.net.model.layers[0].mlp
+    mlp.register_forward_hook(lambda *_: None)
     job.step(0)
+    change(mlp)
+    with pytest.raises(RuntimeError, match=f"'model.layers.0.mlp.{what}"):
+        job.step(1)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from smp.modules.stand_ins import users_class
-from smp.tensor_parallel import adapters, inner_hooks
+from smp.tensor_parallel import adapters, inside_regions
 
 _IsPlanned = Callable[[type[nn.Module]], bool]
 
@@ -40,7 +40,7 @@ def why_whole(module: nn.Module, plans: Collection[str], is_planned: _IsPlanned)
         its = f"its '{path}'" if path else "it"
         if method := method_of_instance(inner):
             return f"{its} has another {method} than its class"
-        if path and (hook := inner_hooks.kind_of(inner)):
+        if path and (hook := inside_regions.kind_of(inner)):
             return f"{its} has a {hook}, which would see this rank's channels alone"
         if inner in adapted:
             continue

@@ -85,6 +85,7 @@ def _naming(forward: Callable) -> Callable:
     @functools.wraps(forward)
     def named(self: DistributedModule, *args: Any, **kwargs: Any) -> Any:
         with _NamedCallsOf(self):
-            return forward(self, *script_uses.whole_among(args), **kwargs)
+            args = script_uses.whole_among(args)
+            return script_uses.called_with_slices(self, forward, args, kwargs)
 
     return named

@@ -28,7 +28,7 @@ from smp.tensor_parallel import (
     adapters,
     changed,
     group,
-    inner_hooks,
+    inside_regions,
     leaf_trial,
     marking,
     replacement,
@@ -366,12 +366,17 @@ def _why_whole(module: nn.Module) -> str:
 
 
 def _watch(module: nn.Module, path: str) -> None:
-    """Have the region in a split module look for hooks in it."""
+    """Have the region in a split module look at the modules inside."""
     inside = dict(changed.inside(module, _is_planned))
-    paths = {f"{path}.{name}".lstrip("."): one for name, one in inside.items() if name}
+    places = {}
+    for inner, one in inside.items():
+        parent, _, name = inner.rpartition(".")
+        if inner:
+            place = inside_regions.Place(inside[parent], name, one)
+            places[f"{path}.{inner}".lstrip(".")] = place
     for one in inside.values():
         if REGION in one.__dict__:
-            inner_hooks.watch(one, path, paths)
+            inside_regions.watch(one, path, places)
 
 
 def _wanted_form(module: nn.Module) -> Any:

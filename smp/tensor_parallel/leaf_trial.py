@@ -47,20 +47,20 @@ def why_whole(module: nn.Module, path: str, split: Callable[[nn.Module], None]) 
         torch.enable_grad(),
         torch.autocast(device.type, enabled=False),
     ):
+        failed = ""
         try:
             whole, part = (_copy(module, device) for _ in range(2))
             wanted = _of_whole(whole)
         except Exception as error:  # any exception of a user's code
-            return f"{its}, which cannot be tried with rows alone ({_in_words(error)})"
+            failed = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        if _somewhere(bool(failed), device):
+            failed = failed or "an error on another rank"
+            return f"{its}, which cannot be tried with rows alone ({failed})"
         part.__dict__[PATH] = path
         split(part)
         if _differs(part, wanted, device):
             return f"{its}, which does not give the same when the weight is split"
     return ""
-
-
-def _in_words(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
 # ---------------------------------------------------------------------------------- copies

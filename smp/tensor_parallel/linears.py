@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from smp.execution.compiled_code import not_traced
 from smp.modules import delayed_init
 from smp.modules.stand_ins import REFUSES_COPIES, stand_in
-from smp.tensor_parallel import adapters, group, primitives, split_parameters
+from smp.tensor_parallel import adapters, group, primitives, script_uses, split_parameters
 from smp.tensor_parallel.regions import draw_alike, give_back, rows_to_give_back
 from smp.tensor_parallel.slices import PATH, Slices, mark, refuse_copies, slices_of
 
@@ -57,6 +57,7 @@ def keep_slice(module: nn.Module, name: str, slices: Slices | None) -> None:
         own = functools.partial(group.own_slice, slices)
         with torch.no_grad():
             parameter.data = delayed_init.applied(own, parameter.data)
+        module.__dict__.setdefault(split_parameters.HELD, {})[name] = slices
         if not hasattr(module, REFUSES_COPIES):
             module.__class__ = stand_in(type(module), _holds_slices)
     mark(parameter, slices, scaled_batch=True)
@@ -69,7 +70,7 @@ def _holds_slices(cls: type[nn.Module]) -> dict[str, Any]:
             with torch._C.DisableTorchFunctionSubclass():
                 return cls.forward(self, *args, **kwargs)
         with split_parameters.own_call(self):
-            return cls.forward(self, *args, **kwargs)
+            return script_uses.called_with_slices(self, cls.forward, args, kwargs)
 
     return {"forward": forward, REFUSES_COPIES: refuse_copies}
 

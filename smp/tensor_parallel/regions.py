@@ -28,7 +28,7 @@ from smp.tensor_parallel import (
     assumed,
     caches,
     group,
-    inner_hooks,
+    inside_regions,
     primitives,
     random_streams,
     same_samples,
@@ -245,7 +245,7 @@ def _enter(
         the arguments; those of them without a name in its signature; and their rows.
     """
     region, path, within, signature, extra = module.__dict__[REGION]
-    inner_hooks.refuse(module)
+    inside_regions.refuse(module)
     bound = signature.bind(module, *script_uses.whole_among(args), **kwargs)
     named = bound.arguments
     names = [*region.samples, *(mask for mask, _ in region.masks)]

@@ -20,6 +20,7 @@ from smp import _core
 from smp.execution import runtime
 from smp.tensor_parallel import chain, group, primitives, split_parameters
 from smp.tensor_parallel.slices import (
+    PATH,
     PATH_OF_PARAMETER,
     Slices,
     is_scaled_by_module,
@@ -71,6 +72,48 @@ def whole_among(values: Any) -> Any:
     if any(isinstance(value, SplitTensor) for value in values):
         return tuple(_whole(v) if isinstance(v, SplitTensor) else v for v in values)
     return values
+
+
+def called_with_slices(
+    module: nn.Module, forward: Callable, args: tuple, kwargs: dict[str, Any]
+) -> Any:
+    """A call of a split module, where ``torch.func.functional_call`` may have given it wholes.
+
+    Raises:
+        NotImplementedError: it has, on ranks with different samples: each may have given another
+            whole.
+    """
+    given = _wholes_in(module)
+    if not given:
+        return forward(module, *args, **kwargs)
+    slices = module.__dict__[split_parameters.HELD]
+    for name, whole in given.items():
+        if not group.same_samples():
+            path = module.__dict__.get(PATH, type(module).__name__)
+            raise NotImplementedError(
+                f"smp: '{path}' is split over the TP_GROUP, and was called with a tensor of "
+                f"shape {list(whole.shape)} in the place of its '{name}', on different "
+                f"samples: leave it whole, smp.set_tensor_parallelism('{path}', False)"
+            )
+        cut = slices[name]
+        lengths = [cut.local_size(rank) for rank in range(group.size())]
+        part = primitives.own_part(cut.by_rank(whole), cut.axis, lengths)
+        module._parameters[name] = part  # type: ignore[assignment]
+    try:
+        return forward(module, *args, **kwargs)
+    finally:
+        module._parameters.update(given)
+
+
+def _wholes_in(module: nn.Module) -> dict[str, nn.Parameter]:
+    found = {}
+    for name, slices in module.__dict__.get(split_parameters.HELD, {}).items():
+        value = module._parameters.get(name)
+        if value is None or isinstance(value, SplitTensor):
+            continue
+        if value.size(slices.axis) == slices.size:
+            found[name] = value
+    return found
 
 
 def _come_together() -> bool:

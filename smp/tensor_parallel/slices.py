@@ -85,15 +85,26 @@ class Slices(NamedTuple):
                 at += last - first
         return whole
 
+    def by_rank(self, whole: Tensor) -> Tensor:
+        """The ranks' parts of the whole, one behind the other along the axis."""
+        return (
+            whole if self._is_in_order() else whole.index_select(self.axis, self._held(whole))
+        )
+
     def in_order(self, joined: Tensor) -> Tensor:
         """The whole, from the ranks' parts one behind the other along the axis."""
-        if all(len(ranges) == 1 for ranges in self.ranges):
+        if self._is_in_order():
             return joined
-        held = [
-            i for ranges in self.ranges for first, last in ranges for i in range(first, last)
-        ]
-        places = torch.tensor(held, device=joined.device).argsort()
-        return joined.index_select(self.axis, places)
+        return joined.index_select(self.axis, self._held(joined).argsort())
+
+    def _is_in_order(self) -> bool:
+        return all(len(ranges) == 1 for ranges in self.ranges)
+
+    def _held(self, whole: Tensor) -> Tensor:
+        """Places along the axis, by rank."""
+        ranges = (pair for ranges in self.ranges for pair in ranges)
+        held = [i for first, last in ranges for i in range(first, last)]
+        return torch.tensor(held, device=whole.device)
 
 
 _SLICES = "_smp_slices"

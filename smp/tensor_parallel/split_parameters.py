@@ -21,6 +21,7 @@ from smp.execution.compiled_code import not_traced
 from smp.tensor_parallel.slices import PATH_OF_PARAMETER, slices_of, whole_shape
 
 INIT = "torch.nn.init"
+HELD = "_smp_held"  # in a module's __dict__: the Slices of its parameters, by name
 _NOT_SCRIPTS = ("smp.", "torch.optim.", "torch._dynamo.")
 
 
