@@ -80,7 +80,7 @@ def called_with_slices(
     """A call of a split module, where ``torch.func.functional_call`` may have given it wholes.
 
     Raises:
-        NotImplementedError: it has, on ranks with different samples: each may have given another
+        NotImplementedError: it has, on ranks with other samples: each may have given another
             whole.
     """
     given = _wholes_in(module)
