@@ -4,6 +4,7 @@ The reference is ``tests/reference/whole_job.py``, in float64.
 """
 
 import functools
+import os
 import types
 import warnings
 from collections.abc import Callable
@@ -377,11 +378,12 @@ LATER = {
 
 
 @pytest.mark.parametrize("number", range(len(LATER)))
-@on_ranks(2, timeout_s=120)
+@on_ranks(2, 4, timeout_s=120)
 def test_what_is_changed_inside_of_what_is_split_already_is_refused(number, monkeypatch):
     change, what = list(LATER.items())[number]
     families.compute_in_float64(monkeypatch, "llama")
-    split_over_all_ranks()
+    stages = int(os.environ["OMPI_COMM_WORLD_SIZE"]) // 2
+    smp.init({"tensor_parallel_degree": 2, "pipeline_parallel_degree": stages})
     job = WholeJob(families.made("llama"), families.next_token_loss, families.tokens)
     mlp = job.net.model.layers[0].mlp
     mlp.register_forward_hook(lambda *_: None)

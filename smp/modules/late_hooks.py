@@ -107,6 +107,7 @@ class _Late:
             RuntimeError: in a step, where this rank does not call the module.
         """
         self._hook = hook
+        self.__module__ = getattr(hook, "__module__", "")  # whose it is
         self._where = f"module '{place.path}' ({type(module).__name__})"
         self._order = place.order
         self._microbatch = _core.current()  # the one that registered it in this step
